@@ -1,0 +1,368 @@
+//! Every way in which a request is refused: one variant per cause, each carrying the offender.
+//!
+//! A variant belongs to one [`ErrorKind`], which is what a language binding maps to its exception types. Messages name
+//! tensors as `q`, `k`, `v`, `mask`, `sinks`, `alibi_slopes`, `out` and `lse`. Deliberately absent: expressions of any
+//! one language that mend a request; a binding adds those.
+
+use crate::{DType, Device, Shape, Strides};
+
+/// The result of every fallible function of Rapt.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// The family of an [`Error`]: one exception type per family in a binding.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum ErrorKind {
+    /// Tensors that must share a dtype do not.
+    DtypeMismatch,
+    /// A dtype that is recognised but not served in this place.
+    UnsupportedDtype,
+    /// Shapes that do not fit one another.
+    Shape,
+    /// Strides, extents, alignment or overlap.
+    Layout,
+    /// An option outside its domain.
+    Option,
+    /// Tensors on another device than `q`, or a device that is not there.
+    Device,
+    /// Tensors of different kinds (such as numpy and torch) in one call.
+    Kind,
+    /// A request that is valid and that this build does not serve.
+    Unsupported,
+}
+
+fn known_codes() -> String {
+    DType::ALL.iter().map(|d| format!("{} {}", d.code(), d.schema_name())).collect::<Vec<_>>().join(", ")
+}
+
+fn names(dtypes: &[DType]) -> String {
+    dtypes.iter().map(|d| d.name()).collect::<Vec<_>>().join(", ")
+}
+
+/// Why a request was refused. Nothing was read, written or kept.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// `tensor` has another dtype than `q`.
+    #[error("{tensor} has dtype {got}, q has {expected}: q, k and v share one dtype")]
+    DtypeMismatch {
+        /// The offending tensor.
+        tensor: &'static str,
+        /// The dtype of `q`.
+        expected: DType,
+        /// The dtype of `tensor`.
+        got: DType,
+    },
+    /// A tensor has a dtype that is not served in its place.
+    #[error("{tensor} has dtype {got}, which is not served there: allowed are {}", names(allowed))]
+    UnsupportedDtype {
+        /// The offending tensor.
+        tensor: &'static str,
+        /// Its dtype.
+        got: DType,
+        /// What is served in its place.
+        allowed: Vec<DType>,
+    },
+    /// A dtype code that the export schema does not name.
+    #[error("dtype code {code} is not known; the known codes are {}", known_codes())]
+    UnknownDtypeCode {
+        /// The code.
+        code: u8,
+    },
+    /// A dtype of another library that Rapt has no name for.
+    #[error("{tensor} has a dtype that is not known: {got}; the known codes are {}", known_codes())]
+    UnknownDtype {
+        /// The offending tensor.
+        tensor: &'static str,
+        /// What the producer calls it.
+        got: String,
+    },
+
+    /// A tensor has the wrong number of dimensions.
+    #[error("{tensor} has {got} dimensions ({shape}); {allowed}")]
+    Rank {
+        /// The offending tensor.
+        tensor: &'static str,
+        /// Its rank.
+        got: usize,
+        /// Its shape.
+        shape: Shape,
+        /// What is allowed.
+        allowed: &'static str,
+    },
+    /// A size of one tensor differs from the size it must equal.
+    #[error("{tensor} has {size} {got}, {other} has {expected}: they must be equal")]
+    SizeMismatch {
+        /// The offending tensor.
+        tensor: &'static str,
+        /// Which size, such as `kv_len`.
+        size: &'static str,
+        /// Its value in `tensor`.
+        got: usize,
+        /// The tensor it is compared with.
+        other: &'static str,
+        /// Its value there.
+        expected: usize,
+    },
+    /// `num_q_heads` is no multiple of `num_kv_heads`.
+    #[error("q has {num_q_heads} heads, k and v have {num_kv_heads}: num_q_heads must be a multiple of num_kv_heads")]
+    HeadGroups {
+        /// Heads of `q`.
+        num_q_heads: usize,
+        /// Heads of `k` and `v`.
+        num_kv_heads: usize,
+    },
+    /// head_dim is zero.
+    #[error("{tensor} has head_dim 0 ({shape}): head_dim is at least 1")]
+    ZeroHeadDim {
+        /// The offending tensor.
+        tensor: &'static str,
+        /// Its shape.
+        shape: Shape,
+    },
+    /// The mask does not broadcast.
+    #[error("mask of shape {got} does not broadcast to {expected} ([batch, num_q_heads, q_len, kv_len])")]
+    MaskShape {
+        /// The shape of the mask.
+        got: Shape,
+        /// The shape that it must broadcast to.
+        expected: Shape,
+    },
+    /// An output or a per-head vector has the wrong shape.
+    #[error("{tensor} has shape {got}, expected {expected}")]
+    ShapeMismatch {
+        /// The offending tensor.
+        tensor: &'static str,
+        /// Its shape.
+        got: Shape,
+        /// The shape that is asked.
+        expected: Shape,
+    },
+    /// A shape, or an offset reached by shape and strides, overflows 64-bit signed arithmetic.
+    #[error("{tensor} of shape {shape} and strides {strides} overflows 64-bit address arithmetic")]
+    Overflow {
+        /// The offending tensor.
+        tensor: &'static str,
+        /// Its shape.
+        shape: Shape,
+        /// Its strides in elements.
+        strides: Strides,
+    },
+
+    /// Shape and strides reach outside the storage.
+    #[error(
+        "{tensor} of shape {shape} and strides {strides} reaches bytes {lo}..{hi} from its first element, its storage \
+         holds {storage_lo}..{storage_hi}"
+    )]
+    OutOfExtent {
+        /// The offending tensor.
+        tensor: &'static str,
+        /// Its shape.
+        shape: Shape,
+        /// Its strides in elements.
+        strides: Strides,
+        /// First byte reached, relative to the data pointer.
+        lo: isize,
+        /// One past the last byte reached.
+        hi: isize,
+        /// First byte of the storage, relative to the data pointer.
+        storage_lo: isize,
+        /// One past the last byte of the storage.
+        storage_hi: isize,
+    },
+    /// The data pointer is no multiple of the element size.
+    #[error("{tensor} starts at an address that is no multiple of {align_bytes} bytes, the size of {dtype}")]
+    Unaligned {
+        /// The offending tensor.
+        tensor: &'static str,
+        /// Its dtype.
+        dtype: DType,
+        /// The alignment that the dtype asks.
+        align_bytes: usize,
+    },
+    /// A null data pointer with elements behind it.
+    #[error("{tensor} has a null data pointer and shape {shape}")]
+    NullData {
+        /// The offending tensor.
+        tensor: &'static str,
+        /// Its shape.
+        shape: Shape,
+    },
+    /// Two elements of an output share an address.
+    #[error("{tensor} of shape {shape} and strides {strides} writes one address from two places")]
+    OutputOverlapsItself {
+        /// The offending output.
+        tensor: &'static str,
+        /// Its shape.
+        shape: Shape,
+        /// Its strides in elements.
+        strides: Strides,
+    },
+    /// An output shares memory with another operand.
+    #[error("{tensor} shares memory with {other}: an output is disjoint from every other operand")]
+    OutputOverlaps {
+        /// The offending output.
+        tensor: &'static str,
+        /// The operand that it shares memory with.
+        other: &'static str,
+    },
+    /// The overlap of an output was not decided within the bound of the search.
+    #[error("{tensor} and {other}: strides too entangled to prove within {steps} steps that no address is shared")]
+    OverlapUndecided {
+        /// The output.
+        tensor: &'static str,
+        /// The other operand, or the output itself.
+        other: &'static str,
+        /// Steps tried.
+        steps: usize,
+    },
+    /// An output that may not be written.
+    #[error("{tensor} is read-only")]
+    ReadOnly {
+        /// The offending output.
+        tensor: &'static str,
+    },
+    /// A tensor whose bits do not mean what its dtype says (byte order, conjugate or negative bit).
+    #[error("{tensor} {what}")]
+    Representation {
+        /// The offending tensor.
+        tensor: &'static str,
+        /// What is unusual about it.
+        what: &'static str,
+    },
+    /// Operands that are not those of the spec they are run with.
+    #[error("{tensor} is not the tensor that the plan was made for: {what} differs")]
+    NotAsPlanned {
+        /// The offending tensor.
+        tensor: &'static str,
+        /// What differs.
+        what: &'static str,
+    },
+
+    /// An option outside its domain.
+    #[error("{option} = {got}; allowed: {allowed}")]
+    Option {
+        /// The name of the option.
+        option: &'static str,
+        /// Its value.
+        got: String,
+        /// Its domain.
+        allowed: String,
+    },
+
+    /// A tensor lies on another device than `q`.
+    #[error("{tensor} is on {got}, q is on {expected}")]
+    DeviceMismatch {
+        /// The offending tensor.
+        tensor: &'static str,
+        /// The device of `q`.
+        expected: Device,
+        /// The device of `tensor`.
+        got: Device,
+    },
+    /// A device that this build or machine does not have.
+    #[error("{device} is not available: {why}")]
+    DeviceUnavailable {
+        /// The device.
+        device: Device,
+        /// Why.
+        why: String,
+    },
+
+    /// Tensors of different kinds in one call.
+    #[error("{tensor} is a {got}, q is a {expected}: all tensors of one call are of one kind")]
+    KindMismatch {
+        /// The offending tensor.
+        tensor: &'static str,
+        /// The kind of `q`.
+        expected: String,
+        /// The kind of `tensor`.
+        got: String,
+    },
+
+    /// A valid request that is not served.
+    #[error("{what} is not served: {why}; {instead}")]
+    Unsupported {
+        /// What was asked.
+        what: String,
+        /// Why not.
+        why: String,
+        /// What to do instead.
+        instead: String,
+    },
+    /// A worker panicked: a defect of Rapt. The contents of the outputs are unspecified, the engine is usable.
+    #[error("a worker panicked ({message}); this is a defect of Rapt, please report it")]
+    WorkerPanicked {
+        /// The panic's message.
+        message: String,
+    },
+    /// Memory for the workspace could not be had.
+    #[error("{bytes} bytes of workspace could not be allocated")]
+    OutOfMemory {
+        /// The size that was asked.
+        bytes: usize,
+    },
+}
+
+impl Error {
+    /// The family of this error.
+    #[must_use]
+    pub fn kind(&self) -> ErrorKind {
+        match self {
+            Error::DtypeMismatch { .. } => ErrorKind::DtypeMismatch,
+            Error::UnsupportedDtype { .. } | Error::UnknownDtypeCode { .. } | Error::UnknownDtype { .. } => {
+                ErrorKind::UnsupportedDtype
+            }
+            Error::Rank { .. }
+            | Error::SizeMismatch { .. }
+            | Error::HeadGroups { .. }
+            | Error::ZeroHeadDim { .. }
+            | Error::MaskShape { .. }
+            | Error::ShapeMismatch { .. }
+            | Error::Overflow { .. } => ErrorKind::Shape,
+            Error::OutOfExtent { .. }
+            | Error::Unaligned { .. }
+            | Error::NullData { .. }
+            | Error::OutputOverlapsItself { .. }
+            | Error::OutputOverlaps { .. }
+            | Error::OverlapUndecided { .. }
+            | Error::ReadOnly { .. }
+            | Error::Representation { .. }
+            | Error::NotAsPlanned { .. } => ErrorKind::Layout,
+            Error::Option { .. } => ErrorKind::Option,
+            Error::DeviceMismatch { .. } | Error::DeviceUnavailable { .. } | Error::OutOfMemory { .. } => {
+                ErrorKind::Device
+            }
+            Error::KindMismatch { .. } => ErrorKind::Kind,
+            Error::Unsupported { .. } | Error::WorkerPanicked { .. } => ErrorKind::Unsupported,
+        }
+    }
+
+    /// The tensor that the error speaks of, where it speaks of one.
+    #[must_use]
+    pub fn tensor(&self) -> Option<&'static str> {
+        match self {
+            Error::DtypeMismatch { tensor, .. }
+            | Error::UnsupportedDtype { tensor, .. }
+            | Error::UnknownDtype { tensor, .. }
+            | Error::Rank { tensor, .. }
+            | Error::SizeMismatch { tensor, .. }
+            | Error::ZeroHeadDim { tensor, .. }
+            | Error::ShapeMismatch { tensor, .. }
+            | Error::Overflow { tensor, .. }
+            | Error::OutOfExtent { tensor, .. }
+            | Error::Unaligned { tensor, .. }
+            | Error::NullData { tensor, .. }
+            | Error::OutputOverlapsItself { tensor, .. }
+            | Error::OutputOverlaps { tensor, .. }
+            | Error::OverlapUndecided { tensor, .. }
+            | Error::ReadOnly { tensor }
+            | Error::Representation { tensor, .. }
+            | Error::NotAsPlanned { tensor, .. }
+            | Error::DeviceMismatch { tensor, .. }
+            | Error::KindMismatch { tensor, .. } => Some(tensor),
+            Error::MaskShape { .. } => Some("mask"),
+            _ => None,
+        }
+    }
+}

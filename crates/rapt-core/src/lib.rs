@@ -1,0 +1,33 @@
+//! The vocabulary of Rapt: what a request for attention is, before any kernel exists.
+//!
+//! ```text
+//!              Spec ──select(&Spec, &Caps)──► Plan
+//! Views ──► Operands ──checked against Spec──► run(&Plan, Operands, &mut Workspace, &Queue) ──► o (+ lse)
+//! ```
+//!
+//! Every type here is plain data. A [`Spec`] holds everything but pointers and is checked once; [`Operands`] are
+//! [`View`]s proven against a [`Spec`]; a [`Plan`] is owned and says what will run. Deliberately absent: kernels,
+//! foreign function interfaces, allocation of tensors, and any conversion from one dtype to another.
+
+mod block_range;
+mod dtype;
+mod error;
+mod operands;
+mod options;
+mod overlap;
+mod plan;
+mod queue;
+mod shape;
+mod spec;
+mod view;
+
+pub use block_range::{BlockRange, Tile};
+pub use dtype::{COMPUTED, DType, Element};
+pub use error::{Error, ErrorKind, Result};
+pub use operands::{Operands, Tensors};
+pub use options::{Causal, Finite, Layout, Options, Window};
+pub use plan::{Arch, Caps, Cost, Explanation, Kernel, KernelKey, MaskClass, Plan};
+pub use queue::{Executor, Queue, SerialExecutor, Workspace};
+pub use shape::{Dims, MAX_RANK, Shape, Strides};
+pub use spec::{Direction, Kv, MaskSpec, Numerics, PRounding, Spec, SpecBuilder, TensorSpec};
+pub use view::{Device, Extent, View, ViewMut};

@@ -1,0 +1,159 @@
+//! Operands: the tensors of one run, checked against the spec they were planned for.
+//!
+//! Invariants of [`Operands`]: every tensor has the dtype, sizes, strides and device of the spec; every address it
+//! reaches lies inside its extent (an invariant of [`View`]); each output names every address once and shares no byte
+//! with any other operand.
+
+use crate::overlap::STEPS;
+use crate::spec::{canonical_strides, mask_strides};
+use crate::{Error, Result, Spec, TensorSpec, View, ViewMut};
+
+/// The tensors of one run, as they were given.
+#[derive(Debug)]
+pub struct Tensors<'a> {
+    /// Queries.
+    pub q: View<'a>,
+    /// Keys.
+    pub k: View<'a>,
+    /// Values.
+    pub v: View<'a>,
+    /// Boolean or additive mask.
+    pub mask: Option<View<'a>>,
+    /// One more logit per head.
+    pub sinks: Option<View<'a>>,
+    /// ALiBi slopes.
+    pub alibi_slopes: Option<View<'a>>,
+    /// Where the result goes.
+    pub out: ViewMut<'a>,
+    /// Where the log of the sum of exponentials goes.
+    pub lse: Option<ViewMut<'a>>,
+}
+
+/// [`Tensors`] that were proven to be those of a [`Spec`].
+#[derive(Debug)]
+pub struct Operands<'a> {
+    tensors: Tensors<'a>,
+}
+
+fn compare<const N: usize>(tensor: &'static str, got: &TensorSpec<N>, planned: &TensorSpec<N>) -> Result<()> {
+    let differs = |what| Err(Error::NotAsPlanned { tensor, what });
+    if got.dtype != planned.dtype {
+        return differs("dtype");
+    }
+    if got.shape != planned.shape {
+        return differs("shape");
+    }
+    if got.strides != planned.strides {
+        return differs("strides");
+    }
+    Ok(())
+}
+
+fn disjoint(tensor: &'static str, out: &ViewMut<'_>, other: &'static str, view: &View<'_>) -> Result<()> {
+    match out.is_disjoint_from(view) {
+        Some(true) => Ok(()),
+        Some(false) => Err(Error::OutputOverlaps { tensor, other }),
+        None => Err(Error::OverlapUndecided { tensor, other, steps: STEPS }),
+    }
+}
+
+fn injective(tensor: &'static str, out: &ViewMut<'_>) -> Result<()> {
+    match out.is_injective() {
+        Some(true) => Ok(()),
+        Some(false) => Err(Error::OutputOverlapsItself { tensor, shape: *out.shape(), strides: *out.strides() }),
+        None => Err(Error::OverlapUndecided { tensor, other: tensor, steps: STEPS }),
+    }
+}
+
+impl<'a> Operands<'a> {
+    /// Proves that `tensors` are those of `spec`.
+    ///
+    /// # Errors
+    /// [`Error::NotAsPlanned`] if a dtype, size, stride or device differs; [`Error::OutputOverlaps`],
+    /// [`Error::OutputOverlapsItself`] and [`Error::OverlapUndecided`] for outputs.
+    pub fn check(tensors: Tensors<'a>, spec: &Spec) -> Result<Self> {
+        let layout = spec.layout;
+        for (name, view, planned) in
+            [("q", &tensors.q, &spec.q), ("k", &tensors.k, &spec.k), ("v", &tensors.v, &spec.v)]
+        {
+            compare(name, &canonical_strides(name, view.dtype(), view.shape(), view.strides(), layout)?, planned)?;
+        }
+        let out = &tensors.out;
+        compare("out", &canonical_strides("out", out.dtype(), out.shape(), out.strides(), layout)?, &spec.out)?;
+        match (&tensors.mask, &spec.mask) {
+            (Some(mask), Some(planned)) => compare("mask", &mask_strides(mask, planned.shape)?, planned)?,
+            (None, None) => {}
+            _ => return Err(Error::NotAsPlanned { tensor: "mask", what: "presence" }),
+        }
+        for (name, view, planned) in
+            [("sinks", &tensors.sinks, &spec.sinks), ("alibi_slopes", &tensors.alibi_slopes, &spec.alibi_slopes)]
+        {
+            match (view, planned) {
+                (Some(view), Some(planned)) => {
+                    if view.shape().len() != 1 {
+                        return Err(Error::NotAsPlanned { tensor: name, what: "shape" });
+                    }
+                    let got =
+                        TensorSpec { dtype: view.dtype(), shape: [view.shape()[0]], strides: [view.strides()[0]] };
+                    compare(name, &got, planned)?;
+                }
+                (None, None) => {}
+                _ => return Err(Error::NotAsPlanned { tensor: name, what: "presence" }),
+            }
+        }
+        match (&tensors.lse, &spec.lse) {
+            (Some(lse), Some(planned)) => {
+                let rank = lse.shape().len();
+                if rank > 3 || planned.shape[..3 - rank].iter().any(|&n| n != 1) {
+                    return Err(Error::NotAsPlanned { tensor: "lse", what: "shape" });
+                }
+                let mut got = TensorSpec { dtype: lse.dtype(), shape: [1; 3], strides: [0; 3] };
+                got.shape[3 - rank..].copy_from_slice(lse.shape());
+                got.strides[3 - rank..].copy_from_slice(lse.strides());
+                compare("lse", &got, planned)?;
+            }
+            (None, None) => {}
+            _ => return Err(Error::NotAsPlanned { tensor: "lse", what: "presence" }),
+        }
+        for (name, device) in tensors.inputs().map(|(name, view)| (name, view.device())) {
+            if device != spec.device {
+                return Err(Error::NotAsPlanned { tensor: name, what: "device" });
+            }
+        }
+        if out.device() != spec.device || tensors.lse.as_ref().is_some_and(|lse| lse.device() != spec.device) {
+            return Err(Error::NotAsPlanned { tensor: "out", what: "device" });
+        }
+
+        injective("out", out)?;
+        for (other, view) in tensors.inputs() {
+            disjoint("out", out, other, view)?;
+        }
+        if let Some(lse) = &tensors.lse {
+            injective("lse", lse)?;
+            for (other, view) in tensors.inputs() {
+                disjoint("lse", lse, other, view)?;
+            }
+            disjoint("lse", lse, "out", &out.as_view())?;
+        }
+        Ok(Operands { tensors })
+    }
+
+    /// The proven tensors.
+    #[must_use]
+    pub fn tensors(&mut self) -> &mut Tensors<'a> {
+        &mut self.tensors
+    }
+}
+
+impl<'a> Tensors<'a> {
+    /// Every tensor that is read, with its name.
+    pub fn inputs(&self) -> impl Iterator<Item = (&'static str, &View<'a>)> {
+        let required = [("q", &self.q), ("k", &self.k), ("v", &self.v)];
+        let optional = [
+            ("mask", self.mask.as_ref()),
+            ("sinks", self.sinks.as_ref()),
+            ("alibi_slopes", self.alibi_slopes.as_ref()),
+        ];
+        required.into_iter().chain(optional.into_iter().filter_map(|(name, view)| Some((name, view?))))
+    }
+}

@@ -1,0 +1,315 @@
+//! A plan: what will run, owned, and able to say so.
+
+use std::fmt;
+
+use crate::{DType, Direction, Error, Kv, PRounding, Spec};
+
+/// An instruction set that a kernel is written for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[non_exhaustive]
+pub enum Arch {
+    /// Plain Rust, any processor.
+    Scalar,
+    /// 128-bit vectors of aarch64.
+    Neon,
+    /// 256-bit vectors: AVX2, FMA and F16C.
+    Avx2,
+    /// 512-bit vectors: AVX-512 F, BW, DQ and VL.
+    Avx512,
+}
+
+impl Arch {
+    /// The name that `RAPT_ISA` takes and `doctor` prints.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Arch::Scalar => "scalar",
+            Arch::Neon => "neon",
+            Arch::Avx2 => "avx2",
+            Arch::Avx512 => "avx512",
+        }
+    }
+}
+
+/// What the machine has, as far as a selection depends on it.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Caps {
+    /// The instruction set to use.
+    pub arch: Arch,
+    /// Threads that a run may use.
+    pub threads: usize,
+    /// The clock in Hz where the system tells it: only for the floor in time.
+    pub clock_hz: Option<f64>,
+}
+
+/// Masks as far as a kernel's code depends on them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum MaskClass {
+    /// No mask tensor.
+    None,
+    /// True = attend.
+    Bool,
+    /// Added to the scores.
+    Additive,
+}
+
+/// The algorithm of a plan.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Kernel {
+    /// Tiles of queries along the vector lanes; keys and values are broadcast.
+    Forward,
+    /// Few queries: head_dim along the vector lanes, keys split in fixed chunks.
+    Decode,
+    /// Nothing to attend: zeros and −inf.
+    Empty,
+}
+
+impl Kernel {
+    /// The name that `explain` prints.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Kernel::Forward => "forward",
+            Kernel::Decode => "decode",
+            Kernel::Empty => "empty",
+        }
+    }
+}
+
+/// What identifies a kernel's code: a spec without its lengths.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct KernelKey {
+    /// What is computed.
+    pub direction: Direction,
+    /// The algorithm.
+    pub kernel: Kernel,
+    /// The dtype of q, k and v.
+    pub storage: DType,
+    /// The dtype of sums.
+    pub accumulation: DType,
+    /// The mask.
+    pub mask: MaskClass,
+    /// How keys and values are stored.
+    pub kv: Kv,
+    /// The instruction set.
+    pub arch: Arch,
+}
+
+/// What a run costs at least, and what it moves.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Cost {
+    /// Multiplications and additions of both products, over the pairs that causal and window leave.
+    pub flops: f64,
+    /// One exponential per pair.
+    pub exponentials: f64,
+    /// Each input read once.
+    pub bytes_read: f64,
+    /// Each output written once.
+    pub bytes_written: f64,
+    /// Cycles of one core, if FMA and exponential units were never idle; memory not counted.
+    pub floor_cycles: f64,
+    /// The floor in seconds on the plan's threads at the system's clock, where it is known.
+    pub floor_seconds: Option<f64>,
+    /// Bytes of tensors materialised: always 0.
+    pub bytes_copied: usize,
+    /// Most bytes that lie packed in cache at one time, all threads together.
+    pub bytes_packed: usize,
+}
+
+/// What will run for a [`Spec`].
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct Plan {
+    /// The request.
+    pub spec: Spec,
+    /// The kernel's code.
+    pub key: KernelKey,
+    /// Queries per tile.
+    pub block_m: usize,
+    /// Keys per block: chunks of this length are summed on their own and combined in order, whatever the threads.
+    pub block_n: usize,
+    /// Parts into which the keys are split among threads; 1 is unsplit. Depends on the lengths alone.
+    pub num_splits: usize,
+    /// Independent pieces of work.
+    pub items: usize,
+    /// Threads that the run will use.
+    pub threads: usize,
+    /// Scratch memory that the run asks.
+    pub workspace_bytes: usize,
+    /// Cost and floor.
+    pub cost: Cost,
+    /// Whether K and V are read where they lie (`true`), or in packed tiles.
+    pub kv_in_place: bool,
+    /// Why this kernel.
+    pub why: String,
+    /// Why not a faster one; empty if there is none.
+    pub why_not_faster: String,
+}
+
+impl Plan {
+    /// A plan from its parts; backends only.
+    #[allow(clippy::too_many_arguments, reason = "one constructor for the non-exhaustive struct")]
+    #[must_use]
+    pub fn new(
+        spec: Spec,
+        key: KernelKey,
+        (block_m, block_n, num_splits, items): (usize, usize, usize, usize),
+        threads: usize,
+        workspace_bytes: usize,
+        cost: Cost,
+        kv_in_place: bool,
+        why: String,
+        why_not_faster: String,
+    ) -> Self {
+        Plan {
+            spec,
+            key,
+            block_m,
+            block_n,
+            num_splits,
+            items,
+            threads,
+            workspace_bytes,
+            cost,
+            kv_in_place,
+            why,
+            why_not_faster,
+        }
+    }
+
+    /// The plan in words and numbers.
+    #[must_use]
+    pub fn explain(&self) -> Explanation<'_> {
+        Explanation { plan: self }
+    }
+}
+
+/// A plan in rows of a name and a text. `Display` prints them as a table.
+#[derive(Clone, Copy, Debug)]
+pub struct Explanation<'a> {
+    plan: &'a Plan,
+}
+
+fn thousands(n: f64) -> String {
+    let digits = format!("{n:.0}");
+    let mut out = String::new();
+    for (at, c) in digits.chars().enumerate() {
+        if at > 0 && (digits.len() - at) % 3 == 0 && c != '-' {
+            out.push(',');
+        }
+        out.push(c);
+    }
+    out
+}
+
+impl Explanation<'_> {
+    /// The rows, in order.
+    #[must_use]
+    pub fn rows(&self) -> Vec<(&'static str, String)> {
+        let Plan { spec, key, cost, .. } = self.plan;
+        let mask = match key.mask {
+            MaskClass::None => "none".to_owned(),
+            MaskClass::Bool => "bool, True = attend, read in place".to_owned(),
+            MaskClass::Additive => {
+                format!("additive {}, read in place", spec.mask.map_or(key.accumulation, |mask| mask.dtype))
+            }
+        };
+        let positions = {
+            let causal = spec.causal.map_or("no causal mask".to_owned(), |causal| {
+                format!("causal {}, diagonal at j = i + {}", causal.name(), spec.block_range().diagonal)
+            });
+            let end = |end: Option<usize>| end.map_or("unbounded".to_owned(), |n| n.to_string());
+            match (spec.window.left, spec.window.right) {
+                (None, None) => causal,
+                (left, right) => format!("{causal}; window left {}, right {}", end(left), end(right)),
+            }
+        };
+        let rounding = match spec.numerics.p_rounding {
+            PRounding::Accumulation => format!("nowhere: p stays {}", key.accumulation),
+        };
+        let floor = match cost.floor_seconds {
+            Some(seconds) => {
+                format!(
+                    "{:.1} µs on {} threads ({} cycles of one core)",
+                    seconds * 1e6,
+                    self.plan.threads,
+                    thousands(cost.floor_cycles)
+                )
+            }
+            None => format!("{} cycles of one core", thousands(cost.floor_cycles)),
+        };
+        let mut rows = vec![
+            ("kernel", format!("{} {} on {}", key.kernel.name(), key.storage, key.arch.name())),
+            ("why", self.plan.why.clone()),
+        ];
+        if !self.plan.why_not_faster.is_empty() {
+            rows.push(("why not faster", self.plan.why_not_faster.clone()));
+        }
+        rows.extend([
+            (
+                "problem",
+                format!(
+                    "batch {}, heads {} / {}, q_len {}, kv_len {}, head_dim {} / {}",
+                    spec.batch(),
+                    spec.num_q_heads(),
+                    spec.num_kv_heads(),
+                    spec.q_len(),
+                    spec.kv_len(),
+                    spec.head_dim(),
+                    spec.head_dim_v()
+                ),
+            ),
+            ("q strides", format!("{:?}", spec.q.strides)),
+            ("k strides", format!("{:?}", spec.k.strides)),
+            ("v strides", format!("{:?}", spec.v.strides)),
+            ("out strides", format!("{:?}, {}", spec.out.strides, spec.out.dtype)),
+            ("positions", positions),
+            ("mask", mask),
+            ("accumulation", key.accumulation.to_string()),
+            ("p is rounded", rounding),
+            (
+                "tiles",
+                format!(
+                    "{} queries × {} keys, {} pieces of work, keys split in {}",
+                    self.plan.block_m, self.plan.block_n, self.plan.items, self.plan.num_splits
+                ),
+            ),
+            ("threads", self.plan.threads.to_string()),
+            ("flops", thousands(cost.flops)),
+            ("bytes read", thousands(cost.bytes_read)),
+            ("bytes written", thousands(cost.bytes_written)),
+            ("floor", floor),
+            ("bytes_copied", format!("{} (no tensor is materialised)", cost.bytes_copied)),
+            (
+                "bytes_packed",
+                format!(
+                    "{} (cache tiles; K and V {})",
+                    thousands(cost.bytes_packed as f64),
+                    if self.plan.kv_in_place { "are read where they lie" } else { "are packed block by block" }
+                ),
+            ),
+            ("workspace_bytes", thousands(self.plan.workspace_bytes as f64)),
+        ]);
+        rows
+    }
+}
+
+impl fmt::Display for Explanation<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let rows = self.rows();
+        let width = rows.iter().map(|(name, _)| name.len()).max().unwrap_or(0);
+        for (name, text) in rows {
+            writeln!(f, "{name:width$}  {text}")?;
+        }
+        Ok(())
+    }
+}
+
+impl Error {
+    /// A refusal of select.
+    #[must_use]
+    pub fn unsupported(what: impl Into<String>, why: impl Into<String>, instead: impl Into<String>) -> Self {
+        Error::Unsupported { what: what.into(), why: why.into(), instead: instead.into() }
+    }
+}

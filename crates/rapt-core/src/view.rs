@@ -1,0 +1,403 @@
+//! A view: where a tensor lies. Building one from raw parts is the one unsafe door; everything after it is safe.
+//!
+//! Invariant of every [`View`] and [`ViewMut`]: the data pointer is a multiple of the element size, and each address
+//! reached by its shape and strides lies inside its extent. The extent is *proven* where the producer tells its storage
+//! (a slice, a torch tensor) and *declared* where it does not (C, DLPack, numpy): then the span of shape and strides is
+//! taken at its word. Deliberately absent: ownership, and conversion of elements.
+
+use std::fmt;
+use std::marker::PhantomData;
+
+use crate::overlap::{Footprint, are_disjoint, is_injective};
+use crate::shape::reach_bytes;
+use crate::{DType, Dims, Element, Error, Result, Shape, Strides};
+
+/// Where memory lies.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Device {
+    /// Host memory.
+    Cpu,
+    /// An NVIDIA GPU, by index.
+    Cuda(u32),
+    /// A device of another kind, by its DLPack code and index: known by name, not served.
+    Other {
+        /// DLPack's device type.
+        dlpack_code: i32,
+        /// Its index.
+        index: i32,
+    },
+}
+
+impl fmt::Display for Device {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Device::Cpu => f.write_str("cpu"),
+            Device::Cuda(index) => write!(f, "cuda:{index}"),
+            Device::Other { dlpack_code, index } => write!(f, "device type {dlpack_code}, index {index}"),
+        }
+    }
+}
+
+/// What is known of the memory behind a data pointer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Extent {
+    /// The producer told where its storage begins and how long it is.
+    Proven {
+        /// The address of the first byte of the storage.
+        address: usize,
+        /// The length of the storage.
+        len_bytes: usize,
+    },
+    /// The producer told nothing: the span of shape and strides is taken as declared.
+    Declared,
+}
+
+/// Shape, strides and origin of a tensor: what [`View`] and [`ViewMut`] share.
+#[derive(Clone, Copy, Debug)]
+struct Parts {
+    address: usize,
+    dtype: DType,
+    shape: Shape,
+    strides: Strides,
+    device: Device,
+    extent: Extent,
+}
+
+impl Parts {
+    fn new(
+        tensor: &'static str,
+        address: usize,
+        dtype: DType,
+        shape: Shape,
+        strides: Strides,
+        device: Device,
+        extent: Extent,
+    ) -> Result<Self> {
+        if shape.len() != strides.len() {
+            return Err(Error::Rank {
+                tensor,
+                got: strides.len(),
+                shape,
+                allowed: "its strides must have as many dimensions as its shape",
+            });
+        }
+        let (lo, hi) = reach_bytes(tensor, dtype, &shape, &strides)?;
+        if lo != hi {
+            if address == 0 {
+                return Err(Error::NullData { tensor, shape });
+            }
+            let align_bytes = dtype.size_bytes().max(1);
+            if address % align_bytes != 0 {
+                return Err(Error::Unaligned { tensor, dtype, align_bytes });
+            }
+            // Addresses are positive isize values on every platform served.
+            let overflow = || Error::Overflow { tensor, shape, strides };
+            address.checked_add_signed(lo).ok_or_else(overflow)?;
+            address.checked_add_signed(hi).ok_or_else(overflow)?;
+            if let Extent::Proven { address: start, len_bytes } = extent {
+                let storage_lo = start as i128 - address as i128;
+                let storage_hi = storage_lo + len_bytes as i128;
+                if (lo as i128) < storage_lo || (hi as i128) > storage_hi {
+                    return Err(Error::OutOfExtent {
+                        tensor,
+                        shape,
+                        strides,
+                        lo,
+                        hi,
+                        storage_lo: isize::try_from(storage_lo).unwrap_or(isize::MIN),
+                        storage_hi: isize::try_from(storage_hi).unwrap_or(isize::MAX),
+                    });
+                }
+            }
+        }
+        Ok(Parts { address, dtype, shape, strides, device, extent })
+    }
+
+    fn footprint(&self) -> Footprint<'_> {
+        Footprint {
+            address: self.address,
+            size_bytes: self.dtype.size_bytes(),
+            shape: &self.shape,
+            strides: &self.strides,
+        }
+    }
+
+    fn index(&self, dim: usize, at: usize) -> Self {
+        assert!(at < self.shape[dim], "index {at} of dimension {dim} of {}", self.shape);
+        let offset = self.strides[dim] * at as isize * self.dtype.size_bytes() as isize;
+        let keep = |d: &usize| *d != dim;
+        let shape: Vec<usize> = (0..self.shape.len()).filter(keep).map(|d| self.shape[d]).collect();
+        let strides: Vec<isize> = (0..self.strides.len()).filter(keep).map(|d| self.strides[d]).collect();
+        // An empty rest reaches nothing, and its pointer is never moved.
+        let offset = if shape.contains(&0) { 0 } else { offset };
+        Parts {
+            address: self.address.wrapping_add_signed(offset),
+            shape: Dims::new(&shape).expect("fewer dimensions than before"),
+            strides: Dims::new(&strides).expect("fewer dimensions than before"),
+            ..*self
+        }
+    }
+}
+
+macro_rules! accessors {
+    () => {
+        /// The dtype of the elements.
+        #[must_use]
+        pub fn dtype(&self) -> DType {
+            self.parts.dtype
+        }
+        /// The sizes, outermost first.
+        #[must_use]
+        pub fn shape(&self) -> &Shape {
+            &self.parts.shape
+        }
+        /// The strides in elements, outermost first.
+        #[must_use]
+        pub fn strides(&self) -> &Strides {
+            &self.parts.strides
+        }
+        /// Where the elements lie.
+        #[must_use]
+        pub fn device(&self) -> Device {
+            self.parts.device
+        }
+        /// What is known of the memory behind the pointer.
+        #[must_use]
+        pub fn extent(&self) -> Extent {
+            self.parts.extent
+        }
+        /// The address of the element with index 0.
+        #[must_use]
+        pub fn address(&self) -> usize {
+            self.parts.address
+        }
+        /// The bytes reached by shape and strides, relative to [`address`](Self::address): `lo..hi`.
+        #[must_use]
+        pub fn reach_bytes(&self) -> (isize, isize) {
+            let Parts { dtype, shape, strides, .. } = &self.parts;
+            reach_bytes("view", *dtype, shape, strides).expect("checked when the view was built")
+        }
+    };
+}
+
+/// A tensor that is read.
+#[derive(Clone, Copy, Debug)]
+pub struct View<'a> {
+    ptr: *const u8,
+    parts: Parts,
+    owner: PhantomData<&'a [u8]>,
+}
+
+/// A tensor that is written.
+#[derive(Debug)]
+pub struct ViewMut<'a> {
+    ptr: *mut u8,
+    parts: Parts,
+    owner: PhantomData<&'a mut [u8]>,
+}
+
+// SAFETY: a View is a shared borrow of plain elements, as `&[T]` is; every `Element` is Send and Sync.
+unsafe impl Send for View<'_> {}
+// SAFETY: as above.
+unsafe impl Sync for View<'_> {}
+// SAFETY: a ViewMut is an exclusive borrow of plain elements, as `&mut [T]` is.
+unsafe impl Send for ViewMut<'_> {}
+// SAFETY: a shared ViewMut gives no access to elements.
+unsafe impl Sync for ViewMut<'_> {}
+
+impl<'a> View<'a> {
+    accessors!();
+
+    /// A view into `slice`, whose element 0 lies at `offset`. The extent is proven. `tensor` names it in errors.
+    ///
+    /// # Errors
+    /// [`Error::OutOfExtent`] and [`Error::Overflow`] if shape and strides leave the slice; [`Error::Rank`].
+    pub fn strided<T: Element>(
+        tensor: &'static str,
+        slice: &'a [T],
+        offset: usize,
+        shape: Shape,
+        strides: Strides,
+    ) -> Result<Self> {
+        let extent = Extent::Proven { address: slice.as_ptr() as usize, len_bytes: size_of_val(slice) };
+        let ptr = slice.as_ptr().wrapping_add(offset).cast();
+        // SAFETY: the extent is that of a live slice, borrowed for 'a, of elements with this dtype.
+        unsafe { View::from_raw_parts(tensor, ptr, T::DTYPE, shape, strides, Device::Cpu, extent) }
+    }
+
+    /// A row-major view of the whole of `slice`.
+    ///
+    /// # Errors
+    /// [`Error::OutOfExtent`] if `shape` has more elements than the slice; [`Error::Overflow`].
+    pub fn contiguous<T: Element>(tensor: &'static str, slice: &'a [T], shape: Shape) -> Result<Self> {
+        let strides = shape.contiguous().ok_or(Error::Overflow { tensor, shape, strides: Strides::from([]) })?;
+        View::strided(tensor, slice, 0, shape, strides)
+    }
+
+    /// A view of foreign memory. Strides are in elements.
+    ///
+    /// # Errors
+    /// [`Error::Overflow`], [`Error::OutOfExtent`], [`Error::NullData`], [`Error::Unaligned`], [`Error::Rank`].
+    ///
+    /// # Safety
+    /// For 'a, every element reached by shape and strides, and the whole of a proven extent, must be readable
+    /// memory of `device` that nobody writes, holding elements of `dtype`.
+    pub unsafe fn from_raw_parts(
+        tensor: &'static str,
+        ptr: *const u8,
+        dtype: DType,
+        shape: Shape,
+        strides: Strides,
+        device: Device,
+        extent: Extent,
+    ) -> Result<Self> {
+        let parts = Parts::new(tensor, ptr as usize, dtype, shape, strides, device, extent)?;
+        Ok(View { ptr, parts, owner: PhantomData })
+    }
+
+    /// The element with index 0.
+    #[must_use]
+    pub fn as_ptr(&self) -> *const u8 {
+        self.ptr
+    }
+
+    /// The sub-view at index `at` of dimension `dim`, with that dimension gone.
+    ///
+    /// # Panics
+    /// If `at` is out of range.
+    #[must_use]
+    pub fn index(&self, dim: usize, at: usize) -> View<'a> {
+        let parts = self.parts.index(dim, at);
+        View { ptr: self.ptr.with_addr(parts.address), parts, owner: PhantomData }
+    }
+}
+
+impl<'a> ViewMut<'a> {
+    accessors!();
+
+    /// A writable view into `slice`, whose element 0 lies at `offset`. The extent is proven.
+    ///
+    /// # Errors
+    /// As [`View::strided`].
+    pub fn strided<T: Element>(
+        tensor: &'static str,
+        slice: &'a mut [T],
+        offset: usize,
+        shape: Shape,
+        strides: Strides,
+    ) -> Result<Self> {
+        let extent = Extent::Proven { address: slice.as_ptr() as usize, len_bytes: size_of_val(slice) };
+        let ptr = slice.as_mut_ptr().wrapping_add(offset).cast();
+        // SAFETY: the extent is that of a live slice, borrowed mutably for 'a, of elements with this dtype.
+        unsafe { ViewMut::from_raw_parts(tensor, ptr, T::DTYPE, shape, strides, Device::Cpu, extent) }
+    }
+
+    /// A row-major writable view of the whole of `slice`.
+    ///
+    /// # Errors
+    /// As [`View::contiguous`].
+    pub fn contiguous<T: Element>(tensor: &'static str, slice: &'a mut [T], shape: Shape) -> Result<Self> {
+        let strides = shape.contiguous().ok_or(Error::Overflow { tensor, shape, strides: Strides::from([]) })?;
+        ViewMut::strided(tensor, slice, 0, shape, strides)
+    }
+
+    /// A writable view of foreign memory. Strides are in elements.
+    ///
+    /// # Errors
+    /// As [`View::from_raw_parts`].
+    ///
+    /// # Safety
+    /// For 'a, every element reached by shape and strides must be writable memory of `device` that nobody else reads
+    /// or writes and that holds elements of `dtype`. (Overlap with the *inputs of the same run* is checked by
+    /// [`Operands`](crate::Operands) and refused, so it needs no promise.)
+    pub unsafe fn from_raw_parts(
+        tensor: &'static str,
+        ptr: *mut u8,
+        dtype: DType,
+        shape: Shape,
+        strides: Strides,
+        device: Device,
+        extent: Extent,
+    ) -> Result<Self> {
+        let parts = Parts::new(tensor, ptr as usize, dtype, shape, strides, device, extent)?;
+        Ok(ViewMut { ptr, parts, owner: PhantomData })
+    }
+
+    /// The element with index 0.
+    #[must_use]
+    pub fn as_mut_ptr(&mut self) -> *mut u8 {
+        self.ptr
+    }
+
+    /// The sub-view at index `at` of dimension `dim`, with that dimension gone.
+    ///
+    /// # Panics
+    /// If `at` is out of range.
+    #[must_use]
+    pub fn index(&mut self, dim: usize, at: usize) -> ViewMut<'_> {
+        let parts = self.parts.index(dim, at);
+        ViewMut { ptr: self.ptr.with_addr(parts.address), parts, owner: PhantomData }
+    }
+
+    /// Whether every element has an address of its own. `None`: undecided within the bound.
+    pub(crate) fn is_injective(&self) -> Option<bool> {
+        is_injective(&self.parts.shape, &self.parts.strides)
+    }
+
+    /// Whether no byte is shared with `other`. `None`: undecided within the bound.
+    pub(crate) fn is_disjoint_from(&self, other: &View<'_>) -> Option<bool> {
+        self.parts
+            .device
+            .ne(&other.parts.device)
+            .then_some(true)
+            .or_else(|| are_disjoint(&self.parts.footprint(), &other.parts.footprint()))
+    }
+
+    /// This output seen as something to compare with, for the overlap of two outputs.
+    pub(crate) fn as_view(&self) -> View<'_> {
+        View { ptr: self.ptr, parts: self.parts, owner: PhantomData }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_view_never_leaves_its_slice() {
+        let data = [0f32; 12];
+        let ok = |offset, shape: [usize; 2], strides: [isize; 2]| {
+            View::strided("q", &data, offset, shape.into(), strides.into()).is_ok()
+        };
+        assert!(ok(0, [3, 4], [4, 1]));
+        assert!(ok(11, [3, 4], [-4, -1]));
+        assert!(ok(0, [1000, 4], [0, 1]));
+        assert!(ok(12, [0, 4], [4, 1]));
+        assert!(!ok(1, [3, 4], [4, 1]));
+        assert!(!ok(10, [3, 4], [-4, -1]));
+        assert!(!ok(0, [3, 5], [4, 1]) || data.len() >= 13);
+    }
+
+    #[test]
+    fn null_and_unaligned_pointers_are_refused() {
+        let view = |address: usize, n: usize| {
+            // SAFETY: never read.
+            unsafe {
+                View::from_raw_parts(
+                    "k",
+                    std::ptr::without_provenance(address),
+                    DType::F32,
+                    [n].into(),
+                    [1].into(),
+                    Device::Cpu,
+                    Extent::Declared,
+                )
+            }
+        };
+        assert!(matches!(view(0, 1), Err(Error::NullData { tensor: "k", .. })));
+        assert!(matches!(view(6, 1), Err(Error::Unaligned { tensor: "k", .. })));
+        assert!(view(0, 0).is_ok());
+        assert!(matches!(view(usize::MAX - 3, 4), Err(Error::Overflow { .. })));
+    }
+}
