@@ -88,7 +88,7 @@ impl Parts {
                 return Err(Error::NullData { tensor, shape });
             }
             let align_bytes = dtype.size_bytes().max(1);
-            if address % align_bytes != 0 {
+            if !address.is_multiple_of(align_bytes) {
                 return Err(Error::Unaligned { tensor, dtype, align_bytes });
             }
             // Addresses are positive isize values on every platform served.
