@@ -33,6 +33,7 @@ pub struct Tensors<'a> {
 #[derive(Debug)]
 pub struct Operands<'a> {
     tensors: Tensors<'a>,
+    spec: Spec,
 }
 
 fn compare<const N: usize>(tensor: &'static str, got: &TensorSpec<N>, planned: &TensorSpec<N>) -> Result<()> {
@@ -135,13 +136,31 @@ impl<'a> Operands<'a> {
             }
             disjoint("lse", lse, "out", &out.as_view())?;
         }
-        Ok(Operands { tensors })
+        Ok(Operands { tensors, spec: spec.clone() })
     }
 
-    /// The proven tensors.
+    /// Whether these operands were proven against `spec`: what a backend asks before it trusts them.
+    ///
+    /// # Errors
+    /// [`Error::NotAsPlanned`] if they were proven against another spec.
+    pub fn expect(&self, spec: &Spec) -> Result<()> {
+        if self.spec == *spec { Ok(()) } else { Err(Error::NotAsPlanned { tensor: "operands", what: "spec" }) }
+    }
+
+    /// The proven tensors. They cannot be exchanged for others.
     #[must_use]
-    pub fn tensors(&mut self) -> &mut Tensors<'a> {
-        &mut self.tensors
+    pub fn tensors(&self) -> &Tensors<'a> {
+        &self.tensors
+    }
+
+    /// Where `out` is written.
+    pub fn out_ptr(&mut self) -> *mut u8 {
+        self.tensors.out.as_mut_ptr()
+    }
+
+    /// Where `lse` is written, if it is asked for.
+    pub fn lse_ptr(&mut self) -> Option<*mut u8> {
+        self.tensors.lse.as_mut().map(ViewMut::as_mut_ptr)
     }
 }
 

@@ -98,6 +98,12 @@ impl Workspace {
     }
 
     /// The first byte, aligned to 64.
+    #[must_use]
+    pub fn as_ptr(&self) -> *const u8 {
+        self.ptr.as_ptr()
+    }
+
+    /// The first byte, aligned to 64.
     pub fn as_mut_ptr(&mut self) -> *mut u8 {
         self.ptr.as_ptr()
     }

@@ -1,0 +1,264 @@
+//! 256-bit vectors: AVX2, FMA, F16C. 16 registers: 6 rows × 2 vectors of accumulators leave 4 for operands.
+
+use std::arch::x86_64::*;
+
+use half::{bf16, f16};
+
+use crate::generic::simd::Simd;
+
+/// Eight f32.
+#[derive(Clone, Copy)]
+pub(crate) struct Avx2F32;
+/// Four f64.
+#[derive(Clone, Copy)]
+pub(crate) struct Avx2F64;
+
+/// Transposes 8×8 floats. Shared with AVX-512, which does a 16×16 in four squares.
+#[inline(always)]
+pub(super) unsafe fn transpose_8x8(src: *const f32, src_stride: usize, dst: *mut f32, dst_stride: usize) {
+    // SAFETY: the caller vouches for AVX2 and for both squares.
+    unsafe {
+        let row = |n: usize| _mm256_loadu_ps(src.add(n * src_stride));
+        let pair = |a, b| (_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b));
+        let (r0, r1, r2, r3) = (row(0), row(1), row(2), row(3));
+        let (r4, r5, r6, r7) = (row(4), row(5), row(6), row(7));
+        let ((a0, a1), (a2, a3)) = (pair(r0, r1), pair(r2, r3));
+        let ((a4, a5), (a6, a7)) = (pair(r4, r5), pair(r6, r7));
+        let quad = |a, b| (_mm256_shuffle_ps::<0x44>(a, b), _mm256_shuffle_ps::<0xEE>(a, b));
+        let ((b0, b1), (b2, b3)) = (quad(a0, a2), quad(a1, a3));
+        let ((b4, b5), (b6, b7)) = (quad(a4, a6), quad(a5, a7));
+        let put = |n: usize, x| _mm256_storeu_ps(dst.add(n * dst_stride), x);
+        put(0, _mm256_permute2f128_ps::<0x20>(b0, b4));
+        put(1, _mm256_permute2f128_ps::<0x20>(b1, b5));
+        put(2, _mm256_permute2f128_ps::<0x20>(b2, b6));
+        put(3, _mm256_permute2f128_ps::<0x20>(b3, b7));
+        put(4, _mm256_permute2f128_ps::<0x31>(b0, b4));
+        put(5, _mm256_permute2f128_ps::<0x31>(b1, b5));
+        put(6, _mm256_permute2f128_ps::<0x31>(b2, b6));
+        put(7, _mm256_permute2f128_ps::<0x31>(b3, b7));
+    }
+}
+
+/// Transposes 4×4 doubles. Shared with AVX-512.
+#[inline(always)]
+pub(super) unsafe fn transpose_4x4(src: *const f64, src_stride: usize, dst: *mut f64, dst_stride: usize) {
+    // SAFETY: the caller vouches for AVX2 and for both squares.
+    unsafe {
+        let row = |n: usize| _mm256_loadu_pd(src.add(n * src_stride));
+        let (r0, r1, r2, r3) = (row(0), row(1), row(2), row(3));
+        let (a0, a1) = (_mm256_unpacklo_pd(r0, r1), _mm256_unpackhi_pd(r0, r1));
+        let (a2, a3) = (_mm256_unpacklo_pd(r2, r3), _mm256_unpackhi_pd(r2, r3));
+        let put = |n: usize, x| _mm256_storeu_pd(dst.add(n * dst_stride), x);
+        put(0, _mm256_permute2f128_pd::<0x20>(a0, a2));
+        put(1, _mm256_permute2f128_pd::<0x20>(a1, a3));
+        put(2, _mm256_permute2f128_pd::<0x31>(a0, a2));
+        put(3, _mm256_permute2f128_pd::<0x31>(a1, a3));
+    }
+}
+
+/// Eight f32 to bfloat16 in the low half of each lane, to nearest even; NaN becomes a quiet NaN of its sign.
+#[inline(always)]
+unsafe fn bf16_bits(x: __m256) -> __m256i {
+    // SAFETY: the caller vouches for AVX2.
+    unsafe {
+        let bits = _mm256_castps_si256(x);
+        let odd = _mm256_and_si256(_mm256_srli_epi32::<16>(bits), _mm256_set1_epi32(1));
+        let rounded = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7FFF)));
+        let quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x0040_0000));
+        let nan = _mm256_castps_si256(_mm256_cmp_ps::<_CMP_UNORD_Q>(x, x));
+        _mm256_srli_epi32::<16>(_mm256_blendv_epi8(rounded, quiet, nan))
+    }
+}
+
+impl Simd for Avx2F32 {
+    type Elem = f32;
+    type V = __m256;
+    type M = __m256;
+    const LANES: usize = 8;
+    const ROWS: usize = 6;
+
+    #[inline(always)]
+    unsafe fn splat(x: f32) -> __m256 {
+        unsafe { _mm256_set1_ps(x) }
+    }
+    #[inline(always)]
+    unsafe fn load(ptr: *const f32) -> __m256 {
+        unsafe { _mm256_loadu_ps(ptr) }
+    }
+    #[inline(always)]
+    unsafe fn store(ptr: *mut f32, x: __m256) {
+        unsafe { _mm256_storeu_ps(ptr, x) }
+    }
+    #[inline(always)]
+    unsafe fn add(a: __m256, b: __m256) -> __m256 {
+        unsafe { _mm256_add_ps(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn sub(a: __m256, b: __m256) -> __m256 {
+        unsafe { _mm256_sub_ps(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn mul(a: __m256, b: __m256) -> __m256 {
+        unsafe { _mm256_mul_ps(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn div(a: __m256, b: __m256) -> __m256 {
+        unsafe { _mm256_div_ps(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn fma(a: __m256, b: __m256, c: __m256) -> __m256 {
+        unsafe { _mm256_fmadd_ps(a, b, c) }
+    }
+    #[inline(always)]
+    unsafe fn max(a: __m256, b: __m256) -> __m256 {
+        unsafe { _mm256_max_ps(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn abs(a: __m256) -> __m256 {
+        unsafe { _mm256_andnot_ps(_mm256_set1_ps(-0.0), a) }
+    }
+    #[inline(always)]
+    unsafe fn lt(a: __m256, b: __m256) -> __m256 {
+        unsafe { _mm256_cmp_ps::<_CMP_LT_OQ>(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn eq(a: __m256, b: __m256) -> __m256 {
+        unsafe { _mm256_cmp_ps::<_CMP_EQ_OQ>(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn select(m: __m256, a: __m256, b: __m256) -> __m256 {
+        unsafe { _mm256_blendv_ps(b, a, m) }
+    }
+    #[inline(always)]
+    unsafe fn any(m: __m256) -> bool {
+        unsafe { _mm256_movemask_ps(m) != 0 }
+    }
+    #[inline(always)]
+    unsafe fn pow2(shifted: __m256) -> __m256 {
+        unsafe { _mm256_castsi256_ps(_mm256_slli_epi32::<23>(_mm256_castps_si256(shifted))) }
+    }
+    #[inline(always)]
+    unsafe fn load_f16(ptr: *const f16) -> __m256 {
+        unsafe { _mm256_cvtph_ps(_mm_loadu_si128(ptr.cast())) }
+    }
+    #[inline(always)]
+    unsafe fn load_bf16(ptr: *const bf16) -> __m256 {
+        unsafe {
+            let wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(ptr.cast()));
+            _mm256_castsi256_ps(_mm256_slli_epi32::<16>(wide))
+        }
+    }
+    #[inline(always)]
+    unsafe fn store_f16(ptr: *mut f16, x: __m256) {
+        unsafe { _mm_storeu_si128(ptr.cast(), _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(x)) }
+    }
+    #[inline(always)]
+    unsafe fn store_bf16(ptr: *mut bf16, x: __m256) {
+        unsafe {
+            let bits = bf16_bits(x);
+            let packed = _mm256_permute4x64_epi64::<0b1000>(_mm256_packus_epi32(bits, bits));
+            _mm_storeu_si128(ptr.cast(), _mm256_castsi256_si128(packed));
+        }
+    }
+    #[inline(always)]
+    unsafe fn reduce_add(x: __m256) -> f32 {
+        unsafe {
+            let x = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps::<1>(x));
+            let x = _mm_add_ps(x, _mm_movehl_ps(x, x));
+            _mm_cvtss_f32(_mm_add_ss(x, _mm_shuffle_ps::<1>(x, x)))
+        }
+    }
+    #[inline(always)]
+    unsafe fn transpose(src: *const f32, src_stride: usize, dst: *mut f32, dst_stride: usize) {
+        unsafe { transpose_8x8(src, src_stride, dst, dst_stride) }
+    }
+    #[inline(always)]
+    unsafe fn prefetch(ptr: *const u8) {
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(ptr.cast()) }
+    }
+}
+
+impl Simd for Avx2F64 {
+    type Elem = f64;
+    type V = __m256d;
+    type M = __m256d;
+    const LANES: usize = 4;
+    const ROWS: usize = 6;
+
+    #[inline(always)]
+    unsafe fn splat(x: f64) -> __m256d {
+        unsafe { _mm256_set1_pd(x) }
+    }
+    #[inline(always)]
+    unsafe fn load(ptr: *const f64) -> __m256d {
+        unsafe { _mm256_loadu_pd(ptr) }
+    }
+    #[inline(always)]
+    unsafe fn store(ptr: *mut f64, x: __m256d) {
+        unsafe { _mm256_storeu_pd(ptr, x) }
+    }
+    #[inline(always)]
+    unsafe fn add(a: __m256d, b: __m256d) -> __m256d {
+        unsafe { _mm256_add_pd(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn sub(a: __m256d, b: __m256d) -> __m256d {
+        unsafe { _mm256_sub_pd(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn mul(a: __m256d, b: __m256d) -> __m256d {
+        unsafe { _mm256_mul_pd(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn div(a: __m256d, b: __m256d) -> __m256d {
+        unsafe { _mm256_div_pd(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn fma(a: __m256d, b: __m256d, c: __m256d) -> __m256d {
+        unsafe { _mm256_fmadd_pd(a, b, c) }
+    }
+    #[inline(always)]
+    unsafe fn max(a: __m256d, b: __m256d) -> __m256d {
+        unsafe { _mm256_max_pd(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn abs(a: __m256d) -> __m256d {
+        unsafe { _mm256_andnot_pd(_mm256_set1_pd(-0.0), a) }
+    }
+    #[inline(always)]
+    unsafe fn lt(a: __m256d, b: __m256d) -> __m256d {
+        unsafe { _mm256_cmp_pd::<_CMP_LT_OQ>(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn eq(a: __m256d, b: __m256d) -> __m256d {
+        unsafe { _mm256_cmp_pd::<_CMP_EQ_OQ>(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn select(m: __m256d, a: __m256d, b: __m256d) -> __m256d {
+        unsafe { _mm256_blendv_pd(b, a, m) }
+    }
+    #[inline(always)]
+    unsafe fn any(m: __m256d) -> bool {
+        unsafe { _mm256_movemask_pd(m) != 0 }
+    }
+    #[inline(always)]
+    unsafe fn pow2(shifted: __m256d) -> __m256d {
+        unsafe { _mm256_castsi256_pd(_mm256_slli_epi64::<52>(_mm256_castpd_si256(shifted))) }
+    }
+    no_halves!(__m256d);
+    #[inline(always)]
+    unsafe fn reduce_add(x: __m256d) -> f64 {
+        unsafe {
+            let x = _mm_add_pd(_mm256_castpd256_pd128(x), _mm256_extractf128_pd::<1>(x));
+            _mm_cvtsd_f64(_mm_add_sd(x, _mm_unpackhi_pd(x, x)))
+        }
+    }
+    #[inline(always)]
+    unsafe fn transpose(src: *const f64, src_stride: usize, dst: *mut f64, dst_stride: usize) {
+        unsafe { transpose_4x4(src, src_stride, dst, dst_stride) }
+    }
+    #[inline(always)]
+    unsafe fn prefetch(ptr: *const u8) {
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(ptr.cast()) }
+    }
+}

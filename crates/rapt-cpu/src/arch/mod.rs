@@ -1,0 +1,183 @@
+//! Instruction sets: one file each, and the table of entry points.
+//!
+//! Each entry point is a generic body compiled with the target features of one instruction set. **Invariant:** an entry
+//! of the table is reached only through a plan whose arch was detected on this machine.
+
+/// Half-precision methods of a vector of f64, which no storage dtype reaches.
+#[cfg(target_arch = "x86_64")]
+macro_rules! no_halves {
+    ($v:ty) => {
+        unsafe fn load_f16(_: *const f16) -> $v {
+            unreachable!("f64 accumulates f64 alone")
+        }
+        unsafe fn load_bf16(_: *const bf16) -> $v {
+            unreachable!("f64 accumulates f64 alone")
+        }
+        unsafe fn store_f16(_: *mut f16, _: $v) {
+            unreachable!("f64 accumulates f64 alone")
+        }
+        unsafe fn store_bf16(_: *mut bf16, _: $v) {
+            unreachable!("f64 accumulates f64 alone")
+        }
+    };
+}
+
+#[cfg(target_arch = "x86_64")]
+#[allow(clippy::undocumented_unsafe_blocks, reason = "each method forwards the promise of the trait: the ISA is there")]
+mod avx2;
+#[cfg(target_arch = "x86_64")]
+#[allow(clippy::undocumented_unsafe_blocks, reason = "each method forwards the promise of the trait: the ISA is there")]
+mod avx512;
+#[cfg(target_arch = "aarch64")]
+#[allow(clippy::undocumented_unsafe_blocks, reason = "each method forwards the promise of the trait: the ISA is there")]
+mod neon;
+mod scalar;
+
+use half::{bf16, f16};
+use rapt_core::{Arch, DType};
+
+use crate::generic::{decode, forward};
+use crate::problem::{Item, Problem};
+
+/// Computes one item of a problem in scratch memory of the plan's size per thread.
+pub(crate) type Entry = unsafe fn(&Problem, Item, *mut u8);
+
+/// The code of one step of a run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Step {
+    /// A run of rows against all their keys.
+    Forward,
+    /// A chunk of keys for all rows of a task.
+    Decode,
+    /// The chunks of one task to its rows of the output.
+    Combine,
+}
+
+/// The shape of an instruction set's forward tile.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct TileShape {
+    /// Queries per tile.
+    pub(crate) queries: usize,
+    /// Broadcast rows per micro-tile.
+    pub(crate) rows: usize,
+}
+
+macro_rules! entries {
+    ($arch:ident, $name:ident, $shape:ident, $features:tt, $f32:ty, $f64:ty) => {
+        fn $name(step: Step, storage: DType) -> Option<Entry> {
+            use crate::generic::simd::Storage;
+            fn entry<T: Storage<$f32>>(step: Step) -> Option<Entry> {
+                entries!(@pair $features, $f32, T, step)
+            }
+            fn entry_f64<T: Storage<$f64>>(step: Step) -> Option<Entry> {
+                entries!(@pair $features, $f64, T, step)
+            }
+            match storage {
+                DType::F32 => entry::<f32>(step),
+                DType::F16 => entry::<f16>(step),
+                DType::BF16 => entry::<bf16>(step),
+                DType::F64 => entry_f64::<f64>(step),
+                _ => None,
+            }
+        }
+        fn $shape(storage: DType) -> TileShape {
+            use crate::generic::simd::Simd;
+            fn of<S: Simd>() -> TileShape {
+                TileShape { queries: S::Q_VECS * S::LANES, rows: S::ROWS }
+            }
+            if storage == DType::F64 { of::<$f64>() } else { of::<$f32>() }
+        }
+    };
+    (@pair $features:tt, $simd:ty, $t:ident, $step:ident) => {{
+        entries!(@fn $features, forward_entry, forward, item, $simd);
+        entries!(@fn $features, decode_entry, decode, item, $simd);
+        entries!(@fn $features, combine_entry, decode, combine, $simd);
+        let entry: Entry = match $step {
+            Step::Forward => forward_entry::<$t>,
+            Step::Decode => decode_entry::<$t>,
+            Step::Combine => combine_entry::<$t>,
+        };
+        Some(entry)
+    }};
+    (@fn (), $name:ident, $module:ident, $body:ident, $simd:ty) => {
+        unsafe fn $name<T: Storage<$simd>>(problem: &Problem, item: Item, scratch: *mut u8) {
+            // SAFETY: as of the caller.
+            unsafe { $module::$body::<$simd, T>(problem, item, scratch) }
+        }
+    };
+    (@fn ($features:literal), $name:ident, $module:ident, $body:ident, $simd:ty) => {
+        #[target_feature(enable = $features)]
+        unsafe fn $name<T: Storage<$simd>>(problem: &Problem, item: Item, scratch: *mut u8) {
+            // SAFETY: as of the caller.
+            unsafe { $module::$body::<$simd, T>(problem, item, scratch) }
+        }
+    };
+}
+
+entries!(Scalar, scalar_entry, scalar_shape, (), scalar::Scalar<f32>, scalar::Scalar<f64>);
+#[cfg(target_arch = "x86_64")]
+entries!(Avx2, avx2_entry, avx2_shape, ("avx2,fma,f16c"), avx2::Avx2F32, avx2::Avx2F64);
+#[cfg(target_arch = "x86_64")]
+entries!(
+    Avx512,
+    avx512_entry,
+    avx512_shape,
+    ("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c"),
+    avx512::Avx512F32,
+    avx512::Avx512F64
+);
+#[cfg(target_arch = "aarch64")]
+entries!(Neon, neon_entry, neon_shape, ("neon"), neon::NeonF32, scalar::Scalar<f64>);
+
+/// The code for one kernel of one instruction set, if this build has it.
+pub(crate) fn entry(arch: Arch, step: Step, storage: DType) -> Option<Entry> {
+    match arch {
+        Arch::Scalar => scalar_entry(step, storage),
+        #[cfg(target_arch = "x86_64")]
+        Arch::Avx2 => avx2_entry(step, storage),
+        #[cfg(target_arch = "x86_64")]
+        Arch::Avx512 => avx512_entry(step, storage),
+        #[cfg(target_arch = "aarch64")]
+        Arch::Neon => neon_entry(step, storage),
+        _ => None,
+    }
+}
+
+/// The forward tile of one instruction set; that of the scalar path for one that this build lacks.
+pub(crate) fn tile_shape(arch: Arch, storage: DType) -> TileShape {
+    match arch {
+        #[cfg(target_arch = "x86_64")]
+        Arch::Avx2 => avx2_shape(storage),
+        #[cfg(target_arch = "x86_64")]
+        Arch::Avx512 => avx512_shape(storage),
+        #[cfg(target_arch = "aarch64")]
+        Arch::Neon => neon_shape(storage),
+        _ => scalar_shape(storage),
+    }
+}
+
+/// The instruction sets of this machine, best last.
+pub(crate) fn detected() -> Vec<Arch> {
+    #[allow(unused_mut, reason = "other architectures push nothing")]
+    let mut found = vec![Arch::Scalar];
+    #[cfg(target_arch = "x86_64")]
+    {
+        let avx2 =
+            is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") && is_x86_feature_detected!("f16c");
+        if avx2 {
+            found.push(Arch::Avx2);
+        }
+        let avx512 = is_x86_feature_detected!("avx512f")
+            && is_x86_feature_detected!("avx512bw")
+            && is_x86_feature_detected!("avx512dq")
+            && is_x86_feature_detected!("avx512vl");
+        if avx2 && avx512 {
+            found.push(Arch::Avx512);
+        }
+    }
+    #[cfg(target_arch = "aarch64")]
+    if std::arch::is_aarch64_feature_detected!("neon") {
+        found.push(Arch::Neon);
+    }
+    found
+}

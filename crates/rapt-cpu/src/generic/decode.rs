@@ -1,0 +1,545 @@
+//! Forward for few queries: vectors run along head_dim, and each key and value is read once for all rows of its group.
+//!
+//! ```text
+//! item = 512 keys of one kv head:
+//!     s[row][key]   = q · k                      4 keys × 2 rows at a time, summed across lanes at the end
+//!     p, max, sum   = softmax over the chunk     vectors along the keys
+//!     o[row][dim]   = Σ_key p · v                blocks of 32 keys, so that a slice of V is still in L1
+//! then, per row, in the order of chunks:  m = max m_c,  o = Σ o_c·2^((m_c − m)·c),  sum likewise
+//! ```
+//! (Flash-Decoding, Dao 2023.) The cut into chunks follows the length of K alone, so the bits do not depend on threads.
+//! Deliberately absent: packing where the inner stride is 1; rows beyond [`MAX_ROWS`].
+
+use super::mask;
+use super::pack::{all_finite, load_row, store_row};
+use super::simd::{Real, Simd, Storage};
+use super::softmax::{Modifier, finish_row, max_skipping_nan, probability, rescale, subtractable};
+use crate::problem::{Input, Item, Problem};
+
+/// The most rows of a task: beyond, the lanes of the forward tile are used well enough.
+pub(crate) const MAX_ROWS: usize = 8;
+
+/// Keys of one block of the second product.
+const PV_KEYS: usize = 32;
+/// Keys of one micro-tile of the first product.
+const QK_KEYS: usize = 4;
+/// Rows ahead for which cache lines are asked.
+const PREFETCH_ROWS: usize = 16;
+
+/// Where things lie in scratch memory, in elements of the accumulation dtype; each part starts at a multiple of 16.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Layout {
+    /// `[rows][head_dim_padded]`.
+    q: usize,
+    /// `[rows][block_n]`.
+    s: usize,
+    /// `[block_n]`.
+    bias: usize,
+    /// `[PV_KEYS][max(head_dim, head_dim_v)]` of the storage dtype.
+    panel: usize,
+    head_dim_padded: usize,
+    /// All of it.
+    pub(crate) len: usize,
+}
+
+impl Layout {
+    pub(crate) fn new(rows: usize, head_dim: usize, head_dim_v: usize, block_n: usize) -> Layout {
+        let head_dim_padded = head_dim.next_multiple_of(16);
+        let mut len = 0;
+        let mut part = |size: usize| {
+            let at = len;
+            len += size.next_multiple_of(16);
+            at
+        };
+        Layout {
+            q: part(rows * head_dim_padded),
+            s: part(rows * block_n),
+            bias: part(block_n),
+            panel: part(PV_KEYS * head_dim.max(head_dim_v)),
+            head_dim_padded,
+            len,
+        }
+    }
+}
+
+/// Elements of one partial row: o, then the maximum and the sum.
+pub(crate) fn partial_len(head_dim_v: usize) -> usize {
+    (head_dim_v + 2).next_multiple_of(16)
+}
+
+/// Consecutive keys of K or V: `row(j)` is where key `j` begins, with an inner stride of 1.
+#[derive(Clone, Copy)]
+struct Keys<T> {
+    first: *const T,
+    stride: isize,
+}
+
+impl<T: Copy> Keys<T> {
+    /// Keys `j0..j0 + n` where they lie, or gathered into `panel` if their elements are apart.
+    #[inline(always)]
+    unsafe fn new(
+        input: &Input<4>,
+        (batch, head, j0): (usize, usize, usize),
+        n: usize,
+        dim: usize,
+        panel: *mut T,
+    ) -> Self {
+        let first = input.at([batch, head, j0, 0]).cast::<T>();
+        let [_, _, stride, inner] = input.strides;
+        if inner == 1 || dim == 1 {
+            return Keys { first, stride };
+        }
+        for j in 0..n {
+            for d in 0..dim {
+                // SAFETY: element d of key j0 + j; the panel has n rows of dim.
+                unsafe {
+                    *panel.add(j * dim + d) = *first.wrapping_offset(j as isize * stride + d as isize * inner);
+                }
+            }
+        }
+        Keys { first: panel, stride: dim as isize }
+    }
+
+    #[inline(always)]
+    fn row(&self, j: usize) -> *const T {
+        self.first.wrapping_offset(j as isize * self.stride)
+    }
+
+    /// Asks for the lines of a key that may lie past the end: nothing is read.
+    #[inline(always)]
+    unsafe fn prefetch<S: Simd>(&self, j: usize, dim: usize) {
+        let row = self.row(j).cast::<u8>();
+        for line in (0..dim * size_of::<T>()).step_by(64) {
+            // SAFETY: a prefetch takes any address.
+            unsafe { S::prefetch(row.wrapping_add(line)) };
+        }
+    }
+}
+
+/// Computes the partial result of one chunk of keys for all rows of one task.
+#[inline(always)]
+pub(crate) unsafe fn item<S: Simd, T: Storage<S>>(problem: &Problem, item: Item, scratch: *mut u8) {
+    let (rows, block_n, dim_v) = (problem.cut.rows, problem.cut.block_n, problem.head_dim_v);
+    let layout = Layout::new(rows, problem.head_dim, dim_v, block_n);
+    let base = scratch.cast::<S::Elem>();
+    let origin = problem.task_origin(item.task);
+    let kv_head = origin.1 / problem.group_size;
+    let partial = partial_len(dim_v);
+    let chunk_end = problem.kv_len.min((item.chunk + 1) * block_n);
+    let (lo, hi) = problem.keys_of_rows(0, rows);
+    let (j0, j1) = (lo.max(item.chunk * block_n), hi.min(chunk_end));
+    // SAFETY: scratch and partials are as long as the plan asked for; keys j0..j1 are inside K, V and mask.
+    unsafe {
+        let partials =
+            problem.partials.cast::<S::Elem>().add((item.task * problem.cut.chunks + item.chunk) * rows * partial);
+        for at in 0..rows * partial {
+            *partials.add(at) = S::Elem::ZERO;
+        }
+        for row in 0..rows {
+            *partials.add(row * partial + dim_v) = S::Elem::NEG_INFINITY;
+        }
+        if j0 >= j1 {
+            return;
+        }
+        let n = j1 - j0;
+        let (q, s, panel) = (base.add(layout.q), base.add(layout.s), base.add(layout.panel).cast::<T>());
+        for r in 0..rows {
+            let row = problem.row(origin, r);
+            let to = q.add(r * layout.head_dim_padded);
+            let from = problem.q.at([row.batch, row.head, row.i, 0]).cast::<T>();
+            load_row::<S, T>(from, problem.q.strides[3], problem.head_dim, to);
+            if problem.scores.negate_q {
+                for d in 0..problem.head_dim {
+                    *to.add(d) = S::Elem::ZERO - *to.add(d);
+                }
+            }
+        }
+
+        // s = q @ k.T
+        let mut j = 0;
+        while j < n {
+            let take = QK_KEYS.min(n - j);
+            let keys = Keys::new(&problem.k, (origin.0, kv_head, j0 + j), take, problem.head_dim, panel);
+            if take == QK_KEYS {
+                for ahead in 0..QK_KEYS {
+                    keys.prefetch::<S>(PREFETCH_ROWS + ahead, problem.head_dim);
+                }
+                dots::<S, T, QK_KEYS>(&keys, 0, problem, &layout, q, s.add(j));
+            } else {
+                for at in 0..take {
+                    dots::<S, T, 1>(&keys, at, problem, &layout, q, s.add(j + at));
+                }
+            }
+            j += take;
+        }
+
+        let mut masked = false;
+        for r in 0..rows {
+            let state = partials.add(r * partial + dim_v);
+            masked |= softmax_row::<S>(problem, origin, r, (j0, n), s.add(r * block_n), base.add(layout.bias), state);
+        }
+
+        // o = p @ v
+        let mut j = 0;
+        while j < n {
+            let take = PV_KEYS.min(n - j);
+            let keys = Keys::new(&problem.v, (origin.0, kv_head, j0 + j), take, dim_v, panel);
+            let clean = !masked
+                || all_finite::<S>(
+                    take,
+                    dim_v,
+                    |j, d| T::load(keys.row(j).add(d)),
+                    |j, d| (*keys.row(j).add(d)).widen(),
+                );
+            let p = s.add(j);
+            if clean {
+                for ahead in 0..take {
+                    keys.prefetch::<S>(PV_KEYS + ahead, dim_v);
+                }
+                weighted_sum::<S, T>(&keys, take, rows, p, block_n, partials, partial, dim_v);
+            } else {
+                weighted_sum_selecting::<S, T>(&keys, take, rows, p, block_n, partials, partial, dim_v);
+            }
+            j += take;
+        }
+        if problem.cut.chunks == 1 {
+            combine::<S, T>(problem, item, scratch);
+        }
+    }
+}
+
+/// `s[r·block_n + k] = q_r · k_{at + k}` for `K` keys and all rows.
+#[inline(always)]
+unsafe fn dots<S: Simd, T: Storage<S>, const K: usize>(
+    keys: &Keys<T>,
+    at: usize,
+    problem: &Problem,
+    layout: &Layout,
+    q: *const S::Elem,
+    s: *mut S::Elem,
+) {
+    let (rows, block_n) = (problem.cut.rows, problem.cut.block_n);
+    let mut r = 0;
+    // SAFETY: as in `item`.
+    unsafe {
+        while r < rows {
+            let (q, s) = (q.add(r * layout.head_dim_padded), s.add(r * block_n));
+            if rows - r >= 2 {
+                dots_micro::<S, T, K, 2>(keys, at, problem.head_dim, (q, layout.head_dim_padded), (s, block_n));
+                r += 2;
+            } else {
+                dots_micro::<S, T, K, 1>(keys, at, problem.head_dim, (q, layout.head_dim_padded), (s, block_n));
+                r += 1;
+            }
+        }
+    }
+}
+
+#[inline(always)]
+unsafe fn dots_micro<S: Simd, T: Storage<S>, const K: usize, const R: usize>(
+    keys: &Keys<T>,
+    at: usize,
+    dim: usize,
+    (q, q_stride): (*const S::Elem, usize),
+    (s, s_stride): (*mut S::Elem, usize),
+) {
+    // SAFETY: as in `item`: K keys of dim elements, R rows of q and s.
+    unsafe {
+        let k: [*const T; K] = std::array::from_fn(|n| keys.row(at + n));
+        let mut acc = [[S::splat(S::Elem::ZERO); R]; K];
+        let mut d = 0;
+        while d + S::LANES <= dim {
+            let q: [S::V; R] = std::array::from_fn(|r| S::load(q.add(r * q_stride + d)));
+            for (k, acc) in k.iter().zip(&mut acc) {
+                let k = T::load(k.add(d));
+                for (q, acc) in q.iter().zip(acc) {
+                    *acc = S::fma(k, *q, *acc);
+                }
+            }
+            d += S::LANES;
+        }
+        for (n, acc) in acc.iter().enumerate() {
+            for (r, acc) in acc.iter().enumerate() {
+                let mut sum = S::reduce_add(*acc);
+                for d in d..dim {
+                    sum = sum + (*k[n].add(d)).widen() * *q.add(r * q_stride + d);
+                }
+                *s.add(r * s_stride + n) = sum;
+            }
+        }
+    }
+}
+
+/// Scores of one row to probabilities in place; the maximum and the sum go to `state`. Answers whether a key was masked.
+#[inline(always)]
+unsafe fn softmax_row<S: Simd>(
+    problem: &Problem,
+    origin: (usize, usize),
+    r: usize,
+    (j0, n): (usize, usize),
+    s: *mut S::Elem,
+    bias: *mut S::Elem,
+    state: *mut S::Elem,
+) -> bool {
+    let row = problem.row(origin, r);
+    let (first, last) = problem.range.keys_of(row.i);
+    let (first, last) = (first.clamp(j0, j0 + n) - j0, last.clamp(j0, j0 + n) - j0);
+    let padded = n.next_multiple_of(S::LANES);
+    // SAFETY: s and bias have block_n elements, a multiple of every vector's length.
+    unsafe {
+        let effect = problem.mask.as_ref().map(|mask| mask::read_row(mask, row, (j0, n), bias, 1));
+        let biased = effect.is_some_and(|effect| effect.masks || effect.adds);
+        let positions = first > 0 || last < n;
+        let slope = problem.alibi_slopes.map(|slopes| S::splat(S::Elem::load_as(slopes.dtype, slopes.at([row.head]))));
+        let masked = S::Elem::NEG_INFINITY;
+        for j in n..padded {
+            *s.add(j) = masked;
+            *bias.add(j) = masked;
+        }
+        if problem.scores.natural || biased {
+            let modifier = Modifier::<S>::new(&problem.scores);
+            let diagonal = row.i as i64 + problem.range.diagonal - j0 as i64;
+            for j in (0..padded).step_by(S::LANES) {
+                let distance = slope.map(|slope| {
+                    let mut at = [S::Elem::ZERO; 16];
+                    for (lane, at) in at.iter_mut().enumerate().take(S::LANES) {
+                        *at = S::Elem::from_i64((diagonal - (j + lane) as i64).abs());
+                    }
+                    (slope, S::load(at.as_ptr()))
+                });
+                let mut x = modifier.apply(S::load(s.add(j)), distance);
+                if biased {
+                    x = modifier.add_bias(x, S::load(bias.add(j)));
+                }
+                S::store(s.add(j), x);
+            }
+        }
+        for j in (0..first).chain(last..padded) {
+            *s.add(j) = masked;
+        }
+
+        let mut max = S::splat(masked);
+        for j in (0..padded).step_by(S::LANES) {
+            max = max_skipping_nan::<S>(max, S::load(s.add(j)));
+        }
+        let mut lanes = [masked; 16];
+        S::store(lanes.as_mut_ptr(), max);
+        let max = lanes.into_iter().fold(masked, |a, b| if b > a { b } else { a });
+        let c = S::splat(S::Elem::from_f64_clamped(problem.scores.exponent()));
+        let subtract = subtractable::<S>(S::splat(max));
+        let mut sum = S::splat(S::Elem::ZERO);
+        for j in (0..padded).step_by(S::LANES) {
+            let p = probability::<S, true>(S::load(s.add(j)), subtract, c);
+            sum = S::add(sum, p);
+            S::store(s.add(j), p);
+        }
+        *state = max;
+        *state.add(1) = S::reduce_add(sum);
+        positions || effect.is_some_and(|effect| effect.masks)
+    }
+}
+
+/// `o[r] += Σ_j p[r][j] · v_j`.
+#[inline(always)]
+#[allow(clippy::too_many_arguments, reason = "three strided buffers and their sizes")]
+unsafe fn weighted_sum<S: Simd, T: Storage<S>>(
+    keys: &Keys<T>,
+    n: usize,
+    rows: usize,
+    p: *const S::Elem,
+    p_stride: usize,
+    o: *mut S::Elem,
+    o_stride: usize,
+    dim: usize,
+) {
+    let mut r = 0;
+    // SAFETY: as in `item`.
+    unsafe {
+        while r < rows {
+            let (p, o) = ((p.add(r * p_stride), p_stride), (o.add(r * o_stride), o_stride));
+            match rows - r {
+                4.. => {
+                    weighted_rows::<S, T, 4, 2>(keys, n, p, o, dim);
+                    r += 4;
+                }
+                2..4 => {
+                    weighted_rows::<S, T, 2, 4>(keys, n, p, o, dim);
+                    r += 2;
+                }
+                _ => {
+                    weighted_rows::<S, T, 1, 8>(keys, n, p, o, dim);
+                    r += 1;
+                }
+            }
+        }
+    }
+}
+
+/// `R` rows, `V` vectors of head_dim_v at a time; then single vectors; then single elements.
+#[inline(always)]
+unsafe fn weighted_rows<S: Simd, T: Storage<S>, const R: usize, const V: usize>(
+    keys: &Keys<T>,
+    n: usize,
+    p: (*const S::Elem, usize),
+    o: (*mut S::Elem, usize),
+    dim: usize,
+) {
+    // SAFETY: as in `item`: n keys of dim elements, R rows of p and o.
+    unsafe {
+        let mut d = 0;
+        while d + V * S::LANES <= dim {
+            weighted_slice::<S, T, R, V>(keys, n, p, o, d);
+            d += V * S::LANES;
+        }
+        while d + S::LANES <= dim {
+            weighted_slice::<S, T, R, 1>(keys, n, p, o, d);
+            d += S::LANES;
+        }
+        for d in d..dim {
+            for r in 0..R {
+                let mut sum = S::Elem::ZERO;
+                for j in 0..n {
+                    sum = sum + *p.0.add(r * p.1 + j) * (*keys.row(j).add(d)).widen();
+                }
+                let o = o.0.add(r * o.1 + d);
+                *o = *o + sum;
+            }
+        }
+    }
+}
+
+#[inline(always)]
+unsafe fn weighted_slice<S: Simd, T: Storage<S>, const R: usize, const V: usize>(
+    keys: &Keys<T>,
+    n: usize,
+    (p, p_stride): (*const S::Elem, usize),
+    (o, o_stride): (*mut S::Elem, usize),
+    d: usize,
+) {
+    // SAFETY: as in `item`.
+    unsafe {
+        let mut acc = [[S::splat(S::Elem::ZERO); V]; R];
+        for j in 0..n {
+            let row = keys.row(j).add(d);
+            let v: [S::V; V] = std::array::from_fn(|n| T::load(row.add(n * S::LANES)));
+            for (r, acc) in acc.iter_mut().enumerate() {
+                let p = S::splat(*p.add(r * p_stride + j));
+                for (v, acc) in v.iter().zip(acc) {
+                    *acc = S::fma(p, *v, *acc);
+                }
+            }
+        }
+        for (r, acc) in acc.iter().enumerate() {
+            for (n, &sum) in acc.iter().enumerate() {
+                let at = o.add(r * o_stride + d + n * S::LANES);
+                S::store(at, S::add(S::load(at), sum));
+            }
+        }
+    }
+}
+
+/// As [`weighted_sum`] with the same bits, never touching a value whose probability is 0: it may be NaN or infinite.
+#[inline(always)]
+#[allow(clippy::too_many_arguments, reason = "as weighted_sum")]
+unsafe fn weighted_sum_selecting<S: Simd, T: Storage<S>>(
+    keys: &Keys<T>,
+    n: usize,
+    rows: usize,
+    p: *const S::Elem,
+    p_stride: usize,
+    o: *mut S::Elem,
+    o_stride: usize,
+    dim: usize,
+) {
+    // SAFETY: as in `item`.
+    unsafe {
+        for r in 0..rows {
+            let p = p.add(r * p_stride);
+            let mut d = 0;
+            while d < dim {
+                let whole = d + S::LANES <= dim;
+                let mut acc = S::splat(S::Elem::ZERO);
+                let mut tail = S::Elem::ZERO;
+                for j in (0..n).filter(|&j| *p.add(j) != S::Elem::ZERO) {
+                    let v = keys.row(j).add(d);
+                    if whole {
+                        acc = S::fma(S::splat(*p.add(j)), T::load(v), acc);
+                    } else {
+                        tail = tail + *p.add(j) * (*v).widen();
+                    }
+                }
+                let at = o.add(r * o_stride + d);
+                if whole {
+                    S::store(at, S::add(S::load(at), acc));
+                    d += S::LANES;
+                } else {
+                    *at = *at + tail;
+                    d += 1;
+                }
+            }
+        }
+    }
+}
+
+/// Combines the chunks of one task in order, and writes its rows of out and lse.
+#[inline(always)]
+pub(crate) unsafe fn combine<S: Simd, T: Storage<S>>(problem: &Problem, item: Item, scratch: *mut u8) {
+    let (rows, chunks, dim_v) = (problem.cut.rows, problem.cut.chunks, problem.head_dim_v);
+    let partial = partial_len(dim_v);
+    let origin = problem.task_origin(item.task);
+    // SAFETY: every chunk of this task has been written; scratch holds at least one padded row, and the rows of out and
+    // lse are this task's alone.
+    unsafe {
+        let task = problem.partials.cast::<S::Elem>().add(item.task * chunks * rows * partial);
+        let o = scratch.cast::<S::Elem>();
+        let c = S::splat(S::Elem::from_f64_clamped(problem.scores.exponent()));
+        for r in 0..rows {
+            let at = |chunk: usize| task.add((chunk * rows + r) * partial);
+            let max = (0..chunks).map(|chunk| *at(chunk).add(dim_v));
+            let max = max.fold(S::Elem::NEG_INFINITY, |a, b| if b > a { b } else { a });
+            for d in 0..dim_v {
+                *o.add(d) = S::Elem::ZERO;
+            }
+            let mut sum = S::Elem::ZERO;
+            for chunk in (0..chunks).map(at) {
+                let (chunk_max, chunk_sum) = (*chunk.add(dim_v), *chunk.add(dim_v + 1));
+                if chunk_sum == S::Elem::ZERO {
+                    continue;
+                }
+                let weight = rescale::<S>(S::splat(chunk_max), S::splat(max), c);
+                let mut lanes = [S::Elem::ZERO; 16];
+                S::store(lanes.as_mut_ptr(), weight);
+                let weight = lanes[0];
+                sum = sum + chunk_sum * weight;
+                axpy::<S>(dim_v, weight, chunk, o);
+            }
+            let row = problem.row(origin, r);
+            let sink = problem.sinks.map(|sinks| S::Elem::load_as(sinks.dtype, sinks.at([row.head])));
+            let done = finish_row(max, sum, &problem.scores, sink);
+            let (factor, lse) = done.unwrap_or((S::Elem::ZERO, S::Elem::NEG_INFINITY));
+            for d in 0..dim_v {
+                *o.add(d) = *o.add(d) * factor;
+            }
+            store_row::<S, T>(o, dim_v, &problem.out, [row.batch, row.head, row.i, 0]);
+            if let Some(out) = &problem.lse {
+                lse.store_as(out.dtype, out.at([row.batch, row.head, row.i]));
+            }
+        }
+    }
+}
+
+/// `y += a · x`.
+#[inline(always)]
+unsafe fn axpy<S: Simd>(n: usize, a: S::Elem, x: *const S::Elem, y: *mut S::Elem) {
+    let mut d = 0;
+    // SAFETY: the caller vouches for n elements on both sides.
+    unsafe {
+        while d + S::LANES <= n {
+            S::store(y.add(d), S::fma(S::splat(a), S::load(x.add(d)), S::load(y.add(d))));
+            d += S::LANES;
+        }
+        for d in d..n {
+            *y.add(d) = *y.add(d) + a * *x.add(d);
+        }
+    }
+}

@@ -1,0 +1,461 @@
+//! Forward for many queries: vectors run along the queries, keys and values are broadcast from where they lie.
+//!
+//! ```text
+//! for each block of keys (outer), for each tile of queries (inner):
+//!     Sᵀ[key][query]  = K · Qᵀ                  contract: keys × queries over head_dim
+//!     x               = modify(S)               only where something is masked or added
+//!     Pᵀ, max, sum    = streaming softmax       lane-wise: no horizontal operation anywhere
+//!     Oᵀ[dim][query] += Vᵀ · Pᵀ                 contract: head_dim_v × queries over keys
+//! out = (Oᵀ / sum)ᵀ
+//! ```
+//! (Dao 2022, 2023; Rabe & Staats 2021.) Blocks lie at multiples of `block_n` from key 0 and each row is its own lane, so
+//! a row's bits depend neither on its tile nor on the other rows, nor on whether K and V were packed. Scratch memory per
+//! thread: [`Layout`]. Deliberately absent: any access past the last key or query, and any second tensor.
+
+use super::contract::{Broadcast, contract, contract_selecting};
+use super::mask;
+use super::pack::{all_finite, load_row, pack_panel, store_row, transpose_in};
+use super::simd::{Real, Simd, Storage};
+use super::softmax::{Modifier, finish_row, max_skipping_nan, probability, rescale, subtractable};
+use crate::problem::{Input, Item, Problem, Row};
+
+/// QK is summed in runs of this many products: a straight sum over 256 costs a third of the accuracy in f32
+/// (6.6e-7 against 4.0e-7, Zen 5, 2026-11).
+const QK_RUN: usize = 128;
+
+/// The most lanes of a tile: two vectors of 16.
+const MAX_QUERIES: usize = 32;
+
+/// Where things lie in scratch memory, in elements of the accumulation dtype; each part starts at a multiple of 16.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Layout {
+    /// `[tiles][head_dim_padded][queries]`.
+    qt: usize,
+    /// `[tiles][head_dim_v_padded][queries]`.
+    ot: usize,
+    /// `[tiles][queries]` each.
+    row_max: usize,
+    row_sum: usize,
+    /// `[block_n][queries]`.
+    p: usize,
+    /// `[block_n][queries]`, with a mask.
+    bias: usize,
+    /// `[queries][max(head_dim, head_dim_v)_padded]`.
+    rows: usize,
+    /// `[block_n][head_dim]`, `[block_n][head_dim_v]`, where packed.
+    k_panel: usize,
+    v_panel: usize,
+    /// All of it.
+    pub(crate) len: usize,
+    head_dim_padded: usize,
+    head_dim_v_padded: usize,
+}
+
+/// Sizes that a layout follows from.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Sizes {
+    pub(crate) head_dim: usize,
+    pub(crate) head_dim_v: usize,
+    pub(crate) tiles: usize,
+    pub(crate) queries: usize,
+    pub(crate) block_n: usize,
+    pub(crate) has_mask: bool,
+    pub(crate) pack_k: bool,
+    pub(crate) pack_v: bool,
+}
+
+impl Layout {
+    pub(crate) fn new(sizes: &Sizes) -> Layout {
+        let Sizes { head_dim, head_dim_v, tiles, queries, block_n, .. } = *sizes;
+        // Transposes work on whole vectors of at most 16.
+        let (head_dim_padded, head_dim_v_padded) = (head_dim.next_multiple_of(16), head_dim_v.next_multiple_of(16));
+        let mut len = 0;
+        let mut part = |size: usize| {
+            let at = len;
+            len += size.next_multiple_of(16);
+            at
+        };
+        Layout {
+            qt: part(tiles * head_dim_padded * queries),
+            ot: part(tiles * head_dim_v_padded * queries),
+            row_max: part(tiles * queries),
+            row_sum: part(tiles * queries),
+            p: part(block_n * queries),
+            bias: part(if sizes.has_mask { block_n * queries } else { 0 }),
+            rows: part(queries * head_dim_padded.max(head_dim_v_padded)),
+            k_panel: part(if sizes.pack_k { block_n * head_dim } else { 0 }),
+            v_panel: part(if sizes.pack_v { block_n * head_dim_v } else { 0 }),
+            len,
+            head_dim_padded,
+            head_dim_v_padded,
+        }
+    }
+
+    fn of<S: Simd>(problem: &Problem) -> Layout {
+        let queries = S::Q_VECS * S::LANES;
+        Layout::new(&Sizes {
+            head_dim: problem.head_dim,
+            head_dim_v: problem.head_dim_v,
+            tiles: problem.cut.chunk_rows.div_ceil(queries),
+            queries,
+            block_n: problem.cut.block_n,
+            has_mask: problem.mask.is_some(),
+            pack_k: !problem.cut.k_in_place,
+            pack_v: !problem.cut.v_in_place,
+        })
+    }
+}
+
+/// One tile of queries: rows `r0..r1` of the task, and the keys that they see between them.
+#[derive(Clone, Copy)]
+struct Tile<E> {
+    r0: usize,
+    r1: usize,
+    keys: (usize, usize),
+    qt: *mut E,
+    ot: *mut E,
+    row_max: *mut E,
+    row_sum: *mut E,
+}
+
+/// A block of keys or values as rows of elements.
+#[derive(Clone, Copy)]
+struct Rows<E> {
+    ptr: *const E,
+    stride: isize,
+}
+
+/// Computes one run of rows of one task.
+#[inline(always)]
+pub(crate) unsafe fn item<S: Simd, T: Storage<S>>(problem: &Problem, item: Item, scratch: *mut u8) {
+    let layout = Layout::of::<S>(problem);
+    let base = scratch.cast::<S::Elem>();
+    let queries = S::Q_VECS * S::LANES;
+    let origin = problem.task_origin(item.task);
+    let kv_head = origin.1 / problem.group_size;
+    let first_row = item.chunk * problem.cut.chunk_rows;
+    let last_row = problem.cut.rows.min(first_row + problem.cut.chunk_rows);
+    let tiles = (last_row - first_row).div_ceil(queries);
+    // SAFETY: scratch is `Layout::len` long (the plan asked for it) and this thread's own; every index below is inside
+    // the part of the layout that it is used with, and every row and key inside the tensors.
+    unsafe {
+        let tile = |n: usize| {
+            let r0 = first_row + n * queries;
+            let r1 = last_row.min(r0 + queries);
+            Tile {
+                r0,
+                r1,
+                keys: problem.keys_of_rows(r0, r1),
+                qt: base.add(layout.qt + n * layout.head_dim_padded * queries),
+                ot: base.add(layout.ot + n * layout.head_dim_v_padded * queries),
+                row_max: base.add(layout.row_max + n * queries),
+                row_sum: base.add(layout.row_sum + n * queries),
+            }
+        };
+        for n in 0..tiles {
+            begin::<S, T>(problem, &layout, origin, &tile(n), base.add(layout.rows));
+        }
+
+        let (lo, hi) = problem.keys_of_rows(first_row, last_row);
+        let block_n = problem.cut.block_n;
+        let mut block = lo / block_n * block_n;
+        while block < hi {
+            let n = block_n.min(hi - block);
+            let at = (origin.0, kv_head, block);
+            let k =
+                rows_of::<S, T>(&problem.k, problem.cut.k_in_place, at, n, problem.head_dim, base.add(layout.k_panel));
+            let v = rows_of::<S, T>(
+                &problem.v,
+                problem.cut.v_in_place,
+                at,
+                n,
+                problem.head_dim_v,
+                base.add(layout.v_panel),
+            );
+            let mut v_is_finite = None;
+            for t in 0..tiles {
+                let tile = tile(t);
+                let (j0, j1) = (block.max(tile.keys.0), (block + n).min(tile.keys.1));
+                if j0 < j1 {
+                    let skip = (j0 - block) as isize;
+                    let k = Rows { ptr: k.ptr.wrapping_offset(skip * k.stride), ..k };
+                    let v_tile = Rows { ptr: v.ptr.wrapping_offset(skip * v.stride), ..v };
+                    let at = |j: usize, d: usize| v.ptr.wrapping_offset(j as isize * v.stride).add(d);
+                    let scan = || all_finite::<S>(n, problem.head_dim_v, |j, d| S::load(at(j, d)), |j, d| *at(j, d));
+                    let clean = || *v_is_finite.get_or_insert_with(scan);
+                    step::<S>(problem, &layout, base, origin, &tile, (j0, j1), (k, v_tile), clean);
+                }
+            }
+            block += block_n;
+        }
+
+        for n in 0..tiles {
+            end::<S, T>(problem, &layout, origin, &tile(n), base.add(layout.rows));
+        }
+    }
+}
+
+/// K or V of one block: where it lies, or packed.
+#[inline(always)]
+unsafe fn rows_of<S: Simd, T: Storage<S>>(
+    input: &Input<4>,
+    in_place: bool,
+    at: (usize, usize, usize),
+    n: usize,
+    dim: usize,
+    panel: *mut S::Elem,
+) -> Rows<S::Elem> {
+    if T::IS_ELEM && in_place {
+        return Rows { ptr: input.at([at.0, at.1, at.2, 0]).cast(), stride: input.strides[2] };
+    }
+    // SAFETY: the layout has a panel where K or V are not read in place.
+    unsafe { pack_panel::<S, T>(input, at, n, dim, panel) };
+    Rows { ptr: panel, stride: dim as isize }
+}
+
+/// Packs `Qᵀ` and clears the state of a tile. Lanes without a query hold zeros.
+#[inline(always)]
+unsafe fn begin<S: Simd, T: Storage<S>>(
+    problem: &Problem,
+    layout: &Layout,
+    origin: (usize, usize),
+    tile: &Tile<S::Elem>,
+    rows: *mut S::Elem,
+) {
+    let queries = S::Q_VECS * S::LANES;
+    let stride = layout.head_dim_padded;
+    // SAFETY: `rows` has `queries` rows of `stride`; each row r0..r1 is a query of q.
+    unsafe {
+        for lane in 0..queries {
+            let to = rows.add(lane * stride);
+            let mut filled = 0;
+            if tile.r0 + lane < tile.r1 {
+                let row = problem.row(origin, tile.r0 + lane);
+                let from = problem.q.at([row.batch, row.head, row.i, 0]).cast::<T>();
+                load_row::<S, T>(from, problem.q.strides[3], problem.head_dim, to);
+                filled = problem.head_dim;
+            }
+            for d in filled..stride {
+                *to.add(d) = S::Elem::ZERO;
+            }
+            if problem.scores.negate_q {
+                for d in 0..filled {
+                    *to.add(d) = S::Elem::ZERO - *to.add(d);
+                }
+            }
+        }
+        transpose_in::<S>(rows, stride, stride, tile.qt, queries);
+        for v in (0..queries).step_by(S::LANES) {
+            S::store(tile.row_max.add(v), S::splat(S::Elem::NEG_INFINITY));
+            S::store(tile.row_sum.add(v), S::splat(S::Elem::ZERO));
+        }
+        for at in (0..problem.head_dim_v * queries).step_by(S::LANES) {
+            S::store(tile.ot.add(at), S::splat(S::Elem::ZERO));
+        }
+    }
+}
+
+/// One tile of queries against keys `j0..j1`.
+#[inline(always)]
+#[allow(clippy::too_many_arguments, reason = "the loop's state, each part used once")]
+unsafe fn step<S: Simd>(
+    problem: &Problem,
+    layout: &Layout,
+    base: *mut S::Elem,
+    origin: (usize, usize),
+    tile: &Tile<S::Elem>,
+    (j0, j1): (usize, usize),
+    (k, v): (Rows<S::Elem>, Rows<S::Elem>),
+    v_is_finite: impl FnOnce() -> bool,
+) {
+    let n = j1 - j0;
+    let queries = S::Q_VECS * S::LANES;
+    // SAFETY: as in `item`.
+    unsafe {
+        let (p, bias) = (base.add(layout.p), base.add(layout.bias));
+        let sees_all = problem.sees_all(tile.r0, tile.r1, j0, j1);
+        let mut rows = [Row { batch: 0, head: 0, i: 0 }; MAX_QUERIES];
+        let rows = &mut rows[..tile.r1 - tile.r0];
+        let needs_rows = !sees_all || problem.mask.is_some() || problem.alibi_slopes.is_some();
+        if needs_rows {
+            for (lane, row) in rows.iter_mut().enumerate() {
+                *row = problem.row(origin, tile.r0 + lane);
+            }
+        }
+        let effect = problem.mask.as_ref().map(|mask| mask::read_tile::<S>(mask, rows, (j0, n), bias));
+        if effect.is_some_and(mask::Effect::is_empty) {
+            return;
+        }
+
+        // S = K @ Q.T
+        for d in (0..problem.head_dim).step_by(QK_RUN) {
+            let run = QK_RUN.min(problem.head_dim - d);
+            let b = Broadcast { ptr: k.ptr.add(d), row: k.stride, step: 1 };
+            let x = tile.qt.add(d * queries);
+            if d == 0 {
+                contract::<S, false, false>(n, run, x, b, p);
+            } else {
+                contract::<S, false, true>(n, run, x, b, p);
+            }
+        }
+
+        let biased = effect.filter(|effect| effect.masks || effect.adds).map(|_| bias.cast_const());
+        if problem.scores.natural || !sees_all || biased.is_some() {
+            modify::<S>(problem, rows, (j0, n), p, biased, !sees_all);
+        }
+        let masked = !sees_all || effect.is_some_and(|effect| effect.masks);
+        let b = Broadcast { ptr: v.ptr, row: 1, step: v.stride };
+        // O += P @ V
+        if masked {
+            softmax::<S, true>(problem, tile, n, p);
+            if v_is_finite() {
+                contract::<S, true, true>(problem.head_dim_v, n, p, b, tile.ot);
+            } else {
+                contract_selecting::<S>(problem.head_dim_v, n, p, b, tile.ot);
+            }
+        } else {
+            softmax::<S, false>(problem, tile, n, p);
+            contract::<S, true, true>(problem.head_dim_v, n, p, b, tile.ot);
+        }
+    }
+}
+
+/// Score modifications, biases and position masks on a block of raw products.
+#[inline(always)]
+unsafe fn modify<S: Simd>(
+    problem: &Problem,
+    rows: &[Row],
+    (j0, n): (usize, usize),
+    x: *mut S::Elem,
+    bias: Option<*const S::Elem>,
+    positions: bool,
+) {
+    let queries = S::Q_VECS * S::LANES;
+    let zero = S::Elem::ZERO;
+    // Positions relative to j0, in numbers that are exact in the accumulation dtype.
+    let (mut lo, mut hi) = ([zero; MAX_QUERIES], [S::Elem::from_i64(n as i64); MAX_QUERIES]);
+    let (mut diagonal, mut slope) = ([zero; MAX_QUERIES], [zero; MAX_QUERIES]);
+    for (lane, row) in rows.iter().enumerate() {
+        if positions {
+            let (first, last) = problem.range.keys_of(row.i);
+            lo[lane] = S::Elem::from_i64(first.clamp(j0, j0 + n) as i64 - j0 as i64);
+            hi[lane] = S::Elem::from_i64(last.clamp(j0, j0 + n) as i64 - j0 as i64);
+        }
+        if let Some(slopes) = &problem.alibi_slopes {
+            diagonal[lane] = S::Elem::from_i64(row.i as i64 + problem.range.diagonal - j0 as i64);
+            // SAFETY: one slope per head of q.
+            slope[lane] = unsafe { S::Elem::load_as(slopes.dtype, slopes.at([row.head])) };
+        }
+    }
+    // SAFETY: x and bias have n rows of `queries`; the arrays have at least `queries` elements.
+    unsafe {
+        let modifier = Modifier::<S>::new(&problem.scores);
+        let masked = S::splat(S::Elem::NEG_INFINITY);
+        for v in (0..queries).step_by(S::LANES) {
+            let lane = |of: &[S::Elem; MAX_QUERIES]| S::load(of.as_ptr().add(v));
+            let (lo, hi, diagonal, slope) = (lane(&lo), lane(&hi), lane(&diagonal), lane(&slope));
+            for j in 0..n {
+                let at = x.add(j * queries + v);
+                let key = S::splat(S::Elem::from_i64(j as i64));
+                let distance = problem.alibi_slopes.is_some().then(|| (slope, S::abs(S::sub(diagonal, key))));
+                let mut score = modifier.apply(S::load(at), distance);
+                if let Some(bias) = bias {
+                    score = modifier.add_bias(score, S::load(bias.add(j * queries + v)));
+                }
+                if positions {
+                    score = S::select(S::lt(key, hi), S::select(S::lt(key, lo), masked, score), masked);
+                }
+                S::store(at, score);
+            }
+        }
+    }
+}
+
+/// Raises the maxima, rescales what was summed, and turns scores into probabilities in place.
+#[inline(always)]
+unsafe fn softmax<S: Simd, const MASKED: bool>(problem: &Problem, tile: &Tile<S::Elem>, n: usize, x: *mut S::Elem) {
+    let queries = S::Q_VECS * S::LANES;
+    // SAFETY: x has n rows of `queries`, the state of the tile `queries` elements, O head_dim_v rows of `queries`.
+    unsafe {
+        let c = S::splat(S::Elem::from_f64_clamped(problem.scores.exponent()));
+        let old = [S::load(tile.row_max), S::load(tile.row_max.add(S::LANES))];
+        let mut max = old;
+        for j in 0..n {
+            for (v, max) in max.iter_mut().enumerate() {
+                *max = max_skipping_nan::<S>(*max, S::load(x.add(j * queries + v * S::LANES)));
+            }
+        }
+        for v in 0..2 {
+            if S::any(S::lt(old[v], max[v])) {
+                let factor = rescale::<S>(old[v], max[v], c);
+                let sum = tile.row_sum.add(v * S::LANES);
+                S::store(sum, S::mul(S::load(sum), factor));
+                for d in 0..problem.head_dim_v {
+                    let o = tile.ot.add(d * queries + v * S::LANES);
+                    S::store(o, S::mul(S::load(o), factor));
+                }
+                S::store(tile.row_max.add(v * S::LANES), max[v]);
+            }
+        }
+        let max = [subtractable::<S>(max[0]), subtractable::<S>(max[1])];
+        let mut sum = [S::splat(S::Elem::ZERO); 2];
+        for j in 0..n {
+            for v in 0..2 {
+                let at = x.add(j * queries + v * S::LANES);
+                let p = probability::<S, MASKED>(S::load(at), max[v], c);
+                sum[v] = S::add(sum[v], p);
+                S::store(at, p);
+            }
+        }
+        for (v, &sum) in sum.iter().enumerate() {
+            let at = tile.row_sum.add(v * S::LANES);
+            S::store(at, S::add(S::load(at), sum));
+        }
+    }
+}
+
+/// `out = (Oᵀ / sum)ᵀ` and lse.
+#[inline(always)]
+unsafe fn end<S: Simd, T: Storage<S>>(
+    problem: &Problem,
+    layout: &Layout,
+    origin: (usize, usize),
+    tile: &Tile<S::Elem>,
+    rows: *mut S::Elem,
+) {
+    let queries = S::Q_VECS * S::LANES;
+    let stride = layout.head_dim_v_padded;
+    // SAFETY: as in `begin`; each row r0..r1 is a row of out and lse that this item alone writes.
+    unsafe {
+        let mut factors = [S::Elem::ZERO; MAX_QUERIES];
+        for r in tile.r0..tile.r1 {
+            let lane = r - tile.r0;
+            let row = problem.row(origin, r);
+            let sink = problem.sinks.map(|sinks| S::Elem::load_as(sinks.dtype, sinks.at([row.head])));
+            let done = finish_row(*tile.row_max.add(lane), *tile.row_sum.add(lane), &problem.scores, sink);
+            let (factor, lse) = done.unwrap_or((S::Elem::ZERO, S::Elem::NEG_INFINITY));
+            factors[lane] = factor;
+            if let Some(out) = &problem.lse {
+                lse.store_as(out.dtype, out.at([row.batch, row.head, row.i]));
+            }
+        }
+        for v in (0..queries).step_by(S::LANES) {
+            let factor = S::load(factors.as_ptr().add(v));
+            for d in 0..problem.head_dim_v {
+                let o = tile.ot.add(d * queries + v);
+                S::store(o, S::mul(S::load(o), factor));
+            }
+        }
+        // [dim][queries] back to [queries][dim]: rows past head_dim_v are scratch and are never stored.
+        for d in (0..problem.head_dim_v).step_by(S::LANES) {
+            for v in (0..queries).step_by(S::LANES) {
+                S::transpose(tile.ot.add(d * queries + v), queries, rows.add(v * stride + d), stride);
+            }
+        }
+        for r in tile.r0..tile.r1 {
+            let row = problem.row(origin, r);
+            let from = rows.add((r - tile.r0) * stride);
+            store_row::<S, T>(from, problem.head_dim_v, &problem.out, [row.batch, row.head, row.i, 0]);
+        }
+    }
+}

@@ -1,0 +1,13 @@
+//! The algorithms, each written once over [`simd::Simd`] and compiled per instruction set by `arch`.
+//!
+//! **Invariant:** every function here is `#[inline(always)]` and so compiled inside an entry point of `arch` that has the
+//! target features on.
+
+pub(crate) mod contract;
+pub(crate) mod decode;
+pub(crate) mod forward;
+pub(crate) mod mask;
+pub(crate) mod math;
+pub(crate) mod pack;
+pub(crate) mod simd;
+pub(crate) mod softmax;

@@ -1,0 +1,126 @@
+//! Rows in and out of the kernels' own order: the only place where the storage dtype is seen.
+//!
+//! `Qᵀ` is `[head_dim][queries]`, `Oᵀ` is `[head_dim_v][queries]`; a K or V panel is `[keys][dim]` in the accumulation
+//! dtype. Packing a tile is no copy of a tensor: a panel holds one block of keys.
+
+use super::simd::{Real, Simd, Storage};
+use crate::problem::{Input, Output};
+
+/// `n` elements at `src`, `stride` apart, to consecutive `dst`.
+#[inline(always)]
+pub(crate) unsafe fn load_row<S: Simd, T: Storage<S>>(src: *const T, stride: isize, n: usize, dst: *mut S::Elem) {
+    // SAFETY: the caller vouches for n elements on both sides.
+    unsafe {
+        let mut d = 0;
+        if stride == 1 {
+            while d + S::LANES <= n {
+                S::store(dst.add(d), T::load(src.add(d)));
+                d += S::LANES;
+            }
+        }
+        while d < n {
+            *dst.add(d) = (*src.wrapping_offset(d as isize * stride)).widen();
+            d += 1;
+        }
+    }
+}
+
+/// `n` keys from `j0` on of a K or V tensor, to rows of `dim` elements.
+#[inline(always)]
+pub(crate) unsafe fn pack_panel<S: Simd, T: Storage<S>>(
+    input: &Input<4>,
+    (batch, head, j0): (usize, usize, usize),
+    n: usize,
+    dim: usize,
+    panel: *mut S::Elem,
+) {
+    let first = input.at([batch, head, j0, 0]).cast::<T>();
+    for j in 0..n {
+        let row = first.wrapping_offset(j as isize * input.strides[2]);
+        // SAFETY: keys j0..j0 + n are inside the tensor; the panel has n rows of dim.
+        unsafe { load_row::<S, T>(row, input.strides[3], dim, panel.add(j * dim)) };
+    }
+}
+
+/// Whether `n` rows of `dim` elements are all finite. `vector` and `scalar` load from row `j` at element `d`.
+#[inline(always)]
+pub(crate) unsafe fn all_finite<S: Simd>(
+    n: usize,
+    dim: usize,
+    vector: impl Fn(usize, usize) -> S::V,
+    scalar: impl Fn(usize, usize) -> S::Elem,
+) -> bool {
+    // x − x is 0 for finite x and NaN otherwise; a sum of those is 0 or NaN.
+    // SAFETY: the caller vouches for the instruction set.
+    unsafe {
+        let mut sum = S::splat(S::Elem::ZERO);
+        let mut tail = S::Elem::ZERO;
+        for j in 0..n {
+            let mut d = 0;
+            while d + S::LANES <= dim {
+                let x = vector(j, d);
+                sum = S::add(sum, S::sub(x, x));
+                d += S::LANES;
+            }
+            while d < dim {
+                let x = scalar(j, d);
+                tail = tail + (x - x);
+                d += 1;
+            }
+        }
+        !(S::reduce_add(sum) + tail).is_nan()
+    }
+}
+
+/// Transposes `rows` rows of `from` (each `from_stride` long, whole vectors readable) to `[dim][width]`.
+#[inline(always)]
+pub(crate) unsafe fn transpose_in<S: Simd>(
+    from: *const S::Elem,
+    from_stride: usize,
+    dim: usize,
+    to: *mut S::Elem,
+    width: usize,
+) {
+    // SAFETY: both are buffers of the caller, padded to whole vectors.
+    unsafe {
+        for r in (0..width).step_by(S::LANES) {
+            for d in (0..dim).step_by(S::LANES) {
+                S::transpose(from.add(r * from_stride + d), from_stride, to.add(d * width + r), width);
+            }
+        }
+    }
+}
+
+/// Writes one row of `n` elements of `out`, converted from `src`.
+#[inline(always)]
+pub(crate) unsafe fn store_row<S: Simd, T: Storage<S>>(
+    src: *const S::Elem,
+    n: usize,
+    out: &Output<4>,
+    index: [usize; 4],
+) {
+    let stride = out.strides[3];
+    let ptr = out.at(index);
+    // SAFETY: the row lies inside `out`, whose elements are written by this item alone.
+    unsafe {
+        if out.dtype != T::DTYPE {
+            let step = stride * out.dtype.size_bytes() as isize;
+            for d in 0..n {
+                (*src.add(d)).store_as(out.dtype, ptr.wrapping_offset(d as isize * step));
+            }
+            return;
+        }
+        let ptr = ptr.cast::<T>();
+        let mut d = 0;
+        if stride == 1 {
+            while d + S::LANES <= n {
+                T::store(ptr.add(d), S::load(src.add(d)));
+                d += S::LANES;
+            }
+        }
+        while d < n {
+            *ptr.wrapping_offset(d as isize * stride) = T::narrow(*src.add(d));
+            d += 1;
+        }
+    }
+}

@@ -1,0 +1,281 @@
+//! The thin layer between the generic bodies and an instruction set: one trait, one impl per ISA and accumulation dtype.
+//!
+//! Every method is `unsafe`: the instruction set must be present. The one place that makes this true is the table of entry
+//! points in `arch`, each compiled with its target features and reached only after detection. Every generic body is
+//! `#[inline(always)]`, so that it is compiled inside such an entry point.
+
+use std::fmt::Debug;
+
+use half::{bf16, f16};
+use rapt_core::DType;
+
+/// The scalar type of accumulation: f32 or f64.
+pub(crate) trait Real:
+    Copy
+    + Debug
+    + PartialOrd
+    + std::ops::Add<Output = Self>
+    + std::ops::Sub<Output = Self>
+    + std::ops::Mul<Output = Self>
+    + std::ops::Div<Output = Self>
+    + 'static
+{
+    const ZERO: Self;
+    const ONE: Self;
+    const NEG_INFINITY: Self;
+    /// The most negative finite number.
+    const LOWEST: Self;
+    /// `1.5 · 2^(mantissa bits) + exponent bias`: adding it to `t` leaves `round(t) + bias` in the low bits.
+    const ROUND: Self;
+    /// Exponents below this are clamped: the result would be subnormal.
+    const MIN_EXP2: Self;
+    /// `2^f` for `|f| ≤ 1/2`, highest power first.
+    const EXP2: &'static [Self];
+    /// Numerator and denominator of `(tanh(y) − y) / y³` in `y²` for `|y| < 0.625`, highest power first.
+    const TANH: (&'static [Self], &'static [Self]);
+    /// From f64, rounded to nearest and clamped to finite numbers.
+    fn from_f64_clamped(x: f64) -> Self;
+    fn from_i64(x: i64) -> Self;
+    fn exp(self) -> Self;
+    fn ln(self) -> Self;
+    fn is_nan(self) -> bool;
+    /// This number in the storage dtype of an output.
+    ///
+    /// # Safety
+    /// `ptr` is valid for a write of one `dtype`.
+    unsafe fn store_as(self, dtype: DType, ptr: *mut u8);
+    /// One element of `dtype`, exactly.
+    ///
+    /// # Safety
+    /// `ptr` is valid for a read of one `dtype`, which is a float not wider than `Self`.
+    unsafe fn load_as(dtype: DType, ptr: *const u8) -> Self;
+}
+
+macro_rules! real {
+    ($real:ty, $round:expr, $min_exp2:expr, $exp2:expr, $tanh:expr, $from_half:ident) => {
+        impl Real for $real {
+            const ZERO: Self = 0.0;
+            const ONE: Self = 1.0;
+            const NEG_INFINITY: Self = <$real>::NEG_INFINITY;
+            const LOWEST: Self = <$real>::MIN;
+            const ROUND: Self = $round;
+            const MIN_EXP2: Self = $min_exp2;
+            const EXP2: &'static [Self] = &$exp2;
+            const TANH: (&'static [Self], &'static [Self]) = $tanh;
+            fn from_f64_clamped(x: f64) -> Self {
+                (x as $real).clamp(<$real>::MIN, <$real>::MAX)
+            }
+            fn from_i64(x: i64) -> Self {
+                x as $real
+            }
+            fn exp(self) -> Self {
+                self.exp()
+            }
+            fn ln(self) -> Self {
+                self.ln()
+            }
+            fn is_nan(self) -> bool {
+                self.is_nan()
+            }
+            unsafe fn store_as(self, dtype: DType, ptr: *mut u8) {
+                // SAFETY: promised by the caller.
+                unsafe {
+                    match dtype {
+                        DType::F64 => ptr.cast::<f64>().write(self as f64),
+                        DType::F32 => ptr.cast::<f32>().write(self as f32),
+                        DType::F16 => ptr.cast::<f16>().write(f16::$from_half(self)),
+                        DType::BF16 => ptr.cast::<bf16>().write(bf16::$from_half(self)),
+                        other => unreachable!("select refuses an output of {other}"),
+                    }
+                }
+            }
+            unsafe fn load_as(dtype: DType, ptr: *const u8) -> Self {
+                // SAFETY: promised by the caller.
+                unsafe {
+                    match dtype {
+                        DType::F64 => ptr.cast::<f64>().read() as $real,
+                        DType::F32 => ptr.cast::<f32>().read() as $real,
+                        DType::F16 => ptr.cast::<f16>().read().to_f32() as $real,
+                        DType::BF16 => ptr.cast::<bf16>().read().to_f32() as $real,
+                        other => unreachable!("a spec refuses a bias of {other}"),
+                    }
+                }
+            }
+        }
+    };
+}
+
+// 2^f: minimax of degree 5, relative error 7.5e-8, exact at 0 (shared/cpu-kernel figures, Zen 5, 2026-11).
+// tanh: the polynomials of Cephes (Moshier), 2 ulp.
+real!(
+    f32,
+    12_583_039.0,
+    -126.0,
+    [0.001_327_647_2, 0.009_675_541, 0.055_507_127, 0.240_221_2, 0.693_146_94, 1.0],
+    (&[-5.704_988_7e-3, 2.063_908_9e-2, -5.373_971_6e-2, 1.333_144_2e-1, -3.333_328_2e-1], &[1.0]),
+    from_f32
+);
+
+const fn exp2_taylor() -> [f64; 14] {
+    // ln2^k / k!: the remainder at |f| = 1/2 is 4e-18.
+    let mut at = [0.0; 14];
+    let mut k = 0;
+    let mut term = 1.0;
+    while k < 14 {
+        at[13 - k] = term;
+        k += 1;
+        term = term * std::f64::consts::LN_2 / k as f64;
+    }
+    at
+}
+
+real!(
+    f64,
+    6_755_399_441_056_767.0,
+    -1022.0,
+    exp2_taylor(),
+    (
+        &[-9.643_991_794_250_522e-1, -9.928_772_310_019_185e1, -1.614_687_684_417_084_5e3],
+        &[1.0, 1.128_116_784_916_329_3e2, 2.235_488_390_601_004_5e3, 4.844_063_053_251_255e3]
+    ),
+    from_f64
+);
+
+/// Vectors of one instruction set.
+pub(crate) trait Simd: Copy + 'static {
+    /// The scalar type of a lane.
+    type Elem: Real;
+    /// A vector.
+    type V: Copy;
+    /// A truth value per lane.
+    type M: Copy;
+    /// Lanes per vector.
+    const LANES: usize;
+    /// Vectors of queries in a forward tile.
+    const Q_VECS: usize = 2;
+    /// Broadcast operands per micro-tile: with [`Simd::Q_VECS`] vectors they fill the registers with accumulators.
+    const ROWS: usize;
+
+    unsafe fn splat(x: Self::Elem) -> Self::V;
+    unsafe fn load(ptr: *const Self::Elem) -> Self::V;
+    unsafe fn store(ptr: *mut Self::Elem, x: Self::V);
+    unsafe fn add(a: Self::V, b: Self::V) -> Self::V;
+    unsafe fn sub(a: Self::V, b: Self::V) -> Self::V;
+    unsafe fn mul(a: Self::V, b: Self::V) -> Self::V;
+    unsafe fn div(a: Self::V, b: Self::V) -> Self::V;
+    /// `a · b + c`.
+    unsafe fn fma(a: Self::V, b: Self::V, c: Self::V) -> Self::V;
+    /// `a > b ? a : b`: `b` where either is NaN.
+    unsafe fn max(a: Self::V, b: Self::V) -> Self::V;
+    unsafe fn abs(a: Self::V) -> Self::V;
+    /// `a < b`; false where either is NaN.
+    unsafe fn lt(a: Self::V, b: Self::V) -> Self::M;
+    /// `a == b`; false where either is NaN.
+    unsafe fn eq(a: Self::V, b: Self::V) -> Self::M;
+    /// `m ? a : b`.
+    unsafe fn select(m: Self::M, a: Self::V, b: Self::V) -> Self::V;
+    unsafe fn any(m: Self::M) -> bool;
+    /// `2^n` from `n + ROUND`: its low bits shifted into the exponent. Any bits may come out where that is NaN.
+    unsafe fn pow2(shifted: Self::V) -> Self::V;
+    /// Lanes of binary16; only where `Elem` is f32.
+    unsafe fn load_f16(ptr: *const f16) -> Self::V;
+    /// Lanes of bfloat16; only where `Elem` is f32.
+    unsafe fn load_bf16(ptr: *const bf16) -> Self::V;
+    /// Lanes to binary16, to nearest even; only where `Elem` is f32.
+    unsafe fn store_f16(ptr: *mut f16, x: Self::V);
+    /// Lanes to bfloat16, to nearest even; only where `Elem` is f32.
+    unsafe fn store_bf16(ptr: *mut bf16, x: Self::V);
+    /// The sum of all lanes, in an order fixed per instruction set.
+    unsafe fn reduce_add(x: Self::V) -> Self::Elem;
+    /// `dst[c · dst_stride + r] = src[r · src_stride + c]` for a square of [`Simd::LANES`].
+    unsafe fn transpose(src: *const Self::Elem, src_stride: usize, dst: *mut Self::Elem, dst_stride: usize);
+    /// Asks for the cache line at `ptr`; any address is allowed.
+    unsafe fn prefetch(ptr: *const u8);
+}
+
+/// A storage dtype, as far as the vectors of `S` read and write it.
+pub(crate) trait Storage<S: Simd>: Copy + 'static {
+    const DTYPE: DType;
+    /// Whether K and V of this dtype can be broadcast from memory as they are.
+    const IS_ELEM: bool;
+    unsafe fn load(ptr: *const Self) -> S::V;
+    unsafe fn store(ptr: *mut Self, x: S::V);
+    fn widen(self) -> S::Elem;
+    fn narrow(x: S::Elem) -> Self;
+}
+
+impl<S: Simd<Elem = f32>> Storage<S> for f32 {
+    const DTYPE: DType = DType::F32;
+    const IS_ELEM: bool = true;
+    #[inline(always)]
+    unsafe fn load(ptr: *const f32) -> S::V {
+        // SAFETY: promised by the caller.
+        unsafe { S::load(ptr) }
+    }
+    #[inline(always)]
+    unsafe fn store(ptr: *mut f32, x: S::V) {
+        // SAFETY: promised by the caller.
+        unsafe { S::store(ptr, x) }
+    }
+    #[inline(always)]
+    fn widen(self) -> f32 {
+        self
+    }
+    #[inline(always)]
+    fn narrow(x: f32) -> f32 {
+        x
+    }
+}
+
+impl<S: Simd<Elem = f64>> Storage<S> for f64 {
+    const DTYPE: DType = DType::F64;
+    const IS_ELEM: bool = true;
+    #[inline(always)]
+    unsafe fn load(ptr: *const f64) -> S::V {
+        // SAFETY: promised by the caller.
+        unsafe { S::load(ptr) }
+    }
+    #[inline(always)]
+    unsafe fn store(ptr: *mut f64, x: S::V) {
+        // SAFETY: promised by the caller.
+        unsafe { S::store(ptr, x) }
+    }
+    #[inline(always)]
+    fn widen(self) -> f64 {
+        self
+    }
+    #[inline(always)]
+    fn narrow(x: f64) -> f64 {
+        x
+    }
+}
+
+macro_rules! half_storage {
+    ($half:ty, $dtype:ident, $load:ident, $store:ident) => {
+        impl<S: Simd<Elem = f32>> Storage<S> for $half {
+            const DTYPE: DType = DType::$dtype;
+            const IS_ELEM: bool = false;
+            #[inline(always)]
+            unsafe fn load(ptr: *const $half) -> S::V {
+                // SAFETY: promised by the caller.
+                unsafe { S::$load(ptr) }
+            }
+            #[inline(always)]
+            unsafe fn store(ptr: *mut $half, x: S::V) {
+                // SAFETY: promised by the caller.
+                unsafe { S::$store(ptr, x) }
+            }
+            #[inline(always)]
+            fn widen(self) -> f32 {
+                self.to_f32()
+            }
+            #[inline(always)]
+            fn narrow(x: f32) -> $half {
+                <$half>::from_f32(x)
+            }
+        }
+    };
+}
+
+half_storage!(f16, F16, load_f16, store_f16);
+half_storage!(bf16, BF16, load_bf16, store_bf16);

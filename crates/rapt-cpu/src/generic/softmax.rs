@@ -1,0 +1,122 @@
+//! From raw products to probabilities: score modifications and the streaming softmax.
+//!
+//! ```text
+//! x = q·k                                                 raw: compared as it is, or
+//! x = softcap(q·k · scale) − slope·|i + d − j| + bias     natural: where something is added
+//! x = −inf                                                where masked
+//! m' = max(m, max_j x)     p = 2^((x − m')·c)     sum' = sum·2^((m − m')·c) + Σ p      c = log2(e) · (scale | 1)
+//! ```
+//! (Milakov & Gimelshein 2018.) `x − m` is taken before it is scaled: no product with log2(e) can overflow, and a score at
+//! the lowest finite number stays a number. NaN never enters the maximum and always enters the sum.
+
+use super::math::{exp2, tanh};
+use super::simd::{Real, Simd};
+use crate::problem::Scores;
+
+/// Constants of the score modification, one vector each.
+#[derive(Clone, Copy)]
+pub(crate) struct Modifier<S: Simd> {
+    scale: S::V,
+    softcap: Option<(S::V, S::V)>,
+    natural: bool,
+}
+
+impl<S: Simd> Modifier<S> {
+    #[inline(always)]
+    pub(crate) unsafe fn new(scores: &Scores) -> Self {
+        // SAFETY: the caller vouches for the instruction set.
+        unsafe {
+            Modifier {
+                scale: S::splat(S::Elem::from_f64_clamped(scores.scale)),
+                softcap: scores
+                    .softcap
+                    .map(|c| (S::splat(S::Elem::from_f64_clamped(c)), S::splat(S::Elem::from_f64_clamped(1.0 / c)))),
+                natural: scores.natural,
+            }
+        }
+    }
+
+    /// A raw product in the units in which it is compared; `distance` is `(slope, |i + d − j|)`.
+    #[inline(always)]
+    pub(crate) unsafe fn apply(&self, x: S::V, distance: Option<(S::V, S::V)>) -> S::V {
+        if !self.natural {
+            return x;
+        }
+        // SAFETY: the caller vouches for the instruction set.
+        unsafe {
+            let mut x = S::mul(x, self.scale);
+            if let Some((cap, inverse)) = self.softcap {
+                x = S::mul(cap, tanh::<S>(S::mul(x, inverse)));
+            }
+            if let Some((slope, distance)) = distance {
+                x = S::sub(x, S::mul(slope, distance));
+            }
+            x
+        }
+    }
+
+    /// `x + bias`, −inf where the bias is −inf, whatever x is.
+    #[inline(always)]
+    pub(crate) unsafe fn add_bias(&self, x: S::V, bias: S::V) -> S::V {
+        // SAFETY: the caller vouches for the instruction set.
+        unsafe {
+            let masked = S::splat(S::Elem::NEG_INFINITY);
+            let sum = if self.natural { S::add(x, bias) } else { x };
+            S::select(S::eq(bias, masked), masked, sum)
+        }
+    }
+}
+
+/// `max` that keeps its first operand where the second is NaN.
+#[inline(always)]
+pub(crate) unsafe fn max_skipping_nan<S: Simd>(m: S::V, x: S::V) -> S::V {
+    // SAFETY: the caller vouches for the instruction set.
+    unsafe { S::max(x, m) }
+}
+
+/// `p = 2^((x − m)·c)`; 0 where `MASKED` and x is −inf.
+#[inline(always)]
+pub(crate) unsafe fn probability<S: Simd, const MASKED: bool>(x: S::V, m: S::V, c: S::V) -> S::V {
+    // SAFETY: the caller vouches for the instruction set.
+    unsafe {
+        let p = exp2::<S>(S::mul(S::sub(x, m), c));
+        if MASKED { S::select(S::eq(x, S::splat(S::Elem::NEG_INFINITY)), S::splat(S::Elem::ZERO), p) } else { p }
+    }
+}
+
+/// What a sum over keys up to now is multiplied with when the maximum rises from `m` to `risen`; 1 where it stays.
+#[inline(always)]
+pub(crate) unsafe fn rescale<S: Simd>(m: S::V, risen: S::V, c: S::V) -> S::V {
+    // SAFETY: the caller vouches for the instruction set.
+    unsafe {
+        // A maximum of −inf stands for an empty sum: its difference is kept finite, for c may be 0.
+        let fall = S::max(S::splat(S::Elem::LOWEST), S::sub(m, risen));
+        S::select(S::eq(m, risen), S::splat(S::Elem::ONE), exp2::<S>(S::mul(fall, c)))
+    }
+}
+
+/// A maximum that can be subtracted: 0 in place of −inf.
+#[inline(always)]
+pub(crate) unsafe fn subtractable<S: Simd>(m: S::V) -> S::V {
+    // SAFETY: the caller vouches for the instruction set.
+    unsafe { S::select(S::eq(m, S::splat(S::Elem::NEG_INFINITY)), S::splat(S::Elem::ZERO), m) }
+}
+
+/// The end of a row: what its accumulated values are multiplied with, and its lse. `None`: every key was masked.
+///
+/// `max` is in the units of [`Modifier::apply`]; `sink` is a natural logit.
+#[inline(always)]
+pub(crate) fn finish_row<E: Real>(max: E, sum: E, scores: &Scores, sink: Option<E>) -> Option<(E, E)> {
+    // An attended key leaves at least 2^MIN_EXP2, NaN leaves NaN: a sum of 0 is a row without keys.
+    if sum == E::ZERO {
+        return None;
+    }
+    let max = max * E::from_f64_clamped(scores.to_natural());
+    let Some(sink) = sink else {
+        return Some((E::ONE / sum, max + sum.ln()));
+    };
+    let top = if sink > max { sink } else { max };
+    let weight = (max - top).exp();
+    let total = sum * weight + (sink - top).exp();
+    Some((weight / total, top + total.ln()))
+}

@@ -1,0 +1,20 @@
+//! Attention on CPUs: AVX-512, AVX2, NEON and plain Rust from one generic body.
+//!
+//! ```text
+//! select(&Spec, &Caps) -> Plan      pure                                    select.rs
+//! run(&Plan, Operands, …)           deals items to threads                  run.rs
+//!   forward: many queries           queries along the lanes                 generic/forward.rs
+//!   decode:  few queries            head_dim along the lanes                generic/decode.rs
+//! ```
+//! Deliberately absent: allocation, threads of its own, and any access outside the operands.
+
+mod arch;
+mod caps;
+mod generic;
+mod problem;
+mod run;
+mod select;
+
+pub use caps::{available, detect};
+pub use run::run;
+pub use select::select;

@@ -1,0 +1,221 @@
+//! A request as the kernels see it: pointers, strides and sizes, and how the work is cut into items.
+//!
+//! A *task* is one group of heads that share K and V (forward: one head, or a whole group if few queries are stacked;
+//! decode: always a whole group). Its *rows* are the queries of its heads, head by head. An *item* is a run of rows
+//! (forward) or a chunk of keys (decode) of one task. Rows never depend on one another, so the cut of rows may follow the
+//! number of threads; the cut of keys follows `block_n` alone.
+
+use rapt_core::{BlockRange, DType, MaskClass, Operands, Plan, TensorSpec, Tile};
+
+/// A tensor that is read, in canonical order; strides in elements.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Input<const N: usize> {
+    pub(crate) ptr: *const u8,
+    pub(crate) dtype: DType,
+    pub(crate) strides: [isize; N],
+}
+
+/// A tensor that is written.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Output<const N: usize> {
+    pub(crate) ptr: *mut u8,
+    pub(crate) dtype: DType,
+    pub(crate) strides: [isize; N],
+}
+
+impl<const N: usize> Input<N> {
+    fn new(ptr: *const u8, spec: &TensorSpec<N>) -> Self {
+        Input { ptr, dtype: spec.dtype, strides: spec.strides }
+    }
+
+    /// The address of an element. Never formed by an offset out of bounds: the index lies inside the tensor.
+    #[inline(always)]
+    pub(crate) fn at(&self, index: [usize; N]) -> *const u8 {
+        self.ptr.wrapping_offset(offset(&self.strides, index) * self.dtype.size_bytes() as isize)
+    }
+}
+
+impl<const N: usize> Output<N> {
+    /// The address of an element.
+    #[inline(always)]
+    pub(crate) fn at(&self, index: [usize; N]) -> *mut u8 {
+        self.ptr.wrapping_offset(offset(&self.strides, index) * self.dtype.size_bytes() as isize)
+    }
+}
+
+#[inline(always)]
+fn offset<const N: usize>(strides: &[isize; N], index: [usize; N]) -> isize {
+    // Wrapping: a reachable offset fits isize (checked when the view was built), and indices stay in range.
+    strides.iter().zip(index).fold(0isize, |sum, (stride, i)| sum.wrapping_add(stride.wrapping_mul(i as isize)))
+}
+
+/// How the keys of a run of rows are limited, and by what.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Scores {
+    /// `|softmax_scale|`; its sign goes into q, exactly.
+    pub(crate) scale: f64,
+    /// Whether q is negated when it is packed.
+    pub(crate) negate_q: bool,
+    /// `c` of `c·tanh(x/c)`.
+    pub(crate) softcap: Option<f64>,
+    /// Scores are brought to natural units before the maximum, because something is added to them there; otherwise the
+    /// raw products are compared, and the scale goes into the exponential.
+    pub(crate) natural: bool,
+}
+
+impl Scores {
+    /// What a difference of scores is multiplied with in the exponent of 2.
+    pub(crate) fn exponent(&self) -> f64 {
+        std::f64::consts::LOG2_E * if self.natural { 1.0 } else { self.scale }
+    }
+
+    /// What a score is multiplied with to be in natural units.
+    pub(crate) fn to_natural(self) -> f64 {
+        if self.natural { 1.0 } else { self.scale }
+    }
+}
+
+/// The geometry of the cut into items, and of scratch memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Cut {
+    /// Heads per task.
+    pub(crate) heads: usize,
+    /// Rows of one task.
+    pub(crate) rows: usize,
+    /// Rows per item (forward), or all rows (decode).
+    pub(crate) chunk_rows: usize,
+    /// Keys per block.
+    pub(crate) block_n: usize,
+    /// Tasks.
+    pub(crate) tasks: usize,
+    /// Items per task.
+    pub(crate) chunks: usize,
+    /// Whether K and V are read where they lie.
+    pub(crate) k_in_place: bool,
+    /// As above, for V.
+    pub(crate) v_in_place: bool,
+}
+
+/// One piece of work.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Item {
+    pub(crate) task: usize,
+    pub(crate) chunk: usize,
+}
+
+/// A request as the kernels see it.
+#[derive(Debug)]
+pub(crate) struct Problem {
+    pub(crate) q: Input<4>,
+    pub(crate) k: Input<4>,
+    pub(crate) v: Input<4>,
+    pub(crate) out: Output<4>,
+    pub(crate) lse: Option<Output<3>>,
+    pub(crate) mask: Option<Input<4>>,
+    pub(crate) sinks: Option<Input<1>>,
+    pub(crate) alibi_slopes: Option<Input<1>>,
+    pub(crate) num_q_heads: usize,
+    pub(crate) group_size: usize,
+    pub(crate) q_len: usize,
+    pub(crate) kv_len: usize,
+    pub(crate) head_dim: usize,
+    pub(crate) head_dim_v: usize,
+    pub(crate) range: BlockRange,
+    pub(crate) scores: Scores,
+    pub(crate) cut: Cut,
+    /// Decode: `[tasks][chunks][rows][head_dim_v + 2]` of the accumulation dtype: partial o, max, sum.
+    pub(crate) partials: *mut u8,
+}
+
+// SAFETY: inputs are only read, and items write disjoint parts of the outputs and partials.
+unsafe impl Sync for Problem {}
+
+/// A query of a task.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Row {
+    pub(crate) batch: usize,
+    pub(crate) head: usize,
+    pub(crate) i: usize,
+}
+
+impl Problem {
+    pub(crate) fn new(plan: &Plan, cut: Cut, operands: &mut Operands<'_>, partials: *mut u8) -> Self {
+        let spec = &plan.spec;
+        let (out, lse) = (operands.out_ptr(), operands.lse_ptr());
+        let tensors = operands.tensors();
+        let scale = spec.softmax_scale.get();
+        Problem {
+            q: Input::new(tensors.q.as_ptr(), &spec.q),
+            k: Input::new(tensors.k.as_ptr(), &spec.k),
+            v: Input::new(tensors.v.as_ptr(), &spec.v),
+            out: Output { ptr: out, dtype: spec.out.dtype, strides: spec.out.strides },
+            lse: spec.lse.as_ref().zip(lse).map(|(lse, ptr)| Output { ptr, dtype: lse.dtype, strides: lse.strides }),
+            mask: spec.mask.as_ref().zip(tensors.mask).map(|(mask, view)| Input::new(view.as_ptr(), mask)),
+            sinks: spec.sinks.as_ref().zip(tensors.sinks).map(|(sinks, view)| Input::new(view.as_ptr(), sinks)),
+            alibi_slopes: spec
+                .alibi_slopes
+                .as_ref()
+                .zip(tensors.alibi_slopes)
+                .map(|(slopes, view)| Input::new(view.as_ptr(), slopes)),
+            num_q_heads: spec.num_q_heads(),
+            group_size: spec.group_size(),
+            q_len: spec.q_len(),
+            kv_len: spec.kv_len(),
+            head_dim: spec.head_dim(),
+            head_dim_v: spec.head_dim_v(),
+            range: spec.block_range(),
+            scores: Scores {
+                scale: scale.abs(),
+                negate_q: scale < 0.0,
+                softcap: spec.softcap.map(rapt_core::Finite::get),
+                natural: spec.softcap.is_some() || spec.alibi_slopes.is_some() || plan.key.mask == MaskClass::Additive,
+            },
+            cut,
+            partials,
+        }
+    }
+
+    /// The batch index and first head of a task.
+    #[inline(always)]
+    pub(crate) fn task_origin(&self, task: usize) -> (usize, usize) {
+        let per_batch = self.num_q_heads / self.cut.heads;
+        (task / per_batch, task % per_batch * self.cut.heads)
+    }
+
+    /// The query behind row `r` of a task.
+    #[inline(always)]
+    pub(crate) fn row(&self, (batch, head): (usize, usize), r: usize) -> Row {
+        if r < self.q_len {
+            Row { batch, head, i: r }
+        } else {
+            Row { batch, head: head + r / self.q_len, i: r % self.q_len }
+        }
+    }
+
+    /// The runs of consecutive queries of one head among rows `r0..r1`: first row, and queries `i0..i1`.
+    pub(crate) fn runs(&self, r0: usize, r1: usize) -> impl Iterator<Item = (usize, usize, usize)> + '_ {
+        let mut r = r0;
+        std::iter::from_fn(move || {
+            if r >= r1 {
+                return None;
+            }
+            let i0 = r % self.q_len;
+            let i1 = self.q_len.min(i0 + (r1 - r));
+            let run = (r, i0, i1);
+            r += i1 - i0;
+            Some(run)
+        })
+    }
+
+    /// The smallest run of keys that holds every key seen by rows `r0..r1`.
+    pub(crate) fn keys_of_rows(&self, r0: usize, r1: usize) -> (usize, usize) {
+        let ranges = self.runs(r0, r1).map(|(_, i0, i1)| self.range.keys_of_run(i0, i1));
+        let seen = ranges.filter(|(lo, hi)| lo < hi);
+        seen.reduce(|a, b| (a.0.min(b.0), a.1.max(b.1))).unwrap_or((0, 0))
+    }
+
+    /// Whether rows `r0..r1` see every key of `j0..j1` as far as positions go.
+    pub(crate) fn sees_all(&self, r0: usize, r1: usize, j0: usize, j1: usize) -> bool {
+        self.range.is_unbounded() || self.runs(r0, r1).all(|(_, i0, i1)| self.range.tile(i0, i1, j0, j1) == Tile::Full)
+    }
+}

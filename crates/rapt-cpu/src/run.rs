@@ -1,0 +1,133 @@
+//! Runs a plan: deals items out to threads. Allocates nothing, selects nothing.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use rapt_core::{DType, Error, Executor, Kernel, Operands, Plan, Result, Workspace};
+
+use crate::arch::{self, Entry, Step};
+use crate::generic::simd::Real;
+use crate::problem::{Item, Problem};
+use crate::select::{cut, partials_bytes, scratch_bytes};
+
+/// A pointer that threads share; each uses a part of its own.
+struct Shared(*mut u8);
+// SAFETY: see the type.
+unsafe impl Sync for Shared {}
+
+/// Runs `plan` on `operands`, which were checked against its spec. `out` and `lse` are written when it returns.
+///
+/// # Errors
+/// [`Error::OutOfMemory`] if `workspace` is shorter than the plan asks; [`Error::NotAsPlanned`] for operands of another
+/// spec; [`Error::WorkerPanicked`].
+pub fn run(plan: &Plan, operands: &mut Operands<'_>, workspace: &mut Workspace, executor: &dyn Executor) -> Result<()> {
+    operands.expect(&plan.spec)?;
+    let (spec, kernel, arch) = (&plan.spec, plan.key.kernel, plan.key.arch);
+    if kernel == Kernel::Empty {
+        fill_empty(plan, operands);
+        return Ok(());
+    }
+    let storage = spec.numerics.storage;
+    let entry = |step| {
+        let missing = || Error::unsupported(arch.name(), "this machine or build lacks it", "plan on this machine");
+        if !arch::detected().contains(&arch) {
+            return Err(missing());
+        }
+        arch::entry(arch, step, storage).ok_or_else(missing)
+    };
+    let cut = cut(spec, kernel, arch, plan.threads);
+    let scratch = scratch_bytes(spec, kernel, arch, &cut);
+    // Asked of the spec again, not of the plan: a plan's fields are public.
+    let bytes = plan.threads * scratch + partials_bytes(spec, kernel, &cut);
+    if workspace.len_bytes() < bytes {
+        return Err(Error::OutOfMemory { bytes });
+    }
+    let base = workspace.as_mut_ptr();
+    let partials = base.wrapping_add(plan.threads * scratch);
+    let problem = Problem::new(plan, cut, operands, partials);
+    let pool = Pool { executor, threads: plan.threads, scratch, base: Shared(base) };
+    match kernel {
+        Kernel::Decode => {
+            let items = cut.tasks * cut.chunks;
+            // SAFETY: the entry is for an instruction set that this machine has.
+            unsafe { pool.deal(entry(Step::Decode)?, &problem, items, |n| in_order(n, cut.chunks)) }?;
+            if cut.chunks > 1 {
+                // SAFETY: as above; every chunk is written.
+                unsafe { pool.deal(entry(Step::Combine)?, &problem, cut.tasks, |task| Item { task, chunk: 0 }) }?;
+            }
+            Ok(())
+        }
+        _ => {
+            let items = cut.tasks * cut.chunks;
+            let heavy_last = spec.causal.is_some();
+            // Under a causal mask the last rows see the most keys: they go first, so that the threads end together.
+            let order = move |n: usize| {
+                if heavy_last {
+                    Item { task: n % cut.tasks, chunk: cut.chunks - 1 - n / cut.tasks }
+                } else {
+                    in_order(n, cut.chunks)
+                }
+            };
+            // SAFETY: the entry is for an instruction set that this machine has.
+            unsafe { pool.deal(entry(Step::Forward)?, &problem, items, order) }
+        }
+    }
+}
+
+fn in_order(n: usize, chunks: usize) -> Item {
+    Item { task: n / chunks, chunk: n % chunks }
+}
+
+/// Threads with scratch memory of their own.
+struct Pool<'a> {
+    executor: &'a dyn Executor,
+    threads: usize,
+    scratch: usize,
+    base: Shared,
+}
+
+impl Pool<'_> {
+    /// Runs `entry` on items `0..items`, each once, the next free thread taking the next one.
+    ///
+    /// # Safety
+    /// `entry` is compiled for an instruction set that this machine has, and writes disjoint memory for each item.
+    unsafe fn deal(
+        &self,
+        entry: Entry,
+        problem: &Problem,
+        items: usize,
+        order: impl Fn(usize) -> Item + Sync,
+    ) -> Result<()> {
+        let next = AtomicUsize::new(0);
+        let base = &self.base;
+        self.executor.parallel_for(self.threads.min(items), &|worker| {
+            let scratch = base.0.wrapping_add(worker * self.scratch);
+            loop {
+                let n = next.fetch_add(1, Ordering::Relaxed);
+                if n >= items {
+                    break;
+                }
+                // SAFETY: worker < threads, so its scratch lies inside the workspace; the rest is the caller's promise.
+                unsafe { entry(problem, order(n), scratch) };
+            }
+        })
+    }
+}
+
+/// Zeros in `out`, −inf in `lse`.
+fn fill_empty(plan: &Plan, operands: &mut Operands<'_>) {
+    let spec = &plan.spec;
+    let cut = cut(spec, Kernel::Empty, plan.key.arch, 1);
+    let problem = Problem::new(plan, cut, operands, std::ptr::null_mut());
+    let [batch, heads, q_len, dim] = spec.out.shape;
+    for (b, h, i) in (0..batch).flat_map(|b| (0..heads).flat_map(move |h| (0..q_len).map(move |i| (b, h, i)))) {
+        for d in 0..dim {
+            // SAFETY: an element of out; 0 is the same in every dtype.
+            unsafe { f64::ZERO.store_as(problem.out.dtype, problem.out.at([b, h, i, d])) };
+        }
+        if let Some(lse) = &problem.lse {
+            debug_assert!(matches!(lse.dtype, DType::F32 | DType::F64));
+            // SAFETY: an element of lse.
+            unsafe { f64::NEG_INFINITY.store_as(lse.dtype, lse.at([b, h, i])) };
+        }
+    }
+}

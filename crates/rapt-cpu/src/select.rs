@@ -1,0 +1,228 @@
+//! From a spec to a plan: pure, total, without a device; and the cut of the work that a plan implies.
+//!
+//! The rules, in order: nothing to attend → `empty`; few rows per kv head → `decode`; anything else → `forward`. Every
+//! option of the law is served by each. What depends on threads is only how rows are dealt out; the cut of the keys
+//! (`block_n`) follows the instruction set, the dtype and head_dim, so the bits of a row do not depend on the machine's
+//! load or on its neighbours.
+
+use rapt_core::{Arch, Caps, Cost, DType, Device, Error, Kernel, KernelKey, MaskClass, Plan, Result, Spec};
+
+use crate::arch;
+use crate::generic::{decode, forward};
+use crate::problem::Cut;
+
+/// Most bytes of packed K and V tiles per thread.
+const PANEL_BYTES: usize = 1 << 20;
+/// Most bytes of packed Q and accumulated O per thread.
+const TILES_BYTES: usize = 1 << 20;
+/// Keys of one chunk in decode.
+const DECODE_BLOCK: usize = 512;
+/// Below this many nanoseconds on one core, waking another costs more than it saves (about 10 µs, Zen 4, 2026-11).
+const PARALLEL_NS: f64 = 20_000.0;
+
+/// What one core does per cycle.
+struct Rates {
+    /// Multiplications and additions.
+    flops: f64,
+    /// Exponentials.
+    exponentials: f64,
+}
+
+fn rates(arch: Arch, accumulation: DType) -> Rates {
+    let (flops, exponentials) = match arch {
+        Arch::Avx512 => (64.0, 3.4),
+        Arch::Avx2 => (32.0, 1.7),
+        Arch::Neon => (16.0, 0.9),
+        _ => (8.0, 0.5),
+    };
+    let width = if accumulation == DType::F64 { 2.0 } else { 1.0 };
+    Rates { flops: flops / width, exponentials: exponentials / (2.0 * width - 1.0) }
+}
+
+/// Keys per block of the forward kernel: a multiple of the micro-tile's rows near 128, fewer where a block of K and V
+/// would outgrow the cap.
+fn forward_block(spec: &Spec, rows: usize) -> usize {
+    let row_bytes = (spec.head_dim() + spec.head_dim_v()) * spec.numerics.accumulation.size_bytes();
+    let most = (PANEL_BYTES / row_bytes).clamp(1, 128);
+    if most > rows { most / rows * rows } else { most }
+}
+
+/// How `spec` is cut for `kernel`; a function of the spec, the instruction set and the number of threads.
+pub(crate) fn cut(spec: &Spec, kernel: Kernel, arch: Arch, threads: usize) -> Cut {
+    let shape = arch::tile_shape(arch, spec.numerics.storage);
+    let in_elem = spec.numerics.storage == spec.numerics.accumulation;
+    let inner_is_one = |strides: [isize; 4], dim: usize| strides[3] == 1 || dim == 1;
+    let in_place = |strides, dim| inner_is_one(strides, dim) && (in_elem || kernel == Kernel::Decode);
+    let k_in_place = in_place(spec.k.strides, spec.head_dim());
+    let v_in_place = in_place(spec.v.strides, spec.head_dim_v());
+    let (batch, q_len, group) = (spec.batch(), spec.q_len(), spec.group_size());
+    let whole_group = kernel == Kernel::Decode || q_len < 2 * shape.queries;
+    let heads = if whole_group { group } else { 1 };
+    let tasks = batch * (spec.num_q_heads() / heads.max(1));
+    let rows = heads * q_len;
+    if kernel != Kernel::Forward {
+        let chunks = spec.kv_len().div_ceil(DECODE_BLOCK);
+        return Cut { heads, rows, chunk_rows: rows, block_n: DECODE_BLOCK, tasks, chunks, k_in_place, v_in_place };
+    }
+    let tile_bytes = shape.queries * (spec.head_dim() + spec.head_dim_v()) * spec.numerics.accumulation.size_bytes();
+    let most_tiles = (TILES_BYTES / tile_bytes).max(1);
+    let target = if q_len >= 1024 { 256 } else { 128 };
+    let mut tiles = (target / shape.queries).clamp(1, most_tiles);
+    // Enough items that the threads end together, as long as an item still shares each block of keys among tiles.
+    while tiles > 2 && tasks * rows.div_ceil(tiles * shape.queries) < 4 * threads {
+        tiles /= 2;
+    }
+    let chunk_rows = (tiles * shape.queries).min(rows.next_multiple_of(shape.queries));
+    Cut {
+        heads,
+        rows,
+        chunk_rows,
+        block_n: forward_block(spec, shape.rows),
+        tasks,
+        chunks: rows.div_ceil(chunk_rows),
+        k_in_place,
+        v_in_place,
+    }
+}
+
+/// Bytes of scratch memory per thread, a multiple of 64.
+pub(crate) fn scratch_bytes(spec: &Spec, kernel: Kernel, arch: Arch, cut: &Cut) -> usize {
+    let elements = match kernel {
+        Kernel::Forward => {
+            let queries = arch::tile_shape(arch, spec.numerics.storage).queries;
+            forward::Layout::new(&forward::Sizes {
+                head_dim: spec.head_dim(),
+                head_dim_v: spec.head_dim_v(),
+                tiles: cut.chunk_rows.div_ceil(queries),
+                queries,
+                block_n: cut.block_n,
+                has_mask: spec.mask.is_some(),
+                pack_k: !cut.k_in_place,
+                pack_v: !cut.v_in_place,
+            })
+            .len
+        }
+        Kernel::Decode => decode::Layout::new(cut.rows, spec.head_dim(), spec.head_dim_v(), cut.block_n).len,
+        _ => 0,
+    };
+    (elements * spec.numerics.accumulation.size_bytes()).next_multiple_of(64)
+}
+
+/// Bytes of partial results of the decode kernel.
+pub(crate) fn partials_bytes(spec: &Spec, kernel: Kernel, cut: &Cut) -> usize {
+    if kernel != Kernel::Decode {
+        return 0;
+    }
+    let elements = cut.tasks * cut.chunks * cut.rows * decode::partial_len(spec.head_dim_v());
+    (elements * spec.numerics.accumulation.size_bytes()).next_multiple_of(64)
+}
+
+fn bytes_packed(spec: &Spec, cut: &Cut, threads: usize) -> usize {
+    let k = if cut.k_in_place { 0 } else { cut.block_n * spec.head_dim() };
+    let v = if cut.v_in_place { 0 } else { cut.block_n * spec.head_dim_v() };
+    (k + v) * spec.numerics.accumulation.size_bytes() * threads
+}
+
+fn cost(spec: &Spec, arch: Arch, threads: usize, clock_hz: Option<f64>, packed: usize) -> Cost {
+    let pairs = spec.pairs() as f64;
+    let flops = pairs * 2.0 * (spec.head_dim() + spec.head_dim_v()) as f64;
+    let bytes =
+        |shape: &[usize], dtype: DType| shape.iter().map(|&n| n as f64).product::<f64>() * dtype.size_bytes() as f64;
+    let mask = spec.mask.map_or(0.0, |mask| {
+        let distinct = |(&n, &stride): (&usize, &isize)| if stride == 0 { 1.0 } else { n as f64 };
+        mask.shape.iter().zip(&mask.strides).map(distinct).product::<f64>() * mask.dtype.size_bytes() as f64
+    });
+    let read = [&spec.q, &spec.k, &spec.v].map(|t| bytes(&t.shape, t.dtype)).iter().sum::<f64>() + mask;
+    let written = bytes(&spec.out.shape, spec.out.dtype) + spec.lse.map_or(0.0, |lse| bytes(&lse.shape, lse.dtype));
+    let rates = rates(arch, spec.numerics.accumulation);
+    let floor_cycles = flops / rates.flops + pairs / rates.exponentials;
+    Cost {
+        flops,
+        exponentials: pairs,
+        bytes_read: read,
+        bytes_written: written,
+        floor_cycles,
+        floor_seconds: clock_hz.map(|hz| floor_cycles / (hz * threads as f64)),
+        bytes_copied: 0,
+        bytes_packed: packed,
+    }
+}
+
+/// Chooses what runs for `spec` on a machine with `caps`.
+///
+/// # Errors
+/// [`Error::DeviceUnavailable`] for anything but host memory; [`Error::Unsupported`] for an instruction set that this
+/// build lacks.
+pub fn select(spec: &Spec, caps: &Caps) -> Result<Plan> {
+    if spec.device != Device::Cpu {
+        let why = "this backend serves host memory".into();
+        return Err(Error::DeviceUnavailable { device: spec.device, why });
+    }
+    let arch = caps.arch;
+    let storage = spec.numerics.storage;
+    if arch::entry(arch, arch::Step::Forward, storage).is_none() {
+        return Err(Error::unsupported(
+            format!("{storage} on {}", arch.name()),
+            "this build has no such kernel",
+            "set RAPT_ISA to one that `rapt doctor` lists, or leave it unset",
+        ));
+    }
+    let group_rows = spec.group_size().saturating_mul(spec.q_len());
+    let out_is_empty = spec.out.shape.contains(&0);
+    let (kernel, why) = if spec.kv_len() == 0 || out_is_empty {
+        (Kernel::Empty, "no keys, or no output: nothing is attended".to_owned())
+    } else if group_rows <= decode::MAX_ROWS {
+        let why = format!("{group_rows} queries share each kv head: K and V are read once, head_dim along the lanes");
+        (Kernel::Decode, why)
+    } else {
+        (Kernel::Forward, "many queries: they fill the lanes, K and V are broadcast".to_owned())
+    };
+    let why_not_faster = if kernel == Kernel::Empty {
+        String::new()
+    } else if arch == Arch::Avx512 && storage == DType::BF16 {
+        "products are formed in float32; the bf16 dot instructions are not used".to_owned()
+    } else if arch != Arch::Avx512 && cfg!(target_arch = "x86_64") {
+        format!("{} is the instruction set in use; AVX-512 would do twice as much per cycle", arch.name())
+    } else {
+        String::new()
+    };
+    let mask = match spec.mask {
+        None => MaskClass::None,
+        Some(mask) if mask.dtype == DType::Bool => MaskClass::Bool,
+        Some(_) => MaskClass::Additive,
+    };
+    let key = KernelKey {
+        direction: spec.direction,
+        kernel,
+        storage,
+        accumulation: spec.numerics.accumulation,
+        mask,
+        kv: spec.kv,
+        arch,
+    };
+    if kernel == Kernel::Empty {
+        let cost = cost(spec, arch, 1, caps.clock_hz, 0);
+        return Ok(Plan::new(spec.clone(), key, (0, 0, 1, 0), 1, 0, cost, true, why, why_not_faster));
+    }
+    let one_core = cost(spec, arch, 1, Some(3.0e9), 0);
+    let ns = one_core.floor_seconds.unwrap_or(0.0) * 1e9 + (one_core.bytes_read + one_core.bytes_written) / 20.0;
+    let threads = if ns < PARALLEL_NS { 1 } else { caps.threads.max(1) };
+    let cut = cut(spec, kernel, arch, threads);
+    let items = cut.tasks * cut.chunks;
+    let workspace_bytes = threads * scratch_bytes(spec, kernel, arch, &cut) + partials_bytes(spec, kernel, &cut);
+    let packed = bytes_packed(spec, &cut, threads);
+    let cost = cost(spec, arch, threads, caps.clock_hz, packed);
+    let num_splits = if kernel == Kernel::Decode { cut.chunks } else { 1 };
+    let block_m = if kernel == Kernel::Decode { cut.rows } else { arch::tile_shape(arch, storage).queries };
+    Ok(Plan::new(
+        spec.clone(),
+        key,
+        (block_m, cut.block_n, num_splits, items),
+        threads,
+        workspace_bytes,
+        cost,
+        cut.k_in_place && cut.v_in_place,
+        why,
+        why_not_faster,
+    ))
+}

@@ -1,0 +1,204 @@
+//! The engine: threads, scratch memory, a cache of plans, and the one place where a backend is chosen.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock};
+
+use rapt_core::{
+    Caps, Device, Error, Executor, Operands, Options, Plan, Queue, Result, Spec, Tensors, View, Workspace,
+};
+
+use crate::{Pool, Tensor};
+
+/// Where the number of threads comes from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Threads {
+    /// Asked for by the caller.
+    Asked(usize),
+    /// `RAPT_NUM_THREADS`.
+    Environment(usize),
+    /// What the system offers.
+    Available(usize),
+}
+
+impl Threads {
+    /// `asked`, else `RAPT_NUM_THREADS`, else what the system offers.
+    ///
+    /// # Errors
+    /// [`Error::Option`] if `asked` is 0 or the variable holds no number above 0.
+    pub fn resolve(asked: Option<usize>) -> Result<Self> {
+        let refuse = |option, got: String| Err(Error::Option { option, got, allowed: "a number from 1 up".into() });
+        if let Some(threads) = asked {
+            return if threads > 0 { Ok(Threads::Asked(threads)) } else { refuse("threads", "0".into()) };
+        }
+        if let Ok(text) = std::env::var("RAPT_NUM_THREADS") {
+            return match text.trim().parse() {
+                Ok(threads) if threads > 0 => Ok(Threads::Environment(threads)),
+                _ => refuse("RAPT_NUM_THREADS", format!("{text:?}")),
+            };
+        }
+        Ok(Threads::Available(std::thread::available_parallelism().map_or(1, usize::from)))
+    }
+
+    /// The number.
+    #[must_use]
+    pub fn get(self) -> usize {
+        let (Threads::Asked(threads) | Threads::Environment(threads) | Threads::Available(threads)) = self;
+        threads
+    }
+}
+
+/// Plans kept before the cache starts anew.
+const PLANS: usize = 1024;
+
+/// Owns threads, scratch memory and plans. Every method may be called from several threads at once.
+#[derive(Debug)]
+pub struct Engine {
+    threads: Threads,
+    caps: Caps,
+    pool: Pool,
+    plans: RwLock<HashMap<(Spec, usize), Arc<Plan>>>,
+    workspaces: Mutex<Vec<Workspace>>,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+    // What lies behind each lock is whole at every moment: a panic elsewhere spoils nothing.
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Engine {
+    /// An engine with `threads` threads; `None` asks `RAPT_NUM_THREADS`, then the system.
+    ///
+    /// # Errors
+    /// [`Error::Option`] for a bad number of threads or a bad `RAPT_ISA`.
+    pub fn new(threads: Option<usize>) -> Result<Self> {
+        let threads = Threads::resolve(threads)?;
+        let caps = rapt_cpu::detect(threads.get())?;
+        Ok(Engine {
+            threads,
+            caps,
+            pool: Pool::new(threads.get()),
+            plans: RwLock::new(HashMap::new()),
+            workspaces: Mutex::new(Vec::new()),
+        })
+    }
+
+    /// The number of threads, and where it comes from.
+    #[must_use]
+    pub fn threads(&self) -> Threads {
+        self.threads
+    }
+
+    /// What the machine offers.
+    #[must_use]
+    pub fn caps(&self) -> &Caps {
+        &self.caps
+    }
+
+    /// What will run for `spec` on this engine's own threads.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] with what to do instead.
+    pub fn plan(&self, spec: &Spec) -> Result<Arc<Plan>> {
+        self.plan_for(spec, self.threads.get())
+    }
+
+    /// What will run for `spec` on `threads` threads of somebody else's pool.
+    ///
+    /// # Errors
+    /// As [`Engine::plan`].
+    pub fn plan_for(&self, spec: &Spec, threads: usize) -> Result<Arc<Plan>> {
+        let key = (spec.clone(), threads);
+        if let Some(plan) = self.plans.read().unwrap_or_else(PoisonError::into_inner).get(&key) {
+            return Ok(Arc::clone(plan));
+        }
+        let caps = Caps { threads, ..self.caps.clone() };
+        let plan = Arc::new(match spec.device {
+            Device::Cpu => rapt_cpu::select(spec, &caps)?,
+            device => {
+                let why = "this build serves host memory".into();
+                return Err(Error::DeviceUnavailable { device, why });
+            }
+        });
+        tracing::debug!(target: "rapt", plan = %plan.explain(), "plan");
+        let mut plans = self.plans.write().unwrap_or_else(PoisonError::into_inner);
+        if plans.len() >= PLANS {
+            plans.clear();
+        }
+        plans.insert(key, Arc::clone(&plan));
+        Ok(plan)
+    }
+
+    /// Runs `plan` on this engine's threads; `out` and `lse` are written when it returns.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`] before anything is written; [`Error::WorkerPanicked`].
+    pub fn run(&self, plan: &Plan, operands: &mut Operands<'_>) -> Result<()> {
+        self.run_on(plan, operands, &Queue::Host(&self.pool))
+    }
+
+    /// Runs `plan` on somebody else's threads.
+    ///
+    /// # Errors
+    /// As [`Engine::run`].
+    pub fn run_on(&self, plan: &Plan, operands: &mut Operands<'_>, queue: &Queue<'_>) -> Result<()> {
+        let mut workspace = lock(&self.workspaces).pop().unwrap_or_default();
+        let done = workspace.ensure(plan.workspace_bytes).and_then(|()| match queue {
+            Queue::Host(executor) => rapt_cpu::run(plan, operands, &mut workspace, *executor),
+            _ => Err(Error::unsupported("this queue", "the plan is for host threads", "use Queue::Host")),
+        });
+        lock(&self.workspaces).push(workspace);
+        done
+    }
+
+    /// Plans, proves and runs one request into `tensors.out` (and `tensors.lse`).
+    ///
+    /// # Errors
+    /// Any [`Error`]; nothing is written before everything is proven.
+    pub fn attention_into(&self, tensors: Tensors<'_>, options: &Options) -> Result<()> {
+        let out = &tensors.out;
+        let mut builder = Spec::builder(&tensors.q, &tensors.k, &tensors.v, options)
+            .mask(tensors.mask.as_ref())
+            .sinks(tensors.sinks.as_ref())
+            .alibi_slopes(tensors.alibi_slopes.as_ref())
+            .out(out.dtype(), *out.shape(), *out.strides(), out.device());
+        if let Some(lse) = &tensors.lse {
+            builder = builder.lse(lse.dtype(), *lse.shape(), *lse.strides(), lse.device());
+        }
+        let spec = builder.build()?;
+        let plan = self.plan(&spec)?;
+        self.run(&plan, &mut Operands::check(tensors, &spec)?)
+    }
+
+    /// The threads of this engine.
+    #[must_use]
+    pub fn executor(&self) -> &dyn Executor {
+        &self.pool
+    }
+}
+
+/// The engine that the free functions use.
+///
+/// # Errors
+/// [`Error::Option`] if an environment variable holds nonsense.
+pub fn default_engine() -> Result<&'static Engine> {
+    static ENGINE: OnceLock<Result<Engine>> = OnceLock::new();
+    ENGINE.get_or_init(|| Engine::new(None)).as_ref().map_err(Clone::clone)
+}
+
+/// `softmax(q·kᵀ · scale)·v`, row-major in the layout of `options`, with the dtype of `q` unless asked otherwise.
+///
+/// `q` is `[batch, num_q_heads, q_len, head_dim]` or less its leading dimensions, `k` and `v` are
+/// `[batch, num_kv_heads, kv_len, head_dim(_v)]`. Masks, sinks, ALiBi, lse and outputs of your own:
+/// [`Engine::attention_into`].
+///
+/// # Errors
+/// Any [`Error`].
+pub fn attention(q: &View<'_>, k: &View<'_>, v: &View<'_>, options: &Options) -> Result<Tensor> {
+    let rank = q.shape().len();
+    let spec = Spec::builder(q, k, v, options).build()?;
+    let mut out = Tensor::zeros(spec.out.dtype, spec.out_shape(rank))?;
+    let tensors =
+        Tensors { q: *q, k: *k, v: *v, mask: None, sinks: None, alibi_slopes: None, out: out.view_mut()?, lse: None };
+    default_engine()?.attention_into(tensors, options)?;
+    Ok(out)
+}

@@ -1,0 +1,46 @@
+//! Rapt: attention with an exact tensor boundary.
+//!
+//! You hand it `q`, `k`, `v` where they lie (any strides, any dtype it knows) and it computes scaled dot-product
+//! attention on them: no hidden cast, no hidden copy, no byte touched that is not yours. What it cannot serve exactly it
+//! refuses with a typed [`Error`].
+//!
+//! ```
+//! use rapt::{Options, View};
+//!
+//! // One head, two keys: [heads, len, head_dim].
+//! let (q, k, v) = ([1.0f32, 0.5], [0.5f32, 1.0, 0.5, 1.0], [0.25f32, 0.75, 0.75, 0.25]);
+//! let q = View::contiguous("q", &q, [1, 1, 2].into())?;
+//! let k = View::contiguous("k", &k, [1, 2, 2].into())?;
+//! let v = View::contiguous("v", &v, [1, 2, 2].into())?;
+//! let out = rapt::attention(&q, &k, &v, &Options::default())?;
+//! assert_eq!(out.to_vec::<f32>()?, [0.5, 0.5]); // equal keys: the mean of the values
+//! # Ok::<(), rapt::Error>(())
+//! ```
+//!
+//! [`attention`] is the common case. [`Engine`] owns threads and scratch memory; [`Spec`] and [`Plan`] describe a request
+//! and what will run for it, without any pointer.
+
+mod engine;
+mod pool;
+mod tensor;
+
+pub use engine::{Engine, Threads, attention, default_engine};
+pub use pool::Pool;
+pub use rapt_core::{
+    Arch, BlockRange, COMPUTED, Caps, Causal, Cost, DType, Device, Dims, Direction, Element, Error, ErrorKind,
+    Executor, Explanation, Extent, Finite, Kernel, KernelKey, Kv, Layout, MAX_RANK, MaskClass, Numerics, Operands,
+    Options, PRounding, Plan, Queue, Result, SerialExecutor, Shape, Spec, SpecBuilder, Strides, TensorSpec, Tensors,
+    Tile, View, ViewMut, Window, Workspace,
+};
+pub use tensor::Tensor;
+
+/// The version of this crate: major, minor, patch.
+#[must_use]
+pub fn version() -> (u32, u32, u32) {
+    let part = |text: &str| text.parse().unwrap_or(0);
+    (
+        part(env!("CARGO_PKG_VERSION_MAJOR")),
+        part(env!("CARGO_PKG_VERSION_MINOR")),
+        part(env!("CARGO_PKG_VERSION_PATCH")),
+    )
+}
