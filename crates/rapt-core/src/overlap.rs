@@ -7,7 +7,7 @@
 //! terms can still reach bounds the choice at each, so ordinary layouts need a handful of steps. The search is bounded:
 //! undecided is an answer, and the caller treats it as an error. Deliberately absent: any guess.
 
-use crate::{Shape, Strides};
+use crate::{MAX_RANK, Shape, Strides};
 
 /// Steps after which a search gives up.
 pub(crate) const STEPS: usize = 100_000;
@@ -95,9 +95,26 @@ fn fold(mut terms: Vec<Term>) -> Vec<Term> {
     folded
 }
 
+/// Whether each stride steps past all that smaller strides reach: the ordinary case, decided without a search.
+fn nests(shape: &Shape, strides: &Strides) -> bool {
+    let mut dims = [(0u128, 0u128); MAX_RANK];
+    let mut len = 0;
+    for (&n, &stride) in shape.iter().zip(strides.iter()).filter(|(n, _)| **n > 1) {
+        dims[len] = (stride.unsigned_abs() as u128, n as u128 - 1);
+        len += 1;
+    }
+    dims[..len].sort_unstable();
+    let mut span = 0;
+    dims[..len].iter().all(|&(stride, last)| {
+        let steps_past = stride > span;
+        span += stride * last;
+        steps_past
+    })
+}
+
 /// Whether `shape` and `strides` name every address once. `None`: undecided within [`STEPS`].
 pub(crate) fn is_injective(shape: &Shape, strides: &Strides) -> Option<bool> {
-    if shape.contains(&0) {
+    if shape.contains(&0) || nests(shape, strides) {
         return Some(true);
     }
     let mut terms = Vec::with_capacity(shape.len());
@@ -123,6 +140,17 @@ pub(crate) struct Footprint<'a> {
 }
 
 impl Footprint<'_> {
+    /// The least run of bytes that holds this set: `lo..hi`.
+    fn bounds(&self) -> (i128, i128) {
+        let (mut lo, mut hi) = (self.address as i128, self.address as i128 + self.size_bytes as i128);
+        for (&n, &stride) in self.shape.iter().zip(self.strides.iter()) {
+            let span = (n as i128 - 1) * stride as i128 * self.size_bytes as i128;
+            lo += span.min(0);
+            hi += span.max(0);
+        }
+        (lo, hi)
+    }
+
     /// The byte offsets of this set, each times `sign`.
     fn push_terms(&self, sign: i128, terms: &mut Vec<Term>) {
         let mut push = |stride: i128, n: usize| {
@@ -143,6 +171,10 @@ impl Footprint<'_> {
 /// Whether two sets of elements have no byte in common. `None`: undecided within [`STEPS`].
 pub(crate) fn are_disjoint(a: &Footprint<'_>, b: &Footprint<'_>) -> Option<bool> {
     if a.shape.contains(&0) || b.shape.contains(&0) {
+        return Some(true);
+    }
+    let ((a_lo, a_hi), (b_lo, b_hi)) = (a.bounds(), b.bounds());
+    if a_hi <= b_lo || b_hi <= a_lo {
         return Some(true);
     }
     let mut terms = Vec::new();

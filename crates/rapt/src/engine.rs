@@ -1,11 +1,12 @@
 //! The engine: threads, scratch memory, a cache of plans, and the one place where a backend is chosen.
 
-use std::collections::HashMap;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock};
 
 use rapt_core::{
     Caps, Device, Error, Executor, Operands, Options, Plan, Queue, Result, Spec, Tensors, View, Workspace,
 };
+
+use rustc_hash::FxHashMap;
 
 use crate::{Pool, Tensor};
 
@@ -56,7 +57,8 @@ pub struct Engine {
     threads: Threads,
     caps: Caps,
     pool: Pool,
-    plans: RwLock<HashMap<(Spec, usize), Arc<Plan>>>,
+    /// By spec, then by number of threads.
+    plans: RwLock<FxHashMap<Spec, Vec<(usize, Arc<Plan>)>>>,
     workspaces: Mutex<Vec<Workspace>>,
 }
 
@@ -77,7 +79,7 @@ impl Engine {
             threads,
             caps,
             pool: Pool::new(threads.get()),
-            plans: RwLock::new(HashMap::new()),
+            plans: RwLock::new(FxHashMap::default()),
             workspaces: Mutex::new(Vec::new()),
         })
     }
@@ -107,9 +109,12 @@ impl Engine {
     /// # Errors
     /// As [`Engine::plan`].
     pub fn plan_for(&self, spec: &Spec, threads: usize) -> Result<Arc<Plan>> {
-        let key = (spec.clone(), threads);
-        if let Some(plan) = self.plans.read().unwrap_or_else(PoisonError::into_inner).get(&key) {
-            return Ok(Arc::clone(plan));
+        let cached = |plans: &FxHashMap<Spec, Vec<(usize, Arc<Plan>)>>| {
+            let of_spec = plans.get(spec)?;
+            of_spec.iter().find(|(n, _)| *n == threads).map(|(_, plan)| Arc::clone(plan))
+        };
+        if let Some(plan) = cached(&self.plans.read().unwrap_or_else(PoisonError::into_inner)) {
+            return Ok(plan);
         }
         let caps = Caps { threads, ..self.caps.clone() };
         let plan = Arc::new(match spec.device {
@@ -124,7 +129,7 @@ impl Engine {
         if plans.len() >= PLANS {
             plans.clear();
         }
-        plans.insert(key, Arc::clone(&plan));
+        plans.entry(spec.clone()).or_default().push((threads, Arc::clone(&plan)));
         Ok(plan)
     }
 

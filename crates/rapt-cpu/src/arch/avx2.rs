@@ -172,10 +172,6 @@ impl Simd for Avx2F32 {
     unsafe fn transpose(src: *const f32, src_stride: usize, dst: *mut f32, dst_stride: usize) {
         unsafe { transpose_8x8(src, src_stride, dst, dst_stride) }
     }
-    #[inline(always)]
-    unsafe fn prefetch(ptr: *const u8) {
-        unsafe { _mm_prefetch::<_MM_HINT_T0>(ptr.cast()) }
-    }
 }
 
 impl Simd for Avx2F64 {
@@ -256,9 +252,5 @@ impl Simd for Avx2F64 {
     #[inline(always)]
     unsafe fn transpose(src: *const f64, src_stride: usize, dst: *mut f64, dst_stride: usize) {
         unsafe { transpose_4x4(src, src_stride, dst, dst_stride) }
-    }
-    #[inline(always)]
-    unsafe fn prefetch(ptr: *const u8) {
-        unsafe { _mm_prefetch::<_MM_HINT_T0>(ptr.cast()) }
     }
 }

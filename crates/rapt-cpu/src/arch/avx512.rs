@@ -120,10 +120,6 @@ impl Simd for Avx512F32 {
             unsafe { transpose_8x8(src.add(r * src_stride + c), src_stride, dst.add(c * dst_stride + r), dst_stride) }
         }
     }
-    #[inline(always)]
-    unsafe fn prefetch(ptr: *const u8) {
-        unsafe { _mm_prefetch::<_MM_HINT_T0>(ptr.cast()) }
-    }
 }
 
 impl Simd for Avx512F64 {
@@ -203,9 +199,5 @@ impl Simd for Avx512F64 {
         for (r, c) in [(0, 0), (0, 4), (4, 0), (4, 4)] {
             unsafe { transpose_4x4(src.add(r * src_stride + c), src_stride, dst.add(c * dst_stride + r), dst_stride) }
         }
-    }
-    #[inline(always)]
-    unsafe fn prefetch(ptr: *const u8) {
-        unsafe { _mm_prefetch::<_MM_HINT_T0>(ptr.cast()) }
     }
 }

@@ -115,6 +115,4 @@ impl Simd for NeonF32 {
             }
         }
     }
-    #[inline(always)]
-    unsafe fn prefetch(_: *const u8) {}
 }

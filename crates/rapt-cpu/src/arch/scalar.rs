@@ -115,8 +115,6 @@ macro_rules! scalar {
                     }
                 }
             }
-            #[inline(always)]
-            unsafe fn prefetch(_: *const u8) {}
         }
     };
 }

@@ -50,7 +50,7 @@ pub(crate) unsafe fn all_finite<S: Simd>(
     vector: impl Fn(usize, usize) -> S::V,
     scalar: impl Fn(usize, usize) -> S::Elem,
 ) -> bool {
-    // x − x is 0 for finite x and NaN otherwise; a sum of those is 0 or NaN.
+    // 0 · x is 0 for finite x and NaN otherwise; a sum of those is 0 or NaN.
     // SAFETY: the caller vouches for the instruction set.
     unsafe {
         let mut sum = S::splat(S::Elem::ZERO);
@@ -59,12 +59,12 @@ pub(crate) unsafe fn all_finite<S: Simd>(
             let mut d = 0;
             while d + S::LANES <= dim {
                 let x = vector(j, d);
-                sum = S::add(sum, S::sub(x, x));
+                sum = S::fma(x, S::splat(S::Elem::ZERO), sum);
                 d += S::LANES;
             }
             while d < dim {
                 let x = scalar(j, d);
-                tail = tail + (x - x);
+                tail = tail + x * S::Elem::ZERO;
                 d += 1;
             }
         }

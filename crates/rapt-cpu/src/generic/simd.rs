@@ -112,7 +112,7 @@ real!(
     12_583_039.0,
     -126.0,
     [0.001_327_647_2, 0.009_675_541, 0.055_507_127, 0.240_221_2, 0.693_146_94, 1.0],
-    (&[-5.704_988_7e-3, 2.063_908_9e-2, -5.373_971_6e-2, 1.333_144_2e-1, -3.333_328_2e-1], &[1.0]),
+    (&[-5.704_988_7e-3, 2.063_909e-2, -5.373_971_6e-2, 1.333_144_2e-1, -3.333_328e-1], &[1.0]),
     from_f32
 );
 
@@ -189,8 +189,6 @@ pub(crate) trait Simd: Copy + 'static {
     unsafe fn reduce_add(x: Self::V) -> Self::Elem;
     /// `dst[c · dst_stride + r] = src[r · src_stride + c]` for a square of [`Simd::LANES`].
     unsafe fn transpose(src: *const Self::Elem, src_stride: usize, dst: *mut Self::Elem, dst_stride: usize);
-    /// Asks for the cache line at `ptr`; any address is allowed.
-    unsafe fn prefetch(ptr: *const u8);
 }
 
 /// A storage dtype, as far as the vectors of `S` read and write it.
