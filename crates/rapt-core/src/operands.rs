@@ -33,7 +33,7 @@ pub struct Tensors<'a> {
 #[derive(Debug)]
 pub struct Operands<'a> {
     tensors: Tensors<'a>,
-    spec: Spec,
+    spec: &'a Spec,
 }
 
 fn compare<const N: usize>(tensor: &'static str, got: &TensorSpec<N>, planned: &TensorSpec<N>) -> Result<()> {
@@ -44,7 +44,8 @@ fn compare<const N: usize>(tensor: &'static str, got: &TensorSpec<N>, planned: &
     if got.shape != planned.shape {
         return differs("shape");
     }
-    if got.strides != planned.strides {
+    // Nothing lies behind the strides of an empty tensor; producers differ in what they call them.
+    if got.strides != planned.strides && !got.shape.contains(&0) {
         return differs("strides");
     }
     Ok(())
@@ -72,7 +73,7 @@ impl<'a> Operands<'a> {
     /// # Errors
     /// [`Error::NotAsPlanned`] if a dtype, size, stride or device differs; [`Error::OutputOverlaps`],
     /// [`Error::OutputOverlapsItself`] and [`Error::OverlapUndecided`] for outputs.
-    pub fn check(tensors: Tensors<'a>, spec: &Spec) -> Result<Self> {
+    pub fn check(tensors: Tensors<'a>, spec: &'a Spec) -> Result<Self> {
         let layout = spec.layout;
         for (name, view, planned) in
             [("q", &tensors.q, &spec.q), ("k", &tensors.k, &spec.k), ("v", &tensors.v, &spec.v)]
@@ -136,7 +137,7 @@ impl<'a> Operands<'a> {
             }
             disjoint("lse", lse, "out", &out.as_view())?;
         }
-        Ok(Operands { tensors, spec: spec.clone() })
+        Ok(Operands { tensors, spec })
     }
 
     /// Whether these operands were proven against `spec`: what a backend asks before it trusts them.
@@ -144,7 +145,8 @@ impl<'a> Operands<'a> {
     /// # Errors
     /// [`Error::NotAsPlanned`] if they were proven against another spec.
     pub fn expect(&self, spec: &Spec) -> Result<()> {
-        if self.spec == *spec { Ok(()) } else { Err(Error::NotAsPlanned { tensor: "operands", what: "spec" }) }
+        let same = std::ptr::eq(self.spec, spec) || self.spec == spec;
+        if same { Ok(()) } else { Err(Error::NotAsPlanned { tensor: "operands", what: "spec" }) }
     }
 
     /// The proven tensors. They cannot be exchanged for others.

@@ -81,8 +81,7 @@ impl Hash for Finite {
 
 /// The options of a call. `Options::default()` is plain scaled dot-product attention.
 ///
-/// Non-exhaustive: build one as `Options { causal: Some(Causal::TopLeft), ..Options::default() }` inside the workspace,
-/// or with the `with_` methods.
+/// Build one as `Options { causal: Some(Causal::TopLeft), ..Options::default() }` or with the `with_` methods.
 #[derive(Clone, Copy, Debug, PartialEq, Default)]
 pub struct Options {
     /// The factor of `q·k`; `None` is `1/sqrt(head_dim)`. Any finite number.

@@ -189,14 +189,18 @@ fn expect_size(
     if got == expected { Ok(()) } else { Err(Error::SizeMismatch { tensor, size, got, other, expected }) }
 }
 
-/// Dtypes allowed for a bias-like tensor: floats not wider than the accumulation dtype.
-fn bias_dtypes(accumulation: DType) -> Vec<DType> {
-    COMPUTED.iter().copied().filter(|d| d.bits() <= accumulation.bits()).collect()
+/// Whether a bias, a vector per head or an output may have this dtype: a float not wider than the accumulation dtype.
+fn is_float_within(dtype: DType, accumulation: DType) -> bool {
+    dtype.is_computed() && dtype.bits() <= accumulation.bits()
+}
+
+fn floats_within(accumulation: DType) -> Vec<DType> {
+    COMPUTED.iter().copied().filter(|&dtype| is_float_within(dtype, accumulation)).collect()
 }
 
 fn per_head(tensor: &'static str, seen: &Seen, num_q_heads: usize, accumulation: DType) -> Result<TensorSpec<1>> {
-    let allowed = bias_dtypes(accumulation);
-    if !allowed.contains(&seen.dtype) {
+    if !is_float_within(seen.dtype, accumulation) {
+        let allowed = floats_within(accumulation);
         return Err(Error::UnsupportedDtype { tensor, got: seen.dtype, allowed });
     }
     let expected = Shape::from([num_q_heads]);
@@ -305,9 +309,8 @@ impl SpecBuilder {
         }
 
         let mask = self.mask.as_ref().map(|seen| {
-            let mut allowed = vec![DType::Bool];
-            allowed.extend(bias_dtypes(accumulation));
-            if !allowed.contains(&seen.dtype) {
+            if seen.dtype != DType::Bool && !is_float_within(seen.dtype, accumulation) {
+                let allowed = [vec![DType::Bool], floats_within(accumulation)].concat();
                 return Err(Error::UnsupportedDtype { tensor: "mask", got: seen.dtype, allowed });
             }
             broadcast_mask(seen, [batch, num_q_heads, q_len, kv_len])
@@ -348,9 +351,9 @@ impl SpecBuilder {
         let out_sizes = [batch, num_q_heads, q_len, head_dim_v];
         let out_shape = as_given(out_sizes, rank, layout);
         let out_dtype = options.out_dtype.unwrap_or(storage);
-        let allowed_out: Vec<DType> = COMPUTED.iter().copied().filter(|d| d.bits() <= accumulation.bits()).collect();
-        if !allowed_out.contains(&out_dtype) {
-            return Err(Error::UnsupportedDtype { tensor: "out", got: out_dtype, allowed: allowed_out });
+        if !is_float_within(out_dtype, accumulation) {
+            let allowed = floats_within(accumulation);
+            return Err(Error::UnsupportedDtype { tensor: "out", got: out_dtype, allowed });
         }
         let out = match self.out {
             Some((dtype, shape, strides, _)) => {

@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use rapt_core::{DType, Error, Executor, Kernel, Operands, Plan, Result, Workspace};
 
 use crate::arch::{self, Entry, Step};
+use crate::caps::available;
 use crate::generic::simd::Real;
 use crate::problem::{Item, Problem};
 use crate::select::{cut, partials_bytes, scratch_bytes};
@@ -29,7 +30,7 @@ pub fn run(plan: &Plan, operands: &mut Operands<'_>, workspace: &mut Workspace, 
     let storage = spec.numerics.storage;
     let entry = |step| {
         let missing = || Error::unsupported(arch.name(), "this machine or build lacks it", "plan on this machine");
-        if !arch::detected().contains(&arch) {
+        if !available().contains(&arch) {
             return Err(missing());
         }
         arch::entry(arch, step, storage).ok_or_else(missing)

@@ -51,14 +51,16 @@ impl Threads {
 /// Plans kept before the cache starts anew.
 const PLANS: usize = 1024;
 
+/// Plans by spec, then by number of threads.
+type Plans = FxHashMap<Spec, Vec<(usize, Arc<Plan>)>>;
+
 /// Owns threads, scratch memory and plans. Every method may be called from several threads at once.
 #[derive(Debug)]
 pub struct Engine {
     threads: Threads,
     caps: Caps,
     pool: Pool,
-    /// By spec, then by number of threads.
-    plans: RwLock<FxHashMap<Spec, Vec<(usize, Arc<Plan>)>>>,
+    plans: RwLock<Plans>,
     workspaces: Mutex<Vec<Workspace>>,
 }
 
@@ -79,7 +81,7 @@ impl Engine {
             threads,
             caps,
             pool: Pool::new(threads.get()),
-            plans: RwLock::new(FxHashMap::default()),
+            plans: RwLock::new(Plans::default()),
             workspaces: Mutex::new(Vec::new()),
         })
     }
@@ -109,7 +111,7 @@ impl Engine {
     /// # Errors
     /// As [`Engine::plan`].
     pub fn plan_for(&self, spec: &Spec, threads: usize) -> Result<Arc<Plan>> {
-        let cached = |plans: &FxHashMap<Spec, Vec<(usize, Arc<Plan>)>>| {
+        let cached = |plans: &Plans| {
             let of_spec = plans.get(spec)?;
             of_spec.iter().find(|(n, _)| *n == threads).map(|(_, plan)| Arc::clone(plan))
         };
@@ -171,7 +173,7 @@ impl Engine {
         }
         let spec = builder.build()?;
         let plan = self.plan(&spec)?;
-        self.run(&plan, &mut Operands::check(tensors, &spec)?)
+        self.run(&plan, &mut Operands::check(tensors, &plan.spec)?)
     }
 
     /// The threads of this engine.

@@ -32,6 +32,7 @@ pub use rapt_core::{
     Options, PRounding, Plan, Queue, Result, SerialExecutor, Shape, Spec, SpecBuilder, Strides, TensorSpec, Tensors,
     Tile, View, ViewMut, Window, Workspace,
 };
+pub use rapt_cpu::{available as available_isas, select};
 pub use tensor::Tensor;
 
 /// The version of this crate: major, minor, patch.

@@ -25,10 +25,8 @@ impl Pool {
     fn get(&self) -> Result<Arc<rayon::ThreadPool>> {
         let pid = std::process::id();
         let mut built = self.built.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some((of, pool)) = built.as_ref() {
-            if *of == pid {
-                return Ok(Arc::clone(pool));
-            }
+        if let Some((_, pool)) = built.as_ref().filter(|(of, _)| *of == pid) {
+            return Ok(Arc::clone(pool));
         }
         if let Some((_, stale)) = built.take() {
             // Its threads do not exist in this process: joining them would wait for ever.
@@ -79,7 +77,7 @@ impl Executor for Pool {
 }
 
 fn first_panic(results: Vec<std::thread::Result<()>>) -> Result<()> {
-    match results.into_iter().find_map(|result| result.err()) {
+    match results.into_iter().find_map(std::thread::Result::err) {
         Some(payload) => Err(Error::worker_panicked(payload.as_ref())),
         None => Ok(()),
     }

@@ -1,0 +1,63 @@
+"""The engines that are compared. Each runs in a worker process of its own (`python -m peers NAME`), so that each has its own
+environment (preload, forced instruction set) and its own thread pool, and none can spoil another's.
+
+An engine is a module with `Engine(threads, arguments)`: `versions()` says what it is, `prepare(row, copies)` makes the row ready
+and returns a `Prepared`, or raises `Unsupported` with the reason that the table's notes will print.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable
+
+
+class Unsupported(Exception):
+    """This engine does not do this row; the message says why."""
+
+
+@dataclasses.dataclass
+class Prepared:
+    """A row ready to run."""
+
+    calls: list[Callable]  # one per rotated copy of K and V; each does the whole call
+    output: Callable  # () -> f32 array [batch, num_q_heads, q_len, head_dim_v]: runs the first call and reads it
+    note: str = ""  # which kernel, model form or route
+    context: Callable = contextlib.nullcontext  # entered around every call
+    tight: tuple | None = None  # (statement, names): timed by timeit instead of `calls`, for calls of a microsecond
+    second_opinion: Callable | None = None  # (queries) -> the same rows by the engine's own math path, for the tolerance rule
+
+
+@dataclasses.dataclass(frozen=True)
+class Peer:
+    name: str
+    title: str
+    module: str
+    arguments: tuple = ()
+    dtypes: tuple = ("f32", "bf16", "f16")
+    kinds: tuple = ("prefill", "decode")
+    groups: tuple = ()  # empty: rows of every group
+    environment: tuple = ()
+    preload_unlock: bool = False  # runs with MKL's vendor check answered "Intel"
+    ours: bool = False
+    width: str | None = None  # held against this vector width's ceiling instead of the machine's best
+    default: bool = True
+
+    def takes(self, row):
+        return row.kind in self.kinds and row.dtype in self.dtypes and (not self.groups or bool(set(self.groups) & set(row.groups)))
+
+
+CALLS = ("prefill", "decode", "call")
+
+PEERS = {
+    peer.name: peer
+    for peer in (
+        Peer("rapt", "rapt.attention", "rapt_doors", ("attention",), kinds=CALLS, ours=True),
+        # The other door is the same engine: measured where a claim is made about it.
+        Peer("rapt-sdpa", "SDPA with rapt registered", "rapt_doors", ("sdpa",), kinds=CALLS, groups=("anchors", "call"), ours=True),
+        Peer("stock", "stock torch", "torch_sdpa", kinds=(*CALLS, "add")),
+        Peer("unlocked", "unlocked torch", "torch_sdpa", kinds=CALLS, preload_unlock=True),
+        Peer("openvino", "OpenVINO", "openvino_sdpa", dtypes=("f32", "bf16")),
+        Peer("onnxruntime", "onnxruntime", "onnx_attention", dtypes=("f32", "f16")),
+        Peer("rapt-avx2", "rapt.attention, RAPT_ISA=avx2", "rapt_doors", ("attention",), environment=(("RAPT_ISA", "avx2"),),
+             ours=True, width="ymm", default=False),
+    )
+}  # fmt: skip

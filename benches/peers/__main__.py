@@ -1,0 +1,137 @@
+"""A worker: one engine, one row after another, commands as JSON lines on stdin, answers as JSON lines on what was stdout.
+
+    prepare {key, row, copies}        make the inputs, build and warm the row
+    check   {key, queries, out}       run once; the sampled query rows go to `out` as an .npy file
+    time    {key, seconds}            microseconds per call, one sample per call (short calls in groups)
+    release {key}                     forget the row
+
+The controller stops this process (SIGSTOP) after every answer and wakes it before every command.
+"""
+
+import gc
+import importlib
+import json
+import os
+import sys
+import time
+import timeit
+
+import numpy as np
+
+import shapes
+from peers import PEERS, Unsupported
+
+GROUP_US = 200  # shorter calls are timed in groups of at least this long: the clock itself costs 0.1 us
+WARM_SECONDS = 2e-3  # after waking: refill caches, wake the pool
+
+
+class Worker:
+    def __init__(self, name, threads):
+        peer = PEERS[name]
+        self.engine = importlib.import_module(f"peers.{peer.module}").Engine(threads, peer.arguments)
+        self.rows = {}
+
+    def hello(self):
+        return {"versions": self.engine.versions()}
+
+    def prepare(self, key, row, copies):
+        row = shapes.Row(**{**row, "groups": tuple(row["groups"])})
+        prepared = self.engine.prepare(row, copies)
+        with prepared.context():
+            for call in prepared.calls:
+                call()
+            began = time.perf_counter()
+            prepared.calls[0]()
+        self.rows[key] = prepared, (time.perf_counter() - began) * 1e6
+        return {"note": prepared.note}
+
+    def check(self, key, queries, out):
+        prepared, _ = self.rows[key]
+        with prepared.context():
+            whole = prepared.output()
+            np.save(out, whole[:, :, queries])
+            answer = {"finite": bool(np.isfinite(whole).all())}
+            if prepared.second_opinion is not None:
+                np.save(out + ".math.npy", prepared.second_opinion(queries))
+                answer["math"] = out + ".math.npy"
+        return answer
+
+    def time(self, key, seconds):
+        prepared, estimate = self.rows[key]
+        gc.collect()
+        gc.disable()
+        try:
+            with prepared.context():
+                samples = tight(prepared, seconds) if prepared.tight else timed(prepared.calls, seconds, estimate)
+        finally:
+            gc.enable()
+        self.rows[key] = prepared, float(np.median(samples))
+        return {"samples": samples}
+
+    def release(self, key):
+        self.rows.pop(key, None)
+        gc.collect()
+        return {}
+
+
+def timed(calls, seconds, estimate):
+    """Microseconds per call. Rotates through `calls`, so that no call finds its K and V in a cache that the last one filled."""
+    now = time.perf_counter
+    at = 0
+    if estimate < 50_000:  # a longer call warms itself
+        end = now() + WARM_SECONDS
+        while True:
+            calls[at % len(calls)]()
+            at += 1
+            if now() >= end:
+                break
+    group = max(1, round(GROUP_US / max(estimate, 0.1)))
+    samples = []
+    end = now() + seconds
+    while True:
+        began = now()
+        for i in range(at, at + group):
+            calls[i % len(calls)]()
+        ended = now()
+        at += group
+        samples.append((ended - began) * 1e6 / group)
+        if ended >= end:
+            return samples
+
+
+def tight(prepared, seconds):
+    """Microseconds per execution of the bare statement: no rotation, no closure."""
+    statement, names = prepared.tight
+    timer = timeit.Timer(statement, globals=names)
+    timer.timeit(200)
+    count = max(100, int(2e-3 / (timer.timeit(200) / 200)))
+    return [timer.timeit(count) * 1e6 / count for _ in range(max(3, int(seconds / 2e-3)))]
+
+
+def main():
+    # Libraries print to stdout as they please: keep the answers' channel apart from it.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def answer(content):
+        answers.write(json.dumps(content) + "\n")
+        answers.flush()
+
+    try:
+        worker = Worker(sys.argv[1], int(sys.argv[2]))
+        answer(worker.hello())
+    except Exception as problem:
+        answer({"unavailable": f"{type(problem).__name__}: {problem}".splitlines()[0]})
+        return
+    for line in sys.stdin:
+        command = json.loads(line)
+        try:
+            answer(getattr(worker, command.pop("do"))(**command))
+        except Unsupported as reason:
+            answer({"unsupported": str(reason)})
+        except Exception as problem:
+            answer({"failed": f"{type(problem).__name__}: {problem}".splitlines()[0][:300]})
+
+
+if __name__ == "__main__":
+    main()

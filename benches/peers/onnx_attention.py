@@ -1,0 +1,134 @@
+"""onnxruntime's CPU provider. Every form in which it can be asked is built (ONNX Attention in 4-D or 3-D, com.microsoft
+MultiHeadAttention with K and V as [B,S,H*D] or [B,H,S,D]), and the fastest is measured; the row's note says which.
+
+[B,S,H*D] forms take the [B,S,H,D] storage of a permuted row as it is. For a contiguous row MultiHeadAttention gets its inputs in
+the form it likes, whatever the row's layout: that is its best, and errs in its favour.
+"""
+
+import time
+
+import numpy as np
+import onnxruntime as ort
+from onnx import TensorProto, helper
+
+import inputs
+from peers import Prepared, Unsupported
+
+TYPES = {"f32": TensorProto.FLOAT, "f16": TensorProto.FLOAT16}
+BSHD = (0, 2, 1, 3)
+
+
+def flat(array):
+    """[B,H,S,D] values as a contiguous [B,S,H*D] array."""
+    batch, heads, length, head_dim = array.shape
+    return inputs.aligned_copy(array.transpose(BSHD)).reshape(batch, length, heads * head_dim)
+
+
+class Engine:
+    def __init__(self, threads, arguments):
+        self.options = ort.SessionOptions()
+        self.options.intra_op_num_threads = threads
+        self.options.inter_op_num_threads = 1
+        self.options.log_severity_level = 4
+
+    def versions(self):
+        return {"onnxruntime": ort.__version__}
+
+    def prepare(self, row, copies):
+        if row.layout.endswith("_copy"):
+            raise Unsupported("a session reads its inputs where they lie")
+        made = inputs.make(row)
+        built, problems = [], []
+        for form in self.forms(row):
+            try:
+                built.append(self.build(row, made, copies, form))
+                built[-1].calls[0]()
+            except Exception as problem:  # each form has gaps of its own (GQA, Dv != D, masks): the others may do
+                problems.append(f"{form}: {problem}".splitlines()[0][:120])
+                built = [candidate for candidate in built if candidate.note != form]
+        if not built:
+            raise Unsupported("; ".join(problems))
+        return min(built, key=quickest)
+
+    @staticmethod
+    def forms(row):
+        bshd = row.layout in ("permuted", "bshd_cache")
+        # In 4-D a permuted row would have to be copied first.
+        yield "Attention 3-D" if bshd else "Attention 4-D"
+        if row.num_kv_heads == row.num_q_heads:
+            yield "MultiHeadAttention"
+            if not bshd:
+                yield "MultiHeadAttention, K and V [B,H,S,D]"
+
+    def build(self, row, made, copies, form):
+        as_flat = (flat, flat) if form in ("Attention 3-D", "MultiHeadAttention") else (flat, inputs.aligned_copy)
+        if form == "Attention 4-D":
+            as_flat = (inputs.aligned_copy, inputs.aligned_copy)
+        feeds = {"q": as_flat[0](made.q), "k": as_flat[1](made.k), "v": as_flat[1](made.v)}
+        causal = inputs.plain_causal(row) and made.mask is None
+        mask = None if causal else inputs.combined_mask(row, made.mask)
+        if form.startswith("Attention"):
+            names, words = ["q", "k", "v"], {"is_causal": int(causal)}
+            if form == "Attention 3-D":
+                words |= {"q_num_heads": row.num_q_heads, "kv_num_heads": row.num_kv_heads}
+            if mask is not None:
+                names.append("mask")
+                feeds["mask"] = np.ascontiguousarray(np.broadcast_to(mask, (*mask.shape[:2], row.q_len, row.kv_len)))
+            node = helper.make_node("Attention", names, ["o"], **words)
+        else:
+            names, words = ["q", "k", "v"], {"num_heads": row.num_q_heads, "unidirectional": int(causal)}
+            if mask is not None:
+                names += ["", "", "mask"]
+                bias = np.where(mask, 0, -np.inf) if mask.dtype == bool else mask
+                whole = np.broadcast_to(bias, (*mask.shape[:2], row.q_len, row.kv_len))
+                feeds["mask"] = np.ascontiguousarray(whole.astype(made.q.dtype))
+            node = helper.make_node("MultiHeadAttention", names, ["o"], domain="com.microsoft", **words)
+
+        def value(name):
+            kind = TensorProto.BOOL if feeds[name].dtype == bool else TYPES[row.dtype]
+            return helper.make_tensor_value_info(name, kind, list(feeds[name].shape))
+
+        flat_output = form != "Attention 4-D"
+        out_shape = (
+            [row.batch, row.q_len, row.num_q_heads * row.head_dim_v] if flat_output
+            else [row.batch, row.num_q_heads, row.q_len, row.head_dim_v]
+        )  # fmt: skip
+        graph = helper.make_graph(
+            [node], "attention", [value(name) for name in feeds], [helper.make_tensor_value_info("o", TYPES[row.dtype], out_shape)]
+        )
+        model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23), helper.make_opsetid("com.microsoft", 1)])
+        model.ir_version = 10
+        session = ort.InferenceSession(model.SerializeToString(), self.options, providers=["CPUExecutionProvider"])
+
+        result = inputs.aligned_copy(np.zeros(out_shape, made.q.dtype), range(len(out_shape)))
+        bindings, kept = [], [feeds, result]
+        for copy in range(copies):
+            binding = session.io_binding()
+            for name, array in feeds.items():
+                if copy and name in "kv":
+                    array = inputs.aligned_copy(array, range(array.ndim))
+                    kept.append(array)
+                binding.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(array))
+            binding.bind_ortvalue_output("o", ort.OrtValue.ortvalue_from_numpy(result))
+            bindings.append(binding)
+
+        def output():
+            session.run_with_iobinding(bindings[0])
+            array = bindings[0].copy_outputs_to_cpu()[0]
+            if flat_output:
+                array = array.reshape(row.batch, row.q_len, row.num_q_heads, row.head_dim_v).transpose(BSHD)
+            return np.array(array, np.float32)
+
+        def call(binding, kept=kept):  # `kept`: ortvalue_from_numpy reads the arrays in place
+            session.run_with_iobinding(binding)
+
+        return Prepared([lambda binding=binding: call(binding) for binding in bindings], output, note=form)
+
+
+def quickest(prepared):
+    times = []
+    for _ in range(4):
+        began = time.perf_counter()
+        prepared.calls[0]()
+        times.append(time.perf_counter() - began)
+    return min(times[1:])

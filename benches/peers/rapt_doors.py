@@ -1,0 +1,55 @@
+"""Rapt by its two doors: `rapt.attention` on torch tensors, and torch's own SDPA after `rapt.torch.register_backend()`."""
+
+import functools
+
+import torch
+
+import rapt
+import rapt.torch
+from peers import Prepared
+from peers.torch_sdpa import Tensors, calls, grad_context, read, tight
+
+
+class Engine:
+    def __init__(self, threads, arguments):
+        torch.set_num_threads(threads)
+        torch.set_grad_enabled(False)
+        (self.door,) = arguments
+        if self.door == "sdpa":
+            rapt.torch.register_backend()
+
+    def versions(self):
+        # `where` and `isa` go into the record: which build was measured, and what it chose to run.
+        return {"rapt": rapt.__version__, "torch": torch.__version__, "isa": rapt.doctor()["isa"], "where": rapt.__file__}
+
+    def prepare(self, row, copies):
+        tensors = Tensors(row, copies)
+        if self.door == "sdpa":
+            function, options = torch.nn.functional.scaled_dot_product_attention, tensors.sdpa_options(row)
+        else:
+            options = {} if row.causal == "none" else {"causal": row.causal}
+            options |= {"window": (row.window - 1, 0)} if row.window else {}
+            options |= {} if tensors.mask is None else {"mask": tensors.mask}
+            function = rapt.attention
+        made = calls(row, tensors, function, options)
+        note = str(self.explained(row, tensors))
+        if self.door == "sdpa":
+            # A figure of this door counts only if Rapt did the work.
+            before = rapt.torch.stats()
+            with grad_context(row)():
+                made[0]()
+            after = rapt.torch.stats()
+            if after["served"] <= before["served"] or after["fallback"] != before["fallback"]:
+                raise RuntimeError(f"not served by rapt: {after['fallback']}")
+        return Prepared(
+            made, functools.partial(lambda call: read(call()), made[0]), note=note, context=grad_context(row),
+            tight=tight(row, tensors, function, options),
+        )
+
+    def explained(self, row, tensors):
+        """The plan's first line: which kernel."""
+        k, v = tensors.kv[0]
+        options = {} if row.causal == "none" else {"causal": row.causal}
+        options |= {"window": (row.window - 1, 0)} if row.window else {}
+        plan = rapt.explain(tensors.q, k, v, mask=tensors.mask, **options)
+        return " ".join(str(plan).splitlines()[0].split()[1:])

@@ -1,0 +1,145 @@
+"""Attention with an exact tensor boundary: any strides, no hidden cast, no hidden copy.
+
+`attention` takes numpy arrays, torch CPU tensors and anything with `__dlpack__`, and answers in the kind, device and dtype
+of `q`. What it cannot serve exactly it refuses with a typed error that names the mend. Importing this module imports
+neither numpy nor torch; `rapt.torch` is loaded when it is first named or a torch tensor first arrives.
+"""
+
+import importlib as _importlib
+import sys as _sys
+
+from rapt import _native
+from rapt._doctor import Report, doctor
+from rapt._native import (
+    Context,
+    DeviceError,
+    DtypeMismatchError,
+    KindError,
+    LayoutError,
+    OptionError,
+    Plan,
+    RaptError,
+    ShapeError,
+    UnsupportedDtypeError,
+    UnsupportedError,
+    __version__,
+    accumulation,
+    dtypes,
+    explain,
+    is_available,
+    version,
+)
+
+__all__ = [
+    "Context",
+    "DeviceError",
+    "DtypeMismatchError",
+    "KindError",
+    "LayoutError",
+    "OptionError",
+    "Plan",
+    "RaptError",
+    "Report",
+    "ShapeError",
+    "UnsupportedDtypeError",
+    "UnsupportedError",
+    "__version__",
+    "accumulation",
+    "attention",
+    "doctor",
+    "dtypes",
+    "explain",
+    "is_available",
+    "scaled_dot_product_attention",
+    "version",
+]
+
+
+def _torch_ops(tensor):
+    """`rapt.torch._ops` if `tensor` is torch's, else None."""
+    torch = _sys.modules.get("torch")
+    if torch is None or not isinstance(tensor, getattr(torch, "Tensor", ())):
+        return None
+    return _ops if _ops is not None else _load_ops()
+
+
+_ops = None
+
+
+def _load_ops():
+    global _ops
+    _ops = _importlib.import_module("rapt.torch._ops")
+    return _ops
+
+
+def attention(
+    q,
+    k,
+    v,
+    *,
+    mask=None,
+    causal=None,
+    window=None,
+    softcap=None,
+    scale=None,
+    sinks=None,
+    alibi_slopes=None,
+    layout="bhsd",
+    out=None,
+    out_dtype=None,
+    return_lse=False,
+):
+    """softmax(q·kᵀ · scale)·v.
+
+    `q` is [batch, num_q_heads, q_len, head_dim], `k` and `v` [batch, num_kv_heads, kv_len, head_dim(_v)], or less their
+    leading dimensions; with `layout="bshd"` [batch, len, heads, head_dim]. Every tensor is read through its strides.
+
+    mask: bool (True = attend) or additive, broadcastable to [batch, num_q_heads, q_len, kv_len].
+    causal: None, False, True or "top_left" (j ≤ i, PyTorch's), "bottom_right" (j ≤ i + kv_len - q_len, flash-attention's).
+    window: (left, right), ends included, None = unbounded. softcap: c in c·tanh(s/c). scale: default 1/sqrt(head_dim).
+    sinks, alibi_slopes: [num_q_heads]. out: the tensor to write. out_dtype: default that of q.
+    return_lse: also the log of the sum of exponentials, [batch, num_q_heads, q_len].
+
+    A refused request raises a subclass of `RaptError` and writes nothing.
+    """
+    ops = _torch_ops(q)
+    run = _native.attention if ops is None else ops.attention
+    return run(
+        q,
+        k,
+        v,
+        mask=mask,
+        causal=causal,
+        window=window,
+        softcap=softcap,
+        scale=scale,
+        sinks=sinks,
+        alibi_slopes=alibi_slopes,
+        layout=layout,
+        out=out,
+        out_dtype=out_dtype,
+        return_lse=return_lse,
+    )
+
+
+def scaled_dot_product_attention(
+    query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
+):
+    """`torch.nn.functional.scaled_dot_product_attention`, for torch, numpy and DLPack alike.
+
+    Leading dimensions broadcast as PyTorch's do. `dropout_p` must be 0; `attn_mask` together with `is_causal` is refused, as
+    PyTorch refuses it (`rapt.attention` takes both).
+    """
+    ops = _torch_ops(query)
+    run = _native.scaled_dot_product_attention if ops is None else ops.sdpa
+    return run(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+
+
+def __getattr__(name):
+    if name == "torch":
+        return _importlib.import_module("rapt.torch")
+    raise AttributeError(f"module 'rapt' has no attribute {name!r}")
+
+
+def __dir__():
+    return [*__all__, "torch"]

@@ -1,0 +1,59 @@
+"""Attention with an exact tensor boundary: any strides, no hidden cast, no hidden copy."""
+
+from typing import Any, Literal, TypeAlias
+
+from rapt import torch as torch
+from rapt._doctor import Report as Report
+from rapt._doctor import doctor as doctor
+from rapt._native import Context as Context
+from rapt._native import DeviceError as DeviceError
+from rapt._native import DtypeMismatchError as DtypeMismatchError
+from rapt._native import KindError as KindError
+from rapt._native import LayoutError as LayoutError
+from rapt._native import OptionError as OptionError
+from rapt._native import Plan as Plan
+from rapt._native import RaptError as RaptError
+from rapt._native import ShapeError as ShapeError
+from rapt._native import UnsupportedDtypeError as UnsupportedDtypeError
+from rapt._native import UnsupportedError as UnsupportedError
+from rapt._native import __version__ as __version__
+from rapt._native import accumulation as accumulation
+from rapt._native import dtypes as dtypes
+from rapt._native import explain as explain
+from rapt._native import is_available as is_available
+from rapt._native import version as version
+
+Causal: TypeAlias = Literal["top_left", "bottom_right"] | bool | None
+Layout: TypeAlias = Literal["bhsd", "bshd"]
+Window: TypeAlias = tuple[int | None, int | None] | None
+
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    mask: Any = None,
+    causal: Causal = None,
+    window: Window = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+    sinks: Any = None,
+    alibi_slopes: Any = None,
+    layout: Layout = "bhsd",
+    out: Any = None,
+    out_dtype: Any = None,
+    return_lse: bool = False,
+) -> Any:
+    """softmax(q·kᵀ · scale)·v, in the kind, device and dtype of `q`; `(out, lse)` with `return_lse=True`."""
+
+def scaled_dot_product_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    """`torch.nn.functional.scaled_dot_product_attention`, for torch, numpy and DLPack alike."""

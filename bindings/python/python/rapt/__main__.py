@@ -1,0 +1,28 @@
+"""`python -m rapt doctor [--json]`."""
+
+import argparse
+import json
+import sys
+
+import rapt
+
+
+def main(arguments=None):
+    """The exit code: 0, or 1 where the self-test fails."""
+    parser = argparse.ArgumentParser(prog="python -m rapt", description="Attention with an exact tensor boundary.")
+    parser.add_argument("--version", action="version", version=f"rapt {rapt.__version__}")
+    commands = parser.add_subparsers(dest="command", required=True)
+    doctor = commands.add_parser("doctor", help="what this machine gets, and a self-test against the law")
+    doctor.add_argument("--json", action="store_true", help="print the facts as JSON")
+    options = parser.parse_args(arguments)
+    try:
+        report = rapt.doctor()
+    except rapt.RaptError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    print(json.dumps(report, indent=2) if options.json else report)
+    return 0 if report.ok else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

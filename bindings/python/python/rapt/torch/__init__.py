@@ -1,0 +1,23 @@
+"""Rapt inside PyTorch.
+
+    rapt.torch.register_backend()         torch.nn.functional.scaled_dot_product_attention is Rapt's (CPU)
+    with rapt.torch.backend(): ...        the same for one block
+    rapt.torch.stats()                    {"served": int, "fallback": {reason: int}}
+    attn_implementation="rapt"            in transformers, once registered
+
+Importing this registers Rapt's own ops (`torch.ops.rapt`) and changes nothing in PyTorch.
+"""
+
+from ._override import backend, is_registered, register_backend, unregister_backend
+from ._stats import reset_stats, stats
+from ._transformers import register_transformers
+
+__all__ = [
+    "backend",
+    "is_registered",
+    "register_backend",
+    "register_transformers",
+    "reset_stats",
+    "stats",
+    "unregister_backend",
+]

@@ -1,0 +1,260 @@
+"""PyTorch's `scaled_dot_product_attention` becomes Rapt's on the CPU, for as long as it is registered.
+
+`aten::scaled_dot_product_attention` is taken at two dispatch keys: AutogradCPU, where ordinary tensors arrive, and CPU, where
+inference tensors come straight. One kernel for both: where a gradient is needed it hands on to PyTorch's own (the composite
+kernel, which autograd sees through), else no graph is recorded. While something traces (fake or functional tensors, dispatch
+modes) it ends in Rapt's own op, which compiled graphs then carry: inductor would otherwise decompose the aten op past us.
+
+`aten::_scaled_dot_product_flash_attention_for_cpu` is taken too, for graphs that were decomposed before. PyTorch's own composite
+kernel ends there as well, so every hand-over marks itself by a negative dropout_p: PyTorch asks only whether it is > 0, graphs
+keep it, and our flash kernel puts the zero back. (-0.0 would not do: the dispatcher drops arguments equal to their default.)
+"""
+
+import contextlib
+import functools
+import math
+import operator
+import sys
+import threading
+
+import torch
+from rapt import RaptError
+
+from . import _ops, _route, _strides, _transformers
+from ._stats import count_fallback, count_served
+
+_modes = torch._C._len_torch_dispatch_stack
+_grad_enabled = torch.is_grad_enabled
+_flash_enabled = torch._C._get_flash_sdp_enabled
+_math_enabled = torch._C._get_math_sdp_enabled
+_empty_like = torch.empty_like
+_FOLLOWS = _strides.FLASH_FOLLOWS_QUERY
+_bool, _float32 = torch.bool, torch.float32
+_INF = math.inf
+# Dispatch keys that no ordinary dense CPU tensor carries, inside inference mode or outside.
+_NOT_PLAIN = ~functools.reduce(operator.or_, _route.PLAIN) & (2**64 - 1)
+_forward_ad = torch.autograd.forward_ad
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+_torch_sdpa = _ops._native.torch_sdpa
+
+
+# Without `get_kernel` (torch < 2.9) there is no way back to PyTorch's flash kernel once it is replaced: it stays, unmarked.
+_TAKES_FLASH = hasattr(torch.library, "get_kernel")
+_COUNTED = -1.0 if _TAKES_FLASH else 0.0  # this hand-over stands in the account
+_TRACED = -2.0 if _TAKES_FLASH else 0.0  # this one is part of a graph: to be counted when it runs
+
+
+def own(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, mark):
+    """PyTorch's own answer, gradients, autocast and transforms included."""
+    if dropout_p == 0.0:
+        dropout_p = mark
+    return torch.ops.aten.scaled_dot_product_attention.default._op_dk(
+        _COMPOSITE, query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )
+
+
+def _sdpa(keyset, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False):
+    # What models ask for: dense CPU tensors, no gradient, nothing that traces, an answer in the shape of q. The keyset is the
+    # union over the arguments and the modes in force: one look for what would take ten questions. What is not asked here
+    # either makes no difference to the answer or is refused by the native module, which then has written nothing.
+    if (
+        not keyset.raw_repr() & _NOT_PLAIN
+        and dropout_p == 0.0
+        and _flash_enabled()
+        and _math_enabled()
+        and _forward_ad._current_level < 0
+        and not (
+            _grad_enabled()
+            and (
+                query.requires_grad
+                or key.requires_grad
+                or value.requires_grad
+                or (attn_mask is not None and attn_mask.requires_grad)
+            )
+        )
+        and (scale is None or -_INF < scale < _INF)
+        and (not enable_gqa or query.dim() == key.dim() == value.dim() == 4)
+        and (
+            attn_mask is None
+            or (attn_mask.dim() >= 2 and (attn_mask.dtype is _bool or attn_mask.dtype in (query.dtype, _float32)))
+        )
+    ):
+        if _FOLLOWS and query.is_contiguous():
+            out = _empty_like(query)
+        elif _strides.is_flash(query, key, value, attn_mask, enable_gqa):
+            out = _strides.empty_flash(query)
+        else:
+            out = query.new_empty(query.shape)
+        try:
+            _torch_sdpa(query, key, value, attn_mask, is_causal, scale, enable_gqa, out)
+        except RaptError:
+            return _sdpa_cold(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        count_served()
+        return out
+    return _sdpa_cold(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+
+
+def _why_not_plain(tensors):
+    for t in tensors:
+        if t is None or _route.is_plain(t):
+            continue
+        if type(t) not in (torch.Tensor, torch.nn.Parameter):
+            return f"tensor subclass {type(t).__name__}"
+        if t.device.type != "cpu":
+            return f"device {t.device.type}"
+        if t.layout is not torch.strided:
+            return f"layout {str(t.layout).removeprefix('torch.')}"
+        if t.is_quantized:
+            return "quantized"
+        if t.is_neg() or t.is_conj():
+            return "lazy negation"
+        return "functorch transform"
+    return None
+
+
+def _sdpa_cold(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa):
+    tensors = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
+    traced = _ops.is_traced(*tensors)
+    if traced:
+        # Plain constants may stand beside fake tensors; any other subclass has its own idea of an op.
+        reason = _why_not_plain([t for t in tensors if not _ops.is_traced(t)])
+    else:
+        reason = _why_not_plain(tensors)
+    if reason is None:
+        reason = _route.fallback_reason(
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+        )  # fmt: skip
+    if reason is None:
+        if traced or _modes():
+            return torch.ops.rapt.scaled_dot_product_attention(
+                query, key, value, attn_mask, is_causal, scale=scale, enable_gqa=enable_gqa
+            )
+        return _ops.serve(query, key, value, attn_mask, is_causal, scale=scale, enable_gqa=enable_gqa)
+    if not traced:
+        count_fallback(reason)
+    mark = _TRACED if traced else _COUNTED
+    return own(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, mark)
+
+
+def _flash(keyset, query, key, value, dropout_p=0.0, is_causal=False, *, attn_mask=None, scale=None):
+    """`_scaled_dot_product_flash_attention_for_cpu` -> (out, lse), for graphs that carry it."""
+    if dropout_p == _COUNTED or dropout_p == _TRACED:
+        if dropout_p == _TRACED:
+            count_fallback("requires grad")
+        return _flash_stock.call_boxed(
+            keyset, query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale
+        )  # fmt: skip
+    tensors = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
+    reason = _why_not_plain(tensors) or _route.fallback_reason(
+        query, key, value, attn_mask, dropout_p, is_causal, scale, True
+    )  # fmt: skip
+    if reason is not None:
+        count_fallback(reason)
+        return _flash_stock.call_boxed(
+            keyset, query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
+        )  # fmt: skip
+    out = _strides.empty_flash(query)
+    batch, heads, q_len, _ = query.shape
+    lse_dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+    lse = torch.empty((batch, q_len, heads), dtype=lse_dtype).transpose(1, 2)
+    causal = "top_left" if is_causal else None
+    _ops._native.run_into(query, key, value, attn_mask, None, None, out, lse, causal, None, None, scale, "bhsd")
+    # PyTorch writes 0 where every key is masked, and its backward kernel reads exp(-inf - lse).
+    lse.masked_fill_(lse == -math.inf, 0.0)
+    count_served()
+    return out, lse
+
+
+# --- counted registration ----------------------------------------------------------------------------------------------------
+
+_lock = threading.RLock()
+_count = 0
+_library = None
+_flash_stock = None
+_mha_fastpath = True
+
+
+def _cache_tag():
+    from rapt import __version__
+
+    return f"rapt-{__version__}"
+
+
+def _drop_compiled(add):
+    """Forget what was compiled under the other kernel, in memory and (by another key) on disk."""
+    try:
+        from torch.compiler import config
+    except ImportError:  # torch < 2.7
+        config = None
+    if config is not None and hasattr(config, "cache_key_tag"):
+        parts = [p for p in config.cache_key_tag.split("+") if p and p != _cache_tag()]
+        config.cache_key_tag = "+".join([*parts, _cache_tag()] if add else parts)
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
+
+
+def _activate():
+    global _library, _flash_stock, _mha_fastpath
+    library = torch.library.Library("aten", "IMPL")
+    try:
+        library.impl("scaled_dot_product_attention", _sdpa, "AutogradCPU", with_keyset=True)
+        library.impl("scaled_dot_product_attention", _sdpa, "CPU", with_keyset=True)
+        if _TAKES_FLASH:
+            flash = "_scaled_dot_product_flash_attention_for_cpu"
+            _flash_stock = torch.library.get_kernel(f"aten::{flash}", "CPU")
+            library.impl(flash, _flash, "CPU", with_keyset=True, allow_override=True)
+    except BaseException:
+        library._destroy()
+        raise
+    _library = library
+    _mha_fastpath = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    _drop_compiled(add=True)
+
+
+def _deactivate():
+    global _library
+    _library._destroy()
+    _library = None
+    if not torch.backends.mha.get_fastpath_enabled():
+        torch.backends.mha.set_fastpath_enabled(_mha_fastpath)
+    _drop_compiled(add=False)
+
+
+def register_backend():
+    """Make `torch.nn.functional.scaled_dot_product_attention` Rapt's on the CPU, in this whole process.
+
+    Counted: n calls need n `unregister_backend()`. Also enters "rapt" into transformers, now or when it is imported.
+    """
+    global _count
+    with _lock:
+        if _count == 0:
+            _activate()
+            _transformers.register_when_imported()
+        _count += 1
+
+
+def unregister_backend():
+    """Take back one `register_backend()`. After the last PyTorch is as before; one more does nothing."""
+    global _count
+    with _lock:
+        if _count == 0:
+            return
+        _count -= 1
+        if _count == 0:
+            _deactivate()
+
+
+@contextlib.contextmanager
+def backend():
+    """`with rapt.torch.backend():` Rapt is registered inside."""
+    register_backend()
+    try:
+        yield
+    finally:
+        unregister_backend()
+
+
+def is_registered():
+    """Whether PyTorch's `scaled_dot_product_attention` is Rapt's now."""
+    return _count > 0

@@ -1,0 +1,109 @@
+"""Strides of the output: those that PyTorch's own kernel would give, so that every `.view` legal after stock stays legal
+(dimensions of size 1, and tensors without elements, are viewed the same whatever their strides).
+
+Its flash kernel returns `empty_like(query)` (torch 2.15) or a transposed `[batch, q_len, num_q_heads, head_dim]` (torch 2.6);
+its math path returns a contiguous tensor; torch 2.15 answers an empty q, k or v by zeros of q's own leading sizes before it asks
+anything else. Who takes a request is decided here as in `sdp_utils_cpp.cpp`, and what the installed torch does is asked of it
+once, at import; a test compares with stock over a grid. Works on fake tensors: only sizes and strides are read.
+"""
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+
+def _probe():
+    with _disable_current_modes(), torch.no_grad():
+        sdpa = torch.ops.aten.scaled_dot_product_attention.default
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+        q = torch.zeros(1, 2, 3, 2)
+        follows_query = flash(q, q, q)[0].stride() == q.stride()
+        transposed = torch.zeros(3, 2, 2).transpose(0, 1)
+        rank3 = sdpa(transposed, transposed, transposed).stride() == transposed.stride()
+        none = torch.zeros(2, 2, 0, 2)
+        shortcut = sdpa(q, none, none).shape[0] == 1
+    return follows_query, rank3, shortcut
+
+
+# The flash output has the strides of q; rank 3 goes to flash too; an empty input is answered before all else.
+FLASH_FOLLOWS_QUERY, RANK3_FLASH, EMPTY_SHORTCUT = _probe()
+
+
+def broadcast(*shapes):
+    """The common shape, or None. (`torch.broadcast_shapes` takes 15 µs.)"""
+    rank = max(map(len, shapes))
+    out = [1] * rank
+    for shape in shapes:
+        for d, size in enumerate(shape, rank - len(shape)):
+            if size != 1:
+                if out[d] != 1 and out[d] != size:
+                    return None
+                out[d] = size
+    return out
+
+
+def _heads_fit(q, k, v, enable_gqa):
+    if len(q) != 4 or not (q[0] == k[0] == v[0] and k[1] == v[1]):
+        return False
+    return q[1] == k[1] or enable_gqa or (FLASH_FOLLOWS_QUERY and k[1] == 1)
+
+
+def asks_mask_rank(query, key, value, enable_gqa):
+    """Whether PyTorch, looking if flash could serve, comes to ask the mask for its second-last dimension."""
+    return query.dim() == key.dim() == value.dim() == 4 and _heads_fit(query.shape, key.shape, value.shape, enable_gqa)
+
+
+def is_flash(query, key, value, mask, enable_gqa):
+    """Whether PyTorch's CPU flash kernel would take this valid request (else its math path does)."""
+    q, k, v = query.shape, key.shape, value.shape
+    if not len(q) == len(k) == len(v):
+        return False
+    if len(q) == 3 and RANK3_FLASH:
+        q, k, v = (1, *q), (1, *k), (1, *v)
+        masks = (1, 2, 3)
+    else:
+        masks = (2, 4)
+    if not _heads_fit(q, k, v, enable_gqa):
+        return False
+    if not (q[3] == k[3] == v[3]) or q[2] == 0 or k[2] == 0:
+        return False
+    if mask is not None and mask.dim() not in masks:
+        return False
+    return query.stride(-1) == 1 and key.stride(-1) == 1 and value.stride(-1) == 1
+
+
+def empty_flash(query):
+    """The uninitialised output of PyTorch's flash kernel."""
+    if query.dim() == 3:
+        return empty_flash(query.unsqueeze(0)).squeeze(0)
+    if FLASH_FOLLOWS_QUERY:
+        return torch.empty_like(query)
+    batch, heads, q_len, head_dim = query.shape
+    return query.new_empty((batch, q_len, heads, head_dim)).transpose(1, 2)
+
+
+def is_shortcut(query, key, value):
+    """Whether PyTorch answers by zeros without a look at the rest of the request."""
+    return EMPTY_SHORTCUT and (query.numel() == 0 or key.numel() == 0 or value.numel() == 0)
+
+
+def zeros_shortcut(query, value):
+    """That answer."""
+    return query.new_zeros((*query.shape[:-1], value.shape[-1]))
+
+
+def out_shape(q, k, v, enable_gqa):
+    """Shape of the answer to a valid request of these shapes: leading dimensions broadcast, heads by group with GQA."""
+    leading = [q[:-2], k[:-2], v[:-2]]
+    if enable_gqa:
+        leading = [s[:-1] for s in leading]
+    leading = broadcast(*leading)
+    if enable_gqa:
+        leading = (*leading, q[-3])
+    return (*leading, q[-2], v[-1])
+
+
+def empty_out(query, key, value, mask, enable_gqa):
+    """The uninitialised output with the shape and the strides of PyTorch's own."""
+    if is_flash(query, key, value, mask, enable_gqa):
+        return empty_flash(query)
+    return query.new_empty(out_shape(query.shape, key.shape, value.shape, enable_gqa))

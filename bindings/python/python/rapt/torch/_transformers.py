@@ -1,0 +1,137 @@
+"""`attn_implementation="rapt"` in transformers: scaling, softcap, sliding window, sinks and GQA computed in place.
+
+The name stays entered after `unregister_backend()`: models that were built with it go on working.
+"""
+
+import importlib.abc
+import importlib.machinery
+import sys
+
+import torch
+from rapt import UnsupportedError
+
+from . import _ops, _override
+from ._stats import count_fallback
+
+_MODULE = "transformers.modeling_utils"
+
+
+def attention_forward(
+    module,
+    query,
+    key,
+    value,
+    attention_mask,
+    dropout=0.0,
+    scaling=None,
+    is_causal=None,
+    sliding_window=None,
+    softcap=None,
+    s_aux=None,
+    position_bias=None,
+    cache=None,
+    **kwargs,
+):
+    """transformers' attention function: q [B,H,S,D], k and v [B,num_kv_heads,S,D] -> (out [B,S,H,Dv] contiguous, None)."""
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    needs_grad = _ops._needs_grad((query, key, value, attention_mask, s_aux, position_bias))
+    plain = dropout == 0.0 and not needs_grad and position_bias is None and cache is None
+    if not plain or query.device.type != "cpu":
+        reason = "requires grad" if needs_grad else "dropout" if dropout != 0.0 else None
+        if reason is None:
+            reason = "paged cache" if cache is not None else "position_bias" if position_bias is not None else "device"
+        return _stock(
+            reason, module, query, key, value, attention_mask, dropout, scaling, is_causal, softcap, s_aux,
+            position_bias=position_bias, cache=cache, **kwargs,
+        )  # fmt: skip
+    q_len, kv_len = query.shape[2], key.shape[2]
+    # As in transformers' own sdpa function: no mask means plain causal, or a decoding step that sees every key.
+    causal, window = None, None
+    if attention_mask is None and is_causal:
+        causal = "top_left" if q_len > 1 else None
+        if sliding_window is not None and sliding_window < kv_len:
+            causal = causal or "bottom_right"
+            window = (sliding_window - 1, 0)
+    out = _ops.attention(
+        query.transpose(1, 2),
+        key.transpose(1, 2),
+        value.transpose(1, 2),
+        mask=_mask(attention_mask, kv_len),
+        causal=causal,
+        window=window,
+        softcap=softcap,
+        scale=scaling,
+        sinks=s_aux,
+        layout="bshd",
+    )
+    return out, None
+
+
+def _mask(mask, kv_len):
+    return mask if mask is None or mask.shape[-1] == kv_len else mask[..., :kv_len]
+
+
+def _stock(reason, module, query, key, value, mask, dropout, scaling, is_causal, softcap, s_aux, **kwargs):
+    if softcap is not None or s_aux is not None:
+        raise UnsupportedError(
+            f"{reason} together with softcap or sinks is not computed; call the model inside `with torch.no_grad():` "
+            'and model.eval(), or use attn_implementation="eager"'
+        )
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    # Registered, the call below comes back to Rapt's kernel, which serves it or counts the reason itself.
+    if not _override.is_registered() and not torch.compiler.is_compiling():
+        count_fallback(reason)
+    kwargs = {name: value for name, value in kwargs.items() if value is not None}
+    return sdpa_attention_forward(
+        module, query, key, value, mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
+    )  # fmt: skip
+
+
+def register_transformers():
+    """Enter "rapt" into transformers' AttentionInterface and AttentionMaskInterface (imports transformers)."""
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+    AttentionInterface.register("rapt", attention_forward)
+    AttentionMaskInterface.register("rapt", sdpa_mask)
+
+
+class _Loader(importlib.abc.Loader):
+    """The module's own loader; once it has run, the name is entered."""
+
+    def __init__(self, loader):
+        self.loader = loader
+
+    def create_module(self, spec):
+        return self.loader.create_module(spec)
+
+    def exec_module(self, module):
+        self.loader.exec_module(module)
+        module.AttentionInterface.register("rapt", attention_forward)
+        from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+        AttentionMaskInterface.register("rapt", sdpa_mask)
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name != _MODULE:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        if spec is not None:
+            spec.loader = _Loader(spec.loader)
+        return spec
+
+
+_finder = _Finder()
+
+
+def register_when_imported():
+    """Enter "rapt" now where transformers is loaded, else when its `modeling_utils` is."""
+    if _MODULE in sys.modules:
+        register_transformers()
+    elif _finder not in sys.meta_path:
+        sys.meta_path.insert(0, _finder)

@@ -1,0 +1,113 @@
+//! Which engine and which threads serve a call.
+//!
+//! Threads: `Context(threads)`, else torch's own number and pool for torch tensors, else `RAPT_NUM_THREADS`, else what the
+//! system offers.
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use pyo3::prelude::*;
+use rapt::{Engine, Operands, Plan, Queue, Spec, Tensors, Threads};
+
+use crate::convert::{Kind, torch};
+use crate::errors::Failure;
+use crate::torch_pool::{self, TorchPool};
+
+/// An engine as a call holds it.
+#[derive(Clone)]
+pub(crate) enum Home {
+    /// The engine of the module functions.
+    Default,
+    /// The engine of a `Context`.
+    Own(Arc<Engine>),
+}
+
+impl Home {
+    fn engine(&self) -> Result<&Engine, Failure> {
+        Ok(match self {
+            Home::Default => rapt::default_engine()?,
+            Home::Own(engine) => engine,
+        })
+    }
+
+    /// torch's threads, if this call runs on them.
+    fn torch_threads(engine: &Engine, py: Python<'_>, kind: Kind) -> Result<Option<usize>, Failure> {
+        if kind != Kind::Torch || matches!(engine.threads(), Threads::Asked(_)) {
+            return Ok(None);
+        }
+        Ok(match torch_pool::num_threads() {
+            Some(threads) => Some(threads),
+            None => torch::num_threads(py)?,
+        })
+    }
+
+    /// What will run for `spec`, and on whose threads.
+    pub(crate) fn plan(&self, py: Python<'_>, kind: Kind, spec: &Spec) -> Result<Planned<'_>, Failure> {
+        let engine = self.engine()?;
+        let torch_threads = Home::torch_threads(engine, py, kind)?;
+        let plan = match torch_threads {
+            Some(threads) => engine.plan_for(spec, threads)?,
+            None => engine.plan(spec)?,
+        };
+        Ok(Planned { engine, plan, torch_threads })
+    }
+
+    /// Threads for numpy and DLPack, and where the number comes from.
+    pub(crate) fn threads(&self) -> Result<Threads, Failure> {
+        Ok(self.engine()?.threads())
+    }
+
+    /// The instruction set in use.
+    pub(crate) fn isa(&self) -> Result<&'static str, Failure> {
+        Ok(self.engine()?.caps().arch.name())
+    }
+}
+
+/// A plan and where it runs.
+pub(crate) struct Planned<'a> {
+    engine: &'a Engine,
+    pub(crate) plan: Arc<Plan>,
+    torch_threads: Option<usize>,
+}
+
+impl Planned<'_> {
+    /// Proves and runs, with the GIL released.
+    pub(crate) fn run(&self, py: Python<'_>, tensors: Tensors<'_>) -> Result<(), Failure> {
+        let Planned { engine, plan, torch_threads } = self;
+        let mut operands = Operands::check(tensors, &plan.spec)?;
+        py.detach(|| match *torch_threads {
+            Some(threads) => engine.run_on(plan, &mut operands, &Queue::Host(&TorchPool { threads })),
+            None => engine.run(plan, &mut operands),
+        })?;
+        Ok(())
+    }
+}
+
+/// The engine of one `Context`: made when it is needed, given back when the `with` block ends.
+pub(crate) struct Owned {
+    threads: Option<usize>,
+    engine: Mutex<Option<Arc<Engine>>>,
+}
+
+impl Owned {
+    /// An engine of `threads` threads; refused at once if that is no number of threads.
+    pub(crate) fn new(threads: Option<usize>) -> Result<Self, Failure> {
+        let engine = Engine::new(threads)?;
+        Ok(Owned { threads, engine: Mutex::new(Some(Arc::new(engine))) })
+    }
+
+    /// The engine, made anew if it was given back.
+    pub(crate) fn home(&self) -> Result<Home, Failure> {
+        let mut engine = self.engine.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(engine) = engine.as_ref() {
+            return Ok(Home::Own(Arc::clone(engine)));
+        }
+        let made = Arc::new(Engine::new(self.threads)?);
+        *engine = Some(Arc::clone(&made));
+        Ok(Home::Own(made))
+    }
+
+    /// Ends threads and caches once no call uses them.
+    pub(crate) fn give_back(&self) {
+        self.engine.lock().unwrap_or_else(PoisonError::into_inner).take();
+    }
+}

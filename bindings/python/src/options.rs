@@ -1,0 +1,134 @@
+//! Options as Python gives them: parsed strictly, so that a misspelling or an accident never runs as something else.
+
+use pyo3::prelude::*;
+use pyo3::types::{PyBool, PyFloat, PyInt, PyList, PyString, PyTuple};
+use rapt::{Causal, DType, Layout, Options, Window};
+
+use crate::convert::{numpy, torch};
+use crate::errors::Failure;
+
+type Any<'a, 'py> = Option<&'a Bound<'py, PyAny>>;
+
+fn repr(object: &Bound<'_, PyAny>) -> String {
+    object.repr().map_or_else(|_| "something without a repr".to_owned(), |text| text.to_string())
+}
+
+/// `None | False | True | "top_left" | "bottom_right"`.
+pub(crate) fn causal(given: Any<'_, '_>) -> Result<Option<Causal>, Failure> {
+    const ALLOWED: &str = "None, False, True, 'top_left' (PyTorch's is_causal, what True means), 'bottom_right' \
+                           (flash-attention's)";
+    let Some(given) = given else { return Ok(None) };
+    if let Ok(yes) = given.cast_exact::<PyBool>() {
+        return Ok(yes.is_true().then_some(Causal::TopLeft));
+    }
+    if let Ok(text) = given.cast::<PyString>() {
+        match &*text.to_cow()? {
+            "top_left" => return Ok(Some(Causal::TopLeft)),
+            "bottom_right" => return Ok(Some(Causal::BottomRight)),
+            _ => {}
+        }
+    }
+    Err(Failure::option("causal", repr(given), ALLOWED))
+}
+
+/// `(left, right)`, each None or a count from 0 up.
+pub(crate) fn window(given: Any<'_, '_>) -> Result<Window, Failure> {
+    const ALLOWED: &str = "None, or (left, right) with each None (unbounded) or an int from 0 up";
+    let Some(given) = given else { return Ok(Window::default()) };
+    let refuse = || Failure::option("window", repr(given), ALLOWED);
+    if !(given.is_instance_of::<PyTuple>() || given.is_instance_of::<PyList>()) || given.len()? != 2 {
+        return Err(refuse());
+    }
+    let end = |at: usize| {
+        let end = given.get_item(at)?;
+        if end.is_none() {
+            return Ok(None);
+        }
+        if end.is_instance_of::<PyBool>() {
+            return Err(refuse());
+        }
+        let end: i64 = end.extract().map_err(|_| refuse())?;
+        // Beyond 2^62 no tensor reaches: such a window is unbounded in fact, and stays exact as a number.
+        usize::try_from(end).ok().filter(|n| *n <= 1 << 62).map(Some).ok_or_else(refuse)
+    };
+    Ok(Window { left: end(0)?, right: end(1)? })
+}
+
+/// A real number (no bool, no string, no tensor); whether it is finite is rapt-core's to check.
+pub(crate) fn real(option: &'static str, given: Any<'_, '_>) -> Result<Option<f64>, Failure> {
+    let Some(given) = given else { return Ok(None) };
+    if let Ok(number) = given.cast_exact::<PyFloat>() {
+        return Ok(Some(number.value()));
+    }
+    let allowed = if option == "softcap" { "None, or a finite number greater than 0" } else { "any finite number" };
+    let refuse = || Failure::option(option, repr(given), allowed);
+    if given.is_instance_of::<PyBool>() {
+        return Err(refuse());
+    }
+    if !given.is_instance_of::<PyFloat>() && !given.is_instance_of::<PyInt>() {
+        let real = given.py().import("numbers")?.getattr("Real")?;
+        if !given.is_instance(&real)? {
+            return Err(refuse());
+        }
+    }
+    given.extract::<f64>().map(Some).map_err(|_| refuse())
+}
+
+/// `"bhsd" | "bshd"`.
+pub(crate) fn layout(given: Any<'_, '_>) -> Result<Layout, Failure> {
+    let Some(given) = given else { return Ok(Layout::Bhsd) };
+    if let Ok(text) = given.cast::<PyString>() {
+        match &*text.to_cow()? {
+            "bhsd" => return Ok(Layout::Bhsd),
+            "bshd" => return Ok(Layout::Bshd),
+            _ => {}
+        }
+    }
+    Err(Failure::option(
+        "layout",
+        repr(given),
+        "'bhsd' ([batch, heads, len, head_dim]), 'bshd' ([batch, len, heads, head_dim])",
+    ))
+}
+
+/// A dtype of torch, of numpy, or a name.
+pub(crate) fn dtype(option: &'static str, given: Any<'_, '_>) -> Result<Option<DType>, Failure> {
+    let Some(given) = given else { return Ok(None) };
+    let found = if let Ok(text) = given.cast::<PyString>() {
+        DType::from_name(&text.to_cow()?)
+    } else if let Some(dtype) = torch::dtype_of(given) {
+        Some(dtype)
+    } else {
+        numpy::dtype_like(given)
+    };
+    let names = || rapt::COMPUTED.iter().map(|d| format!("{:?}", d.name())).collect::<Vec<_>>().join(", ");
+    found.filter(|dtype| *dtype != DType::Unknown).map(Some).ok_or_else(|| {
+        Failure::option(option, repr(given), format!("None, {}, or such a dtype of torch or numpy", names()))
+    })
+}
+
+/// A bool and nothing else.
+pub(crate) fn flag(option: &'static str, given: &Bound<'_, PyAny>) -> Result<bool, Failure> {
+    match given.cast_exact::<PyBool>() {
+        Ok(yes) => Ok(yes.is_true()),
+        Err(_) => Err(Failure::option(option, repr(given), "True, False")),
+    }
+}
+
+/// Every option but `out_dtype`.
+pub(crate) fn parse(
+    causal_given: Any<'_, '_>,
+    window_given: Any<'_, '_>,
+    softcap: Any<'_, '_>,
+    scale: Any<'_, '_>,
+    layout_given: Any<'_, '_>,
+) -> Result<Options, Failure> {
+    Ok(Options {
+        softmax_scale: real("scale", scale)?,
+        softcap: real("softcap", softcap)?,
+        causal: causal(causal_given)?,
+        window: window(window_given)?,
+        layout: layout(layout_given)?,
+        out_dtype: None,
+    })
+}

@@ -1,0 +1,161 @@
+//! `rapt.Plan`: what will run, as attributes, a dict and a table.
+
+use std::sync::Arc;
+
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+use rapt::{PRounding, Plan};
+
+/// What will run for a request. `str()` is a table.
+#[pyclass(frozen, module = "rapt", name = "Plan")]
+pub(crate) struct PyPlan {
+    plan: Arc<Plan>,
+}
+
+impl PyPlan {
+    pub(crate) fn new(plan: Arc<Plan>) -> Self {
+        PyPlan { plan }
+    }
+}
+
+#[pymethods]
+impl PyPlan {
+    /// The algorithm.
+    #[getter]
+    fn kernel(&self) -> &'static str {
+        self.plan.key.kernel.name()
+    }
+    /// The instruction set.
+    #[getter]
+    fn isa(&self) -> &'static str {
+        self.plan.key.arch.name()
+    }
+    /// The dtype of q, k and v.
+    #[getter]
+    fn dtype(&self) -> &'static str {
+        self.plan.key.storage.name()
+    }
+    /// The dtype of products and sums.
+    #[getter]
+    fn accumulation(&self) -> &'static str {
+        self.plan.key.accumulation.name()
+    }
+    /// Multiplications and additions over the pairs that causal and window leave.
+    #[getter]
+    fn flops(&self) -> f64 {
+        self.plan.cost.flops
+    }
+    /// Each input read once.
+    #[getter]
+    fn bytes_read(&self) -> f64 {
+        self.plan.cost.bytes_read
+    }
+    /// Each output written once.
+    #[getter]
+    fn bytes_written(&self) -> f64 {
+        self.plan.cost.bytes_written
+    }
+    /// The least time on the plan's threads, where the clock is known.
+    #[getter]
+    fn floor_seconds(&self) -> Option<f64> {
+        self.plan.cost.floor_seconds
+    }
+    /// Bytes of tensors materialised: always 0.
+    #[getter]
+    fn bytes_copied(&self) -> usize {
+        self.plan.cost.bytes_copied
+    }
+    /// Most bytes that lie packed in cache at one time.
+    #[getter]
+    fn bytes_packed(&self) -> usize {
+        self.plan.cost.bytes_packed
+    }
+    /// Scratch memory.
+    #[getter]
+    fn workspace_bytes(&self) -> usize {
+        self.plan.workspace_bytes
+    }
+    /// Queries per tile.
+    #[getter]
+    fn block_m(&self) -> usize {
+        self.plan.block_m
+    }
+    /// Keys per block.
+    #[getter]
+    fn block_n(&self) -> usize {
+        self.plan.block_n
+    }
+    /// Parts into which the keys are split.
+    #[getter]
+    fn num_splits(&self) -> usize {
+        self.plan.num_splits
+    }
+    /// Threads that the run will use.
+    #[getter]
+    fn threads(&self) -> usize {
+        self.plan.threads
+    }
+    /// Why this kernel.
+    #[getter]
+    fn why(&self) -> &str {
+        &self.plan.why
+    }
+    /// Why not a faster one; empty if there is none.
+    #[getter]
+    fn why_not_faster(&self) -> &str {
+        &self.plan.why_not_faster
+    }
+    /// `"top_left"`, `"bottom_right"` or None.
+    #[getter]
+    fn causal_alignment(&self) -> Option<&'static str> {
+        self.plan.spec.causal.map(rapt::Causal::name)
+    }
+    /// Where the probabilities are rounded.
+    #[getter]
+    fn p_rounding(&self) -> &'static str {
+        match self.plan.spec.numerics.p_rounding {
+            PRounding::Accumulation => "accumulation",
+            _ => "unknown",
+        }
+    }
+    /// Whether K and V are read where they lie.
+    #[getter]
+    fn kv_in_place(&self) -> bool {
+        self.plan.kv_in_place
+    }
+
+    /// Every attribute by name.
+    fn to_dict<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let dict = PyDict::new(py);
+        dict.set_item("kernel", self.kernel())?;
+        dict.set_item("isa", self.isa())?;
+        dict.set_item("dtype", self.dtype())?;
+        dict.set_item("accumulation", self.accumulation())?;
+        dict.set_item("why", self.why())?;
+        dict.set_item("why_not_faster", self.why_not_faster())?;
+        dict.set_item("flops", self.flops())?;
+        dict.set_item("bytes_read", self.bytes_read())?;
+        dict.set_item("bytes_written", self.bytes_written())?;
+        dict.set_item("floor_seconds", self.floor_seconds())?;
+        dict.set_item("bytes_copied", self.bytes_copied())?;
+        dict.set_item("bytes_packed", self.bytes_packed())?;
+        dict.set_item("workspace_bytes", self.workspace_bytes())?;
+        dict.set_item("block_m", self.block_m())?;
+        dict.set_item("block_n", self.block_n())?;
+        dict.set_item("num_splits", self.num_splits())?;
+        dict.set_item("threads", self.threads())?;
+        dict.set_item("causal_alignment", self.causal_alignment())?;
+        dict.set_item("p_rounding", self.p_rounding())?;
+        dict.set_item("kv_in_place", self.kv_in_place())?;
+        Ok(dict)
+    }
+
+    fn __str__(&self) -> String {
+        self.plan.explain().to_string()
+    }
+
+    fn __repr__(&self) -> String {
+        let PyPlan { plan } = self;
+        format!("<rapt.Plan {} {} on {}>", plan.key.kernel.name(), plan.key.storage, plan.key.arch.name())
+    }
+}

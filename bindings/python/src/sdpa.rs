@@ -1,0 +1,352 @@
+//! PyTorch's signature: `[..., heads, len, head_dim]` of any rank from 2 up, leading dimensions broadcast.
+//!
+//! The last leading dimension is the heads, the one before it the batch; what lies further out is looped over. A broadcast
+//! is a stride of 0: nothing is expanded in memory.
+
+use std::cell::Cell;
+
+use pyo3::prelude::*;
+use rapt::{Causal, Error, ErrorKind, MAX_RANK, Options, Shape, Spec, Strides, Tensors};
+
+use crate::convert::{self, Kind, Operand};
+use crate::engine::{Home, Planned};
+use crate::errors::{Failure, Telling, guard};
+use crate::mend;
+use crate::options;
+
+type Object<'a, 'py> = &'a Bound<'py, PyAny>;
+
+/// The arguments of `scaled_dot_product_attention` that change what is computed.
+pub(crate) struct Request<'a, 'py> {
+    pub(crate) query: Object<'a, 'py>,
+    pub(crate) key: Object<'a, 'py>,
+    pub(crate) value: Object<'a, 'py>,
+    pub(crate) attn_mask: Option<Object<'a, 'py>>,
+    pub(crate) is_causal: bool,
+    pub(crate) scale: Option<f64>,
+    pub(crate) enable_gqa: bool,
+    pub(crate) out: Option<Object<'a, 'py>>,
+}
+
+/// A tensor with `rank` dimensions: its own ones last, sizes 1 and strides 0 before them.
+#[derive(Clone, Copy)]
+struct Aligned {
+    shape: [usize; MAX_RANK],
+    strides: [isize; MAX_RANK],
+}
+
+fn aligned(operand: &Operand, rank: usize) -> Result<Aligned, Failure> {
+    let own = operand.shape.len();
+    let Some(missing) = rank.checked_sub(own) else {
+        let message = format!("{} has {own} dimensions ({}), q, k and v have {rank}", operand.name, operand.shape);
+        let mend = format!("`{}[0]`", operand.name);
+        return Err(Failure::door(ErrorKind::Shape, message, mend));
+    };
+    let mut at = Aligned { shape: [1; MAX_RANK], strides: [0; MAX_RANK] };
+    at.shape[missing..rank].copy_from_slice(&operand.shape);
+    at.strides[missing..rank].copy_from_slice(&operand.strides);
+    Ok(at)
+}
+
+impl Aligned {
+    /// The 4-D operand at one index of the outer dimensions (`rank − 4` of them), with `batch` and `heads` broadcast.
+    fn inner(&self, operand: &Operand, rank: usize, outer: &[usize], lead: [usize; 2]) -> Operand {
+        let (mut shape, mut strides) = ([1usize; 4], [0isize; 4]);
+        let from = rank.saturating_sub(4);
+        let missing = 4usize.saturating_sub(rank);
+        shape[missing..].copy_from_slice(&self.shape[from..rank]);
+        strides[missing..].copy_from_slice(&self.strides[from..rank]);
+        for d in 0..2 {
+            if shape[d] == 1 && lead[d] != 1 {
+                (shape[d], strides[d]) = (lead[d], 0);
+            }
+        }
+        let steps =
+            outer.iter().enumerate().map(|(d, &at)| if self.shape[d] == 1 { 0 } else { at as isize * self.strides[d] });
+        let offset = steps.fold(0isize, isize::wrapping_add).wrapping_mul(operand.dtype.size_bytes().cast_signed());
+        Operand {
+            name: operand.name,
+            ptr: operand.ptr.wrapping_offset(offset),
+            dtype: operand.dtype,
+            shape: Shape::from(shape),
+            strides: Strides::from(strides),
+            device: operand.device,
+            extent: operand.extent,
+            writable: operand.writable,
+            _hold: None,
+        }
+    }
+}
+
+/// The 4-D `operand` with batch 0.
+fn without_batch(operand: Operand) -> Operand {
+    let sizes = [0, operand.shape[1], operand.shape[2], operand.shape[3]];
+    Operand { shape: Shape::from(sizes), ..operand }
+}
+
+/// The broadcast leading dimensions of q, k and v. With GQA the heads are left to rapt-core.
+fn leading(q: &Aligned, k: &Aligned, v: &Aligned, rank: usize, gqa: bool) -> Result<[usize; MAX_RANK], Failure> {
+    let mut lead = [1; MAX_RANK];
+    let heads = rank - 2;
+    for (d, broadcast) in lead.iter_mut().enumerate().take(heads) {
+        let is_heads = d + 1 == heads;
+        let sizes = [("q", q.shape[d]), ("k", k.shape[d]), ("v", v.shape[d])];
+        if is_heads && gqa {
+            *broadcast = q.shape[d];
+            continue;
+        }
+        let (other, n) = sizes.into_iter().find(|(_, n)| *n != 1).unwrap_or(sizes[0]);
+        *broadcast = n;
+        if let Some((tensor, got)) = sizes.into_iter().find(|(_, got)| *got != 1 && *got != n) {
+            if is_heads {
+                let message =
+                    format!("{tensor} has {got} heads, {other} has {n}: without enable_gqa they must be equal or 1");
+                return Err(Failure::door(ErrorKind::Shape, message, "`enable_gqa=True`"));
+            }
+            return Err(Error::SizeMismatch { tensor, size: "batch", got, other, expected: n }.into());
+        }
+    }
+    Ok(lead)
+}
+
+/// Whether distinct indices have distinct addresses; a sufficient test, exact for every permutation and slice.
+fn is_plainly_injective(out: &Operand) -> bool {
+    let mut dims: Vec<(usize, usize)> = out
+        .shape
+        .iter()
+        .zip(out.strides.iter())
+        .filter(|(n, _)| **n > 1)
+        .map(|(n, s)| (s.unsigned_abs(), *n))
+        .collect();
+    dims.sort_unstable();
+    let mut reach = 0usize;
+    dims.into_iter().all(|(stride, n)| {
+        let free = stride > reach;
+        reach = reach.saturating_add(stride.saturating_mul(n - 1));
+        free
+    })
+}
+
+/// The loop over outer dimensions checks each piece on its own; what holds between pieces is checked here.
+fn check_whole_output(out: &mut Operand, inputs: &[&Operand]) -> Result<(), Failure> {
+    if !is_plainly_injective(out) {
+        return Err(Error::OutputOverlapsItself { tensor: "out", shape: out.shape, strides: out.strides }.into());
+    }
+    let view = out.view_mut()?;
+    let (lo, hi) = view.reach_bytes();
+    let written = (view.address().wrapping_add_signed(lo), view.address().wrapping_add_signed(hi));
+    for input in inputs {
+        let view = input.view()?;
+        let (lo, hi) = view.reach_bytes();
+        let read = (view.address().wrapping_add_signed(lo), view.address().wrapping_add_signed(hi));
+        if lo != hi && written.0 < read.1 && read.0 < written.1 {
+            return Err(Error::OutputOverlaps { tensor: "out", other: input.name }.into());
+        }
+    }
+    Ok(())
+}
+
+/// Runs on `home`; hands back `out`, or a new tensor, row-major.
+pub(crate) fn run<'py>(
+    py: Python<'py>,
+    home: &Home,
+    kind: Kind,
+    request: &Request<'_, 'py>,
+) -> Result<Bound<'py, PyAny>, Failure> {
+    let read = |name, object| convert::read(name, object, kind, request.query);
+    let (q, k, v) = (read("q", request.query)?, read("k", request.key)?, read("v", request.value)?);
+    let mask = request.attn_mask.map(|mask| read("mask", mask)).transpose()?;
+    if mask.is_some() && request.is_causal {
+        let allowed =
+            "is_causal=False with attn_mask, or attn_mask=None (PyTorch forbids both; rapt.attention takes both)";
+        return Err(Failure::option("is_causal", "True together with attn_mask", allowed));
+    }
+    for operand in [&q, &k, &v] {
+        if operand.shape.len() < 2 {
+            let allowed = "at least 2 ([len, head_dim]) are asked";
+            let (tensor, got, shape) = (operand.name, operand.shape.len(), operand.shape);
+            return Err(Error::Rank { tensor, got, shape, allowed }.into());
+        }
+    }
+    let rank = q.shape.len().max(k.shape.len()).max(v.shape.len());
+    let (q_at, k_at, v_at) = (aligned(&q, rank)?, aligned(&k, rank)?, aligned(&v, rank)?);
+    let mask_at = mask.as_ref().map(|mask| aligned(mask, rank)).transpose()?;
+    let gqa = request.enable_gqa && rank >= 3;
+    let lead = leading(&q_at, &k_at, &v_at, rank, gqa)?;
+
+    let options = Options {
+        softmax_scale: request.scale,
+        causal: request.is_causal.then_some(Causal::TopLeft),
+        ..Options::default()
+    };
+    let outer_rank = rank.saturating_sub(4);
+    // Rank 2 has no heads, rank 3 no batch: their sizes are 1.
+    let broadcast = [if rank >= 4 { lead[rank - 4] } else { 1 }, if rank >= 3 { lead[rank - 3] } else { 1 }];
+    let kv_broadcast = |heads: usize| [broadcast[0], if gqa { heads } else { broadcast[1] }];
+    let heads_of = |at: &Aligned| if rank >= 3 { at.shape[rank - 3] } else { 1 };
+    if let (Some(mask), Some(at)) = (&mask, &mask_at) {
+        for (d, n) in lead.iter().enumerate().take(outer_rank) {
+            if at.shape[d] != 1 && at.shape[d] != *n {
+                let message =
+                    format!("mask of shape {} does not broadcast to the batch dimensions of q, k and v", mask.shape);
+                return Err(Failure::door(ErrorKind::Shape, message, "a mask whose leading dimensions are 1"));
+            }
+        }
+    }
+
+    // An empty outer dimension leaves no piece to run and no memory behind it: the piece that stands for all has batch 0.
+    let nothing = lead[..outer_rank].contains(&0);
+    let piece = |outer: &[usize]| {
+        let emptied = |operand: Operand| if nothing { without_batch(operand) } else { operand };
+        (
+            emptied(q_at.inner(&q, rank, outer, broadcast)),
+            emptied(k_at.inner(&k, rank, outer, kv_broadcast(heads_of(&k_at)))),
+            emptied(v_at.inner(&v, rank, outer, kv_broadcast(heads_of(&v_at)))),
+            mask.as_ref()
+                .zip(mask_at.as_ref())
+                .filter(|_| !nothing)
+                .map(|(mask, at)| at.inner(mask, rank, outer, [1, 1])),
+        )
+    };
+    // Every whole operand is proven, also where an empty outer dimension leaves nothing to run.
+    for operand in [Some(&q), Some(&k), Some(&v), mask.as_ref()].into_iter().flatten() {
+        operand.view()?;
+    }
+
+    let mut out_shape = [0; MAX_RANK];
+    out_shape[..rank - 2].copy_from_slice(&lead[..rank - 2]);
+    (out_shape[rank - 2], out_shape[rank - 1]) = (q_at.shape[rank - 2], v_at.shape[rank - 1]);
+    let out_shape = convert::shape("out", &out_shape[..rank])?;
+    let outer_sizes = &out_shape[..outer_rank];
+
+    // The first piece stands for all: they differ in pointers alone. It is checked before memory is asked for.
+    let start = [0usize; MAX_RANK];
+    let (q0, k0, v0, mask0) = piece(&start[..outer_rank]);
+    let options_for_out;
+    let (product, mut out) = match request.out {
+        Some(out) => {
+            let operand = read("out", out)?;
+            if operand.shape != out_shape {
+                return Err(Error::ShapeMismatch { tensor: "out", got: operand.shape, expected: out_shape }.into());
+            }
+            options_for_out = Options { out_dtype: Some(q.dtype), ..options };
+            (None, operand)
+        }
+        None => {
+            options_for_out = options;
+            spec_of(&q0, &k0, &v0, mask0.as_ref(), None, &options)?;
+            let (product, operand) = convert::allocate("out", kind, request.query, q.dtype, out_shape)?;
+            (Some(product), operand)
+        }
+    };
+    let out_at = aligned(&out, rank)?;
+    let out0 = out_at.inner(&out, rank, &start[..outer_rank], [1, 1]);
+    let mut out0 = if nothing { without_batch(out0) } else { out0 };
+    let spec = spec_of(&q0, &k0, &v0, mask0.as_ref(), Some(&out0), &options_for_out)?;
+    let planned = home.plan(py, kind, &spec)?;
+    if outer_rank == 0 {
+        run_piece(py, &planned, (&q0, &k0, &v0, mask0.as_ref()), &mut out0)?;
+    } else {
+        let inputs: Vec<&Operand> = [Some(&q), Some(&k), Some(&v), mask.as_ref()].into_iter().flatten().collect();
+        check_whole_output(&mut out, &inputs)?;
+        let pieces: usize = outer_sizes.iter().product();
+        let mut outer = start;
+        for _ in 0..pieces {
+            let at = &outer[..outer_rank];
+            let (q, k, v, mask) = piece(at);
+            let mut out = out_at.inner(&out, rank, at, [1, 1]);
+            run_piece(py, &planned, (&q, &k, &v, mask.as_ref()), &mut out)?;
+            for d in (0..outer_rank).rev() {
+                outer[d] += 1;
+                if outer[d] < outer_sizes[d] {
+                    break;
+                }
+                outer[d] = 0;
+            }
+        }
+    }
+    drop((out, out0));
+    match (product, request.out) {
+        (Some(product), _) => product.finish(py),
+        (None, Some(out)) => Ok(out.clone()),
+        (None, None) => Err(Failure::door(ErrorKind::Unsupported, "no output was made", "")),
+    }
+}
+
+fn spec_of(
+    q: &Operand,
+    k: &Operand,
+    v: &Operand,
+    mask: Option<&Operand>,
+    out: Option<&Operand>,
+    options: &Options,
+) -> Result<Spec, Failure> {
+    let mask = mask.map(Operand::view).transpose()?;
+    let mut builder = Spec::builder(&q.view()?, &k.view()?, &v.view()?, options).mask(mask.as_ref());
+    if let Some(out) = out {
+        builder = builder.out(out.dtype, out.shape, out.strides, out.device);
+    }
+    Ok(builder.build()?)
+}
+
+fn run_piece(
+    py: Python<'_>,
+    planned: &Planned<'_>,
+    (q, k, v, mask): (&Operand, &Operand, &Operand, Option<&Operand>),
+    out: &mut Operand,
+) -> Result<(), Failure> {
+    let tensors = Tensors {
+        q: q.view()?,
+        k: k.view()?,
+        v: v.view()?,
+        mask: mask.map(Operand::view).transpose()?,
+        sinks: None,
+        alibi_slopes: None,
+        out: out.view_mut()?,
+        lse: None,
+    };
+    planned.run(py, tensors)
+}
+
+/// `rapt.scaled_dot_product_attention` for anything but torch's own dispatch.
+pub(crate) fn public<'py>(
+    py: Python<'py>,
+    request: (Object<'_, 'py>, Object<'_, 'py>, Object<'_, 'py>, Option<Object<'_, 'py>>),
+    dropout_p: Option<Object<'_, 'py>>,
+    is_causal: Option<Object<'_, 'py>>,
+    scale: Option<Object<'_, 'py>>,
+    enable_gqa: Option<Object<'_, 'py>>,
+) -> PyResult<Bound<'py, PyAny>> {
+    let telling = Cell::new(Telling { names: &mend::SDPA, kind: Kind::Numpy });
+    guard(py, &telling, || {
+        let (query, key, value, attn_mask) = request;
+        let kind = convert::source_kind(query)?;
+        telling.set(Telling { kind, ..telling.get() });
+        if options::real("dropout_p", dropout_p)?.is_some_and(|p| p != 0.0) {
+            let message = "dropout_p != 0 is not served: dropout comes with training";
+            return Err(Failure::door(ErrorKind::Unsupported, message, "`dropout_p=0.0`"));
+        }
+        let flag = |name, given: Option<Object<'_, '_>>| given.map_or(Ok(false), |given| options::flag(name, given));
+        if kind == Kind::Torch {
+            let tensors = [("q", Some(query)), ("k", Some(key)), ("v", Some(value)), ("mask", attn_mask)];
+            convert::torch::refuse_gradients(&tensors)?;
+        }
+        let request = Request {
+            query,
+            key,
+            value,
+            attn_mask,
+            is_causal: flag("is_causal", is_causal)?,
+            scale: options::real("scale", scale)?,
+            enable_gqa: flag("enable_gqa", enable_gqa)?,
+            out: None,
+        };
+        run(py, &Home::Default, kind, &request)
+    })
+}
+
+/// The hot path of rapt.torch: torch tensors, gradients seen to by the caller.
+pub(crate) fn torch_sdpa<'py>(py: Python<'py>, request: &Request<'_, 'py>) -> PyResult<Bound<'py, PyAny>> {
+    let telling = Cell::new(Telling { names: &mend::SDPA, kind: Kind::Torch });
+    guard(py, &telling, || run(py, &Home::Default, Kind::Torch, request))
+}

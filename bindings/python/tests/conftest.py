@@ -1,0 +1,38 @@
+"""Fixtures that the whole suite shares. The law and the tolerance rule live in law.py."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import law as law_module  # noqa: E402
+
+
+@pytest.fixture
+def law():
+    """`law(q, k, v, **options) -> (out, lse)` in f64."""
+    return law_module.law
+
+
+@pytest.fixture
+def rng():
+    """Random numbers, the same in every run."""
+    return np.random.default_rng(20261121)
+
+
+DTYPES = ["float64", "float32", "float16", "bfloat16"]
+
+
+@pytest.fixture(params=DTYPES)
+def dtype(request):
+    """Each dtype that attention computes, by name."""
+    return request.param
+
+
+@pytest.fixture
+def torch():
+    """torch, or a skip where it is not installed."""
+    return pytest.importorskip("torch")

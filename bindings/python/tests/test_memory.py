@@ -1,0 +1,44 @@
+"""Memory is O(N): a fresh process, one warm-up call, then the peak of a long one."""
+
+import subprocess
+import sys
+
+import pytest
+
+CHILD = """
+import re, sys
+import numpy as np
+import rapt
+
+def peak_kib():
+    return int(re.search(r"VmHWM:\\s+(\\d+) kB", open("/proc/self/status").read()).group(1))
+
+length, masked, door = 16384, sys.argv[1] == "mask", sys.argv[2]
+x = np.random.default_rng(0).standard_normal((1, 1, length, 64), np.float32)
+mask = np.ones((length, length), np.bool_) if masked else None
+if masked:
+    mask[:, ::7] = False
+if door == "torch":
+    import torch
+    x = torch.from_numpy(x)
+    mask = None if mask is None else torch.from_numpy(mask)
+warm = x[:, :, :256]
+rapt.attention(warm, warm, warm, mask=None if mask is None else mask[:256, :256])
+# The peak so far counts from here: what was resident once is not counted twice.
+open("/proc/self/clear_refs", "w").write("5")
+before = peak_kib()
+out = rapt.attention(x, x, x, mask=mask)
+print(peak_kib() - before - length * 64 * 4 // 1024)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="VmHWM is Linux's")
+@pytest.mark.parametrize("door", ["numpy", "torch"])
+@pytest.mark.parametrize("mask", ["plain", "mask"])
+def test_a_long_call_needs_at_most_8_mib_beyond_its_output(mask, door):
+    if door == "torch":
+        pytest.importorskip("torch")
+    done = subprocess.run([sys.executable, "-c", CHILD, mask, door], capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr
+    extra_kib = int(done.stdout)
+    assert extra_kib <= 8 * 1024, f"{extra_kib} KiB beyond the output"

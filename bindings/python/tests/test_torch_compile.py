@@ -1,0 +1,169 @@
+"""torch.compile and torch.export: the compiled graph carries Rapt's op, the exported one PyTorch's."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import rapt.torch as rt  # noqa: E402
+from test_torch_account import DTYPES, check, same_views, sdpa, served, tensor  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    """Nothing compiled elsewhere answers here."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    torch._dynamo.reset()
+
+
+class Attention(torch.nn.Module):
+    def forward(self, q, k, v, mask=None):
+        return sdpa(q, k, v, attn_mask=mask)
+
+
+def qkv(dtype=torch.float32, q_len=6):
+    return [tensor(2, 4, n, 8, dtype=dtype, seed=i) for i, n in enumerate((q_len, 5, 5))]
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+def test_compile(backend, mode):
+    q, k, v = qkv()
+    compiled = torch.compile(lambda q, k, v: sdpa(q * 2.0, k, v) + 1.0, fullgraph=True, backend=backend)
+    with served(3), mode():
+        outs = [compiled(q, k, v) for _ in range(3)]
+    for out in outs:
+        check(out.clone() - 1.0, q * 2.0, k, v)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
+def test_compile_every_dtype(dtype):
+    q, k, v = qkv(dtype)
+    mask = tensor(2, 1, 6, 5) > -0.5
+    compiled = torch.compile(Attention(), fullgraph=True)
+    with served(2), torch.no_grad():
+        plain, masked = compiled(q, k, v), compiled(q, k, v, mask)
+    check(plain, q, k, v)
+    check(masked, q, k, v, mask)
+
+
+ROUTES = {
+    "bshd": lambda: [t.transpose(1, 2).contiguous().transpose(1, 2) for t in qkv()],
+    "inner stride": lambda: [t.transpose(2, 3).contiguous().transpose(2, 3) for t in qkv()],
+    "Dv != D": lambda: [*qkv()[:2], qkv()[2][..., :3]],
+    "5-D": lambda: [t.expand(3, *t.shape) for t in qkv()],
+    "3-D": lambda: [t[0] for t in qkv()],
+    "2-D": lambda: [t[0, 0] for t in qkv()],
+    "batch broadcast": lambda: [qkv()[0], qkv()[1][:1], qkv()[2][:1]],
+    "3-D mask": lambda: [*qkv(), tensor(4, 6, 5) > -0.5],
+}
+
+
+@pytest.mark.parametrize("name", ROUTES)
+def test_compile_every_route_with_pytorchs_strides(name):
+    arguments = ROUTES[name]()
+    own = sdpa(*arguments)
+    compiled = torch.compile(Attention(), fullgraph=True)
+    with served(1), torch.no_grad():
+        out = compiled(*arguments)
+    check(out, *arguments)
+    same_views(out, own)
+
+
+def test_a_view_after_attention_compiles():
+    q, k, v = (tensor(2, 6, 4, 8, seed=i).transpose(1, 2) for i in range(3))
+
+    def run(q, k, v):
+        return sdpa(q, k, v).transpose(1, 2).reshape(2, 6, 32) @ torch.eye(32)
+
+    with served(), torch.no_grad():
+        out = torch.compile(run, fullgraph=True)(q, k, v)
+    check(out.view(2, 6, 4, 8).transpose(1, 2), q, k, v)
+
+
+def test_dynamic_shapes():
+    compiled = torch.compile(Attention(), fullgraph=True, dynamic=True)
+    cases = [qkv(q_len=n) for n in (6, 7, 9, 30)]
+    with served(4), torch.no_grad():
+        outs = [compiled(*case) for case in cases]
+    for case, out in zip(cases, outs):
+        check(out, *case)
+
+
+def test_what_was_compiled_before_is_compiled_anew():
+    q, k, v = qkv()
+    compiled = torch.compile(Attention(), fullgraph=True)
+    with torch.no_grad():
+        compiled(q, k, v)
+        with served():
+            out = compiled(q, k, v)
+        rt.reset_stats()
+        compiled(q, k, v)
+    assert rt.stats() == {"served": 0, "fallback": {}}
+    check(out, q, k, v)
+
+
+@pytest.mark.skipif(not hasattr(torch.library, "get_kernel"), reason="torch < 2.9 keeps its flash kernel")
+def test_a_compiled_training_step_is_pytorchs_own():
+    q, k, v = qkv()
+    q.requires_grad_()
+    sdpa(q, k, v).square().sum().backward()
+    own, q.grad = q.grad, None
+    compiled = torch.compile(Attention(), fullgraph=True)
+    with served(0, requires_grad=1):
+        compiled(q, k, v).square().sum().backward()
+    torch.testing.assert_close(q.grad, own)
+
+
+CACHED = """
+import torch
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+import rapt.torch as rt
+q = torch.arange(64.0).reshape(1, 2, 4, 8).sin()
+compiled = torch.compile(lambda q: sdpa(q * 1.5, q, q), fullgraph=True)
+with torch.no_grad():
+    if REGISTER:
+        rt.register_backend()
+    out = compiled(q)
+    assert torch.allclose(out, torch.nn.functional.scaled_dot_product_attention(q * 1.5, q, q), atol=1e-5)
+    rt.reset_stats()
+    compiled(q)
+    print(rt.stats()["served"])
+"""
+
+
+def test_a_warm_disk_cache_of_another_process(tmp_path):
+    def run(register):
+        environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "shared")}
+        code = CACHED.replace("REGISTER", str(register))
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=600, check=False)
+        assert done.returncode == 0, done.stderr
+        return int(done.stdout)
+
+    assert [run(False), run(True), run(False), run(True)] == [0, 1, 0, 1]
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_export_keeps_the_aten_node(strict, mode, tmp_path):
+    q, k, v = qkv()
+    with served(1):
+        with mode():
+            program = torch.export.export(Attention(), (q, k, v), strict=strict)
+        nodes = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
+        assert nodes == ["aten.scaled_dot_product_attention.default"]
+        with torch.no_grad():
+            out = program.module()(q, k, v)
+    check(out, q, k, v)
+    path = tmp_path / "attention.pt2"
+    torch.export.save(program, path)
+    code = (
+        f"import sys, torch\nout = torch.export.load({str(path)!r}).module()"
+        "(torch.ones(2, 4, 6, 8), torch.ones(2, 4, 5, 8), torch.ones(2, 4, 5, 8))\n"
+        "assert torch.allclose(out, torch.ones(2, 4, 6, 8)) and 'rapt' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr

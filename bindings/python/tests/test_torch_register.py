@@ -1,0 +1,155 @@
+"""Registration: counted, process-wide, undone without a trace, never active on import."""
+
+import subprocess
+import sys
+import threading
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import rapt.torch as rt  # noqa: E402
+from test_torch_account import check, sdpa, served, tensor  # noqa: E402
+
+
+def run(code):
+    """`code` in a fresh process; what it prints."""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_registers_are_counted():
+    q = tensor(1, 2, 5, 8)
+    assert not rt.is_registered()
+    rt.reset_stats()
+    rt.register_backend()
+    rt.register_backend()
+    with rt.backend():
+        sdpa(q, q, q)
+    rt.unregister_backend()
+    assert rt.is_registered()
+    out = sdpa(q, q, q)
+    rt.unregister_backend()
+    assert not rt.is_registered()
+    sdpa(q, q, q)
+    rt.unregister_backend()  # one more does nothing
+    assert not rt.is_registered()
+    assert rt.stats() == {"served": 2, "fallback": {}}
+    check(out, q, q, q)
+    with served():
+        sdpa(q, q, q)
+
+
+def test_backend_unregisters_after_an_error():
+    with pytest.raises(ZeroDivisionError), rt.backend():
+        1 / 0
+    assert not rt.is_registered()
+
+
+def test_threads_may_register_at_once():
+    errors = []
+
+    def work():
+        try:
+            for _ in range(3):
+                with rt.backend():
+                    assert rt.is_registered()
+        except Exception as error:  # noqa: BLE001
+            errors.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    [t.start() for t in threads]
+    [t.join() for t in threads]
+    assert not errors
+    assert not rt.is_registered()
+
+
+def test_afterwards_pytorch_is_bitwise_as_before():
+    q, k, v = (tensor(2, 4, 33, 16, seed=i) for i in range(3))
+    mask = tensor(33, 33) > -1
+    layer = torch.nn.TransformerEncoderLayer(32, 4, 64, batch_first=True).eval()
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+    def answers():
+        with torch.no_grad():
+            yield sdpa(q, k, v)
+            yield sdpa(q, k, v, mask)
+            yield sdpa(q, k, v[..., :5], is_causal=True)
+            yield from flash(q, k, v)
+            yield layer(tensor(2, 7, 32))
+        leaf = q.clone().requires_grad_()
+        sdpa(leaf, k, v).sum().backward()
+        yield leaf.grad
+
+    keys = [
+        (op, key, torch._C._dispatch_has_kernel_for_dispatch_key(op, key))
+        for op in ("aten::scaled_dot_product_attention", "aten::_scaled_dot_product_flash_attention_for_cpu")
+        for key in ("CPU", "AutogradCPU", "CompositeImplicitAutograd")
+    ]
+    tag = getattr(getattr(torch.compiler, "config", None), "cache_key_tag", None)
+    fastpath = torch.backends.mha.get_fastpath_enabled()
+    before = list(answers())
+    with served(4, requires_grad=1):
+        assert not torch.backends.mha.get_fastpath_enabled()
+        with torch.no_grad():
+            sdpa(q, k, v)
+            sdpa(q, k, v, mask)
+            sdpa(q, k, v[..., :5], is_causal=True)
+            layer(tensor(2, 7, 32))
+        sdpa(q.clone().requires_grad_(), k, v)
+    after = list(answers())
+    assert all(torch.equal(a, b) for a, b in zip(before, after))
+    assert [a.stride() for a in before] == [a.stride() for a in after]
+    assert torch.backends.mha.get_fastpath_enabled() == fastpath
+    assert getattr(getattr(torch.compiler, "config", None), "cache_key_tag", None) == tag
+    for op, key, had in keys:
+        assert torch._C._dispatch_has_kernel_for_dispatch_key(op, key) == had, (op, key)
+
+
+def test_a_fast_path_that_was_off_stays_off():
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with rt.backend():
+            pass
+        assert not torch.backends.mha.get_fastpath_enabled()
+    finally:
+        torch.backends.mha.set_fastpath_enabled(True)
+
+
+@pytest.mark.skipif(not hasattr(torch.library, "get_kernel"), reason="torch < 2.9 keeps its flash kernel")
+def test_the_flash_op_of_older_graphs():
+    q, k, v = (tensor(2, 4, 33, 16, seed=i) for i in range(3))
+    mask = torch.zeros(33, 33)
+    mask[4] = -torch.inf
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    for options in ({}, {"is_causal": True}, {"attn_mask": mask}, {"scale": 0.3}):
+        own, own_lse = flash(q, k, v, **options)
+        with served():
+            out, lse = flash(q, k, v, **options)
+        assert (out.stride(), lse.stride(), lse.dtype) == (own.stride(), own_lse.stride(), own_lse.dtype)
+        torch.testing.assert_close(lse, own_lse, rtol=1e-5, atol=1e-5)
+        check(out, q, k, v, options.get("attn_mask"), is_causal="is_causal" in options, scale=options.get("scale"))
+    with served(0, requires_grad=1):
+        flash(q.requires_grad_(), k, v)
+
+
+def test_nothing_is_active_on_import():
+    assert run(
+        "import torch\n"
+        "q = torch.randn(1, 2, 5, 8)\n"
+        "before = torch.nn.functional.scaled_dot_product_attention(q, q, q)\n"
+        "import rapt, rapt.torch\n"
+        "assert torch.equal(before, torch.nn.functional.scaled_dot_product_attention(q, q, q))\n"
+        "assert torch.backends.mha.get_fastpath_enabled()\n"
+        "print(rapt.torch.is_registered(), rapt.torch.stats())"
+    ) == "False {'served': 0, 'fallback': {}}"
+
+
+def test_registering_imports_neither_dynamo_nor_transformers():
+    assert run(
+        "import sys, torch, rapt.torch\n"
+        "had = 'torch._dynamo' in sys.modules\n"
+        "rapt.torch.register_backend()\n"
+        "print(had == ('torch._dynamo' in sys.modules), 'transformers' in sys.modules)"
+    ) == "True False"

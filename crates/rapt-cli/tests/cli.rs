@@ -1,0 +1,230 @@
+//! The command line as its users see it: what it prints, what it writes, and its exit codes.
+#![allow(missing_docs)]
+
+use std::path::PathBuf;
+use std::process::{Command, Output};
+
+fn rapt(args: &[&str], variables: &[(&str, &str)]) -> Output {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_rapt"));
+    for (name, _) in std::env::vars().filter(|(name, _)| name.starts_with("RAPT_")) {
+        command.env_remove(name);
+    }
+    command.args(args).envs(variables.iter().copied()).output().expect("the binary starts")
+}
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8(bytes.to_vec()).expect("text")
+}
+
+/// Standard output of a call that must succeed.
+fn prints(args: &[&str]) -> String {
+    let output = rapt(args, &[]);
+    assert!(output.status.success(), "{args:?}: {}", text(&output.stderr));
+    text(&output.stdout)
+}
+
+/// Standard error of a call that must fail with `code`.
+fn refuses(args: &[&str], variables: &[(&str, &str)], code: i32) -> String {
+    let output = rapt(args, variables);
+    assert_eq!(output.status.code(), Some(code), "{args:?}: {}", text(&output.stdout));
+    assert!(output.stdout.is_empty(), "nothing is printed beside the error");
+    text(&output.stderr)
+}
+
+fn json(args: &[&str]) -> serde_json::Value {
+    serde_json::from_str(&prints(args)).expect("JSON")
+}
+
+/// A folder of this test alone, gone at its end.
+struct Folder(PathBuf);
+
+impl Folder {
+    fn new(name: &str) -> Self {
+        let folder = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(format!("{name}-{}", std::process::id()));
+        std::fs::create_dir_all(&folder).expect("a folder for files");
+        Folder(folder)
+    }
+
+    fn file(&self, name: &str) -> String {
+        self.0.join(name).to_str().expect("a path of text").to_owned()
+    }
+
+    fn write(&self, name: &str, descr: &str, fortran: bool, shape: &str, data: &[u8]) -> String {
+        let order = if fortran { "True" } else { "False" };
+        let header = format!("{{'descr': '{descr}', 'fortran_order': {order}, 'shape': {shape}, }}\n");
+        let mut bytes = vec![0x93, b'N', b'U', b'M', b'P', b'Y', 1, 0];
+        bytes.extend(u16::try_from(header.len()).expect("a short header").to_le_bytes());
+        bytes.extend(header.as_bytes());
+        bytes.extend(data);
+        std::fs::write(self.file(name), bytes).expect("a file");
+        self.file(name)
+    }
+}
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+fn floats(numbers: &[f32]) -> Vec<u8> {
+    numbers.iter().flat_map(|x| x.to_le_bytes()).collect()
+}
+
+/// The elements of a file that `run` wrote.
+fn read(path: &str) -> Vec<f32> {
+    let bytes = std::fs::read(path).expect("a file");
+    let start = 10 + usize::from(u16::from_le_bytes([bytes[8], bytes[9]]));
+    bytes[start..].chunks(4).map(|x| f32::from_le_bytes(x.try_into().expect("four bytes"))).collect()
+}
+
+#[test]
+fn doctor_tests_itself_and_tells_what_is_there() {
+    let report = json(&["doctor", "--json"]);
+    assert_eq!(report["ok"], true, "{report}");
+    let tests = report["self_test"].as_array().unwrap();
+    assert_eq!(tests.len(), 8, "four dtypes by two kernels");
+    assert!(tests.iter().all(|test| test["passed"] == true && test["error"].as_f64().unwrap() >= 0.0));
+    let isas = report["isa_available"].as_array().unwrap();
+    assert!(isas.contains(&report["isa"]) && isas.contains(&"scalar".into()));
+
+    let table = prints(&["doctor"]);
+    for word in
+        ["RAPT_NUM_THREADS", "RAPT_ISA", "RAPT_LOG", "not set", "self-test bfloat16 decode", "available_parallelism"]
+    {
+        assert!(table.contains(word), "{word}: {table}");
+    }
+}
+
+#[test]
+fn doctor_obeys_and_prints_the_variables() {
+    let variables = [("RAPT_NUM_THREADS", "3"), ("RAPT_ISA", "scalar"), ("RAPT_TREADS", "4")];
+    let output = rapt(&["doctor"], &variables);
+    assert!(output.status.success());
+    let table = text(&output.stdout);
+    for word in ["3 (from RAPT_NUM_THREADS)", "scalar (available", "\"4\" (no variable of Rapt)"] {
+        assert!(table.contains(word), "{word}: {table}");
+    }
+    let error = refuses(&["doctor"], &[("RAPT_ISA", "avx1024")], 1);
+    assert!(error.contains("RAPT_ISA") && error.contains("allowed: scalar"), "{error}");
+    let error = refuses(&["doctor"], &[("RAPT_NUM_THREADS", "0")], 1);
+    assert!(error.contains("RAPT_NUM_THREADS") && error.contains("from 1 up"), "{error}");
+}
+
+#[test]
+fn doctor_knows_every_variable_of_the_documentation() {
+    let table = include_str!("../../../docs/environment.md");
+    let documented = table.lines().filter_map(|line| line.strip_prefix("| `RAPT_")?.split_once('`'));
+    let documented: Vec<String> = documented.map(|(name, _)| format!("RAPT_{name}")).collect();
+    let report = json(&["doctor", "--json"]);
+    let printed: Vec<&String> = report["environment"].as_object().unwrap().keys().collect();
+    assert_eq!(documented.len(), printed.len());
+    assert!(documented.iter().all(|name| printed.contains(&name)), "{documented:?} {printed:?}");
+}
+
+#[test]
+fn explain_prints_the_plan() {
+    let table =
+        prints(&["explain", "--shape", "1,32,1,8192,128", "--kv-heads", "8", "--dtype", "bf16", "--threads", "2"]);
+    for word in ["decode bfloat16", "heads 32 / 8", "bytes_copied", "0 (no tensor is materialised)", "8192"] {
+        assert!(table.contains(word), "{word}: {table}");
+    }
+    let plan = json(&[
+        "explain",
+        "--shape",
+        "2,12,77,90,64",
+        "--head-dim-v",
+        "40",
+        "--causal",
+        "bottom_right",
+        "--window",
+        "16,none",
+        "--softcap",
+        "30",
+        "--mask",
+        "bool",
+        "--layout",
+        "bshd",
+        "--json",
+    ]);
+    assert_eq!((&plan["kernel"], &plan["bytes_copied"]), (&"forward".into(), &0.into()));
+    assert_eq!(plan["words"]["q strides"], "[59136, 64, 768, 1]");
+    assert_eq!(
+        plan["words"]["positions"],
+        "causal bottom_right, diagonal at j = i + 13; window left 16, right unbounded"
+    );
+}
+
+#[test]
+fn explain_refuses_with_the_cause() {
+    let shape = ["explain", "--shape", "1,8,16,16,64"];
+    let check = |more: &[&str], code, expect: &str| {
+        let error = refuses(&[&shape[..], more].concat(), &[], code);
+        assert!(error.contains(expect), "{error}");
+    };
+    check(&["--dtype", "int8"], 1, "float64, float32, float16, bfloat16");
+    check(&["--kv-heads", "3"], 1, "must be a multiple");
+    check(&["--softcap", "-1"], 1, "greater than 0");
+    check(&["--scale", "inf"], 1, "any finite number");
+    check(&["--threads", "0"], 1, "a number from 1 up");
+    check(&["--dtype", "float7"], 2, "the known dtypes are");
+    check(&["--causal", "middle"], 2, "bottom_right");
+    check(&["--window", "3"], 2, "two ends");
+    let error = refuses(&["explain", "--shape", "1,8,16"], &[], 2);
+    assert!(error.contains("got 3"), "{error}");
+    let error = refuses(&["explain", "--shape", "9999999999,9999999999,1,1,64"], &[], 1);
+    assert!(error.contains("overflows"), "{error}");
+}
+
+#[test]
+fn the_support_table_is_markdown_and_complete() {
+    let table = prints(&["explain", "--support-table"]);
+    assert!(table.contains("| plain ") && table.contains("| float8_e4m3fn ") && table.contains("scalar"));
+    assert!(table.lines().all(|line| line == line.trim_end()));
+}
+
+#[test]
+fn run_computes_files_and_reads_fortran_order_in_place() {
+    let folder = Folder::new("run");
+    // Equal keys: the mean of the values.
+    let q = folder.write("q.npy", "<f4", false, "(1, 1, 2)", &floats(&[1.0, 0.5]));
+    let k = folder.write("k.npy", "<f4", false, "(1, 2, 2)", &floats(&[0.5, 1.0, 0.5, 1.0]));
+    let v = folder.write("v.npy", "<f4", false, "(1, 2, 2)", &floats(&[0.25, 0.75, 0.75, 0.25]));
+    let v_turned = folder.write("vt.npy", "<f4", true, "(1, 2, 2)", &floats(&[0.25, 0.75, 0.75, 0.25]));
+    let mask = folder.write("mask.npy", "|b1", false, "(2,)", &[1, 0]);
+    let (out, lse) = (folder.file("out.npy"), folder.file("lse.npy"));
+
+    let said = prints(&["run", &q, &k, &v, &out, "--lse", &lse]);
+    assert!(said.contains("float32 [1, 1, 2], decode float32"), "{said}");
+    assert_eq!(read(&out), [0.5, 0.5]);
+    let expected = 1.0 / 2f64.sqrt() + 2f64.ln();
+    assert!((f64::from(read(&lse)[0]) - expected).abs() < 1e-6);
+
+    prints(&["run", &q, &k, &v_turned, &out]);
+    assert_eq!(read(&out), [0.5, 0.5]);
+    prints(&["run", &q, &k, &v, &out, "--mask", &mask]);
+    assert_eq!(read(&out), [0.25, 0.75]);
+    prints(&["run", &q, &k, &v, &out, "--causal"]);
+    assert_eq!(read(&out), [0.25, 0.75], "top left: the one query sees the first key");
+    prints(&["run", &q, &k, &v, &out, "--causal", "bottom_right"]);
+    assert_eq!(read(&out), [0.5, 0.5]);
+}
+
+#[test]
+fn run_refuses_files_and_problems_and_writes_nothing() {
+    let folder = Folder::new("refuse");
+    let q = folder.write("q.npy", "<f4", false, "(1, 1, 2)", &floats(&[1.0, 0.5]));
+    let long = folder.write("long.npy", "<f4", false, "(1, 1, 3)", &floats(&[1.0; 3]));
+    let wide = folder.write("wide.npy", "<f8", false, "(1, 1, 2)", &[0; 16]);
+    let whole = folder.write("whole.npy", "<i8", false, "(1, 1, 2)", &[0; 16]);
+    let out = folder.file("out.npy");
+    let check = |k: &str, expect: &str| {
+        let error = refuses(&["run", &q, k, &q, &out], &[], 1);
+        assert!(error.contains(expect), "{error}");
+        assert!(!PathBuf::from(&out).exists());
+    };
+    check(&long, "k has head_dim 3, q has 2");
+    check(&wide, "k has dtype float64, q has float32");
+    check(&whole, "whole.npy: dtype \"<i8\" is not served");
+    check(&folder.file("absent.npy"), "absent.npy: ");
+}

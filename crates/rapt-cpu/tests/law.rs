@@ -1,0 +1,58 @@
+//! Every kernel of every instruction set of this machine against the law, and against itself on other threads.
+//!
+//! `RAPT_REQUIRE=avx512` makes a missing instruction set a failure; otherwise it is counted and printed.
+
+use rapt_core::{Caps, Error, Executor, Operands, Result, SerialExecutor, Spec, Tensors, Workspace};
+use rapt_testkit::{Config, conformance};
+
+/// Two threads by `std::thread`, so that this crate needs no pool.
+struct TwoThreads;
+
+impl Executor for TwoThreads {
+    fn threads(&self) -> usize {
+        2
+    }
+    fn parallel_for(&self, chunks: usize, work: &(dyn Fn(usize) + Sync)) -> Result<()> {
+        std::thread::scope(|scope| {
+            for chunk in 0..chunks {
+                scope.spawn(move || work(chunk));
+            }
+        });
+        Ok(())
+    }
+}
+
+fn engine(arch: rapt_core::Arch, executor: &dyn Executor) -> impl FnMut(&Spec, Tensors<'_>) -> Result<(), Error> {
+    let mut workspace = Workspace::new();
+    move |spec, tensors| {
+        let plan = rapt_cpu::select(spec, &Caps { arch, threads: executor.threads(), clock_hz: None })?;
+        workspace.ensure(plan.workspace_bytes)?;
+        rapt_cpu::run(&plan, &mut Operands::check(tensors, spec)?, &mut workspace, executor)
+    }
+}
+
+#[test]
+fn every_instruction_set_obeys_the_law() {
+    for name in std::env::var("RAPT_REQUIRE").unwrap_or_default().split(',').filter(|name| !name.is_empty()) {
+        let found = rapt_cpu::available().iter().any(|arch| arch.name() == name);
+        assert!(found || name.starts_with("sm"), "RAPT_REQUIRE asks for {name}, which this machine lacks");
+    }
+    let mut failures = Vec::new();
+    for &arch in rapt_cpu::available() {
+        match conformance(&mut engine(arch, &SerialExecutor), &Config { problems: 1500, ..Config::default() }) {
+            Ok(report) => {
+                println!("{}: {report:?}", arch.name());
+                assert!(report.count("random") >= 1500);
+            }
+            Err(failure) => failures.push(format!("{}: {failure}", arch.name())),
+        }
+    }
+    assert!(failures.is_empty(), "{}", failures.join("\n"));
+}
+
+#[test]
+fn two_threads_obey_the_law() {
+    let arch = *rapt_cpu::available().last().expect("the scalar path is always there");
+    let config = Config { seed: 99, problems: 300, max_work: 20_000_000, fixed: false, ..Config::default() };
+    conformance(&mut engine(arch, &TwoThreads), &config).unwrap_or_else(|failure| panic!("{failure}"));
+}

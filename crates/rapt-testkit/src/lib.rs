@@ -1,0 +1,35 @@
+//! How every backend of Rapt is tested: one suite, one law, one tolerance.
+//!
+//! ```text
+//! Case (seed) ──► Values ──► TensorBuf (any strides, guarded) ──► Tensors ──► engine
+//!                                                │                              │
+//!                                 law(&Spec, &Tensors) in f64  ──► tolerance ◄── out, lse
+//! ```
+//!
+//! [`conformance()`] is the front door: any `FnMut(&Spec, Tensors) -> Result<(), Error>` can be put through it. The parts
+//! serve tests of their own: [`TensorBuf`] for guarded memory, [`zoo()`] for strides, [`law`] for the truth and
+//! [`check`], [`check_lse`] for the verdict. Deliberately absent: engines, and speed.
+
+mod buffer;
+mod case;
+mod conformance;
+mod gather;
+mod memory;
+mod rng;
+mod run;
+mod scalar;
+mod stand_in;
+mod tolerance;
+mod zoo;
+
+pub use buffer::{Damage, TensorBuf};
+pub use case::{Case, Data, MaskCase, Placements, Places, Values};
+pub use conformance::{Config, Failure, Report, conformance, replay};
+pub use gather::{Gathered, gather, law, scatter, store};
+pub use memory::{Guard, Memory, PATTERN};
+pub use rng::Rng;
+pub use run::Engine;
+pub use scalar::{decode, encode, lowest, round};
+pub use stand_in::{StandIn, expected, stand_ins};
+pub use tolerance::{Class, Entry, Figures, Mismatch, check, check_lse, check_within, entry, figures, floor};
+pub use zoo::{Placement, output_zoo, zoo};

@@ -1,0 +1,195 @@
+//! One case through one engine: tensors made, run, judged.
+//!
+//! Deliberately absent: which cases; see [`conformance`](crate::conformance()).
+
+use rapt_core::{DType, Error, Layout, Spec, Tensors};
+use rapt_reference::naive;
+
+use crate::buffer::TensorBuf;
+use crate::case::{Case, Data, Placements, Values};
+use crate::gather::Gathered;
+use crate::rng::Rng;
+use crate::stand_in::{expected, stand_ins};
+use crate::tolerance::{Class, Figures, check_lse, check_within, entry, figures};
+
+/// Any engine: computes `out` (and `lse`) of the tensors.
+pub type Engine<'e> = dyn FnMut(&Spec, Tensors<'_>) -> Result<(), Error> + 'e;
+
+/// What came of one run.
+pub(crate) enum Ran {
+    /// It ran, and broke no rule; the bits of out and lse.
+    Bits(Vec<u64>),
+    /// The engine does not serve it.
+    Unsupported,
+}
+
+/// The tensors of a case.
+pub(crate) struct Buffers {
+    q: TensorBuf,
+    k: TensorBuf,
+    v: TensorBuf,
+    mask: Option<TensorBuf>,
+    sinks: Option<TensorBuf>,
+    alibi_slopes: Option<TensorBuf>,
+    out: TensorBuf,
+    lse: Option<TensorBuf>,
+}
+
+impl Buffers {
+    pub(crate) fn new(case: &Case, places: &Placements, values: &Values) -> Self {
+        let guard = case.guard;
+        let input = |dtype, shape, place, values: &[f64]| TensorBuf::new(dtype, shape, place, guard, Some(values));
+        let vector = |dtype: Option<DType>, values: &Option<Vec<f64>>| {
+            let values = values.as_deref();
+            dtype.zip(values).map(|(dtype, values)| input(dtype, [1, 1, 1, case.q[1]], &places.vectors, values))
+        };
+        let mask = case.mask.as_ref().zip(values.mask.as_deref());
+        let lse = [1, case.q[0], case.q[1], case.q[2]];
+        Buffers {
+            q: input(case.dtype, case.q, &places.q, &values.q),
+            k: input(case.dtype, case.k(), &places.k, &values.k),
+            v: input(case.dtype, case.v(), &places.v, &values.v),
+            mask: mask.map(|(mask, values)| input(mask.dtype, case.mask_shape(mask), &places.mask, values)),
+            sinks: vector(case.sinks, &values.sinks),
+            alibi_slopes: vector(case.alibi_slopes, &values.alibi_slopes),
+            out: TensorBuf::new(case.out_dtype.unwrap_or(case.dtype), case.out(), &places.out, guard, None),
+            lse: case.lse.then(|| TensorBuf::new(case.dtype.accumulation(), lse, &places.lse, guard, None)),
+        }
+    }
+
+    /// The values as they lie, which where elements share an address are not those that were put there.
+    pub(crate) fn values(&self) -> Values {
+        Values {
+            q: self.q.values(),
+            k: self.k.values(),
+            v: self.v.values(),
+            mask: self.mask.as_ref().map(TensorBuf::values),
+            sinks: self.sinks.as_ref().map(TensorBuf::values),
+            alibi_slopes: self.alibi_slopes.as_ref().map(TensorBuf::values),
+        }
+    }
+
+    fn tensors(&mut self, case: &Case) -> Tensors<'_> {
+        let (rank, layout) = (case.rank, case.layout);
+        let mask_rank = case.mask.map_or(4, |mask| mask.rank);
+        Tensors {
+            q: self.q.view("q", rank, layout),
+            k: self.k.view("k", rank, layout),
+            v: self.v.view("v", rank, layout),
+            mask: self.mask.as_ref().map(|mask| mask.view("mask", mask_rank, Layout::Bhsd)),
+            sinks: self.sinks.as_ref().map(|sinks| sinks.view("sinks", 1, Layout::Bhsd)),
+            alibi_slopes: self.alibi_slopes.as_ref().map(|slopes| slopes.view("alibi_slopes", 1, Layout::Bhsd)),
+            out: self.out.view_mut("out", rank, layout),
+            lse: self.lse.as_mut().map(|lse| lse.view_mut("lse", rank - 1, Layout::Bhsd)),
+        }
+    }
+}
+
+fn spec(case: &Case, tensors: &Tensors<'_>) -> Result<Spec, Error> {
+    let out = &tensors.out;
+    let builder = Spec::builder(&tensors.q, &tensors.k, &tensors.v, &case.options())
+        .mask(tensors.mask.as_ref())
+        .sinks(tensors.sinks.as_ref())
+        .alibi_slopes(tensors.alibi_slopes.as_ref())
+        .out(out.dtype(), *out.shape(), *out.strides(), out.device());
+    match &tensors.lse {
+        Some(lse) => builder.lse(lse.dtype(), *lse.shape(), *lse.strides(), lse.device()).build(),
+        None => builder.build(),
+    }
+}
+
+/// Puts NaN and infinities where nobody looks, and NaN into one query.
+pub(crate) fn poison(case: &Case, places: &Placements, values: &mut Values) {
+    let mut buffers = Buffers::new(case, places, values);
+    let Ok(spec) = spec(case, &buffers.tensors(case)) else { return };
+    let gathered = Gathered::new(&spec, &buffers.tensors(case));
+    let [_, num_q_heads, q_len, head_dim] = case.q;
+    let mut attended = vec![false; case.q[0] * case.num_kv_heads * case.kv_len];
+    for row in 0..case.q[0] * num_q_heads * q_len {
+        let (head, group) = (row / q_len, num_q_heads / case.num_kv_heads);
+        let kv_head = head / num_q_heads * case.num_kv_heads + head % num_q_heads / group;
+        gathered.attended(row).into_iter().for_each(|j| attended[kv_head * case.kv_len + j] = true);
+    }
+    let mut rng = Rng::new(case.seed ^ 0xbad);
+    for (row, _) in attended.iter().enumerate().filter(|(_, attended)| !**attended) {
+        let bad = rng.pick(&[f64::NAN, f64::INFINITY, f64::NEG_INFINITY]);
+        // Through strides that share addresses the poison would reach attended keys.
+        if places.k.injective {
+            values.k[row * head_dim..][..head_dim].fill(bad);
+        }
+        if places.v.injective {
+            values.v[row * case.head_dim_v..][..case.head_dim_v].fill(bad);
+        }
+    }
+    if places.q.injective && !values.q.is_empty() {
+        let at = rng.below(values.q.len());
+        values.q[at] = f64::NAN;
+    }
+}
+
+/// Runs one case and judges it. Where its bits are those of `first`, which was judged already, that is all.
+pub(crate) fn run(
+    engine: &mut Engine<'_>,
+    case: &Case,
+    buffers: &mut Buffers,
+    first: Option<&[u64]>,
+) -> Result<Ran, String> {
+    let tensors = buffers.tensors(case);
+    let spec = spec(case, &tensors).map_err(|error| format!("the spec was refused: {error}"))?;
+    let gathered = Gathered::new(&spec, &tensors);
+    match engine(&spec, tensors) {
+        Ok(()) => {}
+        Err(Error::Unsupported { .. }) => return Ok(Ran::Unsupported),
+        Err(error) => return Err(format!("the engine refused: {error}")),
+    }
+    untouched(buffers).map_err(|damage| damage.to_string())?;
+
+    if buffers.out.has_unwritten() || buffers.lse.as_ref().is_some_and(TensorBuf::has_unwritten) {
+        return Err("an element of out or lse was never written".into());
+    }
+    let mut bits = buffers.out.bits();
+    bits.extend(buffers.lse.iter().flat_map(TensorBuf::bits));
+    if first == Some(&bits) {
+        return Ok(Ran::Bits(bits));
+    }
+    let law = naive(&gathered.problem, &gathered.inputs());
+    let (storage, out_dtype) = (case.dtype, buffers.out.dtype());
+    let judged = if out_dtype.bits() < storage.bits() || out_dtype == DType::BF16 { out_dtype } else { storage };
+    let got = buffers.out.values();
+    // The yardstick: what the table says, or what torch would do on these inputs if that is more.
+    let mut torch = entry(storage, Class::Plain, case.q[3], case.kv_len).torch;
+    let mut slack = vec![0.0f64; law.lse.len()];
+    for stand_in in stand_ins(&gathered, storage, out_dtype) {
+        let Figures { relative, worst_row, .. } = figures(&stand_in.out, &law.out, case.head_dim_v);
+        torch.relative = torch.relative.max(relative);
+        torch.worst_row = torch.worst_row.max(worst_row);
+        for (slack, (got, law)) in slack.iter_mut().zip(stand_in.lse.iter().zip(&law.lse)) {
+            *slack = slack.max(if (got - law).is_finite() { 4.0 * (got - law).abs() } else { 0.0 });
+        }
+    }
+    // One draw of an error that hinges on a few scores says little of the next one: there the expected error counts as
+    // well, and the whole, being a matter of few rows, is judged by the factor of a row, 4 instead of 1.1.
+    let (expected, rows) = expected(&gathered, &law.out, storage);
+    torch.relative = torch.relative.max(expected.relative * if rows < 16.0 { 4.0 / 1.1 } else { 1.0 });
+    torch.worst_row = torch.worst_row.max(expected.worst_row);
+    check_within(&got, &law.out, case.head_dim_v, judged, &torch).map_err(|mismatch| format!("out: {mismatch}"))?;
+    if let Some(lse) = &buffers.lse {
+        let slack = (case.data == Data::Huge).then_some(&slack[..]);
+        check_lse(&lse.values(), &law.lse, storage, slack).map_err(|mismatch| format!("lse: {mismatch}"))?;
+    }
+    Ok(Ran::Bits(bits))
+}
+
+fn untouched(buffers: &Buffers) -> Result<(), crate::buffer::Damage> {
+    buffers.q.check_unchanged("q")?;
+    buffers.k.check_unchanged("k")?;
+    buffers.v.check_unchanged("v")?;
+    let optional = [("mask", &buffers.mask), ("sinks", &buffers.sinks), ("alibi_slopes", &buffers.alibi_slopes)];
+    for (name, buffer) in optional {
+        if let Some(buffer) = buffer {
+            buffer.check_unchanged(name)?;
+        }
+    }
+    buffers.out.check_padding("out")?;
+    buffers.lse.as_ref().map_or(Ok(()), |lse| lse.check_padding("lse"))
+}

@@ -1,0 +1,356 @@
+//! How far a result may lie from the law: design.md's rule, with torch's measured error as the yardstick.
+//!
+//! ```text
+//! |got − law| / |law|                                ≤ 1.1 · torch's + floor        over the whole output
+//! |got_r − law_r| / max(|law_r|, mean |law_r|)       ≤ 4 · torch's worst + floor    for each row r
+//! floor: f64 16·2⁻⁵², f32 2·2⁻²³, f16 2⁻¹⁴, bf16 2⁻¹¹
+//! |lse − law|                                        ≤ 1e-5 · (1 + |lse|)           (f64: 1e-12)
+//! ```
+//!
+//! Torch's figures come from `limits/limits.tsv`, written by `limits/generate.py` and never by hand. Of head_dim the
+//! nearest entry in log space counts. So it does of kv_len, but the entry of one key, where torch is exact, speaks only
+//! for one key. Non-finite values must match the law's, rounded to the dtype. Deliberately absent: any other number.
+
+use std::fmt;
+use std::sync::OnceLock;
+
+use rapt_core::DType;
+
+use crate::scalar::round;
+
+/// Classes of options that move torch's error.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Class {
+    /// N(0, 1) data, scale `1/sqrt(head_dim)`.
+    Plain,
+    /// Scores eight times as wide.
+    Large,
+    /// An additive N(0, 1) bias.
+    Bias,
+    /// softcap 2.
+    Softcap,
+    /// A sink logit per head.
+    Sinks,
+}
+
+impl Class {
+    /// Every class.
+    pub const ALL: [Class; 5] = [Class::Plain, Class::Large, Class::Bias, Class::Softcap, Class::Sinks];
+
+    fn name(self) -> &'static str {
+        match self {
+            Class::Plain => "plain",
+            Class::Large => "large",
+            Class::Bias => "bias",
+            Class::Softcap => "softcap",
+            Class::Sinks => "sinks",
+        }
+    }
+}
+
+/// A yardstick, or a measured error: relative L2 of the whole, and of the worst row.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Figures {
+    /// Over the whole output.
+    pub relative: f64,
+    /// Of the worst row, against its own norm or the mean row's if that is larger.
+    pub worst_row: f64,
+    /// Which row that is.
+    pub row: usize,
+}
+
+/// One line of the table.
+#[derive(Clone, Debug)]
+pub struct Entry {
+    dtype: DType,
+    class: &'static str,
+    /// The head_dim that was measured.
+    pub head_dim: usize,
+    /// The kv_len that was measured.
+    pub kv_len: usize,
+    /// The worse of torch's math and flash.
+    pub torch: Figures,
+    /// The torch formula with flash's roundings.
+    pub formula: Figures,
+}
+
+fn table() -> &'static [Entry] {
+    static TABLE: OnceLock<Vec<Entry>> = OnceLock::new();
+    TABLE.get_or_init(|| {
+        let lines = include_str!("../limits/limits.tsv").lines().filter(|line| !line.starts_with('#')).skip(1);
+        let entry = |line: &'static str| {
+            let fields: Vec<&'static str> = line.split('\t').collect();
+            let figures = |n: usize| Figures {
+                relative: fields[n].parse().expect("a figure"),
+                worst_row: fields[n + 1].parse().expect("a figure"),
+                row: 0,
+            };
+            Entry {
+                dtype: DType::from_name(fields[0]).expect("a dtype"),
+                class: fields[1],
+                head_dim: fields[2].parse().expect("a size"),
+                kv_len: fields[3].parse().expect("a size"),
+                torch: figures(4),
+                formula: figures(6),
+            }
+        };
+        lines.map(entry).collect()
+    })
+}
+
+/// The table's entry for these sizes.
+///
+/// # Panics
+/// If attention does not compute `dtype`.
+#[must_use]
+pub fn entry(dtype: DType, class: Class, head_dim: usize, kv_len: usize) -> &'static Entry {
+    let distance = |a: usize, b: usize| (a.max(1) as f64 / b.max(1) as f64).log2().abs();
+    table()
+        .iter()
+        .filter(|e| e.dtype == dtype && e.class == class.name() && (e.kv_len > 1 || kv_len <= 1))
+        .min_by(|a, b| {
+            let key = |e: &Entry| distance(e.head_dim, head_dim) + 100.0 * distance(e.kv_len, kv_len);
+            key(a).total_cmp(&key(b))
+        })
+        .unwrap_or_else(|| panic!("{dtype} has no limits"))
+}
+
+/// What is added to torch's error.
+#[must_use]
+pub fn floor(dtype: DType) -> f64 {
+    match dtype {
+        DType::F64 => 16.0 * f64::EPSILON,
+        DType::F32 => 2.0 * f64::from(f32::EPSILON),
+        DType::F16 => 2f64.powi(-14),
+        _ => 2f64.powi(-11),
+    }
+}
+
+/// A result that breaks the rule.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Mismatch {
+    /// Not as many elements as the law has.
+    Length {
+        /// Elements given.
+        got: usize,
+        /// Elements of the law.
+        law: usize,
+    },
+    /// One of the two is not finite and the other is not the same.
+    NonFinite {
+        /// The row.
+        row: usize,
+        /// The column; 0 for lse.
+        column: usize,
+        /// What was given.
+        got: f64,
+        /// What the law says.
+        law: f64,
+    },
+    /// The whole lies too far away.
+    Relative {
+        /// The error.
+        got: Figures,
+        /// What is allowed.
+        limit: f64,
+    },
+    /// One row lies too far away.
+    Row {
+        /// The error.
+        got: Figures,
+        /// What is allowed.
+        limit: f64,
+    },
+    /// One lse lies too far away.
+    Lse {
+        /// The row.
+        row: usize,
+        /// What was given.
+        got: f64,
+        /// What the law says.
+        law: f64,
+        /// What is allowed.
+        limit: f64,
+    },
+}
+
+impl fmt::Display for Mismatch {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Mismatch::Length { got, law } => write!(f, "{got} elements, the law has {law}"),
+            Mismatch::NonFinite { row, column, got, law } => {
+                write!(f, "row {row}, column {column} is {got}, the law says {law}")
+            }
+            Mismatch::Relative { got, limit } => write!(
+                f,
+                "relative L2 error {:.3e} exceeds {limit:.3e} (worst row {}: {:.3e})",
+                got.relative, got.row, got.worst_row
+            ),
+            Mismatch::Row { got, limit } => write!(
+                f,
+                "row {} has error {:.3e}, which exceeds {limit:.3e} (relative L2 of the whole {:.3e})",
+                got.row, got.worst_row, got.relative
+            ),
+            Mismatch::Lse { row, got, law, limit } => {
+                write!(f, "lse of row {row} is {got}, the law says {law}, allowed are {limit:.3e}")
+            }
+        }
+    }
+}
+
+/// Whether both are finite, both NaN, or the same infinity.
+fn same_kind(a: f64, b: f64) -> bool {
+    a == b || (a.is_finite() && b.is_finite()) || (a.is_nan() && b.is_nan())
+}
+
+/// The error of `got`. Elements that are not finite in `law` or in `got` do not count.
+#[must_use]
+pub fn figures(got: &[f64], law: &[f64], head_dim_v: usize) -> Figures {
+    let rows: Vec<(f64, f64)> = got
+        .chunks(head_dim_v.max(1))
+        .zip(law.chunks(head_dim_v.max(1)))
+        .map(|(got, law)| {
+            let finite = got.iter().zip(law).filter(|(got, law)| got.is_finite() && law.is_finite());
+            finite.fold((0.0, 0.0), |(error, norm), (got, law)| (error + (got - law).powi(2), norm + law * law))
+        })
+        .collect();
+    let ratio = |error: f64, norm: f64| if error == 0.0 { 0.0 } else { error / norm };
+    let (error, norm) = rows.iter().fold((0.0, 0.0), |sum, row| (sum.0 + row.0, sum.1 + row.1));
+    let mean = rows.iter().map(|row| row.1.sqrt()).sum::<f64>() / rows.len().max(1) as f64;
+    let mut figures = Figures { relative: ratio(error.sqrt(), norm.sqrt()), ..Figures::default() };
+    for (n, (error, norm)) in rows.into_iter().enumerate() {
+        let worst = ratio(error.sqrt(), norm.sqrt().max(mean));
+        if worst > figures.worst_row {
+            (figures.worst_row, figures.row) = (worst, n);
+        }
+    }
+    figures
+}
+
+/// Judges an output on N(0, 1) data by the table: `got` holds `rows` rows of `head_dim_v`.
+///
+/// # Errors
+/// [`Mismatch`].
+pub fn check(
+    got: &[f64],
+    law: &[f64],
+    rows: usize,
+    head_dim_v: usize,
+    dtype: DType,
+    head_dim: usize,
+    kv_len: usize,
+) -> Result<(), Mismatch> {
+    if law.len() != rows * head_dim_v {
+        return Err(Mismatch::Length { got: rows * head_dim_v, law: law.len() });
+    }
+    check_within(got, law, head_dim_v, dtype, &entry(dtype, Class::Plain, head_dim, kv_len).torch)
+}
+
+/// Judges an output by a yardstick: torch's own error `torch`, before factors and floor.
+///
+/// # Errors
+/// [`Mismatch`].
+pub fn check_within(
+    got: &[f64],
+    law: &[f64],
+    head_dim_v: usize,
+    dtype: DType,
+    torch: &Figures,
+) -> Result<(), Mismatch> {
+    if got.len() != law.len() {
+        return Err(Mismatch::Length { got: got.len(), law: law.len() });
+    }
+    for (n, (&got, &law)) in got.iter().zip(law).enumerate() {
+        let rounded = round(dtype, law);
+        if !same_kind(got, rounded) {
+            let head_dim_v = head_dim_v.max(1);
+            return Err(Mismatch::NonFinite { row: n / head_dim_v, column: n % head_dim_v, got, law });
+        }
+    }
+    let got = figures(got, law, head_dim_v);
+    let (whole, row) = (1.1 * torch.relative + floor(dtype), 4.0 * torch.worst_row + floor(dtype));
+    if got.relative > whole {
+        return Err(Mismatch::Relative { got, limit: whole });
+    }
+    if got.worst_row > row {
+        return Err(Mismatch::Row { got, limit: row });
+    }
+    Ok(())
+}
+
+/// Judges lse. `dtype` is the storage dtype; `slack`, per row, is what cancellation costs on extreme data.
+///
+/// # Errors
+/// [`Mismatch`].
+pub fn check_lse(got: &[f64], law: &[f64], dtype: DType, slack: Option<&[f64]>) -> Result<(), Mismatch> {
+    if got.len() != law.len() {
+        return Err(Mismatch::Length { got: got.len(), law: law.len() });
+    }
+    let unit = if dtype == DType::F64 { 1e-12 } else { 1e-5 };
+    for (row, (&got, &law)) in got.iter().zip(law).enumerate() {
+        let law = round(dtype.accumulation(), law);
+        if !same_kind(got, law) {
+            return Err(Mismatch::NonFinite { row, column: 0, got, law });
+        }
+        if !law.is_finite() {
+            continue;
+        }
+        let limit = unit * (1.0 + law.abs()) + slack.map_or(0.0, |slack| slack[row]);
+        if (got - law).abs() > limit {
+            return Err(Mismatch::Lse { row, got, law, limit });
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_dtype_and_class_was_measured() {
+        assert_eq!(table().len(), 4 * Class::ALL.len() * 7 * 4);
+        for (dtype, class) in rapt_core::COMPUTED.iter().flat_map(|d| Class::ALL.map(|class| (*d, class))) {
+            let near = entry(dtype, class, 70, 100);
+            assert_eq!((near.head_dim, near.kv_len), (64, 128));
+            assert_eq!(entry(dtype, class, 5000, 2).kv_len, 16);
+            assert_eq!(entry(dtype, class, 1, 1).kv_len, 1);
+            // A table that measured nothing, or something absurd, would judge nothing.
+            let unit = floor(dtype);
+            assert!(near.torch.relative > unit / 100.0 && near.torch.relative < 100.0 * unit, "{near:?}");
+        }
+    }
+
+    #[test]
+    fn the_rule_judges_the_whole_each_row_and_what_is_not_finite() {
+        let law = [1.0, 2.0, 3.0, 4.0, 0.0, 1e-3];
+        let torch = Figures { relative: 1e-6, worst_row: 1e-6, row: 0 };
+        let check = |got: &[f64]| check_within(got, &law, 2, DType::F32, &torch);
+        assert_eq!(check(&law), Ok(()));
+        let mut got = law;
+        got[0] += 1e-5;
+        assert!(matches!(check(&got), Err(Mismatch::Relative { .. })));
+        // The last row is small: its error counts against the mean row's norm, which is 2.4.
+        let mut got = law;
+        got[5] += 5e-6;
+        assert_eq!(check(&got), Ok(()));
+        let lax = Figures { relative: 1.0, ..torch };
+        let mut got = law;
+        got[3] += 1e-3;
+        let error = check_within(&got, &law, 2, DType::F32, &lax).unwrap_err();
+        assert!(error.to_string().starts_with("row 1 has error 2.000e-4"), "{error}");
+        got[4] = f64::NAN;
+        assert!(matches!(check(&got), Err(Mismatch::NonFinite { row: 2, column: 0, .. })));
+        assert!(matches!(check(&law[..4]), Err(Mismatch::Length { got: 4, law: 6 })));
+    }
+
+    #[test]
+    fn lse_is_judged_by_its_own_rule() {
+        let law = [f64::NEG_INFINITY, 10.0, f64::NAN];
+        assert_eq!(check_lse(&law, &law, DType::F32, None), Ok(()));
+        let off = |by: f64| check_lse(&[f64::NEG_INFINITY, 10.0 + by, f64::NAN], &law, DType::F32, None);
+        assert_eq!(off(1e-4), Ok(()));
+        assert!(matches!(off(1.2e-4), Err(Mismatch::Lse { row: 1, .. })));
+        assert!(matches!(check_lse(&[0.0; 3], &law, DType::F32, None), Err(Mismatch::NonFinite { row: 0, .. })));
+    }
+}

@@ -1,0 +1,294 @@
+//! `select` over a grid of requests and instruction sets, without a device: total, deterministic, bounded; and what
+//! `explain` says of four typical requests, word for word.
+//!
+//! The views lie on no memory: a spec asks for shapes and strides, never for elements. The texts lie in `snapshots/`;
+//! `RAPT_UPDATE_SNAPSHOTS=1` writes them anew.
+#![allow(missing_docs)]
+
+use std::collections::BTreeSet;
+use std::path::PathBuf;
+
+use rapt::{
+    Arch, Caps, Causal, DType, Device, Error, Extent, Kernel, Layout, MaskClass, Options, Plan, Shape, Spec, Strides,
+    View, Window, select,
+};
+
+const ARCHES: [Arch; 3] = [Arch::Scalar, Arch::Avx2, Arch::Avx512];
+const DTYPES: [DType; 4] = [DType::F64, DType::F32, DType::F16, DType::BF16];
+/// Most bytes of packed K and V per thread, whatever the length, for head_dim up to 4096.
+const PANEL_CAP: usize = 2 << 20;
+/// Rows of every explanation.
+const ROWS: [&str; 16] = [
+    "kernel",
+    "why",
+    "problem",
+    "positions",
+    "mask",
+    "accumulation",
+    "p is rounded",
+    "tiles",
+    "threads",
+    "flops",
+    "bytes read",
+    "bytes written",
+    "floor",
+    "bytes_copied",
+    "bytes_packed",
+    "workspace_bytes",
+];
+
+fn caps(arch: Arch, threads: usize) -> Caps {
+    Caps { arch, threads, clock_hz: None }
+}
+
+/// The instruction sets of the sweep that this build has kernels for.
+fn built() -> impl Iterator<Item = Arch> {
+    ARCHES.into_iter().filter(|&arch| arch == Arch::Scalar || cfg!(target_arch = "x86_64"))
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Request {
+    dtype: DType,
+    batch: usize,
+    kv_heads: usize,
+    group: usize,
+    q_len: usize,
+    kv_len: usize,
+    head_dim: usize,
+    head_dim_v: usize,
+    mask: Option<DType>,
+    options: Options,
+    walk: Walk,
+}
+
+/// How q, k and v lie.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Walk {
+    RowMajor,
+    /// The last two dimensions turned round in memory: inner stride ≠ 1.
+    Turned,
+    Negative,
+}
+
+impl Request {
+    fn plain(dtype: DType, [batch, heads, q_len, kv_len, head_dim]: [usize; 5]) -> Self {
+        Request {
+            dtype,
+            batch,
+            kv_heads: heads,
+            group: 1,
+            q_len,
+            kv_len,
+            head_dim,
+            head_dim_v: head_dim,
+            mask: None,
+            options: Options::default(),
+            walk: Walk::RowMajor,
+        }
+    }
+
+    fn spec(&self) -> Spec {
+        let of = |heads, len, dim| match self.options.layout {
+            Layout::Bhsd => Shape::from([self.batch, heads, len, dim]),
+            Layout::Bshd => Shape::from([self.batch, len, heads, dim]),
+        };
+        let heads = self.kv_heads * self.group;
+        let q = unread("q", self.dtype, of(heads, self.q_len, self.head_dim), self.walk);
+        let k = unread("k", self.dtype, of(self.kv_heads, self.kv_len, self.head_dim), self.walk);
+        let v = unread("v", self.dtype, of(self.kv_heads, self.kv_len, self.head_dim_v), self.walk);
+        let mask_shape = Shape::from([self.batch, heads, self.q_len, self.kv_len]);
+        let mask = self.mask.map(|dtype| unread("mask", dtype, mask_shape, Walk::RowMajor));
+        Spec::builder(&q, &k, &v, &self.options).mask(mask.as_ref()).return_lse(true).build().unwrap()
+    }
+}
+
+fn unread(tensor: &'static str, dtype: DType, shape: Shape, walk: Walk) -> View<'static> {
+    let mut strides: Vec<isize> = shape.contiguous().unwrap().to_vec();
+    let last = strides.len() - 1;
+    match walk {
+        Walk::RowMajor => {}
+        Walk::Turned => (strides[last - 1], strides[last]) = (1, shape[last - 1].max(1) as isize),
+        Walk::Negative => strides.iter_mut().for_each(|stride| *stride = -*stride),
+    }
+    let address = std::ptr::without_provenance(1 << 50);
+    let strides = Strides::new(&strides).unwrap();
+    // SAFETY: never read: only a spec is built from it.
+    unsafe { View::from_raw_parts(tensor, address, dtype, shape, strides, Device::Cpu, Extent::Declared) }.unwrap()
+}
+
+/// Every combination of the axes, each axis thinned to what changes a choice.
+fn grid() -> Vec<Request> {
+    let lengths = [(1, 1), (1, 4096), (3, 700), (8, 64), (77, 77), (1024, 1024), (300, 0), (0, 5), (4096, 131_072)];
+    let heads = [(1, 1), (2, 4), (3, 1), (1, 12)];
+    let dims = [(1, 1), (64, 64), (40, 72), (128, 128), (257, 3), (4096, 4096)];
+    let positions = [
+        (None, None, None),
+        (Some(Causal::TopLeft), None, None),
+        (Some(Causal::BottomRight), Some(16), Some(0)),
+        (None, None, Some(3)),
+    ];
+    // Masks run along with how the values lie, so that the grid stays small.
+    let layouts = [
+        (Layout::Bhsd, Walk::RowMajor, false, false),
+        (Layout::Bshd, Walk::RowMajor, true, false),
+        (Layout::Bhsd, Walk::Turned, false, true),
+        (Layout::Bhsd, Walk::Negative, false, false),
+    ];
+    let mut all = Vec::new();
+    for dtype in DTYPES {
+        for (q_len, kv_len) in lengths {
+            for (kv_heads, group) in heads {
+                for (head_dim, head_dim_v) in dims {
+                    for (causal, left, right) in positions {
+                        for (layout, walk, boolean, additive) in layouts {
+                            let window = Window { left, right };
+                            let options = Options { causal, window, layout, ..Options::default() };
+                            let plain = Request::plain(dtype, [2, kv_heads, q_len, kv_len, head_dim]);
+                            let mask = boolean.then_some(DType::Bool).or(additive.then_some(dtype));
+                            all.push(Request { group, head_dim_v, mask, options, walk, ..plain });
+                        }
+                    }
+                }
+            }
+        }
+    }
+    all
+}
+
+/// What must hold of every plan.
+fn check(request: &Request, plan: &Plan, arch: Arch, threads: usize) {
+    let size = request.dtype.accumulation().size_bytes();
+    assert_eq!(plan.cost.bytes_copied, 0, "{request:?}");
+    assert_eq!((plan.key.arch, plan.key.storage), (arch, request.dtype));
+    assert!(plan.threads >= 1 && plan.threads <= threads, "{request:?}: {} threads", plan.threads);
+    assert!(plan.cost.flops.is_finite() && plan.cost.floor_cycles >= 0.0);
+    let mask = match request.mask {
+        None => MaskClass::None,
+        Some(DType::Bool) => MaskClass::Bool,
+        Some(_) => MaskClass::Additive,
+    };
+    assert_eq!(plan.key.mask, mask);
+    let rows = plan.explain().rows();
+    for name in ROWS {
+        assert!(rows.iter().any(|(row, text)| *row == name && !text.is_empty()), "{name} is missing: {rows:?}");
+    }
+    let is_empty = request.kv_len == 0 || request.q_len == 0;
+    assert_eq!(plan.key.kernel == Kernel::Empty, is_empty, "{request:?}");
+    if is_empty {
+        assert_eq!(plan.workspace_bytes, 0);
+        return;
+    }
+    assert!(plan.block_m >= 1 && plan.block_n >= 1 && plan.items >= 1 && plan.num_splits >= 1);
+    let panel = plan.cost.bytes_packed.div_ceil(plan.threads);
+    assert!(panel <= PANEL_CAP, "{request:?} on {arch:?}: {panel} bytes of panels per thread");
+    // Decode keeps one partial row per chunk of keys; everything else is scratch per thread, whatever the lengths.
+    let partials = if plan.key.kernel == Kernel::Decode {
+        let rows = request.batch * request.kv_heads * request.group * request.q_len;
+        rows * plan.num_splits * (request.head_dim_v + 17) * size
+    } else {
+        0
+    };
+    let scratch = plan.workspace_bytes.saturating_sub(partials).div_ceil(plan.threads);
+    assert!(scratch <= 4 << 20, "{request:?} on {arch:?}: {scratch} bytes of scratch per thread");
+}
+
+/// What the bits of a row depend on, besides its own values.
+fn cut_of_keys(plan: &Plan) -> (Kernel, usize, usize) {
+    (plan.key.kernel, plan.block_n, plan.num_splits)
+}
+
+#[test]
+fn select_is_total_deterministic_and_bounded() {
+    let mut kernels = BTreeSet::new();
+    for request in grid() {
+        let spec = request.spec();
+        for arch in built() {
+            let alone = select(&spec, &caps(arch, 1)).unwrap();
+            assert_eq!(alone, select(&spec, &caps(arch, 1)).unwrap(), "{request:?}: the same twice");
+            check(&request, &alone, arch, 1);
+            kernels.insert(alone.key.kernel.name());
+            for threads in [7, 64] {
+                let plan = select(&spec, &caps(arch, threads)).unwrap();
+                check(&request, &plan, arch, threads);
+                assert_eq!(cut_of_keys(&plan), cut_of_keys(&alone), "{request:?}: depends on {threads} threads");
+            }
+        }
+    }
+    assert_eq!(kernels.into_iter().collect::<Vec<_>>(), ["decode", "empty", "forward"]);
+}
+
+#[test]
+fn the_cut_of_the_keys_forgets_batch_heads_and_how_the_values_lie() {
+    for arch in built() {
+        for dtype in DTYPES {
+            for (q_len, kv_len) in [(1, 4096), (77, 77), (1024, 3000)] {
+                let one = Request::plain(dtype, [1, 1, q_len, kv_len, 64]);
+                let cut = |request: &Request| cut_of_keys(&select(&request.spec(), &caps(arch, 8)).unwrap());
+                let bshd = Options { layout: Layout::Bshd, ..one.options };
+                for other in [
+                    Request { batch: 9, kv_heads: 5, ..one },
+                    Request { walk: Walk::Turned, ..one },
+                    Request { walk: Walk::Negative, ..one },
+                    Request { options: bshd, ..one },
+                ] {
+                    assert_eq!(cut(&other), cut(&one), "{other:?} on {arch:?}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn few_rows_per_key_head_are_decoded() {
+    let cases = [(1, 1, "decode"), (8, 1, "decode"), (9, 1, "forward"), (2, 4, "decode"), (1, 9, "forward")];
+    for (group, q_len, expect) in cases {
+        let request = Request { group, ..Request::plain(DType::F32, [1, 2, q_len, 2048, 64]) };
+        let plan = select(&request.spec(), &caps(Arch::Scalar, 4)).unwrap();
+        assert_eq!(plan.key.kernel.name(), expect, "group {group}, q_len {q_len}");
+    }
+}
+
+#[test]
+fn what_a_build_lacks_is_refused_with_what_to_do_instead() {
+    let spec = Request::plain(DType::F32, [1, 1, 16, 16, 64]).spec();
+    let missing = if cfg!(target_arch = "x86_64") { Arch::Neon } else { Arch::Avx512 };
+    match select(&spec, &caps(missing, 1)).unwrap_err() {
+        Error::Unsupported { what, instead, .. } => {
+            assert!(what.contains(missing.name()) && instead.contains("RAPT_ISA"), "{what} {instead}");
+        }
+        other => panic!("{other}"),
+    }
+}
+
+/// Compares `text` with the file of this name.
+fn snapshot(name: &str, text: &str) {
+    let path = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/snapshots").join(format!("{name}.txt"));
+    if std::env::var("RAPT_UPDATE_SNAPSHOTS").as_deref() == Ok("1") {
+        std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+        std::fs::write(&path, text).unwrap();
+    }
+    let held = std::fs::read_to_string(&path).unwrap_or_default();
+    assert_eq!(held, text, "{} differs; RAPT_UPDATE_SNAPSHOTS=1 writes it anew", path.display());
+}
+
+#[test]
+#[cfg(target_arch = "x86_64")]
+fn explain_says_word_for_word() {
+    let causal = Options::default().with_causal(Causal::TopLeft);
+    let windowed = causal.with_window(Some(255), None).with_softcap(30.0);
+    let padded = Request::plain(DType::F32, [8, 12, 77, 77, 32]);
+    let token = Request::plain(DType::BF16, [1, 8, 1, 8192, 128]);
+    let prefill = Request::plain(DType::F16, [1, 24, 1024, 1024, 128]);
+    let double = Request::plain(DType::F64, [2, 3, 33, 50, 24]);
+    let typical = [
+        ("encoder_padding_mask", Request { mask: Some(DType::Bool), ..padded }),
+        ("decode_grouped", Request { group: 4, ..token }),
+        ("prefill_causal_window", Request { options: windowed, ..prefill }),
+        ("turned_double", Request { walk: Walk::Turned, head_dim_v: 40, ..double }),
+    ];
+    for (name, request) in typical {
+        let caps = Caps { arch: Arch::Avx2, threads: 4, clock_hz: Some(3.0e9) };
+        let plan = select(&request.spec(), &caps).unwrap();
+        snapshot(name, &plan.explain().to_string());
+    }
+}

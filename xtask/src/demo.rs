@@ -1,0 +1,44 @@
+//! The main job: a real model's attention is Rapt's, and the account of it.
+
+use crate::args::Args;
+use crate::metadata::{Workspace, root};
+use crate::python::{BUILD_REQUIREMENTS, Venv};
+use crate::shell::{Outcome, show, step};
+
+pub(crate) const HELP: &str = "\
+cargo xtask demo [--offline] [--no-torch]
+
+Embeds real sentences with a real model, stock PyTorch against Rapt, and prints the account.
+
+Makes .venv, installs what demo/requirements*.txt pins, builds and installs the wheel, runs demo/demo.py.
+  --offline    reuse the .venv that is there; nothing is fetched
+  --no-torch   show the numpy door alone; torch is not installed
+Ends with the demo's exit code: non-zero if Rapt is less exact than stock or did not serve every call.";
+
+const NUMPY: &str = "demo/requirements-numpy.txt";
+const TORCH: &str = "demo/requirements-torch.txt";
+
+pub(crate) fn run(mut args: Args) -> Outcome {
+    let (offline, no_torch) = (args.flag("--offline"), args.flag("--no-torch"));
+    args.finish(HELP)?;
+    let mut files = vec![BUILD_REQUIREMENTS, NUMPY];
+    if !no_torch {
+        files.push(TORCH);
+    }
+    let venv = if offline { Venv::existing(".venv")? } else { Venv::at(".venv")? };
+    if offline {
+        venv.assume(&files)?;
+    } else {
+        venv.require(&files, None)?;
+    }
+    let wheel = venv.build_wheel(&Workspace::load()?.target, offline)?;
+    venv.install(&wheel)?;
+    step("run demo/demo.py", || {
+        let mut demo = venv.python([]);
+        demo.arg(root().join("demo/demo.py"));
+        if no_torch {
+            demo.arg("--no-torch");
+        }
+        show(&mut demo)
+    })
+}

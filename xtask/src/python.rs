@@ -1,0 +1,233 @@
+//! Python: finding one, virtual environments, what is installed in them, and building the wheel.
+//!
+//! An environment remembers what it holds: beside it lies one stamp for each requirements file, with that file's text.
+//! A stamp that equals its file means that pip need not run.
+
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use crate::metadata::root;
+use crate::shell::{Failure, Outcome, capture, command, read, show, step, write};
+
+/// The oldest Python that the wheel supports: `abi3-py310`.
+const OLDEST: (u32, u32) = (3, 10);
+
+/// Names under which a Python may be found, in the order in which they are tried.
+const CANDIDATES: [&str; 7] =
+    ["python3", "python", "python3.14", "python3.13", "python3.12", "python3.11", "python3.10"];
+
+/// Where the wheel's crate lies, below the root.
+pub(crate) const BINDING: &str = "bindings/python";
+
+/// What builds the wheel: pinned, because its output is checked.
+pub(crate) const BUILD_REQUIREMENTS: &str = "xtask/requirements/build.txt";
+
+/// The first Python on the path that is new enough and can make a virtual environment.
+fn find() -> Result<(&'static str, (u32, u32)), Failure> {
+    const PROBE: &str = "import sys, venv, ensurepip; print('%d.%d' % sys.version_info[:2])";
+    let mut tried = Vec::new();
+    for name in CANDIDATES {
+        match Command::new(name).args(["-c", PROBE]).output() {
+            Ok(output) if output.status.success() => match version(&String::from_utf8_lossy(&output.stdout)) {
+                Some(found) if found >= OLDEST => return Ok((name, found)),
+                Some((major, minor)) => tried.push(format!("{name} is {major}.{minor}")),
+                None => tried.push(format!("{name} names no version")),
+            },
+            Ok(output) => {
+                let text = String::from_utf8_lossy(&output.stderr);
+                tried.push(format!("{name}: {}", text.lines().last().unwrap_or("ended with a failure")));
+            }
+            Err(_) => tried.push(format!("{name} is not there")),
+        }
+    }
+    let (major, minor) = OLDEST;
+    Err(Failure::NoPython(format!(
+        "no Python ≥ {major}.{minor} with venv and pip ({}). On Debian and Ubuntu: apt-get install python3-venv",
+        tried.join("; ")
+    )))
+}
+
+fn version(text: &str) -> Option<(u32, u32)> {
+    let (major, minor) = text.trim().split_once('.')?;
+    Some((major.parse().ok()?, minor.parse().ok()?))
+}
+
+/// A virtual environment below the root.
+pub(crate) struct Venv {
+    folder: PathBuf,
+}
+
+impl Venv {
+    /// The environment in `name`, which must be there.
+    pub(crate) fn existing(name: &str) -> Result<Self, Failure> {
+        let venv = Venv { folder: root().join(name) };
+        if venv.works() {
+            return Ok(venv);
+        }
+        Err(Failure::Check(format!(
+            "--offline reuses {name}, and there is none that works: run `cargo xtask demo` once with a network"
+        )))
+    }
+
+    /// The environment in `name`, made if it is not there.
+    pub(crate) fn at(name: &str) -> Result<Self, Failure> {
+        let venv = Venv { folder: root().join(name) };
+        if venv.works() {
+            println!("── {name} is there");
+            return Ok(venv);
+        }
+        let (python, (major, minor)) = find()?;
+        step(&format!("make {name} with {python} ({major}.{minor})"), || {
+            // --clear: what is there does not work, such as an environment whose Python was removed.
+            show(command(python, ["-m", "venv", "--clear"]).arg(&venv.folder))
+        })?;
+        Ok(venv)
+    }
+
+    fn works(&self) -> bool {
+        capture_quietly(self.python(["-c", "import pip"])).is_some()
+    }
+
+    fn programs(&self) -> PathBuf {
+        self.folder.join(if cfg!(windows) { "Scripts" } else { "bin" })
+    }
+
+    /// A command of this environment's Python. The environment's programs come first on its path, and no source tree
+    /// does: `PYTHONPATH` is removed.
+    pub(crate) fn python<const N: usize>(&self, args: [&str; N]) -> Command {
+        let mut command = command(self.programs().join("python"), args);
+        let path = std::env::var_os("PATH").unwrap_or_default();
+        let folders = std::iter::once(self.programs()).chain(std::env::split_paths(&path));
+        // A path that cannot be joined (a folder with a separator in its name) stays as it was.
+        command.env("PATH", std::env::join_paths(folders).unwrap_or_else(|_| OsString::from(&path)));
+        command.env("VIRTUAL_ENV", &self.folder).env_remove("PYTHONPATH").env_remove("PYTHONHOME");
+        command
+    }
+
+    fn stamp(&self, file: &str) -> PathBuf {
+        self.folder.join(format!("{}.installed", file.replace('/', "-")))
+    }
+
+    /// Installs requirements files (paths below the root), if one of them has changed since.
+    /// `more` is a requirement of the command line.
+    pub(crate) fn require(&self, files: &[&str], more: Option<&str>) -> Outcome {
+        let mut wanted: Vec<(PathBuf, String)> = Vec::new();
+        for file in files {
+            wanted.push((self.stamp(file), read(&root().join(file))?));
+        }
+        if let Some(more) = more {
+            wanted.push((self.stamp("more"), more.to_owned()));
+        }
+        let is_current =
+            |(stamp, text): &(PathBuf, String)| std::fs::read_to_string(stamp).is_ok_and(|was| was == *text);
+        if wanted.iter().all(is_current) {
+            println!("── requirements unchanged: pip not run");
+            return Ok(());
+        }
+        step(&format!("pip install {}", files.join(" ")), || {
+            for (stamp, _) in &wanted {
+                // Gone before pip runs: an installation that is cut short must not look complete.
+                match std::fs::remove_file(stamp) {
+                    Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+                        return Err(Failure::file(stamp)(error));
+                    }
+                    _ => {}
+                }
+            }
+            let mut pip = self.python(["-m", "pip", "install", "--quiet", "--disable-pip-version-check"]);
+            for file in files {
+                pip.arg("-r").arg(root().join(file));
+            }
+            show(pip.args(more))
+        })?;
+        wanted.iter().try_for_each(|(stamp, text)| write(stamp, text))
+    }
+
+    /// Refuses if one of the requirements files was never installed; says so if one has changed since.
+    pub(crate) fn assume(&self, files: &[&str]) -> Outcome {
+        for file in files {
+            match std::fs::read_to_string(self.stamp(file)) {
+                Ok(text) if text == read(&root().join(file))? => {}
+                Ok(_) => println!("── note: {file} has changed since it was installed"),
+                Err(_) => {
+                    return Err(Failure::Check(format!(
+                        "--offline: {} does not hold {file}: run the same command once with a network, without --offline",
+                        self.folder.display()
+                    )));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Builds the wheel (release) into `target/wheels` and gives its path.
+    ///
+    /// On Linux with zig as the linker: Rust's standard library binds to the newest symbols that the C library at hand
+    /// offers, so that a wheel built on Debian 12 asks for glibc 2.34; zig carries the symbol lists of older ones.
+    pub(crate) fn build_wheel(&self, target: &Path, offline: bool) -> Result<PathBuf, Failure> {
+        let folder = target.join("wheels");
+        step("build the wheel", || {
+            for old in wheels(&folder) {
+                std::fs::remove_file(&old).map_err(Failure::file(&old))?;
+            }
+            let mut maturin = self.python(["-m", "maturin", "build", "--release", "--manifest-path"]);
+            maturin.arg(root().join(BINDING).join("Cargo.toml")).arg("--out").arg(&folder).current_dir(root());
+            if cfg!(all(target_os = "linux", target_env = "gnu")) {
+                let platform = format!("{}-unknown-linux-gnu", std::env::consts::ARCH);
+                maturin.args(["--zig", "--compatibility", "manylinux_2_28", "--target", &platform]);
+            }
+            if offline {
+                maturin.env("CARGO_NET_OFFLINE", "true");
+            }
+            show(&mut maturin)
+        })?;
+        match wheels(&folder).as_slice() {
+            [wheel] => Ok(wheel.clone()),
+            found => Err(Failure::Check(format!("{} holds {} wheels, not one", folder.display(), found.len()))),
+        }
+    }
+
+    /// Installs the wheel over whatever version is there, and makes sure that it is what `import rapt` finds.
+    pub(crate) fn install(&self, wheel: &Path) -> Outcome {
+        step("install the wheel", || {
+            let mut pip = self.python(["-m", "pip", "install", "--quiet", "--disable-pip-version-check"]);
+            show(pip.args(["--no-index", "--force-reinstall", "--no-deps"]).arg(wheel))?;
+            let print = "import rapt; print(rapt.__file__)";
+            let found = capture(self.python(["-c", print]).current_dir(&self.folder))?;
+            // Both resolved: the folder may have been reached through a link.
+            let inside = |path: &Path| std::fs::canonicalize(path).map_err(Failure::file(path));
+            if inside(Path::new(found.trim()))?.starts_with(inside(&self.folder)?) {
+                return Ok(());
+            }
+            Err(Failure::Check(format!("`import rapt` finds {}, not the installed wheel", found.trim())))
+        })
+    }
+}
+
+fn wheels(folder: &Path) -> Vec<PathBuf> {
+    let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
+    entries.map(|entry| entry.path()).filter(|path| path.extension().is_some_and(|end| end == "whl")).collect()
+}
+
+fn capture_quietly(mut command: Command) -> Option<()> {
+    command.output().ok().filter(|output| output.status.success()).map(|_| ())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn versions_are_read() {
+        assert_eq!(version("3.10\n"), Some((3, 10)));
+        assert!(version("3.9").unwrap() < OLDEST);
+        assert_eq!(version("three"), None);
+    }
+
+    #[test]
+    fn offline_without_an_environment_is_refused_and_says_the_mend() {
+        let Err(failure) = Venv::existing("target/no-such-environment") else { panic!("must be refused") };
+        assert!(failure.to_string().contains("cargo xtask demo"), "{failure}");
+    }
+}

@@ -1,0 +1,140 @@
+//! Running programs, and the ways in which that fails.
+
+use std::ffi::OsStr;
+use std::fmt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Instant;
+
+/// Why a command of xtask ended early.
+#[derive(Debug)]
+pub(crate) enum Failure {
+    /// The command line was wrong.
+    Usage(String),
+    /// No Python that Rapt can use; the text says what was tried.
+    NoPython(String),
+    /// A program could not be started.
+    NotStarted { program: String, error: std::io::Error },
+    /// A program ended with a failure.
+    Ended { program: String, code: Option<i32> },
+    /// A file could not be read or written.
+    File { path: PathBuf, error: std::io::Error },
+    /// A check found something; the text lists what.
+    Check(String),
+}
+
+pub(crate) type Outcome = Result<(), Failure>;
+
+impl Failure {
+    /// The exit code to leave with: that of the program that failed, where there is one.
+    pub(crate) fn exit_code(&self) -> u8 {
+        match self {
+            Failure::Usage(_) => 2,
+            Failure::Ended { code: Some(code), .. } => u8::try_from(*code).ok().filter(|code| *code != 0).unwrap_or(1),
+            _ => 1,
+        }
+    }
+
+    pub(crate) fn file(path: &Path) -> impl FnOnce(std::io::Error) -> Failure + '_ {
+        move |error| Failure::File { path: path.to_owned(), error }
+    }
+}
+
+impl fmt::Display for Failure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Failure::Usage(text) | Failure::NoPython(text) | Failure::Check(text) => f.write_str(text),
+            Failure::NotStarted { program, error } => write!(f, "could not start `{program}`: {error}"),
+            Failure::Ended { program, code: Some(code) } => write!(f, "`{program}` ended with exit code {code}"),
+            Failure::Ended { program, code: None } => write!(f, "`{program}` was ended by a signal"),
+            Failure::File { path, error } => write!(f, "{}: {error}", path.display()),
+        }
+    }
+}
+
+/// A command of `program` with `args`, to be completed by the caller.
+pub(crate) fn command<S: AsRef<OsStr>>(program: impl AsRef<OsStr>, args: impl IntoIterator<Item = S>) -> Command {
+    let mut command = Command::new(program);
+    command.args(args);
+    command
+}
+
+/// A command of the cargo that runs xtask.
+pub(crate) fn cargo<S: AsRef<OsStr>>(args: impl IntoIterator<Item = S>) -> Command {
+    command(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()), args)
+}
+
+fn name(command: &Command) -> String {
+    let program = Path::new(command.get_program()).file_name().unwrap_or(command.get_program());
+    let mut line = program.to_string_lossy().into_owned();
+    for word in command.get_args().take(4) {
+        line.push(' ');
+        line.push_str(&word.to_string_lossy());
+    }
+    line
+}
+
+/// Runs a command with its output in view.
+pub(crate) fn show(command: &mut Command) -> Outcome {
+    let program = name(command);
+    match command.status() {
+        Ok(status) if status.success() => Ok(()),
+        Ok(status) => Err(Failure::Ended { program, code: status.code() }),
+        Err(error) => Err(Failure::NotStarted { program, error }),
+    }
+}
+
+/// Runs a command and gives its standard output; its errors are shown only if it fails.
+pub(crate) fn capture(command: &mut Command) -> Result<String, Failure> {
+    let program = name(command);
+    match command.output() {
+        Ok(output) if output.status.success() => Ok(String::from_utf8_lossy(&output.stdout).into_owned()),
+        Ok(output) => {
+            eprint!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+            Err(Failure::Ended { program, code: output.status.code() })
+        }
+        Err(error) => Err(Failure::NotStarted { program, error }),
+    }
+}
+
+/// Runs a step under one printed line that says what it does and, after it, how long it took.
+pub(crate) fn step<T>(what: &str, run: impl FnOnce() -> Result<T, Failure>) -> Result<T, Failure> {
+    println!("── {what}");
+    let start = Instant::now();
+    let result = run();
+    let seconds = start.elapsed().as_secs_f64();
+    if result.is_ok() {
+        println!("── {what}: done in {seconds:.1} s");
+    } else {
+        println!("── {what}: FAILED after {seconds:.1} s");
+    }
+    result
+}
+
+pub(crate) fn read(path: &Path) -> Result<String, Failure> {
+    std::fs::read_to_string(path).map_err(Failure::file(path))
+}
+
+pub(crate) fn write(path: &Path, text: &str) -> Outcome {
+    std::fs::write(path, text).map_err(Failure::file(path))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_exit_code_is_that_of_the_program_and_never_zero() {
+        let ended = |code| Failure::Ended { program: "p".to_owned(), code };
+        assert_eq!(ended(Some(3)).exit_code(), 3);
+        assert_eq!(ended(Some(256)).exit_code(), 1);
+        assert_eq!(ended(None).exit_code(), 1);
+        assert_eq!(Failure::Usage(String::new()).exit_code(), 2);
+    }
+
+    #[test]
+    fn a_program_that_is_not_there_is_named() {
+        let failure = show(&mut command("rapt-no-such-program", ["x"])).unwrap_err();
+        assert!(failure.to_string().contains("rapt-no-such-program"), "{failure}");
+    }
+}

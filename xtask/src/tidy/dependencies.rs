@@ -1,0 +1,98 @@
+//! Who may depend on whom: `rapt-core ← backends ← rapt-attention ← {bindings, cli}`.
+
+use super::Finding;
+use crate::metadata::{Kind, Workspace};
+
+const CORE: &str = "rapt-core";
+const FACADE: &str = "rapt-attention";
+const TESTKIT: &str = "rapt-testkit";
+/// What lies between core and façade. The reference is the law, not a backend, but sits at the same height.
+const MIDDLE: [&str; 7] =
+    ["rapt-reference", "rapt-layout", "rapt-quant", "rapt-cpu", "rapt-cuda", "rapt-wgpu", "rapt-graph"];
+/// What only converts at the edge, or only serves development.
+const DOORS: [&str; 3] = ["rapt-python", "rapt-c", "rapt-cli"];
+/// Foreign crates that speak Python or DLPack: bindings only.
+const OF_BINDINGS: [&str; 4] = ["pyo3", "numpy", "dlpark", "dlpack"];
+
+pub(super) fn check(workspace: &Workspace) -> Vec<Finding> {
+    let mut findings = Vec::new();
+    for package in workspace.members() {
+        for (to, kind) in &package.declared {
+            let refusal = refused(&package.name, to, *kind);
+            findings.extend(refusal.map(|why| Finding::new(package.name.clone(), format!("depends on {to}: {why}"))));
+        }
+    }
+    findings
+}
+
+/// Why `from` may not depend on `to`, if it may not.
+fn refused(from: &str, to: &str, kind: Kind) -> Option<&'static str> {
+    if OF_BINDINGS.iter().any(|name| to == *name || to.starts_with(&format!("{name}-"))) {
+        return (!["rapt-python", "rapt-c"].contains(&from)).then_some("only bindings know Python and DLPack");
+    }
+    if !to.starts_with("rapt-") {
+        return None;
+    }
+    if to == TESTKIT {
+        // The command line's self-test and xtask's tables need no testkit either: it holds generators for tests.
+        return (kind != Kind::Dev).then_some("the testkit is a dev-dependency only");
+    }
+    if kind == Kind::Dev || from == TESTKIT || from == "xtask" {
+        // Tests may look across: every backend is judged by the reference.
+        return None;
+    }
+    match from {
+        CORE => Some("core depends on no crate of Rapt"),
+        _ if MIDDLE.contains(&from) => (to != CORE).then_some("backends see core only, never each other"),
+        FACADE => (to != CORE && !MIDDLE.contains(&to)).then_some("the façade stands below the doors"),
+        // Doors reach the backends through the façade, which alone chooses one.
+        _ if DOORS.contains(&from) => {
+            (![CORE, FACADE].contains(&to)).then_some("doors go through rapt-attention, the one place that chooses")
+        }
+        _ => Some("this crate has no place in the rule: give it one in xtask/src/tidy/dependencies.rs"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_rule_fires() {
+        for (from, to, kind) in [
+            ("rapt-core", "rapt-cpu", Kind::Normal),
+            ("rapt-cpu", "rapt-reference", Kind::Normal),
+            ("rapt-cpu", "rapt-attention", Kind::Normal),
+            ("rapt-cpu", "rapt-cuda", Kind::Build),
+            ("rapt-attention", "rapt-cli", Kind::Normal),
+            ("rapt-attention", "rapt-testkit", Kind::Normal),
+            ("rapt-cli", "rapt-testkit", Kind::Build),
+            ("rapt-python", "rapt-cpu", Kind::Normal),
+            ("rapt-cli", "rapt-reference", Kind::Normal),
+            ("rapt-surprise", "rapt-core", Kind::Normal),
+            ("rapt-core", "pyo3", Kind::Normal),
+            ("rapt-cli", "pyo3-ffi", Kind::Normal),
+            ("rapt-cpu", "numpy", Kind::Dev),
+        ] {
+            assert!(refused(from, to, kind).is_some(), "{from} -> {to} {kind:?}");
+        }
+    }
+
+    #[test]
+    fn what_the_design_allows_passes() {
+        for (from, to, kind) in [
+            ("rapt-cpu", "rapt-core", Kind::Normal),
+            ("rapt-cpu", "rapt-reference", Kind::Dev),
+            ("rapt-cpu", "rapt-testkit", Kind::Dev),
+            ("rapt-attention", "rapt-reference", Kind::Normal),
+            ("rapt-attention", "rapt-cpu", Kind::Normal),
+            ("rapt-python", "rapt-attention", Kind::Normal),
+            ("rapt-python", "rapt-core", Kind::Normal),
+            ("rapt-python", "pyo3", Kind::Normal),
+            ("rapt-testkit", "rapt-reference", Kind::Normal),
+            ("rapt-core", "half", Kind::Normal),
+        ] {
+            assert_eq!(refused(from, to, kind), None, "{from} -> {to} {kind:?}");
+        }
+    }
+}

@@ -1,0 +1,168 @@
+//! The wheel: one for every Python, torch and CUDA, and proof of it.
+
+use std::path::{Path, PathBuf};
+
+use crate::args::Args;
+use crate::elf;
+use crate::metadata::Workspace;
+use crate::python::{BUILD_REQUIREMENTS, Venv};
+use crate::shell::{Failure, Outcome, show, step};
+
+pub(crate) const HELP: &str = "\
+cargo xtask wheel
+
+Builds the wheel into target/wheels and checks what it asks of the system that loads it.
+
+Checked: the abi3 tag, manylinux_2_28 or older and no symbol newer than glibc 2.28, no library needed but the C
+library's (no libtorch, no libpython), the licences and those of third parties inside, stubs and py.typed inside.";
+
+/// The newest glibc that the wheel may ask for: Debian 10, RHEL 8, Ubuntu 18.10.
+const NEWEST_GLIBC: (u32, u32) = (2, 28);
+
+/// Libraries that every glibc system has under these names.
+const SYSTEM: [&str; 8] = [
+    "libc.so.6",
+    "libm.so.6",
+    "libdl.so.2",
+    "librt.so.1",
+    "libpthread.so.0",
+    "libgcc_s.so.1",
+    "ld-linux-x86-64.so.2",
+    "ld-linux-aarch64.so.1",
+];
+
+/// Ends of names that must be in the wheel.
+const CONTENTS: [&str; 5] =
+    ["/LICENSE-MIT", "/LICENSE-APACHE", "/THIRD-PARTY-LICENSES.md", "rapt/py.typed", "rapt/__init__.pyi"];
+
+pub(crate) fn run(args: Args) -> Outcome {
+    args.finish(HELP)?;
+    let venv = Venv::at(".venv")?;
+    venv.require(&[BUILD_REQUIREMENTS], None)?;
+    let wheel = venv.build_wheel(&Workspace::load()?.target, false)?;
+    check(&venv, &wheel)?;
+    println!("{}", wheel.display());
+    Ok(())
+}
+
+/// Unpacks a wheel beside itself and checks name, contents and needs.
+pub(crate) fn check(venv: &Venv, wheel: &Path) -> Outcome {
+    step("check the wheel", || {
+        let folder = wheel.with_extension("unpacked");
+        if folder.exists() {
+            std::fs::remove_dir_all(&folder).map_err(Failure::file(&folder))?;
+        }
+        show(venv.python(["-m", "zipfile", "-e"]).arg(wheel).arg(&folder))?;
+        let mut names = Vec::new();
+        list(&folder, &folder, &mut names).map_err(Failure::file(&folder))?;
+        let file = wheel.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        let mut wrong = wrong_tags(&file);
+        wrong.extend(missing(&names));
+        for name in names.iter().filter(|name| name.ends_with(".so")) {
+            let path = folder.join(name);
+            let bytes = std::fs::read(&path).map_err(Failure::file(&path))?;
+            let needs = elf::needs(&bytes);
+            wrong.extend(wrong_needs(name, needs.as_ref()));
+            if let Some((major, minor)) = needs.as_ref().and_then(elf::Needs::glibc) {
+                println!("{name}: {} bytes, glibc {major}.{minor}", bytes.len());
+            }
+        }
+        std::fs::remove_dir_all(&folder).map_err(Failure::file(&folder))?;
+        if wrong.is_empty() { Ok(()) } else { Err(Failure::Check(format!("{file}:\n  {}", wrong.join("\n  ")))) }
+    })
+}
+
+fn list(folder: &Path, below: &Path, names: &mut Vec<String>) -> std::io::Result<()> {
+    for entry in std::fs::read_dir(folder)? {
+        let path: PathBuf = entry?.path();
+        if path.is_dir() {
+            list(&path, below, names)?;
+        } else if let Ok(name) = path.strip_prefix(below) {
+            names.push(name.to_string_lossy().replace('\\', "/"));
+        }
+    }
+    Ok(())
+}
+
+/// A wheel's name is `distribution-version-python-abi-platform.whl`; platforms may be several, parted by dots.
+fn wrong_tags(file: &str) -> Vec<String> {
+    let parts: Vec<&str> = file.trim_end_matches(".whl").split('-').collect();
+    let [name, _, python, abi, platforms] = parts.as_slice() else {
+        return vec!["the name is not that of a wheel".to_owned()];
+    };
+    let mut wrong = Vec::new();
+    if (*name, *python, *abi) != ("rapt_attention", "cp310", "abi3") {
+        wrong.push(format!("is {name}-{python}-{abi}, not rapt_attention-cp310-abi3"));
+    }
+    if cfg!(target_os = "linux") {
+        let glibc = |tag: &str| {
+            let mut numbers = tag.strip_prefix("manylinux_")?.split('_');
+            Some((numbers.next()?.parse::<u32>().ok()?, numbers.next()?.parse::<u32>().ok()?))
+        };
+        // The dot parts compressed tag sets such as manylinux_2_17_x86_64.manylinux2014_x86_64; the first is the new form.
+        let newest = platforms.split('.').filter_map(glibc).max();
+        if newest.is_none_or(|newest| newest > NEWEST_GLIBC) {
+            wrong.push(format!("platform {platforms} is not manylinux_2_28 or older"));
+        }
+    }
+    wrong
+}
+
+fn missing(names: &[String]) -> Vec<String> {
+    let is_missing = |end: &&&str| !names.iter().any(|name| name.ends_with(**end));
+    let mut wrong: Vec<String> =
+        CONTENTS.iter().filter(is_missing).map(|end| format!("holds no {}", end.trim_start_matches('/'))).collect();
+    if !names.iter().any(|name| name.starts_with("rapt/_native")) {
+        wrong.push("holds no rapt/_native".to_owned());
+    }
+    wrong
+}
+
+fn wrong_needs(name: &str, needs: Option<&elf::Needs>) -> Vec<String> {
+    let Some(needs) = needs else { return vec![format!("{name} is not a 64-bit ELF file")] };
+    let foreign = needs.libraries.iter().filter(|library| !SYSTEM.contains(&library.as_str()));
+    let mut wrong: Vec<String> = foreign.map(|library| format!("{name} needs {library}")).collect();
+    if let Some((major, minor)) = needs.glibc().filter(|newest| *newest > NEWEST_GLIBC) {
+        wrong.push(format!("{name} needs glibc {major}.{minor}, newer than 2.28"));
+    }
+    wrong
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tags() {
+        assert!(wrong_tags("rapt_attention-0.1.0-cp310-abi3-manylinux_2_28_x86_64.whl").is_empty());
+        assert_eq!(wrong_tags("rapt_attention-0.1.0-cp311-cp311-manylinux_2_28_x86_64.whl").len(), 1);
+        assert_eq!(wrong_tags("rapt-0.1.0.whl").len(), 1);
+    }
+
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn platforms() {
+        let wheel = |platform: &str| wrong_tags(&format!("rapt_attention-0.1.0-cp310-abi3-{platform}.whl")).len();
+        assert_eq!(wheel("manylinux_2_17_x86_64.manylinux2014_x86_64"), 0);
+        assert_eq!(wheel("manylinux_2_34_x86_64"), 1);
+        assert_eq!(wheel("linux_x86_64"), 1);
+    }
+
+    #[test]
+    fn needs_beyond_the_c_library_are_named() {
+        let needs = elf::Needs {
+            libraries: ["libc.so.6", "libtorch_cpu.so", "libpython3.11.so.1.0"].map(str::to_owned).into(),
+            versions: ["GLIBC_2.34".to_owned()].into(),
+        };
+        let wrong = wrong_needs("rapt/_native.abi3.so", Some(&needs)).join("\n");
+        assert!(wrong.contains("libtorch_cpu.so") && wrong.contains("libpython3.11") && wrong.contains("glibc 2.34"));
+        assert_eq!(wrong.lines().count(), 3);
+        assert_eq!(wrong_needs("x.so", None).len(), 1);
+    }
+
+    #[test]
+    fn contents_that_are_missing_are_named() {
+        let wrong = missing(&["rapt/__init__.pyi".to_owned(), "x.dist-info/licenses/LICENSE-MIT".to_owned()]);
+        assert_eq!(wrong.len(), CONTENTS.len() - 2 + 1, "{wrong:?}");
+    }
+}
