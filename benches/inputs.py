@@ -33,8 +33,9 @@ def to_float(array, dtype, wide=np.float32):
     return array.astype(wide, copy=False)
 
 
-def aligned_copy(array, order=(0, 1, 2, 3)):
+def aligned_copy(array, order=None):
     """A copy whose memory runs in `order` of the axes, on a 64-byte line as torch's allocator gives it."""
+    order = range(array.ndim) if order is None else order
     moved = array.transpose(order)
     raw = np.empty(moved.nbytes + 64, np.uint8)
     start = -raw.ctypes.data % 64

@@ -5,14 +5,12 @@ MultiHeadAttention with K and V as [B,S,H*D] or [B,H,S,D]), and the fastest is m
 the form it likes, whatever the row's layout: that is its best, and errs in its favour.
 """
 
-import time
-
 import numpy as np
 import onnxruntime as ort
 from onnx import TensorProto, helper
 
 import inputs
-from peers import Prepared, Unsupported
+from peers import Prepared, Unsupported, quickest
 
 TYPES = {"f32": TensorProto.FLOAT, "f16": TensorProto.FLOAT16}
 BSHD = (0, 2, 1, 3)
@@ -100,13 +98,13 @@ class Engine:
         model.ir_version = 10
         session = ort.InferenceSession(model.SerializeToString(), self.options, providers=["CPUExecutionProvider"])
 
-        result = inputs.aligned_copy(np.zeros(out_shape, made.q.dtype), range(len(out_shape)))
+        result = inputs.aligned_copy(np.zeros(out_shape, made.q.dtype))
         bindings, kept = [], [feeds, result]
         for copy in range(copies):
             binding = session.io_binding()
             for name, array in feeds.items():
                 if copy and name in "kv":
-                    array = inputs.aligned_copy(array, range(array.ndim))
+                    array = inputs.aligned_copy(array)
                     kept.append(array)
                 binding.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(array))
             binding.bind_ortvalue_output("o", ort.OrtValue.ortvalue_from_numpy(result))
@@ -123,12 +121,3 @@ class Engine:
             session.run_with_iobinding(binding)
 
         return Prepared([lambda binding=binding: call(binding) for binding in bindings], output, note=form)
-
-
-def quickest(prepared):
-    times = []
-    for _ in range(4):
-        began = time.perf_counter()
-        prepared.calls[0]()
-        times.append(time.perf_counter() - began)
-    return min(times[1:])

@@ -4,14 +4,12 @@ Inputs in the row's layout (permuted: [B,S,H,D] with a Transpose inside the mode
 two forms are built and the faster one is measured: bf16 parameters, and f32 parameters with a bf16 inference precision.
 """
 
-import time
-
 import numpy as np
 import openvino as ov
 from openvino import opset13 as ops
 
 import inputs
-from peers import Prepared, Unsupported
+from peers import Prepared, Unsupported, quickest
 
 BSHD_TO_BHSD = [0, 2, 1, 3]
 
@@ -109,12 +107,3 @@ class Engine:
             output,
             note=f"{parameters} parameters, {precision} inside",
         )
-
-
-def quickest(prepared):
-    times = []
-    for _ in range(4):
-        began = time.perf_counter()
-        prepared.calls[0]()
-        times.append(time.perf_counter() - began)
-    return min(times[1:])

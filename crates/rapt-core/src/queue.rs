@@ -1,6 +1,6 @@
 //! Where work runs: the only place that knows of threads and streams.
 
-use std::alloc::{Layout, alloc, dealloc};
+use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::ptr::NonNull;
 
 use crate::{Error, Result};
@@ -75,7 +75,7 @@ impl Workspace {
         Workspace { ptr: NonNull::dangling(), len: 0 }
     }
 
-    /// At least `bytes` long; the contents are lost.
+    /// At least `bytes` long, every byte initialised; the contents are lost.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`]; the workspace is as before.
@@ -85,7 +85,7 @@ impl Workspace {
         }
         let layout = Layout::from_size_align(bytes, Self::ALIGN).map_err(|_| Error::OutOfMemory { bytes })?;
         // SAFETY: the size is not zero: it is greater than `self.len`.
-        let ptr = NonNull::new(unsafe { alloc(layout) }).ok_or(Error::OutOfMemory { bytes })?;
+        let ptr = NonNull::new(unsafe { alloc_zeroed(layout) }).ok_or(Error::OutOfMemory { bytes })?;
         self.free();
         (self.ptr, self.len) = (ptr, bytes);
         Ok(())

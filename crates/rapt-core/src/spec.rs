@@ -300,10 +300,15 @@ impl SpecBuilder {
         if num_q_heads != num_kv_heads && (num_kv_heads == 0 || num_q_heads % num_kv_heads != 0) {
             return Err(Error::HeadGroups { num_q_heads, num_kv_heads });
         }
-        // Sizes stay below 2^62, so that position arithmetic in i64 never overflows.
-        let too_long = [(q_seen, "q", q_len), (k_seen, "k", kv_len)];
-        for (seen, tensor, len) in too_long {
-            if len as u64 >= 1 << 62 {
+        // Lengths stay below 2^62 and head_dim below 2^32, so that positions fit i64 and the size of a tile usize.
+        let limits = [
+            (q_seen, "q", q_len, 62),
+            (k_seen, "k", kv_len, 62),
+            (q_seen, "q", head_dim, 32),
+            (v_seen, "v", head_dim_v, 32),
+        ];
+        for (seen, tensor, size, bits) in limits {
+            if size as u64 >= 1 << bits {
                 return Err(Error::Overflow { tensor, shape: seen.shape, strides: seen.strides });
             }
         }
@@ -354,6 +359,11 @@ impl SpecBuilder {
         if !is_float_within(out_dtype, accumulation) {
             let allowed = floats_within(accumulation);
             return Err(Error::UnsupportedDtype { tensor: "out", got: out_dtype, allowed });
+        }
+        // Every output element has an address of its own, so their number bounds all arithmetic on lengths of rows.
+        let bytes = out_shape.numel().and_then(|n| isize::try_from(n.checked_mul(out_dtype.size_bytes())?).ok());
+        if bytes.is_none() {
+            return Err(Error::Overflow { tensor: "out", shape: out_shape, strides: Strides::from([]) });
         }
         let out = match self.out {
             Some((dtype, shape, strides, _)) => {
@@ -439,6 +449,36 @@ fn broadcast_mask(seen: &Seen, target: [usize; 4]) -> Result<MaskSpec> {
 }
 
 impl Spec {
+    /// Whether the relations that the builder proves still hold.
+    pub(crate) fn is_coherent(&self) -> bool {
+        let Spec { q, k, v, out, .. } = self;
+        let [batch, num_q_heads, q_len, head_dim] = q.shape;
+        let [_, num_kv_heads, kv_len, _] = k.shape;
+        let head_dim_v = v.shape[3];
+        let Numerics { storage, accumulation, .. } = self.numerics;
+        let dtypes = [q, k, v].iter().all(|tensor| tensor.dtype == storage)
+            && storage.is_computed()
+            && accumulation == storage.accumulation()
+            && is_float_within(out.dtype, accumulation);
+        let groups = num_q_heads == num_kv_heads || (num_kv_heads > 0 && num_q_heads.is_multiple_of(num_kv_heads));
+        let sizes = k.shape == [batch, num_kv_heads, kv_len, head_dim]
+            && v.shape == [batch, num_kv_heads, kv_len, head_dim_v]
+            && out.shape == [batch, num_q_heads, q_len, head_dim_v]
+            && (1..1 << 32).contains(&(head_dim as u64))
+            && (1..1 << 32).contains(&(head_dim_v as u64))
+            && (q_len.max(kv_len) as u64) < 1 << 62;
+        let lse = self.lse.is_none_or(|lse| lse.dtype == accumulation && lse.shape == out.shape[..3]);
+        let mask = self.mask.is_none_or(|mask| {
+            mask.shape == [batch, num_q_heads, q_len, kv_len]
+                && (mask.dtype == DType::Bool || is_float_within(mask.dtype, accumulation))
+        });
+        let vectors = [&self.sinks, &self.alibi_slopes]
+            .into_iter()
+            .flatten()
+            .all(|vector| vector.shape == [num_q_heads] && is_float_within(vector.dtype, accumulation));
+        dtypes && groups && sizes && lse && mask && vectors
+    }
+
     /// Starts a spec from the three inputs.
     #[must_use]
     pub fn builder(q: &View<'_>, k: &View<'_>, v: &View<'_>, options: &Options) -> SpecBuilder {

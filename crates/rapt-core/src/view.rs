@@ -125,12 +125,12 @@ impl Parts {
 
     fn index(&self, dim: usize, at: usize) -> Self {
         assert!(at < self.shape[dim], "index {at} of dimension {dim} of {}", self.shape);
-        let offset = self.strides[dim] * at as isize * self.dtype.size_bytes() as isize;
         let keep = |d: &usize| *d != dim;
         let shape: Vec<usize> = (0..self.shape.len()).filter(keep).map(|d| self.shape[d]).collect();
         let strides: Vec<isize> = (0..self.strides.len()).filter(keep).map(|d| self.strides[d]).collect();
         // An empty rest reaches nothing, and its pointer is never moved.
-        let offset = if shape.contains(&0) { 0 } else { offset };
+        let step = if shape.contains(&0) { 0 } else { self.strides[dim] * self.dtype.size_bytes() as isize };
+        let offset = step * at as isize;
         Parts {
             address: self.address.wrapping_add_signed(offset),
             shape: Dims::new(&shape).expect("fewer dimensions than before"),
@@ -220,6 +220,9 @@ impl<'a> View<'a> {
         shape: Shape,
         strides: Strides,
     ) -> Result<Self> {
+        if offset > slice.len() {
+            return Err(Error::Overflow { tensor, shape, strides });
+        }
         let extent = Extent::Proven { address: slice.as_ptr() as usize, len_bytes: size_of_val(slice) };
         let ptr = slice.as_ptr().wrapping_add(offset).cast();
         // SAFETY: the extent is that of a live slice, borrowed for 'a, of elements with this dtype.
@@ -287,6 +290,9 @@ impl<'a> ViewMut<'a> {
         shape: Shape,
         strides: Strides,
     ) -> Result<Self> {
+        if offset > slice.len() {
+            return Err(Error::Overflow { tensor, shape, strides });
+        }
         let extent = Extent::Proven { address: slice.as_ptr() as usize, len_bytes: size_of_val(slice) };
         let ptr = slice.as_mut_ptr().wrapping_add(offset).cast();
         // SAFETY: the extent is that of a live slice, borrowed mutably for 'a, of elements with this dtype.

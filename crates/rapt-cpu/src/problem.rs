@@ -144,6 +144,7 @@ impl Problem {
         let (out, lse) = (operands.out_ptr(), operands.lse_ptr());
         let tensors = operands.tensors();
         let scale = spec.softmax_scale.get();
+        let most = if spec.numerics.accumulation == DType::F64 { f64::MAX } else { f64::from(f32::MAX) };
         Problem {
             q: Input::new(tensors.q.as_ptr(), &spec.q),
             k: Input::new(tensors.k.as_ptr(), &spec.k),
@@ -167,7 +168,8 @@ impl Problem {
             scores: Scores {
                 scale: scale.abs(),
                 negate_q: scale < 0.0,
-                softcap: spec.softcap.map(rapt_core::Finite::get),
+                // A cap beyond the accumulation dtype caps none of its numbers.
+                softcap: spec.softcap.map(rapt_core::Finite::get).filter(|&cap| cap <= most),
                 natural: spec.softcap.is_some() || spec.alibi_slopes.is_some() || plan.key.mask == MaskClass::Additive,
             },
             cut,

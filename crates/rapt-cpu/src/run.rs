@@ -1,4 +1,5 @@
-//! Runs a plan: deals items out to threads. Allocates nothing, selects nothing.
+//! Runs a plan: deals items out to threads. Allocates nothing, selects nothing, trusts neither the plan's public fields nor
+//! the executor with memory safety.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -22,7 +23,7 @@ unsafe impl Sync for Shared {}
 /// spec; [`Error::WorkerPanicked`].
 pub fn run(plan: &Plan, operands: &mut Operands<'_>, workspace: &mut Workspace, executor: &dyn Executor) -> Result<()> {
     operands.expect(&plan.spec)?;
-    let (spec, kernel, arch) = (&plan.spec, plan.key.kernel, plan.key.arch);
+    let (spec, kernel, arch, threads) = (&plan.spec, plan.key.kernel, plan.key.arch, plan.threads.max(1));
     if kernel == Kernel::Empty {
         fill_empty(plan, operands);
         return Ok(());
@@ -35,17 +36,17 @@ pub fn run(plan: &Plan, operands: &mut Operands<'_>, workspace: &mut Workspace, 
         }
         arch::entry(arch, step, storage).ok_or_else(missing)
     };
-    let cut = cut(spec, kernel, arch, plan.threads);
+    let cut = cut(spec, kernel, arch, threads);
     let scratch = scratch_bytes(spec, kernel, arch, &cut);
     // Asked of the spec again, not of the plan: a plan's fields are public.
-    let bytes = plan.threads * scratch + partials_bytes(spec, kernel, &cut);
+    let bytes = threads.saturating_mul(scratch).saturating_add(partials_bytes(spec, kernel, &cut));
     if workspace.len_bytes() < bytes {
         return Err(Error::OutOfMemory { bytes });
     }
     let base = workspace.as_mut_ptr();
-    let partials = base.wrapping_add(plan.threads * scratch);
+    let partials = base.wrapping_add(threads * scratch);
     let problem = Problem::new(plan, cut, operands, partials);
-    let pool = Pool { executor, threads: plan.threads, scratch, base: Shared(base) };
+    let pool = Pool { executor, threads, scratch, base: Shared(base) };
     match kernel {
         Kernel::Decode => {
             let items = cut.tasks * cut.chunks;
@@ -98,16 +99,21 @@ impl Pool<'_> {
         items: usize,
         order: impl Fn(usize) -> Item + Sync,
     ) -> Result<()> {
-        let next = AtomicUsize::new(0);
+        let (next, taken) = (AtomicUsize::new(0), AtomicUsize::new(0));
         let base = &self.base;
-        self.executor.parallel_for(self.threads.min(items), &|worker| {
-            let scratch = base.0.wrapping_add(worker * self.scratch);
+        self.executor.parallel_for(self.threads.min(items), &|_| {
+            // The executor's own numbering is not relied on: a slot belongs to whoever takes it first.
+            let slot = taken.fetch_add(1, Ordering::Relaxed);
+            if slot >= self.threads {
+                return;
+            }
+            let scratch = base.0.wrapping_add(slot * self.scratch);
             loop {
                 let n = next.fetch_add(1, Ordering::Relaxed);
                 if n >= items {
                     break;
                 }
-                // SAFETY: worker < threads, so its scratch lies inside the workspace; the rest is the caller's promise.
+                // SAFETY: slot < threads and taken once, so its scratch lies inside the workspace and is this thread's; the rest is the caller's promise.
                 unsafe { entry(problem, order(n), scratch) };
             }
         })
@@ -117,6 +123,9 @@ impl Pool<'_> {
 /// Zeros in `out`, −inf in `lse`.
 fn fill_empty(plan: &Plan, operands: &mut Operands<'_>) {
     let spec = &plan.spec;
+    if spec.out.shape.contains(&0) {
+        return;
+    }
     let cut = cut(spec, Kernel::Empty, plan.key.arch, 1);
     let problem = Problem::new(plan, cut, operands, std::ptr::null_mut());
     let [batch, heads, q_len, dim] = spec.out.shape;

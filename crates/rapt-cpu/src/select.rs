@@ -113,14 +113,22 @@ pub(crate) fn partials_bytes(spec: &Spec, kernel: Kernel, cut: &Cut) -> usize {
     if kernel != Kernel::Decode {
         return 0;
     }
-    let elements = cut.tasks * cut.chunks * cut.rows * decode::partial_len(spec.head_dim_v());
-    (elements * spec.numerics.accumulation.size_bytes()).next_multiple_of(64)
+    // Saturating: what cannot be counted cannot be allocated, and that is the error then.
+    let row_bytes = decode::partial_len(spec.head_dim_v()) * spec.numerics.accumulation.size_bytes();
+    (cut.tasks * cut.rows).saturating_mul(cut.chunks).saturating_mul(row_bytes)
 }
 
-fn bytes_packed(spec: &Spec, cut: &Cut, threads: usize) -> usize {
-    let k = if cut.k_in_place { 0 } else { cut.block_n * spec.head_dim() };
-    let v = if cut.v_in_place { 0 } else { cut.block_n * spec.head_dim_v() };
-    (k + v) * spec.numerics.accumulation.size_bytes() * threads
+/// Most bytes that lie packed at one time: a block of K and V per thread in forward; in decode the few keys that are
+/// gathered, in the storage dtype, where their elements lie apart.
+fn bytes_packed(spec: &Spec, kernel: Kernel, cut: &Cut, threads: usize) -> usize {
+    let k = if cut.k_in_place { 0 } else { spec.head_dim() };
+    let v = if cut.v_in_place { 0 } else { spec.head_dim_v() };
+    let per_thread = if kernel == Kernel::Decode {
+        decode::PV_KEYS * k.max(v) * spec.numerics.storage.size_bytes()
+    } else {
+        cut.block_n * (k + v) * spec.numerics.accumulation.size_bytes()
+    };
+    per_thread * threads
 }
 
 fn cost(spec: &Spec, arch: Arch, threads: usize, clock_hz: Option<f64>, packed: usize) -> Cost {
@@ -182,7 +190,7 @@ pub fn select(spec: &Spec, caps: &Caps) -> Result<Plan> {
     } else if arch == Arch::Avx512 && storage == DType::BF16 {
         "products are formed in float32; the bf16 dot instructions are not used".to_owned()
     } else if arch != Arch::Avx512 && cfg!(target_arch = "x86_64") {
-        format!("{} is the instruction set in use; AVX-512 would do twice as much per cycle", arch.name())
+        format!("{} it is: no wider vectors are on this machine, or RAPT_ISA holds to these", arch.name())
     } else {
         String::new()
     };
@@ -208,9 +216,10 @@ pub fn select(spec: &Spec, caps: &Caps) -> Result<Plan> {
     let ns = one_core.floor_seconds.unwrap_or(0.0) * 1e9 + (one_core.bytes_read + one_core.bytes_written) / 20.0;
     let threads = if ns < PARALLEL_NS { 1 } else { caps.threads.max(1) };
     let cut = cut(spec, kernel, arch, threads);
-    let items = cut.tasks * cut.chunks;
-    let workspace_bytes = threads * scratch_bytes(spec, kernel, arch, &cut) + partials_bytes(spec, kernel, &cut);
-    let packed = bytes_packed(spec, &cut, threads);
+    let items = cut.tasks.saturating_mul(cut.chunks);
+    let scratch = threads.saturating_mul(scratch_bytes(spec, kernel, arch, &cut));
+    let workspace_bytes = scratch.saturating_add(partials_bytes(spec, kernel, &cut));
+    let packed = bytes_packed(spec, kernel, &cut, threads);
     let cost = cost(spec, arch, threads, caps.clock_hz, packed);
     let num_splits = if kernel == Kernel::Decode { cut.chunks } else { 1 };
     let block_m = if kernel == Kernel::Decode { cut.rows } else { arch::tile_shape(arch, storage).queries };

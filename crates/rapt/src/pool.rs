@@ -49,37 +49,28 @@ impl Executor for Pool {
     }
 
     fn parallel_for(&self, chunks: usize, work: &(dyn Fn(usize) + Sync)) -> Result<()> {
-        let run = |chunk: usize| catch_unwind(AssertUnwindSafe(|| work(chunk)));
-        // A nested call, and work that fits one thread, stays on the caller's thread.
-        if self.threads == 1 || chunks <= 1 || rayon::current_thread_index().is_some() {
-            let results: Vec<_> = (0..chunks).map(run).collect();
-            return first_panic(results);
-        }
-        let pool = self.get()?;
         let panicked = Mutex::new(None);
-        let spawn = |chunk| {
-            if let Err(payload) = run(chunk) {
+        let run = |chunk: usize| {
+            if let Err(payload) = catch_unwind(AssertUnwindSafe(|| work(chunk))) {
                 panicked.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(payload);
             }
         };
-        pool.in_place_scope(|scope| {
-            for chunk in 1..chunks {
-                let spawn = &spawn;
-                scope.spawn(move |_| spawn(chunk));
-            }
-            spawn(0);
-        });
+        let pool = if self.threads == 1 || chunks <= 1 { None } else { Some(self.get()?) };
+        match pool.filter(|pool| pool.current_thread_index().is_none()) {
+            // A nested call, and work that fits one thread, stays on the caller's thread.
+            None => (0..chunks).for_each(run),
+            Some(pool) => pool.in_place_scope(|scope| {
+                for chunk in 1..chunks {
+                    let run = &run;
+                    scope.spawn(move |_| run(chunk));
+                }
+                run(0);
+            }),
+        }
         match panicked.into_inner().unwrap_or_else(PoisonError::into_inner) {
             Some(payload) => Err(Error::worker_panicked(payload.as_ref())),
             None => Ok(()),
         }
-    }
-}
-
-fn first_panic(results: Vec<std::thread::Result<()>>) -> Result<()> {
-    match results.into_iter().find_map(std::thread::Result::err) {
-        Some(payload) => Err(Error::worker_panicked(payload.as_ref())),
-        None => Ok(()),
     }
 }
 

@@ -239,6 +239,41 @@ fn the_cut_of_the_keys_forgets_batch_heads_and_how_the_values_lie() {
 }
 
 #[test]
+fn sizes_that_no_memory_holds_are_planned_without_wrapping_or_refused() {
+    let sizes = [
+        [1, 1, 1, 1 << 61, 64],
+        [8, 8, 8, 1 << 61, 1],
+        [1 << 20, 64, 1, 1 << 55, 8],
+        [1, 1, 16, 16, 1 << 60],
+        [1, 1, 1, 16, 1 << 31],
+        [0, 1, 1 << 61, 1 << 61, 1],
+        [1, 0, 1 << 61, 1 << 61, 1],
+        [1 << 31, 1 << 31, 1 << 31, 1 << 31, 1 << 31],
+    ];
+    let mut planned = 0;
+    for [batch, heads, q_len, kv_len, head_dim] in sizes {
+        for causal in [None, Some(Causal::TopLeft), Some(Causal::BottomRight)] {
+            let element = [0f32];
+            let view = |tensor, len| {
+                let shape = [batch, heads, len, head_dim].into();
+                View::strided(tensor, &element, 0, shape, [0; 4].into()).unwrap()
+            };
+            let options = Options { causal, ..Options::default() };
+            let (q, k, v) = (view("q", q_len), view("k", kv_len), view("v", kv_len));
+            let Ok(spec) = Spec::builder(&q, &k, &v, &options).build() else { continue };
+            for (arch, threads) in built().flat_map(|arch| [(arch, 1), (arch, 64)]) {
+                let Ok(plan) = select(&spec, &caps(arch, threads)) else { continue };
+                planned += 1;
+                // Every item of decode has a partial row: fewer bytes than items is a product that wrapped.
+                let wrapped = plan.key.kernel == Kernel::Decode && plan.workspace_bytes < plan.items;
+                assert!(!wrapped, "{:?} {causal:?} on {arch:?}: {} bytes", q.shape(), plan.workspace_bytes);
+            }
+        }
+    }
+    assert!(planned > 0, "some of these are plans");
+}
+
+#[test]
 fn few_rows_per_key_head_are_decoded() {
     let cases = [(1, 1, "decode"), (8, 1, "decode"), (9, 1, "forward"), (2, 4, "decode"), (1, 9, "forward")];
     for (group, q_len, expect) in cases {

@@ -21,7 +21,7 @@ pub(crate) const MAX_ROWS: usize = 8;
 
 /// Keys of one block of the second product: 8 keys are read again from L1 for each slice of head_dim_v. 32 lost 10 %
 /// in GQA, prefetching 16 or 32 rows ahead gained nothing (Zen 4, one core, 2026-11).
-const PV_KEYS: usize = 8;
+pub(crate) const PV_KEYS: usize = 8;
 /// Keys of one micro-tile of the first product.
 const QK_KEYS: usize = 4;
 

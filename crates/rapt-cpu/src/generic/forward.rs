@@ -332,7 +332,7 @@ unsafe fn modify<S: Simd>(
 ) {
     let queries = S::Q_VECS * S::LANES;
     let zero = S::Elem::ZERO;
-    // Positions relative to j0, in numbers that are exact in the accumulation dtype.
+    // Positions relative to j0: exact up to 2^24 in f32, beyond that a distance is rounded like any other number.
     let (mut lo, mut hi) = ([zero; MAX_QUERIES], [S::Elem::from_i64(n as i64); MAX_QUERIES]);
     let (mut diagonal, mut slope) = ([zero; MAX_QUERIES], [zero; MAX_QUERIES]);
     for (lane, row) in rows.iter().enumerate() {

@@ -34,6 +34,8 @@ _INF = math.inf
 # Dispatch keys that no ordinary dense CPU tensor carries, inside inference mode or outside.
 _NOT_PLAIN = ~functools.reduce(operator.or_, _route.PLAIN) & (2**64 - 1)
 _forward_ad = torch.autograd.forward_ad
+_OP = torch.ops.aten.scaled_dot_product_attention.default
+_FLASH_OP = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 _torch_sdpa = _ops._native.torch_sdpa
 
@@ -48,7 +50,7 @@ def own(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, m
     """PyTorch's own answer, gradients, autocast and transforms included."""
     if dropout_p == 0.0:
         dropout_p = mark
-    return torch.ops.aten.scaled_dot_product_attention.default._op_dk(
+    return _OP._op_dk(
         _COMPOSITE, query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )
 
@@ -92,6 +94,18 @@ def _sdpa(keyset, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=Fa
         count_served()
         return out
     return _sdpa_cold(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+
+
+# In inference mode nothing stands between torch.compile and the op; older torch (2.6) then decomposes it before it asks for
+# a kernel. There the override is what it finds as the decomposition.
+_DECOMPOSES_FIRST = not hasattr(torch.utils._python_dispatch, "autograd_would_have_decomposed")
+
+
+def _decomposition(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False):
+    arguments = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL)
+    exporting = mode is not None and mode.export
+    return own(*arguments, _TRACED) if exporting else _sdpa_cold(*arguments)
 
 
 def _why_not_plain(tensors):
@@ -181,7 +195,10 @@ def _cache_tag():
 
 
 def _drop_compiled(add):
-    """Forget what was compiled under the other kernel, in memory and (by another key) on disk."""
+    """Forget what was compiled under the other kernel, in memory and (by another key) on disk, and the kernels that torch's
+    Python dispatcher has looked up (tracing goes through it; a new registration does not clear its cache)."""
+    for op in (_OP, _FLASH_OP):
+        op._dispatch_cache.clear()
     try:
         from torch.compiler import config
     except ImportError:  # torch < 2.7
@@ -203,6 +220,8 @@ def _activate():
             flash = "_scaled_dot_product_flash_attention_for_cpu"
             _flash_stock = torch.library.get_kernel(f"aten::{flash}", "CPU")
             library.impl(flash, _flash, "CPU", with_keyset=True, allow_override=True)
+        if _DECOMPOSES_FIRST:
+            _OP.py_kernels[_COMPOSITE] = _decomposition
     except BaseException:
         library._destroy()
         raise
@@ -216,6 +235,7 @@ def _deactivate():
     global _library
     _library._destroy()
     _library = None
+    _OP.py_kernels.pop(_COMPOSITE, None)
     if not torch.backends.mha.get_fastpath_enabled():
         torch.backends.mha.set_fastpath_enabled(_mha_fastpath)
     _drop_compiled(add=False)

@@ -38,13 +38,13 @@ def forward_mode():
     return torch.autograd.forward_ad._current_level >= 0
 
 
+# The overrideable backend is another device's: torch 2.6 leaves it on whatever `sdpa_kernel` says.
 _FUSED = [
     getattr(torch._C, name)
     for name in (
         "_get_flash_sdp_enabled",
         "_get_mem_efficient_sdp_enabled",
         "_get_cudnn_sdp_enabled",
-        "_get_overrideable_sdp_enabled",
     )
     if hasattr(torch._C, name)
 ]

@@ -1,14 +1,24 @@
 """Strides of the output: those that PyTorch's own kernel would give, so that every `.view` legal after stock stays legal
 (dimensions of size 1, and tensors without elements, are viewed the same whatever their strides).
 
-Its flash kernel returns `empty_like(query)` (torch 2.15) or a transposed `[batch, q_len, num_q_heads, head_dim]` (torch 2.6);
-its math path returns a contiguous tensor; torch 2.15 answers an empty q, k or v by zeros of q's own leading sizes before it asks
+Its flash kernel returns `empty_like(query)` or, in some versions, a transposed `[batch, q_len, num_q_heads, head_dim]`; its
+math path returns a contiguous tensor; torch 2.15 answers an empty q, k or v by zeros of q's own leading sizes before it asks
 anything else. Who takes a request is decided here as in `sdp_utils_cpp.cpp`, and what the installed torch does is asked of it
 once, at import; a test compares with stock over a grid. Works on fake tensors: only sizes and strides are read.
 """
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
+
+
+def empty_flash(query, follows_query=None):
+    """The uninitialised output of PyTorch's flash kernel."""
+    if query.dim() == 3:
+        return empty_flash(query.unsqueeze(0), follows_query).squeeze(0)
+    if FLASH_FOLLOWS_QUERY if follows_query is None else follows_query:
+        return torch.empty_like(query)
+    batch, heads, q_len, head_dim = query.shape
+    return query.new_empty((batch, q_len, heads, head_dim)).transpose(1, 2)
 
 
 def _probe():
@@ -21,11 +31,16 @@ def _probe():
         rank3 = sdpa(transposed, transposed, transposed).stride() == transposed.stride()
         none = torch.zeros(2, 2, 0, 2)
         shortcut = sdpa(q, none, none).shape[0] == 1
-    return follows_query, rank3, shortcut
+        bshd, one_head = torch.zeros(1, 3, 2, 2).transpose(1, 2), torch.zeros(1, 1, 3, 2)
+        flash_strides = empty_flash(bshd, follows_query).stride()
+        gqa = sdpa(bshd, one_head, one_head, enable_gqa=True).stride() == flash_strides
+        one = sdpa(bshd, one_head, one_head).stride() == flash_strides
+    return follows_query, rank3, shortcut, gqa, one
 
 
-# The flash output has the strides of q; rank 3 goes to flash too; an empty input is answered before all else.
-FLASH_FOLLOWS_QUERY, RANK3_FLASH, EMPTY_SHORTCUT = _probe()
+# The flash output has the strides of q; rank 3 goes to flash too; an empty input is answered before all else; flash takes
+# unexpanded groups with enable_gqa, and one K/V head for all without it.
+FLASH_FOLLOWS_QUERY, RANK3_FLASH, EMPTY_SHORTCUT, GQA_FLASH, ONE_HEAD_FLASH = _probe()
 
 
 def broadcast(*shapes):
@@ -44,7 +59,7 @@ def broadcast(*shapes):
 def _heads_fit(q, k, v, enable_gqa):
     if len(q) != 4 or not (q[0] == k[0] == v[0] and k[1] == v[1]):
         return False
-    return q[1] == k[1] or enable_gqa or (FLASH_FOLLOWS_QUERY and k[1] == 1)
+    return q[1] == k[1] or (enable_gqa and GQA_FLASH) or (k[1] == 1 and ONE_HEAD_FLASH)
 
 
 def asks_mask_rank(query, key, value, enable_gqa):
@@ -69,16 +84,6 @@ def is_flash(query, key, value, mask, enable_gqa):
     if mask is not None and mask.dim() not in masks:
         return False
     return query.stride(-1) == 1 and key.stride(-1) == 1 and value.stride(-1) == 1
-
-
-def empty_flash(query):
-    """The uninitialised output of PyTorch's flash kernel."""
-    if query.dim() == 3:
-        return empty_flash(query.unsqueeze(0)).squeeze(0)
-    if FLASH_FOLLOWS_QUERY:
-        return torch.empty_like(query)
-    batch, heads, q_len, head_dim = query.shape
-    return query.new_empty((batch, q_len, heads, head_dim)).transpose(1, 2)
 
 
 def is_shortcut(query, key, value):

@@ -1,0 +1,180 @@
+"""One run: every family of rows prepared in every worker, checked against the f64 reference, then timed in rounds.
+
+    for each round: the ceilings, then for each row of the family: one timed batch of each peer, starting with another one each time
+
+A round's figure of a peer is the median of its batch; a row's figure is the median over rounds, its spread the interquartile range.
+"""
+
+import dataclasses
+import pathlib
+import statistics
+
+import numpy as np
+
+import ceilings
+import inputs
+import reference
+from workers import Died
+
+WRONG = 0.1  # a peer this far from the reference computed something else: its time is void
+
+
+@dataclasses.dataclass
+class Timing:
+    """One peer on one row."""
+
+    note: str = ""
+    void: str = ""  # why there is no time
+    error: reference.Error | None = None
+    rounds: list = dataclasses.field(default_factory=list)  # [[microseconds of each call]] by round
+    verdict: str = ""  # ours only: "" within tolerance, else what broke
+
+    @property
+    def by_round(self):
+        return [statistics.median(samples) for samples in self.rounds]
+
+    @property
+    def median(self):
+        return statistics.median(self.by_round) if self.rounds and not self.void else None
+
+    @property
+    def spread(self):
+        """Interquartile range over rounds, as a fraction of the median."""
+        if len(self.rounds) < 2 or self.void:
+            return None
+        low, _, high = statistics.quantiles(self.by_round, n=4, method="inclusive")
+        return (high - low) / self.median
+
+
+@dataclasses.dataclass
+class Measured:
+    """One row with every peer's timing, the limit it was judged by and the ceilings of its rounds."""
+
+    row: object
+    timings: dict
+    limit: reference.Limit | None = None
+    ceilings: dict = dataclasses.field(default_factory=dict)
+
+
+class Run:
+    def __init__(self, workers, ceiling_program, rounds, seconds, folder, cache_bytes, memory_bytes, progress):
+        self.workers = workers  # {peer name: Worker}; a worker that dies leaves
+        self.ceiling_program = ceiling_program
+        self.rounds = rounds
+        self.seconds = seconds
+        self.folder = pathlib.Path(folder)
+        self.cache_bytes = cache_bytes
+        self.memory_bytes = memory_bytes
+        self.progress = progress
+        self.lost = {}
+
+    def copies(self, row):
+        """How many K and V a decode row rotates through: together at least 4x the last-level cache, and never one alone."""
+        return max(2, -(-4 * self.cache_bytes // row.kv_bytes)) if row.kind == "decode" else 1
+
+    def held_bytes(self, row):
+        """What the workers together will hold for `row`, outputs and scratch included by the factor."""
+        mask = row.batch * row.q_len * row.kv_len * 4 if row.mask != "none" or row.window else 0
+        per_worker = (row.kv_bytes + row.q_bytes) * 2 + row.out_bytes + mask + row.kv_bytes * (self.copies(row) - 1)
+        return per_worker * len(self.workers)
+
+    def family(self, rows):
+        """Measures rows that belong together; too large for memory all at once, they go one by one."""
+        if sum(map(self.held_bytes, rows)) > 0.6 * self.memory_bytes and len(rows) > 1:
+            return [measured for row in rows for measured in self.family([row])]
+        everything = [Measured(row, {}) for row in rows]
+        for measured in everything:
+            self.prepare(measured)
+        self.check(everything)
+        self.time(everything)
+        for measured in everything:
+            for name in list(measured.timings):
+                self.ask(name, "release", measured, key=measured.row.key)
+        return everything
+
+    def ask(self, name, do, measured, **arguments):
+        """A worker's answer; None, with the reason in the timing, where it has none."""
+        timing = measured.timings[name]
+        if name not in self.workers:
+            timing.void = timing.void or self.lost.get(name, "gone")
+            return None
+        try:
+            answer = self.workers[name].ask(do, **arguments)
+        except Died as reason:
+            self.lost[name] = timing.void = str(reason)
+            self.workers.pop(name).end()
+            return None
+        if reason := answer.get("unsupported") or answer.get("failed"):
+            timing.void = reason
+            return None
+        return answer
+
+    def prepare(self, measured):
+        row = measured.row
+        for name, worker in list(self.workers.items()):
+            if worker.peer.takes(row):
+                self.progress(row, f"prepare {name}")
+                measured.timings[name] = Timing()
+                answer = self.ask(name, "prepare", measured, key=row.key, row=dataclasses.asdict(row), copies=self.copies(row))
+                if answer:
+                    measured.timings[name].note = answer["note"]
+                elif worker.peer.ours:
+                    measured.timings[name].verdict = measured.timings[name].void
+
+    def check(self, everything):
+        """Errors of every peer on every row; the reference is computed once for rows that differ only in where they lie."""
+        wanted = {}
+        for measured in everything:
+            row = measured.row
+            if row.kind == "add":
+                continue
+            self.progress(row, "check")
+            queries = inputs.sampled_queries(row)
+            if row.values_key not in wanted:
+                made = inputs.make(dataclasses.replace(row, layout="contiguous"))
+                wanted[row.values_key] = made, reference.attention(row, made, queries)
+            made, want = wanted[row.values_key]
+            of_torch = []
+            for name, timing in measured.timings.items():
+                out = str(self.folder / f"{name}.npy")
+                answer = None if timing.void else self.ask(name, "check", measured, key=row.key, queries=queries, out=out)
+                if answer is None:
+                    continue
+                timing.error = reference.error(np.load(out), want)
+                timing.error.finite &= answer["finite"]
+                if name == "stock":
+                    of_torch = [timing.error]
+                    if "math" in answer:
+                        of_torch.append(reference.error(np.load(answer["math"]), want))
+                    if timing.note != "flash":
+                        of_torch.append(reference.error(reference.flash_rounded(row, made, queries), want))
+            measured.limit = reference.limit(row.dtype, of_torch)
+            for name, timing in measured.timings.items():
+                if timing.error is None:
+                    continue
+                ours = name in self.workers and self.workers[name].peer.ours
+                if ours and not measured.limit.allows(timing.error):
+                    timing.verdict = (
+                        f"error {timing.error.relative:.2e} (limit {measured.limit.relative:.2e}), worst row "
+                        f"{timing.error.worst_row:.2e} (limit {measured.limit.worst_row:.2e}), by {measured.limit.source}"
+                    )
+                elif not ours and not timing.error.relative < WRONG:
+                    timing.void = f"wrong result (relative error {timing.error.relative:.1e})"
+
+    def time(self, everything):
+        samples = []
+        for number in range(self.rounds):
+            samples.append(self.ceiling_program.ask("compute"))
+            if any(measured.row.kind == "decode" for measured in everything):
+                samples.append(self.ceiling_program.ask("memory"))
+            for measured in everything:
+                names = [name for name, timing in measured.timings.items() if not timing.void]
+                shift = number % max(1, len(names))
+                for name in names[shift:] + names[:shift]:
+                    self.progress(measured.row, f"round {number + 1}/{self.rounds} {name}")
+                    answer = self.ask(name, "time", measured, key=measured.row.key, seconds=self.seconds)
+                    if answer:
+                        measured.timings[name].rounds.append(answer["samples"])
+        found = ceilings.combined(samples)
+        for measured in everything:
+            measured.ceilings = found
