@@ -14,6 +14,7 @@ import numpy as np
 import ceilings
 import inputs
 import reference
+from peers import PEERS
 from workers import Died
 
 WRONG = 0.1  # a peer this far from the reference computed something else: its time is void
@@ -96,16 +97,18 @@ class Run:
         """A worker's answer; None, with the reason in the timing, where it has none."""
         timing = measured.timings[name]
         if name not in self.workers:
-            timing.void = timing.void or self.lost.get(name, "gone")
+            timing.void = timing.void or self.lost.get(name, "gone")  # it died on another row of the family
             return None
         try:
             answer = self.workers[name].ask(do, **arguments)
         except Died as reason:
-            self.lost[name] = timing.void = str(reason)
+            self.lost[name] = str(reason)
             self.workers.pop(name).end()
-            return None
+            answer = {"failed": str(reason)}
         if reason := answer.get("unsupported") or answer.get("failed"):
             timing.void = reason
+            if PEERS[name].ours:
+                timing.verdict = reason  # Rapt has every row
             return None
         return answer
 
@@ -118,8 +121,6 @@ class Run:
                 answer = self.ask(name, "prepare", measured, key=row.key, row=dataclasses.asdict(row), copies=self.copies(row))
                 if answer:
                     measured.timings[name].note = answer["note"]
-                elif worker.peer.ours:
-                    measured.timings[name].verdict = measured.timings[name].void
 
     def check(self, everything):
         """Errors of every peer on every row; the reference is computed once for rows that differ only in where they lie."""
@@ -152,7 +153,7 @@ class Run:
             for name, timing in measured.timings.items():
                 if timing.error is None:
                     continue
-                ours = name in self.workers and self.workers[name].peer.ours
+                ours = PEERS[name].ours
                 if ours and not measured.limit.allows(timing.error):
                     timing.verdict = (
                         f"error {timing.error.relative:.2e} (limit {measured.limit.relative:.2e}), worst row "

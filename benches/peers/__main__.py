@@ -1,7 +1,7 @@
 """A worker: one engine, one row after another, commands as JSON lines on stdin, answers as JSON lines on what was stdout.
 
-    prepare {key, row, copies}        make the inputs, build and warm the row
-    check   {key, queries, out}       run once; the sampled query rows go to `out` as an .npy file
+    prepare {key, row, copies}        make the inputs and build the row
+    check   {key, queries, out}       run it once; the sampled query rows go to `out` as an .npy file
     time    {key, seconds}            microseconds per call, one sample per call (short calls in groups)
     release {key}                     forget the row
 
@@ -37,12 +37,7 @@ class Worker:
     def prepare(self, key, row, copies):
         row = shapes.Row(**{**row, "groups": tuple(row["groups"])})
         prepared = self.engine.prepare(row, copies)
-        with prepared.context():
-            for call in prepared.calls:
-                estimate = elapsed_us(call)
-            if estimate < 50_000:  # the first call also paid for page faults and the pool; a long one may stand
-                estimate = elapsed_us(prepared.calls[0])
-        self.rows[key] = prepared, estimate
+        self.rows[key] = prepared, None
         return {"note": prepared.note}
 
     def check(self, key, queries, out):
@@ -62,6 +57,10 @@ class Worker:
         gc.disable()
         try:
             with prepared.context():
+                if estimate is None:
+                    for call in prepared.calls[1:]:  # `check` made the first one
+                        call()
+                    estimate = elapsed_us(prepared.calls[0])
                 samples = tight(prepared, seconds) if prepared.tight else timed(prepared.calls, seconds, estimate)
         finally:
             gc.enable()

@@ -1,7 +1,5 @@
 """Rapt by its two doors: `rapt.attention` on torch tensors, and torch's own SDPA after `rapt.torch.register_backend()`."""
 
-import functools
-
 import torch
 
 import rapt
@@ -27,29 +25,32 @@ class Engine:
         if self.door == "sdpa":
             function, options = torch.nn.functional.scaled_dot_product_attention, tensors.sdpa_options(row)
         else:
-            options = {} if row.causal == "none" else {"causal": row.causal}
-            options |= {"window": (row.window - 1, 0)} if row.window else {}
-            options |= {} if tensors.mask is None else {"mask": tensors.mask}
-            function = rapt.attention
+            function, options = rapt.attention, self.options(row, tensors)
         made = calls(row, tensors, function, options)
-        note = str(self.explained(row, tensors))
-        if self.door == "sdpa":
-            # A figure of this door counts only if Rapt did the work.
+
+        def output():
+            if self.door == "attention":
+                return read(made[0]())
             before = rapt.torch.stats()
-            with grad_context(row)():
-                made[0]()
+            result = read(made[0]())
             after = rapt.torch.stats()
             if after["served"] <= before["served"] or after["fallback"] != before["fallback"]:
-                raise RuntimeError(f"not served by rapt: {after['fallback']}")
+                raise RuntimeError(f"not served by rapt: {after['fallback']}")  # a figure of this door counts only if Rapt did the work
+            return result
+
         return Prepared(
-            made, functools.partial(lambda call: read(call()), made[0]), note=note, context=grad_context(row),
-            tight=tight(row, tensors, function, options),
+            made, output, note=self.explained(row, tensors), context=grad_context(row), tight=tight(row, tensors, function, options)
         )
+
+    @staticmethod
+    def options(row, tensors):
+        """What `rapt.attention` and `rapt.explain` are given after q, k, v."""
+        options = {} if row.causal == "none" else {"causal": row.causal}
+        options |= {"window": (row.window - 1, 0)} if row.window else {}
+        return options if tensors.mask is None else {**options, "mask": tensors.mask}
 
     def explained(self, row, tensors):
         """The plan's first line: which kernel."""
         k, v = tensors.kv[0]
-        options = {} if row.causal == "none" else {"causal": row.causal}
-        options |= {"window": (row.window - 1, 0)} if row.window else {}
-        plan = rapt.explain(tensors.q, k, v, mask=tensors.mask, **options)
+        plan = rapt.explain(tensors.q, k, v, **self.options(row, tensors))
         return " ".join(str(plan).splitlines()[0].split()[1:])

@@ -35,6 +35,11 @@ impl Args {
         Ok(Some(self.words.remove(at)))
     }
 
+    /// Hands on whatever no one took, to a program that knows it; nothing at all is refused.
+    pub(crate) fn rest(self, help: &str) -> Result<Vec<String>, Failure> {
+        if self.words.is_empty() { Err(Failure::Usage(help.to_owned())) } else { Ok(self.words) }
+    }
+
     /// Refuses whatever no one took.
     pub(crate) fn finish(self, help: &str) -> Outcome {
         match self.words.first() {
@@ -64,5 +69,7 @@ mod tests {
         assert!(args("--torch").value("--torch").is_err());
         assert!(args("--torch --offline").value("--torch").is_err());
         assert!(args("--ofline").finish("").is_err());
+        assert_eq!(args("cpu --list").rest("").unwrap(), ["cpu", "--list"]);
+        assert!(args("").rest("").is_err());
     }
 }

@@ -4,6 +4,7 @@
 //! run. Deliberately absent: anything that needs more than cargo, rustc and a python3 to start from.
 
 mod args;
+mod bench;
 mod demo;
 mod elf;
 mod licenses;
@@ -30,6 +31,7 @@ struct Command {
 const COMMANDS: &[Command] = &[
     Command { name: "demo", help: demo::HELP, run: demo::run },
     Command { name: "test", help: test::HELP, run: test::run },
+    Command { name: "bench", help: bench::HELP, run: bench::run },
     Command { name: "wheel", help: wheel::HELP, run: wheel::run },
     Command { name: "tidy", help: tidy::HELP, run: tidy::run },
     Command { name: "licenses", help: licenses::HELP, run: licenses::run },

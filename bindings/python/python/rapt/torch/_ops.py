@@ -140,17 +140,15 @@ def attention(
         return _through_ops(
             q, k, v, mask, causal, window, softcap, scale, sinks, alibi_slopes, layout, out, out_dtype, return_lse
         )
+    # What is no tensor at all, and every option, is the native door's to refuse.
     tensors = (q, k, v, mask, sinks, alibi_slopes, out)
-    _refuse_grad(tensors)
-    _refuse(_NAMES, tensors)
-    if out is None:
-        out = _empty_out(q, v, out_dtype)
-    elif out_dtype is not None and out.dtype != out_dtype:
-        raise DtypeMismatchError(f"out has dtype {out.dtype}, out_dtype asks {out_dtype}; leave out_dtype away")
-    lse = _empty_lse(q, layout) if return_lse else None
-    _native.run_into(q, k, v, mask, sinks, alibi_slopes, out, lse, causal, window, softcap, scale, layout)
+    _refuse(_NAMES, [t if isinstance(t, torch.Tensor) else None for t in tensors])
+    answer = _native.attention(
+        q, k, v, mask=mask, causal=causal, window=window, softcap=softcap, scale=scale, sinks=sinks,
+        alibi_slopes=alibi_slopes, layout=layout, out=out, out_dtype=out_dtype, return_lse=return_lse,
+    )  # fmt: skip
     count_served()
-    return (out, lse) if return_lse else out
+    return answer
 
 
 def _through_ops(
