@@ -19,6 +19,8 @@ from workers import Died
 
 WRONG = 0.1  # a peer this far from the reference computed something else: its time is void
 
+MOST_RESTARTS = 3
+
 
 @dataclasses.dataclass
 class Timing:
@@ -58,8 +60,9 @@ class Measured:
 
 
 class Run:
-    def __init__(self, workers, ceiling_program, rounds, seconds, folder, cache_bytes, memory_bytes, progress):
-        self.workers = workers  # {peer name: Worker}; a worker that dies leaves
+    def __init__(self, workers, restart, ceiling_program, rounds, seconds, folder, cache_bytes, memory_bytes, progress):
+        self.workers = workers  # {peer name: Worker}; one that dies leaves, and is started anew for the next family
+        self.restart = restart  # peer name -> Worker
         self.ceiling_program = ceiling_program
         self.rounds = rounds
         self.seconds = seconds
@@ -67,7 +70,7 @@ class Run:
         self.cache_bytes = cache_bytes
         self.memory_bytes = memory_bytes
         self.progress = progress
-        self.lost = {}
+        self.deaths = {}  # {peer name: [reason]}
 
     def copies(self, row):
         """How many K and V a decode row rotates through: together at least 4x the last-level cache, and never one alone."""
@@ -83,6 +86,12 @@ class Run:
         """Measures rows that belong together; too large for memory all at once, they go one by one."""
         if sum(map(self.held_bytes, rows)) > 0.6 * self.memory_bytes and len(rows) > 1:
             return [measured for row in rows for measured in self.family([row])]
+        for name, reasons in self.deaths.items():
+            if name not in self.workers and len(reasons) <= MOST_RESTARTS:
+                try:
+                    self.workers[name] = self.restart(name)
+                except Died as reason:
+                    reasons.append(str(reason))
         everything = [Measured(row, {}) for row in rows]
         for measured in everything:
             self.prepare(measured)
@@ -97,12 +106,12 @@ class Run:
         """A worker's answer; None, with the reason in the timing, where it has none."""
         timing = measured.timings[name]
         if name not in self.workers:
-            timing.void = timing.void or self.lost.get(name, "gone")  # it died on another row of the family
+            timing.void = timing.void or f"died on a row of this shape: {self.deaths[name][-1]}"
             return None
         try:
             answer = self.workers[name].ask(do, **arguments)
         except Died as reason:
-            self.lost[name] = str(reason)
+            self.deaths.setdefault(name, []).append(str(reason))
             self.workers.pop(name).end()
             answer = {"failed": str(reason)}
         if reason := answer.get("unsupported") or answer.get("failed"):

@@ -78,25 +78,22 @@ class Progress:
             print(f"[{self.done}/{self.total} {elapsed:4.0f} s] {figure['row']} {figure['dtype']}: {times}{beats}", file=sys.stderr, flush=True)
 
 
-def start(names, threads, folder, peer_python):
-    """({name: Worker}, {name: why not}) for the peers asked for."""
-    workers, lost = {}, {}
-    for name in names:
+def starter(threads, folder, peer_python):
+    """A function that starts a peer's worker by name, or raises Died with why it cannot."""
+
+    def start(name):
         peer = PEERS[name]
         preload = None
         if peer.preload_unlock:
             preload = pathlib.Path(folder) / "unlock_mkl.so"
-            why_not = "MKL is not held back on this CPU: unlocked torch is stock torch" if not machine.is_amd() else None
-            why_not = why_not or compile_c(UNLOCK_MKL, preload, "-shared", "-fPIC")
+            why_not = None if machine.is_amd() else "MKL holds back on AMD alone: here unlocked torch is stock torch"
+            why_not = why_not or (None if preload.exists() else compile_c(UNLOCK_MKL, preload, "-shared", "-fPIC"))
             if why_not:
-                lost[name] = why_not
-                continue
+                raise Died(why_not)
         python = peer_python if peer_python and name in ("openvino", "onnxruntime") else sys.executable
-        try:
-            workers[name] = Worker(peer, threads, python, folder, preload)
-        except Died as reason:
-            lost[name] = str(reason)
-    return workers, lost
+        return Worker(peer, threads, python, folder, preload)
+
+    return start
 
 
 def main():
@@ -117,10 +114,15 @@ def main():
 
     names = chosen.peers or [name for name, peer in PEERS.items() if peer.default]
     with tempfile.TemporaryDirectory(prefix="rapt-bench-") as folder:
-        workers, lost = start(names, threads, folder, chosen.peer_python)
+        start = starter(threads, folder, chosen.peer_python)
+        workers, lost = {}, {}
+        for name in names:
+            try:
+                workers[name] = start(name)
+            except Died as reason:
+                lost[name] = str(reason)
         cache_bytes = 1 << 20 if chosen.quick else facts["last_level_cache_bytes"]
         ceiling_program = Ceilings(folder, cpus[:threads], cache_bytes)
-        everyone = dict(workers)
         peers = {name: worker.versions for name, worker in workers.items()}
         for line in report.heading(facts, peers):
             print(line)
@@ -130,7 +132,7 @@ def main():
             print(f"no ceilings: {ceiling_program.why_not}")
         print(flush=True)
         progress = Progress(len(rows))
-        run = Run(workers, ceiling_program, rounds, seconds, folder, cache_bytes, machine.available_bytes(), progress)
+        run = Run(workers, start, ceiling_program, rounds, seconds, folder, cache_bytes, machine.available_bytes(), progress)
         everything, interrupted = [], False
         try:
             for family in shapes.families(rows):
@@ -140,11 +142,10 @@ def main():
         except KeyboardInterrupt:
             interrupted = True  # what was measured is still reported, and marked
         finally:
-            for worker in everyone.values():
+            for worker in workers.values():
                 worker.end()
             ceiling_program.end()
 
-    lost |= run.lost
     facts |= {"load_after": round(machine.load(), 2), "interrupted": interrupted, "quick": chosen.quick}
     figures = report.derive(everything)
     made = report.tables(everything, figures)

@@ -74,11 +74,14 @@ class Worker:
     def answer(self, timeout_seconds):
         if select.select([self.process.stdout], [], [], timeout_seconds)[0] and (line := self.process.stdout.readline()):
             return json.loads(line)
-        self.process.kill()
-        self.process.wait()
+        try:
+            how = f"ended with {self.process.wait(2)}"  # its pipe closed: it is ending by itself
+        except subprocess.TimeoutExpired:
+            how = f"gave no answer in {timeout_seconds} s"
+            self.end()
         self.said.seek(0)
         last = self.said.read().strip().splitlines()[-1:] or ["it said nothing"]
-        raise Died(f"{self.peer.name} stopped answering: {last[0]}")
+        raise Died(f"{self.peer.name} {how}: {last[0]}")
 
     def ask(self, do, timeout_seconds=900, **arguments):
         """Wake, command, answer, stop."""

@@ -85,17 +85,21 @@ class Engine:
         model = ov.Model([o], parameters_of_model, "attention")
         compiled = self.core.compile_model(model, "CPU", {**self.config, "INFERENCE_PRECISION_HINT": row.dtype})
 
-        requests = []
+        requests, kept = [], []
         for copy in range(copies):
             request = compiled.create_infer_request()
             for at, array in enumerate(arrays):
                 rotated = inputs.aligned_copy(array) if copy and at in (1, 2) else array
                 request.set_input_tensor(at, as_tensor(rotated, "bool" if rotated.dtype == bool else parameters))
-            requests.append((request, rotated, arrays))  # the arrays live as long as the request reads them
+                kept.append(rotated)
+            requests.append(request)
+
+        def run(request, kept=kept):  # `kept`: a request reads the arrays in place and does not own them
+            request.infer(share_outputs=True)
 
         def output():
-            requests[0][0].infer(share_outputs=True)
-            result = requests[0][0].get_output_tensor(0)
+            run(requests[0])
+            result = requests[0].get_output_tensor(0)
             array = result.data
             if result.element_type == ov.Type.bf16:
                 array = inputs.to_float(array.view(np.uint16), "bf16")
@@ -103,7 +107,7 @@ class Engine:
 
         precision = str(compiled.get_property("INFERENCE_PRECISION_HINT").to_string())
         return Prepared(
-            [lambda request=request: request.infer(share_outputs=True) for request, *_ in requests],
+            [lambda request=request: run(request) for request in requests],
             output,
             note=f"{parameters} parameters, {precision} inside",
         )

@@ -235,7 +235,8 @@ def _deactivate():
     global _library
     _library._destroy()
     _library = None
-    _OP.py_kernels.pop(_COMPOSITE, None)
+    if _DECOMPOSES_FIRST:
+        del _OP.py_kernels[_COMPOSITE]
     if not torch.backends.mha.get_fastpath_enabled():
         torch.backends.mha.set_fastpath_enabled(_mha_fastpath)
     _drop_compiled(add=False)
