@@ -173,7 +173,8 @@ def tables(everything, figures):
             [figure["row"], figure["dims"], figure["dtype"], *(microseconds(figure, name) for name in names), number(figure["vs_stock"])]
             for _, figure in chosen
         ]
-        made.append(("One tiny call", [*leading, *(f"{name} us" for name in names), "vs stock"], lines, ["add-4: torch.add on 4 elements, for scale"]))
+        header = [*leading, *(f"{name} us" for name in names), "vs stock"]
+        made.append(("One tiny call", header, lines, ["add-4: torch.add on 4 elements, for scale"]))
     return made
 
 
@@ -198,16 +199,17 @@ def notes(everything, lost):
     return said
 
 
+def aligned(line, widths, leading=3):
+    """One line of a table: the first cells to the left, figures to the right."""
+    cells = [cell.ljust(width) if at < leading else cell.rjust(width) for at, (cell, width) in enumerate(zip(line, widths))]
+    return "  ".join(cells).rstrip()
+
+
 def text(made):
     parts = []
     for title, header, lines, under in made:
         widths = [max(len(line[at]) for line in [header, *lines]) for at in range(len(header))]
-        left = {0, 1, 2}
-
-        def aligned(line):
-            return "  ".join(cell.ljust(width) if at in left else cell.rjust(width) for at, (cell, width) in enumerate(zip(line, widths)))
-
-        parts.append("\n".join([title, aligned(header).rstrip(), *(aligned(line).rstrip() for line in lines), *under]))
+        parts.append("\n".join([title, aligned(header, widths), *(aligned(line, widths) for line in lines), *under]))
     return "\n\n".join(parts)
 
 

@@ -167,7 +167,7 @@ def main():
 
     failures = report.broken(everything)
     if not everything or not any(name in peers for name in ("rapt", "rapt-sdpa", "rapt-avx2")):
-        failures.append("rapt was not measured: " + lost.get("rapt", "no row, or not among --peers"))
+        failures.insert(0, "rapt was not measured: " + lost.get("rapt", "no row, or not among --peers"))
     if chosen.check:
         failures += [f"slower than stock: {line}" for line in report.slower_than_stock(everything)]
         if not failures:
