@@ -61,7 +61,7 @@ fn pytest(venv: &Venv) -> Outcome {
     venv.install(&built)?;
     step("pytest", || {
         // In the tests' own folder, so that no source tree shadows the installed wheel.
-        let mut pytest = venv.python(["-m", "pytest", "-q", "-ra", "-p", "no:cacheprovider", "."]);
+        let mut pytest = venv.python(["-m", "pytest", "-ra", "-p", "no:cacheprovider", "."]);
         show(pytest.current_dir(root().join(BINDING).join("tests")))
     })
 }
