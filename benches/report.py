@@ -216,7 +216,7 @@ def text(made):
 def heading(machine, peers):
     commit = machine["commit"][:12] or "no commit"
     dirty = f", {len(machine['uncommitted'])} uncommitted files" if machine["uncommitted"] else ""
-    merged = {what: value for found in peers.values() for what, value in found.items() if what not in ("where", "capabilities", "isa")}
+    merged = {what: value for found in peers.values() for what, value in found.items() if what not in ("capabilities", "isa")}
     versions = ", ".join(f"{what} {value}" for what, value in merged.items())
     chosen = ", ".join(f"{name} runs {found['isa']}" for name, found in peers.items() if "isa" in found)
     return [

@@ -18,7 +18,7 @@ class Engine:
 
     def versions(self):
         # `where` and `isa` go into the record: which build was measured, and what it chose to run.
-        return {"rapt": rapt.__version__, "torch": torch.__version__, "isa": rapt.doctor()["isa"], "where": rapt.__file__}
+        return {"rapt": rapt.__version__, "torch": torch.__version__, "isa": rapt.doctor()["isa"]}
 
     def prepare(self, row, copies):
         tensors = Tensors(row, copies)
