@@ -22,7 +22,8 @@ pub(crate) enum Home {
 }
 
 impl Home {
-    fn engine(&self) -> Result<&Engine, Failure> {
+    /// The engine itself.
+    pub(crate) fn engine(&self) -> Result<&Engine, Failure> {
         Ok(match self {
             Home::Default => rapt::default_engine()?,
             Home::Own(engine) => engine,
@@ -54,11 +55,6 @@ impl Home {
     /// Threads for numpy and DLPack, and where the number comes from.
     pub(crate) fn threads(&self) -> Result<Threads, Failure> {
         Ok(self.engine()?.threads())
-    }
-
-    /// The instruction set in use.
-    pub(crate) fn isa(&self) -> Result<&'static str, Failure> {
-        Ok(self.engine()?.caps().arch.name())
     }
 }
 

@@ -23,9 +23,11 @@ def test_the_report_is_a_dict_and_a_table():
     assert isinstance(report, dict) and report.ok
     assert report["isa"] in report["isa_available"] and "scalar" in report["isa_available"]
     assert report["threads"] >= 1
-    assert [case["dtype"] for case in report["self_test"]] == ["float64", "float32", "float16", "bfloat16"]
+    dtypes = ["float64", "float32", "float16", "bfloat16"]
+    cases = [(case["kernel"], case["dtype"]) for case in report["self_test"]]
+    assert cases == [(kernel, dtype) for kernel in ["forward", "decode"] for dtype in dtypes]
     assert all(0 <= case["error"] <= case["limit"] for case in report["self_test"])
-    for word in ["cpu", "isa", "threads", "RAPT_NUM_THREADS", "RAPT_ISA", "RAPT_LOG", rapt.__version__, "self-test bfloat16"]:
+    for word in ["cpu", "isa", "threads", "RAPT_NUM_THREADS", "RAPT_ISA", "RAPT_LOG", rapt.__version__, "self-test bfloat16 decode"]:
         assert word in str(report)
 
 
@@ -69,4 +71,6 @@ def test_every_variable_stands_in_the_table():
     if not table.exists():
         pytest.skip("installed without the repository")
     documented = re.findall(r"^\| `(RAPT_\w+)` \|", table.read_text(), re.M)
-    assert documented == list(rapt.doctor()["environment"])
+    shown = list(rapt.doctor()["environment"])
+    assert documented == shown[: len(documented)]
+    assert set(shown[len(documented) :]) <= set(os.environ)

@@ -20,6 +20,7 @@
 //! [`attention`] is the common case. [`Engine`] owns threads and scratch memory; [`Spec`] and [`Plan`] describe a request
 //! and what will run for it, without any pointer.
 
+pub mod doctor;
 mod engine;
 mod pool;
 mod tensor;

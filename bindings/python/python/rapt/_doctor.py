@@ -12,7 +12,7 @@ class Report(dict):
 
     @property
     def ok(self):
-        """Whether every dtype of the self-test stayed within its limit."""
+        """Whether every case of the self-test stayed within its limit."""
         return all(case["passed"] for case in self["self_test"])
 
     def __str__(self):
@@ -28,7 +28,7 @@ class Report(dict):
         for case in self["self_test"]:
             error = case["error"] if isinstance(case["error"], str) else f"relative error {case['error']:.2g}"
             verdict = "ok" if case["passed"] else "FAILED"
-            rows.append((f"self-test {case['dtype']}", f"{verdict}, {error}, limit {case['limit']:.0e}"))
+            rows.append((f"self-test {case['dtype']} {case['kernel']}", f"{verdict}, {error}, limit {case['limit']:.0e}"))
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name:{width}}  {text}" for name, text in rows)
 

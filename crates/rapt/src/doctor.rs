@@ -1,0 +1,136 @@
+//! What this machine and build are, and whether they compute the law: the facts behind every door's `doctor`.
+//!
+//! The self-test runs one problem per dtype and kernel: grouped heads, causal at the bottom right, a head_dim that fills
+//! no vector, K transposed in memory, more keys than one block or chunk holds. It is held against the plain formula in
+//! f64, on numbers that every dtype holds exactly.
+
+use half::{bf16, f16};
+use rapt_core::{Causal, DType, Element, Options, Result, Strides, Tensors, View};
+
+use crate::{Engine, Tensor};
+
+/// Every environment variable that Rapt reads: the first table of docs/environment.md.
+pub const VARIABLES: [&str; 3] = ["RAPT_NUM_THREADS", "RAPT_ISA", "RAPT_LOG"];
+
+const PREFIX: &str = "RAPT_";
+
+const HEADS: usize = 4;
+const KV_HEADS: usize = 2;
+const KV_LEN: usize = 700;
+const HEAD_DIM: usize = 37;
+
+/// One dtype by one kernel.
+#[derive(Clone, Debug)]
+pub struct SelfTest {
+    /// The dtype of q, k, v and out.
+    pub dtype: DType,
+    /// `forward` or `decode`.
+    pub kernel: &'static str,
+    /// Relative L2 against the formula in f64, or why there is none.
+    pub error: Result<f64>,
+    /// What `error` may be: two roundings of the result's precision.
+    pub limit: f64,
+}
+
+impl SelfTest {
+    /// Whether the error is within the limit.
+    #[must_use]
+    pub fn passed(&self) -> bool {
+        self.error.as_ref().is_ok_and(|error| *error <= self.limit)
+    }
+}
+
+/// The processor as Linux tells it; elsewhere the architecture.
+#[must_use]
+pub fn cpu_name() -> String {
+    let text = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+    let line = text.lines().find(|line| line.starts_with("model name"));
+    let name = line.and_then(|line| line.split_once(':')).map(|(_, name)| name.trim().to_owned());
+    name.unwrap_or_else(|| std::env::consts::ARCH.to_owned())
+}
+
+/// Operating system and architecture, such as `linux-x86_64`.
+#[must_use]
+pub fn platform() -> String {
+    format!("{}-{}", std::env::consts::OS, std::env::consts::ARCH)
+}
+
+/// Every variable of Rapt, set or not, and others that look like one: a misspelt name does nothing.
+#[must_use]
+pub fn variables() -> Vec<(String, Option<String>)> {
+    let text = |value: &std::ffi::OsStr| value.to_string_lossy().into_owned();
+    let known = VARIABLES.map(|name| (name.to_owned(), std::env::var_os(name).map(|value| text(&value))));
+    let others = std::env::vars_os().map(|(name, value)| (text(&name), Some(text(&value))));
+    let others = others.filter(|(name, _)| name.starts_with(PREFIX) && !VARIABLES.contains(&name.as_str()));
+    known.into_iter().chain(others).collect()
+}
+
+/// Whether `engine` computes the law: each dtype by each kernel.
+#[must_use]
+pub fn self_test(engine: &Engine) -> Vec<SelfTest> {
+    let mut cases = Vec::new();
+    // 16 queries fill tiles; 1 query per head is a token to decode.
+    for (kernel, q_len) in [("forward", 16), ("decode", 1)] {
+        let mut case = |dtype, limit, error| cases.push(SelfTest { dtype, kernel, error, limit });
+        case(DType::F64, 1e-14, error_of::<f64>(engine, q_len, |x| x, |x| x));
+        case(DType::F32, 1e-6, error_of::<f32>(engine, q_len, |x| x as f32, f64::from));
+        case(DType::F16, 1e-3, error_of::<f16>(engine, q_len, f16::from_f64, f64::from));
+        case(DType::BF16, 8e-3, error_of::<bf16>(engine, q_len, bf16::from_f64, f64::from));
+    }
+    cases
+}
+
+/// Sixteenths in −1..1.
+fn sample(seed: usize, len: usize) -> Vec<f64> {
+    (0..len).map(|n| (((n * 7 + seed * 13) * 37 % 33) as f64 - 16.0) / 16.0).collect()
+}
+
+/// The relative L2 error of one dtype's run.
+fn error_of<T: Element>(engine: &Engine, q_len: usize, narrow: fn(f64) -> T, widen: fn(T) -> f64) -> Result<f64> {
+    let q = sample(1, HEADS * q_len * HEAD_DIM);
+    let (k, v) = (sample(2, KV_HEADS * KV_LEN * HEAD_DIM), sample(3, KV_HEADS * KV_LEN * HEAD_DIM));
+    let expected = formula(q_len, &q, &k, &v);
+    let typed = |x: &[f64]| x.iter().map(|&x| narrow(x)).collect::<Vec<T>>();
+    // K lies as [head, head_dim, key].
+    let mut turned = vec![narrow(0.0); k.len()];
+    for (n, &x) in k.iter().enumerate() {
+        let (head, j, d) = (n / (KV_LEN * HEAD_DIM), n / HEAD_DIM % KV_LEN, n % HEAD_DIM);
+        turned[(head * HEAD_DIM + d) * KV_LEN + j] = narrow(x);
+    }
+    let (q, v) = (typed(&q), typed(&v));
+    let strides = Strides::from([(HEAD_DIM * KV_LEN) as isize, 1, KV_LEN as isize]);
+    let mut out = Tensor::zeros(T::DTYPE, [HEADS, q_len, HEAD_DIM].into())?;
+    let tensors = Tensors {
+        q: View::contiguous("q", &q, [HEADS, q_len, HEAD_DIM].into())?,
+        k: View::strided("k", &turned, 0, [KV_HEADS, KV_LEN, HEAD_DIM].into(), strides)?,
+        v: View::contiguous("v", &v, [KV_HEADS, KV_LEN, HEAD_DIM].into())?,
+        mask: None,
+        sinks: None,
+        alibi_slopes: None,
+        out: out.view_mut()?,
+        lse: None,
+    };
+    engine.attention_into(tensors, &Options::default().with_causal(Causal::BottomRight))?;
+    let got = out.to_vec::<T>()?;
+    let off: f64 = got.iter().zip(&expected).map(|(&got, law)| (widen(got) - law).powi(2)).sum();
+    let whole: f64 = expected.iter().map(|law| law.powi(2)).sum();
+    Ok((off / whole).sqrt())
+}
+
+/// softmax(q·kᵀ / sqrt(head_dim))·v over the keys j ≤ i + kv_len − q_len.
+fn formula(q_len: usize, q: &[f64], k: &[f64], v: &[f64]) -> Vec<f64> {
+    let mut out = Vec::with_capacity(q.len());
+    for (row, q) in q.chunks(HEAD_DIM).enumerate() {
+        let (head, i) = (row / q_len, row % q_len);
+        let of_head = |x: &'_ [f64]| -> Vec<Vec<f64>> {
+            let keys = x.chunks(HEAD_DIM).skip(head / (HEADS / KV_HEADS) * KV_LEN);
+            keys.take(i + KV_LEN - q_len + 1).map(<[f64]>::to_vec).collect()
+        };
+        let dot = |k: &Vec<f64>| q.iter().zip(k).map(|(q, k)| q * k).sum::<f64>();
+        let p: Vec<f64> = of_head(k).iter().map(|k| (dot(k) / (HEAD_DIM as f64).sqrt()).exp()).collect();
+        let row_sum: f64 = p.iter().sum();
+        let v = of_head(v);
+        out.extend((0..HEAD_DIM).map(|d| p.iter().zip(&v).map(|(p, v)| p * v[d]).sum::<f64>() / row_sum));
+    }
+    out
+}
