@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use crate::{DType, Direction, Error, Kv, PRounding, Spec};
+use crate::{DType, Direction, Error, Kv, Spec};
 
 /// An instruction set that a kernel is written for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -16,6 +16,8 @@ pub enum Arch {
     Avx2,
     /// 512-bit vectors: AVX-512 F, BW, DQ and VL.
     Avx512,
+    /// The same, with products of bf16 formed by its dot instruction.
+    Avx512Bf16,
 }
 
 impl Arch {
@@ -27,6 +29,7 @@ impl Arch {
             Arch::Neon => "neon",
             Arch::Avx2 => "avx2",
             Arch::Avx512 => "avx512",
+            Arch::Avx512Bf16 => "avx512_bf16",
         }
     }
 }
@@ -77,6 +80,16 @@ impl Kernel {
     }
 }
 
+/// Where the probabilities are rounded between the two products.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum PRounding {
+    /// Kept in the accumulation dtype.
+    Accumulation,
+    /// To the storage dtype, for the product with v; what divides is the sum before rounding.
+    Storage,
+}
+
 /// What identifies a kernel's code: a spec without its lengths.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct KernelKey {
@@ -88,6 +101,8 @@ pub struct KernelKey {
     pub storage: DType,
     /// The dtype of sums.
     pub accumulation: DType,
+    /// Where p is rounded.
+    pub p_rounding: PRounding,
     /// The mask.
     pub mask: MaskClass,
     /// How keys and values are stored.
@@ -225,8 +240,11 @@ impl Explanation<'_> {
                 (left, right) => format!("{causal}; window left {}, right {}", end(left), end(right)),
             }
         };
-        let rounding = match spec.numerics.p_rounding {
+        let rounding = match key.p_rounding {
             PRounding::Accumulation => format!("nowhere: p stays {}", key.accumulation),
+            PRounding::Storage => {
+                format!("to {} for the product with v; its sum stays {}", key.storage, key.accumulation)
+            }
         };
         let floor = match cost.floor_seconds {
             Some(seconds) => {

@@ -36,14 +36,6 @@ pub enum Kv {
     Dense,
 }
 
-/// Where the probabilities are rounded between the two products.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub enum PRounding {
-    /// Kept in the accumulation dtype.
-    Accumulation,
-}
-
 /// The dtypes that numbers pass through.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Numerics {
@@ -51,8 +43,6 @@ pub struct Numerics {
     pub storage: DType,
     /// The dtype of products, sums, maxima and exponentials.
     pub accumulation: DType,
-    /// Where p is rounded.
-    pub p_rounding: PRounding,
 }
 
 /// The mask of a spec.
@@ -411,11 +401,10 @@ impl SpecBuilder {
             }
         };
 
-        let p_rounding = PRounding::Accumulation;
         Ok(Spec {
             direction: Direction::Forward,
             kv: Kv::Dense,
-            numerics: Numerics { storage, accumulation, p_rounding },
+            numerics: Numerics { storage, accumulation },
             device,
             q,
             k,

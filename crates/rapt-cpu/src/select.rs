@@ -5,7 +5,7 @@
 //! (`block_n`) follows the instruction set, the dtype and head_dim, so the bits of a row do not depend on the machine's
 //! load or on its neighbours.
 
-use rapt_core::{Arch, Caps, Cost, DType, Device, Error, Kernel, KernelKey, MaskClass, Plan, Result, Spec};
+use rapt_core::{Arch, Caps, Cost, DType, Device, Error, Kernel, KernelKey, MaskClass, PRounding, Plan, Result, Spec};
 
 use crate::arch;
 use crate::generic::{decode, forward};
@@ -30,14 +30,15 @@ struct Rates {
     exponentials: f64,
 }
 
-fn rates(arch: Arch, accumulation: DType) -> Rates {
+fn rates(arch: Arch, kernel: Kernel, storage: DType) -> Rates {
     let (flops, exponentials) = match arch {
-        Arch::Avx512 => (64.0, 3.4),
+        Arch::Avx512Bf16 if kernel == Kernel::Forward && arch::is_paired(arch, storage) => (128.0, 3.4),
+        Arch::Avx512 | Arch::Avx512Bf16 => (64.0, 3.4),
         Arch::Avx2 => (32.0, 1.7),
         Arch::Neon => (16.0, 0.9),
         _ => (8.0, 0.5),
     };
-    let width = if accumulation == DType::F64 { 2.0 } else { 1.0 };
+    let width = if storage == DType::F64 { 2.0 } else { 1.0 };
     Rates { flops: flops / width, exponentials: exponentials / (2.0 * width - 1.0) }
 }
 
@@ -57,6 +58,10 @@ pub(crate) fn cut(spec: &Spec, kernel: Kernel, arch: Arch, threads: usize) -> Cu
     let in_place = |strides, dim| inner_is_one(strides, dim) && (in_elem || kernel == Kernel::Decode);
     let k_in_place = in_place(spec.k.strides, spec.head_dim());
     let v_in_place = in_place(spec.v.strides, spec.head_dim_v());
+    // Pairs of K along head_dim are read where they lie if every row is whole lanes, in steps of whole lanes.
+    let paired = kernel == Kernel::Forward && arch::is_paired(arch, spec.numerics.storage);
+    let whole_lanes = spec.head_dim().is_multiple_of(2) && spec.k.strides[2] % 2 == 0 && spec.k.strides[3] == 1;
+    let k_in_place = k_in_place || (paired && whole_lanes);
     let (batch, q_len, group) = (spec.batch(), spec.q_len(), spec.group_size());
     let whole_group = kernel == Kernel::Decode || q_len < 2 * shape.queries;
     let heads = if whole_group { group } else { 1 };
@@ -128,18 +133,30 @@ pub(crate) fn partials_bytes(spec: &Spec, kernel: Kernel, cut: &Cut) -> usize {
 
 /// Most bytes that lie packed at one time: a block of K and V per thread in forward; in decode the few keys that are
 /// gathered, in the storage dtype, where their elements lie apart.
-fn bytes_packed(spec: &Spec, kernel: Kernel, cut: &Cut, threads: usize) -> usize {
+fn bytes_packed(spec: &Spec, kernel: Kernel, arch: Arch, cut: &Cut, threads: usize) -> usize {
     let k = if cut.k_in_place { 0 } else { spec.head_dim() };
     let v = if cut.v_in_place { 0 } else { spec.head_dim_v() };
     let per_thread = if kernel == Kernel::Decode {
         decode::PV_KEYS * k.max(v) * spec.numerics.storage.size_bytes()
     } else {
-        cut.block_n * (k + v) * spec.numerics.accumulation.size_bytes()
+        let dtype = match p_rounding(kernel, arch, spec) {
+            PRounding::Storage => spec.numerics.storage,
+            _ => spec.numerics.accumulation,
+        };
+        cut.block_n * (k + v) * dtype.size_bytes()
     };
     per_thread * threads
 }
 
-fn cost(spec: &Spec, arch: Arch, threads: usize, clock_hz: Option<f64>, packed: usize) -> Cost {
+fn p_rounding(kernel: Kernel, arch: Arch, spec: &Spec) -> PRounding {
+    if kernel == Kernel::Forward && arch::is_paired(arch, spec.numerics.storage) {
+        PRounding::Storage
+    } else {
+        PRounding::Accumulation
+    }
+}
+
+fn cost(spec: &Spec, kernel: Kernel, arch: Arch, threads: usize, clock_hz: Option<f64>, packed: usize) -> Cost {
     let pairs = spec.pairs() as f64;
     let flops = pairs * 2.0 * (spec.head_dim() + spec.head_dim_v()) as f64;
     let bytes =
@@ -150,7 +167,7 @@ fn cost(spec: &Spec, arch: Arch, threads: usize, clock_hz: Option<f64>, packed: 
     });
     let read = [&spec.q, &spec.k, &spec.v].map(|t| bytes(&t.shape, t.dtype)).iter().sum::<f64>() + mask;
     let written = bytes(&spec.out.shape, spec.out.dtype) + spec.lse.map_or(0.0, |lse| bytes(&lse.shape, lse.dtype));
-    let rates = rates(arch, spec.numerics.accumulation);
+    let rates = rates(arch, kernel, spec.numerics.storage);
     let floor_cycles = flops / rates.flops + pairs / rates.exponentials;
     Cost {
         flops,
@@ -196,8 +213,9 @@ pub fn select(spec: &Spec, caps: &Caps) -> Result<Plan> {
     let why_not_faster = if kernel == Kernel::Empty {
         String::new()
     } else if arch == Arch::Avx512 && storage == DType::BF16 {
-        "products are formed in float32; the bf16 dot instructions are not used".to_owned()
-    } else if arch != Arch::Avx512 && cfg!(target_arch = "x86_64") {
+        "products are formed in float32: the bf16 dot instruction is missing or slower here, or RAPT_ISA holds to these"
+            .to_owned()
+    } else if !matches!(arch, Arch::Avx512 | Arch::Avx512Bf16) && cfg!(target_arch = "x86_64") {
         format!("{} it is: no wider vectors are on this machine, or RAPT_ISA holds to these", arch.name())
     } else {
         String::new()
@@ -212,23 +230,24 @@ pub fn select(spec: &Spec, caps: &Caps) -> Result<Plan> {
         kernel,
         storage,
         accumulation: spec.numerics.accumulation,
+        p_rounding: p_rounding(kernel, arch, spec),
         mask,
         kv: spec.kv,
         arch,
     };
     if kernel == Kernel::Empty {
-        let cost = cost(spec, arch, 1, caps.clock_hz, 0);
+        let cost = cost(spec, kernel, arch, 1, caps.clock_hz, 0);
         return Ok(Plan::new(spec.clone(), key, (0, 0, 1, 0), 1, 0, cost, true, why, why_not_faster));
     }
-    let one_core = cost(spec, arch, 1, Some(3.0e9), 0);
+    let one_core = cost(spec, kernel, arch, 1, Some(3.0e9), 0);
     let ns = one_core.floor_seconds.unwrap_or(0.0) * 1e9 + (one_core.bytes_read + one_core.bytes_written) / 20.0;
     let threads = if ns < PARALLEL_NS { 1 } else { caps.threads.max(1) };
     let cut = cut(spec, kernel, arch, threads);
     let items = cut.tasks.saturating_mul(cut.chunks);
     let scratch = threads.saturating_mul(scratch_bytes(spec, kernel, arch, &cut));
     let workspace_bytes = scratch.saturating_add(partials_bytes(spec, kernel, &cut));
-    let packed = bytes_packed(spec, kernel, &cut, threads);
-    let cost = cost(spec, arch, threads, caps.clock_hz, packed);
+    let packed = bytes_packed(spec, kernel, arch, &cut, threads);
+    let cost = cost(spec, kernel, arch, threads, caps.clock_hz, packed);
     let num_splits = if kernel == Kernel::Decode { cut.chunks } else { 1 };
     let block_m = if kernel == Kernel::Decode { cut.rows } else { arch::tile_shape(arch, storage).queries };
     Ok(Plan::new(

@@ -13,7 +13,7 @@ use rapt::{
     View, Window, select,
 };
 
-const ARCHES: [Arch; 3] = [Arch::Scalar, Arch::Avx2, Arch::Avx512];
+const ARCHES: [Arch; 4] = [Arch::Scalar, Arch::Avx2, Arch::Avx512, Arch::Avx512Bf16];
 const DTYPES: [DType; 4] = [DType::F64, DType::F32, DType::F16, DType::BF16];
 /// Most bytes of packed K and V per thread, whatever the length, for head_dim up to 4096.
 const PANEL_CAP: usize = 2 << 20;
@@ -315,14 +315,16 @@ fn explain_says_word_for_word() {
     let token = Request::plain(DType::BF16, [1, 8, 1, 8192, 128]);
     let prefill = Request::plain(DType::F16, [1, 24, 1024, 1024, 128]);
     let double = Request::plain(DType::F64, [2, 3, 33, 50, 24]);
+    let pairs = Request::plain(DType::BF16, [1, 24, 1024, 1024, 128]);
     let typical = [
-        ("encoder_padding_mask", Request { mask: Some(DType::Bool), ..padded }),
-        ("decode_grouped", Request { group: 4, ..token }),
-        ("prefill_causal_window", Request { options: windowed, ..prefill }),
-        ("turned_double", Request { walk: Walk::Turned, head_dim_v: 40, ..double }),
+        ("encoder_padding_mask", Arch::Avx2, Request { mask: Some(DType::Bool), ..padded }),
+        ("decode_grouped", Arch::Avx2, Request { group: 4, ..token }),
+        ("prefill_causal_window", Arch::Avx2, Request { options: windowed, ..prefill }),
+        ("turned_double", Arch::Avx2, Request { walk: Walk::Turned, head_dim_v: 40, ..double }),
+        ("bfloat16_pairs", Arch::Avx512Bf16, pairs),
     ];
-    for (name, request) in typical {
-        let caps = Caps { arch: Arch::Avx2, threads: 4, clock_hz: Some(3.0e9) };
+    for (name, arch, request) in typical {
+        let caps = Caps { arch, threads: 4, clock_hz: Some(3.0e9) };
         let plan = select(&request.spec(), &caps).unwrap();
         snapshot(name, &plan.explain().to_string());
     }

@@ -78,6 +78,10 @@ impl Simd for Avx2F32 {
     const ROWS: usize = 6;
 
     #[inline(always)]
+    fn hide(ptr: *const f32) -> *const f32 {
+        super::hidden(ptr)
+    }
+    #[inline(always)]
     unsafe fn splat(x: f32) -> __m256 {
         unsafe { _mm256_set1_ps(x) }
     }
@@ -181,6 +185,10 @@ impl Simd for Avx2F64 {
     const LANES: usize = 4;
     const ROWS: usize = 6;
 
+    #[inline(always)]
+    fn hide(ptr: *const f64) -> *const f64 {
+        super::hidden(ptr)
+    }
     #[inline(always)]
     unsafe fn splat(x: f64) -> __m256d {
         unsafe { _mm256_set1_pd(x) }

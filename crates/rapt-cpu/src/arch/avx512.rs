@@ -1,12 +1,13 @@
 //! 512-bit vectors: AVX-512 F, BW, DQ, VL (with AVX2, FMA and F16C). 32 registers: 8 rows × 2 vectors of accumulators
-//! leave half of them for operands and the exponential.
+//! leave half of them for operands and the exponential. Pairs of bf16 need avx512bf16 besides.
 
 use std::arch::x86_64::*;
+use std::mem::transmute;
 
 use half::{bf16, f16};
 
 use super::avx2::{transpose_4x4, transpose_8x8};
-use crate::generic::simd::Simd;
+use crate::generic::simd::{Bf16Pairs, Simd};
 
 /// Sixteen f32.
 #[derive(Clone, Copy)]
@@ -22,6 +23,10 @@ impl Simd for Avx512F32 {
     const LANES: usize = 16;
     const ROWS: usize = 8;
 
+    #[inline(always)]
+    fn hide(ptr: *const f32) -> *const f32 {
+        super::hidden(ptr)
+    }
     #[inline(always)]
     unsafe fn splat(x: f32) -> __m512 {
         unsafe { _mm512_set1_ps(x) }
@@ -122,6 +127,49 @@ impl Simd for Avx512F32 {
     }
 }
 
+// SAFETY of each method: with these the entry points have avx512bf16 on.
+impl Bf16Pairs for Avx512F32 {
+    #[inline(always)]
+    unsafe fn dot(a: __m512, b: __m512, acc: __m512) -> __m512 {
+        unsafe { _mm512_dpbf16_ps(acc, transmute::<__m512, __m512bh>(a), transmute::<__m512, __m512bh>(b)) }
+    }
+    #[inline(always)]
+    unsafe fn pair(low: __m512, high: __m512) -> __m512 {
+        unsafe {
+            // The low half of the answer of vcvtne2ps2bf16 holds its second operand: lane n and n + 16 become a pair.
+            let halves = transmute::<__m512bh, __m512i>(_mm512_cvtne2ps_pbh(high, low));
+            let order = _mm512_set_epi16(
+                31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2,
+                17, 1, 16, 0,
+            );
+            _mm512_castsi512_ps(_mm512_permutexvar_epi16(order, halves))
+        }
+    }
+    #[inline(always)]
+    unsafe fn keep_where_nonzero(a: __m512, x: __m512) -> __m512 {
+        unsafe {
+            let x = _mm512_castps_si512(x);
+            let nonzero = _mm512_test_epi16_mask(x, x);
+            _mm512_castsi512_ps(_mm512_maskz_mov_epi16(nonzero, _mm512_castps_si512(a)))
+        }
+    }
+    #[inline(always)]
+    unsafe fn join(low: __m512, high: __m512) -> __m512 {
+        unsafe {
+            let low = _mm512_srli_epi32::<16>(_mm512_castps_si512(low));
+            _mm512_castsi512_ps(_mm512_or_si512(low, _mm512_castps_si512(high)))
+        }
+    }
+    #[inline(always)]
+    unsafe fn split(pairs: __m512) -> [__m512; 2] {
+        unsafe {
+            let pairs = _mm512_castps_si512(pairs);
+            let high = _mm512_and_si512(pairs, _mm512_set1_epi32(i32::from_ne_bytes(0xFFFF_0000_u32.to_ne_bytes())));
+            [_mm512_castsi512_ps(_mm512_slli_epi32::<16>(pairs)), _mm512_castsi512_ps(high)]
+        }
+    }
+}
+
 impl Simd for Avx512F64 {
     type Elem = f64;
     type V = __m512d;
@@ -129,6 +177,10 @@ impl Simd for Avx512F64 {
     const LANES: usize = 8;
     const ROWS: usize = 8;
 
+    #[inline(always)]
+    fn hide(ptr: *const f64) -> *const f64 {
+        super::hidden(ptr)
+    }
     #[inline(always)]
     unsafe fn splat(x: f64) -> __m512d {
         unsafe { _mm512_set1_pd(x) }

@@ -36,11 +36,22 @@ mod scalar;
 use half::{bf16, f16};
 use rapt_core::{Arch, DType};
 
+use crate::generic::products::{Paired, Single};
 use crate::generic::{decode, forward};
 use crate::problem::{Item, Problem};
 
 /// Computes one item of a problem in scratch memory of the plan's size per thread.
 pub(crate) type Entry = unsafe fn(&Problem, Item, *mut u8);
+
+/// A pointer that the compiler takes as it is.
+#[cfg(target_arch = "x86_64")]
+#[inline(always)]
+#[allow(clippy::pointers_in_nomem_asm_block, reason = "nothing is read through it: there is no instruction")]
+fn hidden<E>(mut ptr: *const E) -> *const E {
+    // SAFETY: no instruction at all.
+    unsafe { std::arch::asm!("/* {0} */", inout(reg) ptr, options(pure, nomem, nostack, preserves_flags)) };
+    ptr
+}
 
 /// The code of one step of a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -89,7 +100,7 @@ macro_rules! entries {
         }
     };
     (@pair $features:tt, $simd:ty, $t:ident, $step:ident) => {{
-        entries!(@fn $features, forward_entry, forward, item, $simd);
+        entries!(@fn $features, forward_entry, forward, item, $simd, Single);
         entries!(@fn $features, decode_entry, decode, item, $simd);
         entries!(@fn $features, combine_entry, decode, combine, $simd);
         let entry: Entry = match $step {
@@ -99,17 +110,17 @@ macro_rules! entries {
         };
         Some(entry)
     }};
-    (@fn (), $name:ident, $module:ident, $body:ident, $simd:ty) => {
+    (@fn (), $name:ident, $module:ident, $body:ident, $simd:ty $(, $products:ty)?) => {
         unsafe fn $name<T: Storage<$simd>>(problem: &Problem, item: Item, scratch: *mut u8) {
             // SAFETY: as of the caller.
-            unsafe { $module::$body::<$simd, T>(problem, item, scratch) }
+            unsafe { $module::$body::<$simd, T $(, $products)?>(problem, item, scratch) }
         }
     };
-    (@fn ($features:literal), $name:ident, $module:ident, $body:ident, $simd:ty) => {
+    (@fn ($features:literal), $name:ident, $module:ident, $body:ident, $simd:ty $(, $products:ty)?) => {
         #[target_feature(enable = $features)]
         unsafe fn $name<T: Storage<$simd>>(problem: &Problem, item: Item, scratch: *mut u8) {
             // SAFETY: as of the caller.
-            unsafe { $module::$body::<$simd, T>(problem, item, scratch) }
+            unsafe { $module::$body::<$simd, T $(, $products)?>(problem, item, scratch) }
         }
     };
 }
@@ -126,6 +137,25 @@ entries!(
     avx512::Avx512F32,
     avx512::Avx512F64
 );
+/// As AVX-512, with the products of bf16 formed two at a time.
+#[cfg(target_arch = "x86_64")]
+fn avx512_bf16_entry(step: Step, storage: DType) -> Option<Entry> {
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c")]
+    unsafe fn forward_entry(problem: &Problem, item: Item, scratch: *mut u8) {
+        // SAFETY: as of the caller.
+        unsafe { forward::item::<avx512::Avx512F32, bf16, Paired>(problem, item, scratch) }
+    }
+    if step == Step::Forward && is_paired(Arch::Avx512Bf16, storage) {
+        return Some(forward_entry);
+    }
+    avx512_entry(step, storage)
+}
+
+/// Whether forward's products are formed of pairs, and P is rounded to the storage dtype for the second one.
+pub(crate) fn is_paired(arch: Arch, storage: DType) -> bool {
+    arch == Arch::Avx512Bf16 && storage == DType::BF16
+}
+
 #[cfg(target_arch = "aarch64")]
 entries!(Neon, neon_entry, neon_shape, ("neon"), neon::NeonF32, scalar::Scalar<f64>);
 
@@ -137,6 +167,8 @@ pub(crate) fn entry(arch: Arch, step: Step, storage: DType) -> Option<Entry> {
         Arch::Avx2 => avx2_entry(step, storage),
         #[cfg(target_arch = "x86_64")]
         Arch::Avx512 => avx512_entry(step, storage),
+        #[cfg(target_arch = "x86_64")]
+        Arch::Avx512Bf16 => avx512_bf16_entry(step, storage),
         #[cfg(target_arch = "aarch64")]
         Arch::Neon => neon_entry(step, storage),
         _ => None,
@@ -149,11 +181,18 @@ pub(crate) fn tile_shape(arch: Arch, storage: DType) -> TileShape {
         #[cfg(target_arch = "x86_64")]
         Arch::Avx2 => avx2_shape(storage),
         #[cfg(target_arch = "x86_64")]
-        Arch::Avx512 => avx512_shape(storage),
+        Arch::Avx512 | Arch::Avx512Bf16 => avx512_shape(storage),
         #[cfg(target_arch = "aarch64")]
         Arch::Neon => neon_shape(storage),
         _ => scalar_shape(storage),
     }
+}
+
+/// Whether the processor is AMD's.
+#[cfg(target_arch = "x86_64")]
+fn is_amd() -> bool {
+    let id = std::arch::x86_64::__cpuid(0);
+    [id.ebx, id.edx, id.ecx].map(u32::to_le_bytes).concat() == b"AuthenticAMD"
 }
 
 /// The instruction sets of this machine, best last.
@@ -173,6 +212,12 @@ pub(crate) fn detected() -> Vec<Arch> {
             && is_x86_feature_detected!("avx512vl");
         if avx2 && avx512 {
             found.push(Arch::Avx512);
+            if is_x86_feature_detected!("avx512bf16") {
+                // One dot instruction in two cycles does less than f32 does: 32 against 64 flop per cycle and core
+                // (Xeon, family 6 model 207, 2026-11); AMD's units take two per cycle.
+                let best = if is_amd() { found.len() } else { found.len() - 1 };
+                found.insert(best, Arch::Avx512Bf16);
+            }
         }
     }
     #[cfg(target_arch = "aarch64")]

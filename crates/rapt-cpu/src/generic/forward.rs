@@ -14,10 +14,11 @@
 
 use super::contract::{Broadcast, contract, contract_selecting};
 use super::mask;
-use super::pack::{all_finite, load_row, pack_panel, store_row, transpose_in};
+use super::pack::{store_row, transpose_in};
+use super::products::{Block, Products};
 use super::simd::{Real, Simd, Storage};
 use super::softmax::{Modifier, finish_row, max_skipping_nan, probability, rescale, subtractable};
-use crate::problem::{Input, Item, Problem, Row};
+use crate::problem::{Item, Problem, Row};
 
 /// QK is summed in runs of this many products: a straight sum over 256 costs a third of the accuracy in f32
 /// (6.6e-7 against 4.0e-7, Zen 5, 2026-11).
@@ -118,16 +119,24 @@ struct Tile<E> {
     row_sum: *mut E,
 }
 
-/// A block of keys or values as rows of elements.
+/// A block of keys or values as rows of lanes.
 #[derive(Clone, Copy)]
 struct Rows<E> {
     ptr: *const E,
     stride: isize,
 }
 
+impl<E> Rows<E> {
+    /// The rows from row `n` on.
+    #[inline(always)]
+    fn from(self, n: usize) -> Rows<E> {
+        Rows { ptr: self.ptr.wrapping_offset(n as isize * self.stride), ..self }
+    }
+}
+
 /// Computes one run of rows of one task.
 #[inline(always)]
-pub(crate) unsafe fn item<S: Simd, T: Storage<S>>(problem: &Problem, item: Item, scratch: *mut u8) {
+pub(crate) unsafe fn item<S: Simd, T: Storage<S>, M: Products<S, T>>(problem: &Problem, item: Item, scratch: *mut u8) {
     let layout = Layout::of::<S>(problem);
     let base = scratch.cast::<S::Elem>();
     let queries = S::Q_VECS * S::LANES;
@@ -153,7 +162,7 @@ pub(crate) unsafe fn item<S: Simd, T: Storage<S>>(problem: &Problem, item: Item,
             }
         };
         for n in 0..tiles {
-            begin::<S, T>(problem, &layout, origin, &tile(n), base.add(layout.rows));
+            begin::<S, T, M>(problem, &layout, origin, &tile(n), base.add(layout.rows));
         }
 
         let (lo, hi) = problem.keys_of_rows(first_row, last_row);
@@ -161,29 +170,22 @@ pub(crate) unsafe fn item<S: Simd, T: Storage<S>>(problem: &Problem, item: Item,
         let mut block = lo / block_n * block_n;
         while block < hi {
             let n = block_n.min(hi - block);
-            let at = (origin.0, kv_head, block);
-            let k =
-                rows_of::<S, T>(&problem.k, problem.cut.k_in_place, at, n, problem.head_dim, base.add(layout.k_panel));
-            let v = rows_of::<S, T>(
-                &problem.v,
-                problem.cut.v_in_place,
-                at,
-                n,
-                problem.head_dim_v,
-                base.add(layout.v_panel),
+            let at = Block { first: (origin.0, kv_head, block), n };
+            let (k, v) = (
+                keys::<S, T, M>(problem, at, base.add(layout.k_panel)),
+                values::<S, T, M>(problem, at, base.add(layout.v_panel)),
             );
             let mut v_is_finite = None;
             for t in 0..tiles {
                 let tile = tile(t);
-                let (j0, j1) = (block.max(tile.keys.0), (block + n).min(tile.keys.1));
+                // A lane of values holds STEPS keys from the block's first on.
+                let skip = (block.max(tile.keys.0) - block) / M::STEPS * M::STEPS;
+                let (j0, j1) = (block + skip, (block + n).min(tile.keys.1));
                 if j0 < j1 {
-                    let skip = (j0 - block) as isize;
-                    let k = Rows { ptr: k.ptr.wrapping_offset(skip * k.stride), ..k };
-                    let v_tile = Rows { ptr: v.ptr.wrapping_offset(skip * v.stride), ..v };
-                    let at = |j: usize, d: usize| v.ptr.wrapping_offset(j as isize * v.stride).add(d);
-                    let scan = || all_finite::<S>(n, problem.head_dim_v, |j, d| S::load(at(j, d)), |j, d| *at(j, d));
+                    let scan = || is_finite::<S, T, M>(v, n.div_ceil(M::STEPS), problem.head_dim_v);
                     let clean = || *v_is_finite.get_or_insert_with(scan);
-                    step::<S>(problem, &layout, base, origin, &tile, (j0, j1), (k, v_tile), clean);
+                    let (k, v) = (k.from(skip), v.from(skip / M::STEPS));
+                    step::<S, T, M>(problem, &layout, base, origin, &tile, (j0, j1), (k, v), clean);
                 }
             }
             block += block_n;
@@ -195,27 +197,64 @@ pub(crate) unsafe fn item<S: Simd, T: Storage<S>>(problem: &Problem, item: Item,
     }
 }
 
-/// K or V of one block: where it lies, or packed.
+/// K of one block: where it lies, or packed. The cut reads in place only what is rows of whole lanes.
 #[inline(always)]
-unsafe fn rows_of<S: Simd, T: Storage<S>>(
-    input: &Input<4>,
-    in_place: bool,
-    at: (usize, usize, usize),
-    n: usize,
-    dim: usize,
+unsafe fn keys<S: Simd, T: Storage<S>, M: Products<S, T>>(
+    problem: &Problem,
+    block: Block,
     panel: *mut S::Elem,
 ) -> Rows<S::Elem> {
-    if T::IS_ELEM && in_place {
-        return Rows { ptr: input.at([at.0, at.1, at.2, 0]).cast(), stride: input.strides[2] };
+    let (batch, head, j0) = block.first;
+    if problem.cut.k_in_place {
+        let ptr = problem.k.at([batch, head, j0, 0]).cast();
+        return Rows { ptr, stride: problem.k.strides[2] / M::STEPS as isize };
     }
-    // SAFETY: the layout has a panel where K or V are not read in place.
-    unsafe { pack_panel::<S, T>(input, at, n, dim, panel) };
-    Rows { ptr: panel, stride: dim as isize }
+    // SAFETY: the layout has a panel where K is not read in place.
+    unsafe { M::pack_keys(&problem.k, block, problem.head_dim, panel) };
+    Rows { ptr: panel, stride: problem.head_dim.div_ceil(M::STEPS) as isize }
+}
+
+/// V of one block: where it lies, or packed.
+#[inline(always)]
+unsafe fn values<S: Simd, T: Storage<S>, M: Products<S, T>>(
+    problem: &Problem,
+    block: Block,
+    panel: *mut S::Elem,
+) -> Rows<S::Elem> {
+    let (batch, head, j0) = block.first;
+    if problem.cut.v_in_place {
+        return Rows { ptr: problem.v.at([batch, head, j0, 0]).cast(), stride: problem.v.strides[2] };
+    }
+    // SAFETY: the layout has a panel where V is not read in place.
+    unsafe { M::pack_values(&problem.v, block, problem.head_dim_v, panel) };
+    Rows { ptr: panel, stride: problem.head_dim_v as isize }
+}
+
+/// Whether `n` rows of values of `dim` lanes are finite.
+#[inline(always)]
+unsafe fn is_finite<S: Simd, T: Storage<S>, M: Products<S, T>>(rows: Rows<S::Elem>, n: usize, dim: usize) -> bool {
+    // SAFETY: the caller vouches for the rows; the rest of one is copied to a whole vector of zeros.
+    unsafe {
+        let mut sum = S::splat(S::Elem::ZERO);
+        for row in 0..n {
+            let row = rows.from(row).ptr;
+            let whole = dim / S::LANES * S::LANES;
+            for d in (0..whole).step_by(S::LANES) {
+                sum = M::add_non_finite(S::load(row.add(d)), sum);
+            }
+            if whole < dim {
+                let mut rest = [S::Elem::ZERO; MAX_QUERIES];
+                std::ptr::copy_nonoverlapping(row.add(whole), rest.as_mut_ptr(), dim - whole);
+                sum = M::add_non_finite(S::load(rest.as_ptr()), sum);
+            }
+        }
+        !S::reduce_add(sum).is_nan()
+    }
 }
 
 /// Packs `Qᵀ` and clears the state of a tile. Lanes without a query hold zeros.
 #[inline(always)]
-unsafe fn begin<S: Simd, T: Storage<S>>(
+unsafe fn begin<S: Simd, T: Storage<S>, M: Products<S, T>>(
     problem: &Problem,
     layout: &Layout,
     origin: (usize, usize),
@@ -232,16 +271,10 @@ unsafe fn begin<S: Simd, T: Storage<S>>(
             if tile.r0 + lane < tile.r1 {
                 let row = problem.row(origin, tile.r0 + lane);
                 let from = problem.q.at([row.batch, row.head, row.i, 0]).cast::<T>();
-                load_row::<S, T>(from, problem.q.strides[3], problem.head_dim, to);
-                filled = problem.head_dim;
+                filled = M::load_query(from, problem.q.strides[3], problem.head_dim, problem.scores.negate_q, to);
             }
             for d in filled..stride {
                 *to.add(d) = S::Elem::ZERO;
-            }
-            if problem.scores.negate_q {
-                for d in 0..filled {
-                    *to.add(d) = S::Elem::ZERO - *to.add(d);
-                }
             }
         }
         transpose_in::<S>(rows, stride, stride, tile.qt, queries);
@@ -258,7 +291,7 @@ unsafe fn begin<S: Simd, T: Storage<S>>(
 /// One tile of queries against keys `j0..j1`.
 #[inline(always)]
 #[allow(clippy::too_many_arguments, reason = "the loop's state, each part used once")]
-unsafe fn step<S: Simd>(
+unsafe fn step<S: Simd, T: Storage<S>, M: Products<S, T>>(
     problem: &Problem,
     layout: &Layout,
     base: *mut S::Elem,
@@ -288,14 +321,15 @@ unsafe fn step<S: Simd>(
         }
 
         // S = K @ Q.T
-        for d in (0..problem.head_dim).step_by(QK_RUN) {
-            let run = QK_RUN.min(problem.head_dim - d);
+        let lanes = problem.head_dim.div_ceil(M::STEPS);
+        for d in (0..lanes).step_by(QK_RUN) {
+            let run = QK_RUN.min(lanes - d);
             let b = Broadcast { ptr: k.ptr.add(d), row: k.stride, step: 1 };
             let x = tile.qt.add(d * queries);
             if d == 0 {
-                contract::<S, false, false>(n, run, x, b, p);
+                contract::<S, T, M, false, false>(n, run, x, b, p);
             } else {
-                contract::<S, false, true>(n, run, x, b, p);
+                contract::<S, T, M, false, true>(n, run, x, b, p);
             }
         }
 
@@ -303,19 +337,21 @@ unsafe fn step<S: Simd>(
         if problem.scores.natural || !sees_all || biased.is_some() {
             modify::<S>(problem, rows, (j0, n), p, biased, !sees_all);
         }
-        let masked = !sees_all || effect.is_some_and(|effect| effect.masks);
+        // The key beside the last one of an odd number shares its lane of values.
+        let masked = !sees_all || effect.is_some_and(|effect| effect.masks) || !n.is_multiple_of(M::STEPS);
+        let steps = n.div_ceil(M::STEPS);
         let b = Broadcast { ptr: v.ptr, row: 1, step: v.stride };
         // O += P @ V
         if masked {
-            softmax::<S, true>(problem, tile, n, p);
+            softmax::<S, T, M, true>(problem, tile, n, p);
             if v_is_finite() {
-                contract::<S, true, true>(problem.head_dim_v, n, p, b, tile.ot);
+                contract::<S, T, M, true, true>(problem.head_dim_v, steps, p, b, tile.ot);
             } else {
-                contract_selecting::<S>(problem.head_dim_v, n, p, b, tile.ot);
+                contract_selecting::<S, T, M>(problem.head_dim_v, steps, p, b, tile.ot);
             }
         } else {
-            softmax::<S, false>(problem, tile, n, p);
-            contract::<S, true, true>(problem.head_dim_v, n, p, b, tile.ot);
+            softmax::<S, T, M, false>(problem, tile, n, p);
+            contract::<S, T, M, true, true>(problem.head_dim_v, steps, p, b, tile.ot);
         }
     }
 }
@@ -371,9 +407,14 @@ unsafe fn modify<S: Simd>(
     }
 }
 
-/// Raises the maxima, rescales what was summed, and turns scores into probabilities in place.
+/// Raises the maxima, rescales what was summed, and turns scores into lanes of probabilities in place.
 #[inline(always)]
-unsafe fn softmax<S: Simd, const MASKED: bool>(problem: &Problem, tile: &Tile<S::Elem>, n: usize, x: *mut S::Elem) {
+unsafe fn softmax<S: Simd, T: Storage<S>, M: Products<S, T>, const MASKED: bool>(
+    problem: &Problem,
+    tile: &Tile<S::Elem>,
+    n: usize,
+    x: *mut S::Elem,
+) {
     let queries = S::Q_VECS * S::LANES;
     // SAFETY: x has n rows of `queries`, the state of the tile `queries` elements, O head_dim_v rows of `queries`.
     unsafe {
@@ -399,12 +440,18 @@ unsafe fn softmax<S: Simd, const MASKED: bool>(problem: &Problem, tile: &Tile<S:
         }
         let max = [subtractable::<S>(max[0]), subtractable::<S>(max[1])];
         let mut sum = [S::splat(S::Elem::ZERO); 2];
-        for j in 0..n {
+        let whole = n / M::STEPS;
+        for step in 0..n.div_ceil(M::STEPS) {
             for v in 0..2 {
-                let at = x.add(j * queries + v * S::LANES);
-                let p = probability::<S, MASKED>(S::load(at), max[v], c);
-                sum[v] = S::add(sum[v], p);
-                S::store(at, p);
+                // Lane `step` is written over keys that were read: step ≤ STEPS · step.
+                let at = x.add(v * S::LANES);
+                let mut p = [S::splat(S::Elem::ZERO); 2];
+                for (key, p) in p.iter_mut().enumerate().take(if step < whole { M::STEPS } else { n % M::STEPS }) {
+                    let score = S::load(at.add((step * M::STEPS + key) * queries));
+                    *p = probability::<S, MASKED>(score, max[v], c);
+                    sum[v] = S::add(sum[v], *p);
+                }
+                S::store(at.add(step * queries), M::weights(p));
             }
         }
         for (v, &sum) in sum.iter().enumerate() {

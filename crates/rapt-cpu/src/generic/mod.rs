@@ -9,5 +9,6 @@ pub(crate) mod forward;
 pub(crate) mod mask;
 pub(crate) mod math;
 pub(crate) mod pack;
+pub(crate) mod products;
 pub(crate) mod simd;
 pub(crate) mod softmax;

@@ -25,6 +25,21 @@ pub(crate) unsafe fn load_row<S: Simd, T: Storage<S>>(src: *const T, stride: isi
     }
 }
 
+/// `n` elements at `src`, `stride` apart, to consecutive `dst`, as they are.
+#[inline(always)]
+pub(crate) unsafe fn copy_row<E: Copy>(src: *const E, stride: isize, n: usize, dst: *mut E) {
+    // SAFETY: the caller vouches for n elements on both sides.
+    unsafe {
+        if stride == 1 {
+            std::ptr::copy_nonoverlapping(src, dst, n);
+            return;
+        }
+        for d in 0..n {
+            *dst.add(d) = *src.wrapping_offset(d as isize * stride);
+        }
+    }
+}
+
 /// `n` keys from `j0` on of a K or V tensor, to rows of `dim` elements.
 #[inline(always)]
 pub(crate) unsafe fn pack_panel<S: Simd, T: Storage<S>>(

@@ -156,6 +156,12 @@ pub(crate) trait Simd: Copy + 'static {
     /// Broadcast operands per micro-tile: with [`Simd::Q_VECS`] vectors they fill the registers with accumulators.
     const ROWS: usize;
 
+    /// The same pointer, of which the compiler no longer knows how it was made: it keeps it in a register instead of
+    /// computing it again for each use.
+    #[inline(always)]
+    fn hide(ptr: *const Self::Elem) -> *const Self::Elem {
+        ptr
+    }
     unsafe fn splat(x: Self::Elem) -> Self::V;
     unsafe fn load(ptr: *const Self::Elem) -> Self::V;
     unsafe fn store(ptr: *mut Self::Elem, x: Self::V);
@@ -191,11 +197,23 @@ pub(crate) trait Simd: Copy + 'static {
     unsafe fn transpose(src: *const Self::Elem, src_stride: usize, dst: *mut Self::Elem, dst_stride: usize);
 }
 
+/// Vectors whose 32-bit lanes can hold two bf16, the earlier one in the low half, bit for bit in a lane of f32.
+pub(crate) trait Bf16Pairs: Simd<Elem = f32> {
+    /// `acc + low(a)·low(b) + high(a)·high(b)` per lane, summed in f32.
+    unsafe fn dot(a: Self::V, b: Self::V, acc: Self::V) -> Self::V;
+    /// Two vectors rounded to bf16, to nearest even: `low` to the low halves.
+    unsafe fn pair(low: Self::V, high: Self::V) -> Self::V;
+    /// The halves of `a` where those of `x` are not +0; 0 elsewhere.
+    unsafe fn keep_where_nonzero(a: Self::V, x: Self::V) -> Self::V;
+    /// The bf16 of two vectors of f32 that hold nothing else: exact.
+    unsafe fn join(low: Self::V, high: Self::V) -> Self::V;
+    /// The low and the high halves as f32.
+    unsafe fn split(pairs: Self::V) -> [Self::V; 2];
+}
+
 /// A storage dtype, as far as the vectors of `S` read and write it.
 pub(crate) trait Storage<S: Simd>: Copy + 'static {
     const DTYPE: DType;
-    /// Whether K and V of this dtype can be broadcast from memory as they are.
-    const IS_ELEM: bool;
     unsafe fn load(ptr: *const Self) -> S::V;
     unsafe fn store(ptr: *mut Self, x: S::V);
     fn widen(self) -> S::Elem;
@@ -204,7 +222,6 @@ pub(crate) trait Storage<S: Simd>: Copy + 'static {
 
 impl<S: Simd<Elem = f32>> Storage<S> for f32 {
     const DTYPE: DType = DType::F32;
-    const IS_ELEM: bool = true;
     #[inline(always)]
     unsafe fn load(ptr: *const f32) -> S::V {
         // SAFETY: promised by the caller.
@@ -227,7 +244,6 @@ impl<S: Simd<Elem = f32>> Storage<S> for f32 {
 
 impl<S: Simd<Elem = f64>> Storage<S> for f64 {
     const DTYPE: DType = DType::F64;
-    const IS_ELEM: bool = true;
     #[inline(always)]
     unsafe fn load(ptr: *const f64) -> S::V {
         // SAFETY: promised by the caller.
@@ -252,7 +268,6 @@ macro_rules! half_storage {
     ($half:ty, $dtype:ident, $load:ident, $store:ident) => {
         impl<S: Simd<Elem = f32>> Storage<S> for $half {
             const DTYPE: DType = DType::$dtype;
-            const IS_ELEM: bool = false;
             #[inline(always)]
             unsafe fn load(ptr: *const $half) -> S::V {
                 // SAFETY: promised by the caller.
