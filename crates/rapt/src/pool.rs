@@ -5,6 +5,7 @@
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
 
 use rapt_core::{Error, Executor, Result};
 
@@ -12,7 +13,57 @@ use rapt_core::{Error, Executor, Result};
 #[derive(Debug)]
 pub struct Pool {
     threads: usize,
-    built: Mutex<Option<(u32, Arc<rayon::ThreadPool>)>>,
+    built: Mutex<Option<Built>>,
+}
+
+/// A rayon pool and, dropped after it, its threads.
+#[derive(Debug)]
+struct Built {
+    pool: Arc<rayon::ThreadPool>,
+    threads: Threads,
+}
+
+/// The threads of a pool. They have ended when this is dropped: whoever unloads this library, or counts what a process
+/// leaves behind, finds none.
+#[derive(Debug)]
+struct Threads {
+    /// The process that they belong to.
+    pid: u32,
+    handles: Vec<JoinHandle<()>>,
+}
+
+impl Threads {
+    fn are_of_this_process(&self) -> bool {
+        self.pid == std::process::id()
+    }
+}
+
+impl Drop for Threads {
+    fn drop(&mut self) {
+        // In a forked child they do not exist: joining them would wait for ever.
+        if self.are_of_this_process() {
+            for thread in self.handles.drain(..) {
+                // A worker's panic was told when it happened.
+                let _ = thread.join();
+            }
+        }
+    }
+}
+
+impl Built {
+    fn new(threads: usize) -> Result<Self> {
+        let mut handles = Vec::with_capacity(threads);
+        let pool = rayon::ThreadPoolBuilder::new()
+            .num_threads(threads)
+            .spawn_handler(|thread| {
+                let named = std::thread::Builder::new().name(format!("rapt-{}", thread.index()));
+                handles.push(named.spawn(|| thread.run())?);
+                Ok(())
+            })
+            .build()
+            .map_err(|error| Error::unsupported("a pool of threads", error.to_string(), "ask for fewer threads"))?;
+        Ok(Built { pool: Arc::new(pool), threads: Threads { pid: std::process::id(), handles } })
+    }
 }
 
 impl Pool {
@@ -23,23 +74,16 @@ impl Pool {
     }
 
     fn get(&self) -> Result<Arc<rayon::ThreadPool>> {
-        let pid = std::process::id();
         let mut built = self.built.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some((_, pool)) = built.as_ref().filter(|(of, _)| *of == pid) {
-            return Ok(Arc::clone(pool));
-        }
-        if let Some((_, stale)) = built.take() {
-            // Its threads do not exist in this process: joining them would wait for ever.
-            std::mem::forget(stale);
-        }
-        let pool = rayon::ThreadPoolBuilder::new()
-            .num_threads(self.threads)
-            .thread_name(|n| format!("rapt-{n}"))
-            .build()
-            .map_err(|error| Error::unsupported("a pool of threads", error.to_string(), "ask for fewer threads"))?;
-        let pool = Arc::new(pool);
-        *built = Some((pid, Arc::clone(&pool)));
-        Ok(pool)
+        let found = match built.take() {
+            Some(found) if found.threads.are_of_this_process() => found,
+            stale => {
+                // A pool tells its threads to end when it is dropped; those of another process cannot hear it.
+                std::mem::forget(stale);
+                Built::new(self.threads)?
+            }
+        };
+        Ok(Arc::clone(&built.insert(found).pool))
     }
 }
 
