@@ -138,6 +138,33 @@ mod tests {
     }
 
     #[test]
+    fn a_dropped_pool_leaves_no_thread() {
+        static ENDED: AtomicUsize = AtomicUsize::new(0);
+        struct Thread;
+        impl Drop for Thread {
+            fn drop(&mut self) {
+                // Long enough that whoever did not wait for it would have looked already.
+                std::thread::sleep(std::time::Duration::from_millis(50));
+                ENDED.fetch_add(1, Ordering::SeqCst);
+            }
+        }
+        thread_local!(static THREAD: Thread = const { Thread });
+        let pool = Pool::new(2);
+        let caller = std::thread::current().id();
+        let workers = Mutex::new(std::collections::HashSet::new());
+        while workers.lock().unwrap().is_empty() {
+            pool.parallel_for(8, &|_| {
+                if std::thread::current().id() != caller {
+                    THREAD.with(|_| workers.lock().unwrap().insert(std::thread::current().id()));
+                }
+            })
+            .unwrap();
+        }
+        drop(pool);
+        assert_eq!(ENDED.load(Ordering::SeqCst), workers.into_inner().unwrap().len());
+    }
+
+    #[test]
     fn a_panic_is_an_error_and_the_pool_lives_on() {
         let pool = Pool::new(2);
         for chunks in [1, 2, 5] {
