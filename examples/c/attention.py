@@ -8,7 +8,8 @@ import math
 import sys
 from ctypes import POINTER, byref, c_char_p, c_double, c_float, c_int32, c_int64, c_size_t, c_uint32, c_void_p
 
-F32, CPU, OK, LAYOUT, CAUSAL_TOP_LEFT = 7, 1, 0, 4, 1
+F32, CPU, CAUSAL_TOP_LEFT = 7, 1, 1
+OK, LAYOUT, POINTER = 0, 4, 9
 
 
 class Tensor(ctypes.Structure):
@@ -46,7 +47,7 @@ class Options(ctypes.Structure):
 def load(path):
     lib = ctypes.CDLL(path)
     call = [c_void_p] + [POINTER(Tensor)] * 4 + [POINTER(Options)]
-    lib.rapt_version.restype = lib.rapt_last_error.restype = lib.rapt_error_name.restype = c_char_p
+    lib.rapt_version.restype = lib.rapt_last_error.restype = c_char_p
     lib.rapt_engine_create.restype = c_void_p
     lib.rapt_engine_destroy.argtypes = [c_void_p]
     lib.rapt_attention.argtypes = call
@@ -93,7 +94,7 @@ def main(path):
     for missing in range(4):
         given = [byref(tq), byref(tq), byref(tq), byref(tout)]
         given[missing] = None
-        assert lib.rapt_error_name(lib.rapt_attention(engine, *given, None)) == b"RAPT_ERROR_POINTER"
+        assert lib.rapt_attention(engine, *given, None) == POINTER and b"NULL" in lib.rapt_last_error()
     lib.rapt_engine_destroy(engine)
     print(f"ctypes: strided and causal, the law's numbers, rapt {lib.rapt_version().decode()}")
 
