@@ -9,7 +9,7 @@ import sys
 from ctypes import POINTER, byref, c_char_p, c_double, c_float, c_int32, c_int64, c_size_t, c_uint32, c_void_p
 
 F32, CPU, CAUSAL_TOP_LEFT = 7, 1, 1
-OK, LAYOUT, POINTER = 0, 4, 9
+OK, BAD_LAYOUT, BAD_POINTER = 0, 4, 9
 
 
 class Tensor(ctypes.Structure):
@@ -90,11 +90,11 @@ def main(path):
 
     before = list(q)
     code = lib.rapt_attention(engine, byref(tq), byref(tq), byref(tq), byref(tq), None)
-    assert code == LAYOUT and b"shares memory" in lib.rapt_last_error() and list(q) == before
+    assert code == BAD_LAYOUT and b"shares memory" in lib.rapt_last_error() and list(q) == before
     for missing in range(4):
         given = [byref(tq), byref(tq), byref(tq), byref(tout)]
         given[missing] = None
-        assert lib.rapt_attention(engine, *given, None) == POINTER and b"NULL" in lib.rapt_last_error()
+        assert lib.rapt_attention(engine, *given, None) == BAD_POINTER and b"NULL" in lib.rapt_last_error()
     lib.rapt_engine_destroy(engine)
     print(f"ctypes: strided and causal, the law's numbers, rapt {lib.rapt_version().decode()}")
 

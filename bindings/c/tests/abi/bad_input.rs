@@ -263,6 +263,21 @@ fn bad_input_of_every_kind_is_refused_and_nothing_is_written() {
     assert_eq!(Call::new(&engine, 5).run(), RAPT_OK, "the engine serves on");
 }
 
+/// K and V of 2^58 expanded keys ask for petabytes of partial results.
+#[test]
+fn memory_that_cannot_be_had_is_an_answer() {
+    let engine = Owned::new(1);
+    let mut call = Call::new(&engine, 2);
+    call.options.mask = std::ptr::null();
+    for at in [K, V] {
+        (call.shapes[at][2], call.strides[at][2]) = (1 << 58, 0);
+    }
+    assert_eq!(call.run(), RAPT_ERROR_OUT_OF_MEMORY, "{}", last_error());
+    assert!(last_error().contains("bytes of workspace"), "{}", last_error());
+    assert!(call.outputs().into_iter().flatten().all(|x| *x == BEFORE));
+    assert_eq!(Call::new(&engine, 2).run(), RAPT_OK, "{}", last_error());
+}
+
 #[test]
 fn an_error_is_the_last_of_its_thread_and_survives_success() {
     let engine = Owned::new(1);
