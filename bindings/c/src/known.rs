@@ -175,7 +175,11 @@ impl Known {
         let mut operands = Operands::check(tensors, spec)?;
         engine.run(&plan, &mut operands)?;
         if let (Some(key), Some(mut place)) = (key, place) {
-            *place = Some(Box::new(Served { key, operands, plan }));
+            let served = Served { key, operands, plan };
+            match place.as_mut() {
+                Some(former) => **former = served,
+                None => *place = Some(Box::new(served)),
+            }
         }
         Ok(())
     }

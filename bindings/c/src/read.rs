@@ -9,23 +9,23 @@ use engine::{
 };
 
 use crate::abi::{RAPT_MAX_NDIM, rapt_causal, rapt_device, rapt_given, rapt_layout, rapt_options, rapt_tensor};
-use crate::refusal::Refusal;
+use crate::refusal::{Pointer, Refusal};
 
 const _: () = assert!(RAPT_MAX_NDIM as usize == MAX_RANK);
 
 /// `pointer`, if something can be read through it.
-pub(crate) fn to_read<T>(pointer: *const T, name: &'static str) -> Result<*const T, Refusal> {
+pub(crate) fn to_read<T>(pointer: *const T, name: impl Into<Pointer>) -> Result<*const T, Refusal> {
     if pointer.is_null() {
-        return Err(Refusal::Null(name));
+        return Err(Refusal::Null(name.into()));
     }
     if !pointer.is_aligned() {
-        return Err(Refusal::Unaligned { pointer: name, align_bytes: align_of::<T>() });
+        return Err(Refusal::Unaligned { pointer: name.into(), align_bytes: align_of::<T>() });
     }
     Ok(pointer)
 }
 
 /// `pointer`, if something can be written through it.
-pub(crate) fn to_write<T>(pointer: *mut T, name: &'static str) -> Result<*mut T, Refusal> {
+pub(crate) fn to_write<T>(pointer: *mut T, name: impl Into<Pointer>) -> Result<*mut T, Refusal> {
     to_read(pointer, name).map(<*const T>::cast_mut)
 }
 
@@ -53,7 +53,7 @@ pub(crate) unsafe fn shape(tensor: &'static str, ndim: i32, sizes: *const i64) -
     let rank = rank(tensor, ndim)?;
     let mut found = [0usize; MAX_RANK];
     if rank > 0 {
-        let sizes = to_read(sizes, names(tensor).shape)?;
+        let sizes = to_read(sizes, Pointer { argument: tensor, field: Some("shape") })?;
         for (dim, size) in found[..rank].iter_mut().enumerate() {
             // SAFETY: below `ndim`, the length that the caller told.
             let got = unsafe { sizes.add(dim).read() };
@@ -74,7 +74,7 @@ unsafe fn strides(tensor: &'static str, ndim: i32, strides: *const i64) -> Resul
     let rank = rank(tensor, ndim)?;
     let mut found = [0isize; MAX_RANK];
     if rank > 0 {
-        let strides = to_read(strides, names(tensor).strides)?;
+        let strides = to_read(strides, Pointer { argument: tensor, field: Some("strides") })?;
         for (dim, stride) in found[..rank].iter_mut().enumerate() {
             // SAFETY: below `ndim`, the length that the caller told.
             let got = unsafe { strides.add(dim).read() };
@@ -87,24 +87,6 @@ unsafe fn strides(tensor: &'static str, ndim: i32, strides: *const i64) -> Resul
 fn rank(tensor: &'static str, ndim: i32) -> Result<usize, Refusal> {
     let rank = usize::try_from(ndim).ok().filter(|rank| *rank <= MAX_RANK);
     rank.ok_or(Refusal::Rank { tensor, got: ndim, most: RAPT_MAX_NDIM })
-}
-
-/// What the arrays of a tensor are called in messages.
-struct Names {
-    shape: &'static str,
-    strides: &'static str,
-}
-
-fn names(tensor: &str) -> Names {
-    macro_rules! names {
-        ($($tensor:literal)*) => {
-            match tensor {
-                $($tensor => Names { shape: concat!($tensor, "->shape"), strides: concat!($tensor, "->strides") },)*
-                _ => Names { shape: "shape", strides: "strides" },
-            }
-        };
-    }
-    names!("q" "k" "v" "mask" "sinks" "alibi_slopes" "out" "lse")
 }
 
 /// A tensor's parts, each in its domain.

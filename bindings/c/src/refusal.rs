@@ -3,11 +3,32 @@
 use std::any::Any;
 use std::cell::{Cell, RefCell};
 use std::ffi::{CStr, CString, c_char};
+use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use engine::{Error, ErrorKind};
 
 use crate::abi::rapt_error;
+
+/// A pointer that a caller gave, as messages name it: an argument, or a field of the struct behind one.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Pointer {
+    pub(crate) argument: &'static str,
+    pub(crate) field: Option<&'static str>,
+}
+
+impl From<&'static str> for Pointer {
+    fn from(argument: &'static str) -> Self {
+        Pointer { argument, field: None }
+    }
+}
+
+impl fmt::Display for Pointer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.argument)?;
+        self.field.map_or(Ok(()), |field| write!(f, "->{field}"))
+    }
+}
 
 /// Why a call was refused.
 #[derive(Debug, thiserror::Error)]
@@ -17,10 +38,10 @@ pub(crate) enum Refusal {
     Engine(#[from] Error),
     /// A pointer that must lead somewhere is NULL.
     #[error("{0} is NULL")]
-    Null(&'static str),
+    Null(Pointer),
     /// A pointer to a struct or an array that is no multiple of its alignment.
     #[error("{pointer} leads to an address that is no multiple of {align_bytes} bytes, the alignment of what it says")]
-    Unaligned { pointer: &'static str, align_bytes: usize },
+    Unaligned { pointer: Pointer, align_bytes: usize },
     /// A tensor with a number of dimensions that no tensor has.
     #[error("{tensor} has ndim {got}; allowed: 0 to {most}")]
     Rank { tensor: &'static str, got: i32, most: i32 },
