@@ -91,3 +91,26 @@ fn the_header_is_of_this_version() {
     // SAFETY: a string of the library.
     assert_eq!(unsafe { CStr::from_ptr(rapt::rapt_version()) }.to_str(), Ok(env!("CARGO_PKG_VERSION")));
 }
+
+/// Where each field lies in version 0.1: programs compiled then rely on it.
+#[cfg(target_pointer_width = "64")]
+#[test]
+fn no_field_has_moved() {
+    use std::mem::offset_of;
+    macro_rules! check {
+        ($of:ident, $size:literal, $($field:ident $at:literal),*) => {{
+            $(assert_eq!(offset_of!(rapt::$of, $field), $at, "{}.{}", stringify!($of), stringify!($field));)*
+            assert!(size_of::<rapt::$of>() >= $size);
+        }};
+    }
+    check!(
+        rapt_tensor, 56, data 0, dtype 8, device 12, device_index 16, ndim 20, shape 24, strides 32, storage_bytes 40,
+        storage 48
+    );
+    assert_eq!(size_of::<rapt::rapt_tensor>(), 56, "it has no size, so it cannot grow");
+    check!(
+        rapt_options, 88, size 0, given 8, causal 12, layout 16, out_dtype 20, softmax_scale 24, softcap 32,
+        window_left 40, window_right 48, mask 56, sinks 64, alibi_slopes 72, lse 80
+    );
+    check!(rapt_capabilities, 40, size 0, threads 8, num_dtypes 12, dtypes 16, isa 24, isas 32);
+}
