@@ -1,7 +1,7 @@
 //! What a Linux library asks of the system that loads it: the libraries it needs and the versions of their symbols.
 //!
 //! Reads two sections of a 64-bit little-endian ELF file: `.dynamic` (type 6: tag and value, 8 bytes each; tag 1 is a
-//! needed library's name) and `.gnu.version_r` (type 0x6ffffffe: chains of 16-byte records). Each refers to its
+//! needed library's name, tag 14 its own) and `.gnu.version_r` (type 0x6ffffffe: chains of 16-byte records). Each refers to its
 //! string table by the section's link. Deliberately absent: everything else.
 
 use std::collections::BTreeSet;
@@ -11,6 +11,8 @@ use std::collections::BTreeSet;
 pub(crate) struct Needs {
     /// Names of libraries, such as `libc.so.6`.
     pub(crate) libraries: BTreeSet<String>,
+    /// The name under which programs that link it look for it.
+    pub(crate) soname: Option<String>,
     /// Names of symbol versions, such as `GLIBC_2.28`.
     pub(crate) versions: BTreeSet<String>,
 }
@@ -60,8 +62,10 @@ pub(crate) fn needs(file: &[u8]) -> Option<Needs> {
         let names = file.get(table.offset..table.offset.checked_add(table.size)?)?;
         if section.kind == DYNAMIC {
             for entry in data.chunks_exact(16) {
-                if u64_at(entry, 0)? == 1 {
-                    needs.libraries.insert(text_at(names, u64_at(entry, 8)?)?);
+                match u64_at(entry, 0)? {
+                    1 => drop(needs.libraries.insert(text_at(names, u64_at(entry, 8)?)?)),
+                    14 => needs.soname = Some(text_at(names, u64_at(entry, 8)?)?),
+                    _ => {}
                 }
             }
         } else {

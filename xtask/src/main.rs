@@ -5,6 +5,7 @@
 
 mod args;
 mod bench;
+mod c;
 mod demo;
 mod elf;
 mod licenses;
@@ -33,6 +34,7 @@ const COMMANDS: &[Command] = &[
     Command { name: "test", help: test::HELP, run: test::run },
     Command { name: "bench", help: bench::HELP, run: bench::run },
     Command { name: "wheel", help: wheel::HELP, run: wheel::run },
+    Command { name: "c", help: c::HELP, run: c::run },
     Command { name: "tidy", help: tidy::HELP, run: tidy::run },
     Command { name: "licenses", help: licenses::HELP, run: licenses::run },
 ];

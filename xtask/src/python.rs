@@ -24,7 +24,7 @@ pub(crate) const BINDING: &str = "bindings/python";
 pub(crate) const BUILD_REQUIREMENTS: &str = "xtask/requirements/build.txt";
 
 /// The first Python on the path that is new enough and can make a virtual environment.
-fn find() -> Result<(&'static str, (u32, u32)), Failure> {
+pub(crate) fn find() -> Result<(&'static str, (u32, u32)), Failure> {
     const PROBE: &str = "import sys, venv, ensurepip; print('%d.%d' % sys.version_info[:2])";
     let mut tried = Vec::new();
     for name in CANDIDATES {

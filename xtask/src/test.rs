@@ -6,12 +6,13 @@ use crate::args::Args;
 use crate::metadata::{Workspace, root};
 use crate::python::{BINDING, BUILD_REQUIREMENTS, Venv};
 use crate::shell::{Failure, Outcome, cargo, show, step};
-use crate::{tidy, wheel};
+use crate::{c, tidy, wheel};
 
 pub(crate) const HELP: &str = "\
 cargo xtask test [--torch VERSION]
 
-Formatting, lints, tidy, the Rust tests, the wheel's check, and pytest from the installed wheel.
+Formatting, lints, tidy, the Rust tests, C programs against the C library, the wheel's check, and pytest from the
+installed wheel.
 
   --torch VERSION   only pytest, against that torch (such as 2.6 or 2.6.0), in an environment of its own
                     (.venv-torch-VERSION)";
@@ -33,6 +34,7 @@ pub(crate) fn run(mut args: Args) -> Outcome {
     step_of("cargo clippy", cargo(["clippy", "--workspace", "--all-targets", "--", "-D", "warnings"]))?;
     step("tidy", tidy::check)?;
     step_of("cargo test", cargo(["test", "--workspace"]))?;
+    c::check()?;
     let venv = Venv::at(".venv")?;
     venv.require(&[BUILD_REQUIREMENTS, NUMPY, TORCH, TEST], None)?;
     pytest(&venv)

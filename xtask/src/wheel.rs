@@ -153,6 +153,7 @@ mod tests {
         let needs = elf::Needs {
             libraries: ["libc.so.6", "libtorch_cpu.so", "libpython3.11.so.1.0"].map(str::to_owned).into(),
             versions: ["GLIBC_2.34".to_owned()].into(),
+            ..elf::Needs::default()
         };
         let wrong = wrong_needs("rapt/_native.abi3.so", Some(&needs)).join("\n");
         assert!(wrong.contains("libtorch_cpu.so") && wrong.contains("libpython3.11") && wrong.contains("glibc 2.34"));

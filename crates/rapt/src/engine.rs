@@ -162,16 +162,7 @@ impl Engine {
     /// # Errors
     /// Any [`Error`]; nothing is written before everything is proven.
     pub fn attention_into(&self, tensors: Tensors<'_>, options: &Options) -> Result<()> {
-        let out = &tensors.out;
-        let mut builder = Spec::builder(&tensors.q, &tensors.k, &tensors.v, options)
-            .mask(tensors.mask.as_ref())
-            .sinks(tensors.sinks.as_ref())
-            .alibi_slopes(tensors.alibi_slopes.as_ref())
-            .out(out.dtype(), *out.shape(), *out.strides(), out.device());
-        if let Some(lse) = &tensors.lse {
-            builder = builder.lse(lse.dtype(), *lse.shape(), *lse.strides(), lse.device());
-        }
-        let spec = builder.build()?;
+        let spec = spec_of(&tensors, options)?;
         let plan = self.plan(&spec)?;
         self.run(&plan, &mut Operands::check(tensors, &plan.spec)?)
     }
@@ -181,6 +172,23 @@ impl Engine {
     pub fn executor(&self) -> &dyn Executor {
         &self.pool
     }
+}
+
+/// What `tensors` and `options` ask, without the pointers.
+///
+/// # Errors
+/// Any [`Error`] of kind dtype, shape, option or device.
+pub fn spec_of(tensors: &Tensors<'_>, options: &Options) -> Result<Spec> {
+    let out = &tensors.out;
+    let mut builder = Spec::builder(&tensors.q, &tensors.k, &tensors.v, options)
+        .mask(tensors.mask.as_ref())
+        .sinks(tensors.sinks.as_ref())
+        .alibi_slopes(tensors.alibi_slopes.as_ref())
+        .out(out.dtype(), *out.shape(), *out.strides(), out.device());
+    if let Some(lse) = &tensors.lse {
+        builder = builder.lse(lse.dtype(), *lse.shape(), *lse.strides(), lse.device());
+    }
+    builder.build()
 }
 
 /// The engine that the free functions use.

@@ -25,7 +25,7 @@ mod engine;
 mod pool;
 mod tensor;
 
-pub use engine::{Engine, Threads, attention, default_engine};
+pub use engine::{Engine, Threads, attention, default_engine, spec_of};
 pub use pool::Pool;
 pub use rapt_core::{
     Arch, BlockRange, COMPUTED, Caps, Causal, Cost, DType, Device, Dims, Direction, Element, Error, ErrorKind,

@@ -5,6 +5,7 @@
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
 
 use rapt_core::{Error, Executor, Result};
 
@@ -12,7 +13,57 @@ use rapt_core::{Error, Executor, Result};
 #[derive(Debug)]
 pub struct Pool {
     threads: usize,
-    built: Mutex<Option<(u32, Arc<rayon::ThreadPool>)>>,
+    built: Mutex<Option<Built>>,
+}
+
+/// A rayon pool and, dropped after it, its threads.
+#[derive(Debug)]
+struct Built {
+    pool: Arc<rayon::ThreadPool>,
+    threads: Threads,
+}
+
+/// The threads of a pool. They have ended when this is dropped: whoever unloads this library, or counts what a process
+/// leaves behind, finds none.
+#[derive(Debug)]
+struct Threads {
+    /// The process that they belong to.
+    pid: u32,
+    handles: Vec<JoinHandle<()>>,
+}
+
+impl Threads {
+    fn are_of_this_process(&self) -> bool {
+        self.pid == std::process::id()
+    }
+}
+
+impl Drop for Threads {
+    fn drop(&mut self) {
+        // In a forked child they do not exist: joining them would wait for ever.
+        if self.are_of_this_process() {
+            for thread in self.handles.drain(..) {
+                // A worker's panic was told when it happened.
+                let _ = thread.join();
+            }
+        }
+    }
+}
+
+impl Built {
+    fn new(threads: usize) -> Result<Self> {
+        let mut handles = Vec::with_capacity(threads);
+        let pool = rayon::ThreadPoolBuilder::new()
+            .num_threads(threads)
+            .spawn_handler(|thread| {
+                let named = std::thread::Builder::new().name(format!("rapt-{}", thread.index()));
+                handles.push(named.spawn(|| thread.run())?);
+                Ok(())
+            })
+            .build()
+            .map_err(|error| Error::unsupported("a pool of threads", error.to_string(), "ask for fewer threads"))?;
+        Ok(Built { pool: Arc::new(pool), threads: Threads { pid: std::process::id(), handles } })
+    }
 }
 
 impl Pool {
@@ -23,23 +74,16 @@ impl Pool {
     }
 
     fn get(&self) -> Result<Arc<rayon::ThreadPool>> {
-        let pid = std::process::id();
         let mut built = self.built.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some((_, pool)) = built.as_ref().filter(|(of, _)| *of == pid) {
-            return Ok(Arc::clone(pool));
-        }
-        if let Some((_, stale)) = built.take() {
-            // Its threads do not exist in this process: joining them would wait for ever.
-            std::mem::forget(stale);
-        }
-        let pool = rayon::ThreadPoolBuilder::new()
-            .num_threads(self.threads)
-            .thread_name(|n| format!("rapt-{n}"))
-            .build()
-            .map_err(|error| Error::unsupported("a pool of threads", error.to_string(), "ask for fewer threads"))?;
-        let pool = Arc::new(pool);
-        *built = Some((pid, Arc::clone(&pool)));
-        Ok(pool)
+        let found = match built.take() {
+            Some(found) if found.threads.are_of_this_process() => found,
+            stale => {
+                // A pool tells its threads to end when it is dropped; those of another process cannot hear it.
+                std::mem::forget(stale);
+                Built::new(self.threads)?
+            }
+        };
+        Ok(Arc::clone(&built.insert(found).pool))
     }
 }
 
@@ -91,6 +135,33 @@ mod tests {
         })
         .unwrap();
         assert!(hits.iter().all(|hit| hit.load(Ordering::Relaxed) == 1));
+    }
+
+    #[test]
+    fn a_dropped_pool_leaves_no_thread() {
+        static ENDED: AtomicUsize = AtomicUsize::new(0);
+        struct Thread;
+        impl Drop for Thread {
+            fn drop(&mut self) {
+                // Long enough that whoever did not wait for it would have looked already.
+                std::thread::sleep(std::time::Duration::from_millis(50));
+                ENDED.fetch_add(1, Ordering::SeqCst);
+            }
+        }
+        thread_local!(static THREAD: Thread = const { Thread });
+        let pool = Pool::new(2);
+        let caller = std::thread::current().id();
+        let workers = Mutex::new(std::collections::HashSet::new());
+        while workers.lock().unwrap().is_empty() {
+            pool.parallel_for(8, &|_| {
+                if std::thread::current().id() != caller {
+                    THREAD.with(|_| workers.lock().unwrap().insert(std::thread::current().id()));
+                }
+            })
+            .unwrap();
+        }
+        drop(pool);
+        assert_eq!(ENDED.load(Ordering::SeqCst), workers.into_inner().unwrap().len());
     }
 
     #[test]

@@ -6,7 +6,7 @@ use crate::rust_text::without_comments;
 use crate::shell::{Failure, read};
 
 /// Ends of the names of text files that people write.
-const KINDS: [&str; 11] = ["rs", "py", "pyi", "toml", "md", "sh", "cu", "cuh", "wgsl", "h", "c"];
+const KINDS: [&str; 12] = ["rs", "py", "pyi", "toml", "md", "sh", "cu", "cuh", "wgsl", "h", "c", "cpp"];
 
 /// A file of the tree.
 pub(super) struct Source {

@@ -1,0 +1,371 @@
+// Rapt: attention with an exact tensor boundary. The reference is docs/c.md.
+//
+// Pointers: none is kept after a call, and each may be NULL; where something is needed, NULL answers
+// RAPT_ERROR_POINTER. Threads: every function may be called from any thread at any time, an engine may be shared.
+// A call that answers an error has written nothing.
+
+#ifndef RAPT_H
+#define RAPT_H
+
+// Written by cbindgen from bindings/c/src; bindings/c/tests/abi/header.rs compares the two.
+
+#include <stddef.h>
+#include <stdint.h>
+
+// The version that this header is of: a change of it is a change of the soname.
+#define RAPT_VERSION_MAJOR 0
+
+// Before version 1, a change of it is a change of the soname too.
+#define RAPT_VERSION_MINOR 1
+
+// Mends only.
+#define RAPT_VERSION_PATCH 0
+
+// The most dimensions that a tensor may have.
+#define RAPT_MAX_NDIM 8
+
+// What a call answers. The numbers are part of the ABI.
+enum rapt_error
+#if defined(__cplusplus) || __STDC_VERSION__ >= 202311L
+  : int32_t
+#endif // defined(__cplusplus) || __STDC_VERSION__ >= 202311L
+ {
+  // Done.
+  RAPT_OK = 0,
+  // k or v has another dtype than q.
+  RAPT_ERROR_DTYPE_MISMATCH = 1,
+  // A dtype that is not served in its place, or a code that is not known.
+  RAPT_ERROR_UNSUPPORTED_DTYPE = 2,
+  // Sizes that do not fit one another, a number of dimensions that is not served, a negative size.
+  RAPT_ERROR_SHAPE = 3,
+  // Strides, storage, alignment of the data, data that is NULL, overlap of an output.
+  RAPT_ERROR_LAYOUT = 4,
+  // An option, a struct's size or a number of threads outside its domain.
+  RAPT_ERROR_OPTION = 5,
+  // Tensors on different devices, or on one that is not served.
+  RAPT_ERROR_DEVICE = 6,
+  // Tensors of different kinds in one call. No call of this interface answers it; other doors share the numbers.
+  RAPT_ERROR_KIND = 7,
+  // A valid request that this build does not serve.
+  RAPT_ERROR_UNSUPPORTED = 8,
+  // An argument, or a pointer in a struct, that is NULL where something is needed, or unaligned for what it leads to.
+  RAPT_ERROR_POINTER = 9,
+  // Memory that could not be had. Nothing was written.
+  RAPT_ERROR_OUT_OF_MEMORY = 10,
+  // A defect of Rapt: please report it. Outputs are unspecified, the engine serves on.
+  RAPT_ERROR_INTERNAL = 11,
+};
+#ifndef __cplusplus
+#if __STDC_VERSION__ >= 202311L
+typedef enum rapt_error rapt_error;
+#else
+typedef int32_t rapt_error;
+#endif // __STDC_VERSION__ >= 202311L
+#endif // __cplusplus
+
+// The dtype of a tensor's elements, by the codes of PyTorch's export schema. Attention computes F64, F32, F16 and BF16;
+// masks may also be BOOL; all others are known by name and refused.
+enum rapt_dtype
+#if defined(__cplusplus) || __STDC_VERSION__ >= 202311L
+  : int32_t
+#endif // defined(__cplusplus) || __STDC_VERSION__ >= 202311L
+ {
+  // Not stated. As `out_dtype`: that of q.
+  RAPT_DTYPE_UNKNOWN = 0,
+  // uint8
+  RAPT_DTYPE_U8 = 1,
+  // int8
+  RAPT_DTYPE_I8 = 2,
+  // int16
+  RAPT_DTYPE_I16 = 3,
+  // int32
+  RAPT_DTYPE_I32 = 4,
+  // int64
+  RAPT_DTYPE_I64 = 5,
+  // IEEE binary16
+  RAPT_DTYPE_F16 = 6,
+  // IEEE binary32, `float`
+  RAPT_DTYPE_F32 = 7,
+  // IEEE binary64, `double`
+  RAPT_DTYPE_F64 = 8,
+  // two binary16
+  RAPT_DTYPE_C32 = 9,
+  // two binary32
+  RAPT_DTYPE_C64 = 10,
+  // two binary64
+  RAPT_DTYPE_C128 = 11,
+  // one byte, 0 or 1
+  RAPT_DTYPE_BOOL = 12,
+  // bfloat16, the upper half of a binary32
+  RAPT_DTYPE_BF16 = 13,
+  // uint16
+  RAPT_DTYPE_U16 = 28,
+  // float8_e4m3fn
+  RAPT_DTYPE_F8E4M3FN = 29,
+  // float8_e5m2
+  RAPT_DTYPE_F8E5M2 = 30,
+  // float8_e4m3fnuz
+  RAPT_DTYPE_F8E4M3FNUZ = 31,
+  // float8_e5m2fnuz
+  RAPT_DTYPE_F8E5M2FNUZ = 32,
+  // float8_e8m0fnu
+  RAPT_DTYPE_F8E8M0FNU = 33,
+  // uint32
+  RAPT_DTYPE_U32 = 34,
+  // uint64
+  RAPT_DTYPE_U64 = 35,
+};
+#ifndef __cplusplus
+#if __STDC_VERSION__ >= 202311L
+typedef enum rapt_dtype rapt_dtype;
+#else
+typedef int32_t rapt_dtype;
+#endif // __STDC_VERSION__ >= 202311L
+#endif // __cplusplus
+
+// Where a tensor lies, by DLPack's codes. 0 is none of them: a device is always stated.
+enum rapt_device
+#if defined(__cplusplus) || __STDC_VERSION__ >= 202311L
+  : int32_t
+#endif // defined(__cplusplus) || __STDC_VERSION__ >= 202311L
+ {
+  // Host memory; the index is 0.
+  RAPT_DEVICE_CPU = 1,
+  // An NVIDIA GPU. This version refuses it by name.
+  RAPT_DEVICE_CUDA = 2,
+};
+#ifndef __cplusplus
+#if __STDC_VERSION__ >= 202311L
+typedef enum rapt_device rapt_device;
+#else
+typedef int32_t rapt_device;
+#endif // __STDC_VERSION__ >= 202311L
+#endif // __cplusplus
+
+// Causal masking of query i and key j.
+enum rapt_causal
+#if defined(__cplusplus) || __STDC_VERSION__ >= 202311L
+  : int32_t
+#endif // defined(__cplusplus) || __STDC_VERSION__ >= 202311L
+ {
+  // None.
+  RAPT_CAUSAL_NONE = 0,
+  // j <= i: PyTorch's is_causal.
+  RAPT_CAUSAL_TOP_LEFT = 1,
+  // j <= i + kv_len - q_len: flash-attention's causal.
+  RAPT_CAUSAL_BOTTOM_RIGHT = 2,
+};
+#ifndef __cplusplus
+#if __STDC_VERSION__ >= 202311L
+typedef enum rapt_causal rapt_causal;
+#else
+typedef int32_t rapt_causal;
+#endif // __STDC_VERSION__ >= 202311L
+#endif // __cplusplus
+
+// The order of the dimensions of q, k, v and out.
+enum rapt_layout
+#if defined(__cplusplus) || __STDC_VERSION__ >= 202311L
+  : int32_t
+#endif // defined(__cplusplus) || __STDC_VERSION__ >= 202311L
+ {
+  // [batch, heads, len, head_dim], [heads, len, head_dim] or [len, head_dim]
+  RAPT_LAYOUT_BHSD = 0,
+  // [batch, len, heads, head_dim], [len, heads, head_dim] or [len, head_dim]
+  RAPT_LAYOUT_BSHD = 1,
+};
+#ifndef __cplusplus
+#if __STDC_VERSION__ >= 202311L
+typedef enum rapt_layout rapt_layout;
+#else
+typedef int32_t rapt_layout;
+#endif // __STDC_VERSION__ >= 202311L
+#endif // __cplusplus
+
+// Which numbers of rapt_options count; `given` is some of these, or-ed. A number other than 0 whose bit is missing is
+// refused: it would be ignored otherwise.
+enum rapt_given
+#if defined(__cplusplus) || __STDC_VERSION__ >= 202311L
+  : uint32_t
+#endif // defined(__cplusplus) || __STDC_VERSION__ >= 202311L
+ {
+  // `softmax_scale` counts. Without it: 1 / sqrt(head_dim).
+  RAPT_GIVEN_SOFTMAX_SCALE = 1,
+  // `softcap` counts. Without it: none.
+  RAPT_GIVEN_SOFTCAP = 2,
+  // `window_left` counts. Without it: unbounded.
+  RAPT_GIVEN_WINDOW_LEFT = 4,
+  // `window_right` counts. Without it: unbounded.
+  RAPT_GIVEN_WINDOW_RIGHT = 8,
+};
+#ifndef __cplusplus
+#if __STDC_VERSION__ >= 202311L
+typedef enum rapt_given rapt_given;
+#else
+typedef uint32_t rapt_given;
+#endif // __STDC_VERSION__ >= 202311L
+#endif // __cplusplus
+
+// Threads, scratch memory and a cache of plans; see rapt_engine_create().
+typedef struct rapt_engine rapt_engine;
+
+// What an engine runs on. Strings and arrays live as long as the library.
+typedef struct rapt_capabilities {
+  // sizeof(rapt_capabilities), set by the caller.
+  size_t size;
+  // Threads of the engine.
+  int32_t threads;
+  // The length of `dtypes`.
+  int32_t num_dtypes;
+  // The dtypes that attention computes.
+  const int32_t *dtypes;
+  // The instruction set in use: "scalar", "avx2", "avx512" or "neon".
+  const char *isa;
+  // Those of this machine that this build has kernels for, best last, parted by spaces.
+  const char *isas;
+} rapt_capabilities;
+
+// Where a tensor lies. Nothing is owned and nothing is kept: the struct, both arrays and the memory must live for the
+// one call.
+typedef struct rapt_tensor {
+  // The element with index 0; a multiple of the element's size. May be NULL if the tensor has no element.
+  void *data;
+  // A rapt_dtype.
+  int32_t dtype;
+  // A rapt_device.
+  int32_t device;
+  // Which device of its kind; 0 for host memory.
+  int32_t device_index;
+  // The number of dimensions.
+  int32_t ndim;
+  // `ndim` sizes, outermost first.
+  const int64_t *shape;
+  // `ndim` strides in elements, outermost first, of any sign; 0 repeats an element of an input.
+  const int64_t *strides;
+  // The length of the allocation that the tensor lies in: then no call leaves it, whatever shape and strides say.
+  // 0 or -1: not told, and shape and strides are taken at their word.
+  int64_t storage_bytes;
+  // The first byte of that allocation; NULL: it begins at `data`. Read only if `storage_bytes` is told.
+  const void *storage;
+} rapt_tensor;
+
+// What may be asked besides q, k, v and out. `{.size = sizeof(rapt_options)}` is plain attention.
+typedef struct rapt_options {
+  // sizeof(rapt_options), by which later versions know which fields there are.
+  size_t size;
+  // Which of the four numbers count: some of rapt_given.
+  uint32_t given;
+  // A rapt_causal.
+  int32_t causal;
+  // A rapt_layout.
+  int32_t layout;
+  // The dtype that `out` has, if it is not that of q; else RAPT_DTYPE_UNKNOWN.
+  int32_t out_dtype;
+  // The factor of q·k: any finite number.
+  double softmax_scale;
+  // Scores become c * tanh(score / c): finite and above 0.
+  double softcap;
+  // Keys before the diagonal that are seen.
+  int64_t window_left;
+  // Keys after the diagonal that are seen.
+  int64_t window_right;
+  // BOOL (true = attend) or additive; broadcasts to [batch, num_q_heads, q_len, kv_len]. NULL: none.
+  const struct rapt_tensor *mask;
+  // [num_q_heads]: one more logit per head in the denominator. NULL: none.
+  const struct rapt_tensor *sinks;
+  // [num_q_heads]: ALiBi slopes. NULL: none.
+  const struct rapt_tensor *alibi_slopes;
+  // [batch, num_q_heads, q_len] less the dimensions that q lacks; F32, or F64 for F64: is written. NULL: not asked.
+  const struct rapt_tensor *lse;
+} rapt_options;
+
+#ifdef __cplusplus
+extern "C" {
+#endif // __cplusplus
+
+// The version of the library that is loaded, such as "0.1.0". The string lives as long as the library.
+const char *rapt_version(void);
+
+// The name of an error code, such as "RAPT_ERROR_SHAPE"; "unknown" for a number that is none. The string lives as long
+// as the library.
+const char *rapt_error_name(int32_t error);
+
+// What the last failed call on this thread said: what was asked, what was got, what is allowed. "" if none failed.
+// A call that succeeds leaves it as it is. The string lives until the next call fails on this thread, or the thread ends.
+const char *rapt_last_error(void);
+
+// The code of the last failed call on this thread; RAPT_OK if none failed.
+rapt_error rapt_last_error_code(void);
+
+// The name of a dtype, such as "bfloat16"; NULL for a code that is not known. The string lives as long as the library.
+const char *rapt_dtype_name(int32_t dtype);
+
+// The size of an element of a dtype in bits; 0 for RAPT_DTYPE_UNKNOWN and for a code that is not known.
+size_t rapt_dtype_bits(int32_t dtype);
+
+// Writes the strides, in elements, of a row-major tensor of this shape: `strides[ndim - 1]` is 1.
+//
+// # Safety
+// `shape` and `strides` each lead to `ndim` numbers, or are NULL.
+rapt_error rapt_contiguous_strides(int32_t ndim, const int64_t *shape, int64_t *strides);
+
+// An engine: threads, scratch memory and a cache of plans. `threads` is their number, or 0 for RAPT_NUM_THREADS and,
+// without it, what the system offers. No thread is started before a call needs one.
+//
+// NULL if that is no number of threads, or an environment variable holds nonsense: rapt_last_error() says what. One
+// engine serves any number of threads at once. It is given back by rapt_engine_destroy().
+struct rapt_engine *rapt_engine_create(int32_t threads);
+
+// Ends the engine's threads and gives back its memory. No call may be using it, and none may use it after. NULL is
+// ignored.
+//
+// # Safety
+// `engine` came from rapt_engine_create(), was not destroyed before, and is used by no other thread.
+void rapt_engine_destroy(struct rapt_engine *engine);
+
+// What this engine runs on. The caller sets `capabilities->size` to sizeof(rapt_capabilities); all else is written.
+//
+// # Safety
+// `engine` is alive, or NULL; `capabilities` leads to `capabilities->size` bytes, or is NULL.
+rapt_error rapt_engine_capabilities(const struct rapt_engine *engine, struct rapt_capabilities *capabilities);
+
+// softmax(q·kᵀ · scale)·v into `out`, and the log of the sum of exponentials into `options->lse` where that is given.
+//
+// Shapes are those of docs/law.md, in the order of `options->layout`; `options` may be NULL, which is plain attention.
+// Everything is proven before anything is written: on an error `out` and `lse` are as before, and the engine serves on.
+// (RAPT_ERROR_INTERNAL alone leaves them unspecified: it is a defect of Rapt.)
+//
+// # Safety
+// `engine` is alive. Each descriptor, and each tensor behind one, is what it says: readable memory that nobody writes
+// during the call, and for `out` and `lse` writable memory that nobody else uses. NULL is safe everywhere.
+rapt_error rapt_attention(const struct rapt_engine *engine,
+                          const struct rapt_tensor *q,
+                          const struct rapt_tensor *k,
+                          const struct rapt_tensor *v,
+                          const struct rapt_tensor *out,
+                          const struct rapt_options *options);
+
+// What rapt_attention() would run for the same arguments, in words, as a table of lines: into `*text`, which the caller
+// gives back by rapt_string_free(). Nothing is computed. On an error `*text` is as before.
+//
+// # Safety
+// As rapt_attention(); `text` leads to a pointer that may be written, or is NULL.
+rapt_error rapt_explain(const struct rapt_engine *engine,
+                        const struct rapt_tensor *q,
+                        const struct rapt_tensor *k,
+                        const struct rapt_tensor *v,
+                        const struct rapt_tensor *out,
+                        const struct rapt_options *options,
+                        char **text);
+
+// Gives back a string of rapt_explain(). NULL is ignored.
+//
+// # Safety
+// `text` came from rapt_explain() and was not given back before.
+void rapt_string_free(char *text);
+
+#ifdef __cplusplus
+}  // extern "C"
+#endif  // __cplusplus
+
+#endif  /* RAPT_H */

@@ -1,0 +1,270 @@
+//! The types of rapt.h, as C sees them. Numbers that C may set to anything are plain integers here: the enums name their
+//! values and are never read from memory that C wrote.
+//!
+//! Zero is "absent" in every field of an options struct, so that a struct from before a field was there, whose `size` says
+//! so, means the same as one that leaves it zero. Fields are added at the end and never moved or removed within one soname.
+
+#![allow(non_camel_case_types, reason = "the names of rapt.h")]
+
+use std::ffi::{CStr, CString, c_char, c_void};
+use std::sync::OnceLock;
+
+use engine::{Arch, COMPUTED, DType, Engine};
+
+use crate::known::Known;
+
+/// The version that this header is of: a change of it is a change of the soname.
+pub const RAPT_VERSION_MAJOR: i32 = 0;
+/// Before version 1, a change of it is a change of the soname too.
+pub const RAPT_VERSION_MINOR: i32 = 1;
+/// Mends only.
+pub const RAPT_VERSION_PATCH: i32 = 0;
+
+/// The most dimensions that a tensor may have.
+pub const RAPT_MAX_NDIM: i32 = 8;
+
+/// What a call answers. The numbers are part of the ABI.
+#[repr(i32)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum rapt_error {
+    /// Done.
+    RAPT_OK = 0,
+    /// k or v has another dtype than q.
+    RAPT_ERROR_DTYPE_MISMATCH = 1,
+    /// A dtype that is not served in its place, or a code that is not known.
+    RAPT_ERROR_UNSUPPORTED_DTYPE = 2,
+    /// Sizes that do not fit one another, a number of dimensions that is not served, a negative size.
+    RAPT_ERROR_SHAPE = 3,
+    /// Strides, storage, alignment of the data, data that is NULL, overlap of an output.
+    RAPT_ERROR_LAYOUT = 4,
+    /// An option, a struct's size or a number of threads outside its domain.
+    RAPT_ERROR_OPTION = 5,
+    /// Tensors on different devices, or on one that is not served.
+    RAPT_ERROR_DEVICE = 6,
+    /// Tensors of different kinds in one call. No call of this interface answers it; other doors share the numbers.
+    RAPT_ERROR_KIND = 7,
+    /// A valid request that this build does not serve.
+    RAPT_ERROR_UNSUPPORTED = 8,
+    /// An argument, or a pointer in a struct, that is NULL where something is needed, or unaligned for what it leads to.
+    RAPT_ERROR_POINTER = 9,
+    /// Memory that could not be had. Nothing was written.
+    RAPT_ERROR_OUT_OF_MEMORY = 10,
+    /// A defect of Rapt: please report it. Outputs are unspecified, the engine serves on.
+    RAPT_ERROR_INTERNAL = 11,
+}
+
+/// The dtype of a tensor's elements, by the codes of PyTorch's export schema. Attention computes F64, F32, F16 and BF16;
+/// masks may also be BOOL; all others are known by name and refused.
+#[repr(i32)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum rapt_dtype {
+    /// Not stated. As `out_dtype`: that of q.
+    RAPT_DTYPE_UNKNOWN = 0,
+    /// uint8
+    RAPT_DTYPE_U8 = 1,
+    /// int8
+    RAPT_DTYPE_I8 = 2,
+    /// int16
+    RAPT_DTYPE_I16 = 3,
+    /// int32
+    RAPT_DTYPE_I32 = 4,
+    /// int64
+    RAPT_DTYPE_I64 = 5,
+    /// IEEE binary16
+    RAPT_DTYPE_F16 = 6,
+    /// IEEE binary32, `float`
+    RAPT_DTYPE_F32 = 7,
+    /// IEEE binary64, `double`
+    RAPT_DTYPE_F64 = 8,
+    /// two binary16
+    RAPT_DTYPE_C32 = 9,
+    /// two binary32
+    RAPT_DTYPE_C64 = 10,
+    /// two binary64
+    RAPT_DTYPE_C128 = 11,
+    /// one byte, 0 or 1
+    RAPT_DTYPE_BOOL = 12,
+    /// bfloat16, the upper half of a binary32
+    RAPT_DTYPE_BF16 = 13,
+    /// uint16
+    RAPT_DTYPE_U16 = 28,
+    /// float8_e4m3fn
+    RAPT_DTYPE_F8E4M3FN = 29,
+    /// float8_e5m2
+    RAPT_DTYPE_F8E5M2 = 30,
+    /// float8_e4m3fnuz
+    RAPT_DTYPE_F8E4M3FNUZ = 31,
+    /// float8_e5m2fnuz
+    RAPT_DTYPE_F8E5M2FNUZ = 32,
+    /// float8_e8m0fnu
+    RAPT_DTYPE_F8E8M0FNU = 33,
+    /// uint32
+    RAPT_DTYPE_U32 = 34,
+    /// uint64
+    RAPT_DTYPE_U64 = 35,
+}
+
+/// Where a tensor lies, by DLPack's codes. 0 is none of them: a device is always stated.
+#[repr(i32)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum rapt_device {
+    /// Host memory; the index is 0.
+    RAPT_DEVICE_CPU = 1,
+    /// An NVIDIA GPU. This version refuses it by name.
+    RAPT_DEVICE_CUDA = 2,
+}
+
+/// Causal masking of query i and key j.
+#[repr(i32)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum rapt_causal {
+    /// None.
+    RAPT_CAUSAL_NONE = 0,
+    /// j <= i: PyTorch's is_causal.
+    RAPT_CAUSAL_TOP_LEFT = 1,
+    /// j <= i + kv_len - q_len: flash-attention's causal.
+    RAPT_CAUSAL_BOTTOM_RIGHT = 2,
+}
+
+/// The order of the dimensions of q, k, v and out.
+#[repr(i32)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum rapt_layout {
+    /// [batch, heads, len, head_dim], [heads, len, head_dim] or [len, head_dim]
+    RAPT_LAYOUT_BHSD = 0,
+    /// [batch, len, heads, head_dim], [len, heads, head_dim] or [len, head_dim]
+    RAPT_LAYOUT_BSHD = 1,
+}
+
+/// Which numbers of rapt_options count; `given` is some of these, or-ed. A number other than 0 whose bit is missing is
+/// refused: it would be ignored otherwise.
+#[repr(u32)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum rapt_given {
+    /// `softmax_scale` counts. Without it: 1 / sqrt(head_dim).
+    RAPT_GIVEN_SOFTMAX_SCALE = 1,
+    /// `softcap` counts. Without it: none.
+    RAPT_GIVEN_SOFTCAP = 2,
+    /// `window_left` counts. Without it: unbounded.
+    RAPT_GIVEN_WINDOW_LEFT = 4,
+    /// `window_right` counts. Without it: unbounded.
+    RAPT_GIVEN_WINDOW_RIGHT = 8,
+}
+
+/// Threads, scratch memory and a cache of plans; see rapt_engine_create().
+pub struct rapt_engine {
+    pub(crate) engine: Engine,
+    pub(crate) known: Known,
+}
+
+/// Where a tensor lies. Nothing is owned and nothing is kept: the struct, both arrays and the memory must live for the
+/// one call.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct rapt_tensor {
+    /// The element with index 0; a multiple of the element's size. May be NULL if the tensor has no element.
+    pub data: *mut c_void,
+    /// A rapt_dtype.
+    pub dtype: i32,
+    /// A rapt_device.
+    pub device: i32,
+    /// Which device of its kind; 0 for host memory.
+    pub device_index: i32,
+    /// The number of dimensions.
+    pub ndim: i32,
+    /// `ndim` sizes, outermost first.
+    pub shape: *const i64,
+    /// `ndim` strides in elements, outermost first, of any sign; 0 repeats an element of an input.
+    pub strides: *const i64,
+    /// The length of the allocation that the tensor lies in: then no call leaves it, whatever shape and strides say.
+    /// 0 or -1: not told, and shape and strides are taken at their word.
+    pub storage_bytes: i64,
+    /// The first byte of that allocation; NULL: it begins at `data`. Read only if `storage_bytes` is told.
+    pub storage: *const c_void,
+}
+
+/// What may be asked besides q, k, v and out. `{.size = sizeof(rapt_options)}` is plain attention.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct rapt_options {
+    /// sizeof(rapt_options), by which later versions know which fields there are.
+    pub size: usize,
+    /// Which of the four numbers count: some of rapt_given.
+    pub given: u32,
+    /// A rapt_causal.
+    pub causal: i32,
+    /// A rapt_layout.
+    pub layout: i32,
+    /// The dtype that `out` has, if it is not that of q; else RAPT_DTYPE_UNKNOWN.
+    pub out_dtype: i32,
+    /// The factor of q·k: any finite number.
+    pub softmax_scale: f64,
+    /// Scores become c * tanh(score / c): finite and above 0.
+    pub softcap: f64,
+    /// Keys before the diagonal that are seen.
+    pub window_left: i64,
+    /// Keys after the diagonal that are seen.
+    pub window_right: i64,
+    /// BOOL (true = attend) or additive; broadcasts to [batch, num_q_heads, q_len, kv_len]. NULL: none.
+    pub mask: *const rapt_tensor,
+    /// [num_q_heads]: one more logit per head in the denominator. NULL: none.
+    pub sinks: *const rapt_tensor,
+    /// [num_q_heads]: ALiBi slopes. NULL: none.
+    pub alibi_slopes: *const rapt_tensor,
+    /// [batch, num_q_heads, q_len] less the dimensions that q lacks; F32, or F64 for F64: is written. NULL: not asked.
+    pub lse: *const rapt_tensor,
+}
+
+/// What an engine runs on. Strings and arrays live as long as the library.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct rapt_capabilities {
+    /// sizeof(rapt_capabilities), set by the caller.
+    pub size: usize,
+    /// Threads of the engine.
+    pub threads: i32,
+    /// The length of `dtypes`.
+    pub num_dtypes: i32,
+    /// The dtypes that attention computes.
+    pub dtypes: *const i32,
+    /// The instruction set in use: "scalar", "avx2", "avx512" or "neon".
+    pub isa: *const c_char,
+    /// Those of this machine that this build has kernels for, best last, parted by spaces.
+    pub isas: *const c_char,
+}
+
+/// The dtypes that attention computes, by code.
+pub(crate) static DTYPES: [i32; COMPUTED.len()] = {
+    let mut codes = [0; COMPUTED.len()];
+    let mut n = 0;
+    while n < codes.len() {
+        codes[n] = COMPUTED[n].code() as i32;
+        n += 1;
+    }
+    codes
+};
+
+fn text(text: &str) -> CString {
+    CString::new(text).unwrap_or_default()
+}
+
+/// The name of a dtype, by code.
+pub(crate) fn dtype_name(code: i32) -> Option<&'static CStr> {
+    static NAMES: OnceLock<Vec<(i32, CString)>> = OnceLock::new();
+    let names =
+        NAMES.get_or_init(|| DType::ALL.iter().map(|dtype| (dtype.code().into(), text(dtype.name()))).collect());
+    names.iter().find(|(of, _)| *of == code).map(|(_, name)| name.as_c_str())
+}
+
+/// The name of an instruction set.
+pub(crate) fn isa_name(isa: Arch) -> &'static CStr {
+    static NAMES: OnceLock<Vec<(Arch, CString)>> = OnceLock::new();
+    let names = NAMES.get_or_init(|| engine::available_isas().iter().map(|isa| (*isa, text(isa.name()))).collect());
+    names.iter().find(|(of, _)| *of == isa).map_or(c"unknown", |(_, name)| name.as_c_str())
+}
+
+/// The names of the instruction sets of this machine.
+pub(crate) fn isa_names() -> &'static CStr {
+    static NAMES: OnceLock<CString> = OnceLock::new();
+    NAMES.get_or_init(|| text(&engine::available_isas().iter().map(|isa| isa.name()).collect::<Vec<_>>().join(" ")))
+}

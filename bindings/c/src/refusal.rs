@@ -1,0 +1,164 @@
+//! Refusals: what a call answers instead of doing its work, and the message that each thread keeps of the last one.
+
+use std::any::Any;
+use std::cell::{Cell, RefCell};
+use std::ffi::{CStr, CString, c_char};
+use std::fmt;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use engine::{Error, ErrorKind};
+
+use crate::abi::rapt_error;
+
+/// A pointer that a caller gave, as messages name it: an argument, or a field of the struct behind one.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Pointer {
+    pub(crate) argument: &'static str,
+    pub(crate) field: Option<&'static str>,
+}
+
+impl From<&'static str> for Pointer {
+    fn from(argument: &'static str) -> Self {
+        Pointer { argument, field: None }
+    }
+}
+
+impl fmt::Display for Pointer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.argument)?;
+        self.field.map_or(Ok(()), |field| write!(f, "->{field}"))
+    }
+}
+
+/// Why a call was refused.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum Refusal {
+    /// By the engine.
+    #[error(transparent)]
+    Engine(#[from] Error),
+    /// A pointer that must lead somewhere is NULL.
+    #[error("{0} is NULL")]
+    Null(Pointer),
+    /// A pointer to a struct or an array that is no multiple of its alignment.
+    #[error("{pointer} leads to an address that is no multiple of {align_bytes} bytes, the alignment of what it says")]
+    Unaligned { pointer: Pointer, align_bytes: usize },
+    /// A tensor with a number of dimensions that no tensor has.
+    #[error("{tensor} has ndim {got}; allowed: 0 to {most}")]
+    Rank { tensor: &'static str, got: i32, most: i32 },
+    /// A negative size.
+    #[error("{tensor} has size {got} in dimension {dim}; sizes are 0 or more")]
+    NegativeSize { tensor: &'static str, dim: usize, got: i64 },
+    /// A number of a tensor that does not fit this machine's addresses.
+    #[error("{tensor} has {what} {got}, which does not fit this machine's addresses")]
+    TooWide { tensor: &'static str, what: &'static str, got: i64 },
+    /// A length of storage that is none.
+    #[error("{tensor} has storage_bytes {got}; allowed: 0 or -1 (not told), or the length of its allocation")]
+    Storage { tensor: &'static str, got: i64 },
+    /// Host memory has one device.
+    #[error("{tensor} is on host memory with device_index {got}; allowed: 0")]
+    DeviceIndex { tensor: &'static str, got: i32 },
+    /// A text that C cannot hold.
+    #[error("the text holds a NUL")]
+    Nul,
+}
+
+impl Refusal {
+    fn code(&self) -> rapt_error {
+        match self {
+            Refusal::Engine(Error::OutOfMemory { .. }) => rapt_error::RAPT_ERROR_OUT_OF_MEMORY,
+            Refusal::Engine(Error::WorkerPanicked { .. }) | Refusal::Nul => rapt_error::RAPT_ERROR_INTERNAL,
+            Refusal::Engine(error) => match error.kind() {
+                ErrorKind::DtypeMismatch => rapt_error::RAPT_ERROR_DTYPE_MISMATCH,
+                ErrorKind::UnsupportedDtype => rapt_error::RAPT_ERROR_UNSUPPORTED_DTYPE,
+                ErrorKind::Shape => rapt_error::RAPT_ERROR_SHAPE,
+                ErrorKind::Layout => rapt_error::RAPT_ERROR_LAYOUT,
+                ErrorKind::Option => rapt_error::RAPT_ERROR_OPTION,
+                ErrorKind::Device => rapt_error::RAPT_ERROR_DEVICE,
+                ErrorKind::Kind => rapt_error::RAPT_ERROR_KIND,
+                _ => rapt_error::RAPT_ERROR_UNSUPPORTED,
+            },
+            Refusal::Null(_) | Refusal::Unaligned { .. } => rapt_error::RAPT_ERROR_POINTER,
+            Refusal::Rank { .. } | Refusal::NegativeSize { .. } => rapt_error::RAPT_ERROR_SHAPE,
+            Refusal::TooWide { .. } | Refusal::Storage { .. } => rapt_error::RAPT_ERROR_LAYOUT,
+            Refusal::DeviceIndex { .. } => rapt_error::RAPT_ERROR_DEVICE,
+        }
+    }
+}
+
+/// The name of a code.
+pub(crate) fn name(code: i32) -> &'static CStr {
+    macro_rules! names {
+        ($($name:ident)*) => {
+            match code {
+                $(code if code == rapt_error::$name as i32 => concat!(stringify!($name), "\0"),)*
+                _ => "unknown\0",
+            }
+        };
+    }
+    let name = names!(
+        RAPT_OK RAPT_ERROR_DTYPE_MISMATCH RAPT_ERROR_UNSUPPORTED_DTYPE RAPT_ERROR_SHAPE RAPT_ERROR_LAYOUT
+        RAPT_ERROR_OPTION RAPT_ERROR_DEVICE RAPT_ERROR_KIND RAPT_ERROR_UNSUPPORTED RAPT_ERROR_POINTER
+        RAPT_ERROR_OUT_OF_MEMORY RAPT_ERROR_INTERNAL
+    );
+    CStr::from_bytes_with_nul(name.as_bytes()).unwrap_or_default()
+}
+
+thread_local! {
+    static CODE: Cell<rapt_error> = const { Cell::new(rapt_error::RAPT_OK) };
+    static MESSAGE: RefCell<CString> = RefCell::new(CString::default());
+}
+
+/// The code of the last refusal of this thread.
+pub(crate) fn last_code() -> rapt_error {
+    // A thread that is ending has no state any more.
+    CODE.try_with(Cell::get).unwrap_or(rapt_error::RAPT_OK)
+}
+
+/// The message of the last refusal of this thread.
+pub(crate) fn last_message() -> *const c_char {
+    MESSAGE.try_with(|message| message.borrow().as_ptr()).unwrap_or(c"".as_ptr())
+}
+
+fn keep(code: rapt_error, mut message: String) -> rapt_error {
+    message.retain(|letter| letter != '\0');
+    let message = CString::new(message).unwrap_or_default();
+    // A thread that is ending loses the message, not the answer.
+    let _ = CODE.try_with(|last| last.set(code));
+    let _ = MESSAGE.try_with(|last| *last.borrow_mut() = message);
+    code
+}
+
+fn told(payload: &(dyn Any + Send)) -> rapt_error {
+    keep(rapt_error::RAPT_ERROR_INTERNAL, Error::worker_panicked(payload).to_string())
+}
+
+/// Runs `body`: a refusal becomes its code and the thread's last message, and a panic does too.
+pub(crate) fn guard(body: impl FnOnce() -> Result<(), Refusal>) -> rapt_error {
+    match catch_unwind(AssertUnwindSafe(body)) {
+        Ok(Ok(())) => rapt_error::RAPT_OK,
+        Ok(Err(refusal)) => keep(refusal.code(), refusal.to_string()),
+        Err(payload) => told(payload.as_ref()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_panic_is_an_answer_and_its_message_is_kept() {
+        assert_eq!(guard(|| panic!("broken")), rapt_error::RAPT_ERROR_INTERNAL);
+        // SAFETY: a string of this thread, which no call has changed since.
+        let message = unsafe { CStr::from_ptr(last_message()) }.to_str().unwrap();
+        assert!(message.contains("broken"), "{message}");
+        assert_eq!(guard(|| Ok(())), rapt_error::RAPT_OK);
+        assert_eq!(last_code(), rapt_error::RAPT_ERROR_INTERNAL, "a call that succeeds leaves the last error");
+    }
+
+    #[test]
+    fn memory_that_could_not_be_had_and_a_panic_of_a_worker_have_codes_of_their_own() {
+        let code = |error: Error| Refusal::from(error).code();
+        assert_eq!(code(Error::OutOfMemory { bytes: 1 }), rapt_error::RAPT_ERROR_OUT_OF_MEMORY);
+        assert_eq!(code(Error::WorkerPanicked { message: String::new() }), rapt_error::RAPT_ERROR_INTERNAL);
+    }
+}

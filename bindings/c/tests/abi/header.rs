@@ -1,0 +1,116 @@
+//! include/rapt.h is what cbindgen writes of src/, names what the engine names, and is of this version.
+//!
+//! `RAPT_UPDATE_SNAPSHOTS=1 cargo test -p rapt-c the_header_is_what` writes it anew.
+
+use std::ffi::CStr;
+use std::path::Path;
+
+use engine::DType;
+
+const HEADER: &str = "include/rapt.h";
+
+fn generate() -> String {
+    let here = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let config = cbindgen::Config::from_file(here.join("cbindgen.toml")).unwrap();
+    let sources = ["src/abi.rs", "src/lib.rs"].map(|file| here.join(file));
+    let builder = sources.iter().fold(cbindgen::Builder::new().with_config(config), cbindgen::Builder::with_src);
+    let mut bytes = Vec::new();
+    builder.generate().unwrap().write(&mut bytes);
+    String::from_utf8(bytes).unwrap()
+}
+
+fn checked_in() -> String {
+    std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join(HEADER)).unwrap_or_default()
+}
+
+#[test]
+fn the_header_is_what_the_sources_say() {
+    let generated = generate();
+    if std::env::var("RAPT_UPDATE_SNAPSHOTS").is_ok_and(|value| value == "1") {
+        std::fs::write(Path::new(env!("CARGO_MANIFEST_DIR")).join(HEADER), &generated).unwrap();
+    }
+    let held = checked_in();
+    let differs = generated.lines().zip(held.lines()).position(|(new, old)| new != old);
+    let line = differs.unwrap_or_else(|| generated.lines().count().min(held.lines().count()));
+    assert!(
+        generated == held,
+        "{HEADER} differs from bindings/c/src at line {}:\n  {}\nwrite it anew with RAPT_UPDATE_SNAPSHOTS=1",
+        line + 1,
+        generated.lines().nth(line).unwrap_or("(its end)")
+    );
+}
+
+/// `NAME = number,` of an enum of the header.
+fn values(prefix: &str) -> Vec<(String, i32)> {
+    let header = checked_in();
+    let lines = header.lines().filter_map(|line| line.trim().strip_suffix(',')?.split_once(" = "));
+    let found = lines.filter(|(name, _)| name.starts_with(prefix));
+    found.map(|(name, value)| (name.to_owned(), value.parse().unwrap())).collect()
+}
+
+#[test]
+fn every_dtype_of_the_engine_has_its_code() {
+    let expected: Vec<(String, i32)> = DType::ALL
+        .iter()
+        .map(|dtype| (format!("RAPT_DTYPE_{}", format!("{dtype:?}").to_uppercase()), i32::from(dtype.code())))
+        .collect();
+    assert_eq!(values("RAPT_DTYPE_"), expected);
+    for dtype in DType::ALL {
+        let code = i32::from(dtype.code());
+        // SAFETY: the name of a code that is known is a string of the library.
+        let name = unsafe { CStr::from_ptr(rapt::rapt_dtype_name(code)) };
+        assert_eq!((name.to_str(), rapt::rapt_dtype_bits(code)), (Ok(dtype.name()), dtype.bits()));
+    }
+    for code in [-1, 14, 27, 36, 256, 263, i32::MIN] {
+        assert!(rapt::rapt_dtype_name(code).is_null(), "{code}");
+        assert_eq!(rapt::rapt_dtype_bits(code), 0, "{code}");
+    }
+}
+
+#[test]
+fn every_error_has_its_name() {
+    let mut codes = vec![("RAPT_OK".to_owned(), 0)];
+    codes.extend(values("RAPT_ERROR_"));
+    assert_eq!(codes.len(), 12);
+    let name = |code| {
+        // SAFETY: a string of the library.
+        unsafe { CStr::from_ptr(rapt::rapt_error_name(code)) }.to_str().unwrap()
+    };
+    for (expected, code) in codes {
+        assert_eq!(name(code), expected);
+    }
+    for code in [-1, 12, i32::MAX] {
+        assert_eq!(name(code), "unknown");
+    }
+}
+
+#[test]
+fn the_header_is_of_this_version() {
+    let version = [rapt::RAPT_VERSION_MAJOR, rapt::RAPT_VERSION_MINOR, rapt::RAPT_VERSION_PATCH];
+    assert_eq!(version.map(|part| part.to_string()).join("."), env!("CARGO_PKG_VERSION"));
+    // SAFETY: a string of the library.
+    assert_eq!(unsafe { CStr::from_ptr(rapt::rapt_version()) }.to_str(), Ok(env!("CARGO_PKG_VERSION")));
+}
+
+/// Where each field lies in version 0.1: programs compiled then rely on it.
+#[cfg(target_pointer_width = "64")]
+#[test]
+fn no_field_has_moved() {
+    use std::mem::offset_of;
+    macro_rules! check {
+        ($of:ident, $size:literal, $($field:ident $at:literal),*) => {{
+            $(assert_eq!(offset_of!(rapt::$of, $field), $at, "{}.{}", stringify!($of), stringify!($field));)*
+            assert!(size_of::<rapt::$of>() >= $size);
+        }};
+    }
+    check!(
+        rapt_tensor, 56, data 0, dtype 8, device 12, device_index 16, ndim 20, shape 24, strides 32, storage_bytes 40,
+        storage 48
+    );
+    assert_eq!(size_of::<rapt::rapt_tensor>(), 56, "it has no size, so it cannot grow");
+    check!(
+        rapt_options, 88, size 0, given 8, causal 12, layout 16, out_dtype 20, softmax_scale 24, softcap 32,
+        window_left 40, window_right 48, mask 56, sinks 64, alibi_slopes 72, lse 80
+    );
+    check!(rapt_capabilities, 40, size 0, threads 8, num_dtypes 12, dtypes 16, isa 24, isas 32);
+}

@@ -1,0 +1,371 @@
+//! The C library: what `cargo cinstall` would install, made without cargo-c; and the proof that C, C++ and ctypes can use it.
+//!
+//! ```text
+//! PREFIX/include/rapt.h
+//! PREFIX/lib/librapt.so.0.1.0   ◄── librapt.so.0.1 (its soname)   ◄── librapt.so
+//! PREFIX/lib/librapt.a
+//! PREFIX/lib/pkgconfig/rapt.pc
+//! ```
+//! Deliberately absent: platforms without ELF. There the library is what `cargo build -p rapt-c` leaves, or cargo-c's.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use crate::args::Args;
+use crate::elf;
+use crate::metadata::{Workspace, root};
+use crate::python;
+use crate::shell::{Failure, Outcome, capture, cargo, command, show, step, write};
+
+pub(crate) const HELP: &str = "\
+cargo xtask c [--prefix FOLDER | --check]
+
+Builds the C library (release) and installs header, shared and static library and rapt.pc below FOLDER.
+
+  --prefix FOLDER   where to; target/c if it is not given. rapt.pc names it as an absolute path
+  --check           instead: compiles the examples against both libraries, runs them, and runs them under valgrind (or
+                    AddressSanitizer); a step of `cargo xtask test`";
+
+const PACKAGE: &str = "rapt-c";
+const BINDING: &str = "bindings/c";
+const EXAMPLES: &str = "examples/c";
+const DESCRIPTION: &str = "Attention with an exact tensor boundary";
+
+/// What the static library leaves open on Linux, as `rustc --print native-static-libs` says.
+const NATIVE_LIBRARIES: [&str; 7] = ["-lgcc_s", "-lutil", "-lrt", "-lpthread", "-lm", "-ldl", "-lc"];
+
+const WARNINGS: [&str; 4] = ["-Wall", "-Wextra", "-Werror", "-pedantic"];
+
+pub(crate) fn run(mut args: Args) -> Outcome {
+    let (prefix, is_check) = (args.value("--prefix")?, args.flag("--check"));
+    args.finish(HELP)?;
+    if is_check {
+        return check();
+    }
+    if cfg!(not(target_os = "linux")) {
+        let mend = format!("use `cargo build --release -p {PACKAGE}`, or cargo-c");
+        return Err(Failure::Usage(format!("`cargo xtask c` installs ELF libraries only: {mend}")));
+    }
+    let target = Workspace::load()?.target;
+    let prefix = prefix.map_or_else(|| target.join("c"), |prefix| root().join(prefix));
+    let tree = step("build the C library", || Tree::install(&target, Profile::Release, &prefix))?;
+    println!(
+        "{}\nPKG_CONFIG_PATH={} pkg-config --cflags --libs rapt",
+        tree.prefix.display(),
+        tree.pkg_config().display()
+    );
+    Ok(())
+}
+
+#[derive(Clone, Copy)]
+enum Profile {
+    /// What the tests have compiled already.
+    Dev,
+    Release,
+}
+
+/// A version's parts, and what the soname shows of them.
+struct Version {
+    whole: String,
+    /// Everything before the first number that is not zero, and that number: as SemVer promises and cargo-c does.
+    compatible: String,
+}
+
+impl Version {
+    fn new(whole: &str) -> Self {
+        let parts: Vec<&str> = whole.split('.').collect();
+        let kept = parts.iter().position(|part| *part != "0").unwrap_or(parts.len() - 1) + 1;
+        Version { whole: whole.to_owned(), compatible: parts[..kept].join(".") }
+    }
+
+    fn soname(&self) -> String {
+        format!("librapt.so.{}", self.compatible)
+    }
+
+    fn file(&self) -> String {
+        format!("librapt.so.{}", self.whole)
+    }
+}
+
+/// The installed library.
+struct Tree {
+    prefix: PathBuf,
+}
+
+impl Tree {
+    fn install(target: &Path, profile: Profile, prefix: &Path) -> Result<Self, Failure> {
+        let (folder, more): (_, &[&str]) = match profile {
+            Profile::Dev => ("debug", &[]),
+            Profile::Release => ("release", &["--release"]),
+        };
+        show(cargo(["build", "--package", PACKAGE]).args(more).current_dir(root()))?;
+        let (built, tree) = (target.join(folder), Tree { prefix: prefix.to_owned() });
+        for made in [tree.include(), tree.pkg_config()] {
+            std::fs::create_dir_all(&made).map_err(Failure::file(&made))?;
+        }
+        let version = Version::new(env!("CARGO_PKG_VERSION"));
+        let shared = tree.lib().join(version.file());
+        copy(&root().join(BINDING).join("include/rapt.h"), &tree.include().join("rapt.h"))?;
+        copy(&built.join("librapt.so"), &shared)?;
+        copy(&built.join("librapt.a"), &tree.lib().join("librapt.a"))?;
+        for (name, to) in [(version.soname(), version.file()), ("librapt.so".to_owned(), version.soname())] {
+            link(&tree.lib().join(name), &to)?;
+        }
+        let bytes = std::fs::read(&shared).map_err(Failure::file(&shared))?;
+        let found = elf::needs(&bytes).and_then(|needs| needs.soname);
+        if found.as_deref() != Some(&version.soname()) {
+            return Err(Failure::Check(format!("librapt.so has soname {found:?}, not {}", version.soname())));
+        }
+        write(&tree.pkg_config().join("rapt.pc"), &tree.pc(&version))?;
+        Ok(tree)
+    }
+
+    fn include(&self) -> PathBuf {
+        self.prefix.join("include")
+    }
+
+    fn lib(&self) -> PathBuf {
+        self.prefix.join("lib")
+    }
+
+    fn pkg_config(&self) -> PathBuf {
+        self.lib().join("pkgconfig")
+    }
+
+    fn pc(&self, version: &Version) -> String {
+        format!(
+            "prefix={}\nexec_prefix=${{prefix}}\nlibdir=${{exec_prefix}}/lib\nincludedir=${{prefix}}/include\n\n\
+             Name: rapt\nDescription: {DESCRIPTION}\nVersion: {}\nLibs: -L${{libdir}} -lrapt\n\
+             Libs.private: {}\nCflags: -I${{includedir}}\n",
+            self.prefix.display(),
+            version.whole,
+            NATIVE_LIBRARIES.join(" ")
+        )
+    }
+}
+
+fn copy(from: &Path, to: &Path) -> Outcome {
+    // Removed first: a program that has the old one mapped keeps it.
+    remove(to)?;
+    std::fs::copy(from, to).map(|_| ()).map_err(Failure::file(from))
+}
+
+fn remove(path: &Path) -> Outcome {
+    match std::fs::remove_file(path) {
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(Failure::file(path)(error)),
+        _ => Ok(()),
+    }
+}
+
+#[cfg(unix)]
+fn link(at: &Path, to: &str) -> Outcome {
+    remove(at)?;
+    std::os::unix::fs::symlink(to, at).map_err(Failure::file(at))
+}
+
+#[cfg(not(unix))]
+fn link(at: &Path, _: &str) -> Outcome {
+    Err(Failure::Check(format!("{}: links are made on Unix only", at.display())))
+}
+
+/// A tool that a machine may lack. Its name is what RAPT_REQUIRE calls it.
+struct Tool {
+    name: &'static str,
+    programs: &'static [&'static str],
+}
+
+const CC: Tool = Tool { name: "cc", programs: &["cc", "gcc", "clang"] };
+const CXX: Tool = Tool { name: "c++", programs: &["c++", "g++", "clang++"] };
+const PKG_CONFIG: Tool = Tool { name: "pkg-config", programs: &["pkg-config", "pkgconf"] };
+const VALGRIND: Tool = Tool { name: "valgrind", programs: &["valgrind"] };
+
+impl Tool {
+    fn find(&self) -> Option<&'static str> {
+        let works = |program: &&&str| Command::new(program).arg("--version").output().is_ok_and(|o| o.status.success());
+        self.programs.iter().find(works).copied()
+    }
+
+    /// The program, or a printed line that says what is skipped without it; a failure if RAPT_REQUIRE names it.
+    fn or_skip(&self, what: &str) -> Result<Option<&'static str>, Failure> {
+        match self.find() {
+            Some(program) => Ok(Some(program)),
+            None => skip(self.name, what).map(|()| None),
+        }
+    }
+}
+
+fn skip(tool: &str, what: &str) -> Outcome {
+    let required = std::env::var("RAPT_REQUIRE").unwrap_or_default();
+    if required.split(',').any(|name| name == tool) {
+        return Err(Failure::Check(format!("RAPT_REQUIRE asks for {tool}, which this machine lacks: {what}")));
+    }
+    println!("skipped: {what}, for want of {tool}");
+    Ok(())
+}
+
+/// A program of examples/c: its file, the language's standard, whether it links the shared library.
+struct Program {
+    source: &'static str,
+    standard: &'static str,
+    tool: &'static Tool,
+}
+
+const PROGRAMS: [Program; 4] = [
+    Program { source: "contiguous.c", standard: "-std=c99", tool: &CC },
+    Program { source: "strided.c", standard: "-std=c11", tool: &CC },
+    Program { source: "errors.c", standard: "-std=c99", tool: &CC },
+    Program { source: "attention.cpp", standard: "-std=c++11", tool: &CXX },
+];
+
+/// Builds the library, compiles the examples against both forms of it, runs them, and runs them again under a checker.
+pub(crate) fn check() -> Outcome {
+    if cfg!(not(target_os = "linux")) {
+        return skip("linux", "the C library");
+    }
+    let target = Workspace::load()?.target;
+    let tree = step("the C library", || Tree::install(&target, Profile::Dev, &target.join("c-test")))?;
+    step("C, C++ and ctypes", || {
+        let mut made = Vec::new();
+        for program in &PROGRAMS {
+            if let Some(compiler) = program.tool.or_skip(program.source)? {
+                for form in [Form::Shared, Form::Static] {
+                    let file = compile(&tree, compiler, program, form)?;
+                    run_quietly(&mut Command::new(&file))?;
+                    made.push(file);
+                }
+            }
+        }
+        let (python, _) = python::find()?;
+        let script = root().join(EXAMPLES).join("attention.py");
+        run_quietly(command(python, [script, tree.lib().join("librapt.so")]).env_remove("PYTHONPATH"))?;
+        with_pkg_config(&tree)?;
+        println!("{} programs and attention.py give the law's numbers", made.len());
+        under_valgrind(&tree, &made)
+    })
+}
+
+#[derive(Clone, Copy)]
+enum Form {
+    Shared,
+    Static,
+    /// Static, with AddressSanitizer around the program and its heap.
+    Sanitized,
+}
+
+fn compile(tree: &Tree, compiler: &str, program: &Program, form: Form) -> Result<PathBuf, Failure> {
+    let end = match form {
+        Form::Shared => "shared",
+        Form::Static => "static",
+        Form::Sanitized => "asan",
+    };
+    let file = tree.prefix.join(format!("{}-{end}", program.source));
+    let mut cc = command(compiler, [program.standard, "-g", "-O1"]);
+    cc.args(WARNINGS).arg("-I").arg(tree.include()).arg(root().join(EXAMPLES).join(program.source));
+    cc.arg("-o").arg(&file);
+    match form {
+        Form::Shared => {
+            cc.arg("-L").arg(tree.lib()).args(["-lrapt", "-lm", "-pthread"]);
+            cc.arg(format!("-Wl,-rpath,{}", tree.lib().display()))
+        }
+        Form::Static => cc.arg(tree.lib().join("librapt.a")).args(NATIVE_LIBRARIES),
+        Form::Sanitized => cc.arg("-fsanitize=address").arg(tree.lib().join("librapt.a")).args(NATIVE_LIBRARIES),
+    };
+    show(&mut cc)?;
+    Ok(file)
+}
+
+/// Runs a program; what it prints is shown only if it fails.
+fn run_quietly(program: &mut Command) -> Outcome {
+    capture(program).map(|_| ())
+}
+
+/// The flags that pkg-config tells are enough for a program, with the library found at run time by its soname.
+fn with_pkg_config(tree: &Tree) -> Outcome {
+    let what = "rapt.pc";
+    let (Some(pkg_config), Some(cc)) = (PKG_CONFIG.or_skip(what)?, CC.or_skip(what)?) else { return Ok(()) };
+    let ask = |args: &[&str]| capture(command(pkg_config, args).env("PKG_CONFIG_PATH", tree.pkg_config()));
+    let version = ask(&["--modversion", "rapt"])?;
+    if version.trim() != env!("CARGO_PKG_VERSION") {
+        return Err(Failure::Check(format!("rapt.pc is of version {}", version.trim())));
+    }
+    let flags = ask(&["--cflags", "--libs", "rapt"])?;
+    let file = tree.prefix.join("contiguous.c-pkg-config");
+    let mut compile = command(cc, WARNINGS);
+    compile
+        .arg(root().join(EXAMPLES).join("contiguous.c"))
+        .args(flags.split_whitespace())
+        .arg("-lm")
+        .arg("-o")
+        .arg(&file);
+    show(&mut compile)?;
+    run_quietly(Command::new(&file).env("LD_LIBRARY_PATH", tree.lib()))
+}
+
+/// No invalid access, no jump on undefined bytes, no leak; on the AVX2 kernels, the widest that valgrind knows.
+fn under_valgrind(tree: &Tree, programs: &[PathBuf]) -> Outcome {
+    let Some(valgrind) = VALGRIND.find() else {
+        skip(VALGRIND.name, "leaks and invalid accesses by valgrind")?;
+        return under_sanitizer(tree);
+    };
+    let has_avx2 = cfg!(target_arch = "x86_64") && std::is_x86_feature_detected!("avx2");
+    let suppressions = root().join(BINDING).join("valgrind.supp");
+    for program in programs {
+        let mut checked = command(
+            valgrind,
+            [
+                "--quiet",
+                "--error-exitcode=1",
+                "--leak-check=full",
+                "--show-leak-kinds=definite,indirect,possible",
+                "--errors-for-leak-kinds=definite,indirect,possible",
+            ],
+        );
+        checked.arg(format!("--suppressions={}", suppressions.display()));
+        checked.arg(program).env("RAPT_ISA", if has_avx2 { "avx2" } else { "scalar" });
+        run_quietly(&mut checked)?;
+    }
+    println!("{} programs are clean under valgrind", programs.len());
+    Ok(())
+}
+
+fn under_sanitizer(tree: &Tree) -> Outcome {
+    const WHAT: &str = "leaks and invalid accesses by AddressSanitizer";
+    let Some(cc) = CC.find().filter(|cc| has_sanitizer(tree, cc)) else { return skip("asan", WHAT) };
+    for program in PROGRAMS.iter().filter(|program| program.tool.name == CC.name) {
+        run_quietly(&mut Command::new(compile(tree, cc, program, Form::Sanitized)?))?;
+    }
+    println!("the C programs are clean under AddressSanitizer");
+    Ok(())
+}
+
+/// Whether the compiler comes with the sanitizer's library.
+fn has_sanitizer(tree: &Tree, cc: &str) -> bool {
+    let (source, file) = (tree.prefix.join("asan.c"), tree.prefix.join("asan"));
+    let made = write(&source, "int main(void) { return 0; }\n").is_ok();
+    made && command(cc, ["-fsanitize=address", "-o"]).arg(&file).arg(&source).output().is_ok_and(|o| o.status.success())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_soname_shows_what_semver_promises() {
+        for (version, soname) in [
+            ("0.1.0", "librapt.so.0.1"),
+            ("0.0.3", "librapt.so.0.0.3"),
+            ("1.2.3", "librapt.so.1"),
+            ("0.12.1", "librapt.so.0.12"),
+        ] {
+            assert_eq!(Version::new(version).soname(), soname);
+        }
+        assert_eq!(Version::new("0.1.0").file(), "librapt.so.0.1.0");
+    }
+
+    #[test]
+    fn a_missing_tool_is_no_program() {
+        let tool = Tool { name: "none", programs: &["rapt-no-such-tool"] };
+        assert_eq!(tool.find(), None);
+        assert!(matches!(tool.or_skip("nothing"), Ok(None)));
+    }
+}
