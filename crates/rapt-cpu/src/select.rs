@@ -5,7 +5,7 @@
 //! (`block_n`) follows the instruction set, the dtype and head_dim, so the bits of a row do not depend on the machine's
 //! load or on its neighbours.
 
-use rapt_core::{Arch, Caps, Cost, DType, Device, Error, Kernel, KernelKey, MaskClass, Plan, Result, Spec};
+use rapt_core::{Arch, Caps, Cost, DType, Device, Error, Kernel, KernelKey, MaskClass, Plan, Result, Spec, Work};
 
 use crate::arch;
 use crate::generic::{decode, forward};
@@ -158,7 +158,8 @@ fn cost(spec: &Spec, arch: Arch, threads: usize, clock_hz: Option<f64>, packed: 
         bytes_read: read,
         bytes_written: written,
         floor_cycles,
-        floor_seconds: clock_hz.map(|hz| floor_cycles / (hz * threads as f64)),
+        // A system that tells a clock of 0 tells none.
+        floor_seconds: clock_hz.filter(|&hz| hz > 0.0).map(|hz| floor_cycles / (hz * threads as f64)),
         bytes_copied: 0,
         bytes_packed: packed,
     }
@@ -231,7 +232,9 @@ pub fn select(spec: &Spec, caps: &Caps) -> Result<Plan> {
     let cost = cost(spec, arch, threads, caps.clock_hz, packed);
     let num_splits = if kernel == Kernel::Decode { cut.chunks } else { 1 };
     let block_m = if kernel == Kernel::Decode { cut.rows } else { arch::tile_shape(arch, storage).queries };
-    Ok(Plan::new(
+    let keys_per_item = if kernel == Kernel::Decode { cut.block_n } else { spec.kv_len() };
+    let work = Work { tasks: cut.tasks, rows: cut.rows, rows_per_item: cut.chunk_rows, keys_per_item };
+    let plan = Plan::new(
         spec.clone(),
         key,
         (block_m, cut.block_n, num_splits, items),
@@ -241,5 +244,6 @@ pub fn select(spec: &Spec, caps: &Caps) -> Result<Plan> {
         cut.k_in_place && cut.v_in_place,
         why,
         why_not_faster,
-    ))
+    );
+    Ok(plan.with_work(work))
 }

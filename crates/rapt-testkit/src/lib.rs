@@ -6,7 +6,8 @@
 //!                                 law(&Spec, &Tensors) in f64  ──► tolerance ◄── out, lse
 //! ```
 //!
-//! [`conformance()`] is the front door: any `FnMut(&Spec, Tensors) -> Result<(), Error>` can be put through it. The parts
+//! [`conformance()`] is the front door: any `FnMut(&Spec, Tensors) -> Result<(), Error>` can be put through it; [`proof()`] puts
+//! it through many more, enumerated, small problems. The parts
 //! serve tests of their own: [`TensorBuf`] for guarded memory, [`zoo()`] for strides, [`law`] for the truth and
 //! [`check`], [`check_lse`] for the verdict. Deliberately absent: engines, and speed.
 
@@ -15,6 +16,7 @@ mod case;
 mod conformance;
 mod gather;
 mod memory;
+mod proof;
 mod rng;
 mod run;
 mod scalar;
@@ -27,6 +29,7 @@ pub use case::{Case, Data, MaskCase, Placements, Places, Values};
 pub use conformance::{Config, Failure, Report, conformance, replay};
 pub use gather::{Gathered, gather, law, scatter, store};
 pub use memory::{Guard, Memory, PATTERN};
+pub use proof::{Proof, proof};
 pub use rng::Rng;
 pub use run::Engine;
 pub use scalar::{decode, encode, lowest, round};

@@ -37,7 +37,7 @@ fn refused(from: &str, to: &str, kind: Kind) -> Option<&'static str> {
         // The command line's self-test and xtask's tables need no testkit either: it holds generators for tests.
         return (kind != Kind::Dev).then_some("the testkit is a dev-dependency only");
     }
-    if kind == Kind::Dev || from == TESTKIT || from == "xtask" {
+    if kind == Kind::Dev || [TESTKIT, "rapt-fuzz", "xtask"].contains(&from) {
         // Tests may look across: every backend is judged by the reference.
         return None;
     }

@@ -4,6 +4,7 @@
 //! torch tensors (extent proven by their storage), numpy arrays and DLPack capsules (extent declared).
 
 pub(crate) mod dlpack;
+mod dlpack_abi;
 pub(crate) mod numpy;
 pub(crate) mod torch;
 
@@ -62,11 +63,12 @@ impl Operand {
 
 /// The dimensions in `sizes`; more than rapt serves is an error that names the tensor.
 pub(crate) fn shape(name: &'static str, sizes: &[usize]) -> Result<Shape, Failure> {
-    Shape::new(sizes).ok_or_else(|| {
-        let rank = sizes.len();
-        let message = format!("{name} has {rank} dimensions; at most {} are read", rapt::MAX_RANK);
-        Failure::door(ErrorKind::Shape, message, format!("`{name}.reshape(-1, *{name}.shape[-3:])`"))
-    })
+    Shape::new(sizes).ok_or_else(|| too_many_dimensions(name, sizes.len()))
+}
+
+fn too_many_dimensions(name: &'static str, rank: usize) -> Failure {
+    let message = format!("{name} has {rank} dimensions; at most {} are read", rapt::MAX_RANK);
+    Failure::door(ErrorKind::Shape, message, format!("`{name}.reshape(-1, *{name}.shape[-3:])`"))
 }
 
 /// Whose tensor `object` is, or `None` if it is no tensor.

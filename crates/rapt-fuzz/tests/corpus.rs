@@ -1,0 +1,86 @@
+//! Every input of the checked-in corpus, and mutations of it, through its target: the stable compiler's share of fuzzing.
+#![allow(missing_docs)]
+
+use std::path::PathBuf;
+use std::time::Instant;
+
+use rapt_fuzz::{TARGETS, Target};
+
+/// Mutations per input.
+const MUTATIONS: usize = 24;
+
+fn corpus(target: &str) -> Vec<(String, Vec<u8>)> {
+    let folder = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../fuzz/corpus").join(target);
+    let mut inputs: Vec<_> = std::fs::read_dir(&folder)
+        .unwrap_or_else(|error| panic!("{}: {error}", folder.display()))
+        .map(|entry| entry.expect("a corpus file").path())
+        .map(|path| (path.display().to_string(), std::fs::read(&path).expect("a corpus file")))
+        .collect();
+    inputs.sort();
+    inputs
+}
+
+/// splitmix64: the same mutations everywhere and for ever.
+fn next(state: &mut u64) -> u64 {
+    *state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    let z = (*state ^ (*state >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    z ^ (z >> 31)
+}
+
+fn mutate(data: &[u8], state: &mut u64) -> Vec<u8> {
+    let mut data = data.to_vec();
+    for _ in 0..1 + next(state) % 4 {
+        let at = (next(state) % (data.len() as u64 + 1)) as usize;
+        match next(state) % 4 {
+            0 => data.insert(at, next(state) as u8),
+            1 if at < data.len() => drop(data.remove(at)),
+            2 if at < data.len() => data[at] = next(state) as u8,
+            _ if at < data.len() => data[at] ^= 1 << (next(state) % 8),
+            _ => {}
+        }
+    }
+    data
+}
+
+fn replay(name: &str, target: Target) {
+    let start = Instant::now();
+    let inputs = corpus(name);
+    assert!(inputs.len() >= 20, "{name}: {} inputs", inputs.len());
+    let (mut state, mut ran, mut accepted) = (0x7a97, 0, 0);
+    for (path, data) in &inputs {
+        // A panic names no input by itself.
+        let run = |data: &[u8]| match std::panic::catch_unwind(|| target(data)) {
+            Ok(accepted) => usize::from(accepted),
+            Err(panic) => {
+                eprintln!("{name}: {path}, as {data:?}");
+                std::panic::resume_unwind(panic)
+            }
+        };
+        accepted += run(data);
+        ran += 1 + MUTATIONS;
+        for _ in 0..MUTATIONS {
+            accepted += run(&mutate(data, &mut state));
+        }
+    }
+    println!(
+        "{name}: {} inputs, {ran} problems, {accepted} accepted, {:.1} s",
+        inputs.len(),
+        start.elapsed().as_secs_f64()
+    );
+    assert!(accepted * 10 > ran, "{name}: only {accepted} of {ran} were accepted: the generator lost its way");
+}
+
+#[test]
+fn the_corpus_of_every_target_is_replayed() {
+    for (name, target) in TARGETS {
+        replay(name, target);
+    }
+}
+
+#[test]
+fn the_empty_input_is_no_panic() {
+    for (_, target) in TARGETS {
+        target(&[]);
+    }
+}
