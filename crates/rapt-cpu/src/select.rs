@@ -71,7 +71,7 @@ pub(crate) fn cut(spec: &Spec, kernel: Kernel, arch: Arch, threads: usize) -> Cu
     let target = if q_len >= 1024 { 256 } else { 128 };
     let mut tiles = (target / shape.queries).clamp(1, most_tiles);
     // Enough items that the threads end together, as long as an item still shares each block of keys among tiles.
-    while tiles > 2 && tasks * rows.div_ceil(tiles * shape.queries) < 4 * threads {
+    while tiles > 2 && tasks * rows.div_ceil(tiles * shape.queries) < threads.saturating_mul(4) {
         tiles /= 2;
     }
     let chunk_rows = (tiles * shape.queries).min(rows.next_multiple_of(shape.queries));
@@ -136,7 +136,7 @@ fn bytes_packed(spec: &Spec, kernel: Kernel, cut: &Cut, threads: usize) -> usize
     } else {
         cut.block_n * (k + v) * spec.numerics.accumulation.size_bytes()
     };
-    per_thread * threads
+    per_thread.saturating_mul(threads)
 }
 
 fn cost(spec: &Spec, arch: Arch, threads: usize, clock_hz: Option<f64>, packed: usize) -> Cost {

@@ -20,6 +20,8 @@ mod proof;
 mod rng;
 mod run;
 mod scalar;
+#[cfg(unix)]
+mod sparse;
 mod stand_in;
 mod tolerance;
 mod zoo;
@@ -33,6 +35,8 @@ pub use proof::{Proof, proof};
 pub use rng::Rng;
 pub use run::Engine;
 pub use scalar::{decode, encode, lowest, round};
+#[cfg(unix)]
+pub use sparse::Sparse;
 pub use stand_in::{StandIn, expected, stand_ins};
 pub use tolerance::{Class, Entry, Figures, Mismatch, check, check_lse, check_within, entry, figures, floor};
 pub use zoo::{Placement, output_zoo, zoo};
