@@ -42,3 +42,28 @@ fn check_refusal(error: &rapt::Error) {
     }
     let _ = error.kind();
 }
+
+/// The next of a stream of numbers that is the same everywhere and for ever: splitmix64 (Steele, Lea and Flood 2014).
+pub fn next(state: &mut u64) -> u64 {
+    *state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    let z = (*state ^ (*state >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    z ^ (z >> 31)
+}
+
+/// `data` with one to four bytes put in, taken out, replaced or flipped in a bit.
+#[must_use]
+pub fn mutate(data: &[u8], state: &mut u64) -> Vec<u8> {
+    let mut data = data.to_vec();
+    for _ in 0..1 + next(state) % 4 {
+        let at = (next(state) % (data.len() as u64 + 1)) as usize;
+        match next(state) % 4 {
+            0 => data.insert(at, next(state) as u8),
+            1 if at < data.len() => drop(data.remove(at)),
+            2 if at < data.len() => data[at] = next(state) as u8,
+            _ if at < data.len() => data[at] ^= 1 << (next(state) % 8),
+            _ => {}
+        }
+    }
+    data
+}

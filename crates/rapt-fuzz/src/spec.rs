@@ -108,7 +108,7 @@ fn check(request: &Request, spec: &Spec, caps: &Caps) {
     assert_eq!(spec.out.shape, [batch, heads, q_len, spec.head_dim_v()]);
     assert_eq!(spec.num_kv_heads() * spec.group_size(), if heads == 0 { spec.num_kv_heads() } else { heads });
     assert!(head_dim > 0 && spec.head_dim_v() > 0);
-    assert_eq!(spec.out_shape(request.q.shape.len()).numel(), Some(spec.out.shape.iter().product()));
+    assert_eq!(spec.out_shape(request.q.shape.len()).numel(), rapt::Shape::from(spec.out.shape).numel());
     let pairs = spec.pairs();
     let all = [heads, q_len, spec.kv_len()].iter().fold(batch as u128, |n, &size| n.saturating_mul(size as u128));
     assert!(u128::from(pairs) <= all || pairs == u64::MAX);

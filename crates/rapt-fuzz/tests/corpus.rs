@@ -4,7 +4,7 @@
 use std::path::PathBuf;
 use std::time::Instant;
 
-use rapt_fuzz::{TARGETS, Target};
+use rapt_fuzz::{TARGETS, Target, mutate};
 
 /// Mutations per input.
 const MUTATIONS: usize = 24;
@@ -18,29 +18,6 @@ fn corpus(target: &str) -> Vec<(String, Vec<u8>)> {
         .collect();
     inputs.sort();
     inputs
-}
-
-/// splitmix64: the same mutations everywhere and for ever.
-fn next(state: &mut u64) -> u64 {
-    *state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
-    let z = (*state ^ (*state >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    z ^ (z >> 31)
-}
-
-fn mutate(data: &[u8], state: &mut u64) -> Vec<u8> {
-    let mut data = data.to_vec();
-    for _ in 0..1 + next(state) % 4 {
-        let at = (next(state) % (data.len() as u64 + 1)) as usize;
-        match next(state) % 4 {
-            0 => data.insert(at, next(state) as u8),
-            1 if at < data.len() => drop(data.remove(at)),
-            2 if at < data.len() => data[at] = next(state) as u8,
-            _ if at < data.len() => data[at] ^= 1 << (next(state) % 8),
-            _ => {}
-        }
-    }
-    data
 }
 
 fn replay(name: &str, target: Target) {

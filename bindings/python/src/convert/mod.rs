@@ -160,8 +160,25 @@ pub(crate) fn allocate<'py>(
     }
 }
 
+/// As [`allocate`], for a tensor that is looked at and never handed out: its producer need not know how to take it.
+pub(crate) fn reserve<'py>(
+    name: &'static str,
+    kind: Kind,
+    q: &Bound<'py, PyAny>,
+    dtype: DType,
+    shape: Shape,
+) -> Result<(Product<'py>, Operand), Failure> {
+    if kind != Kind::DlPack {
+        return allocate(name, kind, q, dtype, shape);
+    }
+    let (buffer, operand) = dlpack::allocate(name, dtype, shape)?;
+    Ok((Product::Kept(buffer), operand))
+}
+
 /// A tensor made for a result.
 pub(crate) enum Product<'py> {
+    /// Memory that nobody is given.
+    Kept(#[allow(dead_code, reason = "held for its memory")] dlpack::Buffer),
     /// As it is handed to the caller.
     Ready(Bound<'py, PyAny>),
     /// To be taken over by the producer's library when it is written.
@@ -178,6 +195,7 @@ impl<'py> Product<'py> {
     pub(crate) fn finish(self, py: Python<'py>) -> Result<Bound<'py, PyAny>, Failure> {
         match self {
             Product::Ready(object) => Ok(object),
+            Product::Kept(_) => Err(Failure::door(ErrorKind::Unsupported, "no output was made", "")),
             Product::Exported { buffer, from_dlpack } => Ok(from_dlpack.call1((Bound::new(py, buffer)?,))?),
         }
     }
