@@ -51,7 +51,7 @@ def test_other_producers_and_empty_problems(rng):
 
     # No from_dlpack is needed to explain.
     facts = rapt.explain(*[Homeless(x)] * 3).certificate
-    assert facts["in_bounds"]["q"]["extent"] == "declared" and facts["in_bounds"]["out"]["extent"] == "proven"
+    assert {fact["extent"] for fact in facts["in_bounds"].values()} == {"declared"}
     none = x[:, :, :0]
     assert rapt.explain(x, none, none).certificate["coverage"] == {"rows": 10, "items": 0, "parts": 1}
 

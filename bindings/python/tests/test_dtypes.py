@@ -102,7 +102,8 @@ def of_numpy(name, shape):
     import ml_dtypes
     import numpy as np
 
-    return np.zeros(shape, getattr(ml_dtypes, name) if hasattr(ml_dtypes, name) else np.dtype(name))
+    known = hasattr(ml_dtypes, name)
+    return np.zeros(shape, getattr(ml_dtypes, name) if known else np.dtype(name))
 
 
 class Tagged(Counting):

@@ -72,20 +72,22 @@ def test_the_negative_bit_is_refused_wherever_it_is(torch, place):
     # As users meet it: the imaginary part of a conjugate.
     lazy = torch.complex(given[place], given[place]).conj().imag
     assert lazy.is_neg() and lazy.dtype == torch.float32
-    with pytest.raises(rapt.LayoutError, match=f"{place} has its negative bit set.*{place}.resolve_neg"):
-        rapt.attention(**{**given, place: lazy})
+    for call, says in [(rapt.attention, "lazy negation"), (rapt.explain, "negative bit")]:
+        with pytest.raises(rapt.LayoutError, match=f"{place} .*{says}.*{place}.resolve_neg"):
+            call(**{**given, place: lazy})
 
 
 def test_the_conjugate_bit_is_refused(torch):
     x = torch.zeros(1, 1, 4, 8, dtype=torch.complex64)
-    with pytest.raises(rapt.LayoutError, match="conjugate bit.*resolve_conj"):
-        rapt.attention(x.conj(), x, x)
+    for call, says in [(rapt.attention, "lazy negation or conjugation"), (rapt.explain, "conjugate bit")]:
+        with pytest.raises(rapt.LayoutError, match=f"{says}.*resolve_conj"):
+            call(x.conj(), x, x)
     with pytest.raises(rapt.UnsupportedDtypeError, match="complex64"):
         rapt.attention(x, x, x)
-    # Behind a foreign producer torch itself refuses to export the bit.
-    for bit in [x.conj(), torch._neg_view(x.real)]:
-        with pytest.raises((rapt.LayoutError, RuntimeError), match="conj|neg"):
-            rapt.attention(*[Wrapped(bit)] * 3)
+    # Behind a foreign producer torch itself refuses to export the bit. (The negative bit it exports as if it were not set,
+    # to every library: only its own door can tell.)
+    with pytest.raises(rapt.LayoutError, match="conjugate bit"):
+        rapt.attention(*[Wrapped(x.conj())] * 3)
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16"])
@@ -168,9 +170,10 @@ NOTHING = ctypes.POINTER(ctypes.c_int64)()
         ({"ndim": 2**31 - 1}, "ShapeError", "2147483647 dimensions"),
         ({"shape": NOTHING}, "LayoutError", "exports no sizes"),
         ({"data": None, "byte_offset": 0}, "LayoutError", "null data pointer"),
+        ({"data": None, "byte_offset": 64}, "LayoutError", "null data pointer"),
         ({"byte_offset": 2}, "LayoutError", "no multiple of 4"),
         ({"device_type": 2}, "LayoutError", "another device"),
-        ({"byte_offset": 2**64 - 4, "data": 8}, "LayoutError|ShapeError", "q"),
+        ({"byte_offset": 2**64 - 4, "data": 8}, "LayoutError", "offset beyond the address space"),
     ],
     ids=str,
 )
@@ -178,7 +181,6 @@ def test_a_capsule_that_does_not_hold_together_is_refused_and_ended(rng, wrong, 
     tensor = Crooked(random(rng, (1, 1, 3, 4)))
     tensor.wrong = wrong
     Counting.calls = 0
-    classes = tuple(getattr(rapt, name) for name in error.split("|"))
-    with pytest.raises(classes, match=says):
+    with pytest.raises(getattr(rapt, error), match=says):
         rapt.attention(tensor, tensor, tensor)
     assert Counting.calls >= 1, "its export is ended all the same"

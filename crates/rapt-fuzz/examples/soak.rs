@@ -27,7 +27,7 @@ fn main() -> ExitCode {
     while accepted < goal {
         let pick = |state: &mut u64| &inputs[(next(state) % inputs.len() as u64) as usize];
         let mut data = pick(&mut state).clone();
-        if next(&mut state) % 4 == 0 {
+        if next(&mut state).is_multiple_of(4) {
             let other = pick(&mut state);
             data.truncate((next(&mut state) % (data.len() as u64 + 1)) as usize);
             data.extend_from_slice(&other[(next(&mut state) % (other.len() as u64 + 1)) as usize..]);

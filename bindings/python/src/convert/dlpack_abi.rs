@@ -129,13 +129,13 @@ pub(crate) unsafe fn describe(name: &'static str, tensor: &DlTensor) -> Result<D
         }
         Strides::new(&steps[..rank]).ok_or_else(|| bad("has too many dimensions"))?
     };
-    let offset = usize::try_from(tensor.byte_offset).map_err(|_| bad("exports an offset beyond the address space"))?;
+    let beyond = || bad("exports an offset beyond the address space");
+    let offset = usize::try_from(tensor.byte_offset).map_err(|_| beyond())?;
+    // Null stays null, whatever the offset: a view of it is refused unless it is empty.
+    let ptr = if tensor.data.is_null() { tensor.data } else { tensor.data.wrapping_byte_add(offset) };
+    if !tensor.data.is_null() && ptr.addr() < tensor.data.addr() {
+        return Err(beyond());
+    }
     let DlDevice { device_type, device_id } = tensor.device;
-    Ok(Described {
-        ptr: tensor.data.cast::<u8>().wrapping_add(offset),
-        dtype,
-        shape,
-        strides,
-        device: device_of(device_type, device_id),
-    })
+    Ok(Described { ptr: ptr.cast(), dtype, shape, strides, device: device_of(device_type, device_id) })
 }
