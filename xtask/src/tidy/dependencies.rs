@@ -73,6 +73,8 @@ mod tests {
             ("rapt-core", "pyo3", Kind::Normal),
             ("rapt-cli", "pyo3-ffi", Kind::Normal),
             ("rapt-cpu", "numpy", Kind::Dev),
+            ("rapt-cli", "rapt-fuzz", Kind::Normal),
+            ("rapt-attention", "rapt-fuzz", Kind::Normal),
         ] {
             assert!(refused(from, to, kind).is_some(), "{from} -> {to} {kind:?}");
         }
@@ -91,6 +93,7 @@ mod tests {
             ("rapt-python", "pyo3", Kind::Normal),
             ("rapt-testkit", "rapt-reference", Kind::Normal),
             ("rapt-core", "half", Kind::Normal),
+            ("rapt-fuzz", "rapt-attention", Kind::Normal),
         ] {
             assert_eq!(refused(from, to, kind), None, "{from} -> {to} {kind:?}");
         }
