@@ -149,7 +149,9 @@ pub(crate) fn raise(py: Python<'_>, failure: Failure, telling: Telling) -> PyErr
     };
     match failure {
         Failure::Python(error) => error,
-        Failure::Rapt(error @ (Error::WorkerPanicked { .. } | Error::OutOfMemory { .. })) => {
+        Failure::Rapt(
+            error @ (Error::WorkerPanicked { .. } | Error::WorkLeftUndone { .. } | Error::OutOfMemory { .. }),
+        ) => {
             let kind = matches!(error, Error::OutOfMemory { .. }).then(|| error.kind());
             new_error(py, kind, error.to_string())
         }

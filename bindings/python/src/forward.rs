@@ -4,7 +4,7 @@ use std::cell::Cell;
 
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
-use rapt::{ErrorKind, Options, Spec, Tensors, View};
+use rapt::{ErrorKind, Operands, Options, Spec, Tensors, View};
 
 use crate::convert::{self, Kind, Operand, torch};
 use crate::engine::Home;
@@ -202,10 +202,51 @@ pub(crate) fn explain(py: Python<'_>, home: &Home, request: &Request<'_, '_>) ->
         let (options, return_lse) = parse(request)?;
         let inputs = Inputs::read(request, kind)?;
         let views = inputs.views()?;
-        let out = read_out(request, kind)?;
-        let spec = views.spec(&options, out.as_ref(), if return_lse { Lse::New } else { Lse::No })?;
-        Ok(PyPlan::new(home.plan(py, kind, &spec)?.plan))
+        let given = read_out(request, kind)?;
+        let spec = views.spec(&options, given.as_ref(), if return_lse { Lse::New } else { Lse::No })?;
+        let planned = home.plan(py, kind, &spec)?;
+        let rank = inputs.q.shape.len();
+        // The outputs that `attention` would make, so that the certificate is about operands that exist. Where memory for
+        // them cannot be had there is none.
+        let (mut out_product, mut lse_product) = (None, None);
+        let mut out = match given {
+            Some(out) => Some(out),
+            None => {
+                made(&mut out_product, convert::reserve("out", kind, request.q, spec.out.dtype, spec.out_shape(rank)))
+            }
+        };
+        let lse_spec = spec.lse.as_ref();
+        let mut lse = lse_spec.and_then(|lse| {
+            made(&mut lse_product, convert::reserve("lse", kind, request.q, lse.dtype, spec.lse_shape(rank)))
+        });
+        let certificate = match &mut out {
+            Some(out) if lse.is_some() == lse_spec.is_some() => {
+                let tensors = Tensors {
+                    q: views.q,
+                    k: views.k,
+                    v: views.v,
+                    mask: views.mask,
+                    sinks: views.sinks,
+                    alibi_slopes: views.alibi_slopes,
+                    out: out.view_mut()?,
+                    lse: lse.as_mut().map(Operand::view_mut).transpose()?,
+                };
+                Some(planned.plan.certificate(&Operands::check(tensors, &planned.plan.spec)?)?)
+            }
+            _ => None,
+        };
+        Ok(PyPlan::new(planned.plan, certificate))
     })
+}
+
+/// The operand of a tensor that was made, whose owner goes to `hold`.
+fn made<'py>(
+    hold: &mut Option<convert::Product<'py>>,
+    made: Result<(convert::Product<'py>, Operand), Failure>,
+) -> Option<Operand> {
+    let (product, operand) = made.ok()?;
+    *hold = Some(product);
+    Some(operand)
 }
 
 /// Fills `out` (and `lse`) of any strides; the caller has seen to gradients.

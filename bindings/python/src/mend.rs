@@ -122,12 +122,12 @@ pub(crate) fn expression(error: &Error, kind: Kind) -> String {
         }
         Error::UnsupportedDtype { tensor, allowed, .. } => cast(tensor, widest(allowed), kind),
         Error::UnknownDtype { tensor, .. } => cast(tensor, DType::F32, kind),
-        Error::Rank { tensor, got, shape, .. } => match (*got, kind) {
+        Error::Rank { tensor, got, .. } => match (*got, kind) {
             (0, _) => format!("give {tensor} the dimensions [len, head_dim] at least"),
             (1..=3, Kind::Torch) => format!("`{tensor}.unsqueeze(0)`"),
             (1..=3, _) => format!("`{tensor}[None]`"),
             (4, _) => format!("`{tensor}[0]`"),
-            (_, Kind::Torch) => format!("`{tensor}.flatten(0, {})`", shape.len() - 4),
+            (_, Kind::Torch) => format!("`{tensor}.flatten(0, {})`", got - 4),
             _ => format!("`{tensor}.reshape(-1, *{tensor}.shape[-3:])`"),
         },
         Error::SizeMismatch { tensor, size: "batch", got: 1, expected, .. } => match kind {

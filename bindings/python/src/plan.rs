@@ -4,18 +4,59 @@ use std::sync::Arc;
 
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
-use rapt::{PRounding, Plan};
+use rapt::{Certificate, PRounding, Plan};
 
 /// What will run for a request. `str()` is a table.
 #[pyclass(frozen, module = "rapt", name = "Plan")]
 pub(crate) struct PyPlan {
     plan: Arc<Plan>,
+    certificate: Option<Certificate>,
 }
 
 impl PyPlan {
-    pub(crate) fn new(plan: Arc<Plan>) -> Self {
-        PyPlan { plan }
+    pub(crate) fn new(plan: Arc<Plan>, certificate: Option<Certificate>) -> Self {
+        PyPlan { plan, certificate }
     }
+}
+
+/// The facts of a certificate under their names.
+fn facts<'py>(py: Python<'py>, certificate: &Certificate) -> PyResult<Bound<'py, PyDict>> {
+    let (in_bounds, injective, disjoint) = (PyDict::new(py), PyDict::new(py), PyDict::new(py));
+    for fact in &certificate.in_bounds {
+        let of = PyDict::new(py);
+        of.set_item("elements", fact.elements)?;
+        of.set_item("bytes", fact.bytes)?;
+        of.set_item("storage", fact.storage)?;
+        of.set_item("extent", if fact.storage.is_some() { "proven" } else { "declared" })?;
+        in_bounds.set_item(fact.tensor, of)?;
+    }
+    for fact in &certificate.injective {
+        let of = PyDict::new(py);
+        of.set_item("elements", fact.elements)?;
+        of.set_item("steps", fact.steps)?;
+        injective.set_item(fact.tensor, of)?;
+        let others = PyDict::new(py);
+        for pair in certificate.disjoint.iter().filter(|pair| pair.tensor == fact.tensor) {
+            others.set_item(pair.other, pair.steps)?;
+        }
+        disjoint.set_item(fact.tensor, others)?;
+    }
+    let coverage = PyDict::new(py);
+    coverage.set_item("rows", certificate.coverage.rows)?;
+    coverage.set_item("items", certificate.coverage.items)?;
+    coverage.set_item("parts", certificate.coverage.parts)?;
+    if let Some(work) = certificate.coverage.work {
+        coverage.set_item("tasks", work.tasks)?;
+        coverage.set_item("rows_per_task", work.rows)?;
+        coverage.set_item("rows_per_item", work.rows_per_item)?;
+        coverage.set_item("keys_per_item", work.keys_per_item)?;
+    }
+    let all = PyDict::new(py);
+    all.set_item("in_bounds", in_bounds)?;
+    all.set_item("injective", injective)?;
+    all.set_item("disjoint", disjoint)?;
+    all.set_item("coverage", coverage)?;
+    Ok(all)
 }
 
 #[pymethods]
@@ -125,6 +166,13 @@ impl PyPlan {
         self.plan.kv_in_place
     }
 
+    /// What was proven about the tensors: `in_bounds`, `injective`, `disjoint`, `coverage`; None where memory for the output
+    /// could not be had.
+    #[getter]
+    fn certificate<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyDict>>> {
+        self.certificate.as_ref().map(|certificate| facts(py, certificate)).transpose()
+    }
+
     /// Every attribute by name.
     fn to_dict<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let dict = PyDict::new(py);
@@ -148,15 +196,17 @@ impl PyPlan {
         dict.set_item("causal_alignment", self.causal_alignment())?;
         dict.set_item("p_rounding", self.p_rounding())?;
         dict.set_item("kv_in_place", self.kv_in_place())?;
+        dict.set_item("certificate", self.certificate(py)?)?;
         Ok(dict)
     }
 
     fn __str__(&self) -> String {
-        self.plan.explain().to_string()
+        let explanation = self.plan.explain();
+        self.certificate.as_ref().map_or(explanation, |certificate| explanation.certified(certificate)).to_string()
     }
 
     fn __repr__(&self) -> String {
-        let PyPlan { plan } = self;
+        let PyPlan { plan, .. } = self;
         format!("<rapt.Plan {} {} on {}>", plan.key.kernel.name(), plan.key.storage, plan.key.arch.name())
     }
 }

@@ -1,10 +1,15 @@
 """The GIL is released while attention runs, and any number of threads may call at once."""
 
+import os
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
+import pytest
 import rapt
 from law import random
 
@@ -32,10 +37,103 @@ def test_sixteen_threads_on_torch_tensors(torch):
         assert all(pool.map(work, range(16)))
 
 
-def test_a_python_thread_makes_progress_while_attention_runs():
+SHARED = """
+import faulthandler, sys, threading
+faulthandler.dump_traceback_later(150, exit=True)  # a deadlock is a failure with every stack, not a hang
+import numpy as np
+import rapt
+from law import random
+
+door = sys.argv[1]
+rng = np.random.default_rng(7)
+q, k, v = (random(rng, (2, 4, 70, 16)) for _ in range(3))
+mask, sinks = rng.random((70, 70)) < 0.8, random(rng, 4)
+given = dict(mask=mask, sinks=sinks)
+if door == "torch":
+    import torch
+    q, k, v, mask, sinks = map(torch.from_numpy, (q, k, v, mask, sinks))
+    given = dict(mask=mask, sinks=sinks)
+plain, whole = rapt.attention(q, k, v), rapt.attention(q, k, v, **given)
+context, lock, wrong = rapt.Context(threads=2), threading.Barrier(16), []
+same = lambda a, b: bool((a == b).all())
+
+def work(n):
+    lock.wait()
+    for turn in range(12):
+        kind = (n + turn) % 6
+        if kind == 0:
+            ok = same(rapt.attention(q, k, v, **given), whole)
+        elif kind == 1:
+            ok = same(context.attention(q, k, v, **given), whole)
+        elif kind == 2:
+            ok = same(rapt.scaled_dot_product_attention(q, k, v), plain)
+        elif kind == 3:
+            out = q * 0
+            ok = rapt.attention(q, k, v, out=out) is out and same(out, plain)
+        elif kind == 4:
+            ok = rapt.explain(q, k, v, **given).certificate["coverage"]["rows"] == 2 * 4 * 70
+        else:
+            try:
+                rapt.attention(q, k[:, :, :5], v)
+                ok = False
+            except rapt.ShapeError:
+                ok = True
+            with rapt.Context(threads=2) as own:
+                ok = ok and same(own.attention(q, k, v), plain)
+        if not ok:
+            wrong.append((n, turn, kind))
+
+threads = [threading.Thread(target=work, args=(n,)) for n in range(16)]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+print("wrong:", wrong)
+"""
+
+
+@pytest.mark.parametrize("door", ["numpy", "torch"])
+def test_sixteen_threads_on_the_same_inputs_by_every_door_do_not_deadlock(door):
+    if door == "torch":
+        pytest.importorskip("torch")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+    done = subprocess.run([sys.executable, "-c", SHARED, door], capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 0 and done.stdout.strip() == "wrong: []", done.stdout + done.stderr
+
+
+def numpy_call(context, x):
+    return lambda: context.attention(x, x, x)
+
+
+def out_call(context, x):
+    out = np.empty_like(x)
+    return lambda: context.attention(x, x, x, out=out)
+
+
+def dlpack_call(context, x):
+    from test_dlpack import Tensor
+
+    return lambda: context.attention(Tensor(x), Tensor(x), Tensor(x))
+
+
+def sdpa_call(_, x):
+    return lambda: rapt.scaled_dot_product_attention(x, x, x)
+
+
+def torch_call(context, x):
+    x = pytest.importorskip("torch").from_numpy(x)
+    return lambda: context.attention(x, x, x)
+
+
+def torch_op_call(_, x):
+    x = pytest.importorskip("torch").from_numpy(x)
+    return lambda: rapt.attention(x, x, x)
+
+
+@pytest.mark.parametrize("door", [numpy_call, out_call, dlpack_call, sdpa_call, torch_call, torch_op_call])
+def test_a_python_thread_makes_progress_while_attention_runs(door):
     x = random(np.random.default_rng(6), (1, 8, 1024, 64))
     with rapt.Context(threads=1) as context:
-        context.attention(x, x, x)
+        call = door(context, x)
+        call()
         ticks, running = [], threading.Event()
 
         def tick():
@@ -52,7 +150,7 @@ def test_a_python_thread_makes_progress_while_attention_runs():
         spans = []
         while time.perf_counter() - start < 0.3 or len(spans) < 2:
             begin = time.perf_counter()
-            context.attention(x, x, x)
+            call()
             spans.append((begin, time.perf_counter()))
         running.clear()
         thread.join()

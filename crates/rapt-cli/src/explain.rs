@@ -4,7 +4,10 @@ use std::process::ExitCode;
 use std::sync::Arc;
 
 use clap::{Args as ClapArgs, ValueEnum};
-use rapt::{DType, Device, Engine, Error, Extent, Plan, Result, Shape, Spec, Strides, View};
+use rapt::{
+    Certificate, DType, Device, Engine, Error, Extent, Operands, Plan, Result, Shape, Spec, Strides, Tensors, View,
+    ViewMut,
+};
 use serde_json::json;
 
 use crate::options::{LayoutName, ProblemArgs};
@@ -52,46 +55,79 @@ pub(crate) fn run(args: &Args) -> Outcome {
         print!("{}", support::markdown());
         return Ok(ExitCode::SUCCESS);
     };
-    let plan = plan(args, shape)?;
+    let (plan, certificate) = plan(args, shape)?;
     if args.json {
-        println!("{:#}", as_json(&plan));
+        println!("{:#}", as_json(&plan, &certificate));
     } else {
-        println!("{}", table::framed(&plan.explain().rows()));
+        println!("{}", table::framed(&plan.explain().certified(&certificate).rows()));
     }
     Ok(ExitCode::SUCCESS)
 }
 
-/// The plan for row-major tensors of these sizes.
-fn plan(args: &Args, [batch, heads, q_len, kv_len, head_dim]: [usize; 5]) -> Result<Arc<Plan>> {
+/// The plan for row-major tensors of these sizes, and its certificate for tensors that lie one after another: what is
+/// described and not held is declared, not proven.
+fn plan(args: &Args, [batch, heads, q_len, kv_len, head_dim]: [usize; 5]) -> Result<(Arc<Plan>, Certificate)> {
+    let mut place = Place::default();
     let kv_heads = args.kv_heads.unwrap_or(heads);
     let head_dim_v = args.head_dim_v.unwrap_or(head_dim);
     let of = |heads, len, dim| match args.problem.layout {
         LayoutName::Bhsd => Shape::from([batch, heads, len, dim]),
         LayoutName::Bshd => Shape::from([batch, len, heads, dim]),
     };
-    let q = unread("q", args.dtype, of(heads, q_len, head_dim))?;
-    let k = unread("k", args.dtype, of(kv_heads, kv_len, head_dim))?;
-    let v = unread("v", args.dtype, of(kv_heads, kv_len, head_dim_v))?;
+    let q = place.input("q", args.dtype, of(heads, q_len, head_dim))?;
+    let k = place.input("k", args.dtype, of(kv_heads, kv_len, head_dim))?;
+    let v = place.input("v", args.dtype, of(kv_heads, kv_len, head_dim_v))?;
     let mask_dtype = match args.mask {
         MaskName::None => None,
         MaskName::Bool => Some(DType::Bool),
         MaskName::Additive => Some(args.dtype.accumulation()),
     };
-    let mask = mask_dtype.map(|dtype| unread("mask", dtype, [batch, heads, q_len, kv_len].into())).transpose()?;
+    let mask = mask_dtype.map(|dtype| place.input("mask", dtype, [batch, heads, q_len, kv_len].into())).transpose()?;
     let spec = Spec::builder(&q, &k, &v, &args.problem.options()).mask(mask.as_ref()).build()?;
-    Engine::new(args.problem.threads)?.plan(&spec)
+    let plan = Engine::new(args.problem.threads)?.plan(&spec)?;
+    let out = place.output("out", spec.out.dtype, spec.out_shape(4))?;
+    let tensors = Tensors { q, k, v, mask, sinks: None, alibi_slopes: None, out, lse: None };
+    let certificate = plan.certificate(&Operands::check(tensors, &spec)?)?;
+    Ok((plan, certificate))
 }
 
-/// A row-major view of memory that does not exist, for a spec alone.
-fn unread(tensor: &'static str, dtype: DType, shape: Shape) -> Result<View<'static>> {
-    let strides = shape.contiguous().ok_or(Error::Overflow { tensor, shape, strides: Strides::from([]) })?;
-    let address = std::ptr::without_provenance(64);
-    // SAFETY: no element is ever read: `plan` gives these views to `Spec::builder`, which looks at dtype, shape and
-    // strides, and lets them go.
-    unsafe { View::from_raw_parts(tensor, address, dtype, shape, strides, Device::Cpu, Extent::Declared) }
+/// Addresses of tensors that do not exist, one after another, for a plan and its certificate alone.
+#[derive(Default)]
+struct Place {
+    end: usize,
 }
 
-fn as_json(plan: &Plan) -> serde_json::Value {
+impl Place {
+    /// Where a row-major tensor begins, and its strides.
+    fn next(&mut self, tensor: &'static str, dtype: DType, shape: Shape) -> Result<(usize, Strides)> {
+        let overflow = Error::Overflow { tensor, shape, strides: Strides::from([]) };
+        let bytes = shape.numel().and_then(|n| n.checked_mul(dtype.size_bytes()));
+        let start = self.end.checked_add(64).map(|end| end / 64 * 64);
+        match (start, bytes, shape.contiguous()) {
+            (Some(start), Some(bytes), Some(strides)) => {
+                self.end = start.checked_add(bytes).ok_or(overflow)?;
+                Ok((start, strides))
+            }
+            _ => Err(overflow),
+        }
+    }
+
+    fn input(&mut self, tensor: &'static str, dtype: DType, shape: Shape) -> Result<View<'static>> {
+        let (start, strides) = self.next(tensor, dtype, shape)?;
+        let address = std::ptr::without_provenance(start);
+        // SAFETY: no element is ever read: `plan` lets these views go, and runs nothing.
+        unsafe { View::from_raw_parts(tensor, address, dtype, shape, strides, Device::Cpu, Extent::Declared) }
+    }
+
+    fn output(&mut self, tensor: &'static str, dtype: DType, shape: Shape) -> Result<ViewMut<'static>> {
+        let (start, strides) = self.next(tensor, dtype, shape)?;
+        let address = std::ptr::without_provenance_mut(start);
+        // SAFETY: no element is ever written, as above.
+        unsafe { ViewMut::from_raw_parts(tensor, address, dtype, shape, strides, Device::Cpu, Extent::Declared) }
+    }
+}
+
+fn as_json(plan: &Plan, certificate: &Certificate) -> serde_json::Value {
     let words: serde_json::Map<String, serde_json::Value> =
         plan.explain().rows().into_iter().map(|(name, text)| (name.to_owned(), text.into())).collect();
     json!({
@@ -113,7 +149,42 @@ fn as_json(plan: &Plan) -> serde_json::Value {
         "bytes_packed": plan.cost.bytes_packed,
         "floor_cycles": plan.cost.floor_cycles,
         "floor_seconds": plan.cost.floor_seconds,
+        "certificate": facts(certificate),
         "words": words,
+    })
+}
+
+fn facts(certificate: &Certificate) -> serde_json::Value {
+    let Certificate { in_bounds, injective, disjoint, coverage, .. } = certificate;
+    // Counts beyond JSON's integers are told as numbers all the same, rounded.
+    let count = |n: u128| u64::try_from(n).map_or_else(|_| json!(n as f64), |n| json!(n));
+    json!({
+        "in_bounds": in_bounds.iter().map(|fact| json!({
+            "tensor": fact.tensor,
+            "elements": count(fact.elements),
+            "bytes": fact.bytes,
+            "storage": fact.storage,
+            "extent": if fact.storage.is_some() { "proven" } else { "declared" },
+        })).collect::<Vec<_>>(),
+        "injective": injective.iter().map(|fact| json!({
+            "tensor": fact.tensor,
+            "elements": count(fact.elements),
+            "steps": fact.steps,
+        })).collect::<Vec<_>>(),
+        "disjoint": disjoint.iter().map(|fact| json!({
+            "tensor": fact.tensor,
+            "other": fact.other,
+            "steps": fact.steps,
+        })).collect::<Vec<_>>(),
+        "coverage": {
+            "rows": count(coverage.rows),
+            "items": coverage.items,
+            "parts": coverage.parts,
+            "tasks": coverage.work.map(|work| work.tasks),
+            "rows_per_task": coverage.work.map(|work| work.rows),
+            "rows_per_item": coverage.work.map(|work| work.rows_per_item),
+            "keys_per_item": coverage.work.map(|work| work.keys_per_item),
+        },
     })
 }
 

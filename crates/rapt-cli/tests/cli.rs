@@ -158,6 +158,25 @@ fn explain_prints_the_plan() {
 }
 
 #[test]
+fn explain_certifies_what_is_described_and_says_that_it_is_declared() {
+    let shape = ["explain", "--shape", "2,4,10,12,8", "--kv-heads", "2", "--mask", "bool"];
+    let table = prints(&shape);
+    for words in ["in bounds", "declared, not proven", "640 elements at 640 addresses", "80 rows = "] {
+        assert!(table.contains(words), "{words}: {table}");
+    }
+    let plan = json(&[&shape[..], &["--json"]].concat());
+    let certificate = &plan["certificate"];
+    let tensors: Vec<&str> =
+        certificate["in_bounds"].as_array().unwrap().iter().map(|fact| fact["tensor"].as_str().unwrap()).collect();
+    assert_eq!(tensors, ["q", "k", "v", "mask", "out"]);
+    assert!(certificate["in_bounds"].as_array().unwrap().iter().all(|fact| fact["extent"] == "declared"));
+    assert_eq!(certificate["in_bounds"][4]["bytes"], serde_json::json!([0, 2560]));
+    assert_eq!(certificate["injective"], serde_json::json!([{"tensor": "out", "elements": 640, "steps": 0}]));
+    assert_eq!(certificate["disjoint"].as_array().unwrap().len(), 4);
+    assert_eq!(certificate["coverage"]["rows"], 80);
+}
+
+#[test]
 fn explain_refuses_with_the_cause() {
     let shape = ["explain", "--shape", "1,8,16,16,64"];
     let check = |more: &[&str], code, expect: &str| {

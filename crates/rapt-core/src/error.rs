@@ -296,6 +296,14 @@ pub enum Error {
         /// The panic's message.
         message: String,
     },
+    /// An executor came back before all work was done. The contents of the outputs are unspecified.
+    #[error("the executor ran {done} of {items} pieces of work and says that it is done")]
+    WorkLeftUndone {
+        /// Pieces of work that were taken.
+        done: usize,
+        /// Pieces of work that there are.
+        items: usize,
+    },
     /// Memory for the workspace could not be had.
     #[error("{bytes} bytes of workspace could not be allocated")]
     OutOfMemory {
@@ -334,7 +342,9 @@ impl Error {
                 ErrorKind::Device
             }
             Error::KindMismatch { .. } => ErrorKind::Kind,
-            Error::Unsupported { .. } | Error::WorkerPanicked { .. } => ErrorKind::Unsupported,
+            Error::Unsupported { .. } | Error::WorkerPanicked { .. } | Error::WorkLeftUndone { .. } => {
+                ErrorKind::Unsupported
+            }
         }
     }
 

@@ -10,6 +10,7 @@
 //! foreign function interfaces, allocation of tensors, and any conversion from one dtype to another.
 
 mod block_range;
+mod certificate;
 mod dtype;
 mod error;
 mod operands;
@@ -22,6 +23,7 @@ mod spec;
 mod view;
 
 pub use block_range::{BlockRange, Tile};
+pub use certificate::{Certificate, Coverage, Disjoint, InBounds, Injective, Work};
 pub use dtype::{COMPUTED, DType, Element};
 pub use error::{Error, ErrorKind, Result};
 pub use operands::{Operands, Tensors};

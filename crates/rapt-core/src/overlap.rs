@@ -12,6 +12,27 @@ use crate::{MAX_RANK, Shape, Strides};
 /// Steps after which a search gives up.
 pub(crate) const STEPS: usize = 100_000;
 
+/// An answer, and what it took.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Decision {
+    /// Whether it holds; `None`: undecided within [`STEPS`].
+    pub(crate) holds: Option<bool>,
+    /// Steps of the search; 0 where bounds or nesting strides told at once.
+    pub(crate) steps: usize,
+}
+
+impl Decision {
+    const fn at_once(holds: bool) -> Self {
+        Decision { holds: Some(holds), steps: 0 }
+    }
+
+    /// What holds is that the search finds nothing.
+    fn by_absence(mut search: Search, target: i128, nonzero: bool) -> Self {
+        let holds = search.hits(0, target, nonzero).map(|hit| !hit);
+        Decision { holds, steps: search.steps.min(STEPS) }
+    }
+}
+
 /// One term `i · stride` with `lo ≤ i ≤ hi`.
 #[derive(Clone, Copy, Debug)]
 struct Term {
@@ -112,23 +133,23 @@ fn nests(shape: &Shape, strides: &Strides) -> bool {
     })
 }
 
-/// Whether `shape` and `strides` name every address once. `None`: undecided within [`STEPS`].
-pub(crate) fn is_injective(shape: &Shape, strides: &Strides) -> Option<bool> {
+/// Whether `shape` and `strides` name every address once.
+pub(crate) fn is_injective(shape: &Shape, strides: &Strides) -> Decision {
     if shape.contains(&0) || nests(shape, strides) {
-        return Some(true);
+        return Decision::at_once(true);
     }
     let mut terms = Vec::with_capacity(shape.len());
     for (&n, &stride) in shape.iter().zip(strides.iter()) {
         if n > 1 {
             if stride == 0 {
-                return Some(false);
+                return Decision::at_once(false);
             }
             let last = n as i128 - 1;
             terms.push(Term { stride: (stride as i128).abs(), lo: -last, hi: last });
         }
     }
     sort_by_falling_stride(&mut terms);
-    Search::new(terms).hits(0, 0, true).map(|hit| !hit)
+    Decision::by_absence(Search::new(terms), 0, true)
 }
 
 /// A strided set of elements, for [`are_disjoint`].
@@ -168,19 +189,19 @@ impl Footprint<'_> {
     }
 }
 
-/// Whether two sets of elements have no byte in common. `None`: undecided within [`STEPS`].
-pub(crate) fn are_disjoint(a: &Footprint<'_>, b: &Footprint<'_>) -> Option<bool> {
+/// Whether two sets of elements have no byte in common.
+pub(crate) fn are_disjoint(a: &Footprint<'_>, b: &Footprint<'_>) -> Decision {
     if a.shape.contains(&0) || b.shape.contains(&0) {
-        return Some(true);
+        return Decision::at_once(true);
     }
     let ((a_lo, a_hi), (b_lo, b_hi)) = (a.bounds(), b.bounds());
     if a_hi <= b_lo || b_hi <= a_lo {
-        return Some(true);
+        return Decision::at_once(true);
     }
     let mut terms = Vec::new();
     a.push_terms(1, &mut terms);
     b.push_terms(-1, &mut terms);
-    Search::new(fold(terms)).hits(0, b.address as i128 - a.address as i128, false).map(|hit| !hit)
+    Decision::by_absence(Search::new(fold(terms)), b.address as i128 - a.address as i128, false)
 }
 
 #[cfg(test)]
@@ -208,7 +229,7 @@ mod tests {
             let strides = &seed[..shape.len()];
             let all = addresses(0, 1, &shape, strides);
             let unique: HashSet<_> = all.iter().collect();
-            prop_assert_eq!(is_injective(&dims(&shape), &dims(strides)), Some(unique.len() == all.len()));
+            prop_assert_eq!(is_injective(&dims(&shape), &dims(strides)).holds, Some(unique.len() == all.len()));
         }
 
         #[test]
@@ -227,7 +248,7 @@ mod tests {
                 &Footprint { address: 500, size_bytes: size_a, shape: &dims(&shape_a), strides: &dims(strides_a) },
                 &Footprint { address: base, size_bytes: size_b, shape: &dims(&shape_b), strides: &dims(strides_b) },
             );
-            prop_assert_eq!(got, Some(a.is_disjoint(&b)));
+            prop_assert_eq!(got.holds, Some(a.is_disjoint(&b)));
         }
     }
 
@@ -236,10 +257,12 @@ mod tests {
         let shape = dims(&[64usize, 16, 4096, 64]);
         let strides = dims(&[16 * 4096 * 128isize, 4096 * 128, 128, 2]);
         let at = |address| Footprint { address, size_bytes: 4, shape: &shape, strides: &strides };
-        assert_eq!(are_disjoint(&at(4096), &at(4100)), Some(true));
-        assert_eq!(are_disjoint(&at(4096), &at(4104)), Some(false));
-        assert_eq!(is_injective(&shape, &strides), Some(true));
-        assert_eq!(is_injective(&shape, &dims(&[16 * 4096 * 128isize, 4096 * 128, 0, 2])), Some(false));
+        let apart = are_disjoint(&at(4096), &at(4100));
+        assert!(apart.holds == Some(true) && (1..100).contains(&apart.steps), "{apart:?}");
+        assert_eq!(are_disjoint(&at(4096), &at(4104)).holds, Some(false));
+        assert_eq!(is_injective(&shape, &strides), Decision::at_once(true));
+        let repeated = dims(&[16 * 4096 * 128isize, 4096 * 128, 0, 2]);
+        assert_eq!(is_injective(&shape, &repeated), Decision::at_once(false));
     }
 
     #[test]
@@ -247,6 +270,6 @@ mod tests {
         // Strides that are near-equal large primes: the search cannot prune early.
         let shape = dims(&[100_000usize, 100_000, 100_000, 100_000]);
         let strides = dims(&[1_000_003isize, 1_000_033, 1_000_037, 1_000_039]);
-        assert_ne!(is_injective(&shape, &strides), Some(true));
+        assert_ne!(is_injective(&shape, &strides).holds, Some(true));
     }
 }

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use crate::{DType, Direction, Error, Kv, Spec};
+use crate::{Certificate, DType, Direction, Error, Kv, Spec, Work};
 
 /// An instruction set that a kernel is written for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -160,6 +160,8 @@ pub struct Plan {
     pub why: String,
     /// Why not a faster one; empty if there is none.
     pub why_not_faster: String,
+    /// How rows and keys are dealt to items; `None` where nothing is attended.
+    pub work: Option<Work>,
 }
 
 impl Plan {
@@ -190,13 +192,20 @@ impl Plan {
             kv_in_place,
             why,
             why_not_faster,
+            work: None,
         }
+    }
+
+    /// This plan, with how its rows and keys are dealt to items: what a [`Certificate`] checks.
+    #[must_use]
+    pub fn with_work(self, work: Work) -> Self {
+        Plan { work: Some(work), ..self }
     }
 
     /// The plan in words and numbers.
     #[must_use]
     pub fn explain(&self) -> Explanation<'_> {
-        Explanation { plan: self }
+        Explanation { plan: self, certificate: None }
     }
 }
 
@@ -204,6 +213,7 @@ impl Plan {
 #[derive(Clone, Copy, Debug)]
 pub struct Explanation<'a> {
     plan: &'a Plan,
+    certificate: Option<&'a Certificate>,
 }
 
 fn thousands(n: f64) -> String {
@@ -218,7 +228,13 @@ fn thousands(n: f64) -> String {
     out
 }
 
-impl Explanation<'_> {
+impl<'a> Explanation<'a> {
+    /// With what was proven about the operands at hand.
+    #[must_use]
+    pub fn certified(self, certificate: &'a Certificate) -> Self {
+        Explanation { certificate: Some(certificate), ..self }
+    }
+
     /// The rows, in order.
     #[must_use]
     pub fn rows(&self) -> Vec<(&'static str, String)> {
@@ -309,6 +325,7 @@ impl Explanation<'_> {
             ),
             ("workspace_bytes", thousands(self.plan.workspace_bytes as f64)),
         ]);
+        rows.extend(self.certificate.into_iter().flat_map(Certificate::rows));
         rows
     }
 }

@@ -8,7 +8,7 @@
 use std::fmt;
 use std::marker::PhantomData;
 
-use crate::overlap::{Footprint, are_disjoint, is_injective};
+use crate::overlap::{Decision, Footprint, are_disjoint, is_injective};
 use crate::shape::reach_bytes;
 use crate::{DType, Dims, Element, Error, Result, Shape, Strides};
 
@@ -346,18 +346,14 @@ impl<'a> ViewMut<'a> {
         ViewMut { ptr: self.ptr.with_addr(parts.address), parts, owner: PhantomData }
     }
 
-    /// Whether every element has an address of its own. `None`: undecided within the bound.
-    pub(crate) fn is_injective(&self) -> Option<bool> {
+    /// Whether every element has an address of its own.
+    pub(crate) fn is_injective(&self) -> Decision {
         is_injective(&self.parts.shape, &self.parts.strides)
     }
 
-    /// Whether no byte is shared with `other`. `None`: undecided within the bound.
-    pub(crate) fn is_disjoint_from(&self, other: &View<'_>) -> Option<bool> {
-        self.parts
-            .device
-            .ne(&other.parts.device)
-            .then_some(true)
-            .or_else(|| are_disjoint(&self.parts.footprint(), &other.parts.footprint()))
+    /// Whether no byte is shared with `other`, which lies on the same device.
+    pub(crate) fn is_disjoint_from(&self, other: &View<'_>) -> Decision {
+        are_disjoint(&self.parts.footprint(), &other.parts.footprint())
     }
 
     /// This output seen as something to compare with, for the overlap of two outputs.

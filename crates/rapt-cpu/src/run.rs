@@ -116,7 +116,12 @@ impl Pool<'_> {
                 // SAFETY: slot < threads and taken once, so its scratch lies inside the workspace and is this thread's; the rest is the caller's promise.
                 unsafe { entry(problem, order(n), scratch) };
             }
-        })
+        })?;
+        // An executor that ran nothing and says that it is done: rows were left out, and that is no answer.
+        if next.load(Ordering::Relaxed) < items {
+            return Err(Error::WorkLeftUndone { done: next.load(Ordering::Relaxed), items });
+        }
+        Ok(())
     }
 }
 

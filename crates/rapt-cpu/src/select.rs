@@ -5,7 +5,9 @@
 //! (`block_n`) follows the instruction set, the dtype and head_dim, so the bits of a row do not depend on the machine's
 //! load or on its neighbours.
 
-use rapt_core::{Arch, Caps, Cost, DType, Device, Error, Kernel, KernelKey, MaskClass, PRounding, Plan, Result, Spec};
+use rapt_core::{
+    Arch, Caps, Cost, DType, Device, Error, Kernel, KernelKey, MaskClass, PRounding, Plan, Result, Spec, Work,
+};
 
 use crate::arch;
 use crate::generic::{decode, forward};
@@ -76,7 +78,7 @@ pub(crate) fn cut(spec: &Spec, kernel: Kernel, arch: Arch, threads: usize) -> Cu
     let target = if q_len >= 1024 { 256 } else { 128 };
     let mut tiles = (target / shape.queries).clamp(1, most_tiles);
     // Enough items that the threads end together, as long as an item still shares each block of keys among tiles.
-    while tiles > 2 && tasks * rows.div_ceil(tiles * shape.queries) < 4 * threads {
+    while tiles > 2 && tasks * rows.div_ceil(tiles * shape.queries) < threads.saturating_mul(4) {
         tiles /= 2;
     }
     let chunk_rows = (tiles * shape.queries).min(rows.next_multiple_of(shape.queries));
@@ -145,7 +147,7 @@ fn bytes_packed(spec: &Spec, kernel: Kernel, arch: Arch, cut: &Cut, threads: usi
         };
         cut.block_n * (k + v) * dtype.size_bytes()
     };
-    per_thread * threads
+    per_thread.saturating_mul(threads)
 }
 
 fn p_rounding(kernel: Kernel, arch: Arch, spec: &Spec) -> PRounding {
@@ -175,7 +177,8 @@ fn cost(spec: &Spec, kernel: Kernel, arch: Arch, threads: usize, clock_hz: Optio
         bytes_read: read,
         bytes_written: written,
         floor_cycles,
-        floor_seconds: clock_hz.map(|hz| floor_cycles / (hz * threads as f64)),
+        // A system that tells a clock of 0 tells none.
+        floor_seconds: clock_hz.filter(|&hz| hz > 0.0).map(|hz| floor_cycles / (hz * threads as f64)),
         bytes_copied: 0,
         bytes_packed: packed,
     }
@@ -250,7 +253,9 @@ pub fn select(spec: &Spec, caps: &Caps) -> Result<Plan> {
     let cost = cost(spec, kernel, arch, threads, caps.clock_hz, packed);
     let num_splits = if kernel == Kernel::Decode { cut.chunks } else { 1 };
     let block_m = if kernel == Kernel::Decode { cut.rows } else { arch::tile_shape(arch, storage).queries };
-    Ok(Plan::new(
+    let keys_per_item = if kernel == Kernel::Decode { cut.block_n } else { spec.kv_len() };
+    let work = Work { tasks: cut.tasks, rows: cut.rows, rows_per_item: cut.chunk_rows, keys_per_item };
+    let plan = Plan::new(
         spec.clone(),
         key,
         (block_m, cut.block_n, num_splits, items),
@@ -260,5 +265,6 @@ pub fn select(spec: &Spec, caps: &Caps) -> Result<Plan> {
         cut.k_in_place && cut.v_in_place,
         why,
         why_not_faster,
-    ))
+    );
+    Ok(plan.with_work(work))
 }

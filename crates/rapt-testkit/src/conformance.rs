@@ -54,6 +54,13 @@ impl Report {
         self.counts.get(category).copied().unwrap_or(0)
     }
 
+    /// Adds the counts of another run.
+    pub fn merge(&mut self, other: &Report) {
+        for (category, n) in &other.counts {
+            *self.counts.entry(category.clone()).or_default() += n;
+        }
+    }
+
     fn add(&mut self, category: impl Into<String>) {
         *self.counts.entry(category.into()).or_default() += 1;
     }
@@ -148,7 +155,13 @@ pub fn replay(engine: &mut Engine<'_>, case: &Case) -> Result<(), Failure> {
     judge(engine, "replay", case, &mut Report::default())
 }
 
-fn judge(engine: &mut Engine<'_>, stage: &'static str, case: &Case, report: &mut Report) -> Result<(), Failure> {
+/// One problem: where it lies, against the other page if it lies against one, and elsewhere under other strides.
+pub(crate) fn judge(
+    engine: &mut Engine<'_>,
+    stage: &'static str,
+    case: &Case,
+    report: &mut Report,
+) -> Result<(), Failure> {
     let fail = |what: String| Failure { stage, what, case: Box::new(case.clone()) };
     let places = case.placements();
     let mut values = case.values();
@@ -164,6 +177,15 @@ fn judge(engine: &mut Engine<'_>, stage: &'static str, case: &Case, report: &mut
         }
     };
     report.ran(stage, case);
+    if let Some(guard) = case.guard.other_page() {
+        let flush = Case { guard, ..case.clone() };
+        let mut buffers = Buffers::new(&flush, &places, &values);
+        match run(engine, &flush, &mut buffers, Some(&first)) {
+            Ok(Ran::Bits(bits)) if bits == first => {}
+            Ok(_) => return Err(fail(format!("other bits against {guard:?}"))),
+            Err(what) => return Err(fail(format!("{what} (against {guard:?})"))),
+        }
+    }
     // The same values elsewhere: strides that can hold any values, another alignment.
     let mut rng = Rng::new(case.seed ^ 0x57);
     let guard = Guard::Heap { shift: rng.below(64) };

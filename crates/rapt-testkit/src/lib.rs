@@ -6,7 +6,8 @@
 //!                                 law(&Spec, &Tensors) in f64  ──► tolerance ◄── out, lse
 //! ```
 //!
-//! [`conformance()`] is the front door: any `FnMut(&Spec, Tensors) -> Result<(), Error>` can be put through it. The parts
+//! [`conformance()`] is the front door: any `FnMut(&Spec, Tensors) -> Result<(), Error>` can be put through it; [`proof()`] puts
+//! it through many more, enumerated, small problems. The parts
 //! serve tests of their own: [`TensorBuf`] for guarded memory, [`zoo()`] for strides, [`law`] for the truth and
 //! [`check`], [`check_lse`] for the verdict. Deliberately absent: engines, and speed.
 
@@ -15,9 +16,12 @@ mod case;
 mod conformance;
 mod gather;
 mod memory;
+mod proof;
 mod rng;
 mod run;
 mod scalar;
+#[cfg(unix)]
+mod sparse;
 mod stand_in;
 mod tolerance;
 mod zoo;
@@ -27,9 +31,12 @@ pub use case::{Case, Data, MaskCase, Placements, Places, Values};
 pub use conformance::{Config, Failure, Report, conformance, replay};
 pub use gather::{Gathered, gather, law, scatter, store};
 pub use memory::{Guard, Memory, PATTERN};
+pub use proof::{Proof, proof};
 pub use rng::Rng;
 pub use run::Engine;
 pub use scalar::{decode, encode, lowest, round};
+#[cfg(unix)]
+pub use sparse::Sparse;
 pub use stand_in::{StandIn, expected, stand_ins};
 pub use tolerance::{Class, Entry, Figures, Mismatch, check, check_lse, check_within, entry, figures, floor};
 pub use zoo::{Placement, output_zoo, zoo};

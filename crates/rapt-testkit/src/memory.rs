@@ -10,6 +10,8 @@ use std::alloc::{Layout, alloc, dealloc, handle_alloc_error};
 pub const PATTERN: u8 = 0xff;
 
 const BAND_BYTES: usize = 512;
+/// A guard that nobody touched, to compare with at once.
+const WHOLE: [u8; 512] = [PATTERN; 512];
 const ALIGN: usize = 64;
 
 /// What lies around the bytes.
@@ -24,6 +26,18 @@ pub enum Guard {
     FrontPage,
     /// The byte after the last may not be touched (unix; elsewhere a heap).
     BackPage,
+}
+
+impl Guard {
+    /// The page on the other side, where there is a page.
+    #[must_use]
+    pub fn other_page(self) -> Option<Guard> {
+        match self {
+            Guard::Heap { .. } => None,
+            Guard::FrontPage => Some(Guard::BackPage),
+            Guard::BackPage => Some(Guard::FrontPage),
+        }
+    }
 }
 
 /// Owned bytes with their guards.
@@ -71,6 +85,12 @@ impl Memory {
         use rustix::mm::{MapFlags, MprotectFlags, ProtFlags, mmap_anonymous, mprotect};
         let page = rustix::param::page_size();
         let total = len.max(1).next_multiple_of(page);
+        let at = if guard == Guard::BackPage { total - len } else { 0 };
+        if total == page
+            && let Some(base) = spare::take()
+        {
+            return Memory { base, total, at, len, paged: true };
+        }
         let mapped = total + 2 * page;
         // SAFETY: a fresh anonymous mapping aliases nothing.
         let start = unsafe { mmap_anonymous(std::ptr::null_mut(), mapped, ProtFlags::empty(), MapFlags::PRIVATE) };
@@ -78,7 +98,7 @@ impl Memory {
         let base = start.wrapping_add(page);
         // SAFETY: base..base+total are the middle pages of the mapping above.
         unsafe { mprotect(base.cast(), total, MprotectFlags::READ | MprotectFlags::WRITE) }.expect("page rights");
-        Memory { base, total, at: if guard == Guard::BackPage { total - len } else { 0 }, len, paged: true }
+        Memory { base, total, at, len, paged: true }
     }
 
     #[cfg(not(unix))]
@@ -120,14 +140,48 @@ impl Memory {
     /// The first byte outside that no longer holds the pattern, relative to the first byte inside.
     #[must_use]
     pub fn broken_guard(&self) -> Option<isize> {
-        let inside = self.at..self.at + self.len;
-        let broken = |&(n, &byte): &(usize, &u8)| !inside.contains(&n) && byte != PATTERN;
-        self.all().iter().enumerate().find(broken).map(|(n, _)| n as isize - self.at as isize)
+        let (all, after) = (self.all(), self.at + self.len);
+        let whole = |bytes: &[u8]| bytes.chunks(WHOLE.len()).all(|chunk| *chunk == WHOLE[..chunk.len()]);
+        if whole(&all[..self.at]) && whole(&all[after..]) {
+            return None;
+        }
+        let broken = |&(n, &byte): &(usize, &u8)| !(self.at..after).contains(&n) && byte != PATTERN;
+        all.iter().enumerate().find(broken).map(|(n, _)| n as isize - self.at as isize)
     }
 
     fn all(&self) -> &[u8] {
         // SAFETY: base..base+total is initialised, owned memory; a mutable borrow needs `&mut self`.
         unsafe { std::slice::from_raw_parts(self.base, self.total) }
+    }
+}
+
+/// Single pages between two that may not be touched, kept for the next buffer of this thread: mapping one costs more than a
+/// small problem.
+#[cfg(unix)]
+mod spare {
+    use std::cell::RefCell;
+
+    const MOST: usize = 64;
+
+    thread_local! {
+        static PAGES: RefCell<Vec<*mut u8>> = const { RefCell::new(Vec::new()) };
+    }
+
+    pub(super) fn take() -> Option<*mut u8> {
+        PAGES.try_with(|pages| pages.borrow_mut().pop()).ok().flatten()
+    }
+
+    /// Whether the page was kept; otherwise it is its owner's to unmap.
+    pub(super) fn keep(base: *mut u8) -> bool {
+        let keep = |pages: &RefCell<Vec<*mut u8>>| {
+            let mut pages = pages.borrow_mut();
+            let has_room = pages.len() < MOST;
+            if has_room {
+                pages.push(base);
+            }
+            has_room
+        };
+        PAGES.try_with(keep).unwrap_or(false)
     }
 }
 
@@ -137,6 +191,9 @@ impl Drop for Memory {
             #[cfg(unix)]
             {
                 let page = rustix::param::page_size();
+                if self.total == page && spare::keep(self.base) {
+                    return;
+                }
                 // SAFETY: the mapping made in `paged`, with a page on both sides of base..base+total.
                 let _ = unsafe { rustix::mm::munmap(self.base.wrapping_sub(page).cast(), self.total + 2 * page) };
             }

@@ -217,3 +217,40 @@ pub fn attention(q: &View<'_>, k: &View<'_>, v: &View<'_>, options: &Options) ->
     default_engine()?.attention_into(tensors, options)?;
     Ok(out)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn locks_that_a_panic_poisoned_still_serve() {
+        let engine = Engine::new(Some(2)).unwrap();
+        let data = [0.5f32; 64];
+        let view = View::contiguous("q", &data, [1, 1, 16, 4].into()).unwrap();
+        let spec = Spec::builder(&view, &view, &view, &Options::default()).build().unwrap();
+        let planned = engine.plan(&spec).unwrap();
+        std::thread::scope(|scope| {
+            let poison = scope.spawn(|| {
+                let _plans = engine.plans.write().unwrap();
+                let _workspaces = engine.workspaces.lock().unwrap();
+                panic!("while both are held");
+            });
+            assert!(poison.join().is_err());
+        });
+        assert!(engine.plans.is_poisoned() && engine.workspaces.is_poisoned());
+        assert_eq!(*engine.plan(&spec).unwrap(), *planned, "what was cached is whole");
+        let mut out = [f32::NAN; 64];
+        let tensors = Tensors {
+            q: view,
+            k: view,
+            v: view,
+            mask: None,
+            sinks: None,
+            alibi_slopes: None,
+            out: rapt_core::ViewMut::contiguous("out", &mut out, [1, 1, 16, 4].into()).unwrap(),
+            lse: None,
+        };
+        engine.attention_into(tensors, &Options::default().with_softcap(2.0)).unwrap();
+        assert_eq!(out, [0.5; 64], "equal values: their mean");
+    }
+}

@@ -28,10 +28,10 @@ mod tensor;
 pub use engine::{Engine, Threads, attention, default_engine, spec_of};
 pub use pool::Pool;
 pub use rapt_core::{
-    Arch, BlockRange, COMPUTED, Caps, Causal, Cost, DType, Device, Dims, Direction, Element, Error, ErrorKind,
-    Executor, Explanation, Extent, Finite, Kernel, KernelKey, Kv, Layout, MAX_RANK, MaskClass, Numerics, Operands,
-    Options, PRounding, Plan, Queue, Result, SerialExecutor, Shape, Spec, SpecBuilder, Strides, TensorSpec, Tensors,
-    Tile, View, ViewMut, Window, Workspace,
+    Arch, BlockRange, COMPUTED, Caps, Causal, Certificate, Cost, Coverage, DType, Device, Dims, Direction, Disjoint,
+    Element, Error, ErrorKind, Executor, Explanation, Extent, Finite, InBounds, Injective, Kernel, KernelKey, Kv,
+    Layout, MAX_RANK, MaskClass, Numerics, Operands, Options, PRounding, Plan, Queue, Result, SerialExecutor, Shape,
+    Spec, SpecBuilder, Strides, TensorSpec, Tensors, Tile, View, ViewMut, Window, Work, Workspace,
 };
 pub use rapt_cpu::{available as available_isas, select};
 pub use tensor::Tensor;

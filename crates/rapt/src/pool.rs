@@ -173,4 +173,23 @@ mod tests {
             pool.parallel_for(chunks, &|_| ()).unwrap();
         }
     }
+
+    #[test]
+    fn a_poisoned_pool_still_serves() {
+        let pool = Pool::new(2);
+        std::thread::scope(|scope| {
+            let poison = scope.spawn(|| {
+                let _built = pool.built.lock().unwrap();
+                panic!("while it is held");
+            });
+            assert!(poison.join().is_err());
+        });
+        assert!(pool.built.is_poisoned());
+        let ran = AtomicUsize::new(0);
+        let count = |_| {
+            ran.fetch_add(1, Ordering::Relaxed);
+        };
+        pool.parallel_for(5, &count).unwrap();
+        assert_eq!(ran.load(Ordering::Relaxed), 5);
+    }
 }

@@ -274,6 +274,19 @@ fn sizes_that_no_memory_holds_are_planned_without_wrapping_or_refused() {
 }
 
 #[test]
+fn absurd_machines_are_planned_for_without_wrapping() {
+    // Met by fuzzing: four times the threads overflowed, and a clock of 0 Hz gave a floor of NaN.
+    for shape in [[1, 2, 4096, 4096, 64], [1, 2, 1, 1 << 20, 64], [1, 1, 0, 16, 8]] {
+        let spec = Request::plain(DType::F32, shape).spec();
+        for (arch, threads) in built().flat_map(|arch| [(arch, usize::MAX), (arch, usize::MAX / 4 + 1)]) {
+            let plan = select(&spec, &Caps { clock_hz: Some(0.0), ..caps(arch, threads) }).unwrap();
+            assert_eq!(plan.cost.floor_seconds, None);
+            assert!(plan.key.kernel == Kernel::Empty || plan.workspace_bytes > 1 << 62, "{}", plan.workspace_bytes);
+        }
+    }
+}
+
+#[test]
 fn few_rows_per_key_head_are_decoded() {
     let cases = [(1, 1, "decode"), (8, 1, "decode"), (9, 1, "forward"), (2, 4, "decode"), (1, 9, "forward")];
     for (group, q_len, expect) in cases {

@@ -37,7 +37,7 @@ fn refused(from: &str, to: &str, kind: Kind) -> Option<&'static str> {
         // The command line's self-test and xtask's tables need no testkit either: it holds generators for tests.
         return (kind != Kind::Dev).then_some("the testkit is a dev-dependency only");
     }
-    if kind == Kind::Dev || from == TESTKIT || from == "xtask" {
+    if kind == Kind::Dev || [TESTKIT, "rapt-fuzz", "xtask"].contains(&from) {
         // Tests may look across: every backend is judged by the reference.
         return None;
     }
@@ -73,6 +73,8 @@ mod tests {
             ("rapt-core", "pyo3", Kind::Normal),
             ("rapt-cli", "pyo3-ffi", Kind::Normal),
             ("rapt-cpu", "numpy", Kind::Dev),
+            ("rapt-cli", "rapt-fuzz", Kind::Normal),
+            ("rapt-attention", "rapt-fuzz", Kind::Normal),
         ] {
             assert!(refused(from, to, kind).is_some(), "{from} -> {to} {kind:?}");
         }
@@ -91,6 +93,7 @@ mod tests {
             ("rapt-python", "pyo3", Kind::Normal),
             ("rapt-testkit", "rapt-reference", Kind::Normal),
             ("rapt-core", "half", Kind::Normal),
+            ("rapt-fuzz", "rapt-attention", Kind::Normal),
         ] {
             assert_eq!(refused(from, to, kind), None, "{from} -> {to} {kind:?}");
         }

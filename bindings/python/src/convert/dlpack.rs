@@ -11,39 +11,16 @@ use pyo3::exceptions::{PyBufferError, PyTypeError};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple, PyType};
 use pyo3::{ffi, intern};
-use rapt::{DType, Device, Error, ErrorKind, Extent, MAX_RANK, Shape, Strides};
+use rapt::{DType, Device, Error, ErrorKind, Extent, MAX_RANK, Shape};
 
-use super::{Operand, shape};
+use super::dlpack_abi::{CPU, Described, DlDataType, DlDevice, DlTensor, describe, device_of, dtype_to};
+use super::{Operand, too_many_dimensions};
 use crate::errors::Failure;
 
 #[repr(C)]
 struct Version {
     major: u32,
     minor: u32,
-}
-
-#[repr(C)]
-struct DlDevice {
-    device_type: c_int,
-    device_id: i32,
-}
-
-#[repr(C)]
-struct DlDataType {
-    code: u8,
-    bits: u8,
-    lanes: u16,
-}
-
-#[repr(C)]
-pub(crate) struct DlTensor {
-    data: *mut c_void,
-    device: DlDevice,
-    ndim: i32,
-    dtype: DlDataType,
-    shape: *mut i64,
-    strides: *mut i64,
-    byte_offset: u64,
 }
 
 #[repr(C)]
@@ -68,7 +45,6 @@ const VERSIONED: &CStr = c"dltensor_versioned";
 const VERSIONED_USED: &CStr = c"used_dltensor_versioned";
 const READ_ONLY: u64 = 1;
 const IS_COPIED: u64 = 2;
-const CPU: i32 = 1;
 
 /// A consumed export: ends it when dropped. Held and dropped with the GIL.
 pub(crate) struct Export {
@@ -155,28 +131,18 @@ pub(crate) fn read_no_sync(name: &'static str, object: &Bound<'_, PyAny>, read: 
         drop(PyErr::take(object.py()));
         return None;
     }
-    let rank = usize::try_from(tensor.ndim).ok().filter(|rank| *rank <= MAX_RANK)?;
-    let dtype = dtype_of(name, &tensor.dtype).ok().filter(|dtype| dtype.is_computed() || *dtype == DType::Bool)?;
-    if tensor.device.device_type != CPU || tensor.byte_offset != 0 || (rank > 0 && tensor.strides.is_null()) {
-        return None;
-    }
-    let (mut shape, mut strides) = ([0usize; MAX_RANK], [0isize; MAX_RANK]);
-    for d in 0..rank {
-        // SAFETY: both arrays have `rank` entries, and the object, which owns them, is borrowed.
-        let (size, stride) = unsafe { (*tensor.shape.add(d), *tensor.strides.add(d)) };
-        (shape[d], strides[d]) = (usize::try_from(size).ok()?, isize::try_from(stride).ok()?);
-    }
-    Some(Operand {
-        name,
-        ptr: tensor.data.cast(),
-        dtype,
-        shape: Shape::new(&shape[..rank])?,
-        strides: Strides::new(&strides[..rank])?,
-        device: Device::Cpu,
-        extent: Extent::Declared,
-        writable: true,
-        _hold: None,
-    })
+    // SAFETY: the object, which owns both arrays, is borrowed, and fills them as DLPack says.
+    let seen = unsafe { describe(name, &tensor) }.ok()?;
+    let is_usual = (seen.dtype.is_computed() || seen.dtype == DType::Bool)
+        && seen.device == Device::Cpu
+        && tensor.byte_offset == 0
+        && (tensor.ndim == 0 || !tensor.strides.is_null());
+    is_usual.then(|| operand(name, &seen, true, None))
+}
+
+fn operand(name: &'static str, seen: &Described, writable: bool, hold: Option<Export>) -> Operand {
+    let Described { ptr, dtype, shape, strides, device } = *seen;
+    Operand { name, ptr, dtype, shape, strides, device, extent: Extent::Declared, writable, _hold: hold }
 }
 
 /// Whether `object` exports itself through DLPack.
@@ -184,55 +150,6 @@ pub(crate) fn is_producer(object: &Bound<'_, PyAny>) -> PyResult<bool> {
     let class = object.get_type();
     Ok(class.hasattr(intern!(object.py(), "__dlpack__"))?
         && class.hasattr(intern!(object.py(), "__dlpack_device__"))?)
-}
-
-/// DLPack's name for a device type.
-fn device_of(code: i32, index: i32) -> Device {
-    match code {
-        CPU => Device::Cpu,
-        2 => Device::Cuda(u32::try_from(index).unwrap_or(0)),
-        _ => Device::Other { dlpack_code: code, index },
-    }
-}
-
-fn dtype_of(name: &'static str, dtype: &DlDataType) -> Result<DType, Failure> {
-    let known = match (dtype.code, dtype.bits, dtype.lanes) {
-        (0, 8, 1) => DType::I8,
-        (0, 16, 1) => DType::I16,
-        (0, 32, 1) => DType::I32,
-        (0, 64, 1) => DType::I64,
-        (1, 8, 1) => DType::U8,
-        (1, 16, 1) => DType::U16,
-        (1, 32, 1) => DType::U32,
-        (1, 64, 1) => DType::U64,
-        (2, 16, 1) => DType::F16,
-        (2, 32, 1) => DType::F32,
-        (2, 64, 1) => DType::F64,
-        (4, 16, 1) => DType::BF16,
-        (5, 32, 1) => DType::C32,
-        (5, 64, 1) => DType::C64,
-        (5, 128, 1) => DType::C128,
-        (6, 8, 1) => DType::Bool,
-        (10, 8, 1) => DType::F8E4M3FN,
-        (11, 8, 1) => DType::F8E4M3FNUZ,
-        (12, 8, 1) => DType::F8E5M2,
-        (13, 8, 1) => DType::F8E5M2FNUZ,
-        (14, 8, 1) => DType::F8E8M0FNU,
-        (code, bits, lanes) => {
-            let got = format!("DLPack code {code}, {bits} bits, {lanes} lanes");
-            return Err(Error::UnknownDtype { tensor: name, got }.into());
-        }
-    };
-    Ok(known)
-}
-
-const fn dtype_to(dtype: DType) -> DlDataType {
-    let code = match dtype {
-        DType::BF16 => 4,
-        DType::Bool => 6,
-        _ => 2,
-    };
-    DlDataType { code, bits: dtype.bits() as u8, lanes: 1 }
 }
 
 /// Asks for a capsule without a copy, in the newest way that the producer understands.
@@ -304,48 +221,17 @@ pub(crate) fn read(name: &'static str, object: &Bound<'_, PyAny>) -> Result<Oper
     };
     // SAFETY: the export is alive as long as `_hold` of the operand.
     let tensor = unsafe { &*tensor };
-    let rank = usize::try_from(tensor.ndim).unwrap_or(0);
-    // SAFETY: DLPack: shape has ndim entries, and so has strides where it is not null.
-    let (sizes, steps): (&[i64], Option<&[i64]>) = unsafe {
-        if rank == 0 {
-            (&[], None)
-        } else {
-            let steps = (!tensor.strides.is_null()).then(|| std::slice::from_raw_parts(tensor.strides, rank));
-            (std::slice::from_raw_parts(tensor.shape, rank), steps)
-        }
-    };
-    let bad = |what| Failure::from(Error::Representation { tensor: name, what });
-    let sizes: Vec<usize> = sizes
-        .iter()
-        .map(|&n| usize::try_from(n).map_err(|_| bad("exports a negative size")))
-        .collect::<Result<_, _>>()?;
-    let shape = shape(name, &sizes)?;
-    let dtype = dtype_of(name, &tensor.dtype)?;
-    if (tensor.device.device_type, tensor.device.device_id) != (code, index) {
-        return Err(bad("exports memory of another device than it names"));
+    if let Some(rank) = usize::try_from(tensor.ndim).ok().filter(|rank| *rank > MAX_RANK) {
+        return Err(too_many_dimensions(name, rank));
     }
-    let strides = match steps {
-        Some(steps) => {
-            let mut at = [0isize; MAX_RANK];
-            for (slot, &step) in at.iter_mut().zip(steps) {
-                *slot = isize::try_from(step).map_err(|_| bad("exports a stride beyond the address space"))?;
-            }
-            Strides::new(&at[..rank]).ok_or_else(|| bad("has too many dimensions"))?
-        }
-        None => shape.contiguous().ok_or(Error::Overflow { tensor: name, shape, strides: Strides::from([]) })?,
-    };
-    let offset = usize::try_from(tensor.byte_offset).map_err(|_| bad("exports an offset beyond the address space"))?;
-    Ok(Operand {
-        name,
-        ptr: tensor.data.cast::<u8>().wrapping_add(offset),
-        dtype,
-        shape,
-        strides,
-        device: Device::Cpu,
-        extent: Extent::Declared,
-        writable: known_flags && flags & (READ_ONLY | IS_COPIED) == 0,
-        _hold: Some(hold),
-    })
+    if (tensor.device.device_type, tensor.device.device_id) != (code, index) {
+        let what = "exports memory of another device than it names";
+        return Err(Error::Representation { tensor: name, what }.into());
+    }
+    // SAFETY: DLPack: shape has ndim entries, and so has strides where it is not null.
+    let seen = unsafe { describe(name, tensor) }?;
+    let writable = known_flags && flags & (READ_ONLY | IS_COPIED) == 0;
+    Ok(operand(name, &seen, writable, Some(hold)))
 }
 
 /// The import function of the library that `q` comes from.

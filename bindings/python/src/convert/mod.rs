@@ -4,6 +4,7 @@
 //! torch tensors (extent proven by their storage), numpy arrays and DLPack capsules (extent declared).
 
 pub(crate) mod dlpack;
+mod dlpack_abi;
 pub(crate) mod numpy;
 pub(crate) mod torch;
 
@@ -62,11 +63,12 @@ impl Operand {
 
 /// The dimensions in `sizes`; more than rapt serves is an error that names the tensor.
 pub(crate) fn shape(name: &'static str, sizes: &[usize]) -> Result<Shape, Failure> {
-    Shape::new(sizes).ok_or_else(|| {
-        let rank = sizes.len();
-        let message = format!("{name} has {rank} dimensions; at most {} are read", rapt::MAX_RANK);
-        Failure::door(ErrorKind::Shape, message, format!("`{name}.reshape(-1, *{name}.shape[-3:])`"))
-    })
+    Shape::new(sizes).ok_or_else(|| too_many_dimensions(name, sizes.len()))
+}
+
+fn too_many_dimensions(name: &'static str, rank: usize) -> Failure {
+    let message = format!("{name} has {rank} dimensions; at most {} are read", rapt::MAX_RANK);
+    Failure::door(ErrorKind::Shape, message, format!("`{name}.reshape(-1, *{name}.shape[-3:])`"))
 }
 
 /// Whose tensor `object` is, or `None` if it is no tensor.
@@ -158,8 +160,25 @@ pub(crate) fn allocate<'py>(
     }
 }
 
+/// As [`allocate`], for a tensor that is looked at and never handed out: its producer need not know how to take it.
+pub(crate) fn reserve<'py>(
+    name: &'static str,
+    kind: Kind,
+    q: &Bound<'py, PyAny>,
+    dtype: DType,
+    shape: Shape,
+) -> Result<(Product<'py>, Operand), Failure> {
+    if kind != Kind::DlPack {
+        return allocate(name, kind, q, dtype, shape);
+    }
+    let (buffer, operand) = dlpack::allocate(name, dtype, shape)?;
+    Ok((Product::Kept(buffer), operand))
+}
+
 /// A tensor made for a result.
 pub(crate) enum Product<'py> {
+    /// Memory that nobody is given.
+    Kept(#[allow(dead_code, reason = "held for its memory")] dlpack::Buffer),
     /// As it is handed to the caller.
     Ready(Bound<'py, PyAny>),
     /// To be taken over by the producer's library when it is written.
@@ -176,6 +195,7 @@ impl<'py> Product<'py> {
     pub(crate) fn finish(self, py: Python<'py>) -> Result<Bound<'py, PyAny>, Failure> {
         match self {
             Product::Ready(object) => Ok(object),
+            Product::Kept(_) => Err(Failure::door(ErrorKind::Unsupported, "no output was made", "")),
             Product::Exported { buffer, from_dlpack } => Ok(from_dlpack.call1((Bound::new(py, buffer)?,))?),
         }
     }

@@ -1,0 +1,43 @@
+//! The proof at the boundary, for every instruction set of this machine: at least 100,000 problems, counted and printed.
+
+use std::io::Write;
+use std::time::Instant;
+
+use rapt_core::{Arch, Caps, Operands, SerialExecutor, Workspace};
+use rapt_testkit::{Engine, Proof, Report, proof};
+
+const LEAST: usize = 100_000;
+
+fn engine(arch: Arch) -> Box<Engine<'static>> {
+    let mut workspace = Workspace::new();
+    Box::new(move |spec, tensors| {
+        let plan = rapt_cpu::select(spec, &Caps { arch, threads: 1, clock_hz: None })?;
+        workspace.ensure(plan.workspace_bytes)?;
+        let mut operands = Operands::check(tensors, spec)?;
+        plan.certificate(&operands)?;
+        rapt_cpu::run(&plan, &mut operands, &mut workspace, &SerialExecutor)
+    })
+}
+
+#[test]
+fn a_hundred_thousand_problems_between_pages() {
+    let start = Instant::now();
+    let mut all = Report::default();
+    let mut failures = Vec::new();
+    for &arch in rapt_cpu::available() {
+        match proof(&|| engine(arch), &Proof::default()) {
+            Ok(report) => {
+                assert_eq!(report.count("unsupported"), 0, "{}", arch.name());
+                all.merge(&report);
+            }
+            Err(failure) => failures.push(format!("{}: {failure}", arch.name())),
+        }
+    }
+    assert!(failures.is_empty(), "{}", failures.join("\n"));
+    let names: Vec<&str> = rapt_cpu::available().iter().map(|arch| arch.name()).collect();
+    // Past the capture of the test harness: the count is part of what a run says.
+    let seconds = start.elapsed().as_secs();
+    let _ = writeln!(std::io::stderr(), "proof on {}: {all}; {seconds} s", names.join(" and "));
+    assert!(all.count("problems") >= LEAST, "{all}");
+    assert_eq!(all.count("guard page"), all.count("problems"));
+}

@@ -1,0 +1,69 @@
+//! The fuzz targets as plain functions: bytes in, whether the request was accepted out, a panic where a promise is broken.
+//!
+//! ```text
+//! spec       sizes, strides, dtypes, options ─► Spec ─► select       refused by a typed error, or planned without wrapping
+//! operands   tensors in one arena            ─► Operands ─► run      each proof found again address by address; nothing else written
+//! dlpack     a DLTensor as a producer fills it ─► View ─► Spec       what is not sound is refused before it is followed
+//! explain    a request with its outputs      ─► Plan ─► text         every row said, every number finite, the certificate's facts
+//! ```
+//!
+//! `fuzz/` wraps each in a libFuzzer binary; `tests/corpus.rs` replays the corpus with the stable compiler. A further
+//! target is one function here, one line in [`TARGETS`] and one binary there. Deliberately absent: libFuzzer, and randomness of its own.
+
+mod dlpack;
+#[path = "../../../bindings/python/src/convert/dlpack_abi.rs"]
+mod dlpack_abi;
+mod explain;
+mod operands;
+mod sketch;
+mod spec;
+
+pub use dlpack::dlpack;
+pub use explain::explain;
+pub use operands::operands;
+pub use spec::spec;
+
+/// A target: whether what `data` describes was accepted.
+pub type Target = fn(data: &[u8]) -> bool;
+
+/// Every target by name, which is also that of its corpus and of its binary.
+pub const TARGETS: [(&str, Target); 4] =
+    [("spec", spec), ("operands", operands), ("dlpack", dlpack), ("explain", explain)];
+
+/// What every refusal owes: a message, and a family that a binding can map.
+///
+/// # Panics
+/// If it does not say what it refuses.
+fn check_refusal(error: &rapt::Error) {
+    let text = error.to_string();
+    assert!(text.len() > 8, "{error:?} says {text:?}");
+    if let Some(tensor) = error.tensor() {
+        assert!(text.contains(tensor), "{text:?} does not name {tensor}");
+    }
+    let _ = error.kind();
+}
+
+/// The next of a stream of numbers that is the same everywhere and for ever: splitmix64 (Steele, Lea and Flood 2014).
+pub fn next(state: &mut u64) -> u64 {
+    *state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    let z = (*state ^ (*state >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    z ^ (z >> 31)
+}
+
+/// `data` with one to four bytes put in, taken out, replaced or flipped in a bit.
+#[must_use]
+pub fn mutate(data: &[u8], state: &mut u64) -> Vec<u8> {
+    let mut data = data.to_vec();
+    for _ in 0..1 + next(state) % 4 {
+        let at = (next(state) % (data.len() as u64 + 1)) as usize;
+        match next(state) % 4 {
+            0 => data.insert(at, next(state) as u8),
+            1 if at < data.len() => drop(data.remove(at)),
+            2 if at < data.len() => data[at] = next(state) as u8,
+            _ if at < data.len() => data[at] ^= 1 << (next(state) % 8),
+            _ => {}
+        }
+    }
+    data
+}

@@ -1,0 +1,253 @@
+//! Tensors in one arena: what `Operands` proves is found again address by address, and a run writes out and lse and nothing else.
+//!
+//! Data layout: an arena of [`ARENA`] bytes, each tensor at an offset of its own, in a gap between its neighbours or across
+//! them. Every element of the arena is a finite number whatever dtype reads it.
+
+use arbitrary::{Result as Parsed, Unstructured};
+use rapt::{Device, Engine, Error, Executor, Extent, Operands, Queue, Result, SerialExecutor, Tensors, View, ViewMut};
+use std::sync::OnceLock;
+
+use crate::check_refusal;
+use crate::explain::spec_of;
+use crate::sketch::{Request, Scale, Sketch};
+
+/// Bytes of the arena.
+const ARENA: usize = 1 << 12;
+
+/// Whether the bytes describe operands that are accepted.
+///
+/// # Panics
+/// If a proof does not hold, or a run reads or writes what is not its own.
+#[must_use]
+pub fn operands(data: &[u8]) -> bool {
+    let mut u = Unstructured::new(data);
+    let Ok((request, offsets)) = parse(&mut u) else { return false };
+    match run(&request, offsets) {
+        Ok(()) => true,
+        Err(error) => {
+            check_refusal(&error);
+            false
+        }
+    }
+}
+
+type Offsets = [usize; 8];
+
+/// The sketches in the order of their offsets.
+fn sketches(request: &Request) -> [Option<&Sketch>; 8] {
+    let Request { q, k, v, mask, sinks, alibi_slopes, out, lse, .. } = request;
+    [Some(q), Some(k), Some(v), mask.as_ref(), sinks.as_ref(), alibi_slopes.as_ref(), Some(out), lse.as_ref()]
+}
+
+/// The bytes reached, relative to element 0, where that is a small number.
+fn reach(sketch: &Sketch) -> Option<(usize, usize)> {
+    if sketch.shape.contains(&0) {
+        return Some((0, 0));
+    }
+    let (mut before, mut after) = (0usize, 1usize);
+    for (&n, &stride) in sketch.shape.iter().zip(sketch.strides.iter()) {
+        let span = (n - 1).checked_mul(stride.unsigned_abs())?;
+        if stride < 0 { before = before.checked_add(span)? } else { after = after.checked_add(span)? }
+    }
+    let size = sketch.dtype.size_bytes();
+    Some((before.checked_mul(size)?, after.checked_mul(size)?))
+}
+
+fn parse(u: &mut Unstructured<'_>) -> Parsed<(Request, Offsets)> {
+    let request = Request::new(u, Scale::Small)?;
+    let mut offsets = [0; 8];
+    let mut end = 0usize;
+    for (offset, sketch) in offsets.iter_mut().zip(sketches(&request)) {
+        let Some(sketch) = sketch else { continue };
+        let size = sketch.dtype.size_bytes().max(1);
+        let (before, after) = reach(sketch).unwrap_or((0, 0));
+        let start = end.next_multiple_of(size) + before.next_multiple_of(size);
+        *offset = match u.int_in_range(0..=15u8)? {
+            // Anywhere, over others too.
+            14 => usize::from(u.arbitrary::<u16>()?) / size * size % ARENA,
+            15 => usize::from(u.arbitrary::<u16>()?) % ARENA,
+            // Between the elements of the tensor before.
+            13 => start.saturating_sub(size * usize::from(u.arbitrary::<u8>()?)),
+            _ => start,
+        };
+        end = end.max(offset.saturating_add(after));
+    }
+    Ok((request, offsets))
+}
+
+fn run(request: &Request, offsets: Offsets) -> Result<()> {
+    // Words: aligned for every dtype.
+    let mut arena = filled().to_vec();
+    let base: *mut u8 = arena.as_mut_ptr().cast();
+    let before = contents(base);
+    let extent = Extent::Proven { address: base as usize, len_bytes: ARENA };
+    let view = |tensor, sketch: &Sketch, at: usize| {
+        let Sketch { dtype, shape, strides } = *sketch;
+        // SAFETY: the extent is that of the arena, whose bytes are initialised and valid in every dtype (0 or 1 each);
+        // outputs that meet an input are refused before anything is read or written.
+        unsafe { View::from_raw_parts(tensor, base.wrapping_add(at), dtype, shape, strides, Device::Cpu, extent) }
+    };
+    let view_mut = |tensor, sketch: &Sketch, at: usize| {
+        let Sketch { dtype, shape, strides } = *sketch;
+        // SAFETY: as above.
+        unsafe { ViewMut::from_raw_parts(tensor, base.wrapping_add(at), dtype, shape, strides, Device::Cpu, extent) }
+    };
+    let tensors = || -> Result<Tensors<'_>> {
+        let optional =
+            |tensor, sketch: &Option<Sketch>, at| sketch.as_ref().map(|sketch| view(tensor, sketch, at)).transpose();
+        Ok(Tensors {
+            q: view("q", &request.q, offsets[0])?,
+            k: view("k", &request.k, offsets[1])?,
+            v: view("v", &request.v, offsets[2])?,
+            mask: optional("mask", &request.mask, offsets[3])?,
+            sinks: optional("sinks", &request.sinks, offsets[4])?,
+            alibi_slopes: optional("alibi_slopes", &request.alibi_slopes, offsets[5])?,
+            out: view_mut("out", &request.out, offsets[6])?,
+            lse: request.lse.as_ref().map(|lse| view_mut("lse", lse, offsets[7])).transpose()?,
+        })
+    };
+    let first = tensors()?;
+    let spec = spec_of(&first, request)?;
+    // Every view was built, so each of its bytes lies in the arena.
+    let sets = sketches(request);
+    let sets: [Option<Bytes>; 8] = std::array::from_fn(|n| sets[n].map(|sketch| Bytes::of(sketch, offsets[n])));
+    let mut checked = match Operands::check(first, &spec) {
+        Ok(checked) => checked,
+        Err(error) => {
+            check_overlap(&error, &sets, request);
+            return Err(error);
+        }
+    };
+    let mut written = Bytes::none();
+    for (set, sketch) in sets.iter().zip(sketches(request)).skip(6) {
+        let (Some(set), Some(sketch)) = (set, sketch) else { continue };
+        assert_eq!(set.count(), numel(sketch) * sketch.dtype.size_bytes(), "injective");
+        assert!(!set.meets(&written), "the outputs apart");
+        written.add(set);
+    }
+    assert!(sets[..6].iter().flatten().all(|set| !set.meets(&written)), "inputs apart from outputs");
+
+    let engine = engine();
+    let plan = engine.plan_for(&spec, 1)?;
+    let certificate = plan.certificate(&checked)?;
+    assert!(certificate.is_proven(), "the arena is known");
+    assert_eq!(certificate.injective[0].elements, numel(&request.out) as u128);
+    let queue = Queue::Host(&SerialExecutor as &dyn Executor);
+    engine.run_on(&plan, &mut checked, &queue)?;
+    let now = contents(base);
+    // With the outputs put back, everything is as before.
+    let mut restored = now.clone();
+    written.each(|at| restored[at] = before[at]);
+    assert!(restored == before, "a byte outside out and lse was written");
+    // Outputs filled otherwise before the run come out the same: every byte of them is written, and none is read.
+    written.each(|at| {
+        // SAFETY: inside the arena; no view is read meanwhile.
+        unsafe { base.add(at).write(!now[at]) }
+    });
+    engine.run_on(&plan, &mut Operands::check(tensors()?, &spec)?, &queue)?;
+    assert!(contents(base) == now, "the same bits twice, wherever the outputs started from");
+    drop(arena);
+    Ok(())
+}
+
+fn numel(sketch: &Sketch) -> usize {
+    sketch.shape.iter().product()
+}
+
+/// A refusal for overlap is a real one.
+fn check_overlap(error: &Error, sets: &[Option<Bytes>; 8], request: &Request) {
+    const NAMES: [&str; 8] = ["q", "k", "v", "mask", "sinks", "alibi_slopes", "out", "lse"];
+    let at = |name: &str| NAMES.iter().position(|known| *known == name).expect("an operand");
+    let of = |name: &str| sets[at(name)].as_ref().expect("a tensor that is there");
+    match error {
+        Error::OutputOverlaps { tensor, other } => {
+            assert!(of(tensor).meets(of(other)), "{tensor} and {other} share no byte");
+        }
+        Error::OutputOverlapsItself { tensor, .. } => {
+            let sketch = sketches(request)[at(tensor)].expect("a tensor that is there");
+            assert!(of(tensor).count() < numel(sketch) * sketch.dtype.size_bytes(), "{tensor} is injective");
+        }
+        Error::OverlapUndecided { .. } => panic!("a small case is undecided: {request:?}"),
+        _ => {}
+    }
+}
+
+const WORDS: usize = ARENA / 64;
+
+/// A set of bytes of the arena, found without any of rapt-core's arithmetic.
+#[derive(Clone)]
+struct Bytes([u64; WORDS]);
+
+impl Bytes {
+    fn none() -> Self {
+        Bytes([0; WORDS])
+    }
+
+    /// Every byte of every element.
+    fn of(sketch: &Sketch, at: usize) -> Self {
+        let mut set = Bytes::none();
+        if sketch.shape.contains(&0) {
+            return set;
+        }
+        let size = sketch.dtype.size_bytes();
+        // From the lowest address up, so that no step leaves the arena on the way.
+        let (below, _) = reach(sketch).expect("inside the arena");
+        set.0[(at - below) / 64] |= 1 << ((at - below) % 64);
+        let steps =
+            sketch.shape.iter().zip(sketch.strides.iter()).map(|(&n, stride)| (n, stride.unsigned_abs() * size));
+        for (n, step) in steps.chain([(size, 1)]).filter(|(n, step)| *n > 1 && *step > 0) {
+            let one = set.clone();
+            (1..n).for_each(|i| set.add(&one.moved(i * step)));
+        }
+        set
+    }
+
+    fn moved(&self, by: usize) -> Self {
+        let (words, bits) = (by / 64, by % 64);
+        let from = |at: Option<usize>| at.map_or(0, |at| self.0[at]);
+        Bytes(std::array::from_fn(|at| {
+            let low = from(at.checked_sub(words)) << bits;
+            let carry = if bits == 0 { 0 } else { from(at.checked_sub(words + 1)) >> (64 - bits) };
+            low | carry
+        }))
+    }
+
+    fn add(&mut self, other: &Bytes) {
+        self.0.iter_mut().zip(other.0).for_each(|(word, other)| *word |= other);
+    }
+
+    fn meets(&self, other: &Bytes) -> bool {
+        self.0.iter().zip(other.0).any(|(word, other)| word & other != 0)
+    }
+
+    fn each(&self, mut visit: impl FnMut(usize)) {
+        for (at, &word) in self.0.iter().enumerate() {
+            let mut rest = word;
+            while rest != 0 {
+                visit(64 * at + rest.trailing_zeros() as usize);
+                rest &= rest - 1;
+            }
+        }
+    }
+
+    fn count(&self) -> usize {
+        self.0.iter().map(|word| word.count_ones() as usize).sum()
+    }
+}
+
+fn engine() -> &'static Engine {
+    static ENGINE: OnceLock<Engine> = OnceLock::new();
+    ENGINE.get_or_init(|| Engine::new(Some(1)).expect("one thread, and the instruction set of this machine"))
+}
+
+/// Each byte is 0 or 1 (a bool), and each number that any dtype reads from them is tiny and finite.
+fn filled() -> &'static [u64] {
+    static FILLED: OnceLock<Vec<u64>> = OnceLock::new();
+    let word = |n: u64| n.wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(17) & 0x0101_0101_0101_0101;
+    FILLED.get_or_init(|| (0..ARENA as u64 / 8).map(word).collect())
+}
+
+fn contents(base: *const u8) -> Vec<u8> {
+    // SAFETY: the arena, alive in the caller; no output is being written.
+    unsafe { std::slice::from_raw_parts(base, ARENA) }.to_vec()
+}
