@@ -4,12 +4,14 @@
 //! spec       sizes, strides, dtypes, options ─► Spec ─► select       refused by a typed error, or planned without wrapping
 //! operands   tensors in one arena            ─► Operands ─► run      each proof found again address by address; nothing else written
 //! dlpack     a DLTensor as a producer fills it ─► View ─► Spec       what is not sound is refused before it is followed
+//! c_abi      the same through rapt.h         ─► an error code            refusals change nothing; what is served writes its own bytes alone
 //! explain    a request with its outputs      ─► Plan ─► text         every row said, every number finite, the certificate's facts
 //! ```
 //!
 //! `fuzz/` wraps each in a libFuzzer binary; `tests/corpus.rs` replays the corpus with the stable compiler. A further
 //! target is one function here, one line in [`TARGETS`] and one binary there. Deliberately absent: libFuzzer, and randomness of its own.
 
+mod c;
 mod dlpack;
 #[path = "../../../bindings/python/src/convert/dlpack_abi.rs"]
 mod dlpack_abi;
@@ -18,6 +20,7 @@ mod operands;
 mod sketch;
 mod spec;
 
+pub use c::c_abi;
 pub use dlpack::dlpack;
 pub use explain::explain;
 pub use operands::operands;
@@ -27,8 +30,8 @@ pub use spec::spec;
 pub type Target = fn(data: &[u8]) -> bool;
 
 /// Every target by name, which is also that of its corpus and of its binary.
-pub const TARGETS: [(&str, Target); 4] =
-    [("spec", spec), ("operands", operands), ("dlpack", dlpack), ("explain", explain)];
+pub const TARGETS: [(&str, Target); 5] =
+    [("spec", spec), ("operands", operands), ("dlpack", dlpack), ("c_abi", c_abi), ("explain", explain)];
 
 /// What every refusal owes: a message, and a family that a binding can map.
 ///

@@ -12,7 +12,7 @@ use crate::explain::spec_of;
 use crate::sketch::{Request, Scale, Sketch};
 
 /// Bytes of the arena.
-const ARENA: usize = 1 << 12;
+pub(crate) const ARENA: usize = 1 << 12;
 
 /// Whether the bytes describe operands that are accepted.
 ///
@@ -31,16 +31,16 @@ pub fn operands(data: &[u8]) -> bool {
     }
 }
 
-type Offsets = [usize; 8];
+pub(crate) type Offsets = [usize; 8];
 
 /// The sketches in the order of their offsets.
-fn sketches(request: &Request) -> [Option<&Sketch>; 8] {
+pub(crate) fn sketches(request: &Request) -> [Option<&Sketch>; 8] {
     let Request { q, k, v, mask, sinks, alibi_slopes, out, lse, .. } = request;
     [Some(q), Some(k), Some(v), mask.as_ref(), sinks.as_ref(), alibi_slopes.as_ref(), Some(out), lse.as_ref()]
 }
 
 /// The bytes reached, relative to element 0, where that is a small number.
-fn reach(sketch: &Sketch) -> Option<(usize, usize)> {
+pub(crate) fn reach(sketch: &Sketch) -> Option<(usize, usize)> {
     if sketch.shape.contains(&0) {
         return Some((0, 0));
     }
@@ -53,7 +53,7 @@ fn reach(sketch: &Sketch) -> Option<(usize, usize)> {
     Some((before.checked_mul(size)?, after.checked_mul(size)?))
 }
 
-fn parse(u: &mut Unstructured<'_>) -> Parsed<(Request, Offsets)> {
+pub(crate) fn parse(u: &mut Unstructured<'_>) -> Parsed<(Request, Offsets)> {
     let request = Request::new(u, Scale::Small)?;
     let mut offsets = [0; 8];
     let mut end = 0usize;
@@ -176,15 +176,15 @@ const WORDS: usize = ARENA / 64;
 
 /// A set of bytes of the arena, found without any of rapt-core's arithmetic.
 #[derive(Clone)]
-struct Bytes([u64; WORDS]);
+pub(crate) struct Bytes([u64; WORDS]);
 
 impl Bytes {
-    fn none() -> Self {
+    pub(crate) fn none() -> Self {
         Bytes([0; WORDS])
     }
 
     /// Every byte of every element.
-    fn of(sketch: &Sketch, at: usize) -> Self {
+    pub(crate) fn of(sketch: &Sketch, at: usize) -> Self {
         let mut set = Bytes::none();
         if sketch.shape.contains(&0) {
             return set;
@@ -212,7 +212,7 @@ impl Bytes {
         }))
     }
 
-    fn add(&mut self, other: &Bytes) {
+    pub(crate) fn add(&mut self, other: &Bytes) {
         self.0.iter_mut().zip(other.0).for_each(|(word, other)| *word |= other);
     }
 
@@ -220,7 +220,7 @@ impl Bytes {
         self.0.iter().zip(other.0).any(|(word, other)| word & other != 0)
     }
 
-    fn each(&self, mut visit: impl FnMut(usize)) {
+    pub(crate) fn each(&self, mut visit: impl FnMut(usize)) {
         for (at, &word) in self.0.iter().enumerate() {
             let mut rest = word;
             while rest != 0 {
@@ -241,13 +241,13 @@ fn engine() -> &'static Engine {
 }
 
 /// Each byte is 0 or 1 (a bool), and each number that any dtype reads from them is tiny and finite.
-fn filled() -> &'static [u64] {
+pub(crate) fn filled() -> &'static [u64] {
     static FILLED: OnceLock<Vec<u64>> = OnceLock::new();
     let word = |n: u64| n.wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(17) & 0x0101_0101_0101_0101;
     FILLED.get_or_init(|| (0..ARENA as u64 / 8).map(word).collect())
 }
 
-fn contents(base: *const u8) -> Vec<u8> {
+pub(crate) fn contents(base: *const u8) -> Vec<u8> {
     // SAFETY: the arena, alive in the caller; no output is being written.
     unsafe { std::slice::from_raw_parts(base, ARENA) }.to_vec()
 }

@@ -1,0 +1,225 @@
+//! A call of rapt_attention() as C makes it: the requests of `operands`, bent in what only C can bend.
+//!
+//! Data layout: after the request and its offsets, choices that bend one part of the call each: NULL and unaligned pointers,
+//! codes and sizes of any value, numbers without their bit. Every tensor tells the arena as its storage, so that no word of
+//! the caller is false and whatever is accepted may be run. Deliberately absent: pointers to nothing, which C cannot tell.
+
+use std::ffi::{CStr, c_void};
+use std::ptr::null;
+use std::sync::OnceLock;
+
+use arbitrary::{Result as Parsed, Unstructured};
+use c::{
+    rapt_attention, rapt_device, rapt_engine, rapt_engine_create, rapt_error, rapt_explain, rapt_given,
+    rapt_last_error, rapt_last_error_code, rapt_options, rapt_string_free, rapt_tensor,
+};
+use rapt::{Causal, DType, Layout, Shape, Strides};
+
+use crate::operands::{ARENA, Bytes, Offsets, contents, filled, parse, sketches};
+use crate::sketch::{Request, Sketch, once_in};
+
+/// The engine of every call, as an address: it may be used from any thread.
+struct Owned(*mut rapt_engine);
+// SAFETY: promised by rapt_engine_create().
+unsafe impl Send for Owned {}
+// SAFETY: as above.
+unsafe impl Sync for Owned {}
+
+fn engine() -> *mut rapt_engine {
+    static ENGINE: OnceLock<Owned> = OnceLock::new();
+    ENGINE.get_or_init(|| Owned(rapt_engine_create(1))).0
+}
+
+/// Whether the bytes describe a call that is served.
+///
+/// # Panics
+/// If a refusal says nothing or changes a byte, a call writes what is not its own, or the same call answers otherwise.
+#[must_use]
+pub fn c_abi(data: &[u8]) -> bool {
+    let mut u = Unstructured::new(data);
+    let Ok((request, offsets)) = parse(&mut u) else { return false };
+    let mut call = Call::new(&request, offsets);
+    if call.bend(&mut u).is_err() {
+        return false;
+    }
+    call.run(offsets)
+}
+
+/// Everything behind the pointers of one call.
+struct Call {
+    arena: Vec<u64>,
+    arrays: [([i64; 8], [i64; 8]); 8],
+    tensors: [Option<rapt_tensor>; 8],
+    options: rapt_options,
+    /// Which of engine, q, k, v, out and options are NULL, and which lie one byte off.
+    bent: [Bent; 6],
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Bent {
+    No,
+    Null,
+    Unaligned,
+}
+
+impl Bent {
+    fn apply<T>(self, pointer: *const T) -> *const T {
+        match self {
+            Bent::No => pointer,
+            Bent::Null => null(),
+            Bent::Unaligned => pointer.wrapping_byte_add(1),
+        }
+    }
+}
+
+impl Call {
+    fn new(request: &Request, offsets: Offsets) -> Self {
+        let arena = filled().to_vec();
+        let base = arena.as_ptr().cast::<u8>().cast_mut();
+        let mut arrays = [([0; 8], [0; 8]); 8];
+        let mut tensors = [None; 8];
+        for (n, sketch) in sketches(request).into_iter().enumerate() {
+            let Some(sketch) = sketch else { continue };
+            for (d, (&size, &stride)) in sketch.shape.iter().zip(sketch.strides.iter()).enumerate() {
+                arrays[n].0[d] = size as i64;
+                arrays[n].1[d] = stride as i64;
+            }
+            tensors[n] = Some(rapt_tensor {
+                data: base.wrapping_add(offsets[n]).cast::<c_void>(),
+                dtype: i32::from(sketch.dtype.code()),
+                device: rapt_device::RAPT_DEVICE_CPU as i32,
+                device_index: 0,
+                ndim: sketch.shape.len() as i32,
+                shape: null(),
+                strides: null(),
+                storage_bytes: ARENA as i64,
+                storage: base.cast(),
+            });
+        }
+        let asked = &request.options;
+        let (mut given, window) = (0, asked.window);
+        let bits = [
+            (asked.softmax_scale.is_some(), rapt_given::RAPT_GIVEN_SOFTMAX_SCALE),
+            (asked.softcap.is_some(), rapt_given::RAPT_GIVEN_SOFTCAP),
+            (window.left.is_some(), rapt_given::RAPT_GIVEN_WINDOW_LEFT),
+            (window.right.is_some(), rapt_given::RAPT_GIVEN_WINDOW_RIGHT),
+        ];
+        for (_, bit) in bits.into_iter().filter(|(is_given, _)| *is_given) {
+            given |= bit as u32;
+        }
+        let options = rapt_options {
+            size: size_of::<rapt_options>(),
+            given,
+            causal: match asked.causal {
+                None => 0,
+                Some(Causal::TopLeft) => 1,
+                Some(Causal::BottomRight) => 2,
+            },
+            layout: i32::from(asked.layout == Layout::Bshd),
+            out_dtype: asked.out_dtype.map_or(0, |dtype| i32::from(dtype.code())),
+            softmax_scale: asked.softmax_scale.unwrap_or(0.0),
+            softcap: asked.softcap.unwrap_or(0.0),
+            window_left: window.left.map_or(0, |keys| keys as i64),
+            window_right: window.right.map_or(0, |keys| keys as i64),
+            mask: null(),
+            sinks: null(),
+            alibi_slopes: null(),
+            lse: null(),
+        };
+        Call { arena, arrays, tensors, options, bent: [Bent::No; 6] }
+    }
+
+    /// Changes one part in about a quarter of the calls.
+    fn bend(&mut self, u: &mut Unstructured<'_>) -> Parsed<()> {
+        if !once_in(u, 4)? {
+            return Ok(());
+        }
+        let at = usize::from(u.int_in_range(0..=7u8)?);
+        let code: i32 = u.arbitrary()?;
+        match u.int_in_range(0..=11u8)? {
+            0 => self.bent[at % 6] = Bent::Null,
+            1 => self.bent[at % 6] = Bent::Unaligned,
+            2 => self.options.size = code as usize,
+            3 => self.options.given = code.cast_unsigned(),
+            4 => self.options.causal = code,
+            5 => self.options.layout = code,
+            6 => self.options.out_dtype = code,
+            kind => {
+                let Some(tensor) = &mut self.tensors[at] else { return Ok(()) };
+                match kind {
+                    7 => tensor.dtype = code,
+                    8 => tensor.device = code,
+                    9 => tensor.device_index = code,
+                    // More dimensions than the arrays hold are refused before they are read.
+                    10 => tensor.ndim = if code % 2 == 0 { code } else { code % 9 },
+                    _ => tensor.storage_bytes = i64::from(code).clamp(i64::MIN, ARENA as i64),
+                }
+                // What is not told is taken at its word, which would be false here.
+                if matches!(tensor.storage_bytes, 0 | -1) {
+                    tensor.storage_bytes = 1;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// The bytes of an accepted tensor, as its struct says.
+    fn said(&self, n: usize, offset: usize) -> Option<Bytes> {
+        let tensor = self.tensors[n].as_ref()?;
+        let rank = tensor.ndim as usize;
+        let sizes: Vec<usize> = self.arrays[n].0[..rank].iter().map(|&size| size as usize).collect();
+        let steps: Vec<isize> = self.arrays[n].1[..rank].iter().map(|&stride| stride as isize).collect();
+        let dtype = DType::from_code(tensor.dtype as u8).ok()?;
+        Some(Bytes::of(&Sketch { dtype, shape: Shape::new(&sizes)?, strides: Strides::new(&steps)? }, offset))
+    }
+
+    fn run(mut self, offsets: Offsets) -> bool {
+        for (tensor, (shape, strides)) in self.tensors.iter_mut().zip(&self.arrays) {
+            if let Some(tensor) = tensor {
+                (tensor.shape, tensor.strides) = (shape.as_ptr(), strides.as_ptr());
+            }
+        }
+        let tensors = &self.tensors;
+        let at = |n: usize| tensors[n].as_ref().map_or(null(), std::ptr::from_ref);
+        (self.options.mask, self.options.sinks) = (at(3), at(4));
+        (self.options.alibi_slopes, self.options.lse) = (at(5), at(7));
+        let base = self.arena.as_mut_ptr().cast::<u8>();
+        let before = contents(base);
+        let [of_engine, of_q, of_k, of_v, of_out, of_options] = self.bent;
+        let engine = of_engine.apply(engine().cast_const());
+        let (q, k, v, out) = (of_q.apply(at(0)), of_k.apply(at(1)), of_v.apply(at(2)), of_out.apply(at(6)));
+        let options = of_options.apply(&raw const self.options);
+        // SAFETY: every pointer leads to what it says, or is NULL or unaligned; every tensor tells its storage.
+        let answer = unsafe { rapt_attention(engine, q, k, v, out, options) };
+        let after = contents(base);
+        if answer == rapt_error::RAPT_OK {
+            let mut restored = after.clone();
+            let outputs = [6, 7].into_iter().filter(|&n| n == 6 || !options.is_null());
+            for sketch in outputs.filter_map(|n| self.said(n, offsets[n])) {
+                sketch.each(|byte| restored[byte] = before[byte]);
+            }
+            assert!(restored == before, "a byte outside out and lse was written");
+        } else {
+            // SAFETY: the message of this thread.
+            let message = unsafe { CStr::from_ptr(rapt_last_error()) };
+            assert!(message.count_bytes() > 8 && rapt_last_error_code() == answer, "{answer:?} says {message:?}");
+            assert_ne!(answer, rapt_error::RAPT_ERROR_INTERNAL, "{message:?}");
+            assert!(after == before, "a refused call wrote");
+        }
+        let mut text = std::ptr::null_mut();
+        // SAFETY: as above.
+        let explained = unsafe { rapt_explain(engine, q, k, v, out, options, &raw mut text) };
+        assert_eq!(explained, answer, "explain and attention agree on what is served");
+        assert_eq!(text.is_null(), answer != rapt_error::RAPT_OK);
+        // SAFETY: of rapt_explain(), or NULL.
+        unsafe { rapt_string_free(text) };
+        if answer != rapt_error::RAPT_OK {
+            return false;
+        }
+        // Once more, now that the call is known.
+        // SAFETY: as above.
+        let again = unsafe { rapt_attention(engine, q, k, v, out, options) };
+        assert!(again == answer && contents(base) == after, "the same call, the same bits");
+        true
+    }
+}
