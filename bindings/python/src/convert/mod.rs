@@ -141,8 +141,8 @@ pub(crate) fn allocate<'py>(
     };
     match kind {
         Kind::Torch => {
-            let object = torch::empty(q, dtype, &shape)?;
-            let operand = torch::read(name, &object)?;
+            let object = torch::empty(q.py(), dtype, shape)?;
+            let operand = torch::read_plain(name, &object)?;
             Ok(ready(object, operand))
         }
         Kind::Numpy => {
