@@ -11,6 +11,7 @@ use half::{bf16, f16};
 use rapt::{Arch, Causal, DType, Element, Engine, Options, Result, Strides, Tensor, Tensors, Threads, View};
 use serde_json::json;
 
+use crate::formula::{Formula, Mask, relative_error, sample};
 use crate::{Outcome, table};
 
 #[derive(ClapArgs, Debug)]
@@ -120,12 +121,12 @@ fn threads_from(threads: Threads) -> &'static str {
     }
 }
 
-fn platform() -> String {
+pub(crate) fn platform() -> String {
     format!("{}-{}", std::env::consts::OS, std::env::consts::ARCH)
 }
 
 /// As Linux tells it; elsewhere the architecture.
-fn cpu_name() -> String {
+pub(crate) fn cpu_name() -> String {
     let text = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     let line = text.lines().find(|line| line.starts_with("model name"));
     let name = line.and_then(|line| line.split_once(':')).map(|(_, name)| name.trim().to_owned());
@@ -154,16 +155,21 @@ fn self_test(engine: &Engine) -> Vec<Case> {
     cases
 }
 
-/// Sixteenths in −1..1.
-fn sample(seed: usize, len: usize) -> Vec<f64> {
-    (0..len).map(|n| (((n * 7 + seed * 13) * 37 % 33) as f64 - 16.0) / 16.0).collect()
-}
-
 /// The relative L2 error of one dtype's run.
 fn error_of<T: Element>(engine: &Engine, q_len: usize, narrow: fn(f64) -> T, widen: fn(T) -> f64) -> Result<f64> {
     let q = sample(1, HEADS * q_len * HEAD_DIM);
     let (k, v) = (sample(2, KV_HEADS * KV_LEN * HEAD_DIM), sample(3, KV_HEADS * KV_LEN * HEAD_DIM));
-    let expected = formula(q_len, &q, &k, &v);
+    let formula = Formula {
+        heads: HEADS,
+        kv_heads: KV_HEADS,
+        q_len,
+        kv_len: KV_LEN,
+        head_dim: HEAD_DIM,
+        head_dim_v: HEAD_DIM,
+        options: Options::default().with_causal(Causal::BottomRight),
+        mask: Mask::None,
+    };
+    let expected = formula.out(&q, &k, &v);
     let typed = |x: &[f64]| x.iter().map(|&x| narrow(x)).collect::<Vec<T>>();
     // K lies as [head, head_dim, key].
     let mut turned = vec![narrow(0.0); k.len()];
@@ -184,27 +190,6 @@ fn error_of<T: Element>(engine: &Engine, q_len: usize, narrow: fn(f64) -> T, wid
         out: out.view_mut()?,
         lse: None,
     };
-    engine.attention_into(tensors, &Options::default().with_causal(Causal::BottomRight))?;
-    let got = out.to_vec::<T>()?;
-    let off: f64 = got.iter().zip(&expected).map(|(&got, law)| (widen(got) - law).powi(2)).sum();
-    let whole: f64 = expected.iter().map(|law| law.powi(2)).sum();
-    Ok((off / whole).sqrt())
-}
-
-/// softmax(q·kᵀ / sqrt(head_dim))·v over the keys j ≤ i + kv_len − q_len.
-fn formula(q_len: usize, q: &[f64], k: &[f64], v: &[f64]) -> Vec<f64> {
-    let mut out = Vec::with_capacity(q.len());
-    for (row, q) in q.chunks(HEAD_DIM).enumerate() {
-        let (head, i) = (row / q_len, row % q_len);
-        let of_head = |x: &'_ [f64]| -> Vec<Vec<f64>> {
-            let keys = x.chunks(HEAD_DIM).skip(head / (HEADS / KV_HEADS) * KV_LEN);
-            keys.take(i + KV_LEN - q_len + 1).map(<[f64]>::to_vec).collect()
-        };
-        let dot = |k: &Vec<f64>| q.iter().zip(k).map(|(q, k)| q * k).sum::<f64>();
-        let p: Vec<f64> = of_head(k).iter().map(|k| (dot(k) / (HEAD_DIM as f64).sqrt()).exp()).collect();
-        let row_sum: f64 = p.iter().sum();
-        let v = of_head(v);
-        out.extend((0..HEAD_DIM).map(|d| p.iter().zip(&v).map(|(p, v)| p * v[d]).sum::<f64>() / row_sum));
-    }
-    out
+    engine.attention_into(tensors, &formula.options)?;
+    Ok(relative_error(out.to_vec::<T>()?.into_iter().map(widen), &expected))
 }
