@@ -177,7 +177,10 @@ impl TorchAbi {
     /// What `tensor` (a `torch.Tensor` whose dispatch keys are those of an ordinary one, which is strided) says of itself.
     /// `None` for anything but host memory, a computed dtype or bool, and at most [`MAX_RANK`] dimensions.
     pub(crate) fn describe(&self, tensor: &Bound<'_, PyAny>) -> Option<Described> {
-        let handle = self.handle(tensor)?;
+        self.describe_handle(&self.handle(tensor)?)
+    }
+
+    fn describe_handle(&self, handle: &Handle<'_>) -> Option<Described> {
         if handle.read(self.device_type, 0)? != self.cpu {
             return None;
         }
@@ -206,14 +209,14 @@ impl TorchAbi {
         })
     }
 
-    /// A new tensor in host memory, its elements not set. `None` where this torch hands out no Python object for one.
+    /// A new tensor in host memory, its elements not set, and what it says of itself. `None` where this torch hands out no Python object for one.
     pub(crate) fn empty_strided<'py>(
         &self,
         py: Python<'py>,
         dtype: DType,
         shape: &Shape,
         strides: &Strides,
-    ) -> Option<Bound<'py, PyAny>> {
+    ) -> Option<(Bound<'py, PyAny>, Described)> {
         let interop = self.interop?;
         let (code, _) = *self.codes.iter().find(|(_, known)| *known == dtype)?;
         let (mut sizes, mut steps) = ([0i64; MAX_RANK], [0i64; MAX_RANK]);
@@ -235,7 +238,8 @@ impl TorchAbi {
             if status != 0 {
                 return None;
             }
-            Bound::from_owned_ptr_or_opt(py, object.cast())
+            let object = Bound::from_owned_ptr_or_opt(py, object.cast())?;
+            Some((object, self.describe_handle(&handle)?))
         }
     }
 }

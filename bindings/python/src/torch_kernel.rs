@@ -85,7 +85,7 @@ struct Entry {
 }
 
 /// A new entry, and the output of the call that made it.
-type Entered<'py> = (Arc<Entry>, Bound<'py, PyAny>);
+type Entered<'py> = (Arc<Entry>, (Bound<'py, PyAny>, Operand));
 
 /// The tensors of a call.
 struct Inputs {
@@ -255,18 +255,18 @@ impl TorchKernel {
             torch_threads,
         };
         let known = self.entries.read().unwrap_or_else(PoisonError::into_inner).get(&key).map(Arc::clone);
-        let (entry, object) = match known {
+        let (entry, (object, out)) = match known {
             Some(entry) => {
                 let Form { dtype, shape, strides } = entry.given;
-                let object = torch::empty_strided(py, dtype, &shape, &strides)?;
-                (entry, object)
+                let made = torch::empty_strided(py, "out", dtype, &shape, &strides)?;
+                (entry, made)
             }
             None => match self.enter(py, call, &inputs, key)? {
                 Some(entered) => entered,
                 None => return Ok(None),
             },
         };
-        let mut out = entry.out.dress(torch::read_plain("out", &object)?);
+        let mut out = entry.out.dress(out);
         let (q, k, v) = (entry.q.dress(inputs.q), entry.k.dress(inputs.k), entry.v.dress(inputs.v));
         let mask = inputs.mask.zip(entry.mask).map(|(mask, form)| form.dress(mask));
         let planned = Home::Default.resume(Arc::clone(&entry.plan), torch_threads)?;
@@ -326,6 +326,6 @@ impl TorchKernel {
             entries.clear();
         }
         entries.insert(key, Arc::clone(&entry));
-        Ok(Some((entry, object)))
+        Ok(Some((entry, (object, out))))
     }
 }

@@ -13,7 +13,7 @@ use rapt::{DType, Device, Error, ErrorKind, Extent, Shape, Strides};
 
 use super::{Operand, shape};
 use crate::errors::Failure;
-use crate::torch_abi::{self, TorchAbi};
+use crate::torch_abi::{self, Described, TorchAbi};
 
 struct Api {
     tensor: Py<PyType>,
@@ -135,10 +135,14 @@ pub(crate) fn read(name: &'static str, tensor: &Bound<'_, PyAny>) -> Result<Oper
 
 /// What an ordinary dense CPU tensor says of itself: the caller knows that it is one.
 pub(crate) fn read_plain(name: &'static str, tensor: &Bound<'_, PyAny>) -> Result<Operand, Failure> {
-    let Some(it) = api(tensor.py()).and_then(|api| api.abi?.describe(tensor)) else {
-        return read_attributes(name, tensor);
-    };
-    Ok(Operand {
+    match api(tensor.py()).and_then(|api| api.abi?.describe(tensor)) {
+        Some(described) => Ok(operand(name, &described)),
+        None => read_attributes(name, tensor),
+    }
+}
+
+fn operand(name: &'static str, it: &Described) -> Operand {
+    Operand {
         name,
         ptr: it.ptr,
         dtype: it.dtype,
@@ -148,7 +152,7 @@ pub(crate) fn read_plain(name: &'static str, tensor: &Bound<'_, PyAny>) -> Resul
         extent: Extent::Proven { address: it.storage, len_bytes: it.storage_bytes },
         writable: true,
         _hold: None,
-    })
+    }
 }
 
 /// Refuses a tensor whose memory is not its value.
@@ -267,18 +271,19 @@ pub(crate) fn refuse_gradients(
     Ok(())
 }
 
-/// A new tensor on the host, its elements not set.
+/// A new tensor on the host, its elements not set, and what it says of itself under the name `name`.
 pub(crate) fn empty_strided<'py>(
     py: Python<'py>,
+    name: &'static str,
     dtype: DType,
     shape: &Shape,
     strides: &Strides,
-) -> Result<Bound<'py, PyAny>, Failure> {
+) -> Result<(Bound<'py, PyAny>, Operand), Failure> {
     let Some(api) = api(py) else {
         return Err(Failure::door(ErrorKind::Kind, "torch is not loaded", "`import torch`"));
     };
-    if let Some(made) = api.abi.and_then(|abi| abi.empty_strided(py, dtype, shape, strides)) {
-        return Ok(made);
+    if let Some((made, described)) = api.abi.and_then(|abi| abi.empty_strided(py, dtype, shape, strides)) {
+        return Ok((made, operand(name, &described)));
     }
     let Some((object, _)) = api.dtypes.iter().find(|(_, known)| *known == dtype) else {
         let message = format!("this torch has no dtype {dtype}");
@@ -288,11 +293,7 @@ pub(crate) fn empty_strided<'py>(
     options.set_item(intern!(py, "dtype"), object)?;
     options.set_item(intern!(py, "device"), &api.cpu)?;
     let (sizes, steps) = (PyTuple::new(py, shape.iter())?, PyTuple::new(py, strides.iter())?);
-    Ok(api.empty_strided.bind(py).call((sizes, steps), Some(&options))?)
-}
-
-/// A new row-major tensor on the host.
-pub(crate) fn empty<'py>(py: Python<'py>, dtype: DType, shape: Shape) -> Result<Bound<'py, PyAny>, Failure> {
-    let strides = shape.contiguous().ok_or(Error::Overflow { tensor: "out", shape, strides: Strides::from([]) })?;
-    empty_strided(py, dtype, &shape, &strides)
+    let made = api.empty_strided.bind(py).call((sizes, steps), Some(&options))?;
+    let operand = read_plain(name, &made)?;
+    Ok((made, operand))
 }

@@ -165,8 +165,7 @@ impl Report {
 
     /// A bar per row: per cent of the ceiling that holds it (DRAM for decode, else FMA).
     pub(crate) fn svg(&self) -> String {
-        // The first row stands at the top.
-        let bars = self.rows.iter().rev().filter_map(|(row, timing)| {
+        let bars = self.rows.iter().filter_map(|(row, timing)| {
             let it = Figures::of(row, timing)?;
             let (share, of) = if timing.plan.key.kernel == rapt::Kernel::Decode {
                 (it.of_dram, "% DRAM")
