@@ -12,6 +12,9 @@ use crate::convert::{Kind, torch};
 use crate::errors::Failure;
 use crate::torch_pool::{self, TorchPool};
 
+/// Work below this keeps the GIL: it takes a few microseconds, and another thread may hold the GIL for 5 ms once it has it.
+const GIL_FLOPS: f64 = 200_000.0;
+
 /// An engine as a call holds it.
 #[derive(Clone)]
 pub(crate) enum Home {
@@ -31,7 +34,8 @@ impl Home {
     }
 
     /// torch's threads, if this call runs on them.
-    fn torch_threads(engine: &Engine, py: Python<'_>, kind: Kind) -> Result<Option<usize>, Failure> {
+    pub(crate) fn torch_threads(&self, py: Python<'_>, kind: Kind) -> Result<Option<usize>, Failure> {
+        let engine = self.engine()?;
         if kind != Kind::Torch || matches!(engine.threads(), Threads::Asked(_)) {
             return Ok(None);
         }
@@ -44,12 +48,17 @@ impl Home {
     /// What will run for `spec`, and on whose threads.
     pub(crate) fn plan(&self, py: Python<'_>, kind: Kind, spec: &Spec) -> Result<Planned<'_>, Failure> {
         let engine = self.engine()?;
-        let torch_threads = Home::torch_threads(engine, py, kind)?;
+        let torch_threads = self.torch_threads(py, kind)?;
         let plan = match torch_threads {
             Some(threads) => engine.plan_for(spec, threads)?,
             None => engine.plan(spec)?,
         };
         Ok(Planned { engine, plan, torch_threads })
+    }
+
+    /// A plan made before for as many threads.
+    pub(crate) fn resume(&self, plan: Arc<Plan>, torch_threads: Option<usize>) -> Result<Planned<'_>, Failure> {
+        Ok(Planned { engine: self.engine()?, plan, torch_threads })
     }
 
     /// Threads for numpy and DLPack, and where the number comes from.
@@ -66,14 +75,15 @@ pub(crate) struct Planned<'a> {
 }
 
 impl Planned<'_> {
-    /// Proves and runs, with the GIL released.
+    /// Proves and runs, with the GIL released where the work is worth that.
     pub(crate) fn run(&self, py: Python<'_>, tensors: Tensors<'_>) -> Result<(), Failure> {
         let Planned { engine, plan, torch_threads } = self;
         let mut operands = Operands::check(tensors, &plan.spec)?;
-        py.detach(|| match *torch_threads {
+        let mut run = || match *torch_threads {
             Some(threads) => engine.run_on(plan, &mut operands, &Queue::Host(&TorchPool { threads })),
             None => engine.run(plan, &mut operands),
-        })?;
+        };
+        if plan.cost.flops < GIL_FLOPS { run() } else { py.detach(run) }?;
         Ok(())
     }
 }

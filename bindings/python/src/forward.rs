@@ -118,16 +118,19 @@ fn kind_for(telling: &Cell<Telling>, q: Object<'_, '_>) -> Result<Kind, Failure>
     Ok(kind)
 }
 
-fn refuse_gradients(request: &Request<'_, '_>) -> Result<(), Failure> {
-    torch::refuse_gradients(&[
-        ("q", Some(request.q)),
-        ("k", Some(request.k)),
-        ("v", Some(request.v)),
-        ("mask", request.mask),
-        ("sinks", request.sinks),
-        ("alibi_slopes", request.alibi_slopes),
-        ("out", request.out),
-    ])
+fn refuse_gradients(py: Python<'_>, request: &Request<'_, '_>) -> Result<(), Failure> {
+    torch::refuse_gradients(
+        py,
+        &[
+            ("q", Some(request.q)),
+            ("k", Some(request.k)),
+            ("v", Some(request.v)),
+            ("mask", request.mask),
+            ("sinks", request.sinks),
+            ("alibi_slopes", request.alibi_slopes),
+            ("out", request.out),
+        ],
+    )
 }
 
 fn read_out(request: &Request<'_, '_>, kind: Kind) -> Result<Option<Operand>, Failure> {
@@ -146,7 +149,7 @@ pub(crate) fn attend<'py>(py: Python<'py>, home: &Home, request: &Request<'_, 'p
         let (options, return_lse) = parse(request)?;
         let inputs = Inputs::read(request, kind)?;
         if kind == Kind::Torch {
-            refuse_gradients(request)?;
+            refuse_gradients(py, request)?;
         }
         let views = inputs.views()?;
         let given = read_out(request, kind)?;

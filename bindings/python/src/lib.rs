@@ -5,6 +5,7 @@
 //! options, mend, errors         strict options; refusals as exceptions with the expression that mends them
 //! forward, sdpa                 the two signatures
 //! engine, context, torch_pool   whose threads
+//! torch_kernel, torch_abi       PyTorch's own op as Rapt serves it; libtorch's C ABI
 //! plan, doctor, log             explain(), doctor(), RAPT_LOG
 //! ```
 //! Deliberately absent: torch and numpy at link time, any import of them, any copy of a tensor, and gradients.
@@ -20,6 +21,8 @@ mod mend;
 mod options;
 mod plan;
 mod sdpa;
+mod torch_abi;
+mod torch_kernel;
 mod torch_pool;
 
 use pyo3::prelude::*;
@@ -228,6 +231,23 @@ fn shares_torch_pool() -> bool {
     torch_pool::is_shared()
 }
 
+/// Refuses (with its exception) a torch tensor whose memory is not its value. None, and what is no tensor, passes.
+#[pyfunction]
+fn refuse_torch(py: Python<'_>, name: &str, tensor: Maybe<'_, '_>) -> PyResult<()> {
+    let Some(tensor) = tensor else { return Ok(()) };
+    let telling = Telling { names: &mend::ATTENTION, kind: convert::Kind::Torch };
+    if convert::torch::is_tensor(tensor)? {
+        convert::torch::refuse(name, tensor).map_err(|failure| raise(py, failure, telling))?;
+    }
+    Ok(())
+}
+
+/// The dispatch keys of an ordinary dense CPU tensor of torch, outside and inside inference mode.
+#[pyfunction]
+fn torch_plain_keys(py: Python<'_>) -> PyResult<[u64; 2]> {
+    convert::torch::plain(py)
+}
+
 /// Logs at level debug why a request was handed back to PyTorch.
 #[pyfunction]
 fn log_fallback(reason: &str) {
@@ -254,6 +274,11 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(accumulation, module)?)?;
     module.add_function(wrap_pyfunction!(log_fallback, module)?)?;
     module.add_function(wrap_pyfunction!(shares_torch_pool, module)?)?;
+    module.add_function(wrap_pyfunction!(refuse_torch, module)?)?;
+    module.add_function(wrap_pyfunction!(torch_plain_keys, module)?)?;
+    module.add_class::<torch_kernel::TorchKernel>()?;
+    module.add_function(wrap_pyfunction!(torch_kernel::count_served, module)?)?;
+    module.add_function(wrap_pyfunction!(torch_kernel::served, module)?)?;
     module.add_function(wrap_pyfunction!(doctor::doctor, module)?)?;
     Ok(())
 }

@@ -146,6 +146,99 @@ fn check_whole_output(out: &mut Operand, inputs: &[&Operand]) -> Result<(), Fail
     Ok(())
 }
 
+/// What is read, as it was given.
+type Inputs<'a> = (&'a Operand, &'a Operand, &'a Operand, Option<&'a Operand>);
+
+/// A request brought to one rank, its leading dimensions broadcast.
+pub(crate) struct Frame {
+    rank: usize,
+    q: Aligned,
+    k: Aligned,
+    v: Aligned,
+    mask: Option<Aligned>,
+    gqa: bool,
+    lead: [usize; MAX_RANK],
+    /// The sizes of the answer.
+    pub(crate) out_shape: Shape,
+}
+
+impl Frame {
+    /// Checks ranks and broadcasting.
+    pub(crate) fn new((q, k, v, mask): Inputs<'_>, enable_gqa: bool) -> Result<Self, Failure> {
+        for operand in [q, k, v] {
+            if operand.shape.len() < 2 {
+                let allowed = "at least 2 ([len, head_dim]) are asked";
+                let (tensor, got, shape) = (operand.name, operand.shape.len(), operand.shape);
+                return Err(Error::Rank { tensor, got, shape, allowed }.into());
+            }
+        }
+        let rank = q.shape.len().max(k.shape.len()).max(v.shape.len());
+        let (q_at, k_at, v_at) = (aligned(q, rank)?, aligned(k, rank)?, aligned(v, rank)?);
+        let mask_at = mask.map(|mask| aligned(mask, rank)).transpose()?;
+        let gqa = enable_gqa && rank >= 3;
+        let lead = leading(&q_at, &k_at, &v_at, rank, gqa)?;
+        if let (Some(mask), Some(at)) = (mask, &mask_at) {
+            for (d, n) in lead.iter().enumerate().take(rank.saturating_sub(4)) {
+                if at.shape[d] != 1 && at.shape[d] != *n {
+                    let message = format!(
+                        "mask of shape {} does not broadcast to the batch dimensions of q, k and v",
+                        mask.shape
+                    );
+                    return Err(Failure::door(ErrorKind::Shape, message, "a mask whose leading dimensions are 1"));
+                }
+            }
+        }
+        let mut out_shape = [0; MAX_RANK];
+        out_shape[..rank - 2].copy_from_slice(&lead[..rank - 2]);
+        (out_shape[rank - 2], out_shape[rank - 1]) = (q_at.shape[rank - 2], v_at.shape[rank - 1]);
+        let out_shape = convert::shape("out", &out_shape[..rank])?;
+        Ok(Frame { rank, q: q_at, k: k_at, v: v_at, mask: mask_at, gqa, lead, out_shape })
+    }
+
+    /// The number of dimensions that are looped over.
+    pub(crate) fn outer_rank(&self) -> usize {
+        self.rank.saturating_sub(4)
+    }
+
+    /// Whether an empty outer dimension leaves no piece to run and no memory behind it.
+    fn is_empty(&self) -> bool {
+        self.lead[..self.outer_rank()].contains(&0)
+    }
+
+    /// The operands of one piece, each with four dimensions. The piece that stands for none has batch 0.
+    pub(crate) fn piece(
+        &self,
+        (q, k, v, mask): Inputs<'_>,
+        outer: &[usize],
+    ) -> (Operand, Operand, Operand, Option<Operand>) {
+        let Frame { rank, lead, .. } = *self;
+        // Rank 2 has no heads, rank 3 no batch: their sizes are 1.
+        let broadcast = [if rank >= 4 { lead[rank - 4] } else { 1 }, if rank >= 3 { lead[rank - 3] } else { 1 }];
+        let heads_of = |at: &Aligned| if rank >= 3 { at.shape[rank - 3] } else { 1 };
+        let kv_broadcast = |at: &Aligned| [broadcast[0], if self.gqa { heads_of(at) } else { broadcast[1] }];
+        let emptied = |operand: Operand| if self.is_empty() { without_batch(operand) } else { operand };
+        (
+            emptied(self.q.inner(q, rank, outer, broadcast)),
+            emptied(self.k.inner(k, rank, outer, kv_broadcast(&self.k))),
+            emptied(self.v.inner(v, rank, outer, kv_broadcast(&self.v))),
+            mask.zip(self.mask.as_ref())
+                .filter(|_| !self.is_empty())
+                .map(|(mask, at)| at.inner(mask, rank, outer, [1, 1])),
+        )
+    }
+
+    /// The output of one piece.
+    pub(crate) fn out_piece(&self, out: &Operand, outer: &[usize]) -> Result<Operand, Failure> {
+        let piece = aligned(out, self.rank)?.inner(out, self.rank, outer, [1, 1]);
+        Ok(if self.is_empty() { without_batch(piece) } else { piece })
+    }
+}
+
+/// The options of PyTorch's signature.
+pub(crate) fn options(is_causal: bool, scale: Option<f64>) -> Options {
+    Options { softmax_scale: scale, causal: is_causal.then_some(Causal::TopLeft), ..Options::default() }
+}
+
 /// Runs on `home`; hands back `out`, or a new tensor, row-major.
 pub(crate) fn run<'py>(
     py: Python<'py>,
@@ -161,67 +254,19 @@ pub(crate) fn run<'py>(
             "is_causal=False with attn_mask, or attn_mask=None (PyTorch forbids both; rapt.attention takes both)";
         return Err(Failure::option("is_causal", "True together with attn_mask", allowed));
     }
-    for operand in [&q, &k, &v] {
-        if operand.shape.len() < 2 {
-            let allowed = "at least 2 ([len, head_dim]) are asked";
-            let (tensor, got, shape) = (operand.name, operand.shape.len(), operand.shape);
-            return Err(Error::Rank { tensor, got, shape, allowed }.into());
-        }
-    }
-    let rank = q.shape.len().max(k.shape.len()).max(v.shape.len());
-    let (q_at, k_at, v_at) = (aligned(&q, rank)?, aligned(&k, rank)?, aligned(&v, rank)?);
-    let mask_at = mask.as_ref().map(|mask| aligned(mask, rank)).transpose()?;
-    let gqa = request.enable_gqa && rank >= 3;
-    let lead = leading(&q_at, &k_at, &v_at, rank, gqa)?;
-
-    let options = Options {
-        softmax_scale: request.scale,
-        causal: request.is_causal.then_some(Causal::TopLeft),
-        ..Options::default()
-    };
-    let outer_rank = rank.saturating_sub(4);
-    // Rank 2 has no heads, rank 3 no batch: their sizes are 1.
-    let broadcast = [if rank >= 4 { lead[rank - 4] } else { 1 }, if rank >= 3 { lead[rank - 3] } else { 1 }];
-    let kv_broadcast = |heads: usize| [broadcast[0], if gqa { heads } else { broadcast[1] }];
-    let heads_of = |at: &Aligned| if rank >= 3 { at.shape[rank - 3] } else { 1 };
-    if let (Some(mask), Some(at)) = (&mask, &mask_at) {
-        for (d, n) in lead.iter().enumerate().take(outer_rank) {
-            if at.shape[d] != 1 && at.shape[d] != *n {
-                let message =
-                    format!("mask of shape {} does not broadcast to the batch dimensions of q, k and v", mask.shape);
-                return Err(Failure::door(ErrorKind::Shape, message, "a mask whose leading dimensions are 1"));
-            }
-        }
-    }
-
-    // An empty outer dimension leaves no piece to run and no memory behind it: the piece that stands for all has batch 0.
-    let nothing = lead[..outer_rank].contains(&0);
-    let piece = |outer: &[usize]| {
-        let emptied = |operand: Operand| if nothing { without_batch(operand) } else { operand };
-        (
-            emptied(q_at.inner(&q, rank, outer, broadcast)),
-            emptied(k_at.inner(&k, rank, outer, kv_broadcast(heads_of(&k_at)))),
-            emptied(v_at.inner(&v, rank, outer, kv_broadcast(heads_of(&v_at)))),
-            mask.as_ref()
-                .zip(mask_at.as_ref())
-                .filter(|_| !nothing)
-                .map(|(mask, at)| at.inner(mask, rank, outer, [1, 1])),
-        )
-    };
+    let inputs = (&q, &k, &v, mask.as_ref());
+    let frame = Frame::new(inputs, request.enable_gqa)?;
+    let options = options(request.is_causal, request.scale);
     // Every whole operand is proven, also where an empty outer dimension leaves nothing to run.
     for operand in [Some(&q), Some(&k), Some(&v), mask.as_ref()].into_iter().flatten() {
         operand.view()?;
     }
 
-    let mut out_shape = [0; MAX_RANK];
-    out_shape[..rank - 2].copy_from_slice(&lead[..rank - 2]);
-    (out_shape[rank - 2], out_shape[rank - 1]) = (q_at.shape[rank - 2], v_at.shape[rank - 1]);
-    let out_shape = convert::shape("out", &out_shape[..rank])?;
-    let outer_sizes = &out_shape[..outer_rank];
-
+    let outer_rank = frame.outer_rank();
+    let (out_shape, outer_sizes) = (frame.out_shape, &frame.out_shape[..outer_rank]);
     // The first piece stands for all: they differ in pointers alone. It is checked before memory is asked for.
     let start = [0usize; MAX_RANK];
-    let (q0, k0, v0, mask0) = piece(&start[..outer_rank]);
+    let (q0, k0, v0, mask0) = frame.piece(inputs, &start[..outer_rank]);
     let options_for_out;
     let (product, mut out) = match request.out {
         Some(out) => {
@@ -234,15 +279,13 @@ pub(crate) fn run<'py>(
         }
         None => {
             options_for_out = options;
-            spec_of(&q0, &k0, &v0, mask0.as_ref(), None, &options)?;
+            spec_of((&q0, &k0, &v0, mask0.as_ref()), None, &options)?;
             let (product, operand) = convert::allocate("out", kind, request.query, q.dtype, out_shape)?;
             (Some(product), operand)
         }
     };
-    let out_at = aligned(&out, rank)?;
-    let out0 = out_at.inner(&out, rank, &start[..outer_rank], [1, 1]);
-    let mut out0 = if nothing { without_batch(out0) } else { out0 };
-    let spec = spec_of(&q0, &k0, &v0, mask0.as_ref(), Some(&out0), &options_for_out)?;
+    let mut out0 = frame.out_piece(&out, &start[..outer_rank])?;
+    let spec = spec_of((&q0, &k0, &v0, mask0.as_ref()), Some(&out0), &options_for_out)?;
     let planned = home.plan(py, kind, &spec)?;
     if outer_rank == 0 {
         run_piece(py, &planned, (&q0, &k0, &v0, mask0.as_ref()), &mut out0)?;
@@ -253,8 +296,8 @@ pub(crate) fn run<'py>(
         let mut outer = start;
         for _ in 0..pieces {
             let at = &outer[..outer_rank];
-            let (q, k, v, mask) = piece(at);
-            let mut out = out_at.inner(&out, rank, at, [1, 1]);
+            let (q, k, v, mask) = frame.piece((&q, &k, &v, mask.as_ref()), at);
+            let mut out = frame.out_piece(&out, at)?;
             run_piece(py, &planned, (&q, &k, &v, mask.as_ref()), &mut out)?;
             for d in (0..outer_rank).rev() {
                 outer[d] += 1;
@@ -273,14 +316,8 @@ pub(crate) fn run<'py>(
     }
 }
 
-fn spec_of(
-    q: &Operand,
-    k: &Operand,
-    v: &Operand,
-    mask: Option<&Operand>,
-    out: Option<&Operand>,
-    options: &Options,
-) -> Result<Spec, Failure> {
+/// The spec of one piece.
+pub(crate) fn spec_of((q, k, v, mask): Inputs<'_>, out: Option<&Operand>, options: &Options) -> Result<Spec, Failure> {
     let mask = mask.map(Operand::view).transpose()?;
     let mut builder = Spec::builder(&q.view()?, &k.view()?, &v.view()?, options).mask(mask.as_ref());
     if let Some(out) = out {
@@ -289,10 +326,11 @@ fn spec_of(
     Ok(builder.build()?)
 }
 
-fn run_piece(
+/// Proves and runs one piece.
+pub(crate) fn run_piece(
     py: Python<'_>,
     planned: &Planned<'_>,
-    (q, k, v, mask): (&Operand, &Operand, &Operand, Option<&Operand>),
+    (q, k, v, mask): Inputs<'_>,
     out: &mut Operand,
 ) -> Result<(), Failure> {
     let tensors = Tensors {
@@ -329,7 +367,7 @@ pub(crate) fn public<'py>(
         let flag = |name, given: Option<Object<'_, '_>>| given.map_or(Ok(false), |given| options::flag(name, given));
         if kind == Kind::Torch {
             let tensors = [("q", Some(query)), ("k", Some(key)), ("v", Some(value)), ("mask", attn_mask)];
-            convert::torch::refuse_gradients(&tensors)?;
+            convert::torch::refuse_gradients(py, &tensors)?;
         }
         let request = Request {
             query,

@@ -12,6 +12,8 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use rapt::{Error, Executor, Pool, Result};
 
+use crate::torch_abi::function;
+
 type Range = unsafe extern "C" fn(i64, i64, *mut c_void);
 type ParallelFor = unsafe extern "C" fn(i64, i64, i64, Range, *mut c_void) -> i32;
 type GetNumThreads = unsafe extern "C" fn(*mut u32) -> i32;
@@ -30,32 +32,12 @@ fn symbols() -> Option<Symbols> {
     *SYMBOLS.get_or_init(find)
 }
 
-#[cfg(unix)]
 fn find() -> Option<Symbols> {
-    let library = if cfg!(target_os = "macos") { c"libtorch_cpu.dylib" } else { c"libtorch_cpu.so" };
-    // SAFETY: RTLD_NOLOAD runs no initialisers: it finds a library that is loaded, or nothing. The symbols have these
-    // types in torch/csrc/stable/c/shim.h, whose ABI is stable; the library is never unloaded.
-    unsafe {
-        let handle = libc::dlopen(library.as_ptr(), libc::RTLD_NOW | libc::RTLD_NOLOAD);
-        if handle.is_null() {
-            return None;
-        }
-        let parallel_for = libc::dlsym(handle, c"torch_parallel_for".as_ptr());
-        let get_num_threads = libc::dlsym(handle, c"torch_get_num_threads".as_ptr());
-        if parallel_for.is_null() || get_num_threads.is_null() {
-            return None;
-        }
-        Some(Symbols {
-            parallel_for: std::mem::transmute::<*mut c_void, ParallelFor>(parallel_for),
-            get_num_threads: std::mem::transmute::<*mut c_void, GetNumThreads>(get_num_threads),
-            pid: std::process::id(),
-        })
-    }
-}
-
-#[cfg(not(unix))]
-fn find() -> Option<Symbols> {
-    None
+    Some(Symbols {
+        parallel_for: function!(c"torch_parallel_for" as ParallelFor)?,
+        get_num_threads: function!(c"torch_get_num_threads" as GetNumThreads)?,
+        pid: std::process::id(),
+    })
 }
 
 /// The number of threads of torch's pool, if its C ABI is there.

@@ -40,8 +40,9 @@ pub(crate) struct Args {
     support_table: bool,
 }
 
+/// The mask of a problem.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-enum MaskName {
+pub(crate) enum MaskName {
     /// No mask.
     None,
     /// True = attend.
@@ -188,7 +189,8 @@ fn facts(certificate: &Certificate) -> serde_json::Value {
     })
 }
 
-fn shape(text: &str) -> Result<[usize; 5], String> {
+/// `B,H,Sq,Skv,D`.
+pub(crate) fn shape(text: &str) -> Result<[usize; 5], String> {
     let sizes: Vec<usize> = text
         .split(',')
         .map(|size| size.trim().parse().map_err(|_| format!("{size:?} is no size")))
@@ -197,7 +199,7 @@ fn shape(text: &str) -> Result<[usize; 5], String> {
 }
 
 /// A dtype by its usual name, or as Rust writes those that attention computes.
-fn dtype(text: &str) -> Result<DType, String> {
+pub(crate) fn dtype(text: &str) -> Result<DType, String> {
     let short = [("f64", DType::F64), ("f32", DType::F32), ("f16", DType::F16), ("bf16", DType::BF16)];
     let known = || short.iter().find(|(name, _)| *name == text).map(|(_, dtype)| *dtype);
     DType::from_name(text).or_else(known).ok_or_else(|| {

@@ -1,11 +1,13 @@
-//! `rapt`: what this machine has, what would run and why, and attention on files.
+//! `rapt`: what this machine has, what would run and why, how fast it is, and attention on files.
 //!
-//! One file per subcommand; `options` holds what they ask alike, `npy` the files that `run` reads and writes. Everything
-//! goes through the façade. Deliberately absent: arithmetic (the formula of `doctor`'s self-test excepted), policy, and
-//! any subcommand whose code does not exist yet.
+//! One file or folder per subcommand; `options` holds what they ask alike, `npy` the files that `run` reads and writes,
+//! `formula` what `bench` holds a kernel against. Everything goes through the façade. Deliberately absent:
+//! arithmetic (that formula excepted), policy, and any subcommand whose code does not exist yet.
 
+mod bench;
 mod doctor;
 mod explain;
+mod formula;
 mod npy;
 mod options;
 mod run;
@@ -30,6 +32,8 @@ enum Command {
     Doctor(doctor::Args),
     /// What would run for a problem, and why; or the table of what is served.
     Explain(explain::Args),
+    /// How fast it is here, on shapes of your own, beside what this machine can do; exit code 1 if a row is wrong.
+    Bench(bench::Args),
     /// Attention on .npy files.
     Run(run::Args),
 }
@@ -41,6 +45,7 @@ fn main() -> ExitCode {
     let outcome = match Cli::parse().command {
         Command::Doctor(args) => doctor::run(&args),
         Command::Explain(args) => explain::run(&args),
+        Command::Bench(args) => bench::run(&args),
         Command::Run(args) => run::run(&args),
     };
     outcome.unwrap_or_else(|error| {

@@ -249,3 +249,82 @@ fn run_refuses_files_and_problems_and_writes_nothing() {
     check(&whole, "whole.npy: dtype \"<i8\" is not served");
     check(&folder.file("absent.npy"), "absent.npy: ");
 }
+
+#[test]
+fn bench_measures_shapes_of_ones_own() {
+    let folder = Folder::new("bench");
+    let (json, svg) = (folder.file("out.json"), folder.file("out.svg"));
+    let table = prints(&[
+        "bench",
+        "--shape",
+        "1,4,40,40,16",
+        "--shape",
+        "1,4,1,300,16",
+        "--kv-heads",
+        "2",
+        "--dtype",
+        "f32,bf16",
+        "--causal",
+        "bottom_right",
+        "--mask",
+        "bool",
+        "--layout",
+        "bshd",
+        "--threads",
+        "2",
+        "--seconds",
+        "0.02",
+        "--json",
+        &json,
+        "--svg",
+        &svg,
+    ]);
+    for part in
+        ["1,4/2,40,40,16 bottom_right bool mask bshd", "bfloat16", "decode", "% FMA", "% DRAM", "floor", "2 threads"]
+    {
+        assert!(table.contains(part), "{part} is missing:\n{table}");
+    }
+
+    let report: serde_json::Value =
+        serde_json::from_str(&std::fs::read_to_string(&json).expect("a file")).expect("JSON");
+    assert_eq!(report["threads"], 2);
+    let rows = report["rows"].as_array().expect("rows");
+    let found: Vec<_> = rows.iter().map(|row| (row["dtype"].as_str(), row["kernel"].as_str())).collect();
+    let (forward, decode) = (Some("forward"), Some("decode"));
+    let (single, half) = (Some("float32"), Some("bfloat16"));
+    assert_eq!(found, [(single, forward), (single, decode), (half, forward), (half, decode)]);
+    for row in rows {
+        assert_eq!(row["correct"], true, "{row:#}");
+        assert!(row["error"].as_f64() <= row["error_limit"].as_f64());
+        let number = |name: &str| row["timing"][name].as_f64().unwrap_or(f64::NAN);
+        let (seconds, rate) = (number("seconds"), number("flops_per_second"));
+        assert!(seconds > 0.0 && (row["flops"].as_f64().unwrap() / seconds / rate - 1.0).abs() < 1e-9);
+        assert!((rate / number("fma_flops_per_second") / number("share_of_fma") - 1.0).abs() < 1e-9);
+        let read = number("bytes_per_second") / number("dram_read_bytes_per_second");
+        assert!((read / number("share_of_dram") - 1.0).abs() < 1e-9);
+        assert!(number("floor_cycles_per_score") > 0.0 && number("clock_hz") > 1e8 && number("calls") >= 5.0);
+        assert_eq!(row["timing"]["rounds_seconds"].as_array().map(Vec::len), Some(5));
+    }
+    let plot = std::fs::read_to_string(&svg).expect("a file");
+    assert!(plot.contains("<svg") && plot.contains("1,4/2,1,300,16") && plot.contains("% DRAM"));
+}
+
+#[test]
+fn bench_refuses_what_no_row_is() {
+    for (args, part) in [
+        (&["bench", "--shape", "1,2,3"][..], "5 sizes are asked"),
+        (&["bench", "--shape", "1,2,3,4,5", "--seconds", "-1"], "--seconds"),
+        (&["bench", "--dtype", "float31"], "the known dtypes are"),
+        (&["bench", "--kv-heads", "2"], "--shape"),
+    ] {
+        assert!(refuses(args, &[], 2).contains(part), "{args:?}");
+    }
+    for (args, part) in [
+        (&["bench", "--shape", "1,3,4,4,8", "--kv-heads", "2"][..], "3"),
+        (&["bench", "--shape", "1,1,4,4,8", "--dtype", "int8"], "int8"),
+        (&["bench", "--shape", "1,1,4,4,0"], "head_dim"),
+        (&["bench", "--shape", "1,1,4,4,8", "--threads", "0"], "threads"),
+    ] {
+        assert!(refuses(args, &[], 1).contains(part), "{args:?}");
+    }
+}

@@ -62,6 +62,8 @@ struct Parts {
     strides: Strides,
     device: Device,
     extent: Extent,
+    /// The bytes reached by shape and strides, relative to `address`.
+    reach: (isize, isize),
 }
 
 impl Parts {
@@ -111,7 +113,7 @@ impl Parts {
                 }
             }
         }
-        Ok(Parts { address, dtype, shape, strides, device, extent })
+        Ok(Parts { address, dtype, shape, strides, device, extent, reach: (lo, hi) })
     }
 
     fn footprint(&self) -> Footprint<'_> {
@@ -123,6 +125,11 @@ impl Parts {
         }
     }
 
+    /// The addresses reached: `lo..hi`. They were added up without overflow when the parts were made.
+    fn span(&self) -> (usize, usize) {
+        (self.address.wrapping_add_signed(self.reach.0), self.address.wrapping_add_signed(self.reach.1))
+    }
+
     fn index(&self, dim: usize, at: usize) -> Self {
         assert!(at < self.shape[dim], "index {at} of dimension {dim} of {}", self.shape);
         let keep = |d: &usize| *d != dim;
@@ -131,12 +138,10 @@ impl Parts {
         // An empty rest reaches nothing, and its pointer is never moved.
         let step = if shape.contains(&0) { 0 } else { self.strides[dim] * self.dtype.size_bytes() as isize };
         let offset = step * at as isize;
-        Parts {
-            address: self.address.wrapping_add_signed(offset),
-            shape: Dims::new(&shape).expect("fewer dimensions than before"),
-            strides: Dims::new(&strides).expect("fewer dimensions than before"),
-            ..*self
-        }
+        let shape = Dims::new(&shape).expect("fewer dimensions than before");
+        let strides = Dims::new(&strides).expect("fewer dimensions than before");
+        let reach = reach_bytes("view", self.dtype, &shape, &strides).expect("a part of what was checked");
+        Parts { address: self.address.wrapping_add_signed(offset), shape, strides, reach, ..*self }
     }
 }
 
@@ -175,8 +180,7 @@ macro_rules! accessors {
         /// The bytes reached by shape and strides, relative to [`address`](Self::address): `lo..hi`.
         #[must_use]
         pub fn reach_bytes(&self) -> (isize, isize) {
-            let Parts { dtype, shape, strides, .. } = &self.parts;
-            reach_bytes("view", *dtype, shape, strides).expect("checked when the view was built")
+            self.parts.reach
         }
     };
 }
@@ -351,8 +355,13 @@ impl<'a> ViewMut<'a> {
         is_injective(&self.parts.shape, &self.parts.strides)
     }
 
-    /// Whether no byte is shared with `other`, which lies on the same device.
+    /// Whether no byte is shared with `other`.
     pub(crate) fn is_disjoint_from(&self, other: &View<'_>) -> Decision {
+        let ((lo, hi), (other_lo, other_hi)) = (self.parts.span(), other.parts.span());
+        // The ordinary case: memory of its own. An empty tensor reaches nothing.
+        if self.parts.device != other.parts.device || hi <= other_lo || other_hi <= lo {
+            return Decision { holds: Some(true), steps: 0 };
+        }
         are_disjoint(&self.parts.footprint(), &other.parts.footprint())
     }
 

@@ -1,5 +1,6 @@
 """The native half of `rapt`. Tensors are `Any`: numpy arrays, torch tensors or objects with `__dlpack__`."""
 
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Literal, final
 
@@ -187,6 +188,26 @@ def torch_sdpa(
     /,
 ) -> Any:
     """PyTorch's signature on torch tensors into `out` of any strides, or a new tensor. The caller has seen to gradients."""
+
+def refuse_torch(name: str, tensor: Any, /) -> None:
+    """Raises for a torch tensor whose memory is not its value."""
+
+def torch_plain_keys() -> list[int]: ...
+def count_served() -> None: ...
+def served() -> int: ...
+@final
+class TorchKernel:
+    """`aten::scaled_dot_product_attention` under one dispatch key; `cold` answers what it does not."""
+
+    def __new__(
+        cls,
+        cold: Callable[..., Any],
+        empty_out: Callable[..., Any],
+        allowed: list[Callable[[], bool]],
+        forward_ad: Any,
+        with_keyset: bool,
+    ) -> TorchKernel: ...
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
 def is_available(name: str) -> bool: ...
 def version() -> tuple[int, int, int]: ...

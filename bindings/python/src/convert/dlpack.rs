@@ -3,17 +3,17 @@
 //! A consumed capsule is renamed and its deleter is called exactly once, when the call is over. The legacy capsule cannot
 //! say whether its memory may be written, so it is an input only. Extents are declared.
 
-use std::ffi::{CStr, c_int, c_void};
+use std::ffi::{CStr, c_void};
 use std::ptr::NonNull;
 use std::sync::Arc;
 
 use pyo3::exceptions::{PyBufferError, PyTypeError};
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyTuple, PyType};
+use pyo3::types::{PyDict, PyTuple};
 use pyo3::{ffi, intern};
 use rapt::{DType, Device, Error, ErrorKind, Extent, MAX_RANK, Shape};
 
-use super::dlpack_abi::{CPU, Described, DlDataType, DlDevice, DlTensor, describe, device_of, dtype_to};
+use super::dlpack_abi::{CPU, Described, DlDevice, DlTensor, describe, device_of, dtype_to};
 use super::{Operand, too_many_dimensions};
 use crate::errors::Failure;
 
@@ -83,61 +83,6 @@ unsafe fn end_versioned(managed: NonNull<c_void>) {
             deleter(managed);
         }
     }
-}
-
-/// `dltensor_from_py_object_no_sync` of DLPack's exchange table: describes a tensor without owning it.
-pub(crate) type ReadNoSync = unsafe extern "C" fn(*mut c_void, *mut DlTensor) -> c_int;
-
-/// `DLPackExchangeAPI` of DLPack 1.
-#[repr(C)]
-struct ExchangeTable {
-    version: Version,
-    prev: *const c_void,
-    allocate: Option<unsafe extern "C" fn()>,
-    from_object: Option<unsafe extern "C" fn()>,
-    to_object: Option<unsafe extern "C" fn()>,
-    read_no_sync: Option<ReadNoSync>,
-}
-
-/// The reader that `class` offers through `__dlpack_c_exchange_api__`, if it does.
-pub(crate) fn exchange_table(class: &Bound<'_, PyType>) -> Option<ReadNoSync> {
-    let capsule = class.getattr(intern!(class.py(), "__dlpack_c_exchange_api__")).ok()?;
-    let name = c"dlpack_exchange_api".as_ptr();
-    // SAFETY: valid on any object; under this name lies an ExchangeTable that is never freed, whose first fields are
-    // those above for every version 1.
-    unsafe {
-        if ffi::PyCapsule_IsValid(capsule.as_ptr(), name) != 1 {
-            return None;
-        }
-        let table = ffi::PyCapsule_GetPointer(capsule.as_ptr(), name).cast::<ExchangeTable>();
-        if table.is_null() || (*table).version.major != 1 { None } else { (*table).read_no_sync }
-    }
-}
-
-/// What `object` says of itself through `read`, all but its extent; `None` for anything but a computed dtype or bool in
-/// host memory (some dtypes share a DLPack code), and for anything out of the ordinary.
-pub(crate) fn read_no_sync(name: &'static str, object: &Bound<'_, PyAny>, read: ReadNoSync) -> Option<Operand> {
-    let mut tensor = DlTensor {
-        data: std::ptr::null_mut(),
-        device: DlDevice { device_type: 0, device_id: 0 },
-        ndim: 0,
-        dtype: DlDataType { code: 0, bits: 0, lanes: 0 },
-        shape: std::ptr::null_mut(),
-        strides: std::ptr::null_mut(),
-        byte_offset: 0,
-    };
-    // SAFETY: `read` belongs to the class of `object` or of its base; it fills the struct, whose arrays the object owns.
-    if unsafe { read(object.as_ptr().cast(), &raw mut tensor) } != 0 {
-        drop(PyErr::take(object.py()));
-        return None;
-    }
-    // SAFETY: the object, which owns both arrays, is borrowed, and fills them as DLPack says.
-    let seen = unsafe { describe(name, &tensor) }.ok()?;
-    let is_usual = (seen.dtype.is_computed() || seen.dtype == DType::Bool)
-        && seen.device == Device::Cpu
-        && tensor.byte_offset == 0
-        && (tensor.ndim == 0 || !tensor.strides.is_null());
-    is_usual.then(|| operand(name, &seen, true, None))
 }
 
 fn operand(name: &'static str, seen: &Described, writable: bool, hold: Option<Export>) -> Operand {

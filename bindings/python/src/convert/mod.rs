@@ -143,8 +143,9 @@ pub(crate) fn allocate<'py>(
     };
     match kind {
         Kind::Torch => {
-            let object = torch::empty(q, dtype, &shape)?;
-            let operand = torch::read(name, &object)?;
+            let overflow = rapt::Error::Overflow { tensor: name, shape, strides: Strides::from([]) };
+            let strides = shape.contiguous().ok_or(overflow)?;
+            let (object, operand) = torch::empty_strided(q.py(), name, dtype, &shape, &strides)?;
             Ok(ready(object, operand))
         }
         Kind::Numpy => {

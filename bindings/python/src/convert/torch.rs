@@ -1,25 +1,28 @@
 //! torch tensors, through their own attributes.
 //!
 //! The extent is proven: a tensor tells how long its storage is and where in it the view begins. Nothing of libtorch is
-//! linked; the classes and dtypes are found once, when the first tensor arrives, and compared by address. Where torch
-//! offers DLPack's C exchange table (2.10 and newer), shape, strides and dtype come through it in one call: 0.35 µs a
-//! tensor against 1.1 µs through attributes (2026-11-21, EPYC, torch 2.15).
+//! linked; the classes and dtypes are found once, when the first tensor arrives, and compared by address. An ordinary
+//! tensor (its dispatch keys say so) is read through libtorch's C ABI ([`torch_abi`]) where that is loaded; any other one
+//! through its attributes, and refused where its memory is not its value.
 
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
-use pyo3::types::{PyTuple, PyType};
+use pyo3::types::{PyDict, PyTuple, PyType};
 use rapt::{DType, Device, Error, ErrorKind, Extent, Shape, Strides};
 
-use super::{Operand, dlpack, shape};
+use super::{Operand, shape};
 use crate::errors::Failure;
+use crate::torch_abi::{self, Described, TorchAbi};
 
 struct Api {
     tensor: Py<PyType>,
     parameter: Py<PyAny>,
-    empty: Py<PyAny>,
     cpu: Py<PyAny>,
-    exchange: Option<dlpack::ReadNoSync>,
+    empty_strided: Py<PyAny>,
+    dispatch_keys: Py<PyAny>,
+    plain: [u64; 2],
+    abi: Option<&'static TorchAbi>,
     is_grad_enabled: Py<PyAny>,
     get_num_threads: Py<PyAny>,
     dtypes: Vec<(Py<PyAny>, DType)>,
@@ -42,11 +45,13 @@ fn api(py: Python<'_>) -> Option<&Api> {
             order.into_iter().filter_map(|dtype| Some((torch.getattr(dtype.name()).ok()?.unbind(), dtype))).collect();
         let tensor = torch.getattr("Tensor")?.cast_into::<PyType>()?;
         Ok(Api {
-            exchange: dlpack::exchange_table(&tensor),
+            plain: plain_keys(&torch)?,
+            abi: torch_abi::abi(),
             cpu: torch.getattr("device")?.call1(("cpu",))?.unbind(),
             tensor: tensor.unbind(),
             parameter: torch.getattr("nn")?.getattr("Parameter")?.unbind(),
-            empty: torch.getattr("empty")?.unbind(),
+            empty_strided: torch.getattr("empty_strided")?.unbind(),
+            dispatch_keys: torch.getattr("_C")?.getattr("_dispatch_keys")?.unbind(),
             is_grad_enabled: torch.getattr("is_grad_enabled")?.unbind(),
             get_num_threads: torch.getattr("get_num_threads")?.unbind(),
             dtypes,
@@ -54,6 +59,37 @@ fn api(py: Python<'_>) -> Option<&Api> {
     };
     // A torch that is half imported lacks some of these: nobody can hold a tensor then.
     API.get_or_try_init(py, make).ok()
+}
+
+/// The dispatch keys of an ordinary dense CPU tensor, outside and inside inference mode. Whatever must not be read as plain
+/// memory carries another key: subclass, sparse, quantized, nested, functorch wrapper, conj and neg bit, zero tensor.
+fn plain_keys(torch: &Bound<'_, PyAny>) -> PyResult<[u64; 2]> {
+    let locals = PyDict::new(torch.py());
+    locals.set_item("torch", torch)?;
+    // Whatever mode or default device is in force now is no part of an ordinary tensor.
+    let code = c"
+from torch.utils._python_dispatch import _disable_current_modes
+keys = []
+with _disable_current_modes():
+    for inference in (False, True):
+        with torch.inference_mode(inference):
+            keys.append(torch._C._dispatch_keys(torch.empty(0, device='cpu')).raw_repr())
+";
+    torch.py().run(code, Some(&locals), None)?;
+    locals.as_any().get_item("keys")?.extract()
+}
+
+/// Those two sets of keys.
+pub(crate) fn plain(py: Python<'_>) -> PyResult<[u64; 2]> {
+    let not_loaded = || pyo3::exceptions::PyImportError::new_err("torch is not loaded");
+    api(py).map(|api| api.plain).ok_or_else(not_loaded)
+}
+
+/// Whether this tensor is an ordinary dense CPU tensor, whose memory is its value.
+fn is_plain(api: &Api, tensor: &Bound<'_, PyAny>) -> PyResult<bool> {
+    let py = tensor.py();
+    let keys = api.dispatch_keys.bind(py).call1((tensor,))?;
+    Ok(api.plain.contains(&keys.call_method0(intern!(py, "raw_repr"))?.extract()?))
 }
 
 /// Whether this is of the class `torch.Tensor` itself.
@@ -85,47 +121,82 @@ pub(crate) fn num_threads(py: Python<'_>) -> PyResult<Option<usize>> {
     api(py).map(|api| api.get_num_threads.bind(py).call0()?.extract()).transpose()
 }
 
-fn device(name: &'static str, tensor: &Bound<'_, PyAny>) -> Result<Device, Failure> {
-    let py = tensor.py();
-    if tensor.getattr(intern!(py, "is_cpu"))?.is_truthy()? {
-        return Ok(Device::Cpu);
-    }
-    let device = tensor.getattr(intern!(py, "device"))?;
-    let kind: String = device.getattr(intern!(py, "type"))?.extract()?;
-    if kind == "cuda" {
-        return Ok(Device::Cuda(device.getattr(intern!(py, "index"))?.extract().unwrap_or(0)));
-    }
-    let message = format!("{name} is on {}, which is not served: allowed is cpu", device.str()?);
-    let mend = if kind == "meta" {
-        format!("a {name} with data, such as `torch.empty_like({name}, device=\"cpu\")`")
-    } else {
-        format!("`{name}.cpu()`")
-    };
-    Err(Failure::door(ErrorKind::Device, message, mend))
-}
-
 /// The integers of a tuple.
 fn integers<'py, T: FromPyObjectOwned<'py>>(tuple: &Bound<'py, PyAny>) -> Result<Vec<T>, Failure> {
     let tuple = tuple.cast::<PyTuple>().map_err(PyErr::from)?;
     Ok(tuple.iter().map(|item| item.extract().map_err(Into::into)).collect::<PyResult<_>>()?)
 }
 
-/// What `tensor` says of itself.
+/// What `tensor` says of itself; refused where its memory is not its value.
 pub(crate) fn read(name: &'static str, tensor: &Bound<'_, PyAny>) -> Result<Operand, Failure> {
-    let py = tensor.py();
-    let operand = match api(py).and_then(|api| api.exchange).and_then(|read| dlpack::read_no_sync(name, tensor, read)) {
-        Some(operand) => operand,
-        None => read_attributes(name, tensor)?,
-    };
-    if tensor.call_method0(intern!(py, "is_neg"))?.is_truthy()? {
-        return Err(Error::Representation { tensor: name, what: "has its negative bit set" }.into());
+    refuse(name, tensor)?;
+    read_plain(name, tensor)
+}
+
+/// What an ordinary dense CPU tensor says of itself: the caller knows that it is one.
+pub(crate) fn read_plain(name: &'static str, tensor: &Bound<'_, PyAny>) -> Result<Operand, Failure> {
+    match api(tensor.py()).and_then(|api| api.abi?.describe(tensor)) {
+        Some(described) => Ok(operand(name, &described)),
+        None => read_attributes(name, tensor),
     }
-    let storage = tensor.call_method0(intern!(py, "untyped_storage")).map_err(|_| no_storage(name))?;
-    let len_bytes: usize = storage.call_method0(intern!(py, "nbytes"))?.extract()?;
-    let offset: usize = tensor.call_method0(intern!(py, "storage_offset"))?.extract()?;
-    // An empty tensor has a null pointer and no bytes to prove.
-    let address = operand.ptr.addr().wrapping_sub(offset.wrapping_mul(operand.dtype.size_bytes()));
-    Ok(Operand { extent: Extent::Proven { address, len_bytes }, ..operand })
+}
+
+fn operand(name: &'static str, it: &Described) -> Operand {
+    Operand {
+        name,
+        ptr: it.ptr,
+        dtype: it.dtype,
+        shape: it.shape,
+        strides: it.strides,
+        device: Device::Cpu,
+        extent: Extent::Proven { address: it.storage, len_bytes: it.storage_bytes },
+        writable: true,
+        _hold: None,
+    }
+}
+
+/// Refuses a tensor whose memory is not its value.
+pub(crate) fn refuse(name: &str, tensor: &Bound<'_, PyAny>) -> Result<(), Failure> {
+    let py = tensor.py();
+    let Some(api) = api(py) else { return Ok(()) };
+    if is_plain(api, tensor)? {
+        return Ok(());
+    }
+    let attribute = |of| tensor.getattr(of);
+    let call = |method| -> PyResult<bool> { tensor.call_method0(method)?.is_truthy() };
+    let layout =
+        |message: String, mend: &str| Err(Failure::door(ErrorKind::Layout, message, format!("`{name}{mend}`")));
+    if !attribute(intern!(py, "is_cpu"))?.is_truthy()? {
+        let device = attribute(intern!(py, "device"))?.str()?.to_string();
+        let message = format!("{name} is on {device}, Rapt computes torch tensors on cpu");
+        let mend = if device == "meta" {
+            format!("a {name} with data, such as `torch.empty_like({name}, device=\"cpu\")`")
+        } else {
+            format!("`{name}.cpu()`")
+        };
+        return Err(Failure::door(ErrorKind::Device, message, mend));
+    }
+    if call(intern!(py, "is_neg"))? || call(intern!(py, "is_conj"))? {
+        let message = format!("{name} carries a lazy negation or conjugation");
+        return layout(message, ".resolve_neg().resolve_conj()");
+    }
+    let found = attribute(intern!(py, "layout"))?.str()?.to_string();
+    if found != "torch.strided" {
+        return layout(format!("{name} has layout {found}, Rapt reads torch.strided"), ".to_dense()");
+    }
+    if attribute(intern!(py, "is_nested"))?.is_truthy()? {
+        return layout(format!("{name} is a nested tensor, Rapt reads dense ones"), ".to_padded_tensor(0.0)");
+    }
+    if attribute(intern!(py, "is_quantized"))?.is_truthy()? {
+        let message = format!("{name} has dtype {}", attribute(intern!(py, "dtype"))?.str()?);
+        return Err(Failure::door(ErrorKind::UnsupportedDtype, message, format!("`{name}.dequantize()`")));
+    }
+    let message = format!(
+        "{name} is a {} whose memory cannot be read here (a tensor subclass or a functorch transform)",
+        tensor.get_type().name()?
+    );
+    let mend = format!("`{name}.as_subclass(torch.Tensor)`, or call it outside the transform");
+    Err(Failure::door(ErrorKind::Unsupported, message, mend))
 }
 
 /// Sparse, nested and wrapper tensors have no strides or no storage of their own.
@@ -133,49 +204,63 @@ fn no_storage(name: &'static str) -> Failure {
     Error::Representation { tensor: name, what: "is no strided tensor with storage of its own" }.into()
 }
 
-/// All but the extent, attribute by attribute.
+/// As [`read_plain`], attribute by attribute.
 fn read_attributes(name: &'static str, tensor: &Bound<'_, PyAny>) -> Result<Operand, Failure> {
     let py = tensor.py();
-    let device = device(name, tensor)?;
     let dtype_object = tensor.getattr(intern!(py, "dtype"))?;
     let Some(dtype) = dtype_of(&dtype_object) else {
         return Err(Error::UnknownDtype { tensor: name, got: dtype_object.str()?.to_string() }.into());
     };
-    if matches!(dtype, DType::C32 | DType::C64 | DType::C128)
-        && tensor.call_method0(intern!(py, "is_conj"))?.is_truthy()?
-    {
-        return Err(Error::Representation { tensor: name, what: "has its conjugate bit set" }.into());
-    }
     let strides = tensor.call_method0(intern!(py, "stride")).map_err(|_| no_storage(name))?;
     let strides: Vec<isize> = integers(&strides)?;
-    let ptr =
+    let ptr: usize =
         tensor.call_method0(intern!(py, "data_ptr")).and_then(|ptr| ptr.extract()).map_err(|_| no_storage(name))?;
     let sizes: Vec<usize> = integers(&tensor.getattr(intern!(py, "shape"))?)?;
     let shape = shape(name, &sizes)?;
     let Some(strides) = Strides::new(&strides) else { return Err(no_storage(name)) };
+    let storage = tensor.call_method0(intern!(py, "untyped_storage")).map_err(|_| no_storage(name))?;
+    let len_bytes: usize = storage.call_method0(intern!(py, "nbytes"))?.extract()?;
+    let offset: usize = tensor.call_method0(intern!(py, "storage_offset"))?.extract()?;
+    // An empty tensor has a null pointer and no bytes to prove.
+    let address = ptr.wrapping_sub(offset.wrapping_mul(dtype.size_bytes()));
     Ok(Operand {
         name,
         ptr: std::ptr::with_exposed_provenance_mut(ptr),
         dtype,
         shape,
         strides,
-        device,
-        extent: Extent::Declared,
+        device: Device::Cpu,
+        extent: Extent::Proven { address, len_bytes },
         writable: true,
         _hold: None,
     })
 }
 
-/// Whether gradients would be lost: grad mode is on and one of `tensors` requires grad.
-pub(crate) fn refuse_gradients(tensors: &[(&'static str, Option<&Bound<'_, PyAny>>)]) -> Result<(), Failure> {
+/// Whether grad mode is on.
+pub(crate) fn is_grad_enabled(py: Python<'_>) -> PyResult<bool> {
+    match api(py) {
+        Some(Api { abi: Some(abi), .. }) => Ok(abi.grad_mode()),
+        Some(api) => api.is_grad_enabled.bind(py).call0()?.is_truthy(),
+        None => Ok(false),
+    }
+}
+
+/// Whether this tensor requires grad.
+pub(crate) fn requires_grad(tensor: &Bound<'_, PyAny>) -> PyResult<bool> {
+    tensor.getattr(intern!(tensor.py(), "requires_grad"))?.is_truthy()
+}
+
+/// Refuses where gradients would be lost: grad mode is on and one of `tensors` requires grad.
+pub(crate) fn refuse_gradients(
+    py: Python<'_>,
+    tensors: &[(&'static str, Option<&Bound<'_, PyAny>>)],
+) -> Result<(), Failure> {
+    if !is_grad_enabled(py)? {
+        return Ok(());
+    }
     for (name, tensor) in tensors {
         let Some(tensor) = tensor else { continue };
-        let py = tensor.py();
-        if tensor.getattr(intern!(py, "requires_grad"))?.is_truthy()? {
-            let Some(api) = api(py) else { return Ok(()) };
-            if !api.is_grad_enabled.bind(py).call0()?.is_truthy()? {
-                return Ok(());
-            }
+        if requires_grad(tensor)? {
             let message = format!(
                 "{name} requires grad and grad mode is on: training is not served, and gradients are never dropped silently"
             );
@@ -186,22 +271,29 @@ pub(crate) fn refuse_gradients(tensors: &[(&'static str, Option<&Bound<'_, PyAny
     Ok(())
 }
 
-/// A new row-major tensor on the host.
-pub(crate) fn empty<'py>(like: &Bound<'py, PyAny>, dtype: DType, shape: &Shape) -> Result<Bound<'py, PyAny>, Failure> {
-    let py = like.py();
+/// A new tensor on the host, its elements not set, and what it says of itself under the name `name`.
+pub(crate) fn empty_strided<'py>(
+    py: Python<'py>,
+    name: &'static str,
+    dtype: DType,
+    shape: &Shape,
+    strides: &Strides,
+) -> Result<(Bound<'py, PyAny>, Operand), Failure> {
     let Some(api) = api(py) else {
         return Err(Failure::door(ErrorKind::Kind, "torch is not loaded", "`import torch`"));
     };
+    if let Some((made, described)) = api.abi.and_then(|abi| abi.empty_strided(py, dtype, shape, strides)) {
+        return Ok((made, operand(name, &described)));
+    }
     let Some((object, _)) = api.dtypes.iter().find(|(_, known)| *known == dtype) else {
         let message = format!("this torch has no dtype {dtype}");
         return Err(Failure::door(ErrorKind::UnsupportedDtype, message, "a newer torch"));
     };
-    let sizes = PyTuple::new(py, shape.iter())?;
-    if is_exactly_tensor(like) && like.getattr(intern!(py, "dtype"))?.is(object) {
-        return Ok(like.call_method1(intern!(py, "new_empty"), (sizes,))?);
-    }
-    let options = pyo3::types::PyDict::new(py);
+    let options = PyDict::new(py);
     options.set_item(intern!(py, "dtype"), object)?;
     options.set_item(intern!(py, "device"), &api.cpu)?;
-    Ok(api.empty.bind(py).call((sizes,), Some(&options))?)
+    let (sizes, steps) = (PyTuple::new(py, shape.iter())?, PyTuple::new(py, strides.iter())?);
+    let made = api.empty_strided.bind(py).call((sizes, steps), Some(&options))?;
+    let operand = read_plain(name, &made)?;
+    Ok((made, operand))
 }

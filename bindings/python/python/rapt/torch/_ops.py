@@ -14,13 +14,10 @@ import math
 
 import torch
 from rapt import (
-    DeviceError,
     DtypeMismatchError,
     KindError,
-    LayoutError,
     OptionError,
     ShapeError,
-    UnsupportedDtypeError,
     UnsupportedError,
     _native,
 )
@@ -33,6 +30,7 @@ from ._stats import count_served
 
 _modes = torch._C._len_torch_dispatch_stack
 _is_compiling = torch.compiler.is_compiling
+_Tensor = torch.Tensor
 
 _OPTIONS = (
     "Tensor? mask=None, str? causal=None, SymInt? window_left=None, SymInt? window_right=None, float? softcap=None, "
@@ -87,28 +85,9 @@ def _refuse_grad(tensors):
 def _refuse(names, tensors):
     """Raise the typed error for the first tensor whose memory is not its value."""
     for name, t in zip(names, tensors):
-        if t is None:
-            continue
-        if not isinstance(t, torch.Tensor):
+        if t is not None and not isinstance(t, torch.Tensor):
             raise KindError(f"{name} must be a torch.Tensor like q, got {type(t).__name__}; use torch.as_tensor({name})")
-        if t.device.type != "cpu":
-            raise DeviceError(f"{name} is on {t.device}, Rapt computes torch tensors on cpu; use {name}.cpu()")
-        if t.is_neg() or t.is_conj():
-            raise LayoutError(f"{name} carries a lazy negation or conjugation; use {name}.resolve_neg().resolve_conj()")
-        if t.layout is not torch.strided:
-            raise LayoutError(f"{name} has layout {t.layout}, Rapt reads torch.strided; use {name}.to_dense()")
-        if t.is_nested:
-            raise LayoutError(f"{name} is a nested tensor, Rapt reads dense ones; use {name}.to_padded_tensor(0.0)")
-        if t.is_quantized:
-            raise UnsupportedDtypeError(f"{name} has dtype {t.dtype}; use {name}.dequantize()")
-        if not _route.is_plain(t):
-            raise UnsupportedError(
-                f"{name} is a {type(t).__name__} whose memory cannot be read here (a tensor subclass or a functorch "
-                f"transform); use {name}.as_subclass(torch.Tensor) or call it outside the transform"
-            )
-
-
-_NAMES = ("q", "k", "v", "mask", "sinks", "alibi_slopes", "out")
+        _native.refuse_torch(name, t)
 
 
 # --- rapt.attention ------------------------------------------------------------------------------------------------------
@@ -136,13 +115,12 @@ def attention(
         causal = "top_left"
     elif causal is False:
         causal = None
-    if _is_compiling() or _modes() or is_traced(q, k, v):
+    # A class of its own is what makes a tensor one of a trace.
+    ordinary = type(q) is type(k) is type(v) is _Tensor
+    if _is_compiling() or _modes() or (not ordinary and is_traced(q, k, v)):
         return _through_ops(
             q, k, v, mask, causal, window, softcap, scale, sinks, alibi_slopes, layout, out, out_dtype, return_lse
         )
-    # What is no tensor at all, and every option, is the native door's to refuse.
-    tensors = (q, k, v, mask, sinks, alibi_slopes, out)
-    _refuse(_NAMES, [t if isinstance(t, torch.Tensor) else None for t in tensors])
     answer = _native.attention(
         q, k, v, mask=mask, causal=causal, window=window, softcap=softcap, scale=scale, sinks=sinks,
         alibi_slopes=alibi_slopes, layout=layout, out=out, out_dtype=out_dtype, return_lse=return_lse,
@@ -180,7 +158,6 @@ def _through_ops(
 def _run(
     q, k, v, out, lse, mask, causal, window_left, window_right, softcap, scale, sinks, alibi_slopes, layout
 ):  # fmt: skip
-    _refuse(_NAMES, (q, k, v, mask, sinks, alibi_slopes, out))
     window = None if window_left is None and window_right is None else (window_left, window_right)
     _native.run_into(q, k, v, mask, sinks, alibi_slopes, out, lse, causal, window, softcap, scale, layout)
     count_served()

@@ -1,9 +1,10 @@
 """PyTorch's `scaled_dot_product_attention` becomes Rapt's on the CPU, for as long as it is registered.
 
 `aten::scaled_dot_product_attention` is taken at two dispatch keys: AutogradCPU, where ordinary tensors arrive, and CPU, where
-inference tensors come straight. One kernel for both: where a gradient is needed it hands on to PyTorch's own (the composite
-kernel, which autograd sees through), else no graph is recorded. While something traces (fake or functional tensors, dispatch
-modes) it ends in Rapt's own op, which compiled graphs then carry: inductor would otherwise decompose the aten op past us.
+inference tensors come straight. The native `TorchKernel` answers what models ask for; all else comes to `_sdpa_cold`. Where a
+gradient is needed that hands on to PyTorch's own (the composite kernel, which autograd sees through), else no graph is recorded.
+While something traces (fake or functional tensors, dispatch modes) it ends in Rapt's own op, which compiled graphs then carry:
+inductor would otherwise decompose the aten op past us.
 
 `aten::_scaled_dot_product_flash_attention_for_cpu` is taken too, for graphs that were decomposed before. PyTorch's own composite
 kernel ends there as well, so every hand-over marks itself by a negative dropout_p: PyTorch asks only whether it is > 0, graphs
@@ -11,33 +12,20 @@ keep it, and our flash kernel puts the zero back. (-0.0 would not do: the dispat
 """
 
 import contextlib
-import functools
 import math
-import operator
 import sys
 import threading
 
 import torch
-from rapt import RaptError
+from rapt._native import TorchKernel
 
 from . import _ops, _route, _strides, _transformers
 from ._stats import count_fallback, count_served
 
 _modes = torch._C._len_torch_dispatch_stack
-_grad_enabled = torch.is_grad_enabled
-_flash_enabled = torch._C._get_flash_sdp_enabled
-_math_enabled = torch._C._get_math_sdp_enabled
-_empty_like = torch.empty_like
-_FOLLOWS = _strides.FLASH_FOLLOWS_QUERY
-_bool, _float32 = torch.bool, torch.float32
-_INF = math.inf
-# Dispatch keys that no ordinary dense CPU tensor carries, inside inference mode or outside.
-_NOT_PLAIN = ~functools.reduce(operator.or_, _route.PLAIN) & (2**64 - 1)
-_forward_ad = torch.autograd.forward_ad
 _OP = torch.ops.aten.scaled_dot_product_attention.default
 _FLASH_OP = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
-_torch_sdpa = _ops._native.torch_sdpa
 
 
 # Without `get_kernel` (torch < 2.9) there is no way back to PyTorch's flash kernel once it is replaced: it stays, unmarked.
@@ -55,45 +43,11 @@ def own(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, m
     )
 
 
-def _sdpa(keyset, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False):
-    # What models ask for: dense CPU tensors, no gradient, nothing that traces, an answer in the shape of q. The keyset is the
-    # union over the arguments and the modes in force: one look for what would take ten questions. What is not asked here
-    # either makes no difference to the answer or is refused by the native module, which then has written nothing.
-    if (
-        not keyset.raw_repr() & _NOT_PLAIN
-        and dropout_p == 0.0
-        and _flash_enabled()
-        and _math_enabled()
-        and _forward_ad._current_level < 0
-        and not (
-            _grad_enabled()
-            and (
-                query.requires_grad
-                or key.requires_grad
-                or value.requires_grad
-                or (attn_mask is not None and attn_mask.requires_grad)
-            )
-        )
-        and (scale is None or -_INF < scale < _INF)
-        and (not enable_gqa or query.dim() == key.dim() == value.dim() == 4)
-        and (
-            attn_mask is None
-            or (attn_mask.dim() >= 2 and (attn_mask.dtype is _bool or attn_mask.dtype in (query.dtype, _float32)))
-        )
-    ):
-        if _FOLLOWS and query.is_contiguous():
-            out = _empty_like(query)
-        elif _strides.is_flash(query, key, value, attn_mask, enable_gqa):
-            out = _strides.empty_flash(query)
-        else:
-            out = query.new_empty(query.shape)
-        try:
-            _torch_sdpa(query, key, value, attn_mask, is_causal, scale, enable_gqa, out)
-        except RaptError:
-            return _sdpa_cold(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-        count_served()
-        return out
-    return _sdpa_cold(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+def _kernel(with_keyset):
+    """The native kernel, which answers what models ask for: dense CPU tensors, no gradient, nothing that traces. A request
+    that PyTorch's own kernels are barred from goes the long way, where it is counted."""
+    allowed = [torch._C._get_flash_sdp_enabled, torch._C._get_math_sdp_enabled]
+    return TorchKernel(_sdpa_cold, _strides.empty_out, allowed, torch.autograd.forward_ad, with_keyset)
 
 
 # In inference mode nothing stands between torch.compile and the op; older torch (2.6) then decomposes it before it asks for
@@ -102,10 +56,12 @@ _DECOMPOSES_FIRST = not hasattr(torch.utils._python_dispatch, "autograd_would_ha
 
 
 def _decomposition(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False):
-    arguments = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    arguments = (query, key, value, attn_mask, dropout_p, is_causal)
     mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL)
     exporting = mode is not None and mode.export
-    return own(*arguments, _TRACED) if exporting else _sdpa_cold(*arguments)
+    if exporting:
+        return own(*arguments, scale, enable_gqa, _TRACED)
+    return _sdpa_cold(*arguments, scale=scale, enable_gqa=enable_gqa)
 
 
 def _why_not_plain(tensors):
@@ -126,7 +82,8 @@ def _why_not_plain(tensors):
     return None
 
 
-def _sdpa_cold(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa):
+def _sdpa_cold(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False):
+    """Whatever the native kernel does not serve at once: traces, gradients, modes, and every request out of the ordinary."""
     tensors = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
     traced = _ops.is_traced(*tensors)
     if traced:
@@ -214,8 +171,8 @@ def _activate():
     global _library, _flash_stock, _mha_fastpath
     library = torch.library.Library("aten", "IMPL")
     try:
-        library.impl("scaled_dot_product_attention", _sdpa, "AutogradCPU", with_keyset=True)
-        library.impl("scaled_dot_product_attention", _sdpa, "CPU", with_keyset=True)
+        library.impl("scaled_dot_product_attention", _kernel(with_keyset=True), "AutogradCPU", with_keyset=True)
+        library.impl("scaled_dot_product_attention", _kernel(with_keyset=False), "CPU")
         if _TAKES_FLASH:
             flash = "_scaled_dot_product_flash_attention_for_cpu"
             _flash_stock = torch.library.get_kernel(f"aten::{flash}", "CPU")

@@ -7,7 +7,7 @@ since a request that is invalid for PyTorch must raise PyTorch's own error.
 import math
 
 import torch
-from rapt import ShapeError
+from rapt import ShapeError, _native
 
 from . import _strides
 
@@ -16,16 +16,9 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _keys = torch._C._dispatch_keys
 
 
-def _keysets():
-    plain = torch.empty(0)
-    with torch.inference_mode():
-        inference = torch.empty(0)
-    return frozenset({_keys(plain).raw_repr(), _keys(inference).raw_repr()})
-
-
 # The dispatch keys of an ordinary dense CPU tensor, outside and inside inference mode. Everything that must not be read as
 # plain memory carries another key: subclass, sparse, quantized, nested, functorch wrapper, conj and neg bit, zero tensor.
-PLAIN = _keysets()
+PLAIN = frozenset(_native.torch_plain_keys())
 
 
 def is_plain(tensor):

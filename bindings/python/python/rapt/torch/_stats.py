@@ -1,29 +1,21 @@
 """The account: how many calls on torch tensors Rapt served, and how many went to PyTorch's own kernel and why.
 
-Only calls that ran are counted, tracing is not. `count_served` is `itertools.count.__next__`: one atomic step in CPython
-(30 ns), where a lock would cost as much as the rest of the account.
+Only calls that ran are counted, tracing is not. What was served is one atomic counter of the native module.
 """
 
-import itertools
 import logging
 import threading
+
+from rapt._native import count_served, served
+
+__all__ = ["count_fallback", "count_served", "reset_stats", "stats"]
 
 log = logging.getLogger("rapt")
 
 _lock = threading.Lock()
 _fallback = {}
 _logged = set()
-_served = itertools.count()
-_reads = 0  # each look at a count takes one step of it
 _base = 0
-count_served = _served.__next__
-
-
-def _steps():
-    global _reads
-    steps = next(_served) - _reads
-    _reads += 1
-    return steps
 
 
 def count_fallback(reason):
@@ -39,12 +31,12 @@ def count_fallback(reason):
 def stats():
     """`{"served": int, "fallback": {reason: int}}` since import or the last `reset_stats()`."""
     with _lock:
-        return {"served": _steps() - _base, "fallback": dict(_fallback)}
+        return {"served": served() - _base, "fallback": dict(_fallback)}
 
 
 def reset_stats():
     """Start the account again at zero."""
     global _base
     with _lock:
-        _base = _steps()
+        _base = served()
         _fallback.clear()

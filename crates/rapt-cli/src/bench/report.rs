@@ -1,0 +1,227 @@
+//! What was measured, as a table, as JSON and as a plot.
+//!
+//! ```text
+//! GFLOP/s       2·(D + Dv)·scores / time, the scores that causal and window leave
+//! % FMA         of the f32 FMA rate of all threads (f64: of half of it), the best measured between the row's rounds
+//! cycles/score  time · clock · threads of the row / scores; floor is what the plan says is the least
+//! GB/s, % DRAM  each tensor once / time; of the read rate measured so
+//! ```
+
+use comfy_table::presets::UTF8_FULL_CONDENSED;
+use comfy_table::{CellAlignment, Table};
+use kuva::prelude::{BarPlot, Layout, Plot};
+use rapt::doctor::{cpu_name, platform};
+use rapt::{DType, Engine};
+use serde_json::{Value, json};
+
+use super::row::{Row, Timing, median};
+
+/// The rows of one run.
+pub(crate) struct Report {
+    isa: &'static str,
+    threads: usize,
+    rows: Vec<(Row, Timing)>,
+}
+
+/// What a row comes to.
+struct Figures {
+    seconds: f64,
+    spread: f64,
+    gflops: f64,
+    of_fma: f64,
+    cycles_per_score: f64,
+    floor_cycles_per_score: f64,
+    gbytes: f64,
+    of_dram: f64,
+}
+
+impl Figures {
+    /// `None` where the row was not timed.
+    fn of(row: &Row, timing: &Timing) -> Option<Self> {
+        let mut rounds = timing.seconds.clone();
+        if rounds.is_empty() {
+            return None;
+        }
+        let seconds = median(&mut rounds);
+        let (cost, ceilings) = (&timing.plan.cost, &timing.ceilings);
+        let fma = if row.dtype == DType::F64 { ceilings.fma_flops / 2.0 } else { ceilings.fma_flops };
+        let bytes = cost.bytes_read + cost.bytes_written;
+        let per_score = |cycles: f64| if cost.exponentials > 0.0 { cycles / cost.exponentials } else { 0.0 };
+        Some(Figures {
+            seconds,
+            spread: (rounds[rounds.len() - 1] - rounds[0]) / seconds,
+            gflops: cost.flops / seconds / 1e9,
+            of_fma: cost.flops / seconds / fma,
+            cycles_per_score: per_score(seconds * ceilings.clock_hz * timing.plan.threads as f64),
+            floor_cycles_per_score: per_score(cost.floor_cycles),
+            gbytes: bytes / seconds / 1e9,
+            of_dram: bytes / seconds / ceilings.dram_read,
+        })
+    }
+}
+
+/// A time in the unit that fits it.
+fn time(seconds: f64) -> String {
+    match seconds {
+        s if s < 1e-3 => format!("{:.2} µs", s * 1e6),
+        s if s < 1.0 => format!("{:.3} ms", s * 1e3),
+        s => format!("{s:.3} s"),
+    }
+}
+
+impl Report {
+    /// No rows yet.
+    pub(crate) fn new(engine: &Engine) -> Self {
+        Report { isa: engine.caps().arch.name(), threads: engine.threads().get(), rows: Vec::new() }
+    }
+
+    /// One more row.
+    pub(crate) fn push(&mut self, row: Row, timing: Timing) {
+        self.rows.push((row, timing));
+    }
+
+    /// Whether every row was right.
+    pub(crate) fn is_sound(&self) -> bool {
+        self.rows.iter().all(|(_, timing)| timing.is_right())
+    }
+
+    /// For people.
+    pub(crate) fn table(&self) -> String {
+        let mut table = Table::new();
+        table.load_style(UTF8_FULL_CONDENSED);
+        table.set_header([
+            "B,H,Sq,Skv,D",
+            "dtype",
+            "kernel",
+            "time",
+            "± %",
+            "GFLOP/s",
+            "% FMA",
+            "cycles/score",
+            "floor",
+            "GB/s",
+            "% DRAM",
+            "error",
+        ]);
+        for column in table.column_iter_mut().skip(3) {
+            column.set_cell_alignment(CellAlignment::Right);
+        }
+        for (row, timing) in &self.rows {
+            let mut cells = vec![row.name(), row.dtype.name().to_owned(), timing.plan.key.kernel.name().to_owned()];
+            match Figures::of(row, timing) {
+                Some(it) => cells.extend([
+                    time(it.seconds),
+                    format!("{:.0}", 50.0 * it.spread),
+                    format!("{:.1}", it.gflops),
+                    format!("{:.0}", 100.0 * it.of_fma),
+                    format!("{:.2}", it.cycles_per_score),
+                    format!("{:.2}", it.floor_cycles_per_score),
+                    format!("{:.1}", it.gbytes),
+                    format!("{:.0}", 100.0 * it.of_dram),
+                    format!("{:.1e}", timing.error),
+                ]),
+                None => {
+                    cells.push("WRONG".to_owned());
+                    cells.extend(std::iter::repeat_n(String::new(), 7));
+                    cells.push(format!("{:.1e} > {:.0e}", timing.error, timing.limit));
+                }
+            }
+            table.add_row(cells);
+        }
+        format!("{table}\n{}", self.machine())
+    }
+
+    /// The machine in a line or two.
+    fn machine(&self) -> String {
+        let timed = self.rows.iter().map(|(_, timing)| timing.ceilings);
+        let Some(best) = timed.reduce(super::ceilings::Ceilings::max).filter(|best| best.clock_hz > 0.0) else {
+            return format!("{} ({}), {}, {} threads", cpu_name(), platform(), self.isa, self.threads);
+        };
+        let per_cycle = best.fma_flops / best.clock_hz / self.threads as f64;
+        format!(
+            "{} ({}), {}, {} threads: f32 FMA {:.1} GFLOP/s ({per_cycle:.0} per cycle and thread), DRAM read {:.1} GB/s, {:.2} GHz",
+            cpu_name(),
+            platform(),
+            self.isa,
+            self.threads,
+            best.fma_flops / 1e9,
+            best.dram_read / 1e9,
+            best.clock_hz / 1e9,
+        )
+    }
+
+    /// For programs: every figure in plain units.
+    pub(crate) fn json(&self) -> Value {
+        let rows: Vec<Value> = self.rows.iter().map(|(row, timing)| row_json(row, timing)).collect();
+        json!({
+            "version": env!("CARGO_PKG_VERSION"),
+            "cpu": cpu_name(),
+            "platform": platform(),
+            "isa": self.isa,
+            "threads": self.threads,
+            "rows": rows,
+        })
+    }
+
+    /// A bar per row: per cent of the ceiling that holds it (DRAM for decode, else FMA).
+    pub(crate) fn svg(&self) -> String {
+        let bars = self.rows.iter().filter_map(|(row, timing)| {
+            let it = Figures::of(row, timing)?;
+            let (share, of) = if timing.plan.key.kernel == rapt::Kernel::Decode {
+                (it.of_dram, "% DRAM")
+            } else {
+                (it.of_fma, "% FMA")
+            };
+            Some((format!("{} {} · {} · {of}", row.name(), row.dtype, time(it.seconds)), 100.0 * share))
+        });
+        let plot = BarPlot::new().with_bars(bars.collect::<Vec<_>>()).with_color("steelblue").with_horizontal(true);
+        let plots = vec![Plot::Bar(plot)];
+        let layout = Layout::auto_from_plots(&plots)
+            .with_title(format!(
+                "rapt {} on {} ({}, {} threads)",
+                env!("CARGO_PKG_VERSION"),
+                cpu_name(),
+                self.isa,
+                self.threads
+            ))
+            .with_x_label("per cent of what this machine can do")
+            .with_height(120.0 + 36.0 * self.rows.len() as f64);
+        kuva::render_to_svg(plots, layout)
+    }
+}
+
+fn row_json(row: &Row, timing: &Timing) -> Value {
+    let Timing { plan, ceilings, .. } = timing;
+    let figures = Figures::of(row, timing).map(|it| {
+        json!({
+            "seconds": it.seconds,
+            "rounds_seconds": timing.seconds,
+            "calls": timing.calls,
+            "flops_per_second": it.gflops * 1e9,
+            "share_of_fma": it.of_fma,
+            "cycles_per_score": it.cycles_per_score,
+            "floor_cycles_per_score": it.floor_cycles_per_score,
+            "bytes_per_second": it.gbytes * 1e9,
+            "share_of_dram": it.of_dram,
+            "fma_flops_per_second": ceilings.fma_flops,
+            "dram_read_bytes_per_second": ceilings.dram_read,
+            "clock_hz": ceilings.clock_hz,
+        })
+    });
+    json!({
+        "name": row.name(),
+        "shape": [row.batch, row.heads, row.q_len, row.kv_len, row.head_dim],
+        "kv_heads": row.kv_heads,
+        "head_dim_v": row.head_dim_v,
+        "dtype": row.dtype.name(),
+        "causal": row.options.causal.map(rapt::Causal::name),
+        "kernel": plan.key.kernel.name(),
+        "threads": plan.threads,
+        "flops": plan.cost.flops,
+        "bytes": plan.cost.bytes_read + plan.cost.bytes_written,
+        "correct": timing.is_right(),
+        "error": timing.error,
+        "error_limit": timing.limit,
+        "timing": figures,
+    })
+}

@@ -1,0 +1,313 @@
+//! One row: a problem, its check against the formula on a smaller one of its kind, and its time.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use rapt::{
+    Causal, DType, Element, Engine, Kernel, Operands, Options, Plan, Result, Shape, Spec, Tensor, Tensors, View,
+};
+
+use super::ceilings::{Ceilings, Meter};
+use crate::explain::MaskName;
+use crate::formula::{Formula, Mask, relative_error, sample};
+
+/// Rounds of ceilings and calls.
+const ROUNDS: usize = 5;
+/// Most bytes of copies of k and v that a decoding row goes through.
+const COPIES_BYTES: usize = 1 << 30;
+
+/// To an element and back.
+type Casts<T> = (fn(f64) -> T, fn(T) -> f64);
+
+/// A problem.
+#[derive(Clone, Copy)]
+pub(crate) struct Row {
+    pub(crate) batch: usize,
+    pub(crate) heads: usize,
+    pub(crate) kv_heads: usize,
+    pub(crate) q_len: usize,
+    pub(crate) kv_len: usize,
+    pub(crate) head_dim: usize,
+    pub(crate) head_dim_v: usize,
+    pub(crate) dtype: DType,
+    pub(crate) mask: MaskName,
+    pub(crate) options: Options,
+    pub(crate) is_bshd: bool,
+}
+
+/// What was found of a row.
+pub(crate) struct Timing {
+    pub(crate) plan: Arc<Plan>,
+    /// Relative L2 of the smaller problem against the formula, and what is allowed.
+    pub(crate) error: f64,
+    pub(crate) limit: f64,
+    /// Seconds of a call: the median of each round. None if the row is wrong.
+    pub(crate) seconds: Vec<f64>,
+    pub(crate) calls: usize,
+    /// The best of the ceilings measured between the rounds.
+    pub(crate) ceilings: Ceilings,
+}
+
+impl Timing {
+    /// Whether the row computes the formula; NaN does not.
+    pub(crate) fn is_right(&self) -> bool {
+        self.error <= self.limit
+    }
+}
+
+/// The tensors of a row.
+struct Memory<T> {
+    q: Vec<T>,
+    /// Copies of k and v, gone through in turn.
+    kv: Vec<(Vec<T>, Vec<T>)>,
+    bools: Vec<bool>,
+    /// As doubles and as what an additive mask of this row holds.
+    bias: Vec<f64>,
+    bias_f32: Vec<f32>,
+}
+
+/// The element of a repeating sample, wherever it begins.
+fn repeat<T: Element>(seed: usize, len: usize, narrow: fn(f64) -> T) -> Vec<T> {
+    let piece: Vec<T> = sample(seed, 4093.min(len)).into_iter().map(narrow).collect();
+    piece.iter().copied().cycle().take(len).collect()
+}
+
+impl Row {
+    /// What a person calls it.
+    pub(crate) fn name(&self) -> String {
+        let Row { batch, heads, kv_heads, q_len, kv_len, head_dim, head_dim_v, .. } = self;
+        let groups = if kv_heads == heads { String::new() } else { format!("/{kv_heads}") };
+        let value = if head_dim_v == head_dim { String::new() } else { format!("/{head_dim_v}") };
+        let mut name = format!("{batch},{heads}{groups},{q_len},{kv_len},{head_dim}{value}");
+        if let Some(causal) = self.options.causal {
+            name += if causal == Causal::TopLeft { " causal" } else { " bottom_right" };
+        }
+        if self.options.window != rapt::Window::default() {
+            name += " window";
+        }
+        name += match self.mask {
+            MaskName::None => "",
+            MaskName::Bool => " bool mask",
+            MaskName::Additive => " additive mask",
+        };
+        if self.is_bshd { name + " bshd" } else { name }
+    }
+
+    fn shape_of(&self, heads: usize, len: usize, dim: usize) -> Shape {
+        if self.is_bshd { [self.batch, len, heads, dim].into() } else { [self.batch, heads, len, dim].into() }
+    }
+
+    fn memory<T: Element>(&self, narrow: fn(f64) -> T, copies: usize) -> Memory<T> {
+        let Row { batch, heads, kv_heads, q_len, kv_len, head_dim, head_dim_v, .. } = *self;
+        let kv = |copy: usize| {
+            (
+                repeat(2 + copy, batch * kv_heads * kv_len * head_dim, narrow),
+                repeat(3 + copy, batch * kv_heads * kv_len * head_dim_v, narrow),
+            )
+        };
+        let pairs = if self.mask == MaskName::None { 0 } else { batch * q_len * kv_len };
+        let bias: Vec<f64> = if self.mask == MaskName::Additive { sample(5, pairs) } else { Vec::new() };
+        Memory {
+            q: repeat(1, batch * heads * q_len * head_dim, narrow),
+            kv: (0..copies).map(kv).collect(),
+            bools: (0..pairs).map(|n| n * 5 % 8 != 3).collect(),
+            bias_f32: bias.iter().map(|&x| x as f32).collect(),
+            bias,
+        }
+    }
+
+    /// The tensors with copy `copy` of k and v.
+    fn tensors<'a, T: Element>(&self, memory: &'a Memory<T>, copy: usize, out: &'a mut Tensor) -> Result<Tensors<'a>> {
+        let Row { batch, heads, kv_heads, q_len, kv_len, head_dim, head_dim_v, .. } = *self;
+        let (k, v) = &memory.kv[copy];
+        let pairs = Shape::from([batch, 1, q_len, kv_len]);
+        let mask = match self.mask {
+            MaskName::None => None,
+            MaskName::Bool => Some(View::contiguous("mask", &memory.bools, pairs)?),
+            // In the accumulation dtype, as `explain` has it.
+            MaskName::Additive if self.dtype == DType::F64 => Some(View::contiguous("mask", &memory.bias, pairs)?),
+            MaskName::Additive => Some(View::contiguous("mask", &memory.bias_f32, pairs)?),
+        };
+        Ok(Tensors {
+            q: View::contiguous("q", &memory.q, self.shape_of(heads, q_len, head_dim))?,
+            k: View::contiguous("k", k, self.shape_of(kv_heads, kv_len, head_dim))?,
+            v: View::contiguous("v", v, self.shape_of(kv_heads, kv_len, head_dim_v))?,
+            mask,
+            sinks: None,
+            alibi_slopes: None,
+            out: out.view_mut()?,
+            lse: None,
+        })
+    }
+
+    fn new_out(&self) -> Result<Tensor> {
+        Tensor::zeros(self.dtype, self.shape_of(self.heads, self.q_len, self.head_dim_v))
+    }
+
+    /// What runs for this row.
+    fn plan<T: Element>(&self, engine: &Engine, memory: &Memory<T>) -> Result<Arc<Plan>> {
+        let mut out = self.new_out()?;
+        let tensors = self.tensors(memory, 0, &mut out)?;
+        let builder = Spec::builder(&tensors.q, &tensors.k, &tensors.v, &self.options);
+        engine.plan(&builder.mask(tensors.mask.as_ref()).build()?)
+    }
+
+    /// A problem of this kind that the formula can follow: one batch, few heads, a tile of queries, two blocks of keys.
+    fn smaller(&self) -> Row {
+        let kv_heads = self.kv_heads.min(2);
+        let heads = self.heads / self.kv_heads.max(1) * kv_heads;
+        Row { batch: 1, heads, kv_heads, q_len: self.q_len.min(70), kv_len: self.kv_len.min(600), ..*self }
+    }
+
+    /// The relative L2 error of this row (one batch) against the formula.
+    fn error<T: Element>(&self, engine: &Engine, narrow: fn(f64) -> T, widen: fn(T) -> f64) -> Result<f64> {
+        let Row { heads, kv_heads, q_len, kv_len, head_dim, head_dim_v, options, .. } = *self;
+        let memory = self.memory(narrow, 1);
+        let plan = self.plan(engine, &memory)?;
+        let mut out = self.new_out()?;
+        engine.run(&plan, &mut Operands::check(self.tensors(&memory, 0, &mut out)?, &plan.spec)?)?;
+        let wide =
+            |x: &[T], heads, len, dim| self.by_head(&x.iter().copied().map(widen).collect::<Vec<_>>(), heads, len, dim);
+        let mask = match self.mask {
+            MaskName::None => Mask::None,
+            MaskName::Bool => Mask::Bool(&memory.bools),
+            MaskName::Additive => Mask::Additive(&memory.bias),
+        };
+        let formula = Formula { heads, kv_heads, q_len, kv_len, head_dim, head_dim_v, options, mask };
+        let (k, v) = &memory.kv[0];
+        let law = formula.out(
+            &wide(&memory.q, heads, q_len, head_dim),
+            &wide(k, kv_heads, kv_len, head_dim),
+            &wide(v, kv_heads, kv_len, head_dim_v),
+        );
+        let got = wide(&out.to_vec::<T>()?, heads, q_len, head_dim_v);
+        Ok(relative_error(got.into_iter(), &law))
+    }
+
+    /// `values` of one batch as `[heads, len, dim]`.
+    fn by_head(&self, values: &[f64], heads: usize, len: usize, dim: usize) -> Vec<f64> {
+        if !self.is_bshd {
+            return values.to_vec();
+        }
+        let rows = (0..heads).flat_map(|head| (0..len).map(move |i| (i * heads + head) * dim));
+        rows.flat_map(|at| values[at..][..dim].iter().copied()).collect()
+    }
+
+    /// Checks, then times in rounds.
+    pub(crate) fn measure<T: Element>(
+        &self,
+        engine: &Engine,
+        meter: &Meter,
+        budget: f64,
+        (narrow, widen): Casts<T>,
+    ) -> Result<Timing> {
+        let one = self.memory(narrow, 1);
+        let plan = self.plan(engine, &one)?;
+        let error = self.smaller().error(engine, narrow, widen)?;
+        let limit = limit(self.dtype);
+        let mut timing = Timing { plan, error, limit, seconds: Vec::new(), calls: 0, ceilings: Ceilings::default() };
+        if !timing.is_right() {
+            return Ok(timing);
+        }
+        let memory = match self.copies(meter, timing.plan.key.kernel) {
+            1 => one,
+            copies => self.memory(narrow, copies),
+        };
+        let mut out = self.new_out()?;
+        let plan = Arc::clone(&timing.plan);
+        let mut call = |n: usize| {
+            let tensors = self.tensors(&memory, n % memory.kv.len(), &mut out)?;
+            engine.run(&plan, &mut Operands::check(tensors, &plan.spec)?)
+        };
+        // Two calls: threads start in the first.
+        call(0)?;
+        let start = Instant::now();
+        call(1)?;
+        // A look at the clock costs tens of nanoseconds: short calls are timed in groups of 0.2 ms.
+        let group = (2e-4 / start.elapsed().as_secs_f64()).ceil().clamp(1.0, 1e5) as usize;
+        for _ in 0..ROUNDS {
+            timing.ceilings = timing.ceilings.max(meter.read());
+            let (round, mut samples) = (Instant::now(), Vec::new());
+            while samples.is_empty() || round.elapsed() < Duration::from_secs_f64(budget / ROUNDS as f64) {
+                let start = Instant::now();
+                for _ in 0..group {
+                    timing.calls += 1;
+                    call(timing.calls)?;
+                }
+                samples.push(start.elapsed().as_secs_f64() / group as f64);
+            }
+            timing.seconds.push(median(&mut samples));
+        }
+        Ok(timing)
+    }
+
+    /// How many copies of k and v a row goes through: a token that is decoded finds its cache in memory, not in the
+    /// processor's.
+    fn copies(&self, meter: &Meter, kernel: Kernel) -> usize {
+        let elements = self.batch * self.kv_heads * self.kv_len * (self.head_dim + self.head_dim_v);
+        let bytes = elements * self.dtype.size_bytes();
+        if kernel != Kernel::Decode || bytes == 0 {
+            return 1;
+        }
+        meter.bytes().div_ceil(bytes).clamp(1, (COPIES_BYTES / bytes).clamp(1, 1024))
+    }
+}
+
+/// What rounding may do: two roundings of the result's precision, and of sums of this size.
+fn limit(dtype: DType) -> f64 {
+    match dtype {
+        DType::F64 => 1e-13,
+        DType::F32 => 3e-6,
+        DType::F16 => 1e-3,
+        _ => 8e-3,
+    }
+}
+
+/// The middle of some numbers; NaN of none.
+pub(crate) fn median(numbers: &mut [f64]) -> f64 {
+    numbers.sort_by(f64::total_cmp);
+    numbers.get(numbers.len() / 2).copied().unwrap_or(f64::NAN)
+}
+
+#[cfg(test)]
+mod tests {
+    use rapt::Layout;
+
+    use super::*;
+
+    #[test]
+    fn the_check_meets_every_option_and_layout() {
+        let engine = Engine::new(Some(2)).unwrap();
+        let options = Options::default();
+        for (mask, options, is_bshd) in [
+            (MaskName::None, options, false),
+            (MaskName::Bool, options.with_causal(Causal::BottomRight), true),
+            (MaskName::Additive, options.with_window(Some(40), None).with_softcap(2.0), true),
+        ] {
+            let options = options.with_layout(if is_bshd { Layout::Bshd } else { Layout::Bhsd });
+            let row = Row {
+                batch: 3,
+                heads: 8,
+                kv_heads: 4,
+                q_len: 90,
+                kv_len: 700,
+                head_dim: 24,
+                head_dim_v: 17,
+                dtype: DType::F64,
+                mask,
+                options,
+                is_bshd,
+            };
+            let error = |row: &Row| row.smaller().error::<f64>(&engine, |x| x, |x| x).unwrap();
+            assert!(error(&row) < 1e-13, "{}: {:e}", row.name(), error(&row));
+            let decode = Row { q_len: 1, ..row };
+            assert!(error(&decode) < 1e-13, "{}: {:e}", decode.name(), error(&decode));
+        }
+    }
+
+    #[test]
+    fn the_median_is_the_middle() {
+        assert_eq!(median(&mut [3.0, 1.0, 2.0]), 2.0);
+        assert!(median(&mut []).is_nan());
+    }
+}
