@@ -12,9 +12,6 @@ use crate::convert::{Kind, torch};
 use crate::errors::Failure;
 use crate::torch_pool::{self, TorchPool};
 
-/// Work below this keeps the GIL: it takes a few microseconds, and another thread may hold the GIL for 5 ms once it has it.
-const GIL_FLOPS: f64 = 200_000.0;
-
 /// An engine as a call holds it.
 #[derive(Clone)]
 pub(crate) enum Home {
@@ -75,15 +72,14 @@ pub(crate) struct Planned<'a> {
 }
 
 impl Planned<'_> {
-    /// Proves and runs, with the GIL released where the work is worth that.
+    /// Proves and runs, with the GIL released.
     pub(crate) fn run(&self, py: Python<'_>, tensors: Tensors<'_>) -> Result<(), Failure> {
         let Planned { engine, plan, torch_threads } = self;
         let mut operands = Operands::check(tensors, &plan.spec)?;
-        let mut run = || match *torch_threads {
+        py.detach(|| match *torch_threads {
             Some(threads) => engine.run_on(plan, &mut operands, &Queue::Host(&TorchPool { threads })),
             None => engine.run(plan, &mut operands),
-        };
-        if plan.cost.flops < GIL_FLOPS { run() } else { py.detach(run) }?;
+        })?;
         Ok(())
     }
 }
