@@ -21,6 +21,7 @@
 
 mod algebra;
 pub mod atlas;
+pub mod check;
 mod composed;
 mod divide;
 mod dtype;

@@ -119,8 +119,7 @@ impl<'a> Reader<'a> {
         if !self.takes('(') {
             return self.integer().map(IntTuple::Int);
         }
-        let (mut items, has_comma) =
-            self.nested(|reader| reader.items(')', "\",\" or \")\"", Reader::tuple))?;
+        let (mut items, has_comma) = self.nested(|reader| reader.items(')', "\",\" or \")\"", Reader::tuple))?;
         match items.len() {
             0 => {
                 self.at -= 1;
