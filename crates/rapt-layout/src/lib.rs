@@ -25,6 +25,7 @@ pub mod check;
 mod composed;
 mod divide;
 mod dtype;
+pub mod emulate;
 mod error;
 mod int_tuple;
 mod layout;
