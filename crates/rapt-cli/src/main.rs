@@ -6,6 +6,8 @@
 
 mod doctor;
 mod explain;
+mod layout;
+mod layout_check;
 mod npy;
 mod options;
 mod run;
@@ -30,6 +32,8 @@ enum Command {
     Doctor(doctor::Args),
     /// What would run for a problem, and why; or the table of what is served.
     Explain(explain::Args),
+    /// Layout algebra, fragments of tensor-core instructions, and the check that a store is what is read.
+    Layout(layout::Args),
     /// Attention on .npy files.
     Run(run::Args),
 }
@@ -41,6 +45,7 @@ fn main() -> ExitCode {
     let outcome = match Cli::parse().command {
         Command::Doctor(args) => doctor::run(&args),
         Command::Explain(args) => explain::run(&args),
+        Command::Layout(args) => layout::run(&args),
         Command::Run(args) => run::run(&args),
     };
     outcome.unwrap_or_else(|error| {

@@ -24,6 +24,7 @@ pub mod atlas;
 pub mod check;
 mod composed;
 mod divide;
+pub mod draw;
 mod dtype;
 pub mod emulate;
 mod error;

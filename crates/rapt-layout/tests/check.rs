@@ -56,7 +56,7 @@ fn the_blackwell_example_is_settled() {
     assert_eq!((poison.row, poison.reads.unwrap().to_string().as_str()), (2, "lane 0, column 96, bits 0..16"));
     assert_eq!(read.repairs.len(), 1);
     assert_eq!(read.repairs[0].change, "read");
-    assert_eq!(read.repairs[0].notation, "(128,128):(131072,1) in tmem-elements:16, offset 64");
+    assert_eq!(read.repairs[0].notation, "(128,64):(131072,1) in tmem-elements:16, offset 64");
 
     assert!(!store.proven);
     assert_eq!(classes(store), [Fault::Transposed], "{store}");

@@ -379,7 +379,7 @@ fn through_the_other(check: &Check, wrote: &Table, reads: &Table) -> Option<Repa
         if check.producer.is_fixed {
             return None;
         }
-        let mended = expressed(&check.consumer, &check.producer);
+        let mended = expressed(&check.consumer, &check.producer, false);
         let how = "store each element where the consumer reads it";
         mended.into_iter().find_map(|side| prove(reads, true, side, how))
     };
@@ -387,7 +387,7 @@ fn through_the_other(check: &Check, wrote: &Table, reads: &Table) -> Option<Repa
         if check.consumer.is_fixed || overlap(wrote).is_some() {
             return None;
         }
-        let mended = expressed(&check.producer, &check.consumer);
+        let mended = expressed(&check.producer, &check.consumer, true);
         let how =
             "read each element where the producer stores it: the store's layout, recast to the width that is read";
         mended.into_iter().find_map(|side| prove(wrote, false, side, how))
@@ -396,15 +396,17 @@ fn through_the_other(check: &Check, wrote: &Table, reads: &Table) -> Option<Repa
 }
 
 /// `from`'s map in the words of `to`: in `to`'s unit and packing if the layout recasts, else as it is.
-fn expressed(from: &Side, to: &Side) -> Vec<Side> {
+fn expressed(from: &Side, to: &Side, is_read: bool) -> Vec<Side> {
     let Source::Stored(map) = &from.source else { return Vec::new() };
+    // A reader of fewer columns stays one; a store has at least those that are read.
+    let cols = if is_read { from.cols.min(to.cols) } else { from.cols };
     let mut sides = Vec::new();
     let mut push = |stored: Stored| {
         sides.push(Side {
             about: to.about.clone(),
             dtype: from.dtype,
             rows: from.rows,
-            cols: from.cols,
+            cols,
             source: Source::Stored(stored),
             is_fixed: false,
         });
@@ -422,7 +424,8 @@ fn expressed(from: &Side, to: &Side) -> Vec<Side> {
         let recast = (|| {
             let flat = map.layout.layout().coalesce();
             let rows = flat.compose(&Layout::column_major([from.rows, from.cols / map.packed]).ok()?).ok()?;
-            rows.recast(old, new).ok()
+            let recast = rows.recast(old, new).ok()?;
+            recast.compose(&Layout::column_major([from.rows, cols / (new / bits).max(1)]).ok()?).ok()
         })();
         if let Some(layout) = recast.filter(|_| is_whole) {
             push(Stored {
@@ -435,6 +438,8 @@ fn expressed(from: &Side, to: &Side) -> Vec<Side> {
             });
         }
     }
-    push(map.clone());
+    if cols == from.cols {
+        push(map.clone());
+    }
     sides
 }

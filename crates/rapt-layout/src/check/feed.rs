@@ -7,8 +7,9 @@
 //!             (row, k), for one π and all threads, then no value leaves its thread: V's rows are taken in the order π
 //! shuffled:   values move between threads                                                  (what fp8 needs otherwise)
 //! ```
-//! π exists exactly if the columns of both fragments fall into the same classes by who holds them; the match is made class
-//! by class, so that it is complete. Every plan is applied and compared again before it is told.
+//! π exists exactly if the columns of both fragments fall into the same classes by who holds which row of them. The classes
+//! are made from every element and matched whole, so that the match is the proof; the shuffle names a source for every
+//! element of A.
 
 use std::collections::BTreeMap;
 use std::fmt;

@@ -287,8 +287,8 @@ impl fmt::Display for Report {
         let verdict = if self.proven { "proven" } else { "REFUTED" };
         writeln!(f, "{}: {verdict}", self.name)?;
         for (who, side) in [("producer", &self.producer), ("consumer", &self.consumer)] {
-            writeln!(f, "  {who}   {}", side.about)?;
-            writeln!(f, "             {}", side.notation)?;
+            let about = if side.about.is_empty() { String::new() } else { format!("{}\n             ", side.about) };
+            writeln!(f, "  {who}   {about}{}", side.notation)?;
             writeln!(
                 f,
                 "             {} × {} {}: {} values, {} bits in a row",
