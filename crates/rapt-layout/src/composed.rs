@@ -8,7 +8,7 @@ use crate::layout::Layout;
 use crate::swizzle::Swizzle;
 
 /// `swizzle o offset o layout`.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct ComposedLayout {
     swizzle: Swizzle,
     offset: i64,
