@@ -263,8 +263,14 @@ pub fn report_svg(report: &Report) -> String {
     svg + "</svg>\n"
 }
 
-/// Elements that go down: those of the first mode that is no single element, at the outermost level that splits.
+/// Elements that go down: those of the first mode that is no single element, at the outermost level that splits. A fragment
+/// as CuTe partitions it, ((m, k), tiles, tiles, …), has its m down and all the rest across.
 fn down_mode(layout: &Layout) -> i64 {
+    if layout.rank() > 2
+        && let Some(mode) = layout.mode(0).filter(|mode| mode.depth() > 0)
+    {
+        return mode.mode(0).map_or(1, |mode| mode.size());
+    }
     let mut modes: Vec<Layout> = layout.modes().into_iter().filter(|mode| mode.size() > 1).collect();
     while let [only] = modes.as_slice() {
         match only.shape() {
@@ -358,6 +364,7 @@ mod tests {
     fn single_modes_do_not_hide_the_grid() {
         let rows = |text: &str| down_mode(&text.parse().unwrap());
         assert_eq!(rows("((128,128),1,1):((65536,1),0,0)"), 128);
+        assert_eq!(rows("((128,16),1,4):((64,1),0,16)"), 128);
         assert_eq!(rows("(4,8)"), 4);
         assert_eq!(rows("12:1"), 1);
         assert_eq!(rows("((4,8),(2,2)):((32,1),(16,8))"), 32);
