@@ -53,9 +53,9 @@ fn repairs_of_the_checker_work_in_the_emulator() {
             let mut mended = check.clone();
             let side = repair.side.unwrap();
             if repair.change == "store" {
-                mended.producer = side
+                mended.producer = side;
             } else {
-                mended.consumer = side
+                mended.consumer = side;
             }
             for outcome in outcomes(&mended) {
                 assert!(outcome.cosine.unwrap() >= 0.99999, "{outcome}");

@@ -182,7 +182,7 @@ impl Feed {
     fn period(&self) -> (usize, String) {
         let all = self.v_permutation.len();
         let repeats = |p: &usize| {
-            all % p == 0
+            all.is_multiple_of(*p)
                 && self.v_permutation.iter().enumerate().all(|(k, to)| *to == self.v_permutation[k % p] + k / p * p)
         };
         let period = (1..=all).find(repeats).unwrap_or(all);

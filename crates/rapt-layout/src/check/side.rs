@@ -205,7 +205,7 @@ impl Side {
     /// [`Error::TooLarge`], [`Error::Overflow`], and [`Error::NoSuchLayout`] where a map leaves the tile.
     pub(crate) fn table(&self) -> Result<Table> {
         let elements = mul(self.rows.max(0), self.cols.max(0), "the size of a tile")?;
-        if elements > MOST_ELEMENTS || elements < 1 {
+        if !(1..=MOST_ELEMENTS).contains(&elements) {
             return Err(Error::TooLarge { what: "a tile's elements (from 1 up)", got: elements, most: MOST_ELEMENTS });
         }
         let size = |n: i64| usize::try_from(n).unwrap_or_default();

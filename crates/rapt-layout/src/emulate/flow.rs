@@ -10,7 +10,7 @@
 //! ```
 
 use serde::Serialize;
-use serde_json::{Value, json};
+use serde_json::Value;
 
 use super::machine::{Machine, Poison, product, rounded};
 use crate::atlas::Atom;
@@ -123,7 +123,7 @@ impl Outcome {
     /// As docs/layout.md describes it.
     #[must_use]
     pub fn to_json(&self) -> Value {
-        serde_json::to_value(self).unwrap_or_else(|_| json!(null))
+        serde_json::to_value(self).unwrap_or(Value::Null)
     }
 }
 
