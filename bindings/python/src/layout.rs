@@ -236,12 +236,12 @@ impl PyLayout {
         self.with(py, |layout| layout.product(&tiler, arrangement))
     }
 
-    fn blocked_product(&self, py: Python<'_>, other: Bound<'_, PyLayout>) -> PyResult<Self> {
+    fn blocked_product(&self, py: Python<'_>, other: &Bound<'_, PyLayout>) -> PyResult<Self> {
         let other = other.get().plain(py)?.clone();
         self.with(py, |layout| layout.blocked_product(&other))
     }
 
-    fn raked_product(&self, py: Python<'_>, other: Bound<'_, PyLayout>) -> PyResult<Self> {
+    fn raked_product(&self, py: Python<'_>, other: &Bound<'_, PyLayout>) -> PyResult<Self> {
         let other = other.get().plain(py)?.clone();
         self.with(py, |layout| layout.raked_product(&other))
     }

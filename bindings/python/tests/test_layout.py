@@ -51,6 +51,22 @@ def test_the_algebra_is_cutes():
     assert str(Layout("((2,3),4)").flatten()) == "(2,3,4):(1,2,6)" and str(Layout("(4,2):(1,0)").filter()) == "4:1"
 
 
+def test_the_commands_are_functions_too():
+    from rapt import layout
+
+    assert str(layout.compose(str(C), (128, 64))) == "(128,64):(65536,1)"
+    assert str(layout.compose("(12,(4,8)):(59,(13,1))", "<3,8>")) == "(3,(4,2)):(59,(13,1))"
+    assert str(layout.complement("4:2", 24)) == "(2,3):(1,8)"
+    assert str(layout.divide("(8,8):(8,1)", (4, 2), "zipped")) == "((4,2),(2,4)):((8,1),(32,2))"
+    assert str(layout.product("(2,5):(5,1)", (3, 4), "raked")) == "((3,2),(4,5)):((10,5),(30,1))"
+    assert str(layout.product("(2,5):(5,1)", "(3,4)", "blocked")) == "((2,3),(5,4)):((5,10),(1,30))"
+    assert str(layout.product("(2,2):(4,1)", 6)) == "((2,2),(2,3)):((4,1),(2,8))"
+    assert str(layout.coalesce("(2,(1,6)):(1,(6,2))")) == "12:1"
+    assert str(layout.right_inverse("(4,8):(8,1)")) == "(8,4):(4,1)"
+    assert str(layout.left_inverse("(4,8):(16,1)")) == "(16,4):(4,1)"
+    assert str(layout.recast("(128,64):(65536,1)", 32, 16)) == "(128,128):(131072,1)"
+
+
 @pytest.mark.parametrize(
     ("call", "error", "says"),
     [

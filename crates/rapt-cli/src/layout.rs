@@ -260,9 +260,9 @@ fn answer(command: &Command) -> Outcome {
 /// Text, or JSON where it is asked.
 fn print(args: &JsonArgs, value: &Value, text: impl FnOnce() -> String) -> Outcome {
     if args.json {
-        println!("{value:#}")
+        println!("{value:#}");
     } else {
-        println!("{}", text())
+        println!("{}", text());
     }
     Ok(ExitCode::SUCCESS)
 }

@@ -19,6 +19,7 @@ use serde::Serialize;
 use crate::error::{Error, Result};
 use crate::int_tuple::{add, mul};
 use crate::layout::Layout;
+use crate::swizzle::Swizzle;
 
 /// Lanes of tensor memory.
 pub const TMEM_LANES: i64 = 128;
@@ -328,6 +329,28 @@ impl Address<TmemCell> {
     }
 }
 
+impl Address<Register> {
+    /// The register in a slot of a thread.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`] below 0 and beyond 256 slots.
+    pub fn register(thread: i64, slot: i64) -> Result<Self> {
+        if !(0..1 << 16).contains(&thread) || !(0..256).contains(&slot) {
+            let what = format!("thread {thread}, slot {slot}: a thread has 256 registers");
+            return Err(Error::OutOfMemory { what });
+        }
+        Ok(Address::new((thread << 16) | slot))
+    }
+}
+
+impl Address<SharedByte> {
+    /// Where a swizzle puts this byte.
+    #[must_use]
+    pub fn swizzled(self, swizzle: Swizzle) -> Self {
+        Address::new(swizzle.apply(self.number))
+    }
+}
+
 /// A layout whose numbers are in the unit `U`.
 ///
 /// ```compile_fail
@@ -515,6 +538,14 @@ mod tests {
         assert!(place.exists() && !Place::new(Space::Tmem, 512 * 32, 32).exists());
         assert!(!Place::new(Space::Tmem, 128 << 21, 32).exists());
         assert!(Address::<TmemCell>::tmem(0, 512).is_err() && Address::<TmemCell>::tmem(128, 0).is_err());
+    }
+
+    #[test]
+    fn registers_and_swizzled_bytes() {
+        assert_eq!(Address::<Register>::register(5, 7).unwrap().number(), (5 << 16) + 7);
+        assert!(Address::<Register>::register(0, 256).is_err() && Address::<Register>::register(-1, 0).is_err());
+        let byte = Address::<SharedByte>::new(3 * 128 + 16);
+        assert_eq!(byte.swizzled(Swizzle::of_span(128).unwrap()).number(), 3 * 128 + 32);
     }
 
     #[test]

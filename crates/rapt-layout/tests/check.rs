@@ -295,6 +295,7 @@ fn files_are_refused_with_the_cause() {
     check(&with("tv = \"(128,64):(1,128)\"\nby = \"ldmatrix.x4\"", a), "tcgen05.ld or tcgen05.st is asked");
     check(&with("tv = \"(128,65):(1,128)\"\nby = \"tcgen05.st.32x32b.x32\"", a), "reaches element");
     check(&with("layout = \"(128,32):(65536,1)\"\nunit = \"tmem-cells\"\npacked = 3", a), "packed = 3");
+    check(&with("tv = \"(1,8388608):(0,0)\"", "tv = \"(128,64):(1,128)\""), "values in a thread");
     check(&with("layout = \"(128,32):(4611686018427387000,1)\"\nunit = \"tmem-cells\"", a), "overflows");
     check(&with("layout = \"(128,32):(36028797018963968,1)\"\nunit = \"tmem-cells\"\npacked = 2", a), "overflows");
     check(&head.replace("128", "9999999999"), "missing field `producer`");

@@ -11,7 +11,76 @@ import os as _os
 from rapt import _native
 from rapt._native import Layout
 
-__all__ = ["Layout", "Outcome", "Quantity", "Report", "atom", "atoms", "check", "check_text", "emulate", "emulate_text", "show"]
+__all__ = [
+    "Layout",
+    "Outcome",
+    "Quantity",
+    "Report",
+    "atom",
+    "atoms",
+    "check",
+    "check_text",
+    "coalesce",
+    "complement",
+    "compose",
+    "divide",
+    "emulate",
+    "emulate_text",
+    "left_inverse",
+    "product",
+    "recast",
+    "right_inverse",
+    "show",
+]
+
+
+def _layout(value):
+    return value if isinstance(value, Layout) else Layout(value)
+
+
+def compose(layout, other):
+    """The layout i -> layout(other(i)). Layouts here and below may be text or tuples."""
+    # A bare shape is a compact layout, as on the command line; by mode is `Layout.compose` with a tuple, or "<4,8>".
+    return _layout(layout).compose(Layout(other) if isinstance(other, (int, tuple)) else other)
+
+
+def complement(layout, target=None):
+    """What covers, with `layout`, 0 to target - 1."""
+    return _layout(layout).complement(target)
+
+
+def divide(layout, tiler, arrangement="logical"):
+    """`layout` cut into tiles: "logical", "zipped", "tiled" or "flat"."""
+    return _layout(layout).divide(tiler, arrangement)
+
+
+def product(layout, tiler, arrangement="logical"):
+    """`layout` repeated: "logical", "zipped", "tiled", "flat", "blocked" or "raked"."""
+    if arrangement == "blocked":
+        return _layout(layout).blocked_product(_layout(tiler))
+    if arrangement == "raked":
+        return _layout(layout).raked_product(_layout(tiler))
+    return _layout(layout).product(tiler, arrangement)
+
+
+def coalesce(layout, by=None):
+    """The same function with as few modes as possible."""
+    return _layout(layout).coalesce(by)
+
+
+def right_inverse(layout):
+    """R with layout(R(i)) = i."""
+    return _layout(layout).right_inverse()
+
+
+def left_inverse(layout):
+    """R with R(layout(i)) = i."""
+    return _layout(layout).left_inverse()
+
+
+def recast(layout, from_bits, to_bits):
+    """The same memory counted in elements of another width."""
+    return _layout(layout).recast(from_bits, to_bits)
 
 
 class Quantity:

@@ -22,7 +22,7 @@ pub(super) fn atom(shape: &str, dtype: &str, operand: &str) -> Option<Atom> {
     };
     use Dtype::{Bf16, E4m3, E5m2, F16, F32, S8, S32, Tf32, U8};
     let dtype = match operand {
-        "c" => dtype_of(dtype, &[F32, S32, F16])?,
+        "c" => dtype_of(dtype, if k == 8 { &[F32, F16] } else { &[F32, F16, S32] })?,
         _ => dtype_of(
             dtype,
             match k {

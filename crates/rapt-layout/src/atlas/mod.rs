@@ -183,7 +183,8 @@ pub fn names() -> Vec<String> {
     }
     for major in ["k", "mn"] {
         for swizzle in ["none", "32b", "64b", "128b"] {
-            names.extend(["f16", "e4m3"].map(|dtype| format!("wgmma.smem.{major}.{swizzle}.{dtype}")));
+            let dtypes = if major == "k" { &["f16", "e4m3"][..] } else { &["f16"] };
+            names.extend(dtypes.iter().map(|dtype| format!("wgmma.smem.{major}.{swizzle}.{dtype}")));
         }
     }
     for way in ["ldmatrix", "stmatrix"] {

@@ -75,7 +75,8 @@ pub(super) fn shared(major: &str, swizzle: &str, rest: &[&str]) -> Option<Atom> 
     let bytes = i64::from(dtype.bits() / 8);
     let (rows, cols, layout) = match major {
         "k" => (lines, span / bytes, Layout::new([lines, span / bytes], [span, bytes])),
-        "mn" => (span / bytes, lines, Layout::new([span / bytes, lines], [bytes, span])),
+        // Only 16-bit operands may be read against their grain.
+        "mn" if bytes == 2 => (span / bytes, lines, Layout::new([span / bytes, lines], [bytes, span])),
         _ => return None,
     };
     let layout = ComposedLayout::new(Swizzle::of_span(span).ok()?, 0, layout.ok()?).ok()?;
@@ -126,7 +127,8 @@ mod tests {
         assert_eq!(layout.to_string(), "Sw<3,4,3> o 0 o (64,64):(128,2)");
         // Row 3, column 9: chunk 1 becomes chunk 1 ^ 3.
         assert_eq!(layout.at_coord(&[3, 9].into()).unwrap(), 3 * 128 + (1 ^ 3) * 16 + 2);
-        let turned = Atom::named("wgmma.smem.mn.64b.e4m3.x16").unwrap();
-        assert_eq!((turned.rows, turned.cols), (64, 16));
+        let turned = Atom::named("wgmma.smem.mn.64b.bf16.x16").unwrap();
+        assert_eq!((turned.rows, turned.cols), (32, 16));
+        assert!(Atom::named("wgmma.smem.mn.64b.e4m3").is_err(), "bytes are K-major");
     }
 }

@@ -300,6 +300,12 @@ impl Side {
         let threads = tv.mode(0).map_or(1, |mode| mode.size());
         let elements = self.rows * self.cols;
         let offsets = tv.offsets()?;
+        // A thread's values must not run into the next thread's addresses.
+        let bits = i64::from(self.dtype.bits());
+        if tv.size() / threads * bits > LANE_BITS {
+            let most = LANE_BITS / bits;
+            return Err(Error::TooLarge { what: "the number of values in a thread", got: tv.size() / threads, most });
+        }
         let held = offsets.into_iter().enumerate().map(|(at, element)| {
             let at = i64::try_from(at).unwrap_or(i64::MAX);
             match usize::try_from(element) {
