@@ -201,6 +201,8 @@ fn each_class_of_fault_is_named_and_mended() {
         &[Uncovered],
         "Sw<1,4,3> o 0 o (64,16):(32,2) in shared-bytes",
     );
+    // 32 cells in a row for 64 values: one to a cell leaves half of them without a place.
+    check(&cells(""), a, 128, 64, &[Packing, CountPerThread], "(128,32):(65536,1) in tmem-cells, 2 to one");
     // Both at once: another unit and another offset.
     check(
         "layout = \"(128,64):(131072,1)\"\nunit = \"tmem-cells\"",

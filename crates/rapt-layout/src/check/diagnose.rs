@@ -102,18 +102,9 @@ pub(super) fn diagnose(check: &Check, wrote: &Table, reads: &Table, report: &Rep
         let why = format!("elements {:?} and {:?} are both written to {place}", at(a), at(b));
         found.faults.push(Finding { class: Fault::Overlapped, why });
     }
-    for (who, table) in [("producer", wrote), ("consumer", reads)] {
-        if let Some((has, moves)) = table.count {
-            let why = format!("the {who} has {has} values in a row or thread and places for {moves}");
-            found.faults.push(Finding { class: Fault::CountPerThread, why });
-        }
-    }
     let outcome = search(check, wrote, reads);
     if let Some(Outcome { hypothesis, distance }) = &outcome {
-        let is_named = found.faults.iter().any(|finding| finding.class == hypothesis.fault);
-        if !is_named {
-            found.faults.push(Finding { class: hypothesis.fault, why: hypothesis.why.clone() });
-        }
+        found.faults.push(Finding { class: hypothesis.fault, why: hypothesis.why.clone() });
         if *distance != 0 && hypothesis.fault != Fault::MissingColumnOffset {
             found.faults.push(missing_offset(wrote, reads, *distance));
         }
@@ -127,6 +118,15 @@ pub(super) fn diagnose(check: &Check, wrote: &Table, reads: &Table, report: &Rep
                 let other = if hypothesis.is_producer { reads } else { wrote };
                 prove(other, hypothesis.is_producer, side, &hypothesis.why)
             }));
+        }
+    }
+    // Another count is a symptom where something else was named, and the fault where nothing was.
+    for (who, table) in [("producer", wrote), ("consumer", reads)] {
+        if let Some((has, moves)) = table.count {
+            let why = format!("the {who} has {has} values in a row or thread and places for {moves}");
+            if !found.faults.iter().any(|finding| finding.class == Fault::CountPerThread) {
+                found.faults.push(Finding { class: Fault::CountPerThread, why });
+            }
         }
     }
     if found.repairs.is_empty() {

@@ -260,9 +260,9 @@ impl Side {
                 }
             }
         }
-        // A layout of another size than the tile stores another number of elements.
+        // A smaller layout than the tile leaves elements without a place. A larger one is only used in part.
         let stores = stored.layout.layout().size() * packed;
-        if stores != rows * self.cols {
+        if stores < rows * self.cols {
             table.count = Some((self.cols, stores / rows));
         }
         Ok(())
