@@ -7,6 +7,7 @@
 //! engine, context, torch_pool   whose threads
 //! torch_kernel, torch_abi       PyTorch's own op as Rapt serves it; libtorch's C ABI
 //! plan, doctor, log             explain(), doctor(), RAPT_LOG
+//! layout                        rapt.layout: the layout algebra and the fragment checker
 //! ```
 //! Deliberately absent: torch and numpy at link time, any import of them, any copy of a tensor, and gradients.
 
@@ -16,6 +17,7 @@ mod doctor;
 mod engine;
 mod errors;
 mod forward;
+mod layout;
 mod log;
 mod mend;
 mod options;
@@ -280,5 +282,13 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(torch_kernel::count_served, module)?)?;
     module.add_function(wrap_pyfunction!(torch_kernel::served, module)?)?;
     module.add_function(wrap_pyfunction!(doctor::doctor, module)?)?;
+    module.add_class::<layout::PyLayout>()?;
+    module.add_function(wrap_pyfunction!(layout::layout_show, module)?)?;
+    module.add_function(wrap_pyfunction!(layout::layout_atoms, module)?)?;
+    module.add_function(wrap_pyfunction!(layout::layout_atom, module)?)?;
+    module.add_function(wrap_pyfunction!(layout::layout_convert, module)?)?;
+    module.add_function(wrap_pyfunction!(layout::layout_same, module)?)?;
+    module.add_function(wrap_pyfunction!(layout::layout_check, module)?)?;
+    module.add_function(wrap_pyfunction!(layout::layout_emulate, module)?)?;
     Ok(())
 }

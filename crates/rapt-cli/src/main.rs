@@ -8,6 +8,8 @@ mod bench;
 mod doctor;
 mod explain;
 mod formula;
+mod layout;
+mod layout_check;
 mod npy;
 mod options;
 mod run;
@@ -34,6 +36,8 @@ enum Command {
     Explain(explain::Args),
     /// How fast it is here, on shapes of your own, beside what this machine can do; exit code 1 if a row is wrong.
     Bench(bench::Args),
+    /// Layout algebra, fragments of tensor-core instructions, and the check that a store is what is read.
+    Layout(layout::Args),
     /// Attention on .npy files.
     Run(run::Args),
 }
@@ -46,6 +50,7 @@ fn main() -> ExitCode {
         Command::Doctor(args) => doctor::run(&args),
         Command::Explain(args) => explain::run(&args),
         Command::Bench(args) => bench::run(&args),
+        Command::Layout(args) => layout::run(&args),
         Command::Run(args) => run::run(&args),
     };
     outcome.unwrap_or_else(|error| {

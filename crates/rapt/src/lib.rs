@@ -18,7 +18,8 @@
 //! ```
 //!
 //! [`attention`] is the common case. [`Engine`] owns threads and scratch memory; [`Spec`] and [`Plan`] describe a request
-//! and what will run for it, without any pointer.
+//! and what will run for it, without any pointer. [`layout`] is apart from all of it: the algebra of layouts, and proof that
+//! what one tensor-core instruction writes is what the next one reads.
 
 pub mod doctor;
 mod engine;
@@ -34,6 +35,7 @@ pub use rapt_core::{
     Spec, SpecBuilder, Strides, TensorSpec, Tensors, Tile, View, ViewMut, Window, Work, Workspace,
 };
 pub use rapt_cpu::{available as available_isas, select};
+pub use rapt_layout as layout;
 pub use tensor::Tensor;
 
 /// The version of this crate: major, minor, patch.

@@ -5,6 +5,8 @@ use crate::metadata::{Kind, Workspace};
 
 const CORE: &str = "rapt-core";
 const FACADE: &str = "rapt-attention";
+/// Stands alone: neither core nor any other crate of Rapt.
+const LAYOUT: &str = "rapt-layout";
 const TESTKIT: &str = "rapt-testkit";
 /// What lies between core and façade. The reference is the law, not a backend, but sits at the same height.
 const MIDDLE: [&str; 7] =
@@ -43,6 +45,7 @@ fn refused(from: &str, to: &str, kind: Kind) -> Option<&'static str> {
     }
     match from {
         CORE => Some("core depends on no crate of Rapt"),
+        LAYOUT => Some("the layout algebra depends on no crate of Rapt"),
         _ if MIDDLE.contains(&from) => (to != CORE).then_some("backends see core only, never each other"),
         FACADE => (to != CORE && !MIDDLE.contains(&to)).then_some("the façade stands below the doors"),
         // Doors reach the backends through the façade, which alone chooses one.
@@ -69,6 +72,7 @@ mod tests {
             ("rapt-cli", "rapt-testkit", Kind::Build),
             ("rapt-python", "rapt-cpu", Kind::Normal),
             ("rapt-cli", "rapt-reference", Kind::Normal),
+            ("rapt-layout", "rapt-core", Kind::Normal),
             ("rapt-surprise", "rapt-core", Kind::Normal),
             ("rapt-core", "pyo3", Kind::Normal),
             ("rapt-cli", "pyo3-ffi", Kind::Normal),
@@ -88,6 +92,7 @@ mod tests {
             ("rapt-cpu", "rapt-testkit", Kind::Dev),
             ("rapt-attention", "rapt-reference", Kind::Normal),
             ("rapt-attention", "rapt-cpu", Kind::Normal),
+            ("rapt-attention", "rapt-layout", Kind::Normal),
             ("rapt-python", "rapt-attention", Kind::Normal),
             ("rapt-python", "rapt-core", Kind::Normal),
             ("rapt-python", "pyo3", Kind::Normal),

@@ -136,10 +136,10 @@ def scaled_dot_product_attention(
 
 
 def __getattr__(name):
-    if name == "torch":
-        return _importlib.import_module("rapt.torch")
+    if name in ("layout", "torch"):
+        return _importlib.import_module(f"rapt.{name}")
     raise AttributeError(f"module 'rapt' has no attribute {name!r}")
 
 
 def __dir__():
-    return [*__all__, "torch"]
+    return [*__all__, "layout", "torch"]

@@ -2,6 +2,7 @@
 
 from typing import Any, Literal, TypeAlias
 
+from rapt import layout as layout
 from rapt import torch as torch
 from rapt._doctor import Report as Report
 from rapt._doctor import doctor as doctor
