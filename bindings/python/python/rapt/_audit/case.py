@@ -183,7 +183,7 @@ def smaller(case):
         yield case.but(mask_dims="qk")
     if case.scale is not None:
         yield case.but(scale=None)
-    if case.causal is not None:
+    if case.causal is not None and not case.poison:
         yield case.but(causal=None)
     for option in case.options:
         yield case.but(options=tuple(other for other in case.options if other != option))

@@ -50,7 +50,7 @@ def views(arrangement, *, expand=False):
 def accuracy(dtype):
     yield Case(dtype, q_len=64, kv_len=64, head_dim=64, head_dim_v=64)
     yield Case(dtype, q_len=64, kv_len=128, head_dim=64, head_dim_v=64)
-    yield Case(dtype, batch=1, heads=2, kv_heads=2, q_len=128, kv_len=512, head_dim=128, head_dim_v=128)
+    yield Case(dtype, batch=1, heads=2, kv_heads=2, q_len=64, kv_len=512, head_dim=128, head_dim_v=128)
 
 
 def mixing(axis):
@@ -128,7 +128,7 @@ def lengths(dtype):
 
 def head_dims(dtype):
     for head_dim in (1, 3, 7, 17, 33, 40, 65, 72, 96, 129, 257):
-        yield Case(dtype, batch=1, head_dim=head_dim, head_dim_v=head_dim)
+        yield Case(dtype, batch=1, heads=2, kv_heads=2, head_dim=head_dim, head_dim_v=head_dim)
 
 
 def head_dims_v(dtype):

@@ -2,21 +2,19 @@
 
     open the callee ─► each hazard × dtype × probe, judged in the child ─► findings ─► shrink ─► prove ─► Report
 
-Hazards are taken in the table's order until the budget is spent; part of it is kept for the reproducers, two of which run at
-a time. Deliberately absent: how anything is judged (judges.py), how a report looks (report.py, page.py).
+Hazards are taken in the table's order until the budget is spent; part of it is kept for the reproducers. Deliberately absent: how anything is judged (judges.py), how a report looks (report.py, page.py).
 """
 
-import os
 import sys
 
 from . import progress
-from .callee import TargetError, find
+from .callee import Offer, TargetError, find
 from .case import Case
 from .hazards import BY_NAME, SEVERITIES, TABLE
 from .report import Finding, HazardResult, Report
 from .script import write
 from .shrink import shrink
-from .supervisor import Child, Clock, Died, Hung, Proof
+from .supervisor import Child, Clock, Died, Hung, Nursery
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
@@ -60,7 +58,7 @@ class Hunt:
     def __init__(self, target, fn, device, dtypes, hazards, clock, kind):
         self.target, self.fn, self.device, self.dtypes, self.hazards, self.clock = target, fn, device, dtypes, hazards, clock
         self.kind, self.child, self.offer, self.bar = kind, Child(fn), None, None
-        self.boot_s, self.verdicts, self.findings, self.results = 0.0, {}, {}, []
+        self.boot_s, self.verdicts, self.findings, self.results, self.nursery = 0.0, {}, {}, [], None
 
     def run(self):
         try:
@@ -75,6 +73,8 @@ class Hunt:
             self.reproduce(found)
         finally:
             self.child.stop()
+            if self.nursery is not None:
+                self.nursery.close()
         return Report(self.target.label, self.offer, self.device, self.dtypes, self.results, found, self.clock.spent, self.clock.budget_s)
 
     def open(self):
@@ -90,8 +90,6 @@ class Hunt:
                 except (Died, Hung) as error:
                     how = f"died by {error.how}" if isinstance(error, Died) else "did not return"
                     case = Case(dtype, batch=1, heads=2, kv_heads=2, q_len=8, kv_len=8, head_dim=8, head_dim_v=8)
-                    from .callee import Offer
-
                     self.offer = Offer(said["style"], tuple(said["options"]), kind)
                     self.add(BY_NAME["accuracy"], case, crash_evidence(error, "crash"))
                     return how
@@ -131,14 +129,14 @@ class Hunt:
             return {"verdict": "found", "evidence": crash_evidence(error, "hang")}
 
     def reserve(self):
-        """Seconds kept for the reproducers of what is found so far: two run at a time."""
-        return min(0.6 * self.clock.budget_s, (len(self.findings) + 1) * (0.5 + 0.5 * self.boot_s))
+        """Seconds kept for the reproducers of what is found so far."""
+        return min(0.5 * self.clock.budget_s, 2 + 0.7 * len(self.findings))
 
     def hear(self, hazard):
         """All probes of a hazard."""
         dtypes = [dtype for dtype in self.dtypes if not hazard.dtypes or dtype in hazard.dtypes]
         dtypes = dtypes[:1] if hazard.once else dtypes
-        seen, notes, probes = {}, {}, 0
+        seen, notes, probes, begun = {}, {}, 0, self.clock.spent
         for dtype in dtypes:
             blockers = [name for name in hazard.needs if self.verdicts.get((name, dtype)) in ("found", "blocked")]
             if blockers:
@@ -166,7 +164,7 @@ class Hunt:
         verdict = next((v for v in order if v in seen.values()), "not offered")
         if not dtypes:
             notes["not offered"] = "none of the dtypes audited concerns it"
-        return HazardResult(hazard.name, hazard.severity, hazard.title, verdict, seen, notes.get(verdict, ""), probes)
+        return HazardResult(hazard.name, hazard.severity, hazard.title, verdict, seen, notes.get(verdict, ""), probes, self.clock.spent - begun)
 
     def add(self, hazard, case, evidence):
         """One finding per hazard and cause; further dtypes join it."""
@@ -175,23 +173,17 @@ class Hunt:
             severity = evidence["severity"] or hazard.severity
             finding = Finding(hazard.name, evidence["cause"], severity, hazard.title, evidence, case, [])
             self.findings[hazard.name, evidence["cause"]] = finding
+            if self.nursery is None and self.target.module is not None:
+                # It imports while the hunt goes on.
+                self.nursery = Nursery("torch" if self.offer.kind == "torch" else "numpy")
         finding.dtypes.append(case.dtype)
 
     def reproduce(self, findings):
-        """Shrink each finding's case and run its program once in a fresh process, two at a time."""
-        running, workers = [], max(1, min(2, os.cpu_count() or 1))
+        """Shrink each finding's case and run its program once in a fresh process."""
         for number, finding in enumerate(findings):
             self.bar.at(len(self.hazards), f"reproducer {number + 1} of {len(findings)}", len(findings))
             self.program(finding, len(findings) - number)
-            if self.target.module is None:
-                self.prove_in_fork(finding)
-                continue
-            if finding.reproducer["source"] is not None:
-                if len(running) == workers:
-                    self.settle(*running.pop(0))
-                running.append((finding, Proof(finding.reproducer["source"])))
-        for each in running:
-            self.settle(*each)
+            self.prove(finding)
 
     def program(self, finding, to_come):
         """The finding's program, shrunk where the callee survives it."""
@@ -207,7 +199,7 @@ class Hunt:
         finding.reproducer["source"] = source
         if source is None or self.offer is None or "signal" in finding.evidence["numbers"] or finding.cause in ("crash", "hang") or judge == "memory":
             return
-        seconds = max(0.3, min(3.0, (self.clock.left - to_come * 0.6 * self.boot_s) / max(1, to_come)))
+        seconds = max(0.1, min(2.0, self.clock.left / to_come - 0.3))
         case, smaller = None, None
         try:
             if not self.child.alive:
@@ -222,34 +214,33 @@ class Hunt:
     def fails(self, text):
         return self.child.ask("script", text, timeout=20)["outcome"] == "asserts"
 
-    def settle(self, finding, proof):
-        """What the fresh process said; where the shrunk program passes, the unshrunk one is run."""
-        timeout = max(20.0, self.clock.left)
-        held, outcome = proof.outcome(timeout)
-        original = finding.reproducer.pop("original", None)
-        if not held and original is not None and original != finding.reproducer["source"]:
-            held, outcome = Proof(original).outcome(timeout)
-            finding.reproducer |= {"source": original, "shrunk": False}
-        finding.reproducer |= {"reproduced": held, "outcome": outcome, "ran_in": "a fresh process"}
-
-    def prove_in_fork(self, finding):
-        """The program of a callee that only this process has: once, in a fork of its own."""
-        source = finding.reproducer["source"]
-        finding.reproducer.pop("original", None)
-        if source is None:
+    def prove(self, finding):
+        """Run the program; where the shrunk one passes, the unshrunk one."""
+        run, place = (self.in_fork, "a fork, with fn given") if self.nursery is None else (self.nursery.run, "a fresh process")
+        made, original = finding.reproducer, finding.reproducer.pop("original", None)
+        if made["source"] is None:
             return
+        timeout = max(20.0, self.clock.left)
+        held, outcome = run(made["source"], timeout)
+        if not held and original not in (None, made["source"]):
+            held, outcome = run(original, timeout)
+            made |= {"source": original, "shrunk": False}
+            finding.shrunk = None
+        made |= {"reproduced": held, "outcome": outcome, "ran_in": place}
+
+    def in_fork(self, text, timeout):
+        """The program of a callee that only this process has, in a fork of its own."""
         child = Child(self.fn)
         try:
-            child.ask("open", self.target, self.kind, self.device, [], timeout=30)
-            said = child.ask("script", source, timeout=30)
-            held, outcome = said["outcome"] == "asserts", said.get("message", said["outcome"])
+            child.ask("open", self.target, self.kind, self.device, [], timeout=timeout)
+            said = child.ask("script", text, timeout=timeout)
+            return said["outcome"] == "asserts", said.get("message", said["outcome"])
         except Died as error:
-            held, outcome = error.code < 0, error.how
+            return error.code < 0, error.how
         except Hung as error:
-            held, outcome = False, str(error)
+            return False, str(error)
         finally:
             child.stop()
-        finding.reproducer |= {"reproduced": held, "outcome": outcome, "ran_in": "a fork, with fn given"}
 
 
 def crash_evidence(error, cause):

@@ -74,9 +74,19 @@ def judge_law(room, case, strict=False, name=None, spare=0.0):
         return Evidence(f"the output is {list(answer.shape)}, not {list(want.shape)}", "wrong-shape", {"shape": list(answer.shape)})
     if answer.dtype != case.dtype:
         return Evidence(f"the output is {answer.dtype}, q is {case.dtype}", "output-dtype", {"dtype": answer.dtype}, severity="medium")
+    if not strict and close(answer.values, want, GROSS * FLOOR[case.dtype]):
+        return None
     peers = [stand_in(case, drawn), *(torch_peers(case, placed) if strict and room.device == "cpu" else ())]
     limit, row_limit = (bound * (1 if strict else GROSS) + spare for bound in limits(case.dtype, peers, want))
     return against(case, drawn, placed, answer, want, limit, row_limit, name)
+
+
+def close(got, want, limit):
+    """Whether the tolerance can be met without asking what a peer's error is."""
+    if not ((np.isnan(got) & np.isnan(want)) | np.isfinite(got) & np.isfinite(want) | (got == want)).all():
+        return False
+    error, worst, _ = errors(got, want)
+    return error <= limit and worst <= limit
 
 
 def against(case, drawn, placed, answer, want, limit, row_limit, name):

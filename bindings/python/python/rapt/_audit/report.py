@@ -33,11 +33,12 @@ class HazardResult:
     by_dtype: dict = field(default_factory=dict)
     note: str = ""
     probes: int = 0
+    seconds: float = 0.0
 
     def as_dict(self):
         return {
             "name": self.name, "severity": self.severity, "title": self.title, "verdict": self.verdict,
-            "by_dtype": self.by_dtype, "note": self.note, "probes": self.probes,
+            "by_dtype": self.by_dtype, "note": self.note, "probes": self.probes, "seconds": round(self.seconds, 3),
         }  # fmt: skip
 
 

@@ -385,6 +385,8 @@ def neighbours(w, hazard, check):
 
 
 def strides(w, hazard, check):
+    if not w.case.views:
+        return None
     arrangement = w.case.views[0][1]
     lines = [*w.head(), *(w.tensor(name, plain=True) for name in "qkv"), w.call("plain")]
     lines += [f"{name} = {w.laid(name, arrangement, w.shape(name))}" for name in "qkv"]

@@ -6,6 +6,7 @@ thread of its own, because OpenMP's pool does not outlive a fork in the thread t
 
 import contextlib
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -40,7 +41,7 @@ class Child:
     """A process that holds the callee; restarted by whoever asks again after a death."""
 
     def __init__(self, fn=None):
-        self.fn, self.starts, self.boot_s = fn, 0, 0.0
+        self.fn, self.starts = fn, 0
         self._pid = self._process = self._connection = self._errors = None
 
     @property
@@ -52,11 +53,12 @@ class Child:
         self._errors = tempfile.TemporaryFile()
         if self.fn is None:
             root = str(Path(__file__).parents[2])
+            # Waiting threads sleep: a thousand small calls would else spin for longer than they compute.
             paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
             self._process = subprocess.Popen(
                 [sys.executable, "-c", f"from rapt._audit.worker import main; main({theirs.fileno()})"],
                 pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=self._errors, stderr=self._errors,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+                env={"OMP_WAIT_POLICY": "passive", **os.environ, "PYTHONPATH": os.pathsep.join(paths)},
             )  # fmt: skip
         else:
             self._fork(ours, theirs)
@@ -136,40 +138,83 @@ class Child:
         self._pid = self._process = self._connection = self._errors = None
 
 
-class Proof:
-    """A reproducer running once in a fresh process."""
-
-    def __init__(self, text):
-        self._folder = tempfile.TemporaryDirectory(prefix="rapt-audit-")
-        path = Path(self._folder.name) / "reproduce.py"
-        path.write_text(text)
-        self._errors = tempfile.TemporaryFile()
-        self._process = subprocess.Popen(
-            [sys.executable, str(path)], cwd=self._folder.name, stdin=subprocess.DEVNULL,
-            stdout=self._errors, stderr=self._errors,
-        )  # fmt: skip
-
-    def done(self):
-        return self._process.poll() is not None
-
-    def outcome(self, timeout):
-        """(whether it reproduced, in words)."""
+NURSERY = """
+import os, runpy, sys
+import {library}
+for line in sys.stdin:
+    path, words = line.rstrip("\\n").split("\\t")
+    pid = os.fork()
+    if pid == 0:
+        file = os.open(words, os.O_WRONLY | os.O_CREAT)
+        os.dup2(file, 1), os.dup2(file, 2)
+        sys.path[0] = os.path.dirname(path)
+        os.chdir(sys.path[0])
+        code = 1
         try:
-            code = self._process.wait(max(0.1, timeout))
+            runpy.run_path(path, run_name="__main__")
+            code = 0
+        except SystemExit as error:
+            code = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
+        except BaseException:
+            sys.excepthook(*sys.exc_info())
+        sys.stdout.flush()
+        os._exit(code)
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+"""
+
+
+class Nursery:
+    """Where reproducers run: each in a new process in which nothing but torch (or numpy) is imported.
+
+    The import takes seconds and is made once: one clean interpreter imports the library, computes nothing, and forks for each
+    program. Without fork each program is a `python reproduce.py` of its own.
+    """
+
+    def __init__(self, library):
+        self._folder = tempfile.TemporaryDirectory(prefix="rapt-audit-")
+        self._process, self._count = None, 0
+        if hasattr(os, "fork"):
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", NURSERY.format(library=library)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL, text=True, start_new_session=True,
+            )  # fmt: skip
+
+    def run(self, text, timeout):
+        """(whether the program showed the hazard, in words)."""
+        self._count += 1
+        path = Path(self._folder.name) / f"reproduce_{self._count}.py"
+        words = path.with_suffix(".txt")
+        path.write_text(text)
+        words.touch()
+        try:
+            code = self._run(path, words, timeout)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-            code = None
-        self._errors.seek(0)
-        lines = self._errors.read().decode(errors="replace").strip().splitlines()
-        self._errors.close()
-        self._folder.cleanup()
-        last = lines[-1][:300] if lines else ""
-        if code is None:
             return False, "did not end in time"
+        lines = words.read_text(errors="replace").strip().splitlines()
+        last = lines[-1][:300] if lines else ""
         if code < 0:
             return True, Died(code, "").how
         return code == 1 and last.startswith("AssertionError"), last or f"exit code {code}"
+
+    def _run(self, path, words, timeout):
+        if self._process is None:
+            with open(words, "w") as file:
+                return subprocess.run(
+                    [sys.executable, str(path)], cwd=path.parent, stdin=subprocess.DEVNULL, stdout=file, stderr=file, timeout=timeout
+                ).returncode
+        self._process.stdin.write(f"{path}\t{words}\n")
+        self._process.stdin.flush()
+        if not select.select([self._process.stdout], [], [], timeout)[0]:
+            self.close()
+            raise subprocess.TimeoutExpired(str(path), timeout)
+        return int(self._process.stdout.readline() or 70)
+
+    def close(self):
+        """End the interpreter and whatever it forked."""
+        if self._process is not None and self._process.poll() is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
 
 
 class Clock:
