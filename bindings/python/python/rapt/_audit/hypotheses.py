@@ -80,7 +80,7 @@ def masks(it):
         yield Guess("mask-misbroadcast", "read with contiguous offsets", it.law(mask=np.resize(mask, shape)), "the mask's elements in row-major order, wherever they belong")
     if mask.shape[0] == mask.shape[1] or 1 in mask.shape[:2]:
         swapped = mask.swapaxes(0, 1)
-        if np.broadcast_shapes(swapped.shape, shape) == shape:
+        if all(size in (1, full_size) for size, full_size in zip(swapped.shape, shape, strict=True)):
             yield Guess("mask-misbroadcast", "batch and head exchanged", it.law(mask=swapped), "the mask of (b, h) applied to (h, b)")
     if shape[2] == shape[3]:
         yield Guess("mask-transposed", "queries and keys exchanged", it.law(mask=full.swapaxes(2, 3)), "the mask of (i, j) applied to (j, i)")
@@ -205,12 +205,22 @@ def strides(it):
         if stored.strides[3] != 1 and stored.shape[3] > 1:
             read = {name: stored.read((*stored.strides[:3], 1))}
             yield Guess("inner-stride-ignored", name, known(it.law(**read), it, read), f"elements of a row of {name} taken side by side")
-        if any(stride < 0 for stride in stored.strides):
-            read = {name: stored.read(tuple(abs(stride) for stride in stored.strides))}
-            yield Guess("negative-stride-read-forward", name, known(it.law(**read), it, read), f"{name} read forward past its first element")
-            lowest = stored.offset + sum((size - 1) * stride for size, stride in zip(stored.shape, stored.strides, strict=True) if stride < 0)
-            read = {name: stored.read(tuple(abs(stride) for stride in stored.strides), lowest)}
-            yield Guess("negative-stride-read-forward", f"{name}, from its lowest address", known(it.law(**read), it, read), f"rows of {name} in the opposite order")
+    backward = [name for name in views if any(stride < 0 for stride in it.stored[name].strides)]
+    for count in range(len(backward), 0, -1):
+        for some in itertools.combinations(backward, count):
+            for text, place in ((", from its lowest address", lowest), ("", lambda stored: stored.offset)):
+                read = {}
+                for name in some:
+                    stored = it.stored[name]
+                    read[name] = stored.read(tuple(abs(stride) for stride in stored.strides), place(stored))
+                which = " and ".join(some)
+                pattern = f"rows of {which} in the opposite order" if text else f"{which} read forward past its first element"
+                yield Guess("negative-stride-read-forward", which + text, known(it.law(**read), it, read), pattern)
+
+
+def lowest(stored):
+    """The offset of the lowest element that negative strides reach."""
+    return stored.offset + sum((size - 1) * min(0, stride) for size, stride in zip(stored.shape, stored.strides, strict=True))
 
 
 def tails(it):

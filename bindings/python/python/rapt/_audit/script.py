@@ -255,20 +255,27 @@ def by_law(w, hazard, check):
         where = "" if w.case.masked_row is None else f"[..., {w.case.masked_row}, :]"
         off = f"(out.double() - want){where}.abs()" if w.torch else f"np.abs(out - want){where}"
         text = f'assert ({off} < 1e-2).all(), f"{{out{where}}} for {{want{where}}}"'
-        return [*start(w), w.call(), *w.law(), f"assert out.shape == want.shape, out.shape\n{text}".replace("\n", "; ")]
+        law = w.law()
+        if w.case.kv_len == 0:
+            law = ["want = 0 * q.double().sum(-1, keepdim=True) + torch.zeros(v.shape[-1])" if w.torch else "want = 0 * q.sum(-1, keepdims=True) + np.zeros(v.shape[-1])"]
+        return [*start(w), w.call(), *law, f"assert out.shape == want.shape, out.shape\n{text}".replace("\n", "; ")]
     lines = [*start(w), w.call(), *w.law()]
     shape = "assert out.shape == want.shape and out.dtype == q.dtype, (out.shape, out.dtype)"
     return [*lines, shape, f"error = {norm}" if w.torch else f"error = {norm.replace('out', 'out.astype(float)')}", text]
 
 
 def mixing(w, hazard, check):
-    one, rest = ("[1]", "[0]") if hazard == "batch-mixing" else ("[:, 1]", "[:, 0]")
+    count = w.case.batch if hazard == "batch-mixing" else w.case.heads
+    others = [index for index in range(count) if index != 1]
+    if not others or count < 2:
+        return None
+    one, rest = ("[1]", f"[{others}]") if hazard == "batch-mixing" else ("[:, 1]", f"[:, {others}]")
     again = "torch.randn_like({t}{one})" if w.torch else "rng.standard_normal({t}{one}.shape)"
     change = "; ".join(f"{t}{one} = {again.format(t=t, one=one)}" for t in "qkv")
     off = f"(out{rest} - before{rest}).abs().max()" if w.torch else f"np.abs(out{rest} - before{rest}).max()"
     before = w.call("before")
-    return [*start(w), before + (".clone()" if w.torch else ".copy()"), f"{change}  # another {hazard[:-7]}'s inputs", w.call(),
-            f'assert {off} < 1e-3, "{hazard[:-7]} 0 changed with {hazard[:-7]} 1"']  # fmt: skip
+    return [*start(w), before + (".clone()" if w.torch else ".copy()"), f"{change}  # {hazard[:-7]} 1 gets other inputs", w.call(),
+            f'assert {off} < 1e-3, "another {hazard[:-7]} changed with {hazard[:-7]} 1"']  # fmt: skip
 
 
 def untouched(w, hazard, check):

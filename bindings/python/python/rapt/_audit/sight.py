@@ -30,11 +30,9 @@ class Strided:
             raw = np.frombuffer(bytes(x.untyped_storage()), np.uint8) if x.untyped_storage().nbytes() else b""
             start, strides = x.storage_offset() * item, [stride * item for stride in x.stride()]
         else:
-            root = x
-            while isinstance(root.base, np.ndarray):
-                root = root.base
-            root = root if root.flags.c_contiguous else x
-            raw = np.ascontiguousarray(root).reshape(-1).view(np.uint8)
+            root = owner(x)
+            # An array that owns its memory has no gaps: in memory order its elements are that memory.
+            raw = np.ascontiguousarray(root.ravel(order="K")).view(np.uint8)
             start = x.__array_interface__["data"][0] - root.__array_interface__["data"][0]
             strides = list(x.strides)
         lead = 4 - len(x.shape)
@@ -59,6 +57,15 @@ class Strided:
         inside = (index >= 0) & (index < len(self.bits))
         values = decode(self.bits[np.where(inside, index, 0)], self.dtype) if len(self.bits) else np.zeros(self.shape)
         return np.where(inside, values, np.nan)
+
+
+def owner(x):
+    """The array at the end of x's chain of bases (as_strided puts an object between that is no array)."""
+    while True:
+        base = x.base if isinstance(x.base, np.ndarray) else getattr(x.base, "base", None)
+        if not isinstance(base, np.ndarray):
+            return x
+        x = base
 
 
 class Sight:

@@ -159,10 +159,9 @@ class Placed:
 
     def _view(self, kind, device):
         if kind == "numpy":
-            base = self.store.view(numpy_dtype(self.dtype))
-            return np.lib.stride_tricks.as_strided(
-                base[self.where.offset :], self.shape, [stride * base.itemsize for stride in self.where.strides]
-            )
+            dtype = numpy_dtype(self.dtype)
+            strides = [stride * dtype.itemsize for stride in self.where.strides]
+            return np.ndarray(self.shape, dtype, self.store, self.where.offset * dtype.itemsize, strides)
         torch = sys.modules["torch"]
         flat = torch.frombuffer(memoryview(self.whole), dtype=torch.uint8)
         self._flat = flat = flat if device == "cpu" else flat.to(device)
