@@ -16,7 +16,9 @@ def _from_its_start(x):
         root = root.base
     flat = root.reshape(-1).view(np.uint8)
     start = x.__array_interface__["data"][0] - root.__array_interface__["data"][0]
-    raw = np.resize(flat[start : start + size * item], size * item)
+    raw = np.zeros(size * item, np.uint8)
+    seen = flat[start : start + size * item]
+    raw[: seen.size] = seen
     return raw.view(x.dtype).reshape(x.shape)
 
 
@@ -151,10 +153,10 @@ def stale_workspace(q, k, v, attn_mask=None, is_causal=False, scale=None, enable
     return sound.attention(q, k, v, attn_mask, is_causal, scale, enable_gqa)
 
 
-def head_dim_v_assumed_equal(q, k, v, attn_mask=None, is_causal=False, scale=None, enable_gqa=False):
-    """v read with head_dim columns."""
+def head_dim_v_reversed(q, k, v, attn_mask=None, is_causal=False, scale=None, enable_gqa=False):
+    """A route for head_dim_v ≠ head_dim that lays the columns down from the wrong end."""
     if v.shape[3] != q.shape[3]:
-        v = np.resize(np.ascontiguousarray(v), (*v.shape[:3], v.shape[3]))[..., ::-1]
+        v = v[..., ::-1]
     return sound.attention(q, k, v, attn_mask, is_causal, scale, enable_gqa)
 
 
@@ -179,7 +181,7 @@ def aborts_on_long_keys(q, k, v, attn_mask=None, is_causal=False, scale=None, en
     return sound.attention(q, k, v, attn_mask, is_causal, scale, enable_gqa)
 
 
-def two_results(q, k, v, attn_mask=None, is_causal=False, scale=None, enable_gqa=False):
+def float32_results(q, k, v, attn_mask=None, is_causal=False, scale=None, enable_gqa=False):
     """float32 results whatever q is."""
     return sound.attention(q, k, v, attn_mask, is_causal, scale, enable_gqa).astype(np.float32)
 
@@ -196,8 +198,3 @@ def stale_lse(q, k, v, *, mask=None, causal=None, scale=None, return_lse=False):
     keys = np.repeat(keys, q.shape[1] // k.shape[1], axis=1)[:, :, :blocks]
     s = wide @ keys.swapaxes(2, 3) * (q.shape[3] ** -0.5 if scale is None else scale)
     return out, np.log(np.exp(s).sum(-1))
-
-
-def square_memory(q, k, v, attn_mask=None, is_causal=False, scale=None, enable_gqa=False):
-    """Sound, but every score is held at once."""
-    return sound.attention(q, k, v, attn_mask, is_causal, scale, enable_gqa)

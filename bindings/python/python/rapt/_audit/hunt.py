@@ -69,6 +69,8 @@ class Hunt:
                     self.results.append(self.hear(hazard))
             else:
                 self.results = [HazardResult(h.name, h.severity, h.title, "blocked", note=f"a plain call {plain}") for h in self.hazards]
+                for result in self.results:
+                    result.verdict = "found" if result.name == "accuracy" else result.verdict
             found = sorted(self.findings.values(), key=lambda each: -SEVERITIES.index(each.severity))
             self.reproduce(found)
         finally:
@@ -199,7 +201,7 @@ class Hunt:
         finding.reproducer["source"] = source
         if source is None or self.offer is None or "signal" in finding.evidence["numbers"] or finding.cause in ("crash", "hang") or judge == "memory":
             return
-        seconds = max(0.1, min(2.0, self.clock.left / to_come - 0.3))
+        seconds = max(0.1, min(1.0, self.clock.left / to_come - 0.3))
         case, smaller = None, None
         try:
             if not self.child.alive:

@@ -259,7 +259,7 @@ def judge_mismatch(room, case, name):
     took = f"K of {case.kv_len} rows and V of {case.v_len} rows are taken without an error"
     if told["not_finite"]:
         text = f"{took}; the bytes behind K (NaN here) reach {told['not_finite']} of {answer.values.size} elements: K is read past its end"
-        return Evidence(text, name, told)
+        return Evidence(text, name, told, check={"read": True})
     short = drawn._replace(v=drawn.v[:, :, : case.kv_len])
     want, _ = expected(case, short)
     if answer.shape == want.shape and errors(answer.values, want)[0] < 1e-2:
@@ -345,6 +345,7 @@ def judge_stale(room, case, name):
         if found is not None:
             found.text = f"lengths {one.q_len}, {one.kv_len}, after calls of other lengths: {found.text}"
             found.cause = name
+            found.check["lengths"] = (one.q_len, one.kv_len)
             return found
     return None
 

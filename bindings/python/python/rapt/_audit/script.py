@@ -326,7 +326,10 @@ def pages(w, hazard, check):
 def mismatch(w, hazard, check):
     drawn = [f"q = {w.randn(w.shape('q'))}", f"k = within_nan({', '.join(map(str, w.shape('k')))})", f"v = {w.randn(w.shape('v'))}"]
     c = w.case
-    return [*w.head("math"), *in_nan(w), *drawn, "try:", f"    {w.call()}", "except Exception: raise SystemExit",
+    if check.get("read"):
+        return [*w.head("math"), *in_nan(w), *drawn, "try:", f"    {w.call()}", "except Exception: raise SystemExit  # it is refused",
+                f"assert {w.finite('out')}.all(), \"NaN from behind K, whose {c.kv_len} rows are fewer than V's {c.v_len}\""]  # fmt: skip
+    return [*w.head("math"), *in_nan(w), *drawn, "try:", f"    {w.call()}", "except Exception: raise SystemExit  # it is refused",
             f"raise AssertionError(f\"K of {c.kv_len} rows beside V of {c.v_len} is accepted: {{out.reshape(-1)[:3]}}\")"]  # fmt: skip
 
 
@@ -358,10 +361,10 @@ def lse(w, hazard, check):
 
 
 def stale(w, hazard, check):
-    c = w.case
-    q_len, kv_len = max(1, c.q_len // 2 - 3), c.kv_len // 2 + 1
+    q_len, kv_len = check.get("lengths", (w.case.q_len, w.case.kv_len))
+    later = Writer(w.case.but(q_len=min(q_len, w.case.q_len), kv_len=min(kv_len, w.case.kv_len)), w.target, w.kind, w.style, w.device)
     norm = "(out.double() - want).norm() / want.norm()" if w.torch else "np.linalg.norm(out - want) / np.linalg.norm(want)"
-    return [*start(w), f"fn(q, k, v{w.options()[0]})", f"q, k, v = q[:, :, {c.q_len - q_len}:], k[:, :, {c.kv_len - kv_len}:], v[:, :, {c.kv_len - kv_len}:]", w.call(), *w.law(),
+    return [*w.head(), "; ".join(w.tensors()), f"fn(q, k, v{w.options()[0]})  # and now others", *later.tensors(), later.call(), *later.law(),
             f"error = {norm}", 'assert error < 1e-2, f"relative error {error:.2g} in the second call"']  # fmt: skip
 
 
