@@ -1,6 +1,7 @@
 """The auditor proves itself: each planted mutant is caught, rightly named, and reproduced by a program without Rapt."""
 
 import inspect
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import rapt
@@ -84,13 +85,28 @@ def test_every_mutant_is_in_the_table():
     assert planted == set(MUTANTS) and len(planted) >= 20
 
 
+def audit(mutant):
+    hazard = MUTANTS[mutant][0]
+    dtypes = [DTYPE.get(mutant, "float32")]
+    return rapt.audit(mutant, dtypes=dtypes, hazards=[*CHEAP, *([hazard] if hazard in COSTLY else [])])
+
+
+@pytest.fixture(scope="module")
+def audits(request):
+    """{mutant: the audit on its way}, two at a time: each waits for its child most of the time."""
+    asked = {item.callspec.params["mutant"] for item in request.session.items if "mutant" in getattr(item, "fixturenames", ())}
+    pool = ThreadPoolExecutor(2)
+    yield {mutant: pool.submit(audit, mutant) for mutant in MUTANTS if mutant in asked}
+    pool.shutdown(cancel_futures=True)
+
+
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
-def test_a_mutant_is_caught_and_rightly_named(mutant):
+def test_a_mutant_is_caught_and_rightly_named(mutant, audits):
     dtype = DTYPE.get(mutant, "float32")
     if dtype == "bfloat16":
         pytest.importorskip("ml_dtypes")
     hazard, cause, *others = MUTANTS[mutant]
-    report = rapt.audit(mutant, dtypes=[dtype], hazards=[*CHEAP, *([hazard] if hazard in COSTLY else [])])
+    report = audits[mutant].result()
     found = {(finding.hazard, finding.cause): finding for finding in report.findings}
     assert (hazard, cause) in found, f"{list(found)}\n{report}"
     strangers = {name for _, name in found} - {cause, *others}
