@@ -74,9 +74,11 @@ def _session(mask, causal, scale):
 
     names = ["q", "k", "v", *(["mask"] if mask else [])]
     types = {"float32": TensorProto.FLOAT, "bool": TensorProto.BOOL}
-    inputs = [helper.make_tensor_value_info(n, types[mask] if n == "mask" else TensorProto.FLOAT, None) for n in names]
+    dims = {name: [f"{name}{dim}" for dim in range(4)] for name in [*names, "out"]}
+    inputs = [helper.make_tensor_value_info(n, types[mask] if n == "mask" else TensorProto.FLOAT, dims[n]) for n in names]
     node = helper.make_node("Attention", names, ["out"], is_causal=int(causal), scale=scale)
-    graph = helper.make_graph([node], "attention", inputs, [helper.make_tensor_value_info("out", TensorProto.FLOAT, None)])
+    outputs = [helper.make_tensor_value_info("out", TensorProto.FLOAT, dims["out"])]
+    graph = helper.make_graph([node], "attention", inputs, outputs)
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)], ir_version=10)
     onnx.checker.check_model(model)
     return onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])

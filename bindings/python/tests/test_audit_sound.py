@@ -50,10 +50,8 @@ def test_a_correct_implementation_is_not_accused(name, dtypes):
     if importlib.util.find_spec(needs.get(name, "numpy")) is None or name.startswith("onnx") and importlib.util.find_spec("onnx") is None:
         pytest.skip(f"{needs[name]} is not installed")
     # Each new shape or stride costs a compilation: the compiled formula hears what needs few of them.
-    hazards = [
-        "accuracy", "batch-mixing", "inputs-modified", "permuted-strides", "odd-lengths", "bool-mask", "additive-mask", "causal",
-        "large-logits", "scale", "nondeterminism",
-    ] if name == "compiled_formula" else heard(*PLAIN)  # fmt: skip
+    few = ["accuracy", "head-mixing", "bool-mask", "causal"]
+    hazards = few if name == "compiled_formula" else heard(*PLAIN)
     report = rapt.audit(getattr(implementations, name), dtypes=dtypes, hazards=hazards, budget_s=90)
     assert_true(report)
 
@@ -65,7 +63,8 @@ def test_rapt_is_clean_on_every_hazard(door, kind):
         pytest.importorskip("torch")
     else:
         pytest.importorskip("ml_dtypes")
-    report = rapt.audit(getattr(rapt, door), kind=kind, budget_s=90)
+    dtypes = ["float32", "bfloat16", "float16", "float64"] if door == "attention" else ["float32", "bfloat16"]
+    report = rapt.audit(getattr(rapt, door), dtypes=dtypes, kind=kind, budget_s=90)
     assert report.ok, report
     assert report.offer.kind == kind
     left = {hazard.name: hazard.verdict for hazard in report.hazards if hazard.verdict != "clean"}
