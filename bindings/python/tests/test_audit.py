@@ -216,8 +216,10 @@ def test_a_callee_that_dies_at_once_is_a_finding():
 
 def test_the_budget_is_kept():
     report = rapt.audit(sound.attention, dtypes=["float32"], budget_s=0.01)
-    assert {hazard.verdict for hazard in report.hazards} == {"not run"} and report.seconds < 30
-    assert "budget" in report.hazards[0].note
+    verdicts = {hazard.name: hazard.verdict for hazard in report.hazards}
+    # dtype-tag is of 16-bit dtypes only.
+    assert verdicts.pop("dtype-tag") == "not offered" and set(verdicts.values()) == {"not run"} and report.seconds < 30
+    assert "budget" in report.hazards[1].note
 
 
 @pytest.mark.parametrize("wrong", [{"dtypes": ["int8"]}, {"hazards": ["goblins"]}, {"budget_s": -1}, {"device": "tpu"}, {"kind": "jax"}])
