@@ -107,7 +107,9 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag, attrs):
         self.count[tag] = self.count.get(tag, 0) + 1
-        self.fetched += [value for name, value in attrs if name in ("src", "href", "xlink:href") and not (value or "").startswith("#")]
+        self.fetched += [
+            value for name, value in attrs if name in ("src", "href", "xlink:href") and not (value or "").startswith("#")
+        ]
         if tag not in self.VOID:
             self.open.append(tag)
 
@@ -136,7 +138,9 @@ def test_the_page_renders_in_a_browser(permuted, tmp_path):
         pytest.skip("no Chromium on this machine")
     permuted.to_html(tmp_path / "report.html")
     flags = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
-    done = subprocess.run([browser, *flags, "--dump-dom", f"file://{tmp_path / 'report.html'}"], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [browser, *flags, "--dump-dom", f"file://{tmp_path / 'report.html'}"], capture_output=True, text=True, timeout=120
+    )
     dom = done.stdout
     assert done.returncode == 0, done.stderr[-500:]
     assert "Audit of <code>mutants.boundary:contiguous_offsets</code>" in dom and dom.count("<svg") == 2
@@ -151,7 +155,9 @@ def test_exit_codes_and_files(tmp_path):
     assert "✗ nan-in-masked-v" in done.stdout and "reproduced in a fresh process" in done.stdout
     assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".junit", ".html"}
     assert 'failures="0"' in (tmp_path / "report.junit").read_text()
-    done = command("mutants.values:nan_leaks", "--dtypes=float32", "--hazards=bool-mask,nan-in-masked-v", "--fail-on=medium", "--json=-")
+    done = command(
+        "mutants.values:nan_leaks", "--dtypes=float32", "--hazards=bool-mask,nan-in-masked-v", "--fail-on=medium", "--json=-"
+    )
     assert done.returncode == 1 and json.loads(done.stdout)["findings"][0]["cause"] == "masked-nonfinite-leaks"
     assert command("mutants.sound:attention", "--dtypes=float32", "--hazards=accuracy", "--fail-on=low").returncode == 0
 
@@ -222,7 +228,9 @@ def test_the_budget_is_kept():
     assert "budget" in report.hazards[1].note
 
 
-@pytest.mark.parametrize("wrong", [{"dtypes": ["int8"]}, {"hazards": ["goblins"]}, {"budget_s": -1}, {"device": "tpu"}, {"kind": "jax"}])
+@pytest.mark.parametrize(
+    "wrong", [{"dtypes": ["int8"]}, {"hazards": ["goblins"]}, {"budget_s": -1}, {"device": "tpu"}, {"kind": "jax"}]
+)
 def test_a_wrong_argument_lists_what_is_allowed(wrong):
     with pytest.raises(ValueError, match="allowed|greater"):
         rapt.audit(sound.attention, **wrong)

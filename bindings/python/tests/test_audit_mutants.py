@@ -72,7 +72,12 @@ MUTANTS = {
     boundary.stale_lse: ("lse", "stale-lse"),
 }  # fmt: skip
 
-DTYPE = {values.narrowed_to_f32: "float64", boundary.bf16_as_f32: "bfloat16", boundary.bf16_as_f16: "bfloat16", boundary.float32_results: "bfloat16"}
+DTYPE = {
+    values.narrowed_to_f32: "float64",
+    boundary.bf16_as_f32: "bfloat16",
+    boundary.bf16_as_f16: "bfloat16",
+    boundary.float32_results: "bfloat16",
+}
 
 
 def test_every_mutant_is_in_the_table():
@@ -118,7 +123,9 @@ def test_a_mutant_is_caught_and_rightly_named(mutant, audits):
 
 
 def test_what_the_mutants_were_broken_from_is_clean():
-    report = rapt.audit(sound.attention, dtypes=["float32", "float64"], hazards=[*CHEAP, "nondeterminism", "stale-state", "concurrent-calls"])
+    report = rapt.audit(
+        sound.attention, dtypes=["float32", "float64"], hazards=[*CHEAP, "nondeterminism", "stale-state", "concurrent-calls"]
+    )
     assert report.ok, report
     assert {hazard.verdict for hazard in report.hazards} == {"clean", "not offered"}, report
 

@@ -9,12 +9,20 @@ pytest.importorskip("numpy")
 import implementations  # noqa: E402
 
 # True of a plain formula, and reproduced each time: 0 · NaN is NaN, a row without keys is 0/0, every score is held in memory,
-# BLAS picks its loops by shape, strides and threads.
+# BLAS picks its loops by shape, strides and threads. onnxruntime answers a row at the lowest finite bias with zeros.
 FACTS = {
+    "lowest-taken-for-minus-infinity",
     "masked-nonfinite-leaks", "fully-masked-row", "zero-length", "memory-plain", "memory-bool-mask", "memory-mask-3d",
     "memory-head-dim-v", "memory-inner-stride", "thread-count-bits", "batch-neighbour-bits", "stride-bits",
 }  # fmt: skip
-PLAIN = ["memory-head-dim-v", "memory-inner-stride", "memory-mask-3d", "thread-count-bits", "batch-neighbour-bits", "stride-bits"]
+PLAIN = [
+    "memory-head-dim-v",
+    "memory-inner-stride",
+    "memory-mask-3d",
+    "thread-count-bits",
+    "batch-neighbour-bits",
+    "stride-bits",
+]
 
 
 def heard(*left_out):
@@ -47,7 +55,11 @@ def assert_true(report):
 )  # fmt: skip
 def test_a_correct_implementation_is_not_accused(name, dtypes):
     needs = {"einsum_torch": "torch", "math_path": "torch", "compiled_formula": "torch", "onnxruntime_attention": "onnxruntime"}
-    if importlib.util.find_spec(needs.get(name, "numpy")) is None or name.startswith("onnx") and importlib.util.find_spec("onnx") is None:
+    if (
+        importlib.util.find_spec(needs.get(name, "numpy")) is None
+        or name.startswith("onnx")
+        and importlib.util.find_spec("onnx") is None
+    ):
         pytest.skip(f"{needs[name]} is not installed")
     # Each new shape or stride costs a compilation: the compiled formula hears what needs few of them.
     few = ["accuracy", "head-mixing", "bool-mask", "causal"]
@@ -79,7 +91,9 @@ def registered(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False
     from torch.nn.functional import scaled_dot_product_attention
 
     with rapt.torch.backend():
-        return scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        return scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
 
 
 def test_pytorch_with_rapt_registered_is_clean():

@@ -90,7 +90,12 @@ def tail_over_read(q, k, v, attn_mask=None, is_causal=False, scale=None, enable_
     """Keys read up to the next multiple of 16, masked only by a weight of 0."""
     sound.check(q, k, v)
     rows = -k.shape[2] % 16
-    if attn_mask is None and not is_causal and 0 < rows and all(x.strides[3] == x.itemsize and x.strides[2] > 0 for x in (k, v)):
+    if (
+        attn_mask is None
+        and not is_causal
+        and 0 < rows
+        and all(x.strides[3] == x.itemsize and x.strides[2] > 0 for x in (k, v))
+    ):
         keep = np.arange(k.shape[2] + rows) < k.shape[2]
         k, v = _beyond(k, rows), _beyond(v, rows)
         group = q.shape[1] // k.shape[1]
@@ -104,7 +109,9 @@ def tail_over_read(q, k, v, attn_mask=None, is_causal=False, scale=None, enable_
 def tail_over_read_unseen(q, k, v, attn_mask=None, is_causal=False, scale=None, enable_gqa=False):
     """A vector load past the end of V whose lanes are thrown away: no number shows it, only a page does."""
     if v.size:
-        last = v.__array_interface__["data"][0] + sum((size - 1) * stride for size, stride in zip(v.shape, v.strides, strict=True) if stride > 0)
+        last = v.__array_interface__["data"][0] + sum(
+            (size - 1) * stride for size, stride in zip(v.shape, v.strides, strict=True) if stride > 0
+        )
         ctypes.string_at(last + v.itemsize, 32)
     return sound.attention(q, k, v, attn_mask, is_causal, scale, enable_gqa)
 

@@ -104,7 +104,12 @@ def _folder(module):
     if not origin or not os.path.exists(origin):
         return None
     folder = os.path.dirname(os.path.abspath(origin))
-    installed = [*site.getsitepackages(), site.getusersitepackages(), sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")]
+    installed = [
+        *site.getsitepackages(),
+        site.getusersitepackages(),
+        sysconfig.get_path("stdlib"),
+        sysconfig.get_path("platstdlib"),
+    ]
     return None if folder in {os.path.abspath(place) for place in installed} else folder
 
 

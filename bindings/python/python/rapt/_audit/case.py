@@ -156,9 +156,7 @@ def stand_in(case, drawn):
 def place(case, drawn, kind, device):
     """{name: Placed} of q, k, v, mask and the options that are tensors."""
     where = {"around": case.around, "guard": case.guard, "kind": kind, "device": device}
-    placed = {
-        name: Placed(getattr(drawn, name), case.dtype, arrangement=case.arrangement(name), **where) for name in "qkv"
-    }
+    placed = {name: Placed(getattr(drawn, name), case.dtype, arrangement=case.arrangement(name), **where) for name in "qkv"}
     if drawn.mask is not None:
         dtype = "bool" if drawn.mask.dtype == np.bool_ else case.dtype
         placed["mask"] = Placed(drawn.mask, dtype, arrangement=case.arrangement("mask"), **where)
@@ -220,4 +218,3 @@ def fitted(case, name, size):
                 return case.but(q_len=size, masked_row=size - 1)
             return case.but(q_len=size, poison=("q", size - 1, case.poison[2]))
     return case.but(**{name: size})
-

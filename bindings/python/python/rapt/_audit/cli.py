@@ -29,7 +29,9 @@ def add_to(commands):
     parser.add_argument("--hazards", default="all", help="all (default) or names, separated by commas")
     parser.add_argument("--kind", default="auto", choices=("auto", "torch", "numpy"), help="the tensors that the callee takes")
     parser.add_argument("--budget", dest="budget_s", type=float, default=60.0, metavar="SECONDS", help="default 60")
-    parser.add_argument("--fail-on", default="high", choices=(*SEVERITIES, "never"), help="exit 1 from this severity up (default high)")
+    parser.add_argument(
+        "--fail-on", default="high", choices=(*SEVERITIES, "never"), help="exit 1 from this severity up (default high)"
+    )
     parser.add_argument("--json", metavar="PATH", help="write the report as JSON; - is stdout, in place of the table")
     parser.add_argument("--junit", metavar="PATH", help="write JUnit XML; what --fail-on does not reach is no failure")
     parser.add_argument("--html", metavar="PATH", help="write one self-contained page")

@@ -121,7 +121,9 @@ def wrong_elements(it, near):
         size = np.sqrt(np.mean(np.where(np.isfinite(it.want), it.want, 0) ** 2, axis=-1, keepdims=True))
         size = np.maximum(size, np.mean(size) * 1e-3)
         off = np.abs(it.out - it.want) > 4 * near * size
-    return np.where(np.isfinite(it.out) & np.isfinite(it.want), off, ~((it.out == it.want) | np.isnan(it.out) & np.isnan(it.want)))
+    return np.where(
+        np.isfinite(it.out) & np.isfinite(it.want), off, ~((it.out == it.want) | np.isnan(it.out) & np.isnan(it.want))
+    )
 
 
 def seen(it, near):
@@ -132,20 +134,35 @@ def seen(it, near):
     if not np.isfinite(it.out).all() and np.isfinite(it.want).all():
         if not inputs_finite:
             count = int((~np.isfinite(it.out)).sum())
-            yield 0.95, "masked-nonfinite-leaks", "0 · NaN", f"{count} of {it.out.size} elements are not finite though no row attends one that is not"
+            yield (
+                0.95,
+                "masked-nonfinite-leaks",
+                "0 · NaN",
+                f"{count} of {it.out.size} elements are not finite though no row attends one that is not",
+            )
         s = scores(it.q, it.k, **{n: it.options[n] for n in ("scale", "softcap") if n in it.options})
         top = s.max(-1)
         most = {"float64": 700.0, "float16": 88.0}.get(it.dtype, 88.0)
         bad = ~np.isfinite(it.out).all(-1)
         if inputs_finite and (top[bad] > most).all() and (top > most).any():
-            yield 0.9, "row-max-not-subtracted", "exp overflows", f"the {int(bad.sum())} rows that are not finite are those with a score above {most:g}"
+            yield (
+                0.9,
+                "row-max-not-subtracted",
+                "exp overflows",
+                f"the {int(bad.sum())} rows that are not finite are those with a score above {most:g}",
+            )
     by_head = wrong.mean((0, 2, 3))
     if heads > 1 and by_head[0] == 0 and by_head[1:].min() > 0.5:
         rest = it.out[:, 1:]
         zero = not np.nan_to_num(rest, nan=1.0).any()
         copied = distance(rest, np.broadcast_to(it.out[:, :1], rest.shape), np.ones(rest.shape, bool)) < near
         variant = "the others are zero" if zero else "the others repeat it" if copied else "the others are garbage"
-        yield (0.98 if zero or copied else 0.8), "only-head-0-computed", variant, f"head 0 is right, heads 1–{heads - 1} are not"
+        yield (
+            (0.98 if zero or copied else 0.8),
+            "only-head-0-computed",
+            variant,
+            f"head 0 is right, heads 1–{heads - 1} are not",
+        )
     by_batch = wrong.mean((1, 2, 3))
     if batch > 1 and by_batch[0] == 0 and by_batch[1:].min() > 0.5:
         yield 0.75, "only-batch-0-computed", "the others are garbage", f"batch 0 is right, batches 1–{batch - 1} are not"
@@ -153,7 +170,13 @@ def seen(it, near):
     first = int(by_row.argmax())
     if by_row.any() and 0 < first and by_row[first:].all() and wrong.mean((3,))[:, :, first:].min() > 0.5:
         tail = it.out[:, :, first:]
-        form = "zeros" if not np.nan_to_num(tail, nan=1.0).any() else "not finite" if not np.isfinite(tail).all() else "other numbers"
+        form = (
+            "zeros"
+            if not np.nan_to_num(tail, nan=1.0).any()
+            else "not finite"
+            if not np.isfinite(tail).all()
+            else "other numbers"
+        )
         whole = first % 4 == 0 and (q_len - first) <= first
         late = 0.93 if whole and "causal" not in it.options else 0.7
         yield late, "stale-tail", f"the tail holds {form}", f"rows 0–{first - 1} are right, {first}–{q_len - 1} are not"
@@ -161,17 +184,32 @@ def seen(it, near):
     if head_dim_v % 2 == 0 and it.dtype in ("float16", "bfloat16"):
         odd, even = wrong[..., 1::2].mean(), wrong[..., 0::2].mean()
         if odd < 0.1 and even > 0.5:
-            yield 0.9, "16-bit-read-as-32-bit", "seen by parity", f"{odd:.0%} of the odd elements are wrong, {even:.0%} of the even ones"
+            yield (
+                0.9,
+                "16-bit-read-as-32-bit",
+                "seen by parity",
+                f"{odd:.0%} of the odd elements are wrong, {even:.0%} of the even ones",
+            )
     first = int(by_column.argmax())
     if by_column.any() and 0 < first and by_column[first:].all():
-        yield 0.9, "head-dim-tail-dropped", f"columns {first} and beyond of the output", f"columns 0–{first - 1} are right, {first}–{head_dim_v - 1} are not"
+        yield (
+            0.9,
+            "head-dim-tail-dropped",
+            f"columns {first} and beyond of the output",
+            f"columns 0–{first - 1} are right, {first}–{head_dim_v - 1} are not",
+        )
     narrower = {"float64": np.float32}.get(it.dtype)
     if narrower is not None and np.isfinite(it.out).all():
         with np.errstate(over="ignore"):
             same = float(np.mean(it.out.astype(narrower) == it.out))
         error = distance(it.out, it.want, np.ones(wrong.shape, bool))
         if same > 0.99 and error < 1e-4:
-            yield 0.97, "hidden-cast", "computed in float32", f"{same:.0%} of the elements are float32 numbers; error {error:.2g}"
+            yield (
+                0.97,
+                "hidden-cast",
+                "computed in float32",
+                f"{same:.0%} of the elements are float32 numbers; error {error:.2g}",
+            )
         elif 2e-8 < error < 1e-5:
             yield 0.7, "hidden-cast", "computed in float32", f"error {error:.2g} is that of float32, float64's is near 1e-15"
 

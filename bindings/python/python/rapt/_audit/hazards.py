@@ -120,7 +120,19 @@ def grouped(dtype):
 
 
 def lengths(dtype):
-    for q_len, kv_len in ((33, 64), (64, 65), (1, 1), (1, 7), (3, 5), (7, 9), (17, 31), (63, 127), (65, 129), (5, 513), (130, 1030)):
+    for q_len, kv_len in (
+        (33, 64),
+        (64, 65),
+        (1, 1),
+        (1, 7),
+        (3, 5),
+        (7, 9),
+        (17, 31),
+        (63, 127),
+        (65, 129),
+        (5, 513),
+        (130, 1030),
+    ):
         yield Case(dtype, batch=1, heads=2, kv_heads=2, q_len=q_len, kv_len=kv_len)
 
 
@@ -138,7 +150,16 @@ def edges(**changes):
     """Sizes that fill no tile, on small tensors."""
 
     def cases(dtype):
-        for q_len, kv_len, head_dim in ((1, 1, 1), (3, 5, 8), (5, 3, 7), (17, 33, 16), (1, 9, 64), (33, 65, 33), (70, 517, 64), (1, 300, 80)):
+        for q_len, kv_len, head_dim in (
+            (1, 1, 1),
+            (3, 5, 8),
+            (5, 3, 7),
+            (17, 33, 16),
+            (1, 9, 64),
+            (33, 65, 33),
+            (70, 517, 64),
+            (1, 300, 80),
+        ):
             yield Case(
                 dtype, batch=1, heads=1, kv_heads=1, q_len=q_len, kv_len=kv_len, head_dim=head_dim,
                 head_dim_v=head_dim, **changes
@@ -158,7 +179,9 @@ def guarded(dtype):
 
 def short_keys(dtype):
     for kv_len, v_len in ((16, 32), (16, 17), (40, 64)):
-        yield Case(dtype, batch=1, heads=1, kv_heads=1, q_len=4, kv_len=kv_len, v_len=v_len, head_dim=8, head_dim_v=8, around="nan")
+        yield Case(
+            dtype, batch=1, heads=1, kv_heads=1, q_len=4, kv_len=kv_len, v_len=v_len, head_dim=8, head_dim_v=8, around="nan"
+        )
 
 
 def untouched(dtype):

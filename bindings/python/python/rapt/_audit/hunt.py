@@ -24,7 +24,9 @@ def audit(fn, device="cpu", dtypes=DTYPES, hazards="all", budget_s=60, *, kind="
     dtypes, chosen = check_options(device, dtypes, hazards, budget_s, kind)
     target, fn = find(fn)
     if fn is not None and device != "cpu":
-        raise TargetError("a callee that cannot be imported by name is audited in a fork, which CUDA does not survive: pass \"MODULE:FUNCTION\"")
+        raise TargetError(
+            'a callee that cannot be imported by name is audited in a fork, which CUDA does not survive: pass "MODULE:FUNCTION"'
+        )
     hunt = Hunt(target, fn, device, dtypes, chosen, Clock(budget_s), kind)
     with progress.Bar(len(chosen), show_progress) as hunt.bar:
         return hunt.run()
@@ -42,13 +44,13 @@ def check_options(device, dtypes, hazards, budget_s, kind):
         hazards = [hazard.name for hazard in TABLE] if hazards == "all" else [name for name in hazards.split(",") if name]
     unknown = [name for name in hazards if name not in BY_NAME]
     if unknown or not hazards:
-        raise ValueError(f"hazards {unknown or 'empty'}: allowed are \"all\" or of {', '.join(BY_NAME)}")
+        raise ValueError(f'hazards {unknown or "empty"}: allowed are "all" or of {", ".join(BY_NAME)}')
     if not isinstance(budget_s, (int, float)) or isinstance(budget_s, bool) or not budget_s > 0:
         raise ValueError(f"budget_s is {budget_s!r}: seconds, greater than 0")
     if device != "cpu" and not str(device).startswith("cuda"):
-        raise ValueError(f"device {device!r}: allowed are \"cpu\" and \"cuda\"")
+        raise ValueError(f'device {device!r}: allowed are "cpu" and "cuda"')
     if kind not in ("auto", "torch", "numpy"):
-        raise ValueError(f"kind {kind!r}: allowed are \"auto\", \"torch\", \"numpy\"")
+        raise ValueError(f'kind {kind!r}: allowed are "auto", "torch", "numpy"')
     return dtypes, [hazard for hazard in TABLE if hazard.name in set(hazards)]
 
 
@@ -68,7 +70,9 @@ class Hunt:
                     self.bar.at(number, hazard.name, len(self.findings))
                     self.results.append(self.hear(hazard))
             else:
-                self.results = [HazardResult(h.name, h.severity, h.title, "blocked", note=f"a plain call {plain}") for h in self.hazards]
+                self.results = [
+                    HazardResult(h.name, h.severity, h.title, "blocked", note=f"a plain call {plain}") for h in self.hazards
+                ]
                 for result in self.results:
                     result.verdict = "found" if result.name == "accuracy" else result.verdict
             found = sorted(self.findings.values(), key=lambda each: -SEVERITIES.index(each.severity))
@@ -77,7 +81,9 @@ class Hunt:
             self.child.stop()
             if self.nursery is not None:
                 self.nursery.close()
-        return Report(self.target.label, self.offer, self.device, self.dtypes, self.results, found, self.clock.spent, self.clock.budget_s)
+        return Report(
+            self.target.label, self.offer, self.device, self.dtypes, self.results, found, self.clock.spent, self.clock.budget_s
+        )
 
     def open(self):
         """Find the kind of tensors that the callee takes. What a plain call did instead of answering, or None."""
@@ -88,7 +94,9 @@ class Hunt:
         for kind in said["kinds"]:
             for dtype in self.dtypes:
                 try:
-                    reply = self.child.ask("attempt", said["style"], said["options"], kind, dtype, timeout=max(60, self.clock.left))
+                    reply = self.child.ask(
+                        "attempt", said["style"], said["options"], kind, dtype, timeout=max(60, self.clock.left)
+                    )
                 except (Died, Hung) as error:
                     how = f"died by {error.how}" if isinstance(error, Died) else "did not return"
                     case = Case(dtype, batch=1, heads=2, kv_heads=2, q_len=8, kv_len=8, head_dim=8, head_dim_v=8)
@@ -123,7 +131,11 @@ class Hunt:
         try:
             return self.child.ask("judge", hazard.name, case, self.clock.left, timeout=timeout)
         except Died as error:
-            cause = "over-read" if hazard.judge in ("pages", "bands") or error.how in ("SIGSEGV", "SIGBUS") and case.guard else "crash"
+            cause = (
+                "over-read"
+                if hazard.judge in ("pages", "bands") or error.how in ("SIGSEGV", "SIGBUS") and case.guard
+                else "crash"
+            )
             return {"verdict": "found", "evidence": crash_evidence(error, cause)}
         except Hung as error:
             if self.fn is not None or hazard.judge == "memory" or timeout < 10:
@@ -166,7 +178,9 @@ class Hunt:
         verdict = next((v for v in order if v in seen.values()), "not offered")
         if not dtypes:
             notes["not offered"] = "none of the dtypes audited concerns it"
-        return HazardResult(hazard.name, hazard.severity, hazard.title, verdict, seen, notes.get(verdict, ""), probes, self.clock.spent - begun)
+        return HazardResult(
+            hazard.name, hazard.severity, hazard.title, verdict, seen, notes.get(verdict, ""), probes, self.clock.spent - begun
+        )
 
     def add(self, hazard, case, evidence):
         """One finding per hazard and cause; further dtypes join it."""
@@ -199,7 +213,13 @@ class Hunt:
         if source is None and judge == "pages":
             source = text(finding.case.but(mask=None, views=()))
         finding.reproducer["source"] = source
-        if source is None or self.offer is None or "signal" in finding.evidence["numbers"] or finding.cause in ("crash", "hang") or judge == "memory":
+        if (
+            source is None
+            or self.offer is None
+            or "signal" in finding.evidence["numbers"]
+            or finding.cause in ("crash", "hang")
+            or judge == "memory"
+        ):
             return
         seconds = max(0.1, min(1.0, self.clock.left / to_come - 0.3))
         case, smaller = None, None
@@ -249,4 +269,12 @@ def crash_evidence(error, cause):
     """Evidence of a death or of silence."""
     numbers = {"signal": error.how, "code": error.code} if isinstance(error, Died) else {}
     text = str(error).replace("the process", "the callee's process")
-    return {"text": text, "cause": cause, "numbers": numbers, "severity": "critical", "diagnosis": None, "error_map": None, "check": {}}
+    return {
+        "text": text,
+        "cause": cause,
+        "numbers": numbers,
+        "severity": "critical",
+        "diagnosis": None,
+        "error_map": None,
+        "check": {},
+    }

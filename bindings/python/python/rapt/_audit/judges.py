@@ -71,9 +71,13 @@ def judge_law(room, case, strict=False, name=None, spare=0.0):
     answer = room.callee(case, placed)
     want, _ = expected(case, drawn)
     if answer.shape != want.shape:
-        return Evidence(f"the output is {list(answer.shape)}, not {list(want.shape)}", "wrong-shape", {"shape": list(answer.shape)})
+        return Evidence(
+            f"the output is {list(answer.shape)}, not {list(want.shape)}", "wrong-shape", {"shape": list(answer.shape)}
+        )
     if answer.dtype != case.dtype:
-        return Evidence(f"the output is {answer.dtype}, q is {case.dtype}", "output-dtype", {"dtype": answer.dtype}, severity="medium")
+        return Evidence(
+            f"the output is {answer.dtype}, q is {case.dtype}", "output-dtype", {"dtype": answer.dtype}, severity="medium"
+        )
     if not strict and close(answer.values, want, GROSS * FLOOR[case.dtype]):
         return None
     peers = [stand_in(case, drawn), *(torch_peers(case, placed) if strict and room.device == "cpu" else ())]
@@ -100,7 +104,13 @@ def against(case, drawn, placed, answer, want, limit, row_limit, name):
     bad_rows = (rows > row_limit) | stray.any(-1)
     numbers |= {"wrong_rows": int(bad_rows.sum()), "rows": bad_rows.size, "not_finite": int(stray.sum()), "elements": got.size}
     if stray.any():
-        kinds = "NaN" if np.isnan(got[stray]).all() else "not finite" if not np.isfinite(got[stray]).any() else "finite where the law is not"
+        kinds = (
+            "NaN"
+            if np.isnan(got[stray]).all()
+            else "not finite"
+            if not np.isfinite(got[stray]).any()
+            else "finite where the law is not"
+        )
         text = f"{int(stray.sum())} of {got.size} elements are {kinds}"
         where = np.argwhere(stray)[0]
     else:
@@ -111,13 +121,15 @@ def against(case, drawn, placed, answer, want, limit, row_limit, name):
     told = explain(case, placed, answer, want)
     cause = told["name"] if told and told["name"] not in ("unknown", "correct") and told["confidence"] >= 0.3 else name
     if told and cause == told["name"]:
-        text += f"; {told['variant']}" if told["variant"] not in ("", told["pattern"]) else ""
+        text += f"; {told['variant']}" if not told["pattern"].startswith(told["variant"]) else ""
         text += f"; {told['pattern']}"
     elif told:
         text += f"; {told['pattern']}"
     # Less exact than the rule asks, but not wrong.
     severity = None if gross or not name == "accuracy" or cause != name else "medium"
-    evidence = Evidence(text, cause, numbers, severity, told, error_map(got, want, where), {"limit": limit, "row_limit": row_limit})
+    evidence = Evidence(
+        text, cause, numbers, severity, told, error_map(got, want, where), {"limit": limit, "row_limit": row_limit}
+    )
     return evidence
 
 
@@ -278,7 +290,9 @@ def judge_leak(room, case, name):
     how = "causal" if case.causal else f"a {case.mask} mask"
     if lost.any():
         text = f"{int(lost.sum())} of {int(clean.sum())} elements are not finite though no query of theirs attends key {row}, whose {tensor} is {what} ({how})"
-        return Evidence(text, "masked-nonfinite-leaks", {"not_finite": int(lost.sum()), "elements": int(clean.sum()), "key": row})
+        return Evidence(
+            text, "masked-nonfinite-leaks", {"not_finite": int(lost.sum()), "elements": int(clean.sum()), "key": row}
+        )
     other = room.call(case.but(poison=()), values(case.but(poison=()))).values
     error = errors(np.where(clean, got, 0), np.where(clean, other, 0))[0]
     if error > 10 * GROSS * FLOOR[case.dtype]:
@@ -319,7 +333,10 @@ def judge_lse(room, case, name):
             off = np.where(answer.lse == want, 0, np.abs(answer.lse - want) / (1 + np.abs(want)))
         off = np.where(np.isnan(off), np.inf, off)
         if off.max() > GROSS * LSE_FLOOR[case.dtype]:
-            cause, text = name, f"{int((off > GROSS * LSE_FLOOR[case.dtype]).sum())} of {off.size} lse are off, by up to {off.max():.3g}·(1+|lse|)"
+            cause, text = (
+                name,
+                f"{int((off > GROSS * LSE_FLOOR[case.dtype]).sum())} of {off.size} lse are off, by up to {off.max():.3g}·(1+|lse|)",
+            )
             if seed == 2:
                 cause, text = "stale-lse", f"{text}, though the first call's were right: lse is left over from an earlier call"
             elif stale(one, drawn, answer.lse):
@@ -361,7 +378,11 @@ def differing(a, b):
 def bits_evidence(name, a, b, text):
     count, most = differing(a, b)
     size = a.values.size
-    return Evidence(f"{text}: {count} of {size} elements differ, by up to {most:.2g}", name, {"differing": count, "elements": size, "largest_difference": most})
+    return Evidence(
+        f"{text}: {count} of {size} elements differ, by up to {most:.2g}",
+        name,
+        {"differing": count, "elements": size, "largest_difference": most},
+    )
 
 
 def judge_repeat(room, case, name):
@@ -384,7 +405,9 @@ def judge_concurrent(room, case, name):
         try:
             for _ in range(4):
                 answer = room.callee(cases[index], placed[index])
-                if answer.bits != alone[index].bits and not np.allclose(answer.values, alone[index].values, rtol=1e-2, atol=1e-3):
+                if answer.bits != alone[index].bits and not np.allclose(
+                    answer.values, alone[index].values, rtol=1e-2, atol=1e-3
+                ):
                     wrong.append((alone[index], answer))
         except Refused as error:
             refused.append(error)
@@ -451,7 +474,12 @@ def judge_memory(room, case, name):
     numbers["bytes_per_score"] = round(whole / length**2, 2)
     text = f"{half * mib:.0f} MiB beside the output at length {length // 2}, {whole * mib:.0f} MiB at {length} ({whole / max(half, 1):.1f}×)"
     long = 16384
-    if case.mask and len(case.mask_dims) == 2 and seconds * (long / length) ** 2 < min(8, room.time_left / 4) and 40 * long**2 < meter.free():
+    if (
+        case.mask
+        and len(case.mask_dims) == 2
+        and seconds * (long / length) ** 2 < min(8, room.time_left / 4)
+        and 40 * long**2 < meter.free()
+    ):
         most, _ = meter.extra(case.but(q_len=long, kv_len=long))
         numbers[f"extra_mib_at_{long}"] = round(most * mib, 1)
         text += f", {most * mib:.0f} MiB measured at {long}"

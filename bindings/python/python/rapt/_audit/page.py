@@ -81,11 +81,18 @@ def section(number, finding):
         parts.append(f"<p>Diagnosis: <b>{escape(told['name'])}</b>, confidence {told['confidence']:.0%}.</p>")
     if finding.evidence["error_map"]:
         parts.append(error_map(finding))
-    parts += [stride_diagram(name, arrangement) for name, arrangement in dict.fromkeys((n, a) for n, a in finding.case.views if a in ARRANGEMENTS)][:1]
+    parts += [
+        stride_diagram(name, arrangement)
+        for name, arrangement in dict.fromkeys((n, a) for n, a in finding.case.views if a in ARRANGEMENTS)
+    ][:1]
     made = finding.reproducer
     if made["source"]:
-        verdict = f"ran in {made.get('ran_in', 'no process')} and {'reproduced it' if made['reproduced'] else 'did not reproduce it'}"
-        parts.append(f'<p class="soft">Reproducer, {len(made["source"].splitlines())} lines; {escape(verdict)}: {escape(str(made["outcome"]))}</p>')
+        verdict = (
+            f"ran in {made.get('ran_in', 'no process')} and {'reproduced it' if made['reproduced'] else 'did not reproduce it'}"
+        )
+        parts.append(
+            f'<p class="soft">Reproducer, {len(made["source"].splitlines())} lines; {escape(verdict)}: {escape(str(made["outcome"]))}</p>'
+        )
         parts.append(f"<pre>{escape(made['source'])}</pre>")
     return "\n".join(parts)
 
@@ -128,14 +135,20 @@ def stride_diagram(name, arrangement):
     for cell, owners in enumerate(living):
         fill = ROWS[owners[0] % 8] if owners else "none"
         dash = "" if owners else ' stroke-dasharray="2 2"'
-        drawn.append(f'<rect x="{cell * side}" y="{top}" width="{side - 1}" height="18" fill="{fill}" stroke="#888" stroke-width=".6"{dash}/>')
+        drawn.append(
+            f'<rect x="{cell * side}" y="{top}" width="{side - 1}" height="18" fill="{fill}" stroke="#888" stroke-width=".6"{dash}/>'
+        )
     drawn.append(f'<text x="0" y="{top + 36}">read with contiguous offsets</text>')
     for cell in range(min(24, extent)):
         row = cell // 4
-        drawn.append(f'<rect x="{(cell + max(0, where.offset)) * side}" y="{top + 42}" width="{side - 1}" height="18" fill="{ROWS[row]}" stroke="#888" stroke-width=".6"/>')
+        drawn.append(
+            f'<rect x="{(cell + max(0, where.offset)) * side}" y="{top + 42}" width="{side - 1}" height="18" fill="{ROWS[row]}" stroke="#888" stroke-width=".6"/>'
+        )
     for row in range(6):
         x = row * 74
-        drawn.append(f'<rect x="{x}" y="{top + 72}" width="10" height="10" fill="{ROWS[row]}"/><text x="{x + 14}" y="{top + 81}">h{row // 3} row {row % 3}</text>')
+        drawn.append(
+            f'<rect x="{x}" y="{top + 72}" width="10" height="10" fill="{ROWS[row]}"/><text x="{x + 14}" y="{top + 81}">h{row // 3} row {row % 3}</text>'
+        )
     caption = (
         f"{ARRANGEMENTS[arrangement]}. For a [1, 2, 3, 4] tensor: strides {where.strides}, "
         f"contiguous would be {packed(shape)}. Where the two lines differ in colour, contiguous offsets read another row."
@@ -159,4 +172,4 @@ def hazards(report):
             f"<td>{hazard.probes}</td><td>{escape(hazard.note[:120]) if hazard.verdict != 'clean' else ''}</td></tr>"
         )
     head = "<tr><th>verdict</th><th>hazard</th><th>what a finding says</th><th>probes</th><th>note</th></tr>"
-    return f'<h2>Every hazard</h2><table>{head}{"".join(rows)}</table>'
+    return f"<h2>Every hazard</h2><table>{head}{''.join(rows)}</table>"

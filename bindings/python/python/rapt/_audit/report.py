@@ -74,7 +74,11 @@ class Finding:
             "severity": self.severity,
             "title": self.title,
             "dtypes": self.dtypes,
-            "evidence": {"text": self.text, "numbers": plain(self.evidence["numbers"]), "error_map": self.evidence["error_map"]},
+            "evidence": {
+                "text": self.text,
+                "numbers": plain(self.evidence["numbers"]),
+                "error_map": self.evidence["error_map"],
+            },
             "diagnosis": plain(self.evidence["diagnosis"]),
             "case": plain(self.case.as_dict()),
             "reproducer": {
@@ -152,16 +156,22 @@ class Report:
             failing = [finding for finding in mine if id(finding) in graver]
             if failing:
                 failures += 1
-                element = ElementTree.SubElement(case, "failure", type=failing[0].cause, message=f"[{failing[0].severity}] {legal(failing[0].text)}")
+                element = ElementTree.SubElement(
+                    case, "failure", type=failing[0].cause, message=f"[{failing[0].severity}] {legal(failing[0].text)}"
+                )
                 element.text = legal("\n\n".join(f"{each.text}\n\n{each.reproducer['source'] or ''}" for each in failing))
             elif mine:
-                ElementTree.SubElement(case, "system-out").text = legal("\n".join(f"[{each.severity}] {each.text}" for each in mine))
+                ElementTree.SubElement(case, "system-out").text = legal(
+                    "\n".join(f"[{each.severity}] {each.text}" for each in mine)
+                )
             elif hazard.verdict not in ("clean", "found"):
                 skipped += 1
                 ElementTree.SubElement(case, "skipped", message=legal(f"{hazard.verdict}: {hazard.note}"))
         suite.attrib |= {"tests": str(len(self.hazards)), "failures": str(failures), "errors": "0", "skipped": str(skipped)}
         ElementTree.indent(suite)
-        return written('<?xml version="1.0" encoding="UTF-8"?>\n' + ElementTree.tostring(suite, encoding="unicode") + "\n", path)
+        return written(
+            '<?xml version="1.0" encoding="UTF-8"?>\n' + ElementTree.tostring(suite, encoding="unicode") + "\n", path
+        )
 
     def to_html(self, path=None):
         """One self-contained page."""
@@ -231,7 +241,9 @@ def table(report):
         mark = {"found": "✗", "clean": "✓"}.get(hazard.verdict, "·")
         note = f"  {hazard.note.splitlines()[-1][:80]}" if hazard.note and hazard.verdict not in ("found", "clean") else ""
         causes = sorted({f"[{f.severity}] {f.cause}" for f in report.findings if f.hazard == hazard.name})
-        lines.append(f"{mark} {hazard.name:{width}}  {hazard.verdict:11}{'  ' + ', '.join(causes) if causes else note}".rstrip())
+        lines.append(
+            f"{mark} {hazard.name:{width}}  {hazard.verdict:11}{'  ' + ', '.join(causes) if causes else note}".rstrip()
+        )
     told = ", ".join(f"{count} {verdict}" for verdict, count in report.counts().items())
     lines += ["", f"{len(report.findings)} findings; hazards: {told}"]
     return "\n".join(lines)

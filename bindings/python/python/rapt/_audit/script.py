@@ -53,7 +53,9 @@ class Writer:
         self.case, self.target, self.kind, self.style, self.device = case, target, kind, style, device
         self.torch = kind == "torch"
         self.lib = "torch" if self.torch else "np"
-        self.dtype = f"torch.{case.dtype}" if self.torch else "ml_dtypes.bfloat16" if case.dtype == "bfloat16" else f"np.{case.dtype}"
+        self.dtype = (
+            f"torch.{case.dtype}" if self.torch else "ml_dtypes.bfloat16" if case.dtype == "bfloat16" else f"np.{case.dtype}"
+        )
         self.nan = f"{self.lib}.nan"
 
     def head(self, *modules):
@@ -94,7 +96,7 @@ class Writer:
             text = f"torch.randn({listed}, dtype={self.dtype})"
             return f"({text}{times})" if times else text
         text = f"rng.standard_normal(({listed}{',' if len(shape) == 1 else ''}))"
-        return f"({text}{times}).astype({self.dtype})"
+        return f"({text}{times}).astype({self.dtype})" if times else f"{text}.astype({self.dtype})"
 
     def laid(self, x, arrangement, shape):
         form = LAID[self.kind][arrangement]
@@ -133,13 +135,23 @@ class Writer:
         drawn = f"torch.rand({listed})" if self.torch else f"rng.random(({listed}))"
         lines = [f"{name} = ({drawn} < 0.6) | ({self.lib}.arange({c.kv_len}) == 0)"]
         if c.masked_key is not None:
-            lines[0] = f"{name} = ({drawn} < 0.6) & ({self.lib}.arange({c.kv_len}) != {c.masked_key}) | ({self.lib}.arange({c.kv_len}) == 0)"
+            lines[0] = (
+                f"{name} = ({drawn} < 0.6) & ({self.lib}.arange({c.kv_len}) != {c.masked_key}) | ({self.lib}.arange({c.kv_len}) == 0)"
+            )
         if c.masked_row is not None:
             lines.append(f"{name}[..., {c.masked_row}, :] = False")
         if c.mask != "bool":
-            info = f"torch.finfo({self.dtype}).min" if self.torch else f"float(({'ml_dtypes' if 'ml' in self.dtype else 'np'}).finfo({self.dtype}).min)"
+            info = (
+                f"torch.finfo({self.dtype}).min"
+                if self.torch
+                else f"float({self.dtype.partition('.')[0]}.finfo({self.dtype}).min)"
+            )
             low = info if c.mask == "lowest" else f"-{self.lib}.inf"
-            high = ("torch.randn(keep.shape)" if self.torch else "rng.standard_normal(keep.shape)") if c.mask == "additive" else "0.0"
+            high = (
+                ("torch.randn(keep.shape)" if self.torch else "rng.standard_normal(keep.shape)")
+                if c.mask == "additive"
+                else "0.0"
+            )
             cast = f".to({self.dtype})" if self.torch else f".astype({self.dtype})"
             lines.append(f"mask = {self.lib}.where(keep, {high}, {low}){cast}")
         arrangement = c.arrangement("mask")
@@ -179,7 +191,11 @@ class Writer:
         repeat = "" if group == 1 else f".repeat_interleave({group}, 1)" if self.torch else f".repeat({group}, 1)"
         scale = c.head_dim**-0.5 if c.scale is None else c.scale
         turn = ".transpose(-2, -1)" if self.torch else ".swapaxes(-2, -1)"
-        lines = [f"s = {self.wide('q')} @ ({self.wide('k')}{repeat}){turn} * {scale!r}"] if repeat else [f"s = {self.wide('q')} @ {self.wide('k')}{turn} * {scale!r}"]
+        lines = (
+            [f"s = {self.wide('q')} @ ({self.wide('k')}{repeat}){turn} * {scale!r}"]
+            if repeat
+            else [f"s = {self.wide('q')} @ {self.wide('k')}{turn} * {scale!r}"]
+        )
         options, d = dict(c.options), c.kv_len - c.q_len if c.causal == "bottom_right" else 0
         if "softcap" in options:
             lines.append(f"s = {options['softcap']!r} * {self.lib}.tanh(s / {options['softcap']!r})")
@@ -204,7 +220,11 @@ class Writer:
             lines.append(f"s = s.masked_fill({where}, -torch.inf)" if self.torch else f"s = np.where({where}, -np.inf, s)")
         if "sinks" in options:
             sink = "sinks[:, None, None]"
-            lines.append(f"p = s.exp() / (s.exp().sum(-1, keepdim=True) + {sink}.double().exp())" if self.torch else f"p = np.exp(s) / (np.exp(s).sum(-1, keepdims=True) + np.exp({sink}))")
+            lines.append(
+                f"p = s.exp() / (s.exp().sum(-1, keepdim=True) + {sink}.double().exp())"
+                if self.torch
+                else f"p = np.exp(s) / (np.exp(s).sum(-1, keepdims=True) + np.exp({sink}))"
+            )
         elif self.torch:
             lines.append("p = s.softmax(-1)" + (".nan_to_num(0.0)" if c.masked_row is not None else ""))
         else:
@@ -233,7 +253,21 @@ def write(hazard, judge, case, target, offer, check, device="cpu"):
 def fit(lines):
     """At most 15 lines: imports and drawing share lines where there are more."""
     lines = list(lines)
-    simple = ("import ", "from ", "torch.manual_seed", "rng = ", "q = ", "k = ", "v = ", "keep", "mask", "s = ", "p = ", "sinks", "alibi")
+    simple = (
+        "import ",
+        "from ",
+        "torch.manual_seed",
+        "rng = ",
+        "q = ",
+        "k = ",
+        "v = ",
+        "keep",
+        "mask",
+        "s = ",
+        "p = ",
+        "sinks",
+        "alibi",
+    )
     while len(lines) > LINES:
         pairs = [i for i in range(len(lines) - 1) if lines[i].startswith(simple) and lines[i + 1].startswith(simple)]
         if not pairs:
@@ -249,7 +283,7 @@ def start(w, *modules):
 
 def by_law(w, hazard, check):
     limit = max(check.get("limit", 1e-3), 1e-14)
-    text = 'assert error <= {limit:.2g}, f"relative error {{error:.2g}}"'.format(limit=limit)
+    text = f'assert error <= {limit:.2g}, f"relative error {{error:.2g}}"'
     norm = "(out.double() - want).norm() / want.norm()" if w.torch else "np.linalg.norm(out - want) / np.linalg.norm(want)"
     if w.case.masked_row is not None or w.case.kv_len * w.case.q_len * w.case.batch == 0:
         where = "" if w.case.masked_row is None else f"[..., {w.case.masked_row}, :]"
@@ -257,7 +291,11 @@ def by_law(w, hazard, check):
         text = f'assert ({off} < 1e-2).all(), f"{{out{where}}} for {{want{where}}}"'
         law = w.law()
         if w.case.kv_len == 0:
-            law = ["want = 0 * q.double().sum(-1, keepdim=True) + torch.zeros(v.shape[-1])" if w.torch else "want = 0 * q.sum(-1, keepdims=True) + np.zeros(v.shape[-1])"]
+            law = [
+                "want = 0 * q.double().sum(-1, keepdim=True) + torch.zeros(v.shape[-1])"
+                if w.torch
+                else "want = 0 * q.sum(-1, keepdims=True) + np.zeros(v.shape[-1])"
+            ]
         return [*start(w), w.call(), *law, f"assert out.shape == want.shape, out.shape\n{text}".replace("\n", "; ")]
     lines = [*start(w), w.call(), *w.law()]
     shape = "assert out.shape == want.shape and out.dtype == q.dtype, (out.shape, out.dtype)"
@@ -298,9 +336,9 @@ def in_nan(w):
 
 def bands(w, hazard, check):
     if hazard == "padding":
-        return [*start(w), w.call(), f"assert {w.finite('out')}.all(), \"NaN from the unused part of the cache\""]
+        return [*start(w), w.call(), f'assert {w.finite("out")}.all(), "NaN from the unused part of the cache"']
     drawn = [f"{name} = within_nan({', '.join(map(str, w.shape(name)))})" for name in "qkv"]
-    return [*w.head("math"), *in_nan(w), *drawn, w.call(), f"assert {w.finite('out')}.all(), \"NaN from outside the tensors\""]
+    return [*w.head("math"), *in_nan(w), *drawn, w.call(), f'assert {w.finite("out")}.all(), "NaN from outside the tensors"']
 
 
 def pages(w, hazard, check):
@@ -309,7 +347,7 @@ def pages(w, hazard, check):
         return None
     most = max(math.prod(w.shape(name)) * item for name in "qkv")
     room = f"{most} // mmap.PAGESIZE * mmap.PAGESIZE + mmap.PAGESIZE"
-    begin = "mmap.PAGESIZE" if c.guard == "before" else "mmap.PAGESIZE + room - math.prod(shape) * {item}".format(item=item)
+    begin = "mmap.PAGESIZE" if c.guard == "before" else f"mmap.PAGESIZE + room - math.prod(shape) * {item}"
     get = "torch.frombuffer" if w.torch else "np.frombuffer"
     view = "view" if w.torch else "reshape"
     lines = [*w.head("ctypes", "math", "mmap"), "def at_page_end(*shape):" if c.guard != "before" else "def at_page_start(*shape):",
@@ -320,11 +358,19 @@ def pages(w, hazard, check):
              f"    return {get}(memory, dtype={w.dtype}, count=math.prod(shape), offset={begin}).{view}(shape)"]  # fmt: skip
     maker = "at_page_end" if c.guard != "before" else "at_page_start"
     lines = [line for line in lines if "manual_seed" not in line and "default_rng" not in line]
-    return [*lines, *(f"{name} = {maker}({', '.join(map(str, w.shape(name)))})" for name in "qkv"), f"fn(q, k, v{w.options()[0]})  # dies where it touches the page"]
+    return [
+        *lines,
+        *(f"{name} = {maker}({', '.join(map(str, w.shape(name)))})" for name in "qkv"),
+        f"fn(q, k, v{w.options()[0]})  # dies where it touches the page",
+    ]
 
 
 def mismatch(w, hazard, check):
-    drawn = [f"q = {w.randn(w.shape('q'))}", f"k = within_nan({', '.join(map(str, w.shape('k')))})", f"v = {w.randn(w.shape('v'))}"]
+    drawn = [
+        f"q = {w.randn(w.shape('q'))}",
+        f"k = within_nan({', '.join(map(str, w.shape('k')))})",
+        f"v = {w.randn(w.shape('v'))}",
+    ]
     c = w.case
     if check.get("read"):
         return [*w.head("math"), *in_nan(w), *drawn, "try:", f"    {w.call()}", "except Exception: raise SystemExit  # it is refused",
@@ -338,16 +384,21 @@ def leak(w, hazard, check):
     rows = f"out[:, :, :{row}]" if w.case.causal else "out"
     return [*start(w), f"{tensor}[:, :, {row}] = {w.lib}.{what}  # no query {'before it ' if w.case.causal else ''}attends this key", w.call(),
             f"bad = ~{w.finite(rows)}",
-            f"assert not bad.any(), f\"{{int(bad.sum())}} elements are not finite\""]  # fmt: skip
+            "assert not bad.any(), f\"{int(bad.sum())} elements are not finite\""]  # fmt: skip
 
 
 def swallow(w, hazard, check):
     row = w.case.poison[1]
     isnan = f"out[:, :, {row}].isnan().all()" if w.torch else f"np.isnan(out[:, :, {row}].astype(float)).all()"
-    lines = [*start(w), f"q[:, :, {row}] = {w.nan}", w.call(), f"assert {isnan}, f\"query {row} is NaN, its output is {{out[0, 0, {row}]}}\""]
+    lines = [
+        *start(w),
+        f"q[:, :, {row}] = {w.nan}",
+        w.call(),
+        f'assert {isnan}, f"query {row} is NaN, its output is {{out[0, 0, {row}]}}"',
+    ]
     if w.case.q_len > 1:
         other = 0 if row else 1
-        lines.append(f"assert {w.finite(f'out[:, :, {other}]')}.all(), \"NaN in query {row} reached row {other}\"")
+        lines.append(f'assert {w.finite(f"out[:, :, {other}]")}.all(), "NaN in query {row} reached row {other}"')
     return lines
 
 
@@ -357,19 +408,35 @@ def lse(w, hazard, check):
     off = "(lse.double() - want_lse).abs().max()" if w.torch else "np.abs(lse - want_lse).max()"
     again = "; ".join(w.tensor(name) for name in "qkv")
     first = w.call("out, lse", extra=", return_lse=True")
-    return [*start(w), first, again, first, *law, total, f"assert {off} < 1e-2, f\"lse is {{lse.reshape(-1)[:2]}}, not {{want_lse.reshape(-1)[:2]}}\""]
+    return [
+        *start(w),
+        first,
+        again,
+        first,
+        *law,
+        total,
+        f'assert {off} < 1e-2, f"lse is {{lse.reshape(-1)[:2]}}, not {{want_lse.reshape(-1)[:2]}}"',
+    ]
 
 
 def stale(w, hazard, check):
     q_len, kv_len = check.get("lengths", (w.case.q_len, w.case.kv_len))
-    later = Writer(w.case.but(q_len=min(q_len, w.case.q_len), kv_len=min(kv_len, w.case.kv_len)), w.target, w.kind, w.style, w.device)
+    later = Writer(
+        w.case.but(q_len=min(q_len, w.case.q_len), kv_len=min(kv_len, w.case.kv_len)), w.target, w.kind, w.style, w.device
+    )
     norm = "(out.double() - want).norm() / want.norm()" if w.torch else "np.linalg.norm(out - want) / np.linalg.norm(want)"
     return [*w.head(), "; ".join(w.tensors()), f"fn(q, k, v{w.options()[0]})  # and now others", *later.tensors(), later.call(), *later.law(),
             f"error = {norm}", 'assert error < 1e-2, f"relative error {error:.2g} in the second call"']  # fmt: skip
 
 
 def repeat(w, hazard, check):
-    return [*start(w), w.call(), "for _ in range(20):", f"    {w.call('again')}", f"    assert {w.same('again', 'out')}, abs(again - out).max()"]
+    return [
+        *start(w),
+        w.call(),
+        "for _ in range(20):",
+        f"    {w.call('again')}",
+        f"    assert {w.same('again', 'out')}, abs(again - out).max()",
+    ]
 
 
 def concurrent(w, hazard, check):

@@ -81,7 +81,9 @@ class Sight:
         if isinstance(out, tuple):
             out = out[0]
         self.dtype, self.out_dtype = dtype_of(q), dtype_of(out)
-        self.stored = {name: Strided(np.asarray(x) if not is_torch(x) else x, order) for name, x in zip("qkv", (q, k, v), strict=True)}
+        self.stored = {
+            name: Strided(np.asarray(x) if not is_torch(x) else x, order) for name, x in zip("qkv", (q, k, v), strict=True)
+        }
         self.q, self.k, self.v = (four(x, order) for x in (q, k, v))
         self.out = four(out, order)
         self.options = {name: options[name] for name in OPTIONS - {"mask"} if options.get(name) is not None}

@@ -68,7 +68,7 @@ class Child:
 
     def _fork(self, ours, theirs):
         if not hasattr(os, "fork"):
-            raise TargetError("this callee cannot be imported by name, and there is no fork here: pass \"MODULE:FUNCTION\"")
+            raise TargetError('this callee cannot be imported by name, and there is no fork here: pass "MODULE:FUNCTION"')
         sys.stdout.flush()
         sys.stderr.flush()
         with warnings.catch_warnings():
@@ -200,7 +200,12 @@ class Nursery:
         if self._process is None:
             with open(words, "w") as file:
                 return subprocess.run(
-                    [sys.executable, str(path)], cwd=path.parent, stdin=subprocess.DEVNULL, stdout=file, stderr=file, timeout=timeout
+                    [sys.executable, str(path)],
+                    cwd=path.parent,
+                    stdin=subprocess.DEVNULL,
+                    stdout=file,
+                    stderr=file,
+                    timeout=timeout,
                 ).returncode
         self._process.stdin.write(f"{path}\t{words}\n")
         self._process.stdin.flush()
