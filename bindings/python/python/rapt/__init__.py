@@ -46,6 +46,8 @@ __all__ = [
     "__version__",
     "accumulation",
     "attention",
+    "audit",
+    "diagnose",
     "doctor",
     "dtypes",
     "explain",
@@ -133,6 +135,42 @@ def scaled_dot_product_attention(
     ops = _torch_ops(query)
     run = _native.scaled_dot_product_attention if ops is None else ops.sdpa
     return run(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+
+
+def audit(
+    fn,
+    device="cpu",
+    dtypes=("float32", "bfloat16", "float16", "float64"),
+    hazards="all",
+    budget_s=60,
+    *,
+    kind="auto",
+    show_progress=None,
+):
+    """Hunt boundary bugs in `fn`, any attention with the signature of `scaled_dot_product_attention` or of `attention`.
+
+    fn: a callable, or "torch", "rapt", "MODULE:FUNCTION". It runs in a child process, so that a fault of it is a finding.
+    hazards: "all" or names (`python -m rapt audit --list`). budget_s: seconds to spend, reproducers included.
+    kind: the tensors that `fn` takes, "torch", "numpy" or "auto". show_progress: a bar on stderr; None is where a terminal is.
+
+    The result is a report: `findings` (hazard, cause, severity, evidence, reproducer), `hazards`, `ok`, `str()`,
+    `to_json`, `to_junit`, `to_html`. ValueError for a wrong argument, or a callee that refuses a plain call. Needs numpy.
+    """
+    hunt = _importlib.import_module("rapt._audit.hunt")
+    return hunt.audit(fn, device, dtypes, hazards, budget_s, kind=kind, show_progress=show_progress)
+
+
+def diagnose(out, expected=None, *, q, k, v, **options):
+    """Name the corruption that `out`, an attention's result on `q`, `k`, `v`, shows; "correct", or "unknown" honestly.
+
+    expected: the right result if the caller has one, else the law's, in f64. options: the call's own, by the names of
+    `attention` (mask, causal, scale, …, layout) or of `scaled_dot_product_attention` (attn_mask, is_causal).
+
+    The result has `name`, `confidence` (0 to 1), `variant`, `pattern` (the elements that show it), `error`, `candidates`.
+    Pass the tensors as they were passed to the call: their strides and storage are evidence. Needs numpy.
+    """
+    module = _importlib.import_module("rapt._audit.diagnose")
+    return module.diagnose(out, expected, q=q, k=k, v=v, **options)
 
 
 def __getattr__(name):

@@ -1,9 +1,12 @@
 """Attention with an exact tensor boundary: any strides, no hidden cast, no hidden copy."""
 
+from collections.abc import Callable, Iterable
 from typing import Any, Literal, TypeAlias
 
 from rapt import layout as layout
 from rapt import torch as torch
+from rapt._audit.diagnose import Diagnosis as _Diagnosis
+from rapt._audit.report import Report as _AuditReport
 from rapt._doctor import Report as Report
 from rapt._doctor import doctor as doctor
 from rapt._native import Context as Context
@@ -58,3 +61,18 @@ def scaled_dot_product_attention(
     enable_gqa: bool = False,
 ) -> Any:
     """`torch.nn.functional.scaled_dot_product_attention`, for torch, numpy and DLPack alike."""
+
+def audit(
+    fn: Callable[..., Any] | str,
+    device: str = "cpu",
+    dtypes: Iterable[Any] | str = ("float32", "bfloat16", "float16", "float64"),
+    hazards: Iterable[str] | str = "all",
+    budget_s: float = 60,
+    *,
+    kind: Literal["auto", "torch", "numpy"] = "auto",
+    show_progress: bool | None = None,
+) -> _AuditReport:
+    """Hunt boundary bugs in any attention: "torch", "rapt", "MODULE:FUNCTION" or a callable."""
+
+def diagnose(out: Any, expected: Any = None, *, q: Any, k: Any, v: Any, **options: Any) -> _Diagnosis:
+    """Name the corruption that an attention's output shows, with a confidence, or "unknown"."""

@@ -1,4 +1,4 @@
-"""`python -m rapt doctor [--json]`."""
+"""`python -m rapt doctor [--json]` and `python -m rapt audit TARGET`."""
 
 import argparse
 import json
@@ -8,13 +8,25 @@ import rapt
 
 
 def main(arguments=None):
-    """The exit code: 0, or 1 where the self-test fails."""
+    """The exit code: doctor's is 0, or 1 where the self-test fails; audit's are told by `audit --help`."""
     parser = argparse.ArgumentParser(prog="python -m rapt", description="Attention with an exact tensor boundary.")
     parser.add_argument("--version", action="version", version=f"rapt {rapt.__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     doctor = commands.add_parser("doctor", help="what this machine gets, and a self-test against the law")
     doctor.add_argument("--json", action="store_true", help="print the facts as JSON")
+    doctor.set_defaults(run=run_doctor)
+    # The auditor needs numpy, which doctor does not.
+    if "audit" in (sys.argv[1:] if arguments is None else arguments)[:1]:
+        from rapt._audit.cli import add_to
+
+        add_to(commands)
+    else:
+        commands.add_parser("audit", help="hunt boundary bugs in an attention (needs numpy)")
     options = parser.parse_args(arguments)
+    return options.run(options)
+
+
+def run_doctor(options):
     try:
         report = rapt.doctor()
     except rapt.RaptError as error:
