@@ -1,6 +1,7 @@
 //! The functions of rapt.h, called as C calls them.
 
 mod bad_input;
+mod dtypes;
 mod header;
 mod law;
 mod support;
