@@ -12,7 +12,7 @@ use crate::errors::{Failure, Telling, guard};
 use crate::mend;
 
 /// Every environment variable that rapt reads.
-const VARIABLES: [&str; 3] = ["RAPT_NUM_THREADS", "RAPT_ISA", "RAPT_LOG"];
+const VARIABLES: [&str; 5] = ["RAPT_NUM_THREADS", "RAPT_ISA", "RAPT_LOG", "RAPT_CACHE_DIR", "RAPT_NVRTC"];
 
 const HEADS: usize = 4;
 const KV_HEADS: usize = 2;
@@ -147,6 +147,7 @@ pub(crate) fn doctor(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
     let telling = std::cell::Cell::new(Telling { names: &mend::ATTENTION, kind: crate::convert::Kind::Numpy });
     guard(py, &telling, || {
         let home = Home::Default;
+        crate::engine::tell_folders(py)?;
         let facts = PyDict::new(py);
         facts.set_item("cpu", cpu_name().unwrap_or_else(|| std::env::consts::ARCH.to_owned()))?;
         facts.set_item("platform", format!("{}-{}", std::env::consts::OS, std::env::consts::ARCH))?;
@@ -162,6 +163,7 @@ pub(crate) fn doctor(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
                 Threads::Available(_) => "available_parallelism",
             },
         )?;
+        facts.set_item("cuda", py.detach(rapt::cuda::report))?;
         let variables = PyDict::new(py);
         for name in VARIABLES {
             variables.set_item(name, std::env::var(name).ok())?;

@@ -191,8 +191,12 @@ fn torch_sdpa<'py>(
 
 /// Whether attention runs on this kind of device here.
 #[pyfunction]
-fn is_available(name: &str) -> bool {
-    name == "cpu"
+fn is_available(py: Python<'_>, name: &str) -> bool {
+    match name {
+        "cpu" => true,
+        "cuda" => py.detach(rapt::cuda::is_available),
+        _ => false,
+    }
 }
 
 /// (major, minor, patch).

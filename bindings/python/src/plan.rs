@@ -113,8 +113,9 @@ impl PyPlan {
     /// Where the probabilities are rounded.
     #[getter]
     fn p_rounding(&self) -> &'static str {
-        match self.plan.spec.numerics.p_rounding {
+        match self.plan.p_rounding {
             PRounding::Accumulation => "accumulation",
+            PRounding::Storage => "storage",
             _ => "unknown",
         }
     }

@@ -21,7 +21,7 @@ pub(crate) struct Args {
 }
 
 /// Every environment variable that Rapt reads: the first table of docs/environment.md.
-const VARIABLES: [&str; 3] = ["RAPT_NUM_THREADS", "RAPT_ISA", "RAPT_LOG"];
+const VARIABLES: [&str; 5] = ["RAPT_NUM_THREADS", "RAPT_ISA", "RAPT_LOG", "RAPT_CACHE_DIR", "RAPT_NVRTC"];
 
 const PREFIX: &str = "RAPT_";
 
@@ -67,6 +67,7 @@ fn rows(engine: &Engine, cases: &[Case]) -> Vec<(String, String)> {
         row("isa", format!("{} (available: {})", engine.caps().arch.name(), isas.join(", "))),
         row("threads", format!("{} (from {})", threads.get(), threads_from(threads))),
     ];
+    rows.extend(rapt::cuda::report());
     for (name, value) in variables() {
         let note = if VARIABLES.contains(&name.as_str()) { "" } else { " (no variable of Rapt)" };
         rows.push((name, value.map_or("not set".to_owned(), |value| format!("{value:?}{note}"))));
@@ -106,6 +107,7 @@ fn as_json(engine: &Engine, cases: &[Case], healthy: bool) -> serde_json::Value 
         "isa_available": isas,
         "threads": threads.get(),
         "threads_from": threads_from(threads),
+        "cuda": rapt::cuda::report().into_iter().collect::<std::collections::BTreeMap<_, _>>(),
         "environment": variables().into_iter().collect::<std::collections::BTreeMap<_, _>>(),
         "self_test": tests,
         "ok": healthy,

@@ -42,6 +42,8 @@ pub enum Kv {
 pub enum PRounding {
     /// Kept in the accumulation dtype.
     Accumulation,
+    /// Rounded to the storage dtype, as tensor cores take it.
+    Storage,
 }
 
 /// The dtypes that numbers pass through.

@@ -35,7 +35,10 @@ fn engine(arch: rapt_core::Arch, executor: &dyn Executor) -> impl FnMut(&Spec, T
 fn every_instruction_set_obeys_the_law() {
     for name in std::env::var("RAPT_REQUIRE").unwrap_or_default().split(',').filter(|name| !name.is_empty()) {
         let found = rapt_cpu::available().iter().any(|arch| arch.name() == name);
-        assert!(found || name.starts_with("sm"), "RAPT_REQUIRE asks for {name}, which this machine lacks");
+        assert!(
+            found || name.starts_with("sm") || ["nvrtc", "cuda"].contains(&name),
+            "RAPT_REQUIRE asks for {name}, which this machine lacks"
+        );
     }
     let mut failures = Vec::new();
     for &arch in rapt_cpu::available() {

@@ -20,6 +20,7 @@
 //! [`attention`] is the common case. [`Engine`] owns threads and scratch memory; [`Spec`] and [`Plan`] describe a request
 //! and what will run for it, without any pointer.
 
+pub mod cuda;
 mod engine;
 mod pool;
 mod tensor;
@@ -27,10 +28,10 @@ mod tensor;
 pub use engine::{Engine, Threads, attention, default_engine};
 pub use pool::Pool;
 pub use rapt_core::{
-    Arch, BlockRange, COMPUTED, Caps, Causal, Cost, DType, Device, Dims, Direction, Element, Error, ErrorKind,
-    Executor, Explanation, Extent, Finite, Kernel, KernelKey, Kv, Layout, MAX_RANK, MaskClass, Numerics, Operands,
-    Options, PRounding, Plan, Queue, Result, SerialExecutor, Shape, Spec, SpecBuilder, Strides, TensorSpec, Tensors,
-    Tile, View, ViewMut, Window, Workspace,
+    Arch, BlockRange, COMPUTED, Caps, Causal, Compiled, Cost, DType, Device, DeviceMemory, Dims, Direction, Element,
+    Error, ErrorKind, Executor, Explanation, Extent, Finite, Kernel, KernelKey, Kv, Launch, Layout, MAX_RANK,
+    MaskClass, Numerics, Operands, Options, PRounding, Plan, Queue, Result, SerialExecutor, Shape, Spec, SpecBuilder,
+    Strides, TensorSpec, Tensors, Tile, View, ViewMut, Window, Workspace,
 };
 pub use rapt_cpu::{available as available_isas, select};
 pub use tensor::Tensor;

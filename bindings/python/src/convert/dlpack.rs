@@ -139,7 +139,7 @@ pub(crate) fn exchange_table(class: &Bound<'_, PyType>) -> Option<ReadNoSync> {
 }
 
 /// What `object` says of itself through `read`, all but its extent; `None` for anything but a computed dtype or bool in
-/// host memory (some dtypes share a DLPack code), and for anything out of the ordinary.
+/// the memory of host or GPU (some dtypes share a DLPack code), and for anything out of the ordinary.
 pub(crate) fn read_no_sync(name: &'static str, object: &Bound<'_, PyAny>, read: ReadNoSync) -> Option<Operand> {
     let mut tensor = DlTensor {
         data: std::ptr::null_mut(),
@@ -157,7 +157,8 @@ pub(crate) fn read_no_sync(name: &'static str, object: &Bound<'_, PyAny>, read: 
     }
     let rank = usize::try_from(tensor.ndim).ok().filter(|rank| *rank <= MAX_RANK)?;
     let dtype = dtype_of(name, &tensor.dtype).ok().filter(|dtype| dtype.is_computed() || *dtype == DType::Bool)?;
-    if tensor.device.device_type != CPU || tensor.byte_offset != 0 || (rank > 0 && tensor.strides.is_null()) {
+    let device = device_of(tensor.device.device_type, tensor.device.device_id);
+    if matches!(device, Device::Other { .. }) || tensor.byte_offset != 0 || (rank > 0 && tensor.strides.is_null()) {
         return None;
     }
     let (mut shape, mut strides) = ([0usize; MAX_RANK], [0isize; MAX_RANK]);
@@ -172,7 +173,7 @@ pub(crate) fn read_no_sync(name: &'static str, object: &Bound<'_, PyAny>, read: 
         dtype,
         shape: Shape::new(&shape[..rank])?,
         strides: Strides::new(&strides[..rank])?,
-        device: Device::Cpu,
+        device,
         extent: Extent::Declared,
         writable: true,
         _hold: None,

@@ -9,7 +9,7 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyTuple, PyType};
-use rapt::{DType, Device, Error, ErrorKind, Extent, Shape, Strides};
+use rapt::{DType, Device, DeviceMemory, Error, ErrorKind, Extent, Shape, Strides};
 
 use super::{Operand, dlpack, shape};
 use crate::errors::Failure;
@@ -18,7 +18,7 @@ struct Api {
     tensor: Py<PyType>,
     parameter: Py<PyAny>,
     empty: Py<PyAny>,
-    cpu: Py<PyAny>,
+    uint8: Py<PyAny>,
     exchange: Option<dlpack::ReadNoSync>,
     is_grad_enabled: Py<PyAny>,
     get_num_threads: Py<PyAny>,
@@ -43,7 +43,7 @@ fn api(py: Python<'_>) -> Option<&Api> {
         let tensor = torch.getattr("Tensor")?.cast_into::<PyType>()?;
         Ok(Api {
             exchange: dlpack::exchange_table(&tensor),
-            cpu: torch.getattr("device")?.call1(("cpu",))?.unbind(),
+            uint8: torch.getattr("uint8")?.unbind(),
             tensor: tensor.unbind(),
             parameter: torch.getattr("nn")?.getattr("Parameter")?.unbind(),
             empty: torch.getattr("empty")?.unbind(),
@@ -95,7 +95,7 @@ fn device(name: &'static str, tensor: &Bound<'_, PyAny>) -> Result<Device, Failu
     if kind == "cuda" {
         return Ok(Device::Cuda(device.getattr(intern!(py, "index"))?.extract().unwrap_or(0)));
     }
-    let message = format!("{name} is on {}, which is not served: allowed is cpu", device.str()?);
+    let message = format!("{name} is on {}, which is not served: allowed are cpu and cuda", device.str()?);
     let mend = if kind == "meta" {
         format!("a {name} with data, such as `torch.empty_like({name}, device=\"cpu\")`")
     } else {
@@ -186,7 +186,7 @@ pub(crate) fn refuse_gradients(tensors: &[(&'static str, Option<&Bound<'_, PyAny
     Ok(())
 }
 
-/// A new row-major tensor on the host.
+/// A new row-major tensor on the device of `like`.
 pub(crate) fn empty<'py>(like: &Bound<'py, PyAny>, dtype: DType, shape: &Shape) -> Result<Bound<'py, PyAny>, Failure> {
     let py = like.py();
     let Some(api) = api(py) else {
@@ -202,6 +202,34 @@ pub(crate) fn empty<'py>(like: &Bound<'py, PyAny>, dtype: DType, shape: &Shape) 
     }
     let options = pyo3::types::PyDict::new(py);
     options.set_item(intern!(py, "dtype"), object)?;
-    options.set_item(intern!(py, "device"), &api.cpu)?;
+    options.set_item(intern!(py, "device"), like.getattr(intern!(py, "device"))?)?;
     Ok(api.empty.bind(py).call((sizes,), Some(&options))?)
+}
+
+/// The stream on which torch enqueues now on this GPU, as the driver's handle.
+pub(crate) fn current_stream(py: Python<'_>, device: u32) -> Result<usize, Failure> {
+    let native = py.import(intern!(py, "torch"))?.getattr(intern!(py, "_C"))?;
+    Ok(native.call_method1(intern!(py, "_cuda_getCurrentRawStream"), (device,))?.extract()?)
+}
+
+/// Memory of torch's own allocator on a GPU: given back when dropped, and reused only by what the same stream runs later.
+pub(crate) struct Workspace<'py> {
+    _tensor: Option<Bound<'py, PyAny>>,
+    pub(crate) memory: DeviceMemory,
+}
+
+/// At least `bytes` bytes on this GPU, of the current stream.
+pub(crate) fn workspace(py: Python<'_>, device: u32, bytes: usize) -> Result<Workspace<'_>, Failure> {
+    if bytes == 0 {
+        return Ok(Workspace { _tensor: None, memory: DeviceMemory::default() });
+    }
+    let Some(api) = api(py) else {
+        return Err(Failure::door(ErrorKind::Kind, "torch is not loaded", "`import torch`"));
+    };
+    let options = pyo3::types::PyDict::new(py);
+    options.set_item(intern!(py, "dtype"), &api.uint8)?;
+    options.set_item(intern!(py, "device"), format!("cuda:{device}"))?;
+    let tensor = api.empty.bind(py).call(((bytes,),), Some(&options))?;
+    let address = tensor.call_method0(intern!(py, "data_ptr"))?.extract()?;
+    Ok(Workspace { _tensor: Some(tensor), memory: DeviceMemory { address, len_bytes: bytes } })
 }

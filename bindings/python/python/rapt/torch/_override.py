@@ -1,7 +1,7 @@
-"""PyTorch's `scaled_dot_product_attention` becomes Rapt's on the CPU, for as long as it is registered.
+"""PyTorch's `scaled_dot_product_attention` becomes Rapt's on CPU and GPU, for as long as it is registered.
 
-`aten::scaled_dot_product_attention` is taken at two dispatch keys: AutogradCPU, where ordinary tensors arrive, and CPU, where
-inference tensors come straight. One kernel for both: where a gradient is needed it hands on to PyTorch's own (the composite
+`aten::scaled_dot_product_attention` is taken at two dispatch keys of each: AutogradCPU, where ordinary tensors arrive, and CPU,
+where inference tensors come straight; AutogradCUDA and CUDA. One kernel for both: where a gradient is needed it hands on to PyTorch's own (the composite
 kernel, which autograd sees through), else no graph is recorded. While something traces (fake or functional tensors, dispatch
 modes) it ends in Rapt's own op, which compiled graphs then carry: inductor would otherwise decompose the aten op past us.
 
@@ -18,7 +18,7 @@ import sys
 import threading
 
 import torch
-from rapt import RaptError
+from rapt import DeviceError, RaptError
 
 from . import _ops, _route, _strides, _transformers
 from ._stats import count_fallback, count_served
@@ -96,6 +96,10 @@ def _sdpa(keyset, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=Fa
     return _sdpa_cold(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
 
 
+def _sdpa_cuda(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False):
+    return _sdpa_cold(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+
+
 # In inference mode nothing stands between torch.compile and the op; older torch (2.6) then decomposes it before it asks for
 # a kernel. There the override is what it finds as the decomposition.
 _DECOMPOSES_FIRST = not hasattr(torch.utils._python_dispatch, "autograd_would_have_decomposed")
@@ -114,7 +118,7 @@ def _why_not_plain(tensors):
             continue
         if type(t) not in (torch.Tensor, torch.nn.Parameter):
             return f"tensor subclass {type(t).__name__}"
-        if t.device.type != "cpu":
+        if t.device.type not in ("cpu", "cuda"):
             return f"device {t.device.type}"
         if t.layout is not torch.strided:
             return f"layout {str(t.layout).removeprefix('torch.')}"
@@ -143,10 +147,16 @@ def _sdpa_cold(query, key, value, attn_mask, dropout_p, is_causal, scale, enable
             return torch.ops.rapt.scaled_dot_product_attention(
                 query, key, value, attn_mask, is_causal, scale=scale, enable_gqa=enable_gqa
             )
-        return _ops.serve(query, key, value, attn_mask, is_causal, scale=scale, enable_gqa=enable_gqa)
+        try:
+            return _ops.serve(query, key, value, attn_mask, is_causal, scale=scale, enable_gqa=enable_gqa)
+        except DeviceError:
+            # A GPU that Rapt does not serve (older than sm_80, no compiler): PyTorch's own kernel does.
+            if query.device.type != "cuda":
+                raise
+            reason = "device cuda"
     if not traced:
         count_fallback(reason)
-    mark = _TRACED if traced else _COUNTED
+    mark = 0.0 if query.device.type == "cuda" else _TRACED if traced else _COUNTED
     return own(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, mark)
 
 
@@ -216,6 +226,8 @@ def _activate():
     try:
         library.impl("scaled_dot_product_attention", _sdpa, "AutogradCPU", with_keyset=True)
         library.impl("scaled_dot_product_attention", _sdpa, "CPU", with_keyset=True)
+        library.impl("scaled_dot_product_attention", _sdpa_cuda, "AutogradCUDA")
+        library.impl("scaled_dot_product_attention", _sdpa_cuda, "CUDA")
         if _TAKES_FLASH:
             flash = "_scaled_dot_product_flash_attention_for_cpu"
             _flash_stock = torch.library.get_kernel(f"aten::{flash}", "CPU")
@@ -243,7 +255,7 @@ def _deactivate():
 
 
 def register_backend():
-    """Make `torch.nn.functional.scaled_dot_product_attention` Rapt's on the CPU, in this whole process.
+    """Make `torch.nn.functional.scaled_dot_product_attention` Rapt's on CPU and GPU, in this whole process.
 
     Counted: n calls need n `unregister_backend()`. Also enters "rapt" into transformers, now or when it is imported.
     """

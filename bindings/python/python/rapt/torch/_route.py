@@ -8,6 +8,7 @@ import math
 
 import torch
 from rapt import ShapeError
+from torch.utils._python_dispatch import _disable_current_modes
 
 from . import _strides
 
@@ -16,21 +17,35 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _keys = torch._C._dispatch_keys
 
 
-def _keysets():
-    plain = torch.empty(0)
+def _keysets(device):
+    with torch.inference_mode(False):
+        plain = torch.empty(0, device=device)
     with torch.inference_mode():
-        inference = torch.empty(0)
-    return frozenset({_keys(plain).raw_repr(), _keys(inference).raw_repr()})
+        inference = torch.empty(0, device=device)
+    return {_keys(plain).raw_repr(), _keys(inference).raw_repr()}
 
 
 # The dispatch keys of an ordinary dense CPU tensor, outside and inside inference mode. Everything that must not be read as
 # plain memory carries another key: subclass, sparse, quantized, nested, functorch wrapper, conj and neg bit, zero tensor.
-PLAIN = _keysets()
+PLAIN = frozenset(_keysets("cpu"))
+
+
+# The same on the GPU, asked when the first CUDA tensor arrives: before, asking would start CUDA.
+PLAIN_CUDA = set()
 
 
 def is_plain(tensor):
-    """Whether this is a dense CPU tensor whose memory is its value."""
-    return _keys(tensor).raw_repr() in PLAIN
+    """Whether this is a dense tensor on CPU or GPU whose memory is its value."""
+    keys = _keys(tensor).raw_repr()
+    return keys in PLAIN or keys in PLAIN_CUDA or (tensor.is_cuda and not PLAIN_CUDA and is_plain_cuda(tensor))
+
+
+def is_plain_cuda(tensor):
+    """Whether this CUDA tensor is dense and its memory is its value."""
+    if not PLAIN_CUDA:
+        with _disable_current_modes():
+            PLAIN_CUDA.update(_keysets(tensor.device))
+    return _keys(tensor).raw_repr() in PLAIN_CUDA
 
 
 def forward_mode():
@@ -118,14 +133,22 @@ def fallback_reason(query, key, value, mask, dropout_p, is_causal, scale, enable
         return "invalid request"
     if min(query.dim(), key.dim(), value.dim()) < 2:
         return "invalid request"
+    on_gpu = query.device.type == "cuda"
+    if on_gpu and not (query.device == key.device == value.device and (mask is None or mask.device == query.device)):
+        return "invalid request"
     if _strides.is_shortcut(query, key, value):
         return None
     if query.shape[-1] == 0:
         return "head_dim 0"
     if not valid_shapes(query, key, value, mask, enable_gqa):
         return "invalid request"
-    if not torch._C._get_math_sdp_enabled() and not _strides.is_flash(query, key, value, mask, enable_gqa):
-        return "kernel not allowed"
+    if not torch._C._get_math_sdp_enabled():
+        if on_gpu:
+            allowed = _strides.cuda_choice(query, key, value, mask, is_causal, scale, enable_gqa) > 0
+        else:
+            allowed = _strides.is_flash(query, key, value, mask, enable_gqa)
+        if not allowed:
+            return "kernel not allowed"
     if scale is not None and type(scale) in (float, int) and not math.isfinite(scale):
         return "scale not finite"
     return None
