@@ -37,15 +37,16 @@ PLAIN_CUDA = set()
 def is_plain(tensor):
     """Whether this is a dense tensor on CPU or GPU whose memory is its value."""
     keys = _keys(tensor).raw_repr()
-    return keys in PLAIN or keys in PLAIN_CUDA or (tensor.is_cuda and not PLAIN_CUDA and is_plain_cuda(tensor))
+    return keys in PLAIN or keys in PLAIN_CUDA or (not PLAIN_CUDA and _is_first_plain_cuda(tensor, keys))
 
 
-def is_plain_cuda(tensor):
-    """Whether this CUDA tensor is dense and its memory is its value."""
-    if not PLAIN_CUDA:
-        with _disable_current_modes():
-            PLAIN_CUDA.update(_keysets(tensor.device))
-    return _keys(tensor).raw_repr() in PLAIN_CUDA
+def _is_first_plain_cuda(tensor, keys):
+    # A fake tensor may say that it is on a GPU where there is none.
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or not tensor.is_cuda or not torch.cuda.is_initialized():
+        return False
+    with _disable_current_modes():
+        PLAIN_CUDA.update(_keysets(tensor.device))
+    return keys in PLAIN_CUDA
 
 
 def forward_mode():

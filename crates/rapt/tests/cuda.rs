@@ -1,0 +1,49 @@
+//! The GPU's doors where there may be no GPU: typed refusals, and nothing else changes.
+
+use rapt::{
+    DType, Device, DeviceMemory, Engine, Error, Extent, Operands, Options, Queue, SerialExecutor, Shape, Spec, Tensors,
+    View, ViewMut,
+};
+
+fn spec_on(device: Device) -> Spec {
+    let shape = Shape::from([1, 2, 8, 16]);
+    let (ptr, strides) = (std::ptr::without_provenance(1 << 20), shape.contiguous().unwrap());
+    // SAFETY: nobody reads it.
+    let q = unsafe { View::from_raw_parts("q", ptr, DType::F32, shape, strides, device, Extent::Declared) }.unwrap();
+    Spec::builder(&q, &q, &q, &Options::default()).build().unwrap()
+}
+
+#[test]
+fn without_a_gpu_a_plan_is_refused_by_a_typed_error() {
+    let engine = Engine::new(Some(1)).unwrap();
+    // No machine has this many.
+    let far = engine.plan(&spec_on(Device::Cuda(9999))).unwrap_err();
+    assert!(matches!(far, Error::DeviceUnavailable { device: Device::Cuda(9999), .. }), "{far}");
+    if !rapt::cuda::is_available() {
+        let near = engine.plan(&spec_on(Device::Cuda(0))).unwrap_err();
+        assert!(matches!(near, Error::DeviceUnavailable { device: Device::Cuda(0), .. }), "{near}");
+    }
+    let other = engine.plan(&spec_on(Device::Other { dlpack_code: 8, index: 0 })).unwrap_err();
+    assert!(matches!(other, Error::DeviceUnavailable { .. }), "{other}");
+    assert!(rapt::cuda::report().iter().any(|(name, _)| name == "cuda"));
+}
+
+#[test]
+fn a_queue_of_another_kind_is_refused() {
+    let engine = Engine::new(Some(1)).unwrap();
+    let (data, mut out) = ([1f32; 4], [0f32; 4]);
+    let q = View::contiguous("q", &data, [1, 2, 2].into()).unwrap();
+    let plan = engine.plan(&Spec::builder(&q, &q, &q, &Options::default()).build().unwrap()).unwrap();
+    let out = ViewMut::contiguous("out", &mut out, [1, 2, 2].into()).unwrap();
+    let tensors = Tensors { q, k: q, v: q, mask: None, sinks: None, alibi_slopes: None, out, lse: None };
+    let mut operands = Operands::check(tensors, &plan.spec).unwrap();
+    let stream = Queue::Cuda { device: 0, stream: 0 };
+    assert!(matches!(engine.run_on(&plan, &mut operands, &stream), Err(Error::Unsupported { .. })));
+    // SAFETY: host memory is never enqueued: the call is refused.
+    let refused = unsafe { engine.run_async(&plan, &mut operands, DeviceMemory::default(), &stream) };
+    assert!(matches!(refused, Err(Error::DeviceMismatch { expected: Device::Cpu, .. })));
+    let host = Queue::Host(&SerialExecutor);
+    // SAFETY: as above.
+    let refused = unsafe { engine.run_async(&plan, &mut operands, DeviceMemory::default(), &host) };
+    assert!(matches!(refused, Err(Error::Unsupported { .. })));
+}
