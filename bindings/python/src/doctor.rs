@@ -32,6 +32,7 @@ pub(crate) fn doctor(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
     let telling = std::cell::Cell::new(Telling { names: &mend::ATTENTION, kind: crate::convert::Kind::Numpy });
     guard(py, &telling, || {
         let home = Home::Default;
+        crate::engine::tell_folders(py)?;
         let engine = home.engine()?;
         let facts = PyDict::new(py);
         facts.set_item("cpu", cpu_name())?;
@@ -48,6 +49,7 @@ pub(crate) fn doctor(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
                 Threads::Available(_) => "available_parallelism",
             },
         )?;
+        facts.set_item("cuda", py.detach(rapt::cuda::report))?;
         let environment = PyDict::new(py);
         for (name, value) in variables() {
             environment.set_item(name, value)?;

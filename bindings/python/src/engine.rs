@@ -6,7 +6,7 @@
 use std::sync::{Arc, Mutex, PoisonError};
 
 use pyo3::prelude::*;
-use rapt::{Engine, Operands, Plan, Queue, Spec, Tensors, Threads};
+use rapt::{Device, Engine, Operands, Plan, Queue, Spec, Tensors, Threads};
 
 use crate::convert::{Kind, torch};
 use crate::errors::Failure;
@@ -45,6 +45,17 @@ impl Home {
     /// What will run for `spec`, and on whose threads.
     pub(crate) fn plan(&self, py: Python<'_>, kind: Kind, spec: &Spec) -> Result<Planned<'_>, Failure> {
         let engine = self.engine()?;
+        if let Device::Cuda(_) = spec.device {
+            if kind != Kind::Torch {
+                // Who orders the producer's work before ours is known of torch alone: its current stream.
+                let why = "on NVIDIA GPUs torch tensors are served".into();
+                return Err(rapt::Error::DeviceUnavailable { device: spec.device, why }.into());
+            }
+            tell_folders(py)?;
+            // A kernel that is not kept yet is compiled here, for seconds.
+            let plan = py.detach(|| engine.plan(spec))?;
+            return Ok(Planned { engine, plan, torch_threads: None });
+        }
         let torch_threads = self.torch_threads(py, kind)?;
         let plan = match torch_threads {
             Some(threads) => engine.plan_for(spec, threads)?,
@@ -64,6 +75,16 @@ impl Home {
     }
 }
 
+/// Tells once where Python's packages lie: the compiler may be among them.
+pub(crate) fn tell_folders(py: Python<'_>) -> Result<(), Failure> {
+    static TOLD: std::sync::atomic::AtomicBool = std::sync::atomic::AtomicBool::new(false);
+    if !TOLD.swap(true, std::sync::atomic::Ordering::Relaxed) {
+        let path: Vec<String> = py.import("sys")?.getattr("path")?.extract()?;
+        rapt::cuda::prepend_library_folders(path.into_iter().map(Into::into).collect());
+    }
+    Ok(())
+}
+
 /// A plan and where it runs.
 pub(crate) struct Planned<'a> {
     engine: &'a Engine,
@@ -76,6 +97,14 @@ impl Planned<'_> {
     pub(crate) fn run(&self, py: Python<'_>, tensors: Tensors<'_>) -> Result<(), Failure> {
         let Planned { engine, plan, torch_threads } = self;
         let mut operands = Operands::check(tensors, &plan.spec)?;
+        if let Device::Cuda(device) = plan.spec.device {
+            let stream = torch::current_stream(py, device)?;
+            let workspace = torch::workspace(py, device, plan.workspace_bytes)?;
+            // SAFETY: torch's tensors and its workspace lie on this device. Their memory, given back, is reused only by what
+            // the same stream runs later: torch's own rule for every kernel on its current stream.
+            unsafe { engine.run_async(plan, &mut operands, workspace.memory, &Queue::Cuda { device, stream }) }?;
+            return Ok(());
+        }
         py.detach(|| match *torch_threads {
             Some(threads) => engine.run_on(plan, &mut operands, &Queue::Host(&TorchPool { threads })),
             None => engine.run(plan, &mut operands),

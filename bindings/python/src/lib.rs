@@ -37,7 +37,7 @@ use crate::forward::Request;
 type Any<'a, 'py> = &'a Bound<'py, PyAny>;
 type Maybe<'a, 'py> = Option<&'a Bound<'py, PyAny>>;
 
-/// softmax(q·kᵀ · scale)·v on numpy arrays, torch CPU tensors and DLPack producers; see `rapt.attention`.
+/// softmax(q·kᵀ · scale)·v on numpy arrays, torch tensors and DLPack producers; see `rapt.attention`.
 #[pyfunction]
 #[pyo3(signature = (q, k, v, *, mask = None, causal = None, window = None, softcap = None, scale = None, sinks = None, alibi_slopes = None, layout = None, out = None, out_dtype = None, return_lse = None), text_signature = "(q, k, v, *, mask=None, causal=None, window=None, softcap=None, scale=None, sinks=None, alibi_slopes=None, layout='bhsd', out=None, out_dtype=None, return_lse=False)")]
 #[allow(clippy::too_many_arguments, reason = "the signature of design.md")]
@@ -196,8 +196,12 @@ fn torch_sdpa<'py>(
 
 /// Whether attention runs on this kind of device here.
 #[pyfunction]
-fn is_available(name: &str) -> bool {
-    name == "cpu"
+fn is_available(py: Python<'_>, name: &str) -> bool {
+    match name {
+        "cpu" => true,
+        "cuda" => py.detach(rapt::cuda::is_available),
+        _ => false,
+    }
 }
 
 /// (major, minor, patch).
@@ -250,6 +254,12 @@ fn torch_plain_keys(py: Python<'_>) -> PyResult<[u64; 2]> {
     convert::torch::plain(py)
 }
 
+/// Whether torch's `tensor` with these dispatch keys is an ordinary dense tensor on a GPU.
+#[pyfunction]
+fn torch_is_plain_cuda(tensor: Any<'_, '_>, keys: u64) -> PyResult<bool> {
+    convert::torch::is_ordinary_cuda(tensor, keys)
+}
+
 /// Logs at level debug why a request was handed back to PyTorch.
 #[pyfunction]
 fn log_fallback(reason: &str) {
@@ -278,6 +288,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(shares_torch_pool, module)?)?;
     module.add_function(wrap_pyfunction!(refuse_torch, module)?)?;
     module.add_function(wrap_pyfunction!(torch_plain_keys, module)?)?;
+    module.add_function(wrap_pyfunction!(torch_is_plain_cuda, module)?)?;
     module.add_class::<torch_kernel::TorchKernel>()?;
     module.add_function(wrap_pyfunction!(torch_kernel::count_served, module)?)?;
     module.add_function(wrap_pyfunction!(torch_kernel::served, module)?)?;

@@ -183,7 +183,7 @@ pub(crate) fn expression(error: &Error, kind: Kind) -> String {
             Kind::Torch => format!("`{tensor}.to(q.device)`"),
             _ => format!("move {tensor} to the device of q"),
         },
-        Error::DeviceUnavailable { .. } => match kind {
+        Error::DeviceUnavailable { .. } | Error::DeviceFailed { .. } => match kind {
             Kind::Torch => "`q.cpu()`, `k.cpu()`, `v.cpu()`".to_owned(),
             _ => "move q, k and v to host memory".to_owned(),
         },

@@ -258,7 +258,7 @@ impl TorchKernel {
         let (entry, (object, out)) = match known {
             Some(entry) => {
                 let Form { dtype, shape, strides } = entry.given;
-                let made = torch::empty_strided(py, "out", dtype, &shape, &strides)?;
+                let made = torch::empty_strided(call.query, "out", dtype, &shape, &strides)?;
                 (entry, made)
             }
             None => match self.enter(py, call, &inputs, key)? {

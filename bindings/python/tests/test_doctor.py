@@ -31,6 +31,16 @@ def test_the_report_is_a_dict_and_a_table():
         assert word in str(report)
 
 
+def test_the_gpu_is_spoken_of_and_its_absence_is_no_failure():
+    cuda = rapt.doctor()["cuda"]
+    assert rapt.is_available("cpu") and not rapt.is_available("abacus")
+    if rapt.is_available("cuda"):
+        assert "cuda:0" in cuda and "cuda compiler" in cuda
+    else:
+        assert "not available" in cuda["cuda"] or "0 devices" in cuda["cuda"] or "cuda:0" in cuda
+    assert "cuda" in str(rapt.doctor())
+
+
 def test_the_command_and_its_json():
     done = run("doctor")
     assert done.returncode == 0 and "self-test float32" in done.stdout

@@ -38,6 +38,7 @@ fn rows(engine: &Engine, cases: &[SelfTest]) -> Vec<(String, String)> {
         row("isa", format!("{} (available: {})", engine.caps().arch.name(), isas.join(", "))),
         row("threads", format!("{} (from {})", threads.get(), threads_from(threads))),
     ];
+    rows.extend(rapt::cuda::report());
     for (name, value) in variables() {
         let note = if VARIABLES.contains(&name.as_str()) { "" } else { " (no variable of Rapt)" };
         rows.push((name, value.map_or("not set".to_owned(), |value| format!("{value:?}{note}"))));
@@ -77,6 +78,7 @@ fn as_json(engine: &Engine, cases: &[SelfTest], healthy: bool) -> serde_json::Va
         "isa_available": isas,
         "threads": threads.get(),
         "threads_from": threads_from(threads),
+        "cuda": rapt::cuda::report().into_iter().collect::<std::collections::BTreeMap<_, _>>(),
         "environment": variables().into_iter().collect::<std::collections::BTreeMap<_, _>>(),
         "self_test": tests,
         "ok": healthy,

@@ -44,6 +44,15 @@ impl BlockRange {
         }
     }
 
+    /// What is added to a query's index, and the result clamped to `0..=kv_len`, to reach the first key that it sees and
+    /// the one past the last. Both lie within ±2^62, so that the sum with an index does not overflow.
+    #[must_use]
+    pub fn shifts(&self) -> (i64, i64) {
+        let bound = |shift: i64| shift.clamp(-(1 << 62), 1 << 62);
+        let past = self.last.saturating_add(1);
+        (bound(self.diagonal.saturating_add(self.first)), bound(self.diagonal.saturating_add(past)))
+    }
+
     /// Whether every query sees every key, whatever the lengths.
     #[must_use]
     pub fn is_unbounded(&self) -> bool {
@@ -120,8 +129,12 @@ mod tests {
                     let window = Window { left, right };
                     let range = BlockRange::new(q_len, kv_len, causal, window);
                     let sees = |i, j| sees(q_len, kv_len, causal, window, i, j);
+                    let (lo_shift, hi_shift) = range.shifts();
                     for i0 in 0..q_len {
+                        let at = |shift: i64| (i0 as i64 + shift).clamp(0, kv_len as i64) as usize;
+                        let (lo, hi) = (at(lo_shift), at(hi_shift));
                         let row: Vec<usize> = (0..kv_len).filter(|&j| sees(i0, j)).collect();
+                        assert_eq!(row, (lo..hi).collect::<Vec<_>>(), "{range:?} row {i0} by shifts");
                         let (lo, hi) = range.keys_of(i0);
                         assert_eq!(row, (lo..hi).collect::<Vec<_>>(), "{range:?} row {i0}");
                         for i1 in i0 + 1..=q_len {

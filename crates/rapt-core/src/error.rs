@@ -269,6 +269,15 @@ pub enum Error {
         why: String,
     },
 
+    /// A device, or its compiler, refused a call. Whether outputs were written is not known.
+    #[error("{device} failed: {why}")]
+    DeviceFailed {
+        /// The device.
+        device: Device,
+        /// Which call, and what it answered.
+        why: String,
+    },
+
     /// Tensors of different kinds in one call.
     #[error("{tensor} is a {got}, q is a {expected}: all tensors of one call are of one kind")]
     KindMismatch {
@@ -338,9 +347,10 @@ impl Error {
             | Error::Representation { .. }
             | Error::NotAsPlanned { .. } => ErrorKind::Layout,
             Error::Option { .. } => ErrorKind::Option,
-            Error::DeviceMismatch { .. } | Error::DeviceUnavailable { .. } | Error::OutOfMemory { .. } => {
-                ErrorKind::Device
-            }
+            Error::DeviceMismatch { .. }
+            | Error::DeviceUnavailable { .. }
+            | Error::DeviceFailed { .. }
+            | Error::OutOfMemory { .. } => ErrorKind::Device,
             Error::KindMismatch { .. } => ErrorKind::Kind,
             Error::Unsupported { .. } | Error::WorkerPanicked { .. } | Error::WorkLeftUndone { .. } => {
                 ErrorKind::Unsupported

@@ -4,7 +4,7 @@ use std::fmt;
 
 use crate::{Certificate, DType, Direction, Error, Kv, Spec, Work};
 
-/// An instruction set that a kernel is written for.
+/// An instruction set that a kernel is written for, or the architecture of an NVIDIA GPU that it is compiled for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 #[non_exhaustive]
 pub enum Arch {
@@ -18,6 +18,26 @@ pub enum Arch {
     Avx512,
     /// The same, with products of bf16 formed by its dot instruction.
     Avx512Bf16,
+    /// NVIDIA A100.
+    Sm80,
+    /// GeForce RTX 30, A10, A40.
+    Sm86,
+    /// Jetson Orin.
+    Sm87,
+    /// GeForce RTX 40, L4, L40.
+    Sm89,
+    /// H100, H200, with the instructions that only they have.
+    Sm90a,
+    /// B200.
+    Sm100,
+    /// B300.
+    Sm103,
+    /// Jetson Thor.
+    Sm110,
+    /// GeForce RTX 50.
+    Sm120,
+    /// GB10.
+    Sm121,
 }
 
 impl Arch {
@@ -30,6 +50,35 @@ impl Arch {
             Arch::Avx2 => "avx2",
             Arch::Avx512 => "avx512",
             Arch::Avx512Bf16 => "avx512_bf16",
+            Arch::Sm80 => "sm_80",
+            Arch::Sm86 => "sm_86",
+            Arch::Sm87 => "sm_87",
+            Arch::Sm89 => "sm_89",
+            Arch::Sm90a => "sm_90a",
+            Arch::Sm100 => "sm_100",
+            Arch::Sm103 => "sm_103",
+            Arch::Sm110 => "sm_110",
+            Arch::Sm120 => "sm_120",
+            Arch::Sm121 => "sm_121",
+        }
+    }
+
+    /// The architecture to compile for on a GPU of this compute capability: its own, or the nearest below whose machine
+    /// code it runs. `None` where there is none: before 8.0, and beyond what is known.
+    #[must_use]
+    pub const fn of_compute_capability(major: u32, minor: u32) -> Option<Arch> {
+        match (major, minor) {
+            (8, 0..=5) => Some(Arch::Sm80),
+            (8, 6) => Some(Arch::Sm86),
+            (8, 7 | 8) => Some(Arch::Sm87),
+            (8, _) => Some(Arch::Sm89),
+            (9, 0) => Some(Arch::Sm90a),
+            (10, 0..=2) => Some(Arch::Sm100),
+            (10, _) => Some(Arch::Sm103),
+            (11, _) => Some(Arch::Sm110),
+            (12, 0) => Some(Arch::Sm120),
+            (12, _) => Some(Arch::Sm121),
+            _ => None,
         }
     }
 }
@@ -60,10 +109,12 @@ pub enum MaskClass {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Kernel {
-    /// Tiles of queries along the vector lanes; keys and values are broadcast.
+    /// Many queries: tiles of them along the vector lanes, or on the tensor cores.
     Forward,
-    /// Few queries: head_dim along the vector lanes, keys split in fixed chunks.
+    /// Few queries: bound by how fast K and V arrive, keys split in fixed chunks.
     Decode,
+    /// The one that serves the whole law where no faster one does.
+    Generic,
     /// Nothing to attend: zeros and −inf.
     Empty,
 }
@@ -75,6 +126,7 @@ impl Kernel {
         match self {
             Kernel::Forward => "forward",
             Kernel::Decode => "decode",
+            Kernel::Generic => "generic",
             Kernel::Empty => "empty",
         }
     }
@@ -132,6 +184,32 @@ pub struct Cost {
     pub bytes_packed: usize,
 }
 
+/// A GPU kernel as it is launched.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Launch {
+    /// Thread blocks.
+    pub blocks: usize,
+    /// Threads per block.
+    pub block_threads: usize,
+    /// Shared memory per block.
+    pub shared_bytes: usize,
+    /// Multiprocessors of the device.
+    pub multiprocessors: usize,
+    /// What the compiler made of it; `None` until it was compiled.
+    pub compiled: Option<Compiled>,
+}
+
+/// What a GPU compiler made of a kernel.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Compiled {
+    /// Registers per thread.
+    pub registers: usize,
+    /// Local memory per thread: spilled registers and stack.
+    pub local_bytes: usize,
+    /// Where the machine code came from, in words.
+    pub source: String,
+}
+
 /// What will run for a [`Spec`].
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
@@ -156,6 +234,8 @@ pub struct Plan {
     pub cost: Cost,
     /// Whether K and V are read where they lie (`true`), or in packed tiles.
     pub kv_in_place: bool,
+    /// How a GPU kernel is launched; `None` on the host.
+    pub launch: Option<Launch>,
     /// Why this kernel.
     pub why: String,
     /// Why not a faster one; empty if there is none.
@@ -180,6 +260,7 @@ impl Plan {
         why_not_faster: String,
     ) -> Self {
         Plan {
+            launch: None,
             spec,
             key,
             block_m,
@@ -200,6 +281,12 @@ impl Plan {
     #[must_use]
     pub fn with_work(self, work: Work) -> Self {
         Plan { work: Some(work), ..self }
+    }
+
+    /// This plan on a GPU.
+    #[must_use]
+    pub fn on_gpu(self, launch: Launch) -> Self {
+        Plan { launch: Some(launch), ..self }
     }
 
     /// The plan in words and numbers.
@@ -262,8 +349,12 @@ impl<'a> Explanation<'a> {
                 format!("to {} for the product with v; its sum stays {}", key.storage, key.accumulation)
             }
         };
-        let floor = match cost.floor_seconds {
-            Some(seconds) => {
+        let launch = self.plan.launch.as_ref();
+        let floor = match (cost.floor_seconds, launch) {
+            (Some(seconds), Some(launch)) => {
+                format!("{:.1} µs on {} multiprocessors", seconds * 1e6, launch.multiprocessors)
+            }
+            (Some(seconds), None) => {
                 format!(
                     "{:.1} µs on {} threads ({} cycles of one core)",
                     seconds * 1e6,
@@ -271,7 +362,7 @@ impl<'a> Explanation<'a> {
                     thousands(cost.floor_cycles)
                 )
             }
-            None => format!("{} cycles of one core", thousands(cost.floor_cycles)),
+            (None, _) => format!("{} cycles of one core", thousands(cost.floor_cycles)),
         };
         let mut rows = vec![
             ("kernel", format!("{} {} on {}", key.kernel.name(), key.storage, key.arch.name())),
@@ -309,7 +400,12 @@ impl<'a> Explanation<'a> {
                     self.plan.block_m, self.plan.block_n, self.plan.items, self.plan.num_splits
                 ),
             ),
-            ("threads", self.plan.threads.to_string()),
+        ]);
+        match launch {
+            None => rows.push(("threads", self.plan.threads.to_string())),
+            Some(launch) => rows.extend(launch.rows()),
+        }
+        rows.extend([
             ("flops", thousands(cost.flops)),
             ("bytes read", thousands(cost.bytes_read)),
             ("bytes written", thousands(cost.bytes_written)),
@@ -320,12 +416,34 @@ impl<'a> Explanation<'a> {
                 format!(
                     "{} (cache tiles; K and V {})",
                     thousands(cost.bytes_packed as f64),
-                    if self.plan.kv_in_place { "are read where they lie" } else { "are packed block by block" }
+                    match (launch, self.plan.kv_in_place) {
+                        (Some(_), _) => "pass through shared memory",
+                        (None, true) => "are read where they lie",
+                        (None, false) => "are packed block by block",
+                    }
                 ),
             ),
             ("workspace_bytes", thousands(self.plan.workspace_bytes as f64)),
         ]);
         rows.extend(self.certificate.into_iter().flat_map(Certificate::rows));
+        rows
+    }
+}
+
+impl Launch {
+    fn rows(&self) -> Vec<(&'static str, String)> {
+        let Launch { blocks, block_threads, shared_bytes, .. } = self;
+        let mut rows = vec![(
+            "launch",
+            format!(
+                "{blocks} blocks of {block_threads} threads, {} bytes of shared memory",
+                thousands(*shared_bytes as f64)
+            ),
+        )];
+        if let Some(compiled) = &self.compiled {
+            rows.push(("registers", format!("{}, {} bytes of local memory", compiled.registers, compiled.local_bytes)));
+            rows.push(("cubin", compiled.source.clone()));
+        }
         rows
     }
 }

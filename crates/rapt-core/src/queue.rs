@@ -52,6 +52,22 @@ impl Error {
 pub enum Queue<'a> {
     /// Host threads; the run has ended when `run` returns.
     Host(&'a dyn Executor),
+    /// A stream of an NVIDIA GPU; the run has ended when the stream passes the point at which it was enqueued.
+    Cuda {
+        /// The device's index.
+        device: u32,
+        /// The driver's handle (`CUstream`); 0 is the default stream.
+        stream: usize,
+    },
+}
+
+/// Scratch memory of one run on a device: whoever owns it keeps it until the stream has passed the run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+pub struct DeviceMemory {
+    /// The address of the first byte, aligned to 16.
+    pub address: usize,
+    /// The length.
+    pub len_bytes: usize,
 }
 
 /// Scratch memory of one run: aligned to 64 bytes, grown by whoever owns it and never by a kernel.

@@ -31,8 +31,9 @@ fn engine(arch: rapt_core::Arch, executor: &dyn Executor) -> impl FnMut(&Spec, T
     }
 }
 
-/// What `RAPT_REQUIRE` may name besides instruction sets: the C step of `cargo xtask test` looks for these.
-const TOOLS: [&str; 5] = ["cc", "c++", "pkg-config", "valgrind", "asan"];
+/// What `RAPT_REQUIRE` may name besides instruction sets: the C step of `cargo xtask test` looks for these,
+/// and those of the GPU for their compiler and a device.
+const TOOLS: [&str; 7] = ["cc", "c++", "pkg-config", "valgrind", "asan", "nvrtc", "cuda"];
 
 #[test]
 fn every_instruction_set_obeys_the_law() {

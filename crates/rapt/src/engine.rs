@@ -3,7 +3,7 @@
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock};
 
 use rapt_core::{
-    Caps, Device, Error, Executor, Operands, Options, Plan, Queue, Result, Spec, Tensors, View, Workspace,
+    Caps, Device, DeviceMemory, Error, Executor, Operands, Options, Plan, Queue, Result, Spec, Tensors, View, Workspace,
 };
 
 use rustc_hash::FxHashMap;
@@ -121,8 +121,9 @@ impl Engine {
         let caps = Caps { threads, ..self.caps.clone() };
         let plan = Arc::new(match spec.device {
             Device::Cpu => rapt_cpu::select(spec, &caps)?,
+            Device::Cuda(_) => Engine::cuda(spec.device)?.plan(spec)?,
             device => {
-                let why = "this build serves host memory".into();
+                let why = "this build serves host memory and NVIDIA GPUs".into();
                 return Err(Error::DeviceUnavailable { device, why });
             }
         });
@@ -146,15 +147,53 @@ impl Engine {
     /// Runs `plan` on somebody else's threads.
     ///
     /// # Errors
-    /// As [`Engine::run`].
+    /// As [`Engine::run`]; [`Error::DeviceMismatch`] for the plan of a GPU, whose memory no thread of the host may touch.
     pub fn run_on(&self, plan: &Plan, operands: &mut Operands<'_>, queue: &Queue<'_>) -> Result<()> {
+        if plan.spec.device != Device::Cpu {
+            return Err(Error::DeviceMismatch { tensor: "queue", expected: plan.spec.device, got: Device::Cpu });
+        }
         let mut workspace = lock(&self.workspaces).pop().unwrap_or_default();
         let done = workspace.ensure(plan.workspace_bytes).and_then(|()| match queue {
             Queue::Host(executor) => rapt_cpu::run(plan, operands, &mut workspace, *executor),
-            _ => Err(Error::unsupported("this queue", "the plan is for host threads", "use Queue::Host")),
+            _ => Err(Error::unsupported("this queue", "its run outlives the call", "use Engine::run_async")),
         });
         lock(&self.workspaces).push(workspace);
         done
+    }
+
+    /// Enqueues `plan` on a stream and waits for nothing. `workspace` is memory of the device, of at least the plan's
+    /// `workspace_bytes`, from whatever allocator the caller has. May be captured into a CUDA graph.
+    ///
+    /// # Errors
+    /// [`Error::NotAsPlanned`], [`Error::OutOfMemory`] for a short workspace, [`Error::DeviceUnavailable`],
+    /// [`Error::DeviceFailed`]; [`Error::Unsupported`] for a queue of the host.
+    ///
+    /// # Safety
+    /// The memory of the operands and of `workspace` is memory of the plan's device that stays valid, and that nobody else
+    /// writes (or, for outputs and workspace, reads), until the stream has passed this run. The stream is a live one of
+    /// that device.
+    pub unsafe fn run_async(
+        &self,
+        plan: &Plan,
+        operands: &mut Operands<'_>,
+        workspace: DeviceMemory,
+        queue: &Queue<'_>,
+    ) -> Result<()> {
+        match *queue {
+            Queue::Cuda { device, stream } if plan.spec.device == Device::Cuda(device) => {
+                // SAFETY: as the caller promises.
+                unsafe { Engine::cuda(plan.spec.device)?.run(plan, operands, workspace, stream) }
+            }
+            Queue::Cuda { device, .. } => {
+                let (expected, got) = (plan.spec.device, Device::Cuda(device));
+                Err(Error::DeviceMismatch { tensor: "queue", expected, got })
+            }
+            _ => Err(Error::unsupported("this queue", "its run ends with the call", "use Engine::run_on")),
+        }
+    }
+
+    fn cuda(device: Device) -> Result<&'static rapt_cuda::Backend> {
+        rapt_cuda::Backend::get().map_err(|error| error.on(device))
     }
 
     /// Plans, proves and runs one request into `tensors.out` (and `tensors.lse`).

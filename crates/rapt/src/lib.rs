@@ -21,6 +21,7 @@
 //! and what will run for it, without any pointer. [`layout`] is apart from all of it: the algebra of layouts, and proof that
 //! what one tensor-core instruction writes is what the next one reads.
 
+pub mod cuda;
 pub mod doctor;
 mod engine;
 mod pool;
@@ -29,10 +30,11 @@ mod tensor;
 pub use engine::{Engine, Threads, attention, default_engine, spec_of};
 pub use pool::Pool;
 pub use rapt_core::{
-    Arch, BlockRange, COMPUTED, Caps, Causal, Certificate, Cost, Coverage, DType, Device, Dims, Direction, Disjoint,
-    Element, Error, ErrorKind, Executor, Explanation, Extent, Finite, InBounds, Injective, Kernel, KernelKey, Kv,
-    Layout, MAX_RANK, MaskClass, Numerics, Operands, Options, PRounding, Plan, Queue, Result, SerialExecutor, Shape,
-    Spec, SpecBuilder, Strides, TensorSpec, Tensors, Tile, View, ViewMut, Window, Work, Workspace,
+    Arch, BlockRange, COMPUTED, Caps, Causal, Certificate, Compiled, Cost, Coverage, DType, Device, DeviceMemory, Dims,
+    Direction, Disjoint, Element, Error, ErrorKind, Executor, Explanation, Extent, Finite, InBounds, Injective, Kernel,
+    KernelKey, Kv, Launch, Layout, MAX_RANK, MaskClass, Numerics, Operands, Options, PRounding, Plan, Queue, Result,
+    SerialExecutor, Shape, Spec, SpecBuilder, Strides, TensorSpec, Tensors, Tile, View, ViewMut, Window, Work,
+    Workspace,
 };
 pub use rapt_cpu::{available as available_isas, select};
 pub use rapt_layout as layout;

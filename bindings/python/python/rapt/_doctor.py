@@ -23,6 +23,7 @@ class Report(dict):
             ("threads", f"{self['threads']} (from {self['threads_from']})"),
             ("threads in torch", self["torch_threads"]),
         ]
+        rows += self["cuda"].items()
         rows += [(name, version or "not installed") for name, version in self["versions"].items() if name != "rapt"]
         rows += [(name, "not set" if value is None else repr(value)) for name, value in self["environment"].items()]
         for case in self["self_test"]:
@@ -54,6 +55,7 @@ def doctor():
     Nothing heavy is imported: versions are read from the installed metadata.
     """
     facts = Report(_native.doctor())
+    facts["cuda"] = dict(facts["cuda"])
     facts["torch_threads"] = _torch_threads()
     facts["versions"] = {
         "rapt": _native.__version__,

@@ -145,7 +145,7 @@ pub(crate) fn allocate<'py>(
         Kind::Torch => {
             let overflow = rapt::Error::Overflow { tensor: name, shape, strides: Strides::from([]) };
             let strides = shape.contiguous().ok_or(overflow)?;
-            let (object, operand) = torch::empty_strided(q.py(), name, dtype, &shape, &strides)?;
+            let (object, operand) = torch::empty_strided(q, name, dtype, &shape, &strides)?;
             Ok(ready(object, operand))
         }
         Kind::Numpy => {

@@ -9,7 +9,7 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyDict, PyTuple, PyType};
-use rapt::{DType, Device, Error, ErrorKind, Extent, Shape, Strides};
+use rapt::{DType, Device, DeviceMemory, Error, ErrorKind, Extent, Shape, Strides};
 
 use super::{Operand, shape};
 use crate::errors::Failure;
@@ -19,6 +19,7 @@ struct Api {
     tensor: Py<PyType>,
     parameter: Py<PyAny>,
     cpu: Py<PyAny>,
+    uint8: Py<PyAny>,
     empty_strided: Py<PyAny>,
     dispatch_keys: Py<PyAny>,
     plain: [u64; 2],
@@ -45,9 +46,10 @@ fn api(py: Python<'_>) -> Option<&Api> {
             order.into_iter().filter_map(|dtype| Some((torch.getattr(dtype.name()).ok()?.unbind(), dtype))).collect();
         let tensor = torch.getattr("Tensor")?.cast_into::<PyType>()?;
         Ok(Api {
-            plain: plain_keys(&torch)?,
+            plain: plain_keys(&torch, "cpu")?,
             abi: torch_abi::abi(),
             cpu: torch.getattr("device")?.call1(("cpu",))?.unbind(),
+            uint8: torch.getattr("uint8")?.unbind(),
             tensor: tensor.unbind(),
             parameter: torch.getattr("nn")?.getattr("Parameter")?.unbind(),
             empty_strided: torch.getattr("empty_strided")?.unbind(),
@@ -61,11 +63,12 @@ fn api(py: Python<'_>) -> Option<&Api> {
     API.get_or_try_init(py, make).ok()
 }
 
-/// The dispatch keys of an ordinary dense CPU tensor, outside and inside inference mode. Whatever must not be read as plain
-/// memory carries another key: subclass, sparse, quantized, nested, functorch wrapper, conj and neg bit, zero tensor.
-fn plain_keys(torch: &Bound<'_, PyAny>) -> PyResult<[u64; 2]> {
+/// The dispatch keys of an ordinary dense tensor on `device`, outside and inside inference mode. Whatever must not be read as
+/// plain memory carries another key: subclass, sparse, quantized, nested, functorch wrapper, conj and neg bit, zero tensor.
+fn plain_keys(torch: &Bound<'_, PyAny>, device: &str) -> PyResult<[u64; 2]> {
     let locals = PyDict::new(torch.py());
     locals.set_item("torch", torch)?;
+    locals.set_item("device", device)?;
     // Whatever mode or default device is in force now is no part of an ordinary tensor.
     let code = c"
 from torch.utils._python_dispatch import _disable_current_modes
@@ -73,23 +76,49 @@ keys = []
 with _disable_current_modes():
     for inference in (False, True):
         with torch.inference_mode(inference):
-            keys.append(torch._C._dispatch_keys(torch.empty(0, device='cpu')).raw_repr())
+            keys.append(torch._C._dispatch_keys(torch.empty(0, device=device)).raw_repr())
 ";
     torch.py().run(code, Some(&locals), None)?;
     locals.as_any().get_item("keys")?.extract()
 }
 
-/// Those two sets of keys.
+/// Those two sets of keys on the CPU.
 pub(crate) fn plain(py: Python<'_>) -> PyResult<[u64; 2]> {
     let not_loaded = || pyo3::exceptions::PyImportError::new_err("torch is not loaded");
     api(py).map(|api| api.plain).ok_or_else(not_loaded)
 }
 
-/// Whether this tensor is an ordinary dense CPU tensor, whose memory is its value.
+/// Whether this tensor is an ordinary dense tensor on CPU or GPU, whose memory is its value.
 fn is_plain(api: &Api, tensor: &Bound<'_, PyAny>) -> PyResult<bool> {
     let py = tensor.py();
     let keys = api.dispatch_keys.bind(py).call1((tensor,))?;
-    Ok(api.plain.contains(&keys.call_method0(intern!(py, "raw_repr"))?.extract()?))
+    let keys = keys.call_method0(intern!(py, "raw_repr"))?.extract()?;
+    Ok(api.plain.contains(&keys) || is_plain_cuda(api, tensor, keys)?)
+}
+
+/// The same of the GPU alone, where `keys` are the tensor's. What an ordinary one has is asked when the first arrives: before,
+/// asking would start CUDA.
+fn is_plain_cuda(api: &Api, tensor: &Bound<'_, PyAny>, keys: u64) -> PyResult<bool> {
+    static PLAIN: PyOnceLock<[u64; 2]> = PyOnceLock::new();
+    let py = tensor.py();
+    if let Some(plain) = PLAIN.get(py) {
+        return Ok(plain.contains(&keys));
+    }
+    // A fake tensor may say that it is on a GPU where there is none.
+    let class = tensor.get_type();
+    if !(class.is(&api.tensor) || class.is(&api.parameter)) || !tensor.getattr(intern!(py, "is_cuda"))?.is_truthy()? {
+        return Ok(false);
+    }
+    let torch = py.import(intern!(py, "torch"))?;
+    if !torch.getattr("cuda")?.call_method0("is_initialized")?.is_truthy()? {
+        return Ok(false);
+    }
+    Ok(PLAIN.get_or_try_init(py, || plain_keys(&torch, "cuda"))?.contains(&keys))
+}
+
+/// Whether torch's `tensor`, which is no ordinary CPU tensor, is an ordinary one on a GPU.
+pub(crate) fn is_ordinary_cuda(tensor: &Bound<'_, PyAny>, keys: u64) -> PyResult<bool> {
+    api(tensor.py()).map_or(Ok(false), |api| is_plain_cuda(api, tensor, keys))
 }
 
 /// Whether this is of the class `torch.Tensor` itself.
@@ -133,7 +162,7 @@ pub(crate) fn read(name: &'static str, tensor: &Bound<'_, PyAny>) -> Result<Oper
     read_plain(name, tensor)
 }
 
-/// What an ordinary dense CPU tensor says of itself: the caller knows that it is one.
+/// What an ordinary dense tensor says of itself: the caller knows that it is one.
 pub(crate) fn read_plain(name: &'static str, tensor: &Bound<'_, PyAny>) -> Result<Operand, Failure> {
     match api(tensor.py()).and_then(|api| api.abi?.describe(tensor)) {
         Some(described) => Ok(operand(name, &described)),
@@ -166,9 +195,9 @@ pub(crate) fn refuse(name: &str, tensor: &Bound<'_, PyAny>) -> Result<(), Failur
     let call = |method| -> PyResult<bool> { tensor.call_method0(method)?.is_truthy() };
     let layout =
         |message: String, mend: &str| Err(Failure::door(ErrorKind::Layout, message, format!("`{name}{mend}`")));
-    if !attribute(intern!(py, "is_cpu"))?.is_truthy()? {
+    if !attribute(intern!(py, "is_cpu"))?.is_truthy()? && !attribute(intern!(py, "is_cuda"))?.is_truthy()? {
         let device = attribute(intern!(py, "device"))?.str()?.to_string();
-        let message = format!("{name} is on {device}, Rapt computes torch tensors on cpu");
+        let message = format!("{name} is on {device}, Rapt computes torch tensors on cpu and cuda");
         let mend = if device == "meta" {
             format!("a {name} with data, such as `torch.empty_like({name}, device=\"cpu\")`")
         } else {
@@ -204,6 +233,16 @@ fn no_storage(name: &'static str) -> Failure {
     Error::Representation { tensor: name, what: "is no strided tensor with storage of its own" }.into()
 }
 
+/// Where a tensor lies that [`refuse`] let pass.
+fn device(tensor: &Bound<'_, PyAny>) -> PyResult<Device> {
+    let py = tensor.py();
+    if !tensor.getattr(intern!(py, "is_cuda"))?.is_truthy()? {
+        return Ok(Device::Cpu);
+    }
+    let index: Option<u32> = tensor.getattr(intern!(py, "device"))?.getattr(intern!(py, "index"))?.extract()?;
+    Ok(Device::Cuda(index.unwrap_or(0)))
+}
+
 /// As [`read_plain`], attribute by attribute.
 fn read_attributes(name: &'static str, tensor: &Bound<'_, PyAny>) -> Result<Operand, Failure> {
     let py = tensor.py();
@@ -229,7 +268,7 @@ fn read_attributes(name: &'static str, tensor: &Bound<'_, PyAny>) -> Result<Oper
         dtype,
         shape,
         strides,
-        device: Device::Cpu,
+        device: device(tensor)?,
         extent: Extent::Proven { address, len_bytes },
         writable: true,
         _hold: None,
@@ -271,29 +310,60 @@ pub(crate) fn refuse_gradients(
     Ok(())
 }
 
-/// A new tensor on the host, its elements not set, and what it says of itself under the name `name`.
+/// A new tensor on the device of `like`, its elements not set, and what it says of itself under the name `name`.
 pub(crate) fn empty_strided<'py>(
-    py: Python<'py>,
+    like: &Bound<'py, PyAny>,
     name: &'static str,
     dtype: DType,
     shape: &Shape,
     strides: &Strides,
 ) -> Result<(Bound<'py, PyAny>, Operand), Failure> {
+    let py = like.py();
     let Some(api) = api(py) else {
         return Err(Failure::door(ErrorKind::Kind, "torch is not loaded", "`import torch`"));
     };
-    if let Some((made, described)) = api.abi.and_then(|abi| abi.empty_strided(py, dtype, shape, strides)) {
+    let on_gpu = like.getattr(intern!(py, "is_cuda"))?.is_truthy()?;
+    if !on_gpu && let Some((made, described)) = api.abi.and_then(|abi| abi.empty_strided(py, dtype, shape, strides)) {
         return Ok((made, operand(name, &described)));
     }
     let Some((object, _)) = api.dtypes.iter().find(|(_, known)| *known == dtype) else {
         let message = format!("this torch has no dtype {dtype}");
         return Err(Failure::door(ErrorKind::UnsupportedDtype, message, "a newer torch"));
     };
+    let device = if on_gpu { like.getattr(intern!(py, "device"))? } else { api.cpu.bind(py).clone() };
     let options = PyDict::new(py);
     options.set_item(intern!(py, "dtype"), object)?;
-    options.set_item(intern!(py, "device"), &api.cpu)?;
+    options.set_item(intern!(py, "device"), device)?;
     let (sizes, steps) = (PyTuple::new(py, shape.iter())?, PyTuple::new(py, strides.iter())?);
     let made = api.empty_strided.bind(py).call((sizes, steps), Some(&options))?;
     let operand = read_plain(name, &made)?;
     Ok((made, operand))
+}
+
+/// The stream on which torch enqueues now on this GPU, as the driver's handle.
+pub(crate) fn current_stream(py: Python<'_>, device: u32) -> Result<usize, Failure> {
+    let native = py.import(intern!(py, "torch"))?.getattr(intern!(py, "_C"))?;
+    Ok(native.call_method1(intern!(py, "_cuda_getCurrentRawStream"), (device,))?.extract()?)
+}
+
+/// Memory of torch's own allocator on a GPU: given back when dropped, and reused only by what the same stream runs later.
+pub(crate) struct Workspace<'py> {
+    _tensor: Option<Bound<'py, PyAny>>,
+    pub(crate) memory: DeviceMemory,
+}
+
+/// At least `bytes` bytes on this GPU, of the current stream.
+pub(crate) fn workspace(py: Python<'_>, device: u32, bytes: usize) -> Result<Workspace<'_>, Failure> {
+    if bytes == 0 {
+        return Ok(Workspace { _tensor: None, memory: DeviceMemory::default() });
+    }
+    let Some(api) = api(py) else {
+        return Err(Failure::door(ErrorKind::Kind, "torch is not loaded", "`import torch`"));
+    };
+    let options = PyDict::new(py);
+    options.set_item(intern!(py, "dtype"), &api.uint8)?;
+    options.set_item(intern!(py, "device"), format!("cuda:{device}"))?;
+    let tensor = api.empty_strided.bind(py).call(((bytes,), (1,)), Some(&options))?;
+    let address = tensor.call_method0(intern!(py, "data_ptr"))?.extract()?;
+    Ok(Workspace { _tensor: Some(tensor), memory: DeviceMemory { address, len_bytes: bytes } })
 }

@@ -1,6 +1,6 @@
 """Rapt inside PyTorch.
 
-    rapt.torch.register_backend()         torch.nn.functional.scaled_dot_product_attention is Rapt's (CPU)
+    rapt.torch.register_backend()         torch.nn.functional.scaled_dot_product_attention is Rapt's (CPU, CUDA)
     with rapt.torch.backend(): ...        the same for one block
     rapt.torch.stats()                    {"served": int, "fallback": {reason: int}}
     attn_implementation="rapt"            in transformers, once registered

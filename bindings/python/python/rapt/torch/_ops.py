@@ -209,15 +209,21 @@ def _fake_attention_into(q, k, v, out, lse, **_options):
 # --- rapt.scaled_dot_product_attention -----------------------------------------------------------------------------------
 
 
-def serve(query, key, value, attn_mask=None, is_causal=False, *, scale=None, enable_gqa=False):
-    """Compute a request that `_route` found valid, on plain tensors. Counted as served."""
+def serve(query, key, value, attn_mask=None, is_causal=False, *, scale=None, enable_gqa=False, traced=False):
+    """Compute a request that `_route` found valid, on plain tensors; `traced`: for a graph. Counted as served."""
     if _strides.is_shortcut(query, key, value):
         count_served()
         return _strides.zeros_shortcut(query, value)
-    out = _strides.empty_out(query, key, value, attn_mask, enable_gqa)
+    out = _empty_sdpa(query, key, value, attn_mask, is_causal, scale, enable_gqa, traced)
     _fill(query, key, value, attn_mask, is_causal, scale, enable_gqa, out)
     count_served()
     return out
+
+
+def _empty_sdpa(query, key, value, mask, is_causal, scale, enable_gqa, traced):
+    if query.device.type == "cuda":
+        return _strides.empty_out_cuda(query, key, value, mask, is_causal, scale, enable_gqa, traced)
+    return _strides.empty_out(query, key, value, mask, enable_gqa)
 
 
 def _fill(query, key, value, mask, is_causal, scale, enable_gqa, out):
@@ -243,13 +249,13 @@ def _fill(query, key, value, mask, is_causal, scale, enable_gqa, out):
 def _sdpa(query, key, value, attn_mask=None, is_causal=False, *, scale=None, enable_gqa=False):
     _route.check_kv_len(key, value)
     _refuse(("query", "key", "value", "attn_mask"), (query, key, value, attn_mask))
-    return serve(query, key, value, attn_mask, is_causal, scale=scale, enable_gqa=enable_gqa)
+    return serve(query, key, value, attn_mask, is_causal, scale=scale, enable_gqa=enable_gqa, traced=True)
 
 
 def _fake_sdpa(query, key, value, attn_mask=None, is_causal=False, *, scale=None, enable_gqa=False):
     if _strides.is_shortcut(query, key, value):
         return _strides.zeros_shortcut(query, value)
-    return _strides.empty_out(query, key, value, attn_mask, enable_gqa)
+    return _empty_sdpa(query, key, value, attn_mask, is_causal, scale, enable_gqa, True)
 
 
 def _sdpa_flops(query, key, value, *_args, out_val=None, **_options):
@@ -320,6 +326,7 @@ def _define():
     for name, (run, fake) in kernels.items():
         library.define(name + _SCHEMAS[name], tags=tags)
         library.impl(name, run, "CPU")
+        library.impl(name, run, "CUDA")
         library.impl(name, _autograd(name, run), "Autograd")
         torch.library.register_fake(f"rapt::{name}", fake, lib=library)
     register_flop_formula(torch.ops.rapt.scaled_dot_product_attention)(_sdpa_flops)

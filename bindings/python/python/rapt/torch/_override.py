@@ -1,10 +1,10 @@
-"""PyTorch's `scaled_dot_product_attention` becomes Rapt's on the CPU, for as long as it is registered.
+"""PyTorch's `scaled_dot_product_attention` becomes Rapt's on CPU and GPU, for as long as it is registered.
 
-`aten::scaled_dot_product_attention` is taken at two dispatch keys: AutogradCPU, where ordinary tensors arrive, and CPU, where
-inference tensors come straight. The native `TorchKernel` answers what models ask for; all else comes to `_sdpa_cold`. Where a
-gradient is needed that hands on to PyTorch's own (the composite kernel, which autograd sees through), else no graph is recorded.
-While something traces (fake or functional tensors, dispatch modes) it ends in Rapt's own op, which compiled graphs then carry:
-inductor would otherwise decompose the aten op past us.
+`aten::scaled_dot_product_attention` is taken at two dispatch keys of each device: AutogradCPU and AutogradCUDA, where ordinary
+tensors arrive, and CPU and CUDA, where inference tensors come straight. On the CPU the native `TorchKernel` answers what models
+ask for; all else comes to `_sdpa_cold`. Where a gradient is needed that hands on to PyTorch's own (the composite kernel, which
+autograd sees through), else no graph is recorded. While something traces (fake or functional tensors, dispatch modes) it ends in
+Rapt's own op, which compiled graphs then carry: inductor would otherwise decompose the aten op past us.
 
 `aten::_scaled_dot_product_flash_attention_for_cpu` is taken too, for graphs that were decomposed before. PyTorch's own composite
 kernel ends there as well, so every hand-over marks itself by a negative dropout_p: PyTorch asks only whether it is > 0, graphs
@@ -17,6 +17,7 @@ import sys
 import threading
 
 import torch
+from rapt import DeviceError
 from rapt._native import TorchKernel
 
 from . import _ops, _route, _strides, _transformers
@@ -70,7 +71,7 @@ def _why_not_plain(tensors):
             continue
         if type(t) not in (torch.Tensor, torch.nn.Parameter):
             return f"tensor subclass {type(t).__name__}"
-        if t.device.type != "cpu":
+        if t.device.type not in ("cpu", "cuda"):
             return f"device {t.device.type}"
         if t.layout is not torch.strided:
             return f"layout {str(t.layout).removeprefix('torch.')}"
@@ -83,7 +84,7 @@ def _why_not_plain(tensors):
 
 
 def _sdpa_cold(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False):
-    """Whatever the native kernel does not serve at once: traces, gradients, modes, and every request out of the ordinary."""
+    """Whatever the native kernel does not serve at once: GPUs, traces, gradients, modes, and every request out of the ordinary."""
     tensors = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
     traced = _ops.is_traced(*tensors)
     if traced:
@@ -100,10 +101,16 @@ def _sdpa_cold(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False
             return torch.ops.rapt.scaled_dot_product_attention(
                 query, key, value, attn_mask, is_causal, scale=scale, enable_gqa=enable_gqa
             )
-        return _ops.serve(query, key, value, attn_mask, is_causal, scale=scale, enable_gqa=enable_gqa)
+        try:
+            return _ops.serve(query, key, value, attn_mask, is_causal, scale=scale, enable_gqa=enable_gqa)
+        except DeviceError:
+            # A GPU that Rapt does not serve (older than sm_80, no compiler): PyTorch's own kernel does.
+            if query.device.type != "cuda":
+                raise
+            reason = "device cuda"
     if not traced:
         count_fallback(reason)
-    mark = _TRACED if traced else _COUNTED
+    mark = 0.0 if query.device.type == "cuda" else _TRACED if traced else _COUNTED
     return own(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, mark)
 
 
@@ -173,6 +180,8 @@ def _activate():
     try:
         library.impl("scaled_dot_product_attention", _kernel(with_keyset=True), "AutogradCPU", with_keyset=True)
         library.impl("scaled_dot_product_attention", _kernel(with_keyset=False), "CPU")
+        library.impl("scaled_dot_product_attention", _sdpa_cold, "AutogradCUDA")
+        library.impl("scaled_dot_product_attention", _sdpa_cold, "CUDA")
         if _TAKES_FLASH:
             flash = "_scaled_dot_product_flash_attention_for_cpu"
             _flash_stock = torch.library.get_kernel(f"aten::{flash}", "CPU")
@@ -200,7 +209,7 @@ def _deactivate():
 
 
 def register_backend():
-    """Make `torch.nn.functional.scaled_dot_product_attention` Rapt's on the CPU, in this whole process.
+    """Make `torch.nn.functional.scaled_dot_product_attention` Rapt's on CPU and GPU, in this whole process.
 
     Counted: n calls need n `unregister_backend()`. Also enters "rapt" into transformers, now or when it is imported.
     """

@@ -22,8 +22,9 @@ PLAIN = frozenset(_native.torch_plain_keys())
 
 
 def is_plain(tensor):
-    """Whether this is a dense CPU tensor whose memory is its value."""
-    return _keys(tensor).raw_repr() in PLAIN
+    """Whether this is a dense tensor on CPU or GPU whose memory is its value."""
+    keys = _keys(tensor).raw_repr()
+    return keys in PLAIN or _native.torch_is_plain_cuda(tensor, keys)
 
 
 def forward_mode():
@@ -111,14 +112,22 @@ def fallback_reason(query, key, value, mask, dropout_p, is_causal, scale, enable
         return "invalid request"
     if min(query.dim(), key.dim(), value.dim()) < 2:
         return "invalid request"
+    on_gpu = query.device.type == "cuda"
+    if on_gpu and not (query.device == key.device == value.device and (mask is None or mask.device == query.device)):
+        return "invalid request"
     if _strides.is_shortcut(query, key, value):
         return None
     if query.shape[-1] == 0:
         return "head_dim 0"
     if not valid_shapes(query, key, value, mask, enable_gqa):
         return "invalid request"
-    if not torch._C._get_math_sdp_enabled() and not _strides.is_flash(query, key, value, mask, enable_gqa):
-        return "kernel not allowed"
+    if not torch._C._get_math_sdp_enabled():
+        if on_gpu:
+            allowed = _strides.cuda_choice(query, key, value, mask, is_causal, scale, enable_gqa) > 0
+        else:
+            allowed = _strides.is_flash(query, key, value, mask, enable_gqa)
+        if not allowed:
+            return "kernel not allowed"
     if scale is not None and type(scale) in (float, int) and not math.isfinite(scale):
         return "scale not finite"
     return None

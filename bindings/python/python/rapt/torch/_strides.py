@@ -107,8 +107,58 @@ def out_shape(q, k, v, enable_gqa):
     return (*leading, q[-2], v[-1])
 
 
+# What `torch._fused_sdp_choice` answers.
+_MATH, _FLASH, _EFFICIENT, _CUDNN = 0, 1, 2, 3
+
+
+def cuda_choice(query, key, value, mask, is_causal, scale, enable_gqa):
+    """The kernel that PyTorch would take on the GPU; negative if none is allowed."""
+    options = {"scale": scale}
+    if enable_gqa:
+        options["enable_gqa"] = True
+    return torch._fused_sdp_choice(query, key, value, mask, 0.0, is_causal, **options)
+
+
+def traced_choice(query, key, value, mask, is_causal, enable_gqa):
+    """The same from sizes, strides and dtypes alone, as PyTorch's rules have it on a GPU of sm_80 or later with every kernel
+    allowed: a fake tensor, which `_fused_sdp_choice` does not know, and the run of the graph that holds it must agree."""
+    q, k, v = query.shape, key.shape, value.shape
+    plain = len(q) == len(k) == len(v) == 4 and all(t.stride(-1) == 1 for t in (query, key, value))
+    if not plain or q[0] != k[0] or q[2] == 0 or k[2] == 0 or query.dtype == torch.float64:
+        return _MATH
+    half = query.dtype in (torch.float16, torch.bfloat16)
+    same_heads = q[1] == k[1] == v[1]
+    square = not is_causal or q[2] == k[2]
+    if half and mask is None and q[3] == v[3] and q[3] <= 256 and square and (same_heads or enable_gqa):
+        return _FLASH
+    unit = 8 if half else 4
+    return _EFFICIENT if same_heads and q[3] % unit == 0 and v[3] % unit == 0 else _MATH
+
+
+def empty_out_cuda(query, key, value, mask, is_causal, scale, enable_gqa, traced=False):
+    """The uninitialised output with the shape and the strides of PyTorch's own on the GPU: flash and cuDNN follow the order
+    of q's dimensions, the memory-efficient kernel writes [batch, q_len, num_q_heads, head_dim_v], math a contiguous tensor."""
+    shape = out_shape(query.shape, key.shape, value.shape, enable_gqa)
+    if query.dim() != 4:
+        return query.new_empty(shape)
+    if traced:
+        choice = traced_choice(query, key, value, mask, is_causal, enable_gqa)
+    else:
+        choice = cuda_choice(query, key, value, mask, is_causal, scale, enable_gqa)
+    if choice in (_FLASH, _CUDNN):
+        if tuple(shape) == tuple(query.shape):
+            return torch.empty_like(query)
+        order = sorted(range(4), key=lambda d: -query.stride(d))
+        back = [order.index(d) for d in range(4)]
+        return query.new_empty([shape[d] for d in order]).permute(back)
+    if choice == _EFFICIENT:
+        batch, heads, q_len, head_dim_v = shape
+        return query.new_empty((batch, q_len, heads, head_dim_v)).transpose(1, 2)
+    return query.new_empty(shape)
+
+
 def empty_out(query, key, value, mask, enable_gqa):
-    """The uninitialised output with the shape and the strides of PyTorch's own."""
+    """The uninitialised output with the shape and the strides of PyTorch's own on the CPU."""
     if is_flash(query, key, value, mask, enable_gqa):
         return empty_flash(query)
     return query.new_empty(out_shape(query.shape, key.shape, value.shape, enable_gqa))

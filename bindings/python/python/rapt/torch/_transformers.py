@@ -37,7 +37,7 @@ def attention_forward(
         is_causal = getattr(module, "is_causal", True)
     needs_grad = _ops._needs_grad((query, key, value, attention_mask, s_aux, position_bias))
     plain = dropout == 0.0 and not needs_grad and position_bias is None and cache is None
-    if not plain or query.device.type != "cpu":
+    if not plain or query.device.type not in ("cpu", "cuda"):
         reason = "requires grad" if needs_grad else "dropout" if dropout != 0.0 else None
         if reason is None:
             reason = "paged cache" if cache is not None else "position_bias" if position_bias is not None else "device"

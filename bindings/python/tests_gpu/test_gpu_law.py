@@ -1,0 +1,183 @@
+"""The GPU against the law: random problems, the stride zoo, tails, poison, bits, guard bands."""
+
+import math
+import random
+
+import pytest
+import torch
+from gpu_law import ZOO, Case, judge, law, relative
+
+import rapt
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
+
+
+def run(q, k, v, options, **more):
+    before = [t.clone() for t in (q, k, v)]
+    out, lse = rapt.attention(q, k, v, return_lse=True, **options, **more)
+    for t, copy in zip((q, k, v), before):
+        assert torch.equal(bits(t), bits(copy)), "an input was written"
+    return out, lse
+
+
+def bits(t):
+    kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[t.element_size()]
+    return t.contiguous().view(kind)
+
+
+def check(case, seed):
+    q, k, v, options = case.values()
+    out, lse = run(q, k, v, options)
+    error = judge(out, lse, q, k, v, **options)
+    # The same values elsewhere.
+    r = random.Random(seed)
+    place = lambda t: ZOO[r.choice(list(ZOO))](t)  # noqa: E731
+    moved = dict(options)
+    if "mask" in moved:
+        moved["mask"] = place(moved["mask"])
+    other, other_lse = run(place(q), place(k), place(v), moved)
+    assert torch.equal(bits(out), bits(other)), f"{(bits(out) != bits(other)).sum()} elements have other bits under other strides"
+    assert torch.equal(bits(lse), bits(other_lse))
+    if case.q[0] > 1:
+        mask = options.get("mask")
+        alone = dict(options)
+        if mask is not None:
+            alone["mask"] = mask[-1:]
+        one, one_lse = run(q[-1:], k[-1:], v[-1:], alone)
+        assert torch.equal(bits(one), bits(out[-1:])) and torch.equal(bits(one_lse), bits(lse[-1:])), "other bits alone"
+    return error
+
+
+@pytest.mark.parametrize("block", range(60))
+def test_random_problems(block):
+    for seed in range(block * 4, block * 4 + 4):
+        case = Case.random(seed)
+        try:
+            check(case, seed)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{case}\n{rapt_plan(case)}") from error
+
+
+def rapt_plan(case):
+    q, k, v, options = case.values()
+    return rapt.explain(q, k, v, **options)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("q_len", [3, 150])
+@pytest.mark.parametrize("dim", [64, 40, 33])
+def test_every_placement_of_every_tensor(dtype, q_len, dim):
+    case = Case(seed=5, dtype=dtype, q=(2, 4, q_len, dim), kv_heads=2, kv_len=131, dim_v=dim, mask="bool", causal="bottom_right")
+    q, k, v, options = case.values()
+    out, lse = run(q, k, v, options)
+    judge(out, lse, q, k, v, **options)
+    for name, place in ZOO.items():
+        for which in range(4):
+            tensors = [q, k, v, options["mask"]]
+            tensors[which] = place(tensors[which])
+            other, _ = run(*tensors[:3], {**options, "mask": tensors[3]})
+            assert torch.equal(bits(out), bits(other)), (name, which, dim)
+    # Stride 0, and outputs of other strides between guard bands.
+    wide = run(q[:1].expand(2, -1, -1, -1), k[:1].expand(2, -1, -1, -1), v[:1].expand(2, -1, -1, -1), {})[0]
+    assert torch.equal(bits(wide[0]), bits(wide[1]))
+    band = torch.full((2, q_len + 2, 4 + 2, dim + 3), 7.0, dtype=dtype, device="cuda")
+    into = band[:, 1:-1, 1:-1, 1:-2].transpose(1, 2)
+    rapt.attention(q, k, v, out=into, **options)
+    assert torch.equal(bits(into), bits(out))
+    into.fill_(7.0)
+    assert bool((band == 7.0).all())
+
+
+TAILS = {
+    "causal": lambda n, dtype: Case(n, dtype, (1, 2, n, 32), 2, 140 - n, 32, causal="top_left"),
+    "decode": lambda n, dtype: Case(n, dtype, (1, 4, 1, 16), 1, 8 * n, 16),
+    "head_dim": lambda n, dtype: Case(n, dtype, (1, 1, 20, n), 1, n, n),
+}
+
+
+@pytest.mark.parametrize("kind", TAILS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_tails_of_every_length(dtype, kind):
+    for n in range(1, 140, 1 if dtype == torch.bfloat16 else 9):
+        case = TAILS[kind](n, dtype)
+        q, k, v, options = case.values()
+        out, lse = run(q, k, v, options)
+        try:
+            judge(out, lse, q, k, v, **options)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{case}") from error
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_lengths_of_zero_and_rows_without_keys(dtype):
+    new = lambda *shape: torch.randn(*shape, device="cuda").to(dtype)  # noqa: E731
+    out, lse = rapt.attention(new(2, 2, 5, 8), new(2, 2, 0, 8), new(2, 2, 0, 8), return_lse=True)
+    assert bool((out == 0).all()) and bool((lse == -math.inf).all()) and out.shape == (2, 2, 5, 8)
+    assert rapt.attention(new(2, 2, 0, 8), new(2, 2, 5, 8), new(2, 2, 5, 8)).shape == (2, 2, 0, 8)
+    for q_len in (4, 100):
+        q, k, v = new(1, 2, q_len, 64), new(1, 2, 70, 64), new(1, 2, 70, 64)
+        q[0, 0, 0, 0] = math.nan
+        k[:], v[:] = math.nan, math.nan
+        none = torch.zeros(1, 1, 1, 70, dtype=torch.bool, device="cuda")
+        out, lse = rapt.attention(q, k, v, mask=none, sinks=torch.zeros(2, device="cuda"), return_lse=True)
+        assert bool((out == 0).all()) and bool((lse == -math.inf).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("q_len", [2, 130])
+def test_scores_far_out(dtype, q_len):
+    q, k, v, _ = Case(seed=3, dtype=dtype, q=(1, 2, q_len, 64), kv_heads=2, kv_len=600).values()
+    out, lse = run(q * 10, k * 10, v, {})
+    judge(out, lse, q * 10, k * 10, v)
+    # Scores that float32 holds to a tenth: the greatest still takes nearly all.
+    out, _ = run(q * 100, k * 100, v, {})
+    assert relative(out, law(q * 100, k * 100, v)[0]) < 5e-3
+    # Every key alike, and a bias at the lowest finite number: the mean of v.
+    wide = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+    lowest = torch.full((1, 1, 1, 600), torch.finfo(wide).min, dtype=wide, device="cuda")
+    out = rapt.attention(q, k, v, mask=lowest)
+    mean = v.double().mean(2, keepdim=True).expand_as(out)
+    assert (out.double() - mean).abs().max().item() < 5e-2 * (1 if dtype != torch.float32 else 1e-3)
+
+
+def test_long_keys_split_the_same_on_every_run():
+    for dtype in DTYPES:
+        case = Case(seed=9, dtype=dtype, q=(2, 8, 1, 128), kv_heads=2, kv_len=20_000, dim_v=128)
+        q, k, v, options = case.values()
+        first = run(q, k, v, options)
+        judge(*first, q, k, v, **options)
+        for _ in range(3):
+            again = run(q, k, v, options)
+            assert torch.equal(bits(first[0]), bits(again[0])) and torch.equal(bits(first[1]), bits(again[1]))
+
+
+def test_streams_graphs_and_threads():
+    q, k, v, _ = Case(seed=2, q=(1, 4, 200, 64), kv_heads=4, kv_len=700).values()
+    want = rapt.attention(q, k, v)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        got = rapt.attention(q, k, v)
+    stream.synchronize()
+    assert torch.equal(bits(got), bits(want))
+    one = q[:, :, :1].contiguous()
+    for query in (q, one):
+        static = torch.zeros_like(query)
+        rapt.attention(query, k, v)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = rapt.attention(static, k, v)
+        static.copy_(query)
+        graph.replay()
+        assert torch.equal(bits(out), bits(rapt.attention(query, k, v)))
+
+
+def test_nothing_is_kept_and_memory_does_not_grow_with_the_square():
+    q = torch.randn(1, 1, 16384, 64, device="cuda", dtype=torch.bfloat16)
+    mask = torch.ones(1, 1, 1, 16384, device="cuda", dtype=torch.bool)
+    rapt.attention(q, q, q, mask=mask)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    out = rapt.attention(q, q, q, mask=mask)
+    assert torch.cuda.max_memory_allocated() - before <= 2 * out.numel() * out.element_size()

@@ -1,0 +1,114 @@
+"""PyTorch's doors on the GPU: register_backend in every mode, its strides, its account; explain, doctor, errors."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from gpu_law import INF, Case, judge
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import rapt
+
+sdpa = F.scaled_dot_product_attention
+
+
+def new(*shape, dtype=torch.bfloat16):
+    return torch.randn(*shape, device="cuda").to(dtype)
+
+
+def law_of(query, key, value, mask=None, causal=False, **options):
+    out = rapt.scaled_dot_product_attention(query, key, value, mask, 0.0, causal, **options)
+    judge(out, None, query, key, value, mask=mask, causal="top_left" if causal else None)
+    return out
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_served_and_counted_in_every_mode(dtype):
+    q, k, v = new(2, 4, 40, 64, dtype=dtype), new(2, 4, 70, 64, dtype=dtype), new(2, 4, 70, 64, dtype=dtype)
+    mask = torch.rand(2, 1, 40, 70, device="cuda") > 0.3
+    want, masked, causal = law_of(q, k, v), law_of(q, k, v, mask), law_of(q, k, v, causal=True)
+    compiled = torch.compile(lambda q, k, v: sdpa(q, k, v) * 2, fullgraph=True)
+    with rapt.torch.backend():
+        for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
+            rapt.torch.reset_stats()
+            with mode():
+                assert torch.equal(sdpa(q, k, v), want)
+                assert torch.equal(sdpa(q, k, v, attn_mask=mask), masked)
+                assert torch.equal(sdpa(q, k, v, is_causal=True), causal)
+                out = sdpa(q[:, :, :1], k[:, :1], v[:, :1], enable_gqa=True)
+            assert out.shape == (2, 4, 1, 64)
+            assert rapt.torch.stats() == {"served": 4, "fallback": {}}, mode
+        with torch.no_grad():
+            rapt.torch.reset_stats()
+            assert torch.equal(compiled(q, k, v), want * 2)
+            assert rapt.torch.stats()["served"] == 1
+    stock = sdpa(q, k, v)
+    rapt.torch.reset_stats()
+    assert torch.equal(sdpa(q, k, v), stock) and rapt.torch.stats()["served"] == 0
+
+
+def test_gradients_and_refusals_go_to_pytorch():
+    q, k, v = new(1, 2, 8, 64).requires_grad_(), new(1, 2, 8, 64), new(1, 2, 8, 64)
+    with rapt.torch.backend():
+        rapt.torch.reset_stats()
+        sdpa(q, k, v).sum().backward()
+        assert q.grad is not None and bool(q.grad.isfinite().all())
+        sdpa(q.detach(), k, v, dropout_p=0.5)
+        with sdpa_kernel([SDPBackend.MATH]):
+            sdpa(q.detach(), k, v)
+        stats = rapt.torch.stats()
+    assert stats == {"served": 0, "fallback": {"requires grad": 1, "dropout": 1, "sdpa_kernel([MATH])": 1}}, stats
+    with pytest.raises(rapt.UnsupportedError, match="no_grad"):
+        rapt.attention(q, k, v)
+
+
+def test_the_output_has_the_strides_of_pytorchs_own():
+    bhsd, bshd = new(2, 4, 33, 64), new(2, 33, 4, 64).transpose(1, 2)
+    cases = []
+    for dtype in (torch.bfloat16, torch.float32):
+        for q in (bhsd, bshd):
+            q = q.to(dtype)
+            cases += [(q, q, q, None), (q, q, q, torch.ones(33, 33, dtype=torch.bool, device="cuda"))]
+            wide = torch.cat([q, q], -1).to(dtype)
+            cases.append((q, q, wide, None))
+    for q, k, v, mask in cases:
+        stock = sdpa(q, k, v, attn_mask=mask)
+        with rapt.torch.backend():
+            got = sdpa(q, k, v, attn_mask=mask)
+        assert got.shape == stock.shape and got.stride() == stock.stride(), (q.dtype, q.stride(), v.shape, mask is None)
+        assert (got - stock).abs().max().item() < 0.1
+
+
+def test_explain_doctor_and_errors_speak_of_the_gpu():
+    q = new(1, 2, 300, 64)
+    text = str(rapt.explain(q, q, q))
+    assert "sm_" in text and "registers" in text and "multiprocessors" in text and "cubin" in text
+    assert rapt.is_available("cuda")
+    assert "cuda:0" in str(rapt.doctor())
+    with pytest.raises(rapt.DeviceError, match="q is on cuda"):
+        rapt.attention(q, q.cpu(), q)
+    with pytest.raises(rapt.DtypeMismatchError):
+        rapt.attention(q, q.float(), q)
+    with pytest.raises(rapt.LayoutError):
+        rapt.attention(q, q, q, out=q)
+
+
+def test_many_threads_and_a_spec_after_another():
+    import threading
+
+    q, k, v, _ = Case(seed=4, q=(1, 4, 130, 64), kv_heads=4, kv_len=600).values()
+    want = rapt.attention(q, k, v)
+    wrong = []
+
+    def work():
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.default_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(50):
+                if not torch.equal(rapt.attention(q, k, v), want):
+                    wrong.append(1)
+        stream.synchronize()
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+    assert not wrong and want.abs().max().item() != INF

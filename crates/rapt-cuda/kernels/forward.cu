@@ -1,0 +1,167 @@
+// Attention on the tensor cores by mma.sync, for many queries.
+//
+//   4 warps, each 16*MT rows of a tile of BLOCK_M = 64*MT queries; keys in blocks of BLOCK_N from key 0:
+//     wait for K; begin V             s = q.k
+//     wait for V; begin the next K    s -> p, acc rescaled
+//                                     acc += p.v
+//
+// One buffer each for Q, K and V: while one product runs, the operand of the other is on its way, and a second block on the
+// same multiprocessor fills what is left. Rows do not depend on one another, and blocks of keys do not depend on the rows.
+// Rows and columns that cp.async cannot move (16-byte alignment, inner stride 1) are loaded element by element into the
+// same tiles: the bits are the same. Deliberately absent: splitting of the keys (decode.cu).
+
+constexpr int THREADS = 128, BM = BLOCK_M, BN = BLOCK_N, FRAGMENTS = BM / 64, NT = BN / 8;
+
+constexpr int OUT_ROW = DV + 4;  // floats
+
+struct Shared {
+    union {
+        struct {
+            Elem q[BM * K_ROW], k[BN * K_ROW], v[BN * V_ROW];
+        };
+        float out[4][16 * OUT_ROW];
+    };
+};
+static_assert(sizeof(Shared) == SHARED_BYTES, "select.rs and forward.cu disagree on shared memory");
+
+// Which rows of which task a block computes.
+struct Place {
+    int r0;
+    Task task;
+    // Blocks of one task run side by side and share its K and V in L2; late rows see the most keys and go first.
+    __device__ Place(const Params& p, u32 block)
+        : r0((p.row_blocks - 1 - (int)(block % p.row_blocks)) * BM), task(p, block / p.row_blocks) {}
+};
+
+// The block's index as if read anew: what is derived from it again need not be kept meanwhile.
+__device__ inline u32 block_again() {
+    u32 block;
+    asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(block));
+    return block;
+}
+
+// 16 rows of a warp, from shared memory.
+__device__ inline void store_rows(const Params& p, const Task& task, int r0, const float* staged, int lane) {
+    const int rows = min(16, p.rows - r0);
+    if (p.out_vector) {
+        const int units = p.head_dim_v / 8;
+#pragma unroll 1
+        for (int at = lane; at < rows * units; at += 32) {
+            const int r = at / units, c = at % units * 8;
+            const float* x = staged + r * OUT_ROW + c;
+            const uint4 packed = {pack(x[0], x[1]), pack(x[2], x[3]), pack(x[4], x[5]), pack(x[6], x[7])};
+            *(uint4*)((Elem*)p.out + Row(p, task, r0 + r).offset(p.out_stride) + c) = packed;
+        }
+    } else {
+#pragma unroll 1
+        for (int at = lane; at < rows * p.head_dim_v; at += 32) {
+            const int r = at / p.head_dim_v, c = at % p.head_dim_v;
+            const i64 to = Row(p, task, r0 + r).offset(p.out_stride) + c * p.out_stride[3];
+            store_as(p.out, p.out_dtype, to, staged[r * OUT_ROW + c]);
+        }
+    }
+}
+
+// Computes MT fragments of each warp from its fragment `first_fragment` on; false if a sum is not finite, with nothing
+// written (never if CAREFUL).
+template <bool CAREFUL, int MT>
+__device__ inline bool attend(const Params& p, Shared& sh, int first_fragment) {
+    const int tid = threadIdx.x, warp = tid / 32;
+    const Place place(p, blockIdx.x);
+    const int r0 = place.r0;
+    const Task& task = place.task;
+    const int rows = min(BM, p.rows - r0);
+    const Elem* k = (const Elem*)p.k + task.batch * p.k_stride[0] + task.head / p.group * p.k_stride[1];
+    const Elem* v = (const Elem*)p.v + task.batch * p.v_stride[0] + task.head / p.group * p.v_stride[1];
+
+    load_tile<BM, D, K_ROW, THREADS>(
+        sh.q, (const Elem*)p.q, [&](int r) { return Row(p, task, r0 + r).offset(p.q_stride); }, p.q_stride[3],
+        p.q_stride[2], rows, p.head_dim, tid
+    );
+    auto load_k = [&](int n0) {
+        load_even_tile<BN, D, K_ROW, THREADS>(
+            sh.k, k + n0 * p.k_stride[2], p.k_stride[3], p.k_stride[2], p.kv_len - n0, p.head_dim, tid
+        );
+        commit_copies();
+    };
+    auto load_v = [&](int n0) {
+        load_even_tile<BN, DV, V_ROW, THREADS>(
+            sh.v, v + n0 * p.v_stride[2], p.v_stride[3], p.v_stride[2], p.kv_len - n0, p.head_dim_v, tid
+        );
+        commit_copies();
+    };
+
+    const Seen seen(p, task, r0, r0 + rows);
+    const int start = seen.lo / BN * BN;
+    const float c = exponent_factor(p);
+    const int warp_row = warp * 16 * FRAGMENTS + first_fragment * 16;
+    const Queries queries{p, task, r0 + warp_row};
+
+    Sums<MT> sums;
+    sums.clear();
+    if (start < seen.hi) load_k(start);
+    for (int n0 = start; n0 < seen.hi; n0 += BN) {
+        wait_copies<0>();
+        __syncthreads();
+        load_v(n0);
+        float s[MT][NT][4];
+        MaskTile<MT, NT> mask;
+        mask.fetch(p, queries, n0);
+        multiply_keys<MT, NT>(s, sh.q + warp_row * K_ROW, sh.k);
+        const bool positions = n0 < seen.all_lo || n0 + BN > seen.all_hi;
+        if (NATURAL || MASK != NO_MASK || positions) {
+            modify_scores<MT, NT>(s, p, queries, mask, n0, p.kv_len, positions);
+        }
+        wait_copies<0>();
+        __syncthreads();
+        if (n0 + BN < seen.hi) load_k(n0 + BN);
+        u32 a[MT][NT / 2][4];
+        sums.template weigh<CAREFUL, NT>(a, s, c);
+        sums.template add_values<CAREFUL, NT / 2>(a, sh.v);
+    }
+    wait_copies<0>();
+    if (!CAREFUL && __syncthreads_or(sums.has_non_finite())) return false;
+    sums.reduce();
+
+    // A fragment at a time through shared memory, so that whole rows are written; in loops, since straight code that runs
+    // once a block is fetched from far away.
+    __syncthreads();
+    const Place again(p, block_again());
+    const int lane = threadIdx.x % 32, warp_again = threadIdx.x / 32, warp_r0 = again.r0 + (warp_again * FRAGMENTS + first_fragment) * 16;
+    float* staged = sh.out[warp_again];
+#pragma unroll
+    for (int mt = 0; mt < MT; mt++) {
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const int r = lane / 4 + h * 8;
+            const Row row(p, again.task, min(warp_r0 + mt * 16 + r, p.rows - 1));
+            const float l = sums.l[mt][h];
+            const Finished finished(p, row, natural_max(p, sums.m[mt][h]), l);
+            if (lane % 4 == 0 && warp_r0 + mt * 16 + r < p.rows) store_lse(p, row, finished.lse);
+#pragma unroll
+            for (int nt = 0; nt < DV / 8; nt++) {
+                const float* pair = &sums.acc[mt][nt][h * 2];
+                const float2 x = {l == 0 ? 0.f : pair[0] * finished.factor, l == 0 ? 0.f : pair[1] * finished.factor};
+                *(float2*)(staged + r * OUT_ROW + nt * 8 + lane % 4 * 2) = x;
+            }
+        }
+        __syncwarp();
+        store_rows(p, again.task, warp_r0 + mt * 16, staged, lane);
+        __syncwarp();
+    }
+    return true;
+}
+
+// A fragment at a time: this is rare, and its code should be small.
+__device__ __noinline__ void attend_carefully(const Params& p, Shared& sh) {
+    for (int fragment = 0; fragment < FRAGMENTS; fragment++) {
+        attend<true, 1>(p, sh, fragment);
+        __syncthreads();
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention(const __grid_constant__ Params p) {
+    extern __shared__ __align__(16) u8 memory[];
+    Shared& sh = *(Shared*)memory;
+    if (!attend<false, FRAGMENTS>(p, sh, 0)) attend_carefully(p, sh);
+}

@@ -1,0 +1,231 @@
+//! The identity of a kernel's machine code, its source text and its geometry: what is compiled, and what the host must
+//! know of it. Sizes of shared memory are computed here and asserted again by the compiler.
+
+use std::fmt;
+
+use rapt_core::{Arch, DType};
+
+use crate::error::{CudaError, Result};
+use crate::params::Params;
+use crate::result::nvrtc::{Compiler, Cubin, Nvrtc};
+
+const COMMON: &str = include_str!("../kernels/common.cu");
+const GENERIC: &str = include_str!("../kernels/generic.cu");
+const MMA: &str = include_str!("../kernels/mma.cu");
+const FORWARD: &str = include_str!("../kernels/forward.cu");
+const DECODE: &str = include_str!("../kernels/decode.cu");
+const COMBINE: &str = include_str!("../kernels/combine.cu");
+
+/// An algorithm of `kernels/`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum Body {
+    /// Any request, on the ordinary units.
+    Generic,
+    /// Many queries, on the tensor cores.
+    Forward,
+    /// Few queries, on the tensor cores.
+    Decode,
+    /// Puts splits together.
+    Combine,
+}
+
+/// What identifies machine code: everything that is fixed when it is compiled, and no length.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Code {
+    pub(crate) body: Body,
+    pub(crate) arch: Arch,
+    pub(crate) storage: DType,
+    /// The dtype of the mask, if there is one.
+    pub(crate) mask: Option<DType>,
+    /// Whether scores are brought to natural units before they are compared (mma.cu).
+    pub(crate) natural: bool,
+    /// Whether rows of q, k and v can be moved 16 bytes at a time (mma.cu).
+    pub(crate) vector: bool,
+    /// head_dim and head_dim_v, rounded up to 16 (mma.cu; else 0).
+    pub(crate) dims: (u32, u32),
+    /// Queries per block.
+    pub(crate) block_m: u32,
+    /// Keys per block of forward.cu, tiles in flight of decode.cu, value columns per block of generic.cu.
+    pub(crate) depth: u32,
+}
+
+/// Keys per block of generic.cu and forward.cu.
+pub(crate) const BLOCK_N: u32 = 64;
+/// Queries per block of generic.cu.
+pub(crate) const GENERIC_BLOCK_M: u32 = 64;
+/// Queries per block of decode.cu.
+pub(crate) const DECODE_BLOCK_M: u32 = 16;
+const DECODE_TILE: u32 = 16;
+const WARPS: u32 = 4;
+
+impl Code {
+    /// Value columns that one block of generic.cu computes.
+    pub(crate) const fn generic_columns(storage: DType) -> u32 {
+        if matches!(storage, DType::F64) { 64 } else { 128 }
+    }
+
+    /// The kernel's name in the compiled module.
+    pub(crate) const fn entry(&self) -> &'static std::ffi::CStr {
+        match self.body {
+            Body::Combine => c"combine",
+            _ => c"attention",
+        }
+    }
+
+    /// Threads per block.
+    pub(crate) const fn threads(&self) -> u32 {
+        match self.body {
+            Body::Generic => 256,
+            Body::Forward | Body::Decode => 32 * WARPS,
+            Body::Combine => 512,
+        }
+    }
+
+    /// Dynamic shared memory per block: the size of the kernel's `Shared`.
+    pub(crate) const fn shared_bytes(&self) -> u32 {
+        let (k_row, v_row) = (self.dims.0 + 8, self.dims.1 + 8);
+        match self.body {
+            Body::Generic => {
+                let (size, depth) = if matches!(self.storage, DType::F64) { (8, 16) } else { (4, 32) };
+                let padded = GENERIC_BLOCK_M + 4;
+                let (qk, v) = (2 * depth * padded, depth * Code::generic_columns(self.storage));
+                (BLOCK_N * padded + if qk > v { qk } else { v }) * size + 16 * GENERIC_BLOCK_M
+            }
+            Body::Forward => {
+                let tiles = 2 * (self.block_m * k_row + self.depth * (k_row + v_row));
+                let staged = 4 * WARPS * 16 * (self.dims.1 + 4);
+                if tiles > staged { tiles } else { staged }
+            }
+            Body::Decode => {
+                let ring = 2 * WARPS * self.depth * DECODE_TILE * (k_row + v_row);
+                let states = 4 * WARPS * 16 * (self.dims.1 + 2);
+                2 * 16 * k_row + if ring > states { ring } else { states }
+            }
+            Body::Combine => 0,
+        }
+    }
+
+    /// The whole source text.
+    pub(crate) fn source(&self) -> String {
+        let parts: &[&str] = match self.body {
+            Body::Generic => &[COMMON, GENERIC],
+            Body::Forward => &[COMMON, MMA, FORWARD],
+            Body::Decode => &[COMMON, MMA, DECODE],
+            Body::Combine => &[COMMON, COMBINE],
+        };
+        parts.concat()
+    }
+
+    /// The compiler's options.
+    pub(crate) fn options(&self) -> Vec<String> {
+        let mut options = vec![
+            format!("-arch={}", self.arch.name()),
+            "-std=c++17".to_owned(),
+            "-default-device".to_owned(),
+            "--ptxas-options=-v".to_owned(),
+        ];
+        let mask = match self.mask {
+            None => 0,
+            Some(DType::Bool) => 1,
+            Some(_) => 2,
+        };
+        let mut define = |name: &str, value: u32| options.push(format!("-D{name}={value}"));
+        define("PARAMS_BYTES", size_of::<Params>() as u32);
+        define("SHARED_BYTES", self.shared_bytes());
+        define("STORAGE", u32::from(self.storage.code()));
+        define("MASK", mask);
+        define("MASK_DTYPE", self.mask.map_or(0, |dtype| u32::from(dtype.code())));
+        match self.body {
+            Body::Generic => define("DV_COLUMNS", self.depth),
+            Body::Forward | Body::Decode => {
+                define("NATURAL", u32::from(self.natural));
+                define("VECTOR", u32::from(self.vector));
+                define("HEAD_DIM", self.dims.0);
+                define("HEAD_DIM_V", self.dims.1);
+            }
+            Body::Combine => {}
+        }
+        match self.body {
+            Body::Forward => {
+                define("BLOCK_M", self.block_m);
+                define("BLOCK_N", self.depth);
+                // Two blocks on a multiprocessor overlap one's products with the other's softmax.
+                define("MIN_BLOCKS", if self.shared_bytes() <= 96 * 1024 { 2 } else { 1 });
+            }
+            Body::Decode => define("STAGES", self.depth),
+            _ => {}
+        }
+        options
+    }
+
+    /// Compiles this.
+    pub(crate) fn compile(&self, compiler: &dyn Compiler) -> Result<Cubin> {
+        let refused = |log| CudaError::Compile { kernel: self.to_string(), arch: self.arch.name(), log };
+        compiler.compile(&format!("{}.cu", self.name()), &self.source(), &self.options())?.map_err(refused)
+    }
+
+    const fn name(&self) -> &'static str {
+        match self.body {
+            Body::Generic => "generic",
+            Body::Forward => "forward",
+            Body::Decode => "decode",
+            Body::Combine => "combine",
+        }
+    }
+}
+
+impl fmt::Display for Code {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} {}", self.name(), self.storage)?;
+        if matches!(self.body, Body::Forward | Body::Decode) {
+            write!(f, " {}/{}", self.dims.0, self.dims.1)?;
+            f.write_str(if self.natural { " natural" } else { "" })?;
+            f.write_str(if self.vector { "" } else { " element by element" })?;
+        }
+        self.mask.map_or(Ok(()), |dtype| write!(f, " mask {dtype}"))
+    }
+}
+
+/// What the compiler reported of one kernel.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Report {
+    /// The kernel.
+    pub code: Code,
+    /// Registers per thread.
+    pub registers: u32,
+    /// Bytes of spill stores in the kernel itself.
+    pub spilled_bytes: u32,
+    /// The size of the machine code.
+    pub cubin_bytes: usize,
+}
+
+impl Report {
+    /// Reads the compiler's log: the entry's own lines, before those of functions that it calls.
+    pub(crate) fn read(code: Code, cubin: &Cubin) -> Option<Self> {
+        let entry = cubin.log.split_once("Compiling entry function")?.1;
+        let number_before = |word: &str| {
+            let head = entry.split_once(word)?.0;
+            head.split_whitespace().next_back()?.parse::<u32>().ok()
+        };
+        let spilled_bytes = number_before("bytes spill stores")?;
+        let registers = entry.split_once("Used ")?.1.split_whitespace().next()?.parse().ok()?;
+        Some(Report { code, registers, spilled_bytes, cubin_bytes: cubin.bytes.len() })
+    }
+}
+
+/// Compiles every kernel of `codes` with the NVRTC that is found and reports on each; without a device.
+///
+/// # Errors
+/// [`CudaError::NoCompiler`]; [`CudaError::Compile`] for the first that does not compile.
+pub fn compile_all(codes: &[Code]) -> std::result::Result<Vec<Report>, CudaError> {
+    let nvrtc = Nvrtc::find(&[])?;
+    let report = |code: &Code| {
+        let cubin = code.compile(&nvrtc)?;
+        Report::read(*code, &cubin).ok_or_else(|| CudaError::Compile {
+            kernel: code.to_string(),
+            arch: code.arch.name(),
+            log: format!("the compiler's report is not understood: {}", cubin.log),
+        })
+    };
+    codes.iter().map(report).collect()
+}

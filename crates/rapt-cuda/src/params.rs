@@ -1,0 +1,149 @@
+//! A request as the kernels see it, byte for byte `Params` of kernels/common.cu.
+
+use rapt_core::{DType, Operands, Spec, TensorSpec};
+
+use crate::select::Design;
+
+/// The kernels' one parameter. Pointers are device addresses; 0 where there is no such tensor.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub(crate) struct Params {
+    q: usize,
+    k: usize,
+    v: usize,
+    mask: usize,
+    sinks: usize,
+    alibi: usize,
+    out: usize,
+    lse: usize,
+    partials: usize,
+    q_stride: [i64; 4],
+    k_stride: [i64; 4],
+    v_stride: [i64; 4],
+    out_stride: [i64; 4],
+    mask_stride: [i64; 4],
+    lse_stride: [i64; 3],
+    sinks_stride: i64,
+    alibi_stride: i64,
+    scale: f64,
+    softcap: f64,
+    inverse_softcap: f64,
+    out_dtype: i32,
+    sinks_dtype: i32,
+    alibi_dtype: i32,
+    heads: i32,
+    group: i32,
+    task_heads: i32,
+    q_len: i32,
+    kv_len: i32,
+    head_dim: i32,
+    head_dim_v: i32,
+    rows: i32,
+    row_blocks: i32,
+    num_splits: i32,
+    chunk: i32,
+    dv_blocks: i32,
+    lo_shift: i32,
+    hi_shift: i32,
+    diagonal: i32,
+    out_vector: i32,
+    mask_pairs: i32,
+}
+
+/// Lengths and positions below this keep every sum of three of them inside an i32.
+pub(crate) const MOST_LEN: usize = 1 << 29;
+
+fn int(n: usize) -> i32 {
+    i32::try_from(n).unwrap_or(i32::MAX)
+}
+
+fn shift(n: i64) -> i32 {
+    n.clamp(-(MOST_LEN as i64), MOST_LEN as i64) as i32
+}
+
+fn strides<const N: usize>(tensor: &TensorSpec<N>) -> [i64; N] {
+    // A stride along a single element is never taken.
+    std::array::from_fn(|d| if tensor.shape[d] > 1 { tensor.strides[d] as i64 } else { 0 })
+}
+
+/// Whether every row of the mask can be read two keys at a time, as far as there are two.
+fn pairs_of(mask: &TensorSpec<4>, address: usize) -> bool {
+    let step = strides(mask);
+    let even = step[..3].iter().all(|stride| stride % 2 == 0);
+    step[3] == 1 && even && address.is_multiple_of(2 * mask.dtype.size_bytes())
+}
+
+/// Whether every row of the tensor can be moved `bytes` at a time from `address`; a multiple of its element.
+pub(crate) fn moves_by(tensor: &TensorSpec<4>, address: usize, bytes: usize) -> bool {
+    let unit = bytes / tensor.dtype.size_bytes();
+    let step = strides(tensor);
+    let inner = tensor.shape[3] == 1 || step[3] == 1;
+    let rows = step[..3].iter().all(|stride| stride % unit as i64 == 0);
+    inner && rows && address.is_multiple_of(bytes) && tensor.shape[3].is_multiple_of(unit)
+}
+
+impl Params {
+    pub(crate) fn new(spec: &Spec, design: &Design, operands: &mut Operands<'_>, partials: usize) -> Self {
+        let (out, lse) = (operands.out_ptr() as usize, operands.lse_ptr().map_or(0, |lse| lse as usize));
+        let tensors = operands.tensors();
+        let address = |view: &Option<rapt_core::View<'_>>| view.as_ref().map_or(0, |view| view.as_ptr() as usize);
+        let dtype = |dtype: DType| i32::from(dtype.code());
+        let wide = spec.numerics.accumulation == DType::F64;
+        let (least, most) =
+            if wide { (f64::MIN_POSITIVE, f64::MAX) } else { (f64::from(f32::MIN_POSITIVE), f64::from(f32::MAX)) };
+        // A cap beyond the accumulation dtype caps none of its numbers.
+        let softcap = spec.softcap.map(rapt_core::Finite::get).filter(|cap| *cap <= most);
+        let range = spec.block_range();
+        let (lo, hi) = range.shifts();
+        Params {
+            q: tensors.q.as_ptr() as usize,
+            k: tensors.k.as_ptr() as usize,
+            v: tensors.v.as_ptr() as usize,
+            mask: address(&tensors.mask),
+            sinks: address(&tensors.sinks),
+            alibi: address(&tensors.alibi_slopes),
+            out,
+            lse,
+            partials,
+            q_stride: strides(&spec.q),
+            k_stride: strides(&spec.k),
+            v_stride: strides(&spec.v),
+            out_stride: strides(&spec.out),
+            mask_stride: spec.mask.as_ref().map_or([0; 4], strides),
+            lse_stride: spec.lse.as_ref().map_or([0; 3], strides),
+            sinks_stride: spec.sinks.as_ref().map_or(0, |sinks| strides(sinks)[0]),
+            alibi_stride: spec.alibi_slopes.as_ref().map_or(0, |slopes| strides(slopes)[0]),
+            scale: spec.softmax_scale.get().clamp(-most, most),
+            softcap: softcap.map_or(0.0, |cap| cap.max(least)),
+            inverse_softcap: softcap.map_or(0.0, |cap| (1.0 / cap).clamp(least, most)),
+            out_dtype: dtype(spec.out.dtype),
+            sinks_dtype: spec.sinks.map_or(0, |sinks| dtype(sinks.dtype)),
+            alibi_dtype: spec.alibi_slopes.map_or(0, |slopes| dtype(slopes.dtype)),
+            heads: int(spec.num_q_heads()),
+            group: int(spec.group_size()),
+            task_heads: int(design.task_heads),
+            q_len: int(spec.q_len()),
+            kv_len: int(spec.kv_len()),
+            head_dim: int(spec.head_dim()),
+            head_dim_v: int(spec.head_dim_v()),
+            rows: int(design.rows),
+            row_blocks: int(design.row_blocks),
+            num_splits: int(design.num_splits),
+            chunk: int(design.chunk),
+            dv_blocks: int(design.dv_blocks),
+            lo_shift: shift(lo),
+            hi_shift: shift(hi),
+            diagonal: shift(range.diagonal),
+            out_vector: i32::from(spec.out.dtype == spec.numerics.storage && moves_by(&spec.out, out, 16)),
+            mask_pairs: i32::from(spec.mask.is_some_and(|mask| pairs_of(&mask, address(&tensors.mask)))),
+        }
+    }
+
+    /// The bytes that a launch passes.
+    pub(crate) fn as_bytes(&self) -> &[u8] {
+        // SAFETY: a repr(C) struct of integers and floats without padding (asserted below), borrowed with self.
+        unsafe { std::slice::from_raw_parts(std::ptr::from_ref(self).cast(), size_of::<Params>()) }
+    }
+}
+
+const _: () = assert!(size_of::<Params>() == 9 * 8 + 25 * 8 + 3 * 8 + 20 * 4, "Params has padding");

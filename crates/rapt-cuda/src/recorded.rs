@@ -1,0 +1,236 @@
+//! The host side against a driver and a compiler that record what they are asked, without a device.
+
+use std::ffi::CStr;
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, OnceLock};
+
+use rapt_core::{DType, Device, DeviceMemory, Error, Extent, Operands, Options, Shape, Spec, Tensors, View, ViewMut};
+
+use crate::backend::Backend;
+use crate::cache::Cache;
+use crate::error::{CudaError, Result};
+use crate::result::driver::{Driver, Facts, Function, Grid};
+use crate::result::nvrtc::{Compiler, Cubin};
+
+/// What was asked, in order.
+#[derive(Clone, Debug, PartialEq)]
+enum Call {
+    Compile(String),
+    Load { device: u32, entry: String, cubin: Vec<u8> },
+    Launch { handle: usize, grid: Grid, stream: usize, bytes: usize },
+}
+
+#[derive(Clone, Debug, Default)]
+struct Log(Arc<Mutex<Vec<Call>>>);
+
+impl Log {
+    fn add(&self, call: Call) {
+        self.0.lock().unwrap().push(call);
+    }
+    fn take(&self) -> Vec<Call> {
+        std::mem::take(&mut self.0.lock().unwrap())
+    }
+}
+
+#[derive(Debug)]
+struct RecordedDriver {
+    log: Log,
+    capability: (u32, u32),
+    /// Fails every launch.
+    broken: bool,
+    /// Takes only machine code that begins so.
+    takes: &'static [u8],
+}
+
+fn refusal(call: &'static str) -> CudaError {
+    CudaError::Driver { call, code: 200, name: "CUDA_ERROR_INVALID_IMAGE".into(), text: "recorded".into() }
+}
+
+impl Driver for RecordedDriver {
+    fn count(&self) -> Result<u32> {
+        Ok(1)
+    }
+    fn facts(&self, device: u32) -> Result<Facts> {
+        if device > 0 {
+            return Err(CudaError::NoDevice { index: device, count: 1 });
+        }
+        Ok(Facts {
+            name: "recorded".into(),
+            capability: self.capability,
+            multiprocessors: 132,
+            shared_bytes: 227 * 1024,
+            clock_hz: 1.98e9,
+            bandwidth: 4.8e12,
+        })
+    }
+    fn load(&self, device: u32, cubin: &[u8], entry: &CStr, _shared_bytes: u32) -> Result<Function> {
+        self.log.add(Call::Load { device, entry: entry.to_str().unwrap().into(), cubin: cubin.into() });
+        if !cubin.starts_with(self.takes) {
+            return Err(refusal("cuModuleLoadData"));
+        }
+        let handle = if entry == c"combine" { 2 } else { 1 };
+        Ok(Function { device, handle, registers: 100, local_bytes: 0 })
+    }
+    unsafe fn launch(&self, function: &Function, grid: Grid, stream: usize, params: &[u8]) -> Result<()> {
+        self.log.add(Call::Launch { handle: function.handle, grid, stream, bytes: params.len() });
+        if self.broken { Err(refusal("cuLaunchKernel")) } else { Ok(()) }
+    }
+}
+
+#[derive(Debug)]
+struct RecordedCompiler(Log);
+
+impl Compiler for RecordedCompiler {
+    fn version(&self) -> (i32, i32) {
+        (13, 0)
+    }
+    fn compile(&self, name: &str, source: &str, options: &[String]) -> Result<std::result::Result<Cubin, String>> {
+        assert!(source.contains("__global__") && options.iter().any(|option| option == "-arch=sm_90a"));
+        self.0.add(Call::Compile(name.into()));
+        Ok(Ok(Cubin { bytes: b"new machine code".to_vec(), log: String::new() }))
+    }
+}
+
+fn backend(log: &Log, cache: Option<PathBuf>, change: impl FnOnce(&mut RecordedDriver)) -> Backend {
+    let mut driver = RecordedDriver { log: log.clone(), capability: (9, 0), broken: false, takes: b"" };
+    change(&mut driver);
+    let compiler = OnceLock::new();
+    compiler.set(Ok(Box::new(RecordedCompiler(log.clone())) as Box<dyn Compiler>)).unwrap();
+    Backend::with_parts(Box::new(driver), compiler, Cache::new(cache))
+}
+
+/// Where tensors lie that nobody reads.
+fn at(n: usize) -> *mut u8 {
+    std::ptr::without_provenance_mut(n << 32)
+}
+
+fn request<T>(q_len: usize, kv_len: usize, offset: usize, device: u32, run: impl FnOnce(&Spec, Tensors<'_>) -> T) -> T {
+    let read = |name, n: usize, len: usize| {
+        let shape = Shape::from([1, 2, len, 64]);
+        let (strides, ptr) = (shape.contiguous().unwrap(), at(n).wrapping_add(offset));
+        // SAFETY: the recorded driver reads nothing.
+        unsafe { View::from_raw_parts(name, ptr, DType::BF16, shape, strides, Device::Cuda(device), Extent::Declared) }
+            .unwrap()
+    };
+    let shape = Shape::from([1, 2, q_len, 64]);
+    let strides = shape.contiguous().unwrap();
+    let ptr = at(4);
+    // SAFETY: the recorded driver writes nothing.
+    let out = unsafe {
+        ViewMut::from_raw_parts("out", ptr, DType::BF16, shape, strides, Device::Cuda(device), Extent::Declared)
+    };
+    let (q, k, v, out) = (read("q", 1, q_len), read("k", 2, kv_len), read("v", 3, kv_len), out.unwrap());
+    let spec = Spec::builder(&q, &k, &v, &Options::default()).build().unwrap();
+    run(&spec, Tensors { q, k, v, mask: None, sinks: None, alibi_slopes: None, out, lse: None })
+}
+
+fn run(backend: &Backend, [q_len, kv_len, offset]: [usize; 3], workspace: usize) -> rapt_core::Result<()> {
+    request(q_len, kv_len, offset, 0, |spec, tensors| {
+        let plan = backend.plan(spec)?;
+        let memory = DeviceMemory { address: 5 << 32, len_bytes: workspace };
+        let mut operands = Operands::check(tensors, &plan.spec)?;
+        // SAFETY: the recorded driver touches no memory.
+        unsafe { backend.run(&plan, &mut operands, memory, 77) }
+    })
+}
+
+#[test]
+fn a_kernel_is_compiled_once_and_launched_on_the_given_stream() {
+    let log = Log::default();
+    let backend = backend(&log, None, |_| ());
+    run(&backend, [300, 300, 0], 0).unwrap();
+    let calls = log.take();
+    assert!(matches!(&calls[..], [Call::Compile(name), Call::Load { device: 0, .. }, Call::Launch { stream: 77, .. }]
+        if name == "forward.cu"));
+    let Call::Launch { grid, bytes, .. } = calls[2].clone() else { unreachable!() };
+    assert_eq!((grid.blocks, grid.threads, bytes), (2 * 3, 128, size_of::<crate::params::Params>()));
+    // Another length is the same kernel; another alignment is not.
+    run(&backend, [4000, 700, 0], 0).unwrap();
+    assert_eq!(log.take().len(), 1);
+    run(&backend, [300, 300, 2], 0).unwrap();
+    assert_eq!(log.take().len(), 3);
+    run(&backend, [300, 300, 2], 0).unwrap();
+    assert_eq!(log.take().len(), 1);
+}
+
+#[test]
+fn split_keys_take_a_second_launch_and_a_workspace() {
+    let log = Log::default();
+    let backend = backend(&log, None, |_| ());
+    let needed = 2 * 4 * (64 + 2) * 4;
+    let short = run(&backend, [1, 2000, 0], needed - 1).unwrap_err();
+    assert_eq!(short, Error::OutOfMemory { bytes: needed });
+    assert!(!log.take().iter().any(|call| matches!(call, Call::Launch { .. })), "nothing is launched on short memory");
+    run(&backend, [1, 2000, 0], needed).unwrap();
+    let handles: Vec<_> = log
+        .take()
+        .iter()
+        .filter_map(|call| match call {
+            Call::Launch { handle, grid, .. } => Some((*handle, grid.blocks)),
+            _ => None,
+        })
+        .collect();
+    assert_eq!(handles, [(1, 2 * 4), (2, 2)]);
+}
+
+#[test]
+fn an_empty_output_launches_nothing() {
+    let log = Log::default();
+    run(&backend(&log, None, |_| ()), [0, 10, 0], 0).unwrap();
+    assert_eq!(log.take(), []);
+}
+
+#[test]
+fn machine_code_is_kept_and_what_the_driver_refuses_is_compiled_anew() {
+    let folder = std::env::temp_dir().join(format!("rapt-backend-test-{}", std::process::id()));
+    let _ = std::fs::remove_dir_all(&folder);
+    let log = Log::default();
+    let compiled = |calls: &[Call]| calls.iter().filter(|call| matches!(call, Call::Compile(_))).count();
+    run(&backend(&log, Some(folder.clone()), |_| ()), [300, 300, 0], 0).unwrap();
+    assert_eq!(compiled(&log.take()), 1);
+    run(&backend(&log, Some(folder.clone()), |_| ()), [300, 300, 0], 0).unwrap();
+    assert_eq!(compiled(&log.take()), 0);
+    // Whole, and yet not for this driver.
+    let entry = std::fs::read_dir(&folder).unwrap().next().unwrap().unwrap().path();
+    let name = entry.file_stem().unwrap().to_str().unwrap().to_owned();
+    Cache::new(Some(folder.clone())).put(&crate::cache::Name::known(name), b"other machine code");
+    run(&backend(&log, Some(folder.clone()), |driver| driver.takes = b"new"), [300, 300, 0], 0).unwrap();
+    let calls = log.take();
+    assert_eq!(compiled(&calls), 1);
+    assert_eq!(calls.iter().filter(|call| matches!(call, Call::Load { .. })).count(), 2);
+    std::fs::remove_dir_all(folder).unwrap();
+}
+
+#[test]
+fn every_failure_is_typed() {
+    let log = Log::default();
+    let broken = run(&backend(&log, None, |driver| driver.broken = true), [300, 300, 0], 0).unwrap_err();
+    assert!(
+        matches!(&broken, Error::DeviceFailed { device: Device::Cuda(0), why } if why.contains("cuLaunchKernel")),
+        "{broken}"
+    );
+    let refused = run(&backend(&log, None, |driver| driver.takes = b"x"), [300, 300, 0], 0).unwrap_err();
+    assert!(matches!(refused, Error::DeviceFailed { .. }), "{refused}");
+    for capability in [(7, 5), (13, 0)] {
+        let old = run(&backend(&log, None, |driver| driver.capability = capability), [300, 300, 0], 0).unwrap_err();
+        assert!(matches!(&old, Error::DeviceUnavailable { why, .. } if why.contains("compute capability")), "{old}");
+    }
+    let second = request(3, 3, 0, 1, |spec, _| backend(&log, None, |_| ()).plan(spec).unwrap_err());
+    assert!(
+        matches!(&second, Error::DeviceUnavailable { device: Device::Cuda(1), why } if why.contains("sees 1")),
+        "{second}"
+    );
+}
+
+#[test]
+fn operands_of_another_spec_are_refused() {
+    let log = Log::default();
+    let backend = backend(&log, None, |_| ());
+    let plan = request(300, 300, 0, 0, |spec, _| backend.plan(spec).unwrap());
+    request(300, 301, 0, 0, |spec, tensors| {
+        let mut operands = Operands::check(tensors, spec).unwrap();
+        // SAFETY: the recorded driver touches no memory.
+        let refused = unsafe { backend.run(&plan, &mut operands, DeviceMemory::default(), 0) };
+        assert!(matches!(refused, Err(Error::NotAsPlanned { .. })));
+    });
+}

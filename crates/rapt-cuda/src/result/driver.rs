@@ -1,0 +1,267 @@
+//! The CUDA driver: devices, modules, launches.
+//!
+//! The context is the device's primary one, which is what every framework in the process uses; it is current only for the
+//! length of a call. Deliberately absent: memory, and streams of its own.
+
+use std::ffi::{CStr, c_char, c_void};
+use std::sync::{Mutex, PoisonError};
+
+use rustc_hash::FxHashMap;
+
+use crate::error::{CudaError, Result};
+use crate::sys::cuda::{
+    self, CUcontext, CUdevice_attribute as Attribute, CUfunction, CUfunction_attribute as FunctionAttribute, CUmodule,
+    CUresult, CUstream, CUstreamCaptureMode,
+};
+use crate::sys::is_driver_present;
+
+/// What a device says of itself.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Facts {
+    pub(crate) name: String,
+    pub(crate) capability: (u32, u32),
+    pub(crate) multiprocessors: u32,
+    /// Most shared memory that a block may ask for.
+    pub(crate) shared_bytes: u32,
+    /// 0 where the driver does not tell.
+    pub(crate) clock_hz: f64,
+    /// Bytes a second by clock and bus width; 0 where the driver does not tell.
+    pub(crate) bandwidth: f64,
+}
+
+/// A kernel on a device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Function {
+    pub(crate) device: u32,
+    /// `CUfunction`, valid as long as the process: modules are not unloaded.
+    pub(crate) handle: usize,
+    pub(crate) registers: usize,
+    pub(crate) local_bytes: usize,
+}
+
+/// Size of a launch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Grid {
+    pub(crate) blocks: u32,
+    pub(crate) threads: u32,
+    pub(crate) shared_bytes: u32,
+}
+
+/// What the rest of the crate asks of a driver.
+pub(crate) trait Driver: Send + Sync + std::fmt::Debug {
+    fn count(&self) -> Result<u32>;
+    fn facts(&self, device: u32) -> Result<Facts>;
+    /// Loads `cubin` and finds `entry`, which may then be launched with `shared_bytes` of dynamic shared memory.
+    fn load(&self, device: u32, cubin: &[u8], entry: &CStr, shared_bytes: u32) -> Result<Function>;
+    /// Enqueues a kernel whose one parameter is `params`.
+    ///
+    /// # Safety
+    /// What `params` points to stays valid until the stream has passed this launch, and is what the kernel takes it for.
+    unsafe fn launch(&self, function: &Function, grid: Grid, stream: usize, params: &[u8]) -> Result<()>;
+}
+
+/// The driver of this machine.
+#[derive(Debug)]
+pub(crate) struct Cuda {
+    pid: u32,
+    /// Primary contexts by device, as addresses.
+    contexts: Mutex<FxHashMap<u32, usize>>,
+}
+
+fn text_of(code: CUresult, get: unsafe fn(CUresult, *mut *const c_char) -> CUresult) -> String {
+    let mut text: *const c_char = std::ptr::null();
+    // SAFETY: a static string is written, or nothing for an unknown code.
+    unsafe {
+        if get(code, &raw mut text) != CUresult::CUDA_SUCCESS || text.is_null() {
+            return "unknown".into();
+        }
+        CStr::from_ptr(text).to_string_lossy().into_owned()
+    }
+}
+
+fn check(call: &'static str, code: CUresult) -> Result<()> {
+    if code == CUresult::CUDA_SUCCESS {
+        return Ok(());
+    }
+    let (name, text) = (text_of(code, cuda::cuGetErrorName), text_of(code, cuda::cuGetErrorString));
+    Err(CudaError::Driver { call, code: code as u32, name, text })
+}
+
+/// Makes a context current, and the one before it again when dropped; where it is current already, nothing.
+struct Current(Option<CUcontext>);
+
+impl Current {
+    fn new(context: usize) -> Result<Self> {
+        let context = context as CUcontext;
+        let mut before: CUcontext = std::ptr::null_mut();
+        // SAFETY: one pointer is written.
+        check("cuCtxGetCurrent", unsafe { cuda::cuCtxGetCurrent(&raw mut before) })?;
+        if before == context {
+            return Ok(Current(None));
+        }
+        // SAFETY: a primary context that is never released.
+        check("cuCtxSetCurrent", unsafe { cuda::cuCtxSetCurrent(context) })?;
+        Ok(Current(Some(before)))
+    }
+}
+
+impl Drop for Current {
+    fn drop(&mut self) {
+        if let Some(before) = self.0 {
+            // SAFETY: what `new` found, which is this thread's to use, or none.
+            let _ = unsafe { cuda::cuCtxSetCurrent(before) };
+        }
+    }
+}
+
+/// Lets this thread load modules while a stream of the process is captured into a graph.
+struct Relaxed(CUstreamCaptureMode);
+
+impl Relaxed {
+    fn new() -> Result<Self> {
+        let mut mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
+        // SAFETY: swaps the mode of this thread.
+        check("cuThreadExchangeStreamCaptureMode", unsafe { cuda::cuThreadExchangeStreamCaptureMode(&raw mut mode) })?;
+        Ok(Relaxed(mode))
+    }
+}
+
+impl Drop for Relaxed {
+    fn drop(&mut self) {
+        // SAFETY: puts back what `new` found.
+        let _ = unsafe { cuda::cuThreadExchangeStreamCaptureMode(&raw mut self.0) };
+    }
+}
+
+impl Cuda {
+    /// Starts the driver.
+    ///
+    /// # Errors
+    /// [`CudaError::NoDriver`], [`CudaError::Driver`].
+    pub(crate) fn start() -> Result<Self> {
+        if !is_driver_present() {
+            return Err(CudaError::NoDriver);
+        }
+        // SAFETY: the library is there; the call may be repeated.
+        check("cuInit", unsafe { cuda::cuInit(0) })?;
+        Ok(Cuda { pid: std::process::id(), contexts: Mutex::default() })
+    }
+
+    fn alive(&self) -> Result<()> {
+        if self.pid == std::process::id() { Ok(()) } else { Err(CudaError::Forked) }
+    }
+
+    fn context(&self, device: u32) -> Result<usize> {
+        self.alive()?;
+        let mut contexts = self.contexts.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(context) = contexts.get(&device) {
+            return Ok(*context);
+        }
+        let handle = self.device(device)?;
+        let mut context: CUcontext = std::ptr::null_mut();
+        // SAFETY: the device exists; its context is kept for the life of the process.
+        check("cuDevicePrimaryCtxRetain", unsafe { cuda::cuDevicePrimaryCtxRetain(&raw mut context, handle) })?;
+        contexts.insert(device, context as usize);
+        Ok(context as usize)
+    }
+
+    fn device(&self, index: u32) -> Result<cuda::CUdevice> {
+        let count = self.count()?;
+        if index >= count {
+            return Err(CudaError::NoDevice { index, count });
+        }
+        let mut device = 0;
+        // SAFETY: the index is in range.
+        check("cuDeviceGet", unsafe { cuda::cuDeviceGet(&raw mut device, index as i32) })?;
+        Ok(device)
+    }
+}
+
+impl Driver for Cuda {
+    fn count(&self) -> Result<u32> {
+        self.alive()?;
+        let mut count = 0;
+        // SAFETY: one integer is written.
+        check("cuDeviceGetCount", unsafe { cuda::cuDeviceGetCount(&raw mut count) })?;
+        Ok(count.max(0) as u32)
+    }
+
+    fn facts(&self, index: u32) -> Result<Facts> {
+        let device = self.device(index)?;
+        let attribute = |attribute: Attribute| {
+            let mut value = 0;
+            // SAFETY: one integer is written.
+            check("cuDeviceGetAttribute", unsafe { cuda::cuDeviceGetAttribute(&raw mut value, attribute, device) })?;
+            Ok(value.max(0) as u32)
+        };
+        let mut name = [0 as c_char; 128];
+        // SAFETY: the buffer's length is given.
+        check("cuDeviceGetName", unsafe { cuda::cuDeviceGetName(name.as_mut_ptr(), name.len() as i32, device) })?;
+        // SAFETY: the driver ends the name with NUL.
+        let name = unsafe { CStr::from_ptr(name.as_ptr()) }.to_string_lossy().into_owned();
+        // Clocks are kHz; memory moves twice a cycle.
+        let khz = |which| attribute(which).map_or(0.0, |khz| f64::from(khz) * 1e3);
+        let memory_hz = khz(Attribute::CU_DEVICE_ATTRIBUTE_MEMORY_CLOCK_RATE);
+        let bus_bits = attribute(Attribute::CU_DEVICE_ATTRIBUTE_GLOBAL_MEMORY_BUS_WIDTH).unwrap_or(0);
+        Ok(Facts {
+            name,
+            capability: (
+                attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
+                attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
+            ),
+            multiprocessors: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?,
+            shared_bytes: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?,
+            clock_hz: khz(Attribute::CU_DEVICE_ATTRIBUTE_CLOCK_RATE),
+            bandwidth: memory_hz * 2.0 * f64::from(bus_bits) / 8.0,
+        })
+    }
+
+    fn load(&self, device: u32, cubin: &[u8], entry: &CStr, shared_bytes: u32) -> Result<Function> {
+        let _current = Current::new(self.context(device)?)?;
+        let _relaxed = Relaxed::new()?;
+        let mut module: CUmodule = std::ptr::null_mut();
+        // SAFETY: an ELF image whose length is in its header; our cache has checked that it is whole.
+        check("cuModuleLoadData", unsafe { cuda::cuModuleLoadData(&raw mut module, cubin.as_ptr().cast()) })?;
+        let mut function: CUfunction = std::ptr::null_mut();
+        // SAFETY: the module was loaded; the name ends in NUL.
+        let code = unsafe { cuda::cuModuleGetFunction(&raw mut function, module, entry.as_ptr()) };
+        check("cuModuleGetFunction", code)?;
+        let attribute = |which: FunctionAttribute| {
+            let mut value = 0;
+            // SAFETY: one integer is written.
+            check("cuFuncGetAttribute", unsafe { cuda::cuFuncGetAttribute(&raw mut value, which, function) })?;
+            Ok(value.max(0) as usize)
+        };
+        let most = FunctionAttribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+        // SAFETY: the function was found in a loaded module.
+        check("cuFuncSetAttribute", unsafe { cuda::cuFuncSetAttribute(function, most, shared_bytes as i32) })?;
+        Ok(Function {
+            device,
+            handle: function as usize,
+            registers: attribute(FunctionAttribute::CU_FUNC_ATTRIBUTE_NUM_REGS)?,
+            local_bytes: attribute(FunctionAttribute::CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES)?,
+        })
+    }
+
+    unsafe fn launch(&self, function: &Function, grid: Grid, stream: usize, params: &[u8]) -> Result<()> {
+        let _current = Current::new(self.context(function.device)?)?;
+        let mut parameters = [params.as_ptr().cast_mut().cast::<c_void>()];
+        // SAFETY: the function is of a module that stays loaded; the driver copies the parameter before it returns, and
+        // the caller vouches for what it points to.
+        check("cuLaunchKernel", unsafe {
+            cuda::cuLaunchKernel(
+                function.handle as CUfunction,
+                grid.blocks,
+                1,
+                1,
+                grid.threads,
+                1,
+                1,
+                grid.shared_bytes,
+                stream as CUstream,
+                parameters.as_mut_ptr(),
+                std::ptr::null_mut(),
+            )
+        })
+    }
+}

@@ -1,0 +1,56 @@
+//! The functions of NVRTC that are used, looked up in a library opened at run time.
+
+use std::ffi::{OsStr, c_char, c_int, c_void};
+
+use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
+
+pub(crate) type Program = *mut c_void;
+/// `NVRTC_SUCCESS`.
+pub(crate) const SUCCESS: c_int = 0;
+/// `RTLD_NOLOAD`: only what is loaded already.
+const RTLD_NOLOAD: c_int = if cfg!(target_os = "macos") { 0x10 } else { 4 };
+
+macro_rules! functions {
+    ($( $name:ident: fn($($argument:ty),*) -> $answer:ty; )*) => {
+        /// The functions, and the library that keeps them valid.
+        #[derive(Debug)]
+        #[allow(non_snake_case, reason = "NVIDIA's names")]
+        pub(crate) struct Functions {
+            $( pub(crate) $name: unsafe extern "C" fn($($argument),*) -> $answer, )*
+            _library: Library,
+        }
+
+        impl Functions {
+            #[allow(non_snake_case, reason = "NVIDIA's names")]
+            fn find(library: Library) -> Option<Self> {
+                // SAFETY: the types are those of nvrtc.h, the same in CUDA 12 and 13.
+                unsafe {
+                    $( let $name = *library.get::<unsafe extern "C" fn($($argument),*) -> $answer>(stringify!($name)).ok()?; )*
+                    Some(Functions { $($name,)* _library: library })
+                }
+            }
+        }
+    };
+}
+
+functions! {
+    nvrtcVersion: fn(*mut c_int, *mut c_int) -> c_int;
+    nvrtcGetErrorString: fn(c_int) -> *const c_char;
+    nvrtcCreateProgram: fn(*mut Program, *const c_char, *const c_char, c_int, *const *const c_char, *const *const c_char) -> c_int;
+    nvrtcDestroyProgram: fn(*mut Program) -> c_int;
+    nvrtcCompileProgram: fn(Program, c_int, *const *const c_char) -> c_int;
+    nvrtcGetProgramLogSize: fn(Program, *mut usize) -> c_int;
+    nvrtcGetProgramLog: fn(Program, *mut c_char) -> c_int;
+    nvrtcGetCUBINSize: fn(Program, *mut usize) -> c_int;
+    nvrtcGetCUBIN: fn(Program, *mut c_char) -> c_int;
+}
+
+impl Functions {
+    /// The functions of the library at `path`, or of that name; with `loaded`, only if the process has it already.
+    pub(crate) fn open(path: &OsStr, loaded: bool) -> Option<Self> {
+        let flags = RTLD_NOW | RTLD_LOCAL | if loaded { RTLD_NOLOAD } else { 0 };
+        // SAFETY: opens NVIDIA's compiler, whose initialisers are its own.
+        let library = unsafe { Library::open(Some(path), flags) }.ok()?;
+        Functions::find(library)
+    }
+}

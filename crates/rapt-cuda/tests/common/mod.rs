@@ -1,0 +1,38 @@
+//! Specs of CUDA tensors without memory behind them: everything up to a launch needs no device.
+
+#![allow(dead_code, reason = "each test file uses a part")]
+
+use rapt_core::{Arch, DType, Device, Extent, Options, Shape, Spec, View};
+use rapt_cuda::Caps;
+
+/// The capabilities of a device of this architecture; of `sm_80` the multiprocessor count and memory of an A100, and so on.
+pub(crate) fn caps(arch: Arch) -> Caps {
+    let (multiprocessors, shared_bytes) = match arch {
+        Arch::Sm80 => (108, 163 * 1024),
+        Arch::Sm90a => (132, 227 * 1024),
+        _ => (128, 99 * 1024),
+    };
+    Caps { arch, multiprocessors, shared_bytes, clock_hz: Some(1.7e9), bandwidth: Some(3e12) }
+}
+
+/// A row-major tensor that is never read.
+pub(crate) fn view(name: &'static str, dtype: DType, shape: &[usize]) -> View<'static> {
+    let shape = Shape::new(shape).unwrap();
+    let address = std::ptr::without_provenance(1 << 20);
+    let strides = shape.contiguous().unwrap();
+    // SAFETY: nobody reads it.
+    unsafe { View::from_raw_parts(name, address, dtype, shape, strides, Device::Cuda(0), Extent::Declared) }.unwrap()
+}
+
+/// `[1, heads, q_len, head_dim]` over `[1, heads, kv_len, head_dim]`, with a `[1, 1, 1, kv_len]` mask of this dtype.
+pub(crate) fn spec(
+    dtype: DType,
+    [heads, q_len, kv_len, head_dim]: [usize; 4],
+    mask: Option<DType>,
+    options: &Options,
+) -> Spec {
+    let q = view("q", dtype, &[1, heads, q_len, head_dim]);
+    let k = view("k", dtype, &[1, heads, kv_len, head_dim]);
+    let mask = mask.map(|dtype| view("mask", dtype, &[1, 1, 1, kv_len]));
+    Spec::builder(&q, &k, &k, options).mask(mask.as_ref()).build().unwrap()
+}

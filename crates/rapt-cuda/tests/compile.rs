@@ -1,0 +1,78 @@
+//! Every kernel compiles to machine code without a device, and the hot ones keep their registers.
+//!
+//! Needs NVRTC: where none is found this is printed and nothing is tested, unless `RAPT_REQUIRE` names `nvrtc`.
+
+mod common;
+
+use std::sync::Mutex;
+
+use common::{caps, spec};
+use rapt_core::{Arch, Causal, DType, Options};
+use rapt_cuda::{Code, CudaError, Report, codes, compile_all};
+
+/// One compilation per core at a time.
+fn compile(all: &[Code]) -> Option<Result<Vec<Report>, CudaError>> {
+    let jobs = Mutex::new(all.iter());
+    let reports = Mutex::new(Vec::new());
+    let workers = std::thread::available_parallelism().map_or(1, usize::from);
+    std::thread::scope(|scope| {
+        for _ in 0..workers {
+            scope.spawn(|| {
+                loop {
+                    let Some(code) = jobs.lock().unwrap().next() else { break };
+                    let report = compile_all(std::slice::from_ref(code));
+                    reports.lock().unwrap().push(report);
+                }
+            });
+        }
+    });
+    let reports: Result<Vec<Vec<Report>>, CudaError> = reports.into_inner().unwrap().into_iter().collect();
+    match reports {
+        Err(error @ CudaError::NoCompiler { .. }) => {
+            let required = std::env::var("RAPT_REQUIRE").unwrap_or_default();
+            assert!(!required.split(',').any(|name| name == "nvrtc"), "RAPT_REQUIRE asks for nvrtc: {error}");
+            println!("skipped: {error}");
+            None
+        }
+        other => Some(other.map(|reports| reports.into_iter().flatten().collect())),
+    }
+}
+
+#[test]
+fn every_kernel_compiles_and_the_hot_ones_do_not_spill() {
+    let plain = Options::default();
+    let capped = plain.with_softcap(30.0).with_causal(Causal::TopLeft);
+    let mut all = Vec::new();
+    let mut hot = Vec::new();
+    for arch in [Arch::Sm80, Arch::Sm90a, Arch::Sm120] {
+        let of = |spec| codes(&spec, &caps(arch)).unwrap();
+        let bf16 = |lengths, mask, options| of(spec(DType::BF16, lengths, mask, options));
+        hot.extend(bf16([8, 1, 8192, 128], None, &plain));
+        hot.extend(bf16([8, 2048, 2048, 64], None, &plain));
+        hot.extend(of(spec(DType::F32, [8, 2048, 2048, 128], None, &plain)));
+        all.extend(bf16([8, 2048, 2048, 128], None, &plain));
+        all.extend(of(spec(DType::F64, [8, 100, 100, 40], Some(DType::F64), &capped)));
+    }
+    // The other forms of the sources, once: what they differ in is no matter of the architecture.
+    let of = |dtype, lengths, mask, options| codes(&spec(dtype, lengths, mask, options), &caps(Arch::Sm90a)).unwrap();
+    all.extend(of(DType::F16, [2, 100, 100, 24], Some(DType::F32), &capped));
+    all.extend(of(DType::F16, [2, 1, 100, 24], Some(DType::Bool), &plain));
+    all.extend(of(DType::BF16, [2, 1, 100, 33], Some(DType::BF16), &plain));
+    all.extend(of(DType::BF16, [2, 100, 100, 33], Some(DType::Bool), &plain));
+    all.extend(of(DType::BF16, [2, 100, 100, 256], None, &plain));
+    all.extend(of(DType::F16, [2, 100, 100, 300], Some(DType::F16), &plain));
+    let count = hot.len();
+    all.splice(0..0, hot.iter().copied());
+    let mut seen = std::collections::HashSet::new();
+    all.retain(|code| seen.insert(*code));
+    let Some(reports) = compile(&all) else { return };
+    let reports = reports.unwrap_or_else(|error| panic!("{error}"));
+    assert_eq!(reports.len(), all.len());
+    assert!(count > 0);
+    for report in &reports {
+        println!("{}: {} registers, {} bytes spilled", report.code, report.registers, report.spilled_bytes);
+        assert!(report.registers <= 255 && report.cubin_bytes > 0);
+        let most = if hot.contains(&report.code) { 0 } else { 160 };
+        assert!(report.spilled_bytes <= most, "{} spills {} bytes", report.code, report.spilled_bytes);
+    }
+}

@@ -1,0 +1,112 @@
+//! `select` over a grid of requests, without a device.
+
+mod common;
+
+use common::{caps, spec, view};
+use rapt_core::{Arch, Causal, DType, Device, Error, Kernel, Options, PRounding, Spec};
+use rapt_cuda::{codes, select};
+
+const ARCHS: [Arch; 4] = [Arch::Sm80, Arch::Sm86, Arch::Sm90a, Arch::Sm120];
+
+#[test]
+fn every_request_is_served_and_tensor_cores_serve_what_they_can() {
+    for arch in ARCHS {
+        for dtype in [DType::F64, DType::F32, DType::F16, DType::BF16] {
+            for (q_len, kv_len) in [(1, 1), (1, 8192), (16, 100), (17, 100), (4096, 4096), (5, 0)] {
+                for head_dim in [1, 8, 33, 64, 80, 128, 192, 256, 257, 1000] {
+                    for mask in [None, Some(DType::Bool), Some(dtype)] {
+                        let spec = spec(dtype, [4, q_len, kv_len, head_dim], mask, &Options::default());
+                        let plan = select(&spec, &caps(arch)).unwrap();
+                        let launch = plan.launch.clone().unwrap();
+                        assert!(launch.shared_bytes <= caps(arch).shared_bytes as usize, "{arch:?} {spec:?}");
+                        assert!(launch.blocks >= 1 && launch.block_threads.is_multiple_of(32));
+                        let cores = matches!(dtype, DType::F16 | DType::BF16) && head_dim <= 256 && kv_len > 0;
+                        let expected = match (cores, q_len <= 16) {
+                            (false, _) => Kernel::Generic,
+                            (true, true) => Kernel::Decode,
+                            (true, false) => Kernel::Forward,
+                        };
+                        // Decoding at head_dim 256 needs more shared memory than the smaller devices have.
+                        let small = plan.key.kernel == Kernel::Generic
+                            && head_dim > 128
+                            && caps(arch).shared_bytes < 150 * 1024;
+                        assert!(plan.key.kernel == expected || small, "{arch:?} {dtype} {q_len} {head_dim}");
+                        let storage = plan.key.kernel != Kernel::Generic;
+                        assert_eq!(plan.key.p_rounding == PRounding::Storage, storage);
+                        assert_eq!(plan.why_not_faster.is_empty(), storage && (q_len <= 16 || arch != Arch::Sm90a));
+                        assert!(plan.explain().to_string().contains("multiprocessors"));
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn the_batch_and_the_strides_change_no_code_and_no_split() {
+    let of = |batch: usize, heads: usize, q_len: usize, permuted: bool| {
+        let shape = if permuted { [batch, q_len, heads, 64] } else { [batch, heads, q_len, 64] };
+        let layout = if permuted { rapt_core::Layout::Bshd } else { rapt_core::Layout::Bhsd };
+        let (q, k) = (view("q", DType::BF16, &shape), {
+            let shape = if permuted { [batch, 5000, heads, 64] } else { [batch, heads, 5000, 64] };
+            view("k", DType::BF16, &shape)
+        });
+        Spec::builder(&q, &k, &k, &Options::default().with_layout(layout)).build().unwrap()
+    };
+    for q_len in [1, 7, 100, 3000] {
+        let first = of(1, 1, q_len, false);
+        let (plan, code) = (select(&first, &caps(Arch::Sm90a)).unwrap(), codes(&first, &caps(Arch::Sm90a)).unwrap());
+        for (batch, heads, permuted) in [(1, 8, false), (64, 1, false), (16, 32, true)] {
+            let other = of(batch, heads, q_len, permuted);
+            let other_plan = select(&other, &caps(Arch::Sm90a)).unwrap();
+            assert_eq!(codes(&other, &caps(Arch::Sm90a)).unwrap(), code);
+            assert_eq!(
+                (other_plan.num_splits, other_plan.block_m, other_plan.block_n),
+                (plan.num_splits, plan.block_m, plan.block_n)
+            );
+        }
+    }
+}
+
+#[test]
+fn every_plan_states_a_cut_that_its_certificate_proves() {
+    for dtype in [DType::F32, DType::BF16] {
+        for (q_len, kv_len) in [(1, 1), (1, 8192), (16, 600), (17, 100), (200, 300), (5, 0)] {
+            for head_dim in [8, 64, 192, 1000] {
+                let (q_shape, k_shape) = ([2, 6, q_len, head_dim], [2, 3, kv_len, head_dim]);
+                let (q, k) = (view("q", dtype, &q_shape), view("k", dtype, &k_shape));
+                let shape = rapt_core::Shape::from(q_shape);
+                let (at, strides) = (std::ptr::without_provenance_mut(1 << 30), shape.contiguous().unwrap());
+                let (device, extent) = (Device::Cuda(0), rapt_core::Extent::Declared);
+                // SAFETY: nobody writes it.
+                let out =
+                    unsafe { rapt_core::ViewMut::from_raw_parts("out", at, dtype, shape, strides, device, extent) };
+                let out = out.unwrap();
+                let spec = Spec::builder(&q, &k, &k, &Options::default()).build().unwrap();
+                let plan = select(&spec, &caps(Arch::Sm90a)).unwrap();
+                let (mask, sinks, alibi_slopes, lse) = (None, None, None, None);
+                let tensors = rapt_core::Tensors { q, k, v: k, mask, sinks, alibi_slopes, out, lse };
+                let operands = rapt_core::Operands::check(tensors, &plan.spec).unwrap();
+                let coverage = plan.certificate(&operands).unwrap().coverage;
+                assert_eq!(coverage.rows, 2 * 6 * q_len as u128);
+                assert_eq!(coverage.work.is_some(), kv_len > 0, "{q_len} {kv_len} {head_dim}");
+                assert_eq!(coverage.parts, if q_len <= 16 { kv_len.div_ceil(512).max(1) } else { 1 });
+            }
+        }
+    }
+}
+
+#[test]
+fn what_is_not_served_is_refused_by_name() {
+    let cpu = {
+        let data = [0f32; 4];
+        let q = rapt_core::View::contiguous("q", &data, [1, 1, 2, 2].into()).unwrap();
+        Spec::builder(&q, &q, &q, &Options::default()).build().unwrap()
+    };
+    let refused = select(&cpu, &caps(Arch::Sm90a)).unwrap_err();
+    assert!(matches!(refused, Error::DeviceUnavailable { device: Device::Cpu, .. }), "{refused}");
+    let long = spec(DType::BF16, [1, 1 << 29, 1, 1], None, &Options::default());
+    assert!(matches!(select(&long, &caps(Arch::Sm90a)), Err(Error::Unsupported { .. })));
+    let many = spec(DType::BF16, [1 << 28, 1 << 10, 1, 1], None, &Options::default().with_causal(Causal::TopLeft));
+    assert!(matches!(select(&many, &caps(Arch::Sm90a)), Err(Error::Unsupported { .. })));
+}
