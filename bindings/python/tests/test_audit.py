@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from html.parser import HTMLParser
 from pathlib import Path
 from xml.etree import ElementTree
@@ -191,7 +192,7 @@ def test_the_list_of_hazards_is_the_documented_one():
 def test_every_cause_is_documented():
     text = (HERE.parents[2] / "docs/audit.md").read_text()
     source = "".join((Path(rapt.__file__).parent / "_audit" / name).read_text() for name in ("hypotheses.py", "diagnose.py"))
-    causes = set(re.findall(r'(?:Guess\(|yield [^"]*?, )"([a-z0-9-]+)"', source))
+    causes = set(re.findall(r'(?:Guess\(|yield [^"]*?,)\s*"([a-z0-9-]+)"', source))
     assert len(causes) > 30 and {cause for cause in causes if f"`{cause}`" not in text} == set()
 
 
@@ -218,6 +219,18 @@ def test_a_callee_that_dies_at_once_is_a_finding():
         assert [(f.cause, f.severity) for f in report.findings] == [("crash", "critical")]
         assert re.search("SIG(ABRT|SEGV)", report.findings[0].text)
         assert {h.verdict for h in report.hazards} == {"found", "blocked"}
+
+
+def sleeping(q, k, v, is_causal=False):
+    while is_causal:
+        time.sleep(1)
+    return sound.attention(q, k, v)
+
+
+def test_a_callee_that_does_not_answer_is_a_finding():
+    report = rapt.audit(sleeping, kind="numpy", dtypes=["float32"], hazards=["accuracy", "causal"], budget_s=14)
+    assert [(f.hazard, f.cause) for f in report.findings] == [("causal", "hang")], report
+    assert report.findings[0].reproducer["outcome"] == "did not end in time" and report.findings[0].reproducer["reproduced"]
 
 
 def test_the_budget_is_kept():

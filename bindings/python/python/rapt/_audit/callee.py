@@ -6,6 +6,7 @@ Deliberately absent: probes, and any import of torch that the callee did not mak
 """
 
 import importlib
+import importlib.util
 import inspect
 import os
 import site

@@ -14,7 +14,7 @@ from .hazards import BY_NAME, SEVERITIES, TABLE
 from .report import Finding, HazardResult, Report
 from .script import write
 from .shrink import shrink
-from .supervisor import Child, Clock, Died, Hung, Nursery
+from .supervisor import LATE, Child, Clock, Died, Hung, Nursery
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
@@ -242,8 +242,10 @@ class Hunt:
         made, original = finding.reproducer, finding.reproducer.pop("original", None)
         if made["source"] is None:
             return
-        timeout = max(20.0, self.clock.left)
+        hang = finding.cause == "hang"
+        timeout = 5.0 if hang else max(20.0, self.clock.left)
         held, outcome = run(made["source"], timeout)
+        held = held or hang and outcome == LATE
         if not held and original not in (None, made["source"]):
             held, outcome = run(original, timeout)
             made |= {"source": original, "shrunk": False}

@@ -5,6 +5,7 @@ thread of its own, because OpenMP's pool does not outlive a fork in the thread t
 """
 
 import contextlib
+import faulthandler
 import os
 import select
 import signal
@@ -79,6 +80,8 @@ class Child:
         code = 0
         try:
             ours.close()
+            # A fault is the parent's to tell: its handler would write into the parent's terminal.
+            faulthandler.disable()
             for stream in (1, 2):
                 os.dup2(self._errors.fileno(), stream)
             from .worker import Worker
@@ -163,6 +166,9 @@ for line in sys.stdin:
 """
 
 
+LATE = "did not end in time"
+
+
 class Nursery:
     """Where reproducers run: each in a new process in which nothing but torch (or numpy) is imported.
 
@@ -172,12 +178,19 @@ class Nursery:
 
     def __init__(self, library):
         self._folder = tempfile.TemporaryDirectory(prefix="rapt-audit-")
-        self._process, self._count = None, 0
+        self._library, self._process, self._count = library, None, 0
+        self._start()
+
+    def _start(self):
         if hasattr(os, "fork"):
             self._process = subprocess.Popen(
-                [sys.executable, "-c", NURSERY.format(library=library)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL, text=True, start_new_session=True,
-            )  # fmt: skip
+                [sys.executable, "-c", NURSERY.format(library=self._library)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+                start_new_session=True,
+            )
 
     def run(self, text, timeout):
         """(whether the program showed the hazard, in words)."""
@@ -189,7 +202,7 @@ class Nursery:
         try:
             code = self._run(path, words, timeout)
         except subprocess.TimeoutExpired:
-            return False, "did not end in time"
+            return False, LATE
         lines = words.read_text(errors="replace").strip().splitlines()
         last = lines[-1][:300] if lines else ""
         if code < 0:
@@ -207,6 +220,8 @@ class Nursery:
                     stderr=file,
                     timeout=timeout,
                 ).returncode
+        if self._process.poll() is not None:
+            self._start()
         self._process.stdin.write(f"{path}\t{words}\n")
         self._process.stdin.flush()
         if not select.select([self._process.stdout], [], [], timeout)[0]:
