@@ -72,15 +72,15 @@ def test_the_negative_bit_is_refused_wherever_it_is(torch, place):
     # As users meet it: the imaginary part of a conjugate.
     lazy = torch.complex(given[place], given[place]).conj().imag
     assert lazy.is_neg() and lazy.dtype == torch.float32
-    for call, says in [(rapt.attention, "lazy negation"), (rapt.explain, "negative bit")]:
-        with pytest.raises(rapt.LayoutError, match=f"{place} .*{says}.*{place}.resolve_neg"):
+    for call in [rapt.attention, rapt.explain]:
+        with pytest.raises(rapt.LayoutError, match=f"{place} .*lazy negation.*{place}.resolve_neg"):
             call(**{**given, place: lazy})
 
 
 def test_the_conjugate_bit_is_refused(torch):
     x = torch.zeros(1, 1, 4, 8, dtype=torch.complex64)
-    for call, says in [(rapt.attention, "lazy negation or conjugation"), (rapt.explain, "conjugate bit")]:
-        with pytest.raises(rapt.LayoutError, match=f"{says}.*resolve_conj"):
+    for call in [rapt.attention, rapt.explain]:
+        with pytest.raises(rapt.LayoutError, match="lazy negation or conjugation.*resolve_conj"):
             call(x.conj(), x, x)
     with pytest.raises(rapt.UnsupportedDtypeError, match="complex64"):
         rapt.attention(x, x, x)
