@@ -105,6 +105,7 @@ impl Parts {
     unsafe fn read(name: &'static str, given: *const rapt_tensor) -> Result<Self, Refusal> {
         let given = to_read(given, name)?;
         // SAFETY: neither NULL nor unaligned; that a tensor lies there is the caller's word.
+        let given = unsafe { given.read() };
         let rapt_tensor {
             data,
             dtype,
@@ -115,7 +116,7 @@ impl Parts {
             strides: steps,
             storage_bytes,
             storage,
-        } = unsafe { given.read() };
+        } = given;
         let dtype = dtype_of(name, dtype)?;
         let device = match (device, u32::try_from(device_index)) {
             (code, _) if code == rapt_device::RAPT_DEVICE_CPU as i32 => {

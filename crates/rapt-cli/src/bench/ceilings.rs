@@ -66,7 +66,7 @@ fn fma_avx512(rounds: usize, x: f32, y: f32) -> f32 {
 /// Numbers in a vector of this instruction set.
 const fn lanes(arch: Arch) -> usize {
     match arch {
-        Arch::Avx512 => 16,
+        Arch::Avx512 | Arch::Avx512Bf16 => 16,
         Arch::Avx2 => 8,
         Arch::Neon => 4,
         _ => 1,
@@ -77,7 +77,7 @@ fn fma(arch: Arch, rounds: usize, x: f32, y: f32) -> f32 {
     match arch {
         #[cfg(target_arch = "x86_64")]
         // SAFETY: an engine runs on an instruction set that it found on this machine.
-        Arch::Avx512 => unsafe { fma_avx512(rounds, x, y) },
+        Arch::Avx512 | Arch::Avx512Bf16 => unsafe { fma_avx512(rounds, x, y) },
         #[cfg(target_arch = "x86_64")]
         // SAFETY: as above.
         Arch::Avx2 => unsafe { fma_avx2(rounds, x, y) },

@@ -83,70 +83,87 @@ impl Simd for Avx2F32 {
     }
     #[inline(always)]
     unsafe fn splat(x: f32) -> __m256 {
+        // SAFETY: an entry point has AVX2, FMA and F16C on, after detection.
         unsafe { _mm256_set1_ps(x) }
     }
     #[inline(always)]
     unsafe fn load(ptr: *const f32) -> __m256 {
+        // SAFETY: an entry point has AVX2, FMA and F16C on, after detection; the caller vouches for the memory.
         unsafe { _mm256_loadu_ps(ptr) }
     }
     #[inline(always)]
     unsafe fn store(ptr: *mut f32, x: __m256) {
+        // SAFETY: an entry point has AVX2, FMA and F16C on, after detection; the caller vouches for the memory.
         unsafe { _mm256_storeu_ps(ptr, x) }
     }
     #[inline(always)]
     unsafe fn add(a: __m256, b: __m256) -> __m256 {
+        // SAFETY: an entry point has AVX2, FMA and F16C on, after detection.
         unsafe { _mm256_add_ps(a, b) }
     }
     #[inline(always)]
     unsafe fn sub(a: __m256, b: __m256) -> __m256 {
+        // SAFETY: an entry point has AVX2, FMA and F16C on, after detection.
         unsafe { _mm256_sub_ps(a, b) }
     }
     #[inline(always)]
     unsafe fn mul(a: __m256, b: __m256) -> __m256 {
+        // SAFETY: an entry point has AVX2, FMA and F16C on, after detection.
         unsafe { _mm256_mul_ps(a, b) }
     }
     #[inline(always)]
     unsafe fn div(a: __m256, b: __m256) -> __m256 {
+        // SAFETY: an entry point has AVX2, FMA and F16C on, after detection.
         unsafe { _mm256_div_ps(a, b) }
     }
     #[inline(always)]
     unsafe fn fma(a: __m256, b: __m256, c: __m256) -> __m256 {
+        // SAFETY: an entry point has AVX2, FMA and F16C on, after detection.
         unsafe { _mm256_fmadd_ps(a, b, c) }
     }
     #[inline(always)]
     unsafe fn max(a: __m256, b: __m256) -> __m256 {
+        // SAFETY: an entry point has AVX2, FMA and F16C on, after detection.
         unsafe { _mm256_max_ps(a, b) }
     }
     #[inline(always)]
     unsafe fn abs(a: __m256) -> __m256 {
+        // SAFETY: an entry point has AVX2, FMA and F16C on, after detection.
         unsafe { _mm256_andnot_ps(_mm256_set1_ps(-0.0), a) }
     }
     #[inline(always)]
     unsafe fn lt(a: __m256, b: __m256) -> __m256 {
+        // SAFETY: an entry point has AVX2, FMA and F16C on, after detection.
         unsafe { _mm256_cmp_ps::<_CMP_LT_OQ>(a, b) }
     }
     #[inline(always)]
     unsafe fn eq(a: __m256, b: __m256) -> __m256 {
+        // SAFETY: an entry point has AVX2, FMA and F16C on, after detection.
         unsafe { _mm256_cmp_ps::<_CMP_EQ_OQ>(a, b) }
     }
     #[inline(always)]
     unsafe fn select(m: __m256, a: __m256, b: __m256) -> __m256 {
+        // SAFETY: an entry point has AVX2, FMA and F16C on, after detection.
         unsafe { _mm256_blendv_ps(b, a, m) }
     }
     #[inline(always)]
     unsafe fn any(m: __m256) -> bool {
+        // SAFETY: an entry point has AVX2, FMA and F16C on, after detection.
         unsafe { _mm256_movemask_ps(m) != 0 }
     }
     #[inline(always)]
     unsafe fn pow2(shifted: __m256) -> __m256 {
+        // SAFETY: an entry point has AVX2, FMA and F16C on, after detection.
         unsafe { _mm256_castsi256_ps(_mm256_slli_epi32::<23>(_mm256_castps_si256(shifted))) }
     }
     #[inline(always)]
     unsafe fn load_f16(ptr: *const f16) -> __m256 {
+        // SAFETY: an entry point has AVX2, FMA and F16C on, after detection; the caller vouches for the memory.
         unsafe { _mm256_cvtph_ps(_mm_loadu_si128(ptr.cast())) }
     }
     #[inline(always)]
     unsafe fn load_bf16(ptr: *const bf16) -> __m256 {
+        // SAFETY: an entry point has AVX2, FMA and F16C on, after detection; the caller vouches for the memory.
         unsafe {
             let wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(ptr.cast()));
             _mm256_castsi256_ps(_mm256_slli_epi32::<16>(wide))
@@ -154,10 +171,12 @@ impl Simd for Avx2F32 {
     }
     #[inline(always)]
     unsafe fn store_f16(ptr: *mut f16, x: __m256) {
+        // SAFETY: an entry point has AVX2, FMA and F16C on, after detection; the caller vouches for the memory.
         unsafe { _mm_storeu_si128(ptr.cast(), _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(x)) }
     }
     #[inline(always)]
     unsafe fn store_bf16(ptr: *mut bf16, x: __m256) {
+        // SAFETY: an entry point has AVX2, FMA and F16C on, after detection; the caller vouches for the memory.
         unsafe {
             let bits = bf16_bits(x);
             let packed = _mm256_permute4x64_epi64::<0b1000>(_mm256_packus_epi32(bits, bits));
@@ -166,6 +185,7 @@ impl Simd for Avx2F32 {
     }
     #[inline(always)]
     unsafe fn reduce_add(x: __m256) -> f32 {
+        // SAFETY: an entry point has AVX2, FMA and F16C on, after detection.
         unsafe {
             let x = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps::<1>(x));
             let x = _mm_add_ps(x, _mm_movehl_ps(x, x));
@@ -174,6 +194,7 @@ impl Simd for Avx2F32 {
     }
     #[inline(always)]
     unsafe fn transpose(src: *const f32, src_stride: usize, dst: *mut f32, dst_stride: usize) {
+        // SAFETY: an entry point has AVX2, FMA and F16C on, after detection; the caller vouches for the memory.
         unsafe { transpose_8x8(src, src_stride, dst, dst_stride) }
     }
 }
@@ -191,67 +212,83 @@ impl Simd for Avx2F64 {
     }
     #[inline(always)]
     unsafe fn splat(x: f64) -> __m256d {
+        // SAFETY: an entry point has AVX2, FMA and F16C on, after detection.
         unsafe { _mm256_set1_pd(x) }
     }
     #[inline(always)]
     unsafe fn load(ptr: *const f64) -> __m256d {
+        // SAFETY: an entry point has AVX2, FMA and F16C on, after detection; the caller vouches for the memory.
         unsafe { _mm256_loadu_pd(ptr) }
     }
     #[inline(always)]
     unsafe fn store(ptr: *mut f64, x: __m256d) {
+        // SAFETY: an entry point has AVX2, FMA and F16C on, after detection; the caller vouches for the memory.
         unsafe { _mm256_storeu_pd(ptr, x) }
     }
     #[inline(always)]
     unsafe fn add(a: __m256d, b: __m256d) -> __m256d {
+        // SAFETY: an entry point has AVX2, FMA and F16C on, after detection.
         unsafe { _mm256_add_pd(a, b) }
     }
     #[inline(always)]
     unsafe fn sub(a: __m256d, b: __m256d) -> __m256d {
+        // SAFETY: an entry point has AVX2, FMA and F16C on, after detection.
         unsafe { _mm256_sub_pd(a, b) }
     }
     #[inline(always)]
     unsafe fn mul(a: __m256d, b: __m256d) -> __m256d {
+        // SAFETY: an entry point has AVX2, FMA and F16C on, after detection.
         unsafe { _mm256_mul_pd(a, b) }
     }
     #[inline(always)]
     unsafe fn div(a: __m256d, b: __m256d) -> __m256d {
+        // SAFETY: an entry point has AVX2, FMA and F16C on, after detection.
         unsafe { _mm256_div_pd(a, b) }
     }
     #[inline(always)]
     unsafe fn fma(a: __m256d, b: __m256d, c: __m256d) -> __m256d {
+        // SAFETY: an entry point has AVX2, FMA and F16C on, after detection.
         unsafe { _mm256_fmadd_pd(a, b, c) }
     }
     #[inline(always)]
     unsafe fn max(a: __m256d, b: __m256d) -> __m256d {
+        // SAFETY: an entry point has AVX2, FMA and F16C on, after detection.
         unsafe { _mm256_max_pd(a, b) }
     }
     #[inline(always)]
     unsafe fn abs(a: __m256d) -> __m256d {
+        // SAFETY: an entry point has AVX2, FMA and F16C on, after detection.
         unsafe { _mm256_andnot_pd(_mm256_set1_pd(-0.0), a) }
     }
     #[inline(always)]
     unsafe fn lt(a: __m256d, b: __m256d) -> __m256d {
+        // SAFETY: an entry point has AVX2, FMA and F16C on, after detection.
         unsafe { _mm256_cmp_pd::<_CMP_LT_OQ>(a, b) }
     }
     #[inline(always)]
     unsafe fn eq(a: __m256d, b: __m256d) -> __m256d {
+        // SAFETY: an entry point has AVX2, FMA and F16C on, after detection.
         unsafe { _mm256_cmp_pd::<_CMP_EQ_OQ>(a, b) }
     }
     #[inline(always)]
     unsafe fn select(m: __m256d, a: __m256d, b: __m256d) -> __m256d {
+        // SAFETY: an entry point has AVX2, FMA and F16C on, after detection.
         unsafe { _mm256_blendv_pd(b, a, m) }
     }
     #[inline(always)]
     unsafe fn any(m: __m256d) -> bool {
+        // SAFETY: an entry point has AVX2, FMA and F16C on, after detection.
         unsafe { _mm256_movemask_pd(m) != 0 }
     }
     #[inline(always)]
     unsafe fn pow2(shifted: __m256d) -> __m256d {
+        // SAFETY: an entry point has AVX2, FMA and F16C on, after detection.
         unsafe { _mm256_castsi256_pd(_mm256_slli_epi64::<52>(_mm256_castpd_si256(shifted))) }
     }
     no_halves!(__m256d);
     #[inline(always)]
     unsafe fn reduce_add(x: __m256d) -> f64 {
+        // SAFETY: an entry point has AVX2, FMA and F16C on, after detection.
         unsafe {
             let x = _mm_add_pd(_mm256_castpd256_pd128(x), _mm256_extractf128_pd::<1>(x));
             _mm_cvtsd_f64(_mm_add_sd(x, _mm_unpackhi_pd(x, x)))
@@ -259,6 +296,7 @@ impl Simd for Avx2F64 {
     }
     #[inline(always)]
     unsafe fn transpose(src: *const f64, src_stride: usize, dst: *mut f64, dst_stride: usize) {
+        // SAFETY: an entry point has AVX2, FMA and F16C on, after detection; the caller vouches for the memory.
         unsafe { transpose_4x4(src, src_stride, dst, dst_stride) }
     }
 }

@@ -29,54 +29,67 @@ impl Simd for Avx512F32 {
     }
     #[inline(always)]
     unsafe fn splat(x: f32) -> __m512 {
+        // SAFETY: an entry point has AVX-512 on, after detection.
         unsafe { _mm512_set1_ps(x) }
     }
     #[inline(always)]
     unsafe fn load(ptr: *const f32) -> __m512 {
+        // SAFETY: an entry point has AVX-512 on, after detection; the caller vouches for the memory.
         unsafe { _mm512_loadu_ps(ptr) }
     }
     #[inline(always)]
     unsafe fn store(ptr: *mut f32, x: __m512) {
+        // SAFETY: an entry point has AVX-512 on, after detection; the caller vouches for the memory.
         unsafe { _mm512_storeu_ps(ptr, x) }
     }
     #[inline(always)]
     unsafe fn add(a: __m512, b: __m512) -> __m512 {
+        // SAFETY: an entry point has AVX-512 on, after detection.
         unsafe { _mm512_add_ps(a, b) }
     }
     #[inline(always)]
     unsafe fn sub(a: __m512, b: __m512) -> __m512 {
+        // SAFETY: an entry point has AVX-512 on, after detection.
         unsafe { _mm512_sub_ps(a, b) }
     }
     #[inline(always)]
     unsafe fn mul(a: __m512, b: __m512) -> __m512 {
+        // SAFETY: an entry point has AVX-512 on, after detection.
         unsafe { _mm512_mul_ps(a, b) }
     }
     #[inline(always)]
     unsafe fn div(a: __m512, b: __m512) -> __m512 {
+        // SAFETY: an entry point has AVX-512 on, after detection.
         unsafe { _mm512_div_ps(a, b) }
     }
     #[inline(always)]
     unsafe fn fma(a: __m512, b: __m512, c: __m512) -> __m512 {
+        // SAFETY: an entry point has AVX-512 on, after detection.
         unsafe { _mm512_fmadd_ps(a, b, c) }
     }
     #[inline(always)]
     unsafe fn max(a: __m512, b: __m512) -> __m512 {
+        // SAFETY: an entry point has AVX-512 on, after detection.
         unsafe { _mm512_max_ps(a, b) }
     }
     #[inline(always)]
     unsafe fn abs(a: __m512) -> __m512 {
+        // SAFETY: an entry point has AVX-512 on, after detection.
         unsafe { _mm512_abs_ps(a) }
     }
     #[inline(always)]
     unsafe fn lt(a: __m512, b: __m512) -> __mmask16 {
+        // SAFETY: an entry point has AVX-512 on, after detection.
         unsafe { _mm512_cmp_ps_mask::<_CMP_LT_OQ>(a, b) }
     }
     #[inline(always)]
     unsafe fn eq(a: __m512, b: __m512) -> __mmask16 {
+        // SAFETY: an entry point has AVX-512 on, after detection.
         unsafe { _mm512_cmp_ps_mask::<_CMP_EQ_OQ>(a, b) }
     }
     #[inline(always)]
     unsafe fn select(m: __mmask16, a: __m512, b: __m512) -> __m512 {
+        // SAFETY: an entry point has AVX-512 on, after detection.
         unsafe { _mm512_mask_blend_ps(m, b, a) }
     }
     #[inline(always)]
@@ -85,14 +98,17 @@ impl Simd for Avx512F32 {
     }
     #[inline(always)]
     unsafe fn pow2(shifted: __m512) -> __m512 {
+        // SAFETY: an entry point has AVX-512 on, after detection.
         unsafe { _mm512_castsi512_ps(_mm512_slli_epi32::<23>(_mm512_castps_si512(shifted))) }
     }
     #[inline(always)]
     unsafe fn load_f16(ptr: *const f16) -> __m512 {
+        // SAFETY: an entry point has AVX-512 on, after detection; the caller vouches for the memory.
         unsafe { _mm512_cvtph_ps(_mm256_loadu_si256(ptr.cast())) }
     }
     #[inline(always)]
     unsafe fn load_bf16(ptr: *const bf16) -> __m512 {
+        // SAFETY: an entry point has AVX-512 on, after detection; the caller vouches for the memory.
         unsafe {
             let wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(ptr.cast()));
             _mm512_castsi512_ps(_mm512_slli_epi32::<16>(wide))
@@ -100,10 +116,12 @@ impl Simd for Avx512F32 {
     }
     #[inline(always)]
     unsafe fn store_f16(ptr: *mut f16, x: __m512) {
+        // SAFETY: an entry point has AVX-512 on, after detection; the caller vouches for the memory.
         unsafe { _mm256_storeu_si256(ptr.cast(), _mm512_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(x)) }
     }
     #[inline(always)]
     unsafe fn store_bf16(ptr: *mut bf16, x: __m512) {
+        // SAFETY: an entry point has AVX-512 on, after detection; the caller vouches for the memory.
         unsafe {
             // To nearest even; NaN becomes a quiet NaN of its sign.
             let bits = _mm512_castps_si512(x);
@@ -117,24 +135,27 @@ impl Simd for Avx512F32 {
     }
     #[inline(always)]
     unsafe fn reduce_add(x: __m512) -> f32 {
+        // SAFETY: an entry point has AVX-512 on, after detection.
         unsafe { _mm512_reduce_add_ps(x) }
     }
     #[inline(always)]
     unsafe fn transpose(src: *const f32, src_stride: usize, dst: *mut f32, dst_stride: usize) {
         for (r, c) in [(0, 0), (0, 8), (8, 0), (8, 8)] {
+            // SAFETY: an entry point has AVX-512 on, after detection; the caller vouches for the memory.
             unsafe { transpose_8x8(src.add(r * src_stride + c), src_stride, dst.add(c * dst_stride + r), dst_stride) }
         }
     }
 }
 
-// SAFETY of each method: with these the entry points have avx512bf16 on.
 impl Bf16Pairs for Avx512F32 {
     #[inline(always)]
     unsafe fn dot(a: __m512, b: __m512, acc: __m512) -> __m512 {
+        // SAFETY: the entry point of pairs has AVX-512 BF16 on, after detection.
         unsafe { _mm512_dpbf16_ps(acc, transmute::<__m512, __m512bh>(a), transmute::<__m512, __m512bh>(b)) }
     }
     #[inline(always)]
     unsafe fn pair(low: __m512, high: __m512) -> __m512 {
+        // SAFETY: the entry point of pairs has AVX-512 BF16 on, after detection.
         unsafe {
             // The low half of the answer of vcvtne2ps2bf16 holds its second operand: lane n and n + 16 become a pair.
             let halves = transmute::<__m512bh, __m512i>(_mm512_cvtne2ps_pbh(high, low));
@@ -147,6 +168,7 @@ impl Bf16Pairs for Avx512F32 {
     }
     #[inline(always)]
     unsafe fn keep_where_nonzero(a: __m512, x: __m512) -> __m512 {
+        // SAFETY: the entry point of pairs has AVX-512 BF16 on, after detection.
         unsafe {
             let x = _mm512_castps_si512(x);
             let nonzero = _mm512_test_epi16_mask(x, x);
@@ -155,6 +177,7 @@ impl Bf16Pairs for Avx512F32 {
     }
     #[inline(always)]
     unsafe fn join(low: __m512, high: __m512) -> __m512 {
+        // SAFETY: the entry point of pairs has AVX-512 BF16 on, after detection.
         unsafe {
             let low = _mm512_srli_epi32::<16>(_mm512_castps_si512(low));
             _mm512_castsi512_ps(_mm512_or_si512(low, _mm512_castps_si512(high)))
@@ -162,6 +185,7 @@ impl Bf16Pairs for Avx512F32 {
     }
     #[inline(always)]
     unsafe fn split(pairs: __m512) -> [__m512; 2] {
+        // SAFETY: the entry point of pairs has AVX-512 BF16 on, after detection.
         unsafe {
             let pairs = _mm512_castps_si512(pairs);
             let high = _mm512_and_si512(pairs, _mm512_set1_epi32(i32::from_ne_bytes(0xFFFF_0000_u32.to_ne_bytes())));
@@ -183,54 +207,67 @@ impl Simd for Avx512F64 {
     }
     #[inline(always)]
     unsafe fn splat(x: f64) -> __m512d {
+        // SAFETY: an entry point has AVX-512 on, after detection.
         unsafe { _mm512_set1_pd(x) }
     }
     #[inline(always)]
     unsafe fn load(ptr: *const f64) -> __m512d {
+        // SAFETY: an entry point has AVX-512 on, after detection; the caller vouches for the memory.
         unsafe { _mm512_loadu_pd(ptr) }
     }
     #[inline(always)]
     unsafe fn store(ptr: *mut f64, x: __m512d) {
+        // SAFETY: an entry point has AVX-512 on, after detection; the caller vouches for the memory.
         unsafe { _mm512_storeu_pd(ptr, x) }
     }
     #[inline(always)]
     unsafe fn add(a: __m512d, b: __m512d) -> __m512d {
+        // SAFETY: an entry point has AVX-512 on, after detection.
         unsafe { _mm512_add_pd(a, b) }
     }
     #[inline(always)]
     unsafe fn sub(a: __m512d, b: __m512d) -> __m512d {
+        // SAFETY: an entry point has AVX-512 on, after detection.
         unsafe { _mm512_sub_pd(a, b) }
     }
     #[inline(always)]
     unsafe fn mul(a: __m512d, b: __m512d) -> __m512d {
+        // SAFETY: an entry point has AVX-512 on, after detection.
         unsafe { _mm512_mul_pd(a, b) }
     }
     #[inline(always)]
     unsafe fn div(a: __m512d, b: __m512d) -> __m512d {
+        // SAFETY: an entry point has AVX-512 on, after detection.
         unsafe { _mm512_div_pd(a, b) }
     }
     #[inline(always)]
     unsafe fn fma(a: __m512d, b: __m512d, c: __m512d) -> __m512d {
+        // SAFETY: an entry point has AVX-512 on, after detection.
         unsafe { _mm512_fmadd_pd(a, b, c) }
     }
     #[inline(always)]
     unsafe fn max(a: __m512d, b: __m512d) -> __m512d {
+        // SAFETY: an entry point has AVX-512 on, after detection.
         unsafe { _mm512_max_pd(a, b) }
     }
     #[inline(always)]
     unsafe fn abs(a: __m512d) -> __m512d {
+        // SAFETY: an entry point has AVX-512 on, after detection.
         unsafe { _mm512_abs_pd(a) }
     }
     #[inline(always)]
     unsafe fn lt(a: __m512d, b: __m512d) -> __mmask8 {
+        // SAFETY: an entry point has AVX-512 on, after detection.
         unsafe { _mm512_cmp_pd_mask::<_CMP_LT_OQ>(a, b) }
     }
     #[inline(always)]
     unsafe fn eq(a: __m512d, b: __m512d) -> __mmask8 {
+        // SAFETY: an entry point has AVX-512 on, after detection.
         unsafe { _mm512_cmp_pd_mask::<_CMP_EQ_OQ>(a, b) }
     }
     #[inline(always)]
     unsafe fn select(m: __mmask8, a: __m512d, b: __m512d) -> __m512d {
+        // SAFETY: an entry point has AVX-512 on, after detection.
         unsafe { _mm512_mask_blend_pd(m, b, a) }
     }
     #[inline(always)]
@@ -239,16 +276,19 @@ impl Simd for Avx512F64 {
     }
     #[inline(always)]
     unsafe fn pow2(shifted: __m512d) -> __m512d {
+        // SAFETY: an entry point has AVX-512 on, after detection.
         unsafe { _mm512_castsi512_pd(_mm512_slli_epi64::<52>(_mm512_castpd_si512(shifted))) }
     }
     no_halves!(__m512d);
     #[inline(always)]
     unsafe fn reduce_add(x: __m512d) -> f64 {
+        // SAFETY: an entry point has AVX-512 on, after detection.
         unsafe { _mm512_reduce_add_pd(x) }
     }
     #[inline(always)]
     unsafe fn transpose(src: *const f64, src_stride: usize, dst: *mut f64, dst_stride: usize) {
         for (r, c) in [(0, 0), (0, 4), (4, 0), (4, 4)] {
+            // SAFETY: an entry point has AVX-512 on, after detection; the caller vouches for the memory.
             unsafe { transpose_4x4(src.add(r * src_stride + c), src_stride, dst.add(c * dst_stride + r), dst_stride) }
         }
     }
