@@ -10,12 +10,13 @@ use rapt_core::{Compiled, Device, DeviceMemory, Error, Kernel, Launch, Operands,
 use rustc_hash::FxHashMap;
 
 use crate::cache::{Cache, Name};
-use crate::code::Code;
+use crate::code::{Body, Code};
 use crate::error::{CudaError, Result};
-use crate::params::Params;
+use crate::params::{HopperParams, Params};
 use crate::result::driver::{Cuda, Driver, Facts, Function, Grid};
 use crate::result::nvrtc::{Compiler, Nvrtc};
-use crate::select::{Caps, design, select};
+use crate::select::{Caps, Design, design, select};
+use crate::tensor_map::{Copied, CopyMap};
 
 /// What a device is, for reports.
 #[derive(Clone, Debug, PartialEq)]
@@ -234,6 +235,8 @@ impl Backend {
             return Err(Error::OutOfMemory { bytes: design.workspace_bytes });
         }
         let params = Params::new(spec, &design, operands, workspace.address);
+        let hopper = self.hopper_params(spec, &design, params, addresses).map_err(on)?;
+        let main_params = hopper.as_ref().map_or(params.as_bytes(), HopperParams::as_bytes);
         let main = self.function(index, design.main).map_err(on)?;
         let combine = design
             .combine
@@ -249,7 +252,7 @@ impl Backend {
         // long they live. The workspace holds what the design asks.
         unsafe {
             self.driver
-                .launch(&main.function, grid(&design.main, design.blocks), stream, params.as_bytes())
+                .launch(&main.function, grid(&design.main, design.grid_blocks(&device.caps)), stream, main_params)
                 .map_err(on)?;
             if let Some((code, loaded)) = combine {
                 let blocks = design.tasks * design.rows;
@@ -257,5 +260,28 @@ impl Backend {
             }
         }
         Ok(())
+    }
+
+    /// What hopper.cu takes, if `design` runs it: the maps are made anew for each launch (they cost less than a look-up).
+    fn hopper_params(
+        &self,
+        spec: &Spec,
+        design: &Design,
+        params: Params,
+        addresses: [usize; 3],
+    ) -> Result<Option<HopperParams>> {
+        if design.main.body != Body::Hopper {
+            return Ok(None);
+        }
+        let mut maps = [CopyMap::default(); 3];
+        if design.main.vector {
+            let rows = [design.main.block_m, design.main.depth, design.main.depth];
+            for (n, tensor) in [&spec.q, &spec.k, &spec.v].into_iter().enumerate() {
+                if let Some(copied) = Copied::new(tensor, addresses[n], rows[n]) {
+                    maps[n] = self.driver.copy_map(&copied)?;
+                }
+            }
+        }
+        Ok(Some(HopperParams::new(spec, design, params, maps)))
     }
 }

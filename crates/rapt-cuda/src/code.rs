@@ -6,12 +6,15 @@ use std::fmt;
 use rapt_core::{Arch, DType};
 
 use crate::error::{CudaError, Result};
-use crate::params::Params;
+use crate::params::{HopperParams, Params};
 use crate::result::nvrtc::{Compiler, Cubin, Nvrtc};
+use crate::tensor_map::BOX_COLUMNS;
 
 const COMMON: &str = include_str!("../kernels/common.cu");
 const GENERIC: &str = include_str!("../kernels/generic.cu");
 const MMA: &str = include_str!("../kernels/mma.cu");
+const WGMMA: &str = include_str!("../kernels/wgmma.cu");
+const HOPPER: &str = include_str!("../kernels/hopper.cu");
 const FORWARD: &str = include_str!("../kernels/forward.cu");
 const DECODE: &str = include_str!("../kernels/decode.cu");
 const COMBINE: &str = include_str!("../kernels/combine.cu");
@@ -23,6 +26,8 @@ pub(crate) enum Body {
     Generic,
     /// Many queries, on the tensor cores.
     Forward,
+    /// Many queries, on the tensor cores of compute capability 9.0.
+    Hopper,
     /// Few queries, on the tensor cores.
     Decode,
     /// Puts splits together.
@@ -39,13 +44,13 @@ pub struct Code {
     pub(crate) mask: Option<DType>,
     /// Whether scores are brought to natural units before they are compared (mma.cu).
     pub(crate) natural: bool,
-    /// Whether rows of q, k and v can be moved 16 bytes at a time (mma.cu).
+    /// Whether rows of q, k and v can be moved 16 bytes at a time (mma.cu), or by the copy engine (hopper.cu).
     pub(crate) vector: bool,
     /// head_dim and head_dim_v, rounded up to 16 (mma.cu; else 0).
     pub(crate) dims: (u32, u32),
     /// Queries per block.
     pub(crate) block_m: u32,
-    /// Keys per block of forward.cu, tiles in flight of decode.cu, value columns per block of generic.cu.
+    /// Keys per block of forward.cu and hopper.cu, tiles in flight of decode.cu, value columns per block of generic.cu.
     pub(crate) depth: u32,
 }
 
@@ -57,6 +62,8 @@ pub(crate) const GENERIC_BLOCK_M: u32 = 64;
 pub(crate) const DECODE_BLOCK_M: u32 = 16;
 const DECODE_TILE: u32 = 16;
 const WARPS: u32 = 4;
+/// Shared memory that hopper.cu may fill: 227 KiB.
+const RING_BYTES: u32 = 227 * 1024;
 
 impl Code {
     /// Value columns that one block of generic.cu computes.
@@ -77,7 +84,29 @@ impl Code {
         match self.body {
             Body::Generic => 256,
             Body::Forward | Body::Decode => 32 * WARPS,
+            Body::Hopper => 2 * self.block_m + 128,
             Body::Combine => 512,
+        }
+    }
+
+    /// Tiles of K, and of V, that hopper.cu has in flight.
+    const fn stages(&self) -> u32 {
+        if self.ring_bytes(4) <= RING_BYTES { 4 } else { 2 }
+    }
+
+    /// Shared memory of hopper.cu with a ring of so many stages: tiles in boxes of 64 columns, barriers, notes.
+    const fn ring_bytes(&self, stages: u32) -> u32 {
+        let (k, v) = (self.dims.0.div_ceil(BOX_COLUMNS), self.dims.1.div_ceil(BOX_COLUMNS));
+        let row = 2 * BOX_COLUMNS;
+        row * (k * self.block_m + stages * (k + v) * self.depth) + 8 * (2 + 4 * stages) + 128
+    }
+
+    /// Registers of a thread of hopper.cu that multiplies, and of one that loads: as many as the block was given at its start.
+    const fn registers(&self) -> (u32, u32) {
+        match (self.block_m, self.vector) {
+            (192, _) => (160, 32),
+            (_, true) => (232, 40),
+            (_, false) => (216, 72),
         }
     }
 
@@ -101,6 +130,7 @@ impl Code {
                 let states = 4 * WARPS * 16 * (self.dims.1 + 2);
                 2 * 16 * k_row + if ring > states { ring } else { states }
             }
+            Body::Hopper => self.ring_bytes(self.stages()),
             Body::Combine => 0,
         }
     }
@@ -110,6 +140,7 @@ impl Code {
         let parts: &[&str] = match self.body {
             Body::Generic => &[COMMON, GENERIC],
             Body::Forward => &[COMMON, MMA, FORWARD],
+            Body::Hopper => &[COMMON, MMA, WGMMA, HOPPER],
             Body::Decode => &[COMMON, MMA, DECODE],
             Body::Combine => &[COMMON, COMBINE],
         };
@@ -137,7 +168,7 @@ impl Code {
         define("MASK_DTYPE", self.mask.map_or(0, |dtype| u32::from(dtype.code())));
         match self.body {
             Body::Generic => define("DV_COLUMNS", self.depth),
-            Body::Forward | Body::Decode => {
+            Body::Forward | Body::Hopper | Body::Decode => {
                 define("NATURAL", u32::from(self.natural));
                 define("VECTOR", u32::from(self.vector));
                 define("HEAD_DIM", self.dims.0);
@@ -151,6 +182,15 @@ impl Code {
                 define("BLOCK_N", self.depth);
                 // Two blocks on a multiprocessor overlap one's products with the other's softmax.
                 define("MIN_BLOCKS", if self.shared_bytes() <= 96 * 1024 { 2 } else { 1 });
+            }
+            Body::Hopper => {
+                let (multiplying, loading) = self.registers();
+                define("HOPPER_BYTES", size_of::<HopperParams>() as u32);
+                define("BLOCK_M", self.block_m);
+                define("BLOCK_N", self.depth);
+                define("STAGES", self.stages());
+                define("CONSUMER_REGISTERS", multiplying);
+                define("PRODUCER_REGISTERS", loading);
             }
             Body::Decode => define("STAGES", self.depth),
             _ => {}
@@ -168,6 +208,7 @@ impl Code {
         match self.body {
             Body::Generic => "generic",
             Body::Forward => "forward",
+            Body::Hopper => "hopper",
             Body::Decode => "decode",
             Body::Combine => "combine",
         }
@@ -177,7 +218,7 @@ impl Code {
 impl fmt::Display for Code {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} {}", self.name(), self.storage)?;
-        if matches!(self.body, Body::Forward | Body::Decode) {
+        if matches!(self.body, Body::Forward | Body::Hopper | Body::Decode) {
             write!(f, " {}/{}", self.dims.0, self.dims.1)?;
             f.write_str(if self.natural { " natural" } else { "" })?;
             f.write_str(if self.vector { "" } else { " element by element" })?;

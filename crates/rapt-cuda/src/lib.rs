@@ -19,6 +19,7 @@ mod params;
 mod result;
 mod select;
 mod sys;
+mod tensor_map;
 
 pub use backend::{Backend, DeviceFacts, prepend_library_folders};
 pub use code::{Code, Report, compile_all};

@@ -3,6 +3,7 @@
 use rapt_core::{DType, Operands, Spec, TensorSpec};
 
 use crate::select::Design;
+use crate::tensor_map::CopyMap;
 
 /// The kernels' one parameter. Pointers are device addresses; 0 where there is no such tensor.
 #[repr(C)]
@@ -146,4 +147,36 @@ impl Params {
     }
 }
 
+/// The one parameter of hopper.cu, byte for byte its `HopperParams`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub(crate) struct HopperParams {
+    /// Of q, k and v; zeros where the copy engine is not used.
+    pub(crate) maps: [CopyMap; 3],
+    pub(crate) params: Params,
+    pub(crate) tasks: i32,
+    pub(crate) paired: i32,
+    pub(crate) padding: [u32; HOPPER_PADDING],
+}
+
+const HOPPER_PADDING: usize = (64 - (size_of::<Params>() + 8) % 64) % 64 / 4;
+
+impl HopperParams {
+    pub(crate) fn new(spec: &Spec, design: &Design, params: Params, maps: [CopyMap; 3]) -> Self {
+        // Where keys are bounded by position, rows see unlike numbers of them.
+        let paired = i32::from(!spec.block_range().is_unbounded());
+        HopperParams { maps, params, tasks: int(design.tasks), paired, padding: [0; HOPPER_PADDING] }
+    }
+
+    /// The bytes that a launch passes.
+    pub(crate) fn as_bytes(&self) -> &[u8] {
+        // SAFETY: as of `Params`; what follows its last number up to the alignment is a field.
+        unsafe { std::slice::from_raw_parts(std::ptr::from_ref(self).cast(), size_of::<HopperParams>()) }
+    }
+}
+
+const _: () = assert!(
+    size_of::<HopperParams>() == 3 * 128 + size_of::<Params>() + 8 + 4 * HOPPER_PADDING,
+    "HopperParams has padding"
+);
 const _: () = assert!(size_of::<Params>() == 9 * 8 + 25 * 8 + 3 * 8 + 20 * 4, "Params has padding");

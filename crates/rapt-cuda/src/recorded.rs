@@ -11,12 +11,14 @@ use crate::cache::Cache;
 use crate::error::{CudaError, Result};
 use crate::result::driver::{Driver, Facts, Function, Grid};
 use crate::result::nvrtc::{Compiler, Cubin};
+use crate::tensor_map::{Copied, CopyMap};
 
 /// What was asked, in order.
 #[derive(Clone, Debug, PartialEq)]
 enum Call {
     Compile(String),
     Load { device: u32, entry: String, cubin: Vec<u8> },
+    CopyMap(Copied),
     Launch { handle: usize, grid: Grid, stream: usize, bytes: usize },
 }
 
@@ -74,6 +76,10 @@ impl Driver for RecordedDriver {
     unsafe fn launch(&self, function: &Function, grid: Grid, stream: usize, params: &[u8]) -> Result<()> {
         self.log.add(Call::Launch { handle: function.handle, grid, stream, bytes: params.len() });
         if self.broken { Err(refusal("cuLaunchKernel")) } else { Ok(()) }
+    }
+    fn copy_map(&self, copied: &Copied) -> Result<CopyMap> {
+        self.log.add(Call::CopyMap(*copied));
+        Ok(CopyMap::default())
     }
 }
 
@@ -140,13 +146,26 @@ fn a_kernel_is_compiled_once_and_launched_on_the_given_stream() {
     let backend = backend(&log, None, |_| ());
     run(&backend, [300, 300, 0], 0).unwrap();
     let calls = log.take();
-    assert!(matches!(&calls[..], [Call::Compile(name), Call::Load { device: 0, .. }, Call::Launch { stream: 77, .. }]
-        if name == "forward.cu"));
-    let Call::Launch { grid, bytes, .. } = calls[2].clone() else { unreachable!() };
-    assert_eq!((grid.blocks, grid.threads, bytes), (2 * 3, 128, size_of::<crate::params::Params>()));
-    // Another length is the same kernel; another alignment is not.
-    run(&backend, [4000, 700, 0], 0).unwrap();
-    assert_eq!(log.take().len(), 1);
+    assert!(
+        matches!(&calls[..], [Call::Compile(name), Call::Load { device: 0, .. }, .., Call::Launch { stream: 77, .. }]
+        if name == "hopper.cu")
+    );
+    let maps: Vec<_> = calls
+        .iter()
+        .filter_map(|call| match call {
+            Call::CopyMap(copied) => Some((copied.address >> 32, copied.sizes, copied.box_rows)),
+            _ => None,
+        })
+        .collect();
+    let of = |n, rows, box_rows| (n, [64, rows, 2, 1], box_rows);
+    assert_eq!(maps, [of(1, 300, 192), of(2, 300, 128), of(3, 300, 128)]);
+    let Some(Call::Launch { grid, bytes, .. }) = calls.last().cloned() else { unreachable!() };
+    assert_eq!((grid.blocks, grid.threads, bytes), (2 * 2, 512, size_of::<crate::params::HopperParams>()));
+    // Another length is the same kernel; another alignment is not: the copy engine does not read it. No more blocks than
+    // multiprocessors.
+    run(&backend, [40_000, 700, 0], 0).unwrap();
+    let calls = log.take();
+    assert!(matches!(calls.last(), Some(Call::Launch { grid: Grid { blocks: 132, .. }, .. })) && calls.len() == 4);
     run(&backend, [300, 300, 2], 0).unwrap();
     assert_eq!(log.take().len(), 3);
     run(&backend, [300, 300, 2], 0).unwrap();

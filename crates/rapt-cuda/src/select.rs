@@ -1,7 +1,7 @@
 //! From a spec to a plan: pure, total, without a device.
 //!
 //! The rules, in order: few queries of f16 or bf16 with head dims up to 256 → `decode`, many → `forward`, both on the
-//! tensor cores; anything else → `generic`. What decides is a request's own lengths, dims, dtype and options, never its
+//! tensor cores (`forward` of compute capability 9.0 by wgmma: hopper.cu); anything else → `generic`. What decides is a request's own lengths, dims, dtype and options, never its
 //! batch, its strides or where it lies: the bits of a row depend on none of these.
 //!
 //! Few queries: at most 16 per head and 64 rows per head of K and V. Their keys are split in chunks of 512.
@@ -12,6 +12,7 @@ use rapt_core::{
 
 use crate::code::{BLOCK_N, Body, Code, DECODE_BLOCK_M, GENERIC_BLOCK_M};
 use crate::params::{MOST_LEN, moves_by};
+use crate::tensor_map::Copied;
 
 /// What a device has, as far as a selection depends on it.
 #[derive(Clone, Debug, PartialEq)]
@@ -118,7 +119,37 @@ fn mma_code(spec: &Spec, caps: &Caps, body: Body, block_m: u32, depth: u32) -> C
     }
 }
 
+/// Queries per block of hopper.cu and the keys that it can have: three groups of 64 queries where the sums of a group are
+/// few, else two; keys as many as leave the sums in registers (the first that fits shared memory). What a mask tensor
+/// says needs registers too. Measured on an H200, 2026-11: docs/hopper.md.
+const fn hopper_tiles(dims: (u32, u32), masked: bool) -> (u32, &'static [u32]) {
+    match (dims, masked) {
+        ((..=64, ..=64), false) => (192, &[128]),
+        ((..=96, ..=96), false) => (192, &[96]),
+        ((_, ..=128), false) => (128, &[128, 96, 64]),
+        ((_, ..=192), false) => (128, &[112, 80]),
+        (_, false) => (128, &[80, 64]),
+        ((_, ..=128), true) => (128, &[96, 64]),
+        (_, true) => (128, &[64]),
+    }
+}
+
+/// The code of hopper.cu, where it runs.
+fn hopper_code(spec: &Spec, caps: &Caps) -> Option<Code> {
+    if caps.arch != Arch::Sm90a {
+        return None;
+    }
+    let (block_m, tiles) = hopper_tiles(padded_dims(spec), spec.mask.is_some());
+    // As far as strides tell.
+    let vector = [&spec.q, &spec.k, &spec.v].into_iter().all(|tensor| Copied::new(tensor, 0, 1).is_some());
+    let of = |&block_n: &u32| Code { vector, ..mma_code(spec, caps, Body::Hopper, block_m, block_n) };
+    tiles.iter().map(of).find(|code| code.shared_bytes() <= caps.shared_bytes)
+}
+
 fn forward_code(spec: &Spec, caps: &Caps) -> Code {
+    if let Some(code) = hopper_code(spec, caps) {
+        return code;
+    }
     // Two fragments of queries per warp share each load of K and V; their sums fill the registers at 128 columns.
     let wide = mma_code(spec, caps, Body::Forward, 128, BLOCK_N);
     let fits = wide.dims.1 <= 128 && wide.shared_bytes() <= LEAST_SHARED;
@@ -203,15 +234,18 @@ pub(crate) fn design(spec: &Spec, caps: &Caps) -> Result<(Design, String, String
             "{} queries share each head of K and V: bound by reading them, {num_splits} chunks of keys",
             group * q_len
         ),
+        Kernel::Forward if main.body == Body::Hopper => format!(
+            "many queries: both products on the tensor cores by wgmma, K and V by {}",
+            if main.vector {
+                "the copy engine"
+            } else {
+                "loads of one element: their strides are not the copy engine's"
+            }
+        ),
         Kernel::Forward => "many queries: both products on the tensor cores".to_owned(),
         _ => "it serves every request".to_owned(),
     };
-    let why_not_faster = refused.unwrap_or_else(|| match kernel {
-        Kernel::Forward if caps.arch == Arch::Sm90a => {
-            "wgmma and the copy engine of this architecture are not used".to_owned()
-        }
-        _ => String::new(),
-    });
+    let why_not_faster = refused.unwrap_or_default();
     let design = Design {
         kernel,
         main,
@@ -230,6 +264,14 @@ pub(crate) fn design(spec: &Spec, caps: &Caps) -> Result<(Design, String, String
 }
 
 impl Design {
+    /// Blocks of the main launch: one per item, or such as stay on their multiprocessor.
+    pub(crate) fn grid_blocks(&self, caps: &Caps) -> usize {
+        match self.main.body {
+            Body::Hopper => self.blocks.min(caps.multiprocessors.max(1) as usize),
+            _ => self.blocks,
+        }
+    }
+
     /// This design where q, k and v lie at these addresses.
     pub(crate) fn with_addresses(self, spec: &Spec, addresses: [usize; 3]) -> Self {
         let tensors = [&spec.q, &spec.k, &spec.v];
@@ -315,12 +357,16 @@ pub fn select(spec: &Spec, caps: &Caps) -> Result<Plan> {
         return Ok(Plan::new(spec.clone(), key(Kernel::Empty), (0, 0, 1, 0), 1, 0, cost, false, why, String::new()));
     }
     let (design, why, why_not_faster) = design(spec, caps)?;
-    let block_n = if design.kernel == Kernel::Decode { 16 } else { BLOCK_N as usize };
+    let block_n = match design.main.body {
+        Body::Decode => 16,
+        Body::Hopper => design.main.depth as usize,
+        _ => BLOCK_N as usize,
+    };
     // The blocks that share the value columns of one item's rows are one item.
     let items = design.blocks / design.dv_blocks.max(1);
     let tiles = (design.main.block_m as usize, block_n, design.num_splits, items);
     let launch = Launch {
-        blocks: design.blocks,
+        blocks: design.grid_blocks(caps),
         block_threads: design.main.threads() as usize,
         shared_bytes: design.main.shared_bytes() as usize,
         multiprocessors: caps.multiprocessors as usize,

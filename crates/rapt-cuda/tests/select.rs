@@ -33,7 +33,9 @@ fn every_request_is_served_and_tensor_cores_serve_what_they_can() {
                         assert!(plan.key.kernel == expected || small, "{arch:?} {dtype} {q_len} {head_dim}");
                         let storage = plan.key.kernel != Kernel::Generic;
                         assert_eq!(plan.key.p_rounding == PRounding::Storage, storage);
-                        assert_eq!(plan.why_not_faster.is_empty(), storage && (q_len <= 16 || arch != Arch::Sm90a));
+                        assert_eq!(plan.why_not_faster.is_empty(), storage);
+                        let wgmma = plan.key.kernel == Kernel::Forward && arch == Arch::Sm90a;
+                        assert_eq!(plan.why.contains("wgmma"), wgmma, "{arch:?} {dtype} {q_len} {head_dim}");
                         assert!(plan.explain().to_string().contains("multiprocessors"));
                     }
                 }

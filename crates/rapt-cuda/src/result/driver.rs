@@ -6,14 +6,16 @@
 use std::ffi::{CStr, c_char, c_void};
 use std::sync::{Mutex, PoisonError};
 
+use rapt_core::DType;
 use rustc_hash::FxHashMap;
 
 use crate::error::{CudaError, Result};
 use crate::sys::cuda::{
     self, CUcontext, CUdevice_attribute as Attribute, CUfunction, CUfunction_attribute as FunctionAttribute, CUmodule,
-    CUresult, CUstream, CUstreamCaptureMode,
+    CUresult, CUstream, CUstreamCaptureMode, CUtensorMap, CUtensorMapDataType,
 };
 use crate::sys::is_driver_present;
+use crate::tensor_map::{BOX_COLUMNS, Copied, CopyMap};
 
 /// What a device says of itself.
 #[derive(Clone, Debug, PartialEq)]
@@ -58,6 +60,8 @@ pub(crate) trait Driver: Send + Sync + std::fmt::Debug {
     /// # Safety
     /// What `params` points to stays valid until the stream has passed this launch, and is what the kernel takes it for.
     unsafe fn launch(&self, function: &Function, grid: Grid, stream: usize, params: &[u8]) -> Result<()>;
+    /// What the copy engine takes to read this tensor.
+    fn copy_map(&self, copied: &Copied) -> Result<CopyMap>;
 }
 
 /// The driver of this machine.
@@ -263,5 +267,32 @@ impl Driver for Cuda {
                 std::ptr::null_mut(),
             )
         })
+    }
+
+    fn copy_map(&self, copied: &Copied) -> Result<CopyMap> {
+        let mut map = CUtensorMap { opaque: [0; 16] };
+        let storage = match copied.storage {
+            DType::F16 => CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+            _ => CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+        };
+        // SAFETY: the arrays have as many elements as the rank says; nothing is read at the address.
+        let code = unsafe {
+            cuda::cuTensorMapEncodeTiled(
+                &raw mut map,
+                storage,
+                4,
+                copied.address as *mut c_void,
+                copied.sizes.as_ptr(),
+                copied.strides_bytes.as_ptr(),
+                [BOX_COLUMNS, copied.box_rows, 1, 1].as_ptr(),
+                [1; 4].as_ptr(),
+                cuda::CUtensorMapInterleave::CU_TENSOR_MAP_INTERLEAVE_NONE,
+                cuda::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B,
+                cuda::CUtensorMapL2promotion::CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                cuda::CUtensorMapFloatOOBfill::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+            )
+        };
+        check("cuTensorMapEncodeTiled", code)?;
+        Ok(CopyMap(map.opaque))
     }
 }

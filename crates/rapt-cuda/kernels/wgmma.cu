@@ -1,0 +1,167 @@
+// What the kernels of compute capability 9.0 share: barriers in shared memory, the copy engine, and wgmma.
+//
+//   wgmma     D (64 x N, f32, registers of four warps) += A (64 x 16) * B (16 x N)
+//   D         element e of tile nt: row = 16*warp + lane/4 + 8*(e/2), column = 8*nt + 2*(lane%4) + e%2
+//   A         in registers as mma.sync's; or a K-major tile      B       a K-major tile (keys: QK) or an MN-major one (PV)
+//   tile      boxes of 64 columns; a row of a box is 128 bytes, its 16-byte chunk c lies at c ^ (row % 8); 8 rows are 1024
+//             bytes, which is also what a box is aligned to
+//
+// N of a product is a multiple of 16 up to 256 and known when this is compiled, which is why operand lists are macros.
+// Sources: PTX ISA, "wgmma.mma_async" and "cp.async.bulk.tensor". The maps are held against rapt-layout's atlas by a test
+// (tests/fragments.rs). Deliberately absent: clusters and multicast.
+
+// What the driver's cuTensorMapEncodeTiled wrote.
+struct alignas(64) CopyMap {
+    u64 words[16];
+};
+
+constexpr int BOX = 64;  // columns of a box, 128 bytes
+
+// The byte of row r, column c of a box.
+__device__ inline u32 swizzled(int r, int c) { return r * 128 + ((c * 2) ^ (r % 8 * 16)); }
+
+__device__ inline void init_barrier(u64& barrier, u32 count) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(&barrier)), "r"(count));
+}
+// Makes initialised barriers known to the copy engine.
+__device__ inline void fence_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+__device__ inline void arrive(u64& barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(&barrier)) : "memory");
+}
+__device__ inline void arrive_expecting(u64& barrier, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(&barrier)), "r"(bytes)
+                 : "memory");
+}
+__device__ inline void wait(u64& barrier, u32 phase) {
+    asm volatile(
+        "{\n.reg .pred done;\nAGAIN:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@done bra DONE;\nbra AGAIN;\nDONE:\n}" ::"r"(
+            shared_address(&barrier)
+        ),
+        "r"(phase)
+        : "memory"
+    );
+}
+
+// Barriers of the block by number; every thread of `threads` takes part, once.
+__device__ inline void meet(int number, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
+}
+__device__ inline void tell(int number, int threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(number), "r"(threads) : "memory");
+}
+
+// Orders this thread's ordinary stores to shared memory before what the copy engine and the tensor cores do next.
+__device__ inline void fence_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// One box: columns c.., rows r.. of a head; what lies outside the tensor comes as zeros.
+__device__ inline void copy_box(void* to, const CopyMap& map, u64& barrier, int c, int r, int head, int batch) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], "
+        "[%2];" ::"r"(shared_address(to)),
+        "l"(&map), "r"(shared_address(&barrier)), "r"(c), "r"(r), "r"(head), "r"(batch)
+        : "memory"
+    );
+}
+__device__ inline void prefetch_map(const CopyMap& map) { asm volatile("prefetch.tensormap [%0];" ::"l"(&map)); }
+
+template <int REGISTERS>
+__device__ inline void give_registers() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+}
+template <int REGISTERS>
+__device__ inline void take_registers() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+}
+
+// Registers and shared memory that wgmma reads from here on hold what was written to them before.
+__device__ inline void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ inline void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+// The high word of a tile's descriptor: 8 rows are 1024 bytes, 128-byte swizzle; the low word is its address / 16, and above
+// that the distance of boxes / 16, which only an MN-major tile has.
+constexpr u32 TILE_HIGH = 1024 / 16 | 1u << 30;
+__device__ inline u32 tile_low(const void* tile, u32 box_bytes) {
+    return (shared_address(tile) & 0x3ffff) >> 4 | (box_bytes >> 4) << 16;
+}
+
+#define PASTE(a, b) a##b
+#define EXPAND(a, b) PASTE(a, b)
+#define TEXT(x) #x
+#define TEXT_OF(x) TEXT(x)
+
+// Operands %5.. of an accumulator, and their constraints, 16 columns more a line.
+#define REGISTERS_16 "%5,%6,%7,%8,%9,%10,%11,%12"
+#define REGISTERS_32 REGISTERS_16 "," "%13,%14,%15,%16,%17,%18,%19,%20"
+#define REGISTERS_48 REGISTERS_32 "," "%21,%22,%23,%24,%25,%26,%27,%28"
+#define REGISTERS_64 REGISTERS_48 "," "%29,%30,%31,%32,%33,%34,%35,%36"
+#define REGISTERS_80 REGISTERS_64 "," "%37,%38,%39,%40,%41,%42,%43,%44"
+#define REGISTERS_96 REGISTERS_80 "," "%45,%46,%47,%48,%49,%50,%51,%52"
+#define REGISTERS_112 REGISTERS_96 "," "%53,%54,%55,%56,%57,%58,%59,%60"
+#define REGISTERS_128 REGISTERS_112 "," "%61,%62,%63,%64,%65,%66,%67,%68"
+#define REGISTERS_144 REGISTERS_128 "," "%69,%70,%71,%72,%73,%74,%75,%76"
+#define REGISTERS_160 REGISTERS_144 "," "%77,%78,%79,%80,%81,%82,%83,%84"
+#define REGISTERS_176 REGISTERS_160 "," "%85,%86,%87,%88,%89,%90,%91,%92"
+#define REGISTERS_192 REGISTERS_176 "," "%93,%94,%95,%96,%97,%98,%99,%100"
+#define REGISTERS_208 REGISTERS_192 "," "%101,%102,%103,%104,%105,%106,%107,%108"
+#define REGISTERS_224 REGISTERS_208 "," "%109,%110,%111,%112,%113,%114,%115,%116"
+#define REGISTERS_240 REGISTERS_224 "," "%117,%118,%119,%120,%121,%122,%123,%124"
+#define REGISTERS_256 REGISTERS_240 "," "%125,%126,%127,%128,%129,%130,%131,%132"
+#define TILE_OF(d, i) "+f"(d[i][0]), "+f"(d[i][1]), "+f"(d[i][2]), "+f"(d[i][3])
+#define SUMS_16(d) TILE_OF(d, 0), TILE_OF(d, 1)
+#define SUMS_32(d) SUMS_16(d), TILE_OF(d, 2), TILE_OF(d, 3)
+#define SUMS_48(d) SUMS_32(d), TILE_OF(d, 4), TILE_OF(d, 5)
+#define SUMS_64(d) SUMS_48(d), TILE_OF(d, 6), TILE_OF(d, 7)
+#define SUMS_80(d) SUMS_64(d), TILE_OF(d, 8), TILE_OF(d, 9)
+#define SUMS_96(d) SUMS_80(d), TILE_OF(d, 10), TILE_OF(d, 11)
+#define SUMS_112(d) SUMS_96(d), TILE_OF(d, 12), TILE_OF(d, 13)
+#define SUMS_128(d) SUMS_112(d), TILE_OF(d, 14), TILE_OF(d, 15)
+#define SUMS_144(d) SUMS_128(d), TILE_OF(d, 16), TILE_OF(d, 17)
+#define SUMS_160(d) SUMS_144(d), TILE_OF(d, 18), TILE_OF(d, 19)
+#define SUMS_176(d) SUMS_160(d), TILE_OF(d, 20), TILE_OF(d, 21)
+#define SUMS_192(d) SUMS_176(d), TILE_OF(d, 22), TILE_OF(d, 23)
+#define SUMS_208(d) SUMS_192(d), TILE_OF(d, 24), TILE_OF(d, 25)
+#define SUMS_224(d) SUMS_208(d), TILE_OF(d, 26), TILE_OF(d, 27)
+#define SUMS_240(d) SUMS_224(d), TILE_OF(d, 28), TILE_OF(d, 29)
+#define SUMS_256(d) SUMS_240(d), TILE_OF(d, 30), TILE_OF(d, 31)
+#define REGISTERS_OF(n) EXPAND(REGISTERS_, n)
+#define SUMS_OF(n, d) EXPAND(SUMS_, n)(d)
+
+// s (64 x BLOCK_N) = or += 16 columns of a tile of queries times 16 columns of a tile of keys.
+__device__ inline void multiply_queries(float (&s)[BLOCK_N / 8][4], u32 queries, u32 keys, int add) {
+    u32 high = TILE_HIGH, high_again = TILE_HIGH;
+    asm volatile(
+        "{\n.reg .pred add;\n.reg .b64 a, b;\nsetp.ne.b32 add, %4, 0;\nmov.b64 a, {%0, %1};\nmov.b64 b, {%2, %3};\n"
+        "wgmma.mma_async.sync.aligned.m64n" TEXT_OF(BLOCK_N) "k16.f32." MMA_TYPE "." MMA_TYPE
+        " {" REGISTERS_OF(BLOCK_N) "}, a, b, add, 1, 1, 0, 0;\n}"
+        : "+r"(queries), "+r"(high), "+r"(keys), "+r"(high_again), "+r"(add), SUMS_OF(BLOCK_N, s)
+    );
+}
+
+// acc (64 x HEAD_DIM_V) += 16 columns of p times 16 rows of a tile of values.
+__device__ inline void multiply_values(float (&acc)[HEAD_DIM_V / 8][4], u32 (&p)[4], u32 values) {
+    u64 tile = (u64)TILE_HIGH << 32 | values;
+    asm volatile(
+        "wgmma.mma_async.sync.aligned.m64n" TEXT_OF(HEAD_DIM_V) "k16.f32." MMA_TYPE "." MMA_TYPE
+        " {" REGISTERS_OF(HEAD_DIM_V) "}, {%0, %1, %2, %3}, %4, 1, 1, 1, 1;"
+        : "+r"(p[0]), "+r"(p[1]), "+r"(p[2]), "+r"(p[3]), "+l"(tile), SUMS_OF(HEAD_DIM_V, acc)
+    );
+}
+
+// Waits until at most PENDING groups of products are under way; these sums may be read then.
+template <int PENDING>
+__device__ inline void wait_scores(float (&s)[BLOCK_N / 8][4]) {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+#pragma unroll
+    for (int nt = 0; nt < BLOCK_N / 8; nt++) {
+        asm volatile("" : "+f"(s[nt][0]), "+f"(s[nt][1]), "+f"(s[nt][2]), "+f"(s[nt][3])::"memory");
+    }
+}
+template <int PENDING>
+__device__ inline void wait_sums(float (&acc)[HEAD_DIM_V / 8][4]) {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+#pragma unroll
+    for (int nt = 0; nt < HEAD_DIM_V / 8; nt++) {
+        asm volatile("" : "+f"(acc[nt][0]), "+f"(acc[nt][1]), "+f"(acc[nt][2]), "+f"(acc[nt][3])::"memory");
+    }
+}
