@@ -22,7 +22,7 @@ constexpr float LOG2_E = 1.44269504088896340736f;
 // Beyond this m*c is off by more than a unit in the exponent: s - m is taken first then.
 constexpr float EXACT = 4194304.f;
 
-#if STORAGE == F16
+#if STORAGE == F16 || STORAGE == F32  // float32.cu
 #define MMA_TYPE "f16"
 #else
 #define MMA_TYPE "bf16"

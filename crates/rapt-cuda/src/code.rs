@@ -15,6 +15,7 @@ const GENERIC: &str = include_str!("../kernels/generic.cu");
 const MMA: &str = include_str!("../kernels/mma.cu");
 const WGMMA: &str = include_str!("../kernels/wgmma.cu");
 const HOPPER: &str = include_str!("../kernels/hopper.cu");
+const FLOAT32: &str = include_str!("../kernels/float32.cu");
 const FORWARD: &str = include_str!("../kernels/forward.cu");
 const DECODE: &str = include_str!("../kernels/decode.cu");
 const COMBINE: &str = include_str!("../kernels/combine.cu");
@@ -28,6 +29,8 @@ pub(crate) enum Body {
     Forward,
     /// Many queries, on the tensor cores of compute capability 9.0.
     Hopper,
+    /// Many queries of float32, on the tensor cores of compute capability 9.0.
+    Float32,
     /// Few queries, on the tensor cores.
     Decode,
     /// Puts splits together.
@@ -62,6 +65,8 @@ pub(crate) const GENERIC_BLOCK_M: u32 = 64;
 pub(crate) const DECODE_BLOCK_M: u32 = 16;
 const DECODE_TILE: u32 = 16;
 const WARPS: u32 = 4;
+/// Blocks of K, and of V, that float32.cu has in flight.
+const FLOAT32_STAGES: u32 = 2;
 /// Shared memory that hopper.cu may fill: 227 KiB.
 const RING_BYTES: u32 = 227 * 1024;
 
@@ -85,6 +90,7 @@ impl Code {
             Body::Generic => 256,
             Body::Forward | Body::Decode => 32 * WARPS,
             Body::Hopper => 2 * self.block_m + 128,
+            Body::Float32 => 512,
             Body::Combine => 512,
         }
     }
@@ -131,6 +137,12 @@ impl Code {
                 2 * 16 * k_row + if ring > states { ring } else { states }
             }
             Body::Hopper => self.ring_bytes(self.stages()),
+            Body::Float32 => {
+                let (k, v) = (self.dims.0.div_ceil(BOX_COLUMNS), self.dims.1.div_ceil(BOX_COLUMNS));
+                let (row, stages) = (2 * 2 * BOX_COLUMNS, FLOAT32_STAGES);
+                let tiles = row * (k * self.block_m + stages * (k + v) * self.depth);
+                tiles + 4 * (self.block_m + stages * 2 * self.depth) + 8 * 4 * stages + 2 * 4 * (2 + 2 * stages)
+            }
             Body::Combine => 0,
         }
     }
@@ -141,6 +153,7 @@ impl Code {
             Body::Generic => &[COMMON, GENERIC],
             Body::Forward => &[COMMON, MMA, FORWARD],
             Body::Hopper => &[COMMON, MMA, WGMMA, HOPPER],
+            Body::Float32 => &[COMMON, MMA, WGMMA, FLOAT32],
             Body::Decode => &[COMMON, MMA, DECODE],
             Body::Combine => &[COMMON, COMBINE],
         };
@@ -168,7 +181,7 @@ impl Code {
         define("MASK_DTYPE", self.mask.map_or(0, |dtype| u32::from(dtype.code())));
         match self.body {
             Body::Generic => define("DV_COLUMNS", self.depth),
-            Body::Forward | Body::Hopper | Body::Decode => {
+            Body::Forward | Body::Hopper | Body::Float32 | Body::Decode => {
                 define("NATURAL", u32::from(self.natural));
                 define("VECTOR", u32::from(self.vector));
                 define("HEAD_DIM", self.dims.0);
@@ -192,6 +205,14 @@ impl Code {
                 define("CONSUMER_REGISTERS", multiplying);
                 define("PRODUCER_REGISTERS", loading);
             }
+            Body::Float32 => {
+                define("BLOCK_M", self.block_m);
+                define("BLOCK_N", self.depth);
+                define("STAGES", FLOAT32_STAGES);
+                // As many as 512 threads were given at the start: 128 each.
+                define("LOADING_REGISTERS", 80);
+                define("MULTIPLYING_REGISTERS", 176);
+            }
             Body::Decode => define("STAGES", self.depth),
             _ => {}
         }
@@ -209,6 +230,7 @@ impl Code {
             Body::Generic => "generic",
             Body::Forward => "forward",
             Body::Hopper => "hopper",
+            Body::Float32 => "float32",
             Body::Decode => "decode",
             Body::Combine => "combine",
         }
@@ -218,7 +240,7 @@ impl Code {
 impl fmt::Display for Code {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} {}", self.name(), self.storage)?;
-        if matches!(self.body, Body::Forward | Body::Hopper | Body::Decode) {
+        if matches!(self.body, Body::Forward | Body::Hopper | Body::Float32 | Body::Decode) {
             write!(f, " {}/{}", self.dims.0, self.dims.1)?;
             f.write_str(if self.natural { " natural" } else { "" })?;
             f.write_str(if self.vector { "" } else { " element by element" })?;

@@ -1,7 +1,7 @@
 //! From a spec to a plan: pure, total, without a device.
 //!
 //! The rules, in order: few queries of f16 or bf16 with head dims up to 256 → `decode`, many → `forward`, both on the
-//! tensor cores (`forward` of compute capability 9.0 by wgmma: hopper.cu); anything else → `generic`. What decides is a request's own lengths, dims, dtype and options, never its
+//! tensor cores (`forward` of compute capability 9.0 by wgmma: hopper.cu, and there float32 with head dims up to 128: float32.cu); anything else → `generic`. What decides is a request's own lengths, dims, dtype and options, never its
 //! batch, its strides or where it lies: the bits of a row depend on none of these.
 //!
 //! Few queries: at most 16 per head and 64 rows per head of K and V. Their keys are split in chunks of 512.
@@ -36,6 +36,8 @@ const DECODE_QUERIES: usize = 16;
 const DECODE_ROWS: usize = 64;
 /// Widest head of the tensor-core kernels.
 const MMA_DIM: usize = 256;
+/// Widest head of float32.cu.
+const FLOAT32_DIM: usize = 128;
 /// Shared memory at which three blocks of decode.cu fit a multiprocessor of 228 KiB.
 const THIRD_SHARED: u32 = 75 * 1024;
 /// Shared memory that every architecture served has for a block.
@@ -79,12 +81,17 @@ fn is_natural(spec: &Spec) -> bool {
 /// Why the tensor cores do not serve `spec`, if they do not.
 fn why_generic(spec: &Spec, caps: &Caps, few: bool) -> Option<String> {
     let storage = spec.numerics.storage;
-    if !matches!(storage, DType::F16 | DType::BF16) {
-        return Some(format!("the tensor cores are not used for {storage}"));
-    }
-    if spec.head_dim().max(spec.head_dim_v()) > MMA_DIM {
+    let most = match storage {
+        DType::F16 | DType::BF16 => MMA_DIM,
+        DType::F32 if caps.arch == Arch::Sm90a && !few => FLOAT32_DIM,
+        DType::F32 if caps.arch == Arch::Sm90a => {
+            return Some("the tensor cores are used for more than 16 queries of float32".into());
+        }
+        _ => return Some(format!("the tensor cores are not used for {storage} on {}", caps.arch.name())),
+    };
+    if spec.head_dim().max(spec.head_dim_v()) > most {
         return Some(format!(
-            "head_dim {} / {}: the tensor-core kernels take up to {MMA_DIM}",
+            "head_dim {} / {}: the tensor-core kernels take up to {most} of {storage}",
             spec.head_dim(),
             spec.head_dim_v()
         ));
@@ -147,6 +154,9 @@ fn hopper_code(spec: &Spec, caps: &Caps) -> Option<Code> {
 }
 
 fn forward_code(spec: &Spec, caps: &Caps) -> Code {
+    if spec.numerics.storage == DType::F32 {
+        return mma_code(spec, caps, Body::Float32, 128, BLOCK_N);
+    }
     if let Some(code) = hopper_code(spec, caps) {
         return code;
     }
@@ -242,6 +252,11 @@ pub(crate) fn design(spec: &Spec, caps: &Caps) -> Result<(Design, String, String
                 "loads of one element: their strides are not the copy engine's"
             }
         ),
+        Kernel::Forward if main.body == Body::Float32 => {
+            "many queries: both products on the tensor cores, each float32 as \
+                two float16 under a power of two (22 bits), three products for one, sums in float32"
+                .to_owned()
+        }
         Kernel::Forward => "many queries: both products on the tensor cores".to_owned(),
         _ => "it serves every request".to_owned(),
     };
@@ -294,6 +309,7 @@ fn flops_per_cycle(arch: Arch, kernel: Kernel, storage: DType) -> f64 {
         }
         (Kernel::Generic, Arch::Sm80, _) => 128.0,
         (Kernel::Generic, ..) => 256.0,
+        (_, Arch::Sm90a, DType::F32) => 4096.0 / 3.0,
         (_, Arch::Sm90a, _) => 4096.0,
         (_, Arch::Sm100 | Arch::Sm103, _) => 8192.0,
         (_, Arch::Sm80, _) => 2048.0,
@@ -344,7 +360,7 @@ pub fn select(spec: &Spec, caps: &Caps) -> Result<Plan> {
         storage: spec.numerics.storage,
         accumulation: spec.numerics.accumulation,
         p_rounding: match kernel {
-            Kernel::Forward | Kernel::Decode => PRounding::Storage,
+            Kernel::Forward | Kernel::Decode if spec.numerics.storage != DType::F32 => PRounding::Storage,
             _ => PRounding::Accumulation,
         },
         mask: mask_class(spec),

@@ -49,7 +49,8 @@ fn every_kernel_compiles_and_the_hot_ones_do_not_spill() {
         let bf16 = |lengths, mask, options| of(spec(DType::BF16, lengths, mask, options));
         hot.extend(bf16([8, 1, 8192, 128], None, &plain));
         hot.extend(bf16([8, 2048, 2048, 64], None, &plain));
-        hot.extend(of(spec(DType::F32, [8, 2048, 2048, 128], None, &plain)));
+        hot.extend(of(spec(DType::F32, [8, 1, 2048, 128], None, &plain)));
+        hot.extend(of(spec(DType::F32, [8, 2048, 2048, 64], None, &plain)));
         all.extend(bf16([8, 2048, 2048, 128], None, &plain));
         all.extend(of(spec(DType::F64, [8, 100, 100, 40], Some(DType::F64), &capped)));
     }
@@ -61,6 +62,8 @@ fn every_kernel_compiles_and_the_hot_ones_do_not_spill() {
     all.extend(of(DType::BF16, [2, 100, 100, 33], Some(DType::Bool), &plain));
     all.extend(of(DType::BF16, [2, 100, 100, 256], None, &plain));
     all.extend(of(DType::F16, [2, 100, 100, 300], Some(DType::F16), &plain));
+    all.extend(of(DType::F32, [2, 100, 100, 128], None, &plain));
+    all.extend(of(DType::F32, [2, 100, 100, 80], Some(DType::F32), &capped));
     let count = hot.len();
     all.splice(0..0, hot.iter().copied());
     let mut seen = std::collections::HashSet::new();

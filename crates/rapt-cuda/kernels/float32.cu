@@ -1,0 +1,445 @@
+// Float32 attention on the tensor cores of compute capability 9.0: each number as two f16 under a power of two, three products
+// for one.
+//
+//   x*up = hi + lo           up = 2^e brings the largest of a row of q, k or v into [2^14, 2^15)
+//   a.b = (hi.hi + hi.lo + lo.hi) / (up_a up_b)
+//
+// hi and lo hold 22 bits of what lies within 2^18 of its row's largest, and every other number to 2^-40 of that largest; lo.lo
+// lies below both. A key's power for v goes into its weights p, and the largest of these is sought anew in every block of keys,
+// per query, among the keys that it attends: what nobody attends scales nothing.
+//
+//   warpgroup 0, 3   K and V: from memory, through registers, split into the swizzled tiles of a ring of STAGES
+//   warpgroup 1, 2   64 queries each: s = q.K, softmax, part = p.V by wgmma; acc = acc*fall + part
+//
+// p.V of a block is summed by itself and added to acc in f32: the sum inside the tensor cores cuts bits off, which a long one
+// would show. What cannot be read 16 bytes at a time is read element by element into the same tiles: the bits are the same.
+//
+// Values that nobody attends: as in mma.cu. A block with a sum that is not finite runs again; numbers of q, k and v that are
+// not finite are read as 0 then, the scores that they belong to are computed one by one, and what they add to the sums of the
+// rows that attend them is added apart. Finite sums have the same bits both ways.
+// Source: Ootomo and Yokota, "Recovering single precision accuracy from Tensor Cores", 2022, for two halves and the sum outside.
+// Deliberately absent: splitting of the keys, head dims above 128.
+
+constexpr int BM = BLOCK_M, BN = BLOCK_N, NT = BN / 8, KT = BN / 16, VT = DV / 8, THREADS = 512;
+constexpr int K_BOXES = (D + BOX - 1) / BOX, V_BOXES = (DV + BOX - 1) / BOX;
+constexpr int BOX_BYTES = 64 * BOX * 2;  // 64 rows
+static_assert(BM == 128 && BN == 64, "two warpgroups of 64 queries, blocks of 64 keys");
+
+struct Shared {
+    u8 q[2][2][K_BOXES][BOX_BYTES];  // of a warpgroup: hi, lo
+    u8 k[STAGES][2][K_BOXES][BOX_BYTES], v[STAGES][2][V_BOXES][BOX_BYTES];
+    float q_down[2][64], k_down[STAGES][BN], v_down[STAGES][BN];       // 1 / up
+    u64 k_full[STAGES], v_full[STAGES], k_empty[STAGES], v_empty[STAGES];
+    u16 q_odd[2][4], k_odd[STAGES][4], v_odd[STAGES][4];  // a bit for each row that holds what is not finite
+};
+static_assert(sizeof(Shared) == SHARED_BYTES, "code.rs and float32.cu disagree on shared memory");
+
+// --- one number as two -----------------------------------------------------------------------------------------------------
+
+__device__ inline void split(float x, float y, u32& hi, u32& lo) {
+    hi = pack(x, y);
+    lo = pack(x - f16_to_float((u16)hi), y - f16_to_float((u16)(hi >> 16)));
+}
+// The power of two that brings a number of these bits into [2^14, 2^15), and its inverse.
+__device__ inline void find_scale(u32 bits, float& up, float& down) {
+    const int e = max((int)(bits >> 23), 15);
+    up = __int_as_float((268 - e) << 23), down = __int_as_float((e - 14) << 23);
+}
+__device__ inline u32 finite_magnitude(float x) {
+    const u32 bits = __float_as_uint(x) & 0x7fffffffu;
+    return bits < 0x7f800000u ? bits : 0;
+}
+
+// A quarter of 64 rows, in the registers of 128 threads: 8 lanes a row, 4 rows a warp, such that 16 lanes that store together
+// meet no bank twice.
+template <int BOXES>
+struct Quarter {
+    float4 x[2 * BOXES];
+
+    // This thread's row of quarter 0; quarter n lies `ahead(n)` rows further on.
+    __device__ static int first_row(int lane) { return lane / 32 * 16 + lane / 8 % 2 * 4 + lane / 16 % 2; }
+    __device__ static int ahead(int n) { return n / 2 * 8 + n % 2 * 2; }
+
+    __device__ void load(const float* from, bool inside, i64 step, int dim, int lane) {
+#pragma unroll
+        for (int i = 0; i < 2 * BOXES; i++) {
+            const int c = (lane % 8 + i * 8) * 4;
+            x[i].x = x[i].y = x[i].z = x[i].w = 0;
+            if constexpr (VECTOR) {
+                if (inside && c < dim) x[i] = *(const float4*)(from + c);
+            } else {
+                if (inside && c < dim) x[i].x = from[c * step];
+                if (inside && c + 1 < dim) x[i].y = from[(c + 1) * step];
+                if (inside && c + 2 < dim) x[i].z = from[(c + 2) * step];
+                if (inside && c + 3 < dim) x[i].w = from[(c + 3) * step];
+            }
+        }
+    }
+
+    // Splits it into two tiles. If `careful`, what is not finite becomes 0, and a bit is answered for each such row of the
+    // warp's 16.
+    __device__ u32 store(bool careful, u8 (&tiles)[2][BOXES][BOX_BYTES], float* down, int lane, int n) {
+        const int row = first_row(lane);
+        u32 odd = 0, top = 0;
+        if (careful) {
+            bool is_odd = false;
+#pragma unroll
+            for (int i = 0; i < 8 * BOXES; i++) {
+                float& each = ((float*)x)[i];
+                if (!is_finite(each)) each = 0, is_odd = true;
+            }
+            const u32 lanes = __ballot_sync(~0u, is_odd);
+            for (int group = 0; group < 4; group++) {
+                if (lanes >> group * 8 & 0xff) odd |= 1u << (ahead(n) + group % 2 * 4 + group / 2);
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < 8 * BOXES; i++) top = max(top, finite_magnitude(((const float*)x)[i]));
+#pragma unroll
+        for (int step = 1; step < 8; step *= 2) top = max(top, __shfl_xor_sync(~0u, top, step));
+        float up, one_down;
+        find_scale(top, up, one_down);
+        if (lane % 8 == 0) down[row + ahead(n)] = one_down;
+        // swizzled(row + ahead(n), c), whose parts do not carry into one another.
+        const u32 at = swizzled(row, lane % 8 * 4);
+#pragma unroll
+        for (int i = 0; i < 2 * BOXES; i++) {
+            const u32 to = (at ^ i % 2 * 64 ^ n % 2 * 32) + ahead(n) * 128;
+            uint2 hi, lo;
+            split(x[i].x * up, x[i].y * up, hi.x, lo.x);
+            split(x[i].z * up, x[i].w * up, hi.y, lo.y);
+            *(uint2*)(tiles[0][i / 2] + to) = hi;
+            *(uint2*)(tiles[1][i / 2] + to) = lo;
+        }
+        return odd;
+    }
+};
+
+// --- loading ---------------------------------------------------------------------------------------------------------------
+
+struct Place {
+    int r0;
+    Task task;
+    // Blocks of one task run side by side and share its K and V in L2; late rows see the most keys and go first.
+    __device__ Place(const Params& p, u32 block)
+        : r0((p.row_blocks - 1 - (int)(block % p.row_blocks)) * BM), task(p, block / p.row_blocks) {}
+};
+
+// A place in the ring, and the parity of its barriers' phase.
+struct Ring {
+    u32 at = 0, phase = 0;
+    __device__ void next() {
+        if (++at == STAGES) at = 0, phase ^= 1;
+    }
+};
+
+__device__ inline const float* head_of(const void* base, const i64 (&stride)[4], const Params& p, const Task& task) {
+    return (const float*)base + task.batch * stride[0] + task.head / p.group * stride[1];
+}
+
+// The keys' (or values') rows, two quarters of a block under way while a third is split.
+template <int BOXES>
+__device__ inline void load_blocks(
+    bool careful, const Params& p, const Seen& seen, Ring& ring, const float* base, const i64 (&stride)[4], int dim,
+    u8 (*tiles)[2][BOXES][BOX_BYTES], float (*down)[BN], u16 (*odd_rows)[4], u64* full, u64* empty
+) {
+    const int lane = threadIdx.x % 128, start = seen.lo / BN * BN;
+    if (start >= seen.hi) return;
+    Quarter<BOXES> part[2];
+    // The quarter that is read next: this thread's row of it, and that row's key.
+    int j = start + Quarter<BOXES>::first_row(lane);
+    const float* from = base + j * stride[2];
+    auto load_next = [&](Quarter<BOXES>& to, int n) {
+        to.load(from, j < p.kv_len, stride[3], dim, lane);
+        const int rows = n == 3 ? BN - Quarter<BOXES>::ahead(3) : Quarter<BOXES>::ahead(n + 1) - Quarter<BOXES>::ahead(n);
+        j += rows, from += rows * stride[2];
+    };
+    load_next(part[0], 0);
+    load_next(part[1], 1);
+#pragma unroll 1
+    for (int n0 = start; n0 < seen.hi; n0 += BN) {
+        u32 odd = 0;
+        wait(empty[ring.at], ring.phase ^ 1);
+#pragma unroll
+        for (int n = 0; n < 4; n++) {
+            odd |= part[n % 2].store(careful, tiles[ring.at], down[ring.at], lane, n);
+            if (n < 2 || n0 + BN < seen.hi) load_next(part[n % 2], (n + 2) % 4);
+        }
+        if (careful && lane % 32 == 0) odd_rows[ring.at][lane / 32] = odd;
+        fence_proxy();
+        arrive(full[ring.at]);
+        ring.next();
+    }
+}
+
+// --- multiplying -----------------------------------------------------------------------------------------------------------
+
+// The sums of 64 rows: two rows a thread.
+struct RowSums {
+    float m[2], l[2], acc[VT][4];
+
+    __device__ bool has_non_finite() const {
+        u32 most = 0;
+#pragma unroll
+        for (int n = 0; n < VT * 4; n++) most = max(most, __float_as_uint(acc[n / 4][n % 4]) & 0x7fffffffu);
+        return most >= 0x7f800000u;
+    }
+};
+
+// q.k as IEEE has it.
+__device__ inline float plain_score(const Params& p, const float* q, const float* k) {
+    float sum = 0;
+#pragma unroll 1
+    for (int d = 0; d < p.head_dim; d++) sum += q[d * p.q_stride[3]] * k[d * p.k_stride[3]];
+    return sum;
+}
+
+__device__ inline void multiply(bool careful, const Params& p, Shared& sh, const Place& place, const Seen& seen, Ring& ring, RowSums& sums) {
+    const int lane = threadIdx.x % 128, wg = threadIdx.x / 128 - 1, quad = lane % 4 * 2;
+    const int rows = min(BM, p.rows - place.r0);
+    const Queries queries{p, place.task, place.r0 + wg * 64 + lane / 32 * 16};
+    {
+        u32 odd = 0;
+        Quarter<K_BOXES> part;
+#pragma unroll 1
+        for (int n = 0; n < 4; n++) {
+            const int r = wg * 64 + Quarter<K_BOXES>::first_row(lane) + Quarter<K_BOXES>::ahead(n);
+            const Row row(p, place.task, place.r0 + min(r, rows - 1));
+            part.load((const float*)p.q + row.offset(p.q_stride), r < rows, p.q_stride[3], p.head_dim, lane);
+            odd |= part.store(careful, sh.q[wg], sh.q_down[wg], lane, n);
+        }
+        if (careful && lane % 32 == 0) sh.q_odd[wg][lane / 32] = odd;
+        fence_proxy();
+        meet(1 + wg, 128);
+    }
+    float q_down[2];
+    bool q_odd[2] = {};
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        const int r = lane % 32 / 4 + h * 8;
+        q_down[h] = sh.q_down[wg][lane / 32 * 16 + r];
+        if (careful) q_odd[h] = sh.q_odd[wg][lane / 32] >> r & 1;
+    }
+    const float c = exponent_factor(p);
+    sums.m[0] = sums.m[1] = negative_infinity(), sums.l[0] = sums.l[1] = 0;
+#pragma unroll
+    for (int n = 0; n < VT * 4; n++) sums.acc[n / 4][n % 4] = 0;
+
+#pragma unroll 1
+    for (int n0 = seen.lo / BN * BN; n0 < seen.hi; n0 += BN) {
+        float s[1][NT][4];
+        MaskTile<1, NT> mask;
+        mask.fetch(p, queries, n0);
+        wait(sh.k_full[ring.at], ring.phase);
+        begin_products();
+#pragma unroll
+        for (int product = 0; product < 3; product++)  // the small ones first
+#pragma unroll
+            for (int d = 0; d < D; d += 16) {
+                const u32 at = (d / BOX * BOX_BYTES + d % BOX * 2) / 16;
+                const u32 a = tile_low(sh.q[wg][product == 0], 0), b = tile_low(sh.k[ring.at][product == 1], 0);
+                multiply_queries(s[0], a + at, b + at, product + d > 0);
+            }
+        commit_products();
+        wait_scores<0>(s[0]);
+#pragma unroll
+        for (int nt = 0; nt < NT; nt++) {
+            const float2 k_down = *(const float2*)(sh.k_down[ring.at] + nt * 8 + quad);
+#pragma unroll
+            for (int e = 0; e < 4; e++) s[0][nt][e] = s[0][nt][e] * q_down[e / 2] * (e % 2 ? k_down.y : k_down.x);
+        }
+        if (careful) {
+            const u64 k_odd = *(const u64*)sh.k_odd[ring.at];
+            const float* k = head_of(p.k, p.k_stride, p, place.task) + n0 * p.k_stride[2];
+            const bool any = k_odd != 0 || q_odd[0] || q_odd[1];
+#pragma unroll 1
+            for (int n = 0; any && n < NT * 4; n++) {
+                const int j = n / 4 * 8 + quad + n % 2, h = n / 2 % 2;
+                if (((k_odd >> j & 1) == 0 && !q_odd[h]) || n0 + j >= p.kv_len) continue;
+                const float* q = (const float*)p.q + queries.row(0, h).offset(p.q_stride);
+                const float x = plain_score(p, q, k + j * p.k_stride[2]);
+#pragma unroll
+                for (int i = 0; i < NT * 4; i++) {
+                    if (i == n) s[0][i / 4][i % 4] = x;
+                }
+            }
+        }
+        __syncwarp();
+        if (lane % 32 == 0) arrive(sh.k_empty[ring.at]);
+        const bool positions = n0 < seen.all_lo || n0 + BN > seen.all_hi;
+        if (NATURAL || MASK != NO_MASK || positions) modify_scores<1, NT>(s, p, queries, mask, n0, p.kv_len, positions);
+
+        float fall[2], base[2];
+        bool big = NATURAL;
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            float top = sums.m[h];
+#pragma unroll
+            for (int nt = 0; nt < NT; nt++) top = fmaxf(top, fmaxf(s[0][nt][h * 2], s[0][nt][h * 2 + 1]));
+            top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
+            top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
+            // A row without a key yet keeps m at -inf and compares with 0.
+            base[h] = top == negative_infinity() ? 0.f : top;
+            fall[h] = top == sums.m[h] ? 1.f : exp2_fast((sums.m[h] - base[h]) * c);
+            sums.m[h] = top;
+            if (!NATURAL) big |= fabsf(base[h] * c) > EXACT;
+        }
+        if (__any_sync(~0u, fall[0] != 1 || fall[1] != 1)) {
+#pragma unroll
+            for (int n = 0; n < VT * 4; n++) {
+                float& sum = sums.acc[n / 4][n % 4];
+                sum = careful ? weighed(fall[n / 2 % 2], sum) : sum * fall[n / 2 % 2];
+            }
+        }
+        wait(sh.v_full[ring.at], ring.phase);
+        if (careful) {
+            const u64 v_odd = *(const u64*)sh.v_odd[ring.at];
+            const float* v = head_of(p.v, p.v_stride, p, place.task) + n0 * p.v_stride[2];
+            u32 hidden = 0;
+#pragma unroll
+            for (int n = 0; n < NT * 4; n++) hidden |= (s[0][n / 4][n % 4] == negative_infinity() ? 1u : 0u) << n;
+#pragma unroll 1
+            for (int j = 0; j < BN; j++) {
+                if ((v_odd >> j & 1) == 0) continue;
+                const u32 hidden_j = __shfl_sync(~0u, hidden, j % 8 / 2, 4) >> (j / 8 * 4 + j % 2);
+#pragma unroll
+                for (int n = 0; n < VT * 4; n++) {
+                    const int column = n / 4 * 8 + quad + n % 2;
+                    const float x = column < p.head_dim_v ? v[j * p.v_stride[2] + column * p.v_stride[3]] : 0.f;
+                    // Its weight is above 0, however small: what is not finite stays what it is.
+                    if (!is_finite(x) && (hidden_j >> n / 2 % 2 * 2 & 1) == 0) sums.acc[n / 4][n % 4] += x;
+                }
+            }
+        }
+        if (NATURAL || __any_sync(~0u, big)) {
+#pragma unroll
+            for (int n = 0; n < NT * 4; n++) s[0][n / 4][n % 4] -= base[n / 2 % 2];
+            base[0] = base[1] = 0;
+        }
+        // p, and in its place p times its key's power for v.
+        u32 top[2] = {};
+        float sum[2] = {}, up[2], down[2];
+#pragma unroll
+        for (int nt = 0; nt < NT; nt++) {
+            const float2 v_down = *(const float2*)(sh.v_down[ring.at] + nt * 8 + quad);
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                float& x = s[0][nt][e];
+                x = exp2_fast(NATURAL ? x * c : __fmaf_rn(x, c, -(base[e / 2] * c)));
+                sum[e / 2] += x;
+                x *= e % 2 ? v_down.y : v_down.x;
+                top[e / 2] = max(top[e / 2], __float_as_uint(x));
+            }
+        }
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            sums.l[h] = __fmaf_rn(sums.l[h], fall[h], sum[h]);
+            top[h] = max(top[h], __shfl_xor_sync(~0u, top[h], 1));
+            top[h] = max(top[h], __shfl_xor_sync(~0u, top[h], 2));
+            find_scale(min(top[h], 0x7f7fffffu), up[h], down[h]);
+        }
+        u32 a[2][KT][4];
+#pragma unroll
+        for (int kt = 0; kt < KT; kt++)
+#pragma unroll
+            for (int n = 0; n < 4; n++) {
+                const float* pair = &s[0][kt * 2 + n / 2][n % 2 * 2];
+                split(pair[0] * up[n % 2], pair[1] * up[n % 2], a[0][kt][n], a[1][kt][n]);
+            }
+        float part[VT][4];
+#pragma unroll
+        for (int n = 0; n < VT * 4; n++) part[n / 4][n % 4] = 0;
+        begin_products();
+#pragma unroll
+        for (int product = 0; product < 3; product++)
+#pragma unroll
+            for (int kt = 0; kt < KT; kt++) {
+                const u32 tile = tile_low(sh.v[ring.at][product == 1], BOX_BYTES) + kt * 16 * BOX * 2 / 16;
+                multiply_values(part, a[product == 0][kt], tile);
+            }
+        commit_products();
+        wait_sums<0>(part);
+#pragma unroll
+        for (int n = 0; n < VT * 4; n++) {
+            float& sum = sums.acc[n / 4][n % 4];
+            sum = __fmaf_rn(part[n / 4][n % 4], down[n / 2 % 2], sum);
+        }
+        __syncwarp();
+        if (lane % 32 == 0) arrive(sh.v_empty[ring.at]);
+        ring.next();
+    }
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        sums.l[h] += __shfl_xor_sync(~0u, sums.l[h], 1);
+        sums.l[h] += __shfl_xor_sync(~0u, sums.l[h], 2);
+    }
+}
+
+__device__ inline void finish(const Params& p, const Place& place, const RowSums& sums) {
+    const int lane = threadIdx.x % 32, first = place.r0 + (threadIdx.x / 32 - 4) * 16;
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        const int r = first + lane / 4 + h * 8;
+        if (r >= p.rows) continue;
+        const Row row(p, place.task, r);
+        const float l = sums.l[h];
+        const Finished finished(p, row, natural_max(p, sums.m[h]), l);
+        if (lane % 4 == 0) store_lse(p, row, finished.lse);
+        const i64 to = row.offset(p.out_stride);
+#pragma unroll
+        for (int nt = 0; nt < VT; nt++) {
+            const int column = nt * 8 + lane % 4 * 2;
+            const float* pair = &sums.acc[nt][h * 2];
+            const float2 x = {l == 0 ? 0.f : pair[0] * finished.factor, l == 0 ? 0.f : pair[1] * finished.factor};
+            if (p.out_vector) {
+                if (column < p.head_dim_v) *(float2*)((float*)p.out + to + column) = x;
+            } else {
+                if (column < p.head_dim_v) store_as(p.out, p.out_dtype, to + column * p.out_stride[3], x.x);
+                if (column + 1 < p.head_dim_v) store_as(p.out, p.out_dtype, to + (column + 1) * p.out_stride[3], x.y);
+            }
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(const __grid_constant__ Params p) {
+    extern __shared__ __align__(1024) u8 memory[];
+    Shared& sh = *(Shared*)memory;
+    if (threadIdx.x == 0) {
+        for (int at = 0; at < STAGES; at++) {
+            init_barrier(sh.k_full[at], 128), init_barrier(sh.v_full[at], 128);
+            init_barrier(sh.k_empty[at], 8), init_barrier(sh.v_empty[at], 8);
+        }
+        fence_barriers();
+    }
+    __syncthreads();
+    const Place place(p, blockIdx.x);
+    const Seen seen(p, place.task, place.r0, place.r0 + min(BM, p.rows - place.r0));
+    Ring ring;
+    const int wg = threadIdx.x / 128;
+    if (wg == 0 || wg == 3) {
+        give_registers<LOADING_REGISTERS>();
+        for (int careful = 0; careful < 2; careful++) {
+            if (wg == 0) {
+                load_blocks<K_BOXES>(
+                    careful, p, seen, ring, head_of(p.k, p.k_stride, p, place.task), p.k_stride, p.head_dim, sh.k,
+                    sh.k_down, sh.k_odd, sh.k_full, sh.k_empty
+                );
+            } else {
+                load_blocks<V_BOXES>(
+                    careful, p, seen, ring, head_of(p.v, p.v_stride, p, place.task), p.v_stride, p.head_dim_v, sh.v,
+                    sh.v_down, sh.v_odd, sh.v_full, sh.v_empty
+                );
+            }
+            if (!__syncthreads_or(0)) break;
+        }
+    } else {
+        take_registers<MULTIPLYING_REGISTERS>();
+        RowSums sums;
+        multiply(false, p, sh, place, seen, ring, sums);
+        if (__syncthreads_or(sums.has_non_finite())) {
+            multiply(true, p, sh, place, seen, ring, sums);
+            __syncthreads_or(0);
+        }
+        finish(p, place, sums);
+    }
+}
