@@ -134,6 +134,9 @@ class Writer:
         name = "mask" if c.mask == "bool" else "keep"
         drawn = f"torch.rand({listed})" if self.torch else f"rng.random(({listed}))"
         lines = [f"{name} = ({drawn} < 0.6) | ({self.lib}.arange({c.kv_len}) == 0)"]
+        if c.mask_dims.endswith("1"):
+            # One element for all keys: True, or its rows would have none.
+            lines = [f"{name} = torch.ones(({listed}), dtype=torch.bool)" if self.torch else f"{name} = np.ones(({listed}), bool)"]
         if c.masked_key is not None:
             lines[0] = (
                 f"{name} = ({drawn} < 0.6) & ({self.lib}.arange({c.kv_len}) != {c.masked_key}) | ({self.lib}.arange({c.kv_len}) == 0)"

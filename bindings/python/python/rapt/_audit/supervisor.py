@@ -204,7 +204,9 @@ class Nursery:
         except subprocess.TimeoutExpired:
             return False, LATE
         lines = words.read_text(errors="replace").strip().splitlines()
-        last = lines[-1][:300] if lines else ""
+        # torch tells a device's fault in one line of several.
+        fault = next((line for line in lines if "CUDA error: " in line), None)
+        last = (fault or lines[-1])[:300] if lines else ""
         if code < 0:
             return True, Died(code, "").how
         return code == 1 and last.startswith("AssertionError"), last or f"exit code {code}"

@@ -98,9 +98,12 @@ class RaptSdpa(Engine):
 
 
 class Sdpa(Engine):
-    """torch's function as it is: what its default costs on the host."""
+    """torch's function as it is: the kernel that it picks by itself, and what it costs on the host."""
 
-    kinds = ("call",)
+    kinds = ("prefill", "decode", "call")
+
+    def note(self, row, tensors):
+        return picked(row, tensors) or ""
 
 
 class Add(Engine):
@@ -197,13 +200,13 @@ NAMES = ("rapt", "rapt-sdpa", "flash", "cudnn", "efficient", "flex", "fa4", "sdp
 DENSE = ("cudnn", "fa4")
 
 # torch's own choice, by the number that _fused_sdp_choice answers.
-CHOICES = {1: "flash", 2: "efficient", 3: "cudnn"}
+CHOICES = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}
 
 
-def default_of(torch, row, tensors):
-    """The peer that torch's function picks by itself on these tensors, None where it is none of them or cannot be asked."""
-    if row.window or row.softcap or (row.causal != "none" and tensors.mask is not None):
-        return None
+def picked(row, tensors):
+    """The kernel that torch's function picks by itself on these tensors, None where it cannot be asked."""
+    import torch
+
     k, v = tensors.kv[0]
     options = {"is_causal": row.causal != "none"} | ({"enable_gqa": True} if row.num_q_heads != row.num_kv_heads else {})
     try:
@@ -222,7 +225,7 @@ def engines(chosen):
         "efficient": lambda name: Engine(name, "torch efficient", "#c9a227", "EFFICIENT_ATTENTION"),
         "flex": lambda name: Flex(name, "torch flex", "#8d6a9f"),
         "fa4": lambda name: Fa4(name, "FlashAttention-4", "#2e86ab"),
-        "sdpa": lambda name: Sdpa(name, "torch SDPA", "#777777"),
+        "sdpa": lambda name: Sdpa(name, "torch SDPA, its own choice", "#777777"),
         "add": lambda name: Add(name, "torch.add", "#aaaaaa"),
     }
     present, lost = {}, {}

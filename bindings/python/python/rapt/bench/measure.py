@@ -14,7 +14,7 @@ import warnings
 
 from . import check
 from .device import combined
-from .engines import Unsupported, default_of
+from .engines import Unsupported
 
 HOST_CALLS = 200
 """Calls of a host batch: fewer than the stream's queue holds, or the host would wait for the device."""
@@ -57,8 +57,6 @@ class Measured:
     timings: dict
     limit: check.Limit | None = None
     ceilings: dict = dataclasses.field(default_factory=dict)
-    default: str | None = None
-    """The peer that torch's function picks by itself."""
 
 
 class Batch:
@@ -113,6 +111,12 @@ class Batch:
             return self.gpu.milliseconds(lambda: self.several(self.count), self.hold) * 1e3 / self.count
 
 
+def why_no_kernel(told):
+    """The warning that gives a reason: not the headings, and not that the other kernels are switched off."""
+    given = [line for line in told if "runtime disabled" not in line and "not used because" not in line]
+    return max(given, key=len)[:160] if given else ""
+
+
 def in_short(error):
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:160] if lines else ''}"
@@ -145,7 +149,6 @@ class Run:
         row, gpu = measured.row, self.gpu
         ready, outputs = {}, {}
         tensors = check.make(gpu, row, check.copies(row, self.facts["l2_bytes"]))
-        measured.default = default_of(gpu.torch, row, tensors)
         judge = None if row.kind == "add" else check.Judge(gpu, row, tensors)
         for name, engine in self.engines.items():
             if not engine.takes(row):
@@ -179,7 +182,7 @@ class Run:
         except Exception as error:  # noqa: BLE001 - whatever a peer raises is told, and the run goes on
             reason = str(error) if isinstance(error, Unsupported) else in_short(error)
             if "No available kernel" in reason and said:
-                reason = max((str(warning.message).partition(" (Triggered")[0] for warning in said), key=len)
+                reason = why_no_kernel([str(warning.message).partition(" (Triggered")[0] for warning in said]) or reason
             self.refuse(timing, engine, reason)
             ready.pop(name, None)
             outputs.pop(name, None)

@@ -43,7 +43,8 @@ def derive(everything, engines, facts):
         us = {name: timing.median for name, timing in measured.timings.items()}
         name = lead(measured, ours)
         own = us.get(name)
-        peers = [peer for peer in us if peer not in ours]
+        # torch's own choice is one of the others, but where the host is what is timed.
+        peers = [peer for peer in us if peer not in ours and (peer != "sdpa" or row.kind == "call")]
         best, dense = fastest(us, peers), fastest(us, [peer for peer in peers if peer in DENSE])
         base = baseline(row, rows)
         base_us = by_key[base.key].timings[name].median if base and name in by_key[base.key].timings else None
@@ -51,7 +52,8 @@ def derive(everything, engines, facts):
             "row": row.name, "dtype": row.dtype, "dims": row.dims, "kind": row.kind, "groups": row.groups, "lead": name, "us": us,
             "spread": {peer: timing.spread for peer, timing in measured.timings.items()},
             "best_peer": best, "vs_best": ratio(us.get(best), own), "best_dense": dense, "vs_best_dense": ratio(us.get(dense), own),
-            "default": measured.default, "vs_default": ratio(us.get(measured.default), own),
+            "default": measured.timings["sdpa"].note or None if "sdpa" in measured.timings else None,
+            "vs_default": ratio(us.get("sdpa"), own),
             "base": base.name if base else None, "vs_base": ratio(own, base_us),
         }  # fmt: skip
         if row.kind in ("prefill", "decode"):
@@ -108,7 +110,7 @@ def error_of(measured, name):
 
 
 def against(figure, what, peer):
-    return "–" if figure[what] is None else f"{figure[what]:.2f} {peer}"
+    return "–" if figure[what] is None else f"{figure[what]:.2f} {peer or ''}".rstrip()
 
 
 def tables(everything, figures):
@@ -120,7 +122,8 @@ def tables(everything, figures):
     def of(*kinds):
         chosen = [pair for pair in pairs if pair[1]["kind"] in kinds]
         present = dict.fromkeys(name for _, figure in chosen for name in figure["us"])
-        return chosen, [name for name in present if any(figure["us"].get(name) for _, figure in chosen)]
+        told = [name for name in present if name != "sdpa" or "call" in kinds]  # else the column "vs default"
+        return chosen, [name for name in told if any(figure["us"].get(name) for _, figure in chosen)]
 
     def common(figure):
         return [figure["row"], figure["dims"], figure["dtype"]]
@@ -248,7 +251,7 @@ def picture(figures, engines, title):
     for figure in figures:
         if figure.get("percent_of_floor"):
             heading = "decode" if figure["kind"] == "decode" else "dense" if "dense" in figure["groups"] else "the rest"
-            values = {name: percent / 100 for name, percent in figure["percent_of_floor"].items()}
+            values = {name: percent / 100 for name, percent in figure["percent_of_floor"].items() if name != "sdpa"}
             panels.setdefault(f"{heading}: part of the floor", []).append((f"{figure['row']} {figure['dtype']}", values))
     if not panels:
         return None
@@ -278,8 +281,7 @@ def slower_than_default(figures):
     """Rows on which Rapt has a larger median than what torch picks by itself (call rows: than its function)."""
     found = []
     for figure in figures:
-        peer = "sdpa" if figure["kind"] == "call" else figure["default"]
-        us, own = figure["us"].get(peer), figure["us"].get(figure["lead"])
+        us, own = figure["us"].get("sdpa"), figure["us"].get(figure["lead"])
         if us and own and own > us:
-            found.append(f"{figure['row']} {figure['dtype']}: {own:,.1f} us, {peer} {us:,.1f} us ({own / us:.2f}x)")
+            found.append(f"{figure['row']} {figure['dtype']}: {own:,.1f} us, torch {us:,.1f} us ({own / us:.2f}x)")
     return found
