@@ -53,7 +53,7 @@ def test_every_row_that_the_speed_table_asks_for_is_declared(table):
 
 
 def test_a_bar_may_be_meant_for_some_variants(table):
-    assert named(table, "d128-4096").bars == (("best-dense", 0.92), ("default", 1.7))
+    assert named(table, "d128-4096").bars == (("best-dense", 0.92), ("flash", 1.7))
     assert named(table, "d128-4096/causal/permuted").bars[-1] == ("base", 0.98)
     assert named(table, "masks-4096/bool").bars == (("best", 1.5),) and named(table, "masks-4096/bool-shared").bars == ()
 
