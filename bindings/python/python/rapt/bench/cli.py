@@ -1,6 +1,7 @@
 """The command `python -m rapt.bench cuda` (also `python -m rapt bench cuda`).
 
-Exit codes: 0; 1 a row of Rapt failed or left the tolerance, `--check` is not met, or there is no GPU (DeviceError); 2 wrong usage; 130 interrupted.
+Exit codes: 0; 1 a row of Rapt failed or left the tolerance, `--check` is not met, or there is no GPU (DeviceError); 2 wrong usage; 130
+interrupted.
 """
 
 import argparse

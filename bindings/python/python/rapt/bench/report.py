@@ -213,8 +213,9 @@ def notes(everything, lost, overall):
 
 def heading(facts):
     clock = f" at up to {facts['clock_hz'] / 1e9:.2f} GHz" if facts["clock_hz"] else ""
+    gpu = f"{facts['gpu']} ({facts['capability']}, {facts['multiprocessors']} multiprocessors{clock})"
     return [
-        f"{facts['date']}, {facts['gpu']} ({facts['capability']}, {facts['multiprocessors']} multiprocessors{clock}), driver {facts['driver']}",
+        f"{facts['date']}, {gpu}, driver {facts['driver']}",
         f"rapt {facts['rapt']}, torch {facts['torch']}, CUDA {facts['cuda']}, cuDNN {facts['cudnn']}",
     ]
 
