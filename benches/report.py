@@ -13,6 +13,9 @@ import ceilings
 import shapes
 from peers import PEERS
 
+from rapt.bench import table
+from rapt.bench.table import number
+
 
 def lead(measured):
     """The door that a row's ratios are about: a call through torch's SDPA for call rows, rapt.attention else."""
@@ -69,10 +72,6 @@ def ratio(above, below):
 
 
 # ---- tables
-
-
-def number(value, form="{:.2f}"):
-    return "–" if value is None else form.format(value)
 
 
 def microseconds(figure, name):
@@ -199,20 +198,6 @@ def notes(everything, lost):
     return said
 
 
-def aligned(line, widths, leading=3):
-    """One line of a table: the first cells to the left, figures to the right."""
-    cells = [cell.ljust(width) if at < leading else cell.rjust(width) for at, (cell, width) in enumerate(zip(line, widths))]
-    return "  ".join(cells).rstrip()
-
-
-def text(made):
-    parts = []
-    for title, header, lines, under in made:
-        widths = [max(len(line[at]) for line in [header, *lines]) for at in range(len(header))]
-        parts.append("\n".join([title, aligned(header, widths), *(aligned(line, widths) for line in lines), *under]))
-    return "\n\n".join(parts)
-
-
 def heading(machine, peers):
     commit = machine["commit"][:12] or "no commit"
     dirty = f", {len(machine['uncommitted'])} uncommitted files" if machine["uncommitted"] else ""
@@ -227,14 +212,7 @@ def heading(machine, peers):
 
 
 def markdown(made, machine, peers, said, command):
-    parts = ["# " + machine["cpu"], "\n".join(f"- {line}" for line in [*heading(machine, peers), f"`{command}`"])]
-    for title, header, lines, under in made:
-        rule = ["---"] * 3 + ["---:"] * (len(header) - 3)
-        parts.append(f"## {title}\n\n" + "\n".join("| " + " | ".join(cells) + " |" for cells in [header, rule, *lines]))
-        parts.extend(under)
-    if said:
-        parts.append("## Notes\n\n" + "\n".join(f"- {line}" for line in said))
-    return "\n\n".join(parts) + "\n"
+    return table.markdown(machine["cpu"], [*heading(machine, peers), f"`{command}`"], made, said)
 
 
 def record(everything, figures, machine, peers, said, command, method):

@@ -25,6 +25,8 @@ from measure import Run  # noqa: E402
 from peers import PEERS  # noqa: E402
 from workers import BENCHES, UNLOCK_MKL, Died, Worker, compile_c  # noqa: E402
 
+from rapt.bench import table  # noqa: E402
+
 BUSY = 0.5  # runnable processes before the run starts, above which figures are doubted aloud
 
 
@@ -150,7 +152,7 @@ def main():
     figures = report.derive(everything)
     made = report.tables(everything, figures)
     said = report.notes(everything, lost)
-    print("\n" + report.text(made))
+    print("\n" + table.text(made))
     if said:
         print("\nnotes\n" + "\n".join(f"  {line}" for line in said))
 

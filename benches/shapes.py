@@ -1,222 +1,31 @@
-"""The rows to measure: shapes.toml expanded, and the arithmetic that belongs to a row alone (scores, FLOPs, bytes, floor).
-
-    scores = (query, key) pairs that the masks of the row leave; causal counts half of q_len * kv_len
-    flops  = 2 * (head_dim + head_dim_v) * scores
+"""The rows of `cargo xtask bench cpu`: shapes.toml, expanded as the package's own benchmark expands its rows (rapt/bench/rows.py).
 
 No measurement and no tensor here: every process of a run imports this file.
 """
 
-import dataclasses
-import fnmatch
-import itertools
+import importlib.util
 import pathlib
-
-try:
-    import tomllib
-except ModuleNotFoundError:  # Python 3.10
-    from pip._vendor import tomli as tomllib
+import sys
 
 BENCHES = pathlib.Path(__file__).resolve().parent
-BYTES = {"f64": 8, "f32": 4, "f16": 2, "bf16": 2}
-ALL_DTYPES = ("f32", "bf16", "f16")
-
-# exp2 with its subtract, sum and store: 3.4 elements per cycle where 64 f32 flop per cycle are possible (zmm, Zen 5, 2026-11);
-# it is vector work as the FMA is, so narrower units scale it down with them.
-EXP_PER_CYCLE_AT_64 = 3.4
+SOURCE = BENCHES.parent / "bindings/python/python/rapt/bench/rows.py"
 
 
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """One line of the table: a shape, a dtype, one variant."""
-
-    shape: str
-    kind: str
-    batch: int
-    num_q_heads: int
-    num_kv_heads: int
-    q_len: int
-    kv_len: int
-    head_dim: int
-    head_dim_v: int
-    dtype: str
-    causal: str = "none"
-    window: int = 0
-    mask: str = "none"
-    layout: str = "contiguous"
-    grad_mode: str = "inference"
-    groups: tuple = ()
-
-    @property
-    def variant(self):
-        """What sets this row apart from its family, as it stands in the row's name."""
-        words = [] if self.causal == "none" else ["causal" if self.causal == "top_left" else self.causal]
-        words += [f"window{self.window}"] if self.window else []
-        words += [] if self.mask == "none" else [self.mask]
-        words += [] if self.layout == "contiguous" else [self.layout]
-        words += [self.grad_mode] if self.kind in ("call", "add") else []
-        return "/".join(words)
-
-    @property
-    def name(self):
-        return f"{self.shape}/{self.variant}" if self.variant else self.shape
-
-    @property
-    def key(self):
-        return f"{self.name} {self.dtype}"
-
-    @property
-    def family(self):
-        """Rows that are prepared together and interleaved."""
-        return (self.shape, self.dtype)
-
-    @property
-    def values_key(self):
-        """Rows with this in common have equal inputs and equal outputs, wherever they lie in memory."""
-        return dataclasses.replace(self, layout="contiguous", grad_mode="inference", groups=())
-
-    @property
-    def dims(self):
-        heads = f"{self.num_q_heads}" if self.num_kv_heads == self.num_q_heads else f"{self.num_q_heads}/{self.num_kv_heads}"
-        length = f"{self.q_len}" if self.kv_len == self.q_len else f"{self.q_len}x{self.kv_len}"
-        head_dim = f"{self.head_dim}" if self.head_dim_v == self.head_dim else f"{self.head_dim}/{self.head_dim_v}"
-        return f"{self.batch},{heads},{length},{head_dim}"
-
-    @property
-    def kept_keys(self):
-        """Padding: how many keys each batch keeps."""
-        return [self.kv_len * (self.batch + 3 * b) // (4 * self.batch) or 1 for b in range(self.batch)]
-
-    @property
-    def scores(self):
-        pairs = self.q_len * self.kv_len
-        if self.window:
-            offset = self.kv_len - self.q_len if self.causal == "bottom_right" else 0
-            pairs = sum(max(0, min(i + offset, self.kv_len - 1) - max(0, i + offset - self.window + 1) + 1) for i in range(self.q_len))
-        elif self.causal == "top_left":
-            pairs = pairs // 2
-        if self.mask == "padding":
-            return self.num_q_heads * pairs * sum(self.kept_keys) // self.kv_len
-        return self.batch * self.num_q_heads * pairs
-
-    @property
-    def flops(self):
-        return 2 * (self.head_dim + self.head_dim_v) * self.scores
-
-    @property
-    def q_bytes(self):
-        return self.batch * self.num_q_heads * self.q_len * self.head_dim * BYTES[self.dtype]
-
-    @property
-    def kv_bytes(self):
-        return self.batch * self.num_kv_heads * self.kv_len * (self.head_dim + self.head_dim_v) * BYTES[self.dtype]
-
-    @property
-    def out_bytes(self):
-        return self.batch * self.num_q_heads * self.q_len * self.head_dim_v * BYTES[self.dtype]
-
-    @property
-    def read_bytes(self):
-        """What a decode step has to move: K and V once, the query and the output."""
-        return self.kv_bytes + self.q_bytes + self.out_bytes
-
-    @property
-    def copied_bytes(self):
-        """What `.contiguous()` writes in the *_copy layouts, and reading in place therefore saves."""
-        return self.kv_bytes + (self.q_bytes if self.layout.startswith("permuted") else 0)
-
-    def floor_cycles(self, flop_per_cycle, f32_flop_per_cycle):
-        """Cycles per score and core below which no kernel can go: the two products, and one exponential."""
-        return 2 * (self.head_dim + self.head_dim_v) / flop_per_cycle + 64 / (EXP_PER_CYCLE_AT_64 * f32_flop_per_cycle)
+def rows_module():
+    """That file by its path: it needs nothing of Rapt, and the interpreter of --peer-python may have none."""
+    spec = importlib.util.spec_from_file_location("rapt_bench_rows", SOURCE)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
-def listed(value):
-    return value if isinstance(value, list) else [value]
-
-
-def expand(shape):
-    """Every row of one [[shape]], dtype outermost."""
-    known = {"name", "dims", "kind", "dtypes", "causal", "window", "mask", "layout", "grad_mode", "groups"}
-    if unknown := set(shape) - known:
-        raise SystemExit(f"shapes.toml: {shape['name']}: unknown key {sorted(unknown)}; known: {sorted(known)}")
-    dims = dict(shape["dims"])
-    sizes = {
-        "batch": dims["B"],
-        "num_q_heads": dims["Hq"],
-        "num_kv_heads": dims.get("Hkv", dims["Hq"]),
-        "q_len": dims["Sq"],
-        "kv_len": dims.get("Skv", dims["Sq"]),
-        "head_dim": dims["D"],
-        "head_dim_v": dims.get("Dv", dims["D"]),
-    }
-    layouts = listed(shape.get("layout", "contiguous"))
-    has_copy = any(layout.endswith("_copy") for layout in layouts)
-    for dtype, causal, window, mask, layout, grad_mode in itertools.product(
-        shape.get("dtypes", ALL_DTYPES),
-        listed(shape.get("causal", "none")),
-        listed(shape.get("window", 0)),
-        listed(shape.get("mask", "none")),
-        layouts,
-        listed(shape.get("grad_mode", "inference")),
-    ):
-        if layout.endswith("_copy"):
-            groups = ["copy_vs_inplace"]  # slower by design, so in no group that a check looks at
-        else:
-            groups = shape["groups"] + (["permuted"] if layout != "contiguous" else []) + (["copy_vs_inplace"] if has_copy else [])
-        yield Row(
-            shape=shape["name"], kind=shape.get("kind", "prefill"), **sizes, dtype=dtype, causal=causal, window=window,
-            mask=mask, layout=layout, grad_mode=grad_mode, groups=tuple(groups),
-        )
-
-
-def shrink(row):
-    """The same row small enough that the whole table takes a minute: for trying the harness, never for figures."""
-    q_len = min(row.q_len, 48)
-    kv_len = q_len if row.kv_len == row.q_len else min(row.kv_len, 96)
-    heads = min(row.num_q_heads, 4)
-    return dataclasses.replace(
-        row, batch=min(row.batch, 2), num_q_heads=heads, num_kv_heads=heads // min(heads, row.num_q_heads // row.num_kv_heads),
-        q_len=q_len, kv_len=kv_len, window=min(row.window, 16),
-    )
+_rows = rows_module()
+ALL_DTYPES, BYTES, Row, baseline, families = _rows.ALL_DTYPES, _rows.BYTES, _rows.Row, _rows.baseline, _rows.families
 
 
 def load(selected=None, dtypes=None, quick=False, path=BENCHES / "shapes.toml"):
-    """Rows in file order. `selected`: names of groups or shapes, or globs over row names; None takes all."""
-    rows = [row for shape in tomllib.loads(path.read_text())["shape"] for row in expand(shape)]
-    if selected:
-        for word in selected:
-            if not any(matches(row, word) for row in rows):
-                groups = sorted({group for row in rows for group in row.groups})
-                shapes = list(dict.fromkeys(row.shape for row in rows))
-                raise SystemExit(f"--shapes {word}: no such row.\ngroups: {', '.join(groups)}\nshapes: {', '.join(shapes)}")
-        rows = [row for row in rows if any(matches(row, word) for word in selected)]
-    if dtypes:
-        rows = [row for row in rows if row.dtype in dtypes]
-    return [shrink(row) for row in rows] if quick else rows
-
-
-def matches(row, word):
-    return word == row.shape or word in row.groups or fnmatch.fnmatchcase(row.name, word)
-
-
-def families(rows):
-    """Rows grouped by family, in order of first appearance."""
-    grouped = {}
-    for row in rows:
-        grouped.setdefault(row.family, []).append(row)
-    return list(grouped.values())
-
-
-def baseline(row, rows):
-    """The row that this one is a variant of, and the bar's wording: a layout against contiguous, a mask or causal against none."""
-    if row.kind in ("call", "add"):
-        return None
-    plain = dataclasses.replace
-    for candidate in (
-        plain(row, layout="contiguous") if row.layout != "contiguous" else None,
-        plain(row, window=0) if row.window else None,
-        plain(row, mask="none") if row.mask != "none" else None,
-        plain(row, causal="none") if row.causal != "none" else None,
-    ):
-        if candidate is not None:
-            return next((other for other in rows if other.key == candidate.key), None)
-    return None
+    """The rows; the run ends with what there is where a word selects nothing."""
+    try:
+        return _rows.load(path, selected, dtypes, quick)
+    except ValueError as error:
+        raise SystemExit(f"--shapes {error}") from None

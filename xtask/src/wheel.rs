@@ -32,8 +32,14 @@ const SYSTEM: [&str; 8] = [
 ];
 
 /// Ends of names that must be in the wheel.
-const CONTENTS: [&str; 5] =
-    ["/LICENSE-MIT", "/LICENSE-APACHE", "/THIRD-PARTY-LICENSES.md", "rapt/py.typed", "rapt/__init__.pyi"];
+const CONTENTS: [&str; 6] = [
+    "/LICENSE-MIT",
+    "/LICENSE-APACHE",
+    "/THIRD-PARTY-LICENSES.md",
+    "rapt/py.typed",
+    "rapt/__init__.pyi",
+    "rapt/bench/cuda.toml",
+];
 
 pub(crate) fn run(args: Args) -> Outcome {
     args.finish(HELP)?;

@@ -183,6 +183,38 @@ def test_wrong_use_is_told(arguments, code, said):
     assert "Traceback" not in done.stderr
 
 
+def test_hazards_of_another_device_are_not_asked_for_and_never_judged():
+    from rapt._audit.hunt import check_options
+
+    of = {device: {hazard.name for hazard in check_options(device, "float32", "all", 60, "auto")[1]} for device in ("cpu", "cuda:0")}
+    assert of["cuda:0"] - of["cpu"] == {"stream-order", "graph-capture", "device-wait"} and of["cpu"] < of["cuda:0"]
+    report = rapt.audit(sound.attention, dtypes=["float32"], hazards=["accuracy", "stream-order"])
+    assert [(hazard.verdict, hazard.probes) for hazard in report.hazards] == [("clean", 3), ("not offered", 0)]
+    assert "device" in report.hazards[1].note
+
+
+def test_a_device_that_is_not_there_is_told(torch):
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    done = command("torch", "--device=cuda", "--hazards=accuracy")
+    assert done.returncode == 3 and "device='cuda' needs a GPU" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_reproducers_for_the_gpu_are_programs_of_fifteen_lines():
+    from rapt._audit.callee import SDPA, Offer, find
+    from rapt._audit.case import Case
+    from rapt._audit.hazards import BY_NAME
+    from rapt._audit.script import write
+
+    target, _ = find("torch")
+    for name in ("stream-order", "graph-capture", "device-wait", "memory-bool-mask", "memory-inner-stride", "guard-pages", "permuted-strides"):
+        hazard = BY_NAME[name]
+        case = next(iter(hazard.cases("bfloat16")))
+        text = write(name, hazard.judge, case, target, Offer("sdpa", SDPA, "torch"), {"length": 2048}, "cuda")
+        compile(text, name, "exec")
+        assert len(text.splitlines()) <= 15 and "set_default_device('cuda')" in text, text
+
+
 def test_the_list_of_hazards_is_the_documented_one():
     listed = [line.split()[:2] for line in command("--list").stdout.splitlines()]
     table = (HERE.parents[2] / "docs/audit.md").read_text().partition("## The hazards")[2].partition("\n## ")[0]

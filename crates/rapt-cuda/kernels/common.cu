@@ -149,8 +149,18 @@ __device__ inline Acc hyperbolic_tangent(Acc x) {
 #endif
 }
 __device__ inline bool is_finite(Acc x) { return x - x == (Acc)0; }
+// a * b + c rounded once, and a * b rounded by itself whatever is added to it later: where one sum is reached in two ways, the
+// compiler must not fuse in one of them alone.
+#if STORAGE == F64
+__device__ inline Acc fused(Acc a, Acc b, Acc c) { return __fma_rn(a, b, c); }
+__device__ inline Acc product(Acc a, Acc b) { return __dmul_rn(a, b); }
+#else
+__device__ inline Acc fused(Acc a, Acc b, Acc c) { return __fmaf_rn(a, b, c); }
+__device__ inline Acc product(Acc a, Acc b) { return __fmul_rn(a, b); }
+#endif
 // weight * x for a weight that is above 0 even where it has sunk below the least number: an attended infinity stays one.
-__device__ inline Acc weighed(Acc weight, Acc x) { return weight == 0 && !is_finite(x) ? x : weight * x; }
+__device__ inline bool outweighs(Acc weight, Acc x) { return weight == 0 && !is_finite(x); }
+__device__ inline Acc weighed(Acc weight, Acc x) { return outweighs(weight, x) ? x : product(weight, x); }
 
 // Where a task begins.
 struct Task {

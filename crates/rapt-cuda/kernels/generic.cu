@@ -132,7 +132,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention(const __grid_con
                 m[a] = top;
                 l[a] *= fall;
 #pragma unroll
-                for (int c = 0; c < COLS; c++) acc[a][c] = careful ? weighed(fall, acc[a][c]) : acc[a][c] * fall;
+                for (int c = 0; c < COLS; c++) acc[a][c] = careful ? weighed(fall, acc[a][c]) : product(fall, acc[a][c]);
 #pragma unroll
                 for (int c = 0; c < 4; c++) {
                     const Acc weight = s[a][c] == negative_infinity() ? -(Acc)0 : exponential(s[a][c] - top);
@@ -161,13 +161,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention(const __grid_con
 #pragma unroll
                         for (int a = 0; a < 4; a++)
 #pragma unroll
-                            for (int c = 0; c < COLS; c++) part[a][c] += w[a] * x[c];
+                            for (int c = 0; c < COLS; c++) part[a][c] = fused(w[a], x[c], part[a][c]);
                     } else {
 #pragma unroll
                         for (int a = 0; a < 4; a++)
 #pragma unroll
                             for (int c = 0; c < COLS; c++)
-                                if (!signbit(w[a])) part[a][c] += weighed(w[a], x[c]);
+                                if (!signbit(w[a]))
+                                    part[a][c] = outweighs(w[a], x[c]) ? part[a][c] + x[c] : fused(w[a], x[c], part[a][c]);
                     }
                 }
 #pragma unroll

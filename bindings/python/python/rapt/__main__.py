@@ -1,14 +1,15 @@
-"""`python -m rapt doctor [--json]` and `python -m rapt audit TARGET`."""
+"""`python -m rapt doctor [--json]`, `python -m rapt audit TARGET` and `python -m rapt bench cuda`."""
 
 import argparse
 import json
 import sys
 
 import rapt
+from rapt.bench import cli as bench
 
 
 def main(arguments=None):
-    """The exit code: doctor's is 0, or 1 where the self-test fails; audit's are told by `audit --help`."""
+    """The exit code: doctor's is 0, or 1 where the self-test fails; audit's and bench's are told by their files."""
     parser = argparse.ArgumentParser(prog="python -m rapt", description="Attention with an exact tensor boundary.")
     parser.add_argument("--version", action="version", version=f"rapt {rapt.__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
@@ -22,6 +23,7 @@ def main(arguments=None):
         add_to(commands)
     else:
         commands.add_parser("audit", help="hunt boundary bugs in an attention (needs numpy)")
+    bench.add_arguments(commands.add_parser("bench", help="time attention on the GPU beside its peers (needs torch)"))
     options = parser.parse_args(arguments)
     return options.run(options)
 

@@ -30,6 +30,12 @@ class Hazard:
     """Only with the first dtype."""
     dtypes: tuple = ()
     """The dtypes it concerns; () is all."""
+    device: str = ""
+    """The one kind of device it concerns, "cpu" or "cuda"; "" is any."""
+
+    def concerns(self, device):
+        """Whether it can be asked on "cpu", "cuda", "cuda:1"."""
+        return str(device).startswith(self.device)
 
 
 def everywhere(arrangement, names="qkv"):
@@ -314,6 +320,9 @@ TABLE = (
     Hazard("stale-state", "high", "a call changes what a later call answers", repeats, judge="stale", needs=("accuracy", "odd-lengths", "inputs-modified")),
     Hazard("nondeterminism", "medium", "the same call gives other bits", repeats, judge="repeat", needs=("inputs-modified",)),
     Hazard("concurrent-calls", "high", "two calls at once disturb each other", repeats, judge="concurrent", needs=("nondeterminism",)),
+    Hazard("stream-order", "critical", "work does not stand in the caller's stream", repeats, judge="stream", needs=("accuracy", "nondeterminism"), device="cuda"),
+    Hazard("graph-capture", "high", "a captured CUDA graph replays other results", repeats, judge="graph", needs=("accuracy", "nondeterminism"), device="cuda"),
+    Hazard("device-wait", "low", "a call waits for the device's earlier work", repeats, judge="wait", once=True, needs=(), device="cuda"),
     Hazard("thread-count-bits", "low", "bits depend on the number of threads", repeats, judge="threads", needs=("accuracy", "stale-state", "nondeterminism")),
     Hazard("batch-neighbour-bits", "low", "a batch's bits depend on its neighbours", neighbours, judge="neighbours", needs=("accuracy", "stale-state", "nondeterminism", "batch-mixing")),
     Hazard("stride-bits", "low", "bits depend on the strides of the same values", strides_bits, judge="strides", needs=("accuracy", "stale-state", "nondeterminism", "permuted-strides", "inner-stride")),

@@ -41,7 +41,8 @@ def check_options(device, dtypes, hazards, budget_s, kind):
     if unknown or not dtypes:
         raise ValueError(f"dtypes {unknown or 'empty'}: allowed are {', '.join(DTYPES)}")
     if isinstance(hazards, str):
-        hazards = [hazard.name for hazard in TABLE] if hazards == "all" else [name for name in hazards.split(",") if name]
+        every = [hazard.name for hazard in TABLE if hazard.concerns(device)]
+        hazards = every if hazards == "all" else [name for name in hazards.split(",") if name]
     unknown = [name for name in hazards if name not in BY_NAME]
     if unknown or not hazards:
         raise ValueError(f'hazards {unknown or "empty"}: allowed are "all" or of {", ".join(BY_NAME)}')
@@ -148,7 +149,7 @@ class Hunt:
 
     def hear(self, hazard):
         """All probes of a hazard."""
-        dtypes = [dtype for dtype in self.dtypes if not hazard.dtypes or dtype in hazard.dtypes]
+        dtypes = [dtype for dtype in self.dtypes if hazard.concerns(self.device) and (not hazard.dtypes or dtype in hazard.dtypes)]
         dtypes = dtypes[:1] if hazard.once else dtypes
         seen, notes, probes, begun = {}, {}, 0, self.clock.spent
         for dtype in dtypes:
@@ -177,7 +178,7 @@ class Hunt:
         order = ("found", "undecided", "clean", "blocked", "not run", "refused", "not offered")
         verdict = next((v for v in order if v in seen.values()), "not offered")
         if not dtypes:
-            notes["not offered"] = "none of the dtypes audited concerns it"
+            notes["not offered"] = "it concerns neither the dtypes nor the device audited"
         return HazardResult(
             hazard.name, hazard.severity, hazard.title, verdict, seen, notes.get(verdict, ""), probes, self.clock.spent - begun
         )
@@ -245,7 +246,8 @@ class Hunt:
         hang = finding.cause == "hang"
         timeout = 5.0 if hang else max(20.0, self.clock.left)
         held, outcome = run(made["source"], timeout)
-        held = held or hang and outcome == LATE
+        faulted = "signal" in finding.evidence["numbers"] and "CUDA error" in outcome
+        held = held or hang and outcome == LATE or faulted
         if not held and original not in (None, made["source"]):
             held, outcome = run(original, timeout)
             made |= {"source": original, "shrunk": False}

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field
 
 import numpy as np
 
-from . import diagnose
+from . import diagnose, gpu
 from .callee import NotOffered, Refused
 from .case import expected, place, stand_in, values
 from .law import EPSILON, FLOOR, GROSS, LSE_FLOOR, errors, limits, scores
@@ -80,7 +80,7 @@ def judge_law(room, case, strict=False, name=None, spare=0.0):
         )
     if not strict and close(answer.values, want, GROSS * FLOOR[case.dtype]):
         return None
-    peers = [stand_in(case, drawn), *(torch_peers(case, placed) if strict and room.device == "cpu" else ())]
+    peers = [stand_in(case, drawn), *(torch_peers(case, placed) if strict else ())]
     limit, row_limit = (bound * (1 if strict else GROSS) + spare for bound in limits(case.dtype, peers, want))
     return against(case, drawn, placed, answer, want, limit, row_limit, name)
 
@@ -173,11 +173,16 @@ def torch_peers(case, placed):
     q, k, v = (placed[name].tensor for name in "qkv")
     mask = placed["mask"].tensor if "mask" in placed else None
     options = {"attn_mask": mask, "is_causal": case.causal is not None, "scale": case.scale}
-    for name in ("_scaled_dot_product_attention_math", "_scaled_dot_product_flash_attention_for_cpu"):
-        options_of = options | ({"enable_gqa": case.heads != case.kv_heads} if name.endswith("math") else {})
+    on_cpu = q.device.type == "cpu"
+    for name in ("_scaled_dot_product_attention_math", "_scaled_dot_product_flash_attention_for_cpu" if on_cpu else "flash"):
+        options_of = options | ({"enable_gqa": case.heads != case.kv_heads} if not name.endswith("cpu") else {})
         try:
             with torch.no_grad():
-                yield getattr(torch.ops.aten, name)(q, k, v, **options_of)[0].double().numpy()
+                if name == "flash":
+                    with torch.nn.attention.sdpa_kernel([torch.nn.attention.SDPBackend.FLASH_ATTENTION]):
+                        yield torch.nn.functional.scaled_dot_product_attention(q, k, v, **options_of).double().cpu().numpy()
+                else:
+                    yield getattr(torch.ops.aten, name)(q, k, v, **options_of)[0].double().cpu().numpy()
         except (RuntimeError, AttributeError, TypeError):
             continue
 
@@ -254,10 +259,18 @@ def judge_bands(room, case, name):
 
 
 def judge_pages(room, case, name):
-    if room.device != "cpu" or not supports_pages():
-        raise NotOffered("pages can be guarded on CPU under Linux and macOS only; bands stand in elsewhere")
-    room.call(case)
-    return None
+    if room.device == "cpu":
+        if not supports_pages():
+            raise NotOffered("pages can be guarded under Linux and macOS only")
+        room.call(case)
+        return None
+    if case.guard == "before":
+        return None  # bands lie on both sides at once
+    banded = case.but(guard=None, around="nan")
+    if written := gpu.outside(room, banded):
+        listed = ", ".join(f"{count} bytes round {where}" for where, count in written.items())
+        return Evidence(f"{listed} were written", "over-write", {f"bytes_{name}": count for name, count in written.items()})
+    return judge_bands(room, banded, name)
 
 
 def judge_mismatch(room, case, name):
@@ -424,6 +437,28 @@ def judge_concurrent(room, case, name):
     return None
 
 
+def judge_stream(room, case, name):
+    if told := gpu.on_a_stream(room, case):
+        text = f"{told[0]} of {told[1]} elements are others on a stream of the caller's, whose inputs that stream writes just before"
+        return Evidence(text, name, {"differing": told[0], "elements": told[1]})
+    return None
+
+
+def judge_graph(room, case, name):
+    if told := gpu.replayed(room, case):
+        text = f"{told[0]} of {told[1]} elements of a replayed graph are not those of a call on the same inputs"
+        return Evidence(text, name, {"differing": told[0], "elements": told[1]})
+    return None
+
+
+def judge_wait(room, case, name):
+    seconds = gpu.seconds_behind_work(room, case)
+    if seconds <= gpu.WAITS_S:
+        return None
+    text = f"the call takes {1e3 * seconds:.0f} ms on the host while the device works off what came before"
+    return Evidence(text, name, {"milliseconds": round(1e3 * seconds, 1)})
+
+
 def judge_threads(room, case, name):
     torch = sys.modules.get("torch")
     if torch is None or room.device != "cpu" or room.kind != "torch":
@@ -552,6 +587,9 @@ JUDGES = {
     "stale": judge_stale,
     "repeat": judge_repeat,
     "concurrent": judge_concurrent,
+    "stream": judge_stream,
+    "graph": judge_graph,
+    "wait": judge_wait,
     "threads": judge_threads,
     "neighbours": judge_neighbours,
     "strides": judge_strides,

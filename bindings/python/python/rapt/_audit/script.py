@@ -134,6 +134,9 @@ class Writer:
         name = "mask" if c.mask == "bool" else "keep"
         drawn = f"torch.rand({listed})" if self.torch else f"rng.random(({listed}))"
         lines = [f"{name} = ({drawn} < 0.6) | ({self.lib}.arange({c.kv_len}) == 0)"]
+        if c.mask_dims.endswith("1"):
+            # One element for all keys: True, or its rows would have none.
+            lines = [f"{name} = torch.ones(({listed}), dtype=torch.bool)" if self.torch else f"{name} = np.ones(({listed}), bool)"]
         if c.masked_key is not None:
             lines[0] = (
                 f"{name} = ({drawn} < 0.6) & ({self.lib}.arange({c.kv_len}) != {c.masked_key}) | ({self.lib}.arange({c.kv_len}) == 0)"
@@ -343,6 +346,8 @@ def bands(w, hazard, check):
 
 def pages(w, hazard, check):
     c, item = w.case, {"float64": 8, "float32": 4}.get(w.case.dtype, 2)
+    if w.device != "cpu":
+        return bands(w, "over-read", check)
     if c.mask is not None or c.views:
         return None
     most = max(math.prod(w.shape(name)) * item for name in "qkv")
@@ -449,6 +454,28 @@ def concurrent(w, hazard, check):
             f"    assert {close}, abs(got - out).max()"]  # fmt: skip
 
 
+def stream(w, hazard, check):
+    return [*start(w), w.call("want"), "late = [torch.full_like(x, torch.nan) for x in (q, k, v)]; torch.cuda.synchronize()",
+            "with torch.cuda.stream(torch.cuda.Stream()):", "    torch.cuda._sleep(100_000_000)  # the inputs come late, in this stream",
+            "    for x, value in zip(late, (q, k, v)):", "        x.copy_(value)",
+            f"    out = fn(*late{w.options()[0]}).clone(); torch.cuda.current_stream().synchronize()",
+            'assert torch.allclose(out, want, 1e-2, 1e-3), abs(out - want).max()']  # fmt: skip
+
+
+def graph(w, hazard, check):
+    options = w.options()[0]
+    return [*start(w), w.call("want"), "late = [torch.randn_like(x) for x in (q, k, v)]; graph = torch.cuda.CUDAGraph()",
+            f"fn(*late{options}); torch.cuda.synchronize()", "with torch.cuda.graph(graph):", f"    out = fn(*late{options})",
+            "for x, value in zip(late, (q, k, v)):", "    x.copy_(value)", "graph.replay()",
+            'assert torch.allclose(out, want, 1e-2, 1e-3), abs(out - want).max()']  # fmt: skip
+
+
+def wait(w, hazard, check):
+    return [*w.head("time"), *w.tensors(), w.call(), "torch.cuda.synchronize(); torch.cuda._sleep(100_000_000)  # about 50 ms",
+            "start = time.perf_counter()", w.call(), "took = time.perf_counter() - start",
+            'assert took < 0.02, f"the call takes {1e3 * took:.0f} ms behind earlier work"']  # fmt: skip
+
+
 def threads(w, hazard, check):
     return [*start(w), "torch.set_num_threads(1)", w.call(), "for number in (2, 3):", "    torch.set_num_threads(number)", f"    {w.call('again')}",
             f"    assert {w.same('again', 'out')}, f\"{{number}} threads: {{abs(again - out).max()}}\""]  # fmt: skip
@@ -472,8 +499,6 @@ def strides(w, hazard, check):
 
 def memory(w, hazard, check):
     c, n = w.case, check.get("length", 4096)
-    if w.device != "cpu":
-        return None
     form = {"torch": "torch.zeros({shape})", "numpy": "np.zeros(({shape}), np.float32)"}[w.kind]
     inner = "[..., ::2]" if c.views else ""
     q = form.format(shape=f"1, 1, n, {c.head_dim * (2 if c.views else 1)}") + inner
@@ -483,6 +508,13 @@ def memory(w, hazard, check):
         lead = "1, " if len(c.mask_dims) == 3 else ""
         mask = f"; mask = {'torch' if w.torch else 'np'}.ones(({lead}n, n), dtype={'torch.bool' if w.torch else 'bool'})"
     lines = [line for line in w.head("re") if "manual_seed" not in line and "default_rng" not in line]
+    if w.device != "cpu":
+        lines = [line for line in w.head() if "manual_seed" not in line]
+        return [*lines, f"torch.set_default_device({w.device!r})", "def extra_mib(n):", f"    q, v = {q}, {v}{mask}",
+                "    torch.cuda.reset_peak_memory_stats(); before = torch.cuda.memory_allocated()",
+                f"    fn(q, q, v{w.options()[0]})", "    return torch.cuda.max_memory_allocated() - before >> 20",
+                f"extra_mib(128); most = extra_mib({n})",
+                f'assert most < {max(1, n * n // 2 // 2**20)}, f"{{most}} MiB of extra memory for {n} queries and keys"']  # fmt: skip
     return [*lines, 'peak = lambda: int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1]) // 1024',
             "def extra_mib(n):",
             f"    q, v = {q}, {v}{mask}",
@@ -496,5 +528,5 @@ def memory(w, hazard, check):
 CHECKS = {
     "law": by_law, "strict": by_law, "tag": by_law, "logits": by_law, "mixing": mixing, "untouched": untouched, "bands": bands,
     "pages": pages, "mismatch": mismatch, "leak": leak, "swallow": swallow, "lse": lse, "stale": stale, "repeat": repeat,
-    "concurrent": concurrent, "threads": threads, "neighbours": neighbours, "strides": strides, "memory": memory,
+    "concurrent": concurrent, "stream": stream, "graph": graph, "wait": wait, "threads": threads, "neighbours": neighbours, "strides": strides, "memory": memory,
 }  # fmt: skip

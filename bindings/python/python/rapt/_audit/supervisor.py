@@ -204,7 +204,9 @@ class Nursery:
         except subprocess.TimeoutExpired:
             return False, LATE
         lines = words.read_text(errors="replace").strip().splitlines()
-        last = lines[-1][:300] if lines else ""
+        # An assertion about a tensor, and a fault of the device, are told in several lines; the first says which it is.
+        telling = next((line for line in lines if line.startswith("AssertionError") or "CUDA error: " in line), None)
+        last = (telling or lines[-1])[:300] if lines else ""
         if code < 0:
             return True, Died(code, "").how
         return code == 1 and last.startswith("AssertionError"), last or f"exit code {code}"

@@ -136,7 +136,8 @@ class Placed:
         self.dtype, self.arrangement, self.shape = dtype, arrangement, values.shape
         where = lie(values.shape, arrangement) if values.ndim == 4 else Lie(packed(values.shape), 0, values.size)
         item = BYTES[dtype]
-        band = 0 if guard else 4096
+        # A GPU has no guard pages, and its kernels read by tiles: the band holds one of 128 rows of 256 numbers.
+        guard, band = (None, 1 << 16) if device != "cpu" else (guard, 0 if guard else 4096)
         size = max(where.extent, 1) * item
         whole = Pages(size, guard).bytes if guard else np.zeros(size + 2 * band, np.uint8)
         if around == "nan":
@@ -153,7 +154,8 @@ class Placed:
             # Values that share an address (stride 0) are equal.
             store[addresses(values.shape, where).reshape(-1)] = encode(values, dtype).reshape(-1)
         self.whole, self.band, self.where, self.store = whole, band, where, store
-        self._flat = None
+        self.flat = None
+        """On torch: all bytes, bands too, where the callee's tensor lies in them."""
         self.tensor = self._view(kind, device)
         self._before = whole.tobytes() if whole.size <= 1 << 22 else None
 
@@ -164,7 +166,7 @@ class Placed:
             return np.ndarray(self.shape, dtype, self.store, self.where.offset * dtype.itemsize, strides)
         torch = sys.modules["torch"]
         flat = torch.frombuffer(memoryview(self.whole), dtype=torch.uint8)
-        self._flat = flat = flat if device == "cpu" else flat.to(device)
+        self.flat = flat = flat if device == "cpu" else flat.to(device)
         inside = flat[self.band : self.band + self.store.nbytes].view(getattr(torch, self.dtype))
         offset = inside.storage_offset() + self.where.offset
         return inside.as_strided(self.shape, self.where.strides, offset)
@@ -173,7 +175,7 @@ class Placed:
         """How many bytes of the storage or the bands round it differ from what was laid there."""
         if self._before is None:
             return 0
-        now = self.whole if self._flat is None else self._flat.cpu().numpy()
+        now = self.whole if self.flat is None else self.flat.cpu().numpy()
         return int((np.frombuffer(self._before, np.uint8) != now).sum())
 
 

@@ -6,6 +6,7 @@ stderr file. Deliberately absent: any decision about what to try next.
 
 import contextlib
 import importlib.util
+import os
 import sys
 import traceback
 import warnings
@@ -15,6 +16,10 @@ from .callee import Callee, NotOffered, Offer, Refused, TargetError, kinds, sign
 from .case import Case, place, values
 from .hazards import BY_NAME
 from .judges import JUDGES, Room
+
+
+FAULT = 86
+"""The exit code of a child whose device faulted."""
 
 
 class Worker:
@@ -27,7 +32,12 @@ class Worker:
         """Import the callee; the kinds of tensors to try, and what its signature says."""
         sys.path.extend(path for path in paths if path not in sys.path)
         if device != "cpu":
-            import torch  # noqa: F401
+            try:
+                import torch
+            except ImportError:
+                return {"error": f"device={device!r} needs torch, which is not installed"}
+            if not torch.cuda.is_available():
+                return {"error": f"device={device!r} needs a GPU, and torch {torch.__version__} sees none"}
         try:
             self.fn = target.load() if self.fn is None else self.fn
         except TargetError as error:
@@ -101,7 +111,20 @@ class Worker:
         with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
             while True:
                 operation, arguments = connection.recv()
-                connection.send(getattr(self, operation)(*arguments))
+                reply = getattr(self, operation)(*arguments)
+                self.settle()
+                connection.send(reply)
+
+    def settle(self):
+        """On a GPU: wait for the work, and die of a fault in it. It spoils the process, and a later call would seem to refuse."""
+        if self.device == "cpu":
+            return
+        try:
+            sys.modules["torch"].cuda.synchronize()
+        except RuntimeError as error:
+            lines = str(error).strip().splitlines()
+            print(f"{type(error).__name__}: {lines[0] if lines else ''}", file=sys.stderr, flush=True)
+            os._exit(FAULT)
 
 
 def main(descriptor):

@@ -1,0 +1,239 @@
+"""Who is measured: Rapt's doors and its peers, each a function of tensors that lie where they lie.
+
+An engine is told a row and its tensors once (`prepare`) and gives back a call without arguments per rotated copy of K and V; what it
+does not take it says by `Unsupported`. Deliberately absent: any fallback. SDPA's peers run under `sdpa_kernel` with one kernel allowed.
+"""
+
+import contextlib
+import functools
+import importlib
+import importlib.metadata
+
+import rapt
+
+
+class Unsupported(Exception):
+    """This engine does not do this row; the message says why."""
+
+
+class Engine:
+    """A peer by torch's scaled_dot_product_attention, one kernel of it."""
+
+    ours = False
+    kinds = ("prefill", "decode")
+    everywhere = True
+    """Takes part in every row of its kinds; else only where a row names it."""
+
+    def __init__(self, name, title, colour, backend=None):
+        self.name, self.title, self.colour, self.backend = name, title, colour, backend
+        self.why_not = self.find()
+
+    def find(self):
+        """Why this engine is not here at all, or None."""
+        from torch.nn.attention import SDPBackend
+
+        return None if self.backend is None or hasattr(SDPBackend, self.backend) else "this torch has no such kernel"
+
+    def takes(self, row):
+        return row.kind in self.kinds and (self.everywhere or self.name in row.peers)
+
+    def context(self):
+        """Entered around every batch of calls."""
+        if self.backend is None:
+            return contextlib.nullcontext()
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        return sdpa_kernel([getattr(SDPBackend, self.backend)])
+
+    def prepare(self, row, tensors):
+        """[call, …], one for each copy of K and V."""
+        import torch.nn.functional as F
+
+        if row.window or row.softcap:
+            raise Unsupported("scaled_dot_product_attention has no window and no softcap")
+        if row.causal == "bottom_right" and row.q_len != row.kv_len:
+            raise Unsupported("is_causal is aligned to the top left")
+        if row.causal != "none" and tensors.mask is not None:
+            raise Unsupported("scaled_dot_product_attention takes no mask together with is_causal")
+        options = {"attn_mask": tensors.mask, "is_causal": row.causal != "none"}
+        if row.num_q_heads != row.num_kv_heads:
+            options["enable_gqa"] = True
+        return [functools.partial(F.scaled_dot_product_attention, tensors.q, k, v, **options) for k, v in tensors.kv]
+
+    def note(self, row, tensors):
+        """What ran, for the record."""
+        return ""
+
+
+class Rapt(Engine):
+    """`rapt.attention`."""
+
+    ours = True
+    kinds = ("prefill", "decode", "call")
+
+    def options(self, row, tensors):
+        options = {"mask": tensors.mask, "causal": None if row.causal == "none" else row.causal}
+        if row.window:
+            options["window"] = (row.window - 1, None)
+        if row.softcap:
+            options["softcap"] = row.softcap
+        return options
+
+    def prepare(self, row, tensors):
+        return [functools.partial(rapt.attention, tensors.q, k, v, **self.options(row, tensors)) for k, v in tensors.kv]
+
+    def note(self, row, tensors):
+        plan = rapt.explain(tensors.q, *tensors.kv[0], **self.options(row, tensors))
+        return f"{plan.kernel}, {plan.block_m}x{plan.block_n}, {plan.num_splits} splits"
+
+
+class RaptSdpa(Engine):
+    """torch's function while Rapt is registered behind it."""
+
+    ours = True
+    kinds = ("call",)
+
+    def context(self):
+        return rapt.torch.backend()
+
+
+class Sdpa(Engine):
+    """torch's function as it is: the kernel that it picks by itself, and what it costs on the host."""
+
+    kinds = ("prefill", "decode", "call")
+
+    def note(self, row, tensors):
+        return picked(row, tensors) or ""
+
+
+class Add(Engine):
+    """torch.add on 4 elements, for scale."""
+
+    kinds = ("add",)
+
+    def prepare(self, row, tensors):
+        import torch
+
+        return [functools.partial(torch.add, tensors.q, tensors.q)]
+
+
+class Flex(Engine):
+    """torch's flex_attention, compiled for the row."""
+
+    everywhere = False
+
+    def find(self):
+        try:
+            importlib.import_module("torch.nn.attention.flex_attention")
+        except ImportError as error:
+            return str(error)
+        return None
+
+    @functools.cached_property
+    def compiled(self):
+        import torch
+        from torch.nn.attention.flex_attention import flex_attention
+
+        return torch.compile(flex_attention, dynamic=False)
+
+    def prepare(self, row, tensors):
+        import torch
+        from torch.nn.attention.flex_attention import create_block_mask
+
+        if tensors.mask is not None:
+            raise Unsupported("a mask tensor is no mask_mod")
+        options = {"enable_gqa": row.num_q_heads != row.num_kv_heads}
+        if row.softcap:
+            cap = row.softcap
+            options["score_mod"] = lambda score, b, h, i, j: cap * torch.tanh(score / cap)
+        if row.causal != "none":
+            offset = row.kv_len - row.q_len if row.causal == "bottom_right" else 0
+            width = row.window or row.kv_len + row.q_len
+
+            def seen(b, h, i, j):
+                return (j <= i + offset) & (j > i + offset - width)
+
+            options["block_mask"] = create_block_mask(seen, None, None, row.q_len, row.kv_len, device=tensors.q.device)
+        return [functools.partial(self.compiled, tensors.q, k, v, **options) for k, v in tensors.kv]
+
+
+class Fa4(Engine):
+    """FlashAttention-4 (flash-attn-4, CuTe DSL), where it imports. It compiles for the row, seconds each."""
+
+    kinds = ("prefill",)
+
+    def find(self):
+        try:
+            self.function = importlib.import_module("flash_attn.cute").flash_attn_func
+        except Exception as error:  # noqa: BLE001 - a half-installed package fails in its own ways
+            return f"flash_attn.cute does not import: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        return None
+
+    def prepare(self, row, tensors):
+        if row.dtype not in ("bf16", "f16"):
+            raise Unsupported("16-bit dtypes only")
+        if tensors.mask is not None:
+            raise Unsupported("no mask tensors")
+        options = {"causal": row.causal != "none"}
+        if row.window:
+            options = {"window_size": (row.window - 1, 0)}
+        if row.softcap:
+            options["softcap"] = row.softcap
+
+        def call(q, k, v):
+            out = self.function(q, k, v, **options)
+            return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
+
+        q = tensors.q.transpose(1, 2)
+        return [functools.partial(call, q, k.transpose(1, 2), v.transpose(1, 2)) for k, v in tensors.kv]
+
+    def note(self, row, tensors):
+        try:
+            return f"flash-attn-4 {importlib.metadata.version('flash-attn-4')}"
+        except importlib.metadata.PackageNotFoundError:
+            return "flash_attn.cute"
+
+
+NAMES = ("rapt", "rapt-sdpa", "flash", "cudnn", "efficient", "flex", "fa4", "sdpa", "add")
+
+# What --check's "best-dense" means: the two that are written for dense work on Hopper.
+DENSE = ("cudnn", "fa4")
+
+# torch's own choice, by the number that _fused_sdp_choice answers.
+CHOICES = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}
+
+
+def picked(row, tensors):
+    """The kernel that torch's function picks by itself on these tensors, None where it cannot be asked."""
+    import torch
+
+    k, v = tensors.kv[0]
+    options = {"is_causal": row.causal != "none"} | ({"enable_gqa": True} if row.num_q_heads != row.num_kv_heads else {})
+    try:
+        return CHOICES.get(torch._fused_sdp_choice(tensors.q, k, v, tensors.mask, 0.0, **options))
+    except (AttributeError, RuntimeError, TypeError):
+        return None
+
+
+def engines(chosen):
+    """({name: Engine}, {name: why it is left out}) of the names chosen, in the table's order."""
+    made = {
+        "rapt": lambda name: Rapt(name, "rapt.attention", "#d1495b"),
+        "rapt-sdpa": lambda name: RaptSdpa(name, "SDPA with rapt registered", "#e8a0a8"),
+        "flash": lambda name: Engine(name, "torch flash", "#4f6d7a", "FLASH_ATTENTION"),
+        "cudnn": lambda name: Engine(name, "cuDNN", "#86a873", "CUDNN_ATTENTION"),
+        "efficient": lambda name: Engine(name, "torch efficient", "#c9a227", "EFFICIENT_ATTENTION"),
+        "flex": lambda name: Flex(name, "torch flex", "#8d6a9f"),
+        "fa4": lambda name: Fa4(name, "FlashAttention-4", "#2e86ab"),
+        "sdpa": lambda name: Sdpa(name, "torch SDPA, its own choice", "#777777"),
+        "add": lambda name: Add(name, "torch.add", "#aaaaaa"),
+    }
+    present, lost = {}, {}
+    for name in NAMES:
+        if name in chosen:
+            engine = made[name](name)
+            if engine.why_not:
+                lost[name] = engine.why_not
+            else:
+                present[name] = engine
+    return present, lost
