@@ -135,6 +135,15 @@ def traced_choice(query, key, value, mask, is_causal, enable_gqa):
     return _EFFICIENT if same_heads and q[3] % unit == 0 and v[3] % unit == 0 else _MATH
 
 
+def follow_query(query, shape):
+    """An uninitialised tensor of this shape, its dimensions in memory in the order of q's."""
+    if tuple(shape) == tuple(query.shape):
+        return torch.empty_like(query)
+    order = sorted(range(4), key=lambda d: -query.stride(d))
+    back = [order.index(d) for d in range(4)]
+    return query.new_empty([shape[d] for d in order]).permute(back)
+
+
 def empty_out_cuda(query, key, value, mask, is_causal, scale, enable_gqa, traced=False):
     """The uninitialised output with the shape and the strides of PyTorch's own on the GPU: flash and cuDNN follow the order
     of q's dimensions, the memory-efficient kernel writes [batch, q_len, num_q_heads, head_dim_v], math a contiguous tensor."""
@@ -146,11 +155,7 @@ def empty_out_cuda(query, key, value, mask, is_causal, scale, enable_gqa, traced
     else:
         choice = cuda_choice(query, key, value, mask, is_causal, scale, enable_gqa)
     if choice in (_FLASH, _CUDNN):
-        if tuple(shape) == tuple(query.shape):
-            return torch.empty_like(query)
-        order = sorted(range(4), key=lambda d: -query.stride(d))
-        back = [order.index(d) for d in range(4)]
-        return query.new_empty([shape[d] for d in order]).permute(back)
+        return follow_query(query, shape)
     if choice == _EFFICIENT:
         batch, heads, q_len, head_dim_v = shape
         return query.new_empty((batch, q_len, heads, head_dim_v)).transpose(1, 2)
