@@ -164,3 +164,20 @@ def test_activating_twice_or_another_leaves_one(active):
     # PyTorch restores before it looks the name up.
     _, stats = served(lambda: sdpa(q, k, v))
     assert attention.current_flash_attention_impl() is None and stats["served"] == 0
+
+
+def test_a_first_call_loads_little():
+    code = (
+        "import sys, torch, rapt\n"
+        "q = torch.randn(1, 2, 5, 8)\n"
+        "before = set(sys.modules)\n"
+        "rapt.attention(q, q, q)\n"
+        "new = {name.split('.')[0] for name in set(sys.modules) - before}\n"
+        "assert new <= {'rapt'} | set(sys.stdlib_module_names) | {'torch'}, new\n"
+        "assert 'triton' not in sys.modules and 'torch.utils.flop_counter' not in sys.modules\n"
+        "from torch.utils.flop_counter import FlopCounterMode\n"
+        "with FlopCounterMode(display=False) as counter:\n"
+        "    torch.ops.rapt.scaled_dot_product_attention(q, q, q)\n"
+        "assert counter.get_total_flops() == 2 * 2 * 5 * 5 * 16, counter.get_total_flops()\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -178,11 +178,11 @@ def test_the_flash_registry():
     attention = torch.nn.attention
     q, k, v = new(2, 4, 40, 64), new(2, 4, 40, 64), new(2, 4, 40, 64)
     wide = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
-    flash = sdpa_kernel(SDPBackend.FLASH_ATTENTION)
+    flash = lambda: sdpa_kernel(SDPBackend.FLASH_ATTENTION)  # noqa: E731
     compiled = torch.compile(lambda q, k, v: sdpa(q, k, v, is_causal=True), fullgraph=True)
 
     def run():
-        with torch.no_grad(), flash:
+        with torch.no_grad(), flash():
             return [sdpa(q, k, v), sdpa(*wide, scale=0.3), sdpa(q, k, v, is_causal=True), compiled(q, k, v)]
 
     stock = run()
@@ -199,7 +199,7 @@ def test_the_flash_registry():
         # Gradients are PyTorch's own; refused by the backend too, they are counted once.
         rapt.torch.reset_stats()
         leaf = q.clone().requires_grad_()
-        with flash:
+        with flash():
             sdpa(leaf, k, v).sum().backward()
             assert leaf.grad.isfinite().all() and rapt.torch.stats() == {"served": 0, "fallback": {"requires grad": 1}}
             with rapt.torch.backend():

@@ -133,6 +133,7 @@ class _Taken:
     def take(self):
         with _lock:
             if self.count == 0:
+                _strides.stock()
                 library = torch.library.Library("aten", "IMPL")
                 try:
                     self.stock = torch.library.get_kernel(f"aten::{self.name}", self.key)

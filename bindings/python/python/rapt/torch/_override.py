@@ -121,6 +121,7 @@ def _drop_compiled(add):
 
 def _activate():
     global _library, _mha_fastpath
+    _strides.stock()
     library = torch.library.Library("aten", "IMPL")
     try:
         library.impl("scaled_dot_product_attention", _kernel(with_keyset=True), "AutogradCPU", with_keyset=True)
