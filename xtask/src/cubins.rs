@@ -88,6 +88,11 @@ mod tests {
     use super::*;
 
     #[test]
+    fn without_a_compiler_that_may_be_fetched_there_is_a_notice_and_no_failure() {
+        assert!(matches!(nvrtc(Path::new("no-such-folder"), true), Ok(None)));
+    }
+
+    #[test]
     fn an_architecture_that_is_missing_is_named() {
         let target = Path::new("no-such-folder");
         assert!(wrong(&[], target).is_empty());

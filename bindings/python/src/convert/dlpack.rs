@@ -325,7 +325,7 @@ impl Buffer {
     /// is filled; -1 asks for no order.
     fn order_before(&self, py: Python<'_>, stream: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
         let refuse = |what: &str| Err(PyBufferError::new_err(what.to_owned()));
-        let stream: Option<isize> = stream.map(|stream| stream.extract()).transpose()?;
+        let stream: Option<isize> = stream.map(PyAnyMethods::extract).transpose()?;
         let memory = match (&self.place, stream) {
             (Place::Host(_), None) => return Ok(()),
             (Place::Host(_), Some(_)) => return refuse("this buffer lies in host memory: it has no stream"),
