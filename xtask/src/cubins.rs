@@ -7,16 +7,16 @@
 use std::path::{Path, PathBuf};
 
 use crate::metadata::root;
-use crate::python::{BINDING, find};
-use crate::shell::{Failure, cargo, command, read, show, step, write};
+use crate::python::{BINDING, Venv};
+use crate::shell::{Failure, cargo, read, show, step, write};
 
 /// The pinned compiler.
 const REQUIREMENT: &str = "xtask/requirements/nvrtc.txt";
 /// Where the package keeps what is shipped, below its source folder.
 const PACKAGE: &str = "python/rapt/cubins";
 
-/// The folder of the pinned NVRTC, fetched if it is not there; `None`, with a notice, where it cannot be had.
-fn nvrtc(target: &Path, offline: bool) -> Result<Option<PathBuf>, Failure> {
+/// The folder of the pinned NVRTC, fetched by the environment's pip if it is not there; `None`, with a notice, where it cannot be had.
+fn nvrtc(venv: &Venv, target: &Path, offline: bool) -> Result<Option<PathBuf>, Failure> {
     let folder = target.join("nvrtc");
     let library = folder.join("nvidia/cu13/lib");
     let (stamp, wanted) = (folder.join("installed.txt"), read(&root().join(REQUIREMENT))?);
@@ -29,13 +29,11 @@ fn nvrtc(target: &Path, offline: bool) -> Result<Option<PathBuf>, Failure> {
         "--offline fetches nothing"
     } else {
         let fetched = step(&format!("pip install {REQUIREMENT}"), || {
-            let (python, _) = find()?;
             if folder.exists() {
                 std::fs::remove_dir_all(&folder).map_err(Failure::file(&folder))?;
             }
-            let quiet = ["-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--root-user-action=ignore"];
             // No bytecode: the cache of a Python that may be gone tomorrow.
-            let mut pip = command(python, quiet);
+            let mut pip = venv.python(["-m", "pip", "install", "--quiet", "--disable-pip-version-check"]);
             pip.args(["--no-deps", "--no-compile", "--retries", "1", "--target"]).arg(&folder);
             show(pip.arg("-r").arg(root().join(REQUIREMENT)))
         });
@@ -53,12 +51,12 @@ fn nvrtc(target: &Path, offline: bool) -> Result<Option<PathBuf>, Failure> {
 
 /// Compiles the kernels that the wheel ships into the package's source folder; without NVRTC there are none in it. Gives the
 /// folder of NVRTC.
-pub(crate) fn ship(target: &Path, offline: bool) -> Result<Option<PathBuf>, Failure> {
+pub(crate) fn ship(venv: &Venv, target: &Path, offline: bool) -> Result<Option<PathBuf>, Failure> {
     let package = root().join(BINDING).join(PACKAGE);
     if package.exists() {
         std::fs::remove_dir_all(&package).map_err(Failure::file(&package))?;
     }
-    let Some(library) = nvrtc(target, offline)? else { return Ok(None) };
+    let Some(library) = nvrtc(venv, target, offline)? else { return Ok(None) };
     step("compile the GPU kernels of the wheel", || {
         let mut ship = cargo(["run", "--quiet", "--package", "rapt-cuda", "--example", "ship"]);
         ship.arg("--").arg(&package).arg(target.join("tmp/cubins")).env("RAPT_NVRTC", &library);
@@ -89,7 +87,8 @@ mod tests {
 
     #[test]
     fn without_a_compiler_that_may_be_fetched_there_is_a_notice_and_no_failure() {
-        assert!(matches!(nvrtc(Path::new("no-such-folder"), true), Ok(None)));
+        let venv = Venv::named("no-such-environment");
+        assert!(matches!(nvrtc(&venv, Path::new("no-such-folder"), true), Ok(None)));
     }
 
     #[test]

@@ -60,6 +60,11 @@ pub(crate) struct Venv {
 }
 
 impl Venv {
+    #[cfg(test)]
+    pub(crate) fn named(name: &str) -> Self {
+        Venv { folder: root().join(name) }
+    }
+
     /// The environment in `name`, which must be there.
     pub(crate) fn existing(name: &str) -> Result<Self, Failure> {
         let venv = Venv { folder: root().join(name) };
@@ -168,7 +173,7 @@ impl Venv {
     /// offers, so that a wheel built on Debian 12 asks for glibc 2.34; zig carries the symbol lists of older ones.
     pub(crate) fn build_wheel(&self, target: &Path, offline: bool) -> Result<PathBuf, Failure> {
         let folder = target.join("wheels");
-        let _ = cubins::ship(target, offline)?;
+        let _ = cubins::ship(self, target, offline)?;
         step("build the wheel", || {
             for old in wheels(&folder) {
                 std::fs::remove_file(&old).map_err(Failure::file(&old))?;

@@ -33,15 +33,14 @@ pub(crate) fn run(mut args: Args) -> Outcome {
     step_of("cargo fmt --check", cargo(["fmt", "--all", "--check"]))?;
     step_of("cargo clippy", cargo(["clippy", "--workspace", "--all-targets", "--", "-D", "warnings"]))?;
     step("tidy", tidy::check)?;
-    let target = Workspace::load()?.target;
+    let (venv, target) = (Venv::at(".venv")?, Workspace::load()?.target);
     let mut rust = cargo(["test", "--workspace"]);
     // The wheel's kernels first: the compile test of rapt-cuda then finds most of its work done.
-    if let Some(library) = cubins::ship(&target, false)? {
+    if let Some(library) = cubins::ship(&venv, &target, false)? {
         rust.env("RAPT_NVRTC", library);
     }
     step_of("cargo test", rust)?;
     c::check()?;
-    let venv = Venv::at(".venv")?;
     venv.require(&[BUILD_REQUIREMENTS, NUMPY, TORCH, TEST], None)?;
     pytest(&venv)
 }

@@ -70,7 +70,7 @@ def test_common_requests_run_without_a_compiler_at_once(request_):
     seconds, loaded, plan, finite = first_call(*request_, **WITHOUT_COMPILER)
     print(f"first call of {request_}: {seconds * 1e3:.1f} ms, after {loaded * 1e3:.1f} ms to load rapt.torch")
     assert finite and "shipped with the package" in plan
-    assert seconds < 0.05, f"{seconds * 1e3:.1f} ms"
+    assert seconds + loaded < 0.05
 
 
 def test_what_is_not_shipped_names_the_mend():
