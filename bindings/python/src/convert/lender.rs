@@ -89,7 +89,7 @@ impl<'py> Lender<'py> {
         }
     }
 
-    /// Holds what a run used until it has passed, where its own library would not.
+    /// Holds what a run used until it has passed, where its own library would not; the next such call lets go of it.
     pub(crate) fn hold(&self, py: Python<'_>, device: Device, used: Vec<Export>) -> Result<(), Failure> {
         let (Lender::Driver, Device::Cuda(device)) = (self, device) else { return Ok(()) };
         release(py);
