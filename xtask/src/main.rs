@@ -6,6 +6,7 @@
 mod args;
 mod bench;
 mod c;
+mod cubins;
 mod demo;
 mod elf;
 mod licenses;

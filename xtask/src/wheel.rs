@@ -3,6 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use crate::args::Args;
+use crate::cubins;
 use crate::elf;
 use crate::metadata::Workspace;
 use crate::python::{BUILD_REQUIREMENTS, Venv};
@@ -13,11 +14,16 @@ cargo xtask wheel
 
 Builds the wheel into target/wheels and checks what it asks of the system that loads it.
 
-Checked: the abi3 tag, manylinux_2_28 or older and no symbol newer than glibc 2.28, no library needed but the C
+Kernels for NVIDIA GPUs are compiled into it with the NVRTC of xtask/requirements/nvrtc.txt; where that cannot be fetched a
+notice says so, and the wheel compiles them when they are needed.
+Checked: at most 15 MB, the abi3 tag, manylinux_2_28 or older and no symbol newer than glibc 2.28, no library needed but the C
 library's (no libtorch, no libpython), the licences and those of third parties inside, stubs and py.typed inside.";
 
 /// The newest glibc that the wheel may ask for: Debian 10, RHEL 8, Ubuntu 18.10.
 const NEWEST_GLIBC: (u32, u32) = (2, 28);
+
+/// Most bytes of a wheel, kernels for GPUs included.
+const MOST_BYTES: u64 = 15_000_000;
 
 /// Libraries that every glibc system has under these names.
 const SYSTEM: [&str; 8] = [
@@ -64,6 +70,9 @@ pub(crate) fn check(venv: &Venv, wheel: &Path) -> Outcome {
         let file = wheel.file_name().unwrap_or_default().to_string_lossy().into_owned();
         let mut wrong = wrong_tags(&file);
         wrong.extend(missing(&names));
+        wrong.extend(wrong_size(wheel)?);
+        // The wheel lies in target/wheels.
+        wrong.extend(wheel.ancestors().nth(2).map(|target| cubins::wrong(&names, target)).unwrap_or_default());
         for name in names.iter().filter(|name| name.ends_with(".so")) {
             let path = folder.join(name);
             let bytes = std::fs::read(&path).map_err(Failure::file(&path))?;
@@ -76,6 +85,12 @@ pub(crate) fn check(venv: &Venv, wheel: &Path) -> Outcome {
         std::fs::remove_dir_all(&folder).map_err(Failure::file(&folder))?;
         if wrong.is_empty() { Ok(()) } else { Err(Failure::Check(format!("{file}:\n  {}", wrong.join("\n  ")))) }
     })
+}
+
+fn wrong_size(wheel: &Path) -> Result<Option<String>, Failure> {
+    let bytes = std::fs::metadata(wheel).map_err(Failure::file(wheel))?.len();
+    println!("the wheel has {bytes} bytes");
+    Ok((bytes > MOST_BYTES).then(|| format!("has {bytes} bytes, more than {MOST_BYTES}")))
 }
 
 fn list(folder: &Path, below: &Path, names: &mut Vec<String>) -> std::io::Result<()> {

@@ -8,6 +8,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use pyo3::prelude::*;
 use rapt::{Device, Engine, Operands, Plan, Queue, Spec, Tensors, Threads};
 
+use crate::convert::lender::Lender;
 use crate::convert::{Kind, torch};
 use crate::errors::Failure;
 use crate::torch_pool::{self, TorchPool};
@@ -46,11 +47,6 @@ impl Home {
     pub(crate) fn plan(&self, py: Python<'_>, kind: Kind, spec: &Spec) -> Result<Planned<'_>, Failure> {
         let engine = self.engine()?;
         if let Device::Cuda(_) = spec.device {
-            if kind != Kind::Torch {
-                // Who orders the producer's work before ours is known of torch alone: its current stream.
-                let why = "on NVIDIA GPUs torch tensors are served".into();
-                return Err(rapt::Error::DeviceUnavailable { device: spec.device, why }.into());
-            }
             tell_folders(py)?;
             // A kernel that is not kept yet is compiled here, for seconds.
             let plan = py.detach(|| engine.plan(spec))?;
@@ -75,12 +71,16 @@ impl Home {
     }
 }
 
-/// Tells once where Python's packages lie: the compiler may be among them.
+/// Tells once where Python's packages lie: the compiler may be among them, and the kernels that this one ships.
 pub(crate) fn tell_folders(py: Python<'_>) -> Result<(), Failure> {
     static TOLD: std::sync::atomic::AtomicBool = std::sync::atomic::AtomicBool::new(false);
     if !TOLD.swap(true, std::sync::atomic::Ordering::Relaxed) {
         let path: Vec<String> = py.import("sys")?.getattr("path")?.extract()?;
         rapt::cuda::prepend_library_folders(path.into_iter().map(Into::into).collect());
+        let file: Option<std::path::PathBuf> = py.import("rapt._native")?.getattr("__file__")?.extract()?;
+        if let Some(package) = file.as_deref().and_then(std::path::Path::parent) {
+            rapt::cuda::set_shipped_folder(package.join("cubins"));
+        }
     }
     Ok(())
 }
@@ -93,15 +93,16 @@ pub(crate) struct Planned<'a> {
 }
 
 impl Planned<'_> {
-    /// Proves and runs, with the GIL released.
-    pub(crate) fn run(&self, py: Python<'_>, tensors: Tensors<'_>) -> Result<(), Failure> {
+    /// Proves and runs: on the host with the GIL released, on a GPU with the stream and the memory of `lender`.
+    pub(crate) fn run<'py>(&self, py: Python<'py>, tensors: Tensors<'_>, lender: &Lender<'py>) -> Result<(), Failure> {
         let Planned { engine, plan, torch_threads } = self;
         let mut operands = Operands::check(tensors, &plan.spec)?;
         if let Device::Cuda(device) = plan.spec.device {
-            let stream = torch::current_stream(py, device)?;
-            let workspace = torch::workspace(py, device, plan.workspace_bytes)?;
-            // SAFETY: torch's tensors and its workspace lie on this device. Their memory, given back, is reused only by what
-            // the same stream runs later: torch's own rule for every kernel on its current stream.
+            let stream = lender.stream(py, device)?;
+            let workspace = lender.workspace(py, device, plan.workspace_bytes, stream)?;
+            // SAFETY: the tensors lie on this device. Memory of torch and cupy, given back, is reused only by what the same
+            // stream runs later: their own rule for every kernel on the current stream. What others export the caller holds
+            // (`Lender::hold`) until the stream has passed.
             unsafe { engine.run_async(plan, &mut operands, workspace.memory, &Queue::Cuda { device, stream }) }?;
             return Ok(());
         }

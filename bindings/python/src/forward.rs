@@ -6,6 +6,8 @@ use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 use rapt::{ErrorKind, Operands, Options, Spec, Tensors, View};
 
+use crate::convert::dlpack::Export;
+use crate::convert::lender::Lender;
 use crate::convert::{self, Kind, Operand, torch};
 use crate::engine::Home;
 use crate::errors::{Failure, Telling, guard};
@@ -65,6 +67,12 @@ impl Inputs {
             sinks: optional("sinks", request.sinks)?,
             alibi_slopes: optional("alibi_slopes", request.alibi_slopes)?,
         })
+    }
+
+    /// What keeps them alive beside their objects.
+    fn exports(self) -> impl Iterator<Item = Export> {
+        let Inputs { q, k, v, mask, sinks, alibi_slopes } = self;
+        [Some(q), Some(k), Some(v), mask, sinks, alibi_slopes].into_iter().flatten().filter_map(|operand| operand._hold)
     }
 
     fn views(&self) -> rapt::Result<Views<'_>> {
@@ -160,12 +168,13 @@ pub(crate) fn attend<'py>(py: Python<'py>, home: &Home, request: &Request<'_, 'p
         let (mut out_product, mut out) = match given {
             Some(out) => (None, out),
             None => {
-                let (product, out) = convert::allocate("out", kind, request.q, spec.out.dtype, spec.out_shape(rank))?;
+                let (dtype, shape) = (spec.out.dtype, spec.out_shape(rank));
+                let (product, out) = convert::allocate("out", kind, request.q, spec.device, dtype, shape)?;
                 (Some(product), out)
             }
         };
         let mut lse = match &spec.lse {
-            Some(lse) => Some(convert::allocate("lse", kind, request.q, lse.dtype, spec.lse_shape(rank))?),
+            Some(lse) => Some(convert::allocate("lse", kind, request.q, spec.device, lse.dtype, spec.lse_shape(rank))?),
             None => None,
         };
         let tensors = Tensors {
@@ -178,8 +187,9 @@ pub(crate) fn attend<'py>(py: Python<'py>, home: &Home, request: &Request<'_, 'p
             out: out.view_mut()?,
             lse: lse.as_mut().map(|(_, lse)| lse.view_mut()).transpose()?,
         };
-        planned.run(py, tensors)?;
-        drop(out);
+        let lender = Lender::of(kind, request.q)?;
+        planned.run(py, tensors, &lender)?;
+        lender.hold(py, spec.device, inputs.exports().chain(out._hold).collect())?;
         let out = match (out_product.take(), request.out) {
             (Some(product), _) => product.finish(py)?,
             (None, Some(given)) => given.clone(),
@@ -215,12 +225,14 @@ pub(crate) fn explain(py: Python<'_>, home: &Home, request: &Request<'_, '_>) ->
         let mut out = match given {
             Some(out) => Some(out),
             None => {
-                made(&mut out_product, convert::reserve("out", kind, request.q, spec.out.dtype, spec.out_shape(rank)))
+                let (dtype, shape) = (spec.out.dtype, spec.out_shape(rank));
+                made(&mut out_product, convert::reserve("out", kind, request.q, spec.device, dtype, shape))
             }
         };
         let lse_spec = spec.lse.as_ref();
         let mut lse = lse_spec.and_then(|lse| {
-            made(&mut lse_product, convert::reserve("lse", kind, request.q, lse.dtype, spec.lse_shape(rank)))
+            let shape = spec.lse_shape(rank);
+            made(&mut lse_product, convert::reserve("lse", kind, request.q, spec.device, lse.dtype, shape))
         });
         let certificate = match &mut out {
             Some(out) if lse.is_some() == lse_spec.is_some() => {
@@ -282,6 +294,8 @@ pub(crate) fn fill(
             out: out.view_mut()?,
             lse: lse.as_mut().map(Operand::view_mut).transpose()?,
         };
-        home.plan(py, kind, &spec)?.run(py, tensors)
+        let lender = Lender::of(kind, request.q)?;
+        home.plan(py, kind, &spec)?.run(py, tensors, &lender)?;
+        lender.hold(py, spec.device, inputs.exports().chain(out._hold).chain(lse.and_then(|lse| lse._hold)).collect())
     })
 }

@@ -8,6 +8,7 @@ use std::cell::Cell;
 use pyo3::prelude::*;
 use rapt::{Causal, Error, ErrorKind, MAX_RANK, Options, Shape, Spec, Strides, Tensors};
 
+use crate::convert::lender::Lender;
 use crate::convert::{self, Kind, Operand};
 use crate::engine::{Home, Planned};
 use crate::errors::{Failure, Telling, guard};
@@ -280,15 +281,16 @@ pub(crate) fn run<'py>(
         None => {
             options_for_out = options;
             spec_of((&q0, &k0, &v0, mask0.as_ref()), None, &options)?;
-            let (product, operand) = convert::allocate("out", kind, request.query, q.dtype, out_shape)?;
+            let (product, operand) = convert::allocate("out", kind, request.query, q.device, q.dtype, out_shape)?;
             (Some(product), operand)
         }
     };
     let mut out0 = frame.out_piece(&out, &start[..outer_rank])?;
     let spec = spec_of((&q0, &k0, &v0, mask0.as_ref()), Some(&out0), &options_for_out)?;
     let planned = home.plan(py, kind, &spec)?;
+    let lender = Lender::of(kind, request.query)?;
     if outer_rank == 0 {
-        run_piece(py, &planned, (&q0, &k0, &v0, mask0.as_ref()), &mut out0)?;
+        run_piece_lent(py, &planned, (&q0, &k0, &v0, mask0.as_ref()), &mut out0, &lender)?;
     } else {
         let inputs: Vec<&Operand> = [Some(&q), Some(&k), Some(&v), mask.as_ref()].into_iter().flatten().collect();
         check_whole_output(&mut out, &inputs)?;
@@ -298,7 +300,7 @@ pub(crate) fn run<'py>(
             let at = &outer[..outer_rank];
             let (q, k, v, mask) = frame.piece((&q, &k, &v, mask.as_ref()), at);
             let mut out = frame.out_piece(&out, at)?;
-            run_piece(py, &planned, (&q, &k, &v, mask.as_ref()), &mut out)?;
+            run_piece_lent(py, &planned, (&q, &k, &v, mask.as_ref()), &mut out, &lender)?;
             for d in (0..outer_rank).rev() {
                 outer[d] += 1;
                 if outer[d] < outer_sizes[d] {
@@ -308,7 +310,9 @@ pub(crate) fn run<'py>(
             }
         }
     }
-    drop((out, out0));
+    let (device, used) = (q.device, [Some(q), Some(k), Some(v), mask, Some(out), Some(out0)]);
+    let used = used.into_iter().flatten().filter_map(|operand| operand._hold).collect();
+    lender.hold(py, device, used)?;
     match (product, request.out) {
         (Some(product), _) => product.finish(py),
         (None, Some(out)) => Ok(out.clone()),
@@ -326,12 +330,23 @@ pub(crate) fn spec_of((q, k, v, mask): Inputs<'_>, out: Option<&Operand>, option
     Ok(builder.build()?)
 }
 
-/// Proves and runs one piece.
+/// Proves and runs one piece of torch tensors.
 pub(crate) fn run_piece(
     py: Python<'_>,
     planned: &Planned<'_>,
+    inputs: Inputs<'_>,
+    out: &mut Operand,
+) -> Result<(), Failure> {
+    run_piece_lent(py, planned, inputs, out, &Lender::Torch)
+}
+
+/// The same of any kind, on a GPU with the stream and the memory of `lender`.
+fn run_piece_lent<'py>(
+    py: Python<'py>,
+    planned: &Planned<'_>,
     (q, k, v, mask): Inputs<'_>,
     out: &mut Operand,
+    lender: &Lender<'py>,
 ) -> Result<(), Failure> {
     let tensors = Tensors {
         q: q.view()?,
@@ -343,7 +358,7 @@ pub(crate) fn run_piece(
         out: out.view_mut()?,
         lse: None,
     };
-    planned.run(py, tensors)
+    planned.run(py, tensors, lender)
 }
 
 /// `rapt.scaled_dot_product_attention` for anything but torch's own dispatch.

@@ -112,3 +112,103 @@ def test_many_threads_and_a_spec_after_another():
     [thread.start() for thread in threads]
     [thread.join() for thread in threads]
     assert not wrong and want.abs().max().item() != INF
+
+
+class Model(torch.nn.Module):
+    def forward(self, q, k, v):
+        return rapt.attention(q, k, v, causal=True) + sdpa(q, k, v)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_graphs_run_attention_and_the_backend(mode, backend):
+    q, k, v = new(2, 4, 40, 64), new(2, 4, 40, 64), new(2, 4, 40, 64)
+    torch._dynamo.reset()
+    with rapt.torch.backend(), mode():
+        want = Model()(q, k, v)
+        compiled = torch.compile(Model(), fullgraph=True, backend=backend)
+        rapt.torch.reset_stats()
+        assert torch.equal(compiled(q, k, v), want)
+        assert rapt.torch.stats() == {"served": 2, "fallback": {}}
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_exported_programs_run(mode, tmp_path):
+    q, k, v = new(2, 4, 40, 64), new(2, 4, 40, 64), new(2, 4, 40, 64)
+    with mode():
+        want = Model()(q, k, v)
+        program = torch.export.export(Model(), (q, k, v))
+    path = tmp_path / "model.pt2"
+    torch.export.save(program, path)
+    loaded = torch.export.load(path).module()
+    with torch.no_grad():
+        assert (loaded(q, k, v) - want).abs().max().item() < 0.02
+        with rapt.torch.backend():
+            rapt.torch.reset_stats()
+            served = loaded(q, k, v)
+            assert rapt.torch.stats() == {"served": 2, "fallback": {}}
+            assert torch.equal(served, Model()(q, k, v))
+
+
+def test_autocast_rounds_before_the_backend_and_never_inside_attention():
+    q, k, v = (new(2, 4, 40, 64, dtype=torch.float32) for _ in range(3))
+    half = [t.to(torch.bfloat16) for t in (q, k, v)]
+    with rapt.torch.backend(), torch.no_grad(), torch.autocast("cuda", torch.bfloat16):
+        rapt.torch.reset_stats()
+        out = sdpa(q, k, v)
+        assert out.dtype == torch.bfloat16 and torch.equal(out, rapt.scaled_dot_product_attention(*half))
+        exact = rapt.attention(q, k, v)
+        assert exact.dtype == torch.float32
+        assert rapt.torch.stats() == {"served": 3, "fallback": {}}
+    assert torch.equal(exact, rapt.attention(q, k, v))
+
+
+def test_inference_tensors_are_served():
+    with torch.inference_mode():
+        q = new(2, 4, 40, 64)
+        want = rapt.attention(q, q, q)
+        with rapt.torch.backend():
+            rapt.torch.reset_stats()
+            assert torch.equal(sdpa(q, q, q), want) and rapt.torch.stats() == {"served": 1, "fallback": {}}
+    assert want.is_inference() and torch.equal(rapt.attention(q, q, q), want)
+
+
+@pytest.mark.skipif(not hasattr(torch.nn.attention, "activate_flash_attention_impl"), reason="torch < 2.11")
+def test_the_flash_registry():
+    attention = torch.nn.attention
+    q, k, v = new(2, 4, 40, 64), new(2, 4, 40, 64), new(2, 4, 40, 64)
+    wide = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
+    flash = lambda: sdpa_kernel(SDPBackend.FLASH_ATTENTION)  # noqa: E731
+    compiled = torch.compile(lambda q, k, v: sdpa(q, k, v, is_causal=True), fullgraph=True)
+
+    def run():
+        with torch.no_grad(), flash():
+            return [sdpa(q, k, v), sdpa(*wide, scale=0.3), sdpa(q, k, v, is_causal=True), compiled(q, k, v)]
+
+    stock = run()
+    torch._dynamo.reset()
+    attention.activate_flash_attention_impl("RAPT")
+    try:
+        rapt.torch.reset_stats()
+        outs = run()
+        assert rapt.torch.stats() == {"served": 4, "fallback": {}}
+        assert torch.equal(outs[0], rapt.attention(q, k, v)) and torch.equal(outs[2], rapt.attention(q, k, v, causal=True))
+        assert torch.equal(outs[1], rapt.attention(q, k, v, scale=0.3)) and torch.equal(outs[2], outs[3])
+        for out, was in zip(outs, stock):
+            assert out.stride() == was.stride() and (out - was).abs().max().item() < 0.02
+        # Gradients are PyTorch's own; refused by the backend too, they are counted once.
+        rapt.torch.reset_stats()
+        leaf = q.clone().requires_grad_()
+        with flash():
+            sdpa(leaf, k, v).sum().backward()
+            assert leaf.grad.isfinite().all() and rapt.torch.stats() == {"served": 0, "fallback": {"requires grad": 1}}
+            with rapt.torch.backend():
+                rapt.torch.reset_stats()
+                sdpa(leaf, k, v)
+                assert rapt.torch.stats() == {"served": 0, "fallback": {"requires grad": 1}}
+    finally:
+        attention.restore_flash_attention_impl()
+    rapt.torch.reset_stats()
+    for out, was in zip(run(), stock):
+        assert torch.equal(out, was)
+    assert rapt.torch.stats() == {"served": 0, "fallback": {}}

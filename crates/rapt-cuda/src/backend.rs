@@ -1,7 +1,8 @@
 //! Devices, compiled kernels, and the run of a plan.
 //!
-//! A kernel is compiled when a plan first asks for it: [`Backend::prepare`]. [`Backend::run`] launches; it compiles only
-//! where pointers turn out less aligned than strides promised. Deliberately absent: memory, streams, synchronisation.
+//! A kernel is loaded when a plan first asks for it: [`Backend::plan`]. Its machine code is what the package ships, else
+//! what the cache on disk keeps, else what NVRTC compiles. [`Backend::run`] launches; it loads another only where pointers
+//! turn out less aligned than strides promised. Deliberately absent: memory, streams, synchronisation.
 
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock};
@@ -16,6 +17,7 @@ use crate::params::{HopperParams, Params};
 use crate::result::driver::{Cuda, Driver, Facts, Function, Grid};
 use crate::result::nvrtc::{Compiler, Nvrtc};
 use crate::select::{Caps, Design, design, select};
+use crate::shipped::{self, ShippedFacts};
 use crate::tensor_map::{Copied, CopyMap};
 
 /// What a device is, for reports.
@@ -44,6 +46,8 @@ pub struct Backend {
     driver: Box<dyn Driver>,
     compiler: OnceLock<Result<Box<dyn Compiler>>>,
     cache: Cache,
+    /// Where a package ships kernels; `None` asks what [`crate::set_shipped_folder`] was told.
+    shipped: Option<PathBuf>,
     facts: Mutex<FxHashMap<u32, Result<Arc<DeviceFacts>>>>,
     loaded: RwLock<FxHashMap<(u32, Code), Arc<Loaded>>>,
     /// One compilation at a time: two threads that ask for one kernel compile it once.
@@ -78,10 +82,30 @@ impl Backend {
             driver,
             compiler,
             cache,
+            shipped: None,
             facts: Mutex::default(),
             loaded: RwLock::default(),
             building: Mutex::new(()),
         }
+    }
+
+    pub(crate) fn driver(&self) -> &dyn Driver {
+        self.driver.as_ref()
+    }
+
+    #[cfg(test)]
+    pub(crate) fn with_shipped(self, folder: PathBuf) -> Self {
+        Backend { shipped: Some(folder), ..self }
+    }
+
+    fn shipped_folder(&self) -> Option<PathBuf> {
+        self.shipped.clone().or_else(shipped::folder)
+    }
+
+    /// What the package ships for a device of this architecture.
+    #[must_use]
+    pub fn shipped(&self, arch: rapt_core::Arch) -> Option<ShippedFacts> {
+        shipped::facts(&self.shipped_folder()?, arch)
     }
 
     /// How many devices there are.
@@ -183,14 +207,20 @@ impl Backend {
     }
 
     fn build(&self, device: u32, code: Code) -> Result<Loaded> {
-        let compiler = self.compiler()?;
-        let name = Name::new(&code, compiler.version());
         let load = |cubin: &[u8]| self.driver.load(device, cubin, code.entry(), code.shared_bytes());
-        if let Some(cubin) = self.cache.get(&name) {
-            // What the driver does not take is compiled anew, as what was cut short is.
-            if let Ok(function) = load(&cubin) {
-                return Ok(Loaded { function, source: "kept on disk from an earlier compilation" });
-            }
+        // What the driver does not take is looked for further on, as what was cut short is.
+        if let Some(folder) = self.shipped_folder()
+            && let Some(cubin) = shipped::get(&folder, &code)
+            && let Ok(function) = load(&cubin)
+        {
+            return Ok(Loaded { function, source: "shipped with the package" });
+        }
+        let compiler = self.compiler()?;
+        let name = Name::new(&code, compiler.version(), "");
+        if let Some(cubin) = self.cache.get(&name)
+            && let Ok(function) = load(&cubin)
+        {
+            return Ok(Loaded { function, source: "cached on disk by an earlier compilation" });
         }
         let cubin = code.compile(compiler)?;
         let function = load(&cubin.bytes)?;

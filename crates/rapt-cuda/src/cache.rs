@@ -15,7 +15,7 @@ use crate::code::Code;
 
 /// The first bytes of an entry; the number counts changes of the format.
 const MAGIC: &[u8; 8] = b"raptcub1";
-const DIGEST: usize = 32;
+pub(crate) const DIGEST: usize = 32;
 
 /// A folder of entries.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -23,22 +23,30 @@ pub(crate) struct Cache {
     folder: Option<PathBuf>,
 }
 
+/// The SHA-256 of source, options and `more`: what tells one machine code from another.
+pub(crate) fn digest(code: &Code, more: &[&str]) -> [u8; DIGEST] {
+    let mut hash = Sha256::new();
+    let mut add = |text: &str| {
+        hash.update((text.len() as u64).to_le_bytes());
+        hash.update(text);
+    };
+    add(&code.source());
+    code.options().iter().for_each(|option| add(option));
+    more.iter().for_each(|text| add(text));
+    hash.finalize().into()
+}
+
 /// The name of an entry.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Name(String);
 
 impl Name {
-    pub(crate) fn new(code: &Code, compiler: (i32, i32)) -> Self {
-        let mut hash = Sha256::new();
-        let mut add = |text: &str| {
-            hash.update((text.len() as u64).to_le_bytes());
-            hash.update(text);
-        };
-        add(&code.source());
-        code.options().iter().for_each(|option| add(option));
-        add(&format!("nvrtc {}.{}", compiler.0, compiler.1));
-        let digest = hash.finalize();
-        Name(digest.iter().map(|byte| format!("{byte:02x}")).collect())
+    /// Of the machine code that this compiler makes of `code`, kept `with` something or (empty) alone.
+    pub(crate) fn new(code: &Code, compiler: (i32, i32), with: &str) -> Self {
+        let compiler = format!("nvrtc {}.{}", compiler.0, compiler.1);
+        let more = [compiler.as_str(), with];
+        let more = if with.is_empty() { &more[..1] } else { &more };
+        Name(digest(code, more).iter().map(|byte| format!("{byte:02x}")).collect())
     }
 }
 

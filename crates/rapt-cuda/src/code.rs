@@ -7,7 +7,7 @@ use rapt_core::{Arch, DType};
 
 use crate::error::{CudaError, Result};
 use crate::params::{HopperParams, Params};
-use crate::result::nvrtc::{Compiler, Cubin, Nvrtc};
+use crate::result::nvrtc::{Compiler, Cubin};
 use crate::tensor_map::BOX_COLUMNS;
 
 const COMMON: &str = include_str!("../kernels/common.cu");
@@ -274,21 +274,4 @@ impl Report {
         let registers = entry.split_once("Used ")?.1.split_whitespace().next()?.parse().ok()?;
         Some(Report { code, registers, spilled_bytes, cubin_bytes: cubin.bytes.len() })
     }
-}
-
-/// Compiles every kernel of `codes` with the NVRTC that is found and reports on each; without a device.
-///
-/// # Errors
-/// [`CudaError::NoCompiler`]; [`CudaError::Compile`] for the first that does not compile.
-pub fn compile_all(codes: &[Code]) -> std::result::Result<Vec<Report>, CudaError> {
-    let nvrtc = Nvrtc::find(&[])?;
-    let report = |code: &Code| {
-        let cubin = code.compile(&nvrtc)?;
-        Report::read(*code, &cubin).ok_or_else(|| CudaError::Compile {
-            kernel: code.to_string(),
-            arch: code.arch.name(),
-            log: format!("the compiler's report is not understood: {}", cubin.log),
-        })
-    };
-    codes.iter().map(report).collect()
 }

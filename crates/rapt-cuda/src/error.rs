@@ -43,7 +43,10 @@ pub enum CudaError {
     #[error("this process was forked after CUDA had started, and CUDA does not work in it: start it with spawn")]
     Forked,
     /// No NVRTC was found.
-    #[error("no CUDA compiler: libnvrtc is in none of {}; set RAPT_NVRTC to it", searched.join(", "))]
+    #[error(
+        "no CUDA compiler for a kernel that is neither shipped nor kept: libnvrtc is in none of {}; `pip install nvidia-cuda-nvrtc`, or set RAPT_NVRTC to it",
+        searched.join(", ")
+    )]
     NoCompiler {
         /// Where it was looked for.
         searched: Vec<String>,
@@ -67,6 +70,14 @@ pub enum CudaError {
         arch: &'static str,
         /// The compiler's log.
         log: String,
+    },
+    /// The archive of shipped kernels could not be made.
+    #[error("the kernels to ship could not be written into {folder}: {text}")]
+    Archive {
+        /// Where to.
+        folder: String,
+        /// Why.
+        text: String,
     },
 }
 

@@ -20,6 +20,11 @@ enum Call {
     Load { device: u32, entry: String, cubin: Vec<u8> },
     CopyMap(Copied),
     Launch { handle: usize, grid: Grid, stream: usize, bytes: usize },
+    Allocate { bytes: usize, stream: usize },
+    Free { address: usize, stream: usize },
+    Record { stream: usize },
+    Wait { stream: usize, event: usize },
+    End { event: usize },
 }
 
 #[derive(Clone, Debug, Default)]
@@ -81,6 +86,32 @@ impl Driver for RecordedDriver {
         self.log.add(Call::CopyMap(*copied));
         Ok(CopyMap::default())
     }
+
+    fn allocate(&self, device: u32, bytes: usize, stream: usize) -> Result<usize> {
+        self.facts(device)?;
+        self.log.add(Call::Allocate { bytes, stream });
+        let full = CudaError::Driver { call: "cuMemAllocAsync", code: 2, name: "OUT".into(), text: "recorded".into() };
+        if bytes > 1 << 40 { Err(full) } else { Ok(4096) }
+    }
+    fn free(&self, _device: u32, address: usize, stream: usize) -> Result<()> {
+        self.log.add(Call::Free { address, stream });
+        Ok(())
+    }
+    fn record(&self, _device: u32, stream: usize) -> Result<usize> {
+        self.log.add(Call::Record { stream });
+        Ok(stream + 1000)
+    }
+    fn has_passed(&self, _device: u32, event: usize) -> Result<bool> {
+        if self.broken { Err(refusal("cuEventQuery")) } else { Ok(event != 1007) }
+    }
+    fn wait(&self, _device: u32, stream: usize, event: usize) -> Result<()> {
+        self.log.add(Call::Wait { stream, event });
+        Ok(())
+    }
+    fn end_event(&self, _device: u32, event: usize) -> Result<()> {
+        self.log.add(Call::End { event });
+        Ok(())
+    }
 }
 
 #[derive(Debug)]
@@ -103,6 +134,19 @@ fn backend(log: &Log, cache: Option<PathBuf>, change: impl FnOnce(&mut RecordedD
     let compiler = OnceLock::new();
     compiler.set(Ok(Box::new(RecordedCompiler(log.clone())) as Box<dyn Compiler>)).unwrap();
     Backend::with_parts(Box::new(driver), compiler, Cache::new(cache))
+}
+
+/// What the recorded driver's device has.
+fn caps() -> crate::select::Caps {
+    let driver = RecordedDriver { log: Log::default(), capability: (9, 0), broken: false, takes: b"" };
+    let facts = driver.facts(0).unwrap();
+    crate::select::Caps {
+        arch: rapt_core::Arch::Sm90a,
+        multiprocessors: facts.multiprocessors,
+        shared_bytes: facts.shared_bytes,
+        clock_hz: None,
+        bandwidth: None,
+    }
 }
 
 /// Where tensors lie that nobody reads.
@@ -220,6 +264,87 @@ fn machine_code_is_kept_and_what_the_driver_refuses_is_compiled_anew() {
     std::fs::remove_dir_all(folder).unwrap();
 }
 
+/// A compiler that is not there.
+fn without_compiler(log: &Log, cache: Option<PathBuf>, takes: &'static [u8]) -> Backend {
+    let driver = RecordedDriver { log: log.clone(), capability: (9, 0), broken: false, takes };
+    let compiler = OnceLock::new();
+    compiler.set(Err(CudaError::NoCompiler { searched: vec!["nowhere".into()] })).unwrap();
+    Backend::with_parts(Box::new(driver), compiler, Cache::new(cache))
+}
+
+#[test]
+fn a_shipped_kernel_needs_no_compiler_and_a_damaged_one_is_passed_over() {
+    let folder = std::env::temp_dir().join(format!("rapt-shipped-test-{}", std::process::id()));
+    let _ = std::fs::remove_dir_all(&folder);
+    let log = Log::default();
+    let alone = |takes| without_compiler(&log, None, takes).with_shipped(folder.clone());
+    let shape = [300, 300, 0];
+    let source = |backend: &Backend| {
+        let plan = request(300, 300, 0, 0, |spec, _| backend.plan(spec).unwrap());
+        plan.launch.unwrap().compiled.unwrap().source
+    };
+    // Nothing is shipped: the error names the mend.
+    let refused = run(&alone(b""), shape, 0).unwrap_err();
+    assert!(
+        matches!(&refused, Error::DeviceUnavailable { why, .. } if why.contains("pip install nvidia-cuda-nvrtc")),
+        "{refused}"
+    );
+    let code = crate::select::codes(&request(300, 300, 0, 0, |spec, _| spec.clone()), &caps()).unwrap()[0];
+    // Another code of the same file, and one whose bytes do not shrink.
+    let other = crate::select::codes(&request(300, 300, 2, 0, |spec, _| spec.clone()), &caps()).unwrap()[0];
+    let other = crate::code::Code { block_m: other.block_m + 1, ..other };
+    let machine = [b"machine code".as_slice(), &[0; 4096]].concat();
+    crate::shipped::write(&folder, code.arch, (13, 0), &[(other, b"x"), (code, &machine)]).unwrap();
+    let facts = alone(b"").shipped(code.arch).unwrap();
+    assert_eq!((facts.kernels, facts.compiler, facts.arch), (2, (13, 0), rapt_core::Arch::Sm90a));
+    log.take();
+    run(&alone(b""), shape, 0).unwrap();
+    assert!(matches!(&log.take()[..], [Call::Load { cubin, .. }, Call::Launch { .. }] if *cubin == machine));
+    assert_eq!(source(&alone(b"")), "shipped with the package");
+    // A compiler of any version beside it changes nothing.
+    let beside = backend(&log, None, |_| ()).with_shipped(folder.clone());
+    assert_eq!(source(&beside), "shipped with the package");
+    // Whole, and not for this driver: the compiler is asked.
+    let newer = backend(&log, None, |driver| driver.takes = b"new").with_shipped(folder.clone());
+    assert_eq!(source(&newer), "compiled by NVRTC in this process");
+    assert!(matches!(run(&alone(b"new"), shape, 0), Err(Error::DeviceUnavailable { .. })));
+    // Each byte counts: in the head, the index, the entry.
+    let path = crate::shipped::path(&folder, code.arch);
+    let whole = std::fs::read(&path).unwrap();
+    let used = |bytes: &[u8]| {
+        std::fs::write(&path, bytes).unwrap();
+        crate::shipped::get(&folder, &code).inspect(|cubin| assert_eq!(*cubin, machine)).is_some()
+    };
+    assert!(used(&whole));
+    let mut still = 0;
+    for at in 0..whole.len() {
+        let mut flipped = whole.clone();
+        flipped[at] ^= 0x40;
+        still += usize::from(used(&flipped));
+    }
+    // The compiler's version, the other entry (its 76 bytes of index, its 3 packed ones), and bits that fill deflate's last byte.
+    assert!(still <= 8 + 76 + 3 + 1, "{still} of {} damaged files were used", whole.len());
+    for cut in 0..whole.len() {
+        assert!(!used(&whole[..cut]) || cut + 3 >= whole.len(), "cut to {cut} of {}", whole.len());
+    }
+    std::fs::remove_dir_all(folder).unwrap();
+}
+
+#[test]
+fn a_family_shares_what_is_shipped() {
+    use crate::shipped::{family, path};
+    use rapt_core::Arch;
+    let folder = PathBuf::from("x");
+    for (arch, own) in
+        [(Arch::Sm86, Arch::Sm80), (Arch::Sm89, Arch::Sm80), (Arch::Sm103, Arch::Sm100), (Arch::Sm121, Arch::Sm120)]
+    {
+        assert_eq!(family(arch), own);
+        assert_eq!(path(&folder, arch), path(&folder, own));
+    }
+    // Its machine code runs on nothing else, and nothing else's on it.
+    assert_eq!((family(Arch::Sm90a), family(Arch::Sm110)), (Arch::Sm90a, Arch::Sm110));
+}
+
 #[test]
 fn every_failure_is_typed() {
     let log = Log::default();
@@ -239,6 +364,34 @@ fn every_failure_is_typed() {
         matches!(&second, Error::DeviceUnavailable { device: Device::Cuda(1), why } if why.contains("sees 1")),
         "{second}"
     );
+}
+
+#[test]
+fn memory_is_given_back_where_its_stream_comes_to_and_marks_order_streams() {
+    let log = Log::default();
+    let backend: &'static Backend = Box::leak(Box::new(backend(&log, None, |_| ())));
+    // SAFETY: the recorded driver has no streams.
+    unsafe {
+        let memory = backend.lend(0, 100, 7).unwrap();
+        assert_eq!((memory.get(), memory.device()), (DeviceMemory { address: 4096, len_bytes: 100 }, 0));
+        let mark = backend.mark(0, 7).unwrap();
+        assert!(!mark.has_passed().unwrap() && backend.mark(0, 8).unwrap().has_passed().unwrap());
+        mark.hold(9).unwrap();
+        drop((mark, memory));
+        assert_eq!(backend.lend(0, 1 << 41, 7).unwrap_err(), Error::OutOfMemory { bytes: 1 << 41 });
+        assert!(matches!(backend.lend(1, 1, 0), Err(Error::DeviceUnavailable { device: Device::Cuda(1), .. })));
+    }
+    let calls = log.take();
+    let expected = [
+        Call::Allocate { bytes: 100, stream: 7 },
+        Call::Record { stream: 7 },
+        Call::Record { stream: 8 },
+        Call::End { event: 1008 },
+        Call::Wait { stream: 9, event: 1007 },
+        Call::End { event: 1007 },
+        Call::Free { address: 4096, stream: 7 },
+    ];
+    assert_eq!(calls[..expected.len()], expected);
 }
 
 #[test]

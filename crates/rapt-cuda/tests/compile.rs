@@ -4,37 +4,23 @@
 
 mod common;
 
-use std::sync::Mutex;
+use std::path::Path;
 
 use common::{caps, spec};
 use rapt_core::{Arch, Causal, DType, Options};
-use rapt_cuda::{Code, CudaError, Report, codes, compile_all};
+use rapt_cuda::{Code, CudaError, Report, build_all, codes};
 
-/// One compilation per core at a time.
+/// What the compiler says of each; kernels that are kept from an earlier run, or were compiled to be shipped, cost nothing.
 fn compile(all: &[Code]) -> Option<Result<Vec<Report>, CudaError>> {
-    let jobs = Mutex::new(all.iter());
-    let reports = Mutex::new(Vec::new());
-    let workers = std::thread::available_parallelism().map_or(1, usize::from);
-    std::thread::scope(|scope| {
-        for _ in 0..workers {
-            scope.spawn(|| {
-                loop {
-                    let Some(code) = jobs.lock().unwrap().next() else { break };
-                    let report = compile_all(std::slice::from_ref(code));
-                    reports.lock().unwrap().push(report);
-                }
-            });
-        }
-    });
-    let reports: Result<Vec<Vec<Report>>, CudaError> = reports.into_inner().unwrap().into_iter().collect();
-    match reports {
+    let kept = Path::new(env!("CARGO_TARGET_TMPDIR")).join("cubins");
+    match build_all(all, Some(&kept)) {
         Err(error @ CudaError::NoCompiler { .. }) => {
             let required = std::env::var("RAPT_REQUIRE").unwrap_or_default();
             assert!(!required.split(',').any(|name| name == "nvrtc"), "RAPT_REQUIRE asks for nvrtc: {error}");
             println!("skipped: {error}");
             None
         }
-        other => Some(other.map(|reports| reports.into_iter().flatten().collect())),
+        other => Some(other.map(|built| built.into_iter().map(|built| built.report).collect())),
     }
 }
 

@@ -1,6 +1,9 @@
 //! What this machine has of NVIDIA GPUs, for reports; [`Engine`](crate::Engine) is what runs on them.
 
-pub use rapt_cuda::{Backend, Caps, CudaError, DeviceFacts, prepend_library_folders, select};
+pub use rapt_cuda::{
+    Backend, Caps, CudaError, DeviceFacts, Mark, Memory, ShippedFacts, prepend_library_folders, select,
+    set_shipped_folder,
+};
 
 /// Whether attention can be asked of an NVIDIA GPU here: a driver, and a device of an architecture that is served.
 #[must_use]
@@ -27,7 +30,13 @@ pub fn report() -> Vec<(String, String)> {
         let text = match backend.device(index) {
             Ok(device) => {
                 let DeviceFacts { name, caps, .. } = device.as_ref();
-                format!("{name}, {}, {} multiprocessors", caps.arch.name(), caps.multiprocessors)
+                let shipped = backend.shipped(caps.arch).map_or_else(
+                    || "no kernels shipped".to_owned(),
+                    |ShippedFacts { arch, kernels, compiler: (major, minor) }| {
+                        format!("{kernels} kernels shipped ({}, by NVRTC {major}.{minor})", arch.name())
+                    },
+                );
+                format!("{name}, {}, {} multiprocessors, {shipped}", caps.arch.name(), caps.multiprocessors)
             }
             Err(error) => error.to_string(),
         };

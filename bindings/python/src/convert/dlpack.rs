@@ -1,7 +1,9 @@
 //! DLPack, both capsules: `dltensor` and `dltensor_versioned`.
 //!
 //! A consumed capsule is renamed and its deleter is called exactly once, when the call is over. The legacy capsule cannot
-//! say whether its memory may be written, so it is an input only. Extents are declared.
+//! say whether its memory may be written, so it is an input only. Extents are declared. An export of GPU memory is asked for
+//! with the stream that will use it, so that the producer orders its own work before; ours is ordered before the stream that
+//! a taker names.
 
 use std::ffi::{CStr, c_void};
 use std::ptr::NonNull;
@@ -11,9 +13,11 @@ use pyo3::exceptions::{PyBufferError, PyTypeError};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 use pyo3::{ffi, intern};
-use rapt::{DType, Device, Error, ErrorKind, Extent, MAX_RANK, Shape};
+use rapt::cuda::{Backend, Memory};
+use rapt::{DType, Device, Error, ErrorKind, Extent, MAX_RANK, Shape, Strides};
 
-use super::dlpack_abi::{CPU, Described, DlDevice, DlTensor, describe, device_of, dtype_to};
+use super::dlpack_abi::{CPU, CUDA, Described, DlDevice, DlTensor, describe, device_of, dtype_to};
+use super::lender::{self, Lender};
 use super::{Operand, too_many_dimensions};
 use crate::errors::Failure;
 
@@ -97,11 +101,16 @@ pub(crate) fn is_producer(object: &Bound<'_, PyAny>) -> PyResult<bool> {
         && class.hasattr(intern!(object.py(), "__dlpack_device__"))?)
 }
 
-/// Asks for a capsule without a copy, in the newest way that the producer understands.
-fn export<'py>(object: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+/// Asks for a capsule without a copy, in the newest way that the producer understands; of GPU memory with the `stream` that
+/// will use it, which every producer of such memory knows of.
+fn export<'py>(object: &Bound<'py, PyAny>, stream: Option<usize>) -> PyResult<Bound<'py, PyAny>> {
     let py = object.py();
     let export = object.getattr(intern!(py, "__dlpack__"))?;
     let options = PyDict::new(py);
+    if let Some(stream) = stream {
+        // 0 would be ambiguous: 1 is the legacy default stream.
+        options.set_item("stream", stream.max(1))?;
+    }
     options.set_item("max_version", (1, 3))?;
     options.set_item("copy", false)?;
     for without in [None, Some("copy"), Some("max_version")] {
@@ -113,20 +122,24 @@ fn export<'py>(object: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
             done => return done,
         }
     }
-    export.call0()
+    export.call((), Some(&options))
 }
 
-/// What `object` exports. It is of host memory, or refused before anything is exported.
-pub(crate) fn read(name: &'static str, object: &Bound<'_, PyAny>) -> Result<Operand, Failure> {
+/// What `object` exports. It is of host memory or of an NVIDIA GPU, or refused before anything is exported.
+pub(crate) fn read(name: &'static str, object: &Bound<'_, PyAny>, lender: &Lender<'_>) -> Result<Operand, Failure> {
     let py = object.py();
     let place = object.call_method0(intern!(py, "__dlpack_device__"))?;
     let (code, index): (i32, i32) =
         (place.get_item(0)?.call_method0("__index__")?.extract()?, place.get_item(1)?.extract()?);
-    if code != CPU {
-        let why = "this build serves host memory".to_owned();
-        return Err(Error::DeviceUnavailable { device: device_of(code, index), why }.into());
-    }
-    let capsule = export(object).map_err(|error| {
+    let stream = match (code, u32::try_from(index)) {
+        (CPU, _) => None,
+        (CUDA, Ok(device)) => Some(lender.stream(py, device)?),
+        _ => {
+            let why = "served are host memory and that of NVIDIA GPUs".to_owned();
+            return Err(Error::DeviceUnavailable { device: device_of(code, index), why }.into());
+        }
+    };
+    let capsule = export(object, stream).map_err(|error| {
         if !error.is_instance_of::<PyBufferError>(py) {
             return Failure::Python(error);
         }
@@ -204,31 +217,44 @@ pub(crate) fn from_dlpack_of<'py>(q: &Bound<'py, PyAny>) -> Result<Bound<'py, Py
     Err(Failure::door(ErrorKind::Unsupported, message, "`numpy.from_dlpack(q)`, and so k and v"))
 }
 
-/// Host memory that is handed to another library through DLPack.
-#[pyclass(frozen, module = "rapt._native", name = "Exported")]
-pub(crate) struct Buffer {
-    tensor: Arc<rapt::Tensor>,
+/// Where a [`Buffer`] lies.
+#[derive(Clone)]
+enum Place {
+    Host(Arc<rapt::Tensor>),
+    Gpu(Arc<Memory>),
 }
 
-/// Row-major memory, and the operand that writes it. The operand must be gone before the buffer is exported.
+/// Memory that is handed to another library through DLPack.
+#[pyclass(frozen, module = "rapt._native", name = "Exported")]
+pub(crate) struct Buffer {
+    place: Place,
+    dtype: DType,
+    shape: Shape,
+    strides: Strides,
+}
+
+/// Row-major host memory, and the operand that writes it. The operand must be gone before the buffer is exported.
 pub(crate) fn allocate(name: &'static str, dtype: DType, shape: Shape) -> Result<(Buffer, Operand), Failure> {
     let mut tensor = rapt::Tensor::zeros(dtype, shape)?;
     let (ptr, strides) = {
         let mut view = tensor.view_mut()?;
         (view.as_mut_ptr(), *view.strides())
     };
-    let operand = Operand {
-        name,
-        ptr,
-        dtype,
-        shape,
-        strides,
-        device: Device::Cpu,
-        extent: Extent::Declared,
-        writable: true,
-        _hold: None,
-    };
-    Ok((Buffer { tensor: Arc::new(tensor) }, operand))
+    let buffer = Buffer { place: Place::Host(Arc::new(tensor)), dtype, shape, strides };
+    let operand = buffer.operand(name, ptr, Device::Cpu);
+    Ok((buffer, operand))
+}
+
+/// The same of a GPU, in the driver's memory, as its default stream uses it.
+pub(crate) fn lend(name: &'static str, device: u32, dtype: DType, shape: Shape) -> Result<(Buffer, Operand), Failure> {
+    let overflow = || Error::Overflow { tensor: name, shape, strides: Strides::from([]) };
+    let strides = shape.contiguous().ok_or_else(overflow)?;
+    let elements = shape.iter().try_fold(dtype.size_bytes(), |bytes, n| bytes.checked_mul(*n)).ok_or_else(overflow)?;
+    let memory = lender::lend(device, elements, lender::DEFAULT_STREAM)?;
+    let ptr = std::ptr::without_provenance_mut(memory.get().address);
+    let buffer = Buffer { place: Place::Gpu(Arc::new(memory)), dtype, shape, strides };
+    let operand = buffer.operand(name, ptr, Device::Cuda(device));
+    Ok((buffer, operand))
 }
 
 /// What an export of a [`Buffer`] owns; `managed` is what the consumer sees.
@@ -236,7 +262,7 @@ struct Owned<M> {
     managed: M,
     shape: Vec<i64>,
     strides: Vec<i64>,
-    _tensor: Arc<rapt::Tensor>,
+    _place: Place,
 }
 
 unsafe extern "C" fn delete_legacy(managed: *mut Managed) {
@@ -263,17 +289,58 @@ unsafe extern "C" fn drop_capsule(capsule: *mut ffi::PyObject) {
 }
 
 impl Buffer {
+    fn operand(&self, name: &'static str, ptr: *mut u8, device: Device) -> Operand {
+        let Buffer { dtype, shape, strides, .. } = *self;
+        Operand { name, ptr, dtype, shape, strides, device, extent: Extent::Declared, writable: true, _hold: None }
+    }
+
+    fn device(&self) -> (i32, i32) {
+        match &self.place {
+            Place::Host(_) => (CPU, 0),
+            Place::Gpu(memory) => (CUDA, memory.device().cast_signed()),
+        }
+    }
+
     fn describe(&self, shape: &mut [i64], strides: &mut [i64]) -> PyResult<DlTensor> {
-        let view = self.tensor.view().map_err(|error| PyBufferError::new_err(error.to_string()))?;
+        let (device_type, device_id) = self.device();
+        let data = match &self.place {
+            Place::Host(tensor) => {
+                let view = tensor.view().map_err(|error| PyBufferError::new_err(error.to_string()))?;
+                view.as_ptr().cast_mut().cast()
+            }
+            Place::Gpu(memory) => std::ptr::without_provenance_mut(memory.get().address),
+        };
         Ok(DlTensor {
-            data: view.as_ptr().cast_mut().cast(),
-            device: DlDevice { device_type: CPU, device_id: 0 },
+            data,
+            device: DlDevice { device_type, device_id },
             ndim: shape.len() as i32,
-            dtype: dtype_to(self.tensor.dtype()),
+            dtype: dtype_to(self.dtype),
             shape: shape.as_mut_ptr(),
             strides: strides.as_mut_ptr(),
             byte_offset: 0,
         })
+    }
+
+    /// Lets `stream` wait for what fills this buffer. As DLPack has it: None and 1 are the legacy default stream, on which it
+    /// is filled; -1 asks for no order.
+    fn order_before(&self, py: Python<'_>, stream: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
+        let refuse = |what: &str| Err(PyBufferError::new_err(what.to_owned()));
+        let stream: Option<isize> = stream.map(PyAnyMethods::extract).transpose()?;
+        let memory = match (&self.place, stream) {
+            (Place::Host(_), None) => return Ok(()),
+            (Place::Host(_), Some(_)) => return refuse("this buffer lies in host memory: it has no stream"),
+            (Place::Gpu(_), None | Some(-1 | 1)) => return Ok(()),
+            (Place::Gpu(memory), Some(stream)) if stream >= 2 => (memory, stream.cast_unsigned()),
+            _ => return refuse("stream: 1, 2, a handle of the driver, or -1"),
+        };
+        let (memory, stream) = memory;
+        let device = memory.device();
+        let order = || -> rapt::Result<()> {
+            let backend = Backend::get().map_err(|error| error.on(Device::Cuda(device)))?;
+            // SAFETY: our own stream is the default one; the taker vouches for the stream that it names.
+            unsafe { backend.mark(device, memory.stream())?.hold(stream) }
+        };
+        py.detach(order).map_err(|error| PyBufferError::new_err(error.to_string()))
     }
 }
 
@@ -288,15 +355,14 @@ impl Buffer {
         dl_device: Option<(i32, i32)>,
         copy: Option<bool>,
     ) -> PyResult<Bound<'py, PyAny>> {
-        if stream.is_some() || dl_device.is_some_and(|device| device != (CPU, 0)) || copy == Some(true) {
-            return Err(PyBufferError::new_err("this buffer lies in host memory and is exported in place"));
+        if dl_device.is_some_and(|device| device != self.device()) || copy == Some(true) {
+            return Err(PyBufferError::new_err("this buffer is exported in place, where it lies"));
         }
-        let integers = |n: &[usize]| n.iter().map(|&n| n as i64).collect::<Vec<_>>();
-        let view = self.tensor.view().map_err(|error| PyBufferError::new_err(error.to_string()))?;
-        let mut shape = integers(view.shape());
-        let mut strides: Vec<i64> = view.strides().iter().map(|&n| n as i64).collect();
+        self.order_before(py, stream)?;
+        let mut shape: Vec<i64> = self.shape.iter().map(|&n| n as i64).collect();
+        let mut strides: Vec<i64> = self.strides.iter().map(|&n| n as i64).collect();
         let dl_tensor = self.describe(&mut shape, &mut strides)?;
-        let tensor = Arc::clone(&self.tensor);
+        let place = self.place.clone();
         let (pointer, name): (*mut c_void, &CStr) = if max_version.is_some_and(|(major, _)| major >= 1) {
             let managed = ManagedVersioned {
                 version: Version { major: 1, minor: 0 },
@@ -305,7 +371,7 @@ impl Buffer {
                 flags: 0,
                 dl_tensor,
             };
-            let owned = Box::into_raw(Box::new(Owned { managed, shape, strides, _tensor: tensor }));
+            let owned = Box::into_raw(Box::new(Owned { managed, shape, strides, _place: place }));
             // SAFETY: just made; nobody else has it.
             unsafe {
                 (*owned).managed.manager_ctx = owned.cast();
@@ -315,7 +381,7 @@ impl Buffer {
             }
         } else {
             let managed = Managed { dl_tensor, manager_ctx: std::ptr::null_mut(), deleter: Some(delete_legacy) };
-            let owned = Box::into_raw(Box::new(Owned { managed, shape, strides, _tensor: tensor }));
+            let owned = Box::into_raw(Box::new(Owned { managed, shape, strides, _place: place }));
             // SAFETY: just made; nobody else has it.
             unsafe {
                 (*owned).managed.manager_ctx = owned.cast();
@@ -329,6 +395,7 @@ impl Buffer {
     }
 
     fn __dlpack_device__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
-        PyTuple::new(py, [CPU, 0])
+        let (device, index) = self.device();
+        PyTuple::new(py, [device, index])
     }
 }

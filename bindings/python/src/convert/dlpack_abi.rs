@@ -34,12 +34,14 @@ pub(crate) struct DlTensor {
 
 /// DLPack's code of host memory.
 pub(crate) const CPU: i32 = 1;
+/// DLPack's code of the memory of an NVIDIA GPU.
+pub(crate) const CUDA: i32 = 2;
 
 /// DLPack's name for a device type.
 pub(crate) fn device_of(code: i32, index: i32) -> Device {
     match code {
         CPU => Device::Cpu,
-        2 => Device::Cuda(u32::try_from(index).unwrap_or(0)),
+        CUDA => Device::Cuda(u32::try_from(index).unwrap_or(0)),
         _ => Device::Other { dlpack_code: code, index },
     }
 }

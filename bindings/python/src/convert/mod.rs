@@ -1,10 +1,12 @@
 //! From a Python tensor to a [`View`] and back. No element is read, copied or converted here.
 //!
 //! An [`Operand`] is what a tensor says of itself; its `view` is where rapt-core checks it. Three producers are known:
-//! torch tensors (extent proven by their storage), numpy arrays and DLPack capsules (extent declared).
+//! torch tensors (extent proven by their storage), numpy arrays and DLPack capsules (extent declared). Who lends stream and
+//! memory to a call on a GPU stands in `lender`.
 
 pub(crate) mod dlpack;
 mod dlpack_abi;
+pub(crate) mod lender;
 pub(crate) mod numpy;
 pub(crate) mod torch;
 
@@ -12,6 +14,7 @@ use pyo3::prelude::*;
 use rapt::{DType, Device, ErrorKind, Extent, Shape, Strides, View, ViewMut};
 
 use crate::errors::Failure;
+use lender::Lender;
 
 /// Whose tensor it is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -124,15 +127,16 @@ pub(crate) fn read(
     match kind {
         Kind::Torch => torch::read(name, object),
         Kind::Numpy => numpy::read(name, object),
-        Kind::DlPack => dlpack::read(name, object),
+        Kind::DlPack => dlpack::read(name, object, &Lender::of(kind, q)?),
     }
 }
 
-/// A new tensor of the kind of `q`: the Python object and what it says of itself.
+/// A new tensor of the kind of `q` on `device`: the Python object and what it says of itself.
 pub(crate) fn allocate<'py>(
     name: &'static str,
     kind: Kind,
     q: &Bound<'py, PyAny>,
+    device: Device,
     dtype: DType,
     shape: Shape,
 ) -> Result<(Product<'py>, Operand), Failure> {
@@ -141,19 +145,33 @@ pub(crate) fn allocate<'py>(
         let strides = shape.contiguous().filter(|_| shape.contains(&0)).unwrap_or(operand.strides);
         (Product::Ready(object), Operand { strides, ..operand })
     };
-    match kind {
-        Kind::Torch => {
+    match (kind, device) {
+        (Kind::Torch, _) => {
             let overflow = rapt::Error::Overflow { tensor: name, shape, strides: Strides::from([]) };
             let strides = shape.contiguous().ok_or(overflow)?;
             let (object, operand) = torch::empty_strided(q, name, dtype, &shape, &strides)?;
             Ok(ready(object, operand))
         }
-        Kind::Numpy => {
+        (Kind::Numpy, _) => {
             let object = numpy::empty(q, dtype, &shape)?;
             let operand = numpy::read(name, &object)?;
             Ok(ready(object, operand))
         }
-        Kind::DlPack => {
+        (Kind::DlPack, Device::Cuda(index)) => match Lender::of(kind, q)? {
+            lender @ Lender::Cupy(_) => {
+                let Lender::Cupy(cupy) = &lender else { return Err(no_output()) };
+                let object = lender::empty_cupy(cupy, q, index, dtype, &shape)?;
+                // Made here, and so writable, whichever capsule says it.
+                let operand = Operand { writable: true, ..dlpack::read(name, &object, &lender)? };
+                Ok(ready(object, operand))
+            }
+            _ => {
+                let from_dlpack = dlpack::from_dlpack_of(q)?;
+                let (buffer, operand) = dlpack::lend(name, index, dtype, shape)?;
+                Ok((Product::Exported { buffer, from_dlpack }, operand))
+            }
+        },
+        (Kind::DlPack, _) => {
             let from_dlpack = dlpack::from_dlpack_of(q)?;
             let (buffer, operand) = dlpack::allocate(name, dtype, shape)?;
             Ok((Product::Exported { buffer, from_dlpack }, operand))
@@ -166,14 +184,22 @@ pub(crate) fn reserve<'py>(
     name: &'static str,
     kind: Kind,
     q: &Bound<'py, PyAny>,
+    device: Device,
     dtype: DType,
     shape: Shape,
 ) -> Result<(Product<'py>, Operand), Failure> {
     if kind != Kind::DlPack {
-        return allocate(name, kind, q, dtype, shape);
+        return allocate(name, kind, q, device, dtype, shape);
     }
-    let (buffer, operand) = dlpack::allocate(name, dtype, shape)?;
+    let (buffer, operand) = match device {
+        Device::Cuda(index) => dlpack::lend(name, index, dtype, shape)?,
+        _ => dlpack::allocate(name, dtype, shape)?,
+    };
     Ok((Product::Kept(buffer), operand))
+}
+
+fn no_output() -> Failure {
+    Failure::door(ErrorKind::Unsupported, "no output was made", "")
 }
 
 /// A tensor made for a result.
@@ -196,7 +222,7 @@ impl<'py> Product<'py> {
     pub(crate) fn finish(self, py: Python<'py>) -> Result<Bound<'py, PyAny>, Failure> {
         match self {
             Product::Ready(object) => Ok(object),
-            Product::Kept(_) => Err(Failure::door(ErrorKind::Unsupported, "no output was made", "")),
+            Product::Kept(_) => Err(no_output()),
             Product::Exported { buffer, from_dlpack } => Ok(from_dlpack.call1((Bound::new(py, buffer)?,))?),
         }
     }

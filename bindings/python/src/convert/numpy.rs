@@ -167,17 +167,25 @@ pub(crate) fn empty<'py>(like: &Bound<'py, PyAny>, dtype: DType, shape: &Shape) 
         return Err(Failure::door(ErrorKind::Kind, "numpy is not loaded", "`import numpy`"));
     };
     let sizes = pyo3::types::PyTuple::new(py, shape.iter())?;
-    let own = like.getattr(intern!(py, "dtype"))?;
-    let object = if known(&own)? == Some(dtype) {
-        own
-    } else if dtype == DType::BF16 {
-        let Ok(ml_dtypes) = py.import("ml_dtypes") else {
-            let message = "numpy has no bfloat16 of its own, and ml_dtypes is not installed";
-            return Err(Failure::door(ErrorKind::Unsupported, message, "`pip install ml_dtypes`"));
-        };
-        api.dtype.bind(py).call1((ml_dtypes.getattr("bfloat16")?,))?
-    } else {
-        api.dtype.bind(py).call1((dtype.name(),))?
+    Ok(api.empty.bind(py).call1((sizes, dtype_object(like, dtype)?))?)
+}
+
+/// numpy's dtype object for `dtype`: that of `like` where it is the same.
+pub(crate) fn dtype_object<'py>(like: &Bound<'py, PyAny>, dtype: DType) -> Result<Bound<'py, PyAny>, Failure> {
+    let py = like.py();
+    let Some(api) = api(py) else {
+        return Err(Failure::door(ErrorKind::Kind, "numpy is not loaded", "`import numpy`"));
     };
-    Ok(api.empty.bind(py).call1((sizes, object))?)
+    let own = like.getattr(intern!(py, "dtype"))?;
+    if known(&own)? == Some(dtype) {
+        return Ok(own);
+    }
+    if dtype != DType::BF16 {
+        return Ok(api.dtype.bind(py).call1((dtype.name(),))?);
+    }
+    let Ok(ml_dtypes) = py.import("ml_dtypes") else {
+        let message = "numpy has no bfloat16 of its own, and ml_dtypes is not installed";
+        return Err(Failure::door(ErrorKind::Unsupported, message, "`pip install ml_dtypes`"));
+    };
+    Ok(api.dtype.bind(py).call1((ml_dtypes.getattr("bfloat16")?,))?)
 }

@@ -1,7 +1,7 @@
-//! The CUDA driver: devices, modules, launches.
+//! The CUDA driver: devices, modules, launches, memory ordered by a stream, events.
 //!
 //! The context is the device's primary one, which is what every framework in the process uses; it is current only for the
-//! length of a call. Deliberately absent: memory, and streams of its own.
+//! length of a call. Deliberately absent: streams of its own.
 
 use std::ffi::{CStr, c_char, c_void};
 use std::sync::{Mutex, PoisonError};
@@ -11,8 +11,9 @@ use rustc_hash::FxHashMap;
 
 use crate::error::{CudaError, Result};
 use crate::sys::cuda::{
-    self, CUcontext, CUdevice_attribute as Attribute, CUfunction, CUfunction_attribute as FunctionAttribute, CUmodule,
-    CUresult, CUstream, CUstreamCaptureMode, CUtensorMap, CUtensorMapDataType,
+    self, CUcontext, CUdevice_attribute as Attribute, CUevent, CUevent_flags, CUfunction,
+    CUfunction_attribute as FunctionAttribute, CUmodule, CUresult, CUstream, CUstreamCaptureMode, CUtensorMap,
+    CUtensorMapDataType,
 };
 use crate::sys::is_driver_present;
 use crate::tensor_map::{BOX_COLUMNS, Copied, CopyMap};
@@ -62,6 +63,18 @@ pub(crate) trait Driver: Send + Sync + std::fmt::Debug {
     unsafe fn launch(&self, function: &Function, grid: Grid, stream: usize, params: &[u8]) -> Result<()>;
     /// What the copy engine takes to read this tensor.
     fn copy_map(&self, copied: &Copied) -> Result<CopyMap>;
+    /// At least `bytes` bytes, to be used by what `stream` runs from here on.
+    fn allocate(&self, device: u32, bytes: usize, stream: usize) -> Result<usize>;
+    /// Gives back what [`Driver::allocate`] gave, when `stream` has come here.
+    fn free(&self, device: u32, address: usize, stream: usize) -> Result<()>;
+    /// A new event at the end of what `stream` has to do now.
+    fn record(&self, device: u32, stream: usize) -> Result<usize>;
+    /// Whether an event of [`Driver::record`] has been passed.
+    fn has_passed(&self, device: u32, event: usize) -> Result<bool>;
+    /// Lets what `stream` is given from here on wait for an event of [`Driver::record`].
+    fn wait(&self, device: u32, stream: usize, event: usize) -> Result<()>;
+    /// Ends an event of [`Driver::record`]; who waits for it waits on.
+    fn end_event(&self, device: u32, event: usize) -> Result<()>;
 }
 
 /// The driver of this machine.
@@ -294,5 +307,56 @@ impl Driver for Cuda {
         };
         check("cuTensorMapEncodeTiled", code)?;
         Ok(CopyMap(map.opaque))
+    }
+
+    fn allocate(&self, device: u32, bytes: usize, stream: usize) -> Result<usize> {
+        let _current = Current::new(self.context(device)?)?;
+        let mut address = 0;
+        // SAFETY: one address is written.
+        let code = unsafe { cuda::cuMemAllocAsync(&raw mut address, bytes.max(1), stream as CUstream) };
+        check("cuMemAllocAsync", code)?;
+        Ok(address as usize)
+    }
+
+    fn free(&self, device: u32, address: usize, stream: usize) -> Result<()> {
+        let _current = Current::new(self.context(device)?)?;
+        // SAFETY: memory of `allocate`, given back once.
+        check("cuMemFreeAsync", unsafe { cuda::cuMemFreeAsync(address as u64, stream as CUstream) })
+    }
+
+    fn record(&self, device: u32, stream: usize) -> Result<usize> {
+        let _current = Current::new(self.context(device)?)?;
+        let mut event: CUevent = std::ptr::null_mut();
+        let flags = CUevent_flags::CU_EVENT_DISABLE_TIMING as u32;
+        // SAFETY: one handle is written.
+        check("cuEventCreate", unsafe { cuda::cuEventCreate(&raw mut event, flags) })?;
+        // SAFETY: the event was made; the stream is the caller's, of this device.
+        let recorded = check("cuEventRecord", unsafe { cuda::cuEventRecord(event, stream as CUstream) });
+        if recorded.is_err() {
+            // SAFETY: made above, ended once.
+            let _ = unsafe { cuda::cuEventDestroy_v2(event) };
+        }
+        recorded.map(|()| event as usize)
+    }
+
+    fn has_passed(&self, device: u32, event: usize) -> Result<bool> {
+        let _current = Current::new(self.context(device)?)?;
+        // SAFETY: an event of `record` that was not ended.
+        match unsafe { cuda::cuEventQuery(event as CUevent) } {
+            CUresult::CUDA_ERROR_NOT_READY => Ok(false),
+            code => check("cuEventQuery", code).map(|()| true),
+        }
+    }
+
+    fn wait(&self, device: u32, stream: usize, event: usize) -> Result<()> {
+        let _current = Current::new(self.context(device)?)?;
+        // SAFETY: an event of `record` that was not ended; the stream is the caller's, of this device.
+        check("cuStreamWaitEvent", unsafe { cuda::cuStreamWaitEvent(stream as CUstream, event as CUevent, 0) })
+    }
+
+    fn end_event(&self, device: u32, event: usize) -> Result<()> {
+        let _current = Current::new(self.context(device)?)?;
+        // SAFETY: an event of `record`, ended once; the driver keeps what waits for it.
+        check("cuEventDestroy", unsafe { cuda::cuEventDestroy_v2(event as CUevent) })
     }
 }

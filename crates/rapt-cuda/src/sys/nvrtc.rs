@@ -1,6 +1,7 @@
 //! The functions of NVRTC that are used, looked up in a library opened at run time.
 
 use std::ffi::{OsStr, c_char, c_int, c_void};
+use std::path::Path;
 
 use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
 
@@ -49,8 +50,27 @@ impl Functions {
     /// The functions of the library at `path`, or of that name; with `loaded`, only if the process has it already.
     pub(crate) fn open(path: &OsStr, loaded: bool) -> Option<Self> {
         let flags = RTLD_NOW | RTLD_LOCAL | if loaded { RTLD_NOLOAD } else { 0 };
+        if !loaded {
+            load_builtins(Path::new(path));
+        }
         // SAFETY: opens NVIDIA's compiler, whose initialisers are its own.
         let library = unsafe { Library::open(Some(path), flags) }.ok()?;
         Functions::find(library)
+    }
+}
+
+/// NVRTC opens its second library by name alone, and not every release looks beside itself (13.0 does not): what is loaded
+/// already is found by that name.
+fn load_builtins(compiler: &Path) {
+    let beside = compiler.parent().into_iter().flat_map(std::fs::read_dir).flatten().flatten();
+    for file in beside.map(|entry| entry.path()) {
+        let name = file.file_name().unwrap_or_default().to_string_lossy();
+        if name.starts_with("libnvrtc-builtins.so") {
+            // SAFETY: opens NVIDIA's table of built-in functions, whose initialisers are its own.
+            if let Ok(library) = unsafe { Library::open(Some(&file), RTLD_NOW | RTLD_LOCAL) } {
+                // It stays for as long as the compiler, which is the life of the process.
+                std::mem::forget(library);
+            }
+        }
     }
 }

@@ -4,10 +4,12 @@
     with rapt.torch.backend(): ...        the same for one block
     rapt.torch.stats()                    {"served": int, "fallback": {reason: int}}
     attn_implementation="rapt"            in transformers, once registered
+    torch.nn.attention.activate_flash_attention_impl("RAPT")      only PyTorch's flash kernel is Rapt's (torch >= 2.11)
 
-Importing this registers Rapt's own ops (`torch.ops.rapt`) and changes nothing in PyTorch.
+Importing this registers Rapt's own ops (`torch.ops.rapt`) and the name "RAPT", and changes no answer of PyTorch.
 """
 
+from . import _flash
 from ._override import backend, is_registered, register_backend, unregister_backend
 from ._stats import reset_stats, stats
 from ._transformers import register_transformers
@@ -21,3 +23,5 @@ __all__ = [
     "stats",
     "unregister_backend",
 ]
+
+_flash.register()

@@ -23,9 +23,9 @@ from rapt import (
 )
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
-from torch.utils.flop_counter import register_flop_formula
 
 from . import _route, _strides
+from ._imports import when_imported
 from ._stats import count_served
 
 _modes = torch._C._len_torch_dispatch_stack
@@ -329,8 +329,15 @@ def _define():
         library.impl(name, run, "CUDA")
         library.impl(name, _autograd(name, run), "Autograd")
         torch.library.register_fake(f"rapt::{name}", fake, lib=library)
-    register_flop_formula(torch.ops.rapt.scaled_dot_product_attention)(_sdpa_flops)
     return library
 
 
 library = _define()
+
+
+def _register_flops(module):
+    module.register_flop_formula(torch.ops.rapt.scaled_dot_product_attention)(_sdpa_flops)
+
+
+# Importing the counter imports triton, which takes longer than a first call.
+when_imported("torch.utils.flop_counter", _register_flops)

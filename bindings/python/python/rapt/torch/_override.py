@@ -6,13 +6,11 @@ ask for; all else comes to `_sdpa_cold`. Where a gradient is needed that hands o
 autograd sees through), else no graph is recorded. While something traces (fake or functional tensors, dispatch modes) it ends in
 Rapt's own op, which compiled graphs then carry: inductor would otherwise decompose the aten op past us.
 
-`aten::_scaled_dot_product_flash_attention_for_cpu` is taken too, for graphs that were decomposed before. PyTorch's own composite
-kernel ends there as well, so every hand-over marks itself by a negative dropout_p: PyTorch asks only whether it is > 0, graphs
-keep it, and our flash kernel puts the zero back. (-0.0 would not do: the dispatcher drops arguments equal to their default.)
+`aten::_scaled_dot_product_flash_attention_for_cpu` is taken too (`_flash`), for graphs that were decomposed before. PyTorch's own
+composite kernel ends there as well, so every hand-over marks itself by a negative dropout_p.
 """
 
 import contextlib
-import math
 import sys
 import threading
 
@@ -20,19 +18,12 @@ import torch
 from rapt import DeviceError
 from rapt._native import TorchKernel
 
-from . import _ops, _route, _strides, _transformers
-from ._stats import count_fallback, count_served
+from . import _flash, _ops, _route, _strides, _transformers
+from ._stats import count_fallback
 
 _modes = torch._C._len_torch_dispatch_stack
 _OP = torch.ops.aten.scaled_dot_product_attention.default
-_FLASH_OP = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
-
-
-# Without `get_kernel` (torch < 2.9) there is no way back to PyTorch's flash kernel once it is replaced: it stays, unmarked.
-_TAKES_FLASH = hasattr(torch.library, "get_kernel")
-_COUNTED = -1.0 if _TAKES_FLASH else 0.0  # this hand-over stands in the account
-_TRACED = -2.0 if _TAKES_FLASH else 0.0  # this one is part of a graph: to be counted when it runs
 
 
 def own(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, mark):
@@ -61,26 +52,8 @@ def _decomposition(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=F
     mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL)
     exporting = mode is not None and mode.export
     if exporting:
-        return own(*arguments, scale, enable_gqa, _TRACED)
+        return own(*arguments, scale, enable_gqa, _flash.TRACED)
     return _sdpa_cold(*arguments, scale=scale, enable_gqa=enable_gqa)
-
-
-def _why_not_plain(tensors):
-    for t in tensors:
-        if t is None or _route.is_plain(t):
-            continue
-        if type(t) not in (torch.Tensor, torch.nn.Parameter):
-            return f"tensor subclass {type(t).__name__}"
-        if t.device.type not in ("cpu", "cuda"):
-            return f"device {t.device.type}"
-        if t.layout is not torch.strided:
-            return f"layout {str(t.layout).removeprefix('torch.')}"
-        if t.is_quantized:
-            return "quantized"
-        if t.is_neg() or t.is_conj():
-            return "lazy negation"
-        return "functorch transform"
-    return None
 
 
 def _sdpa_cold(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False):
@@ -89,9 +62,9 @@ def _sdpa_cold(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False
     traced = _ops.is_traced(*tensors)
     if traced:
         # Plain constants may stand beside fake tensors; any other subclass has its own idea of an op.
-        reason = _why_not_plain([t for t in tensors if not _ops.is_traced(t)])
+        reason = _flash.why_not_plain([t for t in tensors if not _ops.is_traced(t)])
     else:
-        reason = _why_not_plain(tensors)
+        reason = _flash.why_not_plain(tensors)
     if reason is None:
         reason = _route.fallback_reason(
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
@@ -110,37 +83,11 @@ def _sdpa_cold(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False
             reason = "device cuda"
     if not traced:
         count_fallback(reason)
-    mark = 0.0 if query.device.type == "cuda" else _TRACED if traced else _COUNTED
-    return own(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, mark)
-
-
-def _flash(keyset, query, key, value, dropout_p=0.0, is_causal=False, *, attn_mask=None, scale=None):
-    """`_scaled_dot_product_flash_attention_for_cpu` -> (out, lse), for graphs that carry it."""
-    if dropout_p == _COUNTED or dropout_p == _TRACED:
-        if dropout_p == _TRACED:
-            count_fallback("requires grad")
-        return _flash_stock.call_boxed(
-            keyset, query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale
-        )  # fmt: skip
-    tensors = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
-    reason = _why_not_plain(tensors) or _route.fallback_reason(
-        query, key, value, attn_mask, dropout_p, is_causal, scale, True
-    )  # fmt: skip
-    if reason is not None:
-        count_fallback(reason)
-        return _flash_stock.call_boxed(
-            keyset, query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
-        )  # fmt: skip
-    out = _strides.empty_flash(query)
-    batch, heads, q_len, _ = query.shape
-    lse_dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
-    lse = torch.empty((batch, q_len, heads), dtype=lse_dtype).transpose(1, 2)
-    causal = "top_left" if is_causal else None
-    _ops._native.run_into(query, key, value, attn_mask, None, None, out, lse, causal, None, None, scale, "bhsd")
-    # PyTorch writes 0 where every key is masked, and its backward kernel reads exp(-inf - lse).
-    lse.masked_fill_(lse == -math.inf, 0.0)
-    count_served()
-    return out, lse
+    arguments = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    if query.device.type == "cuda":
+        with _flash.handing_over():
+            return own(*arguments, 0.0)
+    return own(*arguments, _flash.TRACED if traced else _flash.COUNTED)
 
 
 # --- counted registration ----------------------------------------------------------------------------------------------------
@@ -148,7 +95,6 @@ def _flash(keyset, query, key, value, dropout_p=0.0, is_causal=False, *, attn_ma
 _lock = threading.RLock()
 _count = 0
 _library = None
-_flash_stock = None
 _mha_fastpath = True
 
 
@@ -161,8 +107,7 @@ def _cache_tag():
 def _drop_compiled(add):
     """Forget what was compiled under the other kernel, in memory and (by another key) on disk, and the kernels that torch's
     Python dispatcher has looked up (tracing goes through it; a new registration does not clear its cache)."""
-    for op in (_OP, _FLASH_OP):
-        op._dispatch_cache.clear()
+    _OP._dispatch_cache.clear()
     try:
         from torch.compiler import config
     except ImportError:  # torch < 2.7
@@ -175,17 +120,15 @@ def _drop_compiled(add):
 
 
 def _activate():
-    global _library, _flash_stock, _mha_fastpath
+    global _library, _mha_fastpath
+    _strides.stock()
     library = torch.library.Library("aten", "IMPL")
     try:
         library.impl("scaled_dot_product_attention", _kernel(with_keyset=True), "AutogradCPU", with_keyset=True)
         library.impl("scaled_dot_product_attention", _kernel(with_keyset=False), "CPU")
         library.impl("scaled_dot_product_attention", _sdpa_cold, "AutogradCUDA")
         library.impl("scaled_dot_product_attention", _sdpa_cold, "CUDA")
-        if _TAKES_FLASH:
-            flash = "_scaled_dot_product_flash_attention_for_cpu"
-            _flash_stock = torch.library.get_kernel(f"aten::{flash}", "CPU")
-            library.impl(flash, _flash, "CPU", with_keyset=True, allow_override=True)
+        _flash.take_cpu()
         if _DECOMPOSES_FIRST:
             _OP.py_kernels[_COMPOSITE] = _decomposition
     except BaseException:
@@ -201,6 +144,7 @@ def _deactivate():
     global _library
     _library._destroy()
     _library = None
+    _flash.leave_cpu()
     if _DECOMPOSES_FIRST:
         del _OP.py_kernels[_COMPOSITE]
     if not torch.backends.mha.get_fastpath_enabled():

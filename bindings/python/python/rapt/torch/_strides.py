@@ -4,8 +4,11 @@
 Its flash kernel returns `empty_like(query)` or, in some versions, a transposed `[batch, q_len, num_q_heads, head_dim]`; its
 math path returns a contiguous tensor; torch 2.15 answers an empty q, k or v by zeros of q's own leading sizes before it asks
 anything else. Who takes a request is decided here as in `sdp_utils_cpp.cpp`, and what the installed torch does is asked of it
-once, at import; a test compares with stock over a grid. Works on fake tensors: only sizes and strides are read.
+once, when that is first needed and before anything of it is replaced; a test compares with stock over a grid. Works on fake tensors: only sizes and strides are read.
 """
+
+import functools
+import typing
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -15,32 +18,39 @@ def empty_flash(query, follows_query=None):
     """The uninitialised output of PyTorch's flash kernel."""
     if query.dim() == 3:
         return empty_flash(query.unsqueeze(0), follows_query).squeeze(0)
-    if FLASH_FOLLOWS_QUERY if follows_query is None else follows_query:
+    if stock().follows_query if follows_query is None else follows_query:
         return torch.empty_like(query)
     batch, heads, q_len, head_dim = query.shape
     return query.new_empty((batch, q_len, heads, head_dim)).transpose(1, 2)
 
 
-def _probe():
+class Stock(typing.NamedTuple):
+    """What the installed torch does."""
+
+    follows_query: bool  # the flash output has the strides of q
+    rank3: bool  # rank 3 goes to flash too
+    shortcut: bool  # an empty input is answered before all else
+    gqa: bool  # flash takes unexpanded groups with enable_gqa
+    one_head: bool  # and one K/V head for all without it
+
+
+@functools.cache
+def stock():
+    """What the installed torch does, asked of it; for the first time before its kernels are replaced."""
     with _disable_current_modes(), torch.no_grad():
         sdpa = torch.ops.aten.scaled_dot_product_attention.default
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-        q = torch.zeros(1, 2, 3, 2)
+        q = torch.zeros(1, 2, 3, 2, device="cpu")
         follows_query = flash(q, q, q)[0].stride() == q.stride()
-        transposed = torch.zeros(3, 2, 2).transpose(0, 1)
+        transposed = torch.zeros(3, 2, 2, device="cpu").transpose(0, 1)
         rank3 = sdpa(transposed, transposed, transposed).stride() == transposed.stride()
-        none = torch.zeros(2, 2, 0, 2)
+        none = torch.zeros(2, 2, 0, 2, device="cpu")
         shortcut = sdpa(q, none, none).shape[0] == 1
-        bshd, one_head = torch.zeros(1, 3, 2, 2).transpose(1, 2), torch.zeros(1, 1, 3, 2)
+        bshd, one_head = torch.zeros(1, 3, 2, 2, device="cpu").transpose(1, 2), torch.zeros(1, 1, 3, 2, device="cpu")
         flash_strides = empty_flash(bshd, follows_query).stride()
         gqa = sdpa(bshd, one_head, one_head, enable_gqa=True).stride() == flash_strides
         one = sdpa(bshd, one_head, one_head).stride() == flash_strides
-    return follows_query, rank3, shortcut, gqa, one
-
-
-# The flash output has the strides of q; rank 3 goes to flash too; an empty input is answered before all else; flash takes
-# unexpanded groups with enable_gqa, and one K/V head for all without it.
-FLASH_FOLLOWS_QUERY, RANK3_FLASH, EMPTY_SHORTCUT, GQA_FLASH, ONE_HEAD_FLASH = _probe()
+    return Stock(follows_query, rank3, shortcut, gqa, one)
 
 
 def broadcast(*shapes):
@@ -59,7 +69,7 @@ def broadcast(*shapes):
 def _heads_fit(q, k, v, enable_gqa):
     if len(q) != 4 or not (q[0] == k[0] == v[0] and k[1] == v[1]):
         return False
-    return q[1] == k[1] or (enable_gqa and GQA_FLASH) or (k[1] == 1 and ONE_HEAD_FLASH)
+    return q[1] == k[1] or (enable_gqa and stock().gqa) or (k[1] == 1 and stock().one_head)
 
 
 def asks_mask_rank(query, key, value, enable_gqa):
@@ -72,7 +82,7 @@ def is_flash(query, key, value, mask, enable_gqa):
     q, k, v = query.shape, key.shape, value.shape
     if not len(q) == len(k) == len(v):
         return False
-    if len(q) == 3 and RANK3_FLASH:
+    if len(q) == 3 and stock().rank3:
         q, k, v = (1, *q), (1, *k), (1, *v)
         masks = (1, 2, 3)
     else:
@@ -88,7 +98,7 @@ def is_flash(query, key, value, mask, enable_gqa):
 
 def is_shortcut(query, key, value):
     """Whether PyTorch answers by zeros without a look at the rest of the request."""
-    return EMPTY_SHORTCUT and (query.numel() == 0 or key.numel() == 0 or value.numel() == 0)
+    return (query.numel() == 0 or key.numel() == 0 or value.numel() == 0) and stock().shortcut
 
 
 def zeros_shortcut(query, value):
@@ -135,6 +145,15 @@ def traced_choice(query, key, value, mask, is_causal, enable_gqa):
     return _EFFICIENT if same_heads and q[3] % unit == 0 and v[3] % unit == 0 else _MATH
 
 
+def follow_query(query, shape):
+    """An uninitialised tensor of this shape, its dimensions in memory in the order of q's."""
+    if tuple(shape) == tuple(query.shape):
+        return torch.empty_like(query)
+    order = sorted(range(4), key=lambda d: -query.stride(d))
+    back = [order.index(d) for d in range(4)]
+    return query.new_empty([shape[d] for d in order]).permute(back)
+
+
 def empty_out_cuda(query, key, value, mask, is_causal, scale, enable_gqa, traced=False):
     """The uninitialised output with the shape and the strides of PyTorch's own on the GPU: flash and cuDNN follow the order
     of q's dimensions, the memory-efficient kernel writes [batch, q_len, num_q_heads, head_dim_v], math a contiguous tensor."""
@@ -146,11 +165,7 @@ def empty_out_cuda(query, key, value, mask, is_causal, scale, enable_gqa, traced
     else:
         choice = cuda_choice(query, key, value, mask, is_causal, scale, enable_gqa)
     if choice in (_FLASH, _CUDNN):
-        if tuple(shape) == tuple(query.shape):
-            return torch.empty_like(query)
-        order = sorted(range(4), key=lambda d: -query.stride(d))
-        back = [order.index(d) for d in range(4)]
-        return query.new_empty([shape[d] for d in order]).permute(back)
+        return follow_query(query, shape)
     if choice == _EFFICIENT:
         batch, heads, q_len, head_dim_v = shape
         return query.new_empty((batch, q_len, heads, head_dim_v)).transpose(1, 2)

@@ -3,17 +3,12 @@
 The name stays entered after `unregister_backend()`: models that were built with it go on working.
 """
 
-import importlib.abc
-import importlib.machinery
-import sys
-
 import torch
 from rapt import UnsupportedError
 
 from . import _ops, _override
+from ._imports import when_imported
 from ._stats import count_fallback
-
-_MODULE = "transformers.modeling_utils"
 
 
 def attention_forward(
@@ -92,46 +87,17 @@ def _stock(reason, module, query, key, value, mask, dropout, scaling, is_causal,
 def register_transformers():
     """Enter "rapt" into transformers' AttentionInterface and AttentionMaskInterface (imports transformers)."""
     from transformers import AttentionInterface
+
+    _enter(AttentionInterface)
+
+
+def _enter(interface):
     from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-    AttentionInterface.register("rapt", attention_forward)
+    interface.register("rapt", attention_forward)
     AttentionMaskInterface.register("rapt", sdpa_mask)
-
-
-class _Loader(importlib.abc.Loader):
-    """The module's own loader; once it has run, the name is entered."""
-
-    def __init__(self, loader):
-        self.loader = loader
-
-    def create_module(self, spec):
-        return self.loader.create_module(spec)
-
-    def exec_module(self, module):
-        self.loader.exec_module(module)
-        module.AttentionInterface.register("rapt", attention_forward)
-        from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
-
-        AttentionMaskInterface.register("rapt", sdpa_mask)
-
-
-class _Finder(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path, target=None):
-        if name != _MODULE:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.machinery.PathFinder.find_spec(name, path)
-        if spec is not None:
-            spec.loader = _Loader(spec.loader)
-        return spec
-
-
-_finder = _Finder()
 
 
 def register_when_imported():
     """Enter "rapt" now where transformers is loaded, else when its `modeling_utils` is."""
-    if _MODULE in sys.modules:
-        register_transformers()
-    elif _finder not in sys.meta_path:
-        sys.meta_path.insert(0, _finder)
+    when_imported("transformers.modeling_utils", lambda module: _enter(module.AttentionInterface))

@@ -1,0 +1,206 @@
+"""PyTorch's flash kernels answered by Rapt: for graphs that carry their ops, and as "RAPT" among PyTorch's flash implementations.
+
+    torch.nn.attention.activate_flash_attention_impl("RAPT")     PyTorch's flash kernel is Rapt's, on CPU and on NVIDIA GPUs
+    torch.nn.attention.restore_flash_attention_impl()            it is PyTorch's own again
+
+`scaled_dot_product_attention` goes on choosing as it does; what it gives to flash arrives here. Importing enters the name and
+activates nothing. `register_backend` takes the CPU op too, so it is counted: the last one to leave gives it back.
+What Rapt does not serve (gradients, dropout) is PyTorch's own kernel's, and counted with its reason.
+"""
+
+import contextlib
+import math
+import threading
+
+import torch
+
+from . import _ops, _route, _strides
+from ._stats import count_fallback, count_served
+
+NAME = "RAPT"
+_CPU, _CUDA = "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention"
+
+# Without `get_kernel` (torch < 2.9) there is no way back to PyTorch's flash kernel once it is replaced: it stays, unmarked.
+TAKES_FLASH = hasattr(torch.library, "get_kernel")
+# How whoever hands a request over to PyTorch's own kernel marks it on the CPU: a dropout_p below 0, which PyTorch asks only
+# whether it is > 0, and which graphs keep. (-0.0 would not do: the dispatcher drops arguments equal to their default.)
+COUNTED = -1.0 if TAKES_FLASH else 0.0  # this hand-over stands in the account
+TRACED = -2.0 if TAKES_FLASH else 0.0  # this one is part of a graph: to be counted when it runs
+
+_lock = threading.RLock()
+_handing_over = threading.local()
+
+
+def why_not_plain(tensors):
+    """Why the memory of one of these is not its value, in a few words, or None."""
+    for t in tensors:
+        if t is None or _route.is_plain(t):
+            continue
+        if type(t) not in (torch.Tensor, torch.nn.Parameter):
+            return f"tensor subclass {type(t).__name__}"
+        if t.device.type not in ("cpu", "cuda"):
+            return f"device {t.device.type}"
+        if t.layout is not torch.strided:
+            return f"layout {str(t.layout).removeprefix('torch.')}"
+        if t.is_quantized:
+            return "quantized"
+        if t.is_neg() or t.is_conj():
+            return "lazy negation"
+        return "functorch transform"
+    return None
+
+
+@contextlib.contextmanager
+def handing_over():
+    """What arrives at a flash op inside was refused and counted already: the GPU's kernels take no mark in dropout_p."""
+    _handing_over.now = True
+    try:
+        yield
+    finally:
+        _handing_over.now = False
+
+
+# --- the ops -----------------------------------------------------------------------------------------------------------------
+
+
+def _flash_cpu(keyset, query, key, value, dropout_p=0.0, is_causal=False, *, attn_mask=None, scale=None):
+    """`_scaled_dot_product_flash_attention_for_cpu` -> (out, lse)."""
+
+    def own(dropout_p):
+        return _cpu.stock.call_boxed(
+            keyset, query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
+        )  # fmt: skip
+
+    if dropout_p == COUNTED or dropout_p == TRACED:
+        if dropout_p == TRACED:
+            count_fallback("requires grad")
+        return own(0.0)
+    tensors = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
+    reason = why_not_plain(tensors) or _route.fallback_reason(
+        query, key, value, attn_mask, dropout_p, is_causal, scale, True
+    )  # fmt: skip
+    if reason is not None:
+        count_fallback(reason)
+        return own(dropout_p)
+    out = _strides.empty_flash(query)
+    batch, heads, q_len, _ = query.shape
+    lse_dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+    lse = torch.empty((batch, q_len, heads), dtype=lse_dtype).transpose(1, 2)
+    causal = "top_left" if is_causal else None
+    _ops._native.run_into(query, key, value, attn_mask, None, None, out, lse, causal, None, None, scale, "bhsd")
+    # PyTorch writes 0 where every key is masked, and its backward kernel reads exp(-inf - lse).
+    lse.masked_fill_(lse == -math.inf, 0.0)
+    count_served()
+    return out, lse
+
+
+def _flash_cuda(
+    keyset, query, key, value, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None
+):  # fmt: skip
+    """`_scaled_dot_product_flash_attention` -> (out, lse, and what its backward kernel would need of dropout)."""
+
+    def own():
+        return _cuda.stock.call_boxed(
+            keyset, query, key, value, dropout_p, is_causal, return_debug_mask, scale=scale
+        )  # fmt: skip
+
+    if getattr(_handing_over, "now", False):
+        return own()
+    reason = why_not_plain((query, key, value))
+    if reason is None and return_debug_mask:
+        reason = "debug mask"
+    if reason is None:
+        reason = _route.fallback_reason(query, key, value, None, dropout_p, is_causal, scale, True)
+    if reason is not None:
+        count_fallback(reason)
+        return own()
+    out = _strides.follow_query(query, (*query.shape[:-1], value.shape[-1]))
+    lse = query.new_empty(query.shape[:-1], dtype=torch.float32)
+    causal = "top_left" if is_causal else None
+    _ops._native.run_into(query, key, value, None, None, None, out, lse, causal, None, None, scale, "bhsd")
+    count_served()
+    seed, offset = query.new_empty(2, dtype=torch.uint64), query.new_empty((), dtype=torch.uint64)
+    return out, lse, None, None, query.shape[2], key.shape[2], seed, offset, query.new_empty(0)
+
+
+class _Taken:
+    """An op of PyTorch's that is Rapt's while somebody holds it."""
+
+    def __init__(self, name, key, kernel):
+        self.name, self.key, self.kernel = name, key, kernel
+        self.count, self.library, self.stock = 0, None, None
+
+    def take(self):
+        with _lock:
+            if self.count == 0:
+                _strides.stock()
+                library = torch.library.Library("aten", "IMPL")
+                try:
+                    self.stock = torch.library.get_kernel(f"aten::{self.name}", self.key)
+                    library.impl(self.name, self.kernel, self.key, with_keyset=True, allow_override=True)
+                except BaseException:
+                    library._destroy()
+                    raise
+                self.library = library
+                self._forget()
+            self.count += 1
+
+    def leave(self):
+        with _lock:
+            self.count -= 1
+            if self.count == 0:
+                self.library._destroy()
+                self.library = None
+                self._forget()
+
+    def _forget(self):
+        # Tracing goes through a cache of kernels that a new registration does not clear.
+        getattr(torch.ops.aten, self.name).default._dispatch_cache.clear()
+
+
+_cpu, _cuda = _Taken(_CPU, "CPU", _flash_cpu), _Taken(_CUDA, "CUDA", _flash_cuda)
+
+
+def take_cpu():
+    """Make the flash op of the CPU Rapt's, where there is a way back."""
+    if TAKES_FLASH:
+        _cpu.take()
+
+
+def leave_cpu():
+    """Take back one `take_cpu()`."""
+    if TAKES_FLASH:
+        _cpu.leave()
+
+
+# --- PyTorch's registry ------------------------------------------------------------------------------------------------------
+
+
+class _Handle:
+    """What PyTorch keeps while "RAPT" is active."""
+
+    def __init__(self):
+        self.held = []
+        try:
+            for op in (_cpu, _cuda) if _has_cuda() else (_cpu,):
+                op.take()
+                self.held.append(op)
+        except BaseException:
+            self.remove()
+            raise
+
+    def remove(self):
+        while self.held:
+            self.held.pop().leave()
+
+
+def _has_cuda():
+    """Whether this build of torch has the GPU's flash kernel."""
+    return torch.version.cuda is not None and torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{_CUDA}", "CUDA")
+
+
+def register():
+    """Enter "RAPT" among PyTorch's flash implementations, where this torch has such a list (2.11)."""
+    enter = getattr(torch.nn.attention, "register_flash_attention_impl", None)
+    if enter is not None and TAKES_FLASH:
+        enter(NAME, register_fn=_Handle)

@@ -1,0 +1,223 @@
+//! Which kernels are worth shipping, and their compilation: on all cores, without a device, each kept by its hash.
+//!
+//! The kernels are those that [`select`](crate::select) takes for requests that are common; what it takes is asked of it,
+//! so that a new kernel or tile is shipped without a word here.
+
+use std::path::Path;
+use std::sync::Mutex;
+
+use rapt_core::{Arch, Causal, DType, Device, Extent, Options, Result as CoreResult, Shape, Spec, View};
+use rustc_hash::FxHashSet;
+
+use crate::cache::{Cache, Name};
+use crate::code::{Code, Report};
+use crate::error::{CudaError, Result};
+use crate::result::nvrtc::{Compiler, Cubin, Nvrtc};
+use crate::select::{Caps, codes};
+use crate::shipped;
+
+/// Architectures that machine code is shipped for; those above within a family run it too.
+pub const SHIPPED: [Arch; 4] = [Arch::Sm80, Arch::Sm90a, Arch::Sm100, Arch::Sm120];
+
+/// Devices that differ in what selection asks: multiprocessors and shared memory per block, in KiB.
+const DEVICES: [(Arch, u32, u32); 6] = [
+    (Arch::Sm80, 108, 163),
+    (Arch::Sm86, 84, 99),
+    (Arch::Sm89, 142, 99),
+    (Arch::Sm90a, 132, 227),
+    (Arch::Sm100, 148, 227),
+    (Arch::Sm120, 170, 99),
+];
+
+/// `[q_len, kv_len]`: prompts from short to long, a step of decoding with few keys and with many, a speculative one.
+const LENGTHS: [[usize; 2]; 7] = [[32, 32], [77, 77], [512, 512], [4096, 4096], [1, 64], [1, 8192], [5, 8192]];
+
+/// The spec of tensors that are never read: `[1, heads, len, head_dim]`, with a `[1, 1, q_len, kv_len]` mask.
+fn spec(
+    dtype: DType,
+    [heads, kv_heads]: [usize; 2],
+    [q_len, kv_len]: [usize; 2],
+    head_dim: usize,
+    mask: Option<DType>,
+    options: &Options,
+) -> CoreResult<Spec> {
+    let view = |name, dtype, shape: [usize; 4]| {
+        let shape = Shape::from(shape);
+        let strides = shape.contiguous().unwrap_or(rapt_core::Strides::from([0; 4]));
+        let nowhere = std::ptr::without_provenance(1 << 20);
+        // SAFETY: a spec is made of it, which holds no pointer; nobody reads it.
+        unsafe { View::from_raw_parts(name, nowhere, dtype, shape, strides, Device::Cuda(0), Extent::Declared) }
+    };
+    let q = view("q", dtype, [1, heads, q_len, head_dim])?;
+    let k = view("k", dtype, [1, kv_heads, kv_len, head_dim])?;
+    let mask = mask.map(|dtype| view("mask", dtype, [1, 1, q_len, kv_len])).transpose()?;
+    Spec::builder(&q, &k, &k, options).mask(mask.as_ref()).build()
+}
+
+/// The kernels of the common requests on devices that run machine code of `arch`, each once.
+///
+/// # Errors
+/// As [`select`](crate::select).
+pub fn common_codes(arch: Arch) -> CoreResult<Vec<Code>> {
+    // What models of today ask for, and no more: a kernel takes the compiler some two seconds.
+    let mut requests = Vec::new();
+    for dtype in [DType::F16, DType::BF16] {
+        for head_dim in [64, 128] {
+            requests.extend([None, Some(DType::Bool)].map(|mask| (dtype, head_dim, mask)));
+        }
+        // Beyond 256 there are no tensor cores: the kernel that serves everything.
+        requests.push((dtype, 257, None));
+    }
+    requests.extend([64, 128].map(|head_dim| (DType::BF16, head_dim, Some(DType::BF16))));
+    requests.extend([None, Some(DType::Bool), Some(DType::F32)].map(|mask| (DType::F32, 64, mask)));
+    requests.push((DType::F64, 64, None));
+    let (mut known, mut all) = (FxHashSet::default(), Vec::new());
+    for (device, multiprocessors, shared_kib) in DEVICES.into_iter().filter(|(own, ..)| shipped::family(*own) == arch) {
+        let caps =
+            Caps { arch: device, multiprocessors, shared_bytes: shared_kib * 1024, clock_hz: None, bandwidth: None };
+        for (dtype, head_dim, mask) in &requests {
+            for lengths in LENGTHS {
+                for heads in [[8, 8], [8, 2]] {
+                    for causal in [None, Some(Causal::TopLeft), Some(Causal::BottomRight)] {
+                        let options = Options { causal, ..Options::default() };
+                        let spec = spec(*dtype, heads, lengths, *head_dim, *mask, &options)?;
+                        let found = codes(&spec, &caps)?.into_iter().map(|code| shipped::of_family(&code));
+                        all.extend(found.filter(|code| known.insert(*code)));
+                    }
+                }
+            }
+        }
+    }
+    Ok(all)
+}
+
+/// A kernel, compiled.
+#[derive(Clone, Debug)]
+pub struct Built {
+    /// What the compiler said of it.
+    pub report: Report,
+    cubin: Vec<u8>,
+}
+
+const WITH_LOG: &str = "with its log";
+
+/// Compiles one kernel, or takes it from `kept`.
+fn build(code: &Code, compiler: &dyn Compiler, kept: &Cache) -> Result<Built> {
+    let name = Name::new(code, compiler.version(), WITH_LOG);
+    // The length of the log, the log, the machine code.
+    let unpack = |entry: Vec<u8>| {
+        let (len, rest) = entry.split_first_chunk::<4>()?;
+        let (log, bytes) = rest.split_at_checked(u32::from_le_bytes(*len) as usize)?;
+        Some(Cubin { bytes: bytes.to_vec(), log: String::from_utf8(log.to_vec()).ok()? })
+    };
+    let built = |cubin: Cubin| Report::read(*code, &cubin).map(|report| Built { report, cubin: cubin.bytes });
+    if let Some(built) = kept.get(&name).and_then(unpack).and_then(built) {
+        return Ok(built);
+    }
+    let cubin = code.compile(compiler)?;
+    let len = u32::try_from(cubin.log.len()).unwrap_or(0).to_le_bytes();
+    let entry = [&len, cubin.log.as_bytes(), &cubin.bytes].concat();
+    let log = cubin.log.clone();
+    let built = built(cubin).ok_or_else(|| CudaError::Compile {
+        kernel: code.to_string(),
+        arch: code.arch.name(),
+        log: format!("the compiler's report is not understood: {log}"),
+    })?;
+    kept.put(&name, &entry);
+    Ok(built)
+}
+
+fn build_with(compiler: &dyn Compiler, codes: &[Code], kept: Option<&Path>) -> Result<Vec<Built>> {
+    let kept = Cache::new(kept.map(Path::to_owned));
+    let (jobs, built) = (Mutex::new(codes.iter().enumerate()), Mutex::new(Vec::with_capacity(codes.len())));
+    let next = || jobs.lock().ok().and_then(|mut jobs| jobs.next());
+    let work = || {
+        while let Some((at, code)) = next() {
+            let one = build(code, compiler, &kept);
+            if let Ok(mut built) = built.lock() {
+                built.push((at, one));
+            }
+        }
+    };
+    let workers = std::thread::available_parallelism().map_or(1, usize::from).min(codes.len());
+    std::thread::scope(|scope| (0..workers).for_each(|_| drop(scope.spawn(work))));
+    let mut built = built.into_inner().unwrap_or_default();
+    built.sort_unstable_by_key(|(at, _)| *at);
+    built.into_iter().map(|(_, one)| one).collect()
+}
+
+/// Compiles every kernel of `codes` with the NVRTC that is found, one per core at a time, without a device. What lies in
+/// the folder `kept` from before is not compiled again.
+///
+/// # Errors
+/// [`CudaError::NoCompiler`]; [`CudaError::Compile`] for the first that does not compile.
+pub fn build_all(codes: &[Code], kept: Option<&Path>) -> std::result::Result<Vec<Built>, CudaError> {
+    build_with(&Nvrtc::find(&[])?, codes, kept)
+}
+
+/// What [`ship`] wrote of one architecture.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Wrote {
+    /// The architecture.
+    pub arch: Arch,
+    /// Number of kernels.
+    pub kernels: usize,
+    /// Size of the file.
+    pub file_bytes: u64,
+    /// The compiler's version, major and minor.
+    pub compiler: (i32, i32),
+}
+
+/// Compiles the common kernels of every architecture of [`SHIPPED`] and writes them into `folder`, for
+/// [`set_shipped_folder`](crate::set_shipped_folder).
+///
+/// # Errors
+/// As [`build_all`]; [`CudaError::Archive`] where `folder` cannot be written; what [`common_codes`] answers.
+pub fn ship(folder: &Path, kept: Option<&Path>) -> std::result::Result<Vec<Wrote>, CudaError> {
+    let compiler = Nvrtc::find(&[])?;
+    let archive = |text: String| CudaError::Archive { folder: folder.display().to_string(), text };
+    let mut all = Vec::new();
+    for arch in SHIPPED {
+        all.extend(common_codes(arch).map_err(|error| archive(error.to_string()))?);
+    }
+    // At once, so that no core waits at the end of each architecture.
+    let built = build_with(&compiler, &all, kept)?;
+    let write = |arch| {
+        let of_arch = built.iter().filter(|built| built.report.code.arch == arch);
+        let kernels: Vec<_> = of_arch.map(|built| (built.report.code, built.cubin.as_slice())).collect();
+        let written = shipped::write(folder, arch, compiler.version(), &kernels);
+        let file_bytes = written.map_err(|error| archive(error.to_string()))?;
+        Ok(Wrote { arch, kernels: kernels.len(), file_bytes, compiler: compiler.version() })
+    };
+    SHIPPED.into_iter().map(write).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::code::Body;
+
+    #[test]
+    fn common_requests_are_covered_on_every_architecture() {
+        for arch in SHIPPED {
+            let codes = common_codes(arch).unwrap();
+            let distinct: FxHashSet<_> = codes.iter().collect();
+            assert_eq!(distinct.len(), codes.len());
+            assert!(codes.iter().all(|code| code.arch == arch));
+            let has = |body, storage, mask: Option<DType>| {
+                codes.iter().any(|code| (code.body, code.storage, code.mask) == (body, storage, mask))
+            };
+            for storage in [DType::F16, DType::BF16] {
+                for mask in [None, Some(DType::Bool)] {
+                    assert!(has(Body::Decode, storage, mask), "{arch:?} {storage} {mask:?}");
+                }
+                assert!(has(Body::Combine, storage, None) && has(Body::Generic, storage, None));
+            }
+            assert!(has(Body::Decode, DType::BF16, Some(DType::BF16)));
+            for storage in [DType::F32, DType::F64] {
+                assert!(has(Body::Generic, storage, None) && has(Body::Combine, storage, None));
+            }
+            assert!(codes.len() < 64, "{} kernels: too many for a wheel's build", codes.len());
+        }
+    }
+}

@@ -1,0 +1,101 @@
+//! Machine code for GPUs inside the wheel: NVRTC from PyPI, and the kernels that it compiles. No GPU is needed.
+//!
+//! NVRTC lies in `target/nvrtc`, apart from every environment: torch pins one of its own, and wheels must not differ by it.
+//! What was compiled once is kept in `target/tmp/cubins` by its hash, and crates/rapt-cuda's compile test reads it there.
+//! Where NVRTC cannot be had this says so, and the wheel is built without: kernels are then compiled where they are needed.
+
+use std::path::{Path, PathBuf};
+
+use crate::metadata::root;
+use crate::python::{BINDING, Venv};
+use crate::shell::{Failure, cargo, read, show, step, write};
+
+/// The pinned compiler.
+const REQUIREMENT: &str = "xtask/requirements/nvrtc.txt";
+/// Where the package keeps what is shipped, below its source folder.
+const PACKAGE: &str = "python/rapt/cubins";
+
+/// The folder of the pinned NVRTC, fetched by the environment's pip if it is not there; `None`, with a notice, where it cannot be had.
+fn nvrtc(venv: &Venv, target: &Path, offline: bool) -> Result<Option<PathBuf>, Failure> {
+    let folder = target.join("nvrtc");
+    let library = folder.join("nvidia/cu13/lib");
+    let (stamp, wanted) = (folder.join("installed.txt"), read(&root().join(REQUIREMENT))?);
+    if library.is_dir() && std::fs::read_to_string(&stamp).is_ok_and(|was| was == wanted) {
+        return Ok(Some(library));
+    }
+    let why = if !cfg!(target_os = "linux") {
+        "NVIDIA publishes it for Linux alone"
+    } else if offline {
+        "--offline fetches nothing"
+    } else {
+        let fetched = step(&format!("pip install {REQUIREMENT}"), || {
+            if folder.exists() {
+                std::fs::remove_dir_all(&folder).map_err(Failure::file(&folder))?;
+            }
+            // No bytecode: the cache of a Python that may be gone tomorrow.
+            let mut pip = venv.python(["-m", "pip", "install", "--quiet", "--disable-pip-version-check"]);
+            pip.args(["--no-deps", "--no-compile", "--retries", "1", "--target"]).arg(&folder);
+            show(pip.arg("-r").arg(root().join(REQUIREMENT)))
+        });
+        match fetched {
+            Ok(()) if library.is_dir() => {
+                write(&stamp, &wanted)?;
+                return Ok(Some(library));
+            }
+            _ => "pip could not fetch it",
+        }
+    };
+    println!("── NOTE: no NVRTC ({why}): the wheel ships no GPU kernels; each is compiled when it is first needed");
+    Ok(None)
+}
+
+/// Compiles the kernels that the wheel ships into the package's source folder; without NVRTC there are none in it. Gives the
+/// folder of NVRTC.
+pub(crate) fn ship(venv: &Venv, target: &Path, offline: bool) -> Result<Option<PathBuf>, Failure> {
+    let package = root().join(BINDING).join(PACKAGE);
+    if package.exists() {
+        std::fs::remove_dir_all(&package).map_err(Failure::file(&package))?;
+    }
+    let Some(library) = nvrtc(venv, target, offline)? else { return Ok(None) };
+    step("compile the GPU kernels of the wheel", || {
+        let mut ship = cargo(["run", "--quiet", "--package", "rapt-cuda", "--example", "ship"]);
+        ship.arg("--").arg(&package).arg(target.join("tmp/cubins")).env("RAPT_NVRTC", &library);
+        if offline {
+            ship.env("CARGO_NET_OFFLINE", "true");
+        }
+        show(ship.current_dir(root()))
+    })?;
+    Ok(Some(library))
+}
+
+/// What is wrong with the names in a wheel: all or none of the architectures, and all where NVRTC is there.
+pub(crate) fn wrong(names: &[String], target: &Path) -> Vec<String> {
+    let shipped = names.iter().filter(|name| name.ends_with(".cubins")).count();
+    if shipped == 0 && !target.join("nvrtc").exists() {
+        return Vec::new();
+    }
+    let is_missing = |arch: &&&str| !names.iter().any(|name| name.ends_with(&format!("rapt/cubins/{arch}.cubins")));
+    ARCHITECTURES.iter().filter(is_missing).map(|arch| format!("holds no GPU kernels for {arch}")).collect()
+}
+
+/// As rapt-cuda's `SHIPPED`.
+const ARCHITECTURES: [&str; 4] = ["sm_80", "sm_90a", "sm_100", "sm_120"];
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn without_a_compiler_that_may_be_fetched_there_is_a_notice_and_no_failure() {
+        let venv = Venv::named("no-such-environment");
+        assert!(matches!(nvrtc(&venv, Path::new("no-such-folder"), true), Ok(None)));
+    }
+
+    #[test]
+    fn an_architecture_that_is_missing_is_named() {
+        let target = Path::new("no-such-folder");
+        assert!(wrong(&[], target).is_empty());
+        let found = wrong(&["rapt/cubins/sm_80.cubins".to_owned(), "rapt/cubins/sm_90a.cubins".to_owned()], target);
+        assert_eq!(found, ["holds no GPU kernels for sm_100", "holds no GPU kernels for sm_120"]);
+    }
+}
