@@ -1,75 +1,82 @@
-// Puts the splits of a row together, in an order that follows their number alone.
+// Folds the splits of a row, one after another (Fold in common.cu):
 //
-//   m = max m_s    w_s = exp(m_s - m)    l = sum w_s l_s    out = sum w_s acc_s / (l, sink included)
+//   m = max m_s    acc = exp(m_before - m) acc + exp(m_s - m) acc_s    out = acc / (l, sink included)
 //
-// One block per row. Splits come in runs of 512, a weight per thread; then 128 columns at a time, a run dealt to 4 groups
-// of threads, the groups added in order.
+// A block takes 64 columns of a row: splits come 64 at a time into shared memory, all under way at once, while a warp finds
+// their weights; all threads weigh, and a thread per column adds. It is launched while the splits are still computed, where
+// the architecture can, and waits for them here.
 
-constexpr int GROUPS = 4, COLUMNS = 128, THREADS = GROUPS * COLUMNS, WARPS = THREADS / 32;
+constexpr int COLUMNS = 64, THREADS = 256, TILE = 64;
 
-// The sum over the block, the same for every thread.
-__device__ inline Acc sum_of_block(Acc x, Acc (&shares)[WARPS]) {
-    for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(~0u, x, step);
-    __syncthreads();
-    if (threadIdx.x % 32 == 0) shares[threadIdx.x / 32] = x;
-    __syncthreads();
-    Acc sum = 0;
-    for (int w = 0; w < WARPS; w++) sum += shares[w];
-    return sum;
+__device__ inline void copy_async(Acc* to, const Acc* from) {
+    const u32 at = (u32)__cvta_generic_to_shared(to);
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(at), "l"(from), "n"((int)sizeof(Acc)));
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) combine(const __grid_constant__ Params p) {
-    __shared__ Acc weights[THREADS], sums[GROUPS][COLUMNS], shares[WARPS];
-    const int tid = threadIdx.x, group = tid / COLUMNS, lane = tid % COLUMNS;
-    const int task_index = blockIdx.x / p.rows, r = blockIdx.x % p.rows, width = p.head_dim_v + 2;
+    __shared__ Acc x[TILE][COLUMNS], share[TILE], end_m;
+    __shared__ Fold folds[TILE];
+    const int tid = threadIdx.x, lane = tid % 32;
+    const int column_blocks = (p.head_dim_v + COLUMNS - 1) / COLUMNS;
+    const int column0 = blockIdx.x % column_blocks * COLUMNS, all_rows = blockIdx.x / column_blocks;
+    const int task_index = all_rows / p.rows, r = all_rows % p.rows;
+    const i64 width = p.head_dim_v + 2;
     const Task task(p, task_index);
     const Row row(p, task, r);
     const Acc* from = partial(p, task_index, r, 0);
+    const int columns = min(COLUMNS, p.head_dim_v - column0);
+    wait_for_predecessors();
 
-    Acc m = negative_infinity();
-    for (int s = tid; s < p.num_splits; s += THREADS) m = maximum(m, from[(i64)s * width + p.head_dim_v]);
-    for (int step = 16; step > 0; step /= 2) m = maximum(m, __shfl_xor_sync(~0u, m, step));
-    if (tid % 32 == 0) shares[tid / 32] = m;
-    __syncthreads();
-    for (int w = 0; w < WARPS; w++) m = maximum(m, shares[w]);
-
-    // The weight of split s, and what it adds to l. A split without an attended key has sums of 0.
-    auto weigh = [&](int s, Acc& l) {
-        const Acc* part = from + (i64)s * width + p.head_dim_v;
-        const Acc weight = s >= p.num_splits || part[1] == 0 ? (Acc)0 : exponential(part[0] - m);
-        if (weight != 0) l += weight * part[1];
-        return weight;
-    };
-    Acc l = 0;
-    for (int s0 = 0; s0 < p.num_splits; s0 += THREADS) weights[tid] = weigh(s0 + tid, l);
-    l = sum_of_block(l, shares);
-    const Finished finished(p, row, m, l);
-    if (tid == 0) store_lse(p, row, finished.lse);
-
-    for (int column0 = 0; column0 < p.head_dim_v; column0 += COLUMNS) {
-        const int column = column0 + lane;
-        Acc sum = 0;
-        for (int s0 = 0; s0 < p.num_splits; s0 += THREADS) {
-            if (p.num_splits > THREADS) {
-                Acc unused = 0;
-                __syncthreads();
-                weights[tid] = weigh(s0 + tid, unused);
-                __syncthreads();
+    Acc m = negative_infinity(), l = 0, sum = 0;  // m: of the first warp alone
+    for (int s0 = 0; s0 < p.num_splits; s0 += TILE) {
+        const int count = min(TILE, p.num_splits - s0), c = tid % COLUMNS;
+        const Acc* at = from + s0 * width;
+        for (int s = tid / COLUMNS; s < count; s += THREADS / COLUMNS) {
+            if (c < columns) copy_async(&x[s][c], at + s * width + column0 + c);
+        }
+        if (tid < 32) {
+            Acc own[TILE / 32];
+#pragma unroll
+            for (int n = 0; n < TILE / 32; n++) {
+                const int s = n * 32 + lane;
+                const Acc part = s < count ? at[s * width + p.head_dim_v + 1] : (Acc)0;
+                own[n] = s < count ? at[s * width + p.head_dim_v] : (Acc)0;
+                if (part == 0) own[n] = negative_infinity();
+                share[s] = part;
             }
-            const int run = (min(THREADS, p.num_splits - s0) + GROUPS - 1) / GROUPS;
-            const int end = min((group + 1) * run, p.num_splits - s0);
-            if (column < p.head_dim_v) {
+#pragma unroll
+            for (int n = 0; n < TILE / 32; n++) {
+                // What m is before each split: a running maximum over the lanes.
+                Acc running = own[n];
+#pragma unroll
+                for (int step = 1; step < 32; step *= 2) {
+                    const Acc other = __shfl_up_sync(~0u, running, step);
+                    if (lane >= step) running = maximum(running, other);
+                }
+                Acc before = __shfl_up_sync(~0u, running, 1);
+                before = lane == 0 ? m : maximum(before, m);
+                folds[n * 32 + lane] = Fold(before, own[n]);
+                m = maximum(m, __shfl_sync(~0u, running, 31));
+            }
+            if (lane == 0) end_m = m;
+        }
+        asm volatile("cp.async.wait_all;" ::: "memory");
+        __syncthreads();
+        for (int s = tid / COLUMNS; s < count; s += THREADS / COLUMNS) x[s][c] = folds[s].weigh(x[s][c]);
+        __syncthreads();
+        if (tid < COLUMNS) {
 #pragma unroll 8
-                for (int s = group * run; s < end; s++) sum += weighed(weights[s], from[(i64)(s0 + s) * width + column]);
+            for (int s = 0; s < count; s++) {
+                sum = folds[s].add_weighed(sum, x[s][tid]);
+                l = folds[s].add_weighed(l, folds[s].weigh(share[s]));
             }
         }
         __syncthreads();
-        sums[group][lane] = sum;
-        __syncthreads();
-        if (group == 0 && column < p.head_dim_v) {
-            for (int g = 1; g < GROUPS; g++) sum += sums[g][lane];
-            const i64 at = row.offset(p.out_stride) + column * p.out_stride[3];
-            store_as(p.out, p.out_dtype, at, l == 0 ? (Acc)0 : sum * finished.factor);
-        }
+    }
+    if (tid < columns) {
+        const Finished finished(p, row, end_m, l);
+        const i64 to = row.offset(p.out_stride) + (column0 + tid) * p.out_stride[3];
+        store_as(p.out, p.out_dtype, to, l == 0 ? (Acc)0 : sum * finished.factor);
+        if (tid == 0 && column0 == 0) store_lse(p, row, finished.lse);
     }
 }

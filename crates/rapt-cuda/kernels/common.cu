@@ -24,6 +24,13 @@ typedef long long i64;
 #define BOOL_MASK 1
 #define ADDITIVE_MASK 2
 
+// A number n that is divided by, as the host has prepared it: x / n = x * magic >> 32 + shift for x < 2^31; magic 0: n is 1.
+// A division of its own takes a block some 100 cycles, and a block begins with five.
+struct Divisor {
+    u32 magic, shift;
+};
+__device__ inline u32 divide(u32 x, const Divisor& by) { return by.magic == 0 ? x : __umulhi(x, by.magic) >> by.shift; }
+
 // Laid out as launch.rs lays it out; the host passes its own size.
 struct Params {
     const void *q, *k, *v, *mask, *sinks, *alibi;
@@ -37,6 +44,9 @@ struct Params {
     int lo_shift, hi_shift, diagonal;
     int out_vector;  // rows of out can be written 16 bytes at a time, in the storage dtype
     int mask_pairs;  // rows of the mask can be read two keys at a time
+    int items;       // of decode.cu: chunks of all rows
+    int is_cut;      // decode.cu: blocks take chunks, not whole rows
+    Divisor by_q_len, by_row_blocks, by_num_splits, by_group, by_tasks;  // tasks of one batch
 };
 static_assert(sizeof(Params) == PARAMS_BYTES, "launch.rs and common.cu disagree on Params");
 
@@ -162,13 +172,48 @@ __device__ inline Acc product(Acc a, Acc b) { return __fmul_rn(a, b); }
 __device__ inline bool outweighs(Acc weight, Acc x) { return weight == 0 && !is_finite(x); }
 __device__ inline Acc weighed(Acc weight, Acc x) { return outweighs(weight, x) ? x : product(weight, x); }
 
+// Rounded as written, in every kernel: what two of them compute of the same numbers is the same.
+__device__ inline Acc times(Acc a, Acc b) {
+#if STORAGE == F64
+    return __dmul_rn(a, b);
+#else
+    return __fmul_rn(a, b);
+#endif
+}
+__device__ inline Acc plus(Acc a, Acc b) {
+#if STORAGE == F64
+    return __dadd_rn(a, b);
+#else
+    return __fadd_rn(a, b);
+#endif
+}
+
+// Split after split of a row: m, l and sums so far, and the next split's. A split without an attended key has l = 0 and
+// sums of 0. decode.cu does this where a block sees all of a row, combine.cu elsewhere, with the same bits.
+struct Fold {
+    Acc before, next;  // weights
+    // m_next is -inf where l_next is 0; m moves on.
+    __device__ Fold(Acc& m, Acc m_next) {
+        const Acc top = maximum(m, m_next);
+        before = m == top ? (Acc)1 : exponential(m - top);
+        next = m_next == negative_infinity() ? (Acc)0 : exponential(m_next - top);
+        m = top;
+    }
+    __device__ Fold() {}
+    __device__ Acc weigh(Acc x) const { return next == 0 && !is_finite(x) ? x : times(next, x); }
+    __device__ Acc add_weighed(Acc sum, Acc x) const {
+        return plus(before == 0 && !is_finite(sum) ? sum : times(before, sum), x);
+    }
+    __device__ Acc add(Acc sum, Acc x) const { return add_weighed(sum, weigh(x)); }
+};
+
 // Where a task begins.
 struct Task {
     int batch, head;
+    __device__ Task(int batch, int head) : batch(batch), head(head) {}
     __device__ Task(const Params& p, int task) {
-        int per_batch = p.heads / p.task_heads;
-        batch = task / per_batch;
-        head = task % per_batch * p.task_heads;
+        batch = divide(task, p.by_tasks);
+        head = task * p.task_heads - batch * p.heads;
     }
 };
 
@@ -176,13 +221,16 @@ struct Task {
 struct Row {
     int batch, head, i;
     __device__ Row(const Params& p, const Task& task, int r) {
-        int beyond = p.task_heads == 1 ? 0 : r / p.q_len;
+        int beyond = divide(r, p.by_q_len);
         batch = task.batch;
         head = task.head + beyond;
         i = r - beyond * p.q_len;
     }
     __device__ i64 offset(const i64 (&stride)[4]) const { return batch * stride[0] + head * stride[1] + i * stride[2]; }
 };
+
+// The head of K and V that belongs to a task.
+__device__ inline int kv_head(const Params& p, const Task& task) { return divide(task.head, p.by_group); }
 
 __device__ inline int clamp(int x, int lo, int hi) { return min(max(x, lo), hi); }
 // The keys lo..hi that query i sees.
@@ -237,6 +285,19 @@ __device__ inline void store_lse(const Params& p, const Row& row, Acc lse) {
     if (p.lse != nullptr) {
         ((Acc*)p.lse)[row.batch * p.lse_stride[0] + row.head * p.lse_stride[1] + row.i * p.lse_stride[2]] = lse;
     }
+}
+
+// The next launch of the stream, if it is one that waits of itself, may take its place on the device now.
+__device__ inline void begin_dependents() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+// Waits until the launches before this one have ended and what they wrote is to be seen.
+__device__ inline void wait_for_predecessors() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
 }
 
 // Partial results of one row and split: head_dim_v sums, then m, then l.

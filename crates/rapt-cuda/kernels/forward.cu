@@ -29,8 +29,11 @@ struct Place {
     int r0;
     Task task;
     // Blocks of one task run side by side and share its K and V in L2; late rows see the most keys and go first.
-    __device__ Place(const Params& p, u32 block)
-        : r0((p.row_blocks - 1 - (int)(block % p.row_blocks)) * BM), task(p, block / p.row_blocks) {}
+    __device__ Place(const Params& p, u32 block) : Place(p, block, divide(block, p.by_row_blocks)) {}
+
+  private:
+    __device__ Place(const Params& p, u32 block, u32 of)
+        : r0((p.row_blocks - 1 - (int)(block - of * p.row_blocks)) * BM), task(p, of) {}
 };
 
 // The block's index as if read anew: what is derived from it again need not be kept meanwhile.
@@ -45,12 +48,14 @@ __device__ inline void store_rows(const Params& p, const Task& task, int r0, con
     const int rows = min(16, p.rows - r0);
     if (p.out_vector) {
         const int units = p.head_dim_v / 8;
+        int r = lane / units, c = lane % units;
 #pragma unroll 1
-        for (int at = lane; at < rows * units; at += 32) {
-            const int r = at / units, c = at % units * 8;
-            const float* x = staged + r * OUT_ROW + c;
+        while (r < rows) {
+            const float* x = staged + r * OUT_ROW + c * 8;
             const uint4 packed = {pack(x[0], x[1]), pack(x[2], x[3]), pack(x[4], x[5]), pack(x[6], x[7])};
-            *(uint4*)((Elem*)p.out + Row(p, task, r0 + r).offset(p.out_stride) + c) = packed;
+            *(uint4*)((Elem*)p.out + Row(p, task, r0 + r).offset(p.out_stride) + c * 8) = packed;
+            c += 32;
+            while (c >= units) c -= units, r++;
         }
     } else {
 #pragma unroll 1
@@ -71,24 +76,33 @@ __device__ inline bool attend(const Params& p, Shared& sh, int first_fragment) {
     const int r0 = place.r0;
     const Task& task = place.task;
     const int rows = min(BM, p.rows - r0);
-    const Elem* k = (const Elem*)p.k + task.batch * p.k_stride[0] + task.head / p.group * p.k_stride[1];
-    const Elem* v = (const Elem*)p.v + task.batch * p.v_stride[0] + task.head / p.group * p.v_stride[1];
+    const Elem* k = (const Elem*)p.k + task.batch * p.k_stride[0] + kv_head(p, task) * p.k_stride[1];
+    const Elem* v = (const Elem*)p.v + task.batch * p.v_stride[0] + kv_head(p, task) * p.v_stride[1];
 
-    load_tile<BM, D, K_ROW, THREADS>(
-        sh.q, (const Elem*)p.q, [&](int r) { return Row(p, task, r0 + r).offset(p.q_stride); }, p.q_stride[3],
-        p.q_stride[2], rows, p.head_dim, tid
-    );
-    auto load_k = [&](int n0) {
-        load_even_tile<BN, D, K_ROW, THREADS>(
-            sh.k, k + n0 * p.k_stride[2], p.k_stride[3], p.k_stride[2], p.kv_len - n0, p.head_dim, tid
+    if (p.task_heads == 1) {
+        load_even_tile<BM, D, THREADS>(
+            sh.q, (const Elem*)p.q + Row(p, task, r0).offset(p.q_stride), p.q_stride[3], p.q_stride[2], rows,
+            p.head_dim, tid
+        );
+    } else {
+        load_tile<BM, D, THREADS>(
+            sh.q, (const Elem*)p.q, [&](int r) { return Row(p, task, r0 + r).offset(p.q_stride); }, p.q_stride[3],
+            p.q_stride[2], rows, p.head_dim, tid
+        );
+    }
+    auto load_next_k = [&](int n0) {
+        load_even_tile<BN, D, THREADS>(
+            sh.k, k, p.k_stride[3], p.k_stride[2], p.kv_len - n0, p.head_dim, tid
         );
         commit_copies();
+        k += BN * p.k_stride[2];
     };
-    auto load_v = [&](int n0) {
-        load_even_tile<BN, DV, V_ROW, THREADS>(
-            sh.v, v + n0 * p.v_stride[2], p.v_stride[3], p.v_stride[2], p.kv_len - n0, p.head_dim_v, tid
+    auto load_next_v = [&](int n0) {
+        load_even_tile<BN, DV, THREADS>(
+            sh.v, v, p.v_stride[3], p.v_stride[2], p.kv_len - n0, p.head_dim_v, tid
         );
         commit_copies();
+        v += BN * p.v_stride[2];
     };
 
     const Seen seen(p, task, r0, r0 + rows);
@@ -99,11 +113,12 @@ __device__ inline bool attend(const Params& p, Shared& sh, int first_fragment) {
 
     Sums<MT> sums;
     sums.clear();
-    if (start < seen.hi) load_k(start);
+    k += start * p.k_stride[2], v += start * p.v_stride[2];
+    if (start < seen.hi) load_next_k(start);
     for (int n0 = start; n0 < seen.hi; n0 += BN) {
         wait_copies<0>();
         __syncthreads();
-        load_v(n0);
+        load_next_v(n0);
         float s[MT][NT][4];
         MaskTile<MT, NT> mask;
         mask.fetch(p, queries, n0);
@@ -114,7 +129,7 @@ __device__ inline bool attend(const Params& p, Shared& sh, int first_fragment) {
         }
         wait_copies<0>();
         __syncthreads();
-        if (n0 + BN < seen.hi) load_k(n0 + BN);
+        if (n0 + BN < seen.hi) load_next_k(n0 + BN);
         u32 a[MT][NT / 2][4];
         sums.template weigh<CAREFUL, NT>(a, s, c);
         sums.template add_values<CAREFUL, NT / 2>(a, sh.v);
@@ -161,7 +176,7 @@ __device__ __noinline__ void attend_carefully(const Params& p, Shared& sh) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention(const __grid_constant__ Params p) {
-    extern __shared__ __align__(16) u8 memory[];
+    extern __shared__ __align__(128) u8 memory[];
     Shared& sh = *(Shared*)memory;
     if (!attend<false, FRAGMENTS>(p, sh, 0)) attend_carefully(p, sh);
 }

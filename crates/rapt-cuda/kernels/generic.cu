@@ -36,18 +36,19 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention(const __grid_con
     u32 block = blockIdx.x;
     const int dv_block = block % p.dv_blocks;
     block /= p.dv_blocks;
-    const int split = block % p.num_splits;
-    block /= p.num_splits;
+    const u32 after = divide(block, p.by_num_splits);
+    const int split = block - after * p.num_splits;
+    block = after;
     // Late rows see the most keys under a causal mask: they go first.
-    const int r0 = (p.row_blocks - 1 - (int)(block % p.row_blocks)) * BM;
-    const int task_index = block / p.row_blocks;
+    const int task_index = divide(block, p.by_row_blocks);
+    const int r0 = (p.row_blocks - 1 - (int)(block - task_index * p.row_blocks)) * BM;
     const Task task(p, task_index);
     const int rows = min(BM, p.rows - r0);
     const int column0 = dv_block * DVC;
 
     const Elem* q = (const Elem*)p.q;
-    const Elem* k = (const Elem*)p.k + task.batch * p.k_stride[0] + task.head / p.group * p.k_stride[1];
-    const Elem* v = (const Elem*)p.v + task.batch * p.v_stride[0] + task.head / p.group * p.v_stride[1];
+    const Elem* k = (const Elem*)p.k + task.batch * p.k_stride[0] + kv_head(p, task) * p.k_stride[1];
+    const Elem* v = (const Elem*)p.v + task.batch * p.v_stride[0] + kv_head(p, task) * p.v_stride[1];
     if (tid < rows) {
         Row row(p, task, r0 + tid);
         sh.q_row[tid] = row.offset(p.q_stride);

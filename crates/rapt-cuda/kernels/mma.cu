@@ -4,8 +4,10 @@
 //   lane = 4*g + t     A (16x16): rows g, g+8; columns 2t, 2t+1, +8        B (16x8): rows 2t, 2t+1, +8; column g
 //                      C (16x8):  rows g, g+8; columns 2t, 2t+1
 //
-// A row of a tile is padded by 16 bytes: the row length in 16-byte units is odd, so the 8 rows of an ldmatrix fall into
-// distinct banks. p is rounded to the storage dtype between the two products; its sum l is of the unrounded p.
+// The 8 rows of an ldmatrix fall into distinct banks: where a row is whole lines of 128 bytes, its 16-byte units stand at
+// unit ^ row % 8, within their line; else it is padded by a unit, and their number is odd. (Padded rows of whole lines cost
+// a tenth of the bandwidth: a line that lies across two of shared memory is asked of L2 twice; H200, 2026-11.)
+// p is rounded to the storage dtype between the two products; its sum l is of the unrounded p.
 // Scores are compared raw where they may be (NATURAL 0) and the scale goes into the exponent:
 //
 //   raw       p = 2^(s*c - m*c)       c = scale * log2(e)
@@ -17,10 +19,15 @@
 // Deliberately absent: which keys belong to whom.
 
 constexpr int D = HEAD_DIM, DV = HEAD_DIM_V;      // multiples of 16, zero-filled beyond head_dim
-constexpr int K_ROW = D + 8, V_ROW = DV + 8;      // elements
+__device__ constexpr bool is_swizzled(int width) { return width % 64 == 0; }
+__device__ constexpr int row_of(int width) { return is_swizzled(width) ? width : width + 8; }
+constexpr int K_ROW = row_of(D), V_ROW = row_of(DV);  // elements
 constexpr float LOG2_E = 1.44269504088896340736f;
 // Beyond this m*c is off by more than a unit in the exponent: s - m is taken first then.
 constexpr float EXACT = 4194304.f;
+// m, what a row's scores are compared with, follows their maximum only when that has risen by more than these powers of 2:
+// p stays below 256, and sums are seldom rescaled.
+constexpr float SLACK = 8.f;
 
 #if STORAGE == F16 || STORAGE == F32  // float32.cu
 #define MMA_TYPE "f16"
@@ -30,15 +37,32 @@ constexpr float EXACT = 4194304.f;
 
 __device__ inline u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
-__device__ inline void load_matrices(u32 (&r)[4], const Elem* at) {
+// Where the unit of 8 elements at column c of row r stands.
+template <int WIDTH>
+__device__ inline int place(int r, int c) {
+    return r * row_of(WIDTH) + (is_swizzled(WIDTH) ? c ^ r % 8 * 8 : c);
+}
+// Where a lane's row of an ldmatrix of 16 rows and 16 columns begins, in bytes of the tile: the same for q, k and v.
+template <int WIDTH>
+__device__ inline u32 lane_offset() {
+    const int lane = threadIdx.x % 32;
+    return place<WIDTH>(lane % 16, lane / 16 * 8) * 2;
+}
+// The same, `column` columns further, a multiple of 16.
+template <int WIDTH>
+__device__ inline u32 beyond(u32 offset, int column) {
+    return is_swizzled(WIDTH) ? (offset ^ column % 64 * 2) + column / 64 * 128 : offset + column * 2;
+}
+
+__device__ inline void load_matrices(u32 (&r)[4], u32 at) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(shared_address(at)));
+                 : "r"(at));
 }
-__device__ inline void load_matrices_transposed(u32 (&r)[4], const Elem* at) {
+__device__ inline void load_matrices_transposed(u32 (&r)[4], u32 at) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(shared_address(at)));
+                 : "r"(at));
 }
 __device__ inline void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." MMA_TYPE "." MMA_TYPE
@@ -60,6 +84,9 @@ __device__ inline float exp2_fast(float x) {
 __device__ inline void copy_async(Elem* to, const Elem* from, int bytes) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(bytes));
 }
+__device__ inline void copy_async(u32 to, const Elem* from) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from));
+}
 __device__ inline void commit_copies() { asm volatile("cp.async.commit_group;"); }
 template <int PENDING>
 __device__ inline void wait_copies() {
@@ -68,51 +95,59 @@ __device__ inline void wait_copies() {
 
 // ROWS rows of dim elements, zero beyond `rows` and `dim`, to a tile of WIDTH columns; `lane` of LANES threads takes part.
 // `offset(r)` is where row r begins, in elements. VECTOR: every row of q, k and v can be moved 16 bytes at a time.
-template <int ROWS, int WIDTH, int STRIDE, int LANES, class Offset>
+template <int ROWS, int WIDTH, int LANES, class Offset>
 __device__ inline void load_tile(
     Elem* tile, const Elem* base, Offset offset, i64 step, i64 row_step, int rows, int dim, int lane
 ) {
     if constexpr (VECTOR) {
         constexpr int UNITS = WIDTH / 8;
-#pragma unroll
-        for (int n = 0; n < (ROWS * UNITS + LANES - 1) / LANES; n++) {
-            int at = lane + n * LANES, r = at / UNITS, c = at % UNITS * 8;
-            if (ROWS * UNITS % LANES != 0 && at >= ROWS * UNITS) break;
+#pragma unroll 2
+        for (int at = lane; at < ROWS * UNITS; at += LANES) {
+            int r = at / UNITS, c = at % UNITS * 8;
             bool inside = r < rows && c < dim;
-            copy_async(tile + r * STRIDE + c, inside ? base + offset(r) + c : base, inside ? 16 : 0);
+            copy_async(tile + place<WIDTH>(r, c), inside ? base + offset(r) + c : base, inside ? 16 : 0);
         }
     } else if (row_step == 1 && step != 1) {
         // Rows lie side by side: neighbouring threads take neighbouring rows.
         for (int at = lane; at < ROWS * WIDTH; at += LANES) {
             int r = at % ROWS, c = at / ROWS;
-            tile[r * STRIDE + c] = r < rows && c < dim ? base[offset(r) + c * step] : (Elem)0;
+            tile[place<WIDTH>(r, c & ~7) + c % 8] = r < rows && c < dim ? base[offset(r) + c * step] : (Elem)0;
         }
     } else {
         for (int at = lane; at < ROWS * WIDTH; at += LANES) {
             int r = at / WIDTH, c = at % WIDTH;
-            tile[r * STRIDE + c] = r < rows && c < dim ? base[offset(r) + c * step] : (Elem)0;
+            tile[place<WIDTH>(r, c & ~7) + c % 8] = r < rows && c < dim ? base[offset(r) + c * step] : (Elem)0;
         }
     }
 }
 
 // The same for evenly spaced rows from `base` on: one pointer that steps.
-template <int ROWS, int WIDTH, int STRIDE, int LANES>
+template <int ROWS, int WIDTH, int LANES>
 __device__ inline void load_even_tile(Elem* tile, const Elem* base, i64 step, i64 row_step, int rows, int dim, int lane) {
     constexpr int UNITS = WIDTH / 8;
     if constexpr (VECTOR && LANES % UNITS == 0 && ROWS * UNITS % LANES == 0) {
         constexpr int STEP = LANES / UNITS;
-        const int c = lane % UNITS * 8;
-        int r = lane / UNITS;
-        const Elem* from = base + r * row_step + c;
-        Elem* to = tile + r * STRIDE + c;
-        if (c >= dim) rows = 0;
+        const int c = lane % UNITS * 8, first = lane / UNITS;
+        const Elem* from = base + first * row_step + c;
+        if (rows >= ROWS && dim == WIDTH) {
+            // A whole tile, as nearly all are: no question per row.
+            const u32 to = shared_address(tile + place<WIDTH>(first, c));
 #pragma unroll
-        for (int n = 0; n < ROWS / STEP; n++) {
-            copy_async(to + n * STEP * STRIDE, r < rows ? from : base, r < rows ? 16 : 0);
-            r += STEP, from += STEP * row_step;
+            for (int n = 0; n < ROWS / STEP; n++) {
+                const int r = n * STEP;
+                copy_async((is_swizzled(WIDTH) ? to ^ r % 8 * 16 : to) + r * row_of(WIDTH) * 2, from);
+                from += STEP * row_step;
+            }
+        } else {
+            if (c >= dim) rows = 0;
+#pragma unroll 1
+            for (int r = first; r < ROWS; r += STEP) {
+                copy_async(tile + place<WIDTH>(r, c), r < rows ? from : base, r < rows ? 16 : 0);
+                from += STEP * row_step;
+            }
         }
     } else {
-        load_tile<ROWS, WIDTH, STRIDE, LANES>(
+        load_tile<ROWS, WIDTH, LANES>(
             tile, base, [&](int r) { return r * row_step; }, step, row_step, rows, dim, lane
         );
     }
@@ -131,29 +166,38 @@ struct Queries {
 // s = q.k of a tile of NT*8 keys.
 template <int MT, int NT>
 __device__ inline void multiply_keys(float (&s)[MT][NT][4], const Elem* q_tile, const Elem* k_tile) {
-    const int lane = threadIdx.x % 32;
-    const Elem* q_at = q_tile + lane % 16 * K_ROW + lane / 16 * 8;
-    const Elem* k_at = k_tile + (lane / 16 * 8 + lane % 8) * K_ROW + lane / 8 % 2 * 8;
+    const u32 q_at = shared_address(q_tile), k_at = shared_address(k_tile), lanes = lane_offset<D>();
+    constexpr int ROWS_16 = 16 * K_ROW * 2;
 #pragma unroll
     for (int mt = 0; mt < MT; mt++)
 #pragma unroll
         for (int nt = 0; nt < NT; nt++)
 #pragma unroll
             for (int e = 0; e < 4; e++) s[mt][nt][e] = 0;
-// At 4 steps 20 bytes fewer are spilled at head_dim 128, and it is 7 % slower (H200, NVRTC 13.0, 2026-11).
-#pragma unroll 8
-    for (int d = 0; d < D; d += 16) {
-        u32 a[MT][4];
+    // Fragments are loaded one product ahead of their use.
+    constexpr int PAIRS = NT / 2, STEPS = D / 16;
+    u32 a[2][MT][4], b[2][4];
 #pragma unroll
-        for (int mt = 0; mt < MT; mt++) load_matrices(a[mt], q_at + mt * 16 * K_ROW + d);
+    for (int mt = 0; mt < MT; mt++) load_matrices(a[0][mt], lanes + q_at + mt * ROWS_16);
+    load_matrices(b[0], lanes + k_at);
 #pragma unroll
-        for (int nt = 0; nt < NT; nt += 2) {
-            u32 b[4];
-            load_matrices(b, k_at + nt * 8 * K_ROW + d);
+    for (int step = 0; step < STEPS; step++) {
+#pragma unroll
+        for (int pair = 0; pair < PAIRS; pair++) {
+            const int now = (step * PAIRS + pair) % 2;
+            if (pair + 1 < PAIRS) {
+                load_matrices(b[1 - now], beyond<D>(lanes, step * 16) + k_at + (pair + 1) * ROWS_16);
+            } else if (step + 1 < STEPS) {
+#pragma unroll
+                for (int mt = 0; mt < MT; mt++) {
+                    load_matrices(a[(step + 1) % 2][mt], beyond<D>(lanes, (step + 1) * 16) + q_at + mt * ROWS_16);
+                }
+                load_matrices(b[1 - now], beyond<D>(lanes, (step + 1) * 16) + k_at);
+            }
 #pragma unroll
             for (int mt = 0; mt < MT; mt++) {
-                mma(s[mt][nt], a[mt], b[0], b[1]);
-                mma(s[mt][nt + 1], a[mt], b[2], b[3]);
+                mma(s[mt][pair * 2], a[step % 2][mt], b[now][0], b[now][2]);
+                mma(s[mt][pair * 2 + 1], a[step % 2][mt], b[now][1], b[now][3]);
             }
         }
     }
@@ -239,11 +283,14 @@ __device__ inline void modify_scores(
             const float slope =
                 NATURAL && p.alibi != nullptr ? load_as(p.alibi, p.alibi_dtype, row.head * p.alibi_stride) : 0.f;
             const int i = row.i;
-            const int lo = keys_lo(p, i), hi = min(keys_hi(p, i), end);
+            // Counted from the thread's first key, so that what an element is compared with is a constant.
+            const int first = n0 + threadIdx.x % 4 * 2;
+            const int lo = positions ? keys_lo(p, i) - first : 0;
+            const int hi = positions ? min(keys_hi(p, i), end) - first : NT * 8;
 #pragma unroll
             for (int nt = 0; nt < NT; nt++) {
-                const int j0 = n0 + nt * 8 + threadIdx.x % 4 * 2;
-                bool masked[2] = {positions && (j0 < lo || j0 >= hi), positions && (j0 + 1 < lo || j0 + 1 >= hi)};
+                const int j0 = first + nt * 8;
+                bool masked[2] = {nt * 8 < lo || nt * 8 >= hi, nt * 8 + 1 < lo || nt * 8 + 1 >= hi};
                 float bias[2];
                 mask.read(p, mask_row, mt, h, nt, j0, masked, bias);
 #pragma unroll
@@ -277,28 +324,35 @@ struct Sums {
         }
     }
 
-    // Scores become p, packed as A operands; m and l move on, acc is rescaled. A fragment at a time: what a row needs on the
-    // way lives shortly.
+    // Scores become p, packed as A operands; m and l move on, acc is rescaled. What is rare stands apart, so that the rest is
+    // one run of instructions in which exponentials and products overlap.
     template <bool CAREFUL, int NT>
     __device__ void weigh(u32 (&a)[MT][NT / 2][4], float (&s)[MT][NT][4], float c) {
+        float top[MT][2], reference[MT][2];
+        bool moved = false, big = NATURAL;
 #pragma unroll
-        for (int mt = 0; mt < MT; mt++) {
-            float fall[2], base[2];
-            bool big = NATURAL;
+        for (int mt = 0; mt < MT; mt++)
 #pragma unroll
             for (int h = 0; h < 2; h++) {
-                float top = m[mt][h];
+                float& x = top[mt][h];
+                x = m[mt][h];
 #pragma unroll
-                for (int nt = 0; nt < NT; nt++) top = fmaxf(top, fmaxf(s[mt][nt][h * 2], s[mt][nt][h * 2 + 1]));
-                top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
-                top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
-                // A row without a key yet keeps m at -inf and compares with 0.
-                base[h] = top == negative_infinity() ? 0.f : top;
-                fall[h] = top == m[mt][h] ? 1.f : exp2_fast((m[mt][h] - base[h]) * c);
-                m[mt][h] = top;
-                if (!NATURAL) big |= fabsf(base[h] * c) > EXACT;
+                for (int nt = 0; nt < NT; nt++) x = fmaxf(x, fmaxf(s[mt][nt][h * 2], s[mt][nt][h * 2 + 1]));
+                x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+                x = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+                moved |= (x - m[mt][h]) * c > SLACK;
             }
-            if (__any_sync(~0u, fall[0] != 1 || fall[1] != 1)) {
+        if (__any_sync(~0u, moved)) {
+#pragma unroll
+            for (int mt = 0; mt < MT; mt++) {
+                float fall[2];
+#pragma unroll
+                for (int h = 0; h < 2; h++) {
+                    const float rise = (top[mt][h] - m[mt][h]) * c;
+                    fall[h] = rise > SLACK ? exp2_fast(-rise) : 1.f;
+                    m[mt][h] = rise > SLACK ? top[mt][h] : m[mt][h];
+                    l[mt][h] *= fall[h];
+                }
 #pragma unroll
                 for (int nt = 0; nt < DV / 8; nt++)
 #pragma unroll
@@ -307,35 +361,48 @@ struct Sums {
                         sum = CAREFUL ? weighed(fall[e / 2], sum) : sum * fall[e / 2];
                     }
             }
-            if (NATURAL || __any_sync(~0u, big)) {
+        }
+#pragma unroll
+        for (int mt = 0; mt < MT; mt++)
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                // A row without a key yet keeps m at -inf and compares with 0.
+                const float base = m[mt][h] == negative_infinity() ? 0.f : m[mt][h];
+                reference[mt][h] = NATURAL ? base : base * c;
+                if (!NATURAL) big |= fabsf(reference[mt][h]) > EXACT;
+            }
+        if (NATURAL || __any_sync(~0u, big)) {
+#pragma unroll
+            for (int mt = 0; mt < MT; mt++)
 #pragma unroll
                 for (int h = 0; h < 2; h++) {
+                    const float base = m[mt][h] == negative_infinity() ? 0.f : m[mt][h];
+                    reference[mt][h] = 0;
 #pragma unroll
                     for (int nt = 0; nt < NT; nt++)
 #pragma unroll
-                        for (int e = 0; e < 2; e++) s[mt][nt][h * 2 + e] -= base[h];
-                    base[h] = 0;
+                        for (int e = 0; e < 2; e++) s[mt][nt][h * 2 + e] -= base;
                 }
-            }
+        }
+#pragma unroll
+        for (int mt = 0; mt < MT; mt++)
 #pragma unroll
             for (int h = 0; h < 2; h++) {
-                const float reference = base[h] * c;
-                float sum = 0;
+                float sum = l[mt][h];
 #pragma unroll
                 for (int nt = 0; nt < NT; nt++) {
 #pragma unroll
                     for (int e = 0; e < 2; e++) {
                         float& x = s[mt][nt][h * 2 + e];
                         const bool masked = x == negative_infinity();
-                        x = exp2_fast(NATURAL ? x * c : __fmaf_rn(x, c, -reference));
+                        x = exp2_fast(NATURAL ? x * c : __fmaf_rn(x, c, -reference[mt][h]));
                         sum += x;
                         if (CAREFUL && masked) x = -0.f;
                     }
                     a[mt][nt / 2][nt % 2 * 2 + h] = pack(s[mt][nt][h * 2], s[mt][nt][h * 2 + 1]);
                 }
-                l[mt][h] = __fmaf_rn(l[mt][h], fall[h], sum);
+                l[mt][h] = sum;
             }
-        }
     }
 
     // acc += p.v
@@ -350,14 +417,13 @@ struct Sums {
 
     template <int KT>
     __device__ void add_finite_values(const u32 (&a)[MT][KT][4], const Elem* v_tile) {
-        const int lane = threadIdx.x % 32;
-        const Elem* v_at = v_tile + lane % 16 * V_ROW + lane / 16 * 8;
+        const u32 v_at = shared_address(v_tile), lanes = lane_offset<DV>();
 #pragma unroll
         for (int kt = 0; kt < KT; kt++)
 #pragma unroll
             for (int nt = 0; nt < DV / 8; nt += 2) {
                 u32 b[4];
-                load_matrices_transposed(b, v_at + kt * 16 * V_ROW + nt * 8);
+                load_matrices_transposed(b, beyond<DV>(lanes, nt * 8) + v_at + kt * 16 * V_ROW * 2);
 #pragma unroll
                 for (int mt = 0; mt < MT; mt++) {
                     mma(acc[mt][nt], a[mt][kt], b[0], b[1]);
@@ -370,15 +436,15 @@ struct Sums {
     // the keys that it attends (1 for +inf, 2^7 for -inf, 2^14 for NaN: at most 64 keys at a time).
     template <int KT>
     __device__ void add_values_carefully(const u32 (&a)[MT][KT][4], const Elem* v_tile) {
-        const int lane = threadIdx.x % 32;
-        const Elem* v_at = v_tile + lane % 16 * V_ROW + lane / 16 * 8;
+        const u32 v_at = shared_address(v_tile), lanes = lane_offset<DV>();
 #pragma unroll
-        for (int nt = 0; nt < DV / 8; nt += 2) {
+        for (int n0 = 0; n0 < DV / 8 * ((KT + 3) / 4); n0 += 2) {
+            const int nt = n0 % (DV / 8), first = n0 / (DV / 8) * 4;
             float count[MT][2][4] = {};
 #pragma unroll
-            for (int kt = 0; kt < KT; kt++) {
+            for (int kt = first; kt < (first + 4 < KT ? first + 4 : KT); kt++) {
                 u32 b[4], finite[4], kind[4];
-                load_matrices_transposed(b, v_at + kt * 16 * V_ROW + nt * 8);
+                load_matrices_transposed(b, beyond<DV>(lanes, nt * 8) + v_at + kt * 16 * V_ROW * 2);
 #pragma unroll
                 for (int n = 0; n < 4; n++) split_finite(b[n], finite[n], kind[n]);
 #pragma unroll

@@ -277,6 +277,7 @@ impl Backend {
             blocks: u32::try_from(blocks).unwrap_or(u32::MAX),
             threads: code.threads(),
             shared_bytes: code.shared_bytes(),
+            overlaps: code.overlaps(),
         };
         // SAFETY: the operands were proven against the spec that the parameters were made from; the caller vouches for how
         // long they live. The workspace holds what the design asks.
@@ -285,7 +286,7 @@ impl Backend {
                 .launch(&main.function, grid(&design.main, design.grid_blocks(&device.caps)), stream, main_params)
                 .map_err(on)?;
             if let Some((code, loaded)) = combine {
-                let blocks = design.tasks * design.rows;
+                let blocks = design.combine_blocks(spec);
                 self.driver.launch(&loaded.function, grid(&code, blocks), stream, params.as_bytes()).map_err(on)?;
             }
         }

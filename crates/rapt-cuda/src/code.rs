@@ -57,18 +57,24 @@ pub struct Code {
     pub(crate) depth: u32,
 }
 
-/// Keys per block of generic.cu and forward.cu.
+/// Keys per block of generic.cu, and of most of forward.cu.
 pub(crate) const BLOCK_N: u32 = 64;
+/// Columns per block of combine.cu.
+pub(crate) const COMBINE_COLUMNS: usize = 64;
 /// Queries per block of generic.cu.
 pub(crate) const GENERIC_BLOCK_M: u32 = 64;
 /// Queries per block of decode.cu.
 pub(crate) const DECODE_BLOCK_M: u32 = 16;
-const DECODE_TILE: u32 = 16;
 const WARPS: u32 = 4;
 /// Blocks of K, and of V, that float32.cu has in flight.
 const FLOAT32_STAGES: u32 = 2;
 /// Shared memory that hopper.cu may fill: 227 KiB.
 const RING_BYTES: u32 = 227 * 1024;
+
+/// Elements of a row of a tile in shared memory: `row_of` of mma.cu.
+const fn row_of(dim: u32) -> u32 {
+    if dim.is_multiple_of(64) { dim } else { dim + 8 }
+}
 
 impl Code {
     /// Value columns that one block of generic.cu computes.
@@ -84,14 +90,26 @@ impl Code {
         }
     }
 
+    /// Keys of a tile of decode.cu: 8 KiB or so of K and V.
+    pub(crate) const fn decode_tile(&self) -> u32 {
+        if self.dims.0 + self.dims.1 <= 128 { 32 } else { 16 }
+    }
+
+    /// Whether the kernel waits for the launch before it of itself, where the architecture can.
+    pub(crate) const fn overlaps(&self) -> bool {
+        matches!(self.body, Body::Combine) && !matches!(self.arch, Arch::Sm80 | Arch::Sm86 | Arch::Sm87 | Arch::Sm89)
+    }
+
     /// Threads per block.
     pub(crate) const fn threads(&self) -> u32 {
         match self.body {
             Body::Generic => 256,
-            Body::Forward | Body::Decode => 32 * WARPS,
+            Body::Forward => 32 * WARPS,
+            // One more puts together what they leave.
+            Body::Decode => 32 * (WARPS + 1),
             Body::Hopper => 2 * self.block_m + 128,
             Body::Float32 => 512,
-            Body::Combine => 512,
+            Body::Combine => 256,
         }
     }
 
@@ -118,7 +136,7 @@ impl Code {
 
     /// Dynamic shared memory per block: the size of the kernel's `Shared`.
     pub(crate) const fn shared_bytes(&self) -> u32 {
-        let (k_row, v_row) = (self.dims.0 + 8, self.dims.1 + 8);
+        let (k_row, v_row) = (row_of(self.dims.0), row_of(self.dims.1));
         match self.body {
             Body::Generic => {
                 let (size, depth) = if matches!(self.storage, DType::F64) { (8, 16) } else { (4, 32) };
@@ -132,9 +150,9 @@ impl Code {
                 if tiles > staged { tiles } else { staged }
             }
             Body::Decode => {
-                let ring = 2 * WARPS * self.depth * DECODE_TILE * (k_row + v_row);
-                let states = 4 * WARPS * 16 * (self.dims.1 + 2);
-                2 * 16 * k_row + if ring > states { ring } else { states }
+                let ring = 2 * WARPS * self.depth * self.decode_tile() * (k_row + v_row);
+                let left = 4 * WARPS * 8 * (self.dims.1 + 8 + 2);
+                ring + 2 * 16 * k_row + left + 4 * 16 * (self.dims.1 + 2) + 8
             }
             Body::Hopper => self.ring_bytes(self.stages()),
             Body::Float32 => {
@@ -213,7 +231,10 @@ impl Code {
                 define("LOADING_REGISTERS", 80);
                 define("MULTIPLYING_REGISTERS", 176);
             }
-            Body::Decode => define("STAGES", self.depth),
+            Body::Decode => {
+                define("STAGES", self.depth);
+                define("TILE", self.decode_tile());
+            }
             _ => {}
         }
         options

@@ -5,6 +5,26 @@ use rapt_core::{DType, Operands, Spec, TensorSpec};
 use crate::select::Design;
 use crate::tensor_map::CopyMap;
 
+/// What a number is divided by, as `divide` of common.cu takes it: x / n = x * magic >> 32 + shift for x < 2^31.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+struct Divisor {
+    /// 0 for n = 1.
+    magic: u32,
+    shift: u32,
+}
+
+impl Divisor {
+    fn new(n: usize) -> Self {
+        let n = n.clamp(1, MOST_LEN * 2) as u64;
+        let log2 = u64::BITS - (n - 1).leading_zeros();
+        if n == 1 {
+            return Divisor::default();
+        }
+        Divisor { magic: (1u64 << (31 + log2)).div_ceil(n) as u32, shift: log2 - 1 }
+    }
+}
+
 /// The kernels' one parameter. Pointers are device addresses; 0 where there is no such tensor.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -49,6 +69,13 @@ pub(crate) struct Params {
     diagonal: i32,
     out_vector: i32,
     mask_pairs: i32,
+    items: i32,
+    is_cut: i32,
+    by_q_len: Divisor,
+    by_row_blocks: Divisor,
+    by_num_splits: Divisor,
+    by_group: Divisor,
+    by_tasks: Divisor,
 }
 
 /// Lengths and positions below this keep every sum of three of them inside an i32.
@@ -137,6 +164,13 @@ impl Params {
             diagonal: shift(range.diagonal),
             out_vector: i32::from(spec.out.dtype == spec.numerics.storage && moves_by(&spec.out, out, 16)),
             mask_pairs: i32::from(spec.mask.is_some_and(|mask| pairs_of(&mask, address(&tensors.mask)))),
+            items: int(design.items),
+            is_cut: i32::from(design.is_cut()),
+            by_q_len: Divisor::new(spec.q_len()),
+            by_row_blocks: Divisor::new(design.row_blocks),
+            by_num_splits: Divisor::new(design.num_splits),
+            by_group: Divisor::new(spec.group_size()),
+            by_tasks: Divisor::new(spec.num_q_heads() / design.task_heads.max(1)),
         }
     }
 
@@ -179,4 +213,25 @@ const _: () = assert!(
     size_of::<HopperParams>() == 3 * 128 + size_of::<Params>() + 8 + 4 * HOPPER_PADDING,
     "HopperParams has padding"
 );
-const _: () = assert!(size_of::<Params>() == 9 * 8 + 25 * 8 + 3 * 8 + 20 * 4, "Params has padding");
+const _: () = assert!(size_of::<Params>() == 9 * 8 + 25 * 8 + 3 * 8 + 22 * 4 + 5 * 8, "Params has padding");
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_divisor_divides_as_the_kernels_do() {
+        let quotient = |x: u32, by: Divisor| {
+            if by.magic == 0 { x } else { ((u64::from(x) * u64::from(by.magic)) >> 32) as u32 >> by.shift }
+        };
+        let most = (1u32 << 31) - 1;
+        for n in (1u32..2000).chain([4095, 4096, 4097, 65_535, 1 << 20, (1 << 29) - 1, 1 << 29, 1 << 30]) {
+            let by = Divisor::new(n as usize);
+            let multiples = (0..40).map(|k: u32| k.saturating_mul(n)).flat_map(|x| [x, x.saturating_sub(1)]);
+            for x in multiples.chain([0, 1, most, most - 1, most / n * n, (most / n * n).saturating_sub(1)]) {
+                let x = x.min(most);
+                assert_eq!(quotient(x, by), x / n, "{x} / {n}");
+            }
+        }
+    }
+}

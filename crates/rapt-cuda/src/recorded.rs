@@ -299,7 +299,8 @@ fn a_shipped_kernel_needs_no_compiler_and_a_damaged_one_is_passed_over() {
     assert_eq!((facts.kernels, facts.compiler, facts.arch), (2, (13, 0), rapt_core::Arch::Sm90a));
     log.take();
     run(&alone(b""), shape, 0).unwrap();
-    assert!(matches!(&log.take()[..], [Call::Load { cubin, .. }, Call::Launch { .. }] if *cubin == machine));
+    let calls: Vec<Call> = log.take().into_iter().filter(|call| !matches!(call, Call::CopyMap(_))).collect();
+    assert!(matches!(&calls[..], [Call::Load { cubin, .. }, Call::Launch { .. }] if *cubin == machine));
     assert_eq!(source(&alone(b"")), "shipped with the package");
     // A compiler of any version beside it changes nothing.
     let beside = backend(&log, None, |_| ()).with_shipped(folder.clone());

@@ -4,13 +4,14 @@
 //! tensor cores (`forward` of compute capability 9.0 by wgmma: hopper.cu, and there float32 with head dims up to 128: float32.cu); anything else → `generic`. What decides is a request's own lengths, dims, dtype and options, never its
 //! batch, its strides or where it lies: the bits of a row depend on none of these.
 //!
-//! Few queries: at most 16 per head and 64 rows per head of K and V. Their keys are split in chunks of 512.
+//! Few queries: at most 16 per head and 64 rows per head of K and V. Their keys are split in chunks, whose length follows
+//! kv_len. Whether blocks take whole rows or chunks depends on the device too, and changes no bit (common.cu, Fold).
 
 use rapt_core::{
     Arch, Cost, DType, Device, Error, Kernel, KernelKey, Launch, MaskClass, PRounding, Plan, Result, Spec, Work,
 };
 
-use crate::code::{BLOCK_N, Body, Code, DECODE_BLOCK_M, GENERIC_BLOCK_M};
+use crate::code::{BLOCK_N, Body, COMBINE_COLUMNS, Code, DECODE_BLOCK_M, GENERIC_BLOCK_M};
 use crate::params::{MOST_LEN, moves_by};
 use crate::tensor_map::Copied;
 
@@ -31,6 +32,10 @@ pub struct Caps {
 
 /// Keys of one chunk: 256 KiB of K and V at head_dim 128, some 8 µs of one multiprocessor's share of an H200's bandwidth.
 const CHUNK: usize = 512;
+/// Keys from which on chunks are twice as long: there are enough of them.
+const LONG: usize = 32 * 1024;
+/// So few splits follow one another in a block: a second launch would cost more.
+const FEW_SPLITS: usize = 2;
 /// Most queries per head, and rows per head of K and V, that are read as decoding.
 const DECODE_QUERIES: usize = 16;
 const DECODE_ROWS: usize = 64;
@@ -38,8 +43,8 @@ const DECODE_ROWS: usize = 64;
 const MMA_DIM: usize = 256;
 /// Widest head of float32.cu.
 const FLOAT32_DIM: usize = 128;
-/// Shared memory at which three blocks of decode.cu fit a multiprocessor of 228 KiB.
-const THIRD_SHARED: u32 = 75 * 1024;
+/// Blocks of decode.cu on one multiprocessor, where they fit; more lose to their streams' getting in one another's way.
+const DECODE_RESIDENT: u32 = 2;
 /// Shared memory that every architecture served has for a block.
 const LEAST_SHARED: u32 = 99 * 1024;
 
@@ -61,6 +66,8 @@ pub(crate) struct Design {
     pub(crate) dv_blocks: usize,
     pub(crate) tasks: usize,
     pub(crate) blocks: usize,
+    /// Chunks of all rows; without a split, blocks of rows.
+    pub(crate) items: usize,
     pub(crate) workspace_bytes: usize,
 }
 
@@ -162,14 +169,42 @@ fn forward_code(spec: &Spec, caps: &Caps) -> Code {
     }
     // Two fragments of queries per warp share each load of K and V; their sums fill the registers at 128 columns.
     let wide = mma_code(spec, caps, Body::Forward, 128, BLOCK_N);
+    // As many keys as leave a warp's scores and sums in registers; where scores are changed in between, as few as below.
+    let is_plain = !wide.natural && wide.mask.is_none();
+    let depth = match wide.dims.0.max(wide.dims.1) {
+        0..=64 if is_plain => {
+            if caps.arch == Arch::Sm90a {
+                128
+            } else {
+                96
+            }
+        }
+        65..=128 if is_plain => 48,
+        _ => BLOCK_N,
+    };
+    let wide = Code { depth, ..wide };
     let fits = wide.dims.1 <= 128 && wide.shared_bytes() <= LEAST_SHARED;
-    if fits { wide } else { Code { block_m: 64, ..wide } }
+    if fits { wide } else { Code { block_m: 64, depth: BLOCK_N, ..wide } }
 }
 
 fn decode_code(spec: &Spec, caps: &Caps) -> Code {
     let of = |stages| mma_code(spec, caps, Body::Decode, DECODE_BLOCK_M, stages);
-    let most = THIRD_SHARED.min(caps.shared_bytes);
+    let most = LEAST_SHARED.min(caps.shared_bytes);
     [4, 3].into_iter().map(of).find(|code| code.shared_bytes() <= most).unwrap_or_else(|| of(2))
+}
+
+/// Blocks of decode.cu for `rows` blocks of rows of `num_splits` chunks each, and whether they take chunks.
+fn decode_blocks(caps: &Caps, code: &Code, rows: usize, num_splits: usize) -> (usize, bool) {
+    let resident = ((caps.shared_bytes + 1024) / (code.shared_bytes() + 1024)).clamp(1, DECODE_RESIDENT);
+    let slots = (caps.multiprocessors * resident).max(1) as usize;
+    // One block to a multiprocessor reads nearly as fast as two.
+    let places = if rows <= caps.multiprocessors as usize { caps.multiprocessors as usize } else { slots };
+    let is_even = rows * 10 >= rows.div_ceil(places.max(1)) * places * 9;
+    if num_splits <= FEW_SPLITS || is_even {
+        (rows.min(slots), false)
+    } else {
+        (rows.saturating_mul(num_splits).min(slots), true)
+    }
 }
 
 /// How `spec` is cut on a device with `caps`.
@@ -217,11 +252,17 @@ pub(crate) fn design(spec: &Spec, caps: &Caps) -> Result<(Design, String, String
     // Rows of one head fill their tiles, or the heads of a group share them.
     let task_heads = if !few && q_len >= block_m { 1 } else { group };
     let rows = task_heads * q_len;
-    let (num_splits, chunk) = if few { (kv_len.div_ceil(CHUNK).max(1), CHUNK) } else { (1, 0) };
+    let chunk = if kv_len < LONG { CHUNK } else { 2 * CHUNK };
+    let (num_splits, chunk) = if few { (kv_len.div_ceil(chunk).max(1), chunk) } else { (1, 0) };
     let dv_blocks = if kernel == Kernel::Generic { spec.head_dim_v().div_ceil(main.depth as usize) } else { 1 };
     let tasks = spec.batch().saturating_mul(spec.num_q_heads() / task_heads.max(1));
     let row_blocks = rows.div_ceil(block_m);
-    let combine = (num_splits > 1).then_some(Code {
+    let items = [tasks, row_blocks, num_splits].into_iter().fold(1usize, usize::saturating_mul);
+    let (blocks, is_cut) = match kernel {
+        Kernel::Decode => decode_blocks(caps, &main, tasks.saturating_mul(row_blocks), num_splits),
+        _ => (items.saturating_mul(dv_blocks), num_splits > 1),
+    };
+    let combine = is_cut.then_some(Code {
         body: Body::Combine,
         mask: None,
         natural: true,
@@ -231,9 +272,11 @@ pub(crate) fn design(spec: &Spec, caps: &Caps) -> Result<(Design, String, String
         depth: 0,
         ..main
     });
-    let blocks = [tasks, row_blocks, num_splits, dv_blocks].into_iter().fold(1usize, usize::saturating_mul);
-    if blocks.max(tasks.saturating_mul(rows)) > i32::MAX as usize {
-        let what = format!("a request of {blocks} blocks");
+    let most = items
+        .saturating_mul(dv_blocks)
+        .max(tasks.saturating_mul(rows).saturating_mul(spec.head_dim_v().div_ceil(COMBINE_COLUMNS)));
+    if most > i32::MAX as usize {
+        let what = format!("a request of {most} blocks");
         return Err(Error::unsupported(what, "a launch has at most 2^31", "cut the problem along its batch"));
     }
     let row_bytes = (spec.head_dim_v() + 2) * spec.numerics.accumulation.size_bytes();
@@ -273,6 +316,7 @@ pub(crate) fn design(spec: &Spec, caps: &Caps) -> Result<(Design, String, String
         dv_blocks,
         tasks,
         blocks,
+        items,
         workspace_bytes,
     };
     Ok((design, why, why_not_faster))
@@ -285,6 +329,16 @@ impl Design {
             Body::Hopper => self.blocks.min(caps.multiprocessors.max(1) as usize),
             _ => self.blocks,
         }
+    }
+
+    /// Whether rows are put together by combine.cu.
+    pub(crate) const fn is_cut(&self) -> bool {
+        self.combine.is_some()
+    }
+
+    /// Blocks of combine.cu: each takes 64 columns of a row.
+    pub(crate) fn combine_blocks(&self, spec: &Spec) -> usize {
+        self.tasks * self.rows * spec.head_dim_v().div_ceil(COMBINE_COLUMNS)
     }
 
     /// This design where q, k and v lie at these addresses.
@@ -373,14 +427,12 @@ pub fn select(spec: &Spec, caps: &Caps) -> Result<Plan> {
         return Ok(Plan::new(spec.clone(), key(Kernel::Empty), (0, 0, 1, 0), 1, 0, cost, false, why, String::new()));
     }
     let (design, why, why_not_faster) = design(spec, caps)?;
-    let block_n = match design.main.body {
-        Body::Decode => 16,
-        Body::Hopper => design.main.depth as usize,
+    let block_n = match design.kernel {
+        Kernel::Decode => design.main.decode_tile() as usize,
+        Kernel::Forward => design.main.depth as usize,
         _ => BLOCK_N as usize,
     };
-    // The blocks that share the value columns of one item's rows are one item.
-    let items = design.blocks / design.dv_blocks.max(1);
-    let tiles = (design.main.block_m as usize, block_n, design.num_splits, items);
+    let tiles = (design.main.block_m as usize, block_n, design.num_splits, design.items);
     let launch = Launch {
         blocks: design.grid_blocks(caps),
         block_threads: design.main.threads() as usize,

@@ -34,10 +34,11 @@ fn every_kernel_compiles_and_the_hot_ones_do_not_spill() {
         let of = |spec| codes(&spec, &caps(arch)).unwrap();
         let bf16 = |lengths, mask, options| of(spec(DType::BF16, lengths, mask, options));
         hot.extend(bf16([8, 1, 8192, 128], None, &plain));
+        hot.extend(bf16([8, 1, 65536, 64], None, &plain));
         hot.extend(bf16([8, 2048, 2048, 64], None, &plain));
+        hot.extend(bf16([8, 2048, 2048, 128], None, &plain));
         hot.extend(of(spec(DType::F32, [8, 1, 2048, 128], None, &plain)));
         hot.extend(of(spec(DType::F32, [8, 2048, 2048, 64], None, &plain)));
-        all.extend(bf16([8, 2048, 2048, 128], None, &plain));
         all.extend(of(spec(DType::F64, [8, 100, 100, 40], Some(DType::F64), &capped)));
     }
     // The other forms of the sources, once: what they differ in is no matter of the architecture.

@@ -12,8 +12,8 @@ use rustc_hash::FxHashMap;
 use crate::error::{CudaError, Result};
 use crate::sys::cuda::{
     self, CUcontext, CUdevice_attribute as Attribute, CUevent, CUevent_flags, CUfunction,
-    CUfunction_attribute as FunctionAttribute, CUmodule, CUresult, CUstream, CUstreamCaptureMode, CUtensorMap,
-    CUtensorMapDataType,
+    CUfunction_attribute as FunctionAttribute, CUlaunchAttribute, CUlaunchAttributeID, CUlaunchAttributeValue,
+    CUlaunchConfig, CUmodule, CUresult, CUstream, CUstreamCaptureMode, CUtensorMap, CUtensorMapDataType,
 };
 use crate::sys::is_driver_present;
 use crate::tensor_map::{BOX_COLUMNS, Copied, CopyMap};
@@ -48,6 +48,8 @@ pub(crate) struct Grid {
     pub(crate) blocks: u32,
     pub(crate) threads: u32,
     pub(crate) shared_bytes: u32,
+    /// Blocks may take their places while the stream's launch before this one runs: the kernel waits for it of itself.
+    pub(crate) overlaps: bool,
 }
 
 /// What the rest of the crate asks of a driver.
@@ -263,6 +265,30 @@ impl Driver for Cuda {
     unsafe fn launch(&self, function: &Function, grid: Grid, stream: usize, params: &[u8]) -> Result<()> {
         let _current = Current::new(self.context(function.device)?)?;
         let mut parameters = [params.as_ptr().cast_mut().cast::<c_void>()];
+        if grid.overlaps {
+            let mut overlap = CUlaunchAttribute {
+                id: CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+                pad: [0; 4],
+                value: CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 },
+            };
+            let config = CUlaunchConfig {
+                gridDimX: grid.blocks,
+                gridDimY: 1,
+                gridDimZ: 1,
+                blockDimX: grid.threads,
+                blockDimY: 1,
+                blockDimZ: 1,
+                sharedMemBytes: grid.shared_bytes,
+                hStream: stream as CUstream,
+                attrs: &raw mut overlap,
+                numAttrs: 1,
+            };
+            let function = function.handle as CUfunction;
+            // SAFETY: as below; the one attribute outlives the call.
+            return check("cuLaunchKernelEx", unsafe {
+                cuda::cuLaunchKernelEx(&raw const config, function, parameters.as_mut_ptr(), std::ptr::null_mut())
+            });
+        }
         // SAFETY: the function is of a module that stays loaded; the driver copies the parameter before it returns, and
         // the caller vouches for what it points to.
         check("cuLaunchKernel", unsafe {
