@@ -215,6 +215,27 @@ def test_reproducers_for_the_gpu_are_programs_of_fifteen_lines():
         assert len(text.splitlines()) <= 15 and "set_default_device('cuda')" in text, text
 
 
+def test_what_a_program_says_in_several_lines_is_told_by_the_first():
+    from rapt._audit.supervisor import Nursery
+
+    nursery = Nursery("numpy")
+    try:
+        assert nursery.run('assert False, "two\\nlines"', 30) == (True, "AssertionError: two")
+        told = nursery.run('raise RuntimeError("CUDA error: misaligned address\\nCompile with ...")', 30)
+        assert told == (False, "RuntimeError: CUDA error: misaligned address")
+    finally:
+        nursery.close()
+
+
+def test_a_mask_with_one_column_for_all_keys_is_drawn_as_one():
+    from rapt._audit.callee import SDPA, Offer, find
+    from rapt._audit.case import Case
+    from rapt._audit.script import write
+
+    text = write("mask-broadcast", "law", Case("float32", mask="bool", mask_dims="bhq1"), find("torch")[0], Offer("sdpa", SDPA, "torch"), {})
+    assert "mask = torch.ones((2, 4, 32, 1), dtype=torch.bool)" in text
+
+
 def test_the_list_of_hazards_is_the_documented_one():
     listed = [line.split()[:2] for line in command("--list").stdout.splitlines()]
     table = (HERE.parents[2] / "docs/audit.md").read_text().partition("## The hazards")[2].partition("\n## ")[0]

@@ -205,7 +205,8 @@ class Nursery:
             return False, LATE
         lines = words.read_text(errors="replace").strip().splitlines()
         # An assertion about a tensor, and a fault of the device, are told in several lines; the first says which it is.
-        telling = next((line for line in lines if line.startswith("AssertionError") or "CUDA error: " in line), None)
+        raised = [line for line in lines if not line.startswith(" ")]  # not the source that a traceback quotes
+        telling = next((line for line in raised if line.startswith("AssertionError") or "CUDA error: " in line), None)
         last = (telling or lines[-1])[:300] if lines else ""
         if code < 0:
             return True, Died(code, "").how
