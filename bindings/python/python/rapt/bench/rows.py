@@ -19,9 +19,9 @@ ALL_DTYPES = ("f32", "bf16", "f16")
 # it is vector work as the FMA is, so narrower units scale it down with them.
 EXP_PER_CYCLE_AT_64 = 3.4
 
-# Products of the 16-bit tensor-core rate that one product of the row's dtype costs. float32 keeps its 24 bits as three
-# bfloat16 pieces, six of whose nine products matter, or as three TF32 products at half the rate: six either way.
-PRODUCTS = {"bf16": 1, "f16": 1, "f32": 6}
+# Products of the 16-bit tensor-core rate that one product of the row's dtype costs. float32 keeps 22 of its 24 bits as two
+# halves: three products (the fourth lies below them). TF32 would need as many at half the rate.
+PRODUCTS = {"bf16": 1, "f16": 1, "f32": 3}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,7 +155,7 @@ class Row:
     def floors_us(self, gemm_tflops=None, copy_gbs=None, exponentials_per_s=None):
         """{what: microseconds} below which a GPU of these rates cannot go: products, bytes, exponentials, each alone.
 
-        products: FLOPs (float32 counted six times, see PRODUCTS) at the rate of a bfloat16 GEMM. bytes: q, K, V, mask and
+        products: FLOPs (float32 counted three times, see PRODUCTS) at the rate of a bfloat16 GEMM. bytes: q, K, V, mask and
         output once, at the rate of a copy (read and written). exponentials: one per score.
         """
         floors = {}
