@@ -179,10 +179,11 @@ struct Producer {
         if (tiles.count == 0) return;
         if (copies_queries(h.p)) load_queries(task, r0);
         // In the order in which they are waited for.
+        load_keys(task, tiles.first);
 #pragma unroll 1
-        for (int n = 0; n <= tiles.count; n++) {
-            if (n < tiles.count) load_keys(task, tiles.first + n * BN);
-            if (n > 0) load_values(task, tiles.first + (n - 1) * BN);
+        for (int n = 0; n < tiles.count; n++) {
+            if (n + 1 < tiles.count) load_keys(task, tiles.first + (n + 1) * BN);
+            load_values(task, tiles.first + n * BN);
         }
     }
 };
@@ -346,7 +347,9 @@ struct Consumer {
                     acc[nt][e] += kinds == 1 ? infinity : kinds == 2 ? -infinity : __uint_as_float(0x7fffffffu);
                 }
         }
+        // All groups together, once none of them needs what is taken out.
         meet(CAREFUL_TILE, CONSUMERS);
+#pragma unroll 1
         for (int at = threadIdx.x; at < V_BOXES * K_BOX; at += CONSUMERS) {
             Elem& x = ((Elem*)tile)[at];
             if ((x & EXPONENT) == EXPONENT) x = 0;
@@ -355,13 +358,16 @@ struct Consumer {
         meet(CAREFUL_TILE, CONSUMERS);
     }
 
+    __device__ void take_turn() { meet(TURN + wg, 256); }
+    __device__ void end_turn() { tell(wg == WGS - 1 ? TURN : TURN + 1 + wg, 256); }
+
     __device__ bool has_non_finite() const {
-        u32 most = 0;
+        float zero[4] = {};
 #pragma unroll
         for (int nt = 0; nt < VT; nt++)
 #pragma unroll
-            for (int e = 0; e < 4; e++) most = max(most, __float_as_uint(acc[nt][e]) & 0x7fffffffu);
-        return most >= 0x7f800000u;
+            for (int e = 0; e < 4; e++) zero[e] = __fmaf_rn(acc[nt][e], 0.f, zero[e]);
+        return zero[0] + zero[1] + (zero[2] + zero[3]) != 0;
     }
 
     // Four lanes of a row exchange 4x4 words: lane t has tile t's word of each then.
@@ -391,16 +397,9 @@ struct Consumer {
             const bool inside = place.r0 + (int)(threadIdx.x % 32 / 4) + r * 8 < p.rows;
             const Finished finished(p, row, natural_max(p, m[r]), l[r]);
             if (inside && threadIdx.x % 4 == 0) store_lse(p, row, finished.lse);
-            const float factor = l[r] == 0 ? 0.f : finished.factor;
             const i64 to = row.offset(p.out_stride);
 #pragma unroll
-            for (int nt = 0; nt < VT; nt++) {
-                // A row without keys has sums of 0, unless it met a NaN with weight 0.
-                for (int e = 0; e < 2; e++) {
-                    float& x = acc[nt][r * 2 + e];
-                    x = l[r] == 0 ? 0.f : x * factor;
-                }
-            }
+            for (int nt = 0; nt < VT; nt++) acc[nt][r * 2] *= finished.factor, acc[nt][r * 2 + 1] *= finished.factor;
             if (p.out_vector) {
 #pragma unroll
                 for (int nt = 0; nt < VT; nt += 4) {
@@ -474,11 +473,11 @@ struct Consumer {
                 const u32 next = done + 1;
                 if (careful) isolate_values(round, n0);
                 wait(sh.k_full[stage_of(next)], phase_of(next));
-                meet(TURN + wg, 256);
+                take_turn();
                 multiply_keys(s, next);
                 wait(sh.v_full[stage_of(done)], phase_of(done));
                 add_values(a, done);
-                tell(wg == WGS - 1 ? TURN : TURN + 1 + wg, 256);
+                end_turn();
                 wait_scores<1>(s);
                 release(sh.k_empty[stage_of(next)]);
                 mask_scores(s, round, seen, n0 + BN);
