@@ -31,6 +31,7 @@ struct HopperParams {
     CopyMap q_map, k_map, v_map;
     Params p;
     int tasks, paired;  // whether rows that see many keys and rows that see few are worked off in pairs
+    int mask_wide;      // rows of a boolean mask can be read 16 keys at a time
 };
 static_assert(sizeof(HopperParams) == HOPPER_BYTES, "params.rs and hopper.cu disagree on HopperParams");
 
@@ -188,6 +189,79 @@ struct Producer {
     }
 };
 
+// A boolean mask's rows in a tile of keys, read a tile ahead. The four lanes of a row take 16 keys each in turn; a lane's
+// word has a bit for each of its keys that is masked, and lanes look into one another's words.
+struct BoolAhead {
+    static constexpr int CHUNKS = BN / 16, PER_LANE = (CHUNKS + 3) / 4;
+    static_assert(PER_LANE <= 2, "a word holds 32 keys");
+    const u8* row[2];
+    uint4 keys[2][PER_LANE];
+
+    __device__ void begin(const HopperParams& h, int round, int wg) {
+        const Place place(h, round, wg);
+        const Queries queries{h.p, place.task, place.r0};
+        for (int r = 0; r < 2; r++) row[r] = (const u8*)h.p.mask + queries.row(0, r).offset(h.p.mask_stride);
+    }
+
+    __device__ void fetch(const HopperParams& h, int n0) {
+        const i64 step = h.p.mask_stride[3];
+#pragma unroll
+        for (int r = 0; r < 2; r++)
+#pragma unroll
+            for (int k = 0; k < PER_LANE; k++) {
+                const int chunk = k * 4 + threadIdx.x % 4, j = n0 + chunk * 16;
+                uint4& to = keys[r][k];
+                to = make_uint4(0, 0, 0, 0);
+                if (chunk >= CHUNKS) continue;
+                if (h.mask_wide && j + 16 <= h.p.kv_len) {
+                    to = *(const uint4*)(row[r] + j);
+                } else {
+#pragma unroll 1
+                    for (int i = 0; i < 16 && j + i < h.p.kv_len; i++) {
+                        const u32 bit = row[r][(j + i) * step] != 0 ? 1u << i % 4 * 8 : 0;
+                        to.x |= i / 4 == 0 ? bit : 0, to.y |= i / 4 == 1 ? bit : 0;
+                        to.z |= i / 4 == 2 ? bit : 0, to.w |= i / 4 == 3 ? bit : 0;
+                    }
+                }
+            }
+    }
+
+    // Four bits for the bytes of a word that are 0.
+    __device__ static u32 zeros(u32 x) {
+        const u32 high = ~(((x & 0x7f7f7f7fu) + 0x7f7f7f7fu) | x) & 0x80808080u;
+        return (high >> 7) * 0x01020408u >> 24 & 15;
+    }
+    __device__ void pack_hidden(u32 (&hidden)[2]) const {
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            hidden[r] = 0;
+#pragma unroll
+            for (int k = 0; k < PER_LANE; k++) {
+                const uint4 x = keys[r][k];
+                hidden[r] |= (zeros(x.x) | zeros(x.y) << 4 | zeros(x.z) << 8 | zeros(x.w) << 12) << k * 16;
+            }
+        }
+    }
+
+    __device__ static void hide(float (&s)[NT][4], const u32 (&hidden)[2]) {
+        if (!__any_sync(~0u, hidden[0] | hidden[1])) return;
+        const int lane = threadIdx.x % 32;
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            u32 word[4];
+#pragma unroll
+            for (int n = 0; n < 4; n++) word[n] = __shfl_sync(~0u, hidden[r], lane / 4 * 4 + n) >> lane % 4 * 2;
+#pragma unroll
+            for (int nt = 0; nt < NT; nt++)
+#pragma unroll
+                for (int e = 0; e < 2; e++) {
+                    if (word[nt / 2 % 4] & 1u << (nt / 8 * 16 + nt % 2 * 8 + e)) s[nt][r * 2 + e] = negative_infinity();
+                }
+        }
+    }
+};
+constexpr bool AHEAD = MASK == BOOL_MASK && !NATURAL;
+
 struct Consumer {
     const HopperParams& h;
     Shared& sh;
@@ -280,12 +354,13 @@ struct Consumer {
     }
 
     // What is added to the scores, and what hides them.
-    __device__ void mask_scores(float (&s)[NT][4], int round, const Seen& seen, int n0) {
+    __device__ void mask_scores(float (&s)[NT][4], int round, const Seen& seen, int n0, const u32 (&hidden)[2]) {
+        if (AHEAD) BoolAhead::hide(s, hidden);
         const bool positions = n0 < seen.all_lo || n0 + BN > seen.all_hi;
-        if (!NATURAL && MASK == NO_MASK && !positions) return;
+        if (!NATURAL && (MASK == NO_MASK || AHEAD) && !positions) return;
         const Place place(h, anew(round), wg);
         const Queries queries{h.p, place.task, place.r0};
-        if (NATURAL || MASK != NO_MASK) {
+        if (NATURAL || (MASK != NO_MASK && !AHEAD)) {
             MaskTile<1, NT> mask;
             mask.fetch(h.p, queries, n0);
             modify_scores<1, NT>(*(float(*)[1][NT][4])&s, h.p, queries, mask, n0, h.p.kv_len, false);
@@ -459,12 +534,15 @@ struct Consumer {
                 load_queries(task, r0);
             }
             float s[NT][4];
-            u32 a[NT / 2][4];
+            u32 a[NT / 2][4], hidden[2];
+            BoolAhead ahead;
+            if (AHEAD) ahead.begin(h, anew(round), wg), ahead.fetch(h, tiles.first);
             wait(sh.k_full[stage_of(done)], phase_of(done));
             multiply_keys(s, done);
+            if (AHEAD) ahead.pack_hidden(hidden), ahead.fetch(h, tiles.first + BN);
             wait_scores<0>(s);
             release(sh.k_empty[stage_of(done)]);
-            mask_scores(s, round, seen, tiles.first);
+            mask_scores(s, round, seen, tiles.first, hidden);
             weigh(s, c);
             pack_weights(a, s);
             const int end = tiles.first + (tiles.count - 1) * BN;
@@ -478,9 +556,10 @@ struct Consumer {
                 wait(sh.v_full[stage_of(done)], phase_of(done));
                 add_values(a, done);
                 end_turn();
+                if (AHEAD) ahead.pack_hidden(hidden), ahead.fetch(h, n0 + 2 * BN);
                 wait_scores<1>(s);
                 release(sh.k_empty[stage_of(next)]);
-                mask_scores(s, round, seen, n0 + BN);
+                mask_scores(s, round, seen, n0 + BN, hidden);
                 weigh(s, c);
                 wait_sums<0>(acc);
                 release(sh.v_empty[stage_of(done)]);
