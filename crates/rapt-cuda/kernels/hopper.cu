@@ -31,6 +31,7 @@ struct HopperParams {
     CopyMap q_map, k_map, v_map;
     Params p;
     int tasks, paired;  // whether rows that see many keys and rows that see few are worked off in pairs
+    int mask_wide;      // rows of a boolean mask can be read 16 keys at a time
 };
 static_assert(sizeof(HopperParams) == HOPPER_BYTES, "params.rs and hopper.cu disagree on HopperParams");
 
@@ -179,13 +180,87 @@ struct Producer {
         if (tiles.count == 0) return;
         if (copies_queries(h.p)) load_queries(task, r0);
         // In the order in which they are waited for.
+        load_keys(task, tiles.first);
 #pragma unroll 1
-        for (int n = 0; n <= tiles.count; n++) {
-            if (n < tiles.count) load_keys(task, tiles.first + n * BN);
-            if (n > 0) load_values(task, tiles.first + (n - 1) * BN);
+        for (int n = 0; n < tiles.count; n++) {
+            if (n + 1 < tiles.count) load_keys(task, tiles.first + (n + 1) * BN);
+            load_values(task, tiles.first + n * BN);
         }
     }
 };
+
+// A boolean mask's rows in a tile of keys, read a tile ahead. The four lanes of a row take 16 keys each in turn; a lane's
+// word has a bit for each of its keys that is masked, and lanes look into one another's words.
+struct BoolAhead {
+    static constexpr int CHUNKS = BN / 16, PER_LANE = (CHUNKS + 3) / 4;
+    static_assert(PER_LANE <= 2, "a word holds 32 keys");
+    const u8* row[2];
+    uint4 keys[2][PER_LANE];
+
+    __device__ void begin(const HopperParams& h, int round, int wg) {
+        const Place place(h, round, wg);
+        const Queries queries{h.p, place.task, place.r0};
+        for (int r = 0; r < 2; r++) row[r] = (const u8*)h.p.mask + queries.row(0, r).offset(h.p.mask_stride);
+    }
+
+    __device__ void fetch(const HopperParams& h, int n0) {
+        const i64 step = h.p.mask_stride[3];
+#pragma unroll
+        for (int r = 0; r < 2; r++)
+#pragma unroll
+            for (int k = 0; k < PER_LANE; k++) {
+                const int chunk = k * 4 + threadIdx.x % 4, j = n0 + chunk * 16;
+                uint4& to = keys[r][k];
+                to = make_uint4(0, 0, 0, 0);
+                if (chunk >= CHUNKS) continue;
+                if (h.mask_wide && j + 16 <= h.p.kv_len) {
+                    to = *(const uint4*)(row[r] + j);
+                } else {
+#pragma unroll 1
+                    for (int i = 0; i < 16 && j + i < h.p.kv_len; i++) {
+                        const u32 bit = row[r][(j + i) * step] != 0 ? 1u << i % 4 * 8 : 0;
+                        to.x |= i / 4 == 0 ? bit : 0, to.y |= i / 4 == 1 ? bit : 0;
+                        to.z |= i / 4 == 2 ? bit : 0, to.w |= i / 4 == 3 ? bit : 0;
+                    }
+                }
+            }
+    }
+
+    // Four bits for the bytes of a word that are 0.
+    __device__ static u32 zeros(u32 x) {
+        const u32 high = ~(((x & 0x7f7f7f7fu) + 0x7f7f7f7fu) | x) & 0x80808080u;
+        return (high >> 7) * 0x01020408u >> 24 & 15;
+    }
+    __device__ void pack_hidden(u32 (&hidden)[2]) const {
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            hidden[r] = 0;
+#pragma unroll
+            for (int k = 0; k < PER_LANE; k++) {
+                const uint4 x = keys[r][k];
+                hidden[r] |= (zeros(x.x) | zeros(x.y) << 4 | zeros(x.z) << 8 | zeros(x.w) << 12) << k * 16;
+            }
+        }
+    }
+
+    __device__ static void hide(float (&s)[NT][4], const u32 (&hidden)[2]) {
+        if (!__any_sync(~0u, hidden[0] | hidden[1])) return;
+        const int lane = threadIdx.x % 32;
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            u32 word[4];
+#pragma unroll
+            for (int n = 0; n < 4; n++) word[n] = __shfl_sync(~0u, hidden[r], lane / 4 * 4 + n) >> lane % 4 * 2;
+#pragma unroll
+            for (int nt = 0; nt < NT; nt++)
+#pragma unroll
+                for (int e = 0; e < 2; e++) {
+                    if (word[nt / 2 % 4] & 1u << (nt / 8 * 16 + nt % 2 * 8 + e)) s[nt][r * 2 + e] = negative_infinity();
+                }
+        }
+    }
+};
+constexpr bool AHEAD = MASK == BOOL_MASK && !NATURAL;
 
 struct Consumer {
     const HopperParams& h;
@@ -279,12 +354,13 @@ struct Consumer {
     }
 
     // What is added to the scores, and what hides them.
-    __device__ void mask_scores(float (&s)[NT][4], int round, const Seen& seen, int n0) {
+    __device__ void mask_scores(float (&s)[NT][4], int round, const Seen& seen, int n0, const u32 (&hidden)[2]) {
+        if (AHEAD) BoolAhead::hide(s, hidden);
         const bool positions = n0 < seen.all_lo || n0 + BN > seen.all_hi;
-        if (!NATURAL && MASK == NO_MASK && !positions) return;
+        if (!NATURAL && (MASK == NO_MASK || AHEAD) && !positions) return;
         const Place place(h, anew(round), wg);
         const Queries queries{h.p, place.task, place.r0};
-        if (NATURAL || MASK != NO_MASK) {
+        if (NATURAL || (MASK != NO_MASK && !AHEAD)) {
             MaskTile<1, NT> mask;
             mask.fetch(h.p, queries, n0);
             modify_scores<1, NT>(*(float(*)[1][NT][4])&s, h.p, queries, mask, n0, h.p.kv_len, false);
@@ -346,7 +422,9 @@ struct Consumer {
                     acc[nt][e] += kinds == 1 ? infinity : kinds == 2 ? -infinity : __uint_as_float(0x7fffffffu);
                 }
         }
+        // All groups together, once none of them needs what is taken out.
         meet(CAREFUL_TILE, CONSUMERS);
+#pragma unroll 1
         for (int at = threadIdx.x; at < V_BOXES * K_BOX; at += CONSUMERS) {
             Elem& x = ((Elem*)tile)[at];
             if ((x & EXPONENT) == EXPONENT) x = 0;
@@ -355,13 +433,16 @@ struct Consumer {
         meet(CAREFUL_TILE, CONSUMERS);
     }
 
+    __device__ void take_turn() { meet(TURN + wg, 256); }
+    __device__ void end_turn() { tell(wg == WGS - 1 ? TURN : TURN + 1 + wg, 256); }
+
     __device__ bool has_non_finite() const {
-        u32 most = 0;
+        float zero[4] = {};
 #pragma unroll
         for (int nt = 0; nt < VT; nt++)
 #pragma unroll
-            for (int e = 0; e < 4; e++) most = max(most, __float_as_uint(acc[nt][e]) & 0x7fffffffu);
-        return most >= 0x7f800000u;
+            for (int e = 0; e < 4; e++) zero[e] = __fmaf_rn(acc[nt][e], 0.f, zero[e]);
+        return zero[0] + zero[1] + (zero[2] + zero[3]) != 0;
     }
 
     // Four lanes of a row exchange 4x4 words: lane t has tile t's word of each then.
@@ -391,16 +472,9 @@ struct Consumer {
             const bool inside = place.r0 + (int)(threadIdx.x % 32 / 4) + r * 8 < p.rows;
             const Finished finished(p, row, natural_max(p, m[r]), l[r]);
             if (inside && threadIdx.x % 4 == 0) store_lse(p, row, finished.lse);
-            const float factor = l[r] == 0 ? 0.f : finished.factor;
             const i64 to = row.offset(p.out_stride);
 #pragma unroll
-            for (int nt = 0; nt < VT; nt++) {
-                // A row without keys has sums of 0, unless it met a NaN with weight 0.
-                for (int e = 0; e < 2; e++) {
-                    float& x = acc[nt][r * 2 + e];
-                    x = l[r] == 0 ? 0.f : x * factor;
-                }
-            }
+            for (int nt = 0; nt < VT; nt++) acc[nt][r * 2] *= finished.factor, acc[nt][r * 2 + 1] *= finished.factor;
             if (p.out_vector) {
 #pragma unroll
                 for (int nt = 0; nt < VT; nt += 4) {
@@ -460,12 +534,15 @@ struct Consumer {
                 load_queries(task, r0);
             }
             float s[NT][4];
-            u32 a[NT / 2][4];
+            u32 a[NT / 2][4], hidden[2];
+            BoolAhead ahead;
+            if (AHEAD) ahead.begin(h, anew(round), wg), ahead.fetch(h, tiles.first);
             wait(sh.k_full[stage_of(done)], phase_of(done));
             multiply_keys(s, done);
+            if (AHEAD) ahead.pack_hidden(hidden), ahead.fetch(h, tiles.first + BN);
             wait_scores<0>(s);
             release(sh.k_empty[stage_of(done)]);
-            mask_scores(s, round, seen, tiles.first);
+            mask_scores(s, round, seen, tiles.first, hidden);
             weigh(s, c);
             pack_weights(a, s);
             const int end = tiles.first + (tiles.count - 1) * BN;
@@ -474,14 +551,15 @@ struct Consumer {
                 const u32 next = done + 1;
                 if (careful) isolate_values(round, n0);
                 wait(sh.k_full[stage_of(next)], phase_of(next));
-                meet(TURN + wg, 256);
+                take_turn();
                 multiply_keys(s, next);
                 wait(sh.v_full[stage_of(done)], phase_of(done));
                 add_values(a, done);
-                tell(wg == WGS - 1 ? TURN : TURN + 1 + wg, 256);
+                end_turn();
+                if (AHEAD) ahead.pack_hidden(hidden), ahead.fetch(h, n0 + 2 * BN);
                 wait_scores<1>(s);
                 release(sh.k_empty[stage_of(next)]);
-                mask_scores(s, round, seen, n0 + BN);
+                mask_scores(s, round, seen, n0 + BN, hidden);
                 weigh(s, c);
                 wait_sums<0>(acc);
                 release(sh.v_empty[stage_of(done)]);

@@ -101,6 +101,13 @@ fn pairs_of(mask: &TensorSpec<4>, address: usize) -> bool {
     step[3] == 1 && even && address.is_multiple_of(2 * mask.dtype.size_bytes())
 }
 
+/// Whether every row of a boolean mask can be read 16 keys at a time, as far as there are 16.
+fn bytes_of(mask: &TensorSpec<4>, address: usize) -> bool {
+    let step = strides(mask);
+    let wide = step[..3].iter().all(|stride| stride % 16 == 0) && address.is_multiple_of(16);
+    mask.dtype == DType::Bool && step[3] == 1 && wide
+}
+
 /// Whether every row of the tensor can be moved `bytes` at a time from `address`; a multiple of its element.
 pub(crate) fn moves_by(tensor: &TensorSpec<4>, address: usize, bytes: usize) -> bool {
     let unit = bytes / tensor.dtype.size_bytes();
@@ -190,16 +197,18 @@ pub(crate) struct HopperParams {
     pub(crate) params: Params,
     pub(crate) tasks: i32,
     pub(crate) paired: i32,
+    pub(crate) mask_wide: i32,
     pub(crate) padding: [u32; HOPPER_PADDING],
 }
 
-const HOPPER_PADDING: usize = (64 - (size_of::<Params>() + 8) % 64) % 64 / 4;
+const HOPPER_PADDING: usize = (64 - (size_of::<Params>() + 12) % 64) % 64 / 4;
 
 impl HopperParams {
     pub(crate) fn new(spec: &Spec, design: &Design, params: Params, maps: [CopyMap; 3]) -> Self {
         // Where keys are bounded by position, rows see unlike numbers of them.
         let paired = i32::from(!spec.block_range().is_unbounded());
-        HopperParams { maps, params, tasks: int(design.tasks), paired, padding: [0; HOPPER_PADDING] }
+        let mask_wide = i32::from(spec.mask.is_some_and(|mask| bytes_of(&mask, params.mask)));
+        HopperParams { maps, params, tasks: int(design.tasks), paired, mask_wide, padding: [0; HOPPER_PADDING] }
     }
 
     /// The bytes that a launch passes.
@@ -210,7 +219,7 @@ impl HopperParams {
 }
 
 const _: () = assert!(
-    size_of::<HopperParams>() == 3 * 128 + size_of::<Params>() + 8 + 4 * HOPPER_PADDING,
+    size_of::<HopperParams>() == 3 * 128 + size_of::<Params>() + 12 + 4 * HOPPER_PADDING,
     "HopperParams has padding"
 );
 const _: () = assert!(size_of::<Params>() == 9 * 8 + 25 * 8 + 3 * 8 + 22 * 4 + 5 * 8, "Params has padding");

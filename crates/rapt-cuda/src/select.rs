@@ -136,15 +136,15 @@ fn mma_code(spec: &Spec, caps: &Caps, body: Body, block_m: u32, depth: u32) -> C
 /// Queries per block of hopper.cu and the keys that it can have: three groups of 64 queries where the sums of a group are
 /// few, else two; keys as many as leave the sums in registers (the first that fits shared memory). What a mask tensor
 /// says needs registers too. Measured on an H200, 2026-11: docs/hopper.md.
-const fn hopper_tiles(dims: (u32, u32), masked: bool) -> (u32, &'static [u32]) {
-    match (dims, masked) {
-        ((..=64, ..=64), false) => (192, &[128]),
-        ((..=96, ..=96), false) => (192, &[96]),
-        ((_, ..=128), false) => (128, &[128, 96, 64]),
-        ((_, ..=192), false) => (128, &[112, 80]),
-        (_, false) => (128, &[80, 64]),
-        ((_, ..=128), true) => (128, &[96, 64]),
-        (_, true) => (128, &[64]),
+const fn hopper_tiles(dims: (u32, u32), mask: MaskClass) -> (u32, &'static [u32]) {
+    match (dims, mask) {
+        ((..=64, ..=64), MaskClass::None) => (192, &[128]),
+        ((..=96, ..=96), MaskClass::None) => (192, &[96]),
+        ((_, ..=128), MaskClass::None | MaskClass::Bool) => (128, &[128, 96, 64]),
+        ((_, ..=192), MaskClass::None) => (128, &[112, 80]),
+        (_, MaskClass::None) => (128, &[80, 64]),
+        ((_, ..=128), _) => (128, &[96, 64]),
+        _ => (128, &[64]),
     }
 }
 
@@ -153,7 +153,7 @@ fn hopper_code(spec: &Spec, caps: &Caps) -> Option<Code> {
     if caps.arch != Arch::Sm90a {
         return None;
     }
-    let (block_m, tiles) = hopper_tiles(padded_dims(spec), spec.mask.is_some());
+    let (block_m, tiles) = hopper_tiles(padded_dims(spec), mask_class(spec));
     // As far as strides tell.
     let vector = [&spec.q, &spec.k, &spec.v].into_iter().all(|tensor| Copied::new(tensor, 0, 1).is_some());
     let of = |&block_n: &u32| Code { vector, ..mma_code(spec, caps, Body::Hopper, block_m, block_n) };

@@ -39,6 +39,12 @@ fn every_kernel_compiles_and_the_hot_ones_do_not_spill() {
         hot.extend(bf16([8, 2048, 2048, 128], None, &plain));
         hot.extend(of(spec(DType::F32, [8, 1, 2048, 128], None, &plain)));
         hot.extend(of(spec(DType::F32, [8, 2048, 2048, 64], None, &plain)));
+        if arch == Arch::Sm90a {
+            // Sums fill the registers here: a spill would be in the loop.
+            for head_dim in [96, 192, 256] {
+                hot.extend(bf16([8, 2048, 2048, head_dim], None, &plain));
+            }
+        }
         all.extend(of(spec(DType::F64, [8, 100, 100, 40], Some(DType::F64), &capped)));
     }
     // The other forms of the sources, once: what they differ in is no matter of the architecture.
@@ -62,7 +68,8 @@ fn every_kernel_compiles_and_the_hot_ones_do_not_spill() {
     for report in &reports {
         println!("{}: {} registers, {} bytes spilled", report.code, report.registers, report.spilled_bytes);
         assert!(report.registers <= 255 && report.cubin_bytes > 0);
-        let most = if hot.contains(&report.code) { 0 } else { 160 };
+        // 8: two words of the one thread of hopper.cu that asks the copy engine, 192 queries to a block.
+        let most = if hot.contains(&report.code) { 8 } else { 160 };
         assert!(report.spilled_bytes <= most, "{} spills {} bytes", report.code, report.spilled_bytes);
     }
 }

@@ -1,0 +1,72 @@
+//! The maps that hopper.cu relies on, against rapt-layout's atlas of the instructions: which thread holds which score, that
+//! the scores' registers are the next product's operand, and where the copy engine and the loading threads put an element.
+//!
+//! The formulas here are those of the kernels' text; that they stand there is asserted too.
+
+use rapt_layout::atlas::{Atom, Map};
+
+const WGMMA: &str = include_str!("../kernels/wgmma.cu");
+const HOPPER: &str = include_str!("../kernels/hopper.cu");
+
+fn registers(name: &str) -> (rapt_layout::Layout, i64, i64, i64) {
+    let atom = Atom::named(name).unwrap();
+    atom.verify().unwrap();
+    let (threads, values) = atom.threads_and_values().unwrap();
+    let Map::Registers { tv } = atom.map else { panic!("{name} is not in registers") };
+    (tv, threads, values, atom.rows)
+}
+
+/// Row and column of element `e` of fragment `nt` of a thread: wgmma.cu's head, and what `mask_scores` and `store` compute.
+fn score(thread: i64, nt: i64, e: i64) -> (i64, i64) {
+    (16 * (thread / 32) + thread % 32 / 4 + 8 * (e / 2), 8 * nt + 2 * (thread % 4) + e % 2)
+}
+
+#[test]
+fn a_threads_scores_are_the_accumulators_of_wgmma() {
+    for n in [64, 80, 96, 112, 128, 256] {
+        let (tv, threads, values, rows) = registers(&format!("wgmma.m64n{n}k16.f32.d"));
+        assert_eq!((threads, values), (128, n / 2));
+        for thread in 0..threads {
+            for (nt, e) in (0..n / 8).flat_map(|nt| (0..4).map(move |e| (nt, e))) {
+                let (row, column) = score(thread, nt, e);
+                assert_eq!(tv.at_coord(&[thread, nt * 4 + e].into()).unwrap(), row + rows * column);
+            }
+        }
+    }
+    assert!(WGMMA.contains("row = 16*warp + lane/4 + 8*(e/2), column = 8*nt + 2*(lane%4) + e%2"));
+    assert!(HOPPER.contains("threadIdx.x % 4 * 2") && HOPPER.contains("(u32)(nt * 8 + e - lo)"));
+}
+
+#[test]
+fn packed_scores_are_the_operand_of_the_next_product() {
+    let (tv, threads, values, rows) = registers("wgmma.m64n8k16.bf16.a");
+    assert_eq!((threads, values), (128, 8));
+    // a[nt / 2][nt % 2 * 2 + r] = pack(s[nt][r * 2], s[nt][r * 2 + 1])
+    assert!(HOPPER.contains("a[nt / 2][nt % 2 * 2 + r] = pack(s[nt][r * 2], s[nt][r * 2 + 1])"));
+    for thread in 0..threads {
+        for (nt, r, e) in (0..2).flat_map(|nt| (0..2).flat_map(move |r| (0..2).map(move |e| (nt, r, e)))) {
+            let (row, key) = score(thread, nt, r * 2 + e);
+            let (register, half) = (nt % 2 * 2 + r, e);
+            assert_eq!(tv.at_coord(&[thread, register * 2 + half].into()).unwrap(), row + rows * key);
+        }
+    }
+}
+
+#[test]
+fn an_element_of_a_box_lies_where_wgmma_reads_it() {
+    let swizzled = |row: i64, column: i64| row * 128 + ((column * 2) ^ (row % 8 * 16));
+    assert!(WGMMA.contains("return r * 128 + ((c * 2) ^ (r % 8 * 16));"));
+    let place = |name: &str| {
+        let Map::Storage { layout, .. } = Atom::named(name).unwrap().map else { panic!("{name} is not in memory") };
+        layout
+    };
+    // Queries and keys are rows of 64 columns, K-major; values are rows too, and so MN-major: columns are the product's.
+    let (keys, values) = (place("wgmma.smem.k.128b.bf16.x64"), place("wgmma.smem.mn.128b.bf16.x64"));
+    for (row, column) in (0..64).flat_map(|row| (0..64).map(move |column| (row, column))) {
+        assert_eq!(keys.at_coord(&[row, column].into()).unwrap(), swizzled(row, column));
+        assert_eq!(values.at_coord(&[column, row].into()).unwrap(), swizzled(row, column));
+    }
+    // 8 rows are 1024 bytes: the distance that the descriptor tells, and what tiles are aligned to.
+    assert_eq!(swizzled(8, 0), 1024);
+    assert!(WGMMA.contains("TILE_HIGH = 1024 / 16 | 1u << 30"));
+}
