@@ -166,11 +166,11 @@ fn decode_blocks(caps: &Caps, code: &Code, rows: usize, num_splits: usize) -> (u
     }
 }
 
-/// How `spec` is cut on a device with `caps`.
+/// How `spec` is cut on a device with `caps`, and why not on the tensor cores if it is not.
 ///
 /// # Errors
 /// [`Error::Unsupported`] for lengths and counts beyond 2^29 and 2^31.
-pub(crate) fn design(spec: &Spec, caps: &Caps) -> Result<(Design, String, String)> {
+pub(crate) fn design(spec: &Spec, caps: &Caps) -> Result<(Design, Option<String>)> {
     let (q_len, kv_len, group) = (spec.q_len(), spec.kv_len(), spec.group_size());
     for (what, n) in [
         ("q_len", q_len),
@@ -241,20 +241,6 @@ pub(crate) fn design(spec: &Spec, caps: &Caps) -> Result<(Design, String, String
     let row_bytes = (spec.head_dim_v() + 2) * spec.numerics.accumulation.size_bytes();
     let workspace_bytes =
         if combine.is_some() { (tasks * rows).saturating_mul(num_splits).saturating_mul(row_bytes) } else { 0 };
-    let why = match kernel {
-        Kernel::Decode => format!(
-            "{} queries share each head of K and V: bound by reading them, {num_splits} chunks of keys",
-            group * q_len
-        ),
-        Kernel::Forward => "many queries: both products on the tensor cores".to_owned(),
-        _ => "it serves every request".to_owned(),
-    };
-    let why_not_faster = refused.unwrap_or_else(|| match kernel {
-        Kernel::Forward if caps.arch == Arch::Sm90a => {
-            "wgmma and the copy engine of this architecture are not used".to_owned()
-        }
-        _ => String::new(),
-    });
     let design = Design {
         kernel,
         main,
@@ -270,7 +256,27 @@ pub(crate) fn design(spec: &Spec, caps: &Caps) -> Result<(Design, String, String
         items,
         workspace_bytes,
     };
-    Ok((design, why, why_not_faster))
+    Ok((design, refused))
+}
+
+/// In words: why this kernel, and why not a faster one.
+fn words(spec: &Spec, caps: &Caps, design: &Design, refused: Option<String>) -> (String, String) {
+    let why = match design.kernel {
+        Kernel::Decode => format!(
+            "{} queries share each head of K and V: bound by reading them, {} chunks of keys",
+            spec.group_size() * spec.q_len(),
+            design.num_splits
+        ),
+        Kernel::Forward => "many queries: both products on the tensor cores".to_owned(),
+        _ => "it serves every request".to_owned(),
+    };
+    let why_not_faster = refused.unwrap_or_else(|| match design.kernel {
+        Kernel::Forward if caps.arch == Arch::Sm90a => {
+            "wgmma and the copy engine of this architecture are not used".to_owned()
+        }
+        _ => String::new(),
+    });
+    (why, why_not_faster)
 }
 
 impl Design {
@@ -368,7 +374,8 @@ pub fn select(spec: &Spec, caps: &Caps) -> Result<Plan> {
         let why = "no output: nothing is launched".to_owned();
         return Ok(Plan::new(spec.clone(), key(Kernel::Empty), (0, 0, 1, 0), 1, 0, cost, false, why, String::new()));
     }
-    let (design, why, why_not_faster) = design(spec, caps)?;
+    let (design, refused) = design(spec, caps)?;
+    let (why, why_not_faster) = words(spec, caps, &design, refused);
     let block_n = match design.kernel {
         Kernel::Decode => design.main.decode_tile() as usize,
         Kernel::Forward => design.main.depth as usize,
@@ -401,6 +408,6 @@ pub fn select(spec: &Spec, caps: &Caps) -> Result<Plan> {
 /// # Errors
 /// As [`select`].
 pub fn codes(spec: &Spec, caps: &Caps) -> Result<Vec<Code>> {
-    let (design, ..) = design(spec, caps)?;
+    let (design, _) = design(spec, caps)?;
     Ok([Some(design.main), design.combine].into_iter().flatten().collect())
 }
