@@ -11,7 +11,7 @@ use std::sync::OnceLock;
 
 use pyo3::intern;
 use pyo3::prelude::*;
-use rapt::{DType, MAX_RANK, Shape, Strides};
+use rapt::{DType, Device, MAX_RANK, Shape, Strides};
 
 type TensorHandle = *mut c_void;
 type Read<T> = unsafe extern "C" fn(TensorHandle, *mut T) -> c_int;
@@ -35,6 +35,7 @@ pub(crate) struct TorchAbi {
     strides: Read<*mut i64>,
     dtype: Read<i32>,
     device_type: Read<i32>,
+    device_index: Read<i32>,
     storage_size: Read<i64>,
     storage_offset: Read<i64>,
     delete: unsafe extern "C" fn(TensorHandle) -> c_int,
@@ -42,12 +43,14 @@ pub(crate) struct TorchAbi {
     grad_mode: unsafe extern "C" fn() -> bool,
     interop: Option<Interop>,
     cpu: i32,
+    cuda: i32,
     /// torch's own codes of the dtypes that a tensor of a request may have.
     codes: Vec<(i32, DType)>,
 }
 
-/// What a strided tensor in host memory says of itself.
+/// What a strided tensor in the memory of the host or of an NVIDIA GPU says of itself.
 pub(crate) struct Described {
+    pub(crate) device: Device,
     pub(crate) ptr: *mut u8,
     pub(crate) dtype: DType,
     pub(crate) shape: Shape,
@@ -114,6 +117,7 @@ fn find() -> Option<TorchAbi> {
         strides: function!(c"aoti_torch_get_strides" as Read<*mut i64>)?,
         dtype: function!(c"aoti_torch_get_dtype" as Read<i32>)?,
         device_type: function!(c"aoti_torch_get_device_type" as Read<i32>)?,
+        device_index: function!(c"aoti_torch_get_device_index" as Read<i32>)?,
         storage_size: function!(c"aoti_torch_get_storage_size" as Read<i64>)?,
         storage_offset: function!(c"aoti_torch_get_storage_offset" as Read<i64>)?,
         delete: function!(c"aoti_torch_delete_tensor_object" as unsafe extern "C" fn(TensorHandle) -> c_int)?,
@@ -121,6 +125,7 @@ fn find() -> Option<TorchAbi> {
         grad_mode: function!(c"aoti_torch_grad_mode_is_enabled" as unsafe extern "C" fn() -> bool)?,
         interop,
         cpu: code(c"aoti_torch_device_type_cpu")?,
+        cuda: code(c"aoti_torch_device_type_cuda")?,
         codes,
     })
 }
@@ -175,15 +180,17 @@ impl TorchAbi {
     }
 
     /// What `tensor` (a `torch.Tensor` whose dispatch keys are those of an ordinary one, which is strided) says of itself.
-    /// `None` for anything but host memory, a computed dtype or bool, and at most [`MAX_RANK`] dimensions.
+    /// `None` for anything but memory of the host or of an NVIDIA GPU, a computed dtype or bool, and at most [`MAX_RANK`] dimensions.
     pub(crate) fn describe(&self, tensor: &Bound<'_, PyAny>) -> Option<Described> {
         self.describe_handle(&self.handle(tensor)?)
     }
 
     fn describe_handle(&self, handle: &Handle<'_>) -> Option<Described> {
-        if handle.read(self.device_type, 0)? != self.cpu {
-            return None;
-        }
+        let device = match handle.read(self.device_type, 0)? {
+            cpu if cpu == self.cpu => Device::Cpu,
+            cuda if cuda == self.cuda => Device::Cuda(u32::try_from(handle.read(self.device_index, 0)?).ok()?),
+            _ => return None,
+        };
         let code = handle.read(self.dtype, 0)?;
         let (_, dtype) = *self.codes.iter().find(|(known, _)| *known == code)?;
         let rank = usize::try_from(handle.read(self.dim, 0)?).ok().filter(|rank| *rank <= MAX_RANK)?;
@@ -199,6 +206,7 @@ impl TorchAbi {
         let storage_bytes = usize::try_from(handle.read(self.storage_size, 0)?).ok()?;
         let offset = usize::try_from(handle.read(self.storage_offset, 0)?).ok()?;
         Some(Described {
+            device,
             ptr,
             dtype,
             shape: Shape::new(&shape[..rank])?,
@@ -209,10 +217,11 @@ impl TorchAbi {
         })
     }
 
-    /// A new tensor in host memory, its elements not set, and what it says of itself. `None` where this torch hands out no Python object for one.
+    /// A new tensor on `device`, its elements not set, and what it says of itself. `None` where this torch hands out no Python object for one.
     pub(crate) fn empty_strided<'py>(
         &self,
         py: Python<'py>,
+        device: Device,
         dtype: DType,
         shape: &Shape,
         strides: &Strides,
@@ -224,13 +233,18 @@ impl TorchAbi {
             (sizes[d], steps[d]) = (i64::try_from(size).ok()?, i64::try_from(step).ok()?);
         }
         let rank = i64::try_from(shape.len()).ok()?;
+        let (kind, index) = match device {
+            Device::Cpu => (self.cpu, 0),
+            Device::Cuda(index) => (self.cuda, i32::try_from(index).ok()?),
+            _ => return None,
+        };
         let mut handle = Handle { abi: self, owned: std::ptr::null_mut(), body: std::ptr::null_mut() };
         let mut object = std::ptr::null_mut();
         // SAFETY: both arrays have `rank` entries; the handle written is owned by `handle`; the object written is a new
         // reference, and the GIL is held.
         unsafe {
             let status =
-                (self.empty_strided)(rank, sizes.as_ptr(), steps.as_ptr(), code, self.cpu, 0, &raw mut handle.owned);
+                (self.empty_strided)(rank, sizes.as_ptr(), steps.as_ptr(), code, kind, index, &raw mut handle.owned);
             if status != 0 || handle.owned.is_null() {
                 return None;
             }

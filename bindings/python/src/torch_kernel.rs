@@ -13,7 +13,7 @@ use std::sync::{Arc, PoisonError, RwLock};
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
-use rapt::{DType, Plan, Shape, Strides};
+use rapt::{DType, Device, Plan, Shape, Strides};
 use rustc_hash::FxHashMap;
 
 use crate::convert::{Kind, Operand, torch};
@@ -42,6 +42,7 @@ pub(crate) fn served() -> u64 {
 /// What a tensor says of itself, but for its pointer.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 struct Form {
+    device: Device,
     dtype: DType,
     shape: Shape,
     strides: Strides,
@@ -49,7 +50,7 @@ struct Form {
 
 impl Form {
     fn of(operand: &Operand) -> Self {
-        Form { dtype: operand.dtype, shape: operand.shape, strides: operand.strides }
+        Form { device: operand.device, dtype: operand.dtype, shape: operand.shape, strides: operand.strides }
     }
 
     /// `operand` in this form.
@@ -117,15 +118,17 @@ struct Call<'a, 'py> {
 pub(crate) struct TorchKernel {
     /// `(*args, **kwargs)`: whatever is not served here.
     cold: Py<PyAny>,
-    /// `(query, key, value, mask, enable_gqa)`: an output with the strides of PyTorch's own.
+    /// `(query, key, value, mask, is_causal, scale, enable_gqa)`: an output with the strides of PyTorch's own.
     empty_out: Py<PyAny>,
     /// Functions without arguments; one that says no sends the call to `cold`.
     allowed: Vec<Py<PyAny>>,
     /// The module whose `_current_level` is below 0 while no forward-mode AD is on.
     forward_ad: Py<PyAny>,
-    /// The keys that no ordinary tensor has, where the kernel is told the keys of a call. Under the key `CPU` it need not
-    /// be: what reaches that key is plain memory.
-    not_plain: Option<u64>,
+    /// Whether tensors lie on a GPU: what an ordinary one's keys are is known only when CUDA has started.
+    on_gpu: bool,
+    /// Whether the kernel is told the keys of a call. Under the keys `CPU` and `CUDA` it need not be: what reaches those is
+    /// plain memory.
+    with_keyset: bool,
     entries: RwLock<FxHashMap<Key, Arc<Entry>>>,
 }
 
@@ -133,15 +136,14 @@ pub(crate) struct TorchKernel {
 impl TorchKernel {
     #[new]
     fn new(
-        py: Python<'_>,
         cold: Py<PyAny>,
         empty_out: Py<PyAny>,
         allowed: Vec<Py<PyAny>>,
         forward_ad: Py<PyAny>,
+        on_gpu: bool,
         with_keyset: bool,
-    ) -> PyResult<Self> {
-        let not_plain = if with_keyset { Some(!torch::plain(py)?.into_iter().fold(0, |a, b| a | b)) } else { None };
-        Ok(TorchKernel { cold, empty_out, allowed, forward_ad, not_plain, entries: RwLock::default() })
+    ) -> Self {
+        TorchKernel { cold, empty_out, allowed, forward_ad, on_gpu, with_keyset, entries: RwLock::default() }
     }
 
     /// `([keyset,] query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False)`.
@@ -162,7 +164,7 @@ impl TorchKernel {
             Ok(Err(Failure::Python(error))) => Err(error),
             // A refusal has written nothing; whose error it is to be is decided there.
             _ => {
-                let first = usize::from(self.not_plain.is_some());
+                let first = usize::from(self.with_keyset);
                 self.cold.bind(py).call(args.get_slice(first, args.len()), kwargs)
             }
         }
@@ -170,7 +172,7 @@ impl TorchKernel {
 }
 
 impl TorchKernel {
-    /// The answer to an ordinary request: dense CPU tensors, no gradient, nothing that traces, an answer with the leading
+    /// The answer to an ordinary request: dense tensors of one device, no gradient, nothing that traces, an answer with the leading
     /// sizes of q. What is not asked here either makes no difference to the answer or is refused by rapt-core.
     fn hot<'py>(
         &self,
@@ -179,13 +181,15 @@ impl TorchKernel {
         kwargs: Option<&Bound<'py, PyDict>>,
     ) -> Result<Option<Bound<'py, PyAny>>, Failure> {
         // The union over the tensors and the modes in force: one look for what would take ten questions.
-        if let Some(not_plain) = self.not_plain {
+        if self.with_keyset {
+            let plain = if self.on_gpu { torch::plain_cuda(py)? } else { Some(torch::plain(py)?) };
+            let Some([outside, inside]) = plain else { return Ok(None) };
             let keys: u64 = args.get_borrowed_item(0)?.call_method0(intern!(py, "raw_repr"))?.extract()?;
-            if keys & not_plain != 0 {
+            if keys & !(outside | inside) != 0 {
                 return Ok(None);
             }
         }
-        let first = usize::from(self.not_plain.is_some());
+        let first = usize::from(self.with_keyset);
         let len = args.len();
         let given = |at: usize| if first + at < len { args.get_item(first + at).map(Some) } else { Ok(None) };
         let (Some(query), Some(key), Some(value)) = (given(0)?, given(1)?, given(2)?) else { return Ok(None) };
@@ -257,7 +261,7 @@ impl TorchKernel {
         let known = self.entries.read().unwrap_or_else(PoisonError::into_inner).get(&key).map(Arc::clone);
         let (entry, (object, out)) = match known {
             Some(entry) => {
-                let Form { dtype, shape, strides } = entry.given;
+                let Form { dtype, shape, strides, .. } = entry.given;
                 let made = torch::empty_strided(call.query, "out", dtype, &shape, &strides)?;
                 (entry, made)
             }
@@ -303,7 +307,7 @@ impl TorchKernel {
         let options = sdpa::options(call.is_causal, call.scale);
         // Whatever is refused is refused before memory is asked for.
         sdpa::spec_of(four, None, &options)?;
-        let arguments = (call.query, call.key, call.value, call.mask, call.enable_gqa);
+        let arguments = (call.query, call.key, call.value, call.mask, call.is_causal, call.scale, call.enable_gqa);
         let object = self.empty_out.bind(py).call1(arguments)?;
         let out = torch::read_plain("out", &object)?;
         if out.shape != frame.out_shape {

@@ -151,6 +151,21 @@ def test_long_keys_split_the_same_on_every_run():
             assert torch.equal(bits(first[0]), bits(again[0])) and torch.equal(bits(first[1]), bits(again[1]))
 
 
+def test_a_decoded_row_has_the_same_bits_alone_and_in_a_full_batch():
+    # A batch that fills the device is computed row by row, a single row chunk by chunk.
+    for dim, group in ((64, 4), (128, 1), (40, 12)):
+        for kv_len in (1100, 3000):
+            q, k, v, _ = Case(seed=6, q=(64, 2 * group, 1, dim), kv_heads=2, kv_len=kv_len).values()
+            v[3, 0, kv_len - 7, 5], v[5, 1, 0] = math.inf, math.nan
+            out, lse = rapt.attention(q, k, v, return_lse=True)
+            for b in (0, 3, 5, 63):
+                one, one_lse = rapt.attention(q[b : b + 1], k[b : b + 1], v[b : b + 1], return_lse=True)
+                assert torch.equal(one[0].nan_to_num(7.0), out[b].nan_to_num(7.0)) and torch.equal(one_lse[0], lse[b]), (dim, kv_len, b)
+            assert out[3, :group, :, 5].isposinf().all() and out[5, group:].isnan().all()
+            assert out[3].isfinite().sum() == out[3].numel() - group and out[4].isfinite().all()
+            judge(out[:2], lse[:2], q[:2], k[:2], v[:2])
+
+
 def test_streams_graphs_and_threads():
     q, k, v, _ = Case(seed=2, q=(1, 4, 200, 64), kv_heads=4, kv_len=700).values()
     want = rapt.attention(q, k, v)

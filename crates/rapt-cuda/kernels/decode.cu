@@ -148,7 +148,7 @@ __device__ inline void attend(const Params& p, Shared& sh, Item item, u32 count)
                 modify_scores<1, NT>(s, p, queries, mask, n0, tiles.end, positions);
             }
             u32 a[1][NT / 2][4];
-            sums.template weigh<CAREFUL, NT>(a, s, c);
+            sums.template weigh<CAREFUL, NT>(a, s, c, 0.f);
             sums.template add_values<CAREFUL, NT / 2>(a, tile.v);
             __syncwarp();
             stage = stage + 1 == STAGES ? 0 : stage + 1;
@@ -260,7 +260,8 @@ __device__ __noinline__ void attend_carefully(const Params& p, Shared& sh, Item 
     attend<true>(p, sh, item, count);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) attention(const __grid_constant__ Params p) {
+// Two blocks to a multiprocessor, where registers for that are enough.
+extern "C" __global__ void __launch_bounds__(THREADS, DV > 128 ? 1 : 2) attention(const __grid_constant__ Params p) {
     extern __shared__ __align__(128) u8 memory[];
     Shared& sh = *(Shared*)memory;
     begin_dependents();

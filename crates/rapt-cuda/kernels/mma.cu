@@ -25,9 +25,6 @@ constexpr int K_ROW = row_of(D), V_ROW = row_of(DV);  // elements
 constexpr float LOG2_E = 1.44269504088896340736f;
 // Beyond this m*c is off by more than a unit in the exponent: s - m is taken first then.
 constexpr float EXACT = 4194304.f;
-// m, what a row's scores are compared with, follows their maximum only when that has risen by more than these powers of 2:
-// p stays below 256, and sums are seldom rescaled.
-constexpr float SLACK = 8.f;
 
 #if STORAGE == F16 || STORAGE == F32  // float32.cu
 #define MMA_TYPE "f16"
@@ -42,16 +39,10 @@ template <int WIDTH>
 __device__ inline int place(int r, int c) {
     return r * row_of(WIDTH) + (is_swizzled(WIDTH) ? c ^ r % 8 * 8 : c);
 }
-// Where a lane's row of an ldmatrix of 16 rows and 16 columns begins, in bytes of the tile: the same for q, k and v.
+// The address `column` columns, a multiple of 16, beyond that of one of a row's first two units.
 template <int WIDTH>
-__device__ inline u32 lane_offset() {
-    const int lane = threadIdx.x % 32;
-    return place<WIDTH>(lane % 16, lane / 16 * 8) * 2;
-}
-// The same, `column` columns further, a multiple of 16.
-template <int WIDTH>
-__device__ inline u32 beyond(u32 offset, int column) {
-    return is_swizzled(WIDTH) ? (offset ^ column % 64 * 2) + column / 64 * 128 : offset + column * 2;
+__device__ inline u32 beyond(u32 at, int column) {
+    return is_swizzled(WIDTH) ? (at ^ column % 64 * 2) + column / 64 * 128 : at + column * 2;
 }
 
 __device__ inline void load_matrices(u32 (&r)[4], u32 at) {
@@ -166,7 +157,9 @@ struct Queries {
 // s = q.k of a tile of NT*8 keys.
 template <int MT, int NT>
 __device__ inline void multiply_keys(float (&s)[MT][NT][4], const Elem* q_tile, const Elem* k_tile) {
-    const u32 q_at = shared_address(q_tile), k_at = shared_address(k_tile), lanes = lane_offset<D>();
+    const int lane = threadIdx.x % 32;
+    const u32 q_at = shared_address(q_tile + place<D>(lane % 16, lane / 16 * 8));
+    const u32 k_at = shared_address(k_tile + place<D>(lane / 16 * 8 + lane % 8, lane / 8 % 2 * 8));
     constexpr int ROWS_16 = 16 * K_ROW * 2;
 #pragma unroll
     for (int mt = 0; mt < MT; mt++)
@@ -178,26 +171,26 @@ __device__ inline void multiply_keys(float (&s)[MT][NT][4], const Elem* q_tile, 
     constexpr int PAIRS = NT / 2, STEPS = D / 16;
     u32 a[2][MT][4], b[2][4];
 #pragma unroll
-    for (int mt = 0; mt < MT; mt++) load_matrices(a[0][mt], lanes + q_at + mt * ROWS_16);
-    load_matrices(b[0], lanes + k_at);
+    for (int mt = 0; mt < MT; mt++) load_matrices(a[0][mt], q_at + mt * ROWS_16);
+    load_matrices(b[0], k_at);
 #pragma unroll
     for (int step = 0; step < STEPS; step++) {
 #pragma unroll
         for (int pair = 0; pair < PAIRS; pair++) {
             const int now = (step * PAIRS + pair) % 2;
             if (pair + 1 < PAIRS) {
-                load_matrices(b[1 - now], beyond<D>(lanes, step * 16) + k_at + (pair + 1) * ROWS_16);
+                load_matrices(b[1 - now], beyond<D>(k_at, step * 16) + (pair + 1) * ROWS_16);
             } else if (step + 1 < STEPS) {
 #pragma unroll
                 for (int mt = 0; mt < MT; mt++) {
-                    load_matrices(a[(step + 1) % 2][mt], beyond<D>(lanes, (step + 1) * 16) + q_at + mt * ROWS_16);
+                    load_matrices(a[(step + 1) % 2][mt], beyond<D>(q_at, (step + 1) * 16) + mt * ROWS_16);
                 }
-                load_matrices(b[1 - now], beyond<D>(lanes, (step + 1) * 16) + k_at);
+                load_matrices(b[1 - now], beyond<D>(k_at, (step + 1) * 16));
             }
 #pragma unroll
             for (int mt = 0; mt < MT; mt++) {
-                mma(s[mt][pair * 2], a[step % 2][mt], b[now][0], b[now][2]);
-                mma(s[mt][pair * 2 + 1], a[step % 2][mt], b[now][1], b[now][3]);
+                mma(s[mt][pair * 2], a[step % 2][mt], b[now][0], b[now][1]);
+                mma(s[mt][pair * 2 + 1], a[step % 2][mt], b[now][2], b[now][3]);
             }
         }
     }
@@ -324,10 +317,12 @@ struct Sums {
         }
     }
 
-    // Scores become p, packed as A operands; m and l move on, acc is rescaled. What is rare stands apart, so that the rest is
+    // Scores become p, packed as A operands; m and l move on, acc is rescaled. m, what a row's scores are compared with,
+    // follows their maximum only when that has risen by more than `slack` powers of 2: at 8, p stays below 256, and sums are
+    // seldom rescaled; at 0 the greatest p is 1 and not rounded. What is rare stands apart, so that the rest is
     // one run of instructions in which exponentials and products overlap.
     template <bool CAREFUL, int NT>
-    __device__ void weigh(u32 (&a)[MT][NT / 2][4], float (&s)[MT][NT][4], float c) {
+    __device__ void weigh(u32 (&a)[MT][NT / 2][4], float (&s)[MT][NT][4], float c, float slack) {
         float top[MT][2], reference[MT][2];
         bool moved = false, big = NATURAL;
 #pragma unroll
@@ -340,7 +335,7 @@ struct Sums {
                 for (int nt = 0; nt < NT; nt++) x = fmaxf(x, fmaxf(s[mt][nt][h * 2], s[mt][nt][h * 2 + 1]));
                 x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
                 x = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
-                moved |= (x - m[mt][h]) * c > SLACK;
+                moved |= (x - m[mt][h]) * c > slack;
             }
         if (__any_sync(~0u, moved)) {
 #pragma unroll
@@ -349,8 +344,8 @@ struct Sums {
 #pragma unroll
                 for (int h = 0; h < 2; h++) {
                     const float rise = (top[mt][h] - m[mt][h]) * c;
-                    fall[h] = rise > SLACK ? exp2_fast(-rise) : 1.f;
-                    m[mt][h] = rise > SLACK ? top[mt][h] : m[mt][h];
+                    fall[h] = rise > slack ? exp2_fast(-rise) : 1.f;
+                    m[mt][h] = rise > slack ? top[mt][h] : m[mt][h];
                     l[mt][h] *= fall[h];
                 }
 #pragma unroll
@@ -417,13 +412,14 @@ struct Sums {
 
     template <int KT>
     __device__ void add_finite_values(const u32 (&a)[MT][KT][4], const Elem* v_tile) {
-        const u32 v_at = shared_address(v_tile), lanes = lane_offset<DV>();
+        const int lane = threadIdx.x % 32;
+        const u32 v_at = shared_address(v_tile + place<DV>(lane % 16, lane / 16 * 8));
 #pragma unroll
         for (int kt = 0; kt < KT; kt++)
 #pragma unroll
             for (int nt = 0; nt < DV / 8; nt += 2) {
                 u32 b[4];
-                load_matrices_transposed(b, beyond<DV>(lanes, nt * 8) + v_at + kt * 16 * V_ROW * 2);
+                load_matrices_transposed(b, beyond<DV>(v_at, nt * 8) + kt * 16 * V_ROW * 2);
 #pragma unroll
                 for (int mt = 0; mt < MT; mt++) {
                     mma(acc[mt][nt], a[mt][kt], b[0], b[1]);
@@ -436,7 +432,8 @@ struct Sums {
     // the keys that it attends (1 for +inf, 2^7 for -inf, 2^14 for NaN: at most 64 keys at a time).
     template <int KT>
     __device__ void add_values_carefully(const u32 (&a)[MT][KT][4], const Elem* v_tile) {
-        const u32 v_at = shared_address(v_tile), lanes = lane_offset<DV>();
+        const int lane = threadIdx.x % 32;
+        const u32 v_at = shared_address(v_tile + place<DV>(lane % 16, lane / 16 * 8));
 #pragma unroll
         for (int n0 = 0; n0 < DV / 8 * ((KT + 3) / 4); n0 += 2) {
             const int nt = n0 % (DV / 8), first = n0 / (DV / 8) * 4;
@@ -444,7 +441,7 @@ struct Sums {
 #pragma unroll
             for (int kt = first; kt < (first + 4 < KT ? first + 4 : KT); kt++) {
                 u32 b[4], finite[4], kind[4];
-                load_matrices_transposed(b, beyond<DV>(lanes, nt * 8) + v_at + kt * 16 * V_ROW * 2);
+                load_matrices_transposed(b, beyond<DV>(v_at, nt * 8) + kt * 16 * V_ROW * 2);
 #pragma unroll
                 for (int n = 0; n < 4; n++) split_finite(b[n], finite[n], kind[n]);
 #pragma unroll

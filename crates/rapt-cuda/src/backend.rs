@@ -177,7 +177,7 @@ impl Backend {
         let device = self.device(index).map_err(on)?;
         let mut plan = select(spec, &device.caps)?;
         if plan.key.kernel != Kernel::Empty {
-            let (design, ..) = design(spec, &device.caps)?;
+            let (design, _) = design(spec, &device.caps)?;
             let main = self.function(index, design.main).map_err(on)?;
             if let Some(combine) = design.combine {
                 self.function(index, combine).map_err(on)?;
@@ -257,7 +257,7 @@ impl Backend {
         let on = |error: CudaError| error.on(spec.device);
         let device = self.device(index).map_err(on)?;
         // Designed anew: a plan's fields are public.
-        let (design, ..) = design(spec, &device.caps)?;
+        let (design, _) = design(spec, &device.caps)?;
         let tensors = operands.tensors();
         let addresses = [&tensors.q, &tensors.k, &tensors.v].map(rapt_core::View::address);
         let design = design.with_addresses(spec, addresses);

@@ -207,11 +207,11 @@ fn decode_blocks(caps: &Caps, code: &Code, rows: usize, num_splits: usize) -> (u
     }
 }
 
-/// How `spec` is cut on a device with `caps`.
+/// How `spec` is cut on a device with `caps`, and why not on the tensor cores if it is not.
 ///
 /// # Errors
 /// [`Error::Unsupported`] for lengths and counts beyond 2^29 and 2^31.
-pub(crate) fn design(spec: &Spec, caps: &Caps) -> Result<(Design, String, String)> {
+pub(crate) fn design(spec: &Spec, caps: &Caps) -> Result<(Design, Option<String>)> {
     let (q_len, kv_len, group) = (spec.q_len(), spec.kv_len(), spec.group_size());
     for (what, n) in [
         ("q_len", q_len),
@@ -282,28 +282,6 @@ pub(crate) fn design(spec: &Spec, caps: &Caps) -> Result<(Design, String, String
     let row_bytes = (spec.head_dim_v() + 2) * spec.numerics.accumulation.size_bytes();
     let workspace_bytes =
         if combine.is_some() { (tasks * rows).saturating_mul(num_splits).saturating_mul(row_bytes) } else { 0 };
-    let why = match kernel {
-        Kernel::Decode => format!(
-            "{} queries share each head of K and V: bound by reading them, {num_splits} chunks of keys",
-            group * q_len
-        ),
-        Kernel::Forward if main.body == Body::Hopper => format!(
-            "many queries: both products on the tensor cores by wgmma, K and V by {}",
-            if main.vector {
-                "the copy engine"
-            } else {
-                "loads of one element: their strides are not the copy engine's"
-            }
-        ),
-        Kernel::Forward if main.body == Body::Float32 => {
-            "many queries: both products on the tensor cores, each float32 as \
-                two float16 under a power of two (22 bits), three products for one, sums in float32"
-                .to_owned()
-        }
-        Kernel::Forward => "many queries: both products on the tensor cores".to_owned(),
-        _ => "it serves every request".to_owned(),
-    };
-    let why_not_faster = refused.unwrap_or_default();
     let design = Design {
         kernel,
         main,
@@ -319,7 +297,34 @@ pub(crate) fn design(spec: &Spec, caps: &Caps) -> Result<(Design, String, String
         items,
         workspace_bytes,
     };
-    Ok((design, why, why_not_faster))
+    Ok((design, refused))
+}
+
+/// In words: why this kernel, and why not a faster one.
+fn words(spec: &Spec, design: &Design, refused: Option<String>) -> (String, String) {
+    let why = match design.kernel {
+        Kernel::Decode => format!(
+            "{} queries share each head of K and V: bound by reading them, {} chunks of keys",
+            spec.group_size() * spec.q_len(),
+            design.num_splits
+        ),
+        Kernel::Forward if design.main.body == Body::Hopper => format!(
+            "many queries: both products on the tensor cores by wgmma, K and V by {}",
+            if design.main.vector {
+                "the copy engine"
+            } else {
+                "loads of one element: their strides are not the copy engine's"
+            }
+        ),
+        Kernel::Forward if design.main.body == Body::Float32 => {
+            "many queries: both products on the tensor cores, each float32 as \
+                two float16 under a power of two (22 bits), three products for one, sums in float32"
+                .to_owned()
+        }
+        Kernel::Forward => "many queries: both products on the tensor cores".to_owned(),
+        _ => "it serves every request".to_owned(),
+    };
+    (why, refused.unwrap_or_default())
 }
 
 impl Design {
@@ -426,7 +431,8 @@ pub fn select(spec: &Spec, caps: &Caps) -> Result<Plan> {
         let why = "no output: nothing is launched".to_owned();
         return Ok(Plan::new(spec.clone(), key(Kernel::Empty), (0, 0, 1, 0), 1, 0, cost, false, why, String::new()));
     }
-    let (design, why, why_not_faster) = design(spec, caps)?;
+    let (design, refused) = design(spec, caps)?;
+    let (why, why_not_faster) = words(spec, &design, refused);
     let block_n = match design.kernel {
         Kernel::Decode => design.main.decode_tile() as usize,
         Kernel::Forward => design.main.depth as usize,
@@ -459,6 +465,6 @@ pub fn select(spec: &Spec, caps: &Caps) -> Result<Plan> {
 /// # Errors
 /// As [`select`].
 pub fn codes(spec: &Spec, caps: &Caps) -> Result<Vec<Code>> {
-    let (design, ..) = design(spec, caps)?;
+    let (design, _) = design(spec, caps)?;
     Ok([Some(design.main), design.combine].into_iter().flatten().collect())
 }

@@ -205,6 +205,7 @@ class TorchKernel:
         empty_out: Callable[..., Any],
         allowed: list[Callable[[], bool]],
         forward_ad: Any,
+        on_gpu: bool,
         with_keyset: bool,
     ) -> TorchKernel: ...
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...

@@ -21,6 +21,8 @@ struct Api {
     cpu: Py<PyAny>,
     uint8: Py<PyAny>,
     empty_strided: Py<PyAny>,
+    empty_like: Py<PyAny>,
+    current_stream: Option<Py<PyAny>>,
     dispatch_keys: Py<PyAny>,
     plain: [u64; 2],
     abi: Option<&'static TorchAbi>,
@@ -30,6 +32,7 @@ struct Api {
 }
 
 static API: PyOnceLock<Api> = PyOnceLock::new();
+static PLAIN_CUDA: PyOnceLock<[u64; 2]> = PyOnceLock::new();
 
 /// torch as far as it is loaded; it is never imported from here.
 fn api(py: Python<'_>) -> Option<&Api> {
@@ -53,6 +56,9 @@ fn api(py: Python<'_>) -> Option<&Api> {
             tensor: tensor.unbind(),
             parameter: torch.getattr("nn")?.getattr("Parameter")?.unbind(),
             empty_strided: torch.getattr("empty_strided")?.unbind(),
+            empty_like: torch.getattr("empty_like")?.unbind(),
+            // Not in a torch without CUDA.
+            current_stream: torch.getattr("_C")?.getattr("_cuda_getCurrentRawStream").ok().map(Bound::unbind),
             dispatch_keys: torch.getattr("_C")?.getattr("_dispatch_keys")?.unbind(),
             is_grad_enabled: torch.getattr("is_grad_enabled")?.unbind(),
             get_num_threads: torch.getattr("get_num_threads")?.unbind(),
@@ -99,9 +105,8 @@ fn is_plain(api: &Api, tensor: &Bound<'_, PyAny>) -> PyResult<bool> {
 /// The same of the GPU alone, where `keys` are the tensor's. What an ordinary one has is asked when the first arrives: before,
 /// asking would start CUDA.
 fn is_plain_cuda(api: &Api, tensor: &Bound<'_, PyAny>, keys: u64) -> PyResult<bool> {
-    static PLAIN: PyOnceLock<[u64; 2]> = PyOnceLock::new();
     let py = tensor.py();
-    if let Some(plain) = PLAIN.get(py) {
+    if let Some(plain) = PLAIN_CUDA.get(py) {
         return Ok(plain.contains(&keys));
     }
     // A fake tensor may say that it is on a GPU where there is none.
@@ -109,11 +114,19 @@ fn is_plain_cuda(api: &Api, tensor: &Bound<'_, PyAny>, keys: u64) -> PyResult<bo
     if !(class.is(&api.tensor) || class.is(&api.parameter)) || !tensor.getattr(intern!(py, "is_cuda"))?.is_truthy()? {
         return Ok(false);
     }
+    Ok(plain_cuda(py)?.is_some_and(|plain| plain.contains(&keys)))
+}
+
+/// Those two sets of keys on a GPU, once CUDA has started.
+pub(crate) fn plain_cuda(py: Python<'_>) -> PyResult<Option<[u64; 2]>> {
+    if let Some(plain) = PLAIN_CUDA.get(py) {
+        return Ok(Some(*plain));
+    }
     let torch = py.import(intern!(py, "torch"))?;
     if !torch.getattr("cuda")?.call_method0("is_initialized")?.is_truthy()? {
-        return Ok(false);
+        return Ok(None);
     }
-    Ok(PLAIN.get_or_try_init(py, || plain_keys(&torch, "cuda"))?.contains(&keys))
+    PLAIN_CUDA.get_or_try_init(py, || plain_keys(&torch, "cuda")).copied().map(Some)
 }
 
 /// Whether torch's `tensor`, which is no ordinary CPU tensor, is an ordinary one on a GPU.
@@ -177,7 +190,7 @@ fn operand(name: &'static str, it: &Described) -> Operand {
         dtype: it.dtype,
         shape: it.shape,
         strides: it.strides,
-        device: Device::Cpu,
+        device: it.device,
         extent: Extent::Proven { address: it.storage, len_bytes: it.storage_bytes },
         writable: true,
         _hold: None,
@@ -323,8 +336,24 @@ pub(crate) fn empty_strided<'py>(
         return Err(Failure::door(ErrorKind::Kind, "torch is not loaded", "`import torch`"));
     };
     let on_gpu = like.getattr(intern!(py, "is_cuda"))?.is_truthy()?;
-    if !on_gpu && let Some((made, described)) = api.abi.and_then(|abi| abi.empty_strided(py, dtype, shape, strides)) {
-        return Ok((made, operand(name, &described)));
+    let as_described = api.abi.and_then(|abi| {
+        let like = if on_gpu { Some(abi.describe(like)?) } else { None };
+        Some((abi, like))
+    });
+    if let Some((abi, like_described)) = as_described {
+        let device = like_described.as_ref().map_or(Device::Cpu, |like| like.device);
+        if let Some((made, described)) = abi.empty_strided(py, device, dtype, shape, strides) {
+            return Ok((made, operand(name, &described)));
+        }
+        // Where this torch makes none for us: the cheapest call that makes such a tensor.
+        let alike = |it: &Described| it.dtype == dtype && it.shape == *shape && it.strides == *strides;
+        if like_described.as_ref().is_some_and(alike) {
+            let made = api.empty_like.bind(py).call1((like,))?;
+            let operand = read_plain(name, &made)?;
+            if operand.shape == *shape && operand.strides == *strides {
+                return Ok((made, operand));
+            }
+        }
     }
     let Some((object, _)) = api.dtypes.iter().find(|(_, known)| *known == dtype) else {
         let message = format!("this torch has no dtype {dtype}");
@@ -342,8 +371,10 @@ pub(crate) fn empty_strided<'py>(
 
 /// The stream on which torch enqueues now on this GPU, as the driver's handle.
 pub(crate) fn current_stream(py: Python<'_>, device: u32) -> Result<usize, Failure> {
-    let native = py.import(intern!(py, "torch"))?.getattr(intern!(py, "_C"))?;
-    Ok(native.call_method1(intern!(py, "_cuda_getCurrentRawStream"), (device,))?.extract()?)
+    let Some(current_stream) = api(py).and_then(|api| api.current_stream.as_ref()) else {
+        return Err(Failure::door(ErrorKind::Device, "this torch has no CUDA", "a torch built with CUDA"));
+    };
+    Ok(current_stream.bind(py).call1((device,))?.extract()?)
 }
 
 /// Memory of torch's own allocator on a GPU: given back when dropped, and reused only by what the same stream runs later.

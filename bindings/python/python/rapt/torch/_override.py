@@ -1,10 +1,10 @@
 """PyTorch's `scaled_dot_product_attention` becomes Rapt's on CPU and GPU, for as long as it is registered.
 
 `aten::scaled_dot_product_attention` is taken at two dispatch keys of each device: AutogradCPU and AutogradCUDA, where ordinary
-tensors arrive, and CPU and CUDA, where inference tensors come straight. On the CPU the native `TorchKernel` answers what models
-ask for; all else comes to `_sdpa_cold`. Where a gradient is needed that hands on to PyTorch's own (the composite kernel, which
-autograd sees through), else no graph is recorded. While something traces (fake or functional tensors, dispatch modes) it ends in
-Rapt's own op, which compiled graphs then carry: inductor would otherwise decompose the aten op past us.
+tensors arrive, and CPU and CUDA, where inference tensors come straight. The native `TorchKernel` answers what models ask for;
+all else comes to `_sdpa_cold`. Where a gradient is needed that hands on to PyTorch's own (the composite kernel, which autograd
+sees through), else no graph is recorded. While something traces (fake or functional tensors, dispatch modes) it ends in Rapt's
+own op, which compiled graphs then carry: inductor would otherwise decompose the aten op past us.
 
 `aten::_scaled_dot_product_flash_attention_for_cpu` is taken too (`_flash`), for graphs that were decomposed before. PyTorch's own
 composite kernel ends there as well, so every hand-over marks itself by a negative dropout_p.
@@ -35,11 +35,15 @@ def own(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, m
     )
 
 
-def _kernel(with_keyset):
-    """The native kernel, which answers what models ask for: dense CPU tensors, no gradient, nothing that traces. A request
-    that PyTorch's own kernels are barred from goes the long way, where it is counted."""
+def _kernel(on_gpu, with_keyset):
+    """The native kernel, which answers what models ask for: dense tensors, no gradient, nothing that traces. A request
+    that PyTorch's own kernels are barred from goes the long way, where it is counted. On the GPU the strides of PyTorch's
+    output depend on which of its kernels are allowed: while one is not, requests go the long way too."""
     allowed = [torch._C._get_flash_sdp_enabled, torch._C._get_math_sdp_enabled]
-    return TorchKernel(_sdpa_cold, _strides.empty_out, allowed, torch.autograd.forward_ad, with_keyset)
+    if on_gpu:
+        allowed = [torch._C._get_math_sdp_enabled, *_route.FUSED]
+    empty_out = _strides.empty_out_cuda if on_gpu else _strides.empty_out_cpu
+    return TorchKernel(_sdpa_cold, empty_out, allowed, torch.autograd.forward_ad, on_gpu, with_keyset)
 
 
 # In inference mode nothing stands between torch.compile and the op; older torch (2.6) then decomposes it before it asks for
@@ -57,7 +61,7 @@ def _decomposition(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=F
 
 
 def _sdpa_cold(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False):
-    """Whatever the native kernel does not serve at once: GPUs, traces, gradients, modes, and every request out of the ordinary."""
+    """Whatever the native kernel does not serve at once: traces, gradients, modes, and every request out of the ordinary."""
     tensors = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
     traced = _ops.is_traced(*tensors)
     if traced:
@@ -124,10 +128,10 @@ def _activate():
     _strides.stock()
     library = torch.library.Library("aten", "IMPL")
     try:
-        library.impl("scaled_dot_product_attention", _kernel(with_keyset=True), "AutogradCPU", with_keyset=True)
-        library.impl("scaled_dot_product_attention", _kernel(with_keyset=False), "CPU")
-        library.impl("scaled_dot_product_attention", _sdpa_cold, "AutogradCUDA")
-        library.impl("scaled_dot_product_attention", _sdpa_cold, "CUDA")
+        for key, on_gpu in (("CPU", False), ("CUDA", True)):
+            above, below = _kernel(on_gpu, with_keyset=True), _kernel(on_gpu, with_keyset=False)
+            library.impl("scaled_dot_product_attention", above, f"Autograd{key}", with_keyset=True)
+            library.impl("scaled_dot_product_attention", below, key)
         _flash.take_cpu()
         if _DECOMPOSES_FIRST:
             _OP.py_kernels[_COMPOSITE] = _decomposition

@@ -33,7 +33,7 @@ def forward_mode():
 
 
 # The overrideable backend is another device's: torch 2.6 leaves it on whatever `sdpa_kernel` says.
-_FUSED = [
+FUSED = [
     getattr(torch._C, name)
     for name in (
         "_get_flash_sdp_enabled",
@@ -46,7 +46,7 @@ _FUSED = [
 
 def only_math_allowed():
     """Whether `sdpa_kernel([MATH])` (or its flags) left no fused kernel."""
-    return not any(enabled() for enabled in _FUSED)
+    return not any(enabled() for enabled in FUSED)
 
 
 def check_kv_len(key, value):
