@@ -32,37 +32,37 @@ pub(super) const AVX2: ArchTiles = ArchTiles {
     ],
 };
 
-/// Intel(R) Xeon(R) Processor (family 6 model 207), 2026-11-21, `cargo xtask tune --rounds 3 --threads 2 --rotate-mb 400 --arch avx512,avx512-bf16`.
+/// Intel(R) Xeon(R) Processor (family 6 model 207), 2026-11-21, `cargo xtask tune --rounds 5 --threads 2 --rotate-mb 400 --arch avx512,avx512_bf16`.
 #[rustfmt::skip]
 pub(super) const AVX512: ArchTiles = ArchTiles {
     forward: [
         // float64: head_dim to 64, to 128, more; q_len to 255, to 1023, more
-        [[forward(256, 128, true), forward(256, 128, true), forward(256, 128, true)],
-         [forward(128, 128, true), forward(128, 128, true), forward(128, 512, true)],
-         [forward(64, 128, true), forward(64, 256, true), forward(64, 256, true)]],
-        // float32: head_dim to 64, to 128, more; q_len to 255, to 1023, more
-        [[forward(256, 128, true), forward(256, 128, true), forward(256, 128, true)],
-         [forward(128, 128, true), forward(128, 128, true), forward(128, 128, true)],
+        [[forward(128, 128, true), forward(128, 128, true), forward(128, 128, true)],
+         [forward(128, 128, true), forward(128, 64, true), forward(128, 512, true)],
          [forward(128, 128, true), forward(128, 128, true), forward(128, 128, true)]],
+        // float32: head_dim to 64, to 128, more; q_len to 255, to 1023, more
+        [[forward(128, 128, true), forward(128, 128, true), forward(128, 128, true)],
+         [forward(128, 128, true), forward(128, 128, true), forward(128, 512, true)],
+         [forward(128, 128, true), forward(128, 128, true), forward(128, 256, true)]],
         // float16: head_dim to 64, to 128, more; q_len to 255, to 1023, more
         [[forward(128, 128, true), forward(128, 512, true), forward(128, 512, true)],
-         [forward(256, 128, true), forward(256, 512, true), forward(256, 512, true)],
-         [forward(256, 128, true), forward(256, 256, true), forward(256, 256, true)]],
+         [forward(128, 128, true), forward(128, 512, true), forward(128, 512, true)],
+         [forward(128, 128, true), forward(128, 512, true), forward(128, 512, true)]],
         // bfloat16: head_dim to 64, to 128, more; q_len to 255, to 1023, more
-        [[forward(128, 128, true), forward(128, 256, true), forward(128, 512, true)],
-         [forward(128, 128, true), forward(128, 512, true), forward(128, 256, true)],
+        [[forward(128, 128, true), forward(128, 512, true), forward(128, 512, true)],
+         [forward(128, 128, true), forward(128, 512, true), forward(128, 512, true)],
          [forward(128, 128, true), forward(128, 512, true), forward(128, 512, true)]],
     ],
     // One row per group, more; the dtypes as above.
     decode: [
-        [decode(512, 8, 0, 1024), decode(512, 8, 2048, 4096)],
-        [decode(512, 8, 8192, 1024), decode(512, 8, 2048, 4096)],
-        [decode(512, 8, 16384, 4096), decode(512, 16, 16384, 8192)],
-        [decode(512, 8, 4096, 4096), decode(512, 16, 2048, 4096)],
+        [decode(512, 8, 8192, 2048), decode(512, 8, 2048, 2048)],
+        [decode(512, 8, 2048, 2048), decode(512, 8, 2048, 16384)],
+        [decode(512, 8, 16384, 2048), decode(512, 16, 2048, 4096)],
+        [decode(512, 8, 8192, 2048), decode(512, 16, 2048, 4096)],
     ],
 };
 
-/// Not measured.
+/// Intel(R) Xeon(R) Processor (family 6 model 207), 2026-11-21, `cargo xtask tune --rounds 5 --threads 2 --rotate-mb 400 --arch avx512,avx512_bf16`.
 #[rustfmt::skip]
 pub(super) const AVX512_BF16: ArchTiles = ArchTiles {
     forward: [
@@ -79,9 +79,9 @@ pub(super) const AVX512_BF16: ArchTiles = ArchTiles {
          [Tiles::DEFAULT.forward, Tiles::DEFAULT.forward, Tiles::DEFAULT.forward],
          [Tiles::DEFAULT.forward, Tiles::DEFAULT.forward, Tiles::DEFAULT.forward]],
         // bfloat16: head_dim to 64, to 128, more; q_len to 255, to 1023, more
-        [[Tiles::DEFAULT.forward, Tiles::DEFAULT.forward, Tiles::DEFAULT.forward],
-         [Tiles::DEFAULT.forward, Tiles::DEFAULT.forward, Tiles::DEFAULT.forward],
-         [Tiles::DEFAULT.forward, Tiles::DEFAULT.forward, Tiles::DEFAULT.forward]],
+        [[forward(128, 128, true), forward(128, 128, true), forward(128, 128, true)],
+         [forward(128, 128, true), forward(128, 128, true), forward(128, 128, true)],
+         [forward(128, 128, true), forward(128, 128, true), forward(128, 128, true)]],
     ],
     // One row per group, more; the dtypes as above.
     decode: [
