@@ -16,6 +16,7 @@ mod rust_text;
 mod shell;
 mod test;
 mod tidy;
+mod tune;
 mod wheel;
 
 use std::process::ExitCode;
@@ -34,6 +35,7 @@ const COMMANDS: &[Command] = &[
     Command { name: "demo", help: demo::HELP, run: demo::run },
     Command { name: "test", help: test::HELP, run: test::run },
     Command { name: "bench", help: bench::HELP, run: bench::run },
+    Command { name: "tune", help: tune::HELP, run: tune::run },
     Command { name: "wheel", help: wheel::HELP, run: wheel::run },
     Command { name: "c", help: c::HELP, run: c::run },
     Command { name: "tidy", help: tidy::HELP, run: tidy::run },

@@ -2,6 +2,7 @@
 //!
 //! ```text
 //! select(&Spec, &Caps) -> Plan      pure                                    select.rs
+//!   tiles: how large pieces are     measured by `cargo xtask tune`          tiles/
 //! run(&Plan, Operands, …)           deals items to threads                  run.rs
 //!   forward: many queries           queries along the lanes                 generic/forward.rs
 //!   decode:  few queries            head_dim along the lanes                generic/decode.rs
@@ -14,6 +15,8 @@ mod generic;
 mod problem;
 mod run;
 mod select;
+pub mod tiles;
+pub mod tune;
 
 pub use caps::{available, detect};
 pub use run::run;

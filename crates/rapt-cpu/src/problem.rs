@@ -86,6 +86,12 @@ pub(crate) struct Cut {
     pub(crate) chunk_rows: usize,
     /// Keys per block.
     pub(crate) block_n: usize,
+    /// Forward: whether a rest of at most one vector of rows gets a tile of one vector.
+    pub(crate) narrow: bool,
+    /// Decode: keys per block of the second product.
+    pub(crate) pv_keys: usize,
+    /// Decode: how many bytes of K or V lie between what is read and what is asked for; 0: nothing is.
+    pub(crate) ahead_bytes: usize,
     /// Tasks.
     pub(crate) tasks: usize,
     /// Items per task.

@@ -10,6 +10,7 @@ use crate::caps::available;
 use crate::generic::simd::Real;
 use crate::problem::{Item, Problem};
 use crate::select::{cut, partials_bytes, scratch_bytes};
+use crate::tiles::Tiles;
 
 /// A pointer that threads share; each uses a part of its own.
 struct Shared(*mut u8);
@@ -22,6 +23,17 @@ unsafe impl Sync for Shared {}
 /// [`Error::OutOfMemory`] if `workspace` is shorter than the plan asks; [`Error::NotAsPlanned`] for operands of another
 /// spec; [`Error::WorkerPanicked`].
 pub fn run(plan: &Plan, operands: &mut Operands<'_>, workspace: &mut Workspace, executor: &dyn Executor) -> Result<()> {
+    run_tiled(plan, &Tiles::of(&plan.spec, plan.key.arch), operands, workspace, executor)
+}
+
+/// As [`run`], with tiles of the caller's choice: for [`tune`](crate::tune).
+pub(crate) fn run_tiled(
+    plan: &Plan,
+    tiles: &Tiles,
+    operands: &mut Operands<'_>,
+    workspace: &mut Workspace,
+    executor: &dyn Executor,
+) -> Result<()> {
     operands.expect(&plan.spec)?;
     let (spec, kernel, arch, threads) = (&plan.spec, plan.key.kernel, plan.key.arch, plan.threads.max(1));
     if kernel == Kernel::Empty {
@@ -36,7 +48,7 @@ pub fn run(plan: &Plan, operands: &mut Operands<'_>, workspace: &mut Workspace, 
         }
         arch::entry(arch, step, storage).ok_or_else(missing)
     };
-    let cut = cut(spec, kernel, arch, threads);
+    let cut = cut(spec, kernel, arch, threads, tiles);
     let scratch = scratch_bytes(spec, kernel, arch, &cut);
     // Asked of the spec again, not of the plan: a plan's fields are public.
     let bytes = threads.saturating_mul(scratch).saturating_add(partials_bytes(spec, kernel, &cut));
@@ -50,8 +62,19 @@ pub fn run(plan: &Plan, operands: &mut Operands<'_>, workspace: &mut Workspace, 
     match kernel {
         Kernel::Decode => {
             let items = cut.tasks * cut.chunks;
+            // Where the rows of all heads lie between one key and the next, heads follow one another: the same pages.
+            let heads = spec.num_q_heads() / cut.heads.max(1);
+            let interleaved = spec.k.strides[2].unsigned_abs() > spec.k.strides[1].unsigned_abs();
+            let order = move |n: usize| {
+                let (batch, rest) = (n / (heads * cut.chunks), n % (heads * cut.chunks));
+                if interleaved {
+                    Item { task: batch * heads + rest % heads, chunk: rest / heads }
+                } else {
+                    in_order(n, cut.chunks)
+                }
+            };
             // SAFETY: the entry is for an instruction set that this machine has.
-            unsafe { pool.deal(entry(Step::Decode)?, &problem, items, |n| in_order(n, cut.chunks)) }?;
+            unsafe { pool.deal(entry(Step::Decode)?, &problem, items, order) }?;
             if cut.chunks > 1 {
                 // SAFETY: as above; every chunk is written.
                 unsafe { pool.deal(entry(Step::Combine)?, &problem, cut.tasks, |task| Item { task, chunk: 0 }) }?;
@@ -131,7 +154,7 @@ fn fill_empty(plan: &Plan, operands: &mut Operands<'_>) {
     if spec.out.shape.contains(&0) {
         return;
     }
-    let cut = cut(spec, Kernel::Empty, plan.key.arch, 1);
+    let cut = cut(spec, Kernel::Empty, plan.key.arch, 1, &Tiles::DEFAULT);
     let problem = Problem::new(plan, cut, operands, std::ptr::null_mut());
     let [batch, heads, q_len, dim] = spec.out.shape;
     for (b, h, i) in (0..batch).flat_map(|b| (0..heads).flat_map(move |h| (0..q_len).map(move |i| (b, h, i)))) {

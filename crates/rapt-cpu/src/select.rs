@@ -1,9 +1,9 @@
 //! From a spec to a plan: pure, total, without a device; and the cut of the work that a plan implies.
 //!
 //! The rules, in order: nothing to attend → `empty`; few rows per kv head → `decode`; anything else → `forward`. Every
-//! option of the law is served by each. What depends on threads is only how rows are dealt out; the cut of the keys
-//! (`block_n`) follows the instruction set, the dtype and head_dim, so the bits of a row do not depend on the machine's
-//! load or on its neighbours.
+//! option of the law is served by each. How large pieces are, `tiles` says. What depends on threads is only how rows are
+//! dealt out; the cut of the keys (`block_n`) follows the instruction set, the dtype and head_dim, so the bits of a row do not
+//! depend on the machine's load or on its neighbours.
 
 use rapt_core::{
     Arch, Caps, Cost, DType, Device, Error, Kernel, KernelKey, MaskClass, PRounding, Plan, Result, Spec, Work,
@@ -12,6 +12,7 @@ use rapt_core::{
 use crate::arch;
 use crate::generic::{decode, forward};
 use crate::problem::Cut;
+use crate::tiles::Tiles;
 
 /// Most bytes of packed K and V tiles per thread.
 const PANEL_BYTES: usize = 1 << 20;
@@ -19,8 +20,6 @@ const PANEL_BYTES: usize = 1 << 20;
 const TILES_BYTES: usize = 1 << 20;
 /// Tiles that must share a block before packing rows that lie apart pays.
 const SHARING_TILES: usize = 4;
-/// Keys of one chunk in decode.
-const DECODE_BLOCK: usize = 512;
 /// Below this many nanoseconds on one core, waking another costs more than it saves (about 10 µs, Zen 4, 2026-11).
 const PARALLEL_NS: f64 = 20_000.0;
 
@@ -44,16 +43,16 @@ fn rates(arch: Arch, kernel: Kernel, storage: DType) -> Rates {
     Rates { flops: flops / width, exponentials: exponentials / (2.0 * width - 1.0) }
 }
 
-/// Keys per block of the forward kernel: a multiple of the micro-tile's rows near 128, fewer where a block of K and V
-/// would outgrow the cap.
-fn forward_block(spec: &Spec, rows: usize) -> usize {
+/// Keys per block of the forward kernel: the multiple of the micro-tile's rows below `block_n`, fewer where a block of K and
+/// V would outgrow the cap.
+fn forward_block(spec: &Spec, rows: usize, block_n: usize) -> usize {
     let row_bytes = (spec.head_dim() + spec.head_dim_v()) * spec.numerics.accumulation.size_bytes();
-    let most = (PANEL_BYTES / row_bytes).clamp(1, 128);
+    let most = (PANEL_BYTES / row_bytes).clamp(1, block_n);
     if most > rows { most / rows * rows } else { most }
 }
 
-/// How `spec` is cut for `kernel`; a function of the spec, the instruction set and the number of threads.
-pub(crate) fn cut(spec: &Spec, kernel: Kernel, arch: Arch, threads: usize) -> Cut {
+/// How `spec` is cut for `kernel`; a function of the spec, the instruction set, the number of threads and the tiles.
+pub(crate) fn cut(spec: &Spec, kernel: Kernel, arch: Arch, threads: usize, tiles: &Tiles) -> Cut {
     let shape = arch::tile_shape(arch, spec.numerics.storage);
     let in_elem = spec.numerics.storage == spec.numerics.accumulation;
     let inner_is_one = |strides: [isize; 4], dim: usize| strides[3] == 1 || dim == 1;
@@ -69,34 +68,43 @@ pub(crate) fn cut(spec: &Spec, kernel: Kernel, arch: Arch, threads: usize) -> Cu
     let heads = if whole_group { group } else { 1 };
     let tasks = batch * (spec.num_q_heads() / heads.max(1));
     let rows = heads * q_len;
+    let apart = |strides: [isize; 4], dim: usize| strides[2].unsigned_abs() != dim;
+    let apart = [apart(spec.k.strides, spec.head_dim()), apart(spec.v.strides, spec.head_dim_v())];
+    let decode = &tiles.decode;
+    let whole = Cut {
+        heads,
+        rows,
+        chunk_rows: rows,
+        block_n: decode.block_n,
+        narrow: tiles.forward.narrow,
+        pv_keys: decode.pv_keys,
+        ahead_bytes: if apart[0] || apart[1] { decode.ahead_bytes_apart } else { decode.ahead_bytes },
+        tasks,
+        chunks: spec.kv_len().div_ceil(decode.block_n),
+        k_in_place,
+        v_in_place,
+    };
     if kernel != Kernel::Forward {
-        let chunks = spec.kv_len().div_ceil(DECODE_BLOCK);
-        return Cut { heads, rows, chunk_rows: rows, block_n: DECODE_BLOCK, tasks, chunks, k_in_place, v_in_place };
+        return whole;
     }
     let tile_bytes = shape.queries * (spec.head_dim() + spec.head_dim_v()) * spec.numerics.accumulation.size_bytes();
     let most_tiles = (TILES_BYTES / tile_bytes).max(1);
-    let target = if q_len >= 1024 { 256 } else { 128 };
-    let mut tiles = (target / shape.queries).clamp(1, most_tiles);
+    let mut count = (tiles.forward.rows / shape.queries).clamp(1, most_tiles);
     // Enough items that the threads end together, as long as an item still shares each block of keys among tiles.
-    while tiles > 2 && tasks * rows.div_ceil(tiles * shape.queries) < threads.saturating_mul(4) {
-        tiles /= 2;
+    while count > 2 && tasks * rows.div_ceil(count * shape.queries) < threads.saturating_mul(4) {
+        count /= 2;
     }
-    let chunk_rows = (tiles * shape.queries).min(rows.next_multiple_of(shape.queries));
+    let chunk_rows = (count * shape.queries).min(rows.next_multiple_of(shape.queries));
     // Rows that lie apart share few cache sets and touch a page each: packed once, a block is read by many tiles. In a
     // [B,S,H,D] view of 24 heads of 128 (rows 12 KiB apart) f32 in place lost 30 % (Zen 4, 2026-11).
     let shared = chunk_rows.div_ceil(shape.queries) >= SHARING_TILES;
-    let apart = |strides: [isize; 4], dim: usize| strides[2].unsigned_abs() != dim;
-    let k_in_place = k_in_place && !(shared && apart(spec.k.strides, spec.head_dim()));
-    let v_in_place = v_in_place && !(shared && apart(spec.v.strides, spec.head_dim_v()));
     Cut {
-        heads,
-        rows,
         chunk_rows,
-        block_n: forward_block(spec, shape.rows),
-        tasks,
+        block_n: forward_block(spec, shape.rows, tiles.forward.block_n),
         chunks: rows.div_ceil(chunk_rows),
-        k_in_place,
-        v_in_place,
+        k_in_place: k_in_place && !(shared && apart[0]),
+        v_in_place: v_in_place && !(shared && apart[1]),
+        ..whole
     }
 }
 
@@ -117,7 +125,9 @@ pub(crate) fn scratch_bytes(spec: &Spec, kernel: Kernel, arch: Arch, cut: &Cut) 
             })
             .len
         }
-        Kernel::Decode => decode::Layout::new(cut.rows, spec.head_dim(), spec.head_dim_v(), cut.block_n).len,
+        Kernel::Decode => {
+            decode::Layout::new(cut.rows, spec.head_dim(), spec.head_dim_v(), cut.block_n, cut.pv_keys).len
+        }
         _ => 0,
     };
     (elements * spec.numerics.accumulation.size_bytes()).next_multiple_of(64)
@@ -139,7 +149,7 @@ fn bytes_packed(spec: &Spec, kernel: Kernel, arch: Arch, cut: &Cut, threads: usi
     let k = if cut.k_in_place { 0 } else { spec.head_dim() };
     let v = if cut.v_in_place { 0 } else { spec.head_dim_v() };
     let per_thread = if kernel == Kernel::Decode {
-        decode::PV_KEYS * k.max(v) * spec.numerics.storage.size_bytes()
+        cut.pv_keys * k.max(v) * spec.numerics.storage.size_bytes()
     } else {
         let dtype = match p_rounding(kernel, arch, spec) {
             PRounding::Storage => spec.numerics.storage,
@@ -190,6 +200,11 @@ fn cost(spec: &Spec, kernel: Kernel, arch: Arch, threads: usize, clock_hz: Optio
 /// [`Error::DeviceUnavailable`] for anything but host memory; [`Error::Unsupported`] for an instruction set that this
 /// build lacks.
 pub fn select(spec: &Spec, caps: &Caps) -> Result<Plan> {
+    select_tiled(spec, caps, &Tiles::of(spec, caps.arch))
+}
+
+/// As [`select`], with tiles of the caller's choice: for [`tune`](crate::tune).
+pub(crate) fn select_tiled(spec: &Spec, caps: &Caps, tiles: &Tiles) -> Result<Plan> {
     if spec.device != Device::Cpu {
         let why = "this backend serves host memory".into();
         return Err(Error::DeviceUnavailable { device: spec.device, why });
@@ -245,7 +260,7 @@ pub fn select(spec: &Spec, caps: &Caps) -> Result<Plan> {
     let one_core = cost(spec, kernel, arch, 1, Some(3.0e9), 0);
     let ns = one_core.floor_seconds.unwrap_or(0.0) * 1e9 + (one_core.bytes_read + one_core.bytes_written) / 20.0;
     let threads = if ns < PARALLEL_NS { 1 } else { caps.threads.max(1) };
-    let cut = cut(spec, kernel, arch, threads);
+    let cut = cut(spec, kernel, arch, threads, tiles);
     let items = cut.tasks.saturating_mul(cut.chunks);
     let scratch = threads.saturating_mul(scratch_bytes(spec, kernel, arch, &cut));
     let workspace_bytes = scratch.saturating_add(partials_bytes(spec, kernel, &cut));

@@ -14,6 +14,7 @@ use crate::args::Args;
 use crate::licenses;
 use crate::metadata::{Workspace, root};
 use crate::shell::{Failure, Outcome, step};
+use crate::tune;
 
 pub(crate) const HELP: &str = "\
 cargo xtask tidy
@@ -25,7 +26,7 @@ Checks the rules of the house that no compiler knows.
 - CPU intrinsics only in crates/rapt-cpu/src/arch; torch, numpy and pyo3 only in bindings
 - no unfinished markers, no versioned names, no absolute machine paths, no source file over 900 lines
 - every RAPT_* variable of the code stands in docs/environment.md, and the reverse
-- THIRD-PARTY-LICENSES.md and the generated blocks of README.md are current";
+- THIRD-PARTY-LICENSES.md, the generated blocks of README.md and the table of tiles are current";
 
 /// One place that breaks a rule.
 #[derive(Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -66,6 +67,7 @@ pub(crate) fn check() -> Outcome {
     }
     findings.extend(environment::check(&files));
     findings.extend(generated::check()?);
+    findings.extend(tune::check()?.into_iter().map(|what| Finding::new("tiles", what)));
     let licences = std::fs::read_to_string(root().join(licenses::FILE)).unwrap_or_default();
     if licences != licenses::generate(&workspace)? {
         findings.push(Finding::new(licenses::FILE, "is not current: run `cargo xtask licenses`"));

@@ -56,6 +56,41 @@ pub(super) unsafe fn transpose_4x4(src: *const f64, src_stride: usize, dst: *mut
     }
 }
 
+/// Transposes 8×8 bytes. Shared with AVX-512.
+#[inline(always)]
+pub(super) unsafe fn transpose_8x8_bytes(rows: [*const u8; 8], dst: *mut u8, dst_stride: usize) {
+    // SAFETY: the caller vouches for AVX2 and for both squares.
+    unsafe {
+        let row = |n: usize| _mm_loadl_epi64(rows[n].cast());
+        let pair = |n: usize| _mm_unpacklo_epi8(row(n), row(n + 1));
+        let (a, b, c, d) = (pair(0), pair(2), pair(4), pair(6));
+        let (ab_low, ab_high) = (_mm_unpacklo_epi16(a, b), _mm_unpackhi_epi16(a, b));
+        let (cd_low, cd_high) = (_mm_unpacklo_epi16(c, d), _mm_unpackhi_epi16(c, d));
+        let columns = [
+            _mm_unpacklo_epi32(ab_low, cd_low),
+            _mm_unpackhi_epi32(ab_low, cd_low),
+            _mm_unpacklo_epi32(ab_high, cd_high),
+            _mm_unpackhi_epi32(ab_high, cd_high),
+        ];
+        for (n, columns) in columns.into_iter().enumerate() {
+            _mm_storel_pd(dst.add(2 * n * dst_stride).cast(), _mm_castsi128_pd(columns));
+            _mm_storeh_pd(dst.add((2 * n + 1) * dst_stride).cast(), _mm_castsi128_pd(columns));
+        }
+    }
+}
+
+/// Sums each of four vectors within 128 bits, as elements `0 + 2` and `1 + 3` and then those two: element `n` of a 128-bit
+/// part of the answer is of vector `n`.
+#[inline(always)]
+unsafe fn sum_quarters(x: [__m256; 4]) -> __m256 {
+    // SAFETY: the caller vouches for AVX2.
+    unsafe {
+        let halves = |a, b| _mm256_add_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b));
+        let (ab, cd) = (halves(x[0], x[1]), halves(x[2], x[3]));
+        _mm256_add_ps(_mm256_shuffle_ps::<0x44>(ab, cd), _mm256_shuffle_ps::<0xEE>(ab, cd))
+    }
+}
+
 /// Eight f32 to bfloat16 in the low half of each lane, to nearest even; NaN becomes a quiet NaN of its sign.
 #[inline(always)]
 unsafe fn bf16_bits(x: __m256) -> __m256i {
@@ -147,11 +182,6 @@ impl Simd for Avx2F32 {
         unsafe { _mm256_blendv_ps(b, a, m) }
     }
     #[inline(always)]
-    unsafe fn any(m: __m256) -> bool {
-        // SAFETY: an entry point has AVX2, FMA and F16C on, after detection.
-        unsafe { _mm256_movemask_ps(m) != 0 }
-    }
-    #[inline(always)]
     unsafe fn pow2(shifted: __m256) -> __m256 {
         // SAFETY: an entry point has AVX2, FMA and F16C on, after detection.
         unsafe { _mm256_castsi256_ps(_mm256_slli_epi32::<23>(_mm256_castps_si256(shifted))) }
@@ -186,11 +216,36 @@ impl Simd for Avx2F32 {
     #[inline(always)]
     unsafe fn reduce_add(x: __m256) -> f32 {
         // SAFETY: an entry point has AVX2, FMA and F16C on, after detection.
+        unsafe { Self::reduce_add_4([x; 4])[0] }
+    }
+    #[inline(always)]
+    unsafe fn reduce_add_4(x: [__m256; 4]) -> [f32; 4] {
+        // SAFETY: an entry point has AVX2, FMA and F16C on, after detection.
         unsafe {
-            let x = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps::<1>(x));
-            let x = _mm_add_ps(x, _mm_movehl_ps(x, x));
-            _mm_cvtss_f32(_mm_add_ss(x, _mm_shuffle_ps::<1>(x, x)))
+            let sum = sum_quarters(x);
+            let sum = _mm_add_ps(_mm256_castps256_ps128(sum), _mm256_extractf128_ps::<1>(sum));
+            let mut four = [0.0; 4];
+            _mm_storeu_ps(four.as_mut_ptr(), sum);
+            four
         }
+    }
+    #[inline(always)]
+    unsafe fn prefetch(ptr: *const u8) {
+        // SAFETY: an entry point has AVX2, FMA and F16C on, after detection; a prefetch never faults.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(ptr.cast()) }
+    }
+    #[inline(always)]
+    unsafe fn falses(ptr: *const u8) -> __m256 {
+        // SAFETY: an entry point has AVX2, FMA and F16C on, after detection; the caller vouches for eight bytes.
+        unsafe {
+            let bytes = _mm256_cvtepu8_epi32(_mm_loadl_epi64(ptr.cast()));
+            _mm256_castsi256_ps(_mm256_cmpeq_epi32(bytes, _mm256_setzero_si256()))
+        }
+    }
+    #[inline(always)]
+    unsafe fn transpose_bytes(rows: [*const u8; 8], dst: *mut u8, dst_stride: usize) {
+        // SAFETY: an entry point has AVX2, FMA and F16C on, after detection; the caller vouches for both squares.
+        unsafe { transpose_8x8_bytes(rows, dst, dst_stride) }
     }
     #[inline(always)]
     unsafe fn transpose(src: *const f32, src_stride: usize, dst: *mut f32, dst_stride: usize) {
@@ -276,11 +331,6 @@ impl Simd for Avx2F64 {
         unsafe { _mm256_blendv_pd(b, a, m) }
     }
     #[inline(always)]
-    unsafe fn any(m: __m256d) -> bool {
-        // SAFETY: an entry point has AVX2, FMA and F16C on, after detection.
-        unsafe { _mm256_movemask_pd(m) != 0 }
-    }
-    #[inline(always)]
     unsafe fn pow2(shifted: __m256d) -> __m256d {
         // SAFETY: an entry point has AVX2, FMA and F16C on, after detection.
         unsafe { _mm256_castsi256_pd(_mm256_slli_epi64::<52>(_mm256_castpd_si256(shifted))) }
@@ -293,6 +343,11 @@ impl Simd for Avx2F64 {
             let x = _mm_add_pd(_mm256_castpd256_pd128(x), _mm256_extractf128_pd::<1>(x));
             _mm_cvtsd_f64(_mm_add_sd(x, _mm_unpackhi_pd(x, x)))
         }
+    }
+    #[inline(always)]
+    unsafe fn prefetch(ptr: *const u8) {
+        // SAFETY: an entry point has AVX2, FMA and F16C on, after detection; a prefetch never faults.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(ptr.cast()) }
     }
     #[inline(always)]
     unsafe fn transpose(src: *const f64, src_stride: usize, dst: *mut f64, dst_stride: usize) {

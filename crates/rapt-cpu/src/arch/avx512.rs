@@ -6,7 +6,7 @@ use std::mem::transmute;
 
 use half::{bf16, f16};
 
-use super::avx2::{transpose_4x4, transpose_8x8};
+use super::avx2::{transpose_4x4, transpose_8x8, transpose_8x8_bytes};
 use crate::generic::simd::{Bf16Pairs, Simd};
 
 /// Sixteen f32.
@@ -93,10 +93,6 @@ impl Simd for Avx512F32 {
         unsafe { _mm512_mask_blend_ps(m, b, a) }
     }
     #[inline(always)]
-    unsafe fn any(m: __mmask16) -> bool {
-        m != 0
-    }
-    #[inline(always)]
     unsafe fn pow2(shifted: __m512) -> __m512 {
         // SAFETY: an entry point has AVX-512 on, after detection.
         unsafe { _mm512_castsi512_ps(_mm512_slli_epi32::<23>(_mm512_castps_si512(shifted))) }
@@ -136,7 +132,41 @@ impl Simd for Avx512F32 {
     #[inline(always)]
     unsafe fn reduce_add(x: __m512) -> f32 {
         // SAFETY: an entry point has AVX-512 on, after detection.
-        unsafe { _mm512_reduce_add_ps(x) }
+        unsafe { Self::reduce_add_4([x; 4])[0] }
+    }
+    #[inline(always)]
+    unsafe fn reduce_add_4(x: [__m512; 4]) -> [f32; 4] {
+        // Within 128 bits elements 0 + 2 and 1 + 3, then those two; then the four parts in the same way.
+        // SAFETY: an entry point has AVX-512 on, after detection.
+        unsafe {
+            let halves = |a, b| _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+            let (ab, cd) = (halves(x[0], x[1]), halves(x[2], x[3]));
+            let sum = _mm512_add_ps(_mm512_shuffle_ps::<0x44>(ab, cd), _mm512_shuffle_ps::<0xEE>(ab, cd));
+            let sum = _mm256_add_ps(_mm512_castps512_ps256(sum), _mm512_extractf32x8_ps::<1>(sum));
+            let sum = _mm_add_ps(_mm256_castps256_ps128(sum), _mm256_extractf128_ps::<1>(sum));
+            let mut four = [0.0; 4];
+            _mm_storeu_ps(four.as_mut_ptr(), sum);
+            four
+        }
+    }
+    #[inline(always)]
+    unsafe fn prefetch(ptr: *const u8) {
+        // SAFETY: an entry point has AVX-512 on, after detection; a prefetch never faults.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(ptr.cast()) }
+    }
+    #[inline(always)]
+    unsafe fn falses(ptr: *const u8) -> __mmask16 {
+        // Two loads: one of sixteen bytes would wait until two stores of eight have left the store buffer.
+        // SAFETY: an entry point has AVX-512 on, after detection; the caller vouches for sixteen bytes.
+        unsafe {
+            let bytes = _mm_unpacklo_epi64(_mm_loadl_epi64(ptr.cast()), _mm_loadl_epi64(ptr.add(8).cast()));
+            _mm_testn_epi8_mask(bytes, bytes)
+        }
+    }
+    #[inline(always)]
+    unsafe fn transpose_bytes(rows: [*const u8; 8], dst: *mut u8, dst_stride: usize) {
+        // SAFETY: an entry point has AVX-512 on, after detection; the caller vouches for both squares.
+        unsafe { transpose_8x8_bytes(rows, dst, dst_stride) }
     }
     #[inline(always)]
     unsafe fn transpose(src: *const f32, src_stride: usize, dst: *mut f32, dst_stride: usize) {
@@ -271,10 +301,6 @@ impl Simd for Avx512F64 {
         unsafe { _mm512_mask_blend_pd(m, b, a) }
     }
     #[inline(always)]
-    unsafe fn any(m: __mmask8) -> bool {
-        m != 0
-    }
-    #[inline(always)]
     unsafe fn pow2(shifted: __m512d) -> __m512d {
         // SAFETY: an entry point has AVX-512 on, after detection.
         unsafe { _mm512_castsi512_pd(_mm512_slli_epi64::<52>(_mm512_castpd_si512(shifted))) }
@@ -284,6 +310,11 @@ impl Simd for Avx512F64 {
     unsafe fn reduce_add(x: __m512d) -> f64 {
         // SAFETY: an entry point has AVX-512 on, after detection.
         unsafe { _mm512_reduce_add_pd(x) }
+    }
+    #[inline(always)]
+    unsafe fn prefetch(ptr: *const u8) {
+        // SAFETY: an entry point has AVX-512 on, after detection; a prefetch never faults.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(ptr.cast()) }
     }
     #[inline(always)]
     unsafe fn transpose(src: *const f64, src_stride: usize, dst: *mut f64, dst_stride: usize) {

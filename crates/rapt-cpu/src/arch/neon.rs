@@ -84,11 +84,6 @@ impl Simd for NeonF32 {
         unsafe { vbslq_f32(m, a, b) }
     }
     #[inline(always)]
-    unsafe fn any(m: uint32x4_t) -> bool {
-        // SAFETY: an entry point has NEON on, after detection.
-        unsafe { vmaxvq_u32(m) != 0 }
-    }
-    #[inline(always)]
     unsafe fn pow2(shifted: float32x4_t) -> float32x4_t {
         // SAFETY: an entry point has NEON on, after detection.
         unsafe { vreinterpretq_f32_u32(vshlq_n_u32::<23>(vreinterpretq_u32_f32(shifted))) }

@@ -75,10 +75,6 @@ macro_rules! scalar {
                 std::array::from_fn(|n| if m[n] { a[n] } else { b[n] })
             }
             #[inline(always)]
-            unsafe fn any(m: Self::M) -> bool {
-                m.contains(&true)
-            }
-            #[inline(always)]
             unsafe fn pow2(shifted: Self::V) -> Self::V {
                 shifted.map(|x| <$real>::from_bits(x.to_bits() << $mantissa))
             }

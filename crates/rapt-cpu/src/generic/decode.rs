@@ -1,13 +1,14 @@
 //! Forward for few queries: vectors run along head_dim, and each key and value is read once for all rows of its group.
 //!
 //! ```text
-//! item = 512 keys of one kv head:
+//! item = block_n keys of one kv head:
 //!     s[row][key]   = q · k                      4 keys × 2 rows at a time, summed across lanes at the end
 //!     p, max, sum   = softmax over the chunk     vectors along the keys
-//!     o[row][dim]   = Σ_key p · v                blocks of 8 keys, so that a slice of V is still in L1
+//!     o[row][dim]   = Σ_key p · v                blocks of pv_keys keys, so that a slice of V is still in L1
 //! then, per row, in the order of chunks:  m = max m_c,  o = Σ o_c·2^((m_c − m)·c),  sum likewise
 //! ```
 //! (Flash-Decoding, Dao 2023.) The cut into chunks follows the length of K alone, so the bits do not depend on threads.
+//! Rows of K, then of V, are asked for some bytes before they are read: the processor's own prefetchers end at a page.
 //! Deliberately absent: packing where the inner stride is 1; rows beyond [`MAX_ROWS`].
 
 use super::mask;
@@ -19,9 +20,6 @@ use crate::problem::{Input, Item, Problem};
 /// The most rows of a task: beyond, the lanes of the forward tile are used well enough.
 pub(crate) const MAX_ROWS: usize = 8;
 
-/// Keys of one block of the second product: 8 keys are read again from L1 for each slice of head_dim_v. 32 lost 10 %
-/// in GQA, prefetching 16 or 32 rows ahead gained nothing (Zen 4, one core, 2026-11).
-pub(crate) const PV_KEYS: usize = 8;
 /// Keys of one micro-tile of the first product.
 const QK_KEYS: usize = 4;
 
@@ -34,7 +32,7 @@ pub(crate) struct Layout {
     s: usize,
     /// `[block_n]`.
     bias: usize,
-    /// `[PV_KEYS][max(head_dim, head_dim_v)]` of the storage dtype.
+    /// `[max(pv_keys, QK_KEYS)][max(head_dim, head_dim_v)]` of the storage dtype.
     panel: usize,
     head_dim_padded: usize,
     /// All of it.
@@ -42,7 +40,7 @@ pub(crate) struct Layout {
 }
 
 impl Layout {
-    pub(crate) fn new(rows: usize, head_dim: usize, head_dim_v: usize, block_n: usize) -> Layout {
+    pub(crate) fn new(rows: usize, head_dim: usize, head_dim_v: usize, block_n: usize, pv_keys: usize) -> Layout {
         let head_dim_padded = head_dim.next_multiple_of(16);
         let mut len = 0;
         let mut part = |size: usize| {
@@ -54,7 +52,7 @@ impl Layout {
             q: part(rows * head_dim_padded),
             s: part(rows * block_n),
             bias: part(block_n),
-            panel: part(PV_KEYS * head_dim.max(head_dim_v)),
+            panel: part(pv_keys.max(QK_KEYS) * head_dim.max(head_dim_v)),
             head_dim_padded,
             len,
         }
@@ -105,11 +103,78 @@ impl<T: Copy> Keys<T> {
     }
 }
 
+/// What is asked for ahead of being read: the rows of K of a chunk, then those of V.
+#[derive(Clone, Copy)]
+struct Ahead {
+    k: *const u8,
+    v: *const u8,
+    /// Bytes from row to row, and of a row.
+    k_step: isize,
+    v_step: isize,
+    k_bytes: usize,
+    v_bytes: usize,
+    /// Keys of the chunk, and how many of them lie between a row that is read and the row that is asked for; 0: none is.
+    n: usize,
+    keys: usize,
+}
+
+impl Ahead {
+    #[inline(always)]
+    fn new<T>(problem: &Problem, (batch, head, j0): (usize, usize, usize), n: usize) -> Self {
+        let size = size_of::<T>();
+        let row_bytes = |input: &Input<4>, dim| if input.strides[3] == 1 { dim * size } else { 0 };
+        let (k_bytes, v_bytes) = (row_bytes(&problem.k, problem.head_dim), row_bytes(&problem.v, problem.head_dim_v));
+        Ahead {
+            k: problem.k.at([batch, head, j0, 0]),
+            v: problem.v.at([batch, head, j0, 0]),
+            k_step: problem.k.strides[2] * size as isize,
+            v_step: problem.v.strides[2] * size as isize,
+            k_bytes,
+            v_bytes,
+            n,
+            keys: problem.cut.ahead_bytes.div_ceil(k_bytes.max(v_bytes).max(1)),
+        }
+    }
+
+    /// Asks for what follows keys `j..j + taken` of K, which are about to be read.
+    #[inline(always)]
+    unsafe fn of_keys<S: Simd>(&self, j: usize, taken: usize) {
+        if self.keys > 0 {
+            for j in j + self.keys..j + self.keys + taken {
+                if j < self.n {
+                    fetch::<S>(self.k.wrapping_offset(j as isize * self.k_step), self.k_bytes);
+                } else if j - self.n < self.n {
+                    fetch::<S>(self.v.wrapping_offset((j - self.n) as isize * self.v_step), self.v_bytes);
+                }
+            }
+        }
+    }
+
+    /// As above for V.
+    #[inline(always)]
+    unsafe fn of_values<S: Simd>(&self, j: usize, taken: usize) {
+        if self.keys > 0 {
+            for j in j + self.keys..self.n.min(j + self.keys + taken) {
+                fetch::<S>(self.v.wrapping_offset(j as isize * self.v_step), self.v_bytes);
+            }
+        }
+    }
+}
+
+/// Asks for `bytes` from `row` on.
+#[inline(always)]
+fn fetch<S: Simd>(row: *const u8, bytes: usize) {
+    for at in (0..bytes).step_by(64) {
+        // SAFETY: of an entry point's instruction set; nothing is read.
+        unsafe { S::prefetch(row.wrapping_add(at)) };
+    }
+}
+
 /// Computes the partial result of one chunk of keys for all rows of one task.
 #[inline(always)]
 pub(crate) unsafe fn item<S: Simd, T: Storage<S>>(problem: &Problem, item: Item, scratch: *mut u8) {
     let (rows, block_n, dim_v) = (problem.cut.rows, problem.cut.block_n, problem.head_dim_v);
-    let layout = Layout::new(rows, problem.head_dim, dim_v, block_n);
+    let layout = Layout::new(rows, problem.head_dim, dim_v, block_n, problem.cut.pv_keys);
     let base = scratch.cast::<S::Elem>();
     let origin = problem.task_origin(item.task);
     let kv_head = origin.1 / problem.group_size;
@@ -144,10 +209,13 @@ pub(crate) unsafe fn item<S: Simd, T: Storage<S>>(problem: &Problem, item: Item,
             }
         }
 
+        let ahead = Ahead::new::<T>(problem, (origin.0, kv_head, j0), n);
+
         // s = q @ k.T
         let mut j = 0;
         while j < n {
             let take = QK_KEYS.min(n - j);
+            ahead.of_keys::<S>(j, take);
             let keys = Keys::new(&problem.k, (origin.0, kv_head, j0 + j), take, problem.head_dim, panel);
             if take == QK_KEYS {
                 dots::<S, T, QK_KEYS>(&keys, 0, problem, &layout, q, s.add(j));
@@ -168,7 +236,8 @@ pub(crate) unsafe fn item<S: Simd, T: Storage<S>>(problem: &Problem, item: Item,
         // o = p @ v
         let mut j = 0;
         while j < n {
-            let take = PV_KEYS.min(n - j);
+            let take = problem.cut.pv_keys.min(n - j);
+            ahead.of_values::<S>(j, take);
             let keys = Keys::new(&problem.v, (origin.0, kv_head, j0 + j), take, dim_v, panel);
             let clean = !masked
                 || all_finite::<S>(
@@ -232,18 +301,22 @@ unsafe fn dots_micro<S: Simd, T: Storage<S>, const K: usize, const R: usize>(
         let mut acc = [[S::splat(S::Elem::ZERO); R]; K];
         let mut d = 0;
         while d + S::LANES <= dim {
-            let q: [S::V; R] = std::array::from_fn(|r| S::load(q.add(r * q_stride + d)));
+            let mut qs = [S::splat(S::Elem::ZERO); R];
+            for (r, qs) in qs.iter_mut().enumerate() {
+                *qs = S::load(q.add(r * q_stride + d));
+            }
             for (k, acc) in k.iter().zip(&mut acc) {
                 let k = T::load(k.add(d));
-                for (q, acc) in q.iter().zip(acc) {
+                for (q, acc) in qs.iter().zip(acc) {
                     *acc = S::fma(k, *q, *acc);
                 }
             }
             d += S::LANES;
         }
-        for (n, acc) in acc.iter().enumerate() {
-            for (r, acc) in acc.iter().enumerate() {
-                let mut sum = S::reduce_add(*acc);
+        for r in 0..R {
+            let sums = S::reduce_add_4(std::array::from_fn(|n| acc[n % K][r]));
+            for (n, &sum) in sums.iter().enumerate().take(K) {
+                let mut sum = sum;
                 for d in d..dim {
                     sum = sum + (*k[n].add(d)).widen() * *q.add(r * q_stride + d);
                 }
@@ -404,10 +477,13 @@ unsafe fn weighted_slice<S: Simd, T: Storage<S>, const R: usize, const V: usize>
         let mut acc = [[S::splat(S::Elem::ZERO); V]; R];
         for j in 0..n {
             let row = keys.row(j).add(d);
-            let v: [S::V; V] = std::array::from_fn(|n| T::load(row.add(n * S::LANES)));
+            let mut vs = [S::splat(S::Elem::ZERO); V];
+            for (n, vs) in vs.iter_mut().enumerate() {
+                *vs = T::load(row.add(n * S::LANES));
+            }
             for (r, acc) in acc.iter_mut().enumerate() {
                 let p = S::splat(*p.add(r * p_stride + j));
-                for (v, acc) in v.iter().zip(acc) {
+                for (v, acc) in vs.iter().zip(acc) {
                     *acc = S::fma(p, *v, *acc);
                 }
             }

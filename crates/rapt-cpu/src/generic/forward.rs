@@ -12,13 +12,13 @@
 //! a row's bits depend neither on its tile nor on the other rows, nor on whether K and V were packed. Scratch memory per
 //! thread: [`Layout`]. Deliberately absent: any access past the last key or query, and any second tensor.
 
-use super::contract::{Broadcast, contract, contract_selecting};
+use super::contract::{Broadcast, Onto, contract, contract_selecting};
 use super::mask;
 use super::pack::{store_row, transpose_in};
 use super::products::{Block, Products};
 use super::simd::{Real, Simd, Storage};
 use super::softmax::{Modifier, finish_row, max_skipping_nan, probability, rescale, subtractable};
-use crate::problem::{Item, Problem, Row};
+use crate::problem::{Item, Problem, Row, Scores};
 
 /// QK is summed in runs of this many products: a straight sum over 256 costs a third of the accuracy in f32
 /// (6.6e-7 against 4.0e-7, Zen 5, 2026-11).
@@ -26,6 +26,12 @@ const QK_RUN: usize = 128;
 
 /// The most lanes of a tile: two vectors of 16.
 const MAX_QUERIES: usize = 32;
+
+/// Vectors shorter than this have no narrow tile: there is little to save.
+const NARROW_LANES: usize = 16;
+
+/// Maxima of a row that are found side by side.
+const MAX_CHAINS: usize = 4;
 
 /// Where things lie in scratch memory, in elements of the accumulation dtype; each part starts at a multiple of 16.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -107,11 +113,13 @@ impl Layout {
     }
 }
 
-/// One tile of queries: rows `r0..r1` of the task, and the keys that they see between them.
+/// One tile of queries: rows `r0..r1` of the task, and the keys that they see between them. It is [`Simd::Q_VECS`] vectors
+/// wide; a rest that fits one vector may be one wide, of which a row's bits know nothing.
 #[derive(Clone, Copy)]
 struct Tile<E> {
     r0: usize,
     r1: usize,
+    narrow: bool,
     keys: (usize, usize),
     qt: *mut E,
     ot: *mut E,
@@ -140,6 +148,7 @@ pub(crate) unsafe fn item<S: Simd, T: Storage<S>, M: Products<S, T>>(problem: &P
     let layout = Layout::of::<S>(problem);
     let base = scratch.cast::<S::Elem>();
     let queries = S::Q_VECS * S::LANES;
+    let narrow = S::LANES >= NARROW_LANES && problem.cut.narrow;
     let origin = problem.task_origin(item.task);
     let kv_head = origin.1 / problem.group_size;
     let first_row = item.chunk * problem.cut.chunk_rows;
@@ -154,6 +163,7 @@ pub(crate) unsafe fn item<S: Simd, T: Storage<S>, M: Products<S, T>>(problem: &P
             Tile {
                 r0,
                 r1,
+                narrow: narrow && r1 - r0 <= S::LANES,
                 keys: problem.keys_of_rows(r0, r1),
                 qt: base.add(layout.qt + n * layout.head_dim_padded * queries),
                 ot: base.add(layout.ot + n * layout.head_dim_v_padded * queries),
@@ -162,7 +172,12 @@ pub(crate) unsafe fn item<S: Simd, T: Storage<S>, M: Products<S, T>>(problem: &P
             }
         };
         for n in 0..tiles {
-            begin::<S, T, M>(problem, &layout, origin, &tile(n), base.add(layout.rows));
+            let tile = tile(n);
+            if tile.narrow {
+                begin::<S, T, M, 1>(problem, &layout, origin, &tile, base.add(layout.rows));
+            } else {
+                begin::<S, T, M, 2>(problem, &layout, origin, &tile, base.add(layout.rows));
+            }
         }
 
         let (lo, hi) = problem.keys_of_rows(first_row, last_row);
@@ -182,17 +197,25 @@ pub(crate) unsafe fn item<S: Simd, T: Storage<S>, M: Products<S, T>>(problem: &P
                 let skip = (block.max(tile.keys.0) - block) / M::STEPS * M::STEPS;
                 let (j0, j1) = (block + skip, (block + n).min(tile.keys.1));
                 if j0 < j1 {
-                    let scan = || is_finite::<S, T, M>(v, n.div_ceil(M::STEPS), problem.head_dim_v);
-                    let clean = || *v_is_finite.get_or_insert_with(scan);
+                    let whole = (v, n.div_ceil(M::STEPS), &mut v_is_finite);
                     let (k, v) = (k.from(skip), v.from(skip / M::STEPS));
-                    step::<S, T, M>(problem, &layout, base, origin, &tile, (j0, j1), (k, v), clean);
+                    if tile.narrow {
+                        step::<S, T, M, 1>(problem, &layout, base, origin, &tile, (j0, j1), (k, v), whole);
+                    } else {
+                        step::<S, T, M, 2>(problem, &layout, base, origin, &tile, (j0, j1), (k, v), whole);
+                    }
                 }
             }
             block += block_n;
         }
 
         for n in 0..tiles {
-            end::<S, T>(problem, &layout, origin, &tile(n), base.add(layout.rows));
+            let tile = tile(n);
+            if tile.narrow {
+                end::<S, T, 1>(problem, &layout, origin, &tile, base.add(layout.rows));
+            } else {
+                end::<S, T, 2>(problem, &layout, origin, &tile, base.add(layout.rows));
+            }
         }
     }
 }
@@ -235,33 +258,41 @@ unsafe fn values<S: Simd, T: Storage<S>, M: Products<S, T>>(
 unsafe fn is_finite<S: Simd, T: Storage<S>, M: Products<S, T>>(rows: Rows<S::Elem>, n: usize, dim: usize) -> bool {
     // SAFETY: the caller vouches for the rows; the rest of one is copied to a whole vector of zeros.
     unsafe {
-        let mut sum = S::splat(S::Elem::ZERO);
+        // Sums side by side: one alone waits 4 cycles for each addition.
+        let mut sums = [S::splat(S::Elem::ZERO); 4];
         for row in 0..n {
             let row = rows.from(row).ptr;
             let whole = dim / S::LANES * S::LANES;
-            for d in (0..whole).step_by(S::LANES) {
-                sum = M::add_non_finite(S::load(row.add(d)), sum);
+            let quads = whole / (4 * S::LANES) * 4 * S::LANES;
+            for d in (0..quads).step_by(4 * S::LANES) {
+                for (v, sum) in sums.iter_mut().enumerate() {
+                    *sum = M::add_non_finite(S::load(row.add(d + v * S::LANES)), *sum);
+                }
+            }
+            for d in (quads..whole).step_by(S::LANES) {
+                sums[0] = M::add_non_finite(S::load(row.add(d)), sums[0]);
             }
             if whole < dim {
                 let mut rest = [S::Elem::ZERO; MAX_QUERIES];
                 std::ptr::copy_nonoverlapping(row.add(whole), rest.as_mut_ptr(), dim - whole);
-                sum = M::add_non_finite(S::load(rest.as_ptr()), sum);
+                sums[1] = M::add_non_finite(S::load(rest.as_ptr()), sums[1]);
             }
         }
+        let sum = S::add(S::add(sums[0], sums[1]), S::add(sums[2], sums[3]));
         !S::reduce_add(sum).is_nan()
     }
 }
 
 /// Packs `Qᵀ` and clears the state of a tile. Lanes without a query hold zeros.
 #[inline(always)]
-unsafe fn begin<S: Simd, T: Storage<S>, M: Products<S, T>>(
+unsafe fn begin<S: Simd, T: Storage<S>, M: Products<S, T>, const V: usize>(
     problem: &Problem,
     layout: &Layout,
     origin: (usize, usize),
     tile: &Tile<S::Elem>,
     rows: *mut S::Elem,
 ) {
-    let queries = S::Q_VECS * S::LANES;
+    let queries = V * S::LANES;
     let stride = layout.head_dim_padded;
     // SAFETY: `rows` has `queries` rows of `stride`; each row r0..r1 is a query of q.
     unsafe {
@@ -288,10 +319,10 @@ unsafe fn begin<S: Simd, T: Storage<S>, M: Products<S, T>>(
     }
 }
 
-/// One tile of queries against keys `j0..j1`.
+/// One tile of queries against keys `j0..j1`; `block` is V of the whole block, and whether it is finite once that was asked.
 #[inline(always)]
 #[allow(clippy::too_many_arguments, reason = "the loop's state, each part used once")]
-unsafe fn step<S: Simd, T: Storage<S>, M: Products<S, T>>(
+unsafe fn step<S: Simd, T: Storage<S>, M: Products<S, T>, const V: usize>(
     problem: &Problem,
     layout: &Layout,
     base: *mut S::Elem,
@@ -299,10 +330,10 @@ unsafe fn step<S: Simd, T: Storage<S>, M: Products<S, T>>(
     tile: &Tile<S::Elem>,
     (j0, j1): (usize, usize),
     (k, v): (Rows<S::Elem>, Rows<S::Elem>),
-    v_is_finite: impl FnOnce() -> bool,
+    (block, block_steps, v_is_finite): (Rows<S::Elem>, usize, &mut Option<bool>),
 ) {
     let n = j1 - j0;
-    let queries = S::Q_VECS * S::LANES;
+    let queries = V * S::LANES;
     // SAFETY: as in `item`.
     unsafe {
         let (p, bias) = (base.add(layout.p), base.add(layout.bias));
@@ -315,7 +346,16 @@ unsafe fn step<S: Simd, T: Storage<S>, M: Products<S, T>>(
                 *row = problem.row(origin, tile.r0 + lane);
             }
         }
-        let effect = problem.mask.as_ref().map(|mask| mask::read_tile::<S>(mask, rows, (j0, n), bias));
+        let plain = sees_all && problem.scores.softcap.is_none() && problem.alibi_slopes.is_none();
+        let (mut effect, mut is_plain_mask) = (None, false);
+        if let Some(mask) = &problem.mask {
+            is_plain_mask = plain && mask::is_plain(mask, n);
+            effect = Some(if is_plain_mask {
+                mask::scan_tile(mask, rows, (j0, n))
+            } else {
+                mask::read_tile::<S, V>(mask, rows, (j0, n), bias)
+            });
+        }
         if effect.is_some_and(mask::Effect::is_empty) {
             return;
         }
@@ -326,39 +366,67 @@ unsafe fn step<S: Simd, T: Storage<S>, M: Products<S, T>>(
             let run = QK_RUN.min(lanes - d);
             let b = Broadcast { ptr: k.ptr.add(d), row: k.stride, step: 1 };
             let x = tile.qt.add(d * queries);
-            if d == 0 {
-                contract::<S, T, M, false, false>(n, run, x, b, p);
-            } else {
-                contract::<S, T, M, false, true>(n, run, x, b, p);
-            }
+            let onto = if d == 0 { Onto::Nothing } else { Onto::Sum };
+            contract::<S, T, M, V, false>(n, run, x, b, p, onto);
         }
 
         let biased = effect.filter(|effect| effect.masks || effect.adds).map(|_| bias.cast_const());
-        if problem.scores.natural || !sees_all || biased.is_some() {
-            modify::<S>(problem, rows, (j0, n), p, biased, !sees_all);
+        match biased {
+            Some(_) if is_plain_mask => {
+                if let Some(mask) = &problem.mask {
+                    mask::mask_tile::<S, V>(mask, rows, (j0, n), p);
+                }
+            }
+            Some(bias) if plain => add_biases::<S, V>(&problem.scores, n, p, bias),
+            _ if problem.scores.natural || !sees_all || biased.is_some() => {
+                modify::<S, V>(problem, rows, (j0, n), p, biased, !sees_all);
+            }
+            _ => {}
         }
         // The key beside the last one of an odd number shares its lane of values.
         let masked = !sees_all || effect.is_some_and(|effect| effect.masks) || !n.is_multiple_of(M::STEPS);
         let steps = n.div_ceil(M::STEPS);
         let b = Broadcast { ptr: v.ptr, row: 1, step: v.stride };
-        // O += P @ V
+        // O = O · 2^(m − m') + P @ V
         if masked {
-            softmax::<S, T, M, true>(problem, tile, n, p);
-            if v_is_finite() {
-                contract::<S, T, M, true, true>(problem.head_dim_v, steps, p, b, tile.ot);
+            let onto = Onto::Rescaled(softmax::<S, T, M, V, true>(problem, tile, n, p));
+            // Once per block, for the first tile that asks.
+            if v_is_finite.is_none() {
+                *v_is_finite = Some(is_finite::<S, T, M>(block, block_steps, problem.head_dim_v));
+            }
+            if *v_is_finite == Some(true) {
+                contract::<S, T, M, V, true>(problem.head_dim_v, steps, p, b, tile.ot, onto);
             } else {
-                contract_selecting::<S, T, M>(problem.head_dim_v, steps, p, b, tile.ot);
+                contract_selecting::<S, T, M, V>(problem.head_dim_v, steps, p, b, tile.ot, onto);
             }
         } else {
-            softmax::<S, T, M, false>(problem, tile, n, p);
-            contract::<S, T, M, true, true>(problem.head_dim_v, steps, p, b, tile.ot);
+            let onto = Onto::Rescaled(softmax::<S, T, M, V, false>(problem, tile, n, p));
+            contract::<S, T, M, V, true>(problem.head_dim_v, steps, p, b, tile.ot, onto);
+        }
+    }
+}
+
+/// What [`modify`] does where biases are all there is to do, bit for bit.
+#[inline(always)]
+unsafe fn add_biases<S: Simd, const V: usize>(scores: &Scores, n: usize, x: *mut S::Elem, bias: *const S::Elem) {
+    // SAFETY: x and bias have n rows of V vectors.
+    unsafe {
+        let modifier = Modifier::<S>::new(scores);
+        if scores.natural {
+            for at in (0..n * V).map(|at| at * S::LANES) {
+                S::store(x.add(at), modifier.scale_and_add(S::load(x.add(at)), S::load(bias.add(at))));
+            }
+        } else {
+            for at in (0..n * V).map(|at| at * S::LANES) {
+                S::store(x.add(at), Modifier::<S>::mask(S::load(x.add(at)), S::load(bias.add(at))));
+            }
         }
     }
 }
 
 /// Score modifications, biases and position masks on a block of raw products.
 #[inline(always)]
-unsafe fn modify<S: Simd>(
+unsafe fn modify<S: Simd, const V: usize>(
     problem: &Problem,
     rows: &[Row],
     (j0, n): (usize, usize),
@@ -366,22 +434,29 @@ unsafe fn modify<S: Simd>(
     bias: Option<*const S::Elem>,
     positions: bool,
 ) {
-    let queries = S::Q_VECS * S::LANES;
+    let queries = V * S::LANES;
     let zero = S::Elem::ZERO;
     // Positions relative to j0: exact up to 2^24 in f32, beyond that a distance is rounded like any other number.
     let (mut lo, mut hi) = ([zero; MAX_QUERIES], [S::Elem::from_i64(n as i64); MAX_QUERIES]);
     let (mut diagonal, mut slope) = ([zero; MAX_QUERIES], [zero; MAX_QUERIES]);
+    // Keys that every query sees: nothing is done to them if positions are all that matters.
+    let mut seen = (0, n);
     for (lane, row) in rows.iter().enumerate() {
         if positions {
             let (first, last) = problem.range.keys_of(row.i);
-            lo[lane] = S::Elem::from_i64(first.clamp(j0, j0 + n) as i64 - j0 as i64);
-            hi[lane] = S::Elem::from_i64(last.clamp(j0, j0 + n) as i64 - j0 as i64);
+            let (first, last) = (first.clamp(j0, j0 + n) - j0, last.clamp(j0, j0 + n) - j0);
+            seen = (seen.0.max(first), seen.1.min(last));
+            lo[lane] = S::Elem::from_i64(first as i64);
+            hi[lane] = S::Elem::from_i64(last as i64);
         }
         if let Some(slopes) = &problem.alibi_slopes {
             diagonal[lane] = S::Elem::from_i64(row.i as i64 + problem.range.diagonal - j0 as i64);
             // SAFETY: one slope per head of q.
             slope[lane] = unsafe { S::Elem::load_as(slopes.dtype, slopes.at([row.head])) };
         }
+    }
+    if problem.scores.natural || bias.is_some() || seen.0 >= seen.1 {
+        seen = (0, 0);
     }
     // SAFETY: x and bias have n rows of `queries`; the arrays have at least `queries` elements.
     unsafe {
@@ -390,7 +465,7 @@ unsafe fn modify<S: Simd>(
         for v in (0..queries).step_by(S::LANES) {
             let lane = |of: &[S::Elem; MAX_QUERIES]| S::load(of.as_ptr().add(v));
             let (lo, hi, diagonal, slope) = (lane(&lo), lane(&hi), lane(&diagonal), lane(&slope));
-            for j in 0..n {
+            for j in (0..seen.0).chain(seen.1..n) {
                 let at = x.add(j * queries + v);
                 let key = S::splat(S::Elem::from_i64(j as i64));
                 let distance = problem.alibi_slopes.is_some().then(|| (slope, S::abs(S::sub(diagonal, key))));
@@ -407,70 +482,81 @@ unsafe fn modify<S: Simd>(
     }
 }
 
-/// Raises the maxima, rescales what was summed, and turns scores into lanes of probabilities in place.
+/// Raises the maxima, rescales the sums, and turns scores into lanes of probabilities in place. Answers what O is to be
+/// rescaled with: where no maximum rose, 1.
 #[inline(always)]
-unsafe fn softmax<S: Simd, T: Storage<S>, M: Products<S, T>, const MASKED: bool>(
+unsafe fn softmax<S: Simd, T: Storage<S>, M: Products<S, T>, const V: usize, const MASKED: bool>(
     problem: &Problem,
     tile: &Tile<S::Elem>,
     n: usize,
     x: *mut S::Elem,
-) {
-    let queries = S::Q_VECS * S::LANES;
-    // SAFETY: x has n rows of `queries`, the state of the tile `queries` elements, O head_dim_v rows of `queries`.
+) -> [S::V; V] {
+    let queries = V * S::LANES;
+    // SAFETY: x has n rows of `queries`, the state of the tile `queries` elements.
     unsafe {
         let c = S::splat(S::Elem::from_f64_clamped(problem.scores.exponent()));
-        let old = [S::load(tile.row_max), S::load(tile.row_max.add(S::LANES))];
+        let mut old = [c; V];
+        for (v, old) in old.iter_mut().enumerate() {
+            *old = S::load(tile.row_max.add(v * S::LANES));
+        }
         let mut max = old;
-        for j in 0..n {
+        // A maximum waits 4 cycles for the one before it on Intel's cores: chains side by side.
+        let mut chains = [old; MAX_CHAINS];
+        let whole = n / MAX_CHAINS * MAX_CHAINS;
+        for j in (0..whole).step_by(MAX_CHAINS) {
+            for (chain, max) in chains.iter_mut().enumerate() {
+                for (v, max) in max.iter_mut().enumerate() {
+                    *max = max_skipping_nan::<S>(*max, S::load(x.add((j + chain) * queries + v * S::LANES)));
+                }
+            }
+        }
+        for j in whole..n {
             for (v, max) in max.iter_mut().enumerate() {
                 *max = max_skipping_nan::<S>(*max, S::load(x.add(j * queries + v * S::LANES)));
             }
         }
-        for v in 0..2 {
-            if S::any(S::lt(old[v], max[v])) {
-                let factor = rescale::<S>(old[v], max[v], c);
-                let sum = tile.row_sum.add(v * S::LANES);
-                S::store(sum, S::mul(S::load(sum), factor));
-                for d in 0..problem.head_dim_v {
-                    let o = tile.ot.add(d * queries + v * S::LANES);
-                    S::store(o, S::mul(S::load(o), factor));
-                }
-                S::store(tile.row_max.add(v * S::LANES), max[v]);
+        let (mut factors, mut subtract) = ([c; V], [c; V]);
+        for v in 0..V {
+            for chain in &chains {
+                max[v] = S::max(chain[v], max[v]);
             }
+            factors[v] = rescale::<S>(old[v], max[v], c);
+            subtract[v] = subtractable::<S>(max[v]);
         }
-        let max = [subtractable::<S>(max[0]), subtractable::<S>(max[1])];
-        let mut sum = [S::splat(S::Elem::ZERO); 2];
+        let mut sum = [S::splat(S::Elem::ZERO); V];
         let whole = n / M::STEPS;
         for step in 0..n.div_ceil(M::STEPS) {
-            for v in 0..2 {
+            for v in 0..V {
                 // Lane `step` is written over keys that were read: step ≤ STEPS · step.
                 let at = x.add(v * S::LANES);
                 let mut p = [S::splat(S::Elem::ZERO); 2];
                 for (key, p) in p.iter_mut().enumerate().take(if step < whole { M::STEPS } else { n % M::STEPS }) {
                     let score = S::load(at.add((step * M::STEPS + key) * queries));
-                    *p = probability::<S, MASKED>(score, max[v], c);
+                    *p = probability::<S, MASKED>(score, subtract[v], c);
                     sum[v] = S::add(sum[v], *p);
                 }
                 S::store(at.add(step * queries), M::weights(p));
             }
         }
-        for (v, &sum) in sum.iter().enumerate() {
-            let at = tile.row_sum.add(v * S::LANES);
-            S::store(at, S::add(S::load(at), sum));
+        for v in 0..V {
+            let row_sum = tile.row_sum.add(v * S::LANES);
+            S::store(row_sum, S::fma(S::load(row_sum), factors[v], sum[v]));
+            S::store(tile.row_max.add(v * S::LANES), max[v]);
         }
+        factors
     }
 }
 
 /// `out = (Oᵀ / sum)ᵀ` and lse.
 #[inline(always)]
-unsafe fn end<S: Simd, T: Storage<S>>(
+unsafe fn end<S: Simd, T: Storage<S>, const V: usize>(
     problem: &Problem,
     layout: &Layout,
     origin: (usize, usize),
     tile: &Tile<S::Elem>,
     rows: *mut S::Elem,
 ) {
-    let queries = S::Q_VECS * S::LANES;
+    let queries = V * S::LANES;
     let stride = layout.head_dim_v_padded;
     // SAFETY: as in `begin`; each row r0..r1 is a row of out and lse that this item alone writes.
     unsafe {

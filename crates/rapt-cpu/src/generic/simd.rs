@@ -2,7 +2,8 @@
 //!
 //! Every method is `unsafe`: the instruction set must be present. The one place that makes this true is the table of entry
 //! points in `arch`, each compiled with its target features and reached only after detection. Every generic body is
-//! `#[inline(always)]`, so that it is compiled inside such an entry point.
+//! `#[inline(always)]`, so that it is compiled inside such an entry point. A closure is not: one that calls a method of this
+//! trait may be compiled on its own, without the features, and every intrinsic in it becomes a call.
 
 use std::fmt::Debug;
 
@@ -180,7 +181,6 @@ pub(crate) trait Simd: Copy + 'static {
     unsafe fn eq(a: Self::V, b: Self::V) -> Self::M;
     /// `m ? a : b`.
     unsafe fn select(m: Self::M, a: Self::V, b: Self::V) -> Self::V;
-    unsafe fn any(m: Self::M) -> bool;
     /// `2^n` from `n + ROUND`: its low bits shifted into the exponent. Any bits may come out where that is NaN.
     unsafe fn pow2(shifted: Self::V) -> Self::V;
     /// Lanes of binary16; only where `Elem` is f32.
@@ -193,6 +193,36 @@ pub(crate) trait Simd: Copy + 'static {
     unsafe fn store_bf16(ptr: *mut bf16, x: Self::V);
     /// The sum of all lanes, in an order fixed per instruction set.
     unsafe fn reduce_add(x: Self::V) -> Self::Elem;
+    /// [`Simd::reduce_add`] of four vectors, to the same bits.
+    #[inline(always)]
+    unsafe fn reduce_add_4(x: [Self::V; 4]) -> [Self::Elem; 4] {
+        // SAFETY: promised by the caller.
+        unsafe { [Self::reduce_add(x[0]), Self::reduce_add(x[1]), Self::reduce_add(x[2]), Self::reduce_add(x[3])] }
+    }
+    /// Asks for the cache line of `ptr`, which need not be an address at all: nothing is read.
+    #[inline(always)]
+    unsafe fn prefetch(_: *const u8) {}
+    /// Which of [`Simd::LANES`] bytes are 0; written eight at a time by [`Simd::transpose_bytes`].
+    #[inline(always)]
+    unsafe fn falses(ptr: *const u8) -> Self::M {
+        let mut x = [Self::Elem::ZERO; 16];
+        for (lane, x) in x.iter_mut().enumerate().take(Self::LANES) {
+            // SAFETY: the caller vouches for LANES bytes.
+            *x = if unsafe { *ptr.add(lane) } == 0 { Self::Elem::ONE } else { Self::Elem::ZERO };
+        }
+        // SAFETY: as many elements as the longest vector has.
+        unsafe { Self::eq(Self::load(x.as_ptr()), Self::splat(Self::Elem::ONE)) }
+    }
+    /// `dst[c · dst_stride + r]` = byte `c` of `rows[r]`, for eight rows of eight bytes.
+    #[inline(always)]
+    unsafe fn transpose_bytes(rows: [*const u8; 8], dst: *mut u8, dst_stride: usize) {
+        for (r, row) in rows.into_iter().enumerate() {
+            for c in 0..8 {
+                // SAFETY: the caller vouches for both squares.
+                unsafe { *dst.add(c * dst_stride + r) = *row.add(c) };
+            }
+        }
+    }
     /// `dst[c · dst_stride + r] = src[r · src_stride + c]` for a square of [`Simd::LANES`].
     unsafe fn transpose(src: *const Self::Elem, src_stride: usize, dst: *mut Self::Elem, dst_stride: usize);
 }

@@ -59,10 +59,23 @@ impl<S: Simd> Modifier<S> {
     #[inline(always)]
     pub(crate) unsafe fn add_bias(&self, x: S::V, bias: S::V) -> S::V {
         // SAFETY: the caller vouches for the instruction set.
+        unsafe { Self::mask(if self.natural { S::add(x, bias) } else { x }, bias) }
+    }
+
+    /// As [`Modifier::apply`] and [`Modifier::add_bias`] one after the other, where biases are all that is added.
+    #[inline(always)]
+    pub(crate) unsafe fn scale_and_add(&self, x: S::V, bias: S::V) -> S::V {
+        // SAFETY: the caller vouches for the instruction set.
+        unsafe { Self::mask(S::add(S::mul(x, self.scale), bias), bias) }
+    }
+
+    /// `x`, −inf where the bias is −inf.
+    #[inline(always)]
+    pub(crate) unsafe fn mask(x: S::V, bias: S::V) -> S::V {
+        // SAFETY: the caller vouches for the instruction set.
         unsafe {
             let masked = S::splat(S::Elem::NEG_INFINITY);
-            let sum = if self.natural { S::add(x, bias) } else { x };
-            S::select(S::eq(bias, masked), masked, sum)
+            S::select(S::eq(bias, masked), masked, x)
         }
     }
 }
