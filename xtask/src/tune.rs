@@ -261,7 +261,7 @@ impl Data {
             match follow(kernel, held, &entry["measured_us"], run["margin"].as_f64().unwrap_or(0.0)) {
                 Ok(tile) if tile == numbers(&entry["tile"]) => {}
                 Ok(tile) => {
-                    findings.push(format!("{DATA}: {class:?} has {}, its figures give {tile:?}", entry["tile"]))
+                    findings.push(format!("{DATA}: {class:?} has {}, its figures give {tile:?}", entry["tile"]));
                 }
                 Err(what) => findings.push(format!("{DATA}: {class:?}: {what}")),
             }
