@@ -104,7 +104,7 @@ type Class = [String; 5];
 /// tiles.json.
 #[derive(Default)]
 struct Data {
-    /// By arch: machine, date, command, what is held where nothing is faster.
+    /// By arch: machine, date, command, how it was measured.
     runs: BTreeMap<String, Value>,
     entries: BTreeMap<Class, Value>,
 }
@@ -160,7 +160,7 @@ impl Data {
         let command = format!("cargo xtask tune {}", run["words"].as_str().unwrap_or(""));
         let run = json!({
             "machine": run["machine"], "date": date, "command": command.trim(), "threads": run["threads"],
-            "rounds": run["rounds"], "margin": run["margin"], "forward": run["forward"], "decode": run["decode"],
+            "rounds": run["rounds"], "margin": run["margin"],
         });
         for (class, entry) in entries {
             self.runs.insert(class[0].clone(), run.clone());
@@ -247,16 +247,21 @@ impl Data {
                 findings.push(format!("{DATA}: {arch} does not say where it was measured"));
                 continue;
             };
-            let mut held = numbers(&run[kernel]);
-            if kernel == "forward" && last != "more" {
-                // The block of keys is that of the longest queries.
-                let longest = self.entry([arch, dtype, kernel, head_dim, "more"]);
-                held[0] = longest.and_then(|entry| numbers(&entry["tile"]).first().copied()).unwrap_or(held[0]);
+            let held = numbers(&entry["held"]);
+            // The block of keys is that of the longest queries.
+            let longest =
+                self.entry([arch, dtype, kernel, head_dim, "more"]).filter(|_| kernel == "forward" && last != "more");
+            if longest.is_some_and(|longest| numbers(&longest["tile"]).first() != held.first()) {
+                findings.push(format!("{DATA}: {class:?} has another block_n than the longest queries"));
+            }
+            if held.len() != axes(kernel).len() {
+                findings.push(format!("{DATA}: {class:?} does not say what was held before"));
+                continue;
             }
             match follow(kernel, held, &entry["measured_us"], run["margin"].as_f64().unwrap_or(0.0)) {
                 Ok(tile) if tile == numbers(&entry["tile"]) => {}
                 Ok(tile) => {
-                    findings.push(format!("{DATA}: {class:?} has {}, its figures give {tile:?}", entry["tile"]))
+                    findings.push(format!("{DATA}: {class:?} has {}, its figures give {tile:?}", entry["tile"]));
                 }
                 Err(what) => findings.push(format!("{DATA}: {class:?}: {what}")),
             }
@@ -298,9 +303,9 @@ mod tests {
     use super::*;
 
     const LINES: &str = r#"noise
-{"arch":"avx2","dtype":"float32","kernel":"forward","head_dim":"64","q_len":"more","shape":[1],"tile":[64,256,1],"measured_us":{"block_n":[[64,90.0],[128,100.0]],"rows":[[128,80.0],[256,78.0]],"narrow":[[0,79.5],[1,80.0]]}}
-{"arch":"avx2","dtype":"float32","kernel":"forward","head_dim":"64","q_len":"255","shape":[1],"tile":[64,128,1],"measured_us":{"rows":[[128,80.0],[256,79.9]]}}
-{"machine":"a machine","threads":2,"rounds":7,"margin":0.015,"forward":[128,128,1],"decode":[512,8,0,0],"unix_seconds":1795258800,"words":"--arch avx2"}
+{"arch":"avx2","dtype":"float32","kernel":"forward","head_dim":"64","q_len":"more","shape":[1],"held":[128,128,1],"tile":[64,256,1],"measured_us":{"block_n":[[64,90.0],[128,100.0]],"rows":[[128,80.0],[256,78.0]],"narrow":[[0,79.5],[1,80.0]]}}
+{"arch":"avx2","dtype":"float32","kernel":"forward","head_dim":"64","q_len":"255","shape":[1],"held":[64,128,1],"tile":[64,128,1],"measured_us":{"rows":[[128,80.0],[256,79.9]]}}
+{"machine":"a machine","threads":2,"rounds":7,"margin":0.015,"unix_seconds":1795258800,"words":"--arch avx2"}
 "#;
 
     fn taken() -> Data {

@@ -288,6 +288,7 @@ unsafe fn dots<S: Simd, T: Storage<S>, const K: usize>(
 }
 
 #[inline(always)]
+#[allow(clippy::needless_range_loop, reason = "a column of the accumulators")]
 unsafe fn dots_micro<S: Simd, T: Storage<S>, const K: usize, const R: usize>(
     keys: &Keys<T>,
     at: usize,

@@ -439,24 +439,17 @@ unsafe fn modify<S: Simd, const V: usize>(
     // Positions relative to j0: exact up to 2^24 in f32, beyond that a distance is rounded like any other number.
     let (mut lo, mut hi) = ([zero; MAX_QUERIES], [S::Elem::from_i64(n as i64); MAX_QUERIES]);
     let (mut diagonal, mut slope) = ([zero; MAX_QUERIES], [zero; MAX_QUERIES]);
-    // Keys that every query sees: nothing is done to them if positions are all that matters.
-    let mut seen = (0, n);
     for (lane, row) in rows.iter().enumerate() {
         if positions {
             let (first, last) = problem.range.keys_of(row.i);
-            let (first, last) = (first.clamp(j0, j0 + n) - j0, last.clamp(j0, j0 + n) - j0);
-            seen = (seen.0.max(first), seen.1.min(last));
-            lo[lane] = S::Elem::from_i64(first as i64);
-            hi[lane] = S::Elem::from_i64(last as i64);
+            lo[lane] = S::Elem::from_i64(first.clamp(j0, j0 + n) as i64 - j0 as i64);
+            hi[lane] = S::Elem::from_i64(last.clamp(j0, j0 + n) as i64 - j0 as i64);
         }
         if let Some(slopes) = &problem.alibi_slopes {
             diagonal[lane] = S::Elem::from_i64(row.i as i64 + problem.range.diagonal - j0 as i64);
             // SAFETY: one slope per head of q.
             slope[lane] = unsafe { S::Elem::load_as(slopes.dtype, slopes.at([row.head])) };
         }
-    }
-    if problem.scores.natural || bias.is_some() || seen.0 >= seen.1 {
-        seen = (0, 0);
     }
     // SAFETY: x and bias have n rows of `queries`; the arrays have at least `queries` elements.
     unsafe {
@@ -465,7 +458,7 @@ unsafe fn modify<S: Simd, const V: usize>(
         for v in (0..queries).step_by(S::LANES) {
             let lane = |of: &[S::Elem; MAX_QUERIES]| S::load(of.as_ptr().add(v));
             let (lo, hi, diagonal, slope) = (lane(&lo), lane(&hi), lane(&diagonal), lane(&slope));
-            for j in (0..seen.0).chain(seen.1..n) {
+            for j in 0..n {
                 let at = x.add(j * queries + v);
                 let key = S::splat(S::Elem::from_i64(j as i64));
                 let distance = problem.alibi_slopes.is_some().then(|| (slope, S::abs(S::sub(diagonal, key))));

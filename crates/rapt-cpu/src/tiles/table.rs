@@ -7,21 +7,21 @@ use super::{ArchTiles, Tiles, decode, forward};
 pub(super) const AVX2: ArchTiles = ArchTiles {
     forward: [
         // float64: head_dim to 64, to 128, more; q_len to 255, to 1023, more
-        [[forward(128, 128, true), forward(128, 128, true), forward(128, 128, true)],
+        [[forward(128, 128, true), forward(128, 128, true), forward(128, 256, true)],
          [forward(128, 128, true), forward(128, 128, true), forward(128, 128, true)],
-         [forward(128, 128, true), forward(128, 128, true), forward(128, 64, true)]],
+         [forward(128, 128, true), forward(128, 128, true), forward(128, 256, true)]],
         // float32: head_dim to 64, to 128, more; q_len to 255, to 1023, more
-        [[forward(128, 128, true), forward(128, 128, true), forward(128, 128, true)],
-         [forward(128, 128, true), forward(128, 128, true), forward(128, 128, true)],
-         [forward(128, 128, true), forward(128, 128, true), forward(128, 128, true)]],
+        [[forward(128, 128, true), forward(128, 128, true), forward(128, 256, true)],
+         [forward(128, 128, true), forward(128, 128, true), forward(128, 256, true)],
+         [forward(128, 128, true), forward(128, 128, true), forward(128, 256, true)]],
         // float16: head_dim to 64, to 128, more; q_len to 255, to 1023, more
-        [[forward(128, 128, true), forward(128, 128, true), forward(128, 128, true)],
-         [forward(128, 128, true), forward(128, 256, true), forward(128, 512, true)],
-         [forward(128, 128, true), forward(128, 128, true), forward(128, 128, true)]],
+        [[forward(128, 128, true), forward(128, 128, true), forward(128, 256, true)],
+         [forward(128, 128, true), forward(128, 256, true), forward(128, 256, true)],
+         [forward(128, 128, true), forward(128, 128, true), forward(128, 256, true)]],
         // bfloat16: head_dim to 64, to 128, more; q_len to 255, to 1023, more
         [[forward(128, 128, true), forward(128, 256, true), forward(128, 512, true)],
-         [forward(128, 128, true), forward(128, 128, true), forward(128, 128, true)],
-         [forward(256, 128, true), forward(256, 128, true), forward(256, 128, true)]],
+         [forward(128, 128, true), forward(128, 128, true), forward(128, 256, true)],
+         [forward(256, 128, true), forward(256, 128, true), forward(256, 256, true)]],
     ],
     // One row per group, more; the dtypes as above.
     decode: [
@@ -37,21 +37,21 @@ pub(super) const AVX2: ArchTiles = ArchTiles {
 pub(super) const AVX512: ArchTiles = ArchTiles {
     forward: [
         // float64: head_dim to 64, to 128, more; q_len to 255, to 1023, more
-        [[forward(128, 128, true), forward(128, 128, true), forward(128, 128, true)],
-         [forward(128, 128, true), forward(128, 64, true), forward(128, 512, true)],
-         [forward(128, 128, true), forward(128, 128, true), forward(128, 128, true)]],
+        [[forward(128, 128, true), forward(128, 128, true), forward(128, 256, true)],
+         [forward(128, 128, true), forward(128, 64, true), forward(128, 256, true)],
+         [forward(128, 128, true), forward(128, 128, true), forward(128, 256, true)]],
         // float32: head_dim to 64, to 128, more; q_len to 255, to 1023, more
-        [[forward(128, 128, true), forward(128, 128, true), forward(128, 128, true)],
-         [forward(128, 128, true), forward(128, 128, true), forward(128, 512, true)],
+        [[forward(128, 128, true), forward(128, 128, true), forward(128, 256, true)],
+         [forward(128, 128, true), forward(128, 128, true), forward(128, 256, true)],
          [forward(128, 128, true), forward(128, 128, true), forward(128, 256, true)]],
         // float16: head_dim to 64, to 128, more; q_len to 255, to 1023, more
-        [[forward(128, 128, true), forward(128, 512, true), forward(128, 512, true)],
-         [forward(128, 128, true), forward(128, 512, true), forward(128, 512, true)],
-         [forward(128, 128, true), forward(128, 512, true), forward(128, 512, true)]],
+        [[forward(128, 128, true), forward(128, 512, true), forward(128, 256, true)],
+         [forward(128, 128, true), forward(128, 512, true), forward(128, 256, true)],
+         [forward(128, 128, true), forward(128, 512, true), forward(128, 256, true)]],
         // bfloat16: head_dim to 64, to 128, more; q_len to 255, to 1023, more
         [[forward(128, 128, true), forward(128, 512, true), forward(128, 512, true)],
-         [forward(128, 128, true), forward(128, 512, true), forward(128, 512, true)],
-         [forward(128, 128, true), forward(128, 512, true), forward(128, 512, true)]],
+         [forward(128, 128, true), forward(128, 512, true), forward(128, 256, true)],
+         [forward(128, 128, true), forward(128, 512, true), forward(128, 256, true)]],
     ],
     // One row per group, more; the dtypes as above.
     decode: [
@@ -79,9 +79,9 @@ pub(super) const AVX512_BF16: ArchTiles = ArchTiles {
          [Tiles::DEFAULT.forward, Tiles::DEFAULT.forward, Tiles::DEFAULT.forward],
          [Tiles::DEFAULT.forward, Tiles::DEFAULT.forward, Tiles::DEFAULT.forward]],
         // bfloat16: head_dim to 64, to 128, more; q_len to 255, to 1023, more
-        [[forward(128, 128, true), forward(128, 128, true), forward(128, 128, true)],
-         [forward(128, 128, true), forward(128, 128, true), forward(128, 128, true)],
-         [forward(128, 128, true), forward(128, 128, true), forward(128, 128, true)]],
+        [[forward(128, 128, true), forward(128, 128, true), forward(128, 512, true)],
+         [forward(128, 128, true), forward(128, 128, true), forward(128, 256, true)],
+         [forward(128, 128, true), forward(128, 128, true), forward(128, 256, true)]],
     ],
     // One row per group, more; the dtypes as above.
     decode: [
