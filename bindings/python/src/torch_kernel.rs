@@ -118,7 +118,8 @@ struct Call<'a, 'py> {
 pub(crate) struct TorchKernel {
     /// `(*args, **kwargs)`: whatever is not served here.
     cold: Py<PyAny>,
-    /// `(query, key, value, mask, is_causal, scale, enable_gqa)`: an output with the strides of PyTorch's own.
+    /// `(query, key, value, mask, enable_gqa)`, on a GPU `(query, key, value, mask, is_causal, scale, enable_gqa)`: an output
+    /// with the strides of PyTorch's own.
     empty_out: Py<PyAny>,
     /// Functions without arguments; one that says no sends the call to `cold`.
     allowed: Vec<Py<PyAny>>,
@@ -135,13 +136,14 @@ pub(crate) struct TorchKernel {
 #[pymethods]
 impl TorchKernel {
     #[new]
+    #[pyo3(signature = (cold, empty_out, allowed, forward_ad, with_keyset, on_gpu=false))]
     fn new(
         cold: Py<PyAny>,
         empty_out: Py<PyAny>,
         allowed: Vec<Py<PyAny>>,
         forward_ad: Py<PyAny>,
-        on_gpu: bool,
         with_keyset: bool,
+        on_gpu: bool,
     ) -> Self {
         TorchKernel { cold, empty_out, allowed, forward_ad, on_gpu, with_keyset, entries: RwLock::default() }
     }
@@ -307,8 +309,20 @@ impl TorchKernel {
         let options = sdpa::options(call.is_causal, call.scale);
         // Whatever is refused is refused before memory is asked for.
         sdpa::spec_of(four, None, &options)?;
-        let arguments = (call.query, call.key, call.value, call.mask, call.is_causal, call.scale, call.enable_gqa);
-        let object = self.empty_out.bind(py).call1(arguments)?;
+        let empty_out = self.empty_out.bind(py);
+        let object = if self.on_gpu {
+            empty_out.call1((
+                call.query,
+                call.key,
+                call.value,
+                call.mask,
+                call.is_causal,
+                call.scale,
+                call.enable_gqa,
+            ))?
+        } else {
+            empty_out.call1((call.query, call.key, call.value, call.mask, call.enable_gqa))?
+        };
         let out = torch::read_plain("out", &object)?;
         if out.shape != frame.out_shape {
             return Ok(None);

@@ -205,8 +205,8 @@ class TorchKernel:
         empty_out: Callable[..., Any],
         allowed: list[Callable[[], bool]],
         forward_ad: Any,
-        on_gpu: bool,
         with_keyset: bool,
+        on_gpu: bool = False,
     ) -> TorchKernel: ...
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 

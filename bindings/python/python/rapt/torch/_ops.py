@@ -223,7 +223,7 @@ def serve(query, key, value, attn_mask=None, is_causal=False, *, scale=None, ena
 def _empty_sdpa(query, key, value, mask, is_causal, scale, enable_gqa, traced):
     if query.device.type == "cuda":
         return _strides.empty_out_cuda(query, key, value, mask, is_causal, scale, enable_gqa, traced)
-    return _strides.empty_out_cpu(query, key, value, mask, is_causal, scale, enable_gqa)
+    return _strides.empty_out(query, key, value, mask, enable_gqa)
 
 
 def _fill(query, key, value, mask, is_causal, scale, enable_gqa, out):

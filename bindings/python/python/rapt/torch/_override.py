@@ -42,8 +42,8 @@ def _kernel(on_gpu, with_keyset):
     allowed = [torch._C._get_flash_sdp_enabled, torch._C._get_math_sdp_enabled]
     if on_gpu:
         allowed = [torch._C._get_math_sdp_enabled, *_route.FUSED]
-    empty_out = _strides.empty_out_cuda if on_gpu else _strides.empty_out_cpu
-    return TorchKernel(_sdpa_cold, empty_out, allowed, torch.autograd.forward_ad, on_gpu, with_keyset)
+    empty_out = _strides.empty_out_cuda if on_gpu else _strides.empty_out
+    return TorchKernel(_sdpa_cold, empty_out, allowed, torch.autograd.forward_ad, with_keyset, on_gpu)
 
 
 # In inference mode nothing stands between torch.compile and the op; older torch (2.6) then decomposes it before it asks for

@@ -172,7 +172,7 @@ def empty_out_cuda(query, key, value, mask, is_causal, scale, enable_gqa, traced
     return query.new_empty(shape)
 
 
-def empty_out_cpu(query, key, value, mask, is_causal, scale, enable_gqa):
+def empty_out(query, key, value, mask, enable_gqa):
     """The uninitialised output with the shape and the strides of PyTorch's own on the CPU."""
     if is_flash(query, key, value, mask, enable_gqa):
         return empty_flash(query)
