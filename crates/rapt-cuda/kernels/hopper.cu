@@ -31,7 +31,7 @@ struct HopperParams {
     CopyMap q_map, k_map, v_map;
     Params p;
     int tasks, paired;  // whether rows that see many keys and rows that see few are worked off in pairs
-    int mask_wide;      // rows of a boolean mask can be read 16 keys at a time
+    int mask_wide;      // rows of the mask can be read 16 bytes at a time
 };
 static_assert(sizeof(HopperParams) == HOPPER_BYTES, "params.rs and hopper.cu disagree on HopperParams");
 
@@ -189,6 +189,21 @@ struct Producer {
     }
 };
 
+    // Four lanes of a row exchange 4x4 words: lane t has tile t's word of each then.
+    __device__ inline void turn(u32 (&w)[4]) {
+        const bool odd = threadIdx.x & 1, high = threadIdx.x & 2;
+#pragma unroll
+        for (int i = 0; i < 4; i += 2) {
+            const u32 got = __shfl_xor_sync(~0u, odd ? w[i] : w[i + 1], 1);
+            (odd ? w[i] : w[i + 1]) = got;
+        }
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const u32 got = __shfl_xor_sync(~0u, high ? w[i] : w[i + 2], 2);
+            (high ? w[i] : w[i + 2]) = got;
+        }
+    }
+
 // A boolean mask's rows in a tile of keys, read a tile ahead. The four lanes of a row take 16 keys each in turn; a lane's
 // word has a bit for each of its keys that is masked, and lanes look into one another's words.
 struct BoolAhead {
@@ -260,7 +275,96 @@ struct BoolAhead {
         }
     }
 };
-constexpr bool AHEAD = MASK == BOOL_MASK && !NATURAL;
+
+// An additive mask of 16 bits in the same way: lanes take 8 keys each in turn, and exchange them where scores are at hand.
+struct BiasAhead {
+    static constexpr int CHUNKS = BN / 8, PER_LANE = (CHUNKS + 3) / 4;
+    const u16* row[2];
+    uint4 keys[2][PER_LANE];
+
+    __device__ void begin(const HopperParams& h, int round, int wg) {
+        const Place place(h, round, wg);
+        const Queries queries{h.p, place.task, place.r0};
+        for (int r = 0; r < 2; r++) row[r] = (const u16*)h.p.mask + queries.row(0, r).offset(h.p.mask_stride);
+    }
+
+    __device__ void fetch(const HopperParams& h, int n0) {
+        const i64 step = h.p.mask_stride[3];
+#pragma unroll
+        for (int r = 0; r < 2; r++)
+#pragma unroll
+            for (int k = 0; k < PER_LANE; k++) {
+                const int chunk = k * 4 + threadIdx.x % 4, j = n0 + chunk * 8;
+                uint4& to = keys[r][k];
+                to = make_uint4(0, 0, 0, 0);
+                if (chunk >= CHUNKS) continue;
+                if (h.mask_wide && j + 8 <= h.p.kv_len) {
+                    to = *(const uint4*)(row[r] + j);
+                } else {
+#pragma unroll 1
+                    for (int i = 0; i < 8 && j + i < h.p.kv_len; i++) {
+                        const u32 half = (u32)row[r][(j + i) * step] << i % 2 * 16;
+                        to.x |= i / 2 == 0 ? half : 0, to.y |= i / 2 == 1 ? half : 0;
+                        to.z |= i / 2 == 2 ? half : 0, to.w |= i / 2 == 3 ? half : 0;
+                    }
+                }
+            }
+    }
+
+    __device__ static float widen_bias(u16 bits) { return MASK_DTYPE == F16 ? f16_to_float(bits) : bf16_to_float(bits); }
+
+    // s = softcap(s * scale) - slope * distance + bias, and -inf where the bias is.
+    __device__ void add(float (&s)[NT][4], const Params& p, const Queries& queries, int n0) const {
+        const float scale = (float)p.scale, cap = (float)p.softcap, inverse_cap = (float)p.inverse_softcap;
+        const bool plain = p.softcap == 0 && p.alibi == nullptr;
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            if (!plain) {
+                const Row row = queries.row(0, r);
+                const float slope = p.alibi == nullptr ? 0.f : load_as(p.alibi, p.alibi_dtype, row.head * p.alibi_stride);
+                const int distance = row.i + p.diagonal - n0 - threadIdx.x % 4 * 2;
+#pragma unroll
+                for (int nt = 0; nt < NT; nt++)
+#pragma unroll
+                    for (int e = 0; e < 2; e++) {
+                        float& x = s[nt][r * 2 + e];
+                        x *= scale;
+                        if (p.softcap != 0) x = cap * tanhf(x * inverse_cap);
+                        if (p.alibi != nullptr) x -= slope * (float)abs(distance - nt * 8 - e);
+                    }
+            }
+            const float factor = plain ? scale : 1.f;
+#pragma unroll
+            for (int k = 0; k < PER_LANE; k++) {
+                u32 w[4] = {keys[r][k].x, keys[r][k].y, keys[r][k].z, keys[r][k].w};
+                turn(w);
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    const int nt = min(k * 4 + i, NT - 1);
+                    if (k * 4 + i >= NT) continue;
+#pragma unroll
+                    for (int e = 0; e < 2; e++) {
+                        const float bias = widen_bias(w[i] >> e * 16);
+                        float& x = s[nt][r * 2 + e];
+                        x = bias == negative_infinity() ? bias : __fmaf_rn(x, factor, bias);
+                    }
+                }
+            }
+        }
+    }
+};
+constexpr bool BOOL_AHEAD = MASK == BOOL_MASK && !NATURAL;
+constexpr bool BIAS_AHEAD = MASK == ADDITIVE_MASK && (MASK_DTYPE == F16 || MASK_DTYPE == BF16);
+constexpr bool AHEAD = BOOL_AHEAD || BIAS_AHEAD;
+
+template <bool BIAS>
+struct AheadOf {
+    typedef BoolAhead Type;
+};
+template <>
+struct AheadOf<true> {
+    typedef BiasAhead Type;
+};
 
 struct Consumer {
     const HopperParams& h;
@@ -355,12 +459,12 @@ struct Consumer {
 
     // What is added to the scores, and what hides them.
     __device__ void mask_scores(float (&s)[NT][4], int round, const Seen& seen, int n0, const u32 (&hidden)[2]) {
-        if (AHEAD) BoolAhead::hide(s, hidden);
+        if (BOOL_AHEAD) BoolAhead::hide(s, hidden);
         const bool positions = n0 < seen.all_lo || n0 + BN > seen.all_hi;
-        if (!NATURAL && (MASK == NO_MASK || AHEAD) && !positions) return;
+        if (((!NATURAL && MASK == NO_MASK) || AHEAD) && !positions) return;
         const Place place(h, anew(round), wg);
         const Queries queries{h.p, place.task, place.r0};
-        if (NATURAL || (MASK != NO_MASK && !AHEAD)) {
+        if (!AHEAD && (NATURAL || MASK != NO_MASK)) {
             MaskTile<1, NT> mask;
             mask.fetch(h.p, queries, n0);
             modify_scores<1, NT>(*(float(*)[1][NT][4])&s, h.p, queries, mask, n0, h.p.kv_len, false);
@@ -378,6 +482,18 @@ struct Consumer {
                     if ((u32)(nt * 8 + e - lo) >= count) s[nt][r * 2 + e] = negative_infinity();
                 }
         }
+    }
+
+    // Bits make room for the next tile's keys at once; biases stay until the scores are there.
+    __device__ void look_ahead(BoolAhead& ahead, u32 (&hidden)[2], int n0) const {
+        if (BOOL_AHEAD) ahead.pack_hidden(hidden), ahead.fetch(h, n0);
+    }
+    __device__ void look_ahead(BiasAhead&, u32 (&)[2], int) const {}
+    __device__ void add_bias(float (&)[NT][4], BoolAhead&, int, int) const {}
+    __device__ void add_bias(float (&s)[NT][4], BiasAhead& ahead, int round, int n0) const {
+        const Place place(h, anew(round), wg);
+        ahead.add(s, h.p, Queries{h.p, place.task, place.r0}, n0);
+        ahead.fetch(h, n0 + BN);
     }
 
     __device__ void release(u64& barrier) {
@@ -443,21 +559,6 @@ struct Consumer {
 #pragma unroll
             for (int e = 0; e < 4; e++) zero[e] = __fmaf_rn(acc[nt][e], 0.f, zero[e]);
         return zero[0] + zero[1] + (zero[2] + zero[3]) != 0;
-    }
-
-    // Four lanes of a row exchange 4x4 words: lane t has tile t's word of each then.
-    __device__ static void turn(u32 (&w)[4]) {
-        const bool odd = threadIdx.x & 1, high = threadIdx.x & 2;
-#pragma unroll
-        for (int i = 0; i < 4; i += 2) {
-            const u32 got = __shfl_xor_sync(~0u, odd ? w[i] : w[i + 1], 1);
-            (odd ? w[i] : w[i + 1]) = got;
-        }
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            const u32 got = __shfl_xor_sync(~0u, high ? w[i] : w[i + 2], 2);
-            (high ? w[i] : w[i + 2]) = got;
-        }
     }
 
     __device__ void store(int round) {
@@ -535,13 +636,14 @@ struct Consumer {
             }
             float s[NT][4];
             u32 a[NT / 2][4], hidden[2];
-            BoolAhead ahead;
+            typename AheadOf<BIAS_AHEAD>::Type ahead;
             if (AHEAD) ahead.begin(h, anew(round), wg), ahead.fetch(h, tiles.first);
             wait(sh.k_full[stage_of(done)], phase_of(done));
             multiply_keys(s, done);
-            if (AHEAD) ahead.pack_hidden(hidden), ahead.fetch(h, tiles.first + BN);
+            look_ahead(ahead, hidden, tiles.first + BN);
             wait_scores<0>(s);
             release(sh.k_empty[stage_of(done)]);
+            add_bias(s, ahead, round, tiles.first);
             mask_scores(s, round, seen, tiles.first, hidden);
             weigh(s, c);
             pack_weights(a, s);
@@ -556,9 +658,10 @@ struct Consumer {
                 wait(sh.v_full[stage_of(done)], phase_of(done));
                 add_values(a, done);
                 end_turn();
-                if (AHEAD) ahead.pack_hidden(hidden), ahead.fetch(h, n0 + 2 * BN);
+                look_ahead(ahead, hidden, n0 + 2 * BN);
                 wait_scores<1>(s);
                 release(sh.k_empty[stage_of(next)]);
+                add_bias(s, ahead, round, n0 + BN);
                 mask_scores(s, round, seen, n0 + BN, hidden);
                 weigh(s, c);
                 wait_sums<0>(acc);

@@ -101,11 +101,10 @@ fn pairs_of(mask: &TensorSpec<4>, address: usize) -> bool {
     step[3] == 1 && even && address.is_multiple_of(2 * mask.dtype.size_bytes())
 }
 
-/// Whether every row of a boolean mask can be read 16 keys at a time, as far as there are 16.
-fn bytes_of(mask: &TensorSpec<4>, address: usize) -> bool {
-    let step = strides(mask);
-    let wide = step[..3].iter().all(|stride| stride % 16 == 0) && address.is_multiple_of(16);
-    mask.dtype == DType::Bool && step[3] == 1 && wide
+/// Whether every row of the mask can be read 16 bytes at a time, as far as there are 16.
+fn is_wide(mask: &TensorSpec<4>, address: usize) -> bool {
+    let (step, unit) = (strides(mask), 16 / mask.dtype.size_bytes() as i64);
+    step[3] == 1 && step[..3].iter().all(|stride| stride % unit == 0) && address.is_multiple_of(16)
 }
 
 /// Whether every row of the tensor can be moved `bytes` at a time from `address`; a multiple of its element.
@@ -207,7 +206,7 @@ impl HopperParams {
     pub(crate) fn new(spec: &Spec, design: &Design, params: Params, maps: [CopyMap; 3]) -> Self {
         // Where keys are bounded by position, rows see unlike numbers of them.
         let paired = i32::from(!spec.block_range().is_unbounded());
-        let mask_wide = i32::from(spec.mask.is_some_and(|mask| bytes_of(&mask, params.mask)));
+        let mask_wide = i32::from(spec.mask.is_some_and(|mask| is_wide(&mask, params.mask)));
         HopperParams { maps, params, tasks: int(design.tasks), paired, mask_wide, padding: [0; HOPPER_PADDING] }
     }
 
