@@ -190,7 +190,14 @@ fn forward_code(spec: &Spec, caps: &Caps) -> Code {
 fn decode_code(spec: &Spec, caps: &Caps) -> Code {
     let of = |stages| mma_code(spec, caps, Body::Decode, DECODE_BLOCK_M, stages);
     let most = LEAST_SHARED.min(caps.shared_bytes);
-    [4, 3].into_iter().map(of).find(|code| code.shared_bytes() <= most).unwrap_or_else(|| of(2))
+    let deep = [4, 3].into_iter().map(of).find(|code| code.shared_bytes() <= most);
+    // The widest heads leave room for two tiles on the largest devices only.
+    deep.unwrap_or_else(|| if of(2).shared_bytes() <= caps.shared_bytes { of(2) } else { of(1) })
+}
+
+/// What puts the splits of `main` together.
+fn combine_code(main: Code) -> Code {
+    Code { body: Body::Combine, mask: None, natural: true, vector: false, dims: (0, 0), block_m: 0, depth: 0, ..main }
 }
 
 /// Blocks of decode.cu for `rows` blocks of rows of `num_splits` chunks each, and whether they take chunks.
@@ -262,16 +269,7 @@ pub(crate) fn design(spec: &Spec, caps: &Caps) -> Result<(Design, Option<String>
         Kernel::Decode => decode_blocks(caps, &main, tasks.saturating_mul(row_blocks), num_splits),
         _ => (items.saturating_mul(dv_blocks), num_splits > 1),
     };
-    let combine = is_cut.then_some(Code {
-        body: Body::Combine,
-        mask: None,
-        natural: true,
-        vector: false,
-        dims: (0, 0),
-        block_m: 0,
-        depth: 0,
-        ..main
-    });
+    let combine = is_cut.then_some(combine_code(main));
     let most = items
         .saturating_mul(dv_blocks)
         .max(tasks.saturating_mul(rows).saturating_mul(spec.head_dim_v().div_ceil(COMBINE_COLUMNS)));
@@ -460,11 +458,13 @@ pub fn select(spec: &Spec, caps: &Caps) -> Result<Plan> {
     Ok(if spec.kv_len() == 0 { plan } else { plan.with_work(work) })
 }
 
-/// The code that [`select`] would have compiled for `spec`: the kernel, and what puts its splits together.
+/// The code that [`select`] would have compiled for `spec`: the kernel, and what puts its splits together where no block sees
+/// all of a row (which follows the batch too).
 ///
 /// # Errors
 /// As [`select`].
 pub fn codes(spec: &Spec, caps: &Caps) -> Result<Vec<Code>> {
     let (design, _) = design(spec, caps)?;
-    Ok([Some(design.main), design.combine].into_iter().flatten().collect())
+    let combine = (design.num_splits > 1).then(|| combine_code(design.main));
+    Ok([Some(design.main), combine].into_iter().flatten().collect())
 }
