@@ -34,6 +34,8 @@ const CHUNK: usize = 512;
 /// Most queries per head, and rows per head of K and V, that are read as decoding.
 const DECODE_QUERIES: usize = 16;
 const DECODE_ROWS: usize = 64;
+/// Most blocks or rows of a request. Blocks that stay on their multiprocessor count on past the last item, by one each.
+const MOST_BLOCKS: usize = i32::MAX as usize - (1 << 16);
 /// Widest head of the tensor-core kernels.
 const MMA_DIM: usize = 256;
 /// Shared memory at which three blocks of decode.cu fit a multiprocessor of 228 KiB.
@@ -222,7 +224,7 @@ pub(crate) fn design(spec: &Spec, caps: &Caps) -> Result<(Design, String, String
         ..main
     });
     let blocks = [tasks, row_blocks, num_splits, dv_blocks].into_iter().fold(1usize, usize::saturating_mul);
-    if blocks.max(tasks.saturating_mul(rows)) > i32::MAX as usize {
+    if blocks.max(tasks.saturating_mul(rows)) > MOST_BLOCKS {
         let what = format!("a request of {blocks} blocks");
         return Err(Error::unsupported(what, "a launch has at most 2^31", "cut the problem along its batch"));
     }
