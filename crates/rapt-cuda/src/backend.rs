@@ -260,12 +260,17 @@ impl Backend {
         let (design, _) = design(spec, &device.caps)?;
         let tensors = operands.tensors();
         let addresses = [&tensors.q, &tensors.k, &tensors.v].map(rapt_core::View::address);
-        let design = design.with_addresses(spec, addresses);
+        let mut design = design.with_addresses(spec, addresses);
         if workspace.len_bytes < design.workspace_bytes || !workspace.address.is_multiple_of(16) {
             return Err(Error::OutOfMemory { bytes: design.workspace_bytes });
         }
         let params = Params::new(spec, &design, operands, workspace.address);
-        let hopper = self.hopper_params(spec, &design, params, addresses).map_err(on)?;
+        let hopper = (design.main.body == Body::Hopper).then(|| {
+            let maps = design.main.vector.then(|| self.copy_maps(spec, &design, addresses)).flatten();
+            // What the copy engine does not read is loaded element by element: the bits are the same.
+            design.main.vector = maps.is_some();
+            HopperParams::new(spec, &design, params, maps.unwrap_or_default())
+        });
         let main_params = hopper.as_ref().map_or(params.as_bytes(), HopperParams::as_bytes);
         let main = self.function(index, design.main).map_err(on)?;
         let combine = design
@@ -293,26 +298,20 @@ impl Backend {
         Ok(())
     }
 
-    /// What hopper.cu takes, if `design` runs it: the maps are made anew for each launch (they cost less than a look-up).
-    fn hopper_params(
-        &self,
-        spec: &Spec,
-        design: &Design,
-        params: Params,
-        addresses: [usize; 3],
-    ) -> Result<Option<HopperParams>> {
-        if design.main.body != Body::Hopper {
-            return Ok(None);
-        }
+    /// How the copy engine is to read q, k and v, if it can; made anew for each launch, which costs less than a look-up.
+    fn copy_maps(&self, spec: &Spec, design: &Design, addresses: [usize; 3]) -> Option<[CopyMap; 3]> {
         let mut maps = [CopyMap::default(); 3];
-        if design.main.vector {
-            let rows = [design.main.block_m, design.main.depth, design.main.depth];
-            for (n, tensor) in [&spec.q, &spec.k, &spec.v].into_iter().enumerate() {
-                if let Some(copied) = Copied::new(tensor, addresses[n], rows[n]) {
-                    maps[n] = self.driver.copy_map(&copied)?;
+        let rows = [design.main.block_m, design.main.depth, design.main.depth];
+        for (n, tensor) in [&spec.q, &spec.k, &spec.v].into_iter().enumerate() {
+            let copied = Copied::new(tensor, addresses[n], rows[n])?;
+            maps[n] = match self.driver.copy_map(&copied) {
+                Ok(map) => map,
+                Err(error) => {
+                    tracing::debug!(target: "rapt", %error, ?copied, "not for the copy engine");
+                    return None;
                 }
-            }
+            };
         }
-        Ok(Some(HopperParams::new(spec, design, params, maps)))
+        Some(maps)
     }
 }

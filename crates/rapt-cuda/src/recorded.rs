@@ -47,6 +47,8 @@ struct RecordedDriver {
     broken: bool,
     /// Takes only machine code that begins so.
     takes: &'static [u8],
+    /// Encodes no tensor for the copy engine.
+    mapless: bool,
 }
 
 fn refusal(call: &'static str) -> CudaError {
@@ -84,7 +86,7 @@ impl Driver for RecordedDriver {
     }
     fn copy_map(&self, copied: &Copied) -> Result<CopyMap> {
         self.log.add(Call::CopyMap(*copied));
-        Ok(CopyMap::default())
+        if self.mapless { Err(refusal("cuTensorMapEncodeTiled")) } else { Ok(CopyMap::default()) }
     }
 
     fn allocate(&self, device: u32, bytes: usize, stream: usize) -> Result<usize> {
@@ -129,7 +131,7 @@ impl Compiler for RecordedCompiler {
 }
 
 fn backend(log: &Log, cache: Option<PathBuf>, change: impl FnOnce(&mut RecordedDriver)) -> Backend {
-    let mut driver = RecordedDriver { log: log.clone(), capability: (9, 0), broken: false, takes: b"" };
+    let mut driver = RecordedDriver { log: log.clone(), capability: (9, 0), broken: false, takes: b"", mapless: false };
     change(&mut driver);
     let compiler = OnceLock::new();
     compiler.set(Ok(Box::new(RecordedCompiler(log.clone())) as Box<dyn Compiler>)).unwrap();
@@ -214,6 +216,16 @@ fn a_kernel_is_compiled_once_and_launched_on_the_given_stream() {
     assert_eq!(log.take().len(), 3);
     run(&backend, [300, 300, 2], 0).unwrap();
     assert_eq!(log.take().len(), 1);
+}
+
+#[test]
+fn what_the_driver_encodes_no_map_of_is_loaded_element_by_element() {
+    let log = Log::default();
+    run(&backend(&log, None, |driver| driver.mapless = true), [300, 300, 0], 0).unwrap();
+    let calls = log.take();
+    let compiled = calls.iter().filter(|call| matches!(call, Call::Compile(_))).count();
+    assert_eq!(compiled, 2, "planned for the copy engine, run without it");
+    assert!(matches!(calls.last(), Some(Call::Launch { .. })));
 }
 
 #[test]

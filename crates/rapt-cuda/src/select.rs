@@ -39,6 +39,8 @@ const FEW_SPLITS: usize = 2;
 /// Most queries per head, and rows per head of K and V, that are read as decoding.
 const DECODE_QUERIES: usize = 16;
 const DECODE_ROWS: usize = 64;
+/// Most blocks or rows of a request. Blocks that stay on their multiprocessor count on past the last item, by one each.
+const MOST_BLOCKS: usize = i32::MAX as usize - (1 << 16);
 /// Widest head of the tensor-core kernels.
 const MMA_DIM: usize = 256;
 /// Widest head of float32.cu.
@@ -273,7 +275,7 @@ pub(crate) fn design(spec: &Spec, caps: &Caps) -> Result<(Design, Option<String>
     let most = items
         .saturating_mul(dv_blocks)
         .max(tasks.saturating_mul(rows).saturating_mul(spec.head_dim_v().div_ceil(COMBINE_COLUMNS)));
-    if most > i32::MAX as usize {
+    if most > MOST_BLOCKS {
         let what = format!("a request of {most} blocks");
         return Err(Error::unsupported(what, "a launch has at most 2^31", "cut the problem along its batch"));
     }
