@@ -131,7 +131,7 @@ impl Compiler for RecordedCompiler {
 }
 
 fn backend(log: &Log, cache: Option<PathBuf>, change: impl FnOnce(&mut RecordedDriver)) -> Backend {
-    let mut driver = RecordedDriver { log: log.clone(), capability: (9, 0), broken: false, takes: b"", mapless: false };
+    let mut driver = RecordedDriver { log: log.clone(), capability: (9, 0), broken: false, mapless: false, takes: b"" };
     change(&mut driver);
     let compiler = OnceLock::new();
     compiler.set(Ok(Box::new(RecordedCompiler(log.clone())) as Box<dyn Compiler>)).unwrap();
@@ -140,7 +140,7 @@ fn backend(log: &Log, cache: Option<PathBuf>, change: impl FnOnce(&mut RecordedD
 
 /// What the recorded driver's device has.
 fn caps() -> crate::select::Caps {
-    let driver = RecordedDriver { log: Log::default(), capability: (9, 0), broken: false, takes: b"" };
+    let driver = RecordedDriver { log: Log::default(), capability: (9, 0), broken: false, mapless: false, takes: b"" };
     let facts = driver.facts(0).unwrap();
     crate::select::Caps {
         arch: rapt_core::Arch::Sm90a,
@@ -278,7 +278,7 @@ fn machine_code_is_kept_and_what_the_driver_refuses_is_compiled_anew() {
 
 /// A compiler that is not there.
 fn without_compiler(log: &Log, cache: Option<PathBuf>, takes: &'static [u8]) -> Backend {
-    let driver = RecordedDriver { log: log.clone(), capability: (9, 0), broken: false, takes };
+    let driver = RecordedDriver { log: log.clone(), capability: (9, 0), broken: false, mapless: false, takes };
     let compiler = OnceLock::new();
     compiler.set(Err(CudaError::NoCompiler { searched: vec!["nowhere".into()] })).unwrap();
     Backend::with_parts(Box::new(driver), compiler, Cache::new(cache))
