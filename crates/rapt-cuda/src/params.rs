@@ -242,4 +242,28 @@ mod tests {
             }
         }
     }
+
+    #[test]
+    fn a_mask_is_read_16_bytes_at_a_time_where_every_row_allows_it() {
+        let mask = |dtype, strides| TensorSpec { dtype, shape: [2, 1, 300, 512], strides };
+        for (dtype, strides, address, wide) in [
+            (DType::Bool, [153_600, 0, 512, 1], 64, true),
+            (DType::Bool, [512, 0, 0, 1], 64, true),
+            (DType::Bool, [153_600, 0, 512, 1], 65, false),
+            (DType::Bool, [153_600, 0, 520, 1], 64, false),
+            (DType::Bool, [153_600, 0, 1, 300], 64, false),
+            (DType::BF16, [153_600, 0, 520, 1], 64, true),
+            (DType::BF16, [153_600, 0, 516, 1], 64, false),
+            (DType::F32, [153_600, 0, 516, 1], 64, true),
+        ] {
+            assert_eq!(is_wide(&mask(dtype, strides), address), wide, "{dtype} {strides:?} {address}");
+        }
+    }
+
+    #[test]
+    fn the_maps_come_first_and_the_size_is_that_of_aligned_maps() {
+        assert_eq!(std::mem::offset_of!(HopperParams, params), 3 * 128);
+        assert_eq!(size_of::<HopperParams>() % 64, 0);
+        assert_eq!(align_of::<HopperParams>(), 64);
+    }
 }
