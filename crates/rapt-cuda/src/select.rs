@@ -1,7 +1,8 @@
 //! From a spec to a plan: pure, total, without a device.
 //!
 //! The rules, in order: few queries of f16 or bf16 with head dims up to 256 → `decode`, many → `forward`, both on the
-//! tensor cores (`forward` of compute capability 9.0 by wgmma: hopper.cu, and there float32 with head dims up to 128: float32.cu); anything else → `generic`. What decides is a request's own lengths, dims, dtype and options, never its
+//! tensor cores (`forward` of compute capability 9.0 by wgmma: hopper.cu, and there float32 with head dims up to 128:
+//! float32.cu); anything else → `generic`. What decides is a request's own lengths, dims, dtype and options, never its
 //! batch, its strides or where it lies: the bits of a row depend on none of these.
 //!
 //! Few queries: at most 16 per head and 64 rows per head of K and V. Their keys are split in chunks, whose length follows

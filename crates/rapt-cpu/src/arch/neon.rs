@@ -90,6 +90,7 @@ impl Simd for NeonF32 {
     }
     #[inline(always)]
     unsafe fn load_f16(ptr: *const f16) -> float32x4_t {
+        // SAFETY: the caller vouches for four elements from ptr on; an unaligned read needs no alignment.
         let x = unsafe { ptr.cast::<[f16; 4]>().read_unaligned() }.map(f16::to_f32);
         // SAFETY: an entry point has NEON on, after detection; the caller vouches for the memory.
         unsafe { vld1q_f32(x.as_ptr()) }
