@@ -17,6 +17,8 @@ import reference
 from peers import PEERS
 from workers import Died
 
+from rapt.bench import interleaved
+
 WRONG = 0.1  # a peer this far from the reference computed something else: its time is void
 
 MOST_RESTARTS = 3
@@ -45,18 +47,7 @@ class Timing:
         """Interquartile range over rounds, as a fraction of the median."""
         if len(self.rounds) < 2 or self.void:
             return None
-        low, _, high = statistics.quantiles(self.by_round, n=4, method="inclusive")
-        return (high - low) / self.median
-
-
-@dataclasses.dataclass
-class Measured:
-    """One row with every peer's timing, the limit it was judged by and the ceilings of its rounds."""
-
-    row: object
-    timings: dict
-    limit: reference.Limit | None = None
-    ceilings: dict = dataclasses.field(default_factory=dict)
+        return interleaved.spread(self.by_round)
 
 
 class Run:
@@ -92,7 +83,7 @@ class Run:
                     self.workers[name] = self.restart(name)
                 except Died as reason:
                     reasons.append(str(reason))
-        everything = [Measured(row, {}) for row in rows]
+        everything = [interleaved.Measured(row, {}) for row in rows]
         for measured in everything:
             self.prepare(measured)
         self.check(everything)

@@ -12,6 +12,8 @@ import numpy as np
 
 import inputs
 
+from rapt.bench import interleaved
+
 FLOOR = {"f64": 16 * 2.0**-52, "f32": 2 * 2.0**-23, "f16": 2.0**-14, "bf16": 2.0**-11}
 
 # PyTorch's own error as measured for anchors.md, for a run without the stock peer; the worst row about twice the whole.
@@ -64,21 +66,11 @@ def error(got, want):
     return Error(float(relative), float((difference / np.maximum(norms, norms.mean())).max()), True)
 
 
-@dataclasses.dataclass
-class Limit:
-    relative: float
-    worst_row: float
-    source: str
-
-    def allows(self, measured):
-        return measured.finite and measured.relative <= self.relative and measured.worst_row <= self.worst_row
-
-
 def limit(dtype, of_torch):
     """The rule's limit from PyTorch's own errors on the same rows (a list, empty where stock did not run)."""
     floor = FLOOR[dtype]
     if not of_torch:
-        return Limit(1.1 * ANCHOR_ERROR[dtype] + floor, 8 * ANCHOR_ERROR[dtype] + floor, "anchors.md")
-    return Limit(
+        return interleaved.Limit(1.1 * ANCHOR_ERROR[dtype] + floor, 8 * ANCHOR_ERROR[dtype] + floor, "anchors.md")
+    return interleaved.Limit(
         1.1 * max(e.relative for e in of_torch) + floor, 4 * max(e.worst_row for e in of_torch) + floor, "torch in this run"
     )

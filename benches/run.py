@@ -10,7 +10,6 @@ import pathlib
 import shlex
 import sys
 import tempfile
-import time
 
 # The controller's numpy only computes references; on more threads it would leave spinning ones beside the peers.
 for variable in ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS"):
@@ -25,7 +24,7 @@ from measure import Run  # noqa: E402
 from peers import PEERS  # noqa: E402
 from workers import BENCHES, UNLOCK_MKL, Died, Worker, compile_c  # noqa: E402
 
-from rapt.bench import table  # noqa: E402
+from rapt.bench import interleaved, table  # noqa: E402
 
 BUSY = 0.5  # runnable processes before the run starts, above which figures are doubted aloud
 
@@ -57,27 +56,11 @@ def comma(text):
     return [word.strip() for word in text.split(",") if word.strip()]
 
 
-class Progress:
-    """One line that changes on a terminal; on anything else only what is finished."""
-
-    def __init__(self, total):
-        self.total, self.done, self.began = total, 0, time.monotonic()
-        self.live = sys.stderr.isatty()
-
-    def __call__(self, row, doing):
-        if self.live:
-            line = f"[{self.done}/{self.total}] {row.key}: {doing}"
-            print("\r\033[K" + line[:150], end="", file=sys.stderr, flush=True)
-
-    def finished(self, family, figures):
-        self.done += len(family)
-        if self.live:
-            print("\r\033[K", end="", file=sys.stderr)
-        elapsed = time.monotonic() - self.began
-        for figure in figures:
-            times = "  ".join(f"{name} {report.microseconds(figure, name)}" for name in figure["us"])
-            beats = f"  {figure['vs_stock']:.2f}x stock" if figure["vs_stock"] else ""
-            print(f"[{self.done}/{self.total} {elapsed:4.0f} s] {figure['row']} {figure['dtype']}: {times}{beats}", file=sys.stderr, flush=True)
+def told(figure):
+    """A finished row in a line."""
+    times = "  ".join(f"{name} {report.microseconds(figure, name)}" for name in figure["us"])
+    beats = f"  {figure['vs_stock']:.2f}x stock" if figure["vs_stock"] else ""
+    return f"{figure['row']} {figure['dtype']}: {times}{beats}"
 
 
 def starter(threads, folder, peer_python):
@@ -133,14 +116,14 @@ def main():
         if ceiling_program.why_not:
             print(f"no ceilings: {ceiling_program.why_not}")
         print(flush=True)
-        progress = Progress(len(rows))
+        progress = interleaved.Progress(len(rows))
         run = Run(workers, start, ceiling_program, rounds, seconds, folder, cache_bytes, machine.available_bytes(), progress)
         everything, interrupted = [], False
         try:
             for family in shapes.families(rows):
                 measured = run.family(family)
                 everything += measured
-                progress.finished(family, report.derive(measured))
+                progress.tell([told(figure) for figure in report.derive(measured)])
         except KeyboardInterrupt:
             interrupted = True  # what was measured is still reported, and marked
         finally:

@@ -11,6 +11,8 @@ finite, and near that of a peer that passed. Deliberately absent: timing.
 import dataclasses
 import zlib
 
+from . import interleaved
+
 ROWS = 8192
 """Rows of q that are checked, over all heads and batches: enough to see any head, any batch, both ends and some tiles between."""
 
@@ -33,16 +35,6 @@ class Error:
     relative: float
     worst_row: float
     finite: bool
-
-
-@dataclasses.dataclass
-class Limit:
-    relative: float
-    worst_row: float
-    source: str
-
-    def allows(self, error):
-        return error.finite and error.relative <= self.relative and error.worst_row <= self.worst_row
 
 
 def copies(row, l2_bytes):
@@ -142,7 +134,7 @@ class Judge:
     def allow(self, flash=None):
         """The limit, from flash's answer where there is one."""
         peer, source = (self.stand_in, "flash's roundings") if flash is None else (self.sampled(flash), "torch flash in this run")
-        self.limit = Limit(*self.law.limits(DTYPES[self.row.dtype], [peer], self.want), source)
+        self.limit = interleaved.Limit(*self.law.limits(DTYPES[self.row.dtype], [peer], self.want), source)
         return self.limit
 
     def apart(self, ours, peer):

@@ -14,7 +14,7 @@ import time
 
 import rapt
 
-from . import rows, table
+from . import interleaved, rows, table
 
 ROWS = pathlib.Path(__file__).with_name("cuda.toml")
 PEERS = ("flash", "cudnn", "efficient", "flex", "fa4")
@@ -53,26 +53,10 @@ def main(arguments=None):
     return options.run(options)
 
 
-class Progress:
-    """One line that changes on a terminal; on anything else only what is finished. Always on stderr."""
-
-    def __init__(self, total):
-        self.total, self.done, self.began = total, 0, time.monotonic()
-        self.live = sys.stderr.isatty()
-
-    def __call__(self, row, doing):
-        if self.live:
-            print(f"\r\033[K[{self.done}/{self.total}] {row.key}: {doing}"[:150], end="", file=sys.stderr, flush=True)
-
-    def finished(self, family):
-        self.done += len(family)
-        elapsed = time.monotonic() - self.began
-        for measured in family:
-            times = "  ".join(
-                f"{name} {timing.median:.1f}" if timing.median else f"{name} –" for name, timing in measured.timings.items()
-            )
-            start = "\r\033[K" if self.live else ""
-            print(f"{start}[{self.done}/{self.total} {elapsed:4.0f} s] {measured.row.key}: {times}", file=sys.stderr, flush=True)
+def told(measured):
+    """A finished row in a line."""
+    times = (f"{name} {timing.median:.1f}" if timing.median else f"{name} –" for name, timing in measured.timings.items())
+    return f"{measured.row.key}: {'  '.join(times)}"
 
 
 def run(options, parser):
@@ -120,13 +104,13 @@ def measure(options, chosen, gpu):
     say("\n".join(report.heading(machine)))
 
     ceilings = Ceilings(gpu)
-    progress, everything = Progress(len(chosen)), []
+    progress, everything = interleaved.Progress(len(chosen)), []
     work = Run(gpu, present, ceilings, rounds, seconds, machine, progress)
     try:
         for family in rows.families(chosen):
             measured = work.family(family)
             everything += measured
-            progress.finished(measured)
+            progress.tell([told(one) for one in measured])
     except KeyboardInterrupt:
         machine["interrupted"] = True  # what was measured is still reported, and marked
 

@@ -12,7 +12,7 @@ import statistics
 import time
 import warnings
 
-from . import check
+from . import check, interleaved
 from .device import combined
 from .engines import Unsupported
 
@@ -45,18 +45,7 @@ class Timing:
         """Interquartile range over rounds, as a fraction of the median."""
         if len(self.rounds) < 2 or not self.median:
             return None
-        low, _, high = statistics.quantiles(self.rounds, n=4, method="inclusive")
-        return (high - low) / self.median
-
-
-@dataclasses.dataclass
-class Measured:
-    """One row with every engine's timing, the limit it was judged by and the ceilings of its rounds."""
-
-    row: object
-    timings: dict
-    limit: check.Limit | None = None
-    ceilings: dict = dataclasses.field(default_factory=dict)
+        return interleaved.spread(self.rounds)
 
 
 class Batch:
@@ -138,7 +127,7 @@ class Run:
             return [measured for row in rows for measured in self.family([row])]
         everything, batches = [], {}
         for row in rows:
-            measured = Measured(row, {})
+            measured = interleaved.Measured(row, {})
             everything.append(measured)
             batches[row.key] = self.prepare(measured)
         self.time(everything, batches)

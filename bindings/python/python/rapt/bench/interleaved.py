@@ -1,0 +1,54 @@
+"""What every interleaved measurement is made of, on the CPU (benches/) and on a GPU: a limit, a measured row, how far rounds
+spread, and what is told on the way."""
+
+import dataclasses
+import statistics
+import sys
+import time
+
+
+@dataclasses.dataclass
+class Limit:
+    """How far an answer may lie from the law: the whole of it, and its worst row."""
+
+    relative: float
+    worst_row: float
+    source: str
+
+    def allows(self, error):
+        return error.finite and error.relative <= self.relative and error.worst_row <= self.worst_row
+
+
+@dataclasses.dataclass
+class Measured:
+    """One row with every engine's timing, the limit it was judged by and the ceilings of its rounds."""
+
+    row: object
+    timings: dict
+    limit: Limit | None = None
+    ceilings: dict = dataclasses.field(default_factory=dict)
+
+
+def spread(rounds):
+    """Interquartile range over rounds, as a fraction of the median; of two rounds or more."""
+    low, middle, high = statistics.quantiles(rounds, n=4, method="inclusive")
+    return (high - low) / middle
+
+
+class Progress:
+    """One line that changes on a terminal; on anything else only what is finished. Always on stderr."""
+
+    def __init__(self, total):
+        self.total, self.done, self.began = total, 0, time.monotonic()
+        self.live = sys.stderr.isatty()
+
+    def __call__(self, row, doing):
+        if self.live:
+            print("\r\033[K" + f"[{self.done}/{self.total}] {row.key}: {doing}"[:150], end="", file=sys.stderr, flush=True)
+
+    def tell(self, lines):
+        """So many more rows are finished, a line each."""
+        self.done += len(lines)
+        start, elapsed = "\r\033[K" if self.live else "", time.monotonic() - self.began
+        for line in lines:
+            print(f"{start}[{self.done}/{self.total} {elapsed:4.0f} s] {line}", file=sys.stderr, flush=True)
