@@ -61,6 +61,16 @@ def test_the_answer_is_of_the_producers_type(make, rng, dtype):
     np.testing.assert_array_equal(rapt.scaled_dot_product_attention(*tensors).array, rapt.attention(*arrays))
 
 
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16"])
+def test_numpy_exports_strides_with_their_sign(make, rng, dtype):
+    arrays = [random(rng, (2, 3, 5, 8), dtype) for _ in range(3)]
+    for axes in [(2,), (3,), (1, 2, 3)]:
+        turn = tuple(slice(None, None, -1) if axis in axes else slice(None) for axis in range(4))
+        views = [x[turn].copy()[turn] for x in arrays]
+        assert min(views[0].strides) < 0
+        np.testing.assert_array_equal(rapt.attention(*map(make, views)).array, rapt.attention(*arrays), err_msg=str(axes))
+
+
 def test_the_result_outlives_everything_and_may_be_written(rng):
     arrays = [random(rng, (1, 1, 4, 4)) for _ in range(3)]
     out = rapt.attention(*map(Tensor, arrays))

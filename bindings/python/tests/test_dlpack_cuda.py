@@ -11,6 +11,7 @@ import rapt
 from test_dlpack import Tensor
 
 CUDA, ROCM = 2, 10
+ADDRESS = 1 << 32
 
 
 class Managed(ctypes.Structure):
@@ -45,23 +46,24 @@ class OnGpu:
     ended = 0
     kept = ()
 
-    def __init__(self, shape=(1, 2, 5, 8), device=(CUDA, 0), claims=None):
-        self.shape, self.device, self.claims = shape, device, claims or device
+    def __init__(self, shape=(1, 2, 5, 8), device=(CUDA, 0), claims=None, strides=None):
+        self.shape, self.device, self.claims, self.strides = shape, device, claims or device, strides
 
     def __dlpack_device__(self):
         return self.device
 
     def __dlpack__(self, *, stream="none", max_version=None, dl_device=None, copy=None):
         type(self).streams = (*type(self).streams, stream)
-        shape = (ctypes.c_int64 * len(self.shape))(*self.shape)
+        sizes = ctypes.c_int64 * len(self.shape)
+        shape, strides = sizes(*self.shape), self.strides and sizes(*self.strides)
 
         def end(_):
             type(self).ended += 1
 
-        managed = Managed(1 << 32, *self.claims, len(self.shape), 2, 32, 1, shape, None, 0, None, DELETER(end))
+        managed = Managed(ADDRESS, *self.claims, len(self.shape), 2, 32, 1, shape, strides, 0, None, DELETER(end))
         new = ctypes.pythonapi.PyCapsule_New
         new.restype, new.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
-        OnGpu.kept = (*OnGpu.kept, managed, shape)
+        OnGpu.kept = (*OnGpu.kept, managed, shape, strides)
         return new(ctypes.addressof(managed), b"dltensor", None)
 
 
@@ -147,6 +149,74 @@ def test_a_capsule_that_does_not_say_whether_it_may_be_written_is_no_out(fresh):
     with pytest.raises(rapt.LayoutError, match="read-only"):
         rapt.attention(kind(), kind(), kind(), out=kind())
     assert kind.ended == 4
+
+
+class Unsigned(OnGpu):
+    """As cupy 14 exports: strides divided by the size of an element as if they had no sign. Its interface has them right."""
+
+    def __init__(self, strides, claims=()):
+        super().__init__((1, 2, 5, 8), strides=[stride % 2**64 // 4 for stride in strides])
+        self.interface = {
+            "shape": self.shape,
+            "typestr": "<f4",
+            "data": (ADDRESS, False),
+            "strides": strides,
+            "version": 3,
+        } | dict(claims)
+
+    @property
+    def __cuda_array_interface__(self):
+        type(self).asked = getattr(type(self), "asked", 0) + 1
+        return self.interface
+
+
+@needs_no_gpu
+def test_strides_exported_without_their_sign_are_read_from_the_interface(fresh):
+    kind = fresh(base=Unsigned)
+    turned, straight = (320, 160, -32, 4), (320, 160, 32, 4)
+    # Only the device is missing: as the export has them, these strides leave the address space.
+    with pytest.raises(rapt.DeviceError, match="cuda:0"):
+        rapt.attention(kind(turned), kind(turned), kind((-320, -160, -32, -4)))
+    assert kind.asked == 3 and kind.ended == 3
+    # What the interface says is what is served: here nothing can be.
+    with pytest.raises(rapt.ShapeError, match=r"\[80, 40, -1152921504606846976, 1\]"):
+        rapt.attention(kind((320, 160, -(2**62), 4)), kind(turned), kind(turned))
+    kind.asked = 0
+    with pytest.raises(rapt.DeviceError, match="cuda:0"):
+        rapt.attention(kind(straight), kind(straight), kind(straight))
+    assert kind.asked == 0, "a sound export was doubted"
+
+
+@needs_no_gpu
+@pytest.mark.parametrize(
+    ("claims", "what"),
+    [
+        ({"data": (ADDRESS + 4, False)}, "another array"),
+        ({"shape": (1, 2, 8, 5)}, "another array"),
+        ({"typestr": "<i4"}, "another array"),
+        ({"typestr": "<f8"}, "another array"),
+        ({"typestr": ">f4"}, "another array"),
+        ({"strides": (320, 160, -30, 4)}, "is not one"),
+        ({"strides": (160, -32, 4)}, "is not one"),
+        ({"strides": "none"}, "is not one"),
+        ({"shape": None}, "is not one"),
+    ],
+    ids=str,
+)
+def test_an_interface_that_disagrees_with_the_export_is_refused(fresh, claims, what):
+    kind = fresh(base=Unsigned)
+    turned = (320, 160, -32, 4)
+    with pytest.raises(rapt.LayoutError, match=what):
+        rapt.attention(kind(turned), kind(turned, claims), kind(turned))
+    assert kind.ended == 2
+
+
+@needs_no_gpu
+def test_wrong_strides_without_an_interface_are_an_overflow(fresh):
+    kind = fresh()
+    far = kind(strides=(80, 40, 2**62 - 8, 1))
+    with pytest.raises(rapt.ShapeError, match="overflows"):
+        rapt.attention(far, far, far)
 
 
 def test_host_arrays_are_asked_for_without_a_stream(rng):

@@ -16,6 +16,7 @@ use pyo3::{ffi, intern};
 use rapt::cuda::{Backend, Memory};
 use rapt::{DType, Device, Error, ErrorKind, Extent, MAX_RANK, Shape, Strides};
 
+use super::cuda_interface;
 use super::dlpack_abi::{CPU, CUDA, Described, DlDevice, DlTensor, describe, device_of, dtype_to};
 use super::lender::{self, Lender};
 use super::{Operand, too_many_dimensions};
@@ -187,7 +188,11 @@ pub(crate) fn read(name: &'static str, object: &Bound<'_, PyAny>, lender: &Lende
         return Err(Error::Representation { tensor: name, what }.into());
     }
     // SAFETY: DLPack: shape has ndim entries, and so has strides where it is not null.
-    let seen = unsafe { describe(name, tensor) }?;
+    let mut seen = unsafe { describe(name, tensor) }?;
+    if code == CUDA && cuda_interface::is_needed(&seen) {
+        // Without an interface they stay, and are refused as the overflow that they are.
+        seen.strides = cuda_interface::strides(name, object, &seen)??.unwrap_or(seen.strides);
+    }
     let writable = known_flags && flags & (READ_ONLY | IS_COPIED) == 0;
     Ok(operand(name, &seen, writable, Some(hold)))
 }

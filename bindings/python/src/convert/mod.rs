@@ -4,6 +4,7 @@
 //! torch tensors (extent proven by their storage), numpy arrays and DLPack capsules (extent declared). Who lends stream and
 //! memory to a call on a GPU stands in `lender`.
 
+mod cuda_interface;
 pub(crate) mod dlpack;
 mod dlpack_abi;
 pub(crate) mod lender;
