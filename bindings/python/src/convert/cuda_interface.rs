@@ -5,6 +5,7 @@
 //! describe the same array. Deliberately absent: arrays that have this interface and no DLPack, and the interface's stream
 //! (the export has ordered the producer's work already).
 
+use pyo3::exceptions::PyKeyError;
 use pyo3::intern;
 use pyo3::prelude::*;
 use rapt::{DType, Error, Strides};
@@ -42,6 +43,28 @@ fn is_dtype(typestr: &str, dtype: DType) -> bool {
     is_native && is_kind && letters.as_str().parse() == Ok(dtype.size_bytes())
 }
 
+/// The entries that tell what lies where.
+struct Interface {
+    address: usize,
+    typestr: String,
+    shape: Vec<usize>,
+    /// Bytes; `None` is row-major.
+    steps: Option<Vec<isize>>,
+}
+
+impl Interface {
+    fn read(interface: &Bound<'_, PyAny>) -> PyResult<Self> {
+        let get = |key| interface.get_item(key);
+        let (address, _read_only): (usize, bool) = get("data")?.extract()?;
+        let steps = match get("strides") {
+            // The one entry that may be left out.
+            Err(error) if error.is_instance_of::<PyKeyError>(interface.py()) => None,
+            steps => steps?.extract()?,
+        };
+        Ok(Interface { address, typestr: get("typestr")?.extract()?, shape: get("shape")?.extract()?, steps })
+    }
+}
+
 /// The strides, in elements, that the interface of `object` gives the array `seen`; `None` where it has no interface.
 ///
 /// # Errors
@@ -54,18 +77,9 @@ pub(super) fn strides(
     let py = object.py();
     let Some(interface) = object.getattr_opt(intern!(py, "__cuda_array_interface__"))? else { return Ok(Ok(None)) };
     let bad = |what| Error::Representation { tensor: name, what };
-    let described = || -> PyResult<(Vec<usize>, String, usize, Option<Vec<isize>>)> {
-        let get = |key| interface.get_item(key);
-        let (address, _read_only): (usize, bool) = get("data")?.extract()?;
-        // The one entry that may be left out.
-        let steps = match get("strides") {
-            Ok(steps) => steps.extract()?,
-            Err(error) if error.is_instance_of::<pyo3::exceptions::PyKeyError>(py) => None,
-            Err(error) => return Err(error),
-        };
-        Ok((get("shape")?.extract()?, get("typestr")?.extract()?, address, steps))
+    let Ok(Interface { address, typestr, shape, steps }) = Interface::read(&interface) else {
+        return Ok(Err(bad(BROKEN)));
     };
-    let Ok((shape, typestr, address, steps)) = described() else { return Ok(Err(bad(BROKEN))) };
     if shape != *seen.shape || address != seen.ptr.addr() || !is_dtype(&typestr, seen.dtype) {
         return Ok(Err(bad(OTHER)));
     }
