@@ -1,6 +1,7 @@
 //! Speed, with peers in the same run.
 
 use crate::args::Args;
+use crate::cubins::Kernels;
 use crate::metadata::{Workspace, root};
 use crate::python::{BUILD_REQUIREMENTS, Venv};
 use crate::shell::{Outcome, show, step};
@@ -20,7 +21,7 @@ pub(crate) fn run(args: Args) -> Outcome {
     let words = args.rest(HELP)?;
     let venv = Venv::at(".venv")?;
     venv.require(&FILES, None)?;
-    let wheel = venv.build_wheel(&Workspace::load()?.target, false)?;
+    let wheel = venv.build_wheel(&Workspace::load()?.target, Kernels::Core, false)?;
     venv.install(&wheel)?;
     step("run benches/run.py", || {
         let mut bench = venv.python([]);

@@ -6,14 +6,40 @@
 
 use std::path::{Path, PathBuf};
 
+use crate::built;
 use crate::metadata::root;
 use crate::python::{BINDING, Venv};
-use crate::shell::{Failure, cargo, read, show, step, write};
+use crate::shell::{Failure, command, read, show, step, write};
 
 /// The pinned compiler.
 const REQUIREMENT: &str = "xtask/requirements/nvrtc.txt";
 /// Where the package keeps what is shipped, below its source folder.
 const PACKAGE: &str = "python/rapt/cubins";
+
+/// How many kernels a wheel ships: rapt-cuda's `Assortment`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Kernels {
+    /// What each change is compiled for.
+    Core,
+    /// What a wheel for others ships.
+    Whole,
+}
+
+impl Kernels {
+    const fn word(self) -> &'static str {
+        match self {
+            Kernels::Core => "core",
+            Kernels::Whole => "whole",
+        }
+    }
+
+    const fn archs(self) -> &'static [&'static str] {
+        match self {
+            Kernels::Core => &["sm_80", "sm_90a", "sm_120"],
+            Kernels::Whole => &["sm_80", "sm_90a", "sm_100", "sm_120"],
+        }
+    }
+}
 
 /// The folder of the pinned NVRTC, fetched by the environment's pip if it is not there; `None`, with a notice, where it cannot be had.
 fn nvrtc(venv: &Venv, target: &Path, offline: bool) -> Result<Option<PathBuf>, Failure> {
@@ -51,35 +77,29 @@ fn nvrtc(venv: &Venv, target: &Path, offline: bool) -> Result<Option<PathBuf>, F
 
 /// Compiles the kernels that the wheel ships into the package's source folder; without NVRTC there are none in it. Gives the
 /// folder of NVRTC.
-pub(crate) fn ship(venv: &Venv, target: &Path, offline: bool) -> Result<Option<PathBuf>, Failure> {
+pub(crate) fn ship(venv: &Venv, target: &Path, kernels: Kernels, offline: bool) -> Result<Option<PathBuf>, Failure> {
     let package = root().join(BINDING).join(PACKAGE);
     if package.exists() {
         std::fs::remove_dir_all(&package).map_err(Failure::file(&package))?;
     }
     let Some(library) = nvrtc(venv, target, offline)? else { return Ok(None) };
     step("compile the GPU kernels of the wheel", || {
-        let mut ship = cargo(["run", "--quiet", "--package", "rapt-cuda", "--example", "ship"]);
-        ship.arg("--").arg(&package).arg(target.join("tmp/cubins")).env("RAPT_NVRTC", &library);
-        if offline {
-            ship.env("CARGO_NET_OFFLINE", "true");
-        }
-        show(ship.current_dir(root()))
+        let program = built::debug(&[])?.join("examples").join(built::program("ship"));
+        let mut ship = command(program, [kernels.word()]);
+        show(ship.arg(&package).arg(target.join("tmp/cubins")).env("RAPT_NVRTC", &library).current_dir(root()))
     })?;
     Ok(Some(library))
 }
 
 /// What is wrong with the names in a wheel: all or none of the architectures, and all where NVRTC is there.
-pub(crate) fn wrong(names: &[String], target: &Path) -> Vec<String> {
+pub(crate) fn wrong(names: &[String], target: &Path, kernels: Kernels) -> Vec<String> {
     let shipped = names.iter().filter(|name| name.ends_with(".cubins")).count();
     if shipped == 0 && !target.join("nvrtc").exists() {
         return Vec::new();
     }
     let is_missing = |arch: &&&str| !names.iter().any(|name| name.ends_with(&format!("rapt/cubins/{arch}.cubins")));
-    ARCHITECTURES.iter().filter(is_missing).map(|arch| format!("holds no GPU kernels for {arch}")).collect()
+    kernels.archs().iter().filter(is_missing).map(|arch| format!("holds no GPU kernels for {arch}")).collect()
 }
-
-/// As rapt-cuda's `SHIPPED`.
-const ARCHITECTURES: [&str; 4] = ["sm_80", "sm_90a", "sm_100", "sm_120"];
 
 #[cfg(test)]
 mod tests {
@@ -94,8 +114,10 @@ mod tests {
     #[test]
     fn an_architecture_that_is_missing_is_named() {
         let target = Path::new("no-such-folder");
-        assert!(wrong(&[], target).is_empty());
-        let found = wrong(&["rapt/cubins/sm_80.cubins".to_owned(), "rapt/cubins/sm_90a.cubins".to_owned()], target);
+        assert!(wrong(&[], target, Kernels::Whole).is_empty());
+        let names = ["rapt/cubins/sm_80.cubins".to_owned(), "rapt/cubins/sm_90a.cubins".to_owned()];
+        let found = wrong(&names, target, Kernels::Whole);
         assert_eq!(found, ["holds no GPU kernels for sm_100", "holds no GPU kernels for sm_120"]);
+        assert_eq!(wrong(&names, target, Kernels::Core), ["holds no GPU kernels for sm_120"]);
     }
 }

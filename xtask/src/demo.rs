@@ -1,6 +1,7 @@
 //! The main job: a real model's attention is Rapt's, and the account of it.
 
 use crate::args::Args;
+use crate::cubins::Kernels;
 use crate::metadata::{Workspace, root};
 use crate::python::{BUILD_REQUIREMENTS, Venv};
 use crate::shell::{Outcome, show, step};
@@ -31,7 +32,7 @@ pub(crate) fn run(mut args: Args) -> Outcome {
     } else {
         venv.require(&files, None)?;
     }
-    let wheel = venv.build_wheel(&Workspace::load()?.target, offline)?;
+    let wheel = venv.build_wheel(&Workspace::load()?.target, Kernels::Core, offline)?;
     venv.install(&wheel)?;
     step("run demo/demo.py", || {
         let mut demo = venv.python([]);

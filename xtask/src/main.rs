@@ -5,6 +5,7 @@
 
 mod args;
 mod bench;
+mod built;
 mod c;
 mod cubins;
 mod demo;

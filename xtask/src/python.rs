@@ -7,7 +7,7 @@ use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use crate::cubins;
+use crate::cubins::{self, Kernels};
 use crate::metadata::root;
 use crate::shell::{Failure, Outcome, capture, command, read, show, step, write};
 
@@ -167,13 +167,13 @@ impl Venv {
         Ok(())
     }
 
-    /// Builds the wheel (release, with kernels for GPUs where they can be compiled) into `target/wheels` and gives its path.
+    /// Builds the wheel (release, with these kernels for GPUs where they can be compiled) into `target/wheels` and gives its path.
     ///
     /// On Linux with zig as the linker: Rust's standard library binds to the newest symbols that the C library at hand
     /// offers, so that a wheel built on Debian 12 asks for glibc 2.34; zig carries the symbol lists of older ones.
-    pub(crate) fn build_wheel(&self, target: &Path, offline: bool) -> Result<PathBuf, Failure> {
+    pub(crate) fn build_wheel(&self, target: &Path, kernels: Kernels, offline: bool) -> Result<PathBuf, Failure> {
         let folder = target.join("wheels");
-        let _ = cubins::ship(self, target, offline)?;
+        let _ = cubins::ship(self, target, kernels, offline)?;
         step("build the wheel", || {
             for old in wheels(&folder) {
                 std::fs::remove_file(&old).map_err(Failure::file(&old))?;

@@ -3,10 +3,11 @@
 use std::process::Command;
 
 use crate::args::Args;
+use crate::cubins::{self, Kernels};
 use crate::metadata::{Workspace, root};
 use crate::python::{BINDING, BUILD_REQUIREMENTS, Venv};
 use crate::shell::{Failure, Outcome, cargo, show, step};
-use crate::{c, cubins, tidy, wheel};
+use crate::{c, tidy, wheel};
 
 pub(crate) const HELP: &str = "\
 cargo xtask test [--torch VERSION]
@@ -36,7 +37,7 @@ pub(crate) fn run(mut args: Args) -> Outcome {
     let (venv, target) = (Venv::at(".venv")?, Workspace::load()?.target);
     let mut rust = cargo(["test", "--workspace"]);
     // The wheel's kernels first: the compile test of rapt-cuda then finds most of its work done.
-    if let Some(library) = cubins::ship(&venv, &target, false)? {
+    if let Some(library) = cubins::ship(&venv, &target, Kernels::Core, false)? {
         rust.env("RAPT_NVRTC", library);
     }
     step_of("cargo test", rust)?;
@@ -63,8 +64,8 @@ fn requirement(torch: &str) -> Result<String, Failure> {
 }
 
 fn pytest(venv: &Venv) -> Outcome {
-    let built = venv.build_wheel(&Workspace::load()?.target, false)?;
-    wheel::check(venv, &built)?;
+    let built = venv.build_wheel(&Workspace::load()?.target, Kernels::Core, false)?;
+    wheel::check(venv, &built, Kernels::Core)?;
     venv.install(&built)?;
     step("pytest", || {
         // In the tests' own folder, so that no source tree shadows the installed wheel.

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use crate::args::Args;
-use crate::cubins;
+use crate::cubins::{self, Kernels};
 use crate::elf;
 use crate::metadata::Workspace;
 use crate::python::{BUILD_REQUIREMENTS, Venv};
@@ -14,8 +14,9 @@ cargo xtask wheel
 
 Builds the wheel into target/wheels and checks what it asks of the system that loads it.
 
-Kernels for NVIDIA GPUs are compiled into it with the NVRTC of xtask/requirements/nvrtc.txt; where that cannot be fetched a
-notice says so, and the wheel compiles them when they are needed.
+Kernels for NVIDIA GPUs are compiled into it with the NVRTC of xtask/requirements/nvrtc.txt, more of them than `cargo xtask
+test` compiles: minutes the first time. Where it cannot be fetched a notice says so, and the wheel compiles them when they are
+needed.
 Checked: at most 15 MB, the abi3 tag, manylinux_2_28 or older and no symbol newer than glibc 2.28, no library needed but the C
 library's (no libtorch, no libpython), the licences and those of third parties inside, stubs and py.typed inside.";
 
@@ -51,14 +52,14 @@ pub(crate) fn run(args: Args) -> Outcome {
     args.finish(HELP)?;
     let venv = Venv::at(".venv")?;
     venv.require(&[BUILD_REQUIREMENTS], None)?;
-    let wheel = venv.build_wheel(&Workspace::load()?.target, false)?;
-    check(&venv, &wheel)?;
+    let wheel = venv.build_wheel(&Workspace::load()?.target, Kernels::Whole, false)?;
+    check(&venv, &wheel, Kernels::Whole)?;
     println!("{}", wheel.display());
     Ok(())
 }
 
 /// Unpacks a wheel beside itself and checks name, contents and needs.
-pub(crate) fn check(venv: &Venv, wheel: &Path) -> Outcome {
+pub(crate) fn check(venv: &Venv, wheel: &Path, kernels: Kernels) -> Outcome {
     step("check the wheel", || {
         let folder = wheel.with_extension("unpacked");
         if folder.exists() {
@@ -72,7 +73,7 @@ pub(crate) fn check(venv: &Venv, wheel: &Path) -> Outcome {
         wrong.extend(missing(&names));
         wrong.extend(wrong_size(wheel)?);
         // The wheel lies in target/wheels.
-        wrong.extend(wheel.ancestors().nth(2).map(|target| cubins::wrong(&names, target)).unwrap_or_default());
+        wrong.extend(wheel.ancestors().nth(2).map(|target| cubins::wrong(&names, target, kernels)).unwrap_or_default());
         for name in names.iter().filter(|name| name.ends_with(".so")) {
             let path = folder.join(name);
             let bytes = std::fs::read(&path).map_err(Failure::file(&path))?;

@@ -29,7 +29,7 @@ pub use backend::{Backend, DeviceFacts, prepend_library_folders};
 pub use code::{Code, Report};
 pub use error::CudaError;
 pub use memory::{Mark, Memory};
-pub use prebuild::{Built, SHIPPED, Wrote, build_all, common_codes, ship};
+pub use prebuild::{Assortment, Built, Wrote, build_all, common_codes, ship};
 pub use select::{Caps, codes, select};
 pub use shipped::{ShippedFacts, set_shipped_folder};
 

@@ -16,8 +16,25 @@ use crate::result::nvrtc::{Compiler, Cubin, Nvrtc};
 use crate::select::{Caps, codes};
 use crate::shipped;
 
-/// Architectures that machine code is shipped for; those above within a family run it too.
-pub const SHIPPED: [Arch; 4] = [Arch::Sm80, Arch::Sm90a, Arch::Sm100, Arch::Sm120];
+/// How much is compiled ahead.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Assortment {
+    /// Every kernel in the forms that are asked for most, for the architectures that each change is compiled for.
+    Core,
+    /// What a package ships: what models of today ask for.
+    Whole,
+}
+
+impl Assortment {
+    /// Architectures that machine code is compiled for; those above within a family run it too.
+    #[must_use]
+    pub const fn archs(self) -> &'static [Arch] {
+        match self {
+            Assortment::Core => &[Arch::Sm80, Arch::Sm90a, Arch::Sm120],
+            Assortment::Whole => &[Arch::Sm80, Arch::Sm90a, Arch::Sm100, Arch::Sm120],
+        }
+    }
+}
 
 /// Devices that differ in what selection asks: multiprocessors and shared memory per block, in KiB.
 const DEVICES: [(Arch, u32, u32); 6] = [
@@ -32,13 +49,59 @@ const DEVICES: [(Arch, u32, u32); 6] = [
 /// `[q_len, kv_len]`: prompts from short to long, a step of decoding with few keys and with many, a speculative one.
 const LENGTHS: [[usize; 2]; 7] = [[32, 32], [77, 77], [512, 512], [4096, 4096], [1, 64], [1, 8192], [5, 8192]];
 
+/// What a model asks for, but for its lengths and heads.
+#[derive(Clone, Copy)]
+struct Request {
+    dtype: DType,
+    /// head_dim and head_dim_v.
+    dims: (usize, usize),
+    mask: Option<DType>,
+    softcap: Option<f64>,
+}
+
+impl Request {
+    const fn new(dtype: DType, head_dim: usize, mask: Option<DType>) -> Self {
+        Request { dtype, dims: (head_dim, head_dim), mask, softcap: None }
+    }
+}
+
+/// The requests of an assortment. Which kernels they come to is select's matter: most head dims of float32 are one kernel
+/// but on compute capability 9.0.
+fn requests(assortment: Assortment) -> Vec<Request> {
+    const PLAIN: [Option<DType>; 2] = [None, Some(DType::Bool)];
+    let mut requests = Vec::new();
+    let mut add = |dtype, head_dims: &[usize], masks: &[Option<DType>]| {
+        for head_dim in head_dims {
+            requests.extend(masks.iter().map(|mask| Request::new(dtype, *head_dim, *mask)));
+        }
+    };
+    // Beyond 256 there are no tensor cores: the kernel that serves everything.
+    add(DType::BF16, &[64, 128], &[None, Some(DType::Bool), Some(DType::BF16)]);
+    add(DType::BF16, &[257], &[None]);
+    add(DType::F16, &[64], &[None]);
+    add(DType::F32, &[64], &[None]);
+    add(DType::F64, &[64], &[None]);
+    if assortment == Assortment::Core {
+        return requests;
+    }
+    for dtype in [DType::F16, DType::BF16] {
+        add(dtype, &[64, 80, 96, 128, 256], &PLAIN);
+        add(dtype, &[64, 128], &[Some(dtype)]);
+        add(dtype, &[257], &[None]);
+    }
+    add(DType::F32, &[64, 80, 96, 128], &[None, Some(DType::Bool), Some(DType::F32)]);
+    // Latent attention (DeepSeek) unpacked; capped scores (Gemma 2).
+    requests.push(Request { dims: (192, 128), ..Request::new(DType::BF16, 192, None) });
+    let capped = |head_dim| Request { softcap: Some(50.0), ..Request::new(DType::BF16, head_dim, None) };
+    requests.extend([128, 256].map(capped));
+    requests
+}
+
 /// The spec of tensors that are never read: `[1, heads, len, head_dim]`, with a `[1, 1, q_len, kv_len]` mask.
 fn spec(
-    dtype: DType,
+    request: &Request,
     [heads, kv_heads]: [usize; 2],
     [q_len, kv_len]: [usize; 2],
-    head_dim: usize,
-    mask: Option<DType>,
     options: &Options,
 ) -> CoreResult<Spec> {
     let view = |name, dtype, shape: [usize; 4]| {
@@ -48,39 +111,30 @@ fn spec(
         // SAFETY: a spec is made of it, which holds no pointer; nobody reads it.
         unsafe { View::from_raw_parts(name, nowhere, dtype, shape, strides, Device::Cuda(0), Extent::Declared) }
     };
+    let (dtype, (head_dim, head_dim_v)) = (request.dtype, request.dims);
     let q = view("q", dtype, [1, heads, q_len, head_dim])?;
     let k = view("k", dtype, [1, kv_heads, kv_len, head_dim])?;
-    let mask = mask.map(|dtype| view("mask", dtype, [1, 1, q_len, kv_len])).transpose()?;
-    Spec::builder(&q, &k, &k, options).mask(mask.as_ref()).build()
+    let v = view("v", dtype, [1, kv_heads, kv_len, head_dim_v])?;
+    let mask = request.mask.map(|dtype| view("mask", dtype, [1, 1, q_len, kv_len])).transpose()?;
+    Spec::builder(&q, &k, &v, options).mask(mask.as_ref()).build()
 }
 
-/// The kernels of the common requests on devices that run machine code of `arch`, each once.
+/// The kernels of an assortment on devices that run machine code of `arch`, each once.
 ///
 /// # Errors
 /// As [`select`](crate::select).
-pub fn common_codes(arch: Arch) -> CoreResult<Vec<Code>> {
-    // What models of today ask for, and no more: a kernel takes the compiler some two seconds.
-    let mut requests = Vec::new();
-    for dtype in [DType::F16, DType::BF16] {
-        for head_dim in [64, 128] {
-            requests.extend([None, Some(DType::Bool)].map(|mask| (dtype, head_dim, mask)));
-        }
-        // Beyond 256 there are no tensor cores: the kernel that serves everything.
-        requests.push((dtype, 257, None));
-    }
-    requests.extend([64, 128].map(|head_dim| (DType::BF16, head_dim, Some(DType::BF16))));
-    requests.extend([None, Some(DType::Bool), Some(DType::F32)].map(|mask| (DType::F32, 64, mask)));
-    requests.push((DType::F64, 64, None));
+pub fn common_codes(arch: Arch, assortment: Assortment) -> CoreResult<Vec<Code>> {
+    let requests = requests(assortment);
     let (mut known, mut all) = (FxHashSet::default(), Vec::new());
     for (device, multiprocessors, shared_kib) in DEVICES.into_iter().filter(|(own, ..)| shipped::family(*own) == arch) {
         let caps =
             Caps { arch: device, multiprocessors, shared_bytes: shared_kib * 1024, clock_hz: None, bandwidth: None };
-        for (dtype, head_dim, mask) in &requests {
+        for request in &requests {
             for lengths in LENGTHS {
                 for heads in [[8, 8], [8, 2]] {
                     for causal in [None, Some(Causal::TopLeft), Some(Causal::BottomRight)] {
-                        let options = Options { causal, ..Options::default() };
-                        let spec = spec(*dtype, heads, lengths, *head_dim, *mask, &options)?;
+                        let options = Options { causal, softcap: request.softcap, ..Options::default() };
+                        let spec = spec(request, heads, lengths, &options)?;
                         let found = codes(&spec, &caps)?.into_iter().map(|code| shipped::of_family(&code));
                         all.extend(found.filter(|code| known.insert(*code)));
                     }
@@ -168,28 +222,29 @@ pub struct Wrote {
     pub compiler: (i32, i32),
 }
 
-/// Compiles the common kernels of every architecture of [`SHIPPED`] and writes them into `folder`, for
+/// Compiles the kernels of an assortment and writes them into `folder`, a file per architecture, for
 /// [`set_shipped_folder`](crate::set_shipped_folder).
 ///
 /// # Errors
 /// As [`build_all`]; [`CudaError::Archive`] where `folder` cannot be written; what [`common_codes`] answers.
-pub fn ship(folder: &Path, kept: Option<&Path>) -> std::result::Result<Vec<Wrote>, CudaError> {
+pub fn ship(folder: &Path, assortment: Assortment, kept: Option<&Path>) -> std::result::Result<Vec<Wrote>, CudaError> {
     let compiler = Nvrtc::find(&[])?;
     let archive = |text: String| CudaError::Archive { folder: folder.display().to_string(), text };
     let mut all = Vec::new();
-    for arch in SHIPPED {
-        all.extend(common_codes(arch).map_err(|error| archive(error.to_string()))?);
+    for arch in assortment.archs() {
+        all.extend(common_codes(*arch, assortment).map_err(|error| archive(error.to_string()))?);
     }
     // At once, so that no core waits at the end of each architecture.
     let built = build_with(&compiler, &all, kept)?;
-    let write = |arch| {
+    let write = |arch: &Arch| {
+        let arch = *arch;
         let of_arch = built.iter().filter(|built| built.report.code.arch == arch);
         let kernels: Vec<_> = of_arch.map(|built| (built.report.code, built.cubin.as_slice())).collect();
         let written = shipped::write(folder, arch, compiler.version(), &kernels);
         let file_bytes = written.map_err(|error| archive(error.to_string()))?;
         Ok(Wrote { arch, kernels: kernels.len(), file_bytes, compiler: compiler.version() })
     };
-    SHIPPED.into_iter().map(write).collect()
+    assortment.archs().iter().map(write).collect()
 }
 
 #[cfg(test)]
@@ -197,27 +252,57 @@ mod tests {
     use super::*;
     use crate::code::Body;
 
+    fn distinct(arch: Arch, assortment: Assortment) -> FxHashSet<Code> {
+        let codes = common_codes(arch, assortment).unwrap();
+        let distinct: FxHashSet<_> = codes.iter().copied().collect();
+        assert_eq!(distinct.len(), codes.len());
+        assert!(codes.iter().all(|code| code.arch == arch));
+        distinct
+    }
+
     #[test]
     fn common_requests_are_covered_on_every_architecture() {
-        for arch in SHIPPED {
-            let codes = common_codes(arch).unwrap();
-            let distinct: FxHashSet<_> = codes.iter().collect();
-            assert_eq!(distinct.len(), codes.len());
-            assert!(codes.iter().all(|code| code.arch == arch));
+        for arch in Assortment::Whole.archs() {
+            let codes = distinct(*arch, Assortment::Whole);
             let has = |body, storage, mask: Option<DType>| {
                 codes.iter().any(|code| (code.body, code.storage, code.mask) == (body, storage, mask))
             };
             for storage in [DType::F16, DType::BF16] {
-                for mask in [None, Some(DType::Bool)] {
+                for mask in [None, Some(DType::Bool), Some(storage)] {
                     assert!(has(Body::Decode, storage, mask), "{arch:?} {storage} {mask:?}");
                 }
                 assert!(has(Body::Combine, storage, None) && has(Body::Generic, storage, None));
+                let many = |code: &&Code| matches!(code.body, Body::Forward | Body::Hopper) && code.storage == storage;
+                for head_dim in [64, 80, 96, 128, 256] {
+                    let found = codes.iter().filter(many).any(|code| code.dims == (head_dim, head_dim));
+                    assert!(found, "{arch:?} {storage} {head_dim}");
+                }
             }
-            assert!(has(Body::Decode, DType::BF16, Some(DType::BF16)));
             for storage in [DType::F32, DType::F64] {
                 assert!(has(Body::Generic, storage, None) && has(Body::Combine, storage, None));
             }
-            assert!(codes.len() < 64, "{} kernels: too many for a wheel's build", codes.len());
+            for mask in [None, Some(DType::Bool), Some(DType::F32)] {
+                let has = |head_dim| {
+                    let (body, dims) = (Body::Float32, (head_dim, head_dim));
+                    codes.iter().any(|code| (code.body, code.mask, code.dims) == (body, mask, dims))
+                };
+                let count = [64, 80, 96, 128].into_iter().filter(|head_dim| has(*head_dim)).count();
+                assert_eq!(count, if *arch == Arch::Sm90a { 4 } else { 0 }, "{arch:?} float32 {mask:?}");
+            }
+            assert!(codes.len() < 96, "{} kernels: too many for a wheel's build", codes.len());
+        }
+    }
+
+    #[test]
+    fn the_core_is_part_of_the_whole_and_has_every_kernel() {
+        for arch in Assortment::Core.archs() {
+            let (core, whole) = (distinct(*arch, Assortment::Core), distinct(*arch, Assortment::Whole));
+            assert!(core.is_subset(&whole) && core.len() * 2 < whole.len(), "{} of {}", core.len(), whole.len());
+            let hopper: &[Body] = &[Body::Hopper, Body::Float32];
+            let many = if *arch == Arch::Sm90a { hopper } else { &[Body::Forward] };
+            for body in many.iter().chain(&[Body::Generic, Body::Decode, Body::Combine]) {
+                assert!(core.iter().any(|code| code.body == *body), "{arch:?} has no {body:?}");
+            }
         }
     }
 }
