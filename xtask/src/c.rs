@@ -12,6 +12,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use crate::args::Args;
+use crate::built;
 use crate::elf;
 use crate::metadata::{Workspace, root};
 use crate::python;
@@ -27,6 +28,7 @@ Builds the C library (release) and installs header, shared and static library an
                     AddressSanitizer); a step of `cargo xtask test`";
 
 const PACKAGE: &str = "rapt-c";
+const FACADE: &str = "rapt-attention";
 const BINDING: &str = "bindings/c";
 const EXAMPLES: &str = "examples/c";
 const DESCRIPTION: &str = "Attention with an exact tensor boundary";
@@ -94,12 +96,15 @@ struct Tree {
 
 impl Tree {
     fn install(target: &Path, profile: Profile, prefix: &Path) -> Result<Self, Failure> {
-        let (folder, more): (_, &[&str]) = match profile {
-            Profile::Dev => ("debug", &[]),
-            Profile::Release => ("release", &["--release"]),
+        let built = match profile {
+            // rapt-attention's library has the same name; it is built all the same, as what this one is made of.
+            Profile::Dev => built::debug(&["--lib", "--exclude", FACADE])?,
+            Profile::Release => {
+                show(cargo(["build", "--release", "--package", PACKAGE]).current_dir(root()))?;
+                target.join("release")
+            }
         };
-        show(cargo(["build", "--package", PACKAGE]).args(more).current_dir(root()))?;
-        let (built, tree) = (target.join(folder), Tree { prefix: prefix.to_owned() });
+        let tree = Tree { prefix: prefix.to_owned() };
         for made in [tree.include(), tree.pkg_config()] {
             std::fs::create_dir_all(&made).map_err(Failure::file(&made))?;
         }

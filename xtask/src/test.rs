@@ -24,6 +24,9 @@ const TEST: &str = "xtask/requirements/test.txt";
 /// What the suite needs beside an older torch: without pins, because the newest need not work with it.
 const OLDER: &str = "xtask/requirements/test-older-torch.txt";
 
+/// Processes of pytest: each holds a torch of its own.
+const MOST_WORKERS: usize = 4;
+
 pub(crate) fn run(mut args: Args) -> Outcome {
     let torch = args.value("--torch")?;
     args.finish(HELP)?;
@@ -69,7 +72,9 @@ fn pytest(venv: &Venv) -> Outcome {
     venv.install(&built)?;
     step("pytest", || {
         // In the tests' own folder, so that no source tree shadows the installed wheel.
-        let mut pytest = venv.python(["-m", "pytest", "-ra", "-p", "no:cacheprovider", "."]);
+        let mut pytest = venv.python(["-m", "pytest", "-ra", "-p", "no:cacheprovider", "--dist", "worksteal"]);
+        let workers = std::thread::available_parallelism().map_or(1, usize::from).min(MOST_WORKERS);
+        pytest.args(["-n", &workers.to_string(), "."]);
         show(pytest.current_dir(root().join(BINDING).join("tests")))
     })
 }

@@ -1,22 +1,20 @@
 //! Blocks of README.md that a program writes: `<!-- generated:NAME -->` … `<!-- end -->`.
 
 use super::Finding;
+use crate::built;
 use crate::metadata::root;
-use crate::shell::{Failure, capture, cargo, read};
+use crate::shell::{Failure, capture, command, read};
 
 const FILE: &str = "README.md";
 const END: &str = "<!-- end -->";
 
-/// A block's name, and the cargo arguments that print it.
+/// A block's name, and the words after `rapt` that print it.
 struct Generator {
     name: &'static str,
     command: &'static [&'static str],
 }
 
-const GENERATORS: &[Generator] = &[Generator {
-    name: "support-table",
-    command: &["run", "--quiet", "--package", "rapt-cli", "--", "explain", "--support-table"],
-}];
+const GENERATORS: &[Generator] = &[Generator { name: "support-table", command: &["explain", "--support-table"] }];
 
 pub(super) fn check() -> Result<Vec<Finding>, Failure> {
     let path = root().join(FILE);
@@ -27,9 +25,10 @@ pub(super) fn check() -> Result<Vec<Finding>, Failure> {
             Block::Absent => println!("note: {FILE} has no block {}: not compared", generator.name),
             Block::Open => findings.push(Finding::new(FILE, format!("the block {} has no {END}", generator.name))),
             Block::Holds(held) => {
-                let printed = capture(cargo(generator.command).current_dir(root()))?;
+                let rapt = built::debug(&["--bin", "rapt"])?.join(built::program("rapt"));
+                let printed = capture(command(rapt, generator.command).current_dir(root()))?;
                 if held.trim() != printed.trim() {
-                    let command = format!("cargo {}", generator.command.join(" "));
+                    let command = format!("cargo run -p rapt-cli -- {}", generator.command.join(" "));
                     findings.push(Finding::new(FILE, format!("{} differs from `{command}`", generator.name)));
                 }
             }
