@@ -125,13 +125,17 @@ def test_a_base_at_any_element(dtype, q_len):
             assert same(rapt.attention(*tensors), want), (front, which)
 
 
-@pytest.mark.parametrize("kind", ["bool", "bfloat16", "float32"])
+# Every reader of masks; that a mask's width is no matter of strides is left to bfloat16.
+@pytest.mark.parametrize(
+    ("dtype", "kind"),
+    [(torch.bfloat16, "bool"), (torch.bfloat16, "bfloat16"), (torch.float32, "bool"), (torch.float32, "float32")],
+    ids=str,
+)
 @pytest.mark.parametrize("q_len", Q_LENS)
 @pytest.mark.parametrize("name", [*INJECTIVE, *SHARED])
-def test_a_mask_is_read_through_any_strides(kind, q_len, name):
-    if kind == "float32" and name not in ("contiguous", "step 2 in dim", "all expanded"):
-        pytest.skip("a mask's width is no matter of strides")
-    q, k, v = normal(2, 4, q_len, 64), normal(2, 2, 67, 64, seed=1), normal(2, 2, 67, 64, seed=2)
+def test_a_mask_is_read_through_any_strides(dtype, kind, q_len, name):
+    shapes = ((2, 4, q_len, 64), (2, 2, 67, 64), (2, 2, 67, 64))
+    q, k, v = (normal(*shape, dtype=dtype, seed=seed) for seed, shape in enumerate(shapes))
     shape = (2, 4, q_len, 67)
     mask = placed(shape, (INJECTIVE | SHARED)[name](*shape), getattr(torch, kind), 9)
     copy = mask.clone(memory_format=torch.contiguous_format)
@@ -265,6 +269,38 @@ def test_negative_strides_from_cupy():
         views = [cupy.ascontiguousarray(x[turn])[turn] for x in plain]
         assert min(views[0].strides) < 0
         assert same(torch.from_dlpack(rapt.attention(*views)), want), axes
+
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+
+
+@pytest.mark.skipif(not HOPPER, reason="float32 is on the tensor cores of compute capability 9.0 alone")
+@pytest.mark.parametrize("dim", [(64, 64), (80, 80), (128, 40), (33, 128)], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"causal": "bottom_right"},
+        {"window": (30, 9)},
+        {"window": (64, None), "causal": "top_left", "softcap": 20.0},
+        {"mask": "bool"},
+        {"mask": "float32", "causal": "bottom_right"},
+        {"alibi_slopes": True},
+        {"scale": -0.2},
+    ],
+    ids=str,
+)
+def test_every_option_in_float32_on_the_tensor_cores(options, dim):
+    q, k, v = (normal(2, h, n, d, dtype=torch.float32, seed=h + n) for h, n, d in ((6, 200, dim[0]), (2, 333, dim[0]), (2, 333, dim[1])))
+    options = {**options, "sinks": normal(6, dtype=torch.float32, seed=5)}
+    kind = options.get("mask")
+    if kind:
+        mask = normal(2, 6, 200, 333, dtype=torch.float32, seed=8)
+        options["mask"] = mask > -0.5 if kind == "bool" else mask
+    if "alibi_slopes" in options:
+        options["alibi_slopes"] = torch.linspace(0.01, 0.5, 6, device="cuda")
+    assert rapt.explain(q, k, v, **options).kernel == "forward"
+    out, lse = rapt.attention(q, k, v, return_lse=True, **options)
+    judge(out, lse, q, k, v, **options)
 
 
 # ---- streams, graphs, threads, plans that take turns
