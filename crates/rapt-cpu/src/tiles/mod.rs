@@ -130,9 +130,15 @@ const HEAD_DIMS: [usize; 2] = [64, 128];
 const Q_LENS: [usize; 2] = [256, 1024];
 
 /// The class of a number among those that begin at `ends`.
-fn class(ends: &[usize; 2], number: usize) -> usize {
-    ends.iter().filter(|&&end| number >= end).count()
+const fn class(ends: &[usize; 2], number: usize) -> usize {
+    (number >= ends[0]) as usize + (number >= ends[1]) as usize
 }
+
+// head_dim 64, 65, 128, 129.
+const _: () = assert!(class(&HEAD_DIMS, 63) == 0 && class(&HEAD_DIMS, 64) == 1);
+const _: () = assert!(class(&HEAD_DIMS, 127) == 1 && class(&HEAD_DIMS, 128) == 2);
+const _: () = assert!(class(&Q_LENS, 255) == 0 && class(&Q_LENS, 256) == 1);
+const _: () = assert!(class(&Q_LENS, 1023) == 1 && class(&Q_LENS, 1024) == 2);
 
 /// The tiles of one instruction set: `[dtype][head_dim][q_len]`, `[dtype][rows]`.
 struct ArchTiles {
@@ -162,35 +168,5 @@ const fn decode(block_n: usize, pv_keys: usize, ahead_bytes: usize, ahead_bytes_
     match DecodeTile::new(block_n, pv_keys, ahead_bytes, ahead_bytes_apart) {
         Some(tile) => tile,
         None => panic!("no such tile is compiled"),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn classes_end_where_they_are_said_to() {
-        let of = |ends, numbers: [usize; 4]| numbers.map(|number| class(ends, number));
-        // head_dim 64, 65, 128, 129.
-        assert_eq!(of(&HEAD_DIMS, [63, 64, 127, 128]), [0, 1, 1, 2]);
-        assert_eq!(of(&Q_LENS, [255, 256, 1023, 1024]), [0, 1, 1, 2]);
-    }
-
-    #[test]
-    fn more_queries_leave_the_blocks_of_keys_alone() {
-        for table in [&table::AVX2, &table::AVX512, &table::AVX512_BF16] {
-            for q_lens in table.forward.iter().flatten() {
-                assert!(q_lens.iter().all(|tile| tile.block_n == q_lens[0].block_n), "{q_lens:?}");
-            }
-        }
-    }
-
-    #[test]
-    fn numbers_outside_the_lists_make_no_tile() {
-        assert!(ForwardTile::new(128, 256, false).is_some());
-        assert!(ForwardTile::new(0, 256, false).is_none() && ForwardTile::new(128, 100, false).is_none());
-        assert!(DecodeTile::new(512, 8, 0, 4096).is_some());
-        assert!(DecodeTile::new(512, 7, 0, 0).is_none() && DecodeTile::new(512, 8, 1, 0).is_none());
     }
 }
