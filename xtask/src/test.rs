@@ -71,8 +71,9 @@ fn pytest(venv: &Venv) -> Outcome {
     wheel::check(venv, &built, Kernels::Core)?;
     venv.install(&built)?;
     step("pytest", || {
-        // In the tests' own folder, so that no source tree shadows the installed wheel.
-        let mut pytest = venv.python(["-m", "pytest", "-ra", "-p", "no:cacheprovider", "--dist", "worksteal"]);
+        // In the tests' own folder, so that no source tree shadows the installed wheel. A file's tests stay in one process:
+        // some share what costs.
+        let mut pytest = venv.python(["-m", "pytest", "-ra", "-p", "no:cacheprovider", "--dist", "loadfile"]);
         let workers = std::thread::available_parallelism().map_or(1, usize::from).min(MOST_WORKERS);
         pytest.args(["-n", &workers.to_string(), "."]);
         show(pytest.current_dir(root().join(BINDING).join("tests")))

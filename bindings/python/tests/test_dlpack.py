@@ -7,6 +7,7 @@ import weakref
 import numpy as np
 import pytest
 import rapt
+from capsules import capsule
 from law import random
 
 
@@ -106,52 +107,32 @@ class Counting(Tensor):
     """Counts the deleter's calls through a capsule made by hand."""
 
     calls = 0
-    kept = ()
+    made = ()
+    tag = (2, 32, 1)
 
     def __dlpack__(self, *, stream=None, max_version=None, dl_device=None, copy=None):
-        class Managed(ctypes.Structure):
-            pass
-
-        deleter = ctypes.CFUNCTYPE(None, ctypes.POINTER(Managed))
-        Managed._fields_ = [
-            ("data", ctypes.c_void_p),
-            ("device_type", ctypes.c_int32),
-            ("device_id", ctypes.c_int32),
-            ("ndim", ctypes.c_int32),
-            ("code", ctypes.c_uint8),
-            ("bits", ctypes.c_uint8),
-            ("lanes", ctypes.c_uint16),
-            ("shape", ctypes.POINTER(ctypes.c_int64)),
-            ("strides", ctypes.POINTER(ctypes.c_int64)),
-            ("byte_offset", ctypes.c_uint64),
-            ("manager_ctx", ctypes.c_void_p),
-            ("deleter", deleter),
-        ]
-
-        def end(_):
+        def end():
             Counting.calls += 1
 
         array = self.array
-        shape = (ctypes.c_int64 * array.ndim)(*array.shape)
-        managed = Managed(array.ctypes.data - 64, 1, 0, array.ndim, *self.tag, shape, None, 64, None, deleter(end))
-        new = ctypes.pythonapi.PyCapsule_New
-        new.restype, new.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
-        capsule = new(ctypes.addressof(managed), b"dltensor", None)
-        Counting.kept = (*Counting.kept, managed, shape, capsule)
-        return capsule
+        made, managed = capsule(array.ctypes.data - 64, (1, 0), array.shape, None, self.tag, end, byte_offset=64)
+        self.change(managed)
+        Counting.made = (*Counting.made, made)
+        return made
 
-    tag = (2, 32, 1)
+    def change(self, managed):
+        """For those that export something else."""
 
 
 def test_the_deleter_null_strides_and_byte_offset(rng):
     array = random(rng, (1, 1, 3, 4))
-    Counting.calls = 0
+    Counting.calls, Counting.made = 0, ()
     out = rapt.attention(*[Counting(array) for _ in range(3)])
     assert Counting.calls == 3
     np.testing.assert_array_equal(out.array, rapt.attention(array, array, array))
     isvalid = ctypes.pythonapi.PyCapsule_IsValid
     isvalid.argtypes = [ctypes.py_object, ctypes.c_char_p]
-    assert all(isvalid(capsule, b"used_dltensor") for capsule in Counting.kept[2::3])
+    assert all(isvalid(capsule, b"used_dltensor") for capsule in Counting.made)
 
 
 @pytest.mark.parametrize(

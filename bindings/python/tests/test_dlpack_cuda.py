@@ -1,38 +1,17 @@
 """rapt.attention on GPU arrays of any library, as far as it goes without a GPU: producers that record the stream that they are
 asked for, in capsules made by hand. What runs on a GPU stands in tests_gpu/test_gpu_dlpack.py."""
 
-import ctypes
 import sys
 import types
 
 import numpy as np
 import pytest
 import rapt
+from capsules import capsule
 from test_dlpack import Tensor
 
 CUDA, ROCM = 2, 10
 ADDRESS = 1 << 32
-
-
-class Managed(ctypes.Structure):
-    """DLManagedTensor of the first DLPack."""
-
-
-DELETER = ctypes.CFUNCTYPE(None, ctypes.POINTER(Managed))
-Managed._fields_ = [
-    ("data", ctypes.c_void_p),
-    ("device_type", ctypes.c_int32),
-    ("device_id", ctypes.c_int32),
-    ("ndim", ctypes.c_int32),
-    ("code", ctypes.c_uint8),
-    ("bits", ctypes.c_uint8),
-    ("lanes", ctypes.c_uint16),
-    ("shape", ctypes.POINTER(ctypes.c_int64)),
-    ("strides", ctypes.POINTER(ctypes.c_int64)),
-    ("byte_offset", ctypes.c_uint64),
-    ("manager_ctx", ctypes.c_void_p),
-    ("deleter", DELETER),
-]
 
 
 def from_dlpack(_):
@@ -44,7 +23,6 @@ class OnGpu:
 
     streams = ()
     ended = 0
-    kept = ()
 
     def __init__(self, shape=(1, 2, 5, 8), device=(CUDA, 0), claims=None, strides=None):
         self.shape, self.device, self.claims, self.strides = shape, device, claims or device, strides
@@ -54,17 +32,11 @@ class OnGpu:
 
     def __dlpack__(self, *, stream="none", max_version=None, dl_device=None, copy=None):
         type(self).streams = (*type(self).streams, stream)
-        sizes = ctypes.c_int64 * len(self.shape)
-        shape, strides = sizes(*self.shape), self.strides and sizes(*self.strides)
 
-        def end(_):
+        def end():
             type(self).ended += 1
 
-        managed = Managed(ADDRESS, *self.claims, len(self.shape), 2, 32, 1, shape, strides, 0, None, DELETER(end))
-        new = ctypes.pythonapi.PyCapsule_New
-        new.restype, new.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
-        OnGpu.kept = (*OnGpu.kept, managed, shape, strides)
-        return new(ctypes.addressof(managed), b"dltensor", None)
+        return capsule(ADDRESS, self.claims, self.shape, self.strides, (2, 32, 1), end)[0]
 
 
 @pytest.fixture
