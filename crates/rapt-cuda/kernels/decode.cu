@@ -1,62 +1,84 @@
 // Attention on the tensor cores for few queries: bound by how fast K and V arrive.
 //
 //   An item is 16 rows (the queries of all heads that share K and V) and one chunk of keys. A block takes a run of items:
-//     4 warps read TILE keys at a time, warp w the tiles w, w+4, ... of a chunk, each through a ring of STAGES tiles of its
-//     own that runs on from item to item: no warp waits for another, and no load for an item's end
-//     at the end of an item they leave their states to a fifth warp, which puts them together in the order of the warps and
-//     folds chunk after chunk, or, where the block does not see the whole row (p.is_cut), leaves the chunk to combine.cu
+//     WARPS warps read TILE keys at a time, warp w the tiles w, w+WARPS, ... of a chunk, each through a ring of its own that
+//     runs on from item to item: no warp waits for another, and no load for an item's end. A place of the ring is filled again
+//     as soon as it has been multiplied, that of K while V is still to be
+//     at the end of an item they leave their states to one warp more, which puts them together in the order of the warps
+//     and folds chunk after chunk, or, where the block does not see the whole row (p.is_cut), leaves the chunk to combine.cu
 //
 // Blocks are as many as fit the device at once: none starts while another ends. Chunks follow kv_len alone, and with them
-// the bits of a row; which block takes an item is no matter. Deliberately absent: more rows than 16 an item.
+// the bits of a row; which block takes an item is no matter. Blocks take their places while the launch before this one runs,
+// where the architecture can, and read nothing until it has ended. Deliberately absent: more rows than 16 an item.
 
-constexpr int WARPS = 4, THREADS = (WARPS + 1) * 32, NT = TILE / 8;
+constexpr int THREADS = (WARPS + 1) * 32, NT = TILE / 8;
 constexpr int STATE_ROW = DV + 8;  // floats: 4 rows of 8 fall into distinct banks
+// Rows that are handed over at a time: a lane of the warp that takes them weighs what one warp left of one row.
+constexpr int PART = 32 / WARPS, PARTS = 16 / PART;
 
 struct Stage {
     Elem k[TILE * K_ROW], v[TILE * V_ROW];
 };
 struct Shared {
-    Stage ring[WARPS][STAGES];
+    Stage ring[STAGES][WARPS];
     Elem q[16 * K_ROW];
-    // What the warps leave: half of an item's rows at a time.
-    float left[WARPS][8][STATE_ROW], left_m[WARPS][8], left_l[WARPS][8];
-    // The rows so far, of the fifth warp alone.
-    float acc[16][DV], m[16], l[16];
+    // What the warps leave.
+    float left[WARPS][PART][STATE_ROW], left_m[WARPS][PART], left_l[WARPS][PART];
+    // The rows so far, of the last warp alone: m and l of a row in each of its WARPS lanes.
+    float acc[16][DV], m[PARTS][32], l[PARTS][32];
+    // Passed when all warps have left their states, and when the last has taken them.
+    u64 full, empty;
     // Items with a sum that is not finite lie within.
     u32 odd_from, odd_to;
 };
 static_assert(sizeof(Shared) == SHARED_BYTES, "select.rs and decode.cu disagree on shared memory");
 
-// Named barriers: the fifth warp waits for all (FULL), a warp for the fifth (EMPTY + warp), the four for one another.
-constexpr int FULL = 1, EMPTY = 2, FOUR = EMPTY + WARPS;
-__device__ inline void wait_at(int barrier, int threads) {
-    asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+// The named barrier of the warps that read.
+__device__ inline void meet_readers() { asm volatile("bar.sync 1, %0;" ::"n"(WARPS * 32) : "memory"); }
+
+// Barriers in shared memory. (Named ones, arrived at by bar.arrive, would do; compute-sanitizer does not follow them.)
+__device__ inline void init_barrier(u64& barrier, u32 count) {
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(&barrier)), "r"(count) : "memory");
 }
-__device__ inline void arrive_at(int barrier, int threads) {
-    asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+__device__ inline void arrive(u64& barrier) {
+    asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state, [%0];\n}" ::"r"(shared_address(&barrier)) : "memory");
+}
+__device__ inline void wait(u64& barrier, u32 phase) {
+#if __CUDA_ARCH__ >= 900
+#define ASK "mbarrier.try_wait"
+#else
+#define ASK "mbarrier.test_wait"
+#endif
+    asm volatile(
+        "{\n.reg .pred done;\nAGAIN:\n" ASK ".parity.shared.b64 done, [%0], %1;\n@done bra DONE;\nbra AGAIN;\nDONE:\n}" ::"r"(
+            shared_address(&barrier)
+        ),
+        "r"(phase)
+        : "memory"
+    );
 }
 
 // What an item is: rows r0.. of a task (all heads of kv_head), and the keys of one split. Divided out once: the items of a
 // run follow one another.
 struct Item {
-    int split, row_block, kv_head, batch, kv_heads;
+    int split, row_block, kv_head, batch;
     __device__ Item(const Params& p, u32 item) {
         const u32 rows = divide(item, p.by_num_splits), task = divide(rows, p.by_row_blocks);
         split = item - rows * p.num_splits, row_block = rows - task * p.row_blocks;
-        kv_heads = divide(p.heads, p.by_group);
-        batch = divide(task, p.by_tasks), kv_head = task - batch * kv_heads;
+        batch = divide(task, p.by_tasks), kv_head = task - batch * kv_heads(p);
     }
     __device__ void step(const Params& p) {
         if (++split < p.num_splits) return;
         split = 0;
         if (++row_block < p.row_blocks) return;
         row_block = 0;
-        if (++kv_head < kv_heads) return;
+        if (++kv_head < kv_heads(p)) return;
         kv_head = 0, batch++;
     }
+    __device__ static int kv_heads(const Params& p) { return divide(p.heads, p.by_group); }
     __device__ int r0() const { return row_block * 16; }
     __device__ Task task(const Params& p) const { return Task(batch, kv_head * p.group); }
-    __device__ int task_index() const { return batch * kv_heads + kv_head; }
+    __device__ int task_index(const Params& p) const { return batch * kv_heads(p) + kv_head; }
     __device__ Seen seen(const Params& p) const { return Seen(p, task(p), r0(), min(r0() + 16, p.rows)); }
 };
 
@@ -73,7 +95,7 @@ struct Tiles {
     }
 };
 
-// Fills a warp's ring, tile after tile, item after item.
+// Fills a warp's ring, tile after tile, item after item: first the keys of a tile, later its values.
 struct Loader {
     Item item;
     u32 left;
@@ -82,189 +104,230 @@ struct Loader {
 
     __device__ Loader(const Params& p, const Item& first, u32 count) : item(first), left(count) { enter(p); }
 
+    // To before the first tile of an item.
     __device__ void enter(const Params& p) {
         const Tiles tiles(p, item, item.seen(p));
-        n0 = tiles.n0, end = tiles.end;
+        n0 = tiles.n0 - WARPS * TILE, end = tiles.end;
         k = (const Elem*)p.k + item.batch * p.k_stride[0] + item.kv_head * p.k_stride[1];
         v = (const Elem*)p.v + item.batch * p.v_stride[0] + item.kv_head * p.v_stride[1];
     }
 
-    __device__ void load(const Params& p, Stage& to) {
-        const int lane = threadIdx.x % 32;
-        while (n0 >= end && left > 1) left--, item.step(p), enter(p);
+    __device__ void load_keys(const Params& p, Stage& to) {
+        n0 += WARPS * TILE;
+        while (n0 >= end && left > 1) left--, item.step(p), enter(p), n0 += WARPS * TILE;
         if (n0 < end) {
             load_even_tile<TILE, D, 32>(
-                to.k, k + n0 * p.k_stride[2], p.k_stride[3], p.k_stride[2], p.kv_len - n0, p.head_dim, lane
+                to.k, k + n0 * p.k_stride[2], p.k_stride[3], p.k_stride[2], p.kv_len - n0, p.head_dim, threadIdx.x % 32
             );
+        }
+        commit_copies();
+    }
+
+    __device__ void load_values(const Params& p, Stage& to) const {
+        if (n0 < end) {
             load_even_tile<TILE, DV, 32>(
-                to.v, v + n0 * p.v_stride[2], p.v_stride[3], p.v_stride[2], p.kv_len - n0, p.head_dim_v, lane
+                to.v, v + n0 * p.v_stride[2], p.v_stride[3], p.v_stride[2], p.kv_len - n0, p.head_dim_v, threadIdx.x % 32
             );
-            n0 += WARPS * TILE;
         }
         commit_copies();
     }
 };
 
-// The four warps' part of `count` items from `item` on.
+// An item's rows of q, by all warps that read.
+__device__ inline void load_queries(const Params& p, Shared& sh, const Item& item) {
+    const Task task = item.task(p);
+    const int r0 = item.r0();
+    load_tile<16, D, WARPS * 32>(
+        sh.q, (const Elem*)p.q, [&](int r) { return Row(p, task, r0 + r).offset(p.q_stride); }, p.q_stride[3],
+        p.q_stride[2], min(16, p.rows - r0), p.head_dim, threadIdx.x
+    );
+    commit_copies();
+}
+
+// The part of the warps that read: `count` items from `item` on. `handed` counts what was handed over.
 template <bool CAREFUL>
-__device__ inline void attend(const Params& p, Shared& sh, Item item, u32 count) {
-    const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32;
+__device__ inline void attend(const Params& p, Shared& sh, Item item, u32 count, u32& handed) {
+    constexpr int PENDING = 2 * STAGES - 1;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     Loader loader(p, item, count);
+    wait_for_predecessors();
+    load_queries(p, sh, item);
 #pragma unroll
-    for (int stage = 0; stage < STAGES - 1; stage++) loader.load(p, sh.ring[warp][stage]);
+    for (int stage = 0; stage < STAGES; stage++) {
+        loader.load_keys(p, sh.ring[stage][warp]);
+        loader.load_values(p, sh.ring[stage][warp]);
+    }
+    wait_copies<PENDING + 1>();
+    meet_readers();
     const float c = exponent_factor(p);
-    bool is_left = false;
     int stage = 0;
     for (u32 done = 0; done < count; done++, item.step(p)) {
         const Task task = item.task(p);
         const Seen seen = item.seen(p);
         const int r0 = item.r0(), rows = min(16, p.rows - r0);
-        if (done == 0 || item.split == 0) {
+        if (done > 0 && item.split == 0) {
             // Other rows than before.
-            wait_at(FOUR, WARPS * 32);
-            load_tile<16, D, WARPS * 32>(
-                sh.q, (const Elem*)p.q, [&](int r) { return Row(p, task, r0 + r).offset(p.q_stride); }, p.q_stride[3],
-                p.q_stride[2], rows, p.head_dim, tid
-            );
-            commit_copies();
+            meet_readers();
+            load_queries(p, sh, item);
             wait_copies<0>();
-            wait_at(FOUR, WARPS * 32);
+            meet_readers();
         }
         const Queries queries{p, task, r0};
         Sums<1> sums;
         sums.clear();
         const Tiles tiles(p, item, seen);
         for (int n0 = tiles.n0; n0 < tiles.end; n0 += WARPS * TILE) {
-            loader.load(p, sh.ring[warp][stage == 0 ? STAGES - 1 : stage - 1]);
-            wait_copies<STAGES - 1>();
-            __syncwarp();
-            const Stage& tile = sh.ring[warp][stage];
+            Stage& tile = sh.ring[stage][warp];
             float s[1][NT][4];
             MaskTile<1, NT> mask;
             mask.fetch(p, queries, n0);
+            wait_copies<PENDING>();
+            __syncwarp();
             multiply_keys<1, NT>(s, sh.q, tile.k);
+            __syncwarp();
+            loader.load_keys(p, tile);
             const bool positions = n0 < seen.all_lo || n0 + TILE > min(seen.all_hi, tiles.end);
             if (NATURAL || MASK != NO_MASK || positions) {
                 modify_scores<1, NT>(s, p, queries, mask, n0, tiles.end, positions);
             }
             u32 a[1][NT / 2][4];
             sums.template weigh<CAREFUL, NT>(a, s, c, 0.f);
+            wait_copies<PENDING>();
+            __syncwarp();
             sums.template add_values<CAREFUL, NT / 2>(a, tile.v);
             __syncwarp();
+            loader.load_values(p, tile);
             stage = stage + 1 == STAGES ? 0 : stage + 1;
         }
         sums.reduce();
 #pragma unroll
-        for (int h = 0; h < 2; h++) {
-            if (h * 8 >= rows) break;
-            if (is_left) wait_at(EMPTY + warp, 64);
-            is_left = true;
-            const int g = lane / 4;
-            if (h * 8 + g < rows) {
+        for (int part = 0; part < PARTS; part++) {
+            const int first = part * PART, h = first / 8, r = h * 8 + lane / 4 - first;
+            if (first >= rows) break;
+            if (handed > 0) wait(sh.empty, (handed - 1) % 2);
+            handed++;
+            if (r >= 0 && r < min(PART, rows - first)) {
 #pragma unroll
                 for (int nt = 0; nt < DV / 8; nt++) {
                     const float2 pair = {sums.acc[0][nt][h * 2], sums.acc[0][nt][h * 2 + 1]};
-                    *(float2*)&sh.left[warp][g][nt * 8 + lane % 4 * 2] = pair;
+                    *(float2*)&sh.left[warp][r][nt * 8 + lane % 4 * 2] = pair;
                 }
+                if (lane % 4 == 0) sh.left_m[warp][r] = natural_max(p, sums.m[0][h]), sh.left_l[warp][r] = sums.l[0][h];
             }
-            if (lane % 4 == 0) sh.left_m[warp][g] = natural_max(p, sums.m[0][h]), sh.left_l[warp][g] = sums.l[0][h];
-            arrive_at(FULL, THREADS);
+            arrive(sh.full);
         }
     }
     wait_copies<0>();
-    if (is_left) wait_at(EMPTY + warp, 64);
 }
 
-// The fifth warp's part of the same items.
-__device__ inline void gather(const Params& p, Shared& sh, Item item, u32 count) {
+// The last warp's part of the same items. Lane WARPS*g + w weighs what warp w left of row g; then every lane takes columns.
+template <bool CAREFUL>
+__device__ inline void gather(const Params& p, Shared& sh, Item item, u32 count, u32& handed) {
     constexpr int PER_LANE = (DV + 31) / 32;
-    const int lane = threadIdx.x % 32;
+    const int lane = threadIdx.x % 32, w = lane % WARPS, g = lane / WARPS;
     u32 odd_from = count, odd_to = 0;
+    wait_for_predecessors();
     for (u32 done = 0; done < count; done++, item.step(p)) {
         const int r0 = item.r0(), rows = min(16, p.rows - r0);
+        const bool is_first = item.split == 0, is_last = !p.is_cut && item.split + 1 == p.num_splits;
         bool is_odd = false;
-        for (int half = 0; half < rows; half += 8) {
-            wait_at(FULL, THREADS);
 #pragma unroll 1
-            for (int r = half; r < min(half + 8, rows); r++) {
-                float m = negative_infinity(), l = 0, weight[WARPS];
+        for (int part = 0; part * PART < rows; part++) {
+            const int first = part * PART, here = min(PART, rows - first);
+            wait(sh.full, handed++ % 2);
+            const float share = g < here ? sh.left_l[w][g] : 0.f, own_m = g < here ? sh.left_m[w][g] : 0.f;
+            float m = share == 0 ? negative_infinity() : own_m;
 #pragma unroll
-                for (int w = 0; w < WARPS; w++) {
-                    if (sh.left_l[w][r - half] != 0) m = fmaxf(m, sh.left_m[w][r - half]);
-                }
+            for (int step = 1; step < WARPS; step *= 2) m = fmaxf(m, __shfl_xor_sync(~0u, m, step));
+            const float weight = share == 0 ? 0.f : expf(own_m - m);
+            float l = weight * share;
 #pragma unroll
-                for (int w = 0; w < WARPS; w++) {
-                    const float share = sh.left_l[w][r - half];
-                    weight[w] = share == 0 ? 0.f : expf(sh.left_m[w][r - half] - m);
-                    l += weight[w] * share;
+            for (int step = 1; step < WARPS; step *= 2) l += __shfl_xor_sync(~0u, l, step);
+            const bool speaks = g < here && w == 0;
+            Fold fold;
+            float factor = 0;
+            if (p.is_cut) {
+                float* to = partial(p, item.task_index(p), r0 + first + g, item.split) + p.head_dim_v;
+                if (speaks) to[0] = m, to[1] = l;
+            } else {
+                float so_far = is_first ? negative_infinity() : sh.m[part][lane];
+                fold = Fold(so_far, m);
+                l = fold.add(is_first ? 0.f : sh.l[part][lane], l);
+                sh.m[part][lane] = so_far, sh.l[part][lane] = l;
+                if (is_last) {
+                    const Row row(p, item.task(p), r0 + first + min(g, here - 1));
+                    const Finished finished(p, row, so_far, l);
+                    factor = finished.factor;
+                    if (speaks) store_lse(p, row, finished.lse);
                 }
-                float sum[PER_LANE];
+            }
+#pragma unroll 2
+            for (int r = 0; r < here; r++) {
+                float weights[WARPS], sum[PER_LANE], zero = 0;
+#pragma unroll
+                for (int n = 0; n < WARPS; n++) weights[n] = __shfl_sync(~0u, weight, r * WARPS + n);
 #pragma unroll
                 for (int n = 0; n < PER_LANE; n++) {
                     const int column = min(lane + n * 32, DV - 1);
-                    sum[n] = 0;
+                    float x[WARPS];
 #pragma unroll
-                    for (int w = 0; w < WARPS; w++) sum[n] += weighed(weight[w], sh.left[w][r - half][column]);
-                    is_odd |= !is_finite(sum[n]);
+                    for (int k = 0; k < WARPS; k++) {
+                        x[k] = sh.left[k][r][column];
+                        x[k] = CAREFUL ? weighed(weights[k], x[k]) : product(weights[k], x[k]);
+                    }
+#pragma unroll
+                    for (int step = 1; step < WARPS; step *= 2)
+#pragma unroll
+                        for (int k = 0; k < WARPS; k += 2 * step) x[k] += x[k + step];
+                    sum[n] = x[0];
+                    zero = fused(sum[n], 0.f, zero);  // NaN where a sum is not finite
                 }
+                is_odd |= zero != 0;
                 if (p.is_cut) {
-                    float* to = partial(p, item.task_index(), r0 + r, item.split);
+                    float* to = partial(p, item.task_index(p), r0 + first + r, item.split);
 #pragma unroll
                     for (int n = 0; n < PER_LANE; n++) {
                         if (lane + n * 32 < p.head_dim_v) to[lane + n * 32] = sum[n];
                     }
-                    if (lane == 0) to[p.head_dim_v] = m, to[p.head_dim_v + 1] = l;
                     continue;
                 }
-                float so_far = item.split == 0 ? negative_infinity() : sh.m[r];
-                float l_so_far = item.split == 0 ? 0.f : sh.l[r];
-                const Fold fold(so_far, m);
-                l_so_far = fold.add(l_so_far, l);
-#pragma unroll
-                for (int n = 0; n < PER_LANE; n++) {
-                    const int column = min(lane + n * 32, DV - 1);
-                    sum[n] = fold.add(item.split == 0 ? 0.f : sh.acc[r][column], sum[n]);
-                }
-                if (item.split + 1 < p.num_splits) {
-                    __syncwarp();
-#pragma unroll
-                    for (int n = 0; n < PER_LANE; n++) {
-                        if (lane + n * 32 < DV) sh.acc[r][lane + n * 32] = sum[n];
-                    }
-                    if (lane == 0) sh.m[r] = so_far, sh.l[r] = l_so_far;
-                    __syncwarp();
-                    continue;
-                }
-                const Row row(p, item.task(p), r0 + r);
-                const Finished finished(p, row, so_far, l_so_far);
-                const i64 at = row.offset(p.out_stride);
+                Fold of;
+                of.before = __shfl_sync(~0u, fold.before, r * WARPS), of.next = __shfl_sync(~0u, fold.next, r * WARPS);
+                const float row_factor = __shfl_sync(~0u, factor, r * WARPS);
+                const bool is_empty = __shfl_sync(~0u, l, r * WARPS) == 0;
+                const i64 at = is_last ? Row(p, item.task(p), r0 + first + r).offset(p.out_stride) : 0;
+                float* acc = sh.acc[first + r];
 #pragma unroll
                 for (int n = 0; n < PER_LANE; n++) {
                     const int column = lane + n * 32;
-                    if (column < p.head_dim_v) {
-                        const float x = l_so_far == 0 ? 0.f : sum[n] * finished.factor;
-                        store_as(p.out, p.out_dtype, at + column * p.out_stride[3], x);
+                    if (column < DV) {
+                        const float x = of.add(is_first ? 0.f : acc[column], sum[n]);
+                        acc[column] = x;
+                        if (is_last && column < p.head_dim_v) {
+                            store_as(p.out, p.out_dtype, at + column * p.out_stride[3], is_empty ? 0.f : x * row_factor);
+                        }
                     }
                 }
-                if (lane == 0) store_lse(p, row, finished.lse);
             }
-#pragma unroll
-            for (int w = 0; w < WARPS; w++) arrive_at(EMPTY + w, 64);
+            arrive(sh.empty);
         }
         if (__any_sync(~0u, is_odd)) odd_from = min(odd_from, done), odd_to = done + 1;
     }
     if (lane == 0) sh.odd_from = odd_from, sh.odd_to = odd_to;
 }
 
-__device__ __noinline__ void attend_carefully(const Params& p, Shared& sh, Item item, u32 count) {
-    attend<true>(p, sh, item, count);
+__device__ __noinline__ void attend_carefully(const Params& p, Shared& sh, Item item, u32 count, u32 handed) {
+    attend<true>(p, sh, item, count, handed);
+}
+__device__ __noinline__ void gather_carefully(const Params& p, Shared& sh, Item item, u32 count, u32 handed) {
+    gather<true>(p, sh, item, count, handed);
 }
 
-// Two blocks to a multiprocessor, where registers for that are enough.
-extern "C" __global__ void __launch_bounds__(THREADS, DV > 128 ? 1 : 2) attention(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attention(const __grid_constant__ Params p) {
     extern __shared__ __align__(128) u8 memory[];
     Shared& sh = *(Shared*)memory;
     begin_dependents();
+    if (threadIdx.x == WARPS * 32) init_barrier(sh.full, WARPS * 32), init_barrier(sh.empty, 32);
     // Runs of whole rows, or of chunks wherever they cut a row; the first runs take what is left over.
     const u32 unit = p.is_cut ? 1 : p.num_splits;
     const u32 units = p.is_cut ? p.items : divide(p.items, p.by_num_splits);
@@ -273,14 +336,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, DV > 128 ? 1 : 2) attentio
     const u32 count = (each + (blockIdx.x < over ? 1 : 0)) * unit;
     Item item(p, first);
     const bool is_reader = threadIdx.x < WARPS * 32;
-    if (is_reader) attend<false>(p, sh, item, count);
-    else gather(p, sh, item, count);
+    u32 handed = 0;
+    __syncthreads();
+    if (is_reader) attend<false>(p, sh, item, count, handed);
+    else gather<false>(p, sh, item, count, handed);
     __syncthreads();
     if (sh.odd_from >= sh.odd_to) return;
     // The rows, or chunks, from the first such to the last, once more.
     const u32 from = sh.odd_from / unit * unit, to = (sh.odd_to + unit - 1) / unit * unit;
     for (u32 n = 0; n < from; n++) item.step(p);
     __syncthreads();
-    if (is_reader) attend_carefully(p, sh, item, to - from);
-    else gather(p, sh, item, to - from);
+    if (is_reader) attend_carefully(p, sh, item, to - from, handed);
+    else gather_carefully(p, sh, item, to - from, handed);
 }

@@ -53,14 +53,16 @@ pub struct Code {
     pub(crate) dims: (u32, u32),
     /// Queries per block.
     pub(crate) block_m: u32,
-    /// Keys per block of forward.cu and hopper.cu, tiles in flight of decode.cu, value columns per block of generic.cu.
+    /// Keys per block of forward.cu and hopper.cu, tiles in flight per warp of decode.cu, value columns per block of
+    /// generic.cu.
     pub(crate) depth: u32,
 }
 
 /// Keys per block of generic.cu, and of most of forward.cu.
 pub(crate) const BLOCK_N: u32 = 64;
-/// Columns per block of combine.cu.
-pub(crate) const COMBINE_COLUMNS: usize = 64;
+/// Columns per warp of combine.cu, and warps per block.
+pub(crate) const COMBINE_COLUMNS: usize = 32;
+pub(crate) const COMBINE_WARPS: usize = 2;
 /// Queries per block of generic.cu.
 pub(crate) const GENERIC_BLOCK_M: u32 = 64;
 /// Queries per block of decode.cu.
@@ -95,9 +97,20 @@ impl Code {
         if self.dims.0 + self.dims.1 <= 128 { 32 } else { 16 }
     }
 
+    /// Warps of decode.cu that read: as many as keep the memory of the largest devices busy, one block to a multiprocessor.
+    pub(crate) const fn decode_warps(&self) -> u32 {
+        let large = matches!(self.arch, Arch::Sm90a | Arch::Sm100 | Arch::Sm103);
+        if large && self.dims.0 <= 128 && self.dims.1 <= 128 { 8 } else { 4 }
+    }
+
+    /// Blocks of decode.cu on one multiprocessor, where they fit; more lose to their streams' getting in one another's way.
+    pub(crate) const fn decode_resident(&self) -> u32 {
+        if self.decode_warps() == 8 || self.dims.1 > 128 { 1 } else { 2 }
+    }
+
     /// Whether the kernel waits for the launch before it of itself, where the architecture can.
     pub(crate) const fn overlaps(&self) -> bool {
-        matches!(self.body, Body::Combine) && !matches!(self.arch, Arch::Sm80 | Arch::Sm86 | Arch::Sm87 | Arch::Sm89)
+        matches!(self.body, Body::Decode | Body::Combine) && !matches!(self.arch, Arch::Sm80 | Arch::Sm86 | Arch::Sm87 | Arch::Sm89)
     }
 
     /// Threads per block.
@@ -106,10 +119,10 @@ impl Code {
             Body::Generic => 256,
             Body::Forward => 32 * WARPS,
             // One more puts together what they leave.
-            Body::Decode => 32 * (WARPS + 1),
+            Body::Decode => 32 * (self.decode_warps() + 1),
             Body::Hopper => 2 * self.block_m + 128,
             Body::Float32 => 512,
-            Body::Combine => 256,
+            Body::Combine => 32 * COMBINE_WARPS as u32,
         }
     }
 
@@ -150,9 +163,10 @@ impl Code {
                 if tiles > staged { tiles } else { staged }
             }
             Body::Decode => {
-                let ring = 2 * WARPS * self.depth * self.decode_tile() * (k_row + v_row);
-                let left = 4 * WARPS * 8 * (self.dims.1 + 8 + 2);
-                ring + 2 * 16 * k_row + left + 4 * 16 * (self.dims.1 + 2) + 8
+                let ring = 2 * self.decode_warps() * self.depth * self.decode_tile() * (k_row + v_row);
+                let parts = 16 * self.decode_warps() / 32;
+                let (left, so_far) = (4 * 32 * (self.dims.1 + 8 + 2), 4 * 16 * self.dims.1 + 2 * 4 * 32 * parts);
+                ring + 2 * 16 * k_row + left + so_far + 2 * 8 + 8
             }
             Body::Hopper => self.ring_bytes(self.stages()),
             Body::Float32 => {
@@ -234,7 +248,11 @@ impl Code {
             Body::Decode => {
                 define("STAGES", self.depth);
                 define("TILE", self.decode_tile());
+                define("WARPS", self.decode_warps());
+                define("RESIDENT", self.decode_resident());
             }
+            // Four of its warps fit beside a block of decode.cu in what that leaves of the registers.
+            Body::Combine if !matches!(self.storage, DType::F64) => options.push("-maxrregcount=88".to_owned()),
             _ => {}
         }
         options

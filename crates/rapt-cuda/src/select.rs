@@ -12,7 +12,7 @@ use rapt_core::{
     Arch, Cost, DType, Device, Error, Kernel, KernelKey, Launch, MaskClass, PRounding, Plan, Result, Spec, Work,
 };
 
-use crate::code::{BLOCK_N, Body, COMBINE_COLUMNS, Code, DECODE_BLOCK_M, GENERIC_BLOCK_M};
+use crate::code::{BLOCK_N, Body, COMBINE_COLUMNS, COMBINE_WARPS, Code, DECODE_BLOCK_M, GENERIC_BLOCK_M};
 use crate::params::{MOST_LEN, moves_by};
 use crate::tensor_map::Copied;
 
@@ -33,7 +33,10 @@ pub struct Caps {
 
 /// Keys of one chunk: 256 KiB of K and V at head_dim 128, some 8 µs of one multiprocessor's share of an H200's bandwidth.
 const CHUNK: usize = 512;
-/// Keys from which on chunks are twice as long: there are enough of them.
+/// Chunks of decode.cu where there are enough keys, longest first: from so many on, so many each. Each chunk handed over costs
+/// its block, and each that is left to combine.cu costs that (16,384 keys, 4 × 8 heads: 73 µs by 512, 71 by 1024, H200, 2026-11).
+const CHUNKS: [(usize, usize); 2] = [(64 * 1024, 2048), (16 * 1024, 1024)];
+/// Keys from which on chunks of generic.cu are twice as long.
 const LONG: usize = 32 * 1024;
 /// So few splits follow one another in a block: a second launch would cost more.
 const FEW_SPLITS: usize = 2;
@@ -46,10 +49,10 @@ const MOST_BLOCKS: usize = i32::MAX as usize - (1 << 16);
 const MMA_DIM: usize = 256;
 /// Widest head of float32.cu.
 const FLOAT32_DIM: usize = 128;
-/// Blocks of decode.cu on one multiprocessor, where they fit; more lose to their streams' getting in one another's way.
-const DECODE_RESIDENT: u32 = 2;
 /// Shared memory that every architecture served has for a block.
 const LEAST_SHARED: u32 = 99 * 1024;
+/// Shared memory of decode.cu where one block is alone on its multiprocessor: deeper rings gave nothing.
+const ALONE_SHARED: u32 = 176 * 1024;
 
 /// How a request is cut, and by which code it runs.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -192,8 +195,8 @@ fn forward_code(spec: &Spec, caps: &Caps) -> Code {
 
 fn decode_code(spec: &Spec, caps: &Caps) -> Code {
     let of = |stages| mma_code(spec, caps, Body::Decode, DECODE_BLOCK_M, stages);
-    let most = LEAST_SHARED.min(caps.shared_bytes);
-    let deep = [4, 3].into_iter().map(of).find(|code| code.shared_bytes() <= most);
+    let most = if of(1).decode_warps() == 8 { ALONE_SHARED } else { LEAST_SHARED };
+    let deep = [4, 3].into_iter().map(of).find(|code| code.shared_bytes() <= most.min(caps.shared_bytes));
     // The widest heads leave room for two tiles on the largest devices only.
     deep.unwrap_or_else(|| if of(2).shared_bytes() <= caps.shared_bytes { of(2) } else { of(1) })
 }
@@ -205,7 +208,7 @@ fn combine_code(main: Code) -> Code {
 
 /// Blocks of decode.cu for `rows` blocks of rows of `num_splits` chunks each, and whether they take chunks.
 fn decode_blocks(caps: &Caps, code: &Code, rows: usize, num_splits: usize) -> (usize, bool) {
-    let resident = ((caps.shared_bytes + 1024) / (code.shared_bytes() + 1024)).clamp(1, DECODE_RESIDENT);
+    let resident = ((caps.shared_bytes + 1024) / (code.shared_bytes() + 1024)).clamp(1, code.decode_resident());
     let slots = (caps.multiprocessors * resident).max(1) as usize;
     // One block to a multiprocessor reads nearly as fast as two.
     let places = if rows <= caps.multiprocessors as usize { caps.multiprocessors as usize } else { slots };
@@ -262,7 +265,11 @@ pub(crate) fn design(spec: &Spec, caps: &Caps) -> Result<(Design, Option<String>
     // Rows of one head fill their tiles, or the heads of a group share them.
     let task_heads = if !few && q_len >= block_m { 1 } else { group };
     let rows = task_heads * q_len;
-    let chunk = if kv_len < LONG { CHUNK } else { 2 * CHUNK };
+    let chunk = match kernel {
+        Kernel::Decode => CHUNKS.iter().find(|(least, _)| kv_len >= *least).map_or(CHUNK, |(_, chunk)| *chunk),
+        _ if kv_len < LONG => CHUNK,
+        _ => 2 * CHUNK,
+    };
     let (num_splits, chunk) = if few { (kv_len.div_ceil(chunk).max(1), chunk) } else { (1, 0) };
     let dv_blocks = if kernel == Kernel::Generic { spec.head_dim_v().div_ceil(main.depth as usize) } else { 1 };
     let tasks = spec.batch().saturating_mul(spec.num_q_heads() / task_heads.max(1));
@@ -342,9 +349,9 @@ impl Design {
         self.combine.is_some()
     }
 
-    /// Blocks of combine.cu: each takes 64 columns of a row.
+    /// Blocks of combine.cu: each of their warps takes 32 columns of a row.
     pub(crate) fn combine_blocks(&self, spec: &Spec) -> usize {
-        self.tasks * self.rows * spec.head_dim_v().div_ceil(COMBINE_COLUMNS)
+        (self.tasks * self.rows * spec.head_dim_v().div_ceil(COMBINE_COLUMNS)).div_ceil(COMBINE_WARPS)
     }
 
     /// This design where q, k and v lie at these addresses.
