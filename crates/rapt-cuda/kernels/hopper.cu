@@ -1,7 +1,8 @@
 // Attention on the tensor cores of compute capability 9.0 by wgmma, for many queries.
 //
 //   A block stays on its multiprocessor and works off items: BLOCK_M queries of a task, all keys that they see.
-//   producer (4 warps)        Q of the item, then K and V in tiles of BLOCK_N keys from key 0, through a ring of STAGES
+//   producer (4 warps)        Q of the item, then K and V in tiles of BLOCK_N keys from key 0, through a ring of STAGES;
+//                             three of them read the mask, a tile or two before (masks.cu): what it hides is not loaded
 //   consumers (WGS x 4 warps) 64 queries each:
 //                               s = q.K[0];  p = weigh(s)
 //     for n = 1..               s = q.K[n]          under way
@@ -24,7 +25,9 @@ constexpr int WGS = BLOCK_M / 64, BM = BLOCK_M, BN = BLOCK_N, NT = BN / 8, VT = 
 constexpr int CONSUMERS = WGS * 128, THREADS = CONSUMERS + 128;
 constexpr int K_BOXES = (D + BOX - 1) / BOX, V_BOXES = (DV + BOX - 1) / BOX;
 constexpr int K_BOX = BN * BOX, Q_BOX = BM * BOX;  // elements
-constexpr int NOTES = 1024;                        // items that a block can tell apart
+// Biases are in natural units, whatever else is (mma.cu).
+constexpr bool NATURAL_UNITS = NATURAL || MASK == ADDITIVE_MASK;
+constexpr int NOTES = 1024;  // items that a block can tell apart
 
 // The whole parameter: HopperParams of params.rs.
 struct HopperParams {
@@ -32,12 +35,18 @@ struct HopperParams {
     Params p;
     int tasks, paired;  // whether rows that see many keys and rows that see few are worked off in pairs
     int mask_wide;      // rows of the mask can be read 16 bytes at a time
+    int shift;          // by how many blocks work moves on from round to round
+    Divisor by_units;   // runs of rows, or pairs of them, of one task
+    Divisor by_grid;    // blocks of the launch
 };
 static_assert(sizeof(HopperParams) == HOPPER_BYTES, "params.rs and hopper.cu disagree on HopperParams");
 
 struct Shared {
     Elem q[K_BOXES * Q_BOX];
     Elem k[STAGES][K_BOXES * K_BOX], v[STAGES][V_BOXES * K_BOX];
+#if MASK != NO_MASK
+    MaskRing mask;
+#endif
     u64 q_full, q_empty, k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
     u32 again[NOTES / 32];
 };
@@ -50,15 +59,19 @@ enum { TURN = 1, END = 5, CAREFUL_TILE = 6, OWN_QUERIES = 8 };
 struct Item {
     int block, task;
     __device__ Item(const HopperParams& h, int round) {
-        const int blocks = h.p.row_blocks;
+        const int blocks = h.p.row_blocks, turn = h.paired ? round / 2 : round;
+        // A block does not meet the same run of rows in every round: the last may be short.
+        const u32 x = blockIdx.x + turn * h.shift;
+        const int unit = turn * gridDim.x + (x - divide(x, h.by_grid) * gridDim.x);
         if (h.paired) {
             // A late run of rows, which sees the most keys, then the early one that makes all pairs alike.
-            const int pairs = (blocks + 1) / 2, unit = round / 2 * gridDim.x + blockIdx.x, i = unit % pairs;
-            task = unit / pairs, block = round % 2 == 0 ? blocks - 1 - i : i;
+            const int pairs = (blocks + 1) / 2;
+            task = divide(unit, h.by_units);
+            const int i = unit - task * pairs;
+            block = round % 2 == 0 ? blocks - 1 - i : i;
             if (round % 2 == 1 && i == blocks - 1 - i) block = -1;
         } else {
-            const int unit = round * gridDim.x + blockIdx.x;
-            task = unit / blocks, block = blocks - 1 - unit % blocks;
+            task = divide(unit, h.by_units), block = blocks - 1 - (unit - task * blocks);
         }
     }
     __device__ bool is_beyond(const HopperParams& h) const { return task >= h.tasks; }
@@ -125,7 +138,7 @@ __device__ inline int along(i64 stride, int index) { return stride == 0 ? 0 : in
 struct Producer {
     const HopperParams& h;
     Shared& sh;
-    u32 k_loaded = 0, v_loaded = 0, q_loaded = 0;
+    u32 k_loaded = 0, v_loaded = 0, q_loaded = 0, m_seen = 0;
 
     __device__ void load_queries(const Task& task, int r0) {
         const Params& p = h.p;
@@ -148,7 +161,7 @@ struct Producer {
         wait(empty[stage], phase_of(loaded++) ^ 1);
         Elem* tile = tiles[stage];
         u64& barrier = full[stage];
-        const int head = task.head / h.p.group;
+        const int head = divide(task.head, h.p.by_group);
         if constexpr (VECTOR) {
             arrive_expecting(barrier, sizeof(tiles[0]));
 #pragma unroll
@@ -173,19 +186,36 @@ struct Producer {
         load<V_BOXES>(sh.v, sh.v_full, sh.v_empty, v_loaded, h.v_map, p.v, p.v_stride, p.head_dim_v, task, n0);
     }
 
-    __device__ void run(const Item& item) {
-        const Task task(h.p, item.task);
-        const int r0 = item.r0();
-        const Tiles tiles(Seen(h.p, task, r0, min(r0 + BM, h.p.rows)));
+    // `read_mask(n0)` comes before each tile.
+    template <class Read>
+    __device__ void run(const Task& task, int r0, const Tiles& tiles, Read read_mask) {
         if (tiles.count == 0) return;
-        if (copies_queries(h.p)) load_queries(task, r0);
-        // In the order in which they are waited for.
-        load_keys(task, tiles.first);
+        // In the order in which room for them becomes free: K of a tile, then V of the one before it.
+        int before = -1;
 #pragma unroll 1
         for (int n = 0; n < tiles.count; n++) {
-            if (n + 1 < tiles.count) load_keys(task, tiles.first + (n + 1) * BN);
-            load_values(task, tiles.first + n * BN);
+            const int n0 = tiles.first + n * BN;
+            read_mask(n0);
+            if (is_hidden()) continue;
+            load_keys(task, n0);
+            if (before < 0 && copies_queries(h.p)) load_queries(task, r0);
+            if (before >= 0) load_values(task, before);
+            before = n0;
         }
+        if (before >= 0) load_values(task, before);
+    }
+
+    // Whether the mask hides all of the next tile.
+    __device__ bool is_hidden() {
+#if MASK == NO_MASK
+        return false;
+#else
+        const int stage = mask_stage_of(m_seen);
+        wait(sh.mask.full[stage], mask_phase_of(m_seen++));
+        const bool hidden = kind_of(sh.mask.found[stage]) == HIDDEN;
+        arrive(sh.mask.empty[stage]);
+        return hidden;
+#endif
     }
 };
 
@@ -204,173 +234,12 @@ struct Producer {
         }
     }
 
-// A boolean mask's rows in a tile of keys, read a tile ahead. The four lanes of a row take 16 keys each in turn; a lane's
-// word has a bit for each of its keys that is masked, and lanes look into one another's words.
-struct BoolAhead {
-    static constexpr int CHUNKS = BN / 16, PER_LANE = (CHUNKS + 3) / 4;
-    static_assert(PER_LANE <= 2, "a word holds 32 keys");
-    const u8* row[2];
-    uint4 keys[2][PER_LANE];
-
-    __device__ void begin(const HopperParams& h, int round, int wg) {
-        const Place place(h, round, wg);
-        const Queries queries{h.p, place.task, place.r0};
-        for (int r = 0; r < 2; r++) row[r] = (const u8*)h.p.mask + queries.row(0, r).offset(h.p.mask_stride);
-    }
-
-    __device__ void fetch(const HopperParams& h, int n0) {
-        const i64 step = h.p.mask_stride[3];
-#pragma unroll
-        for (int r = 0; r < 2; r++)
-#pragma unroll
-            for (int k = 0; k < PER_LANE; k++) {
-                const int chunk = k * 4 + threadIdx.x % 4, j = n0 + chunk * 16;
-                uint4& to = keys[r][k];
-                to = make_uint4(0, 0, 0, 0);
-                if (chunk >= CHUNKS) continue;
-                if (h.mask_wide && j + 16 <= h.p.kv_len) {
-                    to = *(const uint4*)(row[r] + j);
-                } else {
-#pragma unroll 1
-                    for (int i = 0; i < 16 && j + i < h.p.kv_len; i++) {
-                        const u32 bit = row[r][(j + i) * step] != 0 ? 1u << i % 4 * 8 : 0;
-                        to.x |= i / 4 == 0 ? bit : 0, to.y |= i / 4 == 1 ? bit : 0;
-                        to.z |= i / 4 == 2 ? bit : 0, to.w |= i / 4 == 3 ? bit : 0;
-                    }
-                }
-            }
-    }
-
-    // Four bits for the bytes of a word that are 0.
-    __device__ static u32 zeros(u32 x) {
-        const u32 high = ~(((x & 0x7f7f7f7fu) + 0x7f7f7f7fu) | x) & 0x80808080u;
-        return (high >> 7) * 0x01020408u >> 24 & 15;
-    }
-    __device__ void pack_hidden(u32 (&hidden)[2]) const {
-#pragma unroll
-        for (int r = 0; r < 2; r++) {
-            hidden[r] = 0;
-#pragma unroll
-            for (int k = 0; k < PER_LANE; k++) {
-                const uint4 x = keys[r][k];
-                hidden[r] |= (zeros(x.x) | zeros(x.y) << 4 | zeros(x.z) << 8 | zeros(x.w) << 12) << k * 16;
-            }
-        }
-    }
-
-    __device__ static void hide(float (&s)[NT][4], const u32 (&hidden)[2]) {
-        if (!__any_sync(~0u, hidden[0] | hidden[1])) return;
-        const int lane = threadIdx.x % 32;
-#pragma unroll
-        for (int r = 0; r < 2; r++) {
-            u32 word[4];
-#pragma unroll
-            for (int n = 0; n < 4; n++) word[n] = __shfl_sync(~0u, hidden[r], lane / 4 * 4 + n) >> lane % 4 * 2;
-#pragma unroll
-            for (int nt = 0; nt < NT; nt++)
-#pragma unroll
-                for (int e = 0; e < 2; e++) {
-                    if (word[nt / 2 % 4] & 1u << (nt / 8 * 16 + nt % 2 * 8 + e)) s[nt][r * 2 + e] = negative_infinity();
-                }
-        }
-    }
-};
-
-// An additive mask of 16 bits in the same way: lanes take 8 keys each in turn, and exchange them where scores are at hand.
-struct BiasAhead {
-    static constexpr int CHUNKS = BN / 8, PER_LANE = (CHUNKS + 3) / 4;
-    const u16* row[2];
-    uint4 keys[2][PER_LANE];
-
-    __device__ void begin(const HopperParams& h, int round, int wg) {
-        const Place place(h, round, wg);
-        const Queries queries{h.p, place.task, place.r0};
-        for (int r = 0; r < 2; r++) row[r] = (const u16*)h.p.mask + queries.row(0, r).offset(h.p.mask_stride);
-    }
-
-    __device__ void fetch(const HopperParams& h, int n0) {
-        const i64 step = h.p.mask_stride[3];
-#pragma unroll
-        for (int r = 0; r < 2; r++)
-#pragma unroll
-            for (int k = 0; k < PER_LANE; k++) {
-                const int chunk = k * 4 + threadIdx.x % 4, j = n0 + chunk * 8;
-                uint4& to = keys[r][k];
-                to = make_uint4(0, 0, 0, 0);
-                if (chunk >= CHUNKS) continue;
-                if (h.mask_wide && j + 8 <= h.p.kv_len) {
-                    to = *(const uint4*)(row[r] + j);
-                } else {
-#pragma unroll 1
-                    for (int i = 0; i < 8 && j + i < h.p.kv_len; i++) {
-                        const u32 half = (u32)row[r][(j + i) * step] << i % 2 * 16;
-                        to.x |= i / 2 == 0 ? half : 0, to.y |= i / 2 == 1 ? half : 0;
-                        to.z |= i / 2 == 2 ? half : 0, to.w |= i / 2 == 3 ? half : 0;
-                    }
-                }
-            }
-    }
-
-    __device__ static float widen_bias(u16 bits) { return MASK_DTYPE == F16 ? f16_to_float(bits) : bf16_to_float(bits); }
-
-    // s = softcap(s * scale) - slope * distance + bias, and -inf where the bias is.
-    __device__ void add(float (&s)[NT][4], const Params& p, const Queries& queries, int n0) const {
-        const float scale = (float)p.scale, cap = (float)p.softcap, inverse_cap = (float)p.inverse_softcap;
-        const bool plain = p.softcap == 0 && p.alibi == nullptr;
-#pragma unroll
-        for (int r = 0; r < 2; r++) {
-            if (!plain) {
-                const Row row = queries.row(0, r);
-                const float slope = p.alibi == nullptr ? 0.f : load_as(p.alibi, p.alibi_dtype, row.head * p.alibi_stride);
-                const int distance = row.i + p.diagonal - n0 - threadIdx.x % 4 * 2;
-#pragma unroll
-                for (int nt = 0; nt < NT; nt++)
-#pragma unroll
-                    for (int e = 0; e < 2; e++) {
-                        float& x = s[nt][r * 2 + e];
-                        x *= scale;
-                        if (p.softcap != 0) x = cap * tanhf(x * inverse_cap);
-                        if (p.alibi != nullptr) x -= slope * (float)abs(distance - nt * 8 - e);
-                    }
-            }
-            const float factor = plain ? scale : 1.f;
-#pragma unroll
-            for (int k = 0; k < PER_LANE; k++) {
-                u32 w[4] = {keys[r][k].x, keys[r][k].y, keys[r][k].z, keys[r][k].w};
-                turn(w);
-#pragma unroll
-                for (int i = 0; i < 4; i++) {
-                    const int nt = min(k * 4 + i, NT - 1);
-                    if (k * 4 + i >= NT) continue;
-#pragma unroll
-                    for (int e = 0; e < 2; e++) {
-                        const float bias = widen_bias(w[i] >> e * 16);
-                        float& x = s[nt][r * 2 + e];
-                        x = bias == negative_infinity() ? bias : __fmaf_rn(x, factor, bias);
-                    }
-                }
-            }
-        }
-    }
-};
-constexpr bool BOOL_AHEAD = MASK == BOOL_MASK && !NATURAL;
-constexpr bool BIAS_AHEAD = MASK == ADDITIVE_MASK && (MASK_DTYPE == F16 || MASK_DTYPE == BF16);
-constexpr bool AHEAD = BOOL_AHEAD || BIAS_AHEAD;
-
-template <bool BIAS>
-struct AheadOf {
-    typedef BoolAhead Type;
-};
-template <>
-struct AheadOf<true> {
-    typedef BiasAhead Type;
-};
-
 struct Consumer {
     const HopperParams& h;
     Shared& sh;
     const int wg;
-    u32 done = 0, q_done = 0;  // tiles whose values were added, items
+    int sought = 0;                        // the kind of the tile that `seek` found
+    u32 done = 0, q_done = 0, m_done = 0;  // tiles whose values were added, items, tiles of the mask
     float m[2], l[2], fall[2], acc[VT][4];
 
     // s = q.k of tile n.
@@ -396,8 +265,8 @@ struct Consumer {
 
     // Scores become p; m and l move on, and `fall` is what acc is yet to be multiplied with.
     __device__ void weigh(float (&s)[NT][4], float c) {
-        float base[2];
-        bool big = NATURAL;
+        float base[2], before[2] = {m[0], m[1]};
+        bool big = false;
 #pragma unroll
         for (int r = 0; r < 2; r++) {
             float top = m[r], top_again = s[0][r * 2];
@@ -410,25 +279,30 @@ struct Consumer {
             top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
             // A row without a key yet keeps m at -inf and compares with 0.
             base[r] = top == negative_infinity() ? 0.f : top;
-            fall[r] = top == m[r] ? 1.f : exp2_fast((m[r] - base[r]) * c);
             m[r] = top;
-            if (!NATURAL) big |= fabsf(base[r] * c) > EXACT;
+            big |= fabsf(base[r] * c) > EXACT;
         }
-        if (NATURAL || __any_sync(~0u, big)) {
+        if (__any_sync(~0u, big)) {
 #pragma unroll
             for (int nt = 0; nt < NT; nt++)
 #pragma unroll
                 for (int e = 0; e < 4; e++) s[nt][e] -= base[e / 2];
-            base[0] = base[1] = 0;
+#pragma unroll
+            for (int r = 0; r < 2; r++) before[r] = before[r] == m[r] ? 0.f : before[r] - base[r], base[r] = 0;
+        }
+        // What p of this tile and of those before is relative to, as it is rounded: the step between the two is exact then.
+        const float reference[2] = {__fmul_rn(base[0], c), __fmul_rn(base[1], c)};
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            fall[r] = before[r] == base[r] || before[r] == m[r] ? 1.f : exp2_fast(__fmul_rn(before[r], c) - reference[r]);
         }
         float sum[2][2] = {};
-        const float reference[2] = {base[0] * c, base[1] * c};
 #pragma unroll
         for (int nt = 0; nt < NT; nt++)
 #pragma unroll
             for (int e = 0; e < 4; e++) {
                 float& x = s[nt][e];
-                x = exp2_fast(NATURAL ? x * c : __fmaf_rn(x, c, -reference[e / 2]));
+                x = exp2_fast(__fmaf_rn(x, c, -reference[e / 2]));
                 sum[e / 2][e % 2] += x;
             }
 #pragma unroll
@@ -457,19 +331,52 @@ struct Consumer {
         }
     }
 
+    // Scores with scale, softcap and slopes in them; `factor` is what they are yet to be multiplied with.
+    __device__ float bring_to_natural_units(float (&s)[NT][4], const Queries& queries, int n0) const {
+        const Params& p = h.p;
+        const float scale = (float)p.scale, cap = (float)p.softcap, inverse_cap = (float)p.inverse_softcap;
+        if (p.softcap == 0 && p.alibi == nullptr) return scale;
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            const Row row = queries.row(0, r);
+            const float slope = p.alibi == nullptr ? 0.f : load_as(p.alibi, p.alibi_dtype, row.head * p.alibi_stride);
+            const int distance = row.i + p.diagonal - n0 - threadIdx.x % 4 * 2;
+#pragma unroll
+            for (int nt = 0; nt < NT; nt++)
+#pragma unroll
+                for (int e = 0; e < 2; e++) {
+                    float& x = s[nt][r * 2 + e];
+                    x *= scale;
+                    if (p.softcap != 0) x = cap * tanhf(x * inverse_cap);
+                    if (p.alibi != nullptr) x -= slope * (float)abs(distance - nt * 8 - e);
+                }
+        }
+        return 1.f;
+    }
+
     // What is added to the scores, and what hides them.
-    __device__ void mask_scores(float (&s)[NT][4], int round, const Seen& seen, int n0, const u32 (&hidden)[2]) {
-        if (BOOL_AHEAD) BoolAhead::hide(s, hidden);
+    __device__ void mask_scores(float (&s)[NT][4], int round, const Seen& seen, int n0, const MaskRows& mask, bool careful) {
         const bool positions = n0 < seen.all_lo || n0 + BN > seen.all_hi;
-        if (((!NATURAL && MASK == NO_MASK) || AHEAD) && !positions) return;
+        float factor = (float)h.p.scale;
+        if (NATURAL) {
+            const Place place(h, anew(round), wg);
+            factor = bring_to_natural_units(s, Queries{h.p, place.task, place.r0}, n0);
+        }
+#if MASK == ADDITIVE_MASK
+        if (mask.kind == MIXED) mask.add(s, factor, careful), factor = 1;
+#endif
+        if (NATURAL_UNITS && factor != 1) {
+#pragma unroll
+            for (int nt = 0; nt < NT; nt++)
+#pragma unroll
+                for (int e = 0; e < 4; e++) s[nt][e] *= factor;
+        }
+#if MASK == BOOL_MASK
+        if (mask.kind == MIXED) mask.hide(s);
+#endif
+        if (!positions) return;
         const Place place(h, anew(round), wg);
         const Queries queries{h.p, place.task, place.r0};
-        if (!AHEAD && (NATURAL || MASK != NO_MASK)) {
-            MaskTile<1, NT> mask;
-            mask.fetch(h.p, queries, n0);
-            modify_scores<1, NT>(*(float(*)[1][NT][4])&s, h.p, queries, mask, n0, h.p.kv_len, false);
-        }
-        if (!positions) return;
 #pragma unroll
         for (int r = 0; r < 2; r++) {
             const int i = queries.row(0, r).i, first = n0 + threadIdx.x % 4 * 2;
@@ -484,16 +391,30 @@ struct Consumer {
         }
     }
 
-    // Bits make room for the next tile's keys at once; biases stay until the scores are there.
-    __device__ void look_ahead(BoolAhead& ahead, u32 (&hidden)[2], int n0) const {
-        if (BOOL_AHEAD) ahead.pack_hidden(hidden), ahead.fetch(h, n0);
+    // What the mask says of the tile that `seek` found last.
+    __device__ void take_mask(MaskRows& mask) {
+#if MASK != NO_MASK
+        const int stage = mask_stage_of(m_done++);
+        mask.kind = sought;
+        mask.take(h.p, sh.mask, stage, wg * 64 + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4);
+        release(sh.mask.empty[stage]);
+#endif
     }
-    __device__ void look_ahead(BiasAhead&, u32 (&)[2], int) const {}
-    __device__ void add_bias(float (&)[NT][4], BoolAhead&, int, int) const {}
-    __device__ void add_bias(float (&s)[NT][4], BiasAhead& ahead, int round, int n0) const {
-        const Place place(h, anew(round), wg);
-        ahead.add(s, h.p, Queries{h.p, place.task, place.r0}, n0);
-        ahead.fetch(h, n0 + BN);
+
+    // Finds the next tile from n0 on, up to `end`, that the mask does not hide.
+    __device__ bool seek(int& n0, int end) {
+#if MASK == NO_MASK
+        return n0 <= end;
+#else
+        for (; n0 <= end; n0 += BN) {
+            const int stage = mask_stage_of(m_done);
+            wait(sh.mask.full[stage], mask_phase_of(m_done));
+            sought = kind_of(__shfl_sync(~0u, sh.mask.found[stage], 0));
+            if (sought != HIDDEN) return true;
+            release(sh.mask.empty[mask_stage_of(m_done++)]);
+        }
+        return false;
+#endif
     }
 
     __device__ void release(u64& barrier) {
@@ -549,6 +470,33 @@ struct Consumer {
         meet(CAREFUL_TILE, CONSUMERS);
     }
 
+    __device__ void release_queries() {
+        if (copies_queries(h.p)) release(sh.q_empty);
+    }
+
+    // An item without rows for this group: what others wait for, in the order of `run`.
+    __device__ void pass_over(int n0, int end, int round, bool careful) {
+        release_queries();
+        wait(sh.k_full[stage_of(done)], phase_of(done));
+        release(sh.k_empty[stage_of(done)]);
+        MaskRows mask;
+        take_mask(mask);
+        int next = n0 + BN;
+#pragma unroll 1
+        for (; seek(next, end); n0 = next, next += BN, done++) {
+            if (careful) isolate_values(round, n0);
+            wait(sh.k_full[stage_of(done + 1)], phase_of(done + 1));
+            take_turn(), end_turn();
+            release(sh.k_empty[stage_of(done + 1)]);
+            take_mask(mask);
+            wait(sh.v_full[stage_of(done)], phase_of(done));
+            release(sh.v_empty[stage_of(done)]);
+        }
+        if (careful) isolate_values(round, n0);
+        wait(sh.v_full[stage_of(done)], phase_of(done));
+        release(sh.v_empty[stage_of(done++)]);
+    }
+
     __device__ void take_turn() { meet(TURN + wg, 256); }
     __device__ void end_turn() { tell(wg == WGS - 1 ? TURN : TURN + 1 + wg, 256); }
 
@@ -571,7 +519,7 @@ struct Consumer {
             l[r] += __shfl_xor_sync(~0u, l[r], 2);
             const Row row = queries.row(0, r);
             const bool inside = place.r0 + (int)(threadIdx.x % 32 / 4) + r * 8 < p.rows;
-            const Finished finished(p, row, natural_max(p, m[r]), l[r]);
+            const Finished finished(p, row, NATURAL_UNITS ? m[r] : natural_max(p, m[r]), l[r]);
             if (inside && threadIdx.x % 4 == 0) store_lse(p, row, finished.lse);
             const i64 to = row.offset(p.out_stride);
 #pragma unroll
@@ -623,58 +571,64 @@ struct Consumer {
         const int r0 = item.r0() + wg * 64, first_row = min(r0, p.rows - 1);
         const Tiles tiles(Seen(p, task, item.r0(), min(item.r0() + BM, p.rows)));
         const Seen seen(p, task, first_row, max(min(r0 + 64, p.rows), first_row + 1));
-        const float c = exponent_factor(p);
+        const float c = NATURAL_UNITS ? LOG2_E : exponent_factor(p);
 #pragma unroll
         for (int nt = 0; nt < VT; nt++) acc[nt][0] = acc[nt][1] = acc[nt][2] = acc[nt][3] = 0;
         m[0] = m[1] = negative_infinity(), l[0] = l[1] = 0;
 
-        if (tiles.count > 0) {
+        const int end = tiles.first + (tiles.count - 1) * BN;
+        int n0 = tiles.first;
+        if (seek(n0, end)) {
             if (copies_queries(p)) {
                 wait(sh.q_full, q_done++ & 1);
             } else {
                 load_queries(task, r0);
             }
-            float s[NT][4];
-            u32 a[NT / 2][4], hidden[2];
-            typename AheadOf<BIAS_AHEAD>::Type ahead;
-            if (AHEAD) ahead.begin(h, anew(round), wg), ahead.fetch(h, tiles.first);
-            wait(sh.k_full[stage_of(done)], phase_of(done));
-            multiply_keys(s, done);
-            look_ahead(ahead, hidden, tiles.first + BN);
-            wait_scores<0>(s);
-            release(sh.k_empty[stage_of(done)]);
-            add_bias(s, ahead, round, tiles.first);
-            mask_scores(s, round, seen, tiles.first, hidden);
-            weigh(s, c);
-            pack_weights(a, s);
-            const int end = tiles.first + (tiles.count - 1) * BN;
+            if (r0 >= p.rows) {
+                pass_over(n0, end, round, careful);
+            } else {
+                float s[NT][4];
+                u32 a[NT / 2][4];
+                MaskRows mask;
+                wait(sh.k_full[stage_of(done)], phase_of(done));
+                multiply_keys(s, done);
+                take_mask(mask);
+                int next = n0 + BN;
+                bool more = seek(next, end);
+                wait_scores<0>(s);
+                release(sh.k_empty[stage_of(done)]);
+                mask_scores(s, round, seen, n0, mask, careful);
+                weigh(s, c);
+                pack_weights(a, s);
+                if (!more) release_queries();
 #pragma unroll 1
-            for (int n0 = tiles.first; n0 < end; n0 += BN, done++) {
-                const u32 next = done + 1;
+                for (; more; done++) {
+                    if (careful) isolate_values(round, n0);
+                    wait(sh.k_full[stage_of(done + 1)], phase_of(done + 1));
+                    take_turn();
+                    multiply_keys(s, done + 1);
+                    wait(sh.v_full[stage_of(done)], phase_of(done));
+                    add_values(a, done);
+                    end_turn();
+                    take_mask(mask);
+                    n0 = next, next += BN;
+                    more = seek(next, end);
+                    wait_scores<1>(s);
+                    release(sh.k_empty[stage_of(done + 1)]);
+                    if (!more) release_queries();
+                    mask_scores(s, round, seen, n0, mask, careful);
+                    weigh(s, c);
+                    wait_sums<0>(acc);
+                    release(sh.v_empty[stage_of(done)]);
+                    pack_weights(a, s);
+                    rescale(careful);
+                }
                 if (careful) isolate_values(round, n0);
-                wait(sh.k_full[stage_of(next)], phase_of(next));
-                take_turn();
-                multiply_keys(s, next);
                 wait(sh.v_full[stage_of(done)], phase_of(done));
                 add_values(a, done);
-                end_turn();
-                look_ahead(ahead, hidden, n0 + 2 * BN);
-                wait_scores<1>(s);
-                release(sh.k_empty[stage_of(next)]);
-                add_bias(s, ahead, round, n0 + BN);
-                mask_scores(s, round, seen, n0 + BN, hidden);
-                weigh(s, c);
                 wait_sums<0>(acc);
-                release(sh.v_empty[stage_of(done)]);
-                pack_weights(a, s);
-                rescale(careful);
+                release(sh.v_empty[stage_of(done++)]);
             }
-            if (copies_queries(p)) release(sh.q_empty);
-            if (careful) isolate_values(round, end);
-            wait(sh.v_full[stage_of(done)], phase_of(done));
-            add_values(a, done);
-            wait_sums<0>(acc);
-            release(sh.v_empty[stage_of(done++)]);
         }
         if (!careful && __any_sync(~0u, has_non_finite())) {
             if (threadIdx.x % 32 == 0) atomicOr(&sh.again[round % NOTES / 32], 1u << round % 32);
@@ -687,13 +641,19 @@ struct Consumer {
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(const __grid_constant__ HopperParams h) {
     extern __shared__ __align__(1024) u8 memory[];
     Shared& sh = *(Shared*)memory;
-    const int group = threadIdx.x / 128;
+    // Known to be the same of all lanes: what follows from it takes uniform registers.
+    const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
     if (threadIdx.x == 0) {
         init_barrier(sh.q_full, 1), init_barrier(sh.q_empty, WGS * 4);
         for (int stage = 0; stage < STAGES; stage++) {
             init_barrier(sh.k_full[stage], VECTOR ? 1 : 128), init_barrier(sh.v_full[stage], VECTOR ? 1 : 128);
             init_barrier(sh.k_empty[stage], WGS * 4), init_barrier(sh.v_empty[stage], WGS * 4);
         }
+#if MASK != NO_MASK
+        for (int stage = 0; stage < MASK_STAGES; stage++) {
+            init_barrier(sh.mask.full[stage], READERS / 32), init_barrier(sh.mask.empty[stage], WGS * 4 + (VECTOR ? 1 : 128));
+        }
+#endif
         fence_barriers();
     }
     for (int at = threadIdx.x; at < NOTES / 32; at += THREADS) sh.again[at] = 0;
@@ -701,16 +661,39 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(const __grid_
 
     if (group == WGS) {
         give_registers<PRODUCER_REGISTERS>();
+        const int lane = threadIdx.x - CONSUMERS;
         Producer producer{h, sh};
+#if MASK != NO_MASK
+        const int reading = VECTOR ? lane - (128 - READERS) : lane;
+        const bool reads = reading >= 0 && reading < READERS;
+        MaskReader reader{h.p, sh.mask, h.mask_wide != 0 && MASK_DTYPE != F64, reading};
+#endif
 #pragma unroll 1
         for (int pass = 0; pass < 2; pass++) {
-            if (!VECTOR || threadIdx.x == CONSUMERS) {
 #pragma unroll 1
-                for (int round = 0;; round++) {
-                    const Item item(h, round);
-                    if (item.is_beyond(h)) break;
-                    if (!item.is_none() && (pass == 0 || comes_again(sh, round))) producer.run(item);
+            for (int round = 0;; round++) {
+                const Item item(h, round);
+                if (item.is_beyond(h)) break;
+                if (item.is_none() || (pass == 1 && !comes_again(sh, round))) continue;
+                const Task task(h.p, item.task);
+                const int r0 = item.r0();
+                const Tiles tiles(Seen(h.p, task, r0, min(r0 + BM, h.p.rows)));
+#if MASK == NO_MASK
+                if (!VECTOR || lane == 0) producer.run(task, r0, tiles, [](int) {});
+#else
+                const int end = tiles.first + tiles.count * BN;
+                if (reads) reader.begin(task, r0, tiles.first, end);
+                if (!VECTOR) {
+                    producer.run(task, r0, tiles, [&](int n0) {
+                        if (reads) reader.step(task, r0, n0, end);
+                    });
+                } else if (reads) {
+#pragma unroll 1
+                    for (int n0 = tiles.first; n0 < end; n0 += BN) reader.step(task, r0, n0, end);
+                } else if (lane == 0) {
+                    producer.run(task, r0, tiles, [](int) {});
                 }
+#endif
             }
             __syncwarp();
             meet(END, THREADS);

@@ -269,7 +269,7 @@ impl Backend {
             let maps = design.main.vector.then(|| self.copy_maps(spec, &design, addresses)).flatten();
             // What the copy engine does not read is loaded element by element: the bits are the same.
             design.main.vector = maps.is_some();
-            HopperParams::new(spec, &design, params, maps.unwrap_or_default())
+            HopperParams::new(spec, &design, params, maps.unwrap_or_default(), design.grid_blocks(&device.caps))
         });
         let main_params = hopper.as_ref().map_or(params.as_bytes(), HopperParams::as_bytes);
         let main = self.function(index, design.main).map_err(on)?;

@@ -14,6 +14,7 @@ const COMMON: &str = include_str!("../kernels/common.cu");
 const GENERIC: &str = include_str!("../kernels/generic.cu");
 const MMA: &str = include_str!("../kernels/mma.cu");
 const WGMMA: &str = include_str!("../kernels/wgmma.cu");
+const MASKS: &str = include_str!("../kernels/masks.cu");
 const HOPPER: &str = include_str!("../kernels/hopper.cu");
 const FLOAT32: &str = include_str!("../kernels/float32.cu");
 const FORWARD: &str = include_str!("../kernels/forward.cu");
@@ -110,7 +111,8 @@ impl Code {
 
     /// Whether the kernel waits for the launch before it of itself, where the architecture can.
     pub(crate) const fn overlaps(&self) -> bool {
-        matches!(self.body, Body::Decode | Body::Combine) && !matches!(self.arch, Arch::Sm80 | Arch::Sm86 | Arch::Sm87 | Arch::Sm89)
+        matches!(self.body, Body::Decode | Body::Combine)
+            && !matches!(self.arch, Arch::Sm80 | Arch::Sm86 | Arch::Sm87 | Arch::Sm89)
     }
 
     /// Threads per block.
@@ -128,7 +130,35 @@ impl Code {
 
     /// Tiles of K, and of V, that hopper.cu has in flight.
     const fn stages(&self) -> u32 {
-        if self.ring_bytes(4) <= RING_BYTES { 4 } else { 2 }
+        if self.ring_bytes(4) + self.mask_bytes(2) <= RING_BYTES { 4 } else { 2 }
+    }
+
+    /// Tiles of the mask that hopper.cu has in flight.
+    const fn mask_stages(&self) -> u32 {
+        let rest = RING_BYTES.saturating_sub(self.ring_bytes(self.stages()));
+        if self.mask_bytes(4) <= rest {
+            4
+        } else if self.mask_bytes(3) <= rest {
+            3
+        } else {
+            2
+        }
+    }
+
+    /// Shared memory of masks.cu with so many stages: its `MaskRing`.
+    const fn mask_bytes(&self, stages: u32) -> u32 {
+        let tiles = match self.mask {
+            None => return 0,
+            // Bits, and bytes that are yet to become bits.
+            Some(DType::Bool) => stages * self.block_m * 16 + (stages - 1) * self.block_m * self.depth,
+            Some(dtype) => {
+                let key = if matches!(dtype, DType::F16 | DType::BF16) { 2 } else { 4 };
+                let units = self.depth * key / 16;
+                let row = if units.is_multiple_of(8) { units } else { units | 1 };
+                16 + stages * self.block_m * row * 16
+            }
+        };
+        (tiles + stages * (2 * 8 + 4)).next_multiple_of(16)
     }
 
     /// Shared memory of hopper.cu with a ring of so many stages: tiles in boxes of 64 columns, barriers, notes.
@@ -140,10 +170,12 @@ impl Code {
 
     /// Registers of a thread of hopper.cu that multiplies, and of one that loads: as many as the block was given at its start.
     const fn registers(&self) -> (u32, u32) {
-        match (self.block_m, self.vector) {
-            (192, _) => (160, 32),
-            (_, true) => (232, 40),
-            (_, false) => (216, 72),
+        match (self.block_m, self.vector, self.mask) {
+            (192, ..) => (160, 32),
+            (_, true, None) => (232, 40),
+            (_, _, Some(DType::Bool)) | (_, false, None) => (216, 72),
+            (_, true, Some(_)) => (224, 56),
+            (_, false, Some(_)) => (200, 104),
         }
     }
 
@@ -168,7 +200,7 @@ impl Code {
                 let (left, so_far) = (4 * 32 * (self.dims.1 + 8 + 2), 4 * 16 * self.dims.1 + 2 * 4 * 32 * parts);
                 ring + 2 * 16 * k_row + left + so_far + 2 * 8 + 8
             }
-            Body::Hopper => self.ring_bytes(self.stages()),
+            Body::Hopper => self.ring_bytes(self.stages()) + self.mask_bytes(self.mask_stages()),
             Body::Float32 => {
                 let (k, v) = (self.dims.0.div_ceil(BOX_COLUMNS), self.dims.1.div_ceil(BOX_COLUMNS));
                 let (row, stages) = (2 * 2 * BOX_COLUMNS, FLOAT32_STAGES);
@@ -184,7 +216,7 @@ impl Code {
         let parts: &[&str] = match self.body {
             Body::Generic => &[COMMON, GENERIC],
             Body::Forward => &[COMMON, MMA, FORWARD],
-            Body::Hopper => &[COMMON, MMA, WGMMA, HOPPER],
+            Body::Hopper => &[COMMON, MMA, WGMMA, MASKS, HOPPER],
             Body::Float32 => &[COMMON, MMA, WGMMA, FLOAT32],
             Body::Decode => &[COMMON, MMA, DECODE],
             Body::Combine => &[COMMON, COMBINE],
@@ -234,6 +266,9 @@ impl Code {
                 define("BLOCK_M", self.block_m);
                 define("BLOCK_N", self.depth);
                 define("STAGES", self.stages());
+                if self.mask.is_some() {
+                    define("MASK_STAGES", self.mask_stages());
+                }
                 define("CONSUMER_REGISTERS", multiplying);
                 define("PRODUCER_REGISTERS", loading);
             }

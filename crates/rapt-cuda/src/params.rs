@@ -197,17 +197,43 @@ pub(crate) struct HopperParams {
     pub(crate) tasks: i32,
     pub(crate) paired: i32,
     pub(crate) mask_wide: i32,
+    pub(crate) shift: i32,
+    by_units: Divisor,
+    by_grid: Divisor,
     pub(crate) padding: [u32; HOPPER_PADDING],
 }
 
-const HOPPER_PADDING: usize = (64 - (size_of::<Params>() + 12) % 64) % 64 / 4;
+const HOPPER_PADDING: usize = (64 - (size_of::<Params>() + 32) % 64) % 64 / 4;
+
+/// By how many blocks work moves on from round to round, so that `grid` blocks meet all of a task's `units` in turn: the
+/// least that leaves them no common divisor.
+fn shift_of(grid: usize, units: usize) -> usize {
+    let divides = |mut a: usize, mut b: usize| {
+        while b != 0 {
+            (a, b) = (b, a % b);
+        }
+        a
+    };
+    (0..units).find(|shift| divides(grid + shift, units) == 1).unwrap_or(0)
+}
 
 impl HopperParams {
-    pub(crate) fn new(spec: &Spec, design: &Design, params: Params, maps: [CopyMap; 3]) -> Self {
+    pub(crate) fn new(spec: &Spec, design: &Design, params: Params, maps: [CopyMap; 3], grid: usize) -> Self {
         // Where keys are bounded by position, rows see unlike numbers of them.
-        let paired = i32::from(!spec.block_range().is_unbounded());
+        let paired = !spec.block_range().is_unbounded();
+        let units = if paired { design.row_blocks.div_ceil(2) } else { design.row_blocks };
         let mask_wide = i32::from(spec.mask.is_some_and(|mask| is_wide(&mask, params.mask)));
-        HopperParams { maps, params, tasks: int(design.tasks), paired, mask_wide, padding: [0; HOPPER_PADDING] }
+        HopperParams {
+            maps,
+            params,
+            tasks: int(design.tasks),
+            paired: i32::from(paired),
+            mask_wide,
+            shift: int(shift_of(grid, units)),
+            by_units: Divisor::new(units),
+            by_grid: Divisor::new(grid),
+            padding: [0; HOPPER_PADDING],
+        }
     }
 
     /// The bytes that a launch passes.
@@ -218,7 +244,7 @@ impl HopperParams {
 }
 
 const _: () = assert!(
-    size_of::<HopperParams>() == 3 * 128 + size_of::<Params>() + 12 + 4 * HOPPER_PADDING,
+    size_of::<HopperParams>() == 3 * 128 + size_of::<Params>() + 32 + 4 * HOPPER_PADDING,
     "HopperParams has padding"
 );
 const _: () = assert!(size_of::<Params>() == 9 * 8 + 25 * 8 + 3 * 8 + 22 * 4 + 5 * 8, "Params has padding");
@@ -258,6 +284,16 @@ mod tests {
         ] {
             assert_eq!(is_wide(&mask(dtype, strides), address), wide, "{dtype} {strides:?} {address}");
         }
+    }
+
+    #[test]
+    fn blocks_meet_every_run_of_rows_in_turn() {
+        for (grid, units) in [(132, 6), (132, 8), (132, 7), (131, 6), (1, 1), (64, 64), (132, 1), (3, 1000)] {
+            let shift = shift_of(grid, units);
+            let met: std::collections::HashSet<_> = (0..units).map(|round| round * (grid + shift) % units).collect();
+            assert_eq!(met.len(), units, "{grid} {units} {shift}");
+        }
+        assert_eq!((shift_of(132, 7), shift_of(132, 6)), (0, 1));
     }
 
     #[test]

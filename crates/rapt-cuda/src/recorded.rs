@@ -206,6 +206,7 @@ fn a_kernel_is_compiled_once_and_launched_on_the_given_stream() {
     let of = |n, rows, box_rows| (n, [64, rows, 2, 1], box_rows);
     assert_eq!(maps, [of(1, 300, 192), of(2, 300, 128), of(3, 300, 128)]);
     let Some(Call::Launch { grid, bytes, .. }) = calls.last().cloned() else { unreachable!() };
+    assert!(!grid.overlaps);
     assert_eq!((grid.blocks, grid.threads, bytes), (2 * 2, 512, size_of::<crate::params::HopperParams>()));
     // Another length is the same kernel; another alignment is not: the copy engine does not read it. No more blocks than
     // multiprocessors.
@@ -241,11 +242,12 @@ fn split_keys_take_a_second_launch_and_a_workspace() {
         .take()
         .iter()
         .filter_map(|call| match call {
-            Call::Launch { handle, grid, .. } => Some((*handle, grid.blocks)),
+            Call::Launch { handle, grid, .. } => Some((*handle, grid.blocks, grid.threads, grid.overlaps)),
             _ => None,
         })
         .collect();
-    assert_eq!(handles, [(1, 2 * 4), (2, 2)]);
+    // Both take their places while the launch before them runs; two warps of combine.cu have 64 columns.
+    assert_eq!(handles, [(1, 2 * 4, 9 * 32, true), (2, 2, 2 * 32, true)]);
 }
 
 #[test]

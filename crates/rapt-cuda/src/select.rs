@@ -85,9 +85,9 @@ fn mask_class(spec: &Spec) -> MaskClass {
     }
 }
 
-/// Whether the scale may go into the exponent: nothing is added to the scores, and it is an ordinary positive number.
-fn is_natural(spec: &Spec) -> bool {
-    let plain = spec.softcap.is_none() && spec.alibi_slopes.is_none() && mask_class(spec) != MaskClass::Additive;
+/// Whether scores need their scale before the exponent: something is added to them, or it is no ordinary positive number.
+fn is_natural(spec: &Spec, mask: MaskClass) -> bool {
+    let plain = spec.softcap.is_none() && spec.alibi_slopes.is_none() && mask != MaskClass::Additive;
     !(plain && (1e-30..1e30).contains(&spec.softmax_scale.get()))
 }
 
@@ -131,7 +131,7 @@ fn mma_code(spec: &Spec, caps: &Caps, body: Body, block_m: u32, depth: u32) -> C
         arch: caps.arch,
         storage: spec.numerics.storage,
         mask: spec.mask.map(|mask| mask.dtype),
-        natural: is_natural(spec),
+        natural: is_natural(spec, mask_class(spec)),
         vector,
         dims: padded_dims(spec),
         block_m,
@@ -139,18 +139,19 @@ fn mma_code(spec: &Spec, caps: &Caps, body: Body, block_m: u32, depth: u32) -> C
     }
 }
 
-/// Queries per block of hopper.cu and the keys that it can have: three groups of 64 queries where the sums of a group are
-/// few, else two; keys as many as leave the sums in registers (the first that fits shared memory). What a mask tensor
-/// says needs registers too. Measured on an H200, 2026-11: docs/hopper.md.
-const fn hopper_tiles(dims: (u32, u32), mask: MaskClass) -> (u32, &'static [u32]) {
+/// Queries per block of hopper.cu and the keys that it can have (the first that fits shared memory): three groups of 64
+/// queries where the sums of a group are few, else two; keys as many as leave the sums, and biases, in registers. Where keys
+/// are bounded by position long blocks of queries multiply what is not seen. Measured on an H200, 2026-11: docs/hopper.md.
+const fn hopper_tiles(dims: (u32, u32), mask: MaskClass, bounded: bool) -> (u32, &'static [u32]) {
     match (dims, mask) {
         ((..=64, ..=64), MaskClass::None) => (192, &[128]),
-        ((..=96, ..=96), MaskClass::None) => (192, &[96]),
+        ((..=96, ..=96), MaskClass::None) if !bounded => (192, &[96]),
         ((_, ..=128), MaskClass::None | MaskClass::Bool) => (128, &[128, 96, 64]),
         ((_, ..=192), MaskClass::None) => (128, &[112, 80]),
         (_, MaskClass::None) => (128, &[80, 64]),
-        ((_, ..=128), _) => (128, &[96, 64]),
-        _ => (128, &[64]),
+        (_, MaskClass::Bool) => (128, &[64]),
+        ((_, ..=128), MaskClass::Additive) => (128, &[96, 64]),
+        (_, MaskClass::Additive) => (128, &[48]),
     }
 }
 
@@ -159,10 +160,13 @@ fn hopper_code(spec: &Spec, caps: &Caps) -> Option<Code> {
     if caps.arch != Arch::Sm90a {
         return None;
     }
-    let (block_m, tiles) = hopper_tiles(padded_dims(spec), mask_class(spec));
+    let bounded = !spec.block_range().is_unbounded();
+    let (block_m, tiles) = hopper_tiles(padded_dims(spec), mask_class(spec), bounded);
     // As far as strides tell.
     let vector = [&spec.q, &spec.k, &spec.v].into_iter().all(|tensor| Copied::new(tensor, 0, 1).is_some());
-    let of = |&block_n: &u32| Code { vector, ..mma_code(spec, caps, Body::Hopper, block_m, block_n) };
+    // Biases are added in natural units by themselves.
+    let natural = is_natural(spec, MaskClass::None);
+    let of = |&block_n: &u32| Code { vector, natural, ..mma_code(spec, caps, Body::Hopper, block_m, block_n) };
     tiles.iter().map(of).find(|code| code.shared_bytes() <= caps.shared_bytes)
 }
 

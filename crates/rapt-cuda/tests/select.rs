@@ -76,6 +76,47 @@ fn the_batch_and_the_strides_change_no_code_and_no_split() {
 }
 
 #[test]
+fn chunks_of_decoding_grow_with_the_keys_and_with_nothing_else() {
+    for (kv_len, tensor_cores, generic) in [
+        (1, 512, 512),
+        (512, 512, 512),
+        (16_383, 512, 512),
+        (16_384, 1024, 512),
+        (32_767, 1024, 512),
+        (32_768, 1024, 1024),
+        (65_535, 1024, 1024),
+        (65_536, 2048, 1024),
+        (1 << 20, 2048, 1024),
+    ] {
+        for arch in ARCHS {
+            for heads in [1, 64] {
+                for (dtype, chunk) in [(DType::F16, tensor_cores), (DType::F32, generic)] {
+                    let spec = spec(dtype, [heads, 1, kv_len, 64], None, &Options::default());
+                    let plan = select(&spec, &caps(arch)).unwrap();
+                    assert_eq!(plan.num_splits, kv_len.div_ceil(chunk), "{arch:?} {dtype} {kv_len}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn decoding_has_eight_warps_and_one_block_to_a_multiprocessor_where_memory_is_fastest() {
+    for (arch, head_dim, threads, most) in [
+        (Arch::Sm90a, 64, 288, 132),
+        (Arch::Sm90a, 128, 288, 132),
+        (Arch::Sm90a, 256, 160, 132),
+        (Arch::Sm80, 128, 160, 108),
+        (Arch::Sm80, 64, 160, 216),
+        (Arch::Sm120, 128, 160, 128),
+    ] {
+        let spec = spec(DType::BF16, [512, 1, 8192, head_dim], None, &Options::default());
+        let launch = select(&spec, &caps(arch)).unwrap().launch.unwrap();
+        assert_eq!((launch.block_threads, launch.blocks), (threads, most), "{arch:?} {head_dim}");
+    }
+}
+
+#[test]
 fn every_plan_states_a_cut_that_its_certificate_proves() {
     for dtype in [DType::F32, DType::BF16] {
         for (q_len, kv_len) in [(1, 1), (1, 8192), (16, 600), (17, 100), (200, 300), (5, 0)] {
