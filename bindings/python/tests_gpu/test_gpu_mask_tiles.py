@@ -1,0 +1,106 @@
+"""Masks that hide whole tiles of keys, or change nothing in them: such tiles are passed over, or read without the mask.
+
+Values are held against the law (gpu_law); bits, against the same problem with the mask placed otherwise, and with finite numbers where
+nobody attends.
+"""
+
+import math
+
+import pytest
+import torch
+from gpu_law import judge
+
+import rapt
+
+Q_LEN, KV_LEN = 400, 1500
+
+
+def some(*shape):
+    """Three of ten masked."""
+    return torch.rand(*shape, generator=torch.Generator("cuda").manual_seed(7), device="cuda") > 0.3
+
+
+def blocks(batch, q_len, kv_len):
+    """Hidden in between, at an end for early queries, all keys for some; unchanged at the start for late ones."""
+    seen = some(batch, 1, q_len, kv_len)
+    seen[..., 200:1100] = False
+    seen[:, :, :130, 1400:] = False
+    seen[:, :, 130:, :200] = True
+    seen[1, :, :300] = False
+    return seen
+
+
+def padding(batch, q_len, kv_len):
+    """One row for all queries: keys to a position that cuts a tile, and from one."""
+    del q_len
+    keys = torch.arange(kv_len, device="cuda")
+    return torch.stack([keys < 901, keys >= 700])[:batch, None, None]
+
+
+def triangle(batch, q_len, kv_len):
+    """A causal mask as a tensor."""
+    return torch.ones(q_len, kv_len, dtype=torch.bool, device="cuda").tril(kv_len - q_len).expand(batch, 1, q_len, kv_len)
+
+
+def nothing(batch, q_len, kv_len):
+    """No key for the first of the batch, every one for the second."""
+    seen = torch.ones(batch, 1, q_len, kv_len, dtype=torch.bool, device="cuda")
+    seen[0] = False
+    return seen
+
+
+def strip(batch, q_len, kv_len):
+    """One key in all, in the last tile."""
+    seen = torch.zeros(batch, 1, q_len, kv_len, dtype=torch.bool, device="cuda")
+    seen[..., kv_len - 1] = True
+    return seen
+
+
+def placements(mask):
+    """The same mask where 16 bytes can be read at a time, where they cannot, and with neighbours in other rows."""
+    yield "contiguous", mask.contiguous()
+    wider = torch.zeros(*mask.shape[:3], mask.shape[3] + 3, dtype=mask.dtype, device="cuda")
+    wider[..., 1:-2] = mask
+    yield "between others", wider[..., 1:-2]
+    aligned = torch.zeros(*mask.shape[:3], -(-mask.shape[3] // 16) * 16, dtype=mask.dtype, device="cuda")
+    aligned[..., : mask.shape[3]] = mask
+    yield "rows of 16 bytes", aligned[..., : mask.shape[3]]
+    yield "keys side by side", mask.transpose(2, 3).contiguous().transpose(2, 3)
+
+
+@pytest.mark.parametrize("pattern", [blocks, padding, triangle, nothing, strip], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("kind", ["bool", "zeros", "numbers"])
+@pytest.mark.parametrize(
+    ("dtype", "heads", "dim"),
+    [
+        (torch.bfloat16, (2, 2), 64),
+        (torch.float16, (4, 2), 128),
+        (torch.bfloat16, (2, 1), 256),
+        (torch.bfloat16, (2, 2), 80),
+        (torch.float32, (2, 2), 64),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("q_len", [Q_LEN, 30])
+def test_tiles_that_a_mask_hides_are_passed_over(pattern, kind, dtype, heads, dim, q_len):
+    generator = torch.Generator("cuda").manual_seed(11)
+    normal = lambda *shape: torch.randn(*shape, generator=generator, device="cuda").to(dtype)  # noqa: E731
+    q, k, v = normal(2, heads[0], q_len, dim), normal(2, heads[1], KV_LEN, dim), normal(2, heads[1], KV_LEN, dim)
+    seen = pattern(2, q_len, KV_LEN).clone()
+    seen[..., 5] = False
+    mask = seen
+    if kind != "bool":
+        bias = normal(*seen.shape) if kind == "numbers" else torch.zeros(seen.shape, dtype=dtype, device="cuda")
+        mask = torch.where(seen, bias, -math.inf)
+    want, want_lse = rapt.attention(q, k, v, mask=mask, return_lse=True)
+    judge(want, want_lse, q, k, v, mask=mask)
+    poisoned = k.clone(), v.clone()
+    # Nobody attends key 5, nor what is hidden of every query of a batch.
+    hidden = ~seen.expand(2, 1, q_len, KV_LEN).any(2)[:, :, :, None]
+    poisoned[0].masked_fill_(hidden, math.nan)
+    poisoned[1].masked_fill_(hidden, math.inf)
+    for name, placed in placements(mask):
+        for keys, values in ((k, v), poisoned):
+            got, lse = rapt.attention(q, keys, values, mask=placed, return_lse=True)
+            assert torch.equal(got, want), name
+            assert torch.equal(lse, want_lse), name
