@@ -265,8 +265,9 @@ struct Consumer {
 
     // Scores become p; m and l move on, and `fall` is what acc is yet to be multiplied with.
     __device__ void weigh(float (&s)[NT][4], float c) {
-        float base[2], before[2] = {m[0], m[1]};
-        bool big = false;
+        float base[2];
+        // Natural scores may be far from 0 all together, where a reference is rounded too coarsely to be the same for two tiles.
+        bool big = NATURAL_UNITS;
 #pragma unroll
         for (int r = 0; r < 2; r++) {
             float top = m[r], top_again = s[0][r * 2];
@@ -279,30 +280,25 @@ struct Consumer {
             top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
             // A row without a key yet keeps m at -inf and compares with 0.
             base[r] = top == negative_infinity() ? 0.f : top;
+            fall[r] = top == m[r] ? 1.f : exp2_fast((m[r] - base[r]) * c);
             m[r] = top;
-            big |= fabsf(base[r] * c) > EXACT;
+            if (!NATURAL_UNITS) big |= fabsf(base[r] * c) > EXACT;
         }
-        if (__any_sync(~0u, big)) {
+        if (NATURAL_UNITS || __any_sync(~0u, big)) {
 #pragma unroll
             for (int nt = 0; nt < NT; nt++)
 #pragma unroll
                 for (int e = 0; e < 4; e++) s[nt][e] -= base[e / 2];
-#pragma unroll
-            for (int r = 0; r < 2; r++) before[r] = before[r] == m[r] ? 0.f : before[r] - base[r], base[r] = 0;
-        }
-        // What p of this tile and of those before is relative to, as it is rounded: the step between the two is exact then.
-        const float reference[2] = {__fmul_rn(base[0], c), __fmul_rn(base[1], c)};
-#pragma unroll
-        for (int r = 0; r < 2; r++) {
-            fall[r] = before[r] == base[r] || before[r] == m[r] ? 1.f : exp2_fast(__fmul_rn(before[r], c) - reference[r]);
+            base[0] = base[1] = 0;
         }
         float sum[2][2] = {};
+        const float reference[2] = {base[0] * c, base[1] * c};
 #pragma unroll
         for (int nt = 0; nt < NT; nt++)
 #pragma unroll
             for (int e = 0; e < 4; e++) {
                 float& x = s[nt][e];
-                x = exp2_fast(__fmaf_rn(x, c, -reference[e / 2]));
+                x = exp2_fast(NATURAL_UNITS ? x * c : __fmaf_rn(x, c, -reference[e / 2]));
                 sum[e / 2][e % 2] += x;
             }
 #pragma unroll
