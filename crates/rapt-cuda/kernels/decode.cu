@@ -36,28 +36,6 @@ static_assert(sizeof(Shared) == SHARED_BYTES, "select.rs and decode.cu disagree 
 // The named barrier of the warps that read.
 __device__ inline void meet_readers() { asm volatile("bar.sync 1, %0;" ::"n"(WARPS * 32) : "memory"); }
 
-// Barriers in shared memory. (Named ones, arrived at by bar.arrive, would do; compute-sanitizer does not follow them.)
-__device__ inline void init_barrier(u64& barrier, u32 count) {
-    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(&barrier)), "r"(count) : "memory");
-}
-__device__ inline void arrive(u64& barrier) {
-    asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state, [%0];\n}" ::"r"(shared_address(&barrier)) : "memory");
-}
-__device__ inline void wait(u64& barrier, u32 phase) {
-#if __CUDA_ARCH__ >= 900
-#define ASK "mbarrier.try_wait"
-#else
-#define ASK "mbarrier.test_wait"
-#endif
-    asm volatile(
-        "{\n.reg .pred done;\nAGAIN:\n" ASK ".parity.shared.b64 done, [%0], %1;\n@done bra DONE;\nbra AGAIN;\nDONE:\n}" ::"r"(
-            shared_address(&barrier)
-        ),
-        "r"(phase)
-        : "memory"
-    );
-}
-
 // What an item is: rows r0.. of a task (all heads of kv_head), and the keys of one split. Divided out once: the items of a
 // run follow one another.
 struct Item {

@@ -84,6 +84,30 @@ __device__ inline void wait_copies() {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
+// Barriers in shared memory. (Named ones, arrived at by bar.arrive, would do where threads alone meet; compute-sanitizer does not
+// follow them.)
+__device__ inline void init_barrier(u64& barrier, u32 count) {
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(&barrier)), "r"(count) : "memory");
+}
+__device__ inline void arrive(u64& barrier) {
+    asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state, [%0];\n}" ::"r"(shared_address(&barrier)) : "memory");
+}
+__device__ inline void wait(u64& barrier, u32 phase) {
+#if __CUDA_ARCH__ >= 900
+#define ASK "mbarrier.try_wait"
+#else
+#define ASK "mbarrier.test_wait"
+#endif
+    asm volatile(
+        "{\n.reg .pred done;\nAGAIN:\n" ASK ".parity.shared.b64 done, [%0], %1;\n@done bra DONE;\nbra AGAIN;\nDONE:\n}" ::"r"(
+            shared_address(&barrier)
+        ),
+        "r"(phase)
+        : "memory"
+    );
+#undef ASK
+}
+
 // ROWS rows of dim elements, zero beyond `rows` and `dim`, to a tile of WIDTH columns; `lane` of LANES threads takes part.
 // `offset(r)` is where row r begins, in elements. VECTOR: every row of q, k and v can be moved 16 bytes at a time.
 template <int ROWS, int WIDTH, int LANES, class Offset>

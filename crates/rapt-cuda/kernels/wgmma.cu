@@ -1,4 +1,4 @@
-// What the kernels of compute capability 9.0 share: barriers in shared memory, the copy engine, and wgmma.
+// What the kernels of compute capability 9.0 share: the copy engine, barriers that it takes part in, and wgmma.
 //
 //   wgmma     D (64 x N, f32, registers of four warps) += A (64 x 16) * B (16 x N)
 //   D         element e of tile nt: row = 16*warp + lane/4 + 8*(e/2), column = 8*nt + 2*(lane%4) + e%2
@@ -20,29 +20,12 @@ constexpr int BOX = 64;  // columns of a box, 128 bytes
 // The byte of row r, column c of a box.
 __device__ inline u32 swizzled(int r, int c) { return r * 128 + ((c * 2) ^ (r % 8 * 16)); }
 
-__device__ inline void init_barrier(u64& barrier, u32 count) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(&barrier)), "r"(count));
-}
 // Makes initialised barriers known to the copy engine.
 __device__ inline void fence_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
-__device__ inline void arrive(u64& barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(&barrier)) : "memory");
-}
 __device__ inline void arrive_expecting(u64& barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(&barrier)), "r"(bytes)
                  : "memory");
 }
-__device__ inline void wait(u64& barrier, u32 phase) {
-    asm volatile(
-        "{\n.reg .pred done;\nAGAIN:\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@done bra DONE;\nbra AGAIN;\nDONE:\n}" ::"r"(
-            shared_address(&barrier)
-        ),
-        "r"(phase)
-        : "memory"
-    );
-}
-
 // Barriers of the block by number; every thread of `threads` takes part, once.
 __device__ inline void meet(int number, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");

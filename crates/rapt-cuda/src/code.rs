@@ -15,6 +15,7 @@ const GENERIC: &str = include_str!("../kernels/generic.cu");
 const MMA: &str = include_str!("../kernels/mma.cu");
 const WGMMA: &str = include_str!("../kernels/wgmma.cu");
 const MASKS: &str = include_str!("../kernels/masks.cu");
+const HOPPER_LOAD: &str = include_str!("../kernels/hopper_load.cu");
 const HOPPER: &str = include_str!("../kernels/hopper.cu");
 const FLOAT32: &str = include_str!("../kernels/float32.cu");
 const FORWARD: &str = include_str!("../kernels/forward.cu");
@@ -216,7 +217,7 @@ impl Code {
         let parts: &[&str] = match self.body {
             Body::Generic => &[COMMON, GENERIC],
             Body::Forward => &[COMMON, MMA, FORWARD],
-            Body::Hopper => &[COMMON, MMA, WGMMA, MASKS, HOPPER],
+            Body::Hopper => &[COMMON, MMA, WGMMA, MASKS, HOPPER_LOAD, HOPPER],
             Body::Float32 => &[COMMON, MMA, WGMMA, FLOAT32],
             Body::Decode => &[COMMON, MMA, DECODE],
             Body::Combine => &[COMMON, COMBINE],
