@@ -87,7 +87,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) combine(const __grid_const
         const Finished finished(p, row, m, l);
         if (is_real && inside) {
             if (column < p.head_dim_v) store_as(p.out, p.out_dtype, to, l == 0 ? (Acc)0 : sum * finished.factor);
-            if (column == 0) store_lse(p, row, finished.lse);
+            if (column == 0) store_lse(p, row, finished);
         }
     }
 }

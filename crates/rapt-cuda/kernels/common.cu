@@ -265,25 +265,27 @@ __device__ inline bool is_masked(const Params& p, i64 row, int j, Acc& bias) {
 
 // The end of a row: what its sums are multiplied with, and its lse.
 struct Finished {
-    Acc factor, lse;
+    Acc factor, top, total;
     // m in natural units; l = 0 means that every key was masked.
     __device__ Finished(const Params& p, const Row& row, Acc m, Acc l) {
         if (l == 0) {
-            factor = 0, lse = negative_infinity();
+            factor = 0, top = negative_infinity(), total = 1;
         } else if (p.sinks == nullptr) {
-            factor = 1 / l, lse = m + logarithm(l);
+            factor = 1 / l, top = m, total = l;
         } else {
             Acc sink = load_as(p.sinks, p.sinks_dtype, row.head * p.sinks_stride);
-            Acc top = sink > m ? sink : m;
-            Acc weight = exponential(m - top), total = l * weight + exponential(sink - top);
-            factor = weight / total, lse = top + logarithm(total);
+            top = sink > m ? sink : m;
+            Acc weight = exponential(m - top);
+            total = l * weight + exponential(sink - top), factor = weight / total;
         }
     }
+    __device__ Acc lse() const { return top + logarithm(total); }
 };
 
-__device__ inline void store_lse(const Params& p, const Row& row, Acc lse) {
+__device__ inline void store_lse(const Params& p, const Row& row, const Finished& finished) {
     if (p.lse != nullptr) {
-        ((Acc*)p.lse)[row.batch * p.lse_stride[0] + row.head * p.lse_stride[1] + row.i * p.lse_stride[2]] = lse;
+        const i64 at = row.batch * p.lse_stride[0] + row.head * p.lse_stride[1] + row.i * p.lse_stride[2];
+        ((Acc*)p.lse)[at] = finished.lse();
     }
 }
 

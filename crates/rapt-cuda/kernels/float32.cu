@@ -264,13 +264,12 @@ __device__ inline void multiply(bool careful, const Params& p, Shared& sh, const
                 }
             }
         }
-        __syncwarp();
-        if (lane % 32 == 0) arrive(sh.k_empty[ring.at]);
+        arrive(sh.k_empty[ring.at]);
         const bool positions = n0 < seen.all_lo || n0 + BN > seen.all_hi;
         if (NATURAL || MASK != NO_MASK || positions) modify_scores<1, NT>(s, p, queries, mask, n0, p.kv_len, positions);
 
-        float fall[2], base[2];
-        bool big = NATURAL;
+        float fall[2], base[2], taken[2];
+        bool any_far = NATURAL;
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             float top = sums.m[h];
@@ -282,7 +281,10 @@ __device__ inline void multiply(bool careful, const Params& p, Shared& sh, const
             base[h] = top == negative_infinity() ? 0.f : top;
             fall[h] = top == sums.m[h] ? 1.f : exp2_fast((sums.m[h] - base[h]) * c);
             sums.m[h] = top;
-            if (!NATURAL) big |= fabsf(base[h] * c) > EXACT;
+            // Each row by itself: its bits are its own.
+            const bool far = NATURAL || fabsf(base[h] * c) > EXACT;
+            taken[h] = far ? base[h] : 0.f;
+            any_far |= far;
         }
         if (__any_sync(~0u, fall[0] != 1 || fall[1] != 1)) {
 #pragma unroll
@@ -311,10 +313,10 @@ __device__ inline void multiply(bool careful, const Params& p, Shared& sh, const
                 }
             }
         }
-        if (NATURAL || __any_sync(~0u, big)) {
+        if (NATURAL || __any_sync(~0u, any_far)) {
 #pragma unroll
-            for (int n = 0; n < NT * 4; n++) s[0][n / 4][n % 4] -= base[n / 2 % 2];
-            base[0] = base[1] = 0;
+            for (int n = 0; n < NT * 4; n++) s[0][n / 4][n % 4] -= taken[n / 2 % 2];
+            base[0] -= taken[0], base[1] -= taken[1];
         }
         // p, and in its place p times its key's power for v.
         u32 top[2] = {};
@@ -355,7 +357,7 @@ __device__ inline void multiply(bool careful, const Params& p, Shared& sh, const
 #pragma unroll
             for (int kt = 0; kt < KT; kt++) {
                 const u32 tile = tile_low(sh.v[ring.at][product == 1], BOX_BYTES) + kt * 16 * BOX * 2 / 16;
-                multiply_values(part, a[product == 0][kt], tile);
+                multiply_values(part, a[product == 0][kt], tile, true);
             }
         commit_products();
         wait_sums<0>(part);
@@ -364,8 +366,7 @@ __device__ inline void multiply(bool careful, const Params& p, Shared& sh, const
             float& sum = sums.acc[n / 4][n % 4];
             sum = __fmaf_rn(part[n / 4][n % 4], down[n / 2 % 2], sum);
         }
-        __syncwarp();
-        if (lane % 32 == 0) arrive(sh.v_empty[ring.at]);
+        arrive(sh.v_empty[ring.at]);
         ring.next();
     }
 #pragma unroll
@@ -384,7 +385,7 @@ __device__ inline void finish(const Params& p, const Place& place, const RowSums
         const Row row(p, place.task, r);
         const float l = sums.l[h];
         const Finished finished(p, row, natural_max(p, sums.m[h]), l);
-        if (lane % 4 == 0) store_lse(p, row, finished.lse);
+        if (lane % 4 == 0) store_lse(p, row, finished);
         const i64 to = row.offset(p.out_stride);
 #pragma unroll
         for (int nt = 0; nt < VT; nt++) {
@@ -407,7 +408,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(const __grid_
     if (threadIdx.x == 0) {
         for (int at = 0; at < STAGES; at++) {
             init_barrier(sh.k_full[at], 128), init_barrier(sh.v_full[at], 128);
-            init_barrier(sh.k_empty[at], 8), init_barrier(sh.v_empty[at], 8);
+            init_barrier(sh.k_empty[at], 256), init_barrier(sh.v_empty[at], 256);
         }
         fence_barriers();
     }

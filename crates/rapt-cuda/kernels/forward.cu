@@ -152,7 +152,7 @@ __device__ inline bool attend(const Params& p, Shared& sh, int first_fragment) {
             const Row row(p, again.task, min(warp_r0 + mt * 16 + r, p.rows - 1));
             const float l = sums.l[mt][h];
             const Finished finished(p, row, natural_max(p, sums.m[mt][h]), l);
-            if (lane % 4 == 0 && warp_r0 + mt * 16 + r < p.rows) store_lse(p, row, finished.lse);
+            if (lane % 4 == 0 && warp_r0 + mt * 16 + r < p.rows) store_lse(p, row, finished);
 #pragma unroll
             for (int nt = 0; nt < DV / 8; nt++) {
                 const float* pair = &sums.acc[mt][nt][h * 2];

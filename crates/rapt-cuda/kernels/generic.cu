@@ -211,6 +211,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention(const __grid_con
             const Acc x = l[a] == 0 ? (Acc)0 : acc[a][c] * finished.factor;
             if (column < p.head_dim_v) store_as(p.out, p.out_dtype, out_row + column * p.out_stride[3], x);
         }
-        if (dv_block == 0 && tx == 0) store_lse(p, row, finished.lse);
+        if (dv_block == 0 && tx == 0) store_lse(p, row, finished);
     }
 }

@@ -9,7 +9,8 @@
 //                               acc += p.V[n-1]     under way, behind it
 //                               p' = weigh(s)       while acc is still under way, and the other group's products run
 //                               acc *= fall;  p = p'
-//                               acc += p.V[last]
+//                               acc += p.V[last]    under way: rows, factors and lse of this item, place of the next
+//                               s = q.K[0]          of the next item under way: acc is stored
 //
 // Groups take turns in enqueuing products (`TURN`): one's softmax runs beside the other's products. Q and the keys are read
 // by the tensor cores from shared memory, p from registers: its accumulator layout is the operand's.
@@ -21,20 +22,30 @@
 // bits both ways.
 // Deliberately absent: splitting of the keys (decode.cu), float32.
 
-// Four lanes of a row exchange 4x4 words: lane t has tile t's word of each then.
-    __device__ inline void turn(u32 (&w)[4]) {
-        const bool odd = threadIdx.x & 1, high = threadIdx.x & 2;
-#pragma unroll
-        for (int i = 0; i < 4; i += 2) {
-            const u32 got = __shfl_xor_sync(~0u, odd ? w[i] : w[i + 1], 1);
-            (odd ? w[i] : w[i + 1]) = got;
-        }
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            const u32 got = __shfl_xor_sync(~0u, high ? w[i] : w[i + 2], 2);
-            (high ? w[i] : w[i + 2]) = got;
-        }
+// 8 bytes at once; the compiler makes several stores of a vector type here.
+__device__ inline void store_8(Elem* to, u32 low, u32 high) {
+    asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(to), "r"(low), "r"(high) : "memory");
+}
+
+// A number that all lanes have, known to the compiler as such: what follows from it takes uniform registers.
+__device__ inline int same(int x) { return __shfl_sync(~0u, x, 0); }
+
+constexpr float SLACK = 8;   // weights are at most 2^SLACK
+constexpr float FAR = 8192;  // from this exponent on scores are compared with m before they become exponents
+// Whether an item's first scores are begun before the one before it is stored: where there are registers for it.
+constexpr bool CHAINED = MASK == NO_MASK && !NATURAL;
+
+// An item as a group of warps works it off.
+struct Work {
+    int round, task, r0;  // round: -1 if there is none; r0: the group's first row
+    int n0, end;          // the first tile of keys and the last
+    int all_lo, all_hi;   // keys that each of the rows sees
+    int any;              // whether there is a tile; the group has sought it then
+    // What a loop hands on is not known to be the same of all lanes.
+    __device__ Work uniform() const {
+        return {same(round), same(task), same(r0), same(n0), same(end), same(all_lo), same(all_hi), same(any)};
     }
+};
 
 struct Consumer {
     const HopperParams& h;
@@ -56,20 +67,20 @@ struct Consumer {
         commit_products();
     }
 
-    // acc += p.v of tile n.
-    __device__ void add_values(u32 (&a)[NT / 2][4], u32 n) {
+    // acc += p.v of tile n, or = if nothing was added before.
+    __device__ void add_values(u32 (&a)[NT / 2][4], u32 n, bool add) {
         const u32 values = tile_low(sh.v[stage_of(n)], K_BOX * 2);
         begin_products();
 #pragma unroll
-        for (int kt = 0; kt < NT / 2; kt++) multiply_values(acc, a[kt], values + kt * (16 * 128 / 16));
+        for (int kt = 0; kt < NT / 2; kt++) multiply_values(acc, a[kt], values + kt * (16 * 128 / 16), add || kt > 0);
         commit_products();
     }
 
-    // Scores become p; m and l move on, and `fall` is what acc is yet to be multiplied with.
+    // Scores become p; m and l move on, and `fall` is what acc is yet to be multiplied with. m follows the row's maximum only
+    // when that has risen by more than SLACK powers of 2 (as in mma.cu): acc is seldom multiplied at all then.
     __device__ void weigh(float (&s)[NT][4], float c) {
-        float base[2];
-        // Natural scores may be far from 0 all together, where a reference is rounded too coarsely to be the same for two tiles.
-        bool big = NATURAL_UNITS;
+        float base[2], taken[2];
+        bool any_far = false;
 #pragma unroll
         for (int r = 0; r < 2; r++) {
             float top = m[r], top_again = s[0][r * 2];
@@ -80,18 +91,23 @@ struct Consumer {
             top = fmaxf(top, top_again);
             top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
             top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
+            top = (top - m[r]) * c > SLACK ? top : m[r];
             // A row without a key yet keeps m at -inf and compares with 0.
             base[r] = top == negative_infinity() ? 0.f : top;
             fall[r] = top == m[r] ? 1.f : exp2_fast((m[r] - base[r]) * c);
             m[r] = top;
-            if (!NATURAL_UNITS) big |= fabsf(base[r] * c) > EXACT;
+            // Far from 0 the reference is rounded too coarsely to be the same number for two m. Each row by itself: its bits
+            // are its own.
+            const bool far = fabsf(base[r] * c) > FAR;
+            taken[r] = far ? base[r] : 0.f;
+            any_far |= far;
         }
-        if (NATURAL_UNITS || __any_sync(~0u, big)) {
+        if (__any_sync(~0u, any_far)) {
 #pragma unroll
             for (int nt = 0; nt < NT; nt++)
 #pragma unroll
-                for (int e = 0; e < 4; e++) s[nt][e] -= base[e / 2];
-            base[0] = base[1] = 0;
+                for (int e = 0; e < 4; e++) s[nt][e] -= taken[e / 2];
+            base[0] -= taken[0], base[1] -= taken[1];
         }
         float sum[2][2] = {};
         const float reference[2] = {base[0] * c, base[1] * c};
@@ -100,7 +116,7 @@ struct Consumer {
 #pragma unroll
             for (int e = 0; e < 4; e++) {
                 float& x = s[nt][e];
-                x = exp2_fast(NATURAL_UNITS ? x * c : __fmaf_rn(x, c, -reference[e / 2]));
+                x = exp2_fast(__fmaf_rn(x, c, -reference[e / 2]));
                 sum[e / 2][e % 2] += x;
             }
 #pragma unroll
@@ -153,11 +169,11 @@ struct Consumer {
     }
 
     // What is added to the scores, and what hides them.
-    __device__ void mask_scores(float (&s)[NT][4], int round, const Seen& seen, int n0, const MaskRows& mask, bool careful) {
-        const bool positions = n0 < seen.all_lo || n0 + BN > seen.all_hi;
+    __device__ void mask_scores(float (&s)[NT][4], const Work& work, int n0, const MaskRows& mask, bool careful) {
+        const bool positions = n0 < work.all_lo || n0 + BN > work.all_hi;
         float factor = (float)h.p.scale;
         if (NATURAL) {
-            const Place place(h, anew(round), wg);
+            const Place place = this->place(work);
             factor = bring_to_natural_units(s, Queries{h.p, place.task, place.r0}, n0);
         }
 #if MASK == ADDITIVE_MASK
@@ -173,7 +189,7 @@ struct Consumer {
         if (mask.kind == MIXED) mask.hide(s);
 #endif
         if (!positions) return;
-        const Place place(h, anew(round), wg);
+        const Place place = this->place(work);
         const Queries queries{h.p, place.task, place.r0};
 #pragma unroll
         for (int r = 0; r < 2; r++) {
@@ -195,7 +211,7 @@ struct Consumer {
         const int stage = mask_stage_of(m_done++);
         mask.kind = sought;
         mask.take(h.p, sh.mask, stage, wg * 64 + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4);
-        release(sh.mask.empty[stage]);
+        arrive(sh.mask.empty[stage]);
 #endif
     }
 
@@ -209,7 +225,7 @@ struct Consumer {
             wait(sh.mask.full[stage], mask_phase_of(m_done));
             sought = kind_of(__shfl_sync(~0u, sh.mask.found[stage], 0));
             if (sought != HIDDEN) return true;
-            release(sh.mask.empty[mask_stage_of(m_done++)]);
+            arrive(sh.mask.empty[mask_stage_of(m_done++)]);
         }
         return false;
 #endif
@@ -222,10 +238,10 @@ struct Consumer {
 
     // Takes values that are not finite out of the tile at hand, keys n0.., and adds them to the sums of the rows that attend
     // them. In loops: this is rare, and its code should be small.
-    __device__ void isolate_values(int round, int n0) {
+    __device__ void isolate_values(const Work& work, int n0) {
         constexpr u32 EXPONENT = STORAGE == F16 ? 0x7c00u : 0x7f80u;
         const Params& p = h.p;
-        const Place place(h, anew(round), wg);
+        const Place place = this->place(work);
         const Queries queries{p, place.task, place.r0};
         u8* tile = (u8*)sh.v[stage_of(done)];
         wait(sh.v_full[stage_of(done)], phase_of(done));
@@ -273,16 +289,17 @@ struct Consumer {
     }
 
     // An item without rows for this group: what others wait for, in the order of `run`.
-    __device__ void pass_over(int n0, int end, int round, bool careful) {
+    __device__ void pass_over(const Work& work, bool careful) {
+        if (copies_queries(h.p)) wait(sh.q_full, q_done++ & 1);
         release_queries();
         wait(sh.k_full[stage_of(done)], phase_of(done));
         release(sh.k_empty[stage_of(done)]);
         MaskRows mask;
         take_mask(mask);
-        int next = n0 + BN;
+        int n0 = work.n0, next = n0 + BN;
 #pragma unroll 1
-        for (; seek(next, end); n0 = next, next += BN, done++) {
-            if (careful) isolate_values(round, n0);
+        for (; seek(next, work.end); n0 = next, next += BN, done++) {
+            if (careful) isolate_values(work, n0);
             wait(sh.k_full[stage_of(done + 1)], phase_of(done + 1));
             take_turn(), end_turn();
             release(sh.k_empty[stage_of(done + 1)]);
@@ -290,13 +307,39 @@ struct Consumer {
             wait(sh.v_full[stage_of(done)], phase_of(done));
             release(sh.v_empty[stage_of(done)]);
         }
-        if (careful) isolate_values(round, n0);
+        if (careful) isolate_values(work, n0);
         wait(sh.v_full[stage_of(done)], phase_of(done));
         release(sh.v_empty[stage_of(done++)]);
     }
 
     __device__ void take_turn() { meet(TURN + wg, 256); }
     __device__ void end_turn() { tell(wg == WGS - 1 ? TURN : TURN + 1 + wg, 256); }
+
+    // What a thread's two rows are multiplied with, and where they go.
+    struct Ends {
+        float factor[2];
+        i64 to[2];
+        bool inside[2];
+    };
+    // Also stores their lse.
+    __device__ Ends finish(const Work& work) {
+        const Params& p = h.p;
+        const Place place = this->place(work);
+        const Queries queries{p, place.task, place.r0};
+        Ends ends;
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            l[r] += __shfl_xor_sync(~0u, l[r], 1);
+            l[r] += __shfl_xor_sync(~0u, l[r], 2);
+            const Row row = queries.row(0, r);
+            ends.inside[r] = place.r0 + (int)(threadIdx.x % 32 / 4) + r * 8 < p.rows;
+            const Finished finished(p, row, NATURAL_UNITS ? m[r] : natural_max(p, m[r]), l[r]);
+            if (ends.inside[r] && threadIdx.x % 4 == 0) store_lse(p, row, finished);
+            ends.factor[r] = finished.factor;
+            ends.to[r] = row.offset(p.out_stride);
+        }
+        return ends;
+    }
 
     __device__ bool has_non_finite() const {
         float zero[4] = {};
@@ -307,34 +350,24 @@ struct Consumer {
         return zero[0] + zero[1] + (zero[2] + zero[3]) != 0;
     }
 
-    __device__ void store(int round) {
+    __device__ void store(const Ends& ends) {
         const Params& p = h.p;
-        const Place place(h, anew(round), wg);
-        const Queries queries{p, place.task, place.r0};
+        // Lanes exchange a word of two tiles in pairs: each has 4 columns of one of them then.
+        const int odd = threadIdx.x & 1, column = odd * 8 + (threadIdx.x & 2) * 2;
 #pragma unroll
         for (int r = 0; r < 2; r++) {
-            l[r] += __shfl_xor_sync(~0u, l[r], 1);
-            l[r] += __shfl_xor_sync(~0u, l[r], 2);
-            const Row row = queries.row(0, r);
-            const bool inside = place.r0 + (int)(threadIdx.x % 32 / 4) + r * 8 < p.rows;
-            const Finished finished(p, row, NATURAL_UNITS ? m[r] : natural_max(p, m[r]), l[r]);
-            if (inside && threadIdx.x % 4 == 0) store_lse(p, row, finished.lse);
-            const i64 to = row.offset(p.out_stride);
 #pragma unroll
-            for (int nt = 0; nt < VT; nt++) acc[nt][r * 2] *= finished.factor, acc[nt][r * 2 + 1] *= finished.factor;
+            for (int nt = 0; nt < VT; nt++) acc[nt][r * 2] *= ends.factor[r], acc[nt][r * 2 + 1] *= ends.factor[r];
             if (p.out_vector) {
+                Elem* to = (Elem*)p.out + ends.to[r] + column;
+                asm("" : "+l"(to));  // one address, from which stores step
 #pragma unroll
-                for (int nt = 0; nt < VT; nt += 4) {
-                    u32 w[4];
-#pragma unroll
-                    for (int i = 0; i < 4; i++) {
-                        w[i] = nt + i < VT ? pack(acc[min(nt + i, VT - 1)][r * 2], acc[min(nt + i, VT - 1)][r * 2 + 1]) : 0;
-                    }
-                    turn(w);
-                    const int column = (nt + (int)(threadIdx.x % 4)) * 8;
-                    if (inside && column < p.head_dim_v) {
-                        *(uint4*)((Elem*)p.out + to + column) = make_uint4(w[0], w[1], w[2], w[3]);
-                    }
+                for (int nt = 0; nt < VT; nt += 2) {
+                    const u32 here = pack(acc[nt][r * 2], acc[nt][r * 2 + 1]), next = pack(acc[nt + 1][r * 2], acc[nt + 1][r * 2 + 1]);
+                    const u32 got = __shfl_xor_sync(~0u, odd ? here : next, 1);
+                    // Columns are as many as head_dim_v, rounded up to 16.
+                    if (!ends.inside[r] || (nt + 2 == VT && nt * 8 + column >= p.head_dim_v)) continue;
+                    store_8(to + nt * 8, odd ? got : here, odd ? next : got);
                 }
             } else {
 #pragma unroll 1
@@ -342,11 +375,24 @@ struct Consumer {
                     float x = 0;
 #pragma unroll
                     for (int nt = 0; nt < VT * 2; nt++) x = nt == at ? acc[nt / 2][r * 2 + nt % 2] : x;
-                    const int column = at / 2 * 8 + threadIdx.x % 4 * 2 + at % 2;
-                    if (inside && column < p.head_dim_v) {
-                        store_as(p.out, p.out_dtype, to + column * p.out_stride[3], x);
-                    }
+                    const int c = at / 2 * 8 + threadIdx.x % 4 * 2 + at % 2;
+                    if (ends.inside[r] && c < p.head_dim_v) store_as(p.out, p.out_dtype, ends.to[r] + c * p.out_stride[3], x);
                 }
+            }
+        }
+    }
+
+    // Rows that see no key.
+    __device__ void store_nothing(const Work& work) {
+        const Params& p = h.p;
+        const Place place = this->place(work);
+#pragma unroll 1
+        for (int r = place.r0 + threadIdx.x % 32 / 4; r < min(place.r0 + 16, p.rows); r += 8) {
+            const Row row(p, place.task, r);
+            if (threadIdx.x % 4 == 0) store_lse(p, row, Finished(p, row, negative_infinity(), 0));
+#pragma unroll 1
+            for (int column = threadIdx.x % 4; column < p.head_dim_v; column += 4) {
+                store_as(p.out, p.out_dtype, row.offset(p.out_stride) + column * p.out_stride[3], 0);
             }
         }
     }
@@ -363,75 +409,139 @@ struct Consumer {
         meet(OWN_QUERIES + wg, 128);
     }
 
-    __device__ void run(const Item& item, int round, bool careful) {
+    // The next round from `round` on that has an item, -1 if there is none.
+    __device__ int next_round(int round, int pass) const {
+        for (;; round++) {
+            const Item item(h, round);
+            if (item.is_beyond(h)) {
+                round = -1;
+                break;
+            }
+            if (!item.is_none() && (pass == 0 || comes_again(sh, round))) break;
+        }
+        return CHAINED ? round : same(round);
+    }
+    __device__ Work work_of(int round) {
+        if (round < 0) return {-1};
         const Params& p = h.p;
-        const Task task(p, item.task);
+        const Item item(h, round);
+        const Tiles tiles = item.tiles(p);
         const int r0 = item.r0() + wg * 64, first_row = min(r0, p.rows - 1);
-        const Tiles tiles(Seen(p, task, item.r0(), min(item.r0() + BM, p.rows)));
-        const Seen seen(p, task, first_row, max(min(r0 + 64, p.rows), first_row + 1));
-        const float c = NATURAL_UNITS ? LOG2_E : exponent_factor(p);
+        const Seen seen(p, Task(p, item.task), first_row, max(min(r0 + 64, p.rows), first_row + 1));
+        Work work{round, item.task, r0, tiles.first, tiles.first + (tiles.count - 1) * BN, seen.all_lo, seen.all_hi};
+        work.any = seek(work.n0, work.end);
+        return work;
+    }
+    // Derived anew where it is needed, which takes no register meanwhile.
+    __device__ Place place(const Work& work) const {
+        if (CHAINED) return Place(h.p, work.task, anew(work.r0));
+        const Item item(h, anew(work.round));
+        return Place(h.p, item.task, item.r0() + wg * 64);
+    }
+
+    // Waits for q and the first keys.
+    __device__ void await_queries(const Work& work) {
+        if (copies_queries(h.p)) {
+            wait(sh.q_full, q_done++ & 1);
+        } else {
+            load_queries(Task(h.p, work.task), work.r0);
+        }
+        wait(sh.k_full[stage_of(done)], phase_of(done));
+    }
+
+    __device__ void zero_sums() {
 #pragma unroll
         for (int nt = 0; nt < VT; nt++) acc[nt][0] = acc[nt][1] = acc[nt][2] = acc[nt][3] = 0;
-        m[0] = m[1] = negative_infinity(), l[0] = l[1] = 0;
+    }
 
-        const int end = tiles.first + (tiles.count - 1) * BN;
-        int n0 = tiles.first;
-        if (seek(n0, end)) {
-            if (copies_queries(p)) {
-                wait(sh.q_full, q_done++ & 1);
-            } else {
-                load_queries(task, r0);
-            }
-            if (r0 >= p.rows) {
-                pass_over(n0, end, round, careful);
-            } else {
-                float s[NT][4];
-                u32 a[NT / 2][4];
-                MaskRows mask;
-                wait(sh.k_full[stage_of(done)], phase_of(done));
-                multiply_keys(s, done);
-                take_mask(mask);
-                int next = n0 + BN;
-                bool more = seek(next, end);
-                wait_scores<0>(s);
-                release(sh.k_empty[stage_of(done)]);
-                mask_scores(s, round, seen, n0, mask, careful);
-                weigh(s, c);
-                pack_weights(a, s);
-                if (!more) release_queries();
+    __device__ void run(int pass) {
+        const Params& p = h.p;
+        const bool careful = pass == 1;
+        const float c = NATURAL_UNITS ? LOG2_E : exponent_factor(p);
+        float s[NT][4];
+        int round = next_round(0, pass);
+        Work next = CHAINED ? work_of(round) : Work();
+        bool begun = false;  // whether s has the next item's first scores
 #pragma unroll 1
-                for (; more; done++) {
-                    if (careful) isolate_values(round, n0);
-                    wait(sh.k_full[stage_of(done + 1)], phase_of(done + 1));
-                    take_turn();
-                    multiply_keys(s, done + 1);
-                    wait(sh.v_full[stage_of(done)], phase_of(done));
-                    add_values(a, done);
-                    end_turn();
-                    take_mask(mask);
-                    n0 = next, next += BN;
-                    more = seek(next, end);
-                    wait_scores<1>(s);
-                    release(sh.k_empty[stage_of(done + 1)]);
-                    if (!more) release_queries();
-                    mask_scores(s, round, seen, n0, mask, careful);
-                    weigh(s, c);
-                    wait_sums<0>(acc);
-                    release(sh.v_empty[stage_of(done)]);
-                    pack_weights(a, s);
-                    rescale(careful);
+        while (round >= 0) {
+            const Work work = CHAINED ? next.uniform() : work_of(round);
+            if (!work.any || work.r0 >= p.rows) {
+                if (work.any) {
+                    pass_over(work, careful);
+                } else {
+                    store_nothing(work);
                 }
-                if (careful) isolate_values(round, n0);
-                wait(sh.v_full[stage_of(done)], phase_of(done));
-                add_values(a, done);
-                wait_sums<0>(acc);
-                release(sh.v_empty[stage_of(done++)]);
+                round = next_round(round + 1, pass);
+                if (CHAINED) next = work_of(round);
+                continue;
             }
-        }
-        if (!careful && __any_sync(~0u, has_non_finite())) {
-            if (threadIdx.x % 32 == 0) atomicOr(&sh.again[round % NOTES / 32], 1u << round % 32);
-        } else {
-            store(round);
+            if (!begun) {
+                await_queries(work);
+                multiply_keys(s, done);
+                wait_scores<0>(s);
+            }
+            release(sh.k_empty[stage_of(done)]);
+            u32 a[NT / 2][4];
+            MaskRows mask;
+            int n0 = work.n0, n1 = n0 + BN;
+            m[0] = m[1] = negative_infinity(), l[0] = l[1] = 0;
+            if (careful) zero_sums();
+            take_mask(mask);
+            bool more = seek(n1, work.end);
+            mask_scores(s, work, n0, mask, careful);
+            weigh(s, c);
+            pack_weights(a, s);
+            if (!more) release_queries();
+#pragma unroll 1
+            for (; more; done++) {
+                if (careful) isolate_values(work, n0);
+                wait(sh.k_full[stage_of(done + 1)], phase_of(done + 1));
+                take_turn();
+                multiply_keys(s, done + 1);
+                wait(sh.v_full[stage_of(done)], phase_of(done));
+                add_values(a, done, careful || n0 != work.n0);
+                end_turn();
+                take_mask(mask);
+                n0 = n1, n1 += BN;
+                more = seek(n1, work.end);
+                wait_scores<1>(s);
+                release(sh.k_empty[stage_of(done + 1)]);
+                if (!more) release_queries();
+                mask_scores(s, work, n0, mask, careful);
+                weigh(s, c);
+                wait_sums<0>(acc);
+                release(sh.v_empty[stage_of(done)]);
+                pack_weights(a, s);
+                rescale(careful);
+            }
+            if (careful) isolate_values(work, n0);
+            wait(sh.v_full[stage_of(done)], phase_of(done));
+            add_values(a, done, careful || n0 != work.n0);
+            Ends ends;
+            if (CHAINED) {
+                ends = finish(work);
+                round = next_round(round + 1, pass);
+                next = work_of(round), begun = next.any && next.r0 < p.rows;
+            }
+            wait_sums<0>(acc);
+            release(sh.v_empty[stage_of(done++)]);
+            if (CHAINED) {
+                if (begun) await_queries(next);
+                // Of what happens to lie there if nothing comes next: products under a condition are made one by one (C7515).
+                multiply_keys(s, done);
+            } else {
+                ends = finish(work);
+            }
+            if (!careful && __any_sync(~0u, has_non_finite())) {
+                if (threadIdx.x % 32 == 0) atomicOr(&sh.again[work.round % NOTES / 32], 1u << work.round % 32);
+            } else {
+                store(ends);
+            }
+            if (CHAINED) {
+                wait_scores<0>(s);
+            } else {
+                round = next_round(round + 1, pass);
+            }
         }
     }
 };
@@ -439,8 +549,7 @@ struct Consumer {
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(const __grid_constant__ HopperParams h) {
     extern __shared__ __align__(1024) u8 memory[];
     Shared& sh = *(Shared*)memory;
-    // Known to be the same of all lanes: what follows from it takes uniform registers.
-    const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
+    const int group = same(threadIdx.x / 128);
     if (threadIdx.x == 0) {
         init_barrier(sh.q_full, 1), init_barrier(sh.q_empty, WGS * 4);
         for (int stage = 0; stage < STAGES; stage++) {
@@ -449,7 +558,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(const __grid_
         }
 #if MASK != NO_MASK
         for (int stage = 0; stage < MASK_STAGES; stage++) {
-            init_barrier(sh.mask.full[stage], READERS / 32), init_barrier(sh.mask.empty[stage], WGS * 4 + (VECTOR ? 1 : 128));
+            init_barrier(sh.mask.full[stage], READERS), init_barrier(sh.mask.empty[stage], CONSUMERS + (VECTOR ? 1 : 128));
         }
 #endif
         fence_barriers();
@@ -475,7 +584,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(const __grid_
                 if (item.is_none() || (pass == 1 && !comes_again(sh, round))) continue;
                 const Task task(h.p, item.task);
                 const int r0 = item.r0();
-                const Tiles tiles(Seen(h.p, task, r0, min(r0 + BM, h.p.rows)));
+                const Tiles tiles = item.tiles(h.p);
 #if MASK == NO_MASK
                 if (!VECTOR || lane == 0) producer.run(task, r0, tiles, [](int) {});
 #else
@@ -505,11 +614,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(const __grid_
         if (group == WGS - 1) tell(TURN, 256);
 #pragma unroll 1
         for (int pass = 0; pass < 2; pass++) {
-            for (int round = 0;; round++) {
-                const Item item(h, round);
-                if (item.is_beyond(h)) break;
-                if (!item.is_none() && (pass == 0 || comes_again(sh, round))) consumer.run(item, round, pass == 1);
-            }
+            consumer.run(pass);
             meet(END, THREADS);
             u32 any = 0;
             for (int at = 0; at < NOTES / 32; at++) any |= sh.again[at];

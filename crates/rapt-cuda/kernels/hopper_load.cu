@@ -41,6 +41,13 @@ static_assert(sizeof(Shared) == SHARED_BYTES, "code.rs and hopper.cu disagree on
 // Barriers of the block by number, 0 being everyone's.
 enum { TURN = 1, END = 5, CAREFUL_TILE = 6, OWN_QUERIES = 8 };
 
+// Tiles of keys that an item reads: `count` from key `first` on.
+struct Tiles {
+    int first, count;
+    __device__ Tiles(const Seen& seen)
+        : first(seen.lo / BN * BN), count(seen.hi > first ? (seen.hi - first + BN - 1) / BN : 0) {}
+};
+
 // Which rows of which task this block computes in a round; rows of one task run side by side and share its K and V in L2.
 struct Item {
     int block, task;
@@ -64,15 +71,14 @@ struct Item {
     // The middle one of an odd number has no partner.
     __device__ bool is_none() const { return block < 0; }
     __device__ int r0() const { return block * BM; }
+    __device__ Tiles tiles(const Params& p) const { return Seen(p, Task(p, task), r0(), min(r0() + BM, p.rows)); }
 };
 
-// The task of a round and the first of a warp's rows in it.
+// A task and the first of a warp's rows in it; a group of warps begins at row r0.
 struct Place {
     Task task;
     int r0;
-    __device__ Place(const HopperParams& h, const Item& item, int wg)
-        : task(h.p, item.task), r0(item.r0() + wg * 64 + threadIdx.x % 128 / 32 * 16) {}
-    __device__ Place(const HopperParams& h, int round, int wg) : Place(h, Item(h, round), wg) {}
+    __device__ Place(const Params& p, int task, int r0) : task(p, task), r0(r0 + threadIdx.x % 128 / 32 * 16) {}
 };
 
 // Which buffer tile `n` of a block has, counted from its first, and the parity of its barriers' phase.
@@ -85,13 +91,6 @@ __device__ inline T anew(T x) {
     asm volatile("" : "+r"(x));
     return x;
 }
-
-// Tiles of keys that an item reads: `count` from key `first` on.
-struct Tiles {
-    int first, count;
-    __device__ Tiles(const Seen& seen)
-        : first(seen.lo / BN * BN), count(seen.hi > first ? (seen.hi - first + BN - 1) / BN : 0) {}
-};
 
 __device__ inline bool comes_again(const Shared& sh, int round) {
     return sh.again[round % NOTES / 32] >> (round % 32) & 1;

@@ -174,11 +174,8 @@ struct MaskReader {
             }
         }
         const bool shows = __any_sync(~0u, shown != 0 && !outside), changes = __any_sync(~0u, changed != 0 && !outside);
-        __syncwarp();
-        if (thread % 32 == 0) {
-            ((u8*)&ring.found[stage])[thread / 32] = shows + changes * 2;
-            arrive(ring.full[stage]);
-        }
+        if (thread % 32 == 0) ((u8*)&ring.found[stage])[thread / 32] = shows + changes * 2;
+        arrive(ring.full[stage]);
         told++;
     }
 

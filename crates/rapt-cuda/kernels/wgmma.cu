@@ -73,23 +73,23 @@ __device__ inline u32 tile_low(const void* tile, u32 box_bytes) {
 #define TEXT(x) #x
 #define TEXT_OF(x) TEXT(x)
 
-// Operands %5.. of an accumulator, and their constraints, 16 columns more a line.
-#define REGISTERS_16 "%5,%6,%7,%8,%9,%10,%11,%12"
-#define REGISTERS_32 REGISTERS_16 "," "%13,%14,%15,%16,%17,%18,%19,%20"
-#define REGISTERS_48 REGISTERS_32 "," "%21,%22,%23,%24,%25,%26,%27,%28"
-#define REGISTERS_64 REGISTERS_48 "," "%29,%30,%31,%32,%33,%34,%35,%36"
-#define REGISTERS_80 REGISTERS_64 "," "%37,%38,%39,%40,%41,%42,%43,%44"
-#define REGISTERS_96 REGISTERS_80 "," "%45,%46,%47,%48,%49,%50,%51,%52"
-#define REGISTERS_112 REGISTERS_96 "," "%53,%54,%55,%56,%57,%58,%59,%60"
-#define REGISTERS_128 REGISTERS_112 "," "%61,%62,%63,%64,%65,%66,%67,%68"
-#define REGISTERS_144 REGISTERS_128 "," "%69,%70,%71,%72,%73,%74,%75,%76"
-#define REGISTERS_160 REGISTERS_144 "," "%77,%78,%79,%80,%81,%82,%83,%84"
-#define REGISTERS_176 REGISTERS_160 "," "%85,%86,%87,%88,%89,%90,%91,%92"
-#define REGISTERS_192 REGISTERS_176 "," "%93,%94,%95,%96,%97,%98,%99,%100"
-#define REGISTERS_208 REGISTERS_192 "," "%101,%102,%103,%104,%105,%106,%107,%108"
-#define REGISTERS_224 REGISTERS_208 "," "%109,%110,%111,%112,%113,%114,%115,%116"
-#define REGISTERS_240 REGISTERS_224 "," "%117,%118,%119,%120,%121,%122,%123,%124"
-#define REGISTERS_256 REGISTERS_240 "," "%125,%126,%127,%128,%129,%130,%131,%132"
+// Operands %6.. of an accumulator, and their constraints, 16 columns more a line.
+#define REGISTERS_16 "%6,%7,%8,%9,%10,%11,%12,%13"
+#define REGISTERS_32 REGISTERS_16 "," "%14,%15,%16,%17,%18,%19,%20,%21"
+#define REGISTERS_48 REGISTERS_32 "," "%22,%23,%24,%25,%26,%27,%28,%29"
+#define REGISTERS_64 REGISTERS_48 "," "%30,%31,%32,%33,%34,%35,%36,%37"
+#define REGISTERS_80 REGISTERS_64 "," "%38,%39,%40,%41,%42,%43,%44,%45"
+#define REGISTERS_96 REGISTERS_80 "," "%46,%47,%48,%49,%50,%51,%52,%53"
+#define REGISTERS_112 REGISTERS_96 "," "%54,%55,%56,%57,%58,%59,%60,%61"
+#define REGISTERS_128 REGISTERS_112 "," "%62,%63,%64,%65,%66,%67,%68,%69"
+#define REGISTERS_144 REGISTERS_128 "," "%70,%71,%72,%73,%74,%75,%76,%77"
+#define REGISTERS_160 REGISTERS_144 "," "%78,%79,%80,%81,%82,%83,%84,%85"
+#define REGISTERS_176 REGISTERS_160 "," "%86,%87,%88,%89,%90,%91,%92,%93"
+#define REGISTERS_192 REGISTERS_176 "," "%94,%95,%96,%97,%98,%99,%100,%101"
+#define REGISTERS_208 REGISTERS_192 "," "%102,%103,%104,%105,%106,%107,%108,%109"
+#define REGISTERS_224 REGISTERS_208 "," "%110,%111,%112,%113,%114,%115,%116,%117"
+#define REGISTERS_240 REGISTERS_224 "," "%118,%119,%120,%121,%122,%123,%124,%125"
+#define REGISTERS_256 REGISTERS_240 "," "%126,%127,%128,%129,%130,%131,%132,%133"
 #define TILE_OF(d, i) "+f"(d[i][0]), "+f"(d[i][1]), "+f"(d[i][2]), "+f"(d[i][3])
 #define SUMS_16(d) TILE_OF(d, 0), TILE_OF(d, 1)
 #define SUMS_32(d) SUMS_16(d), TILE_OF(d, 2), TILE_OF(d, 3)
@@ -112,22 +112,23 @@ __device__ inline u32 tile_low(const void* tile, u32 box_bytes) {
 
 // s (64 x BLOCK_N) = or += 16 columns of a tile of queries times 16 columns of a tile of keys.
 __device__ inline void multiply_queries(float (&s)[BLOCK_N / 8][4], u32 queries, u32 keys, int add) {
-    u32 high = TILE_HIGH, high_again = TILE_HIGH;
+    u32 high = TILE_HIGH, high_again = TILE_HIGH, none = 0;
     asm volatile(
         "{\n.reg .pred add;\n.reg .b64 a, b;\nsetp.ne.b32 add, %4, 0;\nmov.b64 a, {%0, %1};\nmov.b64 b, {%2, %3};\n"
         "wgmma.mma_async.sync.aligned.m64n" TEXT_OF(BLOCK_N) "k16.f32." MMA_TYPE "." MMA_TYPE
         " {" REGISTERS_OF(BLOCK_N) "}, a, b, add, 1, 1, 0, 0;\n}"
-        : "+r"(queries), "+r"(high), "+r"(keys), "+r"(high_again), "+r"(add), SUMS_OF(BLOCK_N, s)
+        : "+r"(queries), "+r"(high), "+r"(keys), "+r"(high_again), "+r"(add), "+r"(none), SUMS_OF(BLOCK_N, s)
     );
 }
 
-// acc (64 x HEAD_DIM_V) += 16 columns of p times 16 rows of a tile of values.
-__device__ inline void multiply_values(float (&acc)[HEAD_DIM_V / 8][4], u32 (&p)[4], u32 values) {
+// acc (64 x HEAD_DIM_V) = or += 16 columns of p times 16 rows of a tile of values.
+__device__ inline void multiply_values(float (&acc)[HEAD_DIM_V / 8][4], u32 (&p)[4], u32 values, int add) {
     u64 tile = (u64)TILE_HIGH << 32 | values;
     asm volatile(
+        "{\n.reg .pred add;\nsetp.ne.b32 add, %5, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n" TEXT_OF(HEAD_DIM_V) "k16.f32." MMA_TYPE "." MMA_TYPE
-        " {" REGISTERS_OF(HEAD_DIM_V) "}, {%0, %1, %2, %3}, %4, 1, 1, 1, 1;"
-        : "+r"(p[0]), "+r"(p[1]), "+r"(p[2]), "+r"(p[3]), "+l"(tile), SUMS_OF(HEAD_DIM_V, acc)
+        " {" REGISTERS_OF(HEAD_DIM_V) "}, {%0, %1, %2, %3}, %4, add, 1, 1, 1;\n}"
+        : "+r"(p[0]), "+r"(p[1]), "+r"(p[2]), "+r"(p[3]), "+l"(tile), "+r"(add), SUMS_OF(HEAD_DIM_V, acc)
     );
 }
 

@@ -140,12 +140,12 @@ fn mma_code(spec: &Spec, caps: &Caps, body: Body, block_m: u32, depth: u32) -> C
 }
 
 /// Queries per block of hopper.cu and the keys that it can have (the first that fits shared memory): three groups of 64
-/// queries where the sums of a group are few, else two; keys as many as leave the sums, and biases, in registers. Where keys
-/// are bounded by position long blocks of queries multiply what is not seen. Measured on an H200, 2026-11: docs/hopper.md.
-const fn hopper_tiles(dims: (u32, u32), mask: MaskClass, bounded: bool) -> (u32, &'static [u32]) {
+/// queries where the sums of a group are few, else two; keys as many as leave the sums, and biases, in registers. `short`:
+/// long blocks would multiply what few of their queries see. Measured on an H200, 2026-11: docs/hopper.md.
+const fn hopper_tiles(dims: (u32, u32), mask: MaskClass, short: bool) -> (u32, &'static [u32]) {
     match (dims, mask) {
         ((..=64, ..=64), MaskClass::None) => (192, &[128]),
-        ((..=96, ..=96), MaskClass::None) if !bounded => (192, &[96]),
+        ((..=96, ..=96), MaskClass::None) if !short => (192, &[96]),
         ((_, ..=128), MaskClass::None | MaskClass::Bool) => (128, &[128, 96, 64]),
         ((_, ..=192), MaskClass::None) => (128, &[112, 80]),
         (_, MaskClass::None) => (128, &[80, 64]),
@@ -160,8 +160,10 @@ fn hopper_code(spec: &Spec, caps: &Caps) -> Option<Code> {
     if caps.arch != Arch::Sm90a {
         return None;
     }
-    let bounded = !spec.block_range().is_unbounded();
-    let (block_m, tiles) = hopper_tiles(padded_dims(spec), mask_class(spec), bounded);
+    // Where keys are bounded by position; but rows of K and V that are not whole sectors of memory are dear to read often.
+    let whole_sectors = spec.head_dim() % 16 == 0 && spec.head_dim_v() % 16 == 0;
+    let short = whole_sectors && !spec.block_range().is_unbounded();
+    let (block_m, tiles) = hopper_tiles(padded_dims(spec), mask_class(spec), short);
     // As far as strides tell.
     let vector = [&spec.q, &spec.k, &spec.v].into_iter().all(|tensor| Copied::new(tensor, 0, 1).is_some());
     // Biases are added in natural units by themselves.
