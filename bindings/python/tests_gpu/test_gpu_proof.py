@@ -236,6 +236,33 @@ def test_lengths_of_zero(dtype, sizes):
     assert bool((out == 0).all()) and bool((lse == -math.inf).all())
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("q_len", [6, 300])
+def test_rows_far_from_zero_leave_the_bits_of_others_alone(dtype, q_len):
+    q, k, v = (normal(1, 2, n, 64, dtype=dtype, seed=seed) for seed, n in enumerate((q_len, 500, 500)))
+    k, far = k * 256, q.clone()
+    far[:, :, ::2] *= 8192  # scores beyond 2^22
+    want, lse = rapt.attention(q, k, v, return_lse=True)
+    got, far_lse = rapt.attention(far, k, v, return_lse=True)
+    assert same(got[:, :, 1::2], want[:, :, 1::2]) and same(far_lse[:, :, 1::2], lse[:, :, 1::2])
+    assert bool(got.isfinite().all()) and bool(far_lse.isfinite().all())
+    if dtype != torch.float64:
+        judge(want, lse, q, k, v)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:3])  # the law itself rounds scores of this size as float64 does
+@pytest.mark.parametrize("q_len", [6, 300])
+@pytest.mark.parametrize("options", [{}, {"causal": "bottom_right"}, {"window": (100, 20)}])
+@pytest.mark.parametrize("by", [1.5, 6, 60, 2000])
+def test_scores_that_rise_and_fall_from_tile_to_tile(dtype, q_len, options, by):
+    """Of rows side by side, some: sums so far are rescaled, or are too small or too great beside what comes."""
+    q, k, v = (normal(1, 2, n, 64, dtype=dtype, seed=seed) for seed, n in enumerate((q_len, 700, 700)))
+    k[:, :, 130:400] *= by
+    q[:, :, 1::2] *= 1e-2
+    out, lse = rapt.attention(q, k, v, return_lse=True, **options)
+    judge(out, lse, q, k, v, **options)
+
+
 @pytest.mark.parametrize("dtype", BF16_F32)
 @pytest.mark.parametrize("q_len", [1, 5, 70])
 @pytest.mark.parametrize("kv_heads", [8, 4, 2, 1])
@@ -395,3 +422,44 @@ def test_threads_with_streams_and_plans_of_their_own():
     [thread.start() for thread in threads]
     [thread.join() for thread in threads]
     assert not wrong
+
+
+two_devices = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
+
+
+@two_devices
+def test_tensors_of_another_device_than_the_current_one():
+    for tensors, options, want in problems():
+        moved = {name: x.to("cuda:1") if isinstance(x, torch.Tensor) else x for name, x in options.items()}
+        with torch.cuda.device(0):
+            got = rapt.attention(*(x.to("cuda:1") for x in tensors), **moved)
+            assert got.device == torch.device("cuda:1") and torch.cuda.current_device() == 0
+        assert same(got.to("cuda:0"), want)
+
+
+@two_devices
+def test_devices_at_once_each_with_inputs_that_come_late():
+    every = problems()
+    answers = []
+    for tensors, options, _ in every:
+        for device in ("cuda:0", "cuda:1"):
+            late = [torch.full_like(x, math.nan, device=device) for x in tensors]
+            values = [x.to(device) for x in tensors]
+            torch.cuda.synchronize(device)
+            with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
+                torch.cuda._sleep(20_000_000)
+                for x, value in zip(late, values):
+                    x.copy_(value, non_blocking=True)
+                answers.append((late, values, rapt.attention(*late, **options)))
+    for device in ("cuda:0", "cuda:1"):
+        torch.cuda.synchronize(device)
+    for (_, _, got), (_, _, want) in zip(answers, (case for case in every for _ in range(2))):
+        assert same(got.to("cuda:0"), want)
+
+
+@two_devices
+def test_tensors_of_two_devices_are_refused():
+    q, k, v = (normal(1, 2, 40, 64) for _ in range(3))
+    with pytest.raises(rapt.DeviceError):
+        rapt.attention(q, k.to("cuda:1"), v)
+    assert bool(rapt.attention(q, k, v).isfinite().all())
