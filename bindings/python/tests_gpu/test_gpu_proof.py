@@ -253,14 +253,46 @@ def test_rows_far_from_zero_leave_the_bits_of_others_alone(dtype, q_len):
 @pytest.mark.parametrize("dtype", DTYPES[:3])  # the law itself rounds scores of this size as float64 does
 @pytest.mark.parametrize("q_len", [6, 300])
 @pytest.mark.parametrize("options", [{}, {"causal": "bottom_right"}, {"window": (100, 20)}])
-@pytest.mark.parametrize("by", [1.5, 6, 60, 2000])
+@pytest.mark.parametrize("by", [1.5, 6, 60, 2000, "ramp"])
 def test_scores_that_rise_and_fall_from_tile_to_tile(dtype, q_len, options, by):
     """Of rows side by side, some: sums so far are rescaled, or are too small or too great beside what comes."""
     q, k, v = (normal(1, 2, n, 64, dtype=dtype, seed=seed) for seed, n in enumerate((q_len, 700, 700)))
-    k[:, :, 130:400] *= by
+    if by == "ramp":
+        k *= torch.linspace(0.1, 40, 700, device="cuda")[:, None].to(dtype)
+    else:
+        k[:, :, 130:400] *= by
     q[:, :, 1::2] *= 1e-2
     out, lse = rapt.attention(q, k, v, return_lse=True, **options)
     judge(out, lse, q, k, v, **options)
+    if not options:
+        for rows in (slice(0, None, 2), slice(1, None, 2)):  # of unlike size: each by itself
+            judge(out[:, :, rows], lse[:, :, rows], q[:, :, rows], k, v)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+@pytest.mark.parametrize("options", [{}, {"causal": "top_left"}, {"window": (150, 40)}])
+@pytest.mark.parametrize("kind", ["plain", "poison", "by element", "packed"])
+def test_blocks_that_work_off_many_items(dtype, options, kind):
+    """More runs of rows than multiprocessors, the last of them short: each row as if its head were alone."""
+    batch, heads, kv_heads, q_len = (12, 64, 8, 40) if kind == "packed" else (3, 64, 64, 300)
+    q = normal(batch, heads, q_len, 64, dtype=dtype, seed=1)
+    k, v = (normal(batch, kv_heads, 300, 64, dtype=dtype, seed=seed) for seed in (2, 3))
+    if kind == "poison":
+        v[0, ::5, 290] = math.nan
+        v[1, ::7, 3, ::2] = math.inf
+    if kind == "by element":
+        k, v = (x.transpose(2, 3).contiguous().transpose(2, 3) for x in (k, v))
+    out, lse = rapt.attention(q, k, v, return_lse=True, **options)
+    group = heads // kv_heads
+    for b in range(batch):
+        for kv_head in range(b % 3, kv_heads, 3):
+            of = slice(kv_head * group, (kv_head + 1) * group)
+            alone, alone_lse = rapt.attention(
+                q[b : b + 1, of], k[b : b + 1, kv_head : kv_head + 1], v[b : b + 1, kv_head : kv_head + 1], return_lse=True, **options
+            )
+            assert same(out[b, of], alone[0]) and same(lse[b, of], alone_lse[0]), (b, kv_head)
+    if kind != "poison":
+        judge(out, lse, q, k, v, **options)
 
 
 @pytest.mark.parametrize("dtype", BF16_F32)
@@ -427,34 +459,30 @@ def test_threads_with_streams_and_plans_of_their_own():
 two_devices = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
 
 
-@two_devices
-def test_tensors_of_another_device_than_the_current_one():
-    for tensors, options, want in problems():
-        moved = {name: x.to("cuda:1") if isinstance(x, torch.Tensor) else x for name, x in options.items()}
-        with torch.cuda.device(0):
-            got = rapt.attention(*(x.to("cuda:1") for x in tensors), **moved)
-            assert got.device == torch.device("cuda:1") and torch.cuda.current_device() == 0
-        assert same(got.to("cuda:0"), want)
+def late_on(device, current, tensors, options):
+    """Attention on a stream of `device`, of inputs that come late, while another device is the current one."""
+    values = [x.to(device) for x in tensors]
+    late = [torch.full_like(x, math.nan) for x in values]
+    torch.cuda.synchronize(device)
+    with torch.cuda.stream(torch.cuda.Stream(device)):
+        torch.cuda._sleep(20_000_000)
+        for x, value in zip(late, values):
+            x.copy_(value, non_blocking=True)
+        with torch.cuda.device(current):
+            return late, rapt.attention(*late, **options)
 
 
 @two_devices
-def test_devices_at_once_each_with_inputs_that_come_late():
+@pytest.mark.parametrize("current", [0, 1])
+def test_devices_at_once_each_with_inputs_that_come_late(current):
     every = problems()
-    answers = []
-    for tensors, options, _ in every:
-        for device in ("cuda:0", "cuda:1"):
-            late = [torch.full_like(x, math.nan, device=device) for x in tensors]
-            values = [x.to(device) for x in tensors]
-            torch.cuda.synchronize(device)
-            with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
-                torch.cuda._sleep(20_000_000)
-                for x, value in zip(late, values):
-                    x.copy_(value, non_blocking=True)
-                answers.append((late, values, rapt.attention(*late, **options)))
+    answers = [(device, *late_on(device, current, *case[:2])) for case in every for device in ("cuda:0", "cuda:1")]
     for device in ("cuda:0", "cuda:1"):
         torch.cuda.synchronize(device)
-    for (_, _, got), (_, _, want) in zip(answers, (case for case in every for _ in range(2))):
-        assert same(got.to("cuda:0"), want)
+    for (device, _, got), (tensors, options, _) in zip(answers, (case for case in every for _ in range(2))):
+        assert got.device == torch.device(device)
+        with torch.cuda.device(device):
+            assert same(got, rapt.attention(*(x.to(device) for x in tensors), **options))
 
 
 @two_devices

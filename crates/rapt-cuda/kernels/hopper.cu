@@ -10,7 +10,7 @@
 //                               p' = weigh(s)       while acc is still under way, and the other group's products run
 //                               acc *= fall;  p = p'
 //                               acc += p.V[last]    under way: rows, factors and lse of this item, place of the next
-//                               s = q.K[0]          of the next item under way: acc is stored
+//                               s = q.K[0]          of the next item under way: acc is stored (CHAINED)
 //
 // Groups take turns in enqueuing products (`TURN`): one's softmax runs beside the other's products. Q and the keys are read
 // by the tensor cores from shared memory, p from registers: its accumulator layout is the operand's.
@@ -27,25 +27,11 @@ __device__ inline void store_8(Elem* to, u32 low, u32 high) {
     asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(to), "r"(low), "r"(high) : "memory");
 }
 
-// A number that all lanes have, known to the compiler as such: what follows from it takes uniform registers.
-__device__ inline int same(int x) { return __shfl_sync(~0u, x, 0); }
-
-constexpr float SLACK = 8;   // weights are at most 2^SLACK
-constexpr float FAR = 8192;  // from this exponent on scores are compared with m before they become exponents
+// Weights are at most 2^SLACK. From the exponent FAR on scores are compared with m before they become exponents: below it a
+// reference is off by at most 2^-12, a weight by 1.7e-4, less than half a last place of float16.
+constexpr float SLACK = 8, FAR = 8192;
 // Whether an item's first scores are begun before the one before it is stored: where there are registers for it.
 constexpr bool CHAINED = MASK == NO_MASK && !NATURAL;
-
-// An item as a group of warps works it off.
-struct Work {
-    int round, task, r0;  // round: -1 if there is none; r0: the group's first row
-    int n0, end;          // the first tile of keys and the last
-    int all_lo, all_hi;   // keys that each of the rows sees
-    int any;              // whether there is a tile; the group has sought it then
-    // What a loop hands on is not known to be the same of all lanes.
-    __device__ Work uniform() const {
-        return {same(round), same(task), same(r0), same(n0), same(end), same(all_lo), same(all_hi), same(any)};
-    }
-};
 
 struct Consumer {
     const HopperParams& h;
@@ -527,7 +513,8 @@ struct Consumer {
             release(sh.v_empty[stage_of(done++)]);
             if (CHAINED) {
                 if (begun) await_queries(next);
-                // Of what happens to lie there if nothing comes next: products under a condition are made one by one (C7515).
+                // Of whatever lies there if nothing is begun, and unused then: products under a condition are made one by one
+                // (C7515).
                 multiply_keys(s, done);
             } else {
                 ends = finish(work);

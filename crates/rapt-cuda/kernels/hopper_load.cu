@@ -81,6 +81,21 @@ struct Place {
     __device__ Place(const Params& p, int task, int r0) : task(p, task), r0(r0 + threadIdx.x % 128 / 32 * 16) {}
 };
 
+// A number that all lanes have, known to the compiler as such: what follows from it takes uniform registers.
+__device__ inline int same(int x) { return __shfl_sync(~0u, x, 0); }
+
+// An item as a group of warps works it off.
+struct Work {
+    int round, task, r0;  // round: -1 if there is none; r0: the group's first row
+    int n0, end;          // the first tile of keys and the last
+    int all_lo, all_hi;   // keys that each of the rows sees
+    int any;              // whether there is a tile; the group has sought it then
+    // What a loop hands on is not known to be the same of all lanes.
+    __device__ Work uniform() const {
+        return {same(round), same(task), same(r0), same(n0), same(end), same(all_lo), same(all_hi), same(any)};
+    }
+};
+
 // Which buffer tile `n` of a block has, counted from its first, and the parity of its barriers' phase.
 __device__ inline int stage_of(u32 n) { return n % STAGES; }
 __device__ inline u32 phase_of(u32 n) { return n / STAGES & 1; }

@@ -46,7 +46,6 @@ __device__ inline void copy_box(void* to, const CopyMap& map, u64& barrier, int 
         : "memory"
     );
 }
-__device__ inline void prefetch_map(const CopyMap& map) { asm volatile("prefetch.tensormap [%0];" ::"l"(&map)); }
 
 template <int REGISTERS>
 __device__ inline void give_registers() {
@@ -73,7 +72,7 @@ __device__ inline u32 tile_low(const void* tile, u32 box_bytes) {
 #define TEXT(x) #x
 #define TEXT_OF(x) TEXT(x)
 
-// Operands %6.. of an accumulator, and their constraints, 16 columns more a line.
+// Operands of an accumulator, from %6 on in both products, and their constraints, 16 columns more a line.
 #define REGISTERS_16 "%6,%7,%8,%9,%10,%11,%12,%13"
 #define REGISTERS_32 REGISTERS_16 "," "%14,%15,%16,%17,%18,%19,%20,%21"
 #define REGISTERS_48 REGISTERS_32 "," "%22,%23,%24,%25,%26,%27,%28,%29"
@@ -112,7 +111,7 @@ __device__ inline u32 tile_low(const void* tile, u32 box_bytes) {
 
 // s (64 x BLOCK_N) = or += 16 columns of a tile of queries times 16 columns of a tile of keys.
 __device__ inline void multiply_queries(float (&s)[BLOCK_N / 8][4], u32 queries, u32 keys, int add) {
-    u32 high = TILE_HIGH, high_again = TILE_HIGH, none = 0;
+    u32 high = TILE_HIGH, high_again = TILE_HIGH, none = 0;  // %5
     asm volatile(
         "{\n.reg .pred add;\n.reg .b64 a, b;\nsetp.ne.b32 add, %4, 0;\nmov.b64 a, {%0, %1};\nmov.b64 b, {%2, %3};\n"
         "wgmma.mma_async.sync.aligned.m64n" TEXT_OF(BLOCK_N) "k16.f32." MMA_TYPE "." MMA_TYPE

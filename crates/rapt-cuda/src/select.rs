@@ -161,7 +161,7 @@ fn hopper_code(spec: &Spec, caps: &Caps) -> Option<Code> {
         return None;
     }
     // Where keys are bounded by position; but rows of K and V that are not whole sectors of memory are dear to read often.
-    let whole_sectors = spec.head_dim() % 16 == 0 && spec.head_dim_v() % 16 == 0;
+    let whole_sectors = spec.head_dim().is_multiple_of(16) && spec.head_dim_v().is_multiple_of(16);
     let short = whole_sectors && !spec.block_range().is_unbounded();
     let (block_m, tiles) = hopper_tiles(padded_dims(spec), mask_class(spec), short);
     // As far as strides tell.

@@ -117,6 +117,24 @@ fn decoding_has_eight_warps_and_one_block_to_a_multiprocessor_where_memory_is_fa
 }
 
 #[test]
+fn hoppers_blocks_are_shorter_where_keys_are_bounded_unless_rows_are_no_whole_sectors() {
+    let bounded = Options::default().with_causal(Causal::TopLeft);
+    for (head_dim, options, block) in [
+        (64, &bounded, (192, 128)),
+        (72, &bounded, (192, 96)),
+        (80, &bounded, (128, 128)),
+        (88, &bounded, (192, 96)),
+        (96, &bounded, (128, 128)),
+        (72, &Options::default(), (192, 96)),
+        (80, &Options::default(), (192, 96)),
+        (128, &bounded, (128, 128)),
+    ] {
+        let plan = select(&spec(DType::BF16, [8, 2048, 2048, head_dim], None, options), &caps(Arch::Sm90a)).unwrap();
+        assert_eq!((plan.block_m, plan.block_n), block, "{head_dim}");
+    }
+}
+
+#[test]
 fn every_plan_states_a_cut_that_its_certificate_proves() {
     for dtype in [DType::F32, DType::BF16] {
         for (q_len, kv_len) in [(1, 1), (1, 8192), (16, 600), (17, 100), (200, 300), (5, 0)] {
