@@ -246,7 +246,7 @@ def test_rows_far_from_zero_leave_the_bits_of_others_alone(dtype, q_len):
     got, far_lse = rapt.attention(far, k, v, return_lse=True)
     assert same(got[:, :, 1::2], want[:, :, 1::2]) and same(far_lse[:, :, 1::2], lse[:, :, 1::2])
     assert bool(got.isfinite().all()) and bool(far_lse.isfinite().all())
-    if dtype != torch.float64:
+    if dtype != torch.float64:  # the law itself rounds scores of this size as float64 does
         judge(want, lse, q, k, v)
 
 
@@ -469,7 +469,8 @@ def late_on(device, current, tensors, options):
         for x, value in zip(late, values):
             x.copy_(value, non_blocking=True)
         with torch.cuda.device(current):
-            return late, rapt.attention(*late, **options)
+            # What is yet to be copied must live.
+            return (late, values), rapt.attention(*late, **options)
 
 
 @two_devices

@@ -131,7 +131,7 @@ __device__ inline bool attend(const Params& p, Shared& sh, int first_fragment) {
         __syncthreads();
         if (n0 + BN < seen.hi) load_next_k(n0 + BN);
         u32 a[MT][NT / 2][4];
-        sums.template weigh<CAREFUL, NT>(a, s, c, 8.f);
+        sums.template weigh<CAREFUL, NT>(a, s, c, SLACK);
         sums.template add_values<CAREFUL, NT / 2>(a, sh.v);
     }
     wait_copies<0>();

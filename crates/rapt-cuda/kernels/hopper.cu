@@ -27,9 +27,9 @@ __device__ inline void store_8(Elem* to, u32 low, u32 high) {
     asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(to), "r"(low), "r"(high) : "memory");
 }
 
-// Weights are at most 2^SLACK. From the exponent FAR on scores are compared with m before they become exponents: below it a
-// reference is off by at most 2^-12, a weight by 1.7e-4, less than half a last place of float16.
-constexpr float SLACK = 8, FAR = 8192;
+// From this exponent on scores are compared with m before they become exponents: below it a reference is off by at most 2^-12,
+// a weight by 1.7e-4, less than half a last place of float16.
+constexpr float FAR = 8192;
 // Whether an item's first scores are begun before the one before it is stored: where there are registers for it.
 constexpr bool CHAINED = MASK == NO_MASK && !NATURAL;
 

@@ -25,6 +25,8 @@ constexpr int K_ROW = row_of(D), V_ROW = row_of(DV);  // elements
 constexpr float LOG2_E = 1.44269504088896340736f;
 // Beyond this m*c is off by more than a unit in the exponent: s - m is taken first then.
 constexpr float EXACT = 4194304.f;
+// By how many powers of 2 a row's maximum may rise before its sums are rescaled: weights are at most 2^SLACK.
+constexpr float SLACK = 8;
 
 #if STORAGE == F16 || STORAGE == F32  // float32.cu
 #define MMA_TYPE "f16"
