@@ -1,6 +1,6 @@
 // Attention on the tensor cores of compute capability 9.0 by wgmma, for many queries.
 //
-//   A block stays on its multiprocessor and works off items: BLOCK_M queries of a task, all keys that they see.
+//   A block stays on its multiprocessor and works off items: up to BLOCK_M queries of a task, all keys that they see.
 //   producer (4 warps)        Q of the item, then K and V in tiles of BLOCK_N keys from key 0, through a ring of STAGES;
 //                             three of them read the mask, a tile or two before (masks.cu): what it hides is not loaded
 //   consumers (WGS x 4 warps) 64 queries each:
@@ -36,7 +36,7 @@ constexpr bool CHAINED = MASK == NO_MASK && !NATURAL;
 struct Consumer {
     const HopperParams& h;
     Shared& sh;
-    const int wg;
+    const int wg, ahead;  // ahead: of an item's first row this group's; far, if items have none for it
     int sought = 0;                        // the kind of the tile that `seek` found
     u32 done = 0, q_done = 0, m_done = 0;  // tiles whose values were added, items, tiles of the mask
     float m[2], l[2], fall[2], acc[VT][4];
@@ -411,8 +411,8 @@ struct Consumer {
         if (round < 0) return {-1};
         const Params& p = h.p;
         const Item item(h, round);
-        const Tiles tiles = item.tiles(p);
-        const int r0 = item.r0() + wg * 64, first_row = min(r0, p.rows - 1);
+        const Tiles tiles = item.tiles(h);
+        const int r0 = item.r0(h) + ahead, first_row = min(r0, p.rows - 1);
         const Seen seen(p, Task(p, item.task), first_row, max(min(r0 + 64, p.rows), first_row + 1));
         Work work{round, item.task, r0, tiles.first, tiles.first + (tiles.count - 1) * BN, seen.all_lo, seen.all_hi};
         work.any = seek(work.n0, work.end);
@@ -422,7 +422,7 @@ struct Consumer {
     __device__ Place place(const Work& work) const {
         if (CHAINED) return Place(h.p, work.task, anew(work.r0));
         const Item item(h, anew(work.round));
-        return Place(h.p, item.task, item.r0() + wg * 64);
+        return Place(h.p, item.task, item.r0(h) + ahead);
     }
 
     // Waits for q and the first keys.
@@ -570,8 +570,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(const __grid_
                 if (item.is_beyond(h)) break;
                 if (item.is_none() || (pass == 1 && !comes_again(sh, round))) continue;
                 const Task task(h.p, item.task);
-                const int r0 = item.r0();
-                const Tiles tiles = item.tiles(h.p);
+                const int r0 = item.r0(h);
+                const Tiles tiles = item.tiles(h);
 #if MASK == NO_MASK
                 if (!VECTOR || lane == 0) producer.run(task, r0, tiles, [](int) {});
 #else
@@ -597,7 +597,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(const __grid_
         }
     } else {
         take_registers<CONSUMER_REGISTERS>();
-        Consumer consumer{h, sh, group};
+        Consumer consumer{h, sh, group, group * 64 < h.item_rows ? group * 64 : 1 << 30};
         if (group == WGS - 1) tell(TURN, 256);
 #pragma unroll 1
         for (int pass = 0; pass < 2; pass++) {

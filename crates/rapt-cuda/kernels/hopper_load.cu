@@ -1,8 +1,8 @@
 // What the blocks of hopper.cu work off, and the threads that load it: Q, K and V, by the copy engine where it can read them, else
 // element by element into the same tiles.
 //
-//   item      BLOCK_M rows of a task, with all keys that they see: a round of a block; late rows and early ones in pairs where
-//             positions bound the keys
+//   item      item_rows rows of a task, with all keys that they see: a round of a block; late rows and early ones in pairs where
+//             positions bound the keys. BLOCK_M of them, or fewer groups of 64 where a launch would leave multiprocessors idle
 //   ring      STAGES tiles of K and of V; a barrier each for full and for empty, whose phase follows from a count of tiles
 //
 // Deliberately absent: what is done with it (hopper.cu), and the mask (masks.cu).
@@ -22,6 +22,7 @@ struct HopperParams {
     int tasks, paired;  // whether rows that see many keys and rows that see few are worked off in pairs
     int mask_wide;      // rows of the mask can be read 16 bytes at a time
     int shift;          // by how many blocks work moves on from round to round
+    int item_rows;      // a multiple of 64 up to BLOCK_M
     Divisor by_units;   // runs of rows, or pairs of them, of one task
     Divisor by_grid;    // blocks of the launch
 };
@@ -70,8 +71,10 @@ struct Item {
     __device__ bool is_beyond(const HopperParams& h) const { return task >= h.tasks; }
     // The middle one of an odd number has no partner.
     __device__ bool is_none() const { return block < 0; }
-    __device__ int r0() const { return block * BM; }
-    __device__ Tiles tiles(const Params& p) const { return Seen(p, Task(p, task), r0(), min(r0() + BM, p.rows)); }
+    __device__ int r0(const HopperParams& h) const { return block * h.item_rows; }
+    __device__ Tiles tiles(const HopperParams& h) const {
+        return Seen(h.p, Task(h.p, task), r0(h), min(r0(h) + h.item_rows, h.p.rows));
+    }
 };
 
 // A task and the first of a warp's rows in it; a group of warps begins at row r0.

@@ -2,7 +2,7 @@
 
 use rapt_core::{DType, Operands, Spec, TensorSpec};
 
-use crate::select::Design;
+use crate::select::{Design, is_paired};
 use crate::tensor_map::CopyMap;
 
 /// What a number is divided by, as `divide` of common.cu takes it: x / n = x * magic >> 32 + shift for x < 2^31.
@@ -198,12 +198,13 @@ pub(crate) struct HopperParams {
     pub(crate) paired: i32,
     pub(crate) mask_wide: i32,
     pub(crate) shift: i32,
+    pub(crate) item_rows: i32,
     by_units: Divisor,
     by_grid: Divisor,
     pub(crate) padding: [u32; HOPPER_PADDING],
 }
 
-const HOPPER_PADDING: usize = (64 - (size_of::<Params>() + 32) % 64) % 64 / 4;
+const HOPPER_PADDING: usize = (64 - (size_of::<Params>() + 36) % 64) % 64 / 4;
 
 /// By how many blocks work moves on from round to round, so that `grid` blocks meet all of a task's `units` in turn: the
 /// least that leaves them no common divisor.
@@ -219,8 +220,7 @@ fn shift_of(grid: usize, units: usize) -> usize {
 
 impl HopperParams {
     pub(crate) fn new(spec: &Spec, design: &Design, params: Params, maps: [CopyMap; 3], grid: usize) -> Self {
-        // Where keys are bounded by position, rows see unlike numbers of them.
-        let paired = !spec.block_range().is_unbounded();
+        let paired = is_paired(spec, design.items, grid);
         let units = if paired { design.row_blocks.div_ceil(2) } else { design.row_blocks };
         let mask_wide = i32::from(spec.mask.is_some_and(|mask| is_wide(&mask, params.mask)));
         HopperParams {
@@ -230,6 +230,7 @@ impl HopperParams {
             paired: i32::from(paired),
             mask_wide,
             shift: int(shift_of(grid, units)),
+            item_rows: int(design.item_rows),
             by_units: Divisor::new(units),
             by_grid: Divisor::new(grid),
             padding: [0; HOPPER_PADDING],
@@ -244,7 +245,7 @@ impl HopperParams {
 }
 
 const _: () = assert!(
-    size_of::<HopperParams>() == 3 * 128 + size_of::<Params>() + 32 + 4 * HOPPER_PADDING,
+    size_of::<HopperParams>() == 3 * 128 + size_of::<Params>() + 36 + 4 * HOPPER_PADDING,
     "HopperParams has padding"
 );
 const _: () = assert!(size_of::<Params>() == 9 * 8 + 25 * 8 + 3 * 8 + 22 * 4 + 5 * 8, "Params has padding");

@@ -207,7 +207,7 @@ fn a_kernel_is_compiled_once_and_launched_on_the_given_stream() {
     assert_eq!(maps, [of(1, 300, 192), of(2, 300, 128), of(3, 300, 128)]);
     let Some(Call::Launch { grid, bytes, .. }) = calls.last().cloned() else { unreachable!() };
     assert!(!grid.overlaps);
-    assert_eq!((grid.blocks, grid.threads, bytes), (2 * 2, 512, size_of::<crate::params::HopperParams>()));
+    assert_eq!((grid.blocks, grid.threads, bytes), (2 * 5, 512, size_of::<crate::params::HopperParams>()));
     // Another length is the same kernel; another alignment is not: the copy engine does not read it. No more blocks than
     // multiprocessors.
     run(&backend, [40_000, 700, 0], 0).unwrap();

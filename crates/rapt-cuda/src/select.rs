@@ -64,6 +64,8 @@ pub(crate) struct Design {
     pub(crate) task_heads: usize,
     /// Rows of one task.
     pub(crate) rows: usize,
+    /// Rows of one item.
+    pub(crate) item_rows: usize,
     pub(crate) row_blocks: usize,
     pub(crate) num_splits: usize,
     /// Keys per split; 0 where they are not split.
@@ -153,6 +155,29 @@ const fn hopper_tiles(dims: (u32, u32), mask: MaskClass, short: bool) -> (u32, &
         ((_, ..=128), MaskClass::Additive) => (128, &[96, 64]),
         (_, MaskClass::Additive) => (128, &[48]),
     }
+}
+
+/// Rows of an item of hopper.cu: as many as a block can have, or such as let a launch end sooner, where those would leave
+/// multiprocessors idle. In sixths of what a tile of keys takes with three groups of 64 rows: with two it takes five, with one
+/// four, and an item three beside its tiles (H200, 2026-11).
+fn hopper_item_rows(spec: &Spec, caps: &Caps, code: &Code, tasks: usize, rows: usize) -> usize {
+    let multiprocessors = caps.multiprocessors.max(1) as usize;
+    let tiles = spec.kv_len().div_ceil(code.depth as usize);
+    let time = |groups: usize| {
+        let blocks = rows.div_ceil(64 * groups);
+        // Late rows and early ones in pairs, that take as long as the latest: params.rs.
+        let paired = is_paired(spec, tasks.saturating_mul(blocks), multiprocessors);
+        let units = if paired { blocks.div_ceil(2) } else { blocks };
+        let ends = if paired { 2 } else { 1 };
+        tasks.saturating_mul(units).div_ceil(multiprocessors).saturating_mul(tiles * (3 + groups) + 3 * ends)
+    };
+    (1..=code.block_m as usize / 64).rev().min_by_key(|groups| time(*groups)).unwrap_or(1) * 64
+}
+
+/// Whether items of hopper.cu are worked off in pairs: where positions bound the keys, rows see unlike numbers of them; but
+/// where each item has a block they are alone.
+pub(crate) fn is_paired(spec: &Spec, items: usize, blocks: usize) -> bool {
+    !spec.block_range().is_unbounded() && items > blocks
 }
 
 /// The code of hopper.cu, where it runs.
@@ -279,7 +304,8 @@ pub(crate) fn design(spec: &Spec, caps: &Caps) -> Result<(Design, Option<String>
     let (num_splits, chunk) = if few { (kv_len.div_ceil(chunk).max(1), chunk) } else { (1, 0) };
     let dv_blocks = if kernel == Kernel::Generic { spec.head_dim_v().div_ceil(main.depth as usize) } else { 1 };
     let tasks = spec.batch().saturating_mul(spec.num_q_heads() / task_heads.max(1));
-    let row_blocks = rows.div_ceil(block_m);
+    let item_rows = if main.body == Body::Hopper { hopper_item_rows(spec, caps, &main, tasks, rows) } else { block_m };
+    let row_blocks = rows.div_ceil(item_rows);
     let items = [tasks, row_blocks, num_splits].into_iter().fold(1usize, usize::saturating_mul);
     let (blocks, is_cut) = match kernel {
         Kernel::Decode => decode_blocks(caps, &main, tasks.saturating_mul(row_blocks), num_splits),
@@ -302,6 +328,7 @@ pub(crate) fn design(spec: &Spec, caps: &Caps) -> Result<(Design, Option<String>
         combine,
         task_heads,
         rows,
+        item_rows,
         row_blocks,
         num_splits,
         chunk,
@@ -323,11 +350,16 @@ fn words(spec: &Spec, design: &Design, refused: Option<String>) -> (String, Stri
             design.num_splits
         ),
         Kernel::Forward if design.main.body == Body::Hopper => format!(
-            "many queries: both products on the tensor cores by wgmma, K and V by {}",
+            "many queries: both products on the tensor cores by wgmma, K and V by {}{}",
             if design.main.vector {
                 "the copy engine"
             } else {
                 "loads of one element: their strides are not the copy engine's"
+            },
+            if design.item_rows < design.main.block_m as usize {
+                format!("; pieces of {} queries, since whole ones would leave multiprocessors idle", design.item_rows)
+            } else {
+                String::new()
             }
         ),
         Kernel::Forward if design.main.body == Body::Float32 => {
@@ -464,7 +496,7 @@ pub fn select(spec: &Spec, caps: &Caps) -> Result<Plan> {
     let work = Work {
         tasks: design.tasks,
         rows: design.rows,
-        rows_per_item: design.main.block_m as usize,
+        rows_per_item: design.item_rows,
         keys_per_item: if design.num_splits > 1 { design.chunk } else { spec.kv_len() },
     };
     let plan =

@@ -135,6 +135,32 @@ fn hoppers_blocks_are_shorter_where_keys_are_bounded_unless_rows_are_no_whole_se
 }
 
 #[test]
+fn hoppers_items_have_fewer_rows_where_a_launch_would_leave_multiprocessors_idle() {
+    let (full, causal) = (Options::default(), Options::default().with_causal(Causal::TopLeft));
+    for (heads, len, head_dim, options, rows, items) in [
+        // A block for each group of 64 rows.
+        (12, 77, 64, &full, 64, 24),
+        (12, 512, 64, &causal, 64, 96),
+        (8, 1024, 128, &causal, 64, 128),
+        // Two rounds of five sixths, not two whole ones; a round of two thirds with pairs of rows.
+        (32, 1024, 64, &full, 128, 256),
+        (4, 4096, 128, &causal, 64, 256),
+        // An item's ends count: one of two tiles, not two of one.
+        (64, 256, 64, &causal, 128, 128),
+        // Nobody is idle.
+        (512, 1024, 64, &full, 192, 3072),
+        (128, 4096, 64, &causal, 192, 2816),
+        (256, 1024, 128, &full, 128, 2048),
+        (8, 16384, 256, &full, 128, 1024),
+    ] {
+        let plan = select(&spec(DType::BF16, [heads, len, len, head_dim], None, options), &caps(Arch::Sm90a)).unwrap();
+        let (blocks, whole) = (plan.launch.unwrap().blocks, rows == plan.block_m);
+        assert_eq!((plan.items, blocks), (items, items.min(132)), "{heads} {len} {head_dim}");
+        assert_eq!(plan.why.contains(&format!("pieces of {rows} queries")), !whole, "{}", plan.why);
+    }
+}
+
+#[test]
 fn every_plan_states_a_cut_that_its_certificate_proves() {
     for dtype in [DType::F32, DType::BF16] {
         for (q_len, kv_len) in [(1, 1), (1, 8192), (16, 600), (17, 100), (200, 300), (5, 0)] {
