@@ -22,11 +22,6 @@
 // bits both ways.
 // Deliberately absent: splitting of the keys (decode.cu), float32.
 
-// 8 bytes at once; the compiler makes several stores of a vector type here.
-__device__ inline void store_8(Elem* to, u32 low, u32 high) {
-    asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(to), "r"(low), "r"(high) : "memory");
-}
-
 // From this exponent on scores are compared with m before they become exponents: below it a reference is off by at most 2^-12,
 // a weight by 1.7e-4, less than half a last place of float16.
 constexpr float FAR = 8192;
@@ -301,12 +296,6 @@ struct Consumer {
     __device__ void take_turn() { meet(TURN + wg, 256); }
     __device__ void end_turn() { tell(wg == WGS - 1 ? TURN : TURN + 1 + wg, 256); }
 
-    // What a thread's two rows are multiplied with, and where they go.
-    struct Ends {
-        float factor[2];
-        i64 to[2];
-        bool inside[2];
-    };
     // Also stores their lse.
     __device__ Ends finish(const Work& work) {
         const Params& p = h.p;
@@ -322,7 +311,8 @@ struct Consumer {
             const Finished finished(p, row, NATURAL_UNITS ? m[r] : natural_max(p, m[r]), l[r]);
             if (ends.inside[r] && threadIdx.x % 4 == 0) store_lse(p, row, finished);
             ends.factor[r] = finished.factor;
-            ends.to[r] = row.offset(p.out_stride);
+            ends.to[r] = 0;
+            if (!STAGED || !h.out_copied) ends.to[r] = row.offset(p.out_stride);
         }
         return ends;
     }
@@ -334,53 +324,6 @@ struct Consumer {
 #pragma unroll
             for (int e = 0; e < 4; e++) zero[e] = __fmaf_rn(acc[nt][e], 0.f, zero[e]);
         return zero[0] + zero[1] + (zero[2] + zero[3]) != 0;
-    }
-
-    __device__ void store(const Ends& ends) {
-        const Params& p = h.p;
-        // Lanes exchange a word of two tiles in pairs: each has 4 columns of one of them then.
-        const int odd = threadIdx.x & 1, column = odd * 8 + (threadIdx.x & 2) * 2;
-#pragma unroll
-        for (int r = 0; r < 2; r++) {
-#pragma unroll
-            for (int nt = 0; nt < VT; nt++) acc[nt][r * 2] *= ends.factor[r], acc[nt][r * 2 + 1] *= ends.factor[r];
-            if (p.out_vector) {
-                Elem* to = (Elem*)p.out + ends.to[r] + column;
-                asm("" : "+l"(to));  // one address, from which stores step
-#pragma unroll
-                for (int nt = 0; nt < VT; nt += 2) {
-                    const u32 here = pack(acc[nt][r * 2], acc[nt][r * 2 + 1]), next = pack(acc[nt + 1][r * 2], acc[nt + 1][r * 2 + 1]);
-                    const u32 got = __shfl_xor_sync(~0u, odd ? here : next, 1);
-                    // Columns are as many as head_dim_v, rounded up to 16.
-                    if (!ends.inside[r] || (nt + 2 == VT && nt * 8 + column >= p.head_dim_v)) continue;
-                    store_8(to + nt * 8, odd ? got : here, odd ? next : got);
-                }
-            } else {
-#pragma unroll 1
-                for (int at = 0; at < VT * 2; at++) {
-                    float x = 0;
-#pragma unroll
-                    for (int nt = 0; nt < VT * 2; nt++) x = nt == at ? acc[nt / 2][r * 2 + nt % 2] : x;
-                    const int c = at / 2 * 8 + threadIdx.x % 4 * 2 + at % 2;
-                    if (ends.inside[r] && c < p.head_dim_v) store_as(p.out, p.out_dtype, ends.to[r] + c * p.out_stride[3], x);
-                }
-            }
-        }
-    }
-
-    // Rows that see no key.
-    __device__ void store_nothing(const Work& work) {
-        const Params& p = h.p;
-        const Place place = this->place(work);
-#pragma unroll 1
-        for (int r = place.r0 + threadIdx.x % 32 / 4; r < min(place.r0 + 16, p.rows); r += 8) {
-            const Row row(p, place.task, r);
-            if (threadIdx.x % 4 == 0) store_lse(p, row, Finished(p, row, negative_infinity(), 0));
-#pragma unroll 1
-            for (int column = threadIdx.x % 4; column < p.head_dim_v; column += 4) {
-                store_as(p.out, p.out_dtype, row.offset(p.out_stride) + column * p.out_stride[3], 0);
-            }
-        }
     }
 
     // Rows of other heads and strides: the group loads its own queries.
@@ -455,7 +398,7 @@ struct Consumer {
                 if (work.any) {
                     pass_over(work, careful);
                 } else {
-                    store_nothing(work);
+                    store_nothing(p, place(work));
                 }
                 round = next_round(round + 1, pass);
                 if (CHAINED) next = work_of(round);
@@ -522,7 +465,11 @@ struct Consumer {
             if (!careful && __any_sync(~0u, has_non_finite())) {
                 if (threadIdx.x % 32 == 0) atomicOr(&sh.again[work.round % NOTES / 32], 1u << work.round % 32);
             } else {
-                store(ends);
+                if (STAGED && h.out_copied) {
+                    store_by_copy(h, sh, place(work), acc, ends);
+                } else {
+                    store(p, acc, ends);
+                }
             }
             if (CHAINED) {
                 wait_scores<0>(s);
@@ -607,5 +554,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(const __grid_
             for (int at = 0; at < NOTES / 32; at++) any |= sh.again[at];
             if (any == 0) break;
         }
+        if (STAGED && threadIdx.x % 32 == 0) await_copies_out();
     }
 }

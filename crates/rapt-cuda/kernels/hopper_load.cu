@@ -17,11 +17,12 @@ constexpr int NOTES = 1024;  // items that a block can tell apart
 
 // The whole parameter: HopperParams of params.rs.
 struct HopperParams {
-    CopyMap q_map, k_map, v_map;
+    CopyMap q_map, k_map, v_map, out_map;
     Params p;
     int tasks, paired;  // whether rows that see many keys and rows that see few are worked off in pairs
     int mask_wide;      // rows of the mask can be read 16 bytes at a time
     int shift;          // by how many blocks work moves on from round to round
+    int out_copied;     // whether the copy engine writes out, by out_map
     int item_rows;      // a multiple of 64 up to BLOCK_M
     Divisor by_units;   // runs of rows, or pairs of them, of one task
     Divisor by_grid;    // blocks of the launch
@@ -31,6 +32,9 @@ static_assert(sizeof(HopperParams) == HOPPER_BYTES, "params.rs and hopper.cu dis
 struct Shared {
     Elem q[K_BOXES * Q_BOX];
     Elem k[STAGES][K_BOXES * K_BOX], v[STAGES][V_BOXES * K_BOX];
+#if STAGED
+    Elem out[WGS * 4][V_BOXES][16 * BOX];  // of a warp
+#endif
 #if MASK != NO_MASK
     MaskRing mask;
 #endif

@@ -47,6 +47,23 @@ __device__ inline void copy_box(void* to, const CopyMap& map, u64& barrier, int 
     );
 }
 
+// One box of the swizzled tile `from` to columns c.., rows r.. of a head; what lies outside the tensor is left out. Copies are
+// under way once committed, and `from` may be written again when the thread that began them has waited.
+__device__ inline void copy_box_out(const CopyMap& map, const void* from, int c, int r, int head, int batch) {
+    asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(&map),
+                 "r"(shared_address(from)), "r"(c), "r"(r), "r"(head), "r"(batch)
+                 : "memory");
+}
+__device__ inline void commit_copies_out() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+__device__ inline void await_copies_out() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+
+// A warp's four 8 x 8 matrices of 16-bit elements to shared memory: lane l holds in word i columns 2*(l%4).. of row l/4 of
+// matrix i, and tells where row l%8 of matrix l/8 goes.
+__device__ inline void store_matrices(u32 to, u32 a, u32 b, u32 c, u32 d) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(a), "r"(b), "r"(c), "r"(d)
+                 : "memory");
+}
+
 template <int REGISTERS>
 __device__ inline void give_registers() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));

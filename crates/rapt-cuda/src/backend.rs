@@ -13,12 +13,12 @@ use rustc_hash::FxHashMap;
 use crate::cache::{Cache, Name};
 use crate::code::{Body, Code};
 use crate::error::{CudaError, Result};
-use crate::params::{HopperParams, Params};
+use crate::params::{HopperMaps, HopperParams, Params};
 use crate::result::driver::{Cuda, Driver, Facts, Function, Grid};
 use crate::result::nvrtc::{Compiler, Nvrtc};
 use crate::select::{Caps, Design, design, select};
 use crate::shipped::{self, ShippedFacts};
-use crate::tensor_map::{Copied, CopyMap};
+use crate::tensor_map::{Copied, CopyMap, OUT_BOX_ROWS};
 
 /// What a device is, for reports.
 #[derive(Clone, Debug, PartialEq)]
@@ -266,10 +266,11 @@ impl Backend {
         }
         let params = Params::new(spec, &design, operands, workspace.address);
         let hopper = (design.main.body == Body::Hopper).then(|| {
-            let maps = design.main.vector.then(|| self.copy_maps(spec, &design, addresses)).flatten();
+            let inputs = design.main.vector.then(|| self.copy_maps(spec, &design, addresses)).flatten();
             // What the copy engine does not read is loaded element by element: the bits are the same.
-            design.main.vector = maps.is_some();
-            HopperParams::new(spec, &design, params, maps.unwrap_or_default(), design.grid_blocks(&device.caps))
+            design.main.vector = inputs.is_some();
+            let maps = HopperMaps { inputs, out: self.out_map(spec, &design, operands.out_ptr() as usize) };
+            HopperParams::new(spec, &design, params, maps, design.grid_blocks(&device.caps))
         });
         let main_params = hopper.as_ref().map_or(params.as_bytes(), HopperParams::as_bytes);
         let main = self.function(index, design.main).map_err(on)?;
@@ -303,15 +304,24 @@ impl Backend {
         let mut maps = [CopyMap::default(); 3];
         let rows = [design.main.block_m, design.main.depth, design.main.depth];
         for (n, tensor) in [&spec.q, &spec.k, &spec.v].into_iter().enumerate() {
-            let copied = Copied::new(tensor, addresses[n], rows[n])?;
-            maps[n] = match self.driver.copy_map(&copied) {
-                Ok(map) => map,
-                Err(error) => {
-                    tracing::debug!(target: "rapt", %error, ?copied, "not for the copy engine");
-                    return None;
-                }
-            };
+            maps[n] = self.copy_map(Copied::new(tensor, addresses[n], rows[n])?)?;
         }
         Some(maps)
+    }
+
+    /// How the copy engine is to write out, if it can: what is not of out's dtype, or rows of several heads, it cannot.
+    fn out_map(&self, spec: &Spec, design: &Design, address: usize) -> Option<CopyMap> {
+        let alike = spec.out.dtype == spec.numerics.storage && design.task_heads == 1;
+        if !alike || !design.main.is_staged() {
+            return None;
+        }
+        self.copy_map(Copied::new(&spec.out, address, OUT_BOX_ROWS)?)
+    }
+
+    fn copy_map(&self, copied: Copied) -> Option<CopyMap> {
+        self.driver
+            .copy_map(&copied)
+            .inspect_err(|error| tracing::debug!(target: "rapt", %error, ?copied, "not for the copy engine"))
+            .ok()
     }
 }

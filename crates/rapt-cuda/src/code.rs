@@ -16,6 +16,7 @@ const MMA: &str = include_str!("../kernels/mma.cu");
 const WGMMA: &str = include_str!("../kernels/wgmma.cu");
 const MASKS: &str = include_str!("../kernels/masks.cu");
 const HOPPER_LOAD: &str = include_str!("../kernels/hopper_load.cu");
+const HOPPER_STORE: &str = include_str!("../kernels/hopper_store.cu");
 const HOPPER: &str = include_str!("../kernels/hopper.cu");
 const FLOAT32: &str = include_str!("../kernels/float32.cu");
 const FORWARD: &str = include_str!("../kernels/forward.cu");
@@ -169,6 +170,19 @@ impl Code {
         row * (k * self.block_m + stages * (k + v) * self.depth) + 8 * (2 + 4 * stages) + 128
     }
 
+    /// Shared memory through which hopper.cu stores what it computed, if there is room for it. Not where it loads element by
+    /// element, which has no register left for it.
+    const fn staged_bytes(&self) -> u32 {
+        let tile = 2 * self.block_m * self.dims.1.next_multiple_of(BOX_COLUMNS);
+        let so_far = self.ring_bytes(self.stages()) + self.mask_bytes(self.mask_stages());
+        if self.vector && so_far + tile <= RING_BYTES { tile } else { 0 }
+    }
+
+    /// Whether the copy engine may write what hopper.cu computed.
+    pub(crate) const fn is_staged(&self) -> bool {
+        matches!(self.body, Body::Hopper) && self.staged_bytes() > 0
+    }
+
     /// Registers of a thread of hopper.cu that multiplies, and of one that loads: as many as the block was given at its start.
     const fn registers(&self) -> (u32, u32) {
         match (self.block_m, self.vector, self.mask) {
@@ -201,7 +215,7 @@ impl Code {
                 let (left, so_far) = (4 * 32 * (self.dims.1 + 8 + 2), 4 * 16 * self.dims.1 + 2 * 4 * 32 * parts);
                 ring + 2 * 16 * k_row + left + so_far + 2 * 8 + 8
             }
-            Body::Hopper => self.ring_bytes(self.stages()) + self.mask_bytes(self.mask_stages()),
+            Body::Hopper => self.ring_bytes(self.stages()) + self.mask_bytes(self.mask_stages()) + self.staged_bytes(),
             Body::Float32 => {
                 let (k, v) = (self.dims.0.div_ceil(BOX_COLUMNS), self.dims.1.div_ceil(BOX_COLUMNS));
                 let (row, stages) = (2 * 2 * BOX_COLUMNS, FLOAT32_STAGES);
@@ -217,7 +231,7 @@ impl Code {
         let parts: &[&str] = match self.body {
             Body::Generic => &[COMMON, GENERIC],
             Body::Forward => &[COMMON, MMA, FORWARD],
-            Body::Hopper => &[COMMON, MMA, WGMMA, MASKS, HOPPER_LOAD, HOPPER],
+            Body::Hopper => &[COMMON, MMA, WGMMA, MASKS, HOPPER_LOAD, HOPPER_STORE, HOPPER],
             Body::Float32 => &[COMMON, MMA, WGMMA, FLOAT32],
             Body::Decode => &[COMMON, MMA, DECODE],
             Body::Combine => &[COMMON, COMBINE],
@@ -267,6 +281,7 @@ impl Code {
                 define("BLOCK_M", self.block_m);
                 define("BLOCK_N", self.depth);
                 define("STAGES", self.stages());
+                define("STAGED", u32::from(self.is_staged()));
                 if self.mask.is_some() {
                     define("MASK_STAGES", self.mask_stages());
                 }

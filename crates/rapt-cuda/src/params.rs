@@ -187,24 +187,34 @@ impl Params {
     }
 }
 
+/// What the copy engine moves for hopper.cu.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub(crate) struct HopperMaps {
+    /// q, k and v, where it reads all of them.
+    pub(crate) inputs: Option<[CopyMap; 3]>,
+    /// Where it writes.
+    pub(crate) out: Option<CopyMap>,
+}
+
 /// The one parameter of hopper.cu, byte for byte its `HopperParams`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(crate) struct HopperParams {
-    /// Of q, k and v; zeros where the copy engine is not used.
-    pub(crate) maps: [CopyMap; 3],
+    /// Of q, k, v and out; zeros where the copy engine is not used.
+    pub(crate) maps: [CopyMap; 4],
     pub(crate) params: Params,
     pub(crate) tasks: i32,
     pub(crate) paired: i32,
     pub(crate) mask_wide: i32,
     pub(crate) shift: i32,
+    pub(crate) out_copied: i32,
     pub(crate) item_rows: i32,
     by_units: Divisor,
     by_grid: Divisor,
     pub(crate) padding: [u32; HOPPER_PADDING],
 }
 
-const HOPPER_PADDING: usize = (64 - (size_of::<Params>() + 36) % 64) % 64 / 4;
+const HOPPER_PADDING: usize = (64 - (size_of::<Params>() + 40) % 64) % 64 / 4;
 
 /// By how many blocks work moves on from round to round, so that `grid` blocks meet all of a task's `units` in turn: the
 /// least that leaves them no common divisor.
@@ -219,17 +229,19 @@ fn shift_of(grid: usize, units: usize) -> usize {
 }
 
 impl HopperParams {
-    pub(crate) fn new(spec: &Spec, design: &Design, params: Params, maps: [CopyMap; 3], grid: usize) -> Self {
+    pub(crate) fn new(spec: &Spec, design: &Design, params: Params, maps: HopperMaps, grid: usize) -> Self {
+        let [q, k, v] = maps.inputs.unwrap_or_default();
         let paired = is_paired(spec, design.items, grid);
         let units = if paired { design.row_blocks.div_ceil(2) } else { design.row_blocks };
         let mask_wide = i32::from(spec.mask.is_some_and(|mask| is_wide(&mask, params.mask)));
         HopperParams {
-            maps,
+            maps: [q, k, v, maps.out.unwrap_or_default()],
             params,
             tasks: int(design.tasks),
             paired: i32::from(paired),
             mask_wide,
             shift: int(shift_of(grid, units)),
+            out_copied: i32::from(maps.out.is_some()),
             item_rows: int(design.item_rows),
             by_units: Divisor::new(units),
             by_grid: Divisor::new(grid),
@@ -245,7 +257,7 @@ impl HopperParams {
 }
 
 const _: () = assert!(
-    size_of::<HopperParams>() == 3 * 128 + size_of::<Params>() + 36 + 4 * HOPPER_PADDING,
+    size_of::<HopperParams>() == 4 * 128 + size_of::<Params>() + 40 + 4 * HOPPER_PADDING,
     "HopperParams has padding"
 );
 const _: () = assert!(size_of::<Params>() == 9 * 8 + 25 * 8 + 3 * 8 + 22 * 4 + 5 * 8, "Params has padding");
@@ -299,7 +311,7 @@ mod tests {
 
     #[test]
     fn the_maps_come_first_and_the_size_is_that_of_aligned_maps() {
-        assert_eq!(std::mem::offset_of!(HopperParams, params), 3 * 128);
+        assert_eq!(std::mem::offset_of!(HopperParams, params), 4 * 128);
         assert_eq!(size_of::<HopperParams>() % 64, 0);
         assert_eq!(align_of::<HopperParams>(), 64);
     }

@@ -204,7 +204,7 @@ fn a_kernel_is_compiled_once_and_launched_on_the_given_stream() {
         })
         .collect();
     let of = |n, rows, box_rows| (n, [64, rows, 2, 1], box_rows);
-    assert_eq!(maps, [of(1, 300, 192), of(2, 300, 128), of(3, 300, 128)]);
+    assert_eq!(maps, [of(1, 300, 192), of(2, 300, 128), of(3, 300, 128), of(4, 300, 16)]);
     let Some(Call::Launch { grid, bytes, .. }) = calls.last().cloned() else { unreachable!() };
     assert!(!grid.overlaps);
     assert_eq!((grid.blocks, grid.threads, bytes), (2 * 5, 512, size_of::<crate::params::HopperParams>()));
@@ -212,7 +212,7 @@ fn a_kernel_is_compiled_once_and_launched_on_the_given_stream() {
     // multiprocessors.
     run(&backend, [40_000, 700, 0], 0).unwrap();
     let calls = log.take();
-    assert!(matches!(calls.last(), Some(Call::Launch { grid: Grid { blocks: 132, .. }, .. })) && calls.len() == 4);
+    assert!(matches!(calls.last(), Some(Call::Launch { grid: Grid { blocks: 132, .. }, .. })) && calls.len() == 5);
     run(&backend, [300, 300, 2], 0).unwrap();
     assert_eq!(log.take().len(), 3);
     run(&backend, [300, 300, 2], 0).unwrap();

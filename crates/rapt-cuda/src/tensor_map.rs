@@ -1,7 +1,7 @@
 //! What the copy engine of compute capability 9.0 must know of a tensor: sizes, strides and the box that one copy moves.
 //!
-//! A tensor is read as `[batch, heads, rows, columns]`; a box is 64 columns (128 bytes) of some rows of one head, and what
-//! of it lies outside the tensor comes as zeros. Sizes of dimensions that are not stepped through are 1 (hopper.cu's
+//! A tensor is read or written as `[batch, heads, rows, columns]`; a box is 64 columns (128 bytes) of some rows of one head,
+//! and what of it lies outside the tensor comes as zeros, or is left out. Sizes of dimensions that are not stepped through are 1 (hopper.cu's
 //! `along` says the same). Deliberately absent: any copy of data.
 
 use rapt_core::{DType, TensorSpec};
@@ -10,6 +10,8 @@ use crate::params::moves_by;
 
 /// Columns of a box: the 128 bytes of a swizzled row.
 pub(crate) const BOX_COLUMNS: u32 = 64;
+/// Rows of a box that a warp of hopper.cu writes.
+pub(crate) const OUT_BOX_ROWS: u32 = 16;
 /// Strides are below this, in bytes.
 const MOST_STRIDE: i64 = 1 << 40;
 

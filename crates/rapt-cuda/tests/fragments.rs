@@ -7,6 +7,7 @@ use rapt_layout::atlas::{Atom, Map};
 
 const WGMMA: &str = include_str!("../kernels/wgmma.cu");
 const HOPPER: &str = include_str!("../kernels/hopper.cu");
+const HOPPER_STORE: &str = include_str!("../kernels/hopper_store.cu");
 
 fn registers(name: &str) -> (rapt_layout::Layout, i64, i64, i64) {
     let atom = Atom::named(name).unwrap();
@@ -69,4 +70,30 @@ fn an_element_of_a_box_lies_where_wgmma_reads_it() {
     // 8 rows are 1024 bytes: the distance that the descriptor tells, and what tiles are aligned to.
     assert_eq!(swizzled(8, 0), 1024);
     assert!(WGMMA.contains("TILE_HIGH = 1024 / 16 | 1u << 30"));
+}
+
+#[test]
+fn sums_leave_registers_for_the_box_that_the_copy_engine_writes() {
+    let (tv, threads, values, rows) = registers("stmatrix.x4");
+    assert_eq!((threads, values, rows), (32, 8, 8));
+    let swizzled = |row: i64, column: i64| row * 128 + ((column * 2) ^ (row % 8 * 16));
+    // Where lane l says that row l % 8 of matrix l / 8 goes, and the words that it gives.
+    let told = |lane: i64, nt: i64| lane % 16 * 128 + ((nt % 8 + lane / 16) ^ (lane % 8)) * 16;
+    for text in [
+        "shared_address(tile) + lane % 16 * 128",
+        "nt / 8 * (16 * 128) + ((nt % 8 + lane / 16) ^ (lane % 8)) * 16",
+        "store_matrices(to, word(nt, 0), word(nt, 1), word(nt + 1, 0), word(nt + 1, 1))",
+    ] {
+        assert!(HOPPER_STORE.contains(text), "{text}");
+    }
+    for (nt, lane, value) in
+        (0..4).flat_map(|n| (0..32).flat_map(move |lane| (0..8).map(move |value| (2 * n, lane, value))))
+    {
+        let (matrix, half) = (value / 2, value % 2);
+        let place = tv.at_coord(&[lane, value].into()).unwrap();
+        let (row, column) = (place % rows, place / rows - 8 * matrix);
+        let address = told(8 * matrix + row, nt) + 2 * column;
+        let (sum_row, sum_column) = score(lane, nt + matrix / 2, matrix % 2 * 2 + half);
+        assert_eq!(address, swizzled(sum_row, sum_column), "{nt} {lane} {value}");
+    }
 }

@@ -1,0 +1,88 @@
+// Where the sums of hopper.cu go: a warp's 16 rows through shared memory, written by the copy engine; where that cannot write
+// out (its strides, rows of other heads, no room in shared memory: STAGED), from registers.
+//
+// Deliberately absent: what sums are divided by (hopper.cu), and their lse.
+
+// What a thread's two rows are multiplied with, and where they go.
+struct Ends {
+    float factor[2];
+    i64 to[2];  // where the copy engine does not write
+    bool inside[2];
+};
+
+// 8 bytes at once; the compiler makes several stores of a vector type here.
+__device__ inline void store_8(Elem* to, u32 low, u32 high) {
+    asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(to), "r"(low), "r"(high) : "memory");
+}
+
+// A copy is under way afterwards; the one before it has long been read.
+__device__ inline void store_by_copy(
+    const HopperParams& h, Shared& sh, const Place& place, const float (&acc)[VT][4], const Ends& ends
+) {
+#if STAGED
+    const Params& p = h.p;
+    const int lane = threadIdx.x % 32;
+    Elem(&tile)[V_BOXES][16 * BOX] = sh.out[threadIdx.x / 32];
+    if (lane == 0) await_copies_out();
+    __syncwarp();
+    // Matrices: rows 0 to 7 and 8 to 15 of 8 columns, then of the next 8.
+    const u32 row = shared_address(tile) + lane % 16 * 128;
+    const auto word = [&](int nt, int r) { return pack(acc[nt][r * 2] * ends.factor[r], acc[nt][r * 2 + 1] * ends.factor[r]); };
+#pragma unroll
+    for (int nt = 0; nt < VT; nt += 2) {
+        const u32 to = row + nt / 8 * (16 * 128) + ((nt % 8 + lane / 16) ^ (lane % 8)) * 16;
+        store_matrices(to, word(nt, 0), word(nt, 1), word(nt + 1, 0), word(nt + 1, 1));
+    }
+    fence_proxy();
+    __syncwarp();
+    if (lane != 0) return;
+    const int head = along(p.out_stride[1], place.task.head), batch = along(p.out_stride[0], place.task.batch);
+#pragma unroll
+    for (int box = 0; box < V_BOXES; box++) copy_box_out(h.out_map, tile[box], box * BOX, place.r0, head, batch);
+    commit_copies_out();
+#endif
+}
+
+__device__ inline void store(const Params& p, float (&acc)[VT][4], const Ends& ends) {
+    // Lanes exchange a word of two tiles in pairs: each has 4 columns of one of them then.
+    const int odd = threadIdx.x & 1, column = odd * 8 + (threadIdx.x & 2) * 2;
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+#pragma unroll
+        for (int nt = 0; nt < VT; nt++) acc[nt][r * 2] *= ends.factor[r], acc[nt][r * 2 + 1] *= ends.factor[r];
+        if (p.out_vector) {
+            Elem* to = (Elem*)p.out + ends.to[r] + column;
+            asm("" : "+l"(to));  // one address, from which stores step
+#pragma unroll
+            for (int nt = 0; nt < VT; nt += 2) {
+                const u32 here = pack(acc[nt][r * 2], acc[nt][r * 2 + 1]), next = pack(acc[nt + 1][r * 2], acc[nt + 1][r * 2 + 1]);
+                const u32 got = __shfl_xor_sync(~0u, odd ? here : next, 1);
+                // Columns are as many as head_dim_v, rounded up to 16.
+                if (!ends.inside[r] || (nt + 2 == VT && nt * 8 + column >= p.head_dim_v)) continue;
+                store_8(to + nt * 8, odd ? got : here, odd ? next : got);
+            }
+        } else {
+#pragma unroll 1
+            for (int at = 0; at < VT * 2; at++) {
+                float x = 0;
+#pragma unroll
+                for (int nt = 0; nt < VT * 2; nt++) x = nt == at ? acc[nt / 2][r * 2 + nt % 2] : x;
+                const int c = at / 2 * 8 + threadIdx.x % 4 * 2 + at % 2;
+                if (ends.inside[r] && c < p.head_dim_v) store_as(p.out, p.out_dtype, ends.to[r] + c * p.out_stride[3], x);
+            }
+        }
+    }
+}
+
+// Rows that see no key.
+__device__ inline void store_nothing(const Params& p, const Place& place) {
+#pragma unroll 1
+    for (int r = place.r0 + threadIdx.x % 32 / 4; r < min(place.r0 + 16, p.rows); r += 8) {
+        const Row row(p, place.task, r);
+        if (threadIdx.x % 4 == 0) store_lse(p, row, Finished(p, row, negative_infinity(), 0));
+#pragma unroll 1
+        for (int column = threadIdx.x % 4; column < p.head_dim_v; column += 4) {
+            store_as(p.out, p.out_dtype, row.offset(p.out_stride) + column * p.out_stride[3], 0);
+        }
+    }
+}
