@@ -269,6 +269,26 @@ def test_scores_that_rise_and_fall_from_tile_to_tile(dtype, q_len, options, by):
             judge(out[:, :, rows], lse[:, :, rows], q[:, :, rows], k, v)
 
 
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
+@pytest.mark.parametrize("options", [{}, {"causal": "bottom_right"}, {"window": (150, 40)}, {"mask": None}])
+@pytest.mark.parametrize("lengths", [(77, 77), (200, 333), (513, 700)])
+def test_rows_of_a_launch_too_small_for_the_device_have_the_bits_of_a_large_one(head_dim, options, lengths):
+    """The fewer rows there are, the fewer a block takes."""
+    q_len, kv_len = lengths
+    q, k, v = (normal(1, 4, n, head_dim, dtype=torch.bfloat16, seed=seed) for seed, n in enumerate((q_len, kv_len, kv_len)))
+    if "mask" in options:
+        options = {"mask": torch.rand(1, 1, q_len, kv_len, device="cuda") > 0.3}
+    v[0, 1, 60] = math.nan
+    out, lse = rapt.attention(q, k, v, return_lse=True, **options)
+    judge(out, lse, q, k, v, **options)
+    for heads in (1, 2):
+        few, few_lse = rapt.attention(q[:, :heads], k[:, :heads], v[:, :heads], return_lse=True, **options)
+        assert same(few, out[:, :heads]) and same(few_lse, lse[:, :heads])
+    many = [x.repeat(50, 4, 1, 1) for x in (q, k, v)]
+    got, got_lse = rapt.attention(*many, return_lse=True, **options)
+    assert same(got, out.repeat(50, 4, 1, 1)) and same(got_lse, lse.repeat(50, 4, 1))
+
+
 @pytest.mark.parametrize("dtype", DTYPES[:2])
 @pytest.mark.parametrize("options", [{}, {"causal": "top_left"}, {"window": (150, 40)}])
 @pytest.mark.parametrize("kind", ["plain", "poison", "by element", "packed"])

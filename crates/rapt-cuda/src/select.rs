@@ -54,6 +54,9 @@ const LEAST_SHARED: u32 = 99 * 1024;
 /// Shared memory of decode.cu where one block is alone on its multiprocessor: deeper rings gave nothing.
 const ALONE_SHARED: u32 = 176 * 1024;
 
+/// Keys from which on tiles of 112 are better than tiles of 96 at head dims 80 and 96, where there is room for either.
+const MANY_KEYS: usize = 2048;
+
 /// How a request is cut, and by which code it runs.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Design {
@@ -143,11 +146,12 @@ fn mma_code(spec: &Spec, caps: &Caps, body: Body, block_m: u32, depth: u32) -> C
 
 /// Queries per block of hopper.cu and the keys that it can have (the first that fits shared memory): three groups of 64
 /// queries where the sums of a group are few, else two; keys as many as leave the sums, and biases, in registers. `short`:
-/// long blocks would multiply what few of their queries see. Measured on an H200, 2026-11: docs/hopper.md.
-const fn hopper_tiles(dims: (u32, u32), mask: MaskClass, short: bool) -> (u32, &'static [u32]) {
+/// long blocks would multiply what few of their queries see. `many_keys`: the last tile of keys, which may be filled in part,
+/// is but one of many. Measured on an H200, 2026-11: docs/hopper.md.
+const fn hopper_tiles(dims: (u32, u32), mask: MaskClass, short: bool, many_keys: bool) -> (u32, &'static [u32]) {
     match (dims, mask) {
         ((..=64, ..=64), MaskClass::None) => (192, &[128]),
-        ((..=96, ..=96), MaskClass::None) if !short => (192, &[96]),
+        ((..=96, ..=96), MaskClass::None) if !short => (192, if many_keys { &[112] } else { &[96] }),
         ((_, ..=128), MaskClass::None | MaskClass::Bool) => (128, &[128, 96, 64]),
         ((_, ..=192), MaskClass::None) => (128, &[112, 80]),
         (_, MaskClass::None) => (128, &[80, 64]),
@@ -188,7 +192,8 @@ fn hopper_code(spec: &Spec, caps: &Caps) -> Option<Code> {
     // Where keys are bounded by position; but rows of K and V that are not whole sectors of memory are dear to read often.
     let whole_sectors = spec.head_dim().is_multiple_of(16) && spec.head_dim_v().is_multiple_of(16);
     let short = whole_sectors && !spec.block_range().is_unbounded();
-    let (block_m, tiles) = hopper_tiles(padded_dims(spec), mask_class(spec), short);
+    let many_keys = whole_sectors && spec.kv_len() >= MANY_KEYS;
+    let (block_m, tiles) = hopper_tiles(padded_dims(spec), mask_class(spec), short, many_keys);
     // As far as strides tell.
     let vector = [&spec.q, &spec.k, &spec.v].into_iter().all(|tensor| Copied::new(tensor, 0, 1).is_some());
     // Biases are added in natural units by themselves.

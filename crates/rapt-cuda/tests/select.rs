@@ -126,11 +126,20 @@ fn hoppers_blocks_are_shorter_where_keys_are_bounded_unless_rows_are_no_whole_se
         (88, &bounded, (192, 96)),
         (96, &bounded, (128, 128)),
         (72, &Options::default(), (192, 96)),
-        (80, &Options::default(), (192, 96)),
+        (80, &Options::default(), (192, 112)),
+        (96, &Options::default(), (192, 112)),
         (128, &bounded, (128, 128)),
     ] {
         let plan = select(&spec(DType::BF16, [8, 2048, 2048, head_dim], None, options), &caps(Arch::Sm90a)).unwrap();
         assert_eq!((plan.block_m, plan.block_n), block, "{head_dim}");
+    }
+}
+
+#[test]
+fn hoppers_tiles_are_wider_where_the_last_is_one_of_many() {
+    for (kv_len, head_dim, keys) in [(1024, 96, 96), (2047, 80, 96), (2048, 80, 112), (4096, 72, 96), (4096, 64, 128)] {
+        let spec = spec(DType::BF16, [64, 1024, kv_len, head_dim], None, &Options::default());
+        assert_eq!(select(&spec, &caps(Arch::Sm90a)).unwrap().block_n, keys, "{kv_len} {head_dim}");
     }
 }
 
