@@ -1,4 +1,4 @@
-"""Every kernel on small problems, for NVIDIA's checker: a few minutes under it.
+"""Every kernel that the device selects, on small problems, for NVIDIA's checker: a minute or two under it.
 
     compute-sanitizer --tool racecheck --error-exitcode 1 python bindings/python/tests_gpu/reduced_set.py
     compute-sanitizer --tool memcheck --error-exitcode 1 python bindings/python/tests_gpu/reduced_set.py

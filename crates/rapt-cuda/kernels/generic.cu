@@ -78,7 +78,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention(const __grid_con
         }
         for (int n0 = first; n0 < end; n0 += BN) {
             Acc s[4][4] = {};
-            // Sums of 16 products, and of these: a running one over a head_dim of 64 is off by 2.4 times as much.
+            // Sums of 16 products, and of these: at head_dim 64 a running one is off by 2.4 times as much, sums of 32 by 1.6 (root
+            // mean square of 40 problems of N(0, 1), float32 by numpy, 2026-11).
             for (int d0 = 0; d0 < p.head_dim; d0 += BK) {
                 __syncthreads();
                 for (int at = tid; at < BM * BK; at += THREADS) {

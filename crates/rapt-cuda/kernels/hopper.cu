@@ -31,7 +31,9 @@ constexpr bool CHAINED = MASK == NO_MASK && !NATURAL;
 struct Consumer {
     const HopperParams& h;
     Shared& sh;
-    const int wg, ahead;  // ahead: of an item's first row this group's; far, if items have none for it
+    // The group, and its first row counted from its item's: far behind all rows (2^30; the sum stays an int) where items have
+    // none for it.
+    const int wg, ahead;
     int sought = 0;                        // the kind of the tile that `seek` found
     u32 done = 0, q_done = 0, m_done = 0;  // tiles whose values were added, items, tiles of the mask
     float m[2], l[2], fall[2], acc[VT][4];
@@ -296,7 +298,7 @@ struct Consumer {
     __device__ void take_turn() { meet(TURN + wg, 256); }
     __device__ void end_turn() { tell(wg == WGS - 1 ? TURN : TURN + 1 + wg, 256); }
 
-    // Also stores their lse.
+    // What the rows are multiplied with and where they go; also stores their lse.
     __device__ Ends finish(const Work& work) {
         const Params& p = h.p;
         const Place place = this->place(work);

@@ -1,7 +1,7 @@
 // Where the sums of hopper.cu go: a warp's 16 rows through shared memory, written by the copy engine; where that cannot write
-// out (its strides, rows of other heads, no room in shared memory: STAGED), from registers.
+// out (its strides or dtype, rows of other heads) or there is no room in shared memory (STAGED), from registers.
 //
-// Deliberately absent: what sums are divided by (hopper.cu), and their lse.
+// Deliberately absent: what sums are divided by, and the lse of rows that see a key (hopper.cu).
 
 // What a thread's two rows are multiplied with, and where they go.
 struct Ends {

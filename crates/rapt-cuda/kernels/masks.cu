@@ -57,6 +57,7 @@ struct MaskReader {
     static_assert(READERS % ROW_UNITS == 0, "a column of units to each thread");
     __device__ int column() const { return thread % ROW_UNITS; }
     __device__ int first_row() const { return thread / ROW_UNITS; }
+    // Of an item with fewer rows those behind it too: what they hide changes no bit.
     __device__ int rows() const { return is_one_row(p) ? 1 : BLOCK_M; }
     __device__ static int place(int r, int u) {
         return IS_BOOL ? r * ROW_UNITS + u : r * BIAS_ROW + (BIAS_SWIZZLED ? u ^ r % 8 : u);

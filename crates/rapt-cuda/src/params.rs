@@ -2,7 +2,7 @@
 
 use rapt_core::{DType, Operands, Spec, TensorSpec};
 
-use crate::select::{Design, is_paired};
+use crate::select::Design;
 use crate::tensor_map::CopyMap;
 
 /// What a number is divided by, as `divide` of common.cu takes it: x / n = x * magic >> 32 + shift for x < 2^31.
@@ -231,14 +231,13 @@ fn shift_of(grid: usize, units: usize) -> usize {
 impl HopperParams {
     pub(crate) fn new(spec: &Spec, design: &Design, params: Params, maps: HopperMaps, grid: usize) -> Self {
         let [q, k, v] = maps.inputs.unwrap_or_default();
-        let paired = is_paired(spec, design.items, grid);
-        let units = if paired { design.row_blocks.div_ceil(2) } else { design.row_blocks };
+        let units = if design.paired { design.row_blocks.div_ceil(2) } else { design.row_blocks };
         let mask_wide = i32::from(spec.mask.is_some_and(|mask| is_wide(&mask, params.mask)));
         HopperParams {
             maps: [q, k, v, maps.out.unwrap_or_default()],
             params,
             tasks: int(design.tasks),
-            paired: i32::from(paired),
+            paired: i32::from(design.paired),
             mask_wide,
             shift: int(shift_of(grid, units)),
             out_copied: i32::from(maps.out.is_some()),

@@ -3,7 +3,8 @@
 //! The rules, in order: few queries of f16 or bf16 with head dims up to 256 → `decode`, many → `forward`, both on the
 //! tensor cores (`forward` of compute capability 9.0 by wgmma: hopper.cu, and there float32 with head dims up to 128:
 //! float32.cu); anything else → `generic`. What decides is a request's own lengths, dims, dtype and options, never its
-//! batch, its strides or where it lies: the bits of a row depend on none of these.
+//! batch, its strides or where it lies: the bits of a row depend on none of these. How many rows hopper.cu takes at a time, and
+//! who writes its sums, follow these too, and change no bit.
 //!
 //! Few queries: at most 16 per head and 64 rows per head of K and V. Their keys are split in chunks, whose length follows
 //! kv_len. Whether blocks take whole rows or chunks depends on the device too, and changes no bit (common.cu, Fold).
@@ -54,7 +55,8 @@ const LEAST_SHARED: u32 = 99 * 1024;
 /// Shared memory of decode.cu where one block is alone on its multiprocessor: deeper rings gave nothing.
 const ALONE_SHARED: u32 = 176 * 1024;
 
-/// Keys from which on tiles of 112 are better than tiles of 96 at head dims 80 and 96, where there is room for either.
+/// Keys from which on tiles of 112 are taken at head dims 80 and 96, below it tiles of 96: 3 % slower at 1024, 2 to 4 % faster at
+/// 4096 (H200, 2026-11; between them not measured).
 const MANY_KEYS: usize = 2048;
 
 /// How a request is cut, and by which code it runs.
@@ -69,6 +71,8 @@ pub(crate) struct Design {
     pub(crate) rows: usize,
     /// Rows of one item.
     pub(crate) item_rows: usize,
+    /// Whether hopper.cu works off late items and early ones in pairs.
+    pub(crate) paired: bool,
     pub(crate) row_blocks: usize,
     pub(crate) num_splits: usize,
     /// Keys per split; 0 where they are not split.
@@ -161,27 +165,48 @@ const fn hopper_tiles(dims: (u32, u32), mask: MaskClass, short: bool, many_keys:
     }
 }
 
-/// Rows of an item of hopper.cu: as many as a block can have, or such as let a launch end sooner, where those would leave
-/// multiprocessors idle. In sixths of what a tile of keys takes with three groups of 64 rows: with two it takes five, with one
-/// four, and an item three beside its tiles (H200, 2026-11).
-fn hopper_item_rows(spec: &Spec, caps: &Caps, code: &Code, tasks: usize, rows: usize) -> usize {
+/// Rows of an item of hopper.cu, and whether items are worked off in pairs, a late one and an early one: where positions
+/// bound the keys, rows see unlike numbers of them; but where each item has a block they are alone.
+///
+/// As many rows as a block can have, or such as let a launch end sooner, where those would leave multiprocessors idle. In
+/// sixths of what a tile of keys takes with three groups of 64 rows: with two it takes five, with one four, and an item three
+/// beside its tiles (H200, 2026-11).
+fn hopper_items(spec: &Spec, caps: &Caps, code: &Code, tasks: usize, rows: usize, task_heads: usize) -> (usize, bool) {
+    let range = spec.block_range();
     let multiprocessors = caps.multiprocessors.max(1) as usize;
-    let tiles = spec.kv_len().div_ceil(code.depth as usize);
-    let time = |groups: usize| {
-        let blocks = rows.div_ceil(64 * groups);
-        // Late rows and early ones in pairs, that take as long as the latest: params.rs.
-        let paired = is_paired(spec, tasks.saturating_mul(blocks), multiprocessors);
-        let units = if paired { blocks.div_ceil(2) } else { blocks };
-        let ends = if paired { 2 } else { 1 };
-        tasks.saturating_mul(units).div_ceil(multiprocessors).saturating_mul(tiles * (3 + groups) + 3 * ends)
+    let block_n = code.depth as usize;
+    let cut = |groups: usize| {
+        let (item_rows, blocks) = (64 * groups, rows.div_ceil(64 * groups));
+        let paired = !range.is_unbounded() && tasks.saturating_mul(blocks) > multiprocessors;
+        let units = tasks.saturating_mul(if paired { blocks.div_ceil(2) } else { blocks });
+        (item_rows, blocks, paired, units.div_ceil(multiprocessors))
     };
-    (1..=code.block_m as usize / 64).rev().min_by_key(|groups| time(*groups)).unwrap_or(1) * 64
-}
-
-/// Whether items of hopper.cu are worked off in pairs: where positions bound the keys, rows see unlike numbers of them; but
-/// where each item has a block they are alone.
-pub(crate) fn is_paired(spec: &Spec, items: usize, blocks: usize) -> bool {
-    !spec.block_range().is_unbounded() && items > blocks
+    let time = |groups: usize| {
+        let (item_rows, blocks, paired, rounds) = cut(groups);
+        let tiles = |block: usize| {
+            // Rows of several heads: any query may be among them.
+            let (i0, i1) = if task_heads == 1 {
+                (block * item_rows, rows.min((block + 1) * item_rows))
+            } else {
+                (0, spec.q_len())
+            };
+            let (lo, hi) = range.keys_of_run(i0, i1);
+            hi.div_ceil(block_n).saturating_sub(lo / block_n)
+        };
+        let (last, middle) = (blocks - 1, blocks / 2);
+        let (most, ends) = if paired {
+            ((tiles(0) + tiles(last)).max(tiles(middle) + tiles(last - middle)), 2)
+        } else {
+            (tiles(0).max(tiles(middle)).max(tiles(last)), 1)
+        };
+        rounds.saturating_mul(most * (3 + groups) + 3 * ends)
+    };
+    let whole = code.block_m as usize / 64;
+    let (.., rounds) = cut(whole);
+    // Of many rounds the last one counts for little.
+    let groups = if rounds > 2 { whole } else { (1..=whole).rev().min_by_key(|groups| time(*groups)).unwrap_or(whole) };
+    let (item_rows, _, paired, _) = cut(groups);
+    (item_rows, paired)
 }
 
 /// The code of hopper.cu, where it runs.
@@ -309,7 +334,11 @@ pub(crate) fn design(spec: &Spec, caps: &Caps) -> Result<(Design, Option<String>
     let (num_splits, chunk) = if few { (kv_len.div_ceil(chunk).max(1), chunk) } else { (1, 0) };
     let dv_blocks = if kernel == Kernel::Generic { spec.head_dim_v().div_ceil(main.depth as usize) } else { 1 };
     let tasks = spec.batch().saturating_mul(spec.num_q_heads() / task_heads.max(1));
-    let item_rows = if main.body == Body::Hopper { hopper_item_rows(spec, caps, &main, tasks, rows) } else { block_m };
+    let (item_rows, paired) = if main.body == Body::Hopper {
+        hopper_items(spec, caps, &main, tasks, rows, task_heads)
+    } else {
+        (block_m, false)
+    };
     let row_blocks = rows.div_ceil(item_rows);
     let items = [tasks, row_blocks, num_splits].into_iter().fold(1usize, usize::saturating_mul);
     let (blocks, is_cut) = match kernel {
@@ -334,6 +363,7 @@ pub(crate) fn design(spec: &Spec, caps: &Caps) -> Result<(Design, Option<String>
         task_heads,
         rows,
         item_rows,
+        paired,
         row_blocks,
         num_splits,
         chunk,
@@ -361,7 +391,7 @@ fn words(spec: &Spec, design: &Design, refused: Option<String>) -> (String, Stri
             } else {
                 "loads of one element: their strides are not the copy engine's"
             },
-            if design.item_rows < design.main.block_m as usize {
+            if design.row_blocks > design.rows.div_ceil(design.main.block_m as usize) {
                 format!("; pieces of {} queries, since whole ones would leave multiprocessors idle", design.item_rows)
             } else {
                 String::new()

@@ -33,7 +33,7 @@ pub(crate) struct Copied {
 }
 
 impl Copied {
-    /// `tensor` at `address` in boxes of `box_rows` rows; `None` where the copy engine cannot read it.
+    /// `tensor` at `address` in boxes of `box_rows` rows; `None` where the copy engine can neither read nor write it.
     pub(crate) fn new(tensor: &TensorSpec<4>, address: usize, box_rows: u32) -> Option<Self> {
         let [batch, heads, rows, columns] = tensor.shape;
         if !moves_by(tensor, address, 16) || tensor.dtype.size_bytes() != 2 || tensor.shape.contains(&0) {

@@ -44,6 +44,8 @@ fn every_kernel_compiles_and_the_hot_ones_do_not_spill() {
             for head_dim in [96, 192, 256] {
                 hot.extend(bf16([8, 2048, 2048, head_dim], None, &plain));
             }
+            hot.extend(bf16([8, 1024, 1024, 96], None, &plain));
+            hot.extend(bf16([8, 2048, 2048, 80], None, &plain));
         }
         all.extend(of(spec(DType::F64, [8, 100, 100, 40], Some(DType::F64), &capped)));
     }

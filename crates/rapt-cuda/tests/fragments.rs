@@ -22,6 +22,11 @@ fn score(thread: i64, nt: i64, e: i64) -> (i64, i64) {
     (16 * (thread / 32) + thread % 32 / 4 + 8 * (e / 2), 8 * nt + 2 * (thread % 4) + e % 2)
 }
 
+/// The byte of a row and column of a box: `swizzled` of wgmma.cu.
+fn swizzled(row: i64, column: i64) -> i64 {
+    row * 128 + ((column * 2) ^ (row % 8 * 16))
+}
+
 #[test]
 fn a_threads_scores_are_the_accumulators_of_wgmma() {
     for n in [64, 80, 96, 112, 128, 256] {
@@ -55,7 +60,6 @@ fn packed_scores_are_the_operand_of_the_next_product() {
 
 #[test]
 fn an_element_of_a_box_lies_where_wgmma_reads_it() {
-    let swizzled = |row: i64, column: i64| row * 128 + ((column * 2) ^ (row % 8 * 16));
     assert!(WGMMA.contains("return r * 128 + ((c * 2) ^ (r % 8 * 16));"));
     let place = |name: &str| {
         let Map::Storage { layout, .. } = Atom::named(name).unwrap().map else { panic!("{name} is not in memory") };
@@ -76,9 +80,8 @@ fn an_element_of_a_box_lies_where_wgmma_reads_it() {
 fn sums_leave_registers_for_the_box_that_the_copy_engine_writes() {
     let (tv, threads, values, rows) = registers("stmatrix.x4");
     assert_eq!((threads, values, rows), (32, 8, 8));
-    let swizzled = |row: i64, column: i64| row * 128 + ((column * 2) ^ (row % 8 * 16));
     // Where lane l says that row l % 8 of matrix l / 8 goes, and the words that it gives.
-    let told = |lane: i64, nt: i64| lane % 16 * 128 + ((nt % 8 + lane / 16) ^ (lane % 8)) * 16;
+    let told = |lane: i64, nt: i64| lane % 16 * 128 + nt / 8 * (16 * 128) + ((nt % 8 + lane / 16) ^ (lane % 8)) * 16;
     for text in [
         "shared_address(tile) + lane % 16 * 128",
         "nt / 8 * (16 * 128) + ((nt % 8 + lane / 16) ^ (lane % 8)) * 16",
@@ -87,13 +90,15 @@ fn sums_leave_registers_for_the_box_that_the_copy_engine_writes() {
         assert!(HOPPER_STORE.contains(text), "{text}");
     }
     for (nt, lane, value) in
-        (0..4).flat_map(|n| (0..32).flat_map(move |lane| (0..8).map(move |value| (2 * n, lane, value))))
+        (0..8).flat_map(|n| (0..32).flat_map(move |lane| (0..8).map(move |value| (2 * n, lane, value))))
     {
         let (matrix, half) = (value / 2, value % 2);
         let place = tv.at_coord(&[lane, value].into()).unwrap();
         let (row, column) = (place % rows, place / rows - 8 * matrix);
         let address = told(8 * matrix + row, nt) + 2 * column;
         let (sum_row, sum_column) = score(lane, nt + matrix / 2, matrix % 2 * 2 + half);
-        assert_eq!(address, swizzled(sum_row, sum_column), "{nt} {lane} {value}");
+        // 16 rows of a box of 64 columns, then those of the next.
+        let box_at = sum_column / 64 * (16 * 128);
+        assert_eq!(address, box_at + swizzled(sum_row, sum_column % 64), "{nt} {lane} {value}");
     }
 }

@@ -163,10 +163,22 @@ fn hoppers_items_have_fewer_rows_where_a_launch_would_leave_multiprocessors_idle
         (8, 16384, 256, &full, 128, 1024),
     ] {
         let plan = select(&spec(DType::BF16, [heads, len, len, head_dim], None, options), &caps(Arch::Sm90a)).unwrap();
-        let (blocks, whole) = (plan.launch.unwrap().blocks, rows == plan.block_m);
+        let (blocks, whole) = (plan.launch.unwrap().blocks, items == heads * len.div_ceil(plan.block_m));
         assert_eq!((plan.items, blocks), (items, items.min(132)), "{heads} {len} {head_dim}");
         assert_eq!(plan.why.contains(&format!("pieces of {rows} queries")), !whole, "{}", plan.why);
     }
+    // Rows late and early see about as many keys: a pair of 64 would take longer than 128 alone.
+    let (bottom, window) =
+        (Options::default().with_causal(Causal::BottomRight), Options::default().with_window(Some(256), Some(256)));
+    for (heads, q_len, kv_len, options, items) in
+        [(32, 512, 32768, &bottom, 128), (8, 2048, 16384, &bottom, 128), (8, 2048, 2048, &window, 128)]
+    {
+        let spec = spec(DType::BF16, [heads, q_len, kv_len, 128], None, options);
+        assert_eq!(select(&spec, &caps(Arch::Sm90a)).unwrap().items, items, "{heads} {q_len} {kv_len}");
+    }
+    // A task has rows for two groups of three, whoever is idle.
+    let plan = select(&spec(DType::BF16, [512, 77, 77, 64], None, &full), &caps(Arch::Sm90a)).unwrap();
+    assert!(plan.items == 512 && !plan.why.contains("pieces of"), "{}", plan.why);
 }
 
 #[test]
