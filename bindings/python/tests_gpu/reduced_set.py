@@ -74,6 +74,7 @@ def main():
         decode(torch.bfloat16, dim, 4, 5000, "bottom_right")
     decode(torch.float32, 64, 1, 3000, None)
     torch.cuda.synchronize()
+    assert set(KERNELS) == {"forward", "decode", "generic"}, KERNELS
     print(f"reduced set: {sum(KERNELS.values())} calls, {dict(KERNELS)}")
 
 

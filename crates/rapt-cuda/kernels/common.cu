@@ -31,7 +31,7 @@ struct Divisor {
 };
 __device__ inline u32 divide(u32 x, const Divisor& by) { return by.magic == 0 ? x : __umulhi(x, by.magic) >> by.shift; }
 
-// Laid out as launch.rs lays it out; the host passes its own size.
+// Laid out as params.rs lays it out; the host passes its own size.
 struct Params {
     const void *q, *k, *v, *mask, *sinks, *alibi;
     void *out, *lse, *partials;
@@ -48,7 +48,7 @@ struct Params {
     int is_cut;      // decode.cu: blocks take chunks, not whole rows
     Divisor by_q_len, by_row_blocks, by_num_splits, by_group, by_tasks;  // tasks of one batch
 };
-static_assert(sizeof(Params) == PARAMS_BYTES, "launch.rs and common.cu disagree on Params");
+static_assert(sizeof(Params) == PARAMS_BYTES, "params.rs and common.cu disagree on Params");
 
 #if STORAGE == F64
 typedef double Acc;
