@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use pyo3::prelude::*;
 use rapt::{Device, Engine, Operands, Plan, Queue, Spec, Tensors, Threads};
 
-use crate::convert::lender::Lender;
+use crate::convert::lender::{Enqueued, Lender};
 use crate::convert::{Kind, torch};
 use crate::errors::Failure;
 use crate::torch_pool::{self, TorchPool};
@@ -93,24 +93,29 @@ pub(crate) struct Planned<'a> {
 }
 
 impl Planned<'_> {
-    /// Proves and runs: on the host with the GIL released, on a GPU with the stream and the memory of `lender`.
-    pub(crate) fn run<'py>(&self, py: Python<'py>, tensors: Tensors<'_>, lender: &Lender<'py>) -> Result<(), Failure> {
+    /// Proves and runs: on the host with the GIL released, on a GPU with the stream and the memory of `lender`. What was
+    /// enqueued there may read its tensors after this returns: [`Lender::hold`].
+    pub(crate) fn run<'py>(
+        &self,
+        py: Python<'py>,
+        tensors: Tensors<'_>,
+        lender: &Lender<'py>,
+    ) -> Result<Option<Enqueued>, Failure> {
         let Planned { engine, plan, torch_threads } = self;
         let mut operands = Operands::check(tensors, &plan.spec)?;
         if let Device::Cuda(device) = plan.spec.device {
             let stream = lender.stream(py, device)?;
             let workspace = lender.workspace(py, device, plan.workspace_bytes, stream)?;
-            // SAFETY: the tensors lie on this device. Memory of torch and cupy, given back, is reused only by what the same
-            // stream runs later: their own rule for every kernel on the current stream. What others export the caller holds
-            // (`Lender::hold`) until the stream has passed.
+            // SAFETY: the tensors lie on this device, and the workspace is reused only by what this stream runs later. The
+            // caller has the tensors held (`Lender::hold`) until the stream has passed.
             unsafe { engine.run_async(plan, &mut operands, workspace.memory, &Queue::Cuda { device, stream }) }?;
-            return Ok(());
+            return Ok(Some(Enqueued { device, stream }));
         }
         py.detach(|| match *torch_threads {
             Some(threads) => engine.run_on(plan, &mut operands, &Queue::Host(&TorchPool { threads })),
             None => engine.run(plan, &mut operands),
         })?;
-        Ok(())
+        Ok(None)
     }
 }
 

@@ -35,6 +35,14 @@ pub(crate) struct Request<'a, 'py> {
     pub(crate) return_lse: Option<Object<'a, 'py>>,
 }
 
+impl<'a, 'py> Request<'a, 'py> {
+    /// Every tensor of the caller's.
+    fn tensors(&self) -> impl Iterator<Item = Object<'a, 'py>> + use<'a, 'py> {
+        let optional = [self.mask, self.sinks, self.alibi_slopes, self.out];
+        [self.q, self.k, self.v].into_iter().chain(optional.into_iter().flatten())
+    }
+}
+
 /// The tensors that are read.
 struct Inputs {
     q: Operand,
@@ -188,8 +196,8 @@ pub(crate) fn attend<'py>(py: Python<'py>, home: &Home, request: &Request<'_, 'p
             lse: lse.as_mut().map(|(_, lse)| lse.view_mut()).transpose()?,
         };
         let lender = Lender::of(kind, request.q)?;
-        planned.run(py, tensors, &lender)?;
-        lender.hold(py, spec.device, inputs.exports().chain(out._hold).collect())?;
+        let enqueued = planned.run(py, tensors, &lender)?;
+        lender.hold(py, enqueued, request.tensors(), inputs.exports().chain(out._hold))?;
         let out = match (out_product.take(), request.out) {
             (Some(product), _) => product.finish(py)?,
             (None, Some(given)) => given.clone(),
@@ -269,7 +277,7 @@ pub(crate) fn fill(
     py: Python<'_>,
     home: &Home,
     request: &Request<'_, '_>,
-    lse: Option<Object<'_, '_>>,
+    lse_given: Option<Object<'_, '_>>,
 ) -> PyResult<()> {
     let telling = Cell::new(Telling { names: &mend::ATTENTION, kind: Kind::Numpy });
     guard(py, &telling, || {
@@ -280,7 +288,7 @@ pub(crate) fn fill(
         let Some(mut out) = read_out(request, kind)? else {
             return Err(Failure::door(ErrorKind::Kind, "out is None", "a tensor to write"));
         };
-        let mut lse = lse.map(|lse| convert::read("lse", lse, kind, request.q)).transpose()?;
+        let mut lse = lse_given.map(|lse| convert::read("lse", lse, kind, request.q)).transpose()?;
         // The caller chose the dtype of out: it need not be that of q.
         let options = Options { out_dtype: Some(out.dtype), ..options };
         let spec = views.spec(&options, Some(&out), lse.as_ref().map_or(Lse::No, Lse::Given))?;
@@ -295,7 +303,8 @@ pub(crate) fn fill(
             lse: lse.as_mut().map(Operand::view_mut).transpose()?,
         };
         let lender = Lender::of(kind, request.q)?;
-        home.plan(py, kind, &spec)?.run(py, tensors, &lender)?;
-        lender.hold(py, spec.device, inputs.exports().chain(out._hold).chain(lse.and_then(|lse| lse._hold)).collect())
+        let enqueued = home.plan(py, kind, &spec)?.run(py, tensors, &lender)?;
+        let exports = inputs.exports().chain(out._hold).chain(lse.and_then(|lse| lse._hold));
+        lender.hold(py, enqueued, request.tensors().chain(lse_given), exports)
     })
 }

@@ -8,7 +8,7 @@ use std::cell::Cell;
 use pyo3::prelude::*;
 use rapt::{Causal, Error, ErrorKind, MAX_RANK, Options, Shape, Spec, Strides, Tensors};
 
-use crate::convert::lender::Lender;
+use crate::convert::lender::{Enqueued, Lender};
 use crate::convert::{self, Kind, Operand};
 use crate::engine::{Home, Planned};
 use crate::errors::{Failure, Telling, guard};
@@ -27,6 +27,13 @@ pub(crate) struct Request<'a, 'py> {
     pub(crate) scale: Option<f64>,
     pub(crate) enable_gqa: bool,
     pub(crate) out: Option<Object<'a, 'py>>,
+}
+
+impl<'a, 'py> Request<'a, 'py> {
+    /// Every tensor of the caller's.
+    fn tensors(&self) -> impl Iterator<Item = Object<'a, 'py>> + use<'a, 'py> {
+        [self.query, self.key, self.value].into_iter().chain(self.attn_mask).chain(self.out)
+    }
 }
 
 /// A tensor with `rank` dimensions: its own ones last, sizes 1 and strides 0 before them.
@@ -289,8 +296,9 @@ pub(crate) fn run<'py>(
     let spec = spec_of((&q0, &k0, &v0, mask0.as_ref()), Some(&out0), &options_for_out)?;
     let planned = home.plan(py, kind, &spec)?;
     let lender = Lender::of(kind, request.query)?;
+    let mut enqueued = None;
     if outer_rank == 0 {
-        run_piece_lent(py, &planned, (&q0, &k0, &v0, mask0.as_ref()), &mut out0, &lender)?;
+        enqueued = run_piece_lent(py, &planned, (&q0, &k0, &v0, mask0.as_ref()), &mut out0, &lender)?;
     } else {
         let inputs: Vec<&Operand> = [Some(&q), Some(&k), Some(&v), mask.as_ref()].into_iter().flatten().collect();
         check_whole_output(&mut out, &inputs)?;
@@ -300,7 +308,7 @@ pub(crate) fn run<'py>(
             let at = &outer[..outer_rank];
             let (q, k, v, mask) = frame.piece((&q, &k, &v, mask.as_ref()), at);
             let mut out = frame.out_piece(&out, at)?;
-            run_piece_lent(py, &planned, (&q, &k, &v, mask.as_ref()), &mut out, &lender)?;
+            enqueued = run_piece_lent(py, &planned, (&q, &k, &v, mask.as_ref()), &mut out, &lender)?;
             for d in (0..outer_rank).rev() {
                 outer[d] += 1;
                 if outer[d] < outer_sizes[d] {
@@ -310,9 +318,8 @@ pub(crate) fn run<'py>(
             }
         }
     }
-    let (device, used) = (q.device, [Some(q), Some(k), Some(v), mask, Some(out), Some(out0)]);
-    let used = used.into_iter().flatten().filter_map(|operand| operand._hold).collect();
-    lender.hold(py, device, used)?;
+    let used = [Some(q), Some(k), Some(v), mask, Some(out), Some(out0)].into_iter().flatten();
+    lender.hold(py, enqueued, request.tensors(), used.filter_map(|operand| operand._hold))?;
     match (product, request.out) {
         (Some(product), _) => product.finish(py),
         (None, Some(out)) => Ok(out.clone()),
@@ -336,7 +343,7 @@ pub(crate) fn run_piece(
     planned: &Planned<'_>,
     inputs: Inputs<'_>,
     out: &mut Operand,
-) -> Result<(), Failure> {
+) -> Result<Option<Enqueued>, Failure> {
     run_piece_lent(py, planned, inputs, out, &Lender::Torch)
 }
 
@@ -347,7 +354,7 @@ fn run_piece_lent<'py>(
     (q, k, v, mask): Inputs<'_>,
     out: &mut Operand,
     lender: &Lender<'py>,
-) -> Result<(), Failure> {
+) -> Result<Option<Enqueued>, Failure> {
     let tensors = Tensors {
         q: q.view()?,
         k: k.view()?,

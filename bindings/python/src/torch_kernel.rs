@@ -113,6 +113,12 @@ struct Call<'a, 'py> {
     enable_gqa: bool,
 }
 
+impl<'a, 'py> Call<'a, 'py> {
+    fn tensors(&self) -> impl Iterator<Item = &'a Bound<'py, PyAny>> + use<'a, 'py> {
+        [self.query, self.key, self.value].into_iter().chain(self.mask)
+    }
+}
+
 /// The kernel under one dispatch key.
 #[pyclass(frozen, module = "rapt._native", name = "TorchKernel")]
 pub(crate) struct TorchKernel {
@@ -233,7 +239,7 @@ impl TorchKernel {
             return Ok(false);
         }
         if torch::is_grad_enabled(py)? {
-            for tensor in [Some(call.query), Some(call.key), Some(call.value), call.mask].into_iter().flatten() {
+            for tensor in call.tensors() {
                 if torch::requires_grad(tensor)? {
                     return Ok(false);
                 }
@@ -276,7 +282,9 @@ impl TorchKernel {
         let (q, k, v) = (entry.q.dress(inputs.q), entry.k.dress(inputs.k), entry.v.dress(inputs.v));
         let mask = inputs.mask.zip(entry.mask).map(|(mask, form)| form.dress(mask));
         let planned = Home::Default.resume(Arc::clone(&entry.plan), torch_threads)?;
-        sdpa::run_piece(py, &planned, (&q, &k, &v, mask.as_ref()), &mut out)?;
+        if let Some(enqueued) = sdpa::run_piece(py, &planned, (&q, &k, &v, mask.as_ref()), &mut out)? {
+            torch::record_stream(py, enqueued, call.tensors())?;
+        }
         Ok(Some(object))
     }
 

@@ -114,6 +114,66 @@ def test_many_threads_and_a_spec_after_another():
     assert not wrong and want.abs().max().item() != INF
 
 
+def backend(q, k, v, **options):
+    with rapt.torch.backend():
+        rapt.torch.reset_stats()
+        out = sdpa(q, k, v, **options)
+        assert rapt.torch.stats() == {"served": 1, "fallback": {}}
+    return out
+
+
+def into(q, k, v, mask=None):
+    out = torch.empty_like(q)
+    rapt.attention(q, k, v, mask=mask, out=out)
+    return out
+
+
+DOORS = {
+    "attention": lambda q, k, v, mask: rapt.attention(q, k, v, mask=mask),
+    "into": into,
+    "scaled_dot_product_attention": rapt.scaled_dot_product_attention,
+    "five dimensions": lambda *given: rapt.scaled_dot_product_attention(*(x[:, None] for x in given))[:, 0],
+    "backend": lambda q, k, v, mask: backend(q, k, v, attn_mask=mask),
+}
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_what_another_stream_allocated_is_not_reused_while_a_run_reads_it(door):
+    side = torch.cuda.Stream()
+    given = [*(new(1, 2, 256, 64) for _ in range(3)), torch.rand(1, 2, 256, 256, device="cuda") > 0.3]
+    # Whatever a first call sets up is set up here.
+    want = DOORS[door](*given)
+    shapes, addresses = [(x.shape, x.dtype) for x in given], {x.data_ptr() for x in given}
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side), torch.no_grad():
+        torch.cuda._sleep(500_000_000)
+        out = DOORS[door](*given)
+    given.clear()
+    # What the allocator hands out now is written at once; the run has not begun.
+    new_ones = [torch.zeros(shape, dtype=dtype, device="cuda") for shape, dtype in shapes]
+    torch.cuda.current_stream().synchronize()
+    assert not side.query(), "the run was over too soon to tell"
+    reused = addresses & {x.data_ptr() for x in new_ones}
+    side.synchronize()
+    assert not reused and torch.equal(out, want)
+
+
+def test_a_stream_gets_back_at_once_what_it_allocated_itself():
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side), torch.no_grad():
+        # A size that nothing else here has, so that the freed block is the one that fits.
+        given = [torch.zeros(1, 8, 1024, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+        addresses = {x.data_ptr() for x in given}
+        rapt.attention(*given)
+        torch.cuda._sleep(500_000_000)
+        out = rapt.attention(*given)
+        given.clear()
+        again = [torch.zeros(1, 8, 1024, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+        assert not side.query() and {x.data_ptr() for x in again} == addresses
+    side.synchronize()
+    assert not out.any()
+
+
 class Model(torch.nn.Module):
     def forward(self, q, k, v):
         return rapt.attention(q, k, v, causal=True) + sdpa(q, k, v)

@@ -20,6 +20,13 @@ use crate::errors::Failure;
 /// The driver's legacy default stream, which waits for every stream that is not declared apart from it.
 pub(crate) const DEFAULT_STREAM: usize = 0;
 
+/// Where a run was enqueued: a GPU, and a stream of it as the driver's handle.
+#[derive(Clone, Copy)]
+pub(crate) struct Enqueued {
+    pub(crate) device: u32,
+    pub(crate) stream: usize,
+}
+
 /// Who lends.
 pub(crate) enum Lender<'py> {
     /// torch.
@@ -89,13 +96,31 @@ impl<'py> Lender<'py> {
         }
     }
 
-    /// Holds what a run used until it has passed, where its own library would not; the next such call lets go of it.
-    pub(crate) fn hold(&self, py: Python<'_>, device: Device, used: Vec<Export>) -> Result<(), Failure> {
-        let (Lender::Driver, Device::Cuda(device)) = (self, device) else { return Ok(()) };
-        release(py);
-        // SAFETY: the default stream lives as long as the process.
-        let mark = unsafe { backend(device)?.mark(device, DEFAULT_STREAM) }?;
-        HELD.lock().unwrap_or_else(PoisonError::into_inner).push(Held { mark, used });
+    /// Sees to it that the memory of a run's tensors is not reused before it has passed: torch is told the stream, cupy's own
+    /// rule is that the caller keeps them, and what others export is held; the next such call lets go of it.
+    pub(crate) fn hold<'a>(
+        &self,
+        py: Python<'py>,
+        enqueued: Option<Enqueued>,
+        tensors: impl Iterator<Item = &'a Bound<'py, PyAny>>,
+        exports: impl Iterator<Item = Export>,
+    ) -> Result<(), Failure>
+    where
+        'py: 'a,
+    {
+        let Some(enqueued) = enqueued else { return Ok(()) };
+        match self {
+            Lender::Torch => torch::record_stream(py, enqueued, tensors)?,
+            Lender::Cupy(_) => {}
+            Lender::Driver => {
+                release(py);
+                let Enqueued { device, stream } = enqueued;
+                // SAFETY: the default stream lives as long as the process.
+                let mark = unsafe { backend(device)?.mark(device, stream) }?;
+                let used = exports.collect();
+                HELD.lock().unwrap_or_else(PoisonError::into_inner).push(Held { mark, used });
+            }
+        }
         Ok(())
     }
 }

@@ -11,6 +11,7 @@ use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyDict, PyTuple, PyType};
 use rapt::{DType, Device, DeviceMemory, Error, ErrorKind, Extent, Shape, Strides};
 
+use super::lender::{DEFAULT_STREAM, Enqueued};
 use super::{Operand, shape};
 use crate::errors::Failure;
 use crate::torch_abi::{self, Described, TorchAbi};
@@ -23,6 +24,7 @@ struct Api {
     empty_strided: Py<PyAny>,
     empty_like: Py<PyAny>,
     current_stream: Option<Py<PyAny>>,
+    record_stream: Py<PyAny>,
     dispatch_keys: Py<PyAny>,
     plain: [u64; 2],
     abi: Option<&'static TorchAbi>,
@@ -53,6 +55,7 @@ fn api(py: Python<'_>) -> Option<&Api> {
             abi: torch_abi::abi(),
             cpu: torch.getattr("device")?.call1(("cpu",))?.unbind(),
             uint8: torch.getattr("uint8")?.unbind(),
+            record_stream: tensor.getattr("record_stream")?.unbind(),
             tensor: tensor.unbind(),
             parameter: torch.getattr("nn")?.getattr("Parameter")?.unbind(),
             empty_strided: torch.getattr("empty_strided")?.unbind(),
@@ -375,6 +378,26 @@ pub(crate) fn current_stream(py: Python<'_>, device: u32) -> Result<usize, Failu
         return Err(Failure::door(ErrorKind::Device, "this torch has no CUDA", "a torch built with CUDA"));
     };
     Ok(current_stream.bind(py).call1((device,))?.extract()?)
+}
+
+/// Tells torch's allocator that work on this stream, torch's current one, uses these tensors: memory that was allocated on
+/// another stream is then not reused before this work has passed, and the allocator knows whether it was. It is not asked
+/// on the default stream, where nearly every tensor is at home.
+pub(crate) fn record_stream<'a, 'py: 'a>(
+    py: Python<'py>,
+    enqueued: Enqueued,
+    tensors: impl Iterator<Item = &'a Bound<'py, PyAny>>,
+) -> Result<(), Failure> {
+    if enqueued.stream == DEFAULT_STREAM {
+        return Ok(());
+    }
+    let Some(api) = api(py) else { return Ok(()) };
+    let cuda = py.import(intern!(py, "torch"))?.getattr(intern!(py, "cuda"))?;
+    let stream = cuda.call_method1(intern!(py, "current_stream"), (enqueued.device,))?;
+    for tensor in tensors {
+        api.record_stream.bind(py).call1((tensor, &stream))?;
+    }
+    Ok(())
 }
 
 /// Memory of torch's own allocator on a GPU: given back when dropped, and reused only by what the same stream runs later.
