@@ -106,8 +106,8 @@ impl Planned<'_> {
         if let Device::Cuda(device) = plan.spec.device {
             let stream = lender.stream(py, device)?;
             let workspace = lender.workspace(py, device, plan.workspace_bytes, stream)?;
-            // SAFETY: the tensors lie on this device, and the workspace is reused only by what this stream runs later. The
-            // caller has the tensors held (`Lender::hold`) until the stream has passed.
+            // SAFETY: the tensors lie on this device (`convert` read them there), and the workspace is reused only by what this
+            // stream runs later. That the tensors' memory is not reused before, `Lender::hold` says, which the caller calls next.
             unsafe { engine.run_async(plan, &mut operands, workspace.memory, &Queue::Cuda { device, stream }) }?;
             return Ok(Some(Enqueued { device, stream }));
         }

@@ -271,7 +271,7 @@ pub(crate) fn run<'py>(
     }
 
     let outer_rank = frame.outer_rank();
-    let (out_shape, outer_sizes) = (frame.out_shape, &frame.out_shape[..outer_rank]);
+    let out_shape = frame.out_shape;
     // The first piece stands for all: they differ in pointers alone. It is checked before memory is asked for.
     let start = [0usize; MAX_RANK];
     let (q0, k0, v0, mask0) = frame.piece(inputs, &start[..outer_rank]);
@@ -297,34 +297,51 @@ pub(crate) fn run<'py>(
     let planned = home.plan(py, kind, &spec)?;
     let lender = Lender::of(kind, request.query)?;
     let mut enqueued = None;
-    if outer_rank == 0 {
-        enqueued = run_piece_lent(py, &planned, (&q0, &k0, &v0, mask0.as_ref()), &mut out0, &lender)?;
+    let ran = if outer_rank == 0 {
+        run_piece_lent(py, &planned, (&q0, &k0, &v0, mask0.as_ref()), &mut out0, &lender).map(|at| enqueued = at)
     } else {
-        let inputs: Vec<&Operand> = [Some(&q), Some(&k), Some(&v), mask.as_ref()].into_iter().flatten().collect();
-        check_whole_output(&mut out, &inputs)?;
-        let pieces: usize = outer_sizes.iter().product();
-        let mut outer = start;
-        for _ in 0..pieces {
-            let at = &outer[..outer_rank];
-            let (q, k, v, mask) = frame.piece((&q, &k, &v, mask.as_ref()), at);
-            let mut out = frame.out_piece(&out, at)?;
-            enqueued = run_piece_lent(py, &planned, (&q, &k, &v, mask.as_ref()), &mut out, &lender)?;
-            for d in (0..outer_rank).rev() {
-                outer[d] += 1;
-                if outer[d] < outer_sizes[d] {
-                    break;
-                }
-                outer[d] = 0;
-            }
-        }
-    }
+        run_pieces(py, &planned, &frame, inputs, &mut out, &lender, &mut enqueued)
+    };
+    // A piece that was enqueued reads on where a later one fails.
     let used = [Some(q), Some(k), Some(v), mask, Some(out), Some(out0)].into_iter().flatten();
     lender.hold(py, enqueued, request.tensors(), used.filter_map(|operand| operand._hold))?;
+    ran?;
     match (product, request.out) {
         (Some(product), _) => product.finish(py),
         (None, Some(out)) => Ok(out.clone()),
         (None, None) => Err(Failure::door(ErrorKind::Unsupported, "no output was made", "")),
     }
+}
+
+/// Runs piece after piece; `enqueued` is where the last of them was.
+fn run_pieces<'py>(
+    py: Python<'py>,
+    planned: &Planned<'_>,
+    frame: &Frame,
+    inputs: Inputs<'_>,
+    out: &mut Operand,
+    lender: &Lender<'py>,
+    enqueued: &mut Option<Enqueued>,
+) -> Result<(), Failure> {
+    let (q, k, v, mask) = inputs;
+    let whole: Vec<&Operand> = [Some(q), Some(k), Some(v), mask].into_iter().flatten().collect();
+    check_whole_output(out, &whole)?;
+    let outer_sizes = &frame.out_shape[..frame.outer_rank()];
+    let mut outer = [0usize; MAX_RANK];
+    for _ in 0..outer_sizes.iter().product() {
+        let at = &outer[..outer_sizes.len()];
+        let (q, k, v, mask) = frame.piece(inputs, at);
+        let mut out = frame.out_piece(out, at)?;
+        *enqueued = run_piece_lent(py, planned, (&q, &k, &v, mask.as_ref()), &mut out, lender)?;
+        for (d, size) in outer_sizes.iter().enumerate().rev() {
+            outer[d] += 1;
+            if outer[d] < *size {
+                break;
+            }
+            outer[d] = 0;
+        }
+    }
+    Ok(())
 }
 
 /// The spec of one piece.

@@ -96,8 +96,10 @@ impl<'py> Lender<'py> {
         }
     }
 
-    /// Sees to it that the memory of a run's tensors is not reused before it has passed: torch is told the stream, cupy's own
-    /// rule is that the caller keeps them, and what others export is held; the next such call lets go of it.
+    /// Sees to it that the memory of a run's tensors is not reused before it has passed. What is neither torch's nor cupy's is
+    /// held, and the next such call lets go of it. torch is told of streams other than its default one; beyond that, and for
+    /// cupy, their own rule holds for every kernel: memory is reused by what the stream that allocated it runs later, and who
+    /// brings it to another keeps it.
     pub(crate) fn hold<'a>(
         &self,
         py: Python<'py>,
@@ -115,7 +117,7 @@ impl<'py> Lender<'py> {
             Lender::Driver => {
                 release(py);
                 let Enqueued { device, stream } = enqueued;
-                // SAFETY: the default stream lives as long as the process.
+                // SAFETY: the stream is the default one (`Lender::stream`), which lives as long as the process.
                 let mark = unsafe { backend(device)?.mark(device, stream) }?;
                 let used = exports.collect();
                 HELD.lock().unwrap_or_else(PoisonError::into_inner).push(Held { mark, used });
