@@ -123,6 +123,79 @@ def test_lengths_of_zero_and_rows_without_keys(dtype):
         assert bool((out == 0).all()) and bool((lse == -math.inf).all())
 
 
+# By how much in natural units the scores of keys from 300 on lie above those before.
+RISES = [-200, 3, 9, 20, 70, 90, 300, 4000, 20000]
+
+
+def _tiles_hidden():
+    """Which rows see which keys: some see their first key late, some none, and whole tiles are hidden."""
+    seen = torch.rand(1, 1, 200, 700, device="cuda") > 0.2
+    seen[..., 50:90, :260], seen[..., 90:120, :390], seen[..., 120, :] = False, False, False
+    seen[..., 400:530] = False
+    return seen
+
+
+def _biases(low):
+    return torch.where(torch.arange(700, device="cuda") < 310, low, 0.5).to(torch.bfloat16).expand(1, 1, 200, 700)
+
+
+OPTIONS = {
+    "plain": lambda: {},
+    "causal": lambda: {"causal": "bottom_right"},
+    "window": lambda: {"window": (150, 40)},
+    "softcap": lambda: {"softcap": 50.0},
+    "sinks": lambda: {"sinks": torch.tensor([0.0, 5.0, -3.0, 30.0], device="cuda")},
+    "alibi": lambda: {"alibi_slopes": torch.tensor([0.9, 0.5, 0.1, 0.01], device="cuda"), "causal": "bottom_right"},
+    "bool": lambda: {"mask": _tiles_hidden()},
+    "additive": lambda: {"mask": torch.where(_tiles_hidden(), 0.5, -math.inf).to(torch.bfloat16)},
+    "padding by -10000": lambda: {"mask": _biases(-10000.0)},
+    "padding by the lowest number": lambda: {"mask": _biases(torch.finfo(torch.bfloat16).min)},
+}
+
+
+def rising(dtype, dim, rise):
+    """(q, k, v) where a part of q.k is 0 before key 300; from there it is `rise` for some heads, and climbs to it for others."""
+    torch.manual_seed(rise % 97)
+    new = lambda *shape: torch.randn(*shape, device="cuda").to(dtype)  # noqa: E731
+    q, k, v = new(1, 4, 200, dim), new(1, 2, 700, dim), new(1, 2, 700, dim)
+    step = rise * math.sqrt(dim) / 8
+    q[..., 0], k[..., 0] = 8, 0
+    k[:, 0, 300:, 0] = step
+    k[:, 1, 300:, 0] = torch.linspace(0, step, 400, device="cuda").to(dtype)
+    return q, k, v
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_scores_that_rise_or_fall_from_tile_to_tile(dtype, dim, name):
+    for rise in RISES:
+        q, k, v = rising(dtype, dim, rise)
+        options = OPTIONS[name]()
+        out, lse = run(q, k, v, options)
+        try:
+            judge(out, lse, q, k, v, **options)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\nrise {rise}") from error
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("dim", [64, 96, 128, 256])
+def test_a_row_has_its_bits_whatever_its_neighbours_scores_are(dim, name):
+    for dtype in (torch.bfloat16, torch.float16):
+        q, k, v = rising(dtype, dim, 20)
+        q[..., 0] = 1
+        options = OPTIONS[name]()
+        want, want_lse = run(q, k, v, options)
+        others = torch.arange(200, device="cuda") != 70
+        for value in (0.5, 3, 40, 700, 30000, math.nan, math.inf):
+            q = q.clone()
+            q[:, :, 70, 0] = value
+            out, lse = run(q, k, v, options)
+            assert torch.equal(bits(out[:, :, others]), bits(want[:, :, others])), value
+            assert torch.equal(bits(lse[:, :, others]), bits(want_lse[:, :, others])), value
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("q_len", [2, 130])
 def test_scores_far_out(dtype, q_len):

@@ -104,3 +104,15 @@ def test_tiles_that_a_mask_hides_are_passed_over(pattern, kind, dtype, heads, di
             got, lse = rapt.attention(q, keys, values, mask=placed, return_lse=True)
             assert torch.equal(got, want), name
             assert torch.equal(lse, want_lse), name
+
+
+def test_more_items_to_a_block_than_it_can_note():
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 1, 64, 64, device="cuda").to(torch.bfloat16) for _ in range(3))
+    k[..., 5, :], v[..., 5, :] = math.nan, math.inf
+    mask = torch.ones(1100, 1, 1, 64, dtype=torch.bool, device="cuda")
+    mask[..., 5], mask[1::2] = False, False
+    out = rapt.attention(*(x.expand(1100, 128, -1, -1) for x in (q, k, v)), mask=mask)
+    want = rapt.attention(q, k, v, mask=mask[:1])
+    assert torch.equal(out[::2], want.expand(550, 128, -1, -1)) and not out[1::2].any()
+    assert bool(want.isfinite().all()) and bool(want.any())

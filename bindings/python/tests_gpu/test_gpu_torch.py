@@ -137,24 +137,32 @@ DOORS = {
 }
 
 
+@pytest.mark.parametrize("home", ["default", "side"])
 @pytest.mark.parametrize("door", DOORS)
-def test_what_another_stream_allocated_is_not_reused_while_a_run_reads_it(door):
-    side = torch.cuda.Stream()
-    given = [*(new(1, 2, 256, 64) for _ in range(3)), torch.rand(1, 2, 256, 256, device="cuda") > 0.3]
-    # Whatever a first call sets up is set up here.
-    want = DOORS[door](*given)
-    shapes, addresses = [(x.shape, x.dtype) for x in given], {x.data_ptr() for x in given}
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side), torch.no_grad():
-        torch.cuda._sleep(500_000_000)
+def test_what_another_stream_allocated_is_not_reused_while_a_run_reads_it(door, home):
+    owner, runner = torch.cuda.current_stream(), torch.cuda.Stream()
+    if home == "side":
+        owner, runner = runner, owner
+    with torch.cuda.stream(owner), torch.no_grad():
+        given = [*(new(1, 8, 1024, 128) for _ in range(3)), new(1, 1, 1024, 1024)]
+        want = DOORS[door](*given)
+        # Room, since the device is waited for where memory is asked of the driver. What was given lies before it.
+        spare = [torch.zeros(1 << 20, dtype=torch.bfloat16, device="cuda") for _ in range(12)]
+        del spare
+    torch.cuda.synchronize()
+    addresses = {x.data_ptr() for x in given}
+    with torch.cuda.stream(runner), torch.no_grad():
+        DOORS[door](*given)
+        torch.cuda._sleep(1_000_000_000)
         out = DOORS[door](*given)
     given.clear()
     # What the allocator hands out now is written at once; the run has not begun.
-    new_ones = [torch.zeros(shape, dtype=dtype, device="cuda") for shape, dtype in shapes]
-    torch.cuda.current_stream().synchronize()
-    assert not side.query(), "the run was over too soon to tell"
+    with torch.cuda.stream(owner):
+        new_ones = [torch.zeros(1 << 20, dtype=torch.bfloat16, device="cuda") for _ in range(4)]
+    owner.synchronize()
+    assert not runner.query(), "the run was over too soon to tell"
     reused = addresses & {x.data_ptr() for x in new_ones}
-    side.synchronize()
+    runner.synchronize()
     assert not reused and torch.equal(out, want)
 
 

@@ -276,7 +276,7 @@ struct Finished {
             Acc sink = load_as(p.sinks, p.sinks_dtype, row.head * p.sinks_stride);
             top = sink > m ? sink : m;
             Acc weight = exponential(m - top);
-            total = l * weight + exponential(sink - top), factor = weight / total;
+            total = fused(l, weight, exponential(sink - top)), factor = weight / total;
         }
     }
     __device__ Acc lse() const { return top + logarithm(total); }

@@ -7,8 +7,7 @@
 //                               s = q.K[0];  p = weigh(s)
 //     for n = 1..               s = q.K[n]          under way
 //                               acc += p.V[n-1]     under way, behind it
-//                               p' = weigh(s)       while acc is still under way, and the other group's products run
-//                               acc *= fall;  p = p'
+//                               p = weigh(s)        while acc is still under way, and the other group's products run
 //                               acc += p.V[last]    under way: rows, factors and lse of this item, place of the next
 //                               s = q.K[0]          of the next item under way: acc is stored (CHAINED)
 //
@@ -17,26 +16,38 @@
 // What the copy engine cannot read (addresses and strides of 16 bytes, inner stride 1) the producer loads element by element
 // into the same tiles: products, order and bits are the same.
 //
-// Values that nobody attends: an item with a sum that is not finite is noted and comes again at the end. Then values that
-// are not finite are taken out of each tile, and go into the sums of the rows that attend them. Finite sums have the same
-// bits both ways.
+// What a row's scores are compared with, its reference, is their maximum in the first tile in which it sees a key. From there
+// it follows weights that become large (`follow`): sums are seldom multiplied, and no other maximum is sought. But rows whose
+// reference is far from 0, or low, so that scores may yet rise by any number (biases of -10000, slopes), are watched: their
+// reference follows the maximum of each tile (`track`).
+//
+// An item with a sum that is not finite, or that cannot be had so, is noted and comes again at the end (`run_again`), one
+// product after the other. Then values that are not finite are taken out of each tile, and go into the sums of the rows that
+// attend them: what nobody attends is in none. A row that was well before has the same bits.
 // Deliberately absent: splitting of the keys (decode.cu), float32.
 
-// From this exponent on scores are compared with m before they become exponents: below it a reference is off by at most 2^-12,
-// a weight by 1.7e-4, less than half a last place of float16.
-constexpr float FAR = 8192;
+// Exponents of 2. From FAR on scores are compared with the reference before they become exponents: below it a reference is
+// off by at most 2^-12, a weight by 1.7e-4, less than half a last place of float16. Rows with a reference below LOW are watched.
+// OVER: a weight from there on is too large to be followed.
+constexpr float FAR = 8192, LOW = -64, OVER = 120;
+// What the weights of a row and tile may sum up to before the row's reference follows them: a thread's, and all where many keys
+// share the maximum (p's rounding of it would be in all of the sum). Where scores are all but equal, a weight is 1.
+constexpr float LARGE = 256, CROWD = BN * (1 + 1.f / 1024);
+// Whether rows are watched: without biases and slopes scores seldom rise by much, and an item comes again where one is far.
+constexpr bool WATCHES = NATURAL_UNITS;
 // Whether an item's first scores are begun before the one before it is stored: where there are registers for it.
 constexpr bool CHAINED = MASK == NO_MASK && !NATURAL;
 
 struct Consumer {
     const HopperParams& h;
     Shared& sh;
-    // The group, and its first row counted from its item's: far behind all rows (2^30; the sum stays an int) where items have
-    // none for it.
-    const int wg, ahead;
+    const int wg;                          // the group
     int sought = 0;                        // the kind of the tile that `seek` found
     u32 done = 0, q_done = 0, m_done = 0;  // tiles whose values were added, items, tiles of the mask
-    float m[2], l[2], fall[2], acc[VT][4];
+    int open = 0;                          // bit r: row r has no reference yet
+    int watched = 0;                       // whether any of the warp's rows is, or has none
+    // A row's reference is taken * c + reference; taken is 0 but for rows far from 0.
+    float reference[2], taken[2], l[2], acc[VT][4];
 
     // s = q.k of tile n.
     __device__ void multiply_keys(float (&s)[NT][4], u32 n) {
@@ -59,51 +70,104 @@ struct Consumer {
         commit_products();
     }
 
-    // Scores become p; m and l move on, and `fall` is what acc is yet to be multiplied with. m follows the row's maximum only
-    // when that has risen by more than SLACK powers of 2 (as in mma.cu): acc is seldom multiplied at all then.
-    __device__ void weigh(float (&s)[NT][4], float c) {
-        float base[2], taken[2];
-        bool any_far = false;
+    // The largest of a row's scores of a tile.
+    __device__ static float largest(const float (&s)[NT][4], int r) {
+        float top = s[0][r * 2], top_again = s[0][r * 2 + 1];
+#pragma unroll
+        for (int nt = 1; nt < NT; nt++) top = fmaxf(top, s[nt][r * 2]), top_again = fmaxf(top_again, s[nt][r * 2 + 1]);
+        top = fmaxf(top, top_again);
+        top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
+        return fmaxf(top, __shfl_xor_sync(~0u, top, 2));
+    }
+
+    // Gives a reference to rows that see their first key in this tile. An item with one that is far from 0 comes again.
+    __device__ void refer(const float (&s)[NT][4], float c) {
 #pragma unroll
         for (int r = 0; r < 2; r++) {
-            float top = m[r], top_again = s[0][r * 2];
-#pragma unroll
-            for (int nt = 0; nt < NT; nt++) {
-                top = fmaxf(top, s[nt][r * 2]), top_again = fmaxf(top_again, s[nt][r * 2 + 1]);
-            }
-            top = fmaxf(top, top_again);
-            top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
-            top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
-            top = (top - m[r]) * c > SLACK ? top : m[r];
-            // A row without a key yet keeps m at -inf and compares with 0.
-            base[r] = top == negative_infinity() ? 0.f : top;
-            fall[r] = top == m[r] ? 1.f : exp2_fast((m[r] - base[r]) * c);
-            m[r] = top;
-            // Far from 0 the reference is rounded too coarsely to be the same number for two m. Each row by itself: its bits
-            // are its own.
-            const bool far = fabsf(base[r] * c) > FAR;
-            taken[r] = far ? base[r] : 0.f;
-            any_far |= far;
+            const float top = largest(s, r);
+            if (!(open >> r & 1) || top == negative_infinity()) continue;
+            reference[r] = __fmul_rn(top, c), open &= ~(1 << r);
+            if (fabsf(reference[r]) > FAR) l[r] = not_a_number();
         }
-        if (__any_sync(~0u, any_far)) {
+        watched = __any_sync(~0u, open);
+    }
+
+    // Also moves it where scores of watched rows have risen: true if any moves, sums are yet to be multiplied with `fall` then. Of
+    // scores far from 0 their maximum is taken off. Each row by itself: what it is compared with does not hang on others.
+    template <bool AGAIN>
+    __device__ bool track(float (&s)[NT][4], float (&fall)[2], float c) {
+        bool moves = false, stays = false;
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            const float top = largest(s, r), rise = __fmaf_rn(top - taken[r], c, -reference[r]);
+            const bool is_open = open >> r & 1, is_watched = taken[r] != 0 || (WATCHES && reference[r] < LOW);
+            const float most = is_watched ? SLACK : AGAIN ? OVER : -negative_infinity();
+            fall[r] = 1;
+            if (top != negative_infinity() && (is_open || rise >= most)) {
+                const float scaled = __fmul_rn(top, c), was_taken = taken[r], was = reference[r];
+                const bool far = fabsf(scaled) > FAR;
+                taken[r] = far ? top : 0.f, reference[r] = far ? 0.f : scaled;
+                if (!is_open) fall[r] = exp2_fast(__fmaf_rn(was_taken - taken[r], c, was - reference[r]));
+                l[r] = __fmul_rn(l[r], fall[r]), open &= ~(1 << r), moves = true;
+            }
+            stays |= taken[r] != 0 || (WATCHES && reference[r] < LOW);
+        }
+        watched = __any_sync(~0u, stays || open != 0);
+        if (__any_sync(~0u, taken[0] != 0 || taken[1] != 0)) {
 #pragma unroll
             for (int nt = 0; nt < NT; nt++)
 #pragma unroll
-                for (int e = 0; e < 4; e++) s[nt][e] -= taken[e / 2];
-            base[0] -= taken[0], base[1] -= taken[1];
+                for (int e = 0; e < 4; e++) s[nt][e] = __fsub_rn(s[nt][e], taken[e / 2]);
         }
-        float sum[2][2] = {};
-        const float reference[2] = {base[0] * c, base[1] * c};
+        return __any_sync(~0u, moves);
+    }
+
+    // Scores become p, l moves on, and `sum` is what the thread's weights of this tile add up to.
+    __device__ void weigh(float (&s)[NT][4], float (&sum)[2], float c) {
+        float part[2][2] = {};
 #pragma unroll
         for (int nt = 0; nt < NT; nt++)
 #pragma unroll
             for (int e = 0; e < 4; e++) {
                 float& x = s[nt][e];
                 x = exp2_fast(__fmaf_rn(x, c, -reference[e / 2]));
-                sum[e / 2][e % 2] += x;
+                part[e / 2][e % 2] += x;
             }
 #pragma unroll
-        for (int r = 0; r < 2; r++) l[r] = __fmaf_rn(l[r], fall[r], sum[r][0] + sum[r][1]);
+        for (int r = 0; r < 2; r++) sum[r] = part[r][0] + part[r][1], l[r] += sum[r];
+    }
+
+    // Sums are multiplied with `fall` where `track` has moved a reference; where weights have become large, the reference follows
+    // the largest: that is 1 then, which p does not round.
+    template <bool AGAIN>
+    __device__ void follow(float (&s)[NT][4], float (&fall)[2], bool moved, const float (&sum)[2]) {
+        static_assert(CROWD / 4 < LARGE, "either sum shows in a thread's");
+        if (!(moved | __any_sync(~0u, fmaxf(sum[0], sum[1]) >= CROWD / 4))) return;
+        bool follows[2];
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            float all = sum[r] + __shfl_xor_sync(~0u, sum[r], 1);
+            all += __shfl_xor_sync(~0u, all, 2);
+            float most = fmaxf(sum[r], __shfl_xor_sync(~0u, sum[r], 1));
+            most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
+            follows[r] = most >= LARGE || all >= CROWD;
+        }
+        if (!(moved | __any_sync(~0u, follows[0] | follows[1]))) return;
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            const float rise = log2_fast(largest(s, r)), to = follows[r] ? reference[r] + rise : reference[r];
+            const float down = exp2_fast(reference[r] - to);
+            reference[r] = to;
+            // Such an item comes again: `track` moves rows of which one weight alone is that large.
+            l[r] = !AGAIN && rise >= OVER ? not_a_number() : __fmul_rn(l[r], down);
+#pragma unroll
+            for (int nt = 0; nt < NT; nt++) s[nt][r * 2] *= down, s[nt][r * 2 + 1] *= down;
+            fall[r] = moved ? fall[r] * down : down;
+        }
+#pragma unroll
+        for (int nt = 0; nt < VT; nt++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) acc[nt][e] = AGAIN ? weighed(fall[e / 2], acc[nt][e]) : fall[e / 2] * acc[nt][e];
     }
 
     __device__ static void pack_weights(u32 (&a)[NT / 2][4], const float (&s)[NT][4]) {
@@ -111,21 +175,6 @@ struct Consumer {
         for (int nt = 0; nt < NT; nt++)
 #pragma unroll
             for (int r = 0; r < 2; r++) a[nt / 2][nt % 2 * 2 + r] = pack(s[nt][r * 2], s[nt][r * 2 + 1]);
-    }
-
-    __device__ void rescale(bool careful) {
-        if (!__any_sync(~0u, fall[0] != 1 || fall[1] != 1)) return;
-        if (careful) {
-#pragma unroll
-            for (int nt = 0; nt < VT; nt++)
-#pragma unroll
-                for (int e = 0; e < 4; e++) acc[nt][e] = weighed(fall[e / 2], acc[nt][e]);
-        } else {
-#pragma unroll
-            for (int nt = 0; nt < VT; nt++)
-#pragma unroll
-                for (int e = 0; e < 4; e++) acc[nt][e] *= fall[e / 2];
-        }
     }
 
     // Scores with scale, softcap and slopes in them; `factor` is what they are yet to be multiplied with.
@@ -143,24 +192,24 @@ struct Consumer {
 #pragma unroll
                 for (int e = 0; e < 2; e++) {
                     float& x = s[nt][r * 2 + e];
-                    x *= scale;
+                    x = __fmul_rn(x, scale);
                     if (p.softcap != 0) x = cap * tanhf(x * inverse_cap);
-                    if (p.alibi != nullptr) x -= slope * (float)abs(distance - nt * 8 - e);
+                    if (p.alibi != nullptr) x = __fmaf_rn(-slope, (float)abs(distance - nt * 8 - e), x);
                 }
         }
         return 1.f;
     }
 
-    // What is added to the scores, and what hides them.
-    __device__ void mask_scores(float (&s)[NT][4], const Work& work, int n0, const MaskRows& mask, bool careful) {
-        const bool positions = n0 < work.all_lo || n0 + BN > work.all_hi;
+    // What is added to the scores, and what hides them; what they are compared with where that may change. As `track`.
+    template <bool AGAIN>
+    __device__ bool bring(float (&s)[NT][4], const Work& work, int n0, const MaskRows& mask, float (&fall)[2], float c) {
         float factor = (float)h.p.scale;
         if (NATURAL) {
             const Place place = this->place(work);
             factor = bring_to_natural_units(s, Queries{h.p, place.task, place.r0}, n0);
         }
 #if MASK == ADDITIVE_MASK
-        if (mask.kind == MIXED) mask.add(s, factor, careful), factor = 1;
+        if (mask.kind == MIXED) mask.add(s, factor, AGAIN), factor = 1;
 #endif
         if (NATURAL_UNITS && factor != 1) {
 #pragma unroll
@@ -171,21 +220,44 @@ struct Consumer {
 #if MASK == BOOL_MASK
         if (mask.kind == MIXED) mask.hide(s);
 #endif
-        if (!positions) return;
-        const Place place = this->place(work);
-        const Queries queries{h.p, place.task, place.r0};
+        const bool positions = n0 < work.all_lo || n0 + BN > work.all_hi;
+        const bool tracks = AGAIN || watched;
+        // One branch for what is seldom.
+        if (!(positions | tracks)) return false;
+        if (positions) hide_positions(s, work, n0);
+        if (!tracks) return false;
+        if (AGAIN || WATCHES) return track<AGAIN>(s, fall, c);
+        refer(s, c);
+        return false;
+    }
+
+    // As few instructions as may be: they run once or twice an item, and each is fetched anew then.
+    __device__ void hide_positions(float (&s)[NT][4], const Work& work, int n0) const {
+        const Params& p = h.p;
+        const bool before = n0 < work.all_lo;
+        const int first = n0 + threadIdx.x % 4 * 2;
+        const int r0 = (NATURAL ? place(work).r0 : work.r0 + threadIdx.x % 128 / 32 * 16) + threadIdx.x % 32 / 4;
 #pragma unroll
         for (int r = 0; r < 2; r++) {
-            const int i = queries.row(0, r).i, first = n0 + threadIdx.x % 4 * 2;
-            const int lo = keys_lo(h.p, i) - first;
-            const u32 count = max(keys_hi(h.p, i) - first - lo, 0);
+            const int row = r0 + r * 8;
+            const int i = row - divide(row, p.by_q_len) * p.q_len;
+            u32 seen = below(keys_hi(p, i) - first);
+            if (before) seen &= ~below(keys_lo(p, i) - first);
 #pragma unroll
             for (int nt = 0; nt < NT; nt++)
 #pragma unroll
                 for (int e = 0; e < 2; e++) {
-                    if ((u32)(nt * 8 + e - lo) >= count) s[nt][r * 2 + e] = negative_infinity();
+                    if (!(seen & 1u << (nt * 2 + e))) s[nt][r * 2 + e] = negative_infinity();
                 }
         }
+    }
+    // A bit for each of a thread's keys of a tile, which are pairs 8 apart: those before key n, counted from its first.
+    __device__ static u32 below(int n) {
+        static_assert(NT <= 16, "a bit for each key");
+        u32 bits;
+        n = max(n, 0);
+        asm("bmsk.clamp.b32 %0, 0, %1;" : "=r"(bits) : "r"(n / 8 * 2 + min(n % 8, 2)));
+        return bits;
     }
 
     // What the mask says of the tile that `seek` found last.
@@ -216,7 +288,7 @@ struct Consumer {
 
     __device__ void release(u64& barrier) {
         __syncwarp();
-        if (threadIdx.x % 32 == 0) arrive(barrier);
+        arrive_if(barrier, threadIdx.x % 32 == 0);
     }
 
     // Takes values that are not finite out of the tile at hand, keys n0.., and adds them to the sums of the rows that attend
@@ -253,7 +325,7 @@ struct Consumer {
                     if (nt * 2 + e % 2 != at || found[e / 2] == 0) continue;
                     const float infinity = -negative_infinity();
                     const u32 kinds = found[e / 2];
-                    acc[nt][e] += kinds == 1 ? infinity : kinds == 2 ? -infinity : __uint_as_float(0x7fffffffu);
+                    acc[nt][e] += kinds == 1 ? infinity : kinds == 2 ? -infinity : not_a_number();
                 }
         }
         // All groups together, once none of them needs what is taken out.
@@ -272,17 +344,16 @@ struct Consumer {
     }
 
     // An item without rows for this group: what others wait for, in the order of `run`.
-    __device__ void pass_over(const Work& work, bool careful) {
+    __device__ void pass_over(const Work& work) {
         if (copies_queries(h.p)) wait(sh.q_full, q_done++ & 1);
         release_queries();
         wait(sh.k_full[stage_of(done)], phase_of(done));
         release(sh.k_empty[stage_of(done)]);
         MaskRows mask;
         take_mask(mask);
-        int n0 = work.n0, next = n0 + BN;
+        int next = work.n0 + BN;
 #pragma unroll 1
-        for (; seek(next, work.end); n0 = next, next += BN, done++) {
-            if (careful) isolate_values(work, n0);
+        for (; seek(next, work.end); next += BN, done++) {
             wait(sh.k_full[stage_of(done + 1)], phase_of(done + 1));
             take_turn(), end_turn();
             release(sh.k_empty[stage_of(done + 1)]);
@@ -290,7 +361,6 @@ struct Consumer {
             wait(sh.v_full[stage_of(done)], phase_of(done));
             release(sh.v_empty[stage_of(done)]);
         }
-        if (careful) isolate_values(work, n0);
         wait(sh.v_full[stage_of(done)], phase_of(done));
         release(sh.v_empty[stage_of(done++)]);
     }
@@ -299,6 +369,7 @@ struct Consumer {
     __device__ void end_turn() { tell(wg == WGS - 1 ? TURN : TURN + 1 + wg, 256); }
 
     // What the rows are multiplied with and where they go; also stores their lse.
+    template <bool AGAIN>
     __device__ Ends finish(const Work& work) {
         const Params& p = h.p;
         const Place place = this->place(work);
@@ -310,7 +381,9 @@ struct Consumer {
             l[r] += __shfl_xor_sync(~0u, l[r], 2);
             const Row row = queries.row(0, r);
             ends.inside[r] = place.r0 + (int)(threadIdx.x % 32 / 4) + r * 8 < p.rows;
-            const Finished finished(p, row, NATURAL_UNITS ? m[r] : natural_max(p, m[r]), l[r]);
+            float m = __fmul_rn(reference[r], LN_2);
+            if (AGAIN || WATCHES) m = __fadd_rn(m, NATURAL_UNITS ? taken[r] : __fmul_rn(taken[r], (float)p.scale));
+            const Finished finished(p, row, m, l[r]);
             if (ends.inside[r] && threadIdx.x % 4 == 0) store_lse(p, row, finished);
             ends.factor[r] = finished.factor;
             ends.to[r] = 0;
@@ -325,7 +398,7 @@ struct Consumer {
         for (int nt = 0; nt < VT; nt++)
 #pragma unroll
             for (int e = 0; e < 4; e++) zero[e] = __fmaf_rn(acc[nt][e], 0.f, zero[e]);
-        return zero[0] + zero[1] + (zero[2] + zero[3]) != 0;
+        return zero[0] + zero[1] + (zero[2] + zero[3]) + (l[0] + l[1]) * 0.f != 0;
     }
 
     // Rows of other heads and strides: the group loads its own queries.
@@ -341,14 +414,14 @@ struct Consumer {
     }
 
     // The next round from `round` on that has an item, -1 if there is none.
-    __device__ int next_round(int round, int pass) const {
+    __device__ int next_round(int round, bool again) const {
         for (;; round++) {
             const Item item(h, round);
             if (item.is_beyond(h)) {
                 round = -1;
                 break;
             }
-            if (!item.is_none() && (pass == 0 || comes_again(sh, round))) break;
+            if (!item.is_none() && (!again || comes_again(sh, round))) break;
         }
         return CHAINED ? round : same(round);
     }
@@ -357,17 +430,19 @@ struct Consumer {
         const Params& p = h.p;
         const Item item(h, round);
         const Tiles tiles = item.tiles(h);
-        const int r0 = item.r0(h) + ahead, first_row = min(r0, p.rows - 1);
+        const int r0 = group_row(item), first_row = min(r0, p.rows - 1);
         const Seen seen(p, Task(p, item.task), first_row, max(min(r0 + 64, p.rows), first_row + 1));
         Work work{round, item.task, r0, tiles.first, tiles.first + (tiles.count - 1) * BN, seen.all_lo, seen.all_hi};
         work.any = seek(work.n0, work.end);
         return work;
     }
+    // The group's first row of an item: far behind all rows (the sum stays an int) where the item has none for it.
+    __device__ int group_row(const Item& item) const { return item.r0(h) + (wg < item.groups(h) ? wg * 64 : 1 << 30); }
     // Derived anew where it is needed, which takes no register meanwhile.
     __device__ Place place(const Work& work) const {
         if (CHAINED) return Place(h.p, work.task, anew(work.r0));
         const Item item(h, anew(work.round));
-        return Place(h.p, item.task, item.r0(h) + ahead);
+        return Place(h.p, item.task, group_row(item));
     }
 
     // Waits for q and the first keys.
@@ -380,17 +455,19 @@ struct Consumer {
         wait(sh.k_full[stage_of(done)], phase_of(done));
     }
 
+    __device__ void begin_rows() {
+        reference[0] = reference[1] = taken[0] = taken[1] = l[0] = l[1] = 0, open = 3, watched = 1;
+    }
     __device__ void zero_sums() {
 #pragma unroll
         for (int nt = 0; nt < VT; nt++) acc[nt][0] = acc[nt][1] = acc[nt][2] = acc[nt][3] = 0;
     }
 
-    __device__ void run(int pass) {
+    __device__ void run() {
         const Params& p = h.p;
-        const bool careful = pass == 1;
         const float c = NATURAL_UNITS ? LOG2_E : exponent_factor(p);
         float s[NT][4];
-        int round = next_round(0, pass);
+        int round = next_round(0, false);
         Work next = CHAINED ? work_of(round) : Work();
         bool begun = false;  // whether s has the next item's first scores
 #pragma unroll 1
@@ -398,11 +475,11 @@ struct Consumer {
             const Work work = CHAINED ? next.uniform() : work_of(round);
             if (!work.any || work.r0 >= p.rows) {
                 if (work.any) {
-                    pass_over(work, careful);
+                    pass_over(work);
                 } else {
                     store_nothing(p, place(work));
                 }
-                round = next_round(round + 1, pass);
+                round = next_round(round + 1, false);
                 if (CHAINED) next = work_of(round);
                 continue;
             }
@@ -415,43 +492,41 @@ struct Consumer {
             u32 a[NT / 2][4];
             MaskRows mask;
             int n0 = work.n0, n1 = n0 + BN;
-            m[0] = m[1] = negative_infinity(), l[0] = l[1] = 0;
-            if (careful) zero_sums();
+            begin_rows();
             take_mask(mask);
             bool more = seek(n1, work.end);
-            mask_scores(s, work, n0, mask, careful);
-            weigh(s, c);
+            float fall[2], sum[2];
+            bring<false>(s, work, n0, mask, fall, c);
+            weigh(s, sum, c);
             pack_weights(a, s);
             if (!more) release_queries();
 #pragma unroll 1
             for (; more; done++) {
-                if (careful) isolate_values(work, n0);
                 wait(sh.k_full[stage_of(done + 1)], phase_of(done + 1));
                 take_turn();
                 multiply_keys(s, done + 1);
                 wait(sh.v_full[stage_of(done)], phase_of(done));
-                add_values(a, done, careful || n0 != work.n0);
+                add_values(a, done, n0 != work.n0);
                 end_turn();
                 take_mask(mask);
                 n0 = n1, n1 += BN;
                 more = seek(n1, work.end);
                 wait_scores<1>(s);
                 release(sh.k_empty[stage_of(done + 1)]);
-                if (!more) release_queries();
-                mask_scores(s, work, n0, mask, careful);
-                weigh(s, c);
+                arrive_if(sh.q_empty, threadIdx.x % 32 == 0 & !more & copies_queries(p));
+                const bool moved = bring<false>(s, work, n0, mask, fall, c);
+                weigh(s, sum, c);
                 wait_sums<0>(acc);
                 release(sh.v_empty[stage_of(done)]);
+                follow<false>(s, fall, moved, sum);
                 pack_weights(a, s);
-                rescale(careful);
             }
-            if (careful) isolate_values(work, n0);
             wait(sh.v_full[stage_of(done)], phase_of(done));
-            add_values(a, done, careful || n0 != work.n0);
+            add_values(a, done, n0 != work.n0);
             Ends ends;
             if (CHAINED) {
-                ends = finish(work);
-                round = next_round(round + 1, pass);
+                ends = finish<false>(work);
+                round = next_round(round + 1, false);
                 next = work_of(round), begun = next.any && next.r0 < p.rows;
             }
             wait_sums<0>(acc);
@@ -462,9 +537,9 @@ struct Consumer {
                 // (C7515).
                 multiply_keys(s, done);
             } else {
-                ends = finish(work);
+                ends = finish<false>(work);
             }
-            if (!careful && __any_sync(~0u, has_non_finite())) {
+            if (__any_sync(~0u, has_non_finite())) {
                 if (threadIdx.x % 32 == 0) atomicOr(&sh.again[work.round % NOTES / 32], 1u << work.round % 32);
             } else {
                 if (STAGED && h.out_copied) {
@@ -476,7 +551,55 @@ struct Consumer {
             if (CHAINED) {
                 wait_scores<0>(s);
             } else {
-                round = next_round(round + 1, pass);
+                round = next_round(round + 1, false);
+            }
+        }
+    }
+
+    // Works off the items that were noted. Groups without rows multiply as well, whatever lies there.
+    __device__ void run_again() {
+        const Params& p = h.p;
+        const float c = NATURAL_UNITS ? LOG2_E : exponent_factor(p);
+#pragma unroll 1
+        for (int round = next_round(0, true); round >= 0; round = next_round(round + 1, true)) {
+            const Work work = work_of(round).uniform();
+            // Of another round that has the same note.
+            if (!work.any) continue;
+            int n0 = work.n0;
+            bool more = true;
+            begin_rows();
+            zero_sums();
+            await_queries(work);
+#pragma unroll 1
+            while (more) {
+                float s[NT][4], fall[2], sum[2];
+                u32 a[NT / 2][4];
+                MaskRows mask;
+                wait(sh.k_full[stage_of(done)], phase_of(done));
+                multiply_keys(s, done);
+                wait_scores<0>(s);
+                release(sh.k_empty[stage_of(done)]);
+                take_mask(mask);
+                // Before values are waited for: they are loaded when tiles that the mask hides have been passed over.
+                int n1 = n0 + BN;
+                more = seek(n1, work.end);
+                if (!more) release_queries();
+                const bool moved = bring<true>(s, work, n0, mask, fall, c);
+                weigh(s, sum, c);
+                follow<true>(s, fall, moved, sum);
+                pack_weights(a, s);
+                isolate_values(work, n0);
+                n0 = n1;
+                add_values(a, done, true);
+                wait_sums<0>(acc);
+                release(sh.v_empty[stage_of(done++)]);
+            }
+            const Ends ends = finish<true>(work);
+            if (work.r0 >= p.rows) continue;
+            if (STAGED && h.out_copied) {
+                store_by_copy(h, sh, place(work), acc, ends);
+            } else {
+                store(p, acc, ends);
             }
         }
     }
@@ -540,21 +663,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(const __grid_
             }
             __syncwarp();
             meet(END, THREADS);
-            u32 any = 0;
-            for (int at = 0; at < NOTES / 32; at++) any |= sh.again[at];
-            if (any == 0) break;
+            if (!any_comes_again(sh)) break;
         }
     } else {
         take_registers<CONSUMER_REGISTERS>();
-        Consumer consumer{h, sh, group, group * 64 < h.item_rows ? group * 64 : 1 << 30};
+        Consumer consumer{h, sh, group};
         if (group == WGS - 1) tell(TURN, 256);
-#pragma unroll 1
-        for (int pass = 0; pass < 2; pass++) {
-            consumer.run(pass);
+        consumer.run();
+        meet(END, THREADS);
+        if (any_comes_again(sh)) {
+            consumer.run_again();
             meet(END, THREADS);
-            u32 any = 0;
-            for (int at = 0; at < NOTES / 32; at++) any |= sh.again[at];
-            if (any == 0) break;
         }
         if (STAGED && threadIdx.x % 32 == 0) await_copies_out();
     }

@@ -23,7 +23,8 @@ struct HopperParams {
     int mask_wide;      // rows of the mask can be read 16 bytes at a time
     int shift;          // by how many blocks work moves on from round to round
     int out_copied;     // whether the copy engine writes out, by out_map
-    int item_rows;      // a multiple of 64 up to BLOCK_M
+    int item_groups;    // groups of 64 rows
+    int short_items;    // of a task, at its beginning: they have one group less
     Divisor by_units;   // runs of rows, or pairs of them, of one task
     Divisor by_grid;    // blocks of the launch
 };
@@ -75,9 +76,10 @@ struct Item {
     __device__ bool is_beyond(const HopperParams& h) const { return task >= h.tasks; }
     // The middle one of an odd number has no partner.
     __device__ bool is_none() const { return block < 0; }
-    __device__ int r0(const HopperParams& h) const { return block * h.item_rows; }
+    __device__ int groups(const HopperParams& h) const { return h.item_groups - (block < h.short_items); }
+    __device__ int r0(const HopperParams& h) const { return (block * h.item_groups - min(block, h.short_items)) * 64; }
     __device__ Tiles tiles(const HopperParams& h) const {
-        return Seen(h.p, Task(h.p, task), r0(h), min(r0(h) + h.item_rows, h.p.rows));
+        return Seen(h.p, Task(h.p, task), r0(h), min(r0(h) + groups(h) * 64, h.p.rows));
     }
 };
 
@@ -116,6 +118,11 @@ __device__ inline T anew(T x) {
 
 __device__ inline bool comes_again(const Shared& sh, int round) {
     return sh.again[round % NOTES / 32] >> (round % 32) & 1;
+}
+__device__ inline bool any_comes_again(const Shared& sh) {
+    u32 any = 0;
+    for (int at = 0; at < NOTES / 32; at++) any |= sh.again[at];
+    return any != 0;
 }
 
 // ROWS rows of boxes of BOX_ROWS rows, by 128 threads, zero beyond `rows` and `dim`.

@@ -22,7 +22,7 @@ constexpr int D = HEAD_DIM, DV = HEAD_DIM_V;      // multiples of 16, zero-fille
 __device__ constexpr bool is_swizzled(int width) { return width % 64 == 0; }
 __device__ constexpr int row_of(int width) { return is_swizzled(width) ? width : width + 8; }
 constexpr int K_ROW = row_of(D), V_ROW = row_of(DV);  // elements
-constexpr float LOG2_E = 1.44269504088896340736f;
+constexpr float LOG2_E = 1.44269504088896340736f, LN_2 = 0.69314718055994530942f;
 // Beyond this m*c is off by more than a unit in the exponent: s - m is taken first then.
 constexpr float EXACT = 4194304.f;
 // By how many powers of 2 a row's maximum may rise before its sums are rescaled: weights are at most 2^SLACK.
@@ -68,9 +68,16 @@ __device__ inline u32 pack(float low, float high) {
     asm("cvt.rn." MMA_TYPE "x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
     return packed;
 }
+__device__ inline float not_a_number() { return __uint_as_float(0x7fffffffu); }
 __device__ inline float exp2_fast(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+__device__ inline float log2_fast(float x) {
+    float y;
+    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
 
@@ -93,6 +100,16 @@ __device__ inline void init_barrier(u64& barrier, u32 count) {
 }
 __device__ inline void arrive(u64& barrier) {
     asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state, [%0];\n}" ::"r"(shared_address(&barrier)) : "memory");
+}
+// Without a branch: threads that part for one are taken to be apart from then on (uniform registers are not used).
+__device__ inline void arrive_if(u64& barrier, bool is) {
+    asm volatile(
+        "{\n.reg .pred is;\n.reg .b64 state;\nsetp.ne.u32 is, %1, 0;\n@is mbarrier.arrive.shared.b64 state, [%0];\n}" ::"r"(
+            shared_address(&barrier)
+        ),
+        "r"((u32)is)
+        : "memory"
+    );
 }
 __device__ inline void wait(u64& barrier, u32 phase) {
 #if __CUDA_ARCH__ >= 900
@@ -498,7 +515,7 @@ struct Sums {
 #pragma unroll
                     for (int e = 0; e < 4; e++) {
                         const int found = (int)count[mt][n][e];
-                        const float nan = __uint_as_float(0x7fffffffu);
+                        const float nan = not_a_number();
                         if (found >= 1 << 14 || (found % 128 != 0 && found >= 128)) {
                             acc[mt][nt + n][e] = nan;
                         } else if (found != 0) {

@@ -208,13 +208,14 @@ pub(crate) struct HopperParams {
     pub(crate) mask_wide: i32,
     pub(crate) shift: i32,
     pub(crate) out_copied: i32,
-    pub(crate) item_rows: i32,
+    item_groups: i32,
+    pub(crate) short_items: i32,
     by_units: Divisor,
     by_grid: Divisor,
     pub(crate) padding: [u32; HOPPER_PADDING],
 }
 
-const HOPPER_PADDING: usize = (64 - (size_of::<Params>() + 40) % 64) % 64 / 4;
+const HOPPER_PADDING: usize = (64 - (size_of::<Params>() + 44) % 64) % 64 / 4;
 
 /// By how many blocks work moves on from round to round, so that `grid` blocks meet all of a task's `units` in turn: the
 /// least that leaves them no common divisor.
@@ -241,7 +242,8 @@ impl HopperParams {
             mask_wide,
             shift: int(shift_of(grid, units)),
             out_copied: i32::from(maps.out.is_some()),
-            item_rows: int(design.item_rows),
+            item_groups: int(design.item_rows / 64),
+            short_items: int(design.short_items),
             by_units: Divisor::new(units),
             by_grid: Divisor::new(grid),
             padding: [0; HOPPER_PADDING],
@@ -256,7 +258,7 @@ impl HopperParams {
 }
 
 const _: () = assert!(
-    size_of::<HopperParams>() == 4 * 128 + size_of::<Params>() + 40 + 4 * HOPPER_PADDING,
+    size_of::<HopperParams>() == 4 * 128 + size_of::<Params>() + 44 + 4 * HOPPER_PADDING,
     "HopperParams has padding"
 );
 const _: () = assert!(size_of::<Params>() == 9 * 8 + 25 * 8 + 3 * 8 + 22 * 4 + 5 * 8, "Params has padding");

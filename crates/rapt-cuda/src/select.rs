@@ -71,6 +71,8 @@ pub(crate) struct Design {
     pub(crate) rows: usize,
     /// Rows of one item.
     pub(crate) item_rows: usize,
+    /// Items at the beginning of a task that have 64 rows less.
+    pub(crate) short_items: usize,
     /// Whether hopper.cu works off late items and early ones in pairs.
     pub(crate) paired: bool,
     pub(crate) row_blocks: usize,
@@ -149,13 +151,12 @@ fn mma_code(spec: &Spec, caps: &Caps, body: Body, block_m: u32, depth: u32) -> C
 }
 
 /// Queries per block of hopper.cu and the keys that it can have (the first that fits shared memory): three groups of 64
-/// queries where the sums of a group are few, else two; keys as many as leave the sums, and biases, in registers. `short`:
-/// long blocks would multiply what few of their queries see. `many_keys`: the last tile of keys, which may be filled in part,
-/// is but one of many. Measured on an H200, 2026-11: docs/hopper.md.
-const fn hopper_tiles(dims: (u32, u32), mask: MaskClass, short: bool, many_keys: bool) -> (u32, &'static [u32]) {
+/// queries where the sums of a group are few, else two; keys as many as leave the sums, and biases, in registers. `many_keys`:
+/// the last tile of keys, which may be filled in part, is but one of many. Measured on an H200, 2026-11: docs/hopper.md.
+const fn hopper_tiles(dims: (u32, u32), mask: MaskClass, many_keys: bool) -> (u32, &'static [u32]) {
     match (dims, mask) {
         ((..=64, ..=64), MaskClass::None) => (192, &[128]),
-        ((..=96, ..=96), MaskClass::None) if !short => (192, if many_keys { &[112] } else { &[96] }),
+        ((..=96, ..=96), MaskClass::None) => (192, if many_keys { &[112] } else { &[96] }),
         ((_, ..=128), MaskClass::None | MaskClass::Bool) => (128, &[128, 96, 64]),
         ((_, ..=192), MaskClass::None) => (128, &[112, 80]),
         (_, MaskClass::None) => (128, &[80, 64]),
@@ -165,48 +166,76 @@ const fn hopper_tiles(dims: (u32, u32), mask: MaskClass, short: bool, many_keys:
     }
 }
 
-/// Rows of an item of hopper.cu, and whether items are worked off in pairs, a late one and an early one: where positions
-/// bound the keys, rows see unlike numbers of them; but where each item has a block they are alone.
-///
-/// As many rows as a block can have, or such as let a launch end sooner, where those would leave multiprocessors idle. In
-/// sixths of what a tile of keys takes with three groups of 64 rows: with two it takes five, with one four, and an item three
+/// How the rows of a task are cut into items of hopper.cu.
+#[derive(Clone, Copy, Debug)]
+struct HopperItems {
+    /// Groups of 64 rows of an item.
+    groups: usize,
+    /// Items of a task.
+    count: usize,
+    /// Whether a late item and an early one are worked off in turn.
+    paired: bool,
+    /// Items at the beginning that have a group less.
+    short: usize,
+}
+
+impl HopperItems {
+    /// In pairs where positions bound the keys, so that rows see unlike numbers of them; but where each item has a block they are
+    /// alone. Then early items also have a group less rather than the last one one or two groups only, which take two thirds
+    /// and five sixths of what three take (causal, H200, 2026-11: 6 % at 1024 rows, 3 % at 4096).
+    fn new(bounded: bool, groups: usize, tasks: usize, rows: usize, multiprocessors: usize) -> Self {
+        let count = rows.div_ceil(64 * groups);
+        let paired = bounded && tasks.saturating_mul(count) > multiprocessors;
+        let short = if paired && count > 1 { count * groups - rows.div_ceil(64) } else { 0 };
+        HopperItems { groups, count, paired, short }
+    }
+
+    /// The first row of an item.
+    fn first_row(&self, item: usize) -> usize {
+        (item * self.groups - item.min(self.short)) * 64
+    }
+
+    /// Items of a task, or pairs of them.
+    fn units(&self) -> usize {
+        if self.paired { self.count.div_ceil(2) } else { self.count }
+    }
+}
+
+/// As many rows to an item as a block can have, or such as let a launch end sooner, where those would leave multiprocessors idle.
+/// In sixths of what a tile of keys takes with three groups of 64 rows: with two it takes five, with one four, and an item three
 /// beside its tiles (H200, 2026-11).
-fn hopper_items(spec: &Spec, caps: &Caps, code: &Code, tasks: usize, rows: usize, task_heads: usize) -> (usize, bool) {
+fn hopper_items(spec: &Spec, caps: &Caps, code: &Code, tasks: usize, rows: usize, task_heads: usize) -> HopperItems {
     let range = spec.block_range();
     let multiprocessors = caps.multiprocessors.max(1) as usize;
     let block_n = code.depth as usize;
-    let cut = |groups: usize| {
-        let (item_rows, blocks) = (64 * groups, rows.div_ceil(64 * groups));
-        let paired = !range.is_unbounded() && tasks.saturating_mul(blocks) > multiprocessors;
-        let units = tasks.saturating_mul(if paired { blocks.div_ceil(2) } else { blocks });
-        (item_rows, blocks, paired, units.div_ceil(multiprocessors))
-    };
+    let cut = |groups: usize| HopperItems::new(!range.is_unbounded(), groups, tasks, rows, multiprocessors);
+    let rounds = |items: &HopperItems| tasks.saturating_mul(items.units()).div_ceil(multiprocessors);
     let time = |groups: usize| {
-        let (item_rows, blocks, paired, rounds) = cut(groups);
-        let tiles = |block: usize| {
+        let items = cut(groups);
+        let tiles = |item: usize| {
             // Rows of several heads: any query may be among them.
             let (i0, i1) = if task_heads == 1 {
-                (block * item_rows, rows.min((block + 1) * item_rows))
+                (items.first_row(item), rows.min(items.first_row(item + 1)))
             } else {
                 (0, spec.q_len())
             };
             let (lo, hi) = range.keys_of_run(i0, i1);
             hi.div_ceil(block_n).saturating_sub(lo / block_n)
         };
-        let (last, middle) = (blocks - 1, blocks / 2);
-        let (most, ends) = if paired {
+        let (last, middle) = (items.count - 1, items.count / 2);
+        let (most, ends) = if items.paired {
             ((tiles(0) + tiles(last)).max(tiles(middle) + tiles(last - middle)), 2)
         } else {
             (tiles(0).max(tiles(middle)).max(tiles(last)), 1)
         };
-        rounds.saturating_mul(most * (3 + groups) + 3 * ends)
+        rounds(&items).saturating_mul(most * (3 + groups) + 3 * ends)
     };
     let whole = code.block_m as usize / 64;
-    let (.., rounds) = cut(whole);
     // Of many rounds the last one counts for little.
-    let groups = if rounds > 2 { whole } else { (1..=whole).rev().min_by_key(|groups| time(*groups)).unwrap_or(whole) };
-    let (item_rows, _, paired, _) = cut(groups);
-    (item_rows, paired)
+    if rounds(&cut(whole)) > 2 {
+        return cut(whole);
+    }
+    cut((1..=whole).rev().min_by_key(|groups| time(*groups)).unwrap_or(whole))
 }
 
 /// The code of hopper.cu, where it runs.
@@ -214,11 +243,10 @@ fn hopper_code(spec: &Spec, caps: &Caps) -> Option<Code> {
     if caps.arch != Arch::Sm90a {
         return None;
     }
-    // Where keys are bounded by position; but rows of K and V that are not whole sectors of memory are dear to read often.
+    // Rows of K and V that are not whole sectors of memory are dear to read in large tiles.
     let whole_sectors = spec.head_dim().is_multiple_of(16) && spec.head_dim_v().is_multiple_of(16);
-    let short = whole_sectors && !spec.block_range().is_unbounded();
     let many_keys = whole_sectors && spec.kv_len() >= MANY_KEYS;
-    let (block_m, tiles) = hopper_tiles(padded_dims(spec), mask_class(spec), short, many_keys);
+    let (block_m, tiles) = hopper_tiles(padded_dims(spec), mask_class(spec), many_keys);
     // As far as strides tell.
     let vector = [&spec.q, &spec.k, &spec.v].into_iter().all(|tensor| Copied::new(tensor, 0, 1).is_some());
     // Biases are added in natural units by themselves.
@@ -334,10 +362,11 @@ pub(crate) fn design(spec: &Spec, caps: &Caps) -> Result<(Design, Option<String>
     let (num_splits, chunk) = if few { (kv_len.div_ceil(chunk).max(1), chunk) } else { (1, 0) };
     let dv_blocks = if kernel == Kernel::Generic { spec.head_dim_v().div_ceil(main.depth as usize) } else { 1 };
     let tasks = spec.batch().saturating_mul(spec.num_q_heads() / task_heads.max(1));
-    let (item_rows, paired) = if main.body == Body::Hopper {
-        hopper_items(spec, caps, &main, tasks, rows, task_heads)
+    let (item_rows, short_items, paired) = if main.body == Body::Hopper {
+        let items = hopper_items(spec, caps, &main, tasks, rows, task_heads);
+        (items.groups * 64, items.short, items.paired)
     } else {
-        (block_m, false)
+        (block_m, 0, false)
     };
     let row_blocks = rows.div_ceil(item_rows);
     let items = [tasks, row_blocks, num_splits].into_iter().fold(1usize, usize::saturating_mul);
@@ -363,6 +392,7 @@ pub(crate) fn design(spec: &Spec, caps: &Caps) -> Result<(Design, Option<String>
         task_heads,
         rows,
         item_rows,
+        short_items,
         paired,
         row_blocks,
         num_splits,
@@ -550,4 +580,28 @@ pub fn codes(spec: &Spec, caps: &Caps) -> Result<Vec<Code>> {
     let (design, _) = design(spec, caps)?;
     let combine = (design.num_splits > 1).then(|| combine_code(design.main));
     Ok([Some(design.main), combine].into_iter().flatten().collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn items_of_a_task_follow_one_another_and_none_is_empty() {
+        for groups in 1..=3 {
+            for rows in (1..2000).chain([4096, 16_384, 99_999]) {
+                for bounded in [false, true] {
+                    let items = HopperItems::new(bounded, groups, 132, rows, 132);
+                    let starts: Vec<_> = (0..=items.count).map(|item| items.first_row(item)).collect();
+                    assert_eq!(starts[0], 0);
+                    assert!(starts[items.count] >= rows && starts[items.count - 1] < rows, "{items:?} {rows}");
+                    let lengths = || starts.windows(2).map(|pair| pair[1] - pair[0]);
+                    assert!(lengths().all(|n| n % 64 == 0 && n > 0 && n <= groups * 64), "{items:?} {rows}");
+                    if items.short > 0 {
+                        assert!(starts[items.count] - rows < 64, "{items:?} {rows}");
+                    }
+                }
+            }
+        }
+    }
 }

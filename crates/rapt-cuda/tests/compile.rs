@@ -46,6 +46,11 @@ fn every_kernel_compiles_and_the_hot_ones_do_not_spill() {
             }
             hot.extend(bf16([8, 1024, 1024, 96], None, &plain));
             hot.extend(bf16([8, 2048, 2048, 80], None, &plain));
+            for (head_dim, mask) in [64, 128, 256].into_iter().flat_map(|d| [(d, DType::Bool), (d, DType::BF16)]) {
+                hot.extend(bf16([8, 2048, 2048, head_dim], Some(mask), &plain));
+            }
+            hot.extend(bf16([8, 2048, 2048, 64], None, &capped));
+            hot.extend(bf16([8, 2048, 2048, 128], None, &capped));
         }
         all.extend(of(spec(DType::F64, [8, 100, 100, 40], Some(DType::F64), &capped)));
     }

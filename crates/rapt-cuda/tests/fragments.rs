@@ -40,7 +40,21 @@ fn a_threads_scores_are_the_accumulators_of_wgmma() {
         }
     }
     assert!(WGMMA.contains("row = 16*warp + lane/4 + 8*(e/2), column = 8*nt + 2*(lane%4) + e%2"));
-    assert!(HOPPER.contains("threadIdx.x % 4 * 2") && HOPPER.contains("(u32)(nt * 8 + e - lo)"));
+    assert!(HOPPER.contains("threadIdx.x % 4 * 2") && HOPPER.contains("seen & 1u << (nt * 2 + e)"));
+}
+
+/// `below` of hopper.cu: a bit for each of a thread's keys of a tile.
+#[test]
+fn a_bit_for_each_key_says_which_lie_before_a_position() {
+    assert!(HOPPER.contains("n = max(n, 0);") && HOPPER.contains("\"r\"(n / 8 * 2 + min(n % 8, 2))"));
+    for n in -20_i64..200 {
+        let most = n.max(0);
+        let count = most / 8 * 2 + (most % 8).min(2);
+        let bits = if count >= 32 { u32::MAX } else { (1 << count) - 1 };
+        for (nt, e) in (0..16).flat_map(|nt| (0..2).map(move |e| (nt, e))) {
+            assert_eq!(bits >> (nt * 2 + e) & 1 == 1, nt * 8 + e < n, "{n} {nt} {e}");
+        }
+    }
 }
 
 #[test]

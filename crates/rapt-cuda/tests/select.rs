@@ -117,21 +117,17 @@ fn decoding_has_eight_warps_and_one_block_to_a_multiprocessor_where_memory_is_fa
 }
 
 #[test]
-fn hoppers_blocks_are_shorter_where_keys_are_bounded_unless_rows_are_no_whole_sectors() {
-    let bounded = Options::default().with_causal(Causal::TopLeft);
-    for (head_dim, options, block) in [
-        (64, &bounded, (192, 128)),
-        (72, &bounded, (192, 96)),
-        (80, &bounded, (128, 128)),
-        (88, &bounded, (192, 96)),
-        (96, &bounded, (128, 128)),
-        (72, &Options::default(), (192, 96)),
-        (80, &Options::default(), (192, 112)),
-        (96, &Options::default(), (192, 112)),
-        (128, &bounded, (128, 128)),
-    ] {
-        let plan = select(&spec(DType::BF16, [8, 2048, 2048, head_dim], None, options), &caps(Arch::Sm90a)).unwrap();
-        assert_eq!((plan.block_m, plan.block_n), block, "{head_dim}");
+fn hoppers_blocks_are_the_same_whether_positions_bound_keys_or_not() {
+    let causal = Options::default().with_causal(Causal::TopLeft);
+    let window = causal.with_window(Some(300), Some(0));
+    for (head_dim, block) in
+        [(64, (192, 128)), (72, (192, 96)), (80, (192, 112)), (88, (192, 96)), (96, (192, 112)), (128, (128, 128))]
+    {
+        for options in [&Options::default(), &causal, &window] {
+            let plan =
+                select(&spec(DType::BF16, [8, 2048, 2048, head_dim], None, options), &caps(Arch::Sm90a)).unwrap();
+            assert_eq!((plan.block_m, plan.block_n), block, "{head_dim}");
+        }
     }
 }
 

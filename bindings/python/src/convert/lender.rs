@@ -97,9 +97,8 @@ impl<'py> Lender<'py> {
     }
 
     /// Sees to it that the memory of a run's tensors is not reused before it has passed. What is neither torch's nor cupy's is
-    /// held, and the next such call lets go of it. torch is told of streams other than its default one; beyond that, and for
-    /// cupy, their own rule holds for every kernel: memory is reused by what the stream that allocated it runs later, and who
-    /// brings it to another keeps it.
+    /// held, and the next such call lets go of it. torch is told which stream uses them. For cupy its own rule holds, as for
+    /// every kernel: memory is reused by what the stream that allocated it runs later, and who brings it to another keeps it.
     pub(crate) fn hold<'a>(
         &self,
         py: Python<'py>,

@@ -25,6 +25,8 @@ struct Api {
     empty_like: Py<PyAny>,
     current_stream: Option<Py<PyAny>>,
     record_stream: Py<PyAny>,
+    /// By device; they never change.
+    default_streams: Py<PyDict>,
     dispatch_keys: Py<PyAny>,
     plain: [u64; 2],
     abi: Option<&'static TorchAbi>,
@@ -56,6 +58,7 @@ fn api(py: Python<'_>) -> Option<&Api> {
             cpu: torch.getattr("device")?.call1(("cpu",))?.unbind(),
             uint8: torch.getattr("uint8")?.unbind(),
             record_stream: tensor.getattr("record_stream")?.unbind(),
+            default_streams: PyDict::new(py).unbind(),
             tensor: tensor.unbind(),
             parameter: torch.getattr("nn")?.getattr("Parameter")?.unbind(),
             empty_strided: torch.getattr("empty_strided")?.unbind(),
@@ -381,23 +384,37 @@ pub(crate) fn current_stream(py: Python<'_>, device: u32) -> Result<usize, Failu
 }
 
 /// Tells torch's allocator that work on this stream, torch's current one, uses these tensors: memory that was allocated on
-/// another stream is then not reused before this work has passed, and the allocator knows whether it was. It is not asked
-/// on the default stream, where nearly every tensor is at home.
+/// another stream is then not reused before this work has passed, and the allocator knows whether it was.
 pub(crate) fn record_stream<'a, 'py: 'a>(
     py: Python<'py>,
     enqueued: Enqueued,
     tensors: impl Iterator<Item = &'a Bound<'py, PyAny>>,
 ) -> Result<(), Failure> {
-    if enqueued.stream == DEFAULT_STREAM {
-        return Ok(());
-    }
     let Some(api) = api(py) else { return Ok(()) };
-    let cuda = py.import(intern!(py, "torch"))?.getattr(intern!(py, "cuda"))?;
-    let stream = cuda.call_method1(intern!(py, "current_stream"), (enqueued.device,))?;
+    let stream = stream_object(py, api, enqueued)?;
     for tensor in tensors {
         api.record_stream.bind(py).call1((tensor, &stream))?;
     }
     Ok(())
+}
+
+/// torch's object for its current stream.
+fn stream_object<'py>(
+    py: Python<'py>,
+    api: &Api,
+    Enqueued { device, stream }: Enqueued,
+) -> PyResult<Bound<'py, PyAny>> {
+    let is_default = stream == DEFAULT_STREAM;
+    let known = api.default_streams.bind(py);
+    if is_default && let Some(object) = known.get_item(device)? {
+        return Ok(object);
+    }
+    let cuda = py.import(intern!(py, "torch"))?.getattr(intern!(py, "cuda"))?;
+    let object = cuda.call_method1(intern!(py, "current_stream"), (device,))?;
+    if is_default {
+        known.set_item(device, &object)?;
+    }
+    Ok(object)
 }
 
 /// Memory of torch's own allocator on a GPU: given back when dropped, and reused only by what the same stream runs later.
