@@ -19,20 +19,21 @@
 // What a row's scores are compared with, its reference, is their maximum in the first tile in which it sees a key. From there
 // it follows weights that become large (`follow`): sums are seldom multiplied, and no other maximum is sought. But rows whose
 // reference is far from 0, or low, so that scores may yet rise by any number (biases of -10000, slopes), are watched: their
-// reference follows the maximum of each tile (`track`).
+// reference follows the maximum of each tile that has risen by SLACK (`track`).
 //
 // An item with a sum that is not finite, or that cannot be had so, is noted and comes again at the end (`run_again`), one
 // product after the other. Then values that are not finite are taken out of each tile, and go into the sums of the rows that
 // attend them: what nobody attends is in none. A row that was well before has the same bits.
 // Deliberately absent: splitting of the keys (decode.cu), float32.
 
-// Exponents of 2. From FAR on scores are compared with the reference before they become exponents: below it a reference is
+// Exponents of 2. From FAR on a tile's maximum is taken off the scores before they become exponents: a reference below it is
 // off by at most 2^-12, a weight by 1.7e-4, less than half a last place of float16. Rows with a reference below LOW are watched.
 // OVER: a weight from there on is too large to be followed.
 constexpr float FAR = 8192, LOW = -64, OVER = 120;
-// What the weights of a row and tile may sum up to before the row's reference follows them: a thread's, and all where many keys
-// share the maximum (p's rounding of it would be in all of the sum). Where scores are all but equal, a weight is 1.
-constexpr float LARGE = 256, CROWD = BN * (1 + 1.f / 1024);
+// What the weights of a row and tile may sum up to before the row's reference follows them: a thread's, and all of them where
+// nearly all keys share the maximum (p's rounding of it would be in all of the sum; where fewer share it, it is). Where scores are
+// all but equal, a weight is 1.
+constexpr float LARGE = 256, CROWD = BN * (1 + 1.f / 8192);
 // Whether rows are watched: without biases and slopes scores seldom rise by much, and an item comes again where one is far.
 constexpr bool WATCHES = NATURAL_UNITS;
 // Whether an item's first scores are begun before the one before it is stored: where there are registers for it.
@@ -239,7 +240,7 @@ struct Consumer {
         const int r0 = (NATURAL ? place(work).r0 : work.r0 + threadIdx.x % 128 / 32 * 16) + threadIdx.x % 32 / 4;
 #pragma unroll
         for (int r = 0; r < 2; r++) {
-            const int row = r0 + r * 8;
+            const int row = r0 + r * 8;  // what rows behind the last see is no matter
             const int i = row - divide(row, p.by_q_len) * p.q_len;
             u32 seen = below(keys_hi(p, i) - first);
             if (before) seen &= ~below(keys_lo(p, i) - first);

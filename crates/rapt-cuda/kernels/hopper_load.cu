@@ -1,8 +1,9 @@
 // What the blocks of hopper.cu work off, and the threads that load it: Q, K and V, by the copy engine where it can read them, else
 // element by element into the same tiles.
 //
-//   item      item_rows rows of a task, with all keys that they see: a round of a block; late rows and early ones in pairs where
-//             positions bound the keys. BLOCK_M of them, or fewer groups of 64 where a launch would leave multiprocessors idle
+//   item      groups of 64 rows of a task, with all keys that they see: a round of a block. As many as a block has, or fewer where a
+//             launch would leave multiprocessors idle. Where positions bound the keys, late rows and early ones in pairs; the first
+//             items may have a group less then, else the last one what is left
 //   ring      STAGES tiles of K and of V; a barrier each for full and for empty, whose phase follows from a count of tiles
 //
 // Deliberately absent: what is done with it (hopper.cu), and the mask (masks.cu).
@@ -59,7 +60,7 @@ struct Item {
     int block, task;
     __device__ Item(const HopperParams& h, int round) {
         const int blocks = h.p.row_blocks, turn = h.paired ? round / 2 : round;
-        // A block does not meet the same run of rows in every round: the last may be short.
+        // A block does not meet the same run of rows in every round: some are short.
         const u32 x = blockIdx.x + turn * h.shift;
         const int unit = turn * gridDim.x + (x - divide(x, h.by_grid) * gridDim.x);
         if (h.paired) {

@@ -69,7 +69,7 @@ pub(crate) struct Design {
     pub(crate) task_heads: usize,
     /// Rows of one task.
     pub(crate) rows: usize,
-    /// Rows of one item.
+    /// Rows of one item, at most.
     pub(crate) item_rows: usize,
     /// Items at the beginning of a task that have 64 rows less.
     pub(crate) short_items: usize,

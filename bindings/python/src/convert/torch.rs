@@ -27,6 +27,8 @@ struct Api {
     record_stream: Py<PyAny>,
     /// By device; they never change.
     default_streams: Py<PyDict>,
+    /// Whether memory on GPUs is of torch's own allocator, as far as it was asked.
+    is_native: PyOnceLock<bool>,
     dispatch_keys: Py<PyAny>,
     plain: [u64; 2],
     abi: Option<&'static TorchAbi>,
@@ -59,6 +61,7 @@ fn api(py: Python<'_>) -> Option<&Api> {
             uint8: torch.getattr("uint8")?.unbind(),
             record_stream: tensor.getattr("record_stream")?.unbind(),
             default_streams: PyDict::new(py).unbind(),
+            is_native: PyOnceLock::new(),
             tensor: tensor.unbind(),
             parameter: torch.getattr("nn")?.getattr("Parameter")?.unbind(),
             empty_strided: torch.getattr("empty_strided")?.unbind(),
@@ -384,18 +387,32 @@ pub(crate) fn current_stream(py: Python<'_>, device: u32) -> Result<usize, Failu
 }
 
 /// Tells torch's allocator that work on this stream, torch's current one, uses these tensors: memory that was allocated on
-/// another stream is then not reused before this work has passed, and the allocator knows whether it was.
+/// another stream is then not reused before this work has passed, and the allocator knows whether it was. One of CUDA's own
+/// (`backend:cudaMallocAsync`) warns of tensors that are at home on the stream, as nearly all are on the default one, and refuses
+/// memory that it does not know: it is asked of other streams only, and what it refuses needs nothing.
 pub(crate) fn record_stream<'a, 'py: 'a>(
     py: Python<'py>,
     enqueued: Enqueued,
     tensors: impl Iterator<Item = &'a Bound<'py, PyAny>>,
 ) -> Result<(), Failure> {
     let Some(api) = api(py) else { return Ok(()) };
+    let is_native = *api.is_native.get_or_try_init(py, || is_native(py))?;
+    if !is_native && enqueued.stream == DEFAULT_STREAM {
+        return Ok(());
+    }
     let stream = stream_object(py, api, enqueued)?;
     for tensor in tensors {
-        api.record_stream.bind(py).call1((tensor, &stream))?;
+        match api.record_stream.bind(py).call1((tensor, &stream)) {
+            Err(error) if is_native => return Err(error.into()),
+            _ => {}
+        }
     }
     Ok(())
+}
+
+fn is_native(py: Python<'_>) -> PyResult<bool> {
+    let cuda = py.import(intern!(py, "torch"))?.getattr(intern!(py, "cuda"))?;
+    Ok(cuda.call_method0(intern!(py, "get_allocator_backend"))?.extract::<String>()? == "native")
 }
 
 /// torch's object for its current stream.
