@@ -25,6 +25,14 @@ def bits(t):
     return t.contiguous().view(kind)
 
 
+def run_and_judge(q, k, v, options, name):
+    out, lse = run(q, k, v, options)
+    try:
+        judge(out, lse, q, k, v, **options)
+    except AssertionError as error:
+        raise AssertionError(f"{error}\n{name}") from error
+
+
 def check(case, seed):
     q, k, v, options = case.values()
     out, lse = run(q, k, v, options)
@@ -101,11 +109,7 @@ def test_tails_of_every_length(dtype, kind):
     for n in range(1, 140, 1 if dtype == torch.bfloat16 else 9):
         case = TAILS[kind](n, dtype)
         q, k, v, options = case.values()
-        out, lse = run(q, k, v, options)
-        try:
-            judge(out, lse, q, k, v, **options)
-        except AssertionError as error:
-            raise AssertionError(f"{error}\n{case}") from error
+        run_and_judge(q, k, v, options, case)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -171,12 +175,7 @@ def rising(dtype, dim, rise):
 def test_scores_that_rise_or_fall_from_tile_to_tile(dtype, dim, name):
     for rise in RISES:
         q, k, v = rising(dtype, dim, rise)
-        options = OPTIONS[name]()
-        out, lse = run(q, k, v, options)
-        try:
-            judge(out, lse, q, k, v, **options)
-        except AssertionError as error:
-            raise AssertionError(f"{error}\nrise {rise}") from error
+        run_and_judge(q, k, v, OPTIONS[name](), f"rise {rise}")
 
 
 @pytest.mark.parametrize("name", OPTIONS)
