@@ -106,6 +106,34 @@ def test_tiles_that_a_mask_hides_are_passed_over(pattern, kind, dtype, heads, di
             assert torch.equal(lse, want_lse), name
 
 
+@pytest.mark.parametrize("mask_dtype", [torch.bool, torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("options", [{"scale": -0.3}, {"scale": 0.0}, {"softcap": 20.0}], ids=str)
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
+def test_masks_of_every_dtype_beside_scales_and_softcap(mask_dtype, options, dims):
+    generator = torch.Generator("cuda").manual_seed(5)
+    normal = lambda *shape: torch.randn(*shape, generator=generator, device="cuda").to(torch.bfloat16)  # noqa: E731
+    q, k, v = normal(2, 2, 200, dims[0]), normal(2, 2, 320, dims[0]), normal(2, 2, 320, dims[1])
+    seen = blocks(2, 200, 320)
+    mask = seen if mask_dtype == torch.bool else torch.where(seen, normal(*seen.shape), -math.inf).to(mask_dtype)
+    out, lse = rapt.attention(q, k, v, mask=mask, return_lse=True, **options)
+    judge(out, lse, q, k, v, mask=mask, **options)
+
+
+@pytest.mark.parametrize("mask_dtype", [torch.bool, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_many_items_to_a_block_of_which_tiles_are_hidden(mask_dtype, dim):
+    # Groups of warps must be of one mind about every tile, however far ahead they look: else they wait for one another for good.
+    generator = torch.Generator("cuda").manual_seed(3)
+    q, k, v = (torch.randn(2, 16, 2048, dim, generator=generator, device="cuda").to(torch.bfloat16) for _ in range(3))
+    seen = triangle(1, 2048, 2048).clone()
+    seen[..., 300:700] = False
+    mask = seen if mask_dtype == torch.bool else torch.zeros(seen.shape, dtype=mask_dtype, device="cuda").masked_fill(~seen, -math.inf)
+    want, lse = rapt.attention(q, k, v, mask=mask, return_lse=True)
+    judge(want[:, :2], lse[:, :2], q[:, :2], k[:, :2], v[:, :2], mask=mask)
+    for _ in range(20):
+        assert torch.equal(rapt.attention(q, k, v, mask=mask), want)
+
+
 def test_more_items_to_a_block_than_it_can_note():
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, 1, 64, 64, device="cuda").to(torch.bfloat16) for _ in range(3))

@@ -99,7 +99,7 @@ struct Quarter {
         for (int step = 1; step < 8; step *= 2) top = max(top, __shfl_xor_sync(~0u, top, step));
         float up, one_down;
         find_scale(top, up, one_down);
-        if (lane % 8 == 0) down[row + ahead(n)] = one_down;
+        down[row + ahead(n)] = one_down;  // of all 8 lanes: a warp that parts here has no uniform registers from then on
         // swizzled(row + ahead(n), c), whose parts do not carry into one another.
         const u32 at = swizzled(row, lane % 8 * 4);
 #pragma unroll
@@ -123,6 +123,9 @@ struct Place {
     // Blocks of one task run side by side and share its K and V in L2; late rows see the most keys and go first.
     __device__ Place(const Params& p, u32 block)
         : r0((p.row_blocks - 1 - (int)(block % p.row_blocks)) * BM), task(p, block / p.row_blocks) {}
+    // What this block computes, derived anew wherever it is asked for.
+    __device__ static Place here(const Params& p) { return Place(p, anew(blockIdx.x)); }
+    __device__ Seen seen(const Params& p) const { return Seen(p, task, r0, r0 + min(BM, p.rows - r0)); }
 };
 
 // A place in the ring, and the parity of its barriers' phase.
@@ -174,6 +177,36 @@ __device__ inline void load_blocks(
 
 // --- multiplying -----------------------------------------------------------------------------------------------------------
 
+// The products with v come box by box, which takes half the registers: the last may have fewer columns.
+constexpr int LAST = DV - (V_BOXES - 1) * BOX;
+static_assert(LAST == LAST_COLUMNS, "code.rs and float32.cu disagree on the last box");
+#if HEAD_DIM_V > 64
+MULTIPLIES_VALUES(multiply_box, 64)
+MULTIPLIES_VALUES(multiply_last, LAST_COLUMNS)
+#endif
+
+// acc = acc*fall + part of tiles of columns from FIRST on; part = p.v, by `multiply`, is summed by itself. `tiles`: lo and hi.
+template <int FIRST, int TILES, class Multiply>
+__device__ inline void add_box(
+    float (&acc)[VT][4], u32 (&a)[2][KT][4], const u8* hi, const u8* lo, const float (&down)[2], Multiply multiply
+) {
+    float part[TILES][4];
+    begin_products();
+#pragma unroll
+    for (int product = 0; product < 3; product++) {  // the small ones first
+        const u32 tile = tile_low(product == 1 ? lo : hi, BOX_BYTES);
+#pragma unroll
+        for (int kt = 0; kt < KT; kt++) multiply(part, a[product == 0][kt], tile + kt * 16 * BOX * 2 / 16, product + kt > 0);
+    }
+    commit_products();
+    wait_products<0>(part);
+#pragma unroll
+    for (int n = 0; n < TILES * 4; n++) {
+        float& sum = acc[FIRST + n / 4][n % 4];
+        sum = __fmaf_rn(part[n / 4][n % 4], down[n / 2 % 2], sum);
+    }
+}
+
 // The sums of 64 rows: two rows a thread.
 struct RowSums {
     float m[2], l[2], acc[VT][4];
@@ -194,8 +227,11 @@ __device__ inline float plain_score(const Params& p, const float* q, const float
     return sum;
 }
 
-__device__ inline void multiply(bool careful, const Params& p, Shared& sh, const Place& place, const Seen& seen, Ring& ring, RowSums& sums) {
-    const int lane = threadIdx.x % 128, wg = threadIdx.x / 128 - 1, quad = lane % 4 * 2;
+// By group `wg` of those that multiply.
+__device__ inline void multiply(bool careful, const Params& p, Shared& sh, int wg, Ring& ring, RowSums& sums) {
+    const Place place = Place::here(p);
+    const Seen seen = place.seen(p);
+    const int lane = threadIdx.x % 128, quad = lane % 4 * 2;
     const int rows = min(BM, p.rows - place.r0);
     const Queries queries{p, place.task, place.r0 + wg * 64 + lane / 32 * 16};
     {
@@ -241,7 +277,7 @@ __device__ inline void multiply(bool careful, const Params& p, Shared& sh, const
                 multiply_queries(s[0], a + at, b + at, product + d > 0);
             }
         commit_products();
-        wait_scores<0>(s[0]);
+        wait_products<0>(s[0]);
 #pragma unroll
         for (int nt = 0; nt < NT; nt++) {
             const float2 k_down = *(const float2*)(sh.k_down[ring.at] + nt * 8 + quad);
@@ -250,13 +286,15 @@ __device__ inline void multiply(bool careful, const Params& p, Shared& sh, const
         }
         if (careful) {
             const u64 k_odd = *(const u64*)sh.k_odd[ring.at];
-            const float* k = head_of(p.k, p.k_stride, p, place.task) + n0 * p.k_stride[2];
+            const float* k = head_of(p.k, p.k_stride, p, Place::here(p).task) + n0 * p.k_stride[2];
             const bool any = k_odd != 0 || q_odd[0] || q_odd[1];
 #pragma unroll 1
             for (int n = 0; any && n < NT * 4; n++) {
                 const int j = n / 4 * 8 + quad + n % 2, h = n / 2 % 2;
-                if (((k_odd >> j & 1) == 0 && !q_odd[h]) || n0 + j >= p.kv_len) continue;
-                const float* q = (const float*)p.q + queries.row(0, h).offset(p.q_stride);
+                if (((k_odd >> j & 1) == 0 && !(h == 0 ? q_odd[0] : q_odd[1])) || n0 + j >= p.kv_len) continue;
+                const Place here = Place::here(p);
+                const Queries asking{p, here.task, here.r0 + wg * 64 + lane / 32 * 16};
+                const float* q = (const float*)p.q + asking.row(0, h).offset(p.q_stride);
                 const float x = plain_score(p, q, k + j * p.k_stride[2]);
 #pragma unroll
                 for (int i = 0; i < NT * 4; i++) {
@@ -296,7 +334,7 @@ __device__ inline void multiply(bool careful, const Params& p, Shared& sh, const
         wait(sh.v_full[ring.at], ring.phase);
         if (careful) {
             const u64 v_odd = *(const u64*)sh.v_odd[ring.at];
-            const float* v = head_of(p.v, p.v_stride, p, place.task) + n0 * p.v_stride[2];
+            const float* v = head_of(p.v, p.v_stride, p, Place::here(p).task) + n0 * p.v_stride[2];
             u32 hidden = 0;
 #pragma unroll
             for (int n = 0; n < NT * 4; n++) hidden |= (s[0][n / 4][n % 4] == negative_infinity() ? 1u : 0u) << n;
@@ -304,12 +342,16 @@ __device__ inline void multiply(bool careful, const Params& p, Shared& sh, const
             for (int j = 0; j < BN; j++) {
                 if ((v_odd >> j & 1) == 0) continue;
                 const u32 hidden_j = __shfl_sync(~0u, hidden, j % 8 / 2, 4) >> (j / 8 * 4 + j % 2);
-#pragma unroll
-                for (int n = 0; n < VT * 4; n++) {
-                    const int column = n / 4 * 8 + quad + n % 2;
+#pragma unroll 1
+                for (int at = 0; at < VT * 2; at++) {
+                    const int column = at / 2 * 8 + quad + at % 2;
                     const float x = column < p.head_dim_v ? v[j * p.v_stride[2] + column * p.v_stride[3]] : 0.f;
-                    // Its weight is above 0, however small: what is not finite stays what it is.
-                    if (!is_finite(x) && (hidden_j >> n / 2 % 2 * 2 & 1) == 0) sums.acc[n / 4][n % 4] += x;
+                    if (is_finite(x)) continue;
+#pragma unroll
+                    for (int n = 0; n < VT * 4; n++) {
+                        // Its weight is above 0, however small: what is not finite stays what it is.
+                        if (n / 4 * 2 + n % 2 == at && (hidden_j >> n / 2 % 2 * 2 & 1) == 0) sums.acc[n / 4][n % 4] += x;
+                    }
                 }
             }
         }
@@ -348,24 +390,13 @@ __device__ inline void multiply(bool careful, const Params& p, Shared& sh, const
                 const float* pair = &s[0][kt * 2 + n / 2][n % 2 * 2];
                 split(pair[0] * up[n % 2], pair[1] * up[n % 2], a[0][kt][n], a[1][kt][n]);
             }
-        float part[VT][4];
-#pragma unroll
-        for (int n = 0; n < VT * 4; n++) part[n / 4][n % 4] = 0;
-        begin_products();
-#pragma unroll
-        for (int product = 0; product < 3; product++)
-#pragma unroll
-            for (int kt = 0; kt < KT; kt++) {
-                const u32 tile = tile_low(sh.v[ring.at][product == 1], BOX_BYTES) + kt * 16 * BOX * 2 / 16;
-                multiply_values(part, a[product == 0][kt], tile, true);
-            }
-        commit_products();
-        wait_sums<0>(part);
-#pragma unroll
-        for (int n = 0; n < VT * 4; n++) {
-            float& sum = sums.acc[n / 4][n % 4];
-            sum = __fmaf_rn(part[n / 4][n % 4], down[n / 2 % 2], sum);
-        }
+        u8(&v)[2][V_BOXES][BOX_BYTES] = sh.v[ring.at];
+#if HEAD_DIM_V > 64
+        add_box<0, 8>(sums.acc, a, v[0][0], v[1][0], down, multiply_box);
+        add_box<8, LAST / 8>(sums.acc, a, v[0][1], v[1][1], down, multiply_last);
+#else
+        add_box<0, VT>(sums.acc, a, v[0][0], v[1][0], down, multiply_values);
+#endif
         arrive(sh.v_empty[ring.at]);
         ring.next();
     }
@@ -413,14 +444,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(const __grid_
         fence_barriers();
     }
     __syncthreads();
-    const Place place(p, blockIdx.x);
-    const Seen seen(p, place.task, place.r0, place.r0 + min(BM, p.rows - place.r0));
     Ring ring;
-    const int wg = threadIdx.x / 128;
-    if (wg == 0 || wg == 3) {
+    const int group = same(threadIdx.x / 128);
+    if (group == 0 || group == 3) {
         give_registers<LOADING_REGISTERS>();
+        const Place place = Place::here(p);
+        const Seen seen = place.seen(p);
         for (int careful = 0; careful < 2; careful++) {
-            if (wg == 0) {
+            if (group == 0) {
                 load_blocks<K_BOXES>(
                     careful, p, seen, ring, head_of(p.k, p.k_stride, p, place.task), p.k_stride, p.head_dim, sh.k,
                     sh.k_down, sh.k_odd, sh.k_full, sh.k_empty
@@ -436,11 +467,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(const __grid_
     } else {
         take_registers<MULTIPLYING_REGISTERS>();
         RowSums sums;
-        multiply(false, p, sh, place, seen, ring, sums);
+        multiply(false, p, sh, group - 1, ring, sums);
         if (__syncthreads_or(sums.has_non_finite())) {
-            multiply(true, p, sh, place, seen, ring, sums);
+            multiply(true, p, sh, group - 1, ring, sums);
             __syncthreads_or(0);
         }
-        finish(p, place, sums);
+        finish(p, Place::here(p), sums);
     }
 }

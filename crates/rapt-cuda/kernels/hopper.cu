@@ -36,6 +36,8 @@ constexpr float FAR = 8192, LOW = -64, OVER = 120;
 constexpr float LARGE = 256, CROWD = BN * (1 + 1.f / 8192);
 // Whether rows are watched: without biases and slopes scores seldom rise by much, and an item comes again where one is far.
 constexpr bool WATCHES = NATURAL_UNITS;
+// Whether the mask comes in where scores become exponents.
+constexpr bool MASKS_LATE = MASK != NO_MASK && !NATURAL;
 // Whether an item's first scores are begun before the one before it is stored: where there are registers for it.
 constexpr bool CHAINED = MASK == NO_MASK && !NATURAL;
 
@@ -44,11 +46,25 @@ struct Consumer {
     Shared& sh;
     const int wg;                          // the group
     int sought = 0;                        // the kind of the tile that `seek` found
+    bool told = false;                     // whether `found` is what was found in the next tile of the mask; else it is 0
+    u32 found = 0;
+    bool has_keys = false, has_values = false;  // what `ask_ahead` was told
+    // Not where softcap and slopes take the registers: derived where needed there.
+    const MaskRows::Place kept_place;
+    const int kept_first;
     u32 done = 0, q_done = 0, m_done = 0;  // tiles whose values were added, items, tiles of the mask
     int open = 0;                          // bit r: row r has no reference yet
     int watched = 0;                       // whether any of the warp's rows is, or has none
     // A row's reference is taken * c + reference; taken is 0 but for rows far from 0.
     float reference[2], taken[2], l[2], acc[VT][4];
+
+    __device__ Consumer(const HopperParams& h, Shared& sh, int wg)
+        : h(h), sh(sh), wg(wg), kept_place(mask_place(wg)), kept_first(anew((int)(threadIdx.x % 32 == 0))) {}
+
+    // Where in a tile of the mask this thread's rows are.
+    __device__ MaskRows::Place mask_place(int wg) const { return {h.p, wg * 64 + (int)threadIdx.x % 128 / 32 * 16}; }
+    // Whether this is the warp's first lane.
+    __device__ bool is_first() const { return NATURAL ? threadIdx.x % 32 == 0 : kept_first; }
 
     // s = q.k of tile n.
     __device__ void multiply_keys(float (&s)[NT][4], u32 n) {
@@ -123,14 +139,18 @@ struct Consumer {
         return __any_sync(~0u, moves);
     }
 
-    // Scores become p, l moves on, and `sum` is what the thread's weights of this tile add up to.
-    __device__ void weigh(float (&s)[NT][4], float (&sum)[2], float c) {
+    // Scores become p, l moves on, and `sum` is what the thread's weights of this tile add up to. MASKS: the mask is yet to come in.
+    // `next`: the next values that are added.
+    template <bool MASKS>
+    __device__ void weigh(float (&s)[NT][4], const MaskRows& mask, float (&sum)[2], float c, u32 next) {
         float part[2][2] = {};
+        ask_ahead(next);
 #pragma unroll
         for (int nt = 0; nt < NT; nt++)
 #pragma unroll
             for (int e = 0; e < 4; e++) {
                 float& x = s[nt][e];
+                if (MASKS) x = mask.masked(x, h.scale, e / 2, nt, e % 2);
                 x = exp2_fast(__fmaf_rn(x, c, -reference[e / 2]));
                 part[e / 2][e % 2] += x;
             }
@@ -138,12 +158,16 @@ struct Consumer {
         for (int r = 0; r < 2; r++) sum[r] = part[r][0] + part[r][1], l[r] += sum[r];
     }
 
+    // Whether `follow` has anything to do in this tile, as far as the sums of the warp's threads tell.
+    __device__ static bool may_follow(const float (&sum)[2]) {
+        static_assert(CROWD / 4 < LARGE, "either sum shows in a thread's");
+        return __any_sync(~0u, fmaxf(sum[0], sum[1]) >= CROWD / 4);
+    }
+
     // Sums are multiplied with `fall` where `track` has moved a reference; where weights have become large, the reference follows
     // the largest: that is 1 then, which p does not round.
     template <bool AGAIN>
     __device__ void follow(float (&s)[NT][4], float (&fall)[2], bool moved, const float (&sum)[2]) {
-        static_assert(CROWD / 4 < LARGE, "either sum shows in a thread's");
-        if (!(moved | __any_sync(~0u, fmaxf(sum[0], sum[1]) >= CROWD / 4))) return;
         bool follows[2];
 #pragma unroll
         for (int r = 0; r < 2; r++) {
@@ -181,7 +205,7 @@ struct Consumer {
     // Scores with scale, softcap and slopes in them; `factor` is what they are yet to be multiplied with.
     __device__ float bring_to_natural_units(float (&s)[NT][4], const Queries& queries, int n0) const {
         const Params& p = h.p;
-        const float scale = (float)p.scale, cap = (float)p.softcap, inverse_cap = (float)p.inverse_softcap;
+        const float scale = h.scale, cap = (float)p.softcap, inverse_cap = (float)p.inverse_softcap;
         if (p.softcap == 0 && p.alibi == nullptr) return scale;
 #pragma unroll
         for (int r = 0; r < 2; r++) {
@@ -201,28 +225,33 @@ struct Consumer {
         return 1.f;
     }
 
-    // What is added to the scores, and what hides them; what they are compared with where that may change. As `track`.
+    // What is added to the scores, and what hides them; what they are compared with where that may change. As `track`. A mask on which
+    // nothing but the exponents depends is left to `weigh` (MASKS_LATE): mask.kind is MIXED then.
     template <bool AGAIN>
-    __device__ bool bring(float (&s)[NT][4], const Work& work, int n0, const MaskRows& mask, float (&fall)[2], float c) {
-        float factor = (float)h.p.scale;
+    __device__ bool bring(float (&s)[NT][4], const Work& work, int n0, MaskRows& mask, float (&fall)[2], float c) {
+        const bool positions = n0 < work.all_lo || n0 + BN > work.all_hi;
+        const bool tracks = AGAIN || watched;
+        float factor = h.scale;
         if (NATURAL) {
             const Place place = this->place(work);
             factor = bring_to_natural_units(s, Queries{h.p, place.task, place.r0}, n0);
         }
-#if MASK == ADDITIVE_MASK
-        if (mask.kind == MIXED) mask.add(s, factor, AGAIN), factor = 1;
+#if MASK != NO_MASK
+        const bool masks = mask.kind == MIXED;
+        if (MASKS_LATE && masks && !(positions | tracks)) return false;
+        mask.kind = UNCHANGED;
+#else
+        const bool masks = false;
 #endif
+        // Biases are added to what is multiplied, and hidden is what has been.
+        if (MASK == ADDITIVE_MASK && masks) mask.apply(s, factor, AGAIN), factor = 1;
         if (NATURAL_UNITS && factor != 1) {
 #pragma unroll
             for (int nt = 0; nt < NT; nt++)
 #pragma unroll
                 for (int e = 0; e < 4; e++) s[nt][e] *= factor;
         }
-#if MASK == BOOL_MASK
-        if (mask.kind == MIXED) mask.hide(s);
-#endif
-        const bool positions = n0 < work.all_lo || n0 + BN > work.all_hi;
-        const bool tracks = AGAIN || watched;
+        if (MASK == BOOL_MASK && masks) mask.apply(s, factor, AGAIN);
         // One branch for what is seldom.
         if (!(positions | tracks)) return false;
         if (positions) hide_positions(s, work, n0);
@@ -261,35 +290,53 @@ struct Consumer {
         return bits;
     }
 
-    // What the mask says of the tile that `seek` found last.
+    // Answers from shared memory take some 250 cycles beside products (H200, 2026-11), so they are asked for long before: whether the
+    // next tile but one of the mask, counted from the last that was let go, is told of; whether values `n` and the keys behind are there,
+    __device__ void ask_ahead(u32 n) {
+#if MASK != NO_MASK
+        told = has_passed(sh.mask.full[mask_stage_of(m_done + 1)], mask_phase_of(m_done + 1));
+#endif
+        has_keys = has_passed(sh.k_full[stage_of(n + 1)], phase_of(n + 1));
+        has_values = has_passed(sh.v_full[stage_of(n)], phase_of(n));
+    }
+    // then of which kind it is, and what the tile before it says, which `seek` found.
     __device__ void take_mask(MaskRows& mask) {
 #if MASK != NO_MASK
-        const int stage = mask_stage_of(m_done++);
+        found = load_if(sh.mask.found[mask_stage_of(m_done + 1)], told);
         mask.kind = sought;
-        mask.take(h.p, sh.mask, stage, wg * 64 + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4);
-        arrive(sh.mask.empty[stage]);
+        mask.take(sh.mask, mask_stage_of(m_done), NATURAL ? mask_place(anew(wg)) : kept_place);
+#endif
+    }
+    // Lets go of what was taken.
+    __device__ void release_mask() {
+#if MASK != NO_MASK
+        arrive(sh.mask.empty[mask_stage_of(m_done++)]);
 #endif
     }
 
     // Finds the next tile from n0 on, up to `end`, that the mask does not hide.
     __device__ bool seek(int& n0, int end) {
-#if MASK == NO_MASK
-        return n0 <= end;
-#else
-        for (; n0 <= end; n0 += BN) {
-            const int stage = mask_stage_of(m_done);
-            wait(sh.mask.full[stage], mask_phase_of(m_done));
-            sought = kind_of(__shfl_sync(~0u, sh.mask.found[stage], 0));
-            if (sought != HIDDEN) return true;
-            arrive(sh.mask.empty[mask_stage_of(m_done++)]);
+#if MASK != NO_MASK
+        // By votes: what is the same of all lanes then.
+        bool shows = __any_sync(~0u, found & SHOWS), changes = __any_sync(~0u, found & CHANGES);
+        while (!shows && n0 <= end) {
+            if (__all_sync(~0u, told)) {
+                release_mask();
+                told = false, found = 0, n0 += BN;
+            } else {
+                wait(sh.mask.full[mask_stage_of(m_done)], mask_phase_of(m_done));
+                told = true, found = sh.mask.found[mask_stage_of(m_done)];
+            }
+            shows = __any_sync(~0u, found & SHOWS), changes = __any_sync(~0u, found & CHANGES);
         }
-        return false;
+        sought = changes ? MIXED : UNCHANGED;
 #endif
+        return n0 <= end;
     }
 
     __device__ void release(u64& barrier) {
         __syncwarp();
-        arrive_if(barrier, threadIdx.x % 32 == 0);
+        arrive_if(barrier, is_first());
     }
 
     // Takes values that are not finite out of the tile at hand, keys n0.., and adds them to the sums of the rows that attend
@@ -351,14 +398,15 @@ struct Consumer {
         wait(sh.k_full[stage_of(done)], phase_of(done));
         release(sh.k_empty[stage_of(done)]);
         MaskRows mask;
-        take_mask(mask);
+        const auto pass_mask = [&] { ask_ahead(done), take_mask(mask), release_mask(); };
+        pass_mask();
         int next = work.n0 + BN;
 #pragma unroll 1
         for (; seek(next, work.end); next += BN, done++) {
             wait(sh.k_full[stage_of(done + 1)], phase_of(done + 1));
             take_turn(), end_turn();
             release(sh.k_empty[stage_of(done + 1)]);
-            take_mask(mask);
+            pass_mask();
             wait(sh.v_full[stage_of(done)], phase_of(done));
             release(sh.v_empty[stage_of(done)]);
         }
@@ -366,6 +414,10 @@ struct Consumer {
         release(sh.v_empty[stage_of(done++)]);
     }
 
+    // Waits if what was asked before had not come to pass then.
+    __device__ static void await(u64& barrier, u32 phase, bool passed) {
+        if (!__all_sync(~0u, passed)) wait(barrier, phase);
+    }
     __device__ void take_turn() { meet(TURN + wg, 256); }
     __device__ void end_turn() { tell(wg == WGS - 1 ? TURN : TURN + 1 + wg, 256); }
 
@@ -383,7 +435,7 @@ struct Consumer {
             const Row row = queries.row(0, r);
             ends.inside[r] = place.r0 + (int)(threadIdx.x % 32 / 4) + r * 8 < p.rows;
             float m = __fmul_rn(reference[r], LN_2);
-            if (AGAIN || WATCHES) m = __fadd_rn(m, NATURAL_UNITS ? taken[r] : __fmul_rn(taken[r], (float)p.scale));
+            if (AGAIN || WATCHES) m = __fadd_rn(m, NATURAL_UNITS ? taken[r] : __fmul_rn(taken[r], h.scale));
             const Finished finished(p, row, m, l[r]);
             if (ends.inside[r] && threadIdx.x % 4 == 0) store_lse(p, row, finished);
             ends.factor[r] = finished.factor;
@@ -434,6 +486,7 @@ struct Consumer {
         const int r0 = group_row(item), first_row = min(r0, p.rows - 1);
         const Seen seen(p, Task(p, item.task), first_row, max(min(r0 + 64, p.rows), first_row + 1));
         Work work{round, item.task, r0, tiles.first, tiles.first + (tiles.count - 1) * BN, seen.all_lo, seen.all_hi};
+        told = false, found = 0;
         work.any = seek(work.n0, work.end);
         return work;
     }
@@ -487,39 +540,51 @@ struct Consumer {
             if (!begun) {
                 await_queries(work);
                 multiply_keys(s, done);
-                wait_scores<0>(s);
+                wait_products<0>(s);
             }
             release(sh.k_empty[stage_of(done)]);
             u32 a[NT / 2][4];
             MaskRows mask;
             int n0 = work.n0, n1 = n0 + BN;
             begin_rows();
+            ask_ahead(done);
             take_mask(mask);
+            release_mask();
             bool more = seek(n1, work.end);
             float fall[2], sum[2];
             bring<false>(s, work, n0, mask, fall, c);
-            weigh(s, sum, c);
+            weigh<false>(s, mask, sum, c, done);
             pack_weights(a, s);
             if (!more) release_queries();
 #pragma unroll 1
             for (; more; done++) {
-                wait(sh.k_full[stage_of(done + 1)], phase_of(done + 1));
+                take_mask(mask);
+                await(sh.k_full[stage_of(done + 1)], phase_of(done + 1), has_keys);
                 take_turn();
                 multiply_keys(s, done + 1);
-                wait(sh.v_full[stage_of(done)], phase_of(done));
+                await(sh.v_full[stage_of(done)], phase_of(done), has_values);
                 add_values(a, done, n0 != work.n0);
                 end_turn();
-                take_mask(mask);
+                release_mask();
                 n0 = n1, n1 += BN;
                 more = seek(n1, work.end);
-                wait_scores<1>(s);
+                wait_products<1>(s);
                 release(sh.k_empty[stage_of(done + 1)]);
-                arrive_if(sh.q_empty, threadIdx.x % 32 == 0 & !more & copies_queries(p));
+                arrive_if(sh.q_empty, is_first() & !more & copies_queries(p));
                 const bool moved = bring<false>(s, work, n0, mask, fall, c);
-                weigh(s, sum, c);
-                wait_sums<0>(acc);
+                if (MASKS_LATE && mask.kind == MIXED) {
+                    weigh<true>(s, mask, sum, c, done + 1);
+                } else {
+                    weigh<false>(s, mask, sum, c, done + 1);
+                }
+                // The branch before the wait holds the exponentials there; without it the compiler puts them behind.
+                if (moved | may_follow(sum)) {
+                    wait_products<0>(acc);
+                    follow<false>(s, fall, moved, sum);
+                } else {
+                    wait_products<0>(acc);
+                }
                 release(sh.v_empty[stage_of(done)]);
-                follow<false>(s, fall, moved, sum);
                 pack_weights(a, s);
             }
             wait(sh.v_full[stage_of(done)], phase_of(done));
@@ -530,7 +595,7 @@ struct Consumer {
                 round = next_round(round + 1, false);
                 next = work_of(round), begun = next.any && next.r0 < p.rows;
             }
-            wait_sums<0>(acc);
+            wait_products<0>(acc);
             release(sh.v_empty[stage_of(done++)]);
             if (CHAINED) {
                 if (begun) await_queries(next);
@@ -550,7 +615,7 @@ struct Consumer {
                 }
             }
             if (CHAINED) {
-                wait_scores<0>(s);
+                wait_products<0>(s);
             } else {
                 round = next_round(round + 1, false);
             }
@@ -578,21 +643,23 @@ struct Consumer {
                 MaskRows mask;
                 wait(sh.k_full[stage_of(done)], phase_of(done));
                 multiply_keys(s, done);
-                wait_scores<0>(s);
+                wait_products<0>(s);
                 release(sh.k_empty[stage_of(done)]);
+                ask_ahead(done);
                 take_mask(mask);
+                release_mask();
                 // Before values are waited for: they are loaded when tiles that the mask hides have been passed over.
                 int n1 = n0 + BN;
                 more = seek(n1, work.end);
                 if (!more) release_queries();
                 const bool moved = bring<true>(s, work, n0, mask, fall, c);
-                weigh(s, sum, c);
-                follow<true>(s, fall, moved, sum);
+                weigh<false>(s, mask, sum, c, done);
+                if (moved | may_follow(sum)) follow<true>(s, fall, moved, sum);
                 pack_weights(a, s);
                 isolate_values(work, n0);
                 n0 = n1;
                 add_values(a, done, true);
-                wait_sums<0>(acc);
+                wait_products<0>(acc);
                 release(sh.v_empty[stage_of(done++)]);
             }
             const Ends ends = finish<true>(work);
@@ -610,6 +677,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(const __grid_
     extern __shared__ __align__(1024) u8 memory[];
     Shared& sh = *(Shared*)memory;
     const int group = same(threadIdx.x / 128);
+#if MASK != NO_MASK
+    const bool copies = VECTOR && h.mask_access == COPIED;
+#endif
     if (threadIdx.x == 0) {
         init_barrier(sh.q_full, 1), init_barrier(sh.q_empty, WGS * 4);
         for (int stage = 0; stage < STAGES; stage++) {
@@ -618,7 +688,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(const __grid_
         }
 #if MASK != NO_MASK
         for (int stage = 0; stage < MASK_STAGES; stage++) {
-            init_barrier(sh.mask.full[stage], READERS), init_barrier(sh.mask.empty[stage], CONSUMERS + (VECTOR ? 1 : 128));
+            init_barrier(sh.mask.copied[stage], 1), init_barrier(sh.mask.taken[stage], TELLERS);
+            init_barrier(sh.mask.full[stage], copies ? TELLERS : READERS);
+            init_barrier(sh.mask.empty[stage], CONSUMERS + (VECTOR ? 1 : 128));
+            sh.mask.found[stage] = 0;
         }
 #endif
         fence_barriers();
@@ -633,7 +706,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(const __grid_
 #if MASK != NO_MASK
         const int reading = VECTOR ? lane - (128 - READERS) : lane;
         const bool reads = reading >= 0 && reading < READERS;
-        MaskReader reader{h.p, sh.mask, h.mask_wide != 0 && MASK_DTYPE != F64, reading};
+        MaskReader reader{h.p, sh.mask, h.mask_access != KEY_BY_KEY && MASK_DTYPE != F64, reading};
 #endif
 #pragma unroll 1
         for (int pass = 0; pass < 2; pass++) {
@@ -649,12 +722,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(const __grid_
                 if (!VECTOR || lane == 0) producer.run(task, r0, tiles, [](int) {});
 #else
                 const int end = tiles.first + tiles.count * BN;
-                if (reads) reader.begin(task, r0, tiles.first, end);
+                if (reads && !copies) reader.begin(task, r0, tiles.first, end);
                 if (!VECTOR) {
                     producer.run(task, r0, tiles, [&](int n0) {
                         if (reads) reader.step(task, r0, n0, end);
                     });
-                } else if (reads) {
+                } else if (copies && reading == 0) {
+                    reader.copy(h.mask_map, task, r0, tiles.first, end);
+                } else if (copies && reading >= READERS - TELLERS) {
+#pragma unroll 1
+                    for (int n0 = tiles.first; n0 < end; n0 += BN) reader.tell_copied(r0, n0);
+                } else if (reads && !copies) {
 #pragma unroll 1
                     for (int n0 = tiles.first; n0 < end; n0 += BN) reader.step(task, r0, n0, end);
                 } else if (lane == 0) {

@@ -18,14 +18,15 @@ constexpr int NOTES = 1024;  // items that a block can tell apart
 
 // The whole parameter: HopperParams of params.rs.
 struct HopperParams {
-    CopyMap q_map, k_map, v_map, out_map;
+    CopyMap q_map, k_map, v_map, out_map, mask_map;
     Params p;
     int tasks, paired;  // whether rows that see many keys and rows that see few are worked off in pairs
-    int mask_wide;      // rows of the mask can be read 16 bytes at a time
+    int mask_access;    // MaskAccess of masks.cu
     int shift;          // by how many blocks work moves on from round to round
     int out_copied;     // whether the copy engine writes out, by out_map
     int item_groups;    // groups of 64 rows
     int short_items;    // of a task, at its beginning: they have one group less
+    float scale;
     Divisor by_units;   // runs of rows, or pairs of them, of one task
     Divisor by_grid;    // blocks of the launch
 };
@@ -91,9 +92,6 @@ struct Place {
     __device__ Place(const Params& p, int task, int r0) : task(p, task), r0(r0 + threadIdx.x % 128 / 32 * 16) {}
 };
 
-// A number that all lanes have, known to the compiler as such: what follows from it takes uniform registers.
-__device__ inline int same(int x) { return __shfl_sync(~0u, x, 0); }
-
 // An item as a group of warps works it off.
 struct Work {
     int round, task, r0;  // round: -1 if there is none; r0: the group's first row
@@ -109,13 +107,6 @@ struct Work {
 // Which buffer tile `n` of a block has, counted from its first, and the parity of its barriers' phase.
 __device__ inline int stage_of(u32 n) { return n % STAGES; }
 __device__ inline u32 phase_of(u32 n) { return n / STAGES & 1; }
-
-// The same number as if it had just come: what is derived from it is derived anew, and needs no register meanwhile.
-template <class T>
-__device__ inline T anew(T x) {
-    asm volatile("" : "+r"(x));
-    return x;
-}
 
 __device__ inline bool comes_again(const Shared& sh, int round) {
     return sh.again[round % NOTES / 32] >> (round % 32) & 1;
@@ -147,8 +138,6 @@ __device__ inline void load_boxes(Elem* tile, const Elem* base, Offset offset, i
 }
 
 __device__ inline bool copies_queries(const Params& p) { return VECTOR && p.task_heads == 1; }
-// An index along a dimension that is not stepped through.
-__device__ inline int along(i64 stride, int index) { return stride == 0 ? 0 : index; }
 
 struct Producer {
     const HopperParams& h;

@@ -2,48 +2,73 @@
 // whether it hides everything or changes nothing, and leave it in a ring in shared memory, where rows are at hand as the
 // threads that multiply have them.
 //
-//   boolean   a bit for each key, 1 where it is masked: a row is 16 bytes
-//   additive  biases in their dtype (float64 as float); units of 16 bytes stand at unit ^ row % 8 where a row is whole
-//             lines of 128 bytes, else rows are an odd number of units: 8 rows fall into distinct banks
+//   boolean   a bit for each key: a row is 4 words, one for each lane of a quad, bit 2*nt+e of
+//             which is 1 where that key of the lane's is seen
+//   additive  biases in their dtype (float64 as float), in boxes of 128, 64 or 32 bytes of each row, swizzled as the copy engine
+//             does it: 8 rows fall into distinct banks
 //
-// What is read 16 bytes at a time goes through the asynchronous copies of cp.async, tiles ahead; else key by key. Where
-// all rows are one (a padding mask), that one is read. Rows and keys outside the tensor count as hidden.
+// What the copy engine can read comes by it (COPIED): one thread asks for tiles as soon as there is room, the others tell of
+// them. What else is read 16 bytes at a time goes through cp.async, tiles ahead; the rest key by key. Where all rows are one
+// (a padding mask), that one is read. Rows and keys outside the tensor change nothing, or count as hidden.
 // Deliberately absent: positions (causal, window), which the threads that multiply compare themselves.
 
-#if MASK != NO_MASK
 // What a tile of the mask says to those who would read it.
 enum TileKind { HIDDEN, UNCHANGED, MIXED };
 
+#if MASK != NO_MASK
+// How the host found a mask to be readable.
+enum MaskAccess { KEY_BY_KEY, BY_16_BYTES, COPIED };
+
 constexpr bool IS_BOOL = MASK == BOOL_MASK;
 // Tiles asked for before the one that is told of; the others of the ring are with those who multiply.
-constexpr int MASK_AHEAD = MASK_STAGES - 2;
+constexpr int MASK_AHEAD = MASK_STAGES - 2, RAW_STAGES = IS_BOOL ? MASK_AHEAD + 1 : 1;
 constexpr int BIAS_BYTES = MASK_DTYPE == F16 || MASK_DTYPE == BF16 ? 2 : 4;
 constexpr int KEY_BYTES = IS_BOOL ? 1 : BIAS_BYTES;  // as they lie in the ring
 constexpr int UNIT_KEYS = 16 / KEY_BYTES, ROW_UNITS = BLOCK_N / UNIT_KEYS;
-constexpr bool BIAS_SWIZZLED = ROW_UNITS % 8 == 0;
-constexpr int BIAS_ROW = BIAS_SWIZZLED ? ROW_UNITS : ROW_UNITS | 1;  // units
+// Of additive masks: boxes side by side, BLOCK_M rows each.
+constexpr int BOX_UNITS = ROW_UNITS % 8 == 0 ? 8 : ROW_UNITS % 4 == 0 ? 4 : 2, BIAS_BOXES = ROW_UNITS / BOX_UNITS;
+static_assert(IS_BOOL || ROW_UNITS % 2 == 0, "whole boxes");
 
 struct MaskRing {
-    uint4 raw[IS_BOOL ? MASK_AHEAD + 1 : 1][IS_BOOL ? BLOCK_M * ROW_UNITS : 1];  // booleans before they are bits
-    uint4 rows[MASK_STAGES][BLOCK_M * (IS_BOOL ? 1 : BIAS_ROW)];
-    u64 full[MASK_STAGES], empty[MASK_STAGES];
+    uint4 rows[MASK_STAGES][BLOCK_M * (IS_BOOL ? 1 : ROW_UNITS)];
+    uint4 raw[RAW_STAGES][IS_BOOL ? BLOCK_M * ROW_UNITS : 1];  // booleans before they are bits
+    // By the copy engine; what came so and was taken out of `raw`; told of; let go of by those who multiply and who load.
+    u64 copied[MASK_STAGES], taken[MASK_STAGES], full[MASK_STAGES], empty[MASK_STAGES];
     u32 found[MASK_STAGES];  // a byte for each warp that reads: 1 where it shows something, 2 where it changes something
 };
+enum : u32 { SHOWS = 0x010101, CHANGES = 0x020202 };  // of `found`
 // What the warps found together.
 __device__ inline int kind_of(u32 found) {
-    if ((found & 0x010101u) == 0) return HIDDEN;
-    return (found & 0x020202u) != 0 ? MIXED : UNCHANGED;
+    if ((found & SHOWS) == 0) return HIDDEN;
+    return (found & CHANGES) != 0 ? MIXED : UNCHANGED;
+}
+// A word of shared memory if `is`. Where that is what a barrier answered, the load is behind it: without the condition it was seen
+// to come before (H200, 2026-11).
+__device__ inline u32 load_if(const u32& from, bool is) {
+    u32 word;
+    asm volatile("{\n.reg .pred is;\nsetp.ne.u32 is, %2, 0;\nmov.u32 %0, 0;\n@is ld.shared.u32 %0, [%1];\n}"
+                 : "=r"(word)
+                 : "r"(shared_address(&from)), "r"((u32)is)
+                 : "memory");
+    return word;
 }
 __device__ inline int mask_stage_of(u32 n) { return n % MASK_STAGES; }
 __device__ inline u32 mask_phase_of(u32 n) { return n / MASK_STAGES & 1; }
+
+// Where unit `u` of row `r` of a tile of biases stands.
+__device__ inline int bias_unit(int r, int u) {
+    const int turned = r / (8 / BOX_UNITS) % BOX_UNITS;
+    return u / BOX_UNITS * (BLOCK_M * BOX_UNITS) + r * BOX_UNITS + ((u % BOX_UNITS) ^ turned);
+}
 
 // Whether every row that a block reads is the same.
 __device__ inline bool is_one_row(const Params& p) {
     return p.mask_stride[2] == 0 && (p.task_heads == 1 || p.mask_stride[1] == 0);
 }
 
-// The loading side: READERS threads of three warps, `thread` of them here. No warp waits for another.
-constexpr int READERS = 96;
+// The loading side: READERS threads of three warps, `thread` of them here. No warp waits for another. Where the copy engine reads,
+// the first warp asks for all tiles, and the other two tell.
+constexpr int READERS = 96, TELLERS = 64;
 struct MaskReader {
     const Params& p;
     MaskRing& ring;
@@ -59,9 +84,7 @@ struct MaskReader {
     __device__ int first_row() const { return thread / ROW_UNITS; }
     // Of an item with fewer rows those behind it too: what they hide changes no bit.
     __device__ int rows() const { return is_one_row(p) ? 1 : BLOCK_M; }
-    __device__ static int place(int r, int u) {
-        return IS_BOOL ? r * ROW_UNITS + u : r * BIAS_ROW + (BIAS_SWIZZLED ? u ^ r % 8 : u);
-    }
+    __device__ static int place(int r, int u) { return IS_BOOL ? r * ROW_UNITS + u : bias_unit(r, u); }
     // The first byte of row r of a task, which may lie beyond its last.
     __device__ const u8* row_of_mask(const Task& task, int r) const {
         return (const u8*)p.mask + Row(p, task, min(r, p.rows - 1)).offset(p.mask_stride) * KEY_BYTES;
@@ -122,11 +145,34 @@ struct MaskReader {
     }
     // A byte of 1 for each byte that is not 0.
     __device__ static u32 ones(u32 x) { return ((((x & 0x7f7f7f7fu) + 0x7f7f7f7fu) | x) & 0x80808080u) >> 7; }
-    // A bit for each of 16 keys, 1 where it is masked; bytes are 0 or 1.
-    __device__ static u32 hidden_keys(const uint4& x) {
-        const u32 low = weigh_bytes(x.y, 0x80402010u, weigh_bytes(x.x, 0x08040201u, 0));
-        const u32 high = weigh_bytes(x.w, 0x80402010u, weigh_bytes(x.z, 0x08040201u, 0));
-        return (low | high << 8) ^ 0xffffu;
+    // A byte for each lane of a quad: a bit for each of its 8 of 32 keys. Bytes of x and y are 0 or 1.
+    __device__ static u32 seen_keys(const uint4& x, const uint4& y) {
+        // Keys 2*lane and the next of two eights: the lower halves of two words, or the upper ones.
+        const auto of_lane = [](u32 x0, u32 x8, u32 x16, u32 x24, u32 halves) {
+            const u32 low = __byte_perm(x0, x8, halves), high = __byte_perm(x16, x24, halves);
+            return weigh_bytes(high, 0x80402010u, weigh_bytes(low, 0x08040201u, 0));
+        };
+        const u32 low = of_lane(x.x, x.z, y.x, y.z, 0x5410) | of_lane(x.x, x.z, y.x, y.z, 0x7632) << 8;
+        const u32 high = of_lane(x.y, x.w, y.y, y.w, 0x5410) | of_lane(x.y, x.w, y.y, y.w, 0x7632) << 8;
+        return low | high << 16;
+    }
+
+    // Booleans are 0 and 1, but any other byte that is not 0 says the same.
+    template <int UNITS>
+    __device__ static void make_ones(uint4 (&x)[UNITS]) {
+        u32 odd = 0;
+#pragma unroll
+        for (int n = 0; n < UNITS; n++) odd |= x[n].x | x[n].y | x[n].z | x[n].w;
+        if ((odd & 0xfefefefeu) == 0) return;
+#pragma unroll
+        for (int n = 0; n < UNITS; n++) x[n] = make_uint4(ones(x[n].x), ones(x[n].y), ones(x[n].z), ones(x[n].w));
+    }
+    // The bits of units 2*pair and the next of row r.
+    __device__ void write_bits(int stage, int r, int pair, u32 seen, int n0, u32& shown, u32& changed) const {
+        u8* to = (u8*)&ring.rows[stage][r] + pair;
+        to[0] = seen, to[4] = seen >> 8, to[8] = seen >> 16, to[12] = seen >> 24;
+        const int keys = p.kv_len - n0 - pair * 32;
+        shown |= seen, changed |= ~seen & (keys > 16 ? ~0u : keys > 0 ? 0x0f0f0f0fu : 0);
     }
 
     // The nth of the thread's own rows from `first` on; `first` again where there is none.
@@ -137,51 +183,52 @@ struct MaskReader {
         const int stage = mask_stage_of(told), u = column();
         if (!wide) gather(raw, task, r0, n0);
         const int end = is_one_row(p) ? 1 : min(BLOCK_M, p.rows - r0);
-        const bool outside = n0 + u * UNIT_KEYS >= p.kv_len;
-        // Bits that differ from those of a hidden tile, and of one that changes nothing.
+        const bool outside = !IS_BOOL && n0 + u * UNIT_KEYS >= p.kv_len;
         u32 shown = 0, changed = 0;
         constexpr int BATCH = 4;  // units that are loaded together
+        if (IS_BOOL) __syncwarp();
 #pragma unroll 1
         for (int first = first_row(); first < end; first += STEP * BATCH) {
             if (!IS_BOOL && shown != 0 && changed != 0) break;
             uint4 x[BATCH];
-#pragma unroll
-            for (int n = 0; n < BATCH; n++) x[n] = raw[place(row(first, n, end), u)];
             if (IS_BOOL) {
-                u32 odd = 0;
+                // Neighbours take two units of every other row of theirs.
 #pragma unroll
-                for (int n = 0; n < BATCH; n++) odd |= x[n].x | x[n].y | x[n].z | x[n].w;
-                // Booleans are 0 and 1, but any other byte that is not 0 says the same.
-                if ((odd & 0xfefefefeu) != 0) {
+                for (int n = 0; n < BATCH; n++) x[n] = raw[place(row(first, n / 2 * 2 + u % 2, end), (u & ~1) + n % 2)];
+                make_ones(x);
 #pragma unroll
-                    for (int n = 0; n < BATCH; n++) {
-                        x[n] = make_uint4(ones(x[n].x), ones(x[n].y), ones(x[n].z), ones(x[n].w));
-                    }
-                }
-#pragma unroll
-                for (int n = 0; n < BATCH; n++) {
-                    const u32 hidden = hidden_keys(x[n]);
-                    ((u16*)&ring.rows[stage][row(first, n, end)])[u] = hidden;
-                    shown |= hidden ^ 0xffffu, changed |= hidden;
+                for (int n = 0; n < BATCH; n += 2) {
+                    write_bits(stage, row(first, n + u % 2, end), u / 2, seen_keys(x[n], x[n + 1]), n0, shown, changed);
                 }
             } else {
-                constexpr u32 ALL = KEY_BYTES == 4 ? 0xff800000u : MASK_DTYPE == F16 ? 0xfc00fc00u : 0xff80ff80u;
-                constexpr u32 VALUE = KEY_BYTES == 4 ? 0x7fffffffu : 0x7fff7fffu;
 #pragma unroll
                 for (int n = 0; n < BATCH; n++) {
-                    shown |= (x[n].x ^ ALL) | (x[n].y ^ ALL) | (x[n].z ^ ALL) | (x[n].w ^ ALL);
-                    changed |= (x[n].x | x[n].y | x[n].z | x[n].w) & VALUE;
+                    x[n] = raw[place(row(first, n, end), u)];
+                    look_at(x[n], shown, changed);
                 }
             }
         }
-        const bool shows = __any_sync(~0u, shown != 0 && !outside), changes = __any_sync(~0u, changed != 0 && !outside);
+        say(shown != 0 && !outside, changed != 0 && !outside);
+    }
+
+    // Adds bits that differ from those of a hidden tile, and of one that changes nothing.
+    __device__ static void look_at(const uint4& x, u32& shown, u32& changed) {
+        constexpr u32 ALL = KEY_BYTES == 4 ? 0xff800000u : MASK_DTYPE == F16 ? 0xfc00fc00u : 0xff80ff80u;
+        constexpr u32 VALUE = KEY_BYTES == 4 ? 0x7fffffffu : 0x7fff7fffu;
+        shown |= (x.x ^ ALL) | (x.y ^ ALL) | (x.z ^ ALL) | (x.w ^ ALL);
+        changed |= (x.x | x.y | x.z | x.w) & VALUE;
+    }
+
+    // What this warp found in the tile.
+    __device__ void say(bool shown, bool changed) {
+        const int stage = mask_stage_of(told++);
+        const bool shows = __any_sync(~0u, shown), changes = __any_sync(~0u, changed);
         if (thread % 32 == 0) ((u8*)&ring.found[stage])[thread / 32] = shows + changes * 2;
         arrive(ring.full[stage]);
-        told++;
     }
 
     // Where the next tile that is asked for, or told of, comes to lie.
-    __device__ uint4* room(u32 n) const { return IS_BOOL ? ring.raw[n % (MASK_AHEAD + 1)] : ring.rows[mask_stage_of(n)]; }
+    __device__ uint4* room(u32 n) const { return IS_BOOL ? ring.raw[n % RAW_STAGES] : ring.rows[mask_stage_of(n)]; }
     __device__ void wait_for_room(u32 n) const { wait(ring.empty[mask_stage_of(n)], mask_phase_of(n) ^ 1); }
     __device__ void ask(const Task& task, int r0, int n0, int end) {
         if (n0 < end) {
@@ -205,37 +252,123 @@ struct MaskReader {
         if (IS_BOOL) wait_for_room(told);
         tell(room(told), task, r0, n0);
     }
+
+    // The copy engine's part, by one thread: all tiles of rows r0...
+    __device__ void copy(const CopyMap& map, const Task& task, int r0, int first, int end) {
+        const int row = along(p.mask_stride[2], r0), head = along(p.mask_stride[1], task.head);
+        const int batch = along(p.mask_stride[0], task.batch);
+#pragma unroll 1
+        for (int n0 = first; n0 < end; n0 += BLOCK_N) {
+            if (IS_BOOL) {
+                wait(ring.taken[asked % RAW_STAGES], (asked / RAW_STAGES & 1) ^ 1);
+            } else {
+                wait_for_room(asked);
+            }
+            uint4* to = room(asked);
+            u64& copied = ring.copied[copy_stage(asked++)];
+            arrive_expecting(copied, rows() * ROW_UNITS * 16);
+#pragma unroll
+            for (int box = 0; box < (IS_BOOL ? 1 : BIAS_BOXES); box++) {
+                copy_box(to + box * (BLOCK_M * BOX_UNITS), map, copied, n0 + box * (BOX_UNITS * UNIT_KEYS), row, head, batch);
+            }
+        }
+    }
+    __device__ static int copy_stage(u32 n) { return IS_BOOL ? n % RAW_STAGES : mask_stage_of(n); }
+
+    // Tells of what was copied. Keys behind the last came as zeros; of rows behind the last nothing is said.
+    __device__ void tell_copied(int r0, int n0) {
+        const u32 phase = IS_BOOL ? told / RAW_STAGES & 1 : mask_phase_of(told);
+        wait(ring.copied[copy_stage(told)], phase);
+        const int end = is_one_row(p) ? 1 : min(BLOCK_M, p.rows - r0), teller = thread % TELLERS;
+        const uint4* from = room(told);
+        u32 shown = 0, changed = 0;
+        constexpr int BATCH = IS_BOOL ? 8 : 4;  // units that are loaded together
+        if (IS_BOOL) {
+            constexpr int PAIRS = ROW_UNITS / 2;  // of units of a row
+            wait_for_room(told);
+            const int pairs = end * PAIRS;
+#pragma unroll 1
+            for (int first = teller; first < pairs; first += TELLERS * BATCH / 2) {
+                uint4 x[BATCH];
+                const auto pair = [&](int n) { return first + n * TELLERS < pairs ? first + n * TELLERS : first; };
+#pragma unroll
+                for (int n = 0; n < BATCH / 2; n++) x[n * 2] = from[pair(n) * 2], x[n * 2 + 1] = from[pair(n) * 2 + 1];
+                make_ones(x);
+#pragma unroll
+                for (int n = 0; n < BATCH / 2; n++) {
+                    const u32 seen = seen_keys(x[n * 2], x[n * 2 + 1]);
+                    write_bits(mask_stage_of(told), pair(n) / PAIRS, pair(n) % PAIRS, seen, n0, shown, changed);
+                }
+            }
+            arrive(ring.taken[told % RAW_STAGES]);
+        } else {
+            const int units = end * BOX_UNITS;
+#pragma unroll
+            for (int box = 0; box < BIAS_BOXES; box++) {
+                if (n0 + box * (BOX_UNITS * UNIT_KEYS) >= p.kv_len) break;
+#pragma unroll 1
+                for (int first = teller; first < units && (shown == 0 || changed == 0); first += TELLERS * BATCH) {
+#pragma unroll
+                    for (int n = 0; n < BATCH; n++) {
+                        const int at = first + n * TELLERS;
+                        look_at(from[box * (BLOCK_M * BOX_UNITS) + (at < units ? at : first)], shown, changed);
+                    }
+                }
+            }
+        }
+        say(shown != 0, changed != 0);
+    }
 };
 
 // The other side: what the mask says of a thread's two rows of a tile, taken out of the ring while the scores are made.
 struct MaskRows {
-    static constexpr int NT = BLOCK_N / 8, WORDS = IS_BOOL ? 4 : NT * BIAS_BYTES / 2;
+    static constexpr int NT = BLOCK_N / 8, WORDS = IS_BOOL ? 1 : NT * BIAS_BYTES / 2;
     int kind;
     u32 word[2][WORDS];
 
-    // `row` is the first of the two in the block; the other is 8 below.
-    __device__ void take(const Params& p, const MaskRing& ring, int stage, int row) {
-        if (kind != MIXED) return;
-        const int lane = threadIdx.x % 4;
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-            const int r = is_one_row(p) ? 0 : row + h * 8;
+    // Where in a tile a thread finds its own, in bytes; `row` is the first of its warp's in the block.
+    struct Place {
+        int at, next_row;  // next_row: 8 rows further
+        __device__ Place(const Params& p, int row) {
+            const int lane = threadIdx.x % 32;
+            const bool one = is_one_row(p);
+            const int r = one ? 0 : row + (BIAS_BYTES == 2 && !IS_BOOL ? lane % 16 : lane / 4);
             if (IS_BOOL) {
-                const uint4 bits = ring.rows[stage][r];
-                word[h][0] = bits.x, word[h][1] = bits.y, word[h][2] = bits.z, word[h][3] = bits.w;
-                continue;
+                at = r * 16 + lane % 4 * 4;
+            } else if (BIAS_BYTES == 2) {
+                at = bias_unit(r, lane / 16) * 16;
+            } else {
+                at = bias_unit(r, lane % 4 / 2) * 16 + lane % 2 * 8;
             }
-            const u8* base = (const u8*)&ring.rows[stage][r * BIAS_ROW];
-            const int turned = BIAS_SWIZZLED ? r % 8 : 0;
+            next_row = one ? 0 : 8 * 16 * (IS_BOOL ? 1 : BOX_UNITS);
+        }
+    };
+
+    __device__ void take(const MaskRing& ring, int stage, const Place& place) {
+        if (kind != MIXED) return;
+        const u8* tile = (const u8*)ring.rows[stage] + place.at;
+        // Unit u, which is even: swizzles turn bits that lie above a thread's own.
+        const auto unit = [&](const u8* from, int u) {
+            return (const u8*)((u64)from ^ u % BOX_UNITS * 16) + u / BOX_UNITS * (BLOCK_M * BOX_UNITS * 16);
+        };
+        if (IS_BOOL) {
+            word[0][0] = *(const u32*)tile, word[1][0] = *(const u32*)(tile + place.next_row);
+        } else if (BIAS_BYTES == 2) {
+            // Matrices: 8 keys of the upper rows and of the lower ones, then the next 8 keys; a lane tells where row lane % 16 is.
 #pragma unroll
-            for (int nt = 0; nt < NT; nt++) {
-                if (BIAS_BYTES == 2) {
-                    word[h][nt] = *(const u32*)(base + (nt ^ turned) * 16 + lane * 4);
-                } else {
-                    const uint2 pair = *(const uint2*)(base + ((nt * 2 + lane / 2) ^ turned) * 16 + lane % 2 * 8);
+            for (int nt = 0; nt < NT; nt += 2) {
+                u32 four[4];
+                load_matrices(four, shared_address(unit(tile, nt)));
+                word[0][nt] = four[0], word[1][nt] = four[1], word[0][nt + 1] = four[2], word[1][nt + 1] = four[3];
+            }
+        } else {
+#pragma unroll
+            for (int h = 0; h < 2; h++)
+#pragma unroll
+                for (int nt = 0; nt < NT; nt++) {
+                    const uint2 pair = *(const uint2*)unit(tile + h * place.next_row, nt * 2);
                     word[h][nt * 2] = pair.x, word[h][nt * 2 + 1] = pair.y;
                 }
-            }
         }
     }
 
@@ -246,25 +379,21 @@ struct MaskRows {
         return __uint_as_float(e == 0 ? pair << 16 : pair & 0xffff0000u);
     }
 
-    __device__ void hide(float (&s)[NT][4]) const {
-#pragma unroll
-        for (int h = 0; h < 2; h++)
-#pragma unroll
-            for (int nt = 0; nt < NT; nt++)
-#pragma unroll
-                for (int e = 0; e < 2; e++) {
-                    const u32 bits = word[h][nt / 4] >> threadIdx.x % 4 * 2;
-                    if (bits & 1u << (nt % 4 * 8 + e)) s[nt][h * 2 + e] = negative_infinity();
-                }
+    // A score with the mask in it: s * factor + bias; or s, -inf where it is masked.
+    __device__ float masked(float s, float factor, int h, int nt, int e) const {
+        if (!IS_BOOL) return __fmaf_rn(s, factor, bias(h, nt, e));
+        // Of a number and NaN the minimum is the number: a bit of a NaN's where the key is seen.
+        const u32 bits = nt < 8 ? word[h][0] : word[h][0] >> 16;
+        return fminf(s, __uint_as_float((bits & 1u << (nt % 8 * 2 + e)) | 0xff800000u));
     }
 
-    // s = s * factor + bias; careful: -inf where the bias is, whatever the score.
-    __device__ void add(float (&s)[NT][4], float factor, bool careful) const {
+    // careful: -inf where the bias is, whatever the score.
+    __device__ void apply(float (&s)[NT][4], float factor, bool careful) const {
 #pragma unroll
         for (int nt = 0; nt < NT; nt++)
 #pragma unroll
-            for (int e = 0; e < 4; e++) s[nt][e] = __fmaf_rn(s[nt][e], factor, bias(e / 2, nt, e % 2));
-        if (!careful) return;
+            for (int e = 0; e < 4; e++) s[nt][e] = masked(s[nt][e], factor, e / 2, nt, e % 2);
+        if (IS_BOOL || !careful) return;
 #pragma unroll
         for (int nt = 0; nt < NT; nt++)
 #pragma unroll
@@ -274,5 +403,12 @@ struct MaskRows {
     }
 };
 #else
-struct MaskRows {};
+struct MaskRows {
+    static constexpr int kind = UNCHANGED;
+    struct Place {
+        __device__ Place(const Params&, int) {}
+    };
+    __device__ float masked(float s, float, int, int, int) const { return s; }
+    __device__ void apply(float (&)[BLOCK_N / 8][4], float, bool) const {}
+};
 #endif

@@ -111,6 +111,14 @@ __device__ inline void arrive_if(u64& barrier, bool is) {
         : "memory"
     );
 }
+__device__ inline bool has_passed(u64& barrier, u32 phase) {
+    u32 passed;
+    asm volatile("{\n.reg .pred done;\nmbarrier.test_wait.parity.shared.b64 done, [%1], %2;\nselp.u32 %0, 1, 0, done;\n}"
+                 : "=r"(passed)
+                 : "r"(shared_address(&barrier)), "r"(phase)
+                 : "memory");
+    return passed != 0;
+}
 __device__ inline void wait(u64& barrier, u32 phase) {
 #if __CUDA_ARCH__ >= 900
 #define ASK "mbarrier.try_wait"

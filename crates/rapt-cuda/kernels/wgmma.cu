@@ -17,6 +17,15 @@ struct alignas(64) CopyMap {
 
 constexpr int BOX = 64;  // columns of a box, 128 bytes
 
+// A number that all lanes have, known to the compiler as such: what follows from it takes uniform registers.
+__device__ inline int same(int x) { return __shfl_sync(~0u, x, 0); }
+// The same number as if it had just come: what is derived from it is derived anew, and needs no register meanwhile.
+template <class T>
+__device__ inline T anew(T x) {
+    asm volatile("" : "+r"(x));
+    return x;
+}
+
 // The byte of row r, column c of a box.
 __device__ inline u32 swizzled(int r, int c) { return r * 128 + ((c * 2) ^ (r % 8 * 16)); }
 
@@ -36,6 +45,9 @@ __device__ inline void tell(int number, int threads) {
 
 // Orders this thread's ordinary stores to shared memory before what the copy engine and the tensor cores do next.
 __device__ inline void fence_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// An index along a dimension that is not stepped through.
+__device__ inline int along(i64 stride, int index) { return stride == 0 ? 0 : index; }
 
 // One box: columns c.., rows r.. of a head; what lies outside the tensor comes as zeros.
 __device__ inline void copy_box(void* to, const CopyMap& map, u64& barrier, int c, int r, int head, int batch) {
@@ -137,31 +149,25 @@ __device__ inline void multiply_queries(float (&s)[BLOCK_N / 8][4], u32 queries,
     );
 }
 
-// acc (64 x HEAD_DIM_V) = or += 16 columns of p times 16 rows of a tile of values.
-__device__ inline void multiply_values(float (&acc)[HEAD_DIM_V / 8][4], u32 (&p)[4], u32 values, int add) {
-    u64 tile = (u64)TILE_HIGH << 32 | values;
-    asm volatile(
-        "{\n.reg .pred add;\nsetp.ne.b32 add, %5, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n" TEXT_OF(HEAD_DIM_V) "k16.f32." MMA_TYPE "." MMA_TYPE
-        " {" REGISTERS_OF(HEAD_DIM_V) "}, {%0, %1, %2, %3}, %4, add, 1, 1, 1;\n}"
-        : "+r"(p[0]), "+r"(p[1]), "+r"(p[2]), "+r"(p[3]), "+l"(tile), "+r"(add), SUMS_OF(HEAD_DIM_V, acc)
-    );
-}
+// acc (64 x N) = or += 16 columns of p times 16 rows of a tile of values.
+#define MULTIPLIES_VALUES(NAME, N) \
+    __device__ inline void NAME(float (&acc)[N / 8][4], u32 (&p)[4], u32 values, int add) {                              \
+        u64 tile = (u64)TILE_HIGH << 32 | values;                                                                         \
+        asm volatile(                                                                                                     \
+            "{\n.reg .pred add;\nsetp.ne.b32 add, %5, 0;\n"                                                               \
+            "wgmma.mma_async.sync.aligned.m64n" TEXT_OF(N) "k16.f32." MMA_TYPE "." MMA_TYPE                               \
+            " {" REGISTERS_OF(N) "}, {%0, %1, %2, %3}, %4, add, 1, 1, 1;\n}"                                              \
+            : "+r"(p[0]), "+r"(p[1]), "+r"(p[2]), "+r"(p[3]), "+l"(tile), "+r"(add), SUMS_OF(N, acc)                      \
+        );                                                                                                                \
+    }
+MULTIPLIES_VALUES(multiply_values, HEAD_DIM_V)
 
 // Waits until at most PENDING groups of products are under way; these sums may be read then.
-template <int PENDING>
-__device__ inline void wait_scores(float (&s)[BLOCK_N / 8][4]) {
+template <int PENDING, int TILES>
+__device__ inline void wait_products(float (&sums)[TILES][4]) {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 #pragma unroll
-    for (int nt = 0; nt < BLOCK_N / 8; nt++) {
-        asm volatile("" : "+f"(s[nt][0]), "+f"(s[nt][1]), "+f"(s[nt][2]), "+f"(s[nt][3])::"memory");
-    }
-}
-template <int PENDING>
-__device__ inline void wait_sums(float (&acc)[HEAD_DIM_V / 8][4]) {
-    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
-#pragma unroll
-    for (int nt = 0; nt < HEAD_DIM_V / 8; nt++) {
-        asm volatile("" : "+f"(acc[nt][0]), "+f"(acc[nt][1]), "+f"(acc[nt][2]), "+f"(acc[nt][3])::"memory");
+    for (int nt = 0; nt < TILES; nt++) {
+        asm volatile("" : "+f"(sums[nt][0]), "+f"(sums[nt][1]), "+f"(sums[nt][2]), "+f"(sums[nt][3])::"memory");
     }
 }

@@ -269,7 +269,11 @@ impl Backend {
             let inputs = design.main.vector.then(|| self.copy_maps(spec, &design, addresses)).flatten();
             // What the copy engine does not read is loaded element by element: the bits are the same.
             design.main.vector = inputs.is_some();
-            let maps = HopperMaps { inputs, out: self.out_map(spec, &design, operands.out_ptr() as usize) };
+            let maps = HopperMaps {
+                inputs,
+                out: self.out_map(spec, &design, operands.out_ptr() as usize),
+                mask: self.mask_map(spec, &design, params.mask_address()),
+            };
             HopperParams::new(spec, &design, params, maps, design.grid_blocks(&device.caps))
         });
         let main_params = hopper.as_ref().map_or(params.as_bytes(), HopperParams::as_bytes);
@@ -316,6 +320,12 @@ impl Backend {
             return None;
         }
         self.copy_map(Copied::new(&spec.out, address, OUT_BOX_ROWS)?)
+    }
+
+    /// How the copy engine is to read the mask, if it can: not rows of several heads, nor beside loads of one element.
+    fn mask_map(&self, spec: &Spec, design: &Design, address: usize) -> Option<CopyMap> {
+        let mask = spec.mask.as_ref().filter(|_| design.main.vector && design.task_heads == 1)?;
+        self.copy_map(Copied::mask(mask, address, [design.main.block_m, design.main.depth])?)
     }
 
     fn copy_map(&self, copied: Copied) -> Option<CopyMap> {

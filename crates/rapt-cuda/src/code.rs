@@ -132,7 +132,7 @@ impl Code {
 
     /// Tiles of K, and of V, that hopper.cu has in flight.
     const fn stages(&self) -> u32 {
-        if self.ring_bytes(4) + self.mask_bytes(2) <= RING_BYTES { 4 } else { 2 }
+        if self.ring_bytes(4) + self.mask_bytes(4) <= RING_BYTES { 4 } else { 2 }
     }
 
     /// Tiles of the mask that hopper.cu has in flight.
@@ -155,12 +155,10 @@ impl Code {
             Some(DType::Bool) => stages * self.block_m * 16 + (stages - 1) * self.block_m * self.depth,
             Some(dtype) => {
                 let key = if matches!(dtype, DType::F16 | DType::BF16) { 2 } else { 4 };
-                let units = self.depth * key / 16;
-                let row = if units.is_multiple_of(8) { units } else { units | 1 };
-                16 + stages * self.block_m * row * 16
+                stages * self.block_m * self.depth * key + 16
             }
         };
-        (tiles + stages * (2 * 8 + 4)).next_multiple_of(16)
+        (tiles + stages * (4 * 8 + 4)).next_multiple_of(16)
     }
 
     /// Shared memory of hopper.cu with a ring of so many stages: tiles in boxes of 64 columns, barriers, notes.
@@ -188,9 +186,8 @@ impl Code {
         match (self.block_m, self.vector, self.mask) {
             (192, ..) => (160, 32),
             (_, true, None) => (232, 40),
-            (_, _, Some(DType::Bool)) | (_, false, None) => (216, 72),
-            (_, true, Some(_)) => (224, 56),
-            (_, false, Some(_)) => (200, 104),
+            (_, false, None) => (216, 72),
+            (_, _, Some(_)) => (208, 88),
         }
     }
 
@@ -292,9 +289,11 @@ impl Code {
                 define("BLOCK_M", self.block_m);
                 define("BLOCK_N", self.depth);
                 define("STAGES", FLOAT32_STAGES);
+                define("LAST_COLUMNS", (self.dims.1 - 1) % BOX_COLUMNS + 1);
                 // As many as 512 threads were given at the start: 128 each.
-                define("LOADING_REGISTERS", 80);
-                define("MULTIPLYING_REGISTERS", 176);
+                let loading = if self.vector { 80 } else { 88 };
+                define("LOADING_REGISTERS", loading);
+                define("MULTIPLYING_REGISTERS", 256 - loading);
             }
             Body::Decode => {
                 define("STAGES", self.depth);

@@ -102,7 +102,7 @@ fn pairs_of(mask: &TensorSpec<4>, address: usize) -> bool {
 }
 
 /// Whether every row of the mask can be read 16 bytes at a time, as far as there are 16.
-fn is_wide(mask: &TensorSpec<4>, address: usize) -> bool {
+pub(crate) fn is_wide(mask: &TensorSpec<4>, address: usize) -> bool {
     let (step, unit) = (strides(mask), 16 / mask.dtype.size_bytes() as i64);
     step[3] == 1 && step[..3].iter().all(|stride| stride % unit == 0) && address.is_multiple_of(16)
 }
@@ -180,6 +180,11 @@ impl Params {
         }
     }
 
+    /// Where the mask lies; 0 if there is none.
+    pub(crate) const fn mask_address(&self) -> usize {
+        self.mask
+    }
+
     /// The bytes that a launch passes.
     pub(crate) fn as_bytes(&self) -> &[u8] {
         // SAFETY: a repr(C) struct of integers and floats without padding (asserted below), borrowed with self.
@@ -194,28 +199,41 @@ pub(crate) struct HopperMaps {
     pub(crate) inputs: Option<[CopyMap; 3]>,
     /// Where it writes.
     pub(crate) out: Option<CopyMap>,
+    /// The mask, where it reads that.
+    pub(crate) mask: Option<CopyMap>,
+}
+
+/// How hopper.cu reads a mask: `MaskAccess` of masks.cu.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum MaskAccess {
+    KeyByKey,
+    By16Bytes,
+    Copied,
 }
 
 /// The one parameter of hopper.cu, byte for byte its `HopperParams`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(crate) struct HopperParams {
-    /// Of q, k, v and out; zeros where the copy engine is not used.
-    pub(crate) maps: [CopyMap; 4],
+    /// Of q, k, v, out and the mask; zeros where the copy engine is not used.
+    pub(crate) maps: [CopyMap; 5],
     pub(crate) params: Params,
     pub(crate) tasks: i32,
     pub(crate) paired: i32,
-    pub(crate) mask_wide: i32,
+    mask_access: i32,
     pub(crate) shift: i32,
     pub(crate) out_copied: i32,
     item_groups: i32,
     pub(crate) short_items: i32,
+    scale: f32,
     by_units: Divisor,
     by_grid: Divisor,
     pub(crate) padding: [u32; HOPPER_PADDING],
 }
 
-const HOPPER_PADDING: usize = (64 - (size_of::<Params>() + 44) % 64) % 64 / 4;
+/// Bytes of what follows `params`, but for the padding.
+const HOPPER_REST: usize = 8 * 4 + 2 * 8;
+const HOPPER_PADDING: usize = (64 - (size_of::<Params>() + HOPPER_REST) % 64) % 64 / 4;
 
 /// By how many blocks work moves on from round to round, so that `grid` blocks meet all of a task's `units` in turn: the
 /// least that leaves them no common divisor.
@@ -233,17 +251,22 @@ impl HopperParams {
     pub(crate) fn new(spec: &Spec, design: &Design, params: Params, maps: HopperMaps, grid: usize) -> Self {
         let [q, k, v] = maps.inputs.unwrap_or_default();
         let units = if design.paired { design.row_blocks.div_ceil(2) } else { design.row_blocks };
-        let mask_wide = i32::from(spec.mask.is_some_and(|mask| is_wide(&mask, params.mask)));
+        let mask_access = match maps.mask {
+            Some(_) => MaskAccess::Copied,
+            None if spec.mask.is_some_and(|mask| is_wide(&mask, params.mask)) => MaskAccess::By16Bytes,
+            None => MaskAccess::KeyByKey,
+        };
         HopperParams {
-            maps: [q, k, v, maps.out.unwrap_or_default()],
+            maps: [q, k, v, maps.out.unwrap_or_default(), maps.mask.unwrap_or_default()],
             params,
             tasks: int(design.tasks),
             paired: i32::from(design.paired),
-            mask_wide,
+            mask_access: mask_access as i32,
             shift: int(shift_of(grid, units)),
             out_copied: i32::from(maps.out.is_some()),
             item_groups: int(design.item_rows / 64),
             short_items: int(design.short_items),
+            scale: params.scale as f32,
             by_units: Divisor::new(units),
             by_grid: Divisor::new(grid),
             padding: [0; HOPPER_PADDING],
@@ -258,7 +281,7 @@ impl HopperParams {
 }
 
 const _: () = assert!(
-    size_of::<HopperParams>() == 4 * 128 + size_of::<Params>() + 44 + 4 * HOPPER_PADDING,
+    size_of::<HopperParams>() == 5 * 128 + size_of::<Params>() + HOPPER_REST + 4 * HOPPER_PADDING,
     "HopperParams has padding"
 );
 const _: () = assert!(size_of::<Params>() == 9 * 8 + 25 * 8 + 3 * 8 + 22 * 4 + 5 * 8, "Params has padding");
@@ -312,7 +335,7 @@ mod tests {
 
     #[test]
     fn the_maps_come_first_and_the_size_is_that_of_aligned_maps() {
-        assert_eq!(std::mem::offset_of!(HopperParams, params), 4 * 128);
+        assert_eq!(std::mem::offset_of!(HopperParams, params), 5 * 128);
         assert_eq!(size_of::<HopperParams>() % 64, 0);
         assert_eq!(align_of::<HopperParams>(), 64);
     }

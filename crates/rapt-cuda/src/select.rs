@@ -153,16 +153,19 @@ fn mma_code(spec: &Spec, caps: &Caps, body: Body, block_m: u32, depth: u32) -> C
 /// Queries per block of hopper.cu and the keys that it can have (the first that fits shared memory): three groups of 64
 /// queries where the sums of a group are few, else two; keys as many as leave the sums, and biases, in registers. `many_keys`:
 /// the last tile of keys, which may be filled in part, is but one of many. Measured on an H200, 2026-11: docs/hopper.md.
-const fn hopper_tiles(dims: (u32, u32), mask: MaskClass, many_keys: bool) -> (u32, &'static [u32]) {
+const fn hopper_tiles(dims: (u32, u32), mask: Option<DType>, natural: bool, many_keys: bool) -> (u32, &'static [u32]) {
     match (dims, mask) {
-        ((..=64, ..=64), MaskClass::None) => (192, &[128]),
-        ((..=96, ..=96), MaskClass::None) => (192, if many_keys { &[112] } else { &[96] }),
-        ((_, ..=128), MaskClass::None | MaskClass::Bool) => (128, &[128, 96, 64]),
-        ((_, ..=192), MaskClass::None) => (128, &[112, 80]),
-        (_, MaskClass::None) => (128, &[80, 64]),
-        (_, MaskClass::Bool) => (128, &[64]),
-        ((_, ..=128), MaskClass::Additive) => (128, &[96, 64]),
-        (_, MaskClass::Additive) => (128, &[48]),
+        ((..=64, ..=64), None) => (192, &[128]),
+        ((..=96, ..=96), None) => (192, if many_keys { &[112] } else { &[96] }),
+        ((65.., ..=128), Some(DType::Bool)) if natural => (128, &[96, 64]),
+        ((_, ..=128), None | Some(DType::Bool)) => (128, &[128, 96, 64]),
+        ((_, ..=192), None) => (128, &[112, 80]),
+        (_, None) => (128, &[80, 64]),
+        (_, Some(DType::Bool)) => (128, &[64]),
+        ((..=64, ..=64), Some(DType::F16 | DType::BF16)) => (128, &[128]),
+        ((_, ..=128), Some(DType::F16 | DType::BF16)) => (128, &[96, 64]),
+        ((_, ..=128), Some(_)) => (128, &[64]),
+        (_, Some(_)) => (128, &[48]),
     }
 }
 
@@ -246,11 +249,11 @@ fn hopper_code(spec: &Spec, caps: &Caps) -> Option<Code> {
     // Rows of K and V that are not whole sectors of memory are dear to read in large tiles.
     let whole_sectors = spec.head_dim().is_multiple_of(16) && spec.head_dim_v().is_multiple_of(16);
     let many_keys = whole_sectors && spec.kv_len() >= MANY_KEYS;
-    let (block_m, tiles) = hopper_tiles(padded_dims(spec), mask_class(spec), many_keys);
-    // As far as strides tell.
-    let vector = [&spec.q, &spec.k, &spec.v].into_iter().all(|tensor| Copied::new(tensor, 0, 1).is_some());
     // Biases are added in natural units by themselves.
     let natural = is_natural(spec, MaskClass::None);
+    let (block_m, tiles) = hopper_tiles(padded_dims(spec), spec.mask.map(|mask| mask.dtype), natural, many_keys);
+    // As far as strides tell.
+    let vector = [&spec.q, &spec.k, &spec.v].into_iter().all(|tensor| Copied::new(tensor, 0, 1).is_some());
     let of = |&block_n: &u32| Code { vector, natural, ..mma_code(spec, caps, Body::Hopper, block_m, block_n) };
     tiles.iter().map(of).find(|code| code.shared_bytes() <= caps.shared_bytes)
 }

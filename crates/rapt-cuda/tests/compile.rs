@@ -40,6 +40,9 @@ fn every_kernel_compiles_and_the_hot_ones_do_not_spill() {
         hot.extend(of(spec(DType::F32, [8, 1, 2048, 128], None, &plain)));
         hot.extend(of(spec(DType::F32, [8, 2048, 2048, 64], None, &plain)));
         if arch == Arch::Sm90a {
+            for head_dim in [96, 128] {
+                hot.extend(of(spec(DType::F32, [8, 2048, 2048, head_dim], None, &plain)));
+            }
             // Sums fill the registers here: a spill would be in the loop.
             for head_dim in [96, 192, 256] {
                 hot.extend(bf16([8, 2048, 2048, head_dim], None, &plain));

@@ -3,10 +3,12 @@
 //!
 //! The formulas here are those of the kernels' text; that they stand there is asserted too.
 
+use rapt_layout::Swizzle;
 use rapt_layout::atlas::{Atom, Map};
 
 const WGMMA: &str = include_str!("../kernels/wgmma.cu");
 const HOPPER: &str = include_str!("../kernels/hopper.cu");
+const MASKS: &str = include_str!("../kernels/masks.cu");
 const HOPPER_STORE: &str = include_str!("../kernels/hopper_store.cu");
 
 fn registers(name: &str) -> (rapt_layout::Layout, i64, i64, i64) {
@@ -114,5 +116,90 @@ fn sums_leave_registers_for_the_box_that_the_copy_engine_writes() {
         // 16 rows of a box of 64 columns, then those of the next.
         let box_at = sum_column / 64 * (16 * 128);
         assert_eq!(address, box_at + swizzled(sum_row, sum_column % 64), "{nt} {lane} {value}");
+    }
+}
+
+/// The unit of 16 bytes of row r of a tile of biases that stands as the `u`th: `bias_unit` of masks.cu, with 128 rows.
+fn bias_unit(row: i64, unit: i64, box_units: i64) -> i64 {
+    let turned = row / (8 / box_units) % box_units;
+    unit / box_units * (128 * box_units) + row * box_units + ((unit % box_units) ^ turned)
+}
+
+#[test]
+fn biases_lie_as_the_copy_engine_swizzles_them_and_are_loaded_as_the_scores_lie() {
+    for text in [
+        "r / (8 / BOX_UNITS) % BOX_UNITS",
+        "u / BOX_UNITS * (BLOCK_M * BOX_UNITS) + r * BOX_UNITS + ((u % BOX_UNITS) ^ turned)",
+        "bias_unit(r, lane / 16) * 16",
+        "(u64)from ^ u % BOX_UNITS * 16) + u / BOX_UNITS * (BLOCK_M * BOX_UNITS * 16)",
+        "word[0][nt] = four[0], word[1][nt] = four[1], word[0][nt + 1] = four[2], word[1][nt + 1] = four[3]",
+    ] {
+        assert!(MASKS.contains(text), "{text}");
+    }
+    let (matrices, lanes, values, rows) = registers("ldmatrix.x4");
+    assert_eq!((lanes, values, rows), (32, 8, 8));
+    for box_units in [2, 4, 8] {
+        let swizzle = Swizzle::of_span(box_units * 16).unwrap();
+        for (row, unit) in (0..128).flat_map(|row| (0..2 * box_units).map(move |unit| (row, unit))) {
+            let in_box = row * box_units * 16 + unit % box_units * 16;
+            let box_at = unit / box_units * (128 * box_units * 16);
+            assert_eq!(
+                bias_unit(row, unit, box_units) * 16,
+                box_at + swizzle.apply(in_box),
+                "{box_units} {row} {unit}"
+            );
+        }
+        // What a lane of warp 0 tells of matrix l / 8, row l % 8, and what it is given.
+        let told = |lane: i64, nt: i64| {
+            let at = bias_unit(lane % 16, lane / 16, box_units) * 16;
+            (at ^ (nt % box_units * 16)) + nt / box_units * (128 * box_units * 16)
+        };
+        for (pair, lane, value) in
+            (0..box_units).flat_map(|n| (0..32).flat_map(move |lane| (0..8).map(move |value| (2 * n, lane, value))))
+        {
+            let (matrix, half) = (value / 2, value % 2);
+            let place = matrices.at_coord(&[lane, value].into()).unwrap();
+            let (row, column) = (place % rows, place / rows - 8 * matrix);
+            let address = told(8 * matrix + row, pair) + 2 * column;
+            let (score_row, key) = score(lane, pair + matrix / 2, matrix % 2 * 2 + half);
+            assert_eq!(address, bias_unit(score_row, key / 8, box_units) * 16 + key % 8 * 2, "{pair} {lane} {value}");
+        }
+    }
+}
+
+/// What `seen_keys` and `write_bits` of masks.cu make of a row of booleans.
+#[test]
+fn a_row_of_booleans_becomes_a_word_for_each_lane_of_a_quad() {
+    for text in [
+        "weigh_bytes(high, 0x80402010u, weigh_bytes(low, 0x08040201u, 0))",
+        "of_lane(x.x, x.z, y.x, y.z, 0x5410) | of_lane(x.x, x.z, y.x, y.z, 0x7632) << 8",
+        "of_lane(x.y, x.w, y.y, y.w, 0x5410) | of_lane(x.y, x.w, y.y, y.w, 0x7632) << 8",
+        "to[0] = seen, to[4] = seen >> 8, to[8] = seen >> 16, to[12] = seen >> 24",
+        "bits & 1u << (nt % 8 * 2 + e)",
+    ] {
+        assert!(MASKS.contains(text), "{text}");
+    }
+    let weigh = |keys: [u32; 4], weights: u32| (0..4).map(|n| keys[n] * (weights >> (8 * n) & 0xff)).sum::<u32>();
+    let seen_keys = |keys: &[u32]| {
+        // A half of a word is two keys; x has 16 of them, y the next 16.
+        let of_lane = |lane: usize| {
+            let pair = |eight: usize| [keys[8 * eight + 2 * lane], keys[8 * eight + 2 * lane + 1]];
+            let (low, high) = ([pair(0), pair(1)].concat(), [pair(2), pair(3)].concat());
+            weigh(low.try_into().unwrap(), 0x0804_0201) + weigh(high.try_into().unwrap(), 0x8040_2010)
+        };
+        (0..4).map(|lane| of_lane(lane) << (8 * lane)).sum::<u32>()
+    };
+    let keys: Vec<u32> = (0..128u32).map(|key| key.wrapping_mul(2_654_435_761) >> 31).collect();
+    let mut row = [0u8; 16];
+    for pair in 0..4 {
+        for (lane, byte) in seen_keys(&keys[32 * pair..][..32]).to_le_bytes().into_iter().enumerate() {
+            row[4 * lane + pair] = byte;
+        }
+    }
+    for (lane, nt, e) in (0..4).flat_map(|lane| (0..16).flat_map(move |nt| (0..2).map(move |e| (lane, nt, e)))) {
+        let word = u32::from_le_bytes(row[4 * lane..][..4].try_into().unwrap());
+        let bits = if nt < 8 { word } else { word >> 16 };
+        let (_, key) = score(lane as i64, nt as i64, e as i64);
+        assert_eq!(bits >> (nt % 8 * 2 + e) & 1, keys[key as usize], "{lane} {nt} {e}");
     }
 }

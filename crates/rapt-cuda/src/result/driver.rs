@@ -14,9 +14,10 @@ use crate::sys::cuda::{
     self, CUcontext, CUdevice_attribute as Attribute, CUevent, CUevent_flags, CUfunction,
     CUfunction_attribute as FunctionAttribute, CUlaunchAttribute, CUlaunchAttributeID, CUlaunchAttributeValue,
     CUlaunchConfig, CUmodule, CUresult, CUstream, CUstreamCaptureMode, CUtensorMap, CUtensorMapDataType,
+    CUtensorMapSwizzle,
 };
 use crate::sys::is_driver_present;
-use crate::tensor_map::{BOX_COLUMNS, Copied, CopyMap};
+use crate::tensor_map::{Copied, CopyMap};
 
 /// What a device says of itself.
 #[derive(Clone, Debug, PartialEq)]
@@ -310,23 +311,31 @@ impl Driver for Cuda {
 
     fn copy_map(&self, copied: &Copied) -> Result<CopyMap> {
         let mut map = CUtensorMap { opaque: [0; 16] };
-        let storage = match copied.storage {
+        let dtype = match copied.dtype {
+            DType::Bool => CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_UINT8,
+            DType::F32 => CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
             DType::F16 => CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
             _ => CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+        };
+        let swizzle = match copied.swizzled_bytes {
+            0 => CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_NONE,
+            32 => CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_32B,
+            64 => CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_64B,
+            _ => CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B,
         };
         // SAFETY: the arrays have as many elements as the rank says; nothing is read at the address.
         let code = unsafe {
             cuda::cuTensorMapEncodeTiled(
                 &raw mut map,
-                storage,
+                dtype,
                 4,
                 copied.address as *mut c_void,
                 copied.sizes.as_ptr(),
                 copied.strides_bytes.as_ptr(),
-                [BOX_COLUMNS, copied.box_rows, 1, 1].as_ptr(),
+                [copied.box_columns, copied.box_rows, 1, 1].as_ptr(),
                 [1; 4].as_ptr(),
                 cuda::CUtensorMapInterleave::CU_TENSOR_MAP_INTERLEAVE_NONE,
-                cuda::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B,
+                swizzle,
                 cuda::CUtensorMapL2promotion::CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                 cuda::CUtensorMapFloatOOBfill::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
             )
