@@ -2,7 +2,7 @@
 //
 //   A block stays on its multiprocessor and works off items: up to BLOCK_M queries of a task, all keys that they see.
 //   producer (4 warps)        Q of the item, then K and V in tiles of BLOCK_N keys from key 0, through a ring of STAGES;
-//                             three of them read the mask, a tile or two before (masks.cu): what it hides is not loaded
+//                             the others bring the mask, some tiles before (masks.cu): what it hides is not loaded
 //   consumers (WGS x 4 warps) 64 queries each:
 //                               s = q.K[0];  p = weigh(s)
 //     for n = 1..               s = q.K[n]          under way

@@ -20,7 +20,7 @@ enum TileKind { HIDDEN, UNCHANGED, MIXED };
 enum MaskAccess { KEY_BY_KEY, BY_16_BYTES, COPIED };
 
 constexpr bool IS_BOOL = MASK == BOOL_MASK;
-// Tiles asked for before the one that is told of; the others of the ring are with those who multiply.
+// Tiles asked for before the one that is told of, without the copy engine; the others of the ring are with those who multiply.
 constexpr int MASK_AHEAD = MASK_STAGES - 2, RAW_STAGES = IS_BOOL ? MASK_AHEAD + 1 : 1;
 constexpr int BIAS_BYTES = MASK_DTYPE == F16 || MASK_DTYPE == BF16 ? 2 : 4;
 constexpr int KEY_BYTES = IS_BOOL ? 1 : BIAS_BYTES;  // as they lie in the ring
@@ -67,7 +67,7 @@ __device__ inline bool is_one_row(const Params& p) {
 }
 
 // The loading side: READERS threads of three warps, `thread` of them here. No warp waits for another. Where the copy engine reads,
-// the first warp asks for all tiles, and the other two tell.
+// the first thread asks for all tiles, and the last two warps tell.
 constexpr int READERS = 96, TELLERS = 64;
 struct MaskReader {
     const Params& p;
