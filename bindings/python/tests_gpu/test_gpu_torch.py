@@ -1,5 +1,9 @@
 """PyTorch's doors on the GPU: register_backend in every mode, its strides, its account; explain, doctor, errors."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -137,6 +141,10 @@ DOORS = {
 }
 
 
+# torch 2.11 knows the second name, older ones the first.
+CUDAS_OWN = {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync", "PYTORCH_ALLOC_CONF": "backend:cudaMallocAsync"}
+
+
 @pytest.mark.parametrize("home", ["default", "side"])
 @pytest.mark.parametrize("door", DOORS)
 def test_what_another_stream_allocated_is_not_reused_while_a_run_reads_it(door, home):
@@ -164,6 +172,35 @@ def test_what_another_stream_allocated_is_not_reused_while_a_run_reads_it(door, 
     reused = addresses & {x.data_ptr() for x in new_ones}
     runner.synchronize()
     assert not reused and torch.equal(out, want)
+
+
+def test_cudas_own_allocator_is_told_too_and_its_warnings_are_kept_from_the_caller():
+    told = subprocess.run(
+        [sys.executable, "-m", "pytest", "-o", "addopts=", "-p", "no:xdist", "-k", "another_stream_allocated", __file__],
+        env=os.environ | CUDAS_OWN,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert told.returncode == 0 and "10 passed" in told.stdout, told.stdout[-2000:] + told.stderr[-2000:]
+    # torch warns of tensors that are at home on the stream, which these are.
+    script = (
+        "import warnings, torch, rapt\n"
+        "assert torch.cuda.get_allocator_backend() == 'cudaMallocAsync'\n"
+        "torch.set_warn_always(True)\n"
+        "warnings.simplefilter('error')\n"
+        "q = torch.ones(1, 2, 64, 64, device='cuda')\n"
+        "rapt.attention(q, q, q)\n"
+        "try:\n"
+        "    q.record_stream(torch.cuda.current_stream())\n"
+        "except UserWarning:\n"
+        "    print('heard')\n"
+    )
+    heard = subprocess.run(
+        [sys.executable, "-c", script], env=os.environ | CUDAS_OWN, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert heard.returncode == 0 and heard.stdout == "heard\n", heard.stderr[-2000:]
 
 
 def test_a_stream_gets_back_at_once_what_it_allocated_itself():

@@ -388,8 +388,8 @@ pub(crate) fn current_stream(py: Python<'_>, device: u32) -> Result<usize, Failu
 
 /// Tells torch's allocator that work on this stream, torch's current one, uses these tensors: memory that was allocated on
 /// another stream is then not reused before this work has passed, and the allocator knows whether it was. One of CUDA's own
-/// (`backend:cudaMallocAsync`) warns of tensors that are at home on the stream, as nearly all are on the default one, and refuses
-/// memory that it does not know: it is asked of other streams only, and what it refuses needs nothing.
+/// (`backend:cudaMallocAsync`) warns of tensors that are at home on the stream, in some torches each time, which is kept from
+/// the caller; and it refuses memory that it does not know, which needs nothing.
 pub(crate) fn record_stream<'a, 'py: 'a>(
     py: Python<'py>,
     enqueued: Enqueued,
@@ -397,16 +397,23 @@ pub(crate) fn record_stream<'a, 'py: 'a>(
 ) -> Result<(), Failure> {
     let Some(api) = api(py) else { return Ok(()) };
     let is_native = *api.is_native.get_or_try_init(py, || is_native(py))?;
-    if !is_native && enqueued.stream == DEFAULT_STREAM {
+    let stream = stream_object(py, api, enqueued)?;
+    let record = |tensor| api.record_stream.bind(py).call1((tensor, &stream));
+    if is_native {
+        for tensor in tensors {
+            record(tensor)?;
+        }
         return Ok(());
     }
-    let stream = stream_object(py, api, enqueued)?;
+    let warnings = py.import(intern!(py, "warnings"))?;
+    let unheard = warnings.call_method0(intern!(py, "catch_warnings"))?;
+    unheard.call_method0(intern!(py, "__enter__"))?;
+    let ignored = warnings.call_method1(intern!(py, "simplefilter"), (intern!(py, "ignore"),));
     for tensor in tensors {
-        match api.record_stream.bind(py).call1((tensor, &stream)) {
-            Err(error) if is_native => return Err(error.into()),
-            _ => {}
-        }
+        drop(record(tensor));
     }
+    unheard.call_method1(intern!(py, "__exit__"), (py.None(), py.None(), py.None()))?;
+    ignored?;
     Ok(())
 }
 
