@@ -227,14 +227,20 @@ __device__ inline float plain_score(const Params& p, const float* q, const float
     return sum;
 }
 
-// By group `wg` of those that multiply.
-__device__ inline void multiply(bool careful, const Params& p, Shared& sh, int wg, Ring& ring, RowSums& sums) {
+// By a group of those that multiply. Which one it is, its rows and their powers are asked anew in each block of keys: kept, they
+// would take registers that the sums need.
+__device__ inline void multiply(bool careful, const Params& p, Shared& sh, Ring& ring, RowSums& sums) {
+    const auto group = [] { return same(thread_anew() / 128) - 1; };
     const Place place = Place::here(p);
     const Seen seen = place.seen(p);
     const int lane = threadIdx.x % 128, quad = lane % 4 * 2;
     const int rows = min(BM, p.rows - place.r0);
-    const Queries queries{p, place.task, place.r0 + wg * 64 + lane / 32 * 16};
+    const auto queries = [&] {
+        const Place here = Place::here(p);
+        return Queries{p, here.task, here.r0 + thread_anew() / 32 * 16 - 64};
+    };
     {
+        const int wg = group();
         u32 odd = 0;
         Quarter<K_BOXES> part;
 #pragma unroll 1
@@ -248,13 +254,10 @@ __device__ inline void multiply(bool careful, const Params& p, Shared& sh, int w
         fence_proxy();
         meet(1 + wg, 128);
     }
-    float q_down[2];
     bool q_odd[2] = {};
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-        const int r = lane % 32 / 4 + h * 8;
-        q_down[h] = sh.q_down[wg][lane / 32 * 16 + r];
-        if (careful) q_odd[h] = sh.q_odd[wg][lane / 32] >> r & 1;
+        if (careful) q_odd[h] = sh.q_odd[group()][lane / 32] >> (lane % 32 / 4 + h * 8) & 1;
     }
     const float c = exponent_factor(p);
     sums.m[0] = sums.m[1] = negative_infinity(), sums.l[0] = sums.l[1] = 0;
@@ -265,7 +268,8 @@ __device__ inline void multiply(bool careful, const Params& p, Shared& sh, int w
     for (int n0 = seen.lo / BN * BN; n0 < seen.hi; n0 += BN) {
         float s[1][NT][4];
         MaskTile<1, NT> mask;
-        mask.fetch(p, queries, n0);
+        const int wg = group();
+        mask.fetch(p, queries(), n0);
         wait(sh.k_full[ring.at], ring.phase);
         begin_products();
 #pragma unroll
@@ -278,6 +282,8 @@ __device__ inline void multiply(bool careful, const Params& p, Shared& sh, int w
             }
         commit_products();
         wait_products<0>(s[0]);
+        const float* const first_down = sh.q_down[wg] + thread_anew() % 128 / 32 * 16 + threadIdx.x % 32 / 4;
+        const float q_down[2] = {first_down[0], first_down[8]};
 #pragma unroll
         for (int nt = 0; nt < NT; nt++) {
             const float2 k_down = *(const float2*)(sh.k_down[ring.at] + nt * 8 + quad);
@@ -292,9 +298,7 @@ __device__ inline void multiply(bool careful, const Params& p, Shared& sh, int w
             for (int n = 0; any && n < NT * 4; n++) {
                 const int j = n / 4 * 8 + quad + n % 2, h = n / 2 % 2;
                 if (((k_odd >> j & 1) == 0 && !(h == 0 ? q_odd[0] : q_odd[1])) || n0 + j >= p.kv_len) continue;
-                const Place here = Place::here(p);
-                const Queries asking{p, here.task, here.r0 + wg * 64 + lane / 32 * 16};
-                const float* q = (const float*)p.q + asking.row(0, h).offset(p.q_stride);
+                const float* q = (const float*)p.q + queries().row(0, h).offset(p.q_stride);
                 const float x = plain_score(p, q, k + j * p.k_stride[2]);
 #pragma unroll
                 for (int i = 0; i < NT * 4; i++) {
@@ -303,8 +307,9 @@ __device__ inline void multiply(bool careful, const Params& p, Shared& sh, int w
             }
         }
         arrive(sh.k_empty[ring.at]);
-        const bool positions = n0 < seen.all_lo || n0 + BN > seen.all_hi;
-        if (NATURAL || MASK != NO_MASK || positions) modify_scores<1, NT>(s, p, queries, mask, n0, p.kv_len, positions);
+        const Seen here = Place::here(p).seen(p);
+        const bool positions = n0 < here.all_lo || n0 + BN > here.all_hi;
+        if (NATURAL || MASK != NO_MASK || positions) modify_scores<1, NT>(s, p, queries(), mask, n0, p.kv_len, positions);
 
         float fall[2], base[2], taken[2];
         bool any_far = NATURAL;
@@ -467,9 +472,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(const __grid_
     } else {
         take_registers<MULTIPLYING_REGISTERS>();
         RowSums sums;
-        multiply(false, p, sh, group - 1, ring, sums);
+        multiply(false, p, sh, ring, sums);
         if (__syncthreads_or(sums.has_non_finite())) {
-            multiply(true, p, sh, group - 1, ring, sums);
+            multiply(true, p, sh, ring, sums);
             __syncthreads_or(0);
         }
         finish(p, Place::here(p), sums);

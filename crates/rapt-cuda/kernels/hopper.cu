@@ -16,59 +16,42 @@
 // What the copy engine cannot read (addresses and strides of 16 bytes, inner stride 1) the producer loads element by element
 // into the same tiles: products, order and bits are the same.
 //
-// What a row's scores are compared with, its reference, is their maximum in the first tile in which it sees a key. From there
-// it follows weights that become large (`follow`): sums are seldom multiplied, and no other maximum is sought. But rows whose
-// reference is far from 0, or low, so that scores may yet rise by any number (biases of -10000, slopes), are watched: their
-// reference follows the maximum of each tile that has risen by SLACK (`track`).
-//
 // An item with a sum that is not finite, or that cannot be had so, is noted and comes again at the end (`run_again`), one
 // product after the other. Then values that are not finite are taken out of each tile, and go into the sums of the rows that
 // attend them: what nobody attends is in none. A row that was well before has the same bits.
-// Deliberately absent: splitting of the keys (decode.cu), float32.
+// Deliberately absent: what rows are compared with (hopper_rows.cu), splitting of the keys (decode.cu), float32.
 
-// Exponents of 2. From FAR on a tile's maximum is taken off the scores before they become exponents: a reference below it is
-// off by at most 2^-12, a weight by 1.7e-4, less than half a last place of float16. Rows with a reference below LOW are watched.
-// OVER: a weight from there on is too large to be followed.
-constexpr float FAR = 8192, LOW = -64, OVER = 120;
-// What the weights of a row and tile may sum up to before the row's reference follows them: a thread's, and all of them where
-// nearly all keys share the maximum (p's rounding of it would be in all of the sum; where fewer share it, it is). Where scores are
-// all but equal, a weight is 1.
-constexpr float LARGE = 256, CROWD = BN * (1 + 1.f / 8192);
-// Whether rows are watched: without biases and slopes scores seldom rise by much, and an item comes again where one is far.
-constexpr bool WATCHES = NATURAL_UNITS;
 // Whether the mask comes in where scores become exponents.
 constexpr bool MASKS_LATE = MASK != NO_MASK && !NATURAL;
 // Whether an item's first scores are begun before the one before it is stored: where there are registers for it.
 constexpr bool CHAINED = MASK == NO_MASK && !NATURAL;
 
-struct Consumer {
+struct Consumer : Rows {
     const HopperParams& h;
     Shared& sh;
-    const int wg;                          // the group
     int sought = 0;                        // the kind of the tile that `seek` found
     bool told = false;                     // whether `found` is what was found in the next tile of the mask; else it is 0
     u32 found = 0;
     bool has_keys = false, has_values = false;  // what `ask_ahead` was told
-    // Not where softcap and slopes take the registers: derived where needed there.
+    // Not where softcap and slopes, or loads element by element, take the registers: derived where needed there.
+    const int kept_group;
     const MaskRows::Place kept_place;
     const int kept_first;
     u32 done = 0, q_done = 0, m_done = 0;  // tiles whose values were added, items, tiles of the mask
-    int open = 0;                          // bit r: row r has no reference yet
-    int watched = 0;                       // whether any of the warp's rows is, or has none
-    // A row's reference is taken * c + reference; taken is 0 but for rows far from 0.
-    float reference[2], taken[2], l[2], acc[VT][4];
 
-    __device__ Consumer(const HopperParams& h, Shared& sh, int wg)
-        : h(h), sh(sh), wg(wg), kept_place(mask_place(wg)), kept_first(anew((int)(threadIdx.x % 32 == 0))) {}
+    __device__ Consumer(const HopperParams& h, Shared& sh, int group)
+        : h(h), sh(sh), kept_group(group), kept_place(mask_place(group)), kept_first(anew((int)(threadIdx.x % 32 == 0))) {}
 
+    // Which of the groups this thread is of.
+    __device__ int group() const { return VECTOR ? kept_group : same(thread_anew() / 128); }
     // Where in a tile of the mask this thread's rows are.
-    __device__ MaskRows::Place mask_place(int wg) const { return {h.p, wg * 64 + (int)threadIdx.x % 128 / 32 * 16}; }
+    __device__ MaskRows::Place mask_place(int group) const { return {h.p, group * 64 + (int)threadIdx.x % 128 / 32 * 16}; }
     // Whether this is the warp's first lane.
     __device__ bool is_first() const { return NATURAL ? threadIdx.x % 32 == 0 : kept_first; }
 
     // s = q.k of tile n.
     __device__ void multiply_keys(float (&s)[NT][4], u32 n) {
-        const u32 keys = tile_low(sh.k[stage_of(n)], 0), queries = tile_low(sh.q, 0) + anew(wg) * (64 * 128 / 16);
+        const u32 keys = tile_low(sh.k[stage_of(n)], 0), queries = tile_low(sh.q, 0) + anew(group()) * (64 * 128 / 16);
         begin_products();
 #pragma unroll
         for (int d = 0; d < D; d += 16) {
@@ -87,119 +70,11 @@ struct Consumer {
         commit_products();
     }
 
-    // The largest of a row's scores of a tile.
-    __device__ static float largest(const float (&s)[NT][4], int r) {
-        float top = s[0][r * 2], top_again = s[0][r * 2 + 1];
-#pragma unroll
-        for (int nt = 1; nt < NT; nt++) top = fmaxf(top, s[nt][r * 2]), top_again = fmaxf(top_again, s[nt][r * 2 + 1]);
-        top = fmaxf(top, top_again);
-        top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
-        return fmaxf(top, __shfl_xor_sync(~0u, top, 2));
-    }
-
-    // Gives a reference to rows that see their first key in this tile. An item with one that is far from 0 comes again.
-    __device__ void refer(const float (&s)[NT][4], float c) {
-#pragma unroll
-        for (int r = 0; r < 2; r++) {
-            const float top = largest(s, r);
-            if (!(open >> r & 1) || top == negative_infinity()) continue;
-            reference[r] = __fmul_rn(top, c), open &= ~(1 << r);
-            if (fabsf(reference[r]) > FAR) l[r] = not_a_number();
-        }
-        watched = __any_sync(~0u, open);
-    }
-
-    // Also moves it where scores of watched rows have risen: true if any moves, sums are yet to be multiplied with `fall` then. Of
-    // scores far from 0 their maximum is taken off. Each row by itself: what it is compared with does not hang on others.
-    template <bool AGAIN>
-    __device__ bool track(float (&s)[NT][4], float (&fall)[2], float c) {
-        bool moves = false, stays = false;
-#pragma unroll
-        for (int r = 0; r < 2; r++) {
-            const float top = largest(s, r), rise = __fmaf_rn(top - taken[r], c, -reference[r]);
-            const bool is_open = open >> r & 1, is_watched = taken[r] != 0 || (WATCHES && reference[r] < LOW);
-            const float most = is_watched ? SLACK : AGAIN ? OVER : -negative_infinity();
-            fall[r] = 1;
-            if (top != negative_infinity() && (is_open || rise >= most)) {
-                const float scaled = __fmul_rn(top, c), was_taken = taken[r], was = reference[r];
-                const bool far = fabsf(scaled) > FAR;
-                taken[r] = far ? top : 0.f, reference[r] = far ? 0.f : scaled;
-                if (!is_open) fall[r] = exp2_fast(__fmaf_rn(was_taken - taken[r], c, was - reference[r]));
-                l[r] = __fmul_rn(l[r], fall[r]), open &= ~(1 << r), moves = true;
-            }
-            stays |= taken[r] != 0 || (WATCHES && reference[r] < LOW);
-        }
-        watched = __any_sync(~0u, stays || open != 0);
-        if (__any_sync(~0u, taken[0] != 0 || taken[1] != 0)) {
-#pragma unroll
-            for (int nt = 0; nt < NT; nt++)
-#pragma unroll
-                for (int e = 0; e < 4; e++) s[nt][e] = __fsub_rn(s[nt][e], taken[e / 2]);
-        }
-        return __any_sync(~0u, moves);
-    }
-
-    // Scores become p, l moves on, and `sum` is what the thread's weights of this tile add up to. MASKS: the mask is yet to come in.
-    // `next`: the next values that are added.
+    // Scores become p; what the next values, `next`, need is asked for meanwhile.
     template <bool MASKS>
     __device__ void weigh(float (&s)[NT][4], const MaskRows& mask, float (&sum)[2], float c, u32 next) {
-        float part[2][2] = {};
         ask_ahead(next);
-#pragma unroll
-        for (int nt = 0; nt < NT; nt++)
-#pragma unroll
-            for (int e = 0; e < 4; e++) {
-                float& x = s[nt][e];
-                if (MASKS) x = mask.masked(x, h.scale, e / 2, nt, e % 2);
-                x = exp2_fast(__fmaf_rn(x, c, -reference[e / 2]));
-                part[e / 2][e % 2] += x;
-            }
-#pragma unroll
-        for (int r = 0; r < 2; r++) sum[r] = part[r][0] + part[r][1], l[r] += sum[r];
-    }
-
-    // Whether `follow` has anything to do in this tile, as far as the sums of the warp's threads tell.
-    __device__ static bool may_follow(const float (&sum)[2]) {
-        static_assert(CROWD / 4 < LARGE, "either sum shows in a thread's");
-        return __any_sync(~0u, fmaxf(sum[0], sum[1]) >= CROWD / 4);
-    }
-
-    // Sums are multiplied with `fall` where `track` has moved a reference; where weights have become large, the reference follows
-    // the largest: that is 1 then, which p does not round.
-    template <bool AGAIN>
-    __device__ void follow(float (&s)[NT][4], float (&fall)[2], bool moved, const float (&sum)[2]) {
-        bool follows[2];
-#pragma unroll
-        for (int r = 0; r < 2; r++) {
-            float all = sum[r] + __shfl_xor_sync(~0u, sum[r], 1);
-            all += __shfl_xor_sync(~0u, all, 2);
-            float most = fmaxf(sum[r], __shfl_xor_sync(~0u, sum[r], 1));
-            most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
-            follows[r] = most >= LARGE || all >= CROWD;
-        }
-        if (!(moved | __any_sync(~0u, follows[0] | follows[1]))) return;
-#pragma unroll
-        for (int r = 0; r < 2; r++) {
-            const float rise = log2_fast(largest(s, r)), to = follows[r] ? reference[r] + rise : reference[r];
-            const float down = exp2_fast(reference[r] - to);
-            reference[r] = to;
-            // Such an item comes again: `track` moves rows of which one weight alone is that large.
-            l[r] = !AGAIN && rise >= OVER ? not_a_number() : __fmul_rn(l[r], down);
-#pragma unroll
-            for (int nt = 0; nt < NT; nt++) s[nt][r * 2] *= down, s[nt][r * 2 + 1] *= down;
-            fall[r] = moved ? fall[r] * down : down;
-        }
-#pragma unroll
-        for (int nt = 0; nt < VT; nt++)
-#pragma unroll
-            for (int e = 0; e < 4; e++) acc[nt][e] = AGAIN ? weighed(fall[e / 2], acc[nt][e]) : fall[e / 2] * acc[nt][e];
-    }
-
-    __device__ static void pack_weights(u32 (&a)[NT / 2][4], const float (&s)[NT][4]) {
-#pragma unroll
-        for (int nt = 0; nt < NT; nt++)
-#pragma unroll
-            for (int r = 0; r < 2; r++) a[nt / 2][nt % 2 * 2 + r] = pack(s[nt][r * 2], s[nt][r * 2 + 1]);
+        Rows::weigh<MASKS>(s, mask, sum, c, h.scale);
     }
 
     // Scores with scale, softcap and slopes in them; `factor` is what they are yet to be multiplied with.
@@ -304,7 +179,7 @@ struct Consumer {
 #if MASK != NO_MASK
         found = load_if(sh.mask.found[mask_stage_of(m_done + 1)], told);
         mask.kind = sought;
-        mask.take(sh.mask, mask_stage_of(m_done), NATURAL ? mask_place(anew(wg)) : kept_place);
+        mask.take(sh.mask, mask_stage_of(m_done), NATURAL ? mask_place(anew(group())) : kept_place);
 #endif
     }
     // Lets go of what was taken.
@@ -337,6 +212,17 @@ struct Consumer {
     __device__ void release(u64& barrier) {
         __syncwarp();
         arrive_if(barrier, is_first());
+    }
+
+    // Lets go of values `n`. Sums leave through buffers of values where they have no room of their own (LENT), in items of two tiles
+    // or more: those of the first group through the last but one, those of the second through the last. The other group has read it
+    // by then, as turns go, and tells so; the group that it is lent to (`to`, else -1) keeps it until it has stored. Nothing waits for
+    // these: values are what the next item needs last.
+    __device__ void release_values(u32 n, int to) {
+        const bool is_kept = LENT && to == group();
+        if (LENT && to >= 0 && !is_kept) tell(LEND + to, 256);
+        __syncwarp();
+        arrive_if(sh.v_empty[stage_of(n)], is_first() & !is_kept);
     }
 
     // Takes values that are not finite out of the tile at hand, keys n0.., and adds them to the sums of the rows that attend
@@ -401,6 +287,7 @@ struct Consumer {
         const auto pass_mask = [&] { ask_ahead(done), take_mask(mask), release_mask(); };
         pass_mask();
         int next = work.n0 + BN;
+        bool lent = false;
 #pragma unroll 1
         for (; seek(next, work.end); next += BN, done++) {
             wait(sh.k_full[stage_of(done + 1)], phase_of(done + 1));
@@ -409,7 +296,9 @@ struct Consumer {
             pass_mask();
             wait(sh.v_full[stage_of(done)], phase_of(done));
             release(sh.v_empty[stage_of(done)]);
+            lent = LENT;
         }
+        if (lent) tell(LEND, 256), meet(LEND + 1, 256);
         wait(sh.v_full[stage_of(done)], phase_of(done));
         release(sh.v_empty[stage_of(done++)]);
     }
@@ -418,8 +307,11 @@ struct Consumer {
     __device__ static void await(u64& barrier, u32 phase, bool passed) {
         if (!__all_sync(~0u, passed)) wait(barrier, phase);
     }
-    __device__ void take_turn() { meet(TURN + wg, 256); }
-    __device__ void end_turn() { tell(wg == WGS - 1 ? TURN : TURN + 1 + wg, 256); }
+    __device__ void take_turn() { meet(TURN + group(), 256); }
+    __device__ void end_turn() {
+        const int group = this->group();
+        tell(group == WGS - 1 ? TURN : TURN + 1 + group, 256);
+    }
 
     // What the rows are multiplied with and where they go; also stores their lse.
     template <bool AGAIN>
@@ -445,25 +337,17 @@ struct Consumer {
         return ends;
     }
 
-    __device__ bool has_non_finite() const {
-        float zero[4] = {};
-#pragma unroll
-        for (int nt = 0; nt < VT; nt++)
-#pragma unroll
-            for (int e = 0; e < 4; e++) zero[e] = __fmaf_rn(acc[nt][e], 0.f, zero[e]);
-        return zero[0] + zero[1] + (zero[2] + zero[3]) + (l[0] + l[1]) * 0.f != 0;
-    }
-
     // Rows of other heads and strides: the group loads its own queries.
     __device__ void load_queries(const Task& task, int r0) {
         const Params& p = h.p;
-        meet(OWN_QUERIES + wg, 128);
+        const int group = this->group();
+        meet(OWN_QUERIES + group, 128);
         load_boxes<64, BM, K_BOXES>(
-            sh.q + wg * 64 * BOX, (const Elem*)p.q, [&](int r) { return Row(p, task, r0 + r).offset(p.q_stride); },
+            sh.q + group * 64 * BOX, (const Elem*)p.q, [&](int r) { return Row(p, task, r0 + r).offset(p.q_stride); },
             p.q_stride[3], p.rows - r0, p.head_dim, threadIdx.x % 128
         );
         fence_proxy();
-        meet(OWN_QUERIES + wg, 128);
+        meet(OWN_QUERIES + group, 128);
     }
 
     // The next round from `round` on that has an item, -1 if there is none.
@@ -491,7 +375,10 @@ struct Consumer {
         return work;
     }
     // The group's first row of an item: far behind all rows (the sum stays an int) where the item has none for it.
-    __device__ int group_row(const Item& item) const { return item.r0(h) + (wg < item.groups(h) ? wg * 64 : 1 << 30); }
+    __device__ int group_row(const Item& item) const {
+        const int group = this->group();
+        return item.r0(h) + (group < item.groups(h) ? group * 64 : 1 << 30);
+    }
     // Derived anew where it is needed, which takes no register meanwhile.
     __device__ Place place(const Work& work) const {
         if (CHAINED) return Place(h.p, work.task, anew(work.r0));
@@ -507,14 +394,6 @@ struct Consumer {
             load_queries(Task(h.p, work.task), work.r0);
         }
         wait(sh.k_full[stage_of(done)], phase_of(done));
-    }
-
-    __device__ void begin_rows() {
-        reference[0] = reference[1] = taken[0] = taken[1] = l[0] = l[1] = 0, open = 3, watched = 1;
-    }
-    __device__ void zero_sums() {
-#pragma unroll
-        for (int nt = 0; nt < VT; nt++) acc[nt][0] = acc[nt][1] = acc[nt][2] = acc[nt][3] = 0;
     }
 
     __device__ void run() {
@@ -584,7 +463,7 @@ struct Consumer {
                 } else {
                     wait_products<0>(acc);
                 }
-                release(sh.v_empty[stage_of(done)]);
+                release_values(done, more ? -1 : 0);
                 pack_weights(a, s);
             }
             wait(sh.v_full[stage_of(done)], phase_of(done));
@@ -596,7 +475,9 @@ struct Consumer {
                 next = work_of(round), begun = next.any && next.r0 < p.rows;
             }
             wait_products<0>(acc);
-            release(sh.v_empty[stage_of(done++)]);
+            const bool lent = LENT && n0 != work.n0;
+            release_values(done++, lent ? 1 : -1);
+            const int buffer = stage_of(done - 2 + group());  // that is lent
             if (CHAINED) {
                 if (begun) await_queries(next);
                 // Of whatever lies there if nothing is begun, and unused then: products under a condition are made one by one
@@ -605,8 +486,13 @@ struct Consumer {
             } else {
                 ends = finish<false>(work);
             }
+            if (lent) meet(LEND + group(), 256);
             if (__any_sync(~0u, has_non_finite())) {
                 if (threadIdx.x % 32 == 0) atomicOr(&sh.again[work.round % NOTES / 32], 1u << work.round % 32);
+#if LENT
+            } else if (lent && p.out_vector) {
+                store_through(sh.v[buffer], p, place(work), acc, ends);
+#endif
             } else {
                 if (STAGED && h.out_copied) {
                     store_by_copy(h, sh, place(work), acc, ends);
@@ -614,6 +500,7 @@ struct Consumer {
                     store(p, acc, ends);
                 }
             }
+            if (lent) fence_proxy(), release(sh.v_empty[buffer]);
             if (CHAINED) {
                 wait_products<0>(s);
             } else {

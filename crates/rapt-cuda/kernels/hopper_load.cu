@@ -15,6 +15,10 @@ constexpr int K_BOX = BN * BOX, Q_BOX = BM * BOX;  // elements
 // Biases are in natural units, whatever else is (mma.cu).
 constexpr bool NATURAL_UNITS = NATURAL || MASK == ADDITIVE_MASK;
 constexpr int NOTES = 1024;  // items that a block can tell apart
+// Whether sums leave through buffers of values: where they have no room of their own and the copy engine fills the ring. Not beside
+// masks, whose tiles are 1 to 10 % slower then (H200, 2026-11).
+#define LENT (!STAGED && VECTOR && MASK == NO_MASK)
+static_assert(!LENT || WGS == 2, "two groups lend each other buffers");
 
 // The whole parameter: HopperParams of params.rs.
 struct HopperParams {
@@ -47,7 +51,7 @@ struct Shared {
 static_assert(sizeof(Shared) == SHARED_BYTES, "code.rs and hopper.cu disagree on shared memory");
 
 // Barriers of the block by number, 0 being everyone's.
-enum { TURN = 1, END = 5, CAREFUL_TILE = 6, OWN_QUERIES = 8 };
+enum { TURN = 1, END = 5, CAREFUL_TILE = 6, OWN_QUERIES = 8, LEND = 11 };
 
 // Tiles of keys that an item reads: `count` from key `first` on.
 struct Tiles {
@@ -117,6 +121,9 @@ __device__ inline bool any_comes_again(const Shared& sh) {
     return any != 0;
 }
 
+// Elements that a lane has under way, where they come one by one: as many as registers allow.
+constexpr int AT_ONCE = MASK_DTYPE == F32 && DV > 192 ? 2 : 4;
+
 // ROWS rows of boxes of BOX_ROWS rows, by 128 threads, zero beyond `rows` and `dim`.
 template <int ROWS, int BOX_ROWS, int BOXES, class Offset>
 __device__ inline void load_boxes(Elem* tile, const Elem* base, Offset offset, i64 step, int rows, int dim, int lane) {
@@ -128,7 +135,7 @@ __device__ inline void load_boxes(Elem* tile, const Elem* base, Offset offset, i
             *(uint4*)((u8*)(tile + c / BOX * BOX_ROWS * BOX) + swizzled(r, c % BOX)) = chunk;
         }
     } else {
-#pragma unroll 4
+#pragma unroll AT_ONCE
         for (int at = lane; at < ROWS * BOXES * BOX; at += 128) {
             const int r = at / (BOXES * BOX), c = at % (BOXES * BOX);
             const Elem x = r < rows && c < dim ? base[offset(r) + c * step] : (Elem)0;

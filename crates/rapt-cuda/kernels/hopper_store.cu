@@ -1,5 +1,6 @@
-// Where the sums of hopper.cu go: a warp's 16 rows through shared memory, written by the copy engine; where that cannot write
-// out (its strides or dtype, rows of other heads) or there is no room in shared memory (STAGED), from registers.
+// Where the sums of hopper.cu go: a warp's 16 rows through shared memory. By the copy engine from room of their own (STAGED), if it
+// can write out (its strides and dtype, rows of one head). Where there is no such room, through a buffer of values that is lent for
+// it (LENT). From registers where neither is.
 //
 // Deliberately absent: what sums are divided by, and the lse of rows that see a key (hopper.cu).
 
@@ -10,10 +11,51 @@ struct Ends {
     bool inside[2];
 };
 
+// Two tiles of a warp's 16 rows to shared memory: rows 0 to 7 and 8 to 15 of 8 columns, then of the next 8. `row`: where the lane's
+// row of box `first` begins.
+__device__ inline void put_matrices(u32 row, int first, int nt, const float (&acc)[VT][4], const Ends& ends) {
+    const int lane = threadIdx.x % 32;
+    const auto word = [&](int nt, int r) { return pack(acc[nt][r * 2] * ends.factor[r], acc[nt][r * 2 + 1] * ends.factor[r]); };
+    const u32 to = row + (nt / 8 - first) * (16 * 128) + ((nt % 8 + lane / 16) ^ (lane % 8)) * 16;
+    store_matrices(to, word(nt, 0), word(nt, 1), word(nt + 1, 0), word(nt + 1, 1));
+}
+
 // 8 bytes at once; the compiler makes several stores of a vector type here.
 __device__ inline void store_8(Elem* to, u32 low, u32 high) {
     asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(to), "r"(low), "r"(high) : "memory");
 }
+
+#if LENT
+// A warp's share of a tile of values, in elements, and how many boxes of its rows that holds.
+constexpr int SHARE = V_BOXES * K_BOX / 4, BOXES_AT_ONCE = SHARE / (16 * BOX) < V_BOXES ? SHARE / (16 * BOX) : V_BOXES;
+static_assert(BOXES_AT_ONCE > 0, "a box for each warp");
+
+// Through `tile`, which the group has for itself. A lane writes 16 bytes of four rows.
+__device__ inline void store_through(Elem* tile, const Params& p, const Place& place, const float (&acc)[VT][4], const Ends& ends) {
+    const int lane = threadIdx.x % 32, from = lane / 8, column = lane % 8 * 8;
+    const u8* share = (u8*)(tile + threadIdx.x % 128 / 32 * SHARE);
+    const u32 row = shared_address(share) + lane % 16 * 128;
+    Elem* to[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) to[i] = (Elem*)p.out + __shfl_sync(~0u, ends.to[i / 2], (i % 2 * 4 + from) * 4) + column;
+#pragma unroll
+    for (int first = 0; first < V_BOXES; first += BOXES_AT_ONCE) {
+#pragma unroll
+        for (int nt = first * 8; nt < (first + BOXES_AT_ONCE) * 8 && nt < VT; nt += 2) put_matrices(row, first, nt, acc, ends);
+        __syncwarp();
+#pragma unroll
+        for (int box = first; box < first + BOXES_AT_ONCE && box < V_BOXES; box++) {
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const int r = i * 4 + from;
+                const uint4 x = *(const uint4*)(share + (box - first) * (16 * 128) + swizzled(r, column));
+                if (place.r0 + r < p.rows && box * BOX + column < p.head_dim_v) *(uint4*)(to[i] + box * BOX) = x;
+            }
+        }
+        __syncwarp();
+    }
+}
+#endif
 
 // A copy is under way afterwards; the one before it has long been read.
 __device__ inline void store_by_copy(
@@ -25,14 +67,9 @@ __device__ inline void store_by_copy(
     Elem(&tile)[V_BOXES][16 * BOX] = sh.out[threadIdx.x / 32];
     if (lane == 0) await_copies_out();
     __syncwarp();
-    // Matrices: rows 0 to 7 and 8 to 15 of 8 columns, then of the next 8.
     const u32 row = shared_address(tile) + lane % 16 * 128;
-    const auto word = [&](int nt, int r) { return pack(acc[nt][r * 2] * ends.factor[r], acc[nt][r * 2 + 1] * ends.factor[r]); };
 #pragma unroll
-    for (int nt = 0; nt < VT; nt += 2) {
-        const u32 to = row + nt / 8 * (16 * 128) + ((nt % 8 + lane / 16) ^ (lane % 8)) * 16;
-        store_matrices(to, word(nt, 0), word(nt, 1), word(nt + 1, 0), word(nt + 1, 1));
-    }
+    for (int nt = 0; nt < VT; nt += 2) put_matrices(row, 0, nt, acc, ends);
     fence_proxy();
     __syncwarp();
     if (lane != 0) return;

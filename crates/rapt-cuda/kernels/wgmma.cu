@@ -26,6 +26,13 @@ __device__ inline T anew(T x) {
     return x;
 }
 
+// The thread's number, read anew.
+__device__ inline int thread_anew() {
+    int x;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
+    return x;
+}
+
 // The byte of row r, column c of a box.
 __device__ inline u32 swizzled(int r, int c) { return r * 128 + ((c * 2) ^ (r % 8 * 16)); }
 

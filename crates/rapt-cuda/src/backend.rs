@@ -16,7 +16,7 @@ use crate::error::{CudaError, Result};
 use crate::params::{HopperMaps, HopperParams, Params};
 use crate::result::driver::{Cuda, Driver, Facts, Function, Grid};
 use crate::result::nvrtc::{Compiler, Nvrtc};
-use crate::select::{Caps, Design, design, select};
+use crate::select::{Caps, Design, design, design_with, select};
 use crate::shipped::{self, ShippedFacts};
 use crate::tensor_map::{Copied, CopyMap, OUT_BOX_ROWS};
 
@@ -260,15 +260,18 @@ impl Backend {
         let (design, _) = design(spec, &device.caps)?;
         let tensors = operands.tensors();
         let addresses = [&tensors.q, &tensors.k, &tensors.v].map(rapt_core::View::address);
+        let is_hopper = design.main.body == Body::Hopper;
         let mut design = design.with_addresses(spec, addresses);
+        let inputs = (is_hopper && design.main.vector).then(|| self.copy_maps(spec, &design, addresses)).flatten();
+        // What the copy engine does not read is loaded element by element: the bits are the same.
+        if is_hopper && inputs.is_none() {
+            (design, _) = design_with(spec, &device.caps, false)?;
+        }
         if workspace.len_bytes < design.workspace_bytes || !workspace.address.is_multiple_of(16) {
             return Err(Error::OutOfMemory { bytes: design.workspace_bytes });
         }
         let params = Params::new(spec, &design, operands, workspace.address);
-        let hopper = (design.main.body == Body::Hopper).then(|| {
-            let inputs = design.main.vector.then(|| self.copy_maps(spec, &design, addresses)).flatten();
-            // What the copy engine does not read is loaded element by element: the bits are the same.
-            design.main.vector = inputs.is_some();
+        let hopper = is_hopper.then(|| {
             let maps = HopperMaps {
                 inputs,
                 out: self.out_map(spec, &design, operands.out_ptr() as usize),

@@ -103,7 +103,7 @@ fn is_natural(spec: &Spec, mask: MaskClass) -> bool {
 }
 
 /// Why the tensor cores do not serve `spec`, if they do not.
-fn why_generic(spec: &Spec, caps: &Caps, few: bool) -> Option<String> {
+fn why_generic(spec: &Spec, caps: &Caps, few: bool, copies: bool) -> Option<String> {
     let storage = spec.numerics.storage;
     let most = match storage {
         DType::F16 | DType::BF16 => MMA_DIM,
@@ -123,7 +123,7 @@ fn why_generic(spec: &Spec, caps: &Caps, few: bool) -> Option<String> {
     if spec.kv_len() == 0 {
         return Some("there are no keys".into());
     }
-    let code = if few { decode_code(spec, caps) } else { forward_code(spec, caps) };
+    let code = if few { decode_code(spec, caps) } else { forward_code(spec, caps, copies) };
     (code.shared_bytes() > caps.shared_bytes).then(|| {
         format!("its tiles need {} bytes of shared memory, a block has {}", code.shared_bytes(), caps.shared_bytes)
     })
@@ -156,6 +156,7 @@ fn mma_code(spec: &Spec, caps: &Caps, body: Body, block_m: u32, depth: u32) -> C
 /// many. Measured on an H200, 2026-11: docs/hopper.md.
 const fn hopper_tiles(dims: (u32, u32), mask: Option<DType>, natural: bool, many_keys: bool) -> (u32, &'static [u32]) {
     match (dims, mask) {
+        ((..=64, 33..=48), None) if natural => (128, &[128]),
         ((..=64, ..=64), None) => (192, &[128]),
         ((..=96, ..=96), None) => (192, if many_keys { &[112] } else { &[96] }),
         ((65.., ..=128), Some(DType::Bool)) if natural => (128, &[96, 64]),
@@ -242,8 +243,8 @@ fn hopper_items(spec: &Spec, caps: &Caps, code: &Code, tasks: usize, rows: usize
     cut((1..=whole).rev().min_by_key(|groups| time(*groups)).unwrap_or(whole))
 }
 
-/// The code of hopper.cu, where it runs.
-fn hopper_code(spec: &Spec, caps: &Caps) -> Option<Code> {
+/// The code of hopper.cu, where it runs. `copies`: whether the copy engine is to load what it can.
+fn hopper_code(spec: &Spec, caps: &Caps, copies: bool) -> Option<Code> {
     if caps.arch != Arch::Sm90a {
         return None;
     }
@@ -254,16 +255,18 @@ fn hopper_code(spec: &Spec, caps: &Caps) -> Option<Code> {
     let natural = is_natural(spec, MaskClass::None);
     let (block_m, tiles) = hopper_tiles(padded_dims(spec), spec.mask.map(|mask| mask.dtype), natural, many_keys);
     // As far as strides tell.
-    let vector = [&spec.q, &spec.k, &spec.v].into_iter().all(|tensor| Copied::new(tensor, 0, 1).is_some());
+    let vector = copies && [&spec.q, &spec.k, &spec.v].into_iter().all(|tensor| Copied::new(tensor, 0, 1).is_some());
+    // Two groups leave those that load element by element the registers for it; the bits are the same.
+    let block_m = if vector { block_m } else { 128 };
     let of = |&block_n: &u32| Code { vector, natural, ..mma_code(spec, caps, Body::Hopper, block_m, block_n) };
     tiles.iter().map(of).find(|code| code.shared_bytes() <= caps.shared_bytes)
 }
 
-fn forward_code(spec: &Spec, caps: &Caps) -> Code {
+fn forward_code(spec: &Spec, caps: &Caps, copies: bool) -> Code {
     if spec.numerics.storage == DType::F32 {
         return mma_code(spec, caps, Body::Float32, 128, BLOCK_N);
     }
-    if let Some(code) = hopper_code(spec, caps) {
+    if let Some(code) = hopper_code(spec, caps, copies) {
         return code;
     }
     // Two fragments of queries per warp share each load of K and V; their sums fill the registers at 128 columns.
@@ -318,6 +321,14 @@ fn decode_blocks(caps: &Caps, code: &Code, rows: usize, num_splits: usize) -> (u
 /// # Errors
 /// [`Error::Unsupported`] for lengths and counts beyond 2^29 and 2^31.
 pub(crate) fn design(spec: &Spec, caps: &Caps) -> Result<(Design, Option<String>)> {
+    design_with(spec, caps, true)
+}
+
+/// As [`design`], by the copy engine only if `copies`: its tiles hang on who loads them, its bits do not.
+///
+/// # Errors
+/// As [`design`].
+pub(crate) fn design_with(spec: &Spec, caps: &Caps, copies: bool) -> Result<(Design, Option<String>)> {
     let (q_len, kv_len, group) = (spec.q_len(), spec.kv_len(), spec.group_size());
     for (what, n) in [
         ("q_len", q_len),
@@ -333,7 +344,7 @@ pub(crate) fn design(spec: &Spec, caps: &Caps) -> Result<(Design, Option<String>
         }
     }
     let few = q_len <= DECODE_QUERIES && group * q_len <= DECODE_ROWS;
-    let refused = why_generic(spec, caps, few);
+    let refused = why_generic(spec, caps, few, copies);
     let (kernel, main) = match (&refused, few) {
         (Some(_), _) => {
             let storage = spec.numerics.storage;
@@ -352,7 +363,7 @@ pub(crate) fn design(spec: &Spec, caps: &Caps) -> Result<(Design, Option<String>
             (Kernel::Generic, code)
         }
         (None, true) => (Kernel::Decode, decode_code(spec, caps)),
-        (None, false) => (Kernel::Forward, forward_code(spec, caps)),
+        (None, false) => (Kernel::Forward, forward_code(spec, caps, copies)),
     };
     let block_m = main.block_m as usize;
     // Rows of one head fill their tiles, or the heads of a group share them.

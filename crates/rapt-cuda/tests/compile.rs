@@ -52,8 +52,20 @@ fn every_kernel_compiles_and_the_hot_ones_do_not_spill() {
             for (head_dim, mask) in [64, 128, 256].into_iter().flat_map(|d| [(d, DType::Bool), (d, DType::BF16)]) {
                 hot.extend(bf16([8, 2048, 2048, head_dim], Some(mask), &plain));
             }
-            hot.extend(bf16([8, 2048, 2048, 64], None, &capped));
-            hot.extend(bf16([8, 2048, 2048, 128], None, &capped));
+            for head_dim in [48, 64, 80, 128, 256] {
+                hot.extend(bf16([8, 2048, 2048, head_dim], None, &capped));
+            }
+            // Where registers are scarcest: something else beside each kind of mask, and 32-bit biases beside the widest heads.
+            hot.extend(bf16([8, 2048, 2048, 64], Some(DType::Bool), &capped));
+            hot.extend(bf16([8, 2048, 2048, 64], Some(DType::BF16), &capped));
+            hot.extend(bf16([8, 2048, 2048, 128], Some(DType::BF16), &capped));
+            hot.extend(bf16([8, 2048, 2048, 256], Some(DType::F32), &capped));
+            hot.extend(of(spec(DType::F32, [8, 2048, 2048, 128], Some(DType::Bool), &plain)));
+            // Element by element.
+            for (head_dim, mask) in [(95, None), (127, Some(DType::Bool)), (255, Some(DType::F32))] {
+                hot.extend(bf16([8, 2048, 2048, head_dim], mask, &capped));
+            }
+            hot.extend(of(spec(DType::F32, [8, 2048, 2048, 127], Some(DType::F32), &capped)));
         }
         all.extend(of(spec(DType::F64, [8, 100, 100, 40], Some(DType::F64), &capped)));
     }

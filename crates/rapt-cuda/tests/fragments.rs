@@ -9,6 +9,7 @@ use rapt_layout::atlas::{Atom, Map};
 const WGMMA: &str = include_str!("../kernels/wgmma.cu");
 const HOPPER: &str = include_str!("../kernels/hopper.cu");
 const MASKS: &str = include_str!("../kernels/masks.cu");
+const HOPPER_ROWS: &str = include_str!("../kernels/hopper_rows.cu");
 const HOPPER_STORE: &str = include_str!("../kernels/hopper_store.cu");
 
 fn registers(name: &str) -> (rapt_layout::Layout, i64, i64, i64) {
@@ -64,7 +65,7 @@ fn packed_scores_are_the_operand_of_the_next_product() {
     let (tv, threads, values, rows) = registers("wgmma.m64n8k16.bf16.a");
     assert_eq!((threads, values), (128, 8));
     // a[nt / 2][nt % 2 * 2 + r] = pack(s[nt][r * 2], s[nt][r * 2 + 1])
-    assert!(HOPPER.contains("a[nt / 2][nt % 2 * 2 + r] = pack(s[nt][r * 2], s[nt][r * 2 + 1])"));
+    assert!(HOPPER_ROWS.contains("a[nt / 2][nt % 2 * 2 + r] = pack(s[nt][r * 2], s[nt][r * 2 + 1])"));
     for thread in 0..threads {
         for (nt, r, e) in (0..2).flat_map(|nt| (0..2).flat_map(move |r| (0..2).map(move |e| (nt, r, e)))) {
             let (row, key) = score(thread, nt, r * 2 + e);
@@ -93,14 +94,15 @@ fn an_element_of_a_box_lies_where_wgmma_reads_it() {
 }
 
 #[test]
-fn sums_leave_registers_for_the_box_that_the_copy_engine_writes() {
+fn sums_leave_registers_for_the_boxes_that_are_written_out() {
     let (tv, threads, values, rows) = registers("stmatrix.x4");
     assert_eq!((threads, values, rows), (32, 8, 8));
     // Where lane l says that row l % 8 of matrix l / 8 goes, and the words that it gives.
     let told = |lane: i64, nt: i64| lane % 16 * 128 + nt / 8 * (16 * 128) + ((nt % 8 + lane / 16) ^ (lane % 8)) * 16;
     for text in [
         "shared_address(tile) + lane % 16 * 128",
-        "nt / 8 * (16 * 128) + ((nt % 8 + lane / 16) ^ (lane % 8)) * 16",
+        "shared_address(share) + lane % 16 * 128",
+        "(nt / 8 - first) * (16 * 128) + ((nt % 8 + lane / 16) ^ (lane % 8)) * 16",
         "store_matrices(to, word(nt, 0), word(nt, 1), word(nt + 1, 0), word(nt + 1, 1))",
     ] {
         assert!(HOPPER_STORE.contains(text), "{text}");
@@ -117,6 +119,26 @@ fn sums_leave_registers_for_the_box_that_the_copy_engine_writes() {
         let box_at = sum_column / 64 * (16 * 128);
         assert_eq!(address, box_at + swizzled(sum_row, sum_column % 64), "{nt} {lane} {value}");
     }
+    // Where lanes write out themselves: 16 bytes of four rows each, and which lane's row that is.
+    for text in [
+        "from = lane / 8, column = lane % 8 * 8",
+        "__shfl_sync(~0u, ends.to[i / 2], (i % 2 * 4 + from) * 4) + column",
+        "const int r = i * 4 + from;",
+        "(box - first) * (16 * 128) + swizzled(r, column)",
+    ] {
+        assert!(HOPPER_STORE.contains(text), "{text}");
+    }
+    let mut written = std::collections::BTreeSet::new();
+    for (lane, i) in (0..32).flat_map(|lane| (0..4).map(move |i| (lane, i))) {
+        let (from, column) = (lane / 8, lane % 8 * 8);
+        let (row, owner) = (i * 4 + from, (i % 2 * 4 + from) * 4);
+        assert_eq!(score(owner, 0, i / 2 * 2).0, row);
+        for n in 0..8 {
+            assert_eq!(swizzled(row, column) + 2 * n, swizzled(row, column + n));
+            assert!(written.insert((row, column + n)));
+        }
+    }
+    assert_eq!(written.len(), 16 * 64);
 }
 
 /// The unit of 16 bytes of row r of a tile of biases that stands as the `u`th: `bias_unit` of masks.cu, with 128 rows.
