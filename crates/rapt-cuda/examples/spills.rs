@@ -1,13 +1,15 @@
-//! Compiles every form of the Hopper kernels (head dims in steps of 16, masks, softcap, loads element by element) and says what
-//! each spills; fails if any does. Some minutes; needs NVRTC. What it answers is what `Code::registers` was chosen by.
+//! Compiles every form of the Hopper kernels (head dims in steps of 16 with values as wide, masks, softcap, loads element by
+//! element) and says what each spills; fails if any does. Some minutes; needs NVRTC. `Code::registers` was chosen by its answers.
 //!
 //! ```text
-//! cargo run --release -p rapt-cuda --example spills
+//! cargo run --release -p rapt-cuda --example spills           # all
+//! cargo run --release -p rapt-cuda --example spills float32   # those whose name holds a word
 //! ```
 
 #[path = "../tests/common/mod.rs"]
 mod common;
 
+use std::collections::HashSet;
 use std::error::Error;
 use std::num::NonZero;
 
@@ -23,25 +25,24 @@ fn forms() -> Result<Vec<Code>, Box<dyn Error>> {
         // Rows of one column less are no multiple of 16 bytes: they come element by element.
         for head_dim in [padded, padded - 1] {
             for mask in [None, Some(DType::Bool), Some(DType::BF16), Some(DType::F32)] {
-                for options in [&plain, &capped] {
-                    for dtype in [DType::BF16, DType::F32] {
-                        let of_lengths =
-                            |len| codes(&spec(dtype, [8, len, len, head_dim], mask, options), &caps(Arch::Sm90a));
-                        all.extend(of_lengths(1024)?);
-                        all.extend(of_lengths(4096)?);
-                    }
+                for (options, dtype, len) in [&plain, &capped].into_iter().flat_map(|options| {
+                    [(options, DType::BF16, 1024), (options, DType::BF16, 4096), (options, DType::F32, 4096)]
+                }) {
+                    all.extend(codes(&spec(dtype, [8, len, len, head_dim], mask, options), &caps(Arch::Sm90a))?);
                 }
             }
         }
     }
-    let mut seen = std::collections::HashSet::new();
+    let mut seen = HashSet::new();
     all.retain(|code| seen.insert(*code));
     Ok(all)
 }
 
 fn main() -> Result<(), Box<dyn Error>> {
+    let word = std::env::args().nth(1).unwrap_or_default();
     let (mut count, mut spilled) = (0, 0);
-    let forms = forms()?;
+    let mut forms = forms()?;
+    forms.retain(|code| code.to_string().contains(&word));
     // Some at a time, so that there is something to read.
     for some in forms.chunks(4 * std::thread::available_parallelism().map_or(1, NonZero::get)) {
         for built in build_all(some, None)? {

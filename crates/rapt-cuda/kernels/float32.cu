@@ -232,7 +232,6 @@ __device__ inline float plain_score(const Params& p, const float* q, const float
 __device__ inline void multiply(bool careful, const Params& p, Shared& sh, Ring& ring, RowSums& sums) {
     const auto group = [] { return same(thread_anew() / 128) - 1; };
     const Place place = Place::here(p);
-    const Seen seen = place.seen(p);
     const int lane = threadIdx.x % 128, quad = lane % 4 * 2;
     const int rows = min(BM, p.rows - place.r0);
     const auto queries = [&] {
@@ -265,7 +264,9 @@ __device__ inline void multiply(bool careful, const Params& p, Shared& sh, Ring&
     for (int n = 0; n < VT * 4; n++) sums.acc[n / 4][n % 4] = 0;
 
 #pragma unroll 1
-    for (int n0 = seen.lo / BN * BN; n0 < seen.hi; n0 += BN) {
+    for (int n0 = place.seen(p).lo / BN * BN;; n0 += BN) {
+        const Seen seen = Place::here(p).seen(p);
+        if (n0 >= seen.hi) break;
         float s[1][NT][4];
         MaskTile<1, NT> mask;
         const int wg = group();
@@ -307,8 +308,7 @@ __device__ inline void multiply(bool careful, const Params& p, Shared& sh, Ring&
             }
         }
         arrive(sh.k_empty[ring.at]);
-        const Seen here = Place::here(p).seen(p);
-        const bool positions = n0 < here.all_lo || n0 + BN > here.all_hi;
+        const bool positions = n0 < seen.all_lo || n0 + BN > seen.all_hi;
         if (NATURAL || MASK != NO_MASK || positions) modify_scores<1, NT>(s, p, queries(), mask, n0, p.kv_len, positions);
 
         float fall[2], base[2], taken[2];

@@ -217,7 +217,9 @@ struct Consumer : Rows {
     // Lets go of values `n`. Sums leave through buffers of values where they have no room of their own (LENT), in items of two tiles
     // or more: those of the first group through the last but one, those of the second through the last. The other group has read it
     // by then, as turns go, and tells so; the group that it is lent to (`to`, else -1) keeps it until it has stored. Nothing waits for
-    // these: values are what the next item needs last.
+    // these: values are what the next item needs last. Nobody tells twice before the other has heard: the second group needs turns for
+    // that, and the first one the last values of an item of two tiles or more, which in a ring of two stages come into a buffer that the
+    // second has let go of then.
     __device__ void release_values(u32 n, int to) {
         const bool is_kept = LENT && to == group();
         if (LENT && to >= 0 && !is_kept) tell(LEND + to, 256);
@@ -477,7 +479,7 @@ struct Consumer : Rows {
             wait_products<0>(acc);
             const bool lent = LENT && n0 != work.n0;
             release_values(done++, lent ? 1 : -1);
-            const int buffer = stage_of(done - 2 + group());  // that is lent
+            const int buffer = LENT ? stage_of(done - 2 + group()) : 0;  // that is lent
             if (CHAINED) {
                 if (begun) await_queries(next);
                 // Of whatever lies there if nothing is begun, and unused then: products under a condition are made one by one

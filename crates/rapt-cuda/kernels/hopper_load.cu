@@ -15,10 +15,9 @@ constexpr int K_BOX = BN * BOX, Q_BOX = BM * BOX;  // elements
 // Biases are in natural units, whatever else is (mma.cu).
 constexpr bool NATURAL_UNITS = NATURAL || MASK == ADDITIVE_MASK;
 constexpr int NOTES = 1024;  // items that a block can tell apart
-// Whether sums leave through buffers of values: where they have no room of their own and the copy engine fills the ring. Not beside
-// masks, whose tiles are 1 to 10 % slower then (H200, 2026-11).
-#define LENT (!STAGED && VECTOR && MASK == NO_MASK)
-static_assert(!LENT || WGS == 2, "two groups lend each other buffers");
+// Whether sums leave through buffers of values: where they have no room of their own, the copy engine fills a ring of two stages,
+// and two groups lend each other its buffers (`release_values`). Not beside masks: up to 10 % slower (H200, 2026-11).
+#define LENT (!STAGED && VECTOR && MASK == NO_MASK && BLOCK_M == 128 && STAGES == 2)
 
 // The whole parameter: HopperParams of params.rs.
 struct HopperParams {

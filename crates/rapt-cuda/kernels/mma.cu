@@ -204,7 +204,7 @@ __device__ inline void load_even_tile(
 // The two rows g, g+8 of each fragment of a warp, found anew where they are needed: registers are for sums.
 struct Queries {
     const Params& p;
-    const Task& task;
+    const Task task;
     int r0;
     __device__ Row row(int mt, int h) const {
         return Row(p, task, min(r0 + mt * 16 + (int)(threadIdx.x % 32 / 4) + h * 8, p.rows - 1));

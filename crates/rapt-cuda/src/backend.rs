@@ -16,7 +16,7 @@ use crate::error::{CudaError, Result};
 use crate::params::{HopperMaps, HopperParams, Params};
 use crate::result::driver::{Cuda, Driver, Facts, Function, Grid};
 use crate::result::nvrtc::{Compiler, Nvrtc};
-use crate::select::{Caps, Design, design, design_with, select};
+use crate::select::{Caps, Design, Loads, design, design_with, select};
 use crate::shipped::{self, ShippedFacts};
 use crate::tensor_map::{Copied, CopyMap, OUT_BOX_ROWS};
 
@@ -265,7 +265,7 @@ impl Backend {
         let inputs = (is_hopper && design.main.vector).then(|| self.copy_maps(spec, &design, addresses)).flatten();
         // What the copy engine does not read is loaded element by element: the bits are the same.
         if is_hopper && inputs.is_none() {
-            (design, _) = design_with(spec, &device.caps, false)?;
+            (design, _) = design_with(spec, &device.caps, Loads::Elements)?;
         }
         if workspace.len_bytes < design.workspace_bytes || !workspace.address.is_multiple_of(16) {
             return Err(Error::OutOfMemory { bytes: design.workspace_bytes });

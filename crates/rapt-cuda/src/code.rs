@@ -188,9 +188,11 @@ impl Code {
         let changed = self.natural && self.vector;
         match (self.mask, self.dims.1) {
             (_, 65..=80) if self.block_m == 192 && changed => (152, 56),
+            (_, 81..=96) if self.block_m == 192 && changed && self.depth == 96 => (152, 56),
             _ if self.block_m == 192 => (160, 32),
             (None, 161..=176 | 241..) if changed => (224, 56),
             (None, _) if self.vector => (232, 40),
+            (None, 97..=112 | 129..=144) if self.natural => (200, 104),
             (None, _) => (216, 72),
             (Some(DType::Bool), ..=64) if self.natural => (200, 104),
             (Some(DType::F16 | DType::BF16), ..=64) if changed => (200, 104),

@@ -103,7 +103,7 @@ fn is_natural(spec: &Spec, mask: MaskClass) -> bool {
 }
 
 /// Why the tensor cores do not serve `spec`, if they do not.
-fn why_generic(spec: &Spec, caps: &Caps, few: bool, copies: bool) -> Option<String> {
+fn why_generic(spec: &Spec, caps: &Caps, few: bool, loads: Loads) -> Option<String> {
     let storage = spec.numerics.storage;
     let most = match storage {
         DType::F16 | DType::BF16 => MMA_DIM,
@@ -123,7 +123,7 @@ fn why_generic(spec: &Spec, caps: &Caps, few: bool, copies: bool) -> Option<Stri
     if spec.kv_len() == 0 {
         return Some("there are no keys".into());
     }
-    let code = if few { decode_code(spec, caps) } else { forward_code(spec, caps, copies) };
+    let code = if few { decode_code(spec, caps) } else { forward_code(spec, caps, loads) };
     (code.shared_bytes() > caps.shared_bytes).then(|| {
         format!("its tiles need {} bytes of shared memory, a block has {}", code.shared_bytes(), caps.shared_bytes)
     })
@@ -243,8 +243,17 @@ fn hopper_items(spec: &Spec, caps: &Caps, code: &Code, tasks: usize, rows: usize
     cut((1..=whole).rev().min_by_key(|groups| time(*groups)).unwrap_or(whole))
 }
 
-/// The code of hopper.cu, where it runs. `copies`: whether the copy engine is to load what it can.
-fn hopper_code(spec: &Spec, caps: &Caps, copies: bool) -> Option<Code> {
+/// Who loads the tiles of hopper.cu.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Loads {
+    /// The copy engine, where strides let it.
+    Copies,
+    /// Threads, element by element.
+    Elements,
+}
+
+/// The code of hopper.cu, where it runs.
+fn hopper_code(spec: &Spec, caps: &Caps, loads: Loads) -> Option<Code> {
     if caps.arch != Arch::Sm90a {
         return None;
     }
@@ -255,6 +264,7 @@ fn hopper_code(spec: &Spec, caps: &Caps, copies: bool) -> Option<Code> {
     let natural = is_natural(spec, MaskClass::None);
     let (block_m, tiles) = hopper_tiles(padded_dims(spec), spec.mask.map(|mask| mask.dtype), natural, many_keys);
     // As far as strides tell.
+    let copies = loads == Loads::Copies;
     let vector = copies && [&spec.q, &spec.k, &spec.v].into_iter().all(|tensor| Copied::new(tensor, 0, 1).is_some());
     // Two groups leave those that load element by element the registers for it; the bits are the same.
     let block_m = if vector { block_m } else { 128 };
@@ -262,11 +272,11 @@ fn hopper_code(spec: &Spec, caps: &Caps, copies: bool) -> Option<Code> {
     tiles.iter().map(of).find(|code| code.shared_bytes() <= caps.shared_bytes)
 }
 
-fn forward_code(spec: &Spec, caps: &Caps, copies: bool) -> Code {
+fn forward_code(spec: &Spec, caps: &Caps, loads: Loads) -> Code {
     if spec.numerics.storage == DType::F32 {
         return mma_code(spec, caps, Body::Float32, 128, BLOCK_N);
     }
-    if let Some(code) = hopper_code(spec, caps, copies) {
+    if let Some(code) = hopper_code(spec, caps, loads) {
         return code;
     }
     // Two fragments of queries per warp share each load of K and V; their sums fill the registers at 128 columns.
@@ -321,14 +331,14 @@ fn decode_blocks(caps: &Caps, code: &Code, rows: usize, num_splits: usize) -> (u
 /// # Errors
 /// [`Error::Unsupported`] for lengths and counts beyond 2^29 and 2^31.
 pub(crate) fn design(spec: &Spec, caps: &Caps) -> Result<(Design, Option<String>)> {
-    design_with(spec, caps, true)
+    design_with(spec, caps, Loads::Copies)
 }
 
-/// As [`design`], by the copy engine only if `copies`: its tiles hang on who loads them, its bits do not.
+/// As [`design`]: the tiles of hopper.cu hang on who loads them, its bits do not.
 ///
 /// # Errors
 /// As [`design`].
-pub(crate) fn design_with(spec: &Spec, caps: &Caps, copies: bool) -> Result<(Design, Option<String>)> {
+pub(crate) fn design_with(spec: &Spec, caps: &Caps, loads: Loads) -> Result<(Design, Option<String>)> {
     let (q_len, kv_len, group) = (spec.q_len(), spec.kv_len(), spec.group_size());
     for (what, n) in [
         ("q_len", q_len),
@@ -344,7 +354,7 @@ pub(crate) fn design_with(spec: &Spec, caps: &Caps, copies: bool) -> Result<(Des
         }
     }
     let few = q_len <= DECODE_QUERIES && group * q_len <= DECODE_ROWS;
-    let refused = why_generic(spec, caps, few, copies);
+    let refused = why_generic(spec, caps, few, loads);
     let (kernel, main) = match (&refused, few) {
         (Some(_), _) => {
             let storage = spec.numerics.storage;
@@ -363,7 +373,7 @@ pub(crate) fn design_with(spec: &Spec, caps: &Caps, copies: bool) -> Result<(Des
             (Kernel::Generic, code)
         }
         (None, true) => (Kernel::Decode, decode_code(spec, caps)),
-        (None, false) => (Kernel::Forward, forward_code(spec, caps, copies)),
+        (None, false) => (Kernel::Forward, forward_code(spec, caps, loads)),
     };
     let block_m = main.block_m as usize;
     // Rows of one head fill their tiles, or the heads of a group share them.

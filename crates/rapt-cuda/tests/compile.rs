@@ -6,7 +6,7 @@ mod common;
 
 use std::path::Path;
 
-use common::{caps, spec};
+use common::{caps, spec, spec_of_dims};
 use rapt_core::{Arch, Causal, DType, Options};
 use rapt_cuda::{Code, CudaError, Report, build_all, codes};
 
@@ -61,6 +61,10 @@ fn every_kernel_compiles_and_the_hot_ones_do_not_spill() {
             hot.extend(bf16([8, 2048, 2048, 128], Some(DType::BF16), &capped));
             hot.extend(bf16([8, 2048, 2048, 256], Some(DType::F32), &capped));
             hot.extend(of(spec(DType::F32, [8, 2048, 2048, 128], Some(DType::Bool), &plain)));
+            // Values wider and narrower than keys, as they share out shared memory otherwise.
+            for dims in [[192, 128], [96, 64], [64, 96], [64, 128], [128, 64], [64, 256], [256, 64]] {
+                all.extend(of(spec_of_dims(DType::BF16, [8, 4096, 4096], dims, None, &plain)));
+            }
             // Element by element.
             for (head_dim, mask) in [(95, None), (127, Some(DType::Bool)), (255, Some(DType::F32))] {
                 hot.extend(bf16([8, 2048, 2048, head_dim], mask, &capped));

@@ -5,6 +5,9 @@
 //! tensor (its dispatch keys say so) is read through libtorch's C ABI ([`torch_abi`]) where that is loaded; any other one
 //! through its attributes, and refused where its memory is not its value.
 
+use std::ffi::CStr;
+
+use pyo3::exceptions::{PyRuntimeError, PyUserWarning};
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
@@ -388,8 +391,8 @@ pub(crate) fn current_stream(py: Python<'_>, device: u32) -> Result<usize, Failu
 
 /// Tells torch's allocator that work on this stream, torch's current one, uses these tensors: memory that was allocated on
 /// another stream is then not reused before this work has passed, and the allocator knows whether it was. One of CUDA's own
-/// (`backend:cudaMallocAsync`) warns of tensors that are at home on the stream, in some torches each time, which is kept from
-/// the caller; and it refuses memory that it does not know, which needs nothing.
+/// (`backend:cudaMallocAsync`) refuses memory that it does not know, which needs nothing; that it warns of tensors that are at
+/// home on the stream is settled by `is_native`, but where a caller asks for every warning.
 pub(crate) fn record_stream<'a, 'py: 'a>(
     py: Python<'py>,
     enqueued: Enqueued,
@@ -398,28 +401,34 @@ pub(crate) fn record_stream<'a, 'py: 'a>(
     let Some(api) = api(py) else { return Ok(()) };
     let is_native = *api.is_native.get_or_try_init(py, || is_native(py))?;
     let stream = stream_object(py, api, enqueued)?;
-    let record = |tensor| api.record_stream.bind(py).call1((tensor, &stream));
-    if is_native {
-        for tensor in tensors {
-            record(tensor)?;
-        }
-        return Ok(());
-    }
-    let warnings = py.import(intern!(py, "warnings"))?;
-    let unheard = warnings.call_method0(intern!(py, "catch_warnings"))?;
-    unheard.call_method0(intern!(py, "__enter__"))?;
-    let ignored = warnings.call_method1(intern!(py, "simplefilter"), (intern!(py, "ignore"),));
     for tensor in tensors {
-        drop(record(tensor));
+        match api.record_stream.bind(py).call1((tensor, &stream)) {
+            Err(error)
+                if is_native
+                    || !(error.is_instance_of::<PyRuntimeError>(py) || error.is_instance_of::<PyUserWarning>(py)) =>
+            {
+                return Err(error.into());
+            }
+            _ => {}
+        }
     }
-    unheard.call_method1(intern!(py, "__exit__"), (py.None(), py.None(), py.None()))?;
-    ignored?;
     Ok(())
 }
 
+/// Whether torch's allocator is its own. Another one's warning, which torch gives once, is given here, where nobody hears it.
 fn is_native(py: Python<'_>) -> PyResult<bool> {
+    const WARN_ONCE: &CStr = c"
+import warnings, torch
+with warnings.catch_warnings():
+    warnings.simplefilter('ignore')
+    torch.empty(1, device='cuda').record_stream(torch.cuda.current_stream())
+";
     let cuda = py.import(intern!(py, "torch"))?.getattr(intern!(py, "cuda"))?;
-    Ok(cuda.call_method0(intern!(py, "get_allocator_backend"))?.extract::<String>()? == "native")
+    let is_native = cuda.call_method0(intern!(py, "get_allocator_backend"))?.extract::<String>()? == "native";
+    if !is_native {
+        py.run(WARN_ONCE, None, None)?;
+    }
+    Ok(is_native)
 }
 
 /// torch's object for its current stream.

@@ -31,8 +31,20 @@ pub(crate) fn spec(
     mask: Option<DType>,
     options: &Options,
 ) -> Spec {
+    spec_of_dims(dtype, [heads, q_len, kv_len], [head_dim, head_dim], mask, options)
+}
+
+/// As [`spec`], with values of another head dim.
+pub(crate) fn spec_of_dims(
+    dtype: DType,
+    [heads, q_len, kv_len]: [usize; 3],
+    [head_dim, head_dim_v]: [usize; 2],
+    mask: Option<DType>,
+    options: &Options,
+) -> Spec {
     let q = view("q", dtype, &[1, heads, q_len, head_dim]);
     let k = view("k", dtype, &[1, heads, kv_len, head_dim]);
+    let v = view("v", dtype, &[1, heads, kv_len, head_dim_v]);
     let mask = mask.map(|dtype| view("mask", dtype, &[1, 1, 1, kv_len]));
-    Spec::builder(&q, &k, &k, options).mask(mask.as_ref()).build().unwrap()
+    Spec::builder(&q, &k, &v, options).mask(mask.as_ref()).build().unwrap()
 }
