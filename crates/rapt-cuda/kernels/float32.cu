@@ -265,7 +265,7 @@ __device__ inline void multiply(bool careful, const Params& p, Shared& sh, Ring&
 
 #pragma unroll 1
     for (int n0 = place.seen(p).lo / BN * BN;; n0 += BN) {
-        const Seen seen = Place::here(p).seen(p);
+        Seen seen = Place::here(p).seen(p);
         if (n0 >= seen.hi) break;
         float s[1][NT][4];
         MaskTile<1, NT> mask;
@@ -308,6 +308,7 @@ __device__ inline void multiply(bool careful, const Params& p, Shared& sh, Ring&
             }
         }
         arrive(sh.k_empty[ring.at]);
+        if (!VECTOR) seen = Place::here(p).seen(p);  // again: registers are scarcer there
         const bool positions = n0 < seen.all_lo || n0 + BN > seen.all_hi;
         if (NATURAL || MASK != NO_MASK || positions) modify_scores<1, NT>(s, p, queries(), mask, n0, p.kv_len, positions);
 
