@@ -1,4 +1,4 @@
-"""`cargo xtask bench cpu`: attention on this machine's CPU, Rapt and its peers in one interleaved run. docs/benchmarks.md explains it.
+"""`cargo xtask bench cpu`: attention on this machine's CPU, Rapt and its peers in one interleaved run. docs/reference/benchmarks.md explains it.
 
     python benches/run.py cpu [--shapes NAME,..] [--dtypes f32,bf16,f16] [--peers NAME,..] [--quick] [--check no-slower-than-stock]
 """

@@ -1,4 +1,4 @@
-/* The formula, in double: what the examples hold the library's results against (docs/law.md).
+/* The formula, in double: what the examples hold the library's results against (docs/reference/definition.md).
  *
  * One head at a time; element (i, d) of q lies at q[i * q_row + d], and so on. `attends` says which key a query sees. */
 #ifndef LAW_H

@@ -12,7 +12,7 @@ cargo xtask bench cpu [options of benches/run.py]
 Times attention against its peers, interleaved in one run, and writes a record.
 
 Makes .venv, installs what demo/ and benches/requirements.txt pin, builds and installs the wheel, runs benches/run.py with the
-words that follow; `cargo xtask bench cpu --list` prints the rows. docs/benchmarks.md explains the method.";
+words that follow; `cargo xtask bench cpu --list` prints the rows. docs/reference/benchmarks.md explains the method.";
 
 const FILES: [&str; 4] =
     [BUILD_REQUIREMENTS, "demo/requirements-numpy.txt", "demo/requirements-torch.txt", "benches/requirements.txt"];

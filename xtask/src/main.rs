@@ -9,6 +9,7 @@ mod built;
 mod c;
 mod cubins;
 mod demo;
+mod docs;
 mod elf;
 mod licenses;
 mod metadata;
@@ -39,6 +40,7 @@ const COMMANDS: &[Command] = &[
     Command { name: "tune", help: tune::HELP, run: tune::run },
     Command { name: "wheel", help: wheel::HELP, run: wheel::run },
     Command { name: "c", help: c::HELP, run: c::run },
+    Command { name: "docs", help: docs::HELP, run: docs::run },
     Command { name: "tidy", help: tidy::HELP, run: tidy::run },
     Command { name: "licenses", help: licenses::HELP, run: licenses::run },
 ];

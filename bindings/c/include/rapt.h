@@ -1,4 +1,4 @@
-// Rapt: attention with an exact tensor boundary. The reference is docs/c.md.
+// Rapt: attention with an exact tensor boundary. The reference is docs/reference/c.md.
 //
 // Pointers: none is kept after a call, and each may be NULL; where something is needed, NULL answers
 // RAPT_ERROR_POINTER. Threads: every function may be called from any thread at any time, an engine may be shared.
@@ -331,7 +331,7 @@ rapt_error rapt_engine_capabilities(const struct rapt_engine *engine, struct rap
 
 // softmax(q·kᵀ · scale)·v into `out`, and the log of the sum of exponentials into `options->lse` where that is given.
 //
-// Shapes are those of docs/law.md, in the order of `options->layout`; `options` may be NULL, which is plain attention.
+// Shapes are those of docs/reference/definition.md, in the order of `options->layout`; `options` may be NULL, which is plain attention.
 // Everything is proven before anything is written: on an error `out` and `lse` are as before, and the engine serves on.
 // (RAPT_ERROR_INTERNAL alone leaves them unspecified: it is a defect of Rapt.)
 //

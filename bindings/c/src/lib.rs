@@ -160,7 +160,7 @@ pub unsafe extern "C" fn rapt_engine_capabilities(
 
 /// softmax(q·kᵀ · scale)·v into `out`, and the log of the sum of exponentials into `options->lse` where that is given.
 ///
-/// Shapes are those of docs/law.md, in the order of `options->layout`; `options` may be NULL, which is plain attention.
+/// Shapes are those of docs/reference/definition.md, in the order of `options->layout`; `options` may be NULL, which is plain attention.
 /// Everything is proven before anything is written: on an error `out` and `lse` are as before, and the engine serves on.
 /// (RAPT_ERROR_INTERNAL alone leaves them unspecified: it is a defect of Rapt.)
 ///

@@ -65,7 +65,7 @@ def test_the_report_tells_evidence_with_numbers(permuted):
 def test_json_follows_the_documented_schema(permuted, tmp_path):
     told = json.loads(permuted.to_json(tmp_path / "report.json"))
     assert told == json.loads((tmp_path / "report.json").read_text())
-    documented = re.findall(r"^\| `([a-z_.\[\]]+)` \|", (HERE.parents[2] / "docs/audit.md").read_text(), re.M)
+    documented = re.findall(r"^\| `([a-z_.\[\]]+)` \|", (HERE.parents[2] / "docs/reference/audit.md").read_text(), re.M)
 
     def keys(x, path=""):
         for name, value in x.items():
@@ -239,12 +239,12 @@ def test_a_mask_with_one_column_for_all_keys_is_drawn_as_one():
 
 def test_the_list_of_hazards_is_the_documented_one():
     listed = [line.split()[:2] for line in command("--list").stdout.splitlines()]
-    table = (HERE.parents[2] / "docs/audit.md").read_text().partition("## The hazards")[2].partition("\n## ")[0]
+    table = (HERE.parents[2] / "docs/reference/audit.md").read_text().partition("## The hazards")[2].partition("\n## ")[0]
     assert [list(row) for row in re.findall(r"^\| `([a-z0-9-]+)` \| (\w+) \|", table, re.M)] == listed
 
 
 def test_every_cause_is_documented():
-    text = (HERE.parents[2] / "docs/audit.md").read_text()
+    text = (HERE.parents[2] / "docs/reference/audit.md").read_text()
     source = "".join((Path(rapt.__file__).parent / "_audit" / name).read_text() for name in ("hypotheses.py", "diagnose.py"))
     causes = set(re.findall(r'(?:Guess\(|yield [^"]*?,)\s*"([a-z0-9-]+)"', source))
     assert len(causes) > 30 and {cause for cause in causes if f"`{cause}`" not in text} == set()

@@ -194,7 +194,7 @@ def test_a_run_checks_times_and_records(torch, few, capsys, tmp_path):
 
 def test_the_record_has_the_documented_keys(torch, few, capsys):
     _, record, _ = run(torch, few[:1], capsys, "--peers", "flash")
-    text = (Path(__file__).parents[3] / "docs/benchmarks.md").read_text()
+    text = (Path(__file__).parents[3] / "docs/reference/benchmarks.md").read_text()
     section = text.partition("### The record")[2].partition("\n## ")[0]
     documented = {name for line in section.splitlines() if line.startswith("| `") for name in line.split("|")[1].split("`")[1::2]}
     assert {"schema", "machine", "ceilings", "rows[].timings", "rows[].floors_us", "rows[].bars"} <= documented

@@ -77,7 +77,7 @@ def test_the_log_is_silent_by_default_and_one_line_per_plan():
 
 
 def test_every_variable_stands_in_the_table():
-    table = ROOT / "docs" / "environment.md"
+    table = ROOT / "docs" / "reference" / "environment.md"
     if not table.exists():
         pytest.skip("installed without the repository")
     documented = re.findall(r"^\| `(RAPT_\w+)` \|", table.read_text(), re.M)

@@ -62,7 +62,7 @@ def test_accumulation_of_torch_dtypes(torch):
     assert rapt.accumulation(torch.float64) == "float64"
 
 
-DOCS = Path(__file__).parents[3] / "docs" / "dtypes.md"
+DOCS = Path(__file__).parents[3] / "docs" / "reference" / "dtypes.md"
 DLPACK = {
     "int8": (0, 8), "int16": (0, 16), "int32": (0, 32), "int64": (0, 64),
     "uint8": (1, 8), "uint16": (1, 16), "uint32": (1, 32), "uint64": (1, 64),
@@ -74,7 +74,7 @@ DLPACK = {
 
 
 def table():
-    """The table of docs/dtypes.md: a dict per row."""
+    """The table of docs/reference/dtypes.md: a dict per row."""
     lines = [line for line in DOCS.read_text(encoding="utf-8").splitlines() if line.startswith("| ")]
     cells = [[cell.strip().strip("`") for cell in line.strip("|").split("|")] for line in lines]
     at = next(n for n, row in enumerate(cells) if row[0] == "dtype")

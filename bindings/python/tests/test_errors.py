@@ -1,4 +1,4 @@
-"""Bad input: one table, here and in docs/errors.md, checked against each other.
+"""Bad input: one table, here and in docs/reference/errors.md, checked against each other.
 
 Each row: the request, the exception class, and a fragment of the mend for numpy and for torch ("-": the row does not exist
 there). After each refusal the inputs are as before and the engine answers a good request.
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import rapt
 
-DOCS = Path(__file__).parents[3] / "docs" / "errors.md"
+DOCS = Path(__file__).parents[3] / "docs" / "reference" / "errors.md"
 NUMPY_DTYPES = {
     "bfloat16": ml_dtypes.bfloat16,
     **{name: getattr(ml_dtypes, name) for name in dir(ml_dtypes) if name.startswith("float8")},

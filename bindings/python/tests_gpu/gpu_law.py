@@ -10,7 +10,7 @@ import random
 import torch
 
 EPS = {torch.float64: 2.0**-52, torch.float32: 2.0**-23, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
-# docs/numerics.md: what is allowed beside 1.1 times the yardstick.
+# docs/reference/numerics.md: what is allowed beside 1.1 times the yardstick.
 FLOOR = {torch.float64: 16 * 2.0**-52, torch.float32: 2 * 2.0**-23, torch.float16: 2.0**-14, torch.bfloat16: 2.0**-11}
 INF = math.inf
 

@@ -19,7 +19,7 @@ const MOST_BYTES: u64 = 1 << 20;
 
 #[derive(ClapArgs, Debug)]
 pub(crate) struct CheckArgs {
-    /// A TOML file (docs/layout.md); - reads standard input.
+    /// A TOML file (docs/reference/layout.md); - reads standard input.
     file: PathBuf,
     /// Only the check of this name.
     #[arg(long, value_name = "NAME")]
@@ -36,7 +36,7 @@ pub(crate) struct CheckArgs {
 
 #[derive(ClapArgs, Debug)]
 pub(crate) struct EmulateArgs {
-    /// A TOML file (docs/layout.md); - reads standard input.
+    /// A TOML file (docs/reference/layout.md); - reads standard input.
     file: PathBuf,
     /// Only the check of this name.
     #[arg(long, value_name = "NAME")]

@@ -115,7 +115,7 @@ fn doctor_obeys_and_prints_the_variables() {
 
 #[test]
 fn doctor_knows_every_variable_of_the_documentation() {
-    let table = include_str!("../../../docs/environment.md");
+    let table = include_str!("../../../docs/reference/environment.md");
     let documented = table.lines().filter_map(|line| line.strip_prefix("| `RAPT_")?.split_once('`'));
     let documented: Vec<String> = documented.map(|(name, _)| format!("RAPT_{name}")).collect();
     let report = json(&["doctor", "--json"]);

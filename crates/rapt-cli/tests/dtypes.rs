@@ -1,4 +1,4 @@
-//! docs/dtypes.md against the doors that speak Rust: every cell of the columns Rust and CLI.
+//! docs/reference/dtypes.md against the doors that speak Rust: every cell of the columns Rust and CLI.
 #![allow(missing_docs)]
 
 use std::collections::BTreeMap;
@@ -8,8 +8,8 @@ use rapt::{DType, Device, Error, Extent, Options, Spec, View};
 
 /// The rows of the table by dtype: cells by column.
 fn table() -> BTreeMap<String, BTreeMap<String, String>> {
-    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/dtypes.md");
-    let text = std::fs::read_to_string(path).expect("docs/dtypes.md");
+    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/reference/dtypes.md");
+    let text = std::fs::read_to_string(path).expect("docs/reference/dtypes.md");
     let cells = |line: &str| -> Vec<String> {
         line.trim_matches('|').split('|').map(|cell| cell.trim().trim_matches('`').to_owned()).collect()
     };

@@ -1,4 +1,4 @@
-//! docs/layout-tutorial.md is what the commands in it print, and its pictures are what they draw.
+//! docs/guides/layout-checker.md is what the commands in it print, and its pictures are what they draw.
 //!
 //! `RAPT_UPDATE_SNAPSHOTS=1` writes both anew.
 #![allow(missing_docs)]
@@ -43,7 +43,7 @@ fn the_tutorial_is_what_its_commands_print() {
     let is_update = std::env::var_os("RAPT_UPDATE_SNAPSHOTS").is_some_and(|value| value == "1");
     let folder = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(format!("tutorial-{}", std::process::id()));
     std::fs::create_dir_all(&folder).expect("a folder");
-    let path = root().join("docs/layout-tutorial.md");
+    let path = root().join("docs/guides/layout-checker.md");
     let text = std::fs::read_to_string(&path).expect("the tutorial");
     let mut written = String::new();
     let (mut is_console, mut commands) = (false, 0);
@@ -64,7 +64,7 @@ fn the_tutorial_is_what_its_commands_print() {
                 } else {
                     assert!(std::fs::read_to_string(&there).expect(&named) == drawn, "{named} is not current");
                 }
-                assert!(text.contains(&format!("]({})", named.strip_prefix("docs/").expect("in docs"))), "{named}");
+                assert!(text.contains(&format!("]({})", named.strip_prefix("docs/guides/").expect("in docs"))), "{named}");
             }
         }
     }
@@ -73,6 +73,6 @@ fn the_tutorial_is_what_its_commands_print() {
     if is_update {
         std::fs::write(&path, &written).expect("the tutorial");
     } else {
-        assert_eq!(text, written, "docs/layout-tutorial.md is not current");
+        assert_eq!(text, written, "docs/guides/layout-checker.md is not current");
     }
 }

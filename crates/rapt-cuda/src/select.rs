@@ -153,7 +153,7 @@ fn mma_code(spec: &Spec, caps: &Caps, body: Body, block_m: u32, depth: u32) -> C
 /// Queries per block of hopper.cu and the keys that it can have (the first that fits shared memory): three groups of 64
 /// queries where the sums of a group are few, else two; keys as many as leave the sums, and biases, in registers, also
 /// beside softcap and slopes (`natural`). `many_keys`: the last tile of keys, which may be filled in part, is but one of
-/// many. Measured on an H200, 2026-11: docs/hopper.md.
+/// many. Measured on an H200, 2026-11: docs/internals/hopper.md.
 const fn hopper_tiles(dims: (u32, u32), mask: Option<DType>, natural: bool, many_keys: bool) -> (u32, &'static [u32]) {
     match (dims, mask) {
         ((..=64, 33..=48), None) if natural => (128, &[128]),

@@ -15,7 +15,7 @@
 //! assert_eq!(p.to_string(), "(128,64):(65536,1)");
 //! # Ok::<(), rapt_layout::Error>(())
 //! ```
-//! Numbers have units ([`unit`]): cells of tensor memory, elements of a width, bytes. Deliberately absent: any other crate
+//! Numbers have units ([`mod@unit`]): cells of tensor memory, elements of a width, bytes. Deliberately absent: any other crate
 //! of Rapt, any device, and layouts whose strides are not integers.
 #![forbid(unsafe_code)]
 

@@ -9,7 +9,7 @@ use rapt_core::{Causal, DType, Element, Options, Result, Strides, Tensors, View}
 
 use crate::{Engine, Tensor};
 
-/// Every environment variable that Rapt reads: the first table of docs/environment.md.
+/// Every environment variable that Rapt reads: the first table of docs/reference/environment.md.
 pub const VARIABLES: [&str; 5] = ["RAPT_NUM_THREADS", "RAPT_ISA", "RAPT_LOG", "RAPT_CACHE_DIR", "RAPT_NVRTC"];
 
 const PREFIX: &str = "RAPT_";

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use super::Finding;
 use super::sources::Source;
 
-const TABLE: &str = "docs/environment.md";
+const TABLE: &str = "docs/reference/environment.md";
 const PREFIX: &str = "RAPT_";
 
 pub(super) fn check(files: &[Source]) -> Vec<Finding> {

@@ -1,11 +1,11 @@
-//! Blocks of README.md that a program writes: `<!-- generated:NAME -->` … `<!-- end -->`.
+//! Blocks of a page that a program writes: `<!-- generated:NAME -->` … `<!-- end -->`.
 
 use super::Finding;
 use crate::built;
 use crate::metadata::root;
 use crate::shell::{Failure, capture, command, read};
 
-const FILE: &str = "README.md";
+const FILE: &str = "docs/reference/support.md";
 const END: &str = "<!-- end -->";
 
 /// A block's name, and the words after `rapt` that print it.

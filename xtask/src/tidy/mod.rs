@@ -25,8 +25,8 @@ Checks the rules of the house that no compiler knows.
   rapt-testkit only as a dev-dependency
 - CPU intrinsics only in crates/rapt-cpu/src/arch; torch, numpy and pyo3 only in bindings
 - no unfinished markers, no versioned names, no absolute machine paths, no source file over 900 lines
-- every RAPT_* variable of the code stands in docs/environment.md, and the reverse
-- THIRD-PARTY-LICENSES.md, the generated blocks of README.md and the table of tiles are current";
+- every RAPT_* variable of the code stands in docs/reference/environment.md, and the reverse
+- THIRD-PARTY-LICENSES.md, the generated blocks of docs/reference/support.md and the table of tiles are current";
 
 /// One place that breaks a rule.
 #[derive(Debug, PartialEq, Eq, PartialOrd, Ord)]

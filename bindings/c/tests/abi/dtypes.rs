@@ -1,4 +1,4 @@
-//! docs/dtypes.md against this door: every cell of the column C.
+//! docs/reference/dtypes.md against this door: every cell of the column C.
 
 use std::ffi::CStr;
 
@@ -36,8 +36,8 @@ fn answers(engine: &Owned, code: i32, bits: usize) -> (rapt_error, rapt_error) {
 
 #[test]
 fn every_dtype_is_served_or_refused_as_its_row_says() {
-    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/dtypes.md");
-    let text = std::fs::read_to_string(path).expect("docs/dtypes.md");
+    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/reference/dtypes.md");
+    let text = std::fs::read_to_string(path).expect("docs/reference/dtypes.md");
     let cells = |line: &str| -> Vec<String> {
         line.trim_matches('|').split('|').map(|cell| cell.trim().trim_matches('`').to_owned()).collect()
     };

@@ -1,7 +1,7 @@
 """Layout algebra and the fragment checker: proof that what one tensor-core instruction writes is what the next one reads.
 
 `Layout` is CuTe's algebra on shape:stride; `check` compares every element of a producer with a consumer and names the fault
-and a proven repair; `emulate` runs them on plain memory. `rapt layout` on the command line does the same; docs/layout.md
+and a proven repair; `emulate` runs them on plain memory. `rapt layout` on the command line does the same; docs/reference/layout.md
 describes files and reports.
 """
 
@@ -110,7 +110,7 @@ class Quantity:
 
 
 class Report(dict):
-    """The answer of one check, as docs/layout.md describes it; `str()` is for people."""
+    """The answer of one check, as docs/reference/layout.md describes it; `str()` is for people."""
 
     def __init__(self, facts, text, svg):
         super().__init__(facts)

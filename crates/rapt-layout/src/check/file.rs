@@ -1,4 +1,4 @@
-//! Checks from TOML. The form is described in docs/layout.md; unknown keys are refused.
+//! Checks from TOML. The form is described in docs/reference/layout.md; unknown keys are refused.
 
 use serde::Deserialize;
 

@@ -225,7 +225,7 @@ impl Report {
         (self.map_rows, self.map.len() / self.map_rows.max(1))
     }
 
-    /// As docs/layout.md describes it; `with_map` adds one string for each row.
+    /// As docs/reference/layout.md describes it; `with_map` adds one string for each row.
     #[must_use]
     pub fn to_json(&self, with_map: bool) -> Value {
         // Strings, numbers and lists of them: nothing that JSON cannot hold.

@@ -120,7 +120,7 @@ pub fn run(check: &Check, case: Case) -> Result<Outcome> {
 }
 
 impl Outcome {
-    /// As docs/layout.md describes it.
+    /// As docs/reference/layout.md describes it.
     #[must_use]
     pub fn to_json(&self) -> Value {
         serde_json::to_value(self).unwrap_or(Value::Null)

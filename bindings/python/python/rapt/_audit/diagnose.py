@@ -24,7 +24,7 @@ EXPLAINED = 0.2
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What an output shows. `name` is "correct", "unknown" or a corruption; docs/audit.md lists them."""
+    """What an output shows. `name` is "correct", "unknown" or a corruption; docs/reference/audit.md lists them."""
 
     name: str
     confidence: float

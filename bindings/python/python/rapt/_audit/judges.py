@@ -33,7 +33,7 @@ class Evidence:
 
     text: str
     cause: str
-    """A name of docs/audit.md's table of causes."""
+    """A name of docs/reference/audit.md's table of causes."""
     numbers: dict = field(default_factory=dict)
     severity: str | None = None
     """Where it differs from the hazard's."""

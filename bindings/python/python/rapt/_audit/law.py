@@ -3,7 +3,7 @@
     s = softcap(q·k · scale) + bias − slope·|i + d − j|, then masks, then softmax (with an optional sink logit), then · v
 
 All arrays are [batch, heads, len, head_dim] in f64. A masked key is never multiplied, so what it holds cannot matter; a row
-without any key is zeros with lse = −inf. The tolerance is docs/numerics.md's: 1.1 times the error of a peer that rounds as
+without any key is zeros with lse = −inf. The tolerance is docs/reference/numerics.md's: 1.1 times the error of a peer that rounds as
 PyTorch's kernels do, plus a floor. Deliberately absent: torch, strides, storage (tensors.py), and any guess at a cause
 (diagnose.py).
 """

@@ -1,6 +1,6 @@
 """What an audit found: as an object, a table, JSON and JUnit XML. The HTML page is page.py's.
 
-The JSON's keys are documented in docs/audit.md; `SCHEMA` counts their changes.
+The JSON's keys are documented in docs/reference/audit.md; `SCHEMA` counts their changes.
 """
 
 import json
@@ -122,7 +122,7 @@ class Report:
         return {verdict: counted[verdict] for verdict in VERDICTS if counted[verdict]}
 
     def to_dict(self):
-        """The report as JSON types; docs/audit.md describes the keys."""
+        """The report as JSON types; docs/reference/audit.md describes the keys."""
         return {
             "schema": SCHEMA,
             "target": self.target,

@@ -1,4 +1,4 @@
-"""`python -m rapt.bench cuda`: attention on this GPU, Rapt and its peers in one interleaved run (docs/benchmarks.md).
+"""`python -m rapt.bench cuda`: attention on this GPU, Rapt and its peers in one interleaved run (docs/reference/benchmarks.md).
 
     rows (cuda.toml) ─► engines prepared ─► check against the law ─► rounds: ceilings, then a batch of every engine ─► report
 

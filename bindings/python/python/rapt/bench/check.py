@@ -2,7 +2,7 @@
 
     o = softmax(q·k / sqrt(head_dim), softcapped, masked) · v      in f64 on the GPU, every head of sampled queries
 
-Judged by the rule of docs/numerics.md as rapt._audit.law states it: 1.1 times the error of torch's flash on the same inputs (where it does
+Judged by the rule of docs/reference/numerics.md as rapt._audit.law states it: 1.1 times the error of torch's flash on the same inputs (where it does
 not run, of a plain formula with flash's roundings) plus the dtype's floor, no row above 4 times the worst of theirs. torch's math
 kernel is left out: it rounds less in 16 bits, so the limit is never wider for it. Beside the sampled rows the whole output must be
 finite, and near that of a peer that passed. Deliberately absent: timing.

@@ -1,0 +1,104 @@
+//! The site: MkDocs' pages with rustdoc beside them, in `target/site`.
+//!
+//! ```text
+//! docs/*.md, docstrings ──mkdocs --strict──► target/site          an unknown page, anchor or file is an error
+//! the crates            ──cargo doc───────► target/site/rust      a warning of rustdoc is an error
+//! target/site           ──check.py────────► every link leads somewhere, nothing comes from the network
+//! target/site           ──screenshot.py───► pages render in Chromium, where there is one
+//! ```
+//! Deliberately absent: blocks of code, which the tests of their language run (bindings/python/tests/test_docs.py says which).
+
+use std::path::Path;
+use std::process::Command;
+
+use crate::args::Args;
+use crate::metadata::{Workspace, root};
+use crate::python::Venv;
+use crate::shell::{Failure, Outcome, cargo, show, step};
+
+pub(crate) const HELP: &str = "\
+cargo xtask docs [--check]
+
+Builds the documentation: pages, Python reference and rustdoc, into target/site.
+
+  --check   also renders pages in headless Chromium, where it is installed; a step of `cargo xtask test`
+
+Broken links, unknown anchors, warnings of rustdoc and resources from the network are errors.";
+
+const ENVIRONMENT: &str = ".venv-docs";
+const REQUIREMENTS: &str = "xtask/requirements/docs.txt";
+const SITE: &str = "site";
+
+pub(crate) fn run(mut args: Args) -> Outcome {
+    let is_check = args.flag("--check");
+    args.finish(HELP)?;
+    if is_check { check() } else { build().map(drop) }
+}
+
+/// Builds the site and looks at it in a browser.
+pub(crate) fn check() -> Outcome {
+    let venv = build()?;
+    step("render pages", || script(&venv, "screenshot.py", &Workspace::load()?.target))
+}
+
+fn build() -> Result<Venv, Failure> {
+    let venv = Venv::at(ENVIRONMENT)?;
+    venv.require(&[REQUIREMENTS], None)?;
+    let target = Workspace::load()?.target;
+    let site = target.join(SITE);
+    step("cargo doc", || {
+        show(
+            cargo(["doc", "--workspace", "--no-deps", "--quiet"])
+                .env("RUSTDOCFLAGS", "-D warnings")
+                .current_dir(root()),
+        )
+    })?;
+    step("mkdocs build", || {
+        let mut mkdocs = venv.python(["-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir"]);
+        // Without it the theme advertises its successor.
+        mkdocs.env("NO_MKDOCS_2_WARNING", "1");
+        show(mkdocs.arg(&site).current_dir(root()))
+    })?;
+    // After mkdocs, which empties its folder.
+    step("copy rustdoc", || copy(&target.join("doc"), &site.join("rust")))?;
+    step("check links", || script(&venv, "check.py", &target))?;
+    println!("{}", site.join("index.html").display());
+    Ok(venv)
+}
+
+/// Runs a script of xtask/docs on the site.
+fn script(venv: &Venv, name: &str, target: &Path) -> Outcome {
+    let mut python: Command = venv.python([]);
+    show(python.arg(root().join("xtask/docs").join(name)).arg(target.join(SITE)))
+}
+
+/// Copies a folder with all that lies in it.
+fn copy(from: &Path, to: &Path) -> Outcome {
+    std::fs::create_dir_all(to).map_err(Failure::file(to))?;
+    for entry in std::fs::read_dir(from).map_err(Failure::file(from))? {
+        let path = entry.map_err(Failure::file(from))?.path();
+        let Some(name) = path.file_name() else { continue };
+        if path.is_dir() {
+            copy(&path, &to.join(name))?;
+        } else {
+            std::fs::copy(&path, to.join(name)).map_err(Failure::file(&path))?;
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_folder_is_copied_with_what_lies_below_it() {
+        let folder = Workspace::load().unwrap().target.join(format!("tmp/copied-{}", std::process::id()));
+        std::fs::create_dir_all(folder.join("from/below")).unwrap();
+        std::fs::write(folder.join("from/below/page.html"), "text").unwrap();
+        copy(&folder.join("from"), &folder.join("to")).unwrap();
+        assert_eq!(std::fs::read_to_string(folder.join("to/below/page.html")).unwrap(), "text");
+        assert!(copy(&folder.join("absent"), &folder.join("to")).is_err());
+        std::fs::remove_dir_all(&folder).unwrap();
+    }
+}
