@@ -6,6 +6,9 @@
 // the weights of a split, then every lane adds. It is launched while the splits are still computed, where the architecture
 // can, and waits for them here; the blocks are small, that they find room beside those of decode.cu.
 
+#include "common/epilogue.cuh"
+#include "common/ptx.cuh"
+
 constexpr int COLUMNS = 32, THREADS = 64, TILE = 32;
 
 struct __align__(4 * sizeof(Acc)) Step {
@@ -27,7 +30,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) combine(const __grid_const
     const Acc* column_at = partial(p, task_index, r, 0) + min(column, p.head_dim_v - 1);
     const Acc* state_at = partial(p, task_index, r, lane) + p.head_dim_v;
     const i64 to = row.offset(p.out_stride) + column * p.out_stride[3];
-    begin_dependents();
+    griddepcontrol_launch_dependents();
 #if __CUDA_ARCH__ >= 900
     // The first pass, over no split, fetches the instructions while the splits are still computed.
     constexpr int PASSES = 2;
@@ -38,7 +41,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) combine(const __grid_const
     for (int pass = 1; pass <= PASSES; pass++) {
         const bool is_real = pass == PASSES;
         const int num_splits = is_real ? p.num_splits : 0;
-        if (is_real) wait_for_predecessors();
+        if (is_real) griddepcontrol_wait();
         Acc m = negative_infinity(), l = 0, sum = 0;
         int s0 = 0;
         do {

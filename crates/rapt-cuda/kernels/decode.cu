@@ -11,6 +11,10 @@
 // the bits of a row; which block takes an item is no matter. Blocks take their places while the launch before this one runs,
 // where the architecture can, and read nothing until it has ended. Deliberately absent: more rows than 16 an item.
 
+#include "common/mask.cuh"
+#include "common/softmax.cuh"
+#include "common/epilogue.cuh"
+
 constexpr int THREADS = (WARPS + 1) * 32, NT = TILE / 8;
 constexpr int STATE_ROW = DV + 8;  // floats: 4 rows of 8 fall into distinct banks
 // Rows that are handed over at a time: a lane of the warp that takes them weighs what one warp left of one row.
@@ -113,7 +117,7 @@ struct Loader {
                 copy
             );
         }
-        commit_copies();
+        cp_async_commit();
     }
 
     __device__ void load_values(const Params& p, Stage& to) const {
@@ -123,7 +127,7 @@ struct Loader {
                 copy
             );
         }
-        commit_copies();
+        cp_async_commit();
     }
 };
 
@@ -135,7 +139,7 @@ __device__ inline void load_queries(const Params& p, Shared& sh, const Item& ite
         sh.q, (const Elem*)p.q, [&](int r) { return Row(p, task, r0 + r).offset(p.q_stride); }, p.q_stride[3],
         p.q_stride[2], min(16, p.rows - r0), p.head_dim, threadIdx.x
     );
-    commit_copies();
+    cp_async_commit();
 }
 
 // The part of the warps that read: `count` items from `item` on. `handed` counts what was handed over.
@@ -144,14 +148,14 @@ __device__ inline void attend(const Params& p, Shared& sh, Item item, u32 count,
     constexpr int PENDING = 2 * STAGES - 1;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     Loader loader(p, item, count);
-    wait_for_predecessors();
+    griddepcontrol_wait();
     load_queries(p, sh, item);
 #pragma unroll
     for (int stage = 0; stage < STAGES; stage++) {
         loader.load_keys(p, sh.ring[stage][warp]);
         loader.load_values(p, sh.ring[stage][warp]);
     }
-    wait_copies<PENDING + 1>();
+    cp_async_wait<PENDING + 1>();
     meet_readers();
     const float c = exponent_factor(p);
     int stage = 0;
@@ -163,7 +167,7 @@ __device__ inline void attend(const Params& p, Shared& sh, Item item, u32 count,
             // Other rows than before.
             meet_readers();
             load_queries(p, sh, item);
-            wait_copies<0>();
+            cp_async_wait<0>();
             meet_readers();
         }
         const Queries queries{p, task, r0};
@@ -175,18 +179,18 @@ __device__ inline void attend(const Params& p, Shared& sh, Item item, u32 count,
             float s[1][NT][4];
             MaskTile<1, NT> mask;
             mask.fetch(p, queries, n0);
-            wait_copies<PENDING>();
+            cp_async_wait<PENDING>();
             __syncwarp();
             multiply_keys<1, NT>(s, sh.q, tile.k);
             __syncwarp();
             loader.load_keys(p, tile);
             const bool positions = n0 < seen.all_lo || n0 + TILE > min(seen.all_hi, tiles.end);
             if (NATURAL || MASK != NO_MASK || positions) {
-                modify_scores<1, NT>(s, p, queries, mask, n0, tiles.end, positions);
+                apply_scores<1, NT>(s, p, queries, mask, n0, tiles.end, positions);
             }
             u32 a[1][NT / 2][4];
             sums.template weigh<CAREFUL, NT>(a, s, c, 0.f);
-            wait_copies<PENDING>();
+            cp_async_wait<PENDING>();
             __syncwarp();
             sums.template add_values<CAREFUL, NT / 2>(a, tile.v);
             __syncwarp();
@@ -198,7 +202,7 @@ __device__ inline void attend(const Params& p, Shared& sh, Item item, u32 count,
         for (int part = 0; part < PARTS; part++) {
             const int first = part * PART, h = first / 8, r = h * 8 + lane / 4 - first;
             if (first >= rows) break;
-            if (handed > 0) wait(sh.empty, (handed - 1) % 2);
+            if (handed > 0) mbarrier_wait(sh.empty, (handed - 1) % 2);
             handed++;
             if (r >= 0 && r < min(PART, rows - first)) {
 #pragma unroll
@@ -208,10 +212,10 @@ __device__ inline void attend(const Params& p, Shared& sh, Item item, u32 count,
                 }
                 if (lane % 4 == 0) sh.left_m[warp][r] = natural_max(p, sums.m[0][h]), sh.left_l[warp][r] = sums.l[0][h];
             }
-            arrive(sh.full);
+            mbarrier_arrive(sh.full);
         }
     }
-    wait_copies<0>();
+    cp_async_wait<0>();
 }
 
 // The last warp's part of the same items. Lane WARPS*g + w weighs what warp w left of row g; then a lane takes columns,
@@ -222,7 +226,7 @@ __device__ inline void gather(const Params& p, Shared& sh, Item item, u32 count,
     constexpr int GROUPS = DV / 4, ROUNDS = (PART * GROUPS + 31) / 32;
     const int lane = threadIdx.x % 32, w = lane % WARPS, g = lane / WARPS;
     u32 odd_from = count, odd_to = 0;
-    wait_for_predecessors();
+    griddepcontrol_wait();
     for (u32 done = 0; done < count; done++, item.step(p)) {
         const int r0 = item.r0(), rows = min(16, p.rows - r0);
         const bool is_first = item.split == 0, is_last = !p.is_cut && item.split + 1 == p.num_splits;
@@ -230,7 +234,7 @@ __device__ inline void gather(const Params& p, Shared& sh, Item item, u32 count,
 #pragma unroll 1
         for (int part = 0; part * PART < rows; part++) {
             const int first = part * PART, here = min(PART, rows - first);
-            wait(sh.full, handed++ % 2);
+            mbarrier_wait(sh.full, handed++ % 2);
             const float share = g < here ? sh.left_l[w][g] : 0.f, own_m = g < here ? sh.left_m[w][g] : 0.f;
             float m = share == 0 ? negative_infinity() : own_m;
 #pragma unroll
@@ -314,7 +318,7 @@ __device__ inline void gather(const Params& p, Shared& sh, Item item, u32 count,
                     }
                 }
             }
-            arrive(sh.empty);
+            mbarrier_arrive(sh.empty);
         }
         if (__any_sync(~0u, is_odd)) odd_from = min(odd_from, done), odd_to = done + 1;
     }
@@ -331,8 +335,8 @@ __device__ __noinline__ void gather_carefully(const Params& p, Shared& sh, Item 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attention(const __grid_constant__ Params p) {
     extern __shared__ __align__(128) u8 memory[];
     Shared& sh = *(Shared*)memory;
-    begin_dependents();
-    if (threadIdx.x == WARPS * 32) init_barrier(sh.full, WARPS * 32), init_barrier(sh.empty, 32);
+    griddepcontrol_launch_dependents();
+    if (threadIdx.x == WARPS * 32) mbarrier_init(sh.full, WARPS * 32), mbarrier_init(sh.empty, 32);
     // Runs of whole rows, or of chunks wherever they cut a row; the first runs take what is left over.
     const u32 unit = p.is_cut ? 1 : p.num_splits;
     const u32 units = p.is_cut ? p.items : divide(p.items, p.by_num_splits);

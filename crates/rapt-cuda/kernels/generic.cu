@@ -12,6 +12,9 @@
 // been NaN, and the tile runs once more with masked products left out. Finite sums have the same bits both ways.
 // Deliberately absent: tensor cores, and speed beyond tiling.
 
+#include "common/mask.cuh"
+#include "common/epilogue.cuh"
+
 constexpr int BM = 64, BN = 64, THREADS = 256;
 constexpr int BK = STORAGE == F64 ? 16 : 32, VK = BK;
 constexpr int DVC = DV_COLUMNS, COLS = DVC / 16;
@@ -133,11 +136,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention(const __grid_con
                 }
 #pragma unroll
                 for (int lane = 1; lane < 16; lane *= 2) top = maximum(top, __shfl_xor_sync(~0u, top, lane));
-                const Acc fall = top == m[a] ? (Acc)1 : exponential(m[a] - top);
+                const Acc rescale = top == m[a] ? (Acc)1 : exponential(m[a] - top);
                 m[a] = top;
-                l[a] *= fall;
+                l[a] *= rescale;
 #pragma unroll
-                for (int c = 0; c < COLS; c++) acc[a][c] = careful ? weighed(fall, acc[a][c]) : product(fall, acc[a][c]);
+                for (int c = 0; c < COLS; c++) acc[a][c] = careful ? weighed(rescale, acc[a][c]) : product(rescale, acc[a][c]);
 #pragma unroll
                 for (int c = 0; c < 4; c++) {
                     const Acc weight = s[a][c] == negative_infinity() ? -(Acc)0 : exponential(s[a][c] - top);

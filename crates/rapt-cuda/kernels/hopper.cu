@@ -21,6 +21,10 @@
 // attend them: what nobody attends is in none. A row that was well before has the same bits.
 // Deliberately absent: what rows are compared with (hopper_rows.cu), splitting of the keys (decode.cu), float32.
 
+#include "hopper/load.cuh"
+#include "hopper/rows.cuh"
+#include "hopper/store.cuh"
+
 // Whether the mask comes in where scores become exponents.
 constexpr bool MASKS_LATE = MASK != NO_MASK && !NATURAL;
 // Whether an item's first scores are begun before the one before it is stored: where there are registers for it.
@@ -30,7 +34,7 @@ struct Consumer : Rows {
     const HopperParams& h;
     Shared& sh;
     int sought = 0;                        // the kind of the tile that `seek` found
-    bool told = false;                     // whether `found` is what was found in the next tile of the mask; else it is 0
+    bool mask_ready = false;                     // whether `found` is what was found in the next tile of the mask; else it is 0
     u32 found = 0;
     bool has_keys = false, has_values = false;  // what `ask_ahead` was told
     // Not where softcap and slopes, or loads element by element, take the registers: derived where needed there.
@@ -52,22 +56,22 @@ struct Consumer : Rows {
     // s = q.k of tile n.
     __device__ void multiply_keys(float (&s)[NT][4], u32 n) {
         const u32 keys = tile_low(sh.k[stage_of(n)], 0), queries = tile_low(sh.q, 0) + anew(group()) * (64 * 128 / 16);
-        begin_products();
+        wgmma_fence();
 #pragma unroll
         for (int d = 0; d < D; d += 16) {
             const u32 within = d % BOX * 2 / 16;
-            multiply_queries(s, queries + d / BOX * (Q_BOX * 2 / 16) + within, keys + d / BOX * (K_BOX * 2 / 16) + within, d > 0);
+            wgmma_qk(s, queries + d / BOX * (Q_BOX * 2 / 16) + within, keys + d / BOX * (K_BOX * 2 / 16) + within, d > 0);
         }
-        commit_products();
+        wgmma_commit();
     }
 
     // acc += p.v of tile n, or = if nothing was added before.
     __device__ void add_values(u32 (&a)[NT / 2][4], u32 n, bool add) {
         const u32 values = tile_low(sh.v[stage_of(n)], K_BOX * 2);
-        begin_products();
+        wgmma_fence();
 #pragma unroll
-        for (int kt = 0; kt < NT / 2; kt++) multiply_values(acc, a[kt], values + kt * (16 * 128 / 16), add || kt > 0);
-        commit_products();
+        for (int kt = 0; kt < NT / 2; kt++) wgmma_pv(acc, a[kt], values + kt * (16 * 128 / 16), add || kt > 0);
+        wgmma_commit();
     }
 
     // Scores become p; what the next values, `next`, need is asked for meanwhile.
@@ -78,7 +82,7 @@ struct Consumer : Rows {
     }
 
     // Scores with scale, softcap and slopes in them; `factor` is what they are yet to be multiplied with.
-    __device__ float bring_to_natural_units(float (&s)[NT][4], const Queries& queries, int n0) const {
+    __device__ float apply_natural_units(float (&s)[NT][4], const Queries& queries, int n0) const {
         const Params& p = h.p;
         const float scale = h.scale, cap = (float)p.softcap, inverse_cap = (float)p.inverse_softcap;
         if (p.softcap == 0 && p.alibi == nullptr) return scale;
@@ -103,13 +107,13 @@ struct Consumer : Rows {
     // What is added to the scores, and what hides them; what they are compared with where that may change. As `track`. A mask on which
     // nothing but the exponents depends is left to `weigh` (MASKS_LATE): mask.kind is MIXED then.
     template <bool AGAIN>
-    __device__ bool bring(float (&s)[NT][4], const Work& work, int n0, MaskRows& mask, float (&fall)[2], float c) {
+    __device__ bool apply_scores(float (&s)[NT][4], const Work& work, int n0, MaskRows& mask, float (&rescale)[2], float c) {
         const bool positions = n0 < work.all_lo || n0 + BN > work.all_hi;
         const bool tracks = AGAIN || watched;
         float factor = h.scale;
         if (NATURAL) {
             const Place place = this->place(work);
-            factor = bring_to_natural_units(s, Queries{h.p, place.task, place.r0}, n0);
+            factor = apply_natural_units(s, Queries{h.p, place.task, place.r0}, n0);
         }
 #if MASK != NO_MASK
         const bool masks = mask.kind == MIXED;
@@ -131,7 +135,7 @@ struct Consumer : Rows {
         if (!(positions | tracks)) return false;
         if (positions) hide_positions(s, work, n0);
         if (!tracks) return false;
-        if (AGAIN || WATCHES) return track<AGAIN>(s, fall, c);
+        if (AGAIN || WATCHES) return track<AGAIN>(s, rescale, c);
         refer(s, c);
         return false;
     }
@@ -169,15 +173,15 @@ struct Consumer : Rows {
     // next tile but one of the mask, counted from the last that was let go, is told of; whether values `n` and the keys behind are there,
     __device__ void ask_ahead(u32 n) {
 #if MASK != NO_MASK
-        told = has_passed(sh.mask.full[mask_stage_of(m_done + 1)], mask_phase_of(m_done + 1));
+        mask_ready = mbarrier_test_wait(sh.mask.full[mask_stage_of(m_done + 1)], mask_phase_of(m_done + 1));
 #endif
-        has_keys = has_passed(sh.k_full[stage_of(n + 1)], phase_of(n + 1));
-        has_values = has_passed(sh.v_full[stage_of(n)], phase_of(n));
+        has_keys = mbarrier_test_wait(sh.k_full[stage_of(n + 1)], phase_of(n + 1));
+        has_values = mbarrier_test_wait(sh.v_full[stage_of(n)], phase_of(n));
     }
     // then of which kind it is, and what the tile before it says, which `seek` found.
     __device__ void take_mask(MaskRows& mask) {
 #if MASK != NO_MASK
-        found = load_if(sh.mask.found[mask_stage_of(m_done + 1)], told);
+        found = load_if(sh.mask.found[mask_stage_of(m_done + 1)], mask_ready);
         mask.kind = sought;
         mask.take(sh.mask, mask_stage_of(m_done), NATURAL ? mask_place(anew(group())) : kept_place);
 #endif
@@ -185,7 +189,7 @@ struct Consumer : Rows {
     // Lets go of what was taken.
     __device__ void release_mask() {
 #if MASK != NO_MASK
-        arrive(sh.mask.empty[mask_stage_of(m_done++)]);
+        mbarrier_arrive(sh.mask.empty[mask_stage_of(m_done++)]);
 #endif
     }
 
@@ -195,12 +199,12 @@ struct Consumer : Rows {
         // By votes: what is the same of all lanes then.
         bool shows = __any_sync(~0u, found & SHOWS), changes = __any_sync(~0u, found & CHANGES);
         while (!shows && n0 <= end) {
-            if (__all_sync(~0u, told)) {
+            if (__all_sync(~0u, mask_ready)) {
                 release_mask();
-                told = false, found = 0, n0 += BN;
+                mask_ready = false, found = 0, n0 += BN;
             } else {
-                wait(sh.mask.full[mask_stage_of(m_done)], mask_phase_of(m_done));
-                told = true, found = sh.mask.found[mask_stage_of(m_done)];
+                mbarrier_wait(sh.mask.full[mask_stage_of(m_done)], mask_phase_of(m_done));
+                mask_ready = true, found = sh.mask.found[mask_stage_of(m_done)];
             }
             shows = __any_sync(~0u, found & SHOWS), changes = __any_sync(~0u, found & CHANGES);
         }
@@ -211,7 +215,7 @@ struct Consumer : Rows {
 
     __device__ void release(u64& barrier) {
         __syncwarp();
-        arrive_if(barrier, is_first());
+        mbarrier_arrive_if(barrier, is_first());
     }
 
     // Lets go of values `n`. Sums leave through buffers of values where they have no room of their own (LENT), in items of two tiles
@@ -222,9 +226,9 @@ struct Consumer : Rows {
     // second has let go of then.
     __device__ void release_values(u32 n, int to) {
         const bool is_kept = LENT && to == group();
-        if (LENT && to >= 0 && !is_kept) tell(LEND + to, 256);
+        if (LENT && to >= 0 && !is_kept) bar_arrive(LEND + to, 256);
         __syncwarp();
-        arrive_if(sh.v_empty[stage_of(n)], is_first() & !is_kept);
+        mbarrier_arrive_if(sh.v_empty[stage_of(n)], is_first() & !is_kept);
     }
 
     // Takes values that are not finite out of the tile at hand, keys n0.., and adds them to the sums of the rows that attend
@@ -235,7 +239,7 @@ struct Consumer : Rows {
         const Place place = this->place(work);
         const Queries queries{p, place.task, place.r0};
         u8* tile = (u8*)sh.v[stage_of(done)];
-        wait(sh.v_full[stage_of(done)], phase_of(done));
+        mbarrier_wait(sh.v_full[stage_of(done)], phase_of(done));
         const int keys = min(BN, p.kv_len - n0);
 #pragma unroll 1
         for (int at = 0; at < VT * 2; at++) {
@@ -243,7 +247,7 @@ struct Consumer : Rows {
             u32 found[2] = {0, 0};  // 1: +inf, 2: -inf, 4: NaN
 #pragma unroll 1
             for (int j = 0; j < keys; j++) {
-                const u32 x = *(const Elem*)(tile + c / BOX * (K_BOX * 2) + swizzled(j, c % BOX));
+                const u32 x = *(const Elem*)(tile + c / BOX * (K_BOX * 2) + swizzle_128b(j, c % BOX));
                 if ((x & EXPONENT) != EXPONENT) continue;
                 const u32 kind = (x & 0x7fffu) != EXPONENT ? 4 : x >> 15 ? 2 : 1;
 #pragma unroll
@@ -265,14 +269,14 @@ struct Consumer : Rows {
                 }
         }
         // All groups together, once none of them needs what is taken out.
-        meet(CAREFUL_TILE, CONSUMERS);
+        bar_sync(CAREFUL_TILE, CONSUMERS);
 #pragma unroll 1
         for (int at = threadIdx.x; at < V_BOXES * K_BOX; at += CONSUMERS) {
             Elem& x = ((Elem*)tile)[at];
             if ((x & EXPONENT) == EXPONENT) x = 0;
         }
-        fence_proxy();
-        meet(CAREFUL_TILE, CONSUMERS);
+        fence_proxy_async();
+        bar_sync(CAREFUL_TILE, CONSUMERS);
     }
 
     __device__ void release_queries() {
@@ -281,9 +285,9 @@ struct Consumer : Rows {
 
     // An item without rows for this group: what others wait for, in the order of `run`.
     __device__ void pass_over(const Work& work) {
-        if (copies_queries(h.p)) wait(sh.q_full, q_done++ & 1);
+        if (copies_queries(h.p)) mbarrier_wait(sh.q_full, q_done++ & 1);
         release_queries();
-        wait(sh.k_full[stage_of(done)], phase_of(done));
+        mbarrier_wait(sh.k_full[stage_of(done)], phase_of(done));
         release(sh.k_empty[stage_of(done)]);
         MaskRows mask;
         const auto pass_mask = [&] { ask_ahead(done), take_mask(mask), release_mask(); };
@@ -292,27 +296,27 @@ struct Consumer : Rows {
         bool lent = false;
 #pragma unroll 1
         for (; seek(next, work.end); next += BN, done++) {
-            wait(sh.k_full[stage_of(done + 1)], phase_of(done + 1));
+            mbarrier_wait(sh.k_full[stage_of(done + 1)], phase_of(done + 1));
             take_turn(), end_turn();
             release(sh.k_empty[stage_of(done + 1)]);
             pass_mask();
-            wait(sh.v_full[stage_of(done)], phase_of(done));
+            mbarrier_wait(sh.v_full[stage_of(done)], phase_of(done));
             release(sh.v_empty[stage_of(done)]);
             lent = LENT;
         }
-        if (lent) tell(LEND, 256), meet(LEND + 1, 256);
-        wait(sh.v_full[stage_of(done)], phase_of(done));
+        if (lent) bar_arrive(LEND, 256), bar_sync(LEND + 1, 256);
+        mbarrier_wait(sh.v_full[stage_of(done)], phase_of(done));
         release(sh.v_empty[stage_of(done++)]);
     }
 
     // Waits if what was asked before had not come to pass then.
     __device__ static void await(u64& barrier, u32 phase, bool passed) {
-        if (!__all_sync(~0u, passed)) wait(barrier, phase);
+        if (!__all_sync(~0u, passed)) mbarrier_wait(barrier, phase);
     }
-    __device__ void take_turn() { meet(TURN + group(), 256); }
+    __device__ void take_turn() { bar_sync(TURN + group(), 256); }
     __device__ void end_turn() {
         const int group = this->group();
-        tell(group == WGS - 1 ? TURN : TURN + 1 + group, 256);
+        bar_arrive(group == WGS - 1 ? TURN : TURN + 1 + group, 256);
     }
 
     // What the rows are multiplied with and where they go; also stores their lse.
@@ -343,13 +347,13 @@ struct Consumer : Rows {
     __device__ void load_queries(const Task& task, int r0) {
         const Params& p = h.p;
         const int group = this->group();
-        meet(OWN_QUERIES + group, 128);
+        bar_sync(OWN_QUERIES + group, 128);
         load_boxes<64, BM, K_BOXES>(
             sh.q + group * 64 * BOX, (const Elem*)p.q, [&](int r) { return Row(p, task, r0 + r).offset(p.q_stride); },
             p.q_stride[3], p.rows - r0, p.head_dim, threadIdx.x % 128
         );
-        fence_proxy();
-        meet(OWN_QUERIES + group, 128);
+        fence_proxy_async();
+        bar_sync(OWN_QUERIES + group, 128);
     }
 
     // The next round from `round` on that has an item, -1 if there is none.
@@ -372,7 +376,7 @@ struct Consumer : Rows {
         const int r0 = group_row(item), first_row = min(r0, p.rows - 1);
         const Seen seen(p, Task(p, item.task), first_row, max(min(r0 + 64, p.rows), first_row + 1));
         Work work{round, item.task, r0, tiles.first, tiles.first + (tiles.count - 1) * BN, seen.all_lo, seen.all_hi};
-        told = false, found = 0;
+        mask_ready = false, found = 0;
         work.any = seek(work.n0, work.end);
         return work;
     }
@@ -391,11 +395,11 @@ struct Consumer : Rows {
     // Waits for q and the first keys.
     __device__ void await_queries(const Work& work) {
         if (copies_queries(h.p)) {
-            wait(sh.q_full, q_done++ & 1);
+            mbarrier_wait(sh.q_full, q_done++ & 1);
         } else {
             load_queries(Task(h.p, work.task), work.r0);
         }
-        wait(sh.k_full[stage_of(done)], phase_of(done));
+        mbarrier_wait(sh.k_full[stage_of(done)], phase_of(done));
     }
 
     __device__ void run() {
@@ -421,7 +425,7 @@ struct Consumer : Rows {
             if (!begun) {
                 await_queries(work);
                 multiply_keys(s, done);
-                wait_products<0>(s);
+                wgmma_wait<0>(s);
             }
             release(sh.k_empty[stage_of(done)]);
             u32 a[NT / 2][4];
@@ -432,8 +436,8 @@ struct Consumer : Rows {
             take_mask(mask);
             release_mask();
             bool more = seek(n1, work.end);
-            float fall[2], sum[2];
-            bring<false>(s, work, n0, mask, fall, c);
+            float rescale[2], sum[2];
+            apply_scores<false>(s, work, n0, mask, rescale, c);
             weigh<false>(s, mask, sum, c, done);
             pack_weights(a, s);
             if (!more) release_queries();
@@ -449,10 +453,10 @@ struct Consumer : Rows {
                 release_mask();
                 n0 = n1, n1 += BN;
                 more = seek(n1, work.end);
-                wait_products<1>(s);
+                wgmma_wait<1>(s);
                 release(sh.k_empty[stage_of(done + 1)]);
-                arrive_if(sh.q_empty, is_first() & !more & copies_queries(p));
-                const bool moved = bring<false>(s, work, n0, mask, fall, c);
+                mbarrier_arrive_if(sh.q_empty, is_first() & !more & copies_queries(p));
+                const bool moved = apply_scores<false>(s, work, n0, mask, rescale, c);
                 if (MASKS_LATE && mask.kind == MIXED) {
                     weigh<true>(s, mask, sum, c, done + 1);
                 } else {
@@ -460,15 +464,15 @@ struct Consumer : Rows {
                 }
                 // The branch before the wait holds the exponentials there; without it the compiler puts them behind.
                 if (moved | may_follow(sum)) {
-                    wait_products<0>(acc);
-                    follow<false>(s, fall, moved, sum);
+                    wgmma_wait<0>(acc);
+                    follow<false>(s, rescale, moved, sum);
                 } else {
-                    wait_products<0>(acc);
+                    wgmma_wait<0>(acc);
                 }
                 release_values(done, more ? -1 : 0);
                 pack_weights(a, s);
             }
-            wait(sh.v_full[stage_of(done)], phase_of(done));
+            mbarrier_wait(sh.v_full[stage_of(done)], phase_of(done));
             add_values(a, done, n0 != work.n0);
             Ends ends;
             if (CHAINED) {
@@ -476,7 +480,7 @@ struct Consumer : Rows {
                 round = next_round(round + 1, false);
                 next = work_of(round), begun = next.any && next.r0 < p.rows;
             }
-            wait_products<0>(acc);
+            wgmma_wait<0>(acc);
             const bool lent = LENT && n0 != work.n0;
             release_values(done++, lent ? 1 : -1);
             const int buffer = LENT ? stage_of(done - 2 + group()) : 0;  // that is lent
@@ -488,7 +492,7 @@ struct Consumer : Rows {
             } else {
                 ends = finish<false>(work);
             }
-            if (lent) meet(LEND + group(), 256);
+            if (lent) bar_sync(LEND + group(), 256);
             if (__any_sync(~0u, has_non_finite())) {
                 if (threadIdx.x % 32 == 0) atomicOr(&sh.again[work.round % NOTES / 32], 1u << work.round % 32);
 #if LENT
@@ -502,9 +506,9 @@ struct Consumer : Rows {
                     store(p, acc, ends);
                 }
             }
-            if (lent) fence_proxy(), release(sh.v_empty[buffer]);
+            if (lent) fence_proxy_async(), release(sh.v_empty[buffer]);
             if (CHAINED) {
-                wait_products<0>(s);
+                wgmma_wait<0>(s);
             } else {
                 round = next_round(round + 1, false);
             }
@@ -527,12 +531,12 @@ struct Consumer : Rows {
             await_queries(work);
 #pragma unroll 1
             while (more) {
-                float s[NT][4], fall[2], sum[2];
+                float s[NT][4], rescale[2], sum[2];
                 u32 a[NT / 2][4];
                 MaskRows mask;
-                wait(sh.k_full[stage_of(done)], phase_of(done));
+                mbarrier_wait(sh.k_full[stage_of(done)], phase_of(done));
                 multiply_keys(s, done);
-                wait_products<0>(s);
+                wgmma_wait<0>(s);
                 release(sh.k_empty[stage_of(done)]);
                 ask_ahead(done);
                 take_mask(mask);
@@ -541,14 +545,14 @@ struct Consumer : Rows {
                 int n1 = n0 + BN;
                 more = seek(n1, work.end);
                 if (!more) release_queries();
-                const bool moved = bring<true>(s, work, n0, mask, fall, c);
+                const bool moved = apply_scores<true>(s, work, n0, mask, rescale, c);
                 weigh<false>(s, mask, sum, c, done);
-                if (moved | may_follow(sum)) follow<true>(s, fall, moved, sum);
+                if (moved | may_follow(sum)) follow<true>(s, rescale, moved, sum);
                 pack_weights(a, s);
                 isolate_values(work, n0);
                 n0 = n1;
                 add_values(a, done, true);
-                wait_products<0>(acc);
+                wgmma_wait<0>(acc);
                 release(sh.v_empty[stage_of(done++)]);
             }
             const Ends ends = finish<true>(work);
@@ -570,26 +574,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(const __grid_
     const bool copies = VECTOR && h.mask_access == COPIED;
 #endif
     if (threadIdx.x == 0) {
-        init_barrier(sh.q_full, 1), init_barrier(sh.q_empty, WGS * 4);
+        mbarrier_init(sh.q_full, 1), mbarrier_init(sh.q_empty, WGS * 4);
         for (int stage = 0; stage < STAGES; stage++) {
-            init_barrier(sh.k_full[stage], VECTOR ? 1 : 128), init_barrier(sh.v_full[stage], VECTOR ? 1 : 128);
-            init_barrier(sh.k_empty[stage], WGS * 4), init_barrier(sh.v_empty[stage], WGS * 4);
+            mbarrier_init(sh.k_full[stage], VECTOR ? 1 : 128), mbarrier_init(sh.v_full[stage], VECTOR ? 1 : 128);
+            mbarrier_init(sh.k_empty[stage], WGS * 4), mbarrier_init(sh.v_empty[stage], WGS * 4);
         }
 #if MASK != NO_MASK
         for (int stage = 0; stage < MASK_STAGES; stage++) {
-            init_barrier(sh.mask.copied[stage], 1), init_barrier(sh.mask.taken[stage], TELLERS);
-            init_barrier(sh.mask.full[stage], copies ? TELLERS : READERS);
-            init_barrier(sh.mask.empty[stage], CONSUMERS + (VECTOR ? 1 : 128));
+            mbarrier_init(sh.mask.copied[stage], 1), mbarrier_init(sh.mask.taken[stage], SCANNERS);
+            mbarrier_init(sh.mask.full[stage], copies ? SCANNERS : READERS);
+            mbarrier_init(sh.mask.empty[stage], CONSUMERS + (VECTOR ? 1 : 128));
             sh.mask.found[stage] = 0;
         }
 #endif
-        fence_barriers();
+        fence_mbarrier_init();
     }
     for (int at = threadIdx.x; at < NOTES / 32; at += THREADS) sh.again[at] = 0;
     __syncthreads();
 
     if (group == WGS) {
-        give_registers<PRODUCER_REGISTERS>();
+        setmaxnreg_dec<PRODUCER_REGISTERS>();
         const int lane = threadIdx.x - CONSUMERS;
         Producer producer{h, sh};
 #if MASK != NO_MASK
@@ -618,9 +622,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(const __grid_
                     });
                 } else if (copies && reading == 0) {
                     reader.copy(h.mask_map, task, r0, tiles.first, end);
-                } else if (copies && reading >= READERS - TELLERS) {
+                } else if (copies && reading >= READERS - SCANNERS) {
 #pragma unroll 1
-                    for (int n0 = tiles.first; n0 < end; n0 += BN) reader.tell_copied(r0, n0);
+                    for (int n0 = tiles.first; n0 < end; n0 += BN) reader.publish_copied(r0, n0);
                 } else if (reads && !copies) {
 #pragma unroll 1
                     for (int n0 = tiles.first; n0 < end; n0 += BN) reader.step(task, r0, n0, end);
@@ -630,19 +634,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(const __grid_
 #endif
             }
             __syncwarp();
-            meet(END, THREADS);
+            bar_sync(END, THREADS);
             if (!any_comes_again(sh)) break;
         }
     } else {
-        take_registers<CONSUMER_REGISTERS>();
+        setmaxnreg_inc<CONSUMER_REGISTERS>();
         Consumer consumer{h, sh, group};
-        if (group == WGS - 1) tell(TURN, 256);
+        if (group == WGS - 1) bar_arrive(TURN, 256);
         consumer.run();
-        meet(END, THREADS);
+        bar_sync(END, THREADS);
         if (any_comes_again(sh)) {
             consumer.run_again();
-            meet(END, THREADS);
+            bar_sync(END, THREADS);
         }
-        if (STAGED && threadIdx.x % 32 == 0) await_copies_out();
+        if (STAGED && threadIdx.x % 32 == 0) tma_store_wait();
     }
 }

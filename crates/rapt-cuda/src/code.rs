@@ -8,21 +8,8 @@ use rapt_core::{Arch, DType};
 use crate::error::{CudaError, Result};
 use crate::params::{HopperParams, Params};
 use crate::result::nvrtc::{Compiler, Cubin};
+use crate::source;
 use crate::tensor_map::BOX_COLUMNS;
-
-const COMMON: &str = include_str!("../kernels/common.cu");
-const GENERIC: &str = include_str!("../kernels/generic.cu");
-const MMA: &str = include_str!("../kernels/mma.cu");
-const WGMMA: &str = include_str!("../kernels/wgmma.cu");
-const MASKS: &str = include_str!("../kernels/masks.cu");
-const HOPPER_LOAD: &str = include_str!("../kernels/hopper_load.cu");
-const HOPPER_ROWS: &str = include_str!("../kernels/hopper_rows.cu");
-const HOPPER_STORE: &str = include_str!("../kernels/hopper_store.cu");
-const HOPPER: &str = include_str!("../kernels/hopper.cu");
-const FLOAT32: &str = include_str!("../kernels/float32.cu");
-const FORWARD: &str = include_str!("../kernels/forward.cu");
-const DECODE: &str = include_str!("../kernels/decode.cu");
-const COMBINE: &str = include_str!("../kernels/combine.cu");
 
 /// An algorithm of `kernels/`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -236,15 +223,14 @@ impl Code {
 
     /// The whole source text.
     pub(crate) fn source(&self) -> String {
-        let parts: &[&str] = match self.body {
-            Body::Generic => &[COMMON, GENERIC],
-            Body::Forward => &[COMMON, MMA, FORWARD],
-            Body::Hopper => &[COMMON, MMA, WGMMA, MASKS, HOPPER_LOAD, HOPPER_ROWS, HOPPER_STORE, HOPPER],
-            Body::Float32 => &[COMMON, MMA, WGMMA, FLOAT32],
-            Body::Decode => &[COMMON, MMA, DECODE],
-            Body::Combine => &[COMMON, COMBINE],
-        };
-        parts.concat()
+        source::text(match self.body {
+            Body::Generic => "generic.cu",
+            Body::Forward => "mma.cu",
+            Body::Hopper => "hopper.cu",
+            Body::Float32 => "hopper_f32.cu",
+            Body::Decode => "decode.cu",
+            Body::Combine => "combine.cu",
+        })
     }
 
     /// The compiler's options.

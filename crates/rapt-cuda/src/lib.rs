@@ -22,6 +22,7 @@ mod prebuild;
 mod result;
 mod select;
 mod shipped;
+mod source;
 mod sys;
 mod tensor_map;
 

@@ -6,11 +6,12 @@
 use rapt_layout::Swizzle;
 use rapt_layout::atlas::{Atom, Map};
 
-const WGMMA: &str = include_str!("../kernels/wgmma.cu");
+const WGMMA: &str = include_str!("../kernels/hopper/wgmma.cuh");
+const TMA: &str = include_str!("../kernels/hopper/tma.cuh");
 const HOPPER: &str = include_str!("../kernels/hopper.cu");
-const MASKS: &str = include_str!("../kernels/masks.cu");
-const HOPPER_ROWS: &str = include_str!("../kernels/hopper_rows.cu");
-const HOPPER_STORE: &str = include_str!("../kernels/hopper_store.cu");
+const MASKS: &str = include_str!("../kernels/hopper/mask_ring.cuh");
+const HOPPER_ROWS: &str = include_str!("../kernels/hopper/rows.cuh");
+const HOPPER_STORE: &str = include_str!("../kernels/hopper/store.cuh");
 
 fn registers(name: &str) -> (rapt_layout::Layout, i64, i64, i64) {
     let atom = Atom::named(name).unwrap();
@@ -77,7 +78,7 @@ fn packed_scores_are_the_operand_of_the_next_product() {
 
 #[test]
 fn an_element_of_a_box_lies_where_wgmma_reads_it() {
-    assert!(WGMMA.contains("return r * 128 + ((c * 2) ^ (r % 8 * 16));"));
+    assert!(TMA.contains("return r * 128 + ((c * 2) ^ (r % 8 * 16));"));
     let place = |name: &str| {
         let Map::Storage { layout, .. } = Atom::named(name).unwrap().map else { panic!("{name} is not in memory") };
         layout
@@ -103,7 +104,7 @@ fn sums_leave_registers_for_the_boxes_that_are_written_out() {
         "shared_address(tile) + lane % 16 * 128",
         "shared_address(share) + lane % 16 * 128",
         "(nt / 8 - first) * (16 * 128) + ((nt % 8 + lane / 16) ^ (lane % 8)) * 16",
-        "store_matrices(to, word(nt, 0), word(nt, 1), word(nt + 1, 0), word(nt + 1, 1))",
+        "stmatrix(to, word(nt, 0), word(nt, 1), word(nt + 1, 0), word(nt + 1, 1))",
     ] {
         assert!(HOPPER_STORE.contains(text), "{text}");
     }
@@ -124,7 +125,7 @@ fn sums_leave_registers_for_the_boxes_that_are_written_out() {
         "from = lane / 8, column = lane % 8 * 8",
         "__shfl_sync(~0u, ends.to[i / 2], (i % 2 * 4 + from) * 4) + column",
         "const int r = i * 4 + from;",
-        "(box - first) * (16 * 128) + swizzled(r, column)",
+        "(box - first) * (16 * 128) + swizzle_128b(r, column)",
     ] {
         assert!(HOPPER_STORE.contains(text), "{text}");
     }

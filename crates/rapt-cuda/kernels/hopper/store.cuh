@@ -4,6 +4,10 @@
 //
 // Deliberately absent: what sums are divided by, and the lse of rows that see a key (hopper.cu).
 
+#pragma once
+#include "common/epilogue.cuh"
+#include "hopper/work.cuh"
+
 // What a thread's two rows are multiplied with, and where they go.
 struct Ends {
     float factor[2];
@@ -17,7 +21,7 @@ __device__ inline void put_matrices(u32 row, int first, int nt, const float (&ac
     const int lane = threadIdx.x % 32;
     const auto word = [&](int nt, int r) { return pack(acc[nt][r * 2] * ends.factor[r], acc[nt][r * 2 + 1] * ends.factor[r]); };
     const u32 to = row + (nt / 8 - first) * (16 * 128) + ((nt % 8 + lane / 16) ^ (lane % 8)) * 16;
-    store_matrices(to, word(nt, 0), word(nt, 1), word(nt + 1, 0), word(nt + 1, 1));
+    stmatrix(to, word(nt, 0), word(nt, 1), word(nt + 1, 0), word(nt + 1, 1));
 }
 
 // 8 bytes at once; the compiler makes several stores of a vector type here.
@@ -48,7 +52,7 @@ __device__ inline void store_through(Elem* tile, const Params& p, const Place& p
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 const int r = i * 4 + from;
-                const uint4 x = *(const uint4*)(share + (box - first) * (16 * 128) + swizzled(r, column));
+                const uint4 x = *(const uint4*)(share + (box - first) * (16 * 128) + swizzle_128b(r, column));
                 if (place.r0 + r < p.rows && box * BOX + column < p.head_dim_v) *(uint4*)(to[i] + box * BOX) = x;
             }
         }
@@ -65,18 +69,18 @@ __device__ inline void store_by_copy(
     const Params& p = h.p;
     const int lane = threadIdx.x % 32;
     Elem(&tile)[V_BOXES][16 * BOX] = sh.out[threadIdx.x / 32];
-    if (lane == 0) await_copies_out();
+    if (lane == 0) tma_store_wait();
     __syncwarp();
     const u32 row = shared_address(tile) + lane % 16 * 128;
 #pragma unroll
     for (int nt = 0; nt < VT; nt += 2) put_matrices(row, 0, nt, acc, ends);
-    fence_proxy();
+    fence_proxy_async();
     __syncwarp();
     if (lane != 0) return;
-    const int head = along(p.out_stride[1], place.task.head), batch = along(p.out_stride[0], place.task.batch);
+    const int head = tma_coordinate(p.out_stride[1], place.task.head), batch = tma_coordinate(p.out_stride[0], place.task.batch);
 #pragma unroll
-    for (int box = 0; box < V_BOXES; box++) copy_box_out(h.out_map, tile[box], box * BOX, place.r0, head, batch);
-    commit_copies_out();
+    for (int box = 0; box < V_BOXES; box++) tma_store(h.out_map, tile[box], box * BOX, place.r0, head, batch);
+    tma_store_commit();
 #endif
 }
 

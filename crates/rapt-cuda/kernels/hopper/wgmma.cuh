@@ -1,4 +1,4 @@
-// What the kernels of compute capability 9.0 share: the copy engine, barriers that it takes part in, and wgmma.
+// wgmma of compute capability 9.0, and the registers of its warps.
 //
 //   wgmma     D (64 x N, f32, registers of four warps) += A (64 x 16) * B (16 x N)
 //   D         element e of tile nt: row = 16*warp + lane/4 + 8*(e/2), column = 8*nt + 2*(lane%4) + e%2
@@ -7,94 +7,30 @@
 //             bytes, which is also what a box is aligned to
 //
 // N of a product is a multiple of 16 up to 256 and known when this is compiled, which is why operand lists are macros.
-// Sources: PTX ISA, "wgmma.mma_async" and "cp.async.bulk.tensor". The maps are held against rapt-layout's atlas by a test
-// (tests/fragments.rs). Deliberately absent: clusters and multicast.
-
-// What the driver's cuTensorMapEncodeTiled wrote.
-struct alignas(64) CopyMap {
-    u64 words[16];
-};
-
-constexpr int BOX = 64;  // columns of a box, 128 bytes
-
-// A number that all lanes have, known to the compiler as such: what follows from it takes uniform registers.
-__device__ inline int same(int x) { return __shfl_sync(~0u, x, 0); }
-// The same number as if it had just come: what is derived from it is derived anew, and needs no register meanwhile.
-template <class T>
-__device__ inline T anew(T x) {
-    asm volatile("" : "+r"(x));
-    return x;
-}
-
-// The thread's number, read anew.
-__device__ inline int thread_anew() {
-    int x;
-    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
-    return x;
-}
-
-// The byte of row r, column c of a box.
-__device__ inline u32 swizzled(int r, int c) { return r * 128 + ((c * 2) ^ (r % 8 * 16)); }
-
-// Makes initialised barriers known to the copy engine.
-__device__ inline void fence_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
-__device__ inline void arrive_expecting(u64& barrier, u32 bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(&barrier)), "r"(bytes)
-                 : "memory");
-}
-// Barriers of the block by number; every thread of `threads` takes part, once.
-__device__ inline void meet(int number, int threads) {
-    asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
-}
-__device__ inline void tell(int number, int threads) {
-    asm volatile("bar.arrive %0, %1;" ::"r"(number), "r"(threads) : "memory");
-}
-
-// Orders this thread's ordinary stores to shared memory before what the copy engine and the tensor cores do next.
-__device__ inline void fence_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-
-// An index along a dimension that is not stepped through.
-__device__ inline int along(i64 stride, int index) { return stride == 0 ? 0 : index; }
-
-// One box: columns c.., rows r.. of a head; what lies outside the tensor comes as zeros.
-__device__ inline void copy_box(void* to, const CopyMap& map, u64& barrier, int c, int r, int head, int batch) {
-    asm volatile(
-        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], "
-        "[%2];" ::"r"(shared_address(to)),
-        "l"(&map), "r"(shared_address(&barrier)), "r"(c), "r"(r), "r"(head), "r"(batch)
-        : "memory"
-    );
-}
-
-// One box of the swizzled tile `from` to columns c.., rows r.. of a head; what lies outside the tensor is left out. Copies are
-// under way once committed, and `from` may be written again when the thread that began them has waited.
-__device__ inline void copy_box_out(const CopyMap& map, const void* from, int c, int r, int head, int batch) {
-    asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(&map),
-                 "r"(shared_address(from)), "r"(c), "r"(r), "r"(head), "r"(batch)
-                 : "memory");
-}
-__device__ inline void commit_copies_out() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-__device__ inline void await_copies_out() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+// Sources: PTX ISA, "wgmma.mma_async". The maps are held against rapt-layout's atlas by a test
+// (tests/fragments.rs).
+#pragma once
+#include "hopper/tma.cuh"
 
 // A warp's four 8 x 8 matrices of 16-bit elements to shared memory: lane l holds in word i columns 2*(l%4).. of row l/4 of
 // matrix i, and tells where row l%8 of matrix l/8 goes.
-__device__ inline void store_matrices(u32 to, u32 a, u32 b, u32 c, u32 d) {
+__device__ inline void stmatrix(u32 to, u32 a, u32 b, u32 c, u32 d) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(a), "r"(b), "r"(c), "r"(d)
                  : "memory");
 }
 
 template <int REGISTERS>
-__device__ inline void give_registers() {
+__device__ inline void setmaxnreg_dec() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 }
 template <int REGISTERS>
-__device__ inline void take_registers() {
+__device__ inline void setmaxnreg_inc() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 }
 
 // Registers and shared memory that wgmma reads from here on hold what was written to them before.
-__device__ inline void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ inline void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+__device__ inline void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ inline void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
 // The high word of a tile's descriptor: 8 rows are 1024 bytes, 128-byte swizzle; the low word is its address / 16, and above
 // that the distance of boxes / 16, which only an MN-major tile has.
@@ -146,7 +82,7 @@ __device__ inline u32 tile_low(const void* tile, u32 box_bytes) {
 #define SUMS_OF(n, d) EXPAND(SUMS_, n)(d)
 
 // s (64 x BLOCK_N) = or += 16 columns of a tile of queries times 16 columns of a tile of keys.
-__device__ inline void multiply_queries(float (&s)[BLOCK_N / 8][4], u32 queries, u32 keys, int add) {
+__device__ inline void wgmma_qk(float (&s)[BLOCK_N / 8][4], u32 queries, u32 keys, int add) {
     u32 high = TILE_HIGH, high_again = TILE_HIGH, none = 0;  // %5
     asm volatile(
         "{\n.reg .pred add;\n.reg .b64 a, b;\nsetp.ne.b32 add, %4, 0;\nmov.b64 a, {%0, %1};\nmov.b64 b, {%2, %3};\n"
@@ -157,7 +93,7 @@ __device__ inline void multiply_queries(float (&s)[BLOCK_N / 8][4], u32 queries,
 }
 
 // acc (64 x N) = or += 16 columns of p times 16 rows of a tile of values.
-#define MULTIPLIES_VALUES(NAME, N) \
+#define DEFINE_WGMMA_PV(NAME, N) \
     __device__ inline void NAME(float (&acc)[N / 8][4], u32 (&p)[4], u32 values, int add) {                              \
         u64 tile = (u64)TILE_HIGH << 32 | values;                                                                         \
         asm volatile(                                                                                                     \
@@ -167,11 +103,11 @@ __device__ inline void multiply_queries(float (&s)[BLOCK_N / 8][4], u32 queries,
             : "+r"(p[0]), "+r"(p[1]), "+r"(p[2]), "+r"(p[3]), "+l"(tile), "+r"(add), SUMS_OF(N, acc)                      \
         );                                                                                                                \
     }
-MULTIPLIES_VALUES(multiply_values, HEAD_DIM_V)
+DEFINE_WGMMA_PV(wgmma_pv, HEAD_DIM_V)
 
 // Waits until at most PENDING groups of products are under way; these sums may be read then.
 template <int PENDING, int TILES>
-__device__ inline void wait_products(float (&sums)[TILES][4]) {
+__device__ inline void wgmma_wait(float (&sums)[TILES][4]) {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 #pragma unroll
     for (int nt = 0; nt < TILES; nt++) {

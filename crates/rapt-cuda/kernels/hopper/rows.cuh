@@ -6,6 +6,10 @@
 // reference follows the maximum of each tile that has risen by SLACK (`track`).
 // Deliberately absent: what changes scores before (hopper.cu), and where sums go (hopper_store.cu).
 
+#pragma once
+#include "common/softmax.cuh"
+#include "hopper/work.cuh"
+
 // Exponents of 2. From FAR on a tile's maximum is taken off the scores before they become exponents: a reference below it is
 // off by at most 2^-12, a weight by 1.7e-4, less than half a last place of float16. Rows with a reference below LOW are watched.
 // OVER: a weight from there on is too large to be followed.
@@ -57,20 +61,20 @@ struct Rows {
     // Also moves it where scores of watched rows have risen: true if any moves, sums are yet to be multiplied with `fall` then. Of
     // scores far from 0 their maximum is taken off. Each row by itself: what it is compared with does not hang on others.
     template <bool AGAIN>
-    __device__ bool track(float (&s)[NT][4], float (&fall)[2], float c) {
+    __device__ bool track(float (&s)[NT][4], float (&rescale)[2], float c) {
         bool moves = false, stays = false;
 #pragma unroll
         for (int r = 0; r < 2; r++) {
             const float top = largest(s, r), rise = __fmaf_rn(top - taken[r], c, -reference[r]);
             const bool is_open = open >> r & 1, is_watched = taken[r] != 0 || (WATCHES && reference[r] < LOW);
             const float most = is_watched ? SLACK : AGAIN ? OVER : -negative_infinity();
-            fall[r] = 1;
+            rescale[r] = 1;
             if (top != negative_infinity() && (is_open || rise >= most)) {
                 const float scaled = __fmul_rn(top, c), was_taken = taken[r], was = reference[r];
                 const bool far = fabsf(scaled) > FAR;
                 taken[r] = far ? top : 0.f, reference[r] = far ? 0.f : scaled;
-                if (!is_open) fall[r] = exp2_fast(__fmaf_rn(was_taken - taken[r], c, was - reference[r]));
-                l[r] = __fmul_rn(l[r], fall[r]), open &= ~(1 << r), moves = true;
+                if (!is_open) rescale[r] = exp2_approx(__fmaf_rn(was_taken - taken[r], c, was - reference[r]));
+                l[r] = __fmul_rn(l[r], rescale[r]), open &= ~(1 << r), moves = true;
             }
             stays |= taken[r] != 0 || (WATCHES && reference[r] < LOW);
         }
@@ -95,7 +99,7 @@ struct Rows {
             for (int e = 0; e < 4; e++) {
                 float& x = s[nt][e];
                 if (MASKS) x = mask.masked(x, scale, e / 2, nt, e % 2);
-                x = exp2_fast(__fmaf_rn(x, c, -reference[e / 2]));
+                x = exp2_approx(__fmaf_rn(x, c, -reference[e / 2]));
                 part[e / 2][e % 2] += x;
             }
 #pragma unroll
@@ -111,7 +115,7 @@ struct Rows {
     // Sums are multiplied with `fall` where `track` has moved a reference; where weights have become large, the reference follows
     // the largest: that is 1 then, which p does not round.
     template <bool AGAIN>
-    __device__ void follow(float (&s)[NT][4], float (&fall)[2], bool moved, const float (&sum)[2]) {
+    __device__ void follow(float (&s)[NT][4], float (&rescale)[2], bool moved, const float (&sum)[2]) {
         bool follows[2];
 #pragma unroll
         for (int r = 0; r < 2; r++) {
@@ -124,19 +128,19 @@ struct Rows {
         if (!(moved | __any_sync(~0u, follows[0] | follows[1]))) return;
 #pragma unroll
         for (int r = 0; r < 2; r++) {
-            const float rise = log2_fast(largest(s, r)), to = follows[r] ? reference[r] + rise : reference[r];
-            const float down = exp2_fast(reference[r] - to);
+            const float rise = log2_approx(largest(s, r)), to = follows[r] ? reference[r] + rise : reference[r];
+            const float down = exp2_approx(reference[r] - to);
             reference[r] = to;
             // Such an item comes again: `track` moves rows of which one weight alone is that large.
             l[r] = !AGAIN && rise >= OVER ? not_a_number() : __fmul_rn(l[r], down);
 #pragma unroll
             for (int nt = 0; nt < NT; nt++) s[nt][r * 2] *= down, s[nt][r * 2 + 1] *= down;
-            fall[r] = moved ? fall[r] * down : down;
+            rescale[r] = moved ? rescale[r] * down : down;
         }
 #pragma unroll
         for (int nt = 0; nt < VT; nt++)
 #pragma unroll
-            for (int e = 0; e < 4; e++) acc[nt][e] = AGAIN ? weighed(fall[e / 2], acc[nt][e]) : fall[e / 2] * acc[nt][e];
+            for (int e = 0; e < 4; e++) acc[nt][e] = AGAIN ? weighed(rescale[e / 2], acc[nt][e]) : rescale[e / 2] * acc[nt][e];
     }
 
     __device__ static void pack_weights(u32 (&a)[NT / 2][4], const float (&s)[NT][4]) {

@@ -7,6 +7,10 @@
 //   ring      STAGES tiles of K and of V; a barrier each for full and for empty, whose phase follows from a count of tiles
 //
 // Deliberately absent: what is done with it (hopper.cu), and the mask (masks.cu).
+#pragma once
+#include "common/params.cuh"
+#include "common/tile.cuh"
+#include "hopper/mask_ring.cuh"
 
 constexpr int WGS = BLOCK_M / 64, BM = BLOCK_M, BN = BLOCK_N, NT = BN / 8, VT = DV / 8;
 constexpr int CONSUMERS = WGS * 128, THREADS = CONSUMERS + 128;
@@ -21,7 +25,7 @@ constexpr int NOTES = 1024;  // items that a block can tell apart
 
 // The whole parameter: HopperParams of params.rs.
 struct HopperParams {
-    CopyMap q_map, k_map, v_map, out_map, mask_map;
+    TensorMap q_map, k_map, v_map, out_map, mask_map;
     Params p;
     int tasks, paired;  // whether rows that see many keys and rows that see few are worked off in pairs
     int mask_access;    // MaskAccess of masks.cu
@@ -119,113 +123,3 @@ __device__ inline bool any_comes_again(const Shared& sh) {
     for (int at = 0; at < NOTES / 32; at++) any |= sh.again[at];
     return any != 0;
 }
-
-// Elements that a lane has under way, where they come one by one: as many as registers allow.
-constexpr int AT_ONCE = MASK_DTYPE == F32 && DV > 192 ? 2 : 4;
-
-// ROWS rows of boxes of BOX_ROWS rows, by 128 threads, zero beyond `rows` and `dim`.
-template <int ROWS, int BOX_ROWS, int BOXES, class Offset>
-__device__ inline void load_boxes(Elem* tile, const Elem* base, Offset offset, i64 step, int rows, int dim, int lane) {
-    if constexpr (VECTOR) {
-        for (int at = lane; at < ROWS * BOXES * 8; at += 128) {
-            const int r = at / (BOXES * 8), c = at % (BOXES * 8) * 8;
-            uint4 chunk = {0, 0, 0, 0};
-            if (r < rows && c < dim) chunk = *(const uint4*)(base + offset(r) + c);
-            *(uint4*)((u8*)(tile + c / BOX * BOX_ROWS * BOX) + swizzled(r, c % BOX)) = chunk;
-        }
-    } else {
-#pragma unroll AT_ONCE
-        for (int at = lane; at < ROWS * BOXES * BOX; at += 128) {
-            const int r = at / (BOXES * BOX), c = at % (BOXES * BOX);
-            const Elem x = r < rows && c < dim ? base[offset(r) + c * step] : (Elem)0;
-            *(Elem*)((u8*)(tile + c / BOX * BOX_ROWS * BOX) + swizzled(r, c % BOX)) = x;
-        }
-    }
-}
-
-__device__ inline bool copies_queries(const Params& p) { return VECTOR && p.task_heads == 1; }
-
-struct Producer {
-    const HopperParams& h;
-    Shared& sh;
-    u32 k_loaded = 0, v_loaded = 0, q_loaded = 0, m_seen = 0;
-
-    __device__ void load_queries(const Task& task, int r0) {
-        const Params& p = h.p;
-        wait(sh.q_empty, ~q_loaded++ & 1);
-        arrive_expecting(sh.q_full, sizeof(sh.q));
-        const int head = along(p.q_stride[1], task.head), batch = along(p.q_stride[0], task.batch);
-#pragma unroll
-        for (int box = 0; box < K_BOXES; box++) {
-            copy_box(sh.q + box * Q_BOX, h.q_map, sh.q_full, box * BOX, r0, head, batch);
-        }
-    }
-
-    // One tile of K or V.
-    template <int BOXES>
-    __device__ void load(
-        Elem (&tiles)[STAGES][BOXES * K_BOX], u64 (&full)[STAGES], u64 (&empty)[STAGES], u32& loaded, const CopyMap& map,
-        const void* base, const i64 (&stride)[4], int dim, const Task& task, int n0
-    ) {
-        const int stage = stage_of(loaded);
-        wait(empty[stage], phase_of(loaded++) ^ 1);
-        Elem* tile = tiles[stage];
-        u64& barrier = full[stage];
-        const int head = divide(task.head, h.p.by_group);
-        if constexpr (VECTOR) {
-            arrive_expecting(barrier, sizeof(tiles[0]));
-#pragma unroll
-            for (int box = 0; box < BOXES; box++) {
-                copy_box(tile + box * K_BOX, map, barrier, box * BOX, n0, along(stride[1], head), along(stride[0], task.batch));
-            }
-        } else {
-            const Elem* from = (const Elem*)base + task.batch * stride[0] + head * stride[1] + n0 * stride[2];
-            load_boxes<BN, BN, BOXES>(
-                tile, from, [&](int r) { return r * stride[2]; }, stride[3], h.p.kv_len - n0, dim, threadIdx.x % 128
-            );
-            fence_proxy();
-            arrive(barrier);
-        }
-    }
-    __device__ void load_keys(const Task& task, int n0) {
-        const Params& p = h.p;
-        load<K_BOXES>(sh.k, sh.k_full, sh.k_empty, k_loaded, h.k_map, p.k, p.k_stride, p.head_dim, task, n0);
-    }
-    __device__ void load_values(const Task& task, int n0) {
-        const Params& p = h.p;
-        load<V_BOXES>(sh.v, sh.v_full, sh.v_empty, v_loaded, h.v_map, p.v, p.v_stride, p.head_dim_v, task, n0);
-    }
-
-    // `read_mask(n0)` comes before each tile.
-    template <class Read>
-    __device__ void run(const Task& task, int r0, const Tiles& tiles, Read read_mask) {
-        if (tiles.count == 0) return;
-        // In the order in which room for them becomes free: K of a tile, then V of the one before it.
-        int before = -1;
-#pragma unroll 1
-        for (int n = 0; n < tiles.count; n++) {
-            const int n0 = tiles.first + n * BN;
-            read_mask(n0);
-            if (is_hidden()) continue;
-            load_keys(task, n0);
-            if (before < 0 && copies_queries(h.p)) load_queries(task, r0);
-            if (before >= 0) load_values(task, before);
-            before = n0;
-        }
-        if (before >= 0) load_values(task, before);
-    }
-
-    // Whether the mask hides all of the next tile.
-    __device__ bool is_hidden() {
-#if MASK == NO_MASK
-        return false;
-#else
-        const int stage = mask_stage_of(m_seen);
-        wait(sh.mask.full[stage], mask_phase_of(m_seen++));
-        const bool hidden = kind_of(sh.mask.found[stage]) == HIDDEN;
-        arrive(sh.mask.empty[stage]);
-        return hidden;
-#endif
-    }
-};
-

@@ -8,7 +8,7 @@
 // lies below both. A key's power for v goes into its weights p, and the largest of these is sought anew in every block of keys,
 // per query, among the keys that it attends: what nobody attends scales nothing.
 //
-//   warpgroup 0, 3   K and V: from memory, through registers, split into the swizzled tiles of a ring of STAGES
+//   warpgroup 0, 3   K and V: from memory, through registers, split into the swizzle_128b tiles of a ring of STAGES
 //   warpgroup 1, 2   64 queries each: s = q.K, softmax, part = p.V by wgmma; acc = acc*fall + part
 //
 // p.V of a block is summed by itself and added to acc in f32: the sum inside the tensor cores cuts bits off, which a long one
@@ -19,6 +19,11 @@
 // rows that attend them is added apart. Finite sums have the same bits both ways.
 // Source: Ootomo and Yokota, "Recovering single precision accuracy from Tensor Cores", 2022, for two halves and the sum outside.
 // Deliberately absent: splitting of the keys, head dims above 128.
+
+#include "common/mask.cuh"
+#include "common/softmax.cuh"
+#include "common/epilogue.cuh"
+#include "hopper/wgmma.cuh"
 
 constexpr int BM = BLOCK_M, BN = BLOCK_N, NT = BN / 8, KT = BN / 16, VT = DV / 8, THREADS = 512;
 constexpr int K_BOXES = (D + BOX - 1) / BOX, V_BOXES = (DV + BOX - 1) / BOX;
@@ -100,8 +105,8 @@ struct Quarter {
         float up, one_down;
         find_scale(top, up, one_down);
         down[row + ahead(n)] = one_down;  // of all 8 lanes: a warp that parts here has no uniform registers from then on
-        // swizzled(row + ahead(n), c), whose parts do not carry into one another.
-        const u32 at = swizzled(row, lane % 8 * 4);
+        // swizzle_128b(row + ahead(n), c), whose parts do not carry into one another.
+        const u32 at = swizzle_128b(row, lane % 8 * 4);
 #pragma unroll
         for (int i = 0; i < 2 * BOXES; i++) {
             const u32 to = (at ^ i % 2 * 64 ^ n % 2 * 32) + ahead(n) * 128;
@@ -162,15 +167,15 @@ __device__ inline void load_blocks(
 #pragma unroll 1
     for (int n0 = start; n0 < seen.hi; n0 += BN) {
         u32 odd = 0;
-        wait(empty[ring.at], ring.phase ^ 1);
+        mbarrier_wait(empty[ring.at], ring.phase ^ 1);
 #pragma unroll
         for (int n = 0; n < 4; n++) {
             odd |= part[n % 2].store(careful, tiles[ring.at], down[ring.at], lane, n);
             if (n < 2 || n0 + BN < seen.hi) load_next(part[n % 2], (n + 2) % 4);
         }
         if (careful && lane % 32 == 0) odd_rows[ring.at][lane / 32] = odd;
-        fence_proxy();
-        arrive(full[ring.at]);
+        fence_proxy_async();
+        mbarrier_arrive(full[ring.at]);
         ring.next();
     }
 }
@@ -181,8 +186,8 @@ __device__ inline void load_blocks(
 constexpr int LAST = DV - (V_BOXES - 1) * BOX;
 static_assert(LAST == LAST_COLUMNS, "code.rs and float32.cu disagree on the last box");
 #if HEAD_DIM_V > 64
-MULTIPLIES_VALUES(multiply_box, 64)
-MULTIPLIES_VALUES(multiply_last, LAST_COLUMNS)
+DEFINE_WGMMA_PV(multiply_box, 64)
+DEFINE_WGMMA_PV(multiply_last, LAST_COLUMNS)
 #endif
 
 // acc = acc*fall + part of tiles of columns from FIRST on; part = p.v, by `multiply`, is summed by itself. `tiles`: lo and hi.
@@ -191,15 +196,15 @@ __device__ inline void add_box(
     float (&acc)[VT][4], u32 (&a)[2][KT][4], const u8* hi, const u8* lo, const float (&down)[2], Multiply multiply
 ) {
     float part[TILES][4];
-    begin_products();
+    wgmma_fence();
 #pragma unroll
     for (int product = 0; product < 3; product++) {  // the small ones first
         const u32 tile = tile_low(product == 1 ? lo : hi, BOX_BYTES);
 #pragma unroll
         for (int kt = 0; kt < KT; kt++) multiply(part, a[product == 0][kt], tile + kt * 16 * BOX * 2 / 16, product + kt > 0);
     }
-    commit_products();
-    wait_products<0>(part);
+    wgmma_commit();
+    wgmma_wait<0>(part);
 #pragma unroll
     for (int n = 0; n < TILES * 4; n++) {
         float& sum = acc[FIRST + n / 4][n % 4];
@@ -250,8 +255,8 @@ __device__ inline void multiply(bool careful, const Params& p, Shared& sh, Ring&
             odd |= part.store(careful, sh.q[wg], sh.q_down[wg], lane, n);
         }
         if (careful && lane % 32 == 0) sh.q_odd[wg][lane / 32] = odd;
-        fence_proxy();
-        meet(1 + wg, 128);
+        fence_proxy_async();
+        bar_sync(1 + wg, 128);
     }
     bool q_odd[2] = {};
 #pragma unroll
@@ -271,18 +276,18 @@ __device__ inline void multiply(bool careful, const Params& p, Shared& sh, Ring&
         MaskTile<1, NT> mask;
         const int wg = group();
         mask.fetch(p, queries(), n0);
-        wait(sh.k_full[ring.at], ring.phase);
-        begin_products();
+        mbarrier_wait(sh.k_full[ring.at], ring.phase);
+        wgmma_fence();
 #pragma unroll
         for (int product = 0; product < 3; product++)  // the small ones first
 #pragma unroll
             for (int d = 0; d < D; d += 16) {
                 const u32 at = (d / BOX * BOX_BYTES + d % BOX * 2) / 16;
                 const u32 a = tile_low(sh.q[wg][product == 0], 0), b = tile_low(sh.k[ring.at][product == 1], 0);
-                multiply_queries(s[0], a + at, b + at, product + d > 0);
+                wgmma_qk(s[0], a + at, b + at, product + d > 0);
             }
-        commit_products();
-        wait_products<0>(s[0]);
+        wgmma_commit();
+        wgmma_wait<0>(s[0]);
         const float* const first_down = sh.q_down[wg] + thread_anew() % 128 / 32 * 16 + threadIdx.x % 32 / 4;
         const float q_down[2] = {first_down[0], first_down[8]};
 #pragma unroll
@@ -307,12 +312,12 @@ __device__ inline void multiply(bool careful, const Params& p, Shared& sh, Ring&
                 }
             }
         }
-        arrive(sh.k_empty[ring.at]);
+        mbarrier_arrive(sh.k_empty[ring.at]);
         if (!VECTOR) seen = Place::here(p).seen(p);  // again: registers are scarcer there
         const bool positions = n0 < seen.all_lo || n0 + BN > seen.all_hi;
-        if (NATURAL || MASK != NO_MASK || positions) modify_scores<1, NT>(s, p, queries(), mask, n0, p.kv_len, positions);
+        if (NATURAL || MASK != NO_MASK || positions) apply_scores<1, NT>(s, p, queries(), mask, n0, p.kv_len, positions);
 
-        float fall[2], base[2], taken[2];
+        float rescale[2], base[2], taken[2];
         bool any_far = NATURAL;
 #pragma unroll
         for (int h = 0; h < 2; h++) {
@@ -323,21 +328,21 @@ __device__ inline void multiply(bool careful, const Params& p, Shared& sh, Ring&
             top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
             // A row without a key yet keeps m at -inf and compares with 0.
             base[h] = top == negative_infinity() ? 0.f : top;
-            fall[h] = top == sums.m[h] ? 1.f : exp2_fast((sums.m[h] - base[h]) * c);
+            rescale[h] = top == sums.m[h] ? 1.f : exp2_approx((sums.m[h] - base[h]) * c);
             sums.m[h] = top;
             // Each row by itself: its bits are its own.
             const bool far = NATURAL || fabsf(base[h] * c) > EXACT;
             taken[h] = far ? base[h] : 0.f;
             any_far |= far;
         }
-        if (__any_sync(~0u, fall[0] != 1 || fall[1] != 1)) {
+        if (__any_sync(~0u, rescale[0] != 1 || rescale[1] != 1)) {
 #pragma unroll
             for (int n = 0; n < VT * 4; n++) {
                 float& sum = sums.acc[n / 4][n % 4];
-                sum = careful ? weighed(fall[n / 2 % 2], sum) : sum * fall[n / 2 % 2];
+                sum = careful ? weighed(rescale[n / 2 % 2], sum) : sum * rescale[n / 2 % 2];
             }
         }
-        wait(sh.v_full[ring.at], ring.phase);
+        mbarrier_wait(sh.v_full[ring.at], ring.phase);
         if (careful) {
             const u64 v_odd = *(const u64*)sh.v_odd[ring.at];
             const float* v = head_of(p.v, p.v_stride, p, Place::here(p).task) + n0 * p.v_stride[2];
@@ -375,7 +380,7 @@ __device__ inline void multiply(bool careful, const Params& p, Shared& sh, Ring&
 #pragma unroll
             for (int e = 0; e < 4; e++) {
                 float& x = s[0][nt][e];
-                x = exp2_fast(NATURAL ? x * c : __fmaf_rn(x, c, -(base[e / 2] * c)));
+                x = exp2_approx(NATURAL ? x * c : __fmaf_rn(x, c, -(base[e / 2] * c)));
                 sum[e / 2] += x;
                 x *= e % 2 ? v_down.y : v_down.x;
                 top[e / 2] = max(top[e / 2], __float_as_uint(x));
@@ -383,7 +388,7 @@ __device__ inline void multiply(bool careful, const Params& p, Shared& sh, Ring&
         }
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            sums.l[h] = __fmaf_rn(sums.l[h], fall[h], sum[h]);
+            sums.l[h] = __fmaf_rn(sums.l[h], rescale[h], sum[h]);
             top[h] = max(top[h], __shfl_xor_sync(~0u, top[h], 1));
             top[h] = max(top[h], __shfl_xor_sync(~0u, top[h], 2));
             find_scale(min(top[h], 0x7f7fffffu), up[h], down[h]);
@@ -401,9 +406,9 @@ __device__ inline void multiply(bool careful, const Params& p, Shared& sh, Ring&
         add_box<0, 8>(sums.acc, a, v[0][0], v[1][0], down, multiply_box);
         add_box<8, LAST / 8>(sums.acc, a, v[0][1], v[1][1], down, multiply_last);
 #else
-        add_box<0, VT>(sums.acc, a, v[0][0], v[1][0], down, multiply_values);
+        add_box<0, VT>(sums.acc, a, v[0][0], v[1][0], down, wgmma_pv);
 #endif
-        arrive(sh.v_empty[ring.at]);
+        mbarrier_arrive(sh.v_empty[ring.at]);
         ring.next();
     }
 #pragma unroll
@@ -444,16 +449,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(const __grid_
     Shared& sh = *(Shared*)memory;
     if (threadIdx.x == 0) {
         for (int at = 0; at < STAGES; at++) {
-            init_barrier(sh.k_full[at], 128), init_barrier(sh.v_full[at], 128);
-            init_barrier(sh.k_empty[at], 256), init_barrier(sh.v_empty[at], 256);
+            mbarrier_init(sh.k_full[at], 128), mbarrier_init(sh.v_full[at], 128);
+            mbarrier_init(sh.k_empty[at], 256), mbarrier_init(sh.v_empty[at], 256);
         }
-        fence_barriers();
+        fence_mbarrier_init();
     }
     __syncthreads();
     Ring ring;
     const int group = same(threadIdx.x / 128);
     if (group == 0 || group == 3) {
-        give_registers<LOADING_REGISTERS>();
+        setmaxnreg_dec<LOADING_REGISTERS>();
         const Place place = Place::here(p);
         const Seen seen = place.seen(p);
         for (int careful = 0; careful < 2; careful++) {
@@ -471,7 +476,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(const __grid_
             if (!__syncthreads_or(0)) break;
         }
     } else {
-        take_registers<MULTIPLYING_REGISTERS>();
+        setmaxnreg_inc<MULTIPLYING_REGISTERS>();
         RowSums sums;
         multiply(false, p, sh, ring, sums);
         if (__syncthreads_or(sums.has_non_finite())) {

@@ -4,13 +4,17 @@
 //
 //   boolean   a bit for each key: a row is 4 words, one for each lane of a quad, bit 2*nt+e of
 //             which is 1 where that key of the lane's is seen
-//   additive  biases in their dtype (float64 as float), in boxes of 128, 64 or 32 bytes of each row, swizzled as the copy engine
+//   additive  biases in their dtype (float64 as float), in boxes of 128, 64 or 32 bytes of each row, swizzle_128b as the copy engine
 //             does it: 8 rows fall into distinct banks
 //
 // What the copy engine can read comes by it (COPIED): one thread asks for tiles as soon as there is room, the others tell of
 // them. What else is read 16 bytes at a time goes through cp.async, tiles ahead; the rest key by key. Where all rows are one
 // (a padding mask), that one is read. Rows and keys outside the tensor change nothing, or count as hidden.
 // Deliberately absent: positions (causal, window), which the threads that multiply compare themselves.
+
+#pragma once
+#include "common/mask.cuh"
+#include "hopper/wgmma.cuh"
 
 // What a tile of the mask says to those who would read it.
 enum TileKind { HIDDEN, UNCHANGED, MIXED };
@@ -68,13 +72,13 @@ __device__ inline bool is_one_row(const Params& p) {
 
 // The loading side: READERS threads of three warps, `thread` of them here. No warp waits for another. Where the copy engine reads,
 // the first thread asks for all tiles, and the last two warps tell.
-constexpr int READERS = 96, TELLERS = 64;
+constexpr int READERS = 96, SCANNERS = 64;
 struct MaskReader {
     const Params& p;
     MaskRing& ring;
     const bool wide;  // 16 bytes at a time
     const int thread;
-    u32 asked = 0, told = 0;  // tiles
+    u32 issued = 0, published = 0;  // tiles
     const u8* base = nullptr;  // the thread's first row, at its column of key 0
 
     // A thread has one column of units, and of the rows every STEPth.
@@ -99,7 +103,7 @@ struct MaskReader {
             const i64 far = p.mask_stride[2] * STEP * KEY_BYTES;
 #pragma unroll 4
             for (int r = first_row(); r < end; r += STEP, from += far) {
-                copy_async(shared_address(to + place(r, u)), (const Elem*)from);
+                cp_async(shared_address(to + place(r, u)), (const Elem*)from);
             }
         } else if (wide) {
             // Rows of the next head follow those of one, or some rows or keys are outside.
@@ -107,10 +111,10 @@ struct MaskReader {
             for (int r = first_row(); r < end; r += STEP) {
                 const bool is = bytes > 0 && r < inside;
                 const u8* from = is ? row_of_mask(task, r0 + r) + j * KEY_BYTES : (const u8*)p.mask;
-                copy_async((Elem*)(to + place(r, u)), (const Elem*)from, is ? bytes : 0);
+                cp_async((Elem*)(to + place(r, u)), (const Elem*)from, is ? bytes : 0);
             }
         }
-        commit_copies();
+        cp_async_commit();
     }
 
     // The same key by key.
@@ -179,8 +183,8 @@ struct MaskReader {
     __device__ static int row(int first, int n, int end) { return first + n * STEP < end ? first + n * STEP : first; }
 
     // Passes on the tile that lies at `raw`.
-    __device__ void tell(uint4* raw, const Task& task, int r0, int n0) {
-        const int stage = mask_stage_of(told), u = column();
+    __device__ void publish(uint4* raw, const Task& task, int r0, int n0) {
+        const int stage = mask_stage_of(published), u = column();
         if (!wide) gather(raw, task, r0, n0);
         const int end = is_one_row(p) ? 1 : min(BLOCK_M, p.rows - r0);
         const bool outside = !IS_BOOL && n0 + u * UNIT_KEYS >= p.kv_len;
@@ -204,15 +208,15 @@ struct MaskReader {
 #pragma unroll
                 for (int n = 0; n < BATCH; n++) {
                     x[n] = raw[place(row(first, n, end), u)];
-                    look_at(x[n], shown, changed);
+                    scan(x[n], shown, changed);
                 }
             }
         }
-        say(shown != 0 && !outside, changed != 0 && !outside);
+        publish_kind(shown != 0 && !outside, changed != 0 && !outside);
     }
 
     // Adds bits that differ from those of a hidden tile, and of one that changes nothing.
-    __device__ static void look_at(const uint4& x, u32& shown, u32& changed) {
+    __device__ static void scan(const uint4& x, u32& shown, u32& changed) {
         constexpr u32 ALL = KEY_BYTES == 4 ? 0xff800000u : MASK_DTYPE == F16 ? 0xfc00fc00u : 0xff80ff80u;
         constexpr u32 VALUE = KEY_BYTES == 4 ? 0x7fffffffu : 0x7fff7fffu;
         shown |= (x.x ^ ALL) | (x.y ^ ALL) | (x.z ^ ALL) | (x.w ^ ALL);
@@ -220,22 +224,22 @@ struct MaskReader {
     }
 
     // What this warp found in the tile.
-    __device__ void say(bool shown, bool changed) {
-        const int stage = mask_stage_of(told++);
+    __device__ void publish_kind(bool shown, bool changed) {
+        const int stage = mask_stage_of(published++);
         const bool shows = __any_sync(~0u, shown), changes = __any_sync(~0u, changed);
         if (thread % 32 == 0) ((u8*)&ring.found[stage])[thread / 32] = shows + changes * 2;
-        arrive(ring.full[stage]);
+        mbarrier_arrive(ring.full[stage]);
     }
 
     // Where the next tile that is asked for, or told of, comes to lie.
-    __device__ uint4* room(u32 n) const { return IS_BOOL ? ring.raw[n % RAW_STAGES] : ring.rows[mask_stage_of(n)]; }
-    __device__ void wait_for_room(u32 n) const { wait(ring.empty[mask_stage_of(n)], mask_phase_of(n) ^ 1); }
-    __device__ void ask(const Task& task, int r0, int n0, int end) {
+    __device__ uint4* slot(u32 n) const { return IS_BOOL ? ring.raw[n % RAW_STAGES] : ring.rows[mask_stage_of(n)]; }
+    __device__ void wait_for_slot(u32 n) const { mbarrier_wait(ring.empty[mask_stage_of(n)], mask_phase_of(n) ^ 1); }
+    __device__ void issue(const Task& task, int r0, int n0, int end) {
         if (n0 < end) {
-            if (!IS_BOOL) wait_for_room(asked);
-            fetch(room(asked++), task, r0, n0);
+            if (!IS_BOOL) wait_for_slot(issued);
+            fetch(slot(issued++), task, r0, n0);
         } else {
-            commit_copies();
+            cp_async_commit();
         }
     }
 
@@ -243,80 +247,80 @@ struct MaskReader {
     __device__ void begin(const Task& task, int r0, int first, int end) {
         base = row_of_mask(task, r0 + first_row()) + column() * 16;
 #pragma unroll
-        for (int n = 0; n < MASK_AHEAD; n++) ask(task, r0, first + n * BLOCK_N, end);
+        for (int n = 0; n < MASK_AHEAD; n++) issue(task, r0, first + n * BLOCK_N, end);
     }
     // and tells of them one by one.
     __device__ void step(const Task& task, int r0, int n0, int end) {
-        ask(task, r0, n0 + MASK_AHEAD * BLOCK_N, end);
-        wait_copies<MASK_AHEAD>();
-        if (IS_BOOL) wait_for_room(told);
-        tell(room(told), task, r0, n0);
+        issue(task, r0, n0 + MASK_AHEAD * BLOCK_N, end);
+        cp_async_wait<MASK_AHEAD>();
+        if (IS_BOOL) wait_for_slot(published);
+        publish(slot(published), task, r0, n0);
     }
 
     // The copy engine's part, by one thread: all tiles of rows r0...
-    __device__ void copy(const CopyMap& map, const Task& task, int r0, int first, int end) {
-        const int row = along(p.mask_stride[2], r0), head = along(p.mask_stride[1], task.head);
-        const int batch = along(p.mask_stride[0], task.batch);
+    __device__ void copy(const TensorMap& map, const Task& task, int r0, int first, int end) {
+        const int row = tma_coordinate(p.mask_stride[2], r0), head = tma_coordinate(p.mask_stride[1], task.head);
+        const int batch = tma_coordinate(p.mask_stride[0], task.batch);
 #pragma unroll 1
         for (int n0 = first; n0 < end; n0 += BLOCK_N) {
             if (IS_BOOL) {
-                wait(ring.taken[asked % RAW_STAGES], (asked / RAW_STAGES & 1) ^ 1);
+                mbarrier_wait(ring.taken[issued % RAW_STAGES], (issued / RAW_STAGES & 1) ^ 1);
             } else {
-                wait_for_room(asked);
+                wait_for_slot(issued);
             }
-            uint4* to = room(asked);
-            u64& copied = ring.copied[copy_stage(asked++)];
-            arrive_expecting(copied, rows() * ROW_UNITS * 16);
+            uint4* to = slot(issued);
+            u64& copied = ring.copied[copy_stage(issued++)];
+            mbarrier_arrive_expect_tx(copied, rows() * ROW_UNITS * 16);
 #pragma unroll
             for (int box = 0; box < (IS_BOOL ? 1 : BIAS_BOXES); box++) {
-                copy_box(to + box * (BLOCK_M * BOX_UNITS), map, copied, n0 + box * (BOX_UNITS * UNIT_KEYS), row, head, batch);
+                tma_load(to + box * (BLOCK_M * BOX_UNITS), map, copied, n0 + box * (BOX_UNITS * UNIT_KEYS), row, head, batch);
             }
         }
     }
     __device__ static int copy_stage(u32 n) { return IS_BOOL ? n % RAW_STAGES : mask_stage_of(n); }
 
     // Tells of what was copied. Keys behind the last came as zeros; of rows behind the last nothing is said.
-    __device__ void tell_copied(int r0, int n0) {
-        const u32 phase = IS_BOOL ? told / RAW_STAGES & 1 : mask_phase_of(told);
-        wait(ring.copied[copy_stage(told)], phase);
-        const int end = is_one_row(p) ? 1 : min(BLOCK_M, p.rows - r0), teller = thread % TELLERS;
-        const uint4* from = room(told);
+    __device__ void publish_copied(int r0, int n0) {
+        const u32 phase = IS_BOOL ? published / RAW_STAGES & 1 : mask_phase_of(published);
+        mbarrier_wait(ring.copied[copy_stage(published)], phase);
+        const int end = is_one_row(p) ? 1 : min(BLOCK_M, p.rows - r0), scanner = thread % SCANNERS;
+        const uint4* from = slot(published);
         u32 shown = 0, changed = 0;
         constexpr int BATCH = IS_BOOL ? 8 : 4;  // units that are loaded together
         if (IS_BOOL) {
             constexpr int PAIRS = ROW_UNITS / 2;  // of units of a row
-            wait_for_room(told);
+            wait_for_slot(published);
             const int pairs = end * PAIRS;
 #pragma unroll 1
-            for (int first = teller; first < pairs; first += TELLERS * BATCH / 2) {
+            for (int first = scanner; first < pairs; first += SCANNERS * BATCH / 2) {
                 uint4 x[BATCH];
-                const auto pair = [&](int n) { return first + n * TELLERS < pairs ? first + n * TELLERS : first; };
+                const auto pair = [&](int n) { return first + n * SCANNERS < pairs ? first + n * SCANNERS : first; };
 #pragma unroll
                 for (int n = 0; n < BATCH / 2; n++) x[n * 2] = from[pair(n) * 2], x[n * 2 + 1] = from[pair(n) * 2 + 1];
                 make_ones(x);
 #pragma unroll
                 for (int n = 0; n < BATCH / 2; n++) {
                     const u32 seen = seen_keys(x[n * 2], x[n * 2 + 1]);
-                    write_bits(mask_stage_of(told), pair(n) / PAIRS, pair(n) % PAIRS, seen, n0, shown, changed);
+                    write_bits(mask_stage_of(published), pair(n) / PAIRS, pair(n) % PAIRS, seen, n0, shown, changed);
                 }
             }
-            arrive(ring.taken[told % RAW_STAGES]);
+            mbarrier_arrive(ring.taken[published % RAW_STAGES]);
         } else {
             const int units = end * BOX_UNITS;
 #pragma unroll
             for (int box = 0; box < BIAS_BOXES; box++) {
                 if (n0 + box * (BOX_UNITS * UNIT_KEYS) >= p.kv_len) break;
 #pragma unroll 1
-                for (int first = teller; first < units && (shown == 0 || changed == 0); first += TELLERS * BATCH) {
+                for (int first = scanner; first < units && (shown == 0 || changed == 0); first += SCANNERS * BATCH) {
 #pragma unroll
                     for (int n = 0; n < BATCH; n++) {
-                        const int at = first + n * TELLERS;
-                        look_at(from[box * (BLOCK_M * BOX_UNITS) + (at < units ? at : first)], shown, changed);
+                        const int at = first + n * SCANNERS;
+                        scan(from[box * (BLOCK_M * BOX_UNITS) + (at < units ? at : first)], shown, changed);
                     }
                 }
             }
         }
-        say(shown != 0, changed != 0);
+        publish_kind(shown != 0, changed != 0);
     }
 };
 
@@ -358,7 +362,7 @@ struct MaskRows {
 #pragma unroll
             for (int nt = 0; nt < NT; nt += 2) {
                 u32 four[4];
-                load_matrices(four, shared_address(unit(tile, nt)));
+                ldmatrix(four, shared_address(unit(tile, nt)));
                 word[0][nt] = four[0], word[1][nt] = four[1], word[0][nt + 1] = four[2], word[1][nt + 1] = four[3];
             }
         } else {

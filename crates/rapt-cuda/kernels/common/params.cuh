@@ -1,0 +1,94 @@
+// A request as the host passes it: rows of a task, and the keys that they see.
+//
+//   rows      A task is a run of heads that share K and V, its rows the queries of those heads, head by head.
+//   keys      Query i sees keys clamp(i + lo_shift, 0, kv_len) .. clamp(i + hi_shift, 0, kv_len): the host's BlockRange.
+//   scores    s = softcap(q.k * scale) - slope*|i + diagonal - j| + bias;  -inf where masked
+//
+// Strides are in elements. Deliberately absent: any choice of a kernel, and any read outside the operands.
+#pragma once
+#include "common/dtype.cuh"
+
+// A number n that is divided by, as the host has prepared it: x / n = x * magic >> 32 + shift for x < 2^31; magic 0: n is 1.
+// A division of its own takes a block some 100 cycles, and a block begins with five.
+struct Divisor {
+    u32 magic, shift;
+};
+__device__ inline u32 divide(u32 x, const Divisor& by) { return by.magic == 0 ? x : __umulhi(x, by.magic) >> by.shift; }
+
+// Laid out as params.rs lays it out; the host passes its own size.
+struct Params {
+    const void *q, *k, *v, *mask, *sinks, *alibi;
+    void *out, *lse, *partials;
+    i64 q_stride[4], k_stride[4], v_stride[4], out_stride[4], mask_stride[4], lse_stride[3];
+    i64 sinks_stride, alibi_stride;
+    double scale, softcap, inverse_softcap;  // softcap 0: none
+    int out_dtype, sinks_dtype, alibi_dtype;
+    int heads, group, task_heads, q_len, kv_len, head_dim, head_dim_v;
+    int rows, row_blocks, num_splits, chunk, dv_blocks;
+    int lo_shift, hi_shift, diagonal;
+    int out_vector;  // rows of out can be written 16 bytes at a time, in the storage dtype
+    int mask_pairs;  // rows of the mask can be read two keys at a time
+    int items;       // of decode.cu: chunks of all rows
+    int is_cut;      // decode.cu: blocks take chunks, not whole rows
+    Divisor by_q_len, by_row_blocks, by_num_splits, by_group, by_tasks;  // tasks of one batch
+};
+static_assert(sizeof(Params) == PARAMS_BYTES, "params.rs and common.cu disagree on Params");
+
+// Where a task begins.
+struct Task {
+    int batch, head;
+    __device__ Task(int batch, int head) : batch(batch), head(head) {}
+    __device__ Task(const Params& p, int task) {
+        batch = divide(task, p.by_tasks);
+        head = task * p.task_heads - batch * p.heads;
+    }
+};
+
+// One query of one head.
+struct Row {
+    int batch, head, i;
+    __device__ Row(const Params& p, const Task& task, int r) {
+        int beyond = divide(r, p.by_q_len);
+        batch = task.batch;
+        head = task.head + beyond;
+        i = r - beyond * p.q_len;
+    }
+    __device__ i64 offset(const i64 (&stride)[4]) const { return batch * stride[0] + head * stride[1] + i * stride[2]; }
+};
+
+// The head of K and V that belongs to a task.
+__device__ inline int kv_head(const Params& p, const Task& task) { return divide(task.head, p.by_group); }
+
+__device__ inline int clamp(int x, int lo, int hi) { return min(max(x, lo), hi); }
+// The keys lo..hi that query i sees.
+__device__ inline int keys_lo(const Params& p, int i) { return clamp(i + p.lo_shift, 0, p.kv_len); }
+__device__ inline int keys_hi(const Params& p, int i) { return clamp(i + p.hi_shift, 0, p.kv_len); }
+
+// What rows r0..r1 of a task see together (lo..hi), and each on its own (all_lo..all_hi; empty if there is no such key).
+struct Seen {
+    int lo, hi, all_lo, all_hi;
+    __device__ Seen(const Params& p, const Task& task, int r0, int r1) {
+        Row first(p, task, r0), last(p, task, r1 - 1);
+        // Rows of several heads: any query may be among them.
+        int i0 = first.head == last.head ? first.i : 0;
+        int i1 = first.head == last.head ? last.i : p.q_len - 1;
+        lo = keys_lo(p, i0), hi = keys_hi(p, i1);
+        all_lo = keys_lo(p, i1), all_hi = keys_hi(p, i0);
+    }
+};
+
+// Partial results of one row and split: head_dim_v sums, then m, then l.
+__device__ inline Acc* partial(const Params& p, int task, int row, int split) {
+    i64 at = ((i64)task * p.rows + row) * p.num_splits + split;
+    return (Acc*)p.partials + at * (p.head_dim_v + 2);
+}
+
+// The two rows g, g+8 of each fragment of a warp, found anew where they are needed: registers are for sums.
+struct Queries {
+    const Params& p;
+    const Task task;
+    int r0;
+    __device__ Row row(int mt, int h) const {
+        return Row(p, task, min(r0 + mt * 16 + (int)(threadIdx.x % 32 / 4) + h * 8, p.rows - 1));
+    }
+};

@@ -1,0 +1,123 @@
+// PTX instructions that every tensor-core kernel uses, by their names: ldmatrix, mma.sync, cp.async, mbarrier, bar, griddepcontrol.
+#pragma once
+#include "common/dtype.cuh"
+
+#if STORAGE == F16 || STORAGE == F32  // float32.cu
+#define MMA_TYPE "f16"
+#else
+#define MMA_TYPE "bf16"
+#endif
+
+__device__ inline u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+__device__ inline void ldmatrix(u32 (&r)[4], u32 at) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(at));
+}
+__device__ inline void ldmatrix_trans(u32 (&r)[4], u32 at) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(at));
+}
+__device__ inline void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." MMA_TYPE "." MMA_TYPE
+                 ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+__device__ inline u32 pack(float low, float high) {
+    u32 packed;
+    asm("cvt.rn." MMA_TYPE "x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+    return packed;
+}
+
+__device__ inline void cp_async(Elem* to, const Elem* from, int bytes) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(bytes));
+}
+__device__ inline void cp_async(u32 to, const Elem* from) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from));
+}
+__device__ inline void cp_async_commit() { asm volatile("cp.async.commit_group;"); }
+template <int PENDING>
+__device__ inline void cp_async_wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+
+// Barriers in shared memory. (Named ones, arrived at by bar.arrive, would do where threads alone meet; compute-sanitizer does not
+// follow them.)
+__device__ inline void mbarrier_init(u64& barrier, u32 count) {
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(&barrier)), "r"(count) : "memory");
+}
+__device__ inline void mbarrier_arrive(u64& barrier) {
+    asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state, [%0];\n}" ::"r"(shared_address(&barrier)) : "memory");
+}
+// Without a branch: threads that part for one are taken to be apart from then on (uniform registers are not used).
+__device__ inline void mbarrier_arrive_if(u64& barrier, bool is) {
+    asm volatile(
+        "{\n.reg .pred is;\n.reg .b64 state;\nsetp.ne.u32 is, %1, 0;\n@is mbarrier.arrive.shared.b64 state, [%0];\n}" ::"r"(
+            shared_address(&barrier)
+        ),
+        "r"((u32)is)
+        : "memory"
+    );
+}
+__device__ inline bool mbarrier_test_wait(u64& barrier, u32 phase) {
+    u32 passed;
+    asm volatile("{\n.reg .pred done;\nmbarrier.test_wait.parity.shared.b64 done, [%1], %2;\nselp.u32 %0, 1, 0, done;\n}"
+                 : "=r"(passed)
+                 : "r"(shared_address(&barrier)), "r"(phase)
+                 : "memory");
+    return passed != 0;
+}
+__device__ inline void mbarrier_wait(u64& barrier, u32 phase) {
+#if __CUDA_ARCH__ >= 900
+#define ASK "mbarrier.try_wait"
+#else
+#define ASK "mbarrier.test_wait"
+#endif
+    asm volatile(
+        "{\n.reg .pred done;\nAGAIN:\n" ASK ".parity.shared.b64 done, [%0], %1;\n@done bra DONE;\nbra AGAIN;\nDONE:\n}" ::"r"(
+            shared_address(&barrier)
+        ),
+        "r"(phase)
+        : "memory"
+    );
+#undef ASK
+}
+
+// The next launch of the stream, if it is one that waits of itself, may take its place on the device now.
+__device__ inline void griddepcontrol_launch_dependents() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+// Waits until the launches before this one have ended and what they wrote is to be seen.
+__device__ inline void griddepcontrol_wait() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// Barriers of the block by number; every thread of `threads` takes part, once.
+__device__ inline void bar_sync(int number, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
+}
+__device__ inline void bar_arrive(int number, int threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(number), "r"(threads) : "memory");
+}
+
+// A number that all lanes have, known to the compiler as such: what follows from it takes uniform registers.
+__device__ inline int same(int x) { return __shfl_sync(~0u, x, 0); }
+// The same number as if it had just come: what is derived from it is derived anew, and needs no register meanwhile.
+template <class T>
+__device__ inline T anew(T x) {
+    asm volatile("" : "+r"(x));
+    return x;
+}
+
+// The thread's number, read anew.
+__device__ inline int thread_anew() {
+    int x;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
+    return x;
+}

@@ -1,0 +1,23 @@
+// Integer types, and the codes of dtypes and masks that a variant is compiled for (-DSTORAGE, -DMASK, -DMASK_DTYPE). Nothing of CUDA
+// is included anywhere: NVRTC bundles no headers.
+#pragma once
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+
+// PyTorch's export codes, as rapt_core::DType numbers them.
+#define F16 6
+#define F32 7
+#define F64 8
+#define BF16 13
+// rapt_core::MaskClass.
+#define NO_MASK 0
+#define BOOL_MASK 1
+#define ADDITIVE_MASK 2
+// Whether scores are compared in natural units (softmax.cuh), as every kernel does that is not told otherwise.
+#ifndef NATURAL
+#define NATURAL 1
+#endif

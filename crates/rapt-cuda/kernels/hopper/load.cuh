@@ -1,0 +1,112 @@
+// producer
+#pragma once
+#include "hopper/work.cuh"
+
+// Elements that a lane has under way, where they come one by one: as many as registers allow.
+constexpr int AT_ONCE = MASK_DTYPE == F32 && DV > 192 ? 2 : 4;
+
+// ROWS rows of boxes of BOX_ROWS rows, by 128 threads, zero beyond `rows` and `dim`.
+template <int ROWS, int BOX_ROWS, int BOXES, class Offset>
+__device__ inline void load_boxes(Elem* tile, const Elem* base, Offset offset, i64 step, int rows, int dim, int lane) {
+    if constexpr (VECTOR) {
+        for (int at = lane; at < ROWS * BOXES * 8; at += 128) {
+            const int r = at / (BOXES * 8), c = at % (BOXES * 8) * 8;
+            uint4 chunk = {0, 0, 0, 0};
+            if (r < rows && c < dim) chunk = *(const uint4*)(base + offset(r) + c);
+            *(uint4*)((u8*)(tile + c / BOX * BOX_ROWS * BOX) + swizzle_128b(r, c % BOX)) = chunk;
+        }
+    } else {
+#pragma unroll AT_ONCE
+        for (int at = lane; at < ROWS * BOXES * BOX; at += 128) {
+            const int r = at / (BOXES * BOX), c = at % (BOXES * BOX);
+            const Elem x = r < rows && c < dim ? base[offset(r) + c * step] : (Elem)0;
+            *(Elem*)((u8*)(tile + c / BOX * BOX_ROWS * BOX) + swizzle_128b(r, c % BOX)) = x;
+        }
+    }
+}
+
+__device__ inline bool copies_queries(const Params& p) { return VECTOR && p.task_heads == 1; }
+
+struct Producer {
+    const HopperParams& h;
+    Shared& sh;
+    u32 k_loaded = 0, v_loaded = 0, q_loaded = 0, m_seen = 0;
+
+    __device__ void load_queries(const Task& task, int r0) {
+        const Params& p = h.p;
+        mbarrier_wait(sh.q_empty, ~q_loaded++ & 1);
+        mbarrier_arrive_expect_tx(sh.q_full, sizeof(sh.q));
+        const int head = tma_coordinate(p.q_stride[1], task.head), batch = tma_coordinate(p.q_stride[0], task.batch);
+#pragma unroll
+        for (int box = 0; box < K_BOXES; box++) {
+            tma_load(sh.q + box * Q_BOX, h.q_map, sh.q_full, box * BOX, r0, head, batch);
+        }
+    }
+
+    // One tile of K or V.
+    template <int BOXES>
+    __device__ void load(
+        Elem (&tiles)[STAGES][BOXES * K_BOX], u64 (&full)[STAGES], u64 (&empty)[STAGES], u32& loaded, const TensorMap& map,
+        const void* base, const i64 (&stride)[4], int dim, const Task& task, int n0
+    ) {
+        const int stage = stage_of(loaded);
+        mbarrier_wait(empty[stage], phase_of(loaded++) ^ 1);
+        Elem* tile = tiles[stage];
+        u64& barrier = full[stage];
+        const int head = divide(task.head, h.p.by_group);
+        if constexpr (VECTOR) {
+            mbarrier_arrive_expect_tx(barrier, sizeof(tiles[0]));
+#pragma unroll
+            for (int box = 0; box < BOXES; box++) {
+                tma_load(tile + box * K_BOX, map, barrier, box * BOX, n0, tma_coordinate(stride[1], head), tma_coordinate(stride[0], task.batch));
+            }
+        } else {
+            const Elem* from = (const Elem*)base + task.batch * stride[0] + head * stride[1] + n0 * stride[2];
+            load_boxes<BN, BN, BOXES>(
+                tile, from, [&](int r) { return r * stride[2]; }, stride[3], h.p.kv_len - n0, dim, threadIdx.x % 128
+            );
+            fence_proxy_async();
+            mbarrier_arrive(barrier);
+        }
+    }
+    __device__ void load_keys(const Task& task, int n0) {
+        const Params& p = h.p;
+        load<K_BOXES>(sh.k, sh.k_full, sh.k_empty, k_loaded, h.k_map, p.k, p.k_stride, p.head_dim, task, n0);
+    }
+    __device__ void load_values(const Task& task, int n0) {
+        const Params& p = h.p;
+        load<V_BOXES>(sh.v, sh.v_full, sh.v_empty, v_loaded, h.v_map, p.v, p.v_stride, p.head_dim_v, task, n0);
+    }
+
+    // `read_mask(n0)` comes before each tile.
+    template <class Read>
+    __device__ void run(const Task& task, int r0, const Tiles& tiles, Read read_mask) {
+        if (tiles.count == 0) return;
+        // In the order in which room for them becomes free: K of a tile, then V of the one before it.
+        int before = -1;
+#pragma unroll 1
+        for (int n = 0; n < tiles.count; n++) {
+            const int n0 = tiles.first + n * BN;
+            read_mask(n0);
+            if (is_hidden()) continue;
+            load_keys(task, n0);
+            if (before < 0 && copies_queries(h.p)) load_queries(task, r0);
+            if (before >= 0) load_values(task, before);
+            before = n0;
+        }
+        if (before >= 0) load_values(task, before);
+    }
+
+    // Whether the mask hides all of the next tile.
+    __device__ bool is_hidden() {
+#if MASK == NO_MASK
+        return false;
+#else
+        const int stage = mask_stage_of(m_seen);
+        mbarrier_wait(sh.mask.full[stage], mask_phase_of(m_seen++));
+        const bool hidden = kind_of(sh.mask.found[stage]) == HIDDEN;
+        mbarrier_arrive(sh.mask.empty[stage]);
+        return hidden;
+#endif
+    }
+};
