@@ -197,12 +197,11 @@ impl Bf16Pairs for Avx512F32 {
         }
     }
     #[inline(always)]
-    unsafe fn keep_where_nonzero(a: __m512, x: __m512) -> __m512 {
+    unsafe fn keep_attended(a: __m512, x: __m512) -> __m512 {
         // SAFETY: the entry point of pairs has AVX-512 BF16 on, after detection.
         unsafe {
-            let x = _mm512_castps_si512(x);
-            let nonzero = _mm512_test_epi16_mask(x, x);
-            _mm512_castsi512_ps(_mm512_maskz_mov_epi16(nonzero, _mm512_castps_si512(a)))
+            let attended = _mm512_cmpneq_epi16_mask(_mm512_castps_si512(x), _mm512_set1_epi16(i16::MIN));
+            _mm512_castsi512_ps(_mm512_maskz_mov_epi16(attended, _mm512_castps_si512(a)))
         }
     }
     #[inline(always)]

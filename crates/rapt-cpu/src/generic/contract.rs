@@ -200,8 +200,8 @@ pub(crate) unsafe fn contract<S: Simd, T: Storage<S>, M: Products<S, T>, const V
     }
 }
 
-/// As `contract` (row stride 1) over the steps with `x ≠ 0` alone: what lies in `b` behind a zero is never
-/// multiplied, so that NaN and infinities there stay where they are.
+/// As `contract` (row stride 1) over the steps whose weight in `x` is not [`Real::MASKED`]: NaN and infinities behind masked
+/// keys stay where they are.
 #[inline(always)]
 pub(crate) unsafe fn contract_selecting<S: Simd, T: Storage<S>, M: Products<S, T>, const V: usize>(
     rows: usize,

@@ -498,7 +498,7 @@ unsafe fn weighted_slice<S: Simd, T: Storage<S>, const R: usize, const V: usize>
     }
 }
 
-/// As [`weighted_sum`] with the same bits, never touching a value whose probability is 0: it may be NaN or infinite.
+/// As [`weighted_sum`] with the same bits, never touching a masked value: it may be NaN or infinite.
 #[inline(always)]
 #[allow(clippy::too_many_arguments, reason = "as weighted_sum")]
 unsafe fn weighted_sum_selecting<S: Simd, T: Storage<S>>(
@@ -520,7 +520,7 @@ unsafe fn weighted_sum_selecting<S: Simd, T: Storage<S>>(
                 let whole = d + S::LANES <= dim;
                 let mut acc = S::splat(S::Elem::ZERO);
                 let mut tail = S::Elem::ZERO;
-                for j in (0..n).filter(|&j| *p.add(j) != S::Elem::ZERO) {
+                for j in (0..n).filter(|&j| !(*p.add(j)).is_masked()) {
                     let v = keys.row(j).add(d);
                     if whole {
                         acc = S::fma(S::splat(*p.add(j)), T::load(v), acc);

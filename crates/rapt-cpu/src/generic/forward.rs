@@ -522,7 +522,8 @@ unsafe fn softmax<S: Simd, T: Storage<S>, M: Products<S, T>, const V: usize, con
             for v in 0..V {
                 // Lane `step` is written over keys that were read: step ≤ STEPS · step.
                 let at = x.add(v * S::LANES);
-                let mut p = [S::splat(S::Elem::ZERO); 2];
+                // The other half of the last lane of an odd number of keys is no key.
+                let mut p = [S::splat(S::Elem::MASKED); 2];
                 for (key, p) in p.iter_mut().enumerate().take(if step < whole { M::STEPS } else { n % M::STEPS }) {
                     let score = S::load(at.add((step * M::STEPS + key) * queries));
                     *p = probability::<S, MASKED>(score, subtract[v], c);

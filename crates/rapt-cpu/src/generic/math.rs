@@ -6,13 +6,13 @@
 
 use super::simd::{Real, Simd};
 
-/// `2^t` for `t ≤ 1000` (f32: `≤ 126`), clamped from below to the smallest normal number. NaN stays NaN.
+/// `2^t` for `t ≤ 1000` (f32: `≤ 126`); 0 below half a power of 2 under the smallest normal number. NaN stays NaN.
 #[inline(always)]
 pub(crate) unsafe fn exp2<S: Simd>(t: S::V) -> S::V {
     // SAFETY: the caller vouches for the instruction set.
     unsafe {
-        // max answers its second operand where one is NaN.
-        let t = S::max(S::splat(S::Elem::MIN_EXP2), t);
+        // max answers its second operand where one is NaN. At the bound the biased exponent is 0, and so is 2^n.
+        let t = S::max(S::splat(S::Elem::UNDERFLOW), t);
         let round = S::splat(S::Elem::ROUND);
         let shifted = S::add(t, round);
         let f = S::sub(t, S::sub(shifted, round));

@@ -28,7 +28,7 @@ pub(crate) trait Products<S: Simd, T: Storage<S>>: Copy + 'static {
     const STEPS: usize;
     /// `acc + Σ b·x` over the steps of each lane.
     unsafe fn accumulate(b: S::V, x: S::V, acc: S::V) -> S::V;
-    /// The same over the steps with `x ≠ 0` alone: what lies in `b` behind a zero is never multiplied.
+    /// The same over the steps whose weight `x` is not [`Real::MASKED`]: what lies in `b` behind one that is has no say.
     unsafe fn accumulate_selecting(b: S::V, x: S::V, acc: S::V) -> S::V;
     /// One row of Q, negated if asked, to consecutive lanes; answers how many.
     unsafe fn load_query(src: *const T, stride: isize, n: usize, negate: bool, dst: *mut S::Elem) -> usize;
@@ -56,7 +56,11 @@ impl<S: Simd, T: Storage<S>> Products<S, T> for Single {
     #[inline(always)]
     unsafe fn accumulate_selecting(b: S::V, x: S::V, acc: S::V) -> S::V {
         // SAFETY: promised by the caller.
-        unsafe { S::select(S::eq(x, S::splat(S::Elem::ZERO)), acc, S::fma(b, x, acc)) }
+        unsafe {
+            // Of all weights −0 alone has a negative inverse.
+            let masked = S::lt(S::div(S::splat(S::Elem::ONE), x), S::splat(S::Elem::ZERO));
+            S::select(masked, acc, S::fma(b, x, acc))
+        }
     }
     #[inline(always)]
     unsafe fn load_query(src: *const T, stride: isize, n: usize, negate: bool, dst: *mut S::Elem) -> usize {
@@ -110,7 +114,7 @@ impl<S: Bf16Pairs> Products<S, half::bf16> for Paired {
     unsafe fn accumulate_selecting(b: S::V, x: S::V, acc: S::V) -> S::V {
         // A product of zeros adds nothing, so both ways give the same bits.
         // SAFETY: promised by the caller.
-        unsafe { S::dot(S::keep_where_nonzero(b, x), x, acc) }
+        unsafe { S::dot(S::keep_attended(b, x), x, acc) }
     }
     #[inline(always)]
     unsafe fn load_query(src: *const half::bf16, stride: isize, n: usize, negate: bool, dst: *mut f32) -> usize {

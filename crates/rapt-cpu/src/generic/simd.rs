@@ -28,8 +28,11 @@ pub(crate) trait Real:
     const LOWEST: Self;
     /// `1.5 · 2^(mantissa bits) + exponent bias`: adding it to `t` leaves `round(t) + bias` in the low bits.
     const ROUND: Self;
-    /// Exponents below this are clamped: the result would be subnormal.
-    const MIN_EXP2: Self;
+    /// One less than the exponent of the smallest normal number: `2^t` is 0 where `t` rounds to this, or lies below.
+    const UNDERFLOW: Self;
+    /// The weight of a masked key: a zero in every sum, told from a weight that underflowed only where NaN or an infinity
+    /// waits behind one of them.
+    const MASKED: Self;
     /// `2^f` for `|f| ≤ 1/2`, highest power first.
     const EXP2: &'static [Self];
     /// Numerator and denominator of `(tanh(y) − y) / y³` in `y²` for `|y| < 0.625`, highest power first.
@@ -40,6 +43,8 @@ pub(crate) trait Real:
     fn exp(self) -> Self;
     fn ln(self) -> Self;
     fn is_nan(self) -> bool;
+    /// Whether this weight is [`Real::MASKED`].
+    fn is_masked(self) -> bool;
     /// This number in the storage dtype of an output.
     ///
     /// # Safety
@@ -53,14 +58,15 @@ pub(crate) trait Real:
 }
 
 macro_rules! real {
-    ($real:ty, $round:expr, $min_exp2:expr, $exp2:expr, $tanh:expr, $from_half:ident) => {
+    ($real:ty, $round:expr, $underflow:expr, $exp2:expr, $tanh:expr, $from_half:ident) => {
         impl Real for $real {
             const ZERO: Self = 0.0;
             const ONE: Self = 1.0;
             const NEG_INFINITY: Self = <$real>::NEG_INFINITY;
             const LOWEST: Self = <$real>::MIN;
             const ROUND: Self = $round;
-            const MIN_EXP2: Self = $min_exp2;
+            const UNDERFLOW: Self = $underflow;
+            const MASKED: Self = -0.0;
             const EXP2: &'static [Self] = &$exp2;
             const TANH: (&'static [Self], &'static [Self]) = $tanh;
             fn from_f64_clamped(x: f64) -> Self {
@@ -77,6 +83,9 @@ macro_rules! real {
             }
             fn is_nan(self) -> bool {
                 self.is_nan()
+            }
+            fn is_masked(self) -> bool {
+                self.to_bits() == Self::MASKED.to_bits()
             }
             unsafe fn store_as(self, dtype: DType, ptr: *mut u8) {
                 // SAFETY: promised by the caller.
@@ -111,7 +120,7 @@ macro_rules! real {
 real!(
     f32,
     12_583_039.0,
-    -126.0,
+    -127.0,
     [1.535_336_2e-4, 0.001_339_887_5, 0.009_618_437, 0.055_503_324, 0.240_226_48, std::f32::consts::LN_2, 1.0],
     (&[-5.704_988_7e-3, 2.063_909e-2, -5.373_971_6e-2, 1.333_144_2e-1, -3.333_328e-1], &[1.0]),
     from_f32
@@ -133,7 +142,7 @@ const fn exp2_taylor() -> [f64; 14] {
 real!(
     f64,
     6_755_399_441_056_767.0,
-    -1022.0,
+    -1023.0,
     exp2_taylor(),
     (
         &[-9.643_991_794_250_522e-1, -9.928_772_310_019_185e1, -1.614_687_684_417_084_5e3],
@@ -233,8 +242,8 @@ pub(crate) trait Bf16Pairs: Simd<Elem = f32> {
     unsafe fn dot(a: Self::V, b: Self::V, acc: Self::V) -> Self::V;
     /// Two vectors rounded to bf16, to nearest even: `low` to the low halves.
     unsafe fn pair(low: Self::V, high: Self::V) -> Self::V;
-    /// The halves of `a` where those of `x` are not +0; 0 elsewhere.
-    unsafe fn keep_where_nonzero(a: Self::V, x: Self::V) -> Self::V;
+    /// The halves of `a` where those of `x` are not [`Real::MASKED`]; 0 elsewhere.
+    unsafe fn keep_attended(a: Self::V, x: Self::V) -> Self::V;
     /// The bf16 of two vectors of f32 that hold nothing else: exact.
     unsafe fn join(low: Self::V, high: Self::V) -> Self::V;
     /// The low and the high halves as f32.

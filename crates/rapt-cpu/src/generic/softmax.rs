@@ -87,13 +87,13 @@ pub(crate) unsafe fn max_skipping_nan<S: Simd>(m: S::V, x: S::V) -> S::V {
     unsafe { S::max(x, m) }
 }
 
-/// `p = 2^((x − m)·c)`; 0 where `MASKED` and x is −inf.
+/// `p = 2^((x − m)·c)`; [`Real::MASKED`] where `MASKED` and x is −inf.
 #[inline(always)]
 pub(crate) unsafe fn probability<S: Simd, const MASKED: bool>(x: S::V, m: S::V, c: S::V) -> S::V {
     // SAFETY: the caller vouches for the instruction set.
     unsafe {
         let p = exp2::<S>(S::mul(S::sub(x, m), c));
-        if MASKED { S::select(S::eq(x, S::splat(S::Elem::NEG_INFINITY)), S::splat(S::Elem::ZERO), p) } else { p }
+        if MASKED { S::select(S::eq(x, S::splat(S::Elem::NEG_INFINITY)), S::splat(S::Elem::MASKED), p) } else { p }
     }
 }
 
@@ -120,7 +120,7 @@ pub(crate) unsafe fn subtractable<S: Simd>(m: S::V) -> S::V {
 /// `max` is in the units of [`Modifier::apply`]; `sink` is a natural logit.
 #[inline(always)]
 pub(crate) fn finish_row<E: Real>(max: E, sum: E, scores: &Scores, sink: Option<E>) -> Option<(E, E)> {
-    // An attended key leaves at least 2^MIN_EXP2, NaN leaves NaN: a sum of 0 is a row without keys.
+    // The key of the maximum weighs 1 and NaN leaves NaN: a sum of 0 is a row without keys.
     if sum == E::ZERO {
         return None;
     }
