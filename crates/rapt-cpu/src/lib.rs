@@ -4,14 +4,14 @@
 //! select(&Spec, &Caps) -> Plan      pure                                    select.rs
 //!   tiles: how large pieces are     measured by `cargo xtask tune`          tiles/
 //! run(&Plan, Operands, …)           deals items to threads                  run.rs
-//!   forward: many queries           queries along the lanes                 generic/forward.rs
-//!   decode:  few queries            head_dim along the lanes                generic/decode.rs
+//!   forward: many queries           queries along the lanes                 kernels/forward.rs
+//!   decode:  few queries            head_dim along the lanes                kernels/decode.rs
 //! ```
 //! Deliberately absent: allocation, threads of its own, and any access outside the operands.
 
 mod arch;
 mod caps;
-mod generic;
+mod kernels;
 mod problem;
 mod run;
 mod select;

@@ -7,7 +7,7 @@ use rapt_core::{DType, Error, Executor, Kernel, Operands, Plan, Result, Workspac
 
 use crate::arch::{self, Entry, Step};
 use crate::caps::available;
-use crate::generic::simd::Real;
+use crate::kernels::simd::Real;
 use crate::problem::{Item, Problem};
 use crate::select::{cut, partials_bytes, scratch_bytes};
 use crate::tiles::Tiles;

@@ -10,7 +10,7 @@ use rapt_core::{
 };
 
 use crate::arch;
-use crate::generic::{decode, forward};
+use crate::kernels::{decode, forward};
 use crate::problem::Cut;
 use crate::tiles::Tiles;
 
@@ -113,7 +113,7 @@ pub(crate) fn scratch_bytes(spec: &Spec, kernel: Kernel, arch: Arch, cut: &Cut) 
     let elements = match kernel {
         Kernel::Forward => {
             let queries = arch::tile_shape(arch, spec.numerics.storage).queries;
-            forward::Layout::new(&forward::Sizes {
+            forward::Scratch::new(&forward::Sizes {
                 head_dim: spec.head_dim(),
                 head_dim_v: spec.head_dim_v(),
                 tiles: cut.chunk_rows.div_ceil(queries),
@@ -126,7 +126,7 @@ pub(crate) fn scratch_bytes(spec: &Spec, kernel: Kernel, arch: Arch, cut: &Cut) 
             .len
         }
         Kernel::Decode => {
-            decode::Layout::new(cut.rows, spec.head_dim(), spec.head_dim_v(), cut.block_n, cut.pv_keys).len
+            decode::Scratch::new(cut.rows, spec.head_dim(), spec.head_dim_v(), cut.block_n, cut.pv_keys).len
         }
         _ => 0,
     };

@@ -58,9 +58,12 @@ fn run(arch: Arch, case: &Case, values: &Values) -> Ran {
         lse: Some(lse.view_mut("lse", 1)),
     };
     let options: Options = case.options();
-    let spec = Spec::builder(&tensors.q, &tensors.k, &tensors.v, &options)
-        .mask(tensors.mask.as_ref())
-        .out(dtype, *tensors.out.shape(), *tensors.out.strides(), tensors.out.device());
+    let spec = Spec::builder(&tensors.q, &tensors.k, &tensors.v, &options).mask(tensors.mask.as_ref()).out(
+        dtype,
+        *tensors.out.shape(),
+        *tensors.out.strides(),
+        tensors.out.device(),
+    );
     let lse_view = tensors.lse.as_ref().expect("asked for");
     let spec = spec.lse(lse_view.dtype(), *lse_view.shape(), *lse_view.strides(), lse_view.device()).build().unwrap();
     let expected = law(&spec, &tensors);
@@ -121,7 +124,10 @@ fn nor_does_it_where_others_are_masked() {
         (values.k[2], values.v[2], values.v[0]) = (100.0, 1.0, large(dtype));
         let options = [
             Case { causal: Some(Causal::BottomRight), ..base.clone() },
-            Case { mask: Some(MaskCase { dtype: DType::Bool, full: [true; 4], rank: 4, lowest: false }), ..base.clone() },
+            Case {
+                mask: Some(MaskCase { dtype: DType::Bool, full: [true; 4], rank: 4, lowest: false }),
+                ..base.clone()
+            },
             Case { mask: Some(MaskCase { dtype, full: [true; 4], rank: 4, lowest: false }), ..base },
         ];
         for case in options {
@@ -183,7 +189,7 @@ fn scores_that_spread_widely() {
         let ran = run(arch, &case, &values);
         for row in 0..2 * q_len {
             let q = &values.q[row * head_dim..][..head_dim];
-            let score = |k: &[f64]| q.iter().zip(k).map(|(q, k)| q * k).sum::<f64>()  / (head_dim as f64).sqrt();
+            let score = |k: &[f64]| q.iter().zip(k).map(|(q, k)| q * k).sum::<f64>() / (head_dim as f64).sqrt();
             let scores: Vec<f64> = values.k.chunks(head_dim).map(score).collect();
             let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
             let weights: Vec<f64> = scores.iter().map(|s| (s - max).exp()).collect();

@@ -4,7 +4,7 @@ use std::arch::x86_64::*;
 
 use half::{bf16, f16};
 
-use crate::generic::simd::Simd;
+use crate::kernels::simd::Simd;
 
 /// Eight f32.
 #[derive(Clone, Copy)]

@@ -33,8 +33,8 @@ mod scalar;
 use half::{bf16, f16};
 use rapt_core::{Arch, DType};
 
-use crate::generic::products::{Paired, Single};
-use crate::generic::{decode, forward};
+use crate::kernels::products::{Paired, Single};
+use crate::kernels::{decode, forward};
 use crate::problem::{Item, Problem};
 
 /// Computes one item of a problem in scratch memory of the plan's size per thread.
@@ -73,7 +73,7 @@ pub(crate) struct TileShape {
 macro_rules! entries {
     ($arch:ident, $name:ident, $shape:ident, $features:tt, $f32:ty, $f64:ty) => {
         fn $name(step: Step, storage: DType) -> Option<Entry> {
-            use crate::generic::simd::Storage;
+            use crate::kernels::simd::Storage;
             fn entry<T: Storage<$f32>>(step: Step) -> Option<Entry> {
                 entries!(@pair $features, $f32, T, step)
             }
@@ -89,7 +89,7 @@ macro_rules! entries {
             }
         }
         fn $shape(storage: DType) -> TileShape {
-            use crate::generic::simd::Simd;
+            use crate::kernels::simd::Simd;
             fn of<S: Simd>() -> TileShape {
                 TileShape { queries: S::Q_VECS * S::LANES, rows: S::ROWS }
             }

@@ -5,7 +5,7 @@ use std::arch::aarch64::*;
 
 use half::{bf16, f16};
 
-use crate::generic::simd::Simd;
+use crate::kernels::simd::Simd;
 
 /// Four f32.
 #[derive(Clone, Copy)]

@@ -3,7 +3,7 @@
 
 use half::{bf16, f16};
 
-use crate::generic::simd::Simd;
+use crate::kernels::simd::Simd;
 
 /// Vectors as arrays of `Self::Elem`.
 #[derive(Clone, Copy)]

@@ -25,7 +25,7 @@ const QK_KEYS: usize = 4;
 
 /// Where things lie in scratch memory, in elements of the accumulation dtype; each part starts at a multiple of 16.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Layout {
+pub(crate) struct Scratch {
     /// `[rows][head_dim_padded]`.
     q: usize,
     /// `[rows][block_n]`.
@@ -39,8 +39,8 @@ pub(crate) struct Layout {
     pub(crate) len: usize,
 }
 
-impl Layout {
-    pub(crate) fn new(rows: usize, head_dim: usize, head_dim_v: usize, block_n: usize, pv_keys: usize) -> Layout {
+impl Scratch {
+    pub(crate) fn new(rows: usize, head_dim: usize, head_dim_v: usize, block_n: usize, pv_keys: usize) -> Scratch {
         let head_dim_padded = head_dim.next_multiple_of(16);
         let mut len = 0;
         let mut part = |size: usize| {
@@ -48,7 +48,7 @@ impl Layout {
             len += size.next_multiple_of(16);
             at
         };
-        Layout {
+        Scratch {
             q: part(rows * head_dim_padded),
             s: part(rows * block_n),
             bias: part(block_n),
@@ -174,7 +174,7 @@ fn fetch<S: Simd>(row: *const u8, bytes: usize) {
 #[inline(always)]
 pub(crate) unsafe fn item<S: Simd, T: Storage<S>>(problem: &Problem, item: Item, scratch: *mut u8) {
     let (rows, block_n, dim_v) = (problem.cut.rows, problem.cut.block_n, problem.head_dim_v);
-    let layout = Layout::new(rows, problem.head_dim, dim_v, block_n, problem.cut.pv_keys);
+    let layout = Scratch::new(rows, problem.head_dim, dim_v, block_n, problem.cut.pv_keys);
     let base = scratch.cast::<S::Elem>();
     let origin = problem.task_origin(item.task);
     let kv_head = origin.1 / problem.group_size;
@@ -266,7 +266,7 @@ unsafe fn dots<S: Simd, T: Storage<S>, const K: usize>(
     keys: &Keys<T>,
     at: usize,
     problem: &Problem,
-    layout: &Layout,
+    layout: &Scratch,
     q: *const S::Elem,
     s: *mut S::Elem,
 ) {

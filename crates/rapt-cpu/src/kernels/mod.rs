@@ -3,11 +3,11 @@
 //! **Invariant:** every function here is `#[inline(always)]` and so compiled inside an entry point of `arch` that has the
 //! target features on.
 
-pub(crate) mod contract;
 pub(crate) mod decode;
 pub(crate) mod forward;
 pub(crate) mod mask;
 pub(crate) mod math;
+pub(crate) mod matmul;
 pub(crate) mod pack;
 pub(crate) mod products;
 pub(crate) mod simd;

@@ -179,7 +179,7 @@ unsafe fn tile<S: Simd, T: Storage<S>, M: Products<S, T>, const V: usize, const 
 /// All `rows`, in micro-tiles that fill the registers. A short rest would leave the units waiting for one another: in
 /// tiles of two vectors it shares the rows of the last full tile instead, half and half.
 #[inline(always)]
-pub(crate) unsafe fn contract<S: Simd, T: Storage<S>, M: Products<S, T>, const V: usize, const ROW1: bool>(
+pub(crate) unsafe fn matmul<S: Simd, T: Storage<S>, M: Products<S, T>, const V: usize, const ROW1: bool>(
     rows: usize,
     n: usize,
     x: *const S::Elem,
@@ -200,10 +200,10 @@ pub(crate) unsafe fn contract<S: Simd, T: Storage<S>, M: Products<S, T>, const V
     }
 }
 
-/// As `contract` (row stride 1) over the steps whose weight in `x` is not [`Real::MASKED`]: NaN and infinities behind masked
+/// As `matmul` (row stride 1) over the steps whose weight in `x` is not [`Real::MASKED`]: NaN and infinities behind masked
 /// keys stay where they are.
 #[inline(always)]
-pub(crate) unsafe fn contract_selecting<S: Simd, T: Storage<S>, M: Products<S, T>, const V: usize>(
+pub(crate) unsafe fn matmul_selecting<S: Simd, T: Storage<S>, M: Products<S, T>, const V: usize>(
     rows: usize,
     n: usize,
     x: *const S::Elem,
@@ -211,7 +211,7 @@ pub(crate) unsafe fn contract_selecting<S: Simd, T: Storage<S>, M: Products<S, T
     y: *mut S::Elem,
     onto: Onto<S, V>,
 ) {
-    // SAFETY: as for `contract`.
+    // SAFETY: as for `matmul`.
     unsafe {
         for r in 0..rows {
             let mut acc = [S::splat(S::Elem::ZERO); V];

@@ -2,18 +2,18 @@
 //!
 //! ```text
 //! for each block of keys (outer), for each tile of queries (inner):
-//!     Sᵀ[key][query]  = K · Qᵀ                  contract: keys × queries over head_dim
+//!     Sᵀ[key][query]  = K · Qᵀ                  matmul: keys × queries over head_dim
 //!     x               = modify(S)               only where something is masked or added
 //!     Pᵀ, max, sum    = streaming softmax       lane-wise: no horizontal operation anywhere
-//!     Oᵀ[dim][query] += Vᵀ · Pᵀ                 contract: head_dim_v × queries over keys
+//!     Oᵀ[dim][query] += Vᵀ · Pᵀ                 matmul: head_dim_v × queries over keys
 //! out = (Oᵀ / sum)ᵀ
 //! ```
 //! (Dao 2022, 2023; Rabe & Staats 2021.) Blocks lie at multiples of `block_n` from key 0 and each row is its own lane, so
 //! a row's bits depend neither on its tile nor on the other rows, nor on whether K and V were packed. Scratch memory per
-//! thread: [`Layout`]. Deliberately absent: any access past the last key or query, and any second tensor.
+//! thread: [`Scratch`]. Deliberately absent: any access past the last key or query, and any second tensor.
 
-use super::contract::{Broadcast, Onto, contract, contract_selecting};
 use super::mask;
+use super::matmul::{Broadcast, Onto, matmul, matmul_selecting};
 use super::pack::{store_row, transpose_in};
 use super::products::{Block, Products};
 use super::simd::{Real, Simd, Storage};
@@ -35,7 +35,7 @@ const MAX_CHAINS: usize = 4;
 
 /// Where things lie in scratch memory, in elements of the accumulation dtype; each part starts at a multiple of 16.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Layout {
+pub(crate) struct Scratch {
     /// `[tiles][head_dim_padded][queries]`.
     qt: usize,
     /// `[tiles][head_dim_v_padded][queries]`.
@@ -71,8 +71,8 @@ pub(crate) struct Sizes {
     pub(crate) pack_v: bool,
 }
 
-impl Layout {
-    pub(crate) fn new(sizes: &Sizes) -> Layout {
+impl Scratch {
+    pub(crate) fn new(sizes: &Sizes) -> Scratch {
         let Sizes { head_dim, head_dim_v, tiles, queries, block_n, .. } = *sizes;
         // Transposes work on whole vectors of at most 16.
         let (head_dim_padded, head_dim_v_padded) = (head_dim.next_multiple_of(16), head_dim_v.next_multiple_of(16));
@@ -82,7 +82,7 @@ impl Layout {
             len += size.next_multiple_of(16);
             at
         };
-        Layout {
+        Scratch {
             qt: part(tiles * head_dim_padded * queries),
             ot: part(tiles * head_dim_v_padded * queries),
             row_max: part(tiles * queries),
@@ -98,9 +98,9 @@ impl Layout {
         }
     }
 
-    fn of<S: Simd>(problem: &Problem) -> Layout {
+    fn of<S: Simd>(problem: &Problem) -> Scratch {
         let queries = S::Q_VECS * S::LANES;
-        Layout::new(&Sizes {
+        Scratch::new(&Sizes {
             head_dim: problem.head_dim,
             head_dim_v: problem.head_dim_v,
             tiles: problem.cut.chunk_rows.div_ceil(queries),
@@ -145,7 +145,7 @@ impl<E> Rows<E> {
 /// Computes one run of rows of one task.
 #[inline(always)]
 pub(crate) unsafe fn item<S: Simd, T: Storage<S>, M: Products<S, T>>(problem: &Problem, item: Item, scratch: *mut u8) {
-    let layout = Layout::of::<S>(problem);
+    let layout = Scratch::of::<S>(problem);
     let base = scratch.cast::<S::Elem>();
     let queries = S::Q_VECS * S::LANES;
     let narrow = S::LANES >= NARROW_LANES && problem.cut.narrow;
@@ -154,7 +154,7 @@ pub(crate) unsafe fn item<S: Simd, T: Storage<S>, M: Products<S, T>>(problem: &P
     let first_row = item.chunk * problem.cut.chunk_rows;
     let last_row = problem.cut.rows.min(first_row + problem.cut.chunk_rows);
     let tiles = (last_row - first_row).div_ceil(queries);
-    // SAFETY: scratch is `Layout::len` long (the plan asked for it) and this thread's own; every index below is inside
+    // SAFETY: scratch is `Scratch::len` long (the plan asked for it) and this thread's own; every index below is inside
     // the part of the layout that it is used with, and every row and key inside the tensors.
     unsafe {
         let tile = |n: usize| {
@@ -287,7 +287,7 @@ unsafe fn is_finite<S: Simd, T: Storage<S>, M: Products<S, T>>(rows: Rows<S::Ele
 #[inline(always)]
 unsafe fn begin<S: Simd, T: Storage<S>, M: Products<S, T>, const V: usize>(
     problem: &Problem,
-    layout: &Layout,
+    layout: &Scratch,
     origin: (usize, usize),
     tile: &Tile<S::Elem>,
     rows: *mut S::Elem,
@@ -324,7 +324,7 @@ unsafe fn begin<S: Simd, T: Storage<S>, M: Products<S, T>, const V: usize>(
 #[allow(clippy::too_many_arguments, reason = "the loop's state, each part used once")]
 unsafe fn step<S: Simd, T: Storage<S>, M: Products<S, T>, const V: usize>(
     problem: &Problem,
-    layout: &Layout,
+    layout: &Scratch,
     base: *mut S::Elem,
     origin: (usize, usize),
     tile: &Tile<S::Elem>,
@@ -367,7 +367,7 @@ unsafe fn step<S: Simd, T: Storage<S>, M: Products<S, T>, const V: usize>(
             let b = Broadcast { ptr: k.ptr.add(d), row: k.stride, step: 1 };
             let x = tile.qt.add(d * queries);
             let onto = if d == 0 { Onto::Nothing } else { Onto::Sum };
-            contract::<S, T, M, V, false>(n, run, x, b, p, onto);
+            matmul::<S, T, M, V, false>(n, run, x, b, p, onto);
         }
 
         let biased = effect.filter(|effect| effect.masks || effect.adds).map(|_| bias.cast_const());
@@ -395,13 +395,13 @@ unsafe fn step<S: Simd, T: Storage<S>, M: Products<S, T>, const V: usize>(
                 *v_is_finite = Some(is_finite::<S, T, M>(block, block_steps, problem.head_dim_v));
             }
             if *v_is_finite == Some(true) {
-                contract::<S, T, M, V, true>(problem.head_dim_v, steps, p, b, tile.ot, onto);
+                matmul::<S, T, M, V, true>(problem.head_dim_v, steps, p, b, tile.ot, onto);
             } else {
-                contract_selecting::<S, T, M, V>(problem.head_dim_v, steps, p, b, tile.ot, onto);
+                matmul_selecting::<S, T, M, V>(problem.head_dim_v, steps, p, b, tile.ot, onto);
             }
         } else {
             let onto = Onto::Rescaled(softmax::<S, T, M, V, false>(problem, tile, n, p));
-            contract::<S, T, M, V, true>(problem.head_dim_v, steps, p, b, tile.ot, onto);
+            matmul::<S, T, M, V, true>(problem.head_dim_v, steps, p, b, tile.ot, onto);
         }
     }
 }
@@ -545,7 +545,7 @@ unsafe fn softmax<S: Simd, T: Storage<S>, M: Products<S, T>, const V: usize, con
 #[inline(always)]
 unsafe fn end<S: Simd, T: Storage<S>, const V: usize>(
     problem: &Problem,
-    layout: &Layout,
+    layout: &Scratch,
     origin: (usize, usize),
     tile: &Tile<S::Elem>,
     rows: *mut S::Elem,
