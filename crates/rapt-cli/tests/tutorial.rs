@@ -64,7 +64,10 @@ fn the_tutorial_is_what_its_commands_print() {
                 } else {
                     assert!(std::fs::read_to_string(&there).expect(&named) == drawn, "{named} is not current");
                 }
-                assert!(text.contains(&format!("]({})", named.strip_prefix("docs/guides/").expect("in docs"))), "{named}");
+                assert!(
+                    text.contains(&format!("]({})", named.strip_prefix("docs/guides/").expect("in docs"))),
+                    "{named}"
+                );
             }
         }
     }
