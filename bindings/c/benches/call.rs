@@ -102,14 +102,14 @@ fn main() -> Result<()> {
         assert!(black_box(answer).is_ok());
     });
     let plan = engine.plan(&engine::spec_of(&tensors()?, &options)?)?;
-    let mut operands = Operands::check(tensors()?, &plan.spec)?;
+    let mut operands = Operands::check(tensors()?, plan.spec())?;
     let run = least_ns(|| assert!(black_box(engine.run(&plan, &mut operands)).is_ok()));
     let mut run_on = |executor: &dyn Executor| {
         least_ns(|| assert!(black_box(engine.run_on(&plan, &mut operands, &Queue::Host(executor))).is_ok()))
     };
     let kernel = run_on(&Bare) - run_on(&Idle);
 
-    println!("[1, 2, 1, 8] float32, {} on {}, one thread", plan.key.kernel.name(), engine.caps().arch.name());
+    println!("[1, 2, 1, 8] float32, {} on {}, one thread", plan.key().kernel.name(), engine.caps().arch.name());
     println!("                                            ns     above the kernel");
     let print = |what: &str, ns: f64| println!("{what:38}  {ns:6.0}  {:6.0}", ns - kernel);
     print("kernel", kernel);

@@ -171,7 +171,7 @@ impl Known {
         let (tensors, options) = unsafe { call.read() }?;
         let plan = engine.plan(&engine::spec_of(&tensors, &options)?)?;
         // SAFETY: the plan is never changed, and lives in its Arc for as long as the operands that borrow its spec.
-        let spec = unsafe { &*std::ptr::from_ref(&plan.spec) };
+        let spec = unsafe { &*std::ptr::from_ref(plan.spec()) };
         let mut operands = Operands::check(tensors, spec)?;
         engine.run(&plan, &mut operands)?;
         if let (Some(key), Some(mut place)) = (key, place) {

@@ -209,7 +209,7 @@ pub unsafe extern "C" fn rapt_explain(
         let (tensors, options) = unsafe { Call { q, k, v, out, options }.read() }?;
         let plan = engine.plan(&engine::spec_of(&tensors, &options)?)?;
         // What rapt_attention() refuses is refused here.
-        Operands::check(tensors, &plan.spec)?;
+        Operands::check(tensors, plan.spec())?;
         let table = CString::new(plan.explain().to_string()).map_err(|_| Refusal::Nul)?;
         // SAFETY: neither NULL nor unaligned.
         unsafe { text.write(table.into_raw()) };

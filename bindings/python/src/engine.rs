@@ -102,10 +102,10 @@ impl Planned<'_> {
         lender: &Lender<'py>,
     ) -> Result<Option<Enqueued>, Failure> {
         let Planned { engine, plan, torch_threads } = self;
-        let mut operands = Operands::check(tensors, &plan.spec)?;
-        if let Device::Cuda(device) = plan.spec.device {
+        let mut operands = Operands::check(tensors, plan.spec())?;
+        if let Device::Cuda(device) = plan.spec().device {
             let stream = lender.stream(py, device)?;
-            let workspace = lender.workspace(py, device, plan.workspace_bytes, stream)?;
+            let workspace = lender.workspace(py, device, plan.workspace_bytes(), stream)?;
             // SAFETY: the tensors lie on this device (`convert` read them there), and the workspace is reused only by what this
             // stream runs later. That the tensors' memory is not reused before, `Lender::hold` says, which the caller calls next.
             unsafe { engine.run_async(plan, &mut operands, workspace.memory, &Queue::Cuda { device, stream }) }?;

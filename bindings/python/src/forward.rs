@@ -102,12 +102,12 @@ impl Views<'_> {
             .sinks(self.sinks.as_ref())
             .alibi_slopes(self.alibi_slopes.as_ref());
         if let Some(out) = out {
-            builder = builder.out(out.dtype, out.shape, out.strides, out.device);
+            builder = builder.out(out.form());
         }
         builder = match lse {
             Lse::No => builder,
             Lse::New => builder.return_lse(true),
-            Lse::Given(lse) => builder.lse(lse.dtype, lse.shape, lse.strides, lse.device),
+            Lse::Given(lse) => builder.lse(lse.form()),
         };
         builder.build()
     }
@@ -254,7 +254,7 @@ pub(crate) fn explain(py: Python<'_>, home: &Home, request: &Request<'_, '_>) ->
                     out: out.view_mut()?,
                     lse: lse.as_mut().map(Operand::view_mut).transpose()?,
                 };
-                Some(planned.plan.certificate(&Operands::check(tensors, &planned.plan.spec)?)?)
+                Some(planned.plan.certificate(&Operands::check(tensors, planned.plan.spec())?)?)
             }
             _ => None,
         };

@@ -64,97 +64,97 @@ impl PyPlan {
     /// The algorithm.
     #[getter]
     fn kernel(&self) -> &'static str {
-        self.plan.key.kernel.name()
+        self.plan.key().kernel.name()
     }
     /// The instruction set.
     #[getter]
     fn isa(&self) -> &'static str {
-        self.plan.key.arch.name()
+        self.plan.key().arch.name()
     }
     /// The dtype of q, k and v.
     #[getter]
     fn dtype(&self) -> &'static str {
-        self.plan.key.storage.name()
+        self.plan.key().storage.name()
     }
     /// The dtype of products and sums.
     #[getter]
     fn accumulation(&self) -> &'static str {
-        self.plan.key.accumulation.name()
+        self.plan.key().accumulation.name()
     }
     /// Multiplications and additions over the pairs that causal and window leave.
     #[getter]
     fn flops(&self) -> f64 {
-        self.plan.cost.flops
+        self.plan.cost().flops
     }
     /// Each input read once.
     #[getter]
     fn bytes_read(&self) -> f64 {
-        self.plan.cost.bytes_read
+        self.plan.cost().bytes_read
     }
     /// Each output written once.
     #[getter]
     fn bytes_written(&self) -> f64 {
-        self.plan.cost.bytes_written
+        self.plan.cost().bytes_written
     }
     /// The least time on the plan's threads, where the clock is known.
     #[getter]
     fn floor_seconds(&self) -> Option<f64> {
-        self.plan.cost.floor_seconds
+        self.plan.cost().floor_seconds
     }
     /// Bytes of tensors materialised: always 0.
     #[getter]
     fn bytes_copied(&self) -> usize {
-        self.plan.cost.bytes_copied
+        self.plan.cost().bytes_copied
     }
     /// Most bytes that lie packed in cache at one time.
     #[getter]
     fn bytes_packed(&self) -> usize {
-        self.plan.cost.bytes_packed
+        self.plan.cost().bytes_packed
     }
     /// Scratch memory.
     #[getter]
     fn workspace_bytes(&self) -> usize {
-        self.plan.workspace_bytes
+        self.plan.workspace_bytes()
     }
     /// Queries per tile.
     #[getter]
     fn block_m(&self) -> usize {
-        self.plan.block_m
+        self.plan.block_m()
     }
     /// Keys per block.
     #[getter]
     fn block_n(&self) -> usize {
-        self.plan.block_n
+        self.plan.block_n()
     }
     /// Parts into which the keys are split.
     #[getter]
     fn num_splits(&self) -> usize {
-        self.plan.num_splits
+        self.plan.num_splits()
     }
     /// Threads that the run will use.
     #[getter]
     fn threads(&self) -> usize {
-        self.plan.threads
+        self.plan.threads()
     }
     /// Why this kernel.
     #[getter]
-    fn why(&self) -> &str {
-        &self.plan.why
+    fn why(&self) -> String {
+        self.plan.why()
     }
     /// Why not a faster one; empty if there is none.
     #[getter]
-    fn why_not_faster(&self) -> &str {
-        &self.plan.why_not_faster
+    fn why_not_faster(&self) -> String {
+        self.plan.why_not_faster()
     }
     /// `"top_left"`, `"bottom_right"` or None.
     #[getter]
     fn causal_alignment(&self) -> Option<&'static str> {
-        self.plan.spec.causal.map(rapt::Causal::name)
+        self.plan.spec().causal.map(rapt::Causal::name)
     }
     /// Where the probabilities are rounded.
     #[getter]
     fn p_rounding(&self) -> &'static str {
-        match self.plan.key.p_rounding {
+        match self.plan.key().p_rounding {
             PRounding::Accumulation => "accumulation",
             PRounding::Storage => "storage",
             _ => "unknown",
@@ -163,7 +163,7 @@ impl PyPlan {
     /// Whether K and V are read where they lie.
     #[getter]
     fn kv_in_place(&self) -> bool {
-        self.plan.kv_in_place
+        self.plan.kv_in_place()
     }
 
     /// What was proven about the tensors: `in_bounds`, `injective`, `disjoint`, `coverage`; None where memory for the output
@@ -207,6 +207,6 @@ impl PyPlan {
 
     fn __repr__(&self) -> String {
         let PyPlan { plan, .. } = self;
-        format!("<rapt.Plan {} {} on {}>", plan.key.kernel.name(), plan.key.storage, plan.key.arch.name())
+        format!("<rapt.Plan {} {} on {}>", plan.key().kernel.name(), plan.key().storage, plan.key().arch.name())
     }
 }

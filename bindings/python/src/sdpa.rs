@@ -349,7 +349,7 @@ pub(crate) fn spec_of((q, k, v, mask): Inputs<'_>, out: Option<&Operand>, option
     let mask = mask.map(Operand::view).transpose()?;
     let mut builder = Spec::builder(&q.view()?, &k.view()?, &v.view()?, options).mask(mask.as_ref());
     if let Some(out) = out {
-        builder = builder.out(out.dtype, out.shape, out.strides, out.device);
+        builder = builder.out(out.form());
     }
     Ok(builder.build()?)
 }

@@ -13,7 +13,7 @@ use std::sync::{Arc, PoisonError, RwLock};
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
-use rapt::{DType, Device, Plan, Shape, Strides};
+use rapt::{Alignment, DType, Device, Plan, Shape, Strides, TensorForm};
 use rustc_hash::FxHashMap;
 
 use crate::convert::{Kind, Operand, torch};
@@ -46,11 +46,13 @@ struct Form {
     dtype: DType,
     shape: Shape,
     strides: Strides,
+    alignment: Alignment,
 }
 
 impl Form {
     fn of(operand: &Operand) -> Self {
-        Form { device: operand.device, dtype: operand.dtype, shape: operand.shape, strides: operand.strides }
+        let TensorForm { dtype, shape, strides, device, alignment } = operand.form();
+        Form { device, dtype, shape, strides, alignment }
     }
 
     /// `operand` in this form.

@@ -65,7 +65,7 @@ pub(crate) fn run(args: &Args) -> Outcome {
     if let Some((path, lse)) = args.lse.as_ref().zip(lse) {
         npy::write(path, &lse)?;
     }
-    let key = plan.key;
+    let key = *plan.key();
     println!(
         "{}: {} {}, {} {} on {}",
         args.out.display(),

@@ -142,7 +142,7 @@ fn served_in<T: rapt::Element>(
         .return_lse(request.lse)
         .build()?;
     let plan = select(&spec, &Caps { arch, threads: 1, clock_hz: None });
-    Ok(plan.is_ok_and(|plan| plan.key.kernel == kernel && plan.cost.bytes_copied == 0))
+    Ok(plan.is_ok_and(|plan| plan.key().kernel == kernel && plan.cost().bytes_copied == 0))
 }
 
 /// What one instruction set serves of one request: all of it, nothing, or a list.

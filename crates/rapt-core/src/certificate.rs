@@ -148,12 +148,12 @@ impl Coverage {
     /// # Errors
     /// [`Error::NotAsPlanned`] if the plan's cut leaves a row or a key out, or takes one twice.
     fn check(plan: &Plan) -> Result<Self> {
-        let spec = &plan.spec;
+        let spec = plan.spec();
         let [batch, heads, q_len, _] = spec.out.shape;
         let rows = elements(&Shape::from([batch, heads, q_len]));
-        let Some(work) = plan.work else {
+        let Some(work) = plan.work() else {
             let is_empty = spec.kv_len() == 0 || spec.out.shape.contains(&0);
-            let none = Coverage { rows, items: plan.items, work: None, parts: 1 };
+            let none = Coverage { rows, items: plan.items(), work: None, parts: 1 };
             return if is_empty { Ok(none) } else { Err(uncovered("the cut of its rows, which is not stated,")) };
         };
         let Work { tasks, rows: per_task, rows_per_item, keys_per_item } = work;
@@ -164,16 +164,16 @@ impl Coverage {
             return Err(uncovered("the number of rows that its tasks write"));
         }
         // Runs of one length from 0 on leave no gap and take nothing twice: only their number can be wrong.
-        let parts = if plan.num_splits > 1 { spec.kv_len().div_ceil(keys_per_item) } else { 1 };
+        let parts = if plan.num_splits() > 1 { spec.kv_len().div_ceil(keys_per_item) } else { 1 };
         let items =
             (tasks as u128).saturating_mul(per_task.div_ceil(rows_per_item) as u128).saturating_mul(parts as u128);
-        if parts != plan.num_splits {
+        if parts != plan.num_splits() {
             return Err(uncovered("the number of parts of its keys"));
         }
-        if items != plan.items as u128 {
+        if items != plan.items() as u128 {
             return Err(uncovered("the number of its items"));
         }
-        Ok(Coverage { rows, items: plan.items, work: Some(work), parts })
+        Ok(Coverage { rows, items: plan.items(), work: Some(work), parts })
     }
 }
 
@@ -185,10 +185,10 @@ impl Plan {
     /// Proves again, with numbers, what a run of this plan on `operands` rests on.
     ///
     /// # Errors
-    /// [`Error::NotAsPlanned`] for operands of another spec, or a plan whose public fields were changed so that its items no
-    /// longer write every row once. Every other fact is an invariant of [`Operands`] and is found to hold again.
+    /// [`Error::NotAsPlanned`] for operands of another spec, or a plan whose items do not write every row once: a defect of its
+    /// backend. Every other fact is an invariant of [`Operands`] and is found to hold again.
     pub fn certificate(&self, operands: &Operands<'_>) -> Result<Certificate> {
-        operands.expect(&self.spec)?;
+        operands.expect(self.spec())?;
         let tensors = operands.tensors();
         let outputs =
             || [Some(("out", &tensors.out)), tensors.lse.as_ref().map(|lse| ("lse", lse))].into_iter().flatten();
@@ -198,7 +198,7 @@ impl Plan {
             injective: Vec::new(),
             disjoint: Vec::new(),
             coverage: Coverage::check(self)?,
-            device: self.spec.device,
+            device: self.spec().device,
         };
         for (name, view) in tensors.inputs().chain(seen.iter().map(|(name, view)| (*name, view))) {
             certificate.in_bounds.push(in_bounds(name, view)?);

@@ -13,7 +13,7 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum ErrorKind {
-    /// Tensors that must share a dtype do not.
+    /// A tensor has another dtype than its request or its neighbours.
     DtypeMismatch,
     /// A dtype that is recognised but not served in this place.
     UnsupportedDtype,
@@ -49,6 +49,16 @@ pub enum Error {
         /// The offending tensor.
         tensor: &'static str,
         /// The dtype of `q`.
+        expected: DType,
+        /// The dtype of `tensor`.
+        got: DType,
+    },
+    /// `tensor` has another dtype than was asked for.
+    #[error("{tensor} has dtype {got}, asked for is {expected}")]
+    OtherDtype {
+        /// The offending tensor.
+        tensor: &'static str,
+        /// What was asked for.
         expected: DType,
         /// The dtype of `tensor`.
         got: DType,
@@ -326,7 +336,7 @@ impl Error {
     #[must_use]
     pub fn kind(&self) -> ErrorKind {
         match self {
-            Error::DtypeMismatch { .. } => ErrorKind::DtypeMismatch,
+            Error::DtypeMismatch { .. } | Error::OtherDtype { .. } => ErrorKind::DtypeMismatch,
             Error::UnsupportedDtype { .. } | Error::UnknownDtypeCode { .. } | Error::UnknownDtype { .. } => {
                 ErrorKind::UnsupportedDtype
             }
@@ -363,6 +373,7 @@ impl Error {
     pub fn tensor(&self) -> Option<&'static str> {
         match self {
             Error::DtypeMismatch { tensor, .. }
+            | Error::OtherDtype { tensor, .. }
             | Error::UnsupportedDtype { tensor, .. }
             | Error::UnknownDtype { tensor, .. }
             | Error::Rank { tensor, .. }

@@ -1,8 +1,16 @@
 //! A plan: what will run, owned, and able to say so.
+//!
+//! ```text
+//! Plan = Spec + KernelKey + LaunchPlan       decided once by a backend's select; run launches it and derives nothing
+//! ```
+//! The [`LaunchPlan`] is a backend's own type. What a plan says of itself (its numbers, [`explain`](Plan::explain), the
+//! certificate) is read from it, and so is what runs. Deliberately absent: a way to change a plan.
 
-use std::fmt;
+use std::any::Any;
+use std::fmt::Debug;
+use std::sync::Arc;
 
-use crate::{Certificate, DType, Direction, Error, Kv, Spec, Work};
+use crate::{DType, Direction, Error, Kv, Result, Spec, Work};
 
 /// An instruction set that a kernel is written for, or the architecture of an NVIDIA GPU that it is compiled for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -210,252 +218,161 @@ pub struct Compiled {
     pub source: String,
 }
 
-/// What will run for a [`Spec`].
-#[derive(Clone, Debug, PartialEq)]
-#[non_exhaustive]
-pub struct Plan {
-    /// The request.
-    pub spec: Spec,
-    /// The kernel's code.
-    pub key: KernelKey,
+/// A backend's whole decision for one request: what its `run` launches, and what [`Plan`] says of it.
+///
+/// One type of each backend implements it. Its `run` gets the very value back by [`Plan::launch_plan`], so nothing that it
+/// launches can differ from what was explained.
+pub trait LaunchPlan: Any + Debug + Send + Sync {
     /// Queries per tile.
-    pub block_m: usize,
+    fn block_m(&self) -> usize;
     /// Keys per block: chunks of this length are summed on their own and combined in order, whatever the threads.
-    pub block_n: usize,
+    fn block_n(&self) -> usize;
     /// Parts into which the keys are split among threads; 1 is unsplit. Depends on the lengths alone.
-    pub num_splits: usize,
+    fn num_splits(&self) -> usize;
     /// Independent pieces of work.
-    pub items: usize,
+    fn items(&self) -> usize;
     /// Threads that the run will use.
-    pub threads: usize,
-    /// Scratch memory that the run asks.
-    pub workspace_bytes: usize,
+    fn threads(&self) -> usize;
+    /// Scratch memory that the run needs.
+    fn workspace_bytes(&self) -> usize;
     /// Cost and floor.
-    pub cost: Cost,
+    fn cost(&self) -> &Cost;
     /// Whether K and V are read where they lie (`true`), or in packed tiles.
-    pub kv_in_place: bool,
-    /// How a GPU kernel is launched; `None` on the host.
-    pub launch: Option<Launch>,
-    /// Why this kernel.
-    pub why: String,
-    /// Why not a faster one; empty if there is none.
-    pub why_not_faster: String,
+    fn kv_in_place(&self) -> bool;
     /// How rows and keys are dealt to items; `None` where nothing is attended.
-    pub work: Option<Work>,
+    fn work(&self) -> Option<Work>;
+    /// How a GPU kernel is launched; `None` on the host.
+    fn launch(&self) -> Option<Launch>;
+    /// Why this kernel, in words.
+    fn why(&self, spec: &Spec, key: &KernelKey) -> String;
+    /// Why not a faster one, in words; empty if there is none.
+    fn why_not_faster(&self, spec: &Spec, key: &KernelKey) -> String;
+}
+
+/// A [`LaunchPlan`] of any backend, comparable with another.
+trait Payload: LaunchPlan {
+    fn equals(&self, other: &dyn Any) -> bool;
+}
+
+impl<L: LaunchPlan + PartialEq> Payload for L {
+    fn equals(&self, other: &dyn Any) -> bool {
+        other.downcast_ref::<L>() == Some(self)
+    }
+}
+
+/// What will run for a [`Spec`]. Made by a backend's `select`, never changed.
+#[derive(Clone, Debug)]
+pub struct Plan {
+    spec: Spec,
+    key: KernelKey,
+    launch_plan: Arc<dyn Payload>,
+}
+
+impl PartialEq for Plan {
+    fn eq(&self, other: &Self) -> bool {
+        let launch_plan: &dyn Any = &*other.launch_plan;
+        self.spec == other.spec && self.key == other.key && self.launch_plan.equals(launch_plan)
+    }
 }
 
 impl Plan {
-    /// A plan from its parts; backends only.
-    #[allow(clippy::too_many_arguments, reason = "one constructor for the non-exhaustive struct")]
+    /// A plan of `launch_plan`, which was decided for `spec`; backends only.
     #[must_use]
-    pub fn new(
-        spec: Spec,
-        key: KernelKey,
-        (block_m, block_n, num_splits, items): (usize, usize, usize, usize),
-        threads: usize,
-        workspace_bytes: usize,
-        cost: Cost,
-        kv_in_place: bool,
-        why: String,
-        why_not_faster: String,
-    ) -> Self {
-        Plan {
-            launch: None,
-            spec,
-            key,
-            block_m,
-            block_n,
-            num_splits,
-            items,
-            threads,
-            workspace_bytes,
-            cost,
-            kv_in_place,
-            why,
-            why_not_faster,
-            work: None,
-        }
+    pub fn new<L: LaunchPlan + PartialEq>(spec: Spec, key: KernelKey, launch_plan: L) -> Self {
+        Plan { spec, key, launch_plan: Arc::new(launch_plan) }
     }
 
-    /// This plan, with how its rows and keys are dealt to items: what a [`Certificate`] checks.
+    /// The request.
     #[must_use]
-    pub fn with_work(self, work: Work) -> Self {
-        Plan { work: Some(work), ..self }
+    pub fn spec(&self) -> &Spec {
+        &self.spec
     }
 
-    /// This plan on a GPU.
+    /// What identifies the kernel's code.
     #[must_use]
-    pub fn on_gpu(self, launch: Launch) -> Self {
-        Plan { launch: Some(launch), ..self }
+    pub fn key(&self) -> &KernelKey {
+        &self.key
     }
 
-    /// The plan in words and numbers.
+    /// What the backend whose type `L` is will launch. Only a reference is given: a launch plan cannot be put under another spec.
+    ///
+    /// # Errors
+    /// [`Error::NotAsPlanned`] for the plan of another backend.
+    pub fn launch_plan<L: LaunchPlan>(&self) -> Result<&L> {
+        let launch_plan: &dyn Any = &*self.launch_plan;
+        launch_plan.downcast_ref().ok_or(Error::NotAsPlanned { tensor: "plan", what: "backend" })
+    }
+
+    /// Queries per tile.
     #[must_use]
-    pub fn explain(&self) -> Explanation<'_> {
-        Explanation { plan: self, certificate: None }
+    pub fn block_m(&self) -> usize {
+        self.launch_plan.block_m()
     }
-}
 
-/// A plan in rows of a name and a text. `Display` prints them as a table.
-#[derive(Clone, Copy, Debug)]
-pub struct Explanation<'a> {
-    plan: &'a Plan,
-    certificate: Option<&'a Certificate>,
-}
-
-fn thousands(n: f64) -> String {
-    let digits = format!("{n:.0}");
-    let mut out = String::new();
-    for (at, c) in digits.chars().enumerate() {
-        if at > 0 && (digits.len() - at) % 3 == 0 && c != '-' {
-            out.push(',');
-        }
-        out.push(c);
-    }
-    out
-}
-
-impl<'a> Explanation<'a> {
-    /// With what was proven about the operands at hand.
+    /// Keys per block.
     #[must_use]
-    pub fn certified(self, certificate: &'a Certificate) -> Self {
-        Explanation { certificate: Some(certificate), ..self }
+    pub fn block_n(&self) -> usize {
+        self.launch_plan.block_n()
     }
 
-    /// The rows, in order.
+    /// Parts into which the keys are split among threads; 1 is unsplit.
     #[must_use]
-    pub fn rows(&self) -> Vec<(&'static str, String)> {
-        let Plan { spec, key, cost, .. } = self.plan;
-        let mask = match key.mask {
-            MaskClass::None => "none".to_owned(),
-            MaskClass::Bool => "bool, True = attend, read in place".to_owned(),
-            MaskClass::Additive => {
-                format!("additive {}, read in place", spec.mask.map_or(key.accumulation, |mask| mask.dtype))
-            }
-        };
-        let positions = {
-            let causal = spec.causal.map_or("no causal mask".to_owned(), |causal| {
-                format!("causal {}, diagonal at j = i + {}", causal.name(), spec.block_range().diagonal)
-            });
-            let end = |end: Option<usize>| end.map_or("unbounded".to_owned(), |n| n.to_string());
-            match (spec.window.left, spec.window.right) {
-                (None, None) => causal,
-                (left, right) => format!("{causal}; window left {}, right {}", end(left), end(right)),
-            }
-        };
-        let rounding = match key.p_rounding {
-            PRounding::Accumulation => format!("nowhere: p stays {}", key.accumulation),
-            PRounding::Storage => {
-                format!("to {} for the product with v; its sum stays {}", key.storage, key.accumulation)
-            }
-        };
-        let launch = self.plan.launch.as_ref();
-        let floor = match (cost.floor_seconds, launch) {
-            (Some(seconds), Some(launch)) => {
-                format!("{:.1} µs on {} multiprocessors", seconds * 1e6, launch.multiprocessors)
-            }
-            (Some(seconds), None) => {
-                format!(
-                    "{:.1} µs on {} threads ({} cycles of one core)",
-                    seconds * 1e6,
-                    self.plan.threads,
-                    thousands(cost.floor_cycles)
-                )
-            }
-            (None, _) => format!("{} cycles of one core", thousands(cost.floor_cycles)),
-        };
-        let mut rows = vec![
-            ("kernel", format!("{} {} on {}", key.kernel.name(), key.storage, key.arch.name())),
-            ("why", self.plan.why.clone()),
-        ];
-        if !self.plan.why_not_faster.is_empty() {
-            rows.push(("why not faster", self.plan.why_not_faster.clone()));
-        }
-        rows.extend([
-            (
-                "problem",
-                format!(
-                    "batch {}, heads {} / {}, q_len {}, kv_len {}, head_dim {} / {}",
-                    spec.batch(),
-                    spec.num_q_heads(),
-                    spec.num_kv_heads(),
-                    spec.q_len(),
-                    spec.kv_len(),
-                    spec.head_dim(),
-                    spec.head_dim_v()
-                ),
-            ),
-            ("q strides", format!("{:?}", spec.q.strides)),
-            ("k strides", format!("{:?}", spec.k.strides)),
-            ("v strides", format!("{:?}", spec.v.strides)),
-            ("out strides", format!("{:?}, {}", spec.out.strides, spec.out.dtype)),
-            ("positions", positions),
-            ("mask", mask),
-            ("accumulation", key.accumulation.to_string()),
-            ("p is rounded", rounding),
-            (
-                "tiles",
-                format!(
-                    "{} queries × {} keys, {} pieces of work, keys split in {}",
-                    self.plan.block_m, self.plan.block_n, self.plan.items, self.plan.num_splits
-                ),
-            ),
-        ]);
-        match launch {
-            None => rows.push(("threads", self.plan.threads.to_string())),
-            Some(launch) => rows.extend(launch.rows()),
-        }
-        rows.extend([
-            ("flops", thousands(cost.flops)),
-            ("bytes read", thousands(cost.bytes_read)),
-            ("bytes written", thousands(cost.bytes_written)),
-            ("floor", floor),
-            ("bytes_copied", format!("{} (no tensor is materialised)", cost.bytes_copied)),
-            (
-                "bytes_packed",
-                format!(
-                    "{} (cache tiles; K and V {})",
-                    thousands(cost.bytes_packed as f64),
-                    match (launch, self.plan.kv_in_place) {
-                        (Some(_), _) => "pass through shared memory",
-                        (None, true) => "are read where they lie",
-                        (None, false) => "are packed block by block",
-                    }
-                ),
-            ),
-            ("workspace_bytes", thousands(self.plan.workspace_bytes as f64)),
-        ]);
-        rows.extend(self.certificate.into_iter().flat_map(Certificate::rows));
-        rows
+    pub fn num_splits(&self) -> usize {
+        self.launch_plan.num_splits()
     }
-}
 
-impl Launch {
-    fn rows(&self) -> Vec<(&'static str, String)> {
-        let Launch { blocks, block_threads, shared_bytes, .. } = self;
-        let mut rows = vec![(
-            "launch",
-            format!(
-                "{blocks} blocks of {block_threads} threads, {} bytes of shared memory",
-                thousands(*shared_bytes as f64)
-            ),
-        )];
-        if let Some(compiled) = &self.compiled {
-            rows.push(("registers", format!("{}, {} bytes of local memory", compiled.registers, compiled.local_bytes)));
-            rows.push(("cubin", compiled.source.clone()));
-        }
-        rows
+    /// Independent pieces of work.
+    #[must_use]
+    pub fn items(&self) -> usize {
+        self.launch_plan.items()
     }
-}
 
-impl fmt::Display for Explanation<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let rows = self.rows();
-        let width = rows.iter().map(|(name, _)| name.len()).max().unwrap_or(0);
-        for (name, text) in rows {
-            writeln!(f, "{name:width$}  {text}")?;
-        }
-        Ok(())
+    /// Threads that the run will use.
+    #[must_use]
+    pub fn threads(&self) -> usize {
+        self.launch_plan.threads()
+    }
+
+    /// Scratch memory that the run needs.
+    #[must_use]
+    pub fn workspace_bytes(&self) -> usize {
+        self.launch_plan.workspace_bytes()
+    }
+
+    /// Cost and floor.
+    #[must_use]
+    pub fn cost(&self) -> &Cost {
+        self.launch_plan.cost()
+    }
+
+    /// Whether K and V are read where they lie (`true`), or in packed tiles.
+    #[must_use]
+    pub fn kv_in_place(&self) -> bool {
+        self.launch_plan.kv_in_place()
+    }
+
+    /// How rows and keys are dealt to items; `None` where nothing is attended.
+    #[must_use]
+    pub fn work(&self) -> Option<Work> {
+        self.launch_plan.work()
+    }
+
+    /// How a GPU kernel is launched; `None` on the host.
+    #[must_use]
+    pub fn launch(&self) -> Option<Launch> {
+        self.launch_plan.launch()
+    }
+
+    /// Why this kernel, in words.
+    #[must_use]
+    pub fn why(&self) -> String {
+        self.launch_plan.why(&self.spec, &self.key)
+    }
+
+    /// Why not a faster one, in words; empty if there is none.
+    #[must_use]
+    pub fn why_not_faster(&self) -> String {
+        self.launch_plan.why_not_faster(&self.spec, &self.key)
     }
 }
 

@@ -3,10 +3,11 @@
 //! All tensors are brought to one canonical order here: `q`, `out` as `[batch, num_q_heads, q_len, head_dim(_v)]`,
 //! `k`, `v` as `[batch, num_kv_heads, kv_len, head_dim(_v)]`, `mask` as `[batch, num_q_heads, q_len, kv_len]` with zero
 //! strides where it broadcasts, `lse` as `[batch, num_q_heads, q_len]`. No element moves: only sizes and strides are
-//! permuted. Deliberately absent: pointers, devices' capabilities, and any choice of a kernel.
+//! permuted. Deliberately absent: pointers (but for their alignment), devices' capabilities, and any choice of a kernel.
 
 use crate::{
-    BlockRange, COMPUTED, Causal, DType, Device, Error, Finite, Layout, Options, Result, Shape, Strides, View, Window,
+    Alignment, BlockRange, COMPUTED, Causal, DType, Device, Error, Finite, Layout, Options, Result, Shape, Strides,
+    TensorForm, Window,
 };
 
 /// A tensor without its pointer: `N` sizes and strides in canonical order.
@@ -18,6 +19,19 @@ pub struct TensorSpec<const N: usize> {
     pub shape: [usize; N],
     /// Strides in elements.
     pub strides: [isize; N],
+    /// What its address is a multiple of, as far as a kernel may depend on it.
+    pub alignment: Alignment,
+}
+
+impl<const N: usize> TensorSpec<N> {
+    /// A tensor whose dimensions are the last ones of `N`, the others 1; `None` if it has more.
+    pub(crate) fn of(form: &TensorForm) -> Option<Self> {
+        let missing = N.checked_sub(form.shape.len())?;
+        let (mut shape, mut strides) = ([1; N], [0; N]);
+        shape[missing..].copy_from_slice(&form.shape);
+        strides[missing..].copy_from_slice(&form.strides);
+        Some(TensorSpec { dtype: form.dtype, shape, strides, alignment: form.alignment })
+    }
 }
 
 /// What is computed.
@@ -88,31 +102,16 @@ pub struct Spec {
     pub layout: Layout,
 }
 
-/// Shape, strides and dtype as a door saw them, before they are brought to canonical order.
-#[derive(Clone, Copy, Debug)]
-struct Seen {
-    dtype: DType,
-    shape: Shape,
-    strides: Strides,
-    device: Device,
-}
-
-impl Seen {
-    fn of(view: &View<'_>) -> Self {
-        Seen { dtype: view.dtype(), shape: *view.shape(), strides: *view.strides(), device: view.device() }
-    }
-}
-
 /// Gathers a [`Spec`].
 #[derive(Clone, Debug)]
 pub struct SpecBuilder {
-    q: Seen,
-    k: Seen,
-    v: Seen,
-    mask: Option<Seen>,
-    sinks: Option<Seen>,
-    alibi_slopes: Option<Seen>,
-    out: Option<(DType, Shape, Strides, Device)>,
+    q: TensorForm,
+    k: TensorForm,
+    v: TensorForm,
+    mask: Option<TensorForm>,
+    sinks: Option<TensorForm>,
+    alibi_slopes: Option<TensorForm>,
+    out: Option<TensorForm>,
     lse: Lse,
     options: Options,
 }
@@ -121,7 +120,7 @@ pub struct SpecBuilder {
 enum Lse {
     None,
     Contiguous,
-    Given(DType, Shape, Strides, Device),
+    Given(TensorForm),
 }
 
 /// Dimensions in which q, k, v, out (rank 4) come to canonical order: where each canonical dimension is found.
@@ -138,13 +137,8 @@ fn canonical_order(rank: usize, layout: Layout) -> Option<[Option<usize>; 4]> {
 
 const RANKS: &str = "2 ([len, head_dim]), 3 ([heads, len, head_dim]) and 4 ([batch, heads, len, head_dim]) are served";
 
-fn canonical(
-    tensor: &'static str,
-    dtype: DType,
-    shape: &Shape,
-    strides: &Strides,
-    layout: Layout,
-) -> Result<TensorSpec<4>> {
+pub(crate) fn canonical(tensor: &'static str, form: &TensorForm, layout: Layout) -> Result<TensorSpec<4>> {
+    let TensorForm { dtype, shape, strides, alignment, .. } = form;
     let order = canonical_order(shape.len(), layout).ok_or(Error::Rank {
         tensor,
         got: shape.len(),
@@ -152,9 +146,10 @@ fn canonical(
         allowed: RANKS,
     })?;
     Ok(TensorSpec {
-        dtype,
+        dtype: *dtype,
         shape: order.map(|d| d.map_or(1, |d| shape[d])),
         strides: order.map(|d| d.map_or(0, |d| strides[d])),
+        alignment: *alignment,
     })
 }
 
@@ -188,7 +183,7 @@ fn floats_within(accumulation: DType) -> Vec<DType> {
     COMPUTED.iter().copied().filter(|&dtype| is_float_within(dtype, accumulation)).collect()
 }
 
-fn per_head(tensor: &'static str, seen: &Seen, num_q_heads: usize, accumulation: DType) -> Result<TensorSpec<1>> {
+fn per_head(tensor: &'static str, seen: &TensorForm, num_q_heads: usize, accumulation: DType) -> Result<TensorSpec<1>> {
     if !is_float_within(seen.dtype, accumulation) {
         let allowed = floats_within(accumulation);
         return Err(Error::UnsupportedDtype { tensor, got: seen.dtype, allowed });
@@ -197,36 +192,35 @@ fn per_head(tensor: &'static str, seen: &Seen, num_q_heads: usize, accumulation:
     if seen.shape != expected {
         return Err(Error::ShapeMismatch { tensor, got: seen.shape, expected });
     }
-    Ok(TensorSpec { dtype: seen.dtype, shape: [seen.shape[0]], strides: [seen.strides[0]] })
+    TensorSpec::of(seen).ok_or(Error::ShapeMismatch { tensor, got: seen.shape, expected })
 }
 
 impl SpecBuilder {
     /// With a boolean (True = attend) or additive mask.
     #[must_use]
-    pub fn mask(mut self, mask: Option<&View<'_>>) -> Self {
-        self.mask = mask.map(Seen::of);
+    pub fn mask(mut self, mask: Option<impl Into<TensorForm>>) -> Self {
+        self.mask = mask.map(Into::into);
         self
     }
 
     /// With one more logit per head, `[num_q_heads]`.
     #[must_use]
-    pub fn sinks(mut self, sinks: Option<&View<'_>>) -> Self {
-        self.sinks = sinks.map(Seen::of);
+    pub fn sinks(mut self, sinks: Option<impl Into<TensorForm>>) -> Self {
+        self.sinks = sinks.map(Into::into);
         self
     }
 
     /// With ALiBi slopes, `[num_q_heads]`.
     #[must_use]
-    pub fn alibi_slopes(mut self, slopes: Option<&View<'_>>) -> Self {
-        self.alibi_slopes = slopes.map(Seen::of);
+    pub fn alibi_slopes(mut self, slopes: Option<impl Into<TensorForm>>) -> Self {
+        self.alibi_slopes = slopes.map(Into::into);
         self
     }
 
-    /// With an output of this shape and these strides, in the layout of the options. Without this call the output is
-    /// row-major in that layout.
+    /// With an output of this form, in the layout of the options. Without this call the output is row-major in that layout.
     #[must_use]
-    pub fn out(mut self, dtype: DType, shape: Shape, strides: Strides, device: Device) -> Self {
-        self.out = Some((dtype, shape, strides, device));
+    pub fn out(mut self, out: impl Into<TensorForm>) -> Self {
+        self.out = Some(out.into());
         self
     }
 
@@ -237,10 +231,10 @@ impl SpecBuilder {
         self
     }
 
-    /// With lse of this shape and these strides, `[batch, num_q_heads, q_len]` whatever the layout.
+    /// With lse of this form, `[batch, num_q_heads, q_len]` whatever the layout.
     #[must_use]
-    pub fn lse(mut self, dtype: DType, shape: Shape, strides: Strides, device: Device) -> Self {
-        self.lse = Lse::Given(dtype, shape, strides, device);
+    pub fn lse(mut self, lse: impl Into<TensorForm>) -> Self {
+        self.lse = Lse::Given(lse.into());
         self
     }
 
@@ -262,7 +256,7 @@ impl SpecBuilder {
         let accumulation = storage.accumulation();
         let rank = q_seen.shape.len();
         let layout = options.layout;
-        let to_4d = |tensor, seen: &Seen| canonical(tensor, seen.dtype, &seen.shape, &seen.strides, layout);
+        let to_4d = |tensor, seen: &TensorForm| canonical(tensor, seen, layout);
         let (q, k, v) = (to_4d("q", q_seen)?, to_4d("k", k_seen)?, to_4d("v", v_seen)?);
         for (tensor, seen) in [("k", k_seen), ("v", v_seen)] {
             if seen.shape.len() != rank {
@@ -311,7 +305,7 @@ impl SpecBuilder {
             broadcast_mask(seen, [batch, num_q_heads, q_len, kv_len])
         });
         let mask = mask.transpose()?;
-        let vector = |tensor, seen: &Option<Seen>| {
+        let vector = |tensor, seen: &Option<TensorForm>| {
             seen.as_ref().map(|seen| per_head(tensor, seen, num_q_heads, accumulation)).transpose()
         };
         let (sinks, alibi_slopes) = (vector("sinks", &self.sinks)?, vector("alibi_slopes", &self.alibi_slopes)?);
@@ -333,8 +327,8 @@ impl SpecBuilder {
         let others = [("k", Some(k_seen)), ("v", Some(v_seen)), ("mask", self.mask.as_ref())];
         let vectors = [("sinks", self.sinks.as_ref()), ("alibi_slopes", self.alibi_slopes.as_ref())];
         let outs = [
-            ("out", self.out.map(|(.., device)| device)),
-            ("lse", if let Lse::Given(.., device) = self.lse { Some(device) } else { None }),
+            ("out", self.out.map(|out| out.device)),
+            ("lse", if let Lse::Given(lse) = self.lse { Some(lse.device) } else { None }),
         ];
         let inputs = others.iter().chain(&vectors).map(|(tensor, seen)| (*tensor, seen.map(|seen| seen.device)));
         for (tensor, got) in inputs.chain(outs) {
@@ -356,14 +350,14 @@ impl SpecBuilder {
             return Err(Error::Overflow { tensor: "out", shape: out_shape, strides: Strides::from([]) });
         }
         let out = match self.out {
-            Some((dtype, shape, strides, _)) => {
-                if shape != out_shape {
-                    return Err(Error::ShapeMismatch { tensor: "out", got: shape, expected: out_shape });
+            Some(out) => {
+                if out.shape != out_shape {
+                    return Err(Error::ShapeMismatch { tensor: "out", got: out.shape, expected: out_shape });
                 }
-                if dtype != out_dtype {
-                    return Err(Error::UnsupportedDtype { tensor: "out", got: dtype, allowed: vec![out_dtype] });
+                if out.dtype != out_dtype {
+                    return Err(Error::OtherDtype { tensor: "out", expected: out_dtype, got: out.dtype });
                 }
-                canonical("out", dtype, &shape, &strides, layout)?
+                canonical("out", &out, layout)?
             }
             None => {
                 let strides = out_shape.contiguous().ok_or(Error::Overflow {
@@ -371,15 +365,10 @@ impl SpecBuilder {
                     shape: out_shape,
                     strides: Strides::from([]),
                 })?;
-                canonical("out", out_dtype, &out_shape, &strides, layout)?
+                canonical("out", &TensorForm::new(out_dtype, out_shape, strides, device), layout)?
             }
         };
         let lse_shape = Shape::new(&[batch, num_q_heads, q_len][4 - rank..]).expect("at most three dimensions");
-        let lse_4d = |strides: &Strides| {
-            let mut at = [0isize; 3];
-            at[4 - rank..].copy_from_slice(strides);
-            TensorSpec { dtype: accumulation, shape: [batch, num_q_heads, q_len], strides: at }
-        };
         let lse = match self.lse {
             Lse::None => None,
             Lse::Contiguous => {
@@ -388,16 +377,16 @@ impl SpecBuilder {
                     shape: lse_shape,
                     strides: Strides::from([]),
                 })?;
-                Some(lse_4d(&strides))
+                TensorSpec::of(&TensorForm::new(accumulation, lse_shape, strides, device))
             }
-            Lse::Given(dtype, shape, strides, _) => {
-                if shape != lse_shape {
-                    return Err(Error::ShapeMismatch { tensor: "lse", got: shape, expected: lse_shape });
+            Lse::Given(lse) => {
+                if lse.shape != lse_shape {
+                    return Err(Error::ShapeMismatch { tensor: "lse", got: lse.shape, expected: lse_shape });
                 }
-                if dtype != accumulation {
-                    return Err(Error::UnsupportedDtype { tensor: "lse", got: dtype, allowed: vec![accumulation] });
+                if lse.dtype != accumulation {
+                    return Err(Error::OtherDtype { tensor: "lse", expected: accumulation, got: lse.dtype });
                 }
-                Some(lse_4d(&strides))
+                TensorSpec::of(&lse)
             }
         };
 
@@ -423,7 +412,7 @@ impl SpecBuilder {
     }
 }
 
-fn broadcast_mask(seen: &Seen, target: [usize; 4]) -> Result<MaskSpec> {
+pub(crate) fn broadcast_mask(seen: &TensorForm, target: [usize; 4]) -> Result<MaskSpec> {
     let mismatch = || Error::MaskShape { got: seen.shape, expected: Shape::from(target) };
     let missing = target.len().checked_sub(seen.shape.len()).ok_or_else(mismatch)?;
     let mut strides = [0isize; 4];
@@ -434,7 +423,7 @@ fn broadcast_mask(seen: &Seen, target: [usize; 4]) -> Result<MaskSpec> {
             _ => return Err(mismatch()),
         }
     }
-    Ok(TensorSpec { dtype: seen.dtype, shape: target, strides })
+    Ok(TensorSpec { dtype: seen.dtype, shape: target, strides, alignment: seen.alignment })
 }
 
 impl Spec {
@@ -468,13 +457,18 @@ impl Spec {
         dtypes && groups && sizes && lse && mask && vectors
     }
 
-    /// Starts a spec from the three inputs.
+    /// Starts a spec from the three inputs: views, or forms of tensors that are nowhere yet.
     #[must_use]
-    pub fn builder(q: &View<'_>, k: &View<'_>, v: &View<'_>, options: &Options) -> SpecBuilder {
+    pub fn builder(
+        q: impl Into<TensorForm>,
+        k: impl Into<TensorForm>,
+        v: impl Into<TensorForm>,
+        options: &Options,
+    ) -> SpecBuilder {
         SpecBuilder {
-            q: Seen::of(q),
-            k: Seen::of(k),
-            v: Seen::of(v),
+            q: q.into(),
+            k: k.into(),
+            v: v.into(),
             mask: None,
             sinks: None,
             alibi_slopes: None,
@@ -550,18 +544,4 @@ impl Spec {
     pub fn lse_shape(&self, rank: usize) -> Shape {
         Shape::new(&self.out.shape[4 - rank..3]).expect("at most three dimensions")
     }
-}
-
-pub(crate) fn canonical_strides(
-    tensor: &'static str,
-    dtype: DType,
-    shape: &Shape,
-    strides: &Strides,
-    layout: Layout,
-) -> Result<TensorSpec<4>> {
-    canonical(tensor, dtype, shape, strides, layout)
-}
-
-pub(crate) fn mask_strides(mask: &View<'_>, target: [usize; 4]) -> Result<MaskSpec> {
-    broadcast_mask(&Seen::of(mask), target)
 }

@@ -17,8 +17,9 @@ use rapt_core::{
     Arch, COMPUTED, Caps, DType, Element, Executor, Kernel, Operands, Options, Result, SerialExecutor, Spec, Tensors,
     View, ViewMut, Workspace,
 };
+use rapt_cpu::run;
 use rapt_cpu::tiles::{DecodeTile, ForwardTile, Tiles};
-use rapt_cpu::tune::{run_with, select_with};
+use rapt_cpu::tune::select_with;
 use rapt_testkit::{Config, Rng, conformance};
 
 /// A faster candidate is taken only beyond this: below it is noise.
@@ -156,17 +157,15 @@ impl<T: Number> Bench<T> {
             lse: None,
         };
         let out = &tensors.out;
-        let spec = Spec::builder(&tensors.q, &tensors.k, &tensors.v, &options)
-            .out(out.dtype(), *out.shape(), *out.strides(), out.device())
-            .build()
-            .expect("a valid request");
+        let spec =
+            Spec::builder(&tensors.q, &tensors.k, &tensors.v, &options).out(out).build().expect("a valid request");
         let caps = Caps { arch: job.arch, threads: job.executor.threads(), clock_hz: None };
         let plan = select_with(&spec, &caps, tiles).expect("a plan");
-        assert_eq!(plan.key.kernel == Kernel::Decode, job.kernel == "decode", "a shape of the class");
-        workspace.ensure(plan.workspace_bytes).expect("memory");
+        assert_eq!(plan.key().kernel == Kernel::Decode, job.kernel == "decode", "a shape of the class");
+        workspace.ensure(plan.workspace_bytes()).expect("memory");
         let mut operands = Operands::check(tensors, &spec).expect("valid operands");
         let start = Instant::now();
-        run_with(&plan, tiles, &mut operands, workspace, job.executor).expect("a run");
+        run(&plan, &mut operands, workspace, job.executor).expect("a run");
         start.elapsed().as_secs_f64()
     }
 }
@@ -214,8 +213,8 @@ fn obeys(job: &Job<'_>, numbers: &Numbers, proven: &mut Proven) {
     let mut workspace = Workspace::new();
     let mut engine = |spec: &Spec, tensors: Tensors<'_>| {
         let plan = select_with(spec, &Caps { arch: job.arch, threads: 1, clock_hz: None }, &tiles)?;
-        workspace.ensure(plan.workspace_bytes)?;
-        run_with(&plan, &tiles, &mut Operands::check(tensors, spec)?, &mut workspace, &SerialExecutor)
+        workspace.ensure(plan.workspace_bytes())?;
+        run(&plan, &mut Operands::check(tensors, spec)?, &mut workspace, &SerialExecutor)
     };
     let config = Config { problems: 12, dtypes: vec![job.dtype], fixed: false, ..Config::default() };
     if let Err(failure) = conformance(&mut engine, &config) {

@@ -1,7 +1,7 @@
 //! Attention on CPUs: AVX-512, AVX2, NEON and plain Rust from one generic body.
 //!
 //! ```text
-//! select(&Spec, &Caps) -> Plan      pure                                    select.rs
+//! select(&Spec, &Caps) -> Plan      pure                                    select/
 //!   tiles: how large pieces are     measured by `cargo xtask tune`          tiles/
 //! run(&Plan, Operands, …)           deals items to threads                  run.rs
 //!   forward: many queries           queries along the lanes                 kernels/forward.rs
@@ -12,12 +12,17 @@
 mod arch;
 mod caps;
 mod kernels;
+mod launch;
+mod partition;
 mod problem;
 mod run;
+mod scratch;
 mod select;
 pub mod tiles;
 pub mod tune;
 
+pub use arch::{KernelVariant, Step};
 pub use caps::{available, detect};
+pub use launch::CpuLaunch;
 pub use run::run;
 pub use select::select;

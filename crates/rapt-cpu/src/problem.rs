@@ -1,11 +1,9 @@
-//! A request as the kernels see it: pointers, strides and sizes, and how the work is cut into items.
-//!
-//! A *task* is one group of heads that share K and V (forward: one head, or a whole group if few queries are stacked;
-//! decode: always a whole group). Its *rows* are the queries of its heads, head by head. An *item* is a run of rows
-//! (forward) or a chunk of keys (decode) of one task. Rows never depend on one another, so the cut of rows may follow the
-//! number of threads; the cut of keys follows `block_n` alone.
+//! A request as the kernels see it: pointers, strides and sizes, its partition into items, and its scratch memory.
 
-use rapt_core::{BlockRange, DType, MaskClass, Operands, Plan, TensorSpec, Tile};
+use rapt_core::{BlockRange, DType, MaskClass, Operands, Spec, TensorSpec, Tile};
+
+use crate::partition::Partition;
+use crate::scratch::Scratch;
 
 /// A tensor that is read, in canonical order; strides in elements.
 #[derive(Clone, Copy, Debug)]
@@ -36,6 +34,10 @@ impl<const N: usize> Input<N> {
 }
 
 impl<const N: usize> Output<N> {
+    pub(crate) fn new(ptr: *mut u8, spec: &TensorSpec<N>) -> Self {
+        Output { ptr, dtype: spec.dtype, strides: spec.strides }
+    }
+
     /// The address of an element.
     #[inline(always)]
     pub(crate) fn at(&self, index: [usize; N]) -> *mut u8 {
@@ -49,8 +51,8 @@ fn offset<const N: usize>(strides: &[isize; N], index: [usize; N]) -> isize {
     strides.iter().zip(index).fold(0isize, |sum, (stride, i)| sum.wrapping_add(stride.wrapping_mul(i as isize)))
 }
 
-/// How the keys of a run of rows are limited, and by what.
-#[derive(Clone, Copy, Debug)]
+/// What is done to a product of q and k before the softmax.
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Scores {
     /// `|softmax_scale|`; its sign goes into q, exactly.
     pub(crate) scale: f64,
@@ -64,6 +66,18 @@ pub(crate) struct Scores {
 }
 
 impl Scores {
+    pub(crate) fn new(spec: &Spec, mask: MaskClass) -> Self {
+        let scale = spec.softmax_scale.get();
+        let most = if spec.numerics.accumulation == DType::F64 { f64::MAX } else { f64::from(f32::MAX) };
+        Scores {
+            scale: scale.abs(),
+            negate_q: scale < 0.0,
+            // A cap beyond the accumulation dtype caps none of its numbers.
+            softcap: spec.softcap.map(rapt_core::Finite::get).filter(|&cap| cap <= most),
+            natural: spec.softcap.is_some() || spec.alibi_slopes.is_some() || mask == MaskClass::Additive,
+        }
+    }
+
     /// What a difference of scores is multiplied with in the exponent of 2.
     pub(crate) fn exponent(&self) -> f64 {
         std::f64::consts::LOG2_E * if self.natural { 1.0 } else { self.scale }
@@ -75,38 +89,13 @@ impl Scores {
     }
 }
 
-/// The geometry of the cut into items, and of scratch memory.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Cut {
-    /// Heads per task.
-    pub(crate) heads: usize,
-    /// Rows of one task.
-    pub(crate) rows: usize,
-    /// Rows per item (forward), or all rows (decode).
-    pub(crate) chunk_rows: usize,
-    /// Keys per block.
-    pub(crate) block_n: usize,
-    /// Forward: whether a rest of at most one vector of rows gets a tile of one vector.
-    pub(crate) narrow: bool,
-    /// Decode: keys per block of the second product.
-    pub(crate) pv_keys: usize,
-    /// Decode: how many bytes of K or V lie between what is read and what is asked for; 0: nothing is.
-    pub(crate) ahead_bytes: usize,
-    /// Tasks.
-    pub(crate) tasks: usize,
-    /// Items per task.
-    pub(crate) chunks: usize,
-    /// Whether K and V are read where they lie.
-    pub(crate) k_in_place: bool,
-    /// As above, for V.
-    pub(crate) v_in_place: bool,
-}
-
-/// One piece of work.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Item {
-    pub(crate) task: usize,
-    pub(crate) chunk: usize,
+/// What select decides of a [`Problem`]: all of it but what the spec and the operands say.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct Decisions {
+    pub(crate) partition: Partition,
+    /// Of each thread.
+    pub(crate) scratch: Scratch,
+    pub(crate) scores: Scores,
 }
 
 /// A request as the kernels see it.
@@ -128,7 +117,9 @@ pub(crate) struct Problem {
     pub(crate) head_dim_v: usize,
     pub(crate) range: BlockRange,
     pub(crate) scores: Scores,
-    pub(crate) cut: Cut,
+    pub(crate) partition: Partition,
+    /// Of each thread.
+    pub(crate) scratch: Scratch,
     /// Decode: `[tasks][chunks][rows][head_dim_v + 2]` of the accumulation dtype: partial o, max, sum.
     pub(crate) partials: *mut u8,
 }
@@ -145,18 +136,16 @@ pub(crate) struct Row {
 }
 
 impl Problem {
-    pub(crate) fn new(plan: &Plan, cut: Cut, operands: &mut Operands<'_>, partials: *mut u8) -> Self {
-        let spec = &plan.spec;
+    pub(crate) fn new(spec: &Spec, decisions: &Decisions, operands: &mut Operands<'_>, partials: *mut u8) -> Self {
         let (out, lse) = (operands.out_ptr(), operands.lse_ptr());
         let tensors = operands.tensors();
-        let scale = spec.softmax_scale.get();
-        let most = if spec.numerics.accumulation == DType::F64 { f64::MAX } else { f64::from(f32::MAX) };
+        let Decisions { partition, scratch, scores } = *decisions;
         Problem {
             q: Input::new(tensors.q.as_ptr(), &spec.q),
             k: Input::new(tensors.k.as_ptr(), &spec.k),
             v: Input::new(tensors.v.as_ptr(), &spec.v),
-            out: Output { ptr: out, dtype: spec.out.dtype, strides: spec.out.strides },
-            lse: spec.lse.as_ref().zip(lse).map(|(lse, ptr)| Output { ptr, dtype: lse.dtype, strides: lse.strides }),
+            out: Output::new(out, &spec.out),
+            lse: spec.lse.as_ref().zip(lse).map(|(lse, ptr)| Output::new(ptr, lse)),
             mask: spec.mask.as_ref().zip(tensors.mask).map(|(mask, view)| Input::new(view.as_ptr(), mask)),
             sinks: spec.sinks.as_ref().zip(tensors.sinks).map(|(sinks, view)| Input::new(view.as_ptr(), sinks)),
             alibi_slopes: spec
@@ -171,14 +160,9 @@ impl Problem {
             head_dim: spec.head_dim(),
             head_dim_v: spec.head_dim_v(),
             range: spec.block_range(),
-            scores: Scores {
-                scale: scale.abs(),
-                negate_q: scale < 0.0,
-                // A cap beyond the accumulation dtype caps none of its numbers.
-                softcap: spec.softcap.map(rapt_core::Finite::get).filter(|&cap| cap <= most),
-                natural: spec.softcap.is_some() || spec.alibi_slopes.is_some() || plan.key.mask == MaskClass::Additive,
-            },
-            cut,
+            scores,
+            partition,
+            scratch,
             partials,
         }
     }
@@ -186,8 +170,8 @@ impl Problem {
     /// The batch index and first head of a task.
     #[inline(always)]
     pub(crate) fn task_origin(&self, task: usize) -> (usize, usize) {
-        let per_batch = self.num_q_heads / self.cut.heads;
-        (task / per_batch, task % per_batch * self.cut.heads)
+        let per_batch = self.num_q_heads / self.partition.heads;
+        (task / per_batch, task % per_batch * self.partition.heads)
     }
 
     /// The query behind row `r` of a task.

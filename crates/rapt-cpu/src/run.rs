@@ -1,16 +1,15 @@
-//! Runs a plan: deals items out to threads. Allocates nothing, selects nothing, trusts neither the plan's public fields nor
-//! the executor with memory safety.
+//! Runs a plan: deals its items out to threads. Derives nothing and chooses nothing: all of that is the plan's [`CpuLaunch`].
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use rapt_core::{DType, Error, Executor, Kernel, Operands, Plan, Result, Workspace};
+use rapt_core::{DType, Error, Executor, Operands, Plan, Result, Spec, Workspace};
 
-use crate::arch::{self, Entry, Step};
+use crate::arch::{Entry, KernelVariant};
 use crate::caps::available;
 use crate::kernels::simd::Real;
-use crate::problem::{Item, Problem};
-use crate::select::{cut, partials_bytes, scratch_bytes};
-use crate::tiles::Tiles;
+use crate::launch::{CpuLaunch, Steps};
+use crate::partition::Item;
+use crate::problem::{Output, Problem};
 
 /// A pointer that threads share; each uses a part of its own.
 struct Shared(*mut u8);
@@ -20,93 +19,49 @@ unsafe impl Sync for Shared {}
 /// Runs `plan` on `operands`, which were checked against its spec. `out` and `lse` are written when it returns.
 ///
 /// # Errors
-/// [`Error::OutOfMemory`] if `workspace` is shorter than the plan asks; [`Error::NotAsPlanned`] for operands of another
-/// spec; [`Error::WorkerPanicked`].
+/// [`Error::OutOfMemory`] if `workspace` is shorter than the plan needs; [`Error::NotAsPlanned`] for operands of another
+/// spec or the plan of another backend; [`Error::Unsupported`] for a plan of an instruction set that is not here;
+/// [`Error::WorkerPanicked`], [`Error::WorkLeftUndone`].
 pub fn run(plan: &Plan, operands: &mut Operands<'_>, workspace: &mut Workspace, executor: &dyn Executor) -> Result<()> {
-    run_tiled(plan, &Tiles::of(&plan.spec, plan.key.arch), operands, workspace, executor)
-}
-
-/// As [`run`], with tiles of the caller's choice: for [`tune`](crate::tune).
-pub(crate) fn run_tiled(
-    plan: &Plan,
-    tiles: &Tiles,
-    operands: &mut Operands<'_>,
-    workspace: &mut Workspace,
-    executor: &dyn Executor,
-) -> Result<()> {
-    operands.expect(&plan.spec)?;
-    let (spec, kernel, arch, threads) = (&plan.spec, plan.key.kernel, plan.key.arch, plan.threads.max(1));
-    if kernel == Kernel::Empty {
-        fill_empty(plan, operands);
+    let launch: &CpuLaunch = plan.launch_plan()?;
+    operands.expect(plan.spec())?;
+    let Some(Steps { main, combine, decisions, scratch_bytes, .. }) = &launch.steps else {
+        fill_empty(plan.spec(), operands);
         return Ok(());
-    }
-    let storage = spec.numerics.storage;
-    let entry = |step| {
-        let missing = || Error::unsupported(arch.name(), "this machine or build lacks it", "plan on this machine");
-        if !available().contains(&arch) {
-            return Err(missing());
-        }
-        arch::entry(arch, step, storage).ok_or_else(missing)
     };
-    let cut = cut(spec, kernel, arch, threads, tiles);
-    let scratch = scratch_bytes(spec, kernel, arch, &cut);
-    // Asked of the spec again, not of the plan: a plan's fields are public.
-    let bytes = threads.saturating_mul(scratch).saturating_add(partials_bytes(spec, kernel, &cut));
-    if workspace.len_bytes() < bytes {
-        return Err(Error::OutOfMemory { bytes });
+    let main = entry(main)?;
+    let combine = combine.as_ref().map(entry).transpose()?;
+    if workspace.len_bytes() < launch.workspace_bytes {
+        return Err(Error::OutOfMemory { bytes: launch.workspace_bytes });
     }
     let base = workspace.as_mut_ptr();
-    let partials = base.wrapping_add(threads * scratch);
-    let problem = Problem::new(plan, cut, operands, partials);
-    let pool = Pool { executor, threads, scratch, base: Shared(base) };
-    match kernel {
-        Kernel::Decode => {
-            let items = cut.tasks * cut.chunks;
-            // Where the rows of all heads lie between one key and the next, heads follow one another: the same pages.
-            let heads = spec.num_q_heads() / cut.heads.max(1);
-            let interleaved = spec.k.strides[2].unsigned_abs() > spec.k.strides[1].unsigned_abs();
-            let order = move |n: usize| {
-                let (batch, rest) = (n / (heads * cut.chunks), n % (heads * cut.chunks));
-                if interleaved {
-                    Item { task: batch * heads + rest % heads, chunk: rest / heads }
-                } else {
-                    in_order(n, cut.chunks)
-                }
-            };
-            // SAFETY: the entry is for an instruction set that this machine has.
-            unsafe { pool.deal(entry(Step::Decode)?, &problem, items, order) }?;
-            if cut.chunks > 1 {
-                // SAFETY: as above; every chunk is written.
-                unsafe { pool.deal(entry(Step::Combine)?, &problem, cut.tasks, |task| Item { task, chunk: 0 }) }?;
-            }
-            Ok(())
-        }
-        _ => {
-            let items = cut.tasks * cut.chunks;
-            let heavy_last = spec.causal.is_some();
-            // Under a causal mask the last rows see the most keys: they go first, so that the threads end together.
-            let order = move |n: usize| {
-                if heavy_last {
-                    Item { task: n % cut.tasks, chunk: cut.chunks - 1 - n / cut.tasks }
-                } else {
-                    in_order(n, cut.chunks)
-                }
-            };
-            // SAFETY: the entry is for an instruction set that this machine has.
-            unsafe { pool.deal(entry(Step::Forward)?, &problem, items, order) }
-        }
+    let partials = base.wrapping_add(launch.threads * scratch_bytes);
+    let problem = Problem::new(plan.spec(), decisions, operands, partials);
+    let pool = Pool { executor, threads: launch.threads, scratch_bytes: *scratch_bytes, base: Shared(base) };
+    let partition = &problem.partition;
+    // SAFETY: the entry is of an instruction set that this machine has; each item has rows, or partial rows, of its own.
+    unsafe { pool.deal(main, &problem, partition.items(), |n| partition.item(n)) }?;
+    if let Some(combine) = combine {
+        // SAFETY: as above; every chunk is written.
+        unsafe { pool.deal(combine, &problem, partition.tasks, |task| Item { task, chunk: 0 }) }?;
     }
+    Ok(())
 }
 
-fn in_order(n: usize, chunks: usize) -> Item {
-    Item { task: n / chunks, chunk: n % chunks }
+/// The entry point of `variant`, which this machine has.
+fn entry(variant: &KernelVariant) -> Result<Entry> {
+    let missing = || Error::unsupported(variant.arch.name(), "this machine or build lacks it", "plan on this machine");
+    if !available().contains(&variant.arch) {
+        return Err(missing());
+    }
+    variant.entry().ok_or_else(missing)
 }
 
 /// Threads with scratch memory of their own.
 struct Pool<'a> {
     executor: &'a dyn Executor,
     threads: usize,
-    scratch: usize,
+    scratch_bytes: usize,
     base: Shared,
 }
 
@@ -130,7 +85,7 @@ impl Pool<'_> {
             if slot >= self.threads {
                 return;
             }
-            let scratch = base.0.wrapping_add(slot * self.scratch);
+            let scratch = base.0.wrapping_add(slot * self.scratch_bytes);
             loop {
                 let n = next.fetch_add(1, Ordering::Relaxed);
                 if n >= items {
@@ -149,20 +104,19 @@ impl Pool<'_> {
 }
 
 /// Zeros in `out`, −inf in `lse`.
-fn fill_empty(plan: &Plan, operands: &mut Operands<'_>) {
-    let spec = &plan.spec;
+fn fill_empty(spec: &Spec, operands: &mut Operands<'_>) {
     if spec.out.shape.contains(&0) {
         return;
     }
-    let cut = cut(spec, Kernel::Empty, plan.key.arch, 1, &Tiles::DEFAULT);
-    let problem = Problem::new(plan, cut, operands, std::ptr::null_mut());
+    let out = Output::new(operands.out_ptr(), &spec.out);
+    let lse = spec.lse.as_ref().zip(operands.lse_ptr()).map(|(lse, ptr)| Output::new(ptr, lse));
     let [batch, heads, q_len, dim] = spec.out.shape;
     for (b, h, i) in (0..batch).flat_map(|b| (0..heads).flat_map(move |h| (0..q_len).map(move |i| (b, h, i)))) {
         for d in 0..dim {
             // SAFETY: an element of out; 0 is the same in every dtype.
-            unsafe { f64::ZERO.store_as(problem.out.dtype, problem.out.at([b, h, i, d])) };
+            unsafe { f64::ZERO.store_as(out.dtype, out.at([b, h, i, d])) };
         }
-        if let Some(lse) = &problem.lse {
+        if let Some(lse) = &lse {
             debug_assert!(matches!(lse.dtype, DType::F32 | DType::F64));
             // SAFETY: an element of lse.
             unsafe { f64::NEG_INFINITY.store_as(lse.dtype, lse.at([b, h, i])) };

@@ -16,14 +16,14 @@ fn run(arch: Arch, tensors: Tensors<'_>, options: &Options) {
         .mask(mask.as_ref())
         .sinks(sinks.as_ref())
         .alibi_slopes(alibi_slopes.as_ref())
-        .out(out.dtype(), *out.shape(), *out.strides(), out.device());
+        .out(out);
     if let Some(lse) = lse {
-        builder = builder.lse(lse.dtype(), *lse.shape(), *lse.strides(), lse.device());
+        builder = builder.lse(lse);
     }
     let spec = builder.build().unwrap();
     let plan = rapt_cpu::select(&spec, &Caps { arch, threads: 1, clock_hz: None }).unwrap();
     let mut workspace = Workspace::new();
-    workspace.ensure(plan.workspace_bytes).unwrap();
+    workspace.ensure(plan.workspace_bytes()).unwrap();
     let mut operands = Operands::check(tensors, &spec).unwrap();
     plan.certificate(&operands).unwrap();
     rapt_cpu::run(&plan, &mut operands, &mut workspace, &SerialExecutor).unwrap();

@@ -26,7 +26,7 @@ fn engine(arch: rapt_core::Arch, executor: &dyn Executor) -> impl FnMut(&Spec, T
     let mut workspace = Workspace::new();
     move |spec, tensors| {
         let plan = rapt_cpu::select(spec, &Caps { arch, threads: executor.threads(), clock_hz: None })?;
-        workspace.ensure(plan.workspace_bytes)?;
+        workspace.ensure(plan.workspace_bytes())?;
         rapt_cpu::run(&plan, &mut Operands::check(tensors, spec)?, &mut workspace, executor)
     }
 }

@@ -12,7 +12,7 @@ fn engine(arch: Arch) -> Box<Engine<'static>> {
     let mut workspace = Workspace::new();
     Box::new(move |spec, tensors| {
         let plan = rapt_cpu::select(spec, &Caps { arch, threads: 1, clock_hz: None })?;
-        workspace.ensure(plan.workspace_bytes)?;
+        workspace.ensure(plan.workspace_bytes())?;
         let mut operands = Operands::check(tensors, spec)?;
         plan.certificate(&operands)?;
         rapt_cpu::run(&plan, &mut operands, &mut workspace, &SerialExecutor)

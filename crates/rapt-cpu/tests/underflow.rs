@@ -58,18 +58,14 @@ fn run(arch: Arch, case: &Case, values: &Values) -> Ran {
         lse: Some(lse.view_mut("lse", 1)),
     };
     let options: Options = case.options();
-    let spec = Spec::builder(&tensors.q, &tensors.k, &tensors.v, &options).mask(tensors.mask.as_ref()).out(
-        dtype,
-        *tensors.out.shape(),
-        *tensors.out.strides(),
-        tensors.out.device(),
-    );
+    let spec =
+        Spec::builder(&tensors.q, &tensors.k, &tensors.v, &options).mask(tensors.mask.as_ref()).out(&tensors.out);
     let lse_view = tensors.lse.as_ref().expect("asked for");
-    let spec = spec.lse(lse_view.dtype(), *lse_view.shape(), *lse_view.strides(), lse_view.device()).build().unwrap();
+    let spec = spec.lse(lse_view).build().unwrap();
     let expected = law(&spec, &tensors);
     let plan = rapt_cpu::select(&spec, &Caps { arch, threads: 1, clock_hz: None }).unwrap();
     let mut workspace = Workspace::new();
-    workspace.ensure(plan.workspace_bytes).unwrap();
+    workspace.ensure(plan.workspace_bytes()).unwrap();
     let mut operands = Operands::check(tensors, &spec).unwrap();
     rapt_cpu::run(&plan, &mut operands, &mut workspace, &SerialExecutor).unwrap();
     Ran { out: out.values(), lse: lse.values(), expected: [expected.out, expected.lse] }

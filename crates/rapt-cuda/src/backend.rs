@@ -7,7 +7,7 @@
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock};
 
-use rapt_core::{Compiled, Device, DeviceMemory, Error, Kernel, Launch, Operands, Plan, Result as CoreResult, Spec};
+use rapt_core::{Compiled, Device, DeviceMemory, Error, Launch, Operands, Plan, Result as CoreResult, Spec};
 use rustc_hash::FxHashMap;
 
 use crate::cache::{Cache, Name};
@@ -16,7 +16,7 @@ use crate::error::{CudaError, Result};
 use crate::params::{HopperMaps, HopperParams, Params};
 use crate::result::driver::{Cuda, Driver, Facts, Function, Grid};
 use crate::result::nvrtc::{Compiler, Nvrtc};
-use crate::select::{Caps, Design, Loads, design, design_with, select};
+use crate::select::{Caps, CudaLaunch, Design, Loads, decide, design_with};
 use crate::shipped::{self, ShippedFacts};
 use crate::tensor_map::{Copied, CopyMap, OUT_BOX_ROWS};
 
@@ -167,7 +167,7 @@ impl Backend {
     /// What runs for `spec`, its kernels compiled and loaded.
     ///
     /// # Errors
-    /// As [`select`]; [`Error::DeviceUnavailable`] and [`Error::DeviceFailed`].
+    /// As [`select`](crate::select()); [`Error::DeviceUnavailable`] and [`Error::DeviceFailed`].
     pub fn plan(&self, spec: &Spec) -> CoreResult<Plan> {
         let Device::Cuda(index) = spec.device else {
             let why = "this backend serves the memory of NVIDIA GPUs".into();
@@ -175,9 +175,8 @@ impl Backend {
         };
         let on = |error: CudaError| error.on(spec.device);
         let device = self.device(index).map_err(on)?;
-        let mut plan = select(spec, &device.caps)?;
-        if plan.key.kernel != Kernel::Empty {
-            let (design, _) = design(spec, &device.caps)?;
+        let (key, mut launch_plan) = decide(spec, &device.caps)?;
+        if let Some(design) = &launch_plan.design {
             let main = self.function(index, design.main).map_err(on)?;
             if let Some(combine) = design.combine {
                 self.function(index, combine).map_err(on)?;
@@ -187,9 +186,9 @@ impl Backend {
                 local_bytes: main.function.local_bytes,
                 source: main.source.to_owned(),
             };
-            plan.launch = plan.launch.map(|launch| Launch { compiled: Some(compiled), ..launch });
+            launch_plan.launch = launch_plan.launch.map(|launch| Launch { compiled: Some(compiled), ..launch });
         }
-        Ok(plan)
+        Ok(Plan::new(spec.clone(), key, launch_plan))
     }
 
     fn function(&self, device: u32, code: Code) -> Result<Arc<Loaded>> {
@@ -246,18 +245,15 @@ impl Backend {
         workspace: DeviceMemory,
         stream: usize,
     ) -> CoreResult<()> {
-        let spec = &plan.spec;
+        let spec = plan.spec();
+        let launch_plan: &CudaLaunch = plan.launch_plan()?;
         operands.expect(spec)?;
         let Device::Cuda(index) = spec.device else {
             return Err(Error::NotAsPlanned { tensor: "plan", what: "device" });
         };
-        if spec.out.shape.contains(&0) {
-            return Ok(());
-        }
+        let Some(design) = launch_plan.design else { return Ok(()) };
         let on = |error: CudaError| error.on(spec.device);
         let device = self.device(index).map_err(on)?;
-        // Designed anew: a plan's fields are public.
-        let (design, _) = design(spec, &device.caps)?;
         let tensors = operands.tensors();
         let addresses = [&tensors.q, &tensors.k, &tensors.v].map(rapt_core::View::address);
         let is_hopper = design.main.body == Body::Hopper;

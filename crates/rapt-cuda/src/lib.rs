@@ -31,7 +31,7 @@ pub use code::{Code, Report};
 pub use error::CudaError;
 pub use memory::{Mark, Memory};
 pub use prebuild::{Assortment, Built, Wrote, build_all, common_codes, ship};
-pub use select::{Caps, codes, select};
+pub use select::{Caps, CudaLaunch, codes, select};
 pub use shipped::{ShippedFacts, set_shipped_folder};
 
 #[cfg(test)]

@@ -308,7 +308,12 @@ mod tests {
 
     #[test]
     fn a_mask_is_read_16_bytes_at_a_time_where_every_row_allows_it() {
-        let mask = |dtype, strides| TensorSpec { dtype, shape: [2, 1, 300, 512], strides };
+        let mask = |dtype, strides| TensorSpec {
+            dtype,
+            shape: [2, 1, 300, 512],
+            strides,
+            alignment: rapt_core::Alignment::MOST,
+        };
         for (dtype, strides, address, wide) in [
             (DType::Bool, [153_600, 0, 512, 1], 64, true),
             (DType::Bool, [512, 0, 0, 1], 64, true),

@@ -180,7 +180,7 @@ fn run(backend: &Backend, [q_len, kv_len, offset]: [usize; 3], workspace: usize)
     request(q_len, kv_len, offset, 0, |spec, tensors| {
         let plan = backend.plan(spec)?;
         let memory = DeviceMemory { address: 5 << 32, len_bytes: workspace };
-        let mut operands = Operands::check(tensors, &plan.spec)?;
+        let mut operands = Operands::check(tensors, plan.spec())?;
         // SAFETY: the recorded driver touches no memory.
         unsafe { backend.run(&plan, &mut operands, memory, 77) }
     })
@@ -295,7 +295,7 @@ fn a_shipped_kernel_needs_no_compiler_and_a_damaged_one_is_passed_over() {
     let shape = [300, 300, 0];
     let source = |backend: &Backend| {
         let plan = request(300, 300, 0, 0, |spec, _| backend.plan(spec).unwrap());
-        plan.launch.unwrap().compiled.unwrap().source
+        plan.launch().unwrap().compiled.unwrap().source
     };
     // Nothing is shipped: the error names the mend.
     let refused = run(&alone(b""), shape, 0).unwrap_err();

@@ -10,7 +10,8 @@
 //! kv_len. Whether blocks take whole rows or chunks depends on the device too, and changes no bit (common.cu, Fold).
 
 use rapt_core::{
-    Arch, Cost, DType, Device, Error, Kernel, KernelKey, Launch, MaskClass, PRounding, Plan, Result, Spec, Work,
+    Arch, Cost, DType, Device, Error, Kernel, KernelKey, Launch, LaunchPlan, MaskClass, PRounding, Plan, Result, Spec,
+    Work,
 };
 
 use crate::code::{BLOCK_N, Body, COMBINE_COLUMNS, COMBINE_WARPS, Code, DECODE_BLOCK_M, GENERIC_BLOCK_M};
@@ -540,11 +541,72 @@ fn cost(spec: &Spec, caps: &Caps, kernel: Kernel) -> Cost {
     }
 }
 
+/// What a plan of this backend launches.
+#[derive(Debug, PartialEq)]
+pub struct CudaLaunch {
+    /// `None` where nothing is launched.
+    pub(crate) design: Option<Design>,
+    pub(crate) launch: Option<Launch>,
+    cost: Cost,
+    work: Option<Work>,
+    why: String,
+    why_not_faster: String,
+}
+
+impl LaunchPlan for CudaLaunch {
+    fn block_m(&self) -> usize {
+        self.design.map_or(0, |design| design.main.block_m as usize)
+    }
+    fn block_n(&self) -> usize {
+        self.design.map_or(0, |design| match design.kernel {
+            Kernel::Decode => design.main.decode_tile() as usize,
+            Kernel::Forward => design.main.depth as usize,
+            _ => BLOCK_N as usize,
+        })
+    }
+    fn num_splits(&self) -> usize {
+        self.design.map_or(1, |design| design.num_splits)
+    }
+    fn items(&self) -> usize {
+        self.design.map_or(0, |design| design.items)
+    }
+    fn threads(&self) -> usize {
+        1
+    }
+    fn workspace_bytes(&self) -> usize {
+        self.design.map_or(0, |design| design.workspace_bytes)
+    }
+    fn cost(&self) -> &Cost {
+        &self.cost
+    }
+    fn kv_in_place(&self) -> bool {
+        false
+    }
+    fn work(&self) -> Option<Work> {
+        self.work
+    }
+    fn launch(&self) -> Option<Launch> {
+        self.launch.clone()
+    }
+    fn why(&self, _: &Spec, _: &KernelKey) -> String {
+        self.why.clone()
+    }
+    fn why_not_faster(&self, _: &Spec, _: &KernelKey) -> String {
+        self.why_not_faster.clone()
+    }
+}
+
 /// Chooses what runs for `spec` on a device with `caps`.
 ///
 /// # Errors
 /// [`Error::DeviceUnavailable`] for anything but CUDA memory; [`Error::Unsupported`] for lengths beyond 2^29.
 pub fn select(spec: &Spec, caps: &Caps) -> Result<Plan> {
+    let (key, launch_plan) = decide(spec, caps)?;
+    Ok(Plan::new(spec.clone(), key, launch_plan))
+}
+
+/// What [`select`] makes a plan of.
+pub(crate) fn decide(spec: &Spec, caps: &Caps) -> Result<(KernelKey, CudaLaunch)> {
     if !matches!(spec.device, Device::Cuda(_)) {
         let why = "this backend serves the memory of NVIDIA GPUs".into();
         return Err(Error::DeviceUnavailable { device: spec.device, why });
@@ -565,16 +627,12 @@ pub fn select(spec: &Spec, caps: &Caps) -> Result<Plan> {
     if spec.out.shape.contains(&0) {
         let cost = cost(spec, caps, Kernel::Empty);
         let why = "no output: nothing is launched".to_owned();
-        return Ok(Plan::new(spec.clone(), key(Kernel::Empty), (0, 0, 1, 0), 1, 0, cost, false, why, String::new()));
+        let launch_plan =
+            CudaLaunch { design: None, launch: None, cost, work: None, why, why_not_faster: String::new() };
+        return Ok((key(Kernel::Empty), launch_plan));
     }
     let (design, refused) = design(spec, caps)?;
     let (why, why_not_faster) = words(spec, &design, refused);
-    let block_n = match design.kernel {
-        Kernel::Decode => design.main.decode_tile() as usize,
-        Kernel::Forward => design.main.depth as usize,
-        _ => BLOCK_N as usize,
-    };
-    let tiles = (design.main.block_m as usize, block_n, design.num_splits, design.items);
     let launch = Launch {
         blocks: design.grid_blocks(caps),
         block_threads: design.main.threads() as usize,
@@ -589,11 +647,10 @@ pub fn select(spec: &Spec, caps: &Caps) -> Result<Plan> {
         rows_per_item: design.item_rows,
         keys_per_item: if design.num_splits > 1 { design.chunk } else { spec.kv_len() },
     };
-    let plan =
-        Plan::new(spec.clone(), key(design.kernel), tiles, 1, design.workspace_bytes, cost, false, why, why_not_faster);
-    let plan = plan.on_gpu(launch);
     // Without keys nothing is attended: there is no cut of them to state.
-    Ok(if spec.kv_len() == 0 { plan } else { plan.with_work(work) })
+    let work = (spec.kv_len() > 0).then_some(work);
+    let launch_plan = CudaLaunch { design: Some(design), launch: Some(launch), cost, work, why, why_not_faster };
+    Ok((key(design.kernel), launch_plan))
 }
 
 /// The code that [`select`] would have compiled for `spec`: the kernel, and what puts its splits together where no block sees

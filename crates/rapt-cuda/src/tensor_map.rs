@@ -95,9 +95,10 @@ impl Copied {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use rapt_core::Alignment;
 
     fn tensor(shape: [usize; 4], strides: [isize; 4]) -> TensorSpec<4> {
-        TensorSpec { dtype: DType::BF16, shape, strides }
+        TensorSpec { dtype: DType::BF16, shape, strides, alignment: Alignment::MOST }
     }
 
     #[test]
@@ -113,7 +114,8 @@ mod tests {
     #[test]
     fn a_mask_is_read_in_the_boxes_of_its_tile() {
         let of = |dtype, shape, strides, tile| {
-            let copied = Copied::mask(&TensorSpec { dtype, shape, strides }, 1 << 20, tile)?;
+            let copied =
+                Copied::mask(&TensorSpec { dtype, shape, strides, alignment: Alignment::MOST }, 1 << 20, tile)?;
             Some(([copied.box_columns, copied.box_rows, copied.swizzled_bytes], copied.sizes, copied.strides_bytes))
         };
         let (shape, strides) = ([2, 8, 300, 512], [153_600, 0, 512, 1]);
@@ -142,7 +144,14 @@ mod tests {
         ] {
             assert_eq!(of(dtype, shape, strides, [128, 96]), None, "{what}");
         }
-        assert!(Copied::mask(&TensorSpec { dtype: DType::BF16, shape, strides }, (1 << 20) + 8, [128, 96]).is_none());
+        assert!(
+            Copied::mask(
+                &TensorSpec { dtype: DType::BF16, shape, strides, alignment: Alignment::MOST },
+                (1 << 20) + 8,
+                [128, 96]
+            )
+            .is_none()
+        );
     }
 
     #[test]

@@ -17,7 +17,7 @@ fn every_request_is_served_and_tensor_cores_serve_what_they_can() {
                     for mask in [None, Some(DType::Bool), Some(dtype)] {
                         let spec = spec(dtype, [4, q_len, kv_len, head_dim], mask, &Options::default());
                         let plan = select(&spec, &caps(arch)).unwrap();
-                        let launch = plan.launch.clone().unwrap();
+                        let launch = plan.launch().unwrap();
                         assert!(launch.shared_bytes <= caps(arch).shared_bytes as usize, "{arch:?} {spec:?}");
                         assert!(launch.blocks >= 1 && launch.block_threads.is_multiple_of(32));
                         let wide = match dtype {
@@ -32,15 +32,15 @@ fn every_request_is_served_and_tensor_cores_serve_what_they_can() {
                             (true, false) => Kernel::Forward,
                         };
                         // Decoding at head_dim 256 needs more shared memory than the smaller devices have.
-                        let small = plan.key.kernel == Kernel::Generic
+                        let small = plan.key().kernel == Kernel::Generic
                             && head_dim > 128
                             && caps(arch).shared_bytes < 150 * 1024;
-                        assert!(plan.key.kernel == expected || small, "{arch:?} {dtype} {q_len} {head_dim}");
-                        let fast = plan.key.kernel != Kernel::Generic;
-                        assert_eq!(plan.key.p_rounding == PRounding::Storage, fast && dtype != DType::F32);
-                        assert_eq!(plan.why_not_faster.is_empty(), fast);
-                        let wgmma = plan.key.kernel == Kernel::Forward && arch == Arch::Sm90a && dtype != DType::F32;
-                        assert_eq!(plan.why.contains("wgmma"), wgmma, "{arch:?} {dtype} {q_len} {head_dim}");
+                        assert!(plan.key().kernel == expected || small, "{arch:?} {dtype} {q_len} {head_dim}");
+                        let fast = plan.key().kernel != Kernel::Generic;
+                        assert_eq!(plan.key().p_rounding == PRounding::Storage, fast && dtype != DType::F32);
+                        assert_eq!(plan.why_not_faster().is_empty(), fast);
+                        let wgmma = plan.key().kernel == Kernel::Forward && arch == Arch::Sm90a && dtype != DType::F32;
+                        assert_eq!(plan.why().contains("wgmma"), wgmma, "{arch:?} {dtype} {q_len} {head_dim}");
                         assert!(plan.explain().to_string().contains("multiprocessors"));
                     }
                 }
@@ -68,8 +68,8 @@ fn the_batch_and_the_strides_change_no_code_and_no_split() {
             let other_plan = select(&other, &caps(Arch::Sm90a)).unwrap();
             assert_eq!(codes(&other, &caps(Arch::Sm90a)).unwrap(), code);
             assert_eq!(
-                (other_plan.num_splits, other_plan.block_m, other_plan.block_n),
-                (plan.num_splits, plan.block_m, plan.block_n)
+                (other_plan.num_splits(), other_plan.block_m(), other_plan.block_n()),
+                (plan.num_splits(), plan.block_m(), plan.block_n())
             );
         }
     }
@@ -93,7 +93,7 @@ fn chunks_of_decoding_grow_with_the_keys_and_with_nothing_else() {
                 for (dtype, chunk) in [(DType::F16, tensor_cores), (DType::F32, generic)] {
                     let spec = spec(dtype, [heads, 1, kv_len, 64], None, &Options::default());
                     let plan = select(&spec, &caps(arch)).unwrap();
-                    assert_eq!(plan.num_splits, kv_len.div_ceil(chunk), "{arch:?} {dtype} {kv_len}");
+                    assert_eq!(plan.num_splits(), kv_len.div_ceil(chunk), "{arch:?} {dtype} {kv_len}");
                 }
             }
         }
@@ -111,7 +111,7 @@ fn decoding_has_eight_warps_and_one_block_to_a_multiprocessor_where_memory_is_fa
         (Arch::Sm120, 128, 160, 128),
     ] {
         let spec = spec(DType::BF16, [512, 1, 8192, head_dim], None, &Options::default());
-        let launch = select(&spec, &caps(arch)).unwrap().launch.unwrap();
+        let launch = select(&spec, &caps(arch)).unwrap().launch().unwrap();
         assert_eq!((launch.block_threads, launch.blocks), (threads, most), "{arch:?} {head_dim}");
     }
 }
@@ -126,7 +126,7 @@ fn hoppers_blocks_are_the_same_whether_positions_bound_keys_or_not() {
         for options in [&Options::default(), &causal, &window] {
             let plan =
                 select(&spec(DType::BF16, [8, 2048, 2048, head_dim], None, options), &caps(Arch::Sm90a)).unwrap();
-            assert_eq!((plan.block_m, plan.block_n), block, "{head_dim}");
+            assert_eq!((plan.block_m(), plan.block_n()), block, "{head_dim}");
         }
     }
 }
@@ -135,7 +135,7 @@ fn hoppers_blocks_are_the_same_whether_positions_bound_keys_or_not() {
 fn hoppers_tiles_are_wider_where_the_last_is_one_of_many() {
     for (kv_len, head_dim, keys) in [(1024, 96, 96), (2047, 80, 96), (2048, 80, 112), (4096, 72, 96), (4096, 64, 128)] {
         let spec = spec(DType::BF16, [64, 1024, kv_len, head_dim], None, &Options::default());
-        assert_eq!(select(&spec, &caps(Arch::Sm90a)).unwrap().block_n, keys, "{kv_len} {head_dim}");
+        assert_eq!(select(&spec, &caps(Arch::Sm90a)).unwrap().block_n(), keys, "{kv_len} {head_dim}");
     }
 }
 
@@ -159,9 +159,9 @@ fn hoppers_items_have_fewer_rows_where_a_launch_would_leave_multiprocessors_idle
         (8, 16384, 256, &full, 128, 1024),
     ] {
         let plan = select(&spec(DType::BF16, [heads, len, len, head_dim], None, options), &caps(Arch::Sm90a)).unwrap();
-        let (blocks, whole) = (plan.launch.unwrap().blocks, items == heads * len.div_ceil(plan.block_m));
-        assert_eq!((plan.items, blocks), (items, items.min(132)), "{heads} {len} {head_dim}");
-        assert_eq!(plan.why.contains(&format!("pieces of {rows} queries")), !whole, "{}", plan.why);
+        let (blocks, whole) = (plan.launch().unwrap().blocks, items == heads * len.div_ceil(plan.block_m()));
+        assert_eq!((plan.items(), blocks), (items, items.min(132)), "{heads} {len} {head_dim}");
+        assert_eq!(plan.why().contains(&format!("pieces of {rows} queries")), !whole, "{}", plan.why());
     }
     // Rows late and early see about as many keys: a pair of 64 would take longer than 128 alone.
     let (bottom, window) =
@@ -170,11 +170,11 @@ fn hoppers_items_have_fewer_rows_where_a_launch_would_leave_multiprocessors_idle
         [(32, 512, 32768, &bottom, 128), (8, 2048, 16384, &bottom, 128), (8, 2048, 2048, &window, 128)]
     {
         let spec = spec(DType::BF16, [heads, q_len, kv_len, 128], None, options);
-        assert_eq!(select(&spec, &caps(Arch::Sm90a)).unwrap().items, items, "{heads} {q_len} {kv_len}");
+        assert_eq!(select(&spec, &caps(Arch::Sm90a)).unwrap().items(), items, "{heads} {q_len} {kv_len}");
     }
     // A task has rows for two groups of three, whoever is idle.
     let plan = select(&spec(DType::BF16, [512, 77, 77, 64], None, &full), &caps(Arch::Sm90a)).unwrap();
-    assert!(plan.items == 512 && !plan.why.contains("pieces of"), "{}", plan.why);
+    assert!(plan.items() == 512 && !plan.why().contains("pieces of"), "{}", plan.why());
 }
 
 #[test]
@@ -195,7 +195,7 @@ fn every_plan_states_a_cut_that_its_certificate_proves() {
                 let plan = select(&spec, &caps(Arch::Sm90a)).unwrap();
                 let (mask, sinks, alibi_slopes, lse) = (None, None, None, None);
                 let tensors = rapt_core::Tensors { q, k, v: k, mask, sinks, alibi_slopes, out, lse };
-                let operands = rapt_core::Operands::check(tensors, &plan.spec).unwrap();
+                let operands = rapt_core::Operands::check(tensors, plan.spec()).unwrap();
                 let coverage = plan.certificate(&operands).unwrap().coverage;
                 assert_eq!(coverage.rows, 2 * 6 * q_len as u128);
                 assert_eq!(coverage.work.is_some(), kv_len > 0, "{q_len} {kv_len} {head_dim}");

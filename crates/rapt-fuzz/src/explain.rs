@@ -77,9 +77,9 @@ pub(crate) fn spec_of(tensors: &Tensors<'_>, request: &Request) -> Result<Spec> 
         .mask(tensors.mask.as_ref())
         .sinks(tensors.sinks.as_ref())
         .alibi_slopes(tensors.alibi_slopes.as_ref())
-        .out(out.dtype(), *out.shape(), *out.strides(), out.device());
+        .out(out);
     match &tensors.lse {
-        Some(lse) => builder.lse(lse.dtype(), *lse.shape(), *lse.strides(), lse.device()).build(),
+        Some(lse) => builder.lse(lse).build(),
         None => builder.build(),
     }
 }
@@ -127,6 +127,6 @@ fn check(plan: &Plan, certificate: &Certificate) {
     assert!(certificate.in_bounds.iter().all(|fact| fact.bytes.0 <= 0 && fact.bytes.1 >= fact.bytes.0));
     // Each output with each input, and the two outputs with one another.
     assert_eq!(certificate.disjoint.len(), (operands - outputs) * outputs + outputs - 1);
-    let rows_of_out: u128 = plan.spec.out.shape[..3].iter().map(|&n| n as u128).product();
+    let rows_of_out: u128 = plan.spec().out.shape[..3].iter().map(|&n| n as u128).product();
     assert_eq!(certificate.coverage.rows, rows_of_out);
 }

@@ -3,7 +3,7 @@
 use std::hash::{DefaultHasher, Hash, Hasher};
 
 use arbitrary::{Result as Parsed, Unstructured};
-use rapt::{Caps, Device, Error, Extent, Kernel, Result, Spec, View};
+use rapt::{Caps, Device, Error, Extent, Kernel, Result, Spec, TensorForm, View};
 
 use crate::check_refusal;
 use crate::sketch::{Request, Scale, Sketch, once_in};
@@ -83,10 +83,10 @@ fn build(request: &Request, given: Given) -> Result<Spec> {
     match given {
         Given::New => builder.return_lse(request.lse.is_some()).build(),
         Given::Own => {
-            let Sketch { dtype, shape, strides } = request.out;
-            let builder = builder.out(dtype, shape, strides, Device::Cpu);
+            let form = |sketch: Sketch| TensorForm::new(sketch.dtype, sketch.shape, sketch.strides, Device::Cpu);
+            let builder = builder.out(form(request.out));
             match request.lse {
-                Some(lse) => builder.lse(lse.dtype, lse.shape, lse.strides, Device::Cpu).build(),
+                Some(lse) => builder.lse(form(lse)).build(),
                 None => builder.build(),
             }
         }
@@ -119,11 +119,11 @@ fn check(request: &Request, spec: &Spec, caps: &Caps) {
         Ok(plan) => {
             assert_eq!(plan, rapt::select(spec, caps).expect("planned a moment ago"), "select is a function");
             let is_empty = spec.kv_len() == 0 || spec.out.shape.contains(&0);
-            assert_eq!(plan.key.kernel == Kernel::Empty, is_empty);
-            assert_eq!((plan.spec == *spec, plan.cost.bytes_copied), (true, 0));
-            assert!(plan.threads >= 1 && plan.threads <= caps.threads.max(1));
+            assert_eq!(plan.key().kernel == Kernel::Empty, is_empty);
+            assert_eq!((plan.spec() == spec, plan.cost().bytes_copied), (true, 0));
+            assert!(plan.threads() >= 1 && plan.threads() <= caps.threads.max(1));
             // Decode keeps a partial row per item: fewer bytes than items is a product that wrapped.
-            assert!(plan.key.kernel != Kernel::Decode || plan.workspace_bytes >= plan.items);
+            assert!(plan.key().kernel != Kernel::Decode || plan.workspace_bytes() >= plan.items());
         }
         Err(error) => {
             assert!(matches!(error, Error::Unsupported { .. }), "{error:?}");

@@ -91,9 +91,9 @@ fn spec(case: &Case, tensors: &Tensors<'_>) -> Result<Spec, Error> {
         .mask(tensors.mask.as_ref())
         .sinks(tensors.sinks.as_ref())
         .alibi_slopes(tensors.alibi_slopes.as_ref())
-        .out(out.dtype(), *out.shape(), *out.strides(), out.device());
+        .out(out);
     match &tensors.lse {
-        Some(lse) => builder.lse(lse.dtype(), *lse.shape(), *lse.strides(), lse.device()).build(),
+        Some(lse) => builder.lse(lse).build(),
         None => builder.build(),
     }
 }

@@ -149,11 +149,11 @@ impl Engine {
     /// # Errors
     /// As [`Engine::run`]; [`Error::DeviceMismatch`] for the plan of a GPU, whose memory no thread of the host may touch.
     pub fn run_on(&self, plan: &Plan, operands: &mut Operands<'_>, queue: &Queue<'_>) -> Result<()> {
-        if plan.spec.device != Device::Cpu {
-            return Err(Error::DeviceMismatch { tensor: "queue", expected: plan.spec.device, got: Device::Cpu });
+        if plan.spec().device != Device::Cpu {
+            return Err(Error::DeviceMismatch { tensor: "queue", expected: plan.spec().device, got: Device::Cpu });
         }
         let mut workspace = lock(&self.workspaces).pop().unwrap_or_default();
-        let done = workspace.ensure(plan.workspace_bytes).and_then(|()| match queue {
+        let done = workspace.ensure(plan.workspace_bytes()).and_then(|()| match queue {
             Queue::Host(executor) => rapt_cpu::run(plan, operands, &mut workspace, *executor),
             _ => Err(Error::unsupported("this queue", "its run outlives the call", "use Engine::run_async")),
         });
@@ -180,12 +180,12 @@ impl Engine {
         queue: &Queue<'_>,
     ) -> Result<()> {
         match *queue {
-            Queue::Cuda { device, stream } if plan.spec.device == Device::Cuda(device) => {
+            Queue::Cuda { device, stream } if plan.spec().device == Device::Cuda(device) => {
                 // SAFETY: as the caller promises.
-                unsafe { Engine::cuda(plan.spec.device)?.run(plan, operands, workspace, stream) }
+                unsafe { Engine::cuda(plan.spec().device)?.run(plan, operands, workspace, stream) }
             }
             Queue::Cuda { device, .. } => {
-                let (expected, got) = (plan.spec.device, Device::Cuda(device));
+                let (expected, got) = (plan.spec().device, Device::Cuda(device));
                 Err(Error::DeviceMismatch { tensor: "queue", expected, got })
             }
             _ => Err(Error::unsupported("this queue", "its run ends with the call", "use Engine::run_on")),
@@ -203,7 +203,7 @@ impl Engine {
     pub fn attention_into(&self, tensors: Tensors<'_>, options: &Options) -> Result<()> {
         let spec = spec_of(&tensors, options)?;
         let plan = self.plan(&spec)?;
-        self.run(&plan, &mut Operands::check(tensors, &plan.spec)?)
+        self.run(&plan, &mut Operands::check(tensors, plan.spec())?)
     }
 
     /// The threads of this engine.
@@ -218,14 +218,13 @@ impl Engine {
 /// # Errors
 /// Any [`Error`] of kind dtype, shape, option or device.
 pub fn spec_of(tensors: &Tensors<'_>, options: &Options) -> Result<Spec> {
-    let out = &tensors.out;
     let mut builder = Spec::builder(&tensors.q, &tensors.k, &tensors.v, options)
         .mask(tensors.mask.as_ref())
         .sinks(tensors.sinks.as_ref())
         .alibi_slopes(tensors.alibi_slopes.as_ref())
-        .out(out.dtype(), *out.shape(), *out.strides(), out.device());
+        .out(&tensors.out);
     if let Some(lse) = &tensors.lse {
-        builder = builder.lse(lse.dtype(), *lse.shape(), *lse.strides(), lse.device());
+        builder = builder.lse(lse);
     }
     builder.build()
 }

@@ -30,14 +30,17 @@ mod tensor;
 pub use engine::{Engine, Threads, attention, default_engine, spec_of};
 pub use pool::Pool;
 pub use rapt_core::{
-    Arch, BlockRange, COMPUTED, Caps, Causal, Certificate, Compiled, Cost, Coverage, DType, Device, DeviceMemory, Dims,
-    Direction, Disjoint, Element, Error, ErrorKind, Executor, Explanation, Extent, Finite, InBounds, Injective, Kernel,
-    KernelKey, Kv, Launch, Layout, MAX_RANK, MaskClass, Numerics, Operands, Options, PRounding, Plan, Queue, Result,
-    SerialExecutor, Shape, Spec, SpecBuilder, Strides, TensorSpec, Tensors, Tile, View, ViewMut, Window, Work,
-    Workspace,
+    Alignment, Arch, BlockRange, COMPUTED, Caps, Causal, Certificate, Compiled, Cost, Coverage, DType, Device,
+    DeviceMemory, Dims, Direction, Disjoint, Element, Error, ErrorKind, Executor, Explanation, Extent, Finite,
+    InBounds, Injective, Kernel, KernelKey, Kv, Launch, LaunchPlan, Layout, MAX_RANK, MaskClass, Numerics, Operands,
+    Options, PRounding, Plan, Queue, Result, SerialExecutor, Shape, Spec, SpecBuilder, Strides, TensorForm, TensorSpec,
+    Tensors, Tile, View, ViewMut, Window, Work, Workspace,
 };
-pub use rapt_cpu::{available as available_isas, select};
+pub use rapt_cpu::{
+    CpuLaunch, KernelVariant as CpuKernelVariant, Step as CpuStep, available as available_isas, select,
+};
 pub use rapt_layout as layout;
+pub use rapt_reference as reference;
 pub use tensor::Tensor;
 
 /// The version of this crate: major, minor, patch.

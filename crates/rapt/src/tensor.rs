@@ -66,10 +66,10 @@ impl Tensor {
     /// The elements in row-major order.
     ///
     /// # Errors
-    /// [`Error::DtypeMismatch`] if `T` is not the dtype of the tensor.
+    /// [`Error::OtherDtype`] if `T` is not the dtype of the tensor.
     pub fn to_vec<T: Element>(&self) -> Result<Vec<T>> {
         if T::DTYPE != self.dtype {
-            return Err(Error::DtypeMismatch { tensor: "tensor", expected: self.dtype, got: T::DTYPE });
+            return Err(Error::OtherDtype { tensor: "tensor", expected: T::DTYPE, got: self.dtype });
         }
         let numel = self.shape.numel().expect("checked by zeros");
         if numel == 0 {

@@ -36,7 +36,7 @@ fn a_queue_of_another_kind_is_refused() {
     let plan = engine.plan(&Spec::builder(&q, &q, &q, &Options::default()).build().unwrap()).unwrap();
     let out = ViewMut::contiguous("out", &mut out, [1, 2, 2].into()).unwrap();
     let tensors = Tensors { q, k: q, v: q, mask: None, sinks: None, alibi_slopes: None, out, lse: None };
-    let mut operands = Operands::check(tensors, &plan.spec).unwrap();
+    let mut operands = Operands::check(tensors, plan.spec()).unwrap();
     let stream = Queue::Cuda { device: 0, stream: 0 };
     assert!(matches!(engine.run_on(&plan, &mut operands, &stream), Err(Error::Unsupported { .. })));
     // SAFETY: host memory is never enqueued: the call is refused.
@@ -84,7 +84,7 @@ fn threads_of_the_host_touch_no_memory_of_a_gpu() {
         bandwidth: None,
     };
     let plan = rapt_cuda::select(&spec, &caps).unwrap();
-    let mut operands = Operands::check(tensors, &plan.spec).unwrap();
+    let mut operands = Operands::check(tensors, plan.spec()).unwrap();
     let refused = engine.run(&plan, &mut operands).unwrap_err();
     assert!(matches!(refused, Error::DeviceMismatch { tensor: "queue", expected: Device::Cuda(0), .. }), "{refused}");
 }

@@ -158,43 +158,43 @@ fn grid() -> Vec<Request> {
 /// What must hold of every plan.
 fn check(request: &Request, plan: &Plan, arch: Arch, threads: usize) {
     let size = request.dtype.accumulation().size_bytes();
-    assert_eq!(plan.cost.bytes_copied, 0, "{request:?}");
-    assert_eq!((plan.key.arch, plan.key.storage), (arch, request.dtype));
-    assert!(plan.threads >= 1 && plan.threads <= threads, "{request:?}: {} threads", plan.threads);
-    assert!(plan.cost.flops.is_finite() && plan.cost.floor_cycles >= 0.0);
+    assert_eq!(plan.cost().bytes_copied, 0, "{request:?}");
+    assert_eq!((plan.key().arch, plan.key().storage), (arch, request.dtype));
+    assert!(plan.threads() >= 1 && plan.threads() <= threads, "{request:?}: {} threads", plan.threads());
+    assert!(plan.cost().flops.is_finite() && plan.cost().floor_cycles >= 0.0);
     let mask = match request.mask {
         None => MaskClass::None,
         Some(DType::Bool) => MaskClass::Bool,
         Some(_) => MaskClass::Additive,
     };
-    assert_eq!(plan.key.mask, mask);
+    assert_eq!(plan.key().mask, mask);
     let rows = plan.explain().rows();
     for name in ROWS {
         assert!(rows.iter().any(|(row, text)| *row == name && !text.is_empty()), "{name} is missing: {rows:?}");
     }
     let is_empty = request.kv_len == 0 || request.q_len == 0;
-    assert_eq!(plan.key.kernel == Kernel::Empty, is_empty, "{request:?}");
+    assert_eq!(plan.key().kernel == Kernel::Empty, is_empty, "{request:?}");
     if is_empty {
-        assert_eq!(plan.workspace_bytes, 0);
+        assert_eq!(plan.workspace_bytes(), 0);
         return;
     }
-    assert!(plan.block_m >= 1 && plan.block_n >= 1 && plan.items >= 1 && plan.num_splits >= 1);
-    let panel = plan.cost.bytes_packed.div_ceil(plan.threads);
+    assert!(plan.block_m() >= 1 && plan.block_n() >= 1 && plan.items() >= 1 && plan.num_splits() >= 1);
+    let panel = plan.cost().bytes_packed.div_ceil(plan.threads());
     assert!(panel <= PANEL_CAP, "{request:?} on {arch:?}: {panel} bytes of panels per thread");
     // Decode keeps one partial row per chunk of keys; everything else is scratch per thread, whatever the lengths.
-    let partials = if plan.key.kernel == Kernel::Decode {
+    let partials = if plan.key().kernel == Kernel::Decode {
         let rows = request.batch * request.kv_heads * request.group * request.q_len;
-        rows * plan.num_splits * (request.head_dim_v + 17) * size
+        rows * plan.num_splits() * (request.head_dim_v + 17) * size
     } else {
         0
     };
-    let scratch = plan.workspace_bytes.saturating_sub(partials).div_ceil(plan.threads);
+    let scratch = plan.workspace_bytes().saturating_sub(partials).div_ceil(plan.threads());
     assert!(scratch <= 4 << 20, "{request:?} on {arch:?}: {scratch} bytes of scratch per thread");
 }
 
 /// What the bits of a row depend on, besides its own values.
 fn cut_of_keys(plan: &Plan) -> (Kernel, usize, usize) {
-    (plan.key.kernel, plan.block_n, plan.num_splits)
+    (plan.key().kernel, plan.block_n(), plan.num_splits())
 }
 
 #[test]
@@ -206,7 +206,7 @@ fn select_is_total_deterministic_and_bounded() {
             let alone = select(&spec, &caps(arch, 1)).unwrap();
             assert_eq!(alone, select(&spec, &caps(arch, 1)).unwrap(), "{request:?}: the same twice");
             check(&request, &alone, arch, 1);
-            kernels.insert(alone.key.kernel.name());
+            kernels.insert(alone.key().kernel.name());
             for threads in [7, 64] {
                 let plan = select(&spec, &caps(arch, threads)).unwrap();
                 check(&request, &plan, arch, threads);
@@ -265,8 +265,8 @@ fn sizes_that_no_memory_holds_are_planned_without_wrapping_or_refused() {
                 let Ok(plan) = select(&spec, &caps(arch, threads)) else { continue };
                 planned += 1;
                 // Every item of decode has a partial row: fewer bytes than items is a product that wrapped.
-                let wrapped = plan.key.kernel == Kernel::Decode && plan.workspace_bytes < plan.items;
-                assert!(!wrapped, "{:?} {causal:?} on {arch:?}: {} bytes", q.shape(), plan.workspace_bytes);
+                let wrapped = plan.key().kernel == Kernel::Decode && plan.workspace_bytes() < plan.items();
+                assert!(!wrapped, "{:?} {causal:?} on {arch:?}: {} bytes", q.shape(), plan.workspace_bytes());
             }
         }
     }
@@ -280,8 +280,12 @@ fn absurd_machines_are_planned_for_without_wrapping() {
         let spec = Request::plain(DType::F32, shape).spec();
         for (arch, threads) in built().flat_map(|arch| [(arch, usize::MAX), (arch, usize::MAX / 4 + 1)]) {
             let plan = select(&spec, &Caps { clock_hz: Some(0.0), ..caps(arch, threads) }).unwrap();
-            assert_eq!(plan.cost.floor_seconds, None);
-            assert!(plan.key.kernel == Kernel::Empty || plan.workspace_bytes > 1 << 62, "{}", plan.workspace_bytes);
+            assert_eq!(plan.cost().floor_seconds, None);
+            assert!(
+                plan.key().kernel == Kernel::Empty || plan.workspace_bytes() > 1 << 62,
+                "{}",
+                plan.workspace_bytes()
+            );
         }
     }
 }
@@ -292,7 +296,7 @@ fn few_rows_per_key_head_are_decoded() {
     for (group, q_len, expect) in cases {
         let request = Request { group, ..Request::plain(DType::F32, [1, 2, q_len, 2048, 64]) };
         let plan = select(&request.spec(), &caps(Arch::Scalar, 4)).unwrap();
-        assert_eq!(plan.key.kernel.name(), expect, "group {group}, q_len {q_len}");
+        assert_eq!(plan.key().kernel.name(), expect, "group {group}, q_len {q_len}");
     }
 }
 

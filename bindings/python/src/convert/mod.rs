@@ -12,7 +12,7 @@ pub(crate) mod numpy;
 pub(crate) mod torch;
 
 use pyo3::prelude::*;
-use rapt::{DType, Device, ErrorKind, Extent, Shape, Strides, View, ViewMut};
+use rapt::{DType, Device, ErrorKind, Extent, Shape, Strides, TensorForm, View, ViewMut};
 
 use crate::errors::Failure;
 use lender::Lender;
@@ -43,6 +43,11 @@ pub(crate) struct Operand {
 }
 
 impl Operand {
+    /// What it says of itself but for its address.
+    pub(crate) fn form(&self) -> TensorForm {
+        TensorForm::new(self.dtype, self.shape, self.strides, self.device).at(self.ptr.addr())
+    }
+
     /// This tensor to be read.
     pub(crate) fn view(&self) -> rapt::Result<View<'_>> {
         // SAFETY: the producer vouches for shape, strides and memory; the caller's reference (or `_hold`) keeps it alive

@@ -43,7 +43,7 @@ impl Figures {
             return None;
         }
         let seconds = median(&mut rounds);
-        let (cost, ceilings) = (&timing.plan.cost, &timing.ceilings);
+        let (cost, ceilings) = (timing.plan.cost(), &timing.ceilings);
         let fma = if row.dtype == DType::F64 { ceilings.fma_flops / 2.0 } else { ceilings.fma_flops };
         let bytes = cost.bytes_read + cost.bytes_written;
         let per_score = |cycles: f64| if cost.exponentials > 0.0 { cycles / cost.exponentials } else { 0.0 };
@@ -52,7 +52,7 @@ impl Figures {
             spread: (rounds[rounds.len() - 1] - rounds[0]) / seconds,
             gflops: cost.flops / seconds / 1e9,
             of_fma: cost.flops / seconds / fma,
-            cycles_per_score: per_score(seconds * ceilings.clock_hz * timing.plan.threads as f64),
+            cycles_per_score: per_score(seconds * ceilings.clock_hz * timing.plan.threads() as f64),
             floor_cycles_per_score: per_score(cost.floor_cycles),
             gbytes: bytes / seconds / 1e9,
             of_dram: bytes / seconds / ceilings.dram_read,
@@ -107,7 +107,7 @@ impl Report {
             column.set_cell_alignment(CellAlignment::Right);
         }
         for (row, timing) in &self.rows {
-            let mut cells = vec![row.name(), row.dtype.name().to_owned(), timing.plan.key.kernel.name().to_owned()];
+            let mut cells = vec![row.name(), row.dtype.name().to_owned(), timing.plan.key().kernel.name().to_owned()];
             match Figures::of(row, timing) {
                 Some(it) => cells.extend([
                     time(it.seconds),
@@ -167,7 +167,7 @@ impl Report {
     pub(crate) fn svg(&self) -> String {
         let bars = self.rows.iter().filter_map(|(row, timing)| {
             let it = Figures::of(row, timing)?;
-            let (share, of) = if timing.plan.key.kernel == rapt::Kernel::Decode {
+            let (share, of) = if timing.plan.key().kernel == rapt::Kernel::Decode {
                 (it.of_dram, "% DRAM")
             } else {
                 (it.of_fma, "% FMA")
@@ -215,10 +215,10 @@ fn row_json(row: &Row, timing: &Timing) -> Value {
         "head_dim_v": row.head_dim_v,
         "dtype": row.dtype.name(),
         "causal": row.options.causal.map(rapt::Causal::name),
-        "kernel": plan.key.kernel.name(),
-        "threads": plan.threads,
-        "flops": plan.cost.flops,
-        "bytes": plan.cost.bytes_read + plan.cost.bytes_written,
+        "kernel": plan.key().kernel.name(),
+        "threads": plan.threads(),
+        "flops": plan.cost().flops,
+        "bytes": plan.cost().bytes_read + plan.cost().bytes_written,
         "correct": timing.is_right(),
         "error": timing.error,
         "error_limit": timing.limit,

@@ -165,7 +165,7 @@ impl Row {
         let memory = self.memory(narrow, 1);
         let plan = self.plan(engine, &memory)?;
         let mut out = self.new_out()?;
-        engine.run(&plan, &mut Operands::check(self.tensors(&memory, 0, &mut out)?, &plan.spec)?)?;
+        engine.run(&plan, &mut Operands::check(self.tensors(&memory, 0, &mut out)?, plan.spec())?)?;
         let wide =
             |x: &[T], heads, len, dim| self.by_head(&x.iter().copied().map(widen).collect::<Vec<_>>(), heads, len, dim);
         let mask = match self.mask {
@@ -209,7 +209,7 @@ impl Row {
         if !timing.is_right() {
             return Ok(timing);
         }
-        let memory = match self.copies(meter, timing.plan.key.kernel) {
+        let memory = match self.copies(meter, timing.plan.key().kernel) {
             1 => one,
             copies => self.memory(narrow, copies),
         };
@@ -217,7 +217,7 @@ impl Row {
         let plan = Arc::clone(&timing.plan);
         let mut call = |n: usize| {
             let tensors = self.tensors(&memory, n % memory.kv.len(), &mut out)?;
-            engine.run(&plan, &mut Operands::check(tensors, &plan.spec)?)
+            engine.run(&plan, &mut Operands::check(tensors, plan.spec())?)
         };
         // Two calls: threads start in the first.
         call(0)?;

@@ -35,7 +35,8 @@ use rapt_core::{Arch, DType};
 
 use crate::kernels::products::{Paired, Single};
 use crate::kernels::{decode, forward};
-use crate::problem::{Item, Problem};
+use crate::partition::Item;
+use crate::problem::Problem;
 
 /// Computes one item of a problem in scratch memory of the plan's size per thread.
 pub(crate) type Entry = unsafe fn(&Problem, Item, *mut u8);
@@ -51,8 +52,8 @@ fn hidden<E>(mut ptr: *const E) -> *const E {
 }
 
 /// The code of one step of a run.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Step {
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Step {
     /// A run of rows against all their keys.
     Forward,
     /// A chunk of keys for all rows of a task.
@@ -156,8 +157,25 @@ pub(crate) fn is_paired(arch: Arch, storage: DType) -> bool {
 #[cfg(target_arch = "aarch64")]
 entries!(Neon, neon_entry, neon_shape, ("neon"), neon::NeonF32, scalar::Scalar<f64>);
 
-/// The code for one kernel of one instruction set, if this build has it.
-pub(crate) fn entry(arch: Arch, step: Step, storage: DType) -> Option<Entry> {
+/// What is compiled of the kernels: one entry point.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct KernelVariant {
+    /// The instruction set.
+    pub arch: Arch,
+    /// What it does.
+    pub step: Step,
+    /// The dtype of q, k and v.
+    pub storage: DType,
+}
+
+impl KernelVariant {
+    /// Its entry point, if this build has it.
+    pub(crate) fn entry(&self) -> Option<Entry> {
+        entry(self.arch, self.step, self.storage)
+    }
+}
+
+fn entry(arch: Arch, step: Step, storage: DType) -> Option<Entry> {
     match arch {
         Arch::Scalar => scalar_entry(step, storage),
         #[cfg(target_arch = "x86_64")]

@@ -15,54 +15,15 @@ use super::mask;
 use super::pack::{all_finite, load_row, store_row};
 use super::simd::{Real, Simd, Storage};
 use super::softmax::{Modifier, finish_row, max_skipping_nan, probability, rescale, subtractable};
-use crate::problem::{Input, Item, Problem};
+use crate::partition::Item;
+use crate::problem::{Input, Problem};
+use crate::scratch::{Scratch, partial_len};
 
 /// The most rows of a task: beyond, the lanes of the forward tile are used well enough.
 pub(crate) const MAX_ROWS: usize = 8;
 
 /// Keys of one micro-tile of the first product.
-const QK_KEYS: usize = 4;
-
-/// Where things lie in scratch memory, in elements of the accumulation dtype; each part starts at a multiple of 16.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Scratch {
-    /// `[rows][head_dim_padded]`.
-    q: usize,
-    /// `[rows][block_n]`.
-    s: usize,
-    /// `[block_n]`.
-    bias: usize,
-    /// `[max(pv_keys, QK_KEYS)][max(head_dim, head_dim_v)]` of the storage dtype.
-    panel: usize,
-    head_dim_padded: usize,
-    /// All of it.
-    pub(crate) len: usize,
-}
-
-impl Scratch {
-    pub(crate) fn new(rows: usize, head_dim: usize, head_dim_v: usize, block_n: usize, pv_keys: usize) -> Scratch {
-        let head_dim_padded = head_dim.next_multiple_of(16);
-        let mut len = 0;
-        let mut part = |size: usize| {
-            let at = len;
-            len += size.next_multiple_of(16);
-            at
-        };
-        Scratch {
-            q: part(rows * head_dim_padded),
-            s: part(rows * block_n),
-            bias: part(block_n),
-            panel: part(pv_keys.max(QK_KEYS) * head_dim.max(head_dim_v)),
-            head_dim_padded,
-            len,
-        }
-    }
-}
-
-/// Elements of one partial row: o, then the maximum and the sum.
-pub(crate) fn partial_len(head_dim_v: usize) -> usize {
-    (head_dim_v + 2).next_multiple_of(16)
-}
+pub(crate) const QK_KEYS: usize = 4;
 
 /// Consecutive keys of K or V: `row(j)` is where key `j` begins, with an inner stride of 1.
 #[derive(Clone, Copy)]
@@ -132,7 +93,7 @@ impl Ahead {
             k_bytes,
             v_bytes,
             n,
-            keys: problem.cut.ahead_bytes.div_ceil(k_bytes.max(v_bytes).max(1)),
+            keys: problem.partition.ahead_bytes.div_ceil(k_bytes.max(v_bytes).max(1)),
         }
     }
 
@@ -173,8 +134,8 @@ fn fetch<S: Simd>(row: *const u8, bytes: usize) {
 /// Computes the partial result of one chunk of keys for all rows of one task.
 #[inline(always)]
 pub(crate) unsafe fn item<S: Simd, T: Storage<S>>(problem: &Problem, item: Item, scratch: *mut u8) {
-    let (rows, block_n, dim_v) = (problem.cut.rows, problem.cut.block_n, problem.head_dim_v);
-    let layout = Scratch::new(rows, problem.head_dim, dim_v, block_n, problem.cut.pv_keys);
+    let (rows, block_n, dim_v) = (problem.partition.rows, problem.partition.block_n, problem.head_dim_v);
+    let layout = &problem.scratch;
     let base = scratch.cast::<S::Elem>();
     let origin = problem.task_origin(item.task);
     let kv_head = origin.1 / problem.group_size;
@@ -184,8 +145,10 @@ pub(crate) unsafe fn item<S: Simd, T: Storage<S>>(problem: &Problem, item: Item,
     let (j0, j1) = (lo.max(item.chunk * block_n), hi.min(chunk_end));
     // SAFETY: scratch and partials are as long as the plan asked for; keys j0..j1 are inside K, V and mask.
     unsafe {
-        let partials =
-            problem.partials.cast::<S::Elem>().add((item.task * problem.cut.chunks + item.chunk) * rows * partial);
+        let partials = problem
+            .partials
+            .cast::<S::Elem>()
+            .add((item.task * problem.partition.chunks + item.chunk) * rows * partial);
         for at in 0..rows * partial {
             *partials.add(at) = S::Elem::ZERO;
         }
@@ -196,7 +159,7 @@ pub(crate) unsafe fn item<S: Simd, T: Storage<S>>(problem: &Problem, item: Item,
             return;
         }
         let n = j1 - j0;
-        let (q, s, panel) = (base.add(layout.q), base.add(layout.s), base.add(layout.panel).cast::<T>());
+        let (q, s, panel) = (base.add(layout.q), base.add(layout.p), base.add(layout.k_panel).cast::<T>());
         for r in 0..rows {
             let row = problem.row(origin, r);
             let to = q.add(r * layout.head_dim_padded);
@@ -218,10 +181,10 @@ pub(crate) unsafe fn item<S: Simd, T: Storage<S>>(problem: &Problem, item: Item,
             ahead.of_keys::<S>(j, take);
             let keys = Keys::new(&problem.k, (origin.0, kv_head, j0 + j), take, problem.head_dim, panel);
             if take == QK_KEYS {
-                dots::<S, T, QK_KEYS>(&keys, 0, problem, &layout, q, s.add(j));
+                dots::<S, T, QK_KEYS>(&keys, 0, problem, layout, q, s.add(j));
             } else {
                 for at in 0..take {
-                    dots::<S, T, 1>(&keys, at, problem, &layout, q, s.add(j + at));
+                    dots::<S, T, 1>(&keys, at, problem, layout, q, s.add(j + at));
                 }
             }
             j += take;
@@ -236,7 +199,7 @@ pub(crate) unsafe fn item<S: Simd, T: Storage<S>>(problem: &Problem, item: Item,
         // o = p @ v
         let mut j = 0;
         while j < n {
-            let take = problem.cut.pv_keys.min(n - j);
+            let take = problem.partition.pv_keys.min(n - j);
             ahead.of_values::<S>(j, take);
             let keys = Keys::new(&problem.v, (origin.0, kv_head, j0 + j), take, dim_v, panel);
             let clean = !masked
@@ -254,7 +217,7 @@ pub(crate) unsafe fn item<S: Simd, T: Storage<S>>(problem: &Problem, item: Item,
             }
             j += take;
         }
-        if problem.cut.chunks == 1 {
+        if problem.partition.chunks == 1 {
             combine::<S, T>(problem, item, scratch);
         }
     }
@@ -270,7 +233,7 @@ unsafe fn dots<S: Simd, T: Storage<S>, const K: usize>(
     q: *const S::Elem,
     s: *mut S::Elem,
 ) {
-    let (rows, block_n) = (problem.cut.rows, problem.cut.block_n);
+    let (rows, block_n) = (problem.partition.rows, problem.partition.block_n);
     let mut r = 0;
     // SAFETY: as in `item`.
     unsafe {
@@ -544,7 +507,7 @@ unsafe fn weighted_sum_selecting<S: Simd, T: Storage<S>>(
 /// Combines the chunks of one task in order, and writes its rows of out and lse.
 #[inline(always)]
 pub(crate) unsafe fn combine<S: Simd, T: Storage<S>>(problem: &Problem, item: Item, scratch: *mut u8) {
-    let (rows, chunks, dim_v) = (problem.cut.rows, problem.cut.chunks, problem.head_dim_v);
+    let (rows, chunks, dim_v) = (problem.partition.rows, problem.partition.chunks, problem.head_dim_v);
     let partial = partial_len(dim_v);
     let origin = problem.task_origin(item.task);
     // SAFETY: every chunk of this task has been written; scratch holds at least one padded row, and the rows of out and

@@ -18,7 +18,9 @@ use super::pack::{store_row, transpose_in};
 use super::products::{Block, Products};
 use super::simd::{Real, Simd, Storage};
 use super::softmax::{Modifier, finish_row, max_skipping_nan, probability, rescale, subtractable};
-use crate::problem::{Item, Problem, Row, Scores};
+use crate::partition::Item;
+use crate::problem::{Problem, Row, Scores};
+use crate::scratch::Scratch;
 
 /// QK is summed in runs of this many products: a straight sum over 256 costs a third of the accuracy in f32
 /// (6.6e-7 against 4.0e-7, Zen 5, 2026-11).
@@ -32,86 +34,6 @@ const NARROW_LANES: usize = 16;
 
 /// Maxima of a row that are found side by side.
 const MAX_CHAINS: usize = 4;
-
-/// Where things lie in scratch memory, in elements of the accumulation dtype; each part starts at a multiple of 16.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Scratch {
-    /// `[tiles][head_dim_padded][queries]`.
-    qt: usize,
-    /// `[tiles][head_dim_v_padded][queries]`.
-    ot: usize,
-    /// `[tiles][queries]` each.
-    row_max: usize,
-    row_sum: usize,
-    /// `[block_n][queries]`.
-    p: usize,
-    /// `[block_n][queries]`, with a mask.
-    bias: usize,
-    /// `[queries][max(head_dim, head_dim_v)_padded]`.
-    rows: usize,
-    /// `[block_n][head_dim]`, `[block_n][head_dim_v]`, where packed.
-    k_panel: usize,
-    v_panel: usize,
-    /// All of it.
-    pub(crate) len: usize,
-    head_dim_padded: usize,
-    head_dim_v_padded: usize,
-}
-
-/// Sizes that a layout follows from.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Sizes {
-    pub(crate) head_dim: usize,
-    pub(crate) head_dim_v: usize,
-    pub(crate) tiles: usize,
-    pub(crate) queries: usize,
-    pub(crate) block_n: usize,
-    pub(crate) has_mask: bool,
-    pub(crate) pack_k: bool,
-    pub(crate) pack_v: bool,
-}
-
-impl Scratch {
-    pub(crate) fn new(sizes: &Sizes) -> Scratch {
-        let Sizes { head_dim, head_dim_v, tiles, queries, block_n, .. } = *sizes;
-        // Transposes work on whole vectors of at most 16.
-        let (head_dim_padded, head_dim_v_padded) = (head_dim.next_multiple_of(16), head_dim_v.next_multiple_of(16));
-        let mut len = 0;
-        let mut part = |size: usize| {
-            let at = len;
-            len += size.next_multiple_of(16);
-            at
-        };
-        Scratch {
-            qt: part(tiles * head_dim_padded * queries),
-            ot: part(tiles * head_dim_v_padded * queries),
-            row_max: part(tiles * queries),
-            row_sum: part(tiles * queries),
-            p: part(block_n * queries),
-            bias: part(if sizes.has_mask { block_n * queries } else { 0 }),
-            rows: part(queries * head_dim_padded.max(head_dim_v_padded)),
-            k_panel: part(if sizes.pack_k { block_n * head_dim } else { 0 }),
-            v_panel: part(if sizes.pack_v { block_n * head_dim_v } else { 0 }),
-            len,
-            head_dim_padded,
-            head_dim_v_padded,
-        }
-    }
-
-    fn of<S: Simd>(problem: &Problem) -> Scratch {
-        let queries = S::Q_VECS * S::LANES;
-        Scratch::new(&Sizes {
-            head_dim: problem.head_dim,
-            head_dim_v: problem.head_dim_v,
-            tiles: problem.cut.chunk_rows.div_ceil(queries),
-            queries,
-            block_n: problem.cut.block_n,
-            has_mask: problem.mask.is_some(),
-            pack_k: !problem.cut.k_in_place,
-            pack_v: !problem.cut.v_in_place,
-        })
-    }
-}
 
 /// One tile of queries: rows `r0..r1` of the task, and the keys that they see between them. It is [`Simd::Q_VECS`] vectors
 /// wide; a rest that fits one vector may be one wide, of which a row's bits know nothing.
@@ -145,14 +67,14 @@ impl<E> Rows<E> {
 /// Computes one run of rows of one task.
 #[inline(always)]
 pub(crate) unsafe fn item<S: Simd, T: Storage<S>, M: Products<S, T>>(problem: &Problem, item: Item, scratch: *mut u8) {
-    let layout = Scratch::of::<S>(problem);
+    let layout = &problem.scratch;
     let base = scratch.cast::<S::Elem>();
     let queries = S::Q_VECS * S::LANES;
-    let narrow = S::LANES >= NARROW_LANES && problem.cut.narrow;
+    let narrow = S::LANES >= NARROW_LANES && problem.partition.narrow;
     let origin = problem.task_origin(item.task);
     let kv_head = origin.1 / problem.group_size;
-    let first_row = item.chunk * problem.cut.chunk_rows;
-    let last_row = problem.cut.rows.min(first_row + problem.cut.chunk_rows);
+    let first_row = item.chunk * problem.partition.chunk_rows;
+    let last_row = problem.partition.rows.min(first_row + problem.partition.chunk_rows);
     let tiles = (last_row - first_row).div_ceil(queries);
     // SAFETY: scratch is `Scratch::len` long (the plan asked for it) and this thread's own; every index below is inside
     // the part of the layout that it is used with, and every row and key inside the tensors.
@@ -165,8 +87,8 @@ pub(crate) unsafe fn item<S: Simd, T: Storage<S>, M: Products<S, T>>(problem: &P
                 r1,
                 narrow: narrow && r1 - r0 <= S::LANES,
                 keys: problem.keys_of_rows(r0, r1),
-                qt: base.add(layout.qt + n * layout.head_dim_padded * queries),
-                ot: base.add(layout.ot + n * layout.head_dim_v_padded * queries),
+                qt: base.add(layout.q + n * layout.head_dim_padded * queries),
+                ot: base.add(layout.o + n * layout.head_dim_v_padded * queries),
                 row_max: base.add(layout.row_max + n * queries),
                 row_sum: base.add(layout.row_sum + n * queries),
             }
@@ -174,14 +96,14 @@ pub(crate) unsafe fn item<S: Simd, T: Storage<S>, M: Products<S, T>>(problem: &P
         for n in 0..tiles {
             let tile = tile(n);
             if tile.narrow {
-                begin::<S, T, M, 1>(problem, &layout, origin, &tile, base.add(layout.rows));
+                begin::<S, T, M, 1>(problem, layout, origin, &tile, base.add(layout.rows));
             } else {
-                begin::<S, T, M, 2>(problem, &layout, origin, &tile, base.add(layout.rows));
+                begin::<S, T, M, 2>(problem, layout, origin, &tile, base.add(layout.rows));
             }
         }
 
         let (lo, hi) = problem.keys_of_rows(first_row, last_row);
-        let block_n = problem.cut.block_n;
+        let block_n = problem.partition.block_n;
         let mut block = lo / block_n * block_n;
         while block < hi {
             let n = block_n.min(hi - block);
@@ -200,9 +122,9 @@ pub(crate) unsafe fn item<S: Simd, T: Storage<S>, M: Products<S, T>>(problem: &P
                     let whole = (v, n.div_ceil(M::STEPS), &mut v_is_finite);
                     let (k, v) = (k.from(skip), v.from(skip / M::STEPS));
                     if tile.narrow {
-                        step::<S, T, M, 1>(problem, &layout, base, origin, &tile, (j0, j1), (k, v), whole);
+                        step::<S, T, M, 1>(problem, layout, base, origin, &tile, (j0, j1), (k, v), whole);
                     } else {
-                        step::<S, T, M, 2>(problem, &layout, base, origin, &tile, (j0, j1), (k, v), whole);
+                        step::<S, T, M, 2>(problem, layout, base, origin, &tile, (j0, j1), (k, v), whole);
                     }
                 }
             }
@@ -212,15 +134,15 @@ pub(crate) unsafe fn item<S: Simd, T: Storage<S>, M: Products<S, T>>(problem: &P
         for n in 0..tiles {
             let tile = tile(n);
             if tile.narrow {
-                end::<S, T, 1>(problem, &layout, origin, &tile, base.add(layout.rows));
+                end::<S, T, 1>(problem, layout, origin, &tile, base.add(layout.rows));
             } else {
-                end::<S, T, 2>(problem, &layout, origin, &tile, base.add(layout.rows));
+                end::<S, T, 2>(problem, layout, origin, &tile, base.add(layout.rows));
             }
         }
     }
 }
 
-/// K of one block: where it lies, or packed. The cut reads in place only what is rows of whole lanes.
+/// K of one block: where it lies, or packed. The partition reads in place only what is rows of whole lanes.
 #[inline(always)]
 unsafe fn keys<S: Simd, T: Storage<S>, M: Products<S, T>>(
     problem: &Problem,
@@ -228,7 +150,7 @@ unsafe fn keys<S: Simd, T: Storage<S>, M: Products<S, T>>(
     panel: *mut S::Elem,
 ) -> Rows<S::Elem> {
     let (batch, head, j0) = block.first;
-    if problem.cut.k_in_place {
+    if problem.partition.k_in_place {
         let ptr = problem.k.at([batch, head, j0, 0]).cast();
         return Rows { ptr, stride: problem.k.strides[2] / M::STEPS as isize };
     }
@@ -245,7 +167,7 @@ unsafe fn values<S: Simd, T: Storage<S>, M: Products<S, T>>(
     panel: *mut S::Elem,
 ) -> Rows<S::Elem> {
     let (batch, head, j0) = block.first;
-    if problem.cut.v_in_place {
+    if problem.partition.v_in_place {
         return Rows { ptr: problem.v.at([batch, head, j0, 0]).cast(), stride: problem.v.strides[2] };
     }
     // SAFETY: the layout has a panel where V is not read in place.

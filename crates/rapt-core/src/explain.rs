@@ -1,0 +1,181 @@
+//! A plan in words and numbers, read from the [`LaunchPlan`](crate::LaunchPlan) that runs.
+
+use std::fmt;
+
+use crate::{Certificate, Launch, MaskClass, PRounding, Plan};
+
+impl Plan {
+    /// The plan in words and numbers.
+    #[must_use]
+    pub fn explain(&self) -> Explanation<'_> {
+        Explanation { plan: self, certificate: None }
+    }
+}
+
+/// A plan in rows of a name and a text. `Display` prints them as a table.
+#[derive(Clone, Copy, Debug)]
+pub struct Explanation<'a> {
+    plan: &'a Plan,
+    certificate: Option<&'a Certificate>,
+}
+
+fn thousands(n: f64) -> String {
+    let digits = format!("{n:.0}");
+    let mut out = String::new();
+    for (at, c) in digits.chars().enumerate() {
+        if at > 0 && (digits.len() - at) % 3 == 0 && c != '-' {
+            out.push(',');
+        }
+        out.push(c);
+    }
+    out
+}
+
+impl<'a> Explanation<'a> {
+    /// With what was proven about the operands at hand.
+    #[must_use]
+    pub fn certified(self, certificate: &'a Certificate) -> Self {
+        Explanation { certificate: Some(certificate), ..self }
+    }
+
+    /// The rows, in order.
+    #[must_use]
+    pub fn rows(&self) -> Vec<(&'static str, String)> {
+        let (spec, key, cost) = (self.plan.spec(), self.plan.key(), self.plan.cost());
+        let mask = match key.mask {
+            MaskClass::None => "none".to_owned(),
+            MaskClass::Bool => "bool, True = attend, read in place".to_owned(),
+            MaskClass::Additive => {
+                format!("additive {}, read in place", spec.mask.map_or(key.accumulation, |mask| mask.dtype))
+            }
+        };
+        let positions = {
+            let causal = spec.causal.map_or("no causal mask".to_owned(), |causal| {
+                format!("causal {}, diagonal at j = i + {}", causal.name(), spec.block_range().diagonal)
+            });
+            let end = |end: Option<usize>| end.map_or("unbounded".to_owned(), |n| n.to_string());
+            match (spec.window.left, spec.window.right) {
+                (None, None) => causal,
+                (left, right) => format!("{causal}; window left {}, right {}", end(left), end(right)),
+            }
+        };
+        let rounding = match key.p_rounding {
+            PRounding::Accumulation => format!("nowhere: p stays {}", key.accumulation),
+            PRounding::Storage => {
+                format!("to {} for the product with v; its sum stays {}", key.storage, key.accumulation)
+            }
+        };
+        let launch = self.plan.launch();
+        let launch = launch.as_ref();
+        let floor = match (cost.floor_seconds, launch) {
+            (Some(seconds), Some(launch)) => {
+                format!("{:.1} µs on {} multiprocessors", seconds * 1e6, launch.multiprocessors)
+            }
+            (Some(seconds), None) => {
+                format!(
+                    "{:.1} µs on {} threads ({} cycles of one core)",
+                    seconds * 1e6,
+                    self.plan.threads(),
+                    thousands(cost.floor_cycles)
+                )
+            }
+            (None, _) => format!("{} cycles of one core", thousands(cost.floor_cycles)),
+        };
+        let mut rows = vec![
+            ("kernel", format!("{} {} on {}", key.kernel.name(), key.storage, key.arch.name())),
+            ("why", self.plan.why()),
+        ];
+        let why_not_faster = self.plan.why_not_faster();
+        if !why_not_faster.is_empty() {
+            rows.push(("why not faster", why_not_faster));
+        }
+        rows.extend([
+            (
+                "problem",
+                format!(
+                    "batch {}, heads {} / {}, q_len {}, kv_len {}, head_dim {} / {}",
+                    spec.batch(),
+                    spec.num_q_heads(),
+                    spec.num_kv_heads(),
+                    spec.q_len(),
+                    spec.kv_len(),
+                    spec.head_dim(),
+                    spec.head_dim_v()
+                ),
+            ),
+            ("q strides", format!("{:?}", spec.q.strides)),
+            ("k strides", format!("{:?}", spec.k.strides)),
+            ("v strides", format!("{:?}", spec.v.strides)),
+            ("out strides", format!("{:?}, {}", spec.out.strides, spec.out.dtype)),
+            ("positions", positions),
+            ("mask", mask),
+            ("accumulation", key.accumulation.to_string()),
+            ("p is rounded", rounding),
+            (
+                "tiles",
+                format!(
+                    "{} queries × {} keys, {} pieces of work, keys split in {}",
+                    self.plan.block_m(),
+                    self.plan.block_n(),
+                    self.plan.items(),
+                    self.plan.num_splits()
+                ),
+            ),
+        ]);
+        match launch {
+            None => rows.push(("threads", self.plan.threads().to_string())),
+            Some(launch) => rows.extend(launch.rows()),
+        }
+        rows.extend([
+            ("flops", thousands(cost.flops)),
+            ("bytes read", thousands(cost.bytes_read)),
+            ("bytes written", thousands(cost.bytes_written)),
+            ("floor", floor),
+            ("bytes_copied", format!("{} (no tensor is materialised)", cost.bytes_copied)),
+            (
+                "bytes_packed",
+                format!(
+                    "{} (cache tiles; K and V {})",
+                    thousands(cost.bytes_packed as f64),
+                    match (launch, self.plan.kv_in_place()) {
+                        (Some(_), _) => "pass through shared memory",
+                        (None, true) => "are read where they lie",
+                        (None, false) => "are packed block by block",
+                    }
+                ),
+            ),
+            ("workspace_bytes", thousands(self.plan.workspace_bytes() as f64)),
+        ]);
+        rows.extend(self.certificate.into_iter().flat_map(Certificate::rows));
+        rows
+    }
+}
+
+impl Launch {
+    fn rows(&self) -> Vec<(&'static str, String)> {
+        let Launch { blocks, block_threads, shared_bytes, .. } = self;
+        let mut rows = vec![(
+            "launch",
+            format!(
+                "{blocks} blocks of {block_threads} threads, {} bytes of shared memory",
+                thousands(*shared_bytes as f64)
+            ),
+        )];
+        if let Some(compiled) = &self.compiled {
+            rows.push(("registers", format!("{}, {} bytes of local memory", compiled.registers, compiled.local_bytes)));
+            rows.push(("cubin", compiled.source.clone()));
+        }
+        rows
+    }
+}
+
+impl fmt::Display for Explanation<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let rows = self.rows();
+        let width = rows.iter().map(|(name, _)| name.len()).max().unwrap_or(0);
+        for (name, text) in rows {
+            writeln!(f, "{name:width$}  {text}")?;
+        }
+        Ok(())
+    }
+}

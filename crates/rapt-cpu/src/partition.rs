@@ -1,0 +1,112 @@
+//! How a request is cut into pieces.
+//!
+//! A *task* is one group of heads that share K and V (forward: one head, or a whole group if few queries are stacked;
+//! decode: always a whole group). Its *rows* are the queries of its heads, head by head. An *item* is a run of rows
+//! (forward) or a chunk of keys (decode) of one task. Rows never depend on one another, so the cut of rows may follow the
+//! number of threads; the cut of keys follows `block_n` alone.
+
+/// Tasks, rows and items of a request, and how an item reads its keys.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Partition {
+    /// Tasks.
+    pub(crate) tasks: usize,
+    /// Heads per task.
+    pub(crate) heads: usize,
+    /// Rows of one task.
+    pub(crate) rows: usize,
+    /// Rows per item (forward), or all rows (decode).
+    pub(crate) chunk_rows: usize,
+    /// Items per task.
+    pub(crate) chunks: usize,
+    /// The order in which items are dealt.
+    pub(crate) order: Order,
+    /// Keys per block.
+    pub(crate) block_n: usize,
+    /// Forward: whether a rest of at most one vector of rows gets a tile of one vector.
+    pub(crate) narrow: bool,
+    /// Decode: keys per block of the second product.
+    pub(crate) pv_keys: usize,
+    /// Decode: how many bytes of K or V lie between what is read and what is asked for; 0: nothing is.
+    pub(crate) ahead_bytes: usize,
+    /// Whether K and V are read where they lie.
+    pub(crate) k_in_place: bool,
+    /// As above, for V.
+    pub(crate) v_in_place: bool,
+}
+
+/// One piece of work.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Item {
+    pub(crate) task: usize,
+    pub(crate) chunk: usize,
+}
+
+/// The order in which the next free thread gets the next item.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Order {
+    /// Task by task.
+    Tasks,
+    /// The last chunks of all tasks first: under a causal mask the last rows see the most keys, so threads end together.
+    LastRows,
+    /// The same chunk of all tasks of one batch index in turn. Where the rows of all heads lie between one key and the next,
+    /// tasks that follow one another read the same pages.
+    Heads {
+        /// Tasks of one batch index.
+        tasks: usize,
+    },
+}
+
+impl Partition {
+    /// Items of all tasks.
+    pub(crate) fn items(&self) -> usize {
+        self.tasks.saturating_mul(self.chunks)
+    }
+
+    /// Item number `n`, each of `0..items` once.
+    pub(crate) fn item(&self, n: usize) -> Item {
+        let chunks = self.chunks;
+        match self.order {
+            Order::Tasks => Item { task: n / chunks, chunk: n % chunks },
+            Order::LastRows => Item { task: n % self.tasks, chunk: chunks - 1 - n / self.tasks },
+            Order::Heads { tasks } => {
+                let (batch, rest) = (n / (tasks * chunks), n % (tasks * chunks));
+                Item { task: batch * tasks + rest % tasks, chunk: rest / tasks }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::HashSet;
+
+    #[test]
+    fn every_order_deals_each_item_once() {
+        for (batch, heads, chunks) in [(1, 1, 1), (2, 3, 4), (3, 1, 5), (1, 7, 1)] {
+            let tasks = batch * heads;
+            for order in [Order::Tasks, Order::LastRows, Order::Heads { tasks: heads }] {
+                let partition = Partition {
+                    tasks,
+                    heads: 1,
+                    rows: 8,
+                    chunk_rows: 8,
+                    chunks,
+                    order,
+                    block_n: 16,
+                    narrow: false,
+                    pv_keys: 8,
+                    ahead_bytes: 0,
+                    k_in_place: true,
+                    v_in_place: true,
+                };
+                let items: HashSet<_> = (0..partition.items())
+                    .map(|n| partition.item(n))
+                    .inspect(|item| assert!(item.task < tasks && item.chunk < chunks, "{order:?}: {item:?}"))
+                    .map(|item| (item.task, item.chunk))
+                    .collect();
+                assert_eq!(items.len(), tasks * chunks, "{order:?}");
+            }
+        }
+    }
+}

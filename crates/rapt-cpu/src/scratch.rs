@@ -1,0 +1,116 @@
+//! Where things lie in a thread's scratch memory, and how long decode's partial rows are.
+//!
+//! ```text
+//! forward   q o row_max row_sum   tiles of queries along the lanes      p bias rows   one tile's      k_panel v_panel   packed
+//! decode    q                     rows along head_dim                   p bias        one chunk's     k_panel           gathered
+//! ```
+
+/// Offsets in elements of the accumulation dtype; each part starts at a multiple of 16.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Scratch {
+    /// Forward: `[tiles][head_dim_padded][queries]`. Decode: `[rows][head_dim_padded]`.
+    pub(crate) q: usize,
+    /// `[tiles][head_dim_v_padded][queries]`.
+    pub(crate) o: usize,
+    /// `[tiles][queries]` each.
+    pub(crate) row_max: usize,
+    pub(crate) row_sum: usize,
+    /// Scores, then probabilities. Forward: `[block_n][queries]`. Decode: `[rows][block_n]`.
+    pub(crate) p: usize,
+    /// Forward: `[block_n][queries]`, with a mask. Decode: `[block_n]`.
+    pub(crate) bias: usize,
+    /// `[queries][max(head_dim, head_dim_v)_padded]`.
+    pub(crate) rows: usize,
+    /// Forward: `[block_n][head_dim]`, where packed. Decode: `[panel_keys][max(head_dim, head_dim_v)]` of the storage dtype, for
+    /// K and V in turn.
+    pub(crate) k_panel: usize,
+    /// Forward: `[block_n][head_dim_v]`, where packed.
+    pub(crate) v_panel: usize,
+    /// All of it.
+    pub(crate) len: usize,
+    pub(crate) head_dim_padded: usize,
+    pub(crate) head_dim_v_padded: usize,
+}
+
+/// Sizes that forward's scratch memory follows from.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct ForwardSizes {
+    pub(crate) head_dim: usize,
+    pub(crate) head_dim_v: usize,
+    /// Tiles of an item.
+    pub(crate) tiles: usize,
+    /// Queries of a tile.
+    pub(crate) queries: usize,
+    pub(crate) block_n: usize,
+    pub(crate) has_mask: bool,
+    pub(crate) pack_k: bool,
+    pub(crate) pack_v: bool,
+}
+
+/// Sizes that decode's scratch memory follows from.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct DecodeSizes {
+    pub(crate) head_dim: usize,
+    pub(crate) head_dim_v: usize,
+    pub(crate) rows: usize,
+    pub(crate) block_n: usize,
+    /// Most keys that are gathered at a time.
+    pub(crate) panel_keys: usize,
+}
+
+/// Parts one after another.
+#[derive(Default)]
+struct Parts {
+    len: usize,
+}
+
+impl Parts {
+    fn next(&mut self, size: usize) -> usize {
+        let at = self.len;
+        self.len += size.next_multiple_of(16);
+        at
+    }
+}
+
+impl Scratch {
+    pub(crate) fn forward(sizes: &ForwardSizes) -> Scratch {
+        let ForwardSizes { head_dim, head_dim_v, tiles, queries, block_n, has_mask, pack_k, pack_v } = *sizes;
+        // Transposes work on whole vectors of at most 16.
+        let (head_dim_padded, head_dim_v_padded) = (head_dim.next_multiple_of(16), head_dim_v.next_multiple_of(16));
+        let mut parts = Parts::default();
+        Scratch {
+            q: parts.next(tiles * head_dim_padded * queries),
+            o: parts.next(tiles * head_dim_v_padded * queries),
+            row_max: parts.next(tiles * queries),
+            row_sum: parts.next(tiles * queries),
+            p: parts.next(block_n * queries),
+            bias: parts.next(if has_mask { block_n * queries } else { 0 }),
+            rows: parts.next(queries * head_dim_padded.max(head_dim_v_padded)),
+            k_panel: parts.next(if pack_k { block_n * head_dim } else { 0 }),
+            v_panel: parts.next(if pack_v { block_n * head_dim_v } else { 0 }),
+            len: parts.len,
+            head_dim_padded,
+            head_dim_v_padded,
+        }
+    }
+
+    pub(crate) fn decode(sizes: &DecodeSizes) -> Scratch {
+        let DecodeSizes { head_dim, head_dim_v, rows, block_n, panel_keys } = *sizes;
+        let head_dim_padded = head_dim.next_multiple_of(16);
+        let mut parts = Parts::default();
+        Scratch {
+            q: parts.next(rows * head_dim_padded),
+            p: parts.next(rows * block_n),
+            bias: parts.next(block_n),
+            k_panel: parts.next(panel_keys * head_dim.max(head_dim_v)),
+            len: parts.len,
+            head_dim_padded,
+            ..Scratch::default()
+        }
+    }
+}
+
+/// Elements of one partial row of decode: o, then the maximum and the sum.
+pub(crate) fn partial_len(head_dim_v: usize) -> usize {
+    (head_dim_v + 2).next_multiple_of(16)
+}

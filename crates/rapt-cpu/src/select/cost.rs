@@ -1,0 +1,70 @@
+//! What a run costs at least on a machine's units, and what it keeps packed.
+
+use rapt_core::{Arch, Cost, DType, Kernel, KernelKey, PRounding, Spec};
+
+use crate::arch;
+use crate::partition::Partition;
+
+/// What one core does per cycle.
+struct Rates {
+    /// Multiplications and additions.
+    flops: f64,
+    /// Exponentials.
+    exponentials: f64,
+}
+
+fn rates(arch: Arch, kernel: Kernel, storage: DType) -> Rates {
+    let (flops, exponentials) = match arch {
+        Arch::Avx512Bf16 if kernel == Kernel::Forward && arch::is_paired(arch, storage) => (128.0, 3.4),
+        Arch::Avx512 | Arch::Avx512Bf16 => (64.0, 3.4),
+        Arch::Avx2 => (32.0, 1.7),
+        Arch::Neon => (16.0, 0.9),
+        _ => (8.0, 0.5),
+    };
+    let width = if storage == DType::F64 { 2.0 } else { 1.0 };
+    Rates { flops: flops / width, exponentials: exponentials / (2.0 * width - 1.0) }
+}
+
+/// Most bytes that lie packed at one time: a block of K and V per thread in forward; in decode the few keys that are
+/// gathered, in the storage dtype, where their elements lie apart.
+pub(super) fn bytes_packed(spec: &Spec, key: &KernelKey, partition: &Partition, threads: usize) -> usize {
+    let k = if partition.k_in_place { 0 } else { spec.head_dim() };
+    let v = if partition.v_in_place { 0 } else { spec.head_dim_v() };
+    let per_thread = if key.kernel == Kernel::Decode {
+        partition.pv_keys * k.max(v) * spec.numerics.storage.size_bytes()
+    } else {
+        let dtype = match key.p_rounding {
+            PRounding::Storage => spec.numerics.storage,
+            _ => spec.numerics.accumulation,
+        };
+        partition.block_n * (k + v) * dtype.size_bytes()
+    };
+    per_thread.saturating_mul(threads)
+}
+
+/// The cost of `spec` by the kernel of `key`, with nothing packed.
+pub(super) fn cost(spec: &Spec, key: &KernelKey, threads: usize, clock_hz: Option<f64>) -> Cost {
+    let pairs = spec.pairs() as f64;
+    let flops = pairs * 2.0 * (spec.head_dim() + spec.head_dim_v()) as f64;
+    let bytes =
+        |shape: &[usize], dtype: DType| shape.iter().map(|&n| n as f64).product::<f64>() * dtype.size_bytes() as f64;
+    let mask = spec.mask.map_or(0.0, |mask| {
+        let distinct = |(&n, &stride): (&usize, &isize)| if stride == 0 { 1.0 } else { n as f64 };
+        mask.shape.iter().zip(&mask.strides).map(distinct).product::<f64>() * mask.dtype.size_bytes() as f64
+    });
+    let read = [&spec.q, &spec.k, &spec.v].map(|t| bytes(&t.shape, t.dtype)).iter().sum::<f64>() + mask;
+    let written = bytes(&spec.out.shape, spec.out.dtype) + spec.lse.map_or(0.0, |lse| bytes(&lse.shape, lse.dtype));
+    let rates = rates(key.arch, key.kernel, key.storage);
+    let floor_cycles = flops / rates.flops + pairs / rates.exponentials;
+    Cost {
+        flops,
+        exponentials: pairs,
+        bytes_read: read,
+        bytes_written: written,
+        floor_cycles,
+        // A system that tells a clock of 0 tells none.
+        floor_seconds: clock_hz.filter(|&hz| hz > 0.0).map(|hz| floor_cycles / (hz * threads as f64)),
+        bytes_copied: 0,
+        bytes_packed: 0,
+    }
+}

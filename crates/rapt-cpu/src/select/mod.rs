@@ -1,0 +1,107 @@
+//! From a spec to a plan: pure, total, without a device.
+//!
+//! The rules, in order: nothing to attend → `empty`; few rows per kv head → `decode`; anything else → `forward`. Every
+//! option of the definition is served by each. How large pieces are, `tiles` says; how the work is cut, `partition`; what it costs,
+//! `cost`. What depends on threads is only how rows are dealt out; the cut of the keys (`block_n`) follows the instruction set, the
+//! dtype and head_dim, so the bits of a row do not depend on the machine's load or on its neighbours.
+
+mod cost;
+mod partition;
+
+use rapt_core::{Caps, DType, Device, Error, Kernel, KernelKey, MaskClass, PRounding, Plan, Result, Spec};
+
+use crate::arch::{self, KernelVariant, Step};
+use crate::kernels::decode;
+use crate::launch::{CpuLaunch, Steps};
+use crate::problem::{Decisions, Scores};
+use crate::tiles::Tiles;
+
+/// Below this many nanoseconds on one core, waking another costs more than it saves (about 10 µs, Zen 4, 2026-11).
+const PARALLEL_NS: f64 = 20_000.0;
+
+/// Chooses what runs for `spec` on a machine with `caps`.
+///
+/// # Errors
+/// [`Error::DeviceUnavailable`] for anything but host memory; [`Error::Unsupported`] for an instruction set that this
+/// build lacks.
+pub fn select(spec: &Spec, caps: &Caps) -> Result<Plan> {
+    select_tiled(spec, caps, &Tiles::of(spec, caps.arch))
+}
+
+/// As [`select`], with tiles of the caller's choice: for [`tune`](crate::tune).
+pub(crate) fn select_tiled(spec: &Spec, caps: &Caps, tiles: &Tiles) -> Result<Plan> {
+    if spec.device != Device::Cpu {
+        let why = "this backend serves host memory".into();
+        return Err(Error::DeviceUnavailable { device: spec.device, why });
+    }
+    let (arch, storage) = (caps.arch, spec.numerics.storage);
+    let variant = |step| KernelVariant { arch, step, storage };
+    if variant(Step::Forward).entry().is_none() {
+        return Err(Error::unsupported(
+            format!("{storage} on {}", arch.name()),
+            "this build has no such kernel",
+            "set RAPT_ISA to one that `rapt doctor` lists, or leave it unset",
+        ));
+    }
+    let key = key(spec, caps);
+    if key.kernel == Kernel::Empty {
+        let cost = cost::cost(spec, &key, 1, caps.clock_hz);
+        let launch = CpuLaunch { steps: None, threads: 1, workspace_bytes: 0, cost };
+        return Ok(Plan::new(spec.clone(), key, launch));
+    }
+    let threads = threads(spec, &key, caps);
+    let partition = partition::partition(spec, &key, threads, tiles);
+    let scratch = partition::scratch(spec, &key, &partition);
+    let scratch_bytes = (scratch.len * key.accumulation.size_bytes()).next_multiple_of(64);
+    let partials_bytes = partition::partials_bytes(spec, &key, &partition);
+    let is_decode = key.kernel == Kernel::Decode;
+    let steps = Steps {
+        main: variant(if is_decode { Step::Decode } else { Step::Forward }),
+        combine: (is_decode && partition.chunks > 1).then_some(variant(Step::Combine)),
+        block_m: if is_decode { partition.rows } else { arch::tile_shape(arch, storage).queries },
+        num_splits: if is_decode { partition.chunks } else { 1 },
+        keys_per_item: if is_decode { partition.block_n } else { spec.kv_len() },
+        decisions: Decisions { partition, scratch, scores: Scores::new(spec, key.mask) },
+        scratch_bytes,
+    };
+    let bytes_packed = cost::bytes_packed(spec, &key, &partition, threads);
+    let cost = rapt_core::Cost { bytes_packed, ..cost::cost(spec, &key, threads, caps.clock_hz) };
+    let workspace_bytes = threads.saturating_mul(scratch_bytes).saturating_add(partials_bytes);
+    Ok(Plan::new(spec.clone(), key, CpuLaunch { steps: Some(steps), threads, workspace_bytes, cost }))
+}
+
+/// The rules.
+fn key(spec: &Spec, caps: &Caps) -> KernelKey {
+    let (arch, storage) = (caps.arch, spec.numerics.storage);
+    let kernel = if spec.kv_len() == 0 || spec.out.shape.contains(&0) {
+        Kernel::Empty
+    } else if spec.group_size().saturating_mul(spec.q_len()) <= decode::MAX_ROWS {
+        Kernel::Decode
+    } else {
+        Kernel::Forward
+    };
+    KernelKey {
+        direction: spec.direction,
+        kernel,
+        storage,
+        accumulation: spec.numerics.accumulation,
+        p_rounding: match kernel {
+            Kernel::Forward if arch::is_paired(arch, storage) => PRounding::Storage,
+            _ => PRounding::Accumulation,
+        },
+        mask: match spec.mask {
+            None => MaskClass::None,
+            Some(mask) if mask.dtype == DType::Bool => MaskClass::Bool,
+            Some(_) => MaskClass::Additive,
+        },
+        kv: spec.kv,
+        arch,
+    }
+}
+
+/// One for what is over before another wakes, else all.
+fn threads(spec: &Spec, key: &KernelKey, caps: &Caps) -> usize {
+    let one_core = cost::cost(spec, key, 1, Some(3.0e9));
+    let ns = one_core.floor_seconds.unwrap_or(0.0) * 1e9 + (one_core.bytes_read + one_core.bytes_written) / 20.0;
+    if ns < PARALLEL_NS { 1 } else { caps.threads.max(1) }
+}

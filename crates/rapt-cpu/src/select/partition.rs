@@ -1,0 +1,139 @@
+//! How a request is cut: a function of the spec, the instruction set, the number of threads and the tiles.
+
+use rapt_core::{Kernel, KernelKey, Spec};
+
+use crate::arch;
+use crate::kernels::decode;
+use crate::partition::{Order, Partition};
+use crate::scratch::{DecodeSizes, ForwardSizes, Scratch, partial_len};
+use crate::tiles::Tiles;
+
+/// Most bytes of packed K and V tiles per thread.
+const PANEL_BYTES: usize = 1 << 20;
+/// Most bytes of packed Q and accumulated O per thread.
+const TILES_BYTES: usize = 1 << 20;
+/// Tiles that must share a block before packing rows that lie apart pays.
+const SHARING_TILES: usize = 4;
+
+/// Keys per block of the forward kernel: the multiple of the micro-tile's rows below `block_n`, fewer where a block of K and
+/// V would outgrow the cap.
+fn forward_block(spec: &Spec, rows: usize, block_n: usize) -> usize {
+    let row_bytes = (spec.head_dim() + spec.head_dim_v()) * spec.numerics.accumulation.size_bytes();
+    let most = (PANEL_BYTES / row_bytes).clamp(1, block_n);
+    if most > rows { most / rows * rows } else { most }
+}
+
+/// How `spec` is cut for the kernel of `key`.
+pub(super) fn partition(spec: &Spec, key: &KernelKey, threads: usize, tiles: &Tiles) -> Partition {
+    if key.kernel == Kernel::Decode {
+        decode_partition(spec, tiles)
+    } else {
+        forward_partition(spec, key, threads, tiles)
+    }
+}
+
+/// Whether rows of K and of V, `head_dim` and `head_dim_v` wide, do not follow one another in memory.
+fn rows_lie_apart(spec: &Spec) -> [bool; 2] {
+    let apart = |strides: [isize; 4], dim: usize| strides[2].unsigned_abs() != dim;
+    [apart(spec.k.strides, spec.head_dim()), apart(spec.v.strides, spec.head_dim_v())]
+}
+
+/// Whether the elements of a row of K and of V follow one another.
+fn rows_are_whole(spec: &Spec) -> [bool; 2] {
+    let whole = |strides: [isize; 4], dim: usize| strides[3] == 1 || dim == 1;
+    [whole(spec.k.strides, spec.head_dim()), whole(spec.v.strides, spec.head_dim_v())]
+}
+
+fn decode_partition(spec: &Spec, tiles: &Tiles) -> Partition {
+    let tile = &tiles.decode;
+    let heads = spec.group_size();
+    let rows = heads * spec.q_len();
+    let per_batch = spec.num_q_heads() / heads;
+    let [k_in_place, v_in_place] = rows_are_whole(spec);
+    let interleaved = spec.k.strides[2].unsigned_abs() > spec.k.strides[1].unsigned_abs();
+    Partition {
+        tasks: spec.batch() * per_batch,
+        heads,
+        rows,
+        chunk_rows: rows,
+        chunks: spec.kv_len().div_ceil(tile.block_n),
+        order: if interleaved { Order::Heads { tasks: per_batch } } else { Order::Tasks },
+        block_n: tile.block_n,
+        narrow: false,
+        pv_keys: tile.pv_keys,
+        ahead_bytes: if rows_lie_apart(spec).contains(&true) { tile.ahead_bytes_apart } else { tile.ahead_bytes },
+        k_in_place,
+        v_in_place,
+    }
+}
+
+fn forward_partition(spec: &Spec, key: &KernelKey, threads: usize, tiles: &Tiles) -> Partition {
+    let tile = &tiles.forward;
+    let shape = arch::tile_shape(key.arch, key.storage);
+    let heads = if spec.q_len() < 2 * shape.queries { spec.group_size() } else { 1 };
+    let tasks = spec.batch() * (spec.num_q_heads() / heads);
+    let rows = heads * spec.q_len();
+
+    let tile_bytes = shape.queries * (spec.head_dim() + spec.head_dim_v()) * key.accumulation.size_bytes();
+    let most_tiles = (TILES_BYTES / tile_bytes).max(1);
+    let mut count = (tile.rows / shape.queries).clamp(1, most_tiles);
+    // Enough items that the threads end together, as long as an item still shares each block of keys among tiles.
+    while count > 2 && tasks * rows.div_ceil(count * shape.queries) < threads.saturating_mul(4) {
+        count /= 2;
+    }
+    let chunk_rows = (count * shape.queries).min(rows.next_multiple_of(shape.queries));
+
+    // Pairs of K along head_dim are read where they lie if every row is whole lanes, in steps of whole lanes.
+    let [k_is_whole, v_is_whole] = rows_are_whole(spec);
+    let whole_lanes = spec.head_dim().is_multiple_of(2) && spec.k.strides[2] % 2 == 0 && spec.k.strides[3] == 1;
+    let paired = arch::is_paired(key.arch, key.storage) && whole_lanes;
+    let as_summed = key.storage == key.accumulation;
+    // Rows that lie apart share few cache sets and touch a page each: packed once, a block is read by many tiles. In a
+    // [B,S,H,D] view of 24 heads of 128 (rows 12 KiB apart) f32 in place lost 30 % (Zen 4, 2026-11).
+    let shared = chunk_rows.div_ceil(shape.queries) >= SHARING_TILES;
+    let [k_apart, v_apart] = rows_lie_apart(spec).map(|apart| shared && apart);
+    Partition {
+        tasks,
+        heads,
+        rows,
+        chunk_rows,
+        chunks: rows.div_ceil(chunk_rows),
+        order: if spec.causal.is_some() { Order::LastRows } else { Order::Tasks },
+        block_n: forward_block(spec, shape.rows, tile.block_n),
+        narrow: tile.narrow,
+        pv_keys: 0,
+        ahead_bytes: 0,
+        k_in_place: ((k_is_whole && as_summed) || paired) && !k_apart,
+        v_in_place: v_is_whole && as_summed && !v_apart,
+    }
+}
+
+/// The scratch memory of one thread.
+pub(super) fn scratch(spec: &Spec, key: &KernelKey, partition: &Partition) -> Scratch {
+    let (head_dim, head_dim_v, block_n) = (spec.head_dim(), spec.head_dim_v(), partition.block_n);
+    if key.kernel == Kernel::Decode {
+        let panel_keys = partition.pv_keys.max(decode::QK_KEYS);
+        return Scratch::decode(&DecodeSizes { head_dim, head_dim_v, rows: partition.rows, block_n, panel_keys });
+    }
+    let queries = arch::tile_shape(key.arch, key.storage).queries;
+    Scratch::forward(&ForwardSizes {
+        head_dim,
+        head_dim_v,
+        tiles: partition.chunk_rows.div_ceil(queries),
+        queries,
+        block_n,
+        has_mask: spec.mask.is_some(),
+        pack_k: !partition.k_in_place,
+        pack_v: !partition.v_in_place,
+    })
+}
+
+/// Bytes of partial results of the decode kernel.
+pub(super) fn partials_bytes(spec: &Spec, key: &KernelKey, partition: &Partition) -> usize {
+    if key.kernel != Kernel::Decode {
+        return 0;
+    }
+    // Saturating: what cannot be counted cannot be allocated, and that is the error then.
+    let row_bytes = partial_len(spec.head_dim_v()) * key.accumulation.size_bytes();
+    (partition.tasks * partition.rows).saturating_mul(partition.chunks).saturating_mul(row_bytes)
+}
