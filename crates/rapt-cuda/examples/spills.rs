@@ -1,9 +1,9 @@
 //! Compiles every form of the Hopper kernels (head dims in steps of 16 with values as wide, masks, softcap, loads element by
-//! element) and says what each spills; fails if any does. Some minutes; needs NVRTC. `Code::registers` was chosen by its answers.
+//! element) and says what each spills; fails if any does. Some minutes; needs NVRTC. The registers in `src/variant/options.rs` were chosen by its answers.
 //!
 //! ```text
 //! cargo run --release -p rapt-cuda --example spills           # all
-//! cargo run --release -p rapt-cuda --example spills float32   # those whose name holds a word
+//! cargo run --release -p rapt-cuda --example spills hopper_f32   # those whose name holds a word
 //! ```
 
 #[path = "../tests/common/mod.rs"]
@@ -15,12 +15,12 @@ use std::num::NonZero;
 
 use common::{caps, spec};
 use rapt_core::{Arch, Causal, DType, Options};
-use rapt_cuda::{Code, build_all, codes};
+use rapt_cuda::{KernelVariant, build_all, variants};
 
-fn forms() -> Result<Vec<Code>, Box<dyn Error>> {
+fn forms() -> Result<Vec<KernelVariant>, Box<dyn Error>> {
     let plain = Options::default();
     let capped = plain.with_softcap(30.0).with_causal(Causal::TopLeft);
-    let mut all: Vec<Code> = Vec::new();
+    let mut all: Vec<KernelVariant> = Vec::new();
     for padded in (16..=256).step_by(16) {
         // Rows of one column less are no multiple of 16 bytes: they come element by element.
         for head_dim in [padded, padded - 1] {
@@ -28,13 +28,13 @@ fn forms() -> Result<Vec<Code>, Box<dyn Error>> {
                 for (options, dtype, len) in [&plain, &capped].into_iter().flat_map(|options| {
                     [(options, DType::BF16, 1024), (options, DType::BF16, 4096), (options, DType::F32, 4096)]
                 }) {
-                    all.extend(codes(&spec(dtype, [8, len, len, head_dim], mask, options), &caps(Arch::Sm90a))?);
+                    all.extend(variants(&spec(dtype, [8, len, len, head_dim], mask, options), &caps(Arch::Sm90a))?);
                 }
             }
         }
     }
     let mut seen = HashSet::new();
-    all.retain(|code| seen.insert(*code));
+    all.retain(|variant| seen.insert(*variant));
     Ok(all)
 }
 
@@ -42,14 +42,14 @@ fn main() -> Result<(), Box<dyn Error>> {
     let word = std::env::args().nth(1).unwrap_or_default();
     let (mut count, mut spilled) = (0, 0);
     let mut forms = forms()?;
-    forms.retain(|code| code.to_string().contains(&word));
+    forms.retain(|variant| variant.to_string().contains(&word));
     // Some at a time, so that there is something to read.
     for some in forms.chunks(4 * std::thread::available_parallelism().map_or(1, NonZero::get)) {
         for built in build_all(some, None)? {
-            let report = built.report;
-            println!("{}: {} registers, {} bytes spilled", report.code, report.registers, report.spilled_bytes);
+            let facts = built.facts;
+            println!("{}: {} registers, {} bytes spilled", facts.variant, facts.registers, facts.spilled_bytes);
             count += 1;
-            spilled += usize::from(report.spilled_bytes > 0);
+            spilled += usize::from(facts.spilled_bytes > 0);
         }
     }
     println!("{count} kernels, of which {spilled} spill");

@@ -1,38 +1,45 @@
 //! Attention on NVIDIA GPUs, sm_80 and later.
 //!
 //! ```text
-//! select(&Spec, &Caps) -> Plan      pure                                              select.rs
-//! Backend::plan(&Spec)              machine code: shipped, kept on disk, or compiled  shipped.rs, cache.rs, code.rs
-//! Backend::run(&Plan, Operands, …)  one launch, or two where keys are split           backend.rs, params.rs
-//! sys -> result                     foreign functions -> checked and typed            sys/, result/
+//! select(&Spec, &Caps) -> Plan      pure: variant, partition, parameters, tensor maps   select/, launch.rs
+//! Backend::plan(&Spec)              the same, its machine code loaded                   backend.rs, artifacts/
+//! Backend::run(&Plan, Operands, …)  one launch, or two where keys are split             launch.rs
 //! kernels/*.cu                      the algorithms
-//! ship(folder, kept)                the common kernels, compiled for a package        prebuild.rs
+//! ship(folder, kept)                the common kernels, compiled for a package          prebuild.rs
 //! ```
 //!
 //! Nothing of CUDA is linked: the driver and the compiler (NVRTC) are opened where they are found, and their absence is a
-//! typed error. Deliberately absent: streams of its own, synchronisation, and memory but for doors that ask ([`Memory`]).
+//! typed error. Deliberately absent: streams of its own, synchronisation, and memory but for bindings that ask ([`Memory`]).
+//!
+//! A module uses those before it in this order, and none after it (`modules.rs` of the tests compares):
+//!
+//! ```text
+//! error  access  tensor_map  partition  params  driver  source  variant  artifacts  launch  select  backend  memory  prebuild
+//! ```
 
+mod access;
+mod artifacts;
 mod backend;
-mod cache;
-mod code;
+mod driver;
 mod error;
+mod launch;
 mod memory;
 mod params;
+mod partition;
 mod prebuild;
-mod result;
 mod select;
-mod shipped;
 mod source;
-mod sys;
 mod tensor_map;
+mod variant;
 
-pub use backend::{Backend, DeviceFacts, prepend_library_folders};
-pub use code::{Code, Report};
+pub use artifacts::{CompiledFacts, Provenance, ShippedFacts, prepend_library_folders, set_shipped_folder};
+pub use backend::{Backend, DeviceFacts};
 pub use error::CudaError;
+pub use launch::CudaLaunch;
 pub use memory::{Mark, Memory};
-pub use prebuild::{Assortment, Built, Wrote, build_all, common_codes, ship};
-pub use select::{Caps, CudaLaunch, codes, select};
-pub use shipped::{ShippedFacts, set_shipped_folder};
+pub use prebuild::{Assortment, Built, Wrote, build_all, common_variants, ship};
+pub use select::{Caps, select, variants};
+pub use variant::{Algorithm, KernelVariant, Loads};
 
 #[cfg(test)]
 mod recorded;

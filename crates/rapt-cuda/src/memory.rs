@@ -1,4 +1,4 @@
-//! Memory and order for doors whose caller's library lends neither: the driver's own pool, and events.
+//! Memory and order for bindings whose caller's library lends neither: the driver's own pool, and events.
 //!
 //! A run needs none of this; its workspace and stream are the caller's. An array library that lends no memory (jax) is
 //! handed memory from here, and what it may not touch before a run is over is held until a [`Mark`] is passed. Nothing

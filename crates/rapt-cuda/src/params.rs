@@ -1,11 +1,14 @@
-//! A request as the kernels see it, byte for byte `Params` of kernels/common.cu.
+//! A request as the kernels see it, byte for byte `Params` of kernels/common/params.cuh and `HopperParams` of kernels/hopper.cu.
+//!
+//! Made without addresses when a request is planned; a run fills these in. Deliberately absent: any choice.
 
-use rapt_core::{DType, Operands, Spec, TensorSpec};
+use rapt_core::{DType, Finite, Operands, Spec, View};
 
-use crate::select::Design;
-use crate::tensor_map::CopyMap;
+use crate::access::strides;
+use crate::partition::Partition;
+use crate::tensor_map::TensorMap;
 
-/// What a number is divided by, as `divide` of common.cu takes it: x / n = x * magic >> 32 + shift for x < 2^31.
+/// What a number is divided by, as `divide` of common/params.cuh takes it: x / n = x * magic >> 32 + shift for x < 2^31.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 struct Divisor {
@@ -89,56 +92,46 @@ fn shift(n: i64) -> i32 {
     n.clamp(-(MOST_LEN as i64), MOST_LEN as i64) as i32
 }
 
-fn strides<const N: usize>(tensor: &TensorSpec<N>) -> [i64; N] {
-    // A stride along a single element is never taken.
-    std::array::from_fn(|d| if tensor.shape[d] > 1 { tensor.strides[d] as i64 } else { 0 })
+/// What strides and alignment decided of rows that are not loaded as tiles.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Widths {
+    /// Whether out is of the storage dtype and every row of it can be written 16 bytes at a time.
+    pub(crate) out_vector: bool,
+    /// Whether every row of the mask can be read two keys at a time.
+    pub(crate) mask_pairs: bool,
 }
 
-/// Whether every row of the mask can be read two keys at a time, as far as there are two.
-fn pairs_of(mask: &TensorSpec<4>, address: usize) -> bool {
-    let step = strides(mask);
-    let even = step[..3].iter().all(|stride| stride % 2 == 0);
-    step[3] == 1 && even && address.is_multiple_of(2 * mask.dtype.size_bytes())
+/// Scale and cap as the kernels compute with them: inside the numbers of the accumulation dtype.
+struct Scores {
+    scale: f64,
+    softcap: f64,
+    inverse_softcap: f64,
 }
 
-/// Whether every row of the mask can be read 16 bytes at a time, as far as there are 16.
-pub(crate) fn is_wide(mask: &TensorSpec<4>, address: usize) -> bool {
-    let (step, unit) = (strides(mask), 16 / mask.dtype.size_bytes() as i64);
-    step[3] == 1 && step[..3].iter().all(|stride| stride % unit == 0) && address.is_multiple_of(16)
-}
-
-/// Whether every row of the tensor can be moved `bytes` at a time from `address`; a multiple of its element.
-pub(crate) fn moves_by(tensor: &TensorSpec<4>, address: usize, bytes: usize) -> bool {
-    let unit = bytes / tensor.dtype.size_bytes();
-    let step = strides(tensor);
-    let inner = tensor.shape[3] == 1 || step[3] == 1;
-    let rows = step[..3].iter().all(|stride| stride % unit as i64 == 0);
-    inner && rows && address.is_multiple_of(bytes) && tensor.shape[3].is_multiple_of(unit)
+impl Scores {
+    fn new(spec: &Spec) -> Self {
+        let (least, most) = match spec.numerics.accumulation {
+            DType::F64 => (f64::MIN_POSITIVE, f64::MAX),
+            _ => (f64::from(f32::MIN_POSITIVE), f64::from(f32::MAX)),
+        };
+        // A cap beyond the accumulation dtype caps none of its numbers.
+        let softcap = spec.softcap.map(Finite::get).filter(|cap| *cap <= most);
+        Scores {
+            scale: spec.softmax_scale.get().clamp(-most, most),
+            softcap: softcap.map_or(0.0, |cap| cap.max(least)),
+            inverse_softcap: softcap.map_or(0.0, |cap| (1.0 / cap).clamp(least, most)),
+        }
+    }
 }
 
 impl Params {
-    pub(crate) fn new(spec: &Spec, design: &Design, operands: &mut Operands<'_>, partials: usize) -> Self {
-        let (out, lse) = (operands.out_ptr() as usize, operands.lse_ptr().map_or(0, |lse| lse as usize));
-        let tensors = operands.tensors();
-        let address = |view: &Option<rapt_core::View<'_>>| view.as_ref().map_or(0, |view| view.as_ptr() as usize);
+    /// The parameters of `spec`, every address 0.
+    pub(crate) fn new(spec: &Spec, partition: &Partition, widths: Widths) -> Self {
         let dtype = |dtype: DType| i32::from(dtype.code());
-        let wide = spec.numerics.accumulation == DType::F64;
-        let (least, most) =
-            if wide { (f64::MIN_POSITIVE, f64::MAX) } else { (f64::from(f32::MIN_POSITIVE), f64::from(f32::MAX)) };
-        // A cap beyond the accumulation dtype caps none of its numbers.
-        let softcap = spec.softcap.map(rapt_core::Finite::get).filter(|cap| *cap <= most);
+        let Scores { scale, softcap, inverse_softcap } = Scores::new(spec);
         let range = spec.block_range();
         let (lo, hi) = range.shifts();
         Params {
-            q: tensors.q.as_ptr() as usize,
-            k: tensors.k.as_ptr() as usize,
-            v: tensors.v.as_ptr() as usize,
-            mask: address(&tensors.mask),
-            sinks: address(&tensors.sinks),
-            alibi: address(&tensors.alibi_slopes),
-            out,
-            lse,
-            partials,
             q_stride: strides(&spec.q),
             k_stride: strides(&spec.k),
             v_stride: strides(&spec.v),
@@ -147,135 +140,151 @@ impl Params {
             lse_stride: spec.lse.as_ref().map_or([0; 3], strides),
             sinks_stride: spec.sinks.as_ref().map_or(0, |sinks| strides(sinks)[0]),
             alibi_stride: spec.alibi_slopes.as_ref().map_or(0, |slopes| strides(slopes)[0]),
-            scale: spec.softmax_scale.get().clamp(-most, most),
-            softcap: softcap.map_or(0.0, |cap| cap.max(least)),
-            inverse_softcap: softcap.map_or(0.0, |cap| (1.0 / cap).clamp(least, most)),
+            scale,
+            softcap,
+            inverse_softcap,
             out_dtype: dtype(spec.out.dtype),
             sinks_dtype: spec.sinks.map_or(0, |sinks| dtype(sinks.dtype)),
             alibi_dtype: spec.alibi_slopes.map_or(0, |slopes| dtype(slopes.dtype)),
             heads: int(spec.num_q_heads()),
             group: int(spec.group_size()),
-            task_heads: int(design.task_heads),
+            task_heads: int(partition.task_heads),
             q_len: int(spec.q_len()),
             kv_len: int(spec.kv_len()),
             head_dim: int(spec.head_dim()),
             head_dim_v: int(spec.head_dim_v()),
-            rows: int(design.rows),
-            row_blocks: int(design.row_blocks),
-            num_splits: int(design.num_splits),
-            chunk: int(design.chunk),
-            dv_blocks: int(design.dv_blocks),
+            rows: int(partition.rows),
+            row_blocks: int(partition.row_blocks),
+            num_splits: int(partition.num_splits),
+            chunk: int(partition.chunk),
+            dv_blocks: int(partition.dv_blocks),
             lo_shift: shift(lo),
             hi_shift: shift(hi),
             diagonal: shift(range.diagonal),
-            out_vector: i32::from(spec.out.dtype == spec.numerics.storage && moves_by(&spec.out, out, 16)),
-            mask_pairs: i32::from(spec.mask.is_some_and(|mask| pairs_of(&mask, address(&tensors.mask)))),
-            items: int(design.items),
-            is_cut: i32::from(design.is_cut()),
+            out_vector: i32::from(widths.out_vector),
+            mask_pairs: i32::from(widths.mask_pairs),
+            items: int(partition.items),
+            is_cut: i32::from(partition.is_combined),
             by_q_len: Divisor::new(spec.q_len()),
-            by_row_blocks: Divisor::new(design.row_blocks),
-            by_num_splits: Divisor::new(design.num_splits),
+            by_row_blocks: Divisor::new(partition.row_blocks),
+            by_num_splits: Divisor::new(partition.num_splits),
             by_group: Divisor::new(spec.group_size()),
-            by_tasks: Divisor::new(spec.num_q_heads() / design.task_heads.max(1)),
+            by_tasks: Divisor::new(spec.num_q_heads() / partition.task_heads.max(1)),
+            ..Params::default()
         }
     }
 
-    /// Where the mask lies; 0 if there is none.
-    pub(crate) const fn mask_address(&self) -> usize {
-        self.mask
+    /// These parameters of tensors that lie where `operands` say, with partial rows at `partials`.
+    pub(crate) fn at(self, operands: &mut Operands<'_>, partials: usize) -> Self {
+        let (out, lse) = (operands.out_ptr() as usize, operands.lse_ptr().map_or(0, |lse| lse as usize));
+        let tensors = operands.tensors();
+        let optional = |view: &Option<View<'_>>| view.as_ref().map_or(0, View::address);
+        Params {
+            q: tensors.q.address(),
+            k: tensors.k.address(),
+            v: tensors.v.address(),
+            mask: optional(&tensors.mask),
+            sinks: optional(&tensors.sinks),
+            alibi: optional(&tensors.alibi_slopes),
+            out,
+            lse,
+            partials,
+            ..self
+        }
+    }
+
+    /// Where q, k, v, out and the mask lie: in the order of [`HopperParams::maps`].
+    pub(crate) const fn mapped(&self) -> [usize; 5] {
+        [self.q, self.k, self.v, self.out, self.mask]
     }
 
     /// The bytes that a launch passes.
     pub(crate) fn as_bytes(&self) -> &[u8] {
-        // SAFETY: a repr(C) struct of integers and floats without padding (asserted below), borrowed with self.
+        // SAFETY: a repr(C) struct of integers and floats, borrowed with self; the assertion on its size below proves that there
+        // is no padding.
         unsafe { std::slice::from_raw_parts(std::ptr::from_ref(self).cast(), size_of::<Params>()) }
     }
 }
 
-/// What the copy engine moves for hopper.cu.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub(crate) struct HopperMaps {
-    /// q, k and v, where it reads all of them.
-    pub(crate) inputs: Option<[CopyMap; 3]>,
-    /// Where it writes.
-    pub(crate) out: Option<CopyMap>,
-    /// The mask, where it reads that.
-    pub(crate) mask: Option<CopyMap>,
-}
-
-/// How hopper.cu reads a mask: `MaskAccess` of masks.cu.
+/// How hopper.cu reads a mask: `MaskAccess` of hopper/mask_ring.cuh.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum MaskAccess {
+pub(crate) enum MaskAccess {
     KeyByKey,
     By16Bytes,
-    Copied,
+    Tma,
 }
 
 /// The one parameter of hopper.cu, byte for byte its `HopperParams`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(crate) struct HopperParams {
-    /// Of q, k, v, out and the mask; zeros where the copy engine is not used.
-    pub(crate) maps: [CopyMap; 5],
-    pub(crate) params: Params,
-    pub(crate) tasks: i32,
-    pub(crate) paired: i32,
+    /// Of q, k, v, out and the mask; zeros where TMA is not used.
+    pub(crate) maps: [TensorMap; 5],
+    params: Params,
+    tasks: i32,
+    paired: i32,
     mask_access: i32,
-    pub(crate) shift: i32,
-    pub(crate) out_copied: i32,
+    shift: i32,
+    out_tma: i32,
     item_groups: i32,
-    pub(crate) short_items: i32,
+    short_items: i32,
     scale: f32,
     by_units: Divisor,
     by_grid: Divisor,
-    pub(crate) padding: [u32; HOPPER_PADDING],
+    padding: [u32; HOPPER_PADDING],
 }
 
 /// Bytes of what follows `params`, but for the padding.
 const HOPPER_REST: usize = 8 * 4 + 2 * 8;
 const HOPPER_PADDING: usize = (64 - (size_of::<Params>() + HOPPER_REST) % 64) % 64 / 4;
 
-/// By how many blocks work moves on from round to round, so that `grid` blocks meet all of a task's `units` in turn: the
+/// By how many blocks work moves on from round to round, so that `grid` blocks reach all of a task's `units` in turn: the
 /// least that leaves them no common divisor.
 fn shift_of(grid: usize, units: usize) -> usize {
-    let divides = |mut a: usize, mut b: usize| {
+    let divisor = |mut a: usize, mut b: usize| {
         while b != 0 {
             (a, b) = (b, a % b);
         }
         a
     };
-    (0..units).find(|shift| divides(grid + shift, units) == 1).unwrap_or(0)
+    (0..units).find(|shift| divisor(grid + shift, units) == 1).unwrap_or(0)
 }
 
 impl HopperParams {
-    pub(crate) fn new(spec: &Spec, design: &Design, params: Params, maps: HopperMaps, grid: usize) -> Self {
-        let [q, k, v] = maps.inputs.unwrap_or_default();
-        let units = if design.paired { design.row_blocks.div_ceil(2) } else { design.row_blocks };
-        let mask_access = match maps.mask {
-            Some(_) => MaskAccess::Copied,
-            None if spec.mask.is_some_and(|mask| is_wide(&mask, params.mask)) => MaskAccess::By16Bytes,
-            None => MaskAccess::KeyByKey,
-        };
+    /// As `params`, launched in `grid` blocks; no map and no address.
+    pub(crate) fn new(
+        params: &Params,
+        partition: &Partition,
+        mask_access: MaskAccess,
+        out_tma: bool,
+        grid: usize,
+    ) -> Self {
+        let units = if partition.paired { partition.row_blocks.div_ceil(2) } else { partition.row_blocks };
         HopperParams {
-            maps: [q, k, v, maps.out.unwrap_or_default(), maps.mask.unwrap_or_default()],
-            params,
-            tasks: int(design.tasks),
-            paired: i32::from(design.paired),
+            params: *params,
+            tasks: int(partition.tasks),
+            paired: i32::from(partition.paired),
             mask_access: mask_access as i32,
             shift: int(shift_of(grid, units)),
-            out_copied: i32::from(maps.out.is_some()),
-            item_groups: int(design.item_rows / 64),
-            short_items: int(design.short_items),
+            out_tma: i32::from(out_tma),
+            item_groups: int(partition.item_rows / 64),
+            short_items: int(partition.short_items),
             scale: params.scale as f32,
             by_units: Divisor::new(units),
             by_grid: Divisor::new(grid),
-            padding: [0; HOPPER_PADDING],
+            ..HopperParams::default()
         }
+    }
+
+    /// These parameters with `params`, which have addresses, and the maps of tensors that lie there.
+    pub(crate) fn at(&self, params: &Params, maps: [TensorMap; 5]) -> Self {
+        HopperParams { maps, params: *params, ..*self }
     }
 
     /// The bytes that a launch passes.
     pub(crate) fn as_bytes(&self) -> &[u8] {
-        // SAFETY: as of `Params`; what follows its last number up to the alignment is a field.
+        // SAFETY: a repr(C) struct of maps, `Params`, integers and floats, borrowed with self; what follows its last number up to
+        // the alignment is a field, and the assertion on its size below proves that there is no other padding.
         unsafe { std::slice::from_raw_parts(std::ptr::from_ref(self).cast(), size_of::<HopperParams>()) }
     }
 }
@@ -307,33 +316,12 @@ mod tests {
     }
 
     #[test]
-    fn a_mask_is_read_16_bytes_at_a_time_where_every_row_allows_it() {
-        let mask = |dtype, strides| TensorSpec {
-            dtype,
-            shape: [2, 1, 300, 512],
-            strides,
-            alignment: rapt_core::Alignment::MOST,
-        };
-        for (dtype, strides, address, wide) in [
-            (DType::Bool, [153_600, 0, 512, 1], 64, true),
-            (DType::Bool, [512, 0, 0, 1], 64, true),
-            (DType::Bool, [153_600, 0, 512, 1], 65, false),
-            (DType::Bool, [153_600, 0, 520, 1], 64, false),
-            (DType::Bool, [153_600, 0, 1, 300], 64, false),
-            (DType::BF16, [153_600, 0, 520, 1], 64, true),
-            (DType::BF16, [153_600, 0, 516, 1], 64, false),
-            (DType::F32, [153_600, 0, 516, 1], 64, true),
-        ] {
-            assert_eq!(is_wide(&mask(dtype, strides), address), wide, "{dtype} {strides:?} {address}");
-        }
-    }
-
-    #[test]
-    fn blocks_meet_every_run_of_rows_in_turn() {
+    fn blocks_reach_every_run_of_rows_in_turn() {
         for (grid, units) in [(132, 6), (132, 8), (132, 7), (131, 6), (1, 1), (64, 64), (132, 1), (3, 1000)] {
             let shift = shift_of(grid, units);
-            let met: std::collections::HashSet<_> = (0..units).map(|round| round * (grid + shift) % units).collect();
-            assert_eq!(met.len(), units, "{grid} {units} {shift}");
+            let reached: std::collections::HashSet<_> =
+                (0..units).map(|round| round * (grid + shift) % units).collect();
+            assert_eq!(reached.len(), units, "{grid} {units} {shift}");
         }
         assert_eq!((shift_of(132, 7), shift_of(132, 6)), (0, 1));
     }

@@ -9,12 +9,13 @@ use std::sync::Mutex;
 use rapt_core::{Arch, Causal, DType, Device, Extent, Options, Result as CoreResult, Shape, Spec, View};
 use rustc_hash::FxHashSet;
 
-use crate::cache::{Cache, Name};
-use crate::code::{Code, Report};
+use crate::artifacts::bundled;
+use crate::artifacts::cache::{Cache, Name};
+use crate::artifacts::nvrtc::{CompiledFacts, compile};
+use crate::driver::{Compiler, Cubin, Nvrtc};
 use crate::error::{CudaError, Result};
-use crate::result::nvrtc::{Compiler, Cubin, Nvrtc};
-use crate::select::{Caps, codes};
-use crate::shipped;
+use crate::select::{Caps, variants};
+use crate::variant::KernelVariant;
 
 /// How much is compiled ahead.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -123,10 +124,10 @@ fn spec(
 ///
 /// # Errors
 /// As [`select`](crate::select).
-pub fn common_codes(arch: Arch, assortment: Assortment) -> CoreResult<Vec<Code>> {
+pub fn common_variants(arch: Arch, assortment: Assortment) -> CoreResult<Vec<KernelVariant>> {
     let requests = requests(assortment);
-    let (mut known, mut all) = (FxHashSet::default(), Vec::new());
-    for (device, multiprocessors, shared_kib) in DEVICES.into_iter().filter(|(own, ..)| shipped::family(*own) == arch) {
+    let (mut seen, mut all) = (FxHashSet::default(), Vec::new());
+    for (device, multiprocessors, shared_kib) in DEVICES.into_iter().filter(|(own, ..)| bundled::family(*own) == arch) {
         let caps =
             Caps { arch: device, multiprocessors, shared_bytes: shared_kib * 1024, clock_hz: None, bandwidth: None };
         for request in &requests {
@@ -135,8 +136,8 @@ pub fn common_codes(arch: Arch, assortment: Assortment) -> CoreResult<Vec<Code>>
                     for causal in [None, Some(Causal::TopLeft), Some(Causal::BottomRight)] {
                         let options = Options { causal, softcap: request.softcap, ..Options::default() };
                         let spec = spec(request, heads, lengths, &options)?;
-                        let found = codes(&spec, &caps)?.into_iter().map(|code| shipped::of_family(&code));
-                        all.extend(found.filter(|code| known.insert(*code)));
+                        let found = variants(&spec, &caps)?.into_iter().map(|variant| bundled::of_family(&variant));
+                        all.extend(found.filter(|variant| seen.insert(*variant)));
                     }
                 }
             }
@@ -149,64 +150,64 @@ pub fn common_codes(arch: Arch, assortment: Assortment) -> CoreResult<Vec<Code>>
 #[derive(Clone, Debug)]
 pub struct Built {
     /// What the compiler said of it.
-    pub report: Report,
+    pub facts: CompiledFacts,
     cubin: Vec<u8>,
 }
 
 const WITH_LOG: &str = "with its log";
 
 /// Compiles one kernel, or takes it from `kept`.
-fn build(code: &Code, compiler: &dyn Compiler, kept: &Cache) -> Result<Built> {
-    let name = Name::new(code, compiler.version(), WITH_LOG);
+fn build(variant: &KernelVariant, compiler: &dyn Compiler, kept: &Cache) -> Result<Built> {
+    let name = Name::new(variant, compiler.version(), WITH_LOG);
     // The length of the log, the log, the machine code.
     let unpack = |entry: Vec<u8>| {
         let (len, rest) = entry.split_first_chunk::<4>()?;
         let (log, bytes) = rest.split_at_checked(u32::from_le_bytes(*len) as usize)?;
         Some(Cubin { bytes: bytes.to_vec(), log: String::from_utf8(log.to_vec()).ok()? })
     };
-    let built = |cubin: Cubin| Report::read(*code, &cubin).map(|report| Built { report, cubin: cubin.bytes });
+    let built = |cubin: Cubin| CompiledFacts::read(*variant, &cubin).map(|facts| Built { facts, cubin: cubin.bytes });
     if let Some(built) = kept.get(&name).and_then(unpack).and_then(built) {
         return Ok(built);
     }
-    let cubin = code.compile(compiler)?;
+    let cubin = compile(variant, compiler)?;
     let len = u32::try_from(cubin.log.len()).unwrap_or(0).to_le_bytes();
     let entry = [&len, cubin.log.as_bytes(), &cubin.bytes].concat();
     let log = cubin.log.clone();
     let built = built(cubin).ok_or_else(|| CudaError::Compile {
-        kernel: code.to_string(),
-        arch: code.arch.name(),
-        log: format!("the compiler's report is not understood: {log}"),
+        kernel: variant.to_string(),
+        arch: variant.arch.name(),
+        log: format!("the compiler's log is not understood: {log}"),
     })?;
     kept.put(&name, &entry);
     Ok(built)
 }
 
-fn build_with(compiler: &dyn Compiler, codes: &[Code], kept: Option<&Path>) -> Result<Vec<Built>> {
+fn build_with(compiler: &dyn Compiler, variants: &[KernelVariant], kept: Option<&Path>) -> Result<Vec<Built>> {
     let kept = Cache::new(kept.map(Path::to_owned));
-    let (jobs, built) = (Mutex::new(codes.iter().enumerate()), Mutex::new(Vec::with_capacity(codes.len())));
+    let (jobs, built) = (Mutex::new(variants.iter().enumerate()), Mutex::new(Vec::with_capacity(variants.len())));
     let next = || jobs.lock().ok().and_then(|mut jobs| jobs.next());
     let work = || {
-        while let Some((at, code)) = next() {
-            let one = build(code, compiler, &kept);
+        while let Some((at, variant)) = next() {
+            let one = build(variant, compiler, &kept);
             if let Ok(mut built) = built.lock() {
                 built.push((at, one));
             }
         }
     };
-    let workers = std::thread::available_parallelism().map_or(1, usize::from).min(codes.len());
+    let workers = std::thread::available_parallelism().map_or(1, usize::from).min(variants.len());
     std::thread::scope(|scope| (0..workers).for_each(|_| drop(scope.spawn(work))));
     let mut built = built.into_inner().unwrap_or_default();
     built.sort_unstable_by_key(|(at, _)| *at);
     built.into_iter().map(|(_, one)| one).collect()
 }
 
-/// Compiles every kernel of `codes` with the NVRTC that is found, one per core at a time, without a device. What lies in
+/// Compiles every kernel of `variants` with the NVRTC that is found, one per core at a time, without a device. What lies in
 /// the folder `kept` from before is not compiled again.
 ///
 /// # Errors
 /// [`CudaError::NoCompiler`]; [`CudaError::Compile`] for the first that does not compile.
-pub fn build_all(codes: &[Code], kept: Option<&Path>) -> std::result::Result<Vec<Built>, CudaError> {
-    build_with(&Nvrtc::find(&[])?, codes, kept)
+pub fn build_all(variants: &[KernelVariant], kept: Option<&Path>) -> std::result::Result<Vec<Built>, CudaError> {
+    build_with(&Nvrtc::find(&[])?, variants, kept)
 }
 
 /// What [`ship`] wrote of one architecture.
@@ -226,21 +227,21 @@ pub struct Wrote {
 /// [`set_shipped_folder`](crate::set_shipped_folder).
 ///
 /// # Errors
-/// As [`build_all`]; [`CudaError::Archive`] where `folder` cannot be written; what [`common_codes`] answers.
+/// As [`build_all`]; [`CudaError::Archive`] where `folder` cannot be written; what [`common_variants`] answers.
 pub fn ship(folder: &Path, assortment: Assortment, kept: Option<&Path>) -> std::result::Result<Vec<Wrote>, CudaError> {
     let compiler = Nvrtc::find(&[])?;
     let archive = |text: String| CudaError::Archive { folder: folder.display().to_string(), text };
     let mut all = Vec::new();
     for arch in assortment.archs() {
-        all.extend(common_codes(*arch, assortment).map_err(|error| archive(error.to_string()))?);
+        all.extend(common_variants(*arch, assortment).map_err(|error| archive(error.to_string()))?);
     }
     // At once, so that no core waits at the end of each architecture.
     let built = build_with(&compiler, &all, kept)?;
     let write = |arch: &Arch| {
         let arch = *arch;
-        let of_arch = built.iter().filter(|built| built.report.code.arch == arch);
-        let kernels: Vec<_> = of_arch.map(|built| (built.report.code, built.cubin.as_slice())).collect();
-        let written = shipped::write(folder, arch, compiler.version(), &kernels);
+        let of_arch = built.iter().filter(|built| built.facts.variant.arch == arch);
+        let kernels: Vec<_> = of_arch.map(|built| (built.facts.variant, built.cubin.as_slice())).collect();
+        let written = bundled::write(folder, arch, compiler.version(), &kernels);
         let file_bytes = written.map_err(|error| archive(error.to_string()))?;
         Ok(Wrote { arch, kernels: kernels.len(), file_bytes, compiler: compiler.version() })
     };
@@ -250,46 +251,52 @@ pub fn ship(folder: &Path, assortment: Assortment, kept: Option<&Path>) -> std::
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::code::Body;
+    use crate::variant::Algorithm;
 
-    fn distinct(arch: Arch, assortment: Assortment) -> FxHashSet<Code> {
-        let codes = common_codes(arch, assortment).unwrap();
-        let distinct: FxHashSet<_> = codes.iter().copied().collect();
-        assert_eq!(distinct.len(), codes.len());
-        assert!(codes.iter().all(|code| code.arch == arch));
+    fn distinct(arch: Arch, assortment: Assortment) -> FxHashSet<KernelVariant> {
+        let variants = common_variants(arch, assortment).unwrap();
+        let distinct: FxHashSet<_> = variants.iter().copied().collect();
+        assert_eq!(distinct.len(), variants.len());
+        assert!(variants.iter().all(|variant| variant.arch == arch));
         distinct
     }
 
     #[test]
     fn common_requests_are_covered_on_every_architecture() {
         for arch in Assortment::Whole.archs() {
-            let codes = distinct(*arch, Assortment::Whole);
-            let has = |body, storage, mask: Option<DType>| {
-                codes.iter().any(|code| (code.body, code.storage, code.mask) == (body, storage, mask))
+            let variants = distinct(*arch, Assortment::Whole);
+            let has = |algorithm, storage, mask: Option<DType>| {
+                variants
+                    .iter()
+                    .any(|variant| (variant.algorithm, variant.storage, variant.mask) == (algorithm, storage, mask))
             };
             for storage in [DType::F16, DType::BF16] {
                 for mask in [None, Some(DType::Bool), Some(storage)] {
-                    assert!(has(Body::Decode, storage, mask), "{arch:?} {storage} {mask:?}");
+                    assert!(has(Algorithm::Decode, storage, mask), "{arch:?} {storage} {mask:?}");
                 }
-                assert!(has(Body::Combine, storage, None) && has(Body::Generic, storage, None));
-                let many = |code: &&Code| matches!(code.body, Body::Forward | Body::Hopper) && code.storage == storage;
+                assert!(has(Algorithm::Combine, storage, None) && has(Algorithm::Generic, storage, None));
+                let many = |variant: &&KernelVariant| {
+                    matches!(variant.algorithm, Algorithm::Mma | Algorithm::Hopper) && variant.storage == storage
+                };
                 for head_dim in [64, 80, 96, 128, 256] {
-                    let found = codes.iter().filter(many).any(|code| code.dims == (head_dim, head_dim));
+                    let found = variants.iter().filter(many).any(|variant| variant.dims == (head_dim, head_dim));
                     assert!(found, "{arch:?} {storage} {head_dim}");
                 }
             }
             for storage in [DType::F32, DType::F64] {
-                assert!(has(Body::Generic, storage, None) && has(Body::Combine, storage, None));
+                assert!(has(Algorithm::Generic, storage, None) && has(Algorithm::Combine, storage, None));
             }
             for mask in [None, Some(DType::Bool), Some(DType::F32)] {
                 let has = |head_dim| {
-                    let (body, dims) = (Body::Float32, (head_dim, head_dim));
-                    codes.iter().any(|code| (code.body, code.mask, code.dims) == (body, mask, dims))
+                    let (algorithm, dims) = (Algorithm::HopperF32, (head_dim, head_dim));
+                    variants
+                        .iter()
+                        .any(|variant| (variant.algorithm, variant.mask, variant.dims) == (algorithm, mask, dims))
                 };
                 let count = [64, 80, 96, 128].into_iter().filter(|head_dim| has(*head_dim)).count();
                 assert_eq!(count, if *arch == Arch::Sm90a { 4 } else { 0 }, "{arch:?} float32 {mask:?}");
             }
-            assert!(codes.len() < 96, "{} kernels: too many for a wheel's build", codes.len());
+            assert!(variants.len() < 96, "{} kernels: too many for a wheel's build", variants.len());
         }
     }
 
@@ -298,10 +305,10 @@ mod tests {
         for arch in Assortment::Core.archs() {
             let (core, whole) = (distinct(*arch, Assortment::Core), distinct(*arch, Assortment::Whole));
             assert!(core.is_subset(&whole) && core.len() * 2 < whole.len(), "{} of {}", core.len(), whole.len());
-            let hopper: &[Body] = &[Body::Hopper, Body::Float32];
-            let many = if *arch == Arch::Sm90a { hopper } else { &[Body::Forward] };
-            for body in many.iter().chain(&[Body::Generic, Body::Decode, Body::Combine]) {
-                assert!(core.iter().any(|code| code.body == *body), "{arch:?} has no {body:?}");
+            let hopper: &[Algorithm] = &[Algorithm::Hopper, Algorithm::HopperF32];
+            let many = if *arch == Arch::Sm90a { hopper } else { &[Algorithm::Mma] };
+            for algorithm in many.iter().chain(&[Algorithm::Generic, Algorithm::Decode, Algorithm::Combine]) {
+                assert!(core.iter().any(|variant| variant.algorithm == *algorithm), "{arch:?} has no {algorithm:?}");
             }
         }
     }

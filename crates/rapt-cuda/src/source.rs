@@ -101,7 +101,7 @@ impl<'a> Resolver<'a> {
 fn resolve(files: &[(&str, &str)], root: &str) -> Result<String, IncludeError> {
     let mut resolver = Resolver { files, taken: Vec::new(), text: String::new() };
     let Some((name, contents)) = files.iter().find(|(name, _)| *name == root) else {
-        return Err(IncludeError::Unknown { file: "code.rs".to_owned(), line: 0, name: root.to_owned() });
+        return Err(IncludeError::Unknown { file: "variant/mod.rs".to_owned(), line: 0, name: root.to_owned() });
     };
     resolver.add(name, contents)?;
     Ok(resolver.text)

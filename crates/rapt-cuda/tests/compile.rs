@@ -8,10 +8,10 @@ use std::path::Path;
 
 use common::{caps, spec, spec_of_dims};
 use rapt_core::{Arch, Causal, DType, Options};
-use rapt_cuda::{Code, CudaError, Report, build_all, codes};
+use rapt_cuda::{CompiledFacts, CudaError, KernelVariant, build_all, variants};
 
 /// What the compiler says of each; kernels that are kept from an earlier run, or were compiled to be shipped, cost nothing.
-fn compile(all: &[Code]) -> Option<Result<Vec<Report>, CudaError>> {
+fn compile(all: &[KernelVariant]) -> Option<Result<Vec<CompiledFacts>, CudaError>> {
     let kept = Path::new(env!("CARGO_TARGET_TMPDIR")).join("cubins");
     match build_all(all, Some(&kept)) {
         Err(error @ CudaError::NoCompiler { .. }) => {
@@ -20,7 +20,7 @@ fn compile(all: &[Code]) -> Option<Result<Vec<Report>, CudaError>> {
             println!("skipped: {error}");
             None
         }
-        other => Some(other.map(|built| built.into_iter().map(|built| built.report).collect())),
+        other => Some(other.map(|built| built.into_iter().map(|built| built.facts).collect())),
     }
 }
 
@@ -31,7 +31,7 @@ fn every_kernel_compiles_and_the_hot_ones_do_not_spill() {
     let mut all = Vec::new();
     let mut hot = Vec::new();
     for arch in [Arch::Sm80, Arch::Sm90a, Arch::Sm120] {
-        let of = |spec| codes(&spec, &caps(arch)).unwrap();
+        let of = |spec| variants(&spec, &caps(arch)).unwrap();
         let bf16 = |lengths, mask, options| of(spec(DType::BF16, lengths, mask, options));
         hot.extend(bf16([8, 1, 8192, 128], None, &plain));
         hot.extend(bf16([8, 1, 65536, 64], None, &plain));
@@ -73,8 +73,9 @@ fn every_kernel_compiles_and_the_hot_ones_do_not_spill() {
         }
         all.extend(of(spec(DType::F64, [8, 100, 100, 40], Some(DType::F64), &capped)));
     }
-    // The other forms of the sources, once: what they differ in is no matter of the architecture.
-    let of = |dtype, lengths, mask, options| codes(&spec(dtype, lengths, mask, options), &caps(Arch::Sm90a)).unwrap();
+    // The other forms of the sources, once: what they differ in does not depend on the architecture.
+    let of =
+        |dtype, lengths, mask, options| variants(&spec(dtype, lengths, mask, options), &caps(Arch::Sm90a)).unwrap();
     all.extend(of(DType::F16, [2, 100, 100, 24], Some(DType::F32), &capped));
     all.extend(of(DType::F16, [2, 1, 100, 24], Some(DType::Bool), &plain));
     all.extend(of(DType::BF16, [2, 1, 100, 33], Some(DType::BF16), &plain));
@@ -86,15 +87,15 @@ fn every_kernel_compiles_and_the_hot_ones_do_not_spill() {
     let count = hot.len();
     all.splice(0..0, hot.iter().copied());
     let mut seen = std::collections::HashSet::new();
-    all.retain(|code| seen.insert(*code));
-    let Some(reports) = compile(&all) else { return };
-    let reports = reports.unwrap_or_else(|error| panic!("{error}"));
-    assert_eq!(reports.len(), all.len());
+    all.retain(|variant| seen.insert(*variant));
+    let Some(compiled) = compile(&all) else { return };
+    let compiled = compiled.unwrap_or_else(|error| panic!("{error}"));
+    assert_eq!(compiled.len(), all.len());
     assert!(count > 0);
-    for report in &reports {
-        println!("{}: {} registers, {} bytes spilled", report.code, report.registers, report.spilled_bytes);
-        assert!(report.registers <= 255 && report.cubin_bytes > 0);
-        let most = if hot.contains(&report.code) { 0 } else { 160 };
-        assert!(report.spilled_bytes <= most, "{} spills {} bytes", report.code, report.spilled_bytes);
+    for facts in &compiled {
+        println!("{}: {} registers, {} bytes spilled", facts.variant, facts.registers, facts.spilled_bytes);
+        assert!(facts.registers <= 255 && facts.cubin_bytes > 0);
+        let most = if hot.contains(&facts.variant) { 0 } else { 160 };
+        assert!(facts.spilled_bytes <= most, "{} spills {} bytes", facts.variant, facts.spilled_bytes);
     }
 }

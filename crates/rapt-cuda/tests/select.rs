@@ -3,8 +3,16 @@
 mod common;
 
 use common::{caps, spec, view};
-use rapt_core::{Arch, Causal, DType, Device, Error, Kernel, Options, PRounding, Spec};
-use rapt_cuda::{codes, select};
+use rapt_core::{Arch, Causal, DType, Device, Error, Kernel, Options, PRounding, Plan, Spec};
+use rapt_cuda::{Algorithm, CudaLaunch, KernelVariant, Loads, select, variants};
+
+fn launch_plan(plan: &Plan) -> &CudaLaunch {
+    plan.launch_plan().unwrap()
+}
+
+fn variant(plan: &Plan) -> KernelVariant {
+    *launch_plan(plan).variant().unwrap()
+}
 
 const ARCHS: [Arch; 4] = [Arch::Sm80, Arch::Sm86, Arch::Sm90a, Arch::Sm120];
 
@@ -39,8 +47,15 @@ fn every_request_is_served_and_tensor_cores_serve_what_they_can() {
                         let fast = plan.key().kernel != Kernel::Generic;
                         assert_eq!(plan.key().p_rounding == PRounding::Storage, fast && dtype != DType::F32);
                         assert_eq!(plan.why_not_faster().is_empty(), fast);
-                        let wgmma = plan.key().kernel == Kernel::Forward && arch == Arch::Sm90a && dtype != DType::F32;
-                        assert_eq!(plan.why().contains("wgmma"), wgmma, "{arch:?} {dtype} {q_len} {head_dim}");
+                        let expected = match (plan.key().kernel, arch, dtype) {
+                            (Kernel::Forward, Arch::Sm90a, DType::F32) => Algorithm::HopperF32,
+                            (Kernel::Forward, Arch::Sm90a, _) => Algorithm::Hopper,
+                            (Kernel::Forward, ..) => Algorithm::Mma,
+                            (Kernel::Decode, ..) => Algorithm::Decode,
+                            _ => Algorithm::Generic,
+                        };
+                        assert_eq!(variant(&plan).algorithm, expected, "{arch:?} {dtype} {q_len} {head_dim}");
+                        assert_eq!((variant(&plan).storage, variant(&plan).mask), (dtype, mask));
                         assert!(plan.explain().to_string().contains("multiprocessors"));
                     }
                 }
@@ -50,7 +65,7 @@ fn every_request_is_served_and_tensor_cores_serve_what_they_can() {
 }
 
 #[test]
-fn the_batch_and_the_strides_change_no_code_and_no_split() {
+fn the_batch_and_the_strides_change_no_variant_and_no_split() {
     let of = |batch: usize, heads: usize, q_len: usize, permuted: bool| {
         let shape = if permuted { [batch, q_len, heads, 64] } else { [batch, heads, q_len, 64] };
         let layout = if permuted { rapt_core::Layout::Bshd } else { rapt_core::Layout::Bhsd };
@@ -62,11 +77,12 @@ fn the_batch_and_the_strides_change_no_code_and_no_split() {
     };
     for q_len in [1, 7, 100, 3000] {
         let first = of(1, 1, q_len, false);
-        let (plan, code) = (select(&first, &caps(Arch::Sm90a)).unwrap(), codes(&first, &caps(Arch::Sm90a)).unwrap());
+        let (plan, of_first) =
+            (select(&first, &caps(Arch::Sm90a)).unwrap(), variants(&first, &caps(Arch::Sm90a)).unwrap());
         for (batch, heads, permuted) in [(1, 8, false), (64, 1, false), (16, 32, true)] {
             let other = of(batch, heads, q_len, permuted);
             let other_plan = select(&other, &caps(Arch::Sm90a)).unwrap();
-            assert_eq!(codes(&other, &caps(Arch::Sm90a)).unwrap(), code);
+            assert_eq!(variants(&other, &caps(Arch::Sm90a)).unwrap(), of_first);
             assert_eq!(
                 (other_plan.num_splits(), other_plan.block_m(), other_plan.block_n()),
                 (plan.num_splits(), plan.block_m(), plan.block_n())
@@ -159,9 +175,9 @@ fn hoppers_items_have_fewer_rows_where_a_launch_would_leave_multiprocessors_idle
         (8, 16384, 256, &full, 128, 1024),
     ] {
         let plan = select(&spec(DType::BF16, [heads, len, len, head_dim], None, options), &caps(Arch::Sm90a)).unwrap();
-        let (blocks, whole) = (plan.launch().unwrap().blocks, items == heads * len.div_ceil(plan.block_m()));
+        let blocks = plan.launch().unwrap().blocks;
         assert_eq!((plan.items(), blocks), (items, items.min(132)), "{heads} {len} {head_dim}");
-        assert_eq!(plan.why().contains(&format!("pieces of {rows} queries")), !whole, "{}", plan.why());
+        assert_eq!(launch_plan(&plan).item_rows(), Some(rows));
     }
     // Rows late and early see about as many keys: a pair of 64 would take longer than 128 alone.
     let (bottom, window) =
@@ -174,11 +190,11 @@ fn hoppers_items_have_fewer_rows_where_a_launch_would_leave_multiprocessors_idle
     }
     // A task has rows for two groups of three, whoever is idle.
     let plan = select(&spec(DType::BF16, [512, 77, 77, 64], None, &full), &caps(Arch::Sm90a)).unwrap();
-    assert!(plan.items() == 512 && !plan.why().contains("pieces of"), "{}", plan.why());
+    assert_eq!((plan.items(), launch_plan(&plan).item_rows()), (512, Some(192)));
 }
 
 #[test]
-fn every_plan_states_a_cut_that_its_certificate_proves() {
+fn every_plan_states_a_partition_that_its_certificate_proves() {
     for dtype in [DType::F32, DType::BF16] {
         for (q_len, kv_len) in [(1, 1), (1, 8192), (16, 600), (17, 100), (200, 300), (5, 0)] {
             for head_dim in [8, 64, 192, 1000] {
@@ -218,4 +234,46 @@ fn what_is_not_served_is_refused_by_name() {
     assert!(matches!(select(&long, &caps(Arch::Sm90a)), Err(Error::Unsupported { .. })));
     let many = spec(DType::BF16, [1 << 28, 1 << 10, 1, 1], None, &Options::default().with_causal(Causal::TopLeft));
     assert!(matches!(select(&many, &caps(Arch::Sm90a)), Err(Error::Unsupported { .. })));
+}
+
+#[test]
+fn strides_and_alignment_choose_the_loads_and_nothing_else() {
+    let plan_of = |arch, dtype, [q_len, head_dim]: [usize; 2], offset: usize, is_inner_one: bool| {
+        let (device, extent) = (Device::Cuda(0), rapt_core::Extent::Declared);
+        let at = |name, len: usize| {
+            let shape = rapt_core::Shape::from([1, 8, len, head_dim]);
+            let [row, step] = if is_inner_one { [head_dim, 1] } else { [2 * head_dim, 2] }.map(|n| n as isize);
+            let strides = rapt_core::Strides::from([8 * row * len as isize, row * len as isize, row, step]);
+            let address = std::ptr::without_provenance((1 << 20) + offset);
+            // SAFETY: nobody reads it.
+            unsafe { rapt_core::View::from_raw_parts(name, address, dtype, shape, strides, device, extent) }.unwrap()
+        };
+        let (q, k) = (at("q", q_len), at("k", 4096));
+        select(&Spec::builder(&q, &k, &k, &Options::default()).build().unwrap(), &caps(arch)).unwrap()
+    };
+    for (arch, dtype, sizes, loads) in [
+        (Arch::Sm90a, DType::BF16, [2048, 64], Loads::Tma),
+        (Arch::Sm90a, DType::BF16, [2048, 60], Loads::ByElement),
+        (Arch::Sm90a, DType::F32, [2048, 64], Loads::By16Bytes),
+        (Arch::Sm90a, DType::BF16, [1, 128], Loads::By16Bytes),
+        (Arch::Sm80, DType::F16, [2048, 128], Loads::By16Bytes),
+        (Arch::Sm80, DType::F16, [2048, 124], Loads::ByElement),
+        (Arch::Sm120, DType::F64, [2048, 64], Loads::ByElement),
+    ] {
+        let aligned = plan_of(arch, dtype, sizes, 0, true);
+        assert_eq!(variant(&aligned).loads, loads, "{arch:?} {dtype} {sizes:?}");
+        for (offset, is_inner_one) in [(8, true), (0, false), (16, true)] {
+            let plan = plan_of(arch, dtype, sizes, offset, is_inner_one);
+            let expected = if offset == 16 { loads } else { Loads::ByElement };
+            assert_eq!(variant(&plan).loads, expected, "{arch:?} {dtype} {sizes:?} {offset} {is_inner_one}");
+            let mut same = variant(&plan);
+            same.loads = loads;
+            // Loads of one element leave hopper.cu registers for two groups of 64 queries only; keys and splits stay.
+            if same.algorithm == Algorithm::Hopper {
+                same.block_m = variant(&aligned).block_m;
+            }
+            assert_eq!(same, variant(&aligned), "{arch:?} {dtype} {sizes:?} {offset} {is_inner_one}");
+            assert_eq!(plan.num_splits(), aligned.num_splits());
+        }
+    }
 }

@@ -1,13 +1,13 @@
 //! NVRTC: found at run time, then source text to machine code.
 //!
 //! Looked for in this order: `RAPT_NVRTC` (a file or a folder), the library that the process has loaded already, the
-//! folders that a door names, `VIRTUAL_ENV`, `CUDA_HOME` and `CUDA_PATH`, the loader's own search path.
+//! folders that a binding names, `VIRTUAL_ENV`, `CUDA_HOME` and `CUDA_PATH`, the loader's own search path.
 
 use std::ffi::{CStr, CString, OsStr, c_char, c_int};
 use std::path::{Path, PathBuf};
 
+use crate::driver::sys::nvrtc::{Functions, Program, SUCCESS};
 use crate::error::{CudaError, Result};
-use crate::sys::nvrtc::{Functions, Program, SUCCESS};
 
 /// Names of the library, newest first.
 const NAMES: [&str; 2] = ["libnvrtc.so.13", "libnvrtc.so.12"];
@@ -124,10 +124,10 @@ impl Nvrtc {
         get: unsafe extern "C" fn(Program, *mut c_char) -> c_int,
     ) -> Result<Vec<u8>> {
         let mut len = 0;
-        // SAFETY: the program lives; one integer is written.
+        // SAFETY: the caller holds the program; one integer is written.
         self.check(call, unsafe { size(program, &raw mut len) })?;
         let mut bytes = vec![0u8; len];
-        // SAFETY: the buffer is as long as the call before asked.
+        // SAFETY: the buffer is as long as `size` said.
         self.check(call, unsafe { get(program, bytes.as_mut_ptr().cast()) })?;
         Ok(bytes)
     }
@@ -160,7 +160,7 @@ impl Compiler for Nvrtc {
         let options = options.iter().map(|option| text(option)).collect::<Result<Vec<_>>>()?;
         let pointers: Vec<*const c_char> = options.iter().map(|option| option.as_ptr()).collect();
         let mut program: Program = std::ptr::null_mut();
-        // SAFETY: strings end in NUL and outlive the call; there are no headers.
+        // SAFETY: both are a `CString`, which ends in NUL and outlives the call; of headers there are 0.
         let code = unsafe {
             let create = self.functions.nvrtcCreateProgram;
             create(&raw mut program, source.as_ptr(), name.as_ptr(), 0, std::ptr::null(), std::ptr::null())
@@ -168,7 +168,8 @@ impl Compiler for Nvrtc {
         self.check("nvrtcCreateProgram", code)?;
         let held = Held(self, program);
         let count = c_int::try_from(pointers.len()).unwrap_or(c_int::MAX);
-        // SAFETY: the options outlive the call.
+        // SAFETY: `check` passed the program as made, and `held` ends it; the options, each a `CString`, outlive the call, and `count` is their
+        // number.
         let compiled = unsafe { (self.functions.nvrtcCompileProgram)(held.1, count, pointers.as_ptr()) };
         let f = &self.functions;
         let log = self.bytes(held.1, "nvrtcGetProgramLog", f.nvrtcGetProgramLogSize, f.nvrtcGetProgramLog)?;

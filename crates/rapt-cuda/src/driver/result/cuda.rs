@@ -9,15 +9,15 @@ use std::sync::{Mutex, PoisonError};
 use rapt_core::DType;
 use rustc_hash::FxHashMap;
 
-use crate::error::{CudaError, Result};
-use crate::sys::cuda::{
+use crate::driver::sys::cuda::{
     self, CUcontext, CUdevice_attribute as Attribute, CUevent, CUevent_flags, CUfunction,
     CUfunction_attribute as FunctionAttribute, CUlaunchAttribute, CUlaunchAttributeID, CUlaunchAttributeValue,
     CUlaunchConfig, CUmodule, CUresult, CUstream, CUstreamCaptureMode, CUtensorMap, CUtensorMapDataType,
     CUtensorMapSwizzle,
 };
-use crate::sys::is_driver_present;
-use crate::tensor_map::{Copied, CopyMap};
+use crate::driver::sys::is_driver_present;
+use crate::error::{CudaError, Result};
+use crate::tensor_map::{TensorMap, TmaTensor};
 
 /// What a device says of itself.
 #[derive(Clone, Debug, PartialEq)]
@@ -64,11 +64,11 @@ pub(crate) trait Driver: Send + Sync + std::fmt::Debug {
     /// # Safety
     /// What `params` points to stays valid until the stream has passed this launch, and is what the kernel takes it for.
     unsafe fn launch(&self, function: &Function, grid: Grid, stream: usize, params: &[u8]) -> Result<()>;
-    /// What the copy engine takes to read this tensor.
-    fn copy_map(&self, copied: &Copied) -> Result<CopyMap>;
+    /// Encodes the tensor map of this tensor at `address`.
+    fn encode(&self, tensor: &TmaTensor, address: usize) -> Result<TensorMap>;
     /// At least `bytes` bytes, to be used by what `stream` runs from here on.
     fn allocate(&self, device: u32, bytes: usize, stream: usize) -> Result<usize>;
-    /// Gives back what [`Driver::allocate`] gave, when `stream` has come here.
+    /// Gives back what [`Driver::allocate`] gave, when `stream` has come so far.
     fn free(&self, device: u32, address: usize, stream: usize) -> Result<()>;
     /// A new event at the end of what `stream` has to do now.
     fn record(&self, device: u32, stream: usize) -> Result<usize>;
@@ -119,7 +119,7 @@ impl Current {
         if before == context {
             return Ok(Current(None));
         }
-        // SAFETY: a primary context that is never released.
+        // SAFETY: an address of `Cuda::context`: a primary context that is never released.
         check("cuCtxSetCurrent", unsafe { cuda::cuCtxSetCurrent(context) })?;
         Ok(Current(Some(before)))
     }
@@ -162,7 +162,7 @@ impl Cuda {
         if !is_driver_present() {
             return Err(CudaError::NoDriver);
         }
-        // SAFETY: the library is there; the call may be repeated.
+        // SAFETY: `is_driver_present` opened the library; the call may be repeated.
         check("cuInit", unsafe { cuda::cuInit(0) })?;
         Ok(Cuda { pid: std::process::id(), contexts: Mutex::default() })
     }
@@ -179,7 +179,7 @@ impl Cuda {
         }
         let handle = self.device(device)?;
         let mut context: CUcontext = std::ptr::null_mut();
-        // SAFETY: the device exists; its context is kept for the life of the process.
+        // SAFETY: `Cuda::device` found the device; its context is kept for the life of the process.
         check("cuDevicePrimaryCtxRetain", unsafe { cuda::cuDevicePrimaryCtxRetain(&raw mut context, handle) })?;
         contexts.insert(device, context as usize);
         Ok(context as usize)
@@ -191,7 +191,7 @@ impl Cuda {
             return Err(CudaError::NoDevice { index, count });
         }
         let mut device = 0;
-        // SAFETY: the index is in range.
+        // SAFETY: the index was compared with the count; one handle is written.
         check("cuDeviceGet", unsafe { cuda::cuDeviceGet(&raw mut device, index as i32) })?;
         Ok(device)
     }
@@ -240,10 +240,11 @@ impl Driver for Cuda {
         let _current = Current::new(self.context(device)?)?;
         let _relaxed = Relaxed::new()?;
         let mut module: CUmodule = std::ptr::null_mut();
-        // SAFETY: an ELF image whose length is in its header; our cache has checked that it is whole.
+        // SAFETY: an ELF image whose length is in its header; `bundled::get` and `Cache::get` compared its digest, so that it is
+        // whole, or NVRTC made it just now.
         check("cuModuleLoadData", unsafe { cuda::cuModuleLoadData(&raw mut module, cubin.as_ptr().cast()) })?;
         let mut function: CUfunction = std::ptr::null_mut();
-        // SAFETY: the module was loaded; the name ends in NUL.
+        // SAFETY: `check` passed the module as loaded; a `CStr` ends in NUL.
         let code = unsafe { cuda::cuModuleGetFunction(&raw mut function, module, entry.as_ptr()) };
         check("cuModuleGetFunction", code)?;
         let attribute = |which: FunctionAttribute| {
@@ -253,7 +254,7 @@ impl Driver for Cuda {
             Ok(value.max(0) as usize)
         };
         let most = FunctionAttribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
-        // SAFETY: the function was found in a loaded module.
+        // SAFETY: `check` passed the function as found in a loaded module.
         check("cuFuncSetAttribute", unsafe { cuda::cuFuncSetAttribute(function, most, shared_bytes as i32) })?;
         Ok(Function {
             device,
@@ -285,13 +286,13 @@ impl Driver for Cuda {
                 numAttrs: 1,
             };
             let function = function.handle as CUfunction;
-            // SAFETY: as below; the one attribute outlives the call.
+            // SAFETY: as of `cuLaunchKernel` below; `numAttrs` counts the one attribute, which outlives the call.
             return check("cuLaunchKernelEx", unsafe {
                 cuda::cuLaunchKernelEx(&raw const config, function, parameters.as_mut_ptr(), std::ptr::null_mut())
             });
         }
-        // SAFETY: the function is of a module that stays loaded; the driver copies the parameter before it returns, and
-        // the caller vouches for what it points to.
+        // SAFETY: `Function` is made by `load` alone, of a module that stays loaded; the driver copies the parameter before it returns,
+        // and the caller vouches, as this function's contract says, for what it points to.
         check("cuLaunchKernel", unsafe {
             cuda::cuLaunchKernel(
                 function.handle as CUfunction,
@@ -309,30 +310,31 @@ impl Driver for Cuda {
         })
     }
 
-    fn copy_map(&self, copied: &Copied) -> Result<CopyMap> {
+    fn encode(&self, tensor: &TmaTensor, address: usize) -> Result<TensorMap> {
         let mut map = CUtensorMap { opaque: [0; 16] };
-        let dtype = match copied.dtype {
+        let dtype = match tensor.dtype {
             DType::Bool => CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_UINT8,
             DType::F32 => CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
             DType::F16 => CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
             _ => CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
         };
-        let swizzle = match copied.swizzled_bytes {
+        let swizzle = match tensor.swizzled_bytes {
             0 => CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_NONE,
             32 => CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_32B,
             64 => CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_64B,
             _ => CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B,
         };
-        // SAFETY: the arrays have as many elements as the rank says; nothing is read at the address.
+        // SAFETY: sizes and boxes have the 4 elements that the rank says and strides 3, as their types prove; the map is aligned as
+        // its type says; nothing is read at the address.
         let code = unsafe {
             cuda::cuTensorMapEncodeTiled(
                 &raw mut map,
                 dtype,
                 4,
-                copied.address as *mut c_void,
-                copied.sizes.as_ptr(),
-                copied.strides_bytes.as_ptr(),
-                [copied.box_columns, copied.box_rows, 1, 1].as_ptr(),
+                address as *mut c_void,
+                tensor.sizes.as_ptr(),
+                tensor.strides_bytes.as_ptr(),
+                [tensor.box_columns, tensor.box_rows, 1, 1].as_ptr(),
                 [1; 4].as_ptr(),
                 cuda::CUtensorMapInterleave::CU_TENSOR_MAP_INTERLEAVE_NONE,
                 swizzle,
@@ -341,7 +343,7 @@ impl Driver for Cuda {
             )
         };
         check("cuTensorMapEncodeTiled", code)?;
-        Ok(CopyMap(map.opaque))
+        Ok(TensorMap(map.opaque))
     }
 
     fn allocate(&self, device: u32, bytes: usize, stream: usize) -> Result<usize> {
@@ -365,7 +367,7 @@ impl Driver for Cuda {
         let flags = CUevent_flags::CU_EVENT_DISABLE_TIMING as u32;
         // SAFETY: one handle is written.
         check("cuEventCreate", unsafe { cuda::cuEventCreate(&raw mut event, flags) })?;
-        // SAFETY: the event was made; the stream is the caller's, of this device.
+        // SAFETY: `check` passed the event as made; the stream is the caller's, of this device.
         let recorded = check("cuEventRecord", unsafe { cuda::cuEventRecord(event, stream as CUstream) });
         if recorded.is_err() {
             // SAFETY: made above, ended once.

@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use sha2::{Digest, Sha256};
 
-use crate::code::Code;
+use crate::variant::KernelVariant;
 
 /// The first bytes of an entry; the number counts changes of the format.
 const MAGIC: &[u8; 8] = b"raptcub1";
@@ -23,15 +23,15 @@ pub(crate) struct Cache {
     folder: Option<PathBuf>,
 }
 
-/// The SHA-256 of source, options and `more`: what tells one machine code from another.
-pub(crate) fn digest(code: &Code, more: &[&str]) -> [u8; DIGEST] {
+/// The SHA-256 of source, options and `more`: what distinguishes one machine code from another.
+pub(crate) fn digest(variant: &KernelVariant, more: &[&str]) -> [u8; DIGEST] {
     let mut hash = Sha256::new();
     let mut add = |text: &str| {
         hash.update((text.len() as u64).to_le_bytes());
         hash.update(text);
     };
-    add(&code.source());
-    code.options().iter().for_each(|option| add(option));
+    add(&variant.source());
+    variant.options().iter().for_each(|option| add(option));
     more.iter().for_each(|text| add(text));
     hash.finalize().into()
 }
@@ -41,19 +41,19 @@ pub(crate) fn digest(code: &Code, more: &[&str]) -> [u8; DIGEST] {
 pub(crate) struct Name(String);
 
 impl Name {
-    /// Of the machine code that this compiler makes of `code`, kept `with` something or (empty) alone.
-    pub(crate) fn new(code: &Code, compiler: (i32, i32), with: &str) -> Self {
+    /// Of the machine code that this compiler makes of `variant`, kept `with` something or (empty) alone.
+    pub(crate) fn new(variant: &KernelVariant, compiler: (i32, i32), with: &str) -> Self {
         let compiler = format!("nvrtc {}.{}", compiler.0, compiler.1);
         let more = [compiler.as_str(), with];
         let more = if with.is_empty() { &more[..1] } else { &more };
-        Name(digest(code, more).iter().map(|byte| format!("{byte:02x}")).collect())
+        Name(digest(variant, more).iter().map(|byte| format!("{byte:02x}")).collect())
     }
 }
 
 #[cfg(test)]
 impl Name {
     /// A name as a file bears it.
-    pub(crate) fn known(name: String) -> Self {
+    pub(crate) fn of_file(name: String) -> Self {
         Name(name)
     }
 }

@@ -11,7 +11,7 @@
 //! An entry is named by source and options, not by the compiler: which NVRTC this machine has, or whether it has one, is no
 //! matter. What is cut short, changed or refused by the driver is not used, and the next source is asked: the cache on disk,
 //! then the compiler. Machine code of x.0 runs on x.y too, so that one file serves a family. Deliberately absent: any
-//! knowledge of where packages lie; a door tells the folder, and a Rust program has the cache.
+//! knowledge of where packages lie; a binding passes the folder, and a Rust program has the cache.
 
 use std::io::{Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
@@ -20,8 +20,9 @@ use std::sync::{Mutex, PoisonError};
 use rapt_core::Arch;
 use sha2::{Digest, Sha256};
 
-use crate::cache::{DIGEST, digest};
-use crate::code::Code;
+use crate::variant::KernelVariant;
+
+use super::cache::{DIGEST, digest};
 
 const MAGIC: &[u8; 8] = b"raptshp1";
 const HEAD: usize = MAGIC.len() + 3 * 4;
@@ -52,9 +53,9 @@ pub(crate) const fn family(arch: Arch) -> Arch {
     }
 }
 
-/// `code` as its family has it.
-pub(crate) fn of_family(code: &Code) -> Code {
-    Code { arch: family(code.arch), ..*code }
+/// `variant` as its family has it.
+pub(crate) fn of_family(variant: &KernelVariant) -> KernelVariant {
+    KernelVariant { arch: family(variant.arch), ..*variant }
 }
 
 /// The file of an architecture.
@@ -96,11 +97,11 @@ pub(crate) fn facts(folder: &Path, arch: Arch) -> Option<ShippedFacts> {
     open(folder, arch).map(|(_, facts)| facts)
 }
 
-/// The machine code of `code` that is shipped in `folder`, if it is there and whole.
-pub(crate) fn get(folder: &Path, code: &Code) -> Option<Vec<u8>> {
-    let (mut file, facts) = open(folder, code.arch)?;
+/// The machine code of `variant` that is shipped in `folder`, if it is there and whole.
+pub(crate) fn get(folder: &Path, variant: &KernelVariant) -> Option<Vec<u8>> {
+    let (mut file, facts) = open(folder, variant.arch)?;
     let index = read_exactly(&mut file, facts.kernels * ENTRY)?;
-    let name = digest(&of_family(code), &[]);
+    let name = digest(&of_family(variant), &[]);
     let entry = index.chunks_exact(ENTRY).find(|entry| entry.starts_with(&name))?;
     let [offset, packed, len] = [0, 4, 8].map(|at| number(entry, 2 * DIGEST + at));
     let bytes = |n: Option<u32>| n.filter(|n| *n <= MOST_BYTES);
@@ -112,7 +113,7 @@ pub(crate) fn get(folder: &Path, code: &Code) -> Option<Vec<u8>> {
         |cubin: &Vec<u8>| cubin.len() == len as usize && Sha256::digest(cubin).as_slice() == &entry[DIGEST..2 * DIGEST];
     let cubin = cubin.filter(whole);
     if cubin.is_none() {
-        tracing::debug!(target: "rapt", %code, folder = %folder.display(), "a shipped cubin is damaged");
+        tracing::debug!(target: "rapt", %variant, folder = %folder.display(), "a shipped cubin is damaged");
     }
     cubin
 }
@@ -125,9 +126,10 @@ pub(crate) fn write(
     folder: &Path,
     arch: Arch,
     compiler: (i32, i32),
-    kernels: &[(Code, &[u8])],
+    kernels: &[(KernelVariant, &[u8])],
 ) -> std::io::Result<u64> {
-    let mut entries: Vec<_> = kernels.iter().map(|(code, cubin)| (digest(&of_family(code), &[]), *cubin)).collect();
+    let mut entries: Vec<_> =
+        kernels.iter().map(|(variant, cubin)| (digest(&of_family(variant), &[]), *cubin)).collect();
     entries.sort_unstable();
     entries.dedup();
     let too_long = || std::io::Error::other("an archive of cubins beyond 4 GiB");

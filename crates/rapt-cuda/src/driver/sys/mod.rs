@@ -1,6 +1,6 @@
 //! Foreign functions, as they are: nothing is checked here.
 //!
-//! The driver's come from cudarc, which opens libcuda at the first call and panics without it: `result::driver` asks
+//! The driver's come from cudarc, which opens libcuda at the first call and panics without it: `result::cuda` asks
 //! [`is_driver_present`] before anything else.
 
 pub(crate) mod nvrtc;

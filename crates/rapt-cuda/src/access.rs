@@ -1,0 +1,60 @@
+//! What strides and alignment allow: how many elements of a row can be moved at once.
+//!
+//! Of an address a spec keeps what it is a multiple of, 16 bytes at most: no more is asked here. Deliberately absent: what only TMA
+//! asks ([`tensor_map`](crate::tensor_map)).
+
+use rapt_core::TensorSpec;
+
+/// The tensor's strides as kernels take them: one along a single element is never taken.
+pub(crate) fn strides<const N: usize>(tensor: &TensorSpec<N>) -> [i64; N] {
+    std::array::from_fn(|d| if tensor.shape[d] > 1 { tensor.strides[d] as i64 } else { 0 })
+}
+
+/// Whether every row of the tensor can be moved `bytes` at a time; a multiple of its element.
+pub(crate) fn moves_by(tensor: &TensorSpec<4>, bytes: usize) -> bool {
+    let unit = bytes / tensor.dtype.size_bytes();
+    let step = strides(tensor);
+    let inner = tensor.shape[3] == 1 || step[3] == 1;
+    let rows = step[..3].iter().all(|stride| stride % unit as i64 == 0);
+    inner && rows && tensor.alignment.bytes().is_multiple_of(bytes) && tensor.shape[3].is_multiple_of(unit)
+}
+
+/// Whether every row of the mask can be read two keys at a time, as far as there are two.
+pub(crate) fn is_in_pairs(mask: &TensorSpec<4>) -> bool {
+    let step = strides(mask);
+    let even = step[..3].iter().all(|stride| stride % 2 == 0);
+    step[3] == 1 && even && mask.alignment.bytes().is_multiple_of(2 * mask.dtype.size_bytes())
+}
+
+/// Whether every row of the mask can be read 16 bytes at a time, as far as there are 16.
+pub(crate) fn is_wide(mask: &TensorSpec<4>) -> bool {
+    let (step, unit) = (strides(mask), 16 / mask.dtype.size_bytes() as i64);
+    step[3] == 1 && step[..3].iter().all(|stride| stride % unit == 0) && mask.alignment.bytes() >= 16
+}
+
+#[cfg(test)]
+mod tests {
+    use rapt_core::{Alignment, DType, Device};
+
+    use super::*;
+
+    #[test]
+    fn a_mask_is_read_16_bytes_at_a_time_where_every_row_allows_it() {
+        let mask = |dtype, strides, address| {
+            let alignment = Alignment::of(Device::Cuda(0), address);
+            TensorSpec { dtype, shape: [2, 1, 300, 512], strides, alignment }
+        };
+        for (dtype, strides, address, wide) in [
+            (DType::Bool, [153_600, 0, 512, 1], 64, true),
+            (DType::Bool, [512, 0, 0, 1], 64, true),
+            (DType::Bool, [153_600, 0, 512, 1], 65, false),
+            (DType::Bool, [153_600, 0, 520, 1], 64, false),
+            (DType::Bool, [153_600, 0, 1, 300], 64, false),
+            (DType::BF16, [153_600, 0, 520, 1], 64, true),
+            (DType::BF16, [153_600, 0, 516, 1], 64, false),
+            (DType::F32, [153_600, 0, 516, 1], 64, true),
+        ] {
+            assert_eq!(is_wide(&mask(dtype, strides, address)), wide, "{dtype} {strides:?} {address}");
+        }
+    }
+}

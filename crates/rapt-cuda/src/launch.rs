@@ -1,0 +1,329 @@
+//! What a run launches: decided when a request is planned, and enqueued as it is.
+//!
+//! ```text
+//! CudaLaunch = steps (variant, blocks, loaded function) + parameters without addresses + tensors that TMA moves
+//! run        = addresses filled in, tensor maps encoded, one launch, or two where a row's chunks are put together
+//! ```
+//! Deliberately absent: any choice, any look-up, any allocation.
+
+use rapt_core::{
+    Compiled, Cost, Device, DeviceMemory, Error, Kernel, KernelKey, Launch, LaunchPlan, Operands, Result as CoreResult,
+    Spec, Work,
+};
+
+use crate::artifacts::Provenance;
+use crate::driver::{Driver, Function, Grid};
+use crate::error::{CudaError, Result};
+use crate::params::{HopperParams, Params};
+use crate::partition::Partition;
+use crate::tensor_map::{TensorMap, TmaTensor};
+use crate::variant::{Algorithm, KernelVariant, Loads};
+
+/// A kernel on a device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Loaded {
+    pub(crate) function: Function,
+    pub(crate) provenance: Provenance,
+}
+
+/// One launch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Step {
+    pub(crate) variant: KernelVariant,
+    pub(crate) blocks: usize,
+    /// `None` until the plan is made on a device.
+    pub(crate) loaded: Option<Loaded>,
+}
+
+impl Step {
+    pub(crate) const fn new(variant: KernelVariant, blocks: usize) -> Self {
+        Step { variant, blocks, loaded: None }
+    }
+
+    fn grid(&self) -> Grid {
+        Grid {
+            blocks: u32::try_from(self.blocks).unwrap_or(u32::MAX),
+            threads: self.variant.threads(),
+            shared_bytes: self.variant.shared_bytes(),
+            overlaps: self.variant.overlaps(),
+        }
+    }
+
+    fn function(&self, device: Device) -> CoreResult<&Function> {
+        let why = || "the plan was selected without a device: Backend::plan loads its kernels".to_owned();
+        self.loaded
+            .as_ref()
+            .map(|loaded| &loaded.function)
+            .ok_or_else(|| Error::DeviceUnavailable { device, why: why() })
+    }
+}
+
+/// What hopper.cu takes besides.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Hopper {
+    /// Without maps and addresses.
+    pub(crate) params: HopperParams,
+    /// q, k, v, out and the mask, those that TMA moves.
+    pub(crate) moved: [Option<TmaTensor>; 5],
+}
+
+/// Why the tensor cores do not serve a request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum WhyGeneric {
+    FewQueriesOfF32,
+    Storage,
+    HeadDim { most: usize },
+    NoKeys,
+    SharedMemory { needed: u32, has: u32 },
+}
+
+/// The launches of a request that has an output.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Launches {
+    pub(crate) main: Step,
+    /// What puts the chunks of a row together, where no block sees all of them.
+    pub(crate) combine: Option<Step>,
+    pub(crate) partition: Partition,
+    /// Without addresses.
+    pub(crate) params: Params,
+    pub(crate) hopper: Option<Box<Hopper>>,
+    pub(crate) workspace_bytes: usize,
+    pub(crate) why_generic: Option<WhyGeneric>,
+}
+
+/// This backend's whole decision for one request: what it says of itself is read from what
+/// is launched.
+#[derive(Clone, Debug, PartialEq)]
+pub struct CudaLaunch {
+    /// `None` where there is no output.
+    launches: Option<Launches>,
+    cost: Cost,
+    multiprocessors: u32,
+    work: Option<Work>,
+}
+
+impl CudaLaunch {
+    pub(crate) fn new(spec: &Spec, launches: Option<Launches>, cost: Cost, multiprocessors: u32) -> Self {
+        // Without keys nothing is attended: there is no partition of them to state.
+        let attending = launches.as_ref().filter(|_| spec.kv_len() > 0);
+        let work = attending.map(
+            |Launches { partition: Partition { tasks, rows, item_rows, num_splits, chunk, .. }, .. }| {
+                let keys_per_item = if *num_splits > 1 { *chunk } else { spec.kv_len() };
+                Work { tasks: *tasks, rows: *rows, rows_per_item: *item_rows, keys_per_item }
+            },
+        );
+        CudaLaunch { launches, cost, multiprocessors, work }
+    }
+
+    /// The kernel that attends; `None` where nothing is launched.
+    #[must_use]
+    pub fn variant(&self) -> Option<&KernelVariant> {
+        self.launches.as_ref().map(|launches| &launches.main.variant)
+    }
+
+    /// The kernel that puts the chunks of a row together, if one is launched.
+    #[must_use]
+    pub fn combine(&self) -> Option<&KernelVariant> {
+        self.launches.as_ref()?.combine.as_ref().map(|step| &step.variant)
+    }
+
+    /// Where the machine code of the kernel that attends came from; `None` until it is loaded.
+    #[must_use]
+    pub fn provenance(&self) -> Option<Provenance> {
+        Some(self.launches.as_ref()?.main.loaded?.provenance)
+    }
+
+    /// Rows that one item has at most.
+    #[must_use]
+    pub fn item_rows(&self) -> Option<usize> {
+        self.launches.as_ref().map(|launches| launches.partition.item_rows)
+    }
+
+    pub(crate) fn kernel(&self) -> Kernel {
+        self.variant().map_or(Kernel::Empty, |variant| variant.algorithm.kernel())
+    }
+
+    /// This plan with the functions that `load` finds.
+    pub(crate) fn loaded(mut self, load: impl Fn(&KernelVariant) -> Result<Loaded>) -> Result<Self> {
+        for step in self
+            .launches
+            .iter_mut()
+            .flat_map(|launches| [Some(&mut launches.main), launches.combine.as_mut()])
+            .flatten()
+        {
+            step.loaded = Some(load(&step.variant)?);
+        }
+        Ok(self)
+    }
+
+    /// Enqueues this plan's launches on `stream`.
+    ///
+    /// # Errors
+    /// [`Error::DeviceUnavailable`] for a plan without functions; [`Error::OutOfMemory`] if `workspace` is shorter than planned;
+    /// [`Error::DeviceFailed`].
+    ///
+    /// # Safety
+    /// `operands` are those of the spec that this was planned for. Their memory and the workspace are as
+    /// [`Backend::run`](crate::Backend::run) says.
+    pub(crate) unsafe fn enqueue(
+        &self,
+        driver: &dyn Driver,
+        operands: &mut Operands<'_>,
+        workspace: DeviceMemory,
+        stream: usize,
+    ) -> CoreResult<()> {
+        let Some(launches) = &self.launches else { return Ok(()) };
+        let device = operands.tensors().q.device();
+        let on = |error: CudaError| error.on(device);
+        if workspace.len_bytes < launches.workspace_bytes || !workspace.address.is_multiple_of(16) {
+            return Err(Error::OutOfMemory { bytes: launches.workspace_bytes });
+        }
+        let main = launches.main.function(device)?;
+        let combine =
+            launches.combine.as_ref().map(|step| step.function(device).map(|function| (step, function))).transpose()?;
+        let params = launches.params.at(operands, workspace.address);
+        let hopper = launches.hopper.as_ref().map(|hopper| hopper.at(driver, &params)).transpose().map_err(on)?;
+        let main_params = hopper.as_ref().map_or(params.as_bytes(), HopperParams::as_bytes);
+        // SAFETY: `CudaLaunch::loaded` gave each step the function of its own variant, and `select` made the parameters for that variant
+        // from the spec that `Operands::check` proved the operands against: each address that a kernel reaches lies in its tensor's
+        // extent. The comparison above proves the workspace as long as partial rows are; the caller vouches for how long memory lives.
+        unsafe {
+            driver.launch(main, launches.main.grid(), stream, main_params).map_err(on)?;
+            if let Some((step, function)) = combine {
+                driver.launch(function, step.grid(), stream, params.as_bytes()).map_err(on)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+impl LaunchPlan for CudaLaunch {
+    fn block_m(&self) -> usize {
+        self.variant().map_or(0, |variant| variant.block_m as usize)
+    }
+
+    fn block_n(&self) -> usize {
+        self.variant().map_or(0, |variant| variant.block_n as usize)
+    }
+
+    fn num_splits(&self) -> usize {
+        self.launches.as_ref().map_or(1, |launches| launches.partition.num_splits)
+    }
+
+    fn items(&self) -> usize {
+        self.launches.as_ref().map_or(0, |launches| launches.partition.items)
+    }
+
+    fn threads(&self) -> usize {
+        1
+    }
+
+    fn workspace_bytes(&self) -> usize {
+        self.launches.as_ref().map_or(0, |launches| launches.workspace_bytes)
+    }
+
+    fn cost(&self) -> &Cost {
+        &self.cost
+    }
+
+    fn kv_in_place(&self) -> bool {
+        false
+    }
+
+    fn work(&self) -> Option<Work> {
+        self.work
+    }
+
+    fn launch(&self) -> Option<Launch> {
+        let Step { variant, blocks, loaded } = self.launches.as_ref()?.main;
+        Some(Launch {
+            blocks,
+            block_threads: variant.threads() as usize,
+            shared_bytes: variant.shared_bytes() as usize,
+            multiprocessors: self.multiprocessors as usize,
+            compiled: loaded.map(|Loaded { function, provenance }| Compiled {
+                registers: function.registers,
+                local_bytes: function.local_bytes,
+                source: provenance.text().to_owned(),
+            }),
+        })
+    }
+
+    fn why(&self, spec: &Spec, _: &KernelKey) -> String {
+        let Some(Launches { main: Step { variant, .. }, partition, .. }) = &self.launches else {
+            return "no output: nothing is launched".to_owned();
+        };
+        match variant.algorithm {
+            Algorithm::Decode => format!(
+                "{} queries share each head of K and V: bound by reading them, {} chunks of keys; {}",
+                spec.group_size() * spec.q_len(),
+                partition.num_splits,
+                variant.loads.text()
+            ),
+            Algorithm::Hopper => {
+                let whole = partition.rows.div_ceil(variant.block_m as usize);
+                let pieces = if partition.row_blocks > whole {
+                    let rows = partition.item_rows;
+                    format!("; pieces of {rows} queries, since whole ones would leave multiprocessors idle")
+                } else {
+                    String::new()
+                };
+                format!("many queries: both products on the tensor cores by wgmma; {}{pieces}", variant.loads.text())
+            }
+            Algorithm::HopperF32 => format!(
+                "many queries: both products on the tensor cores, each float32 as two float16 under a power of two (22 bits), three \
+                 products for one, sums in float32; {}",
+                variant.loads.text()
+            ),
+            Algorithm::Mma => format!("many queries: both products on the tensor cores; {}", variant.loads.text()),
+            Algorithm::Generic | Algorithm::Combine => "it serves every request".to_owned(),
+        }
+    }
+
+    fn why_not_faster(&self, spec: &Spec, _: &KernelKey) -> String {
+        let Some((launches, why)) = self.launches.as_ref().and_then(|launches| Some((launches, launches.why_generic?)))
+        else {
+            return String::new();
+        };
+        let storage = spec.numerics.storage;
+        match why {
+            WhyGeneric::FewQueriesOfF32 => "the tensor cores are used for more than 16 queries of float32".to_owned(),
+            WhyGeneric::Storage => {
+                format!("the tensor cores are not used for {storage} on {}", launches.main.variant.arch.name())
+            }
+            WhyGeneric::HeadDim { most } => format!(
+                "head_dim {} / {}: the tensor-core kernels take up to {most} of {storage}",
+                spec.head_dim(),
+                spec.head_dim_v()
+            ),
+            WhyGeneric::NoKeys => "there are no keys".to_owned(),
+            WhyGeneric::SharedMemory { needed, has } => {
+                format!("its tiles need {needed} bytes of shared memory, a block has {has}")
+            }
+        }
+    }
+}
+
+impl Hopper {
+    /// The parameters of tensors that lie where `params` say.
+    fn at(&self, driver: &dyn Driver, params: &Params) -> Result<HopperParams> {
+        let mut maps = [TensorMap::default(); 5];
+        for ((map, tensor), address) in maps.iter_mut().zip(&self.moved).zip(params.mapped()) {
+            if let Some(tensor) = tensor {
+                *map = driver.encode(tensor, address)?;
+            }
+        }
+        Ok(self.params.at(params, maps))
+    }
+}
+
+impl Loads {
+    /// In words, for `explain`.
+    const fn text(self) -> &'static str {
+        match self {
+            Loads::Tma => "K and V by TMA",
+            Loads::By16Bytes => "K and V by loads of 16 bytes",
+            Loads::ByElement => "K and V element by element: their strides or alignment allow no more",
+        }
+    }
+}

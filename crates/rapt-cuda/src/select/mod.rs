@@ -1,0 +1,190 @@
+//! From a spec to a plan: pure, total, without a device.
+//!
+//! What decides a request's kernel, tiles and splits is its own lengths, dims, dtype and options, never its batch or where it lies:
+//! the bits of a row depend on none of these. Strides and alignment decide who loads the same tiles and writes the same sums; how
+//! many rows hopper.cu takes at a time follows the device too, and changes no bit either.
+
+mod cost;
+mod decode;
+mod hopper;
+mod rules;
+
+use rapt_core::{Arch, DType, Device, Error, Kernel, KernelKey, PRounding, Plan, Result, Spec};
+
+use crate::access::{is_in_pairs, moves_by};
+use crate::launch::{CudaLaunch, Launches, Step};
+use crate::params::{MOST_LEN, Params, Widths};
+use crate::partition::Partition;
+use crate::variant::{Algorithm, COMBINE_COLUMNS, COMBINE_WARPS, KernelVariant, generic_columns};
+
+/// What a device has, as far as a selection depends on it.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Caps {
+    /// The architecture that kernels are compiled for.
+    pub arch: Arch,
+    /// Multiprocessors.
+    pub multiprocessors: u32,
+    /// Most shared memory that a block may ask for.
+    pub shared_bytes: u32,
+    /// The clock, where the driver says it: only for the floor in time.
+    pub clock_hz: Option<f64>,
+    /// Bytes a second of device memory, where the driver says it: only for the floor in time.
+    pub bandwidth: Option<f64>,
+}
+
+/// Most blocks or rows of a request. Blocks that stay on their multiprocessor count on past the last item, by one each.
+const MOST_BLOCKS: usize = i32::MAX as usize - (1 << 16);
+
+fn check_lengths(spec: &Spec) -> Result<()> {
+    for (what, n) in [
+        ("q_len", spec.q_len()),
+        ("kv_len", spec.kv_len()),
+        ("num_q_heads", spec.num_q_heads()),
+        ("head_dim", spec.head_dim()),
+        ("head_dim_v", spec.head_dim_v()),
+        ("rows of a group", spec.group_size().saturating_mul(spec.q_len())),
+    ] {
+        if n >= MOST_LEN {
+            let why = format!("the CUDA kernels count up to {MOST_LEN}");
+            return Err(Error::unsupported(format!("{what} {n}"), why, "cut the problem along it"));
+        }
+    }
+    Ok(())
+}
+
+/// Tasks, items and splits of `spec`, and blocks of the main launch.
+///
+/// # Errors
+/// [`Error::Unsupported`] for counts beyond 2^31.
+fn partition(spec: &Spec, caps: &Caps, variant: &KernelVariant) -> Result<(Partition, usize)> {
+    let (kernel, few) = (variant.algorithm.kernel(), decode::is_few(spec));
+    let block_m = variant.block_m as usize;
+    // Rows of one head fill their tiles, or the heads of a group share them.
+    let task_heads = if !few && spec.q_len() >= block_m { 1 } else { spec.group_size() };
+    let rows = task_heads * spec.q_len();
+    let (num_splits, chunk) = if few { decode::chunks(kernel, spec.kv_len()) } else { (1, 0) };
+    let columns = generic_columns(spec.numerics.storage) as usize;
+    let dv_blocks = if kernel == Kernel::Generic { spec.head_dim_v().div_ceil(columns) } else { 1 };
+    let tasks = spec.batch().saturating_mul(spec.num_q_heads() / task_heads.max(1));
+    let (item_rows, short_items, paired) = if variant.algorithm == Algorithm::Hopper {
+        let items = hopper::items(spec, caps, variant, tasks, task_heads);
+        (items.groups * 64, items.short, items.paired)
+    } else {
+        (block_m, 0, false)
+    };
+    let row_blocks = rows.div_ceil(item_rows);
+    let items = [tasks, row_blocks, num_splits].into_iter().fold(1usize, usize::saturating_mul);
+    let (blocks, is_combined) = match variant.algorithm {
+        Algorithm::Decode => decode::blocks(caps, variant, tasks.saturating_mul(row_blocks), num_splits),
+        // Blocks stay on their multiprocessor and take one item after another.
+        Algorithm::Hopper => (items.min(caps.multiprocessors.max(1) as usize), false),
+        _ => (items.saturating_mul(dv_blocks), num_splits > 1),
+    };
+    let most = items
+        .saturating_mul(dv_blocks)
+        .max(tasks.saturating_mul(rows).saturating_mul(spec.head_dim_v().div_ceil(COMBINE_COLUMNS)));
+    if most > MOST_BLOCKS {
+        let what = format!("a request of {most} blocks");
+        return Err(Error::unsupported(what, "a launch has at most 2^31", "cut the problem along its batch"));
+    }
+    let partition = Partition {
+        task_heads,
+        tasks,
+        rows,
+        item_rows,
+        short_items,
+        paired,
+        row_blocks,
+        num_splits,
+        chunk,
+        dv_blocks,
+        items,
+        is_combined,
+    };
+    Ok((partition, blocks))
+}
+
+/// The launches of a request that has an output.
+///
+/// # Errors
+/// [`Error::Unsupported`] for lengths and counts beyond 2^29 and 2^31.
+fn launches(spec: &Spec, caps: &Caps) -> Result<Launches> {
+    check_lengths(spec)?;
+    let (variant, why_generic) = rules::variant(spec, caps);
+    let (partition, blocks) = partition(spec, caps, &variant)?;
+    let rows = partition.tasks * partition.rows;
+    let row_bytes = (spec.head_dim_v() + 2) * spec.numerics.accumulation.size_bytes();
+    let partial_bytes = rows.saturating_mul(partition.num_splits).saturating_mul(row_bytes);
+    let combine_blocks = (rows * spec.head_dim_v().div_ceil(COMBINE_COLUMNS)).div_ceil(COMBINE_WARPS);
+    let widths = Widths {
+        out_vector: spec.out.dtype == spec.numerics.storage && moves_by(&spec.out, 16),
+        mask_pairs: spec.mask.is_some_and(|mask| is_in_pairs(&mask)),
+    };
+    let params = Params::new(spec, &partition, widths);
+    let hopper = (variant.algorithm == Algorithm::Hopper)
+        .then(|| Box::new(hopper::launch(spec, &variant, &partition, &params, blocks)));
+    Ok(Launches {
+        main: Step::new(variant, blocks),
+        combine: partition.is_combined.then(|| Step::new(variant.combine(), combine_blocks)),
+        partition,
+        params,
+        hopper,
+        workspace_bytes: if partition.is_combined { partial_bytes } else { 0 },
+        why_generic,
+    })
+}
+
+fn key(spec: &Spec, arch: Arch, kernel: Kernel) -> KernelKey {
+    KernelKey {
+        direction: spec.direction,
+        kernel,
+        storage: spec.numerics.storage,
+        accumulation: spec.numerics.accumulation,
+        p_rounding: match kernel {
+            Kernel::Forward | Kernel::Decode if spec.numerics.storage != DType::F32 => PRounding::Storage,
+            _ => PRounding::Accumulation,
+        },
+        mask: rules::mask_class(spec),
+        kv: spec.kv,
+        arch,
+    }
+}
+
+/// What a run launches for `spec` on a device with `caps`.
+///
+/// # Errors
+/// As [`select`].
+pub(crate) fn launch_plan(spec: &Spec, caps: &Caps) -> Result<CudaLaunch> {
+    if !matches!(spec.device, Device::Cuda(_)) {
+        let why = "this backend serves the memory of NVIDIA GPUs".into();
+        return Err(Error::DeviceUnavailable { device: spec.device, why });
+    }
+    let launches = if spec.out.shape.contains(&0) { None } else { Some(launches(spec, caps)?) };
+    let kernel = launches.as_ref().map_or(Kernel::Empty, |launches| launches.main.variant.algorithm.kernel());
+    Ok(CudaLaunch::new(spec, launches, cost::cost(spec, caps, kernel), caps.multiprocessors))
+}
+
+/// The plan of `spec` that launches `launch_plan`.
+pub(crate) fn plan_of(spec: &Spec, caps: &Caps, launch_plan: CudaLaunch) -> Plan {
+    Plan::new(spec.clone(), key(spec, caps.arch, launch_plan.kernel()), launch_plan)
+}
+
+/// Chooses what runs for `spec` on a device with `caps`. The plan can be explained; to be run it is made by
+/// [`Backend::plan`](crate::Backend::plan), which loads its kernels.
+///
+/// # Errors
+/// [`Error::DeviceUnavailable`] for anything but CUDA memory; [`Error::Unsupported`] for lengths beyond 2^29.
+pub fn select(spec: &Spec, caps: &Caps) -> Result<Plan> {
+    Ok(plan_of(spec, caps, launch_plan(spec, caps)?))
+}
+
+/// The variants that [`select`] would have compiled for `spec`: the kernel, and what puts its splits together where no block sees
+/// all of a row (which follows the batch too).
+///
+/// # Errors
+/// As [`select`].
+pub fn variants(spec: &Spec, caps: &Caps) -> Result<Vec<KernelVariant>> {
+    let Launches { main, partition, .. } = launches(spec, caps)?;
+    let combine = (partition.num_splits > 1).then(|| main.variant.combine());
+    Ok([Some(main.variant), combine].into_iter().flatten().collect())
+}

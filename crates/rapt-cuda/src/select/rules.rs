@@ -1,0 +1,113 @@
+//! Which kernel serves a request, and in which variant.
+//!
+//! The rules, in order: few queries of f16 or bf16 with head dims up to 256 → `decode`, many → `forward`, both on the
+//! tensor cores (`forward` of compute capability 9.0 by wgmma: hopper.cu, and there float32 with head dims up to 128:
+//! hopper_f32.cu); anything else → `generic`.
+
+use rapt_core::{Arch, DType, MaskClass, Spec};
+
+use super::{Caps, decode, hopper};
+use crate::access::moves_by;
+use crate::launch::WhyGeneric;
+use crate::variant::{Algorithm, KernelVariant, Loads};
+
+/// Widest head of the tensor-core kernels.
+const MMA_DIM: usize = 256;
+/// Widest head of hopper_f32.cu.
+const HOPPER_F32_DIM: usize = 128;
+/// Keys per tile of most of mma.cu.
+const BLOCK_N: u32 = 64;
+/// Shared memory that every architecture served has for a block.
+pub(super) const LEAST_SHARED: u32 = 99 * 1024;
+
+pub(super) fn mask_class(spec: &Spec) -> MaskClass {
+    match spec.mask {
+        None => MaskClass::None,
+        Some(mask) if mask.dtype == DType::Bool => MaskClass::Bool,
+        Some(_) => MaskClass::Additive,
+    }
+}
+
+/// Whether scores need their scale before the exponent: something is added to them, or it is no ordinary positive number.
+pub(super) fn is_natural(spec: &Spec, mask: MaskClass) -> bool {
+    let plain = spec.softcap.is_none() && spec.alibi_slopes.is_none() && mask != MaskClass::Additive;
+    !(plain && (1e-30..1e30).contains(&spec.softmax_scale.get()))
+}
+
+/// head_dim and head_dim_v, rounded up to 16.
+pub(super) fn padded_dims(spec: &Spec) -> (u32, u32) {
+    let padded = |dim: usize| (dim.next_multiple_of(16)) as u32;
+    (padded(spec.head_dim()), padded(spec.head_dim_v()))
+}
+
+/// The variant that serves `spec`, and why it is not one of the tensor cores if it is not.
+pub(super) fn variant(spec: &Spec, caps: &Caps) -> (KernelVariant, Option<WhyGeneric>) {
+    match on_tensor_cores(spec, caps) {
+        Ok(variant) => (variant, None),
+        Err(why) => {
+            let mask = spec.mask.map(|mask| mask.dtype);
+            (KernelVariant::generic(caps.arch, spec.numerics.storage, mask), Some(why))
+        }
+    }
+}
+
+fn on_tensor_cores(spec: &Spec, caps: &Caps) -> Result<KernelVariant, WhyGeneric> {
+    let few = decode::is_few(spec);
+    let most = match spec.numerics.storage {
+        DType::F16 | DType::BF16 => MMA_DIM,
+        DType::F32 if caps.arch == Arch::Sm90a && !few => HOPPER_F32_DIM,
+        DType::F32 if caps.arch == Arch::Sm90a => return Err(WhyGeneric::FewQueriesOfF32),
+        _ => return Err(WhyGeneric::Storage),
+    };
+    if spec.head_dim().max(spec.head_dim_v()) > most {
+        return Err(WhyGeneric::HeadDim { most });
+    }
+    if spec.kv_len() == 0 {
+        return Err(WhyGeneric::NoKeys);
+    }
+    let variant = if few { decode::variant(spec, caps) } else { many_queries(spec, caps) };
+    let (needed, has) = (variant.shared_bytes(), caps.shared_bytes);
+    if needed <= has { Ok(variant) } else { Err(WhyGeneric::SharedMemory { needed, has }) }
+}
+
+/// A variant with tiles of so many queries and keys, loaded 16 bytes at a time where strides and alignment of q, k and v allow it.
+pub(super) fn tensor_core_variant(
+    spec: &Spec,
+    caps: &Caps,
+    algorithm: Algorithm,
+    [block_m, block_n]: [u32; 2],
+) -> KernelVariant {
+    let wide = [&spec.q, &spec.k, &spec.v].into_iter().all(|tensor| moves_by(tensor, 16));
+    KernelVariant {
+        algorithm,
+        natural: is_natural(spec, mask_class(spec)),
+        loads: if wide { Loads::By16Bytes } else { Loads::ByElement },
+        dims: padded_dims(spec),
+        block_m,
+        block_n,
+        ..KernelVariant::generic(caps.arch, spec.numerics.storage, spec.mask.map(|mask| mask.dtype))
+    }
+}
+
+fn many_queries(spec: &Spec, caps: &Caps) -> KernelVariant {
+    if spec.numerics.storage == DType::F32 {
+        return tensor_core_variant(spec, caps, Algorithm::HopperF32, [128, BLOCK_N]);
+    }
+    hopper::variant(spec, caps).unwrap_or_else(|| mma_variant(spec, caps))
+}
+
+fn mma_variant(spec: &Spec, caps: &Caps) -> KernelVariant {
+    // Two fragments of queries per warp share each load of K and V; their sums fill the registers at 128 columns.
+    let wide = tensor_core_variant(spec, caps, Algorithm::Mma, [128, BLOCK_N]);
+    // As many keys as leave a warp's scores and sums in registers; where scores are changed in between, as few as below.
+    let is_plain = !wide.natural && wide.mask.is_none();
+    let block_n = match wide.dims.0.max(wide.dims.1) {
+        0..=64 if is_plain && caps.arch == Arch::Sm90a => 128,
+        0..=64 if is_plain => 96,
+        65..=128 if is_plain => 48,
+        _ => BLOCK_N,
+    };
+    let wide = KernelVariant { block_n, ..wide };
+    let fits = wide.dims.1 <= 128 && wide.shared_bytes() <= LEAST_SHARED;
+    if fits { wide } else { KernelVariant { block_m: 64, block_n: BLOCK_N, ..wide } }
+}

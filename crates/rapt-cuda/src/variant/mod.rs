@@ -1,0 +1,200 @@
+//! The identity of a kernel's machine code: what is fixed when it is compiled, and no length.
+//!
+//! From a variant follow its source text, the compiler's options (options.rs), its shared memory (shared.rs, asserted again by the
+//! compiler) and its threads. Deliberately absent: where machine code comes from (`artifacts`), and which
+//! variant is chosen when (`select`).
+
+mod options;
+mod shared;
+
+use std::fmt;
+
+use rapt_core::{Arch, DType, Kernel};
+
+use crate::source;
+
+/// An algorithm of `kernels/`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Algorithm {
+    /// Any request, on the ordinary units.
+    Generic,
+    /// Many queries, on the tensor cores.
+    Mma,
+    /// Many queries, on the tensor cores of compute capability 9.0.
+    Hopper,
+    /// Many queries of float32, on the tensor cores of compute capability 9.0.
+    HopperF32,
+    /// Few queries, on the tensor cores.
+    Decode,
+    /// Puts splits together.
+    Combine,
+}
+
+impl Algorithm {
+    /// Its name in a [`KernelKey`](rapt_core::KernelKey).
+    pub(crate) const fn kernel(self) -> Kernel {
+        match self {
+            Algorithm::Mma | Algorithm::Hopper | Algorithm::HopperF32 => Kernel::Forward,
+            Algorithm::Decode => Kernel::Decode,
+            Algorithm::Generic | Algorithm::Combine => Kernel::Generic,
+        }
+    }
+}
+
+/// Who loads tiles of q, k and v into shared memory, and in which pieces.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Loads {
+    /// TMA, box by box (compute capability 9.0).
+    Tma,
+    /// Threads, 16 bytes at a time.
+    By16Bytes,
+    /// Threads, element by element.
+    ByElement,
+}
+
+/// What identifies machine code: everything that is fixed when it is compiled.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub struct KernelVariant {
+    /// The algorithm.
+    pub algorithm: Algorithm,
+    /// The architecture that it is compiled for.
+    pub arch: Arch,
+    /// The dtype of q, k and v.
+    pub storage: DType,
+    /// The dtype of the mask, if there is one.
+    pub mask: Option<DType>,
+    /// Whether scores are multiplied by their scale before they are compared, and not in the exponent.
+    pub natural: bool,
+    /// How tiles are loaded.
+    pub loads: Loads,
+    /// head_dim and head_dim_v, rounded up to 16; 0 where they are no part of the code (generic, combine).
+    pub dims: (u32, u32),
+    /// Queries per block; 0 for combine.
+    pub block_m: u32,
+    /// Keys per tile; 0 for combine.
+    pub block_n: u32,
+    /// Tiles in flight per warp of decode; 0 elsewhere.
+    pub warp_stages: u32,
+}
+
+/// Queries per block of generic.cu, and its keys per tile.
+const GENERIC_TILE: (u32, u32) = (64, 64);
+/// Queries per block of decode.cu.
+pub(crate) const DECODE_BLOCK_M: u32 = 16;
+/// Columns per warp of combine.cu, and warps per block.
+pub(crate) const COMBINE_COLUMNS: usize = 32;
+pub(crate) const COMBINE_WARPS: usize = 2;
+/// Warps per block of mma.cu.
+const MMA_WARPS: u32 = 4;
+
+/// Value columns that one block of generic.cu computes.
+pub(crate) const fn generic_columns(storage: DType) -> u32 {
+    if matches!(storage, DType::F64) { 64 } else { 128 }
+}
+
+impl KernelVariant {
+    /// The one variant of generic.cu for these dtypes.
+    pub(crate) const fn generic(arch: Arch, storage: DType, mask: Option<DType>) -> Self {
+        let (block_m, block_n) = GENERIC_TILE;
+        KernelVariant {
+            algorithm: Algorithm::Generic,
+            arch,
+            storage,
+            mask,
+            natural: true,
+            loads: Loads::ByElement,
+            dims: (0, 0),
+            block_m,
+            block_n,
+            warp_stages: 0,
+        }
+    }
+
+    /// What puts the splits of this variant together.
+    pub(crate) const fn combine(self) -> Self {
+        KernelVariant {
+            algorithm: Algorithm::Combine,
+            mask: None,
+            natural: true,
+            loads: Loads::ByElement,
+            dims: (0, 0),
+            block_m: 0,
+            block_n: 0,
+            warp_stages: 0,
+            ..self
+        }
+    }
+
+    /// The kernel's name in the compiled module.
+    pub(crate) const fn entry(&self) -> &'static std::ffi::CStr {
+        match self.algorithm {
+            Algorithm::Combine => c"combine",
+            _ => c"attention",
+        }
+    }
+
+    /// Keys of a tile of decode.cu: 8 KiB or so of K and V.
+    pub(crate) const fn decode_tile(dims: (u32, u32)) -> u32 {
+        if dims.0 + dims.1 <= 128 { 32 } else { 16 }
+    }
+
+    /// Warps of decode.cu that read: as many as keep the memory of the largest devices busy, one block to a multiprocessor.
+    pub(crate) const fn decode_warps(&self) -> u32 {
+        let large = matches!(self.arch, Arch::Sm90a | Arch::Sm100 | Arch::Sm103);
+        if large && self.dims.0 <= 128 && self.dims.1 <= 128 { 8 } else { 4 }
+    }
+
+    /// Blocks of decode.cu on one multiprocessor, where they fit; more lose to their streams' getting in one another's way.
+    pub(crate) const fn decode_resident(&self) -> u32 {
+        if self.decode_warps() == 8 || self.dims.1 > 128 { 1 } else { 2 }
+    }
+
+    /// Whether the kernel itself waits for the launch before it, where the architecture can.
+    pub(crate) const fn overlaps(&self) -> bool {
+        matches!(self.algorithm, Algorithm::Decode | Algorithm::Combine)
+            && !matches!(self.arch, Arch::Sm80 | Arch::Sm86 | Arch::Sm87 | Arch::Sm89)
+    }
+
+    /// Threads per block.
+    pub(crate) const fn threads(&self) -> u32 {
+        match self.algorithm {
+            Algorithm::Generic => 256,
+            Algorithm::Mma => 32 * MMA_WARPS,
+            // One more puts together what they leave.
+            Algorithm::Decode => 32 * (self.decode_warps() + 1),
+            Algorithm::Hopper => 2 * self.block_m + 128,
+            Algorithm::HopperF32 => 512,
+            Algorithm::Combine => 32 * COMBINE_WARPS as u32,
+        }
+    }
+
+    /// The whole source text.
+    pub(crate) fn source(&self) -> String {
+        source::text(self.file_name())
+    }
+
+    /// The name of its file in `kernels/`.
+    pub(crate) const fn file_name(&self) -> &'static str {
+        match self.algorithm {
+            Algorithm::Generic => "generic.cu",
+            Algorithm::Mma => "mma.cu",
+            Algorithm::Hopper => "hopper.cu",
+            Algorithm::HopperF32 => "hopper_f32.cu",
+            Algorithm::Decode => "decode.cu",
+            Algorithm::Combine => "combine.cu",
+        }
+    }
+}
+
+impl fmt::Display for KernelVariant {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} {}", self.file_name().trim_end_matches(".cu"), self.storage)?;
+        if !matches!(self.algorithm, Algorithm::Generic | Algorithm::Combine) {
+            write!(f, " {}/{}", self.dims.0, self.dims.1)?;
+            f.write_str(if self.natural { " natural" } else { "" })?;
+            f.write_str(if self.loads == Loads::ByElement { " element by element" } else { "" })?;
+        }
+        self.mask.map_or(Ok(()), |dtype| write!(f, " mask {dtype}"))
+    }
+}

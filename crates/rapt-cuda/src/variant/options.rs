@@ -1,0 +1,110 @@
+//! What the compiler is asked for: options, and the macros that a kernel's source is compiled with.
+
+use rapt_core::DType;
+
+use super::shared::HOPPER_F32_STAGES;
+use super::{Algorithm, KernelVariant, Loads, generic_columns};
+use crate::params::{HopperParams, Params};
+use crate::tensor_map::BOX_COLUMNS;
+
+/// Options in the order in which they are added: it is part of what names machine code.
+struct Options(Vec<String>);
+
+impl Options {
+    fn define(&mut self, name: &str, value: u32) {
+        self.0.push(format!("-D{name}={value}"));
+    }
+}
+
+impl KernelVariant {
+    /// Registers of a thread of hopper.cu that multiplies, and of one that loads: as many as the block was given at its start. What
+    /// spills hangs on both and follows no rule: these are such that no head dim does (NVRTC 13.2, each multiple of 16).
+    const fn registers(&self) -> (u32, u32) {
+        let is_tma = matches!(self.loads, Loads::Tma);
+        let changed = self.natural && is_tma;
+        match (self.mask, self.dims.1) {
+            (_, 65..=80) if self.block_m == 192 && changed => (152, 56),
+            (_, 81..=96) if self.block_m == 192 && changed && self.block_n == 96 => (152, 56),
+            _ if self.block_m == 192 => (160, 32),
+            (None, 161..=176 | 241..) if changed => (224, 56),
+            (None, _) if is_tma => (232, 40),
+            (None, 97..=112 | 129..=144) if self.natural => (200, 104),
+            (None, _) => (216, 72),
+            (Some(DType::Bool), ..=64) if self.natural => (200, 104),
+            (Some(DType::F16 | DType::BF16), ..=64) if changed => (200, 104),
+            (Some(DType::F16 | DType::BF16), 65..=112) if changed => (216, 72),
+            (Some(DType::F32), _) => (216, 72),
+            (Some(_), _) => (208, 88),
+        }
+    }
+
+    /// The compiler's options.
+    pub(crate) fn options(&self) -> Vec<String> {
+        let mut options = Options(vec![
+            format!("-arch={}", self.arch.name()),
+            "-std=c++17".to_owned(),
+            "-default-device".to_owned(),
+            "--ptxas-options=-v".to_owned(),
+        ]);
+        let mask = match self.mask {
+            None => 0,
+            Some(DType::Bool) => 1,
+            Some(_) => 2,
+        };
+        options.define("PARAMS_BYTES", size_of::<Params>() as u32);
+        options.define("SHARED_BYTES", self.shared_bytes());
+        options.define("STORAGE", u32::from(self.storage.code()));
+        options.define("MASK", mask);
+        options.define("MASK_DTYPE", self.mask.map_or(0, |dtype| u32::from(dtype.code())));
+        if !matches!(self.algorithm, Algorithm::Generic | Algorithm::Combine) {
+            options.define("NATURAL", u32::from(self.natural));
+            options.define("VECTOR", u32::from(self.loads != Loads::ByElement));
+            options.define("HEAD_DIM", self.dims.0);
+            options.define("HEAD_DIM_V", self.dims.1);
+        }
+        match self.algorithm {
+            Algorithm::Generic => options.define("DV_COLUMNS", generic_columns(self.storage)),
+            Algorithm::Mma => {
+                options.define("BLOCK_M", self.block_m);
+                options.define("BLOCK_N", self.block_n);
+                // Two blocks on a multiprocessor overlap one's products with the other's softmax.
+                options.define("MIN_BLOCKS", if self.shared_bytes() <= 96 * 1024 { 2 } else { 1 });
+            }
+            Algorithm::Hopper => self.add_hopper(&mut options),
+            Algorithm::HopperF32 => {
+                options.define("BLOCK_M", self.block_m);
+                options.define("BLOCK_N", self.block_n);
+                options.define("STAGES", HOPPER_F32_STAGES);
+                options.define("LAST_COLUMNS", (self.dims.1 - 1) % BOX_COLUMNS + 1);
+                // As many as 512 threads were given at the start: 128 each.
+                let loading = if self.loads == Loads::ByElement { 88 } else { 80 };
+                options.define("LOADING_REGISTERS", loading);
+                options.define("MULTIPLYING_REGISTERS", 256 - loading);
+            }
+            Algorithm::Decode => {
+                options.define("STAGES", self.warp_stages);
+                options.define("TILE", self.block_n);
+                options.define("WARPS", self.decode_warps());
+                options.define("RESIDENT", self.decode_resident());
+            }
+            // Four of its warps fit beside a block of decode.cu in what that leaves of the registers.
+            Algorithm::Combine if self.storage != DType::F64 => options.0.push("-maxrregcount=88".to_owned()),
+            Algorithm::Combine => {}
+        }
+        options.0
+    }
+
+    fn add_hopper(&self, options: &mut Options) {
+        let (multiplying, loading) = self.registers();
+        options.define("HOPPER_BYTES", size_of::<HopperParams>() as u32);
+        options.define("BLOCK_M", self.block_m);
+        options.define("BLOCK_N", self.block_n);
+        options.define("STAGES", self.stages());
+        options.define("STAGED", u32::from(self.is_staged()));
+        if self.mask.is_some() {
+            options.define("MASK_STAGES", self.mask_stages());
+        }
+        options.define("CONSUMER_REGISTERS", multiplying);
+        options.define("PRODUCER_REGISTERS", loading);
+    }
+}

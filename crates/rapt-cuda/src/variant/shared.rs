@@ -1,0 +1,112 @@
+//! Shared memory of each algorithm: the size of its kernel's `Shared`, which the kernels assert against `SHARED_BYTES`.
+
+use rapt_core::DType;
+
+use super::{Algorithm, KernelVariant, Loads, MMA_WARPS, generic_columns};
+use crate::tensor_map::BOX_COLUMNS;
+
+/// Blocks of K, and of V, that hopper_f32.cu has in flight.
+pub(super) const HOPPER_F32_STAGES: u32 = 2;
+/// Shared memory that hopper.cu may fill: 227 KiB.
+const RING_BYTES: u32 = 227 * 1024;
+
+/// Elements of a row of a tile in shared memory: `row_of` of the kernels.
+const fn row_of(dim: u32) -> u32 {
+    if dim.is_multiple_of(64) { dim } else { dim + 8 }
+}
+
+impl KernelVariant {
+    /// Tiles of K, and of V, that hopper.cu has in flight.
+    pub(super) const fn stages(&self) -> u32 {
+        if self.ring_bytes(4) + self.mask_bytes(4) <= RING_BYTES { 4 } else { 2 }
+    }
+
+    /// Tiles of the mask that hopper.cu has in flight.
+    pub(super) const fn mask_stages(&self) -> u32 {
+        let rest = RING_BYTES.saturating_sub(self.ring_bytes(self.stages()));
+        if self.mask_bytes(4) <= rest {
+            4
+        } else if self.mask_bytes(3) <= rest {
+            3
+        } else {
+            2
+        }
+    }
+
+    /// Shared memory of hopper.cu's `MaskRing` with so many stages.
+    const fn mask_bytes(&self, stages: u32) -> u32 {
+        let tiles = match self.mask {
+            None => return 0,
+            // Bits, and bytes that are yet to become bits.
+            Some(DType::Bool) => stages * self.block_m * 16 + (stages - 1) * self.block_m * self.block_n,
+            Some(dtype) => {
+                let key = if matches!(dtype, DType::F16 | DType::BF16) { 2 } else { 4 };
+                stages * self.block_m * self.block_n * key + 16
+            }
+        };
+        (tiles + stages * (4 * 8 + 4)).next_multiple_of(16)
+    }
+
+    /// Shared memory of hopper.cu with a ring of so many stages: tiles in boxes of 64 columns, barriers, notes.
+    const fn ring_bytes(&self, stages: u32) -> u32 {
+        let (k, v) = (self.dims.0.div_ceil(BOX_COLUMNS), self.dims.1.div_ceil(BOX_COLUMNS));
+        let row = 2 * BOX_COLUMNS;
+        row * (k * self.block_m + stages * (k + v) * self.block_n) + 8 * (2 + 4 * stages) + 128
+    }
+
+    /// Shared memory through which hopper.cu stores what it computed, if there is room for it. Not where it loads element by
+    /// element, which has no register left for it.
+    const fn staged_bytes(&self) -> u32 {
+        let tile = 2 * self.block_m * self.dims.1.next_multiple_of(BOX_COLUMNS);
+        let so_far = self.ring_bytes(self.stages()) + self.mask_bytes(self.mask_stages());
+        if matches!(self.loads, Loads::Tma) && so_far + tile <= RING_BYTES { tile } else { 0 }
+    }
+
+    /// Whether hopper.cu stores through shared memory, from which TMA may write.
+    pub(crate) const fn is_staged(&self) -> bool {
+        matches!(self.algorithm, Algorithm::Hopper) && self.staged_bytes() > 0
+    }
+
+    /// Dynamic shared memory per block.
+    pub(crate) const fn shared_bytes(&self) -> u32 {
+        match self.algorithm {
+            Algorithm::Generic => self.generic_bytes(),
+            Algorithm::Mma => self.mma_bytes(),
+            Algorithm::Decode => self.decode_bytes(),
+            Algorithm::Hopper => {
+                self.ring_bytes(self.stages()) + self.mask_bytes(self.mask_stages()) + self.staged_bytes()
+            }
+            Algorithm::HopperF32 => self.hopper_f32_bytes(),
+            Algorithm::Combine => 0,
+        }
+    }
+
+    const fn generic_bytes(&self) -> u32 {
+        let (size, depth) = if matches!(self.storage, DType::F64) { (8, 16) } else { (4, 32) };
+        let padded = self.block_m + 4;
+        let (qk, v) = (2 * depth * padded, depth * generic_columns(self.storage));
+        (self.block_n * padded + if qk > v { qk } else { v }) * size + 16 * self.block_m
+    }
+
+    const fn mma_bytes(&self) -> u32 {
+        let (k_row, v_row) = (row_of(self.dims.0), row_of(self.dims.1));
+        let tiles = 2 * (self.block_m * k_row + self.block_n * (k_row + v_row));
+        let staged = 4 * MMA_WARPS * 16 * (self.dims.1 + 4);
+        if tiles > staged { tiles } else { staged }
+    }
+
+    const fn decode_bytes(&self) -> u32 {
+        let (k_row, v_row) = (row_of(self.dims.0), row_of(self.dims.1));
+        let ring = 2 * self.decode_warps() * self.warp_stages * self.block_n * (k_row + v_row);
+        let parts = 16 * self.decode_warps() / 32;
+        let (left, so_far) = (4 * 32 * (self.dims.1 + 8 + 2), 4 * 16 * self.dims.1 + 2 * 4 * 32 * parts);
+        ring + 2 * 16 * k_row + left + so_far + 2 * 8 + 8
+    }
+
+    const fn hopper_f32_bytes(&self) -> u32 {
+        let (k, v) = (self.dims.0.div_ceil(BOX_COLUMNS), self.dims.1.div_ceil(BOX_COLUMNS));
+        let (row, stages) = (2 * 2 * BOX_COLUMNS, HOPPER_F32_STAGES);
+        let tiles = row * (k * self.block_m + stages * (k + v) * self.block_n);
+        tiles + 4 * (self.block_m + stages * 2 * self.block_n) + 8 * 4 * stages + 2 * 4 * (2 + 2 * stages)
+    }
+}
