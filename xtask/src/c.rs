@@ -244,7 +244,7 @@ pub(crate) fn check() -> Outcome {
         let script = root().join(EXAMPLES).join("attention.py");
         run_quietly(command(python, [script, tree.lib().join("librapt.so")]).env_remove("PYTHONPATH"))?;
         with_pkg_config(&tree)?;
-        println!("{} programs and attention.py give the law's numbers", made.len());
+        println!("{} programs and attention.py give the reference's numbers", made.len());
         under_valgrind(&tree, &made)
     })
 }

@@ -1,4 +1,4 @@
-//! The main job: a real model's attention is Rapt's, and the account of it.
+//! The main job: a real model's attention is Rapt's, and the stats of it.
 
 use crate::args::Args;
 use crate::cubins::Kernels;
@@ -9,11 +9,11 @@ use crate::shell::{Outcome, show, step};
 pub(crate) const HELP: &str = "\
 cargo xtask demo [--offline] [--no-torch]
 
-Embeds real sentences with a real model, stock PyTorch against Rapt, and prints the account.
+Embeds real sentences with a real model, stock PyTorch against Rapt, and prints the stats.
 
 Makes .venv, installs what demo/requirements*.txt pins, builds and installs the wheel, runs demo/demo.py.
   --offline    reuse the .venv that is there; nothing is fetched
-  --no-torch   show the numpy door alone; torch is not installed
+  --no-torch   show the numpy interface alone; torch is not installed
 Ends with the demo's exit code: non-zero if Rapt is less exact than stock or did not serve every call.";
 
 const NUMPY: &str = "demo/requirements-numpy.txt";

@@ -139,9 +139,9 @@ mod tests {
             format!(r#"{{"id":"{name}","deps":[{}]}}"#, deps.join(","))
         };
         let text = format!(
-            r#"{{"workspace_members":["door"],"target_directory":"/t","packages":[{}],"resolve":{{"nodes":[{}]}}}}"#,
+            r#"{{"workspace_members":["binding"],"target_directory":"/t","packages":[{}],"resolve":{{"nodes":[{}]}}}}"#,
             [
-                package("door", "cdylib", r#"{"name":"half","kind":null},{"name":"proptest","kind":"dev"}"#),
+                package("binding", "cdylib", r#"{"name":"half","kind":null},{"name":"proptest","kind":"dev"}"#),
                 package("half", "lib", ""),
                 package("derive", "proc-macro", ""),
                 package("syn", "lib", ""),
@@ -149,7 +149,7 @@ mod tests {
             ]
             .join(","),
             [
-                node("door", &[("half", "null"), ("derive", "null"), ("proptest", "\"dev\"")]),
+                node("binding", &[("half", "null"), ("derive", "null"), ("proptest", "\"dev\"")]),
                 node("half", &[]),
                 node("derive", &[("syn", "null")]),
                 node("syn", &[]),
@@ -159,9 +159,9 @@ mod tests {
         );
         let workspace = Workspace::parse(&text).unwrap();
         let names: Vec<&str> =
-            workspace.linked_into("door").unwrap().iter().map(|package| package.name.as_str()).collect();
+            workspace.linked_into("binding").unwrap().iter().map(|package| package.name.as_str()).collect();
         assert_eq!(names, ["half"]);
-        let door = workspace.members().next().unwrap();
-        assert_eq!(door.declared, [("half".to_owned(), Kind::Normal), ("proptest".to_owned(), Kind::Dev)]);
+        let binding = workspace.members().next().unwrap();
+        assert_eq!(binding.declared, [("half".to_owned(), Kind::Normal), ("proptest".to_owned(), Kind::Dev)]);
     }
 }

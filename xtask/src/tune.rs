@@ -20,7 +20,7 @@ cargo xtask tune [--arch LIST] [--rounds N] [--threads N] [--rotate-mb N] [--fro
 
 Measures the tiles of the CPU kernels on this machine, and writes their table.
 
-Every candidate that the kernels are compiled for first obeys the law on small problems; then candidates are timed in turn,
+Every candidate that the kernels are compiled for first agrees with the reference on small problems; then candidates are timed in turn,
 and another than the one held is taken if its median is 2 % lower. Takes a minute or two on an idle machine. The figures go to
 crates/rapt-cpu/tiles.json, the choice to crates/rapt-cpu/src/tiles/table.rs; instruction sets that this machine lacks keep
 what they have.

@@ -5,7 +5,7 @@ use rapt_core::{
     Arch, COMPUTED, Caps, Causal, DType, Operands, Options, SerialExecutor, Spec, Strides, Tensors, View, Window,
     Workspace,
 };
-use rapt_testkit::{Case, MaskCase, Sparse, check, check_lse, law};
+use rapt_testkit::{Case, MaskCase, Sparse, check, check_lse, reference};
 
 /// Elements apart: below and above the limits of 32-bit arithmetic, signed and not, of elements and of bytes.
 const FAR: [isize; 5] = [(1 << 29) + 3, (1 << 31) - 3, (1 << 31) + 5, (1 << 32) + 9, -((1 << 32) + 9)];
@@ -105,7 +105,7 @@ fn last<'a>(view: &View<'a>, dim: usize, n: usize) -> View<'a> {
         .expect("a part of a view")
 }
 
-/// Attention over a long K that a window limits to its end, against the law of the end alone.
+/// Attention over a long K that a window limits to its end, against the reference of the end alone.
 fn tail_by_the_law(
     arch: Arch,
     q: &View<'_>,
@@ -148,7 +148,7 @@ fn tail_by_the_law(
             out: spare.view_mut("out", 0),
             lse: Some(spare_lse.view_mut("lse", 1)),
         };
-        law(&spec, &tensors)
+        reference(&spec, &tensors)
     };
     let tensors = Tensors {
         q: *q,

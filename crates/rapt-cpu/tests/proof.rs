@@ -4,7 +4,7 @@ use std::io::Write;
 use std::time::Instant;
 
 use rapt_core::{Arch, Caps, Operands, SerialExecutor, Workspace};
-use rapt_testkit::{Engine, Proof, Report, proof};
+use rapt_testkit::{Engine, Proof, Tally, proof};
 
 const LEAST: usize = 100_000;
 
@@ -22,7 +22,7 @@ fn engine(arch: Arch) -> Box<Engine<'static>> {
 #[test]
 fn a_hundred_thousand_problems_between_pages() {
     let start = Instant::now();
-    let mut all = Report::default();
+    let mut all = Tally::default();
     let mut failures = Vec::new();
     for &arch in rapt_cpu::available() {
         match proof(&|| engine(arch), &Proof::default()) {

@@ -15,8 +15,8 @@ use c::{
 };
 use rapt::{Causal, DType, Layout, Shape, Strides};
 
-use crate::operands::{ARENA, Bytes, Offsets, contents, filled, parse, sketches};
-use crate::sketch::{Request, Sketch, once_in};
+use crate::operands::{ARENA, Bytes, Offsets, contents, filled, parse, descs};
+use crate::arbitrary::{Request, TensorDesc, once_in};
 
 /// The engine of every call, as an address: it may be used from any thread.
 struct Owned(*mut rapt_engine);
@@ -78,18 +78,18 @@ impl Call {
         let base = arena.as_ptr().cast::<u8>().cast_mut();
         let mut arrays = [([0; 8], [0; 8]); 8];
         let mut tensors = [None; 8];
-        for (n, sketch) in sketches(request).into_iter().enumerate() {
-            let Some(sketch) = sketch else { continue };
-            for (d, (&size, &stride)) in sketch.shape.iter().zip(sketch.strides.iter()).enumerate() {
+        for (n, desc) in descs(request).into_iter().enumerate() {
+            let Some(desc) = desc else { continue };
+            for (d, (&size, &stride)) in desc.shape.iter().zip(desc.strides.iter()).enumerate() {
                 arrays[n].0[d] = size as i64;
                 arrays[n].1[d] = stride as i64;
             }
             tensors[n] = Some(rapt_tensor {
                 data: base.wrapping_add(offsets[n]).cast::<c_void>(),
-                dtype: i32::from(sketch.dtype.code()),
+                dtype: i32::from(desc.dtype.code()),
                 device: rapt_device::RAPT_DEVICE_CPU as i32,
                 device_index: 0,
-                ndim: sketch.shape.len() as i32,
+                ndim: desc.shape.len() as i32,
                 shape: null(),
                 strides: null(),
                 storage_bytes: ARENA as i64,
@@ -170,7 +170,7 @@ impl Call {
         let sizes: Vec<usize> = self.arrays[n].0[..rank].iter().map(|&size| size as usize).collect();
         let steps: Vec<isize> = self.arrays[n].1[..rank].iter().map(|&stride| stride as isize).collect();
         let dtype = DType::from_code(tensor.dtype as u8).ok()?;
-        Some(Bytes::of(&Sketch { dtype, shape: Shape::new(&sizes)?, strides: Strides::new(&steps)? }, offset))
+        Some(Bytes::of(&TensorDesc { dtype, shape: Shape::new(&sizes)?, strides: Strides::new(&steps)? }, offset))
     }
 
     fn run(mut self, offsets: Offsets) -> bool {
@@ -195,8 +195,8 @@ impl Call {
         if answer == rapt_error::RAPT_OK {
             let mut restored = after.clone();
             let outputs = [6, 7].into_iter().filter(|&n| n == 6 || !options.is_null());
-            for sketch in outputs.filter_map(|n| self.said(n, offsets[n])) {
-                sketch.each(|byte| restored[byte] = before[byte]);
+            for desc in outputs.filter_map(|n| self.said(n, offsets[n])) {
+                desc.each(|byte| restored[byte] = before[byte]);
             }
             assert!(restored == before, "a byte outside out and lse was written");
         } else {

@@ -7,7 +7,7 @@ use rapt::{DType, Error, Extent, Options, Spec, View};
 
 use crate::check_refusal;
 use crate::dlpack_abi::{DlDataType, DlDevice, DlTensor, describe, device_of, dtype_to};
-use crate::sketch::once_in;
+use crate::arbitrary::once_in;
 
 /// Whether the bytes describe a tensor that is read.
 ///

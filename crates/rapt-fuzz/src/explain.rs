@@ -4,7 +4,7 @@ use arbitrary::{Result as Parsed, Unstructured};
 use rapt::{Caps, Certificate, Device, Extent, Operands, Plan, Result, Spec, Tensors, ViewMut};
 
 use crate::check_refusal;
-use crate::sketch::{Request, Scale, Sketch, once_in};
+use crate::arbitrary::{Request, Scale, TensorDesc, once_in};
 use crate::spec::{SOMEWHERE, caps, unread};
 
 /// Whether the bytes describe a request that is planned and certified.
@@ -43,16 +43,16 @@ fn parse(u: &mut Unstructured<'_>) -> Parsed<(Request, Addresses, Caps)> {
     Ok((request, at, caps(u)?))
 }
 
-fn unread_out(tensor: &'static str, sketch: &Sketch, address: usize) -> Result<ViewMut<'static>> {
+fn unread_out(tensor: &'static str, desc: &TensorDesc, address: usize) -> Result<ViewMut<'static>> {
     let ptr = std::ptr::without_provenance_mut(address);
-    let Sketch { dtype, shape, strides } = *sketch;
+    let TensorDesc { dtype, shape, strides } = *desc;
     // SAFETY: nothing is ever written through it: no plan is run here.
     unsafe { ViewMut::from_raw_parts(tensor, ptr, dtype, shape, strides, Device::Cpu, Extent::Declared) }
 }
 
 fn certify(request: &Request, at: Addresses, caps: &Caps) -> Result<(Plan, Certificate)> {
-    let optional = |tensor, sketch: &Option<Sketch>, address| {
-        sketch.as_ref().map(|sketch| unread(tensor, sketch, address)).transpose()
+    let optional = |tensor, desc: &Option<TensorDesc>, address| {
+        desc.as_ref().map(|desc| unread(tensor, desc, address)).transpose()
     };
     let tensors = Tensors {
         q: unread("q", &request.q, at[0])?,

@@ -17,7 +17,7 @@ mod dlpack;
 mod dlpack_abi;
 mod explain;
 mod operands;
-mod sketch;
+mod arbitrary;
 mod spec;
 
 pub use c::c_abi;

@@ -9,7 +9,7 @@ use std::sync::OnceLock;
 
 use crate::check_refusal;
 use crate::explain::spec_of;
-use crate::sketch::{Request, Scale, Sketch};
+use crate::arbitrary::{Request, Scale, TensorDesc};
 
 /// Bytes of the arena.
 pub(crate) const ARENA: usize = 1 << 12;
@@ -33,23 +33,23 @@ pub fn operands(data: &[u8]) -> bool {
 
 pub(crate) type Offsets = [usize; 8];
 
-/// The sketches in the order of their offsets.
-pub(crate) fn sketches(request: &Request) -> [Option<&Sketch>; 8] {
+/// The descs in the order of their offsets.
+pub(crate) fn descs(request: &Request) -> [Option<&TensorDesc>; 8] {
     let Request { q, k, v, mask, sinks, alibi_slopes, out, lse, .. } = request;
     [Some(q), Some(k), Some(v), mask.as_ref(), sinks.as_ref(), alibi_slopes.as_ref(), Some(out), lse.as_ref()]
 }
 
 /// The bytes reached, relative to element 0, where that is a small number.
-pub(crate) fn reach(sketch: &Sketch) -> Option<(usize, usize)> {
-    if sketch.shape.contains(&0) {
+pub(crate) fn reach(desc: &TensorDesc) -> Option<(usize, usize)> {
+    if desc.shape.contains(&0) {
         return Some((0, 0));
     }
     let (mut before, mut after) = (0usize, 1usize);
-    for (&n, &stride) in sketch.shape.iter().zip(sketch.strides.iter()) {
+    for (&n, &stride) in desc.shape.iter().zip(desc.strides.iter()) {
         let span = (n - 1).checked_mul(stride.unsigned_abs())?;
         if stride < 0 { before = before.checked_add(span)? } else { after = after.checked_add(span)? }
     }
-    let size = sketch.dtype.size_bytes();
+    let size = desc.dtype.size_bytes();
     Some((before.checked_mul(size)?, after.checked_mul(size)?))
 }
 
@@ -57,10 +57,10 @@ pub(crate) fn parse(u: &mut Unstructured<'_>) -> Parsed<(Request, Offsets)> {
     let request = Request::new(u, Scale::Small)?;
     let mut offsets = [0; 8];
     let mut end = 0usize;
-    for (offset, sketch) in offsets.iter_mut().zip(sketches(&request)) {
-        let Some(sketch) = sketch else { continue };
-        let size = sketch.dtype.size_bytes().max(1);
-        let (before, after) = reach(sketch).unwrap_or((0, 0));
+    for (offset, desc) in offsets.iter_mut().zip(descs(&request)) {
+        let Some(desc) = desc else { continue };
+        let size = desc.dtype.size_bytes().max(1);
+        let (before, after) = reach(desc).unwrap_or((0, 0));
         let start = end.next_multiple_of(size) + before.next_multiple_of(size);
         *offset = match u.int_in_range(0..=15u8)? {
             // Anywhere, over others too.
@@ -81,20 +81,20 @@ fn run(request: &Request, offsets: Offsets) -> Result<()> {
     let base: *mut u8 = arena.as_mut_ptr().cast();
     let before = contents(base);
     let extent = Extent::Proven { address: base as usize, len_bytes: ARENA };
-    let view = |tensor, sketch: &Sketch, at: usize| {
-        let Sketch { dtype, shape, strides } = *sketch;
+    let view = |tensor, desc: &TensorDesc, at: usize| {
+        let TensorDesc { dtype, shape, strides } = *desc;
         // SAFETY: the extent is that of the arena, whose bytes are initialised and valid in every dtype (0 or 1 each);
         // outputs that meet an input are refused before anything is read or written.
         unsafe { View::from_raw_parts(tensor, base.wrapping_add(at), dtype, shape, strides, Device::Cpu, extent) }
     };
-    let view_mut = |tensor, sketch: &Sketch, at: usize| {
-        let Sketch { dtype, shape, strides } = *sketch;
+    let view_mut = |tensor, desc: &TensorDesc, at: usize| {
+        let TensorDesc { dtype, shape, strides } = *desc;
         // SAFETY: as above.
         unsafe { ViewMut::from_raw_parts(tensor, base.wrapping_add(at), dtype, shape, strides, Device::Cpu, extent) }
     };
     let tensors = || -> Result<Tensors<'_>> {
         let optional =
-            |tensor, sketch: &Option<Sketch>, at| sketch.as_ref().map(|sketch| view(tensor, sketch, at)).transpose();
+            |tensor, desc: &Option<TensorDesc>, at| desc.as_ref().map(|desc| view(tensor, desc, at)).transpose();
         Ok(Tensors {
             q: view("q", &request.q, offsets[0])?,
             k: view("k", &request.k, offsets[1])?,
@@ -109,8 +109,8 @@ fn run(request: &Request, offsets: Offsets) -> Result<()> {
     let first = tensors()?;
     let spec = spec_of(&first, request)?;
     // Every view was built, so each of its bytes lies in the arena.
-    let sets = sketches(request);
-    let sets: [Option<Bytes>; 8] = std::array::from_fn(|n| sets[n].map(|sketch| Bytes::of(sketch, offsets[n])));
+    let sets = descs(request);
+    let sets: [Option<Bytes>; 8] = std::array::from_fn(|n| sets[n].map(|desc| Bytes::of(desc, offsets[n])));
     let mut checked = match Operands::check(first, &spec) {
         Ok(checked) => checked,
         Err(error) => {
@@ -119,9 +119,9 @@ fn run(request: &Request, offsets: Offsets) -> Result<()> {
         }
     };
     let mut written = Bytes::none();
-    for (set, sketch) in sets.iter().zip(sketches(request)).skip(6) {
-        let (Some(set), Some(sketch)) = (set, sketch) else { continue };
-        assert_eq!(set.count(), numel(sketch) * sketch.dtype.size_bytes(), "injective");
+    for (set, desc) in sets.iter().zip(descs(request)).skip(6) {
+        let (Some(set), Some(desc)) = (set, desc) else { continue };
+        assert_eq!(set.count(), numel(desc) * desc.dtype.size_bytes(), "injective");
         assert!(!set.meets(&written), "the outputs apart");
         written.add(set);
     }
@@ -150,8 +150,8 @@ fn run(request: &Request, offsets: Offsets) -> Result<()> {
     Ok(())
 }
 
-fn numel(sketch: &Sketch) -> usize {
-    sketch.shape.iter().product()
+fn numel(desc: &TensorDesc) -> usize {
+    desc.shape.iter().product()
 }
 
 /// A refusal for overlap is a real one.
@@ -164,8 +164,8 @@ fn check_overlap(error: &Error, sets: &[Option<Bytes>; 8], request: &Request) {
             assert!(of(tensor).meets(of(other)), "{tensor} and {other} share no byte");
         }
         Error::OutputOverlapsItself { tensor, .. } => {
-            let sketch = sketches(request)[at(tensor)].expect("a tensor that is there");
-            assert!(of(tensor).count() < numel(sketch) * sketch.dtype.size_bytes(), "{tensor} is injective");
+            let desc = descs(request)[at(tensor)].expect("a tensor that is there");
+            assert!(of(tensor).count() < numel(desc) * desc.dtype.size_bytes(), "{tensor} is injective");
         }
         Error::OverlapUndecided { .. } => panic!("a small case is undecided: {request:?}"),
         _ => {}
@@ -184,17 +184,17 @@ impl Bytes {
     }
 
     /// Every byte of every element.
-    pub(crate) fn of(sketch: &Sketch, at: usize) -> Self {
+    pub(crate) fn of(desc: &TensorDesc, at: usize) -> Self {
         let mut set = Bytes::none();
-        if sketch.shape.contains(&0) {
+        if desc.shape.contains(&0) {
             return set;
         }
-        let size = sketch.dtype.size_bytes();
+        let size = desc.dtype.size_bytes();
         // From the lowest address up, so that no step leaves the arena on the way.
-        let (below, _) = reach(sketch).expect("inside the arena");
+        let (below, _) = reach(desc).expect("inside the arena");
         set.0[(at - below) / 64] |= 1 << ((at - below) % 64);
         let steps =
-            sketch.shape.iter().zip(sketch.strides.iter()).map(|(&n, stride)| (n, stride.unsigned_abs() * size));
+            desc.shape.iter().zip(desc.strides.iter()).map(|(&n, stride)| (n, stride.unsigned_abs() * size));
         for (n, step) in steps.chain([(size, 1)]).filter(|(n, step)| *n > 1 && *step > 0) {
             let one = set.clone();
             (1..n).for_each(|i| set.add(&one.moved(i * step)));

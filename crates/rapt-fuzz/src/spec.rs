@@ -6,7 +6,7 @@ use arbitrary::{Result as Parsed, Unstructured};
 use rapt::{Caps, Device, Error, Extent, Kernel, Result, Spec, TensorForm, View};
 
 use crate::check_refusal;
-use crate::sketch::{Request, Scale, Sketch, once_in};
+use crate::arbitrary::{Request, Scale, TensorDesc, once_in};
 
 /// Whether the bytes describe a request that is accepted.
 ///
@@ -58,9 +58,9 @@ pub(crate) fn caps(u: &mut Unstructured<'_>) -> Parsed<Caps> {
 }
 
 /// A view that is never read: `Spec`, `select`, certificates and `explain` look at pointers as numbers.
-pub(crate) fn unread(tensor: &'static str, sketch: &Sketch, address: usize) -> Result<View<'static>> {
+pub(crate) fn unread(tensor: &'static str, desc: &TensorDesc, address: usize) -> Result<View<'static>> {
     let ptr = std::ptr::without_provenance(address);
-    let Sketch { dtype, shape, strides } = *sketch;
+    let TensorDesc { dtype, shape, strides } = *desc;
     // SAFETY: no element is ever read or written through it; see above.
     unsafe { View::from_raw_parts(tensor, ptr, dtype, shape, strides, Device::Cpu, Extent::Declared) }
 }
@@ -70,7 +70,7 @@ pub(crate) const SOMEWHERE: usize = 1 << 62;
 
 fn build(request: &Request, given: Given) -> Result<Spec> {
     let optional =
-        |tensor, sketch: &Option<Sketch>| sketch.as_ref().map(|sketch| unread(tensor, sketch, SOMEWHERE)).transpose();
+        |tensor, desc: &Option<TensorDesc>| desc.as_ref().map(|desc| unread(tensor, desc, SOMEWHERE)).transpose();
     let q = unread("q", &request.q, SOMEWHERE)?;
     let k = unread("k", &request.k, SOMEWHERE)?;
     let v = unread("v", &request.v, SOMEWHERE)?;
@@ -83,7 +83,7 @@ fn build(request: &Request, given: Given) -> Result<Spec> {
     match given {
         Given::New => builder.return_lse(request.lse.is_some()).build(),
         Given::Own => {
-            let form = |sketch: Sketch| TensorForm::new(sketch.dtype, sketch.shape, sketch.strides, Device::Cpu);
+            let form = |desc: TensorDesc| TensorForm::new(desc.dtype, desc.shape, desc.strides, Device::Cpu);
             let builder = builder.out(form(request.out));
             match request.lse {
                 Some(lse) => builder.lse(form(lse)).build(),

@@ -1,4 +1,4 @@
-"""Measures how far torch's attention lies from the law, and writes limits.tsv: the table that Rust tests judge by.
+"""Measures how far torch's attention lies from the reference, and writes limits.tsv: the table that Rust tests judge by.
 
     python crates/rapt-testkit/limits/generate.py        (about a minute, one thread)
 
@@ -6,9 +6,9 @@ For each dtype, class of options, head_dim and kv_len: 4 heads of 128 queries on
 seeds, against the formula on the same rounded inputs in f64 (for f64 itself in 80-bit long double, x86). Of torch's math and flash kernels the worse counts. Where
 torch has no such option (softcap, sinks) a plain torch formula with flash's roundings stands in: products of storage
 values summed in the accumulation dtype, p rounded to storage, out rounded to storage. The formula is measured in every
-class (columns formula_*), so that its Rust twin (src/stand_in.rs) can be compared with it.
+class (columns formula_*), so that its Rust twin (src/torch_emulation.rs) can be compared with it.
 
-Columns: relative = |got - law| / |law| over the whole output; worst_row = the greatest error of one row against its own
+Columns: relative = |got - reference| / |reference| over the whole output; worst_row = the greatest error of one row against its own
 norm, or the mean row's norm if that is larger; lse is not measured (its limit is fixed).
 
 Classes: plain; large (scores 8 times as wide); bias (additive N(0, 1) of the storage dtype); softcap (c = 2); sinks (N(0, 1)).
@@ -69,12 +69,12 @@ def exact(q, k, v, scale, bias, softcap, sinks):
     return (p @ v) / row_sum
 
 
-def errors(got, law):
-    """law is f64, or long double where f64 itself is judged."""
-    difference = got.double().numpy().astype(law.dtype) - law
+def errors(got, reference):
+    """reference is f64, or long double where f64 itself is judged."""
+    difference = got.double().numpy().astype(reference.dtype) - reference
     norms = lambda x: numpy.sqrt((x * x).sum(-1)).reshape(-1)
-    rows = norms(law)
-    relative = numpy.sqrt((difference * difference).sum() / (law * law).sum())
+    rows = norms(reference)
+    relative = numpy.sqrt((difference * difference).sum() / (reference * reference).sum())
     worst_row = (norms(difference) / numpy.maximum(rows, rows.mean())).max()
     return float(relative), float(worst_row)
 
@@ -90,18 +90,18 @@ def measure(dtype, kind, head_dim, kv_len, seed):
     up = lambda t, to: None if t is None else t.to(to)
     as_ = lambda to: (q.to(to), k.to(to), v.to(to), scale, up(bias, to), softcap, up(sinks, to))
     if dtype == torch.float64:
-        law = exact(*as_(torch.float64))
+        reference = exact(*as_(torch.float64))
     else:
-        law = formula(*as_(torch.float64), torch.float64).numpy()
+        reference = formula(*as_(torch.float64), torch.float64).numpy()
     accumulation = torch.float64 if dtype == torch.float64 else torch.float32
-    stand_in = errors(formula(*as_(accumulation), dtype).to(dtype), law)
+    by_formula = errors(formula(*as_(accumulation), dtype).to(dtype), reference)
     peers = []
     if softcap is None and sinks is None:
         for backend in (SDPBackend.MATH, SDPBackend.FLASH_ATTENTION):
             with sdpa_kernel([backend]):
                 got = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale)
-            peers.append(errors(got, law))
-    return peers or [stand_in], stand_in
+            peers.append(errors(got, reference))
+    return peers or [by_formula], by_formula
 
 
 def main():
@@ -114,12 +114,12 @@ def main():
         for kind in CLASSES:
             for head_dim in HEAD_DIMS:
                 for kv_len in KV_LENS:
-                    peers, stand_ins = [], []
+                    peers, formulas = [], []
                     for seed in range(SEEDS):
-                        measured, stand_in = measure(dtype, kind, head_dim, kv_len, seed)
+                        measured, by_formula = measure(dtype, kind, head_dim, kv_len, seed)
                         peers += measured
-                        stand_ins.append(stand_in)
-                    figures = [max(e[n] for e in some) for some in (peers, stand_ins) for n in (0, 1)]
+                        formulas.append(by_formula)
+                    figures = [max(e[n] for e in some) for some in (peers, formulas) for n in (0, 1)]
                     name = str(dtype).removeprefix("torch.")
                     lines.append("\t".join([name, kind, str(head_dim), str(kv_len)] + [f"{x:.3e}" for x in figures]))
     path = pathlib.Path(__file__).with_name("limits.tsv")

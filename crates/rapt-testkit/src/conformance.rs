@@ -2,8 +2,8 @@
 //!
 //! ```text
 //! exploits   what once broke an engine: known answers, tails of every length, poison behind a page, whole rows masked
-//! zoo        one problem, every placement of every tensor, every dtype: the law, and the bits of the row-major run
-//! random     problems from a seed: the law, memory untouched, and the same bits under other strides
+//! zoo        one problem, every placement of every tensor, every dtype: the reference, and the bits of the row-major run
+//! random     problems from a seed: the reference, memory untouched, and the same bits under other strides
 //! ```
 //!
 //! A failure names its case; [`replay`] runs that case alone. Deliberately absent: an engine.
@@ -42,12 +42,12 @@ impl Default for Config {
 
 /// What was run: the number of problems of each kind.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Report {
+pub struct Tally {
     /// By category, such as `random`, `causal` or `float16`.
     pub counts: BTreeMap<String, usize>,
 }
 
-impl Report {
+impl Tally {
     /// How many problems had this category.
     #[must_use]
     pub fn count(&self, category: &str) -> usize {
@@ -55,7 +55,7 @@ impl Report {
     }
 
     /// Adds the counts of another run.
-    pub fn merge(&mut self, other: &Report) {
+    pub fn merge(&mut self, other: &Tally) {
         for (category, n) in &other.counts {
             *self.counts.entry(category.clone()).or_default() += n;
         }
@@ -89,7 +89,7 @@ impl Report {
     }
 }
 
-impl fmt::Display for Report {
+impl fmt::Display for Tally {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let counts: Vec<String> = self.counts.iter().map(|(kind, n)| format!("{kind} {n}")).collect();
         f.write_str(&counts.join(", "))
@@ -130,21 +130,21 @@ impl std::error::Error for Failure {}
 ///
 /// # Errors
 /// The first case that breaks a rule.
-pub fn conformance(engine: &mut Engine<'_>, config: &Config) -> Result<Report, Failure> {
-    let mut report = Report::default();
+pub fn conformance(engine: &mut Engine<'_>, config: &Config) -> Result<Tally, Failure> {
+    let mut tally = Tally::default();
     if config.fixed {
         for &dtype in &config.dtypes {
-            exploits(dtype).into_iter().try_for_each(|case| judge(engine, "exploits", &case, &mut report))?;
+            exploits(dtype).into_iter().try_for_each(|case| judge(engine, "exploits", &case, &mut tally))?;
             known_answer(engine, dtype)?;
-            strides(engine, dtype, &mut report)?;
+            strides(engine, dtype, &mut tally)?;
         }
     }
     let mut seeds = Rng::new(config.seed);
     for _ in 0..config.problems {
         let case = Case::random(seeds.bits(), &config.dtypes, config.max_work);
-        judge(engine, "random", &case, &mut report)?;
+        judge(engine, "random", &case, &mut tally)?;
     }
-    Ok(report)
+    Ok(tally)
 }
 
 /// Runs one case alone, under its own strides and under others.
@@ -152,7 +152,7 @@ pub fn conformance(engine: &mut Engine<'_>, config: &Config) -> Result<Report, F
 /// # Errors
 /// If it breaks a rule.
 pub fn replay(engine: &mut Engine<'_>, case: &Case) -> Result<(), Failure> {
-    judge(engine, "replay", case, &mut Report::default())
+    judge(engine, "replay", case, &mut Tally::default())
 }
 
 /// One problem: where it lies, against the other page if it lies against one, and elsewhere under other strides.
@@ -160,7 +160,7 @@ pub(crate) fn judge(
     engine: &mut Engine<'_>,
     stage: &'static str,
     case: &Case,
-    report: &mut Report,
+    tally: &mut Tally,
 ) -> Result<(), Failure> {
     let fail = |what: String| Failure { stage, what, case: Box::new(case.clone()) };
     let places = case.placements();
@@ -172,11 +172,11 @@ pub(crate) fn judge(
     let first = match run(engine, case, &mut buffers, None).map_err(fail)? {
         Ran::Bits(bits) => bits,
         Ran::Unsupported => {
-            report.add("unsupported");
+            tally.add("unsupported");
             return Ok(());
         }
     };
-    report.ran(stage, case);
+    tally.ran(stage, case);
     if let Some(guard) = case.guard.other_page() {
         let flush = Case { guard, ..case.clone() };
         let mut buffers = Buffers::new(&flush, &places, &values);
@@ -215,7 +215,7 @@ pub(crate) fn judge(
 type Set = fn(&mut Places, usize);
 
 /// Every placement of every tensor, one at a time, on one problem with tails in every dimension.
-fn strides(engine: &mut Engine<'_>, dtype: DType, report: &mut Report) -> Result<(), Failure> {
+fn strides(engine: &mut Engine<'_>, dtype: DType, tally: &mut Tally) -> Result<(), Failure> {
     let mask = Some(MaskCase { dtype: DType::Bool, full: [true; 4], rank: 4, lowest: false });
     let base = Case { num_kv_heads: 2, head_dim_v: 20, mask, ..Case::plain(dtype, [2, 4, 13, 27], 37) };
     let (inputs, outputs) = (zoo(base.q).len(), output_zoo(base.q).len());
@@ -236,7 +236,7 @@ fn strides(engine: &mut Engine<'_>, dtype: DType, report: &mut Report) -> Result
         for at in 0..count {
             let guard = [Guard::Heap { shift: 8 }, Guard::FrontPage, Guard::BackPage][(n + at) % 3];
             let causal = [None, Some(Causal::BottomRight)][at % 2];
-            judge(engine, "zoo", &Case { places: one(set, at), guard, causal, ..base.clone() }, report)?;
+            judge(engine, "zoo", &Case { places: one(set, at), guard, causal, ..base.clone() }, tally)?;
         }
     }
     Ok(())

@@ -1,4 +1,4 @@
-//! Reading what a view names, whatever its dtype and strides, and asking the law about it.
+//! Reading what a view names, whatever its dtype and strides, and asking the reference about it.
 
 use rapt_core::{DType, Layout, Spec, Tensors, View, ViewMut};
 use rapt_reference::{Inputs, Mask, Outputs, Problem, naive};
@@ -56,7 +56,7 @@ fn broadcast(mask: &View<'_>, target: [usize; 4]) -> Vec<f64> {
     read(mask, target, strides)
 }
 
-/// The inputs of one problem in f64, as the law takes them.
+/// The inputs of one problem in f64, as the reference takes them.
 #[derive(Clone, Debug)]
 pub struct Gathered {
     /// Sizes and options.
@@ -116,7 +116,7 @@ impl Gathered {
         }
     }
 
-    /// As the law takes them.
+    /// As the reference takes them.
     #[must_use]
     pub fn inputs(&self) -> Inputs<'_> {
         let bools = self.bools.as_deref().map(Mask::Bool);
@@ -144,17 +144,17 @@ impl Gathered {
     }
 }
 
-/// What the law says of these tensors.
+/// What the reference says of these tensors.
 ///
 /// # Panics
 /// If the tensors are not those of `spec`.
 #[must_use]
-pub fn law(spec: &Spec, tensors: &Tensors<'_>) -> Outputs {
+pub fn reference(spec: &Spec, tensors: &Tensors<'_>) -> Outputs {
     let gathered = Gathered::new(spec, tensors);
     naive(&gathered.problem, &gathered.inputs())
 }
 
-/// Writes `outputs` into `out` and `lse`, rounded to their dtypes: what an engine made of the law does.
+/// Writes `outputs` into `out` and `lse`, rounded to their dtypes: what an engine made of the reference does.
 ///
 /// # Panics
 /// If the tensors are not those of `spec`, or `outputs` not as long.

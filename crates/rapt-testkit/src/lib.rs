@@ -1,14 +1,14 @@
-//! How every backend of Rapt is tested: one suite, one law, one tolerance.
+//! How every backend of Rapt is tested: one suite, one reference, one tolerance.
 //!
 //! ```text
 //! Case (seed) ──► Values ──► TensorBuf (any strides, guarded) ──► Tensors ──► engine
 //!                                                │                              │
-//!                                 law(&Spec, &Tensors) in f64  ──► tolerance ◄── out, lse
+//!                                 reference(&Spec, &Tensors) in f64  ──► tolerance ◄── out, lse
 //! ```
 //!
 //! [`conformance()`] is the front door: any `FnMut(&Spec, Tensors) -> Result<(), Error>` can be put through it; [`proof()`] puts
 //! it through many more, enumerated, small problems. The parts
-//! serve tests of their own: [`TensorBuf`] for guarded memory, [`zoo()`] for strides, [`law`] for the truth and
+//! serve tests of their own: [`TensorBuf`] for guarded memory, [`zoo()`] for strides, [`reference`] for the truth and
 //! [`check`], [`check_lse`] for the verdict. Deliberately absent: engines, and speed.
 
 mod buffer;
@@ -22,14 +22,14 @@ mod run;
 mod scalar;
 #[cfg(unix)]
 mod sparse;
-mod stand_in;
 mod tolerance;
+mod torch_emulation;
 mod zoo;
 
 pub use buffer::{Damage, TensorBuf};
 pub use case::{Case, Data, MaskCase, Placements, Places, Values};
-pub use conformance::{Config, Failure, Report, conformance, replay};
-pub use gather::{Gathered, gather, law, scatter, store};
+pub use conformance::{Config, Failure, Tally, conformance, replay};
+pub use gather::{Gathered, gather, reference, scatter, store};
 pub use memory::{Guard, Memory, PATTERN};
 pub use proof::{Proof, proof};
 pub use rng::Rng;
@@ -37,6 +37,6 @@ pub use run::Engine;
 pub use scalar::{decode, encode, lowest, round};
 #[cfg(unix)]
 pub use sparse::Sparse;
-pub use stand_in::{StandIn, expected, stand_ins};
 pub use tolerance::{Class, Entry, Figures, Mismatch, check, check_lse, check_within, entry, figures, floor};
+pub use torch_emulation::{Emulation, emulations, expected};
 pub use zoo::{Placement, output_zoo, zoo};

@@ -8,7 +8,7 @@
 //! ```
 //!
 //! Each problem runs flush against the page before its buffers, then flush against the page after them, then under other
-//! strides: the law judges the first, the others have its bits. Inputs and padding must be unchanged every time. What is not
+//! strides: the reference judges the first, the others have its bits. Inputs and padding must be unchanged every time. What is not
 //! enumerated rotates with the index of the case, so that a pair meets every mask. Deliberately absent: an engine.
 
 use std::collections::BTreeSet;
@@ -17,7 +17,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use rapt_core::{COMPUTED, Causal, DType, Window};
 
 use crate::case::{Case, MaskCase, Places};
-use crate::conformance::{Failure, Report, judge};
+use crate::conformance::{Failure, Tally, judge};
 use crate::memory::Guard;
 use crate::rng::Rng;
 use crate::run::Engine;
@@ -52,26 +52,26 @@ impl Default for Proof {
 ///
 /// # Panics
 /// If a worker does.
-pub fn proof<'e>(make: &(dyn Fn() -> Box<Engine<'e>> + Sync), proof: &Proof) -> Result<Report, Box<Failure>> {
+pub fn proof<'e>(make: &(dyn Fn() -> Box<Engine<'e>> + Sync), proof: &Proof) -> Result<Tally, Box<Failure>> {
     let stop = AtomicBool::new(false);
     let work = |worker: usize| {
-        let (mut engine, mut report) = (make(), Report::default());
+        let (mut engine, mut tally) = (make(), Tally::default());
         let mine = cases(proof).enumerate().filter(|(n, _)| n % proof.workers == worker);
         for (_, (stage, case)) in mine {
             if stop.load(Ordering::Relaxed) {
                 break;
             }
-            if let Err(failure) = judge(&mut *engine, stage, &case, &mut report) {
+            if let Err(failure) = judge(&mut *engine, stage, &case, &mut tally) {
                 stop.store(true, Ordering::Relaxed);
                 return Err(Box::new(failure));
             }
         }
-        Ok(report)
+        Ok(tally)
     };
     let work = &work;
     std::thread::scope(|scope| {
         let workers: Vec<_> = (0..proof.workers.max(1)).map(|worker| scope.spawn(move || work(worker))).collect();
-        let mut all = Report::default();
+        let mut all = Tally::default();
         for worker in workers {
             all.merge(&worker.join().expect("a worker ends by itself")?);
         }
@@ -204,7 +204,7 @@ fn small(dtype: DType) -> impl Iterator<Item = Case> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::gather::{law, store};
+    use crate::gather::{reference, store};
     use std::collections::BTreeMap;
 
     #[test]
@@ -233,7 +233,7 @@ mod tests {
     fn a_broken_engine_is_caught_by_one_of_two_workers() {
         let engine = || -> Box<Engine<'static>> {
             Box::new(|spec, mut tensors| {
-                let mut outputs = law(spec, &tensors);
+                let mut outputs = reference(spec, &tensors);
                 if spec.kv_len() == 4 {
                     outputs.out.iter_mut().for_each(|out| *out += 1.0);
                 }

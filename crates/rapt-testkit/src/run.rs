@@ -9,8 +9,8 @@ use crate::buffer::TensorBuf;
 use crate::case::{Case, Data, Placements, Values};
 use crate::gather::Gathered;
 use crate::rng::Rng;
-use crate::stand_in::{expected, stand_ins};
 use crate::tolerance::{Class, Figures, check_lse, check_within, entry, figures};
+use crate::torch_emulation::{emulations, expected};
 
 /// Any engine: computes `out` (and `lse`) of the tensors.
 pub type Engine<'e> = dyn FnMut(&Spec, Tensors<'_>) -> Result<(), Error> + 'e;
@@ -152,30 +152,31 @@ pub(crate) fn run(
     if first == Some(&bits) {
         return Ok(Ran::Bits(bits));
     }
-    let law = naive(&gathered.problem, &gathered.inputs());
+    let reference = naive(&gathered.problem, &gathered.inputs());
     let (storage, out_dtype) = (case.dtype, buffers.out.dtype());
     let judged = if out_dtype.bits() < storage.bits() || out_dtype == DType::BF16 { out_dtype } else { storage };
     let got = buffers.out.values();
     // The yardstick: what the table says, or what torch would do on these inputs if that is more.
     let mut torch = entry(storage, Class::Plain, case.q[3], case.kv_len).torch;
-    let mut slack = vec![0.0f64; law.lse.len()];
-    for stand_in in stand_ins(&gathered, storage, out_dtype) {
-        let Figures { relative, worst_row, .. } = figures(&stand_in.out, &law.out, case.head_dim_v);
+    let mut slack = vec![0.0f64; reference.lse.len()];
+    for emulation in emulations(&gathered, storage, out_dtype) {
+        let Figures { relative, worst_row, .. } = figures(&emulation.out, &reference.out, case.head_dim_v);
         torch.relative = torch.relative.max(relative);
         torch.worst_row = torch.worst_row.max(worst_row);
-        for (slack, (got, law)) in slack.iter_mut().zip(stand_in.lse.iter().zip(&law.lse)) {
-            *slack = slack.max(if (got - law).is_finite() { 4.0 * (got - law).abs() } else { 0.0 });
+        for (slack, (got, reference)) in slack.iter_mut().zip(emulation.lse.iter().zip(&reference.lse)) {
+            *slack = slack.max(if (got - reference).is_finite() { 4.0 * (got - reference).abs() } else { 0.0 });
         }
     }
     // One draw of an error that hinges on a few scores says little of the next one: there the expected error counts as
     // well, and the whole, being a matter of few rows, is judged by the factor of a row, 4 instead of 1.1.
-    let (expected, rows) = expected(&gathered, &law.out, storage);
+    let (expected, rows) = expected(&gathered, &reference.out, storage);
     torch.relative = torch.relative.max(expected.relative * if rows < 16.0 { 4.0 / 1.1 } else { 1.0 });
     torch.worst_row = torch.worst_row.max(expected.worst_row);
-    check_within(&got, &law.out, case.head_dim_v, judged, &torch).map_err(|mismatch| format!("out: {mismatch}"))?;
+    check_within(&got, &reference.out, case.head_dim_v, judged, &torch)
+        .map_err(|mismatch| format!("out: {mismatch}"))?;
     if let Some(lse) = &buffers.lse {
         let slack = (case.data == Data::Huge).then_some(&slack[..]);
-        check_lse(&lse.values(), &law.lse, storage, slack).map_err(|mismatch| format!("lse: {mismatch}"))?;
+        check_lse(&lse.values(), &reference.lse, storage, slack).map_err(|mismatch| format!("lse: {mismatch}"))?;
     }
     Ok(Ran::Bits(bits))
 }

@@ -1,15 +1,15 @@
-//! How far a result may lie from the law: design.md's rule, with torch's measured error as the yardstick.
+//! How far a result may lie from the reference: the tolerance rule that docs publish, with torch's measured error as the yardstick.
 //!
 //! ```text
-//! |got − law| / |law|                                ≤ 1.1 · torch's + floor        over the whole output
+//! |got − reference| / |reference|                                ≤ 1.1 · torch's + floor        over the whole output
 //! |got_r − law_r| / max(|law_r|, mean |law_r|)       ≤ 4 · torch's worst + floor    for each row r
 //! floor: f64 16·2⁻⁵², f32 2·2⁻²³, f16 2⁻¹⁴, bf16 2⁻¹¹
-//! |lse − law|                                        ≤ 1e-5 · (1 + |lse|)           (f64: 1e-12)
+//! |lse − reference|                                        ≤ 1e-5 · (1 + |lse|)           (f64: 1e-12)
 //! ```
 //!
 //! Torch's figures come from `limits/limits.tsv`, written by `limits/generate.py` and never by hand. Of head_dim the
 //! nearest entry in log space counts. So it does of kv_len, but the entry of one key, where torch is exact, speaks only
-//! for one key. Non-finite values must match the law's, rounded to the dtype. Deliberately absent: any other number.
+//! for one key. Non-finite values must match the reference's, rounded to the dtype. Deliberately absent: any other number.
 
 use std::fmt;
 use std::sync::OnceLock;
@@ -129,12 +129,12 @@ pub fn floor(dtype: DType) -> f64 {
 /// A result that breaks the rule.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Mismatch {
-    /// Not as many elements as the law has.
+    /// Not as many elements as the reference has.
     Length {
         /// Elements given.
         got: usize,
-        /// Elements of the law.
-        law: usize,
+        /// Elements of the reference.
+        reference: usize,
     },
     /// One of the two is not finite and the other is not the same.
     NonFinite {
@@ -144,8 +144,8 @@ pub enum Mismatch {
         column: usize,
         /// What was given.
         got: f64,
-        /// What the law says.
-        law: f64,
+        /// What the reference says.
+        reference: f64,
     },
     /// The whole lies too far away.
     Relative {
@@ -167,8 +167,8 @@ pub enum Mismatch {
         row: usize,
         /// What was given.
         got: f64,
-        /// What the law says.
-        law: f64,
+        /// What the reference says.
+        reference: f64,
         /// What is allowed.
         limit: f64,
     },
@@ -177,9 +177,9 @@ pub enum Mismatch {
 impl fmt::Display for Mismatch {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Mismatch::Length { got, law } => write!(f, "{got} elements, the law has {law}"),
-            Mismatch::NonFinite { row, column, got, law } => {
-                write!(f, "row {row}, column {column} is {got}, the law says {law}")
+            Mismatch::Length { got, reference } => write!(f, "{got} elements, the reference has {reference}"),
+            Mismatch::NonFinite { row, column, got, reference } => {
+                write!(f, "row {row}, column {column} is {got}, the reference says {reference}")
             }
             Mismatch::Relative { got, limit } => write!(
                 f,
@@ -191,8 +191,8 @@ impl fmt::Display for Mismatch {
                 "row {} has error {:.3e}, which exceeds {limit:.3e} (relative L2 of the whole {:.3e})",
                 got.row, got.worst_row, got.relative
             ),
-            Mismatch::Lse { row, got, law, limit } => {
-                write!(f, "lse of row {row} is {got}, the law says {law}, allowed are {limit:.3e}")
+            Mismatch::Lse { row, got, reference, limit } => {
+                write!(f, "lse of row {row} is {got}, the reference says {reference}, allowed are {limit:.3e}")
             }
         }
     }
@@ -203,15 +203,17 @@ fn same_kind(a: f64, b: f64) -> bool {
     a == b || (a.is_finite() && b.is_finite()) || (a.is_nan() && b.is_nan())
 }
 
-/// The error of `got`. Elements that are not finite in `law` or in `got` do not count.
+/// The error of `got`. Elements that are not finite in `reference` or in `got` do not count.
 #[must_use]
-pub fn figures(got: &[f64], law: &[f64], head_dim_v: usize) -> Figures {
+pub fn figures(got: &[f64], reference: &[f64], head_dim_v: usize) -> Figures {
     let rows: Vec<(f64, f64)> = got
         .chunks(head_dim_v.max(1))
-        .zip(law.chunks(head_dim_v.max(1)))
-        .map(|(got, law)| {
-            let finite = got.iter().zip(law).filter(|(got, law)| got.is_finite() && law.is_finite());
-            finite.fold((0.0, 0.0), |(error, norm), (got, law)| (error + (got - law).powi(2), norm + law * law))
+        .zip(reference.chunks(head_dim_v.max(1)))
+        .map(|(got, reference)| {
+            let finite = got.iter().zip(reference).filter(|(got, reference)| got.is_finite() && reference.is_finite());
+            finite.fold((0.0, 0.0), |(error, norm), (got, reference)| {
+                (error + (got - reference).powi(2), norm + reference * reference)
+            })
         })
         .collect();
     let ratio = |error: f64, norm: f64| if error == 0.0 { 0.0 } else { error / norm };
@@ -233,17 +235,17 @@ pub fn figures(got: &[f64], law: &[f64], head_dim_v: usize) -> Figures {
 /// [`Mismatch`].
 pub fn check(
     got: &[f64],
-    law: &[f64],
+    reference: &[f64],
     rows: usize,
     head_dim_v: usize,
     dtype: DType,
     head_dim: usize,
     kv_len: usize,
 ) -> Result<(), Mismatch> {
-    if law.len() != rows * head_dim_v {
-        return Err(Mismatch::Length { got: rows * head_dim_v, law: law.len() });
+    if reference.len() != rows * head_dim_v {
+        return Err(Mismatch::Length { got: rows * head_dim_v, reference: reference.len() });
     }
-    check_within(got, law, head_dim_v, dtype, &entry(dtype, Class::Plain, head_dim, kv_len).torch)
+    check_within(got, reference, head_dim_v, dtype, &entry(dtype, Class::Plain, head_dim, kv_len).torch)
 }
 
 /// Judges an output by a yardstick: torch's own error `torch`, before factors and floor.
@@ -252,22 +254,22 @@ pub fn check(
 /// [`Mismatch`].
 pub fn check_within(
     got: &[f64],
-    law: &[f64],
+    reference: &[f64],
     head_dim_v: usize,
     dtype: DType,
     torch: &Figures,
 ) -> Result<(), Mismatch> {
-    if got.len() != law.len() {
-        return Err(Mismatch::Length { got: got.len(), law: law.len() });
+    if got.len() != reference.len() {
+        return Err(Mismatch::Length { got: got.len(), reference: reference.len() });
     }
-    for (n, (&got, &law)) in got.iter().zip(law).enumerate() {
-        let rounded = round(dtype, law);
+    for (n, (&got, &reference)) in got.iter().zip(reference).enumerate() {
+        let rounded = round(dtype, reference);
         if !same_kind(got, rounded) {
             let head_dim_v = head_dim_v.max(1);
-            return Err(Mismatch::NonFinite { row: n / head_dim_v, column: n % head_dim_v, got, law });
+            return Err(Mismatch::NonFinite { row: n / head_dim_v, column: n % head_dim_v, got, reference });
         }
     }
-    let got = figures(got, law, head_dim_v);
+    let got = figures(got, reference, head_dim_v);
     let (whole, row) = (1.1 * torch.relative + floor(dtype), 4.0 * torch.worst_row + floor(dtype));
     if got.relative > whole {
         return Err(Mismatch::Relative { got, limit: whole });
@@ -282,22 +284,22 @@ pub fn check_within(
 ///
 /// # Errors
 /// [`Mismatch`].
-pub fn check_lse(got: &[f64], law: &[f64], dtype: DType, slack: Option<&[f64]>) -> Result<(), Mismatch> {
-    if got.len() != law.len() {
-        return Err(Mismatch::Length { got: got.len(), law: law.len() });
+pub fn check_lse(got: &[f64], reference: &[f64], dtype: DType, slack: Option<&[f64]>) -> Result<(), Mismatch> {
+    if got.len() != reference.len() {
+        return Err(Mismatch::Length { got: got.len(), reference: reference.len() });
     }
     let unit = if dtype == DType::F64 { 1e-12 } else { 1e-5 };
-    for (row, (&got, &law)) in got.iter().zip(law).enumerate() {
-        let law = round(dtype.accumulation(), law);
-        if !same_kind(got, law) {
-            return Err(Mismatch::NonFinite { row, column: 0, got, law });
+    for (row, (&got, &reference)) in got.iter().zip(reference).enumerate() {
+        let reference = round(dtype.accumulation(), reference);
+        if !same_kind(got, reference) {
+            return Err(Mismatch::NonFinite { row, column: 0, got, reference });
         }
-        if !law.is_finite() {
+        if !reference.is_finite() {
             continue;
         }
-        let limit = unit * (1.0 + law.abs()) + slack.map_or(0.0, |slack| slack[row]);
-        if (got - law).abs() > limit {
-            return Err(Mismatch::Lse { row, got, law, limit });
+        let limit = unit * (1.0 + reference.abs()) + slack.map_or(0.0, |slack| slack[row]);
+        if (got - reference).abs() > limit {
+            return Err(Mismatch::Lse { row, got, reference, limit });
         }
     }
     Ok(())
@@ -323,34 +325,34 @@ mod tests {
 
     #[test]
     fn the_rule_judges_the_whole_each_row_and_what_is_not_finite() {
-        let law = [1.0, 2.0, 3.0, 4.0, 0.0, 1e-3];
+        let reference = [1.0, 2.0, 3.0, 4.0, 0.0, 1e-3];
         let torch = Figures { relative: 1e-6, worst_row: 1e-6, row: 0 };
-        let check = |got: &[f64]| check_within(got, &law, 2, DType::F32, &torch);
-        assert_eq!(check(&law), Ok(()));
-        let mut got = law;
+        let check = |got: &[f64]| check_within(got, &reference, 2, DType::F32, &torch);
+        assert_eq!(check(&reference), Ok(()));
+        let mut got = reference;
         got[0] += 1e-5;
         assert!(matches!(check(&got), Err(Mismatch::Relative { .. })));
         // The last row is small: its error counts against the mean row's norm, which is 2.4.
-        let mut got = law;
+        let mut got = reference;
         got[5] += 5e-6;
         assert_eq!(check(&got), Ok(()));
         let lax = Figures { relative: 1.0, ..torch };
-        let mut got = law;
+        let mut got = reference;
         got[3] += 1e-3;
-        let error = check_within(&got, &law, 2, DType::F32, &lax).unwrap_err();
+        let error = check_within(&got, &reference, 2, DType::F32, &lax).unwrap_err();
         assert!(error.to_string().starts_with("row 1 has error 2.000e-4"), "{error}");
         got[4] = f64::NAN;
         assert!(matches!(check(&got), Err(Mismatch::NonFinite { row: 2, column: 0, .. })));
-        assert!(matches!(check(&law[..4]), Err(Mismatch::Length { got: 4, law: 6 })));
+        assert!(matches!(check(&reference[..4]), Err(Mismatch::Length { got: 4, reference: 6 })));
     }
 
     #[test]
     fn lse_is_judged_by_its_own_rule() {
-        let law = [f64::NEG_INFINITY, 10.0, f64::NAN];
-        assert_eq!(check_lse(&law, &law, DType::F32, None), Ok(()));
-        let off = |by: f64| check_lse(&[f64::NEG_INFINITY, 10.0 + by, f64::NAN], &law, DType::F32, None);
+        let reference = [f64::NEG_INFINITY, 10.0, f64::NAN];
+        assert_eq!(check_lse(&reference, &reference, DType::F32, None), Ok(()));
+        let off = |by: f64| check_lse(&[f64::NEG_INFINITY, 10.0 + by, f64::NAN], &reference, DType::F32, None);
         assert_eq!(off(1e-4), Ok(()));
         assert!(matches!(off(1.2e-4), Err(Mismatch::Lse { row: 1, .. })));
-        assert!(matches!(check_lse(&[0.0; 3], &law, DType::F32, None), Err(Mismatch::NonFinite { row: 0, .. })));
+        assert!(matches!(check_lse(&[0.0; 3], &reference, DType::F32, None), Err(Mismatch::NonFinite { row: 0, .. })));
     }
 }

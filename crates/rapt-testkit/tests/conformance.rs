@@ -3,13 +3,13 @@
 use rapt_core::{COMPUTED, Causal, DType, Device, Dims, Error, Extent, Operands, Spec, Tensors, View, ViewMut};
 use rapt_reference::{Outputs, Problem, naive, online};
 use rapt_testkit::{
-    Case, Class, Config, Failure, Gathered, Report, conformance, entry, expected, figures, law, replay, round, scatter,
-    stand_ins, store,
+    Case, Class, Config, Failure, Gathered, Tally, conformance, emulations, entry, expected, figures, reference,
+    replay, round, scatter, store,
 };
 
 type Ran = Result<(), Error>;
 
-/// The law as an engine, with what it reads changed by `spoil`.
+/// The reference as an engine, with what it reads changed by `spoil`.
 fn spoiled(spec: &Spec, mut tensors: Tensors<'_>, spoil: impl Fn(&mut Gathered)) -> Ran {
     let mut gathered = Gathered::new(spec, &tensors);
     spoil(&mut gathered);
@@ -55,8 +55,8 @@ fn the_law_conforms_and_its_operands_are_accepted() {
         }
         Ok(())
     };
-    let report = conformance(&mut engine, &Config { problems: 400, ..config() }).unwrap_or_else(|e| panic!("{e}"));
-    println!("{report}");
+    let tally = conformance(&mut engine, &Config { problems: 400, ..config() }).unwrap_or_else(|e| panic!("{e}"));
+    println!("{tally}");
     let kinds = [
         "exploits",
         "zoo",
@@ -81,9 +81,9 @@ fn the_law_conforms_and_its_operands_are_accepted() {
         "extreme data",
     ];
     for kind in kinds {
-        assert!(report.count(kind) >= 10, "{kind}: {report}");
+        assert!(tally.count(kind) >= 10, "{kind}: {tally}");
     }
-    assert_eq!(report.count("unsupported"), 0);
+    assert_eq!(tally.count("unsupported"), 0);
 }
 
 /// An engine as a kernel would be: f32 throughout, an online softmax in base e over 12 keys, 4 partial sums.
@@ -140,8 +140,8 @@ fn f32_engine(spec: &Spec, mut tensors: Tensors<'_>) -> Ran {
 #[test]
 fn an_honest_f32_kernel_conforms() {
     let config = Config { problems: 1500, seed: 11, ..config() };
-    let report = conformance(&mut f32_engine, &config).unwrap_or_else(|e| panic!("{e}"));
-    assert!(report.count("unsupported") > 100 && report.count("float32") > 500, "{report}");
+    let tally = conformance(&mut f32_engine, &config).unwrap_or_else(|e| panic!("{e}"));
+    assert!(tally.count("unsupported") > 100 && tally.count("float32") > 500, "{tally}");
 }
 
 #[test]
@@ -200,7 +200,7 @@ fn contiguous_offsets_on_strided_views_are_caught() {
 #[test]
 fn a_write_between_rows_is_caught() {
     let engine = |spec: &Spec, mut tensors: Tensors<'_>| {
-        let outputs = law(spec, &tensors);
+        let outputs = reference(spec, &tensors);
         store(spec, &mut tensors, &outputs);
         let [.., q_len, head_dim_v] = spec.out.shape;
         if q_len > 1
@@ -225,7 +225,7 @@ fn a_write_outside_or_to_an_input_is_caught() {
         let heap = !tensors.out.address().is_multiple_of(4096) && !tensors.out.shape().contains(&0);
         let (lo, _) = tensors.out.reach_bytes();
         let ptr = tensors.out.as_mut_ptr();
-        let outputs = law(spec, &tensors);
+        let outputs = reference(spec, &tensors);
         store(spec, &mut tensors, &outputs);
         if heap {
             // SAFETY: not at the start of a page, so the byte before is a guard band or slack of the buffer.
@@ -235,7 +235,7 @@ fn a_write_outside_or_to_an_input_is_caught() {
     };
     caught(outside, "out: byte -1 was written: outside the buffer");
     let input = |spec: &Spec, mut tensors: Tensors<'_>| {
-        let outputs = law(spec, &tensors);
+        let outputs = reference(spec, &tensors);
         store(spec, &mut tensors, &outputs);
         if !tensors.k.shape().contains(&0) {
             // SAFETY: the first byte of an element; the test's memory is writable whatever the view promises.
@@ -259,7 +259,7 @@ fn poison_that_leaks_through_a_mask_is_caught() {
         store(spec, &mut tensors, &outputs);
         Ok(())
     };
-    assert!(caught(leak, "the law says").case.poison);
+    assert!(caught(leak, "the reference says").case.poison);
 }
 
 #[test]
@@ -308,13 +308,13 @@ fn the_stand_ins_err_as_torch_does() {
             let values = Case::plain(dtype, [1, 4, 64, head_dim], kv_len).values();
             let (q, k, v) = (values.q, values.k, values.v);
             let gathered = Gathered { problem, q, k, v, bools: None, bias: None, sinks: None, alibi_slopes: None };
-            let law = naive(&gathered.problem, &gathered.inputs());
+            let reference = naive(&gathered.problem, &gathered.inputs());
             let torch = entry(dtype, class, head_dim, kv_len).torch.relative;
-            let worst = stand_ins(&gathered, dtype, dtype)
+            let worst = emulations(&gathered, dtype, dtype)
                 .iter()
-                .map(|stand_in| figures(&stand_in.out, &law.out, head_dim).relative)
+                .map(|emulation| figures(&emulation.out, &reference.out, head_dim).relative)
                 .fold(0.0, f64::max);
-            let expected = expected(&gathered, &law.out, dtype).0.relative;
+            let expected = expected(&gathered, &reference.out, dtype).0.relative;
             assert!(expected < 1.3 * worst, "{dtype} {class:?}: expected {expected:e}, torch {torch:e}");
             println!("{dtype} {class:?} D {head_dim} S {kv_len}: {:.2} of torch's", worst / torch);
             assert!(
@@ -327,5 +327,5 @@ fn the_stand_ins_err_as_torch_does() {
 
 #[test]
 fn counts_are_printed() {
-    assert_eq!(Report::default().to_string(), "");
+    assert_eq!(Tally::default().to_string(), "");
 }

@@ -8,11 +8,11 @@ const FACADE: &str = "rapt-attention";
 /// Stands alone: neither core nor any other crate of Rapt.
 const LAYOUT: &str = "rapt-layout";
 const TESTKIT: &str = "rapt-testkit";
-/// What lies between core and façade. The reference is the law, not a backend, but sits at the same height.
+/// What lies between core and façade. The reference is not a backend, but sits at the same height.
 const MIDDLE: [&str; 7] =
     ["rapt-reference", "rapt-layout", "rapt-quant", "rapt-cpu", "rapt-cuda", "rapt-wgpu", "rapt-graph"];
 /// What only converts at the edge, or only serves development.
-const DOORS: [&str; 3] = ["rapt-python", "rapt-c", "rapt-cli"];
+const EDGES: [&str; 3] = ["rapt-python", "rapt-c", "rapt-cli"];
 /// Foreign crates that speak Python or DLPack: bindings only.
 const OF_BINDINGS: [&str; 4] = ["pyo3", "numpy", "dlpark", "dlpack"];
 
@@ -47,10 +47,10 @@ fn refused(from: &str, to: &str, kind: Kind) -> Option<&'static str> {
         CORE => Some("core depends on no crate of Rapt"),
         LAYOUT => Some("the layout algebra depends on no crate of Rapt"),
         _ if MIDDLE.contains(&from) => (to != CORE).then_some("backends see core only, never each other"),
-        FACADE => (to != CORE && !MIDDLE.contains(&to)).then_some("the façade stands below the doors"),
-        // Doors reach the backends through the façade, which alone chooses one.
-        _ if DOORS.contains(&from) => {
-            (![CORE, FACADE].contains(&to)).then_some("doors go through rapt-attention, the one place that chooses")
+        FACADE => (to != CORE && !MIDDLE.contains(&to)).then_some("the façade stands below bindings and command line"),
+        // They reach the backends through the façade, which alone chooses one.
+        _ if EDGES.contains(&from) => {
+            (![CORE, FACADE].contains(&to)).then_some("bindings go through rapt-attention, the one place that chooses")
         }
         _ => Some("this crate has no place in the rule: give it one in xtask/src/tidy/dependencies.rs"),
     }

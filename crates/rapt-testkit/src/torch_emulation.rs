@@ -1,7 +1,7 @@
 //! What PyTorch's error would be on these very inputs: plain formulas with its kernels' roundings.
 //!
 //! The table of [`limits`](crate::tolerance) was measured on N(0, 1) data. Masks, wide logits and short rows move the
-//! error, and design.md judges by PyTorch on the *same* inputs; Rust tests have no torch, so three formulas stand in,
+//! error, and the rule judges by PyTorch on the *same* inputs; Rust tests have no torch, so three formulas stand in,
 //! each rounded to the accumulation dtype after every operation:
 //!
 //! ```text
@@ -35,7 +35,7 @@ enum Form {
 
 /// Outputs of one formula: out rounded to `out_dtype`, and lse in the accumulation dtype.
 #[derive(Clone, Debug)]
-pub struct StandIn {
+pub struct Emulation {
     /// `[batch, num_q_heads, q_len, head_dim_v]`.
     pub out: Vec<f64>,
     /// `[batch, num_q_heads, q_len]`.
@@ -47,17 +47,17 @@ pub struct StandIn {
 /// # Panics
 /// If `storage` or `out_dtype` is not a dtype that attention computes.
 #[must_use]
-pub fn stand_ins(gathered: &Gathered, storage: DType, out_dtype: DType) -> Vec<StandIn> {
+pub fn emulations(gathered: &Gathered, storage: DType, out_dtype: DType) -> Vec<Emulation> {
     let transformed = gathered.problem.softcap.is_some() || gathered.bias.is_some() || gathered.alibi_slopes.is_some();
     let forms: &[Form] = if transformed { &[Form::Flash, Form::Math] } else { &[Form::Flash, Form::Exp2, Form::Math] };
-    forms.iter().map(|&form| stand_in(gathered, storage, out_dtype, form)).collect()
+    forms.iter().map(|&form| emulate(gathered, storage, out_dtype, form)).collect()
 }
 
-fn stand_in(gathered: &Gathered, storage: DType, out_dtype: DType, form: Form) -> StandIn {
+fn emulate(gathered: &Gathered, storage: DType, out_dtype: DType, form: Form) -> Emulation {
     let problem = &gathered.problem;
     let r = |x: f64| if storage == DType::F64 { x } else { f64::from(x as f32) };
     let rows = problem.batch * problem.num_q_heads * problem.q_len;
-    let mut outputs = StandIn { out: Vec::new(), lse: Vec::new() };
+    let mut outputs = Emulation { out: Vec::new(), lse: Vec::new() };
     for row in 0..rows {
         let attended = gathered.attended(row);
         if attended.is_empty() {
@@ -121,11 +121,11 @@ fn stand_in(gathered: &Gathered, storage: DType, out_dtype: DType, form: Form) -
 
 /// The expected error of torch's scores, and on how many distinct rows it hinges: `(Σ e²)² / Σ e⁴` over their errors `e`.
 #[must_use]
-pub fn expected(gathered: &Gathered, law: &[f64], storage: DType) -> (Figures, f64) {
+pub fn expected(gathered: &Gathered, reference: &[f64], storage: DType) -> (Figures, f64) {
     let problem = &gathered.problem;
     let u = if storage == DType::F64 { f64::EPSILON / 2.0 } else { f64::from(f32::EPSILON) / 2.0 } / 6f64.sqrt();
     let mut errors = Vec::new();
-    for (row, out) in law.chunks(problem.head_dim_v).enumerate() {
+    for (row, out) in reference.chunks(problem.head_dim_v).enumerate() {
         let (head, i) = (row / problem.q_len, row % problem.q_len);
         let (b, h) = (head / problem.num_q_heads, head % problem.num_q_heads);
         let kv_head = b * problem.num_kv_heads + h / (problem.num_q_heads / problem.num_kv_heads);

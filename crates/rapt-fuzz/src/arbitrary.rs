@@ -8,7 +8,7 @@ use rapt::{COMPUTED, Causal, DType, Layout, Options, Shape, Strides, Window};
 
 /// One tensor without memory.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Sketch {
+pub(crate) struct TensorDesc {
     pub(crate) dtype: DType,
     pub(crate) shape: Shape,
     pub(crate) strides: Strides,
@@ -26,14 +26,14 @@ pub(crate) enum Scale {
 /// A whole request.
 #[derive(Clone, Debug)]
 pub(crate) struct Request {
-    pub(crate) q: Sketch,
-    pub(crate) k: Sketch,
-    pub(crate) v: Sketch,
-    pub(crate) mask: Option<Sketch>,
-    pub(crate) sinks: Option<Sketch>,
-    pub(crate) alibi_slopes: Option<Sketch>,
-    pub(crate) out: Sketch,
-    pub(crate) lse: Option<Sketch>,
+    pub(crate) q: TensorDesc,
+    pub(crate) k: TensorDesc,
+    pub(crate) v: TensorDesc,
+    pub(crate) mask: Option<TensorDesc>,
+    pub(crate) sinks: Option<TensorDesc>,
+    pub(crate) alibi_slopes: Option<TensorDesc>,
+    pub(crate) out: TensorDesc,
+    pub(crate) lse: Option<TensorDesc>,
     pub(crate) options: Options,
 }
 
@@ -89,7 +89,7 @@ fn strides(u: &mut Unstructured<'_>, shape: &[usize], scale: Scale) -> Result<St
     Ok(Strides::new(&at).expect("no more dimensions than its shape"))
 }
 
-fn tensor(u: &mut Unstructured<'_>, usual: DType, sizes: &[usize], scale: Scale) -> Result<Sketch> {
+fn tensor(u: &mut Unstructured<'_>, usual: DType, sizes: &[usize], scale: Scale) -> Result<TensorDesc> {
     let mut sizes = sizes.to_vec();
     if once_in(u, 32)? {
         match u.int_in_range(0..=3u8)? {
@@ -103,7 +103,7 @@ fn tensor(u: &mut Unstructured<'_>, usual: DType, sizes: &[usize], scale: Scale)
         }
     }
     let strides = strides(u, &sizes, scale)?;
-    Ok(Sketch { dtype: dtype(u, usual)?, shape: Shape::new(&sizes).expect("six dimensions at most"), strides })
+    Ok(TensorDesc { dtype: dtype(u, usual)?, shape: Shape::new(&sizes).expect("six dimensions at most"), strides })
 }
 
 /// A float that a mask, a vector or an output may have beside `storage`, or a wrong one.
@@ -161,7 +161,7 @@ impl Request {
         } else {
             None
         };
-        let vector = |u: &mut Unstructured<'_>| -> Result<Option<Sketch>> {
+        let vector = |u: &mut Unstructured<'_>| -> Result<Option<TensorDesc>> {
             if !once_in(u, 6)? {
                 return Ok(None);
             }
