@@ -16,7 +16,7 @@ use crate::built;
 use crate::elf;
 use crate::metadata::{Workspace, root};
 use crate::python;
-use crate::shell::{Failure, Outcome, capture, cargo, command, show, step, write};
+use crate::shell::{Failure, Outcome, capture, cargo, command, say, show, step, write};
 
 pub(crate) const HELP: &str = "\
 cargo xtask c [--prefix FOLDER | --check]
@@ -45,8 +45,8 @@ pub(crate) fn run(mut args: Args) -> Outcome {
         return check();
     }
     if cfg!(not(target_os = "linux")) {
-        let mend = format!("use `cargo build --release -p {PACKAGE}`, or cargo-c");
-        return Err(Failure::Usage(format!("`cargo xtask c` installs ELF libraries only: {mend}")));
+        let hint = format!("use `cargo build --release -p {PACKAGE}`, or cargo-c");
+        return Err(Failure::Usage(format!("`cargo xtask c` installs ELF libraries only: {hint}")));
     }
     let target = Workspace::load()?.target;
     let prefix = prefix.map_or_else(|| target.join("c"), |prefix| root().join(prefix));
@@ -204,7 +204,7 @@ fn skip(tool: &str, what: &str) -> Outcome {
     if required.split(',').any(|name| name == tool) {
         return Err(Failure::Check(format!("RAPT_REQUIRE asks for {tool}, which this machine lacks: {what}")));
     }
-    println!("skipped: {what}, for want of {tool}");
+    say(format_args!("skipped: {what}, for want of {tool}"));
     Ok(())
 }
 
@@ -244,7 +244,7 @@ pub(crate) fn check() -> Outcome {
         let script = root().join(EXAMPLES).join("attention.py");
         run_quietly(command(python, [script, tree.lib().join("librapt.so")]).env_remove("PYTHONPATH"))?;
         with_pkg_config(&tree)?;
-        println!("{} programs and attention.py give the reference's numbers", made.len());
+        say(format_args!("{} programs and attention.py give the reference's numbers", made.len()));
         under_valgrind(&tree, &made)
     })
 }
@@ -329,7 +329,7 @@ fn under_valgrind(tree: &Tree, programs: &[PathBuf]) -> Outcome {
         checked.arg(program).env("RAPT_ISA", if has_avx2 { "avx2" } else { "scalar" });
         run_quietly(&mut checked)?;
     }
-    println!("{} programs are clean under valgrind", programs.len());
+    say(format_args!("{} programs are clean under valgrind", programs.len()));
     Ok(())
 }
 
@@ -339,7 +339,7 @@ fn under_sanitizer(tree: &Tree) -> Outcome {
     for program in PROGRAMS.iter().filter(|program| program.tool.name == CC.name) {
         run_quietly(&mut Command::new(compile(tree, cc, program, Form::Sanitized)?))?;
     }
-    println!("the C programs are clean under AddressSanitizer");
+    say(format_args!("the C programs are clean under AddressSanitizer"));
     Ok(())
 }
 

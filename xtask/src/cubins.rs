@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use crate::built;
 use crate::metadata::root;
 use crate::python::{BINDING, Venv};
-use crate::shell::{Failure, command, read, show, step, write};
+use crate::shell::{Failure, command, read, say, show, step, write};
 
 /// The pinned compiler.
 const REQUIREMENT: &str = "xtask/requirements/nvrtc.txt";
@@ -71,21 +71,33 @@ fn nvrtc(venv: &Venv, target: &Path, offline: bool) -> Result<Option<PathBuf>, F
             _ => "pip could not fetch it",
         }
     };
-    println!("── NOTE: no NVRTC ({why}): the wheel ships no GPU kernels; each is compiled when it is first needed");
+    say(format_args!(
+        "── NOTE: no NVRTC ({why}): the wheel ships no GPU kernels; each is compiled when it is first needed"
+    ));
     Ok(None)
 }
 
-/// Compiles the kernels that the wheel ships into the package's source folder; without NVRTC there are none in it. Gives the
-/// folder of NVRTC.
-pub(crate) fn ship(venv: &Venv, target: &Path, kernels: Kernels, offline: bool) -> Result<Option<PathBuf>, Failure> {
+/// Builds the program that compiles kernels, and gives its file.
+pub(crate) fn compiler() -> Result<PathBuf, Failure> {
+    Ok(built::debug(&[])?.join("examples").join(built::program("ship")))
+}
+
+/// Compiles the kernels that the wheel ships into the package's source folder, with the program that `compiler` gives; without
+/// NVRTC there are none in it. Gives the folder of NVRTC.
+pub(crate) fn ship(
+    venv: &Venv,
+    target: &Path,
+    kernels: Kernels,
+    offline: bool,
+    compiler: impl FnOnce() -> Result<PathBuf, Failure>,
+) -> Result<Option<PathBuf>, Failure> {
     let package = root().join(BINDING).join(PACKAGE);
     if package.exists() {
         std::fs::remove_dir_all(&package).map_err(Failure::file(&package))?;
     }
     let Some(library) = nvrtc(venv, target, offline)? else { return Ok(None) };
     step("compile the GPU kernels of the wheel", || {
-        let program = built::debug(&[])?.join("examples").join(built::program("ship"));
-        let mut ship = command(program, [kernels.word()]);
+        let mut ship = command(compiler()?, [kernels.word()]);
         show(ship.arg(&package).arg(target.join("tmp/cubins")).env("RAPT_NVRTC", &library).current_dir(root()))
     })?;
     Ok(Some(library))

@@ -9,7 +9,7 @@ use std::process::Command;
 
 use crate::cubins::{self, Kernels};
 use crate::metadata::root;
-use crate::shell::{Failure, Outcome, capture, command, read, show, step, write};
+use crate::shell::{Failure, Outcome, capture, command, read, say, show, step, write};
 
 /// The oldest Python that the wheel supports: `abi3-py310`.
 const OLDEST: (u32, u32) = (3, 10);
@@ -80,7 +80,7 @@ impl Venv {
     pub(crate) fn at(name: &str) -> Result<Self, Failure> {
         let venv = Venv { folder: root().join(name) };
         if venv.works() {
-            println!("── {name} is there");
+            say(format_args!("── {name} is there"));
             return Ok(venv);
         }
         let (python, (major, minor)) = find()?;
@@ -128,7 +128,7 @@ impl Venv {
         let is_current =
             |(stamp, text): &(PathBuf, String)| std::fs::read_to_string(stamp).is_ok_and(|was| was == *text);
         if wanted.iter().all(is_current) {
-            println!("── requirements unchanged: pip not run");
+            say(format_args!("── requirements unchanged: pip not run"));
             return Ok(());
         }
         step(&format!("pip install {}", files.join(" ")), || {
@@ -155,7 +155,7 @@ impl Venv {
         for file in files {
             match std::fs::read_to_string(self.stamp(file)) {
                 Ok(text) if text == read(&root().join(file))? => {}
-                Ok(_) => println!("── note: {file} has changed since it was installed"),
+                Ok(_) => say(format_args!("── note: {file} has changed since it was installed")),
                 Err(_) => {
                     return Err(Failure::Check(format!(
                         "--offline: {} does not hold {file}: run the same command once with a network, without --offline",
@@ -167,13 +167,18 @@ impl Venv {
         Ok(())
     }
 
-    /// Builds the wheel (release, with these kernels for GPUs where they can be compiled) into `target/wheels` and gives its path.
+    /// Builds the wheel with these kernels for GPUs, where they can be compiled, and gives its path.
+    pub(crate) fn build_wheel(&self, target: &Path, kernels: Kernels, offline: bool) -> Result<PathBuf, Failure> {
+        let _ = cubins::ship(self, target, kernels, offline, cubins::compiler)?;
+        self.pack_wheel(target, offline)
+    }
+
+    /// Builds the wheel (release, with the kernels for GPUs that lie in the package) into `target/wheels` and gives its path.
     ///
     /// On Linux with zig as the linker: Rust's standard library binds to the newest symbols that the C library at hand
     /// offers, so that a wheel built on Debian 12 asks for glibc 2.34; zig carries the symbol lists of older ones.
-    pub(crate) fn build_wheel(&self, target: &Path, kernels: Kernels, offline: bool) -> Result<PathBuf, Failure> {
+    pub(crate) fn pack_wheel(&self, target: &Path, offline: bool) -> Result<PathBuf, Failure> {
         let folder = target.join("wheels");
-        let _ = cubins::ship(self, target, kernels, offline)?;
         step("build the wheel", || {
             for old in wheels(&folder) {
                 std::fs::remove_file(&old).map_err(Failure::file(&old))?;
@@ -233,7 +238,7 @@ mod tests {
     }
 
     #[test]
-    fn offline_without_an_environment_is_refused_and_says_the_mend() {
+    fn offline_without_an_environment_is_refused_and_says_what_to_run() {
         let Err(failure) = Venv::existing("target/no-such-environment") else { panic!("must be refused") };
         assert!(failure.to_string().contains("cargo xtask demo"), "{failure}");
     }

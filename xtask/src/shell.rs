@@ -1,7 +1,10 @@
-//! Running programs, and the ways in which that fails.
+//! Running programs, one after another or side by side, and the ways in which that fails.
 
+use std::cell::RefCell;
 use std::ffi::OsStr;
 use std::fmt;
+use std::fs::File;
+use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Instant;
@@ -21,6 +24,8 @@ pub(crate) enum Failure {
     File { path: PathBuf, error: std::io::Error },
     /// A check found something; the text lists what.
     Check(String),
+    /// What ran side by side failed on both sides.
+    Both(Box<Failure>, Box<Failure>),
 }
 
 pub(crate) type Outcome = Result<(), Failure>;
@@ -30,6 +35,7 @@ impl Failure {
     pub(crate) fn exit_code(&self) -> u8 {
         match self {
             Failure::Usage(_) => 2,
+            Failure::Both(first, _) => first.exit_code(),
             Failure::Ended { code: Some(code), .. } => u8::try_from(*code).ok().filter(|code| *code != 0).unwrap_or(1),
             _ => 1,
         }
@@ -48,6 +54,7 @@ impl fmt::Display for Failure {
             Failure::Ended { program, code: Some(code) } => write!(f, "`{program}` ended with exit code {code}"),
             Failure::Ended { program, code: None } => write!(f, "`{program}` was ended by a signal"),
             Failure::File { path, error } => write!(f, "{}: {error}", path.display()),
+            Failure::Both(first, second) => write!(f, "{first}\nxtask: {second}"),
         }
     }
 }
@@ -74,9 +81,59 @@ fn name(command: &Command) -> String {
     line
 }
 
+thread_local! {
+    /// Where a thread writes that runs beside another, so that the lines of the two do not mix.
+    static LOG: RefCell<Option<File>> = const { RefCell::new(None) };
+}
+
+/// The log of this thread, if it runs beside another.
+fn log() -> Option<File> {
+    LOG.with_borrow(|log| log.as_ref().and_then(|file| file.try_clone().ok()))
+}
+
+/// Prints a line where the output of this thread's programs goes.
+pub(crate) fn say(line: impl fmt::Display) {
+    // A log that cannot be written must not hide the line.
+    if !log().is_some_and(|mut file| writeln!(file, "{line}").is_ok()) {
+        println!("{line}");
+    }
+}
+
+/// Runs `here` in view and `beside` at the same time, whose output is printed in one piece after both have ended, from the file
+/// `kept`. What both answer, or what failed: both where both did.
+pub(crate) fn side_by_side<A, B: Send>(
+    kept: &Path,
+    here: impl FnOnce() -> Result<A, Failure>,
+    beside: impl FnOnce() -> Result<B, Failure> + Send,
+) -> Result<(A, B), Failure> {
+    if let Some(folder) = kept.parent() {
+        std::fs::create_dir_all(folder).map_err(Failure::file(folder))?;
+    }
+    let file = File::create(kept).map_err(Failure::file(kept))?;
+    let (here, beside) = std::thread::scope(|scope| {
+        let other = scope.spawn(move || {
+            LOG.set(Some(file));
+            beside()
+        });
+        let here = here();
+        (here, other.join())
+    });
+    // What another program prints need not be text.
+    print!("{}", String::from_utf8_lossy(&std::fs::read(kept).map_err(Failure::file(kept))?));
+    match (here, beside.unwrap_or_else(|panic| std::panic::resume_unwind(panic))) {
+        (Ok(here), Ok(beside)) => Ok((here, beside)),
+        (Err(here), Err(beside)) => Err(Failure::Both(Box::new(here), Box::new(beside))),
+        (Err(failure), _) | (_, Err(failure)) => Err(failure),
+    }
+}
+
 /// Runs a command with its output in view.
 pub(crate) fn show(command: &mut Command) -> Outcome {
     let program = name(command);
+    if let Some(file) = log() {
+        let error = file.try_clone().map_err(Failure::file(Path::new("the log")))?;
+        command.stdout(file).stderr(error);
+    }
     match command.status() {
         Ok(status) if status.success() => Ok(()),
         Ok(status) => Err(Failure::Ended { program, code: status.code() }),
@@ -90,7 +147,8 @@ pub(crate) fn capture(command: &mut Command) -> Result<String, Failure> {
     match command.output() {
         Ok(output) if output.status.success() => Ok(String::from_utf8_lossy(&output.stdout).into_owned()),
         Ok(output) => {
-            eprint!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+            say(String::from_utf8_lossy(&output.stdout));
+            say(String::from_utf8_lossy(&output.stderr));
             Err(Failure::Ended { program, code: output.status.code() })
         }
         Err(error) => Err(Failure::NotStarted { program, error }),
@@ -99,14 +157,14 @@ pub(crate) fn capture(command: &mut Command) -> Result<String, Failure> {
 
 /// Runs a step under one printed line that says what it does and, after it, how long it took.
 pub(crate) fn step<T>(what: &str, run: impl FnOnce() -> Result<T, Failure>) -> Result<T, Failure> {
-    println!("── {what}");
+    say(format_args!("── {what}"));
     let start = Instant::now();
     let result = run();
     let seconds = start.elapsed().as_secs_f64();
     if result.is_ok() {
-        println!("── {what}: done in {seconds:.1} s");
+        say(format_args!("── {what}: done in {seconds:.1} s"));
     } else {
-        println!("── {what}: FAILED after {seconds:.1} s");
+        say(format_args!("── {what}: FAILED after {seconds:.1} s"));
     }
     result
 }
@@ -130,6 +188,26 @@ mod tests {
         assert_eq!(ended(Some(256)).exit_code(), 1);
         assert_eq!(ended(None).exit_code(), 1);
         assert_eq!(Failure::Usage(String::new()).exit_code(), 2);
+    }
+
+    #[test]
+    fn side_by_side_both_run_and_each_failure_is_told() {
+        let kept = std::env::temp_dir().join(format!("rapt-xtask-{}.log", std::process::id()));
+        let fail = |what: &str| -> Result<u8, Failure> { Err(Failure::Check(what.to_owned())) };
+        let beside = || {
+            say("a line of the other");
+            show(&mut command("cargo", ["--version"]))?;
+            Ok(2)
+        };
+        assert_eq!(side_by_side(&kept, || Ok(1), beside).unwrap(), (1, 2));
+        let text = std::fs::read_to_string(&kept).unwrap();
+        assert!(text.starts_with("a line of the other\ncargo "), "{text}");
+        let told = |here: bool, beside: bool| {
+            let of = move |is_wrong: bool, what: &'static str| if is_wrong { fail(what) } else { Ok(0) };
+            side_by_side(&kept, || of(here, "one"), || of(beside, "two")).unwrap_err().to_string()
+        };
+        assert_eq!([told(true, false), told(false, true), told(true, true)], ["one", "two", "one\nxtask: two"]);
+        std::fs::remove_file(&kept).unwrap();
     }
 
     #[test]

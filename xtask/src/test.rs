@@ -1,19 +1,28 @@
 //! Everything that must hold before a change is taken.
+//!
+//! ```text
+//! fmt ─► build what compiles kernels ─┬─► clippy ─► docs ─► build the tests ─► tidy ─► cargo test ─► C ─────┬─► pytest
+//!                                     └─► pip ─► kernels by NVRTC ─► wheel ─► the kernels that tests ask for ┘
+//! ```
+//! Two sides at once, because NVRTC, pip and the last pass of a release build each keep one core busy at most. Only the upper
+//! one builds in `target/debug`: cargo locks it. pytest runs alone, as some of its tests take the time.
 
+use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::mpsc::{Receiver, Sender, channel};
 
 use crate::args::Args;
 use crate::cubins::{self, Kernels};
 use crate::metadata::{Workspace, root};
 use crate::python::{BINDING, BUILD_REQUIREMENTS, Venv};
-use crate::shell::{Failure, Outcome, cargo, show, step};
-use crate::{c, tidy, wheel};
+use crate::shell::{Failure, Outcome, cargo, show, side_by_side, step};
+use crate::{c, docs, tidy, wheel};
 
 pub(crate) const HELP: &str = "\
 cargo xtask test [--torch VERSION]
 
-Formatting, lints, tidy, the Rust tests, C programs against the C library, the wheel's check, and pytest from the
-installed wheel.
+Formatting, lints, tidy, the documentation, the Rust tests, C programs against the C library, the wheel's check, and pytest
+from the installed wheel.
 
   --torch VERSION   only pytest, against that torch (such as 2.6 or 2.6.0), in an environment of its own
                     (.venv-torch-VERSION)";
@@ -27,31 +36,79 @@ const OLDER: &str = "xtask/requirements/test-older-torch.txt";
 /// Processes of pytest: each holds a torch of its own.
 const MOST_WORKERS: usize = 4;
 
+/// Where the side that is not in view writes, below the target folder.
+const LOG: &str = "tmp/beside.log";
+
 pub(crate) fn run(mut args: Args) -> Outcome {
     let torch = args.value("--torch")?;
     args.finish(HELP)?;
     if let Some(torch) = torch {
         return pytest_with(&torch);
     }
-    let step_of = |what: &str, mut command: Command| step(what, || show(command.current_dir(root())));
     step_of("cargo fmt --check", cargo(["fmt", "--all", "--check"]))?;
+    let (venv, target) = (&Venv::at(".venv")?, &Workspace::load()?.target);
+    let compiler = step("build what compiles the GPU kernels", cubins::compiler)?;
+    let ((has_kernels, kernels), (has_tests, tests)) = (channel(), channel());
+    side_by_side(
+        &target.join(LOG),
+        // Moved in, so that a side that ends drops its ends of the channels and the other does not wait for ever.
+        move || rust(&kernels, &has_tests),
+        move || package(venv, target, compiler, &has_kernels, &tests),
+    )?;
+    pytest(venv)
+}
+
+fn step_of(what: &str, mut command: Command) -> Outcome {
+    step(what, || show(command.current_dir(root())))
+}
+
+/// The folder of NVRTC, where there is one.
+type Library = Option<PathBuf>;
+
+/// The Rust side. `kernels` says when those of the wheel are compiled, `has_tests` is told when the tests are.
+fn rust(kernels: &Receiver<Library>, has_tests: &Sender<()>) -> Outcome {
     step_of("cargo clippy", cargo(["clippy", "--workspace", "--all-targets", "--", "-D", "warnings"]))?;
+    docs::check()?;
+    step_of("build the tests", cargo(["test", "--workspace", "--no-run"]))?;
+    // After the build: one of its rules asks `rapt`.
     step("tidy", tidy::check)?;
-    let (venv, target) = (Venv::at(".venv")?, Workspace::load()?.target);
-    let mut rust = cargo(["test", "--workspace"]);
-    // The wheel's kernels first: the compile test of rapt-cuda then finds most of its work done.
-    if let Some(library) = cubins::ship(&venv, &target, Kernels::Core, false)? {
-        rust.env("RAPT_NVRTC", library);
+    // Where the other side has failed nobody listens and nothing comes: its failure is told in the end.
+    let _ = has_tests.send(());
+    let mut test = cargo(["test", "--workspace"]);
+    if let Ok(Some(library)) = kernels.recv() {
+        test.env("RAPT_NVRTC", library);
     }
-    step_of("cargo test", rust)?;
-    c::check()?;
+    step_of("cargo test", test)?;
+    c::check()
+}
+
+/// The Python side: the environment, the wheel's kernels and the wheel, checked and installed. Then the compile test of rapt-cuda,
+/// alone and ahead of all tests: they find its machine code in the cache.
+fn package(
+    venv: &Venv,
+    target: &Path,
+    compiler: PathBuf,
+    has_kernels: &Sender<Library>,
+    tests: &Receiver<()>,
+) -> Outcome {
     venv.require(&[BUILD_REQUIREMENTS, NUMPY, TORCH, TEST], None)?;
-    pytest(&venv)
+    let library = cubins::ship(venv, target, Kernels::Core, false, || Ok(compiler))?;
+    let _ = has_kernels.send(library.clone());
+    install(venv, &venv.pack_wheel(target, false)?)?;
+    match (library, tests.recv()) {
+        (Some(library), Ok(())) => {
+            let mut compile = cargo(["test", "--workspace", "--test", "compile"]);
+            compile.env("RAPT_NVRTC", library);
+            step_of("compile the GPU kernels that tests ask for", compile)
+        }
+        _ => Ok(()),
+    }
 }
 
 fn pytest_with(torch: &str) -> Outcome {
     let venv = Venv::at(&format!(".venv-torch-{torch}"))?;
     venv.require(&[BUILD_REQUIREMENTS, OLDER], Some(&requirement(torch)?))?;
+    install(&venv, &venv.build_wheel(&Workspace::load()?.target, Kernels::Core, false)?)?;
     pytest(&venv)
 }
 
@@ -66,10 +123,12 @@ fn requirement(torch: &str) -> Result<String, Failure> {
     }
 }
 
+fn install(venv: &Venv, built: &Path) -> Outcome {
+    wheel::check(venv, built, Kernels::Core)?;
+    venv.install(built)
+}
+
 fn pytest(venv: &Venv) -> Outcome {
-    let built = venv.build_wheel(&Workspace::load()?.target, Kernels::Core, false)?;
-    wheel::check(venv, &built, Kernels::Core)?;
-    venv.install(&built)?;
     step("pytest", || {
         // In the tests' own folder, so that no source tree shadows the installed wheel. A file's tests stay in one process:
         // some share what costs.

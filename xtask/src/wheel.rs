@@ -7,7 +7,7 @@ use crate::cubins::{self, Kernels};
 use crate::elf;
 use crate::metadata::Workspace;
 use crate::python::{BUILD_REQUIREMENTS, Venv};
-use crate::shell::{Failure, Outcome, show, step};
+use crate::shell::{Failure, Outcome, say, show, step};
 
 pub(crate) const HELP: &str = "\
 cargo xtask wheel
@@ -54,7 +54,7 @@ pub(crate) fn run(args: Args) -> Outcome {
     venv.require(&[BUILD_REQUIREMENTS], None)?;
     let wheel = venv.build_wheel(&Workspace::load()?.target, Kernels::Whole, false)?;
     check(&venv, &wheel, Kernels::Whole)?;
-    println!("{}", wheel.display());
+    say(format_args!("{}", wheel.display()));
     Ok(())
 }
 
@@ -80,7 +80,7 @@ pub(crate) fn check(venv: &Venv, wheel: &Path, kernels: Kernels) -> Outcome {
             let needs = elf::needs(&bytes);
             wrong.extend(wrong_needs(name, needs.as_ref()));
             if let Some((major, minor)) = needs.as_ref().and_then(elf::Needs::glibc) {
-                println!("{name}: {} bytes, glibc {major}.{minor}", bytes.len());
+                say(format_args!("{name}: {} bytes, glibc {major}.{minor}", bytes.len()));
             }
         }
         std::fs::remove_dir_all(&folder).map_err(Failure::file(&folder))?;
@@ -90,7 +90,7 @@ pub(crate) fn check(venv: &Venv, wheel: &Path, kernels: Kernels) -> Outcome {
 
 fn wrong_size(wheel: &Path) -> Result<Option<String>, Failure> {
     let bytes = std::fs::metadata(wheel).map_err(Failure::file(wheel))?.len();
-    println!("the wheel has {bytes} bytes");
+    say(format_args!("the wheel has {bytes} bytes"));
     Ok((bytes > MOST_BYTES).then(|| format!("has {bytes} bytes, more than {MOST_BYTES}")))
 }
 

@@ -15,8 +15,8 @@ use c::{
 };
 use rapt::{Causal, DType, Layout, Shape, Strides};
 
-use crate::operands::{ARENA, Bytes, Offsets, contents, filled, parse, descs};
 use crate::arbitrary::{Request, TensorDesc, once_in};
+use crate::operands::{ARENA, Bytes, Offsets, contents, descs, filled, parse};
 
 /// The engine of every call, as an address: it may be used from any thread.
 struct Owned(*mut rapt_engine);

@@ -5,9 +5,9 @@ use std::ffi::c_void;
 use arbitrary::{Result as Parsed, Unstructured};
 use rapt::{DType, Error, Extent, Options, Spec, View};
 
+use crate::arbitrary::once_in;
 use crate::check_refusal;
 use crate::dlpack_abi::{DlDataType, DlDevice, DlTensor, describe, device_of, dtype_to};
-use crate::arbitrary::once_in;
 
 /// Whether the bytes describe a tensor that is read.
 ///

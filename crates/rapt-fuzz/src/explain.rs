@@ -3,8 +3,8 @@
 use arbitrary::{Result as Parsed, Unstructured};
 use rapt::{Caps, Certificate, Device, Extent, Operands, Plan, Result, Spec, Tensors, ViewMut};
 
-use crate::check_refusal;
 use crate::arbitrary::{Request, Scale, TensorDesc, once_in};
+use crate::check_refusal;
 use crate::spec::{SOMEWHERE, caps, unread};
 
 /// Whether the bytes describe a request that is planned and certified.

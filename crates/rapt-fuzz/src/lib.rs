@@ -11,13 +11,13 @@
 //! `fuzz/` wraps each in a libFuzzer binary; `tests/corpus.rs` replays the corpus with the stable compiler. A further
 //! target is one function here, one line in [`TARGETS`] and one binary there. Deliberately absent: libFuzzer, and randomness of its own.
 
+mod arbitrary;
 mod c;
 mod dlpack;
 #[path = "../../../bindings/python/src/convert/dlpack_abi.rs"]
 mod dlpack_abi;
 mod explain;
 mod operands;
-mod arbitrary;
 mod spec;
 
 pub use c::c_abi;

@@ -7,9 +7,9 @@ use arbitrary::{Result as Parsed, Unstructured};
 use rapt::{Device, Engine, Error, Executor, Extent, Operands, Queue, Result, SerialExecutor, Tensors, View, ViewMut};
 use std::sync::OnceLock;
 
+use crate::arbitrary::{Request, Scale, TensorDesc};
 use crate::check_refusal;
 use crate::explain::spec_of;
-use crate::arbitrary::{Request, Scale, TensorDesc};
 
 /// Bytes of the arena.
 pub(crate) const ARENA: usize = 1 << 12;
@@ -193,8 +193,7 @@ impl Bytes {
         // From the lowest address up, so that no step leaves the arena on the way.
         let (below, _) = reach(desc).expect("inside the arena");
         set.0[(at - below) / 64] |= 1 << ((at - below) % 64);
-        let steps =
-            desc.shape.iter().zip(desc.strides.iter()).map(|(&n, stride)| (n, stride.unsigned_abs() * size));
+        let steps = desc.shape.iter().zip(desc.strides.iter()).map(|(&n, stride)| (n, stride.unsigned_abs() * size));
         for (n, step) in steps.chain([(size, 1)]).filter(|(n, step)| *n > 1 && *step > 0) {
             let one = set.clone();
             (1..n).for_each(|i| set.add(&one.moved(i * step)));

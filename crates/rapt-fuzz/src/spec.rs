@@ -5,8 +5,8 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 use arbitrary::{Result as Parsed, Unstructured};
 use rapt::{Caps, Device, Error, Extent, Kernel, Result, Spec, TensorForm, View};
 
-use crate::check_refusal;
 use crate::arbitrary::{Request, Scale, TensorDesc, once_in};
+use crate::check_refusal;
 
 /// Whether the bytes describe a request that is accepted.
 ///

@@ -17,6 +17,8 @@ pub struct TensorBuf {
     strides: [isize; 4],
     /// Where element 0 lies in the memory, in bytes.
     origin: usize,
+    /// Where each element lies in the memory, in bytes, row-major.
+    offsets: Vec<usize>,
     memory: Memory,
     snapshot: Vec<u8>,
 }
@@ -64,27 +66,17 @@ impl TensorBuf {
             memory.bytes_mut().fill(1);
         }
         let origin = (placement.slack + if empty { 0 } else { lo.unsigned_abs() }) * size;
-        let mut buffer = TensorBuf { dtype, shape, strides: placement.strides, origin, memory, snapshot: Vec::new() };
+        let in_memory = |element: isize| (origin as isize + element * size as isize) as usize;
+        let offsets: Vec<usize> = element_offsets(shape, placement.strides).into_iter().map(in_memory).collect();
         if let Some(values) = values {
-            let offsets = buffer.offsets();
             assert_eq!(values.len(), offsets.len(), "as many values as elements");
-            let bytes = buffer.memory.bytes_mut();
-            for (at, &value) in offsets.into_iter().zip(values) {
+            let bytes = memory.bytes_mut();
+            for (&at, &value) in offsets.iter().zip(values) {
                 encode(dtype, value, &mut bytes[at..at + size]);
             }
         }
-        buffer.snapshot = buffer.memory.bytes().to_vec();
-        buffer
-    }
-
-    /// Where each element lies in the memory, in bytes, row-major.
-    fn offsets(&self) -> Vec<usize> {
-        let size = self.dtype.size_bytes() as isize;
-        let at = |index: [usize; 4]| {
-            let elements: isize = index.iter().zip(self.strides).map(|(&i, stride)| i as isize * stride).sum();
-            (self.origin as isize + elements * size) as usize
-        };
-        indices(self.shape).map(at).collect()
+        let snapshot = memory.bytes().to_vec();
+        TensorBuf { dtype, shape, strides: placement.strides, origin, offsets, memory, snapshot }
     }
 
     /// The dtype.
@@ -103,7 +95,7 @@ impl TensorBuf {
     #[must_use]
     pub fn values(&self) -> Vec<f64> {
         let (bytes, size) = (self.memory.bytes(), self.dtype.size_bytes());
-        self.offsets().into_iter().map(|at| decode(self.dtype, &bytes[at..at + size])).collect()
+        self.offsets.iter().map(|&at| decode(self.dtype, &bytes[at..at + size])).collect()
     }
 
     /// The bits of every element, row-major; every NaN is one and the same.
@@ -159,7 +151,7 @@ impl TensorBuf {
     /// # Errors
     /// The first byte that is not.
     pub fn check_unchanged(&self, tensor: &'static str) -> Result<(), Damage> {
-        self.check(tensor, &vec![false; self.snapshot.len()], "an input, or padding between its elements")
+        self.check(tensor, &self.snapshot, "an input, or padding between its elements")
     }
 
     /// Whether every byte that belongs to no element is as it was when the buffer was made.
@@ -167,33 +159,45 @@ impl TensorBuf {
     /// # Errors
     /// The first byte that is not.
     pub fn check_padding(&self, tensor: &'static str) -> Result<(), Damage> {
-        let mut writable = vec![false; self.snapshot.len()];
-        let size = self.dtype.size_bytes();
-        self.offsets().into_iter().for_each(|at| writable[at..at + size].fill(true));
-        self.check(tensor, &writable, "padding between elements")
+        let (now, size) = (self.memory.bytes(), self.dtype.size_bytes());
+        let mut expected = self.snapshot.clone();
+        self.offsets.iter().for_each(|&at| expected[at..at + size].copy_from_slice(&now[at..at + size]));
+        self.check(tensor, &expected, "padding between elements")
     }
 
-    fn check(&self, tensor: &'static str, writable: &[bool], place: &'static str) -> Result<(), Damage> {
+    fn check(&self, tensor: &'static str, expected: &[u8], place: &'static str) -> Result<(), Damage> {
         if let Some(byte) = self.memory.broken_guard() {
             return Err(Damage { tensor, byte, place: "outside the buffer" });
         }
-        let now = self.memory.bytes().iter().zip(&self.snapshot).zip(writable);
-        match now.enumerate().find(|(_, ((now, then), writable))| now != then && !**writable) {
-            Some((byte, _)) => Err(Damage { tensor, byte: byte as isize, place }),
-            None => Ok(()),
+        let now = self.memory.bytes();
+        // Compared at once: what differs is looked for only if something does.
+        if now == expected {
+            return Ok(());
         }
+        let byte = now.iter().zip(expected).position(|(now, then)| now != then).unwrap_or(now.len());
+        Err(Damage { tensor, byte: byte as isize, place })
     }
 
     /// Whether some element still holds the pattern of a fresh buffer in all its bytes.
     #[must_use]
     pub fn has_unwritten(&self) -> bool {
         let (bytes, size) = (self.memory.bytes(), self.dtype.size_bytes());
-        self.offsets().into_iter().any(|at| bytes[at..at + size].iter().all(|&byte| byte == PATTERN))
+        self.offsets.iter().any(|&at| bytes[at..at + size].iter().all(|&byte| byte == PATTERN))
     }
 }
 
-/// Every index of `shape`, row-major.
-pub(crate) fn indices(shape: [usize; 4]) -> impl Iterator<Item = [usize; 4]> {
+/// Where each element of `shape` lies, in elements from element 0, row-major.
+pub(crate) fn element_offsets(shape: [usize; 4], strides: [isize; 4]) -> Vec<isize> {
     let [a, b, c, d] = shape;
-    (0..a * b * c * d).map(move |n| [n / (b * c * d), n / (c * d) % b, n / d % c, n % d])
+    let [along_a, along_b, along_c, along_d] = strides;
+    let mut offsets = Vec::with_capacity(a * b * c * d);
+    for i in 0..a as isize {
+        for j in 0..b as isize {
+            for k in 0..c as isize {
+                let row = i * along_a + j * along_b + k * along_c;
+                offsets.extend((0..d as isize).map(|l| row + l * along_d));
+            }
+        }
+    }
+    offsets
 }

@@ -3,7 +3,7 @@
 use rapt_core::{DType, Layout, Spec, Tensors, View, ViewMut};
 use rapt_reference::{Inputs, Mask, Outputs, Problem, naive};
 
-use crate::buffer::indices;
+use crate::buffer::element_offsets;
 use crate::scalar::{decode, encode};
 
 /// Every element in row-major order, exactly.
@@ -22,14 +22,13 @@ pub fn gather(view: &View<'_>) -> Vec<f64> {
 /// Reads `view` under sizes and strides that are a permutation or a broadcast of its own.
 fn read(view: &View<'_>, shape: [usize; 4], strides: [isize; 4]) -> Vec<f64> {
     let size = view.dtype().size_bytes();
-    let element = |index: [usize; 4]| {
-        let at: isize = index.iter().zip(strides).map(|(&i, stride)| i as isize * stride).sum();
-        // SAFETY: the index lies within the view's sizes (callers only permute or repeat them), and a View's invariant
+    let element = |at: isize| {
+        // SAFETY: the element lies within the view's sizes (callers only permute or repeat them), and a View's invariant
         // is that each such address holds an element of its dtype; every byte of it is initialised.
         let bytes = unsafe { std::slice::from_raw_parts(view.as_ptr().offset(at * size as isize), size) };
         decode(view.dtype(), bytes)
     };
-    indices(shape).map(element).collect()
+    element_offsets(shape, strides).into_iter().map(element).collect()
 }
 
 /// q, k or v in canonical order: the same addresses, walked as `[batch, heads, len, dim]`.
@@ -191,11 +190,10 @@ fn write(view: &mut ViewMut<'_>, shape: [usize; 4], strides: [isize; 4], values:
     assert_eq!(shape.iter().product::<usize>(), values.len(), "as many values as elements");
     let (dtype, ptr) = (view.dtype(), view.as_mut_ptr());
     let size = dtype.size_bytes();
-    for (index, &value) in indices(shape).zip(values) {
-        let at: isize = index.iter().zip(strides).map(|(&i, stride)| i as isize * stride).sum();
+    for (at, &value) in element_offsets(shape, strides).into_iter().zip(values) {
         let mut bytes = [0; 8];
         encode(dtype, value, &mut bytes[..size]);
-        // SAFETY: the index lies within the view's sizes, and a ViewMut's invariant is that each such address is
+        // SAFETY: the element lies within the view's sizes, and a ViewMut's invariant is that each such address is
         // writable for one element of its dtype, `size` bytes; the view is borrowed mutably.
         unsafe { ptr.offset(at * size as isize).copy_from_nonoverlapping(bytes.as_ptr(), size) };
     }

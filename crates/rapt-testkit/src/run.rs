@@ -85,7 +85,7 @@ impl Buffers {
     }
 }
 
-fn spec(case: &Case, tensors: &Tensors<'_>) -> Result<Spec, Error> {
+fn spec_of(case: &Case, tensors: &Tensors<'_>) -> Result<Spec, Error> {
     let out = &tensors.out;
     let builder = Spec::builder(&tensors.q, &tensors.k, &tensors.v, &case.options())
         .mask(tensors.mask.as_ref())
@@ -101,7 +101,7 @@ fn spec(case: &Case, tensors: &Tensors<'_>) -> Result<Spec, Error> {
 /// Puts NaN and infinities where nobody looks, and NaN into one query.
 pub(crate) fn poison(case: &Case, places: &Placements, values: &mut Values) {
     let mut buffers = Buffers::new(case, places, values);
-    let Ok(spec) = spec(case, &buffers.tensors(case)) else { return };
+    let Ok(spec) = spec_of(case, &buffers.tensors(case)) else { return };
     let gathered = Gathered::new(&spec, &buffers.tensors(case));
     let [_, num_q_heads, q_len, head_dim] = case.q;
     let mut attended = vec![false; case.q[0] * case.num_kv_heads * case.kv_len];
@@ -135,8 +135,7 @@ pub(crate) fn run(
     first: Option<&[u64]>,
 ) -> Result<Ran, String> {
     let tensors = buffers.tensors(case);
-    let spec = spec(case, &tensors).map_err(|error| format!("the spec was refused: {error}"))?;
-    let gathered = Gathered::new(&spec, &tensors);
+    let spec = spec_of(case, &tensors).map_err(|error| format!("the spec was refused: {error}"))?;
     match engine(&spec, tensors) {
         Ok(()) => {}
         Err(Error::Unsupported { .. }) => return Ok(Ran::Unsupported),
@@ -152,6 +151,8 @@ pub(crate) fn run(
     if first == Some(&bits) {
         return Ok(Ran::Bits(bits));
     }
+    // The inputs are what they were before the run: that was checked above.
+    let gathered = Gathered::new(&spec, &buffers.tensors(case));
     let reference = naive(&gathered.problem, &gathered.inputs());
     let (storage, out_dtype) = (case.dtype, buffers.out.dtype());
     let judged = if out_dtype.bits() < storage.bits() || out_dtype == DType::BF16 { out_dtype } else { storage };

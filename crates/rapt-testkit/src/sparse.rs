@@ -6,7 +6,7 @@
 use rapt_core::{DType, Device, Dims, Extent, View, ViewMut};
 use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous, munmap};
 
-use crate::buffer::indices;
+use crate::buffer::element_offsets;
 use crate::scalar::{decode, encode};
 
 /// A tensor of four dimensions in a mapping of its own, as long as its strides reach.
@@ -55,14 +55,14 @@ impl Sparse {
     pub fn filled(dtype: DType, shape: [usize; 4], strides: [isize; 4], values: &[f64]) -> Self {
         let mut tensor = Sparse::new(dtype, shape, strides);
         assert_eq!(values.len(), shape.iter().product::<usize>(), "as many values as elements");
-        indices(shape).zip(values).for_each(|(index, &value)| tensor.put(index, value));
+        let places = element_offsets(shape, strides);
+        places.into_iter().zip(values).for_each(|(element, &value)| tensor.put_at(element, value));
         tensor
     }
 
-    fn at(&self, index: [usize; 4]) -> usize {
-        assert!(index.iter().zip(self.shape).all(|(i, n)| *i < n), "{index:?} of {:?}", self.shape);
-        let elements: isize = index.iter().zip(self.strides).map(|(&i, stride)| i as isize * stride).sum();
-        (self.origin as isize + elements * self.dtype.size_bytes() as isize) as usize
+    /// The byte at which an element lies, that many elements from element 0.
+    fn byte(&self, element: isize) -> usize {
+        (self.origin as isize + element * self.dtype.size_bytes() as isize) as usize
     }
 
     /// Sets one element.
@@ -70,10 +70,16 @@ impl Sparse {
     /// # Panics
     /// If the index is out of range.
     pub fn put(&mut self, index: [usize; 4], value: f64) {
-        let (at, mut bytes) = (self.at(index), [0; 8]);
+        assert!(index.iter().zip(self.shape).all(|(i, n)| *i < n), "{index:?} of {:?}", self.shape);
+        self.put_at(index.iter().zip(self.strides).map(|(&i, stride)| i as isize * stride).sum(), value);
+    }
+
+    fn put_at(&mut self, element: isize, value: f64) {
+        let (at, mut bytes) = (self.byte(element), [0; 8]);
         let size = self.dtype.size_bytes();
         encode(self.dtype, value, &mut bytes[..size]);
-        // SAFETY: an element of the mapping, which is as long as the strides reach and borrowed mutably.
+        assert!(at + size <= self.len, "element {element} lies outside the mapping");
+        // SAFETY: inside the mapping, as was just asserted; it is borrowed mutably.
         unsafe { self.base.add(at).copy_from_nonoverlapping(bytes.as_ptr(), size) };
     }
 
@@ -81,12 +87,12 @@ impl Sparse {
     #[must_use]
     pub fn values(&self) -> Vec<f64> {
         let size = self.dtype.size_bytes();
-        let element = |index| {
-            // SAFETY: as in `put`; anonymous memory is initialised.
-            let bytes = unsafe { std::slice::from_raw_parts(self.base.add(self.at(index)), size) };
+        let element = |element| {
+            // SAFETY: an element of the shape, as in `put_at`; anonymous memory is initialised.
+            let bytes = unsafe { std::slice::from_raw_parts(self.base.add(self.byte(element)), size) };
             decode(self.dtype, bytes)
         };
-        indices(self.shape).map(element).collect()
+        element_offsets(self.shape, self.strides).into_iter().map(element).collect()
     }
 
     fn parts(&self) -> (*mut u8, Dims<usize>, Dims<isize>, Extent) {
