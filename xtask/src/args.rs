@@ -40,6 +40,11 @@ impl Args {
         if self.words.is_empty() { Err(Failure::Usage(help.to_owned())) } else { Ok(self.words) }
     }
 
+    /// Whatever no one took.
+    pub(crate) fn words(self) -> Vec<String> {
+        self.words
+    }
+
     /// Refuses whatever no one took.
     pub(crate) fn finish(self, help: &str) -> Outcome {
         match self.words.first() {

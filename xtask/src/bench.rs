@@ -5,6 +5,7 @@ use crate::cubins::Kernels;
 use crate::metadata::{Workspace, root};
 use crate::python::{BUILD_REQUIREMENTS, Venv};
 use crate::shell::{Outcome, show, step};
+use crate::wheel;
 
 pub(crate) const HELP: &str = "\
 cargo xtask bench cpu [options of benches/run.py]
@@ -21,8 +22,8 @@ pub(crate) fn run(args: Args) -> Outcome {
     let words = args.rest(HELP)?;
     let venv = Venv::at(".venv")?;
     venv.require(&FILES, None)?;
-    let wheel = venv.build_wheel(&Workspace::load()?.target, Kernels::Core, false)?;
-    venv.install(&wheel)?;
+    let built = wheel::build(&venv, &Workspace::load()?.target, Kernels::Core, false)?;
+    venv.install(&built)?;
     step("run benches/run.py", || {
         let mut bench = venv.python([]);
         show(bench.arg(root().join("benches/run.py")).args(&words))

@@ -5,6 +5,7 @@ use crate::cubins::Kernels;
 use crate::metadata::{Workspace, root};
 use crate::python::{BUILD_REQUIREMENTS, Venv};
 use crate::shell::{Outcome, show, step};
+use crate::wheel;
 
 pub(crate) const HELP: &str = "\
 cargo xtask demo [--offline] [--no-torch]
@@ -32,8 +33,8 @@ pub(crate) fn run(mut args: Args) -> Outcome {
     } else {
         venv.require(&files, None)?;
     }
-    let wheel = venv.build_wheel(&Workspace::load()?.target, Kernels::Core, offline)?;
-    venv.install(&wheel)?;
+    let built = wheel::build(&venv, &Workspace::load()?.target, Kernels::Core, offline)?;
+    venv.install(&built)?;
     step("run demo/demo.py", || {
         let mut demo = venv.python([]);
         demo.arg(root().join("demo/demo.py"));

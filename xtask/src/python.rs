@@ -7,7 +7,6 @@ use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use crate::cubins::{self, Kernels};
 use crate::metadata::root;
 use crate::shell::{Failure, Outcome, capture, command, read, say, show, step, write};
 
@@ -165,12 +164,6 @@ impl Venv {
             }
         }
         Ok(())
-    }
-
-    /// Builds the wheel with these kernels for GPUs, where they can be compiled, and gives its path.
-    pub(crate) fn build_wheel(&self, target: &Path, kernels: Kernels, offline: bool) -> Result<PathBuf, Failure> {
-        let _ = cubins::ship(self, target, kernels, offline, cubins::compiler)?;
-        self.pack_wheel(target, offline)
     }
 
     /// Builds the wheel (release, with the kernels for GPUs that lie in the package) into `target/wheels` and gives its path.

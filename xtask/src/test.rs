@@ -108,7 +108,7 @@ fn package(
 fn pytest_with(torch: &str) -> Outcome {
     let venv = Venv::at(&format!(".venv-torch-{torch}"))?;
     venv.require(&[BUILD_REQUIREMENTS, OLDER], Some(&requirement(torch)?))?;
-    install(&venv, &venv.build_wheel(&Workspace::load()?.target, Kernels::Core, false)?)?;
+    install(&venv, &wheel::build(&venv, &Workspace::load()?.target, Kernels::Core, false)?)?;
     pytest(&venv)
 }
 

@@ -286,7 +286,7 @@ fn follow(kernel: &str, mut held: Vec<u64>, measured: &Value, margin: f64) -> Re
     Ok(held)
 }
 
-/// The day of a time in seconds since 1970, in UTC. (Hinnant's `civil_from_days`.)
+/// The day of a time in seconds since 1970, in UTC. (Hinnant, "chrono-compatible low-level date algorithms".)
 fn date(unix_seconds: u64) -> String {
     let days = unix_seconds / 86_400 + 719_468;
     let (era, day) = (days / 146_097, days % 146_097);

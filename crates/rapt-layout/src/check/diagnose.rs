@@ -1,16 +1,13 @@
-//! Which fault it is, and what mends it.
+//! Which fault it is, and what repairs it.
 //!
-//! A fault is named by its mend: each hypothesis changes one thing of one side (an offset, a unit, the packing, the order of
+//! A fault is named by its repair: each hypothesis changes one thing of one side (an offset, a unit, the packing, the order of
 //! numbering, the swizzle) and is compared again on all elements. The first that holds is the class. If it holds but for one
 //! distance, the offset is a second fault. If none holds, what is read and never written is `uncovered`, and everything else
 //! `permuted`. Repairs pass the same comparison before they are listed.
 
-use std::fmt;
-
-use serde::Serialize;
-
-use super::feed::{Feed, feed_tables};
-use super::report::{Finding, Repair, Report};
+use super::fault::{Fault, Finding, Repair};
+use super::register_reuse::{Feed, feed_tables};
+use super::report::Report;
 use super::side::{NOWHERE, Order, Side, Source, Stored, Table};
 use super::{Check, agree, delta, overlap};
 use crate::atlas::Atom;
@@ -19,61 +16,13 @@ use crate::error::Result;
 use crate::layout::Layout;
 use crate::unit::{Space, Unit};
 
-/// The class of a fault.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Fault {
-    /// Numbers of one unit taken as another.
-    UnitMixUp,
-    /// All lies at one distance.
-    MissingColumnOffset,
-    /// Another number of elements in a cell, or another width.
-    Packing,
-    /// Rows and columns change places.
-    Transposed,
-    /// Another swizzle.
-    WrongSwizzle,
-    /// Something is read that was never written.
-    Uncovered,
-    /// Two elements share bits.
-    Overlapped,
-    /// A thread, or a row, stores another number of values than it has.
-    CountPerThread,
-    /// All is there, in another order.
-    Permuted,
-}
-
-impl Fault {
-    /// As in JSON.
-    #[must_use]
-    pub fn name(self) -> &'static str {
-        match self {
-            Fault::UnitMixUp => "unit_mix_up",
-            Fault::MissingColumnOffset => "missing_column_offset",
-            Fault::Packing => "packing",
-            Fault::Transposed => "transposed",
-            Fault::WrongSwizzle => "wrong_swizzle",
-            Fault::Uncovered => "uncovered",
-            Fault::Overlapped => "overlapped",
-            Fault::CountPerThread => "count_per_thread",
-            Fault::Permuted => "permuted",
-        }
-    }
-}
-
-impl fmt::Display for Fault {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.name().replace('_', " "))
-    }
-}
-
 pub(super) struct Diagnosis {
     pub(super) faults: Vec<Finding>,
     pub(super) repairs: Vec<Repair>,
     pub(super) feed: Option<Feed>,
 }
 
-/// A change of one side, with the fault that it would mend.
+/// A change of one side, with the fault that it would repair.
 struct Hypothesis {
     fault: Fault,
     why: String,
@@ -109,12 +58,12 @@ pub(super) fn diagnose(check: &Check, wrote: &Table, reads: &Table, report: &Rep
             found.faults.push(missing_offset(wrote, reads, *distance));
         }
         if hypothesis.is_repair && !fixed(check, hypothesis.is_producer) {
-            let mended = if *distance == 0 {
+            let repaired = if *distance == 0 {
                 Some(hypothesis.side.clone())
             } else {
                 moved(&hypothesis.side, if hypothesis.is_producer { *distance } else { -distance })
             };
-            found.repairs.extend(mended.and_then(|side| {
+            found.repairs.extend(repaired.and_then(|side| {
                 let other = if hypothesis.is_producer { reads } else { wrote };
                 prove(other, hypothesis.is_producer, side, &hypothesis.why)
             }));
@@ -172,9 +121,9 @@ fn search(check: &Check, wrote: &Table, reads: &Table) -> Option<Outcome> {
         let finding = missing_offset(wrote, reads, distance);
         let is_producer = !check.producer.is_fixed || check.consumer.is_fixed;
         let side = if is_producer { &check.producer } else { &check.consumer };
-        let mended = moved(side, if is_producer { distance } else { -distance });
-        let is_repair = mended.is_some();
-        let side = mended.unwrap_or_else(|| side.clone());
+        let repaired = moved(side, if is_producer { distance } else { -distance });
+        let is_repair = repaired.is_some();
+        let side = repaired.unwrap_or_else(|| side.clone());
         let hypothesis = Hypothesis { fault: finding.class, why: finding.why, is_producer, side, is_repair };
         return Some(Outcome { hypothesis, distance: 0 });
     }
@@ -379,18 +328,18 @@ fn through_the_other(check: &Check, wrote: &Table, reads: &Table) -> Option<Repa
         if check.producer.is_fixed {
             return None;
         }
-        let mended = expressed(&check.consumer, &check.producer, false);
+        let repaired = expressed(&check.consumer, &check.producer, false);
         let how = "store each element where the consumer reads it";
-        mended.into_iter().find_map(|side| prove(reads, true, side, how))
+        repaired.into_iter().find_map(|side| prove(reads, true, side, how))
     };
     let read = || {
         if check.consumer.is_fixed || overlap(wrote).is_some() {
             return None;
         }
-        let mended = expressed(&check.producer, &check.consumer, true);
+        let repaired = expressed(&check.producer, &check.consumer, true);
         let how =
             "read each element where the producer stores it: the store's layout, recast to the width that is read";
-        mended.into_iter().find_map(|side| prove(wrote, false, side, how))
+        repaired.into_iter().find_map(|side| prove(wrote, false, side, how))
     };
     store().or_else(read)
 }

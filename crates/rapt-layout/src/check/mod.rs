@@ -8,15 +8,16 @@
 //! comparison has proven it. Deliberately absent: values. `emulate` moves those.
 
 mod diagnose;
-mod feed;
+mod fault;
 mod file;
+mod register_reuse;
 mod report;
 mod side;
 
-pub use diagnose::Fault;
-pub use feed::{Feed, Shuffle, feed};
+pub use fault::{Fault, Finding, Repair};
 pub use file::parse;
-pub use report::{Disagreement, Finding, Found, Repair, Report, Status};
+pub use register_reuse::{Feed, Shuffle, feed};
+pub use report::{Disagreement, Found, Report, Status};
 pub use side::{MOST_ELEMENTS, Order, Side, Source, Stored};
 
 use rustc_hash::FxHashMap;

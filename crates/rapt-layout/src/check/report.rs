@@ -7,8 +7,8 @@ use serde::Serialize;
 use serde_json::{Value, json};
 
 use super::Check;
-use super::diagnose::Fault;
-use super::feed::Feed;
+use super::fault::{Finding, Repair};
+use super::register_reuse::Feed;
 use super::side::{NOWHERE, Side, Table};
 use crate::unit::Place;
 
@@ -74,31 +74,6 @@ impl Status {
             Status::Poison => '?',
         }
     }
-}
-
-/// One fault.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub struct Finding {
-    /// Its class.
-    pub class: Fault,
-    /// In words, with numbers.
-    pub why: String,
-}
-
-/// A change after which the check holds; it has been proven.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub struct Repair {
-    /// Which side changes: `store` or `read`; `registers` for a permutation or shuffles.
-    pub change: &'static str,
-    /// In words.
-    pub how: String,
-    /// The changed side in notation.
-    pub notation: String,
-    /// Elements that were compared to prove it.
-    pub proven_elements: usize,
-    /// The changed side itself.
-    #[serde(skip)]
-    pub side: Option<Side>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]

@@ -16,7 +16,7 @@ use std::fmt;
 
 use serde::Serialize;
 
-use super::report::Repair;
+use super::fault::Repair;
 use super::side::{NOWHERE, Side, Source, Table};
 use crate::error::{Error, Result};
 use crate::unit::Space;

@@ -1,0 +1,230 @@
+//! Names that are not used here, because the field has one of its own: in code, comments and prose.
+//!
+//! A new one is a line of [`NAMES`]; what is honest use is said by rule there, not by a list of places. This file names what it
+//! forbids, so it alone is exempt.
+
+use super::Finding;
+use super::sources::Source;
+
+const SELF: &str = "xtask/src/tidy/names.rs";
+
+/// How a name is met.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Form {
+    /// A part of any word, plural and past too: `door`, `DOORS`, `FrontDoor`, `next_door`.
+    Part,
+    /// These letters, in any case.
+    Phrase,
+    /// An identifier of Rust below crates/ or bindings/, code and comments.
+    Type,
+    /// A function of CUDA C++.
+    Call,
+    /// A file of this name, whatever its ending.
+    File,
+}
+
+/// A name, and the one to use.
+struct Name {
+    name: &'static str,
+    form: Form,
+    instead: &'static str,
+    /// Below these paths, and in files of these endings (`.py`), it is the right word.
+    honest: &'static [&'static str],
+}
+
+const fn name(name: &'static str, form: Form, instead: &'static str) -> Name {
+    Name { name, form, instead, honest: &[] }
+}
+
+const NAMES: [Name; 24] = [
+    name("door", Form::Part, "interface, or bindings"),
+    // An algebra has laws; in Python the reference is the module `law`.
+    Name {
+        honest: &["crates/rapt-layout/", "docs/guides/layout", "docs/reference/layout.md", ".py", ".pyi"],
+        ..name("law", Form::Part, "reference, or definition")
+    },
+    name("mend", Form::Part, "hint"),
+    name("hunt", Form::Part, "checks"),
+    name("the account", Form::Phrase, "stats"),
+    name("an account of", Form::Phrase, "stats"),
+    name("copy engine", Form::Phrase, "TMA"),
+    name("CopyMap", Form::Type, "TensorMap"),
+    name("Design", Form::Type, "LaunchPlan"),
+    name("Cut", Form::Type, "Partition"),
+    name("Code", Form::Type, "KernelVariant"),
+    name("Body", Form::Type, "KernelVariant"),
+    name("give_registers", Form::Call, "setmaxnreg"),
+    name("take_registers", Form::Call, "setmaxnreg"),
+    name("meet", Form::Call, "bar_sync"),
+    name("tell", Form::Call, "bar_arrive"),
+    name("bring", Form::Call, "the name of the load"),
+    name("fall", Form::Call, "rescale"),
+    name("mend", Form::File, "hints"),
+    name("lender", Form::File, "stream_context"),
+    name("known", Form::File, "call_cache"),
+    name("sketch", Form::File, "arbitrary"),
+    name("stand_in", Form::File, "torch_emulation"),
+    name("feed", Form::File, "register_reuse"),
+];
+
+/// Names that the tree still holds: each goes from here with its last use.
+const STILL_THERE: [(&str, Form); 18] = [
+    ("door", Form::Part),
+    ("law", Form::Part),
+    ("mend", Form::Part),
+    ("hunt", Form::Part),
+    ("the account", Form::Phrase),
+    ("an account of", Form::Phrase),
+    ("copy engine", Form::Phrase),
+    ("CopyMap", Form::Type),
+    ("Design", Form::Type),
+    ("Cut", Form::Type),
+    ("Code", Form::Type),
+    ("Body", Form::Type),
+    ("meet", Form::Call),
+    ("tell", Form::Call),
+    ("bring", Form::Call),
+    ("mend", Form::File),
+    ("lender", Form::File),
+    ("known", Form::File),
+];
+
+pub(super) fn check(files: &[Source]) -> Vec<Finding> {
+    let is_there = |name: &&Name| !STILL_THERE.contains(&(name.name, name.form));
+    let names: Vec<&Name> = NAMES.iter().filter(is_there).collect();
+    files.iter().flat_map(|file| check_file(file, &names)).collect()
+}
+
+fn check_file(file: &Source, names: &[&Name]) -> Vec<Finding> {
+    // Third-party texts are not ours to word; a log of changes and records of measurements name what was.
+    let is_exempt = [SELF, crate::licenses::FILE, "CHANGELOG.md"].contains(&&*file.path)
+        || file.path.starts_with("benches/record/");
+    let mut findings = Vec::new();
+    if is_exempt {
+        return findings;
+    }
+    for name in names {
+        if name.honest.iter().any(|place| file.path.starts_with(place) || file.path.ends_with(place)) {
+            continue;
+        }
+        let what = || format!("`{}`: say {}", name.name, name.instead);
+        match name.form {
+            Form::File => {
+                if file.path.rsplit('/').next().and_then(|file| file.split('.').next()) == Some(name.name) {
+                    findings.push(Finding::new(&*file.path, what()));
+                }
+            }
+            form => {
+                let lines = file.text.lines().enumerate().filter(|(_, line)| has(line, &file.path, name.name, form));
+                findings.extend(lines.map(|(at, _)| Finding::at(&file.path, at + 1, what())));
+            }
+        }
+    }
+    findings
+}
+
+fn has(line: &str, path: &str, name: &str, form: Form) -> bool {
+    let is_cuda = path.ends_with(".cu") || path.ends_with(".cuh");
+    match form {
+        Form::Part => words(line).flat_map(parts).any(|part| is_form_of(part, name)),
+        Form::Phrase => line.to_lowercase().contains(name),
+        Form::Type => {
+            let is_ours = path.ends_with(".rs") && (path.starts_with("crates/") || path.starts_with("bindings/"));
+            is_ours && words(line).any(|word| word == name)
+        }
+        Form::Call => is_cuda && line.match_indices(name).any(|(at, _)| is_call(line, at, name)),
+        Form::File => false,
+    }
+}
+
+fn is_call(line: &str, at: usize, name: &str) -> bool {
+    let follows_word = line[..at].ends_with(|c: char| c.is_alphanumeric() || c == '_');
+    !follows_word && line[at + name.len()..].starts_with(['(', '<'])
+}
+
+/// Runs of letters, digits and underscores.
+fn words(line: &str) -> impl Iterator<Item = &str> {
+    line.split(|c: char| !(c.is_alphanumeric() || c == '_')).filter(|word| !word.is_empty())
+}
+
+/// The parts of a word: `next_door`, `FrontDoor` and `DOORS` have `door`.
+fn parts(word: &str) -> impl Iterator<Item = &str> {
+    word.split('_').flat_map(|part| {
+        let starts: Vec<usize> = part
+            .char_indices()
+            .scan(false, |was_lower, (at, c)| {
+                let begins = at == 0 || (c.is_uppercase() && *was_lower);
+                *was_lower = c.is_lowercase();
+                Some(begins.then_some(at))
+            })
+            .flatten()
+            .collect();
+        let ends = starts.iter().skip(1).copied().chain([part.len()]).collect::<Vec<_>>();
+        starts.into_iter().zip(ends).map(|(start, end)| &part[start..end]).collect::<Vec<_>>()
+    })
+}
+
+/// `mend`, `Mends`, `mended`, `mending`.
+fn is_form_of(part: &str, name: &str) -> bool {
+    let part = part.to_lowercase();
+    part.strip_prefix(name).is_some_and(|end| ["", "s", "ed", "ing"].contains(&end))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A file that holds the name as its form says.
+    fn bad_sample(name: &Name) -> Source {
+        let text = name.name;
+        match name.form {
+            Form::Part | Form::Phrase => Source::new("docs/reference/page.md", &format!("as {text} says")),
+            Form::Type => Source::new("crates/rapt-cuda/src/lib.rs", &format!("/// See [`{text}`].\nfn f() {{}}")),
+            Form::Call => Source::new("crates/rapt-cuda/kernels/a.cu", &format!("    {text}(1);")),
+            Form::File => Source::new(&format!("crates/rapt/src/{text}.rs"), ""),
+        }
+    }
+
+    #[test]
+    fn every_name_fires_on_its_sample() {
+        for name in &NAMES {
+            let found = check_file(&bad_sample(name), &[name]);
+            assert_eq!(found.len(), 1, "{}", name.name);
+            assert!(found[0].what.contains(name.instead));
+        }
+    }
+
+    #[test]
+    fn what_is_still_there_stands_in_the_table() {
+        for (name, form) in STILL_THERE {
+            assert!(NAMES.iter().any(|one| (one.name, one.form) == (name, form)), "{name}");
+        }
+    }
+
+    #[test]
+    fn parts_of_words_fire_and_other_words_do_not() {
+        let has = |line: &str, name: &str| has(line, "a.md", name, Form::Part);
+        for line in ["doors", "test_door_torch", "DOORS", "FrontDoor", "a door.", "next-door"] {
+            assert!(has(line, "door"), "{line}");
+        }
+        for (line, name) in [("recommended", "mend"), ("outdoor", "door"), ("flaw", "law"), ("amend", "mend")] {
+            assert!(!has(line, name), "{line}");
+        }
+        assert!(has("what mends it", "mend") && has("mended", "mend"));
+    }
+
+    #[test]
+    fn honest_uses_pass() {
+        let all: Vec<&Name> = NAMES.iter().collect();
+        for (path, text) in [
+            ("crates/rapt-layout/src/algebra.rs", "// the law of composition"),
+            ("bindings/python/tests/law.py", "import law"),
+            ("crates/rapt-core/src/spec.rs", "// known sizes: what the Codec meets"),
+            ("crates/rapt-cuda/src/lib.rs", "let body = code(cut);"),
+            ("crates/rapt-cuda/kernels/a.cu", "// they meet here; meeting(1); x.bringer(2);"),
+            ("CHANGELOG.md", "- The doors"),
+        ] {
+            assert!(check_file(&Source::new(path, text), &all).is_empty(), "{path}");
+        }
+    }
+}
