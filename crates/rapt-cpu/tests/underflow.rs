@@ -5,7 +5,7 @@
 #![cfg(unix)]
 
 use rapt_core::{Arch, Caps, Causal, DType, Operands, Options, SerialExecutor, Spec, Tensors, Workspace};
-use rapt_testkit::{Case, MaskCase, Rng, Sparse, Values, law, round};
+use rapt_testkit::{Case, MaskCase, Rng, Sparse, Values, reference, round};
 
 const DTYPES: [DType; 4] = [DType::F64, DType::F32, DType::F16, DType::BF16];
 
@@ -62,7 +62,7 @@ fn run(arch: Arch, case: &Case, values: &Values) -> Ran {
         Spec::builder(&tensors.q, &tensors.k, &tensors.v, &options).mask(tensors.mask.as_ref()).out(&tensors.out);
     let lse_view = tensors.lse.as_ref().expect("asked for");
     let spec = spec.lse(lse_view).build().unwrap();
-    let expected = law(&spec, &tensors);
+    let expected = reference(&spec, &tensors);
     let plan = rapt_cpu::select(&spec, &Caps { arch, threads: 1, clock_hz: None }).unwrap();
     let mut workspace = Workspace::new();
     workspace.ensure(plan.workspace_bytes()).unwrap();
