@@ -33,7 +33,7 @@ pub fn spec(data: &[u8]) -> bool {
 pub(crate) enum Given {
     /// Row-major, as the spec makes them.
     New,
-    /// As sketched.
+    /// As described.
     Own,
 }
 
