@@ -13,6 +13,7 @@ use std::process::Command;
 
 use crate::args::Args;
 use crate::built;
+use crate::docs;
 use crate::elf;
 use crate::metadata::{Workspace, root};
 use crate::python;
@@ -208,14 +209,14 @@ fn skip(tool: &str, what: &str) -> Outcome {
     Ok(())
 }
 
-/// A program of examples/c: its file, the language's standard, whether it links the shared library.
-struct Program {
-    source: &'static str,
+/// A program of examples/c (or an absolute path): its file, the language's standard, whether it links the shared library.
+struct Program<'a> {
+    source: &'a str,
     standard: &'static str,
     tool: &'static Tool,
 }
 
-const PROGRAMS: [Program; 4] = [
+const PROGRAMS: [Program<'static>; 4] = [
     Program { source: "contiguous.c", standard: "-std=c99", tool: &CC },
     Program { source: "strided.c", standard: "-std=c11", tool: &CC },
     Program { source: "errors.c", standard: "-std=c99", tool: &CC },
@@ -240,11 +241,20 @@ pub(crate) fn check() -> Outcome {
                 }
             }
         }
+        let pages = docs::c_programs()?;
+        if let Some(compiler) = CC.or_skip("the C of the documentation")? {
+            for (at, (place, source)) in pages.iter().enumerate() {
+                let file = tree.prefix.join(format!("page-{at}.c"));
+                write(&file, &format!("#line 1 \"{place}\"\n{source}"))?;
+                let page = Program { source: &file.display().to_string(), standard: "-std=c99", tool: &CC };
+                run_quietly(&mut Command::new(compile(&tree, compiler, &page, Form::Shared)?))?;
+            }
+        }
         let (python, _) = python::find()?;
         let script = root().join(EXAMPLES).join("attention.py");
         run_quietly(command(python, [script, tree.lib().join("librapt.so")]).env_remove("PYTHONPATH"))?;
         with_pkg_config(&tree)?;
-        say(format_args!("{} programs and attention.py give the reference's numbers", made.len()));
+        say(format_args!("{} programs, {} of the documentation and attention.py run", made.len(), pages.len()));
         under_valgrind(&tree, &made)
     })
 }
@@ -257,13 +267,14 @@ enum Form {
     Sanitized,
 }
 
-fn compile(tree: &Tree, compiler: &str, program: &Program, form: Form) -> Result<PathBuf, Failure> {
+fn compile(tree: &Tree, compiler: &str, program: &Program<'_>, form: Form) -> Result<PathBuf, Failure> {
     let end = match form {
         Form::Shared => "shared",
         Form::Static => "static",
         Form::Sanitized => "asan",
     };
-    let file = tree.prefix.join(format!("{}-{end}", program.source));
+    let name = Path::new(program.source).file_name().unwrap_or_default().to_string_lossy();
+    let file = tree.prefix.join(format!("{name}-{end}"));
     let mut cc = command(compiler, [program.standard, "-g", "-O1"]);
     cc.args(WARNINGS).arg("-I").arg(tree.include()).arg(root().join(EXAMPLES).join(program.source));
     cc.arg("-o").arg(&file);

@@ -6,15 +6,15 @@
 //! target/site           ──check.py────────► every link leads somewhere, nothing comes from the network
 //! target/site           ──screenshot.py───► pages render in Chromium, where there is one
 //! ```
-//! Deliberately absent: blocks of code, which the tests of their language run (bindings/python/tests/test_docs.py says which).
+//! Blocks of code are run by the tests of their language; those of C by `cargo xtask c --check`, which takes them from here.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use crate::args::Args;
 use crate::metadata::{Workspace, root};
 use crate::python::Venv;
-use crate::shell::{Failure, Outcome, cargo, show, step};
+use crate::shell::{Failure, Outcome, cargo, read, say, show, step};
 
 pub(crate) const HELP: &str = "\
 cargo xtask docs [--check]
@@ -62,7 +62,7 @@ fn build() -> Result<Venv, Failure> {
     // After mkdocs, which empties its folder.
     step("copy rustdoc", || copy(&target.join("doc"), &site.join("rust")))?;
     step("check links", || script(&venv, "check.py", &target))?;
-    println!("{}", site.join("index.html").display());
+    say(format_args!("{}", site.join("index.html").display()));
     Ok(venv)
 }
 
@@ -70,6 +70,47 @@ fn build() -> Result<Venv, Failure> {
 fn script(venv: &Venv, name: &str, target: &Path) -> Outcome {
     let mut python: Command = venv.python([]);
     show(python.arg(root().join("xtask/docs").join(name)).arg(target.join(SITE)))
+}
+
+/// Every block of C in the README and in docs, each a whole program, under its page and line.
+pub(crate) fn c_programs() -> Result<Vec<(String, String)>, Failure> {
+    let mut pages = vec![root().join("README.md")];
+    collect(&root().join("docs"), &mut pages)?;
+    let mut programs = Vec::new();
+    for page in pages {
+        let name = page.strip_prefix(root()).unwrap_or(&page).display().to_string();
+        let text = read(&page)?;
+        programs.extend(blocks(&text, "```c").into_iter().map(|(line, source)| (format!("{name}:{line}"), source)));
+    }
+    Ok(programs)
+}
+
+/// The Markdown files below `folder`, in the order of their names.
+fn collect(folder: &Path, pages: &mut Vec<PathBuf>) -> Outcome {
+    let entries = std::fs::read_dir(folder).map_err(Failure::file(folder))?;
+    let mut paths: Vec<PathBuf> = entries.flatten().map(|entry| entry.path()).collect();
+    paths.sort();
+    for path in paths {
+        if path.is_dir() {
+            collect(&path, pages)?;
+        } else if path.extension().is_some_and(|end| end == "md") {
+            pages.push(path);
+        }
+    }
+    Ok(())
+}
+
+/// Blocks whose opening line is `fence` alone, with that line's number. One that is not run has a title, and so another line.
+fn blocks(text: &str, fence: &str) -> Vec<(usize, String)> {
+    let mut found = Vec::new();
+    let mut lines = text.lines().enumerate();
+    while let Some((at, line)) = lines.next() {
+        if line == fence {
+            let body = lines.by_ref().map(|(_, line)| line).take_while(|line| *line != "```");
+            found.push((at + 1, body.map(|line| format!("{line}\n")).collect()));
+        }
+    }
+    found
 }
 
 /// Copies a folder with all that lies in it.
@@ -90,6 +131,18 @@ fn copy(from: &Path, to: &Path) -> Outcome {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn blocks_are_those_of_one_fence() {
+        let text = "a\n```c\nint x;\n```\n```c title=\"no\"\nint y;\n```\n```cpp\nint z;\n```\n";
+        assert_eq!(blocks(text, "```c"), [(2, "int x;\n".to_owned())]);
+    }
+
+    #[test]
+    fn the_pages_have_programs_of_c() {
+        let programs = c_programs().unwrap();
+        assert!(programs.len() >= 2 && programs.iter().all(|(_, source)| source.contains("int main(")), "{programs:?}");
+    }
 
     #[test]
     fn a_folder_is_copied_with_what_lies_below_it() {

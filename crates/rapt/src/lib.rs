@@ -43,6 +43,12 @@ pub use rapt_layout as layout;
 pub use rapt_reference as reference;
 pub use tensor::Tensor;
 
+/// The Rust of the README and of the documentation, which doc tests compile and run.
+#[cfg(doctest)]
+#[doc = include_str!("../../../README.md")]
+#[doc = include_str!("../../../docs/start/rust.md")]
+struct Documentation;
+
 /// The version of this crate: major, minor, patch.
 #[must_use]
 pub fn version() -> (u32, u32, u32) {

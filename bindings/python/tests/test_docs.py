@@ -1,0 +1,97 @@
+"""The documentation as readers use it: the Python of each page is one program that runs, and so is each example.
+
+Blocks of other languages are run where their compiler is: Rust by the doc tests of rapt-attention, C by `cargo xtask c --check`, commands
+of `rapt` by crates/rapt-cli/tests/docs.rs. A block that cannot run says why in its title, is skipped with that reason, and so counted.
+"""
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+PAGES = [ROOT / "README.md", ROOT / "bindings/python/README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+EXAMPLES = sorted(path for kind in ("python", "pytorch", "transformers") for path in (ROOT / "examples" / kind).glob("*.py"))
+FENCE = re.compile(r"^( *)```([^\n]*)\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)
+# What a block's language is run by; `text` is nobody's program.
+LANGUAGES = {"python", "rust", "c", "sh", "console", "toml", "text"}
+NOT_RUN = re.compile(r'^(\w+) title="Not run in the tests(?: as written)?: (.+)"$')
+# Blocks run one after another under the page's name, so that a traceback points into it.
+RUNNER = """
+import json, sys
+names = {"__name__": "__main__"}
+for path, line, source in json.load(sys.stdin):
+    exec(compile("\\n" * line + source, path, "exec"), names)
+"""
+NEEDED = ("torch", "transformers", "diffusers", "ml_dtypes", "numpy")
+
+
+def blocks(page):
+    """(first line, what stands behind the fence, source) of each block."""
+    text = page.read_text(encoding="utf-8")
+    for found in FENCE.finditer(text):
+        yield text[: found.start()].count("\n") + 1, found[2].strip(), found[3]
+
+
+def name(path):
+    return path.relative_to(ROOT).as_posix()
+
+
+def run(command, source, tmp_path):
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPYCACHEPREFIX": str(tmp_path / "pycache")}
+    ran = subprocess.run(command, input=source, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=300)
+    assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-4000:]
+    return ran.stdout
+
+
+def need(source):
+    """Skips where a library that `source` imports is missing, as beside an older torch."""
+    imported = set(re.findall(r"^\s*(?:import|from) (\w+)", source, re.MULTILINE)) & set(NEEDED)
+    if missing := [module for module in sorted(imported) if importlib.util.find_spec(module) is None]:
+        pytest.skip(f"not installed: {', '.join(missing)}")
+
+
+PROGRAMS = [page for page in PAGES if any(fence == "python" for _, fence, _ in blocks(page))]
+LEFT_OUT = [(page, line, NOT_RUN.match(fence)) for page in PAGES for line, fence, _ in blocks(page) if NOT_RUN.match(fence)]
+
+
+def test_every_block_is_run_somewhere_or_says_why_not():
+    for page in PAGES:
+        for line, fence, source in blocks(page):
+            place = f"{name(page)}:{line}"
+            assert fence in LANGUAGES or NOT_RUN.match(fence) and NOT_RUN.match(fence)[1] in LANGUAGES, f"{place}: ```{fence}"
+            if fence == "sh":
+                assert all(text.startswith(("rapt ", "#")) for text in source.splitlines() if text), f"{place}: who runs this?"
+            if fence == "c":
+                assert "int main(void)" in source, f"{place}: no program"
+    assert len(PROGRAMS) > 8 and len(EXAMPLES) >= 3
+
+
+@pytest.mark.parametrize("page", PROGRAMS, ids=name)
+def test_a_page_runs(page, tmp_path):
+    program = [(name(page), line, source) for line, fence, source in blocks(page) if fence == "python"]
+    need("".join(source for _, _, source in program))
+    run([sys.executable, "-c", RUNNER], json.dumps(program), tmp_path)
+
+
+@pytest.mark.parametrize("page, line, why", LEFT_OUT, ids=[f"{name(page)}:{line}" for page, line, _ in LEFT_OUT])
+def test_blocks_that_are_not_run(page, line, why):
+    pytest.skip(f"{why[1]}: {why[2]}")
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=name)
+def test_an_example_runs(path, tmp_path):
+    need(path.read_text(encoding="utf-8"))
+    assert run([sys.executable, str(path)], "", tmp_path).strip(), "an example says what it found"
+
+
+def test_records_are_small_and_the_plot_is_theirs():
+    records = list((ROOT / "benches/record").iterdir())
+    assert sum(path.stat().st_size for path in records) <= 300_000, "history is git's: keep the newest record of each machine"
+    subprocess.run([sys.executable, str(ROOT / "benches/speed.py"), "--check"], check=True)

@@ -1,0 +1,86 @@
+//! Every command of `rapt` in a `sh` block of the README and of docs runs, in a folder with what the commands read.
+//!
+//! Blocks that do not run have a title that says why; bindings/python/tests/test_docs.py counts them.
+#![allow(missing_docs)]
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
+}
+
+fn pages(folder: &Path, found: &mut Vec<PathBuf>) {
+    for entry in std::fs::read_dir(folder).expect("a folder").flatten() {
+        let path = entry.path();
+        if path.is_dir() {
+            pages(&path, found);
+        } else if path.extension().is_some_and(|end| end == "md") {
+            found.push(path);
+        }
+    }
+}
+
+/// The lines of `sh` blocks without a title, comments left out.
+fn commands(text: &str) -> Vec<String> {
+    let (mut is_open, mut found) = (false, Vec::new());
+    for line in text.lines() {
+        if line.starts_with("```") {
+            is_open = line == "```sh";
+        } else if is_open {
+            let command = line.split(" #").next().unwrap_or_default().trim();
+            if !command.is_empty() && !command.starts_with('#') {
+                found.push(command.to_owned());
+            }
+        }
+    }
+    found
+}
+
+/// A .npy file of float32 in row-major order: a magic number, a header that ends at a multiple of 64 bytes, the numbers.
+fn npy(shape: [usize; 4]) -> Vec<u8> {
+    let [b, h, s, d] = shape;
+    let mut header = format!("{{'descr': '<f4', 'fortran_order': False, 'shape': ({b}, {h}, {s}, {d}), }}");
+    while (10 + header.len() + 1) % 64 != 0 {
+        header.push(' ');
+    }
+    header.push('\n');
+    let mut file = b"\x93NUMPY\x01\x00".to_vec();
+    file.extend(u16::try_from(header.len()).expect("a short header").to_le_bytes());
+    file.extend(header.bytes());
+    for at in 0..b * h * s * d {
+        file.extend((at as f32 * 0.37).sin().to_le_bytes());
+    }
+    file
+}
+
+#[test]
+fn the_commands_of_the_documentation_run() {
+    let folder = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(format!("docs-{}", std::process::id()));
+    std::fs::create_dir_all(folder.join("examples/layout")).expect("a folder");
+    for entry in std::fs::read_dir(root().join("examples/layout")).expect("examples").flatten() {
+        std::fs::copy(entry.path(), folder.join("examples/layout").join(entry.file_name())).expect("a copy");
+    }
+    for (name, len) in [("q", 3), ("k", 5), ("v", 5)] {
+        std::fs::write(folder.join(format!("{name}.npy")), npy([1, 2, len, 8])).expect("written");
+    }
+    let mut found = vec![root().join("README.md")];
+    pages(&root().join("docs"), &mut found);
+    let mut ran = 0;
+    for page in found {
+        for command in commands(&std::fs::read_to_string(&page).expect("a page")) {
+            let place = format!("{}: {command}", page.display());
+            let words = command.strip_prefix("rapt ").unwrap_or_else(|| panic!("{place}: no command of rapt"));
+            let output = Command::new(env!("CARGO_BIN_EXE_rapt"))
+                .args(words.split_whitespace())
+                .current_dir(&folder)
+                .output()
+                .expect("starts");
+            assert!(output.status.success(), "{place}\n{}", String::from_utf8_lossy(&output.stderr));
+            ran += 1;
+        }
+    }
+    assert!(folder.join("out.npy").exists() && folder.join("lse.npy").exists());
+    std::fs::remove_dir_all(&folder).expect("gone");
+    assert!(ran > 10, "{ran} commands");
+}
