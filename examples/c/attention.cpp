@@ -123,6 +123,6 @@ int main() {
   } catch (const std::runtime_error &error) {
     std::printf("refused: %s\n", error.what());
   }
-  std::printf("c++: %zu threads on one engine, contiguous and strided, all the law's\n", errors.size());
+  std::printf("c++: %zu threads on one engine, contiguous and strided, all as the formula gives them\n", errors.size());
   return 0;
 }

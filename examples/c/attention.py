@@ -96,7 +96,7 @@ def main(path):
         given[missing] = None
         assert lib.rapt_attention(engine, *given, None) == BAD_POINTER and b"NULL" in lib.rapt_last_error()
     lib.rapt_engine_destroy(engine)
-    print(f"ctypes: strided and causal, the law's numbers, rapt {lib.rapt_version().decode()}")
+    print(f"ctypes: strided and causal, as the formula gives them, rapt {lib.rapt_version().decode()}")
 
 
 if __name__ == "__main__":

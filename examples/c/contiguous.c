@@ -1,7 +1,7 @@
 /* Row-major tensors: the whole of what a first call needs.
  *
  *   cc contiguous.c $(pkg-config --cflags --libs rapt) -lm */
-#include "law.h"
+#include "formula.h"
 
 #include <rapt.h>
 
@@ -40,14 +40,14 @@ int main(void) {
   }
   rapt_engine_destroy(engine);
 
-  const law_sizes sizes = {Q_LEN, KV_LEN, HEAD_DIM, HEAD_DIM, HEAD_DIM, HEAD_DIM, HEAD_DIM, NULL};
+  const formula_sizes sizes = {Q_LEN, KV_LEN, HEAD_DIM, HEAD_DIM, HEAD_DIM, HEAD_DIM, HEAD_DIM, NULL};
   for (int head = 0; head < BATCH * HEADS; head++) {
     double expected[Q_LEN * HEAD_DIM], score[KV_LEN];
     const int q_head = head * Q_LEN * HEAD_DIM, kv_head = head * KV_LEN * HEAD_DIM;
-    law(&sizes, q + q_head, k + kv_head, v + kv_head, expected, score);
+    formula(&sizes, q + q_head, k + kv_head, v + kv_head, expected, score);
     for (int at = 0; at < Q_LEN * HEAD_DIM; at++)
       expect_near("out", out[q_head + at], expected[at]);
   }
-  printf("contiguous: %d numbers are the law's, rapt %s\n", (int)(sizeof out / sizeof *out), rapt_version());
+  printf("contiguous: %d numbers as the formula gives them, rapt %s\n", (int)(sizeof out / sizeof *out), rapt_version());
   return 0;
 }

@@ -1,6 +1,6 @@
 /* Tensors where they lie: q, k and v are views of one packed buffer [batch, len, 3, heads, head_dim], as a projection
  * writes it; grouped heads, a causal mask, lse, and an output with padding between its rows that stays as it is. */
-#include "law.h"
+#include "formula.h"
 
 #include <rapt.h>
 
@@ -32,7 +32,7 @@ int main(void) {
   const int64_t out_strides[4] = {(int64_t)LEN * out_row, out_row, HEAD_DIM, 1};
   const int64_t lse_shape[3] = {BATCH, HEADS, LEN}, lse_strides[3] = {HEADS * LEN, LEN, 1};
 
-  /* With its storage told, no call reads a byte outside the buffer, whatever shape and strides say. */
+  /* With its storage size given, no call reads a byte outside the buffer, whatever shape and strides say. */
   rapt_tensor q = {.data = packed, .dtype = RAPT_DTYPE_F32, .device = RAPT_DEVICE_CPU, .ndim = 4, .shape = q_shape,
                    .strides = strides, .storage = packed, .storage_bytes = sizeof packed};
   rapt_tensor k = q, v, o = q, l = q;
@@ -58,13 +58,13 @@ int main(void) {
   rapt_string_free(text);
   rapt_engine_destroy(engine);
 
-  const law_sizes sizes = {LEN, LEN, HEAD_DIM, ROW, ROW, ROW, HEAD_DIM, causal};
+  const formula_sizes sizes = {LEN, LEN, HEAD_DIM, ROW, ROW, ROW, HEAD_DIM, causal};
   for (int batch = 0; batch < BATCH; batch++) {
     for (int head = 0; head < HEADS; head++) {
       double expected[LEN * HEAD_DIM], score[LEN];
       const float *row = packed + batch * LEN * ROW;
       const int kv_head = head / (HEADS / KV_HEADS);
-      law(&sizes, row + head * HEAD_DIM, row + (HEADS + kv_head) * HEAD_DIM,
+      formula(&sizes, row + head * HEAD_DIM, row + (HEADS + kv_head) * HEAD_DIM,
           row + (HEADS + KV_HEADS + kv_head) * HEAD_DIM, expected, score);
       for (int i = 0; i < LEN; i++)
         for (int d = 0; d < HEAD_DIM; d++)
@@ -82,6 +82,6 @@ int main(void) {
         fprintf(stderr, "padding of row %d was written\n", row);
         return 1;
       }
-  puts("strided: out and lse are the law's, the padding is as it was");
+  puts("strided: out and lse as the formula gives them, the padding is as it was");
   return 0;
 }

@@ -44,7 +44,7 @@ fn main() -> Result<(), Error> {
     let spec = rapt::spec_of(&tensors, &Options::default().with_layout(Layout::Bshd))?;
     let plan = engine.plan(&spec)?;
     println!("{}", plan.explain());
-    engine.run(&plan, &mut Operands::check(tensors, &plan.spec)?)?;
+    engine.run(&plan, &mut Operands::check(tensors, plan.spec())?)?;
 
     let sums = lse.to_vec::<f32>()?;
     println!("lse of the first row: {}", sums[0]);

@@ -1,8 +1,8 @@
 /* The formula, in double: what the examples hold the library's results against (docs/reference/definition.md).
  *
  * One head at a time; element (i, d) of q lies at q[i * q_row + d], and so on. `attends` says which key a query sees. */
-#ifndef LAW_H
-#define LAW_H
+#ifndef FORMULA_H
+#define FORMULA_H
 
 #include <math.h>
 #include <stdio.h>
@@ -12,10 +12,10 @@ typedef struct {
   int q_len, kv_len, head_dim;
   long q_row, k_row, v_row, out_row; /* strides from one row to the next, in elements */
   int (*attends)(int i, int j);      /* NULL: every query sees every key */
-} law_sizes;
+} formula_sizes;
 
 /* softmax(q k^T / sqrt(head_dim)) v of one head; `score` holds kv_len numbers. */
-static inline void law(const law_sizes *sizes, const float *q, const float *k, const float *v, double *out, double *score) {
+static inline void formula(const formula_sizes *sizes, const float *q, const float *k, const float *v, double *out, double *score) {
   for (int i = 0; i < sizes->q_len; i++) {
     double max = -INFINITY, sum = 0;
     for (int j = 0; j < sizes->kv_len; j++) {
@@ -50,7 +50,7 @@ static inline void fill(float *numbers, int count, unsigned seed) {
 /* Ends the program unless `got` is `expected` but for float32's roundings. */
 static inline void expect_near(const char *what, double got, double expected) {
   if (!(fabs(got - expected) <= 1e-6 * (1 + fabs(expected)))) {
-    fprintf(stderr, "%s: got %.9g, the law says %.9g\n", what, got, expected);
+    fprintf(stderr, "%s: got %.9g, the formula gives %.9g\n", what, got, expected);
     exit(1);
   }
 }
