@@ -62,7 +62,7 @@ fn build() -> Result<Venv, Failure> {
     // After mkdocs, which empties its folder.
     step("copy rustdoc", || copy(&target.join("doc"), &site.join("rust")))?;
     step("check links", || script(&venv, "check.py", &target))?;
-    say(format_args!("{}", site.join("index.html").display()));
+    say(site.join("index.html").display());
     Ok(venv)
 }
 

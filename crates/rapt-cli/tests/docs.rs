@@ -45,7 +45,7 @@ fn npy(shape: [usize; 4]) -> Vec<u8> {
         header.push(' ');
     }
     header.push('\n');
-    let mut file = b"\x93NUMPY\x01\x00".to_vec();
+    let mut file = vec![0x93, b'N', b'U', b'M', b'P', b'Y', 1, 0];
     file.extend(u16::try_from(header.len()).expect("a short header").to_le_bytes());
     file.extend(header.bytes());
     for at in 0..b * h * s * d {
