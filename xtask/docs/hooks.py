@@ -1,4 +1,7 @@
-"""What MkDocs does beside its plugins: links that leave docs/ lead to the repository, and must lead to something there."""
+"""What MkDocs does beside its plugins: links that leave docs/ lead to the repository, and must lead to something there.
+
+Links to rustdoc, which is copied beside the pages afterwards, become HTML: MkDocs does not know their targets. check.py does.
+"""
 
 import logging
 import re
@@ -8,6 +11,7 @@ LOG = logging.getLogger("mkdocs.hooks.rapt")
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 LINK = re.compile(r"(?<=\]\()(\.\./[^)\s#]*)(#[^)\s]*)?(?=\))")
+RUST = re.compile(r"\[([^\]]+)\]\((\.\./rust/[^)\s]+)\)")
 FENCE = re.compile(r"^(```.*?^```$)", re.DOTALL | re.MULTILINE)
 
 
@@ -19,8 +23,6 @@ def on_page_markdown(markdown, page, config, files):
         if target.is_relative_to(DOCS) or not target.is_relative_to(ROOT):
             return match[0]
         path = target.relative_to(ROOT).as_posix()
-        if path == "rust" or path.startswith("rust/"):
-            return match[0]
         if not target.exists():
             # A warning is an error under --strict.
             LOG.warning("%s links to %s, which is not in the repository", page.file.src_uri, path)
@@ -28,4 +30,4 @@ def on_page_markdown(markdown, page, config, files):
         return f"{config.repo_url}/{kind}/main/{path}{match[2] or ''}"
 
     parts = FENCE.split(markdown)
-    return "".join(part if part.startswith("```") else LINK.sub(outside, part) for part in parts)
+    return "".join(part if part.startswith("```") else LINK.sub(outside, RUST.sub(r'<a href="\2">\1</a>', part)) for part in parts)

@@ -54,8 +54,8 @@ fn build() -> Result<Venv, Failure> {
         )
     })?;
     step("mkdocs build", || {
-        let mut mkdocs = venv.python(["-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir"]);
-        // Without it the theme advertises its successor.
+        let mut mkdocs = venv.python(["-m", "mkdocs", "build", "--strict", "--site-dir"]);
+        // Not --quiet, under which warnings do not count. Without the variable the theme advertises its successor.
         mkdocs.env("NO_MKDOCS_2_WARNING", "1");
         show(mkdocs.arg(&site).current_dir(root()))
     })?;
