@@ -15,6 +15,8 @@ def test_numpy_is_declared_and_torch_is_proven(rng, torch):
     assert list(facts["in_bounds"]) == ["q", "k", "v", "out", "lse"]
     assert facts["in_bounds"]["q"] == {"elements": 640, "bytes": (0, 2560), "storage": None, "extent": "declared"}
     assert facts["injective"]["out"]["elements"] == 640 and facts["injective"]["lse"]["elements"] == 80
+    assert {name for name, fact in facts["in_bounds"].items() if fact["extent"] == "declared"} == {"q", "k", "v"}
+    assert facts["in_bounds"]["out"]["storage"] == (0, 2560) and facts["in_bounds"]["lse"]["storage"] == (0, 320)
     assert list(facts["disjoint"]["lse"]) == ["q", "k", "v", "out"]
     assert facts["coverage"]["rows"] == 80
     assert facts["coverage"]["tasks"] * facts["coverage"]["rows_per_task"] == 80
@@ -51,7 +53,7 @@ def test_other_producers_and_empty_problems(rng):
 
     # No from_dlpack is needed to explain.
     facts = rapt.explain(*[Homeless(x)] * 3).certificate
-    assert {fact["extent"] for fact in facts["in_bounds"].values()} == {"declared"}
+    assert {name for name, fact in facts["in_bounds"].items() if fact["extent"] == "declared"} == {"q", "k", "v"}
     none = x[:, :, :0]
     assert rapt.explain(x, none, none).certificate["coverage"] == {"rows": 10, "items": 0, "parts": 1}
 

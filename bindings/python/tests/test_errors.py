@@ -187,7 +187,7 @@ CASES = [
     ("alibi_slopes per batch", with_options(alibi_slopes=lambda lib: lib.tensor(2, 4)), "ShapeError",
      "alibi_slopes.reshape(-1)[:4]", "alibi_slopes.reshape(-1)[:4]"),
     ("out of another dtype", with_options(out=lambda lib: lib.tensor(2, 4, 5, 8, dtype="float16")),
-     "UnsupportedDtypeError", "numpy.empty_like(out, dtype=numpy.float32)", "torch.empty_like(out, dtype=torch.float32)"),
+     "DtypeMismatchError", "numpy.empty_like(out, dtype=numpy.float32)", "torch.empty_like(out, dtype=torch.float32)"),
     ("out of another shape", with_options(out=lambda lib: lib.tensor(2, 4, 5, 9)), "ShapeError",
      "numpy.empty((2, 4, 5, 8), dtype=q.dtype)", "torch.empty((2, 4, 5, 8), dtype=q.dtype)"),
     ("out that overlaps an input", q_as_out, "LayoutError", "out.copy()", "out.clone("),

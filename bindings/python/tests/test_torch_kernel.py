@@ -6,7 +6,7 @@ torch = pytest.importorskip("torch")
 
 import rapt  # noqa: E402
 from rapt import _native  # noqa: E402
-from test_torch_account import check, same_views, sdpa, served, stock, tensor  # noqa: E402
+from test_torch_stats import check, same_views, sdpa, served, stock, tensor  # noqa: E402
 
 MODES = [torch.no_grad, torch.inference_mode, torch.enable_grad]
 
@@ -99,19 +99,20 @@ def test_no_tensor_is_kept_alive():
     assert sys.getrefcount(q) == before
 
 
-def test_the_kernel_alone_hands_on_what_is_out_of_the_ordinary():
+def test_the_kernel_alone_hands_on_what_is_out_of_the_ordinary(request):
     seen = []
 
     def cold(*args, **kwargs):
         seen.append((len(args), kwargs))
         return "cold"
 
-    def empty_out(query, key, value, mask, enable_gqa):
-        return torch.empty_like(query)
-
     allowed = True
-    kernel = _native.TorchKernel(cold, empty_out, [lambda: allowed], torch.autograd.forward_ad, False)
+    kernel = _native.TorchKernel(cold, [lambda: allowed], False)
     q = tensor(1, 2, 5, 8)
+    assert kernel(q, q, q) == "cold", "a kernel that nobody registered answered"
+    seen.clear()
+    _native.set_registered(True)
+    request.addfinalizer(lambda: _native.set_registered(False))
     assert torch.equal(kernel(q, q, q), rapt.attention(q, q, q))
     assert not seen
     grad = q.clone().requires_grad_()

@@ -7,7 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import rapt.torch as rt  # noqa: E402
-from test_torch_account import DTYPES, check, same_views, sdpa, served, stock, tensor  # noqa: E402
+from test_torch_stats import DTYPES, check, same_views, sdpa, served, stock, tensor  # noqa: E402
 from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 
 

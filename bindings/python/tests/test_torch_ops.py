@@ -7,7 +7,7 @@ torch = pytest.importorskip("torch")
 import law  # noqa: E402
 import rapt  # noqa: E402
 import rapt.torch as rt  # noqa: E402
-from test_torch_account import DTYPES, check, tensor  # noqa: E402
+from test_torch_stats import DTYPES, check, tensor  # noqa: E402
 from torch._subclasses import FakeTensorMode  # noqa: E402
 
 

@@ -8,7 +8,7 @@ torch = pytest.importorskip("torch")
 
 import rapt  # noqa: E402
 import rapt.torch as rt  # noqa: E402
-from test_torch_account import DTYPES, check, same_views, sdpa, served, stock, tensor  # noqa: E402
+from test_torch_stats import DTYPES, check, same_views, sdpa, served, stock, tensor  # noqa: E402
 from torch._subclasses import FakeTensorMode  # noqa: E402
 
 SHAPES = {
@@ -272,6 +272,16 @@ def request_by_chance(rng):
     return [*(strided(rng, s, dtype) for s in sizes), mask], options
 
 
+def fits(q, k, v, mask, options):
+    """Whether an empty request would be valid with elements in it, in q's own leading sizes."""
+    try:
+        with torch.no_grad():
+            answer = rapt.scaled_dot_product_attention(q, k, v, mask, **options)
+    except rapt.ShapeError:
+        return False
+    return answer.shape[:-2] == q.shape[:-2]
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_like_stock_by_chance(seed):
     """Same validity, same error, same strides in eager and fake, values near PyTorch's in f64: 250 requests a seed."""
@@ -289,6 +299,10 @@ def test_like_stock_by_chance(seed):
             with served(0, invalid_request=1), pytest.raises(type(own)) as got:
                 sdpa(q, k, v, mask, **options)
             assert str(got.value) == str(own)
+            continue
+        if 0 in (q.numel(), k.numel(), v.numel()) and (q.shape[:-2] != own.shape[:-2] or not fits(q, k, v, mask, options)):
+            with served(0, empty_input=1):
+                assert torch.equal(sdpa(q, k, v, mask, **options), own)
             continue
         with served():
             out = sdpa(q, k, v, mask, **options)

@@ -17,7 +17,7 @@ import law  # noqa: E402
 import rapt  # noqa: E402
 import rapt.torch as rt  # noqa: E402
 from rapt.torch._transformers import attention_forward  # noqa: E402
-from test_torch_account import tensor  # noqa: E402
+from test_torch_stats import tensor  # noqa: E402
 
 TEXTS = [
     "Call me Ishmael.",

@@ -14,7 +14,7 @@
 mod arbitrary;
 mod c;
 mod dlpack;
-#[path = "../../../bindings/python/src/convert/dlpack_abi.rs"]
+#[path = "../../../bindings/python/src/tensors/dlpack_abi.rs"]
 mod dlpack_abi;
 mod explain;
 mod operands;

@@ -2,9 +2,28 @@
 
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Literal, TypeAlias, final
+from typing import Any, Literal, TypeAlias, TypedDict, final
 
-from rapt import Causal, Layout, Window
+from typing_extensions import Unpack
+
+from rapt import Causal, Window
+from rapt import Layout as _Order
+
+# The options of rapt.attention: a new one is a line here.
+class _Read(TypedDict, total=False):
+    mask: Any
+    causal: Causal
+    window: Window
+    softcap: float | None
+    scale: float | None
+    sinks: Any
+    alibi_slopes: Any
+    layout: _Order
+
+class _Options(_Read, total=False):
+    out: Any
+    out_dtype: Any
+    return_lse: bool
 
 __version__: str
 
@@ -77,93 +96,12 @@ class Context:
     ) -> bool: ...
     @property
     def threads(self) -> int: ...
-    def attention(
-        self,
-        q: Any,
-        k: Any,
-        v: Any,
-        *,
-        mask: Any = None,
-        causal: Causal = None,
-        window: Window = None,
-        softcap: float | None = None,
-        scale: float | None = None,
-        sinks: Any = None,
-        alibi_slopes: Any = None,
-        layout: Layout = "bhsd",
-        out: Any = None,
-        out_dtype: Any = None,
-        return_lse: bool = False,
-    ) -> Any: ...
-    def explain(
-        self,
-        q: Any,
-        k: Any,
-        v: Any,
-        *,
-        mask: Any = None,
-        causal: Causal = None,
-        window: Window = None,
-        softcap: float | None = None,
-        scale: float | None = None,
-        sinks: Any = None,
-        alibi_slopes: Any = None,
-        layout: Layout = "bhsd",
-        out: Any = None,
-        out_dtype: Any = None,
-        return_lse: bool = False,
-    ) -> Plan: ...
+    def attention(self, q: Any, k: Any, v: Any, **options: Unpack[_Options]) -> Any: ...
+    def explain(self, q: Any, k: Any, v: Any, **options: Unpack[_Options]) -> Plan: ...
 
-def attention(
-    q: Any,
-    k: Any,
-    v: Any,
-    *,
-    mask: Any = None,
-    causal: Causal = None,
-    window: Window = None,
-    softcap: float | None = None,
-    scale: float | None = None,
-    sinks: Any = None,
-    alibi_slopes: Any = None,
-    layout: Layout = "bhsd",
-    out: Any = None,
-    out_dtype: Any = None,
-    return_lse: bool = False,
-) -> Any: ...
-def explain(
-    q: Any,
-    k: Any,
-    v: Any,
-    *,
-    mask: Any = None,
-    causal: Causal = None,
-    window: Window = None,
-    softcap: float | None = None,
-    scale: float | None = None,
-    sinks: Any = None,
-    alibi_slopes: Any = None,
-    layout: Layout = "bhsd",
-    out: Any = None,
-    out_dtype: Any = None,
-    return_lse: bool = False,
-) -> Plan: ...
-def run_into(
-    q: Any,
-    k: Any,
-    v: Any,
-    mask: Any,
-    sinks: Any,
-    alibi_slopes: Any,
-    out: Any,
-    lse: Any,
-    causal: Causal = None,
-    window: Window = None,
-    softcap: float | None = None,
-    scale: float | None = None,
-    layout: Layout = "bhsd",
-    /,
-) -> None:
+def attention(q: Any, k: Any, v: Any, **options: Unpack[_Options]) -> Any: ...
+def explain(q: Any, k: Any, v: Any, **options: Unpack[_Options]) -> Plan: ...
+def run_into(q: Any, k: Any, v: Any, out: Any, lse: Any = None, **options: Unpack[_Read]) -> None:
     """Fills `out` (and `lse`) of any strides. The caller has seen to gradients."""
 
 def scaled_dot_product_attention(
@@ -176,23 +114,42 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any: ...
+def torch_decide(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    debug_mask: bool = False,
+    /,
+) -> tuple[str | None, str | None, bool]:
+    """`(None, order, traced)` where Rapt answers PyTorch's call, `(reason, None, traced)` where PyTorch's own kernel must."""
+
+def torch_order(
+    query: Any, key: Any, value: Any, attn_mask: Any, is_causal: bool, scale: float | None, enable_gqa: bool, /
+) -> str:
+    """The order of dimensions of the answer to Rapt's own function on tensors of a trace; raises where it is not served."""
+
 def torch_sdpa(
     query: Any,
     key: Any,
     value: Any,
-    attn_mask: Any = None,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    out: Any = None,
+    attn_mask: Any,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    order: str | None,
     /,
 ) -> Any:
-    """PyTorch's signature on torch tensors into `out` of any strides, or a new tensor. The caller has seen to gradients."""
+    """Computes what was decided before, or (`order` is None) a call of Rapt's own op, which is decided here. Counted as served."""
 
-def refuse_torch(name: str, tensor: Any, /) -> None:
-    """Raises for a torch tensor whose memory is not its value."""
-
-def torch_plain_keys() -> list[int]: ...
+def torch_is_plain(tensor: Any) -> bool: ...
+def refuse_gradients(*tensors: Any) -> None: ...
+def fallback_reasons() -> list[str]: ...
+def set_registered(yes: bool) -> None: ...
 def count_served() -> None: ...
 def served() -> int: ...
 @final
@@ -202,9 +159,7 @@ class TorchKernel:
     def __new__(
         cls,
         cold: Callable[..., Any],
-        empty_out: Callable[..., Any],
         allowed: list[Callable[[], bool]],
-        forward_ad: Any,
         with_keyset: bool,
         on_gpu: bool = False,
     ) -> TorchKernel: ...

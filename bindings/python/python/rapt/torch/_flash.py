@@ -11,10 +11,12 @@ What Rapt does not serve (gradients, dropout) is PyTorch's own kernel's, and cou
 import contextlib
 import math
 import threading
+import warnings
 
 import torch
+from rapt import _native
 
-from . import _ops, _route, _strides
+from . import _outputs, _stock
 from ._stats import count_fallback, count_served
 
 NAME = "RAPT"
@@ -24,30 +26,14 @@ _CPU, _CUDA = "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_produc
 TAKES_FLASH = hasattr(torch.library, "get_kernel")
 # How whoever hands a request over to PyTorch's own kernel marks it on the CPU: a dropout_p below 0, which PyTorch asks only
 # whether it is > 0, and which graphs keep. (-0.0 would not do: the dispatcher drops arguments equal to their default.)
-COUNTED = -1.0 if TAKES_FLASH else 0.0  # this hand-over stands in the account
+COUNTED = -1.0 if TAKES_FLASH else 0.0  # this hand-over is counted
 TRACED = -2.0 if TAKES_FLASH else 0.0  # this one is part of a graph: to be counted when it runs
+
+# Calls in a row that come to an idle kernel before it takes itself out.
+_IDLE_CALLS = 16
 
 _lock = threading.RLock()
 _handing_over = threading.local()
-
-
-def why_not_plain(tensors):
-    """Why the memory of one of these is not its value, in a few words, or None."""
-    for t in tensors:
-        if t is None or _route.is_plain(t):
-            continue
-        if type(t) not in (torch.Tensor, torch.nn.Parameter):
-            return f"tensor subclass {type(t).__name__}"
-        if t.device.type not in ("cpu", "cuda"):
-            return f"device {t.device.type}"
-        if t.layout is not torch.strided:
-            return f"layout {str(t.layout).removeprefix('torch.')}"
-        if t.is_quantized:
-            return "quantized"
-        if t.is_neg() or t.is_conj():
-            return "lazy negation"
-        return "functorch transform"
-    return None
 
 
 @contextlib.contextmanager
@@ -71,23 +57,22 @@ def _flash_cpu(keyset, query, key, value, dropout_p=0.0, is_causal=False, *, att
             keyset, query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
         )  # fmt: skip
 
+    if _cpu.is_idle():
+        return own(0.0 if dropout_p < 0.0 else dropout_p)
     if dropout_p == COUNTED or dropout_p == TRACED:
         if dropout_p == TRACED:
             count_fallback("requires grad")
         return own(0.0)
-    tensors = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
-    reason = why_not_plain(tensors) or _route.fallback_reason(
-        query, key, value, attn_mask, dropout_p, is_causal, scale, True
-    )  # fmt: skip
+    reason, _, _ = _native.torch_decide(query, key, value, attn_mask, dropout_p, is_causal, scale, True)
     if reason is not None:
         count_fallback(reason)
         return own(dropout_p)
-    out = _strides.empty_flash(query)
+    out = _outputs.new(query, query.shape, "query" if _stock.ask().follows_query else "bshd")
     batch, heads, q_len, _ = query.shape
     lse_dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     lse = torch.empty((batch, q_len, heads), dtype=lse_dtype).transpose(1, 2)
     causal = "top_left" if is_causal else None
-    _ops._native.run_into(query, key, value, attn_mask, None, None, out, lse, causal, None, None, scale, "bhsd")
+    _native.run_into(query, key, value, out, lse, mask=attn_mask, causal=causal, scale=scale)
     # PyTorch writes 0 where every key is masked, and its backward kernel reads exp(-inf - lse).
     lse.masked_fill_(lse == -math.inf, 0.0)
     count_served()
@@ -106,18 +91,16 @@ def _flash_cuda(
 
     if getattr(_handing_over, "now", False):
         return own()
-    reason = why_not_plain((query, key, value))
-    if reason is None and return_debug_mask:
-        reason = "debug mask"
-    if reason is None:
-        reason = _route.fallback_reason(query, key, value, None, dropout_p, is_causal, scale, True)
+    reason, _, _ = _native.torch_decide(
+        query, key, value, None, dropout_p, is_causal, scale, True, return_debug_mask
+    )  # fmt: skip
     if reason is not None:
         count_fallback(reason)
         return own()
-    out = _strides.follow_query(query, (*query.shape[:-1], value.shape[-1]))
+    out = _outputs.new(query, (*query.shape[:-1], value.shape[-1]), "query")
     lse = query.new_empty(query.shape[:-1], dtype=torch.float32)
     causal = "top_left" if is_causal else None
-    _ops._native.run_into(query, key, value, None, None, None, out, lse, causal, None, None, scale, "bhsd")
+    _native.run_into(query, key, value, out, lse, causal=causal, scale=scale)
     count_served()
     seed, offset = query.new_empty(2, dtype=torch.uint64), query.new_empty((), dtype=torch.uint64)
     return out, lse, None, None, query.shape[2], key.shape[2], seed, offset, query.new_empty(0)
@@ -128,30 +111,53 @@ class _Taken:
 
     def __init__(self, name, key, kernel):
         self.name, self.key, self.kernel = name, key, kernel
-        self.count, self.library, self.stock = 0, None, None
+        self.count, self.idle, self.library, self.stock = 0, 0, None, None
 
     def take(self):
         with _lock:
-            if self.count == 0:
-                _strides.stock()
-                library = torch.library.Library("aten", "IMPL")
-                try:
-                    self.stock = torch.library.get_kernel(f"aten::{self.name}", self.key)
-                    library.impl(self.name, self.kernel, self.key, with_keyset=True, allow_override=True)
-                except BaseException:
-                    library._destroy()
-                    raise
-                self.library = library
-                self._forget()
+            if self.library is None:
+                self._install()
+            self.idle = 0
             self.count += 1
 
-    def leave(self):
+    def _install(self):
+        _stock.ask()
+        library = torch.library.Library("aten", "IMPL")
+        try:
+            self.stock = torch.library.get_kernel(f"aten::{self.name}", self.key)
+            # torch < 2.15 warns of every kernel that stands in another's place.
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", category=UserWarning)
+                library.impl(self.name, self.kernel, self.key, with_keyset=True, allow_override=True)
+        except BaseException:
+            library._destroy()
+            raise
+        self.library = library
+        self._forget()
+
+    def leave(self, idly=False):
+        """Take back one `take()`; after the last the op is PyTorch's, `idly`: once it was called a few times."""
         with _lock:
             self.count -= 1
-            if self.count == 0:
+            if not idly:
+                self.retire()
+
+    def retire(self):
+        """Take an idle kernel out."""
+        with _lock:
+            if self.count == 0 and self.library is not None:
                 self.library._destroy()
                 self.library = None
                 self._forget()
+
+    def is_idle(self):
+        """Whether nobody holds the op: the call is PyTorch's."""
+        if self.count > 0:
+            return False
+        self.idle += 1
+        if self.idle >= _IDLE_CALLS:
+            self.retire()
+        return True
 
     def _forget(self):
         # Tracing goes through a cache of kernels that a new registration does not clear.
@@ -168,9 +174,15 @@ def take_cpu():
 
 
 def leave_cpu():
-    """Take back one `take_cpu()`."""
+    """Take back one `take_cpu()`: the kernel stays, idle."""
     if TAKES_FLASH:
-        _cpu.leave()
+        _cpu.leave(idly=True)
+
+
+def retire_cpu():
+    """Take the idle kernel out."""
+    if TAKES_FLASH:
+        _cpu.retire()
 
 
 # --- PyTorch's registry ------------------------------------------------------------------------------------------------------

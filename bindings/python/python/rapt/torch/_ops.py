@@ -13,18 +13,11 @@ With grad mode on and an input that requires grad they raise: nothing is ever de
 import math
 
 import torch
-from rapt import (
-    DtypeMismatchError,
-    KindError,
-    OptionError,
-    ShapeError,
-    UnsupportedError,
-    _native,
-)
+from rapt import DtypeMismatchError, UnsupportedError, _native
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
-from . import _route, _strides
+from . import _outputs
 from ._imports import when_imported
 from ._stats import count_served
 
@@ -32,9 +25,19 @@ _modes = torch._C._len_torch_dispatch_stack
 _is_compiling = torch.compiler.is_compiling
 _Tensor = torch.Tensor
 
-_OPTIONS = (
-    "Tensor? mask=None, str? causal=None, SymInt? window_left=None, SymInt? window_right=None, float? softcap=None, "
-    "float? scale=None, Tensor? sinks=None, Tensor? alibi_slopes=None, str layout='bhsd'"
+# The options of rapt.attention in the schemas: a new one is an entry here.
+_OPTIONS = ", ".join(
+    [
+        "Tensor? mask=None",
+        "str? causal=None",
+        "SymInt? window_left=None",
+        "SymInt? window_right=None",
+        "float? softcap=None",
+        "float? scale=None",
+        "Tensor? sinks=None",
+        "Tensor? alibi_slopes=None",
+        "str layout='bhsd'",
+    ]
 )
 _SCHEMAS = {
     "attention": f"(Tensor q, Tensor k, Tensor v, *, {_OPTIONS}, ScalarType? out_dtype=None) -> Tensor",
@@ -67,50 +70,16 @@ def _empty_lse(q, layout):
     return torch.empty(sizes, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32, device=q.device)
 
 
-# --- what no door computes ---------------------------------------------------------------------------------------------
-
-
-def _needs_grad(tensors):
+def needs_grad(tensors):
+    """Whether grad mode is on and one of these (None among them) requires grad."""
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-
-
-def _refuse_grad(tensors):
-    if _needs_grad(tensors):
-        raise UnsupportedError(
-            "gradients are not computed yet: grad mode is on and an input requires grad; "
-            "call it inside `with torch.no_grad():`"
-        )
-
-
-def _refuse(names, tensors):
-    """Raise the typed error for the first tensor whose memory is not its value."""
-    for name, t in zip(names, tensors):
-        if t is not None and not isinstance(t, torch.Tensor):
-            raise KindError(f"{name} must be a torch.Tensor like q, got {type(t).__name__}; use torch.as_tensor({name})")
-        _native.refuse_torch(name, t)
 
 
 # --- rapt.attention ------------------------------------------------------------------------------------------------------
 
 
-def attention(
-    q,
-    k,
-    v,
-    *,
-    mask=None,
-    causal=None,
-    window=None,
-    softcap=None,
-    scale=None,
-    sinks=None,
-    alibi_slopes=None,
-    layout="bhsd",
-    out=None,
-    out_dtype=None,
-    return_lse=False,
-):
-    """`rapt.attention` on torch tensors. Shapes, units and errors as documented there."""
+def attention(q, k, v, *, causal=None, **options):
+    """`rapt.attention` on torch tensors, whose arguments it has. Shapes, units and errors as documented there."""
     if causal is True:
         causal = "top_left"
     elif causal is False:
@@ -118,35 +87,19 @@ def attention(
     # A class of its own is what makes a tensor one of a trace.
     ordinary = type(q) is type(k) is type(v) is _Tensor
     if _is_compiling() or _modes() or (not ordinary and is_traced(q, k, v)):
-        return _through_ops(
-            q, k, v, mask, causal, window, softcap, scale, sinks, alibi_slopes, layout, out, out_dtype, return_lse
-        )
-    answer = _native.attention(
-        q, k, v, mask=mask, causal=causal, window=window, softcap=softcap, scale=scale, sinks=sinks,
-        alibi_slopes=alibi_slopes, layout=layout, out=out, out_dtype=out_dtype, return_lse=return_lse,
-    )  # fmt: skip
+        return _through_ops(q, k, v, causal=causal, **options)
+    answer = _native.attention(q, k, v, causal=causal, **options)
     count_served()
     return answer
 
 
-def _through_ops(
-    q, k, v, mask, causal, window, softcap, scale, sinks, alibi_slopes, layout, out, out_dtype, return_lse
-):
+def _through_ops(q, k, v, *, window=None, layout="bhsd", out=None, out_dtype=None, return_lse=False, **options):
     left, right = (None, None) if window is None else window
-    options = {
-        "mask": mask,
-        "causal": causal,
-        "window_left": left,
-        "window_right": right,
-        "softcap": softcap,
-        "scale": scale,
-        "sinks": sinks,
-        "alibi_slopes": alibi_slopes,
-        "layout": layout,
-    }
+    options = {**options, "window_left": left, "window_right": right, "layout": layout}
     if out is not None:
-        if out_dtype is not None and out.dtype != out_dtype:
-            raise DtypeMismatchError(f"out has dtype {out.dtype}, out_dtype asks {out_dtype}; leave out_dtype away")
+        asked = q.dtype if out_dtype is None else out_dtype
+        if out.dtype != asked:
+            raise DtypeMismatchError(f"out has dtype {out.dtype}, asked for is {asked}. Mend: `out=torch.empty_like(out, dtype={asked})`")
         lse = _empty_lse(q, layout) if return_lse else None
         torch.ops.rapt.attention_into(q, k, v, out, lse, **options)
         return (out, lse) if return_lse else out
@@ -155,43 +108,22 @@ def _through_ops(
     return torch.ops.rapt.attention(q, k, v, **options, out_dtype=out_dtype)
 
 
-def _run(
-    q, k, v, out, lse, mask, causal, window_left, window_right, softcap, scale, sinks, alibi_slopes, layout
-):  # fmt: skip
+def _attention_into(q, k, v, out, lse, *, window_left=None, window_right=None, **options):
     window = None if window_left is None and window_right is None else (window_left, window_right)
-    _native.run_into(q, k, v, mask, sinks, alibi_slopes, out, lse, causal, window, softcap, scale, layout)
+    _native.run_into(q, k, v, out, lse, window=window, **options)
     count_served()
 
 
-def _attention(
-    q, k, v, *, mask=None, causal=None, window_left=None, window_right=None, softcap=None, scale=None, sinks=None,
-    alibi_slopes=None, layout="bhsd", out_dtype=None,
-):  # fmt: skip
+def _attention(q, k, v, *, out_dtype=None, **options):
     out = _empty_out(q, v, out_dtype)
-    _run(
-        q, k, v, out, None, mask, causal, window_left, window_right, softcap, scale, sinks, alibi_slopes, layout
-    )  # fmt: skip
+    _attention_into(q, k, v, out, None, **options)
     return out
 
 
-def _attention_lse(
-    q, k, v, *, mask=None, causal=None, window_left=None, window_right=None, softcap=None, scale=None, sinks=None,
-    alibi_slopes=None, layout="bhsd", out_dtype=None,
-):  # fmt: skip
+def _attention_lse(q, k, v, *, layout="bhsd", out_dtype=None, **options):
     out, lse = _empty_out(q, v, out_dtype), _empty_lse(q, layout)
-    _run(
-        q, k, v, out, lse, mask, causal, window_left, window_right, softcap, scale, sinks, alibi_slopes, layout
-    )  # fmt: skip
+    _attention_into(q, k, v, out, lse, layout=layout, **options)
     return out, lse
-
-
-def _attention_into(
-    q, k, v, out, lse, *, mask=None, causal=None, window_left=None, window_right=None, softcap=None, scale=None,
-    sinks=None, alibi_slopes=None, layout="bhsd",
-):  # fmt: skip
-    _run(
-        q, k, v, out, lse, mask, causal, window_left, window_right, softcap, scale, sinks, alibi_slopes, layout
-    )  # fmt: skip
 
 
 def _fake_attention(q, k, v, *, layout="bhsd", out_dtype=None, **_options):
@@ -209,58 +141,18 @@ def _fake_attention_into(q, k, v, out, lse, **_options):
 # --- rapt.scaled_dot_product_attention -----------------------------------------------------------------------------------
 
 
-def serve(query, key, value, attn_mask=None, is_causal=False, *, scale=None, enable_gqa=False, traced=False):
-    """Compute a request that `_route` found valid, on plain tensors; `traced`: for a graph. Counted as served."""
-    if _strides.is_shortcut(query, key, value):
-        count_served()
-        return _strides.zeros_shortcut(query, value)
-    out = _empty_sdpa(query, key, value, attn_mask, is_causal, scale, enable_gqa, traced)
-    _fill(query, key, value, attn_mask, is_causal, scale, enable_gqa, out)
-    count_served()
-    return out
-
-
-def _empty_sdpa(query, key, value, mask, is_causal, scale, enable_gqa, traced):
-    if query.device.type == "cuda":
-        return _strides.empty_out_cuda(query, key, value, mask, is_causal, scale, enable_gqa, traced)
-    return _strides.empty_out(query, key, value, mask, enable_gqa)
-
-
-def _fill(query, key, value, mask, is_causal, scale, enable_gqa, out):
-    """The native module broadcasts and loops over leading dimensions on views; enable_gqa with two group sizes is ours."""
-    if not enable_gqa or key.shape[-3] == value.shape[-3]:
-        _native.torch_sdpa(query, key, value, mask, is_causal, scale, enable_gqa, out)
-        return
-    heads, k_heads, v_heads = query.shape[-3], key.shape[-3], value.shape[-3]
-    for h in range(heads):
-        one_mask = mask if mask is None or mask.dim() < 3 or mask.shape[-3] == 1 else mask.narrow(-3, h, 1)
-        _native.torch_sdpa(
-            query.narrow(-3, h, 1),
-            key.narrow(-3, h * k_heads // heads, 1),
-            value.narrow(-3, h * v_heads // heads, 1),
-            one_mask,
-            is_causal,
-            scale,
-            False,
-            out.narrow(-3, h, 1),
-        )
-
-
 def _sdpa(query, key, value, attn_mask=None, is_causal=False, *, scale=None, enable_gqa=False):
-    _route.check_kv_len(key, value)
-    _refuse(("query", "key", "value", "attn_mask"), (query, key, value, attn_mask))
-    return serve(query, key, value, attn_mask, is_causal, scale=scale, enable_gqa=enable_gqa, traced=True)
+    return _native.torch_sdpa(query, key, value, attn_mask, is_causal, scale, enable_gqa, None)
 
 
 def _fake_sdpa(query, key, value, attn_mask=None, is_causal=False, *, scale=None, enable_gqa=False):
-    if _strides.is_shortcut(query, key, value):
-        return _strides.zeros_shortcut(query, value)
-    return _empty_sdpa(query, key, value, attn_mask, is_causal, scale, enable_gqa, True)
+    order = _native.torch_order(query, key, value, attn_mask, is_causal, scale, enable_gqa)
+    return _outputs.new(query, _outputs.shape_of(query.shape, key.shape, value.shape, enable_gqa), order)
 
 
 def _sdpa_flops(query, key, value, *_args, out_val=None, **_options):
     """2·(q·k) + 2·(p·v), as PyTorch counts its own; masks count nothing."""
-    rows = math.prod(_strides.out_shape(query, key, value, _options.get("enable_gqa", False))[:-1])
+    rows = math.prod(_outputs.shape_of(query, key, value, _options.get("enable_gqa", False))[:-1])
     return 2 * rows * key[-2] * (query[-1] + value[-1])
 
 
@@ -268,32 +160,15 @@ def sdpa(
     query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
 ):  # fmt: skip
     """`rapt.scaled_dot_product_attention` on torch tensors: PyTorch's signature, Rapt's errors, never a fallback."""
-    if dropout_p != 0.0:
-        raise UnsupportedError(f"dropout_p={dropout_p} is not computed yet; use dropout_p=0.0")
-    if attn_mask is not None and is_causal:
-        raise OptionError(
-            "attn_mask together with is_causal=True is not allowed here, as in PyTorch; "
-            'use rapt.attention(query, key, value, mask=attn_mask, causal="top_left")'
-        )
     if _is_compiling() or _modes() or is_traced(query, key, value):
+        if dropout_p != 0.0:
+            raise UnsupportedError(f"dropout_p={dropout_p} is not computed yet; use dropout_p=0.0")
         return torch.ops.rapt.scaled_dot_product_attention(
             query, key, value, attn_mask, is_causal, scale=scale, enable_gqa=enable_gqa
         )
-    tensors = (query, key, value, attn_mask)
-    _refuse_grad(tensors)
-    _refuse(("query", "key", "value", "attn_mask"), tensors)
-    if min(query.dim(), key.dim(), value.dim()) >= 2 and _route.valid_shapes(query, key, value, attn_mask, enable_gqa):
-        return serve(query, key, value, attn_mask, is_causal, scale=scale, enable_gqa=enable_gqa)
-    _route.check_kv_len(key, value)
-    if query.dim() == key.dim() == 4 and key.shape[1] != query.shape[1] and key.shape[1] != 1 and not enable_gqa:
-        raise ShapeError(
-            f"query has {query.shape[1]} heads, key {key.shape[1]}; use enable_gqa=True where they are groups"
-        )
-    # The native door names what is wrong.
-    out = _empty_out(query, value, None)
-    causal = "top_left" if is_causal else None
-    _native.run_into(query, key, value, attn_mask, None, None, out, None, causal, None, None, scale, "bhsd")
-    return out
+    return _native.scaled_dot_product_attention(
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+    )  # fmt: skip
 
 
 # --- registration ----------------------------------------------------------------------------------------------------------
@@ -304,8 +179,8 @@ def _autograd(name, run):
     op = getattr(torch.ops.rapt, name).default
 
     def kernel(*args, **kwargs):
-        _refuse_grad([a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)])
-        if _modes() or not all(_route.is_plain(a) for a in args if isinstance(a, torch.Tensor)):
+        _native.refuse_gradients(*(a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)))
+        if _modes() or not all(_native.torch_is_plain(a) for a in args if isinstance(a, torch.Tensor)):
             with torch._C._AutoDispatchBelowAutograd():
                 return op(*args, **kwargs)
         return run(*args, **kwargs)

@@ -11,14 +11,14 @@ composite kernel ends there as well, so every hand-over marks itself by a negati
 """
 
 import contextlib
-import sys
 import threading
+import warnings
 
 import torch
-from rapt import DeviceError
+from rapt import DeviceError, _native
 from rapt._native import TorchKernel
 
-from . import _flash, _ops, _route, _strides, _transformers
+from . import _compiled, _flash, _ops, _stock, _transformers
 from ._stats import count_fallback
 
 _modes = torch._C._len_torch_dispatch_stack
@@ -39,11 +39,11 @@ def _kernel(on_gpu, with_keyset):
     """The native kernel, which answers what models ask for: dense tensors, no gradient, nothing that traces. A request
     that PyTorch's own kernels are barred from goes the long way, where it is counted. On the GPU the strides of PyTorch's
     output depend on which of its kernels are allowed: while one is not, requests go the long way too."""
-    allowed = [torch._C._get_flash_sdp_enabled, torch._C._get_math_sdp_enabled]
+    allowed = ["flash", "math"]
     if on_gpu:
-        allowed = [torch._C._get_math_sdp_enabled, *_route.FUSED]
-    empty_out = _strides.empty_out_cuda if on_gpu else _strides.empty_out
-    return TorchKernel(_sdpa_cold, empty_out, allowed, torch.autograd.forward_ad, with_keyset, on_gpu)
+        allowed = ["math", "flash", "mem_efficient", "cudnn"]
+    flags = [getattr(torch._C, f"_get_{name}_sdp_enabled", None) for name in allowed]
+    return TorchKernel(_sdpa_cold, [flag for flag in flags if flag is not None], with_keyset, on_gpu)
 
 
 # In inference mode nothing stands between torch.compile and the op; older torch (2.6) then decomposes it before it asks for
@@ -53,6 +53,8 @@ _DECOMPOSES_FIRST = not hasattr(torch.utils._python_dispatch, "autograd_would_ha
 
 def _decomposition(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False):
     arguments = (query, key, value, attn_mask, dropout_p, is_causal)
+    if _count == 0:
+        return own(*arguments, scale, enable_gqa, 0.0)
     mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL)
     exporting = mode is not None and mode.export
     if exporting:
@@ -62,24 +64,18 @@ def _decomposition(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=F
 
 def _sdpa_cold(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False):
     """Whatever the native kernel does not serve at once: traces, gradients, modes, and every request out of the ordinary."""
-    tensors = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
-    traced = _ops.is_traced(*tensors)
-    if traced:
-        # Plain constants may stand beside fake tensors; any other subclass has its own idea of an op.
-        reason = _flash.why_not_plain([t for t in tensors if not _ops.is_traced(t)])
-    else:
-        reason = _flash.why_not_plain(tensors)
-    if reason is None:
-        reason = _route.fallback_reason(
-            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
-        )  # fmt: skip
+    if _count == 0:
+        return _hand_on(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    reason, order, traced = _native.torch_decide(
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+    )  # fmt: skip
     if reason is None:
         if traced or _modes():
             return torch.ops.rapt.scaled_dot_product_attention(
                 query, key, value, attn_mask, is_causal, scale=scale, enable_gqa=enable_gqa
             )
         try:
-            return _ops.serve(query, key, value, attn_mask, is_causal, scale=scale, enable_gqa=enable_gqa)
+            return _native.torch_sdpa(query, key, value, attn_mask, is_causal, scale, enable_gqa, order)
         except DeviceError:
             # A GPU that Rapt does not serve (older than sm_80, no compiler): PyTorch's own kernel does.
             if query.device.type != "cuda":
@@ -95,65 +91,92 @@ def _sdpa_cold(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False
 
 
 # --- counted registration ----------------------------------------------------------------------------------------------------
+#
+# Putting kernels into PyTorch's dispatcher and taking them out takes 0.2 ms, so what enters and leaves is a flag: after the last
+# leave the kernels are idle. They hand every call on, and take themselves out at the first trace or after a few calls in a row;
+# from then on PyTorch is as before in time too.
+
+_IDLE_CALLS = 16
 
 _lock = threading.RLock()
 _count = 0
 _library = None
+_idle = 0
 _mha_fastpath = True
+_is_in_transformers = False
 
 
-def _cache_tag():
-    from rapt import __version__
-
-    return f"rapt-{__version__}"
-
-
-def _drop_compiled(add):
-    """Forget what was compiled under the other kernel, in memory and (by another key) on disk, and the kernels that torch's
-    Python dispatcher has looked up (tracing goes through it; a new registration does not clear its cache)."""
-    _OP._dispatch_cache.clear()
-    try:
-        from torch.compiler import config
-    except ImportError:  # torch < 2.7
-        config = None
-    if config is not None and hasattr(config, "cache_key_tag"):
-        parts = [p for p in config.cache_key_tag.split("+") if p and p != _cache_tag()]
-        config.cache_key_tag = "+".join([*parts, _cache_tag()] if add else parts)
-    if "torch._dynamo" in sys.modules:
-        torch._dynamo.reset()
-
-
-def _activate():
-    global _library, _mha_fastpath
-    _strides.stock()
+def _install():
+    """Put the kernels in; they answer once they are told to."""
+    global _library
+    _stock.ask()
     library = torch.library.Library("aten", "IMPL")
     try:
-        for key, on_gpu in (("CPU", False), ("CUDA", True)):
-            above, below = _kernel(on_gpu, with_keyset=True), _kernel(on_gpu, with_keyset=False)
-            library.impl("scaled_dot_product_attention", above, f"Autograd{key}", with_keyset=True)
-            library.impl("scaled_dot_product_attention", below, key)
-        _flash.take_cpu()
+        # torch < 2.15 warns of every kernel that stands in another's place.
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", category=UserWarning)
+            for key, on_gpu in (("CPU", False), ("CUDA", True)):
+                above, below = _kernel(on_gpu, with_keyset=True), _kernel(on_gpu, with_keyset=False)
+                library.impl("scaled_dot_product_attention", above, f"Autograd{key}", with_keyset=True)
+                library.impl("scaled_dot_product_attention", below, key)
         if _DECOMPOSES_FIRST:
             _OP.py_kernels[_COMPOSITE] = _decomposition
     except BaseException:
         library._destroy()
         raise
     _library = library
-    _mha_fastpath = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    _drop_compiled(add=True)
+    # Tracing goes through a cache of kernels that a new registration does not clear.
+    _OP._dispatch_cache.clear()
 
 
-def _deactivate():
+def _take_out():
+    """Take the idle kernels out."""
     global _library
-    _library._destroy()
-    _library = None
-    _flash.leave_cpu()
+    library, _library = _library, None
+    if library is None:
+        return
+    library._destroy()
     if _DECOMPOSES_FIRST:
         del _OP.py_kernels[_COMPOSITE]
+    _OP._dispatch_cache.clear()
+    _flash.retire_cpu()
+
+
+def _hand_on(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa):
+    """A call that comes while nobody is registered: PyTorch's own answer."""
+    global _idle
+    tensors = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
+    traced = _modes() or _ops.is_traced(*tensors)
+    with _lock:
+        _idle += 1
+        if _count == 0 and (traced or _idle >= _IDLE_CALLS):
+            _take_out()
+    if traced:
+        return _OP(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    return own(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, 0.0)
+
+
+def _enter():
+    global _idle, _mha_fastpath, _is_in_transformers
+    if _library is None:
+        _install()
+    _flash.take_cpu()
+    _idle = 0
+    _mha_fastpath = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    _native.set_registered(True)
+    _compiled.forget(registered=True)
+    if not _is_in_transformers:
+        _transformers.register_when_imported()
+        _is_in_transformers = True
+
+
+def _leave():
+    _native.set_registered(False)
+    _flash.leave_cpu()
     if not torch.backends.mha.get_fastpath_enabled():
         torch.backends.mha.set_fastpath_enabled(_mha_fastpath)
-    _drop_compiled(add=False)
+    _compiled.forget(registered=False)
 
 
 def register_backend():
@@ -164,8 +187,7 @@ def register_backend():
     global _count
     with _lock:
         if _count == 0:
-            _activate()
-            _transformers.register_when_imported()
+            _enter()
         _count += 1
 
 
@@ -177,17 +199,23 @@ def unregister_backend():
             return
         _count -= 1
         if _count == 0:
-            _deactivate()
+            _leave()
 
 
-@contextlib.contextmanager
+class _Registered(contextlib.ContextDecorator):
+    def __enter__(self):
+        register_backend()
+
+    def __exit__(self, *_error):
+        unregister_backend()
+
+
+_registered = _Registered()
+
+
 def backend():
     """`with rapt.torch.backend():` Rapt is registered inside."""
-    register_backend()
-    try:
-        yield
-    finally:
-        unregister_backend()
+    return _registered
 
 
 def is_registered():

@@ -1,4 +1,4 @@
-"""The account: how many calls on torch tensors Rapt served, and how many went to PyTorch's own kernel and why.
+"""Stats: how many calls on torch tensors Rapt served, and how many went to PyTorch's own kernel and why.
 
 Only calls that ran are counted, tracing is not. What was served is one atomic counter of the native module.
 """
@@ -35,7 +35,7 @@ def stats():
 
 
 def reset_stats():
-    """Start the account again at zero."""
+    """Start again at zero."""
     global _base
     with _lock:
         _base = served()

@@ -11,6 +11,10 @@ from ._imports import when_imported
 from ._stats import count_fallback
 
 
+# Why it hands on to transformers' own, beside the reasons of every call.
+REASONS = ("paged cache", "position_bias", "device")
+
+
 def attention_forward(
     module,
     query,
@@ -30,7 +34,8 @@ def attention_forward(
     """transformers' attention function: q [B,H,S,D], k and v [B,num_kv_heads,S,D] -> (out [B,S,H,Dv] contiguous, None)."""
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
-    needs_grad = _ops._needs_grad((query, key, value, attention_mask, s_aux, position_bias))
+    # torch.compile traces this function, so it asks the native module nothing.
+    needs_grad = _ops.needs_grad((query, key, value, attention_mask, s_aux, position_bias))
     plain = dropout == 0.0 and not needs_grad and position_bias is None and cache is None
     if not plain or query.device.type not in ("cpu", "cuda"):
         reason = "requires grad" if needs_grad else "dropout" if dropout != 0.0 else None

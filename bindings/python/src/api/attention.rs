@@ -1,0 +1,275 @@
+//! `attention`, `explain` and `run_into`: read the tensors, build the spec, run, hand back.
+
+use std::cell::Cell;
+
+use pyo3::prelude::*;
+use pyo3::types::PyTuple;
+use rapt::{ErrorKind, Operands, Options, Spec, SpecBuilder, Tensors, View, ViewMut};
+
+use crate::api::options;
+use crate::api::plan::PyPlan;
+use crate::engine::Home;
+use crate::errors::hints;
+use crate::errors::{Failure, Wording, guard};
+use crate::kind::Kind;
+use crate::tensors::Export;
+use crate::tensors::StreamContext;
+use crate::tensors::{self, Operand, torch};
+
+type Object<'a, 'py> = &'a Bound<'py, PyAny>;
+
+/// The types that hold the arguments of `rapt.attention`, written from the table of options.
+macro_rules! arguments {
+    (
+        tensors: [$($tensor:ident),*],
+        options: [$($option:ident => $field:ident: $parse:ident,)*],
+        text: $_text:tt,
+        method_text: $_method_text:tt,
+    ) => {
+        /// The arguments of `rapt.attention`, as they were given.
+        pub(crate) struct Request<'a, 'py> {
+            pub(crate) q: Object<'a, 'py>,
+            pub(crate) k: Object<'a, 'py>,
+            pub(crate) v: Object<'a, 'py>,
+            $(pub(crate) $tensor: Option<Object<'a, 'py>>,)*
+            $(pub(crate) $option: Option<Object<'a, 'py>>,)*
+            pub(crate) out: Option<Object<'a, 'py>>,
+            pub(crate) return_lse: Option<Object<'a, 'py>>,
+        }
+
+        impl<'a, 'py> Request<'a, 'py> {
+            /// Every tensor of the caller's under its name.
+            fn named(&self) -> impl Iterator<Item = (&'static str, Object<'a, 'py>)> + use<'a, 'py> {
+                let optional = [$((stringify!($tensor), self.$tensor),)* ("out", self.out)];
+                let optional = optional.into_iter().filter_map(|(name, tensor)| Some((name, tensor?)));
+                [("q", self.q), ("k", self.k), ("v", self.v)].into_iter().chain(optional)
+            }
+
+            fn options(&self) -> Result<Options, Failure> {
+                Ok(Options { $($field: options::$parse(stringify!($option), self.$option)?),* })
+            }
+        }
+
+        /// The tensors that are read.
+        struct Inputs {
+            q: Operand,
+            k: Operand,
+            v: Operand,
+            $($tensor: Option<Operand>,)*
+        }
+
+        /// [`Inputs`] after rapt-core looked at each.
+        struct Views<'a> {
+            q: View<'a>,
+            k: View<'a>,
+            v: View<'a>,
+            $($tensor: Option<View<'a>>,)*
+        }
+
+        impl Inputs {
+            fn read(request: &Request<'_, '_>, kind: Kind) -> Result<Self, Failure> {
+                let read = |name: &'static str, object: &Bound<'_, PyAny>| tensors::read(name, object, kind, request.q);
+                Ok(Inputs {
+                    q: read("q", request.q)?,
+                    k: read("k", request.k)?,
+                    v: read("v", request.v)?,
+                    $($tensor: request.$tensor.map(|object| read(stringify!($tensor), object)).transpose()?,)*
+                })
+            }
+
+            /// What keeps them alive beside their objects.
+            fn exports(self) -> impl Iterator<Item = Export> {
+                let Inputs { q, k, v, $($tensor),* } = self;
+                [Some(q), Some(k), Some(v), $($tensor),*].into_iter().flatten().filter_map(|operand| operand._hold)
+            }
+
+            fn views(&self) -> rapt::Result<Views<'_>> {
+                Ok(Views {
+                    q: self.q.view()?,
+                    k: self.k.view()?,
+                    v: self.v.view()?,
+                    $($tensor: self.$tensor.as_ref().map(Operand::view).transpose()?,)*
+                })
+            }
+        }
+
+        impl<'a> Views<'a> {
+            fn builder(&self, options: &Options) -> SpecBuilder {
+                Spec::builder(&self.q, &self.k, &self.v, options)$(.$tensor(self.$tensor.as_ref()))*
+            }
+
+            /// With the outputs: everything that a run reads and writes.
+            fn tensors(self, out: ViewMut<'a>, lse: Option<ViewMut<'a>>) -> Tensors<'a> {
+                Tensors { q: self.q, k: self.k, v: self.v, $($tensor: self.$tensor,)* out, lse }
+            }
+        }
+    };
+}
+options::attention_options!(arguments);
+
+impl Views<'_> {
+    fn spec(&self, options: &Options, out: Option<&Operand>, lse: Lse<'_>) -> rapt::Result<Spec> {
+        let mut builder = self.builder(options);
+        if let Some(out) = out {
+            builder = builder.out(out.form());
+        }
+        builder = match lse {
+            Lse::No => builder,
+            Lse::New => builder.return_lse(true),
+            Lse::Given(lse) => builder.lse(lse.form()),
+        };
+        builder.build()
+    }
+}
+
+#[derive(Clone, Copy)]
+enum Lse<'a> {
+    No,
+    New,
+    Given(&'a Operand),
+}
+
+fn parse(request: &Request<'_, '_>) -> Result<(Options, bool), Failure> {
+    let return_lse = request.return_lse.map_or(Ok(false), |given| options::flag("return_lse", given))?;
+    Ok((request.options()?, return_lse))
+}
+
+/// The kind of the call, remembered for how its errors are told.
+fn kind_for(wording: &Cell<Wording>, q: Object<'_, '_>) -> Result<Kind, Failure> {
+    let kind = tensors::source_kind(q)?;
+    wording.set(Wording { kind, ..wording.get() });
+    Ok(kind)
+}
+
+fn read_out(request: &Request<'_, '_>, kind: Kind) -> Result<Option<Operand>, Failure> {
+    let read = |out| {
+        let out = tensors::read("out", out, kind, request.q)?;
+        if out.writable { Ok(out) } else { Err(rapt::Error::ReadOnly { tensor: "out" }.into()) }
+    };
+    request.out.map(read).transpose()
+}
+
+/// `rapt.attention` on `home`.
+pub(crate) fn attend<'py>(py: Python<'py>, home: &Home, request: &Request<'_, 'py>) -> PyResult<Bound<'py, PyAny>> {
+    let wording = Cell::new(Wording { names: &hints::ATTENTION, kind: Kind::Numpy });
+    guard(py, &wording, || {
+        let kind = kind_for(&wording, request.q)?;
+        let (options, return_lse) = parse(request)?;
+        let inputs = Inputs::read(request, kind)?;
+        if kind == Kind::Torch {
+            torch::refuse_gradients(py, request.named())?;
+        }
+        let views = inputs.views()?;
+        let given = read_out(request, kind)?;
+        let spec = views.spec(&options, given.as_ref(), if return_lse { Lse::New } else { Lse::No })?;
+        // What is not served is refused before memory is asked for.
+        let planned = home.plan(py, kind, &spec)?;
+        let rank = inputs.q.shape.len();
+        let (mut out_product, mut out) = match given {
+            Some(out) => (None, out),
+            None => {
+                let (dtype, shape) = (spec.out.dtype, spec.out_shape(rank));
+                let (product, out) = tensors::allocate("out", kind, request.q, spec.device, dtype, shape)?;
+                (Some(product), out)
+            }
+        };
+        let mut lse = match &spec.lse {
+            Some(lse) => Some(tensors::allocate("lse", kind, request.q, spec.device, lse.dtype, spec.lse_shape(rank))?),
+            None => None,
+        };
+        let tensors = views.tensors(out.view_mut()?, lse.as_mut().map(|(_, lse)| lse.view_mut()).transpose()?);
+        let context = StreamContext::of(kind, request.q)?;
+        let enqueued = planned.run(py, tensors, &context)?;
+        context.hold(py, enqueued, request.named().map(|(_, tensor)| tensor), inputs.exports().chain(out._hold))?;
+        let out = match (out_product.take(), request.out) {
+            (Some(product), _) => product.finish(py)?,
+            (None, Some(given)) => given.clone(),
+            (None, None) => {
+                return Err(Failure::binding(ErrorKind::Unsupported, "no output was made", ""));
+            }
+        };
+        match lse {
+            Some((product, operand)) => {
+                drop(operand);
+                Ok(PyTuple::new(py, [out, product.finish(py)?])?.into_any())
+            }
+            None => Ok(out),
+        }
+    })
+}
+
+/// `rapt.explain` on `home`.
+pub(crate) fn explain(py: Python<'_>, home: &Home, request: &Request<'_, '_>) -> PyResult<PyPlan> {
+    let wording = Cell::new(Wording { names: &hints::ATTENTION, kind: Kind::Numpy });
+    guard(py, &wording, || {
+        let kind = kind_for(&wording, request.q)?;
+        let (options, return_lse) = parse(request)?;
+        let inputs = Inputs::read(request, kind)?;
+        let views = inputs.views()?;
+        let given = read_out(request, kind)?;
+        let spec = views.spec(&options, given.as_ref(), if return_lse { Lse::New } else { Lse::No })?;
+        let planned = home.plan(py, kind, &spec)?;
+        let rank = inputs.q.shape.len();
+        // The outputs that `attention` would make, so that the certificate is about operands that exist. Where memory for
+        // them cannot be had there is none.
+        let (mut out_product, mut lse_product) = (None, None);
+        let mut out = match given {
+            Some(out) => Some(out),
+            None => {
+                let (dtype, shape) = (spec.out.dtype, spec.out_shape(rank));
+                made(&mut out_product, tensors::reserve("out", kind, request.q, spec.device, dtype, shape))
+            }
+        };
+        let lse_spec = spec.lse.as_ref();
+        let mut lse = lse_spec.and_then(|lse| {
+            let shape = spec.lse_shape(rank);
+            made(&mut lse_product, tensors::reserve("lse", kind, request.q, spec.device, lse.dtype, shape))
+        });
+        let certificate = match &mut out {
+            Some(out) if lse.is_some() == lse_spec.is_some() => {
+                let tensors = views.tensors(out.view_mut()?, lse.as_mut().map(Operand::view_mut).transpose()?);
+                Some(planned.plan.certificate(&Operands::check(tensors, planned.plan.spec())?)?)
+            }
+            _ => None,
+        };
+        Ok(PyPlan::new(planned.plan, certificate))
+    })
+}
+
+/// The operand of a tensor that was made, whose owner goes to `hold`.
+fn made<'py>(
+    hold: &mut Option<tensors::Product<'py>>,
+    made: Result<(tensors::Product<'py>, Operand), Failure>,
+) -> Option<Operand> {
+    let (product, operand) = made.ok()?;
+    *hold = Some(product);
+    Some(operand)
+}
+
+/// Fills `out` (and `lse`) of any strides; the caller has seen to gradients.
+pub(crate) fn fill(
+    py: Python<'_>,
+    home: &Home,
+    request: &Request<'_, '_>,
+    lse_given: Option<Object<'_, '_>>,
+) -> PyResult<()> {
+    let wording = Cell::new(Wording { names: &hints::ATTENTION, kind: Kind::Numpy });
+    guard(py, &wording, || {
+        let kind = kind_for(&wording, request.q)?;
+        let options = request.options()?;
+        let inputs = Inputs::read(request, kind)?;
+        let views = inputs.views()?;
+        let Some(mut out) = read_out(request, kind)? else {
+            return Err(Failure::binding(ErrorKind::Kind, "out is None", "a tensor to write"));
+        };
+        let mut lse = lse_given.map(|lse| tensors::read("lse", lse, kind, request.q)).transpose()?;
+        // The caller chose the dtype of out: it need not be that of q.
+        let options = Options { out_dtype: Some(out.dtype), ..options };
+        let spec = views.spec(&options, Some(&out), lse.as_ref().map_or(Lse::No, Lse::Given))?;
+        let tensors = views.tensors(out.view_mut()?, lse.as_mut().map(Operand::view_mut).transpose()?);
+        let context = StreamContext::of(kind, request.q)?;
+        let enqueued = home.plan(py, kind, &spec)?.run(py, tensors, &context)?;
+        let exports = inputs.exports().chain(out._hold).chain(lse.and_then(|lse| lse._hold));
+        context.hold(py, enqueued, request.named().map(|(_, tensor)| tensor).chain(lse_given), exports)
+    })
+}

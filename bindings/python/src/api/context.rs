@@ -1,0 +1,122 @@
+//! `rapt.Context`: threads and caches of one's own.
+
+use pyo3::prelude::*;
+use rapt::Threads;
+
+use crate::api::attention::{self, Request};
+use crate::api::options::attention_options;
+use crate::api::plan::PyPlan;
+use crate::engine::Owned;
+use crate::errors::hints;
+use crate::errors::{Failure, Wording, raise};
+
+/// Owns threads and caches; the module functions use a default one. As a context manager it gives both back at the end.
+#[pyclass(frozen, module = "rapt", name = "Context")]
+pub(crate) struct Context {
+    owned: Owned,
+}
+
+fn reported(py: Python<'_>, failure: Failure) -> PyErr {
+    raise(py, failure, Wording { names: &hints::ATTENTION, kind: crate::kind::Kind::Numpy })
+}
+
+/// The methods; those of the options are written from the table.
+macro_rules! methods {
+    (
+        tensors: [$($tensor:ident),*],
+        options: [$($option:ident => $field:ident: $parse:ident,)*],
+        text: $_text:tt,
+        method_text: $method_text:tt,
+    ) => {
+        #[pymethods]
+        impl Context {
+            #[new]
+            #[pyo3(signature = (threads = None))]
+            fn new(py: Python<'_>, threads: Option<&Bound<'_, PyAny>>) -> PyResult<Self> {
+                let refuse = |given: &Bound<'_, PyAny>| {
+                    let got = given.repr().map_or_else(|_| String::new(), |text| text.to_string());
+                    reported(py, Failure::option("threads", got, "None, or an int from 1 up"))
+                };
+                let threads = match threads {
+                    None => None,
+                    Some(given) if given.is_instance_of::<pyo3::types::PyBool>() => return Err(refuse(given)),
+                    // A thread costs memory before it does anything: more than this is an accident.
+                    Some(given) => match given.extract::<usize>() {
+                        Ok(threads) if (1..=4096).contains(&threads) => Some(threads),
+                        _ => return Err(refuse(given)),
+                    },
+                };
+                Ok(Context { owned: Owned::new(threads).map_err(|failure| reported(py, failure))? })
+            }
+
+            fn __enter__(this: Py<Self>) -> Py<Self> {
+                this
+            }
+
+            fn __exit__(
+                &self,
+                _class: Option<&Bound<'_, PyAny>>,
+                _error: Option<&Bound<'_, PyAny>>,
+                _traceback: Option<&Bound<'_, PyAny>>,
+            ) -> bool {
+                self.owned.give_back();
+                false
+            }
+
+            /// The number of threads for numpy and DLPack; torch tensors use it too if it was asked for.
+            #[getter]
+            fn threads(&self, py: Python<'_>) -> PyResult<usize> {
+                let home = self.owned.home().map_err(|failure| reported(py, failure))?;
+                Ok(home.threads().map_err(|failure| reported(py, failure))?.get())
+            }
+
+            fn __repr__(&self, py: Python<'_>) -> PyResult<String> {
+                let home = self.owned.home().map_err(|failure| reported(py, failure))?;
+                let threads = home.threads().map_err(|failure| reported(py, failure))?;
+                Ok(match threads {
+                    Threads::Asked(threads) => format!("rapt.Context(threads={threads})"),
+                    other => format!("rapt.Context() on {} threads", other.get()),
+                })
+            }
+
+            /// `rapt.attention` on these threads.
+            #[pyo3(signature = (q, k, v, *, $($tensor = None,)* $($option = None,)* out = None, return_lse = None), text_signature = $method_text)]
+            #[allow(clippy::too_many_arguments, reason = "the public signature")]
+            fn attention<'py>(
+                &self,
+                py: Python<'py>,
+                q: &Bound<'py, PyAny>,
+                k: &Bound<'py, PyAny>,
+                v: &Bound<'py, PyAny>,
+                $($tensor: Option<&Bound<'py, PyAny>>,)*
+                $($option: Option<&Bound<'py, PyAny>>,)*
+                out: Option<&Bound<'py, PyAny>>,
+                return_lse: Option<&Bound<'py, PyAny>>,
+            ) -> PyResult<Bound<'py, PyAny>> {
+                let home = self.owned.home().map_err(|failure| reported(py, failure))?;
+                let request = Request { q, k, v, $($tensor,)* $($option,)* out, return_lse };
+                attention::attend(py, &home, &request)
+            }
+
+            /// `rapt.explain` on these threads.
+            #[pyo3(signature = (q, k, v, *, $($tensor = None,)* $($option = None,)* out = None, return_lse = None), text_signature = $method_text)]
+            #[allow(clippy::too_many_arguments, reason = "the public signature")]
+            fn explain<'py>(
+                &self,
+                py: Python<'py>,
+                q: &Bound<'py, PyAny>,
+                k: &Bound<'py, PyAny>,
+                v: &Bound<'py, PyAny>,
+                $($tensor: Option<&Bound<'py, PyAny>>,)*
+                $($option: Option<&Bound<'py, PyAny>>,)*
+                out: Option<&Bound<'py, PyAny>>,
+                return_lse: Option<&Bound<'py, PyAny>>,
+            ) -> PyResult<PyPlan> {
+                let home = self.owned.home().map_err(|failure| reported(py, failure))?;
+                let request = Request { q, k, v, $($tensor,)* $($option,)* out, return_lse };
+                attention::explain(py, &home, &request)
+            }
+        }
+    };
+}
+attention_options!(methods);

@@ -1,0 +1,10 @@
+//! The functions and classes of the package, each from Python's arguments to Python's answer.
+
+pub(crate) mod attention;
+pub(crate) mod context;
+pub(crate) mod doctor;
+pub(crate) mod layout;
+pub(crate) mod log;
+pub(crate) mod options;
+pub(crate) mod plan;
+pub(crate) mod sdpa;

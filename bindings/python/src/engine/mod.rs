@@ -1,0 +1,153 @@
+//! Which engine and which threads serve a call.
+//!
+//! Threads: `Context(threads)`, else torch's own number and pool for torch tensors, else `RAPT_NUM_THREADS`, else what the
+//! system offers.
+
+pub(crate) mod torch_pool;
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use pyo3::prelude::*;
+use rapt::{Device, Engine, Operands, Plan, Queue, Spec, Tensors, Threads};
+
+use self::torch_pool::TorchPool;
+use crate::errors::Failure;
+use crate::kind::Kind;
+use crate::tensors::torch;
+use crate::tensors::{Enqueued, StreamContext};
+
+/// An engine as a call holds it.
+#[derive(Clone)]
+pub(crate) enum Home {
+    /// The engine of the module functions.
+    Default,
+    /// The engine of a `Context`.
+    Own(Arc<Engine>),
+}
+
+impl Home {
+    /// The engine itself.
+    pub(crate) fn engine(&self) -> Result<&Engine, Failure> {
+        Ok(match self {
+            Home::Default => rapt::default_engine()?,
+            Home::Own(engine) => engine,
+        })
+    }
+
+    /// torch's threads, if this call runs on them.
+    pub(crate) fn torch_threads(&self, py: Python<'_>, kind: Kind) -> Result<Option<usize>, Failure> {
+        let engine = self.engine()?;
+        if kind != Kind::Torch || matches!(engine.threads(), Threads::Asked(_)) {
+            return Ok(None);
+        }
+        Ok(match torch_pool::num_threads() {
+            Some(threads) => Some(threads),
+            None => torch::num_threads(py)?,
+        })
+    }
+
+    /// What will run for `spec`, and on whose threads.
+    pub(crate) fn plan(&self, py: Python<'_>, kind: Kind, spec: &Spec) -> Result<Planned<'_>, Failure> {
+        let engine = self.engine()?;
+        if let Device::Cuda(_) = spec.device {
+            pass_folders(py)?;
+            // A kernel that is not kept yet is compiled here, for seconds.
+            let plan = py.detach(|| engine.plan(spec))?;
+            return Ok(Planned { engine, plan, torch_threads: None });
+        }
+        let torch_threads = self.torch_threads(py, kind)?;
+        let plan = match torch_threads {
+            Some(threads) => engine.plan_for(spec, threads)?,
+            None => engine.plan(spec)?,
+        };
+        Ok(Planned { engine, plan, torch_threads })
+    }
+
+    /// A plan made before for as many threads.
+    pub(crate) fn resume(&self, plan: Arc<Plan>, torch_threads: Option<usize>) -> Result<Planned<'_>, Failure> {
+        Ok(Planned { engine: self.engine()?, plan, torch_threads })
+    }
+
+    /// Threads for numpy and DLPack, and where the number comes from.
+    pub(crate) fn threads(&self) -> Result<Threads, Failure> {
+        Ok(self.engine()?.threads())
+    }
+}
+
+/// Tells once where Python's packages lie: the compiler may be among them, and the kernels that this one ships.
+pub(crate) fn pass_folders(py: Python<'_>) -> Result<(), Failure> {
+    static TOLD: std::sync::atomic::AtomicBool = std::sync::atomic::AtomicBool::new(false);
+    if !TOLD.swap(true, std::sync::atomic::Ordering::Relaxed) {
+        let path: Vec<String> = py.import("sys")?.getattr("path")?.extract()?;
+        rapt::cuda::prepend_library_folders(path.into_iter().map(Into::into).collect());
+        let file: Option<std::path::PathBuf> = py.import("rapt._native")?.getattr("__file__")?.extract()?;
+        if let Some(package) = file.as_deref().and_then(std::path::Path::parent) {
+            rapt::cuda::set_shipped_folder(package.join("cubins"));
+        }
+    }
+    Ok(())
+}
+
+/// A plan and where it runs.
+pub(crate) struct Planned<'a> {
+    engine: &'a Engine,
+    pub(crate) plan: Arc<Plan>,
+    torch_threads: Option<usize>,
+}
+
+impl Planned<'_> {
+    /// Proves and runs: on the host with the GIL released, on a GPU with the stream and the memory of `context`. What was
+    /// enqueued there may read its tensors after this returns: [`StreamContext::hold`].
+    pub(crate) fn run<'py>(
+        &self,
+        py: Python<'py>,
+        tensors: Tensors<'_>,
+        context: &StreamContext<'py>,
+    ) -> Result<Option<Enqueued>, Failure> {
+        let Planned { engine, plan, torch_threads } = self;
+        let mut operands = Operands::check(tensors, plan.spec())?;
+        if let Device::Cuda(device) = plan.spec().device {
+            let stream = context.stream(py, device)?;
+            let workspace = context.workspace(py, device, plan.workspace_bytes(), stream)?;
+            // SAFETY: the tensors lie on this device (`convert` read them there), and the workspace is reused only by what this
+            // stream runs later. That the tensors' memory is not reused before, `StreamContext::hold` says, which the caller calls next.
+            unsafe { engine.run_async(plan, &mut operands, workspace.memory, &Queue::Cuda { device, stream }) }?;
+            return Ok(Some(Enqueued { device, stream }));
+        }
+        py.detach(|| match *torch_threads {
+            Some(threads) => engine.run_on(plan, &mut operands, &Queue::Host(&TorchPool { threads })),
+            None => engine.run(plan, &mut operands),
+        })?;
+        Ok(None)
+    }
+}
+
+/// The engine of one `Context`: made when it is needed, given back when the `with` block ends.
+pub(crate) struct Owned {
+    threads: Option<usize>,
+    engine: Mutex<Option<Arc<Engine>>>,
+}
+
+impl Owned {
+    /// An engine of `threads` threads; refused at once if that is no number of threads.
+    pub(crate) fn new(threads: Option<usize>) -> Result<Self, Failure> {
+        let engine = Engine::new(threads)?;
+        Ok(Owned { threads, engine: Mutex::new(Some(Arc::new(engine))) })
+    }
+
+    /// The engine, made anew if it was given back.
+    pub(crate) fn home(&self) -> Result<Home, Failure> {
+        let mut engine = self.engine.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(engine) = engine.as_ref() {
+            return Ok(Home::Own(Arc::clone(engine)));
+        }
+        let made = Arc::new(Engine::new(self.threads)?);
+        *engine = Some(Arc::clone(&made));
+        Ok(Home::Own(made))
+    }
+
+    /// Ends threads and caches once no call uses them.
+    pub(crate) fn give_back(&self) {
+        self.engine.lock().unwrap_or_else(PoisonError::into_inner).take();
+    }
+}

@@ -1,0 +1,200 @@
+//! Hints: the expression that mends a refused request, in the words of the library whose tensors were given.
+//!
+//! Expressions name tensors as rapt-core does (`q`, `mask`); [`Names::rename`] turns whole words into those of the function called.
+
+use std::fmt::Display;
+
+use rapt::{DType, Error, Shape};
+
+use crate::kind::Kind;
+
+/// What a function calls the tensors.
+pub(crate) struct Names(&'static [(&'static str, &'static str)]);
+
+/// `rapt.attention`.
+pub(crate) const ATTENTION: Names = Names(&[]);
+/// `rapt.scaled_dot_product_attention`.
+pub(crate) const SDPA: Names = Names(&[("q", "query"), ("k", "key"), ("v", "value"), ("mask", "attn_mask")]);
+
+impl Names {
+    /// `text` with every whole word of rapt-core's replaced by this function's.
+    pub(crate) fn rename(&self, text: &str) -> String {
+        if self.0.is_empty() {
+            return text.to_owned();
+        }
+        let is_word = |c: char| c.is_alphanumeric() || c == '_';
+        let mut renamed = String::with_capacity(text.len() + 16);
+        let mut rest = text;
+        while let Some(start) = rest.find(is_word) {
+            let (between, tail) = rest.split_at(start);
+            let (word, tail) = tail.split_at(tail.find(|c| !is_word(c)).unwrap_or(tail.len()));
+            renamed.push_str(between);
+            renamed.push_str(self.0.iter().find(|(core, _)| *core == word).map_or(word, |(_, own)| own));
+            rest = tail;
+        }
+        renamed.push_str(rest);
+        renamed
+    }
+}
+
+/// The Python expression of a dtype.
+pub(crate) fn dtype_expression(dtype: DType, kind: Kind) -> String {
+    match (kind, dtype) {
+        (Kind::Torch, dtype) => format!("torch.{dtype}"),
+        (_, DType::BF16) => "ml_dtypes.bfloat16".to_owned(),
+        (_, DType::Bool) => "bool".to_owned(),
+        (_, dtype) => format!("numpy.{dtype}"),
+    }
+}
+
+fn cast(tensor: &str, dtype: DType, kind: Kind) -> String {
+    let dtype = dtype_expression(dtype, kind);
+    match kind {
+        Kind::Torch => format!("`{tensor}.to({dtype})`"),
+        _ => format!("`{tensor}.astype({dtype})`"),
+    }
+}
+
+fn tuple(shape: &Shape) -> String {
+    match shape.len() {
+        1 => format!("({},)", shape[0]),
+        _ => format!("({})", shape.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ")),
+    }
+}
+
+fn new_output(shape: &impl Display, dtype: Option<DType>, kind: Kind) -> String {
+    let library = if kind == Kind::Torch { "torch" } else { "numpy" };
+    let dtype = dtype.map_or("q.dtype".to_owned(), |dtype| dtype_expression(dtype, kind));
+    format!("`{library}.empty({shape}, dtype={dtype})`")
+}
+
+fn own_copy(tensor: &str, kind: Kind) -> String {
+    match kind {
+        Kind::Torch => format!("`{tensor}.clone(memory_format=torch.contiguous_format)`"),
+        _ => format!("`{tensor}.copy()`"),
+    }
+}
+
+fn mask_expression(got: &Shape, expected: &Shape, kind: Kind) -> String {
+    let [batch, heads, q_len, kv_len] = [expected[0], expected[1], expected[2], expected[3]];
+    let transpose = if kind == Kind::Torch { "transpose" } else { "swapaxes" };
+    match **got {
+        [b, j] if b == batch && j == kv_len => "`mask[:, None, None, :]` for a mask of [batch, kv_len]".to_owned(),
+        [b, i, j] if b == batch && i == q_len && j == kv_len => {
+            "`mask[:, None]` for a mask of [batch, q_len, kv_len]".to_owned()
+        }
+        [.., j, i] if i == q_len && j == kv_len => format!("`mask.{transpose}(-2, -1)`"),
+        [.., i, j] if i >= q_len && j >= kv_len => format!("`mask[..., :{q_len}, :{kv_len}]`"),
+        _ => format!("a mask whose dimensions are each 1 or those of [{batch}, {heads}, {q_len}, {kv_len}]"),
+    }
+}
+
+/// Cuts dimension `dim` (counted from the end) of `tensor` to `len`.
+fn cut(tensor: &str, dim: usize, len: usize) -> String {
+    format!("`{tensor}[..., :{len}{}]`", ", :".repeat(dim - 1))
+}
+
+/// The hint for `error`, or nothing where its message says it already.
+pub(crate) fn expression(error: &Error, kind: Kind) -> String {
+    match error {
+        Error::DtypeMismatch { tensor, expected, .. } => cast(tensor, *expected, kind),
+        Error::OtherDtype { tensor, expected, .. } => {
+            let set = if kind == Kind::Torch { "torch.empty_like" } else { "numpy.empty_like" };
+            format!("`{tensor}={set}({tensor}, dtype={})`", dtype_expression(*expected, kind))
+        }
+        Error::UnsupportedDtype { tensor: "mask", got, allowed } => {
+            let float = matches!(got, DType::F64 | DType::F32 | DType::F16 | DType::BF16);
+            let dtype = if float { widest(allowed) } else { DType::Bool };
+            let said = if dtype == DType::Bool { " (True = attend)" } else { "" };
+            if kind == Kind::Torch && dtype == DType::Bool {
+                format!("`mask.bool()`{said}")
+            } else {
+                format!("{}{said}", cast("mask", dtype, kind))
+            }
+        }
+        Error::UnsupportedDtype { tensor, got: DType::U16, .. } => {
+            let bits = match kind {
+                Kind::Torch => format!("`{tensor}.view(torch.bfloat16)`"),
+                _ => format!("`{tensor}.view(ml_dtypes.bfloat16)`"),
+            };
+            format!("{bits} if it holds the bits of bfloat16, {} if it holds numbers", cast(tensor, DType::F32, kind))
+        }
+        Error::UnsupportedDtype { tensor, allowed, .. } => cast(tensor, widest(allowed), kind),
+        Error::UnknownDtype { tensor, .. } => cast(tensor, DType::F32, kind),
+        Error::Rank { tensor, got, .. } => match (*got, kind) {
+            (0, _) => format!("give {tensor} the dimensions [len, head_dim] at least"),
+            (1..=3, Kind::Torch) => format!("`{tensor}.unsqueeze(0)`"),
+            (1..=3, _) => format!("`{tensor}[None]`"),
+            (4, _) => format!("`{tensor}[0]`"),
+            (_, Kind::Torch) => format!("`{tensor}.flatten(0, {})`", got - 4),
+            _ => format!("`{tensor}.reshape(-1, *{tensor}.shape[-3:])`"),
+        },
+        Error::SizeMismatch { tensor, size: "batch", got: 1, expected, .. } => match kind {
+            Kind::Torch => format!("`{tensor}.expand({expected}, -1, -1, -1)`"),
+            _ => format!("`numpy.broadcast_to({tensor}, ({expected}, *{tensor}.shape[1:]))`"),
+        },
+        Error::SizeMismatch { tensor, size, got, other, expected } => {
+            let (longer, len) = if got > expected { (tensor, expected) } else { (other, got) };
+            let dim = match *size {
+                "batch" => 4,
+                "num_kv_heads" => 3,
+                "kv_len" => 2,
+                _ => 1,
+            };
+            format!("{} if the rest of {longer} is padding", cut(longer, dim, *len))
+        }
+        Error::HeadGroups { num_q_heads, num_kv_heads } => {
+            let fits = (1..=*num_kv_heads.min(num_q_heads)).rev().find(|n| num_q_heads % n == 0);
+            match fits {
+                Some(heads) => format!("{} and {}", cut("k", 3, heads), cut("v", 3, heads)),
+                None => "give k and v at least one head".to_owned(),
+            }
+        }
+        Error::ZeroHeadDim { tensor, .. } => format!("skip the call where `{tensor}.shape[-1] == 0`"),
+        Error::MaskShape { got, expected } => mask_expression(got, expected, kind),
+        Error::ShapeMismatch { tensor: tensor @ ("out" | "lse"), expected, .. } => {
+            let dtype = (*tensor == "lse").then_some(DType::F32);
+            format!("{} as {tensor}", new_output(&tuple(expected), dtype, kind))
+        }
+        Error::ShapeMismatch { tensor, got, expected } => match (&**got, kind) {
+            ([1], Kind::Torch) => format!("`{tensor}.expand({})`", expected[0]),
+            ([1], _) => format!("`numpy.broadcast_to({tensor}, {})`", tuple(expected)),
+            _ => format!("one number per head of q: `{tensor}.reshape(-1)[:{}]`", expected[0]),
+        },
+        Error::Overflow { tensor, .. } | Error::OutOfExtent { tensor, .. } | Error::NullData { tensor, .. } => {
+            format!("make {tensor} a view that stays inside its own storage")
+        }
+        Error::Unaligned { tensor, .. } => own_copy(tensor, kind),
+        Error::OutputOverlapsItself { tensor, shape, .. } => {
+            format!("{} as {tensor}", new_output(&tuple(shape), None, kind))
+        }
+        Error::OutputOverlaps { tensor, .. } | Error::OverlapUndecided { tensor, .. } | Error::ReadOnly { tensor } => {
+            format!("{} as {tensor}", own_copy(tensor, kind))
+        }
+        Error::Representation { tensor, what } => match kind {
+            Kind::Torch if what.contains("negative") => format!("`{tensor}.resolve_neg()`"),
+            Kind::Torch if what.contains("conjugate") => format!("`{tensor}.resolve_conj()`"),
+            Kind::Torch => format!("`{tensor}.to_dense()`"),
+            _ if what.contains("byte order") => format!("`{tensor}.astype({tensor}.dtype.newbyteorder('='))`"),
+            _ => own_copy(tensor, kind),
+        },
+        Error::DeviceMismatch { tensor, .. } => match kind {
+            Kind::Torch => format!("`{tensor}.to(q.device)`"),
+            _ => format!("move {tensor} to the device of q"),
+        },
+        Error::DeviceUnavailable { .. } | Error::DeviceFailed { .. } => match kind {
+            Kind::Torch => "`q.cpu()`, `k.cpu()`, `v.cpu()`".to_owned(),
+            _ => "move q, k and v to host memory".to_owned(),
+        },
+        Error::KindMismatch { tensor, .. } => match kind {
+            Kind::Torch => format!("`torch.from_dlpack({tensor})`"),
+            Kind::Numpy => format!("`numpy.from_dlpack({tensor})`"),
+            Kind::DlPack => format!("make {tensor} of the type of q"),
+        },
+        _ => String::new(),
+    }
+}
+
+fn widest(allowed: &[DType]) -> DType {
+    if allowed.contains(&DType::F32) { DType::F32 } else { allowed.last().copied().unwrap_or(DType::F32) }
+}

@@ -1,0 +1,90 @@
+//! The tensors of a call of PyTorch's signature, and one piece of four dimensions of it, proven and run.
+
+use pyo3::prelude::*;
+use rapt::{Causal, Options, Spec, Tensors};
+
+use super::frame::Inputs;
+use crate::engine::Planned;
+use crate::errors::Failure;
+use crate::kind::Kind;
+use crate::tensors::{self, Enqueued, Operand, StreamContext};
+
+type Object<'a, 'py> = &'a Bound<'py, PyAny>;
+
+/// The tensors of a call, as they were given.
+#[derive(Clone, Copy)]
+pub(crate) struct Given<'a, 'py> {
+    pub(crate) query: Object<'a, 'py>,
+    pub(crate) key: Object<'a, 'py>,
+    pub(crate) value: Object<'a, 'py>,
+    pub(crate) attn_mask: Option<Object<'a, 'py>>,
+}
+
+impl<'a, 'py> Given<'a, 'py> {
+    /// Each of them.
+    pub(crate) fn all(self) -> impl Iterator<Item = Object<'a, 'py>> + use<'a, 'py> {
+        [self.query, self.key, self.value].into_iter().chain(self.attn_mask)
+    }
+
+    /// Reads what each says of itself.
+    pub(crate) fn read(self, kind: Kind) -> Result<Read, Failure> {
+        let read = |name, object| tensors::read(name, object, kind, self.query);
+        Ok(Read {
+            q: read("q", self.query)?,
+            k: read("k", self.key)?,
+            v: read("v", self.value)?,
+            mask: self.attn_mask.map(|mask| read("mask", mask)).transpose()?,
+        })
+    }
+}
+
+/// What they say of themselves.
+pub(crate) struct Read {
+    pub(crate) q: Operand,
+    pub(crate) k: Operand,
+    pub(crate) v: Operand,
+    pub(crate) mask: Option<Operand>,
+}
+
+impl Read {
+    /// Each of them.
+    pub(crate) fn inputs(&self) -> Inputs<'_> {
+        (&self.q, &self.k, &self.v, self.mask.as_ref())
+    }
+}
+
+/// The options of PyTorch's signature, as rapt-core has them.
+pub(crate) fn options(is_causal: bool, scale: Option<f64>) -> Options {
+    Options { softmax_scale: scale, causal: is_causal.then_some(Causal::TopLeft), ..Options::default() }
+}
+
+/// The spec of one piece.
+pub(crate) fn spec_of((q, k, v, mask): Inputs<'_>, out: Option<&Operand>, options: &Options) -> Result<Spec, Failure> {
+    let mask = mask.map(Operand::view).transpose()?;
+    let mut builder = Spec::builder(&q.view()?, &k.view()?, &v.view()?, options).mask(mask.as_ref());
+    if let Some(out) = out {
+        builder = builder.out(out.form());
+    }
+    Ok(builder.build()?)
+}
+
+/// Proves and runs one piece, on a GPU with the stream and the memory of `context`.
+pub(crate) fn run_piece<'py>(
+    py: Python<'py>,
+    planned: &Planned<'_>,
+    (q, k, v, mask): Inputs<'_>,
+    out: &mut Operand,
+    context: &StreamContext<'py>,
+) -> Result<Option<Enqueued>, Failure> {
+    let tensors = Tensors {
+        q: q.view()?,
+        k: k.view()?,
+        v: v.view()?,
+        mask: mask.map(Operand::view).transpose()?,
+        sinks: None,
+        alibi_slopes: None,
+        out: out.view_mut()?,
+        lse: None,
+    };
+    planned.run(py, tensors, context)
+}

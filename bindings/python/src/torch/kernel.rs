@@ -1,0 +1,316 @@
+//! PyTorch's `aten::scaled_dot_product_attention` as Rapt serves it: the kernel that `rapt.torch` registers.
+//!
+//! A request like one that came before is found by what its tensors say of themselves (dtypes, sizes, strides) and its
+//! options; the table holds its plan and the strides that PyTorch's own output would have. What is left of a call: read the
+//! tensors, make the output, prove, run. Registered through `torch.library` as a callable: one that does nothing takes
+//! 1.4 µs so and 0.6 µs through the C ABI, whose header says why it is not registered there (2026-11-21, EPYC at 2.6 GHz).
+//! Deliberately absent: who answers what. That is [`decide`](super::decide)'s, whose answers to ordinary requests the table holds;
+//! everything out of the ordinary goes to the Python function given at the start, which asks it again with what is in force then.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, PoisonError, RwLock};
+
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyTuple};
+use rapt::{Alignment, DType, Device, Plan, Shape, Strides, TensorForm};
+use rustc_hash::FxHashMap;
+
+use super::call::{self, Given, Read};
+use super::decide::{Modes, Verdict};
+use super::frame::Frame;
+use super::request::{self, Flags};
+use super::{output, stats};
+use crate::engine::Home;
+use crate::errors::Failure;
+use crate::kind::Kind;
+use crate::tensors::{Operand, StreamContext, torch};
+
+/// Requests kept before the table starts anew.
+const ENTRIES: usize = 1024;
+
+/// Whether the kernels answer: those of a backend that nobody holds are idle, and hand every call to `cold`.
+static IS_REGISTERED: AtomicBool = AtomicBool::new(false);
+
+/// Lets the kernels answer, or makes them idle.
+#[pyfunction]
+pub(crate) fn set_registered(yes: bool) {
+    IS_REGISTERED.store(yes, Ordering::Release);
+}
+
+/// What a tensor says of itself, but for its pointer.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+struct Form {
+    device: Device,
+    dtype: DType,
+    shape: Shape,
+    strides: Strides,
+    alignment: Alignment,
+}
+
+impl Form {
+    fn of(operand: &Operand) -> Self {
+        let TensorForm { dtype, shape, strides, device, alignment } = operand.form();
+        Form { device, dtype, shape, strides, alignment }
+    }
+
+    /// `operand` in this form.
+    fn dress(self, operand: Operand) -> Operand {
+        Operand { shape: self.shape, strides: self.strides, ..operand }
+    }
+}
+
+/// What a request is, but for its pointers.
+#[derive(Clone, PartialEq, Eq, Hash)]
+struct Key {
+    q: Form,
+    k: Form,
+    v: Form,
+    mask: Option<Form>,
+    is_causal: bool,
+    scale: Option<u64>,
+    enable_gqa: bool,
+    torch_threads: Option<usize>,
+}
+
+/// What is done for it.
+struct Entry {
+    plan: Arc<Plan>,
+    /// The operands with four dimensions.
+    q: Form,
+    k: Form,
+    v: Form,
+    mask: Option<Form>,
+    out: Form,
+    /// The output as PyTorch would have made it.
+    given: Form,
+}
+
+/// A new entry, and the output of the call that made it.
+type Entered<'py> = (Arc<Entry>, (Bound<'py, PyAny>, Operand));
+
+/// The arguments of a call, none of them checked.
+struct Call<'a, 'py> {
+    given: Given<'a, 'py>,
+    is_causal: bool,
+    scale: Option<f64>,
+    enable_gqa: bool,
+}
+
+/// The kernel under one dispatch key.
+#[pyclass(frozen, module = "rapt._native", name = "TorchKernel")]
+pub(crate) struct TorchKernel {
+    /// `(*args, **kwargs)`: whatever is not served here.
+    cold: Py<PyAny>,
+    /// Functions without arguments; one that says no sends the call to `cold`.
+    allowed: Vec<Py<PyAny>>,
+    /// Whether tensors lie on a GPU: what an ordinary one's keys are is known only when CUDA has started.
+    on_gpu: bool,
+    /// Whether the kernel is told the keys of a call. Under the keys `CPU` and `CUDA` it need not be: what reaches those is
+    /// plain memory.
+    with_keyset: bool,
+    entries: RwLock<FxHashMap<Key, Arc<Entry>>>,
+}
+
+#[pymethods]
+impl TorchKernel {
+    #[new]
+    #[pyo3(signature = (cold, allowed, with_keyset, on_gpu=false))]
+    fn new(cold: Py<PyAny>, allowed: Vec<Py<PyAny>>, with_keyset: bool, on_gpu: bool) -> Self {
+        TorchKernel { cold, allowed, on_gpu, with_keyset, entries: RwLock::default() }
+    }
+
+    /// `([keyset,] query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False)`.
+    #[pyo3(signature = (*args, **kwargs))]
+    fn __call__<'py>(
+        &self,
+        py: Python<'py>,
+        args: &Bound<'py, PyTuple>,
+        kwargs: Option<&Bound<'py, PyDict>>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        // A panic happens again, and is reported, on the slower road.
+        let hot = catch_unwind(AssertUnwindSafe(|| self.hot(py, args, kwargs)));
+        match hot {
+            Ok(Ok(Some(out))) => {
+                stats::count_served();
+                Ok(out)
+            }
+            Ok(Err(Failure::Python(error))) => Err(error),
+            // A refusal has written nothing; whose error it is to be is decided there.
+            _ => {
+                let first = usize::from(self.with_keyset);
+                self.cold.bind(py).call(args.get_slice(first, args.len()), kwargs)
+            }
+        }
+    }
+}
+
+impl TorchKernel {
+    /// The answer to an ordinary request: dense tensors of one device, no gradient, nothing that traces, an answer with the leading
+    /// sizes of q. What is not asked here either makes no difference to the answer or is refused by rapt-core.
+    fn hot<'py>(
+        &self,
+        py: Python<'py>,
+        args: &Bound<'py, PyTuple>,
+        kwargs: Option<&Bound<'py, PyDict>>,
+    ) -> Result<Option<Bound<'py, PyAny>>, Failure> {
+        if !IS_REGISTERED.load(Ordering::Acquire) {
+            return Ok(None);
+        }
+        // The union over the tensors and the modes in force: one look for what would take ten questions.
+        if self.with_keyset {
+            let plain = if self.on_gpu { torch::plain_cuda(py)? } else { Some(torch::plain(py)?) };
+            let Some([outside, inside]) = plain else { return Ok(None) };
+            let keys: u64 = args.get_borrowed_item(0)?.call_method0(intern!(py, "raw_repr"))?.extract()?;
+            if keys & !(outside | inside) != 0 {
+                return Ok(None);
+            }
+        }
+        let first = usize::from(self.with_keyset);
+        let len = args.len();
+        let given = |at: usize| if first + at < len { args.get_item(first + at).map(Some) } else { Ok(None) };
+        let (Some(query), Some(key), Some(value)) = (given(0)?, given(1)?, given(2)?) else { return Ok(None) };
+        let mask = given(3)?.filter(|mask| !mask.is_none());
+        let dropout_p: f64 = given(4)?.map_or(Ok(0.0), |given| given.extract())?;
+        let is_causal = given(5)?.map_or(Ok(false), |given| given.is_truthy())?;
+        let (mut scale, mut enable_gqa) = (None, false);
+        if let Some(kwargs) = kwargs {
+            let mut known = 0;
+            if let Some(given) = kwargs.get_item(intern!(py, "scale"))? {
+                known += 1;
+                let Ok(given) = given.extract::<Option<f64>>() else { return Ok(None) };
+                scale = given;
+            }
+            if let Some(given) = kwargs.get_item(intern!(py, "enable_gqa"))? {
+                known += 1;
+                enable_gqa = given.is_truthy()?;
+            }
+            if known != kwargs.len() {
+                return Ok(None);
+            }
+        }
+        let given = Given { query: &query, key: &key, value: &value, attn_mask: mask.as_ref() };
+        let call = Call { given, is_causal, scale, enable_gqa };
+        if dropout_p != 0.0 || scale.is_some_and(|scale: f64| !scale.is_finite()) || !self.is_allowed(py, &call)? {
+            return Ok(None);
+        }
+        self.serve(py, &call)
+    }
+
+    /// Whether what is in force is [`Modes::ORDINARY`] to this call: no mode and no gradient asks for PyTorch's own.
+    fn is_allowed(&self, py: Python<'_>, call: &Call<'_, '_>) -> PyResult<bool> {
+        for allowed in &self.allowed {
+            if !allowed.bind(py).call0()?.is_truthy()? {
+                return Ok(false);
+            }
+        }
+        if request::forward_ad(py)? {
+            return Ok(false);
+        }
+        if torch::is_grad_enabled(py)? {
+            for tensor in call.given.all() {
+                if torch::requires_grad(tensor)? {
+                    return Ok(false);
+                }
+            }
+        }
+        Ok(true)
+    }
+
+    fn serve<'py>(&self, py: Python<'py>, call: &Call<'_, 'py>) -> Result<Option<Bound<'py, PyAny>>, Failure> {
+        let Given { query, key, value, attn_mask } = call.given;
+        let inputs = Read {
+            q: torch::read_plain("q", query)?,
+            k: torch::read_plain("k", key)?,
+            v: torch::read_plain("v", value)?,
+            mask: attn_mask.map(|mask| torch::read_plain("mask", mask)).transpose()?,
+        };
+        let torch_threads = Home::Default.torch_threads(py, Kind::Torch)?;
+        let key = Key {
+            q: Form::of(&inputs.q),
+            k: Form::of(&inputs.k),
+            v: Form::of(&inputs.v),
+            mask: inputs.mask.as_ref().map(Form::of),
+            is_causal: call.is_causal,
+            scale: call.scale.map(f64::to_bits),
+            enable_gqa: call.enable_gqa,
+            torch_threads,
+        };
+        let known = self.entries.read().unwrap_or_else(PoisonError::into_inner).get(&key).map(Arc::clone);
+        let (entry, (object, out)) = match known {
+            Some(entry) => {
+                let Form { dtype, shape, strides, .. } = entry.given;
+                let made = torch::empty_strided(query, "out", dtype, &shape, &strides)?;
+                (entry, made)
+            }
+            None => match self.enter(py, call, &inputs, key)? {
+                Some(entered) => entered,
+                None => return Ok(None),
+            },
+        };
+        let mut out = entry.out.dress(out);
+        let (q, k, v) = (entry.q.dress(inputs.q), entry.k.dress(inputs.k), entry.v.dress(inputs.v));
+        let mask = inputs.mask.zip(entry.mask).map(|(mask, form)| form.dress(mask));
+        let planned = Home::Default.resume(Arc::clone(&entry.plan), torch_threads)?;
+        if let Some(enqueued) =
+            call::run_piece(py, &planned, (&q, &k, &v, mask.as_ref()), &mut out, &StreamContext::Torch)?
+        {
+            torch::record_stream(py, enqueued, call.given.all())?;
+        }
+        Ok(Some(object))
+    }
+
+    /// Plans a request that is new, and makes its output; `None` if it is not ordinary.
+    fn enter<'py>(
+        &self,
+        py: Python<'py>,
+        call: &Call<'_, 'py>,
+        inputs: &Read,
+        key: Key,
+    ) -> Result<Option<Entered<'py>>, Failure> {
+        let Call { given, is_causal, scale, enable_gqa } = *call;
+        let flags = Flags { dropout_p: 0.0, is_causal, scale, enable_gqa };
+        let asked = request::of_operands(inputs.inputs(), [false; 4], flags);
+        let Verdict::Serve(order) = request::decide_torch(py, &asked, Modes::ORDINARY, given)? else { return Ok(None) };
+        // Empty tensors, and ranks that take more than one piece, are rare: they are served, and not remembered, by `cold`.
+        let Read { q, k, v, .. } = inputs;
+        let is_ordinary = [q, k, v].iter().all(|tensor| {
+            let rank = tensor.shape.len();
+            !tensor.shape.contains(&0) && (rank == 4 || !enable_gqa)
+        });
+        if !is_ordinary {
+            return Ok(None);
+        }
+        let frame = Frame::new(inputs.inputs(), enable_gqa)?;
+        let rank = frame.out_shape.len();
+        if frame.outer_rank() > 0 || q.shape.len() != rank || q.shape[..rank - 1] != frame.out_shape[..rank - 1] {
+            return Ok(None);
+        }
+        let (q4, k4, v4, mask4) = frame.piece(inputs.inputs(), &[]);
+        let four = (&q4, &k4, &v4, mask4.as_ref());
+        let options = call::options(is_causal, scale);
+        // Whatever is refused is refused before memory is asked for.
+        call::spec_of(four, None, &options)?;
+        let object = output::new(py, given.query, &frame.out_shape, order)?;
+        let out = torch::read_plain("out", &object)?;
+        let out4 = frame.out_piece(&out, &[])?;
+        let spec = call::spec_of(four, Some(&out4), &options)?;
+        let plan = Home::Default.plan(py, Kind::Torch, &spec)?.plan;
+        let entry = Arc::new(Entry {
+            plan,
+            q: Form::of(&q4),
+            k: Form::of(&k4),
+            v: Form::of(&v4),
+            mask: mask4.as_ref().map(Form::of),
+            out: Form::of(&out4),
+            given: Form::of(&out),
+        });
+        let mut entries = self.entries.write().unwrap_or_else(PoisonError::into_inner);
+        if entries.len() >= ENTRIES {
+            entries.clear();
+        }
+        entries.insert(key, Arc::clone(&entry));
+        Ok(Some((entry, (object, out))))
+    }
+}

@@ -1,0 +1,126 @@
+//! What the Python files of `rapt.torch` call.
+
+use std::cell::Cell;
+
+use pyo3::prelude::*;
+use pyo3::types::PyTuple;
+
+use super::call::Given;
+use super::decide::{Modes, Order, Reason, Verdict};
+use super::request::{self, Flags};
+use crate::api::sdpa;
+use crate::errors::{Failure, Wording, guard, hints};
+use crate::kind::Kind;
+use crate::tensors;
+
+type Any<'a, 'py> = &'a Bound<'py, PyAny>;
+type Maybe<'a, 'py> = Option<&'a Bound<'py, PyAny>>;
+
+fn guarded<T>(py: Python<'_>, body: impl FnOnce() -> Result<T, Failure>) -> PyResult<T> {
+    guard(py, &Cell::new(Wording { names: &hints::SDPA, kind: Kind::Torch }), body)
+}
+
+/// Who answers PyTorch's call: `(None, order)` where Rapt does, `(reason, None)` where PyTorch's own kernel must; and whether a
+/// tensor of a trace is among them. Raises what nobody computes.
+#[pyfunction]
+#[pyo3(signature = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, debug_mask = false, /))]
+#[allow(clippy::too_many_arguments, reason = "PyTorch's signature")]
+pub(crate) fn torch_decide(
+    py: Python<'_>,
+    query: Any<'_, '_>,
+    key: Any<'_, '_>,
+    value: Any<'_, '_>,
+    attn_mask: Maybe<'_, '_>,
+    dropout_p: f64,
+    is_causal: bool,
+    scale: Maybe<'_, '_>,
+    enable_gqa: bool,
+    debug_mask: bool,
+) -> PyResult<(Option<String>, Option<&'static str>, bool)> {
+    guarded(py, || {
+        let given = Given { query, key, value, attn_mask };
+        // A scale that is no number here is a symbol of a trace, and finite.
+        let scale = scale.and_then(|scale| scale.extract().ok());
+        let (asked, traced) = request::of_tensors(given, Flags { dropout_p, is_causal, scale, enable_gqa })?;
+        let modes = Modes { allowed: request::allowed(py)?, traced, ..request::modes(py)? };
+        let mut verdict = request::decide_torch(py, &asked, modes, given)?;
+        if debug_mask && matches!(verdict, Verdict::Serve(_)) {
+            verdict = Verdict::Fallback(Reason::DebugMask);
+        }
+        match verdict {
+            Verdict::Serve(order) => Ok((None, Some(order.name()), traced)),
+            Verdict::Fallback(reason) => Ok((Some(reason.label().into_owned()), None, traced)),
+            Verdict::Refuse(refusal) => Err(request::refused(refusal, &asked)),
+        }
+    })
+}
+
+/// The order of the answer to Rapt's own function on tensors of a trace; raises where it is not served.
+#[pyfunction]
+#[pyo3(signature = (query, key, value, attn_mask, is_causal, scale, enable_gqa, /))]
+#[allow(clippy::too_many_arguments, reason = "PyTorch's signature")]
+pub(crate) fn torch_order(
+    py: Python<'_>,
+    query: Any<'_, '_>,
+    key: Any<'_, '_>,
+    value: Any<'_, '_>,
+    attn_mask: Maybe<'_, '_>,
+    is_causal: bool,
+    scale: Maybe<'_, '_>,
+    enable_gqa: bool,
+) -> PyResult<&'static str> {
+    guarded(py, || {
+        let given = Given { query, key, value, attn_mask };
+        let scale = scale.and_then(|scale| scale.extract().ok());
+        let (asked, _) = request::of_tensors(given, Flags { dropout_p: 0.0, is_causal, scale, enable_gqa })?;
+        // Gradients are the business of the op above, which refuses them before its trace comes here.
+        let verdict = request::decide_torch(py, &asked, Modes { traced: true, ..Modes::ORDINARY }, given)?;
+        Ok(request::served(verdict, &asked, None)?.name())
+    })
+}
+
+/// Computes a request on torch tensors whose memory is their value: decided before, with `order` as the answer, or (None) by
+/// Rapt's own op in a graph, which is decided here. Counted as served.
+#[pyfunction]
+#[pyo3(signature = (query, key, value, attn_mask, is_causal, scale, enable_gqa, order, /))]
+#[allow(clippy::too_many_arguments, reason = "PyTorch's signature")]
+pub(crate) fn torch_sdpa<'py>(
+    py: Python<'py>,
+    query: Any<'_, 'py>,
+    key: Any<'_, 'py>,
+    value: Any<'_, 'py>,
+    attn_mask: Maybe<'_, 'py>,
+    is_causal: bool,
+    scale: Option<f64>,
+    enable_gqa: bool,
+    order: Option<&str>,
+) -> PyResult<Bound<'py, PyAny>> {
+    let given = Given { query, key, value, attn_mask };
+    let flags = Flags { dropout_p: 0.0, is_causal, scale, enable_gqa };
+    let Some(order) = order else { return sdpa::of_graph(py, given, flags) };
+    let known = [Order::RowMajor, Order::Query, Order::Bshd].into_iter().find(|known| known.name() == order);
+    let unknown = || Failure::option("order", order, "row_major, query, bshd");
+    sdpa::decided(py, given, flags, guarded(py, || known.ok_or_else(unknown))?)
+}
+
+/// Every reason of a fallback, as docs/pytorch.md lists them but for those of transformers; `…` stands for a name.
+#[pyfunction]
+pub(crate) fn fallback_reasons() -> Vec<&'static str> {
+    Reason::TEXTS.to_vec()
+}
+
+/// Whether this is an ordinary dense tensor on CPU or GPU, whose memory is its value.
+#[pyfunction]
+pub(crate) fn torch_is_plain(tensor: Any<'_, '_>) -> PyResult<bool> {
+    tensors::torch::is_ordinary(tensor)
+}
+
+/// Raises where grad mode is on and one of these requires grad.
+#[pyfunction]
+#[pyo3(signature = (*tensors))]
+pub(crate) fn refuse_gradients<'py>(py: Python<'py>, tensors: &Bound<'py, PyTuple>) -> PyResult<()> {
+    guard(py, &Cell::new(Wording { names: &hints::ATTENTION, kind: Kind::Torch }), || {
+        let inputs: Vec<_> = tensors.iter().collect();
+        tensors::torch::refuse_gradients(py, inputs.iter().map(|tensor| ("an input", tensor)))
+    })
+}
