@@ -1,4 +1,4 @@
-// Folds the splits of a row, one after another (Fold in common.cu):
+// Folds the splits of a row, one after another (Fold of common/epilogue.cuh):
 //
 //   m = max m_s    acc = exp(m_before - m) acc + exp(m_s - m) acc_s    out = acc / (l, sink included)
 //
@@ -87,10 +87,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) combine(const __grid_const
             s0 += TILE;
         } while (s0 < num_splits);
         if (!is_real) l = 1, m = 0;
-        const Finished finished(p, row, m, l);
+        const RowEnd row_end(p, row, m, l);
         if (is_real && inside) {
-            if (column < p.head_dim_v) store_as(p.out, p.out_dtype, to, l == 0 ? (Acc)0 : sum * finished.factor);
-            if (column == 0) store_lse(p, row, finished);
+            if (column < p.head_dim_v) store_as(p.out, p.out_dtype, to, l == 0 ? (Acc)0 : sum * row_end.factor);
+            if (column == 0) store_lse(p, row, row_end);
         }
     }
 }

@@ -12,7 +12,7 @@
 // where the architecture can, and read nothing until it has ended. Deliberately absent: more rows than 16 an item.
 
 #include "common/mask.cuh"
-#include "common/softmax.cuh"
+#include "common/online_softmax.cuh"
 #include "common/epilogue.cuh"
 
 constexpr int THREADS = (WARPS + 1) * 32, NT = TILE / 8;
@@ -35,10 +35,10 @@ struct Shared {
     // Items with a sum that is not finite lie within.
     u32 odd_from, odd_to;
 };
-static_assert(sizeof(Shared) == SHARED_BYTES, "select.rs and decode.cu disagree on shared memory");
+static_assert(sizeof(Shared) == SHARED_BYTES, "the host and decode.cu disagree on shared memory");
 
 // The named barrier of the warps that read.
-__device__ inline void meet_readers() { asm volatile("bar.sync 1, %0;" ::"n"(WARPS * 32) : "memory"); }
+__device__ inline void bar_sync_readers() { asm volatile("bar.sync 1, %0;" ::"n"(WARPS * 32) : "memory"); }
 
 // What an item is: rows r0.. of a task (all heads of kv_head), and the keys of one split. Divided out once: the items of a
 // run follow one another.
@@ -156,7 +156,7 @@ __device__ inline void attend(const Params& p, Shared& sh, Item item, u32 count,
         loader.load_values(p, sh.ring[stage][warp]);
     }
     cp_async_wait<PENDING + 1>();
-    meet_readers();
+    bar_sync_readers();
     const float c = exponent_factor(p);
     int stage = 0;
     for (u32 done = 0; done < count; done++, item.step(p)) {
@@ -165,18 +165,18 @@ __device__ inline void attend(const Params& p, Shared& sh, Item item, u32 count,
         const int r0 = item.r0(), rows = min(16, p.rows - r0);
         if (done > 0 && item.split == 0) {
             // Other rows than before.
-            meet_readers();
+            bar_sync_readers();
             load_queries(p, sh, item);
             cp_async_wait<0>();
-            meet_readers();
+            bar_sync_readers();
         }
         const Queries queries{p, task, r0};
-        Sums<1> sums;
-        sums.clear();
+        OnlineSoftmax<1> softmax;
+        softmax.clear();
         const Tiles tiles(p, item, seen);
         for (int n0 = tiles.n0; n0 < tiles.end; n0 += WARPS * TILE) {
             Stage& tile = sh.ring[stage][warp];
-            float s[1][NT][4];
+            Accumulator<NT> s[1];
             MaskTile<1, NT> mask;
             mask.fetch(p, queries, n0);
             cp_async_wait<PENDING>();
@@ -188,16 +188,16 @@ __device__ inline void attend(const Params& p, Shared& sh, Item item, u32 count,
             if (NATURAL || MASK != NO_MASK || positions) {
                 apply_scores<1, NT>(s, p, queries, mask, n0, tiles.end, positions);
             }
-            u32 a[1][NT / 2][4];
-            sums.template weigh<CAREFUL, NT>(a, s, c, 0.f);
+            OperandA<NT / 2> p_rounded[1];
+            softmax.template add_keys<CAREFUL, NT>(p_rounded, s, c, 0.f);
             cp_async_wait<PENDING>();
             __syncwarp();
-            sums.template add_values<CAREFUL, NT / 2>(a, tile.v);
+            softmax.template add_values<CAREFUL, NT / 2>(p_rounded, tile.v);
             __syncwarp();
             loader.load_values(p, tile);
             stage = stage + 1 == STAGES ? 0 : stage + 1;
         }
-        sums.reduce();
+        softmax.reduce();
 #pragma unroll
         for (int part = 0; part < PARTS; part++) {
             const int first = part * PART, h = first / 8, r = h * 8 + lane / 4 - first;
@@ -207,10 +207,10 @@ __device__ inline void attend(const Params& p, Shared& sh, Item item, u32 count,
             if (r >= 0 && r < min(PART, rows - first)) {
 #pragma unroll
                 for (int nt = 0; nt < DV / 8; nt++) {
-                    const float2 pair = {sums.acc[0][nt][h * 2], sums.acc[0][nt][h * 2 + 1]};
-                    *(float2*)&sh.left[warp][r][nt * 8 + lane % 4 * 2] = pair;
+                    const float2 pair = {softmax.acc_o[0][nt][h * 2], softmax.acc_o[0][nt][h * 2 + 1]};
+                    *(float2*)&sh.left[warp][r][nt * 8 + lane_column(lane)] = pair;
                 }
-                if (lane % 4 == 0) sh.left_m[warp][r] = natural_max(p, sums.m[0][h]), sh.left_l[warp][r] = sums.l[0][h];
+                if (lane % 4 == 0) sh.left_m[warp][r] = natural_max(p, softmax.row_max[0][h]), sh.left_l[warp][r] = softmax.row_sum[0][h];
             }
             mbarrier_arrive(sh.full);
         }
@@ -236,13 +236,9 @@ __device__ inline void gather(const Params& p, Shared& sh, Item item, u32 count,
             const int first = part * PART, here = min(PART, rows - first);
             mbarrier_wait(sh.full, handed++ % 2);
             const float share = g < here ? sh.left_l[w][g] : 0.f, own_m = g < here ? sh.left_m[w][g] : 0.f;
-            float m = share == 0 ? negative_infinity() : own_m;
-#pragma unroll
-            for (int step = 1; step < WARPS; step *= 2) m = fmaxf(m, __shfl_xor_sync(~0u, m, step));
+            const float m = max_of_lanes<WARPS>(share == 0 ? negative_infinity() : own_m);
             const float weight = share == 0 ? 0.f : expf(own_m - m);
-            float l = weight * share;
-#pragma unroll
-            for (int step = 1; step < WARPS; step *= 2) l += __shfl_xor_sync(~0u, l, step);
+            float l = sum_of_lanes<WARPS>(weight * share);
             const bool speaks = g < here && w == 0;
             Fold fold;
             float factor = 0;
@@ -256,9 +252,9 @@ __device__ inline void gather(const Params& p, Shared& sh, Item item, u32 count,
                 sh.m[part][lane] = so_far, sh.l[part][lane] = l;
                 if (is_last) {
                     const Row row(p, item.task(p), r0 + first + min(g, here - 1));
-                    const Finished finished(p, row, so_far, l);
-                    factor = finished.factor;
-                    if (speaks) store_lse(p, row, finished);
+                    const RowEnd row_end(p, row, so_far, l);
+                    factor = row_end.factor;
+                    if (speaks) store_lse(p, row, row_end);
                 }
             }
 #pragma unroll 2

@@ -3,8 +3,8 @@
 //   for each tile of BM rows, each block of DVC value columns
 //     for each block of BN keys (from key 0 in steps of BN, whatever the rows)
 //       s = q.k over head_dim in steps of BK          both tiles through shared memory, d-major
-//       s -> masked, m' = max(m, s), p = exp(s - m'), l and acc rescaled
-//       acc += p.v over keys in steps of VK
+//       s -> masked, row_max' = max(row_max, s), p = exp(s - row_max'), row_sum and acc_o rescaled
+//       acc_o += p.v over keys in steps of VK
 //
 // 256 threads as 16x16; each holds 4x4 scores and 4x(DVC/16) sums. A row belongs to 16 neighbouring lanes, so its maximum
 // needs shuffles only, and no operation crosses rows: its bits do not depend on the rows beside it.
@@ -14,6 +14,7 @@
 
 #include "common/mask.cuh"
 #include "common/epilogue.cuh"
+#include "common/softmax.cuh"
 
 constexpr int BM = 64, BN = 64, THREADS = 256;
 constexpr int BK = STORAGE == F64 ? 16 : 32, VK = BK;
@@ -30,7 +31,7 @@ struct Shared {
     };
     i64 q_row[BM], mask_row[BM];
 };
-static_assert(sizeof(Shared) == SHARED_BYTES, "select.rs and generic.cu disagree on shared memory");
+static_assert(sizeof(Shared) == SHARED_BYTES, "the host and generic.cu disagree on shared memory");
 
 extern "C" __global__ void __launch_bounds__(THREADS) attention(const __grid_constant__ Params p) {
     extern __shared__ __align__(16) u8 memory[];
@@ -71,13 +72,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention(const __grid_con
     }
     const Acc scale = (Acc)p.scale, cap = (Acc)p.softcap, inverse_cap = (Acc)p.inverse_softcap;
 
-    Acc acc[4][COLS], m[4], l[4];
+    Acc acc_o[4][COLS], row_max[4], row_sum[4];
     for (int careful = 0; careful < 2; careful++) {
 #pragma unroll
         for (int a = 0; a < 4; a++) {
-            m[a] = negative_infinity(), l[a] = 0;
+            row_max[a] = negative_infinity(), row_sum[a] = 0;
 #pragma unroll
-            for (int c = 0; c < COLS; c++) acc[a][c] = 0;
+            for (int c = 0; c < COLS; c++) acc_o[a][c] = 0;
         }
         for (int n0 = first; n0 < end; n0 += BN) {
             Acc s[4][4] = {};
@@ -120,31 +121,27 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention(const __grid_con
             for (int a = 0; a < 4; a++) {
                 const int lo = keys_lo(p, i[a]), hi = min(keys_hi(p, i[a]), end);
                 const i64 mask_row = sh.mask_row[min(ty * 4 + a, rows - 1)];
-                Acc top = m[a];
+                Acc top = row_max[a];
 #pragma unroll
                 for (int c = 0; c < 4; c++) {
                     const int j = n0 + tx * 4 + c;
                     Acc bias = 0;
                     bool masked = j < lo || j >= hi;
                     if (MASK != NO_MASK && !masked) masked = is_masked(p, mask_row, j, bias);
-                    Acc x = s[a][c] * scale;
-                    if (p.softcap != 0) x = cap * hyperbolic_tangent(x * inverse_cap);
-                    if (p.alibi != nullptr) x -= slope[a] * (Acc)abs(i[a] + p.diagonal - j);
-                    x += bias;
+                    const Acc x = natural_score(p, s[a][c], scale, cap, inverse_cap, slope[a], i[a] + p.diagonal - j) + bias;
                     s[a][c] = masked ? negative_infinity() : x;
                     top = maximum(top, s[a][c]);
                 }
+                top = max_of_lanes<16>(top);
+                const Acc factor = top == row_max[a] ? (Acc)1 : exponential(row_max[a] - top);
+                row_max[a] = top;
+                row_sum[a] *= factor;
 #pragma unroll
-                for (int lane = 1; lane < 16; lane *= 2) top = maximum(top, __shfl_xor_sync(~0u, top, lane));
-                const Acc rescale = top == m[a] ? (Acc)1 : exponential(m[a] - top);
-                m[a] = top;
-                l[a] *= rescale;
-#pragma unroll
-                for (int c = 0; c < COLS; c++) acc[a][c] = careful ? weighed(rescale, acc[a][c]) : product(rescale, acc[a][c]);
+                for (int c = 0; c < COLS; c++) acc_o[a][c] = careful ? weighed(factor, acc_o[a][c]) : product(factor, acc_o[a][c]);
 #pragma unroll
                 for (int c = 0; c < 4; c++) {
                     const Acc weight = s[a][c] == negative_infinity() ? -(Acc)0 : exponential(s[a][c] - top);
-                    l[a] += weight;
+                    row_sum[a] += weight;
                     sh.p[tx * 4 + c][ty * 4 + a] = weight;
                 }
             }
@@ -182,21 +179,20 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention(const __grid_con
 #pragma unroll
                 for (int a = 0; a < 4; a++)
 #pragma unroll
-                    for (int c = 0; c < COLS; c++) acc[a][c] += part[a][c];
+                    for (int c = 0; c < COLS; c++) acc_o[a][c] += part[a][c];
             }
         }
         bool suspicious = false;
 #pragma unroll
         for (int a = 0; a < 4; a++)
 #pragma unroll
-            for (int c = 0; c < COLS; c++) suspicious |= !is_finite(acc[a][c]);
+            for (int c = 0; c < COLS; c++) suspicious |= !is_finite(acc_o[a][c]);
         if (!__syncthreads_or(suspicious)) break;
     }
 
 #pragma unroll
     for (int a = 0; a < 4; a++) {
-#pragma unroll
-        for (int lane = 1; lane < 16; lane *= 2) l[a] += __shfl_xor_sync(~0u, l[a], lane);
+        row_sum[a] = sum_of_lanes<16>(row_sum[a]);
         const int r = ty * 4 + a;
         if (r >= rows) continue;
         Row row(p, task, r0 + r);
@@ -205,19 +201,19 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention(const __grid_con
 #pragma unroll
             for (int c = 0; c < COLS; c++) {
                 const int column = column0 + tx * 4 + c % 4 + c / 4 * 64;
-                if (column < p.head_dim_v) to[column] = acc[a][c];
+                if (column < p.head_dim_v) to[column] = acc_o[a][c];
             }
-            if (dv_block == 0 && tx == 0) to[p.head_dim_v] = m[a], to[p.head_dim_v + 1] = l[a];
+            if (dv_block == 0 && tx == 0) to[p.head_dim_v] = row_max[a], to[p.head_dim_v + 1] = row_sum[a];
             continue;
         }
-        const Finished finished(p, row, m[a], l[a]);
+        const RowEnd row_end(p, row, row_max[a], row_sum[a]);
         const i64 out_row = row.offset(p.out_stride);
 #pragma unroll
         for (int c = 0; c < COLS; c++) {
             const int column = column0 + tx * 4 + c % 4 + c / 4 * 64;
-            const Acc x = l[a] == 0 ? (Acc)0 : acc[a][c] * finished.factor;
+            const Acc x = row_sum[a] == 0 ? (Acc)0 : acc_o[a][c] * row_end.factor;
             if (column < p.head_dim_v) store_as(p.out, p.out_dtype, out_row + column * p.out_stride[3], x);
         }
-        if (dv_block == 0 && tx == 0) store_lse(p, row, finished);
+        if (dv_block == 0 && tx == 0) store_lse(p, row, row_end);
     }
 }

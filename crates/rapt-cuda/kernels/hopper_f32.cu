@@ -5,16 +5,16 @@
 //   a.b = (hi.hi + hi.lo + lo.hi) / (up_a up_b)
 //
 // hi and lo hold 22 bits of what lies within 2^18 of its row's largest, and every other number to 2^-40 of that largest; lo.lo
-// lies below both. A key's power for v goes into its weights p, and the largest of these is sought anew in every block of keys,
+// lies below both. A key's power for v goes into its weights p, and the largest of these is computed again in every block of keys,
 // per query, among the keys that it attends: what nobody attends scales nothing.
 //
 //   warpgroup 0, 3   K and V: from memory, through registers, split into the swizzle_128b tiles of a ring of STAGES
-//   warpgroup 1, 2   64 queries each: s = q.K, softmax, part = p.V by wgmma; acc = acc*fall + part
+//   warpgroup 1, 2   64 queries each: s = q.K, softmax, part = p.V by wgmma; acc_o = acc_o*factor + part
 //
 // p.V of a block is summed by itself and added to acc in f32: the sum inside the tensor cores cuts bits off, which a long one
 // would show. What cannot be read 16 bytes at a time is read element by element into the same tiles: the bits are the same.
 //
-// Values that nobody attends: as in mma.cu. A block with a sum that is not finite runs again; numbers of q, k and v that are
+// Values that nobody attends: as in common/softmax.cuh. A block with a sum that is not finite runs again; numbers of q, k and v that are
 // not finite are read as 0 then, the scores that they belong to are computed one by one, and what they add to the sums of the
 // rows that attend them is added apart. Finite sums have the same bits both ways.
 // Source: Ootomo and Yokota, "Recovering single precision accuracy from Tensor Cores", 2022, for two halves and the sum outside.
@@ -22,7 +22,9 @@
 
 #include "common/mask.cuh"
 #include "common/softmax.cuh"
+#include "common/tile.cuh"
 #include "common/epilogue.cuh"
+#include "hopper/tma.cuh"
 #include "hopper/wgmma.cuh"
 
 constexpr int BM = BLOCK_M, BN = BLOCK_N, NT = BN / 8, KT = BN / 16, VT = DV / 8, THREADS = 512;
@@ -37,7 +39,7 @@ struct Shared {
     u64 k_full[STAGES], v_full[STAGES], k_empty[STAGES], v_empty[STAGES];
     u16 q_odd[2][4], k_odd[STAGES][4], v_odd[STAGES][4];  // a bit for each row that holds what is not finite
 };
-static_assert(sizeof(Shared) == SHARED_BYTES, "code.rs and float32.cu disagree on shared memory");
+static_assert(sizeof(Shared) == SHARED_BYTES, "the host and hopper_f32.cu disagree on shared memory");
 
 // --- one number as two -----------------------------------------------------------------------------------------------------
 
@@ -56,7 +58,7 @@ __device__ inline u32 finite_magnitude(float x) {
 }
 
 // A quarter of 64 rows, in the registers of 128 threads: 8 lanes a row, 4 rows a warp, such that 16 lanes that store together
-// meet no bank twice.
+// use no bank twice.
 template <int BOXES>
 struct Quarter {
     float4 x[2 * BOXES];
@@ -128,8 +130,8 @@ struct Place {
     // Blocks of one task run side by side and share its K and V in L2; late rows see the most keys and go first.
     __device__ Place(const Params& p, u32 block)
         : r0((p.row_blocks - 1 - (int)(block % p.row_blocks)) * BM), task(p, block / p.row_blocks) {}
-    // What this block computes, derived anew wherever it is asked for.
-    __device__ static Place here(const Params& p) { return Place(p, anew(blockIdx.x)); }
+    // What this block computes, read again wherever it is needed.
+    __device__ static Place here(const Params& p) { return Place(p, opaque(blockIdx.x)); }
     __device__ Seen seen(const Params& p) const { return Seen(p, task, r0, r0 + min(BM, p.rows - r0)); }
 };
 
@@ -184,44 +186,40 @@ __device__ inline void load_blocks(
 
 // The products with v come box by box, which takes half the registers: the last may have fewer columns.
 constexpr int LAST = DV - (V_BOXES - 1) * BOX;
-static_assert(LAST == LAST_COLUMNS, "code.rs and float32.cu disagree on the last box");
+static_assert(LAST == LAST_COLUMNS, "the host and hopper_f32.cu disagree on the last box");
 #if HEAD_DIM_V > 64
 DEFINE_WGMMA_PV(multiply_box, 64)
 DEFINE_WGMMA_PV(multiply_last, LAST_COLUMNS)
 #endif
 
-// acc = acc*fall + part of tiles of columns from FIRST on; part = p.v, by `multiply`, is summed by itself. `tiles`: lo and hi.
+// acc_o = acc_o*factor + part of tiles of columns from FIRST on; part = p.v, by `multiply`, is summed by itself. `tiles`: lo and hi.
 template <int FIRST, int TILES, class Multiply>
 __device__ inline void add_box(
-    float (&acc)[VT][4], u32 (&a)[2][KT][4], const u8* hi, const u8* lo, const float (&down)[2], Multiply multiply
+    Accumulator<VT>& acc_o, OperandA<KT> (&p)[2], const u8* hi, const u8* lo, const float (&down)[2], Multiply multiply
 ) {
-    float part[TILES][4];
+    Accumulator<TILES> part;
     wgmma_fence();
 #pragma unroll
     for (int product = 0; product < 3; product++) {  // the small ones first
         const u32 tile = tile_low(product == 1 ? lo : hi, BOX_BYTES);
 #pragma unroll
-        for (int kt = 0; kt < KT; kt++) multiply(part, a[product == 0][kt], tile + kt * 16 * BOX * 2 / 16, product + kt > 0);
+        for (int kt = 0; kt < KT; kt++) multiply(part, p[product == 0][kt], tile + kt * 16 * BOX * 2 / 16, product + kt > 0);
     }
     wgmma_commit();
     wgmma_wait<0>(part);
 #pragma unroll
     for (int n = 0; n < TILES * 4; n++) {
-        float& sum = acc[FIRST + n / 4][n % 4];
+        float& sum = acc_o[FIRST + n / 4][n % 4];
         sum = __fmaf_rn(part[n / 4][n % 4], down[n / 2 % 2], sum);
     }
 }
 
 // The sums of 64 rows: two rows a thread.
 struct RowSums {
-    float m[2], l[2], acc[VT][4];
+    float row_max[2], row_sum[2];
+    Accumulator<VT> acc_o;
 
-    __device__ bool has_non_finite() const {
-        u32 most = 0;
-#pragma unroll
-        for (int n = 0; n < VT * 4; n++) most = max(most, __float_as_uint(acc[n / 4][n % 4]) & 0x7fffffffu);
-        return most >= 0x7f800000u;
-    }
+    __device__ bool has_non_finite() const { return largest_magnitude(acc_o, 0) >= INFINITE_MAGNITUDE; }
 };
 
 // q.k as IEEE has it.
@@ -232,47 +230,142 @@ __device__ inline float plain_score(const Params& p, const float* q, const float
     return sum;
 }
 
-// By a group of those that multiply. Which one it is, its rows and their powers are asked anew in each block of keys: kept, they
+// A warpgroup's queries: split, into its tiles.
+__device__ inline void load_queries(bool careful, const Params& p, Shared& sh, const Place& place, int rows, int wg, int lane) {
+    u32 odd = 0;
+    Quarter<K_BOXES> part;
+#pragma unroll 1
+    for (int n = 0; n < 4; n++) {
+        const int r = wg * 64 + Quarter<K_BOXES>::first_row(lane) + Quarter<K_BOXES>::ahead(n);
+        const Row row(p, place.task, place.r0 + min(r, rows - 1));
+        part.load((const float*)p.q + row.offset(p.q_stride), r < rows, p.q_stride[3], p.head_dim, lane);
+        odd |= part.store(careful, sh.q[wg], sh.q_down[wg], lane, n);
+    }
+    if (careful && lane % 32 == 0) sh.q_odd[wg][lane / 32] = odd;
+    fence_proxy_async();
+    bar_sync(1 + wg, 128);
+}
+
+// Scores of keys and rows that hold what is not finite, as IEEE has them.
+template <class MakeQueries>
+__device__ inline void recompute_scores(
+    Accumulator<NT>& s, const Params& p, const Shared& sh, const Ring& ring, int n0, const bool (&q_odd)[2], MakeQueries queries
+) {
+    const int quad = lane_column(threadIdx.x % 128);
+    const u64 k_odd = *(const u64*)sh.k_odd[ring.at];
+    const float* k = head_of(p.k, p.k_stride, p, Place::here(p).task) + n0 * p.k_stride[2];
+    const bool any = k_odd != 0 || q_odd[0] || q_odd[1];
+#pragma unroll 1
+    for (int n = 0; any && n < NT * 4; n++) {
+        const int j = n / 4 * 8 + quad + n % 2, h = n / 2 % 2;
+        if (((k_odd >> j & 1) == 0 && !(h == 0 ? q_odd[0] : q_odd[1])) || n0 + j >= p.kv_len) continue;
+        const float* q = (const float*)p.q + queries().row(0, h).offset(p.q_stride);
+        const float x = plain_score(p, q, k + j * p.k_stride[2]);
+#pragma unroll
+        for (int i = 0; i < NT * 4; i++) {
+            if (i == n) s[i / 4][i % 4] = x;
+        }
+    }
+}
+
+// What values that are not finite add to the sums of the rows that attend them; they are 0 in the tile.
+__device__ inline void add_non_finite_values(
+    Accumulator<VT>& acc_o, const Accumulator<NT>& s, const Params& p, const Shared& sh, const Ring& ring, int n0
+) {
+    const int quad = lane_column(threadIdx.x % 128);
+    const u64 v_odd = *(const u64*)sh.v_odd[ring.at];
+    const float* v = head_of(p.v, p.v_stride, p, Place::here(p).task) + n0 * p.v_stride[2];
+    u32 hidden = 0;
+#pragma unroll
+    for (int n = 0; n < NT * 4; n++) hidden |= (s[n / 4][n % 4] == negative_infinity() ? 1u : 0u) << n;
+#pragma unroll 1
+    for (int j = 0; j < BN; j++) {
+        if ((v_odd >> j & 1) == 0) continue;
+        const u32 hidden_j = __shfl_sync(~0u, hidden, j % 8 / 2, 4) >> (j / 8 * 4 + j % 2);
+#pragma unroll 1
+        for (int at = 0; at < VT * 2; at++) {
+            const int column = at / 2 * 8 + quad + at % 2;
+            const float x = column < p.head_dim_v ? v[j * p.v_stride[2] + column * p.v_stride[3]] : 0.f;
+            if (is_finite(x)) continue;
+#pragma unroll
+            for (int n = 0; n < VT * 4; n++) {
+                // Its weight is above 0, however small: what is not finite stays what it is.
+                if (n / 4 * 2 + n % 2 == at && (hidden_j >> n / 2 % 2 * 2 & 1) == 0) acc_o[n / 4][n % 4] += x;
+            }
+        }
+    }
+}
+
+// Scores become p, and in its place p times its key's power for v, split; `down` is what the products are multiplied with.
+__device__ inline void split_weights(
+    OperandA<KT> (&p_split)[2], float (&down)[2], float (&row_sum)[2], Accumulator<NT>& s, float c, const float (&exponent_max)[2],
+    const float (&factor)[2], const float* v_downs
+) {
+    const int quad = lane_column(threadIdx.x % 128);
+    u32 top[2] = {};
+    float sum[2] = {}, up[2];
+#pragma unroll
+    for (int nt = 0; nt < NT; nt++) {
+        const float2 v_down = *(const float2*)(v_downs + nt * 8 + quad);
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            float& x = s[nt][e];
+            x = exponential_of(x, c, exponent_max[e / 2]);
+            sum[e / 2] += x;
+            x *= e % 2 ? v_down.y : v_down.x;
+            top[e / 2] = max(top[e / 2], __float_as_uint(x));
+        }
+    }
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        row_sum[h] = __fmaf_rn(row_sum[h], factor[h], sum[h]);
+        top[h] = max(top[h], __shfl_xor_sync(~0u, top[h], 1));
+        top[h] = max(top[h], __shfl_xor_sync(~0u, top[h], 2));
+        find_scale(min(top[h], 0x7f7fffffu), up[h], down[h]);
+    }
+#pragma unroll
+    for (int kt = 0; kt < KT; kt++)
+#pragma unroll
+        for (int n = 0; n < 4; n++) {
+            const float* pair = &s[kt * 2 + n / 2][n % 2 * 2];
+            split(pair[0] * up[n % 2], pair[1] * up[n % 2], p_split[0][kt][n], p_split[1][kt][n]);
+        }
+}
+
+// By a warpgroup that multiplies:
+//
+//   for each block of keys
+//     s = (q_hi @ k_hi + q_hi @ k_lo + q_lo @ k_hi) / powers;  scores, masks
+//     row_max' = max(row_max, max s);  acc_o *= 2^((row_max - row_max')*c)
+//     p = 2^((s - row_max')*c);  row_sum = row_sum * factor + sum p;  p times its key's power for v, split
+//     acc_o += p_hi @ v_hi + p_hi @ v_lo + p_lo @ v_hi, summed by itself first
+//
+// Which warpgroup it is, its rows and their powers are computed again in each block of keys: kept, they
 // would take registers that the sums need.
 __device__ inline void multiply(bool careful, const Params& p, Shared& sh, Ring& ring, RowSums& sums) {
-    const auto group = [] { return same(thread_anew() / 128) - 1; };
+    const auto group = [] { return uniform(reread_tid() / 128) - 1; };
     const Place place = Place::here(p);
-    const int lane = threadIdx.x % 128, quad = lane % 4 * 2;
+    const int lane = threadIdx.x % 128, quad = lane_column(lane);
     const int rows = min(BM, p.rows - place.r0);
     const auto queries = [&] {
         const Place here = Place::here(p);
-        return Queries{p, here.task, here.r0 + thread_anew() / 32 * 16 - 64};
+        return Queries{p, here.task, here.r0 + reread_tid() / 32 * 16 - 64};
     };
-    {
-        const int wg = group();
-        u32 odd = 0;
-        Quarter<K_BOXES> part;
-#pragma unroll 1
-        for (int n = 0; n < 4; n++) {
-            const int r = wg * 64 + Quarter<K_BOXES>::first_row(lane) + Quarter<K_BOXES>::ahead(n);
-            const Row row(p, place.task, place.r0 + min(r, rows - 1));
-            part.load((const float*)p.q + row.offset(p.q_stride), r < rows, p.q_stride[3], p.head_dim, lane);
-            odd |= part.store(careful, sh.q[wg], sh.q_down[wg], lane, n);
-        }
-        if (careful && lane % 32 == 0) sh.q_odd[wg][lane / 32] = odd;
-        fence_proxy_async();
-        bar_sync(1 + wg, 128);
-    }
+    load_queries(careful, p, sh, place, rows, group(), lane);
     bool q_odd[2] = {};
 #pragma unroll
     for (int h = 0; h < 2; h++) {
         if (careful) q_odd[h] = sh.q_odd[group()][lane / 32] >> (lane % 32 / 4 + h * 8) & 1;
     }
     const float c = exponent_factor(p);
-    sums.m[0] = sums.m[1] = negative_infinity(), sums.l[0] = sums.l[1] = 0;
-#pragma unroll
-    for (int n = 0; n < VT * 4; n++) sums.acc[n / 4][n % 4] = 0;
+    sums.row_max[0] = sums.row_max[1] = negative_infinity(), sums.row_sum[0] = sums.row_sum[1] = 0;
+    zero(sums.acc_o);
 
 #pragma unroll 1
     for (int n0 = place.seen(p).lo / BN * BN;; n0 += BN) {
         Seen seen = Place::here(p).seen(p);
         if (n0 >= seen.hi) break;
-        float s[1][NT][4];
+        Accumulator<NT> s[1];
         MaskTile<1, NT> mask;
         const int wg = group();
         mask.fetch(p, queries(), n0);
@@ -288,7 +381,7 @@ __device__ inline void multiply(bool careful, const Params& p, Shared& sh, Ring&
             }
         wgmma_commit();
         wgmma_wait<0>(s[0]);
-        const float* const first_down = sh.q_down[wg] + thread_anew() % 128 / 32 * 16 + threadIdx.x % 32 / 4;
+        const float* const first_down = sh.q_down[wg] + reread_tid() % 128 / 32 * 16 + lane_row(threadIdx.x);
         const float q_down[2] = {first_down[0], first_down[8]};
 #pragma unroll
         for (int nt = 0; nt < NT; nt++) {
@@ -296,126 +389,43 @@ __device__ inline void multiply(bool careful, const Params& p, Shared& sh, Ring&
 #pragma unroll
             for (int e = 0; e < 4; e++) s[0][nt][e] = s[0][nt][e] * q_down[e / 2] * (e % 2 ? k_down.y : k_down.x);
         }
-        if (careful) {
-            const u64 k_odd = *(const u64*)sh.k_odd[ring.at];
-            const float* k = head_of(p.k, p.k_stride, p, Place::here(p).task) + n0 * p.k_stride[2];
-            const bool any = k_odd != 0 || q_odd[0] || q_odd[1];
-#pragma unroll 1
-            for (int n = 0; any && n < NT * 4; n++) {
-                const int j = n / 4 * 8 + quad + n % 2, h = n / 2 % 2;
-                if (((k_odd >> j & 1) == 0 && !(h == 0 ? q_odd[0] : q_odd[1])) || n0 + j >= p.kv_len) continue;
-                const float* q = (const float*)p.q + queries().row(0, h).offset(p.q_stride);
-                const float x = plain_score(p, q, k + j * p.k_stride[2]);
-#pragma unroll
-                for (int i = 0; i < NT * 4; i++) {
-                    if (i == n) s[0][i / 4][i % 4] = x;
-                }
-            }
-        }
+        if (careful) recompute_scores(s[0], p, sh, ring, n0, q_odd, queries);
         mbarrier_arrive(sh.k_empty[ring.at]);
         if (!VECTOR) seen = Place::here(p).seen(p);  // again: registers are scarcer there
         const bool positions = n0 < seen.all_lo || n0 + BN > seen.all_hi;
         if (NATURAL || MASK != NO_MASK || positions) apply_scores<1, NT>(s, p, queries(), mask, n0, p.kv_len, positions);
 
-        float rescale[2], base[2], taken[2];
-        bool any_far = NATURAL;
+        // The maximum is followed in every block of keys, by however little it rises.
+        float factor[2], exponent_max[1][2];
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            float top = sums.m[h];
-#pragma unroll
-            for (int nt = 0; nt < NT; nt++) top = fmaxf(top, fmaxf(s[0][nt][h * 2], s[0][nt][h * 2 + 1]));
-            top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
-            top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
-            // A row without a key yet keeps m at -inf and compares with 0.
-            base[h] = top == negative_infinity() ? 0.f : top;
-            rescale[h] = top == sums.m[h] ? 1.f : exp2_approx((sums.m[h] - base[h]) * c);
-            sums.m[h] = top;
-            // Each row by itself: its bits are its own.
-            const bool far = NATURAL || fabsf(base[h] * c) > EXACT;
-            taken[h] = far ? base[h] : 0.f;
-            any_far |= far;
+            const float top = max_of_row(s[0], h, sums.row_max[h]);
+            const float base = top == negative_infinity() ? 0.f : top;
+            factor[h] = top == sums.row_max[h] ? 1.f : exp2_approx((sums.row_max[h] - base) * c);
+            sums.row_max[h] = top;
         }
-        if (__any_sync(~0u, rescale[0] != 1 || rescale[1] != 1)) {
-#pragma unroll
-            for (int n = 0; n < VT * 4; n++) {
-                float& sum = sums.acc[n / 4][n % 4];
-                sum = careful ? weighed(rescale[n / 2 % 2], sum) : sum * rescale[n / 2 % 2];
-            }
+        if (__any_sync(~0u, factor[0] != 1 || factor[1] != 1)) {
+            rescale(sums.acc_o, factor, careful);
         }
         mbarrier_wait(sh.v_full[ring.at], ring.phase);
-        if (careful) {
-            const u64 v_odd = *(const u64*)sh.v_odd[ring.at];
-            const float* v = head_of(p.v, p.v_stride, p, Place::here(p).task) + n0 * p.v_stride[2];
-            u32 hidden = 0;
-#pragma unroll
-            for (int n = 0; n < NT * 4; n++) hidden |= (s[0][n / 4][n % 4] == negative_infinity() ? 1u : 0u) << n;
-#pragma unroll 1
-            for (int j = 0; j < BN; j++) {
-                if ((v_odd >> j & 1) == 0) continue;
-                const u32 hidden_j = __shfl_sync(~0u, hidden, j % 8 / 2, 4) >> (j / 8 * 4 + j % 2);
-#pragma unroll 1
-                for (int at = 0; at < VT * 2; at++) {
-                    const int column = at / 2 * 8 + quad + at % 2;
-                    const float x = column < p.head_dim_v ? v[j * p.v_stride[2] + column * p.v_stride[3]] : 0.f;
-                    if (is_finite(x)) continue;
-#pragma unroll
-                    for (int n = 0; n < VT * 4; n++) {
-                        // Its weight is above 0, however small: what is not finite stays what it is.
-                        if (n / 4 * 2 + n % 2 == at && (hidden_j >> n / 2 % 2 * 2 & 1) == 0) sums.acc[n / 4][n % 4] += x;
-                    }
-                }
-            }
-        }
-        if (NATURAL || __any_sync(~0u, any_far)) {
-#pragma unroll
-            for (int n = 0; n < NT * 4; n++) s[0][n / 4][n % 4] -= taken[n / 2 % 2];
-            base[0] -= taken[0], base[1] -= taken[1];
-        }
-        // p, and in its place p times its key's power for v.
-        u32 top[2] = {};
-        float sum[2] = {}, up[2], down[2];
-#pragma unroll
-        for (int nt = 0; nt < NT; nt++) {
-            const float2 v_down = *(const float2*)(sh.v_down[ring.at] + nt * 8 + quad);
-#pragma unroll
-            for (int e = 0; e < 4; e++) {
-                float& x = s[0][nt][e];
-                x = exp2_approx(NATURAL ? x * c : __fmaf_rn(x, c, -(base[e / 2] * c)));
-                sum[e / 2] += x;
-                x *= e % 2 ? v_down.y : v_down.x;
-                top[e / 2] = max(top[e / 2], __float_as_uint(x));
-            }
-        }
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-            sums.l[h] = __fmaf_rn(sums.l[h], rescale[h], sum[h]);
-            top[h] = max(top[h], __shfl_xor_sync(~0u, top[h], 1));
-            top[h] = max(top[h], __shfl_xor_sync(~0u, top[h], 2));
-            find_scale(min(top[h], 0x7f7fffffu), up[h], down[h]);
-        }
-        u32 a[2][KT][4];
-#pragma unroll
-        for (int kt = 0; kt < KT; kt++)
-#pragma unroll
-            for (int n = 0; n < 4; n++) {
-                const float* pair = &s[0][kt * 2 + n / 2][n % 2 * 2];
-                split(pair[0] * up[n % 2], pair[1] * up[n % 2], a[0][kt][n], a[1][kt][n]);
-            }
+        if (careful) add_non_finite_values(sums.acc_o, s[0], p, sh, ring, n0);
+        const float row_max[1][2] = {{sums.row_max[0], sums.row_max[1]}};
+        subtract_far(s, row_max, exponent_max, c);
+        OperandA<KT> p_split[2];
+        float down[2];
+        split_weights(p_split, down, sums.row_sum, s[0], c, exponent_max[0], factor, sh.v_down[ring.at]);
         u8(&v)[2][V_BOXES][BOX_BYTES] = sh.v[ring.at];
 #if HEAD_DIM_V > 64
-        add_box<0, 8>(sums.acc, a, v[0][0], v[1][0], down, multiply_box);
-        add_box<8, LAST / 8>(sums.acc, a, v[0][1], v[1][1], down, multiply_last);
+        add_box<0, 8>(sums.acc_o, p_split, v[0][0], v[1][0], down, multiply_box);
+        add_box<8, LAST / 8>(sums.acc_o, p_split, v[0][1], v[1][1], down, multiply_last);
 #else
-        add_box<0, VT>(sums.acc, a, v[0][0], v[1][0], down, wgmma_pv);
+        add_box<0, VT>(sums.acc_o, p_split, v[0][0], v[1][0], down, wgmma_pv);
 #endif
         mbarrier_arrive(sh.v_empty[ring.at]);
         ring.next();
     }
 #pragma unroll
-    for (int h = 0; h < 2; h++) {
-        sums.l[h] += __shfl_xor_sync(~0u, sums.l[h], 1);
-        sums.l[h] += __shfl_xor_sync(~0u, sums.l[h], 2);
-    }
+    for (int h = 0; h < 2; h++) sums.row_sum[h] = sum_of_lanes<4>(sums.row_sum[h]);
 }
 
 __device__ inline void finish(const Params& p, const Place& place, const RowSums& sums) {
@@ -425,15 +435,15 @@ __device__ inline void finish(const Params& p, const Place& place, const RowSums
         const int r = first + lane / 4 + h * 8;
         if (r >= p.rows) continue;
         const Row row(p, place.task, r);
-        const float l = sums.l[h];
-        const Finished finished(p, row, natural_max(p, sums.m[h]), l);
-        if (lane % 4 == 0) store_lse(p, row, finished);
+        const float l = sums.row_sum[h];
+        const RowEnd row_end(p, row, natural_max(p, sums.row_max[h]), l);
+        if (lane % 4 == 0) store_lse(p, row, row_end);
         const i64 to = row.offset(p.out_stride);
 #pragma unroll
         for (int nt = 0; nt < VT; nt++) {
-            const int column = nt * 8 + lane % 4 * 2;
-            const float* pair = &sums.acc[nt][h * 2];
-            const float2 x = {l == 0 ? 0.f : pair[0] * finished.factor, l == 0 ? 0.f : pair[1] * finished.factor};
+            const int column = nt * 8 + lane_column(lane);
+            const float* pair = &sums.acc_o[nt][h * 2];
+            const float2 x = {l == 0 ? 0.f : pair[0] * row_end.factor, l == 0 ? 0.f : pair[1] * row_end.factor};
             if (p.out_vector) {
                 if (column < p.head_dim_v) *(float2*)((float*)p.out + to + column) = x;
             } else {
@@ -456,7 +466,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(const __grid_
     }
     __syncthreads();
     Ring ring;
-    const int group = same(threadIdx.x / 128);
+    const int group = uniform(threadIdx.x / 128);
     if (group == 0 || group == 3) {
         setmaxnreg_dec<LOADING_REGISTERS>();
         const Place place = Place::here(p);

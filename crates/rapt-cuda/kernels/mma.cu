@@ -1,9 +1,9 @@
 // Attention on the tensor cores by mma.sync, for many queries.
 //
 //   4 warps, each 16*MT rows of a tile of BLOCK_M = 64*MT queries; keys in blocks of BLOCK_N from key 0:
-//     wait for K; begin V             s = q.k
-//     wait for V; begin the next K    s -> p, acc rescaled
-//                                     acc += p.v
+//     wait for K; begin V             s = q @ K.T
+//     wait for V; begin the next K    s -> p, acc_o rescaled
+//                                     acc_o += p @ V
 //
 // One buffer each for Q, K and V: while one product runs, the operand of the other is on its way, and a second block on the
 // same multiprocessor fills what is left. Rows do not depend on one another, and blocks of keys do not depend on the rows.
@@ -11,7 +11,7 @@
 // same tiles: the bits are the same. Deliberately absent: splitting of the keys (decode.cu).
 
 #include "common/mask.cuh"
-#include "common/softmax.cuh"
+#include "common/online_softmax.cuh"
 #include "common/epilogue.cuh"
 
 constexpr int THREADS = 128, BM = BLOCK_M, BN = BLOCK_N, FRAGMENTS = BM / 64, NT = BN / 8;
@@ -26,7 +26,7 @@ struct Shared {
         float out[4][16 * OUT_ROW];
     };
 };
-static_assert(sizeof(Shared) == SHARED_BYTES, "select.rs and forward.cu disagree on shared memory");
+static_assert(sizeof(Shared) == SHARED_BYTES, "the host and mma.cu disagree on shared memory");
 
 // Which rows of which task a block computes.
 struct Place {
@@ -40,8 +40,8 @@ struct Place {
         : r0((p.row_blocks - 1 - (int)(block - of * p.row_blocks)) * BM), task(p, of) {}
 };
 
-// The block's index as if read anew: what is derived from it again need not be kept meanwhile.
-__device__ inline u32 block_again() {
+// The block's index, read again: what is computed from it a second time takes no register meanwhile.
+__device__ inline u32 reread_ctaid() {
     u32 block;
     asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(block));
     return block;
@@ -115,15 +115,15 @@ __device__ inline bool attend(const Params& p, Shared& sh, int first_fragment) {
     const int warp_row = warp * 16 * FRAGMENTS + first_fragment * 16;
     const Queries queries{p, task, r0 + warp_row};
 
-    Sums<MT> sums;
-    sums.clear();
+    OnlineSoftmax<MT> softmax;
+    softmax.clear();
     k += start * p.k_stride[2], v += start * p.v_stride[2];
     if (start < seen.hi) load_next_k(start);
     for (int n0 = start; n0 < seen.hi; n0 += BN) {
         cp_async_wait<0>();
         __syncthreads();
         load_next_v(n0);
-        float s[MT][NT][4];
+        Accumulator<NT> s[MT];
         MaskTile<MT, NT> mask;
         mask.fetch(p, queries, n0);
         multiply_keys<MT, NT>(s, sh.q + warp_row * K_ROW, sh.k);
@@ -134,18 +134,18 @@ __device__ inline bool attend(const Params& p, Shared& sh, int first_fragment) {
         cp_async_wait<0>();
         __syncthreads();
         if (n0 + BN < seen.hi) load_next_k(n0 + BN);
-        u32 a[MT][NT / 2][4];
-        sums.template weigh<CAREFUL, NT>(a, s, c, SLACK);
-        sums.template add_values<CAREFUL, NT / 2>(a, sh.v);
+        OperandA<NT / 2> p_rounded[MT];
+        softmax.template add_keys<CAREFUL, NT>(p_rounded, s, c, SLACK);
+        softmax.template add_values<CAREFUL, NT / 2>(p_rounded, sh.v);
     }
     cp_async_wait<0>();
-    if (!CAREFUL && __syncthreads_or(sums.has_non_finite())) return false;
-    sums.reduce();
+    if (!CAREFUL && __syncthreads_or(softmax.has_non_finite())) return false;
+    softmax.reduce();
 
     // A fragment at a time through shared memory, so that whole rows are written; in loops, since straight code that runs
     // once a block is fetched from far away.
     __syncthreads();
-    const Place again(p, block_again());
+    const Place again(p, reread_ctaid());
     const int lane = threadIdx.x % 32, warp_again = threadIdx.x / 32, warp_r0 = again.r0 + (warp_again * FRAGMENTS + first_fragment) * 16;
     float* staged = sh.out[warp_again];
 #pragma unroll
@@ -154,14 +154,14 @@ __device__ inline bool attend(const Params& p, Shared& sh, int first_fragment) {
         for (int h = 0; h < 2; h++) {
             const int r = lane / 4 + h * 8;
             const Row row(p, again.task, min(warp_r0 + mt * 16 + r, p.rows - 1));
-            const float l = sums.l[mt][h];
-            const Finished finished(p, row, natural_max(p, sums.m[mt][h]), l);
-            if (lane % 4 == 0 && warp_r0 + mt * 16 + r < p.rows) store_lse(p, row, finished);
+            const float l = softmax.row_sum[mt][h];
+            const RowEnd row_end(p, row, natural_max(p, softmax.row_max[mt][h]), l);
+            if (lane % 4 == 0 && warp_r0 + mt * 16 + r < p.rows) store_lse(p, row, row_end);
 #pragma unroll
             for (int nt = 0; nt < DV / 8; nt++) {
-                const float* pair = &sums.acc[mt][nt][h * 2];
-                const float2 x = {l == 0 ? 0.f : pair[0] * finished.factor, l == 0 ? 0.f : pair[1] * finished.factor};
-                *(float2*)(staged + r * OUT_ROW + nt * 8 + lane % 4 * 2) = x;
+                const float* pair = &softmax.acc_o[mt][nt][h * 2];
+                const float2 x = {l == 0 ? 0.f : pair[0] * row_end.factor, l == 0 ? 0.f : pair[1] * row_end.factor};
+                *(float2*)(staged + r * OUT_ROW + nt * 8 + lane_column(lane)) = x;
             }
         }
         __syncwarp();

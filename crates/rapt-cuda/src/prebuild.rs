@@ -251,6 +251,7 @@ pub fn ship(folder: &Path, assortment: Assortment, kept: Option<&Path>) -> std::
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::source;
     use crate::variant::Algorithm;
 
     fn distinct(arch: Arch, assortment: Assortment) -> FxHashSet<KernelVariant> {
@@ -309,6 +310,29 @@ mod tests {
             let many = if *arch == Arch::Sm90a { hopper } else { &[Algorithm::Mma] };
             for algorithm in many.iter().chain(&[Algorithm::Generic, Algorithm::Decode, Algorithm::Combine]) {
                 assert!(core.iter().any(|variant| variant.algorithm == *algorithm), "{arch:?} has no {algorithm:?}");
+            }
+        }
+    }
+
+    /// With the options of a kernel that has every macro; the kernels themselves are compiled by tests/compile.rs.
+    #[test]
+    fn each_file_that_is_included_compiles_alone() {
+        let compiler = match Nvrtc::find(&[]) {
+            Ok(compiler) => compiler,
+            Err(error) => {
+                let required = std::env::var("RAPT_REQUIRE").unwrap_or_default();
+                assert!(!required.split(',').any(|name| name == "nvrtc"), "RAPT_REQUIRE asks for nvrtc: {error}");
+                println!("skipped: {error}");
+                return;
+            }
+        };
+        let variants = distinct(Arch::Sm90a, Assortment::Core);
+        for mask in [None, Some(DType::Bool), Some(DType::BF16)] {
+            let is_wanted = |variant: &&KernelVariant| (variant.algorithm, variant.mask) == (Algorithm::Hopper, mask);
+            let variant = variants.iter().find(is_wanted).unwrap();
+            for (name, _) in source::FILES.iter().filter(|(name, _)| name.ends_with(".cuh")) {
+                let compiled = compiler.compile(name, &source::text(name), &variant.options()).unwrap();
+                assert!(compiled.is_ok(), "{name} by itself, for {variant}: {}", compiled.unwrap_err());
             }
         }
     }

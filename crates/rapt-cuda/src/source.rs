@@ -15,8 +15,10 @@ pub(crate) const FILES: &[(&str, &str)] = files![
     "combine.cu",
     "common/dtype.cuh",
     "common/epilogue.cuh",
+    "common/fragment.cuh",
     "common/mask.cuh",
     "common/math.cuh",
+    "common/online_softmax.cuh",
     "common/params.cuh",
     "common/ptx.cuh",
     "common/softmax.cuh",
@@ -25,9 +27,12 @@ pub(crate) const FILES: &[(&str, &str)] = files![
     "decode.cu",
     "generic.cu",
     "hopper.cu",
+    "hopper/careful.cuh",
+    "hopper/consumer.cuh",
     "hopper/load.cuh",
+    "hopper/mask_bits.cuh",
     "hopper/mask_ring.cuh",
-    "hopper/rows.cuh",
+    "hopper/softmax.cuh",
     "hopper/store.cuh",
     "hopper/tma.cuh",
     "hopper/wgmma.cuh",
@@ -116,6 +121,7 @@ pub(crate) fn text(root: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::driver::{Compiler, Nvrtc};
 
     const A: (&str, &str) = ("a.cu", "// a\n#include \"x/b.cuh\"\n#include \"x/c.cuh\"\nint a;\n");
     const B: (&str, &str) = ("x/b.cuh", "#pragma once\n#include \"x/c.cuh\"\nint b;\n");
@@ -162,5 +168,15 @@ mod tests {
         for name in names {
             assert!(resolve(FILES, &name).unwrap().starts_with(&format!("#line 1 \"{name}\"\n")));
         }
+    }
+
+    #[test]
+    fn messages_name_file_and_line() {
+        let Ok(compiler) = Nvrtc::find(&[]) else { return };
+        let files =
+            [("a.cu", "#include \"x/b.cuh\"\nint a;\nint b = c;\n"), ("x/b.cuh", "int b(int x) { return y; }\n")];
+        let text = resolve(&files, "a.cu").unwrap();
+        let log = compiler.compile("kernel.cu", &text, &["-arch=sm_90a".to_owned()]).unwrap().unwrap_err();
+        assert!(log.contains("x/b.cuh(1): error") && log.contains("a.cu(3): error"), "{log}");
     }
 }

@@ -1,17 +1,49 @@
-//! The maps that hopper.cu relies on, against rapt-layout's atlas of the instructions: which thread holds which score, that
-//! the scores' registers are the next product's operand, and where the copy engine and the loading threads put an element.
+//! The maps that the kernels rely on, computed by the device code itself, against rapt-layout's atlas of the instructions: which thread
+//! holds which element, that scores are the next product's operand, and where elements stand in shared memory.
 //!
-//! The formulas here are those of the kernels' text; that they stand there is asserted too.
+//! `host/maps.cpp` is compiled with the kernels' own files and prints a map as numbers; where a kernel executes ldmatrix, mma.sync or
+//! cp.async, `host/common/ptx.cuh` records the instruction instead. Needs a C++ compiler (`CXX`, else `c++`).
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
+use std::process::Command;
 
 use rapt_layout::Swizzle;
 use rapt_layout::atlas::{Atom, Map};
 
-const WGMMA: &str = include_str!("../kernels/hopper/wgmma.cuh");
-const TMA: &str = include_str!("../kernels/hopper/tma.cuh");
-const HOPPER: &str = include_str!("../kernels/hopper.cu");
-const MASKS: &str = include_str!("../kernels/hopper/mask_ring.cuh");
-const HOPPER_ROWS: &str = include_str!("../kernels/hopper/rows.cuh");
-const HOPPER_STORE: &str = include_str!("../kernels/hopper/store.cuh");
+/// A head dim whose rows are swizzled, and one whose rows are padded.
+const HEAD_DIMS: [i64; 2] = [128, 80];
+
+/// Compiles the maps for a head dim; each test has its own program, so that tests may run at once.
+fn program(test: &str, head_dim: i64) -> PathBuf {
+    let own = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let (host, kernels) = (own.join("tests/host"), own.join("kernels"));
+    let program = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("maps-{test}-{head_dim}"));
+    let compiler = std::env::var_os("CXX").unwrap_or_else(|| "c++".into());
+    let mut command = Command::new(&compiler);
+    // The folder of the stand-ins comes first: files of theirs are taken in place of the kernels'.
+    command.args(["-std=c++17", "-O1", "-Wno-unknown-pragmas"]).arg("-I").arg(&host).arg("-I").arg(kernels);
+    command.arg(format!("-DHEAD_DIM={head_dim}")).args(["-DHEAD_DIM_V=64", "-DVECTOR=1"]);
+    let output = command.arg(host.join("maps.cpp")).arg("-o").arg(&program).output();
+    let output = output.unwrap_or_else(|error| panic!("{}: {error}", compiler.display()));
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    program
+}
+
+/// The lines of one map.
+fn printed(program: &Path, map: &str) -> Vec<Vec<i64>> {
+    let output = Command::new(program).arg(map).output().unwrap();
+    assert!(output.status.success(), "{map}");
+    let text = String::from_utf8(output.stdout).unwrap();
+    let lines: Vec<Vec<i64>> =
+        text.lines().map(|line| line.split_whitespace().map(|number| number.parse().unwrap()).collect()).collect();
+    assert!(!lines.is_empty(), "{map}");
+    lines
+}
+
+fn map(name: &str) -> Vec<Vec<i64>> {
+    printed(&program(name, HEAD_DIMS[0]), name)
+}
 
 fn registers(name: &str) -> (rapt_layout::Layout, i64, i64, i64) {
     let atom = Atom::named(name).unwrap();
@@ -21,208 +53,247 @@ fn registers(name: &str) -> (rapt_layout::Layout, i64, i64, i64) {
     (tv, threads, values, atom.rows)
 }
 
-/// Row and column of element `e` of fragment `nt` of a thread: wgmma.cu's head, and what `mask_scores` and `store` compute.
-fn score(thread: i64, nt: i64, e: i64) -> (i64, i64) {
-    (16 * (thread / 32) + thread % 32 / 4 + 8 * (e / 2), 8 * nt + 2 * (thread % 4) + e % 2)
+/// Row and column of what thread `thread` holds as its value `value`, of an atom with so many rows.
+fn element(tv: &rapt_layout::Layout, rows: i64, thread: i64, value: i64) -> (i64, i64) {
+    let at = tv.at_coord(&[thread, value].into()).unwrap();
+    (at % rows, at / rows)
 }
 
-/// The byte of a row and column of a box: `swizzled` of wgmma.cu.
-fn swizzled(row: i64, column: i64) -> i64 {
-    row * 128 + ((column * 2) ^ (row % 8 * 16))
+/// Row and column of element `e` of tile `nt` of the sums of a thread of four warps, by `accumulator`.
+struct Sums(Vec<Vec<i64>>);
+
+impl Sums {
+    fn read(program: &Path) -> Self {
+        Sums(printed(program, "accumulator"))
+    }
+
+    fn at(&self, thread: i64, nt: i64, e: i64) -> (i64, i64) {
+        let [_, row, column] = self.0[thread as usize][..] else { panic!("three numbers") };
+        (16 * (thread / 32) + row + 8 * (e / 2), 8 * nt + column + e % 2)
+    }
 }
 
 #[test]
-fn a_threads_scores_are_the_accumulators_of_wgmma() {
+fn a_threads_scores_are_the_accumulators_of_wgmma_and_mma() {
+    let sums = Sums(map("accumulator"));
     for n in [64, 80, 96, 112, 128, 256] {
         let (tv, threads, values, rows) = registers(&format!("wgmma.m64n{n}k16.f32.d"));
         assert_eq!((threads, values), (128, n / 2));
         for thread in 0..threads {
             for (nt, e) in (0..n / 8).flat_map(|nt| (0..4).map(move |e| (nt, e))) {
-                let (row, column) = score(thread, nt, e);
-                assert_eq!(tv.at_coord(&[thread, nt * 4 + e].into()).unwrap(), row + rows * column);
+                assert_eq!(element(&tv, rows, thread, nt * 4 + e), sums.at(thread, nt, e));
             }
         }
     }
-    assert!(WGMMA.contains("row = 16*warp + lane/4 + 8*(e/2), column = 8*nt + 2*(lane%4) + e%2"));
-    assert!(HOPPER.contains("threadIdx.x % 4 * 2") && HOPPER.contains("seen & 1u << (nt * 2 + e)"));
-}
-
-/// `below` of hopper.cu: a bit for each of a thread's keys of a tile.
-#[test]
-fn a_bit_for_each_key_says_which_lie_before_a_position() {
-    assert!(HOPPER.contains("n = max(n, 0);") && HOPPER.contains("\"r\"(n / 8 * 2 + min(n % 8, 2))"));
-    for n in -20_i64..200 {
-        let most = n.max(0);
-        let count = most / 8 * 2 + (most % 8).min(2);
-        let bits = if count >= 32 { u32::MAX } else { (1 << count) - 1 };
-        for (nt, e) in (0..16).flat_map(|nt| (0..2).map(move |e| (nt, e))) {
-            assert_eq!(bits >> (nt * 2 + e) & 1 == 1, nt * 8 + e < n, "{n} {nt} {e}");
-        }
+    let (tv, threads, values, rows) = registers("mma.m16n8k16.f32.c");
+    for (lane, e) in (0..threads).flat_map(|lane| (0..values).map(move |e| (lane, e))) {
+        assert_eq!(element(&tv, rows, lane, e), sums.at(lane, 0, e));
     }
 }
 
 #[test]
 fn packed_scores_are_the_operand_of_the_next_product() {
-    let (tv, threads, values, rows) = registers("wgmma.m64n8k16.bf16.a");
-    assert_eq!((threads, values), (128, 8));
-    // a[nt / 2][nt % 2 * 2 + r] = pack(s[nt][r * 2], s[nt][r * 2 + 1])
-    assert!(HOPPER_ROWS.contains("a[nt / 2][nt % 2 * 2 + r] = pack(s[nt][r * 2], s[nt][r * 2 + 1])"));
-    for thread in 0..threads {
-        for (nt, r, e) in (0..2).flat_map(|nt| (0..2).flat_map(move |r| (0..2).map(move |e| (nt, r, e)))) {
-            let (row, key) = score(thread, nt, r * 2 + e);
-            let (register, half) = (nt % 2 * 2 + r, e);
-            assert_eq!(tv.at_coord(&[thread, register * 2 + half].into()).unwrap(), row + rows * key);
+    let program = program("operand", HEAD_DIMS[0]);
+    let sums = Sums::read(&program);
+    for (name, warps) in [("wgmma.m64n8k16.bf16.a", 4), ("mma.m16n8k16.bf16.a", 1)] {
+        let (tv, threads, values, rows) = registers(name);
+        assert_eq!((threads, values), (32 * warps, 8));
+        for line in printed(&program, "operand") {
+            let [nt, r, tile, word] = line[..] else { panic!("four numbers") };
+            for (thread, e) in (0..threads).flat_map(|thread| (0..2).map(move |e| (thread, e))) {
+                let (row, key) = element(&tv, rows, thread, word * 2 + e);
+                assert_eq!((row, 16 * tile + key), sums.at(thread, nt, r * 2 + e), "{name} {thread} {nt} {r}");
+            }
+        }
+    }
+}
+
+#[test]
+fn bits_of_keys_are_in_their_order() {
+    let bit: BTreeMap<(i64, i64), i64> = map("bits").into_iter().map(|line| ((line[0], line[1]), line[2])).collect();
+    assert_eq!(bit.len(), 32);
+    assert_eq!(bit.values().collect::<BTreeSet<_>>().len(), 32);
+    for line in map("before") {
+        let [n, count] = line[..] else { panic!("two numbers") };
+        for ((nt, e), bit) in &bit {
+            // `below` of hopper/consumer.cuh sets the lowest `count` bits.
+            assert_eq!(*bit < count, nt * 8 + e < n, "{n} {nt} {e}");
         }
     }
 }
 
 #[test]
 fn an_element_of_a_box_lies_where_wgmma_reads_it() {
-    assert!(TMA.contains("return r * 128 + ((c * 2) ^ (r % 8 * 16));"));
     let place = |name: &str| {
         let Map::Storage { layout, .. } = Atom::named(name).unwrap().map else { panic!("{name} is not in memory") };
         layout
     };
     // Queries and keys are rows of 64 columns, K-major; values are rows too, and so MN-major: columns are the product's.
     let (keys, values) = (place("wgmma.smem.k.128b.bf16.x64"), place("wgmma.smem.mn.128b.bf16.x64"));
-    for (row, column) in (0..64).flat_map(|row| (0..64).map(move |column| (row, column))) {
-        assert_eq!(keys.at_coord(&[row, column].into()).unwrap(), swizzled(row, column));
-        assert_eq!(values.at_coord(&[column, row].into()).unwrap(), swizzled(row, column));
+    for line in map("box") {
+        let [row, column, byte] = line[..] else { panic!("three numbers") };
+        assert_eq!(keys.at_coord(&[row, column].into()).unwrap(), byte);
+        assert_eq!(values.at_coord(&[column, row].into()).unwrap(), byte);
+        // The distance that the descriptor names, and what tiles are aligned to.
+        assert!((row, column) != (8, 0) || byte == 1024);
     }
-    // 8 rows are 1024 bytes: the distance that the descriptor tells, and what tiles are aligned to.
-    assert_eq!(swizzled(8, 0), 1024);
-    assert!(WGMMA.contains("TILE_HIGH = 1024 / 16 | 1u << 30"));
 }
 
 #[test]
 fn sums_leave_registers_for_the_boxes_that_are_written_out() {
     let (tv, threads, values, rows) = registers("stmatrix.x4");
     assert_eq!((threads, values, rows), (32, 8, 8));
-    // Where lane l says that row l % 8 of matrix l / 8 goes, and the words that it gives.
-    let told = |lane: i64, nt: i64| lane % 16 * 128 + nt / 8 * (16 * 128) + ((nt % 8 + lane / 16) ^ (lane % 8)) * 16;
-    for text in [
-        "shared_address(tile) + lane % 16 * 128",
-        "shared_address(share) + lane % 16 * 128",
-        "(nt / 8 - first) * (16 * 128) + ((nt % 8 + lane / 16) ^ (lane % 8)) * 16",
-        "stmatrix(to, word(nt, 0), word(nt, 1), word(nt + 1, 0), word(nt + 1, 1))",
-    ] {
-        assert!(HOPPER_STORE.contains(text), "{text}");
-    }
-    for (nt, lane, value) in
-        (0..8).flat_map(|n| (0..32).flat_map(move |lane| (0..8).map(move |value| (2 * n, lane, value))))
-    {
+    let program = program("stmatrix", HEAD_DIMS[0]);
+    let sums = Sums::read(&program);
+    let swizzled: BTreeMap<(i64, i64), i64> =
+        printed(&program, "box").into_iter().map(|line| ((line[0], line[1]), line[2])).collect();
+    let address: BTreeMap<(i64, i64, i64), i64> =
+        printed(&program, "stmatrix").into_iter().map(|line| ((line[0], line[1], line[2]), line[3])).collect();
+    for ((lane, nt, first), value) in address.keys().flat_map(|key| (0..values).map(move |value| (*key, value))) {
+        // Which lane names the row that this lane's value goes to.
         let (matrix, half) = (value / 2, value % 2);
-        let place = tv.at_coord(&[lane, value].into()).unwrap();
-        let (row, column) = (place % rows, place / rows - 8 * matrix);
-        let address = told(8 * matrix + row, nt) + 2 * column;
-        let (sum_row, sum_column) = score(lane, nt + matrix / 2, matrix % 2 * 2 + half);
+        let (row, column) = element(&tv, rows, lane, value);
+        let column = column - 8 * matrix;
+        let stored = address[&(8 * matrix + row, nt, first)] + 2 * column;
+        // The words are of rows 0 and 1 of a tile, then of the next.
+        let (sum_row, sum_column) = sums.at(lane, nt + matrix / 2, matrix % 2 * 2 + half);
         // 16 rows of a box of 64 columns, then those of the next.
-        let box_at = sum_column / 64 * (16 * 128);
-        assert_eq!(address, box_at + swizzled(sum_row, sum_column % 64), "{nt} {lane} {value}");
+        let box_at = (sum_column / 64 - first) * (16 * 128);
+        assert_eq!(stored, box_at + swizzled[&(sum_row, sum_column % 64)], "{nt} {lane} {value}");
     }
     // Where lanes write out themselves: 16 bytes of four rows each, and which lane's row that is.
-    for text in [
-        "from = lane / 8, column = lane % 8 * 8",
-        "__shfl_sync(~0u, ends.to[i / 2], (i % 2 * 4 + from) * 4) + column",
-        "const int r = i * 4 + from;",
-        "(box - first) * (16 * 128) + swizzle_128b(r, column)",
-    ] {
-        assert!(HOPPER_STORE.contains(text), "{text}");
-    }
-    let mut written = std::collections::BTreeSet::new();
-    for (lane, i) in (0..32).flat_map(|lane| (0..4).map(move |i| (lane, i))) {
-        let (from, column) = (lane / 8, lane % 8 * 8);
-        let (row, owner) = (i * 4 + from, (i % 2 * 4 + from) * 4);
-        assert_eq!(score(owner, 0, i / 2 * 2).0, row);
+    let mut written = BTreeSet::new();
+    for line in printed(&program, "out") {
+        let [_, i, row, column, owner] = line[..] else { panic!("five numbers") };
+        assert_eq!(sums.at(owner, 0, i / 2 * 2).0, row);
         for n in 0..8 {
-            assert_eq!(swizzled(row, column) + 2 * n, swizzled(row, column + n));
+            assert_eq!(swizzled[&(row, column)] + 2 * n, swizzled[&(row, column + n)]);
             assert!(written.insert((row, column + n)));
         }
     }
     assert_eq!(written.len(), 16 * 64);
 }
 
-/// The unit of 16 bytes of row r of a tile of biases that stands as the `u`th: `bias_unit` of masks.cu, with 128 rows.
-fn bias_unit(row: i64, unit: i64, box_units: i64) -> i64 {
-    let turned = row / (8 / box_units) % box_units;
-    unit / box_units * (128 * box_units) + row * box_units + ((unit % box_units) ^ turned)
-}
-
 #[test]
-fn biases_lie_as_the_copy_engine_swizzles_them_and_are_loaded_as_the_scores_lie() {
-    for text in [
-        "r / (8 / BOX_UNITS) % BOX_UNITS",
-        "u / BOX_UNITS * (BLOCK_M * BOX_UNITS) + r * BOX_UNITS + ((u % BOX_UNITS) ^ turned)",
-        "bias_unit(r, lane / 16) * 16",
-        "(u64)from ^ u % BOX_UNITS * 16) + u / BOX_UNITS * (BLOCK_M * BOX_UNITS * 16)",
-        "word[0][nt] = four[0], word[1][nt] = four[1], word[0][nt + 1] = four[2], word[1][nt + 1] = four[3]",
-    ] {
-        assert!(MASKS.contains(text), "{text}");
-    }
+fn biases_lie_as_tma_swizzles_them_and_are_loaded_as_the_scores_lie() {
+    let program = program("biases", HEAD_DIMS[0]);
+    let sums = Sums::read(&program);
     let (matrices, lanes, values, rows) = registers("ldmatrix.x4");
     assert_eq!((lanes, values, rows), (32, 8, 8));
+    let biases = printed(&program, "biases");
     for box_units in [2, 4, 8] {
         let swizzle = Swizzle::of_span(box_units * 16).unwrap();
-        for (row, unit) in (0..128).flat_map(|row| (0..2 * box_units).map(move |unit| (row, unit))) {
+        let mut unit_at = BTreeMap::new();
+        for line in biases.iter().filter(|line| line[0] == box_units) {
+            let [_, row, unit, byte, beyond] = line[..] else { panic!("five numbers") };
             let in_box = row * box_units * 16 + unit % box_units * 16;
             let box_at = unit / box_units * (128 * box_units * 16);
-            assert_eq!(
-                bias_unit(row, unit, box_units) * 16,
-                box_at + swizzle.apply(in_box),
-                "{box_units} {row} {unit}"
-            );
+            assert_eq!(byte, box_at + swizzle.apply(in_box), "{box_units} {row} {unit}");
+            assert_eq!(byte, beyond, "{box_units} {row} {unit}");
+            unit_at.insert((row, unit), byte);
         }
-        // What a lane of warp 0 tells of matrix l / 8, row l % 8, and what it is given.
-        let told = |lane: i64, nt: i64| {
-            let at = bias_unit(lane % 16, lane / 16, box_units) * 16;
-            (at ^ (nt % box_units * 16)) + nt / box_units * (128 * box_units * 16)
-        };
+        // A lane of warp 0 names row lane % 16 of unit lane / 16 behind an even one (MaskRows::Place), and is given four words.
         for (pair, lane, value) in
             (0..box_units).flat_map(|n| (0..32).flat_map(move |lane| (0..8).map(move |value| (2 * n, lane, value))))
         {
             let (matrix, half) = (value / 2, value % 2);
-            let place = matrices.at_coord(&[lane, value].into()).unwrap();
-            let (row, column) = (place % rows, place / rows - 8 * matrix);
-            let address = told(8 * matrix + row, pair) + 2 * column;
-            let (score_row, key) = score(lane, pair + matrix / 2, matrix % 2 * 2 + half);
-            assert_eq!(address, bias_unit(score_row, key / 8, box_units) * 16 + key % 8 * 2, "{pair} {lane} {value}");
+            let (row, column) = element(&matrices, rows, lane, value);
+            let names = 8 * matrix + row;
+            let address = unit_at[&(names % 16, pair + names / 16)] + 2 * (column - 8 * matrix);
+            let (score_row, key) = sums.at(lane, pair + matrix / 2, matrix % 2 * 2 + half);
+            assert_eq!(address, unit_at[&(score_row, key / 8)] + key % 8 * 2, "{pair} {lane} {value}");
         }
     }
 }
 
-/// What `seen_keys` and `write_bits` of masks.cu make of a row of booleans.
 #[test]
 fn a_row_of_booleans_becomes_a_word_for_each_lane_of_a_quad() {
-    for text in [
-        "weigh_bytes(high, 0x80402010u, weigh_bytes(low, 0x08040201u, 0))",
-        "of_lane(x.x, x.z, y.x, y.z, 0x5410) | of_lane(x.x, x.z, y.x, y.z, 0x7632) << 8",
-        "of_lane(x.y, x.w, y.y, y.w, 0x5410) | of_lane(x.y, x.w, y.y, y.w, 0x7632) << 8",
-        "to[0] = seen, to[4] = seen >> 8, to[8] = seen >> 16, to[12] = seen >> 24",
-        "bits & 1u << (nt % 8 * 2 + e)",
-    ] {
-        assert!(MASKS.contains(text), "{text}");
-    }
-    let weigh = |keys: [u32; 4], weights: u32| (0..4).map(|n| keys[n] * (weights >> (8 * n) & 0xff)).sum::<u32>();
-    let seen_keys = |keys: &[u32]| {
-        // A half of a word is two keys; x has 16 of them, y the next 16.
-        let of_lane = |lane: usize| {
-            let pair = |eight: usize| [keys[8 * eight + 2 * lane], keys[8 * eight + 2 * lane + 1]];
-            let (low, high) = ([pair(0), pair(1)].concat(), [pair(2), pair(3)].concat());
-            weigh(low.try_into().unwrap(), 0x0804_0201) + weigh(high.try_into().unwrap(), 0x8040_2010)
-        };
-        (0..4).map(|lane| of_lane(lane) << (8 * lane)).sum::<u32>()
-    };
-    let keys: Vec<u32> = (0..128u32).map(|key| key.wrapping_mul(2_654_435_761) >> 31).collect();
-    let mut row = [0u8; 16];
-    for pair in 0..4 {
-        for (lane, byte) in seen_keys(&keys[32 * pair..][..32]).to_le_bytes().into_iter().enumerate() {
-            row[4 * lane + pair] = byte;
+    let program = program("seen", HEAD_DIMS[0]);
+    let sums = Sums::read(&program);
+    for line in printed(&program, "seen") {
+        let (keys, bits) = line.split_at(128);
+        for (lane, nt, e) in (0..4).flat_map(|lane| (0..16).flat_map(move |nt| (0..2).map(move |e| (lane, nt, e)))) {
+            let (_, key) = sums.at(lane, nt, e);
+            let bit = bits[(lane * 32 + nt * 2 + e) as usize];
+            assert_eq!(bit != 0, keys[key as usize] != 0, "{lane} {nt} {e}");
         }
     }
-    for (lane, nt, e) in (0..4).flat_map(|lane| (0..16).flat_map(move |nt| (0..2).map(move |e| (lane, nt, e)))) {
-        let word = u32::from_le_bytes(row[4 * lane..][..4].try_into().unwrap());
-        let bits = if nt < 8 { word } else { word >> 16 };
-        let (_, key) = score(lane as i64, nt as i64, e as i64);
-        assert_eq!(bits >> (nt % 8 * 2 + e) & 1, keys[key as usize], "{lane} {nt} {e}");
+}
+
+/// Row and column of the element at each byte of a tile.
+fn elements_of_tile(program: &Path) -> BTreeMap<i64, (i64, i64)> {
+    let lines = printed(program, "tile");
+    let tile: BTreeMap<i64, (i64, i64)> = lines.iter().map(|line| (line[2], (line[0], line[1]))).collect();
+    assert_eq!(tile.len(), lines.len(), "no two elements in one place");
+    tile
+}
+
+#[test]
+fn cp_async_puts_every_element_where_ldmatrix_reads_it_from_distinct_banks() {
+    for head_dim in HEAD_DIMS {
+        let program = program("load", head_dim);
+        let tile = elements_of_tile(&program);
+        let mut loaded = BTreeSet::new();
+        for line in printed(&program, "load") {
+            let [_, 2, to, from, 16] = line[..] else { panic!("16 bytes by cp.async: {line:?}") };
+            for n in 0..8 {
+                let (row, column) = tile[&(to + 2 * n)];
+                assert_eq!(from + 2 * n, 2 * (row * 1000 + column), "{head_dim}");
+                assert!(loaded.insert((row, column)));
+            }
+        }
+        assert_eq!(loaded.len() as i64, 32 * head_dim);
+        // 8 rows of a matrix: 16 bytes each, of the 128 that shared memory gives at once.
+        let at: BTreeMap<(i64, i64), i64> = tile.iter().map(|(byte, element)| (*element, *byte)).collect();
+        for (row, column) in (0..32).step_by(8).flat_map(|row| (0..head_dim).step_by(8).map(move |c| (row, c))) {
+            let banks: BTreeSet<i64> = (row..row + 8).map(|row| at[&(row, column)] / 16 % 8).collect();
+            assert_eq!(banks.len(), 8, "{head_dim} {row} {column}");
+        }
+    }
+}
+
+#[test]
+fn each_product_of_q_and_k_has_the_operands_of_its_rows_keys_and_columns() {
+    let (matrix, lanes, values, matrix_rows) = registers("ldmatrix.x4");
+    let (a, _, a_values, a_rows) = registers("mma.m16n8k16.bf16.a");
+    let (b, _, b_values, b_rows) = registers("mma.m16n8k16.bf16.b");
+    assert_eq!((lanes, values, a_values, b_values), (32, 8, 8, 4));
+    for head_dim in HEAD_DIMS {
+        let program = program("multiply", head_dim);
+        let tile = elements_of_tile(&program);
+        // k lies behind 16 rows of q, as row 16 lies behind 16 rows; its units are in their order.
+        let (q_bytes, _) = tile.iter().find(|(_, element)| **element == (16, 0)).unwrap();
+        // Of each lane: the addresses that it names, and its products.
+        let (mut named, mut products) = (vec![Vec::new(); 32], vec![Vec::new(); 32]);
+        for line in printed(&program, "multiply") {
+            match line[..] {
+                [lane, 0, address, _, _] => named[lane as usize].push(address),
+                [lane, 1, nt, a, b] => products[lane as usize].push((nt, a, b)),
+                _ => panic!("an operand of several ldmatrix: {line:?}"),
+            }
+        }
+        // Row and column, of q or of k, that lane `lane` has as half `half` of word `word`, which names call and matrix.
+        let value_of = |lane: i64, word: i64, half: i64| {
+            let (call, at) = ((word / 4) as usize, word % 4);
+            let (row, column) = element(&matrix, matrix_rows, lane, at * 2 + half);
+            let byte = named[(8 * at + row) as usize][call] + 2 * (column - 8 * at);
+            if byte < *q_bytes { (false, tile[&byte]) } else { (true, tile[&(byte - q_bytes)]) }
+        };
+        for lane in 0..32 {
+            let mut columns: BTreeMap<i64, i64> = BTreeMap::new();
+            assert_eq!(products[lane as usize].len() as i64, 4 * head_dim / 16);
+            for (nt, a_word, b_word) in &products[lane as usize] {
+                let d = *columns.entry(*nt).and_modify(|d| *d += 16).or_insert(0);
+                for value in 0..a_values {
+                    let (row, column) = element(&a, a_rows, lane, value);
+                    assert_eq!(value_of(lane, a_word + value / 2, value % 2), (false, (row, d + column)));
+                }
+                for value in 0..b_values {
+                    let (row, column) = element(&b, b_rows, lane, value);
+                    assert_eq!(value_of(lane, b_word + value / 2, value % 2), (true, (8 * nt + column, d + row)));
+                }
+            }
+            assert!(columns.values().all(|d| *d == head_dim - 16) && columns.len() == 4, "every column of every key");
+        }
     }
 }

@@ -1,10 +1,16 @@
-// The end of a row
+// The end of a row, in every kernel: what its sums are multiplied with, its lse, and splits put together.
+//
+//   out = acc_o / (row_sum + exp(sink - row_max))        lse = row_max + log(row_sum + exp(sink - row_max))
+//
+// A row with every key masked gives zeros and lse = -inf, even with a sink. row_max here is in natural units.
+// Deliberately absent: the stores themselves, which follow each kernel's fragments.
+
 #pragma once
 #include "common/math.cuh"
 #include "common/params.cuh"
 
-// Split after split of a row: m, l and sums so far, and the next split's. A split without an attended key has l = 0 and
-// sums of 0. decode.cu does this where a block sees all of a row, combine.cu elsewhere, with the same bits.
+// Split after split of a row: m (row_max), l (row_sum) and sums so far, and the next split's. A split without an attended key has
+// l = 0 and sums of 0. decode.cu does this where a block sees all of a row, combine.cu elsewhere, with the same bits.
 struct Fold {
     Acc before, next;  // weights
     // m_next is -inf where l_next is 0; m moves on.
@@ -22,10 +28,11 @@ struct Fold {
     __device__ Acc add(Acc sum, Acc x) const { return add_weighed(sum, weigh(x)); }
 };
 
-struct Finished {
+// What the sums of one row are multiplied with, and what its lse is made of.
+struct RowEnd {
     Acc factor, top, total;
-    // m in natural units; l = 0 means that every key was masked.
-    __device__ Finished(const Params& p, const Row& row, Acc m, Acc l) {
+    // l = 0 means that every key was masked.
+    __device__ RowEnd(const Params& p, const Row& row, Acc m, Acc l) {
         if (l == 0) {
             factor = 0, top = negative_infinity(), total = 1;
         } else if (p.sinks == nullptr) {
@@ -40,9 +47,9 @@ struct Finished {
     __device__ Acc lse() const { return top + logarithm(total); }
 };
 
-__device__ inline void store_lse(const Params& p, const Row& row, const Finished& finished) {
+__device__ inline void store_lse(const Params& p, const Row& row, const RowEnd& row_end) {
     if (p.lse != nullptr) {
         const i64 at = row.batch * p.lse_stride[0] + row.head * p.lse_stride[1] + row.i * p.lse_stride[2];
-        ((Acc*)p.lse)[at] = finished.lse();
+        ((Acc*)p.lse)[at] = row_end.lse();
     }
 }

@@ -1,8 +1,16 @@
-// The one place where a mask tensor is read
+// What stands between a product q.k and a score: scale, softcap, slopes, biases, masks and positions.
+//
+//   s = softcap(q.k * softmax_scale) - slope*|i + diagonal - j| + bias;  -inf where masked
+//
+// A mask tensor is read here, and by the MaskReader of hopper/mask_ring.cuh, which loads whole tiles into shared memory; nowhere else.
+// Masked is False of a boolean, and -inf of a bias; any other bias is a number.
+
 #pragma once
+#include "common/fragment.cuh"
+#include "common/math.cuh"
 #include "common/params.cuh"
 
-// The one place where a mask tensor is read: whether key j is masked, and what is added where it is not.
+// Whether key j is masked, and what is added where it is not.
 __device__ inline bool is_masked(const Params& p, i64 row, int j, Acc& bias) {
     bias = 0;
 #if MASK == BOOL_MASK
@@ -17,6 +25,17 @@ __device__ inline bool is_masked(const Params& p, i64 row, int j, Acc& bias) {
 
 // The end of a row: what its sums are multiplied with, and its lse.
 
+// A product q.k in natural units: scale, softcap, and the slope of a key `distance` away.
+__device__ inline Acc natural_score(
+    const Params& p, Acc x, Acc scale, Acc cap, Acc inverse_cap, Acc slope, int distance
+) {
+    x *= scale;
+    if (p.softcap != 0) x = cap * hyperbolic_tangent(x * inverse_cap);
+    if (p.alibi != nullptr) x -= slope * (Acc)abs(distance);
+    return x;
+}
+
+#if STORAGE != F64
 // What the mask says of a thread's pairs of keys in a tile.
 template <int MT, int NT>
 struct MaskTile {
@@ -25,7 +44,7 @@ struct MaskTile {
     // Before the product that is masked: the loads are under way while it runs.
     __device__ void fetch(const Params& p, const Queries& queries, int n0) {
 #if MASK == BOOL_MASK
-        const int j0 = n0 + threadIdx.x % 4 * 2;
+        const int j0 = n0 + lane_column(threadIdx.x);
 #pragma unroll
         for (int mt = 0; mt < MT; mt++)
 #pragma unroll
@@ -83,7 +102,7 @@ struct MaskTile {
 // Scale, softcap, slopes, biases and masks, for keys n0.. of which those below `end` count.
 template <int MT, int NT>
 __device__ inline void apply_scores(
-    float (&s)[MT][NT][4], const Params& p, const Queries& queries, const MaskTile<MT, NT>& mask, int n0, int end,
+    Accumulator<NT> (&s)[MT], const Params& p, const Queries& queries, const MaskTile<MT, NT>& mask, int n0, int end,
     bool positions
 ) {
     const float scale = (float)p.scale, cap = (float)p.softcap;
@@ -98,7 +117,7 @@ __device__ inline void apply_scores(
                 NATURAL && p.alibi != nullptr ? load_as(p.alibi, p.alibi_dtype, row.head * p.alibi_stride) : 0.f;
             const int i = row.i;
             // Counted from the thread's first key, so that what an element is compared with is a constant.
-            const int first = n0 + threadIdx.x % 4 * 2;
+            const int first = n0 + lane_column(threadIdx.x);
             const int lo = positions ? keys_lo(p, i) - first : 0;
             const int hi = positions ? min(keys_hi(p, i), end) - first : NT * 8;
 #pragma unroll
@@ -111,9 +130,7 @@ __device__ inline void apply_scores(
                 for (int e = 0; e < 2; e++) {
                     float& x = s[mt][nt][h * 2 + e];
                     if (NATURAL) {
-                        x *= scale;
-                        if (p.softcap != 0) x = cap * tanhf(x * inverse_cap);
-                        if (p.alibi != nullptr) x -= slope * (float)abs(i + p.diagonal - j0 - e);
+                        x = natural_score(p, x, scale, cap, inverse_cap, slope, i + p.diagonal - j0 - e);
                         if (MASK == ADDITIVE_MASK) x += bias[e];
                     }
                     if (masked[e]) x = negative_infinity();
@@ -121,3 +138,4 @@ __device__ inline void apply_scores(
             }
         }
 }
+#endif

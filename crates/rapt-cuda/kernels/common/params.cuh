@@ -7,6 +7,7 @@
 // Strides are in elements. Deliberately absent: any choice of a kernel, and any read outside the operands.
 #pragma once
 #include "common/dtype.cuh"
+#include "common/fragment.cuh"
 
 // A number n that is divided by, as the host has prepared it: x / n = x * magic >> 32 + shift for x < 2^31; magic 0: n is 1.
 // A division of its own takes a block some 100 cycles, and a block begins with five.
@@ -15,7 +16,7 @@ struct Divisor {
 };
 __device__ inline u32 divide(u32 x, const Divisor& by) { return by.magic == 0 ? x : __umulhi(x, by.magic) >> by.shift; }
 
-// Laid out as params.rs lays it out; the host passes its own size.
+// Byte for byte Params of params.rs; the host passes its own size.
 struct Params {
     const void *q, *k, *v, *mask, *sinks, *alibi;
     void *out, *lse, *partials;
@@ -32,7 +33,7 @@ struct Params {
     int is_cut;      // decode.cu: blocks take chunks, not whole rows
     Divisor by_q_len, by_row_blocks, by_num_splits, by_group, by_tasks;  // tasks of one batch
 };
-static_assert(sizeof(Params) == PARAMS_BYTES, "params.rs and common.cu disagree on Params");
+static_assert(sizeof(Params) == PARAMS_BYTES, "params.rs and common/params.cuh disagree on Params");
 
 // Where a task begins.
 struct Task {
@@ -83,12 +84,12 @@ __device__ inline Acc* partial(const Params& p, int task, int row, int split) {
     return (Acc*)p.partials + at * (p.head_dim_v + 2);
 }
 
-// The two rows g, g+8 of each fragment of a warp, found anew where they are needed: registers are for sums.
+// The two rows g, g+8 of each fragment of a warp, computed where they are needed: registers are for sums.
 struct Queries {
     const Params& p;
     const Task task;
     int r0;
     __device__ Row row(int mt, int h) const {
-        return Row(p, task, min(r0 + mt * 16 + (int)(threadIdx.x % 32 / 4) + h * 8, p.rows - 1));
+        return Row(p, task, min(r0 + mt * 16 + (int)lane_row(threadIdx.x) + h * 8, p.rows - 1));
     }
 };

@@ -2,7 +2,7 @@
 #pragma once
 #include "common/dtype.cuh"
 
-#if STORAGE == F16 || STORAGE == F32  // float32.cu
+#if STORAGE == F16 || STORAGE == F32  // float32 as two f16 (hopper_f32.cu)
 #define MMA_TYPE "f16"
 #else
 #define MMA_TYPE "bf16"
@@ -31,6 +31,12 @@ __device__ inline u32 pack(float low, float high) {
     return packed;
 }
 
+// sum + the products of four bytes each.
+__device__ inline u32 dp4a(u32 a, u32 b, u32 sum) {
+    asm("dp4a.u32.u32 %0, %1, %2, %0;" : "+r"(sum) : "r"(a), "r"(b));
+    return sum;
+}
+
 __device__ inline void cp_async(Elem* to, const Elem* from, int bytes) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(bytes));
 }
@@ -43,15 +49,14 @@ __device__ inline void cp_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
-// Barriers in shared memory. (Named ones, arrived at by bar.arrive, would do where threads alone meet; compute-sanitizer does not
-// follow them.)
+// Barriers in shared memory. (Named ones, by bar.arrive, would do where only threads arrive; compute-sanitizer does not track them.)
 __device__ inline void mbarrier_init(u64& barrier, u32 count) {
     asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(&barrier)), "r"(count) : "memory");
 }
 __device__ inline void mbarrier_arrive(u64& barrier) {
     asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state, [%0];\n}" ::"r"(shared_address(&barrier)) : "memory");
 }
-// Without a branch: threads that part for one are taken to be apart from then on (uniform registers are not used).
+// Without a branch: ptxas takes a warp that parts for one as diverged from then on, and uses no uniform registers.
 __device__ inline void mbarrier_arrive_if(u64& barrier, bool is) {
     asm volatile(
         "{\n.reg .pred is;\n.reg .b64 state;\nsetp.ne.u32 is, %1, 0;\n@is mbarrier.arrive.shared.b64 state, [%0];\n}" ::"r"(
@@ -107,17 +112,35 @@ __device__ inline void bar_arrive(int number, int threads) {
 }
 
 // A number that all lanes have, known to the compiler as such: what follows from it takes uniform registers.
-__device__ inline int same(int x) { return __shfl_sync(~0u, x, 0); }
-// The same number as if it had just come: what is derived from it is derived anew, and needs no register meanwhile.
+__device__ inline int uniform(int x) { return __shfl_sync(~0u, x, 0); }
+// The same number, opaque to the compiler: what depends on it is computed again here, and takes no register meanwhile.
 template <class T>
-__device__ inline T anew(T x) {
+__device__ inline T opaque(T x) {
     asm volatile("" : "+r"(x));
     return x;
 }
 
-// The thread's number, read anew.
-__device__ inline int thread_anew() {
+// The thread's number, read again, for the same reason.
+__device__ inline int reread_tid() {
     int x;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
     return x;
+}
+
+// --- compute capability 9.0 alone --------------------------------------------------------------------------------------------
+
+// A warp's four 8 x 8 matrices of 16-bit elements to shared memory: lane l holds in word i columns 2*(l%4).. of row l/4 of
+// matrix i, and names where row l%8 of matrix l/8 goes.
+__device__ inline void stmatrix(u32 to, u32 a, u32 b, u32 c, u32 d) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(a), "r"(b), "r"(c), "r"(d)
+                 : "memory");
+}
+
+template <int REGISTERS>
+__device__ inline void setmaxnreg_dec() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+}
+template <int REGISTERS>
+__device__ inline void setmaxnreg_inc() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 }

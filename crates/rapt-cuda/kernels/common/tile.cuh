@@ -1,42 +1,16 @@
-// What the tensor-core kernels share: tiles in shared memory, fragments of mma.sync m16n8k16, and the streaming softmax on
-// them. f16 and bf16 in, f32 sums.
+// Tiles of q, k and v in shared memory as cp.async fills them, and the product q.k of mma.sync on them.
 //
-//   lane = 4*g + t     A (16x16): rows g, g+8; columns 2t, 2t+1, +8        B (16x8): rows 2t, 2t+1, +8; column g
-//                      C (16x8):  rows g, g+8; columns 2t, 2t+1
-//
-// The 8 rows of an ldmatrix fall into distinct banks: where a row is whole lines of 128 bytes, its 16-byte units stand at
-// unit ^ row % 8, within their line; else it is padded by a unit, and their number is odd. (Padded rows of whole lines cost
-// a tenth of the bandwidth: a line that lies across two of shared memory is asked of L2 twice; H200, 2026-11.)
-// p is rounded to the storage dtype between the two products; its sum l is of the unrounded p.
-// Scores are compared raw where they may be (NATURAL 0) and the scale goes into the exponent:
-//
-//   raw       p = 2^(s*c - m*c)       c = scale * log2(e)
-//   natural   p = 2^((s - m)*c)       c = log2(e), s with scale, softcap, slope and bias in it
-//
-// Values that nobody attends: a block first multiplies every p, 0 where masked. If a sum is not finite in the end, it runs
-// again as CAREFUL: a masked p is -0 there, and values that are not finite reach only rows that attend them. Finite sums
-// have the same bits both ways.
-// Deliberately absent: which keys belong to whom.
+// Head dims are rounded up to 16 and zero-filled beyond head_dim. What cp.async cannot move (16-byte alignment, inner stride 1)
+// is loaded element by element into the same tiles: the bits are the same.
+// Deliberately absent: which keys belong to whom (params.cuh).
 
 #pragma once
+#include "common/fragment.cuh"
 #include "common/params.cuh"
 #include "common/ptx.cuh"
 
-constexpr int D = HEAD_DIM, DV = HEAD_DIM_V;      // multiples of 16, zero-filled beyond head_dim
-__device__ constexpr bool is_swizzled(int width) { return width % 64 == 0; }
-__device__ constexpr int row_of(int width) { return is_swizzled(width) ? width : width + 8; }
+constexpr int D = HEAD_DIM, DV = HEAD_DIM_V;
 constexpr int K_ROW = row_of(D), V_ROW = row_of(DV);  // elements
-
-// Where the unit of 8 elements at column c of row r stands.
-template <int WIDTH>
-__device__ inline int place(int r, int c) {
-    return r * row_of(WIDTH) + (is_swizzled(WIDTH) ? c ^ r % 8 * 8 : c);
-}
-// The address `column` columns, a multiple of 16, beyond that of one of a row's first two units.
-template <int WIDTH>
-__device__ inline u32 beyond(u32 at, int column) {
-    return is_swizzled(WIDTH) ? (at ^ column % 64 * 2) + column / 64 * 128 : at + column * 2;
-}
 
 // ROWS rows of dim elements, zero beyond `rows` and `dim`, to a tile of WIDTH columns; `lane` of LANES threads takes part.
 // `offset(r)` is where row r begins, in elements. VECTOR: every row of q, k and v can be moved 16 bytes at a time.
@@ -106,17 +80,13 @@ __device__ inline void load_even_tile(
 
 // s = q.k of a tile of NT*8 keys.
 template <int MT, int NT>
-__device__ inline void multiply_keys(float (&s)[MT][NT][4], const Elem* q_tile, const Elem* k_tile) {
+__device__ inline void multiply_keys(Accumulator<NT> (&s)[MT], const Elem* q_tile, const Elem* k_tile) {
     const int lane = threadIdx.x % 32;
     const u32 q_at = shared_address(q_tile + place<D>(lane % 16, lane / 16 * 8));
     const u32 k_at = shared_address(k_tile + place<D>(lane / 16 * 8 + lane % 8, lane / 8 % 2 * 8));
     constexpr int ROWS_16 = 16 * K_ROW * 2;
 #pragma unroll
-    for (int mt = 0; mt < MT; mt++)
-#pragma unroll
-        for (int nt = 0; nt < NT; nt++)
-#pragma unroll
-            for (int e = 0; e < 4; e++) s[mt][nt][e] = 0;
+    for (int mt = 0; mt < MT; mt++) zero(s[mt]);
     // Fragments are loaded one product ahead of their use.
     constexpr int PAIRS = NT / 2, STEPS = D / 16;
     u32 a[2][MT][4], b[2][4];

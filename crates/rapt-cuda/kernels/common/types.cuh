@@ -17,7 +17,7 @@ typedef long long i64;
 #define NO_MASK 0
 #define BOOL_MASK 1
 #define ADDITIVE_MASK 2
-// Whether scores are compared in natural units (softmax.cuh), as every kernel does that is not told otherwise.
+// Whether scores are compared in natural units (softmax.cuh), as they are unless a variant says otherwise.
 #ifndef NATURAL
 #define NATURAL 1
 #endif

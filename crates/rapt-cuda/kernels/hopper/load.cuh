@@ -1,4 +1,9 @@
-// producer
+// The warps of hopper.cu that load Q, K and V: by TMA where it can read them, else element by element into the same tiles.
+//
+//   for each tile n that the mask does not hide      wait until its buffer is released; load K[n], then V[n-1]
+//
+// Deliberately absent: the mask (mask_ring.cuh).
+
 #pragma once
 #include "hopper/work.cuh"
 
@@ -104,7 +109,7 @@ struct Producer {
 #else
         const int stage = mask_stage_of(m_seen);
         mbarrier_wait(sh.mask.full[stage], mask_phase_of(m_seen++));
-        const bool hidden = kind_of(sh.mask.found[stage]) == HIDDEN;
+        const bool hidden = kind_of(sh.mask.kinds[stage]) == HIDDEN;
         mbarrier_arrive(sh.mask.empty[stage]);
         return hidden;
 #endif

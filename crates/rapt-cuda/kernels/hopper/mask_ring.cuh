@@ -1,30 +1,32 @@
-// A mask tensor on its way to the scores of hopper.cu: warps of the loading group read it tile by tile, tell of each tile
-// whether it hides everything or changes nothing, and leave it in a ring in shared memory, where rows are at hand as the
-// threads that multiply have them.
+// A mask tensor between memory and the scores of hopper.cu: warps of the producer group read it tile by tile, publish of each tile
+// whether it hides everything or changes nothing, and leave it in a ring in shared memory as the consumer threads read it.
 //
-//   boolean   a bit for each key: a row is 4 words, one for each lane of a quad, bit 2*nt+e of
-//             which is 1 where that key of the lane's is seen
-//   additive  biases in their dtype (float64 as float), in boxes of 128, 64 or 32 bytes of each row, swizzle_128b as the copy engine
-//             does it: 8 rows fall into distinct banks
+//   boolean   a bit for each key (mask_bits.cuh)
+//   additive  biases in their dtype (float64 as float), in boxes of 128, 64 or 32 bytes of each row, swizzled as TMA does it
+//             (`bias_unit`): 8 rows fall into distinct banks
 //
-// What the copy engine can read comes by it (COPIED): one thread asks for tiles as soon as there is room, the others tell of
-// them. What else is read 16 bytes at a time goes through cp.async, tiles ahead; the rest key by key. Where all rows are one
-// (a padding mask), that one is read. Rows and keys outside the tensor change nothing, or count as hidden.
-// Deliberately absent: positions (causal, window), which the threads that multiply compare themselves.
+//   MaskReader   for each tile: wait for its slot; issue its load, MASK_AHEAD tiles ahead; scan what came; publish its kind
+//   MaskRows     of a tile that is MIXED: what it says of a thread's two rows, in registers
+//
+// What TMA can read comes by it (COPIED): one thread issues all tiles, the others scan them. What else can be read 16 bytes at a time
+// comes by cp.async; the rest key by key. Where all rows are one (a padding mask), that one is read. Rows and keys outside the tensor
+// change nothing, or count as hidden.
+// Deliberately absent: positions (causal, window), which the consumers compare themselves, and reads of single keys (mask.cuh).
 
 #pragma once
 #include "common/mask.cuh"
-#include "hopper/wgmma.cuh"
+#include "hopper/mask_bits.cuh"
+#include "hopper/tma.cuh"
 
-// What a tile of the mask says to those who would read it.
+// What a tile of the mask does to scores.
 enum TileKind { HIDDEN, UNCHANGED, MIXED };
 
 #if MASK != NO_MASK
-// How the host found a mask to be readable.
+// How a mask can be read, as the host has found.
 enum MaskAccess { KEY_BY_KEY, BY_16_BYTES, COPIED };
 
 constexpr bool IS_BOOL = MASK == BOOL_MASK;
-// Tiles asked for before the one that is told of, without the copy engine; the others of the ring are with those who multiply.
+// Tiles issued before the one that is scanned, without TMA; the others of the ring are with the consumers.
 constexpr int MASK_AHEAD = MASK_STAGES - 2, RAW_STAGES = IS_BOOL ? MASK_AHEAD + 1 : 1;
 constexpr int BIAS_BYTES = MASK_DTYPE == F16 || MASK_DTYPE == BF16 ? 2 : 4;
 constexpr int KEY_BYTES = IS_BOOL ? 1 : BIAS_BYTES;  // as they lie in the ring
@@ -36,18 +38,18 @@ static_assert(IS_BOOL || ROW_UNITS % 2 == 0, "whole boxes");
 struct MaskRing {
     uint4 rows[MASK_STAGES][BLOCK_M * (IS_BOOL ? 1 : ROW_UNITS)];
     uint4 raw[RAW_STAGES][IS_BOOL ? BLOCK_M * ROW_UNITS : 1];  // booleans before they are bits
-    // By the copy engine; what came so and was taken out of `raw`; told of; let go of by those who multiply and who load.
+    // Barriers: a tile came by TMA; it was taken out of `raw`; its kind is published; consumers and producer have released it.
     u64 copied[MASK_STAGES], taken[MASK_STAGES], full[MASK_STAGES], empty[MASK_STAGES];
-    u32 found[MASK_STAGES];  // a byte for each warp that reads: 1 where it shows something, 2 where it changes something
+    u32 kinds[MASK_STAGES];  // a byte for each warp that reads: 1 where it shows something, 2 where it changes something
 };
-enum : u32 { SHOWS = 0x010101, CHANGES = 0x020202 };  // of `found`
-// What the warps found together.
-__device__ inline int kind_of(u32 found) {
-    if ((found & SHOWS) == 0) return HIDDEN;
-    return (found & CHANGES) != 0 ? MIXED : UNCHANGED;
+enum : u32 { SHOWS = 0x010101, CHANGES = 0x020202 };  // of `kinds`
+// The kind that the warps' bits come to together.
+__device__ inline int kind_of(u32 kinds) {
+    if ((kinds & SHOWS) == 0) return HIDDEN;
+    return (kinds & CHANGES) != 0 ? MIXED : UNCHANGED;
 }
-// A word of shared memory if `is`. Where that is what a barrier answered, the load is behind it: without the condition it was seen
-// to come before (H200, 2026-11).
+// A word of shared memory if `is`. Where `is` is a barrier's answer, the load stays behind the barrier: without the condition it was
+// seen to come before (H200, 2026-11).
 __device__ inline u32 load_if(const u32& from, bool is) {
     u32 word;
     asm volatile("{\n.reg .pred is;\nsetp.ne.u32 is, %2, 0;\nmov.u32 %0, 0;\n@is ld.shared.u32 %0, [%1];\n}"
@@ -59,19 +61,13 @@ __device__ inline u32 load_if(const u32& from, bool is) {
 __device__ inline int mask_stage_of(u32 n) { return n % MASK_STAGES; }
 __device__ inline u32 mask_phase_of(u32 n) { return n / MASK_STAGES & 1; }
 
-// Where unit `u` of row `r` of a tile of biases stands.
-__device__ inline int bias_unit(int r, int u) {
-    const int turned = r / (8 / BOX_UNITS) % BOX_UNITS;
-    return u / BOX_UNITS * (BLOCK_M * BOX_UNITS) + r * BOX_UNITS + ((u % BOX_UNITS) ^ turned);
-}
-
 // Whether every row that a block reads is the same.
 __device__ inline bool is_one_row(const Params& p) {
     return p.mask_stride[2] == 0 && (p.task_heads == 1 || p.mask_stride[1] == 0);
 }
 
-// The loading side: READERS threads of three warps, `thread` of them here. No warp waits for another. Where the copy engine reads,
-// the first thread asks for all tiles, and the last two warps tell.
+// The producer's side: READERS threads of three warps, `thread` of them here. No warp waits for another. With TMA the first thread
+// issues all tiles, and the last two warps scan them.
 constexpr int READERS = 96, SCANNERS = 64;
 struct MaskReader {
     const Params& p;
@@ -86,15 +82,15 @@ struct MaskReader {
     static_assert(READERS % ROW_UNITS == 0, "a column of units to each thread");
     __device__ int column() const { return thread % ROW_UNITS; }
     __device__ int first_row() const { return thread / ROW_UNITS; }
-    // Of an item with fewer rows those behind it too: what they hide changes no bit.
+    // Rows behind the last of a shorter item are read too: what they hide changes no bit.
     __device__ int rows() const { return is_one_row(p) ? 1 : BLOCK_M; }
-    __device__ static int place(int r, int u) { return IS_BOOL ? r * ROW_UNITS + u : bias_unit(r, u); }
+    __device__ static int place(int r, int u) { return IS_BOOL ? r * ROW_UNITS + u : bias_unit<BOX_UNITS, BLOCK_M>(r, u); }
     // The first byte of row r of a task, which may lie beyond its last.
     __device__ const u8* row_of_mask(const Task& task, int r) const {
         return (const u8*)p.mask + Row(p, task, min(r, p.rows - 1)).offset(p.mask_stride) * KEY_BYTES;
     }
 
-    // Asks for a tile; `to` is its room.
+    // Issues the loads of a tile to its slot `to`.
     __device__ void fetch(uint4* to, const Task& task, int r0, int n0) const {
         const int u = column(), j = n0 + u * UNIT_KEYS, end = rows(), inside = p.rows - r0;
         const int bytes = clamp((p.kv_len - j) * KEY_BYTES, 0, 16);
@@ -117,7 +113,7 @@ struct MaskReader {
         cp_async_commit();
     }
 
-    // The same key by key.
+    // Loads a tile key by key.
     __device__ void gather(uint4* to, const Task& task, int r0, int n0) const {
         const int u = column(), end = rows(), j = n0 + u * UNIT_KEYS;
         const i64 step = p.mask_stride[3];
@@ -143,25 +139,7 @@ struct MaskReader {
         }
     }
 
-    __device__ static u32 weigh_bytes(u32 bytes, u32 weights, u32 sum) {
-        asm("dp4a.u32.u32 %0, %1, %2, %0;" : "+r"(sum) : "r"(bytes), "r"(weights));
-        return sum;
-    }
-    // A byte of 1 for each byte that is not 0.
-    __device__ static u32 ones(u32 x) { return ((((x & 0x7f7f7f7fu) + 0x7f7f7f7fu) | x) & 0x80808080u) >> 7; }
-    // A byte for each lane of a quad: a bit for each of its 8 of 32 keys. Bytes of x and y are 0 or 1.
-    __device__ static u32 seen_keys(const uint4& x, const uint4& y) {
-        // Keys 2*lane and the next of two eights: the lower halves of two words, or the upper ones.
-        const auto of_lane = [](u32 x0, u32 x8, u32 x16, u32 x24, u32 halves) {
-            const u32 low = __byte_perm(x0, x8, halves), high = __byte_perm(x16, x24, halves);
-            return weigh_bytes(high, 0x80402010u, weigh_bytes(low, 0x08040201u, 0));
-        };
-        const u32 low = of_lane(x.x, x.z, y.x, y.z, 0x5410) | of_lane(x.x, x.z, y.x, y.z, 0x7632) << 8;
-        const u32 high = of_lane(x.y, x.w, y.y, y.w, 0x5410) | of_lane(x.y, x.w, y.y, y.w, 0x7632) << 8;
-        return low | high << 16;
-    }
-
-    // Booleans are 0 and 1, but any other byte that is not 0 says the same.
+    // Booleans are 0 and 1, but any other byte that is not 0 means the same.
     template <int UNITS>
     __device__ static void make_ones(uint4 (&x)[UNITS]) {
         u32 odd = 0;
@@ -173,8 +151,7 @@ struct MaskReader {
     }
     // The bits of units 2*pair and the next of row r.
     __device__ void write_bits(int stage, int r, int pair, u32 seen, int n0, u32& shown, u32& changed) const {
-        u8* to = (u8*)&ring.rows[stage][r] + pair;
-        to[0] = seen, to[4] = seen >> 8, to[8] = seen >> 16, to[12] = seen >> 24;
+        store_seen_keys((u8*)&ring.rows[stage][r], pair, seen);
         const int keys = p.kv_len - n0 - pair * 32;
         shown |= seen, changed |= ~seen & (keys > 16 ? ~0u : keys > 0 ? 0x0f0f0f0fu : 0);
     }
@@ -182,7 +159,7 @@ struct MaskReader {
     // The nth of the thread's own rows from `first` on; `first` again where there is none.
     __device__ static int row(int first, int n, int end) { return first + n * STEP < end ? first + n * STEP : first; }
 
-    // Passes on the tile that lies at `raw`.
+    // Scans the tile at `raw` and publishes its kind; booleans become bits.
     __device__ void publish(uint4* raw, const Task& task, int r0, int n0) {
         const int stage = mask_stage_of(published), u = column();
         if (!wide) gather(raw, task, r0, n0);
@@ -215,7 +192,7 @@ struct MaskReader {
         publish_kind(shown != 0 && !outside, changed != 0 && !outside);
     }
 
-    // Adds bits that differ from those of a hidden tile, and of one that changes nothing.
+    // Adds the bits that differ from those of a hidden tile, and of one that changes nothing.
     __device__ static void scan(const uint4& x, u32& shown, u32& changed) {
         constexpr u32 ALL = KEY_BYTES == 4 ? 0xff800000u : MASK_DTYPE == F16 ? 0xfc00fc00u : 0xff80ff80u;
         constexpr u32 VALUE = KEY_BYTES == 4 ? 0x7fffffffu : 0x7fff7fffu;
@@ -223,15 +200,15 @@ struct MaskReader {
         changed |= (x.x | x.y | x.z | x.w) & VALUE;
     }
 
-    // What this warp found in the tile.
+    // Publishes what this warp saw in the tile.
     __device__ void publish_kind(bool shown, bool changed) {
         const int stage = mask_stage_of(published++);
         const bool shows = __any_sync(~0u, shown), changes = __any_sync(~0u, changed);
-        if (thread % 32 == 0) ((u8*)&ring.found[stage])[thread / 32] = shows + changes * 2;
+        if (thread % 32 == 0) ((u8*)&ring.kinds[stage])[thread / 32] = shows + changes * 2;
         mbarrier_arrive(ring.full[stage]);
     }
 
-    // Where the next tile that is asked for, or told of, comes to lie.
+    // Where the next tile that is issued, or published, lies.
     __device__ uint4* slot(u32 n) const { return IS_BOOL ? ring.raw[n % RAW_STAGES] : ring.rows[mask_stage_of(n)]; }
     __device__ void wait_for_slot(u32 n) const { mbarrier_wait(ring.empty[mask_stage_of(n)], mask_phase_of(n) ^ 1); }
     __device__ void issue(const Task& task, int r0, int n0, int end) {
@@ -243,13 +220,13 @@ struct MaskReader {
         }
     }
 
-    // Rows r0.. of a task, tiles of the keys from `first` to `end`: asks for the first ones,
+    // Rows r0.. of a task, tiles of the keys from `first` to `end`: issues the first ones,
     __device__ void begin(const Task& task, int r0, int first, int end) {
         base = row_of_mask(task, r0 + first_row()) + column() * 16;
 #pragma unroll
         for (int n = 0; n < MASK_AHEAD; n++) issue(task, r0, first + n * BLOCK_N, end);
     }
-    // and tells of them one by one.
+    // and publishes them one by one, with the next issued before each.
     __device__ void step(const Task& task, int r0, int n0, int end) {
         issue(task, r0, n0 + MASK_AHEAD * BLOCK_N, end);
         cp_async_wait<MASK_AHEAD>();
@@ -257,7 +234,7 @@ struct MaskReader {
         publish(slot(published), task, r0, n0);
     }
 
-    // The copy engine's part, by one thread: all tiles of rows r0...
+    // With TMA, by one thread: all tiles of rows r0...
     __device__ void copy(const TensorMap& map, const Task& task, int r0, int first, int end) {
         const int row = tma_coordinate(p.mask_stride[2], r0), head = tma_coordinate(p.mask_stride[1], task.head);
         const int batch = tma_coordinate(p.mask_stride[0], task.batch);
@@ -279,7 +256,7 @@ struct MaskReader {
     }
     __device__ static int copy_stage(u32 n) { return IS_BOOL ? n % RAW_STAGES : mask_stage_of(n); }
 
-    // Tells of what was copied. Keys behind the last came as zeros; of rows behind the last nothing is said.
+    // With TMA: scans and publishes a tile. Keys behind the last came as zeros; rows behind the last are not scanned.
     __device__ void publish_copied(int r0, int n0) {
         const u32 phase = IS_BOOL ? published / RAW_STAGES & 1 : mask_phase_of(published);
         mbarrier_wait(ring.copied[copy_stage(published)], phase);
@@ -324,13 +301,13 @@ struct MaskReader {
     }
 };
 
-// The other side: what the mask says of a thread's two rows of a tile, taken out of the ring while the scores are made.
+// The consumer's side: what the mask says of a thread's two rows of a tile, loaded before the scores are complete.
 struct MaskRows {
     static constexpr int NT = BLOCK_N / 8, WORDS = IS_BOOL ? 1 : NT * BIAS_BYTES / 2;
     int kind;
     u32 word[2][WORDS];
 
-    // Where in a tile a thread finds its own, in bytes; `row` is the first of its warp's in the block.
+    // Where in a tile a thread's own rows lie, in bytes; `row` is the first of its warp's in the block.
     struct Place {
         int at, next_row;  // next_row: 8 rows further
         __device__ Place(const Params& p, int row) {
@@ -340,9 +317,9 @@ struct MaskRows {
             if (IS_BOOL) {
                 at = r * 16 + lane % 4 * 4;
             } else if (BIAS_BYTES == 2) {
-                at = bias_unit(r, lane / 16) * 16;
+                at = bias_unit<BOX_UNITS, BLOCK_M>(r, lane / 16) * 16;
             } else {
-                at = bias_unit(r, lane % 4 / 2) * 16 + lane % 2 * 8;
+                at = bias_unit<BOX_UNITS, BLOCK_M>(r, lane % 4 / 2) * 16 + lane % 2 * 8;
             }
             next_row = one ? 0 : 8 * 16 * (IS_BOOL ? 1 : BOX_UNITS);
         }
@@ -353,12 +330,12 @@ struct MaskRows {
         const u8* tile = (const u8*)ring.rows[stage] + place.at;
         // Unit u, which is even: swizzles turn bits that lie above a thread's own.
         const auto unit = [&](const u8* from, int u) {
-            return (const u8*)((u64)from ^ u % BOX_UNITS * 16) + u / BOX_UNITS * (BLOCK_M * BOX_UNITS * 16);
+            return (const u8*)((u64)from ^ bias_unit_turn<BOX_UNITS>(u)) + bias_unit_step<BOX_UNITS, BLOCK_M>(u);
         };
         if (IS_BOOL) {
             word[0][0] = *(const u32*)tile, word[1][0] = *(const u32*)(tile + place.next_row);
         } else if (BIAS_BYTES == 2) {
-            // Matrices: 8 keys of the upper rows and of the lower ones, then the next 8 keys; a lane tells where row lane % 16 is.
+            // Matrices: 8 keys of the upper rows and of the lower ones, then the next 8 keys; a lane names row lane % 16.
 #pragma unroll
             for (int nt = 0; nt < NT; nt += 2) {
                 u32 four[4];
@@ -387,12 +364,12 @@ struct MaskRows {
     __device__ float masked(float s, float factor, int h, int nt, int e) const {
         if (!IS_BOOL) return __fmaf_rn(s, factor, bias(h, nt, e));
         // Of a number and NaN the minimum is the number: a bit of a NaN's where the key is seen.
-        const u32 bits = nt < 8 ? word[h][0] : word[h][0] >> 16;
-        return fminf(s, __uint_as_float((bits & 1u << (nt % 8 * 2 + e)) | 0xff800000u));
+        const u32 bits = bits_of_tile(word[h][0], nt);
+        return fminf(s, __uint_as_float((bits & 1u << key_bit(nt % 8, e)) | 0xff800000u));
     }
 
     // careful: -inf where the bias is, whatever the score.
-    __device__ void apply(float (&s)[NT][4], float factor, bool careful) const {
+    __device__ void apply(Accumulator<NT>& s, float factor, bool careful) const {
 #pragma unroll
         for (int nt = 0; nt < NT; nt++)
 #pragma unroll
@@ -413,6 +390,6 @@ struct MaskRows {
         __device__ Place(const Params&, int) {}
     };
     __device__ float masked(float s, float, int, int, int) const { return s; }
-    __device__ void apply(float (&)[BLOCK_N / 8][4], float, bool) const {}
+    __device__ void apply(Accumulator<BLOCK_N / 8>&, float, bool) const {}
 };
 #endif

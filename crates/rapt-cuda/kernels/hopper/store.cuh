@@ -1,8 +1,8 @@
-// Where the sums of hopper.cu go: a warp's 16 rows through shared memory. By the copy engine from room of their own (STAGED), if it
-// can write out (its strides and dtype, rows of one head). Where there is no such room, through a buffer of values that is lent for
-// it (LENT). From registers where neither is.
+// Where the sums of hopper.cu go: a warp's 16 rows through shared memory, by TMA from a buffer of their own (STAGED), if it can write out
+// (strides and dtype that it takes, rows of one head). Where there is no such buffer, through one of the values' (OUT_THROUGH_V). From
+// registers where there is neither.
 //
-// Deliberately absent: what sums are divided by, and the lse of rows that see a key (hopper.cu).
+// Deliberately absent: what sums are divided by, and the lse of rows that see a key (epilogue.cuh, consumer.cuh).
 
 #pragma once
 #include "common/epilogue.cuh"
@@ -11,16 +11,16 @@
 // What a thread's two rows are multiplied with, and where they go.
 struct Ends {
     float factor[2];
-    i64 to[2];  // where the copy engine does not write
+    i64 to[2];  // where TMA does not write
     bool inside[2];
 };
 
 // Two tiles of a warp's 16 rows to shared memory: rows 0 to 7 and 8 to 15 of 8 columns, then of the next 8. `row`: where the lane's
 // row of box `first` begins.
-__device__ inline void put_matrices(u32 row, int first, int nt, const float (&acc)[VT][4], const Ends& ends) {
+__device__ inline void put_matrices(u32 row, int first, int nt, const Accumulator<VT>& acc_o, const Ends& ends) {
     const int lane = threadIdx.x % 32;
-    const auto word = [&](int nt, int r) { return pack(acc[nt][r * 2] * ends.factor[r], acc[nt][r * 2 + 1] * ends.factor[r]); };
-    const u32 to = row + (nt / 8 - first) * (16 * 128) + ((nt % 8 + lane / 16) ^ (lane % 8)) * 16;
+    const auto word = [&](int nt, int r) { return pack(acc_o[nt][r * 2] * ends.factor[r], acc_o[nt][r * 2 + 1] * ends.factor[r]); };
+    const u32 to = stmatrix_unit(row, lane, nt, first);
     stmatrix(to, word(nt, 0), word(nt, 1), word(nt + 1, 0), word(nt + 1, 1));
 }
 
@@ -29,29 +29,29 @@ __device__ inline void store_8(Elem* to, u32 low, u32 high) {
     asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(to), "r"(low), "r"(high) : "memory");
 }
 
-#if LENT
+#if OUT_THROUGH_V
 // A warp's share of a tile of values, in elements, and how many boxes of its rows that holds.
 constexpr int SHARE = V_BOXES * K_BOX / 4, BOXES_AT_ONCE = SHARE / (16 * BOX) < V_BOXES ? SHARE / (16 * BOX) : V_BOXES;
 static_assert(BOXES_AT_ONCE > 0, "a box for each warp");
 
 // Through `tile`, which the group has for itself. A lane writes 16 bytes of four rows.
-__device__ inline void store_through(Elem* tile, const Params& p, const Place& place, const float (&acc)[VT][4], const Ends& ends) {
-    const int lane = threadIdx.x % 32, from = lane / 8, column = lane % 8 * 8;
+__device__ inline void store_through(Elem* tile, const Params& p, const Place& place, const Accumulator<VT>& acc_o, const Ends& ends) {
+    const int lane = threadIdx.x % 32, column = out_column(lane);
     const u8* share = (u8*)(tile + threadIdx.x % 128 / 32 * SHARE);
-    const u32 row = shared_address(share) + lane % 16 * 128;
+    const u32 row = shared_address(share) + stmatrix_row(lane);
     Elem* to[4];
 #pragma unroll
-    for (int i = 0; i < 4; i++) to[i] = (Elem*)p.out + __shfl_sync(~0u, ends.to[i / 2], (i % 2 * 4 + from) * 4) + column;
+    for (int i = 0; i < 4; i++) to[i] = (Elem*)p.out + __shfl_sync(~0u, ends.to[i / 2], out_owner(lane, i)) + column;
 #pragma unroll
     for (int first = 0; first < V_BOXES; first += BOXES_AT_ONCE) {
 #pragma unroll
-        for (int nt = first * 8; nt < (first + BOXES_AT_ONCE) * 8 && nt < VT; nt += 2) put_matrices(row, first, nt, acc, ends);
+        for (int nt = first * 8; nt < (first + BOXES_AT_ONCE) * 8 && nt < VT; nt += 2) put_matrices(row, first, nt, acc_o, ends);
         __syncwarp();
 #pragma unroll
         for (int box = first; box < first + BOXES_AT_ONCE && box < V_BOXES; box++) {
 #pragma unroll
             for (int i = 0; i < 4; i++) {
-                const int r = i * 4 + from;
+                const int r = out_row(lane, i);
                 const uint4 x = *(const uint4*)(share + (box - first) * (16 * 128) + swizzle_128b(r, column));
                 if (place.r0 + r < p.rows && box * BOX + column < p.head_dim_v) *(uint4*)(to[i] + box * BOX) = x;
             }
@@ -61,9 +61,9 @@ __device__ inline void store_through(Elem* tile, const Params& p, const Place& p
 }
 #endif
 
-// A copy is under way afterwards; the one before it has long been read.
+// By TMA, which reads the buffer after this; it has read what the last item left there.
 __device__ inline void store_by_copy(
-    const HopperParams& h, Shared& sh, const Place& place, const float (&acc)[VT][4], const Ends& ends
+    const HopperParams& h, Shared& sh, const Place& place, const Accumulator<VT>& acc_o, const Ends& ends
 ) {
 #if STAGED
     const Params& p = h.p;
@@ -71,9 +71,9 @@ __device__ inline void store_by_copy(
     Elem(&tile)[V_BOXES][16 * BOX] = sh.out[threadIdx.x / 32];
     if (lane == 0) tma_store_wait();
     __syncwarp();
-    const u32 row = shared_address(tile) + lane % 16 * 128;
+    const u32 row = shared_address(tile) + stmatrix_row(lane);
 #pragma unroll
-    for (int nt = 0; nt < VT; nt += 2) put_matrices(row, 0, nt, acc, ends);
+    for (int nt = 0; nt < VT; nt += 2) put_matrices(row, 0, nt, acc_o, ends);
     fence_proxy_async();
     __syncwarp();
     if (lane != 0) return;
@@ -84,19 +84,19 @@ __device__ inline void store_by_copy(
 #endif
 }
 
-__device__ inline void store(const Params& p, float (&acc)[VT][4], const Ends& ends) {
+__device__ inline void store(const Params& p, Accumulator<VT>& acc_o, const Ends& ends) {
     // Lanes exchange a word of two tiles in pairs: each has 4 columns of one of them then.
     const int odd = threadIdx.x & 1, column = odd * 8 + (threadIdx.x & 2) * 2;
 #pragma unroll
     for (int r = 0; r < 2; r++) {
 #pragma unroll
-        for (int nt = 0; nt < VT; nt++) acc[nt][r * 2] *= ends.factor[r], acc[nt][r * 2 + 1] *= ends.factor[r];
+        for (int nt = 0; nt < VT; nt++) acc_o[nt][r * 2] *= ends.factor[r], acc_o[nt][r * 2 + 1] *= ends.factor[r];
         if (p.out_vector) {
             Elem* to = (Elem*)p.out + ends.to[r] + column;
             asm("" : "+l"(to));  // one address, from which stores step
 #pragma unroll
             for (int nt = 0; nt < VT; nt += 2) {
-                const u32 here = pack(acc[nt][r * 2], acc[nt][r * 2 + 1]), next = pack(acc[nt + 1][r * 2], acc[nt + 1][r * 2 + 1]);
+                const u32 here = pack(acc_o[nt][r * 2], acc_o[nt][r * 2 + 1]), next = pack(acc_o[nt + 1][r * 2], acc_o[nt + 1][r * 2 + 1]);
                 const u32 got = __shfl_xor_sync(~0u, odd ? here : next, 1);
                 // Columns are as many as head_dim_v, rounded up to 16.
                 if (!ends.inside[r] || (nt + 2 == VT && nt * 8 + column >= p.head_dim_v)) continue;
@@ -107,8 +107,8 @@ __device__ inline void store(const Params& p, float (&acc)[VT][4], const Ends& e
             for (int at = 0; at < VT * 2; at++) {
                 float x = 0;
 #pragma unroll
-                for (int nt = 0; nt < VT * 2; nt++) x = nt == at ? acc[nt / 2][r * 2 + nt % 2] : x;
-                const int c = at / 2 * 8 + threadIdx.x % 4 * 2 + at % 2;
+                for (int nt = 0; nt < VT * 2; nt++) x = nt == at ? acc_o[nt / 2][r * 2 + nt % 2] : x;
+                const int c = at / 2 * 8 + lane_column(threadIdx.x) + at % 2;
                 if (ends.inside[r] && c < p.head_dim_v) store_as(p.out, p.out_dtype, ends.to[r] + c * p.out_stride[3], x);
             }
         }
@@ -118,9 +118,9 @@ __device__ inline void store(const Params& p, float (&acc)[VT][4], const Ends& e
 // Rows that see no key.
 __device__ inline void store_nothing(const Params& p, const Place& place) {
 #pragma unroll 1
-    for (int r = place.r0 + threadIdx.x % 32 / 4; r < min(place.r0 + 16, p.rows); r += 8) {
+    for (int r = place.r0 + lane_row(threadIdx.x); r < min(place.r0 + 16, p.rows); r += 8) {
         const Row row(p, place.task, r);
-        if (threadIdx.x % 4 == 0) store_lse(p, row, Finished(p, row, negative_infinity(), 0));
+        if (threadIdx.x % 4 == 0) store_lse(p, row, RowEnd(p, row, negative_infinity(), 0));
 #pragma unroll 1
         for (int column = threadIdx.x % 4; column < p.head_dim_v; column += 4) {
             store_as(p.out, p.out_dtype, row.offset(p.out_stride) + column * p.out_stride[3], 0);

@@ -1,6 +1,7 @@
 // The Tensor Memory Accelerator (TMA): boxes of a tensor between global and shared memory by one thread, and the barriers that
 // count their bytes. Source: PTX ISA, "cp.async.bulk.tensor". Deliberately absent: clusters and multicast.
 #pragma once
+#include "common/fragment.cuh"
 #include "common/ptx.cuh"
 
 // What the driver's cuTensorMapEncodeTiled wrote.
@@ -8,19 +9,16 @@ struct alignas(64) TensorMap {
     u64 words[16];
 };
 
-constexpr int BOX = 64;  // columns of a box, 128 bytes
 
-// The byte of row r, column c of a box.
-__device__ inline u32 swizzle_128b(int r, int c) { return r * 128 + ((c * 2) ^ (r % 8 * 16)); }
 
-// Makes initialised barriers known to the copy engine.
+// Makes initialised barriers visible to TMA.
 __device__ inline void fence_mbarrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 __device__ inline void mbarrier_arrive_expect_tx(u64& barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(&barrier)), "r"(bytes)
                  : "memory");
 }
 
-// Orders this thread's ordinary stores to shared memory before what the copy engine and the tensor cores do next.
+// Orders this thread's ordinary stores to shared memory before what TMA and the tensor cores do next.
 __device__ inline void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // An index along a dimension that is not stepped through.

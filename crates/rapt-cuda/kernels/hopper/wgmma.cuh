@@ -10,23 +10,8 @@
 // Sources: PTX ISA, "wgmma.mma_async". The maps are held against rapt-layout's atlas by a test
 // (tests/fragments.rs).
 #pragma once
-#include "hopper/tma.cuh"
-
-// A warp's four 8 x 8 matrices of 16-bit elements to shared memory: lane l holds in word i columns 2*(l%4).. of row l/4 of
-// matrix i, and tells where row l%8 of matrix l/8 goes.
-__device__ inline void stmatrix(u32 to, u32 a, u32 b, u32 c, u32 d) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(a), "r"(b), "r"(c), "r"(d)
-                 : "memory");
-}
-
-template <int REGISTERS>
-__device__ inline void setmaxnreg_dec() {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
-}
-template <int REGISTERS>
-__device__ inline void setmaxnreg_inc() {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
-}
+#include "common/fragment.cuh"
+#include "common/ptx.cuh"
 
 // Registers and shared memory that wgmma reads from here on hold what was written to them before.
 __device__ inline void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -82,7 +67,7 @@ __device__ inline u32 tile_low(const void* tile, u32 box_bytes) {
 #define SUMS_OF(n, d) EXPAND(SUMS_, n)(d)
 
 // s (64 x BLOCK_N) = or += 16 columns of a tile of queries times 16 columns of a tile of keys.
-__device__ inline void wgmma_qk(float (&s)[BLOCK_N / 8][4], u32 queries, u32 keys, int add) {
+__device__ inline void wgmma_qk(Accumulator<BLOCK_N / 8>& s, u32 queries, u32 keys, int add) {
     u32 high = TILE_HIGH, high_again = TILE_HIGH, none = 0;  // %5
     asm volatile(
         "{\n.reg .pred add;\n.reg .b64 a, b;\nsetp.ne.b32 add, %4, 0;\nmov.b64 a, {%0, %1};\nmov.b64 b, {%2, %3};\n"
@@ -94,20 +79,20 @@ __device__ inline void wgmma_qk(float (&s)[BLOCK_N / 8][4], u32 queries, u32 key
 
 // acc (64 x N) = or += 16 columns of p times 16 rows of a tile of values.
 #define DEFINE_WGMMA_PV(NAME, N) \
-    __device__ inline void NAME(float (&acc)[N / 8][4], u32 (&p)[4], u32 values, int add) {                              \
+    __device__ inline void NAME(Accumulator<N / 8>& acc_o, u32 (&p)[4], u32 values, int add) {                           \
         u64 tile = (u64)TILE_HIGH << 32 | values;                                                                         \
         asm volatile(                                                                                                     \
             "{\n.reg .pred add;\nsetp.ne.b32 add, %5, 0;\n"                                                               \
             "wgmma.mma_async.sync.aligned.m64n" TEXT_OF(N) "k16.f32." MMA_TYPE "." MMA_TYPE                               \
             " {" REGISTERS_OF(N) "}, {%0, %1, %2, %3}, %4, add, 1, 1, 1;\n}"                                              \
-            : "+r"(p[0]), "+r"(p[1]), "+r"(p[2]), "+r"(p[3]), "+l"(tile), "+r"(add), SUMS_OF(N, acc)                      \
+            : "+r"(p[0]), "+r"(p[1]), "+r"(p[2]), "+r"(p[3]), "+l"(tile), "+r"(add), SUMS_OF(N, acc_o)                    \
         );                                                                                                                \
     }
 DEFINE_WGMMA_PV(wgmma_pv, HEAD_DIM_V)
 
 // Waits until at most PENDING groups of products are under way; these sums may be read then.
 template <int PENDING, int TILES>
-__device__ inline void wgmma_wait(float (&sums)[TILES][4]) {
+__device__ inline void wgmma_wait(Accumulator<TILES>& sums) {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 #pragma unroll
     for (int nt = 0; nt < TILES; nt++) {

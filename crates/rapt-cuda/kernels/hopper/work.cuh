@@ -1,12 +1,12 @@
-// What the blocks of hopper.cu work off, and the threads that load it: Q, K and V, by the copy engine where it can read them, else
-// element by element into the same tiles.
+// What the blocks of hopper.cu work off, and the memory and barriers that they share.
 //
 //   item      groups of 64 rows of a task, with all keys that they see: a round of a block. As many as a block has, or fewer where a
 //             launch would leave multiprocessors idle. Where positions bound the keys, late rows and early ones in pairs; the first
 //             items may have a group less then, else the last one what is left
 //   ring      STAGES tiles of K and of V; a barrier each for full and for empty, whose phase follows from a count of tiles
 //
-// Deliberately absent: what is done with it (hopper.cu), and the mask (masks.cu).
+// Deliberately absent: who loads it (load.cuh, mask_ring.cuh), and what is computed with it (consumer.cuh).
+
 #pragma once
 #include "common/params.cuh"
 #include "common/tile.cuh"
@@ -16,28 +16,28 @@ constexpr int WGS = BLOCK_M / 64, BM = BLOCK_M, BN = BLOCK_N, NT = BN / 8, VT = 
 constexpr int CONSUMERS = WGS * 128, THREADS = CONSUMERS + 128;
 constexpr int K_BOXES = (D + BOX - 1) / BOX, V_BOXES = (DV + BOX - 1) / BOX;
 constexpr int K_BOX = BN * BOX, Q_BOX = BM * BOX;  // elements
-// Biases are in natural units, whatever else is (mma.cu).
+// Biases are in natural units, whatever else is (common/softmax.cuh).
 constexpr bool NATURAL_UNITS = NATURAL || MASK == ADDITIVE_MASK;
-constexpr int NOTES = 1024;  // items that a block can tell apart
-// Whether sums leave through buffers of values: where they have no room of their own, the copy engine fills a ring of two stages,
-// and two groups lend each other its buffers (`release_values`). Not beside masks: up to 10 % slower (H200, 2026-11).
-#define LENT (!STAGED && VECTOR && MASK == NO_MASK && BLOCK_M == 128 && STAGES == 2)
+constexpr int CAREFUL_BITS = 1024;  // items that a block can tell apart
+// Whether sums are stored through buffers of values: where they have no buffer of their own, TMA fills a ring of two stages, and two
+// groups take turns with its buffers (`release_values`). Not beside masks: up to 10 % slower (H200, 2026-11).
+#define OUT_THROUGH_V (!STAGED && VECTOR && MASK == NO_MASK && BLOCK_M == 128 && STAGES == 2)
 
 // The whole parameter: HopperParams of params.rs.
 struct HopperParams {
     TensorMap q_map, k_map, v_map, out_map, mask_map;
     Params p;
     int tasks, paired;  // whether rows that see many keys and rows that see few are worked off in pairs
-    int mask_access;    // MaskAccess of masks.cu
+    int mask_access;    // MaskAccess of mask_ring.cuh
     int shift;          // by how many blocks work moves on from round to round
-    int out_copied;     // whether the copy engine writes out, by out_map
+    int out_copied;     // whether TMA writes out, by out_map
     int item_groups;    // groups of 64 rows
     int short_items;    // of a task, at its beginning: they have one group less
     float scale;
     Divisor by_units;   // runs of rows, or pairs of them, of one task
     Divisor by_grid;    // blocks of the launch
 };
-static_assert(sizeof(HopperParams) == HOPPER_BYTES, "params.rs and hopper.cu disagree on HopperParams");
+static_assert(sizeof(HopperParams) == HOPPER_BYTES, "params.rs and hopper/work.cuh disagree on HopperParams");
 
 struct Shared {
     Elem q[K_BOXES * Q_BOX];
@@ -49,12 +49,12 @@ struct Shared {
     MaskRing mask;
 #endif
     u64 q_full, q_empty, k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
-    u32 again[NOTES / 32];
+    u32 careful_rounds[CAREFUL_BITS / 32];
 };
-static_assert(sizeof(Shared) == SHARED_BYTES, "code.rs and hopper.cu disagree on shared memory");
+static_assert(sizeof(Shared) == SHARED_BYTES, "the host and hopper/work.cuh disagree on shared memory");
 
 // Barriers of the block by number, 0 being everyone's.
-enum { TURN = 1, END = 5, CAREFUL_TILE = 6, OWN_QUERIES = 8, LEND = 11 };
+enum { TURN = 1, END = 5, CAREFUL_TILE = 6, OWN_QUERIES = 8, V_BUFFER = 11 };
 
 // Tiles of keys that an item reads: `count` from key `first` on.
 struct Tiles {
@@ -68,7 +68,7 @@ struct Item {
     int block, task;
     __device__ Item(const HopperParams& h, int round) {
         const int blocks = h.p.row_blocks, turn = h.paired ? round / 2 : round;
-        // A block does not meet the same run of rows in every round: some are short.
+        // A block does not have the same run of rows in every round: some are short.
         const u32 x = blockIdx.x + turn * h.shift;
         const int unit = turn * gridDim.x + (x - divide(x, h.by_grid) * gridDim.x);
         if (h.paired) {
@@ -104,10 +104,10 @@ struct Work {
     int round, task, r0;  // round: -1 if there is none; r0: the group's first row
     int n0, end;          // the first tile of keys and the last
     int all_lo, all_hi;   // keys that each of the rows sees
-    int any;              // whether there is a tile; the group has sought it then
+    int any;              // whether there is a tile that the mask does not hide: n0 is it
     // What a loop hands on is not known to be the same of all lanes.
-    __device__ Work uniform() const {
-        return {same(round), same(task), same(r0), same(n0), same(end), same(all_lo), same(all_hi), same(any)};
+    __device__ Work as_uniform() const {
+        return {uniform(round), uniform(task), uniform(r0), uniform(n0), uniform(end), uniform(all_lo), uniform(all_hi), uniform(any)};
     }
 };
 
@@ -115,11 +115,11 @@ struct Work {
 __device__ inline int stage_of(u32 n) { return n % STAGES; }
 __device__ inline u32 phase_of(u32 n) { return n / STAGES & 1; }
 
-__device__ inline bool comes_again(const Shared& sh, int round) {
-    return sh.again[round % NOTES / 32] >> (round % 32) & 1;
+__device__ inline bool is_careful_round(const Shared& sh, int round) {
+    return sh.careful_rounds[round % CAREFUL_BITS / 32] >> (round % 32) & 1;
 }
-__device__ inline bool any_comes_again(const Shared& sh) {
+__device__ inline bool any_careful_round(const Shared& sh) {
     u32 any = 0;
-    for (int at = 0; at < NOTES / 32; at++) any |= sh.again[at];
+    for (int at = 0; at < CAREFUL_BITS / 32; at++) any |= sh.careful_rounds[at];
     return any != 0;
 }

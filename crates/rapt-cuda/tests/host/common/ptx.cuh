@@ -1,0 +1,37 @@
+// kernels/common/ptx.cuh for a host compiler: instructions that leave a trace instead of having an effect.
+//
+//   ldmatrix    (0, address, 0, 0), and each word of the answer names its call: 4 * call + word
+//   mma         (1, tile, first word of A, first word of B): the accumulator by its distance from the first, operands by name
+//   cp.async    (2, address in shared memory, address in global memory, bytes)
+
+#pragma once
+#include "common/params.cuh"
+
+struct Event {
+    u32 what;
+    u64 a, b, c;
+};
+// One lane's trace; addresses count from `shared_base`, accumulators from `sums_base`.
+inline Event events[4096];
+inline int event_count, ldmatrix_count;
+inline const void* shared_base;
+inline const float* sums_base;
+inline void record(Event event) { events[event_count++] = event; }
+
+inline u32 shared_address(const void* p) { return (u32)((const u8*)p - (const u8*)shared_base); }
+inline void ldmatrix(u32 (&r)[4], u32 at) {
+    record({0, at, 0, 0});
+    for (int n = 0; n < 4; n++) r[n] = ldmatrix_count * 4 + n;
+    ldmatrix_count++;
+}
+inline void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    // Words of one operand come from one ldmatrix, in order.
+    const bool in_order = a[1] == a[0] + 1 && a[2] == a[0] + 2 && a[3] == a[0] + 3 && b1 == b0 + 1;
+    record({in_order ? 1u : 9u, (u64)(c - sums_base) / 4, a[0], b0});
+}
+inline void cp_async(Elem* to, const Elem* from, int bytes) { record({2, shared_address(to), (u64)from, (u64)bytes}); }
+inline void cp_async(u32 to, const Elem* from) { record({2, to, (u64)from, 16}); }
+inline u32 dp4a(u32 a, u32 b, u32 sum) {
+    for (int n = 0; n < 32; n += 8) sum += (a >> n & 0xff) * (b >> n & 0xff);
+    return sum;
+}

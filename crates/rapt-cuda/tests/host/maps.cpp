@@ -1,0 +1,136 @@
+// The device code's maps, compiled for the host: which thread holds which element, and where elements stand in shared memory.
+// Prints one of them, named by the first argument, as numbers; tests/fragments.rs compares them with rapt-layout's atlas.
+
+#include <cstdio>
+#include <cstring>
+
+#include "common/tile.cuh"
+#include "hopper/mask_bits.cuh"
+
+namespace {
+
+constexpr int KEYS = 32, ROWS = 16;
+
+void print(std::initializer_list<i64> numbers) {
+    for (i64 number : numbers) std::printf("%lld ", number);
+    std::putchar('\n');
+}
+void print_events() {
+    for (int n = 0; n < event_count; n++) {
+        print({threadIdx.x, events[n].what, (i64)events[n].a, (i64)events[n].b, (i64)events[n].c});
+    }
+}
+void begin(int lane) { threadIdx.x = lane, event_count = ldmatrix_count = 0; }
+
+// thread, its row of the warp's 16, its column of each tile
+void accumulator() {
+    for (u32 thread = 0; thread < 128; thread++) print({thread, lane_row(thread), lane_column(thread)});
+}
+// nt, r, tile, word
+void operand() {
+    for (int nt = 0; nt < 16; nt++)
+        for (int r = 0; r < 2; r++) print({nt, r, operand_tile(nt), operand_word(nt, r)});
+}
+// row, column, byte
+void box() {
+    for (int r = 0; r < 64; r++)
+        for (int c = 0; c < 64; c++) print({r, c, swizzle_128b(r, c)});
+}
+// lane, nt, first box, byte
+void stmatrix() {
+    for (int lane = 0; lane < 32; lane++)
+        for (int nt = 0; nt < 32; nt += 2)
+            for (int first = 0; first <= nt / 8; first++) {
+                print({lane, nt, first, stmatrix_unit(stmatrix_row(lane), lane, nt, first)});
+            }
+}
+// lane, i, row, column, the lane that has the row's address
+void out() {
+    for (int lane = 0; lane < 32; lane++)
+        for (int i = 0; i < 4; i++) print({lane, i, out_row(lane, i), out_column(lane), out_owner(lane, i)});
+}
+// nt, e, bit
+void bits() {
+    for (int nt = 0; nt < 16; nt++)
+        for (int e = 0; e < 2; e++) print({nt, e, key_bit(nt, e)});
+}
+// n, how many keys come before it
+void before() {
+    for (int n = 0; n < 200; n++) print({n, keys_before(n)});
+}
+// units of a box, row, unit, byte, the byte by way of the row's first two units
+template <int UNITS>
+void biases_of() {
+    for (int r = 0; r < 128; r++)
+        for (int u = 0; u < 2 * UNITS; u++) {
+            const u64 first = bias_unit<UNITS, 128>(r, u % 2) * 16;
+            const i64 beyond = (first ^ bias_unit_turn<UNITS>(u & ~1)) + bias_unit_step<UNITS, 128>(u & ~1);
+            print({UNITS, r, u, bias_unit<UNITS, 128>(r, u) * 16, beyond});
+        }
+}
+void biases() { biases_of<2>(), biases_of<4>(), biases_of<8>(); }
+// For each of some rows of booleans: 128 bytes of keys, then 128 bits: lane by lane of a quad, tile by tile, e by e
+void seen() {
+    u32 random = 1;
+    for (int n = 0; n < 16; n++) {
+        alignas(16) u8 keys[128], row[16];
+        for (u8& key : keys) random = random * 1664525u + 1013904223u, key = random >> 31 ? random >> 16 | 1 : 0;
+        for (int pair = 0; pair < 4; pair++) {
+            uint4 x[2];
+            std::memcpy(x, keys + 32 * pair, sizeof(x));
+            for (uint4& four : x) four = {ones(four.x), ones(four.y), ones(four.z), ones(four.w)};
+            store_seen_keys(row, pair, seen_keys(x[0], x[1]));
+        }
+        for (u8 key : keys) std::printf("%d ", key);
+        for (int lane = 0; lane < 4; lane++)
+            for (int nt = 0; nt < 16; nt++)
+                for (int e = 0; e < 2; e++) {
+                    u32 word;
+                    std::memcpy(&word, row + lane * 4, sizeof(word));
+                    std::printf("%d ", bits_of_tile(word, nt) >> key_bit(nt % 8, e) & 1);
+                }
+        std::putchar('\n');
+    }
+}
+// row, column, byte of an element of q or k in its tile
+void tile() {
+    for (int r = 0; r < KEYS; r++)
+        for (int c = 0; c < D; c++) print({r, c, 2 * (place<D>(r, c & ~7) + c % 8)});
+}
+// What each lane of a warp does in q.k: lane and event; q's tile begins at byte 0, k's behind its 16 rows
+void multiply() {
+    static Elem tiles[(ROWS + KEYS) * K_ROW];
+    for (int lane = 0; lane < 32; lane++) {
+        Accumulator<KEYS / 8> s[1];
+        shared_base = tiles, sums_base = &s[0][0][0];
+        begin(lane);
+        multiply_keys<1, KEYS / 8>(s, tiles, tiles + ROWS * K_ROW);
+        print_events();
+    }
+}
+// How each lane loads a tile of whole rows that are 1000 elements apart: lane and event
+void load() {
+    static Elem tile[KEYS * K_ROW], source[1];
+    shared_base = tile;
+    for (int lane = 0; lane < 32; lane++) {
+        begin(lane);
+        load_even_tile<KEYS, D, 32>(tile, source, 1, 1000, KEYS, D, lane);
+        for (int n = 0; n < event_count; n++) events[n].b -= (u64)source;
+        print_events();
+    }
+}
+
+}  // namespace
+
+int main(int count, char** arguments) {
+    const struct {
+        const char* name;
+        void (*print)();
+    } maps[] = {{"accumulator", accumulator}, {"operand", operand}, {"box", box},       {"stmatrix", stmatrix}, {"out", out},
+                {"bits", bits},               {"before", before},   {"biases", biases}, {"seen", seen},         {"tile", tile},
+                {"multiply", multiply},       {"load", load}};
+    for (const auto& map : maps) {
+        if (count == 2 && std::strcmp(map.name, arguments[1]) == 0) return map.print(), 0;
+    }
+    return 2;
+}
