@@ -29,7 +29,8 @@ Builds the C library (release) and installs header, shared and static library an
                     AddressSanitizer); a step of `cargo xtask test`";
 
 const PACKAGE: &str = "rapt-c";
-const FACADE: &str = "rapt-attention";
+/// What cargo calls the library: the façade's is `librapt`.
+const BUILT: &str = "librapt_c";
 const BINDING: &str = "bindings/c";
 const EXAMPLES: &str = "examples/c";
 const DESCRIPTION: &str = "Attention with an exact tensor boundary";
@@ -98,8 +99,7 @@ struct Tree {
 impl Tree {
     fn install(target: &Path, profile: Profile, prefix: &Path) -> Result<Self, Failure> {
         let built = match profile {
-            // rapt-attention's library has the same name; it is built all the same, as what this one is made of.
-            Profile::Dev => built::debug(&["--lib", "--exclude", FACADE])?,
+            Profile::Dev => built::debug(&["--lib"])?,
             Profile::Release => {
                 show(cargo(["build", "--release", "--package", PACKAGE]).current_dir(root()))?;
                 target.join("release")
@@ -112,8 +112,8 @@ impl Tree {
         let version = Version::new(env!("CARGO_PKG_VERSION"));
         let shared = tree.lib().join(version.file());
         copy(&root().join(BINDING).join("include/rapt.h"), &tree.include().join("rapt.h"))?;
-        copy(&built.join("librapt.so"), &shared)?;
-        copy(&built.join("librapt.a"), &tree.lib().join("librapt.a"))?;
+        copy(&built.join(format!("{BUILT}.so")), &shared)?;
+        copy(&built.join(format!("{BUILT}.a")), &tree.lib().join("librapt.a"))?;
         for (name, to) in [(version.soname(), version.file()), ("librapt.so".to_owned(), version.soname())] {
             link(&tree.lib().join(name), &to)?;
         }

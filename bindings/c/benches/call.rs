@@ -11,7 +11,9 @@ use std::hint::black_box;
 use std::time::Instant;
 
 use engine::{Engine, Executor, Operands, Options, Queue, Result, Tensors, View, ViewMut};
-use rapt::{rapt_attention, rapt_device, rapt_dtype, rapt_engine_create, rapt_engine_destroy, rapt_error, rapt_tensor};
+use rapt_c::{
+    rapt_attention, rapt_device, rapt_dtype, rapt_engine_create, rapt_engine_destroy, rapt_error, rapt_tensor,
+};
 
 const SHAPE: [i64; 4] = [1, 2, 1, 8];
 const STRIDES: [i64; 4] = [16, 8, 8, 1];

@@ -4,8 +4,8 @@
 use std::ffi::c_char;
 
 use crate::support::{BEFORE, Call, K, LSE, MASK, NAMES, OUT, Owned, Q, SINKS, SLOPES, V, last_error};
-use rapt::rapt_error::{self, *};
-use rapt::{
+use rapt_c::rapt_error::{self, *};
+use rapt_c::{
     rapt_capabilities, rapt_contiguous_strides, rapt_engine_capabilities, rapt_engine_create, rapt_engine_destroy,
     rapt_explain, rapt_last_error_code, rapt_options, rapt_string_free,
 };

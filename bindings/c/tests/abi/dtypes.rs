@@ -2,7 +2,7 @@
 
 use std::ffi::CStr;
 
-use rapt::{rapt_dtype_bits, rapt_dtype_name, rapt_error, rapt_last_error};
+use rapt_c::{rapt_dtype_bits, rapt_dtype_name, rapt_error, rapt_last_error};
 
 use crate::support::{Call, MASK, OUT, Owned, Q};
 

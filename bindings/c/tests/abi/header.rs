@@ -58,12 +58,12 @@ fn every_dtype_of_the_engine_has_its_code() {
     for dtype in DType::ALL {
         let code = i32::from(dtype.code());
         // SAFETY: the name of a code that is known is a string of the library.
-        let name = unsafe { CStr::from_ptr(rapt::rapt_dtype_name(code)) };
-        assert_eq!((name.to_str(), rapt::rapt_dtype_bits(code)), (Ok(dtype.name()), dtype.bits()));
+        let name = unsafe { CStr::from_ptr(rapt_c::rapt_dtype_name(code)) };
+        assert_eq!((name.to_str(), rapt_c::rapt_dtype_bits(code)), (Ok(dtype.name()), dtype.bits()));
     }
     for code in [-1, 14, 27, 36, 256, 263, i32::MIN] {
-        assert!(rapt::rapt_dtype_name(code).is_null(), "{code}");
-        assert_eq!(rapt::rapt_dtype_bits(code), 0, "{code}");
+        assert!(rapt_c::rapt_dtype_name(code).is_null(), "{code}");
+        assert_eq!(rapt_c::rapt_dtype_bits(code), 0, "{code}");
     }
 }
 
@@ -74,7 +74,7 @@ fn every_error_has_its_name() {
     assert_eq!(codes.len(), 12);
     let name = |code| {
         // SAFETY: a string of the library.
-        unsafe { CStr::from_ptr(rapt::rapt_error_name(code)) }.to_str().unwrap()
+        unsafe { CStr::from_ptr(rapt_c::rapt_error_name(code)) }.to_str().unwrap()
     };
     for (expected, code) in codes {
         assert_eq!(name(code), expected);
@@ -86,10 +86,10 @@ fn every_error_has_its_name() {
 
 #[test]
 fn the_header_is_of_this_version() {
-    let version = [rapt::RAPT_VERSION_MAJOR, rapt::RAPT_VERSION_MINOR, rapt::RAPT_VERSION_PATCH];
+    let version = [rapt_c::RAPT_VERSION_MAJOR, rapt_c::RAPT_VERSION_MINOR, rapt_c::RAPT_VERSION_PATCH];
     assert_eq!(version.map(|part| part.to_string()).join("."), env!("CARGO_PKG_VERSION"));
     // SAFETY: a string of the library.
-    assert_eq!(unsafe { CStr::from_ptr(rapt::rapt_version()) }.to_str(), Ok(env!("CARGO_PKG_VERSION")));
+    assert_eq!(unsafe { CStr::from_ptr(rapt_c::rapt_version()) }.to_str(), Ok(env!("CARGO_PKG_VERSION")));
 }
 
 /// Where each field lies in version 0.1: programs compiled then rely on it.
@@ -99,15 +99,15 @@ fn no_field_has_moved() {
     use std::mem::offset_of;
     macro_rules! check {
         ($of:ident, $size:literal, $($field:ident $at:literal),*) => {{
-            $(assert_eq!(offset_of!(rapt::$of, $field), $at, "{}.{}", stringify!($of), stringify!($field));)*
-            assert!(size_of::<rapt::$of>() >= $size);
+            $(assert_eq!(offset_of!(rapt_c::$of, $field), $at, "{}.{}", stringify!($of), stringify!($field));)*
+            assert!(size_of::<rapt_c::$of>() >= $size);
         }};
     }
     check!(
         rapt_tensor, 56, data 0, dtype 8, device 12, device_index 16, ndim 20, shape 24, strides 32, storage_bytes 40,
         storage 48
     );
-    assert_eq!(size_of::<rapt::rapt_tensor>(), 56, "it has no size, so it cannot grow");
+    assert_eq!(size_of::<rapt_c::rapt_tensor>(), 56, "it has no size, so it cannot grow");
     check!(
         rapt_options, 88, size 0, given 8, causal 12, layout 16, out_dtype 20, softmax_scale 24, softcap 32,
         window_left 40, window_right 48, mask 56, sinks 64, alibi_slopes 72, lse 80

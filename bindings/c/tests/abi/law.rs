@@ -3,7 +3,7 @@
 
 use crate::support::{Call, DIM, HEADS, K, KV_LEN, LSE, MASK, OUT, Owned, Q, Q_LEN, SINKS, SLOPES, V, last_error};
 use half::{bf16, f16};
-use rapt::{rapt_causal, rapt_dtype, rapt_error, rapt_given, rapt_layout, rapt_options};
+use rapt_c::{rapt_causal, rapt_dtype, rapt_error, rapt_given, rapt_layout, rapt_options};
 use rapt_reference::{Inputs, Mask, Outputs, Problem, naive};
 
 fn wide(data: &[f32]) -> Vec<f64> {
@@ -214,7 +214,7 @@ fn each_dtype_is_computed_as_itself() {
             }
             // SAFETY: an engine that is alive, tensors that are what they say, and no options.
             let code = unsafe {
-                rapt::rapt_attention(engine.0, &tensors[0], &tensors[1], &tensors[2], &tensors[3], std::ptr::null())
+                rapt_c::rapt_attention(engine.0, &tensors[0], &tensors[1], &tensors[2], &tensors[3], std::ptr::null())
             };
             assert_eq!(code, rapt_error::RAPT_OK, "{}", last_error());
             let wide: Vec<Vec<f64>> = data.iter().map(|data| data.iter().map($into).collect()).collect();

@@ -2,7 +2,7 @@
 
 use std::ffi::{CStr, c_void};
 
-use rapt::{
+use rapt_c::{
     rapt_attention, rapt_device, rapt_dtype, rapt_engine, rapt_engine_create, rapt_engine_destroy, rapt_error,
     rapt_given, rapt_last_error, rapt_options, rapt_tensor,
 };

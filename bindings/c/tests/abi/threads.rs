@@ -3,7 +3,7 @@
 use std::sync::Barrier;
 
 use crate::support::{Call, Owned, last_error};
-use rapt::rapt_error;
+use rapt_c::rapt_error;
 
 const THREADS: u32 = 16;
 
