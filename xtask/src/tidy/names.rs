@@ -68,7 +68,7 @@ const NAMES: [Name; 24] = [
 ];
 
 /// Names that the tree still holds: each goes from here with its last use.
-const STILL_THERE: [(&str, Form); 18] = [
+const STILL_THERE: [(&str, Form); 14] = [
     ("door", Form::Part),
     ("law", Form::Part),
     ("mend", Form::Part),
@@ -76,23 +76,44 @@ const STILL_THERE: [(&str, Form); 18] = [
     ("the account", Form::Phrase),
     ("an account of", Form::Phrase),
     ("copy engine", Form::Phrase),
-    ("CopyMap", Form::Type),
     ("Design", Form::Type),
     ("Cut", Form::Type),
     ("Code", Form::Type),
     ("Body", Form::Type),
-    ("meet", Form::Call),
-    ("tell", Form::Call),
-    ("bring", Form::Call),
     ("mend", Form::File),
     ("lender", Form::File),
     ("known", Form::File),
 ];
 
+/// Types of Rust that name one thing each.
+const ONCE: [&str; 3] = ["Layout", "Threads", "Report"];
+
 pub(super) fn check(files: &[Source]) -> Vec<Finding> {
     let is_there = |name: &&Name| !STILL_THERE.contains(&(name.name, name.form));
     let names: Vec<&Name> = NAMES.iter().filter(is_there).collect();
-    files.iter().flat_map(|file| check_file(file, &names)).collect()
+    files.iter().flat_map(|file| check_file(file, &names)).chain(defined_twice(files)).collect()
+}
+
+/// Every definition of a type of [`ONCE`], where there are two of it and more.
+fn defined_twice(files: &[Source]) -> Vec<Finding> {
+    let mut findings = Vec::new();
+    for name in ONCE {
+        let mut places = Vec::new();
+        for file in files.iter().filter(|file| file.is("rs") && file.path != SELF) {
+            let lines = file.code.lines().enumerate().filter(|(_, line)| defines(line, name));
+            places.extend(lines.map(|(at, _)| (&file.path, at + 1)));
+        }
+        if places.len() > 1 {
+            let what = format!("`{name}` names {} things: it is to name one", places.len());
+            findings.extend(places.into_iter().map(|(path, line)| Finding::at(path, line, what.clone())));
+        }
+    }
+    findings
+}
+
+fn defines(line: &str, name: &str) -> bool {
+    let mut words = words(line).skip_while(|word| !["struct", "enum", "trait", "type"].contains(word));
+    words.next().is_some() && words.next() == Some(name)
 }
 
 fn check_file(file: &Source, names: &[&Name]) -> Vec<Finding> {
@@ -192,6 +213,15 @@ mod tests {
             assert_eq!(found.len(), 1, "{}", name.name);
             assert!(found[0].what.contains(name.instead));
         }
+    }
+
+    #[test]
+    fn a_type_that_is_defined_twice_fires() {
+        let file = |name: &str, text: &str| Source::new(&format!("crates/rapt/src/{name}.rs"), text);
+        let one = file("a", "pub struct Layout {\n}\npub(crate) enum Threads { A }");
+        let other = file("b", "type Layout = u8;\nstruct ThreadsOf;\nfn layout(layout: Layout) {}");
+        let places: Vec<String> = defined_twice(&[one, other]).into_iter().map(|finding| finding.place).collect();
+        assert_eq!(places, ["crates/rapt/src/a.rs:1", "crates/rapt/src/b.rs:1"]);
     }
 
     #[test]
