@@ -5,6 +5,7 @@
 //   scores    s = softcap(q.k * scale) - slope*|i + diagonal - j| + bias;  -inf where masked
 //
 // Strides are in elements. Deliberately absent: any choice of a kernel, and any read outside the operands.
+
 #pragma once
 #include "common/dtype.cuh"
 #include "common/fragment.cuh"

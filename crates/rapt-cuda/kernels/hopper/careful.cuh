@@ -45,7 +45,7 @@ __device__ inline void Consumer::isolate_values(const Work& work, int n0) {
                 acc_o[nt][e] += kinds == 1 ? infinity : kinds == 2 ? -infinity : not_a_number();
             }
     }
-    // All groups together, once none of them needs what is offset out.
+    // All groups together, once none of them needs what is taken out.
     bar_sync(CAREFUL_TILE, CONSUMERS);
 #pragma unroll 1
     for (int at = threadIdx.x; at < V_BOXES * K_BOX; at += CONSUMERS) {

@@ -40,10 +40,10 @@ struct MaskRing {
     uint4 raw[RAW_STAGES][IS_BOOL ? BLOCK_M * ROW_UNITS : 1];  // booleans before they are bits
     // Barriers: a tile came by TMA; it was taken out of `raw`; its kind is published; consumers and producer have released it.
     u64 copied[MASK_STAGES], taken[MASK_STAGES], full[MASK_STAGES], empty[MASK_STAGES];
-    u32 kinds[MASK_STAGES];  // a byte for each warp that reads: 1 where it shows something, 2 where it changes something
+    u32 kinds[MASK_STAGES];  // a byte for each warp that scans: 1 if the tile shows a key, 2 if it changes a score
 };
 enum : u32 { SHOWS = 0x010101, CHANGES = 0x020202 };  // of `kinds`
-// The kind that the warps' bits come to together.
+// The kind of a tile by the bits of all warps.
 __device__ inline int kind_of(u32 kinds) {
     if ((kinds & SHOWS) == 0) return HIDDEN;
     return (kinds & CHANGES) != 0 ? MIXED : UNCHANGED;

@@ -1,5 +1,6 @@
 // The Tensor Memory Accelerator (TMA): boxes of a tensor between global and shared memory by one thread, and the barriers that
 // count their bytes. Source: PTX ISA, "cp.async.bulk.tensor". Deliberately absent: clusters and multicast.
+
 #pragma once
 #include "common/fragment.cuh"
 #include "common/ptx.cuh"

@@ -1,4 +1,4 @@
-// wgmma of compute capability 9.0, and the registers of its warps.
+// wgmma of compute capability 9.0: products of 64 rows by the four warps of a group.
 //
 //   wgmma     D (64 x N, f32, registers of four warps) += A (64 x 16) * B (16 x N)
 //   D         element e of tile nt: row = 16*warp + lane/4 + 8*(e/2), column = 8*nt + 2*(lane%4) + e%2
@@ -7,8 +7,8 @@
 //             bytes, which is also what a box is aligned to
 //
 // N of a product is a multiple of 16 up to 256 and known when this is compiled, which is why operand lists are macros.
-// Sources: PTX ISA, "wgmma.mma_async". The maps are held against rapt-layout's atlas by a test
-// (tests/fragments.rs).
+// Source: PTX ISA, "wgmma.mma_async". tests/fragments.rs compares the maps with rapt-layout's atlas.
+
 #pragma once
 #include "common/fragment.cuh"
 #include "common/ptx.cuh"
