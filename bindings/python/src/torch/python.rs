@@ -103,7 +103,7 @@ pub(crate) fn torch_sdpa<'py>(
     sdpa::decided(py, given, flags, guarded(py, || known.ok_or_else(unknown))?)
 }
 
-/// Every reason of a fallback, as docs/pytorch.md lists them but for those of transformers; `…` stands for a name.
+/// Every reason of a fallback, as docs/reference/pytorch.md lists them but for those of transformers; `…` stands for a name.
 #[pyfunction]
 pub(crate) fn fallback_reasons() -> Vec<&'static str> {
     Reason::TEXTS.to_vec()
