@@ -13,57 +13,44 @@ pub(crate) struct Avx2F32;
 #[derive(Clone, Copy)]
 pub(crate) struct Avx2F64;
 
-/// Transposes 8×8 floats. Shared with AVX-512, which does a 16×16 in four squares.
-#[inline(always)]
-pub(super) unsafe fn transpose_8x8(src: *const f32, src_stride: usize, dst: *mut f32, dst_stride: usize) {
-    // SAFETY: the caller vouches for AVX2 and for both squares.
-    unsafe {
-        let row = |n: usize| _mm256_loadu_ps(src.add(n * src_stride));
-        let pair = |a, b| (_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b));
-        let (r0, r1, r2, r3) = (row(0), row(1), row(2), row(3));
-        let (r4, r5, r6, r7) = (row(4), row(5), row(6), row(7));
-        let ((a0, a1), (a2, a3)) = (pair(r0, r1), pair(r2, r3));
-        let ((a4, a5), (a6, a7)) = (pair(r4, r5), pair(r6, r7));
-        let quad = |a, b| (_mm256_shuffle_ps::<0x44>(a, b), _mm256_shuffle_ps::<0xEE>(a, b));
-        let ((b0, b1), (b2, b3)) = (quad(a0, a2), quad(a1, a3));
-        let ((b4, b5), (b6, b7)) = (quad(a4, a6), quad(a5, a7));
-        let put = |n: usize, x| _mm256_storeu_ps(dst.add(n * dst_stride), x);
-        put(0, _mm256_permute2f128_ps::<0x20>(b0, b4));
-        put(1, _mm256_permute2f128_ps::<0x20>(b1, b5));
-        put(2, _mm256_permute2f128_ps::<0x20>(b2, b6));
-        put(3, _mm256_permute2f128_ps::<0x20>(b3, b7));
-        put(4, _mm256_permute2f128_ps::<0x31>(b0, b4));
-        put(5, _mm256_permute2f128_ps::<0x31>(b1, b5));
-        put(6, _mm256_permute2f128_ps::<0x31>(b2, b6));
-        put(7, _mm256_permute2f128_ps::<0x31>(b3, b7));
+intrinsics! {
+    /// Transposes 8×8 floats. Shared with AVX-512, which does a 16×16 in four squares.
+    pub(super) fn transpose_8x8(src: *const f32, src_stride: usize, dst: *mut f32, dst_stride: usize) {
+        let mut rows = [_mm256_setzero_ps(); 8];
+        for (n, row) in rows.iter_mut().enumerate() {
+            *row = _mm256_loadu_ps(src.add(n * src_stride));
+        }
+        let [r0, r1, r2, r3, r4, r5, r6, r7] = rows;
+        let ((a0, a1), (a2, a3)) = (interleave(r0, r1), interleave(r2, r3));
+        let ((a4, a5), (a6, a7)) = (interleave(r4, r5), interleave(r6, r7));
+        let ((b0, b1), (b2, b3)) = (interleave_pairs(a0, a2), interleave_pairs(a1, a3));
+        let ((b4, b5), (b6, b7)) = (interleave_pairs(a4, a6), interleave_pairs(a5, a7));
+        for (n, (low, high)) in [(b0, b4), (b1, b5), (b2, b6), (b3, b7)].into_iter().enumerate() {
+            _mm256_storeu_ps(dst.add(n * dst_stride), _mm256_permute2f128_ps::<0x20>(low, high));
+            _mm256_storeu_ps(dst.add((n + 4) * dst_stride), _mm256_permute2f128_ps::<0x31>(low, high));
+        }
     }
-}
-
-/// Transposes 4×4 doubles. Shared with AVX-512.
-#[inline(always)]
-pub(super) unsafe fn transpose_4x4(src: *const f64, src_stride: usize, dst: *mut f64, dst_stride: usize) {
-    // SAFETY: the caller vouches for AVX2 and for both squares.
-    unsafe {
-        let row = |n: usize| _mm256_loadu_pd(src.add(n * src_stride));
-        let (r0, r1, r2, r3) = (row(0), row(1), row(2), row(3));
+    fn interleave(a: __m256, b: __m256) -> (__m256, __m256) {
+        (_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b))
+    }
+    fn interleave_pairs(a: __m256, b: __m256) -> (__m256, __m256) {
+        (_mm256_shuffle_ps::<0x44>(a, b), _mm256_shuffle_ps::<0xEE>(a, b))
+    }
+    /// Transposes 4×4 doubles. Shared with AVX-512.
+    pub(super) fn transpose_4x4(src: *const f64, src_stride: usize, dst: *mut f64, dst_stride: usize) {
+        let (r0, r1) = (_mm256_loadu_pd(src), _mm256_loadu_pd(src.add(src_stride)));
+        let (r2, r3) = (_mm256_loadu_pd(src.add(2 * src_stride)), _mm256_loadu_pd(src.add(3 * src_stride)));
         let (a0, a1) = (_mm256_unpacklo_pd(r0, r1), _mm256_unpackhi_pd(r0, r1));
         let (a2, a3) = (_mm256_unpacklo_pd(r2, r3), _mm256_unpackhi_pd(r2, r3));
-        let put = |n: usize, x| _mm256_storeu_pd(dst.add(n * dst_stride), x);
-        put(0, _mm256_permute2f128_pd::<0x20>(a0, a2));
-        put(1, _mm256_permute2f128_pd::<0x20>(a1, a3));
-        put(2, _mm256_permute2f128_pd::<0x31>(a0, a2));
-        put(3, _mm256_permute2f128_pd::<0x31>(a1, a3));
+        _mm256_storeu_pd(dst, _mm256_permute2f128_pd::<0x20>(a0, a2));
+        _mm256_storeu_pd(dst.add(dst_stride), _mm256_permute2f128_pd::<0x20>(a1, a3));
+        _mm256_storeu_pd(dst.add(2 * dst_stride), _mm256_permute2f128_pd::<0x31>(a0, a2));
+        _mm256_storeu_pd(dst.add(3 * dst_stride), _mm256_permute2f128_pd::<0x31>(a1, a3));
     }
-}
-
-/// Transposes 8×8 bytes. Shared with AVX-512.
-#[inline(always)]
-pub(super) unsafe fn transpose_8x8_bytes(rows: [*const u8; 8], dst: *mut u8, dst_stride: usize) {
-    // SAFETY: the caller vouches for AVX2 and for both squares.
-    unsafe {
-        let row = |n: usize| _mm_loadl_epi64(rows[n].cast());
-        let pair = |n: usize| _mm_unpacklo_epi8(row(n), row(n + 1));
-        let (a, b, c, d) = (pair(0), pair(2), pair(4), pair(6));
+    /// Transposes 8×8 bytes. Shared with AVX-512.
+    pub(super) fn transpose_8x8_bytes(rows: [*const u8; 8], dst: *mut u8, dst_stride: usize) {
+        let (a, b) = (interleave_bytes(rows[0], rows[1]), interleave_bytes(rows[2], rows[3]));
+        let (c, d) = (interleave_bytes(rows[4], rows[5]), interleave_bytes(rows[6], rows[7]));
         let (ab_low, ab_high) = (_mm_unpacklo_epi16(a, b), _mm_unpackhi_epi16(a, b));
         let (cd_low, cd_high) = (_mm_unpacklo_epi16(c, d), _mm_unpackhi_epi16(c, d));
         let columns = [
@@ -77,25 +64,20 @@ pub(super) unsafe fn transpose_8x8_bytes(rows: [*const u8; 8], dst: *mut u8, dst
             _mm_storeh_pd(dst.add((2 * n + 1) * dst_stride).cast(), _mm_castsi128_pd(columns));
         }
     }
-}
-
-/// Sums each of four vectors within 128 bits, as elements `0 + 2` and `1 + 3` and then those two: element `n` of a 128-bit
-/// part of the answer is of vector `n`.
-#[inline(always)]
-unsafe fn sum_quarters(x: [__m256; 4]) -> __m256 {
-    // SAFETY: the caller vouches for AVX2.
-    unsafe {
-        let halves = |a, b| _mm256_add_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b));
-        let (ab, cd) = (halves(x[0], x[1]), halves(x[2], x[3]));
+    fn interleave_bytes(a: *const u8, b: *const u8) -> __m128i {
+        _mm_unpacklo_epi8(_mm_loadl_epi64(a.cast()), _mm_loadl_epi64(b.cast()))
+    }
+    /// Sums each of four vectors within 128 bits, as elements `0 + 2` and `1 + 3` and then those two: element `n` of a
+    /// 128-bit part of the answer is of vector `n`.
+    fn sum_quarters(x: [__m256; 4]) -> __m256 {
+        let (ab, cd) = (sum_interleaved(x[0], x[1]), sum_interleaved(x[2], x[3]));
         _mm256_add_ps(_mm256_shuffle_ps::<0x44>(ab, cd), _mm256_shuffle_ps::<0xEE>(ab, cd))
     }
-}
-
-/// Eight f32 to bfloat16 in the low half of each lane, to nearest even; NaN becomes a quiet NaN of its sign.
-#[inline(always)]
-unsafe fn bf16_bits(x: __m256) -> __m256i {
-    // SAFETY: the caller vouches for AVX2.
-    unsafe {
+    fn sum_interleaved(a: __m256, b: __m256) -> __m256 {
+        _mm256_add_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b))
+    }
+    /// Eight f32 to bfloat16 in the low half of each lane, to nearest even; NaN becomes a quiet NaN of its sign.
+    fn bf16_bits(x: __m256) -> __m256i {
         let bits = _mm256_castps_si256(x);
         let odd = _mm256_and_si256(_mm256_srli_epi32::<16>(bits), _mm256_set1_epi32(1));
         let rounded = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7FFF)));
@@ -112,145 +94,50 @@ impl Simd for Avx2F32 {
     const LANES: usize = 8;
     const ROWS: usize = 6;
 
-    #[inline(always)]
-    fn hide(ptr: *const f32) -> *const f32 {
-        super::hidden(ptr)
+    plain_methods! {
+        f32, __m256:
+        _mm256_set1_ps, _mm256_loadu_ps, _mm256_storeu_ps, _mm256_add_ps, _mm256_sub_ps,
+        _mm256_mul_ps, _mm256_div_ps, _mm256_fmadd_ps, _mm256_max_ps
     }
-    #[inline(always)]
-    unsafe fn splat(x: f32) -> __m256 {
-        // SAFETY: an entry point has AVX2, FMA and F16C on, after detection.
-        unsafe { _mm256_set1_ps(x) }
-    }
-    #[inline(always)]
-    unsafe fn load(ptr: *const f32) -> __m256 {
-        // SAFETY: an entry point has AVX2, FMA and F16C on, after detection; the caller vouches for the memory.
-        unsafe { _mm256_loadu_ps(ptr) }
-    }
-    #[inline(always)]
-    unsafe fn store(ptr: *mut f32, x: __m256) {
-        // SAFETY: an entry point has AVX2, FMA and F16C on, after detection; the caller vouches for the memory.
-        unsafe { _mm256_storeu_ps(ptr, x) }
-    }
-    #[inline(always)]
-    unsafe fn add(a: __m256, b: __m256) -> __m256 {
-        // SAFETY: an entry point has AVX2, FMA and F16C on, after detection.
-        unsafe { _mm256_add_ps(a, b) }
-    }
-    #[inline(always)]
-    unsafe fn sub(a: __m256, b: __m256) -> __m256 {
-        // SAFETY: an entry point has AVX2, FMA and F16C on, after detection.
-        unsafe { _mm256_sub_ps(a, b) }
-    }
-    #[inline(always)]
-    unsafe fn mul(a: __m256, b: __m256) -> __m256 {
-        // SAFETY: an entry point has AVX2, FMA and F16C on, after detection.
-        unsafe { _mm256_mul_ps(a, b) }
-    }
-    #[inline(always)]
-    unsafe fn div(a: __m256, b: __m256) -> __m256 {
-        // SAFETY: an entry point has AVX2, FMA and F16C on, after detection.
-        unsafe { _mm256_div_ps(a, b) }
-    }
-    #[inline(always)]
-    unsafe fn fma(a: __m256, b: __m256, c: __m256) -> __m256 {
-        // SAFETY: an entry point has AVX2, FMA and F16C on, after detection.
-        unsafe { _mm256_fmadd_ps(a, b, c) }
-    }
-    #[inline(always)]
-    unsafe fn max(a: __m256, b: __m256) -> __m256 {
-        // SAFETY: an entry point has AVX2, FMA and F16C on, after detection.
-        unsafe { _mm256_max_ps(a, b) }
-    }
-    #[inline(always)]
-    unsafe fn abs(a: __m256) -> __m256 {
-        // SAFETY: an entry point has AVX2, FMA and F16C on, after detection.
-        unsafe { _mm256_andnot_ps(_mm256_set1_ps(-0.0), a) }
-    }
-    #[inline(always)]
-    unsafe fn lt(a: __m256, b: __m256) -> __m256 {
-        // SAFETY: an entry point has AVX2, FMA and F16C on, after detection.
-        unsafe { _mm256_cmp_ps::<_CMP_LT_OQ>(a, b) }
-    }
-    #[inline(always)]
-    unsafe fn eq(a: __m256, b: __m256) -> __m256 {
-        // SAFETY: an entry point has AVX2, FMA and F16C on, after detection.
-        unsafe { _mm256_cmp_ps::<_CMP_EQ_OQ>(a, b) }
-    }
-    #[inline(always)]
-    unsafe fn select(m: __m256, a: __m256, b: __m256) -> __m256 {
-        // SAFETY: an entry point has AVX2, FMA and F16C on, after detection.
-        unsafe { _mm256_blendv_ps(b, a, m) }
-    }
-    #[inline(always)]
-    unsafe fn pow2(shifted: __m256) -> __m256 {
-        // SAFETY: an entry point has AVX2, FMA and F16C on, after detection.
-        unsafe { _mm256_castsi256_ps(_mm256_slli_epi32::<23>(_mm256_castps_si256(shifted))) }
-    }
-    #[inline(always)]
-    unsafe fn load_f16(ptr: *const f16) -> __m256 {
-        // SAFETY: an entry point has AVX2, FMA and F16C on, after detection; the caller vouches for the memory.
-        unsafe { _mm256_cvtph_ps(_mm_loadu_si128(ptr.cast())) }
-    }
-    #[inline(always)]
-    unsafe fn load_bf16(ptr: *const bf16) -> __m256 {
-        // SAFETY: an entry point has AVX2, FMA and F16C on, after detection; the caller vouches for the memory.
-        unsafe {
+    intrinsics! {
+        fn abs(a: __m256) -> __m256 { _mm256_andnot_ps(_mm256_set1_ps(-0.0), a) }
+        fn lt(a: __m256, b: __m256) -> __m256 { _mm256_cmp_ps::<_CMP_LT_OQ>(a, b) }
+        fn eq(a: __m256, b: __m256) -> __m256 { _mm256_cmp_ps::<_CMP_EQ_OQ>(a, b) }
+        fn select(m: __m256, a: __m256, b: __m256) -> __m256 { _mm256_blendv_ps(b, a, m) }
+        fn pow2(shifted: __m256) -> __m256 {
+            _mm256_castsi256_ps(_mm256_slli_epi32::<23>(_mm256_castps_si256(shifted)))
+        }
+        fn load_f16(ptr: *const f16) -> __m256 { _mm256_cvtph_ps(_mm_loadu_si128(ptr.cast())) }
+        fn load_bf16(ptr: *const bf16) -> __m256 {
             let wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(ptr.cast()));
             _mm256_castsi256_ps(_mm256_slli_epi32::<16>(wide))
         }
-    }
-    #[inline(always)]
-    unsafe fn store_f16(ptr: *mut f16, x: __m256) {
-        // SAFETY: an entry point has AVX2, FMA and F16C on, after detection; the caller vouches for the memory.
-        unsafe { _mm_storeu_si128(ptr.cast(), _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(x)) }
-    }
-    #[inline(always)]
-    unsafe fn store_bf16(ptr: *mut bf16, x: __m256) {
-        // SAFETY: an entry point has AVX2, FMA and F16C on, after detection; the caller vouches for the memory.
-        unsafe {
+        fn store_f16(ptr: *mut f16, x: __m256) {
+            _mm_storeu_si128(ptr.cast(), _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(x))
+        }
+        fn store_bf16(ptr: *mut bf16, x: __m256) {
             let bits = bf16_bits(x);
             let packed = _mm256_permute4x64_epi64::<0b1000>(_mm256_packus_epi32(bits, bits));
             _mm_storeu_si128(ptr.cast(), _mm256_castsi256_si128(packed));
         }
-    }
-    #[inline(always)]
-    unsafe fn reduce_add(x: __m256) -> f32 {
-        // SAFETY: an entry point has AVX2, FMA and F16C on, after detection.
-        unsafe { Self::reduce_add_4([x; 4])[0] }
-    }
-    #[inline(always)]
-    unsafe fn reduce_add_4(x: [__m256; 4]) -> [f32; 4] {
-        // SAFETY: an entry point has AVX2, FMA and F16C on, after detection.
-        unsafe {
+        fn reduce_add(x: __m256) -> f32 { Self::reduce_add_4([x; 4])[0] }
+        fn reduce_add_4(x: [__m256; 4]) -> [f32; 4] {
             let sum = sum_quarters(x);
             let sum = _mm_add_ps(_mm256_castps256_ps128(sum), _mm256_extractf128_ps::<1>(sum));
             let mut four = [0.0; 4];
             _mm_storeu_ps(four.as_mut_ptr(), sum);
             four
         }
-    }
-    #[inline(always)]
-    unsafe fn prefetch(ptr: *const u8) {
-        // SAFETY: an entry point has AVX2, FMA and F16C on, after detection; a prefetch never faults.
-        unsafe { _mm_prefetch::<_MM_HINT_T0>(ptr.cast()) }
-    }
-    #[inline(always)]
-    unsafe fn falses(ptr: *const u8) -> __m256 {
-        // SAFETY: an entry point has AVX2, FMA and F16C on, after detection; the caller vouches for eight bytes.
-        unsafe {
+        fn falses(ptr: *const u8) -> __m256 {
             let bytes = _mm256_cvtepu8_epi32(_mm_loadl_epi64(ptr.cast()));
             _mm256_castsi256_ps(_mm256_cmpeq_epi32(bytes, _mm256_setzero_si256()))
         }
-    }
-    #[inline(always)]
-    unsafe fn transpose_bytes(rows: [*const u8; 8], dst: *mut u8, dst_stride: usize) {
-        // SAFETY: an entry point has AVX2, FMA and F16C on, after detection; the caller vouches for both squares.
-        unsafe { transpose_8x8_bytes(rows, dst, dst_stride) }
-    }
-    #[inline(always)]
-    unsafe fn transpose(src: *const f32, src_stride: usize, dst: *mut f32, dst_stride: usize) {
-        // SAFETY: an entry point has AVX2, FMA and F16C on, after detection; the caller vouches for the memory.
-        unsafe { transpose_8x8(src, src_stride, dst, dst_stride) }
+        fn transpose_bytes(rows: [*const u8; 8], dst: *mut u8, dst_stride: usize) {
+            transpose_8x8_bytes(rows, dst, dst_stride)
+        }
+        fn transpose(src: *const f32, src_stride: usize, dst: *mut f32, dst_stride: usize) {
+            transpose_8x8(src, src_stride, dst, dst_stride)
+        }
     }
 }
 
@@ -261,97 +148,26 @@ impl Simd for Avx2F64 {
     const LANES: usize = 4;
     const ROWS: usize = 6;
 
-    #[inline(always)]
-    fn hide(ptr: *const f64) -> *const f64 {
-        super::hidden(ptr)
+    plain_methods! {
+        f64, __m256d:
+        _mm256_set1_pd, _mm256_loadu_pd, _mm256_storeu_pd, _mm256_add_pd, _mm256_sub_pd,
+        _mm256_mul_pd, _mm256_div_pd, _mm256_fmadd_pd, _mm256_max_pd
     }
-    #[inline(always)]
-    unsafe fn splat(x: f64) -> __m256d {
-        // SAFETY: an entry point has AVX2, FMA and F16C on, after detection.
-        unsafe { _mm256_set1_pd(x) }
-    }
-    #[inline(always)]
-    unsafe fn load(ptr: *const f64) -> __m256d {
-        // SAFETY: an entry point has AVX2, FMA and F16C on, after detection; the caller vouches for the memory.
-        unsafe { _mm256_loadu_pd(ptr) }
-    }
-    #[inline(always)]
-    unsafe fn store(ptr: *mut f64, x: __m256d) {
-        // SAFETY: an entry point has AVX2, FMA and F16C on, after detection; the caller vouches for the memory.
-        unsafe { _mm256_storeu_pd(ptr, x) }
-    }
-    #[inline(always)]
-    unsafe fn add(a: __m256d, b: __m256d) -> __m256d {
-        // SAFETY: an entry point has AVX2, FMA and F16C on, after detection.
-        unsafe { _mm256_add_pd(a, b) }
-    }
-    #[inline(always)]
-    unsafe fn sub(a: __m256d, b: __m256d) -> __m256d {
-        // SAFETY: an entry point has AVX2, FMA and F16C on, after detection.
-        unsafe { _mm256_sub_pd(a, b) }
-    }
-    #[inline(always)]
-    unsafe fn mul(a: __m256d, b: __m256d) -> __m256d {
-        // SAFETY: an entry point has AVX2, FMA and F16C on, after detection.
-        unsafe { _mm256_mul_pd(a, b) }
-    }
-    #[inline(always)]
-    unsafe fn div(a: __m256d, b: __m256d) -> __m256d {
-        // SAFETY: an entry point has AVX2, FMA and F16C on, after detection.
-        unsafe { _mm256_div_pd(a, b) }
-    }
-    #[inline(always)]
-    unsafe fn fma(a: __m256d, b: __m256d, c: __m256d) -> __m256d {
-        // SAFETY: an entry point has AVX2, FMA and F16C on, after detection.
-        unsafe { _mm256_fmadd_pd(a, b, c) }
-    }
-    #[inline(always)]
-    unsafe fn max(a: __m256d, b: __m256d) -> __m256d {
-        // SAFETY: an entry point has AVX2, FMA and F16C on, after detection.
-        unsafe { _mm256_max_pd(a, b) }
-    }
-    #[inline(always)]
-    unsafe fn abs(a: __m256d) -> __m256d {
-        // SAFETY: an entry point has AVX2, FMA and F16C on, after detection.
-        unsafe { _mm256_andnot_pd(_mm256_set1_pd(-0.0), a) }
-    }
-    #[inline(always)]
-    unsafe fn lt(a: __m256d, b: __m256d) -> __m256d {
-        // SAFETY: an entry point has AVX2, FMA and F16C on, after detection.
-        unsafe { _mm256_cmp_pd::<_CMP_LT_OQ>(a, b) }
-    }
-    #[inline(always)]
-    unsafe fn eq(a: __m256d, b: __m256d) -> __m256d {
-        // SAFETY: an entry point has AVX2, FMA and F16C on, after detection.
-        unsafe { _mm256_cmp_pd::<_CMP_EQ_OQ>(a, b) }
-    }
-    #[inline(always)]
-    unsafe fn select(m: __m256d, a: __m256d, b: __m256d) -> __m256d {
-        // SAFETY: an entry point has AVX2, FMA and F16C on, after detection.
-        unsafe { _mm256_blendv_pd(b, a, m) }
-    }
-    #[inline(always)]
-    unsafe fn pow2(shifted: __m256d) -> __m256d {
-        // SAFETY: an entry point has AVX2, FMA and F16C on, after detection.
-        unsafe { _mm256_castsi256_pd(_mm256_slli_epi64::<52>(_mm256_castpd_si256(shifted))) }
-    }
-    no_halves!(__m256d);
-    #[inline(always)]
-    unsafe fn reduce_add(x: __m256d) -> f64 {
-        // SAFETY: an entry point has AVX2, FMA and F16C on, after detection.
-        unsafe {
+    intrinsics! {
+        fn abs(a: __m256d) -> __m256d { _mm256_andnot_pd(_mm256_set1_pd(-0.0), a) }
+        fn lt(a: __m256d, b: __m256d) -> __m256d { _mm256_cmp_pd::<_CMP_LT_OQ>(a, b) }
+        fn eq(a: __m256d, b: __m256d) -> __m256d { _mm256_cmp_pd::<_CMP_EQ_OQ>(a, b) }
+        fn select(m: __m256d, a: __m256d, b: __m256d) -> __m256d { _mm256_blendv_pd(b, a, m) }
+        fn pow2(shifted: __m256d) -> __m256d {
+            _mm256_castsi256_pd(_mm256_slli_epi64::<52>(_mm256_castpd_si256(shifted)))
+        }
+        fn reduce_add(x: __m256d) -> f64 {
             let x = _mm_add_pd(_mm256_castpd256_pd128(x), _mm256_extractf128_pd::<1>(x));
             _mm_cvtsd_f64(_mm_add_sd(x, _mm_unpackhi_pd(x, x)))
         }
+        fn transpose(src: *const f64, src_stride: usize, dst: *mut f64, dst_stride: usize) {
+            transpose_4x4(src, src_stride, dst, dst_stride)
+        }
     }
-    #[inline(always)]
-    unsafe fn prefetch(ptr: *const u8) {
-        // SAFETY: an entry point has AVX2, FMA and F16C on, after detection; a prefetch never faults.
-        unsafe { _mm_prefetch::<_MM_HINT_T0>(ptr.cast()) }
-    }
-    #[inline(always)]
-    unsafe fn transpose(src: *const f64, src_stride: usize, dst: *mut f64, dst_stride: usize) {
-        // SAFETY: an entry point has AVX2, FMA and F16C on, after detection; the caller vouches for the memory.
-        unsafe { transpose_4x4(src, src_stride, dst, dst_stride) }
-    }
+    no_halves!(__m256d);
 }

@@ -16,6 +16,12 @@ pub(crate) struct Avx512F32;
 #[derive(Clone, Copy)]
 pub(crate) struct Avx512F64;
 
+intrinsics! {
+    fn sum_interleaved(a: __m512, b: __m512) -> __m512 {
+        _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b))
+    }
+}
+
 impl Simd for Avx512F32 {
     type Elem = f32;
     type V = __m512;
@@ -23,102 +29,28 @@ impl Simd for Avx512F32 {
     const LANES: usize = 16;
     const ROWS: usize = 8;
 
-    #[inline(always)]
-    fn hide(ptr: *const f32) -> *const f32 {
-        super::hidden(ptr)
+    plain_methods! {
+        f32, __m512:
+        _mm512_set1_ps, _mm512_loadu_ps, _mm512_storeu_ps, _mm512_add_ps, _mm512_sub_ps,
+        _mm512_mul_ps, _mm512_div_ps, _mm512_fmadd_ps, _mm512_max_ps
     }
-    #[inline(always)]
-    unsafe fn splat(x: f32) -> __m512 {
-        // SAFETY: an entry point has AVX-512 on, after detection.
-        unsafe { _mm512_set1_ps(x) }
-    }
-    #[inline(always)]
-    unsafe fn load(ptr: *const f32) -> __m512 {
-        // SAFETY: an entry point has AVX-512 on, after detection; the caller vouches for the memory.
-        unsafe { _mm512_loadu_ps(ptr) }
-    }
-    #[inline(always)]
-    unsafe fn store(ptr: *mut f32, x: __m512) {
-        // SAFETY: an entry point has AVX-512 on, after detection; the caller vouches for the memory.
-        unsafe { _mm512_storeu_ps(ptr, x) }
-    }
-    #[inline(always)]
-    unsafe fn add(a: __m512, b: __m512) -> __m512 {
-        // SAFETY: an entry point has AVX-512 on, after detection.
-        unsafe { _mm512_add_ps(a, b) }
-    }
-    #[inline(always)]
-    unsafe fn sub(a: __m512, b: __m512) -> __m512 {
-        // SAFETY: an entry point has AVX-512 on, after detection.
-        unsafe { _mm512_sub_ps(a, b) }
-    }
-    #[inline(always)]
-    unsafe fn mul(a: __m512, b: __m512) -> __m512 {
-        // SAFETY: an entry point has AVX-512 on, after detection.
-        unsafe { _mm512_mul_ps(a, b) }
-    }
-    #[inline(always)]
-    unsafe fn div(a: __m512, b: __m512) -> __m512 {
-        // SAFETY: an entry point has AVX-512 on, after detection.
-        unsafe { _mm512_div_ps(a, b) }
-    }
-    #[inline(always)]
-    unsafe fn fma(a: __m512, b: __m512, c: __m512) -> __m512 {
-        // SAFETY: an entry point has AVX-512 on, after detection.
-        unsafe { _mm512_fmadd_ps(a, b, c) }
-    }
-    #[inline(always)]
-    unsafe fn max(a: __m512, b: __m512) -> __m512 {
-        // SAFETY: an entry point has AVX-512 on, after detection.
-        unsafe { _mm512_max_ps(a, b) }
-    }
-    #[inline(always)]
-    unsafe fn abs(a: __m512) -> __m512 {
-        // SAFETY: an entry point has AVX-512 on, after detection.
-        unsafe { _mm512_abs_ps(a) }
-    }
-    #[inline(always)]
-    unsafe fn lt(a: __m512, b: __m512) -> __mmask16 {
-        // SAFETY: an entry point has AVX-512 on, after detection.
-        unsafe { _mm512_cmp_ps_mask::<_CMP_LT_OQ>(a, b) }
-    }
-    #[inline(always)]
-    unsafe fn eq(a: __m512, b: __m512) -> __mmask16 {
-        // SAFETY: an entry point has AVX-512 on, after detection.
-        unsafe { _mm512_cmp_ps_mask::<_CMP_EQ_OQ>(a, b) }
-    }
-    #[inline(always)]
-    unsafe fn select(m: __mmask16, a: __m512, b: __m512) -> __m512 {
-        // SAFETY: an entry point has AVX-512 on, after detection.
-        unsafe { _mm512_mask_blend_ps(m, b, a) }
-    }
-    #[inline(always)]
-    unsafe fn pow2(shifted: __m512) -> __m512 {
-        // SAFETY: an entry point has AVX-512 on, after detection.
-        unsafe { _mm512_castsi512_ps(_mm512_slli_epi32::<23>(_mm512_castps_si512(shifted))) }
-    }
-    #[inline(always)]
-    unsafe fn load_f16(ptr: *const f16) -> __m512 {
-        // SAFETY: an entry point has AVX-512 on, after detection; the caller vouches for the memory.
-        unsafe { _mm512_cvtph_ps(_mm256_loadu_si256(ptr.cast())) }
-    }
-    #[inline(always)]
-    unsafe fn load_bf16(ptr: *const bf16) -> __m512 {
-        // SAFETY: an entry point has AVX-512 on, after detection; the caller vouches for the memory.
-        unsafe {
+    intrinsics! {
+        fn abs(a: __m512) -> __m512 { _mm512_abs_ps(a) }
+        fn lt(a: __m512, b: __m512) -> __mmask16 { _mm512_cmp_ps_mask::<_CMP_LT_OQ>(a, b) }
+        fn eq(a: __m512, b: __m512) -> __mmask16 { _mm512_cmp_ps_mask::<_CMP_EQ_OQ>(a, b) }
+        fn select(m: __mmask16, a: __m512, b: __m512) -> __m512 { _mm512_mask_blend_ps(m, b, a) }
+        fn pow2(shifted: __m512) -> __m512 {
+            _mm512_castsi512_ps(_mm512_slli_epi32::<23>(_mm512_castps_si512(shifted)))
+        }
+        fn load_f16(ptr: *const f16) -> __m512 { _mm512_cvtph_ps(_mm256_loadu_si256(ptr.cast())) }
+        fn load_bf16(ptr: *const bf16) -> __m512 {
             let wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(ptr.cast()));
             _mm512_castsi512_ps(_mm512_slli_epi32::<16>(wide))
         }
-    }
-    #[inline(always)]
-    unsafe fn store_f16(ptr: *mut f16, x: __m512) {
-        // SAFETY: an entry point has AVX-512 on, after detection; the caller vouches for the memory.
-        unsafe { _mm256_storeu_si256(ptr.cast(), _mm512_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(x)) }
-    }
-    #[inline(always)]
-    unsafe fn store_bf16(ptr: *mut bf16, x: __m512) {
-        // SAFETY: an entry point has AVX-512 on, after detection; the caller vouches for the memory.
-        unsafe {
+        fn store_f16(ptr: *mut f16, x: __m512) {
+            _mm256_storeu_si256(ptr.cast(), _mm512_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(x))
+        }
+        fn store_bf16(ptr: *mut bf16, x: __m512) {
             // To nearest even; NaN becomes a quiet NaN of its sign.
             let bits = _mm512_castps_si512(x);
             let odd = _mm512_and_si512(_mm512_srli_epi32::<16>(bits), _mm512_set1_epi32(1));
@@ -128,19 +60,10 @@ impl Simd for Avx512F32 {
             let chosen = _mm512_srli_epi32::<16>(_mm512_mask_blend_epi32(nan, rounded, quiet));
             _mm256_storeu_si256(ptr.cast(), _mm512_cvtepi32_epi16(chosen));
         }
-    }
-    #[inline(always)]
-    unsafe fn reduce_add(x: __m512) -> f32 {
-        // SAFETY: an entry point has AVX-512 on, after detection.
-        unsafe { Self::reduce_add_4([x; 4])[0] }
-    }
-    #[inline(always)]
-    unsafe fn reduce_add_4(x: [__m512; 4]) -> [f32; 4] {
-        // Within 128 bits elements 0 + 2 and 1 + 3, then those two; then the four parts in the same way.
-        // SAFETY: an entry point has AVX-512 on, after detection.
-        unsafe {
-            let halves = |a, b| _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
-            let (ab, cd) = (halves(x[0], x[1]), halves(x[2], x[3]));
+        fn reduce_add(x: __m512) -> f32 { Self::reduce_add_4([x; 4])[0] }
+        fn reduce_add_4(x: [__m512; 4]) -> [f32; 4] {
+            // Within 128 bits elements 0 + 2 and 1 + 3, then those two; then the four parts in the same way.
+            let (ab, cd) = (sum_interleaved(x[0], x[1]), sum_interleaved(x[2], x[3]));
             let sum = _mm512_add_ps(_mm512_shuffle_ps::<0x44>(ab, cd), _mm512_shuffle_ps::<0xEE>(ab, cd));
             let sum = _mm256_add_ps(_mm512_castps512_ps256(sum), _mm512_extractf32x8_ps::<1>(sum));
             let sum = _mm_add_ps(_mm256_castps256_ps128(sum), _mm256_extractf128_ps::<1>(sum));
@@ -148,45 +71,28 @@ impl Simd for Avx512F32 {
             _mm_storeu_ps(four.as_mut_ptr(), sum);
             four
         }
-    }
-    #[inline(always)]
-    unsafe fn prefetch(ptr: *const u8) {
-        // SAFETY: an entry point has AVX-512 on, after detection; a prefetch never faults.
-        unsafe { _mm_prefetch::<_MM_HINT_T0>(ptr.cast()) }
-    }
-    #[inline(always)]
-    unsafe fn falses(ptr: *const u8) -> __mmask16 {
-        // Two loads: one of sixteen bytes would wait until two stores of eight have left the store buffer.
-        // SAFETY: an entry point has AVX-512 on, after detection; the caller vouches for sixteen bytes.
-        unsafe {
+        fn falses(ptr: *const u8) -> __mmask16 {
+            // Two loads: one of sixteen bytes would wait until two stores of eight have left the store buffer.
             let bytes = _mm_unpacklo_epi64(_mm_loadl_epi64(ptr.cast()), _mm_loadl_epi64(ptr.add(8).cast()));
             _mm_testn_epi8_mask(bytes, bytes)
         }
-    }
-    #[inline(always)]
-    unsafe fn transpose_bytes(rows: [*const u8; 8], dst: *mut u8, dst_stride: usize) {
-        // SAFETY: an entry point has AVX-512 on, after detection; the caller vouches for both squares.
-        unsafe { transpose_8x8_bytes(rows, dst, dst_stride) }
-    }
-    #[inline(always)]
-    unsafe fn transpose(src: *const f32, src_stride: usize, dst: *mut f32, dst_stride: usize) {
-        for (r, c) in [(0, 0), (0, 8), (8, 0), (8, 8)] {
-            // SAFETY: an entry point has AVX-512 on, after detection; the caller vouches for the memory.
-            unsafe { transpose_8x8(src.add(r * src_stride + c), src_stride, dst.add(c * dst_stride + r), dst_stride) }
+        fn transpose_bytes(rows: [*const u8; 8], dst: *mut u8, dst_stride: usize) {
+            transpose_8x8_bytes(rows, dst, dst_stride)
+        }
+        fn transpose(src: *const f32, src_stride: usize, dst: *mut f32, dst_stride: usize) {
+            for (r, c) in [(0, 0), (0, 8), (8, 0), (8, 8)] {
+                transpose_8x8(src.add(r * src_stride + c), src_stride, dst.add(c * dst_stride + r), dst_stride);
+            }
         }
     }
 }
 
 impl Bf16Pairs for Avx512F32 {
-    #[inline(always)]
-    unsafe fn dot(a: __m512, b: __m512, acc: __m512) -> __m512 {
-        // SAFETY: the entry point of pairs has AVX-512 BF16 on, after detection.
-        unsafe { _mm512_dpbf16_ps(acc, transmute::<__m512, __m512bh>(a), transmute::<__m512, __m512bh>(b)) }
-    }
-    #[inline(always)]
-    unsafe fn pair(low: __m512, high: __m512) -> __m512 {
-        // SAFETY: the entry point of pairs has AVX-512 BF16 on, after detection.
-        unsafe {
+    intrinsics! {
+        fn dot(a: __m512, b: __m512, acc: __m512) -> __m512 {
+            _mm512_dpbf16_ps(acc, transmute::<__m512, __m512bh>(a), transmute::<__m512, __m512bh>(b))
+        }
+        fn pair(low: __m512, high: __m512) -> __m512 {
             // The low half of the answer of vcvtne2ps2bf16 holds its second operand: lane n and n + 16 become a pair.
             let halves = transmute::<__m512bh, __m512i>(_mm512_cvtne2ps_pbh(high, low));
             let order = _mm512_set_epi16(
@@ -195,27 +101,15 @@ impl Bf16Pairs for Avx512F32 {
             );
             _mm512_castsi512_ps(_mm512_permutexvar_epi16(order, halves))
         }
-    }
-    #[inline(always)]
-    unsafe fn keep_attended(a: __m512, x: __m512) -> __m512 {
-        // SAFETY: the entry point of pairs has AVX-512 BF16 on, after detection.
-        unsafe {
+        fn keep_attended(a: __m512, x: __m512) -> __m512 {
             let attended = _mm512_cmpneq_epi16_mask(_mm512_castps_si512(x), _mm512_set1_epi16(i16::MIN));
             _mm512_castsi512_ps(_mm512_maskz_mov_epi16(attended, _mm512_castps_si512(a)))
         }
-    }
-    #[inline(always)]
-    unsafe fn join(low: __m512, high: __m512) -> __m512 {
-        // SAFETY: the entry point of pairs has AVX-512 BF16 on, after detection.
-        unsafe {
+        fn join(low: __m512, high: __m512) -> __m512 {
             let low = _mm512_srli_epi32::<16>(_mm512_castps_si512(low));
             _mm512_castsi512_ps(_mm512_or_si512(low, _mm512_castps_si512(high)))
         }
-    }
-    #[inline(always)]
-    unsafe fn split(pairs: __m512) -> [__m512; 2] {
-        // SAFETY: the entry point of pairs has AVX-512 BF16 on, after detection.
-        unsafe {
+        fn split(pairs: __m512) -> [__m512; 2] {
             let pairs = _mm512_castps_si512(pairs);
             let high = _mm512_and_si512(pairs, _mm512_set1_epi32(i32::from_ne_bytes(0xFFFF_0000_u32.to_ne_bytes())));
             [_mm512_castsi512_ps(_mm512_slli_epi32::<16>(pairs)), _mm512_castsi512_ps(high)]
@@ -230,96 +124,25 @@ impl Simd for Avx512F64 {
     const LANES: usize = 8;
     const ROWS: usize = 8;
 
-    #[inline(always)]
-    fn hide(ptr: *const f64) -> *const f64 {
-        super::hidden(ptr)
+    plain_methods! {
+        f64, __m512d:
+        _mm512_set1_pd, _mm512_loadu_pd, _mm512_storeu_pd, _mm512_add_pd, _mm512_sub_pd,
+        _mm512_mul_pd, _mm512_div_pd, _mm512_fmadd_pd, _mm512_max_pd
     }
-    #[inline(always)]
-    unsafe fn splat(x: f64) -> __m512d {
-        // SAFETY: an entry point has AVX-512 on, after detection.
-        unsafe { _mm512_set1_pd(x) }
-    }
-    #[inline(always)]
-    unsafe fn load(ptr: *const f64) -> __m512d {
-        // SAFETY: an entry point has AVX-512 on, after detection; the caller vouches for the memory.
-        unsafe { _mm512_loadu_pd(ptr) }
-    }
-    #[inline(always)]
-    unsafe fn store(ptr: *mut f64, x: __m512d) {
-        // SAFETY: an entry point has AVX-512 on, after detection; the caller vouches for the memory.
-        unsafe { _mm512_storeu_pd(ptr, x) }
-    }
-    #[inline(always)]
-    unsafe fn add(a: __m512d, b: __m512d) -> __m512d {
-        // SAFETY: an entry point has AVX-512 on, after detection.
-        unsafe { _mm512_add_pd(a, b) }
-    }
-    #[inline(always)]
-    unsafe fn sub(a: __m512d, b: __m512d) -> __m512d {
-        // SAFETY: an entry point has AVX-512 on, after detection.
-        unsafe { _mm512_sub_pd(a, b) }
-    }
-    #[inline(always)]
-    unsafe fn mul(a: __m512d, b: __m512d) -> __m512d {
-        // SAFETY: an entry point has AVX-512 on, after detection.
-        unsafe { _mm512_mul_pd(a, b) }
-    }
-    #[inline(always)]
-    unsafe fn div(a: __m512d, b: __m512d) -> __m512d {
-        // SAFETY: an entry point has AVX-512 on, after detection.
-        unsafe { _mm512_div_pd(a, b) }
-    }
-    #[inline(always)]
-    unsafe fn fma(a: __m512d, b: __m512d, c: __m512d) -> __m512d {
-        // SAFETY: an entry point has AVX-512 on, after detection.
-        unsafe { _mm512_fmadd_pd(a, b, c) }
-    }
-    #[inline(always)]
-    unsafe fn max(a: __m512d, b: __m512d) -> __m512d {
-        // SAFETY: an entry point has AVX-512 on, after detection.
-        unsafe { _mm512_max_pd(a, b) }
-    }
-    #[inline(always)]
-    unsafe fn abs(a: __m512d) -> __m512d {
-        // SAFETY: an entry point has AVX-512 on, after detection.
-        unsafe { _mm512_abs_pd(a) }
-    }
-    #[inline(always)]
-    unsafe fn lt(a: __m512d, b: __m512d) -> __mmask8 {
-        // SAFETY: an entry point has AVX-512 on, after detection.
-        unsafe { _mm512_cmp_pd_mask::<_CMP_LT_OQ>(a, b) }
-    }
-    #[inline(always)]
-    unsafe fn eq(a: __m512d, b: __m512d) -> __mmask8 {
-        // SAFETY: an entry point has AVX-512 on, after detection.
-        unsafe { _mm512_cmp_pd_mask::<_CMP_EQ_OQ>(a, b) }
-    }
-    #[inline(always)]
-    unsafe fn select(m: __mmask8, a: __m512d, b: __m512d) -> __m512d {
-        // SAFETY: an entry point has AVX-512 on, after detection.
-        unsafe { _mm512_mask_blend_pd(m, b, a) }
-    }
-    #[inline(always)]
-    unsafe fn pow2(shifted: __m512d) -> __m512d {
-        // SAFETY: an entry point has AVX-512 on, after detection.
-        unsafe { _mm512_castsi512_pd(_mm512_slli_epi64::<52>(_mm512_castpd_si512(shifted))) }
-    }
-    no_halves!(__m512d);
-    #[inline(always)]
-    unsafe fn reduce_add(x: __m512d) -> f64 {
-        // SAFETY: an entry point has AVX-512 on, after detection.
-        unsafe { _mm512_reduce_add_pd(x) }
-    }
-    #[inline(always)]
-    unsafe fn prefetch(ptr: *const u8) {
-        // SAFETY: an entry point has AVX-512 on, after detection; a prefetch never faults.
-        unsafe { _mm_prefetch::<_MM_HINT_T0>(ptr.cast()) }
-    }
-    #[inline(always)]
-    unsafe fn transpose(src: *const f64, src_stride: usize, dst: *mut f64, dst_stride: usize) {
-        for (r, c) in [(0, 0), (0, 4), (4, 0), (4, 4)] {
-            // SAFETY: an entry point has AVX-512 on, after detection; the caller vouches for the memory.
-            unsafe { transpose_4x4(src.add(r * src_stride + c), src_stride, dst.add(c * dst_stride + r), dst_stride) }
+    intrinsics! {
+        fn abs(a: __m512d) -> __m512d { _mm512_abs_pd(a) }
+        fn lt(a: __m512d, b: __m512d) -> __mmask8 { _mm512_cmp_pd_mask::<_CMP_LT_OQ>(a, b) }
+        fn eq(a: __m512d, b: __m512d) -> __mmask8 { _mm512_cmp_pd_mask::<_CMP_EQ_OQ>(a, b) }
+        fn select(m: __mmask8, a: __m512d, b: __m512d) -> __m512d { _mm512_mask_blend_pd(m, b, a) }
+        fn pow2(shifted: __m512d) -> __m512d {
+            _mm512_castsi512_pd(_mm512_slli_epi64::<52>(_mm512_castpd_si512(shifted)))
+        }
+        fn reduce_add(x: __m512d) -> f64 { _mm512_reduce_add_pd(x) }
+        fn transpose(src: *const f64, src_stride: usize, dst: *mut f64, dst_stride: usize) {
+            for (r, c) in [(0, 0), (0, 4), (4, 0), (4, 4)] {
+                transpose_4x4(src.add(r * src_stride + c), src_stride, dst.add(c * dst_stride + r), dst_stride);
+            }
         }
     }
+    no_halves!(__m512d);
 }

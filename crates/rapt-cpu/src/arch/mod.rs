@@ -3,6 +3,47 @@
 //! Each entry point is a generic body compiled with the target features of one instruction set. **Invariant:** an entry
 //! of the table is reached only through a plan whose arch was detected on this machine.
 
+/// Functions that consist of intrinsics, as methods or on their own.
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+macro_rules! intrinsics {
+    ($($(#[$meta:meta])* $vis:vis fn $name:ident($($arg:ident: $ty:ty),*) $(-> $out:ty)? { $($body:tt)* })*) => {$(
+        $(#[$meta])*
+        #[inline(always)]
+        $vis unsafe fn $name($($arg: $ty),*) $(-> $out)? {
+            // SAFETY: the instruction set is there: all of it is inlined into entry points (`entries!`), which are called
+            // after detection only. A caller that passes a pointer vouches for the elements that the name speaks of.
+            unsafe { $($body)* }
+        }
+    )*};
+}
+
+/// Methods of [`Simd`](crate::kernels::simd::Simd) that are one instruction, named by the intrinsics of a width and a type.
+#[cfg(target_arch = "x86_64")]
+macro_rules! plain_methods {
+    (
+        $elem:ty, $v:ty:
+        $splat:ident, $load:ident, $store:ident, $add:ident, $sub:ident,
+        $mul:ident, $div:ident, $fma:ident, $max:ident
+    ) => {
+        #[inline(always)]
+        fn hide(ptr: *const $elem) -> *const $elem {
+            super::hidden(ptr)
+        }
+        intrinsics! {
+            fn splat(x: $elem) -> $v { $splat(x) }
+            fn load(ptr: *const $elem) -> $v { $load(ptr) }
+            fn store(ptr: *mut $elem, x: $v) { $store(ptr, x) }
+            fn add(a: $v, b: $v) -> $v { $add(a, b) }
+            fn sub(a: $v, b: $v) -> $v { $sub(a, b) }
+            fn mul(a: $v, b: $v) -> $v { $mul(a, b) }
+            fn div(a: $v, b: $v) -> $v { $div(a, b) }
+            fn fma(a: $v, b: $v, c: $v) -> $v { $fma(a, b, c) }
+            fn max(a: $v, b: $v) -> $v { $max(a, b) }
+            fn prefetch(ptr: *const u8) { _mm_prefetch::<_MM_HINT_T0>(ptr.cast()) }
+        }
+    };
+}
+
 /// Half-precision methods of a vector of f64, which no storage dtype reaches.
 #[cfg(target_arch = "x86_64")]
 macro_rules! no_halves {
