@@ -5,14 +5,14 @@
 //!     s[row][key]   = q · k                      4 keys × 2 rows at a time, summed across lanes at the end
 //!     p, max, sum   = softmax over the chunk     vectors along the keys
 //!     o[row][dim]   = Σ_key p · v                blocks of pv_keys keys, so that a slice of V is still in L1
-//! then, per row, in the order of chunks:  m = max m_c,  o = Σ o_c·2^((m_c − m)·c),  sum likewise
+//! then, per row, in the order of chunks:  m = max m_c,  o = Σ o_c · 2^((m_c − m) · scale_log2),  sum likewise
 //! ```
 //! (Flash-Decoding, Dao 2023.) The cut into chunks follows the length of K alone, so the bits do not depend on threads.
 //! Rows of K, then of V, are asked for some bytes before they are read: the processor's own prefetchers end at a page.
 //! Deliberately absent: packing where the inner stride is 1; rows beyond [`MAX_ROWS`].
 
 use super::mask;
-use super::pack::{all_finite, load_row, store_row};
+use super::pack::{load_row, store_row};
 use super::simd::{Real, Simd, Storage};
 use super::softmax::{Modifier, finish_row, max_skipping_nan, probability, rescale, subtractable};
 use crate::partition::Item;
@@ -133,17 +133,17 @@ fn fetch<S: Simd>(row: *const u8, bytes: usize) {
 
 /// Computes the partial result of one chunk of keys for all rows of one task.
 #[inline(always)]
-pub(crate) unsafe fn item<S: Simd, T: Storage<S>>(problem: &Problem, item: Item, scratch: *mut u8) {
+pub(crate) unsafe fn item<S: Simd, T: Storage<S>>(problem: &Problem, item: Item, memory: *mut u8) {
     let (rows, block_n, dim_v) = (problem.partition.rows, problem.partition.block_n, problem.head_dim_v);
-    let layout = &problem.scratch;
-    let base = scratch.cast::<S::Elem>();
+    let scratch = &problem.scratch;
+    let base = memory.cast::<S::Elem>();
     let origin = problem.task_origin(item.task);
     let kv_head = origin.1 / problem.group_size;
     let partial = partial_len(dim_v);
     let chunk_end = problem.kv_len.min((item.chunk + 1) * block_n);
     let (lo, hi) = problem.keys_of_rows(0, rows);
     let (j0, j1) = (lo.max(item.chunk * block_n), hi.min(chunk_end));
-    // SAFETY: scratch and partials are as long as the plan asked for; keys j0..j1 are inside K, V and mask.
+    // SAFETY: memory and partials are as long as the plan asked for; keys j0..j1 are inside K, V and mask.
     unsafe {
         let partials = problem
             .partials
@@ -159,10 +159,10 @@ pub(crate) unsafe fn item<S: Simd, T: Storage<S>>(problem: &Problem, item: Item,
             return;
         }
         let n = j1 - j0;
-        let (q, s, panel) = (base.add(layout.q), base.add(layout.p), base.add(layout.k_panel).cast::<T>());
+        let (q, s, panel) = (base.add(scratch.q), base.add(scratch.p), base.add(scratch.k_panel).cast::<T>());
         for r in 0..rows {
             let row = problem.row(origin, r);
-            let to = q.add(r * layout.head_dim_padded);
+            let to = q.add(r * scratch.head_dim_padded);
             let from = problem.q.at([row.batch, row.head, row.i, 0]).cast::<T>();
             load_row::<S, T>(from, problem.q.strides[3], problem.head_dim, to);
             if problem.scores.negate_q {
@@ -181,10 +181,10 @@ pub(crate) unsafe fn item<S: Simd, T: Storage<S>>(problem: &Problem, item: Item,
             ahead.of_keys::<S>(j, take);
             let keys = Keys::new(&problem.k, (origin.0, kv_head, j0 + j), take, problem.head_dim, panel);
             if take == QK_KEYS {
-                dots::<S, T, QK_KEYS>(&keys, 0, problem, layout, q, s.add(j));
+                dots::<S, T, QK_KEYS>(&keys, 0, problem, scratch, q, s.add(j));
             } else {
                 for at in 0..take {
-                    dots::<S, T, 1>(&keys, at, problem, layout, q, s.add(j + at));
+                    dots::<S, T, 1>(&keys, at, problem, scratch, q, s.add(j + at));
                 }
             }
             j += take;
@@ -193,7 +193,7 @@ pub(crate) unsafe fn item<S: Simd, T: Storage<S>>(problem: &Problem, item: Item,
         let mut masked = false;
         for r in 0..rows {
             let state = partials.add(r * partial + dim_v);
-            masked |= softmax_row::<S>(problem, origin, r, (j0, n), s.add(r * block_n), base.add(layout.bias), state);
+            masked |= softmax_row::<S>(problem, origin, r, (j0, n), s.add(r * block_n), base.add(scratch.bias), state);
         }
 
         // o = p @ v
@@ -202,23 +202,17 @@ pub(crate) unsafe fn item<S: Simd, T: Storage<S>>(problem: &Problem, item: Item,
             let take = problem.partition.pv_keys.min(n - j);
             ahead.of_values::<S>(j, take);
             let keys = Keys::new(&problem.v, (origin.0, kv_head, j0 + j), take, dim_v, panel);
-            let clean = !masked
-                || all_finite::<S>(
-                    take,
-                    dim_v,
-                    |j, d| T::load(keys.row(j).add(d)),
-                    |j, d| (*keys.row(j).add(d)).widen(),
-                );
-            let p = s.add(j);
+            let clean = !masked || all_finite::<S, T>(&keys, take, dim_v);
+            let (p, o) = ((s.add(j).cast_const(), block_n), (partials, partial));
             if clean {
-                weighted_sum::<S, T>(&keys, take, rows, p, block_n, partials, partial, dim_v);
+                weighted_sum::<S, T>(&keys, take, rows, p, o, dim_v);
             } else {
-                weighted_sum_selecting::<S, T>(&keys, take, rows, p, block_n, partials, partial, dim_v);
+                weighted_sum_selecting::<S, T>(&keys, take, rows, p, o, dim_v);
             }
             j += take;
         }
         if problem.partition.chunks == 1 {
-            combine::<S, T>(problem, item, scratch);
+            combine::<S, T>(problem, item, memory);
         }
     }
 }
@@ -229,7 +223,7 @@ unsafe fn dots<S: Simd, T: Storage<S>, const K: usize>(
     keys: &Keys<T>,
     at: usize,
     problem: &Problem,
-    layout: &Scratch,
+    scratch: &Scratch,
     q: *const S::Elem,
     s: *mut S::Elem,
 ) {
@@ -238,12 +232,12 @@ unsafe fn dots<S: Simd, T: Storage<S>, const K: usize>(
     // SAFETY: as in `item`.
     unsafe {
         while r < rows {
-            let (q, s) = (q.add(r * layout.head_dim_padded), s.add(r * block_n));
+            let (q, s) = (q.add(r * scratch.head_dim_padded), s.add(r * block_n));
             if rows - r >= 2 {
-                dots_micro::<S, T, K, 2>(keys, at, problem.head_dim, (q, layout.head_dim_padded), (s, block_n));
+                dots_micro::<S, T, K, 2>(keys, at, problem.head_dim, (q, scratch.head_dim_padded), (s, block_n));
                 r += 2;
             } else {
-                dots_micro::<S, T, K, 1>(keys, at, problem.head_dim, (q, layout.head_dim_padded), (s, block_n));
+                dots_micro::<S, T, K, 1>(keys, at, problem.head_dim, (q, scratch.head_dim_padded), (s, block_n));
                 r += 1;
             }
         }
@@ -278,7 +272,11 @@ unsafe fn dots_micro<S: Simd, T: Storage<S>, const K: usize, const R: usize>(
             d += S::LANES;
         }
         for r in 0..R {
-            let sums = S::reduce_add_4(std::array::from_fn(|n| acc[n % K][r]));
+            let mut column = [acc[0][r]; 4];
+            for (n, sum) in column.iter_mut().enumerate() {
+                *sum = acc[n % K][r];
+            }
+            let sums = S::reduce_add_4(column);
             for (n, &sum) in sums.iter().enumerate().take(K) {
                 let mut sum = sum;
                 for d in d..dim {
@@ -310,7 +308,10 @@ unsafe fn softmax_row<S: Simd>(
         let effect = problem.mask.as_ref().map(|mask| mask::read_row(mask, row, (j0, n), bias, 1));
         let biased = effect.is_some_and(|effect| effect.masks || effect.adds);
         let positions = first > 0 || last < n;
-        let slope = problem.alibi_slopes.map(|slopes| S::splat(S::Elem::load_as(slopes.dtype, slopes.at([row.head]))));
+        let mut slope = None;
+        if let Some(slopes) = &problem.alibi_slopes {
+            slope = Some(S::splat(S::Elem::load_as(slopes.dtype, slopes.at([row.head]))));
+        }
         let masked = S::Elem::NEG_INFINITY;
         for j in n..padded {
             *s.add(j) = masked;
@@ -320,13 +321,14 @@ unsafe fn softmax_row<S: Simd>(
             let modifier = Modifier::<S>::new(&problem.scores);
             let diagonal = row.i as i64 + problem.range.diagonal - j0 as i64;
             for j in (0..padded).step_by(S::LANES) {
-                let distance = slope.map(|slope| {
+                let mut distance = None;
+                if let Some(slope) = slope {
                     let mut at = [S::Elem::ZERO; 16];
                     for (lane, at) in at.iter_mut().enumerate().take(S::LANES) {
                         *at = S::Elem::from_i64((diagonal - (j + lane) as i64).abs());
                     }
-                    (slope, S::load(at.as_ptr()))
-                });
+                    distance = Some((slope, S::load(at.as_ptr())));
+                }
                 let mut x = modifier.apply(S::load(s.add(j)), distance);
                 if biased {
                     x = modifier.add_bias(x, S::load(bias.add(j)));
@@ -345,11 +347,11 @@ unsafe fn softmax_row<S: Simd>(
         let mut lanes = [masked; 16];
         S::store(lanes.as_mut_ptr(), max);
         let max = lanes.into_iter().fold(masked, |a, b| if b > a { b } else { a });
-        let c = S::splat(S::Elem::from_f64_clamped(problem.scores.exponent()));
+        let scale_log2 = S::splat(S::Elem::from_f64_clamped(problem.scores.exponent()));
         let subtract = subtractable::<S>(S::splat(max));
         let mut sum = S::splat(S::Elem::ZERO);
         for j in (0..padded).step_by(S::LANES) {
-            let p = probability::<S, true>(S::load(s.add(j)), subtract, c);
+            let p = probability::<S, true>(S::load(s.add(j)), subtract, scale_log2);
             sum = S::add(sum, p);
             S::store(s.add(j), p);
         }
@@ -359,17 +361,37 @@ unsafe fn softmax_row<S: Simd>(
     }
 }
 
-/// `o[r] += Σ_j p[r][j] · v_j`.
+/// Whether the first `n` values, of `dim` elements, are all finite.
 #[inline(always)]
-#[allow(clippy::too_many_arguments, reason = "three strided buffers and their sizes")]
+unsafe fn all_finite<S: Simd, T: Storage<S>>(values: &Keys<T>, n: usize, dim: usize) -> bool {
+    // 0 · x is 0 for finite x and NaN otherwise; a sum of those is 0 or NaN.
+    // SAFETY: as in `item`.
+    unsafe {
+        let mut sum = S::splat(S::Elem::ZERO);
+        let mut tail = S::Elem::ZERO;
+        for j in 0..n {
+            let row = values.row(j);
+            let mut d = 0;
+            while d + S::LANES <= dim {
+                sum = S::fma(T::load(row.add(d)), S::splat(S::Elem::ZERO), sum);
+                d += S::LANES;
+            }
+            for d in d..dim {
+                tail = tail + (*row.add(d)).widen() * S::Elem::ZERO;
+            }
+        }
+        !(S::reduce_add(sum) + tail).is_nan()
+    }
+}
+
+/// `o[r] += Σ_j p[r][j] · v_j` for `rows` rows; p and o with the distance of their rows.
+#[inline(always)]
 unsafe fn weighted_sum<S: Simd, T: Storage<S>>(
     keys: &Keys<T>,
     n: usize,
     rows: usize,
-    p: *const S::Elem,
-    p_stride: usize,
-    o: *mut S::Elem,
-    o_stride: usize,
+    (p, p_stride): (*const S::Elem, usize),
+    (o, o_stride): (*mut S::Elem, usize),
     dim: usize,
 ) {
     let mut r = 0;
@@ -463,15 +485,12 @@ unsafe fn weighted_slice<S: Simd, T: Storage<S>, const R: usize, const V: usize>
 
 /// As [`weighted_sum`] with the same bits, never touching a masked value: it may be NaN or infinite.
 #[inline(always)]
-#[allow(clippy::too_many_arguments, reason = "as weighted_sum")]
 unsafe fn weighted_sum_selecting<S: Simd, T: Storage<S>>(
     keys: &Keys<T>,
     n: usize,
     rows: usize,
-    p: *const S::Elem,
-    p_stride: usize,
-    o: *mut S::Elem,
-    o_stride: usize,
+    (p, p_stride): (*const S::Elem, usize),
+    (o, o_stride): (*mut S::Elem, usize),
     dim: usize,
 ) {
     // SAFETY: as in `item`.
@@ -506,16 +525,16 @@ unsafe fn weighted_sum_selecting<S: Simd, T: Storage<S>>(
 
 /// Combines the chunks of one task in order, and writes its rows of out and lse.
 #[inline(always)]
-pub(crate) unsafe fn combine<S: Simd, T: Storage<S>>(problem: &Problem, item: Item, scratch: *mut u8) {
+pub(crate) unsafe fn combine<S: Simd, T: Storage<S>>(problem: &Problem, item: Item, memory: *mut u8) {
     let (rows, chunks, dim_v) = (problem.partition.rows, problem.partition.chunks, problem.head_dim_v);
     let partial = partial_len(dim_v);
     let origin = problem.task_origin(item.task);
-    // SAFETY: every chunk of this task has been written; scratch holds at least one padded row, and the rows of out and
+    // SAFETY: every chunk of this task has been written; memory holds at least one padded row, and the rows of out and
     // lse are this task's alone.
     unsafe {
         let task = problem.partials.cast::<S::Elem>().add(item.task * chunks * rows * partial);
-        let o = scratch.cast::<S::Elem>();
-        let c = S::splat(S::Elem::from_f64_clamped(problem.scores.exponent()));
+        let o = memory.cast::<S::Elem>();
+        let scale_log2 = S::splat(S::Elem::from_f64_clamped(problem.scores.exponent()));
         for r in 0..rows {
             let at = |chunk: usize| task.add((chunk * rows + r) * partial);
             let max = (0..chunks).map(|chunk| *at(chunk).add(dim_v));
@@ -529,7 +548,7 @@ pub(crate) unsafe fn combine<S: Simd, T: Storage<S>>(problem: &Problem, item: It
                 if chunk_sum == S::Elem::ZERO {
                     continue;
                 }
-                let weight = rescale::<S>(S::splat(chunk_max), S::splat(max), c);
+                let weight = rescale::<S>(S::splat(chunk_max), S::splat(max), scale_log2);
                 let mut lanes = [S::Elem::ZERO; 16];
                 S::store(lanes.as_mut_ptr(), weight);
                 let weight = lanes[0];

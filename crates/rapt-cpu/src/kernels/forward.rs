@@ -10,7 +10,7 @@
 //! ```
 //! (Dao 2022, 2023; Rabe & Staats 2021.) Blocks lie at multiples of `block_n` from key 0 and each row is its own lane, so
 //! a row's bits depend neither on its tile nor on the other rows, nor on whether K and V were packed. Scratch memory per
-//! thread: [`Scratch`]. Deliberately absent: any access past the last key or query, and any second tensor.
+//! thread: [`Scratch`](crate::scratch::Scratch). Deliberately absent: any access past the last key or query, and any second tensor.
 
 use super::mask;
 use super::matmul::{Broadcast, Onto, matmul, matmul_selecting};
@@ -20,7 +20,6 @@ use super::simd::{Real, Simd, Storage};
 use super::softmax::{Modifier, finish_row, max_skipping_nan, probability, rescale, subtractable};
 use crate::partition::Item;
 use crate::problem::{Problem, Row, Scores};
-use crate::scratch::Scratch;
 
 /// QK is summed in runs of this many products: a straight sum over 256 costs a third of the accuracy in f32
 /// (6.6e-7 against 4.0e-7, Zen 5, 2026-11).
@@ -35,6 +34,22 @@ const NARROW_LANES: usize = 16;
 /// Maxima of a row that are found side by side.
 const MAX_CHAINS: usize = 4;
 
+/// One task, and this thread's memory for it.
+struct Task<'a, E> {
+    problem: &'a Problem,
+    base: *mut E,
+    /// Its batch and its first query head.
+    origin: (usize, usize),
+}
+
+impl<E> Task<'_, E> {
+    /// A part of the scratch memory.
+    #[inline(always)]
+    fn part(&self, at: usize) -> *mut E {
+        self.base.wrapping_add(at)
+    }
+}
+
 /// One tile of queries: rows `r0..r1` of the task, and the keys that they see between them. It is [`Simd::Q_VECS`] vectors
 /// wide; a rest that fits one vector may be one wide, of which a row's bits know nothing.
 #[derive(Clone, Copy)]
@@ -43,10 +58,19 @@ struct Tile<E> {
     r1: usize,
     narrow: bool,
     keys: (usize, usize),
-    qt: *mut E,
-    ot: *mut E,
+    q_t: *mut E,
+    acc_o: *mut E,
     row_max: *mut E,
     row_sum: *mut E,
+}
+
+/// V of one block of keys.
+struct Values<E> {
+    rows: Rows<E>,
+    /// How many rows of lanes.
+    steps: usize,
+    /// Whether all of it is finite, once a tile asked.
+    finite: Option<bool>,
 }
 
 /// A block of keys or values as rows of lanes.
@@ -66,39 +90,38 @@ impl<E> Rows<E> {
 
 /// Computes one run of rows of one task.
 #[inline(always)]
-pub(crate) unsafe fn item<S: Simd, T: Storage<S>, M: Products<S, T>>(problem: &Problem, item: Item, scratch: *mut u8) {
-    let layout = &problem.scratch;
-    let base = scratch.cast::<S::Elem>();
+pub(crate) unsafe fn item<S: Simd, T: Storage<S>, M: Products<S, T>>(problem: &Problem, item: Item, memory: *mut u8) {
     let queries = S::Q_VECS * S::LANES;
     let narrow = S::LANES >= NARROW_LANES && problem.partition.narrow;
-    let origin = problem.task_origin(item.task);
-    let kv_head = origin.1 / problem.group_size;
+    let task = Task { problem, base: memory.cast::<S::Elem>(), origin: problem.task_origin(item.task) };
+    let kv_head = task.origin.1 / problem.group_size;
     let first_row = item.chunk * problem.partition.chunk_rows;
     let last_row = problem.partition.rows.min(first_row + problem.partition.chunk_rows);
     let tiles = (last_row - first_row).div_ceil(queries);
-    // SAFETY: scratch is `Scratch::len` long (the plan asked for it) and this thread's own; every index below is inside
-    // the part of the layout that it is used with, and every row and key inside the tensors.
+    let tile = |n: usize| {
+        let scratch = &problem.scratch;
+        let r0 = first_row + n * queries;
+        let r1 = last_row.min(r0 + queries);
+        Tile {
+            r0,
+            r1,
+            narrow: narrow && r1 - r0 <= S::LANES,
+            keys: problem.keys_of_rows(r0, r1),
+            q_t: task.part(scratch.q + n * scratch.head_dim_padded * queries),
+            acc_o: task.part(scratch.o + n * scratch.head_dim_v_padded * queries),
+            row_max: task.part(scratch.row_max + n * queries),
+            row_sum: task.part(scratch.row_sum + n * queries),
+        }
+    };
+    // SAFETY: `memory` is `Scratch::len` long (the plan asked for it) and this thread's own; every index below is inside
+    // the part of it that it is used with, and every row and key inside the tensors.
     unsafe {
-        let tile = |n: usize| {
-            let r0 = first_row + n * queries;
-            let r1 = last_row.min(r0 + queries);
-            Tile {
-                r0,
-                r1,
-                narrow: narrow && r1 - r0 <= S::LANES,
-                keys: problem.keys_of_rows(r0, r1),
-                qt: base.add(layout.q + n * layout.head_dim_padded * queries),
-                ot: base.add(layout.o + n * layout.head_dim_v_padded * queries),
-                row_max: base.add(layout.row_max + n * queries),
-                row_sum: base.add(layout.row_sum + n * queries),
-            }
-        };
         for n in 0..tiles {
             let tile = tile(n);
             if tile.narrow {
-                begin::<S, T, M, 1>(problem, layout, origin, &tile, base.add(layout.rows));
+                begin::<S, T, M, 1>(&task, &tile);
             } else {
-                begin::<S, T, M, 2>(problem, layout, origin, &tile, base.add(layout.rows));
+                begin::<S, T, M, 2>(&task, &tile);
             }
         }
 
@@ -107,24 +130,21 @@ pub(crate) unsafe fn item<S: Simd, T: Storage<S>, M: Products<S, T>>(problem: &P
         let mut block = lo / block_n * block_n;
         while block < hi {
             let n = block_n.min(hi - block);
-            let at = Block { first: (origin.0, kv_head, block), n };
-            let (k, v) = (
-                keys::<S, T, M>(problem, at, base.add(layout.k_panel)),
-                values::<S, T, M>(problem, at, base.add(layout.v_panel)),
-            );
-            let mut v_is_finite = None;
+            let at = Block { first: (task.origin.0, kv_head, block), n };
+            let k = keys::<S, T, M>(problem, at, task.part(problem.scratch.k_panel));
+            let v = values::<S, T, M>(problem, at, task.part(problem.scratch.v_panel));
+            let mut whole = Values { rows: v, steps: n.div_ceil(M::STEPS), finite: None };
             for t in 0..tiles {
                 let tile = tile(t);
                 // A lane of values holds STEPS keys from the block's first on.
                 let skip = (block.max(tile.keys.0) - block) / M::STEPS * M::STEPS;
                 let (j0, j1) = (block + skip, (block + n).min(tile.keys.1));
                 if j0 < j1 {
-                    let whole = (v, n.div_ceil(M::STEPS), &mut v_is_finite);
                     let (k, v) = (k.from(skip), v.from(skip / M::STEPS));
                     if tile.narrow {
-                        step::<S, T, M, 1>(problem, layout, base, origin, &tile, (j0, j1), (k, v), whole);
+                        step::<S, T, M, 1>(&task, &tile, (j0, j1), k, v, &mut whole);
                     } else {
-                        step::<S, T, M, 2>(problem, layout, base, origin, &tile, (j0, j1), (k, v), whole);
+                        step::<S, T, M, 2>(&task, &tile, (j0, j1), k, v, &mut whole);
                     }
                 }
             }
@@ -134,15 +154,15 @@ pub(crate) unsafe fn item<S: Simd, T: Storage<S>, M: Products<S, T>>(problem: &P
         for n in 0..tiles {
             let tile = tile(n);
             if tile.narrow {
-                end::<S, T, 1>(problem, layout, origin, &tile, base.add(layout.rows));
+                end::<S, T, 1>(&task, &tile);
             } else {
-                end::<S, T, 2>(problem, layout, origin, &tile, base.add(layout.rows));
+                end::<S, T, 2>(&task, &tile);
             }
         }
     }
 }
 
-/// K of one block: where it lies, or packed. The partition reads in place only what is rows of whole lanes.
+/// K of one block: where it lies, or packed. The cut reads in place only what is rows of whole lanes.
 #[inline(always)]
 unsafe fn keys<S: Simd, T: Storage<S>, M: Products<S, T>>(
     problem: &Problem,
@@ -154,7 +174,7 @@ unsafe fn keys<S: Simd, T: Storage<S>, M: Products<S, T>>(
         let ptr = problem.k.at([batch, head, j0, 0]).cast();
         return Rows { ptr, stride: problem.k.strides[2] / M::STEPS as isize };
     }
-    // SAFETY: the layout has a panel where K is not read in place.
+    // SAFETY: scratch memory has a panel where K is not read in place.
     unsafe { M::pack_keys(&problem.k, block, problem.head_dim, panel) };
     Rows { ptr: panel, stride: problem.head_dim.div_ceil(M::STEPS) as isize }
 }
@@ -170,7 +190,7 @@ unsafe fn values<S: Simd, T: Storage<S>, M: Products<S, T>>(
     if problem.partition.v_in_place {
         return Rows { ptr: problem.v.at([batch, head, j0, 0]).cast(), stride: problem.v.strides[2] };
     }
-    // SAFETY: the layout has a panel where V is not read in place.
+    // SAFETY: scratch memory has a panel where V is not read in place.
     unsafe { M::pack_values(&problem.v, block, problem.head_dim_v, panel) };
     Rows { ptr: panel, stride: problem.head_dim_v as isize }
 }
@@ -208,14 +228,12 @@ unsafe fn is_finite<S: Simd, T: Storage<S>, M: Products<S, T>>(rows: Rows<S::Ele
 /// Packs `Qᵀ` and clears the state of a tile. Lanes without a query hold zeros.
 #[inline(always)]
 unsafe fn begin<S: Simd, T: Storage<S>, M: Products<S, T>, const V: usize>(
-    problem: &Problem,
-    layout: &Scratch,
-    origin: (usize, usize),
+    task: &Task<'_, S::Elem>,
     tile: &Tile<S::Elem>,
-    rows: *mut S::Elem,
 ) {
-    let queries = V * S::LANES;
-    let stride = layout.head_dim_padded;
+    let Task { problem, origin, .. } = *task;
+    let scratch = &problem.scratch;
+    let (queries, stride, rows) = (V * S::LANES, scratch.head_dim_padded, task.part(scratch.rows));
     // SAFETY: `rows` has `queries` rows of `stride`; each row r0..r1 is a query of q.
     unsafe {
         for lane in 0..queries {
@@ -230,35 +248,34 @@ unsafe fn begin<S: Simd, T: Storage<S>, M: Products<S, T>, const V: usize>(
                 *to.add(d) = S::Elem::ZERO;
             }
         }
-        transpose_in::<S>(rows, stride, stride, tile.qt, queries);
+        transpose_in::<S>(rows, stride, stride, tile.q_t, queries);
         for v in (0..queries).step_by(S::LANES) {
             S::store(tile.row_max.add(v), S::splat(S::Elem::NEG_INFINITY));
             S::store(tile.row_sum.add(v), S::splat(S::Elem::ZERO));
         }
         for at in (0..problem.head_dim_v * queries).step_by(S::LANES) {
-            S::store(tile.ot.add(at), S::splat(S::Elem::ZERO));
+            S::store(tile.acc_o.add(at), S::splat(S::Elem::ZERO));
         }
     }
 }
 
-/// One tile of queries against keys `j0..j1`; `block` is V of the whole block, and whether it is finite once that was asked.
+/// One tile of queries against keys `j0..j1`, whose rows `k` and `v` are; `whole` is V of all the block.
 #[inline(always)]
-#[allow(clippy::too_many_arguments, reason = "the loop's state, each part used once")]
 unsafe fn step<S: Simd, T: Storage<S>, M: Products<S, T>, const V: usize>(
-    problem: &Problem,
-    layout: &Scratch,
-    base: *mut S::Elem,
-    origin: (usize, usize),
+    task: &Task<'_, S::Elem>,
     tile: &Tile<S::Elem>,
     (j0, j1): (usize, usize),
-    (k, v): (Rows<S::Elem>, Rows<S::Elem>),
-    (block, block_steps, v_is_finite): (Rows<S::Elem>, usize, &mut Option<bool>),
+    k: Rows<S::Elem>,
+    v: Rows<S::Elem>,
+    whole: &mut Values<S::Elem>,
 ) {
+    let Task { problem, origin, .. } = *task;
+    let scratch = &problem.scratch;
     let n = j1 - j0;
     let queries = V * S::LANES;
     // SAFETY: as in `item`.
     unsafe {
-        let (p, bias) = (base.add(layout.p), base.add(layout.bias));
+        let (p, bias) = (task.part(scratch.p), task.part(scratch.bias));
         let sees_all = problem.sees_all(tile.r0, tile.r1, j0, j1);
         let mut rows = [Row { batch: 0, head: 0, i: 0 }; MAX_QUERIES];
         let rows = &mut rows[..tile.r1 - tile.r0];
@@ -287,7 +304,7 @@ unsafe fn step<S: Simd, T: Storage<S>, M: Products<S, T>, const V: usize>(
         for d in (0..lanes).step_by(QK_RUN) {
             let run = QK_RUN.min(lanes - d);
             let b = Broadcast { ptr: k.ptr.add(d), row: k.stride, step: 1 };
-            let x = tile.qt.add(d * queries);
+            let x = tile.q_t.add(d * queries);
             let onto = if d == 0 { Onto::Nothing } else { Onto::Sum };
             matmul::<S, T, M, V, false>(n, run, x, b, p, onto);
         }
@@ -313,17 +330,17 @@ unsafe fn step<S: Simd, T: Storage<S>, M: Products<S, T>, const V: usize>(
         if masked {
             let onto = Onto::Rescaled(softmax::<S, T, M, V, true>(problem, tile, n, p));
             // Once per block, for the first tile that asks.
-            if v_is_finite.is_none() {
-                *v_is_finite = Some(is_finite::<S, T, M>(block, block_steps, problem.head_dim_v));
+            if whole.finite.is_none() {
+                whole.finite = Some(is_finite::<S, T, M>(whole.rows, whole.steps, problem.head_dim_v));
             }
-            if *v_is_finite == Some(true) {
-                matmul::<S, T, M, V, true>(problem.head_dim_v, steps, p, b, tile.ot, onto);
+            if whole.finite == Some(true) {
+                matmul::<S, T, M, V, true>(problem.head_dim_v, steps, p, b, tile.acc_o, onto);
             } else {
-                matmul_selecting::<S, T, M, V>(problem.head_dim_v, steps, p, b, tile.ot, onto);
+                matmul_selecting::<S, T, M, V>(problem.head_dim_v, steps, p, b, tile.acc_o, onto);
             }
         } else {
             let onto = Onto::Rescaled(softmax::<S, T, M, V, false>(problem, tile, n, p));
-            matmul::<S, T, M, V, true>(problem.head_dim_v, steps, p, b, tile.ot, onto);
+            matmul::<S, T, M, V, true>(problem.head_dim_v, steps, p, b, tile.acc_o, onto);
         }
     }
 }
@@ -378,12 +395,15 @@ unsafe fn modify<S: Simd, const V: usize>(
         let modifier = Modifier::<S>::new(&problem.scores);
         let masked = S::splat(S::Elem::NEG_INFINITY);
         for v in (0..queries).step_by(S::LANES) {
-            let lane = |of: &[S::Elem; MAX_QUERIES]| S::load(of.as_ptr().add(v));
-            let (lo, hi, diagonal, slope) = (lane(&lo), lane(&hi), lane(&diagonal), lane(&slope));
+            let (lo, hi) = (S::load(lo.as_ptr().add(v)), S::load(hi.as_ptr().add(v)));
+            let (diagonal, slope) = (S::load(diagonal.as_ptr().add(v)), S::load(slope.as_ptr().add(v)));
             for j in 0..n {
                 let at = x.add(j * queries + v);
                 let key = S::splat(S::Elem::from_i64(j as i64));
-                let distance = problem.alibi_slopes.is_some().then(|| (slope, S::abs(S::sub(diagonal, key))));
+                let mut distance = None;
+                if problem.alibi_slopes.is_some() {
+                    distance = Some((slope, S::abs(S::sub(diagonal, key))));
+                }
                 let mut score = modifier.apply(S::load(at), distance);
                 if let Some(bias) = bias {
                     score = modifier.add_bias(score, S::load(bias.add(j * queries + v)));
@@ -409,8 +429,8 @@ unsafe fn softmax<S: Simd, T: Storage<S>, M: Products<S, T>, const V: usize, con
     let queries = V * S::LANES;
     // SAFETY: x has n rows of `queries`, the state of the tile `queries` elements.
     unsafe {
-        let c = S::splat(S::Elem::from_f64_clamped(problem.scores.exponent()));
-        let mut old = [c; V];
+        let scale_log2 = S::splat(S::Elem::from_f64_clamped(problem.scores.exponent()));
+        let mut old = [scale_log2; V];
         for (v, old) in old.iter_mut().enumerate() {
             *old = S::load(tile.row_max.add(v * S::LANES));
         }
@@ -430,12 +450,12 @@ unsafe fn softmax<S: Simd, T: Storage<S>, M: Products<S, T>, const V: usize, con
                 *max = max_skipping_nan::<S>(*max, S::load(x.add(j * queries + v * S::LANES)));
             }
         }
-        let (mut factors, mut subtract) = ([c; V], [c; V]);
+        let (mut factors, mut subtract) = ([scale_log2; V], [scale_log2; V]);
         for v in 0..V {
             for chain in &chains {
                 max[v] = S::max(chain[v], max[v]);
             }
-            factors[v] = rescale::<S>(old[v], max[v], c);
+            factors[v] = rescale::<S>(old[v], max[v], scale_log2);
             subtract[v] = subtractable::<S>(max[v]);
         }
         let mut sum = [S::splat(S::Elem::ZERO); V];
@@ -448,7 +468,7 @@ unsafe fn softmax<S: Simd, T: Storage<S>, M: Products<S, T>, const V: usize, con
                 let mut p = [S::splat(S::Elem::MASKED); 2];
                 for (key, p) in p.iter_mut().enumerate().take(if step < whole { M::STEPS } else { n % M::STEPS }) {
                     let score = S::load(at.add((step * M::STEPS + key) * queries));
-                    *p = probability::<S, MASKED>(score, subtract[v], c);
+                    *p = probability::<S, MASKED>(score, subtract[v], scale_log2);
                     sum[v] = S::add(sum[v], *p);
                 }
                 S::store(at.add(step * queries), M::weights(p));
@@ -465,15 +485,10 @@ unsafe fn softmax<S: Simd, T: Storage<S>, M: Products<S, T>, const V: usize, con
 
 /// `out = (Oᵀ / sum)ᵀ` and lse.
 #[inline(always)]
-unsafe fn end<S: Simd, T: Storage<S>, const V: usize>(
-    problem: &Problem,
-    layout: &Scratch,
-    origin: (usize, usize),
-    tile: &Tile<S::Elem>,
-    rows: *mut S::Elem,
-) {
-    let queries = V * S::LANES;
-    let stride = layout.head_dim_v_padded;
+unsafe fn end<S: Simd, T: Storage<S>, const V: usize>(task: &Task<'_, S::Elem>, tile: &Tile<S::Elem>) {
+    let Task { problem, origin, .. } = *task;
+    let scratch = &problem.scratch;
+    let (queries, stride, rows) = (V * S::LANES, scratch.head_dim_v_padded, task.part(scratch.rows));
     // SAFETY: as in `begin`; each row r0..r1 is a row of out and lse that this item alone writes.
     unsafe {
         let mut factors = [S::Elem::ZERO; MAX_QUERIES];
@@ -491,14 +506,14 @@ unsafe fn end<S: Simd, T: Storage<S>, const V: usize>(
         for v in (0..queries).step_by(S::LANES) {
             let factor = S::load(factors.as_ptr().add(v));
             for d in 0..problem.head_dim_v {
-                let o = tile.ot.add(d * queries + v);
+                let o = tile.acc_o.add(d * queries + v);
                 S::store(o, S::mul(S::load(o), factor));
             }
         }
         // [dim][queries] back to [queries][dim]: rows past head_dim_v are scratch and are never stored.
         for d in (0..problem.head_dim_v).step_by(S::LANES) {
             for v in (0..queries).step_by(S::LANES) {
-                S::transpose(tile.ot.add(d * queries + v), queries, rows.add(v * stride + d), stride);
+                S::transpose(tile.acc_o.add(d * queries + v), queries, rows.add(v * stride + d), stride);
             }
         }
         for r in tile.r0..tile.r1 {

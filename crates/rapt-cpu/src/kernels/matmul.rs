@@ -138,7 +138,7 @@ unsafe fn lane<S: Simd, T: Storage<S>, M: Products<S, T>, const V: usize, const 
     }
 }
 
-/// One micro-tile of at most [`rows_of`] rows; answers how many of them it took.
+/// One micro-tile of at most [`Simd::ROWS`] rows of two vectors, or twice as many of one; answers how many it took.
 #[inline(always)]
 unsafe fn tile<S: Simd, T: Storage<S>, M: Products<S, T>, const V: usize, const ROW1: bool>(
     rows: usize,

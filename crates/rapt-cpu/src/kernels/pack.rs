@@ -1,4 +1,5 @@
-//! Rows in and out of the kernels' own order: the only place where the storage dtype is seen.
+//! Rows in and out of the kernels' own order. The storage dtype is seen here, in `products` (pairs of bf16) and where decode
+//! loads K and V.
 //!
 //! `Qᵀ` is `[head_dim][queries]`, `Oᵀ` is `[head_dim_v][queries]`; a K or V panel is `[keys][dim]` in the accumulation
 //! dtype. Packing a tile is no copy of a tensor: a panel holds one block of keys.
@@ -57,37 +58,7 @@ pub(crate) unsafe fn pack_panel<S: Simd, T: Storage<S>>(
     }
 }
 
-/// Whether `n` rows of `dim` elements are all finite. `vector` and `scalar` load from row `j` at element `d`.
-#[inline(always)]
-pub(crate) unsafe fn all_finite<S: Simd>(
-    n: usize,
-    dim: usize,
-    vector: impl Fn(usize, usize) -> S::V,
-    scalar: impl Fn(usize, usize) -> S::Elem,
-) -> bool {
-    // 0 · x is 0 for finite x and NaN otherwise; a sum of those is 0 or NaN.
-    // SAFETY: the caller vouches for the instruction set.
-    unsafe {
-        let mut sum = S::splat(S::Elem::ZERO);
-        let mut tail = S::Elem::ZERO;
-        for j in 0..n {
-            let mut d = 0;
-            while d + S::LANES <= dim {
-                let x = vector(j, d);
-                sum = S::fma(x, S::splat(S::Elem::ZERO), sum);
-                d += S::LANES;
-            }
-            while d < dim {
-                let x = scalar(j, d);
-                tail = tail + x * S::Elem::ZERO;
-                d += 1;
-            }
-        }
-        !(S::reduce_add(sum) + tail).is_nan()
-    }
-}
-
-/// Transposes `rows` rows of `from` (each `from_stride` long, whole vectors readable) to `[dim][width]`.
+/// Transposes `width` rows of `from` (each `from_stride` long, whole vectors readable) to `[dim][width]`.
 #[inline(always)]
 pub(crate) unsafe fn transpose_in<S: Simd>(
     from: *const S::Elem,

@@ -1,9 +1,10 @@
 //! The thin layer between the generic bodies and an instruction set: one trait, one impl per ISA and accumulation dtype.
 //!
 //! Every method is `unsafe`: the instruction set must be present. The one place that makes this true is the table of entry
-//! points in `arch`, each compiled with its target features and reached only after detection. Every generic body is
-//! `#[inline(always)]`, so that it is compiled inside such an entry point. A closure is not: one that calls a method of this
-//! trait may be compiled on its own, without the features, and every intrinsic in it becomes a call.
+//! points in `arch`, each compiled with its target features and reached only after detection. Every function that calls one
+//! is `#[inline(always)]`, so that it is compiled inside such an entry point. A closure cannot be: compiled on its own, it
+//! lacks the features, and every intrinsic in it becomes a call. So closures here hold scalars and pointers, and `if let`
+//! stands where `map` would call a vector method; tests/inlined.rs looks for intrinsics that are functions of their own.
 
 use std::fmt::Debug;
 

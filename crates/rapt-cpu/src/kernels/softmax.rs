@@ -4,7 +4,7 @@
 //! x = q·k                                                 raw: compared as it is, or
 //! x = softcap(q·k · scale) − slope·|i + d − j| + bias     natural: where something is added
 //! x = −inf                                                where masked
-//! m' = max(m, max_j x)     p = 2^((x − m')·c)     sum' = sum·2^((m − m')·c) + Σ p      c = log2(e) · (scale | 1)
+//! m' = max(m, max_j x)     p = 2^((x − m')·c)     sum' = sum·2^((m − m')·c) + Σ p      c = scale_log2 = log2(e) · (scale | 1)
 //! ```
 //! (Milakov & Gimelshein 2018.) `x − m` is taken before it is scaled: no product with log2(e) can overflow, and a score at
 //! the lowest finite number stays a number. NaN never enters the maximum and always enters the sum.
@@ -26,13 +26,13 @@ impl<S: Simd> Modifier<S> {
     pub(crate) unsafe fn new(scores: &Scores) -> Self {
         // SAFETY: the caller vouches for the instruction set.
         unsafe {
-            Modifier {
-                scale: S::splat(S::Elem::from_f64_clamped(scores.scale)),
-                softcap: scores
-                    .softcap
-                    .map(|c| (S::splat(S::Elem::from_f64_clamped(c)), S::splat(S::Elem::from_f64_clamped(1.0 / c)))),
-                natural: scores.natural,
+            let mut softcap = None;
+            if let Some(c) = scores.softcap {
+                let inverse = S::Elem::from_f64_clamped(1.0 / c);
+                softcap = Some((S::splat(S::Elem::from_f64_clamped(c)), S::splat(inverse)));
             }
+            let scale = S::splat(S::Elem::from_f64_clamped(scores.scale));
+            Modifier { scale, softcap, natural: scores.natural }
         }
     }
 
@@ -87,24 +87,24 @@ pub(crate) unsafe fn max_skipping_nan<S: Simd>(m: S::V, x: S::V) -> S::V {
     unsafe { S::max(x, m) }
 }
 
-/// `p = 2^((x − m)·c)`; [`Real::MASKED`] where `MASKED` and x is −inf.
+/// `p = 2^((x − m) · scale_log2)`; [`Real::MASKED`] where `MASKED` and x is −inf.
 #[inline(always)]
-pub(crate) unsafe fn probability<S: Simd, const MASKED: bool>(x: S::V, m: S::V, c: S::V) -> S::V {
+pub(crate) unsafe fn probability<S: Simd, const MASKED: bool>(x: S::V, m: S::V, scale_log2: S::V) -> S::V {
     // SAFETY: the caller vouches for the instruction set.
     unsafe {
-        let p = exp2::<S>(S::mul(S::sub(x, m), c));
+        let p = exp2::<S>(S::mul(S::sub(x, m), scale_log2));
         if MASKED { S::select(S::eq(x, S::splat(S::Elem::NEG_INFINITY)), S::splat(S::Elem::MASKED), p) } else { p }
     }
 }
 
 /// What a sum over keys up to now is multiplied with when the maximum rises from `m` to `risen`; 1 where it stays.
 #[inline(always)]
-pub(crate) unsafe fn rescale<S: Simd>(m: S::V, risen: S::V, c: S::V) -> S::V {
+pub(crate) unsafe fn rescale<S: Simd>(m: S::V, risen: S::V, scale_log2: S::V) -> S::V {
     // SAFETY: the caller vouches for the instruction set.
     unsafe {
-        // A maximum of −inf stands for an empty sum: its difference is kept finite, for c may be 0.
+        // A maximum of −inf stands for an empty sum: its difference is kept finite, for scale_log2 may be 0.
         let fall = S::max(S::splat(S::Elem::LOWEST), S::sub(m, risen));
-        S::select(S::eq(m, risen), S::splat(S::Elem::ONE), exp2::<S>(S::mul(fall, c)))
+        S::select(S::eq(m, risen), S::splat(S::Elem::ONE), exp2::<S>(S::mul(fall, scale_log2)))
     }
 }
 
