@@ -106,7 +106,7 @@ fn last<'a>(view: &View<'a>, dim: usize, n: usize) -> View<'a> {
 }
 
 /// Attention over a long K that a window limits to its end, against the reference of the end alone.
-fn tail_by_the_law(
+fn tail_by_the_definition(
     arch: Arch,
     q: &View<'_>,
     k: &View<'_>,
@@ -189,7 +189,7 @@ fn keys_past_two_to_the_33_in_place() {
             for (i, j) in (0..9).flat_map(|i| (0..300).map(move |j| (i, j))).filter(|(i, j)| (3 * j + i) % 4 != 0) {
                 mask.put([0, 0, i, kv_len - 300 + j], 1.0);
             }
-            tail_by_the_law(arch, &q.view("q"), &k.view("k"), &v.view("v"), Some(mask.view("mask")), None);
+            tail_by_the_definition(arch, &q.view("q"), &k.view("k"), &v.view("v"), Some(mask.view("mask")), None);
         }
     }
 }
@@ -206,7 +206,14 @@ fn keys_past_two_to_the_33_expanded() {
             View::strided(data, values, 0, [1, 3, kv_len, dim].into(), strides).unwrap()
         };
         let slopes = View::contiguous("alibi_slopes", &slopes, [3].into()).unwrap();
-        tail_by_the_law(arch, &q.view("q"), &expand("k", &k[..], 3), &expand("v", &v[..], 2), None, Some(slopes));
+        tail_by_the_definition(
+            arch,
+            &q.view("q"),
+            &expand("k", &k[..], 3),
+            &expand("v", &v[..], 2),
+            None,
+            Some(slopes),
+        );
     }
 }
 
@@ -218,5 +225,5 @@ fn one_query_on_keys_past_two_to_the_32() {
     let q = View::contiguous("q", &q, [1, 1, 1, 3].into()).unwrap();
     let k = View::strided("k", &k, 0, [1, 1, kv_len, 3].into(), [0, 0, 0, 1].into()).unwrap();
     let v = View::strided("v", &v, 0, [1, 1, kv_len, 2].into(), [0, 0, 0, 1].into()).unwrap();
-    tail_by_the_law(arch, &q, &k, &v, None, None);
+    tail_by_the_definition(arch, &q, &k, &v, None, None);
 }

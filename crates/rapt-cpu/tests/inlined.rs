@@ -41,12 +41,11 @@ fn one_answer(executor: &dyn Executor) -> f32 {
     let spec = Spec::builder(&q, &k, &v, &Options::default()).build().unwrap();
     let plan = rapt_cpu::select(&spec, &Caps { arch: rapt_cpu::available()[0], threads: 1, clock_hz: None }).unwrap();
     let mut workspace = Workspace::new();
-    workspace.ensure(plan.workspace_bytes).unwrap();
+    workspace.ensure(plan.workspace_bytes()).unwrap();
     let out_view = ViewMut::contiguous("out", &mut out, [1, 1, 1, 1].into()).unwrap();
     let tensors = Tensors { q, k, v, mask: None, sinks: None, alibi_slopes: None, out: out_view, lse: None };
     let mut operands = Operands::check(tensors, &spec).unwrap();
     rapt_cpu::run(&plan, &mut operands, &mut workspace, executor).unwrap();
-    drop(operands);
     out[0]
 }
 
@@ -56,6 +55,9 @@ fn no_intrinsic_is_a_function_of_its_own() {
     let elf = std::fs::read(std::env::current_exe().unwrap()).unwrap();
     let names = symbols(&elf);
     assert!(names.iter().any(|name| name.contains("avx512_entry")), "the entry points have names");
-    let calls: Vec<_> = names.iter().filter(|name| name.contains("core_arch") && name.contains("_mm")).collect();
+    let intrinsics = names.iter().filter(|name| name.contains("core_arch") && name.contains("_mm"));
+    // With debug assertions loads and stores check their pointers, and some are calls for their length.
+    let checked = |name: &str| cfg!(debug_assertions) && (name.contains("_loadu_") || name.contains("_storeu_"));
+    let calls: Vec<_> = intrinsics.filter(|name| !checked(name)).collect();
     assert!(calls.is_empty(), "{calls:#?}");
 }

@@ -7,7 +7,8 @@ use std::mem::transmute;
 use half::{bf16, f16};
 
 use super::avx2::{transpose_4x4, transpose_8x8, transpose_8x8_bytes};
-use crate::kernels::simd::{Bf16Pairs, Simd};
+use crate::kernels::pairs::Bf16Pairs;
+use crate::kernels::simd::Simd;
 
 /// Sixteen f32.
 #[derive(Clone, Copy)]

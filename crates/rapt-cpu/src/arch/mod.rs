@@ -74,7 +74,9 @@ mod scalar;
 use half::{bf16, f16};
 use rapt_core::{Arch, DType};
 
-use crate::kernels::products::{Paired, Single};
+#[cfg(target_arch = "x86_64")]
+use crate::kernels::pairs::Paired;
+use crate::kernels::products::Single;
 use crate::kernels::{decode, forward};
 use crate::partition::Item;
 use crate::problem::Problem;

@@ -9,6 +9,8 @@ pub(crate) mod mask;
 pub(crate) mod math;
 pub(crate) mod matmul;
 pub(crate) mod pack;
+#[cfg(target_arch = "x86_64")]
+pub(crate) mod pairs;
 pub(crate) mod products;
 pub(crate) mod simd;
 pub(crate) mod softmax;

@@ -1,5 +1,4 @@
-//! Rows in and out of the kernels' own order. The storage dtype is seen here, in `products` (pairs of bf16) and where decode
-//! loads K and V.
+//! Rows in and out of the kernels' own order. The storage dtype is seen here, in `pairs` and where decode loads K and V.
 //!
 //! `Qᵀ` is `[head_dim][queries]`, `Oᵀ` is `[head_dim_v][queries]`; a K or V panel is `[keys][dim]` in the accumulation
 //! dtype. Packing a tile is no copy of a tensor: a panel holds one block of keys.
@@ -22,21 +21,6 @@ pub(crate) unsafe fn load_row<S: Simd, T: Storage<S>>(src: *const T, stride: isi
         while d < n {
             *dst.add(d) = (*src.wrapping_offset(d as isize * stride)).widen();
             d += 1;
-        }
-    }
-}
-
-/// `n` elements at `src`, `stride` apart, to consecutive `dst`, as they are.
-#[inline(always)]
-pub(crate) unsafe fn copy_row<E: Copy>(src: *const E, stride: isize, n: usize, dst: *mut E) {
-    // SAFETY: the caller vouches for n elements on both sides.
-    unsafe {
-        if stride == 1 {
-            std::ptr::copy_nonoverlapping(src, dst, n);
-            return;
-        }
-        for d in 0..n {
-            *dst.add(d) = *src.wrapping_offset(d as isize * stride);
         }
     }
 }

@@ -1,6 +1,6 @@
 //! What a lane holds along a contraction, and how two lanes are multiplied: the one choice that the forward body leaves open.
 //!
-//! `Single`: one number of the accumulation dtype; 16-bit K and V are widened into panels. `Paired`: two bf16 that follow
+//! `Single`: one number of the accumulation dtype; 16-bit K and V are widened into panels. `Paired` (`pairs`): two bf16 that follow
 //! one another along the contraction, the earlier one in the low half, summed in f32 by one dot instruction: Q, K and the
 //! rows of V stay bf16, and P is rounded to bf16 for the second product (not for the sum that divides).
 //!
@@ -9,10 +9,10 @@
 //! Single     q[d], k[d]                          p[j], v[j][d]
 //! Paired     (q[2t], q[2t+1]), (k[2t], k[2t+1])  (p[2t], p[2t+1]), (v[2t][d], v[2t+1][d])
 //! ```
-//! A step past the end (odd head_dim, odd number of keys) is 0 on the side of q or p, and 0 or masked on the other.
+//! A step past the end is 0 in q and k where head_dim is odd; where the number of keys is, its weight is that of a masked key.
 
-use super::pack::{copy_row, load_row, pack_panel};
-use super::simd::{Bf16Pairs, Real, Simd, Storage};
+use super::pack::{load_row, pack_panel};
+use super::simd::{Real, Simd, Storage};
 use crate::problem::Input;
 
 /// Where a block of keys begins: batch, head of K and V, first key; and how many keys it has.
@@ -94,104 +94,5 @@ impl<S: Simd, T: Storage<S>> Products<S, T> for Single {
         // 0 · x is 0 for finite x and NaN otherwise.
         // SAFETY: promised by the caller.
         unsafe { S::fma(values, S::splat(S::Elem::ZERO), sum) }
-    }
-}
-
-/// Two bf16 steps per lane.
-#[derive(Clone, Copy)]
-pub(crate) struct Paired;
-
-const SIGN: u16 = 0x8000;
-
-impl<S: Bf16Pairs> Products<S, half::bf16> for Paired {
-    const STEPS: usize = 2;
-    #[inline(always)]
-    unsafe fn accumulate(b: S::V, x: S::V, acc: S::V) -> S::V {
-        // SAFETY: promised by the caller.
-        unsafe { S::dot(b, x, acc) }
-    }
-    #[inline(always)]
-    unsafe fn accumulate_selecting(b: S::V, x: S::V, acc: S::V) -> S::V {
-        // A product of zeros adds nothing, so both ways give the same bits.
-        // SAFETY: promised by the caller.
-        unsafe { S::dot(S::keep_attended(b, x), x, acc) }
-    }
-    #[inline(always)]
-    unsafe fn load_query(src: *const half::bf16, stride: isize, n: usize, negate: bool, dst: *mut f32) -> usize {
-        let to = dst.cast::<u16>();
-        // SAFETY: the caller vouches for n elements of src and n rounded up to whole lanes of dst.
-        unsafe {
-            copy_row(src.cast::<u16>(), stride, n, to);
-            if negate {
-                for d in 0..n {
-                    *to.add(d) ^= SIGN;
-                }
-            }
-            if n % 2 == 1 {
-                *to.add(n) = 0;
-            }
-        }
-        n.div_ceil(2)
-    }
-    #[inline(always)]
-    unsafe fn pack_keys(input: &Input<4>, block: Block, dim: usize, panel: *mut f32) {
-        let (batch, head, j0) = block.first;
-        let first = input.at([batch, head, j0, 0]).cast::<half::bf16>();
-        for j in 0..block.n {
-            let row = first.wrapping_offset(j as isize * input.strides[2]);
-            // SAFETY: keys j0..j0 + n are inside the tensor; the panel has n rows of whole lanes.
-            unsafe {
-                <Paired as Products<S, half::bf16>>::load_query(
-                    row,
-                    input.strides[3],
-                    dim,
-                    false,
-                    panel.add(j * dim.div_ceil(2)),
-                )
-            };
-        }
-    }
-    #[inline(always)]
-    unsafe fn pack_values(input: &Input<4>, block: Block, dim: usize, panel: *mut f32) {
-        let (batch, head, j0) = block.first;
-        let [_, _, row_stride, stride] = input.strides;
-        let first = input.at([batch, head, j0, 0]).cast::<half::bf16>();
-        // SAFETY: keys j0..j0 + n are inside the tensor; the panel has n.div_ceil(2) rows of dim lanes.
-        unsafe {
-            for j in (0..block.n).step_by(2) {
-                let low = first.wrapping_offset(j as isize * row_stride);
-                let high = (j + 1 < block.n).then(|| low.wrapping_offset(row_stride));
-                let to = panel.add(j / 2 * dim);
-                let mut d = 0;
-                if stride == 1 {
-                    let zero = S::splat(0.0);
-                    while d + S::LANES <= dim {
-                        let high = if let Some(high) = high { S::load_bf16(high.add(d)) } else { zero };
-                        S::store(to.add(d), S::join(S::load_bf16(low.add(d)), high));
-                        d += S::LANES;
-                    }
-                }
-                while d < dim {
-                    let at = d as isize * stride;
-                    let bits = |row: *const half::bf16| u32::from((*row.wrapping_offset(at)).to_bits());
-                    to.add(d).cast::<u32>().write(bits(low) | high.map_or(0, bits) << 16);
-                    d += 1;
-                }
-            }
-        }
-    }
-    #[inline(always)]
-    unsafe fn weights(p: [S::V; 2]) -> S::V {
-        // SAFETY: promised by the caller.
-        unsafe { S::pair(p[0], p[1]) }
-    }
-    #[inline(always)]
-    unsafe fn add_non_finite(values: S::V, sum: S::V) -> S::V {
-        // SAFETY: promised by the caller.
-        unsafe {
-            let [low, high] = S::split(values);
-            let zero = S::splat(0.0);
-            S::fma(high, zero, S::fma(low, zero, sum))
-        }
     }
 }

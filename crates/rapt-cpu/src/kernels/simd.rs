@@ -164,7 +164,7 @@ pub(crate) trait Simd: Copy + 'static {
     const LANES: usize;
     /// Vectors of queries in a forward tile.
     const Q_VECS: usize = 2;
-    /// Broadcast operands per micro-tile: with [`Simd::Q_VECS`] vectors they fill the registers with accumulators.
+    /// Broadcast operands per micro-tile: times [`Simd::Q_VECS`] as many accumulators as leave registers for the rest.
     const ROWS: usize;
 
     /// The same pointer, of which the compiler no longer knows how it was made: it keeps it in a register instead of
@@ -235,20 +235,6 @@ pub(crate) trait Simd: Copy + 'static {
     }
     /// `dst[c · dst_stride + r] = src[r · src_stride + c]` for a square of [`Simd::LANES`].
     unsafe fn transpose(src: *const Self::Elem, src_stride: usize, dst: *mut Self::Elem, dst_stride: usize);
-}
-
-/// Vectors whose 32-bit lanes can hold two bf16, the earlier one in the low half, bit for bit in a lane of f32.
-pub(crate) trait Bf16Pairs: Simd<Elem = f32> {
-    /// `acc + low(a)·low(b) + high(a)·high(b)` per lane, summed in f32.
-    unsafe fn dot(a: Self::V, b: Self::V, acc: Self::V) -> Self::V;
-    /// Two vectors rounded to bf16, to nearest even: `low` to the low halves.
-    unsafe fn pair(low: Self::V, high: Self::V) -> Self::V;
-    /// The halves of `a` where those of `x` are not [`Real::MASKED`]; 0 elsewhere.
-    unsafe fn keep_attended(a: Self::V, x: Self::V) -> Self::V;
-    /// The bf16 of two vectors of f32 that hold nothing else: exact.
-    unsafe fn join(low: Self::V, high: Self::V) -> Self::V;
-    /// The low and the high halves as f32.
-    unsafe fn split(pairs: Self::V) -> [Self::V; 2];
 }
 
 /// A storage dtype, as far as the vectors of `S` read and write it.

@@ -1,4 +1,4 @@
-//! Every kernel of every instruction set of this machine against the law, and against itself on other threads.
+//! Every kernel of every instruction set of this machine against the definition, and against itself on other threads.
 //!
 //! `RAPT_REQUIRE=avx512` makes a missing instruction set a failure; otherwise it is counted and printed.
 
@@ -36,7 +36,7 @@ fn engine(arch: rapt_core::Arch, executor: &dyn Executor) -> impl FnMut(&Spec, T
 const TOOLS: [&str; 7] = ["cc", "c++", "pkg-config", "valgrind", "asan", "nvrtc", "cuda"];
 
 #[test]
-fn every_instruction_set_obeys_the_law() {
+fn every_instruction_set_conforms() {
     for name in std::env::var("RAPT_REQUIRE").unwrap_or_default().split(',').filter(|name| !name.is_empty()) {
         let found = rapt_cpu::available().iter().any(|arch| arch.name() == name);
         let is_of_others = name.starts_with("sm") || TOOLS.contains(&name);
@@ -56,7 +56,7 @@ fn every_instruction_set_obeys_the_law() {
 }
 
 #[test]
-fn two_threads_obey_the_law() {
+fn two_threads_conform() {
     let arch = *rapt_cpu::available().last().expect("the scalar path is always there");
     let config = Config { seed: 99, problems: 300, max_work: 20_000_000, fixed: false, ..Config::default() };
     conformance(&mut engine(arch, &TwoThreads), &config).unwrap_or_else(|failure| panic!("{failure}"));

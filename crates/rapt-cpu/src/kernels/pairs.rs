@@ -1,0 +1,138 @@
+//! Products of bf16 formed two at a time: `Paired` of the table in `products`, for instruction sets with a dot of pairs.
+//!
+//! K, V and P lie as pairs of 32 bits, the earlier step in the low half: K and Q along head_dim, where K is read in place if
+//! its rows are whole pairs; V as two rows woven into one. Deliberately absent: decode, which loads numbers one by one.
+
+use half::bf16;
+
+use super::products::{Block, Products};
+use super::simd::Simd;
+use crate::problem::Input;
+
+/// Vectors whose 32-bit lanes can hold two bf16, the earlier one in the low half, bit for bit in a lane of f32.
+pub(crate) trait Bf16Pairs: Simd<Elem = f32> {
+    /// `acc + low(a)·low(b) + high(a)·high(b)` per lane, summed in f32.
+    unsafe fn dot(a: Self::V, b: Self::V, acc: Self::V) -> Self::V;
+    /// Two vectors rounded to bf16, to nearest even: `low` to the low halves.
+    unsafe fn pair(low: Self::V, high: Self::V) -> Self::V;
+    /// The halves of `a` where those of `x` are not [`Real::MASKED`](super::simd::Real::MASKED); 0 elsewhere.
+    unsafe fn keep_attended(a: Self::V, x: Self::V) -> Self::V;
+    /// The bf16 of two vectors of f32 that hold nothing else: exact.
+    unsafe fn join(low: Self::V, high: Self::V) -> Self::V;
+    /// The low and the high halves as f32.
+    unsafe fn split(pairs: Self::V) -> [Self::V; 2];
+}
+
+/// Two bf16 steps per lane.
+#[derive(Clone, Copy)]
+pub(crate) struct Paired;
+
+const SIGN: u16 = 0x8000;
+
+impl<S: Bf16Pairs> Products<S, bf16> for Paired {
+    const STEPS: usize = 2;
+    #[inline(always)]
+    unsafe fn accumulate(b: S::V, x: S::V, acc: S::V) -> S::V {
+        // SAFETY: promised by the caller.
+        unsafe { S::dot(b, x, acc) }
+    }
+    #[inline(always)]
+    unsafe fn accumulate_selecting(b: S::V, x: S::V, acc: S::V) -> S::V {
+        // A product of zeros adds nothing, so both ways give the same bits.
+        // SAFETY: promised by the caller.
+        unsafe { S::dot(S::keep_attended(b, x), x, acc) }
+    }
+    #[inline(always)]
+    unsafe fn load_query(src: *const bf16, stride: isize, n: usize, negate: bool, dst: *mut f32) -> usize {
+        let to = dst.cast::<u16>();
+        // SAFETY: the caller vouches for n elements of src and n rounded up to whole lanes of dst.
+        unsafe {
+            copy_row(src.cast::<u16>(), stride, n, to);
+            if negate {
+                for d in 0..n {
+                    *to.add(d) ^= SIGN;
+                }
+            }
+            if n % 2 == 1 {
+                *to.add(n) = 0;
+            }
+        }
+        n.div_ceil(2)
+    }
+    #[inline(always)]
+    unsafe fn pack_keys(input: &Input<4>, block: Block, dim: usize, panel: *mut f32) {
+        let (batch, head, j0) = block.first;
+        let first = input.at([batch, head, j0, 0]).cast::<bf16>();
+        for j in 0..block.n {
+            let row = first.wrapping_offset(j as isize * input.strides[2]);
+            // SAFETY: keys j0..j0 + n are inside the tensor; the panel has n rows of whole lanes.
+            unsafe {
+                <Paired as Products<S, bf16>>::load_query(
+                    row,
+                    input.strides[3],
+                    dim,
+                    false,
+                    panel.add(j * dim.div_ceil(2)),
+                )
+            };
+        }
+    }
+    #[inline(always)]
+    unsafe fn pack_values(input: &Input<4>, block: Block, dim: usize, panel: *mut f32) {
+        let (batch, head, j0) = block.first;
+        let [_, _, row_stride, stride] = input.strides;
+        let first = input.at([batch, head, j0, 0]).cast::<bf16>();
+        // SAFETY: keys j0..j0 + n are inside the tensor; the panel has n.div_ceil(2) rows of dim lanes.
+        unsafe {
+            for j in (0..block.n).step_by(2) {
+                let low = first.wrapping_offset(j as isize * row_stride);
+                let high = (j + 1 < block.n).then(|| low.wrapping_offset(row_stride));
+                let to = panel.add(j / 2 * dim);
+                let mut d = 0;
+                if stride == 1 {
+                    let zero = S::splat(0.0);
+                    while d + S::LANES <= dim {
+                        let high = if let Some(high) = high { S::load_bf16(high.add(d)) } else { zero };
+                        S::store(to.add(d), S::join(S::load_bf16(low.add(d)), high));
+                        d += S::LANES;
+                    }
+                }
+                while d < dim {
+                    let at = d as isize * stride;
+                    let bits = |row: *const bf16| u32::from((*row.wrapping_offset(at)).to_bits());
+                    to.add(d).cast::<u32>().write(bits(low) | high.map_or(0, bits) << 16);
+                    d += 1;
+                }
+            }
+        }
+    }
+    #[inline(always)]
+    unsafe fn weights(p: [S::V; 2]) -> S::V {
+        // SAFETY: promised by the caller.
+        unsafe { S::pair(p[0], p[1]) }
+    }
+    #[inline(always)]
+    unsafe fn add_non_finite(values: S::V, sum: S::V) -> S::V {
+        // SAFETY: promised by the caller.
+        unsafe {
+            let [low, high] = S::split(values);
+            let zero = S::splat(0.0);
+            S::fma(high, zero, S::fma(low, zero, sum))
+        }
+    }
+}
+
+/// `n` numbers at `src`, `stride` apart, to consecutive `dst`, as they are.
+#[inline(always)]
+unsafe fn copy_row(src: *const u16, stride: isize, n: usize, dst: *mut u16) {
+    // SAFETY: the caller vouches for n elements on both sides.
+    unsafe {
+        if stride == 1 {
+            std::ptr::copy_nonoverlapping(src, dst, n);
+            return;
+        }
+        for d in 0..n {
+            *dst.add(d) = *src.wrapping_offset(d as isize * stride);
+        }
+    }
+}
