@@ -18,7 +18,7 @@
 // Before version 1, a change of it is a change of the soname too.
 #define RAPT_VERSION_MINOR 1
 
-// Mends only.
+// Fixes only.
 #define RAPT_VERSION_PATCH 0
 
 // The most dimensions that a tensor may have.
@@ -32,7 +32,7 @@ enum rapt_error
  {
   // Done.
   RAPT_OK = 0,
-  // k or v has another dtype than q.
+  // k or v has another dtype than q, or an output another one than was asked for.
   RAPT_ERROR_DTYPE_MISMATCH = 1,
   // A dtype that is not served in its place, or a code that is not known.
   RAPT_ERROR_UNSUPPORTED_DTYPE = 2,
@@ -44,7 +44,7 @@ enum rapt_error
   RAPT_ERROR_OPTION = 5,
   // Tensors on different devices, or on one that is not served.
   RAPT_ERROR_DEVICE = 6,
-  // Tensors of different kinds in one call. No call of this interface answers it; other doors share the numbers.
+  // Tensors of different kinds in one call. No call of this interface answers it; other bindings share the numbers.
   RAPT_ERROR_KIND = 7,
   // A valid request that this build does not serve.
   RAPT_ERROR_UNSUPPORTED = 8,

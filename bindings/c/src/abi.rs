@@ -11,13 +11,13 @@ use std::sync::OnceLock;
 
 use engine::{Arch, COMPUTED, DType, Engine};
 
-use crate::known::Known;
+use crate::served::Calls;
 
 /// The version that this header is of: a change of it is a change of the soname.
 pub const RAPT_VERSION_MAJOR: i32 = 0;
 /// Before version 1, a change of it is a change of the soname too.
 pub const RAPT_VERSION_MINOR: i32 = 1;
-/// Mends only.
+/// Fixes only.
 pub const RAPT_VERSION_PATCH: i32 = 0;
 
 /// The most dimensions that a tensor may have.
@@ -29,7 +29,7 @@ pub const RAPT_MAX_NDIM: i32 = 8;
 pub enum rapt_error {
     /// Done.
     RAPT_OK = 0,
-    /// k or v has another dtype than q.
+    /// k or v has another dtype than q, or an output another one than was asked for.
     RAPT_ERROR_DTYPE_MISMATCH = 1,
     /// A dtype that is not served in its place, or a code that is not known.
     RAPT_ERROR_UNSUPPORTED_DTYPE = 2,
@@ -41,7 +41,7 @@ pub enum rapt_error {
     RAPT_ERROR_OPTION = 5,
     /// Tensors on different devices, or on one that is not served.
     RAPT_ERROR_DEVICE = 6,
-    /// Tensors of different kinds in one call. No call of this interface answers it; other doors share the numbers.
+    /// Tensors of different kinds in one call. No call of this interface answers it; other bindings share the numbers.
     RAPT_ERROR_KIND = 7,
     /// A valid request that this build does not serve.
     RAPT_ERROR_UNSUPPORTED = 8,
@@ -154,7 +154,7 @@ pub enum rapt_given {
 /// Threads, scratch memory and a cache of plans; see rapt_engine_create().
 pub struct rapt_engine {
     pub(crate) engine: Engine,
-    pub(crate) known: Known,
+    pub(crate) calls: Calls,
 }
 
 /// Where a tensor lies. Nothing is owned and nothing is kept: the struct, both arrays and the memory must live for the

@@ -1,9 +1,9 @@
-//! The C door: from `rapt_tensor` and `rapt_options` to [`engine::View`] and back. No arithmetic, no policy.
+//! The C interface: from `rapt_tensor` and `rapt_options` to [`engine::View`] and back. No arithmetic, no policy.
 //!
 //! ```text
 //! abi      the types of rapt.h, field by field; nothing else may be changed without a new soname
 //! read     what a caller's structs say ─► View, Options ─► Tensors
-//! known    calls that were served before run without being proven again
+//! served   calls that were served before run without being proven again
 //! refusal  errors as codes and messages; nothing unwinds past `guard`
 //! lib      the functions of rapt.h
 //! ```
@@ -12,9 +12,9 @@
 //! Deliberately absent: allocation of tensors, a default engine, and any state but the last error of each thread.
 
 mod abi;
-mod known;
 mod read;
 mod refusal;
+mod served;
 
 use std::ffi::{CStr, CString, c_char};
 
@@ -24,9 +24,9 @@ pub use abi::{
     RAPT_MAX_NDIM, RAPT_VERSION_MAJOR, RAPT_VERSION_MINOR, RAPT_VERSION_PATCH, rapt_capabilities, rapt_causal,
     rapt_device, rapt_dtype, rapt_engine, rapt_error, rapt_given, rapt_layout, rapt_options, rapt_tensor,
 };
-use known::Known;
 use read::{Call, dtype_of, to_read, to_write};
 use refusal::{Refusal, guard};
+use served::Calls;
 
 /// The version of the library that is loaded, such as "0.1.0". The string lives as long as the library.
 #[unsafe(no_mangle)]
@@ -107,7 +107,7 @@ pub extern "C" fn rapt_engine_create(threads: i32) -> *mut rapt_engine {
                 return Err(Error::Option { option: "threads", got: threads.to_string(), allowed }.into());
             }
         };
-        made = Box::into_raw(Box::new(rapt_engine { engine: Engine::new(threads)?, known: Known::new() }));
+        made = Box::into_raw(Box::new(rapt_engine { engine: Engine::new(threads)?, calls: Calls::new() }));
         Ok(())
     });
     made
@@ -179,9 +179,9 @@ pub unsafe extern "C" fn rapt_attention(
     guard(|| {
         let engine = to_read(engine, "engine")?;
         // SAFETY: neither NULL nor unaligned; that an engine lies there is the caller's word.
-        let rapt_engine { engine, known } = unsafe { &*engine };
+        let rapt_engine { engine, calls } = unsafe { &*engine };
         // SAFETY: the caller's word is the same.
-        unsafe { known.run(engine, &Call { q, k, v, out, options }) }
+        unsafe { calls.run(engine, &Call { q, k, v, out, options }) }
     })
 }
 

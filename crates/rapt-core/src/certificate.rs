@@ -13,8 +13,8 @@
 
 use std::fmt;
 
-use crate::overlap::{Decision, STEPS};
-use crate::{Device, Error, Extent, Operands, Plan, Result, Shape, View, ViewMut};
+use crate::operands::{prove_disjoint, prove_injective};
+use crate::{Device, Error, Extent, Operands, Plan, Result, Shape, View, Work};
 
 /// A tensor and the storage that it lies in. Bytes count from the tensor's first element.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -54,19 +54,6 @@ pub struct Disjoint {
     pub other: &'static str,
     /// Steps of the search; 0: the bytes that they reach lie apart.
     pub steps: usize,
-}
-
-/// How a plan deals the rows of out to items: what a backend's `select` states, and a certificate checks.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-pub struct Work {
-    /// Groups of rows that share keys and nothing else.
-    pub tasks: usize,
-    /// Rows of one task: queries of its heads.
-    pub rows: usize,
-    /// Rows of one item: the n-th takes rows `n·r .. min((n + 1)·r, rows)`.
-    pub rows_per_item: usize,
-    /// Keys of one item, cut likewise.
-    pub keys_per_item: usize,
 }
 
 /// Every row of out is written, and once.
@@ -124,24 +111,6 @@ fn in_bounds(tensor: &'static str, view: &View<'_>) -> Result<InBounds> {
         }
     };
     Ok(InBounds { tensor, elements: elements(&shape), bytes: (lo, hi), storage, align_bytes })
-}
-
-fn injective(tensor: &'static str, out: &ViewMut<'_>) -> Result<Injective> {
-    match out.is_injective() {
-        Decision { holds: Some(true), steps } => Ok(Injective { tensor, elements: elements(out.shape()), steps }),
-        Decision { holds: Some(false), .. } => {
-            Err(Error::OutputOverlapsItself { tensor, shape: *out.shape(), strides: *out.strides() })
-        }
-        Decision { holds: None, .. } => Err(Error::OverlapUndecided { tensor, other: tensor, steps: STEPS }),
-    }
-}
-
-fn disjoint(tensor: &'static str, out: &ViewMut<'_>, other: &'static str, view: &View<'_>) -> Result<Disjoint> {
-    match out.is_disjoint_from(view) {
-        Decision { holds: Some(true), steps } => Ok(Disjoint { tensor, other, steps }),
-        Decision { holds: Some(false), .. } => Err(Error::OutputOverlaps { tensor, other }),
-        Decision { holds: None, .. } => Err(Error::OverlapUndecided { tensor, other, steps: STEPS }),
-    }
 }
 
 impl Coverage {
@@ -204,10 +173,12 @@ impl Plan {
             certificate.in_bounds.push(in_bounds(name, view)?);
         }
         for (at, (name, out)) in outputs().enumerate() {
-            certificate.injective.push(injective(name, out)?);
+            let steps = prove_injective(name, out)?;
+            certificate.injective.push(Injective { tensor: name, elements: elements(out.shape()), steps });
             // Each pair of outputs once.
             for (other, view) in tensors.inputs().chain(seen[..at].iter().map(|(name, view)| (*name, view))) {
-                certificate.disjoint.push(disjoint(name, out, other, view)?);
+                let steps = prove_disjoint(name, out, other, view)?;
+                certificate.disjoint.push(Disjoint { tensor: name, other, steps });
             }
         }
         Ok(certificate)

@@ -1,8 +1,8 @@
 //! Every way in which a request is refused: one variant per cause, each carrying the offender.
 //!
 //! A variant belongs to one [`ErrorKind`], which is what a language binding maps to its exception types. Messages name
-//! tensors as `q`, `k`, `v`, `mask`, `sinks`, `alibi_slopes`, `out` and `lse`. Deliberately absent: expressions of any
-//! one language that mend a request; a binding adds those.
+//! tensors as `q`, `k`, `v`, `mask`, `sinks`, `alibi_slopes`, `out` and `lse`. Deliberately absent: hints,
+//! which are expressions of one language; a binding adds those.
 
 use crate::{DType, Device, Shape, Strides};
 
@@ -332,6 +332,12 @@ pub enum Error {
 }
 
 impl Error {
+    /// A refusal of select.
+    #[must_use]
+    pub fn unsupported(what: impl Into<String>, why: impl Into<String>, instead: impl Into<String>) -> Self {
+        Error::Unsupported { what: what.into(), why: why.into(), instead: instead.into() }
+    }
+
     /// The family of this error.
     #[must_use]
     pub fn kind(&self) -> ErrorKind {

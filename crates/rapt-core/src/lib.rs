@@ -25,14 +25,14 @@ mod spec;
 mod view;
 
 pub use block_range::{BlockRange, Tile};
-pub use certificate::{Certificate, Coverage, Disjoint, InBounds, Injective, Work};
+pub use certificate::{Certificate, Coverage, Disjoint, InBounds, Injective};
 pub use dtype::{COMPUTED, DType, Element};
 pub use error::{Error, ErrorKind, Result};
 pub use explain::Explanation;
 pub use form::{Alignment, TensorForm};
 pub use operands::{Operands, Tensors};
 pub use options::{Causal, Finite, Layout, Options, Window};
-pub use plan::{Arch, Caps, Compiled, Cost, Kernel, KernelKey, Launch, LaunchPlan, MaskClass, PRounding, Plan};
+pub use plan::{Arch, Caps, Compiled, Cost, Kernel, KernelKey, Launch, LaunchPlan, MaskClass, PRounding, Plan, Work};
 pub use queue::{DeviceMemory, Executor, Queue, SerialExecutor, Workspace};
 pub use shape::{Dims, MAX_RANK, Shape, Strides};
 pub use spec::{Direction, Kv, MaskSpec, Numerics, Spec, SpecBuilder, TensorSpec};

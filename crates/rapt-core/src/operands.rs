@@ -4,7 +4,7 @@
 //! reaches lies inside its extent (an invariant of [`View`]); each output names every address once and shares no byte
 //! with any other operand.
 
-use crate::overlap::STEPS;
+use crate::overlap::{Decision, STEPS};
 use crate::spec::{broadcast_mask, canonical};
 use crate::{Error, Result, Spec, TensorSpec, View, ViewMut};
 
@@ -58,17 +58,32 @@ fn compare<const N: usize>(tensor: &'static str, got: &TensorSpec<N>, planned: &
     Ok(())
 }
 
-fn disjoint(tensor: &'static str, out: &ViewMut<'_>, other: &'static str, view: &View<'_>) -> Result<()> {
-    match out.is_disjoint_from(view).holds {
-        Some(true) => Ok(()),
+/// Proves that `out` shares no byte with another operand. Answers the steps that it took.
+///
+/// # Errors
+/// [`Error::OutputOverlaps`], [`Error::OverlapUndecided`].
+pub(crate) fn prove_disjoint(
+    tensor: &'static str,
+    out: &ViewMut<'_>,
+    other: &'static str,
+    view: &View<'_>,
+) -> Result<usize> {
+    let Decision { holds, steps } = out.is_disjoint_from(view);
+    match holds {
+        Some(true) => Ok(steps),
         Some(false) => Err(Error::OutputOverlaps { tensor, other }),
         None => Err(Error::OverlapUndecided { tensor, other, steps: STEPS }),
     }
 }
 
-fn injective(tensor: &'static str, out: &ViewMut<'_>) -> Result<()> {
-    match out.is_injective().holds {
-        Some(true) => Ok(()),
+/// Proves that `out` names every address once. Answers the steps that it took.
+///
+/// # Errors
+/// [`Error::OutputOverlapsItself`], [`Error::OverlapUndecided`].
+pub(crate) fn prove_injective(tensor: &'static str, out: &ViewMut<'_>) -> Result<usize> {
+    let Decision { holds, steps } = out.is_injective();
+    match holds {
+        Some(true) => Ok(steps),
         Some(false) => Err(Error::OutputOverlapsItself { tensor, shape: *out.shape(), strides: *out.strides() }),
         None => Err(Error::OverlapUndecided { tensor, other: tensor, steps: STEPS }),
     }
@@ -129,16 +144,16 @@ impl<'a> Operands<'a> {
             }
         }
 
-        injective("out", out)?;
+        prove_injective("out", out)?;
         for (other, view) in tensors.inputs() {
-            disjoint("out", out, other, view)?;
+            prove_disjoint("out", out, other, view)?;
         }
         if let Some(lse) = &tensors.lse {
-            injective("lse", lse)?;
+            prove_injective("lse", lse)?;
             for (other, view) in tensors.inputs() {
-                disjoint("lse", lse, other, view)?;
+                prove_disjoint("lse", lse, other, view)?;
             }
-            disjoint("lse", lse, "out", &out.as_view())?;
+            prove_disjoint("lse", lse, "out", &out.as_view())?;
         }
         Ok(Operands { tensors, spec })
     }

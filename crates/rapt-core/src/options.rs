@@ -14,7 +14,7 @@ pub enum Causal {
 }
 
 impl Causal {
-    /// The name that the doors use.
+    /// The name that bindings use.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {

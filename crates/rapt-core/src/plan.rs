@@ -10,7 +10,7 @@ use std::any::Any;
 use std::fmt::Debug;
 use std::sync::Arc;
 
-use crate::{DType, Direction, Error, Kv, Result, Spec, Work};
+use crate::{DType, Direction, Error, Kv, Result, Spec};
 
 /// An instruction set that a kernel is written for, or the architecture of an NVIDIA GPU that it is compiled for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -121,7 +121,7 @@ pub enum Kernel {
     Forward,
     /// Few queries: bound by how fast K and V arrive, keys split in fixed chunks.
     Decode,
-    /// The one that serves the whole law where no faster one does.
+    /// The one that serves the whole definition where no faster one does.
     Generic,
     /// Nothing to attend: zeros and −inf.
     Empty,
@@ -216,6 +216,19 @@ pub struct Compiled {
     pub local_bytes: usize,
     /// Where the machine code came from, in words.
     pub source: String,
+}
+
+/// How a plan deals the rows of out to items: what a backend's `select` states, and a certificate checks.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub struct Work {
+    /// Groups of rows that share keys and nothing else.
+    pub tasks: usize,
+    /// Rows of one task: queries of its heads.
+    pub rows: usize,
+    /// Rows of one item: the n-th takes rows `n·r .. min((n + 1)·r, rows)`.
+    pub rows_per_item: usize,
+    /// Keys of one item, cut likewise.
+    pub keys_per_item: usize,
 }
 
 /// A backend's whole decision for one request: what its `run` launches, and what [`Plan`] says of it.
@@ -373,13 +386,5 @@ impl Plan {
     #[must_use]
     pub fn why_not_faster(&self) -> String {
         self.launch_plan.why_not_faster(&self.spec, &self.key)
-    }
-}
-
-impl Error {
-    /// A refusal of select.
-    #[must_use]
-    pub fn unsupported(what: impl Into<String>, why: impl Into<String>, instead: impl Into<String>) -> Self {
-        Error::Unsupported { what: what.into(), why: why.into(), instead: instead.into() }
     }
 }

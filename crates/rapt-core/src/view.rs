@@ -1,4 +1,4 @@
-//! A view: where a tensor lies. Building one from raw parts is the one unsafe door; everything after it is safe.
+//! A view: where a tensor lies. Building one from raw parts is the one unsafe constructor; everything after it is safe.
 //!
 //! Invariant of every [`View`] and [`ViewMut`]: the data pointer is a multiple of the element size, and each address
 //! reached by its shape and strides lies inside its extent. The extent is *proven* where the producer tells its storage

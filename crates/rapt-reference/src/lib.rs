@@ -1,4 +1,4 @@
-//! The law: what attention is, in f64. Every backend of Rapt is judged by it.
+//! The reference: what attention is, in f64. Every backend of Rapt is judged by it.
 //!
 //! For query `i` and key `j` of one head, with `d = kv_len − q_len` if causal is bottom-right, else 0:
 //!

@@ -2,7 +2,7 @@
 //!
 //! A key that is not attended is `None`: it has no score, so it cannot weigh. Dot products are compensated (Ogita, Rump
 //! and Oishi 2005, *Accurate sum and dot product*, Dot2), and a score carries what f64 cannot hold of it ([`Score`]), so
-//! the law's own error stays near one unit of f64 for any head_dim, kv_len and size of logits: an f64 engine is judged by
+//! the reference's own error stays near one unit of f64 for any head_dim, kv_len and size of logits: an f64 engine is judged by
 //! more than f64. Deliberately absent: blocks, [`rapt_core::BlockRange`] and everything else [`online`] uses.
 //!
 //! [`online`]: crate::online
@@ -69,7 +69,7 @@ impl Score {
     }
 
     /// `value` with `rest`, a correction below 2^-20. A greater one is forgotten: a bias at the lowest finite number
-    /// absorbs the score that it is added to (the law: such a row gives the mean of v), and what is lost beside an
+    /// absorbs the score that it is added to (by definition such a row gives the mean of v), and what is lost beside an
     /// infinity is no number.
     fn new(value: f64, rest: f64) -> Self {
         Score { value, rest: if rest.abs() < 1.0 / f64::from(1 << 20) { rest } else { 0.0 } }

@@ -21,12 +21,14 @@
 //! and what will run for it, without any pointer. [`layout`] is apart from all of it: the algebra of layouts, and proof that
 //! what one tensor-core instruction writes is what the next one reads.
 
+mod call_cache;
 pub mod cuda;
 pub mod doctor;
 mod engine;
 mod pool;
 mod tensor;
 
+pub use call_cache::CallCache;
 pub use engine::{Engine, Threads, attention, default_engine, spec_of};
 pub use pool::Pool;
 pub use rapt_core::{

@@ -1,4 +1,4 @@
-//! The GPU's doors where there may be no GPU: typed refusals, and nothing else changes.
+//! The GPU's interfaces where there may be no GPU: typed refusals, and nothing else changes.
 
 use rapt::{
     DType, Device, DeviceMemory, Engine, Error, Extent, Operands, Options, Queue, SerialExecutor, Shape, Spec, Tensors,

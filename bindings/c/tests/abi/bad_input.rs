@@ -97,10 +97,17 @@ fn codes(table: &mut Table) {
         (Q..=V).for_each(|at| call.tensors[at].dtype = 4);
     });
     table.add("k of another dtype", RAPT_ERROR_DTYPE_MISMATCH, "k has dtype float16", |call| call.tensors[K].dtype = 6);
-    for (at, dtype) in [(MASK, 1), (SINKS, 4), (SLOPES, 12), (OUT, 4), (LSE, 6), (LSE, 4)] {
+    for (at, dtype, code) in [
+        (MASK, 1, RAPT_ERROR_UNSUPPORTED_DTYPE),
+        (SINKS, 4, RAPT_ERROR_UNSUPPORTED_DTYPE),
+        (SLOPES, 12, RAPT_ERROR_UNSUPPORTED_DTYPE),
+        (OUT, 4, RAPT_ERROR_DTYPE_MISMATCH),
+        (LSE, 6, RAPT_ERROR_DTYPE_MISMATCH),
+        (LSE, 4, RAPT_ERROR_DTYPE_MISMATCH),
+    ] {
         let says = format!("{} has dtype", NAMES[at]);
         let name = format!("{} of dtype {dtype}", NAMES[at]);
-        table.add(&name, RAPT_ERROR_UNSUPPORTED_DTYPE, &says, move |call| call.tensors[at].dtype = dtype);
+        table.add(&name, code, &says, move |call| call.tensors[at].dtype = dtype);
     }
     for causal in [-1, 3, i32::MAX] {
         let says = format!("causal = {causal}");

@@ -1,4 +1,4 @@
-//! docs/reference/dtypes.md against this door: every cell of the column C.
+//! docs/reference/dtypes.md against this interface: every cell of the column C.
 
 use std::ffi::CStr;
 

@@ -3,6 +3,6 @@
 mod bad_input;
 mod dtypes;
 mod header;
-mod law;
+mod reference;
 mod support;
 mod threads;

@@ -1,4 +1,4 @@
-//! What a call from C computes, against the law: contiguous and strided tensors, each option, each dtype; and calls that
+//! What a call from C computes, against the reference: contiguous and strided tensors, each option, each dtype; and calls that
 //! were seen before, whose contents, shapes and options have changed since.
 
 use crate::support::{Call, DIM, HEADS, K, KV_LEN, LSE, MASK, OUT, Owned, Q, Q_LEN, SINKS, SLOPES, V, last_error};
@@ -10,8 +10,8 @@ fn wide(data: &[f32]) -> Vec<f64> {
     data.iter().map(|x| f64::from(*x)).collect()
 }
 
-/// What the law says of a call whose tensors are row-major.
-fn law(call: &Call) -> Outputs {
+/// What the reference says of a call whose tensors are row-major.
+fn reference(call: &Call) -> Outputs {
     let options = &call.options;
     let given = |bit: rapt_given| options.given & bit as u32 != 0;
     let mut problem = Problem::plain(1, HEADS, Q_LEN, KV_LEN, DIM);
@@ -45,13 +45,13 @@ fn assert_near(what: &str, got: &[f64], expected: &[f64], tolerance: f64) {
     assert_eq!(got.len(), expected.len(), "{what}");
     for (at, (got, expected)) in got.iter().zip(expected).enumerate() {
         let near = got == expected || (got - expected).abs() <= tolerance * (1.0 + expected.abs());
-        assert!(near, "{what}[{at}]: {got}, the law says {expected}");
+        assert!(near, "{what}[{at}]: {got}, the reference says {expected}");
     }
 }
 
-fn assert_law(what: &str, call: &Call) {
+fn assert_as_reference(what: &str, call: &Call) {
     assert_eq!(call.run(), rapt_error::RAPT_OK, "{what}: {}", last_error());
-    let expected = law(call);
+    let expected = reference(call);
     let [out, lse] = call.outputs();
     assert_near(&format!("{what}: out"), &wide(out), &expected.out, 1e-6);
     if !call.options_arg.is_null() && !call.options.lse.is_null() {
@@ -60,7 +60,7 @@ fn assert_law(what: &str, call: &Call) {
 }
 
 #[test]
-fn each_option_is_the_laws() {
+fn each_option_is_the_references() {
     let engine = Owned::new(1);
     type Bend<'a> = &'a dyn Fn(&mut Call);
     let with = |bend: Bend<'_>| {
@@ -71,12 +71,12 @@ fn each_option_is_the_laws() {
         bend(&mut call);
         call
     };
-    assert_law("everything", &Call::new(&engine, 11));
+    assert_as_reference("everything", &Call::new(&engine, 11));
     let mut plain = with(&|_| ());
-    assert_law("a struct of zeros", &plain);
+    assert_as_reference("a struct of zeros", &plain);
     let zeros = plain.outputs()[0].to_vec();
     plain.options_arg = std::ptr::null();
-    assert_law("no options", &plain);
+    assert_as_reference("no options", &plain);
     assert_eq!(plain.outputs()[0], zeros);
 
     let cases: [(&str, Bend<'_>); 11] = [
@@ -96,7 +96,7 @@ fn each_option_is_the_laws() {
         .iter()
         .map(|(name, bend)| {
             let call = with(bend);
-            assert_law(name, &call);
+            assert_as_reference(name, &call);
             call.outputs()[0].to_vec()
         })
         .collect();
@@ -109,19 +109,19 @@ fn each_option_is_the_laws() {
 fn a_call_seen_before_reads_what_lies_there_now() {
     let engine = Owned::new(1);
     let mut call = Call::new(&engine, 3);
-    assert_law("first", &call);
+    assert_as_reference("first", &call);
     let first = call.outputs()[0].to_vec();
-    assert_law("the same", &call);
+    assert_as_reference("the same", &call);
     assert_eq!(call.outputs()[0], first);
     for x in &mut call.data[Q] {
         *x = -*x;
     }
-    assert_law("another q at the same address", &call);
+    assert_as_reference("another q at the same address", &call);
     assert_ne!(call.outputs()[0], first);
     call.options.causal = rapt_causal::RAPT_CAUSAL_TOP_LEFT as i32;
-    assert_law("another option in the same struct", &call);
+    assert_as_reference("another option in the same struct", &call);
     call.options.sinks = std::ptr::null();
-    assert_law("one tensor less", &call);
+    assert_as_reference("one tensor less", &call);
     // The arrays behind the same pointers: one query less, which leaves the last row of out as it is.
     let before = call.outputs()[0].to_vec();
     for at in [Q, OUT, LSE] {
@@ -144,7 +144,7 @@ fn strides_of_every_sign_and_the_other_layout() {
     let engine = Owned::new(1);
     let expected = {
         let call = Call::new(&engine, 21);
-        assert_law("row-major", &call);
+        assert_as_reference("row-major", &call);
         call.outputs().map(<[f32]>::to_vec)
     };
     // Each of q, k, v, out and lse turned round along its length: the data begins at the last row.

@@ -1,4 +1,4 @@
-//! The law, clause by clause, on both of its forms; then the two forms against each other.
+//! The definition, clause by clause, by both forms of the reference; then the two forms against each other.
 
 use proptest::prelude::*;
 use rapt_core::{Causal, Window};
@@ -21,7 +21,7 @@ fn assert_same(a: &Outputs, b: &Outputs, context: &str) {
 }
 
 /// Both forms, for several block sizes, which must agree.
-fn law(problem: &Problem, inputs: &Inputs<'_>) -> Outputs {
+fn reference(problem: &Problem, inputs: &Inputs<'_>) -> Outputs {
     let outputs = naive(problem, inputs);
     for block_n in [1, 2, 3, 64] {
         assert_same(&outputs, &online(problem, inputs, block_n), &format!("block_n {block_n}, {problem:?}"));
@@ -37,7 +37,7 @@ fn row<'a>(k: &'a [f64], v: &'a [f64], change: impl Fn(&mut Inputs<'a>)) -> (f64
 fn row_of<'a>(q: &'a f64, k: &'a [f64], v: &'a [f64], change: impl Fn(&mut Inputs<'a>)) -> (f64, f64) {
     let mut inputs = Inputs::plain(std::slice::from_ref(q), k, v);
     change(&mut inputs);
-    let outputs = law(&Problem::plain(1, 1, 1, k.len(), 1), &inputs);
+    let outputs = reference(&Problem::plain(1, 1, 1, k.len(), 1), &inputs);
     (outputs.out[0], outputs.lse[0])
 }
 
@@ -49,7 +49,7 @@ fn check((out, lse): (f64, f64), expect_out: f64, expect_lse: f64) {
 
 #[test]
 fn one_key_gives_its_value_exactly() {
-    let outputs = law(&Problem::plain(1, 1, 1, 1, 2), &Inputs::plain(&[1.0, 0.5], &[0.5, 1.0], &[0.25, 0.75]));
+    let outputs = reference(&Problem::plain(1, 1, 1, 1, 2), &Inputs::plain(&[1.0, 0.5], &[0.5, 1.0], &[0.25, 0.75]));
     assert_eq!(outputs.out, [0.25, 0.75]);
     assert!(same(outputs.lse[0], 1.0 / 2f64.sqrt(), 1e-15));
 }
@@ -64,7 +64,7 @@ fn two_keys_by_hand() {
 fn the_scale_is_any_finite_number_and_its_default_is_one_over_the_root_of_head_dim() {
     let (k, v) = ([0.0, 3f64.ln()], [8.0, 4.0]);
     let problem = |softmax_scale| Problem { softmax_scale, ..Problem::plain(1, 1, 1, 2, 1) };
-    let out = |scale| law(&problem(scale), &Inputs::plain(&[1.0], &k, &v)).out[0];
+    let out = |scale| reference(&problem(scale), &Inputs::plain(&[1.0], &k, &v)).out[0];
     assert!(same(out(0.0), 6.0, 1e-15));
     assert!(same(out(-1.0), 7.0, 1e-15));
     assert!(same(out(2.0), (8.0 + 9.0 * 4.0) / 10.0, 1e-15));
@@ -77,7 +77,7 @@ fn softcap_comes_after_the_scale_and_before_the_bias() {
     let inputs =
         Inputs { mask: Some(Mask::Additive(&[0.0, 7.0])), ..Inputs::plain(&[1.0], &[4.0, 600.0], &[1.0, 0.0]) };
     let (a, b) = (2.0 * 1f64.tanh(), 2.0 + 7.0);
-    let outputs = law(&problem, &inputs);
+    let outputs = reference(&problem, &inputs);
     assert!(same(outputs.out[0], 1.0 / (1.0 + (b - a).exp()), 1e-14));
     assert!(same(outputs.lse[0], b + (a - b).exp().ln_1p(), 1e-14));
 }
@@ -99,13 +99,13 @@ fn a_masked_key_influences_nothing() {
             [(Some(Causal::TopLeft), Window::default()), (None, Window { left: None, right: Some(0) })]
         {
             let problem = Problem { causal, window, ..Problem::plain(1, 1, 1, 2, 1) };
-            let outputs = law(&problem, &Inputs::plain(&[1.0], &[0.0, poison], &[8.0, poison]));
+            let outputs = reference(&problem, &Inputs::plain(&[1.0], &[0.0, poison], &[8.0, poison]));
             assert_eq!((outputs.out[0], outputs.lse[0]), (8.0, 0.0));
         }
         // A boolean mask and the position rule combine by AND: poison under either is unseen.
         let problem = Problem { causal: Some(Causal::TopLeft), ..Problem::plain(1, 1, 1, 3, 1) };
         let inputs = Inputs { mask: Some(Mask::Bool(&[true, true, false])), ..Inputs::plain(&[1.0], &k, &v) };
-        assert_eq!(law(&problem, &inputs).out[0], 8.0);
+        assert_eq!(reference(&problem, &inputs).out[0], 8.0);
     }
 }
 
@@ -119,7 +119,7 @@ fn a_row_with_every_key_masked_is_zeros_even_with_a_sink_or_nan() {
             let mut inputs = Inputs::plain(&q, &[1.0, NAN], &[1.0, NAN]);
             change(&mut inputs);
             inputs.sinks = sink.as_ref().map(<[f64; 1]>::as_slice);
-            let outputs = law(&Problem::plain(1, 1, 1, 2, 1), &inputs);
+            let outputs = reference(&Problem::plain(1, 1, 1, 2, 1), &inputs);
             assert_eq!((outputs.out[0], outputs.lse[0]), (0.0, -INF));
         }
     }
@@ -129,10 +129,10 @@ fn a_row_with_every_key_masked_is_zeros_even_with_a_sink_or_nan() {
 fn no_keys_give_zeros_and_no_queries_give_nothing() {
     let problem = Problem { head_dim_v: 3, ..Problem::plain(1, 2, 2, 0, 1) };
     let inputs = Inputs { sinks: Some(&[1.0, 2.0]), ..Inputs::plain(&[1.0, NAN, 1.0, 1.0], &[], &[]) };
-    assert_eq!(law(&problem, &inputs), Outputs { out: vec![0.0; 12], lse: vec![-INF; 4] });
-    let none = law(&Problem::plain(1, 1, 0, 2, 1), &Inputs::plain(&[], &[1.0, 2.0], &[1.0, 2.0]));
+    assert_eq!(reference(&problem, &inputs), Outputs { out: vec![0.0; 12], lse: vec![-INF; 4] });
+    let none = reference(&Problem::plain(1, 1, 0, 2, 1), &Inputs::plain(&[], &[1.0, 2.0], &[1.0, 2.0]));
     assert_eq!(none, Outputs { out: vec![], lse: vec![] });
-    assert_eq!(law(&Problem::plain(0, 1, 2, 2, 1), &Inputs::plain(&[], &[], &[])).lse.len(), 0);
+    assert_eq!(reference(&Problem::plain(0, 1, 2, 2, 1), &Inputs::plain(&[], &[], &[])).lse.len(), 0);
 }
 
 #[test]
@@ -145,13 +145,14 @@ fn nan_and_plus_inf_reach_only_the_rows_that_attend_them() {
     // A NaN value makes its own column NaN, lse stays.
     let problem = Problem { head_dim_v: 2, ..Problem::plain(1, 1, 2, 2, 1) };
     let problem = Problem { causal: Some(Causal::TopLeft), ..problem };
-    let outputs = law(&problem, &Inputs::plain(&[0.0, 0.0], &[0.0, 0.0], &[1.0, 2.0, NAN, 4.0]));
+    let outputs = reference(&problem, &Inputs::plain(&[0.0, 0.0], &[0.0, 0.0], &[1.0, 2.0, NAN, 4.0]));
     assert_eq!(outputs.out[..2], [1.0, 2.0]);
     assert!(outputs.out[2].is_nan());
     assert_eq!(outputs.out[3], 3.0);
     assert_eq!(outputs.lse, [0.0, 2f64.ln()]);
     // Causal: row 0 does not attend the NaN key, row 1 does.
-    let outputs = law(&Problem { head_dim_v: 1, ..problem }, &Inputs::plain(&[1.0, 1.0], &[0.0, NAN], &[5.0, 6.0]));
+    let outputs =
+        reference(&Problem { head_dim_v: 1, ..problem }, &Inputs::plain(&[1.0, 1.0], &[0.0, NAN], &[5.0, 6.0]));
     assert_eq!((outputs.out[0], outputs.lse[0]), (5.0, 0.0));
     assert!(outputs.out[1].is_nan() && outputs.lse[1].is_nan());
 }
@@ -179,7 +180,7 @@ fn the_lowest_finite_bias_is_a_number() {
 fn sinks_join_the_denominator_unscaled_and_lse_includes_them() {
     let problem = Problem { softmax_scale: 100.0, ..Problem::plain(1, 1, 1, 2, 1) };
     let inputs = Inputs { sinks: Some(&[2f64.ln()]), ..Inputs::plain(&[0.0], &[1.0, 1.0], &[8.0, 4.0]) };
-    let outputs = law(&problem, &inputs);
+    let outputs = reference(&problem, &inputs);
     check((outputs.out[0], outputs.lse[0]), 3.0, 4f64.ln());
     check(row(&[0.0, 0.0], &[8.0, 4.0], |x| x.sinks = Some(&[-INF])), 6.0, 2f64.ln());
     check(row(&[0.0, 0.0], &[8.0, 4.0], |x| x.sinks = Some(&[1e300])), 0.0, 1e300);
@@ -195,7 +196,7 @@ fn alibi_falls_with_the_distance_from_the_diagonal() {
         let weights = expect.map(|distance: f64| if distance.is_nan() { 0.0 } else { 0.5f64.powf(distance) });
         let sum: f64 = weights.iter().sum();
         let out = (weights[0] + 10.0 * weights[1] + 100.0 * weights[2]) / sum;
-        let outputs = law(&problem, &inputs);
+        let outputs = reference(&problem, &inputs);
         check((outputs.out[i], outputs.lse[i]), out, sum.ln());
     }
 }
@@ -206,7 +207,7 @@ fn causal_and_window_count_from_their_own_corner() {
     let seen = |q_len, kv_len, causal, left, right| -> Vec<u32> {
         let problem = Problem { causal, window: Window { left, right }, ..Problem::plain(1, 1, q_len, kv_len, 1) };
         let v: Vec<f64> = (0..kv_len).map(|j| f64::from(1 << j)).collect();
-        let outputs = law(&problem, &Inputs::plain(&vec![0.0; q_len], &vec![0.0; kv_len], &v));
+        let outputs = reference(&problem, &Inputs::plain(&vec![0.0; q_len], &vec![0.0; kv_len], &v));
         outputs.out.iter().zip(&outputs.lse).map(|(out, lse)| (out * lse.exp()).round() as u32).collect()
     };
     assert_eq!(seen(2, 4, None, None, None), [0b1111, 0b1111]);
@@ -223,7 +224,7 @@ fn causal_and_window_count_from_their_own_corner() {
 fn query_heads_share_the_key_head_of_their_group_and_values_may_be_of_another_size() {
     let problem = Problem { num_kv_heads: 2, head_dim_v: 3, ..Problem::plain(2, 4, 1, 1, 1) };
     let v: Vec<f64> = (0..12).map(f64::from).collect();
-    let outputs = law(&problem, &Inputs::plain(&[0.0; 8], &[0.0; 4], &v));
+    let outputs = reference(&problem, &Inputs::plain(&[0.0; 8], &[0.0; 4], &v));
     let expect: Vec<f64> = [0, 0, 1, 1, 2, 2, 3, 3].iter().flat_map(|&h| v[h * 3..][..3].to_vec()).collect();
     assert_eq!(outputs.out, expect);
 }
@@ -292,6 +293,6 @@ proptest! {
             alibi_slopes: alibi.then_some(&slopes[..]),
             ..Inputs::plain(&q, &k, &v)
         };
-        law(&problem, &inputs);
+        reference(&problem, &inputs);
     }
 }

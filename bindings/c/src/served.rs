@@ -1,22 +1,22 @@
-//! Calls that were seen before: their plan and their proof are kept, so that the next one runs at once.
+//! Calls that were served before: their plan and their proof are kept, so that the next one runs at once.
 //!
 //! A proof is a function of what the caller's structs say, addresses included, and of nothing else: equal [`Key`]s have equal
 //! proofs. A call whose structs say the same, word by word, as an earlier one that was served is therefore not proven again.
-//! It is what a loop over the same buffers does; a call that was not seen takes the long way and is remembered.
+//! It is what a loop over the same buffers does; any other call is proven, and kept in the engine's [`CallCache`].
 //! Deliberately absent: anything of the tensors' contents, and refusals, which are found anew each time.
 
-use std::array::from_fn;
-use std::sync::{Arc, Mutex, MutexGuard, TryLockError};
+use std::hash::{Hash, Hasher};
+use std::sync::Arc;
 
-use engine::{Engine, Operands, Plan};
+use engine::{CallCache, Engine, Operands, Plan};
 
 use crate::abi::{rapt_options, rapt_tensor};
 use crate::read::Call;
 use crate::refusal::Refusal;
 
-/// Calls that are remembered; each has one place, which its addresses choose.
+/// Calls that are kept.
 const PLACES: usize = 64;
-/// More dimensions are not served, so they are not remembered either.
+/// More dimensions are not served, so they are not kept either.
 const MOST_DIMS: usize = 4;
 /// q, k, v, out, mask, sinks, alibi_slopes, lse.
 const MOST_TENSORS: usize = 8;
@@ -52,7 +52,7 @@ unsafe fn copy(words: &mut [u64], from: *const i64) -> Option<()> {
 }
 
 impl Key {
-    /// The key of a call, unless something about it is out of the ordinary: then it is not remembered.
+    /// The key of a call, unless something about it is out of the ordinary: then it is not kept.
     ///
     /// # Safety
     /// As rapt_attention().
@@ -114,44 +114,31 @@ impl Key {
         // SAFETY: as above.
         unsafe { copy(&mut strides[..rank], tensor.strides) }
     }
+}
 
-    /// The place of this key: the addresses of q, k, v and out, mixed.
-    fn place(&self) -> usize {
-        let address = |tensor: usize| self.words[OPTION_WORDS + tensor * TENSOR_WORDS];
-        // Multiplicative hashing: the high bits of a product with an odd number near 2^64 / φ.
-        let mixed = (0..4)
-            .fold(0u64, |mixed, tensor| (mixed.rotate_left(5) ^ address(tensor)).wrapping_mul(0x9e37_79b9_7f4a_7c15));
-        (mixed >> (u64::BITS - PLACES.ilog2())) as usize
+impl Hash for Key {
+    /// By the addresses of q, k, v and out, in which calls of one program differ most.
+    fn hash<H: Hasher>(&self, hasher: &mut H) {
+        (0..4).for_each(|tensor| hasher.write_u64(self.words[OPTION_WORDS + tensor * TENSOR_WORDS]));
     }
 }
 
-/// A call that was served.
+/// What serving a call again takes.
 struct Served {
-    key: Key,
     /// The tensors as they were then, proven against the spec of `plan`: they lead nowhere but through a call that says
     /// the same.
     operands: Operands<'static>,
     plan: Arc<Plan>,
 }
 
-/// What an engine remembers.
-pub(crate) struct Known {
-    places: [Mutex<Option<Box<Served>>>; PLACES],
+/// The calls that an engine served.
+pub(crate) struct Calls {
+    served: CallCache<Key, Served>,
 }
 
-impl Known {
+impl Calls {
     pub(crate) fn new() -> Self {
-        Known { places: from_fn(|_| Mutex::new(None)) }
-    }
-
-    /// A place, unless another thread is using it.
-    fn place(&self, key: &Key) -> Option<MutexGuard<'_, Option<Box<Served>>>> {
-        match self.places[key.place()].try_lock() {
-            Ok(place) => Some(place),
-            // What lies there is whole at every moment.
-            Err(TryLockError::Poisoned(place)) => Some(place.into_inner()),
-            Err(TryLockError::WouldBlock) => None,
-        }
+        Calls { served: CallCache::new(PLACES) }
     }
 
     /// Runs `call` on `engine`.
@@ -161,11 +148,9 @@ impl Known {
     pub(crate) unsafe fn run(&self, engine: &Engine, call: &Call) -> Result<(), Refusal> {
         // SAFETY: the caller's word.
         let key = unsafe { Key::of(call) };
-        let mut place = key.as_ref().and_then(|key| self.place(key));
-        if let (Some(key), Some(place)) = (&key, &mut place)
-            && let Some(served) = place.as_mut().filter(|served| served.key == *key)
-        {
-            return Ok(engine.run(&served.plan, &mut served.operands)?);
+        let run = |served: &mut Served| engine.run(&served.plan, &mut served.operands);
+        if let Some(done) = key.as_ref().and_then(|key| self.served.with(key, run)) {
+            return Ok(done?);
         }
         // SAFETY: the caller's word, for this call; a later one uses these tensors only if its own caller says the same.
         let (tensors, options) = unsafe { call.read() }?;
@@ -174,12 +159,8 @@ impl Known {
         let spec = unsafe { &*std::ptr::from_ref(plan.spec()) };
         let mut operands = Operands::check(tensors, spec)?;
         engine.run(&plan, &mut operands)?;
-        if let (Some(key), Some(mut place)) = (key, place) {
-            let served = Served { key, operands, plan };
-            match place.as_mut() {
-                Some(former) => **former = served,
-                None => *place = Some(Box::new(served)),
-            }
+        if let Some(key) = key {
+            self.served.insert(key, Served { operands, plan });
         }
         Ok(())
     }

@@ -1,0 +1,186 @@
+//! A spec: everything about a request but its pointers, checked once.
+//!
+//! All tensors are brought to one canonical order here: `q`, `out` as `[batch, num_q_heads, q_len, head_dim(_v)]`,
+//! `k`, `v` as `[batch, num_kv_heads, kv_len, head_dim(_v)]`, `mask` as `[batch, num_q_heads, q_len, kv_len]` with zero
+//! strides where it broadcasts, `lse` as `[batch, num_q_heads, q_len]`. No element moves: only sizes and strides are
+//! permuted. Deliberately absent: pointers (but for their alignment), devices' capabilities, and any choice of a kernel.
+
+mod builder;
+mod validate;
+
+use crate::{Alignment, BlockRange, Causal, DType, Device, Finite, Layout, Options, Shape, TensorForm, Window};
+
+pub use builder::SpecBuilder;
+pub(crate) use validate::{broadcast_mask, canonical};
+
+/// A tensor without its pointer: `N` sizes and strides in canonical order.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct TensorSpec<const N: usize> {
+    /// The dtype of the elements.
+    pub dtype: DType,
+    /// Sizes.
+    pub shape: [usize; N],
+    /// Strides in elements.
+    pub strides: [isize; N],
+    /// What its address is a multiple of, as far as a kernel may depend on it.
+    pub alignment: Alignment,
+}
+
+impl<const N: usize> TensorSpec<N> {
+    /// A tensor whose dimensions are the last ones of `N`, the others 1; `None` if it has more.
+    pub(crate) fn of(form: &TensorForm) -> Option<Self> {
+        let missing = N.checked_sub(form.shape.len())?;
+        let (mut shape, mut strides) = ([1; N], [0; N]);
+        shape[missing..].copy_from_slice(&form.shape);
+        strides[missing..].copy_from_slice(&form.strides);
+        Some(TensorSpec { dtype: form.dtype, shape, strides, alignment: form.alignment })
+    }
+}
+
+/// What is computed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Direction {
+    /// `out` and `lse` from `q`, `k`, `v`.
+    Forward,
+}
+
+/// How keys and values are stored.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Kv {
+    /// One strided tensor each.
+    Dense,
+}
+
+/// The dtypes that numbers pass through.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Numerics {
+    /// The dtype of q, k and v.
+    pub storage: DType,
+    /// The dtype of products, sums, maxima and exponentials.
+    pub accumulation: DType,
+}
+
+/// The mask of a spec.
+pub type MaskSpec = TensorSpec<4>;
+
+/// A checked request. Built by [`Spec::builder`].
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub struct Spec {
+    /// What is computed.
+    pub direction: Direction,
+    /// How keys and values are stored.
+    pub kv: Kv,
+    /// The dtypes that numbers pass through.
+    pub numerics: Numerics,
+    /// Where every tensor lies.
+    pub device: Device,
+    /// `[batch, num_q_heads, q_len, head_dim]`.
+    pub q: TensorSpec<4>,
+    /// `[batch, num_kv_heads, kv_len, head_dim]`.
+    pub k: TensorSpec<4>,
+    /// `[batch, num_kv_heads, kv_len, head_dim_v]`.
+    pub v: TensorSpec<4>,
+    /// `[batch, num_q_heads, q_len, head_dim_v]`.
+    pub out: TensorSpec<4>,
+    /// `[batch, num_q_heads, q_len]`.
+    pub lse: Option<TensorSpec<3>>,
+    /// `[batch, num_q_heads, q_len, kv_len]`, strides 0 where it broadcasts.
+    pub mask: Option<MaskSpec>,
+    /// `[num_q_heads]`: one more logit per head, unscaled.
+    pub sinks: Option<TensorSpec<1>>,
+    /// `[num_q_heads]`: ALiBi slopes.
+    pub alibi_slopes: Option<TensorSpec<1>>,
+    /// The factor of `q·k`.
+    pub softmax_scale: Finite,
+    /// `c·tanh(x/c)` on the scaled scores.
+    pub softcap: Option<Finite>,
+    /// Causal masking.
+    pub causal: Option<Causal>,
+    /// The sliding window.
+    pub window: Window,
+    /// The order of dimensions in which `q`, `k`, `v`, `out` and `lse` were given.
+    pub layout: Layout,
+}
+
+impl Spec {
+    /// Starts a spec from the three inputs: views, or forms of tensors that are nowhere yet.
+    #[must_use]
+    pub fn builder(
+        q: impl Into<TensorForm>,
+        k: impl Into<TensorForm>,
+        v: impl Into<TensorForm>,
+        options: &Options,
+    ) -> SpecBuilder {
+        SpecBuilder::new(q.into(), k.into(), v.into(), *options)
+    }
+
+    /// Problems that share nothing.
+    #[must_use]
+    pub fn batch(&self) -> usize {
+        self.q.shape[0]
+    }
+    /// Heads of q.
+    #[must_use]
+    pub fn num_q_heads(&self) -> usize {
+        self.q.shape[1]
+    }
+    /// Heads of k and v.
+    #[must_use]
+    pub fn num_kv_heads(&self) -> usize {
+        self.k.shape[1]
+    }
+    /// Query heads per head of k and v; 1 if there are none.
+    #[must_use]
+    pub fn group_size(&self) -> usize {
+        self.num_q_heads().checked_div(self.num_kv_heads()).unwrap_or(1).max(1)
+    }
+    /// Queries per head.
+    #[must_use]
+    pub fn q_len(&self) -> usize {
+        self.q.shape[2]
+    }
+    /// Keys per head.
+    #[must_use]
+    pub fn kv_len(&self) -> usize {
+        self.k.shape[2]
+    }
+    /// The size of a query and a key.
+    #[must_use]
+    pub fn head_dim(&self) -> usize {
+        self.q.shape[3]
+    }
+    /// The size of a value.
+    #[must_use]
+    pub fn head_dim_v(&self) -> usize {
+        self.v.shape[3]
+    }
+
+    /// Which keys each query may see by position.
+    #[must_use]
+    pub fn block_range(&self) -> BlockRange {
+        BlockRange::new(self.q_len(), self.kv_len(), self.causal, self.window)
+    }
+
+    /// Query-key pairs that causal and window leave, over the whole problem.
+    #[must_use]
+    pub fn pairs(&self) -> u64 {
+        (self.batch() as u64)
+            .saturating_mul(self.num_q_heads() as u64)
+            .saturating_mul(self.block_range().pairs(self.q_len()))
+    }
+
+    /// The shape of `out` as the caller orders it, for inputs of `rank` dimensions.
+    #[must_use]
+    pub fn out_shape(&self, rank: usize) -> Shape {
+        validate::as_given(self.out.shape, rank, self.layout)
+    }
+
+    /// The shape of `lse` for inputs of `rank` dimensions.
+    #[must_use]
+    pub fn lse_shape(&self, rank: usize) -> Shape {
+        Shape::new(&self.out.shape[4 - rank..3]).expect("at most three dimensions")
+    }
+}

@@ -1,0 +1,175 @@
+//! What a spec's tensors must be, and how they come to canonical order.
+
+use super::{MaskSpec, Numerics, Spec, TensorSpec};
+use crate::{COMPUTED, DType, Error, Layout, Result, Shape, TensorForm};
+
+/// Dimensions in which q, k, v, out (rank 4) come to canonical order: where each canonical dimension is found.
+fn canonical_order(rank: usize, layout: Layout) -> Option<[Option<usize>; 4]> {
+    match (rank, layout) {
+        (2, _) => Some([None, None, Some(0), Some(1)]),
+        (3, Layout::Bhsd) => Some([None, Some(0), Some(1), Some(2)]),
+        (3, Layout::Bshd) => Some([None, Some(1), Some(0), Some(2)]),
+        (4, Layout::Bhsd) => Some([Some(0), Some(1), Some(2), Some(3)]),
+        (4, Layout::Bshd) => Some([Some(0), Some(2), Some(1), Some(3)]),
+        _ => None,
+    }
+}
+
+const RANKS: &str = "2 ([len, head_dim]), 3 ([heads, len, head_dim]) and 4 ([batch, heads, len, head_dim]) are served";
+
+pub(crate) fn canonical(tensor: &'static str, form: &TensorForm, layout: Layout) -> Result<TensorSpec<4>> {
+    let TensorForm { dtype, shape, strides, alignment, .. } = form;
+    let order = canonical_order(shape.len(), layout).ok_or(Error::Rank {
+        tensor,
+        got: shape.len(),
+        shape: *shape,
+        allowed: RANKS,
+    })?;
+    Ok(TensorSpec {
+        dtype: *dtype,
+        shape: order.map(|d| d.map_or(1, |d| shape[d])),
+        strides: order.map(|d| d.map_or(0, |d| strides[d])),
+        alignment: *alignment,
+    })
+}
+
+/// The canonical `[batch, heads, len, x]` sizes as the caller orders them, dropping the dimensions that `rank` lacks.
+pub(super) fn as_given(sizes: [usize; 4], rank: usize, layout: Layout) -> Shape {
+    let mut given = [0; 4];
+    for (size, d) in sizes.iter().zip(canonical_order(rank, layout).expect("the rank of q was accepted")) {
+        if let Some(d) = d {
+            given[d] = *size;
+        }
+    }
+    Shape::new(&given[..rank]).expect("at most four dimensions")
+}
+
+fn expect_size(
+    tensor: &'static str,
+    size: &'static str,
+    got: usize,
+    other: &'static str,
+    expected: usize,
+) -> Result<()> {
+    if got == expected { Ok(()) } else { Err(Error::SizeMismatch { tensor, size, got, other, expected }) }
+}
+
+/// Whether a bias, a vector per head or an output may have this dtype: a float not wider than the accumulation dtype.
+pub(super) fn is_float_within(dtype: DType, accumulation: DType) -> bool {
+    dtype.is_computed() && dtype.bits() <= accumulation.bits()
+}
+
+pub(super) fn floats_within(accumulation: DType) -> Vec<DType> {
+    COMPUTED.iter().copied().filter(|&dtype| is_float_within(dtype, accumulation)).collect()
+}
+
+pub(super) fn per_head(
+    tensor: &'static str,
+    form: &TensorForm,
+    num_q_heads: usize,
+    accumulation: DType,
+) -> Result<TensorSpec<1>> {
+    if !is_float_within(form.dtype, accumulation) {
+        let allowed = floats_within(accumulation);
+        return Err(Error::UnsupportedDtype { tensor, got: form.dtype, allowed });
+    }
+    let expected = Shape::from([num_q_heads]);
+    if form.shape != expected {
+        return Err(Error::ShapeMismatch { tensor, got: form.shape, expected });
+    }
+    TensorSpec::of(form).ok_or(Error::ShapeMismatch { tensor, got: form.shape, expected })
+}
+
+/// Whether q, k and v, in canonical order, fit one another and stay within what is counted.
+///
+/// # Errors
+/// [`Error::SizeMismatch`], [`Error::ZeroHeadDim`], [`Error::HeadGroups`], [`Error::Overflow`].
+pub(super) fn check_sizes([q, k, v]: [&TensorSpec<4>; 3], given: [&TensorForm; 3]) -> Result<()> {
+    let [batch, num_q_heads, q_len, head_dim] = q.shape;
+    let [_, num_kv_heads, kv_len, _] = k.shape;
+    let head_dim_v = v.shape[3];
+    expect_size("k", "batch", k.shape[0], "q", batch)?;
+    expect_size("v", "batch", v.shape[0], "q", batch)?;
+    expect_size("v", "num_kv_heads", v.shape[1], "k", num_kv_heads)?;
+    expect_size("v", "kv_len", v.shape[2], "k", kv_len)?;
+    expect_size("k", "head_dim", k.shape[3], "q", head_dim)?;
+    let [q_form, k_form, v_form] = given;
+    for (tensor, form, dim) in [("q", q_form, head_dim), ("v", v_form, head_dim_v)] {
+        if dim == 0 {
+            return Err(Error::ZeroHeadDim { tensor, shape: form.shape });
+        }
+    }
+    if !heads_group(num_q_heads, num_kv_heads) {
+        return Err(Error::HeadGroups { num_q_heads, num_kv_heads });
+    }
+    let limits = [
+        (q_form, "q", q_len, LENGTH_BITS),
+        (k_form, "k", kv_len, LENGTH_BITS),
+        (q_form, "q", head_dim, HEAD_DIM_BITS),
+        (v_form, "v", head_dim_v, HEAD_DIM_BITS),
+    ];
+    for (form, tensor, size, bits) in limits {
+        if size as u64 >= 1 << bits {
+            return Err(Error::Overflow { tensor, shape: form.shape, strides: form.strides });
+        }
+    }
+    Ok(())
+}
+
+/// Lengths stay below 2^62, so that positions fit i64, and head dims below 2^32, so that the size of a tile fits usize.
+const LENGTH_BITS: u32 = 62;
+const HEAD_DIM_BITS: u32 = 32;
+
+fn heads_group(num_q_heads: usize, num_kv_heads: usize) -> bool {
+    num_q_heads == num_kv_heads || (num_kv_heads > 0 && num_q_heads.is_multiple_of(num_kv_heads))
+}
+
+/// A mask of at most four dimensions, broadcast to `target`.
+///
+/// # Errors
+/// [`Error::MaskShape`].
+pub(crate) fn broadcast_mask(form: &TensorForm, target: [usize; 4]) -> Result<MaskSpec> {
+    let mismatch = || Error::MaskShape { got: form.shape, expected: Shape::from(target) };
+    let missing = target.len().checked_sub(form.shape.len()).ok_or_else(mismatch)?;
+    let mut strides = [0isize; 4];
+    for (d, (&n, &stride)) in form.shape.iter().zip(form.strides.iter()).enumerate() {
+        match (n, target[missing + d]) {
+            (n, wanted) if n == wanted => strides[missing + d] = if n == 1 { 0 } else { stride },
+            (1, _) => {}
+            _ => return Err(mismatch()),
+        }
+    }
+    Ok(TensorSpec { dtype: form.dtype, shape: target, strides, alignment: form.alignment })
+}
+
+impl Spec {
+    /// Whether the relations that the builder proves still hold.
+    pub(crate) fn is_coherent(&self) -> bool {
+        let Spec { q, k, v, out, .. } = self;
+        let [batch, num_q_heads, q_len, head_dim] = q.shape;
+        let [_, num_kv_heads, kv_len, _] = k.shape;
+        let head_dim_v = v.shape[3];
+        let Numerics { storage, accumulation, .. } = self.numerics;
+        let dtypes = [q, k, v].iter().all(|tensor| tensor.dtype == storage)
+            && storage.is_computed()
+            && accumulation == storage.accumulation()
+            && is_float_within(out.dtype, accumulation);
+        let groups = heads_group(num_q_heads, num_kv_heads);
+        let sizes = k.shape == [batch, num_kv_heads, kv_len, head_dim]
+            && v.shape == [batch, num_kv_heads, kv_len, head_dim_v]
+            && out.shape == [batch, num_q_heads, q_len, head_dim_v]
+            && (1..1 << HEAD_DIM_BITS).contains(&(head_dim as u64))
+            && (1..1 << HEAD_DIM_BITS).contains(&(head_dim_v as u64))
+            && (q_len.max(kv_len) as u64) < 1 << LENGTH_BITS;
+        let lse = self.lse.is_none_or(|lse| lse.dtype == accumulation && lse.shape == out.shape[..3]);
+        let mask = self.mask.is_none_or(|mask| {
+            mask.shape == [batch, num_q_heads, q_len, kv_len]
+                && (mask.dtype == DType::Bool || is_float_within(mask.dtype, accumulation))
+        });
+        let vectors = [&self.sinks, &self.alibi_slopes]
+            .into_iter()
+            .flatten()
+            .all(|vector| vector.shape == [num_q_heads] && is_float_within(vector.dtype, accumulation));
+        dtypes && groups && sizes && lse && mask && vectors
+    }
+}
