@@ -1,9 +1,7 @@
-"""The f64 reference on sampled query rows, and the tolerance rule that a result is judged by.
+"""A row's reference on sampled query rows, and the tolerance that an answer is judged by: `rapt._reference` on the arrays of `inputs`.
 
-    o = softmax(q·k / sqrt(head_dim) + mask) · v           in f64, over every head of every sampled query
-
-Rule (design.md): relative L2 <= 1.1 x PyTorch's (the worse of math and flash) + floor, and no row above 4 x PyTorch's worst + floor.
-Where PyTorch did not take flash, `flash_rounded` stands in for it. Numpy on one thread: nothing here runs while a peer is timed.
+Where PyTorch did not take flash, a formula with flash's roundings stands in for it. Numpy on one thread: nothing here runs while a
+peer is timed.
 """
 
 import dataclasses
@@ -12,12 +10,10 @@ import numpy as np
 
 import inputs
 
+from rapt import _reference
 from rapt.bench import interleaved
 
-FLOOR = {"f64": 16 * 2.0**-52, "f32": 2 * 2.0**-23, "f16": 2.0**-14, "bf16": 2.0**-11}
-
-# PyTorch's own error as measured for anchors.md, for a run without the stock peer; the worst row about twice the whole.
-ANCHOR_ERROR = {"f32": 4.7e-7, "bf16": 2.26e-3, "f16": 2.84e-4}
+DTYPES = {"f64": "float64", "f32": "float32", "f16": "float16", "bf16": "bfloat16"}
 
 
 @dataclasses.dataclass
@@ -27,50 +23,42 @@ class Error:
     finite: bool
 
 
-def scores(row, made, queries, wide):
-    group_size = row.num_q_heads // row.num_kv_heads
-    q = inputs.to_float(made.q[:, :, queries], row.dtype, wide)
-    k = np.repeat(inputs.to_float(made.k, row.dtype, wide), group_size, axis=1)
-    s = q @ k.swapaxes(-1, -2) * wide(row.head_dim**-0.5)
-    if made.mask is not None:
-        mask = made.mask if made.mask.shape[2] == 1 else made.mask[:, :, queries]
-        s = np.where(mask, s, -np.inf) if mask.dtype == bool else s + inputs.to_float(mask, row.dtype, wide)
-    allowed = inputs.positional(row, queries)
-    return s if allowed is None else np.where(allowed, s, -np.inf)
+def arguments(row, made, queries):
+    """(q, k, v in f64, options) of those rows."""
+    def wide(x):
+        return inputs.to_float(x, row.dtype, np.float64)
+
+    mask = made.mask
+    if mask is not None:
+        mask = mask if mask.shape[2] == 1 else mask[:, :, queries]
+        mask = mask if mask.dtype == bool else wide(mask)
+    options = {
+        "mask": mask, "causal": None if row.causal == "none" else row.causal, "window": (row.window - 1, None) if row.window else None,
+        "queries": np.asarray(queries), "q_len": row.q_len,
+    }  # fmt: skip
+    return wide(made.q[:, :, queries]), wide(made.k), wide(made.v), options
 
 
 def attention(row, made, queries):
     """[batch, num_q_heads, len(queries), head_dim_v] in f64."""
-    p = scores(row, made, queries, np.float64)
-    p = np.exp(p - p.max(-1, keepdims=True))
-    v = np.repeat(inputs.to_float(made.v, row.dtype, np.float64), row.num_q_heads // row.num_kv_heads, axis=1)
-    return (p @ v) / p.sum(-1, keepdims=True)
+    *qkv, options = arguments(row, made, queries)
+    return _reference.attention(*qkv, **options)[0]
 
 
 def flash_rounded(row, made, queries):
-    """The plain formula with a flash kernel's roundings: f32 inside, P and the output rounded to the row's dtype."""
-    p = scores(row, made, queries, np.float32)
-    p = np.exp(p - p.max(-1, keepdims=True))
-    row_sum = p.sum(-1, keepdims=True)
-    p = inputs.to_float(inputs.to_dtype(p, row.dtype), row.dtype)
-    v = np.repeat(inputs.to_float(made.v, row.dtype), row.num_q_heads // row.num_kv_heads, axis=1)
-    return inputs.to_float(inputs.to_dtype((p @ v) / row_sum, row.dtype), row.dtype)
+    """The same with a flash kernel's roundings."""
+    *qkv, options = arguments(row, made, queries)
+    return _reference.flash_rounded(*qkv, DTYPES[row.dtype], **options)
 
 
 def error(got, want):
+    """One that is not finite is infinitely far off."""
     if not np.isfinite(got).all():
         return Error(float("inf"), float("inf"), False)
-    difference = np.linalg.norm(got - want, axis=-1)
-    norms = np.linalg.norm(want, axis=-1)
-    relative = np.sqrt((difference**2).sum() / (norms**2).sum())
-    return Error(float(relative), float((difference / np.maximum(norms, norms.mean())).max()), True)
+    relative, worst_row, _ = _reference.errors(got.astype(np.float64), want)
+    return Error(relative, worst_row, True)
 
 
-def limit(dtype, of_torch):
-    """The rule's limit from PyTorch's own errors on the same rows (a list, empty where stock did not run)."""
-    floor = FLOOR[dtype]
-    if not of_torch:
-        return interleaved.Limit(1.1 * ANCHOR_ERROR[dtype] + floor, 8 * ANCHOR_ERROR[dtype] + floor, "anchors.md")
-    return interleaved.Limit(
-        1.1 * max(e.relative for e in of_torch) + floor, 4 * max(e.worst_row for e in of_torch) + floor, "torch in this run"
-    )
+def limit(dtype, of_torch, source):
+    """The rule's limit from errors of PyTorch on the same rows."""
+    return interleaved.Limit(*_reference.limits_of(DTYPES[dtype], [(e.relative, e.worst_row) for e in of_torch]), source)

@@ -18,7 +18,7 @@ from rapt.bench.table import number
 
 
 def lead(measured):
-    """The door that a row's ratios are about: a call through torch's SDPA for call rows, rapt.attention else."""
+    """The interface that a row's ratios are about: a call through torch's SDPA for call rows, rapt.attention else."""
     order = ("rapt-sdpa", "rapt") if measured.row.kind == "call" else ("rapt", "rapt-sdpa", "rapt-avx2")
     return next((name for name in order if name in measured.timings and measured.timings[name].median), None)
 
@@ -250,7 +250,7 @@ def broken(everything):
 
 
 def slower_than_stock(everything):
-    """Rows of group "anchors" on which a door of Rapt has a larger median than stock torch, or lacks one of the two."""
+    """Rows of group "anchors" on which an interface of Rapt has a larger median than stock torch, or lacks one of the two."""
     found = []
     anchors = [measured for measured in everything if "anchors" in measured.row.groups]
     if not anchors:
@@ -260,10 +260,10 @@ def slower_than_stock(everything):
         if not stock:
             found.append(f"{measured.row.key}: no time of stock torch")
             continue
-        doors = [name for name in measured.timings if PEERS[name].ours and not PEERS[name].width]
-        if not doors:
+        interfaces = [name for name in measured.timings if PEERS[name].ours and not PEERS[name].width]
+        if not interfaces:
             found.append(f"{measured.row.key}: no time of rapt")
-        for name in doors:
+        for name in interfaces:
             us = measured.timings[name].median
             if not us or us > stock:
                 found.append(f"{measured.row.key}: {name} {number(us, '{:,.1f}')} us, stock {stock:,.1f} us ({number(ratio(us, stock))}x)")

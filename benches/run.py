@@ -56,7 +56,7 @@ def comma(text):
     return [word.strip() for word in text.split(",") if word.strip()]
 
 
-def told(figure):
+def line_of(figure):
     """A finished row in a line."""
     times = "  ".join(f"{name} {report.microseconds(figure, name)}" for name in figure["us"])
     beats = f"  {figure['vs_stock']:.2f}x stock" if figure["vs_stock"] else ""
@@ -123,7 +123,7 @@ def main():
             for family in shapes.families(rows):
                 measured = run.family(family)
                 everything += measured
-                progress.tell([told(figure) for figure in report.derive(measured)])
+                progress.add([line_of(figure) for figure in report.derive(measured)])
         except KeyboardInterrupt:
             interrupted = True  # what was measured is still reported, and marked
         finally:

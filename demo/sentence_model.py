@@ -94,16 +94,16 @@ def plans_of_every_call(plans):
 class Row:
     """One engine at one dtype against the truth."""
 
-    def __init__(self, dtype, engine, embeddings, truth, rate=None, account=None, plans=None):
+    def __init__(self, dtype, engine, embeddings, truth, rate=None, stats=None, plans=None):
         difference = (embeddings - truth).abs()
         cosine = torch.nn.functional.cosine_similarity(embeddings, truth, dim=1)
-        self.dtype, self.engine, self.rate, self.account = dtype, engine, rate, account
+        self.dtype, self.engine, self.rate, self.stats = dtype, engine, rate, stats
         self.mean, self.max = difference.mean().item(), difference.max().item()
         self.least_cosine, self.mean_cosine = cosine.min().item(), cosine.mean().item()
         self.bytes_copied = None if plans is None else sum(plan.bytes_copied for plan in plans)
 
     def cells(self):
-        fallen = None if self.account is None else sum(self.account["fallback"].values())
+        fallen = None if self.stats is None else sum(self.stats["fallback"].values())
         shown = [
             self.dtype,
             self.engine,
@@ -113,7 +113,7 @@ class Row:
             f"1 − {max(0.0, 1 - self.least_cosine):.1e}",
             f"1 − {max(0.0, 1 - self.mean_cosine):.1e}",
             None if self.rate is None else f"{self.rate:.0f}",
-            None if self.account is None else str(self.account["served"]),
+            None if self.stats is None else str(self.stats["served"]),
             None if fallen is None else str(fallen),
             None if self.bytes_copied is None else str(self.bytes_copied),
         ]
@@ -156,11 +156,11 @@ def compare(name, texts, batches, truth, passes, progress):
             first.setdefault(engine, out)
             seconds[engine].append(took)
             progress.set_postfix_str(f"{name} {engine} {len(texts) / took:.0f} sentences/s", refresh=False)
-    account = rapt.torch.stats()
+    stats = rapt.torch.stats()
     rate = {engine: len(texts) / statistics.median(times) for engine, times in seconds.items()}
     layers = model.config.num_hidden_layers
     stock = Row(name, "stock PyTorch", first["stock"], truth, rate["stock"])
-    ours = Row(name, "Rapt, registered", first["rapt"], truth, rate["rapt"], account, plans)
+    ours = Row(name, "Rapt, registered", first["rapt"], truth, rate["rapt"], stats, plans)
     failures = check(stock, ours, layers * len(batches) * passes)
     if len(plans) != layers * len(batches):
         failures.append(f"{name}: {len(plans)} calls were seen in a pass, not {layers} layers × {len(batches)} batches")
@@ -168,14 +168,14 @@ def compare(name, texts, batches, truth, passes, progress):
         named = load(DTYPES[name], "rapt")
         rapt.torch.reset_stats()
         out, _ = embed(named, batches, progress)
-        account = rapt.torch.stats()
-    by_name = Row(name, 'Rapt, attn_implementation="rapt"', out, truth, None, account)
+        stats = rapt.torch.stats()
+    by_name = Row(name, 'Rapt, attn_implementation="rapt"', out, truth, None, stats)
     failures += check(stock, by_name, layers * len(batches))
     return [stock, ours, by_name], failures
 
 
 def check(stock, ours, calls):
-    """What the account must say; a list of what it does not."""
+    """What the counts must be; a list of what they are not."""
     who = f"{ours.dtype} {ours.engine}"
     failures = []
     # Written so that a NaN fails too.
@@ -183,17 +183,17 @@ def check(stock, ours, calls):
         failures.append(f"{who}: mean difference {ours.mean:.3e} is above {MOST_MEAN_ERROR} × stock's {stock.mean:.3e}")
     if not ours.least_cosine >= stock.least_cosine - MOST_COSINE_LOST[ours.dtype]:
         failures.append(f"{who}: min cosine {ours.least_cosine:.9f} is below stock's {stock.least_cosine:.9f}")
-    if ours.account["fallback"]:
-        failures.append(f"{who}: calls fell back to PyTorch: {ours.account['fallback']}")
-    if ours.account["served"] != calls:
-        failures.append(f"{who}: {ours.account['served']} calls served, not layers × batches × passes = {calls}")
+    if ours.stats["fallback"]:
+        failures.append(f"{who}: calls fell back to PyTorch: {ours.stats['fallback']}")
+    if ours.stats["served"] != calls:
+        failures.append(f"{who}: {ours.stats['served']} calls served, not layers × batches × passes = {calls}")
     if ours.bytes_copied:
         failures.append(f"{who}: {ours.bytes_copied} bytes were copied")
     return failures
 
 
 def run(passes, batch_size):
-    """Prints the account; gives what failed."""
+    """Prints the tables; gives what failed."""
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     texts = sentences()
@@ -220,7 +220,7 @@ def run(passes, batch_size):
             failures += wrong
     print(f"\nAgainst the same model in f64; sentences/s is the median of {passes} interleaved passes.\n")
     table(rows)
-    reasons = {reason: n for row in rows if row.account for reason, n in row.account["fallback"].items()}
+    reasons = {reason: n for row in rows if row.stats for reason, n in row.stats["fallback"].items()}
     print(f"\nreasons for falling back: {reasons or 'none, nothing fell back'}")
     for stock, ours in zip(rows[0::3], rows[1::3]):
         print(f"{ours.dtype}: mean difference {ours.mean / stock.mean:.3f} × stock's, speed {ours.rate / stock.rate:.2f} × stock's")

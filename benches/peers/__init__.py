@@ -64,14 +64,14 @@ CALLS = ("prefill", "decode", "call")
 PEERS = {
     peer.name: peer
     for peer in (
-        Peer("rapt", "rapt.attention", "rapt_doors", ("attention",), kinds=CALLS, ours=True),
-        # The other door is the same engine: measured where a claim is made about it.
-        Peer("rapt-sdpa", "SDPA with rapt registered", "rapt_doors", ("sdpa",), kinds=CALLS, groups=("anchors", "call"), ours=True),
+        Peer("rapt", "rapt.attention", "rapt_interfaces", ("attention",), kinds=CALLS, ours=True),
+        # The other interface is the same engine: measured where a claim is made about it.
+        Peer("rapt-sdpa", "SDPA with rapt registered", "rapt_interfaces", ("sdpa",), kinds=CALLS, groups=("anchors", "call"), ours=True),
         Peer("stock", "stock torch", "torch_sdpa", kinds=(*CALLS, "add")),
         Peer("unlocked", "unlocked torch", "torch_sdpa", kinds=CALLS, preload_unlock=True),
         Peer("openvino", "OpenVINO", "openvino_sdpa", dtypes=("f32", "bf16")),
         Peer("onnxruntime", "onnxruntime", "onnx_attention", dtypes=("f32", "f16")),
-        Peer("rapt-avx2", "rapt.attention, RAPT_ISA=avx2", "rapt_doors", ("attention",), environment=(("RAPT_ISA", "avx2"),),
+        Peer("rapt-avx2", "rapt.attention, RAPT_ISA=avx2", "rapt_interfaces", ("attention",), environment=(("RAPT_ISA", "avx2"),),
              ours=True, width="ymm", default=False),
     )
 }  # fmt: skip

@@ -1,5 +1,5 @@
 """torch.nn.functional.scaled_dot_product_attention as PyTorch itself runs it: stock, or unlocked where the controller preloads the
-answer to MKL's vendor check. The rapt doors share what is here: both sides get the same tensors, options and timing.
+answer to MKL's vendor check. Rapt's interfaces share what is here: both sides get the same tensors, options and timing.
 """
 
 import functools

@@ -304,16 +304,12 @@ fn with_pkg_config(tree: &Tree) -> Outcome {
     if version.trim() != env!("CARGO_PKG_VERSION") {
         return Err(Failure::Check(format!("rapt.pc is of version {}", version.trim())));
     }
-    let flags = ask(&["--cflags", "--libs", "rapt"])?;
     let file = tree.prefix.join("contiguous.c-pkg-config");
-    let mut compile = command(cc, WARNINGS);
-    compile
-        .arg(root().join(EXAMPLES).join("contiguous.c"))
-        .args(flags.split_whitespace())
-        .arg("-lm")
-        .arg("-o")
-        .arg(&file);
-    show(&mut compile)?;
+    // By a shell, as in a Makefile: the flags hold this checkout's path, with its spaces and letters escaped.
+    let with_flags = r#"eval "set -- \"\$@\" $("$PKG_CONFIG" --cflags --libs rapt) -lm"; exec "$@""#;
+    let mut compile = command("sh", ["-c", with_flags, "sh", cc]);
+    compile.args(WARNINGS).arg(root().join(EXAMPLES).join("contiguous.c")).arg("-o").arg(&file);
+    show(compile.env("PKG_CONFIG", pkg_config).env("PKG_CONFIG_PATH", tree.pkg_config()))?;
     run_quietly(Command::new(&file).env("LD_LIBRARY_PATH", tree.lib()))
 }
 

@@ -1,4 +1,4 @@
-"""Fixtures that the whole suite shares. The law and the tolerance rule live in law.py."""
+"""Fixtures that the whole suite shares. The reference and the tolerance rule stand in reference.py."""
 
 import sys
 from pathlib import Path
@@ -7,14 +7,6 @@ import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-
-import law as law_module  # noqa: E402
-
-
-@pytest.fixture
-def law():
-    """`law(q, k, v, **options) -> (out, lse)` in f64."""
-    return law_module.law
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import rapt
-from law import random
+from reference import random
 from test_dlpack import Tensor
 
 

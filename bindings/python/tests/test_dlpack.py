@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import rapt
 from capsules import capsule
-from law import random
+from reference import random
 
 
 class Tensor:

@@ -8,7 +8,7 @@ import warnings
 import numpy as np
 import pytest
 import rapt
-from law import random
+from reference import random
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 warnings.filterwarnings("ignore", message=".*fork.*", category=DeprecationWarning)

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import rapt
-from law import random
+from reference import random
 
 
 def test_sixteen_threads_get_the_bits_of_one():
@@ -42,7 +42,7 @@ import faulthandler, sys, threading
 faulthandler.dump_traceback_later(150, exit=True)  # a deadlock is a failure with every stack, not a hang
 import numpy as np
 import rapt
-from law import random
+from reference import random
 
 door = sys.argv[1]
 rng = np.random.default_rng(7)

@@ -9,8 +9,8 @@ import pytest
 import rapt
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from law import assert_close, assert_lse_close, random
-from law import law as the_law
+from reference import assert_close, assert_lse_close, random
+from reference import reference
 
 
 def loose(dtype):
@@ -20,7 +20,7 @@ def loose(dtype):
 
 def check(q, k, v, dtype, **options):
     out, lse = rapt.attention(q, k, v, return_lse=True, **options)
-    expected, expected_lse = the_law(q, k, v, **options)
+    expected, expected_lse = reference(q, k, v, **options)
     assert out.dtype == q.dtype and type(out) is np.ndarray
     assert lse.dtype == (np.float64 if dtype == "float64" else np.float32)
     assert_lse_close(lse, expected_lse, dtype)
@@ -45,7 +45,7 @@ OPTIONS = [
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("sizes", [(1, 1, 1, 1, 1, 1, 1), (2, 4, 2, 9, 17, 16, 16), (1, 3, 1, 33, 7, 5, 13)], ids=str)
-def test_every_option_against_the_law(rng, dtype, sizes, options):
+def test_every_option_against_reference(rng, dtype, sizes, options):
     batch, heads, kv_heads, q_len, kv_len, head_dim, head_dim_v = sizes
     q = random(rng, (batch, heads, q_len, head_dim), dtype)
     k = random(rng, (batch, kv_heads, kv_len, head_dim), dtype)
@@ -55,7 +55,7 @@ def test_every_option_against_the_law(rng, dtype, sizes, options):
     assert [x.tobytes() for x in (q, k, v)] == before
 
 
-def test_masks_sinks_and_alibi_against_the_law(rng, dtype):
+def test_masks_sinks_and_alibi_against_reference(rng, dtype):
     q, k, v = random(rng, (2, 4, 6, 8), dtype), random(rng, (2, 2, 9, 8), dtype), random(rng, (2, 2, 9, 8), dtype)
     for shape in [(6, 9), (9,), (1, 1), (2, 1, 1, 9), (4, 6, 1), (2, 4, 6, 9)]:
         keep = rng.random(shape) < 0.7
@@ -91,7 +91,7 @@ def test_out_is_filled_in_place_with_any_strides(rng, dtype):
 
 def test_out_dtype(rng):
     q, k, v = (random(rng, (1, 2, 5, 8), "bfloat16") for _ in range(3))
-    expected, _ = the_law(q, k, v)
+    expected, _ = reference(q, k, v)
     for asked in ["float32", np.float32, np.dtype("float32")]:
         out = rapt.attention(q, k, v, out_dtype=asked)
         assert out.dtype == np.float32

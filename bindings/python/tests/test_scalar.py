@@ -10,7 +10,7 @@ import pytest
 CHILD = """
 import numpy as np
 import rapt
-from law import assert_lse_close, law, random
+from reference import assert_lse_close, random, reference
 
 assert rapt.doctor()["isa"] == "scalar"
 rng = np.random.default_rng(8)
@@ -23,7 +23,7 @@ for dtype, bound in bounds.items():
         for options in [{}, {"causal": "bottom_right"}, {"window": (5, 1), "softcap": 3.0}, {"mask": rng.random((q_len, kv_len)) < 0.7}]:
             assert rapt.explain(q, k, v, **options).isa == "scalar"
             out, lse = rapt.attention(q, k, v, return_lse=True, **options)
-            expected, expected_lse = law(q, k, v, **options)
+            expected, expected_lse = reference(q, k, v, **options)
             np.testing.assert_allclose(out.astype(np.float64), expected, atol=bound, rtol=0)
             assert_lse_close(lse, expected_lse, dtype)
             again = rapt.attention(*(x.transpose(0, 2, 1, 3) for x in (q, k, v)), layout="bshd", **options)
@@ -33,7 +33,7 @@ print("ok")
 
 
 @pytest.mark.parametrize("isa", ["scalar"])
-def test_forced_scalar_computes_the_law(isa):
+def test_forced_scalar_computes_reference(isa):
     environment = {**os.environ, "RAPT_ISA": isa, "PYTHONPATH": str(Path(__file__).parent)}
     done = subprocess.run([sys.executable, "-c", CHILD], capture_output=True, text=True, env=environment, timeout=600)
     assert done.returncode == 0 and done.stdout.strip() == "ok", done.stderr

@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import rapt
-from law import assert_close, assert_lse_close, law, random, to_f64, to_torch, torch_peers
+from reference import assert_close, assert_lse_close, random, reference, to_f64, to_torch, torch_peers
 
 torch = pytest.importorskip("torch")
 
@@ -42,13 +42,13 @@ def test_dtype_and_value_are_kept(rng, door, dtype):
     q, k, v = (random(rng, (2, 2, 4, 4), dtype) for _ in range(3))
     out = rapt.attention(*(through(door, x) for x in (q, k, v)))
     assert name_of(out) == dtype
-    assert_close(out, law(q, k, v)[0], dtype, torch_peers(q, k, v))
+    assert_close(out, reference(q, k, v)[0], dtype, torch_peers(q, k, v))
 
 
 @pytest.mark.parametrize("door", DOORS)
 def test_bfloat16_contiguous_and_permuted(rng, door):
     q, k, v = (random(rng, (2, 4, 8, 16), "bfloat16") for _ in range(3))
-    expected = law(q, k, v)[0]
+    expected = reference(q, k, v)[0]
     contiguous = rapt.attention(*(through(door, x) for x in (q, k, v)))
     permuted = [np.ascontiguousarray(x.transpose(0, 2, 1, 3)).transpose(0, 2, 1, 3) for x in (q, k, v)]
     assert permuted[0].strides != q.strides
@@ -65,7 +65,7 @@ def test_exact_values_stay_finite_bounded_and_bfloat16(rng, door):
     assert name_of(out) == "bfloat16"
     got = to_f64(out)
     assert np.isfinite(got).all() and got.min() >= -1 and got.max() <= 1.5
-    assert_close(out, law(q, k, v)[0], "bfloat16", torch_peers(q, k, v))
+    assert_close(out, reference(q, k, v)[0], "bfloat16", torch_peers(q, k, v))
 
 
 @pytest.mark.parametrize("door", DOORS)
@@ -88,7 +88,7 @@ def test_weights_that_are_not_one(door, dtype):
     p = np.exp(s) / np.exp(s).sum()
     assert p.max() < 0.5
     expected = p @ v.astype(float).reshape(3, 2)
-    np.testing.assert_allclose(law(q, k, v)[0].ravel(), expected, rtol=1e-14)
+    np.testing.assert_allclose(reference(q, k, v)[0].ravel(), expected, rtol=1e-14)
     out = rapt.attention(*(through(door, x) for x in (q, k, v)))
     assert_close(out, expected.reshape(1, 1, 1, 2), dtype, torch_peers(q, k, v))
 
@@ -129,7 +129,7 @@ def test_permuted_77_is_read_in_place(rng, door, dtype):
     out = rapt.attention(*permuted, causal=True)
     assert bits(out) == bits(rapt.attention(*copies, causal=True))
     assert [bits(x) for x in permuted] == before
-    expected = law(*map(to_f64, permuted), causal=True)[0]
+    expected = reference(*map(to_f64, permuted), causal=True)[0]
     assert_close(out, expected, dtype, torch_peers(*copies, causal=True))
     # The other way round: [1,77,12,64] seen through a permuted [1,12,77,64], read as bshd.
     seen = [turn(x) for x in copies]
@@ -168,7 +168,7 @@ def test_every_view_equals_its_contiguous_copy_bit_for_bit(rng, dtype):
             copies = [x.contiguous() for x in (q, k, v)]
             same, same_lse = rapt.attention(*copies, return_lse=True, **options)
             assert bits(out) == bits(same) and bits(lse) == bits(same_lse), name
-            expected, expected_lse = law(*map(to_f64, (q, k, v)), **options)
+            expected, expected_lse = reference(*map(to_f64, (q, k, v)), **options)
             assert_close(out, expected, dtype, torch_peers(*copies, **options))
             assert_lse_close(lse, expected_lse, dtype)
         assert [bits(x) for x in (q, k, v)] == before, name
@@ -183,7 +183,7 @@ def test_negative_strides_from_numpy(rng, dtype):
         copies = [np.ascontiguousarray(x) for x in (q, k, v)]
         assert bits(out) == bits(rapt.attention(*copies, causal="bottom_right"))
         peers = torch_peers(*copies, causal=True)  # square: both alignments are one
-        assert_close(out, law(q, k, v, causal="bottom_right")[0], dtype, peers)
+        assert_close(out, reference(q, k, v, causal="bottom_right")[0], dtype, peers)
 
 
 @pytest.mark.parametrize("door", DOORS)
@@ -199,7 +199,7 @@ def test_fifty_random_rounds_leave_inputs_alone(rng, door):
         assert [bits(x) for x in arrays] == before
         copies = [np.ascontiguousarray(x) for x in permuted]
         assert bits(out) == bits(rapt.attention(*copies))
-        assert_close(out, law(*permuted)[0], dtype, torch_peers(*copies))
+        assert_close(out, reference(*permuted)[0], dtype, torch_peers(*copies))
 
 
 @pytest.mark.parametrize("door", DOORS)
@@ -222,14 +222,14 @@ def test_guard_bands_stay_intact(rng, door, dtype):
     assert [storage.tobytes() for storage, _ in inputs] == before
     assert np.isnan(out_storage[:band].astype(float)).all() and np.isnan(out_storage[-band:].astype(float)).all()
     arrays = [x for _, x in inputs]
-    assert_close(out, law(*arrays, causal=True)[0], dtype, torch_peers(*arrays, causal=True))
+    assert_close(out, reference(*arrays, causal=True)[0], dtype, torch_peers(*arrays, causal=True))
 
 
 def test_ten_live_problems_at_once(rng):
     problems = [[random(rng, (1, 2, 16 + n, 8), SIXTEEN[n % 3]) for _ in range(3)] for n in range(10)]
     results = [rapt.attention(*(through(DOORS[n % 2], x) for x in p)) for n, p in enumerate(problems)]
     for p, out in zip(problems, results):
-        assert_close(out, law(*p)[0], p[0].dtype.name, torch_peers(*p))
+        assert_close(out, reference(*p)[0], p[0].dtype.name, torch_peers(*p))
 
 
 # --- masks ---------------------------------------------------------------------------------------------------------------
@@ -249,7 +249,7 @@ def test_a_row_at_the_lowest_finite_value_gives_the_mean(rng, door, dtype):
     bound = {"float64": 1e-12, "float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}[dtype]
     if dtype != "float16":
         np.testing.assert_allclose(to_f64(out)[:, :, 2], mean, atol=bound)
-    expected, expected_lse = law(q, k, v, mask=mask)
+    expected, expected_lse = reference(q, k, v, mask=mask)
     if dtype in ("float64", "float16"):
         assert_close(out, expected, dtype, torch_peers(q, k, v, mask=mask))
     rows = [0, 1, 3, 4]
@@ -266,7 +266,7 @@ def test_a_masked_row_gives_zeros_and_garbage_never_leaks(rng, door, dtype):
     keep[:, [1, 7]] = False
     clean = rapt.attention(*(through(door, x) for x in (q, k, v)), mask=through(door, keep))
     assert not to_f64(clean)[:, :, 3].any()
-    assert_close(clean, law(q, k, v, mask=keep)[0], dtype, torch_peers(q, k, v, mask=keep))
+    assert_close(clean, reference(q, k, v, mask=keep)[0], dtype, torch_peers(q, k, v, mask=keep))
     for garbage in (np.nan, np.inf, -np.inf):
         k2, v2 = k.copy(), v.copy()
         k2[:, :, [1, 7]] = garbage
@@ -285,7 +285,7 @@ def test_nan_reaches_the_rows_that_attend_it_and_no_other(rng, door):
     v[0, 0, 17, 3] = np.nan
     k[0, 1, 30, 0] = np.nan
     out = to_f64(rapt.attention(*(through(door, x) for x in (q, k, v)), causal=True))
-    expected, _ = law(q, k, v, causal=True)
+    expected, _ = reference(q, k, v, causal=True)
     np.testing.assert_array_equal(np.isnan(out).any(-1), np.isnan(expected).any(-1))
     assert not np.isnan(out[0, 0, :17]).any() and np.isnan(out[0, 1, 30:]).all()
 

@@ -4,7 +4,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import law  # noqa: E402
+import reference  # noqa: E402
 import rapt  # noqa: E402
 import rapt.torch as rt  # noqa: E402
 from test_torch_stats import DTYPES, check, tensor  # noqa: E402
@@ -35,9 +35,9 @@ OPTIONS = {
 
 
 def judge(got, q, k, v, options):
-    expected, lse = law.law(q, k, v, **options)
-    law.assert_close(got[0], expected, q.dtype, law.torch_peers(q, k, v, **options))
-    law.assert_lse_close(got[1], lse, q.dtype)
+    expected, lse = reference.reference(q, k, v, **options)
+    reference.assert_close(got[0], expected, q.dtype, reference.torch_peers(q, k, v, **options))
+    reference.assert_lse_close(got[1], lse, q.dtype)
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -80,22 +80,22 @@ def test_the_graph_carries_the_op():
     with torch.no_grad():
         out = compiled(q, k, v)
     assert "rapt.attention.default" in [str(node.target) for node in graphs[0].graph.nodes]
-    law.assert_close(out, law.law(q, k, v)[0], "float32", law.torch_peers(q, k, v))
+    reference.assert_close(out, reference.reference(q, k, v)[0], "float32", reference.torch_peers(q, k, v))
 
 
 def test_the_ops_by_name():
     q, k, v = qkv()
-    expected, lse = law.law(q, k, v)
-    peers = law.torch_peers(q, k, v)
+    expected, lse = reference.reference(q, k, v)
+    peers = reference.torch_peers(q, k, v)
     for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
         with mode():
-            law.assert_close(torch.ops.rapt.attention(q, k, v), expected, "float32", peers)
+            reference.assert_close(torch.ops.rapt.attention(q, k, v), expected, "float32", peers)
             got = torch.ops.rapt.attention_lse(q.clone(), k.clone(), v.clone())
-            law.assert_close(got[0], expected, "float32", peers)
-            law.assert_lse_close(got[1], lse, "float32")
+            reference.assert_close(got[0], expected, "float32", peers)
+            reference.assert_lse_close(got[1], lse, "float32")
             out = torch.full_like(q, torch.nan)
             assert torch.ops.rapt.attention_into(q, k, v, out, None) is None
-            law.assert_close(out, expected, "float32", peers)
+            reference.assert_close(out, expected, "float32", peers)
 
 
 def test_opcheck():
@@ -128,7 +128,7 @@ def test_fake_tensors_have_the_exact_shape_dtype_and_strides(layout):
 @pytest.mark.parametrize("backend", [None, "aot_eager", "inductor"])
 def test_out(backend):
     q, k, v = qkv()
-    expected, lse = law.law(q, k, v)
+    expected, lse = reference.reference(q, k, v)
 
     def run(q, k, v, out):
         return rapt.attention(q, k, v, out=out, return_lse=True)
@@ -141,9 +141,9 @@ def test_out(backend):
     with torch.no_grad():
         got = run(q, k, v, out)
     assert rt.stats() == {"served": 1, "fallback": {}}
-    law.assert_close(out, expected, "float32", law.torch_peers(q, k, v))
-    law.assert_close(got[0], expected, "float32", law.torch_peers(q, k, v))
-    law.assert_lse_close(got[1], lse, "float32")
+    reference.assert_close(out, expected, "float32", reference.torch_peers(q, k, v))
+    reference.assert_close(got[0], expected, "float32", reference.torch_peers(q, k, v))
+    reference.assert_lse_close(got[1], lse, "float32")
     assert (guard[..., :4] == 7).all() and (guard[..., 12:] == 7).all()
 
 
@@ -157,7 +157,7 @@ def test_export():
         program = torch.export.export(Attention(), (q, k, v))
         assert "rapt.attention.default" in [str(node.target) for node in program.graph.nodes]
         out = program.module()(q, k, v)
-    law.assert_close(out, law.law(q, k, v, causal="bottom_right")[0], "float32", law.torch_peers(q, k, v, causal="bottom_right"))
+    reference.assert_close(out, reference.reference(q, k, v, causal="bottom_right")[0], "float32", reference.torch_peers(q, k, v, causal="bottom_right"))
 
 
 DOORS = {
@@ -182,7 +182,7 @@ def test_a_gradient_is_never_dropped_in_silence(door):
             out = DOORS[door](q, k, v)
         out = out[0] if isinstance(out, tuple) else out
         assert not out.requires_grad
-        law.assert_close(out.clone(), law.law(q, k, v)[0], "float32", law.torch_peers(q.detach(), k, v))
+        reference.assert_close(out.clone(), reference.reference(q, k, v)[0], "float32", reference.torch_peers(q.detach(), k, v))
 
 
 def test_sdpa_door_broadcasts_as_pytorch_and_raises_rapts_errors():
@@ -214,4 +214,4 @@ def test_tensors_whose_memory_is_not_their_value_are_refused():
             rapt.attention(bad, k, v)
     with pytest.raises(rapt.UnsupportedError):
         torch.func.vmap(lambda q, k, v: rapt.attention(q, k, v))(q, k, v)
-    law.assert_close(rapt.attention(q, k, v), law.law(q, k, v)[0], "float32", law.torch_peers(q, k, v))
+    reference.assert_close(rapt.attention(q, k, v), reference.reference(q, k, v)[0], "float32", reference.torch_peers(q, k, v))

@@ -11,7 +11,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import law  # noqa: E402
+import reference  # noqa: E402
 import rapt.torch as rt  # noqa: E402
 from torch.nn.functional import scaled_dot_product_attention as sdpa  # noqa: E402
 
@@ -58,9 +58,9 @@ def check(got, query, key, value, mask=None, *, is_causal=False, scale=None, ena
     assert not rt.is_registered()
     q, k, v, m = four(query, key, value, mask, enable_gqa)
     options = {"mask": m, "causal": "top_left" if is_causal else None, "scale": scale}
-    expected = law.law(q, k, v, **options)[0]
-    peers = law.torch_peers(q.contiguous(), k.contiguous(), v.contiguous(), **options)
-    law.assert_close(got.reshape(expected.shape), expected, query.dtype, peers)
+    expected = reference.reference(q, k, v, **options)[0]
+    peers = reference.torch_peers(q.contiguous(), k.contiguous(), v.contiguous(), **options)
+    reference.assert_close(got.reshape(expected.shape), expected, query.dtype, peers)
 
 
 def stock(*args, **options):
@@ -128,4 +128,4 @@ def test_the_law_that_judges_is_not_the_kernel_judged():
     check(out, q, q, q)
     with pytest.raises(AssertionError):
         check(out + 1e-3 * out.abs().max(), q, q, q)
-    assert np.isfinite(law.to_f64(out)).all()
+    assert np.isfinite(reference.to_f64(out)).all()

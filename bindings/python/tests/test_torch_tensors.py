@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 import rapt
-from law import assert_close, assert_lse_close, law, to_f64, torch_peers
+from reference import assert_close, assert_lse_close, reference, to_f64, torch_peers
 from rapt import _native
 
 torch = pytest.importorskip("torch")
@@ -26,7 +26,7 @@ def test_attention_answers_in_kind_device_and_dtype(dtype):
     out, lse = _native.attention(q, k, v, causal=True, return_lse=True)
     assert type(out) is torch.Tensor and out.dtype == dtype and out.device.type == "cpu" and out.is_contiguous()
     assert lse.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    expected, expected_lse = law(q, k, v, causal=True)
+    expected, expected_lse = reference(q, k, v, causal=True)
     assert_close(out, expected, dtype, torch_peers(q, k, v, causal=True))
     assert_lse_close(lse, expected_lse, dtype)
 
@@ -40,7 +40,7 @@ def test_run_into_fills_any_strides_and_torch_sdpa_those_it_is_told(dtype):
     lse = torch.zeros(9, 4, 2, dtype=torch.float64 if dtype == torch.float64 else torch.float32).permute(2, 1, 0)
     assert _native.run_into(q, k, k, out, lse) is None
     assert torch.equal(out, expected) and not storage[..., 1::2].any()
-    assert_lse_close(lse, law(q, k, k)[1], dtype)
+    assert_lse_close(lse, reference(q, k, k)[1], dtype)
     new = _native.torch_sdpa(q, k, k, None, False, None, True, None)
     assert torch.equal(new, expected)
     transposed = _native.torch_sdpa(q, k, k, None, False, None, True, "bshd")
@@ -169,7 +169,7 @@ def test_no_tensor_is_kept_alive():
 def test_a_tensor_of_the_law_in_f64_stays_exact():
     q = randn(1, 1, 3, 4, dtype=torch.float64)
     out = _native.attention(q, q, q)
-    np.testing.assert_allclose(to_f64(out), law(q, q, q)[0], rtol=1e-14)
+    np.testing.assert_allclose(to_f64(out), reference(q, q, q)[0], rtol=1e-14)
 
 
 def test_it_works_where_torch_is_imported_after_rapt():

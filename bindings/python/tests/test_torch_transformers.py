@@ -13,7 +13,7 @@ transformers = pytest.importorskip("transformers")
 if not hasattr(transformers, "AttentionInterface"):
     pytest.skip("this transformers has no AttentionInterface", allow_module_level=True)
 
-import law  # noqa: E402
+import reference  # noqa: E402
 import rapt  # noqa: E402
 import rapt.torch as rt  # noqa: E402
 from rapt.torch._transformers import attention_forward  # noqa: E402
@@ -140,14 +140,14 @@ def test_the_function_itself(dtype):
             out, weights = call(q, k, v, options.pop("attention_mask", None), **options)
         assert weights is None
         assert out.shape == (2, 9, 4, 16) and out.is_contiguous() and out.dtype == dtype
-        expected = law.law(q, k, v, **law_options)[0]
-        peers = law.torch_peers(q, k, v, **{n: o.detach() if n == "sinks" else o for n, o in law_options.items()})
-        law.assert_close(out.transpose(1, 2), expected, dtype, peers)
+        expected = reference.reference(q, k, v, **law_options)[0]
+        peers = reference.torch_peers(q, k, v, **{n: o.detach() if n == "sinks" else o for n, o in law_options.items()})
+        reference.assert_close(out.transpose(1, 2), expected, dtype, peers)
     with torch.no_grad():
         step, _ = call(q[:, :, -1:], k, v, sliding_window=3)
-    expected = law.law(q[:, :, -1:], k, v, causal="bottom_right", window=(2, 0))[0]
-    peers = law.torch_peers(q[:, :, -1:], k, v, causal="bottom_right", window=(2, 0))
-    law.assert_close(step.transpose(1, 2), expected, dtype, peers)
+    expected = reference.reference(q[:, :, -1:], k, v, causal="bottom_right", window=(2, 0))[0]
+    peers = reference.torch_peers(q[:, :, -1:], k, v, causal="bottom_right", window=(2, 0))
+    reference.assert_close(step.transpose(1, 2), expected, dtype, peers)
     assert rt.stats() == {"served": len(cases) + 1, "fallback": {}}
 
 
@@ -176,7 +176,7 @@ def test_compiled():
         compiled(q, k, v)
     assert rt.stats() == {"served": 2, "fallback": {}}
     options = {"softcap": 2.0, "causal": "top_left"}
-    law.assert_close(out.transpose(1, 2), law.law(q, k, v, **options)[0], "float32", law.torch_peers(q, k, v, **options))
+    reference.assert_close(out.transpose(1, 2), reference.reference(q, k, v, **options)[0], "float32", reference.torch_peers(q, k, v, **options))
 
 
 @pytest.mark.parametrize("first", ["transformers", "register", "unregistered"])

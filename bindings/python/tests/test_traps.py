@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import rapt
-from law import random
+from reference import random
 from test_dlpack import Counting, Tensor
 
 

@@ -1,6 +1,6 @@
 """Masks that hide whole tiles of keys, or change nothing in them: such tiles are passed over, or read without the mask.
 
-Values are held against the law (gpu_law); bits, against the same problem with the mask placed otherwise, and with finite numbers where
+Values are held against the reference (gpu_reference); bits, against the same problem with the mask placed otherwise, and with finite numbers where
 nobody attends.
 """
 
@@ -8,7 +8,7 @@ import math
 
 import pytest
 import torch
-from gpu_law import judge
+from gpu_reference import judge
 
 import rapt
 

@@ -1,7 +1,7 @@
 """The boundary on the GPU: every placement of the CPU's stride zoo as input and as output, misaligned bases, what lies round the tensors,
 masks of every shape, rows and lengths without keys, poison, streams, graphs and plans that take turns.
 
-Bits are compared with those of contiguous copies, values with the law (gpu_law). torch has no negative strides: those come from cupy.
+Bits are compared with those of contiguous copies, values with the reference (gpu_reference). torch has no negative strides: those come from cupy.
 """
 
 import itertools
@@ -10,7 +10,7 @@ import threading
 
 import pytest
 import torch
-from gpu_law import Case, judge
+from gpu_reference import Case, judge
 
 import rapt
 
@@ -248,11 +248,11 @@ def test_rows_far_from_zero_leave_the_bits_of_others_alone(dtype, q_len):
     got, far_lse = rapt.attention(far, k, v, return_lse=True)
     assert same(got[:, :, 1::2], want[:, :, 1::2]) and same(far_lse[:, :, 1::2], lse[:, :, 1::2])
     assert bool(got.isfinite().all()) and bool(far_lse.isfinite().all())
-    if dtype != torch.float64:  # the law itself rounds scores of this size as float64 does
+    if dtype != torch.float64:  # the reference itself rounds scores of this size as float64 does
         judge(want, lse, q, k, v)
 
 
-@pytest.mark.parametrize("dtype", DTYPES[:3])  # the law itself rounds scores of this size as float64 does
+@pytest.mark.parametrize("dtype", DTYPES[:3])  # the reference itself rounds scores of this size as float64 does
 @pytest.mark.parametrize("q_len", [6, 300])
 @pytest.mark.parametrize("options", [{}, {"causal": "bottom_right"}, {"window": (100, 20)}])
 @pytest.mark.parametrize("by", [1.5, 6, 60, 2000, "ramp"])

@@ -1,4 +1,4 @@
-"""PyTorch's doors on the GPU: register_backend in every mode, its strides, its account; explain, doctor, errors."""
+"""PyTorch's interfaces on the GPU: register_backend in every mode, its strides, its stats; explain, doctor, errors."""
 
 import os
 import subprocess
@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
-from gpu_law import INF, Case, judge
+from gpu_reference import INF, Case, judge
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import rapt
@@ -132,7 +132,7 @@ def into(q, k, v, mask=None):
     return out
 
 
-DOORS = {
+INTERFACES = {
     "attention": lambda q, k, v, mask: rapt.attention(q, k, v, mask=mask),
     "into": into,
     "scaled_dot_product_attention": rapt.scaled_dot_product_attention,
@@ -146,23 +146,23 @@ CUDAS_OWN = {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync", "PYTORCH_ALLO
 
 
 @pytest.mark.parametrize("home", ["default", "side"])
-@pytest.mark.parametrize("door", DOORS)
-def test_what_another_stream_allocated_is_not_reused_while_a_run_reads_it(door, home):
+@pytest.mark.parametrize("interface", INTERFACES)
+def test_what_another_stream_allocated_is_not_reused_while_a_run_reads_it(interface, home):
     owner, runner = torch.cuda.current_stream(), torch.cuda.Stream()
     if home == "side":
         owner, runner = runner, owner
     with torch.cuda.stream(owner), torch.no_grad():
         given = [*(new(1, 8, 1024, 128) for _ in range(3)), new(1, 1, 1024, 1024)]
-        want = DOORS[door](*given)
+        want = INTERFACES[interface](*given)
         # Room, since the device is waited for where memory is asked of the driver. What was given lies before it.
         spare = [torch.zeros(1 << 20, dtype=torch.bfloat16, device="cuda") for _ in range(12)]
         del spare
     torch.cuda.synchronize()
     addresses = {x.data_ptr() for x in given}
     with torch.cuda.stream(runner), torch.no_grad():
-        DOORS[door](*given)
+        INTERFACES[interface](*given)
         torch.cuda._sleep(1_000_000_000)
-        out = DOORS[door](*given)
+        out = INTERFACES[interface](*given)
     given.clear()
     # What the allocator hands out now is written at once; the run has not begun.
     with torch.cuda.stream(owner):

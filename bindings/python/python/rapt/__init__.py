@@ -147,23 +147,23 @@ def audit(
     kind="auto",
     show_progress=None,
 ):
-    """Hunt boundary bugs in `fn`, any attention with the signature of `scaled_dot_product_attention` or of `attention`.
+    """Check `fn`, any attention with the signature of `scaled_dot_product_attention` or of `attention`, for boundary bugs.
 
     fn: a callable, or "torch", "rapt", "MODULE:FUNCTION". It runs in a child process, so that a fault of it is a finding.
-    hazards: "all" or names (`python -m rapt audit --list`). budget_s: seconds to spend, reproducers included.
+    hazards: "all" or names (`rapt audit --list`). budget_s: seconds to spend, reproducers included.
     kind: the tensors that `fn` takes, "torch", "numpy" or "auto". show_progress: a bar on stderr; None is where a terminal is.
 
     The result is a report: `findings` (hazard, cause, severity, evidence, reproducer), `hazards`, `ok`, `str()`,
     `to_json`, `to_junit`, `to_html`. ValueError for a wrong argument, or a callee that refuses a plain call. Needs numpy.
     """
-    hunt = _importlib.import_module("rapt._audit.hunt")
-    return hunt.audit(fn, device, dtypes, hazards, budget_s, kind=kind, show_progress=show_progress)
+    checks = _importlib.import_module("rapt._audit.checks")
+    return checks.audit(fn, device, dtypes, hazards, budget_s, kind=kind, show_progress=show_progress)
 
 
 def diagnose(out, expected=None, *, q, k, v, **options):
     """Name the corruption that `out`, an attention's result on `q`, `k`, `v`, shows; "correct", or "unknown" honestly.
 
-    expected: the right result if the caller has one, else the law's, in f64. options: the call's own, by the names of
+    expected: the right result if the caller has one, else the reference's, in f64. options: the call's own, by the names of
     `attention` (mask, causal, scale, …, layout) or of `scaled_dot_product_attention` (attn_mask, is_causal).
 
     The result has `name`, `confidence` (0 to 1), `variant`, `pattern` (the elements that show it), `error`, `candidates`.

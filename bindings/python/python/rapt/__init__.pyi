@@ -72,7 +72,7 @@ def audit(
     kind: Literal["auto", "torch", "numpy"] = "auto",
     show_progress: bool | None = None,
 ) -> _AuditReport:
-    """Hunt boundary bugs in any attention: "torch", "rapt", "MODULE:FUNCTION" or a callable."""
+    """Check any attention for boundary bugs: "torch", "rapt", "MODULE:FUNCTION" or a callable."""
 
 def diagnose(out: Any, expected: Any = None, *, q: Any, k: Any, v: Any, **options: Any) -> _Diagnosis:
     """Name the corruption that an attention's output shows, with a confidence, or "unknown"."""

@@ -161,7 +161,7 @@ def atoms():
 
 
 def atom(name):
-    """What the atlas knows of an atom: tile, bits, source, and its map."""
+    """What the atlas holds of an atom: tile, bits, source, and its map."""
     return _json.loads(_native.layout_atom(name))
 
 
@@ -172,7 +172,7 @@ def _read(path):
 
 def check_text(text):
     """The reports of the checks of a TOML text, in its order."""
-    return [Report(_json.loads(facts), told, svg) for facts, told, svg in _native.layout_check(text)]
+    return [Report(_json.loads(facts), shown, svg) for facts, shown, svg in _native.layout_check(text)]
 
 
 def check(path):
@@ -182,7 +182,7 @@ def check(path):
 
 def emulate_text(text, *, seeds=(1, 2, 3), softmax=False):
     """S = Q·Kᵀ → P → P·V through each check of a TOML text, for each seed."""
-    return [Outcome(_json.loads(facts), told) for facts, told in _native.layout_emulate(text, list(seeds), softmax)]
+    return [Outcome(_json.loads(facts), shown) for facts, shown in _native.layout_emulate(text, list(seeds), softmax)]
 
 
 def emulate(path, *, seeds=(1, 2, 3), softmax=False):

@@ -216,7 +216,7 @@ class Callee:
             give("attn_mask" if sdpa else "mask", placed["mask"].tensor)
         if case.causal is not None:
             if sdpa and case.causal != "top_left":
-                raise NotOffered("is_causal knows one alignment")
+                raise NotOffered("is_causal has one alignment")
             give("is_causal" if sdpa else "causal", True if sdpa else case.causal)
         if case.scale is not None:
             give("scale", case.scale)

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .law import law as law_of
-from .law import peer as peer_of
+from rapt import _reference
+
 from .tensors import Placed, exact
 
 
@@ -67,11 +67,11 @@ class Case:
         return {name: value for name, value in asdict(self).items() if name in sizes or value != defaults[name]}
 
     def __str__(self):
-        told = self.as_dict()
+        shown = self.as_dict()
         q = f"q[{self.batch},{self.heads},{self.q_len},{self.head_dim}]"
         kv = f"k[{self.batch},{self.kv_heads},{self.kv_len},{self.head_dim}]"
         v = f"v[{self.batch},{self.kv_heads},{self.v_len or self.kv_len},{self.head_dim_v}]"
-        rest = [f"{name}={told[name]}" for name in told if name not in Case.__sizes__]
+        rest = [f"{name}={shown[name]}" for name in shown if name not in Case.__sizes__]
         return " ".join([self.dtype, q, kv, v, *rest])
 
 
@@ -142,13 +142,13 @@ def values(case):
 
 
 def expected(case, drawn):
-    """(out, lse) by the law."""
-    return law_of(drawn.q, drawn.k, drawn.v, mask=drawn.mask, causal=case.causal, scale=case.scale, **drawn.options)
+    """(out, lse) by the definition."""
+    return _reference.attention(drawn.q, drawn.k, drawn.v, mask=drawn.mask, causal=case.causal, scale=case.scale, **drawn.options)
 
 
 def stand_in(case, drawn):
     """What a sound kernel of this dtype would answer, rounded."""
-    return peer_of(
+    return _reference.flash_rounded(
         drawn.q, drawn.k, drawn.v, case.dtype, mask=drawn.mask, causal=case.causal, scale=case.scale, **drawn.options
     )
 

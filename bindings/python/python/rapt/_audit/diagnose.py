@@ -1,8 +1,8 @@
 """`rapt.diagnose`: which corruption an output shows.
 
 Each hypothesis of hypotheses.py is played on the inputs and laid beside the output. One is named if it leaves at most a
-fifth of the error that the law leaves, over the elements that it foretells. Where no simulation can exist (garbage), the
-pattern of right and wrong elements speaks. Confidence is 1 − (error left / error against the law), times the fourth root of the
+fifth of the error that the reference leaves, over the elements that it foretells. Where no simulation can exist (garbage), the
+pattern of right and wrong elements speaks. Confidence is 1 − (error left / error against the reference), times the fourth root of the
 share of elements foretold, and divided among names that explain the output equally well.
 Deliberately absent: a guess where nothing fits ("unknown", with the pattern of what is wrong).
 """
@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from rapt._reference import scores
+
 from .hypotheses import ALL
-from .law import scores
 from .sight import Sight
 from .tensors import runs
 
@@ -34,7 +35,7 @@ class Diagnosis:
     pattern: str
     """The elements that show it."""
     error: float
-    """Relative L2 of the output against the law or `expected`; NaN if the output is not finite where that is."""
+    """Relative L2 of the output against the reference or `expected`; NaN if the output is not finite where that is."""
     candidates: tuple = field(default=())
     """Further names that would explain the output, (name, confidence, variant), likeliest first."""
 
@@ -51,7 +52,7 @@ class Diagnosis:
     def __str__(self):
         text = f"{self.name} ({self.confidence:.0%})"
         text += f": {self.variant}" if self.variant else ""
-        text += f"\n  {self.pattern}\n  relative error against the law {self.error:.3g}"
+        text += f"\n  {self.pattern}\n  relative error against the reference {self.error:.3g}"
         for name, confidence, variant in self.candidates:
             text += f"\n  or {name} ({confidence:.0%}): {variant}"
         return text
@@ -66,7 +67,7 @@ def diagnose(out, expected=None, *, q, k, v, **options):
     near = NEAR[it.dtype]
     error = distance(it.out, it.want, np.ones(it.out.shape, bool))
     if error <= near / 30 or (it.dtype in ("float16", "bfloat16") and error <= near / 5):
-        return Diagnosis("correct", 1.0, "", f"all {it.out.size} elements are where the law has them", error)
+        return Diagnosis("correct", 1.0, "", f"all {it.out.size} elements are where the reference has them", error)
     found = sorted([*simulated(it, near), *seen(it, near)], key=lambda each: -each[0])
     if not found:
         return Diagnosis("unknown", 0.0, "", where(it, near), error)
@@ -105,18 +106,18 @@ def simulated(it, near):
             count = int(foretold.sum())
             if count < max(2, it.out.size // 64):
                 continue
-            left, law = distance(it.out, guess.out, foretold), distance(it.out, it.want, foretold)
+            left, off = distance(it.out, guess.out, foretold), distance(it.out, it.want, foretold)
             if np.isnan(left) or left > 10 * near:
                 continue
-            if np.isnan(law):
-                law = 1.0
-            if law <= near / 30 or left > EXPLAINED * law:
+            if np.isnan(off):
+                off = 1.0
+            if off <= near / 30 or left > EXPLAINED * off:
                 continue
-            yield (1 - left / law) * (count / it.out.size) ** 0.25, guess.name, guess.variant, guess.pattern
+            yield (1 - left / off) * (count / it.out.size) ** 0.25, guess.name, guess.variant, guess.pattern
 
 
 def wrong_elements(it, near):
-    """Where the output is off, bool of its shape: by more than the row's size allows, or not finite where the law is."""
+    """Where the output is off, bool of its shape: by more than the row's size allows, or not finite where the reference is."""
     with np.errstate(all="ignore"):
         size = np.sqrt(np.mean(np.where(np.isfinite(it.want), it.want, 0) ** 2, axis=-1, keepdims=True))
         size = np.maximum(size, np.mean(size) * 1e-3)

@@ -23,7 +23,7 @@ class Hazard:
     """What a finding says, as a sentence's predicate: "…"."""
     cases: Callable
     """dtype -> the probes, the likeliest to fail first."""
-    judge: str = "law"
+    judge: str = "values"
     """The judge in judges.py that hears it, and the check in script.py that reproduces it."""
     needs: tuple = ("accuracy",)
     once: bool = False
@@ -316,7 +316,7 @@ TABLE = (
     Hazard("lse", "high", "the returned lse is not that of the returned rows", lse, judge="lse"),
     Hazard("large-logits", "high", "large scores overflow or lose their order", logits, judge="logits"),
     Hazard("hidden-cast", "high", "numbers are narrowed on the way", large_values, judge="strict"),
-    Hazard("zero-length", "medium", "empty q, k or batch is not answered by the law", zero_lengths),
+    Hazard("zero-length", "medium", "empty q, k or batch is not answered by the definition", zero_lengths),
     Hazard("stale-state", "high", "a call changes what a later call answers", repeats, judge="stale", needs=("accuracy", "odd-lengths", "inputs-modified")),
     Hazard("nondeterminism", "medium", "the same call gives other bits", repeats, judge="repeat", needs=("inputs-modified",)),
     Hazard("concurrent-calls", "high", "two calls at once disturb each other", repeats, judge="concurrent", needs=("nondeterminism",)),

@@ -1,4 +1,4 @@
-"""The corruptions that diagnosis knows, each played on the given inputs.
+"""The corruptions that diagnosis has names for, each played on the given inputs.
 
 A hypothesis yields `Guess`es: what the output would be if that had happened. NaN in a simulation stands for an element that
 the hypothesis does not foretell (memory outside the storage). The order of `ALL` is the order of preference where two
@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .law import attended, positions, round_to, scores, weigh
+from rapt._reference import attended, positions, round_to, scores, weigh
+
 from .tensors import decode, encode, packed
 
 
@@ -36,25 +37,25 @@ def scale(it):
         yield Guess(
             "scale-ignored",
             "the default was used",
-            it.law(scale=None),
+            it.out_if(scale=None),
             f"every row as if scale were {usual:.4g}, not {given:.4g}",
         )
-    yield Guess("scale-missing", "q·k unscaled", it.law(scale=1.0), f"every row as if scale were 1, not {it.scale:.4g}")
+    yield Guess("scale-missing", "q·k unscaled", it.out_if(scale=1.0), f"every row as if scale were 1, not {it.scale:.4g}")
     yield Guess(
         "scale-squared",
         "applied twice",
-        it.law(scale=it.scale**2),
+        it.out_if(scale=it.scale**2),
         f"every row as if scale were {it.scale**2:.4g}, not {it.scale:.4g}",
     )
     for factor, text in ((math.log(2), "2^s for e^s"), (1 / math.log(2), "log2(e) applied twice")):
         yield Guess(
-            "exp2-for-exp", text, it.law(scale=it.scale * factor), f"every row as if scores were multiplied by {factor:.4g}"
+            "exp2-for-exp", text, it.out_if(scale=it.scale * factor), f"every row as if scores were multiplied by {factor:.4g}"
         )
     if it.v.shape[3] != it.q.shape[3]:
         yield Guess(
             "scale-of-head-dim-v",
             "1/sqrt(head_dim_v)",
-            it.law(scale=it.v.shape[3] ** -0.5),
+            it.out_if(scale=it.v.shape[3] ** -0.5),
             "every row, by a factor on the scores",
         )
 
@@ -98,13 +99,13 @@ def masks(it):
     mask, shape = it.mask, it.shape
     boolean = mask.dtype == np.bool_
     yield Guess(
-        "mask-ignored", "every key attended", it.law(mask=None), "rows with masked keys are off, rows without are right"
+        "mask-ignored", "every key attended", it.out_if(mask=None), "rows with masked keys are off, rows without are right"
     )
     inverted = ~mask if boolean else np.where(mask == -np.inf, 0.0, -np.inf)
     yield Guess(
         "mask-inverted",
         "True read as masked" if boolean else "−inf attended",
-        it.law(mask=inverted),
+        it.out_if(mask=inverted),
         "each row weighs exactly the keys it should not",
     )
     full = np.broadcast_to(mask, shape)
@@ -112,30 +113,30 @@ def masks(it):
                         ((slice(None), slice(None), slice(0, 1)), "row 0's mask for every row"),
                         ((slice(None), slice(None), slice(None), slice(0, 1)), "key 0's mask for every key")):  # fmt: skip
         if not (boolean and full[index].all()):
-            yield Guess("mask-misbroadcast", text, it.law(mask=full[index]), text)
+            yield Guess("mask-misbroadcast", text, it.out_if(mask=full[index]), text)
     if mask.size:
         yield Guess(
             "mask-misbroadcast",
             "read with contiguous offsets",
-            it.law(mask=np.resize(mask, shape)),
+            it.out_if(mask=np.resize(mask, shape)),
             "the mask's elements in row-major order, wherever they belong",
         )
     if mask.shape[0] == mask.shape[1] or 1 in mask.shape[:2]:
         swapped = mask.swapaxes(0, 1)
         if all(size in (1, full_size) for size, full_size in zip(swapped.shape, shape, strict=True)):
             yield Guess(
-                "mask-misbroadcast", "batch and head exchanged", it.law(mask=swapped), "the mask of (b, h) applied to (h, b)"
+                "mask-misbroadcast", "batch and head exchanged", it.out_if(mask=swapped), "the mask of (b, h) applied to (h, b)"
             )
     if shape[2] == shape[3]:
         yield Guess(
             "mask-transposed",
             "queries and keys exchanged",
-            it.law(mask=full.swapaxes(2, 3)),
+            it.out_if(mask=full.swapaxes(2, 3)),
             "the mask of (i, j) applied to (j, i)",
         )
     if boolean:
         yield Guess(
-            "mask-as-bias", "True added as 1.0", it.law(mask=full.astype(np.float64)), "masked keys still weigh, by 1/e less"
+            "mask-as-bias", "True added as 1.0", it.out_if(mask=full.astype(np.float64)), "masked keys still weigh, by 1/e less"
         )
         return
     finite = np.where(np.isfinite(mask), mask, 0)
@@ -146,16 +147,16 @@ def masks(it):
         (-1.0, "subtracted"),
         (0.0, "only −inf obeyed"),
     ):
-        yield Guess("bias-misapplied", text, it.law(mask=factor * finite + hidden), f"scores off by {text}")
+        yield Guess("bias-misapplied", text, it.out_if(mask=factor * finite + hidden), f"scores off by {text}")
     lowest = np.where(finite <= -6e4, -np.inf, mask)
     if (lowest != mask).any():
         yield Guess(
             "lowest-taken-for-minus-infinity",
             "finite bias hides the key",
-            it.law(mask=lowest),
+            it.out_if(mask=lowest),
             "rows wholly at the lowest number are zeros, not the mean of v",
         )
-    yield Guess("bias-read-as-bool", "nonzero attends", it.law(mask=mask != 0), "the bias decides about keys but adds nothing")
+    yield Guess("bias-read-as-bool", "nonzero attends", it.out_if(mask=mask != 0), "the bias decides about keys but adds nothing")
 
 
 def causality(it):
@@ -164,7 +165,7 @@ def causality(it):
     for name in ("window", "softcap", "sinks", "alibi_slopes"):
         if name in it.options:
             yield Guess(
-                f"{name.replace('_', '-')}-ignored", "as if not given", it.law(**{name: None}), f"every row as without {name}"
+                f"{name.replace('_', '-')}-ignored", "as if not given", it.out_if(**{name: None}), f"every row as without {name}"
             )
     if "window" in it.options:
         left, right = it.options["window"]
@@ -174,7 +175,7 @@ def causality(it):
                 yield Guess(
                     "window-off-by-one",
                     f"{ends} for {(left, right)}",
-                    it.law(window=ends),
+                    it.out_if(window=ends),
                     "one key too many or too few at the ends",
                 )
     if causal is None:
@@ -184,10 +185,10 @@ def causality(it):
         yield Guess(
             "alignment-swapped",
             f"{other} for {causal}",
-            it.law(causal=other),
+            it.out_if(causal=other),
             f"row i attends j ≤ i {'+' if other == 'bottom_right' else '−'} (kv_len − q_len) = {abs(kv_len - q_len)} keys {'more' if (kv_len > q_len) == (other == 'bottom_right') else 'fewer'}",
         )
-    yield Guess("causal-ignored", "every key attended", it.law(causal=None), "the last rows are right, the first ones off")
+    yield Guess("causal-ignored", "every key attended", it.out_if(causal=None), "the last rows are right, the first ones off")
     for shift, text in ((-1, "j < i: the row's own key is missing"), (1, "j ≤ i + 1: one key of the future is seen")):
         keep = positions(q_len, kv_len, causal)
         rolled = np.zeros_like(keep)
@@ -196,10 +197,10 @@ def causality(it):
             rolled[:, 0] = keep[:, 0] | (np.arange(q_len) >= 0)
         both = rolled if it.mask is None else None
         if both is not None:
-            yield Guess("causal-off-by-one", text, it.law(causal=None, mask=both), text)
+            yield Guess("causal-off-by-one", text, it.out_if(causal=None, mask=both), text)
     if it.mask is None:
         flipped = ~positions(q_len, kv_len, causal) | np.eye(q_len, kv_len, dtype=bool)
-        yield Guess("causal-inverted", "j ≥ i", it.law(causal=None, mask=flipped), "rows see the future, not the past")
+        yield Guess("causal-inverted", "j ≥ i", it.out_if(causal=None, mask=flipped), "rows see the future, not the past")
 
 
 def roles(it):
@@ -207,21 +208,21 @@ def roles(it):
     q, k, v = it.q, it.k, it.v
     batch, heads, q_len, kv_len = it.shape
     if q.shape == k.shape:
-        yield Guess("q-k-transposed", "q and k exchanged", it.law(q=k, k=q), "row i weighs by column i of the scores")
+        yield Guess("q-k-transposed", "q and k exchanged", it.out_if(q=k, k=q), "row i weighs by column i of the scores")
         yield Guess(
             "k-v-exchanged",
             "k and v exchanged",
-            it.law(k=v, v=k) if k.shape == v.shape else np.full_like(it.want, np.nan),
+            it.out_if(k=v, v=k) if k.shape == v.shape else np.full_like(it.want, np.nan),
             "rows are means of k",
         )
         yield Guess(
             "q-v-exchanged",
             "q and v exchanged",
-            it.law(q=v, v=q) if q.shape == v.shape else np.full_like(it.want, np.nan),
+            it.out_if(q=v, v=q) if q.shape == v.shape else np.full_like(it.want, np.nan),
             "rows are means of q",
         )
-    yield Guess("q-k-transposed", "k read as [head_dim, kv_len]", it.law(k=crossed(k)), "keys are columns of the buffer")
-    yield Guess("v-transposed", "v read as [head_dim_v, kv_len]", it.law(v=crossed(v)), "values are columns of the buffer")
+    yield Guess("q-k-transposed", "k read as [head_dim, kv_len]", it.out_if(k=crossed(k)), "keys are columns of the buffer")
+    yield Guess("v-transposed", "v read as [head_dim_v, kv_len]", it.out_if(v=crossed(v)), "values are columns of the buffer")
     if it.out.shape[2] > 1 and it.out.shape[3] > 1:
         yield Guess(
             "output-transposed",
@@ -244,7 +245,7 @@ def roles(it):
             "row (i, h) of the right one, counted through, is row (h, i) of the output",
         )
         read = {name: tagged(x) for name, x in (("q", q), ("k", k), ("v", v))}
-        out = it.law(**read)
+        out = it.out_if(**read)
         yield Guess("heads-transposed", "inputs read as [B,S,H,D]", out, "heads and rows of the inputs exchanged")
         back = out.transpose(0, 2, 1, 3).reshape(out.shape)
         yield Guess("heads-transposed", "inputs and output as [B,S,H,D]", back, "heads and rows exchanged on both sides")
@@ -252,7 +253,7 @@ def roles(it):
             yield Guess(
                 "heads-transposed",
                 f"{name} read as [B,S,H,D]",
-                it.law(**{name: read[name]}),
+                it.out_if(**{name: read[name]}),
                 f"heads and rows of {name} exchanged",
             )
     if heads > 1:
@@ -287,10 +288,10 @@ def roles(it):
         for name in "qkv":
             one = {name: np.broadcast_to(getattr(it, name)[:1], getattr(it, name).shape)}
             yield Guess(
-                "one-batch-repeated", f"batch 0 of {name} for every batch", it.law(**one), f"batches use batch 0's {name}"
+                "one-batch-repeated", f"batch 0 of {name} for every batch", it.out_if(**one), f"batches use batch 0's {name}"
             )
         one = {name: np.broadcast_to(getattr(it, name)[:1], getattr(it, name).shape) for name in "kv"}
-        yield Guess("one-batch-repeated", "batch 0 of k and v for every batch", it.law(**one), "batches use batch 0's k and v")
+        yield Guess("one-batch-repeated", "batch 0 of k and v for every batch", it.out_if(**one), "batches use batch 0's k and v")
         yield Guess(
             "batches-mixed", "batches in reversed order", it.want[::-1], "output batch b is the right one's batch B−1−b"
         )
@@ -302,20 +303,20 @@ def groups(it):
     if heads == kv_heads:
         if heads > 1:
             zero = {name: np.broadcast_to(getattr(it, name)[:, :1], getattr(it, name).shape) for name in "kv"}
-            yield Guess("wrong-gqa-group", "key head 0 for every head", it.law(**zero), "every query head uses key head 0")
+            yield Guess("wrong-gqa-group", "key head 0 for every head", it.out_if(**zero), "every query head uses key head 0")
         return
     for text, index in (
         ("h mod num_kv_heads", np.arange(heads) % kv_heads),
         ("key head 0 for every head", np.zeros(heads, int)),
     ):
-        yield Guess("wrong-gqa-group", text, it.law(k=it.k[:, index], v=it.v[:, index]), f"query head h uses key head {text}")
+        yield Guess("wrong-gqa-group", text, it.out_if(k=it.k[:, index], v=it.v[:, index]), f"query head h uses key head {text}")
     index = np.arange(heads) % kv_heads
     right = np.arange(heads) // (heads // kv_heads)
     yield Guess(
-        "wrong-gqa-group", "h mod num_kv_heads in v only", it.law(k=it.k[:, right], v=it.v[:, index]), "values of another group"
+        "wrong-gqa-group", "h mod num_kv_heads in v only", it.out_if(k=it.k[:, right], v=it.v[:, index]), "values of another group"
     )
     yield Guess(
-        "wrong-gqa-group", "h mod num_kv_heads in k only", it.law(k=it.k[:, index], v=it.v[:, right]), "keys of another group"
+        "wrong-gqa-group", "h mod num_kv_heads in k only", it.out_if(k=it.k[:, index], v=it.v[:, right]), "keys of another group"
     )
 
 
@@ -326,7 +327,7 @@ def strides(it):
         for some in itertools.combinations(views, count):
             read = {name: it.stored[name].read(packed(it.stored[name].shape)) for name in some}
             which = " and ".join(some)
-            out = it.law(**read)
+            out = it.out_if(**read)
             pattern = f"{which} read in memory order from the first element on, strides {', '.join(str(it.stored[n].strides) for n in some)} ignored"
             yield Guess("contiguous-offsets-on-strided-view", which, known(out, it, read), pattern)
             if it.shape[1] > 1:
@@ -340,7 +341,7 @@ def strides(it):
         if stored.strides[3] != 1 and stored.shape[3] > 1:
             read = {name: stored.read((*stored.strides[:3], 1))}
             yield Guess(
-                "inner-stride-ignored", name, known(it.law(**read), it, read), f"elements of a row of {name} taken side by side"
+                "inner-stride-ignored", name, known(it.out_if(**read), it, read), f"elements of a row of {name} taken side by side"
             )
     backward = [name for name in views if any(stride < 0 for stride in it.stored[name].strides)]
     for count in range(len(backward), 0, -1):
@@ -352,7 +353,7 @@ def strides(it):
                     read[name] = stored.read(tuple(abs(stride) for stride in stored.strides), place(stored))
                 which = " and ".join(some)
                 pattern = f"rows of {which} in the opposite order" if text else f"{which} read forward past its first element"
-                yield Guess("negative-stride-read-forward", which + text, known(it.law(**read), it, read), pattern)
+                yield Guess("negative-stride-read-forward", which + text, known(it.out_if(**read), it, read), pattern)
 
 
 def lowest(stored):
@@ -368,7 +369,7 @@ def tails(it):
         if 0 < cut < kv_len:
             mask = None if it.mask is None else np.broadcast_to(it.mask, it.shape)[..., :cut]
             out = (
-                it.law(k=it.k[:, :, :cut], v=it.v[:, :, :cut], mask=mask)
+                it.out_if(k=it.k[:, :, :cut], v=it.v[:, :, :cut], mask=mask)
                 if it.options.get("causal") != "bottom_right"
                 else it.want
             )
@@ -381,7 +382,7 @@ def tails(it):
             yield Guess(
                 "tail-padded",
                 f"{pad} keys of zeros beyond the end (tile of {tile})",
-                it.law(k=np.pad(it.k, more), v=np.pad(it.v, more)),
+                it.out_if(k=np.pad(it.k, more), v=np.pad(it.v, more)),
                 "rows shrink: keys beyond the end take weight",
             )
         cut = head_dim // tile * tile
@@ -389,7 +390,7 @@ def tails(it):
             yield Guess(
                 "head-dim-tail-dropped",
                 f"elements {cut} and beyond of q and k (tile of {tile})",
-                it.law(q=it.q[..., :cut], k=it.k[..., :cut], scale=it.scale),
+                it.out_if(q=it.q[..., :cut], k=it.k[..., :cut], scale=it.scale),
                 f"scores lack the last {head_dim - cut} products",
             )
 
@@ -420,7 +421,7 @@ def halves(it):
                 yield Guess(
                     "halves-swapped",
                     f"{text} of {name}",
-                    it.law(**{name: changed}),
+                    it.out_if(**{name: changed}),
                     f"scores pair element d of {name} with another",
                 )
     for name, x, text in (
@@ -429,7 +430,7 @@ def halves(it):
     ):
         changed = swap(x, 2, "halves")
         if changed is not None and x.shape[2] > 1:
-            yield Guess("halves-swapped", text, changed if name == "out" else it.law(v=changed), "row i stands at i ± len/2")
+            yield Guess("halves-swapped", text, changed if name == "out" else it.out_if(v=changed), "row i stands at i ± len/2")
 
 
 def sixteen(it):
@@ -466,15 +467,15 @@ def sixteen(it):
             "the first half holds every result, truncated, at odd places",
         )
         if it.v.shape[3] % 2 == 0:
-            yield Guess("16-bit-read-as-32-bit", "v and the output as 32-bit rows", narrow(it.law(v=wide(it.v, True))), odd)
+            yield Guess("16-bit-read-as-32-bit", "v and the output as 32-bit rows", narrow(it.out_if(v=wide(it.v, True))), odd)
         if it.q.shape[3] % 2 == 0 and it.v.shape[3] % 2 == 0:
             rows = {name: wide(getattr(it, name), True) for name in "qkv"}
             for factor, text in ((it.scale, "scale of head_dim"), (it.scale * math.sqrt(2), "scale of head_dim/2")):
-                out = it.law(**rows, scale=factor)
+                out = it.out_if(**rows, scale=factor)
                 yield Guess("16-bit-read-as-32-bit", f"q, k, v and the output as 32-bit rows, {text}", narrow(out), odd)
         for some in ("qkv", "kv", "q", "k", "v"):
             read = {name: wide(getattr(it, name), False) for name in some}
-            out = known(it.law(**{name: np.nan_to_num(x, posinf=np.inf, neginf=-np.inf) for name, x in read.items()}), it, read)
+            out = known(it.out_if(**{name: np.nan_to_num(x, posinf=np.inf, neginf=-np.inf) for name, x in read.items()}), it, read)
             yield Guess(
                 "16-bit-read-as-32-bit",
                 f"{', '.join(some)} read at 32-bit offsets",
@@ -494,13 +495,13 @@ def sixteen(it):
             yield Guess(
                 "16-bit-read-as-32-bit",
                 f"{', '.join(some)} read as 32-bit, wrapped round",
-                it.law(**wrapped),
+                it.out_if(**wrapped),
                 "each 32-bit number is an odd element with its even neighbour as noise",
             )
     other = "float16" if it.dtype == "bfloat16" else "bfloat16"
     for some in ("qkv", "v", "qk"):
         read = {name: decode(encode(getattr(it, name), it.dtype), other) for name in some}
-        out = it.law(**read)
+        out = it.out_if(**read)
         yield Guess(
             "wrong-16-bit-tag",
             f"{', '.join(some)} read as {other}",
@@ -524,7 +525,7 @@ def casts(it):
     }.get(it.dtype, ()):
         with np.errstate(all="ignore"):
             rounded = {name: round_to(getattr(it, name), narrower) for name in "qkv"}
-            out = it.law(**rounded)
+            out = it.out_if(**rounded)
             yield Guess("hidden-cast", f"inputs as {narrower}", out, f"every element off by roundings of {narrower}")
             yield Guess(
                 "hidden-cast", f"inputs and output as {narrower}", round_to(out, narrower), f"every element is a {narrower}"

@@ -1,7 +1,7 @@
 """The judges: one call or a few on a case, and a verdict with numbers.
 
 A judge returns None (clean) or `Evidence`; it lets `Refused` and `NotOffered` pass. It runs in the child process, beside the
-callee. Judges of values hold the callee against the law; judges of behaviour hold it against itself (other strides, other
+callee. Judges of values hold the callee against the reference; judges of behaviour hold it against itself (other strides, other
 neighbours, again), so that they need no tolerance.
 Deliberately absent: which probes to use (hazards.py), crashes and time (supervisor.py sees those).
 """
@@ -17,11 +17,18 @@ from dataclasses import asdict, dataclass, field
 
 import numpy as np
 
+from rapt._reference import FLOOR, LSE_LIMIT, errors, limits, scores
+
 from . import diagnose, gpu
 from .callee import NotOffered, Refused
 from .case import expected, place, stand_in, values
-from .law import EPSILON, FLOOR, GROSS, LSE_FLOOR, errors, limits, scores
 from .tensors import BYTES, supports_pages
+
+# Spacing of the accumulation dtype: large logits lose this much of a score.
+EPSILON = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-23, "bfloat16": 2.0**-23}
+# "Wrong" as against "less exact than it should be": this many times the tolerance. Roundings differ by small factors
+# between correct implementations; a wrong element is off by its whole size.
+GROSS = 32
 
 MAP_SIDE = 40
 """Most rows and columns of an error map."""
@@ -64,8 +71,8 @@ class Room:
         return self.callee(case, self.place(case, drawn))
 
 
-def judge_law(room, case, strict=False, name=None, spare=0.0):
-    """The output against the law; not strict: only what is wrong, not what is inexact."""
+def judge_values(room, case, strict=False, name=None, spare=0.0):
+    """The output against the reference; not strict: only what is wrong, not what is inexact."""
     drawn = values(case)
     placed = room.place(case, drawn)
     answer = room.callee(case, placed)
@@ -109,7 +116,7 @@ def against(case, drawn, placed, answer, want, limit, row_limit, name):
             if np.isnan(got[stray]).all()
             else "not finite"
             if not np.isfinite(got[stray]).any()
-            else "finite where the law is not"
+            else "finite where the reference is not"
         )
         text = f"{int(stray.sum())} of {got.size} elements are {kinds}"
         where = np.argwhere(stray)[0]
@@ -118,17 +125,17 @@ def against(case, drawn, placed, answer, want, limit, row_limit, name):
         excess = error / limit if error > limit else worst / row_limit
         text = f"relative error {error:.2e} (limit {limit:.1e}, {excess:.3g}× over), worst row {worst:.2e} at {at(where)}"
     gross = stray.any() or error > GROSS * limit or worst > GROSS * row_limit
-    told = explain(case, placed, answer, want)
-    cause = told["name"] if told and told["name"] not in ("unknown", "correct") and told["confidence"] >= 0.3 else name
-    if told and cause == told["name"]:
-        text += f"; {told['variant']}" if not told["pattern"].startswith(told["variant"]) else ""
-        text += f"; {told['pattern']}"
-    elif told:
-        text += f"; {told['pattern']}"
+    diagnosis = explain(case, placed, answer, want)
+    cause = diagnosis["name"] if diagnosis and diagnosis["name"] not in ("unknown", "correct") and diagnosis["confidence"] >= 0.3 else name
+    if diagnosis and cause == diagnosis["name"]:
+        text += f"; {diagnosis['variant']}" if not diagnosis["pattern"].startswith(diagnosis["variant"]) else ""
+        text += f"; {diagnosis['pattern']}"
+    elif diagnosis:
+        text += f"; {diagnosis['pattern']}"
     # Less exact than the rule asks, but not wrong.
     severity = None if gross or not name == "accuracy" or cause != name else "medium"
     evidence = Evidence(
-        text, cause, numbers, severity, told, error_map(got, want, where), {"limit": limit, "row_limit": row_limit}
+        text, cause, numbers, severity, diagnosis, error_map(got, want, where), {"limit": limit, "row_limit": row_limit}
     )
     return evidence
 
@@ -188,12 +195,12 @@ def torch_peers(case, placed):
 
 
 def judge_strict(room, case, name):
-    return judge_law(room, case, strict=True, name=name)
+    return judge_values(room, case, strict=True, name=name)
 
 
 def judge_tag(room, case, name):
     """Only what a wrong tag explains; the rest is accuracy's."""
-    found = judge_law(room, case, name=name)
+    found = judge_values(room, case, name=name)
     tags = ("16-bit-read-as-32-bit", "wrong-16-bit-tag", "output-dtype")
     return found if found is not None and found.cause in tags else None
 
@@ -201,7 +208,7 @@ def judge_tag(room, case, name):
 def judge_logits(room, case, name):
     drawn = values(case)
     top = float(np.abs(scores(drawn.q, drawn.k)).max())
-    return judge_law(room, case, name=name, spare=GROSS * EPSILON[case.dtype] * top)
+    return judge_values(room, case, name=name, spare=GROSS * EPSILON[case.dtype] * top)
 
 
 def judge_mixing(room, case, name):
@@ -240,7 +247,7 @@ def judge_untouched(room, case, name):
 def judge_bands(room, case, name):
     """The same call with zeros and with NaN round the tensors."""
     if case.around == "zero":
-        found = judge_law(room, case, name=name)
+        found = judge_values(room, case, name=name)
         if found is None or not found.numbers.get("not_finite"):
             return None
         found.cause = name
@@ -280,16 +287,16 @@ def judge_mismatch(room, case, name):
         answer = room.callee(case, placed)
     except Refused:
         return None
-    told = {"kv_len_of_k": case.kv_len, "kv_len_of_v": case.v_len, "not_finite": int((~np.isfinite(answer.values)).sum())}
+    numbers = {"kv_len_of_k": case.kv_len, "kv_len_of_v": case.v_len, "not_finite": int((~np.isfinite(answer.values)).sum())}
     took = f"K of {case.kv_len} rows and V of {case.v_len} rows are taken without an error"
-    if told["not_finite"]:
-        text = f"{took}; the bytes behind K (NaN here) reach {told['not_finite']} of {answer.values.size} elements: K is read past its end"
-        return Evidence(text, name, told, check={"read": True})
+    if numbers["not_finite"]:
+        text = f"{took}; the bytes behind K (NaN here) reach {numbers['not_finite']} of {answer.values.size} elements: K is read past its end"
+        return Evidence(text, name, numbers, check={"read": True})
     short = drawn._replace(v=drawn.v[:, :, : case.kv_len])
     want, _ = expected(case, short)
     if answer.shape == want.shape and errors(answer.values, want)[0] < 1e-2:
-        return Evidence(f"{took}; the last {case.v_len - case.kv_len} rows of V are ignored", name, told, severity="medium")
-    return Evidence(f"{took}; the output is that of neither", name, told, severity="high")
+        return Evidence(f"{took}; the last {case.v_len - case.kv_len} rows of V are ignored", name, numbers, severity="medium")
+    return Evidence(f"{took}; the output is that of neither", name, numbers, severity="high")
 
 
 def judge_leak(room, case, name):
@@ -345,16 +352,16 @@ def judge_lse(room, case, name):
         with np.errstate(all="ignore"):
             off = np.where(answer.lse == want, 0, np.abs(answer.lse - want) / (1 + np.abs(want)))
         off = np.where(np.isnan(off), np.inf, off)
-        if off.max() > GROSS * LSE_FLOOR[case.dtype]:
+        if off.max() > GROSS * LSE_LIMIT[case.dtype]:
             cause, text = (
                 name,
-                f"{int((off > GROSS * LSE_FLOOR[case.dtype]).sum())} of {off.size} lse are off, by up to {off.max():.3g}·(1+|lse|)",
+                f"{int((off > GROSS * LSE_LIMIT[case.dtype]).sum())} of {off.size} lse are off, by up to {off.max():.3g}·(1+|lse|)",
             )
             if seed == 2:
                 cause, text = "stale-lse", f"{text}, though the first call's were right: lse is left over from an earlier call"
             elif stale(one, drawn, answer.lse):
                 cause, text = "stale-lse", f"{text}: the sum of exponentials is taken before the last block of keys"
-            return Evidence(text, cause, {"worst": float(off.max()), "limit": LSE_FLOOR[case.dtype]}, check={"lse": True})
+            return Evidence(text, cause, {"worst": float(off.max()), "limit": LSE_LIMIT[case.dtype]}, check={"lse": True})
     return None
 
 
@@ -371,7 +378,7 @@ def stale(case, drawn, got):
 def judge_stale(room, case, name):
     short = case.but(q_len=max(1, case.q_len // 2 - 3), kv_len=case.kv_len // 2 + 1, seed=5)
     for one in (case, short, case.but(seed=6)):
-        found = judge_law(room, one, name=name)
+        found = judge_values(room, one, name=name)
         if found is not None:
             found.text = f"lengths {one.q_len}, {one.kv_len}, after calls of other lengths: {found.text}"
             found.cause = name
@@ -438,16 +445,16 @@ def judge_concurrent(room, case, name):
 
 
 def judge_stream(room, case, name):
-    if told := gpu.on_a_stream(room, case):
-        text = f"{told[0]} of {told[1]} elements are others on a stream of the caller's, whose inputs that stream writes just before"
-        return Evidence(text, name, {"differing": told[0], "elements": told[1]})
+    if counts := gpu.on_a_stream(room, case):
+        text = f"{counts[0]} of {counts[1]} elements are others on a stream of the caller's, whose inputs that stream writes just before"
+        return Evidence(text, name, {"differing": counts[0], "elements": counts[1]})
     return None
 
 
 def judge_graph(room, case, name):
-    if told := gpu.replayed(room, case):
-        text = f"{told[0]} of {told[1]} elements of a replayed graph are not those of a call on the same inputs"
-        return Evidence(text, name, {"differing": told[0], "elements": told[1]})
+    if counts := gpu.replayed(room, case):
+        text = f"{counts[0]} of {counts[1]} elements of a replayed graph are not those of a call on the same inputs"
+        return Evidence(text, name, {"differing": counts[0], "elements": counts[1]})
     return None
 
 
@@ -572,7 +579,7 @@ def peak_bytes():
 
 
 JUDGES = {
-    "law": lambda room, case, name: judge_law(room, case, name=name),
+    "values": lambda room, case, name: judge_values(room, case, name=name),
     "strict": judge_strict,
     "tag": judge_tag,
     "logits": judge_logits,

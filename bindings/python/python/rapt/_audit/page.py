@@ -51,8 +51,8 @@ def page(report):
 
 def subtitle(report):
     kind = f"{report.offer.kind} tensors, {report.offer.style} signature; " if report.offer else ""
-    told = ", ".join(f"{name} {version}" for name, version in versions().items() if version)
-    return f"{kind}{report.device}; {', '.join(report.dtypes)}; {report.seconds:.1f} s of {report.budget_s:g} s; {told}"
+    installed = ", ".join(f"{name} {version}" for name, version in versions().items() if version)
+    return f"{kind}{report.device}; {', '.join(report.dtypes)}; {report.seconds:.1f} s of {report.budget_s:g} s; {installed}"
 
 
 def badge(text, kind=None):
@@ -76,9 +76,9 @@ def section(number, finding):
         f"<p>{escape(finding.title[:1].upper() + finding.title[1:])}. <b>{escape(finding.text)}.</b></p>",
         f'<p class="soft">Probe: <code>{escape(str(finding.case))}</code></p>',
     ]
-    told = finding.evidence["diagnosis"]
-    if told is not None and told["name"] not in ("unknown", "correct"):
-        parts.append(f"<p>Diagnosis: <b>{escape(told['name'])}</b>, confidence {told['confidence']:.0%}.</p>")
+    diagnosis = finding.evidence["diagnosis"]
+    if diagnosis is not None and diagnosis["name"] not in ("unknown", "correct"):
+        parts.append(f"<p>Diagnosis: <b>{escape(diagnosis['name'])}</b>, confidence {diagnosis['confidence']:.0%}.</p>")
     if finding.evidence["error_map"]:
         parts.append(error_map(finding))
     parts += [

@@ -7,7 +7,7 @@ WIDTH = 24
 
 
 class Bar:
-    """`with Bar(40, None) as bar: bar.at(3, "causal", 0)`; shown on a terminal unless told otherwise."""
+    """`with Bar(40, None) as bar: bar.at(3, "causal", 0)`; shown on a terminal unless set otherwise."""
 
     def __init__(self, total, shown):
         self.total, self.start = max(1, total), time.monotonic()
@@ -17,7 +17,7 @@ class Bar:
         return self
 
     def at(self, done, what, findings):
-        """Draw: `done` of the hazards are heard, `what` is next."""
+        """Draw: `done` of the hazards are checked, `what` is next."""
         if not self.shown:
             return
         filled = WIDTH * done // self.total

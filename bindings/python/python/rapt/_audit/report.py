@@ -145,7 +145,7 @@ class Report:
         return written(json.dumps(self.to_dict(), indent=2, ensure_ascii=False, allow_nan=False), path)
 
     def to_junit(self, path=None, fail_on="low"):
-        """JUnit XML: one test case per hazard; findings of `fail_on` or graver are failures, lesser ones are told in system-out,
+        """JUnit XML: one test case per hazard; findings of `fail_on` or graver are failures, lesser ones stand in system-out,
         and what was not judged is skipped."""
         graver = {id(finding) for finding in self.at_least(fail_on)} if fail_on != "never" else set()
         suite = ElementTree.Element("testsuite", name=f"rapt audit {self.target}", time=f"{self.seconds:.2f}")
@@ -244,6 +244,6 @@ def table(report):
         lines.append(
             f"{mark} {hazard.name:{width}}  {hazard.verdict:11}{'  ' + ', '.join(causes) if causes else note}".rstrip()
         )
-    told = ", ".join(f"{count} {verdict}" for verdict, count in report.counts().items())
-    lines += ["", f"{len(report.findings)} findings; hazards: {told}"]
+    counts = ", ".join(f"{count} {verdict}" for verdict, count in report.counts().items())
+    lines += ["", f"{len(report.findings)} findings; hazards: {counts}"]
     return "\n".join(lines)

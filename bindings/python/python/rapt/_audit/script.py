@@ -188,7 +188,7 @@ class Writer:
     def wide(self, x):
         return f"{x}.double()" if self.torch else f"{x}.astype(float)"
 
-    def law(self, keep_lse=False):
+    def expected(self, keep_lse=False):
         """Lines that compute `want` in f64."""
         c, group = self.case, self.case.heads // self.case.kv_heads
         repeat = "" if group == 1 else f".repeat_interleave({group}, 1)" if self.torch else f".repeat({group}, 1)"
@@ -284,7 +284,7 @@ def start(w, *modules):
     return [*w.head(*modules), *w.tensors(), *w.mask(), *w.options()[1]]
 
 
-def by_law(w, hazard, check):
+def by_values(w, hazard, check):
     limit = max(check.get("limit", 1e-3), 1e-14)
     text = f'assert error <= {limit:.2g}, f"relative error {{error:.2g}}"'
     norm = "(out.double() - want).norm() / want.norm()" if w.torch else "np.linalg.norm(out - want) / np.linalg.norm(want)"
@@ -292,15 +292,15 @@ def by_law(w, hazard, check):
         where = "" if w.case.masked_row is None else f"[..., {w.case.masked_row}, :]"
         off = f"(out.double() - want){where}.abs()" if w.torch else f"np.abs(out - want){where}"
         text = f'assert ({off} < 1e-2).all(), f"{{out{where}}} for {{want{where}}}"'
-        law = w.law()
+        expected = w.expected()
         if w.case.kv_len == 0:
-            law = [
+            expected = [
                 "want = 0 * q.double().sum(-1, keepdim=True) + torch.zeros(v.shape[-1])"
                 if w.torch
                 else "want = 0 * q.sum(-1, keepdims=True) + np.zeros(v.shape[-1])"
             ]
-        return [*start(w), w.call(), *law, f"assert out.shape == want.shape, out.shape\n{text}".replace("\n", "; ")]
-    lines = [*start(w), w.call(), *w.law()]
+        return [*start(w), w.call(), *expected, f"assert out.shape == want.shape, out.shape\n{text}".replace("\n", "; ")]
+    lines = [*start(w), w.call(), *w.expected()]
     shape = "assert out.shape == want.shape and out.dtype == q.dtype, (out.shape, out.dtype)"
     return [*lines, shape, f"error = {norm}" if w.torch else f"error = {norm.replace('out', 'out.astype(float)')}", text]
 
@@ -409,7 +409,7 @@ def swallow(w, hazard, check):
 
 def lse(w, hazard, check):
     total = "want_lse = s.logsumexp(-1)" if w.torch else "want_lse = np.log(np.exp(s).sum(-1))"
-    law = [line for line in w.law() if not line.startswith(("p =", "want ="))]
+    expected = [line for line in w.expected() if not line.startswith(("p =", "want ="))]
     off = "(lse.double() - want_lse).abs().max()" if w.torch else "np.abs(lse - want_lse).max()"
     again = "; ".join(w.tensor(name) for name in "qkv")
     first = w.call("out, lse", extra=", return_lse=True")
@@ -418,7 +418,7 @@ def lse(w, hazard, check):
         first,
         again,
         first,
-        *law,
+        *expected,
         total,
         f'assert {off} < 1e-2, f"lse is {{lse.reshape(-1)[:2]}}, not {{want_lse.reshape(-1)[:2]}}"',
     ]
@@ -430,7 +430,7 @@ def stale(w, hazard, check):
         w.case.but(q_len=min(q_len, w.case.q_len), kv_len=min(kv_len, w.case.kv_len)), w.target, w.kind, w.style, w.device
     )
     norm = "(out.double() - want).norm() / want.norm()" if w.torch else "np.linalg.norm(out - want) / np.linalg.norm(want)"
-    return [*w.head(), "; ".join(w.tensors()), f"fn(q, k, v{w.options()[0]})  # and now others", *later.tensors(), later.call(), *later.law(),
+    return [*w.head(), "; ".join(w.tensors()), f"fn(q, k, v{w.options()[0]})  # and now others", *later.tensors(), later.call(), *later.expected(),
             f"error = {norm}", 'assert error < 1e-2, f"relative error {error:.2g} in the second call"']  # fmt: skip
 
 
@@ -526,7 +526,7 @@ def memory(w, hazard, check):
 
 
 CHECKS = {
-    "law": by_law, "strict": by_law, "tag": by_law, "logits": by_law, "mixing": mixing, "untouched": untouched, "bands": bands,
+    "values": by_values, "strict": by_values, "tag": by_values, "logits": by_values, "mixing": mixing, "untouched": untouched, "bands": bands,
     "pages": pages, "mismatch": mismatch, "leak": leak, "swallow": swallow, "lse": lse, "stale": stale, "repeat": repeat,
     "concurrent": concurrent, "stream": stream, "graph": graph, "wait": wait, "threads": threads, "neighbours": neighbours, "strides": strides, "memory": memory,
 }  # fmt: skip

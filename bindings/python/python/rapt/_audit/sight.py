@@ -8,11 +8,12 @@ import math
 
 import numpy as np
 
-from .law import law
+from rapt import _reference
+
 from .tensors import BYTES, RAW, decode, dtype_of, is_torch, packed, to_f64
 
 MOST_SCORES = 1 << 26
-"""Scores (batch · heads · q_len · kv_len) beyond which diagnosis refuses: it computes the law some hundred times."""
+"""Scores (batch · heads · q_len · kv_len) beyond which diagnosis refuses: it computes the reference some hundred times."""
 
 NAMES = {"attn_mask": "mask", "is_causal": "causal"}
 OPTIONS = {"mask", "causal", "window", "softcap", "scale", "sinks", "alibi_slopes"}
@@ -69,7 +70,7 @@ def owner(x):
 
 
 class Sight:
-    """q, k, v, mask, out as f64 [batch, heads, len, dim], and `want`, what the law (or the caller) expects."""
+    """q, k, v, mask, out as f64 [batch, heads, len, dim], and `want`, what the reference (or the caller) expects."""
 
     def __init__(self, out, expected, q, k, v, options):
         options = {NAMES.get(name, name): value for name, value in options.items()}
@@ -102,12 +103,12 @@ class Sight:
                 f"{math.prod(self.shape):.3g} scores are too many to play through (at most {MOST_SCORES:.3g}): "
                 "diagnose a part, such as q[:1, :2, :256], k[:1, :2], v[:1, :2], out[:1, :2, :256]"
             )
-        self.want = self.law() if expected is None else four(expected, order)
+        self.want = self.out_if() if expected is None else four(expected, order)
 
-    def law(self, **changes):
-        """The law's out with some of q, k, v, mask and the options changed; None takes an option away."""
+    def out_if(self, **changes):
+        """The reference's output with some of q, k, v, mask and the options changed; None takes an option away."""
         arguments = {"q": self.q, "k": self.k, "v": self.v, "mask": self.mask, **self.options, **changes}
-        return law(**arguments)[0]
+        return _reference.attention(**arguments)[0]
 
     @property
     def scale(self):

@@ -1,4 +1,4 @@
-"""The parent: it starts children, asks them one probe at a time, and learns of their death.
+"""The parent: it starts children, sends them one probe at a time, and notices their death.
 
 A callee that can be imported lives in a fresh Python process; one that cannot (a closure) in a fork of this one, served by a
 thread of its own, because OpenMP's pool does not outlive a fork in the thread that had one. Deliberately absent: judging.
@@ -80,7 +80,7 @@ class Child:
         code = 0
         try:
             ours.close()
-            # A fault is the parent's to tell: its handler would write into the parent's terminal.
+            # The parent reports a fault: this handler would write into the parent's terminal.
             faulthandler.disable()
             for stream in (1, 2):
                 os.dup2(self._errors.fileno(), stream)
@@ -204,7 +204,7 @@ class Nursery:
         except subprocess.TimeoutExpired:
             return False, LATE
         lines = words.read_text(errors="replace").strip().splitlines()
-        # An assertion about a tensor, and a fault of the device, are told in several lines; the first says which it is.
+        # An assertion about a tensor, and a fault of the device, have several lines; the first says which it is.
         raised = [line for line in lines if not line.startswith(" ")]  # not the source that a traceback quotes
         telling = next((line for line in raised if line.startswith("AssertionError") or "CUDA error: " in line), None)
         last = (telling or lines[-1])[:300] if lines else ""

@@ -81,7 +81,7 @@ class Worker:
             return {"verdict": "not offered", "note": str(error)}
         except MemoryError:
             return {"verdict": "undecided", "note": "out of memory"}
-        except Exception:  # noqa: BLE001 - an answer that no judge foresaw is told, not suffered
+        except Exception:  # noqa: BLE001 - an answer that no judge foresaw is a reply, not the end of the child
             return {"verdict": "undecided", "note": traceback.format_exc(limit=-2).strip()}
         return {"verdict": "clean"} if found is None else {"verdict": "found", "evidence": found.as_dict()}
 

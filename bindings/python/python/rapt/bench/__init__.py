@@ -1,6 +1,6 @@
 """`python -m rapt.bench cuda`: attention on this GPU, Rapt and its peers in one interleaved run (docs/reference/benchmarks.md).
 
-    rows (cuda.toml) ─► engines prepared ─► check against the law ─► rounds: ceilings, then a batch of every engine ─► report
+    rows (cuda.toml) ─► engines prepared ─► check against the reference ─► rounds: ceilings, then a batch of every engine ─► report
 
 `cli` is the command, `rows` the declarations and their arithmetic, `engines` who is measured, `check` what is right, `device` the GPU
 and its ceilings, `measure` the rounds, `report` figures, tables, record and bars; `table` and `chart` are plain text and SVG.

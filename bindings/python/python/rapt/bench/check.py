@@ -1,11 +1,9 @@
 """A row's tensors, and whether an answer on them is right.
 
-    o = softmax(q·k / sqrt(head_dim), softcapped, masked) · v      in f64 on the GPU, every head of sampled queries
-
-Judged by the rule of docs/reference/numerics.md as rapt._audit.law states it: 1.1 times the error of torch's flash on the same inputs (where it does
-not run, of a plain formula with flash's roundings) plus the dtype's floor, no row above 4 times the worst of theirs. torch's math
-kernel is left out: it rounds less in 16 bits, so the limit is never wider for it. Beside the sampled rows the whole output must be
-finite, and near that of a peer that passed. Deliberately absent: timing.
+The reference (rapt._reference) runs in f64 on the GPU, for every head of sampled queries. The tolerance is that of
+docs/reference/numerics.md: 1.1 times the error of torch's flash on the same inputs (where it does not run, of a formula with flash's
+roundings) plus the dtype's floor, no row above 4 times the worst of theirs. torch's math kernel is left out: it rounds less in 16
+bits, so the limit is never wider for it. Beside the sampled rows the whole output must be finite, and near that of a peer that passed. Deliberately absent: timing.
 """
 
 import dataclasses
@@ -82,42 +80,31 @@ def sampled_queries(gpu, row):
     return chosen.unique().to(gpu.where)
 
 
-def formula(gpu, row, tensors, queries, wide, p_dtype=None):
-    """The row's formula at those queries in dtype `wide`; with `p_dtype`, p is rounded to it before it meets v."""
-    torch, (k, v) = gpu.torch, tensors.kv[0]
-    group = row.num_q_heads // row.num_kv_heads
-    q = tensors.q[:, :, queries].to(wide).unflatten(1, (row.num_kv_heads, group))
-    s = (q.flatten(2, 3) @ k.to(wide).transpose(-1, -2)).mul_(row.head_dim**-0.5)
-    s = s.unflatten(2, (group, len(queries)))
-    if row.softcap:
-        s = row.softcap * torch.tanh(s / row.softcap)
-    if tensors.mask is not None:
-        mask = (tensors.mask if tensors.mask.shape[2] == 1 else tensors.mask[:, :, queries])[:, :, None]
-        s = s.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else s + mask.to(wide)
-    if row.causal != "none":
-        i = queries[:, None] + (row.kv_len - row.q_len if row.causal == "bottom_right" else 0)
-        j = torch.arange(row.kv_len, device=gpu.where)[None, :]
-        hidden = (j > i) | (j <= i - row.window) if row.window else j > i
-        s = s.masked_fill(hidden, -torch.inf)
-    p = (s - s.amax(-1, keepdim=True)).exp_()
-    total = p.sum(-1, keepdim=True)
-    p = p if p_dtype is None else p.to(p_dtype).to(wide)
-    out = (p.flatten(2, 3) @ v.to(wide)).unflatten(2, (group, len(queries))) / total
-    return out.flatten(1, 2)
+def reference(gpu, row, tensors, queries):
+    """(q, k, v in f64, options) of the row at those queries, for `rapt._reference`."""
+    wide, (k, v) = gpu.torch.float64, tensors.kv[0]
+    mask = tensors.mask
+    if mask is not None:
+        mask = mask if mask.shape[2] == 1 else mask[:, :, queries]
+        mask = mask if mask.dtype == gpu.torch.bool else mask.to(wide)
+    options = {
+        "mask": mask, "causal": None if row.causal == "none" else row.causal, "window": (row.window - 1, None) if row.window else None,
+        "softcap": row.softcap or None, "queries": queries, "q_len": row.q_len,
+    }  # fmt: skip
+    return tensors.q[:, :, queries].to(wide), k.to(wide), v.to(wide), options
 
 
 class Judge:
-    """The law on a row's sampled queries, and what is allowed beside it."""
+    """The reference on a row's sampled queries, and what is allowed beside it."""
 
     def __init__(self, gpu, row, tensors):
-        from rapt._audit import law
+        from rapt import _reference
 
-        torch, self.row, self.law = gpu.torch, row, law
+        self.row, self.rule = row, _reference
         self.queries = sampled_queries(gpu, row)
-        self.want = formula(gpu, row, tensors, self.queries, torch.float64).cpu().numpy()
-        dtype = getattr(torch, DTYPES[row.dtype])
-        rounded = formula(gpu, row, tensors, self.queries, torch.float32, dtype).to(dtype)
-        self.stand_in = rounded.double().cpu().numpy()
+        *qkv, options = reference(gpu, row, tensors, self.queries)
+        self.want = _reference.attention(*qkv, **options)[0].cpu().numpy()
+        self.flash_rounded = _reference.flash_rounded(*qkv, DTYPES[row.dtype], **options).cpu().numpy()
         self.limit = None
 
     def sampled(self, out):
@@ -128,13 +115,13 @@ class Judge:
         want = (self.row.batch, self.row.num_q_heads, self.row.q_len, self.row.head_dim_v)
         if tuple(out.shape) != want or str(out.dtype) != f"torch.{DTYPES[self.row.dtype]}" or not bool(out.isfinite().all()):
             return Error(float("inf"), float("inf"), False)
-        relative, worst, _ = self.law.errors(self.sampled(out), self.want)
+        relative, worst, _ = self.rule.errors(self.sampled(out), self.want)
         return Error(relative, worst, True)
 
     def allow(self, flash=None):
         """The limit, from flash's answer where there is one."""
-        peer, source = (self.stand_in, "flash's roundings") if flash is None else (self.sampled(flash), "torch flash in this run")
-        self.limit = interleaved.Limit(*self.law.limits(DTYPES[self.row.dtype], [peer], self.want), source)
+        peer, source = (self.flash_rounded, "flash's roundings") if flash is None else (self.sampled(flash), "torch flash in this run")
+        self.limit = interleaved.Limit(*self.rule.limits(DTYPES[self.row.dtype], [peer], self.want), source)
         return self.limit
 
     def apart(self, ours, peer):

@@ -1,6 +1,6 @@
-"""Who is measured: Rapt's doors and its peers, each a function of tensors that lie where they lie.
+"""Who is measured: Rapt's interfaces and its peers, each a function of tensors that lie where they lie.
 
-An engine is told a row and its tensors once (`prepare`) and gives back a call without arguments per rotated copy of K and V; what it
+An engine gets a row and its tensors once (`prepare`) and gives back a call without arguments per rotated copy of K and V; what it
 does not take it says by `Unsupported`. Deliberately absent: any fallback. SDPA's peers run under `sdpa_kernel` with one kernel allowed.
 """
 

@@ -1,5 +1,5 @@
 """What every interleaved measurement is made of, on the CPU (benches/) and on a GPU: a limit, a measured row, how far rounds
-spread, and what is told on the way."""
+spread, and what is printed on the way."""
 
 import dataclasses
 import statistics
@@ -9,7 +9,7 @@ import time
 
 @dataclasses.dataclass
 class Limit:
-    """How far an answer may lie from the law: the whole of it, and its worst row."""
+    """How far an answer may lie from the reference: the whole of it, and its worst row."""
 
     relative: float
     worst_row: float
@@ -46,7 +46,7 @@ class Progress:
         if self.live:
             print("\r\033[K" + f"[{self.done}/{self.total}] {row.key}: {doing}"[:150], end="", file=sys.stderr, flush=True)
 
-    def tell(self, lines):
+    def add(self, lines):
         """So many more rows are finished, a line each."""
         self.done += len(lines)
         start, elapsed = "\r\033[K" if self.live else "", time.monotonic() - self.began

@@ -1,4 +1,4 @@
-"""One run: every family of rows prepared for every engine, checked against the law, then timed in rounds.
+"""One run: every family of rows prepared for every engine, checked against the reference, then timed in rounds.
 
     for each round: the ceilings, then for each row of the family: one timed batch of each engine, starting with another one each time
 
@@ -100,9 +100,9 @@ class Batch:
             return self.gpu.milliseconds(lambda: self.several(self.count), self.hold) * 1e3 / self.count
 
 
-def why_no_kernel(told):
+def why_no_kernel(warned):
     """The warning that gives a reason: not the headings, and not that the other kernels are switched off."""
-    given = [line for line in told if "runtime disabled" not in line and "not used because" not in line]
+    given = [line for line in warned if "runtime disabled" not in line and "not used because" not in line]
     return max(given, key=len)[:160] if given else ""
 
 
@@ -168,7 +168,7 @@ class Run:
             batch.prepare()
             timing.calls = batch.count
             ready[name] = batch
-        except Exception as error:  # noqa: BLE001 - whatever a peer raises is told, and the run goes on
+        except Exception as error:  # noqa: BLE001 - whatever a peer raises is reported, and the run goes on
             reason = str(error) if isinstance(error, Unsupported) else in_short(error)
             if "No available kernel" in reason and said:
                 reason = why_no_kernel([str(warning.message).partition(" (Triggered")[0] for warning in said]) or reason
@@ -222,15 +222,15 @@ class Run:
 
 
 def served_by_rapt(engine):
-    """A function that says why a call by the SDPA door was not Rapt's, "" where it was; for other engines always ""."""
+    """A function that says why a call through SDPA was not Rapt's, "" where it was; for other engines always ""."""
     if engine.name != "rapt-sdpa":
         return lambda: ""
     import rapt
 
     rapt.torch.reset_stats()
 
-    def told():
+    def reason():
         stats = rapt.torch.stats()
         return "" if stats["served"] else f"not served by Rapt: {stats['fallback']}"
 
-    return told
+    return reason

@@ -18,7 +18,7 @@ SCHEMA = 1
 
 
 def lead(measured, ours):
-    """The door that a row's ratios are about."""
+    """The interface that a row's ratios are about."""
     order = ("rapt-sdpa", "rapt") if measured.row.kind == "call" else ("rapt", "rapt-sdpa")
     return next((name for name in order if name in ours and name in measured.timings and measured.timings[name].median), None)
 
@@ -122,8 +122,8 @@ def tables(everything, figures):
     def of(*kinds):
         chosen = [pair for pair in pairs if pair[1]["kind"] in kinds]
         present = dict.fromkeys(name for _, figure in chosen for name in figure["us"])
-        told = [name for name in present if name != "sdpa" or "call" in kinds]  # else the column "vs default"
-        return chosen, [name for name in told if any(figure["us"].get(name) for _, figure in chosen)]
+        shown = [name for name in present if name != "sdpa" or "call" in kinds]  # else the column "vs default"
+        return chosen, [name for name in shown if any(figure["us"].get(name) for _, figure in chosen)]
 
     def common(figure):
         return [figure["row"], figure["dims"], figure["dtype"]]
@@ -190,8 +190,8 @@ def summary(figures):
     """How many bars are met, in a line; "" where no row has any."""
     every = [bar for figure in figures for bar in figure["bars"]]
     missed = sum(bar["met"] is None for bar in every)
-    told = f"bars: {sum(bar['met'] is True for bar in every)} of {len(every)} met"
-    return (told + (f", {missed} not measured" if missed else "")) if every else ""
+    text = f"bars: {sum(bar['met'] is True for bar in every)} of {len(every)} met"
+    return (text + (f", {missed} not measured" if missed else "")) if every else ""
 
 
 def notes(everything, lost, overall):

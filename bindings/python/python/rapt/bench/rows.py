@@ -49,7 +49,7 @@ class Row:
     peers: tuple = ()
     """Peers beside those that take every row."""
     bars: tuple = ()
-    """((whose time, least ratio of it to Rapt's), …): what `--check bars` asks."""
+    """((whose time, least ratio of it to Rapt's), …): what `--check bars` requires."""
 
     @property
     def variant(self):

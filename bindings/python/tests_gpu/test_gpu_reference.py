@@ -1,11 +1,11 @@
-"""The GPU against the law: random problems, the stride zoo, tails, poison, bits, guard bands."""
+"""The GPU against the reference: random problems, the stride zoo, tails, poison, bits, guard bands."""
 
 import math
 import random
 
 import pytest
 import torch
-from gpu_law import ZOO, Case, judge, law, relative
+from gpu_reference import ZOO, Case, errors, judge, reference
 
 import rapt
 
@@ -203,7 +203,7 @@ def test_scores_far_out(dtype, q_len):
     judge(out, lse, q * 10, k * 10, v)
     # Scores that float32 holds to a tenth: the greatest still takes nearly all.
     out, _ = run(q * 100, k * 100, v, {})
-    assert relative(out, law(q * 100, k * 100, v)[0]) < 5e-3
+    assert errors(out, reference(q * 100, k * 100, v)[0])[0] < 5e-3
     # Every key alike, and a bias at the lowest finite number: the mean of v.
     wide = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
     lowest = torch.full((1, 1, 1, 600), torch.finfo(wide).min, dtype=wide, device="cuda")

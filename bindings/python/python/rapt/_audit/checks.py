@@ -1,4 +1,4 @@
-"""`rapt.audit`: the whole hunt.
+"""`rapt.audit`: the whole run of checks.
 
     open the callee ─► each hazard × dtype × probe, judged in the child ─► findings ─► shrink ─► prove ─► Report
 
@@ -20,16 +20,16 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 def audit(fn, device="cpu", dtypes=DTYPES, hazards="all", budget_s=60, *, kind="auto", show_progress=None):
-    """Hunt boundary bugs in an attention; see `rapt.audit`."""
+    """Check an attention for boundary bugs; see `rapt.audit`."""
     dtypes, chosen = check_options(device, dtypes, hazards, budget_s, kind)
     target, fn = find(fn)
     if fn is not None and device != "cpu":
         raise TargetError(
             'a callee that cannot be imported by name is audited in a fork, which CUDA does not survive: pass "MODULE:FUNCTION"'
         )
-    hunt = Hunt(target, fn, device, dtypes, chosen, Clock(budget_s), kind)
-    with progress.Bar(len(chosen), show_progress) as hunt.bar:
-        return hunt.run()
+    checks = Checks(target, fn, device, dtypes, chosen, Clock(budget_s), kind)
+    with progress.Bar(len(chosen), show_progress) as checks.bar:
+        return checks.run()
 
 
 def check_options(device, dtypes, hazards, budget_s, kind):
@@ -55,7 +55,7 @@ def check_options(device, dtypes, hazards, budget_s, kind):
     return dtypes, [hazard for hazard in TABLE if hazard.name in set(hazards)]
 
 
-class Hunt:
+class Checks:
     """One audit on its way."""
 
     def __init__(self, target, fn, device, dtypes, hazards, clock, kind):
@@ -69,7 +69,7 @@ class Hunt:
             if plain is None:
                 for number, hazard in enumerate(self.hazards):
                     self.bar.at(number, hazard.name, len(self.findings))
-                    self.results.append(self.hear(hazard))
+                    self.results.append(self.check(hazard))
             else:
                 self.results = [
                     HazardResult(h.name, h.severity, h.title, "blocked", note=f"a plain call {plain}") for h in self.hazards
@@ -147,7 +147,7 @@ class Hunt:
         """Seconds kept for the reproducers of what is found so far."""
         return min(0.5 * self.clock.budget_s, 2 + 0.7 * len(self.findings))
 
-    def hear(self, hazard):
+    def check(self, hazard):
         """All probes of a hazard."""
         dtypes = [dtype for dtype in self.dtypes if hazard.concerns(self.device) and (not hazard.dtypes or dtype in hazard.dtypes)]
         dtypes = dtypes[:1] if hazard.once else dtypes
@@ -191,7 +191,7 @@ class Hunt:
             finding = Finding(hazard.name, evidence["cause"], severity, hazard.title, evidence, case, [])
             self.findings[hazard.name, evidence["cause"]] = finding
             if self.nursery is None and self.target.module is not None:
-                # It imports while the hunt goes on.
+                # It imports while the checks go on.
                 self.nursery = Nursery("torch" if self.offer.kind == "torch" else "numpy")
         finding.dtypes.append(case.dtype)
 

@@ -1,104 +1,77 @@
-"""The law in f64 on the GPU, plain torch, and the error that torch's own roundings would make: the yardstick.
+"""The reference on the GPU (rapt._reference on torch tensors), and the error that torch's own roundings would make.
 
-`Case` is one problem from a seed; `tensors` lays it out under strides of the zoo; `judge` holds an answer against the law.
+`Case` is one problem from a seed; `tensors` lays it out under strides of the zoo; `judge` holds an answer against the reference.
 """
 
 import dataclasses
 import math
 import random
 
+import numpy as np
 import torch
+from rapt import _reference
 
-EPS = {torch.float64: 2.0**-52, torch.float32: 2.0**-23, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
-# docs/reference/numerics.md: what is allowed beside 1.1 times the yardstick.
-FLOOR = {torch.float64: 16 * 2.0**-52, torch.float32: 2 * 2.0**-23, torch.float16: 2.0**-14, torch.bfloat16: 2.0**-11}
 INF = math.inf
 
 
-def attended(q_len, kv_len, causal, window, mask, shape):
-    i = torch.arange(q_len, device="cuda")[:, None]
-    j = torch.arange(kv_len, device="cuda")[None, :]
-    d = kv_len - q_len if causal == "bottom_right" else 0
-    seen = torch.ones(q_len, kv_len, dtype=torch.bool, device="cuda")
-    if causal is not None:
-        seen &= j <= i + d
-    if window is not None:
-        left, right = window
-        if left is not None:
-            seen &= j >= i + d - left
-        if right is not None:
-            seen &= j <= i + d + right
-    seen = seen.expand(shape)
-    if mask is not None:
-        seen = seen & (mask if mask.dtype == torch.bool else mask.double() != -INF)
-    return seen, (i + d - j).abs().double()
+def name_of(dtype):
+    return str(dtype).removeprefix("torch.")
 
 
-def law(q, k, v, *, mask=None, causal=None, window=None, softcap=None, scale=None, sinks=None, alibi_slopes=None, like=None):
-    """(out, lse) in f64; with `like`, p is rounded to that dtype before it is multiplied with v, and sums are f32."""
-    exact = torch.float64 if like is None or like == torch.float64 else torch.float32
-    q, k, v = q.to(exact), k.to(exact), v.to(exact)
-    group = q.shape[1] // max(k.shape[1], 1)
-    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    batch, heads, q_len, dim = q.shape
-    kv_len = k.shape[2]
-    seen, distance = attended(q_len, kv_len, causal, window, mask, (batch, heads, q_len, kv_len))
-    s = q @ k.transpose(-1, -2) * (1 / math.sqrt(dim) if scale is None else scale)
-    if softcap is not None:
-        s = softcap * torch.tanh(s / softcap)
-    if mask is not None and mask.dtype != torch.bool:
-        s = s + mask.to(exact)
-    if alibi_slopes is not None:
-        s = s - alibi_slopes.to(exact)[:, None, None] * distance.to(exact)
-    s = torch.where(seen, s, -INF)
-    m = s.nan_to_num(nan=-INF, posinf=INF, neginf=-INF).amax(-1, keepdim=True) if kv_len else s.new_full(s.shape[:-1] + (1,), -INF)
-    if sinks is not None:
-        sink = sinks.to(exact)[:, None, None]
-        m = torch.maximum(m, sink.expand_as(m))
-    p = torch.where(seen & (s != -INF), torch.exp(s - m), 0.0)
-    total = p.sum(-1, keepdim=True)
-    if sinks is not None:
-        total = total + torch.exp(sink - m)
-    if like is not None:
-        p = p.to(like).to(exact)
-    finite = torch.where(v.isfinite(), v, 0.0)
-    out = p @ finite
-    for kind, value in ((v.isnan(), math.nan), (v == INF, INF), (v == -INF, -INF)):
-        if bool(kind.any()):
-            out = torch.where((seen.to(exact) @ kind.to(exact)) > 0, out + value, out)
-    out, lse = out / total, m + total.log()
-    nobody = ~seen.any(-1, keepdim=True) if kv_len else torch.ones_like(total, dtype=torch.bool)
-    return torch.where(nobody, 0.0, out), torch.where(nobody, -INF, lse).squeeze(-1)
+def exact(value):
+    """Tensors of numbers in f64; all else as it is."""
+    return value.double() if torch.is_tensor(value) and value.dtype != torch.bool else value
 
 
-def relative(got, want):
-    got, want = got.double(), want.double()
-    both = got.isfinite() & want.isfinite()
-    got, want = torch.where(both, got, 0.0), torch.where(both, want, 0.0)
-    norm = want.norm().item()
-    return (got - want).norm().item() / norm if norm else (got - want).norm().item()
+def arguments(q, k, v, options):
+    return (q.double(), k.double(), v.double()), {name: exact(value) for name, value in options.items()}
+
+
+def reference(q, k, v, **options):
+    """(out, lse) in f64, where the tensors lie."""
+    tensors, options = arguments(q, k, v, options)
+    return _reference.attention(*tensors, **options)
+
+
+def flash_rounded(q, k, v, **options):
+    tensors, options = arguments(q, k, v, options)
+    return _reference.flash_rounded(*tensors, name_of(q.dtype), **options)
+
+
+def numbers(x):
+    return x.double().cpu().numpy()
+
+
+def errors(got, want):
+    """(relative L2, worst row) over the elements that are finite in both."""
+    got, want = numbers(got), numbers(want)
+    both = np.isfinite(got) & np.isfinite(want)
+    return _reference.errors(np.where(both, got, 0), np.where(both, want, 0))[:2]
+
+
+def coarser(one, other):
+    """Of two dtypes the one with the wider spacing."""
+    return max(one, other, key=lambda dtype: torch.finfo(dtype).eps)
 
 
 def judge(out, lse, q, k, v, **options):
-    """Raises where `out` (and `lse`) break the rule; answers the relative error and what was allowed."""
-    want, want_lse = law(q, k, v, **options)
-    like = q.dtype
-    stand_in, _ = law(q, k, v, like=like, **options)
-    stand_in = stand_in.to(out.dtype)
-    allowed = 1.1 * relative(stand_in, want) + FLOOR[out.dtype if EPS[out.dtype] > EPS[like] else like]
-    error = relative(out, want)
-    # An infinite value under a weight that sinks to 0 is an infinity or NaN by how far numbers reach: both are told apart
-    # from a finite one only.
+    """Raises where `out` (and `lse`) break the rule of docs/reference/numerics.md; answers the relative error and what was allowed."""
+    want, want_lse = reference(q, k, v, **options)
+    peer = flash_rounded(q, k, v, **options).to(out.dtype)
+    allowed, allowed_row = _reference.limits_of(name_of(coarser(out.dtype, q.dtype)), [errors(peer, want)])
+    error, row_error = errors(out, want)
+    # An infinite value under a weight that sinks to 0 is an infinity or NaN by how far numbers reach: both are
+    # compared with finite numbers only.
     assert torch.equal(out.isfinite(), want.isfinite()), f"finite differs in {(out.isfinite() != want.isfinite()).sum()} places"
     assert bool(out.isnan()[want.isnan()].all()), "a NaN is lost"
     assert error <= allowed, f"relative error {error:.3g}, allowed {allowed:.3g}"
+    assert row_error <= allowed_row, f"worst row {row_error:.3g}, allowed {allowed_row:.3g}"
     if lse is not None:
         assert torch.equal(lse == -INF, want_lse == -INF), "-inf of lse differs"
         assert torch.equal(lse.isnan(), want_lse.isnan()), "NaN of lse differs"
-        fine = want_lse.isfinite()
-        off = ((lse.double() - want_lse).abs() / (1 + want_lse.abs()))[fine]
-        most = off.max().item() if off.numel() else 0.0
-        assert most <= (1e-12 if like == torch.float64 else 1e-5), f"lse is off by {most:.3g}"
+        off = _reference.lse_errors(numbers(lse), numbers(want_lse))
+        most = off.max() if off.size else 0.0
+        assert most <= _reference.LSE_LIMIT[name_of(q.dtype)], f"lse is off by {most:.3g}"
     return error, allowed
 
 
@@ -198,7 +171,8 @@ class Case:
         if self.alibi:
             options["alibi_slopes"] = (normal(heads) * 0.1).to(accumulate)
         if self.poison and self.kv_len and q_len:
-            seen, _ = attended(q_len, self.kv_len, self.causal, self.window, options.get("mask"), (*self.q[:3], self.kv_len))
+            shape, places = (*self.q[:3], self.kv_len), {"causal": self.causal, "window": self.window}
+            seen, _ = _reference.attended(shape, mask=exact(options.get("mask")), like=q, **places)
             used = seen.any(2).view(batch, self.kv_heads, -1, self.kv_len).any(2)
             bad = torch.tensor([math.nan, INF, -INF], device="cuda", dtype=self.dtype)
             k[~used], v[~used] = bad[0], bad[torch.randint(3, (1,), generator=g, device="cuda")]

@@ -1,4 +1,4 @@
-"""Rapt by its two doors: `rapt.attention` on torch tensors, and torch's own SDPA after `rapt.torch.register_backend()`."""
+"""Rapt by its two interfaces: `rapt.attention` on torch tensors, and torch's own SDPA after `rapt.torch.register_backend()`."""
 
 import torch
 
@@ -12,8 +12,8 @@ class Engine:
     def __init__(self, threads, arguments):
         torch.set_num_threads(threads)
         torch.set_grad_enabled(False)
-        (self.door,) = arguments
-        if self.door == "sdpa":
+        (self.interface,) = arguments
+        if self.interface == "sdpa":
             rapt.torch.register_backend()
 
     def versions(self):
@@ -22,20 +22,20 @@ class Engine:
 
     def prepare(self, row, copies):
         tensors = Tensors(row, copies)
-        if self.door == "sdpa":
+        if self.interface == "sdpa":
             function, options = torch.nn.functional.scaled_dot_product_attention, tensors.sdpa_options(row)
         else:
             function, options = rapt.attention, self.options(row, tensors)
         made = calls(row, tensors, function, options)
 
         def output():
-            if self.door == "attention":
+            if self.interface == "attention":
                 return read(made[0]())
             before = rapt.torch.stats()
             result = read(made[0]())
             after = rapt.torch.stats()
             if after["served"] <= before["served"] or after["fallback"] != before["fallback"]:
-                raise RuntimeError(f"not served by rapt: {after['fallback']}")  # a figure of this door counts only if Rapt did the work
+                raise RuntimeError(f"not served by rapt: {after['fallback']}")  # a figure of this interface counts only if Rapt did the work
             return result
 
         return Prepared(
