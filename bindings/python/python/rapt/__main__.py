@@ -22,7 +22,7 @@ def main(arguments=None):
 
         add_to(commands)
     else:
-        commands.add_parser("audit", help="hunt boundary bugs in an attention (needs numpy)")
+        commands.add_parser("audit", help="check an attention for boundary bugs (needs numpy)")
     bench.add_arguments(commands.add_parser("bench", help="time attention on the GPU beside its peers (needs torch)"))
     options = parser.parse_args(arguments)
     return options.run(options)

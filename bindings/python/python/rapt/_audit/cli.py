@@ -9,7 +9,7 @@ import sys
 
 from .callee import TargetError
 from .hazards import BY_NAME, SEVERITIES, TABLE
-from .hunt import DTYPES, audit, check_options
+from .checks import DTYPES, audit, check_options
 
 CANNOT = 3
 
@@ -18,8 +18,8 @@ def add_to(commands):
     """Declare the command."""
     parser = commands.add_parser(
         "audit",
-        help="hunt boundary bugs in an attention",
-        description="Hunt boundary bugs in an attention: torch, rapt, or MODULE:FUNCTION with the signature of "
+        help="check an attention for boundary bugs",
+        description="Check an attention for boundary bugs: torch, rapt, or MODULE:FUNCTION with the signature of "
         "scaled_dot_product_attention or of rapt.attention.",
         epilog="exit codes: 0 nothing as grave as --fail-on, 1 findings as grave, 2 wrong usage, 3 the callee cannot be audited",
     )

@@ -13,6 +13,7 @@ import numpy as np
 
 from rapt._reference import scores
 
+from .causes import listed
 from .hypotheses import ALL
 from .sight import Sight
 from .tensors import runs
@@ -69,6 +70,8 @@ def diagnose(out, expected=None, *, q, k, v, **options):
     if error <= near / 30 or (it.dtype in ("float16", "bfloat16") and error <= near / 5):
         return Diagnosis("correct", 1.0, "", f"all {it.out.size} elements are where the reference has them", error)
     found = sorted([*simulated(it, near), *seen(it, near)], key=lambda each: -each[0])
+    for _, name, *_ in found:
+        listed(name)
     if not found:
         return Diagnosis("unknown", 0.0, "", where(it, near), error)
     # The order of ALL breaks ties: sorted is stable.
@@ -100,6 +103,7 @@ def simulated(it, near):
     """(confidence, name, variant, pattern) of every hypothesis that fits."""
     for family in ALL:
         for guess in family(it):
+            listed(guess.name)
             if guess.out.shape != it.out.shape:
                 continue
             foretold = np.isfinite(guess.out)

@@ -110,7 +110,7 @@ def measure(options, chosen, gpu):
         for family in rows.families(chosen):
             measured = work.family(family)
             everything += measured
-            progress.tell([told(one) for one in measured])
+            progress.add([told(one) for one in measured])
     except KeyboardInterrupt:
         machine["interrupted"] = True  # what was measured is still reported, and marked
 
