@@ -190,6 +190,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(torch::stats::count_served, module)?)?;
     module.add_function(wrap_pyfunction!(torch::stats::served, module)?)?;
     module.add_function(wrap_pyfunction!(api::doctor::doctor, module)?)?;
+    module.add_function(wrap_pyfunction!(api::cli::cli, module)?)?;
     module.add_class::<api::layout::PyLayout>()?;
     module.add_function(wrap_pyfunction!(api::layout::layout_show, module)?)?;
     module.add_function(wrap_pyfunction!(api::layout::layout_atoms, module)?)?;

@@ -1,6 +1,5 @@
 //! `rapt explain`: the plan of a problem that is described, not held; or the table of what is served.
 
-use std::process::ExitCode;
 use std::sync::Arc;
 
 use clap::{Args as ClapArgs, ValueEnum};
@@ -11,7 +10,8 @@ use rapt::{
 use serde_json::json;
 
 use crate::options::{LayoutName, ProblemArgs};
-use crate::{Outcome, support, table};
+use crate::{Outcome, exit, say, table};
+use crate::support;
 
 #[derive(ClapArgs, Debug)]
 pub(crate) struct Args {
@@ -35,7 +35,7 @@ pub(crate) struct Args {
     /// The plan as JSON.
     #[arg(long, conflicts_with = "support_table")]
     json: bool,
-    /// What each instruction set of this build serves, as Markdown; asks `select` for every cell.
+    /// What each instruction set of this build serves, as Markdown; every cell is an answer of `select`.
     #[arg(long, conflicts_with = "shape")]
     support_table: bool,
 }
@@ -53,16 +53,16 @@ pub(crate) enum MaskName {
 
 pub(crate) fn run(args: &Args) -> Outcome {
     let Some(shape) = args.shape else {
-        print!("{}", support::markdown());
-        return Ok(ExitCode::SUCCESS);
+        say(&support::markdown().trim_end())?;
+        return Ok(exit::OK);
     };
     let (plan, certificate) = plan(args, shape)?;
     if args.json {
-        println!("{:#}", as_json(&plan, &certificate));
+        say(&format_args!("{:#}", as_json(&plan, &certificate)))?;
     } else {
-        println!("{}", table::framed(&plan.explain().certified(&certificate).rows()));
+        say(&table::framed(&plan.explain().certified(&certificate).rows()))?;
     }
-    Ok(ExitCode::SUCCESS)
+    Ok(exit::OK)
 }
 
 /// The plan for row-major tensors of these sizes, and its certificate for tensors that lie one after another: what is
@@ -157,7 +157,7 @@ fn as_json(plan: &Plan, certificate: &Certificate) -> serde_json::Value {
 
 fn facts(certificate: &Certificate) -> serde_json::Value {
     let Certificate { in_bounds, injective, disjoint, coverage, .. } = certificate;
-    // Counts beyond JSON's integers are told as numbers all the same, rounded.
+    // Counts beyond JSON's integers are numbers all the same, rounded.
     let count = |n: u128| u64::try_from(n).map_or_else(|_| json!(n as f64), |n| json!(n));
     json!({
         "in_bounds": in_bounds.iter().map(|fact| json!({
@@ -195,7 +195,7 @@ pub(crate) fn shape(text: &str) -> Result<[usize; 5], String> {
         .split(',')
         .map(|size| size.trim().parse().map_err(|_| format!("{size:?} is no size")))
         .collect::<Result<_, _>>()?;
-    sizes.try_into().map_err(|sizes: Vec<usize>| format!("5 sizes are asked, B,H,Sq,Skv,D; got {}", sizes.len()))
+    sizes.try_into().map_err(|sizes: Vec<usize>| format!("5 sizes are needed, B,H,Sq,Skv,D; got {}", sizes.len()))
 }
 
 /// A dtype by its usual name, or as Rust writes those that attention computes.

@@ -5,7 +5,6 @@
 
 use std::io::IsTerminal;
 use std::path::PathBuf;
-use std::process::ExitCode;
 
 use clap::{Args as ClapArgs, Subcommand, ValueEnum};
 use rapt::layout::atlas::{self, Atom};
@@ -14,7 +13,7 @@ use rapt::layout::unit::{Quantity, Unit};
 use rapt::layout::{Arrangement, ComposedLayout, Coord, Error, IntTuple, Layout, Result, Tiler};
 use serde_json::{Value, json};
 
-use crate::{Outcome, layout_check};
+use crate::{Outcome, complain, exit, is_broken_pipe, layout_check, say};
 
 #[derive(ClapArgs, Debug)]
 pub(crate) struct Args {
@@ -83,7 +82,7 @@ enum Command {
         /// Bits of its elements.
         #[arg(long, value_name = "BITS")]
         from: i64,
-        /// Bits of the elements asked for.
+        /// Bits of the elements of the result.
         #[arg(long, value_name = "BITS")]
         to: i64,
         #[command(flatten)]
@@ -207,11 +206,13 @@ struct ShowArgs {
 const MOST_SHOWN: usize = 1024;
 
 pub(crate) fn run(args: &Args) -> Outcome {
-    let outcome = answer(&args.command);
-    Ok(outcome.unwrap_or_else(|error| {
-        eprintln!("rapt: {error}");
-        ExitCode::from(2)
-    }))
+    answer(&args.command).or_else(|error| {
+        if is_broken_pipe(error.as_ref()) {
+            return Err(error);
+        }
+        complain(&error);
+        Ok(exit::USAGE)
+    })
 }
 
 fn answer(command: &Command) -> Outcome {
@@ -257,14 +258,14 @@ fn answer(command: &Command) -> Outcome {
     }
 }
 
-/// Text, or JSON where it is asked.
+/// Text, or JSON with --json.
 fn print(args: &JsonArgs, value: &Value, text: impl FnOnce() -> String) -> Outcome {
     if args.json {
-        println!("{value:#}");
+        say(&format_args!("{value:#}"))?;
     } else {
-        println!("{}", text());
+        say(&text())?;
     }
-    Ok(ExitCode::SUCCESS)
+    Ok(exit::OK)
 }
 
 fn print_layout(layout: &ComposedLayout, args: &JsonArgs) -> Outcome {
@@ -343,7 +344,7 @@ fn product(args: &Arranged) -> Result<Layout> {
 }
 
 fn unit_pair(text: &str) -> Result<(Unit, Unit), String> {
-    let (left, right) = text.split_once(',').ok_or("two units are asked, such as tmem-cells,tmem-elements:16")?;
+    let (left, right) = text.split_once(',').ok_or("two units are needed, such as tmem-cells,tmem-elements:16")?;
     let unit = |text: &str| text.trim().parse().map_err(|error: Error| error.to_string());
     Ok((unit(left)?, unit(right)?))
 }
@@ -396,7 +397,7 @@ fn compare(
             few(&touched)
         )
     })?;
-    Ok(if equal == count && a.len() == b.len() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    Ok(if equal == count && a.len() == b.len() { exit::OK } else { exit::FAILED })
 }
 
 #[cfg(test)]

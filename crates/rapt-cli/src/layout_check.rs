@@ -1,7 +1,6 @@
 //! `rapt layout check` and `rapt layout emulate`: the checks of a file, compared or run.
 
 use std::path::{Path, PathBuf};
-use std::process::ExitCode;
 
 use clap::Args as ClapArgs;
 use rapt::layout::check::{self, Check};
@@ -9,7 +8,7 @@ use rapt::layout::draw::report_svg;
 use rapt::layout::emulate::{Case, run};
 use serde_json::json;
 
-use crate::Outcome;
+use crate::{Outcome, exit, say};
 use crate::layout::JsonArgs;
 
 /// The cosine from which on a flow works.
@@ -62,16 +61,16 @@ pub(crate) fn check(args: &CheckArgs) -> Outcome {
     }
     if args.json.json {
         let list: Vec<_> = reports.iter().map(|report| report.to_json(args.map)).collect();
-        println!("{:#}", json!({"proven": proven, "checks": list}));
+        say(&format_args!("{:#}", json!({"proven": proven, "checks": list})))?;
     } else {
         for report in &reports {
-            print!("{report}");
+            say(&report.to_string().trim_end_matches('\n'))?;
             if args.map {
-                println!("{}", report.map_lines().join("\n"));
+                say(&report.map_lines().join("\n"))?;
             }
         }
     }
-    Ok(if proven { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    Ok(if proven { exit::OK } else { exit::FAILED })
 }
 
 pub(crate) fn emulate(args: &EmulateArgs) -> Outcome {
@@ -84,32 +83,32 @@ pub(crate) fn emulate(args: &EmulateArgs) -> Outcome {
     let works = outcomes.iter().all(|outcome| outcome.cosine.is_some_and(|cosine| cosine >= WORKS));
     if args.json.json {
         let list: Vec<_> = outcomes.iter().map(rapt::layout::emulate::Outcome::to_json).collect();
-        println!("{:#}", json!({"works": works, "flows": list}));
+        say(&format_args!("{:#}", json!({"works": works, "flows": list})))?;
     } else {
         for outcome in &outcomes {
-            println!("{outcome}");
+            say(outcome)?;
         }
     }
-    Ok(if works { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    Ok(if works { exit::OK } else { exit::FAILED })
 }
 
 fn read(path: &Path, only: Option<&str>) -> Result<Vec<Check>, Box<dyn std::error::Error>> {
-    let told = |error: &dyn std::fmt::Display| format!("{}: {error}", path.display());
+    let in_file = |error: &dyn std::fmt::Display| format!("{}: {error}", path.display());
     let text = if path == Path::new("-") {
-        std::io::read_to_string(std::io::stdin()).map_err(|error| told(&error))?
+        std::io::read_to_string(std::io::stdin()).map_err(|error| in_file(&error))?
     } else {
-        let bytes = std::fs::metadata(path).map_err(|error| told(&error))?.len();
+        let bytes = std::fs::metadata(path).map_err(|error| in_file(&error))?.len();
         if bytes > MOST_BYTES {
-            return Err(told(&format!("{bytes} bytes; a file of checks has at most {MOST_BYTES}")).into());
+            return Err(in_file(&format!("{bytes} bytes; a file of checks has at most {MOST_BYTES}")).into());
         }
-        std::fs::read_to_string(path).map_err(|error| told(&error))?
+        std::fs::read_to_string(path).map_err(|error| in_file(&error))?
     };
-    let mut checks = check::parse(&text).map_err(|error| told(&error))?;
+    let mut checks = check::parse(&text).map_err(|error| in_file(&error))?;
     if let Some(name) = only {
         let names: Vec<String> = checks.iter().map(|check| format!("{:?}", check.name)).collect();
         checks.retain(|check| check.name == name);
         if checks.is_empty() {
-            return Err(told(&format!("no check {name:?}; it has {}", names.join(", "))).into());
+            return Err(in_file(&format!("no check {name:?}; it has {}", names.join(", "))).into());
         }
     }
     Ok(checks)

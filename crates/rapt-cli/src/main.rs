@@ -1,60 +1,66 @@
-//! `rapt`: what this machine has, what would run and why, how fast it is, and attention on files.
-//!
-//! One file or folder per subcommand; `options` holds what they ask alike, `npy` the files that `run` reads and writes,
-//! `formula` what `bench` holds a kernel against. Everything goes through the façade. Deliberately absent:
-//! arithmetic (that formula excepted), policy, and any subcommand whose code does not exist yet.
+//! cargo's `rapt`: the command line of the library, with Python reached as another program.
 
-mod bench;
-mod doctor;
-mod explain;
-mod formula;
-mod layout;
-mod layout_check;
-mod npy;
-mod options;
-mod run;
-mod support;
-mod table;
+use std::process::{Command, ExitCode, Stdio};
 
-use std::process::ExitCode;
+use rapt_cli::doctor::HostFacts;
+use rapt_cli::{Host, Outcome, PythonCommand};
 
-use clap::{Parser, Subcommand};
+/// The Python that subcommands of the Python package are started with.
+const PYTHON: &str = "python3";
 
-/// Attention with an exact tensor boundary.
-#[derive(Parser)]
-#[command(name = "rapt", version)]
-struct Cli {
-    #[command(subcommand)]
-    command: Command,
+/// A process of its own, without Python in it.
+struct Process;
+
+impl Host for Process {
+    fn facts(&self) -> Result<HostFacts, Box<dyn std::error::Error>> {
+        Ok(HostFacts::default())
+    }
+
+    /// `python3 -m rapt …` with the same words: the command line of the wheel answers them.
+    fn python(&self, command: &PythonCommand) -> Outcome {
+        let probe = ["-c", "import importlib.util, sys; sys.exit(importlib.util.find_spec('rapt._native') is None)"];
+        let found = Command::new(PYTHON).args(probe).stdout(Stdio::null()).stderr(Stdio::null()).status();
+        match found {
+            Ok(status) if status.success() => start(Command::new(PYTHON).args(["-m", "rapt"]).args(&command.words)),
+            Ok(_) => Err(NoPython { command: command.name, why: "no package rapt" }.into()),
+            Err(_) => Err(NoPython { command: command.name, why: "not on PATH" }.into()),
+        }
+    }
 }
 
-#[derive(Subcommand)]
-enum Command {
-    /// What this machine and build are, and whether they compute the law; exit code 1 if they do not.
-    Doctor(doctor::Args),
-    /// What would run for a problem, and why; or the table of what is served.
-    Explain(explain::Args),
-    /// How fast it is here, on shapes of your own, beside what this machine can do; exit code 1 if a row is wrong.
-    Bench(bench::Args),
-    /// Layout algebra, fragments of tensor-core instructions, and the check that a store is what is read.
-    Layout(layout::Args),
-    /// Attention on .npy files.
-    Run(run::Args),
+/// In place of this process, so that the terminal's signals reach one program.
+#[cfg(unix)]
+fn start(command: &mut Command) -> Outcome {
+    use std::os::unix::process::CommandExt;
+    Err(command.exec().into())
 }
 
-/// What a subcommand answers: an error's text goes to stderr, with exit code 1.
-type Outcome = Result<ExitCode, Box<dyn std::error::Error>>;
+#[cfg(not(unix))]
+fn start(command: &mut Command) -> Outcome {
+    let code = command.status()?.code();
+    Ok(code.and_then(|code| u8::try_from(code).ok()).unwrap_or(rapt_cli::exit::FAILED))
+}
+
+/// A subcommand is Python code, and there is none.
+#[derive(Debug)]
+struct NoPython {
+    command: &'static str,
+    why: &'static str,
+}
+
+impl std::fmt::Display for NoPython {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let NoPython { command, why } = self;
+        write!(
+            f,
+            "`rapt {command}` is part of Rapt's Python package, and {PYTHON} has none ({why}). Install it: \
+             {PYTHON} -m pip install \"rapt-attention[numpy]\""
+        )
+    }
+}
+
+impl std::error::Error for NoPython {}
 
 fn main() -> ExitCode {
-    let outcome = match Cli::parse().command {
-        Command::Doctor(args) => doctor::run(&args),
-        Command::Explain(args) => explain::run(&args),
-        Command::Bench(args) => bench::run(&args),
-        Command::Layout(args) => layout::run(&args),
-        Command::Run(args) => run::run(&args),
-    };
-    outcome.unwrap_or_else(|error| {
-        eprintln!("rapt: {error}");
-        ExitCode::FAILURE
-    })
+    ExitCode::from(rapt_cli::run(std::env::args_os(), &Process))
 }

@@ -107,7 +107,7 @@ fn parse(bytes: &[u8]) -> Result<Array, String> {
 fn decode<T, const N: usize>(data: &[u8], numel: usize, element: fn([u8; N]) -> T) -> Result<Vec<T>, String> {
     let (elements, rest) = data.as_chunks::<N>();
     if elements.len() != numel || !rest.is_empty() {
-        return Err(format!("holds {} bytes of elements, its shape asks {numel} elements of {N} bytes", data.len()));
+        return Err(format!("holds {} bytes of elements, its shape needs {numel} elements of {N} bytes", data.len()));
     }
     Ok(elements.iter().map(|&bytes| element(bytes)).collect())
 }
@@ -121,7 +121,7 @@ fn value<'a>(header: &'a str, key: &str) -> Result<&'a str, String> {
 
 fn quoted(text: &str) -> Result<&str, String> {
     let of = |quote| text.strip_prefix(quote)?.split_once(quote).map(|(inner, _)| inner);
-    of('\'').or_else(|| of('"')).ok_or_else(|| "its dtype is a structure; a plain one is asked".into())
+    of('\'').or_else(|| of('"')).ok_or_else(|| "its dtype is a structure; a plain one is needed".into())
 }
 
 fn sizes(text: &str) -> Result<Shape, String> {

@@ -1,4 +1,4 @@
-//! What `explain` and `run` ask alike, and how it is written on a command line.
+//! What `explain` and `run` take alike, and how it is written on a command line.
 
 use clap::{Args, ValueEnum};
 use rapt::{Causal, Layout, Options, Window};
@@ -71,7 +71,7 @@ fn window(text: &str) -> Result<Window, String> {
         "none" => Ok(None),
         number => number.parse().map(Some).map_err(|_| format!("{number:?} is neither a number from 0 up nor `none`")),
     };
-    let (left, right) = text.split_once(',').ok_or("two ends are asked, as in 128,0 or none,0")?;
+    let (left, right) = text.split_once(',').ok_or("two ends are needed, as in 128,0 or none,0")?;
     Ok(Window { left: end(left)?, right: end(right)? })
 }
 

@@ -1,12 +1,11 @@
 //! `rapt run`: attention on .npy files.
 
 use std::path::PathBuf;
-use std::process::ExitCode;
 
 use clap::Args as ClapArgs;
 use rapt::{Engine, Operands, Shape, Spec, Tensor, Tensors};
 
-use crate::Outcome;
+use crate::{Outcome, exit, say};
 use crate::npy::{self, Array};
 use crate::options::ProblemArgs;
 
@@ -66,7 +65,7 @@ pub(crate) fn run(args: &Args) -> Outcome {
         npy::write(path, &lse)?;
     }
     let key = *plan.key();
-    println!(
+    say(&format_args!(
         "{}: {} {}, {} {} on {}",
         args.out.display(),
         out.dtype(),
@@ -74,6 +73,6 @@ pub(crate) fn run(args: &Args) -> Outcome {
         key.kernel.name(),
         key.storage,
         key.arch.name()
-    );
-    Ok(ExitCode::SUCCESS)
+    ))?;
+    Ok(exit::OK)
 }

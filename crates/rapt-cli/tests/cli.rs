@@ -79,7 +79,7 @@ fn read(path: &str) -> Vec<f32> {
 }
 
 #[test]
-fn doctor_tests_itself_and_tells_what_is_there() {
+fn doctor_tests_itself_and_shows_what_is_there() {
     let report = json(&["doctor", "--json"]);
     assert_eq!(report["ok"], true, "{report}");
     let tests = report["self_test"].as_array().unwrap();
@@ -98,7 +98,7 @@ fn doctor_tests_itself_and_tells_what_is_there() {
 
 #[test]
 fn doctor_obeys_and_prints_the_variables() {
-    // In two parts: it is no variable of Rapt, and tidy knows all of them.
+    // In two parts: it is no variable of Rapt, and tidy lists all of them.
     let misspelt = concat!("RAPT_", "TREADS");
     let variables = [("RAPT_NUM_THREADS", "3"), ("RAPT_ISA", "scalar"), (misspelt, "4")];
     let output = rapt(&["doctor"], &variables);
@@ -114,7 +114,7 @@ fn doctor_obeys_and_prints_the_variables() {
 }
 
 #[test]
-fn doctor_knows_every_variable_of_the_documentation() {
+fn doctor_shows_every_variable_of_the_documentation() {
     let table = include_str!("../../../docs/reference/environment.md");
     let documented = table.lines().filter_map(|line| line.strip_prefix("| `RAPT_")?.split_once('`'));
     let documented: Vec<String> = documented.map(|(name, _)| format!("RAPT_{name}")).collect();
@@ -312,7 +312,7 @@ fn bench_measures_shapes_of_ones_own() {
 #[test]
 fn bench_refuses_what_no_row_is() {
     for (args, part) in [
-        (&["bench", "--shape", "1,2,3"][..], "5 sizes are asked"),
+        (&["bench", "--shape", "1,2,3"][..], "5 sizes are needed"),
         (&["bench", "--shape", "1,2,3,4,5", "--seconds", "-1"], "--seconds"),
         (&["bench", "--dtype", "float31"], "the known dtypes are"),
         (&["bench", "--kv-heads", "2"], "--shape"),

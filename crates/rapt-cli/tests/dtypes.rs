@@ -1,4 +1,4 @@
-//! docs/reference/dtypes.md against the doors that speak Rust: every cell of the columns Rust and CLI.
+//! docs/reference/dtypes.md against the interfaces in Rust: every cell of the columns Rust and CLI.
 #![allow(missing_docs)]
 
 use std::collections::BTreeMap;
@@ -37,14 +37,14 @@ fn rust(dtype: DType) -> String {
         }
         .expect("a view of any dtype")
     };
-    let mut said = Vec::new();
+    let mut served = Vec::new();
     for place in ["q", "mask"] {
         let q = view(if place == "q" { dtype } else { DType::F64 });
         let mask = (place == "mask").then(|| view(dtype));
         match Spec::builder(&q, &q, &q, &Options::default()).mask(mask.as_ref()).build() {
             Ok(spec) => {
                 assert_eq!(spec.q.dtype, q.dtype(), "nothing is taken for another dtype");
-                said.push(place);
+                served.push(place);
             }
             Err(error @ Error::UnsupportedDtype { .. }) => {
                 assert!(error.to_string().contains(dtype.name()), "{error}");
@@ -52,7 +52,7 @@ fn rust(dtype: DType) -> String {
             Err(error) => panic!("{dtype}: {error}"),
         }
     }
-    if said.is_empty() { "refused".into() } else { said.join(", ") }
+    if served.is_empty() { "refused".into() } else { served.join(", ") }
 }
 
 #[test]

@@ -94,7 +94,7 @@ fn two_units_are_not_compared() {
     assert_eq!(layout(&["compare", c, a]).status.code(), Some(1));
     assert_eq!(layout(&["compare", "(4,8)", "32:1"]).status.code(), Some(0));
     refuses(&["compare", c, a, "--units", "tmem-cells,tmem-elements:16"], 2, "different units");
-    refuses(&["compare", c, a, "--units", "tmem-cells"], 2, "two units are asked");
+    refuses(&["compare", c, a, "--units", "tmem-cells"], 2, "two units are needed");
     assert_eq!(layout(&["compare", c, c, "--units", "tmem-cells,tmem-cells"]).status.code(), Some(0));
 }
 

@@ -48,6 +48,8 @@ fn refused(from: &str, to: &str, kind: Kind) -> Option<&'static str> {
         LAYOUT => Some("the layout algebra depends on no crate of Rapt"),
         _ if MIDDLE.contains(&from) => (to != CORE).then_some("backends see core only, never each other"),
         FACADE => (to != CORE && !MIDDLE.contains(&to)).then_some("the façade stands below bindings and command line"),
+        // The package for Python has the command `rapt` too, and it is the same program.
+        "rapt-python" if to == "rapt-cli" => None,
         // They reach the backends through the façade, which alone chooses one.
         _ if EDGES.contains(&from) => {
             (![CORE, FACADE].contains(&to)).then_some("bindings go through rapt-attention, the one place that chooses")
@@ -78,6 +80,8 @@ mod tests {
             ("rapt-cli", "pyo3-ffi", Kind::Normal),
             ("rapt-cpu", "numpy", Kind::Dev),
             ("rapt-cli", "rapt-fuzz", Kind::Normal),
+            ("rapt-cli", "rapt-python", Kind::Normal),
+            ("rapt-c", "rapt-cli", Kind::Normal),
             ("rapt-attention", "rapt-fuzz", Kind::Normal),
         ] {
             assert!(refused(from, to, kind).is_some(), "{from} -> {to} {kind:?}");
@@ -96,6 +100,7 @@ mod tests {
             ("rapt-python", "rapt-attention", Kind::Normal),
             ("rapt-python", "rapt-core", Kind::Normal),
             ("rapt-python", "pyo3", Kind::Normal),
+            ("rapt-python", "rapt-cli", Kind::Normal),
             ("rapt-testkit", "rapt-reference", Kind::Normal),
             ("rapt-core", "half", Kind::Normal),
             ("rapt-fuzz", "rapt-attention", Kind::Normal),

@@ -9,15 +9,16 @@ mod ceilings;
 mod report;
 mod row;
 
+use std::ffi::OsString;
 use std::path::PathBuf;
-use std::process::ExitCode;
 
-use clap::Args as ClapArgs;
+use clap::{Args as ClapArgs, Subcommand};
 use half::{bf16, f16};
 use indicatif::{ProgressBar, ProgressStyle};
 use rapt::{Causal, DType, Engine, Options};
 
-use crate::Outcome;
+use crate::python::{CudaArgs, PythonCommand};
+use crate::{Host, Outcome, exit, say};
 use crate::explain::{MaskName, dtype, shape};
 use crate::options::{LayoutName, ProblemArgs};
 use ceilings::Meter;
@@ -25,7 +26,10 @@ use report::Report;
 use row::Row;
 
 #[derive(ClapArgs, Debug)]
+#[command(args_conflicts_with_subcommands = true)]
 pub(crate) struct Args {
+    #[command(subcommand)]
+    device: Option<Device>,
     /// batch, query heads, q_len, kv_len, head_dim; may be given several times [default: eight usual ones].
     #[arg(long = "shape", value_name = "B,H,Sq,Skv,D", value_parser = shape)]
     shapes: Vec<[usize; 5]>,
@@ -54,6 +58,13 @@ pub(crate) struct Args {
     svg: Option<PathBuf>,
 }
 
+/// A device that is measured by rows of its own.
+#[derive(Subcommand, Debug)]
+enum Device {
+    /// Rapt and its peers on an NVIDIA GPU, interleaved in one run (needs Python with torch).
+    Cuda(CudaArgs),
+}
+
 /// What runs if no shape is given: B, H, Sq, Skv, D, heads of k and v, and whether it is causal.
 const USUAL: [([usize; 5], usize, bool); 8] = [
     ([1, 1, 16, 16, 64], 1, false),
@@ -66,7 +77,10 @@ const USUAL: [([usize; 5], usize, bool); 8] = [
     ([1, 32, 1, 8192, 128], 8, false),
 ];
 
-pub(crate) fn run(args: &Args) -> Outcome {
+pub(crate) fn run(args: &Args, words: &[OsString], host: &dyn Host) -> Outcome {
+    if let Some(Device::Cuda(args)) = &args.device {
+        return host.python(&PythonCommand::new("bench cuda", args, words)?);
+    }
     let engine = Engine::new(args.problem.threads)?;
     let rows = rows(args);
     let meter = Meter::new(engine.caps().arch, engine.threads().get());
@@ -89,7 +103,7 @@ pub(crate) fn run(args: &Args) -> Outcome {
     }
     bar.finish_and_clear();
 
-    println!("{}", report.table());
+    say(&report.table())?;
     if let Some(path) = &args.json {
         std::fs::write(path, format!("{:#}\n", report.json()))
             .map_err(|error| format!("{}: {error}", path.display()))?;
@@ -97,21 +111,21 @@ pub(crate) fn run(args: &Args) -> Outcome {
     if let Some(path) = &args.svg {
         std::fs::write(path, report.svg()).map_err(|error| format!("{}: {error}", path.display()))?;
     }
-    Ok(if report.is_sound() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    Ok(if report.is_sound() { exit::OK } else { exit::FAILED })
 }
 
 /// Every shape in every dtype.
 fn rows(args: &Args) -> Vec<Row> {
     let options = args.problem.options();
     let is_bshd = args.problem.layout == LayoutName::Bshd;
-    let asked: Vec<([usize; 5], usize, Options)> = if args.shapes.is_empty() {
+    let problems: Vec<([usize; 5], usize, Options)> = if args.shapes.is_empty() {
         let causal = |yes| if yes { Some(options.causal.unwrap_or(Causal::TopLeft)) } else { options.causal };
         USUAL.map(|(shape, kv_heads, yes)| (shape, kv_heads, Options { causal: causal(yes), ..options })).to_vec()
     } else {
         args.shapes.iter().map(|shape| (*shape, args.kv_heads.unwrap_or(shape[1]), options)).collect()
     };
     let of = |dtype: DType| {
-        asked.iter().map(move |&([batch, heads, q_len, kv_len, head_dim], kv_heads, options)| Row {
+        problems.iter().map(move |&([batch, heads, q_len, kv_len, head_dim], kv_heads, options)| Row {
             batch,
             heads,
             kv_heads,

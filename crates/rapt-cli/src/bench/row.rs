@@ -276,7 +276,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_check_meets_every_option_and_layout() {
+    fn the_check_takes_every_option_and_layout() {
         let engine = Engine::new(Some(2)).unwrap();
         let options = Options::default();
         for (mask, options, is_bshd) in [

@@ -1,4 +1,4 @@
-"""`python -m rapt.bench cuda`."""
+"""`python -m rapt.bench cuda`: `rapt bench cuda`."""
 
 import sys
 

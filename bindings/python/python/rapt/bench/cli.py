@@ -1,10 +1,5 @@
-"""The command `python -m rapt.bench cuda` (also `python -m rapt bench cuda`).
+"""`rapt bench cuda` (also `python -m rapt.bench cuda`); its words are declared in crates/rapt-cli/src/python.rs."""
 
-Exit codes: 0; 1 a row of Rapt failed or left the tolerance, `--check` is not met, or there is no GPU (DeviceError); 2 wrong usage; 130
-interrupted.
-"""
-
-import argparse
 import json
 import pathlib
 import re
@@ -13,66 +8,42 @@ import sys
 import time
 
 import rapt
+from rapt._commands import UsageError
 
 from . import interleaved, rows, table
 
 ROWS = pathlib.Path(__file__).with_name("cuda.toml")
 PEERS = ("flash", "cudnn", "efficient", "flex", "fa4")
 ENGINES = ("rapt", "rapt-sdpa", *PEERS, "sdpa", "add")
-CHECKS = ("bars", "no-slower-than-default")
 
 
-def comma(text):
-    return [word.strip() for word in text.split(",") if word.strip()]
+def main(words=None):
+    """`rapt bench WORDS`; the exit code."""
+    from rapt.__main__ import main
+
+    return main(["bench", *(sys.argv[1:] if words is None else words)])
 
 
-def add_arguments(parser):
-    """Declare the command's words on `parser`."""
-    parser.add_argument("device", choices=["cuda"], help="the CPU has `rapt bench` and `cargo xtask bench cpu`")
-    parser.add_argument(
-        "--rows", "--filter", dest="rows", type=comma, metavar="NAME,..", help="shapes, groups or globs over row names (default all)"
-    )
-    parser.add_argument("--dtypes", type=comma, metavar="NAME,..", help=f"of {','.join(rows.ALL_DTYPES)}")
-    parser.add_argument("--peers", type=comma, metavar="NAME,..", help=f"of {','.join(PEERS)} (default all that are here)")
-    parser.add_argument("--rounds", type=int, help="timed rounds per row (default 7)")
-    parser.add_argument("--seconds", type=float, help="length of one timed batch (default 0.004)")
-    parser.add_argument("--quick", action="store_true", help="tiny shapes, two rounds: tries the harness, its figures mean nothing")
-    parser.add_argument("--json", metavar="PATH", help="write the record; - is stdout, in place of the table")
-    parser.add_argument("--svg", metavar="PATH", help="write the plot")
-    parser.add_argument("--out", type=pathlib.Path, metavar="FOLDER", help="write a dated record there: .json, .md and .svg")
-    parser.add_argument("--check", choices=CHECKS, help="exit 1 where a bar of the rows is missed, or torch's default is faster")
-    parser.add_argument("--list", action="store_true", help="print the rows and end; needs no GPU")
-    parser.set_defaults(run=lambda options: run(options, parser))
-
-
-def main(arguments=None):
-    """The exit code."""
-    parser = argparse.ArgumentParser(prog="python -m rapt.bench", description=__doc__.splitlines()[0])
-    add_arguments(parser)
-    options = parser.parse_args(arguments)
-    return options.run(options)
-
-
-def told(measured):
+def line_of(measured):
     """A finished row in a line."""
     times = (f"{name} {timing.median:.1f}" if timing.median else f"{name} –" for name, timing in measured.timings.items())
     return f"{measured.row.key}: {'  '.join(times)}"
 
 
-def run(options, parser):
+def run(options):
     """The exit code."""
     for given, known, what in ((options.dtypes, rows.ALL_DTYPES, "--dtypes"), (options.peers, PEERS, "--peers")):
         if unknown := set(given or ()) - set(known):
-            parser.error(f"{what}: {', '.join(sorted(unknown))} is not one of {', '.join(known)}")
+            raise UsageError(f"{what}: {', '.join(sorted(unknown))} is not one of {', '.join(known)}")
     for value, what in ((options.rounds, "--rounds"), (options.seconds, "--seconds")):
         if value is not None and not value > 0:
-            parser.error(f"{what} is {value}: it must be greater than 0")
+            raise UsageError(f"{what} is {value}: it must be greater than 0")
     try:
         chosen = rows.load(ROWS, options.rows, options.dtypes, options.quick)
     except ValueError as error:
-        parser.error(f"--rows {error}")
+        raise UsageError(f"--rows {error}") from None
     if not chosen:
-        parser.error(f"no row of these has dtype {', '.join(options.dtypes)}")
+        raise UsageError(f"no row of these has dtype {', '.join(options.dtypes)}")
     if options.list:
         for row in chosen:
             print(f"{row.key:44} {row.dims:22} {' '.join(row.groups)}")
@@ -110,7 +81,7 @@ def measure(options, chosen, gpu):
         for family in rows.families(chosen):
             measured = work.family(family)
             everything += measured
-            progress.add([told(one) for one in measured])
+            progress.add([line_of(one) for one in measured])
     except KeyboardInterrupt:
         machine["interrupted"] = True  # what was measured is still reported, and marked
 
@@ -121,7 +92,7 @@ def measure(options, chosen, gpu):
     if any(figure["bars"] for figure in figures):
         made.append(report.bars_table(figures))
     said = report.notes(everything, lost, overall if ceilings.samples else {})
-    command = "python -m rapt.bench " + " ".join(words(options))
+    command = "rapt bench cuda " + " ".join(words(options))
     method = {
         "rounds": rounds, "seconds_per_batch": seconds, "statistic": "median over rounds of the batch's mean", **ceilings.method
     }  # fmt: skip
@@ -139,8 +110,9 @@ def measure(options, chosen, gpu):
     if options.svg and drawn:
         pathlib.Path(options.svg).write_text(drawn, encoding="utf-8")
     if options.out:
-        options.out.mkdir(parents=True, exist_ok=True)
-        stem = options.out / f"{machine['date'][:10]}-{re.sub(r'[^a-z0-9]+', '-', machine['gpu'].lower()).strip('-')}"
+        folder = pathlib.Path(options.out)
+        folder.mkdir(parents=True, exist_ok=True)
+        stem = folder / f"{machine['date'][:10]}-{re.sub(r'[^a-z0-9]+', '-', machine['gpu'].lower()).strip('-')}"
         written = {".json": text, ".md": report.page(made, machine, said, command), ".svg": drawn}
         for suffix, body in written.items():
             if body:
@@ -161,7 +133,6 @@ def measure(options, chosen, gpu):
 
 def words(options):
     """The command's words again, for the record; paths left out."""
-    yield options.device
     for name in ("rows", "dtypes", "peers"):
         if value := getattr(options, name):
             yield f"--{name} {','.join(value)}"
