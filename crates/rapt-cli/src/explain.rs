@@ -10,8 +10,8 @@ use rapt::{
 use serde_json::json;
 
 use crate::options::{LayoutName, ProblemArgs};
-use crate::{Outcome, exit, say, table};
 use crate::support;
+use crate::{Outcome, exit, say, table};
 
 #[derive(ClapArgs, Debug)]
 pub(crate) struct Args {

@@ -8,8 +8,8 @@ use rapt::layout::draw::report_svg;
 use rapt::layout::emulate::{Case, run};
 use serde_json::json;
 
-use crate::{Outcome, exit, say};
 use crate::layout::JsonArgs;
+use crate::{Outcome, exit, say};
 
 /// The cosine from which on a flow works.
 const WORKS: f64 = 0.99999;

@@ -5,9 +5,9 @@ use std::path::PathBuf;
 use clap::Args as ClapArgs;
 use rapt::{Engine, Operands, Shape, Spec, Tensor, Tensors};
 
-use crate::{Outcome, exit, say};
 use crate::npy::{self, Array};
 use crate::options::ProblemArgs;
+use crate::{Outcome, exit, say};
 
 #[derive(ClapArgs, Debug)]
 pub(crate) struct Args {

@@ -27,9 +27,7 @@ fn stderr(output: &Output) -> String {
 #[test]
 fn without_the_package_the_message_gives_the_command_that_installs_it() {
     const COMMAND: &str = "python3 -m pip install \"rapt-attention[numpy]\"";
-    for (name, python, why) in
-        [("absent", None, "not on PATH"), ("bare", Some("exit 1"), "no package rapt")]
-    {
+    for (name, python, why) in [("absent", None, "not on PATH"), ("bare", Some("exit 1"), "no package rapt")] {
         for (args, what) in [(&["audit", "torch"][..], "rapt audit"), (&["bench", "cuda"], "rapt bench cuda")] {
             let output = rapt(name, python, args);
             assert_eq!(output.status.code(), Some(1), "{}", stderr(&output));

@@ -17,10 +17,10 @@ use half::{bf16, f16};
 use indicatif::{ProgressBar, ProgressStyle};
 use rapt::{Causal, DType, Engine, Options};
 
-use crate::python::{CudaArgs, PythonCommand};
-use crate::{Host, Outcome, exit, say};
 use crate::explain::{MaskName, dtype, shape};
 use crate::options::{LayoutName, ProblemArgs};
+use crate::python::{CudaArgs, PythonCommand};
+use crate::{Host, Outcome, exit, say};
 use ceilings::Meter;
 use report::Report;
 use row::Row;
