@@ -1,6 +1,6 @@
 //! `rapt bench`: how fast attention runs here, on shapes of the user's own, held against what this machine can do.
 //!
-//! A row is checked first (a smaller problem of its kind, against the formula in f64) and then timed: rounds of ceilings
+//! A row is checked first (a smaller problem of its kind, against `rapt::reference`) and then timed: rounds of ceilings
 //! and calls, interleaved, so that both see the same clock. `row` makes and runs a problem, `ceilings` measures the
 //! machine, `report` writes the table, the JSON and the plot. Deliberately absent: other engines, which
 //! `cargo xtask bench cpu` measures in the same run.

@@ -1,15 +1,15 @@
-//! One row: a problem, its check against the formula on a smaller one of its kind, and its time.
+//! One row: a problem, its check against the reference on a smaller one of its kind, and its time.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use rapt::reference::{Inputs, Mask, Problem, naive};
 use rapt::{
     Causal, DType, Element, Engine, Kernel, Operands, Options, Plan, Result, Shape, Spec, Tensor, Tensors, View,
 };
 
 use super::ceilings::{Ceilings, Meter};
 use crate::explain::MaskName;
-use crate::formula::{Formula, Mask, relative_error, sample};
 
 /// Rounds of ceilings and calls.
 const ROUNDS: usize = 5;
@@ -38,7 +38,7 @@ pub(crate) struct Row {
 /// What was found of a row.
 pub(crate) struct Timing {
     pub(crate) plan: Arc<Plan>,
-    /// Relative L2 of the smaller problem against the formula, and what is allowed.
+    /// Relative L2 of the smaller problem against the reference, and what is allowed.
     pub(crate) error: f64,
     pub(crate) limit: f64,
     /// Seconds of a call: the median of each round. None if the row is wrong.
@@ -49,7 +49,7 @@ pub(crate) struct Timing {
 }
 
 impl Timing {
-    /// Whether the row computes the formula; NaN does not.
+    /// Whether the row computes the reference; NaN does not.
     pub(crate) fn is_right(&self) -> bool {
         self.error <= self.limit
     }
@@ -64,6 +64,18 @@ struct Memory<T> {
     /// As doubles and as what an additive mask of this row holds.
     bias: Vec<f64>,
     bias_f32: Vec<f32>,
+}
+
+/// Sixteenths in −1..1, which every dtype holds exactly.
+fn sample(seed: usize, len: usize) -> Vec<f64> {
+    (0..len).map(|n| (((n * 7 + seed * 13) * 37 % 33) as f64 - 16.0) / 16.0).collect()
+}
+
+/// The relative L2 distance of `got` from `expected`.
+fn relative_error(got: &[f64], expected: &[f64]) -> f64 {
+    let off: f64 = got.iter().zip(expected).map(|(got, expected)| (got - expected).powi(2)).sum();
+    let whole: f64 = expected.iter().map(|expected| expected.powi(2)).sum();
+    if whole == 0.0 { off.sqrt() } else { (off / whole).sqrt() }
 }
 
 /// The element of a repeating sample, wherever it begins.
@@ -152,14 +164,14 @@ impl Row {
         engine.plan(&builder.mask(tensors.mask.as_ref()).build()?)
     }
 
-    /// A problem of this kind that the formula can follow: one batch, few heads, a tile of queries, two blocks of keys.
+    /// A problem of this kind that the reference can follow: one batch, few heads, a tile of queries, two blocks of keys.
     fn smaller(&self) -> Row {
         let kv_heads = self.kv_heads.min(2);
         let heads = self.heads / self.kv_heads.max(1) * kv_heads;
         Row { batch: 1, heads, kv_heads, q_len: self.q_len.min(70), kv_len: self.kv_len.min(600), ..*self }
     }
 
-    /// The relative L2 error of this row (one batch) against the formula.
+    /// The relative L2 error of this row (one batch) against the reference.
     fn error<T: Element>(&self, engine: &Engine, narrow: fn(f64) -> T, widen: fn(T) -> f64) -> Result<f64> {
         let Row { heads, kv_heads, q_len, kv_len, head_dim, head_dim_v, options, .. } = *self;
         let memory = self.memory(narrow, 1);
@@ -168,20 +180,30 @@ impl Row {
         engine.run(&plan, &mut Operands::check(self.tensors(&memory, 0, &mut out)?, plan.spec())?)?;
         let wide =
             |x: &[T], heads, len, dim| self.by_head(&x.iter().copied().map(widen).collect::<Vec<_>>(), heads, len, dim);
+        // `[q_len, kv_len]` for every head.
+        let bools = memory.bools.repeat(heads);
+        let bias = memory.bias.repeat(heads);
         let mask = match self.mask {
-            MaskName::None => Mask::None,
-            MaskName::Bool => Mask::Bool(&memory.bools),
-            MaskName::Additive => Mask::Additive(&memory.bias),
+            MaskName::None => None,
+            MaskName::Bool => Some(Mask::Bool(&bools)),
+            MaskName::Additive => Some(Mask::Additive(&bias)),
         };
-        let formula = Formula { heads, kv_heads, q_len, kv_len, head_dim, head_dim_v, options, mask };
+        let problem = Problem {
+            num_kv_heads: kv_heads,
+            head_dim_v,
+            softmax_scale: options.softmax_scale.unwrap_or(1.0 / (head_dim as f64).sqrt()),
+            softcap: options.softcap,
+            causal: options.causal,
+            window: options.window,
+            ..Problem::plain(1, heads, q_len, kv_len, head_dim)
+        };
         let (k, v) = &memory.kv[0];
-        let law = formula.out(
-            &wide(&memory.q, heads, q_len, head_dim),
-            &wide(k, kv_heads, kv_len, head_dim),
-            &wide(v, kv_heads, kv_len, head_dim_v),
-        );
+        let (q, k) = (wide(&memory.q, heads, q_len, head_dim), wide(k, kv_heads, kv_len, head_dim));
+        let v = wide(v, kv_heads, kv_len, head_dim_v);
+        let inputs = Inputs { q: &q, k: &k, v: &v, mask, sinks: None, alibi_slopes: None };
+        let expected = naive(&problem, &inputs).out;
         let got = wide(&out.to_vec::<T>()?, heads, q_len, head_dim_v);
-        Ok(relative_error(got.into_iter(), &law))
+        Ok(relative_error(&got, &expected))
     }
 
     /// `values` of one batch as `[heads, len, dim]`.
@@ -303,6 +325,12 @@ mod tests {
             let decode = Row { q_len: 1, ..row };
             assert!(error(&decode) < 1e-13, "{}: {:e}", decode.name(), error(&decode));
         }
+    }
+
+    #[test]
+    fn the_error_is_relative() {
+        assert_eq!(relative_error(&[3.0, 4.0], &[3.0, 4.0]), 0.0);
+        assert!((relative_error(&[3.0, 4.5], &[3.0, 4.0]) - 0.1).abs() < 1e-15);
     }
 
     #[test]
