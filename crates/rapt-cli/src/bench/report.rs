@@ -9,7 +9,6 @@
 
 use comfy_table::presets::UTF8_FULL_CONDENSED;
 use comfy_table::{CellAlignment, Table};
-use kuva::prelude::{BarPlot, Layout, Plot};
 use rapt::doctor::{cpu_name, platform};
 use rapt::{DType, Engine};
 use serde_json::{Value, json};
@@ -174,20 +173,46 @@ impl Report {
             };
             Some((format!("{} {} · {} · {of}", row.name(), row.dtype, time(it.seconds)), 100.0 * share))
         });
-        let plot = BarPlot::new().with_bars(bars.collect::<Vec<_>>()).with_color("steelblue").with_horizontal(true);
-        let plots = vec![Plot::Bar(plot)];
-        let layout = Layout::auto_from_plots(&plots)
-            .with_title(format!(
-                "rapt {} on {} ({}, {} threads)",
-                env!("CARGO_PKG_VERSION"),
-                cpu_name(),
-                self.isa,
-                self.threads
-            ))
-            .with_x_label("per cent of what this machine can do")
-            .with_height(120.0 + 36.0 * self.rows.len() as f64);
-        kuva::render_to_svg(plots, layout)
+        let title = format!(
+            "rapt {} on {} ({}, {} threads): per cent of what this machine can do",
+            env!("CARGO_PKG_VERSION"),
+            cpu_name(),
+            self.isa,
+            self.threads
+        );
+        bar_chart(&title, &bars.collect::<Vec<_>>())
     }
+}
+
+/// Horizontal bars with their labels and numbers, from 0 to the longest or 100.
+fn bar_chart(title: &str, bars: &[(String, f64)]) -> String {
+    const LABELS: f64 = 460.0;
+    const LENGTH: f64 = 400.0;
+    const STEP: f64 = 24.0;
+    let escaped = |text: &str| text.replace('&', "&amp;").replace('<', "&lt;");
+    let longest = bars.iter().map(|(_, value)| *value).fold(100.0, f64::max);
+    let height = 50.0 + STEP * bars.len() as f64;
+    let mut svg = format!(
+        "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{}\" height=\"{height}\" \
+         font-family=\"system-ui, sans-serif\" font-size=\"12\">\n\
+         <rect width=\"100%\" height=\"100%\" fill=\"white\"/>\n\
+         <text x=\"10\" y=\"22\" font-weight=\"bold\">{}</text>\n",
+        LABELS + LENGTH + 70.0,
+        escaped(title)
+    );
+    for (at, (label, value)) in bars.iter().enumerate() {
+        let (top, length) = (38.0 + STEP * at as f64, LENGTH * value / longest);
+        let text = top + 13.0;
+        svg += &format!(
+            "<text x=\"{}\" y=\"{text}\" text-anchor=\"end\">{}</text>\n\
+             <rect x=\"{LABELS}\" y=\"{top}\" width=\"{length:.1}\" height=\"18\" fill=\"steelblue\"/>\n\
+             <text x=\"{:.1}\" y=\"{text}\">{value:.1}</text>\n",
+            LABELS - 8.0,
+            escaped(label),
+            LABELS + length + 6.0
+        );
+    }
+    svg + "</svg>\n"
 }
 
 fn row_json(row: &Row, timing: &Timing) -> Value {
