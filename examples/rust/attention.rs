@@ -4,7 +4,7 @@
 //! cargo run -p rapt-attention --example attention
 //! ```
 
-use rapt::{DType, Engine, Error, Layout, Operands, Options, Tensor, Tensors, View};
+use rapt::{DType, Engine, Error, Operands, Options, Tensor, TensorLayout, Tensors, View};
 
 const BATCH: usize = 2;
 const LEN: usize = 6;
@@ -41,7 +41,7 @@ fn main() -> Result<(), Error> {
 
     // The request without its pointers, what will run for it, and the proof that the tensors fit.
     let engine = Engine::new(None)?;
-    let spec = rapt::spec_of(&tensors, &Options::default().with_layout(Layout::Bshd))?;
+    let spec = rapt::spec_of(&tensors, &Options::default().with_layout(TensorLayout::Bshd))?;
     let plan = engine.plan(&spec)?;
     println!("{}", plan.explain());
     engine.run(&plan, &mut Operands::check(tensors, plan.spec())?)?;

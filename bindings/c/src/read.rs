@@ -5,7 +5,8 @@
 use std::ffi::c_void;
 
 use engine::{
-    Causal, DType, Device, Error, Extent, Layout, MAX_RANK, Options, Shape, Strides, Tensors, View, ViewMut, Window,
+    Causal, DType, Device, Error, Extent, MAX_RANK, Options, Shape, Strides, TensorLayout, Tensors, View, ViewMut,
+    Window,
 };
 
 use crate::abi::{RAPT_MAX_NDIM, rapt_causal, rapt_device, rapt_given, rapt_layout, rapt_options, rapt_tensor};
@@ -244,8 +245,8 @@ fn parse(given: &rapt_options) -> Result<Options, Refusal> {
         }
     };
     let layout = match given.layout {
-        code if code == rapt_layout::RAPT_LAYOUT_BHSD as i32 => Layout::Bhsd,
-        code if code == rapt_layout::RAPT_LAYOUT_BSHD as i32 => Layout::Bshd,
+        code if code == rapt_layout::RAPT_LAYOUT_BHSD as i32 => TensorLayout::Bhsd,
+        code if code == rapt_layout::RAPT_LAYOUT_BSHD as i32 => TensorLayout::Bshd,
         code => return Err(refuse("layout", &code, "RAPT_LAYOUT_BHSD, RAPT_LAYOUT_BSHD")),
     };
     let out_dtype = match given.out_dtype {

@@ -1,7 +1,7 @@
 //! What `explain` and `run` take alike, and how it is written on a command line.
 
 use clap::{Args, ValueEnum};
-use rapt::{Causal, Layout, Options, Window};
+use rapt::{Causal, Options, TensorLayout, Window};
 
 /// Where the diagonal lies.
 #[derive(Clone, Copy, Debug, ValueEnum)]
@@ -58,8 +58,8 @@ impl ProblemArgs {
             }),
             window: self.window.unwrap_or_default(),
             layout: match self.layout {
-                LayoutName::Bhsd => Layout::Bhsd,
-                LayoutName::Bshd => Layout::Bshd,
+                LayoutName::Bhsd => TensorLayout::Bhsd,
+                LayoutName::Bshd => TensorLayout::Bshd,
             },
             out_dtype: None,
         }

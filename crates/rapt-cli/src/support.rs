@@ -71,7 +71,7 @@ fn requests() -> Vec<Request> {
         Request { name: "negative strides", strides: Walk::Negative, ..plain },
         Request { name: "inner stride ≠ 1", strides: Walk::InnerApart, ..plain },
         Request { name: "expanded k and v (stride 0)", strides: Walk::Expanded, ..plain },
-        with("[batch, len, heads, head_dim] in place", default.with_layout(rapt::Layout::Bshd)),
+        with("[batch, len, heads, head_dim] in place", default.with_layout(rapt::TensorLayout::Bshd)),
         Request { name: "lse", lse: true, ..plain },
         Request { name: "another output dtype", other_out: true, ..plain },
     ]
@@ -119,8 +119,8 @@ fn served_in<T: rapt::Element>(
     let biases = Ground { elements: vec![zero; HEADS * KV_LEN * KV_LEN] };
     let (kv_heads, head_dim_v) = (request.kv_heads.unwrap_or(HEADS), request.head_dim_v.unwrap_or(HEAD_DIM));
     let of = |heads, len, dim| match request.options.layout {
-        rapt::Layout::Bhsd => [1, heads, len, dim],
-        rapt::Layout::Bshd => [1, len, heads, dim],
+        rapt::TensorLayout::Bhsd => [1, heads, len, dim],
+        rapt::TensorLayout::Bshd => [1, len, heads, dim],
     };
     let q_walk = if matches!(request.strides, Walk::Expanded) { Walk::Contiguous } else { request.strides };
     let q = ground.view("q", of(HEADS, q_len, HEAD_DIM), q_walk)?;

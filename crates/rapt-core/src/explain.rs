@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use crate::{Certificate, Launch, MaskClass, PRounding, Plan};
+use crate::{Certificate, Launch, MaskClass, PRounding, Plan, Spec};
 
 impl Plan {
     /// The plan in words and numbers.
@@ -41,46 +41,21 @@ impl<'a> Explanation<'a> {
     /// The rows, in order.
     #[must_use]
     pub fn rows(&self) -> Vec<(&'static str, String)> {
-        let (spec, key, cost) = (self.plan.spec(), self.plan.key(), self.plan.cost());
-        let mask = match key.mask {
-            MaskClass::None => "none".to_owned(),
-            MaskClass::Bool => "bool, True = attend, read in place".to_owned(),
-            MaskClass::Additive => {
-                format!("additive {}, read in place", spec.mask.map_or(key.accumulation, |mask| mask.dtype))
-            }
-        };
-        let positions = {
-            let causal = spec.causal.map_or("no causal mask".to_owned(), |causal| {
-                format!("causal {}, diagonal at j = i + {}", causal.name(), spec.block_range().diagonal)
-            });
-            let end = |end: Option<usize>| end.map_or("unbounded".to_owned(), |n| n.to_string());
-            match (spec.window.left, spec.window.right) {
-                (None, None) => causal,
-                (left, right) => format!("{causal}; window left {}, right {}", end(left), end(right)),
-            }
-        };
-        let rounding = match key.p_rounding {
-            PRounding::Accumulation => format!("nowhere: p stays {}", key.accumulation),
-            PRounding::Storage => {
-                format!("to {} for the product with v; its sum stays {}", key.storage, key.accumulation)
-            }
-        };
         let launch = self.plan.launch();
-        let launch = launch.as_ref();
-        let floor = match (cost.floor_seconds, launch) {
-            (Some(seconds), Some(launch)) => {
-                format!("{:.1} µs on {} multiprocessors", seconds * 1e6, launch.multiprocessors)
-            }
-            (Some(seconds), None) => {
-                format!(
-                    "{:.1} µs on {} threads ({} cycles of one core)",
-                    seconds * 1e6,
-                    self.plan.threads(),
-                    thousands(cost.floor_cycles)
-                )
-            }
-            (None, _) => format!("{} cycles of one core", thousands(cost.floor_cycles)),
-        };
+        let mut rows = self.choice();
+        rows.extend(self.request());
+        match &launch {
+            None => rows.push(("threads", self.plan.threads().to_string())),
+            Some(launch) => rows.extend(launch.rows()),
+        }
+        rows.extend(self.costs(launch.as_ref()));
+        rows.extend(self.certificate.into_iter().flat_map(Certificate::rows));
+        rows
+    }
+
+    /// The kernel, and why it was chosen.
+    fn choice(&self) -> Vec<(&'static str, String)> {
+        let key = self.plan.key();
         let mut rows = vec![
             ("kernel", format!("{} {} on {}", key.kernel.name(), key.storage, key.arch.name())),
             ("why", self.plan.why()),
@@ -89,7 +64,26 @@ impl<'a> Explanation<'a> {
         if !why_not_faster.is_empty() {
             rows.push(("why not faster", why_not_faster));
         }
-        rows.extend([
+        rows
+    }
+
+    /// Sizes, strides, options, and how they are computed.
+    fn request(&self) -> Vec<(&'static str, String)> {
+        let (spec, key) = (self.plan.spec(), self.plan.key());
+        let mask = match key.mask {
+            MaskClass::None => "none".to_owned(),
+            MaskClass::Bool => "bool, True = attend, read in place".to_owned(),
+            MaskClass::Additive => {
+                format!("additive {}, read in place", spec.mask.map_or(key.accumulation, |mask| mask.dtype))
+            }
+        };
+        let rounding = match key.p_rounding {
+            PRounding::Accumulation => format!("nowhere: p stays {}", key.accumulation),
+            PRounding::Storage => {
+                format!("to {} for the product with v; its sum stays {}", key.storage, key.accumulation)
+            }
+        };
+        vec![
             (
                 "problem",
                 format!(
@@ -107,7 +101,7 @@ impl<'a> Explanation<'a> {
             ("k strides", format!("{:?}", spec.k.strides)),
             ("v strides", format!("{:?}", spec.v.strides)),
             ("out strides", format!("{:?}, {}", spec.out.strides, spec.out.dtype)),
-            ("positions", positions),
+            ("positions", positions(spec)),
             ("mask", mask),
             ("accumulation", key.accumulation.to_string()),
             ("p is rounded", rounding),
@@ -121,33 +115,52 @@ impl<'a> Explanation<'a> {
                     self.plan.num_splits()
                 ),
             ),
-        ]);
-        match launch {
-            None => rows.push(("threads", self.plan.threads().to_string())),
-            Some(launch) => rows.extend(launch.rows()),
-        }
-        rows.extend([
+        ]
+    }
+
+    /// What the run costs, and the memory that it uses.
+    fn costs(&self, launch: Option<&Launch>) -> Vec<(&'static str, String)> {
+        let cost = self.plan.cost();
+        let floor = match (cost.floor_seconds, launch) {
+            (Some(seconds), Some(launch)) => {
+                format!("{:.1} µs on {} multiprocessors", seconds * 1e6, launch.multiprocessors)
+            }
+            (Some(seconds), None) => {
+                format!(
+                    "{:.1} µs on {} threads ({} cycles of one core)",
+                    seconds * 1e6,
+                    self.plan.threads(),
+                    thousands(cost.floor_cycles)
+                )
+            }
+            (None, _) => format!("{} cycles of one core", thousands(cost.floor_cycles)),
+        };
+        let packed = match (launch, self.plan.kv_in_place()) {
+            (Some(_), _) => "pass through shared memory",
+            (None, true) => "are read where they lie",
+            (None, false) => "are packed block by block",
+        };
+        vec![
             ("flops", thousands(cost.flops)),
             ("bytes read", thousands(cost.bytes_read)),
             ("bytes written", thousands(cost.bytes_written)),
             ("floor", floor),
             ("bytes_copied", format!("{} (no tensor is materialised)", cost.bytes_copied)),
-            (
-                "bytes_packed",
-                format!(
-                    "{} (cache tiles; K and V {})",
-                    thousands(cost.bytes_packed as f64),
-                    match (launch, self.plan.kv_in_place()) {
-                        (Some(_), _) => "pass through shared memory",
-                        (None, true) => "are read where they lie",
-                        (None, false) => "are packed block by block",
-                    }
-                ),
-            ),
+            ("bytes_packed", format!("{} (cache tiles; K and V {packed})", thousands(cost.bytes_packed as f64))),
             ("workspace_bytes", thousands(self.plan.workspace_bytes() as f64)),
-        ]);
-        rows.extend(self.certificate.into_iter().flat_map(Certificate::rows));
-        rows
+        ]
+    }
+}
+
+/// Which keys a query sees by their positions.
+fn positions(spec: &Spec) -> String {
+    let causal = spec.causal.map_or("no causal mask".to_owned(), |causal| {
+        format!("causal {}, diagonal at j = i + {}", causal.name(), spec.block_range().diagonal)
+    });
+    let end = |end: Option<usize>| end.map_or("unbounded".to_owned(), |n| n.to_string());
+    match (spec.window.left, spec.window.right) {
+        (None, None) => causal,
+        (left, right) => format!("{causal}; window left {}, right {}", end(left), end(right)),
     }
 }
 

@@ -31,7 +31,7 @@ pub use error::{Error, ErrorKind, Result};
 pub use explain::Explanation;
 pub use form::{Alignment, TensorForm};
 pub use operands::{Operands, Tensors};
-pub use options::{Causal, Finite, Layout, Options, Window};
+pub use options::{Causal, Finite, Options, TensorLayout, Window};
 pub use plan::{Arch, Caps, Compiled, Cost, Kernel, KernelKey, Launch, LaunchPlan, MaskClass, PRounding, Plan, Work};
 pub use queue::{DeviceMemory, Executor, Queue, SerialExecutor, Workspace};
 pub use shape::{Dims, MAX_RANK, Shape, Strides};

@@ -35,7 +35,7 @@ pub struct Window {
 
 /// How the dimensions of `q`, `k`, `v` and the outputs are ordered.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
-pub enum Layout {
+pub enum TensorLayout {
     /// `[batch, heads, len, head_dim]`, `[heads, len, head_dim]` or `[len, head_dim]`.
     #[default]
     Bhsd,
@@ -93,7 +93,7 @@ pub struct Options {
     /// A sliding window.
     pub window: Window,
     /// The order of dimensions.
-    pub layout: Layout,
+    pub layout: TensorLayout,
     /// The dtype of `out`; `None` is that of `q`.
     pub out_dtype: Option<DType>,
 }
@@ -121,7 +121,7 @@ impl Options {
     }
     /// With this order of dimensions.
     #[must_use]
-    pub fn with_layout(self, layout: Layout) -> Self {
+    pub fn with_layout(self, layout: TensorLayout) -> Self {
         Options { layout, ..self }
     }
     /// With an output of this dtype.

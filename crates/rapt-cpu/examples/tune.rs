@@ -29,9 +29,9 @@ const LONG_ROWS: usize = 256;
 /// The least that one turn of a candidate lasts, in seconds.
 const TURN: f64 = 0.004;
 
-struct Threads(usize);
+struct ScopedThreads(usize);
 
-impl Executor for Threads {
+impl Executor for ScopedThreads {
     fn threads(&self) -> usize {
         self.0
     }
@@ -142,7 +142,7 @@ impl<T: Number> Bench<T> {
         self.turn = (self.turn + 1) % self.copies;
         let shape = |heads, len| if apart { [batch, len, heads, dim] } else { [batch, heads, len, dim] };
         let options = Options {
-            layout: if apart { rapt_core::Layout::Bshd } else { rapt_core::Layout::Bhsd },
+            layout: if apart { rapt_core::TensorLayout::Bshd } else { rapt_core::TensorLayout::Bhsd },
             ..Options::default()
         };
         let view = |name, data, heads, len: usize| View::contiguous(name, data, shape(heads, len).into());
@@ -285,7 +285,7 @@ fn main() {
     let (rounds, threads, rotate) = (number("--rounds", 7), number("--threads", 2), number("--rotate-mb", 160) << 20);
     let found = rapt_cpu::available();
     let asked = |name: &str| value("--arch").is_none_or(|list| list.split(',').any(|one| one == name));
-    let (one, many) = (SerialExecutor, Threads(threads));
+    let (one, many) = (SerialExecutor, ScopedThreads(threads));
     let mut proven = Proven::new();
     for &arch in found.iter().filter(|arch| arch.name() != "scalar" && asked(arch.name())) {
         for dtype in COMPUTED {

@@ -4,7 +4,7 @@
 //! is plain attention. Deliberately absent: memory; see `operands`.
 
 use arbitrary::{Result, Unstructured};
-use rapt::{COMPUTED, Causal, DType, Layout, Options, Shape, Strides, Window};
+use rapt::{COMPUTED, Causal, DType, Options, Shape, Strides, TensorLayout, Window};
 
 /// One tensor without memory.
 #[derive(Clone, Copy, Debug)]
@@ -130,7 +130,7 @@ fn window_end(u: &mut Unstructured<'_>) -> Result<Option<usize>> {
 impl Request {
     pub(crate) fn new(u: &mut Unstructured<'_>, scale: Scale) -> Result<Self> {
         let rank = [4usize, 4, 3, 2][usize::from(u.int_in_range(0..=3u8)?)];
-        let layout = if once_in(u, 3)? { Layout::Bshd } else { Layout::Bhsd };
+        let layout = if once_in(u, 3)? { TensorLayout::Bshd } else { TensorLayout::Bhsd };
         let storage = COMPUTED[u.choose_index(COMPUTED.len())?];
         let (batch, kv_heads) = (size(u, scale)?, size(u, scale)?);
         let group = if once_in(u, 3)? { size(u, scale)? } else { 1 };
@@ -139,10 +139,10 @@ impl Request {
         let heads = kv_heads.wrapping_mul(group);
         let given = |heads: usize, len: usize, dim: usize| match (rank, layout) {
             (2, _) => vec![len, dim],
-            (3, Layout::Bhsd) => vec![heads, len, dim],
-            (3, Layout::Bshd) => vec![len, heads, dim],
-            (_, Layout::Bhsd) => vec![batch, heads, len, dim],
-            (_, Layout::Bshd) => vec![batch, len, heads, dim],
+            (3, TensorLayout::Bhsd) => vec![heads, len, dim],
+            (3, TensorLayout::Bshd) => vec![len, heads, dim],
+            (_, TensorLayout::Bhsd) => vec![batch, heads, len, dim],
+            (_, TensorLayout::Bshd) => vec![batch, len, heads, dim],
         };
         let q = tensor(u, storage, &given(heads, q_len, head_dim), scale)?;
         let k = tensor(u, storage, &given(kv_heads, kv_len, head_dim), scale)?;

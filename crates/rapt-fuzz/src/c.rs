@@ -13,7 +13,7 @@ use c::{
     rapt_attention, rapt_device, rapt_engine, rapt_engine_create, rapt_error, rapt_explain, rapt_given,
     rapt_last_error, rapt_last_error_code, rapt_options, rapt_string_free, rapt_tensor,
 };
-use rapt::{Causal, DType, Layout, Shape, Strides};
+use rapt::{Causal, DType, Shape, Strides, TensorLayout};
 
 use crate::arbitrary::{Request, TensorDesc, once_in};
 use crate::operands::{ARENA, Bytes, Offsets, contents, descs, filled, parse};
@@ -115,7 +115,7 @@ impl Call {
                 Some(Causal::TopLeft) => 1,
                 Some(Causal::BottomRight) => 2,
             },
-            layout: i32::from(asked.layout == Layout::Bshd),
+            layout: i32::from(asked.layout == TensorLayout::Bshd),
             out_dtype: asked.out_dtype.map_or(0, |dtype| i32::from(dtype.code())),
             softmax_scale: asked.softmax_scale.unwrap_or(0.0),
             softcap: asked.softcap.unwrap_or(0.0),

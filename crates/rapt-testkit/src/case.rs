@@ -3,7 +3,7 @@
 //! Sizes lean towards tails (one less and one more than every tile), masks come in every broadcast pattern, and data
 //! come in shapes that break online softmax. Deliberately absent: memory; see [`TensorBuf`](crate::TensorBuf).
 
-use rapt_core::{COMPUTED, Causal, DType, Layout, Options, Window};
+use rapt_core::{COMPUTED, Causal, DType, Options, TensorLayout, Window};
 
 use crate::memory::Guard;
 use crate::rng::Rng;
@@ -97,7 +97,7 @@ pub struct Case {
     /// Dimensions of q, k, v and out.
     pub rank: usize,
     /// Their order.
-    pub layout: Layout,
+    pub layout: TensorLayout,
     /// Strides.
     pub places: Places,
     /// What surrounds the tensors.
@@ -147,7 +147,7 @@ impl Case {
             data: Data::Normal,
             poison: false,
             rank: 4,
-            layout: Layout::Bhsd,
+            layout: TensorLayout::Bhsd,
             places: Places::default(),
             guard: Guard::Heap { shift: 0 },
         }
@@ -220,7 +220,7 @@ impl Case {
             data,
             poison: rng.once_in(3),
             rank,
-            layout: rng.pick(&[Layout::Bhsd, Layout::Bhsd, Layout::Bshd]),
+            layout: rng.pick(&[TensorLayout::Bhsd, TensorLayout::Bhsd, TensorLayout::Bshd]),
             places: Case::random_places(&mut rng),
             guard: match rng.below(6) {
                 0 => Guard::FrontPage,

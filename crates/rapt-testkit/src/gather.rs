@@ -1,6 +1,6 @@
 //! Reading what a view names, whatever its dtype and strides, and asking the reference about it.
 
-use rapt_core::{DType, Layout, Spec, Tensors, View, ViewMut};
+use rapt_core::{DType, Spec, TensorLayout, Tensors, View, ViewMut};
 use rapt_reference::{Inputs, Mask, Outputs, Problem, naive};
 
 use crate::buffer::element_offsets;
@@ -32,12 +32,12 @@ fn read(view: &View<'_>, shape: [usize; 4], strides: [isize; 4]) -> Vec<f64> {
 }
 
 /// q, k or v in canonical order: the same addresses, walked as `[batch, heads, len, dim]`.
-fn canonical(view: &View<'_>, layout: Layout) -> Vec<f64> {
+fn canonical(view: &View<'_>, layout: TensorLayout) -> Vec<f64> {
     let rank = view.shape().len();
     let (mut shape, mut strides) = ([1; 4], [0; 4]);
     shape[4 - rank..].copy_from_slice(view.shape());
     strides[4 - rank..].copy_from_slice(view.strides());
-    if layout == Layout::Bshd && rank >= 3 {
+    if layout == TensorLayout::Bshd && rank >= 3 {
         shape.swap(1, 2);
         strides.swap(1, 2);
     }
@@ -163,7 +163,7 @@ pub fn store(spec: &Spec, tensors: &mut Tensors<'_>, outputs: &Outputs) {
     let (mut shape, mut strides) = ([1; 4], [0; 4]);
     shape[4 - rank..].copy_from_slice(out.shape());
     strides[4 - rank..].copy_from_slice(out.strides());
-    if spec.layout == Layout::Bshd && rank >= 3 {
+    if spec.layout == TensorLayout::Bshd && rank >= 3 {
         shape.swap(1, 2);
         strides.swap(1, 2);
     }

@@ -2,7 +2,7 @@
 //!
 //! Deliberately absent: which cases; see [`conformance`](crate::conformance()).
 
-use rapt_core::{DType, Error, Layout, Spec, Tensors};
+use rapt_core::{DType, Error, Spec, TensorLayout, Tensors};
 use rapt_reference::naive;
 
 use crate::buffer::TensorBuf;
@@ -76,11 +76,11 @@ impl Buffers {
             q: self.q.view("q", rank, layout),
             k: self.k.view("k", rank, layout),
             v: self.v.view("v", rank, layout),
-            mask: self.mask.as_ref().map(|mask| mask.view("mask", mask_rank, Layout::Bhsd)),
-            sinks: self.sinks.as_ref().map(|sinks| sinks.view("sinks", 1, Layout::Bhsd)),
-            alibi_slopes: self.alibi_slopes.as_ref().map(|slopes| slopes.view("alibi_slopes", 1, Layout::Bhsd)),
+            mask: self.mask.as_ref().map(|mask| mask.view("mask", mask_rank, TensorLayout::Bhsd)),
+            sinks: self.sinks.as_ref().map(|sinks| sinks.view("sinks", 1, TensorLayout::Bhsd)),
+            alibi_slopes: self.alibi_slopes.as_ref().map(|slopes| slopes.view("alibi_slopes", 1, TensorLayout::Bhsd)),
             out: self.out.view_mut("out", rank, layout),
-            lse: self.lse.as_mut().map(|lse| lse.view_mut("lse", rank - 1, Layout::Bhsd)),
+            lse: self.lse.as_mut().map(|lse| lse.view_mut("lse", rank - 1, TensorLayout::Bhsd)),
         }
     }
 }

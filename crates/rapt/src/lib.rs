@@ -34,9 +34,9 @@ pub use pool::Pool;
 pub use rapt_core::{
     Alignment, Arch, BlockRange, COMPUTED, Caps, Causal, Certificate, Compiled, Cost, Coverage, DType, Device,
     DeviceMemory, Dims, Direction, Disjoint, Element, Error, ErrorKind, Executor, Explanation, Extent, Finite,
-    InBounds, Injective, Kernel, KernelKey, Kv, Launch, LaunchPlan, Layout, MAX_RANK, MaskClass, Numerics, Operands,
-    Options, PRounding, Plan, Queue, Result, SerialExecutor, Shape, Spec, SpecBuilder, Strides, TensorForm, TensorSpec,
-    Tensors, Tile, View, ViewMut, Window, Work, Workspace,
+    InBounds, Injective, Kernel, KernelKey, Kv, Launch, LaunchPlan, MAX_RANK, MaskClass, Numerics, Operands, Options,
+    PRounding, Plan, Queue, Result, SerialExecutor, Shape, Spec, SpecBuilder, Strides, TensorForm, TensorLayout,
+    TensorSpec, Tensors, Tile, View, ViewMut, Window, Work, Workspace,
 };
 pub use rapt_cpu::{
     CpuLaunch, KernelVariant as CpuKernelVariant, Step as CpuStep, available as available_isas, select,

@@ -20,25 +20,25 @@ pub struct Pool {
 #[derive(Debug)]
 struct Built {
     pool: Arc<rayon::ThreadPool>,
-    threads: Threads,
+    threads: Workers,
 }
 
 /// The threads of a pool. They have ended when this is dropped: whoever unloads this library, or counts what a process
 /// leaves behind, finds none.
 #[derive(Debug)]
-struct Threads {
+struct Workers {
     /// The process that they belong to.
     pid: u32,
     handles: Vec<JoinHandle<()>>,
 }
 
-impl Threads {
+impl Workers {
     fn are_of_this_process(&self) -> bool {
         self.pid == std::process::id()
     }
 }
 
-impl Drop for Threads {
+impl Drop for Workers {
     fn drop(&mut self) {
         // In a forked child they do not exist: joining them would wait for ever.
         if self.are_of_this_process() {
@@ -62,7 +62,7 @@ impl Built {
             })
             .build()
             .map_err(|error| Error::unsupported("a pool of threads", error.to_string(), "ask for fewer threads"))?;
-        Ok(Built { pool: Arc::new(pool), threads: Threads { pid: std::process::id(), handles } })
+        Ok(Built { pool: Arc::new(pool), threads: Workers { pid: std::process::id(), handles } })
     }
 }
 

@@ -5,7 +5,7 @@
 
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyFloat, PyInt, PyList, PyString, PyTuple};
-use rapt::{Causal, DType, Layout, Window};
+use rapt::{Causal, DType, TensorLayout, Window};
 
 use crate::errors::Failure;
 use crate::tensors::{numpy, torch};
@@ -99,12 +99,12 @@ pub(crate) fn real(option: &'static str, given: Any<'_, '_>) -> Result<Option<f6
 }
 
 /// `"bhsd" | "bshd"`.
-pub(crate) fn layout(option: &'static str, given: Any<'_, '_>) -> Result<Layout, Failure> {
-    let Some(given) = given else { return Ok(Layout::Bhsd) };
+pub(crate) fn layout(option: &'static str, given: Any<'_, '_>) -> Result<TensorLayout, Failure> {
+    let Some(given) = given else { return Ok(TensorLayout::Bhsd) };
     if let Ok(text) = given.cast::<PyString>() {
         match &*text.to_cow()? {
-            "bhsd" => return Ok(Layout::Bhsd),
-            "bshd" => return Ok(Layout::Bshd),
+            "bhsd" => return Ok(TensorLayout::Bhsd),
+            "bshd" => return Ok(TensorLayout::Bshd),
             _ => {}
         }
     }

@@ -293,7 +293,7 @@ pub(crate) fn median(numbers: &mut [f64]) -> f64 {
 
 #[cfg(test)]
 mod tests {
-    use rapt::Layout;
+    use rapt::TensorLayout;
 
     use super::*;
 
@@ -306,7 +306,7 @@ mod tests {
             (MaskName::Bool, options.with_causal(Causal::BottomRight), true),
             (MaskName::Additive, options.with_window(Some(40), None).with_softcap(2.0), true),
         ] {
-            let options = options.with_layout(if is_bshd { Layout::Bshd } else { Layout::Bhsd });
+            let options = options.with_layout(if is_bshd { TensorLayout::Bshd } else { TensorLayout::Bhsd });
             let row = Row {
                 batch: 3,
                 heads: 8,

@@ -8,7 +8,7 @@
 mod builder;
 mod validate;
 
-use crate::{Alignment, BlockRange, Causal, DType, Device, Finite, Layout, Options, Shape, TensorForm, Window};
+use crate::{Alignment, BlockRange, Causal, DType, Device, Finite, Options, Shape, TensorForm, TensorLayout, Window};
 
 pub use builder::SpecBuilder;
 pub(crate) use validate::{broadcast_mask, canonical};
@@ -102,7 +102,7 @@ pub struct Spec {
     /// The sliding window.
     pub window: Window,
     /// The order of dimensions in which `q`, `k`, `v`, `out` and `lse` were given.
-    pub layout: Layout,
+    pub layout: TensorLayout,
 }
 
 impl Spec {
