@@ -68,7 +68,7 @@ fn every_request_is_served_and_tensor_cores_serve_what_they_can() {
 fn the_batch_and_the_strides_change_no_variant_and_no_split() {
     let of = |batch: usize, heads: usize, q_len: usize, permuted: bool| {
         let shape = if permuted { [batch, q_len, heads, 64] } else { [batch, heads, q_len, 64] };
-        let layout = if permuted { rapt_core::Layout::Bshd } else { rapt_core::Layout::Bhsd };
+        let layout = if permuted { rapt_core::TensorLayout::Bshd } else { rapt_core::TensorLayout::Bhsd };
         let (q, k) = (view("q", DType::BF16, &shape), {
             let shape = if permuted { [batch, 5000, heads, 64] } else { [batch, heads, 5000, 64] };
             view("k", DType::BF16, &shape)

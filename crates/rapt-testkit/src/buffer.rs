@@ -3,7 +3,7 @@
 //! Data layout: the memory is exactly what shape and strides reach, plus the placement's slack on both sides; bytes that
 //! belong to no element hold [`PATTERN`] (1, true, in a boolean tensor), so reading padding shows.
 
-use rapt_core::{DType, Device, Dims, Extent, Layout, View, ViewMut};
+use rapt_core::{DType, Device, Dims, Extent, TensorLayout, View, ViewMut};
 
 use crate::memory::{Guard, Memory, PATTERN};
 use crate::scalar::{decode, encode};
@@ -105,10 +105,10 @@ impl TensorBuf {
     }
 
     /// The sizes and strides that a door would see, the last `rank` canonical dimensions in the order of `layout`.
-    fn given(&self, rank: usize, layout: Layout) -> (Dims<usize>, Dims<isize>) {
+    fn given(&self, rank: usize, layout: TensorLayout) -> (Dims<usize>, Dims<isize>) {
         assert!(self.shape[..4 - rank].iter().all(|&n| n == 1), "{:?} has no rank {rank}", self.shape);
         let mut order: Vec<usize> = (4 - rank..4).collect();
-        if layout == Layout::Bshd && rank >= 3 {
+        if layout == TensorLayout::Bshd && rank >= 3 {
             order.swap(rank - 3, rank - 2);
         }
         let shape: Vec<usize> = order.iter().map(|&d| self.shape[d]).collect();
@@ -125,7 +125,7 @@ impl TensorBuf {
     /// # Panics
     /// If one of the dimensions left out is not 1.
     #[must_use]
-    pub fn view(&self, tensor: &'static str, rank: usize, layout: Layout) -> View<'_> {
+    pub fn view(&self, tensor: &'static str, rank: usize, layout: TensorLayout) -> View<'_> {
         let (shape, strides) = self.given(rank, layout);
         let ptr = self.memory.as_ptr().wrapping_add(self.origin);
         // SAFETY: the extent is that of `self.memory`, borrowed, filled in `new` with elements of `dtype`.
@@ -138,7 +138,7 @@ impl TensorBuf {
     /// # Panics
     /// As [`view`](Self::view).
     #[must_use]
-    pub fn view_mut(&mut self, tensor: &'static str, rank: usize, layout: Layout) -> ViewMut<'_> {
+    pub fn view_mut(&mut self, tensor: &'static str, rank: usize, layout: TensorLayout) -> ViewMut<'_> {
         let (shape, strides) = self.given(rank, layout);
         let ptr = self.memory.as_ptr().wrapping_add(self.origin);
         // SAFETY: as in `view`, and the memory is borrowed mutably.

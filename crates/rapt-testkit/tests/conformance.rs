@@ -185,7 +185,7 @@ fn contiguous_offsets(view: &View<'_>) -> Vec<f64> {
 fn contiguous_offsets_on_strided_views_are_caught() {
     let engine = |spec: &Spec, tensors: Tensors<'_>| {
         let k = contiguous_offsets(&tensors.k);
-        let strided = spec.layout == rapt_core::Layout::Bhsd && !k.is_empty();
+        let strided = spec.layout == rapt_core::TensorLayout::Bhsd && !k.is_empty();
         spoiled(spec, tensors, |g| {
             if strided {
                 g.k.clone_from(&k);

@@ -9,8 +9,8 @@ use std::collections::BTreeSet;
 use std::path::PathBuf;
 
 use rapt::{
-    Arch, Caps, Causal, DType, Device, Error, Extent, Kernel, Layout, MaskClass, Options, Plan, Shape, Spec, Strides,
-    View, Window, select,
+    Arch, Caps, Causal, DType, Device, Error, Extent, Kernel, MaskClass, Options, Plan, Shape, Spec, Strides,
+    TensorLayout, View, Window, select,
 };
 
 const ARCHES: [Arch; 4] = [Arch::Scalar, Arch::Avx2, Arch::Avx512, Arch::Avx512Bf16];
@@ -89,8 +89,8 @@ impl Request {
 
     fn spec(&self) -> Spec {
         let of = |heads, len, dim| match self.options.layout {
-            Layout::Bhsd => Shape::from([self.batch, heads, len, dim]),
-            Layout::Bshd => Shape::from([self.batch, len, heads, dim]),
+            TensorLayout::Bhsd => Shape::from([self.batch, heads, len, dim]),
+            TensorLayout::Bshd => Shape::from([self.batch, len, heads, dim]),
         };
         let heads = self.kv_heads * self.group;
         let q = unread("q", self.dtype, of(heads, self.q_len, self.head_dim), self.walk);
@@ -129,10 +129,10 @@ fn grid() -> Vec<Request> {
     ];
     // Masks run along with how the values lie, so that the grid stays small.
     let layouts = [
-        (Layout::Bhsd, Walk::RowMajor, false, false),
-        (Layout::Bshd, Walk::RowMajor, true, false),
-        (Layout::Bhsd, Walk::Turned, false, true),
-        (Layout::Bhsd, Walk::Negative, false, false),
+        (TensorLayout::Bhsd, Walk::RowMajor, false, false),
+        (TensorLayout::Bshd, Walk::RowMajor, true, false),
+        (TensorLayout::Bhsd, Walk::Turned, false, true),
+        (TensorLayout::Bhsd, Walk::Negative, false, false),
     ];
     let mut all = Vec::new();
     for dtype in DTYPES {
@@ -224,7 +224,7 @@ fn the_cut_of_the_keys_forgets_batch_heads_and_how_the_values_lie() {
             for (q_len, kv_len) in [(1, 4096), (77, 77), (1024, 3000)] {
                 let one = Request::plain(dtype, [1, 1, q_len, kv_len, 64]);
                 let cut = |request: &Request| cut_of_keys(&select(&request.spec(), &caps(arch, 8)).unwrap());
-                let bshd = Options { layout: Layout::Bshd, ..one.options };
+                let bshd = Options { layout: TensorLayout::Bshd, ..one.options };
                 for other in [
                     Request { batch: 9, kv_heads: 5, ..one },
                     Request { walk: Walk::Turned, ..one },
