@@ -6,9 +6,9 @@
 //!                                 reference(&Spec, &Tensors) in f64  ──► tolerance ◄── out, lse
 //! ```
 //!
-//! [`conformance()`] is the front door: any `FnMut(&Spec, Tensors) -> Result<(), Error>` can be put through it; [`proof()`] puts
+//! [`conformance()`] is the way in: any `FnMut(&Spec, Tensors) -> Result<(), Error>` can be put through it; [`proof()`] puts
 //! it through many more, enumerated, small problems. The parts
-//! serve tests of their own: [`TensorBuf`] for guarded memory, [`zoo()`] for strides, [`reference`] for the truth and
+//! serve tests of their own: [`TensorBuf`] for guarded memory, [`zoo()`] for strides, [`reference()`] for the truth and
 //! [`check`], [`check_lse`] for the verdict. Deliberately absent: engines, and speed.
 
 mod buffer;

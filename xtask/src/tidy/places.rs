@@ -27,8 +27,21 @@ const RULES: [Rule; 9] = [
     Rule {
         under: "",
         holds: &["torch", "numpy", "pyo3"],
-        // What builds, the limits that were measured of torch, and the table of dtype names.
-        but_in: &["bindings/", "xtask/", "crates/rapt-testkit/", "crates/rapt-core/src/dtype.rs"],
+        but_in: &[
+            "bindings/",
+            // What builds.
+            "xtask/",
+            // The limits that were measured of torch.
+            "crates/rapt-testkit/",
+            // The table of dtype names.
+            "crates/rapt-core/src/dtype.rs",
+            // The command line is linked into the Python package too: `doctor` shows what Python's host reports, `audit` and
+            // `bench cuda` are Python code, and the binary says how to install it.
+            "crates/rapt-cli/src/doctor.rs",
+            "crates/rapt-cli/src/python.rs",
+            "crates/rapt-cli/src/main.rs",
+            "crates/rapt-cli/tests/python.rs",
+        ],
         why: "of Python in code outside bindings",
     },
     Rule {
@@ -156,6 +169,8 @@ mod tests {
         assert!(whats("crates/rapt-core/src/dtype.rs", "\"torch.bfloat16\"").is_empty());
         assert_eq!(whats("crates/rapt-core/src/error.rs", "\"key.to(torch.bfloat16)\"").len(), 1);
         assert_eq!(whats("crates/rapt/src/lib.rs", "use pyo3::prelude::*;").len(), 1);
+        assert!(whats("crates/rapt-cli/src/doctor.rs", "torch_threads: Option<String>,").is_empty());
+        assert_eq!(whats("crates/rapt-cli/src/run.rs", "\"torch.bfloat16\"").len(), 1);
     }
 
     #[test]

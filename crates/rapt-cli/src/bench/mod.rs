@@ -2,11 +2,11 @@
 //!
 //! A row is checked first (a smaller problem of its kind, against `rapt::reference`) and then timed: rounds of ceilings
 //! and calls, interleaved, so that both see the same clock. `row` makes and runs a problem, `ceilings` measures the
-//! machine, `report` writes the table, the JSON and the plot. Deliberately absent: other engines, which
+//! machine, `printout` writes the table, the JSON and the plot. Deliberately absent: other engines, which
 //! `cargo xtask bench cpu` measures in the same run.
 
 mod ceilings;
-mod report;
+mod printout;
 mod row;
 
 use std::ffi::OsString;
@@ -22,7 +22,7 @@ use crate::options::{LayoutName, ProblemArgs};
 use crate::python::{CudaArgs, PythonCommand};
 use crate::{Host, Outcome, exit, say};
 use ceilings::Meter;
-use report::Report;
+use printout::Printout;
 use row::Row;
 
 #[derive(ClapArgs, Debug)]
@@ -84,7 +84,7 @@ pub(crate) fn run(args: &Args, words: &[OsString], host: &dyn Host) -> Outcome {
     let engine = Engine::new(args.problem.threads)?;
     let rows = rows(args);
     let meter = Meter::new(engine.caps().arch, engine.threads().get());
-    let mut report = Report::new(&engine);
+    let mut printout = Printout::new(&engine);
 
     let bar = ProgressBar::new(rows.len() as u64);
     bar.set_style(ProgressStyle::with_template("{wide_bar} {pos}/{len} {msg}")?);
@@ -98,20 +98,20 @@ pub(crate) fn run(args: &Args, words: &[OsString], host: &dyn Host) -> Outcome {
             DType::BF16 => row.measure::<bf16>(engine, meter, seconds, (bf16::from_f64, f64::from)),
             got => Err(rapt::Error::UnsupportedDtype { tensor: "q", got, allowed: rapt::COMPUTED.to_vec() }),
         };
-        report.push(row, timing?);
+        printout.push(row, timing?);
         bar.inc(1);
     }
     bar.finish_and_clear();
 
-    say(&report.table())?;
+    say(&printout.table())?;
     if let Some(path) = &args.json {
-        std::fs::write(path, format!("{:#}\n", report.json()))
+        std::fs::write(path, format!("{:#}\n", printout.json()))
             .map_err(|error| format!("{}: {error}", path.display()))?;
     }
     if let Some(path) = &args.svg {
-        std::fs::write(path, report.svg()).map_err(|error| format!("{}: {error}", path.display()))?;
+        std::fs::write(path, printout.svg()).map_err(|error| format!("{}: {error}", path.display()))?;
     }
-    Ok(if report.is_sound() { exit::OK } else { exit::FAILED })
+    Ok(if printout.is_sound() { exit::OK } else { exit::FAILED })
 }
 
 /// Every shape in every dtype.

@@ -16,7 +16,7 @@ use serde_json::{Value, json};
 use super::row::{Row, Timing, median};
 
 /// The rows of one run.
-pub(crate) struct Report {
+pub(crate) struct Printout {
     isa: &'static str,
     threads: usize,
     rows: Vec<(Row, Timing)>,
@@ -68,10 +68,10 @@ fn time(seconds: f64) -> String {
     }
 }
 
-impl Report {
+impl Printout {
     /// No rows yet.
     pub(crate) fn new(engine: &Engine) -> Self {
-        Report { isa: engine.caps().arch.name(), threads: engine.threads().get(), rows: Vec::new() }
+        Printout { isa: engine.caps().arch.name(), threads: engine.threads().get(), rows: Vec::new() }
     }
 
     /// One more row.
