@@ -1,7 +1,7 @@
 //! The Python bindings: from tensors of numpy, torch and DLPack to [`rapt::View`] and back. No arithmetic.
 //!
 //! ```text
-//! kind, errors (hints)   whose tensors; refusals as exceptions with the expression that mends them
+//! kind, errors (hints)   whose tensors; refusals as exceptions with the expression that corrects them
 //! tensors                what a tensor says of itself ─► Operand ─► View; new tensors for results
 //! engine (torch_pool)    whose threads
 //! api                    the functions and classes of the package; options, the table of what `attention` takes

@@ -41,7 +41,7 @@ class OnGpu:
 
 @pytest.fixture
 def fresh():
-    """A class of its own, with an account of its own."""
+    """A class of its own, with counters of its own."""
 
     def make(name="OnGpu", module=__name__, base=OnGpu):
         return type(name, (base,), {"streams": (), "ended": 0, "__module__": module})

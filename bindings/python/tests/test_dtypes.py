@@ -82,7 +82,7 @@ def table():
 
 
 def outcome(name, tensor):
-    """What a door does with `tensor(name, shape)`: as q, k and v; as a mask of float64 tensors. None: no such tensor."""
+    """What the bindings do with `tensor(name, shape)`: as q, k and v; as a mask of float64 tensors. None: no such tensor."""
     said = []
     for place in ["q", "mask"]:
         try:
@@ -120,17 +120,17 @@ def of_dlpack(name, shape):
     return Tagged(DLPACK[name], shape)
 
 
-def test_the_table_of_the_docs_is_what_the_doors_do(torch):
+def test_the_table_of_the_docs_is_what_the_bindings_do(torch):
     rows = {row["dtype"]: row for row in table()}
     assert list(rows) == [name for name, *_ in rapt.dtypes()]
     for name, schema_name, code, bits, computed in rapt.dtypes():
         row = rows[name]
         assert (row["schema"], int(row["code"]), int(row["bits"])) == (schema_name, code, bits), name
         assert row["DLPack code"] == ("{}, {}".format(*DLPACK[name]) if name in DLPACK else "-"), name
-        doors = {
+        outcomes = {
             "numpy": outcome(name, of_numpy),
             "torch": outcome(name, lambda name, shape: torch.empty(shape, dtype=getattr(torch, name))),
             "DLPack": outcome(name, of_dlpack),
         }
-        assert {door: row[door] for door in doors} == doors, name
+        assert {kind: row[kind] for kind in outcomes} == outcomes, name
         assert ("q" in row["Rust"]) == computed

@@ -1,6 +1,6 @@
 """Bad input: one table, here and in docs/reference/errors.md, checked against each other.
 
-Each row: the request, the exception class, and a fragment of the mend for numpy and for torch ("-": the row does not exist
+Each row: the request, the exception class, and a fragment of the hint for numpy and for torch ("-": the row does not exist
 there). After each refusal the inputs are as before and the engine answers a good request.
 """
 
@@ -144,7 +144,7 @@ def of_rank(rank):
 
 
 CASES = [
-    # id, request, class, mend in numpy, mend in torch
+    # id, request, class, hint in numpy, hint in torch
     ("k of another dtype than q", with_k(lambda lib: lib.tensor(2, 2, 7, 8, dtype="bfloat16")), "DtypeMismatchError",
      "k.astype(numpy.float32)", "k.to(torch.float32)"),
     ("integers", lambda lib: attention(*qkv(lib, "int64")), "UnsupportedDtypeError",
@@ -233,10 +233,10 @@ CASES = [
 
 LIBRARIES = {"numpy": Numpy(), "torch": Torch()}
 ROWS = [
-    pytest.param(lib, request_, cls, mend, id=f"{name}-{what}")
-    for what, request_, cls, *mends in CASES
-    for (name, lib), mend in zip(LIBRARIES.items(), mends)
-    if mend != "-"
+    pytest.param(lib, request_, cls, hint, id=f"{name}-{what}")
+    for what, request_, cls, *hints in CASES
+    for (name, lib), hint in zip(LIBRARIES.items(), hints)
+    if hint != "-"
 ]
 
 
@@ -258,11 +258,11 @@ def other(lib):
     return LIBRARIES["torch" if lib.name == "numpy" else "numpy"]
 
 
-@pytest.mark.parametrize("lib, request_, cls, mend", ROWS)
-def test_each_bad_input_has_its_error_and_its_mend(lib, request_, cls, mend):
+@pytest.mark.parametrize("lib, request_, cls, hint", ROWS)
+def test_each_bad_input_has_its_error_and_its_hint(lib, request_, cls, hint):
     if lib.name == "torch":
         pytest.importorskip("torch")
-    refuse(lib, request_, cls, mend)
+    refuse(lib, request_, cls, hint)
 
 
 def unsupported():
@@ -308,7 +308,7 @@ def test_the_classes_have_the_bases_that_programs_expect():
     assert type(pickle.loads(pickle.dumps(rapt.ShapeError("x")))) is rapt.ShapeError
 
 
-def test_messages_speak_pytorchs_words_at_pytorchs_door():
+def test_messages_speak_pytorchs_words_in_pytorchs_function():
     q, k = np.zeros((2, 4, 5, 8), np.float32), np.zeros((2, 4, 5, 8), np.float16)
     with pytest.raises(rapt.DtypeMismatchError) as caught:
         rapt.scaled_dot_product_attention(q, k, q)
@@ -331,4 +331,4 @@ def documented():
 def test_the_documented_table_is_this_one():
     if not DOCS.exists():
         pytest.skip("installed without the repository")
-    assert documented() == [(what, cls, *mends) for what, _, cls, *mends in CASES]
+    assert documented() == [(what, cls, *hints) for what, _, cls, *hints in CASES]

@@ -44,12 +44,12 @@ import numpy as np
 import rapt
 from reference import random
 
-door = sys.argv[1]
+library = sys.argv[1]
 rng = np.random.default_rng(7)
 q, k, v = (random(rng, (2, 4, 70, 16)) for _ in range(3))
 mask, sinks = rng.random((70, 70)) < 0.8, random(rng, 4)
 given = dict(mask=mask, sinks=sinks)
-if door == "torch":
+if library == "torch":
     import torch
     q, k, v, mask, sinks = map(torch.from_numpy, (q, k, v, mask, sinks))
     given = dict(mask=mask, sinks=sinks)
@@ -90,12 +90,12 @@ print("wrong:", wrong)
 """
 
 
-@pytest.mark.parametrize("door", ["numpy", "torch"])
-def test_sixteen_threads_on_the_same_inputs_by_every_door_do_not_deadlock(door):
-    if door == "torch":
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_sixteen_threads_on_the_same_inputs_do_not_deadlock(library):
+    if library == "torch":
         pytest.importorskip("torch")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
-    done = subprocess.run([sys.executable, "-c", SHARED, door], capture_output=True, text=True, env=environment, timeout=300)
+    done = subprocess.run([sys.executable, "-c", SHARED, library], capture_output=True, text=True, env=environment, timeout=300)
     assert done.returncode == 0 and done.stdout.strip() == "wrong: []", done.stdout + done.stderr
 
 
@@ -128,11 +128,11 @@ def torch_op_call(_, x):
     return lambda: rapt.attention(x, x, x)
 
 
-@pytest.mark.parametrize("door", [numpy_call, out_call, dlpack_call, sdpa_call, torch_call, torch_op_call])
-def test_a_python_thread_makes_progress_while_attention_runs(door):
+@pytest.mark.parametrize("interface", [numpy_call, out_call, dlpack_call, sdpa_call, torch_call, torch_op_call])
+def test_a_python_thread_makes_progress_while_attention_runs(interface):
     x = random(np.random.default_rng(6), (1, 8, 1024, 64))
     with rapt.Context(threads=1) as context:
-        call = door(context, x)
+        call = interface(context, x)
         call()
         ticks, running = [], threading.Event()
 

@@ -13,12 +13,12 @@ import rapt
 def peak_kib():
     return int(re.search(r"VmHWM:\\s+(\\d+) kB", open("/proc/self/status").read()).group(1))
 
-length, masked, door = 16384, sys.argv[1] == "mask", sys.argv[2]
+length, masked, library = 16384, sys.argv[1] == "mask", sys.argv[2]
 x = np.random.default_rng(0).standard_normal((1, 1, length, 64), np.float32)
 mask = np.ones((length, length), np.bool_) if masked else None
 if masked:
     mask[:, ::7] = False
-if door == "torch":
+if library == "torch":
     import torch
     x = torch.from_numpy(x)
     mask = None if mask is None else torch.from_numpy(mask)
@@ -33,12 +33,12 @@ print(peak_kib() - before - length * 64 * 4 // 1024)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="VmHWM is Linux's")
-@pytest.mark.parametrize("door", ["numpy", "torch"])
+@pytest.mark.parametrize("library", ["numpy", "torch"])
 @pytest.mark.parametrize("mask", ["plain", "mask"])
-def test_a_long_call_needs_at_most_8_mib_beyond_its_output(mask, door):
-    if door == "torch":
+def test_a_long_call_needs_at_most_8_mib_beyond_its_output(mask, library):
+    if library == "torch":
         pytest.importorskip("torch")
-    done = subprocess.run([sys.executable, "-c", CHILD, mask, door], capture_output=True, text=True, timeout=900)
+    done = subprocess.run([sys.executable, "-c", CHILD, mask, library], capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
     extra_kib = int(done.stdout)
     assert extra_kib <= 8 * 1024, f"{extra_kib} KiB beyond the output"

@@ -1,4 +1,4 @@
-"""rapt.attention on numpy arrays: every dtype and option against the law."""
+"""rapt.attention on numpy arrays: every dtype and option against the reference."""
 
 import itertools
 import sys

@@ -1,4 +1,4 @@
-"""The scenarios that broke others, as tests: 16-bit through the door, and strides. numpy and torch doors, against the law."""
+"""The scenarios that broke others, as tests: 16-bit values, strides and masks. numpy and torch, against the reference."""
 
 import ml_dtypes
 import numpy as np
@@ -9,12 +9,12 @@ from reference import assert_close, assert_lse_close, random, reference, to_f64,
 torch = pytest.importorskip("torch")
 
 SIXTEEN = ["float32", "float16", "bfloat16"]
-DOORS = ["numpy", "torch"]
+LIBRARIES = ["numpy", "torch"]
 
 
-def through(door, x):
+def tensor_of(library, x):
     """A numpy array, or the torch tensor of the same memory layout and values."""
-    if door == "numpy" or x is None:
+    if library == "numpy" or x is None:
         return x
     if x.dtype == ml_dtypes.bfloat16:
         return torch.from_numpy(x.view(np.uint16)).view(torch.bfloat16)
@@ -33,53 +33,53 @@ def name_of(x):
     return str(x.dtype).removeprefix("torch.")
 
 
-# --- 16-bit through the door ---------------------------------------------------------------------------------------------
+# --- 16-bit values --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize("dtype", SIXTEEN)
-def test_dtype_and_value_are_kept(rng, door, dtype):
+def test_dtype_and_value_are_kept(rng, library, dtype):
     q, k, v = (random(rng, (2, 2, 4, 4), dtype) for _ in range(3))
-    out = rapt.attention(*(through(door, x) for x in (q, k, v)))
+    out = rapt.attention(*(tensor_of(library, x) for x in (q, k, v)))
     assert name_of(out) == dtype
     assert_close(out, reference(q, k, v)[0], dtype, torch_peers(q, k, v))
 
 
-@pytest.mark.parametrize("door", DOORS)
-def test_bfloat16_contiguous_and_permuted(rng, door):
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_bfloat16_contiguous_and_permuted(rng, library):
     q, k, v = (random(rng, (2, 4, 8, 16), "bfloat16") for _ in range(3))
     expected = reference(q, k, v)[0]
-    contiguous = rapt.attention(*(through(door, x) for x in (q, k, v)))
+    contiguous = rapt.attention(*(tensor_of(library, x) for x in (q, k, v)))
     permuted = [np.ascontiguousarray(x.transpose(0, 2, 1, 3)).transpose(0, 2, 1, 3) for x in (q, k, v)]
     assert permuted[0].strides != q.strides
-    out = rapt.attention(*(through(door, x) for x in permuted))
+    out = rapt.attention(*(tensor_of(library, x) for x in permuted))
     assert bits(out) == bits(contiguous) and name_of(out) == "bfloat16"
     assert_close(out, expected, "bfloat16", torch_peers(q, k, v))
 
 
-@pytest.mark.parametrize("door", DOORS)
-def test_exact_values_stay_finite_bounded_and_bfloat16(rng, door):
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_exact_values_stay_finite_bounded_and_bfloat16(rng, library):
     values = np.array([1, 0.5, 0.25, 1.5, -1, 0], ml_dtypes.bfloat16)
     q, k, v = (rng.choice(values, (2, 4, 8, 16)) for _ in range(3))
-    out = rapt.attention(*(through(door, x) for x in (q, k, v)))
+    out = rapt.attention(*(tensor_of(library, x) for x in (q, k, v)))
     assert name_of(out) == "bfloat16"
     got = to_f64(out)
     assert np.isfinite(got).all() and got.min() >= -1 and got.max() <= 1.5
     assert_close(out, reference(q, k, v)[0], "bfloat16", torch_peers(q, k, v))
 
 
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize("dtype", [*SIXTEEN, "float64"])
-def test_one_key_gives_its_value_exactly(door, dtype):
+def test_one_key_gives_its_value_exactly(library, dtype):
     kind = ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype
     q, k, v = (np.array(x, kind).reshape(1, 1, 1, 2) for x in ([1, 0.5], [0.5, 1], [0.25, 0.75]))
-    out = rapt.attention(*(through(door, x) for x in (q, k, v)))
+    out = rapt.attention(*(tensor_of(library, x) for x in (q, k, v)))
     assert to_f64(out).tolist() == [[[[0.25, 0.75]]]]
 
 
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize("dtype", SIXTEEN)
-def test_weights_that_are_not_one(door, dtype):
+def test_weights_that_are_not_one(library, dtype):
     kind = ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype
     q = np.array([[1, 0.5]], kind).reshape(1, 1, 1, 2)
     k = np.array([[0.5, 1], [1, 0.25], [-1, 1.5]], kind).reshape(1, 1, 3, 2)
@@ -89,12 +89,12 @@ def test_weights_that_are_not_one(door, dtype):
     assert p.max() < 0.5
     expected = p @ v.astype(float).reshape(3, 2)
     np.testing.assert_allclose(reference(q, k, v)[0].ravel(), expected, rtol=1e-14)
-    out = rapt.attention(*(through(door, x) for x in (q, k, v)))
+    out = rapt.attention(*(tensor_of(library, x) for x in (q, k, v)))
     assert_close(out, expected.reshape(1, 1, 1, 2), dtype, torch_peers(q, k, v))
 
 
 @pytest.mark.parametrize("dtype", ["float64", *SIXTEEN])
-def test_bytes_round_trip_through_every_door(rng, dtype):
+def test_bytes_round_trip_through_both_libraries(rng, dtype):
     """Attention to the one key of each row is the identity on v: its bytes come back, every pattern of them."""
     kind = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
     words = rng.integers(0, 256, (64, 1, 1, 16 * kind.itemsize), np.uint8)
@@ -106,7 +106,7 @@ def test_bytes_round_trip_through_every_door(rng, dtype):
     out = rapt.attention(zeros, zeros, v)
     # -0 becomes 0: a sum starts at 0. Every other pattern is as it was.
     assert bits(np.where(out == 0, zeros, out)) == bits(np.where(v == 0, zeros, v))
-    assert bits(rapt.attention(*(through("torch", x) for x in (zeros, zeros, v)))) == bits(out)
+    assert bits(rapt.attention(*(tensor_of("torch", x) for x in (zeros, zeros, v)))) == bits(out)
     if dtype == "bfloat16":
         with pytest.raises(rapt.UnsupportedDtypeError, match="uint16"):
             rapt.attention(*(x.view(np.uint16) for x in (zeros, zeros, v)))
@@ -116,15 +116,15 @@ def test_bytes_round_trip_through_every_door(rng, dtype):
 # --- strides -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize("dtype", SIXTEEN)
-def test_permuted_77_is_read_in_place(rng, door, dtype):
-    bhsd = [through(door, random(rng, (1, 77, 12, 64), dtype)) for _ in range(3)]
-    turn = (lambda x: x.permute(0, 2, 1, 3)) if door == "torch" else (lambda x: x.transpose(0, 2, 1, 3))
+def test_permuted_77_is_read_in_place(rng, library, dtype):
+    bhsd = [tensor_of(library, random(rng, (1, 77, 12, 64), dtype)) for _ in range(3)]
+    turn = (lambda x: x.permute(0, 2, 1, 3)) if library == "torch" else (lambda x: x.transpose(0, 2, 1, 3))
     permuted = [turn(x) for x in bhsd]
-    steps = permuted[0].stride() if door == "torch" else tuple(s // permuted[0].itemsize for s in permuted[0].strides)
+    steps = permuted[0].stride() if library == "torch" else tuple(s // permuted[0].itemsize for s in permuted[0].strides)
     assert steps == (59136, 64, 768, 1)
-    copies = [x.contiguous() if door == "torch" else np.ascontiguousarray(x) for x in permuted]
+    copies = [x.contiguous() if library == "torch" else np.ascontiguousarray(x) for x in permuted]
     before = [bits(x) for x in permuted]
     out = rapt.attention(*permuted, causal=True)
     assert bits(out) == bits(rapt.attention(*copies, causal=True))
@@ -186,8 +186,8 @@ def test_negative_strides_from_numpy(rng, dtype):
         assert_close(out, reference(q, k, v, causal="bottom_right")[0], dtype, peers)
 
 
-@pytest.mark.parametrize("door", DOORS)
-def test_fifty_random_rounds_leave_inputs_alone(rng, door):
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_fifty_random_rounds_leave_inputs_alone(rng, library):
     dtypes = SIXTEEN
     for turn in range(50):
         seq, heads = int(rng.integers(64, 96)), int(rng.integers(8, 16))
@@ -195,16 +195,16 @@ def test_fifty_random_rounds_leave_inputs_alone(rng, door):
         arrays = [random(rng, (1, seq, heads, 8), dtype) for _ in range(3)]
         permuted = [x.transpose(0, 2, 1, 3) for x in arrays]
         before = [bits(x) for x in arrays]
-        out = rapt.attention(*(through(door, x) for x in permuted))
+        out = rapt.attention(*(tensor_of(library, x) for x in permuted))
         assert [bits(x) for x in arrays] == before
         copies = [np.ascontiguousarray(x) for x in permuted]
         assert bits(out) == bits(rapt.attention(*copies))
         assert_close(out, reference(*permuted)[0], dtype, torch_peers(*copies))
 
 
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize("dtype", SIXTEEN)
-def test_guard_bands_stay_intact(rng, door, dtype):
+def test_guard_bands_stay_intact(rng, library, dtype):
     band, shape = 256, (1, 3, 29, 24)
     n = int(np.prod(shape))
     kind = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
@@ -218,7 +218,7 @@ def test_guard_bands_stay_intact(rng, door, dtype):
     inputs = [banded(random(rng, shape, dtype)) for _ in range(3)]
     out_storage, out = banded(np.full(shape, np.nan, kind))
     before = [storage.tobytes() for storage, _ in inputs]
-    rapt.attention(*(through(door, x) for _, x in inputs), out=through(door, out), causal=True)
+    rapt.attention(*(tensor_of(library, x) for _, x in inputs), out=tensor_of(library, out), causal=True)
     assert [storage.tobytes() for storage, _ in inputs] == before
     assert np.isnan(out_storage[:band].astype(float)).all() and np.isnan(out_storage[-band:].astype(float)).all()
     arrays = [x for _, x in inputs]
@@ -227,7 +227,7 @@ def test_guard_bands_stay_intact(rng, door, dtype):
 
 def test_ten_live_problems_at_once(rng):
     problems = [[random(rng, (1, 2, 16 + n, 8), SIXTEEN[n % 3]) for _ in range(3)] for n in range(10)]
-    results = [rapt.attention(*(through(DOORS[n % 2], x) for x in p)) for n, p in enumerate(problems)]
+    results = [rapt.attention(*(tensor_of(LIBRARIES[n % 2], x) for x in p)) for n, p in enumerate(problems)]
     for p, out in zip(problems, results):
         assert_close(out, reference(*p)[0], p[0].dtype.name, torch_peers(*p))
 
@@ -235,16 +235,16 @@ def test_ten_live_problems_at_once(rng):
 # --- masks ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize("dtype", ["float64", *SIXTEEN])
-def test_a_row_at_the_lowest_finite_value_gives_the_mean(rng, door, dtype):
+def test_a_row_at_the_lowest_finite_value_gives_the_mean(rng, library, dtype):
     q, k, v = (random(rng, (1, 2, 5, 8), dtype) for _ in range(3))
     kind = q.dtype
     lowest = (np.finfo if dtype != "bfloat16" else ml_dtypes.finfo)(kind).min
     mask = np.zeros((5, 5), kind)
     mask[2] = lowest
-    out, lse = rapt.attention(*(through(door, x) for x in (q, k, v)), mask=through(door, mask), return_lse=True)
-    # s + lowest is lowest again in every dtype whose lowest swallows s; in f64 the law says so too.
+    out, lse = rapt.attention(*(tensor_of(library, x) for x in (q, k, v)), mask=tensor_of(library, mask), return_lse=True)
+    # s + lowest is lowest again in every dtype whose lowest swallows s; in f64 the reference says so too.
     mean = v.astype(np.float64).mean(axis=2)
     bound = {"float64": 1e-12, "float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}[dtype]
     if dtype != "float16":
@@ -257,34 +257,34 @@ def test_a_row_at_the_lowest_finite_value_gives_the_mean(rng, door, dtype):
     assert_lse_close(to_f64(lse)[:, :, rows], expected_lse[:, :, rows], dtype)
 
 
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize("dtype", ["float64", *SIXTEEN])
-def test_a_masked_row_gives_zeros_and_garbage_never_leaks(rng, door, dtype):
+def test_a_masked_row_gives_zeros_and_garbage_never_leaks(rng, library, dtype):
     q, k, v = random(rng, (1, 2, 6, 8), dtype), random(rng, (1, 2, 9, 8), dtype), random(rng, (1, 2, 9, 8), dtype)
     keep = rng.random((6, 9)) < 0.6
     keep[3] = False
     keep[:, [1, 7]] = False
-    clean = rapt.attention(*(through(door, x) for x in (q, k, v)), mask=through(door, keep))
+    clean = rapt.attention(*(tensor_of(library, x) for x in (q, k, v)), mask=tensor_of(library, keep))
     assert not to_f64(clean)[:, :, 3].any()
     assert_close(clean, reference(q, k, v, mask=keep)[0], dtype, torch_peers(q, k, v, mask=keep))
     for garbage in (np.nan, np.inf, -np.inf):
         k2, v2 = k.copy(), v.copy()
         k2[:, :, [1, 7]] = garbage
         v2[:, :, [1, 7]] = garbage
-        out = rapt.attention(*(through(door, x) for x in (q, k2, v2)), mask=through(door, keep))
+        out = rapt.attention(*(tensor_of(library, x) for x in (q, k2, v2)), mask=tensor_of(library, keep))
         assert bits(out) == bits(clean)
     q2 = q.copy()
     q2[:, :, 3] = np.nan
-    out, lse = rapt.attention(*(through(door, x) for x in (q2, k, v)), mask=through(door, keep), return_lse=True)
+    out, lse = rapt.attention(*(tensor_of(library, x) for x in (q2, k, v)), mask=tensor_of(library, keep), return_lse=True)
     assert bits(out) == bits(clean) and (to_f64(lse)[:, :, 3] == -np.inf).all()
 
 
-@pytest.mark.parametrize("door", DOORS)
-def test_nan_reaches_the_rows_that_attend_it_and_no_other(rng, door):
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_nan_reaches_the_rows_that_attend_it_and_no_other(rng, library):
     q, k, v = (random(rng, (1, 2, 40, 8)) for _ in range(3))
     v[0, 0, 17, 3] = np.nan
     k[0, 1, 30, 0] = np.nan
-    out = to_f64(rapt.attention(*(through(door, x) for x in (q, k, v)), causal=True))
+    out = to_f64(rapt.attention(*(tensor_of(library, x) for x in (q, k, v)), causal=True))
     expected, _ = reference(q, k, v, causal=True)
     np.testing.assert_array_equal(np.isnan(out).any(-1), np.isnan(expected).any(-1))
     assert not np.isnan(out[0, 0, :17]).any() and np.isnan(out[0, 1, 30:]).all()
@@ -302,4 +302,4 @@ def test_same_bits_for_any_threads_and_any_neighbours(rng, dtype):
             assert bits(context.attention(q, k, v, causal=True)) == bits(whole)
     for b in range(3):
         assert bits(rapt.attention(q[b : b + 1], k[b : b + 1], v[b : b + 1], causal=True)) == bits(whole[b : b + 1])
-    assert bits(rapt.attention(*(through("torch", x) for x in (q, k, v)), causal=True)) == bits(whole)
+    assert bits(rapt.attention(*(tensor_of("torch", x) for x in (q, k, v)), causal=True)) == bits(whole)

@@ -130,11 +130,11 @@ def test_it_and_the_backend_share_the_op_in_any_order():
     stock = op(q, k, v)[0]
     rapts = rapt.attention(q, k, v)
 
-    def check(flash, door):
+    def check(flash, backend):
         out, stats = served(lambda: op(q, k, v)[0])
         assert stats["served"] == flash and torch.equal(out, rapts if flash else stock)
         out, stats = served(lambda: sdpa(q, k, v))
-        assert stats == {"served": door, "fallback": {}}
+        assert stats == {"served": backend, "fallback": {}}
 
     for first in ("registry", "backend"):
         with rapt.torch.backend():
@@ -144,7 +144,7 @@ def test_it_and_the_backend_share_the_op_in_any_order():
             if first == "registry":
                 attention.restore_flash_attention_impl()
                 check(1, 1)
-            # Refused at the door: counted once, though PyTorch's own ends in the op that Rapt holds.
+            # Refused by the backend: counted once, though PyTorch's own ends in the op that Rapt holds.
             dual = q.clone().requires_grad_()
             _, stats = served(lambda: sdpa(dual, k, v))
             assert stats == {"served": 0, "fallback": {"requires grad": 1}}

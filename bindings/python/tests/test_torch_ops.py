@@ -160,7 +160,7 @@ def test_export():
     reference.assert_close(out, reference.reference(q, k, v, causal="bottom_right")[0], "float32", reference.torch_peers(q, k, v, causal="bottom_right"))
 
 
-DOORS = {
+FUNCTIONS = {
     "rapt.attention": lambda q, k, v: rapt.attention(q, k, v),
     "rapt.scaled_dot_product_attention": lambda q, k, v: rapt.scaled_dot_product_attention(q, k, v, enable_gqa=True),
     "torch.ops.rapt.attention": lambda q, k, v: torch.ops.rapt.attention(q, k, v),
@@ -171,21 +171,21 @@ DOORS = {
 }
 
 
-@pytest.mark.parametrize("door", DOORS)
-def test_a_gradient_is_never_dropped_in_silence(door):
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_a_gradient_is_never_dropped_in_silence(function):
     q, k, v = qkv()
     q.requires_grad_()
     with pytest.raises(rapt.UnsupportedError, match=r"with torch\.no_grad\(\):"):
-        DOORS[door](q, k, v)
+        FUNCTIONS[function](q, k, v)
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():
-            out = DOORS[door](q, k, v)
+            out = FUNCTIONS[function](q, k, v)
         out = out[0] if isinstance(out, tuple) else out
         assert not out.requires_grad
         reference.assert_close(out.clone(), reference.reference(q, k, v)[0], "float32", reference.torch_peers(q.detach(), k, v))
 
 
-def test_sdpa_door_broadcasts_as_pytorch_and_raises_rapts_errors():
+def test_sdpa_broadcasts_as_pytorch_and_raises_rapts_errors():
     q, k, v = tensor(3, 4, 6, 8), tensor(1, 4, 5, 8), tensor(1, 4, 5, 8, seed=1)
     check(rapt.scaled_dot_product_attention(q, k, v), q, k, v)
     check(rapt.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.3), q, k, v, is_causal=True, scale=0.3)

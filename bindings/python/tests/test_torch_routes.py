@@ -1,4 +1,4 @@
-"""Every route that PyTorch takes on the CPU is served: values by the law, strides as PyTorch's own, invalid ones its error."""
+"""Every route that PyTorch takes on the CPU is served: values by the reference, strides as PyTorch's own, invalid ones its error."""
 
 import random
 

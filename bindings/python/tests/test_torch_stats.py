@@ -35,7 +35,7 @@ def tensor(*shape, dtype=torch.float32, seed=0):
 
 
 def four(query, key, value, mask=None, enable_gqa=False):
-    """The request as [batch, heads, len, head_dim] with every broadcast written out, as the law reads it."""
+    """The request as [batch, heads, len, head_dim] with every broadcast written out, as the reference reads it."""
     rank = max(query.dim(), key.dim(), value.dim(), 4)
 
     def pad(t):
@@ -54,7 +54,7 @@ def four(query, key, value, mask=None, enable_gqa=False):
 
 
 def check(got, query, key, value, mask=None, *, is_causal=False, scale=None, enable_gqa=False):
-    """`got` against the law, by the tolerance rule. Not while registered: the peers are PyTorch's own."""
+    """`got` against the reference, by the tolerance rule. Not while registered: the peers are PyTorch's own."""
     assert not rt.is_registered()
     q, k, v, m = four(query, key, value, mask, enable_gqa)
     options = {"mask": m, "causal": "top_left" if is_causal else None, "scale": scale}
@@ -120,7 +120,7 @@ def test_each_reason_is_logged_once(caplog, monkeypatch):
     assert [record.getMessage() for record in caplog.records].count("PyTorch's own kernel, not Rapt's: dropout") == 1
 
 
-def test_the_law_that_judges_is_not_the_kernel_judged():
+def test_the_reference_that_judges_is_not_the_kernel_judged():
     # A wrong answer must fail `check`.
     q = tensor(1, 2, 4, 8)
     with served():

@@ -1,4 +1,4 @@
-"""The native door on torch tensors: what it proves, what it allocates, and gradients. (rapt.torch has its own tests.)"""
+"""The native module on torch tensors: what it proves, what it allocates, and gradients. (rapt.torch has its own tests.)"""
 
 import gc
 import os
@@ -166,7 +166,7 @@ def test_no_tensor_is_kept_alive():
     assert sys.getrefcount(q) == before
 
 
-def test_a_tensor_of_the_law_in_f64_stays_exact():
+def test_a_tensor_of_the_reference_in_f64_stays_exact():
     q = randn(1, 1, 3, 4, dtype=torch.float64)
     out = _native.attention(q, q, q)
     np.testing.assert_allclose(to_f64(out), reference(q, q, q)[0], rtol=1e-14)

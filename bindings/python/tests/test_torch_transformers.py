@@ -135,13 +135,13 @@ def test_the_function_itself(dtype):
         ({"s_aux": sinks}, {"sinks": sinks, "causal": "top_left"}),
         ({"attention_mask": tensor(2, 1, 9, 9) > -0.5}, {"mask": tensor(2, 1, 9, 9) > -0.5}),
     ]
-    for options, law_options in cases:
+    for options, reference_options in cases:
         with torch.no_grad():
             out, weights = call(q, k, v, options.pop("attention_mask", None), **options)
         assert weights is None
         assert out.shape == (2, 9, 4, 16) and out.is_contiguous() and out.dtype == dtype
-        expected = reference.reference(q, k, v, **law_options)[0]
-        peers = reference.torch_peers(q, k, v, **{n: o.detach() if n == "sinks" else o for n, o in law_options.items()})
+        expected = reference.reference(q, k, v, **reference_options)[0]
+        peers = reference.torch_peers(q, k, v, **{n: o.detach() if n == "sinks" else o for n, o in reference_options.items()})
         reference.assert_close(out.transpose(1, 2), expected, dtype, peers)
     with torch.no_grad():
         step, _ = call(q[:, :, -1:], k, v, sliding_window=3)

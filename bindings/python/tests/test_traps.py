@@ -26,7 +26,7 @@ class Wrapped:
 
 
 def test_int4_of_torch_is_refused_by_its_own_name(torch):
-    """DLPack has no word for it and torch exports it as int8, of as many elements: only the torch door can tell."""
+    """DLPack has no word for it and torch exports it as int8, of as many elements: only the torch interface can tell."""
     packed = torch.zeros(1, 1, 4, 8, dtype=torch.uint8)
     for name in ["int4", "uint4", "int2", "uint7"]:
         if not hasattr(torch, name):
@@ -83,7 +83,7 @@ def test_the_conjugate_bit_is_refused(torch):
     with pytest.raises(rapt.UnsupportedDtypeError, match="complex64"):
         rapt.attention(x, x, x)
     # Behind a foreign producer torch itself refuses to export the bit. (The negative bit it exports as if it were not set,
-    # to every library: only its own door can tell.)
+    # to every library: only its own interface can tell.)
     with pytest.raises(rapt.LayoutError, match="conjugate bit"):
         rapt.attention(*[Wrapped(x.conj())] * 3)
 

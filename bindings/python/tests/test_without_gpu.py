@@ -21,12 +21,12 @@ def test_nothing_of_cuda_is_loaded_by_import():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_every_door_raises_the_typed_error():
+def test_every_function_raises_the_typed_error():
     x = OnGpu()
     with rapt.Context(threads=1) as ctx:
-        for door in (rapt.attention, rapt.explain, rapt.scaled_dot_product_attention, ctx.attention, ctx.explain):
+        for function in (rapt.attention, rapt.explain, rapt.scaled_dot_product_attention, ctx.attention, ctx.explain):
             with pytest.raises(rapt.DeviceError) as raised:
-                door(x, x, x)
+                function(x, x, x)
             text = str(raised.value)
             assert "cuda:0" in text and ("no NVIDIA driver" in text or "cu" in text), text
             assert "Mend: move q" in text and "to host memory" in text

@@ -97,7 +97,7 @@ def test_every_view_equals_its_contiguous_copy_between_nan(dtype, q_len, name):
 
 
 @pytest.mark.parametrize("dtype", BF16_F32)
-# The last three: rows of one head fill a block, and the copy engine writes what it can.
+# The last three: rows of one head fill a block, and TMA writes what it can.
 @pytest.mark.parametrize(("q_len", "kv_heads", "dim"), [*((n, 2, 40) for n in Q_LENS), (200, 4, 40), (200, 4, 72), (333, 4, 128)])
 @pytest.mark.parametrize("name", INJECTIVE)
 def test_an_output_of_any_strides_is_written_and_nothing_beside_it(dtype, q_len, kv_heads, dim, name):

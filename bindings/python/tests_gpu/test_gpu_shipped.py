@@ -96,7 +96,7 @@ def test_common_requests_run_without_a_compiler(request_):
     assert finite and "shipped with the package" in plan
 
 
-def test_what_is_not_shipped_names_the_mend():
+def test_what_is_not_shipped_names_the_package_that_compiles_it():
     with pytest.raises(AssertionError, match="nvidia-cuda-nvrtc"):
         first_call("bfloat16", None, 1024, 40, **WITHOUT_COMPILER)
 

@@ -19,7 +19,7 @@ def new(*shape, dtype=torch.bfloat16):
     return torch.randn(*shape, device="cuda").to(dtype)
 
 
-def law_of(query, key, value, mask=None, causal=False, **options):
+def judged(query, key, value, mask=None, causal=False, **options):
     out = rapt.scaled_dot_product_attention(query, key, value, mask, 0.0, causal, **options)
     judge(out, None, query, key, value, mask=mask, causal="top_left" if causal else None)
     return out
@@ -29,7 +29,7 @@ def law_of(query, key, value, mask=None, causal=False, **options):
 def test_served_and_counted_in_every_mode(dtype):
     q, k, v = new(2, 4, 40, 64, dtype=dtype), new(2, 4, 70, 64, dtype=dtype), new(2, 4, 70, 64, dtype=dtype)
     mask = torch.rand(2, 1, 40, 70, device="cuda") > 0.3
-    want, masked, causal = law_of(q, k, v), law_of(q, k, v, mask), law_of(q, k, v, causal=True)
+    want, masked, causal = judged(q, k, v), judged(q, k, v, mask), judged(q, k, v, causal=True)
     compiled = torch.compile(lambda q, k, v: sdpa(q, k, v) * 2, fullgraph=True)
     with rapt.torch.backend():
         for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! for each class, for each axis (block_n, rows, …), the others as chosen so far:
-//!     every candidate obeys the law on small problems, or the run ends
+//!     every candidate agrees with the reference on small problems, or the run ends
 //!     rounds × (candidates in turn, a batch of calls each); a candidate's time is the median of its rounds' fastest calls
 //!     the fastest is taken if it beats the one held so far by more than the margin
 //! ```
@@ -222,7 +222,7 @@ fn obeys(job: &Job<'_>, numbers: &Numbers, proven: &mut Proven) {
     }
 }
 
-/// Candidates that obeyed the law, once for all classes.
+/// Candidates that agreed with the reference, once for all classes.
 type Proven = HashSet<(&'static str, DType, &'static str, Numbers)>;
 
 /// Goes along the axes of one class; answers what is chosen.

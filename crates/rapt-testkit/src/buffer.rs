@@ -104,7 +104,7 @@ impl TensorBuf {
         self.values().into_iter().map(|x| if x.is_nan() { u64::MAX } else { x.to_bits() }).collect()
     }
 
-    /// The sizes and strides that a door would see, the last `rank` canonical dimensions in the order of `layout`.
+    /// The sizes and strides that a caller would pass, the last `rank` canonical dimensions in the order of `layout`.
     fn given(&self, rank: usize, layout: TensorLayout) -> (Dims<usize>, Dims<isize>) {
         assert!(self.shape[..4 - rank].iter().all(|&n| n == 1), "{:?} has no rank {rank}", self.shape);
         let mut order: Vec<usize> = (4 - rank..4).collect();

@@ -237,7 +237,7 @@ impl Case {
         Places { q: at(), k: at(), v: at(), mask: at(), vectors: at(), out: at(), lse: at() }
     }
 
-    /// The options as a door takes them.
+    /// The options as an interface takes them.
     #[must_use]
     pub fn options(&self) -> Options {
         Options {

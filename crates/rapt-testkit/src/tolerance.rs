@@ -2,9 +2,9 @@
 //!
 //! ```text
 //! |got − reference| / |reference|                                ≤ 1.1 · torch's + floor        over the whole output
-//! |got_r − law_r| / max(|law_r|, mean |law_r|)       ≤ 4 · torch's worst + floor    for each row r
+//! |got_r − reference_r| / max(|reference_r|, mean |reference_r|) ≤ 4 · torch's worst + floor    for each row r
 //! floor: f64 16·2⁻⁵², f32 2·2⁻²³, f16 2⁻¹⁴, bf16 2⁻¹¹
-//! |lse − reference|                                        ≤ 1e-5 · (1 + |lse|)           (f64: 1e-12)
+//! |lse − reference|                                              ≤ 1e-5 · (1 + |lse|)           (f64: 1e-12)
 //! ```
 //!
 //! Torch's figures come from `limits/limits.tsv`, written by `limits/generate.py` and never by hand. Of head_dim the

@@ -44,7 +44,7 @@ fn write<const N: usize>(ptr: *mut u8, dtype: DType, shape: [usize; N], strides:
 }
 
 #[test]
-fn the_law_conforms_and_its_operands_are_accepted() {
+fn the_reference_conforms_and_its_operands_are_accepted() {
     let mut engine = |spec: &Spec, tensors: Tensors<'_>| {
         let mut operands = Operands::check(tensors, spec)?;
         let gathered = Gathered::new(spec, operands.tensors());

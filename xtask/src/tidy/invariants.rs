@@ -55,7 +55,7 @@ mod tests {
         let files = [
             Source::new(FILE, text),
             Source::new("crates/rapt/tests/a.rs", "#[test]\nfn it_holds() {}"),
-            Source::new("bindings/python/tests/test_a.py", "def test_it(door):"),
+            Source::new("bindings/python/tests/test_a.py", "def test_it(call):"),
         ];
         check(&files, &["places"]).into_iter().map(|finding| finding.what).collect()
     }

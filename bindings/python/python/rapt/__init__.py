@@ -1,7 +1,7 @@
 """Attention with an exact tensor boundary: any strides, no hidden cast, no hidden copy.
 
 `attention` takes numpy arrays, torch tensors on CPU or NVIDIA GPU, and anything with `__dlpack__`, and answers in the kind, device and dtype
-of `q`. What it cannot serve exactly it refuses with a typed error that hints at the expression that mends it. Importing this module imports
+of `q`. What it cannot serve exactly it refuses with a typed error that names the expression that corrects it. Importing this module imports
 neither numpy nor torch; `rapt.torch` is loaded when it is first named or a torch tensor first arrives.
 """
 

@@ -1,4 +1,4 @@
-//! Hints: the expression that mends a refused request, in the words of the library whose tensors were given.
+//! Hints: the expression that corrects a refused request, in the words of the library whose tensors were given.
 //!
 //! Expressions name tensors as rapt-core does (`q`, `mask`); [`Names::rename`] turns whole words into those of the function called.
 

@@ -2,7 +2,7 @@
 //!
 //! Each family of [`rapt::ErrorKind`] is a class with two bases: `rapt.RaptError` and the built-in that Python programs
 //! expect. Messages are rapt-core's, with the parameter names of the function that was called, followed by a hint: the
-//! expression that mends the request.
+//! expression that corrects the request.
 
 pub(crate) mod hints;
 
@@ -25,7 +25,7 @@ pub(crate) enum Failure {
         kind: ErrorKind,
         /// What was asked and got.
         message: String,
-        /// The expression that mends it, or nothing.
+        /// The expression that corrects the request, or nothing.
         hint: String,
     },
     /// Python raised.
@@ -54,7 +54,7 @@ impl Failure {
     }
 }
 
-/// How a failure is worded: the names of the parameters, and the library whose expressions mend it.
+/// How a failure is worded: the names of the parameters, and the library whose expressions the hint uses.
 #[derive(Clone, Copy)]
 pub(crate) struct Wording {
     pub(crate) names: &'static Names,

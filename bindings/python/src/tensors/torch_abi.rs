@@ -15,7 +15,7 @@ use rapt::{DType, Device, MAX_RANK, Shape, Strides};
 
 type TensorHandle = *mut c_void;
 type Read<T> = unsafe extern "C" fn(TensorHandle, *mut T) -> c_int;
-type Code = unsafe extern "C" fn() -> i32;
+type DtypeCode = unsafe extern "C" fn() -> i32;
 type EmptyStrided = unsafe extern "C" fn(i64, *const i64, *const i64, i32, i32, i32, *mut TensorHandle) -> c_int;
 type FromPython = unsafe extern "C" fn(*mut c_void, *mut TensorHandle) -> c_int;
 type ToPython = unsafe extern "C" fn(TensorHandle, *mut c_void, *mut *mut c_void) -> c_int;
@@ -99,7 +99,7 @@ fn find() -> Option<TorchAbi> {
     let code = |name: &CStr| -> Option<i32> {
         let found = symbol(name)?;
         // SAFETY: every function named here takes nothing and returns an int32_t.
-        Some(unsafe { std::mem::transmute::<*mut c_void, Code>(found)() })
+        Some(unsafe { std::mem::transmute::<*mut c_void, DtypeCode>(found)() })
     };
     let codes = [
         (c"aoti_torch_dtype_float32", DType::F32),

@@ -83,8 +83,8 @@ impl Artifacts {
         self.compiler.get_or_init(nvrtc::find).as_deref().map_err(Clone::clone)
     }
 
-    /// What `load` makes of the machine code of `variant`, and where it came from. Code of the package or the disk that `load`
-    /// does not take counts as not there, as damaged code does.
+    /// What `load` makes of the machine code of `variant`, and where it came from. What the package or the disk holds
+    /// and `load` does not take counts as absent, as damaged code does.
     ///
     /// # Errors
     /// The compiler's; what `load` answers to code that was compiled just now.

@@ -1,4 +1,4 @@
-"""Rapt's own torch ops and the doors that lead to them.
+"""Rapt's own torch ops and the functions that call them.
 
     torch.ops.rapt.attention            -> out
     torch.ops.rapt.attention_lse        -> (out, lse)
@@ -6,7 +6,7 @@
     torch.ops.rapt.scaled_dot_product_attention   PyTorch's words, broadcast and output strides
 
 Each has a schema and a fake kernel that gives the exact shape, dtype and strides, so compiled graphs carry it as one node.
-In eager the doors call the native module at once: a trip through the dispatcher costs more than the rest of a small call.
+In eager mode the functions call the native module at once: a trip through the dispatcher costs more than the rest of a small call.
 With grad mode on and an input that requires grad they raise: nothing is ever detached in silence.
 """
 
