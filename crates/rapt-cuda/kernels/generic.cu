@@ -1,4 +1,4 @@
-// The kernel that serves the whole law: any dtype, head_dim and strides, on the ordinary arithmetic units.
+// The kernel that serves every problem: any dtype, head_dim and strides, on the ordinary arithmetic units.
 //
 //   for each tile of BM rows, each block of DVC value columns
 //     for each block of BN keys (from key 0 in steps of BN, whatever the rows)
