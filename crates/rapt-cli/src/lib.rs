@@ -119,17 +119,22 @@ fn answer(args: &[OsString], host: &dyn Host) -> Outcome {
 /// Every page of help, `rapt --help` first: the command's words and its text.
 #[must_use]
 pub fn help() -> Vec<(String, String)> {
-    fn collect(words: &str, command: &mut clap::Command, pages: &mut Vec<(String, String)>) {
-        pages.push((format!("{words} --help"), command.render_long_help().to_string()));
-        for inner in command.get_subcommands_mut().filter(|inner| inner.get_name() != "help") {
-            let words = format!("{words} {}", inner.get_name());
-            collect(&words, inner, pages);
+    fn collect(words: &str, command: &clap::Command, all: &mut Vec<String>) {
+        all.push(format!("{words} --help"));
+        for inner in command.get_subcommands().filter(|inner| inner.get_name() != "help") {
+            collect(&format!("{words} {}", inner.get_name()), inner, all);
         }
     }
-    let (mut pages, mut command) = (Vec::new(), Cli::command());
-    command.build();
-    collect("rapt", &mut command, &mut pages);
-    pages
+    let mut all = Vec::new();
+    collect("rapt", &Cli::command(), &mut all);
+    // Parsed as they are typed: clap chooses between its short and its long form where it prints a page.
+    let page = |words: String| {
+        let text = Cli::command()
+            .try_get_matches_from(words.split(' '))
+            .map_or_else(|page| page.to_string(), |_| String::new());
+        (words, text)
+    };
+    all.into_iter().map(page).collect()
 }
 
 /// A text and a line's end to stdout. An error, not a panic, where nothing reads it.

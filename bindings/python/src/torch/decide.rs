@@ -358,11 +358,11 @@ pub(crate) fn decide<S: Size, E: From<S::Fault>>(
 fn before_shapes<S: Size>(request: &Request<S>, modes: Modes) -> Result<Option<Verdict>, S::Fault> {
     let Request { q, k, v, mask, .. } = request;
     let fallback = |reason| Ok(Some(Verdict::Fallback(reason)));
-    if let Some(reason) = request.tensors().find_map(|(_, tensor)| tensor.obstacle.clone()) {
-        return fallback(reason);
-    }
     if request.tensors().any(|(_, tensor)| tensor.rank() > MAX_RANK) {
         return fallback(Reason::TooManyDimensions);
+    }
+    if let Some(reason) = request.tensors().find_map(|(_, tensor)| tensor.obstacle.clone()) {
+        return fallback(reason);
     }
     if k.rank() >= 2 && v.rank() >= 2 && !k.size(2).equals(v.size(2))? {
         return Ok(Some(Verdict::Refuse(Refusal::KvLen)));
