@@ -105,8 +105,9 @@ def attention(
     A refused request raises a subclass of `RaptError` and writes nothing.
     """
     ops = _torch_ops(q)
-    run = _native.attention if ops is None else ops.attention
-    return run(
+    is_traced = ops is not None and ops.is_traced_call(q, k, v)
+    run = ops.attention if is_traced else _native.attention
+    answer = run(
         q,
         k,
         v,
@@ -122,6 +123,9 @@ def attention(
         out_dtype=out_dtype,
         return_lse=return_lse,
     )
+    if ops is not None and not is_traced:
+        ops.count_served()
+    return answer
 
 
 def scaled_dot_product_attention(

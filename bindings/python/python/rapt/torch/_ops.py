@@ -78,19 +78,24 @@ def needs_grad(tensors):
 # --- rapt.attention ------------------------------------------------------------------------------------------------------
 
 
+def is_traced_call(q, k, v):
+    """Whether `rapt.attention` on these must end in an op of torch, because something traces."""
+    # A class of its own is what makes a tensor one of a trace.
+    ordinary = type(q) is type(k) is type(v) is _Tensor
+    return _is_compiling() or _modes() or (not ordinary and is_traced(q, k, v))
+
+
 def attention(q, k, v, *, causal=None, **options):
     """`rapt.attention` on torch tensors, whose arguments it has. Shapes, units and errors as documented there."""
+    if not is_traced_call(q, k, v):
+        answer = _native.attention(q, k, v, causal=causal, **options)
+        count_served()
+        return answer
     if causal is True:
         causal = "top_left"
     elif causal is False:
         causal = None
-    # A class of its own is what makes a tensor one of a trace.
-    ordinary = type(q) is type(k) is type(v) is _Tensor
-    if _is_compiling() or _modes() or (not ordinary and is_traced(q, k, v)):
-        return _through_ops(q, k, v, causal=causal, **options)
-    answer = _native.attention(q, k, v, causal=causal, **options)
-    count_served()
-    return answer
+    return _through_ops(q, k, v, causal=causal, **options)
 
 
 def _through_ops(q, k, v, *, window=None, layout="bhsd", out=None, out_dtype=None, return_lse=False, **options):
