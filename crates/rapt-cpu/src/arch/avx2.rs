@@ -94,6 +94,8 @@ impl Simd for Avx2F32 {
     const LANES: usize = 8;
     const ROWS: usize = 6;
 
+    apart!(apart, "avx2,fma,f16c");
+
     plain_methods! {
         f32, __m256:
         _mm256_set1_ps, _mm256_loadu_ps, _mm256_storeu_ps, _mm256_add_ps, _mm256_sub_ps,
@@ -147,6 +149,8 @@ impl Simd for Avx2F64 {
     type M = __m256d;
     const LANES: usize = 4;
     const ROWS: usize = 6;
+
+    apart!(apart, "avx2,fma,f16c");
 
     plain_methods! {
         f64, __m256d:

@@ -30,6 +30,8 @@ impl Simd for Avx512F32 {
     const LANES: usize = 16;
     const ROWS: usize = 8;
 
+    apart!(apart, "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c");
+
     plain_methods! {
         f32, __m512:
         _mm512_set1_ps, _mm512_loadu_ps, _mm512_storeu_ps, _mm512_add_ps, _mm512_sub_ps,
@@ -89,6 +91,7 @@ impl Simd for Avx512F32 {
 }
 
 impl Bf16Pairs for Avx512F32 {
+    apart!(apart_paired, "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c");
     intrinsics! {
         fn dot(a: __m512, b: __m512, acc: __m512) -> __m512 {
             _mm512_dpbf16_ps(acc, transmute::<__m512, __m512bh>(a), transmute::<__m512, __m512bh>(b))
@@ -124,6 +127,8 @@ impl Simd for Avx512F64 {
     type M = __mmask8;
     const LANES: usize = 8;
     const ROWS: usize = 8;
+
+    apart!(apart, "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c");
 
     plain_methods! {
         f64, __m512d:

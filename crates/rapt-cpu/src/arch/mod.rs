@@ -1,7 +1,8 @@
 //! Instruction sets: one file each, and the table of entry points.
 //!
-//! Each entry point is a generic body compiled with the target features of one instruction set. **Invariant:** an entry
-//! of the table is reached only through a plan whose arch was detected on this machine.
+//! Each entry point is a generic body over the vectors of one instruction set, whose `apart` compiles each part of it with that
+//! instruction set's target features. **Invariant:** an entry of the table is reached only through a plan whose arch was
+//! detected on this machine.
 
 /// Functions that consist of intrinsics, as methods or on their own.
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
@@ -10,8 +11,8 @@ macro_rules! intrinsics {
         $(#[$meta])*
         #[inline(always)]
         $vis unsafe fn $name($($arg: $ty),*) $(-> $out)? {
-            // SAFETY: the instruction set is there: all of it is inlined into entry points (`entries!`), which are called
-            // after detection only. A caller that passes a pointer vouches for the elements that the name speaks of.
+            // SAFETY: the instruction set is there: all of it is inlined into parts (`apart!`) of entry points, which are
+            // called after detection only. A caller that passes a pointer vouches for the elements that the name speaks of.
             unsafe { $($body)* }
         }
     )*};
@@ -40,6 +41,22 @@ macro_rules! plain_methods {
             fn fma(a: $v, b: $v, c: $v) -> $v { $fma(a, b, c) }
             fn max(a: $v, b: $v) -> $v { $max(a, b) }
             fn prefetch(ptr: *const u8) { _mm_prefetch::<_MM_HINT_T0>(ptr.cast()) }
+        }
+    };
+}
+
+/// A method that runs a part in a function of its own, with these target features: `Simd::apart` or one like it.
+macro_rules! apart {
+    ($name:ident $(, $features:literal)?) => {
+        unsafe fn $name<P: crate::kernels::simd::Part<Self>>(part: P) -> P::Output {
+            $(#[target_feature(enable = $features)])?
+            #[inline(never)]
+            unsafe fn compiled<S: Simd, P: crate::kernels::simd::Part<S>>(part: P) -> P::Output {
+                // SAFETY: as of the caller.
+                unsafe { part.run() }
+            }
+            // SAFETY: an entry point of this instruction set is called after its detection only.
+            unsafe { compiled::<Self, P>(part) }
         }
     };
 }
@@ -77,6 +94,7 @@ use rapt_core::{Arch, DType};
 #[cfg(target_arch = "x86_64")]
 use crate::kernels::pairs::Paired;
 use crate::kernels::products::Single;
+use crate::kernels::simd::{Simd, Storage};
 use crate::kernels::{decode, forward};
 use crate::partition::Item;
 use crate::problem::Problem;
@@ -114,91 +132,45 @@ pub(crate) struct TileShape {
     pub(crate) rows: usize,
 }
 
-macro_rules! entries {
-    ($arch:ident, $name:ident, $shape:ident, $features:tt, $f32:ty, $f64:ty) => {
-        fn $name(step: Step, storage: DType) -> Option<Entry> {
-            use crate::kernels::simd::Storage;
-            fn entry<T: Storage<$f32>>(step: Step) -> Option<Entry> {
-                entries!(@pair $features, $f32, T, step)
-            }
-            fn entry_f64<T: Storage<$f64>>(step: Step) -> Option<Entry> {
-                entries!(@pair $features, $f64, T, step)
-            }
-            match storage {
-                DType::F32 => entry::<f32>(step),
-                DType::F16 => entry::<f16>(step),
-                DType::BF16 => entry::<bf16>(step),
-                DType::F64 => entry_f64::<f64>(step),
-                _ => None,
-            }
+/// The table of one instruction set: `F` are its vectors of f32, `D` those of f64.
+fn entry_of<F: Simd<Elem = f32>, D: Simd<Elem = f64>>(step: Step, storage: DType) -> Option<Entry> {
+    fn of<S: Simd, T: Storage<S>>(step: Step) -> Entry {
+        match step {
+            Step::Forward => forward::item::<S, T, Single>,
+            Step::Decode => decode::item::<S, T>,
+            Step::Combine => decode::combine::<S, T>,
         }
-        fn $shape(storage: DType) -> TileShape {
-            use crate::kernels::simd::Simd;
-            fn of<S: Simd>() -> TileShape {
-                TileShape { queries: S::Q_VECS * S::LANES, rows: S::ROWS }
-            }
-            if storage == DType::F64 { of::<$f64>() } else { of::<$f32>() }
-        }
-    };
-    (@pair $features:tt, $simd:ty, $t:ident, $step:ident) => {{
-        entries!(@fn $features, forward_entry, forward, item, $simd, Single);
-        entries!(@fn $features, decode_entry, decode, item, $simd);
-        entries!(@fn $features, combine_entry, decode, combine, $simd);
-        let entry: Entry = match $step {
-            Step::Forward => forward_entry::<$t>,
-            Step::Decode => decode_entry::<$t>,
-            Step::Combine => combine_entry::<$t>,
-        };
-        Some(entry)
-    }};
-    (@fn (), $name:ident, $module:ident, $body:ident, $simd:ty $(, $products:ty)?) => {
-        unsafe fn $name<T: Storage<$simd>>(problem: &Problem, item: Item, scratch: *mut u8) {
-            // SAFETY: as of the caller.
-            unsafe { $module::$body::<$simd, T $(, $products)?>(problem, item, scratch) }
-        }
-    };
-    (@fn ($features:literal), $name:ident, $module:ident, $body:ident, $simd:ty $(, $products:ty)?) => {
-        #[target_feature(enable = $features)]
-        unsafe fn $name<T: Storage<$simd>>(problem: &Problem, item: Item, scratch: *mut u8) {
-            // SAFETY: as of the caller.
-            unsafe { $module::$body::<$simd, T $(, $products)?>(problem, item, scratch) }
-        }
-    };
+    }
+    match storage {
+        DType::F32 => Some(of::<F, f32>(step)),
+        DType::F16 => Some(of::<F, f16>(step)),
+        DType::BF16 => Some(of::<F, bf16>(step)),
+        DType::F64 => Some(of::<D, f64>(step)),
+        _ => None,
+    }
 }
 
-entries!(Scalar, scalar_entry, scalar_shape, (), scalar::Scalar<f32>, scalar::Scalar<f64>);
-#[cfg(target_arch = "x86_64")]
-entries!(Avx2, avx2_entry, avx2_shape, ("avx2,fma,f16c"), avx2::Avx2F32, avx2::Avx2F64);
-#[cfg(target_arch = "x86_64")]
-entries!(
-    Avx512,
-    avx512_entry,
-    avx512_shape,
-    ("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c"),
-    avx512::Avx512F32,
-    avx512::Avx512F64
-);
+/// The forward tile of one instruction set, as [`entry_of`] has it.
+fn shape_of<F: Simd, D: Simd>(storage: DType) -> TileShape {
+    fn of<S: Simd>() -> TileShape {
+        TileShape { queries: S::Q_VECS * S::LANES, rows: S::ROWS }
+    }
+    if storage == DType::F64 { of::<D>() } else { of::<F>() }
+}
+
 /// As AVX-512, with the products of bf16 formed two at a time.
 #[cfg(target_arch = "x86_64")]
 fn avx512_bf16_entry(step: Step, storage: DType) -> Option<Entry> {
-    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c")]
-    unsafe fn forward_entry(problem: &Problem, item: Item, scratch: *mut u8) {
-        // SAFETY: as of the caller.
-        unsafe { forward::item::<avx512::Avx512F32, bf16, Paired>(problem, item, scratch) }
-    }
     if step == Step::Forward && is_paired(Arch::Avx512Bf16, storage) {
-        return Some(forward_entry);
+        return Some(forward::item::<avx512::Avx512F32, bf16, Paired>);
     }
-    avx512_entry(step, storage)
+    entry_of::<avx512::Avx512F32, avx512::Avx512F64>(step, storage)
 }
 
 /// Whether forward's products are formed of pairs, and P is rounded to the storage dtype for the second one.
 pub(crate) fn is_paired(arch: Arch, storage: DType) -> bool {
     arch == Arch::Avx512Bf16 && storage == DType::BF16
 }
-
-#[cfg(target_arch = "aarch64")]
-entries!(Neon, neon_entry, neon_shape, ("neon"), neon::NeonF32, scalar::Scalar<f64>);
 
 /// What is compiled of the kernels: one entry point.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -220,15 +192,15 @@ impl KernelVariant {
 
 fn entry(arch: Arch, step: Step, storage: DType) -> Option<Entry> {
     match arch {
-        Arch::Scalar => scalar_entry(step, storage),
+        Arch::Scalar => entry_of::<scalar::Scalar<f32>, scalar::Scalar<f64>>(step, storage),
         #[cfg(target_arch = "x86_64")]
-        Arch::Avx2 => avx2_entry(step, storage),
+        Arch::Avx2 => entry_of::<avx2::Avx2F32, avx2::Avx2F64>(step, storage),
         #[cfg(target_arch = "x86_64")]
-        Arch::Avx512 => avx512_entry(step, storage),
+        Arch::Avx512 => entry_of::<avx512::Avx512F32, avx512::Avx512F64>(step, storage),
         #[cfg(target_arch = "x86_64")]
         Arch::Avx512Bf16 => avx512_bf16_entry(step, storage),
         #[cfg(target_arch = "aarch64")]
-        Arch::Neon => neon_entry(step, storage),
+        Arch::Neon => entry_of::<neon::NeonF32, scalar::Scalar<f64>>(step, storage),
         _ => None,
     }
 }
@@ -237,12 +209,12 @@ fn entry(arch: Arch, step: Step, storage: DType) -> Option<Entry> {
 pub(crate) fn tile_shape(arch: Arch, storage: DType) -> TileShape {
     match arch {
         #[cfg(target_arch = "x86_64")]
-        Arch::Avx2 => avx2_shape(storage),
+        Arch::Avx2 => shape_of::<avx2::Avx2F32, avx2::Avx2F64>(storage),
         #[cfg(target_arch = "x86_64")]
-        Arch::Avx512 | Arch::Avx512Bf16 => avx512_shape(storage),
+        Arch::Avx512 | Arch::Avx512Bf16 => shape_of::<avx512::Avx512F32, avx512::Avx512F64>(storage),
         #[cfg(target_arch = "aarch64")]
-        Arch::Neon => neon_shape(storage),
-        _ => scalar_shape(storage),
+        Arch::Neon => shape_of::<neon::NeonF32, scalar::Scalar<f64>>(storage),
+        _ => shape_of::<scalar::Scalar<f32>, scalar::Scalar<f64>>(storage),
     }
 }
 

@@ -18,6 +18,8 @@ impl Simd for NeonF32 {
     const LANES: usize = 4;
     const ROWS: usize = 8;
 
+    apart!(apart, "neon");
+
     intrinsics! {
         fn splat(x: f32) -> float32x4_t { vdupq_n_f32(x) }
         fn load(ptr: *const f32) -> float32x4_t { vld1q_f32(ptr) }

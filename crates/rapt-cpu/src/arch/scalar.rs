@@ -20,6 +20,8 @@ macro_rules! scalar {
             const LANES: usize = LANES;
             const ROWS: usize = 4;
 
+            apart!(apart);
+
             #[inline(always)]
             unsafe fn splat(x: $real) -> Self::V {
                 [x; LANES]

@@ -11,12 +11,14 @@
 //! Rows of K, then of V, are asked for some bytes before they are read: the processor's own prefetchers end at a page.
 //! Deliberately absent: packing where the inner stride is 1; rows beyond [`MAX_ROWS`].
 
+use std::marker::PhantomData;
+
 use super::mask;
 use super::pack::{load_row, store_row};
-use super::simd::{Real, Simd, Storage};
+use super::simd::{Part, Real, Simd, Storage};
 use super::softmax::{Modifier, finish_row, max_skipping_nan, probability, rescale, subtractable};
 use crate::partition::Item;
-use crate::problem::{Input, Problem};
+use crate::problem::{Input, Problem, Row};
 use crate::scratch::{Scratch, partial_len};
 
 /// The most rows of a task: beyond, the lanes of the forward tile are used well enough.
@@ -131,8 +133,19 @@ fn fetch<S: Simd>(row: *const u8, bytes: usize) {
     }
 }
 
+/// One chunk of keys, and what both products read.
+struct Chunk<'a, T> {
+    problem: &'a Problem,
+    /// Batch, head of K and V, first key.
+    first: (usize, usize, usize),
+    /// Keys.
+    n: usize,
+    /// Where keys or values are gathered whose elements lie apart.
+    panel: *mut T,
+    ahead: Ahead,
+}
+
 /// Computes the partial result of one chunk of keys for all rows of one task.
-#[inline(always)]
 pub(crate) unsafe fn item<S: Simd, T: Storage<S>>(problem: &Problem, item: Item, memory: *mut u8) {
     let (rows, block_n, dim_v) = (problem.partition.rows, problem.partition.block_n, problem.head_dim_v);
     let scratch = &problem.scratch;
@@ -160,59 +173,69 @@ pub(crate) unsafe fn item<S: Simd, T: Storage<S>>(problem: &Problem, item: Item,
         }
         let n = j1 - j0;
         let (q, s, panel) = (base.add(scratch.q), base.add(scratch.p), base.add(scratch.k_panel).cast::<T>());
-        for r in 0..rows {
-            let row = problem.row(origin, r);
-            let to = q.add(r * scratch.head_dim_padded);
-            let from = problem.q.at([row.batch, row.head, row.i, 0]).cast::<T>();
-            load_row::<S, T>(from, problem.q.strides[3], problem.head_dim, to);
-            if problem.scores.negate_q {
-                for d in 0..problem.head_dim {
-                    *to.add(d) = S::Elem::ZERO - *to.add(d);
-                }
-            }
-        }
-
-        let ahead = Ahead::new::<T>(problem, (origin.0, kv_head, j0), n);
+        let first = (origin.0, kv_head, j0);
+        let chunk = &Chunk { problem, first, n, panel, ahead: Ahead::new::<T>(problem, first, n) };
 
         // s = q @ k.T
-        let mut j = 0;
-        while j < n {
-            let take = QK_KEYS.min(n - j);
-            ahead.of_keys::<S>(j, take);
-            let keys = Keys::new(&problem.k, (origin.0, kv_head, j0 + j), take, problem.head_dim, panel);
-            if take == QK_KEYS {
-                dots::<S, T, QK_KEYS>(&keys, 0, problem, scratch, q, s.add(j));
-            } else {
-                for at in 0..take {
-                    dots::<S, T, 1>(&keys, at, problem, scratch, q, s.add(j + at));
-                }
-            }
-            j += take;
-        }
+        S::apart(FirstProduct { chunk, origin, q, s });
 
         let mut masked = false;
         for r in 0..rows {
             let state = partials.add(r * partial + dim_v);
-            masked |= softmax_row::<S>(problem, origin, r, (j0, n), s.add(r * block_n), base.add(scratch.bias), state);
+            let (s, bias) = (s.add(r * block_n), base.add(scratch.bias));
+            masked |= S::apart(SoftmaxRow::<S> { problem, row: problem.row(origin, r), keys: (j0, n), s, bias, state });
         }
 
         // o = p @ v
-        let mut j = 0;
-        while j < n {
-            let take = problem.partition.pv_keys.min(n - j);
-            ahead.of_values::<S>(j, take);
-            let keys = Keys::new(&problem.v, (origin.0, kv_head, j0 + j), take, dim_v, panel);
-            let clean = !masked || all_finite::<S, T>(&keys, take, dim_v);
-            let (p, o) = ((s.add(j).cast_const(), block_n), (partials, partial));
-            if clean {
-                weighted_sum::<S, T>(&keys, take, rows, p, o, dim_v);
-            } else {
-                weighted_sum_selecting::<S, T>(&keys, take, rows, p, o, dim_v);
-            }
-            j += take;
-        }
+        S::apart(SecondProduct { chunk, masked, p: s, o: partials });
         if problem.partition.chunks == 1 {
             combine::<S, T>(problem, item, memory);
+        }
+    }
+}
+
+/// Scores of all rows of a task; `q` is where its queries are kept meanwhile.
+struct FirstProduct<'a, E, T> {
+    chunk: &'a Chunk<'a, T>,
+    origin: (usize, usize),
+    q: *mut E,
+    s: *mut E,
+}
+
+impl<S: Simd, T: Storage<S>> Part<S> for FirstProduct<'_, S::Elem, T> {
+    type Output = ();
+    #[inline(always)]
+    unsafe fn run(self) {
+        let FirstProduct { chunk, origin, q, s } = self;
+        let Chunk { problem, first: (batch, kv_head, j0), n, panel, ahead } = *chunk;
+        let scratch = &problem.scratch;
+        // SAFETY: as in `item`.
+        unsafe {
+            for r in 0..problem.partition.rows {
+                let row = problem.row(origin, r);
+                let to = q.add(r * scratch.head_dim_padded);
+                let from = problem.q.at([row.batch, row.head, row.i, 0]).cast::<T>();
+                load_row::<S, T>(from, problem.q.strides[3], problem.head_dim, to);
+                if problem.scores.negate_q {
+                    for d in 0..problem.head_dim {
+                        *to.add(d) = S::Elem::ZERO - *to.add(d);
+                    }
+                }
+            }
+            let mut j = 0;
+            while j < n {
+                let take = QK_KEYS.min(n - j);
+                ahead.of_keys::<S>(j, take);
+                let keys = Keys::new(&problem.k, (batch, kv_head, j0 + j), take, problem.head_dim, panel);
+                if take == QK_KEYS {
+                    dots::<S, T, QK_KEYS>(&keys, 0, problem, scratch, q, s.add(j));
+                } else {
+                    for at in 0..take {
+                        dots::<S, T, 1>(&keys, at, problem, scratch, q, s.add(j + at));
+                    }
+                }
+                j += take;
+            }
         }
     }
 }
@@ -289,75 +312,80 @@ unsafe fn dots_micro<S: Simd, T: Storage<S>, const K: usize, const R: usize>(
 }
 
 /// Scores of one row to probabilities in place; the maximum and the sum go to `state`. Answers whether a key was masked.
-#[inline(always)]
-unsafe fn softmax_row<S: Simd>(
-    problem: &Problem,
-    origin: (usize, usize),
-    r: usize,
-    (j0, n): (usize, usize),
+struct SoftmaxRow<'a, S: Simd> {
+    problem: &'a Problem,
+    row: Row,
+    /// The first key, and how many there are.
+    keys: (usize, usize),
     s: *mut S::Elem,
     bias: *mut S::Elem,
     state: *mut S::Elem,
-) -> bool {
-    let row = problem.row(origin, r);
-    let (first, last) = problem.range.keys_of(row.i);
-    let (first, last) = (first.clamp(j0, j0 + n) - j0, last.clamp(j0, j0 + n) - j0);
-    let padded = n.next_multiple_of(S::LANES);
-    // SAFETY: s and bias have block_n elements, a multiple of every vector's length.
-    unsafe {
-        let effect = problem.mask.as_ref().map(|mask| mask::read_row(mask, row, (j0, n), bias, 1));
-        let biased = effect.is_some_and(|effect| effect.masks || effect.adds);
-        let positions = first > 0 || last < n;
-        let mut slope = None;
-        if let Some(slopes) = &problem.alibi_slopes {
-            slope = Some(S::splat(S::Elem::load_as(slopes.dtype, slopes.at([row.head]))));
-        }
-        let masked = S::Elem::NEG_INFINITY;
-        for j in n..padded {
-            *s.add(j) = masked;
-            *bias.add(j) = masked;
-        }
-        if problem.scores.natural || biased {
-            let modifier = Modifier::<S>::new(&problem.scores);
-            let diagonal = row.i as i64 + problem.range.diagonal - j0 as i64;
-            for j in (0..padded).step_by(S::LANES) {
-                let mut distance = None;
-                if let Some(slope) = slope {
-                    let mut at = [S::Elem::ZERO; 16];
-                    for (lane, at) in at.iter_mut().enumerate().take(S::LANES) {
-                        *at = S::Elem::from_i64((diagonal - (j + lane) as i64).abs());
-                    }
-                    distance = Some((slope, S::load(at.as_ptr())));
-                }
-                let mut x = modifier.apply(S::load(s.add(j)), distance);
-                if biased {
-                    x = modifier.add_bias(x, S::load(bias.add(j)));
-                }
-                S::store(s.add(j), x);
-            }
-        }
-        for j in (0..first).chain(last..padded) {
-            *s.add(j) = masked;
-        }
+}
 
-        let mut max = S::splat(masked);
-        for j in (0..padded).step_by(S::LANES) {
-            max = max_skipping_nan::<S>(max, S::load(s.add(j)));
+impl<S: Simd> Part<S> for SoftmaxRow<'_, S> {
+    type Output = bool;
+    #[inline(always)]
+    unsafe fn run(self) -> bool {
+        let SoftmaxRow { problem, row, keys: (j0, n), s, bias, state } = self;
+        let (first, last) = problem.range.keys_of(row.i);
+        let (first, last) = (first.clamp(j0, j0 + n) - j0, last.clamp(j0, j0 + n) - j0);
+        let padded = n.next_multiple_of(S::LANES);
+        // SAFETY: s and bias have block_n elements, a multiple of every vector's length.
+        unsafe {
+            let effect = problem.mask.as_ref().map(|mask| mask::read_row(mask, row, (j0, n), bias, 1));
+            let biased = effect.is_some_and(|effect| effect.masks || effect.adds);
+            let positions = first > 0 || last < n;
+            let mut slope = None;
+            if let Some(slopes) = &problem.alibi_slopes {
+                slope = Some(S::splat(S::Elem::load_as(slopes.dtype, slopes.at([row.head]))));
+            }
+            let masked = S::Elem::NEG_INFINITY;
+            for j in n..padded {
+                *s.add(j) = masked;
+                *bias.add(j) = masked;
+            }
+            if problem.scores.natural || biased {
+                let modifier = Modifier::<S>::new(&problem.scores);
+                let diagonal = row.i as i64 + problem.range.diagonal - j0 as i64;
+                for j in (0..padded).step_by(S::LANES) {
+                    let mut distance = None;
+                    if let Some(slope) = slope {
+                        let mut at = [S::Elem::ZERO; 16];
+                        for (lane, at) in at.iter_mut().enumerate().take(S::LANES) {
+                            *at = S::Elem::from_i64((diagonal - (j + lane) as i64).abs());
+                        }
+                        distance = Some((slope, S::load(at.as_ptr())));
+                    }
+                    let mut x = modifier.apply(S::load(s.add(j)), distance);
+                    if biased {
+                        x = modifier.add_bias(x, S::load(bias.add(j)));
+                    }
+                    S::store(s.add(j), x);
+                }
+            }
+            for j in (0..first).chain(last..padded) {
+                *s.add(j) = masked;
+            }
+
+            let mut max = S::splat(masked);
+            for j in (0..padded).step_by(S::LANES) {
+                max = max_skipping_nan::<S>(max, S::load(s.add(j)));
+            }
+            let mut lanes = [masked; 16];
+            S::store(lanes.as_mut_ptr(), max);
+            let max = lanes.into_iter().fold(masked, |a, b| if b > a { b } else { a });
+            let scale_log2 = S::splat(S::Elem::from_f64_clamped(problem.scores.exponent()));
+            let subtract = subtractable::<S>(S::splat(max));
+            let mut sum = S::splat(S::Elem::ZERO);
+            for j in (0..padded).step_by(S::LANES) {
+                let p = probability::<S, true>(S::load(s.add(j)), subtract, scale_log2);
+                sum = S::add(sum, p);
+                S::store(s.add(j), p);
+            }
+            *state = max;
+            *state.add(1) = S::reduce_add(sum);
+            positions || effect.is_some_and(|effect| effect.masks)
         }
-        let mut lanes = [masked; 16];
-        S::store(lanes.as_mut_ptr(), max);
-        let max = lanes.into_iter().fold(masked, |a, b| if b > a { b } else { a });
-        let scale_log2 = S::splat(S::Elem::from_f64_clamped(problem.scores.exponent()));
-        let subtract = subtractable::<S>(S::splat(max));
-        let mut sum = S::splat(S::Elem::ZERO);
-        for j in (0..padded).step_by(S::LANES) {
-            let p = probability::<S, true>(S::load(s.add(j)), subtract, scale_log2);
-            sum = S::add(sum, p);
-            S::store(s.add(j), p);
-        }
-        *state = max;
-        *state.add(1) = S::reduce_add(sum);
-        positions || effect.is_some_and(|effect| effect.masks)
     }
 }
 
@@ -381,6 +409,42 @@ unsafe fn all_finite<S: Simd, T: Storage<S>>(values: &Keys<T>, n: usize, dim: us
             }
         }
         !(S::reduce_add(sum) + tail).is_nan()
+    }
+}
+
+/// What the values of a chunk add to the rows of `o`.
+struct SecondProduct<'a, E, T> {
+    chunk: &'a Chunk<'a, T>,
+    /// Whether some key is masked for some row.
+    masked: bool,
+    p: *const E,
+    o: *mut E,
+}
+
+impl<S: Simd, T: Storage<S>> Part<S> for SecondProduct<'_, S::Elem, T> {
+    type Output = ();
+    #[inline(always)]
+    unsafe fn run(self) {
+        let SecondProduct { chunk, masked, p, o } = self;
+        let Chunk { problem, first: (batch, kv_head, j0), n, panel, ahead } = *chunk;
+        let (rows, dim_v) = (problem.partition.rows, problem.head_dim_v);
+        // SAFETY: as in `item`.
+        unsafe {
+            let mut j = 0;
+            while j < n {
+                let take = problem.partition.pv_keys.min(n - j);
+                ahead.of_values::<S>(j, take);
+                let keys = Keys::new(&problem.v, (batch, kv_head, j0 + j), take, dim_v, panel);
+                let clean = !masked || all_finite::<S, T>(&keys, take, dim_v);
+                let (p, o) = ((p.add(j), problem.partition.block_n), (o, partial_len(dim_v)));
+                if clean {
+                    weighted_sum::<S, T>(&keys, take, rows, p, o, dim_v);
+                } else {
+                    weighted_sum_selecting::<S, T>(&keys, take, rows, p, o, dim_v);
+                }
+                j += take;
+            }
+        }
     }
 }
 
@@ -524,47 +588,64 @@ unsafe fn weighted_sum_selecting<S: Simd, T: Storage<S>>(
 }
 
 /// Combines the chunks of one task in order, and writes its rows of out and lse.
-#[inline(always)]
 pub(crate) unsafe fn combine<S: Simd, T: Storage<S>>(problem: &Problem, item: Item, memory: *mut u8) {
-    let (rows, chunks, dim_v) = (problem.partition.rows, problem.partition.chunks, problem.head_dim_v);
-    let partial = partial_len(dim_v);
-    let origin = problem.task_origin(item.task);
-    // SAFETY: every chunk of this task has been written; memory holds at least one padded row, and the rows of out and
-    // lse are this task's alone.
-    unsafe {
-        let task = problem.partials.cast::<S::Elem>().add(item.task * chunks * rows * partial);
-        let o = memory.cast::<S::Elem>();
-        let scale_log2 = S::splat(S::Elem::from_f64_clamped(problem.scores.exponent()));
-        for r in 0..rows {
-            let at = |chunk: usize| task.add((chunk * rows + r) * partial);
-            let max = (0..chunks).map(|chunk| *at(chunk).add(dim_v));
-            let max = max.fold(S::Elem::NEG_INFINITY, |a, b| if b > a { b } else { a });
-            for d in 0..dim_v {
-                *o.add(d) = S::Elem::ZERO;
-            }
-            let mut sum = S::Elem::ZERO;
-            for chunk in (0..chunks).map(at) {
-                let (chunk_max, chunk_sum) = (*chunk.add(dim_v), *chunk.add(dim_v + 1));
-                if chunk_sum == S::Elem::ZERO {
-                    continue;
+    // SAFETY: as of the caller.
+    unsafe { S::apart(Combine { problem, task: item.task, memory, storage: PhantomData::<T> }) }
+}
+
+/// What [`combine`] does.
+struct Combine<'a, T> {
+    problem: &'a Problem,
+    task: usize,
+    memory: *mut u8,
+    storage: PhantomData<T>,
+}
+
+impl<S: Simd, T: Storage<S>> Part<S> for Combine<'_, T> {
+    type Output = ();
+    #[inline(always)]
+    unsafe fn run(self) {
+        let Combine { problem, task, memory, .. } = self;
+        let (rows, chunks, dim_v) = (problem.partition.rows, problem.partition.chunks, problem.head_dim_v);
+        let partial = partial_len(dim_v);
+        let origin = problem.task_origin(task);
+        // SAFETY: every chunk of this task has been written; memory holds at least one padded row, and the rows of out and
+        // lse are this task's alone.
+        unsafe {
+            let chunk_0 = problem.partials.cast::<S::Elem>().add(task * chunks * rows * partial);
+            let o = memory.cast::<S::Elem>();
+            let scale_log2 = S::splat(S::Elem::from_f64_clamped(problem.scores.exponent()));
+            for r in 0..rows {
+                let at = |chunk: usize| chunk_0.add((chunk * rows + r) * partial);
+                let max = (0..chunks).map(|chunk| *at(chunk).add(dim_v));
+                let max = max.fold(S::Elem::NEG_INFINITY, |a, b| if b > a { b } else { a });
+                for d in 0..dim_v {
+                    *o.add(d) = S::Elem::ZERO;
                 }
-                let weight = rescale::<S>(S::splat(chunk_max), S::splat(max), scale_log2);
-                let mut lanes = [S::Elem::ZERO; 16];
-                S::store(lanes.as_mut_ptr(), weight);
-                let weight = lanes[0];
-                sum = sum + chunk_sum * weight;
-                axpy::<S>(dim_v, weight, chunk, o);
-            }
-            let row = problem.row(origin, r);
-            let sink = problem.sinks.map(|sinks| S::Elem::load_as(sinks.dtype, sinks.at([row.head])));
-            let done = finish_row(max, sum, &problem.scores, sink);
-            let (factor, lse) = done.unwrap_or((S::Elem::ZERO, S::Elem::NEG_INFINITY));
-            for d in 0..dim_v {
-                *o.add(d) = *o.add(d) * factor;
-            }
-            store_row::<S, T>(o, dim_v, &problem.out, [row.batch, row.head, row.i, 0]);
-            if let Some(out) = &problem.lse {
-                lse.store_as(out.dtype, out.at([row.batch, row.head, row.i]));
+                let mut sum = S::Elem::ZERO;
+                for chunk in (0..chunks).map(at) {
+                    let (chunk_max, chunk_sum) = (*chunk.add(dim_v), *chunk.add(dim_v + 1));
+                    if chunk_sum == S::Elem::ZERO {
+                        continue;
+                    }
+                    let weight = rescale::<S>(S::splat(chunk_max), S::splat(max), scale_log2);
+                    let mut lanes = [S::Elem::ZERO; 16];
+                    S::store(lanes.as_mut_ptr(), weight);
+                    let weight = lanes[0];
+                    sum = sum + chunk_sum * weight;
+                    axpy::<S>(dim_v, weight, chunk, o);
+                }
+                let row = problem.row(origin, r);
+                let sink = problem.sinks.map(|sinks| S::Elem::load_as(sinks.dtype, sinks.at([row.head])));
+                let done = finish_row(max, sum, &problem.scores, sink);
+                let (factor, lse) = done.unwrap_or((S::Elem::ZERO, S::Elem::NEG_INFINITY));
+                for d in 0..dim_v {
+                    *o.add(d) = *o.add(d) * factor;
+                }
+                store_row::<S, T>(o, dim_v, &problem.out, [row.batch, row.head, row.i, 0]);
+                if let Some(out) = &problem.lse {
+                    lse.store_as(out.dtype, out.at([row.batch, row.head, row.i]));
+                }
             }
         }
     }

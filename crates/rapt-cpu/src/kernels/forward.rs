@@ -12,11 +12,13 @@
 //! a row's bits depend neither on its tile nor on the other rows, nor on whether K and V were packed. Scratch memory per
 //! thread: [`Scratch`](crate::scratch::Scratch). Deliberately absent: any access past the last key or query, and any second tensor.
 
-use super::mask;
-use super::matmul::{Broadcast, Onto, matmul, matmul_selecting};
+use std::marker::PhantomData;
+
+use super::mask::{self, MaskTile, ReadTile, ScanTile};
+use super::matmul::{Broadcast, Factors, Matmul, MatmulSelecting, Onto};
 use super::pack::{store_row, transpose_in};
-use super::products::{Block, Products};
-use super::simd::{Real, Simd, Storage};
+use super::products::{Block, Packing, Products};
+use super::simd::{Part, Real, Simd, Storage};
 use super::softmax::{Modifier, finish_row, max_skipping_nan, probability, rescale, subtractable};
 use crate::partition::Item;
 use crate::problem::{Problem, Row, Scores};
@@ -89,8 +91,7 @@ impl<E> Rows<E> {
 }
 
 /// Computes one run of rows of one task.
-#[inline(always)]
-pub(crate) unsafe fn item<S: Simd, T: Storage<S>, M: Products<S, T>>(problem: &Problem, item: Item, memory: *mut u8) {
+pub(crate) unsafe fn item<S: Simd, T: Storage<S>, M: Packing<S, T>>(problem: &Problem, item: Item, memory: *mut u8) {
     let queries = S::Q_VECS * S::LANES;
     let narrow = S::LANES >= NARROW_LANES && problem.partition.narrow;
     let task = Task { problem, base: memory.cast::<S::Elem>(), origin: problem.task_origin(item.task) };
@@ -119,9 +120,9 @@ pub(crate) unsafe fn item<S: Simd, T: Storage<S>, M: Products<S, T>>(problem: &P
         for n in 0..tiles {
             let tile = tile(n);
             if tile.narrow {
-                begin::<S, T, M, 1>(&task, &tile);
+                M::apart(Begin::<S, T, M, 1> { task: &task, tile: &tile, kind: PhantomData });
             } else {
-                begin::<S, T, M, 2>(&task, &tile);
+                M::apart(Begin::<S, T, M, 2> { task: &task, tile: &tile, kind: PhantomData });
             }
         }
 
@@ -142,9 +143,9 @@ pub(crate) unsafe fn item<S: Simd, T: Storage<S>, M: Products<S, T>>(problem: &P
                 if j0 < j1 {
                     let (k, v) = (k.from(skip), v.from(skip / M::STEPS));
                     if tile.narrow {
-                        step::<S, T, M, 1>(&task, &tile, (j0, j1), k, v, &mut whole);
+                        step::<S, M, 1>(&task, &tile, (j0, j1), k, v, &mut whole);
                     } else {
-                        step::<S, T, M, 2>(&task, &tile, (j0, j1), k, v, &mut whole);
+                        step::<S, M, 2>(&task, &tile, (j0, j1), k, v, &mut whole);
                     }
                 }
             }
@@ -154,17 +155,16 @@ pub(crate) unsafe fn item<S: Simd, T: Storage<S>, M: Products<S, T>>(problem: &P
         for n in 0..tiles {
             let tile = tile(n);
             if tile.narrow {
-                end::<S, T, 1>(&task, &tile);
+                S::apart(End::<S, T, 1> { task: &task, tile: &tile, storage: PhantomData });
             } else {
-                end::<S, T, 2>(&task, &tile);
+                S::apart(End::<S, T, 2> { task: &task, tile: &tile, storage: PhantomData });
             }
         }
     }
 }
 
 /// K of one block: where it lies, or packed. The cut reads in place only what is rows of whole lanes.
-#[inline(always)]
-unsafe fn keys<S: Simd, T: Storage<S>, M: Products<S, T>>(
+unsafe fn keys<S: Simd, T: Storage<S>, M: Packing<S, T>>(
     problem: &Problem,
     block: Block,
     panel: *mut S::Elem,
@@ -175,13 +175,12 @@ unsafe fn keys<S: Simd, T: Storage<S>, M: Products<S, T>>(
         return Rows { ptr, stride: problem.k.strides[2] / M::STEPS as isize };
     }
     // SAFETY: scratch memory has a panel where K is not read in place.
-    unsafe { M::pack_keys(&problem.k, block, problem.head_dim, panel) };
+    unsafe { M::apart(PackKeys { problem, block, panel, kind: PhantomData::<(T, M)> }) };
     Rows { ptr: panel, stride: problem.head_dim.div_ceil(M::STEPS) as isize }
 }
 
 /// V of one block: where it lies, or packed.
-#[inline(always)]
-unsafe fn values<S: Simd, T: Storage<S>, M: Products<S, T>>(
+unsafe fn values<S: Simd, T: Storage<S>, M: Packing<S, T>>(
     problem: &Problem,
     block: Block,
     panel: *mut S::Elem,
@@ -191,77 +190,128 @@ unsafe fn values<S: Simd, T: Storage<S>, M: Products<S, T>>(
         return Rows { ptr: problem.v.at([batch, head, j0, 0]).cast(), stride: problem.v.strides[2] };
     }
     // SAFETY: scratch memory has a panel where V is not read in place.
-    unsafe { M::pack_values(&problem.v, block, problem.head_dim_v, panel) };
+    unsafe { M::apart(PackValues { problem, block, panel, kind: PhantomData::<(T, M)> }) };
     Rows { ptr: panel, stride: problem.head_dim_v as isize }
 }
 
+/// K of one block, packed.
+struct PackKeys<'a, E, K> {
+    problem: &'a Problem,
+    block: Block,
+    panel: *mut E,
+    kind: PhantomData<K>,
+}
+
+impl<S: Simd, T: Storage<S>, M: Packing<S, T>> Part<S> for PackKeys<'_, S::Elem, (T, M)> {
+    type Output = ();
+    #[inline(always)]
+    unsafe fn run(self) {
+        // SAFETY: as in `keys`.
+        unsafe { M::pack_keys(&self.problem.k, self.block, self.problem.head_dim, self.panel) }
+    }
+}
+
+/// V of one block, packed.
+struct PackValues<'a, E, K> {
+    problem: &'a Problem,
+    block: Block,
+    panel: *mut E,
+    kind: PhantomData<K>,
+}
+
+impl<S: Simd, T: Storage<S>, M: Packing<S, T>> Part<S> for PackValues<'_, S::Elem, (T, M)> {
+    type Output = ();
+    #[inline(always)]
+    unsafe fn run(self) {
+        // SAFETY: as in `values`.
+        unsafe { M::pack_values(&self.problem.v, self.block, self.problem.head_dim_v, self.panel) }
+    }
+}
+
 /// Whether `n` rows of values of `dim` lanes are finite.
-#[inline(always)]
-unsafe fn is_finite<S: Simd, T: Storage<S>, M: Products<S, T>>(rows: Rows<S::Elem>, n: usize, dim: usize) -> bool {
-    // SAFETY: the caller vouches for the rows; the rest of one is copied to a whole vector of zeros.
-    unsafe {
-        // Sums side by side: one alone waits 4 cycles for each addition.
-        let mut sums = [S::splat(S::Elem::ZERO); 4];
-        for row in 0..n {
-            let row = rows.from(row).ptr;
-            let whole = dim / S::LANES * S::LANES;
-            let quads = whole / (4 * S::LANES) * 4 * S::LANES;
-            for d in (0..quads).step_by(4 * S::LANES) {
-                for (v, sum) in sums.iter_mut().enumerate() {
-                    *sum = M::add_non_finite(S::load(row.add(d + v * S::LANES)), *sum);
+struct IsFinite<E, M> {
+    rows: Rows<E>,
+    n: usize,
+    dim: usize,
+    products: PhantomData<M>,
+}
+
+impl<S: Simd, M: Products<S>> Part<S> for IsFinite<S::Elem, M> {
+    type Output = bool;
+    #[inline(always)]
+    unsafe fn run(self) -> bool {
+        let IsFinite { rows, n, dim, .. } = self;
+        // SAFETY: the caller vouches for the rows; the rest of one is copied to a whole vector of zeros.
+        unsafe {
+            // Sums side by side: one alone waits 4 cycles for each addition.
+            let mut sums = [S::splat(S::Elem::ZERO); 4];
+            for row in 0..n {
+                let row = rows.from(row).ptr;
+                let whole = dim / S::LANES * S::LANES;
+                let quads = whole / (4 * S::LANES) * 4 * S::LANES;
+                for d in (0..quads).step_by(4 * S::LANES) {
+                    for (v, sum) in sums.iter_mut().enumerate() {
+                        *sum = M::add_non_finite(S::load(row.add(d + v * S::LANES)), *sum);
+                    }
+                }
+                for d in (quads..whole).step_by(S::LANES) {
+                    sums[0] = M::add_non_finite(S::load(row.add(d)), sums[0]);
+                }
+                if whole < dim {
+                    let mut rest = [S::Elem::ZERO; MAX_QUERIES];
+                    std::ptr::copy_nonoverlapping(row.add(whole), rest.as_mut_ptr(), dim - whole);
+                    sums[1] = M::add_non_finite(S::load(rest.as_ptr()), sums[1]);
                 }
             }
-            for d in (quads..whole).step_by(S::LANES) {
-                sums[0] = M::add_non_finite(S::load(row.add(d)), sums[0]);
-            }
-            if whole < dim {
-                let mut rest = [S::Elem::ZERO; MAX_QUERIES];
-                std::ptr::copy_nonoverlapping(row.add(whole), rest.as_mut_ptr(), dim - whole);
-                sums[1] = M::add_non_finite(S::load(rest.as_ptr()), sums[1]);
-            }
+            let sum = S::add(S::add(sums[0], sums[1]), S::add(sums[2], sums[3]));
+            !S::reduce_add(sum).is_nan()
         }
-        let sum = S::add(S::add(sums[0], sums[1]), S::add(sums[2], sums[3]));
-        !S::reduce_add(sum).is_nan()
     }
 }
 
 /// Packs `Qᵀ` and clears the state of a tile. Lanes without a query hold zeros.
-#[inline(always)]
-unsafe fn begin<S: Simd, T: Storage<S>, M: Products<S, T>, const V: usize>(
-    task: &Task<'_, S::Elem>,
-    tile: &Tile<S::Elem>,
-) {
-    let Task { problem, origin, .. } = *task;
-    let scratch = &problem.scratch;
-    let (queries, stride, rows) = (V * S::LANES, scratch.head_dim_padded, task.part(scratch.rows));
-    // SAFETY: `rows` has `queries` rows of `stride`; each row r0..r1 is a query of q.
-    unsafe {
-        for lane in 0..queries {
-            let to = rows.add(lane * stride);
-            let mut filled = 0;
-            if tile.r0 + lane < tile.r1 {
-                let row = problem.row(origin, tile.r0 + lane);
-                let from = problem.q.at([row.batch, row.head, row.i, 0]).cast::<T>();
-                filled = M::load_query(from, problem.q.strides[3], problem.head_dim, problem.scores.negate_q, to);
+struct Begin<'a, S: Simd, T, M, const V: usize> {
+    task: &'a Task<'a, S::Elem>,
+    tile: &'a Tile<S::Elem>,
+    kind: PhantomData<(T, M)>,
+}
+
+impl<S: Simd, T: Storage<S>, M: Packing<S, T>, const V: usize> Part<S> for Begin<'_, S, T, M, V> {
+    type Output = ();
+    #[inline(always)]
+    unsafe fn run(self) {
+        let Begin { task, tile, .. } = self;
+        let Task { problem, origin, .. } = *task;
+        let scratch = &problem.scratch;
+        let (queries, stride, rows) = (V * S::LANES, scratch.head_dim_padded, task.part(scratch.rows));
+        // SAFETY: `rows` has `queries` rows of `stride`; each row r0..r1 is a query of q.
+        unsafe {
+            for lane in 0..queries {
+                let to = rows.add(lane * stride);
+                let mut filled = 0;
+                if tile.r0 + lane < tile.r1 {
+                    let row = problem.row(origin, tile.r0 + lane);
+                    let from = problem.q.at([row.batch, row.head, row.i, 0]).cast::<T>();
+                    filled = M::load_query(from, problem.q.strides[3], problem.head_dim, problem.scores.negate_q, to);
+                }
+                for d in filled..stride {
+                    *to.add(d) = S::Elem::ZERO;
+                }
             }
-            for d in filled..stride {
-                *to.add(d) = S::Elem::ZERO;
+            transpose_in::<S>(rows, stride, stride, tile.q_t, queries);
+            for v in (0..queries).step_by(S::LANES) {
+                S::store(tile.row_max.add(v), S::splat(S::Elem::NEG_INFINITY));
+                S::store(tile.row_sum.add(v), S::splat(S::Elem::ZERO));
             }
-        }
-        transpose_in::<S>(rows, stride, stride, tile.q_t, queries);
-        for v in (0..queries).step_by(S::LANES) {
-            S::store(tile.row_max.add(v), S::splat(S::Elem::NEG_INFINITY));
-            S::store(tile.row_sum.add(v), S::splat(S::Elem::ZERO));
-        }
-        for at in (0..problem.head_dim_v * queries).step_by(S::LANES) {
-            S::store(tile.acc_o.add(at), S::splat(S::Elem::ZERO));
+            for at in (0..problem.head_dim_v * queries).step_by(S::LANES) {
+                S::store(tile.acc_o.add(at), S::splat(S::Elem::ZERO));
+            }
         }
     }
 }
 
 /// One tile of queries against keys `j0..j1`, whose rows `k` and `v` are; `whole` is V of all the block.
-#[inline(always)]
-unsafe fn step<S: Simd, T: Storage<S>, M: Products<S, T>, const V: usize>(
+unsafe fn step<S: Simd, M: Products<S>, const V: usize>(
     task: &Task<'_, S::Elem>,
     tile: &Tile<S::Elem>,
     (j0, j1): (usize, usize),
@@ -289,10 +339,11 @@ unsafe fn step<S: Simd, T: Storage<S>, M: Products<S, T>, const V: usize>(
         let (mut effect, mut is_plain_mask) = (None, false);
         if let Some(mask) = &problem.mask {
             is_plain_mask = plain && mask::is_plain(mask, n);
+            let keys = (j0, n);
             effect = Some(if is_plain_mask {
-                mask::scan_tile(mask, rows, (j0, n))
+                S::apart(ScanTile { mask, rows, keys })
             } else {
-                mask::read_tile::<S, V>(mask, rows, (j0, n), bias)
+                S::apart(ReadTile::<S, V> { mask, rows, keys, bias })
             });
         }
         if effect.is_some_and(mask::Effect::is_empty) {
@@ -306,19 +357,19 @@ unsafe fn step<S: Simd, T: Storage<S>, M: Products<S, T>, const V: usize>(
             let b = Broadcast { ptr: k.ptr.add(d), row: k.stride, step: 1 };
             let x = tile.q_t.add(d * queries);
             let onto = if d == 0 { Onto::Nothing } else { Onto::Sum };
-            matmul::<S, T, M, V, false>(n, run, x, b, p, onto);
+            M::apart(Matmul::<S, M, V, false>(Factors { rows: n, n: run, x, b, y: p, onto }, PhantomData));
         }
 
         let biased = effect.filter(|effect| effect.masks || effect.adds).map(|_| bias.cast_const());
         match biased {
             Some(_) if is_plain_mask => {
                 if let Some(mask) = &problem.mask {
-                    mask::mask_tile::<S, V>(mask, rows, (j0, n), p);
+                    S::apart(MaskTile::<S, V> { mask, rows, keys: (j0, n), x: p });
                 }
             }
-            Some(bias) if plain => add_biases::<S, V>(&problem.scores, n, p, bias),
+            Some(bias) if plain => S::apart(AddBiases::<S, V> { scores: &problem.scores, n, x: p, bias }),
             _ if problem.scores.natural || !sees_all || biased.is_some() => {
-                modify::<S, V>(problem, rows, (j0, n), p, biased, !sees_all);
+                S::apart(Modify::<S, V> { problem, rows, keys: (j0, n), x: p, bias: biased, positions: !sees_all });
             }
             _ => {}
         }
@@ -327,91 +378,114 @@ unsafe fn step<S: Simd, T: Storage<S>, M: Products<S, T>, const V: usize>(
         let steps = n.div_ceil(M::STEPS);
         let b = Broadcast { ptr: v.ptr, row: 1, step: v.stride };
         // O = O · 2^(m − m') + P @ V
+        let mut product = Factors { rows: problem.head_dim_v, n: steps, x: p, b, y: tile.acc_o, onto: Onto::Sum };
         if masked {
-            let onto = Onto::Rescaled(softmax::<S, T, M, V, true>(problem, tile, n, p));
+            product.onto =
+                Onto::Rescaled(M::apart(Softmax::<S, M, V, true> { problem, tile, n, x: p, products: PhantomData }));
             // Once per block, for the first tile that asks.
             if whole.finite.is_none() {
-                whole.finite = Some(is_finite::<S, T, M>(whole.rows, whole.steps, problem.head_dim_v));
+                let (rows, n, dim) = (whole.rows, whole.steps, problem.head_dim_v);
+                whole.finite = Some(M::apart(IsFinite { rows, n, dim, products: PhantomData::<M> }));
             }
             if whole.finite == Some(true) {
-                matmul::<S, T, M, V, true>(problem.head_dim_v, steps, p, b, tile.acc_o, onto);
+                M::apart(Matmul::<S, M, V, true>(product, PhantomData));
             } else {
-                matmul_selecting::<S, T, M, V>(problem.head_dim_v, steps, p, b, tile.acc_o, onto);
+                M::apart(MatmulSelecting::<S, M, V>(product, PhantomData));
             }
         } else {
-            let onto = Onto::Rescaled(softmax::<S, T, M, V, false>(problem, tile, n, p));
-            matmul::<S, T, M, V, true>(problem.head_dim_v, steps, p, b, tile.acc_o, onto);
+            product.onto =
+                Onto::Rescaled(M::apart(Softmax::<S, M, V, false> { problem, tile, n, x: p, products: PhantomData }));
+            M::apart(Matmul::<S, M, V, true>(product, PhantomData));
         }
     }
 }
 
-/// What [`modify`] does where biases are all there is to do, bit for bit.
-#[inline(always)]
-unsafe fn add_biases<S: Simd, const V: usize>(scores: &Scores, n: usize, x: *mut S::Elem, bias: *const S::Elem) {
-    // SAFETY: x and bias have n rows of V vectors.
-    unsafe {
-        let modifier = Modifier::<S>::new(scores);
-        if scores.natural {
-            for at in (0..n * V).map(|at| at * S::LANES) {
-                S::store(x.add(at), modifier.scale_and_add(S::load(x.add(at)), S::load(bias.add(at))));
-            }
-        } else {
-            for at in (0..n * V).map(|at| at * S::LANES) {
-                S::store(x.add(at), Modifier::<S>::mask(S::load(x.add(at)), S::load(bias.add(at))));
+/// What [`Modify`] does where biases are all there is to do, bit for bit.
+struct AddBiases<'a, S: Simd, const V: usize> {
+    scores: &'a Scores,
+    n: usize,
+    x: *mut S::Elem,
+    bias: *const S::Elem,
+}
+
+impl<S: Simd, const V: usize> Part<S> for AddBiases<'_, S, V> {
+    type Output = ();
+    #[inline(always)]
+    unsafe fn run(self) {
+        let AddBiases { scores, n, x, bias } = self;
+        // SAFETY: x and bias have n rows of V vectors.
+        unsafe {
+            let modifier = Modifier::<S>::new(scores);
+            if scores.natural {
+                for at in (0..n * V).map(|at| at * S::LANES) {
+                    S::store(x.add(at), modifier.scale_and_add(S::load(x.add(at)), S::load(bias.add(at))));
+                }
+            } else {
+                for at in (0..n * V).map(|at| at * S::LANES) {
+                    S::store(x.add(at), Modifier::<S>::mask(S::load(x.add(at)), S::load(bias.add(at))));
+                }
             }
         }
     }
 }
 
 /// Score modifications, biases and position masks on a block of raw products.
-#[inline(always)]
-unsafe fn modify<S: Simd, const V: usize>(
-    problem: &Problem,
-    rows: &[Row],
-    (j0, n): (usize, usize),
+struct Modify<'a, S: Simd, const V: usize> {
+    problem: &'a Problem,
+    rows: &'a [Row],
+    /// The first key, and how many there are.
+    keys: (usize, usize),
     x: *mut S::Elem,
     bias: Option<*const S::Elem>,
+    /// Whether some row does not see every key.
     positions: bool,
-) {
-    let queries = V * S::LANES;
-    let zero = S::Elem::ZERO;
-    // Positions relative to j0: exact up to 2^24 in f32, beyond that a distance is rounded like any other number.
-    let (mut lo, mut hi) = ([zero; MAX_QUERIES], [S::Elem::from_i64(n as i64); MAX_QUERIES]);
-    let (mut diagonal, mut slope) = ([zero; MAX_QUERIES], [zero; MAX_QUERIES]);
-    for (lane, row) in rows.iter().enumerate() {
-        if positions {
-            let (first, last) = problem.range.keys_of(row.i);
-            lo[lane] = S::Elem::from_i64(first.clamp(j0, j0 + n) as i64 - j0 as i64);
-            hi[lane] = S::Elem::from_i64(last.clamp(j0, j0 + n) as i64 - j0 as i64);
+}
+
+impl<S: Simd, const V: usize> Part<S> for Modify<'_, S, V> {
+    type Output = ();
+    #[inline(always)]
+    unsafe fn run(self) {
+        let Modify { problem, rows, keys: (j0, n), x, bias, positions } = self;
+        let queries = V * S::LANES;
+        let zero = S::Elem::ZERO;
+        // Positions relative to j0: exact up to 2^24 in f32, beyond that a distance is rounded like any other number.
+        let (mut lo, mut hi) = ([zero; MAX_QUERIES], [S::Elem::from_i64(n as i64); MAX_QUERIES]);
+        let (mut diagonal, mut slope) = ([zero; MAX_QUERIES], [zero; MAX_QUERIES]);
+        for (lane, row) in rows.iter().enumerate() {
+            if positions {
+                let (first, last) = problem.range.keys_of(row.i);
+                lo[lane] = S::Elem::from_i64(first.clamp(j0, j0 + n) as i64 - j0 as i64);
+                hi[lane] = S::Elem::from_i64(last.clamp(j0, j0 + n) as i64 - j0 as i64);
+            }
+            if let Some(slopes) = &problem.alibi_slopes {
+                diagonal[lane] = S::Elem::from_i64(row.i as i64 + problem.range.diagonal - j0 as i64);
+                // SAFETY: one slope per head of q.
+                slope[lane] = unsafe { S::Elem::load_as(slopes.dtype, slopes.at([row.head])) };
+            }
         }
-        if let Some(slopes) = &problem.alibi_slopes {
-            diagonal[lane] = S::Elem::from_i64(row.i as i64 + problem.range.diagonal - j0 as i64);
-            // SAFETY: one slope per head of q.
-            slope[lane] = unsafe { S::Elem::load_as(slopes.dtype, slopes.at([row.head])) };
-        }
-    }
-    // SAFETY: x and bias have n rows of `queries`; the arrays have at least `queries` elements.
-    unsafe {
-        let modifier = Modifier::<S>::new(&problem.scores);
-        let masked = S::splat(S::Elem::NEG_INFINITY);
-        for v in (0..queries).step_by(S::LANES) {
-            let (lo, hi) = (S::load(lo.as_ptr().add(v)), S::load(hi.as_ptr().add(v)));
-            let (diagonal, slope) = (S::load(diagonal.as_ptr().add(v)), S::load(slope.as_ptr().add(v)));
-            for j in 0..n {
-                let at = x.add(j * queries + v);
-                let key = S::splat(S::Elem::from_i64(j as i64));
-                let mut distance = None;
-                if problem.alibi_slopes.is_some() {
-                    distance = Some((slope, S::abs(S::sub(diagonal, key))));
+        // SAFETY: x and bias have n rows of `queries`; the arrays have at least `queries` elements.
+        unsafe {
+            let modifier = Modifier::<S>::new(&problem.scores);
+            let masked = S::splat(S::Elem::NEG_INFINITY);
+            for v in (0..queries).step_by(S::LANES) {
+                let (lo, hi) = (S::load(lo.as_ptr().add(v)), S::load(hi.as_ptr().add(v)));
+                let (diagonal, slope) = (S::load(diagonal.as_ptr().add(v)), S::load(slope.as_ptr().add(v)));
+                for j in 0..n {
+                    let at = x.add(j * queries + v);
+                    let key = S::splat(S::Elem::from_i64(j as i64));
+                    let mut distance = None;
+                    if problem.alibi_slopes.is_some() {
+                        distance = Some((slope, S::abs(S::sub(diagonal, key))));
+                    }
+                    let mut score = modifier.apply(S::load(at), distance);
+                    if let Some(bias) = bias {
+                        score = modifier.add_bias(score, S::load(bias.add(j * queries + v)));
+                    }
+                    if positions {
+                        score = S::select(S::lt(key, hi), S::select(S::lt(key, lo), masked, score), masked);
+                    }
+                    S::store(at, score);
                 }
-                let mut score = modifier.apply(S::load(at), distance);
-                if let Some(bias) = bias {
-                    score = modifier.add_bias(score, S::load(bias.add(j * queries + v)));
-                }
-                if positions {
-                    score = S::select(S::lt(key, hi), S::select(S::lt(key, lo), masked, score), masked);
-                }
-                S::store(at, score);
             }
         }
     }
@@ -419,107 +493,124 @@ unsafe fn modify<S: Simd, const V: usize>(
 
 /// Raises the maxima, rescales the sums, and turns scores into lanes of probabilities in place. Answers what O is to be
 /// rescaled with: where no maximum rose, 1.
-#[inline(always)]
-unsafe fn softmax<S: Simd, T: Storage<S>, M: Products<S, T>, const V: usize, const MASKED: bool>(
-    problem: &Problem,
-    tile: &Tile<S::Elem>,
+struct Softmax<'a, S: Simd, M, const V: usize, const MASKED: bool> {
+    problem: &'a Problem,
+    tile: &'a Tile<S::Elem>,
     n: usize,
     x: *mut S::Elem,
-) -> [S::V; V] {
-    let queries = V * S::LANES;
-    // SAFETY: x has n rows of `queries`, the state of the tile `queries` elements.
-    unsafe {
-        let scale_log2 = S::splat(S::Elem::from_f64_clamped(problem.scores.exponent()));
-        let mut old = [scale_log2; V];
-        for (v, old) in old.iter_mut().enumerate() {
-            *old = S::load(tile.row_max.add(v * S::LANES));
-        }
-        let mut max = old;
-        // A maximum waits 4 cycles for the one before it on Intel's cores: chains side by side.
-        let mut chains = [old; MAX_CHAINS];
-        let whole = n / MAX_CHAINS * MAX_CHAINS;
-        for j in (0..whole).step_by(MAX_CHAINS) {
-            for (chain, max) in chains.iter_mut().enumerate() {
+    products: PhantomData<M>,
+}
+
+impl<S: Simd, M: Products<S>, const V: usize, const MASKED: bool> Part<S> for Softmax<'_, S, M, V, MASKED> {
+    type Output = [S::V; V];
+    #[inline(always)]
+    unsafe fn run(self) -> [S::V; V] {
+        let Softmax { problem, tile, n, x, .. } = self;
+        let queries = V * S::LANES;
+        // SAFETY: x has n rows of `queries`, the state of the tile `queries` elements.
+        unsafe {
+            let scale_log2 = S::splat(S::Elem::from_f64_clamped(problem.scores.exponent()));
+            let mut old = [scale_log2; V];
+            for (v, old) in old.iter_mut().enumerate() {
+                *old = S::load(tile.row_max.add(v * S::LANES));
+            }
+            let mut max = old;
+            // A maximum waits 4 cycles for the one before it on Intel's cores: chains side by side.
+            let mut chains = [old; MAX_CHAINS];
+            let whole = n / MAX_CHAINS * MAX_CHAINS;
+            for j in (0..whole).step_by(MAX_CHAINS) {
+                for (chain, max) in chains.iter_mut().enumerate() {
+                    for (v, max) in max.iter_mut().enumerate() {
+                        *max = max_skipping_nan::<S>(*max, S::load(x.add((j + chain) * queries + v * S::LANES)));
+                    }
+                }
+            }
+            for j in whole..n {
                 for (v, max) in max.iter_mut().enumerate() {
-                    *max = max_skipping_nan::<S>(*max, S::load(x.add((j + chain) * queries + v * S::LANES)));
+                    *max = max_skipping_nan::<S>(*max, S::load(x.add(j * queries + v * S::LANES)));
                 }
             }
-        }
-        for j in whole..n {
-            for (v, max) in max.iter_mut().enumerate() {
-                *max = max_skipping_nan::<S>(*max, S::load(x.add(j * queries + v * S::LANES)));
-            }
-        }
-        let (mut factors, mut subtract) = ([scale_log2; V], [scale_log2; V]);
-        for v in 0..V {
-            for chain in &chains {
-                max[v] = S::max(chain[v], max[v]);
-            }
-            factors[v] = rescale::<S>(old[v], max[v], scale_log2);
-            subtract[v] = subtractable::<S>(max[v]);
-        }
-        let mut sum = [S::splat(S::Elem::ZERO); V];
-        let whole = n / M::STEPS;
-        for step in 0..n.div_ceil(M::STEPS) {
+            let (mut factors, mut subtract) = ([scale_log2; V], [scale_log2; V]);
             for v in 0..V {
-                // Lane `step` is written over keys that were read: step ≤ STEPS · step.
-                let at = x.add(v * S::LANES);
-                // The other half of the last lane of an odd number of keys is no key.
-                let mut p = [S::splat(S::Elem::MASKED); 2];
-                for (key, p) in p.iter_mut().enumerate().take(if step < whole { M::STEPS } else { n % M::STEPS }) {
-                    let score = S::load(at.add((step * M::STEPS + key) * queries));
-                    *p = probability::<S, MASKED>(score, subtract[v], scale_log2);
-                    sum[v] = S::add(sum[v], *p);
+                for chain in &chains {
+                    max[v] = S::max(chain[v], max[v]);
                 }
-                S::store(at.add(step * queries), M::weights(p));
+                factors[v] = rescale::<S>(old[v], max[v], scale_log2);
+                subtract[v] = subtractable::<S>(max[v]);
             }
+            let mut sum = [S::splat(S::Elem::ZERO); V];
+            let whole = n / M::STEPS;
+            for step in 0..n.div_ceil(M::STEPS) {
+                for v in 0..V {
+                    // Lane `step` is written over keys that were read: step ≤ STEPS · step.
+                    let at = x.add(v * S::LANES);
+                    // The other half of the last lane of an odd number of keys is no key.
+                    let mut p = [S::splat(S::Elem::MASKED); 2];
+                    for (key, p) in p.iter_mut().enumerate().take(if step < whole { M::STEPS } else { n % M::STEPS }) {
+                        let score = S::load(at.add((step * M::STEPS + key) * queries));
+                        *p = probability::<S, MASKED>(score, subtract[v], scale_log2);
+                        sum[v] = S::add(sum[v], *p);
+                    }
+                    S::store(at.add(step * queries), M::weights(p));
+                }
+            }
+            for v in 0..V {
+                let row_sum = tile.row_sum.add(v * S::LANES);
+                S::store(row_sum, S::fma(S::load(row_sum), factors[v], sum[v]));
+                S::store(tile.row_max.add(v * S::LANES), max[v]);
+            }
+            factors
         }
-        for v in 0..V {
-            let row_sum = tile.row_sum.add(v * S::LANES);
-            S::store(row_sum, S::fma(S::load(row_sum), factors[v], sum[v]));
-            S::store(tile.row_max.add(v * S::LANES), max[v]);
-        }
-        factors
     }
 }
 
 /// `out = (Oᵀ / sum)ᵀ` and lse.
-#[inline(always)]
-unsafe fn end<S: Simd, T: Storage<S>, const V: usize>(task: &Task<'_, S::Elem>, tile: &Tile<S::Elem>) {
-    let Task { problem, origin, .. } = *task;
-    let scratch = &problem.scratch;
-    let (queries, stride, rows) = (V * S::LANES, scratch.head_dim_v_padded, task.part(scratch.rows));
-    // SAFETY: as in `begin`; each row r0..r1 is a row of out and lse that this item alone writes.
-    unsafe {
-        let mut factors = [S::Elem::ZERO; MAX_QUERIES];
-        for r in tile.r0..tile.r1 {
-            let lane = r - tile.r0;
-            let row = problem.row(origin, r);
-            let sink = problem.sinks.map(|sinks| S::Elem::load_as(sinks.dtype, sinks.at([row.head])));
-            let done = finish_row(*tile.row_max.add(lane), *tile.row_sum.add(lane), &problem.scores, sink);
-            let (factor, lse) = done.unwrap_or((S::Elem::ZERO, S::Elem::NEG_INFINITY));
-            factors[lane] = factor;
-            if let Some(out) = &problem.lse {
-                lse.store_as(out.dtype, out.at([row.batch, row.head, row.i]));
+struct End<'a, S: Simd, T, const V: usize> {
+    task: &'a Task<'a, S::Elem>,
+    tile: &'a Tile<S::Elem>,
+    storage: PhantomData<T>,
+}
+
+impl<S: Simd, T: Storage<S>, const V: usize> Part<S> for End<'_, S, T, V> {
+    type Output = ();
+    #[inline(always)]
+    unsafe fn run(self) {
+        let End { task, tile, .. } = self;
+        let Task { problem, origin, .. } = *task;
+        let scratch = &problem.scratch;
+        let (queries, stride, rows) = (V * S::LANES, scratch.head_dim_v_padded, task.part(scratch.rows));
+        // SAFETY: as in `begin`; each row r0..r1 is a row of out and lse that this item alone writes.
+        unsafe {
+            let mut factors = [S::Elem::ZERO; MAX_QUERIES];
+            for r in tile.r0..tile.r1 {
+                let lane = r - tile.r0;
+                let row = problem.row(origin, r);
+                let sink = problem.sinks.map(|sinks| S::Elem::load_as(sinks.dtype, sinks.at([row.head])));
+                let done = finish_row(*tile.row_max.add(lane), *tile.row_sum.add(lane), &problem.scores, sink);
+                let (factor, lse) = done.unwrap_or((S::Elem::ZERO, S::Elem::NEG_INFINITY));
+                factors[lane] = factor;
+                if let Some(out) = &problem.lse {
+                    lse.store_as(out.dtype, out.at([row.batch, row.head, row.i]));
+                }
             }
-        }
-        for v in (0..queries).step_by(S::LANES) {
-            let factor = S::load(factors.as_ptr().add(v));
-            for d in 0..problem.head_dim_v {
-                let o = tile.acc_o.add(d * queries + v);
-                S::store(o, S::mul(S::load(o), factor));
-            }
-        }
-        // [dim][queries] back to [queries][dim]: rows past head_dim_v are scratch and are never stored.
-        for d in (0..problem.head_dim_v).step_by(S::LANES) {
             for v in (0..queries).step_by(S::LANES) {
-                S::transpose(tile.acc_o.add(d * queries + v), queries, rows.add(v * stride + d), stride);
+                let factor = S::load(factors.as_ptr().add(v));
+                for d in 0..problem.head_dim_v {
+                    let o = tile.acc_o.add(d * queries + v);
+                    S::store(o, S::mul(S::load(o), factor));
+                }
             }
-        }
-        for r in tile.r0..tile.r1 {
-            let row = problem.row(origin, r);
-            let from = rows.add((r - tile.r0) * stride);
-            store_row::<S, T>(from, problem.head_dim_v, &problem.out, [row.batch, row.head, row.i, 0]);
+            // [dim][queries] back to [queries][dim]: rows past head_dim_v are scratch and are never stored.
+            for d in (0..problem.head_dim_v).step_by(S::LANES) {
+                for v in (0..queries).step_by(S::LANES) {
+                    S::transpose(tile.acc_o.add(d * queries + v), queries, rows.add(v * stride + d), stride);
+                }
+            }
+            for r in tile.r0..tile.r1 {
+                let row = problem.row(origin, r);
+                let from = rows.add((r - tile.r0) * stride);
+                store_row::<S, T>(from, problem.head_dim_v, &problem.out, [row.batch, row.head, row.i, 0]);
+            }
         }
     }
 }

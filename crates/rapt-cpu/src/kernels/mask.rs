@@ -7,7 +7,7 @@
 
 use rapt_core::DType;
 
-use super::simd::{Real, Simd};
+use super::simd::{Part, Real, Simd};
 use crate::problem::{Input, Row};
 
 /// What a stretch of the mask does.
@@ -98,78 +98,85 @@ const SQUARE: usize = 8;
 const MAX_WIDTH: usize = 32;
 const MAX_LANES: usize = 16;
 
-/// Biases of keys `j0..j0 + n` for the queries of a tile, to `bias[key][lane]`. Lanes without a query get the biases of
-/// some other lane. The buffer is written only if the answer is neither empty nor without effect.
-#[inline(always)]
-pub(crate) unsafe fn read_tile<S: Simd, const V: usize>(
-    mask: &Input<4>,
-    rows: &[Row],
-    (j0, n): (usize, usize),
-    bias: *mut S::Elem,
-) -> Effect {
-    let width = V * S::LANES;
-    let one_head = rows.iter().all(|row| row.head == rows[0].head);
-    // SAFETY: as for `read_row`; bias has n rows of `width`.
-    unsafe {
-        if mask.strides[2] == 0 && (one_head || mask.strides[1] == 0) {
-            if mask.dtype == DType::Bool && mask.strides[3] == 1 {
-                let effect = scan_row(mask, rows[0], (j0, n));
-                if !effect.masks || effect.is_empty() {
-                    return effect;
+/// Biases of some keys for the queries of a tile, to `bias[key][lane]`. Lanes without a query get the biases of some other lane.
+/// The buffer is written only if the answer is neither empty nor without effect.
+pub(crate) struct ReadTile<'a, S: Simd, const V: usize> {
+    pub(crate) mask: &'a Input<4>,
+    pub(crate) rows: &'a [Row],
+    /// The first key, and how many there are.
+    pub(crate) keys: (usize, usize),
+    pub(crate) bias: *mut S::Elem,
+}
+
+impl<S: Simd, const V: usize> Part<S> for ReadTile<'_, S, V> {
+    type Output = Effect;
+    #[inline(always)]
+    unsafe fn run(self) -> Effect {
+        let ReadTile { mask, rows, keys: (j0, n), bias } = self;
+        let width = V * S::LANES;
+        let one_head = rows.iter().all(|row| row.head == rows[0].head);
+        // SAFETY: as for `read_row`; bias has n rows of `width`.
+        unsafe {
+            if mask.strides[2] == 0 && (one_head || mask.strides[1] == 0) {
+                if mask.dtype == DType::Bool && mask.strides[3] == 1 {
+                    let effect = scan_row(mask, rows[0], (j0, n));
+                    if !effect.masks || effect.is_empty() {
+                        return effect;
+                    }
                 }
-            }
-            let effect = read_row(mask, rows[0], (j0, n), bias, width);
-            for j in 0..n {
-                let all = S::splat(*bias.add(j * width));
-                for v in 0..V {
-                    S::store(bias.add(j * width + v * S::LANES), all);
-                }
-            }
-            return effect;
-        }
-        let neighbours = mask.strides[3] == 1;
-        let lanes = lanes_of(mask, rows, j0);
-        if mask.dtype == DType::Bool && neighbours {
-            let effect = scan_tile(mask, rows, (j0, n));
-            if !effect.masks || effect.is_empty() {
-                return effect;
-            }
-            if n >= SQUARE {
-                let (zero, masked) = (S::splat(S::Elem::ZERO), S::splat(S::Elem::NEG_INFINITY));
-                let mut turned = [[0; MAX_WIDTH]; SQUARE];
-                for j in squares(n, SQUARE) {
-                    turn_bools::<S, V>(&lanes, j, &mut turned);
-                    for (key, bytes) in turned.iter().enumerate() {
-                        for v in (0..width).step_by(S::LANES) {
-                            let falses = S::falses(bytes.as_ptr().add(v));
-                            S::store(bias.add((j + key) * width + v), S::select(falses, masked, zero));
-                        }
+                let effect = read_row(mask, rows[0], (j0, n), bias, width);
+                for j in 0..n {
+                    let all = S::splat(*bias.add(j * width));
+                    for v in 0..V {
+                        S::store(bias.add(j * width + v * S::LANES), all);
                     }
                 }
                 return effect;
             }
-        } else if neighbours && n >= S::LANES {
-            let mut square = [S::Elem::ZERO; MAX_LANES * MAX_LANES];
-            let (mut masked, mut total) = (S::splat(S::Elem::ZERO), 0);
-            for j in squares(n, S::LANES) {
-                for v in 0..V {
-                    let lanes = &lanes[v * S::LANES..][..S::LANES];
-                    let to = bias.add(j * width + v * S::LANES);
-                    bias_square::<S>(mask.dtype, lanes, j, &mut square, to, width, &mut masked);
-                    total += S::LANES * S::LANES;
+            let neighbours = mask.strides[3] == 1;
+            let lanes = lanes_of(mask, rows, j0);
+            if mask.dtype == DType::Bool && neighbours {
+                let effect = scan_rows(mask, rows, (j0, n));
+                if !effect.masks || effect.is_empty() {
+                    return effect;
                 }
+                if n >= SQUARE {
+                    let (zero, masked) = (S::splat(S::Elem::ZERO), S::splat(S::Elem::NEG_INFINITY));
+                    let mut turned = [[0; MAX_WIDTH]; SQUARE];
+                    for j in squares(n, SQUARE) {
+                        turn_bools::<S, V>(&lanes, j, &mut turned);
+                        for (key, bytes) in turned.iter().enumerate() {
+                            for v in (0..width).step_by(S::LANES) {
+                                let falses = S::falses(bytes.as_ptr().add(v));
+                                S::store(bias.add((j + key) * width + v), S::select(falses, masked, zero));
+                            }
+                        }
+                    }
+                    return effect;
+                }
+            } else if neighbours && n >= S::LANES {
+                let mut square = [S::Elem::ZERO; MAX_LANES * MAX_LANES];
+                let (mut masked, mut total) = (S::splat(S::Elem::ZERO), 0);
+                for j in squares(n, S::LANES) {
+                    for v in 0..V {
+                        let lanes = &lanes[v * S::LANES..][..S::LANES];
+                        let to = bias.add(j * width + v * S::LANES);
+                        bias_square::<S>(mask.dtype, lanes, j, &mut square, to, width, &mut masked);
+                        total += S::LANES * S::LANES;
+                    }
+                }
+                let masked = S::reduce_add(masked);
+                let attends = masked < S::Elem::from_i64(total as i64);
+                // Adding zeros changes nothing: they are not told apart.
+                return Effect { masks: masked > S::Elem::ZERO, attends, adds: attends };
             }
-            let masked = S::reduce_add(masked);
-            let attends = masked < S::Elem::from_i64(total as i64);
-            // Adding zeros changes nothing: they are not told apart.
-            return Effect { masks: masked > S::Elem::ZERO, attends, adds: attends };
+            let mut effect = Effect::NOTHING;
+            for lane in 0..width {
+                let row = rows[lane.min(rows.len() - 1)];
+                effect = effect.and(read_row(mask, row, (j0, n), bias.add(lane), width));
+            }
+            effect
         }
-        let mut effect = Effect::NOTHING;
-        for lane in 0..width {
-            let row = rows[lane.min(rows.len() - 1)];
-            effect = effect.and(read_row(mask, row, (j0, n), bias.add(lane), width));
-        }
-        effect
     }
 }
 
@@ -190,15 +197,32 @@ fn lanes_of(mask: &Input<4>, rows: &[Row], j0: usize) -> [*const u8; MAX_WIDTH] 
     lanes
 }
 
-/// Whether [`scan_tile`] and [`mask_tile`] serve keys of which there are `n`.
+/// Whether [`ScanTile`] and [`MaskTile`] serve keys of which there are `n`.
 #[inline(always)]
 pub(crate) fn is_plain(mask: &Input<4>, n: usize) -> bool {
     mask.dtype == DType::Bool && mask.strides[3] == 1 && mask.strides[2] != 0 && n >= SQUARE
 }
 
-/// What a boolean mask with neighbouring keys does to keys `j0..j0 + n` of a tile.
+/// What a boolean mask with neighbouring keys does to some keys of a tile.
+pub(crate) struct ScanTile<'a> {
+    pub(crate) mask: &'a Input<4>,
+    pub(crate) rows: &'a [Row],
+    /// The first key, and how many there are.
+    pub(crate) keys: (usize, usize),
+}
+
+impl<S: Simd> Part<S> for ScanTile<'_> {
+    type Output = Effect;
+    #[inline(always)]
+    unsafe fn run(self) -> Effect {
+        // SAFETY: as of the caller.
+        unsafe { scan_rows(self.mask, self.rows, self.keys) }
+    }
+}
+
+/// What such a mask does to keys `j0..j0 + n` of these rows.
 #[inline(always)]
-pub(crate) unsafe fn scan_tile(mask: &Input<4>, rows: &[Row], (j0, n): (usize, usize)) -> Effect {
+unsafe fn scan_rows(mask: &Input<4>, rows: &[Row], (j0, n): (usize, usize)) -> Effect {
     let mut effect = Effect::NOTHING;
     for &row in rows {
         // SAFETY: as of the caller.
@@ -208,25 +232,32 @@ pub(crate) unsafe fn scan_tile(mask: &Input<4>, rows: &[Row], (j0, n): (usize, u
 }
 
 /// Puts such a mask on scores `x[key][lane]`, with no biases between: −inf where it is false.
-#[inline(always)]
-pub(crate) unsafe fn mask_tile<S: Simd, const V: usize>(
-    mask: &Input<4>,
-    rows: &[Row],
-    (j0, n): (usize, usize),
-    x: *mut S::Elem,
-) {
-    let width = V * S::LANES;
-    let lanes = lanes_of(mask, rows, j0);
-    let mut turned = [[0; MAX_WIDTH]; SQUARE];
-    // SAFETY: x has n rows of `width`; n ≥ SQUARE.
-    unsafe {
-        let masked = S::splat(S::Elem::NEG_INFINITY);
-        for j in squares(n, SQUARE) {
-            turn_bools::<S, V>(&lanes, j, &mut turned);
-            for (key, bytes) in turned.iter().enumerate() {
-                for v in (0..width).step_by(S::LANES) {
-                    let at = x.add((j + key) * width + v);
-                    S::store(at, S::select(S::falses(bytes.as_ptr().add(v)), masked, S::load(at)));
+pub(crate) struct MaskTile<'a, S: Simd, const V: usize> {
+    pub(crate) mask: &'a Input<4>,
+    pub(crate) rows: &'a [Row],
+    /// The first key, and how many there are.
+    pub(crate) keys: (usize, usize),
+    pub(crate) x: *mut S::Elem,
+}
+
+impl<S: Simd, const V: usize> Part<S> for MaskTile<'_, S, V> {
+    type Output = ();
+    #[inline(always)]
+    unsafe fn run(self) {
+        let MaskTile { mask, rows, keys: (j0, n), x } = self;
+        let width = V * S::LANES;
+        let lanes = lanes_of(mask, rows, j0);
+        let mut turned = [[0; MAX_WIDTH]; SQUARE];
+        // SAFETY: x has n rows of `width`; n ≥ SQUARE.
+        unsafe {
+            let masked = S::splat(S::Elem::NEG_INFINITY);
+            for j in squares(n, SQUARE) {
+                turn_bools::<S, V>(&lanes, j, &mut turned);
+                for (key, bytes) in turned.iter().enumerate() {
+                    for v in (0..width).step_by(S::LANES) {
+                        let at = x.add((j + key) * width + v);
+                        S::store(at, S::select(S::falses(bytes.as_ptr().add(v)), masked, S::load(at)));
+                    }
                 }
             }
         }

@@ -10,8 +10,10 @@
 //! how it is multiplied, `products` says. A row and a query are summed in the order of `t` whatever the shape of the tile.
 //! Deliberately absent: tails in `n`; every address read is one of the operands'.
 
+use std::marker::PhantomData;
+
 use super::products::Products;
-use super::simd::{Real, Simd, Storage};
+use super::simd::{Part, Real, Simd};
 
 /// Steps of one turn of the loops: the elements of a row are then reached by displacements, and pointers move once per
 /// turn. With a step per turn their arithmetic takes issue slots of the two vector ports of Intel's cores (one core of a
@@ -55,7 +57,7 @@ impl<S: Simd, const V: usize> Onto<S, V> {
 
 /// `R` rows. `ROW1`: the row stride is 1; otherwise the step is 1.
 #[inline(always)]
-unsafe fn micro<S: Simd, T: Storage<S>, M: Products<S, T>, const V: usize, const R: usize, const ROW1: bool>(
+unsafe fn micro<S: Simd, M: Products<S>, const V: usize, const R: usize, const ROW1: bool>(
     n: usize,
     x: *const S::Elem,
     b: Broadcast<S::Elem>,
@@ -75,7 +77,7 @@ unsafe fn micro<S: Simd, T: Storage<S>, M: Products<S, T>, const V: usize, const
             for _ in 0..turns {
                 for step in 0..UNROLL {
                     let bt = bt.wrapping_offset(step as isize * b.step);
-                    lane::<S, T, M, V, R>(
+                    lane::<S, M, V, R>(
                         std::array::from_fn(|r| bt.wrapping_add(r)),
                         x.add(step * V * S::LANES),
                         &mut acc,
@@ -85,7 +87,7 @@ unsafe fn micro<S: Simd, T: Storage<S>, M: Products<S, T>, const V: usize, const
                 bt = bt.wrapping_offset(UNROLL as isize * b.step);
             }
             for _ in turns * UNROLL..n {
-                lane::<S, T, M, V, R>(std::array::from_fn(|r| bt.wrapping_add(r)), x, &mut acc);
+                lane::<S, M, V, R>(std::array::from_fn(|r| bt.wrapping_add(r)), x, &mut acc);
                 x = x.add(V * S::LANES);
                 bt = bt.wrapping_offset(b.step);
             }
@@ -96,13 +98,13 @@ unsafe fn micro<S: Simd, T: Storage<S>, M: Products<S, T>, const V: usize, const
             }
             for _ in 0..turns {
                 for step in 0..UNROLL {
-                    lane::<S, T, M, V, R>(rows.map(|row| row.add(step)), x.add(step * V * S::LANES), &mut acc);
+                    lane::<S, M, V, R>(rows.map(|row| row.add(step)), x.add(step * V * S::LANES), &mut acc);
                 }
                 x = x.add(UNROLL * V * S::LANES);
                 rows = rows.map(|row| row.add(UNROLL));
             }
             for _ in turns * UNROLL..n {
-                lane::<S, T, M, V, R>(rows, x, &mut acc);
+                lane::<S, M, V, R>(rows, x, &mut acc);
                 x = x.add(V * S::LANES);
                 rows = rows.map(|row| row.add(1));
             }
@@ -117,7 +119,7 @@ unsafe fn micro<S: Simd, T: Storage<S>, M: Products<S, T>, const V: usize, const
 
 /// One step: a lane of each of `R` rows times `V` vectors.
 #[inline(always)]
-unsafe fn lane<S: Simd, T: Storage<S>, M: Products<S, T>, const V: usize, const R: usize>(
+unsafe fn lane<S: Simd, M: Products<S>, const V: usize, const R: usize>(
     b: [*const S::Elem; R],
     x: *const S::Elem,
     acc: &mut [[S::V; V]; R],
@@ -140,7 +142,7 @@ unsafe fn lane<S: Simd, T: Storage<S>, M: Products<S, T>, const V: usize, const 
 
 /// One micro-tile of at most [`Simd::ROWS`] rows of two vectors, or twice as many of one; answers how many it took.
 #[inline(always)]
-unsafe fn tile<S: Simd, T: Storage<S>, M: Products<S, T>, const V: usize, const ROW1: bool>(
+unsafe fn tile<S: Simd, M: Products<S>, const V: usize, const ROW1: bool>(
     rows: usize,
     n: usize,
     x: *const S::Elem,
@@ -153,77 +155,88 @@ unsafe fn tile<S: Simd, T: Storage<S>, M: Products<S, T>, const V: usize, const 
         if V == 1 {
             // Halves will do: a tile of one vector is the rest of a run of rows.
             return match rows {
-                16.. if S::ROWS >= 8 => (micro::<S, T, M, V, 16, ROW1>(n, x, b, y, onto), 16).1,
-                12.. if S::ROWS == 6 => (micro::<S, T, M, V, 12, ROW1>(n, x, b, y, onto), 12).1,
-                8.. => (micro::<S, T, M, V, 8, ROW1>(n, x, b, y, onto), 8).1,
-                4.. => (micro::<S, T, M, V, 4, ROW1>(n, x, b, y, onto), 4).1,
-                2.. => (micro::<S, T, M, V, 2, ROW1>(n, x, b, y, onto), 2).1,
-                _ => (micro::<S, T, M, V, 1, ROW1>(n, x, b, y, onto), 1).1,
+                16.. if S::ROWS >= 8 => (micro::<S, M, V, 16, ROW1>(n, x, b, y, onto), 16).1,
+                12.. if S::ROWS == 6 => (micro::<S, M, V, 12, ROW1>(n, x, b, y, onto), 12).1,
+                8.. => (micro::<S, M, V, 8, ROW1>(n, x, b, y, onto), 8).1,
+                4.. => (micro::<S, M, V, 4, ROW1>(n, x, b, y, onto), 4).1,
+                2.. => (micro::<S, M, V, 2, ROW1>(n, x, b, y, onto), 2).1,
+                _ => (micro::<S, M, V, 1, ROW1>(n, x, b, y, onto), 1).1,
             };
         }
         match rows {
-            1 => micro::<S, T, M, V, 1, ROW1>(n, x, b, y, onto),
-            2 => micro::<S, T, M, V, 2, ROW1>(n, x, b, y, onto),
-            3 => micro::<S, T, M, V, 3, ROW1>(n, x, b, y, onto),
-            4 => micro::<S, T, M, V, 4, ROW1>(n, x, b, y, onto),
-            5 if S::ROWS >= 5 => micro::<S, T, M, V, 5, ROW1>(n, x, b, y, onto),
-            6 if S::ROWS >= 6 => micro::<S, T, M, V, 6, ROW1>(n, x, b, y, onto),
-            7 if S::ROWS >= 7 => micro::<S, T, M, V, 7, ROW1>(n, x, b, y, onto),
-            8 if S::ROWS >= 8 => micro::<S, T, M, V, 8, ROW1>(n, x, b, y, onto),
+            1 => micro::<S, M, V, 1, ROW1>(n, x, b, y, onto),
+            2 => micro::<S, M, V, 2, ROW1>(n, x, b, y, onto),
+            3 => micro::<S, M, V, 3, ROW1>(n, x, b, y, onto),
+            4 => micro::<S, M, V, 4, ROW1>(n, x, b, y, onto),
+            5 if S::ROWS >= 5 => micro::<S, M, V, 5, ROW1>(n, x, b, y, onto),
+            6 if S::ROWS >= 6 => micro::<S, M, V, 6, ROW1>(n, x, b, y, onto),
+            7 if S::ROWS >= 7 => micro::<S, M, V, 7, ROW1>(n, x, b, y, onto),
+            8 if S::ROWS >= 8 => micro::<S, M, V, 8, ROW1>(n, x, b, y, onto),
             _ => unreachable!("a micro-tile has at most ROWS rows"),
         }
         rows
     }
 }
 
-/// All `rows`, in micro-tiles that fill the registers. A short rest would leave the units waiting for one another: in
-/// tiles of two vectors it shares the rows of the last full tile instead, half and half.
-#[inline(always)]
-pub(crate) unsafe fn matmul<S: Simd, T: Storage<S>, M: Products<S, T>, const V: usize, const ROW1: bool>(
-    rows: usize,
-    n: usize,
-    x: *const S::Elem,
-    b: Broadcast<S::Elem>,
-    y: *mut S::Elem,
-    onto: Onto<S, V>,
-) {
-    let most = S::ROWS * S::Q_VECS / V;
-    let row = if ROW1 { 1 } else { b.row };
-    let mut r = 0;
-    while r < rows {
-        let left = rows - r;
-        let halves = V == S::Q_VECS && left > most && 2 * (left - most) <= most;
-        let take = if halves { left.div_ceil(2) } else { left.min(most) };
-        let b = Broadcast { ptr: b.ptr.wrapping_offset(r as isize * row), ..b };
-        // SAFETY: rows r..r + take are below `rows`.
-        r += unsafe { tile::<S, T, M, V, ROW1>(take, n, x, b, y.add(r * V * S::LANES), onto) };
+/// What is multiplied: `rows` rows of `b` over `n` steps with the vectors at `x`, onto those at `y`.
+pub(crate) struct Factors<S: Simd, const V: usize> {
+    pub(crate) rows: usize,
+    pub(crate) n: usize,
+    pub(crate) x: *const S::Elem,
+    pub(crate) b: Broadcast<S::Elem>,
+    pub(crate) y: *mut S::Elem,
+    pub(crate) onto: Onto<S, V>,
+}
+
+/// All rows, in micro-tiles that fill the registers. A short rest would leave the units waiting for one another: in tiles of two
+/// vectors it shares the rows of the last full tile instead, half and half.
+pub(crate) struct Matmul<S: Simd, M, const V: usize, const ROW1: bool>(
+    pub(crate) Factors<S, V>,
+    pub(crate) PhantomData<M>,
+);
+
+impl<S: Simd, M: Products<S>, const V: usize, const ROW1: bool> Part<S> for Matmul<S, M, V, ROW1> {
+    type Output = ();
+    #[inline(always)]
+    unsafe fn run(self) {
+        let Factors { rows, n, x, b, y, onto } = self.0;
+        let most = S::ROWS * S::Q_VECS / V;
+        let row = if ROW1 { 1 } else { b.row };
+        let mut r = 0;
+        while r < rows {
+            let left = rows - r;
+            let halves = V == S::Q_VECS && left > most && 2 * (left - most) <= most;
+            let take = if halves { left.div_ceil(2) } else { left.min(most) };
+            let b = Broadcast { ptr: b.ptr.wrapping_offset(r as isize * row), ..b };
+            // SAFETY: rows r..r + take are below `rows`.
+            r += unsafe { tile::<S, M, V, ROW1>(take, n, x, b, y.add(r * V * S::LANES), onto) };
+        }
     }
 }
 
-/// As `matmul` (row stride 1) over the steps whose weight in `x` is not [`Real::MASKED`]: NaN and infinities behind masked
+/// As [`Matmul`] (row stride 1) over the steps whose weight in `x` is not [`Real::MASKED`]: NaN and infinities behind masked
 /// keys stay where they are.
-#[inline(always)]
-pub(crate) unsafe fn matmul_selecting<S: Simd, T: Storage<S>, M: Products<S, T>, const V: usize>(
-    rows: usize,
-    n: usize,
-    x: *const S::Elem,
-    b: Broadcast<S::Elem>,
-    y: *mut S::Elem,
-    onto: Onto<S, V>,
-) {
-    // SAFETY: as for `matmul`.
-    unsafe {
-        for r in 0..rows {
-            let mut acc = [S::splat(S::Elem::ZERO); V];
-            for t in 0..n {
-                let element = S::splat(b.ptr.wrapping_offset(r as isize + t as isize * b.step).read_unaligned());
-                for (v, acc) in acc.iter_mut().enumerate() {
-                    let p = S::load(x.add((V * t + v) * S::LANES));
-                    *acc = M::accumulate_selecting(element, p, *acc);
+pub(crate) struct MatmulSelecting<S: Simd, M, const V: usize>(pub(crate) Factors<S, V>, pub(crate) PhantomData<M>);
+
+impl<S: Simd, M: Products<S>, const V: usize> Part<S> for MatmulSelecting<S, M, V> {
+    type Output = ();
+    #[inline(always)]
+    unsafe fn run(self) {
+        let Factors { rows, n, x, b, y, onto } = self.0;
+        // SAFETY: as for `Matmul`.
+        unsafe {
+            for r in 0..rows {
+                let mut acc = [S::splat(S::Elem::ZERO); V];
+                for t in 0..n {
+                    let element = S::splat(b.ptr.wrapping_offset(r as isize + t as isize * b.step).read_unaligned());
+                    for (v, acc) in acc.iter_mut().enumerate() {
+                        let p = S::load(x.add((V * t + v) * S::LANES));
+                        *acc = M::accumulate_selecting(element, p, *acc);
+                    }
                 }
-            }
-            for (v, &sum) in acc.iter().enumerate() {
-                onto.put(v, y.add((V * r + v) * S::LANES), sum);
+                for (v, &sum) in acc.iter().enumerate() {
+                    onto.put(v, y.add((V * r + v) * S::LANES), sum);
+                }
             }
         }
     }

@@ -1,7 +1,7 @@
 //! The algorithms, each written once over [`simd::Simd`] and compiled per instruction set by `arch`.
 //!
-//! **Invariant:** every function that calls a vector method is `#[inline(always)]`, and so compiled inside an entry point of
-//! `arch` that has the target features on; no closure calls one. tests/inlined.rs finds an intrinsic that became a call.
+//! **Invariant:** every function that calls a vector method is `#[inline(always)]`, and so compiled inside a
+//! [`Part`](simd::Part), which has the target features on; no closure calls one. tests/inlined.rs finds an intrinsic that became a call.
 
 pub(crate) mod decode;
 pub(crate) mod forward;

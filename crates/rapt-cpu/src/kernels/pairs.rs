@@ -5,8 +5,8 @@
 
 use half::bf16;
 
-use super::products::{Block, Products};
-use super::simd::Simd;
+use super::products::{Block, Packing, Products};
+use super::simd::{Part, Simd};
 use crate::problem::Input;
 
 /// Vectors whose 32-bit lanes can hold two bf16, the earlier one in the low half, bit for bit in a lane of f32.
@@ -21,6 +21,8 @@ pub(crate) trait Bf16Pairs: Simd<Elem = f32> {
     unsafe fn join(low: Self::V, high: Self::V) -> Self::V;
     /// The low and the high halves as f32.
     unsafe fn split(pairs: Self::V) -> [Self::V; 2];
+    /// As [`Simd::apart`], with the dot of pairs.
+    unsafe fn apart_paired<P: Part<Self>>(part: P) -> P::Output;
 }
 
 /// Two bf16 steps per lane.
@@ -29,7 +31,7 @@ pub(crate) struct Paired;
 
 const SIGN: u16 = 0x8000;
 
-impl<S: Bf16Pairs> Products<S, bf16> for Paired {
+impl<S: Bf16Pairs> Products<S> for Paired {
     const STEPS: usize = 2;
     #[inline(always)]
     unsafe fn accumulate(b: S::V, x: S::V, acc: S::V) -> S::V {
@@ -42,6 +44,28 @@ impl<S: Bf16Pairs> Products<S, bf16> for Paired {
         // SAFETY: promised by the caller.
         unsafe { S::dot(S::keep_attended(b, x), x, acc) }
     }
+    #[inline(always)]
+    unsafe fn weights(p: [S::V; 2]) -> S::V {
+        // SAFETY: promised by the caller.
+        unsafe { S::pair(p[0], p[1]) }
+    }
+    #[inline(always)]
+    unsafe fn add_non_finite(values: S::V, sum: S::V) -> S::V {
+        // SAFETY: promised by the caller.
+        unsafe {
+            let [low, high] = S::split(values);
+            let zero = S::splat(0.0);
+            S::fma(high, zero, S::fma(low, zero, sum))
+        }
+    }
+    #[inline(always)]
+    unsafe fn apart<P: Part<S>>(part: P) -> P::Output {
+        // SAFETY: promised by the caller.
+        unsafe { S::apart_paired(part) }
+    }
+}
+
+impl<S: Bf16Pairs> Packing<S, bf16> for Paired {
     #[inline(always)]
     unsafe fn load_query(src: *const bf16, stride: isize, n: usize, negate: bool, dst: *mut f32) -> usize {
         let to = dst.cast::<u16>();
@@ -67,7 +91,7 @@ impl<S: Bf16Pairs> Products<S, bf16> for Paired {
             let row = first.wrapping_offset(j as isize * input.strides[2]);
             // SAFETY: keys j0..j0 + n are inside the tensor; the panel has n rows of whole lanes.
             unsafe {
-                <Paired as Products<S, bf16>>::load_query(
+                <Paired as Packing<S, bf16>>::load_query(
                     row,
                     input.strides[3],
                     dim,
@@ -104,20 +128,6 @@ impl<S: Bf16Pairs> Products<S, bf16> for Paired {
                     d += 1;
                 }
             }
-        }
-    }
-    #[inline(always)]
-    unsafe fn weights(p: [S::V; 2]) -> S::V {
-        // SAFETY: promised by the caller.
-        unsafe { S::pair(p[0], p[1]) }
-    }
-    #[inline(always)]
-    unsafe fn add_non_finite(values: S::V, sum: S::V) -> S::V {
-        // SAFETY: promised by the caller.
-        unsafe {
-            let [low, high] = S::split(values);
-            let zero = S::splat(0.0);
-            S::fma(high, zero, S::fma(low, zero, sum))
         }
     }
 }

@@ -12,7 +12,7 @@
 //! A step past the end is 0 in q and k where head_dim is odd; where the number of keys is, its weight is that of a masked key.
 
 use super::pack::{load_row, pack_panel};
-use super::simd::{Real, Simd, Storage};
+use super::simd::{Part, Real, Simd, Storage};
 use crate::problem::Input;
 
 /// Where a block of keys begins: batch, head of K and V, first key; and how many keys it has.
@@ -23,30 +23,36 @@ pub(crate) struct Block {
 }
 
 /// See the module. Lanes are counted in elements of the accumulation dtype.
-pub(crate) trait Products<S: Simd, T: Storage<S>>: Copy + 'static {
+pub(crate) trait Products<S: Simd>: Copy + 'static {
     /// Steps of the contraction per lane.
     const STEPS: usize;
     /// `acc + Σ b·x` over the steps of each lane.
     unsafe fn accumulate(b: S::V, x: S::V, acc: S::V) -> S::V;
     /// The same over the steps whose weight `x` is not [`Real::MASKED`]: what lies in `b` behind one that is has no say.
     unsafe fn accumulate_selecting(b: S::V, x: S::V, acc: S::V) -> S::V;
+    /// Probabilities of `STEPS` keys as a lane.
+    unsafe fn weights(p: [S::V; 2]) -> S::V;
+    /// A number that is NaN where a lane of values holds NaN or infinity, and 0 elsewhere, added to `sum`.
+    unsafe fn add_non_finite(values: S::V, sum: S::V) -> S::V;
+    /// As [`Simd::apart`], with what these products need besides.
+    unsafe fn apart<P: Part<S>>(part: P) -> P::Output;
+}
+
+/// How rows of a storage dtype become lanes.
+pub(crate) trait Packing<S: Simd, T: Storage<S>>: Products<S> {
     /// One row of Q, negated if asked, to consecutive lanes; answers how many.
     unsafe fn load_query(src: *const T, stride: isize, n: usize, negate: bool, dst: *mut S::Elem) -> usize;
     /// A block of K to rows of `dim.div_ceil(STEPS)` lanes.
     unsafe fn pack_keys(input: &Input<4>, block: Block, dim: usize, panel: *mut S::Elem);
     /// A block of V to one row of `dim` lanes per `STEPS` keys.
     unsafe fn pack_values(input: &Input<4>, block: Block, dim: usize, panel: *mut S::Elem);
-    /// Probabilities of `STEPS` keys as a lane.
-    unsafe fn weights(p: [S::V; 2]) -> S::V;
-    /// A number that is NaN where a lane of values holds NaN or infinity, and 0 elsewhere, added to `sum`.
-    unsafe fn add_non_finite(values: S::V, sum: S::V) -> S::V;
 }
 
 /// One step per lane, in the accumulation dtype.
 #[derive(Clone, Copy)]
 pub(crate) struct Single;
 
-impl<S: Simd, T: Storage<S>> Products<S, T> for Single {
+impl<S: Simd> Products<S> for Single {
     const STEPS: usize = 1;
     #[inline(always)]
     unsafe fn accumulate(b: S::V, x: S::V, acc: S::V) -> S::V {
@@ -62,6 +68,24 @@ impl<S: Simd, T: Storage<S>> Products<S, T> for Single {
             S::select(masked, acc, S::fma(b, x, acc))
         }
     }
+    #[inline(always)]
+    unsafe fn weights(p: [S::V; 2]) -> S::V {
+        p[0]
+    }
+    #[inline(always)]
+    unsafe fn add_non_finite(values: S::V, sum: S::V) -> S::V {
+        // 0 · x is 0 for finite x and NaN otherwise.
+        // SAFETY: promised by the caller.
+        unsafe { S::fma(values, S::splat(S::Elem::ZERO), sum) }
+    }
+    #[inline(always)]
+    unsafe fn apart<P: Part<S>>(part: P) -> P::Output {
+        // SAFETY: promised by the caller.
+        unsafe { S::apart(part) }
+    }
+}
+
+impl<S: Simd, T: Storage<S>> Packing<S, T> for Single {
     #[inline(always)]
     unsafe fn load_query(src: *const T, stride: isize, n: usize, negate: bool, dst: *mut S::Elem) -> usize {
         // SAFETY: the caller vouches for n elements on both sides.
@@ -84,15 +108,5 @@ impl<S: Simd, T: Storage<S>> Products<S, T> for Single {
     unsafe fn pack_values(input: &Input<4>, block: Block, dim: usize, panel: *mut S::Elem) {
         // SAFETY: promised by the caller.
         unsafe { pack_panel::<S, T>(input, block.first, block.n, dim, panel) }
-    }
-    #[inline(always)]
-    unsafe fn weights(p: [S::V; 2]) -> S::V {
-        p[0]
-    }
-    #[inline(always)]
-    unsafe fn add_non_finite(values: S::V, sum: S::V) -> S::V {
-        // 0 · x is 0 for finite x and NaN otherwise.
-        // SAFETY: promised by the caller.
-        unsafe { S::fma(values, S::splat(S::Elem::ZERO), sum) }
     }
 }

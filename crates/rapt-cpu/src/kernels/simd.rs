@@ -1,10 +1,11 @@
 //! The thin layer between the generic bodies and an instruction set: one trait, one impl per ISA and accumulation dtype.
 //!
 //! Every method is `unsafe`: the instruction set must be present. The one place that makes this true is the table of entry
-//! points in `arch`, each compiled with its target features and reached only after detection. Every function that calls one
-//! is `#[inline(always)]`, so that it is compiled inside such an entry point. A closure cannot be: compiled on its own, it
-//! lacks the features, and every intrinsic in it becomes a call. So closures here hold scalars and pointers, and `if let`
-//! stands where `map` would call a vector method; tests/inlined.rs looks for intrinsics that are functions of their own.
+//! points in `arch`, which are reached only after detection. A kernel is made of [`Part`]s: [`Simd::apart`] compiles each as a
+//! function of its own that has the target features on, and every function that calls a vector method is `#[inline(always)]`, so
+//! that it is compiled inside a part. A closure cannot be: compiled on its own, it lacks the features, and every intrinsic in it
+//! becomes a call. So closures here hold scalars and pointers, and `if let` stands where `map` would call a vector method;
+//! tests/inlined.rs looks for intrinsics that are functions of their own.
 
 use std::fmt::Debug;
 
@@ -235,6 +236,22 @@ pub(crate) trait Simd: Copy + 'static {
     }
     /// `dst[c · dst_stride + r] = src[r · src_stride + c]` for a square of [`Simd::LANES`].
     unsafe fn transpose(src: *const Self::Elem, src_stride: usize, dst: *mut Self::Elem, dst_stride: usize);
+    /// Runs a part in a function of its own, which has this instruction set's features on.
+    unsafe fn apart<P: Part<Self>>(part: P) -> P::Output;
+}
+
+/// A part of a kernel that is compiled once, as a function of its own, by [`Simd::apart`].
+///
+/// What the storage dtype has no say in is compiled once for all of them; and a kernel that is one function, with all its
+/// loops inside one another, takes the compiler several times as long.
+pub(crate) trait Part<S: Simd> {
+    /// What it computes.
+    type Output;
+    /// Does the part's work; `#[inline(always)]` in every part.
+    ///
+    /// # Safety
+    /// The instruction set is present, and what the part's fields speak of is there.
+    unsafe fn run(self) -> Self::Output;
 }
 
 /// A storage dtype, as far as the vectors of `S` read and write it.
