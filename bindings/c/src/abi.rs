@@ -9,9 +9,7 @@
 use std::ffi::{CStr, CString, c_char, c_void};
 use std::sync::OnceLock;
 
-use engine::{Arch, COMPUTED, DType, Engine};
-
-use crate::served::Calls;
+use engine::{Arch, COMPUTED, DType};
 
 /// The version that this header is of: a change of it is a change of the soname.
 pub const RAPT_VERSION_MAJOR: i32 = 0;
@@ -149,12 +147,6 @@ pub enum rapt_given {
     RAPT_GIVEN_WINDOW_LEFT = 4,
     /// `window_right` counts. Without it: unbounded.
     RAPT_GIVEN_WINDOW_RIGHT = 8,
-}
-
-/// Threads, scratch memory and a cache of plans; see rapt_engine_create().
-pub struct rapt_engine {
-    pub(crate) engine: Engine,
-    pub(crate) calls: Calls,
 }
 
 /// Where a tensor lies. Nothing is owned and nothing is kept: the struct, both arrays and the memory must live for the

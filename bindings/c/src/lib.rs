@@ -5,7 +5,7 @@
 //! read     what a caller's structs say ─► View, Options ─► Tensors
 //! served   calls that were served before run without being proven again
 //! refusal  errors as codes and messages; nothing unwinds past `guard`
-//! lib      the functions of rapt.h
+//! lib      the functions of rapt.h, and the engine that they are given
 //! ```
 //! Every pointer is asked whether it is NULL or unaligned before it is read, every number whether it is in its domain.
 //! What remains the caller's word is what C cannot tell: that a pointer which is neither leads to what its type says.
@@ -22,11 +22,18 @@ use engine::{Engine, Error, Operands};
 
 pub use abi::{
     RAPT_MAX_NDIM, RAPT_VERSION_MAJOR, RAPT_VERSION_MINOR, RAPT_VERSION_PATCH, rapt_capabilities, rapt_causal,
-    rapt_device, rapt_dtype, rapt_engine, rapt_error, rapt_given, rapt_layout, rapt_options, rapt_tensor,
+    rapt_device, rapt_dtype, rapt_error, rapt_given, rapt_layout, rapt_options, rapt_tensor,
 };
 use read::{Call, dtype_of, to_read, to_write};
 use refusal::{Refusal, guard};
 use served::Calls;
+
+/// Threads, scratch memory and a cache of plans; see rapt_engine_create().
+#[allow(non_camel_case_types, reason = "a name of rapt.h")]
+pub struct rapt_engine {
+    engine: Engine,
+    calls: Calls,
+}
 
 /// The version of the library that is loaded, such as "0.1.0". The string lives as long as the library.
 #[unsafe(no_mangle)]

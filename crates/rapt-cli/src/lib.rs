@@ -10,7 +10,6 @@ mod bench;
 pub mod doctor;
 mod explain;
 mod layout;
-mod layout_check;
 mod npy;
 mod options;
 mod python;

@@ -14,6 +14,7 @@
 use std::fmt;
 
 use crate::operands::{prove_disjoint, prove_injective};
+use crate::thousands::thousands;
 use crate::{Device, Error, Extent, Operands, Plan, Result, Shape, View, Work};
 
 /// A tensor and the storage that it lies in. Bytes count from the tensor's first element.
@@ -185,18 +186,6 @@ impl Plan {
     }
 }
 
-fn thousands(n: u128) -> String {
-    let digits = n.to_string();
-    let mut out = String::new();
-    for (at, c) in digits.chars().enumerate() {
-        if at > 0 && (digits.len() - at).is_multiple_of(3) {
-            out.push(',');
-        }
-        out.push(c);
-    }
-    out
-}
-
 impl Certificate {
     /// Whether the storage of every operand is proven, none declared.
     #[must_use]
@@ -239,9 +228,9 @@ impl Certificate {
                 format!(
                     "{} rows = {} tasks × {} rows, each written once; {} items of {rows_per_item} rows{parts}",
                     thousands(all),
-                    thousands(tasks as u128),
-                    thousands(rows as u128),
-                    thousands(items as u128),
+                    thousands(tasks),
+                    thousands(rows),
+                    thousands(items),
                 )
             }
         };

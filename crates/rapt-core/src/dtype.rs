@@ -6,8 +6,6 @@
 
 use half::{bf16, f16};
 
-use crate::{Error, Result};
-
 macro_rules! dtypes {
     ($( $(#[$doc:meta])* $variant:ident = $code:literal, $schema:literal, $name:literal, $bits:literal; )*) => {
         /// The dtype of a tensor's elements.
@@ -43,9 +41,9 @@ macro_rules! dtypes {
             /// The dtype with this export-schema code.
             ///
             /// # Errors
-            /// [`Error::UnknownDtypeCode`] for any code that the schema does not name.
-            pub const fn from_code(code: u8) -> Result<DType> {
-                match code { $($code => Ok(DType::$variant),)* _ => Err(Error::UnknownDtypeCode { code }) }
+            /// [`UnknownDtypeCode`] for any code that the schema does not name.
+            pub const fn from_code(code: u8) -> Result<DType, UnknownDtypeCode> {
+                match code { $($code => Ok(DType::$variant),)* _ => Err(UnknownDtypeCode { code }) }
             }
         }
     };
@@ -134,6 +132,19 @@ impl DType {
     pub fn from_name(name: &str) -> Option<DType> {
         DType::ALL.iter().copied().find(|dtype| dtype.name() == name)
     }
+}
+
+/// A dtype code that the export schema does not name.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("dtype code {code} is not known; the known codes are {}", known_codes())]
+pub struct UnknownDtypeCode {
+    /// The code.
+    pub code: u8,
+}
+
+/// Every code with its name, as errors list them.
+pub(crate) fn known_codes() -> String {
+    DType::ALL.iter().map(|d| format!("{} {}", d.code(), d.schema_name())).collect::<Vec<_>>().join(", ")
 }
 
 impl std::fmt::Display for DType {

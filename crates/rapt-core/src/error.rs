@@ -4,7 +4,8 @@
 //! tensors as `q`, `k`, `v`, `mask`, `sinks`, `alibi_slopes`, `out` and `lse`. Deliberately absent: hints,
 //! which are expressions of one language; a binding adds those.
 
-use crate::{DType, Device, Shape, Strides};
+use crate::dtype::known_codes;
+use crate::{DType, Device, Shape, Strides, UnknownDtypeCode};
 
 /// The result of every fallible function of Rapt.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -29,10 +30,6 @@ pub enum ErrorKind {
     Kind,
     /// A request that is valid and that this build does not serve.
     Unsupported,
-}
-
-fn known_codes() -> String {
-    DType::ALL.iter().map(|d| format!("{} {}", d.code(), d.schema_name())).collect::<Vec<_>>().join(", ")
 }
 
 fn names(dtypes: &[DType]) -> String {
@@ -74,11 +71,8 @@ pub enum Error {
         allowed: Vec<DType>,
     },
     /// A dtype code that the export schema does not name.
-    #[error("dtype code {code} is not known; the known codes are {}", known_codes())]
-    UnknownDtypeCode {
-        /// The code.
-        code: u8,
-    },
+    #[error(transparent)]
+    UnknownDtypeCode(#[from] UnknownDtypeCode),
     /// A dtype of another library that Rapt has no name for.
     #[error("{tensor} has a dtype that is not known: {got}; the known codes are {}", known_codes())]
     UnknownDtype {

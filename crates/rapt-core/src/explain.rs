@@ -2,6 +2,7 @@
 
 use std::fmt;
 
+use crate::thousands::thousands;
 use crate::{Certificate, Launch, MaskClass, PRounding, Plan, Spec};
 
 impl Plan {
@@ -17,18 +18,6 @@ impl Plan {
 pub struct Explanation<'a> {
     plan: &'a Plan,
     certificate: Option<&'a Certificate>,
-}
-
-fn thousands(n: f64) -> String {
-    let digits = format!("{n:.0}");
-    let mut out = String::new();
-    for (at, c) in digits.chars().enumerate() {
-        if at > 0 && (digits.len() - at) % 3 == 0 && c != '-' {
-            out.push(',');
-        }
-        out.push(c);
-    }
-    out
 }
 
 impl<'a> Explanation<'a> {
@@ -146,8 +135,8 @@ impl<'a> Explanation<'a> {
             ("bytes written", thousands(cost.bytes_written)),
             ("floor", floor),
             ("bytes_copied", format!("{} (no tensor is materialised)", cost.bytes_copied)),
-            ("bytes_packed", format!("{} (cache tiles; K and V {packed})", thousands(cost.bytes_packed as f64))),
-            ("workspace_bytes", thousands(self.plan.workspace_bytes() as f64)),
+            ("bytes_packed", format!("{} (cache tiles; K and V {packed})", thousands(cost.bytes_packed))),
+            ("workspace_bytes", thousands(self.plan.workspace_bytes())),
         ]
     }
 }
@@ -169,10 +158,7 @@ impl Launch {
         let Launch { blocks, block_threads, shared_bytes, .. } = self;
         let mut rows = vec![(
             "launch",
-            format!(
-                "{blocks} blocks of {block_threads} threads, {} bytes of shared memory",
-                thousands(*shared_bytes as f64)
-            ),
+            format!("{blocks} blocks of {block_threads} threads, {} bytes of shared memory", thousands(shared_bytes)),
         )];
         if let Some(compiled) = &self.compiled {
             rows.push(("registers", format!("{}, {} bytes of local memory", compiled.registers, compiled.local_bytes)));

@@ -11,6 +11,7 @@
 
 mod block_range;
 mod certificate;
+mod device;
 mod dtype;
 mod error;
 mod explain;
@@ -22,11 +23,13 @@ mod plan;
 mod queue;
 mod shape;
 mod spec;
+mod thousands;
 mod view;
 
 pub use block_range::{BlockRange, Tile};
 pub use certificate::{Certificate, Coverage, Disjoint, InBounds, Injective};
-pub use dtype::{COMPUTED, DType, Element};
+pub use device::Device;
+pub use dtype::{COMPUTED, DType, Element, UnknownDtypeCode};
 pub use error::{Error, ErrorKind, Result};
 pub use explain::Explanation;
 pub use form::{Alignment, TensorForm};
@@ -36,4 +39,4 @@ pub use plan::{Arch, Caps, Compiled, Cost, Kernel, KernelKey, Launch, LaunchPlan
 pub use queue::{DeviceMemory, Executor, Queue, SerialExecutor, Workspace};
 pub use shape::{Dims, MAX_RANK, Shape, Strides};
 pub use spec::{Direction, Kv, MaskSpec, Numerics, Spec, SpecBuilder, TensorSpec};
-pub use view::{Device, Extent, View, ViewMut};
+pub use view::{Extent, View, ViewMut};

@@ -196,3 +196,28 @@ impl<'a> Tensors<'a> {
         required.into_iter().chain(optional.into_iter().filter_map(|(name, view)| Some((name, view?))))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{DType, Device, Extent, Options};
+
+    #[test]
+    fn an_overlap_that_the_search_does_not_decide_is_an_error() {
+        const LEN: usize = 3000;
+        let element = [0f32];
+        let input = |name| View::strided(name, &element, 0, [LEN; 4].into(), [0; 4].into()).unwrap();
+        // Four strides that have nothing in common: no prefix of the sums rules the rest out.
+        let strides = [140_737_488_355_333, 131_941_395_333_119, 123_145_302_310_913, 114_349_209_288_707].into();
+        let at = std::ptr::without_provenance_mut(1 << 20);
+        // SAFETY: nobody writes it.
+        let out = unsafe {
+            ViewMut::from_raw_parts("out", at, DType::F32, [LEN; 4].into(), strides, Device::Cpu, Extent::Declared)
+        };
+        let (q, k, v, out) = (input("q"), input("k"), input("v"), out.unwrap());
+        let spec = Spec::builder(&q, &k, &v, &Options::default()).out(&out).build().unwrap();
+        let tensors = Tensors { q, k, v, mask: None, sinks: None, alibi_slopes: None, out, lse: None };
+        let undecided = Error::OverlapUndecided { tensor: "out", other: "out", steps: STEPS };
+        assert_eq!(Operands::check(tensors, &spec).unwrap_err(), undecided);
+    }
+}

@@ -1,4 +1,7 @@
-//! Where work runs: the only place that knows of threads and streams.
+//! Where work runs: threads that share it, or a GPU's stream, and the scratch memory that it uses.
+//!
+//! What an executor's threads and a stream are, core does not say: a private pool and torch's are executors (the façade, the Python
+//! package), and a stream is the handle of a driver that core never calls. Deliberately absent: threads of its own.
 
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::ptr::NonNull;

@@ -1,11 +1,9 @@
-//! Shapes and strides: small inline vectors, and the checked arithmetic on them.
+//! Shapes and strides: small inline vectors, and their sizes.
 //!
 //! Strides are in elements, of any sign; 0 repeats an element. Deliberately absent: any notion of a "normal" layout.
 
 use std::fmt;
 use std::ops::Deref;
-
-use crate::{DType, Error, Result};
 
 /// The most dimensions that a tensor may have.
 pub const MAX_RANK: usize = 8;
@@ -89,41 +87,6 @@ impl Shape {
     }
 }
 
-/// The bytes reached by `shape` and `strides`, relative to the address of element 0: `lo..hi`. Empty tensors reach `0..0`.
-pub(crate) fn reach_bytes(
-    tensor: &'static str,
-    dtype: DType,
-    shape: &Shape,
-    strides: &Strides,
-) -> Result<(isize, isize)> {
-    let overflow = || Error::Overflow { tensor, shape: *shape, strides: *strides };
-    if shape.numel().is_none() && !strides_may_repeat(shape, strides) {
-        return Err(overflow());
-    }
-    if shape.contains(&0) {
-        return Ok((0, 0));
-    }
-    let size = isize::try_from(dtype.size_bytes()).map_err(|_| overflow())?;
-    let (mut lo, mut hi) = (0isize, 0isize);
-    for (&n, &stride) in shape.iter().zip(strides.iter()) {
-        let last = isize::try_from(n - 1).map_err(|_| overflow())?;
-        let span = last.checked_mul(stride).ok_or_else(overflow)?;
-        if span < 0 {
-            lo = lo.checked_add(span).ok_or_else(overflow)?;
-        } else {
-            hi = hi.checked_add(span).ok_or_else(overflow)?;
-        }
-    }
-    let lo = lo.checked_mul(size).ok_or_else(overflow)?;
-    let hi = hi.checked_add(1).and_then(|n| n.checked_mul(size)).ok_or_else(overflow)?;
-    Ok((lo, hi))
-}
-
-/// A shape whose element count overflows is still addressable if enough of its strides are zero.
-fn strides_may_repeat(shape: &Shape, strides: &Strides) -> bool {
-    shape.iter().zip(strides.iter()).any(|(&n, &stride)| n > 1 && stride == 0)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -134,19 +97,5 @@ mod tests {
         assert_eq!(&*Shape::from([2, 0, 4]).contiguous().unwrap(), &[4, 4, 1]);
         assert_eq!(Shape::from([usize::MAX, 2]).numel(), None);
         assert_eq!(Shape::new(&[1; MAX_RANK + 1]), None);
-    }
-
-    #[test]
-    fn reach_covers_negative_zero_and_huge_strides() {
-        let reach = |shape: &[usize], strides: &[isize]| {
-            reach_bytes("q", DType::F32, &Dims::new(shape).unwrap(), &Dims::new(strides).unwrap())
-        };
-        assert_eq!(reach(&[2, 3], &[3, 1]).unwrap(), (0, 24));
-        assert_eq!(reach(&[2, 3], &[-3, 1]).unwrap(), (-12, 12));
-        assert_eq!(reach(&[1 << 40, 3], &[0, 1]).unwrap(), (0, 12));
-        assert_eq!(reach(&[0, 3], &[isize::MAX, 1]).unwrap(), (0, 0));
-        assert!(reach(&[3, 3], &[isize::MAX, 1]).is_err());
-        assert!(reach(&[3, 3], &[isize::MIN, 1]).is_err());
-        assert!(reach(&[2, 1], &[isize::MAX / 4, 1]).is_err());
     }
 }

@@ -5,39 +5,10 @@
 //! (a slice, a torch tensor) and *declared* where it does not (C, DLPack, numpy): then the span of shape and strides is
 //! taken at its word. Deliberately absent: ownership, and conversion of elements.
 
-use std::fmt;
 use std::marker::PhantomData;
 
 use crate::overlap::{Decision, Footprint, are_disjoint, is_injective};
-use crate::shape::reach_bytes;
-use crate::{DType, Dims, Element, Error, Result, Shape, Strides};
-
-/// Where memory lies.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub enum Device {
-    /// Host memory.
-    Cpu,
-    /// An NVIDIA GPU, by index.
-    Cuda(u32),
-    /// A device of another kind, by its DLPack code and index: known by name, not served.
-    Other {
-        /// DLPack's device type.
-        dlpack_code: i32,
-        /// Its index.
-        index: i32,
-    },
-}
-
-impl fmt::Display for Device {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Device::Cpu => f.write_str("cpu"),
-            Device::Cuda(index) => write!(f, "cuda:{index}"),
-            Device::Other { dlpack_code, index } => write!(f, "device type {dlpack_code}, index {index}"),
-        }
-    }
-}
+use crate::{DType, Device, Dims, Element, Error, Result, Shape, Strides};
 
 /// What is known of the memory behind a data pointer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -64,6 +35,36 @@ struct Parts {
     extent: Extent,
     /// The bytes reached by shape and strides, relative to `address`.
     reach: (isize, isize),
+}
+
+/// The bytes reached by `shape` and `strides`, relative to the address of element 0: `lo..hi`. Empty tensors reach `0..0`.
+fn reach_bytes(tensor: &'static str, dtype: DType, shape: &Shape, strides: &Strides) -> Result<(isize, isize)> {
+    let overflow = || Error::Overflow { tensor, shape: *shape, strides: *strides };
+    if shape.numel().is_none() && !strides_may_repeat(shape, strides) {
+        return Err(overflow());
+    }
+    if shape.contains(&0) {
+        return Ok((0, 0));
+    }
+    let size = isize::try_from(dtype.size_bytes()).map_err(|_| overflow())?;
+    let (mut lo, mut hi) = (0isize, 0isize);
+    for (&n, &stride) in shape.iter().zip(strides.iter()) {
+        let last = isize::try_from(n - 1).map_err(|_| overflow())?;
+        let span = last.checked_mul(stride).ok_or_else(overflow)?;
+        if span < 0 {
+            lo = lo.checked_add(span).ok_or_else(overflow)?;
+        } else {
+            hi = hi.checked_add(span).ok_or_else(overflow)?;
+        }
+    }
+    let lo = lo.checked_mul(size).ok_or_else(overflow)?;
+    let hi = hi.checked_add(1).and_then(|n| n.checked_mul(size)).ok_or_else(overflow)?;
+    Ok((lo, hi))
+}
+
+/// A shape whose element count overflows is still addressable if enough of its strides are zero.
+fn strides_may_repeat(shape: &Shape, strides: &Strides) -> bool {
+    shape.iter().zip(strides.iter()).any(|(&n, &stride)| n > 1 && stride == 0)
 }
 
 impl Parts {
@@ -410,5 +411,19 @@ mod tests {
         assert!(matches!(view(6, 1), Err(Error::Unaligned { tensor: "k", .. })));
         assert!(view(0, 0).is_ok());
         assert!(matches!(view(usize::MAX - 3, 4), Err(Error::Overflow { .. })));
+    }
+
+    #[test]
+    fn reach_covers_negative_zero_and_huge_strides() {
+        let reach = |shape: &[usize], strides: &[isize]| {
+            reach_bytes("q", DType::F32, &Dims::new(shape).unwrap(), &Dims::new(strides).unwrap())
+        };
+        assert_eq!(reach(&[2, 3], &[3, 1]).unwrap(), (0, 24));
+        assert_eq!(reach(&[2, 3], &[-3, 1]).unwrap(), (-12, 12));
+        assert_eq!(reach(&[1 << 40, 3], &[0, 1]).unwrap(), (0, 12));
+        assert_eq!(reach(&[0, 3], &[isize::MAX, 1]).unwrap(), (0, 0));
+        assert!(reach(&[3, 3], &[isize::MAX, 1]).is_err());
+        assert!(reach(&[3, 3], &[isize::MIN, 1]).is_err());
+        assert!(reach(&[2, 1], &[isize::MAX / 4, 1]).is_err());
     }
 }

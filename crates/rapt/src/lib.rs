@@ -36,7 +36,7 @@ pub use rapt_core::{
     DeviceMemory, Dims, Direction, Disjoint, Element, Error, ErrorKind, Executor, Explanation, Extent, Finite,
     InBounds, Injective, Kernel, KernelKey, Kv, Launch, LaunchPlan, MAX_RANK, MaskClass, Numerics, Operands, Options,
     PRounding, Plan, Queue, Result, SerialExecutor, Shape, Spec, SpecBuilder, Strides, TensorForm, TensorLayout,
-    TensorSpec, Tensors, Tile, View, ViewMut, Window, Work, Workspace,
+    TensorSpec, Tensors, Tile, UnknownDtypeCode, View, ViewMut, Window, Work, Workspace,
 };
 pub use rapt_cpu::{
     CpuLaunch, KernelVariant as CpuKernelVariant, Step as CpuStep, available as available_isas, select,

@@ -8,7 +8,7 @@ use rapt::layout::draw::report_svg;
 use rapt::layout::emulate::{Case, run};
 use serde_json::json;
 
-use crate::layout::JsonArgs;
+use super::output::JsonArgs;
 use crate::{Outcome, exit, say};
 
 /// The cosine from which on a flow works.
@@ -17,7 +17,7 @@ const WORKS: f64 = 0.99999;
 const MOST_BYTES: u64 = 1 << 20;
 
 #[derive(ClapArgs, Debug)]
-pub(crate) struct CheckArgs {
+pub(super) struct CheckArgs {
     /// A TOML file (docs/reference/layout.md); - reads standard input.
     file: PathBuf,
     /// Only the check of this name.
@@ -34,7 +34,7 @@ pub(crate) struct CheckArgs {
 }
 
 #[derive(ClapArgs, Debug)]
-pub(crate) struct EmulateArgs {
+pub(super) struct EmulateArgs {
     /// A TOML file (docs/reference/layout.md); - reads standard input.
     file: PathBuf,
     /// Only the check of this name.
@@ -50,7 +50,7 @@ pub(crate) struct EmulateArgs {
     json: JsonArgs,
 }
 
-pub(crate) fn check(args: &CheckArgs) -> Outcome {
+pub(super) fn check(args: &CheckArgs) -> Outcome {
     let checks = read(&args.file, args.only.as_deref())?;
     let reports = checks.iter().map(Check::run).collect::<Result<Vec<_>, _>>()?;
     let proven = reports.iter().all(|report| report.proven);
@@ -73,7 +73,7 @@ pub(crate) fn check(args: &CheckArgs) -> Outcome {
     Ok(if proven { exit::OK } else { exit::FAILED })
 }
 
-pub(crate) fn emulate(args: &EmulateArgs) -> Outcome {
+pub(super) fn emulate(args: &EmulateArgs) -> Outcome {
     let mut outcomes = Vec::new();
     for check in read(&args.file, args.only.as_deref())? {
         for seed in &args.seed {

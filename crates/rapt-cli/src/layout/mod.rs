@@ -3,6 +3,9 @@
 //! Exit codes: 0 for an answer, 1 where `compare`, `check` or `emulate` refutes, 2 for what is not the notation, a unit
 //! mismatch or a file that is not understood (clap's own mistakes are 2 as well).
 
+mod check;
+mod output;
+
 use std::io::IsTerminal;
 use std::path::PathBuf;
 
@@ -13,7 +16,9 @@ use rapt::layout::unit::{Quantity, Unit};
 use rapt::layout::{Arrangement, ComposedLayout, Coord, Error, IntTuple, Layout, Result, Tiler};
 use serde_json::{Value, json};
 
-use crate::{Outcome, complain, exit, is_broken_pipe, layout_check, say};
+use output::{JsonArgs, print};
+
+use crate::{Outcome, complain, exit, is_broken_pipe};
 
 #[derive(ClapArgs, Debug)]
 pub(crate) struct Args {
@@ -113,16 +118,9 @@ enum Command {
         json: JsonArgs,
     },
     /// Whether what a producer writes is what a consumer reads: the checks of a TOML file.
-    Check(layout_check::CheckArgs),
+    Check(check::CheckArgs),
     /// The checks of a TOML file run on plain memory with poison: S = Q·Kᵀ, P, P·V.
-    Emulate(layout_check::EmulateArgs),
-}
-
-#[derive(ClapArgs, Debug)]
-pub(crate) struct JsonArgs {
-    /// JSON instead of text.
-    #[arg(long)]
-    pub(crate) json: bool,
+    Emulate(check::EmulateArgs),
 }
 
 #[derive(ClapArgs, Debug)]
@@ -253,19 +251,9 @@ fn answer(command: &Command) -> Outcome {
             })
         }
         Command::Compare { left, right, rows, units, json } => compare(left, right, *rows, *units, json),
-        Command::Check(args) => layout_check::check(args),
-        Command::Emulate(args) => layout_check::emulate(args),
+        Command::Check(args) => check::check(args),
+        Command::Emulate(args) => check::emulate(args),
     }
-}
-
-/// Text, or JSON with --json.
-fn print(args: &JsonArgs, value: &Value, text: impl FnOnce() -> String) -> Outcome {
-    if args.json {
-        say(&format_args!("{value:#}"))?;
-    } else {
-        say(&text())?;
-    }
-    Ok(exit::OK)
 }
 
 fn print_layout(layout: &ComposedLayout, args: &JsonArgs) -> Outcome {
