@@ -1,7 +1,7 @@
 //! The table of tiles: measured by `rapt-cpu`'s example `tune`, kept in tiles.json, written out as Rust.
 //!
 //! ```text
-//! examples/tune ──lines of JSON──► tiles.json (what was measured, where, when) ──► src/tiles/table.rs
+//! examples/tune ──lines of JSON──► tiles.json (what was measured, where, when) ──► src/select/tiles/table.rs
 //! ```
 //! Deliberately absent: figures without a machine, and entries that the rule does not give for the figures beside them.
 
@@ -22,7 +22,7 @@ Measures the tiles of the CPU kernels on this machine, and writes their table.
 
 Every candidate that the kernels are compiled for first agrees with the reference on small problems; then candidates are timed in turn,
 and another than the one held is taken if its median is 2 % lower. Takes a minute or two on an idle machine. The figures go to
-crates/rapt-cpu/tiles.json, the choice to crates/rapt-cpu/src/tiles/table.rs; instruction sets that this machine lacks keep
+crates/rapt-cpu/tiles.json, the choice to crates/rapt-cpu/src/select/tiles/table.rs; instruction sets that this machine lacks keep
 what they have.
 
   --arch LIST      only these (avx2, avx512, avx512_bf16); all that the machine has otherwise
@@ -33,7 +33,7 @@ what they have.
   --check          measures nothing: whether the table is what tiles.json gives, and each entry what its figures give";
 
 const DATA: &str = "crates/rapt-cpu/tiles.json";
-const TABLE: &str = "crates/rapt-cpu/src/tiles/table.rs";
+const TABLE: &str = "crates/rapt-cpu/src/select/tiles/table.rs";
 
 /// The table's order, as in `tiles/mod.rs`.
 const ARCHES: [(&str, &str); 3] = [("avx2", "AVX2"), ("avx512", "AVX512"), ("avx512_bf16", "AVX512_BF16")];

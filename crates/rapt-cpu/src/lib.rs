@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! select(&Spec, &Caps) -> Plan      pure                                    select/
-//!   tiles: how large pieces are     measured by `cargo xtask tune`          tiles/
+//!   tiles: how large pieces are     measured by `cargo xtask tune`          select/tiles/
 //! run(&Plan, Operands, …)           deals items to threads                  run.rs
 //!   forward: many queries           queries along the lanes                 kernels/forward.rs
 //!   decode:  few queries            head_dim along the lanes                kernels/decode.rs
@@ -18,11 +18,10 @@ mod problem;
 mod run;
 mod scratch;
 mod select;
-pub mod tiles;
 pub mod tune;
 
 pub use arch::{KernelVariant, Step};
 pub use caps::{available, detect};
 pub use launch::CpuLaunch;
 pub use run::run;
-pub use select::select;
+pub use select::{select, tiles};

@@ -5,8 +5,7 @@
 
 use rapt_core::{Caps, Plan, Result, Spec};
 
-use crate::select;
-use crate::tiles::Tiles;
+use crate::select::{self, tiles::Tiles};
 
 /// [`select`](crate::select()) with `tiles` in place of the table's.
 ///

@@ -243,8 +243,9 @@ pub(crate) fn detected() -> Vec<Arch> {
         if avx2 && avx512 {
             found.push(Arch::Avx512);
             if is_x86_feature_detected!("avx512bf16") {
-                // One dot instruction in two cycles does less than f32 does: 32 against 64 flop per cycle and core
-                // (Xeon, family 6 model 207, 2026-11). AMD's are said to do twice of f32's; nobody has measured it with these kernels.
+                // On the Xeon (family 6 model 207, 2026-11) the dot instruction does 32 flop per cycle and core, f32's FMA
+                // 64: it comes after. On AMD's it comes first by published figures, 2 to 1; docs/lab/cpu.md has none of these
+                // kernels there.
                 let best = if is_amd() { found.len() } else { found.len() - 1 };
                 found.insert(best, Arch::Avx512Bf16);
             }

@@ -23,8 +23,8 @@ use super::softmax::{Modifier, finish_row, max_skipping_nan, probability, rescal
 use crate::partition::Item;
 use crate::problem::{Problem, Row, Scores};
 
-/// QK is summed in runs of this many lanes: a straight sum over 256 costs a third of the accuracy in f32
-/// (6.6e-7 against 4.0e-7, Zen 5, 2026-11).
+/// Lanes of head_dim that QK sums at a time; the sums of the runs are then added. A lane is [`Products::STEPS`] products. One
+/// sum over 256 lanes costs a third of the accuracy in f32 (6.6e-7 against 4.0e-7, Zen 5, 2026-11).
 const QK_RUN: usize = 128;
 
 /// The most lanes of a tile: two vectors of 16.

@@ -7,6 +7,7 @@
 //! becomes a call. So closures here hold scalars and pointers, and `if let` stands where `map` would call a vector method;
 //! tests/inlined.rs looks for intrinsics that are functions of their own.
 
+use std::convert::identity;
 use std::fmt::Debug;
 
 use half::{bf16, f16};
@@ -263,75 +264,33 @@ pub(crate) trait Storage<S: Simd>: Copy + 'static {
     fn narrow(x: S::Elem) -> Self;
 }
 
-impl<S: Simd<Elem = f32>> Storage<S> for f32 {
-    const DTYPE: DType = DType::F32;
-    #[inline(always)]
-    unsafe fn load(ptr: *const f32) -> S::V {
-        // SAFETY: promised by the caller.
-        unsafe { S::load(ptr) }
-    }
-    #[inline(always)]
-    unsafe fn store(ptr: *mut f32, x: S::V) {
-        // SAFETY: promised by the caller.
-        unsafe { S::store(ptr, x) }
-    }
-    #[inline(always)]
-    fn widen(self) -> f32 {
-        self
-    }
-    #[inline(always)]
-    fn narrow(x: f32) -> f32 {
-        x
-    }
-}
-
-impl<S: Simd<Elem = f64>> Storage<S> for f64 {
-    const DTYPE: DType = DType::F64;
-    #[inline(always)]
-    unsafe fn load(ptr: *const f64) -> S::V {
-        // SAFETY: promised by the caller.
-        unsafe { S::load(ptr) }
-    }
-    #[inline(always)]
-    unsafe fn store(ptr: *mut f64, x: S::V) {
-        // SAFETY: promised by the caller.
-        unsafe { S::store(ptr, x) }
-    }
-    #[inline(always)]
-    fn widen(self) -> f64 {
-        self
-    }
-    #[inline(always)]
-    fn narrow(x: f64) -> f64 {
-        x
-    }
-}
-
-macro_rules! half_storage {
-    ($half:ty, $dtype:ident, $load:ident, $store:ident) => {
-        impl<S: Simd<Elem = f32>> Storage<S> for $half {
+macro_rules! storage {
+    ($ty:ty, $dtype:ident, $elem:ty, $load:ident, $store:ident, $widen:path, $narrow:path) => {
+        impl<S: Simd<Elem = $elem>> Storage<S> for $ty {
             const DTYPE: DType = DType::$dtype;
             #[inline(always)]
-            unsafe fn load(ptr: *const $half) -> S::V {
+            unsafe fn load(ptr: *const $ty) -> S::V {
                 // SAFETY: promised by the caller.
                 unsafe { S::$load(ptr) }
             }
             #[inline(always)]
-            unsafe fn store(ptr: *mut $half, x: S::V) {
+            unsafe fn store(ptr: *mut $ty, x: S::V) {
                 // SAFETY: promised by the caller.
                 unsafe { S::$store(ptr, x) }
             }
             #[inline(always)]
-            fn widen(self) -> f32 {
-                self.to_f32()
+            fn widen(self) -> $elem {
+                $widen(self)
             }
             #[inline(always)]
-            fn narrow(x: f32) -> $half {
-                <$half>::from_f32(x)
+            fn narrow(x: $elem) -> $ty {
+                $narrow(x)
             }
         }
     };
 }
 
-half_storage!(f16, F16, load_f16, store_f16);
-half_storage!(bf16, BF16, load_bf16, store_bf16);
+storage!(f64, F64, f64, load, store, identity, identity);
+storage!(f32, F32, f32, load, store, identity, identity);
+storage!(f16, F16, f32, load_f16, store_f16, f16::to_f32, f16::from_f32);
+storage!(bf16, BF16, f32, load_bf16, store_bf16, bf16::to_f32, bf16::from_f32);

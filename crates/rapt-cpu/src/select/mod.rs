@@ -7,6 +7,7 @@
 
 mod cost;
 mod partition;
+pub mod tiles;
 
 use rapt_core::{Caps, DType, Device, Error, Kernel, KernelKey, MaskClass, PRounding, Plan, Result, Spec};
 
@@ -14,7 +15,8 @@ use crate::arch::{self, KernelVariant, Step};
 use crate::kernels::decode;
 use crate::launch::{CpuLaunch, Steps};
 use crate::problem::{Decisions, Scores};
-use crate::tiles::Tiles;
+
+use tiles::Tiles;
 
 /// Below this many nanoseconds on one core, waking another costs more than it saves (about 10 µs, Zen 4, 2026-11).
 const PARALLEL_NS: f64 = 20_000.0;

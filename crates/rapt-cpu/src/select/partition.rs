@@ -2,11 +2,11 @@
 
 use rapt_core::{Kernel, KernelKey, Spec};
 
+use super::tiles::Tiles;
 use crate::arch;
 use crate::kernels::decode;
 use crate::partition::{Order, Partition};
 use crate::scratch::{DecodeSizes, ForwardSizes, Scratch, partial_len};
-use crate::tiles::Tiles;
 
 /// Most bytes of packed K and V tiles per thread.
 const PANEL_BYTES: usize = 1 << 20;
