@@ -40,10 +40,18 @@ const LAYOUTS: [fn([usize; 3]) -> Strides; 3] = [
     |[_, len, dim]| [(len * dim) as isize, 1, len as isize].into(),
 ];
 
+/// What a request has as its mask.
+#[derive(Clone, Copy)]
+enum Mask {
+    None,
+    Bool,
+    Additive,
+}
+
 /// Runs `judge` on a request of these sizes whose tensors begin `offset` elements into their memory.
 fn request<T: Element + Default>(
     [heads, kv_heads, q_len, kv_len, dim]: Sizes,
-    offset: usize,
+    (offset, mask): (usize, Mask),
     layout: fn([usize; 3]) -> Strides,
     options: &Options,
     judge: impl Fn(&Spec, Tensors<'_>),
@@ -54,22 +62,32 @@ fn request<T: Element + Default>(
     let (q_shape, kv_shape) = ([heads, q_len, dim], [kv_heads, kv_len, dim]);
     let strided =
         |name, data, shape: [usize; 3], strides| View::strided(name, data, offset, shape.into(), strides).unwrap();
+    let bools: Vec<bool> = (0..q_len * kv_len).map(|n| n % 3 != 0).collect();
+    let biases = zeros(q_len * kv_len);
+    let mask_shape = [q_len, kv_len].into();
+    let mask = match mask {
+        Mask::None => None,
+        Mask::Bool => Some(View::contiguous("mask", &bools, mask_shape).unwrap()),
+        Mask::Additive => Some(View::contiguous("mask", &biases, mask_shape).unwrap()),
+    };
     let tensors = Tensors {
         q: strided("q", &q, q_shape, LAYOUTS[0](q_shape)),
         k: strided("k", &kv, kv_shape, layout(kv_shape)),
         v: strided("v", &kv, kv_shape, layout(kv_shape)),
-        mask: None,
+        mask,
         sinks: None,
         alibi_slopes: None,
         out: ViewMut::strided("out", &mut out, offset, q_shape.into(), LAYOUTS[0](q_shape)).unwrap(),
         lse: None,
     };
-    let spec = Spec::builder(&tensors.q, &tensors.k, &tensors.v, options).out(&tensors.out).build().unwrap();
+    let spec = Spec::builder(&tensors.q, &tensors.k, &tensors.v, options).mask(tensors.mask.as_ref()).out(&tensors.out);
+    let spec = spec.build().unwrap();
     judge(&spec, tensors);
 }
 
 fn grid(judge: impl Fn(&Spec, Tensors<'_>) + Copy) {
     let (causal, capped) = (Options::default().with_causal(Causal::BottomRight), Options::default().with_softcap(3.0));
+    let windowed = Options::default().with_window(Some(9), Some(2));
     let sizes = [
         [4, 2, 1, 1, 8],
         [4, 2, 1, 1500, 16],
@@ -80,10 +98,10 @@ fn grid(judge: impl Fn(&Spec, Tensors<'_>) + Copy) {
     ];
     for sizes in sizes {
         for layout in LAYOUTS {
-            for options in [Options::default(), causal, capped] {
-                for offset in [0, 1, 3] {
-                    request::<f32>(sizes, offset, layout, &options, judge);
-                    request::<bf16>(sizes, offset, layout, &options, judge);
+            for options in [Options::default(), causal, windowed, capped] {
+                for at in [(0, Mask::None), (1, Mask::Bool), (3, Mask::Additive)] {
+                    request::<f32>(sizes, at, layout, &options, judge);
+                    request::<bf16>(sizes, at, layout, &options, judge);
                 }
             }
         }
@@ -146,7 +164,7 @@ fn addresses_on_the_host_change_no_plan() {
     for layout in LAYOUTS {
         let plan = |offset| {
             let plan = std::cell::OnceCell::new();
-            request::<f32>([4, 2, 20, 30, 8], offset, layout, &Options::default(), |spec, _| {
+            request::<f32>([4, 2, 20, 30, 8], (offset, Mask::None), layout, &Options::default(), |spec, _| {
                 plan.set(select(spec, &caps).unwrap()).unwrap();
             });
             plan.into_inner().unwrap()

@@ -17,7 +17,7 @@ struct Rule {
     why: &'static str,
 }
 
-const RULES: [Rule; 9] = [
+const RULES: [Rule; 11] = [
     Rule {
         under: "",
         holds: &["std::arch", "core::arch"],
@@ -48,7 +48,14 @@ const RULES: [Rule; 9] = [
         under: "crates/rapt-core/src/",
         holds: &["extern \"", "Default for DType", "libloading", "std::thread"],
         but_in: &[],
-        why: "core has no kernels, no foreign functions and no default dtype",
+        why: "core has no foreign functions, no threads and no default dtype",
+    },
+    Rule { under: "crates/rapt-core/src/dtype.rs", holds: &["Default"], but_in: &[], why: "there is no default dtype" },
+    Rule {
+        under: "crates/rapt-cpu/src/",
+        holds: &["std::thread", "rayon::"],
+        but_in: &[],
+        why: "kernels run on the threads of an Executor",
     },
     Rule {
         under: "crates/rapt-reference/src/",
@@ -58,8 +65,8 @@ const RULES: [Rule; 9] = [
     },
     Rule {
         under: "crates/rapt-cuda/src/",
-        holds: &["cudarc::", "libloading::", "extern \"C\""],
-        but_in: &["crates/rapt-cuda/src/sys", "crates/rapt-cuda/src/result", "crates/rapt-cuda/src/driver"],
+        holds: &["cudarc::", "libloading::", "extern \""],
+        but_in: &["crates/rapt-cuda/src/driver"],
         why: "CUDA's foreign functions stand in its driver layer",
     },
     Rule {
@@ -76,9 +83,9 @@ const RULES: [Rule; 9] = [
     },
     Rule {
         under: "bindings/python/src/",
-        holds: &[".sqrt()", ".exp()", ".tanh()", ".ln()"],
+        holds: &[".sqrt()", ".exp()", ".exp2()", ".tanh()", ".ln()", ".log2()", ".mul_add(", ".powi(", ".powf("],
         but_in: &[],
-        why: "bindings do no arithmetic",
+        why: "bindings compute nothing of the definition",
     },
     Rule {
         under: "bindings/python/python/rapt/bench/rows.py",
