@@ -1,12 +1,14 @@
 """Measures how far torch's attention lies from the reference, and writes limits.tsv: the table that Rust tests judge by.
 
-    python crates/rapt-testkit/limits/generate.py        (about a minute, one thread)
+    python crates/rapt-testkit/limits/generate.py        (some minutes, one thread)
 
 For each dtype, class of options, head_dim and kv_len: 4 heads of 128 queries on N(0, 1) data rounded to the dtype, three
-seeds, against the formula on the same rounded inputs in f64 (for f64 itself in 80-bit long double, x86). Of torch's math and flash kernels the worse counts. Where
-torch has no such option (softcap, sinks) a plain torch formula with flash's roundings stands in: products of storage
-values summed in the accumulation dtype, p rounded to storage, out rounded to storage. The formula is measured in every
-class (columns formula_*), so that its Rust twin (src/torch_emulation.rs) can be compared with it.
+seeds, against the reference on the same rounded inputs in f64 (for f64 itself in 80-bit long double, x86). Of torch's math and
+flash kernels the worse counts. Where torch has no such option (softcap, sinks) the reference with flash's roundings stands in:
+sums in the accumulation dtype, p and out rounded to storage. It is measured in every class (columns formula_*), so that its
+Rust twin (src/torch_emulation.rs) can be compared with it.
+
+The reference and the errors are those of the Python package (rapt/_reference.py), read from this tree: no build is needed.
 
 Columns: relative = |got - reference| / |reference| over the whole output; worst_row = the greatest error of one row against its own
 norm, or the mean row's norm if that is larger; lse is not measured (its limit is fixed).
@@ -15,6 +17,7 @@ Classes: plain; large (scores 8 times as wide); bias (additive N(0, 1) of the st
 """
 
 import datetime
+import importlib.util
 import math
 import pathlib
 import platform
@@ -33,53 +36,20 @@ KV_LENS = [1, 16, 128, 1024]
 HEADS, Q_LEN, SEEDS, SOFTCAP = 4, 128, 3, 2.0
 
 
-def formula(q, k, v, scale, bias, softcap, sinks, storage):
-    """Attention in the dtype of q, with p rounded to storage before the second product, as flash does."""
-    s = (q @ k.transpose(-1, -2)) * scale
-    if softcap is not None:
-        s = softcap * torch.tanh(s / softcap)
-    if bias is not None:
-        s = s + bias
-    row_max = s.amax(-1, keepdim=True)
-    if sinks is not None:
-        row_max = torch.maximum(row_max, sinks.view(1, -1, 1, 1))
-    p = torch.exp(s - row_max)
-    row_sum = p.sum(-1, keepdim=True)
-    if sinks is not None:
-        row_sum = row_sum + torch.exp(sinks.view(1, -1, 1, 1) - row_max)
-    return (p.to(storage).to(q.dtype) @ v) / row_sum
+def load_reference():
+    """rapt/_reference.py of this tree. Imported by its name it would import the package, and so the native module."""
+    path = pathlib.Path(__file__).parents[3] / "bindings/python/python/rapt/_reference.py"
+    spec = importlib.util.spec_from_file_location("rapt_reference", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
-def exact(q, k, v, scale, bias, softcap, sinks):
-    """The formula in long double, for inputs in f64."""
-    long = lambda t: t.numpy().astype(numpy.longdouble)
-    q, k, v = long(q), long(k), long(v)
-    s = (q @ k.swapaxes(-1, -2)) * numpy.longdouble(scale)
-    if softcap is not None:
-        s = softcap * numpy.tanh(s / softcap)
-    if bias is not None:
-        s = s + long(bias)
-    row_max = s.max(-1, keepdims=True)
-    if sinks is not None:
-        row_max = numpy.maximum(row_max, long(sinks).reshape(1, -1, 1, 1))
-    p = numpy.exp(s - row_max)
-    row_sum = p.sum(-1, keepdims=True)
-    if sinks is not None:
-        row_sum = row_sum + numpy.exp(long(sinks).reshape(1, -1, 1, 1) - row_max)
-    return (p @ v) / row_sum
-
-
-def errors(got, reference):
-    """reference is f64, or long double where f64 itself is judged."""
-    difference = got.double().numpy().astype(reference.dtype) - reference
-    norms = lambda x: numpy.sqrt((x * x).sum(-1)).reshape(-1)
-    rows = norms(reference)
-    relative = numpy.sqrt((difference * difference).sum() / (reference * reference).sum())
-    worst_row = (norms(difference) / numpy.maximum(rows, rows.mean())).max()
-    return float(relative), float(worst_row)
+REFERENCE = load_reference()
 
 
 def measure(dtype, kind, head_dim, kv_len, seed):
+    """(errors of torch's kernels, error of the reference with flash's roundings), each (relative, worst row)."""
     generator = torch.Generator().manual_seed(1_000_003 * seed + 1009 * head_dim + kv_len)
     normal = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
     q, k, v = normal(1, HEADS, Q_LEN, head_dim), normal(1, HEADS, kv_len, head_dim), normal(1, HEADS, kv_len, head_dim)
@@ -87,21 +57,24 @@ def measure(dtype, kind, head_dim, kv_len, seed):
     bias = normal(1, HEADS, Q_LEN, kv_len) if kind == "bias" else None
     sinks = normal(HEADS) if kind == "sinks" else None
     softcap = SOFTCAP if kind == "softcap" else None
-    up = lambda t, to: None if t is None else t.to(to)
-    as_ = lambda to: (q.to(to), k.to(to), v.to(to), scale, up(bias, to), softcap, up(sinks, to))
-    if dtype == torch.float64:
-        reference = exact(*as_(torch.float64))
-    else:
-        reference = formula(*as_(torch.float64), torch.float64).numpy()
-    accumulation = torch.float64 if dtype == torch.float64 else torch.float32
-    by_formula = errors(formula(*as_(accumulation), dtype).to(dtype), reference)
+    name = str(dtype).removeprefix("torch.")
+
+    def options(wide):
+        tensors = {"mask": bias, "sinks": sinks}
+        return {"scale": scale, "softcap": softcap} | {key: x if x is None else wide(x) for key, x in tensors.items()}
+
+    exact = (lambda x: x.numpy().astype(numpy.longdouble)) if dtype == torch.float64 else (lambda x: x.double().numpy())
+    expected, _ = REFERENCE.attention(exact(q), exact(k), exact(v), **options(exact))
+    error = lambda got: REFERENCE.errors(got.double().numpy().astype(expected.dtype), expected)[:2]
+    double = torch.Tensor.double
+    rounded = error(REFERENCE.flash_rounded(double(q), double(k), double(v), name, **options(double)))
     peers = []
     if softcap is None and sinks is None:
         for backend in (SDPBackend.MATH, SDPBackend.FLASH_ATTENTION):
             with sdpa_kernel([backend]):
                 got = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale)
-            peers.append(errors(got, reference))
-    return peers or [by_formula], by_formula
+            peers.append(error(got))
+    return peers or [rounded], rounded
 
 
 def main():

@@ -129,6 +129,20 @@ impl Gathered {
         }
     }
 
+    /// The query head of a row of `[batch, num_q_heads, q_len]`.
+    #[must_use]
+    pub fn head(&self, row: usize) -> usize {
+        row / self.problem.q_len % self.problem.num_q_heads
+    }
+
+    /// Where key `j` of a query's row stands among the rows of k and v.
+    #[must_use]
+    pub fn kv_row(&self, row: usize, j: usize) -> usize {
+        let Problem { num_q_heads, num_kv_heads, q_len, kv_len, .. } = self.problem;
+        let batch = row / q_len / num_q_heads;
+        (batch * num_kv_heads + self.head(row) / (num_q_heads / num_kv_heads)) * kv_len + j
+    }
+
     /// The keys that each row of `[batch, num_q_heads, q_len]` attends.
     #[must_use]
     pub fn attended(&self, row: usize) -> Vec<usize> {

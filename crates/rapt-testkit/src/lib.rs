@@ -6,10 +6,9 @@
 //!                                 reference(&Spec, &Tensors) in f64  ──► tolerance ◄── out, lse
 //! ```
 //!
-//! [`conformance()`] is the way in: any `FnMut(&Spec, Tensors) -> Result<(), Error>` can be put through it; [`proof()`] puts
-//! it through many more, enumerated, small problems. The parts
-//! serve tests of their own: [`TensorBuf`] for guarded memory, [`zoo()`] for strides, [`reference()`] for the truth and
-//! [`check`], [`check_lse`] for the verdict. Deliberately absent: engines, and speed.
+//! [`conformance()`] tests any `FnMut(&Spec, Tensors) -> Result<(), Error>`; [`proof()`] tests it on many more, enumerated, small
+//! problems. The parts serve tests of their own: [`TensorBuf`] for guarded memory, [`zoo()`] for strides, [`reference()`] for the
+//! truth and [`check`], [`check_lse`] for the verdict. Deliberately absent: engines, and speed.
 
 mod buffer;
 mod case;
@@ -18,6 +17,7 @@ mod gather;
 mod memory;
 mod proof;
 mod rng;
+mod rounding;
 mod run;
 mod scalar;
 #[cfg(unix)]
@@ -33,10 +33,11 @@ pub use gather::{Gathered, gather, reference, scatter, store};
 pub use memory::{Guard, Memory, PATTERN};
 pub use proof::{Proof, proof};
 pub use rng::Rng;
+pub use rounding::LogitRounding;
 pub use run::Engine;
 pub use scalar::{decode, encode, lowest, round};
 #[cfg(unix)]
 pub use sparse::Sparse;
 pub use tolerance::{Class, Entry, Figures, Mismatch, check, check_lse, check_within, entry, figures, floor};
-pub use torch_emulation::{Emulation, emulations, expected};
+pub use torch_emulation::emulations;
 pub use zoo::{Placement, output_zoo, zoo};

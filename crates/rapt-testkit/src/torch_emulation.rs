@@ -10,13 +10,6 @@
 //! math    s = Σ (q·√|scale|)·(k·±√|scale|), in order  p = exp(s − max) / Σ exp(s − max); out = Σ p·v
 //! ```
 //!
-//! A formula is one draw of a random error. Where it hinges on a few scores, [`expected`] gives its root mean square:
-//! with unit roundoff `u`, each of the sums of `q·k` errs by `u/√6` of itself (a uniform half ulp, averaged over mantissas), and to first order
-//!
-//! ```text
-//! σ_j = u/√6 · (|scale| · √(Σ_d (Σ_{e≤d} q_e·k_e)²) + √3·|s_j|)        |δout|² = Σ_j p_j² · σ_j² · |v_j − out|²
-//! ```
-//!
 //! f16 and bf16 p is rounded to storage in the first two, as flash-attention does. The worse of the three counts. A test
 //! holds them to torch's own measured error, so that they cannot turn lax.
 
@@ -24,7 +17,6 @@ use rapt_core::DType;
 
 use crate::gather::Gathered;
 use crate::scalar::round;
-use crate::tolerance::Figures;
 
 #[derive(Clone, Copy, PartialEq)]
 enum Form {
@@ -33,44 +25,32 @@ enum Form {
     Math,
 }
 
-/// Outputs of one formula: out rounded to `out_dtype`, and lse in the accumulation dtype.
-#[derive(Clone, Debug)]
-pub struct Emulation {
-    /// `[batch, num_q_heads, q_len, head_dim_v]`.
-    pub out: Vec<f64>,
-    /// `[batch, num_q_heads, q_len]`.
-    pub lse: Vec<f64>,
-}
-
-/// The outputs of every formula.
+/// The outputs of every formula, rounded to `out_dtype`: `[batch, num_q_heads, q_len, head_dim_v]` each.
 ///
 /// # Panics
 /// If `storage` or `out_dtype` is not a dtype that attention computes.
 #[must_use]
-pub fn emulations(gathered: &Gathered, storage: DType, out_dtype: DType) -> Vec<Emulation> {
+pub fn emulations(gathered: &Gathered, storage: DType, out_dtype: DType) -> Vec<Vec<f64>> {
     let transformed = gathered.problem.softcap.is_some() || gathered.bias.is_some() || gathered.alibi_slopes.is_some();
     let forms: &[Form] = if transformed { &[Form::Flash, Form::Math] } else { &[Form::Flash, Form::Exp2, Form::Math] };
     forms.iter().map(|&form| emulate(gathered, storage, out_dtype, form)).collect()
 }
 
-fn emulate(gathered: &Gathered, storage: DType, out_dtype: DType, form: Form) -> Emulation {
+fn emulate(gathered: &Gathered, storage: DType, out_dtype: DType, form: Form) -> Vec<f64> {
     let problem = &gathered.problem;
     let r = |x: f64| if storage == DType::F64 { x } else { f64::from(x as f32) };
     let rows = problem.batch * problem.num_q_heads * problem.q_len;
-    let mut outputs = Emulation { out: Vec::new(), lse: Vec::new() };
+    let mut out = Vec::new();
     for row in 0..rows {
         let attended = gathered.attended(row);
         if attended.is_empty() {
-            outputs.out.extend(std::iter::repeat_n(0.0, problem.head_dim_v));
-            outputs.lse.push(f64::NEG_INFINITY);
+            out.extend(std::iter::repeat_n(0.0, problem.head_dim_v));
             continue;
         }
-        let (head, i) = (row / problem.q_len, row % problem.q_len);
-        let (b, h) = (head / problem.num_q_heads, head % problem.num_q_heads);
-        let kv_head = b * problem.num_kv_heads + h / (problem.num_q_heads / problem.num_kv_heads);
+        let (h, i) = (gathered.head(row), row % problem.q_len);
         let q = &gathered.q[row * problem.head_dim..][..problem.head_dim];
-        let key = |j: usize| &gathered.k[(kv_head * problem.kv_len + j) * problem.head_dim..][..problem.head_dim];
-        let value = |j: usize| &gathered.v[(kv_head * problem.kv_len + j) * problem.head_dim_v..];
+        let key = |j: usize| &gathered.k[gathered.kv_row(row, j) * problem.head_dim..][..problem.head_dim];
+        let value = |j: usize| &gathered.v[gathered.kv_row(row, j) * problem.head_dim_v..];
         let log2_e = if form == Form::Exp2 { std::f64::consts::LOG2_E } else { 1.0 };
 
         let score = |&j: &usize| {
@@ -113,67 +93,7 @@ fn emulate(gathered: &Gathered, storage: DType, out_dtype: DType, form: Form) ->
             acc_o.iter_mut().zip(value(j)).for_each(|(acc, v)| *acc = r(*acc + p * v));
         }
         let divisor = if form == Form::Math { 1.0 } else { row_sum };
-        outputs.out.extend(acc_o.into_iter().map(|acc| round(out_dtype, r(acc / divisor))));
-        outputs.lse.push(r(row_max / log2_e + row_sum.ln()));
+        out.extend(acc_o.into_iter().map(|acc| round(out_dtype, r(acc / divisor))));
     }
-    outputs
-}
-
-/// The expected error of torch's scores, and on how many distinct rows it hinges: `(Σ e²)² / Σ e⁴` over their errors `e`.
-#[must_use]
-pub fn expected(gathered: &Gathered, reference: &[f64], storage: DType) -> (Figures, f64) {
-    let problem = &gathered.problem;
-    let u = if storage == DType::F64 { f64::EPSILON / 2.0 } else { f64::from(f32::EPSILON) / 2.0 } / 6f64.sqrt();
-    let mut errors = Vec::new();
-    for (row, out) in reference.chunks(problem.head_dim_v).enumerate() {
-        let (head, i) = (row / problem.q_len, row % problem.q_len);
-        let (b, h) = (head / problem.num_q_heads, head % problem.num_q_heads);
-        let kv_head = b * problem.num_kv_heads + h / (problem.num_q_heads / problem.num_kv_heads);
-        let q = &gathered.q[row * problem.head_dim..][..problem.head_dim];
-        let mut scores: Vec<(f64, f64, usize)> = Vec::new();
-        for j in gathered.attended(row) {
-            let k = &gathered.k[(kv_head * problem.kv_len + j) * problem.head_dim..][..problem.head_dim];
-            let (mut sum, mut squares) = (0.0, 0.0);
-            for (q, k) in q.iter().zip(k) {
-                sum += q * k;
-                squares += sum * sum;
-            }
-            let x = sum * problem.softmax_scale;
-            let bias = gathered.bias.as_ref().map_or(0.0, |bias| bias[row * problem.kv_len + j]);
-            let distance = (i as i128 + problem.diagonal() - j as i128).unsigned_abs() as f64;
-            let alibi = gathered.alibi_slopes.as_ref().map_or(0.0, |slopes| slopes[h] * distance);
-            let s = problem.softcap.map_or(x, |c| c * (x / c).tanh()) + bias - alibi;
-            let sigma = u * (problem.softmax_scale.abs() * squares.sqrt() + 3f64.sqrt() * s.abs().max(alibi.abs()));
-            scores.push((s, sigma, j));
-        }
-        let sink = gathered.sinks.as_ref().map(|sinks| sinks[h]);
-        let logits = || scores.iter().map(|score| score.0).chain(sink);
-        let row_max = logits().fold(f64::NEG_INFINITY, f64::max);
-        let row_sum: f64 = logits().map(|s| (s - row_max).exp()).sum();
-        let error: f64 = scores
-            .iter()
-            .map(|&(s, sigma, j)| {
-                let v = &gathered.v[(kv_head * problem.kv_len + j) * problem.head_dim_v..];
-                let distance: f64 = v.iter().zip(out).map(|(v, out)| (v - out).powi(2)).sum();
-                ((s - row_max).exp() / row_sum * sigma).powi(2) * distance
-            })
-            .sum();
-        let norm: f64 = out.iter().map(|out| out * out).sum();
-        errors.push(if error.is_finite() && norm.is_finite() { (error, norm) } else { (0.0, 0.0) });
-    }
-    let ratio = |a: f64, b: f64| if a == 0.0 { 0.0 } else { a / b };
-    let sum = |f: fn(&(f64, f64)) -> f64| errors.iter().map(f).sum::<f64>();
-    let (error, norm) = (sum(|row| row.0), sum(|row| row.1));
-    let mean = sum(|row| row.1.sqrt()) / errors.len().max(1) as f64;
-    let mut figures = Figures { relative: ratio(error.sqrt(), norm.sqrt()), ..Figures::default() };
-    for (row, (error, norm)) in errors.iter().enumerate() {
-        let worst = ratio(error.sqrt(), norm.sqrt().max(mean));
-        if worst > figures.worst_row {
-            (figures.worst_row, figures.row) = (worst, row);
-        }
-    }
-    // Rows that expanded strides make equal are one draw: their errors add up before they are counted.
-    errors.sort_by(|a, b| a.0.total_cmp(&b.0));
-    let draws = errors.chunk_by(|a, b| a.0 == b.0).map(|same| same.iter().map(|row| row.0).sum::<f64>().powi(2));
-    (figures, ratio(error * error, draws.sum()))
+    out
 }
