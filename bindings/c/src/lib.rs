@@ -7,8 +7,8 @@
 //! refusal  errors as codes and messages; nothing unwinds past `guard`
 //! lib      the functions of rapt.h, and the engine that they are given
 //! ```
-//! Every pointer is asked whether it is NULL or unaligned before it is read, every number whether it is in its domain.
-//! What remains the caller's word is what C cannot tell: that a pointer which is neither leads to what its type says.
+//! Every pointer is checked for NULL and alignment before it is read, every number against its domain. The caller is
+//! responsible for what C cannot tell: that a pointer which is neither NULL nor unaligned points to its type.
 //! Deliberately absent: allocation of tensors, a default engine, and any state but the last error of each thread.
 
 mod abi;

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! kind, errors (hints)   whose tensors; refusals as exceptions with the expression that corrects them
-//! tensors                what a tensor says of itself ─► Operand ─► View; new tensors for results
+//! tensors                what a tensor declares ─► Operand ─► View; new tensors for results
 //! engine (torch_pool)    whose threads
 //! api                    the functions and classes of the package; options, the table of what `attention` takes
 //! torch                  who answers PyTorch's calls, and PyTorch's own op as Rapt serves it

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!              Spec ──select(&Spec, &Caps)──► Plan
-//! Views ──► Operands ──checked against Spec──► run(&Plan, Operands, &mut Workspace, &Queue) ──► o (+ lse)
+//! Views ──► Operands ──checked against Spec──► run(&Plan, Operands, &mut Workspace, &Queue) ──► out (+ lse)
 //! ```
 //!
 //! Every type here is plain data. A [`Spec`] holds everything but pointers and is checked once; [`Operands`] are

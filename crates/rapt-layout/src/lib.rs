@@ -6,6 +6,7 @@
 //! producer + consumer ─► Report: proven, or the first disagreement, the fault, a repair that is proven   check
 //! the same on plain memory with poison: S = Q·Kᵀ ─► P ─► P·V                                          emulate
 //! ```
+//!
 //! ```
 //! use rapt_layout::Layout;
 //!
@@ -15,6 +16,7 @@
 //! assert_eq!(p.to_string(), "(128,64):(65536,1)");
 //! # Ok::<(), rapt_layout::Error>(())
 //! ```
+//!
 //! Numbers have units ([`mod@unit`]): cells of tensor memory, elements of a width, bytes. Deliberately absent: any other crate
 //! of Rapt, any device, and layouts whose strides are not integers.
 #![forbid(unsafe_code)]

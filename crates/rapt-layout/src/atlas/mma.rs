@@ -58,39 +58,28 @@ pub(super) fn atom(shape: &str, dtype: &str, operand: &str) -> Option<Atom> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::tests::maps_as;
     use super::*;
 
     /// The index formulas of the PTX ISA, written out.
     #[test]
     fn the_maps_are_the_formulas_of_the_ptx_isa() {
-        let check = |name: &str, formula: &dyn Fn(i64, i64) -> (i64, i64)| {
-            let atom = Atom::named(name).unwrap();
-            let Map::Registers { tv } = &atom.map else { panic!("registers") };
-            let (threads, values) = atom.threads_and_values().unwrap();
-            assert_eq!(threads, 32);
-            for thread in 0..threads {
-                for value in 0..values {
-                    let (row, col) = formula(thread, value);
-                    let got = tv.at_coord(&[thread, value].into()).unwrap();
-                    assert_eq!(got, row + atom.rows * col, "{name} thread {thread} value {value}");
-                }
-            }
-        };
+        let check = |name: &str, formula: fn(i64, i64) -> (i64, i64)| maps_as(name, 32, formula);
         // f16, k16: row is group for a0 a1 a4 a5, column quad·2 + (i & 1), + 8 from a4 on.
-        check("mma.m16n8k16.f16.a", &|t, i| {
+        check("mma.m16n8k16.f16.a", |t, i| {
             (t / 4 + if matches!(i, 0 | 1 | 4 | 5) { 0 } else { 8 }, t % 4 * 2 + i % 2 + if i < 4 { 0 } else { 8 })
         });
-        check("mma.m16n8k16.bf16.b", &|t, i| (t % 4 * 2 + i % 2 + if i < 2 { 0 } else { 8 }, t / 4));
-        check("mma.m16n8k8.f16.a", &|t, i| (t / 4 + if i < 2 { 0 } else { 8 }, t % 4 * 2 + i % 2));
-        check("mma.m16n8k8.tf32.a", &|t, i| (t / 4 + i % 2 * 8, t % 4 + if i < 2 { 0 } else { 4 }));
-        check("mma.m16n8k8.tf32.b", &|t, i| (t % 4 + i * 4, t / 4));
-        check("mma.m16n8k16.s8.a", &|t, i| (t / 4 + if i < 4 { 0 } else { 8 }, t % 4 * 4 + i % 4));
-        check("mma.m16n8k32.s8.a", &|t, i| {
+        check("mma.m16n8k16.bf16.b", |t, i| (t % 4 * 2 + i % 2 + if i < 2 { 0 } else { 8 }, t / 4));
+        check("mma.m16n8k8.f16.a", |t, i| (t / 4 + if i < 2 { 0 } else { 8 }, t % 4 * 2 + i % 2));
+        check("mma.m16n8k8.tf32.a", |t, i| (t / 4 + i % 2 * 8, t % 4 + if i < 2 { 0 } else { 4 }));
+        check("mma.m16n8k8.tf32.b", |t, i| (t % 4 + i * 4, t / 4));
+        check("mma.m16n8k16.s8.a", |t, i| (t / 4 + if i < 4 { 0 } else { 8 }, t % 4 * 4 + i % 4));
+        check("mma.m16n8k32.s8.a", |t, i| {
             let low = matches!(i, 0..=3 | 8..=11);
             (t / 4 + if low { 0 } else { 8 }, t % 4 * 4 + i % 4 + if i < 8 { 0 } else { 16 })
         });
-        check("mma.m16n8k32.e4m3.b", &|t, i| (t % 4 * 4 + i % 4 + if i < 4 { 0 } else { 16 }, t / 4));
-        check("mma.m16n8k16.f32.c", &|t, i| (t / 4 + if i < 2 { 0 } else { 8 }, t % 4 * 2 + i % 2));
+        check("mma.m16n8k32.e4m3.b", |t, i| (t % 4 * 4 + i % 4 + if i < 4 { 0 } else { 16 }, t / 4));
+        check("mma.m16n8k16.f32.c", |t, i| (t / 4 + if i < 2 { 0 } else { 8 }, t % 4 * 2 + i % 2));
     }
 
     #[test]

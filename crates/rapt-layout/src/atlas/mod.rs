@@ -232,6 +232,20 @@ pub(crate) fn thread_value(threads: &[(i64, i64)], values: &[(i64, i64)]) -> Opt
 mod tests {
     use super::*;
 
+    /// The atom's map is `formula`: thread and value ↦ row and column.
+    #[track_caller]
+    pub(super) fn maps_as(name: &str, threads: i64, formula: impl Fn(i64, i64) -> (i64, i64)) {
+        let atom = Atom::named(name).unwrap();
+        let Map::Registers { tv } = &atom.map else { panic!("registers") };
+        let (has_threads, values) = atom.threads_and_values().unwrap();
+        assert_eq!(has_threads, threads);
+        for (thread, value) in (0..threads).flat_map(|thread| (0..values).map(move |value| (thread, value))) {
+            let (row, col) = formula(thread, value);
+            let got = tv.at_coord(&[thread, value].into()).unwrap();
+            assert_eq!(got, row + atom.rows * col, "{name} thread {thread} value {value}");
+        }
+    }
+
     #[test]
     fn every_atom_covers_its_tile_once() {
         let names = names();

@@ -94,27 +94,19 @@ pub(super) fn shared(major: &str, swizzle: &str, rest: &[&str]) -> Option<Atom> 
 
 #[cfg(test)]
 mod tests {
+    use super::super::tests::maps_as;
     use super::*;
 
     #[test]
     fn the_maps_are_the_formulas_of_the_ptx_isa() {
-        let check = |name: &str, formula: &dyn Fn(i64, i64) -> (i64, i64)| {
-            let atom = Atom::named(name).unwrap();
-            let Map::Registers { tv } = &atom.map else { panic!("registers") };
-            let (threads, values) = atom.threads_and_values().unwrap();
-            assert_eq!(threads, 128);
-            for (thread, value) in (0..threads).flat_map(|t| (0..values).map(move |v| (t, v))) {
-                let (row, col) = formula(thread, value);
-                assert_eq!(tv.at_coord(&[thread, value].into()).unwrap(), row + 64 * col, "{name} {thread} {value}");
-            }
-        };
-        check("wgmma.m64n32k16.f32.d", &|t, i| {
+        let check = |name: &str, formula: fn(i64, i64) -> (i64, i64)| maps_as(name, 128, formula);
+        check("wgmma.m64n32k16.f32.d", |t, i| {
             (16 * (t / 32) + t % 32 / 4 + 8 * (i / 2 % 2), 8 * (i / 4) + t % 4 * 2 + i % 2)
         });
-        check("wgmma.m64n8k16.f16.a", &|t, i| {
+        check("wgmma.m64n8k16.f16.a", |t, i| {
             (16 * (t / 32) + t % 32 / 4 + 8 * (i / 2 % 2), 8 * (i / 4) + t % 4 * 2 + i % 2)
         });
-        check("wgmma.m64n8k32.e4m3.a", &|t, i| {
+        check("wgmma.m64n8k32.e4m3.a", |t, i| {
             (16 * (t / 32) + t % 32 / 4 + 8 * (i / 4 % 2), 16 * (i / 8) + t % 4 * 4 + i % 4)
         });
     }
