@@ -71,7 +71,8 @@ def make(row):
 
 
 def positional(row, queries):
-    """bool [len(queries), kv_len]: which keys causal and window let these queries see. None where they see all."""
+    """bool [len(queries), kv_len]: which keys causal and window let these queries see. None where they see all. Not rapt._reference's
+    `positions`: a peer's environment need not have Rapt."""
     if row.causal == "none" and not row.window:
         return None
     offset = row.kv_len - row.q_len if row.causal == "bottom_right" else 0
