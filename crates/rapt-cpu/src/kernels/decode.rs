@@ -14,7 +14,8 @@
 use std::marker::PhantomData;
 
 use super::mask;
-use super::pack::{load_row, store_row};
+use super::pack::store_row;
+use super::products::{Packing, Single};
 use super::simd::{Part, Real, Simd, Storage};
 use super::softmax::{Modifier, finish_row, max_skipping_nan, probability, rescale, subtractable};
 use crate::partition::Item;
@@ -215,12 +216,8 @@ impl<S: Simd, T: Storage<S>> Part<S> for FirstProduct<'_, S::Elem, T> {
                 let row = problem.row(origin, r);
                 let to = q.add(r * scratch.head_dim_padded);
                 let from = problem.q.at([row.batch, row.head, row.i, 0]).cast::<T>();
-                load_row::<S, T>(from, problem.q.strides[3], problem.head_dim, to);
-                if problem.scores.negate_q {
-                    for d in 0..problem.head_dim {
-                        *to.add(d) = S::Elem::ZERO - *to.add(d);
-                    }
-                }
+                let (stride, negate) = (problem.q.strides[3], problem.scores.negate_q);
+                <Single as Packing<S, T>>::load_query(from, stride, problem.head_dim, negate, to);
             }
             let mut j = 0;
             while j < n {
