@@ -8,13 +8,13 @@ use std::path::{Path, PathBuf};
 
 use crate::built;
 use crate::metadata::root;
-use crate::python::{BINDING, Venv};
+use crate::python::Venv;
 use crate::shell::{Failure, command, read, say, show, step, write};
 
 /// The pinned compiler.
 const REQUIREMENT: &str = "xtask/requirements/nvrtc.txt";
-/// Where the package keeps what is shipped, below its source folder.
-const PACKAGE: &str = "python/rapt/cubins";
+/// What is shipped, below the target folder.
+pub(crate) const SHIPPED: &str = "tmp/shipped";
 
 /// How many kernels a wheel ships: rapt-cuda's `Assortment`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -59,7 +59,7 @@ fn nvrtc(venv: &Venv, target: &Path, offline: bool) -> Result<Option<PathBuf>, F
                 std::fs::remove_dir_all(&folder).map_err(Failure::file(&folder))?;
             }
             // No bytecode: the cache of a Python that may be gone tomorrow.
-            let mut pip = venv.python(["-m", "pip", "install", "--quiet", "--disable-pip-version-check"]);
+            let mut pip = venv.pip();
             pip.args(["--no-deps", "--no-compile", "--retries", "1", "--target"]).arg(&folder);
             show(pip.arg("-r").arg(root().join(REQUIREMENT)))
         });
@@ -82,7 +82,7 @@ pub(crate) fn compiler() -> Result<PathBuf, Failure> {
     Ok(built::debug(&[])?.join("examples").join(built::program("ship")))
 }
 
-/// Compiles the kernels that the wheel ships into the package's source folder, with the program that `compiler` gives; without
+/// Compiles the kernels that the wheel ships into [`SHIPPED`], with the program that `compiler` gives; without
 /// NVRTC there are none in it. Gives the folder of NVRTC.
 pub(crate) fn ship(
     venv: &Venv,
@@ -91,14 +91,15 @@ pub(crate) fn ship(
     offline: bool,
     compiler: impl FnOnce() -> Result<PathBuf, Failure>,
 ) -> Result<Option<PathBuf>, Failure> {
-    let package = root().join(BINDING).join(PACKAGE);
-    if package.exists() {
-        std::fs::remove_dir_all(&package).map_err(Failure::file(&package))?;
+    let shipped = target.join(SHIPPED);
+    if shipped.exists() {
+        std::fs::remove_dir_all(&shipped).map_err(Failure::file(&shipped))?;
     }
+    std::fs::create_dir_all(&shipped).map_err(Failure::file(&shipped))?;
     let Some(library) = nvrtc(venv, target, offline)? else { return Ok(None) };
     step("compile the GPU kernels of the wheel", || {
         let mut ship = command(compiler()?, [kernels.word()]);
-        show(ship.arg(&package).arg(target.join("tmp/cubins")).env("RAPT_NVRTC", &library).current_dir(root()))
+        show(ship.arg(&shipped).arg(target.join("tmp/cubins")).env("RAPT_NVRTC", &library).current_dir(root()))
     })?;
     Ok(Some(library))
 }
@@ -119,7 +120,7 @@ mod tests {
 
     #[test]
     fn without_a_compiler_that_may_be_fetched_there_is_a_notice_and_no_failure() {
-        let venv = Venv::named("no-such-environment");
+        let venv = Venv::named("no-such-environment").unwrap();
         assert!(matches!(nvrtc(&venv, Path::new("no-such-folder"), true), Ok(None)));
     }
 

@@ -14,7 +14,7 @@ use std::process::Command;
 use crate::args::Args;
 use crate::metadata::{Workspace, root};
 use crate::python::Venv;
-use crate::shell::{Failure, Outcome, cargo, read, say, show, step};
+use crate::shell::{Failure, Outcome, cargo, copy, read, say, show, step};
 
 pub(crate) const HELP: &str = "\
 cargo xtask docs [--check]
@@ -113,21 +113,6 @@ fn blocks(text: &str, fence: &str) -> Vec<(usize, String)> {
     found
 }
 
-/// Copies a folder with all that lies in it.
-fn copy(from: &Path, to: &Path) -> Outcome {
-    std::fs::create_dir_all(to).map_err(Failure::file(to))?;
-    for entry in std::fs::read_dir(from).map_err(Failure::file(from))? {
-        let path = entry.map_err(Failure::file(from))?.path();
-        let Some(name) = path.file_name() else { continue };
-        if path.is_dir() {
-            copy(&path, &to.join(name))?;
-        } else {
-            std::fs::copy(&path, to.join(name)).map_err(Failure::file(&path))?;
-        }
-    }
-    Ok(())
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -142,16 +127,5 @@ mod tests {
     fn the_pages_have_programs_of_c() {
         let programs = c_programs().unwrap();
         assert!(programs.len() >= 2 && programs.iter().all(|(_, source)| source.contains("int main(")), "{programs:?}");
-    }
-
-    #[test]
-    fn a_folder_is_copied_with_what_lies_below_it() {
-        let folder = Workspace::load().unwrap().target.join(format!("tmp/copied-{}", std::process::id()));
-        std::fs::create_dir_all(folder.join("from/below")).unwrap();
-        std::fs::write(folder.join("from/below/page.html"), "text").unwrap();
-        copy(&folder.join("from"), &folder.join("to")).unwrap();
-        assert_eq!(std::fs::read_to_string(folder.join("to/below/page.html")).unwrap(), "text");
-        assert!(copy(&folder.join("absent"), &folder.join("to")).is_err());
-        std::fs::remove_dir_all(&folder).unwrap();
     }
 }

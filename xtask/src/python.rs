@@ -1,14 +1,16 @@
 //! Python: finding one, virtual environments, what is installed in them, and building the wheel.
 //!
 //! An environment remembers what it holds: beside it lies one stamp for each requirements file, with that file's text.
-//! A stamp that equals its file means that pip need not run.
+//! A stamp that equals its file means that nothing need be installed. uv installs what it can, since it takes a quarter of pip's
+//! time; where it cannot be had or fails, pip does, which reads settings that uv does not know.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use crate::metadata::root;
-use crate::shell::{Failure, Outcome, capture, command, read, say, show, step, write};
+use crate::cubins;
+use crate::metadata::{Workspace, root};
+use crate::shell::{Failure, Outcome, capture, command, copy, read, say, show, step, write};
 
 /// The oldest Python that the wheel supports: `abi3-py310`.
 const OLDEST: (u32, u32) = (3, 10);
@@ -19,6 +21,9 @@ const CANDIDATES: [&str; 7] =
 
 /// Where the wheel's crate lies, below the root.
 pub(crate) const BINDING: &str = "bindings/python";
+
+/// The installer.
+const UV: &str = "xtask/requirements/uv.txt";
 
 /// What builds the wheel: pinned, because its output is checked.
 pub(crate) const BUILD_REQUIREMENTS: &str = "xtask/requirements/build.txt";
@@ -53,20 +58,22 @@ fn version(text: &str) -> Option<(u32, u32)> {
     Some((major.parse().ok()?, minor.parse().ok()?))
 }
 
-/// A virtual environment below the root.
+/// A virtual environment: below the root, or in the target folder where that lies elsewhere (`CARGO_TARGET_DIR`), so that nothing
+/// is written into a source tree that is built from afar, such as a read-only one.
 pub(crate) struct Venv {
     folder: PathBuf,
 }
 
 impl Venv {
-    #[cfg(test)]
-    pub(crate) fn named(name: &str) -> Self {
-        Venv { folder: root().join(name) }
+    pub(crate) fn named(name: &str) -> Result<Self, Failure> {
+        let target = Workspace::load()?.target;
+        let near = if target.starts_with(root()) { root() } else { target };
+        Ok(Venv { folder: near.join(name) })
     }
 
     /// The environment in `name`, which must be there.
     pub(crate) fn existing(name: &str) -> Result<Self, Failure> {
-        let venv = Venv { folder: root().join(name) };
+        let venv = Venv::named(name)?;
         if venv.works() {
             return Ok(venv);
         }
@@ -77,7 +84,7 @@ impl Venv {
 
     /// The environment in `name`, made if it is not there.
     pub(crate) fn at(name: &str) -> Result<Self, Failure> {
-        let venv = Venv { folder: root().join(name) };
+        let venv = Venv::named(name)?;
         if venv.works() {
             say(format_args!("── {name} is there"));
             return Ok(venv);
@@ -127,10 +134,10 @@ impl Venv {
         let is_current =
             |(stamp, text): &(PathBuf, String)| std::fs::read_to_string(stamp).is_ok_and(|was| was == *text);
         if wanted.iter().all(is_current) {
-            say(format_args!("── requirements unchanged: pip not run"));
+            say(format_args!("── requirements unchanged: nothing to install"));
             return Ok(());
         }
-        step(&format!("pip install {}", files.join(" ")), || {
+        step(&format!("install {}", files.join(" ")), || {
             for (stamp, _) in &wanted {
                 // Gone before pip runs: an installation that is cut short must not look complete.
                 match std::fs::remove_file(stamp) {
@@ -140,13 +147,32 @@ impl Venv {
                     _ => {}
                 }
             }
-            let mut pip = self.python(["-m", "pip", "install", "--quiet", "--disable-pip-version-check"]);
+            let mut words: Vec<OsString> = Vec::new();
             for file in files {
-                pip.arg("-r").arg(root().join(file));
+                words.extend(["-r".into(), root().join(file).into()]);
             }
-            show(pip.args(more))
+            words.extend(more.map(OsString::from));
+            if let Err(failure) = self.install_by_uv(&words) {
+                say(format_args!("── NOTE: uv could not install ({failure}): pip does"));
+                show(self.pip().args(words))?;
+            }
+            Ok(())
         })?;
         wanted.iter().try_for_each(|(stamp, text)| write(stamp, text))
+    }
+
+    /// A `pip install` that is to be completed.
+    pub(crate) fn pip(&self) -> Command {
+        self.python(["-m", "pip", "install", "--quiet", "--disable-pip-version-check"])
+    }
+
+    /// Installs by uv, which pip installs first.
+    fn install_by_uv(&self, words: &[OsString]) -> Outcome {
+        show(self.pip().arg("-r").arg(root().join(UV)))?;
+        let mut uv = self.python(["-m", "uv", "pip", "install", "--quiet"]);
+        // Its cache on the disk of the environment, which then holds links to it and no second copy.
+        uv.env("UV_CACHE_DIR", self.folder.with_file_name(".venv-uv-cache"));
+        show(uv.args(words))
     }
 
     /// Refuses if one of the requirements files was never installed; says so if one has changed since.
@@ -168,6 +194,7 @@ impl Venv {
 
     /// Builds the wheel (release, with the kernels for GPUs that lie in the package) into `target/wheels` and gives its path.
     ///
+    /// Built from a copy of the package in `target/package`, because kernels stand in it that no source tree holds.
     /// On Linux with zig as the linker: Rust's standard library binds to the newest symbols that the C library at hand
     /// offers, so that a wheel built on Debian 12 asks for glibc 2.34; zig carries the symbol lists of older ones.
     pub(crate) fn pack_wheel(&self, target: &Path, offline: bool) -> Result<PathBuf, Failure> {
@@ -176,8 +203,8 @@ impl Venv {
             for old in wheels(&folder) {
                 std::fs::remove_file(&old).map_err(Failure::file(&old))?;
             }
-            let mut maturin = self.python(["-m", "maturin", "build", "--release", "--manifest-path"]);
-            maturin.arg(root().join(BINDING).join("Cargo.toml")).arg("--out").arg(&folder).current_dir(root());
+            let mut maturin = self.python(["-m", "maturin", "build", "--release", "--out"]);
+            maturin.arg(&folder).current_dir(stage(target)?).env("CARGO_TARGET_DIR", target);
             if cfg!(all(target_os = "linux", target_env = "gnu")) {
                 let platform = format!("{}-unknown-linux-gnu", std::env::consts::ARCH);
                 maturin.args(["--zig", "--compatibility", "manylinux_2_28", "--target", &platform]);
@@ -196,8 +223,7 @@ impl Venv {
     /// Installs the wheel over whatever version is there, and makes sure that it is what `import rapt` finds.
     pub(crate) fn install(&self, wheel: &Path) -> Outcome {
         step("install the wheel", || {
-            let mut pip = self.python(["-m", "pip", "install", "--quiet", "--disable-pip-version-check"]);
-            show(pip.args(["--no-index", "--force-reinstall", "--no-deps"]).arg(wheel))?;
+            show(self.pip().args(["--no-index", "--force-reinstall", "--no-deps"]).arg(wheel))?;
             let print = "import rapt; print(rapt.__file__)";
             let found = capture(self.python(["-c", print]).current_dir(&self.folder))?;
             // Both resolved: the folder may have been reached through a link.
@@ -208,6 +234,27 @@ impl Venv {
             Err(Failure::Check(format!("`import rapt` finds {}, not the installed wheel", found.trim())))
         })
     }
+}
+
+/// The package as maturin takes it, with the kernels that [`cubins::ship`](crate::cubins::ship) compiled.
+fn stage(target: &Path) -> Result<PathBuf, Failure> {
+    let (source, stage) = (root().join(BINDING), target.join("package"));
+    if stage.exists() {
+        std::fs::remove_dir_all(&stage).map_err(Failure::file(&stage))?;
+    }
+    copy(&source.join("python"), &stage.join("python"))?;
+    copy(&target.join(cubins::SHIPPED), &stage.join("python/rapt/cubins"))?;
+    for name in ["README.md", "LICENSE-APACHE", "LICENSE-MIT", "THIRD-PARTY-LICENSES.md"] {
+        std::fs::copy(source.join(name), stage.join(name)).map_err(Failure::file(&source.join(name)))?;
+    }
+    let table = "[tool.maturin]\n";
+    let manifest = format!("{table}manifest-path = {:?}\n", source.join("Cargo.toml"));
+    let project = read(&source.join("pyproject.toml"))?;
+    if !project.contains(table) {
+        return Err(Failure::Check(format!("pyproject.toml has no {table}")));
+    }
+    write(&stage.join("pyproject.toml"), &project.replace(table, &manifest))?;
+    Ok(stage)
 }
 
 fn wheels(folder: &Path) -> Vec<PathBuf> {
@@ -232,7 +279,7 @@ mod tests {
 
     #[test]
     fn offline_without_an_environment_is_refused_and_says_what_to_run() {
-        let Err(failure) = Venv::existing("target/no-such-environment") else { panic!("must be refused") };
+        let Err(failure) = Venv::existing("no-such-environment") else { panic!("must be refused") };
         assert!(failure.to_string().contains("cargo xtask demo"), "{failure}");
     }
 }

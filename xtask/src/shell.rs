@@ -177,6 +177,24 @@ pub(crate) fn write(path: &Path, text: &str) -> Outcome {
     std::fs::write(path, text).map_err(Failure::file(path))
 }
 
+/// Copies a folder with all that lies in it, but for Python's caches.
+pub(crate) fn copy(from: &Path, to: &Path) -> Outcome {
+    std::fs::create_dir_all(to).map_err(Failure::file(to))?;
+    for entry in std::fs::read_dir(from).map_err(Failure::file(from))? {
+        let path = entry.map_err(Failure::file(from))?.path();
+        let Some(name) = path.file_name() else { continue };
+        if name == "__pycache__" {
+            continue;
+        }
+        if path.is_dir() {
+            copy(&path, &to.join(name))?;
+        } else {
+            std::fs::copy(&path, to.join(name)).map_err(Failure::file(&path))?;
+        }
+    }
+    Ok(())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -214,5 +232,16 @@ mod tests {
     fn a_program_that_is_not_there_is_named() {
         let failure = show(&mut command("rapt-no-such-program", ["x"])).unwrap_err();
         assert!(failure.to_string().contains("rapt-no-such-program"), "{failure}");
+    }
+
+    #[test]
+    fn a_folder_is_copied_with_what_lies_below_it() {
+        let folder = std::env::temp_dir().join(format!("rapt-copied-{}", std::process::id()));
+        std::fs::create_dir_all(folder.join("from/below")).unwrap();
+        std::fs::write(folder.join("from/below/page.html"), "text").unwrap();
+        copy(&folder.join("from"), &folder.join("to")).unwrap();
+        assert_eq!(std::fs::read_to_string(folder.join("to/below/page.html")).unwrap(), "text");
+        assert!(copy(&folder.join("absent"), &folder.join("to")).is_err());
+        std::fs::remove_dir_all(&folder).unwrap();
     }
 }

@@ -1,8 +1,8 @@
 //! Everything that must hold before a change is taken.
 //!
 //! ```text
-//! fmt ─► build what compiles kernels ─┬─► clippy ─► docs ─► build the tests ─► tidy ─► cargo test ─► C ─────┬─► pytest
-//!                                     └─► pip ─► kernels by NVRTC ─► wheel ─► the kernels that tests ask for ┘
+//! fmt ─┬─► build what compiles kernels ─► clippy ─► docs ─► build the tests ─► tidy ─► cargo test ─► C ─────┬─► pytest
+//!      └─► pip ─► kernels by NVRTC ─► wheel ─► the kernels that tests ask for ──────────────────────────────┘
 //! ```
 //! Two sides at once, because NVRTC, pip and the last pass of a release build each keep one core busy at most. Only the upper
 //! one builds in `target/debug`: cargo locks it. pytest runs alone, as some of its tests take the time.
@@ -47,13 +47,12 @@ pub(crate) fn run(mut args: Args) -> Outcome {
     }
     step_of("cargo fmt --check", cargo(["fmt", "--all", "--check"]))?;
     let (venv, target) = (&Venv::at(".venv")?, &Workspace::load()?.target);
-    let compiler = step("build what compiles the GPU kernels", cubins::compiler)?;
-    let ((has_kernels, kernels), (has_tests, tests)) = (channel(), channel());
+    let ((has_compiler, compiler), (has_kernels, kernels), (has_tests, tests)) = (channel(), channel(), channel());
     side_by_side(
         &target.join(LOG),
         // Moved in, so that a side that ends drops its ends of the channels and the other does not wait for ever.
-        move || rust(&kernels, &has_tests),
-        move || package(venv, target, compiler, &has_kernels, &tests),
+        move || rust(&has_compiler, &kernels, &has_tests),
+        move || package(venv, target, &compiler, &has_kernels, &tests),
     )?;
     pytest(venv)
 }
@@ -65,14 +64,15 @@ fn step_of(what: &str, mut command: Command) -> Outcome {
 /// The folder of NVRTC, where there is one.
 type Library = Option<PathBuf>;
 
-/// The Rust side. `kernels` says when those of the wheel are compiled, `has_tests` is told when the tests are.
-fn rust(kernels: &Receiver<Library>, has_tests: &Sender<()>) -> Outcome {
+/// The Rust side. It sends what compiles kernels, and `has_tests` when the tests are built; `kernels` says when those of the wheel
+/// are compiled. Where the other side has failed nobody listens and nothing comes: its failure is told in the end.
+fn rust(has_compiler: &Sender<PathBuf>, kernels: &Receiver<Library>, has_tests: &Sender<()>) -> Outcome {
+    let _ = has_compiler.send(step("build what compiles the GPU kernels", cubins::compiler)?);
     step_of("cargo clippy", cargo(["clippy", "--workspace", "--all-targets", "--", "-D", "warnings"]))?;
     docs::check()?;
     step_of("build the tests", cargo(["test", "--workspace", "--no-run"]))?;
     // After the build: one of its rules asks `rapt`.
     step("tidy", tidy::check)?;
-    // Where the other side has failed nobody listens and nothing comes: its failure is told in the end.
     let _ = has_tests.send(());
     let mut test = cargo(["test", "--workspace"]);
     if let Ok(Some(library)) = kernels.recv() {
@@ -87,11 +87,12 @@ fn rust(kernels: &Receiver<Library>, has_tests: &Sender<()>) -> Outcome {
 fn package(
     venv: &Venv,
     target: &Path,
-    compiler: PathBuf,
+    compiler: &Receiver<PathBuf>,
     has_kernels: &Sender<Library>,
     tests: &Receiver<()>,
 ) -> Outcome {
     venv.require(&[BUILD_REQUIREMENTS, NUMPY, TORCH, TEST], None)?;
+    let Ok(compiler) = compiler.recv() else { return Ok(()) };
     let library = cubins::ship(venv, target, Kernels::Core, false, || Ok(compiler))?;
     let _ = has_kernels.send(library.clone());
     install(venv, &venv.pack_wheel(target, false)?)?;
