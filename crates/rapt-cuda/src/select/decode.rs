@@ -5,7 +5,7 @@
 
 use rapt_core::{Kernel, Spec};
 
-use super::{Caps, rules};
+use super::{Caps, tensor_cores};
 use crate::variant::{Algorithm, DECODE_BLOCK_M, KernelVariant};
 
 /// Keys of one chunk: 256 KiB of K and V at head_dim 128, some 8 µs of one multiprocessor's share of an H200's bandwidth.
@@ -40,12 +40,12 @@ pub(super) fn chunks(kernel: Kernel, kv_len: usize) -> (usize, usize) {
 
 /// The variant of decode.cu, with as deep a ring as leaves its place on a multiprocessor.
 pub(super) fn variant(spec: &Spec, caps: &Caps) -> KernelVariant {
-    let tile = KernelVariant::decode_tile(rules::padded_dims(spec));
+    let tile = KernelVariant::decode_tile(tensor_cores::padded_dims(spec));
     let of = |warp_stages| KernelVariant {
         warp_stages,
-        ..rules::tensor_core_variant(spec, caps, Algorithm::Decode, [DECODE_BLOCK_M, tile])
+        ..tensor_cores::tensor_core_variant(spec, caps, Algorithm::Decode, [DECODE_BLOCK_M, tile])
     };
-    let most = if of(1).decode_warps() == 8 { ALONE_SHARED } else { rules::LEAST_SHARED };
+    let most = if of(1).decode_warps() == 8 { ALONE_SHARED } else { tensor_cores::LEAST_SHARED };
     let deep = [4, 3].into_iter().map(of).find(|variant| variant.shared_bytes() <= most.min(caps.shared_bytes));
     // The widest heads leave room for two tiles on the largest devices only.
     deep.unwrap_or_else(|| if of(2).shared_bytes() <= caps.shared_bytes { of(2) } else { of(1) })

@@ -2,7 +2,7 @@
 
 use rapt_core::{Arch, DType, MaskClass, Spec, TensorSpec};
 
-use super::{Caps, rules};
+use super::{Caps, tensor_cores};
 use crate::access::is_wide;
 use crate::launch::Hopper;
 use crate::params::{HopperParams, MaskAccess, Params};
@@ -44,9 +44,9 @@ pub(super) fn variant(spec: &Spec, caps: &Caps) -> Option<KernelVariant> {
     let whole_sectors = spec.head_dim().is_multiple_of(16) && spec.head_dim_v().is_multiple_of(16);
     let many_keys = whole_sectors && spec.kv_len() >= MANY_KEYS;
     // Biases are added in natural units by themselves.
-    let natural = rules::is_natural(spec, MaskClass::None);
+    let natural = tensor_cores::is_natural(spec, MaskClass::None);
     let mask = spec.mask.map(|mask| mask.dtype);
-    let (block_m, tiles) = tiles(rules::padded_dims(spec), mask, natural, many_keys);
+    let (block_m, tiles) = tiles(tensor_cores::padded_dims(spec), mask, natural, many_keys);
     let is_tma = [&spec.q, &spec.k, &spec.v].into_iter().all(|tensor| moved(tensor, 1).is_some());
     let loads = if is_tma { Loads::Tma } else { Loads::ByElement };
     // Two groups leave those that load element by element the registers for it; the bits are the same.
@@ -54,7 +54,7 @@ pub(super) fn variant(spec: &Spec, caps: &Caps) -> Option<KernelVariant> {
     let of = |&block_n: &u32| KernelVariant {
         loads,
         natural,
-        ..rules::tensor_core_variant(spec, caps, Algorithm::Hopper, [block_m, block_n])
+        ..tensor_cores::tensor_core_variant(spec, caps, Algorithm::Hopper, [block_m, block_n])
     };
     tiles.iter().map(of).find(|variant| variant.shared_bytes() <= caps.shared_bytes)
 }

@@ -8,6 +8,7 @@ mod cost;
 mod decode;
 mod hopper;
 mod rules;
+mod tensor_cores;
 
 use rapt_core::{Arch, DType, Device, Error, Kernel, KernelKey, PRounding, Plan, Result, Spec};
 
@@ -144,7 +145,7 @@ fn key(spec: &Spec, arch: Arch, kernel: Kernel) -> KernelKey {
             Kernel::Forward | Kernel::Decode if spec.numerics.storage != DType::F32 => PRounding::Storage,
             _ => PRounding::Accumulation,
         },
-        mask: rules::mask_class(spec),
+        mask: tensor_cores::mask_class(spec),
         kv: spec.kv,
         arch,
     }

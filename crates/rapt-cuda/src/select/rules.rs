@@ -4,12 +4,12 @@
 //! tensor cores (`forward` of compute capability 9.0 by wgmma: hopper.cu, and there float32 with head dims up to 128:
 //! hopper_f32.cu); anything else → `generic`.
 
-use rapt_core::{Arch, DType, MaskClass, Spec};
+use rapt_core::{Arch, DType, Spec};
 
+use super::tensor_cores::{LEAST_SHARED, tensor_core_variant};
 use super::{Caps, decode, hopper};
-use crate::access::moves_by;
 use crate::launch::WhyGeneric;
-use crate::variant::{Algorithm, KernelVariant, Loads};
+use crate::variant::{Algorithm, KernelVariant};
 
 /// Widest head of the tensor-core kernels.
 const MMA_DIM: usize = 256;
@@ -17,29 +17,6 @@ const MMA_DIM: usize = 256;
 const HOPPER_F32_DIM: usize = 128;
 /// Keys per tile of most of mma.cu.
 const BLOCK_N: u32 = 64;
-/// Shared memory that every architecture served has for a block.
-pub(super) const LEAST_SHARED: u32 = 99 * 1024;
-
-pub(super) fn mask_class(spec: &Spec) -> MaskClass {
-    match spec.mask {
-        None => MaskClass::None,
-        Some(mask) if mask.dtype == DType::Bool => MaskClass::Bool,
-        Some(_) => MaskClass::Additive,
-    }
-}
-
-/// Whether scores need their scale before the exponent: something is added to them, or it is no ordinary positive number.
-pub(super) fn is_natural(spec: &Spec, mask: MaskClass) -> bool {
-    let plain = spec.softcap.is_none() && spec.alibi_slopes.is_none() && mask != MaskClass::Additive;
-    !(plain && (1e-30..1e30).contains(&spec.softmax_scale.get()))
-}
-
-/// head_dim and head_dim_v, rounded up to 16.
-pub(super) fn padded_dims(spec: &Spec) -> (u32, u32) {
-    let padded = |dim: usize| (dim.next_multiple_of(16)) as u32;
-    (padded(spec.head_dim()), padded(spec.head_dim_v()))
-}
-
 /// The variant that serves `spec`, and why it is not one of the tensor cores if it is not.
 pub(super) fn variant(spec: &Spec, caps: &Caps) -> (KernelVariant, Option<WhyGeneric>) {
     match on_tensor_cores(spec, caps) {
@@ -68,25 +45,6 @@ fn on_tensor_cores(spec: &Spec, caps: &Caps) -> Result<KernelVariant, WhyGeneric
     let variant = if few { decode::variant(spec, caps) } else { many_queries(spec, caps) };
     let (needed, has) = (variant.shared_bytes(), caps.shared_bytes);
     if needed <= has { Ok(variant) } else { Err(WhyGeneric::SharedMemory { needed, has }) }
-}
-
-/// A variant with tiles of so many queries and keys, loaded 16 bytes at a time where strides and alignment of q, k and v allow it.
-pub(super) fn tensor_core_variant(
-    spec: &Spec,
-    caps: &Caps,
-    algorithm: Algorithm,
-    [block_m, block_n]: [u32; 2],
-) -> KernelVariant {
-    let wide = [&spec.q, &spec.k, &spec.v].into_iter().all(|tensor| moves_by(tensor, 16));
-    KernelVariant {
-        algorithm,
-        natural: is_natural(spec, mask_class(spec)),
-        loads: if wide { Loads::By16Bytes } else { Loads::ByElement },
-        dims: padded_dims(spec),
-        block_m,
-        block_n,
-        ..KernelVariant::generic(caps.arch, spec.numerics.storage, spec.mask.map(|mask| mask.dtype))
-    }
 }
 
 fn many_queries(spec: &Spec, caps: &Caps) -> KernelVariant {
