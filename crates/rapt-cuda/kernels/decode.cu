@@ -11,7 +11,7 @@
 // the bits of a row; which block takes an item is no matter. Blocks take their places while the launch before this one runs,
 // where the architecture can, and read nothing until it has ended. Deliberately absent: more rows than 16 an item.
 
-#include "common/mask.cuh"
+#include "common/scores.cuh"
 #include "common/online_softmax.cuh"
 #include "common/epilogue.cuh"
 

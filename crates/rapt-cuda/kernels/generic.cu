@@ -12,7 +12,7 @@
 // been NaN, and the tile runs once more with masked products left out. Finite sums have the same bits both ways.
 // Deliberately absent: tensor cores, and speed beyond tiling.
 
-#include "common/mask.cuh"
+#include "common/scores.cuh"
 #include "common/epilogue.cuh"
 #include "common/softmax.cuh"
 
@@ -56,7 +56,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention(const __grid_con
     if (tid < rows) {
         Row row(p, task, r0 + tid);
         sh.q_row[tid] = row.offset(p.q_stride);
-        sh.mask_row[tid] = row.offset(p.mask_stride);
+        sh.mask_row[tid] = mask_row(p, row);
     }
     __syncthreads();
 
@@ -120,14 +120,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention(const __grid_con
 #pragma unroll
             for (int a = 0; a < 4; a++) {
                 const int lo = keys_lo(p, i[a]), hi = min(keys_hi(p, i[a]), end);
-                const i64 mask_row = sh.mask_row[min(ty * 4 + a, rows - 1)];
+                const i64 mask_at = sh.mask_row[min(ty * 4 + a, rows - 1)];
                 Acc top = row_max[a];
 #pragma unroll
                 for (int c = 0; c < 4; c++) {
                     const int j = n0 + tx * 4 + c;
                     Acc bias = 0;
                     bool masked = j < lo || j >= hi;
-                    if (MASK != NO_MASK && !masked) masked = is_masked(p, mask_row, j, bias);
+                    if (MASK != NO_MASK && !masked) masked = is_masked(p, mask_at, j, bias);
                     const Acc x = natural_score(p, s[a][c], scale, cap, inverse_cap, slope[a], i[a] + p.diagonal - j) + bias;
                     s[a][c] = masked ? negative_infinity() : x;
                     top = maximum(top, s[a][c]);

@@ -158,7 +158,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(const __grid_
 #if MASK != NO_MASK
         const int reading = VECTOR ? lane - (128 - READERS) : lane;
         const bool reads = reading >= 0 && reading < READERS;
-        MaskReader reader{h.p, sh.mask, h.mask_access != KEY_BY_KEY && MASK_DTYPE != F64, reading};
+        MaskReader reader{h.p, sh.mask, h.mask_access != KEY_BY_KEY, reading};
 #endif
 #pragma unroll 1
         for (int pass = 0; pass < 2; pass++) {

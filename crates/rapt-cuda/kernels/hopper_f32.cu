@@ -20,7 +20,7 @@
 // Source: Ootomo and Yokota, "Recovering single precision accuracy from Tensor Cores", 2022, for two halves and the sum outside.
 // Deliberately absent: splitting of the keys, head dims above 128.
 
-#include "common/mask.cuh"
+#include "common/scores.cuh"
 #include "common/softmax.cuh"
 #include "common/tile.cuh"
 #include "common/epilogue.cuh"

@@ -10,7 +10,7 @@
 // Rows and columns that cp.async cannot move (16-byte alignment, inner stride 1) are loaded element by element into the
 // same tiles: the bits are the same. Deliberately absent: splitting of the keys (decode.cu).
 
-#include "common/mask.cuh"
+#include "common/scores.cuh"
 #include "common/online_softmax.cuh"
 #include "common/epilogue.cuh"
 

@@ -1,45 +1,55 @@
-// What stands between a product q.k and a score: scale, softcap, slopes, biases, masks and positions.
+// A mask tensor: where its elements lie, what a stored one means, and what hides a key. Whoever reads one does it by these functions.
 //
-//   s = softcap(q.k * softmax_scale) - slope*|i + diagonal - j| + bias;  -inf where masked
+//   boolean    a byte for each key                   0 hides the key
+//   additive   a bias for each key, MASK_DTYPE       -inf hides the key; any other bias is a number that its score is added to
 //
-// A mask tensor is read here, and by the MaskReader of hopper/mask_ring.cuh, which loads whole tiles into shared memory; nowhere else.
-// Masked is False of a boolean, and -inf of a bias; any other bias is a number.
+//   is_masked              one key                                                       generic.cu, hopper/careful.cuh
+//   MaskTile               a thread's keys of a tile, which it loads itself              mma.cu, decode.cu, hopper_f32.cu
+//   hopper/mask_ring.cuh   a block's tile in shared memory, loaded by other warps        hopper.cu
+//
+// hopper.cu has a ring because a thread's own loads do not keep up with its products: a tile ahead they gave 478 TFLOP/s with booleans
+// and 291 with bfloat16 biases, where warps that only load gave 505 and 446, before TMA (4096 keys; H200, 2026-11; docs/lab/hopper.md).
+// mma.cu and decode.cu have no such warps, and beside the tiles of hopper_f32.cu there is no room for two of a mask (head_dim 128).
 
 #pragma once
 #include "common/fragment.cuh"
+#include "common/mask_bits.cuh"
 #include "common/math.cuh"
 #include "common/params.cuh"
 
-// Whether key j is masked, and what is added where it is not.
+// Where key 0 of a row lies, and key j of a row that begins at `row`, in elements.
+__device__ inline i64 mask_row(const Params& p, const Row& row) { return row.offset(p.mask_stride); }
+__device__ inline i64 mask_key(const Params& p, i64 row, int j) { return row + j * p.mask_stride[3]; }
+// Whether all rows of a task are one: a padding mask.
+__device__ inline bool is_one_row(const Params& p) {
+    return p.mask_stride[2] == 0 && (p.task_heads == 1 || p.mask_stride[1] == 0);
+}
+
+// Key j of a row: whether it is masked, and what is added to its score where it is not.
 __device__ inline bool is_masked(const Params& p, i64 row, int j, Acc& bias) {
     bias = 0;
 #if MASK == BOOL_MASK
-    return ((const u8*)p.mask)[row + j * p.mask_stride[3]] == 0;
+    return ((const u8*)p.mask)[mask_key(p, row, j)] == 0;
 #elif MASK == ADDITIVE_MASK
-    bias = load_as(p.mask, MASK_DTYPE, row + j * p.mask_stride[3]);
+    bias = load_as(p.mask, MASK_DTYPE, mask_key(p, row, j));
     return bias == negative_infinity();
 #else
     return false;
 #endif
 }
 
-// The end of a row: what its sums are multiplied with, and its lse.
-
-// A product q.k in natural units: scale, softcap, and the slope of a key `distance` away.
-__device__ inline Acc natural_score(
-    const Params& p, Acc x, Acc scale, Acc cap, Acc inverse_cap, Acc slope, int distance
-) {
-    x *= scale;
-    if (p.softcap != 0) x = cap * hyperbolic_tangent(x * inverse_cap);
-    if (p.alibi != nullptr) x -= slope * (Acc)abs(distance);
-    return x;
+// Bias e of a pair of 16 bits each.
+__device__ inline float bias_of_pair(u32 pair, int e) {
+    const u16 stored = pair >> e * 16;
+    return MASK_DTYPE == F16 ? f16_to_float(stored) : bf16_to_float(stored);
 }
 
 #if STORAGE != F64
-// What the mask says of a thread's pairs of keys in a tile.
+// What the mask says of a thread's keys of a tile, loaded by that thread: booleans before the product that they mask, as a bit for each
+// key; biases where they are added, two at a time where rows allow (mask_pairs).
 template <int MT, int NT>
 struct MaskTile {
-    u32 hidden[MT][2];  // bool: two bits for each pair
+    u32 hidden[MT][2];  // booleans: a bit for each key in the order of `key_bit`, 1 where it is masked
 
     // Before the product that is masked: the loads are under way while it runs.
     __device__ void fetch(const Params& p, const Queries& queries, int n0) {
@@ -49,10 +59,10 @@ struct MaskTile {
         for (int mt = 0; mt < MT; mt++)
 #pragma unroll
             for (int h = 0; h < 2; h++) {
-                const i64 mask_row = queries.row(mt, h).offset(p.mask_stride);
+                const i64 row = mask_row(p, queries.row(mt, h));
                 u32 bits = 0;
                 if (p.mask_pairs) {
-                    const u16* at = (const u16*)((const u8*)p.mask + mask_row + j0);
+                    const u16* at = (const u16*)((const u8*)p.mask + row + j0);
 #pragma unroll
                     for (int nt = 0; nt < NT; nt++) {
                         const int left = p.kv_len - j0 - nt * 8;
@@ -64,7 +74,7 @@ struct MaskTile {
                     for (int e = 0; e < NT * 2; e++) {
                         const int j = j0 + e / 2 * 8 + e % 2;
                         float bias;
-                        if (j < p.kv_len && is_masked(p, mask_row, j, bias)) bits |= 1u << e;
+                        if (j < p.kv_len && is_masked(p, row, j, bias)) bits |= 1u << e;
                     }
                 }
                 hidden[mt][h] = bits;
@@ -86,56 +96,15 @@ struct MaskTile {
             bias[0] = pair.x, bias[1] = pair.y;
 #else
             const u32 pair = *(const u32*)((const u16*)p.mask + row + j);
-            bias[0] = MASK_DTYPE == F16 ? f16_to_float(pair) : bf16_to_float(pair);
-            bias[1] = MASK_DTYPE == F16 ? f16_to_float(pair >> 16) : bf16_to_float(pair >> 16);
+            bias[0] = bias_of_pair(pair, 0), bias[1] = bias_of_pair(pair, 1);
 #endif
         } else {
             for (int e = 0; e < 2; e++) {
-                if (j + e < p.kv_len) bias[e] = load_as(p.mask, MASK_DTYPE, row + (j + e) * p.mask_stride[3]);
+                if (j + e < p.kv_len) bias[e] = load_as(p.mask, MASK_DTYPE, mask_key(p, row, j + e));
             }
         }
         masked[0] |= bias[0] == negative_infinity(), masked[1] |= bias[1] == negative_infinity();
 #endif
     }
 };
-
-// Scale, softcap, slopes, biases and masks, for keys n0.. of which those below `end` count.
-template <int MT, int NT>
-__device__ inline void apply_scores(
-    Accumulator<NT> (&s)[MT], const Params& p, const Queries& queries, const MaskTile<MT, NT>& mask, int n0, int end,
-    bool positions
-) {
-    const float scale = (float)p.scale, cap = (float)p.softcap;
-    const float inverse_cap = (float)p.inverse_softcap;
-#pragma unroll
-    for (int mt = 0; mt < MT; mt++)
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-            const Row row = queries.row(mt, h);
-            const i64 mask_row = MASK == ADDITIVE_MASK ? row.offset(p.mask_stride) : 0;
-            const float slope =
-                NATURAL && p.alibi != nullptr ? load_as(p.alibi, p.alibi_dtype, row.head * p.alibi_stride) : 0.f;
-            const int i = row.i;
-            // Counted from the thread's first key, so that what an element is compared with is a constant.
-            const int first = n0 + lane_column(threadIdx.x);
-            const int lo = positions ? keys_lo(p, i) - first : 0;
-            const int hi = positions ? min(keys_hi(p, i), end) - first : NT * 8;
-#pragma unroll
-            for (int nt = 0; nt < NT; nt++) {
-                const int j0 = first + nt * 8;
-                bool masked[2] = {nt * 8 < lo || nt * 8 >= hi, nt * 8 + 1 < lo || nt * 8 + 1 >= hi};
-                float bias[2];
-                mask.read(p, mask_row, mt, h, nt, j0, masked, bias);
-#pragma unroll
-                for (int e = 0; e < 2; e++) {
-                    float& x = s[mt][nt][h * 2 + e];
-                    if (NATURAL) {
-                        x = natural_score(p, x, scale, cap, inverse_cap, slope, i + p.diagonal - j0 - e);
-                        if (MASK == ADDITIVE_MASK) x += bias[e];
-                    }
-                    if (masked[e]) x = negative_infinity();
-                }
-            }
-        }
-}
 #endif

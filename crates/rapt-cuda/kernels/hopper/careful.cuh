@@ -32,7 +32,7 @@ __device__ inline void Consumer::isolate_values(const Work& work, int n0) {
                 const Row row = queries.row(0, r);
                 float bias;
                 const bool seen = n0 + j >= keys_lo(p, row.i) && n0 + j < keys_hi(p, row.i);
-                if (seen && !is_masked(p, row.offset(p.mask_stride), n0 + j, bias)) kinds_of_row[r] |= kind;
+                if (seen && !is_masked(p, mask_row(p, row), n0 + j, bias)) kinds_of_row[r] |= kind;
             }
         }
 #pragma unroll

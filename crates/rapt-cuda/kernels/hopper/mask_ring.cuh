@@ -1,8 +1,8 @@
 // A mask tensor between memory and the scores of hopper.cu: warps of the producer group read it tile by tile, publish of each tile
 // whether it hides everything or changes nothing, and leave it in a ring in shared memory as the consumer threads read it.
 //
-//   boolean   a bit for each key (mask_bits.cuh)
-//   additive  biases in their dtype (float64 as float), in boxes of 128, 64 or 32 bytes of each row, swizzled as TMA does it
+//   boolean   a bit for each key (common/mask_bits.cuh)
+//   additive  biases in their dtype, in boxes of 128, 64 or 32 bytes of each row, swizzled as TMA does it
 //             (`bias_unit`): 8 rows fall into distinct banks
 //
 //   MaskReader   for each tile: wait for its slot; issue its load, MASK_AHEAD tiles ahead; scan what came; publish its kind
@@ -11,11 +11,11 @@
 // What TMA can read comes by it (COPIED): one thread issues all tiles, the others scan them. What else can be read 16 bytes at a time
 // comes by cp.async; the rest key by key. Where all rows are one (a padding mask), that one is read. Rows and keys outside the tensor
 // change nothing, or count as hidden.
-// Deliberately absent: positions (causal, window), which the consumers compare themselves, and reads of single keys (mask.cuh).
+// What an element means is in common/mask.cuh, which also says why hopper.cu does not load masks as the other kernels do.
+// Deliberately absent: positions (causal, window), which the consumers compare themselves.
 
 #pragma once
 #include "common/mask.cuh"
-#include "hopper/mask_bits.cuh"
 #include "hopper/tma.cuh"
 
 // What a tile of the mask does to scores.
@@ -61,11 +61,6 @@ __device__ inline u32 load_if(const u32& from, bool is) {
 __device__ inline int mask_stage_of(u32 n) { return n % MASK_STAGES; }
 __device__ inline u32 mask_phase_of(u32 n) { return n / MASK_STAGES & 1; }
 
-// Whether every row that a block reads is the same.
-__device__ inline bool is_one_row(const Params& p) {
-    return p.mask_stride[2] == 0 && (p.task_heads == 1 || p.mask_stride[1] == 0);
-}
-
 // The producer's side: READERS threads of three warps, `thread` of them here. No warp waits for another. With TMA the first thread
 // issues all tiles, and the last two warps scan them.
 constexpr int READERS = 96, SCANNERS = 64;
@@ -87,7 +82,7 @@ struct MaskReader {
     __device__ static int place(int r, int u) { return IS_BOOL ? r * ROW_UNITS + u : bias_unit<BOX_UNITS, BLOCK_M>(r, u); }
     // The first byte of row r of a task, which may lie beyond its last.
     __device__ const u8* row_of_mask(const Task& task, int r) const {
-        return (const u8*)p.mask + Row(p, task, min(r, p.rows - 1)).offset(p.mask_stride) * KEY_BYTES;
+        return (const u8*)p.mask + mask_row(p, Row(p, task, min(r, p.rows - 1))) * KEY_BYTES;
     }
 
     // Issues the loads of a tile to its slot `to`.
@@ -116,10 +111,9 @@ struct MaskReader {
     // Loads a tile key by key.
     __device__ void gather(uint4* to, const Task& task, int r0, int n0) const {
         const int u = column(), end = rows(), j = n0 + u * UNIT_KEYS;
-        const i64 step = p.mask_stride[3];
 #pragma unroll 1
         for (int r = first_row(); r < end; r += STEP) {
-            const i64 row = Row(p, task, min(r0 + r, p.rows - 1)).offset(p.mask_stride);
+            const i64 row = mask_row(p, Row(p, task, min(r0 + r, p.rows - 1)));
 #pragma unroll 1
             for (int word = 0; word < 4; word++) {
                 u32 keys = 0;
@@ -127,11 +121,8 @@ struct MaskReader {
                 for (int i = 0; i < 4 / KEY_BYTES; i++) {
                     const int key = j + word * (4 / KEY_BYTES) + i;
                     if (r0 + r >= p.rows || key >= p.kv_len) continue;
-                    const i64 at = row + key * step;
-                    u32 x;
-                    if (KEY_BYTES == 1) x = ((const u8*)p.mask)[at];
-                    else if (KEY_BYTES == 2) x = ((const u16*)p.mask)[at];
-                    else x = __float_as_uint(load_as(p.mask, MASK_DTYPE, at));
+                    const i64 at = mask_key(p, row, key);
+                    const u32 x = KEY_BYTES == 1 ? ((const u8*)p.mask)[at] : KEY_BYTES == 2 ? ((const u16*)p.mask)[at] : ((const u32*)p.mask)[at];
                     keys |= x << i * KEY_BYTES * 8;
                 }
                 ((u32*)&to[place(r, u)])[word] = keys;
@@ -355,9 +346,7 @@ struct MaskRows {
 
     __device__ float bias(int h, int nt, int e) const {
         if (BIAS_BYTES == 4) return __uint_as_float(word[h][nt * 2 + e]);
-        const u32 pair = word[h][nt];
-        if (MASK_DTYPE == F16) return f16_to_float(pair >> e * 16);
-        return __uint_as_float(e == 0 ? pair << 16 : pair & 0xffff0000u);
+        return bias_of_pair(word[h][nt], e);
     }
 
     // A score with the mask in it: s * factor + bias; or s, -inf where it is masked.

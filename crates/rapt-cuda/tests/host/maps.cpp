@@ -4,8 +4,8 @@
 #include <cstdio>
 #include <cstring>
 
+#include "common/mask_bits.cuh"
 #include "common/tile.cuh"
-#include "hopper/mask_bits.cuh"
 
 namespace {
 

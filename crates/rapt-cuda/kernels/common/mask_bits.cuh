@@ -1,6 +1,6 @@
-// A row of a boolean mask as the threads that multiply read it: 4 words, one for each lane of a quad, a bit for each of the lane's
-// keys (`key_bit`), 1 where it is seen. Words hold 32 keys: tiles 0 to 7 in the low half, 8 to 15 in the high one.
-// tests/fragments.rs compiles this file for the host.
+// Rows of booleans as bits: 4 words, one for each lane of a quad, with a bit for each of the lane's keys (`key_bit`), 1 where it is
+// seen. A word holds a lane's 32 keys of 128: tiles 0 to 7 in the low half, 8 to 15 in the high one.
+// tests/fragments.rs compiles this file for the host. Deliberately absent: what hides a key (mask.cuh).
 
 #pragma once
 #include "common/fragment.cuh"
