@@ -12,8 +12,8 @@
 // been NaN, and the tile runs once more with masked products left out. Finite sums have the same bits both ways.
 // Deliberately absent: tensor cores, and speed beyond tiling.
 
-#include "common/scores.cuh"
 #include "common/epilogue.cuh"
+#include "common/scores.cuh"
 #include "common/softmax.cuh"
 
 constexpr int BM = 64, BN = 64, THREADS = 256;
@@ -33,187 +33,258 @@ struct Shared {
 };
 static_assert(sizeof(Shared) == SHARED_BYTES, "the host and generic.cu disagree on shared memory");
 
-extern "C" __global__ void __launch_bounds__(THREADS) attention(const __grid_constant__ Params p) {
-    extern __shared__ __align__(16) u8 memory[];
-    Shared& sh = *(Shared*)memory;
-    const int tid = threadIdx.x, tx = tid % 16, ty = tid / 16;
-    u32 block = blockIdx.x;
-    const int dv_block = block % p.dv_blocks;
-    block /= p.dv_blocks;
-    const u32 after = divide(block, p.by_num_splits);
-    const int split = block - after * p.num_splits;
-    block = after;
-    // Late rows see the most keys under a causal mask: they go first.
-    const int task_index = divide(block, p.by_row_blocks);
-    const int r0 = (p.row_blocks - 1 - (int)(block - task_index * p.row_blocks)) * BM;
-    const Task task(p, task_index);
-    const int rows = min(BM, p.rows - r0);
-    const int column0 = dv_block * DVC;
+// Which rows, keys and columns of values a block computes.
+struct Block {
+    int task_index;
+    Task task;
+    int r0, rows, split, dv_block, column0;
+    int first, end;  // keys: the first of its first tile, and the one behind its last
+    __device__ explicit Block(const Params& p) : Block(p, blockIdx.x / p.dv_blocks) {}
 
-    const Elem* q = (const Elem*)p.q;
-    const Elem* k = (const Elem*)p.k + task.batch * p.k_stride[0] + kv_head(p, task) * p.k_stride[1];
-    const Elem* v = (const Elem*)p.v + task.batch * p.v_stride[0] + kv_head(p, task) * p.v_stride[1];
-    if (tid < rows) {
-        Row row(p, task, r0 + tid);
-        sh.q_row[tid] = row.offset(p.q_stride);
-        sh.mask_row[tid] = mask_row(p, row);
+  private:
+    __device__ Block(const Params& p, u32 chunk) : Block(p, chunk, divide(chunk, p.by_num_splits)) {}
+    __device__ Block(const Params& p, u32 chunk, u32 run)
+        : task_index(divide(run, p.by_row_blocks)),
+          task(p, task_index),
+          // Late rows see the most keys under a causal mask: they go first.
+          r0((p.row_blocks - 1 - (int)(run - task_index * p.row_blocks)) * BM),
+          rows(min(BM, p.rows - r0)),
+          split(chunk - run * p.num_splits),
+          dv_block(blockIdx.x % p.dv_blocks),
+          column0(dv_block * DVC) {
+        const Seen seen(p, task, r0, r0 + rows);
+        first = max(seen.lo, split * p.chunk) / BN * BN;
+        end = min(seen.hi, p.chunk == 0 ? p.kv_len : min(p.kv_len, (split + 1) * p.chunk));
     }
-    __syncthreads();
+};
 
-    const Seen seen(p, task, r0, r0 + rows);
-    const int first = max(seen.lo, split * p.chunk) / BN * BN;
-    const int end = min(seen.hi, p.chunk == 0 ? p.kv_len : min(p.kv_len, (split + 1) * p.chunk));
+// A thread's column of keys or values, the first of four; its others of values are 64 further on.
+__device__ inline int thread_column() { return threadIdx.x % 16 * 4; }
+__device__ inline int thread_row() { return threadIdx.x / 16 * 4; }
+__device__ inline int value_column(int c) { return thread_column() + c % 4 + c / 4 * 64; }
+
+// A thread's four rows: their queries and slopes.
+struct OwnRows {
     int i[4];
     Acc slope[4];
-    for (int a = 0; a < 4; a++) {
-        Row row(p, task, r0 + min(ty * 4 + a, rows - 1));
-        i[a] = row.i;
-        slope[a] = p.alibi == nullptr ? (Acc)0 : load_as(p.alibi, p.alibi_dtype, row.head * p.alibi_stride);
+    __device__ OwnRows(const Params& p, const Block& block) {
+        for (int a = 0; a < 4; a++) {
+            const Row row(p, block.task, block.r0 + min(thread_row() + a, block.rows - 1));
+            i[a] = row.i;
+            slope[a] = p.alibi == nullptr ? (Acc)0 : load_as(p.alibi, p.alibi_dtype, row.head * p.alibi_stride);
+        }
     }
-    const Acc scale = (Acc)p.scale, cap = (Acc)p.softcap, inverse_cap = (Acc)p.inverse_softcap;
+};
 
+// Their sums so far; row_sum is the thread's own share.
+struct Sums {
     Acc acc_o[4][COLS], row_max[4], row_sum[4];
-    for (int careful = 0; careful < 2; careful++) {
+
+    __device__ void clear() {
 #pragma unroll
         for (int a = 0; a < 4; a++) {
             row_max[a] = negative_infinity(), row_sum[a] = 0;
 #pragma unroll
             for (int c = 0; c < COLS; c++) acc_o[a][c] = 0;
         }
-        for (int n0 = first; n0 < end; n0 += BN) {
-            Acc s[4][4] = {};
-            // Sums of 16 products, and of these: at head_dim 64 a running one is off by 2.4 times as much, sums of 32 by 1.6 (root
-            // mean square of 40 problems of N(0, 1), float32 by numpy, 2026-11).
-            for (int d0 = 0; d0 < p.head_dim; d0 += BK) {
-                __syncthreads();
-                for (int at = tid; at < BM * BK; at += THREADS) {
-                    int d = at % BK, r = at / BK;
-                    bool inside = d0 + d < p.head_dim;
-                    sh.q[d][r] = inside && r < rows ? widen(q[sh.q_row[r] + (d0 + d) * p.q_stride[3]]) : (Acc)0;
-                }
-                for (int at = tid; at < BN * BK; at += THREADS) {
-                    int d = at % BK, j = at / BK;
-                    bool inside = d0 + d < p.head_dim && n0 + j < p.kv_len;
-                    sh.k[d][j] =
-                        inside ? widen(k[(n0 + j) * p.k_stride[2] + (d0 + d) * p.k_stride[3]]) : (Acc)0;
-                }
-                __syncthreads();
-#pragma unroll
-                for (int d1 = 0; d1 < BK; d1 += 16) {
-                    Acc part[4][4] = {};
-#pragma unroll 8
-                    for (int d = d1; d < d1 + 16; d++) {
-                        Acc a[4], b[4];
-#pragma unroll
-                        for (int c = 0; c < 4; c++) a[c] = sh.q[d][ty * 4 + c], b[c] = sh.k[d][tx * 4 + c];
-#pragma unroll
-                        for (int r = 0; r < 4; r++)
-#pragma unroll
-                            for (int c = 0; c < 4; c++) part[r][c] += a[r] * b[c];
-                    }
-#pragma unroll
-                    for (int r = 0; r < 4; r++)
-#pragma unroll
-                        for (int c = 0; c < 4; c++) s[r][c] += part[r][c];
-                }
-            }
-#pragma unroll
-            for (int a = 0; a < 4; a++) {
-                const int lo = keys_lo(p, i[a]), hi = min(keys_hi(p, i[a]), end);
-                const i64 mask_at = sh.mask_row[min(ty * 4 + a, rows - 1)];
-                Acc top = row_max[a];
-#pragma unroll
-                for (int c = 0; c < 4; c++) {
-                    const int j = n0 + tx * 4 + c;
-                    Acc bias = 0;
-                    bool masked = j < lo || j >= hi;
-                    if (MASK != NO_MASK && !masked) masked = is_masked(p, mask_at, j, bias);
-                    const Acc x = natural_score(p, s[a][c], scale, cap, inverse_cap, slope[a], i[a] + p.diagonal - j) + bias;
-                    s[a][c] = masked ? negative_infinity() : x;
-                    top = maximum(top, s[a][c]);
-                }
-                top = max_of_lanes<16>(top);
-                const Acc factor = top == row_max[a] ? (Acc)1 : exponential(row_max[a] - top);
-                row_max[a] = top;
-                row_sum[a] *= factor;
-#pragma unroll
-                for (int c = 0; c < COLS; c++) acc_o[a][c] = careful ? weighed(factor, acc_o[a][c]) : product(factor, acc_o[a][c]);
-#pragma unroll
-                for (int c = 0; c < 4; c++) {
-                    const Acc weight = s[a][c] == negative_infinity() ? -(Acc)0 : exponential(s[a][c] - top);
-                    row_sum[a] += weight;
-                    sh.p[tx * 4 + c][ty * 4 + a] = weight;
-                }
-            }
-            for (int j0 = 0; j0 < BN && n0 + j0 < end; j0 += VK) {
-                __syncthreads();
-                for (int at = tid; at < VK * DVC; at += THREADS) {
-                    int c = at % DVC, j = at / DVC;
-                    bool inside = n0 + j0 + j < p.kv_len && column0 + c < p.head_dim_v;
-                    sh.v[j][c] =
-                        inside ? widen(v[(n0 + j0 + j) * p.v_stride[2] + (column0 + c) * p.v_stride[3]]) : (Acc)0;
-                }
-                __syncthreads();
-                Acc part[4][COLS] = {};
-#pragma unroll 4
-                for (int j = 0; j < VK; j++) {
-                    Acc w[4], x[COLS];
-#pragma unroll
-                    for (int a = 0; a < 4; a++) w[a] = sh.p[j0 + j][ty * 4 + a];
-#pragma unroll
-                    for (int c = 0; c < COLS; c++) x[c] = sh.v[j][tx * 4 + c % 4 + c / 4 * 64];
-                    if (!careful) {
-#pragma unroll
-                        for (int a = 0; a < 4; a++)
-#pragma unroll
-                            for (int c = 0; c < COLS; c++) part[a][c] = fused(w[a], x[c], part[a][c]);
-                    } else {
-#pragma unroll
-                        for (int a = 0; a < 4; a++)
-#pragma unroll
-                            for (int c = 0; c < COLS; c++)
-                                if (!signbit(w[a]))
-                                    part[a][c] = outweighs(w[a], x[c]) ? part[a][c] + x[c] : fused(w[a], x[c], part[a][c]);
-                    }
-                }
-#pragma unroll
-                for (int a = 0; a < 4; a++)
-#pragma unroll
-                    for (int c = 0; c < COLS; c++) acc_o[a][c] += part[a][c];
-            }
-        }
-        bool suspicious = false;
+    }
+    __device__ bool has_non_finite() const {
+        bool any = false;
 #pragma unroll
         for (int a = 0; a < 4; a++)
 #pragma unroll
-            for (int c = 0; c < COLS; c++) suspicious |= !is_finite(acc_o[a][c]);
-        if (!__syncthreads_or(suspicious)) break;
+            for (int c = 0; c < COLS; c++) any |= !is_finite(acc_o[a][c]);
+        return any;
     }
+};
 
+// Columns d0.. of the queries and of keys n0.. to shared memory, zero outside.
+__device__ inline void load_queries_and_keys(const Params& p, Shared& sh, const Block& block, int n0, int d0) {
+    const Elem* q = (const Elem*)p.q;
+    const Elem* k = (const Elem*)p.k + block.task.batch * p.k_stride[0] + kv_head(p, block.task) * p.k_stride[1];
+    for (int at = threadIdx.x; at < BM * BK; at += THREADS) {
+        const int d = at % BK, r = at / BK;
+        const bool inside = d0 + d < p.head_dim && r < block.rows;
+        sh.q[d][r] = inside ? widen(q[sh.q_row[r] + (d0 + d) * p.q_stride[3]]) : (Acc)0;
+    }
+    for (int at = threadIdx.x; at < BN * BK; at += THREADS) {
+        const int d = at % BK, j = at / BK;
+        const bool inside = d0 + d < p.head_dim && n0 + j < p.kv_len;
+        sh.k[d][j] = inside ? widen(k[(n0 + j) * p.k_stride[2] + (d0 + d) * p.k_stride[3]]) : (Acc)0;
+    }
+}
+
+// s += q.k of keys n0... Sums of 16 products, and of these: at head_dim 64 a running one is off by 2.4 times as much, sums of 32 by
+// 1.6 (root mean square of 40 problems of N(0, 1), float32 by numpy, 2026-11).
+__device__ inline void multiply_keys(Acc (&s)[4][4], const Params& p, Shared& sh, const Block& block, int n0) {
+    for (int d0 = 0; d0 < p.head_dim; d0 += BK) {
+        __syncthreads();
+        load_queries_and_keys(p, sh, block, n0, d0);
+        __syncthreads();
+#pragma unroll
+        for (int d1 = 0; d1 < BK; d1 += 16) {
+            Acc part[4][4] = {};
+#pragma unroll 8
+            for (int d = d1; d < d1 + 16; d++) {
+                Acc a[4], b[4];
+#pragma unroll
+                for (int c = 0; c < 4; c++) a[c] = sh.q[d][thread_row() + c], b[c] = sh.k[d][thread_column() + c];
+#pragma unroll
+                for (int r = 0; r < 4; r++)
+#pragma unroll
+                    for (int c = 0; c < 4; c++) part[r][c] += a[r] * b[c];
+            }
+#pragma unroll
+            for (int r = 0; r < 4; r++)
+#pragma unroll
+                for (int c = 0; c < 4; c++) s[r][c] += part[r][c];
+        }
+    }
+}
+
+// Products of row a and keys n0.. become scores; the answer is the greatest of them and row_max.
+__device__ inline Acc apply_scores(
+    Acc (&s)[4], const Params& p, const Shared& sh, const Block& block, const OwnRows& own, int a, int n0, Acc row_max
+) {
+    const Acc scale = (Acc)p.scale, cap = (Acc)p.softcap, inverse_cap = (Acc)p.inverse_softcap;
+    const int lo = keys_lo(p, own.i[a]), hi = min(keys_hi(p, own.i[a]), block.end);
+    const i64 mask_at = sh.mask_row[min(thread_row() + a, block.rows - 1)];
+    Acc top = row_max;
+#pragma unroll
+    for (int c = 0; c < 4; c++) {
+        const int j = n0 + thread_column() + c;
+        Acc bias = 0;
+        bool masked = j < lo || j >= hi;
+        if (MASK != NO_MASK && !masked) masked = is_masked(p, mask_at, j, bias);
+        const Acc x = natural_score(p, s[c], scale, cap, inverse_cap, own.slope[a], own.i[a] + p.diagonal - j) + bias;
+        s[c] = masked ? negative_infinity() : x;
+        top = maximum(top, s[c]);
+    }
+    return max_of_lanes<16>(top);
+}
+
+// Products with keys n0.. become weights, in shared memory; row_max, row_sum and acc_o follow. Exponentials are those of e,
+// exact to the last places, where common/softmax.cuh has ex2.approx: float64 has no such instruction, and p is not rounded here.
+// A masked weight is -0.
+__device__ inline void add_keys(
+    Sums& sums, Acc (&s)[4][4], const Params& p, Shared& sh, const Block& block, const OwnRows& own, int n0, bool careful
+) {
 #pragma unroll
     for (int a = 0; a < 4; a++) {
-        row_sum[a] = sum_of_lanes<16>(row_sum[a]);
-        const int r = ty * 4 + a;
-        if (r >= rows) continue;
-        Row row(p, task, r0 + r);
+        const Acc top = apply_scores(s[a], p, sh, block, own, a, n0, sums.row_max[a]);
+        const Acc factor = top == sums.row_max[a] ? (Acc)1 : exponential(sums.row_max[a] - top);
+        sums.row_max[a] = top;
+        sums.row_sum[a] *= factor;
+#pragma unroll
+        for (int c = 0; c < COLS; c++) {
+            Acc& sum = sums.acc_o[a][c];
+            sum = careful ? weighed(factor, sum) : product(factor, sum);
+        }
+#pragma unroll
+        for (int c = 0; c < 4; c++) {
+            const Acc weight = s[a][c] == negative_infinity() ? -(Acc)0 : exponential(s[a][c] - top);
+            sums.row_sum[a] += weight;
+            sh.p[thread_column() + c][thread_row() + a] = weight;
+        }
+    }
+}
+
+// Columns of values j0.. to shared memory, zero outside.
+__device__ inline void load_values(const Params& p, Shared& sh, const Block& block, int j0) {
+    const Elem* v = (const Elem*)p.v + block.task.batch * p.v_stride[0] + kv_head(p, block.task) * p.v_stride[1];
+    for (int at = threadIdx.x; at < VK * DVC; at += THREADS) {
+        const int c = at % DVC, j = at / DVC;
+        const bool inside = j0 + j < p.kv_len && block.column0 + c < p.head_dim_v;
+        sh.v[j][c] = inside ? widen(v[(j0 + j) * p.v_stride[2] + (block.column0 + c) * p.v_stride[3]]) : (Acc)0;
+    }
+}
+
+// acc_o += p.v of keys n0... If `careful`, masked products are left out, and an attended infinity stays one under a weight of 0.
+__device__ inline void add_values(Sums& sums, const Params& p, Shared& sh, const Block& block, int n0, bool careful) {
+    for (int j0 = 0; j0 < BN && n0 + j0 < block.end; j0 += VK) {
+        __syncthreads();
+        load_values(p, sh, block, n0 + j0);
+        __syncthreads();
+        Acc part[4][COLS] = {};
+#pragma unroll 4
+        for (int j = 0; j < VK; j++) {
+            Acc w[4], x[COLS];
+#pragma unroll
+            for (int a = 0; a < 4; a++) w[a] = sh.p[j0 + j][thread_row() + a];
+#pragma unroll
+            for (int c = 0; c < COLS; c++) x[c] = sh.v[j][value_column(c)];
+            if (!careful) {
+#pragma unroll
+                for (int a = 0; a < 4; a++)
+#pragma unroll
+                    for (int c = 0; c < COLS; c++) part[a][c] = fused(w[a], x[c], part[a][c]);
+            } else {
+#pragma unroll
+                for (int a = 0; a < 4; a++)
+#pragma unroll
+                    for (int c = 0; c < COLS; c++)
+                        if (!signbit(w[a])) part[a][c] = outweighs(w[a], x[c]) ? part[a][c] + x[c] : fused(w[a], x[c], part[a][c]);
+            }
+        }
+#pragma unroll
+        for (int a = 0; a < 4; a++)
+#pragma unroll
+            for (int c = 0; c < COLS; c++) sums.acc_o[a][c] += part[a][c];
+    }
+}
+
+// Rows of out and lse; or, where keys are split, sums for combine.cu.
+__device__ inline void store(const Params& p, const Block& block, Sums& sums) {
+    const bool is_first = block.dv_block == 0 && threadIdx.x % 16 == 0;
+#pragma unroll
+    for (int a = 0; a < 4; a++) {
+        const Acc row_max = sums.row_max[a], row_sum = sum_of_lanes<16>(sums.row_sum[a]);
+        const int r = thread_row() + a;
+        if (r >= block.rows) continue;
+        const Row row(p, block.task, block.r0 + r);
         if (p.num_splits > 1) {
-            Acc* to = partial(p, task_index, r0 + r, split);
+            Acc* to = partial(p, block.task_index, block.r0 + r, block.split);
 #pragma unroll
             for (int c = 0; c < COLS; c++) {
-                const int column = column0 + tx * 4 + c % 4 + c / 4 * 64;
-                if (column < p.head_dim_v) to[column] = acc_o[a][c];
+                const int column = block.column0 + value_column(c);
+                if (column < p.head_dim_v) to[column] = sums.acc_o[a][c];
             }
-            if (dv_block == 0 && tx == 0) to[p.head_dim_v] = row_max[a], to[p.head_dim_v + 1] = row_sum[a];
+            if (is_first) to[p.head_dim_v] = row_max, to[p.head_dim_v + 1] = row_sum;
             continue;
         }
-        const RowEnd row_end(p, row, row_max[a], row_sum[a]);
+        const RowEnd row_end(p, row, row_max, row_sum);
         const i64 out_row = row.offset(p.out_stride);
 #pragma unroll
         for (int c = 0; c < COLS; c++) {
-            const int column = column0 + tx * 4 + c % 4 + c / 4 * 64;
-            const Acc x = row_sum[a] == 0 ? (Acc)0 : acc_o[a][c] * row_end.factor;
+            const int column = block.column0 + value_column(c);
+            const Acc x = row_sum == 0 ? (Acc)0 : sums.acc_o[a][c] * row_end.factor;
             if (column < p.head_dim_v) store_as(p.out, p.out_dtype, out_row + column * p.out_stride[3], x);
         }
-        if (dv_block == 0 && tx == 0) store_lse(p, row, row_end);
+        if (is_first) store_lse(p, row, row_end);
     }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) attention(const __grid_constant__ Params p) {
+    extern __shared__ __align__(16) u8 memory[];
+    Shared& sh = *(Shared*)memory;
+    const Block block(p);
+    if ((int)threadIdx.x < block.rows) {
+        const Row row(p, block.task, block.r0 + threadIdx.x);
+        sh.q_row[threadIdx.x] = row.offset(p.q_stride);
+        sh.mask_row[threadIdx.x] = mask_row(p, row);
+    }
+    __syncthreads();
+    const OwnRows own(p, block);
+    Sums sums;
+    for (int careful = 0; careful < 2; careful++) {
+        sums.clear();
+        for (int n0 = block.first; n0 < block.end; n0 += BN) {
+            Acc s[4][4] = {};
+            multiply_keys(s, p, sh, block, n0);
+            add_keys(sums, s, p, sh, block, own, n0, careful);
+            add_values(sums, p, sh, block, n0, careful);
+        }
+        if (!__syncthreads_or(sums.has_non_finite())) break;
+    }
+    store(p, block, sums);
 }

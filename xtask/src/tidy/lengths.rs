@@ -65,6 +65,11 @@ fn function<'l>(file: &Source, line: &'l str) -> Option<&'l str> {
     }
     // A definition of C++: a type, a name, a parenthesis, and no semicolon.
     if file.is("cu") || file.is("cuh") {
+        // A kernel: its name stands behind its launch bounds.
+        if let Some((_, kernel)) = text.split_once("__launch_bounds__(").and_then(|(_, bounds)| bounds.split_once(") "))
+        {
+            return Some(leading_word(kernel));
+        }
         let (before, _) = text.split_once('(')?;
         let name = before.rsplit([' ', '*', '&']).next()?;
         let is_definition = before.contains(' ')
@@ -121,6 +126,7 @@ mod tests {
         for (path, head, line, end) in [
             ("a.rs", "pub(crate) const unsafe fn f(\n    a: u8,\n) -> u8\nwhere\n    u8: Copy,\n{\n", "g();", "}\n"),
             ("a.cu", "__device__ static void f(int a,\n    int b) {\n", "g();", "}\n"),
+            ("a.cu", "extern \"C\" __global__ void __launch_bounds__(32, 1) f(int a) {\n", "g();", "}\n"),
             ("a.py", "def f(\n    a,\n):\n", "g()", "\nx = 1\n"),
         ] {
             let function = |n| format!("{head}{}{end}", body(n, line));
