@@ -89,7 +89,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) combine(const __grid_const
         if (!is_real) l = 1, m = 0;
         const RowEnd row_end(p, row, m, l);
         if (is_real && inside) {
-            if (column < p.head_dim_v) store_as(p.out, p.out_dtype, to, l == 0 ? (Acc)0 : sum * row_end.factor);
+            if (column < p.head_dim_v) store_as(p.out, p.out_dtype, to, row_end.normalise(l, sum));
             if (column == 0) store_lse(p, row, row_end);
         }
     }

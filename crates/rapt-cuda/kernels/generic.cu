@@ -256,9 +256,7 @@ __device__ inline void store(const Params& p, const Block& block, Sums& sums) {
         const i64 out_row = row.offset(p.out_stride);
 #pragma unroll
         for (int c = 0; c < COLS; c++) {
-            const int column = block.column0 + value_column(c);
-            const Acc x = row_sum == 0 ? (Acc)0 : sums.acc_o[a][c] * row_end.factor;
-            if (column < p.head_dim_v) store_as(p.out, p.out_dtype, out_row + column * p.out_stride[3], x);
+            store_column(p, out_row, block.column0 + value_column(c), row_end.normalise(row_sum, sums.acc_o[a][c]));
         }
         if (is_first) store_lse(p, row, row_end);
     }

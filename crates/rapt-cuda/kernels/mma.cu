@@ -160,7 +160,7 @@ __device__ inline bool attend(const Params& p, Shared& sh, int first_fragment) {
 #pragma unroll
             for (int nt = 0; nt < DV / 8; nt++) {
                 const float* pair = &softmax.acc_o[mt][nt][h * 2];
-                const float2 x = {l == 0 ? 0.f : pair[0] * row_end.factor, l == 0 ? 0.f : pair[1] * row_end.factor};
+                const float2 x = {row_end.normalise(l, pair[0]), row_end.normalise(l, pair[1])};
                 *(float2*)(staged + r * OUT_ROW + nt * 8 + lane_column(lane)) = x;
             }
         }

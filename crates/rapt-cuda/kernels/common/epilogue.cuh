@@ -1,9 +1,13 @@
-// The end of a row, in every kernel: what its sums are multiplied with, its lse, and splits put together.
+// The end of a row, in every kernel: what its sums are multiplied with, its lse, splits put together, and columns of out.
 //
 //   out = acc_o / (row_sum + exp(sink - row_max))        lse = row_max + log(row_sum + exp(sink - row_max))
 //
 // A row with every key masked gives zeros and lse = -inf, even with a sink. row_max here is in natural units.
-// Deliberately absent: the stores themselves, which follow each kernel's fragments.
+//
+// Columns of out go one by one (`store_column`, store_as) where out is of another dtype than q or its rows cannot be written 16 bytes
+// at a time. Else a kernel writes at once what a thread has side by side: mma.cu and hopper/store.cuh 16 bytes of rows that went
+// through shared memory (8 where lanes exchanged them), decode.cu and hopper_f32.cu 8 bytes out of registers, generic.cu and combine.cu
+// nothing. hopper/store.cuh and combine.cu have the address as it was computed earlier: beside products, and before the wait for splits.
 
 #pragma once
 #include "common/math.cuh"
@@ -44,6 +48,8 @@ struct RowEnd {
             total = fused(l, weight, exponential(sink - top)), factor = weight / total;
         }
     }
+    // A column of out: 0 where every key was masked, whatever the sum is.
+    __device__ Acc normalise(Acc l, Acc sum) const { return l == 0 ? (Acc)0 : sum * factor; }
     __device__ Acc lse() const { return top + logarithm(total); }
 };
 
@@ -52,4 +58,9 @@ __device__ inline void store_lse(const Params& p, const Row& row, const RowEnd& 
         const i64 at = row.batch * p.lse_stride[0] + row.head * p.lse_stride[1] + row.i * p.lse_stride[2];
         ((Acc*)p.lse)[at] = row_end.lse();
     }
+}
+
+// One column of the row of out that begins at `row`, in out's dtype.
+__device__ inline void store_column(const Params& p, i64 row, int column, Acc x) {
+    if (column < p.head_dim_v) store_as(p.out, p.out_dtype, row + column * p.out_stride[3], x);
 }
