@@ -79,7 +79,7 @@ __device__ inline void Consumer::run() {
             more = skip_hidden_tiles(n1, work.end);
             wgmma_wait<1>(s);
             release(sh.k_empty[stage_of(done + 1)]);
-            mbarrier_arrive_if(sh.q_empty, is_first() & !more & copies_queries(p));
+            mbarrier_arrive_if(sh.q_empty, is_first() & !more & queries_by_tma(p));
             const bool moved = apply_scores<false>(s, work, n0, mask, factor, c);
             if (MASKS_LATE && mask.kind == MIXED) {
                 exponentiate<true>(s, mask, sum, c, done + 1);
@@ -125,77 +125,88 @@ __device__ inline void Consumer::run() {
     }
 }
 
+// By one thread: barriers, with as many arrivals as each has.
+__device__ inline void init_barriers(Shared& sh, bool mask_by_tma) {
+    mbarrier_init(sh.q_full, 1), mbarrier_init(sh.q_empty, WGS * 4);
+    for (int stage = 0; stage < STAGES; stage++) {
+        mbarrier_init(sh.k_full[stage], VECTOR ? 1 : 128), mbarrier_init(sh.v_full[stage], VECTOR ? 1 : 128);
+        mbarrier_init(sh.k_empty[stage], WGS * 4), mbarrier_init(sh.v_empty[stage], WGS * 4);
+    }
+#if MASK != NO_MASK
+    for (int stage = 0; stage < MASK_STAGES; stage++) {
+        mbarrier_init(sh.mask.loaded[stage], 1), mbarrier_init(sh.mask.taken[stage], SCANNERS);
+        mbarrier_init(sh.mask.full[stage], mask_by_tma ? SCANNERS : READERS);
+        mbarrier_init(sh.mask.empty[stage], CONSUMERS + (VECTOR ? 1 : 128));
+        sh.mask.kinds[stage] = 0;
+    }
+#endif
+    fence_mbarrier_init();
+}
+
+// The warps that load: the items of this block, then those that are noted for a careful pass. One thread requests Q, K and V; where a
+// mask comes by TMA one requests it and two warps scan it, else three warps load it. Without TMA all threads load K and V.
+__device__ inline void run_producer(const HopperParams& h, Shared& sh, bool mask_by_tma) {
+    const int lane = threadIdx.x - CONSUMERS;
+    Producer producer{h, sh};
+#if MASK != NO_MASK
+    const int reading = VECTOR ? lane - (128 - READERS) : lane;
+    const bool reads = reading >= 0 && reading < READERS;
+    MaskReader reader{h.p, sh.mask, h.mask_access != KEY_BY_KEY, reading};
+#endif
+#pragma unroll 1
+    for (int pass = 0; pass < 2; pass++) {
+#pragma unroll 1
+        for (int round = 0;; round++) {
+            const Item item(h, round);
+            if (item.is_beyond(h)) break;
+            if (item.is_none() || (pass == 1 && !is_careful_round(sh, round))) continue;
+            const Task task(h.p, item.task);
+            const int r0 = item.r0(h);
+            const Tiles tiles = item.tiles(h);
+#if MASK == NO_MASK
+            if (!VECTOR || lane == 0) producer.run(task, r0, tiles, [](int) {});
+#else
+            const int end = tiles.first + tiles.count * BN;
+            if (reads && !mask_by_tma) reader.begin(task, r0, tiles.first, end);
+            if (!VECTOR) {
+                producer.run(task, r0, tiles, [&](int n0) {
+                    if (reads) reader.step(task, r0, n0, end);
+                });
+            } else if (mask_by_tma && reading == 0) {
+                reader.load_by_tma(h.mask_map, task, r0, tiles.first, end);
+            } else if (mask_by_tma && reading >= READERS - SCANNERS) {
+#pragma unroll 1
+                for (int n0 = tiles.first; n0 < end; n0 += BN) reader.publish_loaded(r0, n0);
+            } else if (reads && !mask_by_tma) {
+#pragma unroll 1
+                for (int n0 = tiles.first; n0 < end; n0 += BN) reader.step(task, r0, n0, end);
+            } else if (lane == 0) {
+                producer.run(task, r0, tiles, [](int) {});
+            }
+#endif
+        }
+        __syncwarp();
+        bar_sync(END, THREADS);
+        if (!any_careful_round(sh)) break;
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(const __grid_constant__ HopperParams h) {
     extern __shared__ __align__(1024) u8 memory[];
     Shared& sh = *(Shared*)memory;
     const int group = uniform(threadIdx.x / 128);
 #if MASK != NO_MASK
-    const bool copies = VECTOR && h.mask_access == COPIED;
+    const bool mask_by_tma = VECTOR && h.mask_access == BY_TMA;
+#else
+    const bool mask_by_tma = false;
 #endif
-    if (threadIdx.x == 0) {
-        mbarrier_init(sh.q_full, 1), mbarrier_init(sh.q_empty, WGS * 4);
-        for (int stage = 0; stage < STAGES; stage++) {
-            mbarrier_init(sh.k_full[stage], VECTOR ? 1 : 128), mbarrier_init(sh.v_full[stage], VECTOR ? 1 : 128);
-            mbarrier_init(sh.k_empty[stage], WGS * 4), mbarrier_init(sh.v_empty[stage], WGS * 4);
-        }
-#if MASK != NO_MASK
-        for (int stage = 0; stage < MASK_STAGES; stage++) {
-            mbarrier_init(sh.mask.copied[stage], 1), mbarrier_init(sh.mask.taken[stage], SCANNERS);
-            mbarrier_init(sh.mask.full[stage], copies ? SCANNERS : READERS);
-            mbarrier_init(sh.mask.empty[stage], CONSUMERS + (VECTOR ? 1 : 128));
-            sh.mask.kinds[stage] = 0;
-        }
-#endif
-        fence_mbarrier_init();
-    }
+    if (threadIdx.x == 0) init_barriers(sh, mask_by_tma);
     for (int at = threadIdx.x; at < CAREFUL_BITS / 32; at += THREADS) sh.careful_rounds[at] = 0;
     __syncthreads();
 
     if (group == WGS) {
         setmaxnreg_dec<PRODUCER_REGISTERS>();
-        const int lane = threadIdx.x - CONSUMERS;
-        Producer producer{h, sh};
-#if MASK != NO_MASK
-        const int reading = VECTOR ? lane - (128 - READERS) : lane;
-        const bool reads = reading >= 0 && reading < READERS;
-        MaskReader reader{h.p, sh.mask, h.mask_access != KEY_BY_KEY, reading};
-#endif
-#pragma unroll 1
-        for (int pass = 0; pass < 2; pass++) {
-#pragma unroll 1
-            for (int round = 0;; round++) {
-                const Item item(h, round);
-                if (item.is_beyond(h)) break;
-                if (item.is_none() || (pass == 1 && !is_careful_round(sh, round))) continue;
-                const Task task(h.p, item.task);
-                const int r0 = item.r0(h);
-                const Tiles tiles = item.tiles(h);
-#if MASK == NO_MASK
-                if (!VECTOR || lane == 0) producer.run(task, r0, tiles, [](int) {});
-#else
-                const int end = tiles.first + tiles.count * BN;
-                if (reads && !copies) reader.begin(task, r0, tiles.first, end);
-                if (!VECTOR) {
-                    producer.run(task, r0, tiles, [&](int n0) {
-                        if (reads) reader.step(task, r0, n0, end);
-                    });
-                } else if (copies && reading == 0) {
-                    reader.copy(h.mask_map, task, r0, tiles.first, end);
-                } else if (copies && reading >= READERS - SCANNERS) {
-#pragma unroll 1
-                    for (int n0 = tiles.first; n0 < end; n0 += BN) reader.publish_copied(r0, n0);
-                } else if (reads && !copies) {
-#pragma unroll 1
-                    for (int n0 = tiles.first; n0 < end; n0 += BN) reader.step(task, r0, n0, end);
-                } else if (lane == 0) {
-                    producer.run(task, r0, tiles, [](int) {});
-                }
-#endif
-            }
-            __syncwarp();
-            bar_sync(END, THREADS);
-            if (!any_careful_round(sh)) break;
-        }
+        run_producer(h, sh, mask_by_tma);
     } else {
         setmaxnreg_inc<CONSUMER_REGISTERS>();
         Consumer consumer{h, sh, group};

@@ -395,7 +395,8 @@ __device__ inline void multiply(bool careful, const Params& p, Shared& sh, Ring&
         const bool positions = n0 < seen.all_lo || n0 + BN > seen.all_hi;
         if (NATURAL || MASK != NO_MASK || positions) apply_scores<1, NT>(s, p, queries(), mask, n0, p.kv_len, positions);
 
-        // The maximum is followed in every block of keys, by however little it rises.
+        // The maximum is followed in every block of keys, by however little it rises, as in OnlineSoftmax at a slack of 0. Apart
+        // from it because row_sum takes the factor in `split_weights`, where that and the block's sum are rounded once.
         float factor[2], exponent_max[1][2];
 #pragma unroll
         for (int h = 0; h < 2; h++) {
@@ -443,12 +444,11 @@ __device__ inline void finish(const Params& p, const Place& place, const RowSums
         for (int nt = 0; nt < VT; nt++) {
             const int column = nt * 8 + lane_column(lane);
             const float* pair = &sums.acc_o[nt][h * 2];
-            const float2 x = {l == 0 ? 0.f : pair[0] * row_end.factor, l == 0 ? 0.f : pair[1] * row_end.factor};
+            const float2 x = {row_end.normalise(l, pair[0]), row_end.normalise(l, pair[1])};
             if (p.out_vector) {
                 if (column < p.head_dim_v) *(float2*)((float*)p.out + to + column) = x;
             } else {
-                if (column < p.head_dim_v) store_as(p.out, p.out_dtype, to + column * p.out_stride[3], x.x);
-                if (column + 1 < p.head_dim_v) store_as(p.out, p.out_dtype, to + (column + 1) * p.out_stride[3], x.y);
+                store_column(p, to, column, x.x), store_column(p, to, column + 1, x.y);
             }
         }
     }

@@ -11,9 +11,9 @@
 __device__ inline Acc natural_score(
     const Params& p, Acc x, Acc scale, Acc cap, Acc inverse_cap, Acc slope, int distance
 ) {
-    x *= scale;
+    x = product(x, scale);
     if (p.softcap != 0) x = cap * hyperbolic_tangent(x * inverse_cap);
-    if (p.alibi != nullptr) x -= slope * (Acc)abs(distance);
+    if (p.alibi != nullptr) x = fused(-slope, (Acc)abs(distance), x);
     return x;
 }
 

@@ -3,7 +3,7 @@
 //   for each block of keys
 //     row_max' = max(row_max, max s)
 //     acc_o, row_sum *= 2^((row_max - row_max')*c)     `rescale`
-//     p = 2^((s - row_max')*c)                         `subtract_far`, `exponential_of`
+//     p = 2^((s - row_max')*c)                         `subtract_far`, `exponential_of`, `pack_weights`
 //     row_sum += sum p;  acc_o += p.v                  p rounded to the storage dtype, row_sum of the unrounded p
 //
 // Scores are compared raw where they may be (NATURAL 0) and the scale goes into the exponent:
@@ -11,8 +11,8 @@
 //   raw       p = 2^(s*c - row_max*c)       c = softmax_scale * log2(e)
 //   natural   p = 2^((s - row_max)*c)       c = log2(e), s with scale, softcap, slope and bias in it
 //
-// `OnlineSoftmax` is that of mma.cu and decode.cu. generic.cu, hopper_f32.cu and hopper/softmax.cuh put the same steps in their own
-// order, which they state with its reason.
+// OnlineSoftmax (online_softmax.cuh) is that of mma.cu and decode.cu. hopper_f32.cu, hopper/softmax.cuh and generic.cu have the same
+// steps in an order of their own, and say why at the place.
 //
 // Values that nobody attends: a block first multiplies every p, 0 where masked. If a sum is not finite in the end, it runs
 // again as CAREFUL: a masked p is -0 there, and values that are not finite reach only rows that attend them. Finite sums
@@ -100,9 +100,19 @@ __device__ inline void subtract_far(
                 for (int e = 0; e < 2; e++) s[mt][nt][h * 2 + e] -= base;
         }
 }
-// The weight of a score after that.
+// 2^(x*c - subtracted), and the weight of a score after `subtract_far`, which leaves 0 to subtract where scores are natural.
+__device__ inline float exponential_below(float x, float c, float subtracted) { return exp2_approx(__fmaf_rn(x, c, -subtracted)); }
 __device__ inline float exponential_of(float x, float c, float exponent_max) {
-    return exp2_approx(NATURAL ? x * c : __fmaf_rn(x, c, -exponent_max));
+    return NATURAL ? exp2_approx(x * c) : exponential_below(x, c, exponent_max);
+}
+
+// Weights become the operand of the product with v, rounded to the storage dtype.
+template <int NT>
+__device__ inline void pack_weights(OperandA<NT / 2>& p, const Accumulator<NT>& s) {
+#pragma unroll
+    for (int nt = 0; nt < NT; nt++)
+#pragma unroll
+        for (int r = 0; r < 2; r++) p[operand_tile(nt)][operand_word(nt, r)] = pack(s[nt][r * 2], s[nt][r * 2 + 1]);
 }
 
 // Whether a sum is infinite or NaN.

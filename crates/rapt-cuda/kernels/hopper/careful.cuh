@@ -99,8 +99,8 @@ __device__ inline void Consumer::run_careful() {
         }
         const Ends ends = finish<true>(work);
         if (work.r0 >= p.rows) continue;
-        if (STAGED && h.out_copied) {
-            store_by_copy(h, sh, place(work), acc_o, ends);
+        if (STAGED && h.out_by_tma) {
+            store_by_tma(h, sh, place(work), acc_o, ends);
         } else {
             store(p, acc_o, ends);
         }

@@ -8,6 +8,7 @@
 // Deliberately absent: the order of the steps (hopper.cu), and the pass over values that are not finite (careful.cuh).
 
 #pragma once
+#include "common/scores.cuh"
 #include "hopper/load.cuh"
 #include "hopper/mask_ring.cuh"
 #include "hopper/softmax.cuh"
@@ -85,9 +86,7 @@ struct Consumer : RowSoftmax {
 #pragma unroll
                 for (int e = 0; e < 2; e++) {
                     float& x = s[nt][r * 2 + e];
-                    x = __fmul_rn(x, scale);
-                    if (p.softcap != 0) x = cap * tanhf(x * inverse_cap);
-                    if (p.alibi != nullptr) x = __fmaf_rn(-slope, (float)abs(distance - nt * 8 - e), x);
+                    x = natural_score(p, x, scale, cap, inverse_cap, slope, distance - nt * 8 - e);
                 }
         }
         return 1.f;
@@ -137,7 +136,7 @@ struct Consumer : RowSoftmax {
         const int r0 = (NATURAL ? place(work).r0 : work.r0 + threadIdx.x % 128 / 32 * 16) + lane_row(threadIdx.x);
 #pragma unroll
         for (int r = 0; r < 2; r++) {
-                const int row = r0 + r * 8;  // behind the last row too: nothing of that is stored
+            const int row = r0 + r * 8;  // behind the last row too: nothing of that is stored
             const int i = row - divide(row, p.by_q_len) * p.q_len;
             u32 seen = below(keys_hi(p, i) - first);
             if (before) seen &= ~below(keys_lo(p, i) - first);
@@ -221,12 +220,12 @@ struct Consumer : RowSoftmax {
     }
 
     __device__ void release_queries() {
-        if (copies_queries(h.p)) release(sh.q_empty);
+        if (queries_by_tma(h.p)) release(sh.q_empty);
     }
 
     // An item without rows for this group: passes the barriers that others wait at, in the order of `run`.
     __device__ void skip_item(const Work& work) {
-        if (copies_queries(h.p)) mbarrier_wait(sh.q_full, q_done++ & 1);
+        if (queries_by_tma(h.p)) mbarrier_wait(sh.q_full, q_done++ & 1);
         release_queries();
         mbarrier_wait(sh.k_full[stage_of(done)], phase_of(done));
         release(sh.k_empty[stage_of(done)]);
@@ -278,7 +277,7 @@ struct Consumer : RowSoftmax {
             if (ends.inside[r] && threadIdx.x % 4 == 0) store_lse(p, row, row_end);
             ends.factor[r] = row_end.factor;
             ends.to[r] = 0;
-            if (!STAGED || !h.out_copied) ends.to[r] = row.offset(p.out_stride);
+            if (!STAGED || !h.out_by_tma) ends.to[r] = row.offset(p.out_stride);
         }
         return ends;
     }
@@ -334,7 +333,7 @@ struct Consumer : RowSoftmax {
 
     // Waits for q and the first keys.
     __device__ void await_queries(const Work& work) {
-        if (copies_queries(h.p)) {
+        if (queries_by_tma(h.p)) {
             mbarrier_wait(sh.q_full, q_done++ & 1);
         } else {
             load_queries(Task(h.p, work.task), work.r0);
@@ -353,8 +352,8 @@ struct Consumer : RowSoftmax {
             store_through(sh.v[buffer], p, place(work), acc_o, ends);
 #endif
         } else {
-            if (STAGED && h.out_copied) {
-                store_by_copy(h, sh, place(work), acc_o, ends);
+            if (STAGED && h.out_by_tma) {
+                store_by_tma(h, sh, place(work), acc_o, ends);
             } else {
                 store(p, acc_o, ends);
             }

@@ -30,7 +30,7 @@ __device__ inline void load_boxes(Elem* tile, const Elem* base, Offset offset, i
     }
 }
 
-__device__ inline bool copies_queries(const Params& p) { return VECTOR && p.task_heads == 1; }
+__device__ inline bool queries_by_tma(const Params& p) { return VECTOR && p.task_heads == 1; }
 
 struct Producer {
     const HopperParams& h;
@@ -95,7 +95,7 @@ struct Producer {
             read_mask(n0);
             if (is_hidden()) continue;
             load_keys(task, n0);
-            if (before < 0 && copies_queries(h.p)) load_queries(task, r0);
+            if (before < 0 && queries_by_tma(h.p)) load_queries(task, r0);
             if (before >= 0) load_values(task, before);
             before = n0;
         }

@@ -8,7 +8,7 @@
 //   MaskReader   for each tile: wait for its slot; issue its load, MASK_AHEAD tiles ahead; scan what came; publish its kind
 //   MaskRows     of a tile that is MIXED: what it says of a thread's two rows, in registers
 //
-// What TMA can read comes by it (COPIED): one thread issues all tiles, the others scan them. What else can be read 16 bytes at a time
+// What TMA can read comes by it (BY_TMA): one thread issues all tiles, the others scan them. What else can be read 16 bytes at a time
 // comes by cp.async; the rest key by key. Where all rows are one (a padding mask), that one is read. Rows and keys outside the tensor
 // change nothing, or count as hidden.
 // What an element means is in common/mask.cuh, which also says why hopper.cu does not load masks as the other kernels do.
@@ -23,7 +23,7 @@ enum TileKind { HIDDEN, UNCHANGED, MIXED };
 
 #if MASK != NO_MASK
 // How a mask can be read, as the host has found.
-enum MaskAccess { KEY_BY_KEY, BY_16_BYTES, COPIED };
+enum MaskAccess { KEY_BY_KEY, BY_16_BYTES, BY_TMA };
 
 constexpr bool IS_BOOL = MASK == BOOL_MASK;
 // Tiles issued before the one that is scanned, without TMA; the others of the ring are with the consumers.
@@ -39,7 +39,7 @@ struct MaskRing {
     uint4 rows[MASK_STAGES][BLOCK_M * (IS_BOOL ? 1 : ROW_UNITS)];
     uint4 raw[RAW_STAGES][IS_BOOL ? BLOCK_M * ROW_UNITS : 1];  // booleans before they are bits
     // Barriers: a tile came by TMA; it was taken out of `raw`; its kind is published; consumers and producer have released it.
-    u64 copied[MASK_STAGES], taken[MASK_STAGES], full[MASK_STAGES], empty[MASK_STAGES];
+    u64 loaded[MASK_STAGES], taken[MASK_STAGES], full[MASK_STAGES], empty[MASK_STAGES];
     u32 kinds[MASK_STAGES];  // a byte for each warp that scans: 1 if the tile shows a key, 2 if it changes a score
 };
 enum : u32 { SHOWS = 0x010101, CHANGES = 0x020202 };  // of `kinds`
@@ -226,7 +226,7 @@ struct MaskReader {
     }
 
     // With TMA, by one thread: all tiles of rows r0...
-    __device__ void copy(const TensorMap& map, const Task& task, int r0, int first, int end) {
+    __device__ void load_by_tma(const TensorMap& map, const Task& task, int r0, int first, int end) {
         const int row = tma_coordinate(p.mask_stride[2], r0), head = tma_coordinate(p.mask_stride[1], task.head);
         const int batch = tma_coordinate(p.mask_stride[0], task.batch);
 #pragma unroll 1
@@ -237,20 +237,20 @@ struct MaskReader {
                 wait_for_slot(issued);
             }
             uint4* to = slot(issued);
-            u64& copied = ring.copied[copy_stage(issued++)];
-            mbarrier_arrive_expect_tx(copied, rows() * ROW_UNITS * 16);
+            u64& loaded = ring.loaded[load_stage(issued++)];
+            mbarrier_arrive_expect_tx(loaded, rows() * ROW_UNITS * 16);
 #pragma unroll
             for (int box = 0; box < (IS_BOOL ? 1 : BIAS_BOXES); box++) {
-                tma_load(to + box * (BLOCK_M * BOX_UNITS), map, copied, n0 + box * (BOX_UNITS * UNIT_KEYS), row, head, batch);
+                tma_load(to + box * (BLOCK_M * BOX_UNITS), map, loaded, n0 + box * (BOX_UNITS * UNIT_KEYS), row, head, batch);
             }
         }
     }
-    __device__ static int copy_stage(u32 n) { return IS_BOOL ? n % RAW_STAGES : mask_stage_of(n); }
+    __device__ static int load_stage(u32 n) { return IS_BOOL ? n % RAW_STAGES : mask_stage_of(n); }
 
     // With TMA: scans and publishes a tile. Keys behind the last came as zeros; rows behind the last are not scanned.
-    __device__ void publish_copied(int r0, int n0) {
+    __device__ void publish_loaded(int r0, int n0) {
         const u32 phase = IS_BOOL ? published / RAW_STAGES & 1 : mask_phase_of(published);
-        mbarrier_wait(ring.copied[copy_stage(published)], phase);
+        mbarrier_wait(ring.loaded[load_stage(published)], phase);
         const int end = is_one_row(p) ? 1 : min(BLOCK_M, p.rows - r0), scanner = thread % SCANNERS;
         const uint4* from = slot(published);
         u32 shown = 0, changed = 0;

@@ -8,7 +8,14 @@
 //
 // The reference is the maximum of the first tile in which a row sees a key: no other maximum is computed unless weights become large.
 // Rows whose reference is far from 0, or low, so that scores may yet rise by any number (biases of -10000, slopes), are watched.
-// What a running maximum costs stands in docs/lab/hopper.md; the steps are common/softmax.cuh's, in an order of their own.
+//
+// Not OnlineSoftmax of common/softmax.cuh, which follows every tile's maximum; what that costs (TFLOP/s, H200, 2026-11, docs/lab/hopper.md):
+//
+//   no running maximum        with the careful pass apart, 345 instructions a tile at D 64 instead of 458: 489 instead of 443 at
+//                             16,32,1024,64; 4 to 7 % at D 128
+//   only watched rows move    bfloat16 masks at D 128 472 instead of 449
+//   weights packed at last    before the wait for acc_o they make ptxas serialise wgmma (C7513)
+//
 // Deliberately absent: what changes scores before (consumer.cuh), and where sums go (store.cuh).
 
 #pragma once
@@ -38,7 +45,7 @@ struct RowSoftmax {
         reference[0] = reference[1] = offset[0] = offset[1] = row_sum[0] = row_sum[1] = 0, unset = 3, watched = 1;
     }
 
-    // The maximum of a row's scores of a tile, in two chains that do not depend on each other.
+    // The maximum of a row's scores of a tile.
     __device__ static float row_max(const Accumulator<NT>& s, int r) {
         float top = s[0][r * 2], top_again = s[0][r * 2 + 1];
 #pragma unroll
@@ -100,7 +107,7 @@ struct RowSoftmax {
             for (int e = 0; e < 4; e++) {
                 float& x = s[nt][e];
                 if (MASKS) x = mask.masked(x, scale, e / 2, nt, e % 2);
-                x = exp2_approx(__fmaf_rn(x, c, -reference[e / 2]));
+                x = exponential_below(x, c, reference[e / 2]);
                 part[e / 2][e % 2] += x;
             }
 #pragma unroll
@@ -136,13 +143,6 @@ struct RowSoftmax {
             factor[r] = moved ? factor[r] * down : down;
         }
         rescale(acc_o, factor, CAREFUL);
-    }
-
-    __device__ static void pack_weights(OperandA<NT / 2>& p, const Accumulator<NT>& s) {
-#pragma unroll
-        for (int nt = 0; nt < NT; nt++)
-#pragma unroll
-            for (int r = 0; r < 2; r++) p[operand_tile(nt)][operand_word(nt, r)] = pack(s[nt][r * 2], s[nt][r * 2 + 1]);
     }
 
     __device__ bool has_non_finite() const {

@@ -62,7 +62,7 @@ __device__ inline void store_through(Elem* tile, const Params& p, const Place& p
 #endif
 
 // By TMA, which reads the buffer after this; it has read what the last item left there.
-__device__ inline void store_by_copy(
+__device__ inline void store_by_tma(
     const HopperParams& h, Shared& sh, const Place& place, const Accumulator<VT>& acc_o, const Ends& ends
 ) {
 #if STAGED

@@ -10,8 +10,6 @@ struct alignas(64) TensorMap {
     u64 words[16];
 };
 
-
-
 // Makes initialised barriers visible to TMA.
 __device__ inline void fence_mbarrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 __device__ inline void mbarrier_arrive_expect_tx(u64& barrier, u32 bytes) {

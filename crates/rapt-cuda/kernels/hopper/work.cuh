@@ -30,7 +30,7 @@ struct HopperParams {
     int tasks, paired;  // whether rows that see many keys and rows that see few are worked off in pairs
     int mask_access;    // MaskAccess of mask_ring.cuh
     int shift;          // by how many blocks work moves on from round to round
-    int out_copied;     // whether TMA writes out, by out_map
+    int out_by_tma;     // whether TMA writes out, by out_map
     int item_groups;    // groups of 64 rows
     int short_items;    // of a task, at its beginning: they have one group less
     float scale;
