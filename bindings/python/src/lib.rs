@@ -4,10 +4,14 @@
 //! kind, errors (hints)   whose tensors; refusals as exceptions with the expression that corrects them
 //! tensors                what a tensor declares ─► Operand ─► View; new tensors for results
 //! engine (torch_pool)    whose threads
-//! api                    the functions and classes of the package; options, the table of what `attention` takes
+//! table                  what `attention` takes: a new option is a row there
+//! api                    the functions and classes of the package
 //! torch                  who answers PyTorch's calls, and PyTorch's own op as Rapt serves it
 //! ```
 //! Deliberately absent: torch and numpy at link time, any import of them, any copy of a tensor, and gradients.
+
+#[macro_use]
+mod table;
 
 mod api;
 mod engine;
@@ -26,53 +30,57 @@ use crate::errors::{Failure, Wording, raise};
 type Any<'a, 'py> = &'a Bound<'py, PyAny>;
 type Maybe<'a, 'py> = Option<&'a Bound<'py, PyAny>>;
 
+/// A function with the signature of `rapt.attention`: its name, what it says of itself, what it calls and what that gives.
+macro_rules! function {
+    ($function:ident, $doc:literal, $run:path, $answer:ty; $($name:ident: $default:literal,)*) => {
+        #[doc = concat!(stringify!($function), signature!("", $($name: $default,)*), "\n--\n\n", $doc)]
+        #[pyfunction]
+        #[pyo3(
+            signature = (q, k, v, *, $($name = None,)* out = None, out_dtype = None, return_lse = None),
+            text_signature = None
+        )]
+        #[allow(clippy::too_many_arguments, reason = "the public signature")]
+        fn $function<'py>(
+            py: Python<'py>,
+            q: Any<'_, 'py>,
+            k: Any<'_, 'py>,
+            v: Any<'_, 'py>,
+            $($name: Maybe<'_, 'py>,)*
+            out: Maybe<'_, 'py>,
+            out_dtype: Maybe<'_, 'py>,
+            return_lse: Maybe<'_, 'py>,
+        ) -> PyResult<$answer> {
+            let request = Request { q, k, v, $($name,)* out, out_dtype, return_lse };
+            $run(py, &Home::Default, &request)
+        }
+    };
+}
+
 /// `attention`, `explain` and `run_into`, whose arguments are those of the table.
 macro_rules! functions {
     (
-        tensors: [$($tensor:ident),*],
-        options: [$($option:ident => $field:ident: $parse:ident,)*],
-        text: $text:tt,
-        method_text: $_method_text:tt,
+        all: [$($name:ident: $default:literal, $_stub:literal, $schema:literal;)*],
+        tensors: $_tensors:tt,
+        options: $_options:tt
     ) => {
-        /// softmax(q·kᵀ · scale)·v on numpy arrays, torch tensors and DLPack producers; see `rapt.attention`.
-        #[pyfunction]
-        #[pyo3(signature = (q, k, v, *, $($tensor = None,)* $($option = None,)* out = None, return_lse = None), text_signature = $text)]
-        #[allow(clippy::too_many_arguments, reason = "the public signature")]
-        fn attention<'py>(
-            py: Python<'py>,
-            q: Any<'_, 'py>,
-            k: Any<'_, 'py>,
-            v: Any<'_, 'py>,
-            $($tensor: Maybe<'_, 'py>,)*
-            $($option: Maybe<'_, 'py>,)*
-            out: Maybe<'_, 'py>,
-            return_lse: Maybe<'_, 'py>,
-        ) -> PyResult<Bound<'py, PyAny>> {
-            let request = Request { q, k, v, $($tensor,)* $($option,)* out, return_lse };
-            api::attention::attend(py, &Home::Default, &request)
-        }
-
-        /// What `attention` would run for the same arguments.
-        #[pyfunction]
-        #[pyo3(signature = (q, k, v, *, $($tensor = None,)* $($option = None,)* out = None, return_lse = None), text_signature = $text)]
-        #[allow(clippy::too_many_arguments, reason = "the public signature")]
-        fn explain<'py>(
-            py: Python<'py>,
-            q: Any<'_, 'py>,
-            k: Any<'_, 'py>,
-            v: Any<'_, 'py>,
-            $($tensor: Maybe<'_, 'py>,)*
-            $($option: Maybe<'_, 'py>,)*
-            out: Maybe<'_, 'py>,
-            return_lse: Maybe<'_, 'py>,
-        ) -> PyResult<api::plan::PyPlan> {
-            let request = Request { q, k, v, $($tensor,)* $($option,)* out, return_lse };
-            api::attention::explain(py, &Home::Default, &request)
-        }
+        function!(
+            attention,
+            "softmax(q·kᵀ · scale)·v on numpy arrays, torch tensors and DLPack producers; see `rapt.attention`.",
+            api::attention::attend,
+            Bound<'py, PyAny>;
+            $($name: $default,)*
+        );
+        function!(
+            explain,
+            "What `attention` would run for the same arguments.",
+            api::attention::explain,
+            api::plan::PyPlan;
+            $($name: $default,)*
+        );
 
         /// Fills `out` (and `lse`) of any strides and hands back None. The caller has seen to gradients.
         #[pyfunction]
-        #[pyo3(signature = (q, k, v, out, lse = None, *, $($tensor = None,)* $($option = None,)*))]
+        #[pyo3(signature = (q, k, v, out, lse = None, *, $($name = None,)*))]
         #[allow(clippy::too_many_arguments, reason = "the public signature")]
         fn run_into<'py>(
             py: Python<'py>,
@@ -81,16 +89,21 @@ macro_rules! functions {
             v: Any<'_, 'py>,
             out: Any<'_, 'py>,
             lse: Maybe<'_, 'py>,
-            $($tensor: Maybe<'_, 'py>,)*
-            $($option: Maybe<'_, 'py>,)*
+            $($name: Maybe<'_, 'py>,)*
         ) -> PyResult<()> {
             let out = Some(out);
-            let request = Request { q, k, v, $($tensor,)* $($option,)* out, return_lse: None };
+            let request = Request { q, k, v, $($name,)* out, out_dtype: None, return_lse: None };
             api::attention::fill(py, &Home::Default, &request, lse)
+        }
+
+        /// The options in the schemas of `torch.ops.rapt`.
+        #[pyfunction]
+        fn options_schema() -> String {
+            [$($schema),*].join(", ")
         }
     };
 }
-api::options::attention_options!(functions);
+attention_options!(functions);
 
 /// PyTorch's signature on numpy arrays, DLPack producers and torch tensors; see `rapt.scaled_dot_product_attention`.
 #[pyfunction]
@@ -172,11 +185,13 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(attention, module)?)?;
     module.add_function(wrap_pyfunction!(explain, module)?)?;
     module.add_function(wrap_pyfunction!(run_into, module)?)?;
+    module.add_function(wrap_pyfunction!(options_schema, module)?)?;
     module.add_function(wrap_pyfunction!(scaled_dot_product_attention, module)?)?;
     module.add_function(wrap_pyfunction!(torch::python::torch_decide, module)?)?;
     module.add_function(wrap_pyfunction!(torch::python::torch_order, module)?)?;
     module.add_function(wrap_pyfunction!(torch::python::torch_sdpa, module)?)?;
     module.add_function(wrap_pyfunction!(torch::python::torch_is_plain, module)?)?;
+    module.add_function(wrap_pyfunction!(torch::python::torch_is_traced, module)?)?;
     module.add_function(wrap_pyfunction!(torch::python::fallback_reasons, module)?)?;
     module.add_function(wrap_pyfunction!(torch::python::refuse_gradients, module)?)?;
     module.add_function(wrap_pyfunction!(is_available, module)?)?;

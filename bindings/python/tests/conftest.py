@@ -1,12 +1,16 @@
 """Fixtures that the whole suite shares. The reference and the tolerance rule stand in reference.py."""
 
+import os
 import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
+# Hypothesis keeps what it learnt; beside the tests nothing may be written.
+os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", str(Path(tempfile.gettempdir()) / "rapt-hypothesis"))
 
 
 @pytest.fixture

@@ -64,9 +64,10 @@ def test_what_the_mutants_were_broken_from_is_clean():
 
 
 def test_memory_that_holds_every_score_is_told():
-    report = rapt.audit(sound.attention, dtypes=["float32"], hazards=["memory-plain", "memory-bool-mask"])
+    # A budget that a loaded machine does not use up either.
+    report = rapt.audit(sound.attention, dtypes=["float32"], hazards=["memory-plain", "memory-bool-mask"], budget_s=300)
     for finding in report.findings:
         assert finding.reproducer["reproduced"], finding.reproducer
         per_score = finding.evidence["numbers"]["bytes_per_score"]
         assert 4 <= per_score <= 64, finding.evidence
-    assert [finding.cause for finding in report.findings] == ["memory-plain", "memory-bool-mask"]
+    assert [finding.cause for finding in report.findings] == ["memory-plain", "memory-bool-mask"], report

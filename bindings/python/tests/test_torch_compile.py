@@ -120,26 +120,31 @@ def test_a_compiled_training_step_is_pytorchs_own():
 
 
 CACHED = """
+import threading
 import torch
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 import rapt.torch as rt
 q = torch.arange(64.0).reshape(1, 2, 4, 8).sin()
 compiled = torch.compile(lambda q: sdpa(q * 1.5, q, q[..., :3]), fullgraph=True)
-with torch.no_grad():
-    if REGISTER:
-        rt.register_backend()
-    out = compiled(q)
-    assert torch.allclose(out, torch.nn.functional.scaled_dot_product_attention(q * 1.5, q, q[..., :3]), atol=1e-5)
-    rt.reset_stats()
-    compiled(q)
+def work():
+    with torch.no_grad():
+        out = compiled(q)
+        assert torch.allclose(out, sdpa(q * 1.5, q, q[..., :3]), atol=1e-5)
+        rt.reset_stats()
+        compiled(q)
     print(rt.stats()["served"])
+if REGISTER:
+    rt.register_backend()
+thread = threading.Thread(target=work)
+thread.start() if THREAD else work()
 """
 
 
-def test_a_warm_disk_cache_of_another_process(tmp_path):
+@pytest.mark.parametrize("thread", [False, True], ids=["here", "in a thread"])
+def test_a_warm_disk_cache_of_another_process(tmp_path, thread):
     def run(register):
         environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "shared")}
-        code = CACHED.replace("REGISTER", str(register))
+        code = CACHED.replace("REGISTER", str(register)).replace("THREAD", str(thread))
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=600, check=False)
         assert done.returncode == 0, done.stderr
         return int(done.stdout)

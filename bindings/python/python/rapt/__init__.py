@@ -79,6 +79,7 @@ def attention(
     k,
     v,
     *,
+    # table.rs: parameters
     mask=None,
     causal=None,
     window=None,
@@ -87,6 +88,7 @@ def attention(
     sinks=None,
     alibi_slopes=None,
     layout="bhsd",
+    # end
     out=None,
     out_dtype=None,
     return_lse=False,
@@ -111,6 +113,7 @@ def attention(
         q,
         k,
         v,
+        # table.rs: arguments
         mask=mask,
         causal=causal,
         window=window,
@@ -119,6 +122,7 @@ def attention(
         sinks=sinks,
         alibi_slopes=alibi_slopes,
         layout=layout,
+        # end
         out=out,
         out_dtype=out_dtype,
         return_lse=return_lse,

@@ -1,7 +1,7 @@
 """Attention with an exact tensor boundary: any strides, no hidden cast, no hidden copy."""
 
 from collections.abc import Callable, Iterable
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypedDict
 
 from rapt import layout as layout
 from rapt import torch as torch
@@ -31,11 +31,29 @@ Causal: TypeAlias = Literal["top_left", "bottom_right"] | bool | None
 Layout: TypeAlias = Literal["bhsd", "bshd"]
 Window: TypeAlias = tuple[int | None, int | None] | None
 
+class _Read(TypedDict, total=False):
+    # table.rs: fields
+    mask: Any
+    causal: Causal
+    window: Window
+    softcap: float | None
+    scale: float | None
+    sinks: Any
+    alibi_slopes: Any
+    layout: Layout
+    # end
+
+class _Options(_Read, total=False):
+    out: Any
+    out_dtype: Any
+    return_lse: bool
+
 def attention(
     q: Any,
     k: Any,
     v: Any,
     *,
+    # table.rs: typed parameters
     mask: Any = None,
     causal: Causal = None,
     window: Window = None,
@@ -44,6 +62,7 @@ def attention(
     sinks: Any = None,
     alibi_slopes: Any = None,
     layout: Layout = "bhsd",
+    # end
     out: Any = None,
     out_dtype: Any = None,
     return_lse: bool = False,

@@ -2,28 +2,11 @@
 
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Literal, TypeAlias, TypedDict, final
+from typing import Any, Literal, TypeAlias, final
 
 from typing_extensions import Unpack
 
-from rapt import Causal, Window
-from rapt import Layout as _Order
-
-# The options of rapt.attention: a new one is a line here.
-class _Read(TypedDict, total=False):
-    mask: Any
-    causal: Causal
-    window: Window
-    softcap: float | None
-    scale: float | None
-    sinks: Any
-    alibi_slopes: Any
-    layout: _Order
-
-class _Options(_Read, total=False):
-    out: Any
-    out_dtype: Any
-    return_lse: bool
+from rapt import _Options, _Read
 
 __version__: str
 
@@ -104,6 +87,9 @@ def explain(q: Any, k: Any, v: Any, **options: Unpack[_Options]) -> Plan: ...
 def run_into(q: Any, k: Any, v: Any, out: Any, lse: Any = None, **options: Unpack[_Read]) -> None:
     """Fills `out` (and `lse`) of any strides. The caller has seen to gradients."""
 
+def options_schema() -> str:
+    """The options in the schemas of `torch.ops.rapt`."""
+
 def scaled_dot_product_attention(
     query: Any,
     key: Any,
@@ -147,6 +133,7 @@ def torch_sdpa(
     """Computes what was decided before, or (`order` is None) a call of Rapt's own op, which is decided here. Counted as served."""
 
 def torch_is_plain(tensor: Any) -> bool: ...
+def torch_is_traced(query: Any, key: Any, value: Any, attn_mask: Any = None, /) -> bool: ...
 def refuse_gradients(*tensors: Any) -> None: ...
 def fallback_reasons() -> list[str]: ...
 def set_registered(yes: bool) -> None: ...

@@ -18,22 +18,21 @@ use crate::tensors::{self, Operand, torch};
 
 type Object<'a, 'py> = &'a Bound<'py, PyAny>;
 
-/// The types that hold the arguments of `rapt.attention`, written from the table of options.
+/// The types that hold the arguments of `rapt.attention`, written from the table.
 macro_rules! arguments {
     (
-        tensors: [$($tensor:ident),*],
-        options: [$($option:ident => $field:ident: $parse:ident,)*],
-        text: $_text:tt,
-        method_text: $_method_text:tt,
+        all: [$($name:ident: $_default:literal, $_stub:literal, $_schema:literal;)*],
+        tensors: [$($tensor:ident,)*],
+        options: [$($option:ident: $field:ident by $parse:ident,)*]
     ) => {
         /// The arguments of `rapt.attention`, as they were given.
         pub(crate) struct Request<'a, 'py> {
             pub(crate) q: Object<'a, 'py>,
             pub(crate) k: Object<'a, 'py>,
             pub(crate) v: Object<'a, 'py>,
-            $(pub(crate) $tensor: Option<Object<'a, 'py>>,)*
-            $(pub(crate) $option: Option<Object<'a, 'py>>,)*
+            $(pub(crate) $name: Option<Object<'a, 'py>>,)*
             pub(crate) out: Option<Object<'a, 'py>>,
+            pub(crate) out_dtype: Option<Object<'a, 'py>>,
             pub(crate) return_lse: Option<Object<'a, 'py>>,
         }
 
@@ -46,7 +45,8 @@ macro_rules! arguments {
             }
 
             fn options(&self) -> Result<Options, Failure> {
-                Ok(Options { $($field: options::$parse(stringify!($option), self.$option)?),* })
+                let out_dtype = options::dtype("out_dtype", self.out_dtype)?;
+                Ok(Options { $($field: options::$parse(stringify!($option), self.$option)?,)* out_dtype })
             }
         }
 
@@ -105,7 +105,7 @@ macro_rules! arguments {
         }
     };
 }
-options::attention_options!(arguments);
+attention_options!(arguments);
 
 impl Views<'_> {
     fn spec(&self, options: &Options, out: Option<&Operand>, lse: Lse<'_>) -> rapt::Result<Spec> {

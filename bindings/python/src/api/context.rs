@@ -4,7 +4,6 @@ use pyo3::prelude::*;
 use rapt::Threads;
 
 use crate::api::attention::{self, Request};
-use crate::api::options::attention_options;
 use crate::api::plan::PyPlan;
 use crate::engine::Owned;
 use crate::errors::hints;
@@ -23,10 +22,9 @@ fn reported(py: Python<'_>, failure: Failure) -> PyErr {
 /// The methods; those of the options are written from the table.
 macro_rules! methods {
     (
-        tensors: [$($tensor:ident),*],
-        options: [$($option:ident => $field:ident: $parse:ident,)*],
-        text: $_text:tt,
-        method_text: $method_text:tt,
+        all: [$($name:ident: $default:literal, $_stub:literal, $_schema:literal;)*],
+        tensors: $_tensors:tt,
+        options: $_options:tt
     ) => {
         #[pymethods]
         impl Context {
@@ -79,8 +77,12 @@ macro_rules! methods {
                 })
             }
 
+            #[doc = concat!("attention", signature!("$self, ", $($name: $default,)*), "\n--\n")]
             /// `rapt.attention` on these threads.
-            #[pyo3(signature = (q, k, v, *, $($tensor = None,)* $($option = None,)* out = None, return_lse = None), text_signature = $method_text)]
+            #[pyo3(
+                signature = (q, k, v, *, $($name = None,)* out = None, out_dtype = None, return_lse = None),
+                text_signature = None
+            )]
             #[allow(clippy::too_many_arguments, reason = "the public signature")]
             fn attention<'py>(
                 &self,
@@ -88,18 +90,22 @@ macro_rules! methods {
                 q: &Bound<'py, PyAny>,
                 k: &Bound<'py, PyAny>,
                 v: &Bound<'py, PyAny>,
-                $($tensor: Option<&Bound<'py, PyAny>>,)*
-                $($option: Option<&Bound<'py, PyAny>>,)*
+                $($name: Option<&Bound<'py, PyAny>>,)*
                 out: Option<&Bound<'py, PyAny>>,
+                out_dtype: Option<&Bound<'py, PyAny>>,
                 return_lse: Option<&Bound<'py, PyAny>>,
             ) -> PyResult<Bound<'py, PyAny>> {
                 let home = self.owned.home().map_err(|failure| reported(py, failure))?;
-                let request = Request { q, k, v, $($tensor,)* $($option,)* out, return_lse };
+                let request = Request { q, k, v, $($name,)* out, out_dtype, return_lse };
                 attention::attend(py, &home, &request)
             }
 
+            #[doc = concat!("explain", signature!("$self, ", $($name: $default,)*), "\n--\n")]
             /// `rapt.explain` on these threads.
-            #[pyo3(signature = (q, k, v, *, $($tensor = None,)* $($option = None,)* out = None, return_lse = None), text_signature = $method_text)]
+            #[pyo3(
+                signature = (q, k, v, *, $($name = None,)* out = None, out_dtype = None, return_lse = None),
+                text_signature = None
+            )]
             #[allow(clippy::too_many_arguments, reason = "the public signature")]
             fn explain<'py>(
                 &self,
@@ -107,13 +113,13 @@ macro_rules! methods {
                 q: &Bound<'py, PyAny>,
                 k: &Bound<'py, PyAny>,
                 v: &Bound<'py, PyAny>,
-                $($tensor: Option<&Bound<'py, PyAny>>,)*
-                $($option: Option<&Bound<'py, PyAny>>,)*
+                $($name: Option<&Bound<'py, PyAny>>,)*
                 out: Option<&Bound<'py, PyAny>>,
+                out_dtype: Option<&Bound<'py, PyAny>>,
                 return_lse: Option<&Bound<'py, PyAny>>,
             ) -> PyResult<PyPlan> {
                 let home = self.owned.home().map_err(|failure| reported(py, failure))?;
-                let request = Request { q, k, v, $($tensor,)* $($option,)* out, return_lse };
+                let request = Request { q, k, v, $($name,)* out, out_dtype, return_lse };
                 attention::explain(py, &home, &request)
             }
         }

@@ -1,7 +1,4 @@
 //! Options as Python gives them: parsed strictly, so that a misspelling or an accident never runs as something else.
-//!
-//! [`attention_options`] is the table of what `rapt.attention` takes: a new option is one line there, and its name in the two texts
-//! that `help` and `inspect` show. Everything else of these bindings (arguments, parsing, views, the spec) is written from it.
 
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyFloat, PyInt, PyList, PyString, PyTuple};
@@ -9,27 +6,6 @@ use rapt::{Causal, DType, TensorLayout, Window};
 
 use crate::errors::Failure;
 use crate::tensors::{numpy, torch};
-
-/// Hands the options of `rapt.attention` to `$then!`: tensors that are read beside q, k and v, and options with their field in
-/// [`rapt::Options`] and their parser in this module. `out` and `return_lse` are apart, since they choose what is written.
-macro_rules! attention_options {
-    ($then:ident) => {
-        $then! {
-            tensors: [mask, sinks, alibi_slopes],
-            options: [
-                causal => causal: causal,
-                window => window: window,
-                softcap => softcap: real,
-                scale => softmax_scale: real,
-                layout => layout: layout,
-                out_dtype => out_dtype: dtype,
-            ],
-            text: "(q, k, v, *, mask=None, causal=None, window=None, softcap=None, scale=None, sinks=None, alibi_slopes=None, layout='bhsd', out=None, out_dtype=None, return_lse=False)",
-            method_text: "($self, q, k, v, *, mask=None, causal=None, window=None, softcap=None, scale=None, sinks=None, alibi_slopes=None, layout='bhsd', out=None, out_dtype=None, return_lse=False)",
-        }
-    };
-}
-pub(crate) use attention_options;
 
 type Any<'a, 'py> = Option<&'a Bound<'py, PyAny>>;
 

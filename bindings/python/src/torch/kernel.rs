@@ -1,21 +1,21 @@
 //! PyTorch's `aten::scaled_dot_product_attention` as Rapt serves it: the kernel that `rapt.torch` registers.
 //!
 //! A request like one that came before is found by what its tensors say of themselves (dtypes, sizes, strides) and its
-//! options; the table holds its plan and the strides that PyTorch's own output would have. What is left of a call: read the
-//! tensors, make the output, prove, run. Registered through `torch.library` as a callable: one that does nothing takes
+//! options; the façade's [`CallCache`] holds its plan and the strides that PyTorch's own output would have. What is left of a call:
+//! read the tensors, make the output, prove, run. Registered through `torch.library` as a callable: one that does nothing takes
 //! 1.4 µs so and 0.6 µs through the C ABI, whose header says why it is not registered there (2026-11-21, EPYC at 2.6 GHz).
-//! Deliberately absent: who answers what. That is [`decide`](super::decide)'s, whose answers to ordinary requests the table holds;
+//! Deliberately absent: who answers what. That is [`decide`](super::decide)'s, whose answers to ordinary requests are kept;
 //! everything out of the ordinary goes to the Python function given at the start, which asks it again with what is in force then.
 
+use std::hash::{Hash, Hasher};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::{Arc, LazyLock};
 
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
-use rapt::{Alignment, DType, Device, Plan, Shape, Strides, TensorForm};
-use rustc_hash::FxHashMap;
+use rapt::{Alignment, CallCache, DType, Device, Plan, Shape, Strides, TensorForm};
 
 use super::call::{self, Given, Read};
 use super::decide::{Modes, Verdict};
@@ -27,8 +27,10 @@ use crate::errors::Failure;
 use crate::kind::Kind;
 use crate::tensors::{Operand, StreamContext, torch};
 
-/// Requests kept before the table starts anew.
-const ENTRIES: usize = 1024;
+/// Requests that are kept, whichever kernel they came to.
+const PLACES: usize = 1024;
+
+static CALLS: LazyLock<CallCache<Key, Arc<Entry>>> = LazyLock::new(|| CallCache::new(PLACES));
 
 /// Whether the kernels answer: those of a backend that nobody holds are idle, and hand every call to `cold`.
 static IS_REGISTERED: AtomicBool = AtomicBool::new(false);
@@ -40,7 +42,7 @@ pub(crate) fn set_registered(yes: bool) {
 }
 
 /// What a tensor says of itself, but for its pointer.
-#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, PartialEq, Eq)]
 struct Form {
     device: Device,
     dtype: DType,
@@ -62,7 +64,7 @@ impl Form {
 }
 
 /// What a request is, but for its pointers.
-#[derive(Clone, PartialEq, Eq, Hash)]
+#[derive(PartialEq, Eq)]
 struct Key {
     q: Form,
     k: Form,
@@ -72,6 +74,16 @@ struct Key {
     scale: Option<u64>,
     enable_gqa: bool,
     torch_threads: Option<usize>,
+}
+
+impl Hash for Key {
+    /// By what differs most between the requests of one program.
+    fn hash<H: Hasher>(&self, hasher: &mut H) {
+        for Form { shape, strides, .. } in [&self.q, &self.k] {
+            shape[..].hash(hasher);
+            strides[..].hash(hasher);
+        }
+    }
 }
 
 /// What is done for it.
@@ -110,7 +122,6 @@ pub(crate) struct TorchKernel {
     /// Whether the kernel is told the keys of a call. Under the keys `CPU` and `CUDA` it need not be: what reaches those is
     /// plain memory.
     with_keyset: bool,
-    entries: RwLock<FxHashMap<Key, Arc<Entry>>>,
 }
 
 #[pymethods]
@@ -118,7 +129,7 @@ impl TorchKernel {
     #[new]
     #[pyo3(signature = (cold, allowed, with_keyset, on_gpu=false))]
     fn new(cold: Py<PyAny>, allowed: Vec<Py<PyAny>>, with_keyset: bool, on_gpu: bool) -> Self {
-        TorchKernel { cold, allowed, on_gpu, with_keyset, entries: RwLock::default() }
+        TorchKernel { cold, allowed, on_gpu, with_keyset }
     }
 
     /// `([keyset,] query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False)`.
@@ -237,14 +248,13 @@ impl TorchKernel {
             enable_gqa: call.enable_gqa,
             torch_threads,
         };
-        let known = self.entries.read().unwrap_or_else(PoisonError::into_inner).get(&key).map(Arc::clone);
-        let (entry, (object, out)) = match known {
+        let (entry, (object, out)) = match CALLS.get(&key) {
             Some(entry) => {
                 let Form { dtype, shape, strides, .. } = entry.given;
                 let made = torch::empty_strided(query, "out", dtype, &shape, &strides)?;
                 (entry, made)
             }
-            None => match self.enter(py, call, &inputs, key)? {
+            None => match enter(py, call, &inputs, key)? {
                 Some(entered) => entered,
                 None => return Ok(None),
             },
@@ -260,57 +270,47 @@ impl TorchKernel {
         }
         Ok(Some(object))
     }
+}
 
-    /// Plans a request that is new, and makes its output; `None` if it is not ordinary.
-    fn enter<'py>(
-        &self,
-        py: Python<'py>,
-        call: &Call<'_, 'py>,
-        inputs: &Read,
-        key: Key,
-    ) -> Result<Option<Entered<'py>>, Failure> {
-        let Call { given, is_causal, scale, enable_gqa } = *call;
-        let flags = Flags { dropout_p: 0.0, is_causal, scale, enable_gqa };
-        let asked = request::of_operands(inputs.inputs(), [false; 4], flags);
-        let Verdict::Serve(order) = request::decide_torch(py, &asked, Modes::ORDINARY, given)? else { return Ok(None) };
-        // Empty tensors, and ranks that take more than one piece, are rare: they are served, and not remembered, by `cold`.
-        let Read { q, k, v, .. } = inputs;
-        let is_ordinary = [q, k, v].iter().all(|tensor| {
-            let rank = tensor.shape.len();
-            !tensor.shape.contains(&0) && (rank == 4 || !enable_gqa)
-        });
-        if !is_ordinary {
-            return Ok(None);
-        }
-        let frame = Frame::new(inputs.inputs(), enable_gqa)?;
-        let rank = frame.out_shape.len();
-        if frame.outer_rank() > 0 || q.shape.len() != rank || q.shape[..rank - 1] != frame.out_shape[..rank - 1] {
-            return Ok(None);
-        }
-        let (q4, k4, v4, mask4) = frame.piece(inputs.inputs(), &[]);
-        let four = (&q4, &k4, &v4, mask4.as_ref());
-        let options = call::options(is_causal, scale);
-        // Whatever is refused is refused before memory is asked for.
-        call::spec_of(four, None, &options)?;
-        let object = output::new(py, given.query, &frame.out_shape, order)?;
-        let out = torch::read_plain("out", &object)?;
-        let out4 = frame.out_piece(&out, &[])?;
-        let spec = call::spec_of(four, Some(&out4), &options)?;
-        let plan = Home::Default.plan(py, Kind::Torch, &spec)?.plan;
-        let entry = Arc::new(Entry {
-            plan,
-            q: Form::of(&q4),
-            k: Form::of(&k4),
-            v: Form::of(&v4),
-            mask: mask4.as_ref().map(Form::of),
-            out: Form::of(&out4),
-            given: Form::of(&out),
-        });
-        let mut entries = self.entries.write().unwrap_or_else(PoisonError::into_inner);
-        if entries.len() >= ENTRIES {
-            entries.clear();
-        }
-        entries.insert(key, Arc::clone(&entry));
-        Ok(Some((entry, (object, out))))
+/// Plans a request that is new, and makes its output; `None` if it is not ordinary.
+fn enter<'py>(py: Python<'py>, call: &Call<'_, 'py>, inputs: &Read, key: Key) -> Result<Option<Entered<'py>>, Failure> {
+    let Call { given, is_causal, scale, enable_gqa } = *call;
+    let flags = Flags { dropout_p: 0.0, is_causal, scale, enable_gqa };
+    let asked = request::of_operands(inputs.inputs(), [false; 4], flags);
+    let Verdict::Serve(order) = request::decide_torch(py, &asked, Modes::ORDINARY, given)? else { return Ok(None) };
+    // Empty tensors, and ranks that take more than one piece, are rare: they are served, and not remembered, by `cold`.
+    let Read { q, k, v, .. } = inputs;
+    let is_ordinary = [q, k, v].iter().all(|tensor| {
+        let rank = tensor.shape.len();
+        !tensor.shape.contains(&0) && (rank == 4 || !enable_gqa)
+    });
+    if !is_ordinary {
+        return Ok(None);
     }
+    let frame = Frame::new(inputs.inputs(), enable_gqa)?;
+    let rank = frame.out_shape.len();
+    if frame.outer_rank() > 0 || q.shape.len() != rank || q.shape[..rank - 1] != frame.out_shape[..rank - 1] {
+        return Ok(None);
+    }
+    let (q4, k4, v4, mask4) = frame.piece(inputs.inputs(), &[]);
+    let four = (&q4, &k4, &v4, mask4.as_ref());
+    let options = call::options(is_causal, scale);
+    // Whatever is refused is refused before memory is asked for.
+    call::spec_of(four, None, &options)?;
+    let object = output::new(py, given.query, &frame.out_shape, order)?;
+    let out = torch::read_plain("out", &object)?;
+    let out4 = frame.out_piece(&out, &[])?;
+    let spec = call::spec_of(four, Some(&out4), &options)?;
+    let plan = Home::Default.plan(py, Kind::Torch, &spec)?.plan;
+    let entry = Arc::new(Entry {
+        plan,
+        q: Form::of(&q4),
+        k: Form::of(&k4),
+        v: Form::of(&v4),
+        mask: mask4.as_ref().map(Form::of),
+        out: Form::of(&out4),
+        given: Form::of(&out),
+    });
+    CALLS.insert(key, Arc::clone(&entry));
+    Ok(Some((entry, (object, out))))
 }

@@ -115,6 +115,23 @@ pub(crate) fn torch_is_plain(tensor: Any<'_, '_>) -> PyResult<bool> {
     tensors::torch::is_ordinary(tensor)
 }
 
+/// Whether something traces these: one of them is a fake or a functional tensor.
+#[pyfunction]
+#[pyo3(signature = (query, key, value, attn_mask = None, /))]
+pub(crate) fn torch_is_traced(
+    query: Any<'_, '_>,
+    key: Any<'_, '_>,
+    value: Any<'_, '_>,
+    attn_mask: Maybe<'_, '_>,
+) -> PyResult<bool> {
+    for tensor in (Given { query, key, value, attn_mask }).all() {
+        if request::is_traced(tensor)? {
+            return Ok(true);
+        }
+    }
+    Ok(false)
+}
+
 /// Raises where grad mode is on and one of these requires grad.
 #[pyfunction]
 #[pyo3(signature = (*tensors))]

@@ -248,7 +248,7 @@ impl From<Obstacle> for Reason {
 }
 
 /// Whether this is a tensor of a trace, fake or functional: then nothing is computed and nothing counted.
-fn is_traced(tensor: &Bound<'_, PyAny>) -> PyResult<bool> {
+pub(crate) fn is_traced(tensor: &Bound<'_, PyAny>) -> PyResult<bool> {
     static CLASSES: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
     if torch::is_exactly_tensor(tensor) {
         return Ok(false);

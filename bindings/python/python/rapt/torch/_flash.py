@@ -11,12 +11,12 @@ What Rapt does not serve (gradients, dropout) is PyTorch's own kernel's, and cou
 import contextlib
 import math
 import threading
-import warnings
 
 import torch
 from rapt import _native
 
 from . import _outputs, _stock
+from ._dispatcher import Held
 from ._stats import count_fallback, count_served
 
 NAME = "RAPT"
@@ -29,10 +29,6 @@ TAKES_FLASH = hasattr(torch.library, "get_kernel")
 COUNTED = -1.0 if TAKES_FLASH else 0.0  # this hand-over is counted
 TRACED = -2.0 if TAKES_FLASH else 0.0  # this one is part of a graph: to be counted when it runs
 
-# Calls in a row that come to an idle kernel before it takes itself out.
-_IDLE_CALLS = 16
-
-_lock = threading.RLock()
 _handing_over = threading.local()
 
 
@@ -106,65 +102,19 @@ def _flash_cuda(
     return out, lse, None, None, query.shape[2], key.shape[2], seed, offset, query.new_empty(0)
 
 
-class _Taken:
-    """An op of PyTorch's that is Rapt's while somebody holds it."""
+class _Flash(Held):
+    """One of these ops; `stock` is PyTorch's own kernel, which a call is handed on to."""
 
     def __init__(self, name, key, kernel):
-        self.name, self.key, self.kernel = name, key, kernel
-        self.count, self.idle, self.library, self.stock = 0, 0, None, None
+        super().__init__(getattr(torch.ops.aten, name).default)
+        self.name, self.key, self.kernel, self.stock = name, key, kernel, None
 
-    def take(self):
-        with _lock:
-            if self.library is None:
-                self._install()
-            self.idle = 0
-            self.count += 1
-
-    def _install(self):
-        _stock.ask()
-        library = torch.library.Library("aten", "IMPL")
-        try:
-            self.stock = torch.library.get_kernel(f"aten::{self.name}", self.key)
-            # torch < 2.15 warns of every kernel that stands in another's place.
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", category=UserWarning)
-                library.impl(self.name, self.kernel, self.key, with_keyset=True, allow_override=True)
-        except BaseException:
-            library._destroy()
-            raise
-        self.library = library
-        self._forget()
-
-    def leave(self, idly=False):
-        """Take back one `take()`; after the last the op is PyTorch's, `idly`: once it was called a few times."""
-        with _lock:
-            self.count -= 1
-            if not idly:
-                self.retire()
-
-    def retire(self):
-        """Take an idle kernel out."""
-        with _lock:
-            if self.count == 0 and self.library is not None:
-                self.library._destroy()
-                self.library = None
-                self._forget()
-
-    def is_idle(self):
-        """Whether nobody holds the op: the call is PyTorch's."""
-        if self.count > 0:
-            return False
-        self.idle += 1
-        if self.idle >= _IDLE_CALLS:
-            self.retire()
-        return True
-
-    def _forget(self):
-        # Tracing goes through a cache of kernels that a new registration does not clear.
-        getattr(torch.ops.aten, self.name).default._dispatch_cache.clear()
+    def put(self, library):
+        self.stock = torch.library.get_kernel(f"aten::{self.name}", self.key)
+        library.impl(self.name, self.kernel, self.key, with_keyset=True, allow_override=True)
 
 
-_cpu, _cuda = _Taken(_CPU, "CPU", _flash_cpu), _Taken(_CUDA, "CUDA", _flash_cuda)
+_cpu, _cuda = _Flash(_CPU, "CPU", _flash_cpu), _Flash(_CUDA, "CUDA", _flash_cuda)
 
 
 def take_cpu():
@@ -176,13 +126,12 @@ def take_cpu():
 def leave_cpu():
     """Take back one `take_cpu()`: the kernel stays, idle."""
     if TAKES_FLASH:
-        _cpu.leave(idly=True)
+        _cpu.leave()
 
 
 def retire_cpu():
     """Take the idle kernel out."""
-    if TAKES_FLASH:
-        _cpu.retire()
+    _cpu.retire()
 
 
 # --- PyTorch's registry ------------------------------------------------------------------------------------------------------
@@ -203,7 +152,9 @@ class _Handle:
 
     def remove(self):
         while self.held:
-            self.held.pop().leave()
+            op = self.held.pop()
+            op.leave()
+            op.retire()
 
 
 def _has_cuda():

@@ -14,8 +14,6 @@ import math
 
 import torch
 from rapt import DtypeMismatchError, UnsupportedError, _native
-from torch._subclasses.fake_tensor import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor
 
 from . import _outputs
 from ._imports import when_imported
@@ -23,22 +21,9 @@ from ._stats import count_served
 
 _modes = torch._C._len_torch_dispatch_stack
 _is_compiling = torch.compiler.is_compiling
-_Tensor = torch.Tensor
+_is_traced = _native.torch_is_traced
 
-# The options of rapt.attention in the schemas: a new one is an entry here.
-_OPTIONS = ", ".join(
-    [
-        "Tensor? mask=None",
-        "str? causal=None",
-        "SymInt? window_left=None",
-        "SymInt? window_right=None",
-        "float? softcap=None",
-        "float? scale=None",
-        "Tensor? sinks=None",
-        "Tensor? alibi_slopes=None",
-        "str layout='bhsd'",
-    ]
-)
+_OPTIONS = _native.options_schema()
 _SCHEMAS = {
     "attention": f"(Tensor q, Tensor k, Tensor v, *, {_OPTIONS}, ScalarType? out_dtype=None) -> Tensor",
     "attention_lse": f"(Tensor q, Tensor k, Tensor v, *, {_OPTIONS}, ScalarType? out_dtype=None) -> (Tensor, Tensor)",
@@ -48,11 +33,6 @@ _SCHEMAS = {
         "float? scale=None, bool enable_gqa=False) -> Tensor"
     ),
 }
-
-
-def is_traced(*tensors):
-    """Whether these belong to a trace (fake or functional tensors): then nothing is computed and nothing counted."""
-    return any(isinstance(t, (FakeTensor, FunctionalTensor)) for t in tensors)
 
 
 # --- output shapes -----------------------------------------------------------------------------------------------------
@@ -80,9 +60,7 @@ def needs_grad(tensors):
 
 def is_traced_call(q, k, v):
     """Whether `rapt.attention` on these must end in an op of torch, because something traces."""
-    # A class of its own is what makes a tensor one of a trace.
-    ordinary = type(q) is type(k) is type(v) is _Tensor
-    return _is_compiling() or _modes() or (not ordinary and is_traced(q, k, v))
+    return _is_compiling() or _modes() or _is_traced(q, k, v)
 
 
 def attention(q, k, v, *, causal=None, **options):
@@ -165,7 +143,7 @@ def sdpa(
     query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
 ):  # fmt: skip
     """`rapt.scaled_dot_product_attention` on torch tensors: PyTorch's signature, Rapt's errors, never a fallback."""
-    if _is_compiling() or _modes() or is_traced(query, key, value):
+    if is_traced_call(query, key, value):
         if dropout_p != 0.0:
             raise UnsupportedError(f"dropout_p={dropout_p} is not computed yet; use dropout_p=0.0")
         return torch.ops.rapt.scaled_dot_product_attention(

@@ -11,14 +11,13 @@ composite kernel ends there as well, so every hand-over marks itself by a negati
 """
 
 import contextlib
-import threading
-import warnings
 
 import torch
 from rapt import DeviceError, _native
 from rapt._native import TorchKernel
 
-from . import _compiled, _flash, _ops, _stock, _transformers
+from . import _compiled, _flash, _transformers
+from ._dispatcher import Held, lock
 from ._stats import count_fallback
 
 _modes = torch._C._len_torch_dispatch_stack
@@ -53,7 +52,7 @@ _DECOMPOSES_FIRST = not hasattr(torch.utils._python_dispatch, "autograd_would_ha
 
 def _decomposition(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False):
     arguments = (query, key, value, attn_mask, dropout_p, is_causal)
-    if _count == 0:
+    if _sdpa.count == 0:
         return own(*arguments, scale, enable_gqa, 0.0)
     mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL)
     exporting = mode is not None and mode.export
@@ -64,7 +63,7 @@ def _decomposition(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=F
 
 def _sdpa_cold(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False):
     """Whatever the native kernel does not serve at once: traces, gradients, modes, and every request out of the ordinary."""
-    if _count == 0:
+    if _sdpa.count == 0:
         return _hand_on(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     reason, order, traced = _native.torch_decide(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
@@ -90,78 +89,41 @@ def _sdpa_cold(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False
     return own(*arguments, _flash.TRACED if traced else _flash.COUNTED)
 
 
-# --- counted registration ----------------------------------------------------------------------------------------------------
-#
-# Putting kernels into PyTorch's dispatcher and taking them out takes 0.2 ms, so what enters and leaves is a flag: after the last
-# leave the kernels are idle. They hand every call on, and take themselves out at the first trace or after a few calls in a row;
-# from then on PyTorch is as before in time too.
-
-_IDLE_CALLS = 16
-
-_lock = threading.RLock()
-_count = 0
-_library = None
-_idle = 0
-_mha_fastpath = True
-_is_in_transformers = False
-
-
-def _install():
-    """Put the kernels in; they answer once they are told to."""
-    global _library
-    _stock.ask()
-    library = torch.library.Library("aten", "IMPL")
-    try:
-        # torch < 2.15 warns of every kernel that stands in another's place.
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", category=UserWarning)
-            for key, on_gpu in (("CPU", False), ("CUDA", True)):
-                above, below = _kernel(on_gpu, with_keyset=True), _kernel(on_gpu, with_keyset=False)
-                library.impl("scaled_dot_product_attention", above, f"Autograd{key}", with_keyset=True)
-                library.impl("scaled_dot_product_attention", below, key)
-        if _DECOMPOSES_FIRST:
-            _OP.py_kernels[_COMPOSITE] = _decomposition
-    except BaseException:
-        library._destroy()
-        raise
-    _library = library
-    # Tracing goes through a cache of kernels that a new registration does not clear.
-    _OP._dispatch_cache.clear()
-
-
-def _take_out():
-    """Take the idle kernels out."""
-    global _library
-    library, _library = _library, None
-    if library is None:
-        return
-    library._destroy()
-    if _DECOMPOSES_FIRST:
-        del _OP.py_kernels[_COMPOSITE]
-    _OP._dispatch_cache.clear()
-    _flash.retire_cpu()
-
-
 def _hand_on(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa):
     """A call that comes while nobody is registered: PyTorch's own answer."""
-    global _idle
-    tensors = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
-    traced = _modes() or _ops.is_traced(*tensors)
-    with _lock:
-        _idle += 1
-        if _count == 0 and (traced or _idle >= _IDLE_CALLS):
-            _take_out()
+    traced = bool(_modes()) or _native.torch_is_traced(query, key, value, attn_mask)
+    _sdpa.is_idle(traced)
     if traced:
         return _OP(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     return own(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, 0.0)
 
 
+# --- counted registration ----------------------------------------------------------------------------------------------------
+
+
+class _Sdpa(Held):
+    def put(self, library):
+        for key, on_gpu in (("CPU", False), ("CUDA", True)):
+            above, below = _kernel(on_gpu, with_keyset=True), _kernel(on_gpu, with_keyset=False)
+            library.impl("scaled_dot_product_attention", above, f"Autograd{key}", with_keyset=True)
+            library.impl("scaled_dot_product_attention", below, key)
+        if _DECOMPOSES_FIRST:
+            _OP.py_kernels[_COMPOSITE] = _decomposition
+
+    def taken_out(self):
+        if _DECOMPOSES_FIRST:
+            del _OP.py_kernels[_COMPOSITE]
+        _flash.retire_cpu()
+
+
+_sdpa = _Sdpa(_OP)
+_mha_fastpath = True
+_is_in_transformers = False
+
+
 def _enter():
-    global _idle, _mha_fastpath, _is_in_transformers
-    if _library is None:
-        _install()
+    global _mha_fastpath, _is_in_transformers
     _flash.take_cpu()
-    _idle = 0
     _mha_fastpath = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     _native.set_registered(True)
@@ -184,21 +146,23 @@ def register_backend():
 
     Counted: n calls need n `unregister_backend()`. Also enters "rapt" into transformers, now or when it is imported.
     """
-    global _count
-    with _lock:
-        if _count == 0:
-            _enter()
-        _count += 1
+    with lock:
+        _sdpa.take()
+        if _sdpa.count == 1:
+            try:
+                _enter()
+            except BaseException:
+                _sdpa.leave()
+                raise
 
 
 def unregister_backend():
     """Take back one `register_backend()`. After the last PyTorch is as before; one more does nothing."""
-    global _count
-    with _lock:
-        if _count == 0:
+    with lock:
+        if _sdpa.count == 0:
             return
-        _count -= 1
-        if _count == 0:
+        _sdpa.leave()
+        if _sdpa.count == 0:
             _leave()
 
 
@@ -220,4 +184,4 @@ def backend():
 
 def is_registered():
     """Whether PyTorch's `scaled_dot_product_attention` is Rapt's now."""
-    return _count > 0
+    return _sdpa.count > 0
