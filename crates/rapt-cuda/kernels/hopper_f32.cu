@@ -219,7 +219,7 @@ struct RowSums {
     float row_max[2], row_sum[2];
     Accumulator<VT> acc_o;
 
-    __device__ bool has_non_finite() const { return largest_magnitude(acc_o, 0) >= INFINITE_MAGNITUDE; }
+    __device__ bool has_non_finite() const { return non_finite(acc_o) != 0; }
 };
 
 // q.k as IEEE has it.

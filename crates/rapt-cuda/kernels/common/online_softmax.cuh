@@ -163,10 +163,10 @@ struct OnlineSoftmax {
     }
 
     __device__ bool has_non_finite() const {
-        u32 most = 0;
+        float any = 0;
 #pragma unroll
-        for (int mt = 0; mt < MT; mt++) most = largest_magnitude(acc_o[mt], most);
-        return most >= INFINITE_MAGNITUDE;
+        for (int mt = 0; mt < MT; mt++) any += non_finite(acc_o[mt]);
+        return any != 0;
     }
 
     // row_sum of the whole row.

@@ -115,14 +115,14 @@ __device__ inline void pack_weights(OperandA<NT / 2>& p, const Accumulator<NT>& 
         for (int r = 0; r < 2; r++) p[operand_tile(nt)][operand_word(nt, r)] = pack(s[nt][r * 2], s[nt][r * 2 + 1]);
 }
 
-// Whether a sum is infinite or NaN.
+// NaN where a sum is infinite or NaN, else 0: a multiply-add a sum, in four chains.
 template <int TILES>
-__device__ inline u32 largest_magnitude(const Accumulator<TILES>& acc_o, u32 most) {
+__device__ inline float non_finite(const Accumulator<TILES>& acc_o) {
+    float zero[4] = {};
 #pragma unroll
     for (int nt = 0; nt < TILES; nt++)
 #pragma unroll
-        for (int e = 0; e < 4; e++) most = max(most, __float_as_uint(acc_o[nt][e]) & 0x7fffffffu);
-    return most;
+        for (int e = 0; e < 4; e++) zero[e] = __fmaf_rn(acc_o[nt][e], 0.f, zero[e]);
+    return zero[0] + zero[1] + (zero[2] + zero[3]);
 }
-constexpr u32 INFINITE_MAGNITUDE = 0x7f800000u;
 #endif

@@ -147,11 +147,6 @@ struct RowSoftmax {
     }
 
     __device__ bool has_non_finite() const {
-        float zero[4] = {};
-#pragma unroll
-        for (int nt = 0; nt < VT; nt++)
-#pragma unroll
-            for (int e = 0; e < 4; e++) zero[e] = __fmaf_rn(acc_o[nt][e], 0.f, zero[e]);
-        return zero[0] + zero[1] + (zero[2] + zero[3]) + (row_sum[0] + row_sum[1]) * 0.f != 0;
+        return non_finite(acc_o) + (row_sum[0] + row_sum[1]) * 0.f != 0;
     }
 };
