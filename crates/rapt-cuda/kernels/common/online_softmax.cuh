@@ -51,12 +51,12 @@ struct OnlineSoftmax {
         }
         subtract_far(s, row_max, exponent_max, c);
 #pragma unroll
-        for (int mt = 0; mt < MT; mt++)
+        for (int mt = 0; mt < MT; mt++) {
 #pragma unroll
             for (int h = 0; h < 2; h++) {
                 float sum = row_sum[mt][h];
 #pragma unroll
-                for (int nt = 0; nt < NT; nt++) {
+                for (int nt = 0; nt < NT; nt++)
 #pragma unroll
                     for (int e = 0; e < 2; e++) {
                         float& x = s[mt][nt][h * 2 + e];
@@ -65,10 +65,10 @@ struct OnlineSoftmax {
                         sum += x;
                         if (CAREFUL && masked) x = -0.f;
                     }
-                    p[mt][operand_tile(nt)][operand_word(nt, h)] = pack(s[mt][nt][h * 2], s[mt][nt][h * 2 + 1]);
-                }
                 row_sum[mt][h] = sum;
             }
+            pack_weights(p[mt], s[mt]);
+        }
     }
 
     // acc_o += p.v
