@@ -18,7 +18,8 @@ impl Options {
 
 impl KernelVariant {
     /// Registers of a thread of hopper.cu that multiplies, and of one that loads: as many as the block was given at its start. What
-    /// spills hangs on both and follows no rule: these are such that no head dim does (NVRTC 13.2, each multiple of 16).
+    /// spills hangs on both and follows no rule: these are such that no head dim does (NVRTC 13.2, each multiple of 16, values as
+    /// wide; 64/96 spills 8 bytes).
     const fn registers(&self) -> (u32, u32) {
         let is_tma = matches!(self.loads, Loads::Tma);
         let changed = self.natural && is_tma;
