@@ -34,6 +34,6 @@ print("ok")
 
 @pytest.mark.parametrize("isa", ["scalar"])
 def test_forced_scalar_computes_reference(isa):
-    environment = {**os.environ, "RAPT_ISA": isa, "PYTHONPATH": str(Path(__file__).parent)}
+    environment = {**os.environ, "RAPT_ISA": isa, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
     done = subprocess.run([sys.executable, "-c", CHILD], capture_output=True, text=True, env=environment, timeout=600)
     assert done.returncode == 0 and done.stdout.strip() == "ok", done.stderr

@@ -135,8 +135,12 @@ def work():
     print(rt.stats()["served"])
 if REGISTER:
     rt.register_backend()
-thread = threading.Thread(target=work)
-thread.start() if THREAD else work()
+if THREAD:
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+else:
+    work()
 """
 
 
@@ -146,7 +150,7 @@ def test_a_warm_disk_cache_of_another_process(tmp_path, thread):
         environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "shared")}
         code = CACHED.replace("REGISTER", str(register)).replace("THREAD", str(thread))
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=600, check=False)
-        assert done.returncode == 0, done.stderr
+        assert done.returncode == 0 and done.stdout, done.stderr
         return int(done.stdout)
 
     assert [run(False), run(True), run(False), run(True)] == [0, 1, 0, 1]
