@@ -8,13 +8,11 @@ use std::path::{Path, PathBuf};
 
 use crate::built;
 use crate::metadata::root;
-use crate::python::Venv;
+use crate::python::{SHIPPED, Venv};
 use crate::shell::{Failure, command, read, say, show, step, write};
 
 /// The pinned compiler.
 const REQUIREMENT: &str = "xtask/requirements/nvrtc.txt";
-/// What is shipped, below the target folder.
-pub(crate) const SHIPPED: &str = "tmp/shipped";
 
 /// How many kernels a wheel ships: rapt-cuda's `Assortment`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

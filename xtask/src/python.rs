@@ -8,7 +8,6 @@ use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use crate::cubins;
 use crate::metadata::{Workspace, root};
 use crate::shell::{Failure, Outcome, capture, command, copy, read, say, show, step, write};
 
@@ -21,6 +20,9 @@ const CANDIDATES: [&str; 7] =
 
 /// Where the wheel's crate lies, below the root.
 pub(crate) const BINDING: &str = "bindings/python";
+
+/// Kernels for GPUs that the wheel ships, below the target folder: [`Venv::pack_wheel`] puts them beside its modules.
+pub(crate) const SHIPPED: &str = "tmp/shipped";
 
 /// The installer.
 const UV: &str = "xtask/requirements/uv.txt";
@@ -236,14 +238,14 @@ impl Venv {
     }
 }
 
-/// The package as maturin takes it, with the kernels that [`cubins::ship`](crate::cubins::ship) compiled.
+/// The package as maturin takes it, with the kernels in [`SHIPPED`].
 fn stage(target: &Path) -> Result<PathBuf, Failure> {
     let (source, stage) = (root().join(BINDING), target.join("package"));
     if stage.exists() {
         std::fs::remove_dir_all(&stage).map_err(Failure::file(&stage))?;
     }
     copy(&source.join("python"), &stage.join("python"))?;
-    copy(&target.join(cubins::SHIPPED), &stage.join("python/rapt/cubins"))?;
+    copy(&target.join(SHIPPED), &stage.join("python/rapt/cubins"))?;
     for name in ["README.md", "LICENSE-APACHE", "LICENSE-MIT", "THIRD-PARTY-LICENSES.md"] {
         std::fs::copy(source.join(name), stage.join(name)).map_err(Failure::file(&source.join(name)))?;
     }

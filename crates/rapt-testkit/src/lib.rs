@@ -13,6 +13,7 @@
 mod buffer;
 mod case;
 mod conformance;
+mod figures;
 mod gather;
 mod memory;
 mod proof;
@@ -29,6 +30,7 @@ mod zoo;
 pub use buffer::{Damage, TensorBuf};
 pub use case::{Case, Data, MaskCase, Placements, Places, Values};
 pub use conformance::{Config, Failure, Tally, conformance, replay};
+pub use figures::{Figures, figures};
 pub use gather::{Gathered, gather, reference, scatter, store};
 pub use memory::{Guard, Memory, PATTERN};
 pub use proof::{Proof, proof};
@@ -38,6 +40,6 @@ pub use run::Engine;
 pub use scalar::{decode, encode, lowest, round};
 #[cfg(unix)]
 pub use sparse::Sparse;
-pub use tolerance::{Class, Entry, Figures, Mismatch, check, check_lse, check_within, entry, figures, floor};
+pub use tolerance::{Class, Entry, Mismatch, check, check_lse, check_within, entry, floor};
 pub use torch_emulation::emulations;
 pub use zoo::{Placement, output_zoo, zoo};

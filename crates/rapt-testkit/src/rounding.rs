@@ -23,8 +23,8 @@
 use rapt_core::DType;
 use rapt_reference::Outputs;
 
+use crate::figures::Figures;
 use crate::gather::Gathered;
-use crate::tolerance::Figures;
 
 /// `λ` of Hoeffding's `2·exp(−λ²/2)`.
 const LAMBDA: f64 = 4.0;

@@ -7,10 +7,11 @@ use rapt_reference::naive;
 
 use crate::buffer::TensorBuf;
 use crate::case::{Case, Placements, Values};
+use crate::figures::{Figures, figures};
 use crate::gather::Gathered;
 use crate::rng::Rng;
 use crate::rounding::LogitRounding;
-use crate::tolerance::{Class, Figures, check_lse, check_within, entry, figures};
+use crate::tolerance::{Class, check_lse, check_within, entry};
 use crate::torch_emulation::emulations;
 
 /// Any engine: computes `out` (and `lse`) of the tensors.
