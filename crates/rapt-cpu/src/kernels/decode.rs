@@ -20,7 +20,7 @@ use super::simd::{Part, Real, Simd, Storage};
 use super::softmax::{Modifier, finish_row, max_skipping_nan, probability, rescale, subtractable};
 use crate::partition::Item;
 use crate::problem::{Input, Problem, Row};
-use crate::scratch::{Scratch, partial_len};
+use crate::scratch::partial_len;
 
 /// The most rows of a task: beyond, the lanes of the forward tile are used well enough.
 pub(crate) const MAX_ROWS: usize = 8;
@@ -209,26 +209,27 @@ impl<S: Simd, T: Storage<S>> Part<S> for FirstProduct<'_, S::Elem, T> {
     unsafe fn run(self) {
         let FirstProduct { chunk, origin, q, s } = self;
         let Chunk { problem, first: (batch, kv_head, j0), n, panel, ahead } = *chunk;
-        let scratch = &problem.scratch;
+        // Copies: behind a reference they would be read again after every store.
+        let (k, dim, rows) = (problem.k, problem.head_dim, problem.partition.rows);
+        let (q_stride, s_stride) = (problem.scratch.head_dim_padded, problem.partition.block_n);
         // SAFETY: as in `item`.
         unsafe {
-            for r in 0..problem.partition.rows {
+            for r in 0..rows {
                 let row = problem.row(origin, r);
-                let to = q.add(r * scratch.head_dim_padded);
                 let from = problem.q.at([row.batch, row.head, row.i, 0]).cast::<T>();
                 let (stride, negate) = (problem.q.strides[3], problem.scores.negate_q);
-                <Single as Packing<S, T>>::load_query(from, stride, problem.head_dim, negate, to);
+                <Single as Packing<S, T>>::load_query(from, stride, dim, negate, q.add(r * q_stride));
             }
             let mut j = 0;
             while j < n {
                 let take = QK_KEYS.min(n - j);
                 ahead.of_keys::<S>(j, take);
-                let keys = Keys::new(&problem.k, (batch, kv_head, j0 + j), take, problem.head_dim, panel);
+                let keys = Keys::new(&k, (batch, kv_head, j0 + j), take, dim, panel);
                 if take == QK_KEYS {
-                    dots::<S, T, QK_KEYS>(&keys, 0, problem, scratch, q, s.add(j));
+                    dots::<S, T, QK_KEYS>(&keys, 0, dim, rows, (q, q_stride), (s.add(j), s_stride));
                 } else {
                     for at in 0..take {
-                        dots::<S, T, 1>(&keys, at, problem, scratch, q, s.add(j + at));
+                        dots::<S, T, 1>(&keys, at, dim, rows, (q, q_stride), (s.add(j + at), s_stride));
                     }
                 }
                 j += take;
@@ -237,27 +238,26 @@ impl<S: Simd, T: Storage<S>> Part<S> for FirstProduct<'_, S::Elem, T> {
     }
 }
 
-/// `s[r·block_n + k] = q_r · k_{at + k}` for `K` keys and all rows.
+/// `s[r][k] = q_r · k_{at + k}` for `K` keys and all rows; q and s with the distance of their rows.
 #[inline(always)]
 unsafe fn dots<S: Simd, T: Storage<S>, const K: usize>(
     keys: &Keys<T>,
     at: usize,
-    problem: &Problem,
-    scratch: &Scratch,
-    q: *const S::Elem,
-    s: *mut S::Elem,
+    dim: usize,
+    rows: usize,
+    (q, q_stride): (*const S::Elem, usize),
+    (s, s_stride): (*mut S::Elem, usize),
 ) {
-    let (rows, block_n) = (problem.partition.rows, problem.partition.block_n);
     let mut r = 0;
     // SAFETY: as in `item`.
     unsafe {
         while r < rows {
-            let (q, s) = (q.add(r * scratch.head_dim_padded), s.add(r * block_n));
+            let (q, s) = ((q.add(r * q_stride), q_stride), (s.add(r * s_stride), s_stride));
             if rows - r >= 2 {
-                dots_micro::<S, T, K, 2>(keys, at, problem.head_dim, (q, scratch.head_dim_padded), (s, block_n));
+                dots_micro::<S, T, K, 2>(keys, at, dim, q, s);
                 r += 2;
             } else {
-                dots_micro::<S, T, K, 1>(keys, at, problem.head_dim, (q, scratch.head_dim_padded), (s, block_n));
+                dots_micro::<S, T, K, 1>(keys, at, dim, q, s);
                 r += 1;
             }
         }
@@ -424,16 +424,18 @@ impl<S: Simd, T: Storage<S>> Part<S> for SecondProduct<'_, S::Elem, T> {
     unsafe fn run(self) {
         let SecondProduct { chunk, masked, p, o } = self;
         let Chunk { problem, first: (batch, kv_head, j0), n, panel, ahead } = *chunk;
-        let (rows, dim_v) = (problem.partition.rows, problem.head_dim_v);
+        // Copies, as in the first product.
+        let (v, dim_v, rows) = (problem.v, problem.head_dim_v, problem.partition.rows);
+        let (p_stride, o_stride, pv_keys) = (problem.partition.block_n, partial_len(dim_v), problem.partition.pv_keys);
         // SAFETY: as in `item`.
         unsafe {
             let mut j = 0;
             while j < n {
-                let take = problem.partition.pv_keys.min(n - j);
+                let take = pv_keys.min(n - j);
                 ahead.of_values::<S>(j, take);
-                let keys = Keys::new(&problem.v, (batch, kv_head, j0 + j), take, dim_v, panel);
+                let keys = Keys::new(&v, (batch, kv_head, j0 + j), take, dim_v, panel);
                 let clean = !masked || all_finite::<S, T>(&keys, take, dim_v);
-                let (p, o) = ((p.add(j), problem.partition.block_n), (o, partial_len(dim_v)));
+                let (p, o) = ((p.add(j), p_stride), (o, o_stride));
                 if clean {
                     weighted_sum::<S, T>(&keys, take, rows, p, o, dim_v);
                 } else {

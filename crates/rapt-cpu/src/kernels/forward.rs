@@ -467,6 +467,7 @@ impl<S: Simd, const V: usize> Part<S> for Modify<'_, S, V> {
         unsafe {
             let modifier = Modifier::<S>::new(&problem.scores);
             let masked = S::splat(S::Elem::NEG_INFINITY);
+            let sloped = problem.alibi_slopes.is_some();
             for v in (0..queries).step_by(S::LANES) {
                 let (lo, hi) = (S::load(lo.as_ptr().add(v)), S::load(hi.as_ptr().add(v)));
                 let (diagonal, slope) = (S::load(diagonal.as_ptr().add(v)), S::load(slope.as_ptr().add(v)));
@@ -474,7 +475,7 @@ impl<S: Simd, const V: usize> Part<S> for Modify<'_, S, V> {
                     let at = x.add(j * queries + v);
                     let key = S::splat(S::Elem::from_i64(j as i64));
                     let mut distance = None;
-                    if problem.alibi_slopes.is_some() {
+                    if sloped {
                         distance = Some((slope, S::abs(S::sub(diagonal, key))));
                     }
                     let mut score = modifier.apply(S::load(at), distance);

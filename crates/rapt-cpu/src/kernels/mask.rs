@@ -155,13 +155,13 @@ impl<S: Simd, const V: usize> Part<S> for ReadTile<'_, S, V> {
                     return effect;
                 }
             } else if neighbours && n >= S::LANES {
-                let mut square = [S::Elem::ZERO; MAX_LANES * MAX_LANES];
+                let (mut square, dtype) = ([S::Elem::ZERO; MAX_LANES * MAX_LANES], mask.dtype);
                 let (mut masked, mut total) = (S::splat(S::Elem::ZERO), 0);
                 for j in squares(n, S::LANES) {
                     for v in 0..V {
                         let lanes = &lanes[v * S::LANES..][..S::LANES];
                         let to = bias.add(j * width + v * S::LANES);
-                        bias_square::<S>(mask.dtype, lanes, j, &mut square, to, width, &mut masked);
+                        bias_square::<S>(dtype, lanes, j, &mut square, to, width, &mut masked);
                         total += S::LANES * S::LANES;
                     }
                 }

@@ -40,21 +40,6 @@ pub(crate) enum Onto<S: Simd, const V: usize> {
     Rescaled([S::V; V]),
 }
 
-impl<S: Simd, const V: usize> Onto<S, V> {
-    #[inline(always)]
-    unsafe fn put(self, v: usize, at: *mut S::Elem, sum: S::V) {
-        // SAFETY: the caller vouches for a vector at `at`.
-        unsafe {
-            let sum = match self {
-                Onto::Nothing => sum,
-                Onto::Sum => S::add(S::load(at), sum),
-                Onto::Rescaled(factors) => S::fma(S::load(at), factors[v], sum),
-            };
-            S::store(at, sum);
-        }
-    }
-}
-
 /// `R` rows. `ROW1`: the row stride is 1; otherwise the step is 1.
 #[inline(always)]
 unsafe fn micro<S: Simd, M: Products<S>, const V: usize, const R: usize, const ROW1: bool>(
@@ -109,9 +94,35 @@ unsafe fn micro<S: Simd, M: Products<S>, const V: usize, const R: usize, const R
                 rows = rows.map(|row| row.add(1));
             }
         }
-        for (r, acc) in acc.iter().enumerate() {
-            for (v, &sum) in acc.iter().enumerate() {
-                onto.put(v, y.add((r * V + v) * S::LANES), sum);
+        put(acc, y, onto);
+    }
+}
+
+/// `R` rows of sums onto those at `y`: what becomes of `y` is asked once, not for each vector.
+#[inline(always)]
+unsafe fn put<S: Simd, const V: usize, const R: usize>(mut sums: [[S::V; V]; R], y: *mut S::Elem, onto: Onto<S, V>) {
+    // SAFETY: the caller vouches for R rows of y.
+    unsafe {
+        match onto {
+            Onto::Nothing => {}
+            Onto::Sum => {
+                for (r, sums) in sums.iter_mut().enumerate() {
+                    for (v, sum) in sums.iter_mut().enumerate() {
+                        *sum = S::add(S::load(y.add((r * V + v) * S::LANES)), *sum);
+                    }
+                }
+            }
+            Onto::Rescaled(factors) => {
+                for (r, sums) in sums.iter_mut().enumerate() {
+                    for (v, sum) in sums.iter_mut().enumerate() {
+                        *sum = S::fma(S::load(y.add((r * V + v) * S::LANES)), factors[v], *sum);
+                    }
+                }
+            }
+        }
+        for (r, sums) in sums.iter().enumerate() {
+            for (v, &sum) in sums.iter().enumerate() {
+                S::store(y.add((r * V + v) * S::LANES), sum);
             }
         }
     }
@@ -234,9 +245,7 @@ impl<S: Simd, M: Products<S>, const V: usize> Part<S> for MatmulSelecting<S, M, 
                         *acc = M::accumulate_selecting(element, p, *acc);
                     }
                 }
-                for (v, &sum) in acc.iter().enumerate() {
-                    onto.put(v, y.add((V * r + v) * S::LANES), sum);
-                }
+                put([acc], y.add(V * r * S::LANES), onto);
             }
         }
     }
