@@ -112,20 +112,16 @@ struct Loader {
         n0 += WARPS * TILE;
         while (n0 >= end && left > 1) left--, item.step(p), enter(p), n0 += WARPS * TILE;
         if (n0 < end) {
-            load_even_tile<TILE, D, 32>(
-                to.k, k + n0 * p.k_stride[2], p.k_stride[3], p.k_stride[2], p.kv_len - n0, p.head_dim, threadIdx.x % 32,
-                copy
-            );
+            const SourceRows keys{k + n0 * p.k_stride[2], p.k_stride[3], p.k_stride[2], p.kv_len - n0, p.head_dim};
+            load_even_tile<TILE, D, 32>(to.k, keys, threadIdx.x % 32, copy);
         }
         cp_async_commit();
     }
 
     __device__ void load_values(const Params& p, Stage& to) const {
         if (n0 < end) {
-            load_even_tile<TILE, DV, 32>(
-                to.v, v + n0 * p.v_stride[2], p.v_stride[3], p.v_stride[2], p.kv_len - n0, p.head_dim_v, threadIdx.x % 32,
-                copy
-            );
+            const SourceRows values{v + n0 * p.v_stride[2], p.v_stride[3], p.v_stride[2], p.kv_len - n0, p.head_dim_v};
+            load_even_tile<TILE, DV, 32>(to.v, values, threadIdx.x % 32, copy);
         }
         cp_async_commit();
     }
@@ -135,10 +131,9 @@ struct Loader {
 __device__ inline void load_queries(const Params& p, Shared& sh, const Item& item) {
     const Task task = item.task(p);
     const int r0 = item.r0();
-    load_tile<16, D, WARPS * 32>(
-        sh.q, (const Elem*)p.q, [&](int r) { return Row(p, task, r0 + r).offset(p.q_stride); }, p.q_stride[3],
-        p.q_stride[2], min(16, p.rows - r0), p.head_dim, threadIdx.x
-    );
+    const SourceRows queries{(const Elem*)p.q, p.q_stride[3], p.q_stride[2], min(16, p.rows - r0), p.head_dim};
+    const auto offset = [&](int r) { return Row(p, task, r0 + r).offset(p.q_stride); };
+    load_tile<16, D, WARPS * 32>(sh.q, queries, offset, threadIdx.x);
     cp_async_commit();
 }
 

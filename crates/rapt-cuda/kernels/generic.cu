@@ -74,6 +74,9 @@ struct OwnRows {
             slope[a] = p.alibi == nullptr ? (Acc)0 : load_as(p.alibi, p.alibi_dtype, row.head * p.alibi_stride);
         }
     }
+    __device__ Acc apply_scores(
+        Acc (&s)[4], const Params& p, const Shared& sh, const Block& block, int a, int n0, Acc row_max
+    ) const;
 };
 
 // Their sums so far; row_sum is the thread's own share.
@@ -96,6 +99,10 @@ struct Sums {
             for (int c = 0; c < COLS; c++) any |= !is_finite(acc_o[a][c]);
         return any;
     }
+    __device__ void add_keys(
+        Acc (&s)[4][4], const Params& p, Shared& sh, const Block& block, const OwnRows& own, int n0, bool careful
+    );
+    __device__ void add_values(const Params& p, Shared& sh, const Block& block, int n0, bool careful);
 };
 
 // Columns d0.. of the queries and of keys n0.. to shared memory, zero outside.
@@ -143,11 +150,11 @@ __device__ inline void multiply_keys(Acc (&s)[4][4], const Params& p, Shared& sh
 }
 
 // Products of row a and keys n0.. become scores; the answer is the greatest of them and row_max.
-__device__ inline Acc apply_scores(
-    Acc (&s)[4], const Params& p, const Shared& sh, const Block& block, const OwnRows& own, int a, int n0, Acc row_max
-) {
+__device__ inline Acc OwnRows::apply_scores(
+    Acc (&s)[4], const Params& p, const Shared& sh, const Block& block, int a, int n0, Acc row_max
+) const {
     const Acc scale = (Acc)p.scale, cap = (Acc)p.softcap, inverse_cap = (Acc)p.inverse_softcap;
-    const int lo = keys_lo(p, own.i[a]), hi = min(keys_hi(p, own.i[a]), block.end);
+    const int lo = keys_lo(p, i[a]), hi = min(keys_hi(p, i[a]), block.end);
     const i64 mask_at = sh.mask_row[min(thread_row() + a, block.rows - 1)];
     Acc top = row_max;
 #pragma unroll
@@ -156,7 +163,7 @@ __device__ inline Acc apply_scores(
         Acc bias = 0;
         bool masked = j < lo || j >= hi;
         if (MASK != NO_MASK && !masked) masked = is_masked(p, mask_at, j, bias);
-        const Acc x = natural_score(p, s[c], scale, cap, inverse_cap, own.slope[a], own.i[a] + p.diagonal - j) + bias;
+        const Acc x = natural_score(p, s[c], scale, cap, inverse_cap, slope[a], i[a] + p.diagonal - j) + bias;
         s[c] = masked ? negative_infinity() : x;
         top = maximum(top, s[c]);
     }
@@ -166,24 +173,24 @@ __device__ inline Acc apply_scores(
 // Products with keys n0.. become weights, in shared memory; row_max, row_sum and acc_o follow. Exponentials are those of e,
 // exact to the last places, where common/softmax.cuh has ex2.approx: float64 has no such instruction, and p is not rounded here.
 // A masked weight is -0.
-__device__ inline void add_keys(
-    Sums& sums, Acc (&s)[4][4], const Params& p, Shared& sh, const Block& block, const OwnRows& own, int n0, bool careful
+__device__ inline void Sums::add_keys(
+    Acc (&s)[4][4], const Params& p, Shared& sh, const Block& block, const OwnRows& own, int n0, bool careful
 ) {
 #pragma unroll
     for (int a = 0; a < 4; a++) {
-        const Acc top = apply_scores(s[a], p, sh, block, own, a, n0, sums.row_max[a]);
-        const Acc factor = top == sums.row_max[a] ? (Acc)1 : exponential(sums.row_max[a] - top);
-        sums.row_max[a] = top;
-        sums.row_sum[a] *= factor;
+        const Acc top = own.apply_scores(s[a], p, sh, block, a, n0, row_max[a]);
+        const Acc factor = top == row_max[a] ? (Acc)1 : exponential(row_max[a] - top);
+        row_max[a] = top;
+        row_sum[a] *= factor;
 #pragma unroll
         for (int c = 0; c < COLS; c++) {
-            Acc& sum = sums.acc_o[a][c];
+            Acc& sum = acc_o[a][c];
             sum = careful ? weighed(factor, sum) : product(factor, sum);
         }
 #pragma unroll
         for (int c = 0; c < 4; c++) {
             const Acc weight = s[a][c] == negative_infinity() ? -(Acc)0 : exponential(s[a][c] - top);
-            sums.row_sum[a] += weight;
+            row_sum[a] += weight;
             sh.p[thread_column() + c][thread_row() + a] = weight;
         }
     }
@@ -200,7 +207,7 @@ __device__ inline void load_values(const Params& p, Shared& sh, const Block& blo
 }
 
 // acc_o += p.v of keys n0... If `careful`, masked products are left out, and an attended infinity stays one under a weight of 0.
-__device__ inline void add_values(Sums& sums, const Params& p, Shared& sh, const Block& block, int n0, bool careful) {
+__device__ inline void Sums::add_values(const Params& p, Shared& sh, const Block& block, int n0, bool careful) {
     for (int j0 = 0; j0 < BN && n0 + j0 < block.end; j0 += VK) {
         __syncthreads();
         load_values(p, sh, block, n0 + j0);
@@ -229,7 +236,7 @@ __device__ inline void add_values(Sums& sums, const Params& p, Shared& sh, const
 #pragma unroll
         for (int a = 0; a < 4; a++)
 #pragma unroll
-            for (int c = 0; c < COLS; c++) sums.acc_o[a][c] += part[a][c];
+            for (int c = 0; c < COLS; c++) acc_o[a][c] += part[a][c];
     }
 }
 
@@ -279,8 +286,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention(const __grid_con
         for (int n0 = block.first; n0 < block.end; n0 += BN) {
             Acc s[4][4] = {};
             multiply_keys(s, p, sh, block, n0);
-            add_keys(sums, s, p, sh, block, own, n0, careful);
-            add_values(sums, p, sh, block, n0, careful);
+            sums.add_keys(s, p, sh, block, own, n0, careful);
+            sums.add_values(p, sh, block, n0, careful);
         }
         if (!__syncthreads_or(sums.has_non_finite())) break;
     }

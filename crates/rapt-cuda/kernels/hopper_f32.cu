@@ -147,20 +147,37 @@ __device__ inline const float* head_of(const void* base, const i64 (&stride)[4],
     return (const float*)base + task.batch * stride[0] + task.head / p.group * stride[1];
 }
 
+// K or V of a task in memory.
+struct Operand {
+    const float* base;
+    const i64 (&stride)[4];
+    int dim;
+};
+
+// Its blocks in shared memory, one for each place of the ring: tiles, 1 / up, rows that hold what is not finite, and barriers.
+template <int BOXES>
+struct Blocks {
+    u8 (&tiles)[STAGES][2][BOXES][BOX_BYTES];
+    float (&down)[STAGES][BN];
+    u16 (&odd)[STAGES][4];
+    u64 (&full)[STAGES];
+    u64 (&empty)[STAGES];
+};
+
 // The keys' (or values') rows, two quarters of a block under way while a third is split.
 template <int BOXES>
 __device__ inline void load_blocks(
-    bool careful, const Params& p, const Seen& seen, Ring& ring, const float* base, const i64 (&stride)[4], int dim,
-    u8 (*tiles)[2][BOXES][BOX_BYTES], float (*down)[BN], u16 (*odd_rows)[4], u64* full, u64* empty
+    bool careful, const Params& p, const Seen& seen, Ring& ring, const Operand& operand, const Blocks<BOXES>& blocks
 ) {
+    const i64(&stride)[4] = operand.stride;
     const int lane = threadIdx.x % 128, start = seen.lo / BN * BN;
     if (start >= seen.hi) return;
     Quarter<BOXES> part[2];
     // The quarter that is read next: this thread's row of it, and that row's key.
     int j = start + Quarter<BOXES>::first_row(lane);
-    const float* from = base + j * stride[2];
+    const float* from = operand.base + j * stride[2];
     auto load_next = [&](Quarter<BOXES>& to, int n) {
-        to.load(from, j < p.kv_len, stride[3], dim, lane);
+        to.load(from, j < p.kv_len, stride[3], operand.dim, lane);
         const int rows = n == 3 ? BN - Quarter<BOXES>::ahead(3) : Quarter<BOXES>::ahead(n + 1) - Quarter<BOXES>::ahead(n);
         j += rows, from += rows * stride[2];
     };
@@ -169,15 +186,15 @@ __device__ inline void load_blocks(
 #pragma unroll 1
     for (int n0 = start; n0 < seen.hi; n0 += BN) {
         u32 odd = 0;
-        mbarrier_wait(empty[ring.at], ring.phase ^ 1);
+        mbarrier_wait(blocks.empty[ring.at], ring.phase ^ 1);
 #pragma unroll
         for (int n = 0; n < 4; n++) {
-            odd |= part[n % 2].store(careful, tiles[ring.at], down[ring.at], lane, n);
+            odd |= part[n % 2].store(careful, blocks.tiles[ring.at], blocks.down[ring.at], lane, n);
             if (n < 2 || n0 + BN < seen.hi) load_next(part[n % 2], (n + 2) % 4);
         }
-        if (careful && lane % 32 == 0) odd_rows[ring.at][lane / 32] = odd;
+        if (careful && lane % 32 == 0) blocks.odd[ring.at][lane / 32] = odd;
         fence_proxy_async();
-        mbarrier_arrive(full[ring.at]);
+        mbarrier_arrive(blocks.full[ring.at]);
         ring.next();
     }
 }
@@ -192,25 +209,29 @@ DEFINE_WGMMA_PV(multiply_box, 64)
 DEFINE_WGMMA_PV(multiply_last, LAST_COLUMNS)
 #endif
 
-// acc_o = acc_o*factor + part of tiles of columns from FIRST on; part = p.v, by `multiply`, is summed by itself. `tiles`: lo and hi.
+// Weights of a block of keys as the product with v takes them: hi and lo, and 1 / up of a thread's two rows.
+struct Weights {
+    OperandA<KT> (&p)[2];
+    float (&down)[2];
+};
+
+// acc_o += part*down for tiles of columns from FIRST on; part = p.v, by `multiply`, is summed by itself. `hi` and `lo` are tiles of v.
 template <int FIRST, int TILES, class Multiply>
-__device__ inline void add_box(
-    Accumulator<VT>& acc_o, OperandA<KT> (&p)[2], const u8* hi, const u8* lo, const float (&down)[2], Multiply multiply
-) {
+__device__ inline void add_box(Accumulator<VT>& acc_o, const Weights& weights, const u8* hi, const u8* lo, Multiply multiply) {
     Accumulator<TILES> part;
     wgmma_fence();
 #pragma unroll
     for (int product = 0; product < 3; product++) {  // the small ones first
         const u32 tile = tile_low(product == 1 ? lo : hi, BOX_BYTES);
 #pragma unroll
-        for (int kt = 0; kt < KT; kt++) multiply(part, p[product == 0][kt], tile + kt * 16 * BOX * 2 / 16, product + kt > 0);
+        for (int kt = 0; kt < KT; kt++) multiply(part, weights.p[product == 0][kt], tile + kt * 16 * BOX * 2 / 16, product + kt > 0);
     }
     wgmma_commit();
     wgmma_wait<0>(part);
 #pragma unroll
     for (int n = 0; n < TILES * 4; n++) {
         float& sum = acc_o[FIRST + n / 4][n % 4];
-        sum = __fmaf_rn(part[n / 4][n % 4], down[n / 2 % 2], sum);
+        sum = __fmaf_rn(part[n / 4][n % 4], weights.down[n / 2 % 2], sum);
     }
 }
 
@@ -296,10 +317,10 @@ __device__ inline void add_non_finite_values(
     }
 }
 
-// Scores become p, and in its place p times its key's power for v, split; `down` is what the products are multiplied with.
+// Scores become p, and `weights` p times its key's power for v, split.
 __device__ inline void split_weights(
-    OperandA<KT> (&p_split)[2], float (&down)[2], float (&row_sum)[2], Accumulator<NT>& s, float c, const float (&exponent_max)[2],
-    const float (&factor)[2], const float* v_downs
+    const Weights& weights, float (&row_sum)[2], Accumulator<NT>& s, float c, const float (&exponent_max)[2], const float (&factor)[2],
+    const float* v_downs
 ) {
     const int quad = lane_column(threadIdx.x % 128);
     u32 top[2] = {};
@@ -321,14 +342,14 @@ __device__ inline void split_weights(
         row_sum[h] = __fmaf_rn(row_sum[h], factor[h], sum[h]);
         top[h] = max(top[h], __shfl_xor_sync(~0u, top[h], 1));
         top[h] = max(top[h], __shfl_xor_sync(~0u, top[h], 2));
-        find_scale(min(top[h], 0x7f7fffffu), up[h], down[h]);
+        find_scale(min(top[h], 0x7f7fffffu), up[h], weights.down[h]);
     }
 #pragma unroll
     for (int kt = 0; kt < KT; kt++)
 #pragma unroll
         for (int n = 0; n < 4; n++) {
             const float* pair = &s[kt * 2 + n / 2][n % 2 * 2];
-            split(pair[0] * up[n % 2], pair[1] * up[n % 2], p_split[0][kt][n], p_split[1][kt][n]);
+            split(pair[0] * up[n % 2], pair[1] * up[n % 2], weights.p[0][kt][n], weights.p[1][kt][n]);
         }
 }
 
@@ -412,15 +433,17 @@ __device__ inline void multiply(bool careful, const Params& p, Shared& sh, Ring&
         if (careful) add_non_finite_values(sums.acc_o, s[0], p, sh, ring, n0);
         const float row_max[1][2] = {{sums.row_max[0], sums.row_max[1]}};
         subtract_far(s, row_max, exponent_max, c);
+        // No members of Weights: the compiler would give them other registers (NVRTC 13.2).
         OperandA<KT> p_split[2];
         float down[2];
-        split_weights(p_split, down, sums.row_sum, s[0], c, exponent_max[0], factor, sh.v_down[ring.at]);
+        const Weights weights{p_split, down};
+        split_weights(weights, sums.row_sum, s[0], c, exponent_max[0], factor, sh.v_down[ring.at]);
         u8(&v)[2][V_BOXES][BOX_BYTES] = sh.v[ring.at];
 #if HEAD_DIM_V > 64
-        add_box<0, 8>(sums.acc_o, p_split, v[0][0], v[1][0], down, multiply_box);
-        add_box<8, LAST / 8>(sums.acc_o, p_split, v[0][1], v[1][1], down, multiply_last);
+        add_box<0, 8>(sums.acc_o, weights, v[0][0], v[1][0], multiply_box);
+        add_box<8, LAST / 8>(sums.acc_o, weights, v[0][1], v[1][1], multiply_last);
 #else
-        add_box<0, VT>(sums.acc_o, p_split, v[0][0], v[1][0], down, wgmma_pv);
+        add_box<0, VT>(sums.acc_o, weights, v[0][0], v[1][0], wgmma_pv);
 #endif
         mbarrier_arrive(sh.v_empty[ring.at]);
         ring.next();
@@ -473,15 +496,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(const __grid_
         const Seen seen = place.seen(p);
         for (int careful = 0; careful < 2; careful++) {
             if (group == 0) {
-                load_blocks<K_BOXES>(
-                    careful, p, seen, ring, head_of(p.k, p.k_stride, p, place.task), p.k_stride, p.head_dim, sh.k,
-                    sh.k_down, sh.k_odd, sh.k_full, sh.k_empty
-                );
+                const Operand k{head_of(p.k, p.k_stride, p, place.task), p.k_stride, p.head_dim};
+                const Blocks<K_BOXES> blocks{sh.k, sh.k_down, sh.k_odd, sh.k_full, sh.k_empty};
+                load_blocks(careful, p, seen, ring, k, blocks);
             } else {
-                load_blocks<V_BOXES>(
-                    careful, p, seen, ring, head_of(p.v, p.v_stride, p, place.task), p.v_stride, p.head_dim_v, sh.v,
-                    sh.v_down, sh.v_odd, sh.v_full, sh.v_empty
-                );
+                const Operand v{head_of(p.v, p.v_stride, p, place.task), p.v_stride, p.head_dim_v};
+                const Blocks<V_BOXES> blocks{sh.v, sh.v_down, sh.v_odd, sh.v_full, sh.v_empty};
+                load_blocks(careful, p, seen, ring, v, blocks);
             }
             if (!__syncthreads_or(0)) break;
         }

@@ -84,27 +84,21 @@ __device__ inline bool attend(const Params& p, Shared& sh, int first_fragment) {
     const Elem* v = (const Elem*)p.v + task.batch * p.v_stride[0] + kv_head(p, task) * p.v_stride[1];
 
     if (p.task_heads == 1) {
-        load_even_tile<BM, D, THREADS>(
-            sh.q, (const Elem*)p.q + Row(p, task, r0).offset(p.q_stride), p.q_stride[3], p.q_stride[2], rows,
-            p.head_dim, tid
-        );
+        const Elem* q = (const Elem*)p.q + Row(p, task, r0).offset(p.q_stride);
+        load_even_tile<BM, D, THREADS>(sh.q, {q, p.q_stride[3], p.q_stride[2], rows, p.head_dim}, tid);
     } else {
-        load_tile<BM, D, THREADS>(
-            sh.q, (const Elem*)p.q, [&](int r) { return Row(p, task, r0 + r).offset(p.q_stride); }, p.q_stride[3],
-            p.q_stride[2], rows, p.head_dim, tid
-        );
+        const auto offset = [&](int r) { return Row(p, task, r0 + r).offset(p.q_stride); };
+        load_tile<BM, D, THREADS>(sh.q, {(const Elem*)p.q, p.q_stride[3], p.q_stride[2], rows, p.head_dim}, offset, tid);
     }
     auto load_next_k = [&](int n0) {
-        load_even_tile<BN, D, THREADS>(
-            sh.k, k, p.k_stride[3], p.k_stride[2], p.kv_len - n0, p.head_dim, tid
-        );
+        const SourceRows k_rows{k, p.k_stride[3], p.k_stride[2], p.kv_len - n0, p.head_dim};
+        load_even_tile<BN, D, THREADS>(sh.k, k_rows, tid);
         cp_async_commit();
         k += BN * p.k_stride[2];
     };
     auto load_next_v = [&](int n0) {
-        load_even_tile<BN, DV, THREADS>(
-            sh.v, v, p.v_stride[3], p.v_stride[2], p.kv_len - n0, p.head_dim_v, tid
-        );
+        const SourceRows v_rows{v, p.v_stride[3], p.v_stride[2], p.kv_len - n0, p.head_dim_v};
+        load_even_tile<BN, DV, THREADS>(sh.v, v_rows, tid);
         cp_async_commit();
         v += BN * p.v_stride[2];
     };

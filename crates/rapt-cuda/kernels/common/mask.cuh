@@ -45,6 +45,11 @@ __device__ inline float bias_of_pair(u32 pair, int e) {
 }
 
 #if STORAGE != F64
+// Two neighbouring scores of a thread: of the tile `nt` of 8 keys in row h of its two in the fragment `mt`.
+struct ScorePair {
+    int mt, h, nt;
+};
+
 // What the mask says of a thread's keys of a tile, loaded by that thread: booleans before the product that they mask, as a bit for each
 // key; biases where they are added, two at a time where rows allow (mask_pairs).
 template <int MT, int NT>
@@ -82,21 +87,22 @@ struct MaskTile {
 #endif
     }
 
-    // Whether keys j and j+1, the pair `nt` of a row, are masked, and what is added where they are not.
+    // Whether keys j and j+1 of a row, whose scores are `pair`, are masked, and what is added where they are not.
     __device__ void read(
-        const Params& p, i64 row, int mt, int h, int nt, int j, bool (&masked)[2], float (&bias)[2]
+        const Params& p, i64 row, const ScorePair& pair, int j, bool (&masked)[2], float (&bias)[2]
     ) const {
         bias[0] = bias[1] = 0;
 #if MASK == BOOL_MASK
-        masked[0] |= hidden[mt][h] >> nt * 2 & 1, masked[1] |= hidden[mt][h] >> (nt * 2 + 1) & 1;
+        const u32 bits = hidden[pair.mt][pair.h];
+        masked[0] |= bits >> pair.nt * 2 & 1, masked[1] |= bits >> (pair.nt * 2 + 1) & 1;
 #elif MASK == ADDITIVE_MASK
         if (p.mask_pairs && j + 1 < p.kv_len) {
 #if MASK_DTYPE == F32
-            const float2 pair = *(const float2*)((const float*)p.mask + row + j);
-            bias[0] = pair.x, bias[1] = pair.y;
+            const float2 biases = *(const float2*)((const float*)p.mask + row + j);
+            bias[0] = biases.x, bias[1] = biases.y;
 #else
-            const u32 pair = *(const u32*)((const u16*)p.mask + row + j);
-            bias[0] = bias_of_pair(pair, 0), bias[1] = bias_of_pair(pair, 1);
+            const u32 biases = *(const u32*)((const u16*)p.mask + row + j);
+            bias[0] = bias_of_pair(biases, 0), bias[1] = bias_of_pair(biases, 1);
 #endif
         } else {
             for (int e = 0; e < 2; e++) {

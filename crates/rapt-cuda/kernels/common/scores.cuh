@@ -44,7 +44,7 @@ __device__ inline void apply_scores(
                 const int j0 = first + nt * 8;
                 bool masked[2] = {nt * 8 < lo || nt * 8 >= hi, nt * 8 + 1 < lo || nt * 8 + 1 >= hi};
                 float bias[2];
-                mask.read(p, mask_at, mt, h, nt, j0, masked, bias);
+                mask.read(p, mask_at, {mt, h, nt}, j0, masked, bias);
 #pragma unroll
                 for (int e = 0; e < 2; e++) {
                     float& x = s[mt][nt][h * 2 + e];

@@ -12,12 +12,20 @@
 constexpr int D = HEAD_DIM, DV = HEAD_DIM_V;
 constexpr int K_ROW = row_of(D), V_ROW = row_of(DV);  // elements
 
-// ROWS rows of dim elements, zero beyond `rows` and `dim`, to a tile of WIDTH columns; `lane` of LANES threads takes part.
+// Rows of q, k or v in memory, from which a tile is loaded: `rows` of them, of `dim` elements each.
+struct SourceRows {
+    const Elem* base;
+    i64 step, row_step;  // from an element of a row to the next, and from row to row where they are evenly spaced
+    int rows, dim;
+};
+
+// ROWS rows of `source`, zero beyond those that it has, to a tile of WIDTH columns; `lane` of LANES threads takes part.
 // `offset(r)` is where row r begins, in elements. VECTOR: every row of q, k and v can be moved 16 bytes at a time.
 template <int ROWS, int WIDTH, int LANES, class Offset>
-__device__ inline void load_tile(
-    Elem* tile, const Elem* base, Offset offset, i64 step, i64 row_step, int rows, int dim, int lane
-) {
+__device__ inline void load_tile(Elem* tile, SourceRows source, Offset offset, int lane) {
+    const Elem* base = source.base;
+    const i64 step = source.step, row_step = source.row_step;
+    const int rows = source.rows, dim = source.dim;
     if constexpr (VECTOR) {
         constexpr int UNITS = WIDTH / 8;
 #pragma unroll 2
@@ -44,17 +52,16 @@ struct Copy16 {
     __device__ void operator()(u32 to, const Elem* from) const { cp_async(to, from); }
 };
 
-// The same for evenly spaced rows from `base` on: one pointer that steps. `copy` moves 16 bytes of a whole tile.
+// The same for evenly spaced rows: one pointer that steps. `copy` moves 16 bytes of a whole tile.
 template <int ROWS, int WIDTH, int LANES, class Copy = Copy16>
-__device__ inline void load_even_tile(
-    Elem* tile, const Elem* base, i64 step, i64 row_step, int rows, int dim, int lane, Copy copy = Copy()
-) {
+__device__ inline void load_even_tile(Elem* tile, SourceRows source, int lane, Copy copy = Copy()) {
     constexpr int UNITS = WIDTH / 8;
     if constexpr (VECTOR && LANES % UNITS == 0 && ROWS * UNITS % LANES == 0) {
         constexpr int STEP = LANES / UNITS;
         const int c = lane % UNITS * 8, first = lane / UNITS;
-        const Elem* from = base + first * row_step + c;
-        if (rows >= ROWS && dim == WIDTH) {
+        const i64 row_step = source.row_step;
+        const Elem* from = source.base + first * row_step + c;
+        if (source.rows >= ROWS && source.dim == WIDTH) {
             // A whole tile, as nearly all are: no question per row.
             const u32 to = shared_address(tile + place<WIDTH>(first, c));
 #pragma unroll
@@ -64,17 +71,15 @@ __device__ inline void load_even_tile(
                 from += STEP * row_step;
             }
         } else {
-            if (c >= dim) rows = 0;
+            const int rows = c < source.dim ? source.rows : 0;
 #pragma unroll 1
             for (int r = first; r < ROWS; r += STEP) {
-                cp_async(tile + place<WIDTH>(r, c), r < rows ? from : base, r < rows ? 16 : 0);
+                cp_async(tile + place<WIDTH>(r, c), r < rows ? from : source.base, r < rows ? 16 : 0);
                 from += STEP * row_step;
             }
         }
     } else {
-        load_tile<ROWS, WIDTH, LANES>(
-            tile, base, [&](int r) { return r * row_step; }, step, row_step, rows, dim, lane
-        );
+        load_tile<ROWS, WIDTH, LANES>(tile, source, [&](int r) { return r * source.row_step; }, lane);
     }
 }
 

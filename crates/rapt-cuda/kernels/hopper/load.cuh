@@ -32,6 +32,23 @@ __device__ inline void load_boxes(Elem* tile, const Elem* base, Offset offset, i
 
 __device__ inline bool queries_by_tma(const Params& p) { return VECTOR && p.task_heads == 1; }
 
+// K or V in memory, as TMA reads it and as threads do.
+struct Operand {
+    const TensorMap& map;
+    const void* base;
+    const i64 (&stride)[4];
+    int dim;
+};
+
+// Its tiles in shared memory, their barriers, and how many were loaded so far.
+template <int BOXES>
+struct TileRing {
+    Elem (&tiles)[STAGES][BOXES * K_BOX];
+    u64 (&full)[STAGES];
+    u64 (&empty)[STAGES];
+    u32& loaded;
+};
+
 struct Producer {
     const HopperParams& h;
     Shared& sh;
@@ -50,25 +67,24 @@ struct Producer {
 
     // One tile of K or V.
     template <int BOXES>
-    __device__ void load(
-        Elem (&tiles)[STAGES][BOXES * K_BOX], u64 (&full)[STAGES], u64 (&empty)[STAGES], u32& loaded, const TensorMap& map,
-        const void* base, const i64 (&stride)[4], int dim, const Task& task, int n0
-    ) {
-        const int stage = stage_of(loaded);
-        mbarrier_wait(empty[stage], phase_of(loaded++) ^ 1);
-        Elem* tile = tiles[stage];
-        u64& barrier = full[stage];
+    __device__ void load(const TileRing<BOXES>& ring, const Operand& operand, const Task& task, int n0) {
+        const i64(&stride)[4] = operand.stride;
+        const int stage = stage_of(ring.loaded);
+        mbarrier_wait(ring.empty[stage], phase_of(ring.loaded++) ^ 1);
+        Elem* tile = ring.tiles[stage];
+        u64& barrier = ring.full[stage];
         const int head = divide(task.head, h.p.by_group);
         if constexpr (VECTOR) {
-            mbarrier_arrive_expect_tx(barrier, sizeof(tiles[0]));
+            mbarrier_arrive_expect_tx(barrier, sizeof(ring.tiles[0]));
 #pragma unroll
             for (int box = 0; box < BOXES; box++) {
-                tma_load(tile + box * K_BOX, map, barrier, box * BOX, n0, tma_coordinate(stride[1], head), tma_coordinate(stride[0], task.batch));
+                const int map_head = tma_coordinate(stride[1], head), map_batch = tma_coordinate(stride[0], task.batch);
+                tma_load(tile + box * K_BOX, operand.map, barrier, box * BOX, n0, map_head, map_batch);
             }
         } else {
-            const Elem* from = (const Elem*)base + task.batch * stride[0] + head * stride[1] + n0 * stride[2];
+            const Elem* from = (const Elem*)operand.base + task.batch * stride[0] + head * stride[1] + n0 * stride[2];
             load_boxes<BN, BN, BOXES>(
-                tile, from, [&](int r) { return r * stride[2]; }, stride[3], h.p.kv_len - n0, dim, threadIdx.x % 128
+                tile, from, [&](int r) { return r * stride[2]; }, stride[3], h.p.kv_len - n0, operand.dim, threadIdx.x % 128
             );
             fence_proxy_async();
             mbarrier_arrive(barrier);
@@ -76,11 +92,13 @@ struct Producer {
     }
     __device__ void load_keys(const Task& task, int n0) {
         const Params& p = h.p;
-        load<K_BOXES>(sh.k, sh.k_full, sh.k_empty, k_loaded, h.k_map, p.k, p.k_stride, p.head_dim, task, n0);
+        const TileRing<K_BOXES> ring{sh.k, sh.k_full, sh.k_empty, k_loaded};
+        load(ring, {h.k_map, p.k, p.k_stride, p.head_dim}, task, n0);
     }
     __device__ void load_values(const Task& task, int n0) {
         const Params& p = h.p;
-        load<V_BOXES>(sh.v, sh.v_full, sh.v_empty, v_loaded, h.v_map, p.v, p.v_stride, p.head_dim_v, task, n0);
+        const TileRing<V_BOXES> ring{sh.v, sh.v_full, sh.v_empty, v_loaded};
+        load(ring, {h.v_map, p.v, p.v_stride, p.head_dim_v}, task, n0);
     }
 
     // `read_mask(n0)` comes before each tile.

@@ -114,7 +114,7 @@ void load() {
     shared_base = tile;
     for (int lane = 0; lane < 32; lane++) {
         begin(lane);
-        load_even_tile<KEYS, D, 32>(tile, source, 1, 1000, KEYS, D, lane);
+        load_even_tile<KEYS, D, 32>(tile, {source, 1, 1000, KEYS, D}, lane);
         for (int n = 0; n < event_count; n++) events[n].b -= (u64)source;
         print_events();
     }
