@@ -1,7 +1,8 @@
 //! How long files and functions may be, and how many arguments a function may take.
 //!
 //! Rust, CUDA C++ and Python, by their indentation: formatters see to it that a function ends with a brace, or before a line, as
-//! far in as it began. Deliberately absent: arguments counted, which clippy does; here is only where its count may be set aside.
+//! far in as it began. Arguments are counted of CUDA's device functions, which no other tool does. Deliberately absent: those of Rust,
+//! which clippy counts; here is only where its count may be set aside.
 
 use super::Finding;
 use super::sources::Source;
@@ -11,6 +12,9 @@ const MOST_LINES: usize = 700;
 
 /// Lines of a function, from its name to its end.
 const MOST_FUNCTION_LINES: usize = 100;
+
+/// Arguments of a function: clippy's limit.
+const MOST_ARGUMENTS: usize = 7;
 
 /// The one place where functions take what a signature of Python has.
 const SIGNATURES: &str = "bindings/python/src/";
@@ -33,10 +37,18 @@ fn check_file(file: &Source) -> Vec<Finding> {
             let what = format!("`{name}` has {length} lines: split it by concept (at most {MOST_FUNCTION_LINES})");
             findings.push(Finding::at(&file.path, at + 1, what));
         }
+        if line.contains("__device__") || line.contains("__global__") {
+            let count = arguments(&lines[at..], name);
+            if count > MOST_ARGUMENTS {
+                let what = format!("`{name}` has {count} arguments: pass a struct (at most {MOST_ARGUMENTS})");
+                findings.push(Finding::at(&file.path, at + 1, what));
+            }
+        }
     }
     let lines = lines.iter().enumerate().filter(|(_, line)| line.contains("clippy::too_many_arguments"));
     if !file.path.starts_with(SIGNATURES) && !file.path.starts_with("xtask/src/tidy/") {
-        findings.extend(lines.map(|(at, _)| Finding::at(&file.path, at + 1, "more than 7 arguments: pass a struct")));
+        let what = format!("more than {MOST_ARGUMENTS} arguments: pass a struct");
+        findings.extend(lines.map(|(at, _)| Finding::at(&file.path, at + 1, what.as_str())));
     }
     findings
 }
@@ -105,6 +117,27 @@ fn length(lines: &[&str], is_python: bool) -> usize {
     1
 }
 
+/// How many arguments a function of C++ takes, whose name and first parenthesis are in the first of these lines.
+fn arguments(lines: &[&str], name: &str) -> usize {
+    let Some(at) = lines[0].find(&format!("{name}(")) else { return 0 };
+    let list = &lines[0][at + name.len()..];
+    // The name of `operator()` has parentheses of its own.
+    let list = list.strip_prefix("()").filter(|rest| rest.starts_with('(')).unwrap_or(list);
+    let (mut count, mut depth) = (0_usize, 0_i32);
+    for c in std::iter::once(list).chain(lines[1..].iter().copied()).flat_map(str::chars) {
+        match c {
+            ')' if depth == 1 => break,
+            ',' if depth == 1 => count += 1,
+            // Commas of a type's own are deeper.
+            '(' | '[' | '{' | '<' => depth += 1,
+            ')' | ']' | '}' | '>' => depth -= 1,
+            _ if !c.is_whitespace() => count = count.max(1),
+            _ => {}
+        }
+    }
+    count
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -134,6 +167,27 @@ mod tests {
             assert!(whats(path, &function(90)).is_empty(), "{path}");
         }
         assert!(whats("a.rs", &format!("trait T {{\n    fn f();\n    fn g();\n{}}}\n", body(120, "x();"))).is_empty());
+    }
+
+    #[test]
+    fn many_arguments_of_device_functions_fire() {
+        for (before, after) in [
+            ("__device__ static void f(", ") {\n}\n"),
+            ("template <int A, int B>\n__device__ inline void f(\n    ", "\n) {\n}\n"),
+            ("struct S {\n    __device__ S(", ") : a(a), b(b, 1) {}\n};\n"),
+            ("struct S {\n    __device__ void operator()(", ") const { g(a, b, c, d, e, f, g, h); }\n};\n"),
+            ("extern \"C\" __global__ void __launch_bounds__(32, 1) f(", ") {\n}\n"),
+        ] {
+            let function = |n| {
+                let arguments: Vec<String> = (0..n).map(|at| format!("Tile<A, B> (&a{at})[2]")).collect();
+                format!("{before}{}{after}", arguments.join(", "))
+            };
+            assert_eq!(whats("a.cuh", &function(MOST_ARGUMENTS + 1)).len(), 1, "{before}");
+            assert!(whats("a.cuh", &function(MOST_ARGUMENTS)).is_empty(), "{before}");
+            // C++ of the host.
+            assert!(whats("a.cpp", &function(MOST_ARGUMENTS + 1)).is_empty(), "{before}");
+        }
+        assert!(whats("a.cuh", "__device__ inline void f() {\n    g(a, b, c, d, e, f, g, h);\n}\n").is_empty());
     }
 
     #[test]
