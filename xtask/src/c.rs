@@ -143,11 +143,16 @@ impl Tree {
             "prefix={}\nexec_prefix=${{prefix}}\nlibdir=${{exec_prefix}}/lib\nincludedir=${{prefix}}/include\n\n\
              Name: rapt\nDescription: {DESCRIPTION}\nVersion: {}\nLibs: -L${{libdir}} -lrapt\n\
              Libs.private: {}\nCflags: -I${{includedir}}\n",
-            self.prefix.display(),
+            escaped(&self.prefix.display().to_string()),
             version.whole,
             NATIVE_LIBRARIES.join(" ")
         )
     }
+}
+
+/// A path as a file of pkg-config has it: an unescaped space would end a flag.
+fn escaped(path: &str) -> String {
+    path.replace('\\', "\\\\").replace(' ', "\\ ")
 }
 
 fn copy(from: &Path, to: &Path) -> Outcome {
@@ -372,6 +377,11 @@ mod tests {
             assert_eq!(Version::new(version).soname(), soname);
         }
         assert_eq!(Version::new("0.1.0").file(), "librapt.so.0.1.0");
+    }
+
+    #[test]
+    fn a_space_does_not_end_a_flag() {
+        assert_eq!(escaped("/a folder/rapt"), "/a\\ folder/rapt");
     }
 
     #[test]
