@@ -134,6 +134,8 @@ fn pytest(venv: &Venv) -> Outcome {
         // In the tests' own folder, so that no source tree shadows the installed wheel. A file's tests stay in one process:
         // some share what costs.
         let mut pytest = venv.python(["-m", "pytest", "-ra", "-p", "no:cacheprovider", "--dist", "loadfile"]);
+        // Else files of few tests come last, which are those that compile.
+        pytest.arg("--no-loadscope-reorder");
         let workers = std::thread::available_parallelism().map_or(1, usize::from).min(MOST_WORKERS);
         pytest.args(["-n", &workers.to_string(), "."]);
         show(pytest.current_dir(root().join(BINDING).join("tests")))
