@@ -116,6 +116,11 @@ impl Venv {
         // A path that cannot be joined (a folder with a separator in its name) stays as it was.
         command.env("PATH", std::env::join_paths(folders).unwrap_or_else(|_| OsString::from(&path)));
         command.env("VIRTUAL_ENV", &self.folder).env_remove("PYTHONPATH").env_remove("PYTHONHOME");
+        // Compiled once, not in each of the hundred processes that import torch: whatever the caller's Python keeps, and
+        // without a file in a source tree.
+        command
+            .env_remove("PYTHONDONTWRITEBYTECODE")
+            .env("PYTHONPYCACHEPREFIX", self.folder.with_file_name(".venv-pycache"));
         command
     }
 

@@ -11,6 +11,7 @@
 
 mod arch;
 mod caps;
+pub mod ceiling;
 mod kernels;
 mod launch;
 mod partition;

@@ -39,7 +39,7 @@ pub use rapt_core::{
     TensorSpec, Tensors, Tile, UnknownDtypeCode, View, ViewMut, Window, Work, Workspace,
 };
 pub use rapt_cpu::{
-    CpuLaunch, KernelVariant as CpuKernelVariant, Step as CpuStep, available as available_isas, select,
+    CpuLaunch, KernelVariant as CpuKernelVariant, Step as CpuStep, available as available_isas, ceiling, select,
 };
 pub use rapt_layout as layout;
 pub use rapt_reference as reference;

@@ -92,6 +92,7 @@ use half::{bf16, f16};
 use rapt_core::{Arch, DType};
 
 #[cfg(target_arch = "x86_64")]
+use crate::ceiling;
 use crate::kernels::pairs::Paired;
 use crate::kernels::products::Single;
 use crate::kernels::simd::{Simd, Storage};
@@ -202,6 +203,22 @@ fn entry(arch: Arch, step: Step, storage: DType) -> Option<Entry> {
         #[cfg(target_arch = "aarch64")]
         Arch::Neon => entry_of::<neon::NeonF32, scalar::Scalar<f64>>(step, storage),
         _ => None,
+    }
+}
+
+/// The rounds of f32 FMAs of [`ceiling`], and the lanes of their vectors.
+pub(crate) fn fma_rounds(arch: Arch) -> (unsafe fn(usize, f32, f32) -> f32, usize) {
+    fn of<S: Simd<Elem = f32>>() -> (unsafe fn(usize, f32, f32) -> f32, usize) {
+        (ceiling::rounds_of::<S>, S::LANES)
+    }
+    match arch {
+        #[cfg(target_arch = "x86_64")]
+        Arch::Avx2 => of::<avx2::Avx2F32>(),
+        #[cfg(target_arch = "x86_64")]
+        Arch::Avx512 | Arch::Avx512Bf16 => of::<avx512::Avx512F32>(),
+        #[cfg(target_arch = "aarch64")]
+        Arch::Neon => of::<neon::NeonF32>(),
+        _ => (ceiling::plain_rounds, 1),
     }
 }
 

@@ -1,0 +1,132 @@
+//! What a core can do, in plain loops: `rapt bench` times them and holds kernels against them.
+//!
+//! They are here because their speed must not depend on how the program around them is optimised: they are made of the kernels' own
+//! vectors. Deliberately absent: clocks, threads, and the bf16-dot unit (`cargo xtask bench cpu` measures it beside its peers).
+
+use rapt_core::Arch;
+
+use crate::arch;
+use crate::available;
+use crate::kernels::simd::{Part, Simd};
+
+/// Independent sums: enough to hide an FMA of 4 cycles on two units.
+const SUMS: usize = 12;
+
+/// Rounds of f32 FMAs in the vectors of an instruction set.
+pub struct FmaRounds {
+    arch: Arch,
+    body: unsafe fn(usize, f32, f32) -> f32,
+    lanes: usize,
+}
+
+impl FmaRounds {
+    /// Those of `arch`; plain Rust's for one that this machine lacks.
+    #[must_use]
+    pub fn of(arch: Arch) -> FmaRounds {
+        let arch = if available().contains(&arch) { arch } else { Arch::Scalar };
+        let (body, lanes) = arch::fma_rounds(arch);
+        FmaRounds { arch, body, lanes }
+    }
+
+    /// The instruction set.
+    #[must_use]
+    pub fn arch(&self) -> Arch {
+        self.arch
+    }
+
+    /// The FLOPs of one round.
+    #[must_use]
+    pub fn flops(&self) -> usize {
+        2 * SUMS * self.lanes
+    }
+
+    /// Twelve independent vectors of `x`, each `v·x + y` in every round; the sum of all.
+    #[must_use]
+    pub fn run(&self, rounds: usize, x: f32, y: f32) -> f32 {
+        // SAFETY: `of` found the instruction set on this machine.
+        unsafe { (self.body)(rounds, x, y) }
+    }
+}
+
+struct Rounds {
+    rounds: usize,
+    x: f32,
+    y: f32,
+}
+
+impl<S: Simd<Elem = f32>> Part<S> for Rounds {
+    type Output = f32;
+
+    #[inline(always)]
+    unsafe fn run(self) -> f32 {
+        // SAFETY: the caller vouches for the instruction set; no memory is touched.
+        unsafe {
+            let (x, y) = (S::splat(self.x), S::splat(self.y));
+            let mut sums = [x; SUMS];
+            for _ in 0..self.rounds {
+                for sum in &mut sums {
+                    *sum = S::fma(*sum, x, y);
+                }
+            }
+            let mut total = 0.0;
+            for sum in sums {
+                total += S::reduce_add(sum);
+            }
+            total
+        }
+    }
+}
+
+/// The rounds in the vectors of `S`, as a function.
+///
+/// # Safety
+/// The instruction set is there.
+pub(crate) unsafe fn rounds_of<S: Simd<Elem = f32>>(rounds: usize, x: f32, y: f32) -> f32 {
+    // SAFETY: promised by the caller.
+    unsafe { S::apart(Rounds { rounds, x, y }) }
+}
+
+/// The rounds without vectors. Plain Rust has no fused instruction to rely on.
+pub(crate) fn plain_rounds(rounds: usize, x: f32, y: f32) -> f32 {
+    let mut sums = [x; SUMS];
+    for _ in 0..rounds {
+        for sum in &mut sums {
+            *sum = *sum * x + y;
+        }
+    }
+    sums.iter().sum()
+}
+
+/// `steps` times a multiplication (3 cycles) and an exclusive or (1), each of which waits for the other: `4 · steps` cycles.
+#[must_use]
+pub fn chain(steps: u32, factor: u64) -> u64 {
+    (0..steps).fold(factor, |x, _| (x ^ factor).wrapping_mul(factor))
+}
+
+/// The sum, wrapping around, as fast as memory is read.
+#[must_use]
+pub fn sum(memory: &[u64]) -> u64 {
+    memory.iter().fold(0, |sum, x| sum.wrapping_add(*x))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_instruction_set_computes_the_same_rounds() {
+        // Twelve vectors of 0.5·0.5 + 0.25 = 0.5, whatever the number of rounds.
+        for &arch in available() {
+            let fma = FmaRounds::of(arch);
+            assert_eq!(fma.arch(), arch);
+            assert_eq!(fma.run(1000, 0.5, 0.25), (fma.flops() / 2) as f32 * 0.5, "{arch:?}");
+        }
+    }
+
+    #[test]
+    fn the_chain_and_the_sum_are_what_they_say() {
+        // (3 ^ 3) · 3 = 0, and (0 ^ 3) · 3 = 9.
+        assert_eq!(chain(2, 3), 9);
+        assert_eq!(sum(&[u64::MAX, 2, 3]), 4);
+    }
+}
