@@ -113,9 +113,13 @@ def test_an_interrupt_ends_a_long_run_with_130(words, tmp_path):
         pytest.importorskip("numpy")
     (tmp_path / "slow.py").write_text(SLOW)
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    child = subprocess.Popen([*MODULE, *words], cwd=tmp_path, start_new_session=True, **pipes)
-    time.sleep(3)
-    assert child.poll() is None, child.communicate()
-    os.killpg(child.pid, signal.SIGINT)  # as a terminal sends it, to every process of the group
-    _, err = child.communicate(timeout=30)
+    with subprocess.Popen([*MODULE, *words], cwd=tmp_path, start_new_session=True, **pipes) as child:
+        try:
+            time.sleep(3)
+            assert child.poll() is None, child.communicate()
+            os.killpg(child.pid, signal.SIGINT)  # as a terminal sends it, to every process of the group
+            _, err = child.communicate(timeout=60)
+        finally:
+            if child.poll() is None:  # else it would take a core for its 3000 seconds
+                os.killpg(child.pid, signal.SIGKILL)
     assert child.returncode == 130 and "Traceback" not in err, (child.returncode, err)
