@@ -92,11 +92,10 @@ use half::{bf16, f16};
 use rapt_core::{Arch, DType};
 
 #[cfg(target_arch = "x86_64")]
-use crate::ceiling;
 use crate::kernels::pairs::Paired;
 use crate::kernels::products::Single;
 use crate::kernels::simd::{Simd, Storage};
-use crate::kernels::{decode, forward};
+use crate::kernels::{decode, fma_rounds, forward};
 use crate::partition::Item;
 use crate::problem::Problem;
 
@@ -206,10 +205,10 @@ fn entry(arch: Arch, step: Step, storage: DType) -> Option<Entry> {
     }
 }
 
-/// The rounds of f32 FMAs of [`ceiling`], and the lanes of their vectors.
+/// The rounds of f32 FMAs, and the lanes of their vectors.
 pub(crate) fn fma_rounds(arch: Arch) -> (unsafe fn(usize, f32, f32) -> f32, usize) {
     fn of<S: Simd<Elem = f32>>() -> (unsafe fn(usize, f32, f32) -> f32, usize) {
-        (ceiling::rounds_of::<S>, S::LANES)
+        (fma_rounds::rounds_of::<S>, S::LANES)
     }
     match arch {
         #[cfg(target_arch = "x86_64")]
@@ -218,7 +217,7 @@ pub(crate) fn fma_rounds(arch: Arch) -> (unsafe fn(usize, f32, f32) -> f32, usiz
         Arch::Avx512 | Arch::Avx512Bf16 => of::<avx512::Avx512F32>(),
         #[cfg(target_arch = "aarch64")]
         Arch::Neon => of::<neon::NeonF32>(),
-        _ => (ceiling::plain_rounds, 1),
+        _ => (fma_rounds::plain_rounds, 1),
     }
 }
 
