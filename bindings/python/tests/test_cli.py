@@ -1,5 +1,6 @@
 """The command `rapt` of the package: cargo's program, in Python's process."""
 
+import functools
 import importlib.metadata
 import json
 import os
@@ -113,7 +114,9 @@ def test_an_interrupt_ends_a_long_run_with_130(words, tmp_path):
         pytest.importorskip("numpy")
     (tmp_path / "slow.py").write_text(SLOW)
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen([*MODULE, *words], cwd=tmp_path, start_new_session=True, **pipes) as child:
+    # What starts the tests may ignore SIGINT (a shell's background job does), and a child would inherit that.
+    heed = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    with subprocess.Popen([*MODULE, *words], cwd=tmp_path, start_new_session=True, preexec_fn=heed, **pipes) as child:
         try:
             time.sleep(3)
             assert child.poll() is None, child.communicate()
