@@ -75,38 +75,3 @@ impl Partition {
         }
     }
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use std::collections::HashSet;
-
-    #[test]
-    fn every_order_deals_each_item_once() {
-        for (batch, heads, chunks) in [(1, 1, 1), (2, 3, 4), (3, 1, 5), (1, 7, 1)] {
-            let tasks = batch * heads;
-            for order in [Order::Tasks, Order::LastRows, Order::Heads { tasks: heads }] {
-                let partition = Partition {
-                    tasks,
-                    heads: 1,
-                    rows: 8,
-                    chunk_rows: 8,
-                    chunks,
-                    order,
-                    block_n: 16,
-                    narrow: false,
-                    pv_keys: 8,
-                    ahead_bytes: 0,
-                    k_in_place: true,
-                    v_in_place: true,
-                };
-                let items: HashSet<_> = (0..partition.items())
-                    .map(|n| partition.item(n))
-                    .inspect(|item| assert!(item.task < tasks && item.chunk < chunks, "{order:?}: {item:?}"))
-                    .map(|item| (item.task, item.chunk))
-                    .collect();
-                assert_eq!(items.len(), tasks * chunks, "{order:?}");
-            }
-        }
-    }
-}

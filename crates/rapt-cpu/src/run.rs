@@ -2,9 +2,9 @@
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use rapt_core::{Arch, DType, Error, Executor, Operands, Plan, Result, Spec, Workspace};
+use rapt_core::{DType, Error, Executor, Operands, Plan, Result, Spec, Workspace};
 
-use crate::arch::{Entry, KernelVariant};
+use crate::arch::Entry;
 use crate::caps::available;
 use crate::kernels::simd::Real;
 use crate::launch::{CpuLaunch, Steps};
@@ -29,8 +29,8 @@ pub fn run(plan: &Plan, operands: &mut Operands<'_>, workspace: &mut Workspace, 
         fill_empty(plan.spec(), operands);
         return Ok(());
     };
-    let main = entry(main, available())?;
-    let combine = combine.as_ref().map(|variant| entry(variant, available())).transpose()?;
+    let main = main.entry(available())?;
+    let combine = combine.as_ref().map(|variant| variant.entry(available())).transpose()?;
     if workspace.len_bytes() < launch.workspace_bytes {
         return Err(Error::OutOfMemory { bytes: launch.workspace_bytes });
     }
@@ -46,15 +46,6 @@ pub fn run(plan: &Plan, operands: &mut Operands<'_>, workspace: &mut Workspace, 
         unsafe { pool.deal(combine, &problem, partition.tasks, |task| Item { task, chunk: 0 }) }?;
     }
     Ok(())
-}
-
-/// The entry point of `variant`, if its instruction set is among those of this machine.
-fn entry(variant: &KernelVariant, available: &[Arch]) -> Result<Entry> {
-    let missing = || Error::unsupported(variant.arch.name(), "this machine or build lacks it", "plan on this machine");
-    if !available.contains(&variant.arch) {
-        return Err(missing());
-    }
-    variant.entry().ok_or_else(missing)
 }
 
 /// Threads with scratch memory of their own.
@@ -120,23 +111,6 @@ fn fill_empty(spec: &Spec, operands: &mut Operands<'_>) {
             debug_assert!(matches!(lse.dtype, DType::F32 | DType::F64));
             // SAFETY: an element of lse.
             unsafe { f64::NEG_INFINITY.store_as(lse.dtype, lse.at([b, h, i])) };
-        }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::arch::Step;
-
-    #[test]
-    fn an_instruction_set_that_the_machine_lacks_is_not_entered() {
-        for arch in [Arch::Scalar, Arch::Avx2, Arch::Avx512, Arch::Avx512Bf16, Arch::Neon] {
-            for step in [Step::Forward, Step::Decode, Step::Combine] {
-                let variant = KernelVariant { arch, step, storage: DType::BF16 };
-                let refused = entry(&variant, &[Arch::Scalar]).err();
-                assert_eq!(matches!(refused, Some(Error::Unsupported { .. })), arch != Arch::Scalar, "{variant:?}");
-            }
         }
     }
 }

@@ -4,8 +4,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use half::bf16;
 use rapt_core::{
-    Arch, Caps, Causal, Element, Error, Executor, Kernel, Operands, Options, Plan, Result, Spec, Strides, Tensors,
-    View, ViewMut, Workspace,
+    Arch, Caps, Causal, DType, Element, Error, Executor, Kernel, Operands, Options, Plan, Result, Spec, Strides,
+    Tensors, View, ViewMut, Workspace,
 };
 use rapt_cpu::{CpuLaunch, KernelVariant, Step, run, select};
 
@@ -171,5 +171,21 @@ fn addresses_on_the_host_change_no_plan() {
         };
         assert_eq!(plan(0), plan(1));
         assert_eq!(plan(0), plan(2));
+    }
+}
+
+#[test]
+fn an_instruction_set_that_the_machine_lacks_is_not_entered() {
+    for arch in [Arch::Scalar, Arch::Avx2, Arch::Avx512, Arch::Avx512Bf16, Arch::Neon] {
+        for step in [Step::Forward, Step::Decode, Step::Combine] {
+            let variant = KernelVariant { arch, step, storage: DType::BF16 };
+            let refused = variant.check(&[Arch::Scalar]).err();
+            assert_eq!(matches!(refused, Some(Error::Unsupported { .. })), arch != Arch::Scalar, "{variant:?}");
+            assert_eq!(
+                variant.check(rapt_cpu::available()).is_ok(),
+                rapt_cpu::available().contains(&arch),
+                "{variant:?}"
+            );
+        }
     }
 }

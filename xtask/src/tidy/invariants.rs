@@ -1,4 +1,5 @@
 //! Each invariant of ARCHITECTURE.md names what checks it, and that is there: `` `path/of/file.rs::test` `` or `` `tidy: rule` ``.
+//! And no test stands where nothing runs it: in the sources of a library whose manifest says `test = false`.
 
 use super::Finding;
 use super::sources::Source;
@@ -31,7 +32,30 @@ pub(super) fn check(files: &[Source], rules: &[&str]) -> Vec<Finding> {
             }
         }
     }
+    findings.extend(never_run(files));
     findings
+}
+
+/// Tests among the sources of a library that is not built for tests, unless a test target of its own has the file.
+fn never_run(files: &[Source]) -> Vec<Finding> {
+    let manifests = files.iter().filter_map(|file| Some((file.path.strip_suffix("Cargo.toml")?, &file.code)));
+    let untested = manifests.filter_map(|(folder, code)| {
+        let library = code.split("\n[").find(|section| section.starts_with("lib]"))?;
+        library.lines().any(|line| line.trim() == "test = false").then_some((folder, code))
+    });
+    let tests = |(folder, manifest): (&str, &String)| {
+        let below = format!("{folder}src/");
+        let is_lost = |file: &&Source| {
+            let own = file.path.strip_prefix(folder).unwrap_or_default();
+            file.path.starts_with(&below)
+                && file.code.contains("#[test]")
+                && !manifest.contains(&format!("path = \"{own}\""))
+        };
+        let lost = files.iter().filter(is_lost);
+        lost.map(|file| Finding::new(&*file.path, "has a test that nothing runs: the library says `test = false`"))
+            .collect::<Vec<_>>()
+    };
+    untested.flat_map(tests).collect()
 }
 
 /// Why a check is none.
@@ -58,6 +82,22 @@ mod tests {
             Source::new("bindings/python/tests/test_a.py", "def test_it(call):"),
         ];
         check(&files, &["places"]).into_iter().map(|finding| finding.what).collect()
+    }
+
+    #[test]
+    fn a_test_that_nothing_runs_fires() {
+        let manifest = "[package]\nname = \"a\"\n\n[lib]\n# why\ntest = false\n\n[[test]]\npath = \"src/own.rs\"\n";
+        let code = "#[test]\nfn it_holds() {}";
+        let named = |paths: &[&str], manifest: &str| {
+            let mut files = vec![Source::new("a/Cargo.toml", manifest)];
+            files.extend(paths.iter().map(|path| Source::new(path, code)));
+            never_run(&files).len()
+        };
+        assert_eq!(
+            named(&["a/src/lib.rs", "a/src/deep/b.rs", "a/src/own.rs", "a/tests/c.rs", "b/src/lib.rs"], manifest),
+            2
+        );
+        assert_eq!(named(&["a/src/lib.rs"], "[lib]\nname = \"a\"\n\n[[bin]]\ntest = false\n"), 0);
     }
 
     #[test]

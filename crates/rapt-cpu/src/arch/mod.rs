@@ -89,7 +89,7 @@ mod neon;
 mod scalar;
 
 use half::{bf16, f16};
-use rapt_core::{Arch, DType};
+use rapt_core::{Arch, DType, Error, Result};
 
 #[cfg(target_arch = "x86_64")]
 use crate::kernels::pairs::Paired;
@@ -184,9 +184,26 @@ pub struct KernelVariant {
 }
 
 impl KernelVariant {
-    /// Its entry point, if this build has it.
-    pub(crate) fn entry(&self) -> Option<Entry> {
-        entry(self.arch, self.step, self.storage)
+    /// Whether it may be entered on a machine with these instruction sets.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] unless its own is among them and this build has it.
+    pub fn check(&self, available: &[Arch]) -> Result<()> {
+        self.entry(available).map(|_| ())
+    }
+
+    /// Its entry point, as [`KernelVariant::check`] says.
+    pub(crate) fn entry(&self, available: &[Arch]) -> Result<Entry> {
+        let missing = || Error::unsupported(self.arch.name(), "this machine or build lacks it", "plan on this machine");
+        if !available.contains(&self.arch) {
+            return Err(missing());
+        }
+        entry(self.arch, self.step, self.storage).ok_or_else(missing)
+    }
+
+    /// Whether this build has it.
+    pub(crate) fn is_built(&self) -> bool {
+        entry(self.arch, self.step, self.storage).is_some()
     }
 }
 

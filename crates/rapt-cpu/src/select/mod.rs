@@ -38,7 +38,7 @@ pub(crate) fn select_tiled(spec: &Spec, caps: &Caps, tiles: &Tiles) -> Result<Pl
     }
     let (arch, storage) = (caps.arch, spec.numerics.storage);
     let variant = |step| KernelVariant { arch, step, storage };
-    if variant(Step::Forward).entry().is_none() {
+    if !variant(Step::Forward).is_built() {
         return Err(Error::unsupported(
             format!("{storage} on {}", arch.name()),
             "this build has no such kernel",
