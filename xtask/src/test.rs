@@ -33,7 +33,7 @@ const TEST: &str = "xtask/requirements/test.txt";
 /// What the suite needs beside an older torch: without pins, because the newest need not work with it.
 const OLDER: &str = "xtask/requirements/test-older-torch.txt";
 
-/// Processes of pytest: each holds a torch of its own.
+/// Processes of pytest, at most: each holds a torch of its own. One more than cores, as many tests wait for a process of theirs.
 const MOST_WORKERS: usize = 4;
 
 /// Where the side that is not in view writes, below the target folder.
@@ -136,7 +136,7 @@ fn pytest(venv: &Venv) -> Outcome {
         let mut pytest = venv.python(["-m", "pytest", "-ra", "-p", "no:cacheprovider", "--dist", "loadfile"]);
         // Else files of few tests come last, which are those that compile.
         pytest.arg("--no-loadscope-reorder");
-        let workers = std::thread::available_parallelism().map_or(1, usize::from).min(MOST_WORKERS);
+        let workers = std::thread::available_parallelism().map_or(1, |cores| cores.get() + 1).min(MOST_WORKERS);
         pytest.args(["-n", &workers.to_string(), "."]);
         show(pytest.current_dir(root().join(BINDING).join("tests")))
     })
