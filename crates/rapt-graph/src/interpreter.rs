@@ -1,0 +1,1 @@
+//! The reference: a graph run node by node, in plain loops.

@@ -1,0 +1,77 @@
+//! The graph in types: values, and nodes in the order of execution.
+
+use rapt_pt2::{Expr, TensorMeta};
+
+use crate::Op;
+
+/// A value of a graph, by its place in [`Graph::values`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct ValueId(pub u32);
+
+/// An integer argument: a number, or a symbolic value.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Int {
+    /// A number.
+    Known(i64),
+    /// What this value is when the graph runs.
+    Value(ValueId),
+}
+
+/// A number as an argument. Its kind takes part in PyTorch's rules of promotion.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Scalar {
+    /// An integer.
+    Int(Int),
+    /// A float.
+    Float(f64),
+    /// A symbolic float.
+    FloatValue(ValueId),
+    /// A boolean.
+    Bool(bool),
+}
+
+/// What a value is, as the program says.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Type {
+    /// A tensor of this form.
+    Tensor(TensorMeta),
+    /// An integer; its value follows from the symbols.
+    Int(Expr),
+    /// A boolean.
+    Bool,
+    /// A float.
+    Float,
+}
+
+/// A value.
+#[derive(Clone, Debug)]
+pub struct Value {
+    /// Its name in the exported graph.
+    pub name: String,
+    /// What it is.
+    pub ty: Type,
+}
+
+/// One operation.
+#[derive(Clone, Debug)]
+pub struct Node {
+    /// The node's name in the exported graph.
+    pub name: String,
+    /// The operator's name in the archive, such as `torch.ops.aten.add.Tensor`.
+    pub target: String,
+    /// The operation with its arguments.
+    pub op: Op,
+    /// Its results. `None` is a result that nothing uses.
+    pub outputs: Vec<Option<ValueId>>,
+}
+
+/// A graph: what is computed, in order.
+#[derive(Clone, Debug, Default)]
+pub struct Graph {
+    /// The values.
+    pub values: Vec<Value>,
+    /// The nodes, each after those that it needs.
+    pub nodes: Vec<Node>,
+    /// The inputs, in the order of the program's signature.
+    pub inputs: Vec<ValueId>,
+}

@@ -1,0 +1,25 @@
+//! The graph of an exported PyTorch program.
+//!
+//! A [`Graph`] is made of a [`rapt_pt2::Program`]: each node's operator becomes an [`Op`] with typed arguments, or the
+//! program is refused with the list of all operators that are not served. For one binding of the symbols every shape is a
+//! number: [`Op::infer`] says each result's dtype, shape, strides and storage, which must agree with what the program
+//! itself says of it. The [`interpreter`] is the definition of every operator: plain loops in f64 and i64.
+//!
+//! Deliberately absent: speed, threads, unsafe code, and any cast that is not a node.
+
+#![forbid(unsafe_code)]
+
+mod args;
+mod error;
+pub mod interpreter;
+mod ir;
+mod meta;
+mod ops;
+mod tensor;
+
+pub use args::Args;
+pub use error::{Error, OpError};
+pub use ir::{Graph, Int, Node, Scalar, Type, Value, ValueId};
+pub use meta::{Meta, Out, Shapes};
+pub use ops::Op;
+pub use tensor::{Cells, Eval, Precision, Tensor};

@@ -1,0 +1,59 @@
+//! The operators: one file per family.
+//!
+//! A family is an enum whose variants hold typed arguments. Its `read` makes a variant of an ATen overload, its `infer` says
+//! the forms of the results, its `eval` computes them. What only makes views, or returns its input, has no `eval`.
+
+mod view;
+
+use crate::{Args, Eval, OpError, Out, Shapes, Tensor, ValueId};
+
+macro_rules! families {
+    ($( $(#[$doc:meta])* $family:ident($ty:ty); )*) => {
+        /// An operation with its arguments.
+        #[derive(Clone, Debug, PartialEq)]
+        #[non_exhaustive]
+        pub enum Op {
+            $( $(#[$doc])* $family($ty), )*
+        }
+
+        impl Op {
+            /// The operation of a node, or `None` where no family has its operator.
+            ///
+            /// # Errors
+            /// [`OpError`] for arguments that the operator does not take or Rapt does not serve.
+            pub fn read(target: &str, args: &Args<'_>) -> Option<Result<Op, OpError>> {
+                $( if let Some(op) = <$ty>::read(target, args) {
+                    return Some(op.and_then(|op| args.done().map(|()| Op::$family(op))));
+                } )*
+                None
+            }
+
+            /// The forms of the results.
+            ///
+            /// # Errors
+            /// [`OpError`] where the operands do not fit.
+            pub fn infer(&self, shapes: &dyn Shapes) -> Result<Vec<Out>, OpError> {
+                match self { $( Op::$family(op) => op.infer(shapes), )* }
+            }
+
+            /// The tensor that the operation writes to, if it works in place.
+            #[must_use]
+            pub fn mutates(&self) -> Option<ValueId> {
+                match self { $( Op::$family(op) => op.mutates(), )* }
+            }
+
+            /// Computes the results into tensors of the inferred forms.
+            ///
+            /// # Errors
+            /// [`OpError`] for what only the values show, such as an index out of range.
+            pub fn eval(&self, eval: &dyn Eval, outs: &[Tensor]) -> Result<(), OpError> {
+                match self { $( Op::$family(op) => op.eval(eval, outs), )* }
+            }
+        }
+    };
+}
+
+families! {
+    /// Views: the same storage in another form.
+    View(view::View);
+}
