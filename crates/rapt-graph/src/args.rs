@@ -6,7 +6,7 @@
 use std::cell::Cell;
 
 use rapt_core::DType;
-use rapt_pt2::{Argument, SymInt};
+use rapt_pt2::{Argument, MemoryFormat, SymInt};
 
 use crate::{Int, OpError, Scalar, ValueId};
 
@@ -218,6 +218,29 @@ impl<'a> Args<'a> {
             None | Some(Argument::None) => Ok(default),
             Some(Argument::Bool(b)) => Ok(*b),
             Some(other) => Self::wrong(name, "a boolean", other),
+        }
+    }
+
+    /// A symbolic boolean, or nothing where the argument is of another kind.
+    ///
+    /// # Errors
+    /// [`OpError`] where nothing defines it.
+    pub fn sym_bool(&self, name: &str) -> Result<Option<ValueId>, OpError> {
+        match self.get(name) {
+            Some(Argument::SymBool(value)) => self.value(value).map(Some),
+            _ => Ok(None),
+        }
+    }
+
+    /// A memory format, or nothing.
+    ///
+    /// # Errors
+    /// [`OpError`] where it is of another kind.
+    pub fn opt_memory_format(&self, name: &str) -> Result<Option<MemoryFormat>, OpError> {
+        match self.get(name) {
+            None | Some(Argument::None) => Ok(None),
+            Some(Argument::MemoryFormat(format)) => Ok(Some(*format)),
+            Some(other) => Self::wrong(name, "a memory format", other),
         }
     }
 

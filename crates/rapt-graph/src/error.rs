@@ -2,7 +2,7 @@
 
 use rapt_core::DType;
 
-use crate::{Meta, ValueId};
+use crate::ValueId;
 
 /// Why a program is no graph that Rapt runs.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
@@ -54,6 +54,118 @@ pub enum Error {
         /// Why.
         cause: rapt_pt2::ExprError,
     },
+    /// A value of a kind that graphs do not have.
+    #[error("{name} is {got}, which graphs do not have")]
+    Kind {
+        /// The value's name.
+        name: String,
+        /// What it is.
+        got: String,
+    },
+    /// A graph whose inputs or outputs are not those of its signature.
+    #[error("the graph has {graph} {what}, its signature {signature}")]
+    SignatureCount {
+        /// `inputs` or `outputs`.
+        what: &'static str,
+        /// Those of the graph.
+        graph: usize,
+        /// Those of the signature.
+        signature: usize,
+    },
+    /// A name that stands for two values.
+    #[error("{0} is defined twice")]
+    DefinedTwice(String),
+    /// Another number of arguments than the program takes.
+    #[error("the program takes {expected} inputs, and {got} are given")]
+    InputCount {
+        /// Inputs of the program.
+        expected: usize,
+        /// Inputs given.
+        got: usize,
+    },
+    /// An argument of another kind, or another value, than the program takes.
+    #[error("input {name} is {got}, expected {expected}")]
+    InputKind {
+        /// The input's name.
+        name: String,
+        /// What the program takes.
+        expected: String,
+        /// What is given.
+        got: String,
+    },
+    /// A tensor of another dtype than the program takes. There is no conversion.
+    #[error("input {name} is {got}, and the program takes {expected}")]
+    InputDtype {
+        /// The input's name.
+        name: String,
+        /// What the program takes.
+        expected: DType,
+        /// What is given.
+        got: DType,
+    },
+    /// A tensor of another number of dimensions than the program takes.
+    #[error("input {name} has {got} dimensions, and the program takes {expected}")]
+    InputRank {
+        /// The input's name.
+        name: String,
+        /// What the program takes.
+        expected: usize,
+        /// What is given.
+        got: usize,
+    },
+    /// A tensor of another size than the program takes with the other inputs.
+    #[error("input {name} has size {got} in dimension {dim}, and the program takes {expected}")]
+    InputSize {
+        /// The input's name.
+        name: String,
+        /// The dimension.
+        dim: usize,
+        /// What the program takes: a number, or an expression with its value.
+        expected: String,
+        /// What is given.
+        got: i64,
+    },
+    /// A tensor that lies otherwise than the program was exported for.
+    #[error("input {name} has strides {got:?}, and the program takes {expected:?}")]
+    InputStrides {
+        /// The input's name.
+        name: String,
+        /// What the program takes.
+        expected: Vec<i64>,
+        /// What is given.
+        got: Vec<i64>,
+    },
+    /// A symbol's value outside the range that the program serves.
+    #[error("{symbol} = {value} is outside the range {min} to {} that the program serves", max.map_or_else(|| "any".to_owned(), |max| max.to_string()))]
+    SymbolRange {
+        /// The symbol.
+        symbol: String,
+        /// Its value.
+        value: i64,
+        /// The least value.
+        min: i64,
+        /// The greatest value, if there is one.
+        max: Option<i64>,
+    },
+    /// A symbol that no input determines.
+    #[error("no input determines {0}")]
+    Unsolved(String),
+    /// A parameter, buffer or constant that the program does not have.
+    #[error("the program has no parameter, buffer or constant {0}")]
+    UnknownState(String),
+    /// A parameter, buffer or constant that was not given.
+    #[error("{0} was not given")]
+    MissingState(String),
+    /// A parameter, buffer or constant of another form than the program states.
+    #[error("{name} is {got}, and the program states {expected}")]
+    StateForm {
+        /// The name in the model.
+        name: String,
+        /// What the program states.
+        expected: String,
+        /// What is given.
+        got: String,
+    },
 }
 
 fn list(ops: &[(String, usize, String)]) -> String {
@@ -101,6 +213,9 @@ pub enum OpError {
     /// A value that is used as a float and is none.
     #[error("value {0:?} is no float")]
     NotAFloat(ValueId),
+    /// A value that is used as a boolean and is none.
+    #[error("value {0:?} is no boolean")]
+    NotABool(ValueId),
     /// A dimension that the tensor does not have.
     #[error("dimension {dim} of a tensor of {rank} dimensions")]
     DimOutOfRange {
@@ -124,12 +239,51 @@ pub enum OpError {
     #[error("{0}")]
     Shape(String),
     /// A tensor that differs from what the program asserts of it.
-    #[error("the tensor is {got:?}, and the program asserts {asserted}")]
+    #[error("the value is {got}, and the program asserts {asserted}")]
     Assertion {
         /// What is asserted.
         asserted: String,
-        /// The tensor.
-        got: Box<Meta>,
+        /// The value.
+        got: String,
+    },
+    /// Operands whose kinds the operator refuses in PyTorch too.
+    #[error("{0}")]
+    Refused(&'static str),
+    /// A number that a dtype does not hold.
+    #[error("{value} is out of range for {dtype}")]
+    Overflow {
+        /// The number.
+        value: String,
+        /// The dtype.
+        dtype: DType,
+    },
+    /// An integer division by zero.
+    #[error("an integer is divided by zero")]
+    ZeroDivision,
+    /// A result of more elements than the interpreter holds.
+    #[error("{0} elements are more than the interpreter holds")]
+    TooLarge(i64),
+    /// A form with a negative size, stride or offset, or one that 64 bits do not count.
+    #[error("{0} is no form of a tensor")]
+    NoForm(String),
+    /// A view that leaves its tensor's storage.
+    #[error("the view needs {needed} elements of a storage of {len}")]
+    OutOfStorage {
+        /// Elements that it needs.
+        needed: i64,
+        /// Elements that there are.
+        len: i64,
+    },
+    /// A write to a tensor several of whose elements are one number.
+    #[error("the operation writes to a tensor several of whose elements share one place in memory")]
+    SelfOverlap,
+    /// An operator that gives another number of results than the node names.
+    #[error("the operator gives {given} results, and the node names {named}")]
+    ResultCount {
+        /// Results of the operator.
+        given: usize,
+        /// Results that the node names.
+        named: usize,
     },
     /// An index outside its dimension.
     #[error("index {index} is out of bounds for dimension {dim} of size {size}")]

@@ -1,8 +1,6 @@
-//! The graph in types: values, and nodes in the order of execution.
+//! What a graph speaks of: values, and numbers that are arguments.
 
 use rapt_pt2::{Expr, TensorMeta};
-
-use crate::Op;
 
 /// A value of a graph, by its place in [`Graph::values`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -50,28 +48,4 @@ pub struct Value {
     pub name: String,
     /// What it is.
     pub ty: Type,
-}
-
-/// One operation.
-#[derive(Clone, Debug)]
-pub struct Node {
-    /// The node's name in the exported graph.
-    pub name: String,
-    /// The operator's name in the archive, such as `torch.ops.aten.add.Tensor`.
-    pub target: String,
-    /// The operation with its arguments.
-    pub op: Op,
-    /// Its results. `None` is a result that nothing uses.
-    pub outputs: Vec<Option<ValueId>>,
-}
-
-/// A graph: what is computed, in order.
-#[derive(Clone, Debug, Default)]
-pub struct Graph {
-    /// The values.
-    pub values: Vec<Value>,
-    /// The nodes, each after those that it needs.
-    pub nodes: Vec<Node>,
-    /// The inputs, in the order of the program's signature.
-    pub inputs: Vec<ValueId>,
 }

@@ -2,7 +2,7 @@
 
 use rapt_core::DType;
 
-use crate::{Int, OpError, ValueId};
+use crate::{Int, OpError, Scalar, ValueId};
 
 /// The form of a tensor: all but its storage.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -40,6 +40,56 @@ impl Meta {
         self.shape.len()
     }
 
+    /// The number of elements that a storage needs to hold the tensor; `None` where a size, stride or offset is negative, or
+    /// the number does not fit.
+    #[must_use]
+    pub fn extent(&self) -> Option<i64> {
+        let negative = |x: &i64| *x < 0;
+        if self.offset < 0 || self.shape.iter().any(negative) || self.strides.iter().any(negative) {
+            return None;
+        }
+        self.shape.iter().try_fold(1i64, |n, &size| n.checked_mul(size.max(1)))?;
+        if self.shape.contains(&0) {
+            return Some(self.offset);
+        }
+        let end = |at: i64, (&n, &stride): (&i64, &i64)| at.checked_add((n - 1).checked_mul(stride)?);
+        self.shape.iter().zip(&self.strides).try_fold(self.offset, end)?.checked_add(1)
+    }
+
+    /// Whether the elements lie in row-major order without gaps. Strides of dimensions of size 1 say nothing, and every tensor
+    /// without elements is contiguous, as in PyTorch.
+    #[must_use]
+    pub fn is_contiguous(&self) -> bool {
+        self.lies_in((0..self.rank()).rev())
+    }
+
+    /// Whether a tensor of 4 dimensions lies in the order batch, height, width, channel without gaps.
+    #[must_use]
+    pub fn is_channels_last(&self) -> bool {
+        self.rank() == 4 && self.lies_in([1, 3, 2, 0].into_iter())
+    }
+
+    fn lies_in(&self, from_fastest: impl Iterator<Item = usize>) -> bool {
+        let mut expected = 1i64;
+        self.shape.contains(&0)
+            || from_fastest.into_iter().all(|d| {
+                let fits = self.shape[d] == 1 || self.strides[d] == expected;
+                expected = expected.saturating_mul(self.shape[d]);
+                fits
+            })
+    }
+
+    /// Whether two forms are one, where PyTorch itself distinguishes them: the stride of a dimension of size 1 leads nowhere,
+    /// and no stride of a tensor without elements does.
+    #[must_use]
+    pub fn agrees(&self, other: &Meta) -> bool {
+        let strides = || (0..self.rank()).all(|d| self.shape[d] <= 1 || self.strides[d] == other.strides[d]);
+        self.dtype == other.dtype
+            && self.shape == other.shape
+            && self.offset == other.offset
+            && (self.shape.contains(&0) || strides())
+    }
+
     /// The dimension that `dim` names, counted from the end when negative.
     ///
     /// # Errors
@@ -51,6 +101,24 @@ impl Meta {
         }
         Ok(usize::try_from(dim.rem_euclid(rank)).unwrap_or(0))
     }
+}
+
+impl std::fmt::Display for Meta {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Meta { dtype, shape, strides, offset } = self;
+        write!(f, "{dtype} {shape:?} strides {strides:?} offset {offset}")
+    }
+}
+
+/// A number of one of Python's kinds.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Number {
+    /// An integer.
+    Int(i64),
+    /// A float.
+    Float(f64),
+    /// A boolean.
+    Bool(bool),
 }
 
 /// A result of an operation.
@@ -94,6 +162,25 @@ pub trait Shapes {
     /// # Errors
     /// [`OpError::NotAFloat`].
     fn float(&self, id: ValueId) -> Result<f64, OpError>;
+
+    /// The value of a symbolic boolean.
+    ///
+    /// # Errors
+    /// [`OpError::NotABool`].
+    fn bool(&self, id: ValueId) -> Result<bool, OpError>;
+
+    /// The value of a number of any kind.
+    ///
+    /// # Errors
+    /// As [`Shapes::int`] and [`Shapes::float`].
+    fn number(&self, scalar: Scalar) -> Result<Number, OpError> {
+        Ok(match scalar {
+            Scalar::Int(n) => Number::Int(self.int(n)?),
+            Scalar::Float(x) => Number::Float(x),
+            Scalar::FloatValue(id) => Number::Float(self.float(id)?),
+            Scalar::Bool(b) => Number::Bool(b),
+        })
+    }
 
     /// The values of a list of integers.
     ///

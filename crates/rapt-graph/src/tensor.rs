@@ -3,9 +3,11 @@
 use std::cell::RefCell;
 use std::rc::Rc;
 
-use half::{bf16, f16};
 use rapt_core::DType;
 
+pub(crate) use crate::number::{is_float, round, wrap};
+
+use crate::number::{float_to_int, int_to_float};
 use crate::{Meta, OpError, Shapes, ValueId};
 
 /// Where results are rounded.
@@ -32,55 +34,88 @@ pub struct Tensor {
     /// The form.
     pub meta: Meta,
     cells: Rc<RefCell<Cells>>,
-}
-
-/// Whether a dtype's numbers are floats.
-pub(crate) fn is_float(dtype: DType) -> bool {
-    matches!(dtype, DType::F64 | DType::F32 | DType::F16 | DType::BF16)
-}
-
-/// `x` rounded once to a float dtype.
-pub(crate) fn round(dtype: DType, x: f64) -> f64 {
-    match dtype {
-        DType::F32 => f64::from(x as f32),
-        DType::F16 => f16::from_f64(x).to_f64(),
-        DType::BF16 => bf16::from_f64(x).to_f64(),
-        _ => x,
-    }
-}
-
-/// `x` in an integer dtype: wrapped around, or for booleans whether it is other than 0.
-pub(crate) fn wrap(dtype: DType, x: i64) -> i64 {
-    match dtype {
-        DType::Bool => i64::from(x != 0),
-        DType::U8 => i64::from(x as u8),
-        DType::I8 => i64::from(x as i8),
-        DType::I16 => i64::from(x as i16),
-        DType::I32 => i64::from(x as i32),
-        _ => x,
-    }
+    /// What an offset of 0 means: other than 0 where a caller's tensor starts elsewhere than the program states.
+    base: i64,
 }
 
 impl Tensor {
     /// A tensor of zeros, large enough for its form.
     #[must_use]
     pub fn zeros(meta: Meta) -> Tensor {
-        let reach: i64 = meta.shape.iter().zip(&meta.strides).map(|(n, s)| (n - 1).max(0) * s).sum();
-        let len = usize::try_from(meta.offset + reach + 1).unwrap_or(0);
+        let len = meta.extent().and_then(|extent| usize::try_from(extent).ok()).unwrap_or(0);
         let cells = if is_float(meta.dtype) { Cells::Float(vec![0.0; len]) } else { Cells::Int(vec![0; len]) };
-        Tensor { meta, cells: Rc::new(RefCell::new(cells)) }
+        Tensor { meta, cells: Rc::new(RefCell::new(cells)), base: 0 }
     }
 
     /// A tensor over these numbers. The caller has checked that the form stays inside them.
     #[must_use]
     pub fn new(meta: Meta, cells: Cells) -> Tensor {
-        Tensor { meta, cells: Rc::new(RefCell::new(cells)) }
+        Tensor { meta, cells: Rc::new(RefCell::new(cells)), base: 0 }
     }
 
     /// The same storage in another form.
     #[must_use]
     pub fn view(&self, meta: Meta) -> Tensor {
-        Tensor { meta, cells: Rc::clone(&self.cells) }
+        Tensor { meta, cells: Rc::clone(&self.cells), base: self.base }
+    }
+
+    /// The same elements, said to start at another offset of the storage: the caller's tensor as the program states it.
+    #[must_use]
+    pub(crate) fn at_offset(&self, offset: i64) -> Tensor {
+        let meta = Meta { offset, ..self.meta.clone() };
+        Tensor { base: self.base + self.meta.offset - offset, meta, cells: Rc::clone(&self.cells) }
+    }
+
+    /// The tensor in a larger shape: a dimension of size 1, or none, stands for every index. The caller has checked that the
+    /// shape is one that it broadcasts to.
+    #[must_use]
+    pub fn broadcast(&self, shape: &[i64]) -> Tensor {
+        let lead = shape.len().saturating_sub(self.meta.rank());
+        let stride = |d: usize| match d.checked_sub(lead) {
+            Some(own) if self.meta.shape[own] == shape[d] => self.meta.strides[own],
+            _ => 0,
+        };
+        self.view(Meta { shape: shape.to_vec(), strides: (0..shape.len()).map(stride).collect(), ..self.meta.clone() })
+    }
+
+    /// Whether both have one storage.
+    #[must_use]
+    pub fn shares(&self, other: &Tensor) -> bool {
+        Rc::ptr_eq(&self.cells, &other.cells)
+    }
+
+    /// All numbers of the storage.
+    #[must_use]
+    pub fn storage(&self) -> Cells {
+        self.cells.borrow().clone()
+    }
+
+    /// Puts back what [`Tensor::storage`] gave.
+    pub(crate) fn restore(&self, cells: Cells) {
+        *self.cells.borrow_mut() = cells;
+    }
+
+    /// The elements in row-major order, converted to a dtype as PyTorch converts them. Wide floats are not rounded.
+    #[must_use]
+    pub fn cast(&self, to: DType, precision: Precision) -> Cells {
+        let places = self.places();
+        let wide = precision == Precision::Wide;
+        match (&*self.cells.borrow(), is_float(to)) {
+            (Cells::Float(x), true) if wide => Cells::Float(places.iter().map(|&p| x[p]).collect()),
+            (Cells::Float(x), true) => Cells::Float(places.iter().map(|&p| round(to, x[p])).collect()),
+            (Cells::Float(x), false) => Cells::Int(places.iter().map(|&p| float_to_int(to, x[p])).collect()),
+            (Cells::Int(x), true) if wide => Cells::Float(places.iter().map(|&p| x[p] as f64).collect()),
+            (Cells::Int(x), true) => Cells::Float(places.iter().map(|&p| int_to_float(to, x[p])).collect()),
+            (Cells::Int(x), false) => Cells::Int(places.iter().map(|&p| wrap(to, x[p])).collect()),
+        }
+    }
+
+    /// Writes numbers of the tensor's own kind in row-major order, rounded or wrapped to its dtype.
+    pub fn write(&self, precision: Precision, cells: Cells) {
+        match cells {
+            Cells::Float(x) => self.write_floats(precision, x),
+            Cells::Int(x) => self.write_ints(x),
+        }
     }
 
     /// The places of the elements in the storage, in row-major order of the shape.
@@ -90,7 +125,7 @@ impl Tensor {
         if shape.contains(&0) {
             return Vec::new();
         }
-        let mut places = vec![*offset];
+        let mut places = vec![self.base + *offset];
         for (&n, &stride) in shape.iter().zip(strides) {
             places = places.iter().flat_map(|&p| (0..n).map(move |i| p + i * stride)).collect();
         }

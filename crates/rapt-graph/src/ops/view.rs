@@ -1,39 +1,79 @@
 //! Views: operators whose result is their operand's storage in another form.
+//!
+//! `view` and `_unsafe_view` are views or errors; `reshape`, `flatten` and `unflatten`, which may copy, stand in `copy`.
 
-use crate::{Args, Eval, OpError, Out, Shapes, Tensor, ValueId};
+use crate::{Args, Eval, Int, Meta, OpError, Out, Shapes, Tensor, ValueId, strides};
 
-/// A view.
+/// A view of a tensor.
 #[derive(Clone, Debug, PartialEq)]
-pub enum View {
+pub struct View {
+    /// The tensor.
+    pub input: ValueId,
+    /// Its new form.
+    pub form: Form,
+}
+
+/// How a view sees its tensor. Dimensions are counted from the end where negative.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Form {
+    /// `alias`, `detach`: as it is.
+    Alias,
+    /// `detach_`: the tensor itself.
+    Itself,
     /// `transpose.int`: two dimensions change places.
-    Transpose {
-        /// The tensor.
-        input: ValueId,
-        /// The dimensions.
-        dims: [i64; 2],
+    Transpose([i64; 2]),
+    /// `t`: a matrix transposed; fewer dimensions stay.
+    MatrixTranspose,
+    /// `permute`: the dimensions in this order.
+    Permute(Vec<i64>),
+    /// `view`, `_unsafe_view`: another shape of as many elements, one size of which may be −1.
+    Shape(Vec<Int>),
+    /// `unflatten.int`: a dimension becomes several.
+    Unflatten(i64, Vec<Int>),
+    /// `expand`: dimensions of size 1, and new ones in front, stand for many; −1 keeps a size.
+    Expand(Vec<Int>),
+    /// `expand_as`: to the shape of another tensor.
+    ExpandAs(ValueId),
+    /// `unsqueeze`: a new dimension of size 1.
+    Unsqueeze(i64),
+    /// `squeeze`: without these dimensions, where they have size 1; `None` means all.
+    Squeeze(Option<Vec<i64>>),
+    /// `select.int`: one index of a dimension.
+    Select(i64, Int),
+    /// `slice.Tensor`: indices of a dimension from start to end by step.
+    Slice {
+        /// The dimension.
+        dim: i64,
+        /// The first index; 0 if missing.
+        start: Option<Int>,
+        /// The index behind the last; the size if missing.
+        end: Option<Int>,
+        /// The distance of indices.
+        step: Int,
     },
+    /// `split.Tensor`: parts of this size; the last may be smaller.
+    Split(i64, Int),
+    /// `split_with_sizes`: parts of these sizes.
+    SplitSizes(i64, Vec<Int>),
+    /// `chunk`: at most this many parts of one size; the last may be smaller.
+    Chunk(i64, Int),
+    /// `unbind.int`: each index of a dimension.
+    Unbind(i64),
 }
 
 impl View {
     pub(super) fn read(target: &str, args: &Args<'_>) -> Option<Result<View, OpError>> {
-        Some(match target {
-            "torch.ops.aten.transpose.int" => transpose(args),
-            _ => return None,
-        })
+        let form = form(target.strip_prefix("torch.ops.aten.")?, args)?;
+        Some(form.and_then(|form| Ok(View { input: args.tensor("self")?, form })))
     }
 
     pub(super) fn infer(&self, shapes: &dyn Shapes) -> Result<Vec<Out>, OpError> {
-        Ok(match self {
-            View::Transpose { input, dims } => {
-                let mut meta = shapes.meta(*input)?.clone();
-                let (a, b) = (meta.dim(dims[0])?, meta.dim(dims[1])?);
-                if !meta.shape.is_empty() {
-                    meta.shape.swap(a, b);
-                    meta.strides.swap(a, b);
-                }
-                vec![Out::View { of: *input, meta }]
-            }
-        })
+        if self.form == Form::Itself {
+            shapes.meta(self.input)?;
+            return Ok(vec![Out::Same(self.input)]);
+        }
+        let metas = self.form.of(shapes.meta(self.input)?, shapes)?;
+        Ok(metas.into_iter().map(|meta| Out::View { of: self.input, meta }).collect())
     }
 
     // One form for every family: views write nothing and compute nothing.
@@ -46,6 +86,291 @@ impl View {
     }
 }
 
-fn transpose(args: &Args<'_>) -> Result<View, OpError> {
-    Ok(View::Transpose { input: args.tensor("self")?, dims: [args.known_int("dim0")?, args.known_int("dim1")?] })
+fn form(name: &str, args: &Args<'_>) -> Option<Result<Form, OpError>> {
+    let dim = || args.known_int_or("dim", 0);
+    Some(match name {
+        "alias.default" | "detach.default" => Ok(Form::Alias),
+        "detach_.default" => Ok(Form::Itself),
+        "transpose.int" => args.known_int("dim0").and_then(|a| Ok(Form::Transpose([a, args.known_int("dim1")?]))),
+        "t.default" => Ok(Form::MatrixTranspose),
+        "permute.default" => known(args, "dims").map(Form::Permute),
+        "view.default" | "_unsafe_view.default" => args.ints("size").map(Form::Shape),
+        "unflatten.int" => args.known_int("dim").and_then(|dim| Ok(Form::Unflatten(dim, args.ints("sizes")?))),
+        // `implicit` says which function of PyTorch asked, and changes nothing.
+        "expand.default" => args.bool_or("implicit", false).and_then(|_| args.ints("size").map(Form::Expand)),
+        "expand_as.default" => args.tensor("other").map(Form::ExpandAs),
+        "unsqueeze.default" => args.known_int("dim").map(Form::Unsqueeze),
+        "squeeze.default" => Ok(Form::Squeeze(None)),
+        "squeeze.dim" => args.known_int("dim").map(|dim| Form::Squeeze(Some(vec![dim]))),
+        "squeeze.dims" => known(args, "dim").map(|dims| Form::Squeeze(Some(dims))),
+        "select.int" => args.known_int("dim").and_then(|dim| Ok(Form::Select(dim, args.int("index")?))),
+        "slice.Tensor" => slice(args),
+        "split.Tensor" => args.int("split_size").and_then(|size| Ok(Form::Split(dim()?, size))),
+        "split_with_sizes.default" => args.ints("split_sizes").and_then(|sizes| Ok(Form::SplitSizes(dim()?, sizes))),
+        "chunk.default" => args.int("chunks").and_then(|chunks| Ok(Form::Chunk(dim()?, chunks))),
+        "unbind.int" => dim().map(Form::Unbind),
+        _ => return None,
+    })
+}
+
+fn slice(args: &Args<'_>) -> Result<Form, OpError> {
+    Ok(Form::Slice {
+        dim: args.known_int_or("dim", 0)?,
+        start: args.opt_int("start")?,
+        end: args.opt_int("end")?,
+        step: args.int_or("step", 1)?,
+    })
+}
+
+/// A list of dimensions, each a number in the archive.
+pub(super) fn known(args: &Args<'_>, name: &str) -> Result<Vec<i64>, OpError> {
+    let number = |int| match int {
+        Int::Known(n) => Ok(n),
+        Int::Value(_) => {
+            Err(OpError::ArgumentValue { name: name.into(), value: "symbolic".into(), why: "dimensions are numbers" })
+        }
+    };
+    args.ints(name)?.into_iter().map(number).collect()
+}
+
+impl Form {
+    /// The views of a tensor: one, or the parts.
+    fn of(&self, meta: &Meta, shapes: &dyn Shapes) -> Result<Vec<Meta>, OpError> {
+        let one = |shape: Vec<i64>, strides: Vec<i64>| vec![Meta { shape, strides, ..meta.clone() }];
+        Ok(match self {
+            Form::Alias | Form::Itself => vec![meta.clone()],
+            Form::Transpose([a, b]) => vec![transpose(meta, *a, *b)?],
+            Form::MatrixTranspose if meta.rank() < 2 => vec![meta.clone()],
+            Form::MatrixTranspose if meta.rank() == 2 => vec![transpose(meta, 0, 1)?],
+            Form::MatrixTranspose => {
+                return Err(OpError::Shape(format!("t takes at most 2 dimensions, not {}", meta.rank())));
+            }
+            Form::Permute(dims) => {
+                let order = distinct(meta, dims)?;
+                if order.len() != meta.rank() {
+                    return Err(OpError::Shape(format!("permute of {} dimensions names {}", meta.rank(), order.len())));
+                }
+                let pick = |from: &[i64]| order.iter().map(|&d| from[d]).collect();
+                one(pick(&meta.shape), pick(&meta.strides))
+            }
+            Form::Shape(size) => {
+                let shape = complete(&shapes.ints(size)?, meta.numel())?;
+                one(shape.clone(), view_strides(meta, &shape)?)
+            }
+            Form::Unflatten(dim, sizes) => {
+                let shape = unflattened(meta, *dim, &shapes.ints(sizes)?)?;
+                one(shape.clone(), view_strides(meta, &shape)?)
+            }
+            Form::Expand(size) => vec![expand(meta, &shapes.ints(size)?)?],
+            Form::ExpandAs(other) => vec![expand(meta, &shapes.meta(*other)?.shape)?],
+            Form::Unsqueeze(dim) => vec![unsqueeze(meta, *dim)?],
+            Form::Squeeze(dims) => {
+                let gone = match dims {
+                    Some(dims) => distinct(meta, dims)?,
+                    None => (0..meta.rank()).collect(),
+                };
+                let stays = |d: &usize| meta.shape[*d] != 1 || !gone.contains(d);
+                let pick = |from: &[i64]| (0..meta.rank()).filter(stays).map(|d| from[d]).collect();
+                one(pick(&meta.shape), pick(&meta.strides))
+            }
+            Form::Select(dim, index) => vec![select(meta, *dim, shapes.int(*index)?)?],
+            Form::Slice { dim, start, end, step } => {
+                let bound = |int: &Option<Int>| int.map(|int| shapes.int(int)).transpose();
+                vec![slice_of(meta, *dim, [bound(start)?, bound(end)?], shapes.int(*step)?)?]
+            }
+            Form::Split(dim, size) => {
+                let dim = dim_of(meta, *dim, "split")?;
+                let size = shapes.int(*size)?;
+                parts(meta, dim, &equal_parts(meta.shape[dim], size)?)?
+            }
+            Form::SplitSizes(dim, sizes) => parts(meta, dim_of(meta, *dim, "split")?, &shapes.ints(sizes)?)?,
+            Form::Chunk(dim, chunks) => {
+                let dim = dim_of(meta, *dim, "chunk")?;
+                let (len, chunks) = (meta.shape[dim], shapes.int(*chunks)?);
+                if chunks < 1 {
+                    return Err(OpError::Shape(format!("chunk takes at least 1 part, not {chunks}")));
+                }
+                let size = len / chunks + i64::from(len % chunks != 0);
+                if size == 0 {
+                    parts(meta, dim, &vec![0; usize::try_from(chunks.min(1 << 16)).unwrap_or(1)])?
+                } else {
+                    parts(meta, dim, &equal_parts(len, size)?)?
+                }
+            }
+            Form::Unbind(dim) => {
+                let dim = dim_of(meta, *dim, "unbind")?;
+                bounded(meta.shape[dim])?;
+                let at = i64::try_from(dim).unwrap_or(0);
+                (0..meta.shape[dim]).map(|index| select(meta, at, index)).collect::<Result<_, _>>()?
+            }
+        })
+    }
+}
+
+fn transpose(meta: &Meta, a: i64, b: i64) -> Result<Meta, OpError> {
+    let mut meta = meta.clone();
+    let (a, b) = (meta.dim(a)?, meta.dim(b)?);
+    if !meta.shape.is_empty() {
+        meta.shape.swap(a, b);
+        meta.strides.swap(a, b);
+    }
+    Ok(meta)
+}
+
+/// The dimensions that a list names, each once. A tensor without dimensions has none.
+fn distinct(meta: &Meta, dims: &[i64]) -> Result<Vec<usize>, OpError> {
+    let mut found = Vec::with_capacity(dims.len());
+    for &dim in dims {
+        let d = meta.dim(dim)?;
+        if found.contains(&d) {
+            return Err(OpError::Shape(format!("dimension {dim} is named twice")));
+        }
+        found.push(d);
+    }
+    found.retain(|&d| d < meta.rank());
+    Ok(found)
+}
+
+fn dim_of(meta: &Meta, dim: i64, what: &str) -> Result<usize, OpError> {
+    let d = meta.dim(dim)?;
+    if meta.shape.is_empty() {
+        return Err(OpError::Shape(format!("{what} takes at least 1 dimension")));
+    }
+    Ok(d)
+}
+
+/// A shape of this many elements: a size of −1 is what is left.
+pub(super) fn complete(size: &[i64], numel: i64) -> Result<Vec<i64>, OpError> {
+    let fail = || OpError::Shape(format!("shape {size:?} is not one of {numel} elements"));
+    let mut shape = size.to_vec();
+    let open: Vec<usize> = (0..size.len()).filter(|&d| size[d] == -1).collect();
+    let fixed = size.iter().filter(|&&n| n != -1);
+    let rest = fixed.clone().try_fold(1i64, |product, &n| product.checked_mul(n)).ok_or_else(fail)?;
+    if fixed.clone().any(|&n| n < 0) || open.len() > 1 {
+        return Err(fail());
+    }
+    if let [d] = open.as_slice() {
+        if rest == 0 || numel % rest != 0 {
+            return Err(fail());
+        }
+        shape[*d] = numel / rest;
+    } else if rest != numel {
+        return Err(fail());
+    }
+    Ok(shape)
+}
+
+fn view_strides(meta: &Meta, shape: &[i64]) -> Result<Vec<i64>, OpError> {
+    let fail =
+        || OpError::Shape(format!("shape {shape:?} is no view of shape {:?} strides {:?}", meta.shape, meta.strides));
+    strides::of_view(meta, shape).ok_or_else(fail)
+}
+
+/// The shape with one dimension taken apart.
+pub(super) fn unflattened(meta: &Meta, dim: i64, sizes: &[i64]) -> Result<Vec<i64>, OpError> {
+    let d = dim_of(meta, dim, "unflatten")?;
+    let inner = complete(sizes, meta.shape[d])?;
+    let mut shape = meta.shape.clone();
+    shape.splice(d..=d, inner);
+    Ok(shape)
+}
+
+fn expand(meta: &Meta, size: &[i64]) -> Result<Meta, OpError> {
+    let fail = || OpError::Shape(format!("shape {:?} does not expand to {size:?}", meta.shape));
+    let lead = size.len().checked_sub(meta.rank()).ok_or_else(fail)?;
+    let (mut shape, mut strides) = (size.to_vec(), vec![0; size.len()]);
+    for d in (0..size.len()).rev() {
+        // A new dimension of size 1 has the stride of one that lies outside of the next.
+        let (own, stride) = match d.checked_sub(lead) {
+            Some(own) => (meta.shape[own], meta.strides[own]),
+            None if d + 1 < size.len() => (1, shape[d + 1].saturating_mul(strides[d + 1])),
+            None => (1, 1),
+        };
+        if size[d] == -1 && d >= lead {
+            shape[d] = own;
+        }
+        if shape[d] < 0 || (shape[d] != own && own != 1) {
+            return Err(fail());
+        }
+        strides[d] = if shape[d] == own { stride } else { 0 };
+    }
+    Ok(Meta { shape, strides, ..meta.clone() })
+}
+
+fn unsqueeze(meta: &Meta, dim: i64) -> Result<Meta, OpError> {
+    let rank = i64::try_from(meta.rank()).unwrap_or(i64::MAX - 1) + 1;
+    if dim < -rank || dim >= rank {
+        return Err(OpError::DimOutOfRange { dim, rank: meta.rank() });
+    }
+    let d = usize::try_from(dim.rem_euclid(rank)).unwrap_or(0);
+    let mut meta = meta.clone();
+    let stride = if d < meta.rank() { meta.shape[d].saturating_mul(meta.strides[d]) } else { 1 };
+    meta.shape.insert(d, 1);
+    meta.strides.insert(d, stride);
+    Ok(meta)
+}
+
+fn select(meta: &Meta, dim: i64, index: i64) -> Result<Meta, OpError> {
+    let d = dim_of(meta, dim, "select")?;
+    let size = meta.shape[d];
+    if index < -size || index >= size {
+        return Err(OpError::IndexOutOfRange { index, dim: d, size });
+    }
+    let mut meta = meta.clone();
+    let place = if index < 0 { index + size } else { index };
+    meta.offset = meta.offset.saturating_add(place.saturating_mul(meta.strides[d]));
+    meta.shape.remove(d);
+    meta.strides.remove(d);
+    Ok(meta)
+}
+
+/// Bounds beyond the dimension are moved into it, as in Python.
+fn slice_of(meta: &Meta, dim: i64, [start, end]: [Option<i64>; 2], step: i64) -> Result<Meta, OpError> {
+    let d = dim_of(meta, dim, "slice")?;
+    if step < 1 {
+        return Err(OpError::Shape(format!("slice takes a step of at least 1, not {step}")));
+    }
+    let size = meta.shape[d];
+    let inside = |bound: i64| if bound < 0 { bound.saturating_add(size) } else { bound };
+    let start = inside(start.unwrap_or(0)).clamp(0, size);
+    let end = inside(end.unwrap_or(size)).clamp(start, size);
+    let mut meta = meta.clone();
+    let len = end - start;
+    meta.shape[d] = len / step + i64::from(len % step != 0);
+    meta.offset = meta.offset.saturating_add(start.saturating_mul(meta.strides[d]));
+    meta.strides[d] = meta.strides[d].saturating_mul(step);
+    Ok(meta)
+}
+
+/// Sizes of parts of a dimension: `size` each, the last what is left; one part at least.
+fn equal_parts(len: i64, size: i64) -> Result<Vec<i64>, OpError> {
+    if size < 0 || (size == 0 && len > 0) {
+        return Err(OpError::Shape(format!("size {len} is not split into parts of {size}")));
+    }
+    if size == 0 || len == 0 {
+        return Ok(vec![len]);
+    }
+    bounded(len / size)?;
+    Ok((0..len).step_by(usize::try_from(size).unwrap_or(usize::MAX)).map(|start| size.min(len - start)).collect())
+}
+
+/// A node names its parts; more than this many are no program.
+fn bounded(parts: i64) -> Result<(), OpError> {
+    if parts > 1 << 16 { Err(OpError::Shape(format!("{parts} parts are too many"))) } else { Ok(()) }
+}
+
+fn parts(meta: &Meta, dim: usize, sizes: &[i64]) -> Result<Vec<Meta>, OpError> {
+    let sum = sizes.iter().try_fold(0i64, |sum, &n| if n < 0 { None } else { sum.checked_add(n) });
+    if sum != Some(meta.shape[dim]) {
+        return Err(OpError::Shape(format!("size {} is not split into parts of {sizes:?}", meta.shape[dim])));
+    }
+    let mut start = 0;
+    let part = |&size: &i64| {
+        let mut part = meta.clone();
+        part.shape[dim] = size;
+        part.offset = part.offset.saturating_add(meta.strides[dim].saturating_mul(start));
+        start += size;
+        part
+    };
+    Ok(sizes.iter().map(part).collect())
 }

@@ -1,0 +1,181 @@
+//! The symbols from the inputs' sizes, and every check of the inputs, before anything runs.
+//!
+//! A size that is a bare symbol determines it. A size that is linear in one symbol that is still unknown, such as `2*s0`,
+//! determines it too. What remains must agree: every stated size is evaluated and compared.
+
+use rapt_pt2::{Argument, Expr, SymInt, Symbols};
+
+use crate::{Binding, Error, Fact, Graph, Input, Meta, Source, Type};
+
+impl Graph {
+    /// The inputs that the caller gives, in order; those fixed at export have a place among them.
+    pub fn user_inputs(&self) -> impl Iterator<Item = &Input> {
+        self.inputs.iter().filter(|input| matches!(input.source, Source::User | Source::Fixed(_)))
+    }
+
+    /// The symbols' values for these inputs, in the order of [`Graph::user_inputs`]. Dtypes, ranks, sizes and the symbols'
+    /// ranges are checked; strides are not ([`Graph::check_strides`]).
+    ///
+    /// # Errors
+    /// [`Error::InputCount`], [`Error::InputKind`], [`Error::InputDtype`], [`Error::InputRank`], [`Error::InputSize`],
+    /// [`Error::Unsolved`], [`Error::SymbolRange`], [`Error::Expr`].
+    pub fn solve(&self, given: &[Fact]) -> Result<Symbols, Error> {
+        let expected = self.user_inputs().count();
+        if given.len() != expected {
+            return Err(Error::InputCount { expected, got: given.len() });
+        }
+        let mut equations = Vec::new();
+        for (input, fact) in self.user_inputs().zip(given) {
+            self.check_kind(input, fact, &mut equations)?;
+        }
+        let mut symbols = Symbols::new();
+        for Equation { expr, value, .. } in &equations {
+            if let Expr::Symbol(name) = expr {
+                symbols.entry(name.clone()).or_insert(*value);
+            }
+        }
+        // Each pass solves at least one symbol, or is the last.
+        while let Some((name, value)) = equations.iter().find_map(|equation| linear(equation, &symbols)) {
+            symbols.insert(name, value);
+        }
+        for equation in &equations {
+            equation.check(&symbols)?;
+        }
+        self.check_ranges(&symbols)?;
+        Ok(symbols)
+    }
+
+    /// That tensors lie as the program states, in the order of [`Graph::user_inputs`]. Offsets are the caller's.
+    ///
+    /// # Errors
+    /// [`Error::InputStrides`].
+    pub fn check_strides(&self, binding: &Binding, given: &[Fact]) -> Result<(), Error> {
+        for (input, fact) in self.user_inputs().zip(given) {
+            let (Some(id), Fact::Tensor(got)) = (input.value, fact) else { continue };
+            let Fact::Tensor(expected) = binding.fact(id) else { continue };
+            if !expected.agrees(&Meta { offset: expected.offset, ..got.clone() }) {
+                let (expected, got) = (expected.strides.clone(), got.strides.clone());
+                return Err(Error::InputStrides { name: input.name.clone(), expected, got });
+            }
+        }
+        Ok(())
+    }
+
+    fn check_kind<'a>(&'a self, input: &'a Input, fact: &Fact, equations: &mut Vec<Equation<'a>>) -> Result<(), Error> {
+        let wrong =
+            |expected: String| Err(Error::InputKind { name: input.name.clone(), expected, got: fact.to_string() });
+        let name = input.name.as_str();
+        let Some(id) = input.value else {
+            let Source::Fixed(argument) = &input.source else { return Ok(()) };
+            let fixed = fixed(argument);
+            return if fixed.as_ref() == Some(fact) {
+                Ok(())
+            } else {
+                wrong(fixed.map_or("fixed".into(), |f| f.to_string()))
+            };
+        };
+        match (&self.value(id).ty, fact) {
+            (Type::Tensor(meta), Fact::Tensor(got)) => {
+                if meta.dtype != got.dtype {
+                    return Err(Error::InputDtype { name: name.into(), expected: meta.dtype, got: got.dtype });
+                }
+                if meta.sizes.len() != got.rank() {
+                    let (expected, got) = (meta.sizes.len(), got.rank());
+                    return Err(Error::InputRank { name: name.into(), expected, got });
+                }
+                let sizes = meta.sizes.iter().zip(&got.shape).enumerate();
+                equations.extend(sizes.map(|(dim, (expr, &value))| Equation { expr, value, name, dim: Some(dim) }));
+                Ok(())
+            }
+            (Type::Int(expr), Fact::Int(value)) => {
+                equations.push(Equation { expr, value: *value, name, dim: None });
+                Ok(())
+            }
+            (Type::Tensor(_), _) => wrong("a tensor".into()),
+            (Type::Int(_), _) => wrong("an integer".into()),
+            (Type::Bool | Type::Float, _) => wrong("no symbolic float or boolean".into()),
+        }
+    }
+}
+
+/// What an argument that was fixed at export must be; `None` for kinds that graphs do not have.
+pub(crate) fn fixed(argument: &Argument) -> Option<Fact> {
+    Some(match argument {
+        Argument::None => Fact::None,
+        Argument::Int(n) | Argument::SymInt(SymInt::Int(n)) => Fact::Int(*n),
+        Argument::Float(x) => Fact::Float(*x),
+        Argument::Bool(b) => Fact::Bool(*b),
+        _ => return None,
+    })
+}
+
+/// A stated size, or integer, and what the caller gives.
+struct Equation<'a> {
+    expr: &'a Expr,
+    value: i64,
+    name: &'a str,
+    /// The dimension; `None` for an integer.
+    dim: Option<usize>,
+}
+
+impl Equation<'_> {
+    fn check(&self, symbols: &Symbols) -> Result<(), Error> {
+        let value = match self.expr.eval(symbols) {
+            Ok(value) => value,
+            Err(rapt_pt2::ExprError::Unbound(symbol)) => return Err(Error::Unsolved(symbol)),
+            Err(cause) => return Err(Error::Expr { value: self.name.into(), cause }),
+        };
+        if value == self.value {
+            return Ok(());
+        }
+        let expected = match self.expr {
+            Expr::Int(n) => n.to_string(),
+            expr => format!("{value}, which is {}", crate::text::of_expr(expr)),
+        };
+        match self.dim {
+            Some(dim) => Err(Error::InputSize { name: self.name.into(), dim, expected, got: self.value }),
+            None => Err(Error::InputKind {
+                name: self.name.into(),
+                expected: format!("the integer {expected}"),
+                got: self.value.to_string(),
+            }),
+        }
+    }
+}
+
+/// The one unknown symbol of an equation, and its value, where the expression is linear in it.
+fn linear(equation: &Equation<'_>, symbols: &Symbols) -> Option<(String, i64)> {
+    let mut unknown = Vec::new();
+    names(equation.expr, &mut unknown);
+    unknown.retain(|name| !symbols.contains_key(name));
+    unknown.dedup();
+    let [name] = unknown.as_slice() else { return None };
+    let mut trial = symbols.clone();
+    let mut at = |value: i64| {
+        trial.insert(name.clone(), value);
+        equation.expr.eval(&trial).ok()
+    };
+    let (zero, one) = (at(0)?, at(1)?);
+    let slope = one.checked_sub(zero)?;
+    let rest = equation.value.checked_sub(zero)?;
+    let value = rest.checked_div(slope)?;
+    (at(value)? == equation.value).then(|| (name.clone(), value))
+}
+
+fn names(expr: &Expr, found: &mut Vec<String>) {
+    match expr {
+        Expr::Int(_) => {}
+        Expr::Symbol(name) => {
+            if !found.contains(name) {
+                found.push(name.clone());
+            }
+        }
+        Expr::Add(terms) | Expr::Mul(terms) | Expr::Min(terms) | Expr::Max(terms) => {
+            terms.iter().for_each(|term| names(term, found));
+        }
+        Expr::Pow(a, b) | Expr::FloorDiv(a, b) | Expr::Mod(a, b) => {
+            names(a, found);
+            names(b, found);
+        }
+    }
+}
