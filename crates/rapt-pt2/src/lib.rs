@@ -6,11 +6,28 @@
 //!
 //! Deliberately absent: any operator's meaning (rapt-graph), any default dtype, any conversion.
 
+mod archive;
+mod display;
+mod error;
 mod expr;
+mod guard;
+mod lower;
+mod payload;
 mod program;
+mod read;
+mod schema;
+mod syntax;
+mod tree;
+mod zip;
 
-pub use expr::{Expr, ExprError, Symbols};
+pub use archive::Archive;
+pub use error::{Error, SAVE_ANEW};
+pub use expr::{Condition, Expr, ExprError, ParseError, Real, Relation, Rounding, Symbols};
+pub use guard::{Guard, GuardError, InputValue, Property, Source};
+pub use lower::{parse_condition, parse_expr, parse_real};
+pub use payload::{Payload, StorageId};
 pub use program::{
     Argument, Device, Graph, InputSpec, MemoryFormat, NamedArgument, Node, OutputSpec, Program, Signature, SymInt,
     Symbol, TensorMeta,
 };
+pub use tree::{Call, Key, Kind, Tree};

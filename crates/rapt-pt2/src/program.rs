@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 
 use rapt_core::DType;
 
-use crate::Expr;
+use crate::{Call, Condition, Expr, Guard, Real};
 
 /// An exported program.
 #[derive(Clone, Debug)]
@@ -19,8 +19,12 @@ pub struct Program {
     pub graph: Graph,
     /// What each input and output of the graph is.
     pub signature: Signature,
-    /// The symbols in shapes, with their ranges.
+    /// The symbols in shapes, with their ranges, in the order of their names.
     pub symbols: Vec<Symbol>,
+    /// What tracing found to hold of the inputs, beyond the ranges.
+    pub guards: Vec<Guard>,
+    /// How the model is called and what it returns, where the program says.
+    pub call: Option<Call>,
 }
 
 /// The nodes of a program in the order of execution, and what is known of each value.
@@ -36,16 +40,16 @@ pub struct Graph {
     pub tensors: BTreeMap<String, TensorMeta>,
     /// The value of each symbolic integer.
     pub sym_ints: BTreeMap<String, Expr>,
-    /// The names of symbolic booleans, with their expression's text.
-    pub sym_bools: BTreeMap<String, String>,
-    /// The names of symbolic floats, with their expression's text.
-    pub sym_floats: BTreeMap<String, String>,
+    /// The value of each symbolic boolean.
+    pub sym_bools: BTreeMap<String, Condition>,
+    /// The value of each symbolic float.
+    pub sym_floats: BTreeMap<String, Real>,
 }
 
 /// One call of an operator.
 #[derive(Clone, Debug)]
 pub struct Node {
-    /// The node's name in the exported graph.
+    /// The node's name in the exported graph; that of its first result where the program names no nodes.
     pub name: String,
     /// The operator, such as `torch.ops.aten.add.Tensor`.
     pub target: String,
@@ -222,6 +226,17 @@ pub enum OutputSpec {
         /// The input's name in the graph.
         input: String,
     },
+}
+
+impl Symbol {
+    /// Whether the program serves this value, as PyTorch decides it: a least value of up to 2 is no bound, because
+    /// tracing takes every symbol to be neither 0 nor 1 and says so in the ranges
+    /// (`torch._export.utils._check_input_constraints_for_graph`); guards refuse 0 and 1 where they matter.
+    #[must_use]
+    pub fn admits(&self, value: i64) -> bool {
+        let least = if (0..=2).contains(&self.min) { 0 } else { self.min };
+        value >= least && self.max.is_none_or(|max| value <= max)
+    }
 }
 
 /// A symbol that stands for a size.
