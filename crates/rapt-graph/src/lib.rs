@@ -22,7 +22,6 @@ mod promote;
 mod solve;
 mod strides;
 mod tensor;
-mod text;
 mod verify;
 
 pub use args::Args;

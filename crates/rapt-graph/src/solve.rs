@@ -130,7 +130,7 @@ impl Equation<'_> {
         }
         let expected = match self.expr {
             Expr::Int(n) => n.to_string(),
-            expr => format!("{value}, which is {}", crate::text::of_expr(expr)),
+            expr => format!("{value}, which is {expr}"),
         };
         match self.dim {
             Some(dim) => Err(Error::InputSize { name: self.name.into(), dim, expected, got: self.value }),
@@ -163,19 +163,9 @@ fn linear(equation: &Equation<'_>, symbols: &Symbols) -> Option<(String, i64)> {
 }
 
 fn names(expr: &Expr, found: &mut Vec<String>) {
-    match expr {
-        Expr::Int(_) => {}
-        Expr::Symbol(name) => {
-            if !found.contains(name) {
-                found.push(name.clone());
-            }
+    expr.each_symbol(&mut |name| {
+        if !found.iter().any(|known| known == name) {
+            found.push(name.to_owned());
         }
-        Expr::Add(terms) | Expr::Mul(terms) | Expr::Min(terms) | Expr::Max(terms) => {
-            terms.iter().for_each(|term| names(term, found));
-        }
-        Expr::Pow(a, b) | Expr::FloorDiv(a, b) | Expr::Mod(a, b) => {
-            names(a, found);
-            names(b, found);
-        }
-    }
+    });
 }
