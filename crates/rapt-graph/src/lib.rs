@@ -17,7 +17,7 @@ pub mod interpreter;
 mod ir;
 mod meta;
 mod number;
-mod ops;
+pub mod ops;
 mod promote;
 mod solve;
 mod strides;

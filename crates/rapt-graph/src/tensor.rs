@@ -110,11 +110,15 @@ impl Tensor {
         }
     }
 
-    /// Writes numbers of the tensor's own kind in row-major order, rounded or wrapped to its dtype.
+    /// Writes numbers in row-major order, rounded or wrapped to the tensor's dtype; those of another kind are converted.
     pub fn write(&self, precision: Precision, cells: Cells) {
-        match cells {
-            Cells::Float(x) => self.write_floats(precision, x),
-            Cells::Int(x) => self.write_ints(x),
+        match (cells, is_float(self.meta.dtype)) {
+            (Cells::Float(x), true) => self.write_floats(precision, x),
+            (Cells::Int(x), false) => self.write_ints(x),
+            (Cells::Float(x), false) => self.write_ints(x.into_iter().map(|x| float_to_int(self.meta.dtype, x))),
+            (Cells::Int(x), true) => {
+                self.write_floats(precision, x.into_iter().map(|n| int_to_float(self.meta.dtype, n)));
+            }
         }
     }
 

@@ -3,7 +3,20 @@
 //! A family is an enum whose variants hold typed arguments. Its `read` makes a variant of an ATen overload, its `infer` says
 //! the forms of the results, its `eval` computes them. What only makes views, or returns its input, has no `eval`.
 
+mod copy;
+mod create;
+mod fill;
+mod pointwise;
+mod sym;
+mod target;
 mod view;
+
+pub use copy::Copy;
+pub use create::{Create, DtypeOf, Order, Sizes};
+pub use pointwise::{Binary, Operand, Pointwise, Unary};
+pub use sym::{Sym, SymArg, SymOp};
+pub use target::Target;
+pub use view::{Form, View};
 
 use crate::{Args, Eval, OpError, Out, Shapes, Tensor, ValueId};
 
@@ -55,5 +68,13 @@ macro_rules! families {
 
 families! {
     /// Views: the same storage in another form.
-    View(view::View);
+    View(View);
+    /// The operand's elements in another form, dtype or place.
+    Copy(Copy);
+    /// Tensors of known numbers.
+    Create(Create);
+    /// Arithmetic on sizes, and what programs assert.
+    Sym(Sym);
+    /// Operators that compute each element from those at its place.
+    Pointwise(Pointwise);
 }

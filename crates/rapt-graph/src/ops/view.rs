@@ -1,6 +1,6 @@
 //! Views: operators whose result is their operand's storage in another form.
 //!
-//! `view` and `_unsafe_view` are views or errors; `reshape`, `flatten` and `unflatten`, which may copy, stand in `copy`.
+//! `view`, `_unsafe_view` and `unflatten` are views or errors; `reshape` and `flatten`, which may copy, stand in `copy`.
 
 use crate::{Args, Eval, Int, Meta, OpError, Out, Shapes, Tensor, ValueId, strides};
 
@@ -123,7 +123,7 @@ fn slice(args: &Args<'_>) -> Result<Form, OpError> {
 }
 
 /// A list of dimensions, each a number in the archive.
-pub(super) fn known(args: &Args<'_>, name: &str) -> Result<Vec<i64>, OpError> {
+fn known(args: &Args<'_>, name: &str) -> Result<Vec<i64>, OpError> {
     let number = |int| match int {
         Int::Known(n) => Ok(n),
         Int::Value(_) => {
@@ -267,7 +267,7 @@ fn view_strides(meta: &Meta, shape: &[i64]) -> Result<Vec<i64>, OpError> {
 }
 
 /// The shape with one dimension taken apart.
-pub(super) fn unflattened(meta: &Meta, dim: i64, sizes: &[i64]) -> Result<Vec<i64>, OpError> {
+fn unflattened(meta: &Meta, dim: i64, sizes: &[i64]) -> Result<Vec<i64>, OpError> {
     let d = dim_of(meta, dim, "unflatten")?;
     let inner = complete(sizes, meta.shape[d])?;
     let mut shape = meta.shape.clone();

@@ -1,0 +1,416 @@
+//! Operators that compute each element from those at its place, under PyTorch's rules of broadcasting and promotion.
+//!
+//! Two tensors with dimensions have one dtype, or the program is refused: PyTorch would convert one of them without a node that
+//! says so. Tensors without dimensions and Python's numbers take part in promotion as in PyTorch ([`crate::promote`]).
+
+mod compute;
+mod math;
+mod read;
+
+use rapt_core::DType;
+
+use super::{Target, fill};
+use crate::number::is_float;
+use crate::promote::{DEFAULT_FLOAT, Promotion};
+use crate::{Args, Eval, Meta, Number, OpError, Out, Scalar, Shapes, Tensor, ValueId, strides};
+
+/// A tensor or a number.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Operand {
+    /// A tensor.
+    Tensor(ValueId),
+    /// A number of Python.
+    Number(Scalar),
+}
+
+/// A pointwise operation.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Pointwise {
+    /// A function of one operand.
+    Unary {
+        /// The function.
+        op: Unary,
+        /// The tensor.
+        input: ValueId,
+        /// Where the result goes.
+        target: Target,
+    },
+    /// A function of two operands.
+    Binary {
+        /// The function.
+        op: Binary,
+        /// The first; a tensor where the result goes into it.
+        a: Operand,
+        /// The second.
+        b: Operand,
+        /// What multiplies the second in sums and differences.
+        alpha: Option<Scalar>,
+        /// Where the result goes.
+        target: Target,
+    },
+    /// `clamp` and its halves: between two bounds, the upper one deciding. NaN stays NaN, and a bound that is NaN gives NaN.
+    Clamp {
+        /// The tensor.
+        input: ValueId,
+        /// The lower bound.
+        min: Option<Operand>,
+        /// The upper bound.
+        max: Option<Operand>,
+        /// Where the result goes.
+        target: Target,
+    },
+    /// `where`: the first operand where the condition is true, else the second.
+    Where {
+        /// Booleans.
+        condition: ValueId,
+        /// The first operand.
+        a: Operand,
+        /// The second operand.
+        b: Operand,
+    },
+    /// `masked_fill`: a number where the mask is true.
+    MaskedFill {
+        /// The tensor.
+        input: ValueId,
+        /// Booleans.
+        mask: ValueId,
+        /// A number, or a tensor of one.
+        value: Operand,
+        /// Where the result goes.
+        target: Target,
+    },
+    /// `dropout` outside of training: the tensor itself.
+    Dropout {
+        /// The tensor.
+        input: ValueId,
+    },
+}
+
+/// A function of one operand.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[expect(missing_docs, reason = "ATen's names, which ATen documents")]
+pub enum Unary {
+    Neg,
+    Abs,
+    Sign,
+    Square,
+    Relu,
+    Floor,
+    Ceil,
+    Trunc,
+    Round,
+    Exp,
+    Exp2,
+    Expm1,
+    Log,
+    Log2,
+    Log10,
+    Log1p,
+    Sin,
+    Cos,
+    Tan,
+    Tanh,
+    Erf,
+    Sigmoid,
+    Sqrt,
+    Rsqrt,
+    Reciprocal,
+    Silu,
+    /// `gelu` with `approximate` none.
+    Gelu,
+    /// `gelu` with `approximate` tanh.
+    GeluTanh,
+    LogicalNot,
+    BitwiseNot,
+    IsNan,
+    IsInf,
+}
+
+/// A function of two operands.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[expect(missing_docs, reason = "ATen's names, which ATen documents")]
+pub enum Binary {
+    Add,
+    Sub,
+    Mul,
+    /// The true quotient, a float.
+    Div,
+    /// `div` with `rounding_mode` floor, `floor_divide`.
+    DivFloor,
+    /// `div` with `rounding_mode` trunc.
+    DivTrunc,
+    /// With the divisor's sign.
+    Remainder,
+    /// With the dividend's sign.
+    Fmod,
+    Pow,
+    Maximum,
+    Minimum,
+    Eq,
+    Ne,
+    Lt,
+    Le,
+    Gt,
+    Ge,
+    BitwiseAnd,
+    BitwiseOr,
+    BitwiseXor,
+    LogicalAnd,
+    LogicalOr,
+    LogicalXor,
+}
+
+impl Operand {
+    /// A tensor or a number, by the argument's name.
+    ///
+    /// # Errors
+    /// [`OpError`] where it is missing or neither.
+    pub(super) fn read(args: &Args<'_>, name: &str) -> Result<Operand, OpError> {
+        match args.raw(name) {
+            Some(rapt_pt2::Argument::Tensor(_)) => args.tensor(name).map(Operand::Tensor),
+            _ => args.scalar(name).map(Operand::Number),
+        }
+    }
+
+    fn meta<'a>(&self, shapes: &'a dyn Shapes) -> Result<Option<&'a Meta>, OpError> {
+        match self {
+            Operand::Tensor(id) => shapes.meta(*id).map(Some),
+            Operand::Number(_) => Ok(None),
+        }
+    }
+}
+
+impl Pointwise {
+    pub(super) fn read(target: &str, args: &Args<'_>) -> Option<Result<Pointwise, OpError>> {
+        read::read(target, args)
+    }
+
+    pub(super) fn mutates(&self) -> Option<ValueId> {
+        match self {
+            Pointwise::Unary { input, target, .. }
+            | Pointwise::Clamp { input, target, .. }
+            | Pointwise::MaskedFill { input, target, .. } => target.mutates(*input),
+            Pointwise::Binary { a: Operand::Tensor(input), target, .. } => target.mutates(*input),
+            Pointwise::Binary { .. } | Pointwise::Where { .. } | Pointwise::Dropout { .. } => None,
+        }
+    }
+
+    pub(super) fn infer(&self, shapes: &dyn Shapes) -> Result<Vec<Out>, OpError> {
+        let out = match self {
+            Pointwise::Unary { op, input, target } => {
+                let meta = shapes.meta(*input)?;
+                let form = result(op.dtypes(meta.dtype)?.1, &[meta])?;
+                place(*target, *input, shapes, form)?
+            }
+            Pointwise::Binary { op, a, b, alpha, target } => {
+                let common = common(shapes, &[*a, *b])?;
+                let alpha = alpha.map(|alpha| shapes.number(alpha)).transpose()?;
+                if let (Binary::Pow, Operand::Number(exponent)) = (op, b) {
+                    refuse_negative_power(common, shapes.number(*exponent)?)?;
+                }
+                let form = result(op.dtypes(common, alpha)?.1, &metas(shapes, &[*a, *b])?)?;
+                match a {
+                    Operand::Tensor(input) => place(*target, *input, shapes, form)?,
+                    Operand::Number(_) => Out::Fresh(form),
+                }
+            }
+            Pointwise::Clamp { input, min, max, target } => {
+                let operands = clamp_operands(*input, *min, *max);
+                let common = common(shapes, &operands)?;
+                if common == DType::Bool {
+                    return Err(OpError::Dtype { what: "clamp", dtype: common });
+                }
+                for bound in [min, max].into_iter().flatten() {
+                    if let (Operand::Number(scalar), true) = (bound, is_float(common)) {
+                        fill::element(common, shapes.number(*scalar)?)?;
+                    }
+                }
+                place(*target, *input, shapes, result(common, &metas(shapes, &operands)?)?)?
+            }
+            Pointwise::Where { condition, a, b } => {
+                let condition = shapes.meta(*condition)?;
+                refuse_unless_bool("where", condition)?;
+                let mut all = vec![condition];
+                all.extend(metas(shapes, &[*a, *b])?);
+                Out::Fresh(result(common(shapes, &[*a, *b])?, &all)?)
+            }
+            Pointwise::MaskedFill { input, mask, value, target } => {
+                let (meta, mask) = (shapes.meta(*input)?, shapes.meta(*mask)?);
+                refuse_unless_bool("masked_fill", mask)?;
+                match value {
+                    Operand::Number(scalar) => drop(fill::element(meta.dtype, shapes.number(*scalar)?)?),
+                    Operand::Tensor(id) if shapes.meta(*id)?.rank() > 0 => {
+                        return Err(OpError::Shape("masked_fill takes a number or a tensor without dimensions".into()));
+                    }
+                    Operand::Tensor(_) => {}
+                }
+                // Row-major whatever the operands: PyTorch clones the tensor so before it fills.
+                let shape = strides::broadcast([meta.shape.as_slice(), &mask.shape])?;
+                target.out(*input, shapes, Meta::contiguous(meta.dtype, &shape))?
+            }
+            Pointwise::Dropout { input } => {
+                shapes.meta(*input)?;
+                Out::Same(*input)
+            }
+        };
+        Ok(vec![out])
+    }
+
+    pub(super) fn eval(&self, eval: &dyn Eval, outs: &[Tensor]) -> Result<(), OpError> {
+        compute::run(self, eval, &outs[0])
+    }
+}
+
+fn clamp_operands(input: ValueId, min: Option<Operand>, max: Option<Operand>) -> Vec<Operand> {
+    [Some(Operand::Tensor(input)), min, max].into_iter().flatten().collect()
+}
+
+fn metas<'a>(shapes: &'a dyn Shapes, operands: &[Operand]) -> Result<Vec<&'a Meta>, OpError> {
+    operands.iter().filter_map(|operand| operand.meta(shapes).transpose()).collect()
+}
+
+/// The dtype that promotion gives. Two tensors with dimensions must have one dtype.
+fn common(shapes: &dyn Shapes, operands: &[Operand]) -> Result<DType, OpError> {
+    let mut promotion = Promotion::default();
+    let mut first: Option<DType> = None;
+    for operand in operands {
+        match operand {
+            Operand::Number(scalar) => promotion = promotion.number(shapes.number(*scalar)?),
+            Operand::Tensor(id) => {
+                let meta = shapes.meta(*id)?;
+                promotion = promotion.tensor(meta);
+                if meta.rank() > 0 {
+                    let dtype = *first.get_or_insert(meta.dtype);
+                    if dtype != meta.dtype {
+                        return Err(OpError::DtypesDiffer(dtype, meta.dtype));
+                    }
+                }
+            }
+        }
+    }
+    Ok(promotion.result())
+}
+
+fn result(dtype: DType, operands: &[&Meta]) -> Result<Meta, OpError> {
+    let shape = strides::broadcast(operands.iter().map(|meta| meta.shape.as_slice()))?;
+    let strides = strides::of_pointwise(&shape, operands);
+    Ok(Meta { dtype, shape, strides, offset: 0 })
+}
+
+/// The result at its place. In place, a dtype of a higher category is refused, as in PyTorch.
+fn place(target: Target, input: ValueId, shapes: &dyn Shapes, form: Meta) -> Result<Out, OpError> {
+    if target == Target::Input {
+        let own = shapes.meta(input)?.dtype;
+        let loses = (is_float(form.dtype) && !is_float(own)) || (form.dtype != DType::Bool && own == DType::Bool);
+        if loses {
+            return Err(OpError::DtypesDiffer(form.dtype, own));
+        }
+    }
+    target.out(input, shapes, form)
+}
+
+fn refuse_unless_bool(what: &'static str, condition: &Meta) -> Result<(), OpError> {
+    if condition.dtype == DType::Bool { Ok(()) } else { Err(OpError::Dtype { what, dtype: condition.dtype }) }
+}
+
+fn refuse_negative_power(common: DType, exponent: Number) -> Result<(), OpError> {
+    match exponent {
+        Number::Int(n) if n < 0 && !is_float(common) => {
+            Err(OpError::Refused("integers to negative integer powers are not allowed"))
+        }
+        _ => Ok(()),
+    }
+}
+
+impl Unary {
+    /// The dtype in which it computes, and that of its result.
+    fn dtypes(self, input: DType) -> Result<(DType, DType), OpError> {
+        let refused = |what| Err(OpError::Dtype { what, dtype: input });
+        let float = if is_float(input) { input } else { DEFAULT_FLOAT };
+        match self {
+            Unary::Neg if input == DType::Bool => refused("neg"),
+            Unary::Abs if input == DType::Bool => refused("abs"),
+            Unary::Relu if input == DType::Bool => refused("relu"),
+            Unary::Floor | Unary::Ceil | Unary::Trunc | Unary::Round if input == DType::Bool => refused("rounding"),
+            Unary::Silu if !is_float(input) => refused("silu"),
+            Unary::Gelu | Unary::GeluTanh if !is_float(input) => refused("gelu"),
+            Unary::BitwiseNot if is_float(input) => refused("bitwise_not"),
+            // A square is a power, and the power of a boolean by an integer is an integer.
+            Unary::Square if input == DType::Bool => Ok((DType::I64, DType::I64)),
+            Unary::LogicalNot | Unary::IsNan | Unary::IsInf => Ok((input, DType::Bool)),
+            _ if self.is_of_floats() => Ok((float, float)),
+            _ => Ok((input, input)),
+        }
+    }
+
+    /// Whether integers become floats before it.
+    fn is_of_floats(self) -> bool {
+        use Unary::{
+            Cos, Erf, Exp, Exp2, Expm1, Gelu, GeluTanh, Log, Log1p, Log2, Log10, Reciprocal, Rsqrt, Sigmoid, Silu, Sin,
+            Sqrt, Tan, Tanh,
+        };
+        matches!(
+            self,
+            Exp | Exp2
+                | Expm1
+                | Log
+                | Log2
+                | Log10
+                | Log1p
+                | Sin
+                | Cos
+                | Tan
+                | Tanh
+                | Erf
+                | Sigmoid
+                | Sqrt
+                | Rsqrt
+                | Reciprocal
+                | Silu
+                | Gelu
+                | GeluTanh
+        )
+    }
+}
+
+impl Binary {
+    /// The dtype in which it computes, and that of its result.
+    fn dtypes(self, common: DType, alpha: Option<Number>) -> Result<(DType, DType), OpError> {
+        let refused = |what| Err(OpError::Dtype { what, dtype: common });
+        match alpha {
+            Some(Number::Float(_)) if !is_float(common) => {
+                return Err(OpError::Refused("alpha is a float, and the operands are integers"));
+            }
+            Some(Number::Bool(_)) if common != DType::Bool => {
+                return Err(OpError::Refused("alpha is a boolean, and the operands are not"));
+            }
+            _ => {}
+        }
+        let is_bool = common == DType::Bool;
+        match self {
+            Binary::Sub if is_bool => refused("sub"),
+            Binary::DivFloor | Binary::DivTrunc if is_bool => refused("division"),
+            Binary::Remainder | Binary::Fmod if is_bool => refused("remainder"),
+            Binary::Pow if is_bool => refused("pow"),
+            Binary::BitwiseAnd | Binary::BitwiseOr | Binary::BitwiseXor if is_float(common) => {
+                refused("a bitwise operator")
+            }
+            Binary::Div if !is_float(common) => Ok((DEFAULT_FLOAT, DEFAULT_FLOAT)),
+            Binary::Eq
+            | Binary::Ne
+            | Binary::Lt
+            | Binary::Le
+            | Binary::Gt
+            | Binary::Ge
+            | Binary::LogicalAnd
+            | Binary::LogicalOr
+            | Binary::LogicalXor => Ok((common, DType::Bool)),
+            _ => Ok((common, common)),
+        }
+    }
+
+    /// Whether a number keeps float32's precision beside float16 and bfloat16 (`original_scalar_value` of ATen).
+    fn keeps_numbers(self) -> bool {
+        matches!(self, Binary::Add | Binary::Sub | Binary::Mul | Binary::Div | Binary::DivFloor | Binary::DivTrunc)
+    }
+}
