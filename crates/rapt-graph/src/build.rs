@@ -19,6 +19,7 @@ impl Graph {
     pub fn new(program: &Program) -> Result<Graph, Error> {
         let mut builder = Builder { program, graph: Graph::default(), names: FxHashMap::default() };
         builder.graph.symbols.clone_from(&program.symbols);
+        builder.graph.guards.clone_from(&program.guards);
         builder.inputs()?;
         builder.nodes()?;
         builder.outputs()?;
@@ -72,8 +73,8 @@ impl<'a> Builder<'a> {
         let ty = match argument {
             Argument::Tensor(_) => Type::Tensor(graph.tensors.get(name).ok_or_else(undefined)?.clone()),
             Argument::SymInt(_) => Type::Int(graph.sym_ints.get(name).ok_or_else(undefined)?.clone()),
-            Argument::SymFloat(_) => Type::Float,
-            _ => Type::Bool,
+            Argument::SymFloat(_) => Type::Float(graph.sym_floats.get(name).ok_or_else(undefined)?.clone()),
+            _ => Type::Bool(graph.sym_bools.get(name).ok_or_else(undefined)?.clone()),
         };
         self.enter(name, ty)
     }

@@ -147,6 +147,9 @@ pub enum Error {
         /// The greatest value, if there is one.
         max: Option<i64>,
     },
+    /// A guard of the program that the inputs fail.
+    #[error(transparent)]
+    Guard(#[from] rapt_pt2::GuardError),
     /// A symbol that no input determines.
     #[error("no input determines {0}")]
     Unsolved(String),

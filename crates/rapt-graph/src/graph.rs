@@ -3,7 +3,7 @@
 //! It is the program with every operator in types. A node keeps its name and its target, so that every error is one of the
 //! program that the user exported.
 
-use rapt_pt2::{Argument, Symbol};
+use rapt_pt2::{Argument, Guard, Symbol};
 
 use crate::{Op, Value, ValueId};
 
@@ -100,6 +100,8 @@ pub struct Graph {
     pub outputs: Vec<Output>,
     /// The symbols in shapes, with their ranges.
     pub symbols: Vec<Symbol>,
+    /// What tracing found to hold of the inputs, beyond the ranges.
+    pub guards: Vec<Guard>,
 }
 
 impl Graph {

@@ -87,7 +87,7 @@ impl<'g> Interpreter<'g> {
             return Err(Error::Kind { name: name.into(), got: "no tensor".into() });
         };
         let failed = |cause| Error::Expr { value: input.name.clone(), cause };
-        let expected = crate::verify::stated(meta, &Symbols::new()).map_err(failed)?;
+        let expected = crate::bind::stated(meta, &Symbols::new()).map_err(failed)?;
         let tensor = tensor.at_offset(expected.offset);
         if !tensor.meta.agrees(&expected) {
             let (expected, got) = (expected.to_string(), tensor.meta.to_string());

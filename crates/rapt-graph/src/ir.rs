@@ -1,6 +1,6 @@
 //! What a graph speaks of: values, and numbers that are arguments.
 
-use rapt_pt2::{Expr, TensorMeta};
+use rapt_pt2::{Condition, Expr, Real, TensorMeta};
 
 /// A value of a graph, by its place in [`Graph::values`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -35,10 +35,10 @@ pub enum Type {
     Tensor(TensorMeta),
     /// An integer; its value follows from the symbols.
     Int(Expr),
-    /// A boolean.
-    Bool,
-    /// A float.
-    Float,
+    /// A boolean; its value follows from the symbols.
+    Bool(Condition),
+    /// A float; its value follows from the symbols.
+    Float(Real),
 }
 
 /// A value.

@@ -10,6 +10,7 @@
 #![forbid(unsafe_code)]
 
 mod args;
+mod bind;
 mod build;
 mod error;
 mod graph;
@@ -25,6 +26,7 @@ mod tensor;
 mod verify;
 
 pub use args::Args;
+pub use bind::{Binding, Fact};
 pub use error::{Error, OpError};
 pub use graph::{Graph, Input, Node, Output, Source};
 pub use interpreter::{Interpreter, Item};
@@ -32,4 +34,3 @@ pub use ir::{Int, Scalar, Type, Value, ValueId};
 pub use meta::{Meta, Number, Out, Shapes};
 pub use ops::Op;
 pub use tensor::{Cells, Eval, Precision, Tensor};
-pub use verify::{Binding, Fact};

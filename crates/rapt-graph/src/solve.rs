@@ -3,7 +3,7 @@
 //! A size that is a bare symbol determines it. A size that is linear in one symbol that is still unknown, such as `2*s0`,
 //! determines it too. What remains must agree: every stated size is evaluated and compared.
 
-use rapt_pt2::{Argument, Expr, SymInt, Symbols};
+use rapt_pt2::{Argument, Expr, InputValue, SymInt, Symbols};
 
 use crate::{Binding, Error, Fact, Graph, Input, Meta, Source, Type};
 
@@ -13,12 +13,12 @@ impl Graph {
         self.inputs.iter().filter(|input| matches!(input.source, Source::User | Source::Fixed(_)))
     }
 
-    /// The symbols' values for these inputs, in the order of [`Graph::user_inputs`]. Dtypes, ranks, sizes and the symbols'
-    /// ranges are checked; strides are not ([`Graph::check_strides`]).
+    /// The symbols' values for these inputs, in the order of [`Graph::user_inputs`]. Dtypes, ranks, sizes, the symbols'
+    /// ranges and the guards are checked; strides are not ([`Graph::check_strides`]).
     ///
     /// # Errors
     /// [`Error::InputCount`], [`Error::InputKind`], [`Error::InputDtype`], [`Error::InputRank`], [`Error::InputSize`],
-    /// [`Error::Unsolved`], [`Error::SymbolRange`], [`Error::Expr`].
+    /// [`Error::Unsolved`], [`Error::SymbolRange`], [`Error::Guard`], [`Error::Expr`].
     pub fn solve(&self, given: &[Fact]) -> Result<Symbols, Error> {
         let expected = self.user_inputs().count();
         if given.len() != expected {
@@ -42,7 +42,17 @@ impl Graph {
             equation.check(&symbols)?;
         }
         self.check_ranges(&symbols)?;
+        self.check_guards(given)?;
         Ok(symbols)
+    }
+
+    /// That every guard of the program holds.
+    pub(crate) fn check_guards(&self, given: &[Fact]) -> Result<(), Error> {
+        let values: Vec<InputValue<'_>> = given.iter().map(seen_by_guards).collect();
+        for guard in &self.guards {
+            guard.check(&values)?;
+        }
+        Ok(())
     }
 
     /// That tensors lie as the program states, in the order of [`Graph::user_inputs`]. Offsets are the caller's.
@@ -93,7 +103,7 @@ impl Graph {
             }
             (Type::Tensor(_), _) => wrong("a tensor".into()),
             (Type::Int(_), _) => wrong("an integer".into()),
-            (Type::Bool | Type::Float, _) => wrong("no symbolic float or boolean".into()),
+            (Type::Bool(_) | Type::Float(_), _) => wrong("no symbolic float or boolean".into()),
         }
     }
 }
@@ -107,6 +117,16 @@ pub(crate) fn fixed(argument: &Argument) -> Option<Fact> {
         Argument::Bool(b) => Fact::Bool(*b),
         _ => return None,
     })
+}
+
+fn seen_by_guards(fact: &Fact) -> InputValue<'_> {
+    match fact {
+        Fact::Tensor(Meta { shape, strides, offset, .. }) => {
+            InputValue::Tensor { sizes: shape, strides, storage_offset: *offset }
+        }
+        Fact::Int(n) => InputValue::Int(*n),
+        Fact::Float(_) | Fact::Bool(_) | Fact::None => InputValue::Other,
+    }
 }
 
 /// A stated size, or integer, and what the caller gives.
@@ -146,26 +166,20 @@ impl Equation<'_> {
 /// The one unknown symbol of an equation, and its value, where the expression is linear in it.
 fn linear(equation: &Equation<'_>, symbols: &Symbols) -> Option<(String, i64)> {
     let mut unknown = Vec::new();
-    names(equation.expr, &mut unknown);
-    unknown.retain(|name| !symbols.contains_key(name));
-    unknown.dedup();
-    let [name] = unknown.as_slice() else { return None };
+    equation.expr.each_symbol(&mut |name| {
+        if !symbols.contains_key(name) && !unknown.contains(&name) {
+            unknown.push(name);
+        }
+    });
+    let &[name] = unknown.as_slice() else { return None };
     let mut trial = symbols.clone();
     let mut at = |value: i64| {
-        trial.insert(name.clone(), value);
+        trial.insert(name.to_owned(), value);
         equation.expr.eval(&trial).ok()
     };
     let (zero, one) = (at(0)?, at(1)?);
     let slope = one.checked_sub(zero)?;
     let rest = equation.value.checked_sub(zero)?;
     let value = rest.checked_div(slope)?;
-    (at(value)? == equation.value).then(|| (name.clone(), value))
-}
-
-fn names(expr: &Expr, found: &mut Vec<String>) {
-    expr.each_symbol(&mut |name| {
-        if !found.iter().any(|known| known == name) {
-            found.push(name.to_owned());
-        }
-    });
+    (at(value)? == equation.value).then(|| (name.to_owned(), value))
 }
