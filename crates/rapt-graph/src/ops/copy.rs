@@ -119,11 +119,11 @@ impl Copy {
             Copy::Onto { input, source, target } => {
                 let meta = shapes.meta(*input)?;
                 strides::broadcasts_to(&shapes.meta(*source)?.shape, &meta.shape)?;
-                // The copy of a view keeps its place in a copy of the whole storage.
+                // A copy keeps the strides of a view, gaps included; its storage is its own, and it starts there.
                 let form = if strides::overlaps_itself(meta) {
                     laid_out(meta, meta.dtype, MemoryFormat::Preserve)?
                 } else {
-                    meta.clone()
+                    Meta { offset: 0, ..meta.clone() }
                 };
                 target.out(*input, shapes, form)?
             }
