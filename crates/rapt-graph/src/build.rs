@@ -5,9 +5,11 @@
 
 use std::cell::RefCell;
 
-use rapt_pt2::{Argument, InputSpec, OutputSpec, Program, SymInt};
+use rapt_core::DType;
+use rapt_pt2::{Argument, Expr, InputSpec, OutputSpec, Program, SymInt, TensorMeta};
 use rustc_hash::FxHashMap;
 
+use crate::ops::{Copy, Pointwise};
 use crate::{Args, Error, Graph, Input, Node, Op, Output, Source, Type, Value, ValueId};
 
 impl Graph {
@@ -124,9 +126,13 @@ impl<'a> Builder<'a> {
                 }
             };
             let outputs = self.results(node)?;
-            if let Some(op) = op {
+            if let Some(mut op) = op {
+                let mut inputs = used;
+                if let Op::Pointwise(pointwise) = &mut op {
+                    self.promote(&node.name, pointwise, &mut inputs);
+                }
                 let (name, target) = (node.name.clone(), node.target.clone());
-                self.graph.nodes.push(Node { name, target, op, inputs: used, outputs });
+                self.graph.nodes.push(Node { name, target, op, inputs, outputs });
             }
         }
         // The list of what is not served is worth more than the first other error.
@@ -134,6 +140,34 @@ impl<'a> Builder<'a> {
             return Err(Error::MissingOps { ops: missing });
         }
         first_error.map_or(Ok(()), Err)
+    }
+
+    /// Makes nodes of the conversions that ATen's promotion makes inside of an operator.
+    fn promote(&mut self, node: &str, op: &mut Pointwise, inputs: &mut Vec<ValueId>) {
+        let forms: FxHashMap<ValueId, (DType, usize)> = inputs
+            .iter()
+            .filter_map(|&id| match &self.graph.value(id).ty {
+                Type::Tensor(meta) => Some((id, (meta.dtype, meta.sizes.len()))),
+                _ => None,
+            })
+            .collect();
+        op.promote(&|id| forms.get(&id).copied(), &mut |id, dtype| {
+            let operand = self.graph.value(id);
+            let name = format!("{} as {dtype} for {node}", operand.name);
+            let Type::Tensor(meta) = &operand.ty else { return id };
+            let ty = Type::Tensor(TensorMeta { dtype, storage_offset: Expr::Int(0), ..meta.clone() });
+            let cast = ValueId(u32::try_from(self.graph.values.len()).unwrap_or(u32::MAX));
+            self.graph.values.push(Value { name: name.clone(), ty });
+            self.graph.nodes.push(Node {
+                name,
+                target: "promotion".into(),
+                op: Op::Copy(Copy::Promote { input: id, dtype }),
+                inputs: vec![id],
+                outputs: vec![Some(cast)],
+            });
+            inputs.push(cast);
+            cast
+        });
     }
 
     fn results(&mut self, node: &'a rapt_pt2::Node) -> Result<Vec<Option<ValueId>>, Error> {

@@ -38,6 +38,14 @@ pub enum Copy {
         /// How the elements are to lie.
         format: MemoryFormat,
     },
+    /// A conversion that ATen's promotion makes inside of an operator, as a node of its own. Strides stay as they are, zeros
+    /// too, since the operator's result lies as its operands do.
+    Promote {
+        /// The tensor.
+        input: ValueId,
+        /// The dtype.
+        dtype: DType,
+    },
     /// `clone`, `lift_fresh_copy`.
     Clone {
         /// The tensor.
@@ -104,6 +112,9 @@ impl Copy {
                     Out::Fresh(laid_out(meta, wanted, *format)?)
                 }
             }
+            Copy::Promote { input, dtype } => {
+                Out::Fresh(Meta { dtype: *dtype, offset: 0, ..shapes.meta(*input)?.clone() })
+            }
             Copy::Clone { input, format } => {
                 let meta = shapes.meta(*input)?;
                 Out::Fresh(laid_out(meta, meta.dtype, *format)?)
@@ -147,6 +158,7 @@ impl Copy {
             Copy::Reshape { input, .. }
             | Copy::Flatten { input, .. }
             | Copy::To { input, .. }
+            | Copy::Promote { input, .. }
             | Copy::Clone { input, .. }
             | Copy::Contiguous { input, .. } => {
                 let tensor = eval.tensor(*input)?;

@@ -1,7 +1,8 @@
 //! Operators that compute each element from those at its place, under PyTorch's rules of broadcasting and promotion.
 //!
-//! Two tensors with dimensions have one dtype, or the program is refused: PyTorch would convert one of them without a node that
-//! says so. Tensors without dimensions and Python's numbers take part in promotion as in PyTorch ([`crate::promote`]).
+//! Two tensors with dimensions have one dtype. Where a program gives two, ATen promotes one inside of the operator; the graph
+//! says so by a node ([`Copy::Promote`](super::Copy::Promote)), and what reaches the kernel is of one dtype. Tensors without
+//! dimensions and Python's numbers take part in promotion as in PyTorch ([`crate::promote`]).
 
 mod compute;
 mod math;
@@ -183,6 +184,45 @@ impl Operand {
 impl Pointwise {
     pub(super) fn read(target: &str, args: &Args<'_>) -> Option<Result<Pointwise, OpError>> {
         read::read(target, args)
+    }
+
+    /// Replaces operands that ATen would promote: tensors with dimensions whose dtypes differ. `form` gives dtype and rank,
+    /// `cast` the promoted tensor. The tensor that an operation in place writes is not replaced.
+    pub(crate) fn promote(
+        &mut self,
+        form: &dyn Fn(ValueId) -> Option<(DType, usize)>,
+        cast: &mut dyn FnMut(ValueId, DType) -> ValueId,
+    ) {
+        let (operands, written): ([&mut Operand; 2], bool) = match self {
+            Pointwise::Binary { a, b, target, .. } => ([a, b], *target == Target::Input),
+            Pointwise::Where { a, b, .. } => ([a, b], false),
+            _ => return,
+        };
+        let mut promotion = Promotion::default();
+        let mut dtypes = Vec::new();
+        for operand in &operands {
+            match operand {
+                Operand::Number(Scalar::Int(_)) => promotion = promotion.number(Number::Int(0)),
+                Operand::Number(Scalar::Bool(_)) => promotion = promotion.number(Number::Bool(false)),
+                Operand::Number(_) => promotion = promotion.number(Number::Float(0.0)),
+                Operand::Tensor(id) => {
+                    let Some((dtype, rank)) = form(*id) else { return };
+                    promotion = promotion.tensor(&Meta::contiguous(dtype, &vec![1; rank]));
+                    dtypes.extend((rank > 0).then_some(dtype));
+                }
+            }
+        }
+        if dtypes.windows(2).all(|pair| pair[0] == pair[1]) {
+            return;
+        }
+        for (place, operand) in operands.into_iter().enumerate() {
+            if let Operand::Tensor(id) = operand
+                && form(*id).is_some_and(|(dtype, _)| dtype != promotion.result())
+                && !(written && place == 0)
+            {
+                *id = cast(*id, promotion.result());
+            }
+        }
     }
 
     pub(super) fn mutates(&self) -> Option<ValueId> {
