@@ -8,7 +8,7 @@ use rapt_pt2::{Symbol, Symbols};
 
 use crate::bind::stated;
 use crate::solve::fixed;
-use crate::{Error, Fact, Graph, Input, OpError, Source, Type};
+use crate::{Error, Fact, Graph, OpError, Source, Type};
 
 /// A way to choose a symbol's value.
 type Choose = fn(&Symbol) -> i64;
@@ -46,7 +46,7 @@ impl Graph {
         let mut verified: Vec<Symbols> = Vec::new();
         for choose in CHOICES {
             let symbols: Symbols = self.symbols.iter().map(|symbol| (symbol.name.clone(), choose(symbol))).collect();
-            if verified.contains(&symbols) || !self.serves(&symbols) {
+            if verified.contains(&symbols) || !self.serves(&symbols)? {
                 continue;
             }
             match self.bind(&symbols) {
@@ -60,14 +60,17 @@ impl Graph {
     }
 
     /// Whether inputs of the stated forms pass the ranges and guards.
-    fn serves(&self, symbols: &Symbols) -> bool {
-        let fact = |input: &Input| match (&input.source, input.value.map(|id| &self.value(id).ty)) {
-            (Source::Fixed(argument), _) => fixed(argument),
-            (_, Some(Type::Tensor(meta))) => stated(meta, symbols).ok().map(Fact::Tensor),
-            (_, Some(Type::Int(expr))) => expr.eval(symbols).ok().map(Fact::Int),
-            _ => None,
-        };
-        let given: Option<Vec<Fact>> = self.user_inputs().map(fact).collect();
-        self.check_ranges(symbols).is_ok() && given.is_some_and(|given| self.check_guards(&given).is_ok())
+    fn serves(&self, symbols: &Symbols) -> Result<bool, Error> {
+        let mut given = Vec::new();
+        for input in self.user_inputs() {
+            let failed = |cause| Error::Expr { value: input.name.clone(), cause };
+            given.push(match (&input.source, input.value.map(|id| &self.value(id).ty)) {
+                (Source::Fixed(argument), _) => fixed(argument).unwrap_or(Fact::None),
+                (_, Some(Type::Tensor(meta))) => Fact::Tensor(stated(meta, symbols).map_err(failed)?),
+                (_, Some(Type::Int(expr))) => Fact::Int(expr.eval(symbols).map_err(failed)?),
+                _ => Fact::None,
+            });
+        }
+        Ok(self.check_ranges(symbols).is_ok() && self.check_guards(&given).is_ok())
     }
 }
