@@ -90,7 +90,14 @@ impl Archive {
 
     fn read(bytes: Bytes, name: &str) -> Result<Archive, Error> {
         let all = bytes.get();
-        let entries = strip_root(zip::read(all)?)?;
+        let entries = zip::read(all)?;
+        // torch 2.7 and older wrote these, without a folder.
+        if entries.contains_key("serialized_exported_program.json") {
+            let version = text(all, &entries, "version")?;
+            let major = version.split('.').next().and_then(|major| major.parse().ok()).unwrap_or(0);
+            return Err(Error::OldArchive { written_by: "2.7 or older", major });
+        }
+        let entries = strip_root(entries)?;
         check_format(all, &entries)?;
         let models = model_names(&entries);
         if models.is_empty() {
@@ -105,7 +112,7 @@ impl Archive {
         let mut storages = Storages::default();
         let mut payloads = |folder: &str, config: String| {
             if !entries.contains_key(&config) && entries.contains_key(&format!("{folder}{name}.pt")) {
-                return Err(Error::OldArchive { written_by: "2.8" });
+                return Err(Error::OldArchive { written_by: "2.8", major: 8 });
             }
             let config: PayloadConfig = read::json(&config, content(all, &entries, &config)?)?;
             storages.payloads(config, folder, &entries)
@@ -222,10 +229,6 @@ fn check_form(meta: &TensorMeta, payload: &Payload, value: &str, name: &str) -> 
 
 /// The entries by their names within the archive's one folder.
 fn strip_root(entries: Entries) -> Result<Entries, Error> {
-    // torch 2.7 and older wrote these without a folder.
-    if entries.contains_key("serialized_exported_program.json") {
-        return Err(Error::OldArchive { written_by: "2.7 or older" });
-    }
     let mut root: Option<String> = None;
     let mut stripped = Entries::new();
     for (name, entry) in entries {
@@ -263,22 +266,23 @@ fn check_crc(name: &str, bytes: &[u8], expected: u32) -> Result<(), Error> {
     }
 }
 
+/// The start of a small entry, as text; more would only make a message long.
+fn text(archive: &[u8], entries: &Entries, name: &str) -> Result<String, Error> {
+    let bytes = content(archive, entries, name)?;
+    Ok(String::from_utf8_lossy(&bytes[..bytes.len().min(64)]).trim().to_owned())
+}
+
 /// Fails unless the archive is of format `pt2`, version 0, in little-endian bytes.
 fn check_format(archive: &[u8], entries: &Entries) -> Result<(), Error> {
-    // A few bytes each; more would only make a message long.
-    let text = |name: &str| {
-        let bytes = content(archive, entries, name)?;
-        Ok::<String, Error>(String::from_utf8_lossy(&bytes[..bytes.len().min(64)]).trim().to_owned())
-    };
-    let found = text("archive_format")?;
+    let found = text(archive, entries, "archive_format")?;
     if found != "pt2" {
         return Err(Error::ArchiveFormat { found });
     }
-    let found = text("archive_version")?;
+    let found = text(archive, entries, "archive_version")?;
     if found != "0" {
         return Err(Error::ArchiveVersion { found });
     }
-    let found = text("byteorder")?;
+    let found = text(archive, entries, "byteorder")?;
     if found != "little" {
         return Err(Error::ByteOrder { found });
     }

@@ -6,11 +6,19 @@ use rapt_core::DType;
 
 use crate::{ExprError, ParseError};
 
-/// The command that saves a program anew, for archives that an older torch wrote. It runs in the torch that wrote the
-/// archive first, because only that one is sure to read it; `torch.export` reads its own older files within one major
-/// version of the schema.
+/// The command that saves a program anew, for archives of torch 2.5 to 2.8 whose schema has major version 8: tried with
+/// torch 2.15 on archives of 2.7 and 2.8.
 pub const SAVE_ANEW: &str =
     "python -c \"import torch; torch.export.save(torch.export.load('old.pt2'), 'new.pt2')\"  # with torch 2.9 or later";
+
+/// What to do about a program that no torch of today loads, because the schema's major version differs.
+pub const EXPORT_ANEW: &str =
+    "torch.export.save(torch.export.export(model, args), 'new.pt2')  # with torch 2.9 or later, from the model itself";
+
+/// How a program of this major version of the schema is brought to a version that is read.
+fn anew(major: u64) -> &'static str {
+    if major == 8 { SAVE_ANEW } else { EXPORT_ANEW }
+}
 
 /// Why an archive or a program is refused.
 #[derive(Debug, thiserror::Error)]
@@ -143,13 +151,15 @@ pub enum Error {
         found: Vec<String>,
     },
     /// The archive has the form of torch 2.7 and older, or 2.8: weights are pickled.
-    #[error("the archive is of torch {written_by}: its weights are pickled, which is code to run. Save it anew: {anew}", anew = SAVE_ANEW)]
+    #[error("the archive is of torch {written_by}: its weights are pickled, which is code to run. Save it anew: {anew}", anew = anew(*.major))]
     OldArchive {
         /// The versions of torch that write this form.
         written_by: &'static str,
+        /// The schema's major version.
+        major: u64,
     },
     /// The schema's version is not served.
-    #[error("schema version {}.{} of torch {torch} is not read; 8.14 (torch 2.9) and later 8.x are. Save it anew: {anew}", .found.0, .found.1, anew = SAVE_ANEW)]
+    #[error("schema version {}.{} of torch {torch} is not read; 8.14 (torch 2.9) and later 8.x are. Save it anew: {anew}", .found.0, .found.1, anew = anew(.found.0))]
     SchemaVersion {
         /// Major and minor version.
         found: (u64, u64),

@@ -115,6 +115,14 @@ impl<'a> Inputs<'a> {
 }
 
 impl Guard {
+    /// Reads a guard of a program that is called so.
+    ///
+    /// # Errors
+    /// [`Error::Guard`] for a text that is not understood, [`Error::GuardSource`] for one on what is no input.
+    pub fn parse(text: &str, call: &Call) -> Result<Guard, Error> {
+        Guard::read(text, &mut Inputs::new(call))
+    }
+
     /// Reads a guard of a program with these inputs.
     ///
     /// # Errors

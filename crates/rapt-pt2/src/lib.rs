@@ -21,7 +21,7 @@ mod tree;
 mod zip;
 
 pub use archive::Archive;
-pub use error::{Error, SAVE_ANEW};
+pub use error::{EXPORT_ANEW, Error, SAVE_ANEW};
 pub use expr::{Condition, Expr, ExprError, ParseError, Real, Relation, Rounding, Symbols};
 pub use guard::{Guard, GuardError, InputValue, Property, Source};
 pub use lower::{parse_condition, parse_expr, parse_real};
@@ -31,3 +31,7 @@ pub use program::{
     Symbol, TensorMeta,
 };
 pub use tree::{Call, Key, Kind, Tree};
+
+/// The most memory that reading an archive takes, as a multiple of the archive's bytes: what is parsed and what is built
+/// of it, together. The worst input known, an expression of one-digit arguments, takes half of it.
+pub const MEMORY_MULTIPLE: usize = 128;

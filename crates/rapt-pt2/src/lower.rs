@@ -79,12 +79,21 @@ fn callee<'a>(tree: &Ast<'a>) -> Option<(&'a str, &'a str)> {
 
 type Lowered<T> = Result<T, ParseError>;
 
+/// `lower` of each tree, in a list of that length: a list that grows would take twice the memory.
+fn each<'a, T>(trees: &[Ast<'a>], mut lower: impl FnMut(&Ast<'a>) -> Lowered<T>) -> Lowered<Vec<T>> {
+    let mut lowered = Vec::with_capacity(trees.len());
+    for tree in trees {
+        lowered.push(lower(tree)?);
+    }
+    Ok(lowered)
+}
+
 fn ints(trees: &[Ast<'_>], names: &mut Names<'_>) -> Lowered<Vec<Expr>> {
-    trees.iter().map(|tree| int(tree, names)).collect()
+    each(trees, |tree| int(tree, names))
 }
 
 fn reals(trees: &[Ast<'_>], names: &mut Names<'_>) -> Lowered<Vec<Real>> {
-    trees.iter().map(|tree| real(tree, names)).collect()
+    each(trees, |tree| real(tree, names))
 }
 
 /// `-expr`.
@@ -235,7 +244,7 @@ fn is_real(tree: &Ast<'_>) -> bool {
 }
 
 fn conditions(trees: &[Ast<'_>], names: &mut Names<'_>) -> Lowered<Vec<Condition>> {
-    trees.iter().map(|tree| condition(tree, names)).collect()
+    each(trees, |tree| condition(tree, names))
 }
 
 /// `tree` as a condition.

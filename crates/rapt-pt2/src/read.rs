@@ -4,7 +4,8 @@
 //! bytes ─ serde ─► schema types ─ this file ─► Program
 //! ```
 //!
-//! Memory: the schema types and the program together take at most [`MEMORY_MULTIPLE`] times the JSON's bytes.
+//! Memory: the schema types and the program together take at most [`MEMORY_MULTIPLE`](crate::MEMORY_MULTIPLE) times the
+//! JSON's bytes.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -55,7 +56,9 @@ impl Program {
 
     /// Reads the program in the archive's entry of that name.
     pub(crate) fn from_entry(entry: &str, bytes: &[u8]) -> Result<Program, Error> {
-        let versions: schema::Versions = json(entry, bytes)?;
+        // Where the JSON itself is broken, the whole program's types say better where.
+        let versions: schema::Versions =
+            json(entry, bytes).map_err(|error| json::<schema::ExportedProgram>(entry, bytes).err().unwrap_or(error))?;
         let schema::SchemaVersion { major, minor } = versions.schema_version;
         if major != LEAST_VERSION.0 || minor < LEAST_VERSION.1 {
             let torch = versions.torch_version.unwrap_or_else(|| "of unknown version".to_owned());
