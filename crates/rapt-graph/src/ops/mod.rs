@@ -3,17 +3,44 @@
 //! A family is an enum whose variants hold typed arguments. Its `read` makes a variant of an ATen overload, its `infer` says
 //! the forms of the results, its `eval` computes them. What only makes views, or returns its input, has no `eval`.
 
+mod arrange;
+mod attention;
+mod conv;
 mod copy;
 mod create;
+mod einsum;
 mod fill;
+mod index;
+mod linear;
+mod moe;
+mod norm;
 mod pointwise;
+mod pool;
+mod reduce;
+mod scan;
+mod scatter;
+mod shape;
+mod sort;
 mod sym;
 mod target;
 mod view;
 
+pub use arrange::Arrange;
+pub use attention::Attention;
+pub use conv::{Conv, Padding};
 pub use copy::Copy;
 pub use create::{Create, DtypeOf, Order, Sizes};
+pub use einsum::{Einsum, Equation, Name};
+pub use index::Index;
+pub use linear::Linear;
+pub use moe::GroupedMm;
+pub use norm::Norm;
 pub use pointwise::{Binary, Operand, Pointwise, Unary};
+pub use pool::{Pool, Window};
+pub use reduce::{Fold, Reduce};
+pub use scan::Scan;
+pub use scatter::{Scatter, Source, Write};
+pub use sort::Sort;
 pub use sym::{Sym, SymArg, SymOp};
 pub use target::Target;
 pub use view::{Form, View};
@@ -77,4 +104,30 @@ families! {
     Sym(Sym);
     /// Operators that compute each element from those at its place.
     Pointwise(Pointwise);
+    /// Numbers in another order, or beside each other.
+    Arrange(Arrange);
+    /// Scaled dot-product attention.
+    Attention(Attention);
+    /// Convolutions.
+    Conv(Conv);
+    /// Sums of products by the names of dimensions.
+    Einsum(Einsum);
+    /// Reading by index.
+    Index(Index);
+    /// Products of matrices.
+    Linear(Linear);
+    /// Products of groups of rows.
+    GroupedMm(GroupedMm);
+    /// Normalisations.
+    Norm(Norm);
+    /// Pooling and resizing.
+    Pool(Pool);
+    /// Reductions.
+    Reduce(Reduce);
+    /// Along a dimension that stays.
+    Scan(Scan);
+    /// Writing by index.
+    Scatter(Scatter);
+    /// Order.
+    Sort(Sort);
 }

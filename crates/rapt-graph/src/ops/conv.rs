@@ -1,0 +1,357 @@
+//! Convolution in one and two dimensions, forwards and transposed, in groups.
+//!
+//! `y[n, o, i] = bias[o] + Σ_{c, k} x[n, c, i · stride − padding + k · dilation] · w[o, c, k]`, over the channels `c` of the
+//! group of `o`. Transposed, each `x[n, c, i]` adds `w[c, o, k]` times itself to `y[n, o, i · stride − padding + k · dilation]`.
+//! Floats are summed in f64 and rounded once, integers wrap. One dimension is two, the first of size 1.
+//!
+//! The result lies channels-last where the input or the weight does, as PyTorch's CPU kernels have it.
+
+use super::linear::Number;
+use super::shape::{
+    bounded, cells, count, fresh, fresh_in_format, is_channels_last, misfit, need_number, need_same, refuse,
+};
+use crate::{Args, Cells, Eval, Int, Meta, OpError, Out, Shapes, Tensor, ValueId};
+
+/// A convolution.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Conv {
+    /// The input, `[batch, channels, ...]`, or without the batch where the operator's name says the dimensions.
+    pub input: ValueId,
+    /// The weight, `[out_channels, in_channels / groups, ...]`; transposed, `[in_channels, out_channels / groups, ...]`.
+    pub weight: ValueId,
+    /// What is added to each channel.
+    pub bias: Option<ValueId>,
+    /// The steps between windows: one for each spatial dimension, or one for all.
+    pub stride: Vec<Int>,
+    /// The zeros around the input.
+    pub padding: Padding,
+    /// The steps between a window's elements.
+    pub dilation: Vec<Int>,
+    /// The number of groups of channels.
+    pub groups: Int,
+    /// What is added to a transposed convolution's size; `None` where it is not transposed.
+    pub transposed: Option<Vec<Int>>,
+    /// The number of spatial dimensions that the operator's name says.
+    pub spatial: Option<usize>,
+}
+
+/// The zeros around a convolution's input.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Padding {
+    /// As many on both sides of each spatial dimension.
+    Sizes(Vec<Int>),
+    /// As much as keeps the size, the odd one at the end.
+    Same,
+}
+
+/// A convolution in numbers: always two spatial dimensions.
+#[derive(Clone, Copy, Debug)]
+struct Sizes {
+    batch: usize,
+    groups: usize,
+    /// Channels of a group.
+    in_channels: usize,
+    out_channels: usize,
+    input: [usize; 2],
+    kernel: [usize; 2],
+    output: [usize; 2],
+    stride: [i64; 2],
+    /// Before the first element.
+    padding: [i64; 2],
+    dilation: [i64; 2],
+    transposed: bool,
+}
+
+impl Conv {
+    pub(super) fn read(target: &str, args: &Args<'_>) -> Option<Result<Conv, OpError>> {
+        Some(match target.strip_prefix("torch.ops.aten.")? {
+            "conv1d.default" => conv(args, Some(1), false, false),
+            "conv1d.padding" => conv(args, Some(1), true, false),
+            "conv2d.default" => conv(args, Some(2), false, false),
+            "conv2d.padding" => conv(args, Some(2), true, false),
+            "conv_transpose1d.default" => conv(args, Some(1), false, true),
+            "conv_transpose2d.input" => conv(args, Some(2), false, true),
+            "convolution.default" => args.bool_or("transposed", false).and_then(|t| conv(args, None, false, t)),
+            _ => return None,
+        })
+    }
+
+    pub(super) fn infer(&self, shapes: &dyn Shapes) -> Result<Vec<Out>, OpError> {
+        let (input, weight) = (shapes.meta(self.input)?, shapes.meta(self.weight)?);
+        need_number("a convolution", input.dtype)?;
+        need_same(input.dtype, weight.dtype)?;
+        let (sizes, batched) = self.sizes(shapes)?;
+        let channels = signed(sizes.groups * sizes.out_channels);
+        if let Some(bias) = self.bias {
+            let bias = shapes.meta(bias)?;
+            need_same(input.dtype, bias.dtype)?;
+            if bias.shape != [channels] {
+                return misfit(format!("a bias of shape {:?} for {channels} channels", bias.shape));
+            }
+        }
+        let spatial = weight.rank() - 2;
+        let mut shape = vec![signed(sizes.batch), channels];
+        shape.extend(sizes.output[2 - spatial..].iter().map(|&n| signed(n)));
+        bounded(&shape)?;
+        // A batch of none goes to no kernel, and lies row-major.
+        let channels_last = sizes.batch > 0 && self.is_channels_last(input, weight, batched);
+        if !batched {
+            shape.remove(0);
+        }
+        if spatial == 1 && channels_last && batched {
+            let strides = vec![shape[1] * shape[2], 1, shape[1]];
+            return Ok(vec![Out::Fresh(Meta { dtype: input.dtype, shape, strides, offset: 0 })]);
+        }
+        if channels_last && !batched {
+            let mut meta = Meta::contiguous(input.dtype, &shape);
+            let channels = shape[0];
+            match shape[..] {
+                [_, _, width] => meta.strides = vec![1, channels * width, channels],
+                _ => meta.strides = vec![1, channels],
+            }
+            return Ok(vec![Out::Fresh(meta)]);
+        }
+        if channels_last {
+            Ok(vec![fresh_in_format(input.dtype, &shape, true)?])
+        } else {
+            Ok(vec![fresh(input.dtype, &shape)?])
+        }
+    }
+
+    pub(super) fn mutates(&self) -> Option<ValueId> {
+        None
+    }
+
+    pub(super) fn eval(&self, eval: &dyn Eval, outs: &[Tensor]) -> Result<(), OpError> {
+        let (sizes, _) = self.sizes(eval)?;
+        let (x, w) = (cells(eval.tensor(self.input)?), cells(eval.tensor(self.weight)?));
+        let bias = self.bias.map(|id| eval.tensor(id)).transpose()?;
+        match (x, w) {
+            (Cells::Float(x), Cells::Float(w)) => {
+                let bias = bias.map(Tensor::floats);
+                outs[0].write_floats(eval.precision(), sizes.convolve(&x, &w, bias.as_deref()));
+            }
+            (Cells::Int(x), Cells::Int(w)) => {
+                let bias = bias.map(Tensor::ints);
+                outs[0].write_ints(sizes.convolve(&x, &w, bias.as_deref()));
+            }
+            // The dtypes are equal: inference has checked it.
+            _ => {}
+        }
+        Ok(())
+    }
+
+    /// Whether PyTorch's kernel works channels-last: where the input as the kernel sees it, or the weight, lies so.
+    fn is_channels_last(&self, input: &Meta, weight: &Meta, batched: bool) -> bool {
+        let mut input = input.clone();
+        if !batched {
+            let stride = input.shape[0] * input.strides[0];
+            input.shape.insert(0, 1);
+            input.strides.insert(0, stride);
+        }
+        if weight.rank() == 4 {
+            return is_channels_last(&input) || is_channels_last(weight);
+        }
+        // In one dimension the input is made row-major first, and both get a height of 1.
+        let tall = |meta: &Meta| {
+            let mut meta = meta.clone();
+            let stride = meta.shape[2] * meta.strides[2];
+            meta.shape.insert(2, 1);
+            meta.strides.insert(2, stride);
+            is_channels_last(&meta)
+        };
+        tall(&Meta::contiguous(input.dtype, &input.shape)) || tall(weight)
+    }
+
+    fn sizes(&self, shapes: &dyn Shapes) -> Result<(Sizes, bool), OpError> {
+        let (input, weight) = (shapes.meta(self.input)?, shapes.meta(self.weight)?);
+        let (x, w) = (&input.shape, &weight.shape);
+        let text = || format!("a convolution of shapes {x:?} and {w:?}");
+        let spatial = w.len().saturating_sub(2);
+        if !matches!(spatial, 1 | 2) || self.spatial.is_some_and(|n| n != spatial) {
+            return misfit(text());
+        }
+        let batched = x.len() == w.len();
+        if !batched && (x.len() + 1 != w.len() || self.spatial.is_none()) {
+            return misfit(text());
+        }
+        let (batch, x) = if batched { (x[0], &x[1..]) } else { (1, &x[..]) };
+        let groups = shapes.int(self.groups)?;
+        if groups < 1 || x[0] % groups != 0 {
+            return misfit(format!("{} in {groups} groups", text()));
+        }
+        let transposed = self.transposed.is_some();
+        let (in_channels, out_channels) =
+            if transposed { (w[0], w[1].saturating_mul(groups)) } else { (w[1].saturating_mul(groups), w[0]) };
+        if in_channels != x[0] || out_channels % groups != 0 || out_channels == 0 {
+            return misfit(format!("{} in {groups} groups", text()));
+        }
+        let stride = pair(shapes, "stride", &self.stride, spatial, 1)?;
+        let dilation = pair(shapes, "dilation", &self.dilation, spatial, 1)?;
+        let kernel = two(&w[2..], 1);
+        let mut padding = [0; 2];
+        let mut both = [0; 2];
+        match &self.padding {
+            Padding::Sizes(sizes) => {
+                padding = pair(shapes, "padding", sizes, spatial, 0)?;
+                both = padding.map(|p| p.saturating_mul(2));
+            }
+            Padding::Same => {
+                if stride != [1, 1] {
+                    return refuse("padding", "same", "the stride is not 1");
+                }
+                for d in 0..2 {
+                    both[d] = dilation[d].saturating_mul(kernel[d] - 1);
+                    padding[d] = both[d] / 2;
+                }
+            }
+        }
+        let more = match &self.transposed {
+            Some(more) => pair(shapes, "output_padding", more, spatial, 0)?,
+            None => [0; 2],
+        };
+        let size = two(&x[1..], 1);
+        let mut output = [0; 2];
+        for d in 0..2 {
+            output[d] = output_size(transposed, [size[d], kernel[d], stride[d], dilation[d], both[d], more[d]])
+                .filter(|&n| n >= 0 && (transposed || n > 0) && kernel[d] > 0)
+                .map(count)
+                .ok_or_else(|| OpError::Shape(format!("{}: the kernel is larger than the padded input", text())))?;
+            if more[d] > 0 && more[d] >= stride[d].max(dilation[d]) {
+                return refuse("output_padding", more[d].to_string(), "it must be smaller than stride or dilation");
+            }
+        }
+        let sizes = Sizes {
+            batch: count(batch),
+            groups: count(groups),
+            in_channels: count(in_channels / groups),
+            out_channels: count(out_channels / groups),
+            input: size.map(count),
+            kernel: kernel.map(count),
+            output,
+            stride,
+            padding,
+            dilation,
+            transposed,
+        };
+        Ok((sizes, batched))
+    }
+}
+
+fn signed(n: usize) -> i64 {
+    i64::try_from(n).unwrap_or(i64::MAX)
+}
+
+/// Two sizes, the first `fill` where there is one.
+fn two(list: &[i64], fill: i64) -> [i64; 2] {
+    match *list {
+        [a, b] => [a, b],
+        [b] => [fill, b],
+        _ => [fill, fill],
+    }
+}
+
+/// An argument for each spatial dimension; a single number counts for all.
+fn pair(shapes: &dyn Shapes, name: &str, list: &[Int], spatial: usize, least: i64) -> Result<[i64; 2], OpError> {
+    let list = shapes.ints(list)?;
+    // No dimension before the only one: its stride and dilation are 1, its padding is 0.
+    let pair = match list[..] {
+        [one] if spatial == 1 => [least, one],
+        [one] => [one, one],
+        [a, b] if spatial == 2 => [a, b],
+        _ => return refuse(name, format!("{list:?}"), "one number for each spatial dimension is expected"),
+    };
+    if pair.iter().any(|&n| n < least) {
+        return refuse(name, format!("{list:?}"), "it is too small");
+    }
+    Ok(pair)
+}
+
+fn output_size(transposed: bool, [size, kernel, stride, dilation, padding, more]: [i64; 6]) -> Option<i64> {
+    let reach = dilation.checked_mul(kernel - 1)?.checked_add(1)?;
+    if transposed {
+        (size - 1).checked_mul(stride)?.checked_sub(padding)?.checked_add(reach)?.checked_add(more)
+    } else {
+        let room = size.checked_add(padding)?.checked_sub(reach)?;
+        Some(if room < 0 { -1 } else { room / stride + 1 })
+    }
+}
+
+impl Sizes {
+    // for each pair of positions that meet: y += x · w
+    fn convolve<T: Number>(&self, x: &[T], w: &[T], bias: Option<&[T]>) -> Vec<T> {
+        let [in_plane, out_plane, taps] = [self.input, self.output, self.kernel].map(|[a, b]| a * b);
+        let out_channels = self.groups * self.out_channels;
+        let mut y = vec![T::ZERO; self.batch * out_channels * out_plane];
+        for n in 0..self.batch {
+            for o in 0..out_channels {
+                let group = o / self.out_channels;
+                let y = &mut y[(n * out_channels + o) * out_plane..][..out_plane];
+                if let Some(bias) = bias {
+                    y.fill(bias[o]);
+                }
+                for c in 0..self.in_channels {
+                    let channel = group * self.in_channels + c;
+                    let x = &x[(n * self.groups * self.in_channels + channel) * in_plane..][..in_plane];
+                    let row = if self.transposed {
+                        channel * self.out_channels + o % self.out_channels
+                    } else {
+                        o * self.in_channels + c
+                    };
+                    self.plane(y, x, &w[row * taps..][..taps]);
+                }
+            }
+        }
+        y
+    }
+
+    /// One channel's part in one channel of the result.
+    fn plane<T: Number>(&self, y: &mut [T], x: &[T], w: &[T]) {
+        // Forwards the result's positions lead, transposed the input's: the other's are reached by stride and tap.
+        let (lead, other) = if self.transposed { (self.input, self.output) } else { (self.output, self.input) };
+        let reach = |d: usize, i: usize, k: usize| -> Option<usize> {
+            let at = signed(i) * self.stride[d] - self.padding[d] + signed(k) * self.dilation[d];
+            usize::try_from(at).ok().filter(|&at| at < other[d])
+        };
+        for kh in 0..self.kernel[0] {
+            for kw in 0..self.kernel[1] {
+                let w = w[kh * self.kernel[1] + kw];
+                for i in 0..lead[0] {
+                    let Some(row) = reach(0, i, kh) else { continue };
+                    for j in 0..lead[1] {
+                        let Some(column) = reach(1, j, kw) else { continue };
+                        let (leads, others) = (i * lead[1] + j, row * other[1] + column);
+                        let (to, from) = if self.transposed { (others, leads) } else { (leads, others) };
+                        y[to] = y[to].mul_add(x[from], w);
+                    }
+                }
+            }
+        }
+    }
+}
+
+fn conv(args: &Args<'_>, spatial: Option<usize>, by_name: bool, transposed: bool) -> Result<Conv, OpError> {
+    let all =
+        |name: &str, default: i64| Ok::<_, OpError>(args.opt_ints(name)?.unwrap_or_else(|| vec![Int::Known(default)]));
+    let padding = match (by_name, args) {
+        (false, _) => Padding::Sizes(all("padding", 0)?),
+        (true, args) => match args.opt_str("padding")?.unwrap_or("valid") {
+            "valid" => Padding::Sizes(vec![Int::Known(0)]),
+            "same" => Padding::Same,
+            other => return refuse("padding", other, "it is valid or same"),
+        },
+    };
+    // The general operator says what the others leave out.
+    let more = args.opt_ints("output_padding")?.unwrap_or_else(|| vec![Int::Known(0)]);
+    Ok(Conv {
+        input: args.tensor("input")?,
+        weight: args.tensor("weight")?,
+        bias: args.opt_tensor("bias")?,
+        stride: all("stride", 1)?,
+        padding,
+        dilation: all("dilation", 1)?,
+        groups: args.int_or("groups", 1)?,
+        transposed: transposed.then_some(more),
+        spatial,
+    })
+}

@@ -1,0 +1,351 @@
+//! Reductions: one number of all those along some dimensions.
+//!
+//! Sums, means and norms accumulate in f64 and round once; integers and booleans sum to int64 with wrap-around. A NaN among
+//! the numbers is the result of sums, extrema and norms, and the place of the first NaN is that of an extremum. Of equal
+//! numbers the first one's place counts. Results lie row-major.
+
+use rapt_core::DType;
+
+use super::shape::{
+    cells, dims_of, fresh, misfit, need_float, need_number, need_plain, pick, places, row_major, scalar_float,
+};
+use crate::number::is_float;
+use crate::{Args, Cells, Eval, Int, Meta, OpError, Out, Scalar, Shapes, Tensor, ValueId};
+
+/// A reduction.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Reduce {
+    /// One result per element of the dimensions that stay.
+    Fold {
+        /// What is made of the numbers.
+        fold: Fold,
+        /// The tensor.
+        input: ValueId,
+        /// The dimensions that go; `None` is all of them.
+        dims: Option<Vec<Int>>,
+        /// Whether they stay with size 1.
+        keepdim: bool,
+        /// The dtype that the numbers are converted to first.
+        dtype: Option<DType>,
+    },
+    /// `max.dim` and `min.dim`: the extremum and its place along one dimension.
+    Extremum {
+        /// Whether the largest counts.
+        largest: bool,
+        /// The tensor.
+        input: ValueId,
+        /// The dimension.
+        dim: i64,
+        /// Whether it stays with size 1.
+        keepdim: bool,
+    },
+    /// `argmax` and `argmin`.
+    Place {
+        /// Whether the largest counts.
+        largest: bool,
+        /// The tensor.
+        input: ValueId,
+        /// The dimension, or the flattened tensor.
+        dim: Option<i64>,
+        /// Whether the dimensions stay with size 1.
+        keepdim: bool,
+    },
+}
+
+/// What a reduction makes of the numbers.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Fold {
+    /// The sum; 0 of none.
+    Sum,
+    /// The product; 1 of none.
+    Product,
+    /// The mean; NaN of none.
+    Mean,
+    /// Whether one is other than 0.
+    Any,
+    /// Whether all are other than 0.
+    All,
+    /// The largest.
+    Max,
+    /// The smallest.
+    Min,
+    /// The vector norm of this order.
+    Norm(Scalar),
+}
+
+impl Reduce {
+    pub(super) fn read(target: &str, args: &Args<'_>) -> Option<Result<Reduce, OpError>> {
+        use Fold::{All, Any, Max, Mean, Min, Product, Sum};
+        Some(match target.strip_prefix("torch.ops.aten.")? {
+            "sum.dim_IntList" | "sum.default" => fold(args, Sum),
+            "mean.dim" | "mean.default" => fold(args, Mean),
+            "prod.dim_int" | "prod.default" => fold(args, Product),
+            "any.dim" | "any.dims" | "any.default" => fold(args, Any),
+            "all.dim" | "all.dims" | "all.default" => fold(args, All),
+            "amax.default" | "max.default" => fold(args, Max),
+            "amin.default" | "min.default" => fold(args, Min),
+            "linalg_vector_norm.default" => norm(args),
+            "max.dim" => extremum(args, true),
+            "min.dim" => extremum(args, false),
+            "argmax.default" => place(args, true),
+            "argmin.default" => place(args, false),
+            _ => return None,
+        })
+        .map(|op| op.and_then(|op| keep_all_of_no_dims(target, op)))
+    }
+
+    pub(super) fn infer(&self, shapes: &dyn Shapes) -> Result<Vec<Out>, OpError> {
+        match self {
+            Reduce::Fold { fold, input, keepdim, dtype, .. } => {
+                let meta = shapes.meta(*input)?;
+                let dims = self.dims(shapes, meta)?;
+                let dtype = fold.result(meta.dtype, *dtype)?;
+                let none = dims.iter().any(|&d| meta.shape[d] == 0);
+                if none && !fold.has_neutral(shapes)? {
+                    return misfit(format!("{fold:?} over no elements of a tensor of shape {:?}", meta.shape));
+                }
+                Ok(vec![fresh(dtype, &reduced(&meta.shape, &dims, *keepdim))?])
+            }
+            Reduce::Extremum { input, keepdim, .. } => {
+                let meta = shapes.meta(*input)?;
+                need_plain("an extremum", meta.dtype)?;
+                let dims = self.dims(shapes, meta)?;
+                let shape = reduced(&meta.shape, &dims, *keepdim);
+                need_elements(meta, &dims)?;
+                Ok(vec![fresh(meta.dtype, &shape)?, fresh(DType::I64, &shape)?])
+            }
+            Reduce::Place { input, keepdim, .. } => {
+                let meta = shapes.meta(*input)?;
+                need_number("an extremum's place", meta.dtype)?;
+                let dims = self.dims(shapes, meta)?;
+                need_elements(meta, &dims)?;
+                Ok(vec![fresh(DType::I64, &reduced(&meta.shape, &dims, *keepdim))?])
+            }
+        }
+    }
+
+    pub(super) fn mutates(&self) -> Option<ValueId> {
+        None
+    }
+
+    pub(super) fn eval(&self, eval: &dyn Eval, outs: &[Tensor]) -> Result<(), OpError> {
+        let (Reduce::Fold { input, .. } | Reduce::Extremum { input, .. } | Reduce::Place { input, .. }) = self;
+        let input = eval.tensor(*input)?;
+        let dims = self.dims(eval, &input.meta)?;
+        let (starts, steps) = kept_and_reduced(&input.meta.shape, &dims);
+        let x = cells(input);
+        match self {
+            Reduce::Fold { fold, dtype, .. } => {
+                let to = fold.operand(input.meta.dtype, *dtype);
+                let x = input.cast(to, eval.precision());
+                outs[0].write(eval.precision(), fold.all(eval, &x, &starts, &steps)?);
+            }
+            Reduce::Extremum { largest, .. } => {
+                let at = extrema(&x, &starts, &steps, *largest);
+                outs[0].write(eval.precision(), pick(&x, at.iter().zip(&starts).map(|(&i, start)| start + steps[i])));
+                outs[1].write_ints(at.into_iter().map(to_i64));
+            }
+            Reduce::Place { largest, .. } => {
+                outs[0].write_ints(extrema(&x, &starts, &steps, *largest).into_iter().map(to_i64));
+            }
+        }
+        Ok(())
+    }
+
+    /// The dimensions that go, in ascending order.
+    fn dims(&self, shapes: &dyn Shapes, meta: &Meta) -> Result<Vec<usize>, OpError> {
+        match self {
+            Reduce::Fold { dims: Some(dims), .. } => dims_of(meta, &shapes.ints(dims)?),
+            Reduce::Extremum { dim, .. } | Reduce::Place { dim: Some(dim), .. } => dims_of(meta, &[*dim]),
+            Reduce::Fold { dims: None, .. } | Reduce::Place { dim: None, .. } => Ok((0..meta.rank()).collect()),
+        }
+    }
+}
+
+impl Fold {
+    /// The dtype that the numbers are converted to before anything else.
+    fn operand(self, input: DType, dtype: Option<DType>) -> DType {
+        match (self, dtype) {
+            (_, Some(dtype)) => dtype,
+            (Fold::Sum | Fold::Product, None) if !is_float(input) => DType::I64,
+            _ => input,
+        }
+    }
+
+    fn result(self, input: DType, dtype: Option<DType>) -> Result<DType, OpError> {
+        need_plain("a reduction", input)?;
+        let operand = self.operand(input, dtype);
+        need_plain("a reduction", operand)?;
+        match self {
+            // A boolean sum is asked for by dtype alone, and PyTorch's is whether one is other than 0.
+            Fold::Sum | Fold::Product | Fold::Max | Fold::Min => Ok(operand),
+            Fold::Mean => need_float("a mean", operand).map(|()| operand),
+            Fold::Norm(_) => {
+                need_float("a norm", input)?;
+                need_float("a norm", operand).map(|()| operand)
+            }
+            // Of uint8, and of it alone, PyTorch gives uint8.
+            Fold::Any | Fold::All => Ok(if input == DType::U8 { DType::U8 } else { DType::Bool }),
+        }
+    }
+
+    fn has_neutral(self, shapes: &dyn Shapes) -> Result<bool, OpError> {
+        Ok(match self {
+            Fold::Max | Fold::Min => false,
+            Fold::Norm(ord) => {
+                let ord = scalar_float(shapes, ord)?;
+                ord >= 0.0 && ord != f64::INFINITY
+            }
+            _ => true,
+        })
+    }
+
+    /// The results for the elements at `start + step`.
+    fn all(self, eval: &dyn Eval, x: &Cells, starts: &[usize], steps: &[usize]) -> Result<Cells, OpError> {
+        let ord = if let Fold::Norm(ord) = self { scalar_float(eval, ord)? } else { 0.0 };
+        Ok(match (self, x) {
+            (Fold::Max | Fold::Min, x) => {
+                let at = extrema(x, starts, steps, self == Fold::Max);
+                pick(x, at.into_iter().zip(starts).map(|(i, start)| start + steps[i]))
+            }
+            (Fold::Any | Fold::All, x) => {
+                let set = |p: usize| match x {
+                    Cells::Float(x) => x[p] != 0.0,
+                    Cells::Int(x) => x[p] != 0,
+                };
+                let any = |start: usize| steps.iter().any(|step| set(start + step));
+                let all = |start: usize| steps.iter().all(|step| set(start + step));
+                let one = |&start| i64::from(if self == Fold::Any { any(start) } else { all(start) });
+                Cells::Int(starts.iter().map(one).collect())
+            }
+            (_, Cells::Int(x)) => {
+                let along = |start: usize| steps.iter().map(move |step| x[start + step]);
+                let one = |&start: &usize| match self {
+                    Fold::Product => along(start).fold(1, i64::wrapping_mul),
+                    _ => along(start).fold(0, i64::wrapping_add),
+                };
+                Cells::Int(starts.iter().map(one).collect())
+            }
+            (_, Cells::Float(x)) => {
+                let along = |start: usize| steps.iter().map(move |step| x[start + step]);
+                let one = |&start: &usize| match self {
+                    Fold::Product => along(start).product(),
+                    Fold::Mean => along(start).sum::<f64>() / steps.len() as f64,
+                    Fold::Norm(_) => vector_norm(along(start), ord),
+                    // Not `sum`, whose neutral element is −0.
+                    _ => along(start).fold(0.0, |sum, x| sum + x),
+                };
+                Cells::Float(starts.iter().map(one).collect())
+            }
+        })
+    }
+}
+
+/// `(Σ |x|^ord)^(1/ord)`, at 0 the number of those other than 0, at ±∞ the extremum.
+fn vector_norm(x: impl Iterator<Item = f64>, ord: f64) -> f64 {
+    let x = x.map(f64::abs);
+    let worst = |a: f64, b: f64, better: bool| if a.is_nan() || (!b.is_nan() && !better) { a } else { b };
+    if ord == f64::INFINITY {
+        x.fold(0.0, |a, b| worst(a, b, b > a))
+    } else if ord == f64::NEG_INFINITY {
+        x.fold(f64::INFINITY, |a, b| worst(a, b, b < a))
+    } else if ord == 0.0 {
+        x.map(|x| f64::from(u8::from(x != 0.0))).sum()
+    } else if ord == 1.0 {
+        x.fold(0.0, |sum, x| sum + x)
+    } else if ord == 2.0 {
+        x.fold(0.0, |sum, x| sum + x * x).sqrt()
+    } else {
+        x.fold(0.0, |sum, x| sum + x.powf(ord)).powf(1.0 / ord)
+    }
+}
+
+/// The step at which each lane has its extremum: the first NaN, else the first of the extremes.
+fn extrema(x: &Cells, starts: &[usize], steps: &[usize], largest: bool) -> Vec<usize> {
+    let better = |p: usize, than: usize| match x {
+        Cells::Float(x) if x[than].is_nan() => false,
+        Cells::Float(x) => x[p].is_nan() || if largest { x[p] > x[than] } else { x[p] < x[than] },
+        Cells::Int(x) if largest => x[p] > x[than],
+        Cells::Int(x) => x[p] < x[than],
+    };
+    let one = |&start: &usize| {
+        (1..steps.len()).fold(0, |best, i| if better(start + steps[i], start + steps[best]) { i } else { best })
+    };
+    starts.iter().map(one).collect()
+}
+
+/// The shape without these dimensions, or with 1 in their place.
+pub(super) fn reduced(shape: &[i64], dims: &[usize], keepdim: bool) -> Vec<i64> {
+    let one = |(d, &n): (usize, &i64)| match dims.contains(&d) {
+        true if keepdim => Some(1),
+        true => None,
+        false => Some(n),
+    };
+    shape.iter().enumerate().filter_map(one).collect()
+}
+
+/// The places of the elements of a row-major tensor: those of the dimensions that stay, plus those of the ones that go.
+pub(super) fn kept_and_reduced(shape: &[i64], dims: &[usize]) -> (Vec<usize>, Vec<usize>) {
+    let strides = row_major(shape);
+    let part = |go: bool| {
+        let of = (0..shape.len()).filter(|d| dims.contains(d) == go);
+        let (sizes, strides): (Vec<i64>, Vec<i64>) = of.map(|d| (shape[d], strides[d])).unzip();
+        places(&sizes, &strides)
+    };
+    (part(false), part(true))
+}
+
+fn to_i64(n: usize) -> i64 {
+    i64::try_from(n).unwrap_or(i64::MAX)
+}
+
+fn need_elements(meta: &Meta, dims: &[usize]) -> Result<(), OpError> {
+    if dims.iter().any(|&d| meta.shape[d] == 0) {
+        return misfit(format!("an extremum over no elements of a tensor of shape {:?}", meta.shape));
+    }
+    Ok(())
+}
+
+/// An empty list of dimensions is all of them, but none for `any.dims` and `all.dims`.
+fn keep_all_of_no_dims(target: &str, mut op: Reduce) -> Result<Reduce, OpError> {
+    if let Reduce::Fold { dims, .. } = &mut op
+        && dims.as_ref().is_some_and(Vec::is_empty)
+        && !target.ends_with(".dims")
+    {
+        *dims = None;
+    }
+    Ok(op)
+}
+
+fn fold(args: &Args<'_>, fold: Fold) -> Result<Reduce, OpError> {
+    Ok(Reduce::Fold {
+        fold,
+        input: args.tensor("self")?,
+        dims: args.opt_ints("dim")?,
+        keepdim: args.bool_or("keepdim", false)?,
+        dtype: args.opt_dtype("dtype")?,
+    })
+}
+
+fn norm(args: &Args<'_>) -> Result<Reduce, OpError> {
+    let ord = args.opt_scalar("ord")?.unwrap_or(Scalar::Int(Int::Known(2)));
+    fold(args, Fold::Norm(ord))
+}
+
+fn extremum(args: &Args<'_>, largest: bool) -> Result<Reduce, OpError> {
+    Ok(Reduce::Extremum {
+        largest,
+        input: args.tensor("self")?,
+        dim: args.known_int("dim")?,
+        keepdim: args.bool_or("keepdim", false)?,
+    })
+}
+
+fn place(args: &Args<'_>, largest: bool) -> Result<Reduce, OpError> {
+    Ok(Reduce::Place {
+        largest,
+        input: args.tensor("self")?,
+        dim: args.opt_int("dim")?.map(|_| args.known_int("dim")).transpose()?,
+        keepdim: args.bool_or("keepdim", false)?,
+    })
+}
