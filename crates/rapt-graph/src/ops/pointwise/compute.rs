@@ -76,13 +76,22 @@ fn binary(
         Operand::Number(_) => true,
         Operand::Tensor(id) => eval.meta(id)?.rank() == 0,
     };
+    // PyTorch takes x**0.5 for a square root, which is NaN of −∞ where the power is ∞; of float16 it computes the power.
+    let is_root = op == Binary::Pow && compute != DType::F16 && matches!(b, Operand::Number(Scalar::Float(0.5)));
     let of_b = if op.keeps_numbers() && is_one { arithmetic(compute) } else { compute };
     let shape = &out.meta.shape;
     let (a, b) = (cells(a, compute, eval, shape)?, cells(b, of_b, eval, shape)?);
     let cells = match (a, b) {
+        (Cells::Float(a), Cells::Float(_)) if is_root => {
+            Cells::Float(a.iter().map(|&a| math::unary_float(Unary::Sqrt, a)).collect())
+        }
         (Cells::Float(a), Cells::Float(mut b)) => {
-            if let Some(Cells::Float(alpha)) = alpha.map(|alpha| number(arithmetic(compute), alpha, precision)) {
-                b.iter_mut().for_each(|b| *b *= alpha[0]);
+            // alpha·b is exact where a is added: the sum is rounded once.
+            if let Some(Cells::Float(alpha)) = alpha.map(|alpha| number(compute, alpha, precision)) {
+                let alpha = if op == Binary::Sub { -alpha[0] } else { alpha[0] };
+                b.iter_mut().zip(&a).for_each(|(b, &a)| *b = alpha.mul_add(*b, a));
+                out.write(precision, Cells::Float(b));
+                return Ok(());
             }
             let wide = precision == Precision::Wide;
             let quotient = |x: f64| if wide { x } else { round(arithmetic(compute), x) };

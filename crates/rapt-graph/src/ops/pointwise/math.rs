@@ -8,13 +8,8 @@ pub(super) fn unary_float(op: Unary, x: f64) -> f64 {
     match op {
         Unary::Neg => -x,
         Unary::Abs => x.abs(),
-        Unary::Sign if x == 0.0 || x.is_nan() => {
-            if x.is_nan() {
-                x
-            } else {
-                0.0
-            }
-        }
+        // NaN has no sign: 0.
+        Unary::Sign if x == 0.0 || x.is_nan() => 0.0,
         Unary::Sign => x.signum(),
         Unary::Square => x * x,
         // NaN stays.

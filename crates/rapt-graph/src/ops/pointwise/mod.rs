@@ -245,10 +245,14 @@ impl Pointwise {
             Pointwise::Binary { op, a, b, alpha, target } => {
                 let common = common(shapes, &[*a, *b])?;
                 let alpha = alpha.map(|alpha| shapes.number(alpha)).transpose()?;
-                if let (Binary::Pow, Operand::Number(exponent)) = (op, b) {
-                    refuse_negative_power(common, shapes.number(*exponent)?)?;
+                if *op == Binary::Pow {
+                    refuse_power(common, b, shapes)?;
                 }
-                let form = result(op.dtypes(common, alpha)?.1, &metas(shapes, &[*a, *b])?)?;
+                let dtype = op.dtypes(common, alpha)?.1;
+                // Of floats rounded down, PyTorch's tracer lets the divisor decide how the quotient lies, and eager PyTorch the
+                // dividend. The program goes on from what its tracer says.
+                let order = if *op == Binary::DivFloor && is_float(common) { [*b, *a] } else { [*a, *b] };
+                let form = result(dtype, &metas(shapes, &order)?)?;
                 match a {
                     Operand::Tensor(input) => place(*target, *input, shapes, form)?,
                     Operand::Number(_) => Out::Fresh(form),
@@ -353,11 +357,17 @@ fn refuse_unless_bool(what: &'static str, condition: &Meta) -> Result<(), OpErro
     if condition.dtype == DType::Bool { Ok(()) } else { Err(OpError::Dtype { what, dtype: condition.dtype }) }
 }
 
-fn refuse_negative_power(common: DType, exponent: Number) -> Result<(), OpError> {
-    match exponent {
-        Number::Int(n) if n < 0 && !is_float(common) => {
+/// Powers that PyTorch refuses: of integers by a negative number, of booleans by a tensor.
+fn refuse_power(common: DType, exponent: &Operand, shapes: &dyn Shapes) -> Result<(), OpError> {
+    let number = match exponent {
+        Operand::Number(scalar) => Some(shapes.number(*scalar)?),
+        Operand::Tensor(_) => None,
+    };
+    match number {
+        Some(Number::Int(n)) if n < 0 && !is_float(common) => {
             Err(OpError::Refused("integers to negative integer powers are not allowed"))
         }
+        None if common == DType::Bool => Err(OpError::Dtype { what: "pow", dtype: common }),
         _ => Ok(()),
     }
 }
@@ -431,7 +441,6 @@ impl Binary {
             Binary::Sub if is_bool => refused("sub"),
             Binary::DivFloor | Binary::DivTrunc if is_bool => refused("division"),
             Binary::Remainder | Binary::Fmod if is_bool => refused("remainder"),
-            Binary::Pow if is_bool => refused("pow"),
             Binary::BitwiseAnd | Binary::BitwiseOr | Binary::BitwiseXor if is_float(common) => {
                 refused("a bitwise operator")
             }
@@ -451,6 +460,6 @@ impl Binary {
 
     /// Whether a number keeps float32's precision beside float16 and bfloat16 (`original_scalar_value` of ATen).
     fn keeps_numbers(self) -> bool {
-        matches!(self, Binary::Add | Binary::Sub | Binary::Mul | Binary::Div | Binary::DivFloor | Binary::DivTrunc)
+        matches!(self, Binary::Mul | Binary::Div | Binary::DivFloor | Binary::DivTrunc)
     }
 }
