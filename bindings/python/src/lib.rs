@@ -6,6 +6,7 @@
 //! engine (torch_pool)    whose threads
 //! table                  what `attention` takes: a new option is a row there
 //! api                    the functions and classes of the package
+//! graph                  exported programs: arguments and results by their places in the call
 //! torch                  who answers PyTorch's calls, and PyTorch's own op as Rapt serves it
 //! ```
 //! Deliberately absent: torch and numpy at link time, any import of them, any copy of a tensor, and gradients.
@@ -16,6 +17,7 @@ mod table;
 mod api;
 mod engine;
 mod errors;
+mod graph;
 mod kind;
 mod tensors;
 mod torch;
@@ -206,6 +208,9 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(torch::stats::served, module)?)?;
     module.add_function(wrap_pyfunction!(api::doctor::doctor, module)?)?;
     module.add_function(wrap_pyfunction!(api::cli::cli, module)?)?;
+    module.add_class::<graph::PyProgram>()?;
+    module.add_class::<graph::PySession>()?;
+    module.add_function(wrap_pyfunction!(graph::program_check, module)?)?;
     module.add_class::<api::layout::PyLayout>()?;
     module.add_function(wrap_pyfunction!(api::layout::layout_show, module)?)?;
     module.add_function(wrap_pyfunction!(api::layout::layout_atoms, module)?)?;

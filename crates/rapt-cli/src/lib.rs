@@ -1,4 +1,5 @@
-//! The command line `rapt`: what this machine has, what would run and why, how fast it is, and attention on files.
+//! The command line `rapt`: what this machine has, what would run and why, how fast it is, attention and exported programs on
+//! files.
 //!
 //! One program for two installers: `src/main.rs` is cargo's binary, the Python package calls [`run`] in its process. What
 //! differs between them is a [`Host`]: how Python is reached (`audit` and `bench cuda` are Python code) and what `doctor`
@@ -10,6 +11,7 @@ mod bench;
 pub mod doctor;
 mod explain;
 mod layout;
+mod model;
 mod npy;
 mod options;
 mod python;
@@ -71,6 +73,8 @@ enum Command {
     Bench(bench::Args),
     /// Check an attention for boundary bugs: strides, masks, NaN, dtypes, memory (needs Python).
     Audit(python::AuditArgs),
+    /// Exported programs: whether one is served, what is in it, and a run on .npy files.
+    Model(model::Args),
     /// Layout algebra, fragments of tensor-core instructions, and the check that a store is what is read.
     Layout(layout::Args),
 }
@@ -111,6 +115,7 @@ fn answer(args: &[OsString], host: &dyn Host) -> Outcome {
         Command::Run(args) => run::run(&args),
         Command::Bench(args) => bench::run(&args, words, host),
         Command::Audit(args) => host.python(&PythonCommand::new("audit", &args, words)?),
+        Command::Model(args) => model::run(&args),
         Command::Layout(args) => layout::run(&args),
     }
 }

@@ -1,4 +1,5 @@
-//! .npy files, as far as attention needs them: formats 1.0 to 3.0; float64, float32, float16 and bool; little-endian.
+//! .npy files, as far as attention and programs need them: formats 1.0 to 3.0, little-endian; float64, float32, float16, the
+//! integers that programs may have, and bool.
 //!
 //! ```text
 //! 93 'N' 'U' 'M' 'P' 'Y' | major minor | header length (u16, from 2.0 on u32) | header | elements
@@ -11,7 +12,7 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 
 use half::f16;
-use rapt::{DType, Element, Shape, Strides, Tensor, View};
+use rapt::{DType, Element, Shape, Strides, Tensor, View, ViewMut};
 
 const MAGIC: [u8; 6] = [0x93, b'N', b'U', b'M', b'P', b'Y'];
 /// A header starts on this boundary when it is written.
@@ -32,13 +33,76 @@ impl fmt::Display for Refused {
 
 impl std::error::Error for Refused {}
 
-/// The elements of a file, in the order in which they lie there.
-#[derive(Debug, PartialEq)]
-enum Elements {
-    F64(Vec<f64>),
-    F32(Vec<f32>),
-    F16(Vec<f16>),
-    Bool(Vec<bool>),
+macro_rules! elements {
+    ($($variant:ident($ty:ty) = $descr:literal, $dtype:ident;)*) => {
+        /// The elements of a file, in the order in which they lie there.
+        #[derive(Debug, PartialEq)]
+        enum Elements {
+            $($variant(Vec<$ty>),)*
+            Bool(Vec<bool>),
+        }
+
+        impl Elements {
+            /// The elements of this `descr` of a header.
+            fn read(descr: &str, data: &[u8], numel: usize) -> Result<Elements, String> {
+                Ok(match descr {
+                    $($descr => Elements::$variant(decode(data, numel, <$ty>::from_le_bytes)?),)*
+                    "|b1" => Elements::Bool(decode(data, numel, |[byte]: [u8; 1]| byte != 0)?),
+                    other => return Err(unknown(other)),
+                })
+            }
+
+            /// These elements where they lie.
+            fn view(&self, tensor: &'static str, shape: Shape, strides: Strides) -> rapt::Result<View<'_>> {
+                match self {
+                    $(Elements::$variant(elements) => View::strided(tensor, elements, 0, shape, strides),)*
+                    Elements::Bool(elements) => View::strided(tensor, elements, 0, shape, strides),
+                }
+            }
+
+            /// The same to be written.
+            fn view_mut(&mut self, tensor: &'static str, shape: Shape, strides: Strides) -> rapt::Result<ViewMut<'_>> {
+                match self {
+                    $(Elements::$variant(elements) => ViewMut::strided(tensor, elements, 0, shape, strides),)*
+                    Elements::Bool(elements) => ViewMut::strided(tensor, elements, 0, shape, strides),
+                }
+            }
+        }
+
+        /// `descr` and bytes of a tensor's elements.
+        fn encoded(tensor: &Tensor) -> rapt::Result<(&'static str, Vec<u8>)> {
+            fn bytes<T: Element, const N: usize>(tensor: &Tensor, of: fn(T) -> [u8; N]) -> rapt::Result<Vec<u8>> {
+                Ok(tensor.to_vec::<T>()?.into_iter().flat_map(of).collect())
+            }
+            match tensor.dtype() {
+                $(DType::$dtype => Ok(($descr, bytes(tensor, <$ty>::to_le_bytes)?)),)*
+                DType::Bool => Ok(("|b1", bytes(tensor, |x: bool| [u8::from(x)])?)),
+                got => Err(rapt::Error::UnsupportedDtype {
+                    tensor: "out",
+                    got,
+                    allowed: vec![$(DType::$dtype,)* DType::Bool],
+                }),
+            }
+        }
+    };
+}
+
+elements! {
+    F64(f64) = "<f8", F64;
+    F32(f32) = "<f4", F32;
+    F16(f16) = "<f2", F16;
+    I64(i64) = "<i8", I64;
+    I32(i32) = "<i4", I32;
+    I16(i16) = "<i2", I16;
+    I8(i8) = "|i1", I8;
+    U8(u8) = "|u1", U8;
+}
+
+fn unknown(descr: &str) -> String {
+    format!(
+        "dtype {descr:?} is not served; allowed are '<f8', '<f4', '<f2' (floats), '<i8', '<i4', '<i2', '|i1', '|u1' \
+         (integers) and '|b1' (bool)"
+    )
 }
 
 /// An array of a file.
@@ -59,13 +123,12 @@ impl Array {
 
     /// The array where it lies.
     pub(crate) fn view(&self, tensor: &'static str) -> rapt::Result<View<'_>> {
-        let (shape, strides) = (self.shape, self.strides);
-        match &self.elements {
-            Elements::F64(elements) => View::strided(tensor, elements, 0, shape, strides),
-            Elements::F32(elements) => View::strided(tensor, elements, 0, shape, strides),
-            Elements::F16(elements) => View::strided(tensor, elements, 0, shape, strides),
-            Elements::Bool(elements) => View::strided(tensor, elements, 0, shape, strides),
-        }
+        self.elements.view(tensor, self.shape, self.strides)
+    }
+
+    /// The array where it lies, to be written: the file stays as it is.
+    pub(crate) fn view_mut(&mut self, tensor: &'static str) -> rapt::Result<ViewMut<'_>> {
+        self.elements.view_mut(tensor, self.shape, self.strides)
     }
 }
 
@@ -89,18 +152,7 @@ fn parse(bytes: &[u8]) -> Result<Array, String> {
         _ => return Err("fortran_order is neither True nor False".into()),
     };
     let (strides, numel) = strides.zip(shape.numel()).ok_or("its shape overflows")?;
-    let elements = match descr {
-        "<f8" => Elements::F64(decode(data, numel, f64::from_le_bytes)?),
-        "<f4" => Elements::F32(decode(data, numel, f32::from_le_bytes)?),
-        "<f2" => Elements::F16(decode(data, numel, f16::from_le_bytes)?),
-        "|b1" => Elements::Bool(decode(data, numel, |[byte]: [u8; 1]| byte != 0)?),
-        other => {
-            return Err(format!(
-                "dtype {other:?} is not served; allowed are '<f8', '<f4' and '<f2' (float64, float32 and float16), and \
-                 '|b1' (bool) for a mask"
-            ));
-        }
-    };
+    let elements = Elements::read(descr, data, numel)?;
     Ok(Array { elements, shape, strides })
 }
 
@@ -148,18 +200,7 @@ pub(crate) fn write(path: &Path, tensor: &Tensor) -> Result<(), Box<dyn std::err
 }
 
 fn encode(tensor: &Tensor) -> rapt::Result<Vec<u8>> {
-    fn bytes<T: Element, const N: usize>(tensor: &Tensor, of: fn(T) -> [u8; N]) -> rapt::Result<Vec<u8>> {
-        Ok(tensor.to_vec::<T>()?.into_iter().flat_map(of).collect())
-    }
-    let (descr, elements) = match tensor.dtype() {
-        DType::F64 => ("<f8", bytes(tensor, f64::to_le_bytes)?),
-        DType::F32 => ("<f4", bytes(tensor, f32::to_le_bytes)?),
-        DType::F16 => ("<f2", bytes(tensor, f16::to_le_bytes)?),
-        got => {
-            let allowed = vec![DType::F64, DType::F32, DType::F16];
-            return Err(rapt::Error::UnsupportedDtype { tensor: "out", got, allowed });
-        }
-    };
+    let (descr, elements) = encoded(tensor)?;
     let sizes: String = tensor.shape().iter().map(|size| format!("{size}, ")).collect();
     let mut header = format!("{{'descr': '{descr}', 'fortran_order': False, 'shape': ({}), }}", sizes.trim_end());
     let before = MAGIC.len() + 4;

@@ -246,7 +246,7 @@ fn run_refuses_files_and_problems_and_writes_nothing() {
     };
     check(&long, "k has head_dim 3, q has 2");
     check(&wide, "k has dtype float64, q has float32");
-    check(&whole, "whole.npy: dtype \"<i8\" is not served");
+    check(&whole, "k has dtype int64, q has float32");
     check(&folder.file("absent.npy"), "absent.npy: ");
 }
 

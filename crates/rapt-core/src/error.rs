@@ -30,6 +30,10 @@ pub enum ErrorKind {
     Kind,
     /// A request that is valid and that this build does not serve.
     Unsupported,
+    /// An input of a program has another dtype than the program declares.
+    DtypeBoundary,
+    /// A program or its archive is damaged, altered, or contradicts itself.
+    Program,
 }
 
 fn names(dtypes: &[DType]) -> String {

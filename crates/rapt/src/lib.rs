@@ -18,18 +18,20 @@
 //! ```
 //!
 //! [`attention`] is the common case. [`Engine`] owns threads and scratch memory; [`Spec`] and [`Plan`] describe a request
-//! and what will run for it, without any pointer. [`layout`] is apart from all of it: the algebra of layouts, and proof that
+//! and what will run for it, without any pointer. [`Model`] is a program that PyTorch exported, run without it. [`layout`] is apart from all of it: the algebra of layouts, and proof that
 //! what one tensor-core instruction writes is what the next one reads.
 
 mod call_cache;
 pub mod cuda;
 pub mod doctor;
 mod engine;
+pub mod model;
 mod pool;
 mod tensor;
 
 pub use call_cache::CallCache;
 pub use engine::{Engine, Threads, attention, default_engine, spec_of};
+pub use model::{Model, ModelError, Session};
 pub use pool::Pool;
 pub use rapt_core::{
     Alignment, Arch, BlockRange, COMPUTED, Caps, Causal, Certificate, Compiled, Cost, Coverage, DType, Device,

@@ -1,8 +1,8 @@
 """Attention with an exact tensor boundary: any strides, no hidden cast, no hidden copy.
 
 `attention` takes numpy arrays, torch tensors on CPU or NVIDIA GPU, and anything with `__dlpack__`, and answers in the kind, device and dtype
-of `q`. What it cannot serve exactly it refuses with a typed error that names the expression that corrects it. Importing this module imports
-neither numpy nor torch; `rapt.torch` is loaded when it is first named or a torch tensor first arrives.
+of `q`. `load` runs programs that `torch.export` saved, without PyTorch. What Rapt cannot serve exactly it refuses with a typed error that
+names the expression that corrects it. Importing this module imports neither numpy nor torch; `rapt.torch` is loaded when it is first named or a torch tensor first arrives.
 """
 
 import importlib as _importlib
@@ -10,14 +10,17 @@ import sys as _sys
 
 from rapt import _native
 from rapt._doctor import Report, doctor
+from rapt._model import Model, Session, load
 from rapt._native import (
     Context,
     DeviceError,
+    DtypeBoundaryError,
     DtypeMismatchError,
     KindError,
     LayoutError,
     OptionError,
     Plan,
+    ProgramError,
     RaptError,
     ShapeError,
     UnsupportedDtypeError,
@@ -33,13 +36,17 @@ from rapt._native import (
 __all__ = [
     "Context",
     "DeviceError",
+    "DtypeBoundaryError",
     "DtypeMismatchError",
     "KindError",
     "LayoutError",
+    "Model",
     "OptionError",
     "Plan",
+    "ProgramError",
     "RaptError",
     "Report",
+    "Session",
     "ShapeError",
     "UnsupportedDtypeError",
     "UnsupportedError",
@@ -52,6 +59,7 @@ __all__ = [
     "dtypes",
     "explain",
     "is_available",
+    "load",
     "scaled_dot_product_attention",
     "version",
 ]

@@ -47,7 +47,8 @@ pub(crate) fn dtype_expression(dtype: DType, kind: Kind) -> String {
     }
 }
 
-fn cast(tensor: &str, dtype: DType, kind: Kind) -> String {
+/// The expression that converts a tensor.
+pub(crate) fn cast(tensor: &str, dtype: DType, kind: Kind) -> String {
     let dtype = dtype_expression(dtype, kind);
     match kind {
         Kind::Torch => format!("`{tensor}.to({dtype})`"),

@@ -77,6 +77,8 @@ const fn class_name(kind: ErrorKind) -> &'static str {
         ErrorKind::Option => "OptionError",
         ErrorKind::Device => "DeviceError",
         ErrorKind::Kind => "KindError",
+        ErrorKind::DtypeBoundary => "DtypeBoundaryError",
+        ErrorKind::Program => "ProgramError",
         _ => "UnsupportedError",
     }
 }
@@ -108,6 +110,8 @@ fn classes(py: Python<'_>) -> PyResult<&Classes> {
                 py.get_type::<PyRuntimeError>(),
             ),
             ("KindError", "Tensors of different kinds in one call, or something that is no tensor.", type_error()),
+            ("DtypeBoundaryError", "An input of a program has another dtype than the program declares.", type_error()),
+            ("ProgramError", "A program or its archive is damaged, altered, or contradicts itself.", value_error()),
             (
                 "UnsupportedError",
                 "A valid request that this build does not serve.",

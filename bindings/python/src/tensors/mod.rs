@@ -26,6 +26,6 @@ pub(crate) mod torch_abi;
 pub(crate) use allocate::{Product, allocate, reserve};
 pub(crate) use export::Export;
 pub(crate) use operand::{Operand, shape};
-pub(crate) use read::{read, source_kind};
+pub(crate) use read::{kind_of, read, source_kind, type_name};
 pub(crate) use stream::Enqueued;
 pub(crate) use stream_context::StreamContext;

@@ -1,0 +1,170 @@
+//! `rapt model`: exported programs on the command line: whether one is served, what is in it, and a run on .npy files.
+
+use std::path::PathBuf;
+
+use clap::{Args as ClapArgs, Subcommand};
+use rapt::model::{Check, Input, Model, Output, Port};
+
+use crate::npy::{self, Array};
+use crate::{Outcome, exit, say, table};
+
+#[derive(ClapArgs, Debug)]
+pub(crate) struct Args {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Whether an archive is served, and everything that is missing; exit code 1 if it is not.
+    Check(CheckArgs),
+    /// What runs: inputs, results, symbols, guards, bytes, operators.
+    Show(ShowArgs),
+    /// Run an archive on .npy files.
+    Run(RunArgs),
+}
+
+#[derive(ClapArgs, Debug)]
+struct CheckArgs {
+    /// An archive of an exported program.
+    model: PathBuf,
+    /// Print JSON in place of the table.
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(ClapArgs, Debug)]
+struct ShowArgs {
+    /// An archive of an exported program.
+    model: PathBuf,
+}
+
+#[derive(ClapArgs, Debug)]
+struct RunArgs {
+    /// An archive of an exported program.
+    model: PathBuf,
+    /// The inputs in the program's order: .npy files, and integers where the program takes one.
+    inputs: Vec<String>,
+    /// Where a result goes; once for each tensor among the results, in their order.
+    #[arg(long, value_name = "FILE", required = true)]
+    out: Vec<PathBuf>,
+}
+
+pub(crate) fn run(args: &Args) -> Outcome {
+    match &args.command {
+        Command::Check(args) => check(args),
+        Command::Show(args) => {
+            let explanation = Model::open(&args.model)?.explain();
+            say(&table::framed(explanation.rows()))?;
+            Ok(exit::OK)
+        }
+        Command::Run(args) => compute(args),
+    }
+}
+
+fn form(port: &Port) -> String {
+    match port.dtype {
+        Some(dtype) => format!("{dtype} [{}]", port.sizes.join(", ")),
+        None => "no tensor".into(),
+    }
+}
+
+fn check(args: &CheckArgs) -> Outcome {
+    let check = Model::check(&args.model)?;
+    if args.json {
+        say(&serde_json::to_string_pretty(&json(&check))?)?;
+    } else {
+        let mut rows: Vec<(String, String)> = Vec::new();
+        let answer = match &check.refusal {
+            None => "served".to_owned(),
+            Some(_) if !check.missing.is_empty() => {
+                format!("not served: {} operators are missing", check.missing.len())
+            }
+            Some(error) => format!("not served: {error}"),
+        };
+        rows.push(("answer".into(), answer));
+        rows.push(("written by".into(), check.written_by.clone()));
+        rows.extend(check.inputs.iter().map(|port| (format!("input {}", port.name), form(port))));
+        rows.extend(check.outputs.iter().map(|port| (port.name.clone(), form(port))));
+        rows.push(("nodes".into(), check.ops.values().sum::<usize>().to_string()));
+        let missing = |(name, count, first): &(String, usize, String)| {
+            (format!("missing {name}"), format!("{count} nodes, first {first}"))
+        };
+        rows.extend(check.missing.iter().map(missing));
+        say(&table::framed(&rows))?;
+    }
+    Ok(if check.is_served() { exit::OK } else { exit::FAILED })
+}
+
+fn json(check: &Check) -> serde_json::Value {
+    let port = |port: &Port| serde_json::json!({"name": port.name, "dtype": port.dtype.map(rapt::DType::name), "sizes": port.sizes});
+    let missing = |(name, count, first): &(String, usize, String)| serde_json::json!({"op": name, "nodes": count, "first": first});
+    serde_json::json!({
+        "served": check.is_served(),
+        "written_by": check.written_by,
+        "refusal": check.refusal.as_ref().map(ToString::to_string),
+        "missing": check.missing.iter().map(missing).collect::<Vec<_>>(),
+        "inputs": check.inputs.iter().map(port).collect::<Vec<_>>(),
+        "outputs": check.outputs.iter().map(port).collect::<Vec<_>>(),
+        "ops": check.ops,
+    })
+}
+
+/// What is wrong with the words of `rapt model run`.
+#[derive(Debug)]
+struct Wrong(String);
+
+impl std::fmt::Display for Wrong {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl std::error::Error for Wrong {}
+
+fn compute(args: &RunArgs) -> Outcome {
+    let model = Model::open(&args.model)?;
+    let names = || model.inputs().iter().map(|port| format!("{} ({})", port.name, form(port))).collect::<Vec<_>>();
+    if args.inputs.len() != model.inputs().len() {
+        let (takes, got) = (model.inputs().len(), args.inputs.len());
+        let text = format!("the program takes {takes} inputs, got {got}: {}", names().join(", "));
+        return Err(Wrong(text).into());
+    }
+    let tensors = model.outputs().iter().filter(|port| port.dtype.is_some()).count();
+    if args.out.len() != tensors {
+        return Err(
+            Wrong(format!("the program gives {tensors} tensors, and --out stands {} times", args.out.len())).into()
+        );
+    }
+    let mut arrays = Vec::with_capacity(args.inputs.len());
+    for (word, port) in args.inputs.iter().zip(model.inputs()) {
+        arrays.push(match (port.dtype, word.parse::<i64>()) {
+            (None, Ok(number)) => Err(number),
+            _ => Ok(Array::read(word.as_ref())?),
+        });
+    }
+    let mut inputs = Vec::with_capacity(arrays.len());
+    for array in &mut arrays {
+        inputs.push(match array {
+            // A program may write its inputs: the file stays as it is.
+            Ok(array) => Input::from(array.view_mut("input")?),
+            Err(number) => Input::Int(*number),
+        });
+    }
+    let outputs = model.run(&mut inputs)?;
+    let mut files = args.out.iter();
+    for (output, port) in outputs.iter().zip(model.outputs()) {
+        match output {
+            Output::Tensor(tensor) => {
+                let Some(path) = files.next() else { continue };
+                npy::write(path, tensor)?;
+                say(&format_args!("{}: {} = {} {}", path.display(), port.name, tensor.dtype(), tensor.shape()))?;
+            }
+            Output::Int(n) => say(&format_args!("{} = {n}", port.name))?,
+            Output::Float(x) => say(&format_args!("{} = {x}", port.name))?,
+            Output::Bool(b) => say(&format_args!("{} = {b}", port.name))?,
+            Output::None => say(&format_args!("{} = None", port.name))?,
+        }
+    }
+    Ok(exit::OK)
+}

@@ -1,0 +1,99 @@
+//! What goes in and out of a program: names, dtypes, sizes.
+
+use rapt_core::DType;
+use rapt_pt2::{Argument, Expr, InputSpec, Key, Kind, OutputSpec, Program, SymInt, Tree};
+
+use super::{ModelError, SERVED};
+
+/// An input or an output of a program.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Port {
+    /// How it is reached in the call, such as `past[0]`; `output['logits']` of a result.
+    pub name: String,
+    /// The dtype of a tensor; `None` for what is no tensor.
+    pub dtype: Option<DType>,
+    /// The sizes of a tensor: numbers, and expressions over the program's symbols. Empty for what is no tensor.
+    pub sizes: Vec<String>,
+    /// Whether the program writes it: an input whose content a call changes.
+    pub is_written: bool,
+}
+
+impl Port {
+    fn new(name: String, program: &Program, argument: &Argument) -> Port {
+        let meta = if let Argument::Tensor(tensor) = argument { program.graph.tensors.get(tensor) } else { None };
+        Port {
+            name,
+            dtype: meta.map(|meta| meta.dtype),
+            sizes: meta.map_or(Vec::new(), |meta| meta.sizes.iter().map(Expr::to_string).collect()),
+            is_written: false,
+        }
+    }
+}
+
+/// The inputs of the caller, by their names in the call.
+pub(super) fn inputs(program: &Program) -> Vec<Port> {
+    let given = program.signature.inputs.iter().filter_map(|input| match input {
+        InputSpec::User(argument) => Some((name_of(argument), argument)),
+        InputSpec::Fixed { name, value } => Some((name.as_str(), value)),
+        InputSpec::Parameter { .. } | InputSpec::Buffer { .. } | InputSpec::Constant { .. } => None,
+    });
+    let port = |(place, (inner, argument)): (usize, (&str, &Argument))| {
+        let name = program.call.as_ref().map_or_else(|| inner.to_owned(), |call| call.input_path(place));
+        Port::new(name, program, argument)
+    };
+    given.enumerate().map(port).collect()
+}
+
+fn name_of(argument: &Argument) -> &str {
+    match argument {
+        Argument::Tensor(name) | Argument::SymInt(SymInt::Name(name)) => name,
+        _ => "an input",
+    }
+}
+
+/// The results of the caller, by their places in the output.
+pub(super) fn outputs(program: &Program) -> Vec<Port> {
+    let given = program.signature.outputs.iter().filter_map(|output| match output {
+        OutputSpec::User(argument) => Some(argument),
+        OutputSpec::BufferMutation { .. } | OutputSpec::InputMutation { .. } => None,
+    });
+    let name = |place: usize| {
+        let mut path = "output".to_owned();
+        match &program.call {
+            Some(call) => leaf_path(&call.output, place, &mut path),
+            None => path.push_str(&format!("[{place}]")),
+        }
+        path
+    };
+    given.enumerate().map(|(place, argument)| Port::new(name(place), program, argument)).collect()
+}
+
+/// How leaf `number` is reached from a tree, in Python's notation: written behind `path`.
+fn leaf_path(tree: &Tree, mut number: usize, path: &mut String) {
+    let Tree::Node(kind, children) = tree else { return };
+    for (i, child) in children.iter().enumerate() {
+        let leaves = child.leaves();
+        if number >= leaves {
+            number -= leaves;
+            continue;
+        }
+        path.push_str(&match kind {
+            Kind::Dict(_, keys) => match &keys[i] {
+                Key::Text(key) => format!("['{key}']"),
+                Key::Int(key) => format!("[{key}]"),
+            },
+            Kind::NamedTuple { fields, .. } | Kind::Object { fields, .. } => format!(".{}", fields[i]),
+            _ => format!("[{i}]"),
+        });
+        return leaf_path(child, number, path);
+    }
+}
+
+/// Refuses a program with a tensor of a dtype that is not served, by the tensor's name.
+pub(super) fn check_dtypes(program: &Program) -> Result<(), ModelError> {
+    let unserved = program.graph.tensors.iter().find(|(_, meta)| !SERVED.contains(&meta.dtype));
+    match unserved {
+        Some((name, meta)) => Err(ModelError::UnsupportedDtype { tensor: name.clone(), got: meta.dtype }),
+        None => Ok(()),
+    }
+}
