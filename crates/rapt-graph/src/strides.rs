@@ -1,7 +1,7 @@
 //! Where elements lie: broadcasting, and the strides that PyTorch gives to results.
 //!
 //! A result of a pointwise operator lies as its operands do: TensorIterator sorts the dimensions by the operands' strides
-//! (`reorder_dimensions` in ATen/TensorIterator.cpp), the first operand that distinguishes two dimensions deciding, and lays
+//! (ATen/TensorIterator.cpp), the first operand that distinguishes two dimensions deciding, and lays
 //! the result out densely in that order. Copies that preserve the format do the same with one operand.
 
 use crate::{Meta, OpError};

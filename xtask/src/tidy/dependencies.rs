@@ -1,4 +1,4 @@
-//! Who may depend on whom: `rapt-core ← backends ← rapt-attention ← {bindings, cli}`.
+//! Who may depend on whom: `rapt-core ← { backends, rapt-pt2 ← rapt-graph } ← rapt-attention ← {bindings, cli}`.
 
 use super::Finding;
 use crate::metadata::{Kind, Workspace};
@@ -9,8 +9,11 @@ const FACADE: &str = "rapt-attention";
 const LAYOUT: &str = "rapt-layout";
 const TESTKIT: &str = "rapt-testkit";
 /// What lies between core and façade. The reference is not a backend, but sits at the same height.
-const MIDDLE: [&str; 7] =
-    ["rapt-reference", "rapt-layout", "rapt-quant", "rapt-cpu", "rapt-cuda", "rapt-wgpu", "rapt-graph"];
+const MIDDLE: [&str; 8] =
+    ["rapt-reference", "rapt-layout", "rapt-quant", "rapt-cpu", "rapt-cuda", "rapt-wgpu", READER, GRAPH];
+/// Reads the programs that the graph is made of.
+const READER: &str = "rapt-pt2";
+const GRAPH: &str = "rapt-graph";
 /// What only converts at the edge, or only serves development.
 const EDGES: [&str; 3] = ["rapt-python", "rapt-c", "rapt-cli"];
 /// Foreign crates that speak Python or DLPack: bindings only.
@@ -46,6 +49,7 @@ fn refused(from: &str, to: &str, kind: Kind) -> Option<&'static str> {
     match from {
         CORE => Some("core depends on no crate of Rapt"),
         LAYOUT => Some("the layout algebra depends on no crate of Rapt"),
+        GRAPH if to == READER => None,
         _ if MIDDLE.contains(&from) => (to != CORE).then_some("backends see core only, never each other"),
         FACADE => (to != CORE && !MIDDLE.contains(&to)).then_some("the façade stands below bindings and command line"),
         // The package for Python has the command `rapt` too, and it is the same program.
@@ -75,6 +79,10 @@ mod tests {
             ("rapt-python", "rapt-cpu", Kind::Normal),
             ("rapt-cli", "rapt-reference", Kind::Normal),
             ("rapt-layout", "rapt-core", Kind::Normal),
+            ("rapt-pt2", "rapt-graph", Kind::Normal),
+            ("rapt-graph", "rapt-cpu", Kind::Normal),
+            ("rapt-cpu", "rapt-graph", Kind::Normal),
+            ("rapt-python", "rapt-graph", Kind::Normal),
             ("rapt-surprise", "rapt-core", Kind::Normal),
             ("rapt-core", "pyo3", Kind::Normal),
             ("rapt-cli", "pyo3-ffi", Kind::Normal),
@@ -97,6 +105,10 @@ mod tests {
             ("rapt-attention", "rapt-reference", Kind::Normal),
             ("rapt-attention", "rapt-cpu", Kind::Normal),
             ("rapt-attention", "rapt-layout", Kind::Normal),
+            ("rapt-graph", "rapt-pt2", Kind::Normal),
+            ("rapt-pt2", "rapt-core", Kind::Normal),
+            ("rapt-attention", "rapt-graph", Kind::Normal),
+            ("rapt-attention", "rapt-pt2", Kind::Normal),
             ("rapt-python", "rapt-attention", Kind::Normal),
             ("rapt-python", "rapt-core", Kind::Normal),
             ("rapt-python", "pyo3", Kind::Normal),

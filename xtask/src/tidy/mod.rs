@@ -29,7 +29,7 @@ cargo xtask tidy [RULE]...
 
 Checks the rules of the house that no compiler knows: all of them, or those named.
 
-- dependencies: rapt-core <- {reference, layout, quant, cpu, cuda, wgpu, graph} <- rapt-attention <- {bindings, cli};
+- dependencies: rapt-core <- {reference, layout, quant, cpu, cuda, wgpu, pt2 <- graph} <- rapt-attention <- {bindings, cli};
   rapt-testkit only as a dev-dependency
 - places: CPU intrinsics only in crates/rapt-cpu/src/arch, CUDA's functions only in its driver layer, torch, numpy and pyo3
   only in bindings, and the like

@@ -104,7 +104,7 @@ pub(super) fn expand_places(from: &[i64], to: &[i64]) -> Result<Vec<usize>, OpEr
     Ok(places(to, &expand_strides(from, &row_major(from), to)?))
 }
 
-/// Whether PyTorch takes a 4-D tensor as channels-last: `suggest_memory_format`, with its verdicts on ambiguous strides.
+/// Whether PyTorch suggests channels-last for a 4-D tensor, with its verdicts on ambiguous strides.
 pub(super) fn is_channels_last(meta: &Meta) -> bool {
     let (shape, strides) = (&meta.shape, &meta.strides);
     if shape.len() != 4 || strides[1] == 0 {

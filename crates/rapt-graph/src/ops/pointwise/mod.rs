@@ -458,7 +458,7 @@ impl Binary {
         }
     }
 
-    /// Whether a number keeps float32's precision beside float16 and bfloat16 (`original_scalar_value` of ATen).
+    /// Whether a number keeps float32's precision beside float16 and bfloat16, as in ATen's kernels of products and quotients.
     fn keeps_numbers(self) -> bool {
         matches!(self, Binary::Mul | Binary::Div | Binary::DivFloor | Binary::DivTrunc)
     }
