@@ -62,10 +62,10 @@ impl Attention {
         let query = shapes.meta(self.query)?;
         let shape = [&sizes.batch[..], &[sizes.q_len, sizes.head_dim_v]].concat();
         bounded(&[&sizes.batch[..], &[sizes.q_len, sizes.kv_len]].concat())?;
-        if self.flash || self.takes_flash(shapes, &sizes)? {
-            if query.shape != shape {
-                return misfit(format!("a query of shape {:?} for a result of {shape:?}", query.shape));
-            }
+        if self.flash && query.shape != shape {
+            return misfit(format!("a query of shape {:?} for a result of {shape:?}", query.shape));
+        }
+        if self.flash || (query.shape == shape && self.takes_flash(shapes, &sizes)?) {
             let mut outs = vec![Out::Fresh(like(query, query.dtype))];
             if self.flash {
                 let [batch, heads, q_len, _] = shape[..] else { return misfit("four dimensions are expected") };

@@ -6,7 +6,7 @@
 //!
 //! The result lies channels-last where the input or the weight does, as PyTorch's CPU kernels have it.
 
-use super::linear::Number;
+use super::linear::Arithmetic;
 use super::shape::{
     bounded, cells, count, fresh, fresh_in_format, is_channels_last, misfit, need_number, need_same, refuse,
 };
@@ -279,7 +279,7 @@ fn output_size(transposed: bool, [size, kernel, stride, dilation, padding, more]
 
 impl Sizes {
     // for each pair of positions that meet: y += x · w
-    fn convolve<T: Number>(&self, x: &[T], w: &[T], bias: Option<&[T]>) -> Vec<T> {
+    fn convolve<T: Arithmetic>(&self, x: &[T], w: &[T], bias: Option<&[T]>) -> Vec<T> {
         let [in_plane, out_plane, taps] = [self.input, self.output, self.kernel].map(|[a, b]| a * b);
         let out_channels = self.groups * self.out_channels;
         let mut y = vec![T::ZERO; self.batch * out_channels * out_plane];
@@ -306,7 +306,7 @@ impl Sizes {
     }
 
     /// One channel's part in one channel of the result.
-    fn plane<T: Number>(&self, y: &mut [T], x: &[T], w: &[T]) {
+    fn plane<T: Arithmetic>(&self, y: &mut [T], x: &[T], w: &[T]) {
         // Forwards the result's positions lead, transposed the input's: the other's are reached by stride and tap.
         let (lead, other) = if self.transposed { (self.input, self.output) } else { (self.output, self.input) };
         let reach = |d: usize, i: usize, k: usize| -> Option<usize> {

@@ -10,7 +10,7 @@
 
 use rapt_core::DType;
 
-use super::linear::Number;
+use super::linear::Arithmetic;
 use super::shape::{bounded, fresh, misfit, need_number, need_plain, need_same, places, refuse, row_major};
 use crate::tensor::is_float;
 use crate::{Args, Eval, Int, Meta, OpError, Out, Shapes, Tensor, ValueId, strides};
@@ -259,7 +259,7 @@ impl Aligned {
     }
 
     /// The result in row-major order.
-    fn contract<T: Number>(&self, mut data: Vec<Vec<T>>, pairs: &[(usize, usize)]) -> Vec<T> {
+    fn contract<T: Arithmetic>(&self, mut data: Vec<Vec<T>>, pairs: &[(usize, usize)]) -> Vec<T> {
         let mut forms = self.operands.clone();
         for &(a, b) in pairs {
             let (left, right) = take(&mut forms, a, b);

@@ -310,10 +310,7 @@ pub(super) fn slices(meta: &Meta, dim: usize, index: &[i64]) -> Result<Vec<usize
 }
 
 fn embedding(args: &Args<'_>) -> Result<Index, OpError> {
-    ignore(args, &["padding_idx", "scale_grad_by_freq"]);
-    if args.bool_or("sparse", false)? {
-        return refuse("sparse", "true", "sparse gradients belong to training");
-    }
+    ignore(args, &["padding_idx", "scale_grad_by_freq", "sparse"]);
     Ok(Index::Embedding { weight: args.tensor("weight")?, indices: args.tensor("indices")? })
 }
 

@@ -6,8 +6,8 @@
 use rapt_core::DType;
 
 use super::shape::{
-    count, expand_places, expand_strides, fresh, misfit, need_number, need_same, places, refuse, row_major,
-    scalar_cell, scalar_float,
+    count, expand_places, expand_strides, fresh, misfit, need_number, need_same, places, row_major, scalar_cell,
+    scalar_float,
 };
 use crate::number::is_float;
 use crate::{Args, Eval, OpError, Out, Scalar, Shapes, Tensor, ValueId, strides};
@@ -33,7 +33,8 @@ pub enum Linear {
         /// The rank that both must have, or 0 for PyTorch's rules of `matmul`.
         rank: usize,
     },
-    /// `addmm` (rank 2) and `baddbmm` (rank 3): `beta · input + alpha · (a @ b)`.
+    /// `addmm` (rank 2) and `baddbmm` (rank 3): `beta · input + alpha · (a @ b)`. Of integers the factors are cut to
+    /// integers, as in PyTorch.
     Add {
         /// What is added; it broadcasts to the product. Where `beta` is 0 its values do not count, not even NaN.
         input: ValueId,
@@ -84,13 +85,6 @@ impl Linear {
             let added = shapes.meta(added)?;
             need_same(a.dtype, added.dtype)?;
             expand_strides(&added.shape, &added.strides, &sizes.shape)?;
-        }
-        if let (Linear::Add { beta, alpha, .. }, false) = (self, is_float(a.dtype)) {
-            for (name, factor) in [("beta", beta), ("alpha", alpha)] {
-                if matches!(factor, Scalar::Float(_) | Scalar::FloatValue(_)) {
-                    return refuse(name, format!("{factor:?}"), "integers take an integer factor");
-                }
-            }
         }
         Ok(vec![fresh(a.dtype, &sizes.shape)?])
     }
@@ -231,13 +225,13 @@ fn transpose_batches<T: Copy>(x: &[T], shape: &[i64]) -> Vec<T> {
 }
 
 /// What sums of products need of a number.
-pub(super) trait Number: Copy {
+pub(super) trait Arithmetic: Copy {
     const ZERO: Self;
     const ONE: Self;
     fn mul_add(self, a: Self, b: Self) -> Self;
 }
 
-impl Number for f64 {
+impl Arithmetic for f64 {
     const ZERO: f64 = 0.0;
     const ONE: f64 = 1.0;
     fn mul_add(self, a: f64, b: f64) -> f64 {
@@ -245,7 +239,7 @@ impl Number for f64 {
     }
 }
 
-impl Number for i64 {
+impl Arithmetic for i64 {
     const ZERO: i64 = 0;
     const ONE: i64 = 1;
     fn mul_add(self, a: i64, b: i64) -> i64 {
@@ -254,12 +248,12 @@ impl Number for i64 {
 }
 
 /// `Σ a[i] · b[i]`.
-pub(super) fn dot<T: Number>(a: &[T], b: &[T]) -> T {
+pub(super) fn dot<T: Arithmetic>(a: &[T], b: &[T]) -> T {
     a.iter().zip(b).fold(T::ZERO, |sum, (&a, &b)| sum.mul_add(a, b))
 }
 
 /// The product in row-major order; the matrices of `b` lie transposed.
-fn multiply<T: Number>(a: &[T], b: &[T], read_a: &[usize], read_b: &[usize], sizes: &Sizes) -> Vec<T> {
+fn multiply<T: Arithmetic>(a: &[T], b: &[T], read_a: &[usize], read_b: &[usize], sizes: &Sizes) -> Vec<T> {
     let (rows, depth, columns) = (count(sizes.rows), count(sizes.depth), count(sizes.columns));
     if depth == 0 {
         return vec![T::ZERO; read_a.len() * rows * columns];

@@ -5,7 +5,7 @@
 
 use rapt_core::DType;
 
-use super::linear::{Number, dot};
+use super::linear::{Arithmetic, dot};
 use super::shape::{count, fresh, misfit, need_float, need_number, need_same, refuse};
 use crate::number::is_float;
 use crate::{Args, Eval, OpError, Out, Shapes, Tensor, ValueId};
@@ -88,7 +88,7 @@ fn groups(ends: &[i64], rows: i64) -> Result<Vec<std::ops::Range<usize>>, OpErro
     Ok(all)
 }
 
-fn multiply<T: Number>(
+fn multiply<T: Arithmetic>(
     a: &[T],
     b: &[T],
     groups: &[std::ops::Range<usize>],

@@ -222,8 +222,7 @@ impl Scan {
                     Cells::Float(all) => {
                         let mut lane = joined(&data, &lanes, o, i, |c| if let Cells::Float(x) = c { x } else { &[] });
                         for _ in 0..n {
-                            lane =
-                                lane.windows(2).map(|w| step(eval.precision(), out.meta.dtype, w[1] - w[0])).collect();
+                            lane = lane.windows(2).map(|w| w[1] - w[0]).collect();
                         }
                         lane.into_iter().enumerate().for_each(|(k, x)| all[at(k)] = x);
                     }
@@ -245,7 +244,7 @@ impl Scan {
     }
 }
 
-/// PyTorch rounds each order's differences.
+/// A step of a computation in a dtype.
 fn step(precision: Precision, dtype: DType, x: f64) -> f64 {
     if precision == Precision::Wide { x } else { round(dtype, x) }
 }

@@ -5,12 +5,12 @@
 
 use rapt_core::DType;
 
-use super::Target;
 use super::index::{Indices, gathered, indexed, need_gather_index, need_index, read_indices, slices};
 use super::shape::{
     Lanes, cells, count, expand_places, fresh, like, misfit, need_plain, need_same, pick, places, row_major,
     scalar_cell,
 };
+use super::target::Target;
 use crate::{Args, Cells, Eval, Int, Meta, OpError, Out, Scalar, Shapes, Tensor, ValueId, strides};
 
 /// A writing by index.
