@@ -6,6 +6,8 @@
 //! dlpack     a DLTensor as a producer fills it ─► View ─► Spec       what is not sound is refused before it is followed
 //! c_abi      the same through rapt.h         ─► an error code            refusals change nothing; what is served writes its own bytes alone
 //! explain    a request with its outputs      ─► Plan ─► text         every row said, every number finite, the certificate's facts
+//! pt2_archive a .pt2 file ─► Archive                                 refused by a typed error, or every tensor within its storage
+//! pt2_expr   a text ─► expression, guard                             refused, or its own text means the same
 //! ```
 //!
 //! `fuzz/` wraps each in a libFuzzer binary; `tests/corpus.rs` replays the corpus with the stable compiler. A further
@@ -18,20 +20,29 @@ mod dlpack;
 mod dlpack_abi;
 mod explain;
 mod operands;
+mod pt2;
 mod spec;
 
 pub use c::c_abi;
 pub use dlpack::dlpack;
 pub use explain::explain;
 pub use operands::operands;
+pub use pt2::{pt2_archive, pt2_expr};
 pub use spec::spec;
 
 /// A target: whether what `data` describes was accepted.
 pub type Target = fn(data: &[u8]) -> bool;
 
 /// Every target by name, which is also that of its corpus and of its binary.
-pub const TARGETS: [(&str, Target); 5] =
-    [("spec", spec), ("operands", operands), ("dlpack", dlpack), ("c_abi", c_abi), ("explain", explain)];
+pub const TARGETS: [(&str, Target); 7] = [
+    ("spec", spec),
+    ("operands", operands),
+    ("dlpack", dlpack),
+    ("c_abi", c_abi),
+    ("explain", explain),
+    ("pt2_archive", pt2_archive),
+    ("pt2_expr", pt2_expr),
+];
 
 /// What every refusal owes: a message, and a family that a binding can map.
 ///

@@ -6,8 +6,8 @@ use rapt_core::DType;
 
 use crate::{ExprError, ParseError};
 
-/// The command that saves a program anew, for archives of torch 2.5 to 2.8 whose schema has major version 8: tried with
-/// torch 2.15 on archives of 2.7 and 2.8.
+/// The command that saves a program anew, for archives whose schema has major version 8: tried with
+/// torch 2.15 on archives of 2.7 and 2.8. Those of 2.5 have version 7.3, which torch 2.15 does not load.
 pub const SAVE_ANEW: &str =
     "python -c \"import torch; torch.export.save(torch.export.load('old.pt2'), 'new.pt2')\"  # with torch 2.9 or later";
 
@@ -186,7 +186,7 @@ pub enum Error {
     },
     /// A memory format or layout code that the schema does not name.
     #[error("{name}: {what} {code} is not known")]
-    Code {
+    UnknownCode {
         /// The node.
         name: String,
         /// What the code is of.

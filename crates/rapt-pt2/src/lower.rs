@@ -152,6 +152,12 @@ pub(crate) fn int(tree: &Ast<'_>, names: &mut Names<'_>) -> Lowered<Expr> {
     }
 }
 
+/// Whether `name` can stand in a text as a symbol.
+fn is_identifier(name: &str) -> bool {
+    let word = |c: char| c.is_ascii_alphanumeric() || c == '_';
+    name.chars().all(word) && name.starts_with(|c: char| !c.is_ascii_digit())
+}
+
 /// The call of `function` as an integer; `None` if it is not known with so many arguments.
 fn int_call(function: (&str, &str), arguments: &[Ast<'_>], names: &mut Names<'_>) -> Lowered<Option<Expr>> {
     let two = |make: fn(Box<Expr>, Box<Expr>) -> Expr, names: &mut Names<'_>| {
@@ -160,7 +166,7 @@ fn int_call(function: (&str, &str), arguments: &[Ast<'_>], names: &mut Names<'_>
     let rounded =
         |rounding, names: &mut Names<'_>| Ok(Some(Expr::Round(rounding, Box::new(real(&arguments[0], names)?))));
     match (function, arguments) {
-        (("", "Symbol"), [Ast::Text(name)]) if matches!(names, Names::Symbols) => {
+        (("", "Symbol"), [Ast::Text(name)]) if matches!(names, Names::Symbols) && is_identifier(name) => {
             Ok(Some(Expr::Symbol((*name).to_owned())))
         }
         (("", "Integer" | "Identity" | "int"), [argument]) => int(argument, names).map(Some),
@@ -208,9 +214,9 @@ fn real(tree: &Ast<'_>, names: &mut Names<'_>) -> Lowered<Real> {
         Ast::Binary("/", left, right) => Ok(Real::Div(Box::new(real(left, names)?), Box::new(real(right, names)?))),
         Ast::Attribute(base, "inf") if **base == Ast::Name("math") => number(f64::INFINITY),
         Ast::Call(function, arguments) => match (callee(function), &arguments[..]) {
-            (Some(("", "Float")), [Ast::Text(text)]) => match text.parse() {
-                Ok(value) => number(value),
-                Err(_) => Err(ParseError::Number { text: (*text).to_owned() }),
+            (Some(("", "Float")), [Ast::Text(text)]) => match text.parse::<f64>() {
+                Ok(value) if value.is_finite() => number(value),
+                _ => Err(ParseError::Number { text: (*text).to_owned() }),
             },
             (Some(("", "ToFloat") | ("torch", "sym_float")), [argument]) => Ok(Real::Int(int(argument, names)?)),
             (Some(("", "Add")), [_, _, ..]) => Ok(Real::Add(reals(arguments, names)?)),

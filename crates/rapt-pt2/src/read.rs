@@ -252,7 +252,7 @@ fn graph(graph: schema::Graph, hints: &mut BTreeMap<String, i64>) -> Result<Grap
 /// The argument of a node named `owner`.
 fn argument(owner: &str, value: schema::Argument) -> Result<Argument, Error> {
     use schema::Argument as A;
-    let code = |what, code| Error::Code { name: owner.to_owned(), what, code };
+    let code = |what, code| Error::UnknownCode { name: owner.to_owned(), what, code };
     let optional = |tensor| match tensor {
         schema::OptionalTensor::AsTensor(tensor) => Some(tensor.name),
         schema::OptionalTensor::AsNone(_) => None,

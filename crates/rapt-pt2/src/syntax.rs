@@ -145,7 +145,8 @@ impl<'a> Parser<'a> {
             let number = text.parse().map_err(|_| ParseError::Number { text: text.to_owned() })?;
             return Ok((Token::Int(number), end));
         }
-        let number: f64 = text.parse().map_err(|_| self.unexpected())?;
+        let number = text.parse().ok().filter(|number: &f64| number.is_finite());
+        let number = number.ok_or_else(|| ParseError::Number { text: text.to_owned() })?;
         Ok((Token::Float(number), end))
     }
 

@@ -109,6 +109,10 @@ fn what_is_not_served_is_refused_by_name() {
     check("1.5", "1.5 is not served as an integer");
     check("s0.size", "s0.size is not served as an integer");
     check("__import__('os').system('x')", "….system(…) of 1 arguments is not served as an integer");
+    check("Symbol('31')", "Symbol(…) of 1 arguments is not served as an integer");
+    check("Symbol('s0 + 1')", "Symbol(…) of 1 arguments is not served as an integer");
+    check("math.floor(1e999)", "1e999 does not fit 64 bits");
+    check("math.floor(Float('inf'))", "inf does not fit 64 bits");
     check("9223372036854775808", "9223372036854775808 does not fit 64 bits");
     check("", "byte 0 of \"\" is not understood");
     check("s0 +", "byte 4 of \"s0 +\" is not understood");

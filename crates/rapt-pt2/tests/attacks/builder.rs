@@ -5,26 +5,7 @@ use std::sync::Arc;
 use rapt_pt2::Archive;
 
 /// A program `y = x + w` with a symbolic batch and a guard.
-pub(crate) const PROGRAM: &str = r#"{"graph_module": {"graph": {
-"inputs": [{"as_tensor": {"name": "w"}}, {"as_tensor": {"name": "x"}}],
-"outputs": [{"as_tensor": {"name": "y"}}],
-"nodes": [{"target": "torch.ops.aten.add.Tensor", "name": "y",
-  "inputs": [{"name": "self", "arg": {"as_tensor": {"name": "x"}}, "kind": 1}, {"name": "other", "arg": {"as_tensor": {"name": "w"}}, "kind": 1}],
-  "outputs": [{"as_tensor": {"name": "y"}}], "metadata": {}}],
-"tensor_values": {
-  "w": {"dtype": 7, "sizes": [{"as_int": 2}], "requires_grad": true, "device": {"type": "cpu", "index": null}, "strides": [{"as_int": 1}], "storage_offset": {"as_int": 0}, "layout": 7},
-  "x": {"dtype": 7, "sizes": [{"as_expr": {"expr_str": "Symbol('s0')", "hint": {"as_int": 4}}}, {"as_int": 2}], "requires_grad": false, "device": {"type": "cpu", "index": null}, "strides": [{"as_int": 2}, {"as_int": 1}], "storage_offset": {"as_int": 0}, "layout": 7},
-  "y": {"dtype": 7, "sizes": [{"as_expr": {"expr_str": "Symbol('s0')", "hint": null}}, {"as_int": 2}], "requires_grad": false, "device": {"type": "cpu", "index": null}, "strides": [{"as_int": 2}, {"as_int": 1}], "storage_offset": {"as_int": 0}, "layout": 7}},
-"sym_int_values": {}, "sym_bool_values": {}, "sym_float_values": {}},
-"signature": {
-  "input_specs": [{"parameter": {"arg": {"name": "w"}, "parameter_name": "weight"}}, {"user_input": {"arg": {"as_tensor": {"name": "x"}}}}],
-  "output_specs": [{"user_output": {"arg": {"as_tensor": {"name": "y"}}}}]},
-"module_call_graph": [{"fqn": "", "signature": {"inputs": [], "outputs": [],
-  "in_spec": "[1, {\"type\": \"builtins.tuple\", \"context\": \"null\", \"children_spec\": [{\"type\": \"builtins.tuple\", \"context\": \"null\", \"children_spec\": [{\"type\": null, \"context\": null, \"children_spec\": []}]}, {\"type\": \"builtins.dict\", \"context\": \"[]\", \"children_spec\": []}]}]",
-  "out_spec": "[1, {\"type\": null, \"context\": null, \"children_spec\": []}]", "forward_arg_names": ["x"]}}],
-"metadata": {}, "treespec_namedtuple_fields": {}},
-"opset_version": {"aten": 10}, "range_constraints": {"s0": {"min_val": 2, "max_val": 8}},
-"schema_version": {"major": 8, "minor": 20}, "verifiers": ["TRAINING"], "torch_version": "2.15.0", "guards_code": ["L['x'].size()[0] % 2 == 0"]}"#;
+pub(crate) const PROGRAM: &str = include_str!("program.json");
 
 /// The table of its weight.
 pub(crate) const WEIGHTS: &str = r#"{"config": {"weight": {"path_name": "weight_0", "is_param": true, "use_pickle": false, "tensor_meta": {"dtype": 7, "sizes": [{"as_int": 2}], "requires_grad": true, "device": {"type": "cpu", "index": null}, "strides": [{"as_int": 1}], "storage_offset": {"as_int": 0}, "layout": 7}}}}"#;
