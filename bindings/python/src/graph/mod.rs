@@ -152,14 +152,15 @@ impl PySession {
     }
 
     /// Forgets what the calls so far have left.
-    fn reset(&self) {
-        self.session.lock().unwrap_or_else(PoisonError::into_inner).reset();
+    fn reset(&self, py: Python<'_>) {
+        // A call that holds the session needs the interpreter to end.
+        py.detach(|| self.session.lock().unwrap_or_else(PoisonError::into_inner).reset());
     }
 
     /// The bytes that the session holds beside the archive.
     #[getter]
-    fn held_bytes(&self) -> usize {
-        self.session.lock().unwrap_or_else(PoisonError::into_inner).held_bytes()
+    fn held_bytes(&self, py: Python<'_>) -> usize {
+        py.detach(|| self.session.lock().unwrap_or_else(PoisonError::into_inner).held_bytes())
     }
 }
 

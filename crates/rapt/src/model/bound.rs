@@ -7,7 +7,7 @@ use rapt_graph::{
     Binding, Cells, Fact, Graph, Interpreter, Item, Meta, Output as GraphOutput, Precision, Tensor, ValueId,
 };
 
-use super::session::State;
+use super::state::State;
 use super::{Model, ModelError, cells};
 use crate::Shape;
 

@@ -19,6 +19,7 @@ mod error;
 mod port;
 mod report;
 mod session;
+mod state;
 
 use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -223,7 +224,7 @@ impl Inner {
         Ok(binding)
     }
 
-    /// The graph's error with the inputs' names in the call: `past[0]` where the graph has `past_0`.
+    /// The graph's error with the inputs' names in the call: `past[0]`, where the graph has a name without brackets.
     fn named(&self, mut error: rapt_graph::Error) -> ModelError {
         use rapt_graph::Error;
         let outer = |inner: &str| {

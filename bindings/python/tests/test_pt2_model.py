@@ -1,0 +1,253 @@
+"""`rapt.load` and what it gives: calls, containers, kinds of tensors, sessions, refusals, the command line."""
+
+import collections
+import io
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import rapt
+
+torch = pytest.importorskip("torch", minversion="2.9")
+
+DYNAMIC = torch.export.Dim.DYNAMIC
+
+
+def saved(module, args=(), kwargs=None, shapes=None):
+    """The archive of a module, as bytes."""
+    with torch.no_grad():
+        program = torch.export.export(module.eval(), args, kwargs, dynamic_shapes=shapes, strict=False)
+    held = io.BytesIO()
+    torch.export.save(program, held)
+    return held.getvalue()
+
+
+class Scale(torch.nn.Module):
+    """Two inputs of one batch; a weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.tensor([1.0, 2.0, 4.0]), requires_grad=False)
+
+    def forward(self, x, shift):
+        return x * self.weight + shift[:, None]
+
+
+@pytest.fixture(scope="module")
+def scale():
+    """`Scale`, of a dynamic batch."""
+    shapes = {"x": {0: DYNAMIC}, "shift": {0: DYNAMIC}}
+    return saved(Scale(), (torch.zeros(4, 3), torch.zeros(4)), shapes=shapes)
+
+
+class Counter(torch.nn.Module):
+    """A buffer that each call writes."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("total", torch.zeros(2))
+
+    def forward(self, x):
+        self.total.add_(x)
+        return self.total.clone()
+
+
+def test_arguments_go_by_place_and_by_name(scale):
+    model = rapt.load(scale)
+    x, shift = torch.randn(5, 3), torch.randn(5)
+    expected = Scale()(x, shift)
+    for got in (model(x, shift), model(x, shift=shift), model(shift=shift, x=x)):
+        assert torch.equal(got, expected)
+    assert model.input_dtypes == {"x": "float32", "shift": "float32"} and model.output_dtypes == {"output": "float32"}
+    for args, kwargs, words in [
+        ((x,), {}, "shift is missing"),
+        ((x, shift, x), {}, "got 3 positional"),
+        ((x, shift), {"scale": x}, "got scale too"),
+        ((x, shift), {"x": x}, "given twice"),
+    ]:
+        with pytest.raises(rapt.KindError, match=words):
+            model(*args, **kwargs)
+
+
+Pair = collections.namedtuple("Pair", "first second")
+
+
+def test_containers_are_taken_apart_and_built_again():
+    class Nested(torch.nn.Module):
+        def forward(self, d, pair):
+            return {"sum": d["a"] + pair[0], "parts": [d["b"][0], (pair[1], None, 3)]}, d["a"] * 2
+
+    x = [torch.tensor([float(n)]) for n in range(4)]
+    model = rapt.load(saved(Nested(), ({"a": x[0], "b": [x[1]]}, (x[2], x[3]))))
+    out, twice = model({"b": [x[1]], "a": x[0]}, (x[2], x[3]))
+    assert list(out) == ["sum", "parts"] and out["sum"].item() == 2.0 and twice.item() == 0.0
+    assert type(out["parts"]) is list and type(out["parts"][1]) is tuple and out["parts"][1][1:] == (None, 3)
+    for wrong in ({"a": x[0]}, {"a": x[0], "b": [x[1], x[1]]}, {"a": x[0], "b": x[1]}, [x[0], x[1]]):
+        with pytest.raises(rapt.KindError, match="d"):
+            model(wrong, (x[2], x[3]))
+
+
+def test_results_are_of_the_kind_of_the_first_tensor(scale):
+    model = rapt.load(scale)
+    x, shift = np.arange(6.0, dtype=np.float32).reshape(2, 3), np.ones(2, np.float32)
+    expected = x * np.array([1, 2, 4], np.float32) + 1
+    got = model(x, shift)
+    assert type(got) is np.ndarray and np.array_equal(got, expected)
+    assert isinstance(model(torch.from_numpy(x), torch.from_numpy(shift)), torch.Tensor)
+    with pytest.raises(rapt.KindError, match="shift is a numpy array"):
+        model(torch.from_numpy(x), shift)
+    with pytest.raises(rapt.KindError, match="x is a list"):
+        model([[1.0]], torch.ones(1))
+
+
+class Wrapped:
+    """A tensor of a library that only speaks DLPack."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+    def __dlpack__(self, **options):
+        return self.tensor.__dlpack__(**options)
+
+    def __dlpack_device__(self):
+        return self.tensor.__dlpack_device__()
+
+    @classmethod
+    def from_dlpack(cls, x):
+        return cls(torch.from_dlpack(x))
+
+
+def test_producers_of_dlpack_get_their_own_kind(scale):
+    x, shift = torch.randn(4, 3), torch.randn(4)
+    got = rapt.load(scale)(Wrapped(x), Wrapped(shift))
+    assert type(got) is Wrapped and torch.equal(got.tensor, Scale()(x, shift))
+
+
+def test_inputs_are_read_as_they_lie(scale):
+    model = rapt.load(scale)
+    whole = np.arange(36.0, dtype=np.float32).reshape(6, 6)
+    for x in (whole[:4, ::2], whole.T[1:5, :3], whole[::-1][:4, 2:5], np.broadcast_to(whole[0, :3], (4, 3))):
+        shift = whole[::-1, 1][:4]
+        assert np.array_equal(model(x, shift), x * np.array([1, 2, 4], np.float32) + shift[:, None])
+
+
+def test_wrong_sizes_are_refused_with_what_is_served_and_the_model_stays_usable(scale):
+    model = rapt.load(scale)
+    good = torch.randn(4, 3), torch.randn(4)
+    for x, shift, words in [
+        (torch.zeros(4, 3), torch.zeros(5), "shift has size 5 in dimension 0"),
+        (torch.zeros(4, 2), torch.zeros(4), "x has size 2 in dimension 1.*3"),
+        (torch.zeros(4, 3, 1), torch.zeros(4), "x has 3 dimensions"),
+    ]:
+        with pytest.raises(rapt.ShapeError, match=words):
+            model(x, shift)
+        assert torch.equal(model(*good), Scale()(*good))
+
+
+def test_a_gradient_is_never_dropped(scale):
+    x = torch.zeros(4, 3, requires_grad=True)
+    with pytest.raises(rapt.UnsupportedError, match="x requires grad"):
+        rapt.load(scale)(x, torch.zeros(4))
+    with torch.no_grad():
+        assert rapt.load(scale)(x, torch.zeros(4)).shape == (4, 3)
+
+
+def test_a_session_keeps_what_the_program_writes():
+    model = rapt.load(saved(Counter(), (torch.ones(2),)))
+    one, two = model.session(), model.session()
+    for count in (1.0, 2.0, 3.0):
+        assert one(torch.ones(2)).tolist() == [count] * 2
+    assert two(torch.ones(2)).tolist() == [1.0, 1.0] and model(torch.ones(2)).tolist() == [1.0, 1.0]
+    with pytest.raises(rapt.ShapeError):
+        one(torch.ones(3))
+    with pytest.raises(rapt.DtypeBoundaryError):
+        one(torch.ones(2, dtype=torch.float64))
+    assert one(torch.ones(2)).tolist() == [4.0, 4.0], "a refused call leaves it as it was"
+    assert one.held_bytes > 0 and one.model is model
+    one.reset()
+    assert one(torch.ones(2)).tolist() == [1.0, 1.0]
+
+
+class Writer(torch.nn.Module):
+    """Writes its first input in place."""
+
+    def forward(self, cache, x):
+        cache[:, 1:2].copy_(x)
+        return cache.sum()
+
+
+@pytest.mark.parametrize("form", ["default", "functional"])
+def test_an_input_that_the_program_writes_is_written_where_it_lies(form):
+    with torch.no_grad():
+        program = torch.export.export(Writer(), (torch.zeros(2, 3), torch.ones(2, 1)))
+        program = program if form == "default" else program.run_decompositions({})
+    held = io.BytesIO()
+    torch.export.save(program, held)
+    model = rapt.load(held.getvalue())
+    whole = torch.zeros(2, 6)
+    assert model(whole[:, ::2], torch.tensor([[5.0], [6.0]])).item() == 11.0
+    assert whole.tolist() == [[0, 0, 5, 0, 0, 0], [0, 0, 6, 0, 0, 0]]
+    fixed = np.zeros((2, 3), np.float32)
+    fixed.flags.writeable = False
+    with pytest.raises(rapt.LayoutError, match="cache is read-only"):
+        model(fixed, np.ones((2, 1), np.float32))
+
+
+def test_operators_that_are_missing_are_all_listed():
+    class Rare(torch.nn.Module):
+        def forward(self, x):
+            return torch.special.bessel_j0(x) + torch.erfinv(x) + torch.special.bessel_j0(x)
+
+    with pytest.raises(rapt.UnsupportedError, match=r"(?s)special_bessel_j0.*erfinv|erfinv.*special_bessel_j0"):
+        rapt.load(saved(Rare(), (torch.zeros(2),)))
+
+
+def test_damaged_archives_are_refused(scale):
+    for end in range(0, len(scale), 997):
+        with pytest.raises(rapt.RaptError):
+            rapt.load(scale[:end])
+    x, shift = torch.ones(1, 3), torch.zeros(1)
+    for at in range(0, len(scale), 211):
+        altered = bytearray(scale)
+        altered[at] ^= 0x55
+        try:
+            out = rapt.load(bytes(altered))(x, shift)
+        except rapt.RaptError:
+            continue
+        # Names, padding and weights may change: then it is a program of the same form.
+        assert out.shape == (1, 3) and out.dtype == torch.float32
+    assert torch.equal(rapt.load(scale)(x, shift), torch.tensor([[1.0, 2.0, 4.0]]))
+
+
+def test_a_missing_file_is_an_error_of_rapt(tmp_path):
+    with pytest.raises(rapt.RaptError, match="absent.pt2"):
+        rapt.load(tmp_path / "absent.pt2")
+
+
+def test_explain_says_what_runs(scale):
+    rows = rapt.load(scale).explain()
+    assert rows["weights"].startswith("12 bytes") and "float32" in rows["input x"]
+    assert "aten.mul.Tensor" in str(rows) and "executor" in rows
+    assert repr(rapt.load(scale)).startswith("rapt.Model(x: float32[")
+
+
+def command(*words, cwd):
+    return subprocess.run([sys.executable, "-m", "rapt", "model", *words], capture_output=True, text=True, cwd=cwd)
+
+
+def test_the_command_line_checks_shows_and_runs(scale, tmp_path):
+    (tmp_path / "m.pt2").write_bytes(scale)
+    np.save(tmp_path / "x.npy", np.ones((2, 3), np.float32))
+    np.save(tmp_path / "shift.npy", np.array([0, 10], np.float32))
+    checked = command("check", "m.pt2", cwd=tmp_path)
+    assert checked.returncode == 0 and "served" in checked.stdout and "float32" in checked.stdout, checked.stderr
+    shown = command("show", "m.pt2", cwd=tmp_path)
+    assert shown.returncode == 0 and "aten.mul.Tensor" in shown.stdout
+    ran = command("run", "m.pt2", "x.npy", "shift.npy", "--out", "out.npy", cwd=tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    assert np.load(tmp_path / "out.npy").tolist() == [[1, 2, 4], [11, 12, 14]]
+    few = command("run", "m.pt2", "x.npy", "--out", "other.npy", cwd=tmp_path)
+    assert few.returncode == 1 and "takes 2 inputs" in few.stderr and not (tmp_path / "other.npy").exists()
+    none = command("check", "x.npy", cwd=tmp_path)
+    assert none.returncode == 1 and "zip" in none.stderr

@@ -1,0 +1,126 @@
+"""Every operator that exported programs need, sample by sample against torch.
+
+Samples are torch's own (OpInfo) and written ones: every dtype that the operator has, contiguous and strided tensors. Each is
+a program of one node, which Rapt reads, verifies (dtype, shape and strides of the result must be what torch's tracer says) and
+runs. Integers, booleans, views and what IEEE rounds exactly are compared bit for bit; the rest within one unit in the last
+place of torch's float64 result, or by the tolerance rule. `RAPT_WHOLE=1` takes every sample; otherwise a few of each kind.
+"""
+
+import math
+import os
+import warnings
+
+import pytest
+import rapt
+from rapt import _native
+
+torch = pytest.importorskip("torch", minversion="2.9")
+pytest.importorskip("expecttest")  # torch's own samples need it.
+pytest.importorskip("transformers")
+
+from one_node import OneNode  # noqa: E402
+from op_samples import DTYPES, NOT_ON_TENSORS, OVERLOADS, overload_of, samples  # noqa: E402
+from pt2_compare import difference  # noqa: E402
+from reference import to_torch  # noqa: E402
+
+MOST = math.inf if os.environ.get("RAPT_WHOLE") == "1" else 2
+# torch's answer here is one of several right ones, because equal elements may stand in any order; where `dim` stands.
+TIES = {"aten.sort.default": 1, "aten.topk.default": 2}
+
+
+def shown(sample):
+    """A sample in a line."""
+
+    def one(leaf):
+        if isinstance(leaf, torch.Tensor):
+            return f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}:{list(leaf.stride())}"
+        return repr(leaf)
+
+    return str(torch.utils._pytree.tree_map(one, sample))
+
+
+# What is refused when the program is loaded, and how: strides that torch's tracer states of operands with permuted strides and
+# that Rapt does not infer, and a dtype. A sample of these that is served is a failure too.
+REFUSED = {
+    "aten.floor_divide.default": "is inferred as a tensor",
+    "aten.div.Tensor_mode": "is inferred as a tensor",
+    "aten.lift_fresh_copy.default": "is inferred as a tensor",
+    "aten.copy.default": "is inferred as a tensor",
+    "aten.upsample_nearest2d.vec": "resizing is not computed in uint8",
+}
+
+
+def dimension(name, args, kwargs):
+    """The dimension of a sample of sort or topk."""
+    return kwargs.get("dim", args[TIES[name]] if len(args) > TIES[name] else -1)
+
+
+def leads_to(x, indices, values, dim):
+    """Whether these indices, each once, lead from x to these values."""
+    if x.dim() == 0:
+        return True
+    led = x.gather(dim, indices)
+    once = all(len(set(row)) == len(row) for row in indices.movedim(dim, -1).reshape(-1, indices.shape[dim]).tolist())
+    return once and bool(((led == values) | (led.isnan() & values.isnan())).all())
+
+
+def check(name, sample):
+    """What is wrong with Rapt's answer to a sample, or None."""
+    one = OneNode(overload_of(name), *sample)
+    expected, exact = one.run(), one.widened()
+    try:
+        program = _native.Program.from_json(one.json)
+        got = [to_torch(out).reshape(out.shape) for out in program.run(one.inputs)]
+    except rapt.RaptError as error:
+        return f"{type(error).__name__}: {error}"
+    if name in TIES and not torch.equal(got[1], expected[1]):
+        if not leads_to(one.inputs[0], got[1], expected[0], dimension(name, *sample)):
+            return "its indices do not lead to torch's values"
+        got[1] = expected[1]
+    if len(got) != len(expected):
+        return f"{len(got)} results, torch has {len(expected)}"
+    for index, (ours, theirs) in enumerate(zip(got, expected, strict=True)):
+        wide = exact[index] if exact is not None and exact[index].dtype.is_floating_point else None
+        wrong = difference(ours, theirs, wide, OVERLOADS[name].compare)
+        if wrong:
+            return f"result {index}: {wrong}"
+    return None
+
+
+@pytest.mark.parametrize("name", OVERLOADS)
+def test_an_operator_gives_what_torch_gives(name):
+    failures, count, refused = [], 0, 0
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for dtype in DTYPES:
+            for sample in samples(name, dtype, MOST):
+                count += 1
+                wrong = check(name, sample)
+                if wrong and name in REFUSED and REFUSED[name] in wrong:
+                    refused += 1
+                elif wrong:
+                    failures.append(f"{str(dtype).removeprefix('torch.')} {shown(sample)}: {wrong}")
+    assert count > refused, "no sample"
+    assert (refused > 0) == (name in REFUSED), "what is listed as refused is served"
+    assert not failures, f"{len(failures)} of {count} samples:\n" + "\n".join(failures[:20])
+
+
+def test_every_operator_of_the_zoo_has_samples():
+    import zoo
+
+    listed = {line.split("\t")[0] for line in zoo.OPERATORS.read_text().splitlines()[1:]}
+    assert listed == set(OVERLOADS) | NOT_ON_TENSORS
+
+
+def test_a_wrong_answer_is_seen():
+    """The comparison itself: one element, one bit, one dtype off."""
+    right = torch.tensor([1.0, 2.0, 3.0])
+    off = right.clone()
+    off[1] = 2.0001
+    assert difference(right, right, right.double(), "bits") is None
+    assert "at [1]" in difference(off, right, right.double(), "bits")
+    assert "units in the last place" in difference(off, right, right.double(), "ulp")
+    assert "dtype" in difference(right.double(), right, None, "ulp")
+    assert "signs of zero" in difference(torch.tensor([-0.0]), torch.tensor([0.0]), None, "bits")
+    nan = torch.tensor([float("nan"), 2.0, 3.0])
+    assert "infinite or NaN" in difference(nan, right, right.double(), "ulp")
