@@ -177,6 +177,29 @@ macro_rules! elements {
 elements!(f64 => F64, f32 => F32, f16 => F16, bf16 => BF16, bool => Bool,
           u8 => U8, i8 => I8, u16 => U16, i16 => I16, u32 => U32, i32 => I32, u64 => U64, i64 => I64);
 
+/// `x` in f32, rounded to odd: of what f32 does not hold, the neighbour whose last bit is 1. Rounding that once more to a
+/// narrower dtype is as rounding `x` itself (Boldo and Melquiond, 2008); `half` cuts the last 32 bits of an f64 instead.
+fn rounded_to_odd(x: f64) -> f32 {
+    let nearest = x as f32;
+    if f64::from(nearest) == x || nearest.is_nan() {
+        return nearest;
+    }
+    let is_above = f64::from(nearest).abs() > x.abs();
+    f32::from_bits((nearest.to_bits() - u32::from(is_above)) | 1)
+}
+
+/// `x` in binary16, rounded once, to nearest even.
+#[must_use]
+pub fn f16_from_f64(x: f64) -> f16 {
+    f16::from_f32(rounded_to_odd(x))
+}
+
+/// `x` in bfloat16, rounded once, to nearest even.
+#[must_use]
+pub fn bf16_from_f64(x: f64) -> bf16 {
+    bf16::from_f32(rounded_to_odd(x))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -203,5 +226,31 @@ mod tests {
         assert_eq!(<f16 as Element>::DTYPE.size_bytes(), size_of::<f16>());
         assert_eq!(<bool as Element>::DTYPE.size_bytes(), size_of::<bool>());
         assert_eq!(<i64 as Element>::DTYPE.size_bytes(), size_of::<i64>());
+    }
+
+    #[test]
+    fn f64_is_rounded_once_to_16_bits() {
+        let tiny = 2f64.powi(-45);
+        for (half_step, even, above) in
+            [(2f64.powi(-11), 1.0, 1.0 + 2f64.powi(-10)), (2f64.powi(-8), 1.0, 1.0 + 2f64.powi(-7))]
+        {
+            let to = |x: f64| if half_step < 0.001 { f16_from_f64(x).to_f64() } else { bf16_from_f64(x).to_f64() };
+            assert_eq!(to(1.0 + half_step), even, "a tie goes to the even number");
+            assert_eq!(to(1.0 + half_step + tiny), above, "what lies above a tie does not");
+            assert_eq!(to(1.0 + half_step - tiny), even);
+            assert_eq!(to(-1.0 - half_step - tiny), -above);
+        }
+        assert_eq!(f16_from_f64(65519.999_999_999), f16::MAX);
+        assert_eq!(f16_from_f64(65520.0), f16::INFINITY);
+        assert_eq!(bf16_from_f64(1e300), bf16::INFINITY);
+        assert_eq!(bf16_from_f64(-1e300), bf16::NEG_INFINITY);
+        // Half of the least number is a tie with 0; a little more is not.
+        assert_eq!(f16_from_f64(2f64.powi(-25)).to_bits(), 0);
+        assert_eq!(f16_from_f64(2f64.powi(-25) + 2f64.powi(-70)).to_bits(), 1);
+        assert_eq!(bf16_from_f64(-2f64.powi(-134)).to_bits(), 0x8000);
+        assert_eq!(bf16_from_f64(-2f64.powi(-134) - 2f64.powi(-180)).to_bits(), 0x8001);
+        assert!(f16_from_f64(f64::NAN).is_nan() && bf16_from_f64(f64::NAN).is_nan());
+        assert_eq!(f16_from_f64(f64::NEG_INFINITY), f16::NEG_INFINITY);
+        assert_eq!(f16_from_f64(-0.0).to_bits(), 0x8000);
     }
 }

@@ -29,7 +29,7 @@ mod view;
 pub use block_range::{BlockRange, Tile};
 pub use certificate::{Certificate, Coverage, Disjoint, InBounds, Injective};
 pub use device::Device;
-pub use dtype::{COMPUTED, DType, Element, UnknownDtypeCode};
+pub use dtype::{COMPUTED, DType, Element, UnknownDtypeCode, bf16_from_f64, f16_from_f64};
 pub use error::{Error, ErrorKind, Result};
 pub use explain::Explanation;
 pub use form::{Alignment, TensorForm};

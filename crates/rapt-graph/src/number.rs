@@ -4,8 +4,7 @@
 //! PyTorch gives on x86: the least number of int64 and int32 (the "integer indefinite" of `cvttsd2si`), and of the
 //! narrower ones the low bits of that number. C++ leaves them undefined; other machines give others.
 
-use half::{bf16, f16};
-use rapt_core::DType;
+use rapt_core::{DType, bf16_from_f64, f16_from_f64};
 
 /// Whether a dtype's numbers are floats.
 pub(crate) fn is_float(dtype: DType) -> bool {
@@ -16,8 +15,8 @@ pub(crate) fn is_float(dtype: DType) -> bool {
 pub(crate) fn round(dtype: DType, x: f64) -> f64 {
     match dtype {
         DType::F32 => f64::from(x as f32),
-        DType::F16 => f16::from_f64(x).to_f64(),
-        DType::BF16 => bf16::from_f64(x).to_f64(),
+        DType::F16 => f16_from_f64(x).to_f64(),
+        DType::BF16 => bf16_from_f64(x).to_f64(),
         _ => x,
     }
 }

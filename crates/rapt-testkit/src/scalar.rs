@@ -1,7 +1,7 @@
 //! One element to f64 and back, by dtype. To f64 is exact; from f64 rounds once, to nearest, ties to even.
 
 use half::{bf16, f16};
-use rapt_core::DType;
+use rapt_core::{DType, bf16_from_f64, f16_from_f64};
 
 /// Writes `value` as the bytes of `dtype`, in memory order.
 ///
@@ -11,8 +11,8 @@ pub fn encode(dtype: DType, value: f64, bytes: &mut [u8]) {
     match dtype {
         DType::F64 => bytes.copy_from_slice(&value.to_ne_bytes()),
         DType::F32 => bytes.copy_from_slice(&(value as f32).to_ne_bytes()),
-        DType::F16 => bytes.copy_from_slice(&f16::from_f64(value).to_ne_bytes()),
-        DType::BF16 => bytes.copy_from_slice(&bf16::from_f64(value).to_ne_bytes()),
+        DType::F16 => bytes.copy_from_slice(&f16_from_f64(value).to_ne_bytes()),
+        DType::BF16 => bytes.copy_from_slice(&bf16_from_f64(value).to_ne_bytes()),
         DType::Bool => bytes.copy_from_slice(&[u8::from(value != 0.0)]),
         other => panic!("{other} has no element here"),
     }
@@ -44,8 +44,8 @@ pub fn round(dtype: DType, value: f64) -> f64 {
     match dtype {
         DType::F64 => value,
         DType::F32 => f64::from(value as f32),
-        DType::F16 => f16::from_f64(value).to_f64(),
-        DType::BF16 => bf16::from_f64(value).to_f64(),
+        DType::F16 => f16_from_f64(value).to_f64(),
+        DType::BF16 => bf16_from_f64(value).to_f64(),
         DType::Bool => f64::from(u8::from(value != 0.0)),
         other => panic!("{other} has no element here"),
     }

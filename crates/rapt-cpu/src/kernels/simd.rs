@@ -11,7 +11,7 @@ use std::convert::identity;
 use std::fmt::Debug;
 
 use half::{bf16, f16};
-use rapt_core::DType;
+use rapt_core::{DType, bf16_from_f64, f16_from_f64};
 
 /// The scalar type of accumulation: f32 or f64.
 pub(crate) trait Real:
@@ -61,7 +61,7 @@ pub(crate) trait Real:
 }
 
 macro_rules! real {
-    ($real:ty, $round:expr, $underflow:expr, $exp2:expr, $tanh:expr, $from_half:ident) => {
+    ($real:ty, $round:expr, $underflow:expr, $exp2:expr, $tanh:expr, $to_f16:path, $to_bf16:path) => {
         impl Real for $real {
             const ZERO: Self = 0.0;
             const ONE: Self = 1.0;
@@ -96,8 +96,8 @@ macro_rules! real {
                     match dtype {
                         DType::F64 => ptr.cast::<f64>().write(self as f64),
                         DType::F32 => ptr.cast::<f32>().write(self as f32),
-                        DType::F16 => ptr.cast::<f16>().write(f16::$from_half(self)),
-                        DType::BF16 => ptr.cast::<bf16>().write(bf16::$from_half(self)),
+                        DType::F16 => ptr.cast::<f16>().write($to_f16(self)),
+                        DType::BF16 => ptr.cast::<bf16>().write($to_bf16(self)),
                         other => unreachable!("select refuses an output of {other}"),
                     }
                 }
@@ -126,7 +126,8 @@ real!(
     -127.0,
     [1.535_336_2e-4, 0.001_339_887_5, 0.009_618_437, 0.055_503_324, 0.240_226_48, std::f32::consts::LN_2, 1.0],
     (&[-5.704_988_7e-3, 2.063_909e-2, -5.373_971_6e-2, 1.333_144_2e-1, -3.333_328e-1], &[1.0]),
-    from_f32
+    f16::from_f32,
+    bf16::from_f32
 );
 
 const fn exp2_taylor() -> [f64; 14] {
@@ -151,7 +152,8 @@ real!(
         &[-9.643_991_794_250_522e-1, -9.928_772_310_019_185e1, -1.614_687_684_417_084_5e3],
         &[1.0, 1.128_116_784_916_329_3e2, 2.235_488_390_601_004_5e3, 4.844_063_053_251_255e3]
     ),
-    from_f64
+    f16_from_f64,
+    bf16_from_f64
 );
 
 /// Vectors of one instruction set.

@@ -2,7 +2,7 @@
 //! on the way out every number is already one of its dtype.
 
 use half::{bf16, f16};
-use rapt_core::{DType, View, ViewMut};
+use rapt_core::{DType, View, ViewMut, bf16_from_f64, f16_from_f64};
 use rapt_graph::Cells;
 
 /// The numbers of a storage.
@@ -31,8 +31,8 @@ fn bytes_of_float(dtype: DType, x: f64) -> ([u8; 8], usize) {
     match dtype {
         DType::F64 => bytes = x.to_le_bytes(),
         DType::F32 => bytes[..4].copy_from_slice(&(x as f32).to_le_bytes()),
-        DType::F16 => bytes[..2].copy_from_slice(&f16::from_f64(x).to_le_bytes()),
-        _ => bytes[..2].copy_from_slice(&bf16::from_f64(x).to_le_bytes()),
+        DType::F16 => bytes[..2].copy_from_slice(&f16_from_f64(x).to_le_bytes()),
+        _ => bytes[..2].copy_from_slice(&bf16_from_f64(x).to_le_bytes()),
     }
     (bytes, dtype.size_bytes())
 }
