@@ -17,14 +17,14 @@ Builds the wheel into target/wheels and checks what it asks of the system that l
 Kernels for NVIDIA GPUs are compiled into it with the NVRTC of xtask/requirements/nvrtc.txt, more of them than `cargo xtask
 test` compiles: minutes the first time. Where it cannot be fetched a notice says so, and the wheel compiles them when they are
 needed.
-Checked: at most 16 MB, the abi3 tag, manylinux_2_28 or older and no symbol newer than glibc 2.28, no library needed but the C
+Checked: at most 17 MB, the abi3 tag, manylinux_2_28 or older and no symbol newer than glibc 2.28, no library needed but the C
 library's (no libtorch, no libpython), the licences and those of third parties inside, stubs and py.typed inside.";
 
 /// The newest glibc that the wheel may ask for: Debian 10, RHEL 8, Ubuntu 18.10.
 const NEWEST_GLIBC: (u32, u32) = (2, 28);
 
 /// Most bytes of a wheel, kernels for GPUs included.
-const MOST_BYTES: u64 = 16_000_000;
+const MOST_BYTES: u64 = 17_000_000;
 
 /// Libraries that every glibc system has under these names.
 const SYSTEM: [&str; 8] = [

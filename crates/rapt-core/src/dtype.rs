@@ -240,7 +240,7 @@ mod tests {
             assert_eq!(to(1.0 + half_step - tiny), even);
             assert_eq!(to(-1.0 - half_step - tiny), -above);
         }
-        assert_eq!(f16_from_f64(65519.999_999_999), f16::MAX);
+        assert_eq!(f16_from_f64(65_519.999_999_999), f16::MAX);
         assert_eq!(f16_from_f64(65520.0), f16::INFINITY);
         assert_eq!(bf16_from_f64(1e300), bf16::INFINITY);
         assert_eq!(bf16_from_f64(-1e300), bf16::NEG_INFINITY);
