@@ -2,7 +2,7 @@
 
 use rapt_pt2::{Condition, Expr, Real, TensorMeta};
 
-/// A value of a graph, by its place in [`Graph::values`].
+/// A value of a graph, by its place in [`Graph::values`](crate::Graph::values).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct ValueId(pub u32);
 
