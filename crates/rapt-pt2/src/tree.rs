@@ -110,7 +110,7 @@ impl Tree {
     }
 
     /// How leaf `number` is reached from this tree, in Python's notation: written behind `path`.
-    fn path(&self, mut number: usize, path: &mut String) {
+    pub fn path(&self, mut number: usize, path: &mut String) {
         let Tree::Node(kind, children) = self else { return };
         for (i, child) in children.iter().enumerate() {
             let leaves = child.leaves();

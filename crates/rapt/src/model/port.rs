@@ -1,7 +1,7 @@
 //! What goes in and out of a program: names, dtypes, sizes.
 
 use rapt_core::DType;
-use rapt_pt2::{Argument, Expr, InputSpec, Key, Kind, OutputSpec, Program, SymInt, Tree};
+use rapt_pt2::{Argument, Expr, InputSpec, OutputSpec, Program, SymInt};
 
 use super::{ModelError, SERVED};
 
@@ -60,33 +60,12 @@ pub(super) fn outputs(program: &Program) -> Vec<Port> {
     let name = |place: usize| {
         let mut path = "output".to_owned();
         match &program.call {
-            Some(call) => leaf_path(&call.output, place, &mut path),
+            Some(call) => call.output.path(place, &mut path),
             None => path.push_str(&format!("[{place}]")),
         }
         path
     };
     given.enumerate().map(|(place, argument)| Port::new(name(place), program, argument)).collect()
-}
-
-/// How leaf `number` is reached from a tree, in Python's notation: written behind `path`.
-fn leaf_path(tree: &Tree, mut number: usize, path: &mut String) {
-    let Tree::Node(kind, children) = tree else { return };
-    for (i, child) in children.iter().enumerate() {
-        let leaves = child.leaves();
-        if number >= leaves {
-            number -= leaves;
-            continue;
-        }
-        path.push_str(&match kind {
-            Kind::Dict(_, keys) => match &keys[i] {
-                Key::Text(key) => format!("['{key}']"),
-                Key::Int(key) => format!("[{key}]"),
-            },
-            Kind::NamedTuple { fields, .. } | Kind::Object { fields, .. } => format!(".{}", fields[i]),
-            _ => format!("[{i}]"),
-        });
-        return leaf_path(child, number, path);
-    }
 }
 
 /// Refuses a program with a tensor of a dtype that is not served, by the tensor's name.
