@@ -12,6 +12,7 @@
 mod arch;
 mod caps;
 pub mod ceiling;
+pub mod gemm;
 mod kernels;
 mod launch;
 mod partition;

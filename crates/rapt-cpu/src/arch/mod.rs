@@ -84,6 +84,7 @@ macro_rules! no_halves {
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
+pub(crate) mod gemm;
 #[cfg(target_arch = "aarch64")]
 mod neon;
 mod scalar;

@@ -12,7 +12,7 @@
 
 use std::marker::PhantomData;
 
-use super::products::Products;
+use super::products::{Lanes, Products};
 use super::simd::{Part, Real, Simd};
 
 /// Steps of one turn of the loops: the elements of a row are then reached by displacements, and pointers move once per
@@ -29,6 +29,13 @@ pub(crate) struct Broadcast<E> {
     pub(crate) step: isize,
 }
 
+/// Rows of sums, `row` elements apart.
+#[derive(Clone, Copy)]
+pub(crate) struct Place<E> {
+    pub(crate) ptr: *mut E,
+    pub(crate) row: usize,
+}
+
 /// What becomes of `y`: `f` of the module's equation.
 #[derive(Clone, Copy)]
 pub(crate) enum Onto<S: Simd, const V: usize> {
@@ -42,11 +49,11 @@ pub(crate) enum Onto<S: Simd, const V: usize> {
 
 /// `R` rows. `ROW1`: the row stride is 1; otherwise the step is 1.
 #[inline(always)]
-unsafe fn micro<S: Simd, M: Products<S>, const V: usize, const R: usize, const ROW1: bool>(
+unsafe fn micro<S: Simd, M: Lanes<S>, const V: usize, const R: usize, const ROW1: bool>(
     n: usize,
-    x: *const S::Elem,
+    x: *const M::Lane,
     b: Broadcast<S::Elem>,
-    y: *mut S::Elem,
+    y: Place<S::Elem>,
     onto: Onto<S, V>,
 ) {
     // SAFETY: the caller vouches for R rows and n steps of b, n rows of x and R rows of y.
@@ -100,7 +107,8 @@ unsafe fn micro<S: Simd, M: Products<S>, const V: usize, const R: usize, const R
 
 /// `R` rows of sums onto those at `y`: what becomes of `y` is asked once, not for each vector.
 #[inline(always)]
-unsafe fn put<S: Simd, const V: usize, const R: usize>(mut sums: [[S::V; V]; R], y: *mut S::Elem, onto: Onto<S, V>) {
+unsafe fn put<S: Simd, const V: usize, const R: usize>(mut sums: [[S::V; V]; R], y: Place<S::Elem>, onto: Onto<S, V>) {
+    let Place { ptr: y, row } = y;
     // SAFETY: the caller vouches for R rows of y.
     unsafe {
         match onto {
@@ -108,21 +116,21 @@ unsafe fn put<S: Simd, const V: usize, const R: usize>(mut sums: [[S::V; V]; R],
             Onto::Sum => {
                 for (r, sums) in sums.iter_mut().enumerate() {
                     for (v, sum) in sums.iter_mut().enumerate() {
-                        *sum = S::add(S::load(y.add((r * V + v) * S::LANES)), *sum);
+                        *sum = S::add(S::load(y.add(r * row + v * S::LANES)), *sum);
                     }
                 }
             }
             Onto::Rescaled(factors) => {
                 for (r, sums) in sums.iter_mut().enumerate() {
                     for (v, sum) in sums.iter_mut().enumerate() {
-                        *sum = S::fma(S::load(y.add((r * V + v) * S::LANES)), factors[v], *sum);
+                        *sum = S::fma(S::load(y.add(r * row + v * S::LANES)), factors[v], *sum);
                     }
                 }
             }
         }
         for (r, sums) in sums.iter().enumerate() {
             for (v, &sum) in sums.iter().enumerate() {
-                S::store(y.add((r * V + v) * S::LANES), sum);
+                S::store(y.add(r * row + v * S::LANES), sum);
             }
         }
     }
@@ -130,16 +138,16 @@ unsafe fn put<S: Simd, const V: usize, const R: usize>(mut sums: [[S::V; V]; R],
 
 /// One step: a lane of each of `R` rows times `V` vectors.
 #[inline(always)]
-unsafe fn lane<S: Simd, M: Products<S>, const V: usize, const R: usize>(
+unsafe fn lane<S: Simd, M: Lanes<S>, const V: usize, const R: usize>(
     b: [*const S::Elem; R],
-    x: *const S::Elem,
+    x: *const M::Lane,
     acc: &mut [[S::V; V]; R],
 ) {
     // SAFETY: the caller vouches for one element of every row and V vectors of x.
     unsafe {
         let mut xs = [S::splat(S::Elem::ZERO); V];
         for (v, xs) in xs.iter_mut().enumerate() {
-            *xs = S::load(x.add(v * S::LANES));
+            *xs = M::load(x.add(v * S::LANES));
         }
         for (b, acc) in b.iter().zip(acc) {
             // Pairs of bf16 lie at multiples of 2 bytes.
@@ -153,12 +161,12 @@ unsafe fn lane<S: Simd, M: Products<S>, const V: usize, const R: usize>(
 
 /// One micro-tile of at most [`Simd::ROWS`] rows of two vectors, or twice as many of one; answers how many it took.
 #[inline(always)]
-unsafe fn tile<S: Simd, M: Products<S>, const V: usize, const ROW1: bool>(
+unsafe fn tile<S: Simd, M: Lanes<S>, const V: usize, const ROW1: bool>(
     rows: usize,
     n: usize,
-    x: *const S::Elem,
+    x: *const M::Lane,
     b: Broadcast<S::Elem>,
-    y: *mut S::Elem,
+    y: Place<S::Elem>,
     onto: Onto<S, V>,
 ) -> usize {
     // SAFETY: as of the caller.
@@ -211,17 +219,34 @@ impl<S: Simd, M: Products<S>, const V: usize, const ROW1: bool> Part<S> for Matm
     #[inline(always)]
     unsafe fn run(self) {
         let Factors { rows, n, x, b, y, onto } = self.0;
-        let most = S::ROWS * S::Q_VECS / V;
-        let row = if ROW1 { 1 } else { b.row };
-        let mut r = 0;
-        while r < rows {
-            let left = rows - r;
-            let halves = V == S::Q_VECS && left > most && 2 * (left - most) <= most;
-            let take = if halves { left.div_ceil(2) } else { left.min(most) };
-            let b = Broadcast { ptr: b.ptr.wrapping_offset(r as isize * row), ..b };
-            // SAFETY: rows r..r + take are below `rows`.
-            r += unsafe { tile::<S, M, V, ROW1>(take, n, x, b, y.add(r * V * S::LANES), onto) };
-        }
+        // SAFETY: promised by the caller.
+        unsafe { all_rows::<S, M, V, ROW1>(rows, n, x.cast(), b, Place { ptr: y, row: V * S::LANES }, onto) };
+    }
+}
+
+/// As [`Matmul`] says, with lanes as they lie and rows of `y` as far apart as may be.
+#[inline(always)]
+pub(crate) unsafe fn all_rows<S: Simd, M: Lanes<S>, const V: usize, const ROW1: bool>(
+    rows: usize,
+    n: usize,
+    x: *const M::Lane,
+    b: Broadcast<S::Elem>,
+    y: Place<S::Elem>,
+    onto: Onto<S, V>,
+) {
+    let most = S::ROWS * S::Q_VECS / V;
+    let row = if ROW1 { 1 } else { b.row };
+    let mut r = 0;
+    while r < rows {
+        let left = rows - r;
+        let halves = V == S::Q_VECS && left > most && 2 * (left - most) <= most;
+        let take = if halves { left.div_ceil(2) } else { left.min(most) };
+        let b = Broadcast { ptr: b.ptr.wrapping_offset(r as isize * row), ..b };
+        // SAFETY: rows r..r + take are below `rows`.
+        r += unsafe {
+            let y = Place { ptr: y.ptr.add(r * y.row), ..y };
+            tile::<S, M, V, ROW1>(take, n, x, b, y, onto)
+        };
     }
 }
 
@@ -245,7 +270,7 @@ impl<S: Simd, M: Products<S>, const V: usize> Part<S> for MatmulSelecting<S, M, 
                         *acc = M::accumulate_selecting(element, p, *acc);
                     }
                 }
-                put([acc], y.add(V * r * S::LANES), onto);
+                put([acc], Place { ptr: y.add(V * r * S::LANES), row: V * S::LANES }, onto);
             }
         }
     }

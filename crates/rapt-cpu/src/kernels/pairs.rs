@@ -5,7 +5,7 @@
 
 use half::bf16;
 
-use super::products::{Block, Packing, Products};
+use super::products::{Block, Lanes, Packing, Products};
 use super::simd::{Part, Simd};
 use crate::problem::Input;
 
@@ -31,13 +31,27 @@ pub(crate) struct Paired;
 
 const SIGN: u16 = 0x8000;
 
-impl<S: Bf16Pairs> Products<S> for Paired {
+impl<S: Bf16Pairs> Lanes<S> for Paired {
     const STEPS: usize = 2;
+    type Lane = f32;
+    #[inline(always)]
+    unsafe fn load(ptr: *const f32) -> S::V {
+        // SAFETY: promised by the caller.
+        unsafe { S::load(ptr) }
+    }
     #[inline(always)]
     unsafe fn accumulate(b: S::V, x: S::V, acc: S::V) -> S::V {
         // SAFETY: promised by the caller.
         unsafe { S::dot(b, x, acc) }
     }
+    #[inline(always)]
+    unsafe fn apart<P: Part<S>>(part: P) -> P::Output {
+        // SAFETY: promised by the caller.
+        unsafe { S::apart_paired(part) }
+    }
+}
+
+impl<S: Bf16Pairs> Products<S> for Paired {
     #[inline(always)]
     unsafe fn accumulate_selecting(b: S::V, x: S::V, acc: S::V) -> S::V {
         // A product of zeros adds nothing, so both ways give the same bits.
@@ -57,11 +71,6 @@ impl<S: Bf16Pairs> Products<S> for Paired {
             let zero = S::splat(0.0);
             S::fma(high, zero, S::fma(low, zero, sum))
         }
-    }
-    #[inline(always)]
-    unsafe fn apart<P: Part<S>>(part: P) -> P::Output {
-        // SAFETY: promised by the caller.
-        unsafe { S::apart_paired(part) }
     }
 }
 

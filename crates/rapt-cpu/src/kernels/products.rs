@@ -22,20 +22,28 @@ pub(crate) struct Block {
     pub(crate) n: usize,
 }
 
-/// See the module. Lanes are counted in elements of the accumulation dtype.
-pub(crate) trait Products<S: Simd>: Copy + 'static {
+/// What the inner loop (`matmul`) asks: how lanes lie in memory, and how they are multiplied.
+pub(crate) trait Lanes<S: Simd>: Copy + 'static {
     /// Steps of the contraction per lane.
     const STEPS: usize;
+    /// A lane of the operand that is read in vectors.
+    type Lane: Copy;
+    /// The next lanes of that operand.
+    unsafe fn load(ptr: *const Self::Lane) -> S::V;
     /// `acc + Σ b·x` over the steps of each lane.
     unsafe fn accumulate(b: S::V, x: S::V, acc: S::V) -> S::V;
+    /// As [`Simd::apart`], with what these products need besides.
+    unsafe fn apart<P: Part<S>>(part: P) -> P::Output;
+}
+
+/// See the module. Lanes are counted in elements of the accumulation dtype.
+pub(crate) trait Products<S: Simd>: Lanes<S> {
     /// The same over the steps whose weight `x` is not [`Real::MASKED`]: what lies in `b` behind one that is has no say.
     unsafe fn accumulate_selecting(b: S::V, x: S::V, acc: S::V) -> S::V;
     /// Probabilities of `STEPS` keys as a lane.
     unsafe fn weights(p: [S::V; 2]) -> S::V;
     /// A number that is NaN where a lane of values holds NaN or infinity, and 0 elsewhere, added to `sum`.
     unsafe fn add_non_finite(values: S::V, sum: S::V) -> S::V;
-    /// As [`Simd::apart`], with what these products need besides.
-    unsafe fn apart<P: Part<S>>(part: P) -> P::Output;
 }
 
 /// How rows of a storage dtype become lanes.
@@ -52,13 +60,27 @@ pub(crate) trait Packing<S: Simd, T: Storage<S>>: Products<S> {
 #[derive(Clone, Copy)]
 pub(crate) struct Single;
 
-impl<S: Simd> Products<S> for Single {
+impl<S: Simd> Lanes<S> for Single {
     const STEPS: usize = 1;
+    type Lane = S::Elem;
+    #[inline(always)]
+    unsafe fn load(ptr: *const S::Elem) -> S::V {
+        // SAFETY: promised by the caller.
+        unsafe { S::load(ptr) }
+    }
     #[inline(always)]
     unsafe fn accumulate(b: S::V, x: S::V, acc: S::V) -> S::V {
         // SAFETY: promised by the caller.
         unsafe { S::fma(b, x, acc) }
     }
+    #[inline(always)]
+    unsafe fn apart<P: Part<S>>(part: P) -> P::Output {
+        // SAFETY: promised by the caller.
+        unsafe { S::apart(part) }
+    }
+}
+
+impl<S: Simd> Products<S> for Single {
     #[inline(always)]
     unsafe fn accumulate_selecting(b: S::V, x: S::V, acc: S::V) -> S::V {
         // SAFETY: promised by the caller.
@@ -77,11 +99,6 @@ impl<S: Simd> Products<S> for Single {
         // 0 · x is 0 for finite x and NaN otherwise.
         // SAFETY: promised by the caller.
         unsafe { S::fma(values, S::splat(S::Elem::ZERO), sum) }
-    }
-    #[inline(always)]
-    unsafe fn apart<P: Part<S>>(part: P) -> P::Output {
-        // SAFETY: promised by the caller.
-        unsafe { S::apart(part) }
     }
 }
 
