@@ -1,4 +1,4 @@
-//! Attention on CPUs: AVX-512, AVX2, NEON and plain Rust from one generic body.
+//! Kernels on CPUs: AVX-512, AVX2, NEON and plain Rust from one generic body. Attention:
 //!
 //! ```text
 //! select(&Spec, &Caps) -> Plan      pure                                    select/
@@ -7,6 +7,9 @@
 //!   forward: many queries           queries along the lanes                 kernels/forward.rs
 //!   decode:  few queries            head_dim along the lanes                kernels/decode.rs
 //! ```
+//! and what exported programs are made of besides: chains of pointwise functions ([`pointwise`]), and what runs along rows
+//! ([`rows`]).
+//!
 //! Deliberately absent: allocation, threads of its own, and any access outside the operands.
 
 mod arch;
@@ -16,7 +19,9 @@ pub mod gemm;
 mod kernels;
 mod launch;
 mod partition;
+pub mod pointwise;
 mod problem;
+pub mod rows;
 mod run;
 mod scratch;
 mod select;

@@ -223,6 +223,28 @@ fn entry(arch: Arch, step: Step, storage: DType) -> Option<Entry> {
     }
 }
 
+/// What is made of the vectors of an instruction set.
+pub(crate) trait Vectors {
+    /// What it is.
+    type Output;
+    /// Makes it; `S` are the vectors of f32, `D` those of f64.
+    fn visit<S: Simd<Elem = f32>, D: Simd<Elem = f64>>(self) -> Self::Output;
+}
+
+/// What `vectors` makes of an instruction set; of the scalar path for one that this build lacks. What is made may be entered
+/// after the instruction set's detection only.
+pub(crate) fn with_vectors<V: Vectors>(arch: Arch, vectors: V) -> V::Output {
+    match arch {
+        #[cfg(target_arch = "x86_64")]
+        Arch::Avx2 => vectors.visit::<avx2::Avx2F32, avx2::Avx2F64>(),
+        #[cfg(target_arch = "x86_64")]
+        Arch::Avx512 | Arch::Avx512Bf16 => vectors.visit::<avx512::Avx512F32, avx512::Avx512F64>(),
+        #[cfg(target_arch = "aarch64")]
+        Arch::Neon => vectors.visit::<neon::NeonF32, scalar::Scalar<f64>>(),
+        _ => vectors.visit::<scalar::Scalar<f32>, scalar::Scalar<f64>>(),
+    }
+}
+
 /// The rounds of f32 FMAs, and the lanes of their vectors.
 pub(crate) fn fma_rounds(arch: Arch) -> (unsafe fn(usize, f32, f32) -> f32, usize) {
     fn of<S: Simd<Elem = f32>>() -> (unsafe fn(usize, f32, f32) -> f32, usize) {

@@ -45,6 +45,7 @@ pub(crate) trait Real:
     fn from_i64(x: i64) -> Self;
     fn exp(self) -> Self;
     fn ln(self) -> Self;
+    fn sqrt(self) -> Self;
     fn is_nan(self) -> bool;
     /// Whether this weight is [`Real::MASKED`].
     fn is_masked(self) -> bool;
@@ -83,6 +84,9 @@ macro_rules! real {
             }
             fn ln(self) -> Self {
                 self.ln()
+            }
+            fn sqrt(self) -> Self {
+                self.sqrt()
             }
             fn is_nan(self) -> bool {
                 self.is_nan()

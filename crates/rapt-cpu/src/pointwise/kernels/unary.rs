@@ -1,0 +1,110 @@
+//! Functions of one register.
+
+use super::{Kernel, each, math};
+use crate::kernels::simd::Simd;
+use crate::pointwise::{Lane, Unary};
+
+pub(super) fn kernel<S: Simd<Elem = f32>>(op: Unary, lane: Lane) -> Option<Kernel> {
+    match lane {
+        Lane::F32 => of_f32::<S>(op),
+        Lane::F64 => of_f64::<S>(op),
+        Lane::Int => of_int::<S>(op),
+        Lane::Bool => of_bool::<S>(op),
+    }
+}
+
+/// The functions that are exact or rounded once, of either float.
+macro_rules! exact {
+    ($op:expr, $float:ty) => {
+        match $op {
+            Unary::Neg => each!($float => $float, |x| -x),
+            Unary::Abs => each!($float => $float, |x| x.abs()),
+            // NaN has no sign: 0.
+            Unary::Sign => each!($float => $float, |x| if x > 0.0 { 1.0 } else if x < 0.0 { -1.0 } else { 0.0 }),
+            Unary::Square => each!($float => $float, |x| x * x),
+            // NaN stays, and so does −0.
+            Unary::Relu => each!($float => $float, |x| if x < 0.0 { 0.0 } else { x }),
+            Unary::Floor => each!($float => $float, |x| x.floor()),
+            Unary::Ceil => each!($float => $float, |x| x.ceil()),
+            Unary::Trunc => each!($float => $float, |x| x.trunc()),
+            Unary::Round => each!($float => $float, |x| x.round_ties_even()),
+            Unary::Sqrt => each!($float => $float, |x| x.sqrt()),
+            Unary::Rsqrt => each!($float => $float, |x| 1.0 / x.sqrt()),
+            Unary::Reciprocal => each!($float => $float, |x| 1.0 / x),
+            Unary::LogicalNot => each!($float => u8, |x| u8::from(x == 0.0)),
+            Unary::IsNan => each!($float => u8, |x| u8::from(x.is_nan())),
+            Unary::IsInf => each!($float => u8, |x| u8::from(x.is_infinite())),
+            _ => return None,
+        }
+    };
+}
+
+fn of_f32<S: Simd<Elem = f32>>(op: Unary) -> Option<Kernel> {
+    use math::f32 as math;
+    Some(match op {
+        Unary::Exp => each!(f32 => f32, |x| math::exp::<S>(x)),
+        Unary::Exp2 => each!(f32 => f32, |x| math::exp2::<S>(x)),
+        Unary::Expm1 => each!(f32 => f32, |x| math::expm1::<S>(x)),
+        Unary::Log => each!(f32 => f32, |x| math::log::<S>(x)),
+        Unary::Log2 => each!(f32 => f32, |x| math::log2::<S>(x)),
+        Unary::Log10 => each!(f32 => f32, |x| math::log10::<S>(x)),
+        Unary::Log1p => each!(f32 => f32, |x| math::log1p::<S>(x)),
+        Unary::Sin => each!(f32 => f32, |x| math::sin::<S>(x)),
+        Unary::Cos => each!(f32 => f32, |x| math::cos::<S>(x)),
+        Unary::Tan => each!(f32 => f32, |x| math::tan::<S>(x)),
+        Unary::Tanh => each!(f32 => f32, |x| math::tanh::<S>(x)),
+        Unary::Erf => each!(f32 => f32, |x| math::erf::<S>(x)),
+        Unary::Sigmoid => each!(f32 => f32, |x| math::sigmoid::<S>(x)),
+        Unary::Silu => each!(f32 => f32, |x| math::silu::<S>(x)),
+        Unary::Gelu => each!(f32 => f32, |x| math::gelu::<S>(x)),
+        Unary::GeluTanh => each!(f32 => f32, |x| math::gelu_tanh::<S>(x)),
+        op => exact!(op, f32),
+    })
+}
+
+fn of_f64<S: Simd<Elem = f32>>(op: Unary) -> Option<Kernel> {
+    use math::f64 as math;
+    Some(match op {
+        Unary::Exp => each!(f64 => f64, |x| x.exp()),
+        Unary::Exp2 => each!(f64 => f64, |x| x.exp2()),
+        Unary::Expm1 => each!(f64 => f64, |x| x.exp_m1()),
+        Unary::Log => each!(f64 => f64, |x| x.ln()),
+        Unary::Log2 => each!(f64 => f64, |x| x.log2()),
+        Unary::Log10 => each!(f64 => f64, |x| x.log10()),
+        Unary::Log1p => each!(f64 => f64, |x| x.ln_1p()),
+        Unary::Sin => each!(f64 => f64, |x| x.sin()),
+        Unary::Cos => each!(f64 => f64, |x| x.cos()),
+        Unary::Tan => each!(f64 => f64, |x| x.tan()),
+        Unary::Tanh => each!(f64 => f64, |x| x.tanh()),
+        Unary::Erf => each!(f64 => f64, |x| libm::erf(x)),
+        Unary::Sigmoid => each!(f64 => f64, |x| math::sigmoid(x)),
+        Unary::Silu => each!(f64 => f64, |x| math::silu(x)),
+        Unary::Gelu => each!(f64 => f64, |x| math::gelu(x)),
+        Unary::GeluTanh => each!(f64 => f64, |x| math::gelu_tanh(x)),
+        op => exact!(op, f64),
+    })
+}
+
+fn of_int<S: Simd<Elem = f32>>(op: Unary) -> Option<Kernel> {
+    Some(match op {
+        Unary::Neg => each!(i64 => i64, |x| x.wrapping_neg()),
+        Unary::Abs => each!(i64 => i64, |x| x.wrapping_abs()),
+        Unary::Sign => each!(i64 => i64, |x| x.signum()),
+        Unary::Square => each!(i64 => i64, |x| x.wrapping_mul(x)),
+        Unary::Relu => each!(i64 => i64, |x| x.max(0)),
+        Unary::BitwiseNot => each!(i64 => i64, |x| !x),
+        Unary::LogicalNot => each!(i64 => u8, |x| u8::from(x == 0)),
+        Unary::Floor | Unary::Ceil | Unary::Trunc | Unary::Round => each!(i64 => i64, |x| x),
+        Unary::IsNan | Unary::IsInf => each!(i64 => u8, |_x| 0),
+        _ => return None,
+    })
+}
+
+fn of_bool<S: Simd<Elem = f32>>(op: Unary) -> Option<Kernel> {
+    Some(match op {
+        Unary::Sign | Unary::Square => each!(u8 => u8, |x| x),
+        Unary::LogicalNot | Unary::BitwiseNot => each!(u8 => u8, |x| x ^ 1),
+        Unary::IsNan | Unary::IsInf => each!(u8 => u8, |_x| 0),
+        _ => return None,
+    })
+}

@@ -1,0 +1,364 @@
+//! Loops: a program over a shape, and the tiles that one thread runs.
+
+use std::fmt;
+use std::sync::Arc;
+
+use rapt_core::Arch;
+
+use super::kernels::{self, Copy, Rectangle};
+use super::nest::Nest;
+use super::program::{Program, ProgramError};
+use super::steps::{Step, Steps};
+use super::{Instruction, Number};
+use crate::available;
+
+/// A program over a shape, for operands of given strides, on one instruction set.
+#[derive(Clone, Debug)]
+pub struct Loop {
+    program: Arc<Program>,
+    nest: Nest,
+    /// Where no store reaches what a load reads, and where one may.
+    apart: Steps,
+    together: Steps,
+    /// What copies, and its operands, where the program does nothing else.
+    copy: Option<(Copy, usize, usize)>,
+    /// Elements of a slot.
+    most: usize,
+    weight: usize,
+    is_rectangle: bool,
+}
+
+/// An integer was divided by 0.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ZeroDivision;
+
+impl fmt::Display for ZeroDivision {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("an integer was divided by 0")
+    }
+}
+
+impl std::error::Error for ZeroDivision {}
+
+/// Bytes of all slots together: with the operands' tiles they stay in an L1 of 32 KiB.
+const SLOT_BYTES: usize = 12 * 1024;
+
+/// Bytes between one slot and the next, so that tiles do not lie a multiple of 4096 bytes apart.
+const GAP_BYTES: usize = 192;
+
+/// Additions that are worth a thread's while.
+const ITEM_WORK: usize = 32 * 1024;
+
+/// Where a run of tiles stands: pointers of operands and slots, and the indices of the outer dimensions.
+struct Position {
+    places: *mut *mut u8,
+    outer: *mut usize,
+}
+
+impl Loop {
+    /// The loop of a program over `shape`; `strides[operand][dimension]` in elements, 0 where an operand is broadcast, negative
+    /// ones too. Dimensions are merged and ordered by how the operands lie. Allocates; running does not.
+    ///
+    /// # Errors
+    /// [`ProgramError::Strides`], [`ProgramError::TooLarge`]; [`ProgramError::Missing`] unless `arch` is one of
+    /// [`available`].
+    pub fn new(
+        arch: Arch,
+        program: Arc<Program>,
+        shape: &[usize],
+        strides: &[Vec<isize>],
+    ) -> Result<Loop, ProgramError> {
+        check(arch, &program, strides)?;
+        let nest = Nest::new(shape, strides, &stores(&program))?;
+        Ok(Loop::of(arch, program, nest, Nest::tile))
+    }
+
+    /// As [`Loop::new`] for the epilogue of a matrix product: over at most `rows` × `columns`, whose dimensions are left as they
+    /// are, for [`Loop::run_rectangle`].
+    ///
+    /// # Errors
+    /// As [`Loop::new`].
+    pub fn rectangle(
+        arch: Arch,
+        program: Arc<Program>,
+        rows: usize,
+        columns: usize,
+        strides: &[Vec<isize>],
+    ) -> Result<Loop, ProgramError> {
+        check(arch, &program, strides)?;
+        let nest = Nest::rectangle([rows, columns], strides)?;
+        let mut each = Loop::of(arch, program, nest, Nest::tile_by_rows);
+        (each.copy, each.is_rectangle) = (None, true);
+        Ok(each)
+    }
+
+    fn of(arch: Arch, program: Arc<Program>, mut nest: Nest, tile: fn(&mut Nest, usize)) -> Loop {
+        // What is dense depends on the tiles, which depend on the slots: the most slots decide.
+        let slots = Steps::new(&program, arch, &|_| false, false).element_bytes().max(1);
+        let most = (SLOT_BYTES / slots).clamp(64, 1024) / 64 * 64;
+        tile(&mut nest, most);
+        let is_dense = |operand: usize| nest.is_dense(operand);
+        let apart = Steps::new(&program, arch, &is_dense, true);
+        let together = Steps::new(&program, arch, &is_dense, false);
+        let copy = program.copy().map(|(from, to)| (kernels::copy(arch, program.operands()[to].bits() / 8), from, to));
+        let costly = |instruction: &Instruction| match instruction {
+            Instruction::Unary(op, _) if kernels::is_costly(*op) => 16,
+            _ => 1,
+        };
+        let weight = program.code().iter().map(costly).sum::<usize>().max(1);
+        Loop { program, nest, apart, together, copy, most, weight, is_rectangle: false }
+    }
+
+    /// The program.
+    #[must_use]
+    pub fn program(&self) -> &Program {
+        &self.program
+    }
+
+    /// Into how many items of equal work the loop is best divided among `threads`; 0 where there are no elements.
+    #[must_use]
+    pub fn items(&self, threads: usize) -> usize {
+        let work = self.nest.elements().saturating_mul(self.weight);
+        work.div_ceil(ITEM_WORK).min(threads).min(self.nest.tiles())
+    }
+
+    /// The bytes of scratch memory that [`run_item`](Loop::run_item) and [`run_rectangle`](Loop::run_rectangle) need, one of
+    /// their own for each thread; a multiple of 64.
+    #[must_use]
+    pub fn scratch_bytes(&self) -> usize {
+        let slots = |steps: &Steps| steps.slots.iter().map(|bytes| bytes * self.most + GAP_BYTES).sum::<usize>();
+        self.table_bytes() + slots(&self.apart).max(slots(&self.together))
+    }
+
+    /// The bytes of the table of places and of the outer indices, before the slots.
+    fn table_bytes(&self) -> usize {
+        let slots = self.apart.slots.len().max(self.together.slots.len());
+        (8 * (self.program.operands().len() + slots + self.nest.outer.len())).next_multiple_of(64)
+    }
+
+    /// Runs the tiles of `item`, of `items` that share them: each of `0..items` once, in any order, on any threads.
+    /// `pointers` are the operands' elements with all indices 0.
+    ///
+    /// # Errors
+    /// [`ZeroDivision`] of integers; some results may then have been written.
+    ///
+    /// # Safety
+    /// There are as many pointers as operands, each aligned to its dtype, and every element that shape and strides reach is
+    /// there, to be written where the program stores. An operand that is stored to may share memory with one that is loaded only
+    /// if each element is that which is loaded for the same index. `scratch` is aligned to 8, has
+    /// [`scratch_bytes`](Loop::scratch_bytes) and is nobody else's meanwhile.
+    pub unsafe fn run_item(
+        &self,
+        item: usize,
+        items: usize,
+        pointers: &[*mut u8],
+        scratch: *mut u8,
+    ) -> Result<(), ZeroDivision> {
+        let tiles = self.nest.tiles();
+        let bound = |item: usize| (tiles as u128 * item as u128 / items.max(1) as u128) as usize;
+        let range = bound(item)..bound(item + 1);
+        if range.is_empty() {
+            return Ok(());
+        }
+        // SAFETY: promised by the caller.
+        unsafe { self.run_tiles(range, [self.nest.rows.size, self.nest.columns.size], pointers, scratch) }
+    }
+
+    /// Runs a rectangle from the pointers on, of a loop made by [`Loop::rectangle`] and not larger than it.
+    ///
+    /// # Errors
+    /// As [`run_item`](Loop::run_item).
+    ///
+    /// # Safety
+    /// As [`run_item`](Loop::run_item), of the rectangle's elements.
+    ///
+    /// # Panics
+    /// If the rectangle is larger than the loop, or the loop was not made by [`Loop::rectangle`].
+    pub unsafe fn run_rectangle(
+        &self,
+        rows: usize,
+        columns: usize,
+        pointers: &[*mut u8],
+        scratch: *mut u8,
+    ) -> Result<(), ZeroDivision> {
+        let fits = rows <= self.nest.rows.size && columns <= self.nest.columns.size;
+        assert!(fits && self.is_rectangle, "a rectangle within the loop's");
+        let tiles = rows * columns.div_ceil(self.nest.tile_columns);
+        if tiles == 0 {
+            return Ok(());
+        }
+        // SAFETY: promised by the caller.
+        unsafe { self.run_tiles(0..tiles, [rows, columns], pointers, scratch) }
+    }
+
+    unsafe fn run_tiles(
+        &self,
+        range: std::ops::Range<usize>,
+        [rows, columns]: [usize; 2],
+        pointers: &[*mut u8],
+        scratch: *mut u8,
+    ) -> Result<(), ZeroDivision> {
+        assert_eq!(pointers.len(), self.program.operands().len(), "as many pointers as operands");
+        let steps = if self.are_apart(pointers) { &self.apart } else { &self.together };
+        let places = scratch.cast::<*mut u8>();
+        let count = pointers.len();
+        // SAFETY: the caller vouches for scratch memory of `scratch_bytes`: the table, then the slots.
+        let position = unsafe {
+            let mut slot = scratch.add(self.table_bytes());
+            for (n, bytes) in steps.slots.iter().enumerate() {
+                places.add(count + n).write(slot);
+                slot = slot.add(bytes * self.most + GAP_BYTES);
+            }
+            let tile = self.nest.tile_rows * self.nest.tile_columns;
+            for &(place, number) in &steps.numbers {
+                fill(places.add(usize::from(place)).read(), number, tile);
+            }
+            let slots = self.apart.slots.len().max(self.together.slots.len());
+            Position { places, outer: places.add(count + slots).cast() }
+        };
+        let across = columns.div_ceil(self.nest.tile_columns);
+        let down = rows.div_ceil(self.nest.tile_rows);
+        let (mut block, rest) = (range.start % across, range.start / across);
+        let (mut row_block, mut outer) = (rest % down, rest / down);
+        // SAFETY: as above; indices stay within the dimensions.
+        unsafe {
+            for (n, dimension) in self.nest.outer.iter().enumerate() {
+                position.outer.add(n).write(outer % dimension.size);
+                outer /= dimension.size;
+            }
+            for _ in range {
+                let (row, column) = (row_block * self.nest.tile_rows, block * self.nest.tile_columns);
+                let tile = [self.nest.tile_rows.min(rows - row), self.nest.tile_columns.min(columns - column)];
+                self.place_operands(&position, [row, column], pointers);
+                self.run_tile(steps, &position, tile)?;
+                block += 1;
+                if block == across {
+                    (block, row_block) = (0, row_block + 1);
+                    if row_block == down {
+                        row_block = 0;
+                        self.advance(&position);
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// The next index of the outer dimensions.
+    unsafe fn advance(&self, position: &Position) {
+        for (n, dimension) in self.nest.outer.iter().enumerate() {
+            // SAFETY: the table has an index for each outer dimension.
+            unsafe {
+                let index = position.outer.add(n);
+                *index += 1;
+                if *index < dimension.size {
+                    return;
+                }
+                *index = 0;
+            }
+        }
+    }
+
+    /// Writes where the operands' elements of a tile begin.
+    unsafe fn place_operands(&self, position: &Position, [row, column]: [usize; 2], pointers: &[*mut u8]) {
+        for (operand, pointer) in pointers.iter().enumerate() {
+            let mut offset =
+                row as isize * self.nest.rows.strides[operand] + column as isize * self.nest.columns.strides[operand];
+            for (n, dimension) in self.nest.outer.iter().enumerate() {
+                // SAFETY: the table has an index for each outer dimension.
+                offset += unsafe { *position.outer.add(n) } as isize * dimension.strides[operand];
+            }
+            let bytes = self.program.operands()[operand].bits() as isize / 8;
+            // SAFETY: the caller vouches for the elements; the table has a place for each operand.
+            unsafe { position.places.add(operand).write(pointer.offset(offset * bytes)) };
+        }
+    }
+
+    unsafe fn run_tile(
+        &self,
+        steps: &Steps,
+        position: &Position,
+        [rows, columns]: [usize; 2],
+    ) -> Result<(), ZeroDivision> {
+        let rectangle = |operand: usize| Rectangle {
+            rows,
+            columns,
+            row_stride: self.nest.rows.strides[operand],
+            column_stride: self.nest.columns.strides[operand],
+        };
+        // SAFETY: the places are those of operands and slots; each slot has room for a tile.
+        unsafe {
+            let at = |place: u16| position.places.add(usize::from(place)).read();
+            if let Some((copy, from, to)) = self.copy {
+                copy(at(to as u16), at(from as u16), &rectangle(to), &rectangle(from));
+                return Ok(());
+            }
+            for step in &steps.steps {
+                match *step {
+                    Step::Compute { kernel, to, from: [a, b, c] } => {
+                        if kernel(at(to), [at(a), at(b), at(c)], rows * columns) {
+                            return Err(ZeroDivision);
+                        }
+                    }
+                    Step::Load { kernel, to, operand } => kernel(at(to), at(operand), &rectangle(usize::from(operand))),
+                    Step::Store { kernel, from, operand } => {
+                        kernel(at(from), at(operand), &rectangle(usize::from(operand)));
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether no operand that is stored to shares memory with one that is loaded.
+    fn are_apart(&self, pointers: &[*mut u8]) -> bool {
+        let span = |operand: usize| {
+            let bytes = self.program.operands()[operand].bits() as isize / 8;
+            let [low, high] = self.nest.reach(operand).unwrap_or([0, -1]);
+            let at = pointers[operand] as isize;
+            (at.wrapping_add(low * bytes), at.wrapping_add((high + 1) * bytes))
+        };
+        let code = self.program.code();
+        code.iter().all(|store| {
+            let Instruction::Store(to, _) = *store else { return true };
+            let (low, high) = span(to);
+            code.iter().all(|load| {
+                let Instruction::Load(from) = *load else { return true };
+                let (from_low, from_high) = span(from);
+                from_high <= low || high <= from_low
+            })
+        })
+    }
+}
+
+/// Fills a slot with a constant.
+unsafe fn fill(slot: *mut u8, number: Number, n: usize) {
+    // SAFETY: the caller vouches for n elements.
+    unsafe {
+        match number {
+            Number::F32(x) => (0..n).for_each(|i| slot.cast::<f32>().add(i).write(x)),
+            Number::F64(x) => (0..n).for_each(|i| slot.cast::<f64>().add(i).write(x)),
+            Number::Int(x) => (0..n).for_each(|i| slot.cast::<i64>().add(i).write(x)),
+            Number::Bool(x) => slot.write_bytes(u8::from(x), n),
+        }
+    }
+}
+
+/// The operands that a program stores to.
+fn stores(program: &Program) -> Vec<usize> {
+    let store = |instruction: &Instruction| match instruction {
+        Instruction::Store(to, _) => Some(*to),
+        _ => None,
+    };
+    program.code().iter().filter_map(store).collect()
+}
+
+fn check(arch: Arch, program: &Program, strides: &[Vec<isize>]) -> Result<(), ProgramError> {
+    if !available().contains(&arch) {
+        return Err(ProgramError::Missing { arch });
+    }
+    if strides.len() != program.operands().len() {
+        return Err(ProgramError::Strides { expected: program.operands().len(), got: strides.len() });
+    }
+    Ok(())
+}

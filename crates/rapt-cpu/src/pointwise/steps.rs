@@ -1,0 +1,236 @@
+//! A program for one loop: which register lies where, and which function computes it.
+//!
+//! A register lies in a slot of scratch memory, which others get after its last use. Two kinds lie in no slot: one that is loaded
+//! from an operand whose tiles are dense lies in the operand, and one that is stored to an operand whose tiles are dense is
+//! computed there. Where a store may change what is still to be loaded (`is_apart` false), only what is read before the first
+//! store lies in its operand, and results go to slots first.
+
+use rapt_core::{Arch, DType};
+
+use super::kernels::{self, Function, Kernel, Move};
+use super::program::{Program, reads};
+use super::{Binary, Instruction, Lane, Number, Register, Unary};
+
+/// A place: an operand's tile, or a slot after them.
+pub(super) type Place = u16;
+
+/// What runs for each tile, in this order.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Step {
+    /// A function of arrays.
+    Compute { kernel: Kernel, to: Place, from: [Place; 3] },
+    /// An operand's elements to a slot.
+    Load { kernel: Move, to: Place, operand: Place },
+    /// A slot's elements to an operand.
+    Store { kernel: Move, from: Place, operand: Place },
+}
+
+/// The steps of a loop, and its slots.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Steps {
+    /// Constants, and the slot of each.
+    pub(super) numbers: Vec<(Place, Number)>,
+    /// What runs for each tile.
+    pub(super) steps: Vec<Step>,
+    /// The bytes of an element of each slot.
+    pub(super) slots: Vec<usize>,
+}
+
+/// An instruction once more: stores convert nothing, and conversions that change nothing are gone.
+struct Lowered {
+    code: Vec<Instruction>,
+    lanes: Vec<Option<Lane>>,
+}
+
+/// Brings a program to the form that steps are made of. Registers are numbered anew.
+fn lower(program: &Program) -> Lowered {
+    let mut lowered = Lowered { code: Vec::new(), lanes: Vec::new() };
+    // For each register its number now, and the dtype whose numbers it is known to hold.
+    let mut now: Vec<(Register, Option<DType>)> = Vec::new();
+    for (at, &instruction) in program.code().iter().enumerate() {
+        let place = |register: Register| now[usize::from(register.0)].0;
+        let known = |register: Register| now[usize::from(register.0)].1;
+        let lane = program.lane(Register(at as u16));
+        let (new, dtype) = match instruction {
+            Instruction::Load(from) => (instruction, Some(program.operands()[from])),
+            Instruction::Number(_) => (instruction, None),
+            Instruction::Unary(op, a) => {
+                let keeps = matches!(op, Unary::Neg | Unary::Abs | Unary::Relu) && lane == Some(Lane::F32);
+                (Instruction::Unary(op, place(a)), known(a).filter(|_| keeps))
+            }
+            Instruction::Binary(op, a, b) => {
+                let keeps = matches!(op, Binary::Maximum | Binary::Minimum) && known(a) == known(b);
+                (Instruction::Binary(op, place(a), place(b)), known(a).filter(|_| keeps))
+            }
+            Instruction::Select(c, a, b) => {
+                (Instruction::Select(place(c), place(a), place(b)), known(a).filter(|_| known(a) == known(b)))
+            }
+            Instruction::MulAdd(a, b, c) => (Instruction::MulAdd(place(a), place(b), place(c)), None),
+            Instruction::Convert(a, dtype) => {
+                let changes = program.lane(a) != Lane::of(dtype)
+                    || (known(a) != Some(dtype)
+                        && !matches!(dtype, DType::F32 | DType::F64 | DType::I64 | DType::Bool));
+                if !changes {
+                    now.push((place(a), Some(dtype)));
+                    continue;
+                }
+                (Instruction::Convert(place(a), dtype), Some(dtype))
+            }
+            Instruction::Store(to, a) => {
+                let dtype = program.operands()[to];
+                let mut from = place(a);
+                if program.lane(a) != Lane::of(dtype) {
+                    lowered.code.push(Instruction::Convert(from, dtype));
+                    lowered.lanes.push(Lane::of(dtype));
+                    from = Register((lowered.code.len() - 1) as u16);
+                }
+                (Instruction::Store(to, from), None)
+            }
+        };
+        now.push((Register(lowered.code.len() as u16), dtype));
+        lowered.code.push(new);
+        lowered.lanes.push(lane);
+    }
+    lowered
+}
+
+/// Where registers lie, while instructions become steps.
+struct Places<'p> {
+    program: &'p Program,
+    lowered: Lowered,
+    /// The instruction that reads a register last.
+    last: Vec<usize>,
+    places: Vec<Option<Place>>,
+    steps: Steps,
+    free: Vec<Place>,
+}
+
+impl Steps {
+    /// The steps of a program on an instruction set. `is_dense` tells operands whose tiles are; `is_apart` whether no store
+    /// reaches what a load reads.
+    pub(super) fn new(program: &Program, arch: Arch, is_dense: &dyn Fn(usize) -> bool, is_apart: bool) -> Steps {
+        let lowered = lower(program);
+        let count = lowered.code.len();
+        let mut last = vec![0; count];
+        for (at, &instruction) in lowered.code.iter().enumerate() {
+            reads(instruction).for_each(|register| last[usize::from(register.0)] = at);
+        }
+        let first_store = lowered.code.iter().position(|i| matches!(i, Instruction::Store(..))).unwrap_or(count);
+        let mut at =
+            Places { program, lowered, last, places: vec![None; count], steps: Steps::default(), free: vec![] };
+        for n in 0..count {
+            at.step(n, arch, is_dense, if is_apart { None } else { Some(first_store) });
+        }
+        at.steps
+    }
+
+    /// The bytes of an element in all slots.
+    pub(super) fn element_bytes(&self) -> usize {
+        self.slots.iter().sum()
+    }
+}
+
+impl Places<'_> {
+    fn place(&self, register: Register) -> Place {
+        self.places[usize::from(register.0)].expect("a register that was defined")
+    }
+
+    /// A slot for elements of this many bytes.
+    fn slot(&mut self, bytes: usize) -> Place {
+        let operands = self.program.operands().len();
+        let fits = |place: &Place| self.steps.slots[usize::from(*place) - operands] == bytes;
+        if let Some(at) = self.free.iter().position(fits) {
+            return self.free.swap_remove(at);
+        }
+        self.steps.slots.push(bytes);
+        (operands + self.steps.slots.len() - 1) as Place
+    }
+
+    /// Makes the step of instruction `n`. `first_store`: where a store may change what is loaded after it.
+    fn step(&mut self, n: usize, arch: Arch, is_dense: &dyn Fn(usize) -> bool, first_store: Option<usize>) {
+        let instruction = self.lowered.code[n];
+        let is_plain = |dtype: DType| matches!(dtype, DType::F32 | DType::F64 | DType::I64);
+        let dtype_of = |operand: usize| self.program.operands()[operand];
+        let lane = self.lowered.lanes[n];
+        match instruction {
+            Instruction::Load(from) => {
+                let in_place =
+                    is_plain(dtype_of(from)) && is_dense(from) && first_store.is_none_or(|store| self.last[n] <= store);
+                if in_place {
+                    self.places[n] = Some(from as Place);
+                } else {
+                    let kernel = kernels::moves(arch, dtype_of(from)).expect("a program's dtype").0;
+                    let to = self.slot(lane.expect("a load's lane").bytes());
+                    self.places[n] = Some(to);
+                    self.steps.steps.push(Step::Load { kernel, to, operand: from as Place });
+                }
+            }
+            Instruction::Number(number) => {
+                // A slot of its own: it is filled once.
+                self.steps.slots.push(lane.expect("a number's lane").bytes());
+                let to = (self.program.operands().len() + self.steps.slots.len() - 1) as Place;
+                self.places[n] = Some(to);
+                self.steps.numbers.push((to, number));
+                self.last[n] = usize::MAX;
+            }
+            Instruction::Store(to, from) => {
+                let place = self.place(from);
+                if place != to as Place {
+                    let kernel = kernels::moves(arch, dtype_of(to)).expect("a program's dtype").1;
+                    self.steps.steps.push(Step::Store { kernel, from: place, operand: to as Place });
+                }
+            }
+            _ => {
+                let store = self.stored_at(n).filter(|&to| {
+                    first_store.is_none() && is_dense(to) && (is_plain(dtype_of(to)) || dtype_of(to) == DType::Bool)
+                });
+                let kernel = self.kernel(instruction, arch);
+                let from: Vec<Place> = reads(instruction).map(|register| self.place(register)).collect();
+                let from = [0, 1, 2].map(|n| from.get(n).copied().unwrap_or(0));
+                let to = match store {
+                    Some(to) => to as Place,
+                    None => self.slot(lane.expect("a result's lane").bytes()),
+                };
+                self.places[n] = Some(to);
+                self.steps.steps.push(Step::Compute { kernel, to, from });
+            }
+        }
+        self.release(n, instruction);
+    }
+
+    /// The operand that the result of instruction `n` is stored to first.
+    fn stored_at(&self, n: usize) -> Option<usize> {
+        self.lowered.code[n..].iter().find_map(|instruction| match instruction {
+            Instruction::Store(to, Register(from)) if usize::from(*from) == n => Some(*to),
+            _ => None,
+        })
+    }
+
+    fn kernel(&self, instruction: Instruction, arch: Arch) -> Kernel {
+        let lane = |register: Register| self.lowered.lanes[usize::from(register.0)].expect("a register's lane");
+        let function = match instruction {
+            Instruction::Unary(op, a) => Function::Unary(op, lane(a)),
+            Instruction::Binary(op, a, _) => Function::Binary(op, lane(a)),
+            Instruction::Select(_, a, _) => Function::Select(lane(a)),
+            Instruction::MulAdd(a, ..) => Function::MulAdd(lane(a)),
+            Instruction::Convert(a, dtype) => Function::Convert(lane(a), dtype),
+            Instruction::Load(_) | Instruction::Number(_) | Instruction::Store(..) => unreachable!("no function"),
+        };
+        kernels::kernel(arch, function).expect("a program's functions are defined")
+    }
+
+    /// Gives back the slots of registers that instruction `n` read last.
+    fn release(&mut self, n: usize, instruction: Instruction) {
+        let operands = self.program.operands().len();
+        for register in reads(instruction) {
+            let register = usize::from(register.0);
+            if let Some(place) = self.places[register]
+                && self.last[register] == n
+                && usize::from(place) >= operands
+                && !self.free.contains(&place)
+            {
+                self.free.push(place);
+            }
+        }
+    }
+}
