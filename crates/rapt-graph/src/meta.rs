@@ -79,6 +79,25 @@ impl Meta {
             })
     }
 
+    /// The same elements, in row-major order, in another shape of as many; `None` where only a copy gives it.
+    #[must_use]
+    pub fn reshaped(&self, shape: &[i64]) -> Option<Meta> {
+        let strides = crate::strides::of_view(self, shape)?;
+        Some(Meta { dtype: self.dtype, shape: shape.to_vec(), strides, offset: self.offset })
+    }
+
+    /// Broadcast to a larger shape: a dimension of size 1, or none, gets the stride 0. The caller has checked that it fits.
+    #[must_use]
+    pub fn broadcast(&self, shape: &[i64]) -> Meta {
+        let lead = shape.len().saturating_sub(self.rank());
+        let stride = |d: usize| match d.checked_sub(lead) {
+            Some(own) if self.shape[own] == shape[d] => self.strides[own],
+            _ => 0,
+        };
+        let strides = (0..shape.len()).map(stride).collect();
+        Meta { dtype: self.dtype, shape: shape.to_vec(), strides, offset: self.offset }
+    }
+
     /// Whether two forms are one, where PyTorch itself distinguishes them: the stride of a dimension of size 1 leads nowhere,
     /// and no stride of a tensor without elements does.
     #[must_use]

@@ -70,12 +70,7 @@ impl Tensor {
     /// shape is one that it broadcasts to.
     #[must_use]
     pub fn broadcast(&self, shape: &[i64]) -> Tensor {
-        let lead = shape.len().saturating_sub(self.meta.rank());
-        let stride = |d: usize| match d.checked_sub(lead) {
-            Some(own) if self.meta.shape[own] == shape[d] => self.meta.strides[own],
-            _ => 0,
-        };
-        self.view(Meta { shape: shape.to_vec(), strides: (0..shape.len()).map(stride).collect(), ..self.meta.clone() })
+        self.view(self.meta.broadcast(shape))
     }
 
     /// Whether both have one storage.

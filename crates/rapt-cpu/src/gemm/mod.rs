@@ -52,6 +52,9 @@ use crate::kernels::gemm::{ROW_BLOCK, TILE_COLUMNS};
 use packed::kernels_of;
 use product::Job;
 
+/// From one row of a tile of sums to the next, in elements: what every [`Epilogue`] is called with.
+pub const SUM_ROW_STRIDE: usize = TILE_COLUMNS;
+
 /// Items for each thread, so that one that was late does not keep the others waiting long.
 const ITEMS_PER_THREAD: usize = 4;
 

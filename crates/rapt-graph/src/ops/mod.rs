@@ -35,7 +35,7 @@ pub use index::Index;
 pub use linear::Linear;
 pub use moe::GroupedMm;
 pub use norm::Norm;
-pub use pointwise::{Binary, Operand, Pointwise, Unary};
+pub use pointwise::{Binary, Emitter, Operand, Pointwise, Unary};
 pub use pool::{Pool, Window};
 pub use reduce::{Fold, Reduce};
 pub use scan::Scan;

@@ -2,13 +2,14 @@
 
 use std::sync::Arc;
 
-use rapt_core::{DType, Device, View, ViewMut};
-use rapt_graph::{
-    Binding, Cells, Fact, Graph, Interpreter, Item, Meta, Output as GraphOutput, Precision, Tensor, ValueId,
-};
+use rapt_core::{DType, Device, View, ViewMut, Workspace};
+use rapt_graph::{Binding, Fact, Graph, Meta, Output as GraphOutput, ValueId};
 
+use super::memory::{self, Strided};
+use super::plan::{Buffer, Plan};
+use super::run::Frame;
 use super::state::State;
-use super::{Model, ModelError, cells};
+use super::{Model, ModelError};
 use crate::Shape;
 
 /// What an input is, but for its numbers.
@@ -97,20 +98,33 @@ impl Input<'_> {
         }
     }
 
-    /// The elements in row-major order.
-    fn bytes(&mut self) -> Result<Vec<u8>, ModelError> {
-        Ok(match self {
-            Input::Read(view) => cells::gather(view),
-            Input::Write(view) => {
-                let (dtype, shape, strides, extent) = (view.dtype(), *view.shape(), *view.strides(), view.extent());
-                // SAFETY: the memory of a view that may be written, read before anything is written to it.
-                let same = unsafe {
-                    View::from_raw_parts("input", view.as_mut_ptr(), dtype, shape, strides, view.device(), extent)
-                }?;
-                cells::gather(&same)
+    /// Address, strides in elements, and the bytes reached, of a tensor.
+    fn lies(&mut self) -> Option<Lies> {
+        Some(match self {
+            Input::Read(view) => {
+                let (lo, hi) = view.reach_bytes();
+                Lies { ptr: view.as_ptr().cast_mut(), strides: view.strides().to_vec(), reach: (lo, hi) }
             }
-            _ => Vec::new(),
+            Input::Write(view) => {
+                let (lo, hi) = view.reach_bytes();
+                Lies { ptr: view.as_mut_ptr(), strides: view.strides().to_vec(), reach: (lo, hi) }
+            }
+            _ => return None,
         })
+    }
+}
+
+/// How a caller's tensor lies.
+struct Lies {
+    ptr: *mut u8,
+    strides: Vec<isize>,
+    reach: (isize, isize),
+}
+
+impl Lies {
+    fn span(&self) -> (usize, usize) {
+        let at = |bytes| (self.ptr as usize).wrapping_add_signed(bytes);
+        (at(self.reach.0), at(self.reach.1))
     }
 }
 
@@ -155,9 +169,8 @@ pub enum Output {
 #[derive(Clone, Debug)]
 pub struct Bound {
     model: Model,
-    binding: Arc<Binding>,
+    plan: Arc<Plan>,
     outputs: Vec<OutputForm>,
-    written: Vec<ValueId>,
 }
 
 /// The inputs of the graph whose content a run changes: by the signature, or in place through any view.
@@ -178,15 +191,16 @@ pub(super) fn written(graph: &Graph, binding: &Binding) -> Vec<ValueId> {
 }
 
 impl Bound {
-    pub(super) fn new(model: Model, binding: Arc<Binding>) -> Result<Bound, ModelError> {
+    pub(super) fn new(model: Model, binding: &Arc<Binding>) -> Result<Bound, ModelError> {
         let graph = &model.inner.graph;
         let forms = graph.outputs.iter().filter_map(|output| match output {
             GraphOutput::Value(id) => Some(form(binding.fact(*id))),
             GraphOutput::Fixed(argument) => Some(fixed(argument)),
             GraphOutput::BufferMutation { .. } | GraphOutput::InputMutation { .. } => None,
         });
-        let (outputs, written) = (forms.collect(), written(graph, &binding));
-        Ok(Bound { model, binding, outputs, written })
+        let outputs = forms.collect();
+        let plan = model.inner.plan(binding)?;
+        Ok(Bound { model, plan, outputs })
     }
 
     /// The results' forms, in the order of [`Model::outputs`].
@@ -197,14 +211,13 @@ impl Bound {
 
     /// The values of the program's symbols.
     pub fn symbols(&self) -> impl Iterator<Item = (&str, i64)> {
-        self.binding.symbols.iter().map(|(name, value)| (name.as_str(), *value))
+        self.plan.binding.symbols.iter().map(|(name, value)| (name.as_str(), *value))
     }
 
     /// Whether a run writes this input of the caller.
     #[must_use]
     pub fn writes(&self, place: usize) -> bool {
-        let input = self.model.inner.graph.user_inputs().nth(place);
-        input.and_then(|input| input.value).is_some_and(|id| self.written.contains(&id))
+        self.plan.written_inputs.contains(&place)
     }
 
     /// Runs the program. `places` are where tensors of [`Bound::outputs`] go, in order: of the same dtype and sizes, with
@@ -220,36 +233,118 @@ impl Bound {
     ) -> Result<(), ModelError> {
         self.check(inputs)?;
         self.check_places(places)?;
-        let graph = &self.model.inner.graph;
-        let mut interpreter = Interpreter::new(graph, Precision::Rounded);
-        let held = state.give(&self.model, &mut interpreter)?;
-        let mut items = Vec::with_capacity(inputs.len());
-        for (input, source) in inputs.iter_mut().zip(graph.user_inputs()) {
-            items.push(match input {
-                Input::Int(n) => Item::Int(*n),
-                Input::Float(x) => Item::Float(*x),
-                Input::Bool(b) => Item::Bool(*b),
-                Input::None => Item::None,
-                tensor => match source.value.map(|id| self.binding.fact(id)) {
-                    Some(Fact::Tensor(meta)) => Item::Tensor(as_stated(meta, &tensor.bytes()?)),
-                    _ => Item::None,
-                },
+        let inner = &*self.model.inner;
+        let mut given = self.given(inputs)?;
+        let mut arena = inner.arena();
+        arena.ensure(self.plan.arena_bytes + self.plan.threads * self.plan.scratch_bytes)?;
+        let frame = self.frame(state, &given, &mut arena)?;
+        // SAFETY: every buffer is where the plan takes it to be: `given` has the inputs as the program states them, the state and
+        // the archive their storages, the arena its parts.
+        unsafe {
+            frame.run()?;
+            // From here on nothing fails.
+            for (place, result) in places.iter_mut().zip(&self.plan.results) {
+                if let (Some(view), Some(result)) = (place, result) {
+                    let strides: Vec<isize> = view.strides().to_vec();
+                    let to = Strided { ptr: view.as_mut_ptr(), strides: &strides };
+                    let from = Strided { ptr: frame.at(result), strides: &memory::strides(result) };
+                    memory::copy(&result.shape(), result.size(), from, to);
+                }
+            }
+            self.mutate(&frame);
+            for given in given.iter_mut().flatten() {
+                given.put_back();
+            }
+        }
+        inner.keep_arena(arena);
+        Ok(())
+    }
+
+    /// Makes the mutations that the signature declares. All contents are read before any is written: one may be a view of
+    /// another.
+    unsafe fn mutate(&self, frame: &Frame<'_>) {
+        let contents: Vec<Vec<u8>> = self
+            .plan
+            .mutations
+            .iter()
+            .map(|(from, _)| {
+                let shape = from.shape();
+                let mut bytes = vec![0u8; shape.iter().product::<usize>() * from.size()];
+                let to = Strided { ptr: bytes.as_mut_ptr(), strides: &memory::row_major(&shape) };
+                // SAFETY: promised by the caller: the frame's places are there.
+                unsafe {
+                    memory::copy(
+                        &shape,
+                        from.size(),
+                        Strided { ptr: frame.at(from), strides: &memory::strides(from) },
+                        to,
+                    );
+                };
+                bytes
+            })
+            .collect();
+        for ((_, to), mut bytes) in self.plan.mutations.iter().zip(contents) {
+            let shape = to.shape();
+            let from = Strided { ptr: bytes.as_mut_ptr(), strides: &memory::row_major(&shape) };
+            // SAFETY: as above.
+            unsafe {
+                memory::copy(&shape, to.size(), from, Strided { ptr: frame.at(to), strides: &memory::strides(to) });
+            };
+        }
+    }
+
+    /// The inputs as the program states them: where they lie, or copied.
+    fn given(&self, inputs: &mut [Input<'_>]) -> Result<Vec<Option<Given>>, ModelError> {
+        let lies: Vec<Option<Lies>> = inputs.iter_mut().map(Input::lies).collect();
+        // What the program writes must be seen by no other input.
+        let overlaps = |place: usize, own: &Lies| {
+            let (lo, hi) = own.span();
+            self.plan.written_inputs.iter().filter(|other| **other != place).any(|&other| {
+                lies.get(other).and_then(Option::as_ref).is_some_and(|other| {
+                    let (other_lo, other_hi) = other.span();
+                    lo < other_hi && other_lo < hi
+                })
+            })
+        };
+        let mut given = Vec::with_capacity(lies.len());
+        for ((place, own), source) in lies.iter().enumerate().zip(self.model.inner.graph.user_inputs()) {
+            let stated = source.value.map(|id| self.plan.binding.fact(id));
+            given.push(match (own, stated) {
+                (Some(own), Some(Fact::Tensor(stated))) => {
+                    let strides = stated.shape.iter().zip(&stated.strides).zip(&own.strides);
+                    let is_so = stated.shape.contains(&0)
+                        || strides.into_iter().all(|((&n, &stride), &own)| n == 1 || stride as isize == own);
+                    if is_so && !overlaps(place, own) {
+                        Some(Given::in_place(own.ptr))
+                    } else {
+                        Some(Given::copied(own, stated, self.writes(place))?)
+                    }
+                }
+                _ => None,
             });
         }
-        let results = interpreter.run(&items).map_err(|error| self.model.inner.named(error))?;
-        // From here on nothing fails.
-        for (item, place) in results.iter().zip(places) {
-            if let (Item::Tensor(tensor), Some(place)) = (item, place) {
-                cells::scatter(&tensor.cast(place.dtype(), Precision::Rounded), place);
-            }
+        Ok(given)
+    }
+
+    fn frame<'a>(
+        &'a self,
+        state: &mut State,
+        given: &[Option<Given>],
+        arena: &mut Workspace,
+    ) -> Result<Frame<'a>, ModelError> {
+        let inner = &*self.model.inner;
+        let base = arena.as_mut_ptr();
+        let mut bases = Vec::with_capacity(self.plan.buffers.len());
+        for buffer in &self.plan.buffers {
+            bases.push(match buffer {
+                Buffer::Archive(id) => inner.storage(*id).as_ptr().cast_mut(),
+                Buffer::State(id) => state.storage(inner, *id)?,
+                Buffer::Input(place) => given[*place].as_ref().map_or(std::ptr::null_mut(), |given| given.ptr),
+                Buffer::Constant(memory) => memory.as_ptr().cast_mut(),
+                Buffer::Arena { at, .. } => base.wrapping_add(*at),
+            });
         }
-        for (place, (input, item)) in inputs.iter_mut().zip(&items).enumerate() {
-            if let (true, Input::Write(view), Item::Tensor(tensor)) = (self.writes(place), input, item) {
-                cells::scatter(&tensor.cast(view.dtype(), Precision::Rounded), view);
-            }
-        }
-        state.keep(&self.written, &held);
-        Ok(())
+        Ok(Frame { inner, plan: &self.plan, bases, scratch: base.wrapping_add(self.plan.arena_bytes) })
     }
 
     fn check(&self, inputs: &[Input<'_>]) -> Result<(), ModelError> {
@@ -264,8 +359,8 @@ impl Bound {
         }
         let forms: Vec<InputForm> = inputs.iter().map(Input::form).collect();
         let binding = self.model.inner.bind(&forms)?;
-        if binding.symbols != self.binding.symbols {
-            let (expected, got) = (format!("{:?}", self.binding.symbols), format!("{:?}", binding.symbols));
+        if binding.symbols != self.plan.binding.symbols {
+            let (expected, got) = (format!("{:?}", self.plan.binding.symbols), format!("{:?}", binding.symbols));
             return Err(ModelError::InputKind { input: "the call".into(), expected, got });
         }
         Ok(())
@@ -351,12 +446,54 @@ fn fixed(argument: &rapt_pt2::Argument) -> OutputForm {
     }
 }
 
-/// A tensor that lies as the program states, with these elements.
-fn as_stated(meta: &Meta, elements: &[u8]) -> Tensor {
-    let tensor = Tensor::zeros(meta.clone());
-    match cells::of_bytes(meta.dtype, elements) {
-        Cells::Float(numbers) => tensor.write_floats(Precision::Wide, numbers),
-        Cells::Int(numbers) => tensor.write_ints(numbers),
+/// An input of the caller as the program states it.
+struct Given {
+    /// The first element.
+    ptr: *mut u8,
+    /// The copy that it lies in, and where it came from, if it is to be written there in the end.
+    copy: Option<Workspace>,
+    back: Option<Back>,
+}
+
+/// Where a copy goes in the end.
+struct Back {
+    to: *mut u8,
+    strides: Vec<isize>,
+    shape: Vec<usize>,
+    stated: Vec<isize>,
+    size: usize,
+}
+
+impl Given {
+    fn in_place(ptr: *mut u8) -> Given {
+        Given { ptr, copy: None, back: None }
     }
-    tensor
+
+    /// A copy with the strides that the program states.
+    fn copied(own: &Lies, stated: &Meta, is_written: bool) -> Result<Given, ModelError> {
+        let shape: Vec<usize> = stated.shape.iter().map(|&n| usize::try_from(n).unwrap_or(0)).collect();
+        let strides: Vec<isize> = stated.strides.iter().map(|&stride| stride as isize).collect();
+        let size = stated.dtype.size_bytes();
+        let start = Meta { offset: 0, ..stated.clone() };
+        let elements = start.extent().and_then(|extent| usize::try_from(extent).ok()).unwrap_or(0);
+        let mut copy = Workspace::new();
+        copy.ensure((elements * size).max(1))?;
+        let to = Strided { ptr: copy.as_mut_ptr(), strides: &strides };
+        // SAFETY: the view vouches for its elements; the copy has room for the stated form.
+        unsafe { memory::copy(&shape, size, Strided { ptr: own.ptr, strides: &own.strides }, to) };
+        let back = Back { to: own.ptr, strides: own.strides.clone(), shape, stated: strides, size };
+        Ok(Given { ptr: copy.as_mut_ptr(), copy: Some(copy), back: is_written.then_some(back) })
+    }
+
+    /// Writes a copy back to the caller's tensor, where the program wrote it.
+    ///
+    /// # Safety
+    /// The caller's tensor may be written.
+    unsafe fn put_back(&mut self) {
+        let (Some(_), Some(back)) = (&self.copy, &self.back) else { return };
+        let from = Strided { ptr: self.ptr, strides: &back.stated };
+        let to = Strided { ptr: back.to, strides: &back.strides };
+        // SAFETY: promised by the caller; the copy has the same elements.
+        unsafe { memory::copy(&back.shape, back.size, from, to) };
+    }
 }

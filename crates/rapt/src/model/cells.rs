@@ -1,8 +1,8 @@
-//! Bytes and numbers: from tensors as they lie to the numbers of the interpreter, and back. Nothing is rounded on the way in;
-//! on the way out every number is already one of its dtype.
+//! Bytes and numbers: from elements to the numbers of the interpreter, and back. Nothing is rounded on the way in; on the way out
+//! every number is already one of its dtype.
 
 use half::{bf16, f16};
-use rapt_core::{DType, View, ViewMut, bf16_from_f64, f16_from_f64};
+use rapt_core::{DType, bf16_from_f64, f16_from_f64};
 use rapt_graph::Cells;
 
 /// The numbers of a storage.
@@ -37,53 +37,19 @@ fn bytes_of_float(dtype: DType, x: f64) -> ([u8; 8], usize) {
     (bytes, dtype.size_bytes())
 }
 
-/// The address of each element in row-major order, in bytes from the first.
-fn places(shape: &[usize], strides: &[isize], element_bytes: usize) -> Vec<isize> {
-    if shape.contains(&0) {
-        return Vec::new();
-    }
-    let mut places = vec![0isize];
-    for (&n, &stride) in shape.iter().zip(strides) {
-        let step = stride * element_bytes.cast_signed();
-        places = places.iter().flat_map(|&at| (0..n.cast_signed()).map(move |i| at + i * step)).collect();
-    }
-    places
-}
-
-/// The elements of a view in row-major order, as bytes.
-pub(super) fn gather(view: &View<'_>) -> Vec<u8> {
-    let size = view.dtype().size_bytes();
-    let places = places(view.shape(), view.strides(), size);
-    let mut bytes = vec![0u8; places.len() * size];
-    for (to, at) in bytes.chunks_exact_mut(size).zip(places) {
-        // SAFETY: the view's constructor proved that every element of its shape and strides lies in its extent; `to` has the
-        // size of one.
-        unsafe { std::ptr::copy_nonoverlapping(view.as_ptr().offset(at), to.as_mut_ptr(), size) };
-    }
-    bytes
-}
-
-/// Writes numbers in row-major order to a view of the same shape.
-pub(super) fn scatter(cells: &Cells, view: &mut ViewMut<'_>) {
-    let (dtype, size) = (view.dtype(), view.dtype().size_bytes());
-    let places = places(view.shape(), view.strides(), size);
-    let base = view.as_mut_ptr();
-    let put = |at: isize, bytes: &[u8]| {
-        // SAFETY: as in `gather`; the view is the only way to this memory while it is borrowed.
-        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), base.offset(at), size) };
-    };
+/// The bytes of numbers of this dtype, which each of them is one of.
+pub(super) fn to_bytes(dtype: DType, cells: &Cells) -> Vec<u8> {
     match cells {
-        Cells::Float(numbers) => {
-            for (&x, at) in numbers.iter().zip(places) {
+        Cells::Float(numbers) => numbers
+            .iter()
+            .flat_map(|&x| {
                 let (bytes, size) = bytes_of_float(dtype, x);
-                put(at, &bytes[..size]);
-            }
-        }
+                bytes.into_iter().take(size)
+            })
+            .collect(),
         // Little-endian: the low bytes of a number that fits are the number.
         Cells::Int(numbers) => {
-            for (&x, at) in numbers.iter().zip(places) {
-                put(at, &x.to_le_bytes()[..size]);
-            }
+            numbers.iter().flat_map(|x| x.to_le_bytes().into_iter().take(dtype.size_bytes())).collect()
         }
     }
 }
@@ -91,19 +57,6 @@ pub(super) fn scatter(cells: &Cells, view: &mut ViewMut<'_>) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use rapt_core::{Shape, Strides};
-
-    #[test]
-    fn a_strided_view_is_read_and_written_element_by_element() {
-        let data = [1i64, -2, 3, 1 << 40, 5, 6];
-        let view = View::strided("x", &data, 0, Shape::from([3, 2]), Strides::from([1, 3])).unwrap();
-        let bytes = gather(&view);
-        assert_eq!(of_bytes(DType::I64, &bytes), Cells::Int(vec![1, 1 << 40, -2, 5, 3, 6]));
-        let mut out = [0i64; 6];
-        let mut place = ViewMut::strided("x", &mut out, 0, Shape::from([3, 2]), Strides::from([1, 3])).unwrap();
-        scatter(&of_bytes(DType::I64, &bytes), &mut place);
-        assert_eq!(out, data);
-    }
 
     #[test]
     fn every_dtype_comes_back_bit_for_bit() {
@@ -116,10 +69,7 @@ mod tests {
                 _ => (0..3 * size).map(|n| (n * 37 + 1) as u8).collect(),
             };
             let cells = of_bytes(dtype, &bytes);
-            let back: Vec<u8> = match &cells {
-                Cells::Float(x) => x.iter().flat_map(|&x| bytes_of_float(dtype, x).0[..size].to_vec()).collect(),
-                Cells::Int(x) => x.iter().flat_map(|x| x.to_le_bytes()[..size].to_vec()).collect(),
-            };
+            let back = to_bytes(dtype, &cells);
             assert_eq!(back, bytes, "{dtype}");
         }
     }

@@ -84,6 +84,12 @@ pub enum ModelError {
         /// Its name.
         name: String,
     },
+    /// No plan for these sizes.
+    #[error("no plan for these sizes: {why}")]
+    Plan {
+        /// Why.
+        why: String,
+    },
     /// Of a tensor of Rapt's own.
     #[error(transparent)]
     Core(#[from] Error),
@@ -94,7 +100,7 @@ impl ModelError {
     #[must_use]
     pub fn kind(&self) -> ErrorKind {
         match self {
-            ModelError::Archive(_) | ModelError::MissingState { .. } => ErrorKind::Program,
+            ModelError::Archive(_) | ModelError::MissingState { .. } | ModelError::Plan { .. } => ErrorKind::Program,
             ModelError::Graph(error) => match error {
                 rapt_graph::Error::MissingOps { .. } => ErrorKind::Unsupported,
                 rapt_graph::Error::InputCount { .. } => ErrorKind::Kind,

@@ -15,18 +15,27 @@
 
 mod bound;
 mod cells;
+mod define;
 mod error;
+mod memory;
+mod plan;
 mod port;
 mod report;
+mod run;
 mod session;
 mod state;
 
+use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use rapt_core::DType;
+use rapt_core::{DType, Workspace};
+use rapt_cpu::gemm::{PackedLayout, PackedMatrix, Strided};
 use rapt_graph::{Binding, Fact, Graph};
-use rapt_pt2::{Archive, Call, Payload, Program, Symbols};
+use rapt_pt2::{Archive, Call, Payload, Program, StorageId, Symbols};
+
+use crate::engine::default_engine;
+use plan::{Buffer, Place, Plan};
 
 pub use bound::{Bound, Input, InputForm, Output, OutputForm};
 pub use error::ModelError;
@@ -52,6 +61,9 @@ pub const SERVED: [DType; 10] = [
 /// Bindings that are kept; the oldest goes when another comes.
 const BINDINGS: usize = 64;
 
+/// Where storages begin: no element is larger.
+const ALIGN: usize = 8;
+
 /// An exported program, ready to run. Clones share everything.
 #[derive(Clone)]
 pub struct Model {
@@ -71,8 +83,20 @@ struct Inner {
     graph: Graph,
     inputs: Vec<Port>,
     outputs: Vec<Port>,
+    /// A binding that the program was verified at: the sizes of its export, where they are known.
+    example: Option<Arc<Binding>>,
     bindings: Mutex<Vec<Arc<Binding>>>,
+    plans: Mutex<Vec<Arc<Plan>>>,
+    /// Packed weights, by where they lie in the archive.
+    packed: Mutex<Vec<(PackedKey, Arc<PackedMatrix>)>>,
+    /// Storages that do not begin where their elements may be read: copies that do.
+    aligned: BTreeMap<StorageId, Workspace>,
+    /// Arenas that no run uses at present.
+    arenas: Mutex<Vec<Workspace>>,
 }
+
+/// A matrix of weights: storage, first element, strides and sizes.
+type PackedKey = (StorageId, i64, [i64; 2], [i64; 2]);
 
 impl Model {
     /// Loads an archive that `torch.export.save` wrote. The file is mapped: it must not be altered while the model is used.
@@ -119,7 +143,20 @@ impl Model {
         port::check_dtypes(&program)?;
         let graph = Graph::new(&program)?;
         let (inputs, outputs) = (port::inputs(&program), port::outputs(&program));
-        let mut inner = Inner { archive, program, graph, inputs, outputs, bindings: Mutex::default() };
+        let aligned = aligned_storages(archive.as_ref())?;
+        let mut inner = Inner {
+            archive,
+            program,
+            graph,
+            inputs,
+            outputs,
+            example: None,
+            bindings: Mutex::default(),
+            plans: Mutex::default(),
+            packed: Mutex::default(),
+            aligned,
+            arenas: Mutex::default(),
+        };
         for place in 0..inner.graph.inputs.len() {
             inner.payload(place)?;
         }
@@ -130,6 +167,7 @@ impl Model {
                     inner.inputs[place].is_written = true;
                 }
             }
+            inner.example = Some(binding);
         }
         Ok(Model { inner: Arc::new(inner) })
     }
@@ -164,7 +202,7 @@ impl Model {
     /// [`ModelError`] for a wrong count, kind, dtype, rank or size, and for a guard that does not hold.
     pub fn bind(&self, inputs: &[InputForm]) -> Result<Bound, ModelError> {
         let binding = self.inner.bind(inputs)?;
-        Bound::new(self.clone(), binding)
+        Bound::new(self.clone(), &binding)
     }
 
     /// Runs the program on these inputs. What it keeps (a cache in a buffer) starts as the archive has it, and is forgotten:
@@ -181,6 +219,23 @@ impl Model {
     pub fn session(&self) -> Session {
         Session::new(self.clone())
     }
+}
+
+/// Copies of the storages that do not begin at a multiple of [`ALIGN`], as a file that is mapped always has them.
+fn aligned_storages(archive: Option<&Archive>) -> Result<BTreeMap<StorageId, Workspace>, ModelError> {
+    let mut copies = BTreeMap::new();
+    let Some(archive) = archive else { return Ok(copies) };
+    for payload in archive.weights().values().chain(archive.constants().values()) {
+        let bytes = archive.storage(payload.storage);
+        if !(bytes.as_ptr() as usize).is_multiple_of(ALIGN) && !copies.contains_key(&payload.storage) {
+            let mut copy = Workspace::new();
+            copy.ensure(bytes.len().max(1))?;
+            // SAFETY: the copy is at least as long, and its own.
+            unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), copy.as_mut_ptr(), bytes.len()) };
+            copies.insert(payload.storage, copy);
+        }
+    }
+    Ok(copies)
 }
 
 impl Inner {
@@ -207,6 +262,77 @@ impl Inner {
         }
         let symbols = self.graph.solve(&facts).map_err(|error| self.named(error))?;
         self.binding(&symbols)
+    }
+
+    /// The bytes of a storage, which begin at a multiple of [`ALIGN`].
+    fn storage(&self, id: StorageId) -> &[u8] {
+        let Some(archive) = &self.archive else { return &[] };
+        let bytes = archive.storage(id);
+        match self.aligned.get(&id) {
+            // SAFETY: the copy has the storage's length, and is never written again.
+            Some(copy) => unsafe { std::slice::from_raw_parts(copy.as_ptr(), bytes.len()) },
+            None => bytes,
+        }
+    }
+
+    /// A constant matrix `[k, n]`, packed once.
+    fn packed(&self, layout: PackedLayout, w: &Place, buffer: &Buffer) -> Result<Arc<PackedMatrix>, ModelError> {
+        let (base, key) = match buffer {
+            Buffer::Archive(id) => {
+                let two = |numbers: &[i64]| [numbers[0], numbers[1]];
+                let key = (*id, w.meta.offset, two(&w.meta.strides), two(&w.meta.shape));
+                (self.storage(*id).as_ptr(), Some(key))
+            }
+            Buffer::Constant(memory) => (memory.as_ptr(), None),
+            _ => return Err(ModelError::Plan { why: "weights that are not constant are packed in each run".into() }),
+        };
+        let mut packed = self.packed.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some((_, known)) = packed.iter().find(|(known, _)| Some(known) == key.as_ref()) {
+            return Ok(Arc::clone(known));
+        }
+        let matrix = Strided {
+            ptr: base.wrapping_offset(w.offset_bytes()),
+            k_stride: w.meta.strides[0] as isize,
+            n_stride: w.meta.strides[1] as isize,
+        };
+        // SAFETY: the place was verified to lie in its storage, which lives as long as the model.
+        let new = Arc::new(unsafe { PackedMatrix::pack(layout, matrix, default_engine()?.executor())? });
+        if let Some(key) = key {
+            packed.push((key, Arc::clone(&new)));
+        }
+        Ok(new)
+    }
+
+    /// An arena that no run uses, or a new one.
+    fn arena(&self) -> Workspace {
+        self.arenas.lock().unwrap_or_else(PoisonError::into_inner).pop().unwrap_or_default()
+    }
+
+    /// Keeps an arena for the next run.
+    fn keep_arena(&self, arena: Workspace) {
+        self.arenas.lock().unwrap_or_else(PoisonError::into_inner).push(arena);
+    }
+
+    /// The bytes of packed weights.
+    fn packed_bytes(&self) -> usize {
+        let packed = self.packed.lock().unwrap_or_else(PoisonError::into_inner);
+        packed.iter().map(|(_, matrix)| matrix.len_bytes()).sum()
+    }
+
+    /// The plan of a binding, made once.
+    fn plan(&self, binding: &Arc<Binding>) -> Result<Arc<Plan>, ModelError> {
+        let lock = || self.plans.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(known) = lock().iter().find(|plan| plan.binding.symbols == binding.symbols) {
+            return Ok(Arc::clone(known));
+        }
+        let written = bound::written(&self.graph, binding);
+        let plan = Arc::new(Plan::new(self, binding, &written)?);
+        let mut plans = lock();
+        if plans.len() == BINDINGS {
+            plans.remove(0);
+        }
+        plans.push(Arc::clone(&plan));
+        Ok(plan)
     }
 
     /// The binding of these symbols, verified once.

@@ -73,7 +73,7 @@ impl Explanation {
         let inner = &model.inner;
         let mut rows: Vec<(String, String)> = Vec::new();
         let mut row = |name: &str, text: String| rows.push((name.to_owned(), text));
-        row("executor", "reference interpreter: each node in f64 or i64, rounded once to its dtype".into());
+        row("executor", "kernels for the CPU; what has none by the interpreter's definition".into());
         row("archive", format!("torch {}", inner.program.torch_version));
         for input in &inner.inputs {
             let text = format!("{}{}", of_port(input), if input.is_written { ", written" } else { "" });
@@ -99,9 +99,15 @@ impl Explanation {
                 .sum()
         });
         row("weights", format!("{bytes} bytes, mapped"));
-        row("weights packed", "0 bytes".into());
-        row("fused", "nothing".into());
         row("nodes", inner.graph.nodes.len().to_string());
+        if let Some(plan) = inner.example.as_ref().and_then(|binding| inner.plan(binding).ok()) {
+            let name = |n: usize| short(&inner.graph.nodes[n].target).to_owned();
+            for (name, text) in plan.rows(&name) {
+                row(&name, text);
+            }
+        }
+        row("weights packed", format!("{} bytes", inner.packed_bytes()));
+        row("operators", String::new());
         let mut ops: BTreeMap<&str, usize> = BTreeMap::new();
         for node in &inner.graph.nodes {
             *ops.entry(short(&node.target)).or_default() += 1;

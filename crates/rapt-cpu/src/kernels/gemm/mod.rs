@@ -243,7 +243,7 @@ pub(crate) unsafe fn item<S: Simd, W: Weights<S>>(job: &Job<'_>) {
     for column in job.columns.clone().step_by(TILE_COLUMNS) {
         let columns = (job.columns.end - column).min(TILE_COLUMNS);
         let panels = columns.div_ceil(width);
-        let y = Place { ptr: y, row: panels * width };
+        let y = Place { ptr: y, row: TILE_COLUMNS };
         // SAFETY: the panels of these columns are there, all in one piece.
         let w = unsafe { job.w.add(column / width * job.panel_bytes).cast::<W::Lane>() };
         let panel_lanes = lanes * width;

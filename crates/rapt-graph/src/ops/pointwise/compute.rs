@@ -33,7 +33,7 @@ fn unary(op: Unary, input: &Tensor, eval: &dyn Eval, out: &Tensor) -> Result<(),
 }
 
 /// The dtype of arithmetic on float16 and bfloat16 in PyTorch: float32.
-fn arithmetic(dtype: DType) -> DType {
+pub(super) fn arithmetic(dtype: DType) -> DType {
     if matches!(dtype, DType::F16 | DType::BF16) { DType::F32 } else { dtype }
 }
 
@@ -50,7 +50,7 @@ fn cells(operand: Operand, dtype: DType, eval: &dyn Eval, shape: &[i64]) -> Resu
 }
 
 /// A number in the dtype of a computation: rounded, or wrapped around.
-fn number(dtype: DType, number: Number, precision: Precision) -> Cells {
+pub(super) fn number(dtype: DType, number: Number, precision: Precision) -> Cells {
     let wide = precision == Precision::Wide;
     match number {
         Number::Int(n) if is_float(dtype) => Cells::Float(vec![if wide { n as f64 } else { int_to_float(dtype, n) }]),

@@ -5,10 +5,13 @@
 //! dimensions and Python's numbers take part in promotion as in PyTorch ([`crate::promote`]).
 
 mod compute;
+mod lower;
 mod math;
 mod read;
 
 use rapt_core::DType;
+
+pub use lower::Emitter;
 
 use super::{Target, fill};
 use crate::number::is_float;

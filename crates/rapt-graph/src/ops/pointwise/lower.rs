@@ -1,0 +1,199 @@
+//! Pointwise operations as code: what [`compute`](super::compute) does to whole tensors, said of one element.
+//!
+//! Whoever makes kernels implements [`Emitter`]; the rules of promotion and rounding stay here, beside their definition.
+
+use rapt_core::DType;
+
+use super::super::fill;
+use super::compute::{arithmetic, number};
+use super::{Binary, Operand, Pointwise, Unary, clamp_operands, common};
+use crate::number::is_float;
+use crate::{Cells, Number, OpError, Precision, Scalar, Shapes, ValueId};
+
+/// Who makes code of pointwise operations. A value is one element of a dtype; what a function gives is rounded, or wrapped
+/// around, to the dtype of its result.
+pub trait Emitter {
+    /// An element.
+    type Value: Copy;
+    /// The element of a tensor, in the tensor's dtype.
+    fn tensor(&mut self, id: ValueId) -> Self::Value;
+    /// A float, which is one of the dtype's.
+    fn float(&mut self, dtype: DType, x: f64) -> Self::Value;
+    /// An integer of the dtype, or a boolean as 0 or 1.
+    fn int(&mut self, dtype: DType, n: i64) -> Self::Value;
+    /// The element in another dtype, as PyTorch converts it.
+    fn convert(&mut self, x: Self::Value, from: DType, to: DType) -> Self::Value;
+    /// A function of an element of the first dtype, which gives one of the second.
+    fn unary(&mut self, op: Unary, x: Self::Value, dtypes: (DType, DType)) -> Self::Value;
+    /// A function of two elements of the first dtype, which gives one of the second.
+    fn binary(&mut self, op: Binary, operands: [Self::Value; 2], dtypes: (DType, DType)) -> Self::Value;
+    /// `a · b + c` of floats, rounded once.
+    fn mul_add(&mut self, operands: [Self::Value; 3], dtype: DType) -> Self::Value;
+    /// The first element where the condition is true, else the second; both are of the dtype.
+    fn select(&mut self, condition: Self::Value, operands: [Self::Value; 2], dtype: DType) -> Self::Value;
+}
+
+impl Pointwise {
+    /// The code of one element of the result, which is of dtype `result`.
+    ///
+    /// # Errors
+    /// As [`Op::infer`](crate::Op::infer).
+    pub fn emit<E: Emitter>(&self, shapes: &dyn Shapes, result: DType, emitter: &mut E) -> Result<E::Value, OpError> {
+        let mut code = Code { shapes, emitter };
+        match self {
+            Pointwise::Unary { op, input, .. } => {
+                let dtypes = op.dtypes(shapes.meta(*input)?.dtype)?;
+                let x = code.tensor(*input, dtypes.0)?;
+                let y = code.emitter.unary(*op, x, dtypes);
+                Ok(code.convert(y, dtypes.1, result))
+            }
+            Pointwise::Binary { op, a, b, alpha, .. } => {
+                let (y, dtype) = code.binary(*op, [*a, *b], *alpha)?;
+                Ok(code.convert(y, dtype, result))
+            }
+            Pointwise::Clamp { input, min, max, .. } => {
+                let dtype = common(shapes, &clamp_operands(*input, *min, *max))?;
+                let y = code.clamp(*input, [*min, *max], dtype)?;
+                Ok(code.convert(y, dtype, result))
+            }
+            Pointwise::Where { condition, a, b } => {
+                let condition = code.emitter.tensor(*condition);
+                let operands = [code.operand(*a, result)?, code.operand(*b, result)?];
+                Ok(code.emitter.select(condition, operands, result))
+            }
+            Pointwise::MaskedFill { input, mask, value, .. } => {
+                let mask = code.emitter.tensor(*mask);
+                let filled = match value {
+                    Operand::Tensor(_) => code.operand(*value, result)?,
+                    Operand::Number(scalar) => {
+                        let element = fill::element(result, shapes.number(*scalar)?)?;
+                        code.element(result, &element)
+                    }
+                };
+                let kept = code.tensor(*input, result)?;
+                Ok(code.emitter.select(mask, [filled, kept], result))
+            }
+            Pointwise::Dropout { input } => code.tensor(*input, result),
+        }
+    }
+}
+
+/// Code in the making.
+struct Code<'a, E> {
+    shapes: &'a dyn Shapes,
+    emitter: &'a mut E,
+}
+
+impl<E: Emitter> Code<'_, E> {
+    fn convert(&mut self, x: E::Value, from: DType, to: DType) -> E::Value {
+        if from == to { x } else { self.emitter.convert(x, from, to) }
+    }
+
+    /// A tensor's element in a dtype.
+    fn tensor(&mut self, id: ValueId, dtype: DType) -> Result<E::Value, OpError> {
+        let own = self.shapes.meta(id)?.dtype;
+        let x = self.emitter.tensor(id);
+        Ok(self.convert(x, own, dtype))
+    }
+
+    /// The one element of `cells`, rounded to the dtype.
+    fn element(&mut self, dtype: DType, cells: &Cells) -> E::Value {
+        match cells {
+            Cells::Float(x) => self.emitter.float(dtype, crate::number::round(dtype, x[0])),
+            Cells::Int(n) => self.emitter.int(dtype, n[0]),
+        }
+    }
+
+    fn operand(&mut self, operand: Operand, dtype: DType) -> Result<E::Value, OpError> {
+        match operand {
+            Operand::Tensor(id) => self.tensor(id, dtype),
+            Operand::Number(scalar) => {
+                let cells = number(dtype, self.shapes.number(scalar)?, Precision::Rounded);
+                Ok(self.element(dtype, &cells))
+            }
+        }
+    }
+
+    /// The element and its dtype.
+    fn binary(
+        &mut self,
+        op: Binary,
+        [a, b]: [Operand; 2],
+        alpha: Option<Scalar>,
+    ) -> Result<(E::Value, DType), OpError> {
+        let alpha = alpha.map(|alpha| self.shapes.number(alpha)).transpose()?;
+        let (compute, result) = op.dtypes(common(self.shapes, &[a, b])?, alpha)?;
+        let is_one = match b {
+            Operand::Number(_) => true,
+            Operand::Tensor(id) => self.shapes.meta(id)?.rank() == 0,
+        };
+        let x = self.operand(a, compute)?;
+        if let (Binary::Pow, Operand::Number(scalar)) = (op, b)
+            && let Some(power) = self.power(x, self.shapes.number(scalar)?, compute)
+        {
+            return Ok((power, result));
+        }
+        // Numbers that keep float32's precision beside narrower floats are lanes of float32, as those are themselves.
+        let of_b = if op.keeps_numbers() && is_one { arithmetic(compute) } else { compute };
+        let y = self.operand(b, of_b)?;
+        let factor = alpha.filter(|alpha| !is_one_exactly(*alpha));
+        let Some(factor) = factor else { return Ok((self.emitter.binary(op, [x, y], (compute, result)), result)) };
+        let cells = match number(compute, factor, Precision::Rounded) {
+            Cells::Float(factor) => Cells::Float(vec![if op == Binary::Sub { -factor[0] } else { factor[0] }]),
+            factor => factor,
+        };
+        let is_sum = matches!(cells, Cells::Float(_));
+        let factor = self.element(compute, &cells);
+        if is_sum {
+            return Ok((self.emitter.mul_add([factor, y, x], compute), result));
+        }
+        let y = self.emitter.binary(Binary::Mul, [y, factor], (compute, compute));
+        Ok((self.emitter.binary(op, [x, y], (compute, result)), result))
+    }
+
+    /// Powers that are products or a root. A cube is computed in f64: it is rounded once.
+    fn power(&mut self, x: E::Value, exponent: Number, dtype: DType) -> Option<E::Value> {
+        if !is_float(dtype) {
+            return None;
+        }
+        let exponent = match exponent {
+            Number::Int(n) => n as f64,
+            Number::Float(x) => x,
+            Number::Bool(_) => return None,
+        };
+        let wide = dtype != DType::F64;
+        if exponent == 2.0 {
+            Some(self.emitter.binary(Binary::Mul, [x, x], (dtype, dtype)))
+        } else if exponent == 3.0 && wide {
+            let x = self.convert(x, dtype, DType::F64);
+            let square = self.emitter.binary(Binary::Mul, [x, x], (DType::F64, DType::F64));
+            let cube = self.emitter.binary(Binary::Mul, [square, x], (DType::F64, DType::F64));
+            Some(self.convert(cube, DType::F64, dtype))
+        } else if exponent == 0.5 && dtype != DType::F16 {
+            // PyTorch takes x**0.5 for a square root, which is NaN of −∞ where the power is ∞.
+            Some(self.emitter.unary(Unary::Sqrt, x, (dtype, dtype)))
+        } else {
+            None
+        }
+    }
+
+    fn clamp(&mut self, input: ValueId, bounds: [Option<Operand>; 2], dtype: DType) -> Result<E::Value, OpError> {
+        let mut x = self.tensor(input, dtype)?;
+        for (bound, op) in bounds.into_iter().zip([Binary::Maximum, Binary::Minimum]) {
+            let Some(bound) = bound else { continue };
+            // An integer bound is not wrapped to a narrower dtype: nothing lies beyond it.
+            let unwrapped = matches!(bound, Operand::Number(_)) && !is_float(dtype);
+            let bound = self.operand(bound, if unwrapped { DType::I64 } else { dtype })?;
+            x = self.emitter.binary(op, [x, bound], (dtype, dtype));
+        }
+        Ok(x)
+    }
+}
+
+fn is_one_exactly(number: Number) -> bool {
+    match number {
+        Number::Int(n) => n == 1,
+        Number::Float(x) => x == 1.0,
+        Number::Bool(b) => b,
+    }
+}

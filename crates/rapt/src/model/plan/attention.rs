@@ -1,0 +1,163 @@
+//! Attention by Rapt's kernels: on keys and values as they were before their heads were repeated, with masks that are known
+//! to be causal or empty said as options.
+
+use rapt_core::{Causal, DType, Device, Options, Shape, Spec, Strides, TensorForm};
+use rapt_graph::ops::{Attention, Copy, Op};
+use rapt_graph::{Node, Out, ValueId};
+
+use super::super::ModelError;
+use super::build::Builder;
+use super::place::{Buffer, Place};
+use super::{Kernel, Step};
+use crate::engine::default_engine;
+
+/// What a mask that is known before a run lets each query see.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Known {
+    /// Every key.
+    All,
+    /// Query `i` the keys `0..=i`.
+    TopLeft,
+    /// Query `i` of `n` the keys up to the one that lies as far from the last.
+    BottomRight,
+}
+
+impl Builder<'_> {
+    /// An attention node, unless Rapt refuses it: then the definition computes it.
+    pub(super) fn attention(&mut self, n: usize, node: &Node, op: &Attention) -> Result<bool, ModelError> {
+        let (query, key, value) = (self.place(op.query)?, self.place(op.key)?, self.place(op.value)?);
+        let Some(Some(out)) = node.outputs.first().map(|id| id.and_then(|id| self.places.of(id))) else {
+            return Ok(false);
+        };
+        let lse = node.outputs.get(1).and_then(|id| id.and_then(|id| self.places.of(id)));
+        let mask = op.attn_mask.map(|id| self.place(id)).transpose()?;
+        let known = mask.as_ref().and_then(|mask| self.known(mask));
+        let mut options = Options { softmax_scale: op.scale, ..Options::default() };
+        options.causal = match known {
+            _ if op.is_causal => Some(Causal::TopLeft),
+            Some(Known::TopLeft) => Some(Causal::TopLeft),
+            Some(Known::BottomRight) => Some(Causal::BottomRight),
+            _ => None,
+        };
+        let mask = if known.is_some() { None } else { mask };
+        // Heads that were repeated for the kernel's sake are read once: grouped-query attention.
+        let grouped = if op.enable_gqa { None } else { self.ungrouped(op.key).zip(self.ungrouped(op.value)) };
+        let candidates = [grouped, Some((key, value))];
+        for (key, value) in candidates.into_iter().flatten() {
+            let places = [Some(query.clone()), Some(key), Some(value), mask.clone(), Some(out.clone()), lse.clone()];
+            let Some(spec) = spec(&places, &options, op.enable_gqa) else { continue };
+            let Ok(plan) = default_engine()?.plan(&spec) else { continue };
+            self.close_where_read(&places)?;
+            // What was only made for this node is not: nobody else reads it.
+            for (id, place) in [(op.key, &places[1]), (op.value, &places[2])] {
+                if place.as_ref().map(|place| place.buffer) != self.places.buffer(id) {
+                    self.forget_reader(id, n);
+                }
+            }
+            let uses = places.iter().flatten().map(|place| place.buffer).collect();
+            let kernel = Kernel::Attention { plan, places: Box::new(places) };
+            self.push(Step { node: n, nodes: 1, kernel, uses, keeps: Vec::new(), may_fail: false });
+            return Ok(true);
+        }
+        Ok(false)
+    }
+
+    fn close_where_read(&mut self, places: &[Option<Place>; 6]) -> Result<(), ModelError> {
+        let buffers: Vec<usize> = places.iter().flatten().map(|place| place.buffer).collect();
+        self.close_where(|group| buffers.iter().any(|&buffer| group.makes(buffer)))
+    }
+
+    /// What a mask lets see, where it is a constant and one of the known forms: proven by looking at every element.
+    fn known(&self, mask: &Place) -> Option<Known> {
+        if !self.places.is_constant(mask.buffer) || mask.meta.rank() < 2 {
+            return None;
+        }
+        let Buffer::Constant(memory) = &self.places.buffers[mask.buffer] else { return None };
+        // SAFETY: the constant was computed for this form, and lives as long as the plan.
+        let seen = unsafe { super::super::memory::seen(memory.as_ptr(), mask) }?;
+        let (q_len, kv_len) = (mask.meta.shape[mask.meta.rank() - 2], *mask.meta.shape.last()?);
+        let (q_len, kv_len) = (usize::try_from(q_len).ok()?, usize::try_from(kv_len).ok()?);
+        let forms =
+            [(Known::All, i64::MAX / 2), (Known::TopLeft, 0), (Known::BottomRight, kv_len as i64 - q_len as i64)];
+        forms.into_iter().find_map(|(known, diagonal)| {
+            let sees = |at: usize| (at % kv_len) as i64 <= (at / kv_len % q_len) as i64 + diagonal;
+            seen.iter().enumerate().all(|(at, &seen)| seen == sees(at)).then_some(known)
+        })
+    }
+
+    /// Keys or values before their heads were repeated: `[batch, num_kv_heads, kv_len, head_dim]`, where the program expanded
+    /// a dimension after the heads and copied the result to `[batch, num_q_heads, …]`.
+    fn ungrouped(&self, id: ValueId) -> Option<Place> {
+        let graph = &self.inner.graph;
+        let n = graph.nodes.iter().position(|node| node.outputs.contains(&Some(id)))?;
+        let (Op::Copy(Copy::Reshape { input, .. } | Copy::Clone { input, .. }), Out::Fresh(_)) =
+            (&graph.nodes[n].op, self.binding.outs[n].first()?)
+        else {
+            return self.before_view(n, id);
+        };
+        let from = self.places.of(*input)?;
+        let whole = self.places.of(id)?;
+        let [batch, heads, group, len, dim] = from.meta.shape[..] else { return None };
+        if whole.meta.shape != [batch, heads * group, len, dim] || from.meta.strides[2] != 0 || group < 2 {
+            return None;
+        }
+        let mut place = from;
+        place.meta.shape.remove(2);
+        place.meta.strides.remove(2);
+        Some(place)
+    }
+
+    /// The same where the copy and the view that merges the heads are two nodes.
+    fn before_view(&self, n: usize, id: ValueId) -> Option<Place> {
+        let graph = &self.inner.graph;
+        let Out::View { of, .. } = self.binding.outs[n].first()? else { return None };
+        let copy = graph.nodes.iter().position(|node| node.outputs.contains(&Some(*of)))?;
+        let (Op::Copy(Copy::Clone { input, .. } | Copy::Contiguous { input, .. }), Out::Fresh(_)) =
+            (&graph.nodes[copy].op, self.binding.outs[copy].first()?)
+        else {
+            return None;
+        };
+        let (mut place, whole) = (self.places.of(*input)?, self.places.of(id)?);
+        let [batch, heads, group, len, dim] = place.meta.shape[..] else { return None };
+        let merges = whole.meta.shape == [batch, heads * group, len, dim] && whole.meta.is_contiguous();
+        if !merges || place.meta.strides[2] != 0 || group < 2 {
+            return None;
+        }
+        place.meta.shape.remove(2);
+        place.meta.strides.remove(2);
+        Some(place)
+    }
+}
+
+/// The request for these places. Dimensions before the heads are one batch; `None` where they are not.
+fn spec(places: &[Option<Place>; 6], options: &Options, enable_gqa: bool) -> Option<Spec> {
+    let [Some(query), Some(key), Some(value), mask, Some(out), lse] = places else { return None };
+    let heads = |place: &Place| place.meta.rank().checked_sub(3).map(|d| place.meta.shape[d]);
+    // Without the option fewer heads are no groups: one head of keys broadcasts, which Rapt's groups are too.
+    let groups = heads(query) != heads(key) || heads(query) != heads(value);
+    if groups && !enable_gqa && heads(key) != heads(value) {
+        return None;
+    }
+    let form = |place: &Place| form(place);
+    let mut builder = Spec::builder(form(query)?, form(key)?, form(value)?, options).out(form(out)?);
+    let mask_form = mask.as_ref().map(form);
+    if let Some(mask) = mask_form {
+        builder = builder.mask(Some(mask?));
+    }
+    if let Some(lse) = lse {
+        builder = builder.lse(form(lse)?);
+    }
+    builder.build().ok()
+}
+
+fn form(place: &Place) -> Option<TensorForm> {
+    let strides: Vec<isize> = place.meta.strides.iter().map(|&stride| stride as isize).collect();
+    let (shape, strides) = (Shape::new(&place.shape())?, Strides::new(&strides)?);
+    let form = TensorForm::new(place.meta.dtype, shape, strides, Device::Cpu);
+    Some(form.at(align_of(place.meta.dtype)))
+}
+
+/// An address that is only as aligned as every element is: what lies in the archive or with the caller may lie so.
+fn align_of(dtype: DType) -> usize {
+    dtype.size_bytes()
+}

@@ -1,0 +1,59 @@
+//! What a plan does, in words.
+
+use std::collections::BTreeMap;
+
+use super::place::Buffer;
+use super::product::Weights;
+use super::{Kernel, Plan};
+
+impl Plan {
+    /// Rows of name and text: sizes, memory, and how often each kind of step occurs.
+    pub(in crate::model) fn rows(&self, names: &dyn Fn(usize) -> String) -> Vec<(String, String)> {
+        let mut rows: Vec<(String, String)> = Vec::new();
+        let sizes: Vec<String> = self.binding.symbols.iter().map(|(name, n)| format!("{name} = {n}")).collect();
+        let sizes = if sizes.is_empty() { "fixed".to_owned() } else { sizes.join(", ") };
+        rows.push(("plan for sizes".into(), sizes));
+        rows.push(("arena".into(), format!("{} bytes", self.arena_bytes)));
+        rows.push(("scratch".into(), format!("{} bytes for each of {} threads", self.scratch_bytes, self.threads)));
+        let constants = self.buffers.iter().map(|buffer| match buffer {
+            Buffer::Constant(memory) => memory.len_bytes(),
+            _ => 0,
+        });
+        rows.push(("constants folded".into(), format!("{} bytes", constants.sum::<usize>())));
+        let fused = self.steps.iter().filter(|step| step.nodes > 1);
+        let nodes: usize = fused.clone().map(|step| step.nodes).sum();
+        rows.push(("fused".into(), format!("{nodes} nodes in {} steps", fused.count())));
+        rows.push(("steps".into(), self.steps.len().to_string()));
+        let mut kinds: BTreeMap<String, usize> = BTreeMap::new();
+        for step in &self.steps {
+            *kinds.entry(step.kind(names)).or_default() += 1;
+        }
+        rows.extend(kinds.into_iter().map(|(kind, count)| (format!("  {kind}"), count.to_string())));
+        rows
+    }
+}
+
+impl super::Step {
+    /// Which kernel, in a few words. `names` gives the operator of a node.
+    fn kind(&self, names: &dyn Fn(usize) -> String) -> String {
+        match &self.kernel {
+            Kernel::Chain { .. } if self.nodes > 1 => "pointwise, fused".into(),
+            Kernel::Chain { .. } => "pointwise or copy".into(),
+            Kernel::Product { head, after, .. } => {
+                let packed = match head.weights {
+                    Weights::Packed(_) => "packed weights",
+                    Weights::EachRun { .. } => "weights packed in each run",
+                };
+                format!("product, {packed}{}", if after.is_some() { ", with what follows" } else { "" })
+            }
+            Kernel::Batch(_) => "products of a batch".into(),
+            Kernel::Attention { plan, .. } => format!("attention, {}", plan.key().kernel.name()),
+            Kernel::Rows { rows, .. } => {
+                let name = format!("{:?}", rows.function());
+                format!("rows, {}", name.split([' ', '{']).next().unwrap_or("function"))
+            }
+            Kernel::Move(_) => "moved by index".into(),
+            Kernel::Node { .. } => format!("by definition, {}", names(self.node)),
+        }
+    }
+}

@@ -1,0 +1,452 @@
+//! One run of a plan: every buffer gets its address, the steps run in order, and what was written is put back where one fails.
+
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+
+use rapt_core::{Device, Executor, Extent, Operands, Shape, Strides, Tensors, View, ViewMut};
+use rapt_cpu::gemm::{Epilogue, Output, PackedView, Rows, SUM_ROW_STRIDE, Strided as Matrix};
+use rapt_cpu::pointwise::Loop;
+use rapt_cpu::rows::{RowKernel, RowOperands};
+use rapt_graph::OpError;
+
+use super::memory::{self, Strided};
+use super::plan::{Batch, Head, Kernel, Move, Place, Plan, Step, Weights};
+use super::{Inner, ModelError, define};
+use crate::engine::default_engine;
+
+/// The addresses of one run.
+pub(super) struct Frame<'a> {
+    pub(super) inner: &'a Inner,
+    pub(super) plan: &'a Plan,
+    /// Of each buffer.
+    pub(super) bases: Vec<*mut u8>,
+    /// Scratch memory: the plan's bytes for each of its threads.
+    pub(super) scratch: *mut u8,
+}
+
+/// What a place held before it was written: its elements in row-major order.
+struct Kept<'a> {
+    place: &'a Place,
+    bytes: Vec<u8>,
+}
+
+// SAFETY: threads of one run share the addresses; each step says which of them write where.
+unsafe impl Sync for Frame<'_> {}
+
+/// An address that threads share.
+#[derive(Clone, Copy)]
+struct Shared(*mut u8);
+
+// SAFETY: whoever writes through it writes where no other thread does.
+unsafe impl Sync for Shared {}
+
+impl Frame<'_> {
+    /// Runs all steps. Where one fails, what outlasts the run is as it was.
+    ///
+    /// # Safety
+    /// Every buffer has its address, and memory for all places of the plan that lie in it, which nobody else uses meanwhile.
+    pub(super) unsafe fn run(&self) -> Result<(), ModelError> {
+        let last = self.plan.steps.iter().rposition(|step| step.may_fail);
+        let mut kept = Vec::new();
+        for (n, step) in self.plan.steps.iter().enumerate() {
+            if last.is_some_and(|last| n <= last) {
+                // SAFETY: promised by the caller.
+                kept.extend(step.keeps.iter().map(|place| unsafe { self.keep(place) }));
+            }
+            // SAFETY: promised by the caller.
+            if let Err(error) = unsafe { self.step(step) } {
+                for Kept { place, bytes } in kept.iter().rev() {
+                    // SAFETY: as when it was kept.
+                    unsafe { self.put_back(place, bytes) };
+                }
+                return Err(error);
+            }
+        }
+        Ok(())
+    }
+
+    /// The address of a place's first element.
+    pub(super) fn at(&self, place: &Place) -> *mut u8 {
+        self.bases[place.buffer].wrapping_offset(place.offset_bytes())
+    }
+
+    unsafe fn keep<'p>(&self, place: &'p Place) -> Kept<'p> {
+        let shape = place.shape();
+        let mut bytes = vec![0u8; shape.iter().product::<usize>() * place.size()];
+        let from = Strided { ptr: self.at(place), strides: &memory::strides(place) };
+        let to = Strided { ptr: bytes.as_mut_ptr(), strides: &memory::row_major(&shape) };
+        // SAFETY: the place is readable, and `bytes` has room for it.
+        unsafe { memory::copy(&shape, place.size(), from, to) };
+        Kept { place, bytes }
+    }
+
+    unsafe fn put_back(&self, place: &Place, bytes: &[u8]) {
+        let shape = place.shape();
+        let from = Strided { ptr: bytes.as_ptr().cast_mut(), strides: &memory::row_major(&shape) };
+        let to = Strided { ptr: self.at(place), strides: &memory::strides(place) };
+        // SAFETY: as in `keep`.
+        unsafe { memory::copy(&shape, place.size(), from, to) };
+    }
+
+    fn failed(&self, step: &Step, cause: OpError) -> ModelError {
+        let node = &self.inner.graph.nodes[step.node];
+        let (node, target) = (node.name.clone(), node.target.clone());
+        self.inner.named(rapt_graph::Error::Node { node, target, cause })
+    }
+
+    unsafe fn step(&self, step: &Step) -> Result<(), ModelError> {
+        // SAFETY: promised by the caller of `run`.
+        unsafe {
+            match &step.kernel {
+                Kernel::Chain { each, operands } => {
+                    self.chain(each, operands).map_err(|cause| self.failed(step, cause))
+                }
+                Kernel::Product { head, out, after } => self.product(head, out.as_ref(), after.as_ref()),
+                Kernel::Batch(batch) => self.batch(batch),
+                Kernel::Attention { plan, places } => self.attention(plan, places),
+                Kernel::Rows { rows, places } => self.rows(rows, places),
+                Kernel::Move(moved) => self.moved(moved).map_err(|cause| self.failed(step, cause)),
+                Kernel::Node { reads, writes } => {
+                    let reads = reads.iter().map(|(id, place)| (*id, memory::tensor(self.bases[place.buffer], place)));
+                    let op = &self.inner.graph.nodes[step.node].op;
+                    let results = define::node(&self.plan.binding, step.node, op, reads.collect());
+                    let results = results.map_err(|cause| self.failed(step, cause))?;
+                    for (tensor, place) in results.iter().zip(writes) {
+                        if let (Some(tensor), Some(place)) = (tensor, place) {
+                            memory::put(tensor, self.bases[place.buffer], place);
+                        }
+                    }
+                    Ok(())
+                }
+            }
+        }
+    }
+
+    /// Runs the items of a step, each with scratch memory of its own, on as many threads as are worth it.
+    fn items(&self, items: usize, run: &(dyn Fn(usize, *mut u8) + Sync)) -> Result<(), ModelError> {
+        let threads = self.plan.threads.min(items);
+        if threads <= 1 {
+            for item in 0..items {
+                run(item, self.scratch);
+            }
+            return Ok(());
+        }
+        let (next, scratch) = (AtomicUsize::new(0), Shared(self.scratch));
+        let work = |chunk: usize| {
+            let scratch = &scratch;
+            let own = scratch.0.wrapping_add(chunk * self.plan.scratch_bytes);
+            loop {
+                let item = next.fetch_add(1, Ordering::Relaxed);
+                if item >= items {
+                    return;
+                }
+                run(item, own);
+            }
+        };
+        executor()?.parallel_for(threads, &work)?;
+        Ok(())
+    }
+
+    unsafe fn chain(&self, each: &Loop, operands: &[Place]) -> Result<(), OpError> {
+        let mut few = [std::ptr::null_mut(); 16];
+        let mut many = Vec::new();
+        let pointers = if operands.len() <= few.len() {
+            for (pointer, place) in few.iter_mut().zip(operands) {
+                *pointer = self.at(place);
+            }
+            &few[..operands.len()]
+        } else {
+            many.extend(operands.iter().map(|place| self.at(place)));
+            &many[..]
+        };
+        let items = each.items(self.plan.threads);
+        if items <= 1 {
+            // SAFETY: promised by the caller of `run`: the pointers are those of the loop's operands.
+            return if items == 0 { Ok(()) } else { unsafe { each.run_item(0, 1, pointers, self.scratch) } }
+                .map_err(|_| OpError::ZeroDivision);
+        }
+        let (pointers, failed) = (SharedPointers(pointers), AtomicBool::new(false));
+        let run = |item: usize, scratch: *mut u8| {
+            let pointers = &pointers;
+            // SAFETY: as above; items write apart.
+            if unsafe { each.run_item(item, items, pointers.0, scratch) }.is_err() {
+                failed.store(true, Ordering::Relaxed);
+            }
+        };
+        let done = self.items(items, &run);
+        match done {
+            Ok(()) if !failed.load(Ordering::Relaxed) => Ok(()),
+            Ok(()) => Err(OpError::ZeroDivision),
+            Err(_) => Err(OpError::Refused("a thread of the pool panicked")),
+        }
+    }
+
+    unsafe fn product(
+        &self,
+        head: &Head,
+        out: Option<&Place>,
+        after: Option<&(Box<Loop>, Vec<Place>)>,
+    ) -> Result<(), ModelError> {
+        let x = Rows { ptr: self.at(&head.x), row_stride: head.x.meta.strides[0] as isize };
+        let weights = match &head.weights {
+            Weights::Packed(packed) => packed.view(),
+            Weights::EachRun { from, layout, to } => {
+                let (to, matrix) = (Shared(self.bases[*to]), self.matrix(from, 0));
+                self.items(layout.panels(), &|item, _| {
+                    let to = &to;
+                    // SAFETY: promised by the caller of `run`: the matrix is there, and so is the memory for its panels.
+                    unsafe { layout.pack_panels(item..item + 1, matrix.get(), to.0) };
+                })?;
+                // SAFETY: all panels were packed.
+                unsafe { layout.view(to.0) }
+            }
+        };
+        let gemm = &head.gemm;
+        let (items, x) = (gemm.items(), SharedRows(x));
+        match (out, after) {
+            (Some(out), _) => {
+                let rows = Shared(self.at(out));
+                let row_stride = out.meta.strides[0] as isize;
+                self.items(items, &|item, scratch| {
+                    let (x, rows) = (&x, &rows);
+                    let out = Output::Rows { ptr: rows.0, row_stride };
+                    // SAFETY: promised by the caller of `run`.
+                    unsafe { gemm.run_item(item, x.0, weights, out, scratch) };
+                })
+            }
+            (None, Some((each, operands))) => {
+                let own = gemm.scratch_bytes().next_multiple_of(64);
+                self.items(items, &|item, scratch| {
+                    let x = &x;
+                    let after = After { frame: self, each, operands, scratch: scratch.wrapping_add(own) };
+                    // SAFETY: as above; the loop's scratch memory follows the product's.
+                    unsafe { gemm.run_item(item, x.0, weights, Output::Epilogue(&after), scratch) };
+                })
+            }
+            (None, None) => Ok(()),
+        }
+    }
+
+    /// A matrix `[k, n]` of a batch, to be packed.
+    fn matrix(&self, place: &Place, batch: isize) -> SharedMatrix {
+        let [k_stride, n_stride] = place.meta.strides[place.meta.rank() - 2..] else { unreachable!("two dimensions") };
+        let ptr = self.at(place).wrapping_offset(batch * place.size().cast_signed());
+        SharedMatrix(Matrix { ptr, k_stride: k_stride as isize, n_stride: n_stride as isize })
+    }
+
+    unsafe fn batch(&self, batch: &Batch) -> Result<(), ModelError> {
+        let [x, w, out] = &batch.places;
+        let (bytes, packed) = (batch.layout.len_bytes(), Shared(self.bases[batch.packed]));
+        let count = x.shape()[0];
+        let at = |place: &Place, n: usize| {
+            let step = place.meta.strides[0] as isize * n.cast_signed() * place.size().cast_signed();
+            self.at(place).wrapping_offset(step)
+        };
+        let panels = batch.layout.panels();
+        self.items(count * panels, &|item, _| {
+            let (packed, n, panel) = (&packed, item / panels, item % panels);
+            let matrix = self.matrix(w, w.meta.strides[0] as isize * n.cast_signed());
+            // SAFETY: promised by the caller of `run`: the matrix is there, and so is the memory for its panels.
+            unsafe { batch.layout.pack_panels(panel..panel + 1, matrix.get(), packed.0.wrapping_add(n * bytes)) };
+        })?;
+        let each = batch.gemm.items();
+        self.items(count * each, &|item, scratch| {
+            let (packed, n) = (&packed, item / each);
+            let rows = Rows { ptr: at(x, n), row_stride: x.meta.strides[1] as isize };
+            let out = Output::Rows { ptr: at(out, n), row_stride: out.meta.strides[1] as isize };
+            // SAFETY: as above; the panels were packed before.
+            unsafe {
+                let weights: PackedView<'_> = batch.layout.view(packed.0.wrapping_add(n * bytes));
+                batch.gemm.run_item(item % each, rows, weights, out, scratch);
+            }
+        })
+    }
+
+    unsafe fn attention(&self, plan: &rapt_core::Plan, places: &[Option<Place>; 6]) -> Result<(), ModelError> {
+        let [Some(query), Some(key), Some(value), mask, Some(out), lse] = places else { return Ok(()) };
+        // SAFETY: promised by the caller of `run`: every element of a place is there, and results overlap nothing.
+        let tensors = unsafe {
+            Tensors {
+                q: self.view("q", query)?,
+                k: self.view("k", key)?,
+                v: self.view("v", value)?,
+                mask: mask.as_ref().map(|place| self.view("mask", place)).transpose()?,
+                sinks: None,
+                alibi_slopes: None,
+                out: self.view_mut("out", out)?,
+                lse: lse.as_ref().map(|place| self.view_mut("lse", place)).transpose()?,
+            }
+        };
+        let mut operands = Operands::check(tensors, plan.spec())?;
+        default_engine()?.run(plan, &mut operands)?;
+        Ok(())
+    }
+
+    unsafe fn view(&self, name: &'static str, place: &Place) -> Result<View<'_>, ModelError> {
+        let (shape, strides) = dims(place)?;
+        // SAFETY: promised by the caller.
+        let view = unsafe {
+            View::from_raw_parts(name, self.at(place), place.meta.dtype, shape, strides, Device::Cpu, Extent::Declared)
+        };
+        Ok(view?)
+    }
+
+    unsafe fn view_mut(&self, name: &'static str, place: &Place) -> Result<ViewMut<'_>, ModelError> {
+        let (shape, strides) = dims(place)?;
+        let ptr = self.at(place);
+        // SAFETY: promised by the caller.
+        let view = unsafe {
+            ViewMut::from_raw_parts(name, ptr, place.meta.dtype, shape, strides, Device::Cpu, Extent::Declared)
+        };
+        Ok(view?)
+    }
+
+    unsafe fn rows(&self, kernel: &RowKernel, places: &[Option<Place>; 4]) -> Result<(), ModelError> {
+        let [Some(x), weight, bias, Some(out)] = places else { return Ok(()) };
+        let at = |place: &Option<Place>| place.as_ref().map_or(std::ptr::null_mut(), |place| self.at(place));
+        let operands = RowOperands {
+            rows: x.shape()[0],
+            x: self.at(x),
+            x_stride: x.meta.strides[0] as isize,
+            out_stride: out.meta.strides[0] as isize,
+            weight: at(weight),
+            bias: at(bias),
+            ..RowOperands::new(self.at(out))
+        };
+        let (items, operands) = (kernel.items(operands.rows, self.plan.threads), SharedOperands(operands));
+        self.items(items, &|item, scratch| {
+            let operands = &operands;
+            // SAFETY: promised by the caller of `run`.
+            unsafe { kernel.run_item(item, items, &operands.0, scratch) };
+        })
+    }
+
+    /// Slices by index. Every index is checked before anything is written.
+    unsafe fn moved(&self, moved: &Move) -> Result<(), OpError> {
+        let Move { writes, whole, part, indices, rank, copied } = moved;
+        let shape = part.shape();
+        let (positions, slice) = shape.split_at(*rank);
+        let count: usize = positions.iter().product();
+        let mut offsets = vec![0isize; count];
+        for (dim, index) in indices {
+            let size = whole.meta.shape[*dim];
+            // SAFETY: promised by the caller of `run`.
+            let numbers = unsafe { memory::tensor(self.bases[index.buffer], index) }.ints();
+            for (offset, &number) in offsets.iter_mut().zip(&numbers) {
+                let from_start = if number < 0 { number.saturating_add(size) } else { number };
+                if from_start < 0 || from_start >= size {
+                    return Err(OpError::IndexOutOfRange { index: number, dim: *dim, size });
+                }
+                *offset += from_start as isize * whole.meta.strides[*dim] as isize;
+            }
+        }
+        if let Some(copied) = copied {
+            let (from, to) = (memory::strides(copied), memory::strides(whole));
+            let from = Strided { ptr: self.at(copied), strides: &from };
+            // SAFETY: promised by the caller of `run`.
+            unsafe { memory::copy(&whole.shape(), whole.size(), from, Strided { ptr: self.at(whole), strides: &to }) };
+        }
+        let size = whole.size();
+        let own = memory::strides(part);
+        let rest = (0..whole.meta.rank()).filter(|d| indices.iter().all(|(dim, _)| dim != d));
+        let of_whole: Vec<isize> = rest.map(|d| whole.meta.strides[d] as isize).collect();
+        let (steps, own) = own.split_at(*rank);
+        for (n, offset) in offsets.iter().enumerate() {
+            let (mut left, mut place) = (n, 0isize);
+            for (&len, &step) in positions.iter().zip(steps).rev() {
+                place += (left % len).cast_signed() * step;
+                left /= len;
+            }
+            let of_part = Strided { ptr: self.at(part).wrapping_offset(place * size.cast_signed()), strides: own };
+            let ptr = self.at(whole).wrapping_offset(offset * size.cast_signed());
+            let of_whole = Strided { ptr, strides: &of_whole };
+            let (from, to) = if *writes { (of_part, of_whole) } else { (of_whole, of_part) };
+            // SAFETY: the index is one of the dimension's; the rest is promised by the caller of `run`.
+            unsafe { memory::copy(slice, size, from, to) };
+        }
+        Ok(())
+    }
+}
+
+fn dims(place: &Place) -> Result<(Shape, Strides), ModelError> {
+    let many = || ModelError::Plan { why: format!("a tensor of {} dimensions", place.meta.rank()) };
+    let shape = Shape::new(&place.shape()).ok_or_else(many)?;
+    let strides = Strides::new(&memory::strides(place)).ok_or_else(many)?;
+    Ok((shape, strides))
+}
+
+fn executor() -> Result<&'static dyn Executor, ModelError> {
+    Ok(default_engine()?.executor())
+}
+
+/// What follows a product, run on each tile of its sums.
+struct After<'a> {
+    frame: &'a Frame<'a>,
+    each: &'a Loop,
+    operands: &'a [Place],
+    scratch: *mut u8,
+}
+
+// SAFETY: used by the thread that made it alone.
+unsafe impl Sync for After<'_> {}
+
+impl Epilogue for After<'_> {
+    unsafe fn tile(
+        &self,
+        rows: std::ops::Range<usize>,
+        columns: std::ops::Range<usize>,
+        sums: *mut u8,
+        row_stride: usize,
+    ) {
+        debug_assert_eq!(row_stride, SUM_ROW_STRIDE);
+        let mut few = [std::ptr::null_mut(); 16];
+        few[0] = sums;
+        let at = |place: &Place| {
+            let [row, column] = place.meta.strides[..] else { return std::ptr::null_mut() };
+            let steps = rows.start.cast_signed() * row as isize + columns.start.cast_signed() * column as isize;
+            self.frame.at(place).wrapping_offset(steps * place.size().cast_signed())
+        };
+        let (rows, columns) = (rows.len(), columns.len());
+        let mut many = Vec::new();
+        let pointers = if self.operands.len() < few.len() {
+            for (pointer, place) in few[1..].iter_mut().zip(self.operands) {
+                *pointer = at(place);
+            }
+            &few[..=self.operands.len()]
+        } else {
+            many.push(sums);
+            many.extend(self.operands.iter().map(at));
+            &many[..]
+        };
+        // Groups with integer divisions are not fused with products: nothing fails.
+        // SAFETY: promised by the caller: the tile is this thread's, and so are the results' parts.
+        let _ = unsafe { self.each.run_rectangle(rows, columns, pointers, self.scratch) };
+    }
+}
+
+macro_rules! shared {
+    ($($name:ident($ty:ty);)*) => {$(
+        /// Addresses that threads share.
+        #[derive(Clone, Copy)]
+        struct $name($ty);
+        // SAFETY: threads read through it, or write where no other does.
+        unsafe impl Sync for $name {}
+    )*};
+}
+
+shared! {
+    SharedRows(Rows);
+    SharedMatrix(Matrix);
+    SharedOperands(RowOperands);
+}
+
+impl SharedMatrix {
+    fn get(&self) -> Matrix {
+        self.0
+    }
+}
+
+/// The operands of a loop.
+struct SharedPointers<'a>(&'a [*mut u8]);
+
+// SAFETY: as above.
+unsafe impl Sync for SharedPointers<'_> {}
