@@ -214,19 +214,47 @@ fn skip(tool: &str, what: &str) -> Outcome {
     Ok(())
 }
 
-/// A program of examples/c (or an absolute path): its file, the language's standard, whether it links the shared library.
+/// A program of examples/c (or an absolute path): its file, the language's standard, and the file of the repository that it reads.
 struct Program<'a> {
     source: &'a str,
     standard: &'static str,
     tool: &'static Tool,
+    reads: Option<&'static str>,
 }
 
-const PROGRAMS: [Program<'static>; 4] = [
-    Program { source: "contiguous.c", standard: "-std=c99", tool: &CC },
-    Program { source: "strided.c", standard: "-std=c11", tool: &CC },
-    Program { source: "errors.c", standard: "-std=c99", tool: &CC },
-    Program { source: "attention.cpp", standard: "-std=c++11", tool: &CXX },
+const PROGRAMS: [Program<'static>; 5] = [
+    Program { source: "contiguous.c", standard: "-std=c99", tool: &CC, reads: None },
+    Program { source: "strided.c", standard: "-std=c11", tool: &CC, reads: None },
+    Program { source: "errors.c", standard: "-std=c99", tool: &CC, reads: None },
+    Program { source: "model.c", standard: "-std=c99", tool: &CC, reads: Some(ARCHIVE) },
+    Program { source: "attention.cpp", standard: "-std=c++11", tool: &CXX, reads: None },
 ];
+
+/// An exported program with a buffer that it writes.
+const ARCHIVE: &str = "crates/rapt-pt2/tests/fixtures/torch-2.15/state.pt2";
+
+/// A program that was compiled, and the file that it reads.
+struct Built {
+    file: PathBuf,
+    reads: Option<PathBuf>,
+}
+
+impl Built {
+    fn new(file: PathBuf, program: &Program<'_>) -> Self {
+        Built { file, reads: program.reads.map(|file| root().join(file)) }
+    }
+
+    /// Its words on a command line.
+    fn words(&self) -> impl Iterator<Item = &Path> {
+        [Some(self.file.as_path()), self.reads.as_deref()].into_iter().flatten()
+    }
+
+    /// Runs it; what it prints is shown only if it fails.
+    fn run(&self) -> Outcome {
+        let mut words = self.words();
+        run_quietly(Command::new(words.next().unwrap_or(Path::new(""))).args(words))
+    }
+}
 
 /// Builds the library, compiles the examples against both forms of it, runs them, and runs them again under a checker.
 pub(crate) fn check() -> Outcome {
@@ -240,9 +268,9 @@ pub(crate) fn check() -> Outcome {
         for program in &PROGRAMS {
             if let Some(compiler) = program.tool.or_skip(program.source)? {
                 for form in [Form::Shared, Form::Static] {
-                    let file = compile(&tree, compiler, program, form)?;
-                    run_quietly(&mut Command::new(&file))?;
-                    made.push(file);
+                    let built = Built::new(compile(&tree, compiler, program, form)?, program);
+                    built.run()?;
+                    made.push(built);
                 }
             }
         }
@@ -251,7 +279,8 @@ pub(crate) fn check() -> Outcome {
             for (at, (place, source)) in pages.iter().enumerate() {
                 let file = tree.prefix.join(format!("page-{at}.c"));
                 write(&file, &format!("#line 1 \"{place}\"\n{source}"))?;
-                let page = Program { source: &file.display().to_string(), standard: "-std=c99", tool: &CC };
+                let page =
+                    Program { source: &file.display().to_string(), standard: "-std=c99", tool: &CC, reads: None };
                 run_quietly(&mut Command::new(compile(&tree, compiler, &page, Form::Shared)?))?;
             }
         }
@@ -319,7 +348,7 @@ fn with_pkg_config(tree: &Tree) -> Outcome {
 }
 
 /// No invalid access, no jump on undefined bytes, no leak; on the AVX2 kernels, the widest that valgrind knows.
-fn under_valgrind(tree: &Tree, programs: &[PathBuf]) -> Outcome {
+fn under_valgrind(tree: &Tree, programs: &[Built]) -> Outcome {
     let Some(valgrind) = VALGRIND.find() else {
         skip(VALGRIND.name, "leaks and invalid accesses by valgrind")?;
         return under_sanitizer(tree);
@@ -338,7 +367,7 @@ fn under_valgrind(tree: &Tree, programs: &[PathBuf]) -> Outcome {
             ],
         );
         checked.arg(format!("--suppressions={}", suppressions.display()));
-        checked.arg(program).env("RAPT_ISA", if has_avx2 { "avx2" } else { "scalar" });
+        checked.args(program.words()).env("RAPT_ISA", if has_avx2 { "avx2" } else { "scalar" });
         run_quietly(&mut checked)?;
     }
     say(format_args!("{} programs are clean under valgrind", programs.len()));
@@ -349,7 +378,7 @@ fn under_sanitizer(tree: &Tree) -> Outcome {
     const WHAT: &str = "leaks and invalid accesses by AddressSanitizer";
     let Some(cc) = CC.find().filter(|cc| has_sanitizer(tree, cc)) else { return skip("asan", WHAT) };
     for program in PROGRAMS.iter().filter(|program| program.tool.name == CC.name) {
-        run_quietly(&mut Command::new(compile(tree, cc, program, Form::Sanitized)?))?;
+        Built::new(compile(tree, cc, program, Form::Sanitized)?, program).run()?;
     }
     say(format_args!("the C programs are clean under AddressSanitizer"));
     Ok(())

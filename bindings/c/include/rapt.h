@@ -32,7 +32,7 @@ enum rapt_error
  {
   // Done.
   RAPT_OK = 0,
-  // k or v has another dtype than q, or an output another one than was asked for.
+  // k or v has another dtype than q, or an output another one than was asked for or than the result has.
   RAPT_ERROR_DTYPE_MISMATCH = 1,
   // A dtype that is not served in its place, or a code that is not known.
   RAPT_ERROR_UNSUPPORTED_DTYPE = 2,
@@ -44,7 +44,7 @@ enum rapt_error
   RAPT_ERROR_OPTION = 5,
   // Tensors on different devices, or on one that is not served.
   RAPT_ERROR_DEVICE = 6,
-  // Tensors of different kinds in one call. No call of this interface answers it; other bindings share the numbers.
+  // Another number of inputs or results than a program has, or a number where it has a tensor and the reverse.
   RAPT_ERROR_KIND = 7,
   // A valid request that this build does not serve.
   RAPT_ERROR_UNSUPPORTED = 8,
@@ -54,6 +54,10 @@ enum rapt_error
   RAPT_ERROR_OUT_OF_MEMORY = 10,
   // A defect of Rapt: please report it. Outputs are unspecified, the engine serves on.
   RAPT_ERROR_INTERNAL = 11,
+  // An input of a program has another dtype than the program declares. It is never converted.
+  RAPT_ERROR_DTYPE_BOUNDARY = 12,
+  // A program or its archive that cannot be read, is damaged, or contradicts itself.
+  RAPT_ERROR_PROGRAM = 13,
 };
 #ifndef __cplusplus
 #if __STDC_VERSION__ >= 202311L
@@ -64,7 +68,7 @@ typedef int32_t rapt_error;
 #endif // __cplusplus
 
 // The dtype of a tensor's elements, by the codes of PyTorch's export schema. Attention computes F64, F32, F16 and BF16;
-// masks may also be BOOL; all others are known by name and refused.
+// masks may also be BOOL. Programs have those and I64, I32, I16, I8 and U8. All others are known by name and refused.
 enum rapt_dtype
 #if defined(__cplusplus) || __STDC_VERSION__ >= 202311L
   : int32_t
@@ -206,8 +210,17 @@ typedef uint32_t rapt_given;
 #endif // __STDC_VERSION__ >= 202311L
 #endif // __cplusplus
 
+// A model for inputs of given sizes; see rapt_model_bind().
+typedef struct rapt_bound rapt_bound;
+
 // Threads, scratch memory and a cache of plans; see rapt_engine_create().
 typedef struct rapt_engine rapt_engine;
+
+// An exported program, ready to run; see rapt_model_open().
+typedef struct rapt_model rapt_model;
+
+// Calls of a model that share what it keeps; see rapt_session_create().
+typedef struct rapt_session rapt_session;
 
 // What an engine runs on. Strings and arrays live as long as the library.
 typedef struct rapt_capabilities {
@@ -278,6 +291,26 @@ typedef struct rapt_options {
   // [batch, num_q_heads, q_len] less the dimensions that q lacks; F32, or F64 for F64: is written. NULL: not asked.
   const struct rapt_tensor *lse;
 } rapt_options;
+
+// An input or a result of a program. Strings and arrays live as long as the model.
+typedef struct rapt_port {
+  // sizeof(rapt_port), set by the caller.
+  size_t size;
+  // How it is reached in the call of the exported model, such as "past[0]" or "output['logits']".
+  const char *name;
+  // The rapt_dtype of a tensor; RAPT_DTYPE_UNKNOWN for what is no tensor but a number or None.
+  int32_t dtype;
+  // The number of dimensions; 0 for what is no tensor.
+  int32_t ndim;
+  // 1 for an input whose content a call changes, else 0.
+  int32_t is_written;
+  // 1 if a size varies from call to call, else 0.
+  int32_t is_dynamic;
+  // `ndim` sizes; -1 for one that varies.
+  const int64_t *shape;
+  // `ndim` sizes in words: numbers, and expressions over the program's symbols, such as "2*s0".
+  const char *const *sizes;
+} rapt_port;
 
 #ifdef __cplusplus
 extern "C" {
@@ -358,11 +391,287 @@ rapt_error rapt_explain(const struct rapt_engine *engine,
                         const struct rapt_options *options,
                         char **text);
 
-// Gives back a string of rapt_explain(). NULL is ignored.
+// Gives back a string of rapt_explain() or rapt_model_explain(). NULL is ignored.
 //
 // # Safety
-// `text` came from rapt_explain() and was not given back before.
+// `text` came from one of them and was not given back before.
 void rapt_string_free(char *text);
+
+// Loads the program that torch.export.save() wrote to the file `path`, into `*model`: it is given back by
+// rapt_model_destroy(). On an error `*model` is as before.
+//
+// The file is mapped: nothing may change it until the model and its sessions are destroyed. Everything that needs no input is
+// checked here: the archive, that every operator is served (the error lists all that are not), and that what each node gives is
+// what the program says of it. A model may be used from any number of threads at once.
+//
+// # Safety
+// `path` is a string that ends with NUL, in UTF-8 where the system wants it; `model` leads to a pointer that may be written. Each
+// may be NULL.
+rapt_error rapt_model_open(const char *path,
+                           struct rapt_model **model);
+
+// The same from the `len` bytes of such a file in memory. They are copied.
+//
+// # Safety
+// `bytes` leads to `len` bytes, or is NULL; `model` as for rapt_model_open().
+rapt_error rapt_model_from_bytes(const void *bytes, size_t len, struct rapt_model **model);
+
+// Gives a model back. Its sessions and bindings live on; names and sizes that rapt_model_input() told do not. NULL is ignored.
+//
+// # Safety
+// `model` came from rapt_model_open() or rapt_model_from_bytes(), was not destroyed before, and is used by no other thread.
+void rapt_model_destroy(struct rapt_model *model);
+
+// How many inputs a call takes; 0 for NULL.
+//
+// # Safety
+// `model` is alive, or NULL.
+size_t rapt_model_num_inputs(const struct rapt_model *model);
+
+// How many results a call gives; 0 for NULL.
+//
+// # Safety
+// `model` is alive, or NULL.
+size_t rapt_model_num_outputs(const struct rapt_model *model);
+
+// What input `place` is, counted from 0, in the order in which rapt_session_run() takes them. The caller sets `port->size` to
+// sizeof(rapt_port); all else is written.
+//
+// # Safety
+// `model` is alive, or NULL; `port` leads to `port->size` bytes, or is NULL.
+rapt_error rapt_model_input(const struct rapt_model *model,
+                            size_t place,
+                            struct rapt_port *port);
+
+// What result `place` is, counted from 0, in the order in which rapt_session_run() writes them. The caller sets `port->size` to
+// sizeof(rapt_port); all else is written.
+//
+// # Safety
+// `model` is alive, or NULL; `port` leads to `port->size` bytes, or is NULL.
+rapt_error rapt_model_output(const struct rapt_model *model,
+                             size_t place,
+                             struct rapt_port *port);
+
+// What runs for a model, in words, as a table of lines: into `*text`, which the caller gives back by rapt_string_free(). On an
+// error `*text` is as before.
+//
+// # Safety
+// `model` is alive, or NULL; `text` leads to a pointer that may be written, or is NULL.
+rapt_error rapt_model_explain(const struct rapt_model *model,
+                              char **text);
+
+// What the results of these inputs will be, into `*bound`, which is given back by rapt_bound_destroy(). On an error `*bound` is
+// as before.
+//
+// Dtypes, numbers of dimensions and sizes of the inputs are read, and the values of those that are numbers, not tensors;
+// strides must be there, and `data` of tensors may be NULL. Every guard of the program is checked. Nothing is computed.
+//
+// # Safety
+// `model` is alive, or NULL; `inputs` leads to `num_inputs` tensors that are what they say, or is NULL; `bound` leads to a pointer that
+// may be written, or is NULL.
+rapt_error rapt_model_bind(const struct rapt_model *model,
+                           const struct rapt_tensor *inputs,
+                           size_t num_inputs,
+                           struct rapt_bound **bound);
+
+// Gives a binding back. NULL is ignored.
+//
+// # Safety
+// `bound` came from rapt_model_bind(), was not destroyed before, and is used by no other thread.
+void rapt_bound_destroy(struct rapt_bound *bound);
+
+// What result `place` will be, into `*output`: a row-major tensor in host memory whose `data` is NULL and whose `storage_bytes` is
+// what it takes. With `data` set to that many bytes it is a place for rapt_session_run(). `shape` and `strides` live as long as
+// the binding. A number is a tensor without dimensions, None has the dtype RAPT_DTYPE_UNKNOWN and takes no bytes.
+//
+// # Safety
+// `bound` is alive, or NULL; `output` leads to a tensor that may be written, or is NULL.
+rapt_error rapt_bound_output(const struct rapt_bound *bound,
+                             size_t place,
+                             struct rapt_tensor *output);
+
+// A session of a model into `*session`, which is given back by rapt_session_destroy(): calls that share what the program keeps,
+// such as a cache that it writes in place. It starts as the archive has it. On an error `*session` is as before.
+//
+// # Safety
+// `model` is alive, or NULL; `session` leads to a pointer that may be written, or is NULL.
+rapt_error rapt_session_create(const struct rapt_model *model,
+                               struct rapt_session **session);
+
+// Gives a session back, with what it keeps. NULL is ignored.
+//
+// # Safety
+// `session` came from rapt_session_create(), was not destroyed before, and is used by no other thread.
+void rapt_session_destroy(struct rapt_session *session);
+
+// Runs the program on `inputs`, and writes its results where `outputs` say: each of the result's dtype and sizes, as
+// rapt_model_bind() tells them, with strides of its own. Nothing is converted.
+//
+// A number is a tensor without dimensions: I64, F64 or BOOL. An input that is None is a rapt_tensor of zeros; the place of a result
+// that is None is not read. An input that the program writes (`is_written` of its rapt_port) is written where it lies. Outputs and
+// written inputs share no byte with another operand and contain every address once.
+//
+// On an error nothing was written, the session keeps what it had, and serves the next call. (After RAPT_ERROR_INTERNAL, a defect of
+// Rapt, outputs and what the session keeps are unspecified.) Calls of one session at once wait for one another.
+//
+// # Safety
+// `session` is alive, or NULL. `inputs` and `outputs` lead to as many tensors as told, or are NULL; each is what it says: readable
+// memory that nobody writes during the call, and for outputs and written inputs writable memory that nobody else uses.
+rapt_error rapt_session_run(struct rapt_session *session,
+                            const struct rapt_tensor *inputs,
+                            size_t num_inputs,
+                            const struct rapt_tensor *outputs,
+                            size_t num_outputs);
+
+// Forgets what the calls so far have left: the session is as it began.
+//
+// # Safety
+// `session` is alive, or NULL.
+rapt_error rapt_session_reset(struct rapt_session *session);
+
+// The number of bytes that a session holds beside the archive; 0 for NULL.
+//
+// # Safety
+// `session` is alive, or NULL.
+size_t rapt_session_held_bytes(const struct rapt_session *session);
+
+// Loads the program that torch.export.save() wrote to the file `path`, into `*model`: it is given back by
+// rapt_model_destroy(). On an error `*model` is as before.
+//
+// The file is mapped: nothing may change it until the model and its sessions are destroyed. Everything that needs no input is
+// checked here: the archive, that every operator is served (the error lists all that are not), and that what each node gives is
+// what the program says of it. A model may be used from any number of threads at once.
+//
+// # Safety
+// `path` is a string that ends with NUL, in UTF-8 where the system wants it; `model` leads to a pointer that may be written. Each
+// may be NULL.
+rapt_error rapt_model_open(const char *path,
+                           struct rapt_model **model);
+
+// The same from the `len` bytes of such a file in memory. They are copied.
+//
+// # Safety
+// `bytes` leads to `len` bytes, or is NULL; `model` as for rapt_model_open().
+rapt_error rapt_model_from_bytes(const void *bytes, size_t len, struct rapt_model **model);
+
+// Gives a model back. Its sessions and bindings live on; names and sizes that rapt_model_input() told do not. NULL is ignored.
+//
+// # Safety
+// `model` came from rapt_model_open() or rapt_model_from_bytes(), was not destroyed before, and is used by no other thread.
+void rapt_model_destroy(struct rapt_model *model);
+
+// How many inputs a call takes; 0 for NULL.
+//
+// # Safety
+// `model` is alive, or NULL.
+size_t rapt_model_num_inputs(const struct rapt_model *model);
+
+// How many results a call gives; 0 for NULL.
+//
+// # Safety
+// `model` is alive, or NULL.
+size_t rapt_model_num_outputs(const struct rapt_model *model);
+
+// What input `place` is, counted from 0, in the order in which rapt_session_run() takes them. The caller sets `port->size` to
+// sizeof(rapt_port); all else is written.
+//
+// # Safety
+// `model` is alive, or NULL; `port` leads to `port->size` bytes, or is NULL.
+rapt_error rapt_model_input(const struct rapt_model *model,
+                            size_t place,
+                            struct rapt_port *port);
+
+// What result `place` is, counted from 0, in the order in which rapt_session_run() writes them. The caller sets `port->size` to
+// sizeof(rapt_port); all else is written.
+//
+// # Safety
+// `model` is alive, or NULL; `port` leads to `port->size` bytes, or is NULL.
+rapt_error rapt_model_output(const struct rapt_model *model,
+                             size_t place,
+                             struct rapt_port *port);
+
+// What runs for a model, in words, as a table of lines: into `*text`, which the caller gives back by rapt_string_free(). On an
+// error `*text` is as before.
+//
+// # Safety
+// `model` is alive, or NULL; `text` leads to a pointer that may be written, or is NULL.
+rapt_error rapt_model_explain(const struct rapt_model *model,
+                              char **text);
+
+// What the results of these inputs will be, into `*bound`, which is given back by rapt_bound_destroy(). On an error `*bound` is
+// as before.
+//
+// Dtypes, numbers of dimensions and sizes of the inputs are read, and the values of those that are numbers, not tensors;
+// strides must be there, and `data` of tensors may be NULL. Every guard of the program is checked. Nothing is computed.
+//
+// # Safety
+// `model` is alive, or NULL; `inputs` leads to `num_inputs` tensors that are what they say, or is NULL; `bound` leads to a pointer that
+// may be written, or is NULL.
+rapt_error rapt_model_bind(const struct rapt_model *model,
+                           const struct rapt_tensor *inputs,
+                           size_t num_inputs,
+                           struct rapt_bound **bound);
+
+// Gives a binding back. NULL is ignored.
+//
+// # Safety
+// `bound` came from rapt_model_bind(), was not destroyed before, and is used by no other thread.
+void rapt_bound_destroy(struct rapt_bound *bound);
+
+// What result `place` will be, into `*output`: a row-major tensor in host memory whose `data` is NULL and whose `storage_bytes` is
+// what it takes. With `data` set to that many bytes it is a place for rapt_session_run(). `shape` and `strides` live as long as
+// the binding. A number is a tensor without dimensions, None has the dtype RAPT_DTYPE_UNKNOWN and takes no bytes.
+//
+// # Safety
+// `bound` is alive, or NULL; `output` leads to a tensor that may be written, or is NULL.
+rapt_error rapt_bound_output(const struct rapt_bound *bound,
+                             size_t place,
+                             struct rapt_tensor *output);
+
+// A session of a model into `*session`, which is given back by rapt_session_destroy(): calls that share what the program keeps,
+// such as a cache that it writes in place. It starts as the archive has it. On an error `*session` is as before.
+//
+// # Safety
+// `model` is alive, or NULL; `session` leads to a pointer that may be written, or is NULL.
+rapt_error rapt_session_create(const struct rapt_model *model,
+                               struct rapt_session **session);
+
+// Gives a session back, with what it keeps. NULL is ignored.
+//
+// # Safety
+// `session` came from rapt_session_create(), was not destroyed before, and is used by no other thread.
+void rapt_session_destroy(struct rapt_session *session);
+
+// Runs the program on `inputs`, and writes its results where `outputs` say: each of the result's dtype and sizes, as
+// rapt_model_bind() tells them, with strides of its own. Nothing is converted.
+//
+// A number is a tensor without dimensions: I64, F64 or BOOL. An input that is None is a rapt_tensor of zeros; the place of a result
+// that is None is not read. An input that the program writes (`is_written` of its rapt_port) is written where it lies. Outputs and
+// written inputs share no byte with another operand and contain every address once.
+//
+// On an error nothing was written, the session keeps what it had, and serves the next call. (After RAPT_ERROR_INTERNAL, a defect of
+// Rapt, outputs and what the session keeps are unspecified.) Calls of one session at once wait for one another.
+//
+// # Safety
+// `session` is alive, or NULL. `inputs` and `outputs` lead to as many tensors as told, or are NULL; each is what it says: readable
+// memory that nobody writes during the call, and for outputs and written inputs writable memory that nobody else uses.
+rapt_error rapt_session_run(struct rapt_session *session,
+                            const struct rapt_tensor *inputs,
+                            size_t num_inputs,
+                            const struct rapt_tensor *outputs,
+                            size_t num_outputs);
+
+// Forgets what the calls so far have left: the session is as it began.
+//
+// # Safety
+// `session` is alive, or NULL.
+rapt_error rapt_session_reset(struct rapt_session *session);
+
+// The number of bytes that a session holds beside the archive; 0 for NULL.
+//
+// # Safety
+// `session` is alive, or NULL.
+size_t rapt_session_held_bytes(const struct rapt_session *session);
 
 #ifdef __cplusplus
 }  // extern "C"

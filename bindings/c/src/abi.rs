@@ -27,7 +27,7 @@ pub const RAPT_MAX_NDIM: i32 = 8;
 pub enum rapt_error {
     /// Done.
     RAPT_OK = 0,
-    /// k or v has another dtype than q, or an output another one than was asked for.
+    /// k or v has another dtype than q, or an output another one than was asked for or than the result has.
     RAPT_ERROR_DTYPE_MISMATCH = 1,
     /// A dtype that is not served in its place, or a code that is not known.
     RAPT_ERROR_UNSUPPORTED_DTYPE = 2,
@@ -39,7 +39,7 @@ pub enum rapt_error {
     RAPT_ERROR_OPTION = 5,
     /// Tensors on different devices, or on one that is not served.
     RAPT_ERROR_DEVICE = 6,
-    /// Tensors of different kinds in one call. No call of this interface answers it; other bindings share the numbers.
+    /// Another number of inputs or results than a program has, or a number where it has a tensor and the reverse.
     RAPT_ERROR_KIND = 7,
     /// A valid request that this build does not serve.
     RAPT_ERROR_UNSUPPORTED = 8,
@@ -49,10 +49,14 @@ pub enum rapt_error {
     RAPT_ERROR_OUT_OF_MEMORY = 10,
     /// A defect of Rapt: please report it. Outputs are unspecified, the engine serves on.
     RAPT_ERROR_INTERNAL = 11,
+    /// An input of a program has another dtype than the program declares. It is never converted.
+    RAPT_ERROR_DTYPE_BOUNDARY = 12,
+    /// A program or its archive that cannot be read, is damaged, or contradicts itself.
+    RAPT_ERROR_PROGRAM = 13,
 }
 
 /// The dtype of a tensor's elements, by the codes of PyTorch's export schema. Attention computes F64, F32, F16 and BF16;
-/// masks may also be BOOL; all others are known by name and refused.
+/// masks may also be BOOL. Programs have those and I64, I32, I16, I8 and U8. All others are known by name and refused.
 #[repr(i32)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum rapt_dtype {
@@ -223,6 +227,28 @@ pub struct rapt_capabilities {
     pub isa: *const c_char,
     /// Those of this machine that this build has kernels for, best last, parted by spaces.
     pub isas: *const c_char,
+}
+
+/// An input or a result of a program. Strings and arrays live as long as the model.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct rapt_port {
+    /// sizeof(rapt_port), set by the caller.
+    pub size: usize,
+    /// How it is reached in the call of the exported model, such as "past[0]" or "output['logits']".
+    pub name: *const c_char,
+    /// The rapt_dtype of a tensor; RAPT_DTYPE_UNKNOWN for what is no tensor but a number or None.
+    pub dtype: i32,
+    /// The number of dimensions; 0 for what is no tensor.
+    pub ndim: i32,
+    /// 1 for an input whose content a call changes, else 0.
+    pub is_written: i32,
+    /// 1 if a size varies from call to call, else 0.
+    pub is_dynamic: i32,
+    /// `ndim` sizes; -1 for one that varies.
+    pub shape: *const i64,
+    /// `ndim` sizes in words: numbers, and expressions over the program's symbols, such as "2*s0".
+    pub sizes: *const *const c_char,
 }
 
 /// The dtypes that attention computes, by code.

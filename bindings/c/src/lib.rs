@@ -5,15 +5,20 @@
 //! read     what a caller's structs say ─► View, Options ─► Tensors
 //! served   calls that were served before run without being proven again
 //! refusal  errors as codes and messages; nothing unwinds past `guard`
-//! lib      the functions of rapt.h, and the engine that they are given
+//! model    the functions of rapt.h for exported programs: a model, its bindings, its sessions
+//! run      one run of a program: what its inputs and places say, proven, then run
+//! lib      all other functions of rapt.h, and the engine that they are given
 //! ```
 //! Every pointer is checked for NULL and alignment before it is read, every number against its domain. The caller is
 //! responsible for what C cannot tell: that a pointer which is neither NULL nor unaligned points to its type.
-//! Deliberately absent: allocation of tensors, a default engine, and any state but the last error of each thread.
+//! Deliberately absent: allocation of tensors, a default engine, and any state but what handles hold and the last error of each
+//! thread.
 
 mod abi;
+mod model;
 mod read;
 mod refusal;
+mod run;
 mod served;
 
 use std::ffi::{CStr, CString, c_char};
@@ -22,7 +27,13 @@ use engine::{Engine, Error, Operands};
 
 pub use abi::{
     RAPT_MAX_NDIM, RAPT_VERSION_MAJOR, RAPT_VERSION_MINOR, RAPT_VERSION_PATCH, rapt_capabilities, rapt_causal,
-    rapt_device, rapt_dtype, rapt_error, rapt_given, rapt_layout, rapt_options, rapt_tensor,
+    rapt_device, rapt_dtype, rapt_error, rapt_given, rapt_layout, rapt_options, rapt_port, rapt_tensor,
+};
+pub use model::{
+    rapt_bound, rapt_bound_destroy, rapt_bound_output, rapt_model, rapt_model_bind, rapt_model_destroy,
+    rapt_model_explain, rapt_model_from_bytes, rapt_model_input, rapt_model_num_inputs, rapt_model_num_outputs,
+    rapt_model_open, rapt_model_output, rapt_session, rapt_session_create, rapt_session_destroy,
+    rapt_session_held_bytes, rapt_session_reset, rapt_session_run,
 };
 use read::{Call, dtype_of, to_read, to_write};
 use refusal::{Refusal, guard};
@@ -224,14 +235,14 @@ pub unsafe extern "C" fn rapt_explain(
     })
 }
 
-/// Gives back a string of rapt_explain(). NULL is ignored.
+/// Gives back a string of rapt_explain() or rapt_model_explain(). NULL is ignored.
 ///
 /// # Safety
-/// `text` came from rapt_explain() and was not given back before.
+/// `text` came from one of them and was not given back before.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn rapt_string_free(text: *mut c_char) {
     if !text.is_null() {
-        // SAFETY: made by `CString::into_raw` in `rapt_explain`.
+        // SAFETY: made by `CString::into_raw` in the one or the other.
         drop(unsafe { CString::from_raw(text) });
     }
 }

@@ -43,7 +43,11 @@ pub(crate) fn struct_size(field: &'static str, got: usize, known: usize) -> Resu
 /// The dtype with this code.
 pub(crate) fn dtype_of(tensor: &'static str, code: i32) -> Result<DType, Refusal> {
     let known = u8::try_from(code).ok().and_then(|code| DType::from_code(code).ok());
-    known.ok_or_else(|| Error::UnknownDtype { tensor, got: format!("code {code}") }.into())
+    let list = || DType::ALL.iter().map(|dtype| format!("{} {}", dtype.code(), dtype.name())).collect::<Vec<_>>();
+    known.ok_or_else(|| {
+        let got = format!("code {code}; the known are {}", list().join(", "));
+        Error::UnknownDtype { tensor, got }.into()
+    })
 }
 
 /// The sizes behind `sizes`.
@@ -91,10 +95,10 @@ fn rank(tensor: &'static str, ndim: i32) -> Result<usize, Refusal> {
 }
 
 /// A tensor's parts, each in its domain.
-struct Parts {
+pub(crate) struct Parts {
     data: *mut c_void,
-    dtype: DType,
-    shape: Shape,
+    pub(crate) dtype: DType,
+    pub(crate) shape: Shape,
     strides: Strides,
     device: Device,
     extent: Extent,
@@ -103,7 +107,7 @@ struct Parts {
 impl Parts {
     /// # Safety
     /// `given` leads to a tensor whose arrays have `ndim` numbers, or is NULL.
-    unsafe fn read(name: &'static str, given: *const rapt_tensor) -> Result<Self, Refusal> {
+    pub(crate) unsafe fn read(name: &'static str, given: *const rapt_tensor) -> Result<Self, Refusal> {
         let given = to_read(given, name)?;
         // SAFETY: neither NULL nor unaligned; that a tensor lies there is the caller's word.
         let given = unsafe { given.read() };
@@ -141,24 +145,40 @@ impl Parts {
         let (shape, strides) = unsafe { (shape(name, ndim, sizes)?, strides(name, ndim, steps)?) };
         Ok(Parts { data, dtype, shape, strides, device, extent })
     }
+
+    pub(crate) fn device(&self) -> Device {
+        self.device
+    }
+
+    /// # Safety
+    /// The tensor is what it says, and nobody writes it for 'a.
+    pub(crate) unsafe fn view<'a>(&self, name: &'static str) -> Result<View<'a>, Refusal> {
+        let Parts { data, dtype, shape, strides, device, extent } = *self;
+        // SAFETY: the caller's word.
+        Ok(unsafe { View::from_raw_parts(name, data.cast_const().cast(), dtype, shape, strides, device, extent) }?)
+    }
+
+    /// # Safety
+    /// The tensor is what it says, and nobody else uses it for 'a.
+    pub(crate) unsafe fn view_mut<'a>(&self, name: &'static str) -> Result<ViewMut<'a>, Refusal> {
+        let Parts { data, dtype, shape, strides, device, extent } = *self;
+        // SAFETY: the caller's word.
+        Ok(unsafe { ViewMut::from_raw_parts(name, data.cast(), dtype, shape, strides, device, extent) }?)
+    }
 }
 
 /// # Safety
 /// `given` leads to a tensor that is what it says and that nobody writes for 'a, or is NULL.
 unsafe fn view<'a>(name: &'static str, given: *const rapt_tensor) -> Result<View<'a>, Refusal> {
     // SAFETY: the caller's word.
-    let Parts { data, dtype, shape, strides, device, extent } = unsafe { Parts::read(name, given) }?;
-    // SAFETY: as above.
-    Ok(unsafe { View::from_raw_parts(name, data.cast_const().cast(), dtype, shape, strides, device, extent) }?)
+    unsafe { Parts::read(name, given)?.view(name) }
 }
 
 /// # Safety
 /// `given` leads to a tensor that is what it says and that nobody else uses for 'a, or is NULL.
 unsafe fn view_mut<'a>(name: &'static str, given: *const rapt_tensor) -> Result<ViewMut<'a>, Refusal> {
     // SAFETY: the caller's word.
-    let Parts { data, dtype, shape, strides, device, extent } = unsafe { Parts::read(name, given) }?;
-    // SAFETY: as above.
-    Ok(unsafe { ViewMut::from_raw_parts(name, data.cast(), dtype, shape, strides, device, extent) }?)
+    unsafe { Parts::read(name, given)?.view_mut(name) }
 }
 
 /// # Safety

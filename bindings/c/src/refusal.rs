@@ -6,7 +6,8 @@ use std::ffi::{CStr, CString, c_char};
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-use engine::{Error, ErrorKind};
+use engine::model::ModelError;
+use engine::{DType, Device, Error, ErrorKind};
 
 use crate::abi::rapt_error;
 
@@ -36,6 +37,37 @@ pub(crate) enum Refusal {
     /// By the engine.
     #[error(transparent)]
     Engine(#[from] Error),
+    /// By a program.
+    #[error(transparent)]
+    Model(#[from] ModelError),
+    /// Of an input or a result of a program, by its name in the call.
+    #[error("{name}: {refusal}")]
+    Port { name: String, refusal: Box<Refusal> },
+    /// An input or a result that the program does not have.
+    #[error("there is no {what} {got}: the program has {count}")]
+    Place { what: &'static str, got: usize, count: usize },
+    /// Another number of places for results than the program has.
+    #[error("the program gives {expected} results ({}), got {got} places", names.join(", "))]
+    Results { expected: usize, got: usize, names: Vec<String> },
+    /// A place for a result of another dtype than the result has. It is never converted.
+    #[error("its place has dtype {got}, the result has {expected}")]
+    ResultDtype { expected: DType, got: DType },
+    /// A place for a result that is not in host memory.
+    #[error("its place is on {got}: programs run on the CPU")]
+    ResultDevice { got: Device },
+    /// A place for a number that has dimensions.
+    #[error("its place has {got} dimensions, the result is a number and has none")]
+    ResultNumber { got: usize },
+    /// Memory that a program writes and that something else of the call lies in too.
+    #[error("it is written, and shares memory with {other}")]
+    Overlap { other: String },
+    /// A text that is no path on this system.
+    #[error("{argument} is no UTF-8")]
+    #[cfg_attr(unix, expect(dead_code, reason = "any bytes are a path there"))]
+    Text { argument: &'static str },
+    /// A length that no allocation has.
+    #[error("{argument} is {got} bytes, longer than an allocation can be")]
+    Length { argument: &'static str, got: usize },
     /// A pointer that must lead somewhere is NULL.
     #[error("{0} is NULL")]
     Null(Pointer),
@@ -65,23 +97,46 @@ pub(crate) enum Refusal {
 impl Refusal {
     fn code(&self) -> rapt_error {
         match self {
-            Refusal::Engine(Error::OutOfMemory { .. }) => rapt_error::RAPT_ERROR_OUT_OF_MEMORY,
-            Refusal::Engine(Error::WorkerPanicked { .. }) | Refusal::Nul => rapt_error::RAPT_ERROR_INTERNAL,
-            Refusal::Engine(error) => match error.kind() {
-                ErrorKind::DtypeMismatch => rapt_error::RAPT_ERROR_DTYPE_MISMATCH,
-                ErrorKind::UnsupportedDtype => rapt_error::RAPT_ERROR_UNSUPPORTED_DTYPE,
-                ErrorKind::Shape => rapt_error::RAPT_ERROR_SHAPE,
-                ErrorKind::Layout => rapt_error::RAPT_ERROR_LAYOUT,
-                ErrorKind::Option => rapt_error::RAPT_ERROR_OPTION,
-                ErrorKind::Device => rapt_error::RAPT_ERROR_DEVICE,
-                ErrorKind::Kind => rapt_error::RAPT_ERROR_KIND,
-                _ => rapt_error::RAPT_ERROR_UNSUPPORTED,
+            Refusal::Engine(error) | Refusal::Model(ModelError::Core(error)) => match error {
+                Error::OutOfMemory { .. } => rapt_error::RAPT_ERROR_OUT_OF_MEMORY,
+                Error::WorkerPanicked { .. } => rapt_error::RAPT_ERROR_INTERNAL,
+                error => of_kind(error.kind()),
             },
+            Refusal::Model(error) => of_kind(error.kind()),
+            Refusal::Port { refusal, .. } => refusal.code(),
+            Refusal::Nul => rapt_error::RAPT_ERROR_INTERNAL,
             Refusal::Null(_) | Refusal::Unaligned { .. } => rapt_error::RAPT_ERROR_POINTER,
-            Refusal::Rank { .. } | Refusal::NegativeSize { .. } => rapt_error::RAPT_ERROR_SHAPE,
-            Refusal::TooWide { .. } | Refusal::Storage { .. } => rapt_error::RAPT_ERROR_LAYOUT,
-            Refusal::DeviceIndex { .. } => rapt_error::RAPT_ERROR_DEVICE,
+            Refusal::Rank { .. } | Refusal::NegativeSize { .. } | Refusal::ResultNumber { .. } => {
+                rapt_error::RAPT_ERROR_SHAPE
+            }
+            Refusal::TooWide { .. } | Refusal::Storage { .. } | Refusal::Overlap { .. } => {
+                rapt_error::RAPT_ERROR_LAYOUT
+            }
+            Refusal::DeviceIndex { .. } | Refusal::ResultDevice { .. } => rapt_error::RAPT_ERROR_DEVICE,
+            Refusal::Results { .. } => rapt_error::RAPT_ERROR_KIND,
+            Refusal::ResultDtype { .. } => rapt_error::RAPT_ERROR_DTYPE_MISMATCH,
+            Refusal::Place { .. } | Refusal::Text { .. } | Refusal::Length { .. } => rapt_error::RAPT_ERROR_OPTION,
         }
+    }
+
+    /// This refusal, of the input or result with this name.
+    pub(crate) fn of(self, name: &str) -> Refusal {
+        Refusal::Port { name: name.to_owned(), refusal: Box::new(self) }
+    }
+}
+
+fn of_kind(kind: ErrorKind) -> rapt_error {
+    match kind {
+        ErrorKind::DtypeMismatch => rapt_error::RAPT_ERROR_DTYPE_MISMATCH,
+        ErrorKind::UnsupportedDtype => rapt_error::RAPT_ERROR_UNSUPPORTED_DTYPE,
+        ErrorKind::Shape => rapt_error::RAPT_ERROR_SHAPE,
+        ErrorKind::Layout => rapt_error::RAPT_ERROR_LAYOUT,
+        ErrorKind::Option => rapt_error::RAPT_ERROR_OPTION,
+        ErrorKind::Device => rapt_error::RAPT_ERROR_DEVICE,
+        ErrorKind::Kind => rapt_error::RAPT_ERROR_KIND,
+        ErrorKind::DtypeBoundary => rapt_error::RAPT_ERROR_DTYPE_BOUNDARY,
+        ErrorKind::Program => rapt_error::RAPT_ERROR_PROGRAM,
+        _ => rapt_error::RAPT_ERROR_UNSUPPORTED,
     }
 }
 
@@ -98,7 +153,7 @@ pub(crate) fn name(code: i32) -> &'static CStr {
     let name = names!(
         RAPT_OK RAPT_ERROR_DTYPE_MISMATCH RAPT_ERROR_UNSUPPORTED_DTYPE RAPT_ERROR_SHAPE RAPT_ERROR_LAYOUT
         RAPT_ERROR_OPTION RAPT_ERROR_DEVICE RAPT_ERROR_KIND RAPT_ERROR_UNSUPPORTED RAPT_ERROR_POINTER
-        RAPT_ERROR_OUT_OF_MEMORY RAPT_ERROR_INTERNAL
+        RAPT_ERROR_OUT_OF_MEMORY RAPT_ERROR_INTERNAL RAPT_ERROR_DTYPE_BOUNDARY RAPT_ERROR_PROGRAM
     );
     CStr::from_bytes_with_nul(name.as_bytes()).unwrap_or_default()
 }

@@ -33,7 +33,7 @@ pub use dtype::{COMPUTED, DType, Element, UnknownDtypeCode, bf16_from_f64, f16_f
 pub use error::{Error, ErrorKind, Result};
 pub use explain::Explanation;
 pub use form::{Alignment, TensorForm};
-pub use operands::{Operands, Tensors};
+pub use operands::{Operands, Tensors, prove_disjoint, prove_injective};
 pub use options::{Causal, Finite, Options, TensorLayout, Window};
 pub use plan::{Arch, Caps, Compiled, Cost, Kernel, KernelKey, Launch, LaunchPlan, MaskClass, PRounding, Plan, Work};
 pub use queue::{DeviceMemory, Executor, Queue, SerialExecutor, Workspace};

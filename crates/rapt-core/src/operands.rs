@@ -62,12 +62,7 @@ fn compare<const N: usize>(tensor: &'static str, got: &TensorSpec<N>, planned: &
 ///
 /// # Errors
 /// [`Error::OutputOverlaps`], [`Error::OverlapUndecided`].
-pub(crate) fn prove_disjoint(
-    tensor: &'static str,
-    out: &ViewMut<'_>,
-    other: &'static str,
-    view: &View<'_>,
-) -> Result<usize> {
+pub fn prove_disjoint(tensor: &'static str, out: &ViewMut<'_>, other: &'static str, view: &View<'_>) -> Result<usize> {
     let Decision { holds, steps } = out.is_disjoint_from(view);
     match holds {
         Some(true) => Ok(steps),
@@ -80,7 +75,7 @@ pub(crate) fn prove_disjoint(
 ///
 /// # Errors
 /// [`Error::OutputOverlapsItself`], [`Error::OverlapUndecided`].
-pub(crate) fn prove_injective(tensor: &'static str, out: &ViewMut<'_>) -> Result<usize> {
+pub fn prove_injective(tensor: &'static str, out: &ViewMut<'_>) -> Result<usize> {
     let Decision { holds, steps } = out.is_injective();
     match holds {
         Some(true) => Ok(steps),

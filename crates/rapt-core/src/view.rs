@@ -367,7 +367,8 @@ impl<'a> ViewMut<'a> {
     }
 
     /// This output seen as something to compare with, for the overlap of two outputs.
-    pub(crate) fn as_view(&self) -> View<'_> {
+    #[must_use]
+    pub fn as_view(&self) -> View<'_> {
         View { ptr: self.ptr, parts: self.parts, owner: PhantomData }
     }
 }

@@ -38,12 +38,14 @@ pub use rapt_core::{
     DeviceMemory, Dims, Direction, Disjoint, Element, Error, ErrorKind, Executor, Explanation, Extent, Finite,
     InBounds, Injective, Kernel, KernelKey, Kv, Launch, LaunchPlan, MAX_RANK, MaskClass, Numerics, Operands, Options,
     PRounding, Plan, Queue, Result, SerialExecutor, Shape, Spec, SpecBuilder, Strides, TensorForm, TensorLayout,
-    TensorSpec, Tensors, Tile, UnknownDtypeCode, View, ViewMut, Window, Work, Workspace,
+    TensorSpec, Tensors, Tile, UnknownDtypeCode, View, ViewMut, Window, Work, Workspace, prove_disjoint,
+    prove_injective,
 };
 pub use rapt_cpu::{
     CpuLaunch, KernelVariant as CpuKernelVariant, Step as CpuStep, available as available_isas, ceiling, select,
 };
 pub use rapt_layout as layout;
+pub use rapt_pt2 as pt2;
 pub use rapt_reference as reference;
 pub use tensor::Tensor;
 

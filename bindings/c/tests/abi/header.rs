@@ -12,7 +12,7 @@ const HEADER: &str = "include/rapt.h";
 fn generate() -> String {
     let here = Path::new(env!("CARGO_MANIFEST_DIR"));
     let config = cbindgen::Config::from_file(here.join("cbindgen.toml")).unwrap();
-    let sources = ["src/abi.rs", "src/lib.rs"].map(|file| here.join(file));
+    let sources = ["src/abi.rs", "src/lib.rs", "src/model.rs"].map(|file| here.join(file));
     let builder = sources.iter().fold(cbindgen::Builder::new().with_config(config), cbindgen::Builder::with_src);
     let mut bytes = Vec::new();
     builder.generate().unwrap().write(&mut bytes);
@@ -71,7 +71,7 @@ fn every_dtype_of_the_engine_has_its_code() {
 fn every_error_has_its_name() {
     let mut codes = vec![("RAPT_OK".to_owned(), 0)];
     codes.extend(values("RAPT_ERROR_"));
-    assert_eq!(codes.len(), 12);
+    assert_eq!(codes.len(), 14);
     let name = |code| {
         // SAFETY: a string of the library.
         unsafe { CStr::from_ptr(rapt_c::rapt_error_name(code)) }.to_str().unwrap()
@@ -79,7 +79,7 @@ fn every_error_has_its_name() {
     for (expected, code) in codes {
         assert_eq!(name(code), expected);
     }
-    for code in [-1, 12, i32::MAX] {
+    for code in [-1, 14, i32::MAX] {
         assert_eq!(name(code), "unknown");
     }
 }
@@ -112,5 +112,6 @@ fn no_field_has_moved() {
         rapt_options, 88, size 0, given 8, causal 12, layout 16, out_dtype 20, softmax_scale 24, softcap 32,
         window_left 40, window_right 48, mask 56, sinks 64, alibi_slopes 72, lse 80
     );
+    check!(rapt_port, 48, size 0, name 8, dtype 16, ndim 20, is_written 24, is_dynamic 28, shape 32, sizes 40);
     check!(rapt_capabilities, 40, size 0, threads 8, num_dtypes 12, dtypes 16, isa 24, isas 32);
 }

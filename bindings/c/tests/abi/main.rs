@@ -1,8 +1,11 @@
 //! The functions of rapt.h, called as C calls them.
 
 mod bad_input;
+mod contract;
 mod dtypes;
+mod handles;
 mod header;
+mod programs;
 mod reference;
 mod support;
 mod threads;
