@@ -10,6 +10,8 @@ use crate::scratch::Scratch;
 pub(crate) struct Input<const N: usize> {
     pub(crate) ptr: *const u8,
     pub(crate) dtype: DType,
+    /// Bytes of an element.
+    pub(crate) size: isize,
     pub(crate) strides: [isize; N],
 }
 
@@ -18,30 +20,32 @@ pub(crate) struct Input<const N: usize> {
 pub(crate) struct Output<const N: usize> {
     pub(crate) ptr: *mut u8,
     pub(crate) dtype: DType,
+    /// Bytes of an element.
+    pub(crate) size: isize,
     pub(crate) strides: [isize; N],
 }
 
 impl<const N: usize> Input<N> {
     fn new(ptr: *const u8, spec: &TensorSpec<N>) -> Self {
-        Input { ptr, dtype: spec.dtype, strides: spec.strides }
+        Input { ptr, dtype: spec.dtype, size: spec.dtype.size_bytes() as isize, strides: spec.strides }
     }
 
     /// The address of an element. Never formed by an offset out of bounds: the index lies inside the tensor.
     #[inline(always)]
     pub(crate) fn at(&self, index: [usize; N]) -> *const u8 {
-        self.ptr.wrapping_offset(offset(&self.strides, index) * self.dtype.size_bytes() as isize)
+        self.ptr.wrapping_offset(offset(&self.strides, index) * self.size)
     }
 }
 
 impl<const N: usize> Output<N> {
     pub(crate) fn new(ptr: *mut u8, spec: &TensorSpec<N>) -> Self {
-        Output { ptr, dtype: spec.dtype, strides: spec.strides }
+        Output { ptr, dtype: spec.dtype, size: spec.dtype.size_bytes() as isize, strides: spec.strides }
     }
 
     /// The address of an element.
     #[inline(always)]
     pub(crate) fn at(&self, index: [usize; N]) -> *mut u8 {
-        self.ptr.wrapping_offset(offset(&self.strides, index) * self.dtype.size_bytes() as isize)
+        self.ptr.wrapping_offset(offset(&self.strides, index) * self.size)
     }
 }
 

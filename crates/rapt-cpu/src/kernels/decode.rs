@@ -17,7 +17,7 @@ use super::mask;
 use super::pack::store_row;
 use super::products::{Packing, Single};
 use super::simd::{Part, Real, Simd, Storage};
-use super::softmax::{Modifier, finish_row, max_skipping_nan, probability, rescale, subtractable};
+use super::softmax::{Finished, Modifier, max_skipping_nan, probability, rescale, subtractable};
 use crate::partition::Item;
 use crate::problem::{Input, Problem, Row};
 use crate::scratch::partial_len;
@@ -614,6 +614,7 @@ impl<S: Simd, T: Storage<S>> Part<S> for Combine<'_, T> {
             let chunk_0 = problem.partials.cast::<S::Elem>().add(task * chunks * rows * partial);
             let o = memory.cast::<S::Elem>();
             let scale_log2 = S::splat(S::Elem::from_f64_clamped(problem.scores.exponent()));
+            let to_natural = S::Elem::from_f64_clamped(problem.scores.to_natural());
             for r in 0..rows {
                 let at = |chunk: usize| chunk_0.add((chunk * rows + r) * partial);
                 let max = (0..chunks).map(|chunk| *at(chunk).add(dim_v));
@@ -636,14 +637,10 @@ impl<S: Simd, T: Storage<S>> Part<S> for Combine<'_, T> {
                 }
                 let row = problem.row(origin, r);
                 let sink = problem.sinks.map(|sinks| S::Elem::load_as(sinks.dtype, sinks.at([row.head])));
-                let done = finish_row(max, sum, &problem.scores, sink);
-                let (factor, lse) = done.unwrap_or((S::Elem::ZERO, S::Elem::NEG_INFINITY));
-                for d in 0..dim_v {
-                    *o.add(d) = *o.add(d) * factor;
-                }
-                store_row::<S, T>(o, dim_v, &problem.out, [row.batch, row.head, row.i, 0]);
+                let done = Finished::new(max, sum, to_natural, sink);
+                store_row::<S, T>(o, done.factor, dim_v, &problem.out, [row.batch, row.head, row.i, 0]);
                 if let Some(out) = &problem.lse {
-                    lse.store_as(out.dtype, out.at([row.batch, row.head, row.i]));
+                    done.lse().store_as(out.dtype, out.at([row.batch, row.head, row.i]));
                 }
             }
         }

@@ -19,7 +19,7 @@ use super::matmul::{Broadcast, Factors, Matmul, MatmulSelecting, Onto};
 use super::pack::{store_row, transpose_in};
 use super::products::{Block, Packing, Products};
 use super::simd::{Part, Real, Simd, Storage};
-use super::softmax::{Modifier, finish_row, max_skipping_nan, probability, rescale, subtractable};
+use super::softmax::{Finished, Modifier, max_skipping_nan, probability, rescale, subtractable};
 use crate::partition::Item;
 use crate::problem::{Problem, Row, Scores};
 
@@ -282,8 +282,11 @@ impl<S: Simd, T: Storage<S>, M: Packing<S, T>, const V: usize> Part<S> for Begin
     unsafe fn run(self) {
         let Begin { task, tile, .. } = self;
         let Task { problem, origin, .. } = *task;
-        let scratch = &problem.scratch;
-        let (queries, stride, rows) = (V * S::LANES, scratch.head_dim_padded, task.part(scratch.rows));
+        // Copies: behind a reference they would be read again after every store.
+        let (q, dim, negate) = (problem.q, problem.head_dim, problem.scores.negate_q);
+        // The rows of Qᵀ that the product reads, and what fills whole vectors.
+        let stride = dim.div_ceil(M::STEPS).next_multiple_of(S::LANES);
+        let (queries, rows) = (V * S::LANES, task.part(problem.scratch.rows));
         // SAFETY: `rows` has `queries` rows of `stride`; each row r0..r1 is a query of q.
         unsafe {
             for lane in 0..queries {
@@ -291,8 +294,8 @@ impl<S: Simd, T: Storage<S>, M: Packing<S, T>, const V: usize> Part<S> for Begin
                 let mut filled = 0;
                 if tile.r0 + lane < tile.r1 {
                     let row = problem.row(origin, tile.r0 + lane);
-                    let from = problem.q.at([row.batch, row.head, row.i, 0]).cast::<T>();
-                    filled = M::load_query(from, problem.q.strides[3], problem.head_dim, problem.scores.negate_q, to);
+                    let from = q.at([row.batch, row.head, row.i, 0]).cast::<T>();
+                    filled = M::load_query(from, q.strides[3], dim, negate, to);
                 }
                 for d in filled..stride {
                     *to.add(d) = S::Elem::ZERO;
@@ -541,19 +544,12 @@ impl<S: Simd, M: Products<S>, const V: usize, const MASKED: bool> Part<S> for So
             }
             let mut sum = [S::splat(S::Elem::ZERO); V];
             let whole = n / M::STEPS;
-            for step in 0..n.div_ceil(M::STEPS) {
-                for v in 0..V {
-                    // Lane `step` is written over keys that were read: step ≤ STEPS · step.
-                    let at = x.add(v * S::LANES);
-                    // The other half of the last lane of an odd number of keys is no key.
-                    let mut p = [S::splat(S::Elem::MASKED); 2];
-                    for (key, p) in p.iter_mut().enumerate().take(if step < whole { M::STEPS } else { n % M::STEPS }) {
-                        let score = S::load(at.add((step * M::STEPS + key) * queries));
-                        *p = probability::<S, MASKED>(score, subtract[v], scale_log2);
-                        sum[v] = S::add(sum[v], *p);
-                    }
-                    S::store(at.add(step * queries), M::weights(p));
-                }
+            for step in 0..whole {
+                weights::<S, M, V, MASKED>(x, step, M::STEPS, subtract, scale_log2, &mut sum);
+            }
+            // The rest of the last lane of an odd number of keys is no key.
+            if n > whole * M::STEPS {
+                weights::<S, M, V, MASKED>(x, whole, n - whole * M::STEPS, subtract, scale_log2, &mut sum);
             }
             for v in 0..V {
                 let row_sum = tile.row_sum.add(v * S::LANES);
@@ -561,6 +557,33 @@ impl<S: Simd, M: Products<S>, const V: usize, const MASKED: bool> Part<S> for So
                 S::store(tile.row_max.add(v * S::LANES), max[v]);
             }
             factors
+        }
+    }
+}
+
+/// The first `keys` scores of a step to a lane of probabilities per query, in place, and onto their sums.
+#[inline(always)]
+unsafe fn weights<S: Simd, M: Products<S>, const V: usize, const MASKED: bool>(
+    x: *mut S::Elem,
+    step: usize,
+    keys: usize,
+    subtract: [S::V; V],
+    scale_log2: S::V,
+    sum: &mut [S::V; V],
+) {
+    let queries = V * S::LANES;
+    // SAFETY: x has a row of `queries` for each key of the step.
+    unsafe {
+        for v in 0..V {
+            // Lane `step` is written over keys that were read: step ≤ STEPS · step.
+            let at = x.add(v * S::LANES);
+            let mut p = [S::splat(S::Elem::MASKED); 2];
+            for (key, p) in p.iter_mut().enumerate().take(keys) {
+                let score = S::load(at.add((step * M::STEPS + key) * queries));
+                *p = probability::<S, MASKED>(score, subtract[v], scale_log2);
+                sum[v] = S::add(sum[v], *p);
+            }
+            S::store(at.add(step * queries), M::weights(p));
         }
     }
 }
@@ -580,37 +603,27 @@ impl<S: Simd, T: Storage<S>, const V: usize> Part<S> for End<'_, S, T, V> {
         let Task { problem, origin, .. } = *task;
         let scratch = &problem.scratch;
         let (queries, stride, rows) = (V * S::LANES, scratch.head_dim_v_padded, task.part(scratch.rows));
+        // Copies, as in `begin`.
+        let (out, lse, sinks, dim) = (problem.out, problem.lse, problem.sinks, problem.head_dim_v);
+        let to_natural = S::Elem::from_f64_clamped(problem.scores.to_natural());
         // SAFETY: as in `begin`; each row r0..r1 is a row of out and lse that this item alone writes.
         unsafe {
-            let mut factors = [S::Elem::ZERO; MAX_QUERIES];
-            for r in tile.r0..tile.r1 {
-                let lane = r - tile.r0;
-                let row = problem.row(origin, r);
-                let sink = problem.sinks.map(|sinks| S::Elem::load_as(sinks.dtype, sinks.at([row.head])));
-                let done = finish_row(*tile.row_max.add(lane), *tile.row_sum.add(lane), &problem.scores, sink);
-                let (factor, lse) = done.unwrap_or((S::Elem::ZERO, S::Elem::NEG_INFINITY));
-                factors[lane] = factor;
-                if let Some(out) = &problem.lse {
-                    lse.store_as(out.dtype, out.at([row.batch, row.head, row.i]));
-                }
-            }
-            for v in (0..queries).step_by(S::LANES) {
-                let factor = S::load(factors.as_ptr().add(v));
-                for d in 0..problem.head_dim_v {
-                    let o = tile.acc_o.add(d * queries + v);
-                    S::store(o, S::mul(S::load(o), factor));
-                }
-            }
             // [dim][queries] back to [queries][dim]: rows past head_dim_v are scratch and are never stored.
-            for d in (0..problem.head_dim_v).step_by(S::LANES) {
+            for d in (0..dim).step_by(S::LANES) {
                 for v in (0..queries).step_by(S::LANES) {
                     S::transpose(tile.acc_o.add(d * queries + v), queries, rows.add(v * stride + d), stride);
                 }
             }
             for r in tile.r0..tile.r1 {
+                let lane = r - tile.r0;
                 let row = problem.row(origin, r);
-                let from = rows.add((r - tile.r0) * stride);
-                store_row::<S, T>(from, problem.head_dim_v, &problem.out, [row.batch, row.head, row.i, 0]);
+                let sink = sinks.map(|sinks| S::Elem::load_as(sinks.dtype, sinks.at([row.head])));
+                let done = Finished::new(*tile.row_max.add(lane), *tile.row_sum.add(lane), to_natural, sink);
+                if let Some(lse) = &lse {
+                    done.lse().store_as(lse.dtype, lse.at([row.batch, row.head, row.i]));
+                }
+                let from = rows.add(lane * stride);
+                store_row::<S, T>(from, done.factor, dim, &out, [row.batch, row.head, row.i, 0]);
             }
         }
     }

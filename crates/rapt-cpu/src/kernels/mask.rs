@@ -44,7 +44,7 @@ pub(crate) unsafe fn read_row<E: Real>(
     step: usize,
 ) -> Effect {
     let first = mask.at([row.batch, row.head, row.i, j0]);
-    let stride = mask.strides[3] * mask.dtype.size_bytes() as isize;
+    let stride = mask.strides[3] * mask.size;
     // SAFETY: keys j0..j0 + n are inside the mask; the caller vouches for n elements of dst.
     unsafe {
         if mask.dtype == DType::Bool {

@@ -61,10 +61,11 @@ pub(crate) unsafe fn transpose_in<S: Simd>(
     }
 }
 
-/// Writes one row of `n` elements of `out`, converted from `src`.
+/// Writes one row of `n` elements of `out`: `factor` times those of `src`, converted.
 #[inline(always)]
 pub(crate) unsafe fn store_row<S: Simd, T: Storage<S>>(
     src: *const S::Elem,
+    factor: S::Elem,
     n: usize,
     out: &Output<4>,
     index: [usize; 4],
@@ -74,22 +75,23 @@ pub(crate) unsafe fn store_row<S: Simd, T: Storage<S>>(
     // SAFETY: the row lies inside `out`, whose elements are written by this item alone.
     unsafe {
         if out.dtype != T::DTYPE {
-            let step = stride * out.dtype.size_bytes() as isize;
+            let step = stride * out.size;
             for d in 0..n {
-                (*src.add(d)).store_as(out.dtype, ptr.wrapping_offset(d as isize * step));
+                (*src.add(d) * factor).store_as(out.dtype, ptr.wrapping_offset(d as isize * step));
             }
             return;
         }
         let ptr = ptr.cast::<T>();
         let mut d = 0;
         if stride == 1 {
+            let factor = S::splat(factor);
             while d + S::LANES <= n {
-                T::store(ptr.add(d), S::load(src.add(d)));
+                T::store(ptr.add(d), S::mul(S::load(src.add(d)), factor));
                 d += S::LANES;
             }
         }
         while d < n {
-            *ptr.wrapping_offset(d as isize * stride) = T::narrow(*src.add(d));
+            *ptr.wrapping_offset(d as isize * stride) = T::narrow(*src.add(d) * factor);
             d += 1;
         }
     }

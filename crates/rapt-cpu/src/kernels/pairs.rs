@@ -80,7 +80,16 @@ impl<S: Bf16Pairs> Packing<S, bf16> for Paired {
         let to = dst.cast::<u16>();
         // SAFETY: the caller vouches for n elements of src and n rounded up to whole lanes of dst.
         unsafe {
-            copy_row(src.cast::<u16>(), stride, n, to);
+            let mut whole = 0;
+            if stride == 1 {
+                while whole + 2 * S::LANES <= n {
+                    S::store(dst.add(whole / 2), S::load(src.add(whole).cast::<f32>()));
+                    whole += 2 * S::LANES;
+                }
+            }
+            for d in whole..n {
+                *to.add(d) = (*src.wrapping_offset(d as isize * stride)).to_bits();
+            }
             if negate {
                 for d in 0..n {
                     *to.add(d) ^= SIGN;
@@ -117,41 +126,37 @@ impl<S: Bf16Pairs> Packing<S, bf16> for Paired {
         let first = input.at([batch, head, j0, 0]).cast::<bf16>();
         // SAFETY: keys j0..j0 + n are inside the tensor; the panel has n.div_ceil(2) rows of dim lanes.
         unsafe {
-            for j in (0..block.n).step_by(2) {
-                let low = first.wrapping_offset(j as isize * row_stride);
-                let high = (j + 1 < block.n).then(|| low.wrapping_offset(row_stride));
-                let to = panel.add(j / 2 * dim);
-                let mut d = 0;
-                if stride == 1 {
-                    let zero = S::splat(0.0);
-                    while d + S::LANES <= dim {
-                        let high = if let Some(high) = high { S::load_bf16(high.add(d)) } else { zero };
-                        S::store(to.add(d), S::join(S::load_bf16(low.add(d)), high));
-                        d += S::LANES;
-                    }
-                }
-                while d < dim {
-                    let at = d as isize * stride;
-                    let bits = |row: *const bf16| u32::from((*row.wrapping_offset(at)).to_bits());
-                    to.add(d).cast::<u32>().write(bits(low) | high.map_or(0, bits) << 16);
-                    d += 1;
-                }
+            let (mut low, mut to) = (first, panel);
+            for _ in 0..block.n / 2 {
+                weave::<S>(low, Some(low.wrapping_offset(row_stride)), stride, dim, to);
+                (low, to) = (low.wrapping_offset(2 * row_stride), to.add(dim));
+            }
+            if block.n % 2 == 1 {
+                weave::<S>(low, None, stride, dim, to);
             }
         }
     }
 }
 
-/// `n` numbers at `src`, `stride` apart, to consecutive `dst`, as they are.
+/// Two rows of `dim` numbers, `stride` apart, to one of lanes; zeros in place of a second one that is not there.
 #[inline(always)]
-unsafe fn copy_row(src: *const u16, stride: isize, n: usize, dst: *mut u16) {
-    // SAFETY: the caller vouches for n elements on both sides.
+unsafe fn weave<S: Bf16Pairs>(low: *const bf16, high: Option<*const bf16>, stride: isize, dim: usize, to: *mut f32) {
+    // SAFETY: the caller vouches for dim elements of each.
     unsafe {
+        let mut d = 0;
         if stride == 1 {
-            std::ptr::copy_nonoverlapping(src, dst, n);
-            return;
+            let zero = S::splat(0.0);
+            while d + S::LANES <= dim {
+                let high = if let Some(high) = high { S::load_bf16(high.add(d)) } else { zero };
+                S::store(to.add(d), S::join(S::load_bf16(low.add(d)), high));
+                d += S::LANES;
+            }
         }
-        for d in 0..n {
-            *dst.add(d) = *src.wrapping_offset(d as isize * stride);
+        while d < dim {
+            let at = d as isize * stride;
+            let bits = |row: *const bf16| u32::from((*row.wrapping_offset(at)).to_bits());
+            to.add(d).cast::<u32>().write(bits(low) | high.map_or(0, bits) << 16);
+            d += 1;
         }
     }
 }

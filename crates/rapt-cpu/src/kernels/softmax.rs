@@ -115,21 +115,37 @@ pub(crate) unsafe fn subtractable<S: Simd>(m: S::V) -> S::V {
     unsafe { S::select(S::eq(m, S::splat(S::Elem::NEG_INFINITY)), S::splat(S::Elem::ZERO), m) }
 }
 
-/// The end of a row: what its accumulated values are multiplied with, and its lse. `None`: every key was masked.
-///
-/// `max` is in the units of [`Modifier::apply`]; `sink` is a natural logit.
-#[inline(always)]
-pub(crate) fn finish_row<E: Real>(max: E, sum: E, scores: &Scores, sink: Option<E>) -> Option<(E, E)> {
-    // The key of the maximum weighs 1 and NaN leaves NaN: a sum of 0 is a row without keys.
-    if sum == E::ZERO {
-        return None;
+/// The end of a row.
+#[derive(Clone, Copy)]
+pub(crate) struct Finished<E> {
+    /// What its accumulated values are multiplied with.
+    pub(crate) factor: E,
+    /// Its lse is `top + ln(total)`.
+    top: E,
+    total: E,
+}
+
+impl<E: Real> Finished<E> {
+    /// `max` is in the units of [`Modifier::apply`], of which `to_natural` makes natural ones; `sink` is a natural logit.
+    #[inline(always)]
+    pub(crate) fn new(max: E, sum: E, to_natural: E, sink: Option<E>) -> Self {
+        // The key of the maximum weighs 1 and NaN leaves NaN: a sum of 0 is a row without keys.
+        if sum == E::ZERO {
+            return Finished { factor: E::ZERO, top: E::NEG_INFINITY, total: E::ONE };
+        }
+        let max = max * to_natural;
+        let Some(sink) = sink else {
+            return Finished { factor: E::ONE / sum, top: max, total: sum };
+        };
+        let top = if sink > max { sink } else { max };
+        let weight = (max - top).exp();
+        let total = sum * weight + (sink - top).exp();
+        Finished { factor: weight / total, top, total }
     }
-    let max = max * E::from_f64_clamped(scores.to_natural());
-    let Some(sink) = sink else {
-        return Some((E::ONE / sum, max + sum.ln()));
-    };
-    let top = if sink > max { sink } else { max };
-    let weight = (max - top).exp();
-    let total = sum * weight + (sink - top).exp();
-    Some((weight / total, top + total.ln()))
+
+    /// Asked for where it is an output: the logarithm is a call for each row.
+    #[inline(always)]
+    pub(crate) fn lse(self) -> E {
+        self.top + self.total.ln()
+    }
 }
