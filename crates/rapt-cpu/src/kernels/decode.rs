@@ -36,9 +36,17 @@ struct Keys<T> {
 }
 
 impl<T: Copy> Keys<T> {
-    /// Keys `j0..j0 + n` where they lie, or gathered into `panel` if their elements are apart.
+    /// Keys from `j0` on where they lie; `None` if their elements are apart.
     #[inline(always)]
-    unsafe fn new(
+    fn in_place(input: &Input<4>, (batch, head, j0): (usize, usize, usize), dim: usize) -> Option<Self> {
+        let [_, _, stride, inner] = input.strides;
+        (inner == 1 || dim == 1).then(|| Keys { first: input.at([batch, head, j0, 0]).cast::<T>(), stride })
+    }
+
+    /// Keys `j0..j0 + n` gathered into `panel`. Without a vector method, and out of the loops that most calls run: inlined,
+    /// it takes the registers of their addresses.
+    #[inline(never)]
+    unsafe fn gathered(
         input: &Input<4>,
         (batch, head, j0): (usize, usize, usize),
         n: usize,
@@ -47,9 +55,6 @@ impl<T: Copy> Keys<T> {
     ) -> Self {
         let first = input.at([batch, head, j0, 0]).cast::<T>();
         let [_, _, stride, inner] = input.strides;
-        if inner == 1 || dim == 1 {
-            return Keys { first, stride };
-        }
         for j in 0..n {
             for d in 0..dim {
                 // SAFETY: element d of key j0 + j; the panel has n rows of dim.
@@ -64,6 +69,12 @@ impl<T: Copy> Keys<T> {
     #[inline(always)]
     fn row(&self, j: usize) -> *const T {
         self.first.wrapping_offset(j as isize * self.stride)
+    }
+
+    /// The keys from key `j` on.
+    #[inline(always)]
+    fn from(self, j: usize) -> Self {
+        Keys { first: self.row(j), ..self }
     }
 }
 
@@ -220,11 +231,15 @@ impl<S: Simd, T: Storage<S>> Part<S> for FirstProduct<'_, S::Elem, T> {
                 let (stride, negate) = (problem.q.strides[3], problem.scores.negate_q);
                 <Single as Packing<S, T>>::load_query(from, stride, dim, negate, q.add(r * q_stride));
             }
+            let in_place = Keys::in_place(&k, (batch, kv_head, j0), dim);
             let mut j = 0;
             while j < n {
                 let take = QK_KEYS.min(n - j);
                 ahead.of_keys::<S>(j, take);
-                let keys = Keys::new(&k, (batch, kv_head, j0 + j), take, dim, panel);
+                let keys = match in_place {
+                    Some(keys) => keys.from(j),
+                    None => Keys::gathered(&k, (batch, kv_head, j0 + j), take, dim, panel),
+                };
                 if take == QK_KEYS {
                     dots::<S, T, QK_KEYS>(&keys, 0, dim, rows, (q, q_stride), (s.add(j), s_stride));
                 } else {
@@ -429,11 +444,15 @@ impl<S: Simd, T: Storage<S>> Part<S> for SecondProduct<'_, S::Elem, T> {
         let (p_stride, o_stride, pv_keys) = (problem.partition.block_n, partial_len(dim_v), problem.partition.pv_keys);
         // SAFETY: as in `item`.
         unsafe {
+            let in_place = Keys::in_place(&v, (batch, kv_head, j0), dim_v);
             let mut j = 0;
             while j < n {
                 let take = pv_keys.min(n - j);
                 ahead.of_values::<S>(j, take);
-                let keys = Keys::new(&v, (batch, kv_head, j0 + j), take, dim_v, panel);
+                let keys = match in_place {
+                    Some(keys) => keys.from(j),
+                    None => Keys::gathered(&v, (batch, kv_head, j0 + j), take, dim_v, panel),
+                };
                 let clean = !masked || all_finite::<S, T>(&keys, take, dim_v);
                 let (p, o) = ((p.add(j), p_stride), (o, o_stride));
                 if clean {
