@@ -46,20 +46,29 @@ pub enum Padding {
 
 /// A convolution in numbers: always two spatial dimensions.
 #[derive(Clone, Copy, Debug)]
-struct Sizes {
-    batch: usize,
-    groups: usize,
-    /// Channels of a group.
-    in_channels: usize,
-    out_channels: usize,
-    input: [usize; 2],
-    kernel: [usize; 2],
-    output: [usize; 2],
-    stride: [i64; 2],
-    /// Before the first element.
-    padding: [i64; 2],
-    dilation: [i64; 2],
-    transposed: bool,
+pub struct ConvSizes {
+    /// Inputs.
+    pub batch: usize,
+    /// Groups of channels.
+    pub groups: usize,
+    /// Input channels of a group.
+    pub in_channels: usize,
+    /// Output channels of a group.
+    pub out_channels: usize,
+    /// Height and width of the input.
+    pub input: [usize; 2],
+    /// Height and width of the kernel.
+    pub kernel: [usize; 2],
+    /// Height and width of the output.
+    pub output: [usize; 2],
+    /// The steps between windows.
+    pub stride: [i64; 2],
+    /// Zeros before the first element.
+    pub padding: [i64; 2],
+    /// The steps between a window's elements.
+    pub dilation: [i64; 2],
+    /// Whether it is transposed.
+    pub transposed: bool,
 }
 
 impl Conv {
@@ -163,7 +172,11 @@ impl Conv {
         tall(&Meta::contiguous(input.dtype, &input.shape)) || tall(weight)
     }
 
-    fn sizes(&self, shapes: &dyn Shapes) -> Result<(Sizes, bool), OpError> {
+    /// The convolution in numbers, and whether the input has a batch.
+    ///
+    /// # Errors
+    /// As [`Op::infer`](super::Op::infer).
+    pub fn sizes(&self, shapes: &dyn Shapes) -> Result<(ConvSizes, bool), OpError> {
         let (input, weight) = (shapes.meta(self.input)?, shapes.meta(self.weight)?);
         let (x, w) = (&input.shape, &weight.shape);
         let text = || format!("a convolution of shapes {x:?} and {w:?}");
@@ -221,7 +234,7 @@ impl Conv {
                 return refuse("output_padding", more[d].to_string(), "it must be smaller than stride or dilation");
             }
         }
-        let sizes = Sizes {
+        let sizes = ConvSizes {
             batch: count(batch),
             groups: count(groups),
             in_channels: count(in_channels / groups),
@@ -277,7 +290,7 @@ fn output_size(transposed: bool, [size, kernel, stride, dilation, padding, more]
     }
 }
 
-impl Sizes {
+impl ConvSizes {
     // for each pair of positions that meet: y += x · w
     fn convolve<T: Arithmetic>(&self, x: &[T], w: &[T], bias: Option<&[T]>) -> Vec<T> {
         let [in_plane, out_plane, taps] = [self.input, self.output, self.kernel].map(|[a, b]| a * b);

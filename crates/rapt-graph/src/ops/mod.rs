@@ -27,7 +27,7 @@ mod view;
 
 pub use arrange::Arrange;
 pub use attention::Attention;
-pub use conv::{Conv, Padding};
+pub use conv::{Conv, ConvSizes, Padding};
 pub use copy::Copy;
 pub use create::{Create, DtypeOf, Order, Sizes};
 pub use einsum::{Einsum, Equation, Name};

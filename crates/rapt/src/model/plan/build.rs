@@ -378,6 +378,8 @@ impl Step {
                     + after.as_ref().map_or(0, |(each, _)| each.scratch_bytes())
             }
             Kernel::Batch(batch) => batch.gemm.scratch_bytes(),
+            Kernel::Conv(conv) => conv.scratch_bytes(),
+            Kernel::Experts(experts) => experts.scratch_bytes,
             Kernel::Rows { rows, .. } => rows.scratch_bytes(),
             Kernel::Attention { .. } | Kernel::Move(_) | Kernel::Node { .. } => 0,
         }

@@ -22,6 +22,8 @@ impl Builder<'_> {
             Op::Linear(op) => self.product(n, node, op)? || self.batch(n, node, op)?,
             Op::Arrange(Arrange::Cat { tensors, dim }) => self.cat(n, node, tensors, *dim)?,
             Op::Attention(op) => self.attention(n, node, op)?,
+            Op::Conv(op) => self.conv(n, node, op)?,
+            Op::GroupedMm(op) => self.experts(n, node, op)?,
             Op::Norm(_) | Op::Reduce(_) | Op::Scan(_) => self.rows(n, node)?,
             Op::Index(_) | Op::Scatter(_) => self.moves(n, node)?,
             _ => false,

@@ -15,6 +15,8 @@
 mod arena;
 mod attention;
 mod build;
+mod conv;
+mod experts;
 mod fold;
 mod group;
 mod lower;
@@ -31,6 +33,8 @@ use rapt_cpu::pointwise::Loop;
 use rapt_cpu::rows::RowKernel;
 use rapt_graph::{Binding, ValueId};
 
+pub(super) use conv::Windows;
+pub(super) use experts::Experts;
 pub(super) use moves::Move;
 pub(super) use place::{Buffer, Place};
 pub(super) use product::{Batch, Head, Weights};
@@ -72,6 +76,10 @@ pub(super) enum Kernel {
         /// x, weight, bias, out.
         places: Box<[Option<Place>; 4]>,
     },
+    /// A convolution: windows as rows, then a product for each image and group.
+    Conv(Box<Windows>),
+    /// Products of groups of rows, each with a matrix of its own.
+    Experts(Box<Experts>),
     /// Elements moved by index.
     Move(Box<Move>),
     /// A node, evaluated by its definition.

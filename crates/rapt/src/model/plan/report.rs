@@ -52,6 +52,8 @@ impl super::Step {
                 let name = format!("{:?}", rows.function());
                 format!("rows, {}", name.split([' ', '{']).next().unwrap_or("function"))
             }
+            Kernel::Conv(_) => "convolution, packed weights".into(),
+            Kernel::Experts(_) => "products of groups, packed weights".into(),
             Kernel::Move(_) => "moved by index".into(),
             Kernel::Node { .. } => format!("by definition, {}", names(self.node)),
         }

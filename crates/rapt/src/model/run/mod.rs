@@ -1,5 +1,7 @@
 //! One run of a plan: every buffer gets its address, the steps run in order, and what was written is put back where one fails.
 
+mod windows;
+
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use rapt_core::{Device, Executor, Extent, Operands, Shape, Strides, Tensors, View, ViewMut};
@@ -104,6 +106,8 @@ impl Frame<'_> {
                 Kernel::Batch(batch) => self.batch(batch),
                 Kernel::Attention { plan, places } => self.attention(plan, places),
                 Kernel::Rows { rows, places } => self.rows(rows, places),
+                Kernel::Conv(conv) => self.conv(conv),
+                Kernel::Experts(experts) => self.experts(experts)?.map_err(|cause| self.failed(step, cause)),
                 Kernel::Move(moved) => self.moved(moved).map_err(|cause| self.failed(step, cause)),
                 Kernel::Node { reads, writes } => {
                     let reads = reads.iter().map(|(id, place)| (*id, memory::tensor(self.bases[place.buffer], place)));
