@@ -73,7 +73,7 @@ enum Command {
     Bench(bench::Args),
     /// Check an attention for boundary bugs: strides, masks, NaN, dtypes, memory (needs Python).
     Audit(python::AuditArgs),
-    /// Exported programs: whether one is served, what is in it, and a run on .npy files.
+    /// Exported programs: whether one is served, what is in it, a run on .npy files, and its time.
     Model(model::Args),
     /// Layout algebra, fragments of tensor-core instructions, and the check that a store is what is read.
     Layout(layout::Args),

@@ -61,6 +61,8 @@ fn the_commands_of_the_documentation_run() {
     for entry in std::fs::read_dir(root().join("examples/layout")).expect("examples").flatten() {
         std::fs::copy(entry.path(), folder.join("examples/layout").join(entry.file_name())).expect("a copy");
     }
+    let archive = root().join("crates/rapt-pt2/tests/fixtures/torch-2.15/state.pt2");
+    std::fs::copy(archive, folder.join("model.pt2")).expect("a copy");
     for (name, len) in [("q", 3), ("k", 5), ("v", 5)] {
         std::fs::write(folder.join(format!("{name}.npy")), npy([1, 2, len, 8])).expect("written");
     }

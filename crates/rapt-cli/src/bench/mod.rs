@@ -25,6 +25,8 @@ use ceilings::Meter;
 use printout::Printout;
 use row::Row;
 
+pub(crate) use row::median;
+
 #[derive(ClapArgs, Debug)]
 #[command(args_conflicts_with_subcommands = true)]
 pub(crate) struct Args {
@@ -142,7 +144,7 @@ fn rows(args: &Args) -> Vec<Row> {
     args.dtypes.iter().flat_map(|&dtype| of(dtype)).collect()
 }
 
-fn seconds(text: &str) -> Result<f64, String> {
+pub(crate) fn seconds(text: &str) -> Result<f64, String> {
     let wrong = || format!("{text:?} is no number of seconds from 0.01 to 3600");
     text.parse().ok().filter(|seconds| (0.01..=3600.0).contains(seconds)).ok_or_else(wrong)
 }

@@ -1,9 +1,16 @@
-//! `rapt model`: exported programs on the command line: whether one is served, what is in it, and a run on .npy files.
+//! `rapt model`: exported programs on the command line: whether one is served, what is in it, a run on .npy files, and its time.
+//!
+//! `view` draws the graph, `bench` times a model, `work` counts its products.
 
-use std::path::PathBuf;
+mod bench;
+mod view;
+mod work;
+
+use std::path::{Path, PathBuf};
 
 use clap::{Args as ClapArgs, Subcommand};
 use rapt::model::{Check, Input, Model, Output, Port};
+use rapt::pt2::Archive;
 
 use crate::npy::{self, Array};
 use crate::{Outcome, exit, say, table};
@@ -16,12 +23,14 @@ pub(crate) struct Args {
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    /// Whether an archive is served, and everything that is missing; exit code 1 if it is not.
+    /// Whether an archive is served, everything that is missing, and whether its weights are whole; exit code 1 if not.
     Check(CheckArgs),
     /// What runs: inputs, results, symbols, guards, bytes, operators.
     Show(ShowArgs),
     /// Run an archive on .npy files.
     Run(RunArgs),
+    /// How fast an archive runs here: load, first call, the median of calls, operations of its products, bytes of weights.
+    Bench(bench::Args),
 }
 
 #[derive(ClapArgs, Debug)]
@@ -37,6 +46,9 @@ struct CheckArgs {
 struct ShowArgs {
     /// An archive of an exported program.
     model: PathBuf,
+    /// Write a view of the graph here, one file that needs nothing else, in place of the table.
+    #[arg(long, value_name = "FILE")]
+    html: Option<PathBuf>,
 }
 
 #[derive(ClapArgs, Debug)]
@@ -53,6 +65,8 @@ struct RunArgs {
 pub(crate) fn run(args: &Args) -> Outcome {
     match &args.command {
         Command::Check(args) => check(args),
+        Command::Bench(args) => bench::run(args),
+        Command::Show(ShowArgs { model, html: Some(html) }) => draw(model, html),
         Command::Show(args) => {
             let explanation = Model::open(&args.model)?.explain();
             say(&table::framed(explanation.rows()))?;
@@ -69,13 +83,42 @@ fn form(port: &Port) -> String {
     }
 }
 
+/// Draws the graph, also of an archive that is not served: what is missing is marked.
+fn draw(model: &Path, html: &Path) -> Outcome {
+    let (archive, check) = (Archive::open(model)?, Model::check(model)?);
+    let missing = check.missing.iter().map(|(name, ..)| name.as_str()).collect();
+    let title = model.file_name().unwrap_or(model.as_os_str()).to_string_lossy();
+    let page = view::page(&title, archive.program(), missing);
+    std::fs::write(html, &page).map_err(|error| format!("{}: {error}", html.display()))?;
+    say(&format_args!("{}: {} nodes, {} bytes", html.display(), archive.program().graph.nodes.len(), page.len()))?;
+    Ok(exit::OK)
+}
+
+/// The storages of an archive, and the first whose bytes are not those that were written.
+struct Storages {
+    count: usize,
+    bytes: usize,
+    damage: Option<rapt::pt2::Error>,
+}
+
+impl Storages {
+    fn of(model: &Path) -> Result<Storages, rapt::pt2::Error> {
+        let archive = Archive::open(model)?;
+        let ids: std::collections::BTreeSet<_> =
+            archive.weights().values().chain(archive.constants().values()).map(|payload| payload.storage).collect();
+        let bytes = ids.iter().map(|id| archive.storage(*id).len()).sum();
+        Ok(Storages { count: archive.storages(), bytes, damage: archive.check_storages().err() })
+    }
+}
+
 fn check(args: &CheckArgs) -> Outcome {
-    let check = Model::check(&args.model)?;
+    let (check, storages) = (Model::check(&args.model)?, Storages::of(&args.model)?);
     if args.json {
-        say(&serde_json::to_string_pretty(&json(&check))?)?;
+        say(&serde_json::to_string_pretty(&json(&check, &storages))?)?;
     } else {
         let mut rows: Vec<(String, String)> = Vec::new();
         let answer = match &check.refusal {
+            None if storages.damage.is_some() => "served, but weights are damaged".to_owned(),
             None => "served".to_owned(),
             Some(_) if !check.missing.is_empty() => {
                 format!("not served: {} operators are missing", check.missing.len())
@@ -86,6 +129,9 @@ fn check(args: &CheckArgs) -> Outcome {
         rows.push(("written by".into(), check.written_by.clone()));
         rows.extend(check.inputs.iter().map(|port| (format!("input {}", port.name), form(port))));
         rows.extend(check.outputs.iter().map(|port| (port.name.clone(), form(port))));
+        rows.push(("storages".into(), format!("{}, {} bytes", storages.count, storages.bytes)));
+        let checksums = storages.damage.as_ref().map_or("right".into(), ToString::to_string);
+        rows.push(("checksums".into(), checksums));
         rows.push(("nodes".into(), check.ops.values().sum::<usize>().to_string()));
         let missing = |(name, count, first): &(String, usize, String)| {
             (format!("missing {name}"), format!("{count} nodes, first {first}"))
@@ -93,16 +139,21 @@ fn check(args: &CheckArgs) -> Outcome {
         rows.extend(check.missing.iter().map(missing));
         say(&table::framed(&rows))?;
     }
-    Ok(if check.is_served() { exit::OK } else { exit::FAILED })
+    Ok(if check.is_served() && storages.damage.is_none() { exit::OK } else { exit::FAILED })
 }
 
-fn json(check: &Check) -> serde_json::Value {
+fn json(check: &Check, storages: &Storages) -> serde_json::Value {
     let port = |port: &Port| serde_json::json!({"name": port.name, "dtype": port.dtype.map(rapt::DType::name), "sizes": port.sizes});
     let missing = |(name, count, first): &(String, usize, String)| serde_json::json!({"op": name, "nodes": count, "first": first});
     serde_json::json!({
         "served": check.is_served(),
         "written_by": check.written_by,
         "refusal": check.refusal.as_ref().map(ToString::to_string),
+        "storages": {
+            "count": storages.count,
+            "bytes": storages.bytes,
+            "damage": storages.damage.as_ref().map(ToString::to_string),
+        },
         "missing": check.missing.iter().map(missing).collect::<Vec<_>>(),
         "inputs": check.inputs.iter().map(port).collect::<Vec<_>>(),
         "outputs": check.outputs.iter().map(port).collect::<Vec<_>>(),
@@ -110,7 +161,7 @@ fn json(check: &Check) -> serde_json::Value {
     })
 }
 
-/// What is wrong with the words of `rapt model run`.
+/// What is wrong with the words of a command.
 #[derive(Debug)]
 struct Wrong(String);
 
