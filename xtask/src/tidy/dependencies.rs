@@ -14,8 +14,8 @@ const MIDDLE: [&str; 8] =
 /// Reads the programs that the graph is made of.
 const READER: &str = "rapt-pt2";
 const GRAPH: &str = "rapt-graph";
-/// What only converts at the edge, or only serves development.
-const EDGES: [&str; 3] = ["rapt-python", "rapt-c", "rapt-cli"];
+/// What only converts at the edge, or shows how the façade is used.
+const EDGES: [&str; 4] = ["rapt-python", "rapt-c", "rapt-cli", "rapt-sentences"];
 /// Foreign crates that speak Python or DLPack: bindings only.
 const OF_BINDINGS: [&str; 4] = ["pyo3", "numpy", "dlpark", "dlpack"];
 
