@@ -99,7 +99,11 @@ impl Builder<'_> {
         let mut code = vec![Instruction::Load(0)];
         let mut operands = Vec::new();
         if let Some(bias) = op.bias {
-            operands.push(self.place(bias)?.broadcast(&shape));
+            // Of the first group: the others begin further on.
+            let of_group = self.place(bias)?.narrowed(0, 0, shape[1]);
+            let mut bias = of_group.broadcast(&shape);
+            bias.meta.strides[1] = of_group.meta.strides[0];
+            operands.push(bias);
             code.extend([Instruction::Load(1), Instruction::Binary(Binary::Add, Register(0), Register(1))]);
         }
         operands.push(to);

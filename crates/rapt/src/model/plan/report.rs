@@ -47,7 +47,13 @@ impl super::Step {
                 format!("product, {packed}{}", if after.is_some() { ", with what follows" } else { "" })
             }
             Kernel::Batch(_) => "products of a batch".into(),
-            Kernel::Attention { plan, .. } => format!("attention, {}", plan.key().kernel.name()),
+            Kernel::Attention { plan, .. } => {
+                let spec = plan.spec();
+                let causal = spec.causal.map_or(String::new(), |causal| format!(", causal {}", causal.name()));
+                let mask = if spec.mask.is_some() { ", dense mask" } else { "" };
+                let grouped = if spec.q.shape[1] > spec.k.shape[1] { ", grouped" } else { "" };
+                format!("attention, {}{causal}{mask}{grouped}", plan.key().kernel.name())
+            }
             Kernel::Rows { rows, .. } => {
                 let name = format!("{:?}", rows.function());
                 format!("rows, {}", name.split([' ', '{']).next().unwrap_or("function"))

@@ -1,0 +1,229 @@
+"""How programs run: what is fused, packed and recognised, and that none of it changes a result or outlasts a refusal."""
+
+import pytest
+import rapt
+
+torch = pytest.importorskip("torch", minversion="2.9")
+
+from pt2_compare import same_bits, within_rule  # noqa: E402
+from torch.nn import functional  # noqa: E402
+
+
+def loaded(module, args, tmp_path, functional_form=False, dynamic=None):
+    program = torch.export.export(module.eval(), args, dynamic_shapes=dynamic)
+    if functional_form:
+        program = program.run_decompositions({})
+    path = tmp_path / "program.pt2"
+    torch.export.save(program, path)
+    return rapt.load(path)
+
+
+def steps(model):
+    """The steps of the plan at the sizes of the export: name and how often."""
+    rows = [line.rstrip() for line in str(model.explain()).splitlines()]
+    start = next(i for i, row in enumerate(rows) if row.startswith("steps"))
+    found = {}
+    for row in rows[start + 1 :]:
+        if not row.startswith("  "):
+            break
+        name, count = row.strip().rsplit(maxsplit=1)
+        found[name.strip()] = int(count)
+    return found
+
+
+def by_definition(model):
+    return {name: count for name, count in steps(model).items() if name.startswith("by definition")}
+
+
+class Mlp(torch.nn.Module):
+    """A feed-forward block with a residual: everything after each product is elementwise."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(48, 130), torch.nn.Linear(130, 48)
+
+    def forward(self, x):
+        return x + self.down(functional.gelu(self.up(x)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_what_follows_a_product_runs_on_its_tiles(dtype, tmp_path):
+    torch.manual_seed(1)
+    module = Mlp().to(dtype)
+    x = torch.randn(3, 7, 48, dtype=dtype)
+    model = loaded(module, (x,), tmp_path)
+    assert steps(model) == {"product, packed weights, with what follows": 2}
+    with torch.no_grad():
+        exact = Mlp().double()
+        exact.load_state_dict({name: value.double() for name, value in module.state_dict().items()})
+        kept, text = within_rule(model(x), exact(x.double()), module(x))
+    assert kept, text
+
+
+def test_gates_of_two_products_are_fused_into_the_second(tmp_path):
+    class Gated(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gate, self.up = torch.nn.Linear(32, 300, bias=False), torch.nn.Linear(32, 300, bias=False)
+
+        def forward(self, x):
+            return functional.silu(self.gate(x)) * self.up(x)
+
+    torch.manual_seed(2)
+    module, x = Gated(), torch.randn(5, 32)
+    model = loaded(module, (x,), tmp_path)
+    assert steps(model) == {"product, packed weights, with what follows": 2}
+    with torch.no_grad():
+        kept, text = within_rule(model(x), module.double()(x.double()), module.float()(x))
+    assert kept, text
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_node_of_a_chain_is_rounded_to_its_dtype(dtype, tmp_path):
+    class Chain(torch.nn.Module):
+        def forward(self, x, y):
+            return ((x * y + x) / (y.abs() + 1.5) - 0.1).clamp(-3, 3)
+
+    torch.manual_seed(3)
+    x, y = torch.randn(4, 333).to(dtype), torch.randn(4, 333).to(dtype)
+    model = loaded(Chain(), (x, y), tmp_path)
+    assert steps(model) == {"pointwise, fused": 1}
+    assert same_bits(model(x, y), Chain()(x, y))
+
+
+class Attend(torch.nn.Module):
+    """Grouped heads as transformers repeats them, under a mask made of positions."""
+
+    def forward(self, q, k, v):
+        def repeated(x):
+            batch, heads, length, dim = x.shape
+            return x[:, :, None].expand(batch, heads, 3, length, dim).reshape(batch, heads * 3, length, dim)
+
+        rows = torch.arange(q.shape[2])[:, None] + (k.shape[2] - q.shape[2])
+        mask = (torch.arange(k.shape[2])[None, :] <= rows)[None, None]
+        return functional.scaled_dot_product_attention(q, repeated(k), repeated(v), attn_mask=mask)
+
+
+@pytest.mark.parametrize(("q_len", "kv_len", "causal"), [(9, 9, "top_left"), (5, 12, "bottom_right")])
+def test_repeated_heads_and_causal_masks_are_recognised(q_len, kv_len, causal, tmp_path):
+    torch.manual_seed(4)
+    q, k, v = torch.randn(2, 6, q_len, 16), torch.randn(2, 2, kv_len, 16), torch.randn(2, 2, kv_len, 16)
+    model = loaded(Attend(), (q, k, v), tmp_path)
+    names = list(steps(model))
+    assert len(names) == 1 and names[0].startswith("attention") and f"causal {causal}, grouped" in names[0], names
+    kept, text = within_rule(model(q, k, v), Attend()(q.double(), k.double(), v.double()), Attend()(q, k, v))
+    assert kept, text
+
+
+def test_a_mask_of_the_caller_stays_dense(tmp_path):
+    class Masked(torch.nn.Module):
+        def forward(self, q, mask):
+            return functional.scaled_dot_product_attention(q, q, q, attn_mask=mask[:, None, None, :])
+
+    torch.manual_seed(5)
+    q, mask = torch.randn(2, 3, 6, 8), torch.tensor([[1, 1, 1, 1, 0, 0], [1, 0, 1, 0, 1, 0]]).bool()
+    model = loaded(Masked(), (q, mask), tmp_path)
+    assert any("dense mask" in name for name in steps(model))
+    kept, text = within_rule(model(q, mask), Masked()(q.double(), mask), Masked()(q, mask))
+    assert kept, text
+
+
+class Caches(torch.nn.Module):
+    """Two caches written at one index each, the second by another index: it may be out of range when the first is written."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("first", torch.zeros(4, 3))
+        self.register_buffer("second", torch.zeros(4, 3))
+
+    def forward(self, x, at, later):
+        self.first.index_copy_(0, at, x)
+        self.second.index_copy_(0, later, x * 2)
+        return self.first + self.second
+
+
+@pytest.mark.parametrize("functional_form", [False, True])
+def test_a_run_that_fails_midway_leaves_every_cache_as_it_was(functional_form, tmp_path):
+    x, one = torch.randn(1, 3), torch.tensor([1])
+    model = loaded(Caches(), (x, one, one + 1), tmp_path, functional_form)
+    session, peer = model.session(), Caches()
+    assert torch.equal(session(x, one, torch.tensor([2])), peer(x, one, torch.tensor([2])))
+    with pytest.raises(rapt.RaptError, match="index"):
+        session(torch.randn(1, 3), torch.tensor([3]), torch.tensor([4]))
+    assert torch.equal(session(x * 5, one, torch.tensor([0])), peer(x * 5, one, torch.tensor([0])))
+
+
+def test_a_cache_that_comes_back_as_a_buffer_is_written_in_place(tmp_path):
+    x, one = torch.randn(1, 3), torch.tensor([1])
+    model = loaded(Caches(), (x, one, one + 1), tmp_path, functional_form=True)
+    assert steps(model) == {"moved by index": 2, "pointwise or copy": 2}
+
+
+def test_writes_are_seen_in_the_order_of_the_program(tmp_path):
+    class Overlapping(torch.nn.Module):
+        def forward(self, x, y):
+            z = x * 2
+            before = z + 1
+            z[1:].copy_(z[:-1].clone())
+            z.mul_(y)
+            z[:, 0].add_(1)
+            return before, z, z.t().contiguous() + before.t()
+
+    torch.manual_seed(6)
+    x, y = torch.randn(5, 4), torch.randn(5, 4)
+    model = loaded(Overlapping(), (x, y), tmp_path)
+    for ours, theirs in zip(model(x, y), Overlapping()(x, y), strict=True):
+        assert same_bits(ours, theirs)
+
+
+def test_pieces_are_stored_side_by_side(tmp_path):
+    class Rotated(torch.nn.Module):
+        def forward(self, x, cos, sin):
+            half = x.shape[-1] // 2
+            return x * cos + torch.cat((-x[..., half:], x[..., :half]), dim=-1) * sin
+
+    torch.manual_seed(7)
+    x, angle = torch.randn(2, 3, 5, 16), torch.randn(5, 16)
+    model = loaded(Rotated(), (x, angle.cos(), angle.sin()), tmp_path)
+    assert not by_definition(model)
+    assert same_bits(model(x, angle.cos(), angle.sin()), Rotated()(x, angle.cos(), angle.sin()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(("groups", "stride", "padding", "dilation"), [(1, 1, 1, 1), (2, 2, 0, 1), (1, 3, 2, 2), (4, 1, 1, 1)])
+def test_convolutions_are_products(dtype, groups, stride, padding, dilation, tmp_path):
+    torch.manual_seed(8)
+    module = torch.nn.Conv2d(4, 8, 3, stride, padding, dilation, groups).to(dtype)
+    for x in (torch.randn(2, 4, 11, 9), torch.randn(2, 4, 11, 9).to(memory_format=torch.channels_last)):
+        x = x.to(dtype)
+        model = loaded(module, (x,), tmp_path)
+        assert list(steps(model)) == ["convolution, packed weights"]
+        exact = torch.nn.Conv2d(4, 8, 3, stride, padding, dilation, groups).double()
+        exact.load_state_dict({name: value.double() for name, value in module.state_dict().items()})
+        with torch.no_grad():
+            kept, text = within_rule(model(x), exact(x.double()), module(x))
+        assert kept, text
+
+
+def test_inputs_of_other_strides_are_read_as_they_lie(tmp_path):
+    torch.manual_seed(9)
+    module, x = Mlp(), torch.randn(3, 7, 48)
+    model = loaded(module, (x,), tmp_path)
+    expected = model(x)
+    wide = torch.randn(3, 7, 96)
+    wide[..., ::2] = x
+    for view in (x.transpose(0, 1).contiguous().transpose(0, 1), wide[..., ::2]):
+        assert torch.equal(model(view), expected)
+
+
+def test_an_input_that_is_written_may_share_memory_with_one_that_is_read(tmp_path):
+    class Written(torch.nn.Module):
+        def forward(self, x, y):
+            x.add_(1)
+            return y * 2
+
+    x = torch.arange(6.0)
+    model = loaded(Written(), (x.clone(), x.clone()), tmp_path)
+    y = x.clone()
+    assert torch.equal(model(x, x), y * 2)
+    assert torch.equal(x, y + 1)
