@@ -181,6 +181,15 @@ pub(crate) fn program_check(py: Python<'_>, path: PathBuf) -> PyResult<Bound<'_,
     })
 }
 
+/// The operators of a program in JSON that are not served, as torch names them; none where it is refused for something else.
+#[pyfunction]
+pub(crate) fn program_missing(py: Python<'_>, json: &[u8]) -> PyResult<Vec<String>> {
+    guarded(py, |_| {
+        let loaded = py.detach(|| Model::from_json(json));
+        Ok(loaded.err().map(|error| error.missing_ops()).unwrap_or_default())
+    })
+}
+
 /// A leaf of a call as it was read.
 enum Leaf {
     Tensor(Box<Operand>),

@@ -5,6 +5,7 @@ use std::fmt;
 
 use rapt_pt2::Program;
 
+use super::error::short;
 use super::{Model, ModelError, Port, port};
 
 /// What is known of an archive: its form, and whether it is served.
@@ -55,11 +56,6 @@ impl Check {
     pub fn is_served(&self) -> bool {
         self.refusal.is_none()
     }
-}
-
-/// `aten.add.Tensor` of the name that an archive has.
-pub(super) fn short(target: &str) -> &str {
-    target.rsplit_once("torch.ops.").map_or(target, |(_, name)| name)
 }
 
 /// What runs for a model, as rows of name and text; `Display` gives one line for each.
