@@ -49,7 +49,7 @@ def die_with_parent():
 class Worker:
     """One peer's process. `versions` once it has come up; raises Died if it does not."""
 
-    def __init__(self, peer, threads, python, folder, preload=None):
+    def __init__(self, peer, threads, python, folder, preload=None, package="peers"):
         self.peer = peer
         environment = {name: value for name, value in os.environ.items() if not name.startswith(("RAPT_", "MKL_", "KMP_"))}
         environment.pop("LD_PRELOAD", None)
@@ -58,7 +58,7 @@ class Worker:
             environment["LD_PRELOAD"] = str(preload)
         self.said = tempfile.TemporaryFile("w+", dir=folder)
         self.process = subprocess.Popen(
-            [python, "-m", "peers", peer.name, str(threads)], cwd=BENCHES, env=environment, text=True,
+            [python, "-m", package, peer.name, str(threads)], cwd=BENCHES, env=environment, text=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.said, preexec_fn=die_with_parent,
         )  # fmt: skip
         self.versions = self.answer(120)

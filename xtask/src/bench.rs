@@ -9,23 +9,30 @@ use crate::wheel;
 
 pub(crate) const HELP: &str = "\
 cargo xtask bench cpu [options of benches/run.py]
+cargo xtask bench model [options of benches/model.py]
 
-Times attention against its peers, interleaved in one run, and writes a record.
+Times attention (cpu) or exported programs (model) against their peers, interleaved in one run, and writes a record.
 
-Makes .venv, installs what demo/ and benches/requirements.txt pin, builds and installs the wheel, runs benches/run.py with the
+Makes .venv, installs what demo/ and benches/requirements.txt pin, builds and installs the wheel, runs the script with the
 words that follow; `cargo xtask bench cpu --list` prints the rows. docs/reference/benchmarks.md explains the method.";
 
 const FILES: [&str; 4] =
     [BUILD_REQUIREMENTS, "demo/requirements-numpy.txt", "demo/requirements-torch.txt", "benches/requirements.txt"];
 
 pub(crate) fn run(args: Args) -> Outcome {
-    let words = args.rest(HELP)?;
+    let mut words = args.rest(HELP)?;
+    let script = if words.first().is_some_and(|word| word == "model") {
+        words.remove(0);
+        "benches/model.py"
+    } else {
+        "benches/run.py"
+    };
     let venv = Venv::at(".venv")?;
     venv.require(&FILES, None)?;
     let built = wheel::build(&venv, &Workspace::load()?.target, Kernels::Core, false)?;
     venv.install(&built)?;
-    step("run benches/run.py", || {
+    step(&format!("run {script}"), || {
         let mut bench = venv.python([]);
-        show(bench.arg(root().join("benches/run.py")).args(&words))
+        show(bench.arg(root().join(script)).args(&words))
     })
 }
