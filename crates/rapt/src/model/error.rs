@@ -6,11 +6,6 @@ fn names(dtypes: &[DType]) -> String {
     dtypes.iter().map(|dtype| dtype.name()).collect::<Vec<_>>().join(", ")
 }
 
-/// `aten.add.Tensor` of the name that an archive has.
-pub(super) fn short(target: &str) -> &str {
-    target.rsplit_once("torch.ops.").map_or(target, |(_, name)| name)
-}
-
 /// Why a program or a call of it is refused. Nothing was written, and the model serves the next call.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -123,17 +118,6 @@ impl ModelError {
             ModelError::Device { .. } => ErrorKind::Device,
             ModelError::ReadOnly { .. } => ErrorKind::Layout,
             ModelError::Core(error) => error.kind(),
-        }
-    }
-
-    /// The operators that are not served, as torch names them (`aten.erfinv.default`): all of them where that is the error.
-    #[must_use]
-    pub fn missing_ops(&self) -> Vec<String> {
-        match self {
-            ModelError::Graph(rapt_graph::Error::MissingOps { ops }) => {
-                ops.iter().map(|(target, ..)| short(target).to_owned()).collect()
-            }
-            _ => Vec::new(),
         }
     }
 

@@ -5,7 +5,6 @@ use std::fmt;
 
 use rapt_pt2::Program;
 
-use super::error::short;
 use super::{Model, ModelError, Port, port};
 
 /// What is known of an archive: its form, and whether it is served.
@@ -55,6 +54,24 @@ impl Check {
     #[must_use]
     pub fn is_served(&self) -> bool {
         self.refusal.is_none()
+    }
+}
+
+/// `aten.add.Tensor` of the name that an archive has.
+fn short(target: &str) -> &str {
+    target.rsplit_once("torch.ops.").map_or(target, |(_, name)| name)
+}
+
+impl ModelError {
+    /// The operators that are not served, as torch names them (`aten.erfinv.default`): all of them where that is the error.
+    #[must_use]
+    pub fn missing_ops(&self) -> Vec<String> {
+        match self {
+            ModelError::Graph(rapt_graph::Error::MissingOps { ops }) => {
+                ops.iter().map(|(target, ..)| short(target).to_owned()).collect()
+            }
+            _ => Vec::new(),
+        }
     }
 }
 
