@@ -82,8 +82,8 @@ class Measured:
         return interleaved.spread([statistics.median(samples) for samples in rounds]) if len(rounds) > 1 else None
 
     def ratio(self, name):
-        """How many times the peer's speed Rapt has; torch that could not be unlocked is its stock form."""
-        if self.us(name) is None:
+        """How many times the peer's speed Rapt has; where MKL holds nothing back, unlocked torch is stock torch."""
+        if self.us(name) is None and not machine.is_amd():
             name = {"unlocked": "stock", "inductor-unlocked": "inductor"}.get(name, name)
         theirs, ours = self.us(name), self.us("rapt")
         return theirs / ours if theirs and ours else None
