@@ -19,6 +19,7 @@ macro_rules! scalar {
             type M = [bool; LANES];
             const LANES: usize = LANES;
             const ROWS: usize = 4;
+            const FUSED: bool = false;
 
             apart!(apart);
 

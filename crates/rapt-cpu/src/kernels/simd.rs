@@ -174,6 +174,8 @@ pub(crate) trait Simd: Copy + 'static {
     const Q_VECS: usize = 2;
     /// Broadcast operands per micro-tile: times [`Simd::Q_VECS`] as many accumulators as leave registers for the rest.
     const ROWS: usize;
+    /// Whether a product and a sum are one instruction, rounded once.
+    const FUSED: bool = true;
 
     /// The same pointer, of which the compiler no longer knows how it was made: it keeps it in a register instead of
     /// computing it again for each use.

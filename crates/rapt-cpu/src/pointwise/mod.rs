@@ -41,13 +41,14 @@
 //! is said by [`Instruction::Convert`]: after each node of a graph whose dtype is float16, bfloat16 or an integer narrower than
 //! int64. Deliberately absent: promotion, shapes of results, allocation while running, threads.
 
-mod kernels;
+pub(crate) mod kernels;
 mod nest;
 mod program;
 mod run;
 mod steps;
 
 pub use program::{Program, ProgramError};
+pub(crate) use run::share;
 pub use run::{Loop, ZeroDivision};
 
 use rapt_core::DType;

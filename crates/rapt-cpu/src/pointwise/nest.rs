@@ -28,8 +28,8 @@ pub(super) struct Nest {
 /// Rows that are tiles of their own from this many columns on; shorter ones share a tile.
 const LONG_ROW: usize = 64;
 
-/// The rows of a tile where operands lie across each other: as many f32 as a cache line holds.
-const CROSSED_ROWS: usize = 16;
+/// The bytes of a cache line: where operands lie across each other, a tile has as many rows as a line has elements.
+const LINE_BYTES: usize = 64;
 
 impl Nest {
     /// The loops over `shape` for operands of these strides. `stores`: the operands that are written decide the order.
@@ -77,11 +77,11 @@ impl Nest {
         Ok(Nest { outer: Vec::new(), rows, columns, tile_rows: 1, tile_columns: 1 })
     }
 
-    /// Chooses tiles of at most `most` elements.
-    pub(super) fn tile(&mut self, most: usize) {
+    /// Chooses tiles of at most `most` elements; the smallest have `bytes`.
+    pub(super) fn tile(&mut self, most: usize, bytes: usize) {
         let columns = self.columns.size.max(1);
         (self.tile_rows, self.tile_columns) = if self.is_crossed() {
-            let rows = CROSSED_ROWS.min(self.rows.size.max(1));
+            let rows = (LINE_BYTES / bytes).min(most / 4).min(self.rows.size.max(1));
             (rows, even(columns, most / rows))
         } else if columns >= LONG_ROW {
             (1, even(columns, most))
@@ -91,7 +91,7 @@ impl Nest {
     }
 
     /// Chooses tiles of one row with at most `most` elements.
-    pub(super) fn tile_by_rows(&mut self, most: usize) {
+    pub(super) fn tile_by_rows(&mut self, most: usize, _: usize) {
         (self.tile_rows, self.tile_columns) = (1, even(self.columns.size.max(1), most));
     }
 

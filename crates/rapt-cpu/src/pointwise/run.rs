@@ -26,6 +26,18 @@ pub struct Loop {
     most: usize,
     weight: usize,
     is_rectangle: bool,
+    /// The bytes of an element of each operand.
+    sizes: Vec<isize>,
+    loads: Vec<Reach>,
+    stores: Vec<Reach>,
+}
+
+/// The bytes from which to which an operand is reached, relative to its pointer.
+#[derive(Clone, Copy, Debug)]
+struct Reach {
+    operand: usize,
+    first: isize,
+    end: isize,
 }
 
 /// An integer was divided by 0.
@@ -92,11 +104,12 @@ impl Loop {
         Ok(each)
     }
 
-    fn of(arch: Arch, program: Arc<Program>, mut nest: Nest, tile: fn(&mut Nest, usize)) -> Loop {
+    fn of(arch: Arch, program: Arc<Program>, mut nest: Nest, tile: fn(&mut Nest, usize, usize)) -> Loop {
         // What is dense depends on the tiles, which depend on the slots: the most slots decide.
         let slots = Steps::new(&program, arch, &|_| false, false).element_bytes().max(1);
         let most = (SLOT_BYTES / slots).clamp(64, 1024) / 64 * 64;
-        tile(&mut nest, most);
+        let smallest = program.operands().iter().map(|dtype| dtype.bits() / 8).min().unwrap_or(1);
+        tile(&mut nest, most, smallest);
         let is_dense = |operand: usize| nest.is_dense(operand);
         let apart = Steps::new(&program, arch, &is_dense, true);
         let together = Steps::new(&program, arch, &is_dense, false);
@@ -105,8 +118,14 @@ impl Loop {
             Instruction::Unary(op, _) if kernels::is_costly(*op) => 16,
             _ => 1,
         };
+        let sizes: Vec<isize> = program.operands().iter().map(|dtype| dtype.bits() as isize / 8).collect();
+        let reach = |operand: usize| {
+            let [low, high] = nest.reach(operand).unwrap_or([0, -1]);
+            Reach { operand, first: low * sizes[operand], end: (high + 1) * sizes[operand] }
+        };
+        let [loads, stores] = [loads(&program), stores(&program)].map(|all| all.into_iter().map(reach).collect());
         let weight = program.code().iter().map(costly).sum::<usize>().max(1);
-        Loop { program, nest, apart, together, copy, most, weight, is_rectangle: false }
+        Loop { program, nest, apart, together, copy, most, weight, is_rectangle: false, sizes, loads, stores }
     }
 
     /// The program.
@@ -155,8 +174,7 @@ impl Loop {
         scratch: *mut u8,
     ) -> Result<(), ZeroDivision> {
         let tiles = self.nest.tiles();
-        let bound = |item: usize| (tiles as u128 * item as u128 / items.max(1) as u128) as usize;
-        let range = bound(item)..bound(item + 1);
+        let range = if items == 1 { 0..tiles } else { share(tiles, item, items) };
         if range.is_empty() {
             return Ok(());
         }
@@ -218,13 +236,14 @@ impl Loop {
         };
         let across = columns.div_ceil(self.nest.tile_columns);
         let down = rows.div_ceil(self.nest.tile_rows);
-        let (mut block, rest) = (range.start % across, range.start / across);
-        let (mut row_block, mut outer) = (rest % down, rest / down);
+        let (mut block, rest) = split(range.start, across);
+        let (mut row_block, mut outer) = split(rest, down);
         // SAFETY: as above; indices stay within the dimensions.
         unsafe {
             for (n, dimension) in self.nest.outer.iter().enumerate() {
-                position.outer.add(n).write(outer % dimension.size);
-                outer /= dimension.size;
+                let index;
+                (index, outer) = split(outer, dimension.size);
+                position.outer.add(n).write(index);
             }
             for _ in range {
                 let (row, column) = (row_block * self.nest.tile_rows, block * self.nest.tile_columns);
@@ -268,9 +287,8 @@ impl Loop {
                 // SAFETY: the table has an index for each outer dimension.
                 offset += unsafe { *position.outer.add(n) } as isize * dimension.strides[operand];
             }
-            let bytes = self.program.operands()[operand].bits() as isize / 8;
             // SAFETY: the caller vouches for the elements; the table has a place for each operand.
-            unsafe { position.places.add(operand).write(pointer.offset(offset * bytes)) };
+            unsafe { position.places.add(operand).write(pointer.offset(offset * self.sizes[operand])) };
         }
     }
 
@@ -312,23 +330,26 @@ impl Loop {
 
     /// Whether no operand that is stored to shares memory with one that is loaded.
     fn are_apart(&self, pointers: &[*mut u8]) -> bool {
-        let span = |operand: usize| {
-            let bytes = self.program.operands()[operand].bits() as isize / 8;
-            let [low, high] = self.nest.reach(operand).unwrap_or([0, -1]);
-            let at = pointers[operand] as isize;
-            (at.wrapping_add(low * bytes), at.wrapping_add((high + 1) * bytes))
+        let span = |reach: &Reach| {
+            let at = pointers[reach.operand] as isize;
+            (at.wrapping_add(reach.first), at.wrapping_add(reach.end))
         };
-        let code = self.program.code();
-        code.iter().all(|store| {
-            let Instruction::Store(to, _) = *store else { return true };
-            let (low, high) = span(to);
-            code.iter().all(|load| {
-                let Instruction::Load(from) = *load else { return true };
-                let (from_low, from_high) = span(from);
-                from_high <= low || high <= from_low
-            })
+        self.stores.iter().map(span).all(|(first, end)| {
+            self.loads.iter().map(span).all(|(load_first, load_end)| load_end <= first || end <= load_first)
         })
     }
+}
+
+/// The part of `all` that `item` of `items` has.
+pub(crate) fn share(all: usize, item: usize, items: usize) -> std::ops::Range<usize> {
+    let (each, rest) = (all / items.max(1), all % items.max(1));
+    let bound = |item: usize| item * each + item.min(rest);
+    bound(item)..bound(item + 1)
+}
+
+/// Remainder and quotient; the division, which takes as long as an addition of a hundred elements, mostly has nothing to do.
+fn split(n: usize, by: usize) -> (usize, usize) {
+    if n == 0 { (0, 0) } else { (n % by, n / by) }
 }
 
 /// Fills a slot with a constant.
@@ -342,6 +363,15 @@ unsafe fn fill(slot: *mut u8, number: Number, n: usize) {
             Number::Bool(x) => slot.write_bytes(u8::from(x), n),
         }
     }
+}
+
+/// The operands that a program loads.
+fn loads(program: &Program) -> Vec<usize> {
+    let load = |instruction: &Instruction| match instruction {
+        Instruction::Load(from) => Some(*from),
+        _ => None,
+    };
+    program.code().iter().filter_map(load).collect()
 }
 
 /// The operands that a program stores to.

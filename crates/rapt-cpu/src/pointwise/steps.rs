@@ -58,6 +58,17 @@ fn lower(program: &Program) -> Lowered {
                 let keeps = matches!(op, Unary::Neg | Unary::Abs | Unary::Relu) && lane == Some(Lane::F32);
                 (Instruction::Unary(op, place(a)), known(a).filter(|_| keeps))
             }
+            Instruction::Binary(Binary::Pow, a, b) if small_power(program, b).is_some() => {
+                let from = place(a);
+                let square = Instruction::Unary(Unary::Square, from);
+                if small_power(program, b) == Some(2) {
+                    (square, None)
+                } else {
+                    lowered.code.push(square);
+                    lowered.lanes.push(lane);
+                    (Instruction::Binary(Binary::Mul, Register((lowered.code.len() - 1) as u16), from), None)
+                }
+            }
             Instruction::Binary(op, a, b) => {
                 let keeps = matches!(op, Binary::Maximum | Binary::Minimum) && known(a) == known(b);
                 (Instruction::Binary(op, place(a), place(b)), known(a).filter(|_| keeps))
@@ -92,6 +103,15 @@ fn lower(program: &Program) -> Lowered {
         lowered.lanes.push(lane);
     }
     lowered
+}
+
+/// An exponent of 2 or 3 that is a constant, whose power is products. A square is rounded once all the same, a cube of floats twice.
+fn small_power(program: &Program, exponent: Register) -> Option<u8> {
+    match program.code()[usize::from(exponent.0)] {
+        Instruction::Number(Number::F32(2.0) | Number::F64(2.0) | Number::Int(2)) => Some(2),
+        Instruction::Number(Number::F32(3.0) | Number::F64(3.0) | Number::Int(3)) => Some(3),
+        _ => None,
+    }
 }
 
 /// Where registers lie, while instructions become steps.

@@ -35,6 +35,7 @@ use rapt_core::{Arch, DType};
 pub use gather::{IndexOutOfRange, Rows, gather_rows};
 
 use crate::available;
+use crate::pointwise::share;
 
 /// A function of a row.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -185,7 +186,7 @@ impl RowKernel {
         if columns > isize::MAX as usize / 64 {
             return Err(RowError::TooLarge);
         }
-        let run = kernels::run(arch, function, dtype).ok_or(RowError::Dtype(dtype))?;
+        let run = kernels::run(arch, dtype).ok_or(RowError::Dtype(dtype))?;
         Ok(RowKernel { function, dtype, columns, run, params })
     }
 
@@ -200,7 +201,7 @@ impl RowKernel {
     pub fn scratch_bytes(&self) -> usize {
         let bytes = if self.dtype == DType::F64 { 8 } else { 4 };
         // A row in the dtype of sums, and weight and bias.
-        (3 * bytes * (self.columns + 16)).next_multiple_of(64)
+        (3 * bytes * (self.columns + kernels::GAP)).next_multiple_of(64)
     }
 
     /// The function.
@@ -217,12 +218,11 @@ impl RowKernel {
     /// otherwise shares no memory with what is read. `scratch` is aligned to 8, has [`scratch_bytes`](RowKernel::scratch_bytes)
     /// and is nobody else's meanwhile.
     pub unsafe fn run_item(&self, item: usize, items: usize, operands: &RowOperands, scratch: *mut u8) {
-        let bound = |item: usize| (operands.rows as u128 * item as u128 / items.max(1) as u128) as usize;
         let work = kernels::Work {
             function: self.function,
             columns: self.columns,
             params: self.params,
-            rows: bound(item)..bound(item + 1),
+            rows: share(operands.rows, item, items),
             operands: *operands,
             scratch,
         };

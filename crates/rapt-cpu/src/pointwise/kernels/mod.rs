@@ -5,7 +5,7 @@
 
 mod binary;
 mod convert;
-mod math;
+pub(crate) mod math;
 mod moves;
 mod unary;
 

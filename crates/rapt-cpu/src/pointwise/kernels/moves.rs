@@ -41,6 +41,21 @@ trait Stored<S: Simd<Elem = f32>>: std::marker::Copy {
         }
     }
 
+    /// Rows and columns whose rows lie side by side, and whose columns are `step` apart, to a dense array.
+    ///
+    /// # Safety
+    /// Both hold as many.
+    #[inline(always)]
+    unsafe fn read_crossed(dst: *mut Self::Lane, from: *const Self, step: isize, size: [usize; 2]) {
+        let [rows, columns] = size;
+        crosswise(0..rows, 0..columns, |row, column| {
+            // SAFETY: promised by the caller.
+            unsafe {
+                dst.add(row * columns + column).write(from.offset(row as isize + column as isize * step).read().read());
+            };
+        });
+    }
+
     /// The other way round.
     ///
     /// # Safety
@@ -51,6 +66,50 @@ trait Stored<S: Simd<Elem = f32>>: std::marker::Copy {
             // SAFETY: promised by the caller.
             unsafe { to.add(i).write(Self::write(from.add(i).read())) };
         }
+    }
+}
+
+/// The columns of a crossed rectangle that are read side by side: more than an L1 of eight ways keeps lines of, where columns
+/// lie a power of 2 apart.
+const SIDE_BY_SIDE: usize = 8;
+
+/// Reads a rectangle whose rows lie side by side, and writes it row by row: `element(row, column)` does one element.
+#[inline(always)]
+fn crosswise(rows: std::ops::Range<usize>, columns: std::ops::Range<usize>, mut element: impl FnMut(usize, usize)) {
+    let mut first = columns.start;
+    while first + SIDE_BY_SIDE <= columns.end {
+        for row in rows.clone() {
+            for column in 0..SIDE_BY_SIDE {
+                element(row, first + column);
+            }
+        }
+        first += SIDE_BY_SIDE;
+    }
+    for row in rows {
+        for column in first..columns.end {
+            element(row, column);
+        }
+    }
+}
+
+/// Copies a crossed rectangle of a vector's elements, whose columns are `step` apart, to rows `row_stride` apart: by squares,
+/// so that each cache line is read once.
+#[inline(always)]
+unsafe fn squares<V: Simd>(to: *mut V::Elem, row_stride: isize, from: *const V::Elem, step: isize, size: [usize; 2]) {
+    let [rows, columns] = size;
+    let whole = [rows / V::LANES * V::LANES, columns / V::LANES * V::LANES];
+    // SAFETY: the caller vouches for both rectangles.
+    unsafe {
+        let to = |row: usize, column: usize| to.offset(row as isize * row_stride + column as isize);
+        let from = |row: usize, column: usize| from.offset(row as isize + column as isize * step);
+        for column in (0..whole[1]).step_by(V::LANES) {
+            for row in (0..whole[0]).step_by(V::LANES) {
+                V::transpose(from(row, column), step as usize, to(row, column), row_stride as usize);
+            }
+        }
+        let mut one = |row: usize, column: usize| to(row, column).write(from(row, column).read());
+        crosswise(0..whole[0], whole[1]..columns, &mut one);
+        crosswise(whole[0]..rows, 0..columns, &mut one);
     }
 }
 
@@ -70,7 +129,24 @@ macro_rules! plain {
     )*};
 }
 
-plain!(f32 => f32, f64 => f64, i64 => i64, i32 => i64, i16 => i64, i8 => i64, u8 => i64);
+plain!(f64 => f64, i64 => i64, i32 => i64, i16 => i64, i8 => i64, u8 => i64);
+
+impl<S: Simd<Elem = f32>> Stored<S> for f32 {
+    type Lane = f32;
+    #[inline(always)]
+    fn read(self) -> f32 {
+        self
+    }
+    #[inline(always)]
+    fn write(lane: f32) -> f32 {
+        lane
+    }
+    #[inline(always)]
+    unsafe fn read_crossed(dst: *mut f32, from: *const f32, step: isize, size: [usize; 2]) {
+        // SAFETY: promised by the caller.
+        unsafe { squares::<S>(dst, size[1] as isize, from, step, size) };
+    }
+}
 
 /// The byte of a boolean.
 #[derive(Clone, std::marker::Copy)]
@@ -166,6 +242,10 @@ impl<S: Simd<Elem = f32>, T: Stored<S>> Part<S> for Load<'_, T> {
     unsafe fn run(self) {
         let Rectangle { rows, columns, row_stride, column_stride } = *self.rectangle;
         let dst = self.dst.cast::<T::Lane>();
+        if row_stride == 1 && column_stride > 1 && rows > 1 {
+            // SAFETY: the caller vouches for the rectangle and for the dense array.
+            return unsafe { T::read_crossed(dst, self.from, column_stride, [rows, columns]) };
+        }
         for row in 0..rows {
             // SAFETY: the caller vouches for the rectangle and for the dense array.
             unsafe {
@@ -224,10 +304,43 @@ pub(super) fn copy<S: Simd<Elem = f32>, D: Simd<Elem = f64>>(bytes: usize) -> Co
     match bytes {
         1 => copy_of::<S, u8>,
         2 => copy_of::<S, u16>,
-        4 => copy_of::<S, u32>,
-        _ => copy_of::<S, u64>,
+        4 => copy_of::<S, f32>,
+        _ => copy_of::<D, f64>,
     }
 }
+
+/// Elements that are moved as they are, a float's bits too.
+trait Moved<S: Simd>: std::marker::Copy {
+    /// Copies rows that lie side by side, with columns `step` apart, to rows `row_stride` apart.
+    ///
+    /// # Safety
+    /// Both rectangles are there.
+    #[inline(always)]
+    unsafe fn copy_crossed(to: *mut Self, row_stride: isize, from: *const Self, step: isize, size: [usize; 2]) {
+        crosswise(0..size[0], 0..size[1], |row, column| {
+            let (row, column) = (row as isize, column as isize);
+            // SAFETY: promised by the caller.
+            unsafe { to.offset(row * row_stride + column).write(from.offset(row + column * step).read()) };
+        });
+    }
+}
+
+impl<S: Simd> Moved<S> for u8 {}
+impl<S: Simd> Moved<S> for u16 {}
+
+macro_rules! moved_by_squares {
+    ($($float:ty),*) => {$(
+        impl<S: Simd<Elem = $float>> Moved<S> for $float {
+            #[inline(always)]
+            unsafe fn copy_crossed(to: *mut $float, row_stride: isize, from: *const $float, step: isize, size: [usize; 2]) {
+                // SAFETY: promised by the caller.
+                unsafe { squares::<S>(to, row_stride, from, step, size) };
+            }
+        }
+    )*};
+}
+
+moved_by_squares!(f32, f64);
 
 struct CopyOf<'r, T> {
     to: *mut T,
@@ -236,22 +349,32 @@ struct CopyOf<'r, T> {
     source: &'r Rectangle,
 }
 
-impl<S: Simd<Elem = f32>, T: std::marker::Copy> Part<S> for CopyOf<'_, T> {
+impl<S: Simd, T: Moved<S>> Part<S> for CopyOf<'_, T> {
     type Output = ();
     #[inline(always)]
     unsafe fn run(self) {
         let Rectangle { rows, columns, row_stride, column_stride } = *self.at;
+        let source = self.source;
+        if column_stride == 1 && row_stride > 0 && source.row_stride == 1 && source.column_stride > 1 && rows > 1 {
+            // SAFETY: the caller vouches for both rectangles.
+            return unsafe { T::copy_crossed(self.to, row_stride, self.from, source.column_stride, [rows, columns]) };
+        }
         for row in 0..rows {
             // SAFETY: the caller vouches for both rectangles.
             unsafe {
                 let to = self.to.offset(row as isize * row_stride);
-                let from = self.from.offset(row as isize * self.source.row_stride);
-                if column_stride == 1 && self.source.column_stride == 1 {
+                let from = self.from.offset(row as isize * source.row_stride);
+                if column_stride == 1 && source.column_stride == 1 {
                     // They may be the same elements.
                     std::ptr::copy(from, to, columns);
+                } else if column_stride == 1 && source.column_stride == 0 {
+                    let one = from.read();
+                    for i in 0..columns {
+                        to.add(i).write(one);
+                    }
                 } else {
                     for i in 0..columns as isize {
-                        to.offset(i * column_stride).write(from.offset(i * self.source.column_stride).read());
+                        to.offset(i * column_stride).write(from.offset(i * source.column_stride).read());
                     }
                 }
             }
@@ -259,12 +382,7 @@ impl<S: Simd<Elem = f32>, T: std::marker::Copy> Part<S> for CopyOf<'_, T> {
     }
 }
 
-unsafe fn copy_of<S: Simd<Elem = f32>, T: std::marker::Copy>(
-    to: *mut u8,
-    from: *const u8,
-    at: &Rectangle,
-    source: &Rectangle,
-) {
+unsafe fn copy_of<S: Simd, T: Moved<S>>(to: *mut u8, from: *const u8, at: &Rectangle, source: &Rectangle) {
     // SAFETY: promised by the caller.
     unsafe { S::apart(CopyOf::<T> { to: to.cast(), from: from.cast(), at, source }) };
 }

@@ -1,6 +1,6 @@
 //! Functions of one register.
 
-use super::{Kernel, each, math};
+use super::{Kernel, Map, each, math, one};
 use crate::kernels::simd::Simd;
 use crate::pointwise::{Lane, Unary};
 
@@ -49,9 +49,9 @@ fn of_f32<S: Simd<Elem = f32>>(op: Unary) -> Option<Kernel> {
         Unary::Log2 => each!(f32 => f32, |x| math::log2::<S>(x)),
         Unary::Log10 => each!(f32 => f32, |x| math::log10::<S>(x)),
         Unary::Log1p => each!(f32 => f32, |x| math::log1p::<S>(x)),
-        Unary::Sin => each!(f32 => f32, |x| math::sin::<S>(x)),
-        Unary::Cos => each!(f32 => f32, |x| math::cos::<S>(x)),
-        Unary::Tan => each!(f32 => f32, |x| math::tan::<S>(x)),
+        Unary::Sin => periodic::<S, Sin>,
+        Unary::Cos => periodic::<S, Cos>,
+        Unary::Tan => periodic::<S, Tan>,
         Unary::Tanh => each!(f32 => f32, |x| math::tanh::<S>(x)),
         Unary::Erf => each!(f32 => f32, |x| math::erf::<S>(x)),
         Unary::Sigmoid => each!(f32 => f32, |x| math::sigmoid::<S>(x)),
@@ -107,4 +107,51 @@ fn of_bool<S: Simd<Elem = f32>>(op: Unary) -> Option<Kernel> {
         Unary::IsNan | Unary::IsInf => each!(u8 => u8, |_x| 0),
         _ => return None,
     })
+}
+
+/// A periodic function of float32: in vectors up to [`math::f32::FAR`], by way of float64 beyond.
+trait Periodic: Map<In = f32, Out = f32> {
+    fn far(x: f64) -> f64;
+}
+
+macro_rules! periodic {
+    ($($name:ident, $near:ident, $far:path;)*) => {$(
+        struct $name;
+        impl Map for $name {
+            type In = f32;
+            type Out = f32;
+            #[inline(always)]
+            fn of<S: Simd<Elem = f32>>(x: f32) -> f32 {
+                math::f32::$near::<S>(x)
+            }
+        }
+        impl Periodic for $name {
+            fn far(x: f64) -> f64 {
+                $far(x)
+            }
+        }
+    )*};
+}
+
+periodic! {
+    Sin, sin, f64::sin;
+    Cos, cos, f64::cos;
+    Tan, tan, f64::tan;
+}
+
+unsafe fn periodic<S: Simd<Elem = f32>, F: Periodic>(dst: *mut u8, sources: [*const u8; 3], n: usize) -> bool {
+    // SAFETY: the caller vouches for n elements of each array, which are not the same.
+    unsafe {
+        one::<S, F>(dst, sources, n);
+        let (dst, x) = (std::slice::from_raw_parts_mut(dst.cast::<f32>(), n), sources[0].cast::<f32>());
+        let x = std::slice::from_raw_parts(x, n);
+        if x.iter().fold(false, |any, x| any | (x.abs() >= math::f32::FAR)) {
+            for (dst, &x) in dst.iter_mut().zip(x) {
+                if x.abs() >= math::f32::FAR {
+                    *dst = F::far(f64::from(x)) as f32;
+                }
+            }
+        }
+    }
+    false
 }

@@ -1,6 +1,6 @@
 //! Functions of one element, from which loops are made.
 
-pub(super) mod f32;
+pub(crate) mod f32;
 pub(super) mod f64;
 
 use crate::pointwise::Unary;
