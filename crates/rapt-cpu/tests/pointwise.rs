@@ -121,6 +121,11 @@ fn power(base: i64, exponent: i64) -> i64 {
     }
 }
 
+/// What a function is by definition.
+type OfInts = fn(i64, i64) -> i64;
+type OfFloats = dyn Fn(f64, f64) -> f64;
+type Test = fn(f32, f32) -> bool;
+
 const INTS: [i64; 15] = [0, 1, -1, 2, -2, 3, -3, 7, -7, 40, i64::MAX, i64::MIN, i64::MIN + 1, 1 << 40, -(1 << 33) - 5];
 
 /// Every pair of them, a after b.
@@ -151,7 +156,7 @@ fn binary<T: Copy, U: Copy>(
 #[test]
 fn integers_wrap_and_divide_as_defined() {
     // What is defined of each pair; of a divisor that is not 0.
-    let cases: [(Binary, fn(i64, i64) -> i64); 13] = [
+    let cases: [(Binary, OfInts); 13] = [
         (Binary::Add, i64::wrapping_add),
         (Binary::Sub, i64::wrapping_sub),
         (Binary::Mul, i64::wrapping_mul),
@@ -237,7 +242,7 @@ fn comparisons_extremes_and_quotients_of_floats_are_as_defined() {
             quotient.floor()
         }
     };
-    let cases: [(Binary, &dyn Fn(f64, f64) -> f64); 10] = [
+    let cases: [(Binary, &OfFloats); 10] = [
         (Binary::Add, &|a, b| a + b),
         (Binary::Sub, &|a, b| a - b),
         (Binary::Mul, &|a, b| a * b),
@@ -249,7 +254,7 @@ fn comparisons_extremes_and_quotients_of_floats_are_as_defined() {
         (Binary::Maximum, &|a, b| if a.is_nan() || b.is_nan() { f64::NAN } else { a.max(b) }),
         (Binary::Minimum, &|a, b| if a.is_nan() || b.is_nan() { f64::NAN } else { a.min(b) }),
     ];
-    let tests: [(Binary, fn(f32, f32) -> bool); 9] = [
+    let tests: [(Binary, Test); 9] = [
         (Binary::Eq, |a, b| a == b),
         (Binary::Ne, |a, b| a != b),
         (Binary::Lt, |a, b| a < b),
@@ -341,7 +346,7 @@ fn conversions_are_those_of_the_interpreter() {
         f64::NEG_INFINITY,
         1e-310,
         65504.0,
-        65519.999_999_999,
+        65_519.999_999_999,
         65520.0,
         2f64.powi(-25) + 2f64.powi(-70),
         1.0 + 2f64.powi(-11) + 2f64.powi(-60),

@@ -118,10 +118,10 @@ fn any_shape_and_strides_give_each_element_its_place_and_touch_no_other() {
             }
         }
         let mut expected = tensors[out].clone();
-        for n in 0..places[0].len() {
+        for (n, &at) in places[out].iter().enumerate() {
             let a = get(&tensors[0], places[0][n]);
             let value = if is_copy { a } else { a - get(&tensors[1], places[1][n]) };
-            put(&mut expected, places[out][n], value);
+            put(&mut expected, at, value);
         }
         let inputs: Vec<Vec<u8>> = tensors[..out].iter().map(|t| t.bytes.clone()).collect();
         run(arch, if is_copy { &COPY } else { &ADD }, &shape, &mut tensors).unwrap();
