@@ -7,10 +7,10 @@
 //!   forward: many queries           queries along the lanes                 kernels/forward.rs
 //!   decode:  few queries            head_dim along the lanes                kernels/decode.rs
 //! ```
-//! and what exported programs are made of besides: chains of pointwise functions ([`pointwise`]), and what runs along rows
-//! ([`rows`]).
+//! and what exported programs are made of besides: products with packed weights ([`gemm`]), chains of pointwise functions
+//! ([`pointwise`]), and what runs along rows ([`rows`]).
 //!
-//! Deliberately absent: allocation, threads of its own, and any access outside the operands.
+//! Deliberately absent: allocation (but for packed weights), threads of its own, and any access outside the operands.
 
 mod arch;
 mod caps;

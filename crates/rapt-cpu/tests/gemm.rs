@@ -1,7 +1,7 @@
 //! Products with packed weights: every instruction set of this machine and every dtype against sums in f64.
 //!
 //! The yardstick of the tolerance rule is a plain loop over the same numbers, rounded after every step. Memory lies against
-//! pages that may not be touched. Deliberately absent: speed (`examples/gemm.rs`).
+//! pages that may not be touched. Deliberately absent: speed (benches/gemm).
 #![cfg(unix)]
 
 use std::ops::Range;
@@ -222,7 +222,7 @@ fn nothing_to_add_is_zero_and_nothing_to_write_is_nothing() {
 /// A row is the same whatever rows are beside it, however many threads there are and wherever tiles end.
 #[test]
 fn the_bits_of_a_row_depend_on_nothing_else() {
-    let (n, k) = (300, 700);
+    let (n, k) = (300, 801);
     each(|arch, dtype| {
         let mut rng = Rng::new(7);
         let (x, w) = (draw(dtype, 140 * k, &mut rng), draw(dtype, n * k, &mut rng));
@@ -249,11 +249,8 @@ fn what_is_not_finite_spreads_where_it_belongs() {
                     let (mut x, mut w) = (draw(dtype, m * k, &mut rng), draw(dtype, n * k, &mut rng));
                     // The last step stands alone in its pair; the last row and column border on what is padding.
                     let step = if last { k - 1 } else { 4 };
-                    if in_x {
-                        x[(m - 1) * k + step] = bad
-                    } else {
-                        w[(n - 1) * k + step] = bad
-                    }
+                    let of = if in_x { &mut x[(m - 1) * k + step] } else { &mut w[(n - 1) * k + step] };
+                    *of = bad;
                     let [exact, _] = reference(dtype, [m, n, k], &x, &w);
                     let case = Case::plain(arch, dtype, [m, n, k]);
                     for (at, (got, exact)) in run(&case, &x, &w).out.iter().zip(&exact).enumerate() {
@@ -295,9 +292,9 @@ impl Epilogue for Tiles {
     }
 }
 
-struct Threads(usize);
+struct Scoped(usize);
 
-impl Executor for Threads {
+impl Executor for Scoped {
     fn threads(&self) -> usize {
         self.0
     }
@@ -321,7 +318,7 @@ fn an_epilogue_sees_every_sum_once_before_it_is_rounded() {
             let layout = PackedLayout::new(arch, dtype, k, n).unwrap();
             let strided = Strided { ptr: w.memory.as_ptr(), k_stride: 1, n_stride: k as isize };
             // SAFETY: w has n rows of k elements.
-            let packed = unsafe { PackedMatrix::pack(layout, strided, &Threads(3)) }.unwrap();
+            let packed = unsafe { PackedMatrix::pack(layout, strided, &Scoped(3)) }.unwrap();
             assert_eq!(packed.len_bytes(), layout.len_bytes());
             let gemm = Gemm::new(arch, dtype, sizes, 3).unwrap();
             let sums = dtype.accumulation();
@@ -356,7 +353,10 @@ fn what_cannot_be_is_an_exact_error() {
     let too_large = Error::OutOfMemory { bytes: usize::MAX };
     assert_eq!(PackedLayout::new(arch, DType::F64, usize::MAX / 4, 1).unwrap_err(), too_large);
     assert_eq!(PackedLayout::new(arch, DType::F64, 1 << 40, 1 << 40).unwrap_err(), too_large);
-    assert_eq!(Gemm::new(arch, DType::F16, [2, 1, usize::MAX], 1).unwrap_err(), too_large);
+    for sizes in [[2, 1, usize::MAX], [usize::MAX, usize::MAX, 1], [1, usize::MAX / 8, 0]] {
+        assert_eq!(Gemm::new(arch, DType::F64, sizes, usize::MAX).unwrap_err(), too_large);
+    }
+    assert_eq!(Gemm::new(arch, DType::F32, [1, 64, 3], usize::MAX).unwrap().items(), 8);
     let absent = [Arch::Neon, Arch::Avx512Bf16].into_iter().find(|arch| !arches().contains(arch));
     if let Some(absent) = absent {
         assert!(matches!(Gemm::new(absent, DType::F32, [3; 3], 1), Err(Error::Unsupported { .. })));

@@ -48,7 +48,7 @@ pub use packed::{PackedLayout, PackedMatrix, PackedView};
 pub use product::{Epilogue, Output, Rows, Strided};
 
 use crate::arch::gemm::Kernels;
-use crate::kernels::gemm::{ROW_BLOCK, TILE_COLUMNS};
+use crate::kernels::gemm::ROW_BLOCK;
 use packed::kernels_of;
 use product::Job;
 
@@ -80,17 +80,23 @@ impl Gemm {
     /// f64, f32, f16 or bf16; [`Error::OutOfMemory`] if sizes are more than an address can count.
     pub fn new(arch: Arch, dtype: DType, [m, n, k]: [usize; 3], threads: usize) -> Result<Gemm> {
         let kernels = kernels_of(arch, dtype)?;
+        let too_large = Error::OutOfMemory { bytes: usize::MAX };
+        let bytes = |rows: usize, columns: usize| rows.checked_mul(columns)?.checked_mul(dtype.size_bytes());
+        if [bytes(m, n), bytes(m, k)].into_iter().any(|bytes| bytes.is_none_or(|bytes| isize::try_from(bytes).is_err()))
+        {
+            return Err(too_large);
+        }
         let columns = kernels.panel_columns;
         let row_items = m.div_ceil(ROW_BLOCK);
         let item_rows = m.div_ceil(row_items.max(1)).next_multiple_of(kernels.tile_rows).clamp(1, ROW_BLOCK);
         let item_columns = if threads <= 1 {
             n.max(1)
         } else {
-            let wanted = (ITEMS_PER_THREAD * threads).div_ceil(row_items.max(1));
+            let wanted = ITEMS_PER_THREAD.saturating_mul(threads).div_ceil(row_items.max(1));
             n.div_ceil(wanted).max(1).next_multiple_of(columns)
         };
         let scratch_bytes = (kernels.scratch_bytes)(item_rows.min(m), k);
-        let scratch_bytes = scratch_bytes.ok_or(Error::OutOfMemory { bytes: usize::MAX })?;
+        let scratch_bytes = scratch_bytes.ok_or(too_large)?;
         Ok(Gemm { kernels, arch, dtype, m, n, k, item_rows, item_columns, scratch_bytes })
     }
 
@@ -109,7 +115,7 @@ impl Gemm {
     /// The most rows and columns of a tile that an [`Epilogue`] is called with.
     #[must_use]
     pub fn tile(&self) -> [usize; 2] {
-        [self.item_rows.min(self.m), TILE_COLUMNS.min(self.n)]
+        [self.item_rows.min(self.m), self.kernels.tile_columns.min(self.n)]
     }
 
     /// Computes one item.

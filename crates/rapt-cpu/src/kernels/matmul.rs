@@ -161,7 +161,7 @@ unsafe fn lane<S: Simd, M: Lanes<S>, const V: usize, const R: usize>(
 
 /// One micro-tile of at most [`Simd::ROWS`] rows of two vectors, or twice as many of one; answers how many it took.
 #[inline(always)]
-unsafe fn tile<S: Simd, M: Lanes<S>, const V: usize, const ROW1: bool>(
+pub(crate) unsafe fn tile<S: Simd, M: Lanes<S>, const V: usize, const ROW1: bool>(
     rows: usize,
     n: usize,
     x: *const M::Lane,
@@ -207,8 +207,16 @@ pub(crate) struct Factors<S: Simd, const V: usize> {
     pub(crate) onto: Onto<S, V>,
 }
 
-/// All rows, in micro-tiles that fill the registers. A short rest would leave the units waiting for one another: in tiles of two
-/// vectors it shares the rows of the last full tile instead, half and half.
+/// The rows of the next micro-tile, where `left` are left and `most` fill the registers. A short rest would leave the units
+/// waiting for one another: in tiles of two vectors it shares the rows of the last full tile instead, half and half.
+#[inline(always)]
+pub(crate) fn next_rows<S: Simd, const V: usize>(left: usize) -> usize {
+    let most = S::ROWS * S::Q_VECS / V;
+    let halves = V == S::Q_VECS && left > most && 2 * (left - most) <= most;
+    if halves { left.div_ceil(2) } else { left.min(most) }
+}
+
+/// All rows, in micro-tiles that fill the registers.
 pub(crate) struct Matmul<S: Simd, M, const V: usize, const ROW1: bool>(
     pub(crate) Factors<S, V>,
     pub(crate) PhantomData<M>,
@@ -219,34 +227,17 @@ impl<S: Simd, M: Products<S>, const V: usize, const ROW1: bool> Part<S> for Matm
     #[inline(always)]
     unsafe fn run(self) {
         let Factors { rows, n, x, b, y, onto } = self.0;
-        // SAFETY: promised by the caller.
-        unsafe { all_rows::<S, M, V, ROW1>(rows, n, x.cast(), b, Place { ptr: y, row: V * S::LANES }, onto) };
-    }
-}
-
-/// As [`Matmul`] says, with lanes as they lie and rows of `y` as far apart as may be.
-#[inline(always)]
-pub(crate) unsafe fn all_rows<S: Simd, M: Lanes<S>, const V: usize, const ROW1: bool>(
-    rows: usize,
-    n: usize,
-    x: *const M::Lane,
-    b: Broadcast<S::Elem>,
-    y: Place<S::Elem>,
-    onto: Onto<S, V>,
-) {
-    let most = S::ROWS * S::Q_VECS / V;
-    let row = if ROW1 { 1 } else { b.row };
-    let mut r = 0;
-    while r < rows {
-        let left = rows - r;
-        let halves = V == S::Q_VECS && left > most && 2 * (left - most) <= most;
-        let take = if halves { left.div_ceil(2) } else { left.min(most) };
-        let b = Broadcast { ptr: b.ptr.wrapping_offset(r as isize * row), ..b };
-        // SAFETY: rows r..r + take are below `rows`.
-        r += unsafe {
-            let y = Place { ptr: y.ptr.add(r * y.row), ..y };
-            tile::<S, M, V, ROW1>(take, n, x, b, y, onto)
-        };
+        let row = if ROW1 { 1 } else { b.row };
+        let mut r = 0;
+        while r < rows {
+            let take = next_rows::<S, V>(rows - r);
+            let b = Broadcast { ptr: b.ptr.wrapping_offset(r as isize * row), ..b };
+            // SAFETY: rows r..r + take are below `rows`.
+            r += unsafe {
+                let y = Place { ptr: y.add(r * V * S::LANES), row: V * S::LANES };
+                tile::<S, M, V, ROW1>(take, n, x.cast(), b, y, onto)
+            };
+        }
     }
 }
 

@@ -1,9 +1,10 @@
 //! An item of a product with packed weights.
 //!
 //! ```text
-//! for ROW_BLOCK rows of x, for TILE_COLUMNS columns:               a tile of sums in scratch memory
-//!     many rows:       for BLOCK lanes of the contraction, for a panel of w: all rows · panel      x stays in L2, the panel in L1
-//!     one micro-tile:  for a panel of w, for BLOCK lanes:                    rows · panel          w is one stream
+//! for ROW_BLOCK rows of x, for TILE_ROW_BYTES of columns:                     a tile of sums in scratch memory
+//!     many rows:       for BLOCK lanes of the contraction, for a panel of w:  all rows · panel    x and the panel stay in L2
+//!     one micro-tile:  for a panel of w, for BLOCK lanes:                     rows · panel        w is one stream
+//!     one row:         for PANELS panels of w, for BLOCK lanes:               row · panels        w is PANELS streams
 //!     the tile to the output, rounded, or to the epilogue
 //! ```
 //! The rows of x are the broadcast rows of `matmul`, the columns of a panel its vectors. 16-bit weights that are not multiplied in
@@ -14,22 +15,23 @@ pub(crate) mod pack;
 
 use std::marker::PhantomData;
 
-use super::matmul::{Broadcast, Onto, Place, all_rows};
+use super::matmul::{Broadcast, Onto, Place, next_rows, tile};
 use super::pack::load_row;
 #[cfg(target_arch = "x86_64")]
 use super::pairs::{Bf16Pairs, Paired};
 #[cfg(target_arch = "x86_64")]
 use super::products::Packing;
 use super::products::{Lanes, Single};
-use super::simd::{Part, Simd, Storage};
+use super::simd::{Part, Real, Simd, Storage};
 use crate::gemm::product::{Job, Output, Rows};
 
 /// Rows of an item at most: their tile of sums is 128 KiB of f32, as much as a block of x in f32.
 pub(crate) const ROW_BLOCK: usize = 128;
-/// Columns of a tile at most: a multiple of any panel's.
-pub(crate) const TILE_COLUMNS: usize = 256;
-/// Lanes of the contraction that are summed from 0 on before they are added to what was. Fixed: it decides bits.
-const BLOCK: usize = 256;
+/// Bytes of a row of a tile at most: 256 columns of f32, a multiple of any panel's.
+const TILE_ROW_BYTES: usize = 1024;
+/// Lanes of the contraction that are summed from 0 on before they are added to what was. Fixed: it decides bits. 192 to 1024 are
+/// within 3 % of one another on the benchmark's sizes (Zen 4, 2026-11); so is asking for the next panel ahead, which is left out.
+const BLOCK: usize = 384;
 
 /// How weights lie in a panel, and what becomes of x.
 pub(crate) trait Weights<S: Simd>: Lanes<S> {
@@ -151,19 +153,25 @@ impl<S: Simd, M: Lanes<S>> Part<S> for Blocks<S, M> {
     #[inline(always)]
     unsafe fn run(self) {
         let Blocks { rows, lanes, b, panels, w, panel_lanes, y, first } = self;
+        let width = S::Q_VECS * S::LANES;
         for p in 0..panels {
             // SAFETY: the caller vouches for all panels, and for as many columns of y.
-            let (w, y) = unsafe {
-                let ptr = y.ptr.add(p * S::Q_VECS * S::LANES);
-                (w.add(p * panel_lanes), Place { ptr, ..y })
-            };
+            let (w, y) = unsafe { (w.add(p * panel_lanes), Place { ptr: y.ptr.add(p * width), ..y }) };
             let mut t = 0;
             loop {
                 let n = (lanes - t).min(BLOCK);
                 let onto = if first && t == 0 { Onto::Nothing } else { Onto::Sum };
-                let b = Broadcast { ptr: b.ptr.wrapping_add(t), ..b };
-                // SAFETY: as above; lanes t..t + n are below `lanes`.
-                unsafe { all_rows::<S, M, 2, false>(rows, n, w.add(t * S::Q_VECS * S::LANES), b, y, onto) };
+                let mut r = 0;
+                while r < rows {
+                    let take = next_rows::<S, 2>(rows - r);
+                    // SAFETY: rows r..r + take are below `rows`, lanes t..t + n below `lanes`.
+                    unsafe {
+                        let b = Broadcast { ptr: b.ptr.wrapping_offset(r as isize * b.row + t as isize), ..b };
+                        let y = Place { ptr: y.ptr.add(r * y.row), ..y };
+                        tile::<S, M, 2, false>(take, n, w.add(t * width), b, y, onto);
+                    }
+                    r += take;
+                }
                 t += n;
                 if t >= lanes {
                     break;
@@ -173,11 +181,85 @@ impl<S: Simd, M: Lanes<S>> Part<S> for Blocks<S, M> {
     }
 }
 
-/// A tile to rows of the output, rounded to its dtype.
+/// One row over all its lanes, in blocks, times `PANELS` panels at a time: as many sums as hide the latency of a product, and
+/// as many streams of memory. The sums are those of [`Blocks`], bit for bit.
+struct OneRow<S: Simd, M: Lanes<S>> {
+    lanes: usize,
+    b: *const S::Elem,
+    panels: usize,
+    w: *const M::Lane,
+    panel_lanes: usize,
+    y: *mut S::Elem,
+}
+
+/// Panels that one row is multiplied with at a time. Of memory beyond the caches (1×2048×5632, one core of Zen 4, 2026-11) four are
+/// read at 87 to 102 % of the rate of a plain sum, one at 55 to 100 %; asking for lines 1 KiB ahead takes a tenth off.
+const PANELS: usize = 4;
+
+impl<S: Simd, M: Lanes<S>> Part<S> for OneRow<S, M> {
+    type Output = ();
+    #[inline(always)]
+    unsafe fn run(self) {
+        let OneRow { lanes, b, panels, w, panel_lanes, y } = self;
+        let width = S::Q_VECS * S::LANES;
+        let mut p = 0;
+        // SAFETY: the caller vouches for all panels, for the lanes of b, and for as many columns of y.
+        unsafe {
+            while p + PANELS <= panels {
+                one_row::<S, M, PANELS>(lanes, b, w.add(p * panel_lanes), panel_lanes, y.add(p * width));
+                p += PANELS;
+            }
+            while p < panels {
+                one_row::<S, M, 1>(lanes, b, w.add(p * panel_lanes), panel_lanes, y.add(p * width));
+                p += 1;
+            }
+        }
+    }
+}
+
+/// The sums of one row with `P` panels.
+#[inline(always)]
+unsafe fn one_row<S: Simd, M: Lanes<S>, const P: usize>(
+    lanes: usize,
+    b: *const S::Elem,
+    w: *const M::Lane,
+    panel_lanes: usize,
+    y: *mut S::Elem,
+) {
+    let width = S::Q_VECS * S::LANES;
+    let mut from = 0;
+    loop {
+        let end = (from + BLOCK).min(lanes);
+        // SAFETY: the caller vouches for `lanes` lanes of b and of each panel, and for the panels' columns of y.
+        unsafe {
+            let mut sums = [[S::splat(S::Elem::ZERO); 2]; P];
+            for t in from..end {
+                // Pairs of bf16 lie at multiples of 2 bytes.
+                let b = S::splat(b.add(t).read_unaligned());
+                for (p, sums) in sums.iter_mut().enumerate() {
+                    let w = w.add(p * panel_lanes + t * width);
+                    sums[0] = M::accumulate(b, M::load(w), sums[0]);
+                    sums[1] = M::accumulate(b, M::load(w.add(S::LANES)), sums[1]);
+                }
+            }
+            for (p, sums) in sums.into_iter().enumerate() {
+                for (v, sum) in sums.into_iter().enumerate() {
+                    let y = y.add(p * width + v * S::LANES);
+                    S::store(y, if from == 0 { sum } else { S::add(S::load(y), sum) });
+                }
+            }
+        }
+        from = end;
+        if from >= lanes {
+            break;
+        }
+    }
+}
+
+/// Rows of sums to rows of the output, rounded to its dtype.
 struct Store<S: Simd, T> {
-    rows: usize,
-    columns: usize,
-    y: Place<S::Elem>,
+    sizes: [usize; 2],
+    from: Place<S::Elem>,
     to: *mut T,
     stride: isize,
 }
@@ -186,12 +268,12 @@ impl<S: Simd, T: Storage<S>> Part<S> for Store<S, T> {
     type Output = ();
     #[inline(always)]
     unsafe fn run(self) {
-        let Store { rows, columns, y, to, stride } = self;
+        let Store { sizes: [rows, columns], from, to, stride } = self;
         for r in 0..rows {
             let to = to.wrapping_offset(r as isize * stride);
             // SAFETY: the caller vouches for rows of so many columns on both sides.
             unsafe {
-                let from = y.ptr.add(r * y.row);
+                let from = from.ptr.add(r * from.row);
                 let mut c = 0;
                 while c + S::LANES <= columns {
                     T::store(to.add(c), S::load(from.add(c)));
@@ -206,9 +288,14 @@ impl<S: Simd, T: Storage<S>> Part<S> for Store<S, T> {
     }
 }
 
+/// Columns of a tile at most.
+pub(crate) fn tile_columns<S: Simd>() -> usize {
+    TILE_ROW_BYTES / size_of::<S::Elem>()
+}
+
 /// Elements of the accumulation dtype: the tile, a widened block of a panel, rows of x.
 fn parts<S: Simd, W: Weights<S>>(rows: usize, k: usize) -> Option<[usize; 3]> {
-    let tile = rows.checked_mul(TILE_COLUMNS)?;
+    let tile = rows.checked_mul(tile_columns::<S>())?;
     let panel = if W::WIDENED { BLOCK * S::Q_VECS * S::LANES } else { 0 };
     let lanes = k.div_ceil(W::STEPS);
     let lanes = if rows > S::ROWS { lanes.min(BLOCK) } else { lanes };
@@ -240,8 +327,8 @@ pub(crate) unsafe fn item<S: Simd, W: Weights<S>>(job: &Job<'_>) {
     // SAFETY: promised by the caller; copied has room for as many lanes.
     let whole = few.then(|| unsafe { W::rows(x, job.k, rows, 0, lanes, copied) });
     let width = S::Q_VECS * S::LANES;
-    for column in job.columns.clone().step_by(TILE_COLUMNS) {
-        let columns = (job.columns.end - column).min(TILE_COLUMNS);
+    for column in job.columns.clone().step_by(tile_columns::<S>()) {
+        let columns = (job.columns.end - column).min(tile_columns::<S>());
         let panels = columns.div_ceil(width);
         let y = Place { ptr: y, row: TILE_COLUMNS };
         // SAFETY: the panels of these columns are there, all in one piece.
@@ -249,16 +336,18 @@ pub(crate) unsafe fn item<S: Simd, W: Weights<S>>(job: &Job<'_>) {
         let panel_lanes = lanes * width;
         // SAFETY: promised by the caller.
         unsafe {
-            if let Some(b) = whole {
-                W::apart(Blocks::<S, W> { rows, lanes, b, panels, w, panel_lanes, y, first: true });
-            } else {
-                many::<S, W>(job.k, rows, x, (w, panels), y, [widened, copied]);
+            match whole {
+                Some(b) if rows == 1 => {
+                    W::apart(OneRow::<S, W> { lanes, b: b.ptr, panels, w, panel_lanes, y: y.ptr });
+                }
+                Some(b) => W::apart(Blocks::<S, W> { rows, lanes, b, panels, w, panel_lanes, y, first: true }),
+                None => many::<S, W>(job.k, [rows, panels], x, w, y, [widened, copied]),
             }
             match job.out {
                 Output::Rows { ptr, row_stride } => {
                     let offset = job.rows.start as isize * row_stride + column as isize;
                     let to = ptr.cast::<W::Stored>().wrapping_offset(offset);
-                    S::apart(Store { rows, columns, y, to, stride: row_stride });
+                    S::apart(Store { sizes: [rows, columns], from: y, to, stride: row_stride });
                 }
                 Output::Epilogue(epilogue) => {
                     epilogue.tile(job.rows.clone(), column..column + columns, y.ptr.cast(), y.row);
@@ -272,9 +361,9 @@ pub(crate) unsafe fn item<S: Simd, W: Weights<S>>(job: &Job<'_>) {
 #[inline(always)]
 unsafe fn many<S: Simd, W: Weights<S>>(
     k: usize,
-    rows: usize,
+    [rows, panels]: [usize; 2],
     x: Rows,
-    (w, panels): (*const W::Lane, usize),
+    w: *const W::Lane,
     y: Place<S::Elem>,
     [widened, copied]: [*mut S::Elem; 2],
 ) {
