@@ -8,7 +8,7 @@ use std::ops::Range;
 use std::sync::Mutex;
 
 use rapt_core::{Arch, DType, Error, Executor, SerialExecutor, Workspace};
-use rapt_cpu::gemm::{Epilogue, Gemm, Output, PackedLayout, PackedMatrix, Rows, Strided};
+use rapt_cpu::gemm::{Epilogue, Gemm, Output, PackedLayout, PackedMatrix, Rows, SUM_ROW_STRIDE, Strided};
 use rapt_testkit::{Guard, Memory, PATTERN, Rng, check_within, decode, encode, figures, round};
 
 const DTYPES: [DType; 4] = [DType::F64, DType::F32, DType::F16, DType::BF16];
@@ -277,7 +277,7 @@ impl Epilogue for Tiles {
     unsafe fn tile(&self, rows: Range<usize>, columns: Range<usize>, sums: *mut u8, row_stride: usize) {
         let size = self.dtype.size_bytes();
         let mut seen = self.seen.lock().unwrap();
-        assert_eq!(sums as usize % 64, 0);
+        assert_eq!((sums as usize % 64, row_stride), (0, SUM_ROW_STRIDE));
         for (i, row) in rows.clone().enumerate() {
             for (j, column) in columns.clone().enumerate() {
                 // SAFETY: an element of the tile.

@@ -10,7 +10,7 @@ use super::scalar;
 use super::{avx2, avx512};
 use crate::gemm::product::{Job, PackJob};
 use crate::kernels::gemm::pack::panels;
-use crate::kernels::gemm::{Weights, Widened, item, scratch_bytes, tile_columns};
+use crate::kernels::gemm::{Weights, Widened, item, scratch_bytes};
 #[cfg(target_arch = "x86_64")]
 use crate::kernels::pairs::Paired;
 use crate::kernels::products::Single;
@@ -26,8 +26,6 @@ pub(crate) struct Kernels {
     /// The scratch memory for items of so many rows and steps; `None` if no address counts it.
     pub(crate) scratch_bytes: fn(usize, usize) -> Option<usize>,
     pub(crate) panel_columns: usize,
-    /// Columns of a tile of sums at most.
-    pub(crate) tile_columns: usize,
     /// Rows of a micro-tile.
     pub(crate) tile_rows: usize,
     /// Steps of the contraction in a lane of a panel, and its bytes.
@@ -41,7 +39,6 @@ fn of<S: Simd, W: Weights<S>>() -> Kernels {
         pack: panels::<S, W>,
         scratch_bytes: scratch_bytes::<S, W>,
         panel_columns: S::Q_VECS * S::LANES,
-        tile_columns: tile_columns::<S>(),
         tile_rows: S::ROWS,
         steps: W::STEPS,
         lane_bytes: size_of::<W::Lane>(),

@@ -48,7 +48,7 @@ pub use packed::{PackedLayout, PackedMatrix, PackedView};
 pub use product::{Epilogue, Output, Rows, Strided};
 
 use crate::arch::gemm::Kernels;
-use crate::kernels::gemm::ROW_BLOCK;
+use crate::kernels::gemm::{ROW_BLOCK, TILE_COLUMNS};
 use packed::kernels_of;
 use product::Job;
 
@@ -115,7 +115,7 @@ impl Gemm {
     /// The most rows and columns of a tile that an [`Epilogue`] is called with.
     #[must_use]
     pub fn tile(&self) -> [usize; 2] {
-        [self.item_rows.min(self.m), self.kernels.tile_columns.min(self.n)]
+        [self.item_rows.min(self.m), TILE_COLUMNS.min(self.n)]
     }
 
     /// Computes one item.

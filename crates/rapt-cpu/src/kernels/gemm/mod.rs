@@ -1,7 +1,7 @@
 //! An item of a product with packed weights.
 //!
 //! ```text
-//! for ROW_BLOCK rows of x, for TILE_ROW_BYTES of columns:                     a tile of sums in scratch memory
+//! for ROW_BLOCK rows of x, for TILE_COLUMNS columns:                          a tile of sums in scratch memory
 //!     many rows:       for BLOCK lanes of the contraction, for a panel of w:  all rows · panel    x and the panel stay in L2
 //!     one micro-tile:  for a panel of w, for BLOCK lanes:                     rows · panel        w is one stream
 //!     one row:         for PANELS panels of w, for BLOCK lanes:               row · panels        w is PANELS streams
@@ -27,8 +27,8 @@ use crate::gemm::product::{Job, Output, Rows};
 
 /// Rows of an item at most: their tile of sums is 128 KiB of f32, as much as a block of x in f32.
 pub(crate) const ROW_BLOCK: usize = 128;
-/// Bytes of a row of a tile at most: 256 columns of f32, a multiple of any panel's.
-const TILE_ROW_BYTES: usize = 1024;
+/// Columns of a tile at most, and from one of its rows to the next: a multiple of any panel's.
+pub(crate) const TILE_COLUMNS: usize = 256;
 /// Lanes of the contraction that are summed from 0 on before they are added to what was. Fixed: it decides bits. 192 to 1024 are
 /// within 3 % of one another on the benchmark's sizes (Zen 4, 2026-11); so is asking for the next panel ahead, which is left out.
 const BLOCK: usize = 384;
@@ -288,14 +288,9 @@ impl<S: Simd, T: Storage<S>> Part<S> for Store<S, T> {
     }
 }
 
-/// Columns of a tile at most.
-pub(crate) fn tile_columns<S: Simd>() -> usize {
-    TILE_ROW_BYTES / size_of::<S::Elem>()
-}
-
 /// Elements of the accumulation dtype: the tile, a widened block of a panel, rows of x.
 fn parts<S: Simd, W: Weights<S>>(rows: usize, k: usize) -> Option<[usize; 3]> {
-    let tile = rows.checked_mul(tile_columns::<S>())?;
+    let tile = rows.checked_mul(TILE_COLUMNS)?;
     let panel = if W::WIDENED { BLOCK * S::Q_VECS * S::LANES } else { 0 };
     let lanes = k.div_ceil(W::STEPS);
     let lanes = if rows > S::ROWS { lanes.min(BLOCK) } else { lanes };
@@ -327,8 +322,8 @@ pub(crate) unsafe fn item<S: Simd, W: Weights<S>>(job: &Job<'_>) {
     // SAFETY: promised by the caller; copied has room for as many lanes.
     let whole = few.then(|| unsafe { W::rows(x, job.k, rows, 0, lanes, copied) });
     let width = S::Q_VECS * S::LANES;
-    for column in job.columns.clone().step_by(tile_columns::<S>()) {
-        let columns = (job.columns.end - column).min(tile_columns::<S>());
+    for column in job.columns.clone().step_by(TILE_COLUMNS) {
+        let columns = (job.columns.end - column).min(TILE_COLUMNS);
         let panels = columns.div_ceil(width);
         let y = Place { ptr: y, row: TILE_COLUMNS };
         // SAFETY: the panels of these columns are there, all in one piece.
