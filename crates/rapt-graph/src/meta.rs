@@ -79,13 +79,6 @@ impl Meta {
             })
     }
 
-    /// The same elements, in row-major order, in another shape of as many; `None` where only a copy gives it.
-    #[must_use]
-    pub fn reshaped(&self, shape: &[i64]) -> Option<Meta> {
-        let strides = crate::strides::of_view(self, shape)?;
-        Some(Meta { dtype: self.dtype, shape: shape.to_vec(), strides, offset: self.offset })
-    }
-
     /// Broadcast to a larger shape: a dimension of size 1, or none, gets the stride 0. The caller has checked that it fits.
     #[must_use]
     pub fn broadcast(&self, shape: &[i64]) -> Meta {

@@ -167,6 +167,15 @@ pub(crate) fn of_view(meta: &Meta, shape: &[i64]) -> Option<Vec<i64>> {
     (left == 0).then_some(strides)
 }
 
+impl Meta {
+    /// The same elements, in row-major order, in another shape of as many; `None` where only a copy gives it.
+    #[must_use]
+    pub fn reshaped(&self, shape: &[i64]) -> Option<Meta> {
+        let strides = of_view(self, shape)?;
+        Some(Meta { dtype: self.dtype, shape: shape.to_vec(), strides, offset: self.offset })
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use rapt_core::DType;

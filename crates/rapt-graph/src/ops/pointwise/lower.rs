@@ -39,7 +39,7 @@ impl Pointwise {
     /// # Errors
     /// As [`Op::infer`](crate::Op::infer).
     pub fn emit<E: Emitter>(&self, shapes: &dyn Shapes, result: DType, emitter: &mut E) -> Result<E::Value, OpError> {
-        let mut code = Code { shapes, emitter };
+        let mut code = Lowering { shapes, emitter };
         match self {
             Pointwise::Unary { op, input, .. } => {
                 let dtypes = op.dtypes(shapes.meta(*input)?.dtype)?;
@@ -78,13 +78,13 @@ impl Pointwise {
     }
 }
 
-/// Code in the making.
-struct Code<'a, E> {
+/// One operation, on its way to code.
+struct Lowering<'a, E> {
     shapes: &'a dyn Shapes,
     emitter: &'a mut E,
 }
 
-impl<E: Emitter> Code<'_, E> {
+impl<E: Emitter> Lowering<'_, E> {
     fn convert(&mut self, x: E::Value, from: DType, to: DType) -> E::Value {
         if from == to { x } else { self.emitter.convert(x, from, to) }
     }

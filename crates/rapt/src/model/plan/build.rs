@@ -12,8 +12,11 @@ use super::super::{Inner, ModelError};
 use super::group::{Group, Made};
 use super::place::{Place, Places};
 use super::product::Weights;
-use super::{Kernel, Plan, Step, arena, fold};
+use super::{Kernel, Plan, Step, arena};
 use crate::engine::default_engine;
+
+/// Results of constants with more elements are computed in each run: a plan is not to hold copies of weights.
+const MOST_FOLDED: i64 = 1 << 22;
 
 /// A plan in the making.
 pub(super) struct Builder<'a> {
@@ -164,7 +167,7 @@ impl<'a> Builder<'a> {
             return Ok(());
         }
         if self.is_constant(n, node) {
-            return fold::node(self, n, node);
+            return self.fold(n, node);
         }
         if let (Some(target), Some(Some(value))) = (into, node.outputs.first()) {
             self.places.alias(*value, target);
@@ -191,7 +194,7 @@ impl<'a> Builder<'a> {
         let outs = self.binding.outs[n].iter().zip(&node.outputs);
         let kept = outs.clone().filter_map(|(_, id)| *id).all(|id| !self.mutated[id.0 as usize]);
         let small = outs.clone().all(|(out, _)| match out {
-            Out::Fresh(meta) => meta.numel() <= fold::MOST_ELEMENTS,
+            Out::Fresh(meta) => meta.numel() <= MOST_FOLDED,
             _ => true,
         });
         node.op.mutates().is_none() && kept && small && node.inputs.iter().all(constant)

@@ -7,34 +7,31 @@ use super::super::{ModelError, define, memory};
 use super::build::Builder;
 use super::place::{Buffer, Place};
 
-/// Results with more elements are computed in each run: a plan is not to hold copies of weights.
-pub(super) const MOST_ELEMENTS: i64 = 1 << 22;
-
-/// Computes a node and keeps its results as constants.
-pub(super) fn node(builder: &mut Builder<'_>, n: usize, node: &Node) -> Result<(), ModelError> {
-    let mut reads = Vec::new();
-    for &id in &node.inputs {
-        if let Some(place) = builder.places.of(id) {
-            let base = builder.constant_base(&place)?;
-            // SAFETY: the place lies in a constant that is alive.
-            reads.push((id, unsafe { memory::tensor(base, &place) }));
-        }
-    }
-    let outs = define::node(builder.binding, n, &node.op, reads).map_err(|cause| builder.failed(node, cause))?;
-    for ((out, id), tensor) in builder.binding.outs[n].iter().zip(&node.outputs).zip(outs) {
-        let (Out::Fresh(meta), Some(id), Some(tensor)) = (out, id, tensor) else { continue };
-        let elements = meta.extent().and_then(|extent| usize::try_from(extent).ok()).unwrap_or(0);
-        let mut bytes = Workspace::new();
-        bytes.ensure((elements * meta.dtype.size_bytes()).max(1))?;
-        let place = Place { buffer: 0, meta: meta.clone() };
-        // SAFETY: the memory holds every element of the form.
-        unsafe { memory::put(&tensor, bytes.as_mut_ptr(), &place) };
-        builder.places.constant(*id, bytes);
-    }
-    Ok(())
-}
-
 impl Builder<'_> {
+    /// Computes a node and keeps its results as constants.
+    pub(super) fn fold(&mut self, n: usize, node: &Node) -> Result<(), ModelError> {
+        let mut reads = Vec::new();
+        for &id in &node.inputs {
+            if let Some(place) = self.places.of(id) {
+                let base = self.constant_base(&place)?;
+                // SAFETY: the place lies in a constant that is alive.
+                reads.push((id, unsafe { memory::tensor(base, &place) }));
+            }
+        }
+        let outs = define::node(self.binding, n, &node.op, reads).map_err(|cause| self.failed(node, cause))?;
+        for ((out, id), tensor) in self.binding.outs[n].iter().zip(&node.outputs).zip(outs) {
+            let (Out::Fresh(meta), Some(id), Some(tensor)) = (out, id, tensor) else { continue };
+            let elements = meta.extent().and_then(|extent| usize::try_from(extent).ok()).unwrap_or(0);
+            let mut bytes = Workspace::new();
+            bytes.ensure((elements * meta.dtype.size_bytes()).max(1))?;
+            let place = Place { buffer: 0, meta: meta.clone() };
+            // SAFETY: the memory holds every element of the form.
+            unsafe { memory::put(&tensor, bytes.as_mut_ptr(), &place) };
+            self.places.constant(*id, bytes);
+        }
+        Ok(())
+    }
+
     /// The address of a constant's buffer.
     fn constant_base(&self, place: &Place) -> Result<*const u8, ModelError> {
         match &self.places.buffers[place.buffer] {
