@@ -4,7 +4,7 @@
 
 Each peer runs in a process of its own, stopped while another is timed. A row is prepared in all of them, checked against torch in
 float64, then timed in rounds: one batch of calls of each peer, starting with another one each time. A round's figure is the median of
-its batch, a row's the median over rounds. The issue's bars are printed with pass or miss; a miss is a figure, not a failure of the run.
+its batch, a row's the median over rounds. The bars are printed with pass or miss; a miss is a figure, not a failure of the run.
 """
 
 import argparse
@@ -93,7 +93,7 @@ class Measured:
         return self.row.read_bytes / self.us("rapt") / 1e3 if self.us("rapt") else None
 
     def bars(self):
-        """[(what, wanted, got)] of the issue's bars."""
+        """[(what, wanted, got)] of the bars."""
         found = [(f"times {PEERS[name].title}", wanted, self.ratio(name)) for name, wanted in self.row.bars]
         if self.row.dram_share:
             share = self.gbs / self.dram_gbs if self.gbs and self.dram_gbs else None
