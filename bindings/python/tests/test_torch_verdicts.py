@@ -271,7 +271,7 @@ def test_the_documented_reasons_are_the_ones_counted():
     import re
     from pathlib import Path
 
-    from rapt.torch import _transformers
+    from rapt.torch import _backend, _transformers
 
     page = Path(__file__).parents[3] / "docs" / "reference" / "pytorch.md"
     if not page.exists():
@@ -279,4 +279,4 @@ def test_the_documented_reasons_are_the_ones_counted():
     table = page.read_text().split("| reason in `stats()")[1].split("\n\n")[0]
     cells = [row.split("|")[1] for row in table.splitlines()[2:]]
     documented = [name for cell in cells for name in re.findall(r"`([^`]+)`", cell)]
-    assert sorted(documented) == sorted([*_native.fallback_reasons(), *_transformers.REASONS])
+    assert sorted(documented) == sorted([*_native.fallback_reasons(), *_transformers.REASONS, _backend.REASON])

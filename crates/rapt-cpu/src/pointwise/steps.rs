@@ -105,11 +105,11 @@ fn lower(program: &Program) -> Lowered {
     lowered
 }
 
-/// An exponent of 2 or 3 that is a constant, whose power is products. A square is rounded once all the same, a cube of floats twice.
+/// An exponent of 2, or of 3 for integers, that is a constant, whose power is products. A cube of floats would be rounded twice.
 fn small_power(program: &Program, exponent: Register) -> Option<u8> {
     match program.code()[usize::from(exponent.0)] {
         Instruction::Number(Number::F32(2.0) | Number::F64(2.0) | Number::Int(2)) => Some(2),
-        Instruction::Number(Number::F32(3.0) | Number::F64(3.0) | Number::Int(3)) => Some(3),
+        Instruction::Number(Number::Int(3)) => Some(3),
         _ => None,
     }
 }

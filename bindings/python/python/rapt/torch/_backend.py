@@ -18,6 +18,8 @@ from ._stats import count_fallback, count_served, log
 # The first torch whose serializer writes what Rapt reads.
 _LEAST_TORCH = (2, 9)
 _OPTIONS = {"fallback": (None, "eager")}
+# Why a graph is not Rapt's, in `stats()`; the dots stand for the type of the error.
+REASON = "compiled graph: …"
 
 
 def backend(gm, example_inputs, *, options=None, mode=None, **others):
@@ -179,4 +181,4 @@ class _Eager:
 def _reason(error):
     """Why a graph is not Rapt's, as `stats()` counts it; the whole message goes to the logger "rapt"."""
     log.debug("a graph of torch.compile is PyTorch's: %s", error)
-    return getattr(error, "reason", f"compiled graph: {type(error).__name__}")
+    return getattr(error, "reason", REASON.replace("…", type(error).__name__))
