@@ -227,3 +227,74 @@ def test_an_input_that_is_written_may_share_memory_with_one_that_is_read(tmp_pat
     y = x.clone()
     assert torch.equal(model(x, x), y * 2)
     assert torch.equal(x, y + 1)
+
+
+def check(module, args, tmp_path, **options):
+    """The module's results bit for bit, from its exported program."""
+    expected = module(*[x.clone() for x in args])
+    got = loaded(module, args, tmp_path, **options)(*args)
+    for ours, theirs in zip([got] if torch.is_tensor(got) else got, [expected] if torch.is_tensor(expected) else expected, strict=True):
+        assert same_bits(ours, theirs)
+
+
+def test_a_tensor_beside_a_part_of_itself(tmp_path):
+    class Beside(torch.nn.Module):
+        def forward(self, x):
+            y = x * 2 + 1
+            return torch.cat((y, y[..., :1], y), dim=-1)
+
+    check(Beside(), (torch.randn(3, 5),), tmp_path)
+
+
+def test_a_division_by_zero_after_a_product_is_refused(tmp_path):
+    class Divided(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = torch.nn.Linear(4, 6)
+
+        def forward(self, x, y):
+            return self.linear(x).to(torch.int64) // y
+
+    x, y = torch.randn(3, 4) * 10, torch.ones(3, 6, dtype=torch.int64)
+    model = loaded(Divided(), (x, y), tmp_path)
+    assert model(x, y).shape == (3, 6)
+    with pytest.raises(rapt.RaptError, match="zero"):
+        model(x, y * 0)
+
+
+@pytest.mark.parametrize("mask", [[[True, False, False, False]], [[False], [False], [True]]])
+def test_a_mask_that_is_broadcast_is_no_triangle(mask, tmp_path):
+    class Masked(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("mask", torch.tensor(mask)[None, None])
+
+        def forward(self, q, k):
+            return functional.scaled_dot_product_attention(q, k, k, attn_mask=self.mask & True)
+
+    torch.manual_seed(10)
+    q, k = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 4, 8)
+    model = loaded(Masked(), (q, k), tmp_path)
+    assert any("dense mask" in name for name in steps(model)), steps(model)
+    kept, text = within_rule(model(q, k), Masked()(q.double(), k.double()), Masked()(q, k))
+    assert kept, text
+
+
+def test_repeated_heads_are_those_before_a_later_write(tmp_path):
+    class Later(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("cache", torch.randn(1, 2, 5, 8))
+
+        def forward(self, q):
+            batch, heads, length, dim = self.cache.shape
+            k = self.cache[:, :, None].expand(batch, heads, 3, length, dim).reshape(batch, heads * 3, length, dim)
+            self.cache.mul_(2)
+            return functional.scaled_dot_product_attention(q, k, k)
+
+    torch.manual_seed(11)
+    module, q = Later(), torch.randn(1, 6, 4, 8)
+    model = loaded(module, (q,), tmp_path)
+    expected = functional.scaled_dot_product_attention(*[x.double() for x in (q, *[module.cache.repeat_interleave(3, 1)] * 2)])
+    got = model.session()(q)
+    assert torch.allclose(got.double(), expected, atol=1e-6)

@@ -31,7 +31,8 @@ impl Builder<'_> {
         };
         let lse = node.outputs.get(1).and_then(|id| id.and_then(|id| self.places.of(id)));
         let mask = op.attn_mask.map(|id| self.place(id)).transpose()?;
-        let known = mask.as_ref().and_then(|mask| self.known(mask));
+        let lengths = [query.meta.shape[query.meta.rank() - 2], key.meta.shape[key.meta.rank() - 2]];
+        let known = mask.as_ref().and_then(|mask| self.known(mask, lengths));
         let mut options = Options { softmax_scale: op.scale, ..Options::default() };
         options.causal = match known {
             _ if op.is_causal => Some(Causal::TopLeft),
@@ -68,7 +69,7 @@ impl Builder<'_> {
     }
 
     /// What a mask lets see, where it is a constant and one of the known forms: proven by looking at every element.
-    fn known(&self, mask: &Place) -> Option<Known> {
+    fn known(&self, mask: &Place, lengths: [i64; 2]) -> Option<Known> {
         if !self.places.is_constant(mask.buffer) || mask.meta.rank() < 2 {
             return None;
         }
@@ -79,7 +80,10 @@ impl Builder<'_> {
         let (q_len, kv_len) = (usize::try_from(q_len).ok()?, usize::try_from(kv_len).ok()?);
         let forms =
             [(Known::All, i64::MAX / 2), (Known::TopLeft, 0), (Known::BottomRight, kv_len as i64 - q_len as i64)];
-        forms.into_iter().find_map(|(known, diagonal)| {
+        // A mask that is broadcast along queries or keys is no triangle, whatever its own elements are.
+        let whole = mask.meta.shape.ends_with(&lengths);
+        let mut forms = forms.into_iter().filter(|(known, _)| whole || *known == Known::All);
+        forms.find_map(|(known, diagonal)| {
             let sees = |at: usize| (at % kv_len) as i64 <= (at / kv_len % q_len) as i64 + diagonal;
             seen.iter().enumerate().all(|(at, &seen)| seen == sees(at)).then_some(known)
         })
@@ -104,7 +108,16 @@ impl Builder<'_> {
         let mut place = from;
         place.meta.shape.remove(2);
         place.meta.strides.remove(2);
-        Some(place)
+        self.is_unwritten_since(n, place.buffer).then_some(place)
+    }
+
+    /// Whether no node after this one, of those that have their places, writes to a buffer.
+    fn is_unwritten_since(&self, n: usize, buffer: usize) -> bool {
+        self.inner.graph.nodes[n + 1..].iter().all(|node| {
+            let scattered =
+                matches!(node.op, Op::Scatter(_)).then(|| node.outputs.first().copied().flatten()).flatten();
+            [node.op.mutates(), scattered].into_iter().flatten().all(|id| self.places.buffer(id) != Some(buffer))
+        })
     }
 
     /// The same where the copy and the view that merges the heads are two nodes.
@@ -125,7 +138,7 @@ impl Builder<'_> {
         }
         place.meta.shape.remove(2);
         place.meta.strides.remove(2);
-        Some(place)
+        self.is_unwritten_since(copy, place.buffer).then_some(place)
     }
 }
 

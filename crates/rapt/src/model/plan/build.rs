@@ -155,6 +155,9 @@ impl<'a> Builder<'a> {
                 graph.inputs.iter().filter(same_buffer).filter_map(|input| input.value).collect();
             let free = aliases.iter().all(|id| last_reader(*id) <= n && !self.given[id.0 as usize]);
             let lies = own.shape == place.meta.shape && own.strides == place.meta.strides && own.offset == 0;
+            // What is written must not be read from where it goes.
+            let mut others = graph.nodes[n].inputs.iter().filter(|id| **id != scatter.input);
+            let free = free && others.all(|id| self.places.buffer(*id) != Some(place.buffer));
             if scatter.target == Target::Fresh && input.is(&place) && lies && place.meta.offset == 0 && free {
                 into[n] = Some(target);
             }

@@ -56,10 +56,11 @@ impl Group {
         of_head || self.makes(buffer) || self.reads.iter().any(|(place, _)| place.buffer == buffer)
     }
 
-    /// Takes in another group of the same shape. Not both have a product.
+    /// Takes in another group of the same shape. Not both have a product, and beside one nothing may fail.
     pub(super) fn absorb(&mut self, other: Group) -> bool {
         if self.shape != other.shape
             || (self.head.is_some() && other.head.is_some())
+            || ((self.head.is_some() || other.head.is_some()) && (self.divides || other.divides))
             || self.code.len() + other.code.len() > LONGEST
         {
             return false;
@@ -109,7 +110,9 @@ impl Group {
         let (code, reads, divides) = (self.code.len(), self.reads.len(), self.divides);
         let mut writer = Writer { group: self, places, shape, fits: true };
         let register = write(&mut writer).ok().filter(|_| writer.fits);
-        if register.is_none() || self.code.len() > LONGEST {
+        // What runs on a product's tiles cannot fail.
+        let fails = self.head.is_some() && self.divides;
+        if register.is_none() || fails || self.code.len() > LONGEST {
             self.code.truncate(code);
             self.reads.truncate(reads);
             self.divides = divides;

@@ -271,8 +271,12 @@ impl Builder<'_> {
         if parts.iter().any(|(from, _)| from.meta.dtype != out.meta.dtype) {
             return Ok(false);
         }
+        let buffers: Vec<usize> = parts.iter().map(|(from, _)| from.buffer).collect();
         for (from, to) in parts {
-            if let Some((group, register)) = self.maker_of(&from)
+            // A buffer of which several parts are taken is read from memory: its maker must store it.
+            let once = buffers.iter().filter(|&&buffer| buffer == from.buffer).count() == 1;
+            if once
+                && let Some((group, register)) = self.maker_of(&from)
                 && let Some(place) = to.reshaped(&group.shape)
             {
                 group.made.push(Made { root, place, register });
