@@ -17,12 +17,20 @@ def load(path):
 
     path: a `.pt2` file, or its bytes. The file is mapped, not read: it must not be altered while the model is used.
 
+    Calls run as attention does: on torch's own threads, as many as `torch.get_num_threads()`, for torch tensors, else on
+    `RAPT_NUM_THREADS`, else on what the system offers. `Context(threads).load` asks for a number.
+
     An archive that is not served raises before anything runs: `ProgramError` where it is damaged or contradicts itself,
     `UnsupportedError` with all operators that are missing.
     """
+    return load_on(None, path)
+
+
+def load_on(context, path):
+    """`load` for the threads of a `Context`."""
     if isinstance(path, (bytes, bytearray, memoryview)):
-        return Model(_native.Program.from_bytes(bytes(path)))
-    return Model(_native.Program.open(_os.fspath(path)))
+        return Model(_native.Program.from_bytes(bytes(path), context))
+    return Model(_native.Program.open(_os.fspath(path), context))
 
 
 class Model:
@@ -52,9 +60,12 @@ class Model:
         """The dtype of each result by its place, such as `{"output[0]": "float32"}`."""
         return {name: dtype for name, dtype, _, _ in self._program.outputs()}
 
-    def explain(self):
-        """What runs: the executor, inputs and results with their sizes, symbols and guards, bytes of weights, operators."""
-        return Explanation(self._program.explain())
+    def explain(self, *args, **kwargs):
+        """What runs: inputs and results with their sizes, symbols and guards, bytes of weights, threads, kernels, operators.
+
+        Without arguments for the sizes of the export; with the arguments of a call for that call, which is not made.
+        """
+        return Explanation(self._program.explain(self._call.flatten(args, kwargs) if args or kwargs else None))
 
     def session(self):
         """A `Session`: calls that share what the program keeps, such as a cache that it writes in place."""

@@ -3,10 +3,14 @@
 from os import PathLike
 from typing import Any, final
 
+from rapt._native import Context as _Context
 from rapt._native import Program as _Program
 
 def load(path: str | PathLike[str] | bytes | bytearray | memoryview) -> Model:
     """The program of an archive that `torch.export.save` wrote, ready to run without PyTorch."""
+
+def load_on(context: _Context | None, path: str | PathLike[str] | bytes | bytearray | memoryview) -> Model:
+    """`load` for the threads of a `Context`."""
 
 @final
 class Model:
@@ -18,7 +22,7 @@ class Model:
     def input_dtypes(self) -> dict[str, str | None]: ...
     @property
     def output_dtypes(self) -> dict[str, str | None]: ...
-    def explain(self) -> Explanation: ...
+    def explain(self, *args: Any, **kwargs: Any) -> Explanation: ...
     def session(self) -> Session: ...
 
 @final

@@ -1,5 +1,7 @@
 //! `rapt.Context`: threads and caches of one's own.
 
+use std::sync::Arc;
+
 use pyo3::prelude::*;
 use rapt::Threads;
 
@@ -12,7 +14,7 @@ use crate::errors::{Failure, Wording, raise};
 /// Owns threads and caches; the module functions use a default one. As a context manager it gives both back at the end.
 #[pyclass(frozen, module = "rapt", name = "Context")]
 pub(crate) struct Context {
-    owned: Owned,
+    pub(crate) owned: Arc<Owned>,
 }
 
 fn reported(py: Python<'_>, failure: Failure) -> PyErr {
@@ -44,7 +46,7 @@ macro_rules! methods {
                         _ => return Err(refuse(given)),
                     },
                 };
-                Ok(Context { owned: Owned::new(threads).map_err(|failure| reported(py, failure))? })
+                Ok(Context { owned: Arc::new(Owned::new(threads).map_err(|failure| reported(py, failure))?) })
             }
 
             fn __enter__(this: Py<Self>) -> Py<Self> {
@@ -75,6 +77,11 @@ macro_rules! methods {
                     Threads::Asked(threads) => format!("rapt.Context(threads={threads})"),
                     other => format!("rapt.Context() on {} threads", other.get()),
                 })
+            }
+
+            /// `rapt.load`, and the program's calls run on these threads.
+            fn load<'py>(this: &Bound<'py, Self>, path: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+                this.py().import("rapt._model")?.call_method1("load_on", (this, path))
             }
 
             #[doc = concat!("attention", signature!("$self, ", $($name: $default,)*), "\n--\n")]

@@ -8,7 +8,7 @@ pub(crate) mod torch_pool;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use pyo3::prelude::*;
-use rapt::{Device, Engine, Operands, Plan, Queue, Spec, Tensors, Threads};
+use rapt::{Device, Engine, Executor, Model, Operands, Plan, Queue, Spec, Tensors, Threads};
 
 use self::torch_pool::TorchPool;
 use crate::errors::Failure;
@@ -43,6 +43,27 @@ impl Home {
         Ok(match torch_pool::num_threads() {
             Some(threads) => Some(threads),
             None => torch::num_threads(py)?,
+        })
+    }
+
+    /// A program on the engine of this home.
+    pub(crate) fn model(&self, model: &Model) -> Model {
+        match self {
+            Home::Default => model.clone(),
+            Home::Own(engine) => model.on(Arc::clone(engine)),
+        }
+    }
+
+    /// torch's pool, if a call of this kind runs on it.
+    pub(crate) fn torch_pool(&self, py: Python<'_>, kind: Kind) -> Result<Option<TorchPool>, Failure> {
+        Ok(self.torch_threads(py, kind)?.map(|threads| TorchPool { threads }))
+    }
+
+    /// The threads of a call: torch's pool where it runs on that, else the engine's own.
+    pub(crate) fn executor<'a>(&'a self, torch: Option<&'a TorchPool>) -> Result<&'a dyn Executor, Failure> {
+        Ok(match torch {
+            Some(pool) => pool,
+            None => self.engine()?.executor(),
         })
     }
 

@@ -1,19 +1,23 @@
 //! Exported programs on Python's tensors: `rapt.load` and what it gives.
 //!
 //! Here a call is a flat list of leaves; `rapt._model` flattens arguments and rebuilds results, by the tree that the program
-//! states. Results are of the kind of the first tensor among the leaves, owned and writable.
+//! states. Results are of the kind of the first tensor among the leaves, owned and writable. A call runs on the threads that
+//! `engine` says, as attention does.
 
 mod tree;
 
 use std::cell::Cell;
 use std::path::PathBuf;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyDict, PyFloat, PyInt, PyList};
-use rapt::model::{Input, InputForm, Model, ModelError, OutputForm, Port, Session};
-use rapt::{DType, Device, ErrorKind, Shape, Strides, ViewMut};
+use rapt::model::{Bound as Bind, Input, InputForm, Model, ModelError, OutputForm, Port, Session};
+use rapt::{DType, Device, ErrorKind, Queue, Shape, Strides, ViewMut};
 
+use crate::api::context::Context;
+use crate::engine::torch_pool::TorchPool;
+use crate::engine::{Home, Owned};
 use crate::errors::{Failure, Wording, guard, hints};
 use crate::kind::Kind;
 use crate::tensors::{self, Operand, Product, torch};
@@ -57,12 +61,28 @@ fn renamed(failure: Failure, name: &str, kind: Kind) -> Failure {
 #[pyclass(frozen, module = "rapt._native", name = "Program")]
 pub(crate) struct PyProgram {
     model: Model,
+    owner: Owner,
+}
+
+/// The `Context` that loaded a program, if one did: its threads run the program's calls.
+#[derive(Clone)]
+struct Owner(Option<Arc<Owned>>);
+
+impl Owner {
+    fn of(context: Option<&Bound<'_, Context>>) -> Owner {
+        Owner(context.map(|context| Arc::clone(&context.get().owned)))
+    }
+
+    fn home(&self) -> Result<Home, Failure> {
+        self.0.as_ref().map_or(Ok(Home::Default), |owned| owned.home())
+    }
 }
 
 /// Calls of a program that share what it keeps.
 #[pyclass(frozen, module = "rapt._native", name = "ProgramSession")]
 pub(crate) struct PySession {
     session: Mutex<Session>,
+    owner: Owner,
 }
 
 type PyPort = (String, Option<&'static str>, Vec<String>, bool);
@@ -73,21 +93,23 @@ fn port(port: &Port) -> PyPort {
 
 #[pymethods]
 impl PyProgram {
-    /// The program of an archive that `torch.export.save` wrote.
+    /// The program of an archive that `torch.export.save` wrote, on the threads of a `Context` or of the module functions.
     #[staticmethod]
-    fn open(py: Python<'_>, path: PathBuf) -> PyResult<Self> {
+    #[pyo3(signature = (path, context = None))]
+    fn open(py: Python<'_>, path: PathBuf, context: Option<&Bound<'_, Context>>) -> PyResult<Self> {
         guarded(py, |_| {
             let model = py.detach(|| Model::open(path)).map_err(|error| refusal(&error, Kind::Numpy))?;
-            Ok(PyProgram { model })
+            Ok(PyProgram { model, owner: Owner::of(context) })
         })
     }
 
     /// The same from the bytes of an archive.
     #[staticmethod]
-    fn from_bytes(py: Python<'_>, bytes: &[u8]) -> PyResult<Self> {
+    #[pyo3(signature = (bytes, context = None))]
+    fn from_bytes(py: Python<'_>, bytes: &[u8], context: Option<&Bound<'_, Context>>) -> PyResult<Self> {
         guarded(py, |_| {
             let model = py.detach(|| Model::from_bytes(bytes)).map_err(|error| refusal(&error, Kind::Numpy))?;
-            Ok(PyProgram { model })
+            Ok(PyProgram { model, owner: Owner::of(context) })
         })
     }
 
@@ -96,7 +118,7 @@ impl PyProgram {
     fn from_json(py: Python<'_>, json: &[u8]) -> PyResult<Self> {
         guarded(py, |_| {
             let model = py.detach(|| Model::from_json(json)).map_err(|error| refusal(&error, Kind::Numpy))?;
-            Ok(PyProgram { model })
+            Ok(PyProgram { model, owner: Owner(None) })
         })
     }
 
@@ -115,19 +137,35 @@ impl PyProgram {
         self.model.call().map(|call| tree::of_call(py, call)).transpose()
     }
 
-    /// Name and text of each row of `explain`.
-    fn explain(&self) -> Vec<(String, String)> {
-        self.model.explain().rows().to_vec()
+    /// Name and text of each row of `explain`: for a call with these leaves, else for the sizes of the export.
+    #[pyo3(signature = (leaves = None))]
+    fn explain(&self, py: Python<'_>, leaves: Option<&Bound<'_, PyList>>) -> PyResult<Vec<(String, String)>> {
+        guarded(py, |wording| {
+            let home = self.owner.home()?;
+            if let Some(leaves) = leaves {
+                let call = Call::read(py, wording, &home, &self.model, &leaves.iter().collect::<Vec<_>>())?;
+                return Ok(call.bind(py, &home, &self.model)?.explain().rows().to_vec());
+            }
+            let model = home.model(&self.model);
+            let mut rows = py.detach(|| model.explain().rows().to_vec());
+            let place = rows.iter().position(|(name, _)| name == "threads");
+            if let (Some(place), Some(threads)) = (place, home.torch_threads(py, Kind::Torch)?) {
+                rows.insert(place + 1, ("threads for torch tensors".into(), threads.to_string()));
+            }
+            Ok(rows)
+        })
     }
 
     /// The results for these leaves, in the order of the leaves of the output.
     fn run<'py>(&self, py: Python<'py>, leaves: &Bound<'py, PyList>) -> PyResult<Vec<Bound<'py, PyAny>>> {
-        guarded(py, |wording| run(py, wording, &mut self.model.session(), &leaves.iter().collect::<Vec<_>>()))
+        guarded(py, |wording| {
+            run(py, wording, &self.owner, &mut self.model.session(), &leaves.iter().collect::<Vec<_>>())
+        })
     }
 
     /// A session that starts as the archive has it.
     fn session(&self) -> PySession {
-        PySession { session: Mutex::new(self.model.session()) }
+        PySession { session: Mutex::new(self.model.session()), owner: self.owner.clone() }
     }
 }
 
@@ -147,7 +185,7 @@ impl PySession {
                     "a session for each thread: `model.session()`",
                 ));
             };
-            run(py, wording, &mut session, &leaves.iter().collect::<Vec<_>>())
+            run(py, wording, &self.owner, &mut session, &leaves.iter().collect::<Vec<_>>())
         })
     }
 
@@ -271,34 +309,68 @@ fn read<'py>(
     Err(Failure::binding(ErrorKind::Kind, message, ""))
 }
 
+/// The arguments of a call as they were read, and the threads that it runs on.
+struct Call<'py> {
+    /// The first tensor among them: results are of its kind.
+    source: Option<(Kind, Bound<'py, PyAny>)>,
+    leaves: Vec<Leaf>,
+    torch: Option<TorchPool>,
+}
+
+impl<'py> Call<'py> {
+    fn read(
+        py: Python<'py>,
+        wording: &Cell<Wording>,
+        home: &Home,
+        model: &Model,
+        leaves: &[Bound<'py, PyAny>],
+    ) -> Result<Self, Failure> {
+        let mut source = None;
+        for object in leaves {
+            if let Some(kind) = tensors::kind_of(object)? {
+                source = Some((kind, object.clone()));
+                break;
+            }
+        }
+        let kind = source.as_ref().map_or(Kind::Numpy, |(kind, _)| *kind);
+        wording.set(Wording { kind, ..wording.get() });
+        if leaves.len() != model.inputs().len() {
+            let names = model.inputs().iter().map(|port| port.name.clone()).collect();
+            let error = ModelError::InputCount { expected: model.inputs().len(), got: leaves.len(), names };
+            return Err(refusal(&error, kind));
+        }
+        let mut read_leaves = Vec::with_capacity(leaves.len());
+        for (port, object) in model.inputs().iter().zip(leaves) {
+            read_leaves.push(read(port, object, source.as_ref())?);
+        }
+        Ok(Call { source, leaves: read_leaves, torch: home.torch_pool(py, kind)? })
+    }
+
+    fn kind(&self) -> Kind {
+        self.source.as_ref().map_or(Kind::Numpy, |(kind, _)| *kind)
+    }
+
+    /// The model for these arguments on the call's threads, which pack weights with the GIL released.
+    fn bind(&self, py: Python<'py>, home: &Home, model: &Model) -> Result<Bind, Failure> {
+        let forms: Vec<InputForm> = self.leaves.iter().map(Leaf::form).collect();
+        let (model, executor) = (home.model(model), home.executor(self.torch.as_ref())?);
+        py.detach(|| model.bind_on(&forms, &Queue::Host(executor))).map_err(|error| refusal(&error, self.kind()))
+    }
+}
+
 /// One call: every check, then the results' memory, then the run.
 fn run<'py>(
     py: Python<'py>,
     wording: &Cell<Wording>,
+    owner: &Owner,
     session: &mut Session,
     leaves: &[Bound<'py, PyAny>],
 ) -> Result<Vec<Bound<'py, PyAny>>, Failure> {
-    let model = session.model().clone();
-    let mut source = None;
-    for object in leaves {
-        if let Some(kind) = tensors::kind_of(object)? {
-            source = Some((kind, object.clone()));
-            break;
-        }
-    }
-    let kind = source.as_ref().map_or(Kind::Numpy, |(kind, _)| *kind);
-    wording.set(Wording { kind, ..wording.get() });
-    if leaves.len() != model.inputs().len() {
-        let names = model.inputs().iter().map(|port| port.name.clone()).collect();
-        let error = ModelError::InputCount { expected: model.inputs().len(), got: leaves.len(), names };
-        return Err(refusal(&error, kind));
-    }
-    let mut read_leaves = Vec::with_capacity(leaves.len());
-    for (port, object) in model.inputs().iter().zip(leaves) {
-        read_leaves.push(read(port, object, source.as_ref())?);
-    }
-    let forms: Vec<InputForm> = read_leaves.iter().map(Leaf::form).collect();
-    let bound = session.bind(&forms).map_err(|error| refusal(&error, kind))?;
+    let (model, home) = (session.model().clone(), owner.home()?);
+    let call = Call::read(py, wording, &home, &model, leaves)?;
+    let bound = call.bind(py, &home, &model)?;
+    let (kind, queue) = (call.kind(), Queue::Host(home.executor(call.torch.as_ref())?));
+    let Call { source, leaves: mut read_leaves, torch: _ } = call;
     let mut products = Vec::with_capacity(bound.outputs().len());
     for form in bound.outputs() {
         products.push(match form {
@@ -318,7 +390,8 @@ fn run<'py>(
         for product in &mut products {
             places.push(product.as_mut().map(|(_, operand)| operand.view_mut()).transpose()?);
         }
-        py.detach(|| session.run_into(&bound, &mut inputs, &mut places)).map_err(|error| refusal(&error, kind))?;
+        let done = py.detach(|| session.run_on(&bound, &mut inputs, &mut places, &queue));
+        done.map_err(|error| refusal(&error, kind))?;
     }
     let mut results = Vec::with_capacity(products.len());
     for (form, product) in bound.outputs().iter().zip(products) {

@@ -5,11 +5,12 @@ use std::sync::Arc;
 use rapt_core::{DType, Device, View, ViewMut, Workspace};
 use rapt_graph::{Binding, Fact, Graph, Meta, Output as GraphOutput, ValueId};
 
+use super::host::Host;
 use super::memory::{self, Strided};
 use super::plan::{Buffer, Plan};
 use super::run::Frame;
 use super::state::State;
-use super::{Model, ModelError};
+use super::{Explanation, Model, ModelError};
 use crate::Shape;
 
 /// What an input is, but for its numbers.
@@ -191,7 +192,7 @@ pub(super) fn written(graph: &Graph, binding: &Binding) -> Vec<ValueId> {
 }
 
 impl Bound {
-    pub(super) fn new(model: Model, binding: &Arc<Binding>) -> Result<Bound, ModelError> {
+    pub(super) fn new(model: Model, binding: &Arc<Binding>, host: Host<'_>) -> Result<Bound, ModelError> {
         let graph = &model.inner.graph;
         let forms = graph.outputs.iter().filter_map(|output| match output {
             GraphOutput::Value(id) => Some(form(binding.fact(*id))),
@@ -199,7 +200,7 @@ impl Bound {
             GraphOutput::BufferMutation { .. } | GraphOutput::InputMutation { .. } => None,
         });
         let outputs = forms.collect();
-        let plan = model.inner.plan(binding)?;
+        let plan = model.inner.plan(binding, host)?;
         Ok(Bound { model, plan, outputs })
     }
 
@@ -212,6 +213,24 @@ impl Bound {
     /// The values of the program's symbols.
     pub fn symbols(&self) -> impl Iterator<Item = (&str, i64)> {
         self.plan.binding.symbols.iter().map(|(name, value)| (name.as_str(), *value))
+    }
+
+    /// The model.
+    #[must_use]
+    pub fn model(&self) -> &Model {
+        &self.model
+    }
+
+    /// How many threads share the work of a run, at most: what is too small for them takes fewer.
+    #[must_use]
+    pub fn threads(&self) -> usize {
+        self.plan.threads
+    }
+
+    /// What runs, in words: a table for people.
+    #[must_use]
+    pub fn explain(&self) -> Explanation {
+        Explanation::new(&self.model, Some(&self.plan))
     }
 
     /// Whether a run writes this input of the caller.
@@ -227,6 +246,7 @@ impl Bound {
     /// [`ModelError`]; then nothing was written.
     pub(super) fn run(
         &self,
+        host: Host<'_>,
         state: &mut State,
         inputs: &mut [Input<'_>],
         places: &mut [Option<ViewMut<'_>>],
@@ -237,7 +257,7 @@ impl Bound {
         let mut given = self.given(inputs)?;
         let mut arena = inner.arena();
         arena.ensure(self.plan.arena_bytes + self.plan.threads * self.plan.scratch_bytes)?;
-        let frame = self.frame(state, &given, &mut arena)?;
+        let frame = self.frame(host, state, &given, &mut arena)?;
         // SAFETY: every buffer is where the plan takes it to be: `given` has the inputs as the program states them, the state and
         // the archive their storages, the arena its parts.
         unsafe {
@@ -328,6 +348,7 @@ impl Bound {
 
     fn frame<'a>(
         &'a self,
+        host: Host<'a>,
         state: &mut State,
         given: &[Option<Given>],
         arena: &mut Workspace,
@@ -344,7 +365,7 @@ impl Bound {
                 Buffer::Arena { at, .. } => base.wrapping_add(*at),
             });
         }
-        Ok(Frame { inner, plan: &self.plan, bases, scratch: base.wrapping_add(self.plan.arena_bytes) })
+        Ok(Frame { inner, plan: &self.plan, host, bases, scratch: base.wrapping_add(self.plan.arena_bytes) })
     }
 
     fn check(&self, inputs: &[Input<'_>]) -> Result<(), ModelError> {
@@ -392,7 +413,12 @@ impl Bound {
     }
 
     /// The same into tensors of their own.
-    pub(super) fn run_owned(&self, state: &mut State, inputs: &mut [Input<'_>]) -> Result<Vec<Output>, ModelError> {
+    pub(super) fn run_owned(
+        &self,
+        host: Host<'_>,
+        state: &mut State,
+        inputs: &mut [Input<'_>],
+    ) -> Result<Vec<Output>, ModelError> {
         let mut outputs = Vec::with_capacity(self.outputs.len());
         for (form, port) in self.outputs.iter().zip(&self.model.inner.outputs) {
             outputs.push(match form {
@@ -417,7 +443,7 @@ impl Bound {
                 _ => None,
             });
         }
-        self.run(state, inputs, &mut places)?;
+        self.run(host, state, inputs, &mut places)?;
         drop(places);
         Ok(outputs)
     }

@@ -84,6 +84,9 @@ pub enum ModelError {
         /// Its name.
         name: String,
     },
+    /// The binding of a model that is not the session's.
+    #[error("the model was bound from another program than the session's")]
+    OtherModel,
     /// No plan for these sizes.
     #[error("no plan for these sizes: {why}")]
     Plan {
@@ -113,6 +116,7 @@ impl ModelError {
             },
             ModelError::Dtype { .. } => ErrorKind::DtypeBoundary,
             ModelError::UnsupportedDtype { .. } => ErrorKind::UnsupportedDtype,
+            ModelError::OtherModel => ErrorKind::Option,
             ModelError::OutputForm { .. } => ErrorKind::Shape,
             ModelError::InputCount { .. } | ModelError::InputKind { .. } => ErrorKind::Kind,
             ModelError::Device { .. } => ErrorKind::Device,

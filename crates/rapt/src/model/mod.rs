@@ -4,6 +4,9 @@
 //! Model::open ─► Model ──bind(forms)──► Bound ──run──► outputs        a Bound is a model for one set of sizes
 //!                  └──session()──► Session ──run──► outputs           what the program keeps stays in the session
 //! ```
+//! Threads are those of the default engine; of an engine of one's own with [`Model::on`]; of any executor with
+//! [`Model::bind_on`] and [`Session::run_on`]. The bits of the results depend on neither their number nor their pool.
+//!
 //! Loading checks everything that needs no input: the archive, that every operator is served, and that what each node gives is
 //! what the program says of it. Binding checks everything that needs no numbers: count, dtypes, sizes, guards. A run that is
 //! refused has written nothing.
@@ -17,6 +20,7 @@ mod bound;
 mod cells;
 mod define;
 mod error;
+mod host;
 mod memory;
 mod plan;
 mod port;
@@ -29,19 +33,20 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use rapt_core::{DType, Workspace};
+use rapt_core::{Arch, DType, Executor, Queue, Workspace};
 use rapt_cpu::gemm::{PackedLayout, PackedMatrix, Strided};
 use rapt_graph::{Binding, Fact, Graph};
 use rapt_pt2::{Archive, Call, Payload, Program, StorageId, Symbols};
 
-use crate::engine::default_engine;
+use crate::engine::{Engine, default_engine};
+use host::Host;
 use plan::{Buffer, Place, Plan};
 
 pub use bound::{Bound, Input, InputForm, Output, OutputForm};
 pub use error::ModelError;
 pub use port::Port;
 pub use rapt_pt2::{Call as ModelCall, Key as CallKey, Kind as CallKind, Tree as CallTree};
-pub use report::Check;
+pub use report::{Check, Explanation};
 pub use session::Session;
 
 /// The dtypes that programs may have.
@@ -58,7 +63,7 @@ pub const SERVED: [DType; 10] = [
     DType::Bool,
 ];
 
-/// Bindings that are kept; the oldest goes when another comes.
+/// Bindings that are kept, and plans; the oldest goes when another comes.
 const BINDINGS: usize = 64;
 
 /// Where storages begin: no element is larger.
@@ -68,6 +73,8 @@ const ALIGN: usize = 8;
 #[derive(Clone)]
 pub struct Model {
     inner: Arc<Inner>,
+    /// Whose threads run it; `None` is the default engine, which is asked when it is needed.
+    engine: Option<Arc<Engine>>,
 }
 
 impl std::fmt::Debug for Model {
@@ -169,7 +176,33 @@ impl Model {
             }
             inner.example = Some(binding);
         }
-        Ok(Model { inner: Arc::new(inner) })
+        Ok(Model { inner: Arc::new(inner), engine: None })
+    }
+
+    /// The same program on an engine of one's own, which lives at least as long. The archive, plans and packed weights are
+    /// shared with this model.
+    ///
+    /// ```no_run
+    /// # use std::sync::Arc;
+    /// # use rapt::{Engine, Model};
+    /// let engine = Arc::new(Engine::new(Some(2))?);
+    /// let model = Model::open("model.pt2")?.on(engine); // on two threads
+    /// # Ok::<(), rapt::ModelError>(())
+    /// ```
+    #[must_use]
+    pub fn on(&self, engine: Arc<Engine>) -> Model {
+        Model { inner: Arc::clone(&self.inner), engine: Some(engine) }
+    }
+
+    /// The engine whose threads run this model: the one of [`Model::on`], else the default one.
+    ///
+    /// # Errors
+    /// [`rapt_core::Error::Option`] if it is the default one and an environment variable holds nonsense.
+    pub fn engine(&self) -> Result<&Engine, ModelError> {
+        match &self.engine {
+            Some(engine) => Ok(engine),
+            None => Ok(default_engine()?),
+        }
     }
 
     /// The inputs that a call gives, in the order of the leaves of [`Model::call`].
@@ -190,10 +223,11 @@ impl Model {
         self.inner.program.call.as_ref()
     }
 
-    /// What runs, in words: a table for people.
+    /// What runs for the sizes of the export on this model's engine, in words: a table for people. [`Bound::explain`] says it
+    /// for other sizes and threads.
     #[must_use]
-    pub fn explain(&self) -> report::Explanation {
-        report::Explanation::new(self)
+    pub fn explain(&self) -> Explanation {
+        Explanation::new(self, None)
     }
 
     /// The model for inputs of these forms: symbols have values, every size is a number, every guard holds.
@@ -201,11 +235,23 @@ impl Model {
     /// # Errors
     /// [`ModelError`] for a wrong count, kind, dtype, rank or size, and for a guard that does not hold.
     pub fn bind(&self, inputs: &[InputForm]) -> Result<Bound, ModelError> {
-        let binding = self.inner.bind(inputs)?;
-        Bound::new(self.clone(), &binding)
+        self.bind_to(inputs, Host::of(self.engine()?))
     }
 
-    /// Runs the program on these inputs. What it keeps (a cache in a buffer) starts as the archive has it, and is forgotten:
+    /// The same for somebody else's threads, which also pack what is not packed yet: for [`Session::run_on`].
+    ///
+    /// # Errors
+    /// As [`Model::bind`]; [`rapt_core::Error::Unsupported`] for a queue of a GPU.
+    pub fn bind_on(&self, inputs: &[InputForm], queue: &Queue<'_>) -> Result<Bound, ModelError> {
+        self.bind_to(inputs, Host::on(self.engine()?, queue)?)
+    }
+
+    fn bind_to(&self, inputs: &[InputForm], host: Host<'_>) -> Result<Bound, ModelError> {
+        let binding = self.inner.bind(inputs)?;
+        Bound::new(self.clone(), &binding, host)
+    }
+
+    /// Runs the program on these inputs, on the threads of its engine. What it keeps (a cache in a buffer) starts as the archive has it, and is forgotten:
     /// [`Model::session`] keeps it.
     ///
     /// # Errors
@@ -275,8 +321,14 @@ impl Inner {
         }
     }
 
-    /// A constant matrix `[k, n]`, packed once.
-    fn packed(&self, layout: PackedLayout, w: &Place, buffer: &Buffer) -> Result<Arc<PackedMatrix>, ModelError> {
+    /// A constant matrix `[k, n]`, packed once by these threads.
+    fn packed(
+        &self,
+        layout: PackedLayout,
+        w: &Place,
+        buffer: &Buffer,
+        executor: &dyn Executor,
+    ) -> Result<Arc<PackedMatrix>, ModelError> {
         let (base, key) = match buffer {
             Buffer::Archive(id) => {
                 let two = |numbers: &[i64]| [numbers[0], numbers[1]];
@@ -287,7 +339,10 @@ impl Inner {
             _ => return Err(ModelError::Plan { why: "weights that are not constant are packed in each run".into() }),
         };
         let mut packed = self.packed.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some((_, known)) = packed.iter().find(|(known, _)| Some(known) == key.as_ref()) {
+        let is_same = |(known, matrix): &&(PackedKey, Arc<PackedMatrix>)| {
+            Some(known) == key.as_ref() && *matrix.layout() == layout
+        };
+        if let Some((_, known)) = packed.iter().find(is_same) {
             return Ok(Arc::clone(known));
         }
         let matrix = Strided {
@@ -296,7 +351,7 @@ impl Inner {
             n_stride: w.meta.strides[1] as isize,
         };
         // SAFETY: the place was verified to lie in its storage, which lives as long as the model.
-        let new = Arc::new(unsafe { PackedMatrix::pack(layout, matrix, default_engine()?.executor())? });
+        let new = Arc::new(unsafe { PackedMatrix::pack(layout, matrix, executor)? });
         if let Some(key) = key {
             packed.push((key, Arc::clone(&new)));
         }
@@ -319,14 +374,17 @@ impl Inner {
         packed.iter().map(|(_, matrix)| matrix.len_bytes()).sum()
     }
 
-    /// The plan of a binding, made once.
-    fn plan(&self, binding: &Arc<Binding>) -> Result<Arc<Plan>, ModelError> {
+    /// The plan of a binding for so many threads, made once.
+    fn plan(&self, binding: &Arc<Binding>, host: Host<'_>) -> Result<Arc<Plan>, ModelError> {
         let lock = || self.plans.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(known) = lock().iter().find(|plan| plan.binding.symbols == binding.symbols) {
+        let (threads, arch): (usize, Arch) = (host.threads(), host.engine.caps().arch);
+        let is_same =
+            |plan: &&Arc<Plan>| plan.threads == threads && plan.arch == arch && plan.binding.symbols == binding.symbols;
+        if let Some(known) = lock().iter().find(is_same) {
             return Ok(Arc::clone(known));
         }
         let written = bound::written(&self.graph, binding);
-        let plan = Arc::new(Plan::new(self, binding, &written)?);
+        let plan = Arc::new(Plan::new(self, binding, &written, host)?);
         let mut plans = lock();
         if plans.len() == BINDINGS {
             plans.remove(0);

@@ -5,6 +5,8 @@ use std::fmt;
 
 use rapt_pt2::Program;
 
+use super::host::Host;
+use super::plan::Plan;
 use super::{Model, ModelError, Port, port};
 
 /// What is known of an archive: its form, and whether it is served.
@@ -82,7 +84,8 @@ pub struct Explanation {
 }
 
 impl Explanation {
-    pub(super) fn new(model: &Model) -> Explanation {
+    /// What runs for a plan; for that of the export's sizes on the model's engine, if it is not given.
+    pub(super) fn new(model: &Model, plan: Option<&Plan>) -> Explanation {
         let inner = &model.inner;
         let mut rows: Vec<(String, String)> = Vec::new();
         let mut row = |name: &str, text: String| rows.push((name.to_owned(), text));
@@ -113,7 +116,12 @@ impl Explanation {
         });
         row("weights", format!("{bytes} bytes, mapped"));
         row("nodes", inner.graph.nodes.len().to_string());
-        if let Some(plan) = inner.example.as_ref().and_then(|binding| inner.plan(binding).ok()) {
+        let of_example = || {
+            let host = Host::of(model.engine().ok()?);
+            inner.plan(inner.example.as_ref()?, host).ok()
+        };
+        let example = if plan.is_none() { of_example() } else { None };
+        if let Some(plan) = plan.or(example.as_deref()) {
             let name = |n: usize| short(&inner.graph.nodes[n].target).to_owned();
             for (name, text) in plan.rows(&name) {
                 row(&name, text);

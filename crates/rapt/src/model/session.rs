@@ -1,7 +1,10 @@
 //! Calls that share what a program keeps.
 
-use rapt_core::ViewMut;
+use std::sync::Arc;
 
+use rapt_core::{Queue, ViewMut};
+
+use super::host::Host;
 use super::state::State;
 use super::{Bound, Input, InputForm, Model, ModelError, Output};
 
@@ -37,21 +40,46 @@ impl Session {
     /// As [`Model::run`]: nothing was written, and the session keeps what it had.
     pub fn run(&mut self, inputs: &mut [Input<'_>]) -> Result<Vec<Output>, ModelError> {
         let forms: Vec<InputForm> = inputs.iter().map(Input::form).collect();
-        self.bind(&forms)?.run_owned(&mut self.state, inputs)
+        let host = Host::of(self.model.engine()?);
+        self.model.bind_to(&forms, host)?.run_owned(host, &mut self.state, inputs)
     }
 
-    /// Runs a bound model into memory of the caller: `places` has a tensor of the same dtype and sizes, with any strides, for
+    /// Runs a bound model on the threads of its engine into memory of the caller: `places` has a tensor of the same dtype and sizes, with any strides, for
     /// each tensor of [`Bound::outputs`], and `None` for what is no tensor. It shares no memory with the inputs.
     ///
     /// # Errors
-    /// As [`Session::run`]; [`ModelError::OutputForm`] for a place of another dtype or shape.
+    /// As [`Session::run`]; [`ModelError::OutputForm`] for a place of another dtype or shape; [`ModelError::OtherModel`] for
+    /// the binding of another program.
     pub fn run_into(
         &mut self,
         bound: &Bound,
         inputs: &mut [Input<'_>],
         places: &mut [Option<ViewMut<'_>>],
     ) -> Result<(), ModelError> {
-        bound.run(&mut self.state, inputs, places)
+        self.check(bound)?;
+        bound.run(Host::of(bound.model().engine()?), &mut self.state, inputs, places)
+    }
+
+    /// The same on somebody else's threads: as many as [`Model::bind_on`] was told, if the queue has them.
+    ///
+    /// # Errors
+    /// As [`Session::run_into`]; [`rapt_core::Error::Unsupported`] for a queue of a GPU. After
+    /// [`rapt_core::Error::WorkerPanicked`] and [`rapt_core::Error::WorkLeftUndone`] places, written inputs and what the session
+    /// keeps are unspecified.
+    pub fn run_on(
+        &mut self,
+        bound: &Bound,
+        inputs: &mut [Input<'_>],
+        places: &mut [Option<ViewMut<'_>>],
+        queue: &Queue<'_>,
+    ) -> Result<(), ModelError> {
+        self.check(bound)?;
+        bound.run(Host::on(bound.model().engine()?, queue)?, &mut self.state, inputs, places)
+    }
+
+    /// Refuses the binding of another program: its storages are not those of this session.
+    fn check(&self, bound: &Bound) -> Result<(), ModelError> {
+        if Arc::ptr_eq(&self.model.inner, &bound.model().inner) { Ok(()) } else { Err(ModelError::OtherModel) }
     }
 
     /// Forgets what the calls so far have left: the session is as it began.

@@ -9,7 +9,6 @@ use super::super::ModelError;
 use super::build::Builder;
 use super::place::{Buffer, Place};
 use super::{Kernel, Step};
-use crate::engine::default_engine;
 
 /// What a mask that is known before a run lets each query see.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -47,7 +46,7 @@ impl Builder<'_> {
         for (key, value) in candidates.into_iter().flatten() {
             let places = [Some(query.clone()), Some(key), Some(value), mask.clone(), Some(out.clone()), lse.clone()];
             let Some(spec) = spec(&places, &options, op.enable_gqa) else { continue };
-            let Ok(plan) = default_engine()?.plan(&spec) else { continue };
+            let Ok(plan) = self.host.engine.plan_for(&spec, self.threads) else { continue };
             self.close_where_read(&places)?;
             // What was only made for this node is not: nobody else reads it.
             for (id, place) in [(op.key, &places[1]), (op.value, &places[2])] {

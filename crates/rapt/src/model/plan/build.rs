@@ -3,17 +3,17 @@
 use std::sync::Arc;
 
 use rapt_core::{Arch, DType};
-use rapt_cpu::gemm::SUM_ROW_STRIDE;
+use rapt_cpu::gemm::{PackedLayout, PackedMatrix, SUM_ROW_STRIDE};
 use rapt_cpu::pointwise::{Instruction, Loop, Program, Register};
 use rapt_graph::ops::{Op, Sym, Target};
 use rapt_graph::{Binding, Fact, Node, Out, Output, ValueId};
 
+use super::super::host::Host;
 use super::super::{Inner, ModelError};
 use super::group::{Group, Made};
 use super::place::{Place, Places};
 use super::product::Weights;
 use super::{Kernel, Plan, Step, arena};
-use crate::engine::default_engine;
 
 /// Results of constants with more elements are computed in each run: a plan is not to hold copies of weights.
 const MOST_FOLDED: i64 = 1 << 22;
@@ -23,6 +23,7 @@ pub(super) struct Builder<'a> {
     pub(super) inner: &'a Inner,
     pub(super) binding: &'a Binding,
     pub(super) places: Places<'a>,
+    pub(super) host: Host<'a>,
     pub(super) arch: Arch,
     pub(super) threads: usize,
     pub(super) steps: Vec<Step>,
@@ -37,10 +38,13 @@ pub(super) struct Builder<'a> {
     wanted: Vec<bool>,
 }
 
-pub(super) fn plan(inner: &Inner, binding: &Arc<Binding>, written: &[ValueId]) -> Result<Plan, ModelError> {
-    let engine = default_engine()?;
-    let threads = engine.threads().get();
-    let mut builder = Builder::new(inner, binding, written, threads)?;
+pub(super) fn plan(
+    inner: &Inner,
+    binding: &Arc<Binding>,
+    written: &[ValueId],
+    host: Host<'_>,
+) -> Result<Plan, ModelError> {
+    let mut builder = Builder::new(inner, binding, written, host)?;
     let into = builder.caches_in_place();
     for (n, node) in inner.graph.nodes.iter().enumerate() {
         if builder.is_wanted(n) {
@@ -52,15 +56,16 @@ pub(super) fn plan(inner: &Inner, binding: &Arc<Binding>, written: &[ValueId]) -
 }
 
 impl<'a> Builder<'a> {
-    fn new(inner: &'a Inner, binding: &'a Binding, written: &[ValueId], threads: usize) -> Result<Self, ModelError> {
+    fn new(inner: &'a Inner, binding: &'a Binding, written: &[ValueId], host: Host<'a>) -> Result<Self, ModelError> {
         let places = Places::new(inner, binding, written)?;
         let values = inner.graph.values.len();
         let mut builder = Builder {
             inner,
             binding,
             places,
-            arch: default_engine()?.caps().arch,
-            threads,
+            host,
+            arch: host.engine.caps().arch,
+            threads: host.threads(),
             steps: Vec::new(),
             open: Vec::new(),
             readers: vec![Vec::new(); values],
@@ -208,6 +213,11 @@ impl<'a> Builder<'a> {
         if let Some(root) = self.binding.storage(id) {
             self.readers[root.0 as usize].retain(|reader| *reader != n);
         }
+    }
+
+    /// A constant matrix `[k, n]`, packed once.
+    pub(super) fn packed(&self, layout: PackedLayout, w: &Place) -> Result<Arc<PackedMatrix>, ModelError> {
+        self.inner.packed(layout, w, &self.places.buffers[w.buffer], self.host.executor)
     }
 
     /// The place of a value that the program reads.
@@ -363,6 +373,7 @@ impl<'a> Builder<'a> {
             buffers: self.places.buffers,
             arena_bytes,
             threads: self.threads,
+            arch: self.arch,
             results,
             mutations,
         })

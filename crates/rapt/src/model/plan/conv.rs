@@ -94,7 +94,7 @@ impl Builder<'_> {
             kernels.meta.offset += signed(group * sizes.out_channels * depth);
             kernels.meta.shape = vec![signed(depth), signed(sizes.out_channels)];
             kernels.meta.strides = vec![1, signed(depth)];
-            weights.push(self.inner.packed(layout, &kernels, &self.places.buffers[kernels.buffer])?);
+            weights.push(self.packed(layout, &kernels)?);
         }
         let mut code = vec![Instruction::Load(0)];
         let mut operands = Vec::new();

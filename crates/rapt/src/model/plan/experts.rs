@@ -52,7 +52,7 @@ impl Builder<'_> {
             matrix.meta.offset += weight.meta.strides[0] * i64::try_from(group).unwrap_or(0);
             matrix.meta.shape.remove(0);
             matrix.meta.strides.remove(0);
-            weights.push(self.inner.packed(layout, &matrix, &self.places.buffers[matrix.buffer])?);
+            weights.push(self.packed(layout, &matrix)?);
         }
         let of = |rows: usize| Gemm::new(self.arch, x.meta.dtype, [rows, columns, depth], self.threads);
         let gemms = (1..=rows).map(of).collect::<Result<Vec<Gemm>, _>>()?;

@@ -191,7 +191,7 @@ impl Builder<'_> {
         let x = if form.is_row_major() { form.x.clone() } else { self.rows_of(n, &form.x)? };
         let (gemm, layout) = product::kernels(self.arch, dtype, form.sizes, self.threads)?;
         let weights = if self.places.is_constant(form.w.buffer) {
-            Weights::Packed(self.inner.packed(layout, &form.w, &self.places.buffers[form.w.buffer])?)
+            Weights::Packed(self.packed(layout, &form.w)?)
         } else {
             Weights::EachRun { from: form.w.clone(), layout, to: self.packed_memory(layout.len_bytes()) }
         };

@@ -28,7 +28,7 @@ mod rows;
 
 use std::sync::Arc;
 
-use rapt_core::Plan as AttentionPlan;
+use rapt_core::{Arch, Plan as AttentionPlan};
 use rapt_cpu::pointwise::Loop;
 use rapt_cpu::rows::RowKernel;
 use rapt_graph::{Binding, ValueId};
@@ -39,6 +39,7 @@ pub(super) use moves::Move;
 pub(super) use place::{Buffer, Place};
 pub(super) use product::{Batch, Head, Weights};
 
+use super::host::Host;
 use super::{Inner, ModelError};
 
 /// What one step computes.
@@ -126,6 +127,8 @@ pub(super) struct Plan {
     pub(super) scratch_bytes: usize,
     /// The threads it was made for.
     pub(super) threads: usize,
+    /// The instruction set it was made for.
+    pub(super) arch: Arch,
     /// Of each result that is a tensor: its place.
     pub(super) results: Vec<Option<Place>>,
     /// What is copied at the end.
@@ -135,11 +138,16 @@ pub(super) struct Plan {
 }
 
 impl Plan {
-    /// The plan of a binding.
+    /// The plan of a binding for the threads of a host, which pack the weights.
     ///
     /// # Errors
     /// [`ModelError`] where memory does not suffice.
-    pub(super) fn new(inner: &Inner, binding: &Arc<Binding>, written: &[ValueId]) -> Result<Plan, ModelError> {
-        build::plan(inner, binding, written)
+    pub(super) fn new(
+        inner: &Inner,
+        binding: &Arc<Binding>,
+        written: &[ValueId],
+        host: Host<'_>,
+    ) -> Result<Plan, ModelError> {
+        build::plan(inner, binding, written, host)
     }
 }

@@ -13,8 +13,9 @@ impl Plan {
         let sizes: Vec<String> = self.binding.symbols.iter().map(|(name, n)| format!("{name} = {n}")).collect();
         let sizes = if sizes.is_empty() { "fixed".to_owned() } else { sizes.join(", ") };
         rows.push(("plan for sizes".into(), sizes));
+        rows.push(("threads".into(), self.threads.to_string()));
         rows.push(("arena".into(), format!("{} bytes", self.arena_bytes)));
-        rows.push(("scratch".into(), format!("{} bytes for each of {} threads", self.scratch_bytes, self.threads)));
+        rows.push(("scratch".into(), format!("{} bytes for each thread", self.scratch_bytes)));
         let constants = self.buffers.iter().map(|buffer| match buffer {
             Buffer::Constant(memory) => memory.len_bytes(),
             _ => 0,

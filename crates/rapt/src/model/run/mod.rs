@@ -4,21 +4,23 @@ mod windows;
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
-use rapt_core::{Device, Executor, Extent, Operands, Shape, Strides, Tensors, View, ViewMut};
+use rapt_core::{Device, Error, Extent, Operands, Queue, Shape, Strides, Tensors, View, ViewMut};
 use rapt_cpu::gemm::{Epilogue, Output, PackedView, Rows, SUM_ROW_STRIDE, Strided as Matrix};
 use rapt_cpu::pointwise::Loop;
 use rapt_cpu::rows::{RowKernel, RowOperands};
 use rapt_graph::OpError;
 
+use super::host::Host;
 use super::memory::{self, Strided};
 use super::plan::{Batch, Head, Kernel, Move, Place, Plan, Step, Weights};
 use super::{Inner, ModelError, define};
-use crate::engine::default_engine;
 
 /// The addresses of one run.
 pub(super) struct Frame<'a> {
     pub(super) inner: &'a Inner,
     pub(super) plan: &'a Plan,
+    /// Whose threads share the work.
+    pub(super) host: Host<'a>,
     /// Of each buffer.
     pub(super) bases: Vec<*mut u8>,
     /// Scratch memory: the plan's bytes for each of its threads.
@@ -100,7 +102,7 @@ impl Frame<'_> {
         unsafe {
             match &step.kernel {
                 Kernel::Chain { each, operands } => {
-                    self.chain(each, operands).map_err(|cause| self.failed(step, cause))
+                    self.chain(each, operands)?.map_err(|cause| self.failed(step, cause))
                 }
                 Kernel::Product { head, out, after } => self.product(head, out.as_ref(), after.as_ref()),
                 Kernel::Batch(batch) => self.batch(batch),
@@ -134,10 +136,15 @@ impl Frame<'_> {
             }
             return Ok(());
         }
-        let (next, scratch) = (AtomicUsize::new(0), Shared(self.scratch));
-        let work = |chunk: usize| {
+        let (next, taken, scratch) = (AtomicUsize::new(0), AtomicUsize::new(0), Shared(self.scratch));
+        let work = |_chunk: usize| {
             let scratch = &scratch;
-            let own = scratch.0.wrapping_add(chunk * self.plan.scratch_bytes);
+            // An executor's own numbering is not relied on: a slot belongs to whoever takes it first.
+            let slot = taken.fetch_add(1, Ordering::Relaxed);
+            if slot >= threads {
+                return;
+            }
+            let own = scratch.0.wrapping_add(slot * self.plan.scratch_bytes);
             loop {
                 let item = next.fetch_add(1, Ordering::Relaxed);
                 if item >= items {
@@ -146,11 +153,13 @@ impl Frame<'_> {
                 run(item, own);
             }
         };
-        executor()?.parallel_for(threads, &work)?;
-        Ok(())
+        self.host.executor.parallel_for(threads, &work)?;
+        // An executor that ran nothing and says that it is done: a result with gaps is no answer.
+        let done = next.load(Ordering::Relaxed);
+        if done < items { Err(Error::WorkLeftUndone { done, items }.into()) } else { Ok(()) }
     }
 
-    unsafe fn chain(&self, each: &Loop, operands: &[Place]) -> Result<(), OpError> {
+    unsafe fn chain(&self, each: &Loop, operands: &[Place]) -> Result<Result<(), OpError>, ModelError> {
         let mut few = [std::ptr::null_mut(); 16];
         let mut many = Vec::new();
         let pointers = if operands.len() <= few.len() {
@@ -165,8 +174,8 @@ impl Frame<'_> {
         let items = each.items(self.plan.threads);
         if items <= 1 {
             // SAFETY: promised by the caller of `run`: the pointers are those of the loop's operands.
-            return if items == 0 { Ok(()) } else { unsafe { each.run_item(0, 1, pointers, self.scratch) } }
-                .map_err(|_| OpError::ZeroDivision);
+            let done = if items == 0 { Ok(()) } else { unsafe { each.run_item(0, 1, pointers, self.scratch) } };
+            return Ok(done.map_err(|_| OpError::ZeroDivision));
         }
         let (pointers, failed) = (SharedPointers(pointers), AtomicBool::new(false));
         let run = |item: usize, scratch: *mut u8| {
@@ -176,12 +185,8 @@ impl Frame<'_> {
                 failed.store(true, Ordering::Relaxed);
             }
         };
-        let done = self.items(items, &run);
-        match done {
-            Ok(()) if !failed.load(Ordering::Relaxed) => Ok(()),
-            Ok(()) => Err(OpError::ZeroDivision),
-            Err(_) => Err(OpError::Refused("a thread of the pool panicked")),
-        }
+        self.items(items, &run)?;
+        Ok(if failed.into_inner() { Err(OpError::ZeroDivision) } else { Ok(()) })
     }
 
     unsafe fn product(
@@ -281,7 +286,7 @@ impl Frame<'_> {
             }
         };
         let mut operands = Operands::check(tensors, plan.spec())?;
-        default_engine()?.run(plan, &mut operands)?;
+        self.host.engine.run_on(plan, &mut operands, &Queue::Host(self.host.executor))?;
         Ok(())
     }
 
@@ -376,10 +381,6 @@ fn dims(place: &Place) -> Result<(Shape, Strides), ModelError> {
     let shape = Shape::new(&place.shape()).ok_or_else(many)?;
     let strides = Strides::new(&memory::strides(place)).ok_or_else(many)?;
     Ok((shape, strides))
-}
-
-fn executor() -> Result<&'static dyn Executor, ModelError> {
-    Ok(default_engine()?.executor())
 }
 
 /// What follows a product, run on each tile of its sums.
