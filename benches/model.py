@@ -2,9 +2,11 @@
 
     python benches/model.py [--rows GLOB,..] [--dtypes f32,bf16] [--peers NAME,..] [--threads 1,2] [--quick]
 
-Each peer runs in a process of its own, stopped while another is timed. A row is prepared in all of them, checked against torch in
-float64, then timed in rounds: one batch of calls of each peer, starting with another one each time. A round's figure is the median of
-its batch, a row's the median over rounds. The bars are printed with pass or miss; a miss is a figure, not a failure of the run.
+Each peer runs in a process of its own, stopped while another is timed, on as many CPUs as the row has threads. A peer that says that it
+uses another number of threads, or whose process keeps more of them busy, has no time. A row is prepared in all peers, checked against
+torch in float64, then timed in rounds: one batch of calls of each peer, starting with another one each time. A round's figure is the
+median of its batch, a row's the median over rounds. The bars are printed with pass, miss or out of reach; a miss is a figure, not a
+failure of the run.
 """
 
 import argparse
@@ -25,7 +27,7 @@ for variable in ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS"):
 import numpy as np  # noqa: E402
 
 import machine  # noqa: E402
-from ceilings import Ceilings  # noqa: E402
+import ceilings  # noqa: E402
 from models import PEERS, rows  # noqa: E402
 from workers import BENCHES, UNLOCK_MKL, Died, Worker, compile_c  # noqa: E402
 
@@ -71,7 +73,8 @@ class Measured:
     void: dict = dataclasses.field(default_factory=dict)  # peer -> why there is no time
     versions: dict = dataclasses.field(default_factory=dict)
     limit: float | None = None
-    dram_gbs: float | None = None
+    ceilings: dict = dataclasses.field(default_factory=dict)  # medians of what this many threads could do between the rounds
+    cache_bytes: int = 0
 
     def us(self, name):
         rounds = self.samples.get(name)
@@ -89,22 +92,49 @@ class Measured:
         return theirs / ours if theirs and ours else None
 
     @property
-    def gbs(self):
-        return self.row.read_bytes / self.us("rapt") / 1e3 if self.us("rapt") else None
+    def rate(self):
+        """(Rapt's rate, its ceiling, the ceiling's name): GB/s of weights read for decoding, else GFLOP/s."""
+        us = self.us("rapt")
+        if self.row.shape.kind == "decode":
+            return us and self.row.read_bytes / us / 1e3, self.ceilings.get("dram_read_gbs"), "DRAM read"
+        return us and self.row.flops / us / 1e3, *ceilings.ceiling(self.ceilings, self.row.dtype)
+
+    @property
+    def share(self):
+        """Rapt's part of the ceiling."""
+        rate, ceiling, _ = self.rate
+        return rate / ceiling if rate and ceiling else None
+
+    def floor(self):
+        """(milliseconds, why) that no engine is below on this machine: arithmetic at the measured rate, and weights that the caches
+        cannot hold at the measured read rate; None where neither was measured."""
+        gflops, unit = ceilings.ceiling(self.ceilings, self.row.dtype)
+        gbs, beyond = self.ceilings.get("dram_read_gbs"), max(0, self.row.read_bytes - self.cache_bytes)
+        found = []
+        if gflops:
+            found.append((self.row.flops / gflops / 1e6, f"{self.row.flops / 1e9:.3g} GFLOP at {gflops:.0f} GFLOP/s, {unit}"))
+        if gbs and beyond:
+            found.append((beyond / gbs / 1e6, f"{beyond / 1e6:.0f} MB beyond the caches at {gbs:.1f} GB/s"))
+        return max(found, default=None)
 
     def bars(self):
-        """[(what, wanted, got)] of the bars."""
-        found = [(f"times {PEERS[name].title}", wanted, self.ratio(name)) for name, wanted in self.row.bars]
+        """[(what, wanted, got, verdict)] of the bars."""
+        found = []
+        for name, wanted in self.row.bars:
+            got, theirs, floor = self.ratio(name), self.us(name), self.floor()
+            said = verdict(wanted, got)
+            if said == "miss" and theirs and floor and floor[0] > (bar := theirs / wanted / 1e3):
+                said = f"out of reach: floor {floor[0]:.3g} ms ({floor[1]}), bar {bar:.3g} ms"
+            found.append((f"times {PEERS[name].title}", wanted, got, said))
         if self.row.dram_share:
-            share = self.gbs / self.dram_gbs if self.gbs and self.dram_gbs else None
-            found.append(("of the DRAM read rate", self.row.dram_share, share))
+            found.append(("of the DRAM read rate", self.row.dram_share, self.share, verdict(self.row.dram_share, self.share)))
         return found
 
 
 class Run:
-    def __init__(self, workers, ceilings, threads, rounds, seconds, folder):
-        self.workers, self.ceilings, self.threads = workers, ceilings, threads
-        self.rounds, self.seconds, self.folder = rounds, seconds, pathlib.Path(folder)
+    def __init__(self, workers, program, threads, rounds, seconds, folder, cache_bytes):
+        self.workers, self.program, self.threads = workers, program, threads
+        self.rounds, self.seconds, self.folder, self.cache_bytes = rounds, seconds, pathlib.Path(folder), cache_bytes
 
     def ask(self, name, do, measured, **words):
         """A worker's answer; None, with the reason in `void`, where it has none."""
@@ -121,19 +151,25 @@ class Run:
         return answer
 
     def row(self, row):
-        measured = Measured(row, self.threads)
+        measured = Measured(row, self.threads, cache_bytes=self.cache_bytes)
         names = [name for name in self.workers if row.dtype in PEERS[name].dtypes]
         for name in names:
             if answer := self.ask(name, "prepare", measured, row=dataclasses.asdict(row)):
                 measured.versions[name] = answer["versions"]
+                if answer["threads"] != self.threads:
+                    measured.void[name] = f"runs on {answer['threads']} threads, the row is of {self.threads}"
         self.check(measured, names)
+        asked = ["compute", "memory"] if row.shape.kind == "decode" else ["compute"]
+        able = []
         for number in range(self.rounds):
+            able += map(self.program.ask, asked)
             shift = number % len(names)
             for name in names[shift:] + names[:shift]:
                 if answer := self.ask(name, "time", measured, seconds=self.seconds):
                     measured.samples.setdefault(name, []).append(answer["samples"])
-        if row.dram_share:
-            measured.dram_gbs = self.ceilings.ask("memory").get("dram_read_gbs")
+                    if answer["busy"] > self.threads:
+                        measured.void[name] = f"kept {answer['busy']} threads busy, the row is of {self.threads}"
+        measured.ceilings = ceilings.combined(able)
         for name in names:
             if name in self.workers:
                 self.ask(name, "release", Measured(row, self.threads))
@@ -165,8 +201,8 @@ class Run:
                 measured.void.setdefault("rapt", f"error {measured.errors['rapt']:.1e}, the limit is {measured.limit:.1e}")
 
 
-def start(names, threads, folder):
-    """({name: Worker}, {name: why there is none})."""
+def start(names, threads, folder, cpus):
+    """({name: Worker}, {name: why there is none}); each worker on these CPUs alone."""
     workers, lost = {}, {}
     preload = pathlib.Path(folder) / "unlock_mkl.so"
     for name in names:
@@ -176,9 +212,8 @@ def start(names, threads, folder):
                 why_not = why_not or (None if preload.exists() else compile_c(UNLOCK_MKL, preload, "-shared", "-fPIC"))
                 if why_not:
                     raise Died(why_not)
-            workers[name] = Worker(
-                PEERS[name], threads, sys.executable, folder, preload if PEERS[name].preload_unlock else None, package="models"
-            )
+            unlock = preload if PEERS[name].preload_unlock else None
+            workers[name] = Worker(PEERS[name], threads, sys.executable, folder, unlock, package="models", cpus=cpus)
         except Died as reason:
             lost[name] = str(reason)
     return workers, lost
@@ -227,15 +262,17 @@ def tables(everything, load):
                 times.append("–" if us is None else f"{us / 1e3:.3g}" + ("" if spread is None else f" ±{100 * spread:.0f}%"))
             error = measured.errors.get("rapt")
             ratios = [table.number(measured.ratio(name)) for name in names if name != "rapt"]
-            is_decode = measured.row.shape.kind == "decode"
-            rate = table.number(measured.gbs if is_decode else measured.us("rapt") and measured.row.flops / measured.us("rapt") / 1e3, "{:.1f}")
-            lines.append([measured.row.name, measured.row.dtype, *times, *ratios, rate, "–" if error is None else f"{error:.1e}"])
+            share = "–" if measured.share is None else f"{100 * measured.share:.0f} % {measured.rate[2]}"
+            rate = [table.number(measured.rate[0], "{:.1f}"), share]
+            lines.append([measured.row.name, measured.row.dtype, *times, *ratios, *rate, "–" if error is None else f"{error:.1e}"])
         header = ["row", "dtype", *(f"{name} ms" for name in names), *(f"vs {name}" for name in names if name != "rapt")]
-        made.append((f"{threads} threads", [*header, "GB/s or GFLOP/s", "error"], lines, ["decode: GB/s of weights read; else GFLOP/s of products"]))
+        title = "1 thread" if threads == 1 else f"{threads} threads"
+        said = [f"decode: GB/s of weights read; else GFLOP/s of products. Per cent of what {title} reached between the rounds"]
+        made.append((title, [*header, "GB/s or GFLOP/s", "% of", "error"], lines, said))
     lines = []
     for measured in everything:
-        for what, wanted, got in measured.bars():
-            lines.append([measured.row.key, str(measured.threads), what, f"{wanted:.2f}", table.number(got), verdict(wanted, got)])
+        for what, wanted, got, said in measured.bars():
+            lines.append([measured.row.key, str(measured.threads), what, f"{wanted:.2f}", table.number(got), said])
     if load and "failed" not in load:
         got = load["load_s"] / load["read_s"]
         lines.append(["load", "–", "times reading the file, at most", f"{LOAD_BAR:.2f}", f"{got:.2f}", verdict(LOAD_BAR, got, most=True)])
@@ -263,8 +300,8 @@ def record(everything, facts, load, said, command, method):
         rows_.append({
             "row": measured.row.name, "dtype": measured.row.dtype, "threads": measured.threads, "shape": dataclasses.asdict(measured.row.shape),
             "timings": timings, "errors": measured.errors, "limit": measured.limit, "void": measured.void, "versions": measured.versions,
-            "ratios": {name: measured.ratio(name) for name in measured.samples if name != "rapt"}, "gbs": measured.gbs,
-            "dram_read_gbs": measured.dram_gbs, "bars": measured.bars(),
+            "ratios": {name: measured.ratio(name) for name in measured.samples if name != "rapt"}, "rate": measured.rate,
+            "ceilings": measured.ceilings, "floor": measured.floor(), "bars": measured.bars(),
         })  # fmt: skip
     return {"machine": facts, "command": command, "method": method, "load": load, "notes": said, "rows": rows_}
 
@@ -278,15 +315,18 @@ def main():
         return 0
     rounds, seconds = chosen.rounds or (2 if chosen.quick else 5), chosen.seconds or (0.005 if chosen.quick else 0.5)
     cpus = machine.cores()
+    numbers = list(dict.fromkeys(map(int, chosen.threads or [1, len(cpus)])))
+    if not all(1 <= threads <= len(cpus) for threads in numbers):
+        sys.exit(f"--threads: this process may use {len(cpus)} cores")
     everything, lost, load = [], {}, None
     facts = machine.facts(len(cpus))
     with tempfile.TemporaryDirectory(prefix="rapt-bench-") as folder:
-        for threads in dict.fromkeys(map(int, chosen.threads or [1, len(cpus)])):
+        for threads in numbers:
             if not wanted:
                 break
-            workers, lost = start(chosen.peers, threads, folder)
-            ceilings = Ceilings(folder, cpus[:threads], facts["last_level_cache_bytes"])
-            run = Run(workers, ceilings, threads, rounds, seconds, folder)
+            workers, lost = start(chosen.peers, threads, folder, cpus[:threads])
+            program = ceilings.Ceilings(folder, cpus[:threads], facts["last_level_cache_bytes"])
+            run = Run(workers, program, threads, rounds, seconds, folder, facts["last_level_cache_bytes"])
             try:
                 for row in wanted:
                     everything.append(measured := run.row(row))
@@ -295,7 +335,7 @@ def main():
             finally:
                 for worker in workers.values():
                     worker.end()
-                ceilings.end()
+                program.end()
         if any(fnmatch.fnmatch("load", glob) for glob in chosen.rows):
             load = loading(folder, len(cpus), chosen.quick)
     facts |= {"load_after": round(machine.load(), 2), "quick": chosen.quick}

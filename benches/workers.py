@@ -46,10 +46,21 @@ def die_with_parent():
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
-class Worker:
-    """One peer's process. `versions` once it has come up; raises Died if it does not."""
+def pinned(cpus):
+    """In the child: the same, and these CPUs alone, where the system can say so."""
 
-    def __init__(self, peer, threads, python, folder, preload=None, package="peers"):
+    def prepare():
+        die_with_parent()
+        if cpus and hasattr(os, "sched_setaffinity"):
+            os.sched_setaffinity(0, cpus)
+
+    return prepare
+
+
+class Worker:
+    """One peer's process, on `cpus` alone where they are given. `versions` once it has come up; raises Died if it does not."""
+
+    def __init__(self, peer, threads, python, folder, preload=None, package="peers", cpus=None):
         self.peer = peer
         environment = {name: value for name, value in os.environ.items() if not name.startswith(("RAPT_", "MKL_", "KMP_"))}
         environment.pop("LD_PRELOAD", None)
@@ -59,7 +70,7 @@ class Worker:
         self.said = tempfile.TemporaryFile("w+", dir=folder)
         self.process = subprocess.Popen(
             [python, "-m", package, peer.name, str(threads)], cwd=BENCHES, env=environment, text=True,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.said, preexec_fn=die_with_parent,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.said, preexec_fn=pinned(cpus),
         )  # fmt: skip
         self.versions = self.answer(120)
         if "unavailable" in self.versions:

@@ -37,18 +37,27 @@ class Row:
         return f"{self.name}/{self.dtype}"
 
     @property
-    def read_bytes(self):
-        """The weights that a call reads: of the embedding only rows."""
+    def _weights(self):
+        """How many weights the layers and the head have."""
         s = self.shape
         gated = 3 if s.kind != "encoder" else 2
-        layer = 4 * s.width * s.width + gated * s.width * s.inner
         head = s.vocabulary * s.width if s.kind != "encoder" else 0
-        return (s.layers * layer + head) * {"f32": 4, "bf16": 2}[self.dtype]
+        return s.layers * (4 * s.width * s.width + gated * s.width * s.inner), head
+
+    @property
+    def read_bytes(self):
+        """The weights that a call reads: of the embedding only rows."""
+        return sum(self._weights) * {"f32": 4, "bf16": 2}[self.dtype]
 
     @property
     def flops(self):
-        """Of the products with weights."""
-        return 2 * self.shape.batch * self.shape.tokens * self.read_bytes // {"f32": 4, "bf16": 2}[self.dtype]
+        """What no engine can leave out: products with weights, of the head for the last token alone, and attention without the
+        scores that a causal mask leaves out."""
+        s = self.shape
+        layers, head = self._weights
+        # A decoding step attends to the cache, of which as much is filled as it has come to: left out.
+        scores = {"encoder": s.tokens**2, "prefill": s.tokens * (s.tokens + 1) // 2, "decode": 0}[s.kind]
+        return 2 * s.batch * (s.tokens * layers + head) + 4 * s.batch * s.layers * s.width * scores
 
 
 MINILM = Shape("encoder", 6, 384, 12, 1536, 30522)

@@ -1,8 +1,8 @@
 """A worker: one engine, one row after another, commands as JSON lines on stdin, answers as JSON lines on what was stdout.
 
-    prepare {row}            build the row
+    prepare {row}            build the row; says how many threads the engine was told to use
     check   {out, wide}      run it from the beginning; the results go to `out`. wide: torch in float64 instead
-    time    {seconds}        microseconds of each call
+    time    {seconds}        microseconds of each call, and how many threads of this process were busy meanwhile
     release {}               forget the row
     archive {layers, width, path}     writes an archive of so many linear layers
     load    {path}           in this process: seconds to read and to load the file, seconds and peak memory of the first call
@@ -24,6 +24,7 @@ from . import PEERS, Row, Shape, build, engines
 
 CHECKED = 6  # successive calls of a decoder whose results are compared
 LEAST_CALLS = 3
+BUSY = 0.05  # a thread that ran for this part of the time was used
 
 
 class Worker:
@@ -41,8 +42,8 @@ class Worker:
         row["bars"] = ()
         self.row = Row(**row)
         self.calls = build.calls(self.row)
-        self.run, versions = getattr(engines, self.peer.engine)(self.row, self.threads)
-        return {"versions": versions}
+        self.run, versions, threads = getattr(engines, self.peer.engine)(self.row, self.threads)
+        return {"versions": versions, "threads": threads}
 
     def check(self, out, wide):
         run = self.run
@@ -62,15 +63,19 @@ class Worker:
         calls, now = self.calls[build.START :] or self.calls, time.perf_counter
         gc.collect()
         gc.disable()
-        samples, end, at = [], now() + seconds, 0
+        samples, at = [], 0
         self.run(*calls[0])
+        before, start = seconds_of_threads(), now()
+        end = start + seconds
         while len(samples) < LEAST_CALLS or now() < end:
             began = now()
             self.run(*calls[at % len(calls)])
             samples.append((now() - began) * 1e6)
             at += 1
+        spent, wall = seconds_of_threads(), now() - start
         gc.enable()
-        return {"samples": samples}
+        busy = sum(spent[thread] - before.get(thread, 0.0) > BUSY * wall for thread in spent)
+        return {"samples": samples, "busy": busy}
 
     def release(self):
         self.row = self.run = self.calls = None
@@ -102,6 +107,17 @@ class Worker:
         facts = model.explain()
         words = {name: text for name, text in facts.items() if "weights" in name or "arena" in name}
         return {"read_s": read, "load_s": loaded, "first_call_s": time.perf_counter() - began, "before": before, "after": memory(), **words}
+
+
+def seconds_of_threads():
+    """How long each thread of this process ran; nothing where the system does not say."""
+    spent = {}
+    for thread in pathlib.Path("/proc/self/task").glob("*/schedstat"):
+        try:
+            spent[thread.parent.name] = int(thread.read_text().split()[0]) * 1e-9
+        except OSError:
+            continue  # it has ended
+    return spent
 
 
 def memory():

@@ -1,4 +1,5 @@
-"""How each engine runs a row: a function of the inputs of one call. What a decoder keeps stays in the engine's own cache.
+"""How each engine runs a row: a function of the inputs of one call, its versions, and the number of threads that the engine says it
+uses. What a decoder keeps stays in the engine's own cache.
 
     eager, inductor    the module; the cache is written in place. inductor with `freezing`, which packs weights when it compiles
     onnxruntime        the module exported to ONNX; the cache is an input and an output, and the outputs are the next call's inputs
@@ -14,12 +15,10 @@ from . import build
 
 
 def eager(row, threads):
-    """(run, versions)."""
+    """(run, versions, threads)."""
     model = build.model(row)
-    if row.shape.kind == "encoder":
-        return model, {"torch": torch.__version__}
-    kept = build.cache(row)
-    return (lambda *inputs: model(*inputs, *kept)), {"torch": torch.__version__}
+    kept = [] if row.shape.kind == "encoder" else build.cache(row)
+    return (lambda *inputs: model(*inputs, *kept)), {"torch": torch.__version__}, torch.get_num_threads()
 
 
 def inductor(row, threads):
@@ -28,7 +27,7 @@ def inductor(row, threads):
     torch._inductor.config.freezing = True
     model = torch.compile(build.model(row), dynamic=False)
     kept = [] if row.shape.kind == "encoder" else build.cache(row)
-    return (lambda *inputs: model(*inputs, *kept)), {"torch": torch.__version__}
+    return (lambda *inputs: model(*inputs, *kept)), {"torch": torch.__version__}, torch.get_num_threads()
 
 
 def archive(row, folder):
@@ -48,9 +47,11 @@ def rapt(row, threads):
     with tempfile.TemporaryDirectory(prefix="rapt-bench-") as folder:
         # The file is mapped: it may lose its name while it is used.
         model = package.load(archive(row, folder))
-    facts = model.explain()
+    # Of the call that is timed: torch's tensors, and so torch's number of threads.
+    facts = model.explain(*build.calls(row)[0])
     words = {name: facts[name] for name in ("executor", "weights", "weights packed") if name in facts}
-    return (model if row.shape.kind == "encoder" else model.session()), {"rapt": package.__version__, **words}
+    run = model if row.shape.kind == "encoder" else model.session()
+    return run, {"rapt": package.__version__, **words}, int(facts["threads"])
 
 
 def onnxruntime(row, threads):
@@ -75,4 +76,4 @@ def onnxruntime(row, threads):
         state[:] = found[1:]
         return found[0].numpy()
 
-    return run, {"onnxruntime": ort.__version__}
+    return run, {"onnxruntime": ort.__version__}, session.get_session_options().intra_op_num_threads

@@ -1,7 +1,7 @@
 /* An exported program: what it takes and gives, the sizes of its results before the run, and a session that keeps what the
  * program writes.
  *
- *     ./model FILE.pt2
+ *     ./model FILE.pt2 [THREADS]
  *
  * Every size that varies is 4 here, and every input is ones. */
 #include <rapt.h>
@@ -39,13 +39,16 @@ static void one(int dtype, void *at) {
 }
 
 int main(int argc, char **argv) {
+  rapt_engine *engine = rapt_engine_create(argc > 2 ? atoi(argv[2]) : 0);
   rapt_model *model = NULL;
   rapt_bound *bound = NULL;
   rapt_session *session = NULL;
   rapt_tensor inputs[MOST], outputs[MOST];
   int64_t shapes[MOST][RAPT_MAX_NDIM], strides[MOST][RAPT_MAX_NDIM];
 
-  expect(rapt_model_open(argc > 1 ? argv[1] : "model.pt2", &model));
+  if (!engine)
+    expect(rapt_last_error_code());
+  expect(rapt_model_open(engine, argc > 1 ? argv[1] : "model.pt2", &model));
   const size_t num_inputs = rapt_model_num_inputs(model), num_outputs = rapt_model_num_outputs(model);
   if (num_inputs > MOST || num_outputs > MOST)
     return 1;
@@ -113,5 +116,6 @@ int main(int argc, char **argv) {
   rapt_session_destroy(session);
   rapt_bound_destroy(bound);
   rapt_model_destroy(model);
+  rapt_engine_destroy(engine);
   return 0;
 }

@@ -349,8 +349,8 @@ rapt_error rapt_contiguous_strides(int32_t ndim, const int64_t *shape, int64_t *
 // engine serves any number of threads at once. It is given back by rapt_engine_destroy().
 struct rapt_engine *rapt_engine_create(int32_t threads);
 
-// Ends the engine's threads and gives back its memory. No call may be using it, and none may use it after. NULL is
-// ignored.
+// Ends the engine's threads and gives back its memory. No call may be using it, and none may use it after. Where models were
+// opened with it, both happen when the last of them, their bindings and sessions is given back. NULL is ignored.
 //
 // # Safety
 // `engine` came from rapt_engine_create(), was not destroyed before, and is used by no other thread.
@@ -398,161 +398,28 @@ rapt_error rapt_explain(const struct rapt_engine *engine,
 void rapt_string_free(char *text);
 
 // Loads the program that torch.export.save() wrote to the file `path`, into `*model`: it is given back by
-// rapt_model_destroy(). On an error `*model` is as before.
+// rapt_model_destroy(). On an error `*model` is as before. The engine's threads run the calls of the model's sessions; it may be
+// destroyed before the model, which then holds what it needs of it.
 //
 // The file is mapped: nothing may change it until the model and its sessions are destroyed. Everything that needs no input is
 // checked here: the archive, that every operator is served (the error lists all that are not), and that what each node gives is
 // what the program says of it. A model may be used from any number of threads at once.
 //
 // # Safety
-// `path` is a string that ends with NUL, in UTF-8 where the system wants it; `model` leads to a pointer that may be written. Each
-// may be NULL.
-rapt_error rapt_model_open(const char *path,
+// `engine` is alive; `path` is a string that ends with NUL, in UTF-8 where the system wants it; `model` leads to a pointer that may be
+// written. Each may be NULL.
+rapt_error rapt_model_open(const struct rapt_engine *engine,
+                           const char *path,
                            struct rapt_model **model);
 
 // The same from the `len` bytes of such a file in memory. They are copied.
 //
 // # Safety
-// `bytes` leads to `len` bytes, or is NULL; `model` as for rapt_model_open().
-rapt_error rapt_model_from_bytes(const void *bytes, size_t len, struct rapt_model **model);
-
-// Gives a model back. Its sessions and bindings live on; names and sizes that rapt_model_input() told do not. NULL is ignored.
-//
-// # Safety
-// `model` came from rapt_model_open() or rapt_model_from_bytes(), was not destroyed before, and is used by no other thread.
-void rapt_model_destroy(struct rapt_model *model);
-
-// How many inputs a call takes; 0 for NULL.
-//
-// # Safety
-// `model` is alive, or NULL.
-size_t rapt_model_num_inputs(const struct rapt_model *model);
-
-// How many results a call gives; 0 for NULL.
-//
-// # Safety
-// `model` is alive, or NULL.
-size_t rapt_model_num_outputs(const struct rapt_model *model);
-
-// What input `place` is, counted from 0, in the order in which rapt_session_run() takes them. The caller sets `port->size` to
-// sizeof(rapt_port); all else is written.
-//
-// # Safety
-// `model` is alive, or NULL; `port` leads to `port->size` bytes, or is NULL.
-rapt_error rapt_model_input(const struct rapt_model *model,
-                            size_t place,
-                            struct rapt_port *port);
-
-// What result `place` is, counted from 0, in the order in which rapt_session_run() writes them. The caller sets `port->size` to
-// sizeof(rapt_port); all else is written.
-//
-// # Safety
-// `model` is alive, or NULL; `port` leads to `port->size` bytes, or is NULL.
-rapt_error rapt_model_output(const struct rapt_model *model,
-                             size_t place,
-                             struct rapt_port *port);
-
-// What runs for a model, in words, as a table of lines: into `*text`, which the caller gives back by rapt_string_free(). On an
-// error `*text` is as before.
-//
-// # Safety
-// `model` is alive, or NULL; `text` leads to a pointer that may be written, or is NULL.
-rapt_error rapt_model_explain(const struct rapt_model *model,
-                              char **text);
-
-// What the results of these inputs will be, into `*bound`, which is given back by rapt_bound_destroy(). On an error `*bound` is
-// as before.
-//
-// Dtypes, numbers of dimensions and sizes of the inputs are read, and the values of those that are numbers, not tensors;
-// strides must be there, and `data` of tensors may be NULL. Every guard of the program is checked. Nothing is computed.
-//
-// # Safety
-// `model` is alive, or NULL; `inputs` leads to `num_inputs` tensors that are what they say, or is NULL; `bound` leads to a pointer that
-// may be written, or is NULL.
-rapt_error rapt_model_bind(const struct rapt_model *model,
-                           const struct rapt_tensor *inputs,
-                           size_t num_inputs,
-                           struct rapt_bound **bound);
-
-// Gives a binding back. NULL is ignored.
-//
-// # Safety
-// `bound` came from rapt_model_bind(), was not destroyed before, and is used by no other thread.
-void rapt_bound_destroy(struct rapt_bound *bound);
-
-// What result `place` will be, into `*output`: a row-major tensor in host memory whose `data` is NULL and whose `storage_bytes` is
-// what it takes. With `data` set to that many bytes it is a place for rapt_session_run(). `shape` and `strides` live as long as
-// the binding. A number is a tensor without dimensions, None has the dtype RAPT_DTYPE_UNKNOWN and takes no bytes.
-//
-// # Safety
-// `bound` is alive, or NULL; `output` leads to a tensor that may be written, or is NULL.
-rapt_error rapt_bound_output(const struct rapt_bound *bound,
-                             size_t place,
-                             struct rapt_tensor *output);
-
-// A session of a model into `*session`, which is given back by rapt_session_destroy(): calls that share what the program keeps,
-// such as a cache that it writes in place. It starts as the archive has it. On an error `*session` is as before.
-//
-// # Safety
-// `model` is alive, or NULL; `session` leads to a pointer that may be written, or is NULL.
-rapt_error rapt_session_create(const struct rapt_model *model,
-                               struct rapt_session **session);
-
-// Gives a session back, with what it keeps. NULL is ignored.
-//
-// # Safety
-// `session` came from rapt_session_create(), was not destroyed before, and is used by no other thread.
-void rapt_session_destroy(struct rapt_session *session);
-
-// Runs the program on `inputs`, and writes its results where `outputs` say: each of the result's dtype and sizes, as
-// rapt_model_bind() tells them, with strides of its own. Nothing is converted.
-//
-// A number is a tensor without dimensions: I64, F64 or BOOL. An input that is None is a rapt_tensor of zeros; the place of a result
-// that is None is not read. An input that the program writes (`is_written` of its rapt_port) is written where it lies. Outputs and
-// written inputs share no byte with another operand and contain every address once.
-//
-// On an error nothing was written, the session keeps what it had, and serves the next call. (After RAPT_ERROR_INTERNAL, a defect of
-// Rapt, outputs and what the session keeps are unspecified.) Calls of one session at once wait for one another.
-//
-// # Safety
-// `session` is alive, or NULL. `inputs` and `outputs` lead to as many tensors as told, or are NULL; each is what it says: readable
-// memory that nobody writes during the call, and for outputs and written inputs writable memory that nobody else uses.
-rapt_error rapt_session_run(struct rapt_session *session,
-                            const struct rapt_tensor *inputs,
-                            size_t num_inputs,
-                            const struct rapt_tensor *outputs,
-                            size_t num_outputs);
-
-// Forgets what the calls so far have left: the session is as it began.
-//
-// # Safety
-// `session` is alive, or NULL.
-rapt_error rapt_session_reset(struct rapt_session *session);
-
-// The number of bytes that a session holds beside the archive; 0 for NULL.
-//
-// # Safety
-// `session` is alive, or NULL.
-size_t rapt_session_held_bytes(const struct rapt_session *session);
-
-// Loads the program that torch.export.save() wrote to the file `path`, into `*model`: it is given back by
-// rapt_model_destroy(). On an error `*model` is as before.
-//
-// The file is mapped: nothing may change it until the model and its sessions are destroyed. Everything that needs no input is
-// checked here: the archive, that every operator is served (the error lists all that are not), and that what each node gives is
-// what the program says of it. A model may be used from any number of threads at once.
-//
-// # Safety
-// `path` is a string that ends with NUL, in UTF-8 where the system wants it; `model` leads to a pointer that may be written. Each
-// may be NULL.
-rapt_error rapt_model_open(const char *path,
-                           struct rapt_model **model);
-
-// The same from the `len` bytes of such a file in memory. They are copied.
-//
-// # Safety
-// `bytes` leads to `len` bytes, or is NULL; `model` as for rapt_model_open().
-rapt_error rapt_model_from_bytes(const void *bytes, size_t len, struct rapt_model **model);
+// `bytes` leads to `len` bytes, or is NULL; `engine` and `model` as for rapt_model_open().
+rapt_error rapt_model_from_bytes(const struct rapt_engine *engine,
+                                 const void *bytes,
+                                 size_t len,
+                                 struct rapt_model **model);
 
 // Gives a model back. Its sessions and bindings live on; names and sizes that rapt_model_input() told do not. NULL is ignored.
 //

@@ -22,6 +22,7 @@ mod run;
 mod served;
 
 use std::ffi::{CStr, CString, c_char};
+use std::sync::Arc;
 
 use engine::{Engine, Error, Operands};
 
@@ -42,7 +43,7 @@ use served::Calls;
 /// Threads, scratch memory and a cache of plans; see rapt_engine_create().
 #[allow(non_camel_case_types, reason = "a name of rapt.h")]
 pub struct rapt_engine {
-    engine: Engine,
+    engine: Arc<Engine>,
     calls: Calls,
 }
 
@@ -125,14 +126,14 @@ pub extern "C" fn rapt_engine_create(threads: i32) -> *mut rapt_engine {
                 return Err(Error::Option { option: "threads", got: threads.to_string(), allowed }.into());
             }
         };
-        made = Box::into_raw(Box::new(rapt_engine { engine: Engine::new(threads)?, calls: Calls::new() }));
+        made = Box::into_raw(Box::new(rapt_engine { engine: Arc::new(Engine::new(threads)?), calls: Calls::new() }));
         Ok(())
     });
     made
 }
 
-/// Ends the engine's threads and gives back its memory. No call may be using it, and none may use it after. NULL is
-/// ignored.
+/// Ends the engine's threads and gives back its memory. No call may be using it, and none may use it after. Where models were
+/// opened with it, both happen when the last of them, their bindings and sessions is given back. NULL is ignored.
 ///
 /// # Safety
 /// `engine` came from rapt_engine_create(), was not destroyed before, and is used by no other thread.

@@ -1,21 +1,23 @@
 //! Exported programs for C: handles for a model, for its binding to given sizes, and for a session.
 //!
 //! ```text
-//! rapt_model_open ─► rapt_model ──rapt_model_bind(inputs)──► rapt_bound      what the results will be
-//!                       └──rapt_session_create──► rapt_session ──rapt_session_run(inputs, outputs)
+//! rapt_model_open(engine) ─► rapt_model ──rapt_model_bind(inputs)──► rapt_bound      what the results will be
+//!                               └──rapt_session_create──► rapt_session ──rapt_session_run(inputs, outputs)
 //! ```
+//! A model keeps the engine that it was opened with: its threads run the sessions' calls, on the CPU.
 //! Inputs and results are `rapt_tensor`s in the order of the program's inputs and results. A number is a tensor without
 //! dimensions (I64, F64, BOOL), `None` one that is all zero. `run` reads and checks a call.
-//! Deliberately absent: results that Rapt allocates, and any choice of an engine: programs run on the CPU.
+//! Deliberately absent: results that Rapt allocates.
 
 use std::ffi::{CStr, CString, c_char, c_void};
 use std::path::Path;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use engine::DType;
 use engine::model::{Bound, InputForm, Model, OutputForm, Port, Session};
 
 use crate::abi::{rapt_device, rapt_dtype, rapt_error, rapt_port, rapt_tensor};
+use crate::rapt_engine;
 use crate::read::{struct_size, to_read, to_write};
 use crate::refusal::{Refusal, guard};
 use crate::run::{Given, INPUT, OUTPUT, dtype_of, read_inputs, run};
@@ -146,29 +148,44 @@ unsafe fn destroy<T>(handle: *mut T) {
     }
 }
 
-fn opened(model: Model) -> Result<rapt_model, Refusal> {
+/// # Safety
+/// `engine` is alive, or NULL.
+unsafe fn opened(
+    engine: *const rapt_engine,
+    open: impl FnOnce() -> Result<Model, Refusal>,
+) -> Result<rapt_model, Refusal> {
+    let engine = to_read(engine, "engine")?;
+    // SAFETY: neither NULL nor unaligned; that an engine lies there is the caller's word.
+    let model = open()?.on(Arc::clone(unsafe { &(*engine).engine }));
     let texts = |ports: &[Port]| ports.iter().map(PortText::new).collect::<Result<Vec<PortText>, Refusal>>();
     Ok(rapt_model { inputs: texts(model.inputs())?, outputs: texts(model.outputs())?, model })
 }
 
 /// Loads the program that torch.export.save() wrote to the file `path`, into `*model`: it is given back by
-/// rapt_model_destroy(). On an error `*model` is as before.
+/// rapt_model_destroy(). On an error `*model` is as before. The engine's threads run the calls of the model's sessions; it may be
+/// destroyed before the model, which then holds what it needs of it.
 ///
 /// The file is mapped: nothing may change it until the model and its sessions are destroyed. Everything that needs no input is
 /// checked here: the archive, that every operator is served (the error lists all that are not), and that what each node gives is
 /// what the program says of it. A model may be used from any number of threads at once.
 ///
 /// # Safety
-/// `path` is a string that ends with NUL, in UTF-8 where the system wants it; `model` leads to a pointer that may be written. Each
-/// may be NULL.
+/// `engine` is alive; `path` is a string that ends with NUL, in UTF-8 where the system wants it; `model` leads to a pointer that may be
+/// written. Each may be NULL.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn rapt_model_open(path: *const c_char, model: *mut *mut rapt_model) -> rapt_error {
-    create(model, "model", || {
+pub unsafe extern "C" fn rapt_model_open(
+    engine: *const rapt_engine,
+    path: *const c_char,
+    model: *mut *mut rapt_model,
+) -> rapt_error {
+    let open = || {
         let path = to_read(path, "path")?;
         // SAFETY: not NULL; that a NUL ends it is the caller's word.
         let path = unsafe { CStr::from_ptr(path) };
-        opened(Model::open(path_of(path)?)?)
-    })
+        Ok(Model::open(path_of(path)?)?)
+    };
+    // SAFETY: the caller's word.
+    create(model, "model", || unsafe { opened(engine, open) })
 }
 
 #[cfg(unix)]
@@ -186,22 +203,25 @@ fn path_of(path: &CStr) -> Result<&Path, Refusal> {
 /// The same from the `len` bytes of such a file in memory. They are copied.
 ///
 /// # Safety
-/// `bytes` leads to `len` bytes, or is NULL; `model` as for rapt_model_open().
+/// `bytes` leads to `len` bytes, or is NULL; `engine` and `model` as for rapt_model_open().
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn rapt_model_from_bytes(
+    engine: *const rapt_engine,
     bytes: *const c_void,
     len: usize,
     model: *mut *mut rapt_model,
 ) -> rapt_error {
-    create(model, "model", || {
+    let open = || {
         let bytes = to_read(bytes.cast::<u8>(), "bytes")?;
         if isize::try_from(len).is_err() {
             return Err(Refusal::Length { argument: "bytes", got: len });
         }
         // SAFETY: not NULL, and no longer than an allocation can be; that `len` bytes lie there is the caller's word.
         let bytes = unsafe { std::slice::from_raw_parts(bytes, len) };
-        opened(Model::from_bytes(bytes)?)
-    })
+        Ok(Model::from_bytes(bytes)?)
+    };
+    // SAFETY: the caller's word.
+    create(model, "model", || unsafe { opened(engine, open) })
 }
 
 /// Gives a model back. Its sessions and bindings live on; names and sizes that rapt_model_input() told do not. NULL is ignored.

@@ -116,8 +116,9 @@ fn bench_times_a_model_at_sizes_of_the_users_own() {
     );
     assert_eq!(report["symbols"]["s24"], 6);
     std::fs::remove_file(&file).expect("gone");
-    let plain = prints(&["model", "bench", &archive("shared"), "--seconds", "0.01"]);
-    assert!(plain.contains("fixed"), "{plain}");
+    let plain = prints(&["model", "bench", &archive("shared"), "--seconds", "0.01", "--threads", "3"]);
+    assert!(plain.contains("fixed") && plain.contains("at most 3"), "{plain}");
+    assert!(refuses(&["model", "bench", &archive("shared"), "--threads", "0"], 1).contains("threads"));
 }
 
 #[test]

@@ -16,7 +16,7 @@ use rapt_c::{
 
 use crate::handles::{Memory, Model, PATTERN, Session, element, empty_port, shape, tensors};
 use crate::programs::{binary, clone_of, copy, counter, even_rows, value};
-use crate::support::last_error;
+use crate::support::{Owned, last_error};
 
 /// The dtypes that are read as such, by the contract.
 const READS: [DType; 7] = [DType::F32, DType::F64, DType::F16, DType::BF16, DType::I32, DType::I64, DType::Bool];
@@ -407,9 +407,9 @@ fn a_truncated_or_altered_archive_is_an_error_and_no_model() {
     missing.target = "torch.ops.aten.no_such_operator.default";
     let (code, says) = Model::from_bytes(&missing.archive()).err().expect("refused");
     assert!(code == RAPT_ERROR_UNSUPPORTED && says.contains("no_such_operator"), "{says}");
-    let (path, mut model) = (c"/no/such/file.pt2", std::ptr::null_mut());
-    // SAFETY: a string, and a pointer of this frame.
-    assert_eq!(unsafe { rapt_model_open(path.as_ptr(), &raw mut model) }, RAPT_ERROR_PROGRAM);
+    let (engine, path, mut model) = (Owned::new(1), c"/no/such/file.pt2", std::ptr::null_mut());
+    // SAFETY: an engine that is alive, a string, and a pointer of this frame.
+    assert_eq!(unsafe { rapt_model_open(engine.0, path.as_ptr(), &raw mut model) }, RAPT_ERROR_PROGRAM);
     assert!(model.is_null() && last_error().contains("/no/such/file.pt2"), "{}", last_error());
     assert!(Model::from_bytes(&whole).is_ok());
 }
@@ -466,7 +466,26 @@ fn numbers_and_none_are_tensors_without_dimensions() {
 }
 
 #[test]
+fn a_model_runs_on_the_threads_of_its_engine_which_may_be_given_back_before() {
+    let archive = counter(DType::F32).archive();
+    for threads in [1, 3] {
+        let model = Model::on(threads, &archive).unwrap_or_else(|error| panic!("{error:?}"));
+        let mut text = std::ptr::null_mut();
+        // SAFETY: alive, and a pointer of this frame; the text is given back.
+        let says = unsafe {
+            assert_eq!(rapt_c::rapt_model_explain(model.0, &raw mut text), RAPT_OK);
+            let says = CStr::from_ptr(text).to_str().unwrap().to_owned();
+            rapt_c::rapt_string_free(text);
+            says
+        };
+        let row = says.lines().find(|line| line.starts_with("threads")).expect("a row");
+        assert_eq!(row.split_whitespace().last(), Some(threads.to_string().as_str()), "{says}");
+    }
+}
+
+#[test]
 fn null_and_unaligned_pointers_are_refused_everywhere() {
+    let engine = Owned::new(1);
     let model = Model::of(&clone_of(DType::F32));
     let session = model.session();
     let (x, out) = (Memory::small(DType::F32, &[3]), Memory::place(DType::F32, &[3]));
@@ -478,9 +497,11 @@ fn null_and_unaligned_pointers_are_refused_everywhere() {
     // SAFETY: what is neither NULL nor unaligned leads to live memory of its type.
     unsafe {
         let answers = [
-            rapt_model_open(std::ptr::null(), &raw mut made),
-            rapt_model_open(c"x".as_ptr(), std::ptr::null_mut()),
-            rapt_model_from_bytes(std::ptr::null(), 0, &raw mut made),
+            rapt_model_open(std::ptr::null(), c"x".as_ptr(), &raw mut made),
+            rapt_model_open(engine.0, std::ptr::null(), &raw mut made),
+            rapt_model_open(engine.0, c"x".as_ptr(), std::ptr::null_mut()),
+            rapt_model_from_bytes(std::ptr::null(), given.as_ptr().cast(), 1, &raw mut made),
+            rapt_model_from_bytes(engine.0, std::ptr::null(), 0, &raw mut made),
             rapt_model_input(no_model, 0, &raw mut port),
             rapt_model_output(no_model, 0, &raw mut port),
             rapt_model_input(model.0, 0, std::ptr::null_mut()),
@@ -507,7 +528,8 @@ fn null_and_unaligned_pointers_are_refused_everywhere() {
         rapt_model_destroy(std::ptr::null_mut());
         rapt_session_destroy(no_session);
         rapt_bound_destroy(std::ptr::null_mut());
-        assert_eq!(rapt_model_from_bytes(given.as_ptr().cast(), usize::MAX, &raw mut made), RAPT_ERROR_OPTION);
+        let far = rapt_model_from_bytes(engine.0, given.as_ptr().cast(), usize::MAX, &raw mut made);
+        assert_eq!(far, RAPT_ERROR_OPTION);
         // What explain gives is a text that is given back.
         assert_eq!(rapt_c::rapt_model_explain(model.0, &raw mut text), RAPT_OK);
         assert!(CStr::from_ptr(text).to_str().unwrap().contains("input x"));

@@ -11,7 +11,7 @@ use rapt_c::{
 };
 
 use crate::programs::Program;
-use crate::support::{last_error, tensor};
+use crate::support::{Owned, last_error, tensor};
 
 /// What places hold before a call.
 pub(crate) const PATTERN: u8 = 0x5a;
@@ -21,9 +21,14 @@ pub(crate) struct Model(pub(crate) *mut rapt_model);
 
 impl Model {
     pub(crate) fn from_bytes(bytes: &[u8]) -> Result<Model, (rapt_error, String)> {
-        let mut model = std::ptr::null_mut();
-        // SAFETY: a slice, and a pointer of this frame.
-        match unsafe { rapt_model_from_bytes(bytes.as_ptr().cast(), bytes.len(), &raw mut model) } {
+        Model::on(0, bytes)
+    }
+
+    /// On an engine of so many threads, which is given back before the model is used.
+    pub(crate) fn on(threads: i32, bytes: &[u8]) -> Result<Model, (rapt_error, String)> {
+        let (engine, mut model) = (Owned::new(threads), std::ptr::null_mut());
+        // SAFETY: an engine that is alive, a slice, and a pointer of this frame.
+        match unsafe { rapt_model_from_bytes(engine.0, bytes.as_ptr().cast(), bytes.len(), &raw mut model) } {
             RAPT_OK => Ok(Model(model)),
             code => {
                 assert!(model.is_null(), "written on refusal");
@@ -39,9 +44,9 @@ impl Model {
     /// An archive that torch wrote.
     pub(crate) fn of_torch(name: &str) -> Model {
         let path = format!("{}/../../crates/rapt-pt2/tests/fixtures/torch-2.15/{name}.pt2", env!("CARGO_MANIFEST_DIR"));
-        let (path, mut model) = (CString::new(path).unwrap(), std::ptr::null_mut());
-        // SAFETY: a string, and a pointer of this frame.
-        assert_eq!(unsafe { rapt_model_open(path.as_ptr(), &raw mut model) }, RAPT_OK, "{}", last_error());
+        let (engine, path, mut model) = (Owned::new(0), CString::new(path).unwrap(), std::ptr::null_mut());
+        // SAFETY: an engine that is alive, a string, and a pointer of this frame.
+        assert_eq!(unsafe { rapt_model_open(engine.0, path.as_ptr(), &raw mut model) }, RAPT_OK, "{}", last_error());
         Model(model)
     }
 

@@ -12,7 +12,7 @@ const HEADER: &str = "include/rapt.h";
 fn generate() -> String {
     let here = Path::new(env!("CARGO_MANIFEST_DIR"));
     let config = cbindgen::Config::from_file(here.join("cbindgen.toml")).unwrap();
-    let sources = ["src/abi.rs", "src/lib.rs", "src/model.rs"].map(|file| here.join(file));
+    let sources = ["src/abi.rs", "src/lib.rs"].map(|file| here.join(file));
     let builder = sources.iter().fold(cbindgen::Builder::new().with_config(config), cbindgen::Builder::with_src);
     let mut bytes = Vec::new();
     builder.generate().unwrap().write(&mut bytes);

@@ -36,6 +36,9 @@ pub(crate) struct Args {
     /// Where every figure goes.
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
+    /// Threads [default: RAPT_NUM_THREADS, else what the system offers].
+    #[arg(long, value_name = "N")]
+    threads: Option<usize>,
 }
 
 fn size(text: &str) -> Result<(String, i64), String> {
@@ -201,7 +204,7 @@ struct Figures {
 
 pub(super) fn run(args: &Args) -> Outcome {
     let start = Instant::now();
-    let model = Model::open(&args.model)?;
+    let model = super::open(&args.model, args.threads)?;
     let load = start.elapsed().as_secs_f64();
     // Forms and symbols are the archive's; the model does not repeat them.
     let archive = Archive::open(&args.model)?;
@@ -234,8 +237,8 @@ pub(super) fn run(args: &Args) -> Outcome {
     }
     let symbols: Vec<(String, i64)> = bound.symbols().map(|(name, value)| (name.to_owned(), value)).collect();
     let flops = work::flops(program, &symbols.iter().cloned().collect());
-    let weights = model.explain().rows().iter().filter(|(name, _)| name.starts_with("weights")).cloned().collect();
-    let threads = rapt::default_engine()?.threads().get();
+    let weights = bound.explain().rows().iter().filter(|(name, _)| name.starts_with("weights")).cloned().collect();
+    let threads = bound.threads();
     let held_bytes = session.held_bytes();
     let figures = Figures { load, first, calls, symbols, flops, threads, weights, held_bytes };
     say(&table::framed(&rows(&figures)))?;

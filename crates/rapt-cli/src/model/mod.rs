@@ -7,8 +7,10 @@ mod view;
 mod work;
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use clap::{Args as ClapArgs, Subcommand};
+use rapt::Engine;
 use rapt::model::{Check, Input, Model, Output, Port};
 use rapt::pt2::Archive;
 
@@ -60,6 +62,15 @@ struct RunArgs {
     /// Where a result goes; once for each tensor among the results, in their order.
     #[arg(long, value_name = "FILE", required = true)]
     out: Vec<PathBuf>,
+    /// Threads [default: RAPT_NUM_THREADS, else what the system offers].
+    #[arg(long, value_name = "N")]
+    threads: Option<usize>,
+}
+
+/// The program of an archive, on an engine of so many threads.
+fn open(path: &Path, threads: Option<usize>) -> Result<Model, rapt::ModelError> {
+    let engine = Engine::new(threads)?;
+    Ok(Model::open(path)?.on(Arc::new(engine)))
 }
 
 pub(crate) fn run(args: &Args) -> Outcome {
@@ -174,7 +185,7 @@ impl std::fmt::Display for Wrong {
 impl std::error::Error for Wrong {}
 
 fn compute(args: &RunArgs) -> Outcome {
-    let model = Model::open(&args.model)?;
+    let model = open(&args.model, args.threads)?;
     let names = || model.inputs().iter().map(|port| format!("{} ({})", port.name, form(port))).collect::<Vec<_>>();
     if args.inputs.len() != model.inputs().len() {
         let (takes, got) = (model.inputs().len(), args.inputs.len());
