@@ -11,6 +11,10 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 # Hypothesis keeps what it learnt; beside the tests nothing may be written.
 os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", str(Path(tempfile.gettempdir()) / "rapt-hypothesis"))
+# What inductor compiles here is small: workers that each import torch, and trying each instruction set with the compiler, take
+# longer than it.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 
 @pytest.fixture

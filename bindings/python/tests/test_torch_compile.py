@@ -120,40 +120,47 @@ def test_a_compiled_training_step_is_pytorchs_own():
 
 
 CACHED = """
-import threading
+import multiprocessing, os, threading
 import torch
-from torch.nn.functional import scaled_dot_product_attention as sdpa
+# Once for all: a process forked here has compiled nothing.
+import torch._inductor.compile_fx
 import rapt.torch as rt
-q = torch.arange(64.0).reshape(1, 2, 4, 8).sin()
-compiled = torch.compile(lambda q: sdpa(q * 1.5, q, q[..., :3]), fullgraph=True)
+from torch.nn.functional import scaled_dot_product_attention as sdpa
 def work():
+    q = torch.arange(64.0).reshape(1, 2, 4, 8).sin()
+    compiled = torch.compile(lambda q: sdpa(q * 1.5, q, q[..., :3]), fullgraph=True)
     with torch.no_grad():
         out = compiled(q)
         assert torch.allclose(out, sdpa(q * 1.5, q, q[..., :3]), atol=1e-5)
         rt.reset_stats()
         compiled(q)
-    print(rt.stats()["served"])
-if REGISTER:
-    rt.register_backend()
-if THREAD:
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-else:
-    work()
+    print(rt.stats()["served"], flush=True)
+def run(register, in_thread):
+    if register:
+        rt.register_backend()
+    if in_thread:
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    else:
+        work()
+fork = multiprocessing.get_context("fork")
+for how in RUNS:
+    process = fork.Process(target=run, args=how)
+    process.start()
+    process.join()
+    assert process.exitcode == 0, how
 """
 
 
 def test_a_warm_disk_cache_of_another_process(tmp_path):
-    def run(register, thread=False):
-        environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "shared")}
-        code = CACHED.replace("REGISTER", str(register)).replace("THREAD", str(thread))
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=600, check=False)
-        assert done.returncode == 0 and done.stdout, done.stderr
-        return int(done.stdout)
-
     # PyTorch's artifact is there when another thread than the one that registered compiles; from then on both are.
-    assert [run(False), run(True, thread=True), run(False), run(True)] == [0, 1, 0, 1]
+    runs = [(False, False), (True, True), (False, False), (True, False)]
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "shared")}
+    code = CACHED.replace("RUNS", repr(runs))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr
+    assert list(map(int, done.stdout.split())) == [0, 1, 0, 1]
 
 
 EXPORTS = [(mode, strict) for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad) for strict in (True, False)]

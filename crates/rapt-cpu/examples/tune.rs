@@ -211,13 +211,13 @@ fn obeys(job: &Job<'_>, numbers: &Numbers, proven: &mut Proven) {
     }
     let tiles = tiles(job.kernel, numbers);
     let mut workspace = Workspace::new();
-    let mut engine = |spec: &Spec, tensors: Tensors<'_>| {
+    let engine = |spec: &Spec, tensors: Tensors<'_>| {
         let plan = select_with(spec, &Caps { arch: job.arch, threads: 1, clock_hz: None }, &tiles)?;
         workspace.ensure(plan.workspace_bytes())?;
         run(&plan, &mut Operands::check(tensors, spec)?, &mut workspace, &SerialExecutor)
     };
     let config = Config { problems: 12, dtypes: vec![job.dtype], fixed: false, ..Config::default() };
-    if let Err(failure) = conformance(&mut engine, &config) {
+    if let Err(failure) = conformance(&mut [Box::new(engine)], &config) {
         panic!("{} {numbers:?}: {failure}", job.kernel);
     }
 }

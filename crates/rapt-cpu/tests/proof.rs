@@ -4,7 +4,7 @@ use std::io::Write;
 use std::time::Instant;
 
 use rapt_core::{Arch, Caps, Operands, SerialExecutor, Workspace};
-use rapt_testkit::{Engine, Proof, Tally, proof};
+use rapt_testkit::{Engine, Proof, proof};
 
 const LEAST: usize = 100_000;
 
@@ -22,18 +22,10 @@ fn engine(arch: Arch) -> Box<Engine<'static>> {
 #[test]
 fn a_hundred_thousand_problems_between_pages() {
     let start = Instant::now();
-    let mut all = Tally::default();
-    let mut failures = Vec::new();
-    for &arch in rapt_cpu::available() {
-        match proof(&|| engine(arch), &Proof::default()) {
-            Ok(report) => {
-                assert_eq!(report.count("unsupported"), 0, "{}", arch.name());
-                all.merge(&report);
-            }
-            Err(failure) => failures.push(format!("{}: {failure}", arch.name())),
-        }
-    }
-    assert!(failures.is_empty(), "{}", failures.join("\n"));
+    let engines = || rapt_cpu::available().iter().map(|&arch| engine(arch)).collect();
+    let all = proof(&engines, &Proof::default())
+        .unwrap_or_else(|failure| panic!("{}: {failure}", rapt_cpu::available()[failure.engine].name()));
+    assert_eq!(all.count("unsupported"), 0);
     let names: Vec<&str> = rapt_cpu::available().iter().map(|arch| arch.name()).collect();
     // Past the capture of the test harness: the count is part of what a run says.
     let seconds = start.elapsed().as_secs();

@@ -146,6 +146,11 @@ impl TensorBuf {
             .expect("a buffer reaches its own memory")
     }
 
+    /// Puts every byte back to what it was when the buffer was made.
+    pub fn clear(&mut self) {
+        self.memory.bytes_mut().copy_from_slice(&self.snapshot);
+    }
+
     /// Whether every byte is as it was when the buffer was made.
     ///
     /// # Errors

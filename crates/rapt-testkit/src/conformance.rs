@@ -101,6 +101,8 @@ impl fmt::Display for Tally {
 pub struct Failure {
     /// Of the exploits, the zoo, or the random problems.
     pub stage: &'static str,
+    /// Which of the engines.
+    pub engine: usize,
     /// What went wrong.
     pub what: String,
     /// The case: give it to [`replay`].
@@ -125,24 +127,24 @@ impl fmt::Display for Failure {
 
 impl std::error::Error for Failure {}
 
-/// Puts `engine` through the suite and counts what it ran. Requests answered with
-/// [`Error::Unsupported`](rapt_core::Error::Unsupported) count as `unsupported`.
+/// Puts `engines` through the suite and counts what they ran; a case is made, and its reference computed, once for all of them.
+/// Requests answered with [`Error::Unsupported`](rapt_core::Error::Unsupported) count as `unsupported`.
 ///
 /// # Errors
 /// The first case that breaks a rule.
-pub fn conformance(engine: &mut Engine<'_>, config: &Config) -> Result<Tally, Failure> {
+pub fn conformance(engines: &mut [Box<Engine<'_>>], config: &Config) -> Result<Tally, Failure> {
     let mut tally = Tally::default();
     if config.fixed {
         for &dtype in &config.dtypes {
-            exploits(dtype).into_iter().try_for_each(|case| judge(engine, "exploits", &case, &mut tally))?;
-            known_answer(engine, dtype)?;
-            strides(engine, dtype, &mut tally)?;
+            exploits(dtype).into_iter().try_for_each(|case| judge(engines, "exploits", &case, &mut tally))?;
+            known_answer(engines, dtype)?;
+            strides(engines, dtype, &mut tally)?;
         }
     }
     let mut seeds = Rng::new(config.seed);
     for _ in 0..config.problems {
         let case = Case::random(seeds.bits(), &config.dtypes, config.max_work);
-        judge(engine, "random", &case, &mut tally)?;
+        judge(engines, "random", &case, &mut tally)?;
     }
     Ok(tally)
 }
@@ -152,38 +154,53 @@ pub fn conformance(engine: &mut Engine<'_>, config: &Config) -> Result<Tally, Fa
 /// # Errors
 /// If it breaks a rule.
 pub fn replay(engine: &mut Engine<'_>, case: &Case) -> Result<(), Failure> {
-    judge(engine, "replay", case, &mut Tally::default())
+    judge(&mut [Box::new(engine)], "replay", case, &mut Tally::default())
 }
 
-/// One problem: where it lies, against the other page if it lies against one, and elsewhere under other strides.
+/// One problem for every engine: where it lies, against the other page if it lies against one, and elsewhere under other strides.
 pub(crate) fn judge(
-    engine: &mut Engine<'_>,
+    engines: &mut [Box<Engine<'_>>],
     stage: &'static str,
     case: &Case,
     tally: &mut Tally,
 ) -> Result<(), Failure> {
-    let fail = |what: String| Failure { stage, what, case: Box::new(case.clone()) };
+    let fail = |engine: usize, what: String| Failure { stage, engine, what, case: Box::new(case.clone()) };
     let places = case.placements();
     let mut values = case.values();
     if case.poison {
         poison(case, &places, &mut values);
     }
     let mut buffers = Buffers::new(case, &places, &values);
-    let first = match run(engine, case, &mut buffers, None).map_err(fail)? {
-        Ran::Bits(bits) => bits,
-        Ran::Unsupported => {
-            tally.add("unsupported");
-            return Ok(());
+    let mut expected = None;
+    let mut firsts = Vec::new();
+    for (n, engine) in engines.iter_mut().enumerate() {
+        match run(&mut **engine, case, &mut buffers, None, &mut expected).map_err(|what| fail(n, what))? {
+            Ran::Bits(bits) => {
+                tally.ran(stage, case);
+                firsts.push(Some(bits));
+            }
+            Ran::Unsupported => {
+                tally.add("unsupported");
+                firsts.push(None);
+            }
         }
-    };
-    tally.ran(stage, case);
+    }
+    // The engines that served it, with the bits of each.
+    let mut served = engines.iter_mut().zip(&firsts).enumerate();
+    let mut served: Vec<_> =
+        served.by_ref().filter_map(|(n, (engine, first))| Some((n, engine, first.as_ref()?))).collect();
+    if served.is_empty() {
+        return Ok(());
+    }
     if let Some(guard) = case.guard.other_page() {
         let flush = Case { guard, ..case.clone() };
         let mut buffers = Buffers::new(&flush, &places, &values);
-        match run(engine, &flush, &mut buffers, Some(&first)) {
-            Ok(Ran::Bits(bits)) if bits == first => {}
-            Ok(_) => return Err(fail(format!("other bits against {guard:?}"))),
-            Err(what) => return Err(fail(format!("{what} (against {guard:?})"))),
+        for (n, engine, first) in &mut served {
+            match run(&mut ***engine, &flush, &mut buffers, Some(first), &mut expected) {
+                Ok(Ran::Bits(bits)) if bits == **first => {}
+                Ok(_) => return Err(fail(*n, format!("other bits against {guard:?}"))),
+                Err(what) => return Err(fail(*n, format!("{what} (against {guard:?})"))),
+            }
         }
     }
     // The same values elsewhere: strides that can hold any values, another alignment.
@@ -200,22 +217,26 @@ pub(crate) fn judge(
         }
     }
     let mut buffers = Buffers::new(&moved, &places, &buffers.values());
-    match run(engine, &moved, &mut buffers, Some(&first)) {
-        Ok(Ran::Bits(bits)) if bits == first => Ok(()),
-        Ok(Ran::Bits(bits)) => {
-            let differ = bits.iter().zip(&first).filter(|(a, b)| a != b).count();
-            Err(fail(format!("{differ} of {} elements have other bits under other strides: {places:?}", bits.len())))
-        }
-        Ok(Ran::Unsupported) => Err(fail(format!("served, but not under other strides: {places:?}"))),
-        Err(what) => Err(fail(format!("{what} (under other strides: {places:?})"))),
+    for (n, engine, first) in &mut served {
+        let what = match run(&mut ***engine, &moved, &mut buffers, Some(first), &mut expected) {
+            Ok(Ran::Bits(bits)) if bits == **first => continue,
+            Ok(Ran::Bits(bits)) => {
+                let differ = bits.iter().zip(first.iter()).filter(|(a, b)| a != b).count();
+                format!("{differ} of {} elements have other bits under other strides: {places:?}", bits.len())
+            }
+            Ok(Ran::Unsupported) => format!("served, but not under other strides: {places:?}"),
+            Err(what) => format!("{what} (under other strides: {places:?})"),
+        };
+        return Err(fail(*n, what));
     }
+    Ok(())
 }
 
 /// Sets the placement of one tensor.
 type Set = fn(&mut Places, usize);
 
 /// Every placement of every tensor, one at a time, on one problem with tails in every dimension.
-fn strides(engine: &mut Engine<'_>, dtype: DType, tally: &mut Tally) -> Result<(), Failure> {
+fn strides(engines: &mut [Box<Engine<'_>>], dtype: DType, tally: &mut Tally) -> Result<(), Failure> {
     let mask = Some(MaskCase { dtype: DType::Bool, full: [true; 4], rank: 4, lowest: false });
     let base = Case { num_kv_heads: 2, head_dim_v: 20, mask, ..Case::plain(dtype, [2, 4, 13, 27], 37) };
     let (inputs, outputs) = (zoo(base.q).len(), output_zoo(base.q).len());
@@ -236,7 +257,7 @@ fn strides(engine: &mut Engine<'_>, dtype: DType, tally: &mut Tally) -> Result<(
         for at in 0..count {
             let guard = [Guard::Heap { shift: 8 }, Guard::FrontPage, Guard::BackPage][(n + at) % 3];
             let causal = [None, Some(Causal::BottomRight)][at % 2];
-            judge(engine, "zoo", &Case { places: one(set, at), guard, causal, ..base.clone() }, tally)?;
+            judge(engines, "zoo", &Case { places: one(set, at), guard, causal, ..base.clone() }, tally)?;
         }
     }
     Ok(())
@@ -302,15 +323,19 @@ fn exploits(dtype: DType) -> Vec<Case> {
 }
 
 /// `q = [1, ½]`, one key: the value itself, exactly (16-bit tensors read under a 32-bit tag give other numbers).
-fn known_answer(engine: &mut Engine<'_>, dtype: DType) -> Result<(), Failure> {
+fn known_answer(engines: &mut [Box<Engine<'_>>], dtype: DType) -> Result<(), Failure> {
     let case = Case::plain(dtype, [1, 1, 1, 2], 1);
     let (q, k, v) = (vec![1.0, 0.5], vec![0.5, 1.0], vec![0.25, 0.75]);
     let values = crate::case::Values { q, k, v, mask: None, sinks: None, alibi_slopes: None };
-    let fail = |what: String| Failure { stage: "known answer", what, case: Box::new(case.clone()) };
+    let fail =
+        |engine: usize, what: String| Failure { stage: "known answer", engine, what, case: Box::new(case.clone()) };
     let mut buffers = Buffers::new(&case, &case.placements(), &values);
-    match run(engine, &case, &mut buffers, None).map_err(fail)? {
-        Ran::Unsupported => Ok(()),
-        Ran::Bits(bits) if bits[..2] == [0.25f64.to_bits(), 0.75f64.to_bits()] => Ok(()),
-        Ran::Bits(bits) => Err(fail(format!("{:?}, expected [0.25, 0.75]", &bits[..2]))),
+    for (n, engine) in engines.iter_mut().enumerate() {
+        match run(&mut **engine, &case, &mut buffers, None, &mut None).map_err(|what| fail(n, what))? {
+            Ran::Unsupported => {}
+            Ran::Bits(bits) if bits[..2] == [0.25f64.to_bits(), 0.75f64.to_bits()] => {}
+            Ran::Bits(bits) => return Err(fail(n, format!("{:?}, expected [0.25, 0.75]", &bits[..2]))),
+        }
     }
+    Ok(())
 }

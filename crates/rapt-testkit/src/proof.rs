@@ -45,23 +45,23 @@ impl Default for Proof {
     }
 }
 
-/// Proves an engine; `make` gives one to each worker.
+/// Proves engines; `make` gives them to each worker. A case is made, and its reference computed, once for all of them.
 ///
 /// # Errors
 /// The first case that breaks a rule, of the worker that found one.
 ///
 /// # Panics
 /// If a worker does.
-pub fn proof<'e>(make: &(dyn Fn() -> Box<Engine<'e>> + Sync), proof: &Proof) -> Result<Tally, Box<Failure>> {
+pub fn proof<'e>(make: &(dyn Fn() -> Vec<Box<Engine<'e>>> + Sync), proof: &Proof) -> Result<Tally, Box<Failure>> {
     let stop = AtomicBool::new(false);
     let work = |worker: usize| {
-        let (mut engine, mut tally) = (make(), Tally::default());
+        let (mut engines, mut tally) = (make(), Tally::default());
         let mine = cases(proof).enumerate().filter(|(n, _)| n % proof.workers == worker);
         for (_, (stage, case)) in mine {
             if stop.load(Ordering::Relaxed) {
                 break;
             }
-            if let Err(failure) = judge(&mut *engine, stage, &case, &mut tally) {
+            if let Err(failure) = judge(&mut engines, stage, &case, &mut tally) {
                 stop.store(true, Ordering::Relaxed);
                 return Err(Box::new(failure));
             }
@@ -231,18 +231,18 @@ mod tests {
 
     #[test]
     fn a_broken_engine_is_caught_by_one_of_two_workers() {
-        let engine = || -> Box<Engine<'static>> {
-            Box::new(|spec, mut tensors| {
+        let engines = || -> Vec<Box<Engine<'static>>> {
+            vec![Box::new(|spec, mut tensors| {
                 let mut outputs = reference(spec, &tensors);
                 if spec.kv_len() == 4 {
                     outputs.out.iter_mut().for_each(|out| *out += 1.0);
                 }
                 store(spec, &mut tensors, &outputs);
                 Ok(())
-            })
+            })]
         };
         let config = Proof { dtypes: vec![DType::F32], random: 0, workers: 2, ..Proof::default() };
-        let failure = proof(&engine, &config).expect_err("an output that is off by one");
+        let failure = proof(&engines, &config).expect_err("an output that is off by one");
         assert_eq!(failure.case.kv_len, 4);
     }
 }

@@ -3,7 +3,7 @@
 //! Deliberately absent: which cases; see [`conformance`](crate::conformance()).
 
 use rapt_core::{DType, Error, Spec, TensorLayout, Tensors};
-use rapt_reference::naive;
+use rapt_reference::{Outputs, naive};
 
 use crate::buffer::TensorBuf;
 use crate::case::{Case, Placements, Values};
@@ -71,6 +71,14 @@ impl Buffers {
         }
     }
 
+    /// As if nothing had run: every element of out and lse holds the pattern.
+    fn clear_outputs(&mut self) {
+        self.out.clear();
+        if let Some(lse) = &mut self.lse {
+            lse.clear();
+        }
+    }
+
     fn tensors(&mut self, case: &Case) -> Tensors<'_> {
         let (rank, layout) = (case.rank, case.layout);
         let mask_rank = case.mask.map_or(4, |mask| mask.rank);
@@ -127,13 +135,16 @@ pub(crate) fn poison(case: &Case, places: &Placements, values: &mut Values) {
     }
 }
 
-/// Runs one case and judges it. Where its bits are those of `first`, which was judged already, that is all.
+/// Runs one case and judges it, by what was expected of it before if it was. Where its bits are those of `first`, which was judged
+/// already, that is all.
 pub(crate) fn run(
     engine: &mut Engine<'_>,
     case: &Case,
     buffers: &mut Buffers,
     first: Option<&[u64]>,
+    expected: &mut Option<Expected>,
 ) -> Result<Ran, String> {
+    buffers.clear_outputs();
     let tensors = buffers.tensors(case);
     let spec = spec_of(case, &tensors).map_err(|error| format!("the spec was refused: {error}"))?;
     match engine(&spec, tensors) {
@@ -152,30 +163,50 @@ pub(crate) fn run(
         return Ok(Ran::Bits(bits));
     }
     // The inputs are what they were before the run: that was checked above.
-    let gathered = Gathered::new(&spec, &buffers.tensors(case));
-    judge(case, buffers, &gathered)?;
+    let expected = expected.get_or_insert_with(|| {
+        let tensors = buffers.tensors(case);
+        Expected::new(case, tensors.out.dtype(), &Gathered::new(&spec, &tensors))
+    });
+    expected.judge(buffers)?;
     Ok(Ran::Bits(bits))
 }
 
-/// Judges out and lse by the tolerance rule. Torch's error is what the table says, or what its roundings make on these inputs if
-/// that is more.
-fn judge(case: &Case, buffers: &Buffers, gathered: &Gathered) -> Result<(), String> {
-    let reference = naive(&gathered.problem, &gathered.inputs());
-    let (storage, out_dtype) = (case.dtype, buffers.out.dtype());
-    let judged = if out_dtype.bits() < storage.bits() || out_dtype == DType::BF16 { out_dtype } else { storage };
-    let mut torch = entry(storage, Class::Plain, case.q[3], case.kv_len).torch;
-    for emulation in emulations(gathered, storage, out_dtype) {
-        let Figures { relative, worst_row, .. } = figures(&emulation, &reference.out, case.head_dim_v);
-        torch.relative = torch.relative.max(relative);
-        torch.worst_row = torch.worst_row.max(worst_row);
+/// What out and lse are held against: of one case, whoever computes it and wherever its tensors lie.
+pub(crate) struct Expected {
+    reference: Outputs,
+    rounding: LogitRounding,
+    /// Torch's error: what the table says, or what its roundings make on these inputs if that is more.
+    torch: Figures,
+    head_dim_v: usize,
+    storage: DType,
+    judged: DType,
+}
+
+impl Expected {
+    fn new(case: &Case, out_dtype: DType, gathered: &Gathered) -> Self {
+        let reference = naive(&gathered.problem, &gathered.inputs());
+        let storage = case.dtype;
+        let judged = if out_dtype.bits() < storage.bits() || out_dtype == DType::BF16 { out_dtype } else { storage };
+        let mut torch = entry(storage, Class::Plain, case.q[3], case.kv_len).torch;
+        for emulation in emulations(gathered, storage, out_dtype) {
+            let Figures { relative, worst_row, .. } = figures(&emulation, &reference.out, case.head_dim_v);
+            torch.relative = torch.relative.max(relative);
+            torch.worst_row = torch.worst_row.max(worst_row);
+        }
+        let rounding = LogitRounding::of(gathered, &reference, storage);
+        Expected { reference, rounding, torch, head_dim_v: case.head_dim_v, storage, judged }
     }
-    let rounding = LogitRounding::of(gathered, &reference, storage);
-    check_within(&buffers.out.values(), &reference.out, case.head_dim_v, judged, &torch, Some(&rounding))
-        .map_err(|mismatch| format!("out: {mismatch}"))?;
-    buffers.lse.as_ref().map_or(Ok(()), |lse| {
-        check_lse(&lse.values(), &reference.lse, storage, Some(&rounding))
-            .map_err(|mismatch| format!("lse: {mismatch}"))
-    })
+
+    /// Judges out and lse by the tolerance rule.
+    fn judge(&self, buffers: &Buffers) -> Result<(), String> {
+        let Expected { reference, rounding, torch, head_dim_v, storage, judged } = self;
+        check_within(&buffers.out.values(), &reference.out, *head_dim_v, *judged, torch, Some(rounding))
+            .map_err(|mismatch| format!("out: {mismatch}"))?;
+        buffers.lse.as_ref().map_or(Ok(()), |lse| {
+            check_lse(&lse.values(), &reference.lse, *storage, Some(rounding))
+                .map_err(|mismatch| format!("lse: {mismatch}"))
+        })
+    }
 }
 
 fn untouched(buffers: &Buffers) -> Result<(), crate::buffer::Damage> {

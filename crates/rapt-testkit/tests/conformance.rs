@@ -3,8 +3,8 @@
 use rapt_core::{COMPUTED, Causal, DType, Device, Dims, Error, Extent, Operands, Spec, Tensors, View, ViewMut};
 use rapt_reference::{Outputs, Problem, naive, online};
 use rapt_testkit::{
-    Case, Class, Config, Failure, Gathered, LogitRounding, Tally, conformance, emulations, entry, figures, reference,
-    replay, round, scatter, store,
+    Case, Class, Config, Engine, Failure, Gathered, LogitRounding, Tally, conformance, emulations, entry, figures,
+    reference, replay, round, scatter, store,
 };
 
 type Ran = Result<(), Error>;
@@ -25,7 +25,7 @@ fn config() -> Config {
 /// Runs the suite on a broken engine and says what it found.
 #[track_caller]
 fn caught(mut engine: impl FnMut(&Spec, Tensors<'_>) -> Ran, expect: &str) -> Failure {
-    let failure = conformance(&mut engine, &config()).expect_err("a broken engine is caught");
+    let failure = conformance(&mut [Box::new(&mut engine)], &config()).expect_err("a broken engine is caught");
     let text = failure.to_string();
     assert!(text.contains(expect) && text.contains("case: Case {"), "expected {expect:?} in: {text}");
     // The case alone reproduces it.
@@ -33,6 +33,24 @@ fn caught(mut engine: impl FnMut(&Spec, Tensors<'_>) -> Ran, expect: &str) -> Fa
         assert!(replay(&mut engine, &failure.case).is_err(), "not reproduced: {text}");
     }
     failure
+}
+
+#[test]
+fn of_several_engines_the_broken_one_is_named() {
+    let honest = |spec: &Spec, tensors: Tensors<'_>| spoiled(spec, tensors, |_| {});
+    let broken = |spec: &Spec, mut tensors: Tensors<'_>| {
+        let mut outputs = reference(spec, &tensors);
+        outputs.out.iter_mut().for_each(|out| *out += 1.0);
+        store(spec, &mut tensors, &outputs);
+        Ok(())
+    };
+    // It computes nothing: what the engine before it wrote is not its own.
+    let idle = |_: &Spec, _: Tensors<'_>| Ok(());
+    for (second, expect) in [(Box::new(broken) as Box<Engine<'_>>, "out: "), (Box::new(idle), "never written")] {
+        let failure = conformance(&mut [Box::new(honest), second], &config()).expect_err("a broken engine is caught");
+        assert_eq!(failure.engine, 1);
+        assert!(failure.what.starts_with(expect) || failure.what.contains(expect), "{failure}");
+    }
 }
 
 /// Writes an output through its canonical sizes and strides, as a backend does.
@@ -55,7 +73,8 @@ fn the_reference_conforms_and_its_operands_are_accepted() {
         }
         Ok(())
     };
-    let tally = conformance(&mut engine, &Config { problems: 400, ..config() }).unwrap_or_else(|e| panic!("{e}"));
+    let tally = conformance(&mut [Box::new(&mut engine)], &Config { problems: 400, ..config() })
+        .unwrap_or_else(|e| panic!("{e}"));
     println!("{tally}");
     let kinds = [
         "exploits",
@@ -141,7 +160,7 @@ fn f32_engine(spec: &Spec, mut tensors: Tensors<'_>, rounded: impl Fn(f32) -> f3
 fn an_honest_f32_kernel_conforms() {
     let config = Config { problems: 1500, seed: 11, ..config() };
     let mut engine = |spec: &Spec, tensors: Tensors<'_>| f32_engine(spec, tensors, |sum| sum);
-    let tally = conformance(&mut engine, &config).unwrap_or_else(|e| panic!("{e}"));
+    let tally = conformance(&mut [Box::new(&mut engine)], &config).unwrap_or_else(|e| panic!("{e}"));
     assert!(tally.count("unsupported") > 100 && tally.count("float32") > 500, "{tally}");
 }
 
@@ -154,7 +173,7 @@ fn scores_of_a_few_bits_less_are_caught_in_a_few_rows() {
         f32_engine(spec, tensors, |sum| f32::from_bits((sum.to_bits() + (1 << bits >> 1)) & !((1 << bits) - 1)))
     };
     let config = Config { problems: 1000, dtypes: vec![DType::F32], fixed: false, ..config() };
-    let failure = conformance(&mut broken, &config).expect_err("a broken engine is caught");
+    let failure = conformance(&mut [Box::new(&mut broken)], &config).expect_err("a broken engine is caught");
     assert!(failure.what.starts_with("out: relative L2 error"), "{failure}");
 }
 
@@ -228,7 +247,7 @@ fn a_write_between_rows_is_caught() {
         }
         Ok(())
     };
-    let failure = conformance(&mut { engine }, &config()).unwrap_err();
+    let failure = conformance(&mut [Box::new(engine)], &config()).unwrap_err();
     let clobbered = failure.what.contains("padding between elements") || failure.what.starts_with("out: row");
     assert!(clobbered || failure.what.starts_with("out: relative"), "{failure}");
 }
