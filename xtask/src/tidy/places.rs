@@ -46,6 +46,7 @@ const RULES: [Rule; 12] = [
             "crates/rapt-graph/",
             "crates/rapt/src/model/report.rs",
             "crates/rapt/tests/model.rs",
+            "crates/rapt/tests/model_threads.rs",
             "crates/rapt-cli/src/model/view.rs",
             "crates/rapt-cli/tests/docs.rs",
             "crates/rapt-cli/tests/model.rs",

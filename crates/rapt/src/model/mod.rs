@@ -251,8 +251,8 @@ impl Model {
         Bound::new(self.clone(), &binding, host)
     }
 
-    /// Runs the program on these inputs, on the threads of its engine. What it keeps (a cache in a buffer) starts as the archive has it, and is forgotten:
-    /// [`Model::session`] keeps it.
+    /// Runs the program on these inputs, on the threads of its engine. What it keeps (a cache in a buffer) starts as the archive
+    /// has it, and is forgotten: [`Model::session`] keeps it.
     ///
     /// # Errors
     /// As [`Model::bind`], and [`ModelError`] for what only the values show. Nothing was written.

@@ -44,8 +44,9 @@ impl Session {
         self.model.bind_to(&forms, host)?.run_owned(host, &mut self.state, inputs)
     }
 
-    /// Runs a bound model on the threads of its engine into memory of the caller: `places` has a tensor of the same dtype and sizes, with any strides, for
-    /// each tensor of [`Bound::outputs`], and `None` for what is no tensor. It shares no memory with the inputs.
+    /// Runs a bound model on the threads of its engine into memory of the caller: `places` has a tensor of the same dtype and
+    /// sizes, with any strides, for each tensor of [`Bound::outputs`], and `None` for what is no tensor. It shares no memory with
+    /// the inputs.
     ///
     /// # Errors
     /// As [`Session::run`]; [`ModelError::OutputForm`] for a place of another dtype or shape; [`ModelError::OtherModel`] for
