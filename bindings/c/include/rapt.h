@@ -58,6 +58,10 @@ enum rapt_error
   RAPT_ERROR_DTYPE_BOUNDARY = 12,
   // A program or its archive that cannot be read, is damaged, or contradicts itself.
   RAPT_ERROR_PROGRAM = 13,
+  // An index among the values of a program's inputs that lies outside its dimension.
+  RAPT_ERROR_INDEX = 14,
+  // Values of a program's inputs by which it divides an integer by zero.
+  RAPT_ERROR_ZERO_DIVISION = 15,
 };
 #ifndef __cplusplus
 #if __STDC_VERSION__ >= 202311L

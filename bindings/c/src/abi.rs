@@ -53,6 +53,10 @@ pub enum rapt_error {
     RAPT_ERROR_DTYPE_BOUNDARY = 12,
     /// A program or its archive that cannot be read, is damaged, or contradicts itself.
     RAPT_ERROR_PROGRAM = 13,
+    /// An index among the values of a program's inputs that lies outside its dimension.
+    RAPT_ERROR_INDEX = 14,
+    /// Values of a program's inputs by which it divides an integer by zero.
+    RAPT_ERROR_ZERO_DIVISION = 15,
 }
 
 /// The dtype of a tensor's elements, by the codes of PyTorch's export schema. Attention computes F64, F32, F16 and BF16;

@@ -119,6 +119,17 @@ impl Refusal {
         }
     }
 
+    /// What it says: the cause, and what to write instead where that is one expression.
+    fn message(&self) -> String {
+        match self {
+            Refusal::Model(ModelError::Dtype { input, expected, .. }) => {
+                format!("{self}. Mend: convert {input} to RAPT_DTYPE_{}", format!("{expected:?}").to_uppercase())
+            }
+            Refusal::Port { name, refusal } => format!("{name}: {}", refusal.message()),
+            refusal => refusal.to_string(),
+        }
+    }
+
     /// This refusal, of the input or result with this name.
     pub(crate) fn of(self, name: &str) -> Refusal {
         Refusal::Port { name: name.to_owned(), refusal: Box::new(self) }
@@ -136,6 +147,8 @@ fn of_kind(kind: ErrorKind) -> rapt_error {
         ErrorKind::Kind => rapt_error::RAPT_ERROR_KIND,
         ErrorKind::DtypeBoundary => rapt_error::RAPT_ERROR_DTYPE_BOUNDARY,
         ErrorKind::Program => rapt_error::RAPT_ERROR_PROGRAM,
+        ErrorKind::Index => rapt_error::RAPT_ERROR_INDEX,
+        ErrorKind::ZeroDivision => rapt_error::RAPT_ERROR_ZERO_DIVISION,
         _ => rapt_error::RAPT_ERROR_UNSUPPORTED,
     }
 }
@@ -154,6 +167,7 @@ pub(crate) fn name(code: i32) -> &'static CStr {
         RAPT_OK RAPT_ERROR_DTYPE_MISMATCH RAPT_ERROR_UNSUPPORTED_DTYPE RAPT_ERROR_SHAPE RAPT_ERROR_LAYOUT
         RAPT_ERROR_OPTION RAPT_ERROR_DEVICE RAPT_ERROR_KIND RAPT_ERROR_UNSUPPORTED RAPT_ERROR_POINTER
         RAPT_ERROR_OUT_OF_MEMORY RAPT_ERROR_INTERNAL RAPT_ERROR_DTYPE_BOUNDARY RAPT_ERROR_PROGRAM
+        RAPT_ERROR_INDEX RAPT_ERROR_ZERO_DIVISION
     );
     CStr::from_bytes_with_nul(name.as_bytes()).unwrap_or_default()
 }
@@ -191,7 +205,7 @@ fn told(payload: &(dyn Any + Send)) -> rapt_error {
 pub(crate) fn guard(body: impl FnOnce() -> Result<(), Refusal>) -> rapt_error {
     match catch_unwind(AssertUnwindSafe(body)) {
         Ok(Ok(())) => rapt_error::RAPT_OK,
-        Ok(Err(refusal)) => keep(refusal.code(), refusal.to_string()),
+        Ok(Err(refusal)) => keep(refusal.code(), refusal.message()),
         Err(payload) => told(payload.as_ref()),
     }
 }

@@ -298,6 +298,10 @@ def test_the_classes_have_the_bases_that_programs_expect():
         "DeviceError": RuntimeError,
         "KindError": TypeError,
         "UnsupportedError": NotImplementedError,
+        "DtypeBoundaryError": TypeError,
+        "ProgramError": ValueError,
+        "IndexRangeError": IndexError,
+        "DivisionError": ZeroDivisionError,
     }
     for name, built_in in bases.items():
         cls = getattr(rapt, name)

@@ -346,7 +346,7 @@ def test_fallback_trains():
 
 def test_a_call_that_rapt_refuses_falls_back_too():
     table = torch.ones(3, 2)
-    with served(1, **{"compiled_graph:_ProgramError": 1}):
+    with served(1, **{"compiled_graph:_IndexRangeError": 1}):
         run = compiled(lambda index: F.embedding(index, table), **EAGER)
         run(torch.tensor([0, 2]))
         with pytest.raises(IndexError):

@@ -145,6 +145,37 @@ def test_wrong_sizes_are_refused_with_what_is_served_and_the_model_stays_usable(
         assert torch.equal(model(*good), Scale()(*good))
 
 
+def test_sizes_outside_the_range_of_the_export_are_refused():
+    rows = torch.export.Dim("rows", min=3, max=8)
+    model = rapt.load(saved(Scale(), (torch.zeros(4, 3), torch.zeros(4)), shapes={"x": {0: rows}, "shift": {0: rows}}))
+    for count in (2, 9):
+        with pytest.raises(rapt.ShapeError, match=f"= {count} is outside the range 3 to 8"):
+            model(torch.zeros(count, 3), torch.zeros(count))
+    for count in (3, 8):
+        assert model(torch.zeros(count, 3), torch.zeros(count)).shape == (count, 3)
+
+
+class Elsewhere:
+    """A tensor that says it is on a GPU."""
+
+    def __dlpack__(self, **_options):
+        raise AssertionError("its memory is not asked for")
+
+    def __dlpack_device__(self):
+        return (2, 0)
+
+
+def test_a_tensor_on_another_device_is_refused_by_name(scale):
+    model, x, shift = rapt.load(scale), torch.ones(4, 3), torch.ones(4)
+    with pytest.raises(rapt.DeviceError, match="x is on meta"):
+        model(x.to("meta"), shift)
+    with pytest.raises(rapt.DeviceError, match=r"shift is on meta.*device=\"cpu\""):
+        model(x, shift.to("meta"))
+    with pytest.raises(rapt.DeviceError, match="x is on cuda"):
+        model(Elsewhere(), Elsewhere())
+    assert torch.equal(model(x, shift), Scale()(x, shift))
+
+
 def test_a_gradient_is_never_dropped(scale):
     x = torch.zeros(4, 3, requires_grad=True)
     with pytest.raises(rapt.UnsupportedError, match="x requires grad"):
@@ -223,6 +254,77 @@ def test_damaged_archives_are_refused(scale):
 def test_a_missing_file_is_an_error_of_rapt(tmp_path):
     with pytest.raises(rapt.RaptError, match="absent.pt2"):
         rapt.load(tmp_path / "absent.pt2")
+
+
+def test_an_integer_that_is_divided_by_zero_is_a_zero_division_error():
+    model = rapt.load(saved(Divided(), (torch.ones(2, dtype=torch.int64), torch.ones(2, dtype=torch.int64))))
+    with pytest.raises(rapt.DivisionError, match="node .*: an integer is divided by zero") as error:
+        model(torch.ones(2, dtype=torch.int64), torch.tensor([1, 0]))
+    assert isinstance(error.value, ZeroDivisionError) and isinstance(error.value, rapt.RaptError)
+    assert model(torch.tensor([7, -7]), torch.tensor([2, 2])).tolist() == [3, -4]
+
+
+class Divided(torch.nn.Module):
+    """Integers by integers."""
+
+    def forward(self, x, y):
+        return x // y
+
+
+def test_an_input_of_other_strides_than_exported_passes_guards_on_strides():
+    """Guards speak of what the program was exported for; an input that lies otherwise is laid out so before it runs."""
+
+    class Strided(torch.nn.Module):
+        def forward(self, x):
+            return x * 2 if x.stride(0) == 1 else x * 3
+
+    shapes = {"x": {0: DYNAMIC, 1: DYNAMIC}}
+    model = rapt.load(saved(Strided(), (torch.randn(3, 4).t(),), shapes=shapes))
+    assert model.explain().get("guard") is None or "stride" in str(model.explain())
+    x = torch.randn(7, 5)
+    for given in (x, x.t().contiguous().t(), x.repeat(2, 1)[::2].copy_(x)):
+        assert torch.equal(model(given), x * 2)
+    assert np.array_equal(model(x.numpy()), x.numpy() * 2)
+
+
+def test_sizes_that_the_program_asserts_against_are_a_shape_error():
+    class Even(torch.nn.Module):
+        def forward(self, x):
+            torch._check(x.shape[0] % 2 == 0)
+            return x + 1
+
+    model = rapt.load(saved(Even(), (torch.zeros(4),), shapes={"x": {0: DYNAMIC}}))
+    with pytest.raises(rapt.ShapeError):
+        model(torch.zeros(5))
+    assert model(torch.zeros(6)).tolist() == [1.0] * 6
+
+
+def test_the_reference_is_the_program_by_its_definition(scale):
+    model = rapt.load(scale)
+    x, shift = torch.randn(5, 3), torch.randn(5)
+    exact = Scale().double()(x.double(), shift.double())
+    assert torch.equal(model.reference()(x, shift=shift), Scale()(x, shift))
+    wide = model.reference(float64=True)(x, shift)
+    assert wide.dtype == torch.float64 and torch.equal(wide, exact)
+    array = model.reference(float64=True)(x.numpy()[::-1], shift.numpy()[::-1])
+    assert type(array) is np.ndarray and np.array_equal(array, exact.numpy()[::-1])
+    for words in [(x.double(), shift), (x, shift[:4]), (x,)]:
+        with pytest.raises(rapt.RaptError):
+            model.reference()(*words)
+
+
+def test_the_reference_of_a_session_has_what_it_keeps_and_writes_nothing():
+    session = rapt.load(saved(Counter(), (torch.ones(2),))).session()
+    assert session.reference()(torch.ones(2)).tolist() == [1, 1]
+    session(torch.ones(2))
+    for _ in range(2):
+        assert session.reference()(torch.ones(2)).tolist() == [2, 2]
+        assert session.reference(float64=True)(torch.ones(2)).dtype == torch.float64
+    assert session(torch.ones(2)).tolist() == [2, 2]
+    model, cache = rapt.load(saved(Writer(), (torch.zeros(2, 3), torch.ones(2, 1)))), torch.zeros(2, 3)
+    assert model.reference()(cache, torch.ones(2, 1)).item() == 2 and not cache.any()
+    with pytest.raises(rapt.DivisionError):
+        rapt.load(saved(Divided(), (torch.ones(1).int(), torch.ones(1).int()))).reference()(torch.ones(1).int(), torch.zeros(1).int())
 
 
 def test_explain_says_what_runs(scale):

@@ -298,3 +298,78 @@ def test_repeated_heads_are_those_before_a_later_write(tmp_path):
     expected = functional.scaled_dot_product_attention(*[x.double() for x in (q, *[module.cache.repeat_interleave(3, 1)] * 2)])
     got = model.session()(q)
     assert torch.allclose(got.double(), expected, atol=1e-6)
+
+
+class Rows(torch.nn.Module):
+    """Reads and writes rows by index, by each operator that has a kernel."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+        self.register_buffer("table", torch.arange(8.0).reshape(4, 2))
+
+    def forward(self, index):
+        return self.function(self.table, index)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda table, index: functional.embedding(index, table),
+        lambda table, index: table.index_select(0, index),
+        lambda table, index: table.index_copy(0, index, torch.ones(2, 2)),
+        lambda table, index: table.gather(0, index[:, None]),
+    ],
+    ids=["embedding", "index_select", "index_copy", "gather"],
+)
+def test_an_index_below_zero_counts_from_the_end_only_where_torch_says_so(function, tmp_path):
+    module, good = Rows(function), torch.tensor([3, 0])
+    model = loaded(module, (good,), tmp_path)
+    for bad in (4, -1, -4, 2**62, -(2**63)):
+        with pytest.raises(rapt.IndexRangeError, match=f"node .*: index {bad} is out of bounds for dimension 0 of size 4") as error:
+            model(torch.tensor([1, bad]))
+        assert isinstance(error.value, IndexError)
+    assert torch.equal(model(good), module(good))
+    model = loaded(Rows(lambda table, index: table[index]), (good,), tmp_path)
+    assert model(torch.tensor([-1, -4])).tolist() == [[6, 7], [0, 1]]
+    with pytest.raises(rapt.IndexRangeError, match="index -5"):
+        model(torch.tensor([0, -5]))
+
+
+@pytest.mark.parametrize("functional_form", [False, True])
+def test_a_cache_that_is_written_from_itself(functional_form, tmp_path):
+    class Shifted(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("cache", torch.arange(10.0).reshape(5, 2))
+
+        def forward(self, index):
+            # A copy first where the operator is in place: torch leaves open what a write from itself reads.
+            rows = self.cache[:4] if functional_form else self.cache[:4].clone()
+            self.cache.index_copy_(0, index, rows)
+            return self.cache.sum(0)
+
+    index = torch.arange(1, 5)
+    session = loaded(Shifted(), (index,), tmp_path, functional_form).session()
+    rows = Shifted().cache
+    for _ in range(3):
+        rows = torch.cat((rows[:1], rows[:4]))
+        assert torch.equal(session(index), rows.sum(0))
+
+
+@pytest.mark.parametrize(
+    "joined",
+    [
+        lambda y, z: torch.cat((y, z, z)),
+        lambda y, z: torch.cat((y, z.t())),
+        lambda y, z: torch.cat((z.t(), y, z[:1])),
+        lambda y, z: torch.cat((y, z[1:], z[:1])),
+    ],
+)
+def test_what_is_made_together_is_stored_though_only_one_of_both_goes_to_its_part(joined, tmp_path):
+    class Joined(torch.nn.Module):
+        def forward(self, x):
+            y = x * 2
+            return joined(y, y + 1)
+
+    check(Joined(), (torch.randn(4, 4),), tmp_path)

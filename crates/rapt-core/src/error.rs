@@ -34,6 +34,10 @@ pub enum ErrorKind {
     DtypeBoundary,
     /// A program or its archive is damaged, altered, or contradicts itself.
     Program,
+    /// An index among the values of a program's inputs lies outside its dimension.
+    Index,
+    /// The values of a program's inputs make it divide an integer by zero.
+    ZeroDivision,
 }
 
 fn names(dtypes: &[DType]) -> String {

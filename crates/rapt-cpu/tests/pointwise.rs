@@ -251,8 +251,24 @@ fn comparisons_extremes_and_quotients_of_floats_are_as_defined() {
         (Binary::DivFloor, &floor),
         (Binary::Fmod, &|a, b| a % b),
         (Binary::Pow, &f64::powf),
-        (Binary::Maximum, &|a, b| if a.is_nan() || b.is_nan() { f64::NAN } else { a.max(b) }),
-        (Binary::Minimum, &|a, b| if a.is_nan() || b.is_nan() { f64::NAN } else { a.min(b) }),
+        (Binary::Maximum, &|a, b| {
+            if a.is_nan() || b.is_nan() {
+                f64::NAN
+            } else if a > b {
+                a
+            } else {
+                b
+            }
+        }),
+        (Binary::Minimum, &|a, b| {
+            if a.is_nan() || b.is_nan() {
+                f64::NAN
+            } else if a < b {
+                a
+            } else {
+                b
+            }
+        }),
     ];
     let tests: [(Binary, Test); 9] = [
         (Binary::Eq, |a, b| a == b),

@@ -25,7 +25,7 @@ unsafe impl Send for Owned {}
 // SAFETY: as above.
 unsafe impl Sync for Owned {}
 
-fn engine() -> *mut rapt_engine {
+pub(crate) fn engine() -> *mut rapt_engine {
     static ENGINE: OnceLock<Owned> = OnceLock::new();
     ENGINE.get_or_init(|| Owned(rapt_engine_create(1))).0
 }

@@ -6,6 +6,7 @@
 //! dlpack     a DLTensor as a producer fills it ─► View ─► Spec       what is not sound is refused before it is followed
 //! c_abi      the same through rapt.h         ─► an error code            refusals change nothing; what is served writes its own bytes alone
 //! explain    a request with its outputs      ─► Plan ─► text         every row said, every number finite, the certificate's facts
+//! c_model    an archive ─► rapt_model ─► a run     refused by an error code, or only results are written
 //! pt2_archive a .pt2 file ─► Archive                                 refused by a typed error, or every tensor within its storage
 //! pt2_expr   a text ─► expression, guard                             refused, or its own text means the same
 //! ```
@@ -19,6 +20,7 @@ mod dlpack;
 #[path = "../../../bindings/python/src/tensors/dlpack_abi.rs"]
 mod dlpack_abi;
 mod explain;
+mod model;
 mod operands;
 mod pt2;
 mod spec;
@@ -26,6 +28,7 @@ mod spec;
 pub use c::c_abi;
 pub use dlpack::dlpack;
 pub use explain::explain;
+pub use model::c_model;
 pub use operands::operands;
 pub use pt2::{pt2_archive, pt2_expr};
 pub use spec::spec;
@@ -34,11 +37,12 @@ pub use spec::spec;
 pub type Target = fn(data: &[u8]) -> bool;
 
 /// Every target by name, which is also that of its corpus and of its binary.
-pub const TARGETS: [(&str, Target); 7] = [
+pub const TARGETS: [(&str, Target); 8] = [
     ("spec", spec),
     ("operands", operands),
     ("dlpack", dlpack),
     ("c_abi", c_abi),
+    ("c_model", c_model),
     ("explain", explain),
     ("pt2_archive", pt2_archive),
     ("pt2_expr", pt2_expr),

@@ -56,7 +56,7 @@ pub fn pt2_archive(data: &[u8]) -> bool {
         0 => rest.to_vec(),
         1 => archive(rest, NO_PAYLOADS),
         2 => archive(MINIMAL, rest),
-        _ => archive(edited(rest).as_bytes(), NO_PAYLOADS),
+        _ => archive(edited(PROGRAM, rest).as_bytes(), NO_PAYLOADS),
     };
     match Archive::from_bytes(bytes.into()) {
         Ok(archive) => {
@@ -74,23 +74,25 @@ pub fn pt2_archive(data: &[u8]) -> bool {
     }
 }
 
-/// [`PROGRAM`] with some scalars replaced: each three bytes name a scalar and a replacement.
-fn edited(edits: &[u8]) -> String {
-    static SCALARS: OnceLock<Vec<Range<usize>>> = OnceLock::new();
-    let scalars = SCALARS.get_or_init(|| scalars(PROGRAM));
+/// A JSON text with some scalars replaced: each three bytes name a scalar and a replacement.
+pub(crate) fn edited(text: &str, edits: &[u8]) -> String {
+    if edits.len() < 3 {
+        return text.to_owned();
+    }
+    let scalars = scalars(text);
     let mut replaced: BTreeMap<usize, &str> = BTreeMap::new();
     for edit in edits.chunks_exact(3).take(8) {
-        let scalar = usize::from(u16::from_le_bytes([edit[0], edit[1]])) % scalars.len();
+        let scalar = usize::from(u16::from_le_bytes([edit[0], edit[1]])) % scalars.len().max(1);
         replaced.insert(scalar, REPLACEMENTS[usize::from(edit[2]) % REPLACEMENTS.len()]);
     }
-    let (mut text, mut at) = (String::with_capacity(PROGRAM.len() + 64), 0);
+    let (mut written, mut at) = (String::with_capacity(text.len() + 64), 0);
     for (scalar, replacement) in replaced {
-        let range = &scalars[scalar];
-        text.push_str(&PROGRAM[at..range.start]);
-        text.push_str(replacement);
+        let Some(range) = scalars.get(scalar) else { continue };
+        written.push_str(&text[at..range.start]);
+        written.push_str(replacement);
         at = range.end;
     }
-    text + &PROGRAM[at..]
+    written + &text[at..]
 }
 
 /// Where the numbers, texts and words of a JSON text stand that are no keys.
@@ -227,6 +229,11 @@ fn archive(program: &[u8], constants: &[u8]) -> Vec<u8> {
         ("m/archive_version", b"0"),
         ("m/byteorder", b"little"),
     ];
+    zip(&entries)
+}
+
+/// A zip file of stored entries.
+pub(crate) fn zip(entries: &[(&str, &[u8])]) -> Vec<u8> {
     let (mut archive, mut directory) = (Vec::new(), Vec::new());
     let put = |bytes: &mut Vec<u8>, numbers: &[(usize, usize)]| {
         for (number, width) in numbers {

@@ -12,8 +12,8 @@ use rustc_hash::FxHashMap;
 
 use crate::solve::fixed;
 use crate::{
-    Binding, Cells, Error, Eval, Fact, Graph, Int, Meta, Node, OpError, Out, Output, Precision, Shapes, Source, Tensor,
-    Type, ValueId,
+    Binding, Cells, Error, Eval, Fact, Graph, Int, Meta, Node, Op, OpError, Out, Output, Precision, Shapes, Source,
+    Tensor, Type, ValueId,
 };
 
 /// The elements that one tensor of a run may have: 8 GiB of f64.
@@ -126,8 +126,7 @@ impl<'g> Interpreter<'g> {
         let symbols = self.graph.solve(&facts)?;
         let binding = self.binding(&symbols)?;
         self.graph.check_strides(&binding, &facts)?;
-        let mut frame =
-            Frame { binding: &binding, tensors: vec![None; self.graph.values.len()], precision: self.precision };
+        let mut frame = Frame { binding: &binding, tensors: FxHashMap::default(), precision: self.precision };
         self.place_inputs(&mut frame, inputs)?;
         let kept = kept(self.graph, &frame);
         let done = run_nodes(self.graph, &mut frame, watch).and_then(|()| results(self.graph, &self.state, &frame));
@@ -167,16 +166,41 @@ impl<'g> Interpreter<'g> {
             };
             let Some(id) = input.value else { continue };
             let Fact::Tensor(meta) = frame.binding.fact(id) else { continue };
-            frame.tensors[id.0 as usize] = Some(tensor.at_offset(meta.offset));
+            frame.tensors.insert(id, tensor.at_offset(meta.offset));
         }
         Ok(())
     }
 }
 
-/// One run.
+impl Binding {
+    /// The results of node `n`, which is `op`, by its definition; `None` for what is no tensor. `tensors` are its operands, as
+    /// they lie. What a node writes in place is its operand; of a view too the operand is given, since nothing is computed.
+    ///
+    /// # Errors
+    /// [`OpError`] for what only the values show.
+    pub fn evaluate(
+        &self,
+        n: usize,
+        op: &Op,
+        tensors: impl IntoIterator<Item = (ValueId, Tensor)>,
+        precision: Precision,
+    ) -> Result<Vec<Option<Tensor>>, OpError> {
+        let frame = Frame { binding: self, tensors: tensors.into_iter().collect(), precision };
+        let given = |out: &Out| match out {
+            Out::View { of, .. } => Ok(frame.tensors.get(of).cloned()),
+            out => result(&frame, out),
+        };
+        let results = self.outs[n].iter().map(given).collect::<Result<Vec<Option<Tensor>>, _>>()?;
+        let outs: Vec<Tensor> = results.iter().flatten().cloned().collect();
+        op.eval(&frame, &outs)?;
+        Ok(results)
+    }
+}
+
+/// What nodes read: the numbers of a binding, and the tensors that are there.
 struct Frame<'a> {
     binding: &'a Binding,
-    tensors: Vec<Option<Tensor>>,
+    tensors: FxHashMap<ValueId, Tensor>,
     precision: Precision,
 }
 
@@ -200,7 +224,7 @@ impl Shapes for Frame<'_> {
 
 impl Eval for Frame<'_> {
     fn tensor(&self, id: ValueId) -> Result<&Tensor, OpError> {
-        self.tensors[id.0 as usize].as_ref().ok_or(OpError::NotATensor(id))
+        self.tensors.get(&id).ok_or(OpError::NotATensor(id))
     }
 
     fn precision(&self) -> Precision {
@@ -212,7 +236,7 @@ impl Eval for Frame<'_> {
 fn kept(graph: &Graph, frame: &Frame<'_>) -> Vec<(Tensor, Cells)> {
     let written = graph.nodes.iter().filter_map(|node| frame.binding.storage(node.op.mutates()?));
     let mut kept: Vec<(Tensor, Cells)> = Vec::new();
-    for tensor in written.filter_map(|root| frame.tensors[root.0 as usize].as_ref()) {
+    for tensor in written.filter_map(|root| frame.tensors.get(&root)) {
         if !kept.iter().any(|(other, _)| other.shares(tensor)) {
             kept.push((tensor.clone(), tensor.storage()));
         }
@@ -234,15 +258,15 @@ fn run_nodes(
         let mut tensors = tensors.into_iter();
         for (out, id) in outs.iter().zip(&node.outputs) {
             let tensor = if is_tensor(frame, out) { tensors.next() } else { None };
-            if let Some(id) = id {
-                frame.tensors[id.0 as usize] = tensor;
+            if let (Some(id), Some(tensor)) = (id, tensor) {
+                frame.tensors.insert(*id, tensor);
             }
         }
         let seen: Vec<Option<&Tensor>> =
-            node.outputs.iter().map(|id| id.and_then(|id| frame.tensors[id.0 as usize].as_ref())).collect();
+            node.outputs.iter().map(|id| id.and_then(|id| frame.tensors.get(&id))).collect();
         watch(node, &seen);
         for id in &last[place] {
-            frame.tensors[id.0 as usize] = None;
+            frame.tensors.remove(id);
         }
     }
     Ok(())
@@ -251,7 +275,7 @@ fn run_nodes(
 fn is_tensor(frame: &Frame<'_>, out: &Out) -> bool {
     match out {
         Out::Fresh(_) | Out::View { .. } => true,
-        Out::Same(of) => frame.tensors[of.0 as usize].is_some(),
+        Out::Same(of) => frame.tensors.contains_key(of),
         Out::Int(_) | Out::Float(_) | Out::Bool(_) => false,
     }
 }
@@ -264,7 +288,7 @@ fn result(frame: &Frame<'_>, out: &Out) -> Result<Option<Tensor>, OpError> {
             len => return Err(OpError::TooLarge(len.unwrap_or(i64::MAX))),
         },
         Out::View { of, meta } => Some(frame.tensor(*of)?.view(meta.clone())),
-        Out::Same(of) => frame.tensors[of.0 as usize].clone(),
+        Out::Same(of) => frame.tensors.get(of).cloned(),
         Out::Int(_) | Out::Float(_) | Out::Bool(_) => None,
     })
 }
@@ -300,8 +324,10 @@ fn last_uses(graph: &Graph, binding: &Binding) -> Vec<Vec<ValueId>> {
 /// Makes the mutations that the signature declares, and gives what the caller gets.
 fn results(graph: &Graph, state: &FxHashMap<String, Tensor>, frame: &Frame<'_>) -> Result<Vec<Item>, Error> {
     let tensor = |id: ValueId| {
-        let tensor = frame.tensors[id.0 as usize].as_ref();
-        tensor.ok_or_else(|| Error::Kind { name: graph.value(id).name.clone(), got: "no tensor".into() })
+        frame
+            .tensors
+            .get(&id)
+            .ok_or_else(|| Error::Kind { name: graph.value(id).name.clone(), got: "no tensor".into() })
     };
     let mut items = Vec::new();
     let mut writes = Vec::new();

@@ -5,6 +5,7 @@
 
 use rapt_pt2::{Argument, Expr, InputValue, SymInt, Symbols};
 
+use crate::bind::stated;
 use crate::{Binding, Error, Fact, Graph, Input, Meta, Source, Type};
 
 impl Graph {
@@ -14,7 +15,8 @@ impl Graph {
     }
 
     /// The symbols' values for these inputs, in the order of [`Graph::user_inputs`]. Dtypes, ranks, sizes, the symbols'
-    /// ranges and the guards are checked; strides are not ([`Graph::check_strides`]).
+    /// ranges and the guards are checked. Strides are not ([`Graph::check_strides`]): guards see those that the program states,
+    /// which every input has when the graph runs.
     ///
     /// # Errors
     /// [`Error::InputCount`], [`Error::InputKind`], [`Error::InputDtype`], [`Error::InputRank`], [`Error::InputSize`],
@@ -42,8 +44,22 @@ impl Graph {
             equation.check(&symbols)?;
         }
         self.check_ranges(&symbols)?;
-        self.check_guards(given)?;
+        self.check_guards(&self.stated_inputs(&symbols)?)?;
         Ok(symbols)
+    }
+
+    /// The inputs of the stated forms, for these symbols.
+    pub(crate) fn stated_inputs(&self, symbols: &Symbols) -> Result<Vec<Fact>, Error> {
+        let form = |input: &Input| {
+            let failed = |cause| Error::Expr { value: input.name.clone(), cause };
+            Ok(match (&input.source, input.value.map(|id| &self.value(id).ty)) {
+                (Source::Fixed(argument), _) => fixed(argument).unwrap_or(Fact::None),
+                (_, Some(Type::Tensor(meta))) => Fact::Tensor(stated(meta, symbols).map_err(failed)?),
+                (_, Some(Type::Int(expr))) => Fact::Int(expr.eval(symbols).map_err(failed)?),
+                _ => Fact::None,
+            })
+        };
+        self.user_inputs().map(form).collect()
     }
 
     /// That every guard of the program holds.

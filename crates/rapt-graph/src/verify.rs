@@ -6,9 +6,7 @@
 
 use rapt_pt2::{Symbol, Symbols};
 
-use crate::bind::stated;
-use crate::solve::fixed;
-use crate::{Error, Fact, Graph, OpError, Source, Type};
+use crate::{Error, Graph, OpError};
 
 /// A way to choose a symbol's value.
 type Choose = fn(&Symbol) -> i64;
@@ -61,16 +59,7 @@ impl Graph {
 
     /// Whether inputs of the stated forms pass the ranges and guards.
     fn serves(&self, symbols: &Symbols) -> Result<bool, Error> {
-        let mut given = Vec::new();
-        for input in self.user_inputs() {
-            let failed = |cause| Error::Expr { value: input.name.clone(), cause };
-            given.push(match (&input.source, input.value.map(|id| &self.value(id).ty)) {
-                (Source::Fixed(argument), _) => fixed(argument).unwrap_or(Fact::None),
-                (_, Some(Type::Tensor(meta))) => Fact::Tensor(stated(meta, symbols).map_err(failed)?),
-                (_, Some(Type::Int(expr))) => Fact::Int(expr.eval(symbols).map_err(failed)?),
-                _ => Fact::None,
-            });
-        }
+        let given = self.stated_inputs(symbols)?;
         Ok(self.check_ranges(symbols).is_ok() && self.check_guards(&given).is_ok())
     }
 }

@@ -160,6 +160,22 @@ fn inputs_are_checked_before_anything_runs() {
 }
 
 #[test]
+fn guards_see_the_strides_that_the_program_states() {
+    let lies = form(F32, &["s0", "3"], Some(&["1", "s0"]), "0");
+    let mut sketch = Sketch::new().symbol("s0", 2, Some(64)).input_of("x", lies.clone());
+    sketch = sketch.tensor("y", lies).node(&["y"], "neg.default", &[("self", t("x"))]).output("y").guard("n == 1");
+    sketch.0.guards[0].sources[0].property = rapt_pt2::Property::Stride(0);
+    // Whoever runs it lays an input of other strides out so first: that is what the graph then reads.
+    let graph = sketch.graph().unwrap();
+    let symbols = graph.solve(&[rapt_graph::Fact::Tensor(rapt_graph::Meta::contiguous(F32, &[5, 3]))]).unwrap();
+    assert_eq!(symbols["s0"], 5);
+    sketch.0.guards[0].condition = rapt_pt2::parse_condition("n == 3").unwrap();
+    let refused =
+        sketch.graph().unwrap().solve(&[rapt_graph::Fact::Tensor(rapt_graph::Meta::contiguous(F32, &[5, 3]))]);
+    assert!(matches!(refused, Err(Error::Guard(rapt_pt2::GuardError::Fails { .. }))), "{refused:?}");
+}
+
+#[test]
 fn sizes_determine_symbols_and_must_agree() {
     let sketch = Sketch::new()
         .symbol("s0", 2, None)

@@ -2,10 +2,12 @@
 
 mod bad_input;
 mod contract;
+mod contract_graph;
 mod dtypes;
 mod handles;
 mod header;
 mod programs;
+mod promises;
 mod reference;
 mod support;
 mod threads;

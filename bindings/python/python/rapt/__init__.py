@@ -14,8 +14,10 @@ from rapt._model import Model, Session, load
 from rapt._native import (
     Context,
     DeviceError,
+    DivisionError,
     DtypeBoundaryError,
     DtypeMismatchError,
+    IndexRangeError,
     KindError,
     LayoutError,
     OptionError,
@@ -36,8 +38,10 @@ from rapt._native import (
 __all__ = [
     "Context",
     "DeviceError",
+    "DivisionError",
     "DtypeBoundaryError",
     "DtypeMismatchError",
+    "IndexRangeError",
     "KindError",
     "LayoutError",
     "Model",

@@ -14,8 +14,10 @@ from rapt._model import Session as Session
 from rapt._model import load as load
 from rapt._native import Context as Context
 from rapt._native import DeviceError as DeviceError
+from rapt._native import DivisionError as DivisionError
 from rapt._native import DtypeBoundaryError as DtypeBoundaryError
 from rapt._native import DtypeMismatchError as DtypeMismatchError
+from rapt._native import IndexRangeError as IndexRangeError
 from rapt._native import KindError as KindError
 from rapt._native import LayoutError as LayoutError
 from rapt._native import OptionError as OptionError

@@ -71,6 +71,15 @@ class Model:
         """A `Session`: calls that share what the program keeps, such as a cache that it writes in place."""
         return Session(self)
 
+    def reference(self, *, float64=False):
+        """The same program by its definition, to be called as the model is: which of two results is wrong?
+
+        Every node is computed in float64 or int64 in plain loops and rounded once to its dtype: no kernels, nothing fused. With
+        `float64` nothing is rounded, and floats come back as float64: what errors are measured against. Hundreds of times
+        slower than the model. Nothing is written, neither inputs nor what a session keeps.
+        """
+        return _Reference(self._call, self._program, float64)
+
     def __repr__(self):
         inputs = ", ".join(_shown(port) for port in self._program.inputs())
         outputs = ", ".join(_shown(port) for port in self._program.outputs())
@@ -90,6 +99,10 @@ class Session:
         call = self._model._call
         return call.rebuild(self._session.run(call.flatten(args, kwargs)))
 
+    def reference(self, *, float64=False):
+        """As `Model.reference`, with what the session keeps at present."""
+        return _Reference(self._model._call, self._session, float64)
+
     def reset(self):
         """Forgets what the calls so far have left."""
         self._session.reset()
@@ -103,6 +116,18 @@ class Session:
     def held_bytes(self):
         """The bytes that the session holds beside the archive."""
         return self._session.held_bytes
+
+
+class _Reference:
+    """A program by its definition."""
+
+    __slots__ = ("_call", "_float64", "_program")
+
+    def __init__(self, call, program, float64):
+        self._call, self._program, self._float64 = call, program, bool(float64)
+
+    def __call__(self, *args, **kwargs):
+        return self._call.rebuild(self._program.reference(self._call.flatten(args, kwargs), self._float64))
 
 
 class Explanation(dict):

@@ -6,7 +6,9 @@
 
 pub(crate) mod hints;
 
-use pyo3::exceptions::{PyException, PyNotImplementedError, PyRuntimeError, PyTypeError, PyValueError};
+use pyo3::exceptions::{
+    PyException, PyIndexError, PyNotImplementedError, PyRuntimeError, PyTypeError, PyValueError, PyZeroDivisionError,
+};
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyDict, PyTuple, PyType};
@@ -79,6 +81,8 @@ const fn class_name(kind: ErrorKind) -> &'static str {
         ErrorKind::Kind => "KindError",
         ErrorKind::DtypeBoundary => "DtypeBoundaryError",
         ErrorKind::Program => "ProgramError",
+        ErrorKind::Index => "IndexRangeError",
+        ErrorKind::ZeroDivision => "DivisionError",
         _ => "UnsupportedError",
     }
 }
@@ -112,6 +116,16 @@ fn classes(py: Python<'_>) -> PyResult<&Classes> {
             ("KindError", "Tensors of different kinds in one call, or something that is no tensor.", type_error()),
             ("DtypeBoundaryError", "An input of a program has another dtype than the program declares.", type_error()),
             ("ProgramError", "A program or its archive is damaged, altered, or contradicts itself.", value_error()),
+            (
+                "IndexRangeError",
+                "An index among the values of a program's inputs lies outside its dimension.",
+                py.get_type::<PyIndexError>(),
+            ),
+            (
+                "DivisionError",
+                "The values of a program's inputs make it divide an integer by zero.",
+                py.get_type::<PyZeroDivisionError>(),
+            ),
             (
                 "UnsupportedError",
                 "A valid request that this build does not serve.",

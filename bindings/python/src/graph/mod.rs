@@ -8,11 +8,11 @@ mod tree;
 
 use std::cell::Cell;
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyDict, PyFloat, PyInt, PyList};
-use rapt::model::{Bound as Bind, Input, InputForm, Model, ModelError, OutputForm, Port, Session};
+use rapt::model::{Bound as Bind, Input, InputForm, Model, ModelError, Output, OutputForm, Port, Precision, Session};
 use rapt::{DType, Device, ErrorKind, Queue, Shape, Strides, ViewMut};
 
 use crate::api::context::Context;
@@ -83,6 +83,20 @@ impl Owner {
 pub(crate) struct PySession {
     session: Mutex<Session>,
     owner: Owner,
+}
+
+impl PySession {
+    /// The session, unless a call of another thread has it.
+    fn taken(&self) -> Result<MutexGuard<'_, Session>, Failure> {
+        match self.session.try_lock() {
+            Ok(session) => Ok(session),
+            Err(TryLockError::Poisoned(poisoned)) => Ok(poisoned.into_inner()),
+            Err(TryLockError::WouldBlock) => {
+                let message = "this session is in a call of another thread: its calls follow one another";
+                Err(Failure::binding(ErrorKind::Option, message, "a session for each thread: `model.session()`"))
+            }
+        }
+    }
 }
 
 type PyPort = (String, Option<&'static str>, Vec<String>, bool);
@@ -163,6 +177,17 @@ impl PyProgram {
         })
     }
 
+    /// The results by definition, for these leaves; with `float64` nothing is rounded, and floats are float64.
+    fn reference<'py>(
+        &self,
+        py: Python<'py>,
+        leaves: &Bound<'py, PyList>,
+        float64: bool,
+    ) -> PyResult<Vec<Bound<'py, PyAny>>> {
+        let leaves: Vec<_> = leaves.iter().collect();
+        guarded(py, |wording| by_definition(py, wording, &self.owner, &self.model.session(), &leaves, float64))
+    }
+
     /// A session that starts as the archive has it.
     fn session(&self) -> PySession {
         PySession { session: Mutex::new(self.model.session()), owner: self.owner.clone() }
@@ -173,20 +198,18 @@ impl PyProgram {
 impl PySession {
     /// As `Program.run`; what the program keeps stays here.
     fn run<'py>(&self, py: Python<'py>, leaves: &Bound<'py, PyList>) -> PyResult<Vec<Bound<'py, PyAny>>> {
-        guarded(py, |wording| {
-            let Ok(mut session) = self.session.try_lock().or_else(|error| match error {
-                std::sync::TryLockError::Poisoned(poisoned) => Ok(poisoned.into_inner()),
-                would_block @ std::sync::TryLockError::WouldBlock => Err(would_block),
-            }) else {
-                let message = "this session is in a call of another thread: its calls follow one another";
-                return Err(Failure::binding(
-                    ErrorKind::Option,
-                    message,
-                    "a session for each thread: `model.session()`",
-                ));
-            };
-            run(py, wording, &self.owner, &mut session, &leaves.iter().collect::<Vec<_>>())
-        })
+        guarded(py, |wording| run(py, wording, &self.owner, &mut *self.taken()?, &leaves.iter().collect::<Vec<_>>()))
+    }
+
+    /// As `Program.reference`, with what the session keeps, which stays as it is.
+    fn reference<'py>(
+        &self,
+        py: Python<'py>,
+        leaves: &Bound<'py, PyList>,
+        float64: bool,
+    ) -> PyResult<Vec<Bound<'py, PyAny>>> {
+        let leaves: Vec<_> = leaves.iter().collect();
+        guarded(py, |wording| by_definition(py, wording, &self.owner, &*self.taken()?, &leaves, float64))
     }
 
     /// Forgets what the calls so far have left.
@@ -404,6 +427,48 @@ fn run<'py>(
             (OutputForm::Float(x), _) => x.into_pyobject(py)?.into_any(),
             (OutputForm::Bool(b), _) => PyBool::new(py, *b).to_owned().into_any(),
             _ => py.None().into_bound(py),
+        });
+    }
+    Ok(results)
+}
+
+/// One call by definition.
+fn by_definition<'py>(
+    py: Python<'py>,
+    wording: &Cell<Wording>,
+    owner: &Owner,
+    session: &Session,
+    leaves: &[Bound<'py, PyAny>],
+    float64: bool,
+) -> Result<Vec<Bound<'py, PyAny>>, Failure> {
+    let mut call = Call::read(py, wording, &owner.home()?, session.model(), leaves)?;
+    let (kind, precision) = (call.kind(), if float64 { Precision::Wide } else { Precision::Rounded });
+    let outputs = {
+        let mut inputs = Vec::with_capacity(call.leaves.len());
+        for (leaf, port) in call.leaves.iter_mut().zip(session.model().inputs()) {
+            let input = leaf.input(false);
+            inputs.push(input.map_err(|error| renamed(Failure::Rapt(error), &port.name, kind))?);
+        }
+        py.detach(|| session.reference(&mut inputs, precision)).map_err(|error| refusal(&error, kind))?
+    };
+    let first = call.source.as_ref().map(|(_, object)| object);
+    let mut results = Vec::with_capacity(outputs.len());
+    for output in outputs {
+        results.push(match output {
+            Output::Tensor(tensor) => {
+                let from = tensor.view()?;
+                let strides = from.strides().to_vec();
+                let (product, mut operand) = allocate(py, kind, first, tensor.dtype(), tensor.shape(), &strides)?;
+                let bytes = tensor.shape().numel().unwrap_or(0) * tensor.dtype().size_bytes();
+                // SAFETY: both are row-major, of one dtype and shape.
+                unsafe { operand.view_mut()?.as_mut_ptr().copy_from_nonoverlapping(from.as_ptr(), bytes) };
+                drop(operand);
+                product.finish(py)?
+            }
+            Output::Int(n) => n.into_pyobject(py)?.into_any(),
+            Output::Float(x) => x.into_pyobject(py)?.into_any(),
+            Output::Bool(b) => PyBool::new(py, b).to_owned().into_any(),
+            Output::None => py.None().into_bound(py),
         });
     }
     Ok(results)

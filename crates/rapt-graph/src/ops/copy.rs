@@ -195,8 +195,9 @@ fn maker(name: &str) -> Option<Make> {
         "type_as.default" => |args| to(args, Some(args.tensor("other")?), false),
         "_to_copy.default" => |args| to(args, None, true),
         "clone.default" => |args| Ok(Copy::Clone { input: args.tensor("self")?, format: format(args)? }),
+        // Row-major, as PyTorch's tracer has it.
         "lift_fresh_copy.default" => {
-            |args| Ok(Copy::Clone { input: args.tensor("self")?, format: MemoryFormat::Preserve })
+            |args| Ok(Copy::Clone { input: args.tensor("self")?, format: MemoryFormat::Contiguous })
         }
         "contiguous.default" => |args| {
             let format = args.opt_memory_format("memory_format")?.unwrap_or(MemoryFormat::Contiguous);

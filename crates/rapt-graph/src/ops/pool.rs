@@ -97,6 +97,8 @@ impl Pool {
         match self {
             Pool::Max { .. } | Pool::Mean { .. } => need_number("pooling", meta.dtype)?,
             Pool::Adaptive { .. } => need_float("adaptive pooling", meta.dtype)?,
+            // The nearest pixel of an image of bytes is a byte.
+            Pool::Resize { bilinear: None, .. } if meta.dtype == DType::U8 => {}
             Pool::Resize { .. } => need_float("resizing", meta.dtype)?,
         }
         let shape = self.shape(shapes, meta)?;
@@ -147,12 +149,12 @@ impl Pool {
                 let [to_h, to_w] = plane(&outs[0].meta)?;
                 let factor = |d: usize| factors.as_ref().map(|f| f[d]);
                 let axes = [(height, to_h, factor(0)), (width, to_w, factor(1))];
-                let Cells::Float(x) = &x else { return Ok(()) };
                 let axes = axes.map(|(from, to, factor)| match bilinear {
                     Some(corners) => linear_weights(from, to, factor, *corners),
                     None => nearest(from, to, factor),
                 });
-                outs[0].write_floats(eval.precision(), weighted(x, planes, [height, width], &axes));
+                let pixels = weighted(&input.floats(), planes, [height, width], &axes);
+                outs[0].write(eval.precision(), Cells::Float(pixels));
             }
         }
         Ok(())

@@ -10,7 +10,7 @@ use super::memory::{self, Strided};
 use super::plan::{Buffer, Plan};
 use super::run::Frame;
 use super::state::State;
-use super::{Explanation, Model, ModelError};
+use super::{Explanation, Model, ModelError, Port};
 use crate::Shape;
 
 /// What an input is, but for its numbers.
@@ -91,12 +91,17 @@ impl Input<'_> {
         }
     }
 
-    fn device(&self) -> Device {
-        match self {
+    /// Refuses what is not in host memory.
+    pub(super) fn check_device(&self, port: &Port) -> Result<(), ModelError> {
+        let device = match self {
             Input::Read(view) => view.device(),
             Input::Write(view) => view.device(),
             _ => Device::Cpu,
+        };
+        if device == Device::Cpu {
+            return Ok(());
         }
+        Err(ModelError::Device { input: port.name.clone(), got: device })
     }
 
     /// Address, strides in elements, and the bytes reached, of a tensor.
@@ -371,9 +376,7 @@ impl Bound {
     fn check(&self, inputs: &[Input<'_>]) -> Result<(), ModelError> {
         let ports = &self.model.inner.inputs;
         for (place, (input, port)) in inputs.iter().zip(ports).enumerate() {
-            if input.device() != Device::Cpu {
-                return Err(ModelError::Device { input: port.name.clone(), got: input.device() });
-            }
+            input.check_device(port)?;
             if self.writes(place) && matches!(input, Input::Read(_)) {
                 return Err(ModelError::ReadOnly { input: port.name.clone() });
             }

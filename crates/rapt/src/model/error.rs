@@ -1,6 +1,7 @@
 //! Why a program is not loaded, or a call of it is refused: one variant per cause, each carrying the offender.
 
 use rapt_core::{DType, Device, Error, ErrorKind};
+use rapt_graph::OpError;
 
 fn names(dtypes: &[DType]) -> String {
     dtypes.iter().map(|dtype| dtype.name()).collect::<Vec<_>>().join(", ")
@@ -78,6 +79,17 @@ pub enum ModelError {
         /// The input.
         input: String,
     },
+    /// Inputs whose values or sizes a node does not take: an index outside its dimension, an integer divided by zero, an
+    /// assertion of the program that fails.
+    #[error("node {node} ({target}): {cause}")]
+    Values {
+        /// The node's name.
+        node: String,
+        /// The operator's name in the archive.
+        target: String,
+        /// What is wrong.
+        cause: OpError,
+    },
     /// A weight, constant or buffer that the program names and the archive does not hold.
     #[error("the archive has no {name}, which the program uses")]
     MissingState {
@@ -112,6 +124,12 @@ impl ModelError {
                 | rapt_graph::Error::InputStrides { .. }
                 | rapt_graph::Error::Guard(_)
                 | rapt_graph::Error::SymbolRange { .. } => ErrorKind::Shape,
+                _ => ErrorKind::Program,
+            },
+            ModelError::Values { cause, .. } => match cause {
+                OpError::IndexOutOfRange { .. } => ErrorKind::Index,
+                OpError::ZeroDivision => ErrorKind::ZeroDivision,
+                OpError::Shape(_) | OpError::Assertion { .. } => ErrorKind::Shape,
                 _ => ErrorKind::Program,
             },
             ModelError::Dtype { .. } => ErrorKind::DtypeBoundary,

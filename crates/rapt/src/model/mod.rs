@@ -18,12 +18,12 @@
 
 mod bound;
 mod cells;
-mod define;
 mod error;
 mod host;
 mod memory;
 mod plan;
 mod port;
+mod reference;
 mod report;
 mod run;
 mod session;
@@ -35,7 +35,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use rapt_core::{Arch, DType, Executor, Queue, Workspace};
 use rapt_cpu::gemm::{PackedLayout, PackedMatrix, Strided};
-use rapt_graph::{Binding, Fact, Graph};
+use rapt_graph::{Binding, Fact, Graph, OpError};
 use rapt_pt2::{Archive, Call, Payload, Program, StorageId, Symbols};
 
 use crate::engine::{Engine, default_engine};
@@ -45,6 +45,7 @@ use plan::{Buffer, Place, Plan};
 pub use bound::{Bound, Input, InputForm, Output, OutputForm};
 pub use error::ModelError;
 pub use port::Port;
+pub use rapt_graph::Precision;
 pub use rapt_pt2::{Call as ModelCall, Key as CallKey, Kind as CallKind, Tree as CallTree};
 pub use report::{Check, Explanation};
 pub use session::Session;
@@ -307,7 +308,21 @@ impl Inner {
             return Err(ModelError::InputCount { expected: self.inputs.len(), got: facts.len(), names });
         }
         let symbols = self.graph.solve(&facts).map_err(|error| self.named(error))?;
-        self.binding(&symbols)
+        self.binding(&symbols).map_err(|error| match error {
+            // The program itself says that it does not take these sizes.
+            ModelError::Graph(rapt_graph::Error::Node { node, target, cause: cause @ OpError::Assertion { .. } }) => {
+                ModelError::Values { node, target, cause }
+            }
+            error => error,
+        })
+    }
+
+    /// The error of a run, whose inputs were checked before: what a node says is of their values.
+    fn of_values(&self, error: rapt_graph::Error) -> ModelError {
+        match error {
+            rapt_graph::Error::Node { node, target, cause } => ModelError::Values { node, target, cause },
+            error => self.named(error),
+        }
     }
 
     /// The bytes of a storage, which begin at a multiple of [`ALIGN`].

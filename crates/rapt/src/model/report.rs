@@ -121,13 +121,20 @@ impl Explanation {
             inner.plan(inner.example.as_ref()?, host).ok()
         };
         let example = if plan.is_none() { of_example() } else { None };
-        if let Some(plan) = plan.or(example.as_deref()) {
+        let plan = plan.or(example.as_deref());
+        if let Some(plan) = plan {
             let name = |n: usize| short(&inner.graph.nodes[n].target).to_owned();
             for (name, text) in plan.rows(&name) {
                 row(&name, text);
             }
         }
         row("weights packed", format!("{} bytes", inner.packed_bytes()));
+        if let Some(plan) = plan {
+            let kept: usize = plan.states().map(|id| inner.storage(id).len()).sum();
+            let most = bytes + inner.packed_bytes() + plan.memory_bytes() + kept;
+            let what = "weights, packed weights, arena, scratch, constants, what a session keeps; inputs and results are the caller's";
+            row("memory", format!("{most} bytes at most: {what}"));
+        }
         row("operators", String::new());
         let mut ops: BTreeMap<&str, usize> = BTreeMap::new();
         for node in &inner.graph.nodes {

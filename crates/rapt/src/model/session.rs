@@ -26,6 +26,11 @@ impl Session {
         &self.model
     }
 
+    /// What the calls so far have left.
+    pub(super) fn state(&self) -> &State {
+        &self.state
+    }
+
     /// As [`Model::bind`].
     ///
     /// # Errors

@@ -19,6 +19,16 @@ impl State {
         self.held.values().map(Workspace::len_bytes).sum()
     }
 
+    /// What a storage holds: as the last run left it, or as the archive has it.
+    pub(super) fn bytes<'a>(&'a self, inner: &'a Inner, id: StorageId) -> &'a [u8] {
+        let bytes = inner.storage(id);
+        match self.held.get(&id) {
+            // SAFETY: the memory is at least as long as the storage that it is a copy of.
+            Some(memory) => unsafe { std::slice::from_raw_parts(memory.as_ptr(), bytes.len()) },
+            None => bytes,
+        }
+    }
+
     /// A storage that the program writes; at first it is as the archive has it.
     ///
     /// # Errors

@@ -31,7 +31,7 @@ pub(super) fn mul_add<S: Simd<Elem = f32>>(lane: Lane) -> Option<Kernel> {
     })
 }
 
-/// What is the same of either float. A maximum or minimum with NaN is NaN.
+/// What is the same of either float. A maximum or minimum with NaN is NaN, and of zeros of two signs the second.
 macro_rules! of_float {
     ($op:expr, $float:ty) => {
         match $op {

@@ -136,7 +136,8 @@ fn clamp(
     for (limit, op) in [(bound(min)?, Binary::Maximum), (bound(max)?, Binary::Minimum)] {
         match (&mut x, limit) {
             (Cells::Float(x), Some(Cells::Float(limit))) => {
-                x.iter_mut().zip(limit).for_each(|(x, limit)| *x = math::binary_float(op, *x, limit, |x| x));
+                // The number second: one that equals its bound stays as it is, the sign of 0 too.
+                x.iter_mut().zip(limit).for_each(|(x, limit)| *x = math::binary_float(op, limit, *x, |x| x));
             }
             (Cells::Int(x), Some(Cells::Int(limit))) => {
                 for (x, limit) in x.iter_mut().zip(limit) {

@@ -184,7 +184,8 @@ impl<E: Emitter> Lowering<'_, E> {
             // An integer bound is not wrapped to a narrower dtype: nothing lies beyond it.
             let unwrapped = matches!(bound, Operand::Number(_)) && !is_float(dtype);
             let bound = self.operand(bound, if unwrapped { DType::I64 } else { dtype })?;
-            x = self.emitter.binary(op, [x, bound], (dtype, dtype));
+            // The number second: one that equals its bound stays as it is, the sign of 0 too.
+            x = self.emitter.binary(op, [bound, x], (dtype, dtype));
         }
         Ok(x)
     }

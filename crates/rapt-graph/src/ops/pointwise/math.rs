@@ -89,9 +89,11 @@ pub(super) fn binary_float(op: Binary, a: f64, b: f64, round_quotient: impl Fn(f
         Binary::Fmod => a % b,
         Binary::Pow => a.powf(b),
         Binary::Maximum if a.is_nan() || b.is_nan() => f64::NAN,
-        Binary::Maximum => a.max(b),
+        // Of zeros of two signs the second, as in PyTorch's vectors.
+        Binary::Maximum if a > b => a,
         Binary::Minimum if a.is_nan() || b.is_nan() => f64::NAN,
-        Binary::Minimum => a.min(b),
+        Binary::Minimum if a < b => a,
+        Binary::Maximum | Binary::Minimum => b,
         Binary::Eq => flag(a == b),
         Binary::Ne => flag(a != b),
         Binary::Lt => flag(a < b),

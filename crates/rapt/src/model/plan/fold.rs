@@ -1,9 +1,9 @@
 //! What depends on constants alone: computed when a plan is made, by the reference.
 
 use rapt_core::Workspace;
-use rapt_graph::{Node, Out};
+use rapt_graph::{Node, Out, Precision};
 
-use super::super::{ModelError, define, memory};
+use super::super::{ModelError, memory};
 use super::build::Builder;
 use super::place::{Buffer, Place};
 
@@ -18,7 +18,8 @@ impl Builder<'_> {
                 reads.push((id, unsafe { memory::tensor(base, &place) }));
             }
         }
-        let outs = define::node(self.binding, n, &node.op, reads).map_err(|cause| self.failed(node, cause))?;
+        let outs = self.binding.evaluate(n, &node.op, reads, Precision::Rounded);
+        let outs = outs.map_err(|cause| self.failed(node, cause))?;
         for ((out, id), tensor) in self.binding.outs[n].iter().zip(&node.outputs).zip(outs) {
             let (Out::Fresh(meta), Some(id), Some(tensor)) = (out, id, tensor) else { continue };
             let elements = meta.extent().and_then(|extent| usize::try_from(extent).ok()).unwrap_or(0);

@@ -271,19 +271,25 @@ impl Builder<'_> {
         if parts.iter().any(|(from, _)| from.meta.dtype != out.meta.dtype) {
             return Ok(false);
         }
+        // What no group stores in its part is read from memory. Its makers are closed before a group takes this node for its own:
+        // a group does not store what its own nodes alone read.
         let buffers: Vec<usize> = parts.iter().map(|(from, _)| from.buffer).collect();
+        let once = |from: &Place| buffers.iter().filter(|&&buffer| buffer == from.buffer).count() == 1;
+        for (from, to) in &parts {
+            let is_stored =
+                once(from) && self.maker_of(from).is_some_and(|(group, _)| to.reshaped(&group.shape).is_some());
+            if !is_stored {
+                self.close_where(|group| group.makes(from.buffer))?;
+            }
+        }
         for (from, to) in parts {
-            // A buffer of which several parts are taken is read from memory: its maker must store it.
-            let once = buffers.iter().filter(|&&buffer| buffer == from.buffer).count() == 1;
-            if once
-                && let Some((group, register)) = self.maker_of(&from)
+            if let Some((group, register)) = self.maker_of(&from)
                 && let Some(place) = to.reshaped(&group.shape)
             {
                 group.made.push(Made { root, place, register });
                 group.nodes.push(n);
                 continue;
             }
-            self.close_where(|group| group.makes(from.buffer))?;
             let mut group = Group::new(from.meta.shape.clone());
             let register = group.extend(&self.places, &from.meta.shape, |writer| Ok(writer.place(&from)));
             let Some(register) = register else { return Ok(false) };

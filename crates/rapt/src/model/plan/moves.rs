@@ -20,6 +20,8 @@ pub(in crate::model) struct Move {
     pub(in crate::model) part: Place,
     /// The dimensions of the whole that indices stand for, and the indices, all of one shape.
     pub(in crate::model) indices: Vec<(usize, Place)>,
+    /// Whether negative indices count from the end; otherwise they are out of range.
+    pub(in crate::model) from_end: bool,
     /// How many dimensions the indices have.
     pub(in crate::model) rank: usize,
     /// What the whole is a copy of, where its other elements are to be copied first.
@@ -92,7 +94,7 @@ impl Builder<'_> {
     /// The move of slices: `part` has the dimensions of PyTorch's result of indexing `whole`.
     fn by_index(
         &mut self,
-        _: &Node,
+        node: &Node,
         writes: bool,
         whole: Place,
         part: Place,
@@ -133,6 +135,8 @@ impl Builder<'_> {
         let mut part = part;
         part.meta.shape[..lead + rank].rotate_left(lead);
         part.meta.strides[..lead + rank].rotate_left(lead);
-        Ok(Some(Move { writes, whole, part, indices: places, rank, copied }))
+        let from_end =
+            matches!(node.op, Op::Index(Index::Tensor { .. }) | Op::Scatter(Scatter { write: Write::Put { .. }, .. }));
+        Ok(Some(Move { writes, whole, part, indices: places, from_end, rank, copied }))
     }
 }

@@ -2,6 +2,8 @@
 
 use std::collections::BTreeMap;
 
+use rapt_pt2::StorageId;
+
 use super::place::Buffer;
 use super::product::Weights;
 use super::{Kernel, Plan};
@@ -16,11 +18,7 @@ impl Plan {
         rows.push(("threads".into(), self.threads.to_string()));
         rows.push(("arena".into(), format!("{} bytes", self.arena_bytes)));
         rows.push(("scratch".into(), format!("{} bytes for each thread", self.scratch_bytes)));
-        let constants = self.buffers.iter().map(|buffer| match buffer {
-            Buffer::Constant(memory) => memory.len_bytes(),
-            _ => 0,
-        });
-        rows.push(("constants folded".into(), format!("{} bytes", constants.sum::<usize>())));
+        rows.push(("constants folded".into(), format!("{} bytes", self.constant_bytes())));
         let fused = self.steps.iter().filter(|step| step.nodes > 1);
         let nodes: usize = fused.clone().map(|step| step.nodes).sum();
         rows.push(("fused".into(), format!("{nodes} nodes in {} steps", fused.count())));
@@ -31,6 +29,27 @@ impl Plan {
         }
         rows.extend(kinds.into_iter().map(|(kind, count)| (format!("  {kind}"), count.to_string())));
         rows
+    }
+
+    fn constant_bytes(&self) -> usize {
+        let bytes = self.buffers.iter().map(|buffer| match buffer {
+            Buffer::Constant(memory) => memory.len_bytes(),
+            _ => 0,
+        });
+        bytes.sum()
+    }
+
+    /// The bytes of arena, scratch memory and constants.
+    pub(in crate::model) fn memory_bytes(&self) -> usize {
+        self.arena_bytes + self.threads * self.scratch_bytes + self.constant_bytes()
+    }
+
+    /// The storages that the program writes, of which a session has copies.
+    pub(in crate::model) fn states(&self) -> impl Iterator<Item = StorageId> {
+        self.buffers.iter().filter_map(|buffer| match buffer {
+            Buffer::State(id) => Some(*id),
+            _ => None,
+        })
     }
 }
 

@@ -8,12 +8,12 @@ use rapt_core::{Device, Error, Extent, Operands, Queue, Shape, Strides, Tensors,
 use rapt_cpu::gemm::{Epilogue, Output, PackedView, Rows, SUM_ROW_STRIDE, Strided as Matrix};
 use rapt_cpu::pointwise::Loop;
 use rapt_cpu::rows::{RowKernel, RowOperands};
-use rapt_graph::OpError;
+use rapt_graph::{OpError, Precision};
 
 use super::host::Host;
 use super::memory::{self, Strided};
 use super::plan::{Batch, Head, Kernel, Move, Place, Plan, Step, Weights};
-use super::{Inner, ModelError, define};
+use super::{Inner, ModelError};
 
 /// The addresses of one run.
 pub(super) struct Frame<'a> {
@@ -93,8 +93,7 @@ impl Frame<'_> {
 
     fn failed(&self, step: &Step, cause: OpError) -> ModelError {
         let node = &self.inner.graph.nodes[step.node];
-        let (node, target) = (node.name.clone(), node.target.clone());
-        self.inner.named(rapt_graph::Error::Node { node, target, cause })
+        ModelError::Values { node: node.name.clone(), target: node.target.clone(), cause }
     }
 
     unsafe fn step(&self, step: &Step) -> Result<(), ModelError> {
@@ -114,7 +113,7 @@ impl Frame<'_> {
                 Kernel::Node { reads, writes } => {
                     let reads = reads.iter().map(|(id, place)| (*id, memory::tensor(self.bases[place.buffer], place)));
                     let op = &self.inner.graph.nodes[step.node].op;
-                    let results = define::node(&self.plan.binding, step.node, op, reads.collect());
+                    let results = self.plan.binding.evaluate(step.node, op, reads, Precision::Rounded);
                     let results = results.map_err(|cause| self.failed(step, cause))?;
                     for (tensor, place) in results.iter().zip(writes) {
                         if let (Some(tensor), Some(place)) = (tensor, place) {
@@ -331,7 +330,7 @@ impl Frame<'_> {
 
     /// Slices by index. Every index is checked before anything is written.
     unsafe fn moved(&self, moved: &Move) -> Result<(), OpError> {
-        let Move { writes, whole, part, indices, rank, copied } = moved;
+        let Move { writes, whole, part, indices, from_end, rank, copied } = moved;
         let shape = part.shape();
         let (positions, slice) = shape.split_at(*rank);
         let count: usize = positions.iter().product();
@@ -341,7 +340,7 @@ impl Frame<'_> {
             // SAFETY: promised by the caller of `run`.
             let numbers = unsafe { memory::tensor(self.bases[index.buffer], index) }.ints();
             for (offset, &number) in offsets.iter_mut().zip(&numbers) {
-                let from_start = if number < 0 { number.saturating_add(size) } else { number };
+                let from_start = if number < 0 && *from_end { number.saturating_add(size) } else { number };
                 if from_start < 0 || from_start >= size {
                     return Err(OpError::IndexOutOfRange { index: number, dim: *dim, size });
                 }
