@@ -132,6 +132,8 @@ def embeddings(dtype):
 def asserts(dtype):
     x = make(dtype, 2, 3)
     yield (x,), {"dtype": dtype}
+    if torch.__version__ < "2.12":
+        return  # Its tracer takes [2, 3] for other sizes than torch.Size([2, 3]).
     yield (x, [2, 3], [3, 1], dtype), {"device": torch.device("cpu"), "layout": torch.strided}
 
 

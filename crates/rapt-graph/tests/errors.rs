@@ -110,6 +110,19 @@ fn what_is_inferred_must_be_what_the_program_says() {
 
 /// A stride that agrees at the sizes of the export, and nowhere else, is found.
 #[test]
+fn what_nobody_reads_is_not_compared_where_torch_says_so() {
+    let sorted = |indices: &str, output: &str| {
+        let two = base().node(&["v", indices], "sort.default", &[("self", t("x"))]);
+        let two = two.tensor("v", form(F32, &["s0", "4"], None, "0"));
+        two.tensor(indices, form(F32, &["s0", "4"], None, "0")).output(output).graph().unwrap().verify()
+    };
+    assert!(sorted("sort_unused_1", "v").is_ok());
+    for (indices, output) in [("i", "v"), ("sort_unused_1", "sort_unused_1")] {
+        assert!(matches!(sorted(indices, output), Err(Error::Disagrees { value, .. }) if value == indices));
+    }
+}
+
+#[test]
 fn agreement_at_one_binding_is_not_enough() {
     let meta = form(F32, &["s0", "4"], Some(&["s0", "1"]), "0");
     let error = one("neg.default", &[]).tensor("y", meta).error(&[x()]);

@@ -78,7 +78,8 @@ fn rule_17_a_binary_operator_takes_equal_dtypes() {
 
 #[test]
 fn rule_18_functions_of_float64_are_computed_in_float64() {
-    let functions: [(&str, fn(f64) -> f64); 6] = [
+    type Function = (&'static str, fn(f64) -> f64);
+    let functions: [Function; 6] = [
         ("exp", f64::exp),
         ("log", f64::ln),
         ("sin", f64::sin),
@@ -116,8 +117,9 @@ fn rule_19_functions_of_integers_are_promoted_as_torch_does_or_refused() {
 
 #[test]
 fn rule_20_arithmetic_is_native_in_int64_and_float64() {
+    type Arithmetic = (&'static str, fn(i64, i64) -> i64);
     let numbers = [(1 << 53) + 1, -(1 << 62), EXACT_INT];
-    let integers: [(&str, fn(i64, i64) -> i64); 4] = [
+    let integers: [Arithmetic; 4] = [
         ("add.Tensor", i64::wrapping_add),
         ("mul.Tensor", i64::wrapping_mul),
         ("maximum.default", i64::max),
