@@ -132,8 +132,8 @@ impl Explanation {
         if let Some(plan) = plan {
             let kept: usize = plan.states().map(|id| inner.storage(id).len()).sum();
             let most = bytes + inner.packed_bytes() + plan.memory_bytes() + kept;
-            let what = "weights, packed weights, arena, scratch, constants, what a session keeps; inputs and results are the caller's";
-            row("memory", format!("{most} bytes at most: {what}"));
+            let what = "weights, packed weights, arena, scratch, constants, what a session keeps";
+            row("memory", format!("{most} bytes at most, beside inputs and results: {what}"));
         }
         row("operators", String::new());
         let mut ops: BTreeMap<&str, usize> = BTreeMap::new();
