@@ -311,3 +311,45 @@ fn an_index_outside_its_dimension_and_a_division_by_zero_have_codes_of_their_own
     session.serves(&[&x, &Memory::i64s(&[3], &[2, 2, -2])], &[&out]);
     assert_eq!(out.to_i64s(), [3, -4, -5]);
 }
+
+#[test]
+fn results_are_told_row_major_and_share_no_memory_with_one_another() {
+    let model = Model::of_torch("shared");
+    let (ids, position) = (Memory::i64s(&[1, 2], &[3, 1]), Memory::i64s(&[2], &[0, 1]));
+    let bound = model.bind(&[&ids, &position]).unwrap_or_else(|error| panic!("{error:?}"));
+    let forms: Vec<rapt_tensor> = (0..6).map(|place| bound.output(place)).collect();
+    // SAFETY: three strides, which live as long as the binding.
+    assert_eq!(
+        (shape(&forms[0]), unsafe { std::slice::from_raw_parts(forms[0].strides, 3) }),
+        (&[1, 2, 5][..], &[10, 5, 1][..])
+    );
+    let memory = vec![0u64; 64];
+    let at = |words: usize| memory[words..].as_ptr().cast_mut().cast();
+    let mut places = forms.clone();
+    for (place, form) in places.iter_mut().enumerate() {
+        form.data = at(8 * place);
+    }
+    let (inputs, session) = (tensors(&[&ids, &position]), model.session());
+    // SAFETY: alive, and as many tensors as told, each with its memory.
+    let run = |places: &[rapt_tensor]| unsafe {
+        rapt_session_run(session.0, inputs.as_ptr(), 2, places.as_ptr(), places.len())
+    };
+    assert_eq!(run(&places), RAPT_OK, "{}", last_error());
+    places[5].data = places[0].data;
+    assert_eq!(run(&places), RAPT_ERROR_LAYOUT);
+    assert!(last_error().contains("it is written, and shares memory with"), "{}", last_error());
+}
+
+#[test]
+fn a_result_that_is_a_float_is_written() {
+    let program = clone_of(DType::F32);
+    let mut parts = program.json().split(r#"{"as_tensor": {"name": "y"}}"#).map(str::to_owned).collect::<Vec<String>>();
+    let float = r#"{"as_float": 2.5}"#;
+    assert_eq!(parts.len(), 4);
+    let last = parts.pop().unwrap();
+    let json = format!(r#"{}{float}{}{{"as_tensor": {{"name": "y"}}}}{}{float}{last}"#, parts[0], parts[1], parts[2]);
+    let session = Model::from_bytes(&program.archive_of(&json)).unwrap_or_else(|error| panic!("{error:?}")).session();
+    let (x, out) = (Memory::small(DType::F32, &[3]), Memory::place(DType::F64, &[]));
+    session.serves(&[&x], &[&out]);
+    assert_eq!(out.read(f64::from_le_bytes), [2.5]);
+}
