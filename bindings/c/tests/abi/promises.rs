@@ -319,10 +319,8 @@ fn results_are_told_row_major_and_share_no_memory_with_one_another() {
     let bound = model.bind(&[&ids, &position]).unwrap_or_else(|error| panic!("{error:?}"));
     let forms: Vec<rapt_tensor> = (0..6).map(|place| bound.output(place)).collect();
     // SAFETY: three strides, which live as long as the binding.
-    assert_eq!(
-        (shape(&forms[0]), unsafe { std::slice::from_raw_parts(forms[0].strides, 3) }),
-        (&[1, 2, 5][..], &[10, 5, 1][..])
-    );
+    let strides = unsafe { std::slice::from_raw_parts(forms[0].strides, 3) };
+    assert_eq!((shape(&forms[0]), strides), (&[1, 2, 5][..], &[10, 5, 1][..]));
     let memory = vec![0u64; 64];
     let at = |words: usize| memory[words..].as_ptr().cast_mut().cast();
     let mut places = forms.clone();
