@@ -76,11 +76,14 @@ def test_bits_depend_neither_on_the_number_of_threads_nor_on_their_pool(number):
         expected = expected or got
         assert all(map(same_bits, got, expected)), what
 
-    model = rapt.load(archive)
+    model, packed = rapt.load(archive), set()
     for threads in (1, 2, 3, 5):
         number(threads)
-        assert model.explain(*args)["threads"] == str(threads)
+        rows = model.explain(*args)
+        assert rows["threads"] == str(threads)
+        packed.add(rows["weights packed"])
         check(model, args, f"{threads} threads of torch")
+    assert len(packed) == 1 and packed != {"0 bytes"}, "plans share packed weights"
     check(model, [x.numpy() for x in args], "numpy")
     for threads in (1, 2, 3, 5):
         with rapt.Context(threads=threads) as context:
