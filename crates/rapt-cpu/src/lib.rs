@@ -8,7 +8,8 @@
 //!   decode:  few queries            head_dim along the lanes                kernels/decode.rs
 //! ```
 //! and what exported programs are made of besides: products with packed weights ([`gemm`]), chains of pointwise functions
-//! ([`pointwise`]), and what runs along rows ([`rows`]).
+//! ([`pointwise`]), what runs along rows ([`rows`]), and what takes strided tensors as they lie ([`strided`]): reductions, order,
+//! elements by index, windows over images.
 //!
 //! Deliberately absent: allocation (but for packed weights), threads of its own, and any access outside the operands.
 
@@ -25,6 +26,7 @@ pub mod rows;
 mod run;
 mod scratch;
 mod select;
+pub mod strided;
 pub mod tune;
 
 pub use arch::{KernelVariant, Step};

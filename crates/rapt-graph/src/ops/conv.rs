@@ -172,6 +172,12 @@ impl Conv {
         tall(&Meta::contiguous(input.dtype, &input.shape)) || tall(weight)
     }
 
+    /// Whether each channel is convolved by itself.
+    #[must_use]
+    pub fn is_by_channel(&self, shapes: &dyn Shapes) -> bool {
+        self.sizes(shapes).is_ok_and(|(sizes, _)| !sizes.transposed && sizes.in_channels == 1 && sizes.groups > 1)
+    }
+
     /// The convolution in numbers, and whether the input has a batch.
     ///
     /// # Errors

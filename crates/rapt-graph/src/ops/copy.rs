@@ -6,7 +6,7 @@ use rapt_pt2::MemoryFormat;
 
 use super::view::complete;
 use super::{Operand, Target, fill};
-use crate::{Args, Eval, Int, Meta, OpError, Out, Shapes, Tensor, ValueId, strides};
+use crate::{Args, Cells, Eval, Int, Meta, OpError, Out, Shapes, Tensor, ValueId, strides};
 
 /// An operation that moves elements.
 #[derive(Clone, Debug, PartialEq)]
@@ -150,6 +150,19 @@ impl Copy {
                 target.out(*input, shapes, laid_out(meta, meta.dtype, MemoryFormat::Preserve)?)?
             }
         }])
+    }
+
+    /// The element that a tensor of this dtype is filled with; `None` where it is filled with no number.
+    ///
+    /// # Errors
+    /// As [`Op::infer`](super::Op::infer).
+    pub fn element(&self, shapes: &dyn Shapes, dtype: DType) -> Result<Option<Cells>, OpError> {
+        match self {
+            Copy::Fill { value: Operand::Number(scalar), .. } => {
+                fill::rounded(dtype, shapes.number(*scalar)?).map(Some)
+            }
+            _ => Ok(None),
+        }
     }
 
     pub(super) fn eval(&self, eval: &dyn Eval, outs: &[Tensor]) -> Result<(), OpError> {

@@ -114,6 +114,17 @@ impl Create {
         Ok(vec![Out::Fresh(meta)])
     }
 
+    /// The element that a tensor of this dtype has everywhere; `None` where elements differ.
+    ///
+    /// # Errors
+    /// As [`Op::infer`](super::Op::infer).
+    pub fn element(&self, shapes: &dyn Shapes, dtype: DType) -> Result<Option<Cells>, OpError> {
+        match self {
+            Create::Arange { .. } => Ok(None),
+            Create::Full { value, .. } => fill::rounded(dtype, shapes.number(*value)?).map(Some),
+        }
+    }
+
     pub(super) fn eval(&self, eval: &dyn Eval, outs: &[Tensor]) -> Result<(), OpError> {
         let out = &outs[0];
         let dtype = out.meta.dtype;

@@ -2,7 +2,7 @@
 
 use rapt_core::DType;
 
-use crate::number::{float_to_int, int_to_float, is_float, wrap};
+use crate::number::{float_to_int, int_to_float, is_float, round, wrap};
 use crate::{Cells, Number, OpError};
 
 /// The greatest finite number of a float dtype.
@@ -64,6 +64,17 @@ pub(super) fn element(dtype: DType, number: Number) -> Result<Cells, OpError> {
             }
             Cells::Int(vec![float_to_int(dtype, x)])
         }
+    })
+}
+
+/// One element of this dtype, floats rounded to it.
+///
+/// # Errors
+/// [`OpError::Overflow`].
+pub(super) fn rounded(dtype: DType, number: Number) -> Result<Cells, OpError> {
+    Ok(match element(dtype, number)? {
+        Cells::Float(x) => Cells::Float(x.into_iter().map(|x| round(dtype, x)).collect()),
+        ints @ Cells::Int(_) => ints,
     })
 }
 

@@ -36,7 +36,7 @@ pub use linear::Linear;
 pub use moe::GroupedMm;
 pub use norm::Norm;
 pub use pointwise::{Binary, Emitter, Operand, Pointwise, Unary};
-pub use pool::{Pool, Window};
+pub use pool::{Axis, Pool, Steps, Window};
 pub use reduce::{Fold, Reduce};
 pub use scan::Scan;
 pub use scatter::{Scatter, Source, Write};

@@ -69,14 +69,20 @@ pub struct Window {
 }
 
 /// Windows in numbers, for one of the two dimensions.
-#[derive(Clone, Copy, Debug)]
-struct Steps {
-    size: i64,
-    kernel: i64,
-    stride: i64,
-    padding: i64,
-    dilation: i64,
-    output: i64,
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Steps {
+    /// The elements of the image.
+    pub size: i64,
+    /// The elements of a window.
+    pub kernel: i64,
+    /// From one window to the next.
+    pub stride: i64,
+    /// The elements before the image.
+    pub padding: i64,
+    /// From one element of a window to the next.
+    pub dilation: i64,
+    /// The windows.
+    pub output: i64,
 }
 
 impl Pool {
@@ -146,13 +152,7 @@ impl Pool {
                 }
             }
             Pool::Resize { factors, bilinear, .. } => {
-                let [to_h, to_w] = plane(&outs[0].meta)?;
-                let factor = |d: usize| factors.as_ref().map(|f| f[d]);
-                let axes = [(height, to_h, factor(0)), (width, to_w, factor(1))];
-                let axes = axes.map(|(from, to, factor)| match bilinear {
-                    Some(corners) => linear_weights(from, to, factor, *corners),
-                    None => nearest(from, to, factor),
-                });
+                let axes = axes(factors.as_deref(), *bilinear, [height, width], plane(&outs[0].meta)?);
                 let pixels = weighted(&input.floats(), planes, [height, width], &axes);
                 outs[0].write(eval.precision(), Cells::Float(pixels));
             }
@@ -160,13 +160,26 @@ impl Pool {
         Ok(())
     }
 
-    fn input(&self) -> ValueId {
+    /// The image.
+    #[must_use]
+    pub fn input(&self) -> ValueId {
         match *self {
             Pool::Max { input, .. }
             | Pool::Mean { input, .. }
             | Pool::Adaptive { input, .. }
             | Pool::Resize { input, .. } => input,
         }
+    }
+
+    /// Of a resizing, what each row and each column of the result is made of; `None` of anything else.
+    ///
+    /// # Errors
+    /// As [`Op::infer`](super::Op::infer).
+    pub fn axes(&self, shapes: &dyn Shapes) -> Result<Option<[Axis; 2]>, OpError> {
+        let Pool::Resize { input, factors, bilinear, .. } = self else { return Ok(None) };
+        let meta = shapes.meta(*input)?;
+        let [.., height, width] = self.shape(shapes, meta)?[..] else { return misfit("an image has two dimensions") };
+        Ok(Some(axes(factors.as_deref(), *bilinear, plane(meta)?, [height, width])))
     }
 
     fn shape(&self, shapes: &dyn Shapes, meta: &Meta) -> Result<Vec<i64>, OpError> {
@@ -202,7 +215,11 @@ impl Pool {
 }
 
 impl Window {
-    fn steps(&self, shapes: &dyn Shapes, sizes: [i64; 2]) -> Result<[Steps; 2], OpError> {
+    /// The windows over an image of these sizes.
+    ///
+    /// # Errors
+    /// As [`Op::infer`](super::Op::infer).
+    pub fn steps(&self, shapes: &dyn Shapes, sizes: [i64; 2]) -> Result<[Steps; 2], OpError> {
         let two = |name: &str, list: &[Int], least: i64| match shapes.ints(list)?[..] {
             [a, b] if a >= least && b >= least => Ok([a, b]),
             [n] if n >= least => Ok([n, n]),
@@ -334,7 +351,18 @@ fn adaptive_means(x: &[f64], planes: usize, sizes: [i64; 2], output: [i64; 2]) -
 }
 
 /// For each position of the result, two positions of the image and the weight of the second.
-type Axis = Vec<(usize, usize, f64)>;
+pub type Axis = Vec<(usize, usize, f64)>;
+
+/// What rows and columns are made of: bilinear, with whether corners stay corners, or nearest.
+fn axes(factors: Option<&[f64]>, bilinear: Option<bool>, from: [i64; 2], to: [i64; 2]) -> [Axis; 2] {
+    [0, 1].map(|d| {
+        let factor = factors.map(|factors| factors[d]);
+        match bilinear {
+            Some(corners) => linear_weights(from[d], to[d], factor, corners),
+            None => nearest(from[d], to[d], factor),
+        }
+    })
+}
 
 /// The nearest position: `⌊o · scale⌋`, in f32 as PyTorch's kernel has it.
 fn nearest(from: i64, to: i64, factor: Option<f64>) -> Axis {

@@ -11,7 +11,7 @@ use super::shape::{
     scalar_cell,
 };
 use super::target::Target;
-use crate::{Args, Cells, Eval, Int, Meta, OpError, Out, Scalar, Shapes, Tensor, ValueId, strides};
+use crate::{Args, Cells, Eval, Int, Meta, OpError, Out, Precision, Scalar, Shapes, Tensor, ValueId, strides};
 
 /// A writing by index.
 #[derive(Clone, Debug, PartialEq)]
@@ -157,6 +157,34 @@ impl Scatter {
         self.target.mutates(self.input)
     }
 
+    /// The one number that is written, as an element of the tensor; `None` where a tensor's are.
+    ///
+    /// # Errors
+    /// As [`Op::infer`](super::Op::infer).
+    pub fn element(&self, shapes: &dyn Shapes) -> Result<Option<Cells>, OpError> {
+        let Write::Along { source: Source::Value(value), .. } = self.write else { return Ok(None) };
+        scalar_cell(shapes, value, shapes.meta(self.input)?.dtype, Precision::Rounded).map(Some)
+    }
+
+    /// The slice that `slice_scatter` and `select_scatter` write, as a view of the tensor; `None` of other writes.
+    ///
+    /// # Errors
+    /// As [`Op::infer`](super::Op::infer).
+    pub fn region(&self, shapes: &dyn Shapes, whole: &Meta) -> Result<Option<Meta>, OpError> {
+        let (Write::Slice { dim, .. } | Write::Select { dim, .. }) = self.write else { return Ok(None) };
+        let dim = whole.dim(dim)?;
+        let (shape, first, step) = self.bounds(shapes, whole)?;
+        let mut meta = whole.clone();
+        meta.offset += first * meta.strides[dim];
+        meta.strides[dim] *= step;
+        meta.shape = shape;
+        if matches!(self.write, Write::Select { .. }) {
+            meta.shape.remove(dim);
+            meta.strides.remove(dim);
+        }
+        Ok(Some(meta))
+    }
+
     pub(super) fn eval(&self, eval: &dyn Eval, outs: &[Tensor]) -> Result<(), OpError> {
         let input = eval.tensor(self.input)?;
         let meta = &input.meta;
@@ -202,6 +230,21 @@ impl Scatter {
     fn slice(&self, shapes: &dyn Shapes, meta: &Meta) -> Result<(Vec<i64>, Vec<usize>), OpError> {
         let (Write::Slice { dim, .. } | Write::Select { dim, .. }) = self.write else { return misfit("no slice") };
         let dim = meta.dim(dim)?;
+        let (mut shape, first, step) = self.bounds(shapes, meta)?;
+        let mut strides = row_major(&meta.shape);
+        let lead = count(first * strides[dim]);
+        strides[dim] *= step;
+        let at = places(&shape, &strides).into_iter().map(|p| p + lead).collect();
+        if matches!(self.write, Write::Select { .. }) {
+            shape.remove(dim);
+        }
+        Ok((shape, at))
+    }
+
+    /// The slice's sizes, with 1 where one of a dimension is selected; its first element in the dimension, and the step.
+    fn bounds(&self, shapes: &dyn Shapes, meta: &Meta) -> Result<(Vec<i64>, i64, i64), OpError> {
+        let (Write::Slice { dim, .. } | Write::Select { dim, .. }) = self.write else { return misfit("no slice") };
+        let dim = meta.dim(dim)?;
         let Some(&size) = meta.shape.get(dim) else { return misfit("a slice of a tensor without dimensions") };
         let mut shape = meta.shape.clone();
         let (first, step) = match self.write {
@@ -227,14 +270,7 @@ impl Scatter {
             }
             _ => (0, 1),
         };
-        let mut strides = row_major(&meta.shape);
-        let lead = count(first * strides[dim]);
-        strides[dim] *= step;
-        let at = places(&shape, &strides).into_iter().map(|p| p + lead).collect();
-        if matches!(self.write, Write::Select { .. }) {
-            shape.remove(dim);
-        }
-        Ok((shape, at))
+        Ok((shape, first, step))
     }
 }
 

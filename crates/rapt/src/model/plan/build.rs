@@ -16,7 +16,7 @@ use super::product::Weights;
 use super::{Kernel, Plan, Step, arena};
 
 /// Results of constants with more elements are computed in each run: a plan is not to hold copies of weights.
-const MOST_FOLDED: i64 = 1 << 22;
+pub(super) const MOST_FOLDED: i64 = 1 << 22;
 
 /// A plan in the making.
 pub(super) struct Builder<'a> {
@@ -112,11 +112,11 @@ impl<'a> Builder<'a> {
                 self.mutated[root.0 as usize] = true;
             }
             if self.is_wanted(n) {
-                for id in &node.inputs {
+                for id in read_by(node) {
                     self.wanted[id.0 as usize] = true;
                 }
                 if self.computes(n) {
-                    for root in node.inputs.iter().filter_map(|id| self.binding.storage(*id)) {
+                    for root in read_by(node).iter().filter_map(|id| self.binding.storage(*id)) {
                         let readers = &mut self.readers[root.0 as usize];
                         if readers.last() != Some(&n) {
                             readers.push(n);
@@ -205,7 +205,12 @@ impl<'a> Builder<'a> {
             Out::Fresh(meta) => meta.numel() <= MOST_FOLDED,
             _ => true,
         });
-        node.op.mutates().is_none() && kept && small && node.inputs.iter().all(constant)
+        node.op.mutates().is_none() && kept && small && read_by(node).iter().all(constant)
+    }
+
+    /// Whether somebody needs a value.
+    pub(super) fn is_wanted_value(&self, id: ValueId) -> bool {
+        self.wanted[id.0 as usize]
     }
 
     /// A node that reads something else in place of this value.
@@ -380,6 +385,11 @@ impl<'a> Builder<'a> {
     }
 }
 
+/// The values that a node reads. Of a tensor whose form another has, only the form.
+pub(super) fn read_by(node: &Node) -> &[ValueId] {
+    if matches!(node.op, Op::Create(_)) { &[] } else { &node.inputs }
+}
+
 /// Whether an operator asserts something of a tensor's elements.
 fn asserts(op: &Op) -> bool {
     matches!(op, Op::Sym(Sym::AssertTensor(..)))
@@ -398,6 +408,7 @@ impl Step {
             Kernel::Conv(conv) => conv.scratch_bytes(),
             Kernel::Experts(experts) => experts.scratch_bytes,
             Kernel::Rows { rows, .. } => rows.scratch_bytes(),
+            Kernel::Strided { kernel, .. } => kernel.scratch_bytes(),
             Kernel::Attention { .. } | Kernel::Move(_) | Kernel::Node { .. } => 0,
         }
     }

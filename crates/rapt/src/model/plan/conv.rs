@@ -48,7 +48,7 @@ impl Windows {
 }
 
 /// A tensor with batch and two spatial dimensions.
-fn whole(place: &Place, batched: bool) -> Place {
+pub(super) fn whole(place: &Place, batched: bool) -> Place {
     let mut place = place.clone();
     let Meta { shape, strides, .. } = &mut place.meta;
     if !batched {

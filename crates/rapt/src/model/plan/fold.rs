@@ -4,14 +4,14 @@ use rapt_core::Workspace;
 use rapt_graph::{Node, Out, Precision};
 
 use super::super::{ModelError, memory};
-use super::build::Builder;
+use super::build::{Builder, read_by};
 use super::place::{Buffer, Place};
 
 impl Builder<'_> {
     /// Computes a node and keeps its results as constants.
     pub(super) fn fold(&mut self, n: usize, node: &Node) -> Result<(), ModelError> {
         let mut reads = Vec::new();
-        for &id in &node.inputs {
+        for &id in read_by(node) {
             if let Some(place) = self.places.of(id) {
                 let base = self.constant_base(&place)?;
                 // SAFETY: the place lies in a constant that is alive.

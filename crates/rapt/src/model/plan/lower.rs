@@ -19,13 +19,24 @@ impl Builder<'_> {
         let done = match &node.op {
             Op::Pointwise(op) => self.pointwise(n, node, op)?,
             Op::Copy(op) => self.copy(n, node, op)?,
-            Op::Linear(op) => self.product(n, node, op)? || self.batch(n, node, op)?,
+            Op::Linear(op) => {
+                self.product(n, node, op)? || self.batch(n, node, op)? || self.batch_of_copies(n, node, op)?
+            }
             Op::Arrange(Arrange::Cat { tensors, dim }) => self.cat(n, node, tensors, *dim)?,
             Op::Attention(op) => self.attention(n, node, op)?,
-            Op::Conv(op) => self.conv(n, node, op)?,
+            Op::Conv(op) if op.is_by_channel(self.binding) => {
+                self.other_conv(n, node, op)? || self.conv(n, node, op)?
+            }
+            Op::Conv(op) => self.conv(n, node, op)? || self.other_conv(n, node, op)?,
             Op::GroupedMm(op) => self.experts(n, node, op)?,
-            Op::Norm(_) | Op::Reduce(_) | Op::Scan(_) => self.rows(n, node)?,
-            Op::Index(_) | Op::Scatter(_) => self.moves(n, node)?,
+            Op::Norm(_) => self.rows(n, node)? || self.norms(n, node)?,
+            Op::Reduce(op) => self.rows(n, node)? || self.reduce(n, node, op)?,
+            Op::Scan(op) => self.rows(n, node)? || self.norms(n, node)? || self.scan(n, node, op)?,
+            Op::Index(_) | Op::Scatter(_) => self.moves(n, node)? || self.along(n, node)?,
+            Op::Arrange(op) => self.arrange(n, node, op)?,
+            Op::Create(op) => self.create(n, node, op)?,
+            Op::Pool(op) => self.pool(n, node, op)?,
+            Op::Sort(op) => self.sort(n, node, op)?,
             _ => false,
         };
         if done { Ok(()) } else { self.by_definition(n, node) }
@@ -51,7 +62,7 @@ impl Builder<'_> {
     }
 
     /// Adds a node to the groups that make what it reads, or begins one. `out` lies in the group's order.
-    fn grouped(
+    pub(super) fn grouped(
         &mut self,
         n: usize,
         node: &Node,
@@ -99,7 +110,7 @@ impl Builder<'_> {
     }
 
     /// A loop that writes a tensor in place, at once.
-    fn write_in_place(
+    pub(super) fn write_in_place(
         &mut self,
         n: usize,
         node: &Node,
@@ -119,7 +130,7 @@ impl Builder<'_> {
     }
 
     /// A step that stores one register.
-    fn store(&mut self, n: usize, group: &Group, register: Register, out: &Place) -> Result<(), ModelError> {
+    pub(super) fn store(&mut self, n: usize, group: &Group, register: Register, out: &Place) -> Result<(), ModelError> {
         let mut code = group.code.clone();
         code.push(Instruction::Store(group.operands(), register));
         let mut operands: Vec<Place> = group.reads.iter().map(|(place, _)| place.clone()).collect();
@@ -147,7 +158,7 @@ impl Builder<'_> {
             | Copy::Contiguous { input, .. } => (Operand::Tensor(*input), Target::Fresh),
             Copy::Onto { source, target, .. } => (Operand::Tensor(*source), *target),
             Copy::Fill { value: value @ Operand::Tensor(_), target, .. } => (*value, *target),
-            Copy::Fill { .. } => return Ok(false),
+            Copy::Fill { .. } => return self.fill(n, node, op),
         };
         let Operand::Tensor(source) = source else { return Ok(false) };
         let from = self.binding.meta(source).map_err(|cause| self.failed(node, cause))?.dtype;
@@ -231,7 +242,7 @@ impl Builder<'_> {
     }
 
     /// Memory for packed matrices.
-    fn packed_memory(&mut self, bytes: usize) -> usize {
+    pub(super) fn packed_memory(&mut self, bytes: usize) -> usize {
         self.places.buffers.push(Buffer::Arena { at: 0, len: bytes });
         self.places.buffers.len() - 1
     }

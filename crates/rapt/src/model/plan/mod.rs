@@ -12,19 +12,25 @@
 //!
 //! Deliberately absent: pointers (`run` has them), and any rounding or promotion of its own.
 
+mod along;
 mod arena;
+mod arrange;
 mod attention;
+mod batches;
 mod build;
 mod conv;
 mod experts;
 mod fold;
 mod group;
+mod images;
 mod lower;
 mod moves;
+mod norms;
 mod place;
 mod product;
 mod report;
 mod rows;
+mod strided;
 
 use std::sync::Arc;
 
@@ -83,6 +89,13 @@ pub(super) enum Kernel {
     Experts(Box<Experts>),
     /// Elements moved by index.
     Move(Box<Move>),
+    /// What takes tensors as they lie: reductions, order, windows.
+    Strided {
+        /// The kernel.
+        kernel: Box<dyn rapt_cpu::strided::Kernel>,
+        /// Its operands.
+        operands: Vec<Place>,
+    },
     /// A node, evaluated by its definition.
     Node {
         /// What it reads: each value with its place.

@@ -200,8 +200,13 @@ impl<'a> Places<'a> {
 
     /// Gives a value that has a storage of its own a constant.
     pub(super) fn constant(&mut self, id: ValueId, memory: Workspace) {
-        let buffer = self.push(Buffer::Constant(Arc::new(memory)));
+        let buffer = self.constant_memory(memory);
         self.roots[id.0 as usize] = Some((buffer, 0));
+    }
+
+    /// A buffer of constants.
+    pub(super) fn constant_memory(&mut self, memory: Workspace) -> usize {
+        self.push(Buffer::Constant(Arc::new(memory)))
     }
 
     /// Lets a value that would have a storage of its own lie where another one does.

@@ -81,6 +81,7 @@ impl super::Step {
             Kernel::Conv(_) => "convolution, packed weights".into(),
             Kernel::Experts(_) => "products of groups, packed weights".into(),
             Kernel::Move(_) => "moved by index".into(),
+            Kernel::Strided { kernel, .. } => kernel.name().into(),
             Kernel::Node { .. } => format!("by definition, {}", names(self.node)),
         }
     }

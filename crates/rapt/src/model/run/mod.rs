@@ -1,5 +1,6 @@
 //! One run of a plan: every buffer gets its address, the steps run in order, and what was written is put back where one fails.
 
+mod strided;
 mod windows;
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -109,6 +110,9 @@ impl Frame<'_> {
                 Kernel::Rows { rows, places } => self.rows(rows, places),
                 Kernel::Conv(conv) => self.conv(conv),
                 Kernel::Experts(experts) => self.experts(experts)?.map_err(|cause| self.failed(step, cause)),
+                Kernel::Strided { kernel, operands } => {
+                    self.strided(&**kernel, operands)?.map_err(|cause| self.failed(step, cause))
+                }
                 Kernel::Move(moved) => self.moved(moved).map_err(|cause| self.failed(step, cause)),
                 Kernel::Node { reads, writes } => {
                     let reads = reads.iter().map(|(id, place)| (*id, memory::tensor(self.bases[place.buffer], place)));
