@@ -304,6 +304,35 @@ impl Executor for Scoped {
     }
 }
 
+/// Packed matrices that share a region keep apart, also when some of them are gone.
+#[test]
+fn large_matrices_in_one_region_keep_what_was_packed() {
+    let (arch, k, n) = (Arch::Scalar, 300, 350);
+    let layout = PackedLayout::new(arch, DType::F32, k, n).unwrap();
+    let gemm = Gemm::new(arch, DType::F32, [1, n, k], 1).unwrap();
+    let mut scratch = Workspace::new();
+    scratch.ensure(gemm.scratch_bytes()).unwrap();
+    let pack = |value: f32| {
+        let w = vec![value; k * n];
+        let strided = Strided { ptr: w.as_ptr().cast(), k_stride: 1, n_stride: k as isize };
+        // SAFETY: w has n rows of k elements.
+        unsafe { PackedMatrix::pack(layout, strided, &SerialExecutor) }.unwrap()
+    };
+    let mut packed: Vec<(f32, PackedMatrix)> = (0..5).map(|n| (n as f32, pack(n as f32))).collect();
+    packed.retain(|(value, _)| *value != 1.0 && *value != 4.0);
+    packed.extend((5..50).map(|n| (n as f32, pack(n as f32))));
+    let x = vec![1.0f32; k];
+    for (value, packed) in &packed {
+        assert_eq!(packed.view().layout().len_bytes(), packed.len_bytes());
+        let mut y = vec![0.0f32; n];
+        let rows = Rows { ptr: x.as_ptr().cast(), row_stride: k as isize };
+        let out = Output::Rows { ptr: y.as_mut_ptr().cast(), row_stride: n as isize };
+        // SAFETY: every matrix has the sizes that the product was made of.
+        unsafe { gemm.run_item(0, rows, packed.view(), out, scratch.as_mut_ptr()) };
+        assert!(y.iter().all(|&y| y == value * k as f32), "{value}");
+    }
+}
+
 #[test]
 fn an_epilogue_sees_every_sum_once_before_it_is_rounded() {
     each(|arch, dtype| {

@@ -39,6 +39,7 @@
 //! # Ok::<(), rapt_core::Error>(())
 //! ```
 
+mod memory;
 mod packed;
 pub(crate) mod product;
 
@@ -49,6 +50,7 @@ pub use product::{Epilogue, Output, Rows, Strided};
 
 use crate::arch::gemm::Kernels;
 use crate::kernels::gemm::{ROW_BLOCK, TILE_COLUMNS};
+use crate::pointwise::share;
 use packed::kernels_of;
 use product::Job;
 
@@ -68,7 +70,8 @@ pub struct Gemm {
     n: usize,
     k: usize,
     item_rows: usize,
-    item_columns: usize,
+    /// Items side by side, of whole panels.
+    across: usize,
     scratch_bytes: usize,
 }
 
@@ -89,21 +92,21 @@ impl Gemm {
         let columns = kernels.panel_columns;
         let row_items = m.div_ceil(ROW_BLOCK);
         let item_rows = m.div_ceil(row_items.max(1)).next_multiple_of(kernels.tile_rows).clamp(1, ROW_BLOCK);
-        let item_columns = if threads <= 1 {
-            n.max(1)
+        let across = if threads <= 1 {
+            1
         } else {
             let wanted = ITEMS_PER_THREAD.saturating_mul(threads).div_ceil(row_items.max(1));
-            n.div_ceil(wanted).max(1).next_multiple_of(columns)
+            n.div_ceil(columns).min(wanted)
         };
         let scratch_bytes = (kernels.scratch_bytes)(item_rows.min(m), k);
         let scratch_bytes = scratch_bytes.ok_or(too_large)?;
-        Ok(Gemm { kernels, arch, dtype, m, n, k, item_rows, item_columns, scratch_bytes })
+        Ok(Gemm { kernels, arch, dtype, m, n, k, item_rows, across, scratch_bytes })
     }
 
     /// Pieces of work, none of which waits for another.
     #[must_use]
     pub fn items(&self) -> usize {
-        self.m.div_ceil(self.item_rows) * self.n.div_ceil(self.item_columns)
+        if self.n == 0 { 0 } else { self.m.div_ceil(self.item_rows) * self.across }
     }
 
     /// The scratch memory of one thread, a multiple of 64; what an item leaves there, no other reads.
@@ -135,11 +138,12 @@ impl Gemm {
             (self.arch, self.dtype, self.k, self.n)
         );
         // Columns first: items that run at the same time share the rows of x.
-        let across = self.n.div_ceil(self.item_columns);
-        let (row, column) = (item / across * self.item_rows, item % across * self.item_columns);
+        let row = item / self.across * self.item_rows;
+        let panels = share(self.n.div_ceil(self.kernels.panel_columns), item % self.across, self.across);
+        let [first, end] = [panels.start, panels.end].map(|panel| panel * self.kernels.panel_columns);
         let job = Job {
             rows: row..(row + self.item_rows).min(self.m),
-            columns: column..(column + self.item_columns).min(self.n),
+            columns: first..end.min(self.n),
             k: self.k,
             x,
             w: w.as_ptr(),

@@ -10,8 +10,9 @@ use std::marker::PhantomData;
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use rapt_core::{Arch, DType, Error, Executor, Result, Workspace};
+use rapt_core::{Arch, DType, Error, Executor, Result};
 
+use super::memory::Memory;
 use super::product::{PackJob, Strided};
 use crate::arch::gemm::{Kernels, kernels};
 use crate::caps::available;
@@ -143,11 +144,11 @@ impl PackedView<'_> {
     }
 }
 
-/// A packed matrix in memory of its own, aligned to 64 bytes.
+/// A packed matrix in memory of its own, aligned to 64 bytes and on large pages where the system has them.
 #[derive(Debug)]
 pub struct PackedMatrix {
     layout: PackedLayout,
-    memory: Workspace,
+    memory: Memory,
 }
 
 impl PackedMatrix {
@@ -164,8 +165,7 @@ impl PackedMatrix {
         // SAFETY: w is read only, and each thread writes panels of its own.
         unsafe impl Sync for Job {}
 
-        let mut memory = Workspace::new();
-        memory.ensure(layout.len_bytes())?;
+        let mut memory = Memory::new(layout.len_bytes())?;
         let job = &Job(w, memory.as_mut_ptr());
         let (next, panels) = (AtomicUsize::new(0), layout.panels());
         executor.parallel_for(executor.threads().min(panels), &|_| {

@@ -373,6 +373,7 @@ impl<'a> Builder<'a> {
         Ok(Plan {
             binding,
             scratch_bytes: self.steps.iter().map(Step::scratch_bytes).max().unwrap_or(0),
+            is_shared: self.steps.iter().any(|step| step.is_shared(self.threads)),
             written_inputs: written_inputs.map(|(place, _)| place).collect(),
             steps: self.steps,
             buffers: self.places.buffers,
@@ -396,6 +397,21 @@ fn asserts(op: &Op) -> bool {
 }
 
 impl Step {
+    /// Whether it has work for several threads.
+    fn is_shared(&self, threads: usize) -> bool {
+        let items = match &self.kernel {
+            Kernel::Chain { each, .. } => each.items(threads),
+            Kernel::Product { head, .. } => head.gemm.items(),
+            Kernel::Batch(batch) => batch.places[0].shape()[0] * batch.gemm.items(),
+            Kernel::Attention { plan, .. } => plan.threads().min(plan.items()),
+            Kernel::Rows { rows, places } => places[0].as_ref().map_or(0, |x| rows.items(x.shape()[0], threads)),
+            Kernel::Conv(conv) => conv.sizes.output[0].max(conv.gemm.items()),
+            Kernel::Experts(_) => threads,
+            Kernel::Move(_) | Kernel::Node { .. } => 1,
+        };
+        threads > 1 && items > 1
+    }
+
     /// The scratch memory that one thread needs.
     fn scratch_bytes(&self) -> usize {
         match &self.kernel {

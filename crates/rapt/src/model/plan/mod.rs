@@ -140,6 +140,8 @@ pub(super) struct Plan {
     pub(super) scratch_bytes: usize,
     /// The threads it was made for.
     pub(super) threads: usize,
+    /// Whether a step has work for several of them.
+    pub(super) is_shared: bool,
     /// The instruction set it was made for.
     pub(super) arch: Arch,
     /// Of each result that is a tensor: its place.

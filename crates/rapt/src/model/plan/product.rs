@@ -9,6 +9,9 @@ use rapt_graph::{Meta, Number, Shapes, ValueId};
 
 use super::place::Place;
 
+/// Products of numbers that are worth a second thread.
+const SHARED_WORK: usize = 64 * 1024;
+
 /// The right operand.
 #[derive(Clone, Debug)]
 pub(in crate::model) enum Weights {
@@ -130,5 +133,6 @@ pub(super) fn kernels(
     [m, n, k]: [usize; 3],
     threads: usize,
 ) -> Result<(Gemm, PackedLayout), Error> {
+    let threads = if m.saturating_mul(n).saturating_mul(k) < SHARED_WORK { 1 } else { threads };
     Ok((Gemm::new(arch, dtype, [m, n, k], threads)?, PackedLayout::new(arch, dtype, k, n)?))
 }

@@ -1,6 +1,7 @@
 //! One run of a plan: every buffer gets its address, the steps run in order, and what was written is put back where one fails.
 
 mod strided;
+mod team;
 mod windows;
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -50,6 +51,18 @@ impl Frame<'_> {
     /// # Safety
     /// Every buffer has its address, and memory for all places of the plan that lie in it, which nobody else uses meanwhile.
     pub(super) unsafe fn run(&self) -> Result<(), ModelError> {
+        let size = if self.plan.is_shared { self.plan.threads } else { 1 };
+        team::together(self.host.executor, size, |team| {
+            let host = Host { executor: team, ..self.host };
+            let frame = Frame { host, bases: self.bases.clone(), ..*self };
+            // SAFETY: promised by the caller.
+            unsafe { frame.steps() }
+        })?
+    }
+
+    /// # Safety
+    /// As [`Frame::run`].
+    unsafe fn steps(&self) -> Result<(), ModelError> {
         let last = self.plan.steps.iter().rposition(|step| step.may_fail);
         let mut kept = Vec::new();
         for (n, step) in self.plan.steps.iter().enumerate() {
