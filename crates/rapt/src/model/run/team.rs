@@ -79,7 +79,7 @@ pub(super) fn together<R: Send>(
         }
         _ => team.help(),
     })?;
-    led.into_inner().unwrap_or_else(PoisonError::into_inner).ok_or(Error::WorkLeftUndone { done: 0, items: 1 })
+    led.into_inner().unwrap_or_else(PoisonError::into_inner).ok_or(Error::WorkLeftUndone { done: 0, items: size })
 }
 
 impl Team {
