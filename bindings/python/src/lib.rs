@@ -209,6 +209,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(api::doctor::doctor, module)?)?;
     module.add_function(wrap_pyfunction!(api::cli::cli, module)?)?;
     module.add_class::<graph::PyProgram>()?;
+    module.add_class::<graph::PyTemplate>()?;
     module.add_class::<graph::PySession>()?;
     module.add_function(wrap_pyfunction!(graph::program_check, module)?)?;
     module.add_function(wrap_pyfunction!(graph::program_missing, module)?)?;

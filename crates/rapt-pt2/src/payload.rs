@@ -19,6 +19,12 @@ use crate::{Device, Error, Symbols};
 pub struct StorageId(pub(crate) u32);
 
 impl StorageId {
+    /// The n-th storage of weights that lie in no archive.
+    #[must_use]
+    pub const fn new(index: u32) -> StorageId {
+        StorageId(index)
+    }
+
     /// The place in [`Archive::storages`](crate::Archive::storages).
     #[must_use]
     pub fn index(self) -> usize {

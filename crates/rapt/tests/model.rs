@@ -1,7 +1,9 @@
 //! Programs from Rust: typed reads, places for results, sessions, and what is refused.
 #![allow(missing_docs)]
 
-use rapt::model::{Input, InputForm, Model, ModelError, Output};
+use std::sync::Arc;
+
+use rapt::model::{Input, InputForm, Model, ModelError, Output, Template, Weight};
 use rapt::{DType, ErrorKind, Shape, Strides, View, ViewMut};
 
 /// The JSON of a program `output = op(x…)` on tensors of these dtypes and of shape [3].
@@ -124,4 +126,76 @@ fn counts_kinds_and_missing_operators_are_refused_with_what_is_wrong() {
     assert_eq!(Model::from_json(&unserved).unwrap_err().kind(), ErrorKind::UnsupportedDtype);
     assert_eq!(Model::from_json(b"{").unwrap_err().kind(), ErrorKind::Program);
     assert_eq!(Model::from_bytes(&b"no archive"[..]).unwrap_err().kind(), ErrorKind::Program);
+}
+
+/// `y = x + w` where w is a parameter.
+fn template() -> Template {
+    let json = program("torch.ops.aten.add.Tensor", &[("self", DType::F32), ("other", DType::F32)], DType::F32);
+    let user = r#"{"user_input": {"arg": {"as_tensor": {"name": "x1"}}}}"#;
+    let parameter = r#"{"parameter": {"arg": {"name": "x1"}, "parameter_name": "w"}}"#;
+    let json = String::from_utf8(json).unwrap();
+    assert!(json.contains(user));
+    Template::from_json(json.replace(user, parameter).as_bytes()).unwrap()
+}
+
+fn weight(memory: &Arc<Vec<f64>>) -> Weight {
+    Weight {
+        name: "w".into(),
+        dtype: DType::F32,
+        shape: vec![3],
+        strides: vec![1],
+        offset: 1,
+        storage: memory.as_ptr().cast(),
+        storage_bytes: size_of_val(memory.as_slice()),
+    }
+}
+
+#[test]
+fn models_of_one_template_have_weights_of_their_own() {
+    let template = template();
+    assert_eq!(template.inputs().len(), 1);
+    let numbers = |w: [f32; 3]| {
+        let words = [0.0, w[0], w[1], w[2]].map(f32::to_le_bytes).concat();
+        Arc::new(words.chunks_exact(8).map(|word| f64::from_le_bytes(word.try_into().unwrap())).collect::<Vec<f64>>())
+    };
+    let x = [1f32, 2.0, 3.0];
+    let memories = [numbers([10.0, 20.0, 30.0]), numbers([0.5, 0.25, 0.125])];
+    for (memory, expected) in memories.into_iter().zip([[11.0, 22.0, 33.0], [1.5, 2.25, 3.125]]) {
+        // SAFETY: the model keeps the memory, and nothing writes to it.
+        let model = unsafe { template.with_weights(vec![weight(&memory)], Arc::clone(&memory) as _) }.unwrap();
+        let held = Arc::downgrade(&memory);
+        drop(memory);
+        let view = View::contiguous("x", &x, [3].into()).unwrap();
+        let outputs = model.run(&mut [Input::Read(view)]).unwrap();
+        let [Output::Tensor(out)] = outputs.as_slice() else { panic!("one tensor: {outputs:?}") };
+        assert_eq!(out.to_vec::<f32>().unwrap(), expected);
+        drop(model);
+        assert!(held.upgrade().is_none(), "the model alone kept the memory");
+    }
+}
+
+#[test]
+fn weights_that_are_not_what_is_said_of_them_are_refused() {
+    let (template, memory) = (template(), Arc::new(vec![0f64; 2]));
+    // SAFETY: the memory is kept, and no weight that leaves it is read.
+    let with = |weights| unsafe { template.with_weights(weights, Arc::clone(&memory) as _) };
+    assert!(matches!(with(Vec::new()).unwrap_err(), ModelError::MissingState { name } if name == "w"));
+    let odd: [fn(&mut Weight); 5] = [
+        |w| w.offset = 2,
+        |w| w.strides = vec![2],
+        |w| w.strides = vec![usize::MAX],
+        |w| w.strides = Vec::new(),
+        |w| w.storage = w.storage.wrapping_add(4),
+    ];
+    for change in odd {
+        let mut weight = weight(&memory);
+        change(&mut weight);
+        let error = with(vec![weight]).unwrap_err();
+        assert!(matches!(error, ModelError::WeightForm { .. }), "{error}");
+        assert_eq!(error.kind(), ErrorKind::Layout);
+    }
+    // What the program states is compared when it is bound.
+    let other = Weight { dtype: DType::I32, ..weight(&memory) };
+    let form = [InputForm::Tensor { dtype: DType::F32, shape: vec![3] }];
+    assert_eq!(with(vec![other]).unwrap().bind(&form).unwrap_err().kind(), ErrorKind::Program);
 }

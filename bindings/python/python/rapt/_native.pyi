@@ -46,6 +46,15 @@ class Program:
     def session(self) -> ProgramSession: ...
 
 @final
+class ProgramTemplate:
+    """A program that is loaded and verified, and has no weights yet."""
+
+    @staticmethod
+    def from_json(json: bytes) -> ProgramTemplate: ...
+    def written(self) -> list[bool]: ...
+    def with_weights(self, weights: list[tuple[str, Any]]) -> Program: ...
+
+@final
 class ProgramSession:
     """Calls of a program that share what it keeps."""
 

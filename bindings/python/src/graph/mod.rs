@@ -4,6 +4,7 @@
 //! states. Results are of the kind of the first tensor among the leaves, owned and writable. A call runs on the threads that
 //! `engine` says, as attention does.
 
+mod template;
 mod tree;
 
 use std::cell::Cell;
@@ -21,6 +22,8 @@ use crate::engine::{Home, Owned};
 use crate::errors::{Failure, Wording, guard, hints};
 use crate::kind::Kind;
 use crate::tensors::{self, Operand, Product, torch};
+
+pub(crate) use template::PyTemplate;
 
 /// What rapt-core calls the tensor that is read; messages get the input's own name.
 const INPUT: &str = "INPUT";

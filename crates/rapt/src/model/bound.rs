@@ -7,7 +7,7 @@ use rapt_graph::{Binding, Fact, Graph, Meta, Output as GraphOutput, ValueId};
 
 use super::host::Host;
 use super::memory::{self, Strided};
-use super::plan::{Buffer, Plan};
+use super::plan::{Buffer, Place, Plan};
 use super::run::Frame;
 use super::state::State;
 use super::{Explanation, Model, ModelError, Port};
@@ -262,13 +262,23 @@ impl Bound {
         let mut given = self.given(inputs)?;
         let mut arena = inner.arena();
         arena.ensure(self.plan.arena_bytes + self.plan.threads * self.plan.scratch_bytes)?;
-        let frame = self.frame(host, state, &given, &mut arena)?;
+        let mut frame = self.frame(host, state, &given, &mut arena)?;
+        let direct = self.direct(inputs, places);
+        for ((place, result), _) in
+            places.iter_mut().zip(&self.plan.results).zip(&direct).filter(|(_, direct)| **direct)
+        {
+            if let (Some(view), Some(result)) = (place, result) {
+                frame.bases[result.buffer] = view.as_mut_ptr();
+            }
+        }
         // SAFETY: every buffer is where the plan takes it to be: `given` has the inputs as the program states them, the state and
         // the archive their storages, the arena its parts.
         unsafe {
             frame.run()?;
             // From here on nothing fails.
-            for (place, result) in places.iter_mut().zip(&self.plan.results) {
+            for ((place, result), _) in
+                places.iter_mut().zip(&self.plan.results).zip(direct).filter(|(_, direct)| !direct)
+            {
                 if let (Some(view), Some(result)) = (place, result) {
                     let strides: Vec<isize> = view.strides().to_vec();
                     let to = Strided { ptr: view.as_mut_ptr(), strides: &strides };
@@ -283,6 +293,20 @@ impl Bound {
         }
         inner.keep_arena(arena);
         Ok(())
+    }
+
+    /// Of each result, whether it is made where the caller wants it: it is to lie there as the program says, apart from the inputs.
+    fn direct(&self, inputs: &mut [Input<'_>], places: &mut [Option<ViewMut<'_>>]) -> Vec<bool> {
+        let lies: Vec<(usize, usize)> = inputs.iter_mut().filter_map(|input| Some(input.lies()?.span())).collect();
+        let one = |((place, result), &direct): ((&mut Option<ViewMut<'_>>, &Option<Place>), &bool)| {
+            let (Some(view), Some(result), true) = (place, result, direct) else { return false };
+            let lies_so = |((&n, &stride), &own): ((&i64, &i64), &isize)| n == 1 || stride as isize == own;
+            let address = view.as_mut_ptr() as usize;
+            let end = address.wrapping_add_signed(view.reach_bytes().1);
+            result.meta.shape.iter().zip(&result.meta.strides).zip(view.strides().iter()).all(lies_so)
+                && lies.iter().all(|&(lo, hi)| end <= lo || hi <= address)
+        };
+        places.iter_mut().zip(&self.plan.results).zip(&self.plan.direct).map(one).collect()
     }
 
     /// Makes the mutations that the signature declares. All contents are read before any is written: one may be a view of

@@ -91,7 +91,7 @@ pub enum ModelError {
         cause: OpError,
     },
     /// A weight, constant or buffer that the program names and the archive does not hold.
-    #[error("the archive has no {name}, which the program uses")]
+    #[error("there is no {name}, which the program uses")]
     MissingState {
         /// Its name.
         name: String,
@@ -99,6 +99,14 @@ pub enum ModelError {
     /// The binding of a model that is not the session's.
     #[error("the model was bound from another program than the session's")]
     OtherModel,
+    /// A weight in memory of the caller's that is not what he says of it.
+    #[error("the weight {name} is refused: {why}")]
+    WeightForm {
+        /// Its name.
+        name: String,
+        /// Why.
+        why: String,
+    },
     /// No plan for these sizes.
     #[error("no plan for these sizes: {why}")]
     Plan {
@@ -136,6 +144,7 @@ impl ModelError {
             ModelError::UnsupportedDtype { .. } => ErrorKind::UnsupportedDtype,
             ModelError::OtherModel => ErrorKind::Option,
             ModelError::OutputForm { .. } => ErrorKind::Shape,
+            ModelError::WeightForm { .. } => ErrorKind::Layout,
             ModelError::InputCount { .. } | ModelError::InputKind { .. } => ErrorKind::Kind,
             ModelError::Device { .. } => ErrorKind::Device,
             ModelError::ReadOnly { .. } => ErrorKind::Layout,

@@ -28,6 +28,8 @@ mod report;
 mod run;
 mod session;
 mod state;
+mod template;
+mod weights;
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -35,12 +37,13 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use rapt_core::{Arch, DType, Executor, Queue, Workspace};
 use rapt_cpu::gemm::{PackedLayout, PackedMatrix, Strided};
-use rapt_graph::{Binding, Fact, Graph, OpError};
+use rapt_graph::{Binding, Fact, Graph, OpError, ValueId};
 use rapt_pt2::{Archive, Call, Payload, Program, StorageId, Symbols};
 
 use crate::engine::{Engine, default_engine};
 use host::Host;
 use plan::{Buffer, Place, Plan};
+use weights::Weights;
 
 pub use bound::{Bound, Input, InputForm, Output, OutputForm};
 pub use error::ModelError;
@@ -49,6 +52,8 @@ pub use rapt_graph::Precision;
 pub use rapt_pt2::{Call as ModelCall, Key as CallKey, Kind as CallKind, Tree as CallTree};
 pub use report::{Check, Explanation};
 pub use session::Session;
+pub use template::Template;
+pub use weights::Weight;
 
 /// The dtypes that programs may have.
 pub const SERVED: [DType; 10] = [
@@ -66,9 +71,8 @@ pub const SERVED: [DType; 10] = [
 
 /// Bindings that are kept, and plans; the oldest goes when another comes.
 const BINDINGS: usize = 64;
-
-/// Where storages begin: no element is larger.
-const ALIGN: usize = 8;
+/// Bytes of constants that the plans of other bindings keep beside one: the oldest plans go when there are more.
+const PLAN_BYTES: usize = 64 << 20;
 
 /// An exported program, ready to run. Clones share everything.
 #[derive(Clone)]
@@ -85,26 +89,31 @@ impl std::fmt::Debug for Model {
 }
 
 struct Inner {
-    /// The weights, where the program has an archive.
-    archive: Option<Archive>,
-    program: Program,
-    graph: Graph,
+    weights: Weights,
+    program: Arc<Program>,
+    graph: Arc<Graph>,
     inputs: Vec<Port>,
     outputs: Vec<Port>,
     /// A binding that the program was verified at: the sizes of its export, where they are known.
     example: Option<Arc<Binding>>,
-    bindings: Mutex<Vec<Arc<Binding>>>,
+    /// Shared with the models of other weights.
+    bindings: Arc<Mutex<Vec<Arc<Binding>>>>,
+    /// What was bound last: calls of one form follow one another.
+    recent: Mutex<Option<(Vec<InputForm>, Arc<Binding>)>>,
     plans: Mutex<Vec<Arc<Plan>>>,
-    /// Packed weights, by where they lie in the archive.
+    /// Packed weights, by where they lie.
     packed: Mutex<Vec<(PackedKey, Arc<PackedMatrix>)>>,
-    /// Storages that do not begin where their elements may be read: copies that do.
-    aligned: BTreeMap<StorageId, Workspace>,
+    /// Of each node whose results depend on weights alone: those.
+    folded: Mutex<Folded>,
     /// Arenas that no run uses at present.
     arenas: Mutex<Vec<Workspace>>,
 }
 
-/// A matrix of weights: storage, first element, strides and sizes.
-type PackedKey = (StorageId, i64, [i64; 2], [i64; 2]);
+/// A matrix of weights: address of the storage, first element, strides and sizes.
+type PackedKey = (usize, i64, [i64; 2], [i64; 2]);
+
+/// Results of nodes.
+type Folded = BTreeMap<usize, Vec<(ValueId, Arc<Workspace>)>>;
 
 impl Model {
     /// Loads an archive that `torch.export.save` wrote. The file is mapped: it must not be altered while the model is used.
@@ -127,9 +136,10 @@ impl Model {
     /// A program without weights, from the JSON of `models/model.json` in an archive.
     ///
     /// # Errors
-    /// As [`Model::open`]; [`ModelError::MissingState`] for a program that has parameters, buffers or constants.
+    /// As [`Model::open`]; [`ModelError::MissingState`] for a program that has parameters, buffers or constants:
+    /// [`Template`] takes those.
     pub fn from_json(json: &[u8]) -> Result<Model, ModelError> {
-        Model::new(None, Program::from_json(json)?)
+        Template::from_json(json)?.with(Weights::None)
     }
 
     /// What is known of an archive without running it: whether it is served, and if not, everything that is missing.
@@ -139,45 +149,12 @@ impl Model {
     pub fn check(path: impl AsRef<Path>) -> Result<Check, ModelError> {
         let archive = Archive::open(path)?;
         let program = archive.program().clone();
-        Ok(Check::new(&program, Model::new(Some(archive), program.clone())))
+        Ok(Check::new(&program, Model::of_archive(archive)))
     }
 
     fn of_archive(archive: Archive) -> Result<Model, ModelError> {
-        let program = archive.program().clone();
-        Model::new(Some(archive), program)
-    }
-
-    fn new(archive: Option<Archive>, program: Program) -> Result<Model, ModelError> {
-        port::check_dtypes(&program)?;
-        let graph = Graph::new(&program)?;
-        let (inputs, outputs) = (port::inputs(&program), port::outputs(&program));
-        let aligned = aligned_storages(archive.as_ref())?;
-        let mut inner = Inner {
-            archive,
-            program,
-            graph,
-            inputs,
-            outputs,
-            example: None,
-            bindings: Mutex::default(),
-            plans: Mutex::default(),
-            packed: Mutex::default(),
-            aligned,
-            arenas: Mutex::default(),
-        };
-        for place in 0..inner.graph.inputs.len() {
-            inner.payload(place)?;
-        }
-        if let Some(binding) = inner.verify()? {
-            for written in bound::written(&inner.graph, &binding) {
-                let mut users = inner.graph.user_inputs();
-                if let Some(place) = users.position(|input| input.value == Some(written)) {
-                    inner.inputs[place].is_written = true;
-                }
-            }
-            inner.example = Some(binding);
-        }
-        Ok(Model { inner: Arc::new(inner), engine: None })
+        let template = Template::new(archive.program().clone())?;
+        template.with(Weights::of_archive(archive)?)
     }
 
     /// The same program on an engine of one's own, which lives at least as long. The archive, plans and packed weights are
@@ -268,53 +245,34 @@ impl Model {
     }
 }
 
-/// Copies of the storages that do not begin at a multiple of [`ALIGN`], as a file that is mapped always has them.
-fn aligned_storages(archive: Option<&Archive>) -> Result<BTreeMap<StorageId, Workspace>, ModelError> {
-    let mut copies = BTreeMap::new();
-    let Some(archive) = archive else { return Ok(copies) };
-    for payload in archive.weights().values().chain(archive.constants().values()) {
-        let bytes = archive.storage(payload.storage);
-        if !(bytes.as_ptr() as usize).is_multiple_of(ALIGN) && !copies.contains_key(&payload.storage) {
-            let mut copy = Workspace::new();
-            copy.ensure(bytes.len().max(1))?;
-            // SAFETY: the copy is at least as long, and its own.
-            unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), copy.as_mut_ptr(), bytes.len()) };
-            copies.insert(payload.storage, copy);
-        }
-    }
-    Ok(copies)
-}
-
 impl Inner {
-    /// Where a parameter, buffer or constant lies in the archive; `None` for an input of the caller.
-    fn payload(&self, place: usize) -> Result<Option<(&Archive, &Payload)>, ModelError> {
+    /// Where a parameter, buffer or constant lies among the weights; `None` for an input of the caller.
+    fn payload(&self, place: usize) -> Result<Option<&Payload>, ModelError> {
         let Some(name) = self.graph.inputs[place].source.state() else { return Ok(None) };
-        let found = self.archive.as_ref().and_then(|archive| {
-            let payload = archive.payload(self.program.signature.inputs.get(place)?)?;
-            Some((archive, payload))
-        });
+        let found = self.program.signature.inputs.get(place).and_then(|input| self.weights.payload(input));
         found.map(Some).ok_or_else(|| ModelError::MissingState { name: name.to_owned() })
     }
 
-    /// Verifies the graph at several bindings, and gives one of them.
-    fn verify(&self) -> Result<Option<Arc<Binding>>, ModelError> {
-        self.graph.verify()?.first().map(|symbols| self.binding(symbols)).transpose()
-    }
-
     fn bind(&self, inputs: &[InputForm]) -> Result<Arc<Binding>, ModelError> {
+        let recent = || self.recent.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some((_, binding)) = recent().as_ref().filter(|(forms, _)| forms == inputs) {
+            return Ok(Arc::clone(binding));
+        }
         let facts: Vec<Fact> = inputs.iter().map(InputForm::fact).collect();
         if facts.len() != self.inputs.len() {
             let names = self.inputs.iter().map(|port| port.name.clone()).collect();
             return Err(ModelError::InputCount { expected: self.inputs.len(), got: facts.len(), names });
         }
         let symbols = self.graph.solve(&facts).map_err(|error| self.named(error))?;
-        self.binding(&symbols).map_err(|error| match error {
+        let binding = self.binding(&symbols).map_err(|error| match error {
             // The program itself says that it does not take these sizes.
             ModelError::Graph(rapt_graph::Error::Node { node, target, cause: cause @ OpError::Assertion { .. } }) => {
                 ModelError::Values { node, target, cause }
             }
             error => error,
-        })
+        })?;
+        *recent() = Some((inputs.to_vec(), Arc::clone(&binding)));
+        Ok(binding)
     }
 
     /// The error of a run, whose inputs were checked before: what a node says is of their values.
@@ -325,15 +283,9 @@ impl Inner {
         }
     }
 
-    /// The bytes of a storage, which begin at a multiple of [`ALIGN`].
+    /// The bytes of a storage of the weights.
     fn storage(&self, id: StorageId) -> &[u8] {
-        let Some(archive) = &self.archive else { return &[] };
-        let bytes = archive.storage(id);
-        match self.aligned.get(&id) {
-            // SAFETY: the copy has the storage's length, and is never written again.
-            Some(copy) => unsafe { std::slice::from_raw_parts(copy.as_ptr(), bytes.len()) },
-            None => bytes,
-        }
+        self.weights.storage(id)
     }
 
     /// A constant matrix `[k, n]`, packed once by these threads.
@@ -344,19 +296,20 @@ impl Inner {
         buffer: &Buffer,
         executor: &dyn Executor,
     ) -> Result<Arc<PackedMatrix>, ModelError> {
-        let (base, key) = match buffer {
-            Buffer::Archive(id) => {
-                let two = |numbers: &[i64]| [numbers[0], numbers[1]];
-                let key = (*id, w.meta.offset, two(&w.meta.strides), two(&w.meta.shape));
-                (self.storage(*id).as_ptr(), Some(key))
+        let (base, is_shared) = match buffer {
+            Buffer::Archive(id) => (self.storage(*id).as_ptr(), true),
+            // One plan's own goes with it.
+            Buffer::Constant(memory) => {
+                let folded = self.folded.lock().unwrap_or_else(PoisonError::into_inner);
+                let is_shared = folded.values().flatten().any(|(_, known)| Arc::ptr_eq(known, memory));
+                (memory.as_ptr(), is_shared)
             }
-            Buffer::Constant(memory) => (memory.as_ptr(), None),
             _ => return Err(ModelError::Plan { why: "weights that are not constant are packed in each run".into() }),
         };
+        let two = |numbers: &[i64]| [numbers[0], numbers[1]];
+        let key = (base as usize, w.meta.offset, two(&w.meta.strides), two(&w.meta.shape));
         let mut packed = self.packed.lock().unwrap_or_else(PoisonError::into_inner);
-        let is_same = |(known, matrix): &&(PackedKey, Arc<PackedMatrix>)| {
-            Some(known) == key.as_ref() && *matrix.layout() == layout
-        };
+        let is_same = |(known, matrix): &&(PackedKey, Arc<PackedMatrix>)| *known == key && *matrix.layout() == layout;
         if let Some((_, known)) = packed.iter().find(is_same) {
             return Ok(Arc::clone(known));
         }
@@ -367,7 +320,7 @@ impl Inner {
         };
         // SAFETY: the place was verified to lie in its storage, which lives as long as the model.
         let new = Arc::new(unsafe { PackedMatrix::pack(layout, matrix, executor)? });
-        if let Some(key) = key {
+        if is_shared {
             packed.push((key, Arc::clone(&new)));
         }
         Ok(new)
@@ -401,7 +354,8 @@ impl Inner {
         let written = bound::written(&self.graph, binding);
         let plan = Arc::new(Plan::new(self, binding, &written, host)?);
         let mut plans = lock();
-        if plans.len() == BINDINGS {
+        let bytes = |plans: &[Arc<Plan>]| plans.iter().map(|plan| plan.own_bytes).sum::<usize>();
+        while plans.len() >= BINDINGS || bytes(&plans) > PLAN_BYTES {
             plans.remove(0);
         }
         plans.push(Arc::clone(&plan));

@@ -105,16 +105,12 @@ impl Explanation {
         for guard in &inner.program.guards {
             row("guard", guard.text.clone());
         }
-        let bytes = inner.archive.as_ref().map_or(0, |archive| {
-            (0..inner.graph.inputs.len())
-                .filter_map(|place| inner.payload(place).ok().flatten())
-                .map(|(_, payload)| payload.storage)
-                .collect::<std::collections::BTreeSet<_>>()
-                .into_iter()
-                .map(|storage| archive.storage(storage).len())
-                .sum()
-        });
-        row("weights", format!("{bytes} bytes, mapped"));
+        let storages: std::collections::BTreeSet<_> = (0..inner.graph.inputs.len())
+            .filter_map(|place| inner.payload(place).ok().flatten())
+            .map(|payload| payload.storage)
+            .collect();
+        let bytes: usize = storages.into_iter().map(|storage| inner.storage(storage).len()).sum();
+        row("weights", format!("{bytes} bytes, {}", inner.weights.how()));
         row("nodes", inner.graph.nodes.len().to_string());
         let of_example = || {
             let host = Host::of(model.engine().ok()?);

@@ -2,51 +2,65 @@
 
     torch.compile(model, backend="rapt")                                   refuses what Rapt does not run, by a typed error
     torch.compile(model, backend="rapt", options={"fallback": "eager"})    runs that in PyTorch, and counts it
+    torch.compile(model, backend="rapt", options={"freeze": True})         holds parameters and buffers constant (`_weights`)
 
 AOTAutograd makes the inference graph, `_graph` a program of it; torch finds `backend` by the entry point of this package. A graph
 that is refused is refused when it is called, so that the error is Rapt's own and not a `BackendCompilerFailed` around it.
 """
 
+import itertools
 import re
+import weakref
 
 import torch
 from rapt import OptionError, RaptError, UnsupportedError, _native
+from rapt._model import Explanation
 
 from . import _graph
 from ._stats import count_fallback, count_served, log
+from ._weights import Held
 
 # The first torch whose serializer writes what Rapt reads.
 _LEAST_TORCH = (2, 9)
-_OPTIONS = {"fallback": (None, "eager")}
+_OPTIONS = {"fallback": (None, "eager"), "freeze": (False, True)}
 # Why a graph is not Rapt's, in `stats()`; the dots stand for the type of the error.
 REASON = "compiled graph: …"
+
+# The graphs that are there.
+_programs = weakref.WeakSet()
+_numbers = itertools.count()
+
+
+def compiled_graphs():
+    """See `rapt.torch.compiled_graphs`."""
+    return [program.explain() for program in sorted(_programs, key=lambda program: program.number)]
 
 
 def backend(gm, example_inputs, *, options=None, mode=None, **others):
     """A backend of torch.compile: the graph of dynamo and its inputs in, what runs it out."""
     try:
-        fallback = _checked(options, mode, others)
+        options = _checked(options, mode, others)
     except OptionError as error:
         return _Refused(error)
     try:
-        return _compiled(gm, example_inputs, fallback)
+        return _compiled(gm, example_inputs, options)
     except RaptError as error:
-        return _Refused(error) if fallback is None else _Eager(gm, _reason(error))
+        return _Refused(error) if options.get("fallback") is None else _Eager(gm, _reason(error))
 
 
 def _checked(options, mode, others):
-    """The value of the option `fallback`."""
+    """The options."""
+    allowed = 'options={"fallback": "eager", "freeze": True}'
     if mode is not None or others:
         given = f"mode={mode!r}" if mode is not None else ", ".join(others)
-        raise OptionError(f'{given} is not an option of backend="rapt"; allowed are options={{"fallback": "eager"}}')
+        raise OptionError(f'{given} is not an option of backend="rapt"; allowed are {allowed}')
     for name, value in (options or {}).items():
-        allowed = _OPTIONS.get(name, ())
-        if value not in allowed:
-            raise OptionError(f'options={{{name!r}: {value!r}}}: backend="rapt" takes {{"fallback": "eager"}}, or nothing')
-    return (options or {}).get("fallback")
+        if not any(value is known or (isinstance(value, str) and value == known) for known in _OPTIONS.get(name, ())):
+            raise OptionError(f'options={{{name!r}: {value!r}}}: backend="rapt" takes {allowed}, or fewer')
+    return dict(options or {})
 
 
-def _compiled(gm, example_inputs, fallback):
+def _compiled(gm, example_inputs, options):
     if tuple(map(int, torch.__version__.split(".")[:2])) < _LEAST_TORCH:
         least = ".".join(map(str, _LEAST_TORCH))
         raise UnsupportedError(f'backend="rapt" needs torch {least} or later, this is {torch.__version__}')
@@ -55,7 +69,7 @@ def _compiled(gm, example_inputs, fallback):
     names = [_name(node.name) for node in gm.graph.nodes if node.op == "placeholder"]
 
     def inference(module, arguments):
-        return _Program(module, arguments, names, fallback)
+        return _Program(module, arguments, names, options)
 
     def training(_module, _arguments):
         grad = [name for name, x in zip(names, example_inputs) if isinstance(x, torch.Tensor) and x.requires_grad]
@@ -84,15 +98,19 @@ class _Program:
     # Arguments come as one list.
     _boxed_call = True
 
-    def __init__(self, module, arguments, names, fallback):
-        self.written, self.program = _loaded(module, arguments, names)
-        self.eager = module if fallback == "eager" else None
+    def __init__(self, module, arguments, names, options):
+        held = _graph.held_constant(module) if options.get("freeze") else frozenset()
+        self.written, self.template = _loaded(module, arguments, names, held)
+        self.eager = module if options.get("fallback") == "eager" else None
+        self.held = Held(self.template, self.written) if self.written.held else None
+        self.program = None
+        self.number, self.calls = next(_numbers), 0
+        _programs.add(self)
 
     def __call__(self, arguments):
         written = self.written
-        leaves = [arguments[place] for place in written.given] + written.constants
         try:
-            computed = self.program.run(leaves)
+            computed = self._program(arguments).run([arguments[place] for place in written.given])
         except RaptError as error:
             # Nothing was written.
             if self.eager is None:
@@ -100,22 +118,40 @@ class _Program:
             count_fallback(_reason(error))
             return self.eager(*arguments)
         count_served()
+        self.calls += 1
         return _results(written, arguments, computed)
 
+    def _program(self, arguments):
+        if self.held is not None:
+            return self.held.program(arguments)
+        if self.program is None:
+            self.program = self.template.with_weights(self.written.constants)
+        return self.program
 
-def _loaded(module, arguments, names):
-    """(what was written of the graph, the program); operators that are not served are taken apart where PyTorch can."""
-    written = _graph.write(module, names)
+    def explain(self):
+        program = self.program
+        rows = [("graph", str(self.number)), ("calls", str(self.calls))]
+        if self.held is not None:
+            tensors, sets, renewed = len(self.held.places), len(self.held.sets), self.held.renewed
+            rows.append(("held constant", f"{tensors} tensors, {sets} sets, renewed {renewed} times"))
+            program = next((held.program for held in reversed(self.held.sets.values())), None)
+        return Explanation([*rows, *(program.explain() if program else [])])
+
+
+def _loaded(module, arguments, names, held):
+    """(what was written of the graph, the program but for its weights); operators that are not served are taken apart where
+    PyTorch can."""
+    written = _graph.write(module, names, held)
     try:
-        return written, _native.Program.from_json(written.json)
+        return written, _native.ProgramTemplate.from_json(written.json)
     except UnsupportedError as error:
         refusal, missing = error, _native.program_missing(written.json)
     taken_apart = _graph.decomposed(module, missing, arguments)
     if taken_apart is None:
         raise refusal
-    written = _graph.write(taken_apart, names)
+    written = _graph.write(taken_apart, names, held)
     try:
-        return written, _native.Program.from_json(written.json)
+        return written, _native.ProgramTemplate.from_json(written.json)
     except UnsupportedError:
         if set(_native.program_missing(written.json)) <= set(missing):
             raise

@@ -2,7 +2,8 @@
 
     graph of AOTAutograd ─► nodes without views that only leave the graph ─► torch._export.serde ─► rapt._native.Program
 
-Parameters, buffers and constants of the graph are inputs of the program, so nothing is copied; a SymInt is an integer input.
+Parameters and buffers of the graph are inputs of the program, unless they are to be held constant: then they are its weights, as
+the graph's own constants are. Either way they are read where they lie; a SymInt is an integer input.
 AOTAutograd states of each result which memory it lies in. What is a view of an input, or of another result, leaves the program
 as the tensor that owns the memory, and becomes that view again here: results alias what they alias in PyTorch.
 
@@ -58,7 +59,8 @@ class Written:
 
     json: bytes
     given: list  # which arguments of the graph the program takes, in order
-    constants: list  # tensors that follow them
+    held: list  # (name, argument): those that are weights of the program
+    constants: list  # (name, tensor): weights that are the graph's own
     results: list  # View, Argument, Computed or Fixed of each result of the graph
     symbols: dict  # symbol -> (argument, dimension or None): where its value stands
 
@@ -93,7 +95,8 @@ def evaluate(form, values):
 
 
 class _Writer:
-    def __init__(self, module, names):
+    def __init__(self, module, names, held):
+        self.held = held
         self.module, self.nodes = module, list(module.graph.nodes)
         self.arguments = [node for node in self.nodes if node.op == "placeholder"]
         self.names = names if len(names) == len(self.arguments) else [node.name for node in self.arguments]
@@ -136,12 +139,15 @@ class _Writer:
         return None
 
     def graph(self):
-        """(graph, arguments that it takes, constants): the nodes again, without what leads to no result."""
+        """(graph, arguments that it takes, arguments and constants that are weights): the nodes again, without what leads to no
+        result."""
         graph, new = fx.Graph(), {}
         needed = _needed(self.nodes, self.kept)
         taken = [node for node in self.arguments if node in needed or not _is_tensor(node)]
-        held = [node for node in self.nodes if node in needed and node.op == "get_attr" and _is_tensor(node)]
-        for node in [*taken, *held]:
+        held = [node for node in taken if self.place[node] in self.held]
+        taken = [node for node in taken if self.place[node] not in self.held]
+        constants = [node for node in self.nodes if node in needed and node.op == "get_attr" and _is_tensor(node)]
+        for node in [*taken, *held, *constants]:
             name = self.names[self.place[node]] if node in self.place else node.name
             new[node] = graph.placeholder(name)
             new[node].meta["val"] = node.meta["val"]
@@ -155,7 +161,9 @@ class _Writer:
             new[node].meta = {"val": self._stated(node)} if "val" in node.meta else {}
             _as_pytorchs_own(new[node])
         graph.output(tuple(new[node] for node in self.kept))
-        return graph, [self.place[node] for node in taken], [_attribute(self.module, node.target) for node in held]
+        held = [(new[node].name, self.place[node]) for node in held]
+        constants = [(new[node].name, _attribute(self.module, node.target)) for node in constants]
+        return graph, [self.place[node] for node in taken], held, constants
 
     def _stated(self, node):
         """The form that the program states. `aten.copy`'s has the offset of its operand, though it is the first in its memory."""
@@ -234,27 +242,44 @@ def _refuse_devices(nodes, names):
             raise DeviceError(f"{name} is on {device}: programs run on the CPU. Mend: `model.cpu()`")
 
 
-def write(module, names):
-    """The program of AOTAutograd's inference graph `module`; `names` are what the arguments are called in messages.
+def held_constant(module):
+    """The arguments of the graph that may be held constant: parameters and buffers that it does not write."""
+    context = torch._guards.TracingContext.try_get()
+    facts = getattr(context, "fw_metadata", None)
+    arguments = [node for node in module.graph.nodes if node.op == "placeholder"]
+    if facts is None or len(facts.input_info) != len(arguments):
+        return frozenset()
+    written = {node.args[0] for node in module.graph.nodes if node.target is _COPY}
+
+    def may(place):
+        return _is_tensor(arguments[place]) and arguments[place] not in written and not facts.input_info[place].mutates_data
+
+    return frozenset(filter(may, facts.static_input_indices))
+
+
+def write(module, names, held=frozenset()):
+    """The program of AOTAutograd's inference graph `module`; `names` are what the arguments are called in messages, `held` the
+    arguments that are its weights.
 
     Raises `DeviceError` for what is not on the CPU, `UnsupportedError` for what torch's serializer does not write.
     """
-    writer = _Writer(module, names)
+    writer = _Writer(module, names, held)
     _refuse_devices(writer.nodes, dict(zip(writer.arguments, writer.names)))
     results, symbols = writer.results(), writer.symbols()
-    graph, given, constants = writer.graph()
+    graph, given, held, constants = writer.graph()
     for result in results:
         numbers = () if not isinstance(result, View) else (*result.numbers[0], *result.numbers[1], result.numbers[2])
         for number in numbers:
             if not isinstance(number, int) and not number.free_symbols <= symbols.keys():
                 raise UnsupportedError(f"a result is a view of size or stride {number}, which the arguments do not determine")
-    return Written(_serialized(fx.GraphModule(module, graph), symbols), given, constants, results, symbols)
+    weights = {name for name, _ in [*held, *constants]}
+    return Written(_serialized(fx.GraphModule(module, graph), weights), given, held, constants, results, symbols)
 
 
 # --- torch's serializer ------------------------------------------------------------------------------------------------------
 
 
-def _serialized(module, symbols):
+def _serialized(module, weights):
     # Importing the serializer takes a while, and only compilation needs it.
     from torch._export.serde import schema, serialize
     from torch.export import ExportGraphSignature
@@ -267,16 +292,22 @@ def _serialized(module, symbols):
     def named(node):
         return TensorArgument(name=node.name) if _is_tensor(node) else SymIntArgument(name=node.name)
 
+    def spec(node):
+        if node.name in weights:
+            return InputSpec(InputKind.PARAMETER, named(node), node.name)
+        return InputSpec(InputKind.USER_INPUT, named(node), None)
+
+    users = [node for node in placeholders if node.name not in weights]
     signature = ExportGraphSignature(
-        input_specs=[InputSpec(InputKind.USER_INPUT, named(node), None) for node in placeholders],
+        input_specs=[spec(node) for node in placeholders],
         output_specs=[OutputSpec(OutputKind.USER_OUTPUT, named(node), None) for node in outputs],
     )
     call = ModuleCallSignature(
-        inputs=[named(node) for node in placeholders],
+        inputs=[named(node) for node in users],
         outputs=[named(node) for node in outputs],
-        in_spec=pytree.tree_structure((tuple(range(len(placeholders))), {})),
+        in_spec=pytree.tree_structure((tuple(range(len(users))), {})),
         out_spec=pytree.tree_structure(tuple(range(len(outputs)))),
-        forward_arg_names=[node.name for node in placeholders],
+        forward_arg_names=[node.name for node in users],
     )
     program = {
         "opset_version": {"aten": torch._C._get_max_operator_version()},

@@ -4,11 +4,12 @@ Only calls that ran are counted, tracing is not. What was served is one atomic c
 """
 
 import logging
+import sys
 import threading
 
 from rapt._native import count_served, served
 
-__all__ = ["count_fallback", "count_served", "reset_stats", "stats"]
+__all__ = ["compiled_graphs", "count_fallback", "count_served", "reset_stats", "stats"]
 
 log = logging.getLogger("rapt")
 
@@ -40,3 +41,10 @@ def reset_stats():
     with _lock:
         _base = served()
         _fallback.clear()
+
+
+def compiled_graphs():
+    """What runs for each graph of `torch.compile(model, backend="rapt")` that is there, in the order of compilation: rows as of
+    `Model.explain()`, with the number of calls and of the tensors that are held constant."""
+    backend = sys.modules.get("rapt.torch._backend")
+    return [] if backend is None else backend.compiled_graphs()

@@ -1,5 +1,5 @@
 //! Attention by Rapt's kernels: on keys and values as they were before their heads were repeated, with masks that are known
-//! to be causal or empty said as options.
+//! by position said as options (`mask`).
 
 use rapt_core::{Causal, DType, Device, Options, Shape, Spec, Strides, TensorForm};
 use rapt_graph::ops::{Attention, Copy, Op};
@@ -7,19 +7,8 @@ use rapt_graph::{Node, Out, ValueId};
 
 use super::super::ModelError;
 use super::build::Builder;
-use super::place::{Buffer, Place};
+use super::place::Place;
 use super::{Kernel, Step};
-
-/// What a mask that is known before a run lets each query see.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Known {
-    /// Every key.
-    All,
-    /// Query `i` the keys `0..=i`.
-    TopLeft,
-    /// Query `i` of `n` the keys up to the one that lies as far from the last.
-    BottomRight,
-}
 
 impl Builder<'_> {
     /// An attention node, unless Rapt refuses it: then the definition computes it.
@@ -29,22 +18,17 @@ impl Builder<'_> {
             return Ok(false);
         };
         let lse = node.outputs.get(1).and_then(|id| id.and_then(|id| self.places.of(id)));
-        let mask = op.attn_mask.map(|id| self.place(id)).transpose()?;
         let lengths = [query.meta.shape[query.meta.rank() - 2], key.meta.shape[key.meta.rank() - 2]];
-        let known = mask.as_ref().and_then(|mask| self.known(mask, lengths));
-        let mut options = Options { softmax_scale: op.scale, ..Options::default() };
-        options.causal = match known {
-            _ if op.is_causal => Some(Causal::TopLeft),
-            Some(Known::TopLeft) => Some(Causal::TopLeft),
-            Some(Known::BottomRight) => Some(Causal::BottomRight),
-            _ => None,
-        };
-        let mask = if known.is_some() { None } else { mask };
         // Heads that were repeated for the kernel's sake are read once: grouped-query attention.
         let grouped = if op.enable_gqa { None } else { self.ungrouped(op.key).zip(self.ungrouped(op.value)) };
         let candidates = [grouped, Some((key, value))];
-        for (key, value) in candidates.into_iter().flatten() {
-            let places = [Some(query.clone()), Some(key), Some(value), mask.clone(), Some(out.clone()), lse.clone()];
+        let masks = self.masks(op, lengths);
+        let forms = candidates.into_iter().flatten().flat_map(|kv| masks.iter().map(move |mask| (kv.clone(), mask)));
+        for ((key, value), mask) in forms {
+            let causal = if op.is_causal { Some(Causal::TopLeft) } else { mask.rule.causal };
+            let options = Options { softmax_scale: op.scale, causal, window: mask.rule.window, ..Options::default() };
+            let dense = mask.dense.clone();
+            let places = [Some(query.clone()), Some(key), Some(value), dense, Some(out.clone()), lse.clone()];
             let Some(spec) = spec(&places, &options, op.enable_gqa) else { continue };
             let Ok(plan) = self.host.engine.plan_for(&spec, self.threads) else { continue };
             self.close_where_read(&places)?;
@@ -53,6 +37,9 @@ impl Builder<'_> {
                 if place.as_ref().map(|place| place.buffer) != self.places.buffer(id) {
                     self.forget_reader(id, n);
                 }
+            }
+            for id in &mask.unread {
+                self.forget_reader(*id, n);
             }
             let uses = places.iter().flatten().map(|place| place.buffer).collect();
             let kernel = Kernel::Attention { plan, places: Box::new(places) };
@@ -65,27 +52,6 @@ impl Builder<'_> {
     fn close_where_read(&mut self, places: &[Option<Place>; 6]) -> Result<(), ModelError> {
         let buffers: Vec<usize> = places.iter().flatten().map(|place| place.buffer).collect();
         self.close_where(|group| buffers.iter().any(|&buffer| group.makes(buffer)))
-    }
-
-    /// What a mask lets see, where it is a constant and one of the known forms: proven by looking at every element.
-    fn known(&self, mask: &Place, lengths: [i64; 2]) -> Option<Known> {
-        if !self.places.is_constant(mask.buffer) || mask.meta.rank() < 2 {
-            return None;
-        }
-        let Buffer::Constant(memory) = &self.places.buffers[mask.buffer] else { return None };
-        // SAFETY: the constant was computed for this form, and lives as long as the plan.
-        let seen = unsafe { super::super::memory::seen(memory.as_ptr(), mask) }?;
-        let (q_len, kv_len) = (mask.meta.shape[mask.meta.rank() - 2], *mask.meta.shape.last()?);
-        let (q_len, kv_len) = (usize::try_from(q_len).ok()?, usize::try_from(kv_len).ok()?);
-        let forms =
-            [(Known::All, i64::MAX / 2), (Known::TopLeft, 0), (Known::BottomRight, kv_len as i64 - q_len as i64)];
-        // A mask that is broadcast along queries or keys is no triangle, whatever its own elements are.
-        let whole = mask.meta.shape.ends_with(&lengths);
-        let mut forms = forms.into_iter().filter(|(known, _)| whole || *known == Known::All);
-        forms.find_map(|(known, diagonal)| {
-            let sees = |at: usize| (at % kv_len) as i64 <= (at / kv_len % q_len) as i64 + diagonal;
-            seen.iter().enumerate().all(|(at, &seen)| seen == sees(at)).then_some(known)
-        })
     }
 
     /// Keys or values before their heads were repeated: `[batch, num_kv_heads, kv_len, head_dim]`, where the program expanded
@@ -111,7 +77,7 @@ impl Builder<'_> {
     }
 
     /// Whether no node after this one, of those that have their places, writes to a buffer.
-    fn is_unwritten_since(&self, n: usize, buffer: usize) -> bool {
+    pub(super) fn is_unwritten_since(&self, n: usize, buffer: usize) -> bool {
         self.inner.graph.nodes[n + 1..].iter().all(|node| {
             let scattered =
                 matches!(node.op, Op::Scatter(_)).then(|| node.outputs.first().copied().flatten()).flatten();

@@ -5,15 +5,14 @@ use std::sync::Arc;
 use rapt_core::{Arch, DType};
 use rapt_cpu::gemm::{PackedLayout, PackedMatrix, SUM_ROW_STRIDE};
 use rapt_cpu::pointwise::{Instruction, Loop, Program, Register};
-use rapt_graph::ops::{Op, Sym, Target};
+use rapt_graph::ops::{Attention, Op, Sym, Target};
 use rapt_graph::{Binding, Fact, Node, Out, Output, ValueId};
 
 use super::super::host::Host;
 use super::super::{Inner, ModelError};
 use super::group::{Group, Made};
-use super::place::{Place, Places};
-use super::product::Weights;
-use super::{Kernel, Plan, Step, arena};
+use super::place::{Buffer, Place, Places};
+use super::{Kernel, Plan, Step, arena, fold};
 
 /// Results of constants with more elements are computed in each run: a plan is not to hold copies of weights.
 pub(super) const MOST_FOLDED: i64 = 1 << 22;
@@ -36,6 +35,10 @@ pub(super) struct Builder<'a> {
     mutated: Vec<bool>,
     /// Of each value, whether it is wanted.
     wanted: Vec<bool>,
+    /// Of each value, whether it is the same in all plans.
+    pub(super) fixed: Vec<bool>,
+    /// The bytes of the constants that are this plan's own.
+    pub(super) own_bytes: usize,
 }
 
 pub(super) fn plan(
@@ -72,8 +75,11 @@ impl<'a> Builder<'a> {
             given: vec![false; values],
             mutated: vec![false; values],
             wanted: vec![false; values],
+            fixed: fold::fixed(&inner.graph),
+            own_bytes: 0,
         };
         builder.find_wanted();
+        builder.keep_parts_of_masks();
         Ok(builder)
     }
 
@@ -125,6 +131,36 @@ impl<'a> Builder<'a> {
                 }
             }
         }
+    }
+
+    /// What a mask is made of may be read in its place: it is to be there.
+    fn keep_parts_of_masks(&mut self) {
+        for (n, node) in self.inner.graph.nodes.iter().enumerate() {
+            let Op::Attention(Attention { attn_mask: Some(mask), .. }) = &node.op else { continue };
+            if !self.is_wanted(n) {
+                continue;
+            }
+            let condition = self.condition(*mask);
+            let joined = self.conjunction(condition.map_or(*mask, |condition| condition.seen));
+            let parts = condition.map(|condition| condition.seen).into_iter();
+            let parts = parts.chain(joined.into_iter().flat_map(|(_, _, operands)| operands));
+            for root in parts.filter_map(|id| self.binding.storage(id)).collect::<Vec<_>>() {
+                let readers = &mut self.readers[root.0 as usize];
+                if !readers.contains(&n) {
+                    readers.push(n);
+                }
+            }
+        }
+    }
+
+    /// Whether somebody wants a value.
+    pub(super) fn is_read(&self, id: ValueId) -> bool {
+        self.wanted[id.0 as usize]
+    }
+
+    /// Whether a node writes to this value's storage in place.
+    pub(super) fn is_mutated(&self, root: ValueId) -> bool {
+        self.mutated[root.0 as usize]
     }
 
     /// Whether a node is needed: for a result, for what it writes, or because it may refuse the run.
@@ -301,9 +337,7 @@ impl<'a> Builder<'a> {
             return Ok(());
         };
         uses.push(head.x.buffer);
-        if let Weights::EachRun { from, to, .. } = &head.weights {
-            uses.extend([from.buffer, *to]);
-        }
+        uses.extend(head.weights.uses());
         // Sums that are only rounded and stored as rows need no loop.
         let plain = code.len() == 3 && stored.len() == 1 && matches!(code[1], Instruction::Convert(Register(0), _));
         let rows = stored.first().filter(|made| plain && made.place.meta.strides.last() == Some(&1));
@@ -367,6 +401,7 @@ impl<'a> Builder<'a> {
         mutations.retain(|(from, to)| !from.is(to));
         let kept = results.iter().flatten().chain(mutations.iter().map(|(from, _)| from)).map(|place| place.buffer);
         let kept: Vec<usize> = kept.collect();
+        let direct = self.made_in_place(&results);
         let arena_bytes = arena::assign(&mut self.places.buffers, &self.steps, &kept);
         let users = graph.user_inputs().enumerate();
         let written_inputs = users.filter(|(_, input)| input.value.is_some_and(|id| written.contains(&id)));
@@ -375,14 +410,32 @@ impl<'a> Builder<'a> {
             scratch_bytes: self.steps.iter().map(Step::scratch_bytes).max().unwrap_or(0),
             is_shared: self.steps.iter().any(|step| step.is_shared(self.threads)),
             written_inputs: written_inputs.map(|(place, _)| place).collect(),
+            own_bytes: self.own_bytes,
             steps: self.steps,
             buffers: self.places.buffers,
             arena_bytes,
             threads: self.threads,
             arch: self.arch,
             results,
+            direct,
             mutations,
         })
+    }
+
+    /// Of each result, whether steps may write it where the caller wants it: it is all that lies in a part of the arena, and no step
+    /// fails once one has written there.
+    fn made_in_place(&self, results: &[Option<Place>]) -> Vec<bool> {
+        let last_failing = self.steps.iter().rposition(|step| step.may_fail);
+        let alone = |n: usize, place: &Place| {
+            let Buffer::Arena { len, .. } = &self.places.buffers[place.buffer] else { return false };
+            let elements = place.shape().iter().product::<usize>();
+            let is_whole = place.meta.offset == 0 && elements > 0 && elements * place.size() == *len;
+            let first = self.steps.iter().position(|step| step.uses.contains(&place.buffer));
+            let after_failures = last_failing.is_none_or(|last| first.is_some_and(|first| first > last));
+            let is_first = results[..n].iter().flatten().all(|other| other.buffer != place.buffer);
+            is_whole && is_first && after_failures && place.meta.extent() == Some(place.meta.numel())
+        };
+        results.iter().enumerate().map(|(n, place)| place.as_ref().is_some_and(|place| alone(n, place))).collect()
     }
 }
 
@@ -417,8 +470,7 @@ impl Step {
         match &self.kernel {
             Kernel::Chain { each, .. } => each.scratch_bytes(),
             Kernel::Product { head, after, .. } => {
-                head.gemm.scratch_bytes().next_multiple_of(64)
-                    + after.as_ref().map_or(0, |(each, _)| each.scratch_bytes())
+                head.scratch_bytes() + after.as_ref().map_or(0, |(each, _)| each.scratch_bytes())
             }
             Kernel::Batch(batch) => batch.gemm.scratch_bytes(),
             Kernel::Conv(conv) => conv.scratch_bytes(),

@@ -6,10 +6,8 @@
 //!     y[position][out_channel]      = rows · w + bias, stored as the program lays the result out
 //! ```
 
-use std::sync::Arc;
-
 use rapt_core::DType;
-use rapt_cpu::gemm::{Gemm, PackedMatrix};
+use rapt_cpu::gemm::Gemm;
 use rapt_cpu::pointwise::{Binary, Instruction, Loop, Register};
 use rapt_graph::ops::{Conv, ConvSizes};
 use rapt_graph::{Meta, Node};
@@ -17,10 +15,10 @@ use rapt_graph::{Meta, Node};
 use super::super::ModelError;
 use super::build::Builder;
 use super::place::Place;
-use super::product;
+use super::product::{self, Weights};
 use super::{Kernel, Step};
 
-/// A convolution with constant weights.
+/// A convolution.
 #[derive(Debug)]
 pub(in crate::model) struct Windows {
     /// The sizes.
@@ -32,7 +30,7 @@ pub(in crate::model) struct Windows {
     /// The product of one image and group.
     pub(in crate::model) gemm: Gemm,
     /// Of each group, its kernels.
-    pub(in crate::model) weights: Vec<Arc<PackedMatrix>>,
+    pub(in crate::model) weights: Vec<Weights>,
     /// What is done with the sums of one image and group.
     pub(in crate::model) after: Loop,
     /// The bias of each channel, if there is one, and the result of the first image and group, `[positions, channels]` each.
@@ -63,15 +61,14 @@ pub(super) fn whole(place: &Place, batched: bool) -> Place {
 }
 
 impl Builder<'_> {
-    /// A convolution of floats that is not transposed, with weights that are constant.
+    /// A convolution of floats that is not transposed.
     pub(super) fn conv(&mut self, n: usize, node: &Node, op: &Conv) -> Result<bool, ModelError> {
         let Some((_, out)) = self.result(node) else { return Ok(false) };
         let (sizes, batched) = op.sizes(self.binding).map_err(|cause| self.failed(node, cause))?;
         let dtype = out.meta.dtype;
         let weight = self.place(op.weight)?;
         let is_float = matches!(dtype, DType::F64 | DType::F32 | DType::F16 | DType::BF16);
-        let constant = self.holds_constant(&weight);
-        if !is_float || sizes.transposed || !constant || !weight.meta.is_contiguous() || sizes.batch == 0 {
+        if !is_float || sizes.transposed || !weight.meta.is_contiguous() || sizes.batch == 0 {
             return Ok(false);
         }
         let (x, out) = (whole(&self.place(op.input)?, batched), whole(&out, batched));
@@ -88,14 +85,15 @@ impl Builder<'_> {
         let meta = Meta { dtype, shape: shape.clone(), strides: vec![position, strides[1]], offset: out.meta.offset };
         let to = Place { buffer: out.buffer, meta };
         let (gemm, layout) = product::kernels(self.arch, dtype, [positions, sizes.out_channels, depth], self.threads)?;
-        let mut weights = Vec::new();
+        let mut matrices = Vec::new();
         for group in 0..sizes.groups {
             let mut kernels = weight.clone();
             kernels.meta.offset += signed(group * sizes.out_channels * depth);
             kernels.meta.shape = vec![signed(depth), signed(sizes.out_channels)];
             kernels.meta.strides = vec![1, signed(depth)];
-            weights.push(self.packed(layout, &kernels)?);
+            matrices.push(kernels);
         }
+        let weights = self.weights(layout, matrices)?;
         let mut code = vec![Instruction::Load(0)];
         let mut operands = Vec::new();
         if let Some(bias) = op.bias {
@@ -115,15 +113,11 @@ impl Builder<'_> {
         let rows = self.places.scratch(&Meta::contiguous(dtype, &[signed(positions), signed(depth)]));
         let mut uses: Vec<usize> = operands.iter().map(|place| place.buffer).collect();
         uses.extend([x.buffer, rows]);
+        uses.extend(weights.iter().flat_map(Weights::uses));
         let image = out.meta.strides[0];
         let windows = Windows { sizes, x, rows, gemm, weights, after, operands, image };
         let kernel = Kernel::Conv(Box::new(windows));
         self.push(Step { node: n, nodes: 1, kernel, uses, keeps: Vec::new(), may_fail: false });
         Ok(true)
-    }
-
-    /// Whether a place holds what no run changes.
-    pub(super) fn holds_constant(&self, place: &Place) -> bool {
-        self.places.is_constant(place.buffer)
     }
 }

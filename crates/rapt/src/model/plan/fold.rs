@@ -1,7 +1,10 @@
-//! What depends on constants alone: computed when a plan is made, by the reference.
+//! What depends on constants alone: computed when a plan is made, by the reference; what depends on weights alone, not on sizes,
+//! once for all plans.
+
+use std::sync::{Arc, PoisonError};
 
 use rapt_core::Workspace;
-use rapt_graph::{Node, Out, Precision};
+use rapt_graph::{Graph, Node, Out, Precision, Type, ValueId};
 
 use super::super::{ModelError, memory};
 use super::build::{Builder, read_by};
@@ -10,6 +13,14 @@ use super::place::{Buffer, Place};
 impl Builder<'_> {
     /// Computes a node and keeps its results as constants.
     pub(super) fn fold(&mut self, n: usize, node: &Node) -> Result<(), ModelError> {
+        let folded = || self.inner.folded.lock().unwrap_or_else(PoisonError::into_inner);
+        let fixed = node.outputs.iter().flatten().all(|id| self.fixed[id.0 as usize]);
+        if fixed && let Some(known) = folded().get(&n).cloned() {
+            for (id, memory) in known {
+                self.places.constant(id, memory);
+            }
+            return Ok(());
+        }
         let mut reads = Vec::new();
         for &id in read_by(node) {
             if let Some(place) = self.places.of(id) {
@@ -20,6 +31,7 @@ impl Builder<'_> {
         }
         let outs = self.binding.evaluate(n, &node.op, reads, Precision::Rounded);
         let outs = outs.map_err(|cause| self.failed(node, cause))?;
+        let mut made = Vec::new();
         for ((out, id), tensor) in self.binding.outs[n].iter().zip(&node.outputs).zip(outs) {
             let (Out::Fresh(meta), Some(id), Some(tensor)) = (out, id, tensor) else { continue };
             let elements = meta.extent().and_then(|extent| usize::try_from(extent).ok()).unwrap_or(0);
@@ -28,7 +40,15 @@ impl Builder<'_> {
             let place = Place { buffer: 0, meta: meta.clone() };
             // SAFETY: the memory holds every element of the form.
             unsafe { memory::put(&tensor, bytes.as_mut_ptr(), &place) };
-            self.places.constant(*id, bytes);
+            made.push((*id, Arc::new(bytes)));
+        }
+        if fixed {
+            folded().insert(n, made.clone());
+        } else {
+            self.own_bytes += made.iter().map(|(_, memory)| memory.len_bytes()).sum::<usize>();
+        }
+        for (id, memory) in made {
+            self.places.constant(id, memory);
         }
         Ok(())
     }
@@ -41,4 +61,28 @@ impl Builder<'_> {
             _ => Err(ModelError::Plan { why: "a constant that is none".into() }),
         }
     }
+}
+
+/// Of each value, whether it is the same for all values of the symbols: made of weights and of what is such a value itself.
+pub(super) fn fixed(graph: &Graph) -> Vec<bool> {
+    let mut fixed = vec![false; graph.values.len()];
+    let is_number = |id: ValueId| match &graph.value(id).ty {
+        Type::Tensor(meta) => {
+            meta.sizes.iter().chain(&meta.strides).chain([&meta.storage_offset]).all(|expr| expr.constant().is_some())
+        }
+        Type::Int(expr) => expr.constant().is_some(),
+        Type::Bool(_) | Type::Float(_) => true,
+    };
+    for input in &graph.inputs {
+        if let (Some(id), Some(_)) = (input.value, input.source.state()) {
+            fixed[id.0 as usize] = is_number(id);
+        }
+    }
+    for node in &graph.nodes {
+        let of_fixed = node.inputs.iter().all(|id| fixed[id.0 as usize]);
+        for id in node.outputs.iter().flatten() {
+            fixed[id.0 as usize] = of_fixed && is_number(*id);
+        }
+    }
+    fixed
 }

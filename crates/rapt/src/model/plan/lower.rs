@@ -10,7 +10,7 @@ use super::super::ModelError;
 use super::build::Builder;
 use super::group::{Group, Made, Writer};
 use super::place::{Buffer, Place};
-use super::product::{self, Batch, Head, Weights};
+use super::product::{self, Batch, Head, InCache, Weights};
 use super::{Kernel, Step};
 
 impl Builder<'_> {
@@ -201,10 +201,10 @@ impl Builder<'_> {
         self.close_for(&node.inputs)?;
         let x = if form.is_row_major() { form.x.clone() } else { self.rows_of(n, &form.x)? };
         let (gemm, layout) = product::kernels(self.arch, dtype, form.sizes, self.threads)?;
-        let weights = if self.places.is_constant(form.w.buffer) {
-            Weights::Packed(self.packed(layout, &form.w)?)
-        } else {
-            Weights::EachRun { from: form.w.clone(), layout, to: self.packed_memory(layout.len_bytes()) }
+        let parts = InCache::new(self.arch, &form.w, form.sizes, self.threads)?;
+        let weights = match parts.filter(|_| !self.places.is_constant(form.w.buffer)) {
+            Some(parts) => Weights::InCache(Box::new(parts)),
+            None => self.weights(layout, vec![form.w.clone()])?.remove(0),
         };
         let mut group = Group::new(shape.to_vec());
         group.head = Some(Head { gemm, x, weights });
@@ -239,6 +239,21 @@ impl Builder<'_> {
             self.store(n, &group, register, &copy)?;
         }
         Ok(Place { buffer: copy.buffer, meta: Meta::contiguous(x.meta.dtype, &[rows, columns]) })
+    }
+
+    /// Matrices of one layout as right operands: packed once where they are constant, else in each run, one where the other was.
+    pub(super) fn weights(&mut self, layout: PackedLayout, matrices: Vec<Place>) -> Result<Vec<Weights>, ModelError> {
+        let mut memory = None;
+        let mut weights = Vec::with_capacity(matrices.len());
+        for from in matrices {
+            weights.push(if self.places.is_constant(from.buffer) {
+                Weights::Packed(self.packed(layout, &from)?)
+            } else {
+                let to = *memory.get_or_insert_with(|| self.packed_memory(layout.len_bytes()));
+                Weights::EachRun { from, layout, to }
+            });
+        }
+        Ok(weights)
     }
 
     /// Memory for packed matrices.

@@ -6,7 +6,8 @@
 //! - What depends on constants alone is computed once, by the reference interpreter.
 //! - Pointwise operations of one shape become one loop (`group`); those that follow a product run on its tiles while they are in
 //!   the cache. Each result of a node is rounded to its dtype, fused or not.
-//! - Views are forms over buffers and cost nothing. Results lie as the program says.
+//! - Views are forms over buffers and cost nothing. Results lie as the program says; the last step that makes one writes it where the
+//!   caller wants it, if it is to lie so there.
 //! - A cache that the program returns as the new content of a buffer is written in place.
 //! - What has no kernel is evaluated by the interpreter's definition ([`Kernel::Node`]).
 //!
@@ -24,6 +25,7 @@ mod fold;
 mod group;
 mod images;
 mod lower;
+mod mask;
 mod moves;
 mod norms;
 mod place;
@@ -43,7 +45,7 @@ pub(super) use conv::Windows;
 pub(super) use experts::Experts;
 pub(super) use moves::Move;
 pub(super) use place::{Buffer, Place};
-pub(super) use product::{Batch, Head, Weights};
+pub(super) use product::{Batch, Head, InCache, Weights};
 
 use super::host::Host;
 use super::{Inner, ModelError};
@@ -138,6 +140,8 @@ pub(super) struct Plan {
     pub(super) arena_bytes: usize,
     /// The scratch memory of one thread.
     pub(super) scratch_bytes: usize,
+    /// The bytes of the constants that are this plan's own.
+    pub(super) own_bytes: usize,
     /// The threads it was made for.
     pub(super) threads: usize,
     /// Whether a step has work for several of them.
@@ -146,6 +150,8 @@ pub(super) struct Plan {
     pub(super) arch: Arch,
     /// Of each result that is a tensor: its place.
     pub(super) results: Vec<Option<Place>>,
+    /// Of each result, whether it may be made where the caller wants it.
+    pub(super) direct: Vec<bool>,
     /// What is copied at the end.
     pub(super) mutations: Vec<Mutation>,
     /// The caller's inputs that are written.

@@ -99,7 +99,7 @@ impl<'a> Places<'a> {
     pub(super) fn new(inner: &Inner, binding: &'a Binding, written: &[ValueId]) -> Result<Places<'a>, ModelError> {
         let graph = &inner.graph;
         let mut places = Places { binding, roots: vec![None; graph.values.len()], buffers: Vec::new() };
-        let storage_of = |place: usize| inner.payload(place).map(|found| found.map(|(_, payload)| payload));
+        let storage_of = |place: usize| inner.payload(place);
         let mut states = Vec::new();
         for (place, input) in graph.inputs.iter().enumerate() {
             if input.value.is_some_and(|id| written.contains(&id)) {
@@ -199,8 +199,8 @@ impl<'a> Places<'a> {
     }
 
     /// Gives a value that has a storage of its own a constant.
-    pub(super) fn constant(&mut self, id: ValueId, memory: Workspace) {
-        let buffer = self.constant_memory(memory);
+    pub(super) fn constant(&mut self, id: ValueId, memory: Arc<Workspace>) {
+        let buffer = self.push(Buffer::Constant(memory));
         self.roots[id.0 as usize] = Some((buffer, 0));
     }
 

@@ -26,6 +26,75 @@ pub(in crate::model) enum Weights {
         /// Where it goes.
         to: usize,
     },
+    /// Packed in each run, some columns at a time, each while they are in the cache.
+    InCache(Box<InCache>),
+}
+
+/// A product cut into parts of some columns each, every one of which is packed into scratch memory and multiplied at once.
+#[derive(Clone, Debug)]
+pub(in crate::model) struct InCache {
+    /// Element (k, n) at `k · strides[0] + n · strides[1]`.
+    pub(in crate::model) from: Place,
+    /// The columns of a part; the last may have fewer.
+    pub(in crate::model) columns: usize,
+    /// The product of a part, and of the last.
+    pub(in crate::model) gemms: [Gemm; 2],
+    /// The packed form of a part, and of the last.
+    pub(in crate::model) layouts: [PackedLayout; 2],
+}
+
+/// Bytes of packed columns that stay in the second cache beside a block of x.
+const IN_CACHE: usize = 1 << 19;
+/// Columns of a part: as many as one tile of sums has, down to as few as keep each lane of a vector busy.
+const PART_COLUMNS: [usize; 4] = [256, 128, 64, 32];
+/// Rows beyond which threads share what is packed rather than pack their own columns: there it takes a fiftieth of the time.
+const MANY_ROWS: usize = 512;
+
+impl InCache {
+    /// The product `[m, n, k]` in parts for `threads` threads; `None` where it is better packed as a whole.
+    pub(super) fn new(
+        arch: rapt_core::Arch,
+        from: &Place,
+        [m, n, k]: [usize; 3],
+        threads: usize,
+    ) -> Result<Option<InCache>, Error> {
+        let dtype = from.meta.dtype;
+        if n == 0 || (threads > 1 && m > MANY_ROWS) {
+            return Ok(None);
+        }
+        let fits = |columns: &usize| {
+            columns.saturating_mul(k).saturating_mul(dtype.size_bytes()) <= IN_CACHE && n.div_ceil(*columns) >= threads
+        };
+        let least = PART_COLUMNS[PART_COLUMNS.len() - 1];
+        let columns = PART_COLUMNS.into_iter().find(fits).unwrap_or(least).min(n);
+        let last = n - (n.div_ceil(columns) - 1) * columns;
+        let ((whole, whole_layout), (last, last_layout)) =
+            (kernels(arch, dtype, [m, columns, k], 1)?, kernels(arch, dtype, [m, last, k], 1)?);
+        let (gemms, layouts) = ([whole, last], [whole_layout, last_layout]);
+        Ok(Some(InCache { from: from.clone(), columns, gemms, layouts }))
+    }
+
+    /// Where the packed columns begin in a thread's scratch memory.
+    pub(in crate::model) fn packed_at(&self) -> usize {
+        self.gemms.iter().map(Gemm::scratch_bytes).max().unwrap_or(0).next_multiple_of(64)
+    }
+}
+
+impl Weights {
+    /// What is packed in each run.
+    pub(super) fn read_in_each_run(&self) -> Option<&Place> {
+        match self {
+            Weights::Packed(_) => None,
+            Weights::EachRun { from, .. } => Some(from),
+            Weights::InCache(parts) => Some(&parts.from),
+        }
+    }
+
+    /// The buffers that a step with this operand reads and writes.
+    pub(super) fn uses(&self) -> Vec<usize> {
+        let to = if let Weights::EachRun { to, .. } = self { Some(*to) } else { None };
+        self.read_in_each_run().map(|from| from.buffer).into_iter().chain(to).collect()
+    }
 }
 
 /// A product whose sums become operand 0 of a group.
@@ -41,7 +110,15 @@ pub(in crate::model) struct Head {
 
 impl Head {
     pub(super) fn reads(&self, buffer: usize) -> bool {
-        self.x.buffer == buffer || matches!(&self.weights, Weights::EachRun { from, .. } if from.buffer == buffer)
+        self.x.buffer == buffer || self.weights.read_in_each_run().is_some_and(|from| from.buffer == buffer)
+    }
+
+    /// The scratch memory of one thread, a multiple of 64.
+    pub(in crate::model) fn scratch_bytes(&self) -> usize {
+        match &self.weights {
+            Weights::InCache(parts) => parts.packed_at() + parts.layouts[0].len_bytes().next_multiple_of(64),
+            _ => self.gemm.scratch_bytes().next_multiple_of(64),
+        }
     }
 }
 

@@ -22,6 +22,9 @@ impl Plan {
         let fused = self.steps.iter().filter(|step| step.nodes > 1);
         let nodes: usize = fused.clone().map(|step| step.nodes).sum();
         rows.push(("fused".into(), format!("{nodes} nodes in {} steps", fused.count())));
+        let (direct, all) =
+            (self.direct.iter().filter(|direct| **direct).count(), self.results.iter().flatten().count());
+        rows.push(("results".into(), format!("{direct} of {all} made where they go, the others copied")));
         rows.push(("steps".into(), self.steps.len().to_string()));
         let mut kinds: BTreeMap<String, usize> = BTreeMap::new();
         for step in &self.steps {
@@ -60,29 +63,41 @@ impl super::Step {
             Kernel::Chain { .. } if self.nodes > 1 => "pointwise, fused".into(),
             Kernel::Chain { .. } => "pointwise or copy".into(),
             Kernel::Product { head, after, .. } => {
-                let packed = match head.weights {
-                    Weights::Packed(_) => "packed weights",
-                    Weights::EachRun { .. } => "weights packed in each run",
-                };
-                format!("product, {packed}{}", if after.is_some() { ", with what follows" } else { "" })
+                format!(
+                    "product, {}{}",
+                    packed(&head.weights),
+                    if after.is_some() { ", with what follows" } else { "" }
+                )
             }
             Kernel::Batch(_) => "products of a batch".into(),
             Kernel::Attention { plan, .. } => {
                 let spec = plan.spec();
                 let causal = spec.causal.map_or(String::new(), |causal| format!(", causal {}", causal.name()));
+                let side = |name: &str, n: Option<usize>| n.map_or(String::new(), |n| format!(", {n} {name}"));
+                let window = side("to the left", spec.window.left) + &side("to the right", spec.window.right);
                 let mask = if spec.mask.is_some() { ", dense mask" } else { "" };
                 let grouped = if spec.q.shape[1] > spec.k.shape[1] { ", grouped" } else { "" };
-                format!("attention, {}{causal}{mask}{grouped}", plan.key().kernel.name())
+                format!("attention, {}{causal}{window}{mask}{grouped}", plan.key().kernel.name())
             }
             Kernel::Rows { rows, .. } => {
                 let name = format!("{:?}", rows.function());
                 format!("rows, {}", name.split([' ', '{']).next().unwrap_or("function"))
             }
-            Kernel::Conv(_) => "convolution, packed weights".into(),
-            Kernel::Experts(_) => "products of groups, packed weights".into(),
+            Kernel::Conv(conv) => format!("convolution, {}", conv.weights.first().map_or("none", packed)),
+            Kernel::Experts(experts) => {
+                format!("products of groups, {}", experts.weights.first().map_or("none", packed))
+            }
             Kernel::Move(_) => "moved by index".into(),
             Kernel::Strided { kernel, .. } => kernel.name().into(),
             Kernel::Node { .. } => format!("by definition, {}", names(self.node)),
         }
+    }
+}
+
+fn packed(weights: &Weights) -> &'static str {
+    match weights {
+        Weights::Packed(_) => "packed weights",
+        Weights::EachRun { .. } => "weights packed in each run",
+        Weights::InCache(_) => "weights packed in the cache in each run",
     }
 }

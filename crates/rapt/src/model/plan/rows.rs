@@ -13,7 +13,11 @@ impl Builder<'_> {
     /// Norms, softmax and sums over the last dimensions of rows whose elements follow one another.
     pub(super) fn rows(&mut self, n: usize, node: &Node) -> Result<bool, ModelError> {
         let Some((function, input, params, dims)) = self.row_function(&node.op) else { return Ok(false) };
-        let Some((_, out)) = self.result(node) else { return Ok(false) };
+        // Statistics that nobody reads are not computed.
+        let Some((Some(first), others)) = node.outputs.split_first() else { return Ok(false) };
+        let Some(out) = self.places.of(*first).filter(|_| others.iter().flatten().all(|id| !self.is_read(*id))) else {
+            return Ok(false);
+        };
         let place = self.place(input)?;
         let lead = place.meta.rank() - dims;
         let columns: i64 = place.meta.shape[lead..].iter().product();
@@ -49,7 +53,7 @@ impl Builder<'_> {
     fn row_function(&self, op: &Op) -> Option<(RowFunction, ValueId, [Option<ValueId>; 2], usize)> {
         let none = [None, None];
         match op {
-            Op::Norm(Norm::Last { input, shape, weight, bias, eps, rms, stats: false }) => {
+            Op::Norm(Norm::Last { input, shape, weight, bias, eps, rms, .. }) => {
                 let eps = eps.unwrap_or(f64::from(f32::EPSILON));
                 let exact = self.binding.meta(*input).ok()?.dtype != rapt_core::DType::F64;
                 let function = if *rms { RowFunction::RmsNorm { eps } } else { RowFunction::LayerNorm { eps } };

@@ -1,5 +1,6 @@
 //! One run of a plan: every buffer gets its address, the steps run in order, and what was written is put back where one fails.
 
+mod parts;
 mod strided;
 mod team;
 mod windows;
@@ -212,19 +213,12 @@ impl Frame<'_> {
         after: Option<&(Box<Loop>, Vec<Place>)>,
     ) -> Result<(), ModelError> {
         let x = Rows { ptr: self.at(&head.x), row_stride: head.x.meta.strides[0] as isize };
-        let weights = match &head.weights {
-            Weights::Packed(packed) => packed.view(),
-            Weights::EachRun { from, layout, to } => {
-                let (to, matrix) = (Shared(self.bases[*to]), self.matrix(from, 0));
-                self.items(layout.panels(), &|item, _| {
-                    let to = &to;
-                    // SAFETY: promised by the caller of `run`: the matrix is there, and so is the memory for its panels.
-                    unsafe { layout.pack_panels(item..item + 1, matrix.get(), to.0) };
-                })?;
-                // SAFETY: all panels were packed.
-                unsafe { layout.view(to.0) }
-            }
-        };
+        if let Weights::InCache(parts) = &head.weights {
+            // SAFETY: promised by the caller of `run`.
+            return unsafe { self.product_in_parts(head, parts, out, after) };
+        }
+        // SAFETY: promised by the caller of `run`.
+        let weights = unsafe { self.packed(&head.weights)? };
         let gemm = &head.gemm;
         let (items, x) = (gemm.items(), SharedRows(x));
         match (out, after) {
@@ -239,16 +233,38 @@ impl Frame<'_> {
                 })
             }
             (None, Some((each, operands))) => {
-                let own = gemm.scratch_bytes().next_multiple_of(64);
+                let own = head.scratch_bytes();
                 self.items(items, &|item, scratch| {
                     let x = &x;
-                    let after = After { frame: self, each, operands, scratch: scratch.wrapping_add(own) };
+                    let after = After { frame: self, each, operands, scratch: scratch.wrapping_add(own), column: 0 };
                     // SAFETY: as above; the loop's scratch memory follows the product's.
                     unsafe { gemm.run_item(item, x.0, weights, Output::Epilogue(&after), scratch) };
                 })
             }
             (None, None) => Ok(()),
         }
+    }
+
+    /// A right operand, packed: what is not, is packed now, to stay until the next one that goes to the same place.
+    ///
+    /// # Safety
+    /// As [`Frame::run`].
+    unsafe fn packed<'w>(&self, weights: &'w Weights) -> Result<PackedView<'w>, ModelError> {
+        let (from, layout, to) = match weights {
+            Weights::Packed(packed) => return Ok(packed.view()),
+            Weights::EachRun { from, layout, to } => (from, layout, Shared(self.bases[*to])),
+            Weights::InCache(_) => {
+                return Err(ModelError::Plan { why: "columns are packed where they are used".into() });
+            }
+        };
+        let matrix = self.matrix(from, 0);
+        self.items(layout.panels(), &|item, _| {
+            let to = &to;
+            // SAFETY: promised by the caller: the matrix is there, and so is the memory for its panels.
+            unsafe { layout.pack_panels(item..item + 1, matrix.get(), to.0) };
+        })?;
+        // SAFETY: all panels were packed.
+        Ok(unsafe { layout.view(to.0) })
     }
 
     /// A matrix `[k, n]` of a batch, to be packed.
@@ -405,6 +421,8 @@ struct After<'a> {
     each: &'a Loop,
     operands: &'a [Place],
     scratch: *mut u8,
+    /// The first column of the part that is multiplied.
+    column: usize,
 }
 
 // SAFETY: used by the thread that made it alone.
@@ -423,7 +441,8 @@ impl Epilogue for After<'_> {
         few[0] = sums;
         let at = |place: &Place| {
             let [row, column] = place.meta.strides[..] else { return std::ptr::null_mut() };
-            let steps = rows.start.cast_signed() * row as isize + columns.start.cast_signed() * column as isize;
+            let first = (self.column + columns.start).cast_signed();
+            let steps = rows.start.cast_signed() * row as isize + first * column as isize;
             self.frame.at(place).wrapping_offset(steps * place.size().cast_signed())
         };
         let (rows, columns) = (rows.len(), columns.len());

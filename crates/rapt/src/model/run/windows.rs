@@ -16,8 +16,10 @@ impl Frame<'_> {
         let (size, depth) = (conv.x.size(), sizes.in_channels * sizes.kernel[0] * sizes.kernel[1]);
         let rows = Shared(self.bases[conv.rows]);
         let own = conv.gemm.scratch_bytes().next_multiple_of(64);
-        for image in 0..sizes.batch {
-            for group in 0..sizes.groups {
+        for (group, weights) in conv.weights.iter().enumerate() {
+            // SAFETY: promised by the caller.
+            let weights = unsafe { self.packed(weights)? };
+            for image in 0..sizes.batch {
                 let first = group * sizes.in_channels;
                 let x = shifted(&conv.x, [(0, image), (1, first)]);
                 let x = Shared(self.at(&x));
@@ -40,11 +42,11 @@ impl Frame<'_> {
                     })
                     .collect();
                 let x = SharedRows(Rows { ptr: rows.0, row_stride: depth.cast_signed() });
-                let weights = conv.weights[group].view();
                 self.items(conv.gemm.items(), &|item, scratch| {
                     let x = &x;
-                    let scratch_after = scratch.wrapping_add(own);
-                    let after = After { frame: self, each: &conv.after, operands: &operands, scratch: scratch_after };
+                    let own = scratch.wrapping_add(own);
+                    let (each, operands) = (&conv.after, &operands[..]);
+                    let after = After { frame: self, each, operands, scratch: own, column: 0 };
                     // SAFETY: promised by the caller; the rows were written above.
                     unsafe { conv.gemm.run_item(item, x.0, weights, Output::Epilogue(&after), scratch) };
                 })?;
@@ -71,6 +73,8 @@ impl Frame<'_> {
             let count = end - start;
             if count > 0 {
                 let gemm = &experts.gemms[count - 1];
+                // SAFETY: promised by the caller.
+                let weights = unsafe { self.packed(weights)? };
                 let at = |place: &Place| self.at(&shifted(place, [(0, start), (1, 0)]));
                 let x = SharedRows(Rows { ptr: at(&experts.x), row_stride: experts.x.meta.strides[0] as isize });
                 let (to, row_stride) = (Shared(at(&experts.out)), experts.out.meta.strides[0] as isize);
@@ -78,7 +82,7 @@ impl Frame<'_> {
                     let (x, to) = (&x, &to);
                     let out = Output::Rows { ptr: to.0, row_stride };
                     // SAFETY: promised by the caller: the rows of this group are there.
-                    unsafe { gemm.run_item(item, x.0, weights.view(), out, scratch) };
+                    unsafe { gemm.run_item(item, x.0, weights, out, scratch) };
                 })?;
             }
             start = end;
