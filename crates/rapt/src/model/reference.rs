@@ -51,7 +51,7 @@ fn reference(
     let mut interpreter = Interpreter::new(&inner.graph, precision);
     let mut storages: BTreeMap<(StorageId, u8), Tensor> = BTreeMap::new();
     for place in 0..inner.graph.inputs.len() {
-        let Some((_, payload)) = inner.payload(place)? else { continue };
+        let Some(payload) = inner.payload(place)? else { continue };
         let Some(name) = inner.graph.inputs[place].source.state() else { continue };
         // Names that share a storage see each other's writes.
         let whole = storages.entry((payload.storage, payload.dtype.code())).or_insert_with(|| {
