@@ -61,7 +61,6 @@ NOTICED = {
     "assigned": lambda model: model.load_state_dict({n: x * 2 for n, x in model.state_dict().items()}, assign=True),
     "other storage": other_storage,
     "transposed": transposed,
-    "swapped": swapped,
     "another object": another_object,
     "fused step": fused_step,
     "dtype and back": lambda model: model.double().float(),
@@ -90,7 +89,7 @@ def products(rows):
 
 def test_weights_that_are_read_where_they_lie_are_never_stale():
     model, x = block(), torch.randn(2, 5, 16)
-    start, ways = block().state_dict(), NOTICED | SILENT
+    start, ways = block().state_dict(), NOTICED | SILENT | {"swapped": swapped}
     with served(1 + len(ways)):
         run = compiled(model)
         run(x)
@@ -118,6 +117,8 @@ def test_weights_that_are_held_are_held_anew_when_they_change():
             check(after, model, x)
             assert same_bits(after, before) == (name == "dtype and back"), name
             assert same_bits(after, run(x)), name
+        with pytest.raises(RuntimeError, match="weakref"):
+            swapped(model)
 
 
 def test_a_change_is_counted_once():

@@ -3,9 +3,10 @@
 Weights that are constants are packed once, and what depends on them alone is computed once. PyTorch has no sign of every change
 of a tensor (torch 2.9 to 2.15, CPU):
 
-    noticed before the next call    in-place operations and `load_state_dict` (the version), `p.data = other`, `torch.utils.swap_tensors`
-                                    (address, strides), another tensor in its place (identity), a step of an optimizer (a hook: the
-                                    fused ones leave the version as it was)
+    noticed before the next call    in-place operations and `load_state_dict` (the version), `p.data = other` (address, strides), another
+                                    tensor in its place (identity), a step of an optimizer (a hook: the fused ones leave the version
+                                    as it was)
+    refused by PyTorch              `torch.utils.swap_tensors`: tensors that are held have weak references
     not noticed                     writes through `p.data`, through numpy, DLPack or the storage, by another process, and to tensors
                                     that were made in inference mode
 

@@ -460,6 +460,7 @@ impl Step {
             Kernel::Rows { rows, places } => places[0].as_ref().map_or(0, |x| rows.items(x.shape()[0], threads)),
             Kernel::Conv(conv) => conv.sizes.output[0].max(conv.gemm.items()),
             Kernel::Experts(_) => threads,
+            Kernel::Strided { kernel, .. } => kernel.items(threads),
             Kernel::Move(_) | Kernel::Node { .. } => 1,
         };
         threads > 1 && items > 1

@@ -9,7 +9,7 @@ use super::super::ModelError;
 use super::build::Builder;
 use super::conv::whole;
 use super::place::Place;
-use super::product::{self, Head, Weights};
+use super::product::{self, Head};
 use super::strided::{form, is_float, permuted, wide};
 use super::{Kernel, Step};
 
@@ -202,14 +202,9 @@ impl Builder<'_> {
     fn sums_to(&mut self, n: usize, x: &Place, w: &Place, to: &Place) -> Result<(), ModelError> {
         let [rows, columns] = [0, 1].map(|d| to.shape()[d]);
         let (gemm, layout) = product::kernels(self.arch, x.meta.dtype, [rows, columns, x.shape()[1]], self.threads)?;
+        let weights = self.weights(layout, vec![w.clone()])?.remove(0);
         let mut uses = vec![x.buffer, to.buffer];
-        let weights = if self.holds_constant(w) {
-            Weights::Packed(self.packed(layout, w)?)
-        } else {
-            let memory = self.packed_memory(layout.len_bytes());
-            uses.extend([w.buffer, memory]);
-            Weights::EachRun { from: w.clone(), layout, to: memory }
-        };
+        uses.extend(weights.uses());
         let code = vec![Instruction::Load(0), Instruction::Store(1, Register(0))];
         let operands = vec![to.clone()];
         let each = self.each(&operands, Some(to.meta.dtype), &to.meta.shape, code)?;
