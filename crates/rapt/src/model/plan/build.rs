@@ -12,7 +12,7 @@ use super::super::host::Host;
 use super::super::{Inner, ModelError};
 use super::group::{Group, Made};
 use super::place::{Buffer, Place, Places};
-use super::{Kernel, Plan, Step, arena, fold};
+use super::{Kernel, Plan, Step, arena, fixed};
 
 /// Results of constants with more elements are computed in each run: a plan is not to hold copies of weights.
 pub(super) const MOST_FOLDED: i64 = 1 << 22;
@@ -75,7 +75,7 @@ impl<'a> Builder<'a> {
             given: vec![false; values],
             mutated: vec![false; values],
             wanted: vec![false; values],
-            fixed: fold::fixed(&inner.graph),
+            fixed: fixed::fixed(&inner.graph),
             own_bytes: 0,
         };
         builder.find_wanted();

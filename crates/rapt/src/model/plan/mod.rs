@@ -21,6 +21,7 @@ mod batches;
 mod build;
 mod conv;
 mod experts;
+mod fixed;
 mod fold;
 mod group;
 mod images;
