@@ -18,8 +18,9 @@
 //! ```
 //!
 //! [`attention`] is the common case. [`Engine`] owns threads and scratch memory; [`Spec`] and [`Plan`] describe a request
-//! and what will run for it, without any pointer. [`Model`] is a program that PyTorch exported, run without it. [`layout`] is apart from all of it: the algebra of layouts, and proof that
-//! what one tensor-core instruction writes is what the next one reads.
+//! and what will run for it, without any pointer. [`Model`] is a program that PyTorch exported, run without it.
+//! [`layout`] is apart from all of it: the algebra of layouts, and proof that what one tensor-core instruction writes is
+//! what the next one reads.
 
 mod call_cache;
 pub mod cuda;

@@ -4,6 +4,7 @@
 //! is rebuilt in another (DataLoader workers, forking servers).
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 
@@ -20,6 +21,8 @@ pub struct Pool {
 #[derive(Debug)]
 struct Built {
     pool: Arc<rayon::ThreadPool>,
+    /// Threads that somebody's work has, or waits for.
+    taken: Arc<AtomicUsize>,
     threads: Workers,
 }
 
@@ -62,7 +65,7 @@ impl Built {
             })
             .build()
             .map_err(|error| Error::unsupported("a pool of threads", error.to_string(), "ask for fewer threads"))?;
-        Ok(Built { pool: Arc::new(pool), threads: Workers { pid: std::process::id(), handles } })
+        Ok(Built { pool: Arc::new(pool), taken: Arc::default(), threads: Workers { pid: std::process::id(), handles } })
     }
 }
 
@@ -73,7 +76,8 @@ impl Pool {
         Pool { threads: threads.max(1), built: Mutex::new(None) }
     }
 
-    fn get(&self) -> Result<Arc<rayon::ThreadPool>> {
+    /// The pool, and how many of its threads are taken.
+    fn get(&self) -> Result<(Arc<rayon::ThreadPool>, Arc<AtomicUsize>)> {
         let mut built = self.built.lock().unwrap_or_else(PoisonError::into_inner);
         let found = match built.take() {
             Some(found) if found.threads.are_of_this_process() => found,
@@ -83,7 +87,8 @@ impl Pool {
                 Built::new(self.threads)?
             }
         };
-        Ok(Arc::clone(&built.insert(found).pool))
+        let found = built.insert(found);
+        Ok((Arc::clone(&found.pool), Arc::clone(&found.taken)))
     }
 }
 
@@ -100,16 +105,33 @@ impl Executor for Pool {
             }
         };
         let pool = if self.threads == 1 || chunks <= 1 { None } else { Some(self.get()?) };
-        match pool.filter(|pool| pool.current_thread_index().is_none()) {
+        match pool.filter(|(pool, _)| pool.current_thread_index().is_none()) {
             // A nested call, and work that fits one thread, stays on the caller's thread.
             None => (0..chunks).for_each(run),
-            Some(pool) => pool.in_place_scope(|scope| {
-                for chunk in 1..chunks {
-                    let run = &run;
-                    scope.spawn(move |_| run(chunk));
-                }
-                run(0);
-            }),
+            Some((pool, taken)) => {
+                // Whoever is free takes the next chunk. No more are asked than are free: a scope ends when all that were asked have
+                // come, and one at the work of another caller comes late.
+                let next = AtomicUsize::new(0);
+                let take = || {
+                    while let Some(chunk) = Some(next.fetch_add(1, Ordering::Relaxed)).filter(|n| *n < chunks) {
+                        run(chunk);
+                    }
+                };
+                let mut asked = 0;
+                let _ = taken.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |taken| {
+                    asked = (chunks - 1).min(self.threads.saturating_sub(taken));
+                    Some(taken + asked)
+                });
+                pool.in_place_scope(|scope| {
+                    for _ in 0..asked {
+                        scope.spawn(|_| {
+                            take();
+                            taken.fetch_sub(1, Ordering::Relaxed);
+                        });
+                    }
+                    take();
+                });
+            }
         }
         match panicked.into_inner().unwrap_or_else(PoisonError::into_inner) {
             Some(payload) => Err(Error::worker_panicked(payload.as_ref())),
@@ -121,7 +143,6 @@ impl Executor for Pool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::sync::atomic::{AtomicUsize, Ordering};
 
     #[test]
     fn every_chunk_runs_once_nested_calls_too() {
@@ -135,6 +156,31 @@ mod tests {
         })
         .unwrap();
         assert!(hits.iter().all(|hit| hit.load(Ordering::Relaxed) == 1));
+    }
+
+    #[test]
+    fn a_short_call_does_not_wait_for_the_work_of_another_caller() {
+        let (pool, release, started) = (Pool::new(2), AtomicUsize::new(0), AtomicUsize::new(0));
+        let long = |_: usize| {
+            started.fetch_add(1, Ordering::SeqCst);
+            while release.load(Ordering::SeqCst) == 0 {
+                std::thread::yield_now();
+            }
+        };
+        std::thread::scope(|scope| {
+            // Two callers, each with a thread of the pool: none is left.
+            (0..2).for_each(|_| drop(scope.spawn(|| pool.parallel_for(2, &long).unwrap())));
+            while started.load(Ordering::SeqCst) < 4 {
+                std::thread::yield_now();
+            }
+            let hits = AtomicUsize::new(0);
+            let hit = |_: usize| {
+                hits.fetch_add(1, Ordering::SeqCst);
+            };
+            pool.parallel_for(2, &hit).unwrap();
+            assert_eq!(hits.into_inner(), 2);
+            release.store(1, Ordering::SeqCst);
+        });
     }
 
     #[test]

@@ -233,7 +233,7 @@ impl Model {
     /// has it, and is forgotten: [`Model::session`] keeps it.
     ///
     /// # Errors
-    /// As [`Model::bind`], and [`ModelError`] for what only the values show. Nothing was written.
+    /// As [`Model::bind`], and [`ModelError`] for what only the values show. Nothing was written, but where a worker panicked.
     pub fn run(&self, inputs: &mut [Input<'_>]) -> Result<Vec<Output>, ModelError> {
         self.session().run(inputs)
     }
@@ -288,14 +288,14 @@ impl Inner {
         self.weights.storage(id)
     }
 
-    /// A constant matrix `[k, n]`, packed once by these threads.
+    /// A constant matrix `[k, n]`, packed once by these threads; and whether every plan shares it.
     fn packed(
         &self,
         layout: PackedLayout,
         w: &Place,
         buffer: &Buffer,
         executor: &dyn Executor,
-    ) -> Result<Arc<PackedMatrix>, ModelError> {
+    ) -> Result<(Arc<PackedMatrix>, bool), ModelError> {
         let (base, is_shared) = match buffer {
             Buffer::Archive(id) => (self.storage(*id).as_ptr(), true),
             // One plan's own goes with it.
@@ -308,22 +308,28 @@ impl Inner {
         };
         let two = |numbers: &[i64]| [numbers[0], numbers[1]];
         let key = (base as usize, w.meta.offset, two(&w.meta.strides), two(&w.meta.shape));
-        let mut packed = self.packed.lock().unwrap_or_else(PoisonError::into_inner);
+        let lock = || self.packed.lock().unwrap_or_else(PoisonError::into_inner);
         let is_same = |(known, matrix): &&(PackedKey, Arc<PackedMatrix>)| *known == key && *matrix.layout() == layout;
-        if let Some((_, known)) = packed.iter().find(is_same) {
-            return Ok(Arc::clone(known));
+        if is_shared && let Some((_, known)) = lock().iter().find(is_same) {
+            return Ok((Arc::clone(known), true));
         }
         let matrix = Strided {
             ptr: base.wrapping_offset(w.offset_bytes()),
             k_stride: w.meta.strides[0] as isize,
             n_stride: w.meta.strides[1] as isize,
         };
+        // Without the lock: a thread of the executor may run this model too before it comes back.
         // SAFETY: the place was verified to lie in its storage, which lives as long as the model.
         let new = Arc::new(unsafe { PackedMatrix::pack(layout, matrix, executor)? });
-        if is_shared {
-            packed.push((key, Arc::clone(&new)));
+        if !is_shared {
+            return Ok((new, false));
         }
-        Ok(new)
+        let mut packed = lock();
+        if let Some((_, known)) = packed.iter().find(is_same) {
+            return Ok((Arc::clone(known), true));
+        }
+        packed.push((key, Arc::clone(&new)));
+        Ok((new, true))
     }
 
     /// An arena that no run uses, or a new one.

@@ -129,7 +129,8 @@ impl Explanation {
             let kept: usize = plan.states().map(|id| inner.storage(id).len()).sum();
             let most = bytes + inner.packed_bytes() + plan.memory_bytes() + kept;
             let what = "weights, packed weights, arena, scratch, constants, what a session keeps";
-            row("memory", format!("{most} bytes at most, beside inputs and results: {what}"));
+            let copies = if plan.has_definitions() { "; not the copies of steps by definition" } else { "" };
+            row("memory", format!("{most} bytes at most, beside inputs and results: {what}{copies}"));
         }
         row("operators", String::new());
         let mut ops: BTreeMap<&str, usize> = BTreeMap::new();

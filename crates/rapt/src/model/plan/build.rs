@@ -39,6 +39,8 @@ pub(super) struct Builder<'a> {
     pub(super) fixed: Vec<bool>,
     /// The bytes of the constants that are this plan's own.
     pub(super) own_bytes: usize,
+    /// Of these, packed matrices.
+    own_packed_bytes: usize,
 }
 
 pub(super) fn plan(
@@ -77,6 +79,7 @@ impl<'a> Builder<'a> {
             wanted: vec![false; values],
             fixed: fixed::fixed(&inner.graph),
             own_bytes: 0,
+            own_packed_bytes: 0,
         };
         builder.find_wanted();
         builder.keep_parts_of_masks();
@@ -257,8 +260,13 @@ impl<'a> Builder<'a> {
     }
 
     /// A constant matrix `[k, n]`, packed once.
-    pub(super) fn packed(&self, layout: PackedLayout, w: &Place) -> Result<Arc<PackedMatrix>, ModelError> {
-        self.inner.packed(layout, w, &self.places.buffers[w.buffer], self.host.executor)
+    pub(super) fn packed(&mut self, layout: PackedLayout, w: &Place) -> Result<Arc<PackedMatrix>, ModelError> {
+        let (matrix, is_shared) = self.inner.packed(layout, w, &self.places.buffers[w.buffer], self.host.executor)?;
+        if !is_shared {
+            self.own_bytes += matrix.len_bytes();
+            self.own_packed_bytes += matrix.len_bytes();
+        }
+        Ok(matrix)
     }
 
     /// The place of a value that the program reads.
@@ -411,6 +419,7 @@ impl<'a> Builder<'a> {
             is_shared: self.steps.iter().any(|step| step.is_shared(self.threads)),
             written_inputs: written_inputs.map(|(place, _)| place).collect(),
             own_bytes: self.own_bytes,
+            own_packed_bytes: self.own_packed_bytes,
             steps: self.steps,
             buffers: self.places.buffers,
             arena_bytes,

@@ -43,7 +43,8 @@ impl Builder<'_> {
             made.push((*id, Arc::new(bytes)));
         }
         if fixed {
-            folded().insert(n, made.clone());
+            // Whoever was first stays: matrices that were packed of its memory are known by its address.
+            made = folded().entry(n).or_insert(made).clone();
         } else {
             self.own_bytes += made.iter().map(|(_, memory)| memory.len_bytes()).sum::<usize>();
         }

@@ -143,6 +143,8 @@ pub(super) struct Plan {
     pub(super) scratch_bytes: usize,
     /// The bytes of the constants that are this plan's own.
     pub(super) own_bytes: usize,
+    /// Of these, packed matrices.
+    own_packed_bytes: usize,
     /// The threads it was made for.
     pub(super) threads: usize,
     /// Whether a step has work for several of them.

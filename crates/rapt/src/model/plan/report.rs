@@ -42,9 +42,14 @@ impl Plan {
         bytes.sum()
     }
 
-    /// The bytes of arena, scratch memory and constants.
+    /// The bytes of arena, scratch memory, constants, and packed matrices that no other plan has.
     pub(in crate::model) fn memory_bytes(&self) -> usize {
-        self.arena_bytes + self.threads * self.scratch_bytes + self.constant_bytes()
+        self.arena_bytes + self.threads * self.scratch_bytes + self.constant_bytes() + self.own_packed_bytes
+    }
+
+    /// Whether a step is evaluated by its definition, on copies of its operands.
+    pub(in crate::model) fn has_definitions(&self) -> bool {
+        self.steps.iter().any(|step| matches!(step.kernel, Kernel::Node { .. }))
     }
 
     /// The storages that the program writes, of which a session has copies.

@@ -158,7 +158,7 @@ struct Idle(u32);
 impl Idle {
     /// Of some 50 cycles each.
     const AWAKE: u32 = 1 << 12;
-    const GIVING_WAY: u32 = 1 << 14;
+    const GIVING_WAY: u32 = Self::AWAKE + (1 << 9);
     const ASLEEP: Duration = Duration::from_micros(50);
 
     fn wait(&mut self) {
