@@ -177,8 +177,8 @@ impl Venv {
     fn install_by_uv(&self, words: &[OsString]) -> Outcome {
         show(self.pip().arg("-r").arg(root().join(UV)))?;
         let mut uv = self.python(["-m", "uv", "pip", "install", "--quiet"]);
-        // Its cache on the disk of the environment, which then holds links to it and no second copy.
-        uv.env("UV_CACHE_DIR", self.folder.with_file_name(".venv-uv-cache"));
+        // Its cache inside the environment, which then holds links to it and no second copy, and is all that is written.
+        uv.env("UV_CACHE_DIR", self.folder.join("uv-cache"));
         show(uv.args(words))
     }
 

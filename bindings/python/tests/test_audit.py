@@ -289,7 +289,7 @@ def sleeping(q, k, v, is_causal=False):
 
 
 def test_a_callee_that_does_not_answer_is_a_finding():
-    report = rapt.audit(sleeping, kind="numpy", dtypes=["float32"], hazards=["accuracy", "causal"], budget_s=14)
+    report = rapt.audit(sleeping, kind="numpy", dtypes=["float32"], hazards=["accuracy", "causal"], budget_s=24)
     assert [(f.hazard, f.cause) for f in report.findings] == [("causal", "hang")], report
     assert report.findings[0].reproducer["outcome"] == "did not end in time" and report.findings[0].reproducer["reproduced"]
 

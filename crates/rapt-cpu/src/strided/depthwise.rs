@@ -96,30 +96,26 @@ impl Typed for Run {
                     *acc = unsafe { biases.offset(bias + over.result(tile, k, 3)).read() }.num();
                 }
             }
-            for i in 0..over.steps[0].kernel {
-                for j in 0..over.steps[1].kernel {
-                    let Some(reach) = over.reach(tile, [i, j]) else { continue };
-                    let Reach { skipped, count, at, step, .. } = reach;
-                    let tap = i.cast_signed() * kernel.taps[0] + j.cast_signed() * kernel.taps[1];
-                    let first = tile.first.cast_signed() * weight_step;
-                    // SAFETY: the caller vouches for image and kernels, and `reach` stays inside the image.
-                    unsafe {
-                        let (x, w) = (x.offset(from + at).cast_const(), kernels.offset(weight + tap + first));
-                        let acc = &mut acc[skipped..skipped + count];
-                        if weight_step == 0 && step == 1 {
-                            let w = w.read().num();
-                            for (k, acc) in acc.iter_mut().enumerate() {
-                                *acc = acc.plus_product(x.add(k).read().num(), w);
-                            }
-                        } else {
-                            for (k, acc) in acc.iter_mut().enumerate() {
-                                let (k, w) = (k.cast_signed(), w.offset(k.cast_signed() * weight_step));
-                                *acc = acc.plus_product(x.offset(k * step).read().num(), w.read().num());
-                            }
+            over.each_tap(tile, |[i, j], Reach { skipped, count, at, step, .. }| {
+                let tap = i.cast_signed() * kernel.taps[0] + j.cast_signed() * kernel.taps[1];
+                let first = tile.first.cast_signed() * weight_step;
+                // SAFETY: the caller vouches for image and kernels, and `reach` stays inside the image.
+                unsafe {
+                    let (x, w) = (x.offset(from + at).cast_const(), kernels.offset(weight + tap + first));
+                    let acc = &mut acc[skipped..skipped + count];
+                    if weight_step == 0 && step == 1 {
+                        let w = w.read().num();
+                        for (k, acc) in acc.iter_mut().enumerate() {
+                            *acc = acc.plus_product(x.add(k).read().num(), w);
+                        }
+                    } else {
+                        for (k, acc) in acc.iter_mut().enumerate() {
+                            let (k, w) = (k.cast_signed(), w.offset(k.cast_signed() * weight_step));
+                            *acc = acc.plus_product(x.offset(k * step).read().num(), w.read().num());
                         }
                     }
                 }
-            }
+            });
             for (k, &acc) in acc.iter().enumerate().take(tile.width) {
                 // SAFETY: the caller vouches for the results.
                 unsafe { out.offset(to + over.result(tile, k, 1)).write(T::of_num(acc)) };

@@ -100,27 +100,23 @@ impl Typed for Maxima {
             let mut max = [T::Num::LEAST; TILE];
             // Where the maximum lies in its plane; before any is met, none.
             let mut found = [i64::MIN; TILE];
-            for i in 0..over.steps[0].kernel {
-                for j in 0..over.steps[1].kernel {
-                    let Some(reach) = over.reach(tile, [i, j]) else { continue };
-                    let Reach { skipped, count, at, step, plane } = reach;
-                    // SAFETY: the caller vouches for the image, and `reach` stays inside it.
-                    unsafe {
-                        let x = x.offset(from + at);
-                        let max = &mut max[skipped..skipped + count];
-                        if pool.has_places {
-                            let (found, apart) = (&mut found[skipped..skipped + count], over.plane_step());
-                            take_places(max, found, x, step, [plane, apart]);
-                        } else if step == 1 {
-                            take(max, x, |k| k);
-                        } else if step == 2 {
-                            take(max, x, |k| 2 * k);
-                        } else {
-                            take(max, x, |k| (k.cast_signed() * step).cast_unsigned());
-                        }
+            over.each_tap(tile, |_, Reach { skipped, count, at, step, plane }| {
+                // SAFETY: the caller vouches for the image, and `reach` stays inside it.
+                unsafe {
+                    let x = x.offset(from + at);
+                    let max = &mut max[skipped..skipped + count];
+                    if pool.has_places {
+                        let (found, apart) = (&mut found[skipped..skipped + count], over.plane_step());
+                        take_places(max, found, x, step, [plane, apart]);
+                    } else if step == 1 {
+                        take(max, x, |k| k);
+                    } else if step == 2 {
+                        take(max, x, |k| 2 * k);
+                    } else {
+                        take(max, x, |k| (k.cast_signed() * step).cast_unsigned());
                     }
                 }
-            }
+            });
             for k in 0..tile.width {
                 let is_met = (0..over.steps[0].kernel).any(|i| over.steps[0].at(tile.row, i).is_some())
                     && (0..over.steps[1].kernel).any(|j| over.steps[1].at(over.column(tile, k), j).is_some());
@@ -177,16 +173,12 @@ impl Typed for Means {
         let PoolFunction::Mean { with_padding, divisor } = pool.function else { return };
         over.each_tile(call, |tile, [from, to, _]| {
             let mut sums = [T::Sum::ZERO; TILE];
-            for i in 0..over.steps[0].kernel {
-                for j in 0..over.steps[1].kernel {
-                    let Some(reach) = over.reach(tile, [i, j]) else { continue };
-                    let Reach { skipped, count, at, step, .. } = reach;
-                    for (k, sum) in sums[skipped..skipped + count].iter_mut().enumerate() {
-                        // SAFETY: the caller vouches for the image, and `reach` stays inside it.
-                        *sum = sum.plus(unsafe { x.offset(from + at + k.cast_signed() * step).read() }.sum());
-                    }
+            over.each_tap(tile, |_, Reach { skipped, count, at, step, .. }| {
+                for (k, sum) in sums[skipped..skipped + count].iter_mut().enumerate() {
+                    // SAFETY: the caller vouches for the image, and `reach` stays inside it.
+                    *sum = sum.plus(unsafe { x.offset(from + at + k.cast_signed() * step).read() }.sum());
                 }
-            }
+            });
             for (k, &sum) in sums.iter().enumerate().take(tile.width) {
                 let ([rows, columns], column) = (&over.steps, over.column(tile, k));
                 let met = rows.count(tile.row) * columns.count(column);

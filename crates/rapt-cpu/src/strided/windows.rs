@@ -126,9 +126,21 @@ impl<const N: usize> Over<N> {
         }
     }
 
+    /// Goes through the elements of windows, row by row: each with the results of a tile that it belongs to.
+    #[inline(always)]
+    pub(super) fn each_tap(&self, tile: Tile, mut run: impl FnMut([usize; 2], Reach)) {
+        for i in 0..self.steps[0].kernel {
+            for j in 0..self.steps[1].kernel {
+                if let Some(reach) = self.reach(tile, [i, j]) {
+                    run([i, j], reach);
+                }
+            }
+        }
+    }
+
     /// The results of a tile that element `[i, j]` of their windows belongs to, where it lies in the image.
     #[inline(always)]
-    pub(super) fn reach(&self, tile: Tile, [i, j]: [usize; 2]) -> Option<Reach> {
+    fn reach(&self, tile: Tile, [i, j]: [usize; 2]) -> Option<Reach> {
         let [rows, columns] = &self.steps;
         let row = rows.at(tile.row, i)?;
         let [down, right] = [self.row.strides[0], self.column.strides[0]];

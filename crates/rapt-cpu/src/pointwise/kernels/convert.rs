@@ -99,30 +99,44 @@ struct Round<T, const INTS: bool> {
 /// The most lanes of f32 that a vector has.
 const MOST_LANES: usize = 16;
 
+impl<T, const INTS: bool> Round<T, INTS> {
+    /// `count` elements from `at` on, at most a vector's. A length that is known becomes the vectors' own loads and stores.
+    #[inline(always)]
+    unsafe fn vector<S: Simd<Elem = f32>>(&self, at: usize, count: usize)
+    where
+        T: Storage<S>,
+    {
+        let (mut wide, mut narrow) = ([0f32; MOST_LANES], std::mem::MaybeUninit::<[T; MOST_LANES]>::uninit());
+        let narrow = narrow.as_mut_ptr().cast::<T>();
+        // SAFETY: the caller vouches for the elements; the arrays hold the longest vector.
+        unsafe {
+            if INTS {
+                for (lane, wide) in wide.iter_mut().enumerate().take(count) {
+                    *wide = self.source.cast::<i64>().add(at + lane).read() as f32;
+                }
+            } else {
+                std::ptr::copy_nonoverlapping(self.source.cast::<f32>().add(at), wide.as_mut_ptr(), count);
+            }
+            T::store(narrow, S::load(wide.as_ptr()));
+            S::store(wide.as_mut_ptr(), T::load(narrow));
+            std::ptr::copy_nonoverlapping(wide.as_ptr(), self.dst.add(at), count);
+        }
+    }
+}
+
 impl<S: Simd<Elem = f32>, T: Storage<S>, const INTS: bool> Part<S> for Round<T, INTS> {
     type Output = ();
     #[inline(always)]
     unsafe fn run(self) {
-        let mut wide = [0f32; MOST_LANES];
-        let mut narrow = std::mem::MaybeUninit::<[T; MOST_LANES]>::uninit();
-        let narrow = narrow.as_mut_ptr().cast::<T>();
-        let mut at = 0;
-        while at < self.n {
-            let count = S::LANES.min(self.n - at);
-            // SAFETY: `count` elements from `at` on are there; the arrays hold the longest vector.
-            unsafe {
-                if INTS {
-                    for (lane, wide) in wide.iter_mut().enumerate().take(count) {
-                        *wide = self.source.cast::<i64>().add(at + lane).read() as f32;
-                    }
-                } else {
-                    std::ptr::copy_nonoverlapping(self.source.cast::<f32>().add(at), wide.as_mut_ptr(), count);
-                }
-                T::store(narrow, S::load(wide.as_ptr()));
-                S::store(wide.as_mut_ptr(), T::load(narrow));
-                std::ptr::copy_nonoverlapping(wide.as_ptr(), self.dst.add(at), count);
+        let whole = self.n / S::LANES * S::LANES;
+        // SAFETY: the caller vouches for n elements.
+        unsafe {
+            for at in (0..whole).step_by(S::LANES) {
+                self.vector::<S>(at, S::LANES);
             }
-            at += count;
+            if whole < self.n {
+                self.vector::<S>(whole, self.n - whole);
+            }
         }
     }
 }
