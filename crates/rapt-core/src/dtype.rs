@@ -177,6 +177,16 @@ macro_rules! elements {
 elements!(f64 => F64, f32 => F32, f16 => F16, bf16 => BF16, bool => Bool,
           u8 => U8, i8 => I8, u16 => U16, i16 => I16, u32 => U32, i32 => I32, u64 => U64, i64 => I64);
 
+/// An [`Element`] of which every pattern of bits is a value: all but bool.
+pub trait Number: Element {}
+
+impl Number for f64 {}
+impl Number for f32 {}
+impl Number for f16 {}
+impl Number for bf16 {}
+impl Number for u8 {}
+impl Number for i8 {}
+
 /// `x` in f32, rounded to odd: of what f32 does not hold, the neighbour whose last bit is 1. Rounding that once more to a
 /// narrower dtype is as rounding `x` itself (Boldo and Melquiond, 2008); `half` cuts the last 32 bits of an f64 instead.
 fn rounded_to_odd(x: f64) -> f32 {

@@ -38,6 +38,8 @@ pub enum ErrorKind {
     Index,
     /// The values of a program's inputs make it divide an integer by zero.
     ZeroDivision,
+    /// A number among a tensor's elements that the asked format does not hold.
+    Number,
 }
 
 fn names(dtypes: &[DType]) -> String {

@@ -211,8 +211,24 @@ unsafe impl Send for ViewMut<'_> {}
 // SAFETY: a shared ViewMut gives no access to elements.
 unsafe impl Sync for ViewMut<'_> {}
 
+/// Whether elements of `from` are elements of `to`, bit for bit: any but bool of the same size.
+fn reinterpreted(tensor: &'static str, from: DType, to: DType) -> Result<DType> {
+    let fits = from.size_bytes() == to.size_bytes() && to != DType::Bool && to != DType::Unknown;
+    if fits { Ok(to) } else { Err(Error::OtherDtype { tensor, expected: to, got: from }) }
+}
+
 impl<'a> View<'a> {
     accessors!();
+
+    /// The same bytes as elements of another dtype of the same size: how codes of a float are read as bytes.
+    /// `tensor` names it in errors.
+    ///
+    /// # Errors
+    /// [`Error::OtherDtype`] if the sizes differ, or `dtype` is bool, of which not every byte is a value.
+    pub fn reinterpreted(&self, tensor: &'static str, dtype: DType) -> Result<Self> {
+        let dtype = reinterpreted(tensor, self.parts.dtype, dtype)?;
+        Ok(View { parts: Parts { dtype, ..self.parts }, ..*self })
+    }
 
     /// A view into `slice`, whose element 0 lies at `offset`. The extent is proven. `tensor` names it in errors.
     ///
@@ -283,6 +299,17 @@ impl<'a> View<'a> {
 
 impl<'a> ViewMut<'a> {
     accessors!();
+
+    /// The same bytes as elements of another dtype of the same size. `tensor` names it in errors.
+    ///
+    /// # Errors
+    /// As [`View::reinterpreted`]; also where this one holds bool.
+    pub fn reinterpreted(&mut self, tensor: &'static str, dtype: DType) -> Result<ViewMut<'_>> {
+        // What is written through the other dtype is read through this one later.
+        reinterpreted(tensor, dtype, self.parts.dtype)?;
+        let dtype = reinterpreted(tensor, self.parts.dtype, dtype)?;
+        Ok(ViewMut { ptr: self.ptr, parts: Parts { dtype, ..self.parts }, owner: PhantomData })
+    }
 
     /// A writable view into `slice`, whose element 0 lies at `offset`. The extent is proven.
     ///
@@ -390,6 +417,20 @@ mod tests {
         assert!(!ok(1, [3, 4], [4, 1]));
         assert!(!ok(10, [3, 4], [-4, -1]));
         assert!(!ok(0, [3, 5], [4, 1]));
+    }
+
+    #[test]
+    fn bytes_are_reinterpreted_at_the_same_size_and_never_as_bool() {
+        let mut data = [0x38u8; 4];
+        let view = View::contiguous("codes", &data, [4].into()).unwrap();
+        assert_eq!(view.reinterpreted("codes", DType::F8E4M3FN).unwrap().dtype(), DType::F8E4M3FN);
+        assert!(view.reinterpreted("codes", DType::F16).is_err());
+        assert!(view.reinterpreted("codes", DType::Bool).is_err());
+        let mut bools = [true; 4];
+        let mut written = ViewMut::contiguous("codes", &mut bools, [4].into()).unwrap();
+        assert!(written.reinterpreted("codes", DType::U8).is_err());
+        let mut written = ViewMut::contiguous("codes", &mut data, [4].into()).unwrap();
+        assert_eq!(written.reinterpreted("codes", DType::I8).unwrap().dtype(), DType::I8);
     }
 
     #[test]

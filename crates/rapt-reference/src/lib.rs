@@ -29,9 +29,11 @@
 
 #![forbid(unsafe_code)]
 
+mod descale;
 mod naive;
 mod online;
 
+pub use descale::Descale;
 pub use naive::naive;
 pub use online::online;
 

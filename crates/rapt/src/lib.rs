@@ -19,7 +19,7 @@
 //!
 //! [`attention`] is the common case. [`Engine`] owns threads and scratch memory; [`Spec`] and [`Plan`] describe a request
 //! and what will run for it, without any pointer. [`Model`] is a program that PyTorch exported, run without it.
-//! [`layout`] is apart from all of it: the algebra of layouts, and proof that what one tensor-core instruction writes is
+//! [`quant`] is tensors in fewer bits, with their scales. [`layout`] is apart from all of it: the algebra of layouts, and proof that what one tensor-core instruction writes is
 //! what the next one reads.
 
 mod call_cache;
@@ -37,9 +37,9 @@ pub use pool::Pool;
 pub use rapt_core::{
     Alignment, Arch, BlockRange, COMPUTED, Caps, Causal, Certificate, Compiled, Cost, Coverage, DType, Device,
     DeviceMemory, Dims, Direction, Disjoint, Element, Error, ErrorKind, Executor, Explanation, Extent, Finite,
-    InBounds, Injective, Kernel, KernelKey, Kv, Launch, LaunchPlan, MAX_RANK, MaskClass, Numerics, Operands, Options,
-    PRounding, Plan, Queue, Result, SerialExecutor, Shape, Spec, SpecBuilder, Strides, TensorForm, TensorLayout,
-    TensorSpec, Tensors, Tile, UnknownDtypeCode, View, ViewMut, Window, Work, Workspace, prove_disjoint,
+    InBounds, Injective, Kernel, KernelKey, Kv, Launch, LaunchPlan, Lines, MAX_RANK, MaskClass, Number, Numerics,
+    Operands, Options, PRounding, Plan, Queue, Result, SerialExecutor, Shape, Spec, SpecBuilder, Strides, TensorForm,
+    TensorLayout, TensorSpec, Tensors, Tile, UnknownDtypeCode, View, ViewMut, Window, Work, Workspace, prove_disjoint,
     prove_injective,
 };
 pub use rapt_cpu::{
@@ -47,6 +47,7 @@ pub use rapt_cpu::{
 };
 pub use rapt_layout as layout;
 pub use rapt_pt2 as pt2;
+pub use rapt_quant as quant;
 pub use rapt_reference as reference;
 pub use tensor::Tensor;
 

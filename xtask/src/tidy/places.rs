@@ -111,9 +111,10 @@ const RULES: [Rule; 12] = [
 ];
 
 /// Lines that a file has.
-const REQUIRED: [(&str, &str); 3] = [
+const REQUIRED: [(&str, &str); 4] = [
     ("crates/rapt-graph/src/lib.rs", "#![forbid(unsafe_code)]"),
     ("crates/rapt-layout/src/lib.rs", "#![forbid(unsafe_code)]"),
+    ("crates/rapt-quant/src/lib.rs", "#![forbid(unsafe_code)]"),
     ("crates/rapt-reference/src/lib.rs", "#![forbid(unsafe_code)]"),
 ];
 
