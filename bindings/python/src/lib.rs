@@ -213,6 +213,10 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<graph::PySession>()?;
     module.add_function(wrap_pyfunction!(graph::program_check, module)?)?;
     module.add_function(wrap_pyfunction!(graph::program_missing, module)?)?;
+    module.add_function(wrap_pyfunction!(api::quant::quantize, module)?)?;
+    module.add_function(wrap_pyfunction!(api::quant::dequantize, module)?)?;
+    module.add_function(wrap_pyfunction!(api::quant::quantized_check, module)?)?;
+    module.add_function(wrap_pyfunction!(api::quant::quantized_analysis, module)?)?;
     module.add_class::<api::layout::PyLayout>()?;
     module.add_function(wrap_pyfunction!(api::layout::layout_show, module)?)?;
     module.add_function(wrap_pyfunction!(api::layout::layout_atoms, module)?)?;

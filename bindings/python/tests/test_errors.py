@@ -302,6 +302,7 @@ def test_the_classes_have_the_bases_that_programs_expect():
         "ProgramError": ValueError,
         "IndexRangeError": IndexError,
         "DivisionError": ZeroDivisionError,
+        "NumberError": ValueError,
     }
     for name, built_in in bases.items():
         cls = getattr(rapt, name)

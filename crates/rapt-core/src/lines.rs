@@ -170,6 +170,7 @@ mod tests {
         let lines = view.lines::<f32>("x").unwrap();
         assert_eq!((lines.count(), lines.line_len()), (6, 4));
         assert_eq!(lines.line(0).collect::<Vec<_>>(), [23.0, 20.0, 17.0, 14.0]);
+        assert_eq!(lines.line(1).collect::<Vec<_>>(), [22.0, 19.0, 16.0, 13.0]);
         assert_eq!(lines.line(5).collect::<Vec<_>>(), [9.0, 6.0, 3.0, 0.0]);
         assert_eq!(&*lines.index(5, 3), &[1, 2, 3]);
         assert_eq!(lines.elements().count(), 24);

@@ -11,6 +11,8 @@ fn figures_are_what_they_are_called() {
     assert_eq!((figures.min, figures.max, figures.range()), (-1.0, 100.0, 101.0));
     assert_eq!((figures.quartiles, figures.outliers), ((f64::from(5e-7f32), 4.0), 1));
     assert_eq!((figures.sparsity, figures.outlier_share), (2.0 / 9.0, 1.0 / 9.0));
+    let four = View::contiguous("x", &[5f64, 1.0, 3.0, 2.0], [4].into()).unwrap();
+    assert_eq!(analyze(&four, &[], 32).unwrap().quartiles, (1.75, 3.5));
     let mean = data.iter().map(|&x| f64::from(x)).sum::<f64>() / 9.0;
     let variance = data.iter().map(|&x| (f64::from(x) - mean).powi(2)).sum::<f64>() / 9.0;
     assert!((figures.variance - variance).abs() < 1e-12 * variance);

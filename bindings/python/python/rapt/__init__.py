@@ -20,6 +20,7 @@ from rapt._native import (
     IndexRangeError,
     KindError,
     LayoutError,
+    NumberError,
     OptionError,
     Plan,
     ProgramError,
@@ -34,6 +35,7 @@ from rapt._native import (
     is_available,
     version,
 )
+from rapt.quant import Quantized, dequantize, quantize
 
 __all__ = [
     "Context",
@@ -45,9 +47,11 @@ __all__ = [
     "KindError",
     "LayoutError",
     "Model",
+    "NumberError",
     "OptionError",
     "Plan",
     "ProgramError",
+    "Quantized",
     "RaptError",
     "Report",
     "Session",
@@ -58,12 +62,14 @@ __all__ = [
     "accumulation",
     "attention",
     "audit",
+    "dequantize",
     "diagnose",
     "doctor",
     "dtypes",
     "explain",
     "is_available",
     "load",
+    "quantize",
     "scaled_dot_product_attention",
     "version",
 ]
@@ -200,4 +206,4 @@ def __getattr__(name):
 
 
 def __dir__():
-    return [*__all__, "layout", "torch"]
+    return [*__all__, "layout", "quant", "torch"]

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Literal, TypeAlias, TypedDict
 
 from rapt import layout as layout
+from rapt import quant as quant
 from rapt import torch as torch
 from rapt._audit.diagnose import Diagnosis as _Diagnosis
 from rapt._audit.report import Report as _AuditReport
@@ -20,6 +21,7 @@ from rapt._native import DtypeMismatchError as DtypeMismatchError
 from rapt._native import IndexRangeError as IndexRangeError
 from rapt._native import KindError as KindError
 from rapt._native import LayoutError as LayoutError
+from rapt._native import NumberError as NumberError
 from rapt._native import OptionError as OptionError
 from rapt._native import Plan as Plan
 from rapt._native import ProgramError as ProgramError
@@ -33,6 +35,9 @@ from rapt._native import dtypes as dtypes
 from rapt._native import explain as explain
 from rapt._native import is_available as is_available
 from rapt._native import version as version
+from rapt.quant import Quantized as Quantized
+from rapt.quant import dequantize as dequantize
+from rapt.quant import quantize as quantize
 
 Causal: TypeAlias = Literal["top_left", "bottom_right"] | bool | None
 Layout: TypeAlias = Literal["bhsd", "bshd"]

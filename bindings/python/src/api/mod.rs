@@ -8,4 +8,5 @@ pub(crate) mod layout;
 pub(crate) mod log;
 pub(crate) mod options;
 pub(crate) mod plan;
+pub(crate) mod quant;
 pub(crate) mod sdpa;

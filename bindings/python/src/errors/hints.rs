@@ -16,6 +16,11 @@ pub(crate) const ATTENTION: Names = Names(&[]);
 /// `rapt.scaled_dot_product_attention`.
 pub(crate) const SDPA: Names = Names(&[("q", "query"), ("k", "key"), ("v", "value"), ("mask", "attn_mask")]);
 
+/// `rapt.quantize`: what the tensors of other functions are held against is `x`.
+pub(crate) const QUANTIZE: Names = Names(&[("q", "x")]);
+/// `rapt.dequantize` and `rapt.Quantized`: it is the codes.
+pub(crate) const DEQUANTIZE: Names = Names(&[("q", "codes")]);
+
 impl Names {
     /// `text` with every whole word of rapt-core's replaced by this function's.
     pub(crate) fn rename(&self, text: &str) -> String {

@@ -83,6 +83,7 @@ const fn class_name(kind: ErrorKind) -> &'static str {
         ErrorKind::Program => "ProgramError",
         ErrorKind::Index => "IndexRangeError",
         ErrorKind::ZeroDivision => "DivisionError",
+        ErrorKind::Number => "NumberError",
         _ => "UnsupportedError",
     }
 }
@@ -126,6 +127,7 @@ fn classes(py: Python<'_>) -> PyResult<&Classes> {
                 "The values of a program's inputs make it divide an integer by zero.",
                 py.get_type::<PyZeroDivisionError>(),
             ),
+            ("NumberError", "A number in a tensor that the asked format does not hold.", value_error()),
             (
                 "UnsupportedError",
                 "A valid request that this build does not serve.",

@@ -180,12 +180,12 @@ pub(crate) fn dtype_object<'py>(like: &Bound<'py, PyAny>, dtype: DType) -> Resul
     if known(&own)? == Some(dtype) {
         return Ok(own);
     }
-    if dtype != DType::BF16 {
+    if !matches!(dtype, DType::BF16 | DType::F8E4M3FN | DType::F8E5M2 | DType::F8E8M0FNU) {
         return Ok(api.dtype.bind(py).call1((dtype.name(),))?);
     }
     let Ok(ml_dtypes) = py.import("ml_dtypes") else {
-        let message = "numpy has no bfloat16 of its own, and ml_dtypes is not installed";
+        let message = format!("numpy has no {dtype} of its own, and ml_dtypes is not installed");
         return Err(Failure::binding(ErrorKind::Unsupported, message, "`pip install ml_dtypes`"));
     };
-    Ok(api.dtype.bind(py).call1((ml_dtypes.getattr("bfloat16")?,))?)
+    Ok(api.dtype.bind(py).call1((ml_dtypes.getattr(dtype.name())?,))?)
 }

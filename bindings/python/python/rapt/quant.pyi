@@ -1,0 +1,109 @@
+from collections.abc import Iterable
+from typing import Any, Literal, TypeAlias, final
+
+Format: TypeAlias = Literal["int8", "uint8", "int4", "e4m3fn", "e5m2", "mxfp8", "mxfp4", "nvfp4"]
+Granularity: TypeAlias = Literal["tensor", "head", "token", "channel", "block"]
+ScaleLayout: TypeAlias = Literal["plain", "swizzle_32_4_4"]
+
+FORMATS: tuple[Format, ...]
+
+@final
+class Quantized:
+    """A quantized tensor: codes and what makes numbers of them."""
+
+    def __init__(
+        self,
+        codes: Any,
+        scale: Any,
+        *,
+        format: Format,
+        shape: Iterable[int],
+        granularity: Granularity | None = None,
+        block_size: int | None = None,
+        zero_point: Any = None,
+        global_scale: float | None = None,
+        scale_layout: ScaleLayout = "plain",
+    ) -> None: ...
+    @property
+    def codes(self) -> Any: ...
+    @property
+    def scale(self) -> Any: ...
+    @property
+    def zero_point(self) -> Any: ...
+    @property
+    def global_scale(self) -> float | None: ...
+    @property
+    def format(self) -> Format: ...
+    @property
+    def granularity(self) -> Granularity: ...
+    @property
+    def block_size(self) -> int | None: ...
+    @property
+    def scale_layout(self) -> ScaleLayout: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def nbytes(self) -> int: ...
+    def dequantize(self, dtype: Any = None) -> Any: ...
+
+def quantize(
+    x: Any,
+    format: Format,
+    *,
+    granularity: Granularity | None = None,
+    block_size: int | None = None,
+    scale: Any = None,
+    zero_point: Any = None,
+    scale_layout: ScaleLayout = "plain",
+) -> Quantized:
+    """The codes and scales of `x`."""
+
+def dequantize(quantized: Quantized, dtype: Any = None) -> Any:
+    """The numbers of a `Quantized`, float32 unless `dtype` says otherwise."""
+
+@final
+class Candidate:
+    """One way to quantize a tensor, tried on it."""
+
+    @property
+    def format(self) -> Format: ...
+    @property
+    def granularity(self) -> Granularity: ...
+    @property
+    def block_size(self) -> int | None: ...
+    @property
+    def mse(self) -> float: ...
+    @property
+    def relative_l2(self) -> float: ...
+    @property
+    def nbytes(self) -> int: ...
+
+@final
+class Analysis:
+    """The figures of a tensor and of each way to quantize it."""
+
+    @property
+    def min(self) -> float: ...
+    @property
+    def max(self) -> float: ...
+    @property
+    def range(self) -> float: ...
+    @property
+    def variance(self) -> float: ...
+    @property
+    def mean_abs(self) -> float: ...
+    @property
+    def sparsity(self) -> float: ...
+    @property
+    def quartiles(self) -> tuple[float, float]: ...
+    @property
+    def outliers(self) -> int: ...
+    @property
+    def outlier_share(self) -> float: ...
+    @property
+    def candidates(self) -> tuple[Candidate, ...]: ...
+    @property
+    def recommended(self) -> dict[Format, Candidate]: ...
+
+def analyze(x: Any, *, formats: Iterable[Format] = ..., block_size: int = 32) -> Analysis:
+    """The figures of `x`, and the error of each format and granularity measured on it."""
