@@ -5,8 +5,8 @@ OFP8); mxfp8 and mxfp4 (OCP Microscaling 1.0); nvfp4. A part that is missing is 
 docs/guides/quantization.md is the guide.
 """
 
+import collections as _collections
 import sys as _sys
-from dataclasses import dataclass as _dataclass
 
 from rapt import _native
 
@@ -154,24 +154,20 @@ def dequantize(quantized, dtype=None):
     return _native.dequantize(parts, {**parts, "codes": _as_bytes(quantized.codes)}, dtype)
 
 
-@_dataclass(frozen=True)
-class Candidate:
+class Candidate(_collections.namedtuple("Candidate", "format granularity block_size mse relative_l2 nbytes")):
     """One way to quantize a tensor, tried on it.
 
     mse: the mean of squared errors. relative_l2: the root of the sum of squared errors over that of squared elements.
     nbytes: of codes, scales and zero points together.
     """
 
-    format: str
-    granularity: str
-    block_size: int | None
-    mse: float
-    relative_l2: float
-    nbytes: int
+    __slots__ = ()
 
 
-@_dataclass(frozen=True)
-class Analysis:
+_FIGURES = "min max range variance mean_abs sparsity quartiles outliers outlier_share candidates recommended"
+
+
+class Analysis(_collections.namedtuple("Analysis", _FIGURES)):
     """What `analyze` found. `str()` is a table.
 
     range: max - min. variance: of the population. sparsity: share of |x| < 1e-6. quartiles: (q1, q3), linear between neighbours.
@@ -180,17 +176,7 @@ class Analysis:
         within 1.1 times the format's least.
     """
 
-    min: float
-    max: float
-    range: float
-    variance: float
-    mean_abs: float
-    sparsity: float
-    quartiles: tuple[float, float]
-    outliers: int
-    outlier_share: float
-    candidates: tuple[Candidate, ...]
-    recommended: dict[str, Candidate]
+    __slots__ = ()
 
     def __str__(self):
         lines = [

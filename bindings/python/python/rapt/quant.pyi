@@ -1,5 +1,5 @@
 from collections.abc import Iterable
-from typing import Any, Literal, TypeAlias, final
+from typing import Any, Literal, NamedTuple, TypeAlias, final
 
 Format: TypeAlias = Literal["int8", "uint8", "int4", "e4m3fn", "e5m2", "mxfp8", "mxfp4", "nvfp4"]
 Granularity: TypeAlias = Literal["tensor", "head", "token", "channel", "block"]
@@ -61,49 +61,30 @@ def quantize(
 def dequantize(quantized: Quantized, dtype: Any = None) -> Any:
     """The numbers of a `Quantized`, float32 unless `dtype` says otherwise."""
 
-@final
-class Candidate:
+class Candidate(NamedTuple):
     """One way to quantize a tensor, tried on it."""
 
-    @property
-    def format(self) -> Format: ...
-    @property
-    def granularity(self) -> Granularity: ...
-    @property
-    def block_size(self) -> int | None: ...
-    @property
-    def mse(self) -> float: ...
-    @property
-    def relative_l2(self) -> float: ...
-    @property
-    def nbytes(self) -> int: ...
+    format: Format
+    granularity: Granularity
+    block_size: int | None
+    mse: float
+    relative_l2: float
+    nbytes: int
 
-@final
-class Analysis:
+class Analysis(NamedTuple):
     """The figures of a tensor and of each way to quantize it."""
 
-    @property
-    def min(self) -> float: ...
-    @property
-    def max(self) -> float: ...
-    @property
-    def range(self) -> float: ...
-    @property
-    def variance(self) -> float: ...
-    @property
-    def mean_abs(self) -> float: ...
-    @property
-    def sparsity(self) -> float: ...
-    @property
-    def quartiles(self) -> tuple[float, float]: ...
-    @property
-    def outliers(self) -> int: ...
-    @property
-    def outlier_share(self) -> float: ...
-    @property
-    def candidates(self) -> tuple[Candidate, ...]: ...
-    @property
-    def recommended(self) -> dict[Format, Candidate]: ...
+    min: float
+    max: float
+    range: float
+    variance: float
+    mean_abs: float
+    sparsity: float
+    quartiles: tuple[float, float]
+    outliers: int
+    outlier_share: float
+    candidates: tuple[Candidate, ...]
+    recommended: dict[Format, Candidate]
 
 def analyze(x: Any, *, formats: Iterable[Format] = ..., block_size: int = 32) -> Analysis:
     """The figures of `x`, and the error of each format and granularity measured on it."""
