@@ -59,7 +59,7 @@ fn gelu_tanh(x: f64) -> f64 {
 /// Each function, what it is in float64, and how many units in the last place it may be off.
 type Case = (Unary, fn(f64) -> f64, f64);
 
-const FUNCTIONS: [Case; 22] = [
+const FUNCTIONS: [Case; 31] = [
     (Unary::Exp, f64::exp, 1.0),
     (Unary::Exp2, f64::exp2, 1.0),
     (Unary::Expm1, f64::exp_m1, 2.0),
@@ -71,6 +71,15 @@ const FUNCTIONS: [Case; 22] = [
     (Unary::Cos, f64::cos, 0.51),
     (Unary::Tan, f64::tan, 0.51),
     (Unary::Tanh, f64::tanh, 2.0),
+    (Unary::Sinh, f64::sinh, 0.51),
+    (Unary::Cosh, f64::cosh, 0.51),
+    (Unary::Asin, f64::asin, 0.51),
+    (Unary::Acos, f64::acos, 0.51),
+    (Unary::Atan, f64::atan, 0.51),
+    (Unary::Asinh, libm::asinh, 0.51),
+    (Unary::Acosh, libm::acosh, 0.51),
+    (Unary::Atanh, libm::atanh, 0.51),
+    (Unary::Erfc, libm::erfc, 0.51),
     (Unary::Erf, libm::erf, 1.5),
     (Unary::Sigmoid, sigmoid, 2.0),
     (Unary::Silu, |x| times(x, sigmoid(x)), 2.0),
@@ -156,7 +165,7 @@ fn binary<T: Copy, U: Copy>(
 #[test]
 fn integers_wrap_and_divide_as_defined() {
     // What is defined of each pair; of a divisor that is not 0.
-    let cases: [(Binary, OfInts); 13] = [
+    let cases: [(Binary, OfInts); 15] = [
         (Binary::Add, i64::wrapping_add),
         (Binary::Sub, i64::wrapping_sub),
         (Binary::Mul, i64::wrapping_mul),
@@ -178,6 +187,10 @@ fn integers_wrap_and_divide_as_defined() {
         (Binary::BitwiseAnd, |a, b| a & b),
         (Binary::BitwiseOr, |a, b| a | b),
         (Binary::BitwiseXor, |a, b| a ^ b),
+        (Binary::ShiftLeft, |a, b| u32::try_from(b).ok().and_then(|b| a.checked_shl(b)).unwrap_or(0)),
+        (Binary::ShiftRight, |a, b| {
+            u32::try_from(b).ok().and_then(|b| a.checked_shr(b)).unwrap_or(if a < 0 { -1 } else { 0 })
+        }),
     ];
     for arch in archs() {
         for (op, exact) in cases {
@@ -242,7 +255,7 @@ fn comparisons_extremes_and_quotients_of_floats_are_as_defined() {
             quotient.floor()
         }
     };
-    let cases: [(Binary, &OfFloats); 10] = [
+    let cases: [(Binary, &OfFloats); 13] = [
         (Binary::Add, &|a, b| a + b),
         (Binary::Sub, &|a, b| a - b),
         (Binary::Mul, &|a, b| a * b),
@@ -251,6 +264,9 @@ fn comparisons_extremes_and_quotients_of_floats_are_as_defined() {
         (Binary::DivFloor, &floor),
         (Binary::Fmod, &|a, b| a % b),
         (Binary::Pow, &f64::powf),
+        (Binary::Atan2, &f64::atan2),
+        (Binary::Hypot, &f64::hypot),
+        (Binary::Copysign, &f64::copysign),
         (Binary::Maximum, &|a, b| {
             if a.is_nan() || b.is_nan() {
                 f64::NAN

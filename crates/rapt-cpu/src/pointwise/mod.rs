@@ -153,7 +153,16 @@ pub enum Unary {
     Cos,
     Tan,
     Tanh,
+    Sinh,
+    Cosh,
+    Asin,
+    Acos,
+    Atan,
+    Asinh,
+    Acosh,
+    Atanh,
     Erf,
+    Erfc,
     Sigmoid,
     Sqrt,
     Rsqrt,
@@ -175,16 +184,16 @@ pub enum Unary {
 
 impl Unary {
     /// Every function.
-    pub const ALL: [Unary; 32] = {
+    pub const ALL: [Unary; 41] = {
         use Unary::{
-            Abs, BitwiseNot, Ceil, Cos, Erf, Exp, Exp2, Expm1, Floor, Gelu, GeluTanh, IsInf, IsNan, Log, Log1p, Log2,
-            Log10, LogicalNot, Neg, Reciprocal, Relu, Round, Rsqrt, Sigmoid, Sign, Silu, Sin, Sqrt, Square, Tan, Tanh,
-            Trunc,
+            Abs, Acos, Acosh, Asin, Asinh, Atan, Atanh, BitwiseNot, Ceil, Cos, Cosh, Erf, Erfc, Exp, Exp2, Expm1,
+            Floor, Gelu, GeluTanh, IsInf, IsNan, Log, Log1p, Log2, Log10, LogicalNot, Neg, Reciprocal, Relu, Round,
+            Rsqrt, Sigmoid, Sign, Silu, Sin, Sinh, Sqrt, Square, Tan, Tanh, Trunc,
         };
         [
             Neg, Abs, Sign, Square, Relu, Floor, Ceil, Trunc, Round, Exp, Exp2, Expm1, Log, Log2, Log10, Log1p, Sin,
-            Cos, Tan, Tanh, Erf, Sigmoid, Sqrt, Rsqrt, Reciprocal, Silu, Gelu, GeluTanh, LogicalNot, BitwiseNot, IsNan,
-            IsInf,
+            Cos, Tan, Tanh, Sinh, Cosh, Asin, Acos, Atan, Asinh, Acosh, Atanh, Erf, Erfc, Sigmoid, Sqrt, Rsqrt,
+            Reciprocal, Silu, Gelu, GeluTanh, LogicalNot, BitwiseNot, IsNan, IsInf,
         ]
     };
 
@@ -255,18 +264,30 @@ pub enum Binary {
     LogicalAnd,
     LogicalOr,
     LogicalXor,
+    /// The angle of the point (second, first), of floats.
+    Atan2,
+    /// `√(a² + b²)`, of floats.
+    Hypot,
+    /// The first with the sign of the second, of floats.
+    Copysign,
+    /// By as many bits as the second says, of integers; beyond 64 it is 0.
+    ShiftLeft,
+    /// The same to the right; the sign fills.
+    ShiftRight,
 }
 
 impl Binary {
     /// Every function.
-    pub const ALL: [Binary; 23] = {
+    pub const ALL: [Binary; 28] = {
         use Binary::{
-            Add, BitwiseAnd, BitwiseOr, BitwiseXor, Div, DivFloor, DivTrunc, Eq, Fmod, Ge, Gt, Le, LogicalAnd,
-            LogicalOr, LogicalXor, Lt, Maximum, Minimum, Mul, Ne, Pow, Remainder, Sub,
+            Add, Atan2, BitwiseAnd, BitwiseOr, BitwiseXor, Copysign, Div, DivFloor, DivTrunc, Eq, Fmod, Ge, Gt, Hypot,
+            Le, LogicalAnd, LogicalOr, LogicalXor, Lt, Maximum, Minimum, Mul, Ne, Pow, Remainder, ShiftLeft,
+            ShiftRight, Sub,
         };
         [
             Add, Sub, Mul, Div, DivFloor, DivTrunc, Remainder, Fmod, Pow, Maximum, Minimum, Eq, Ne, Lt, Le, Gt, Ge,
-            BitwiseAnd, BitwiseOr, BitwiseXor, LogicalAnd, LogicalOr, LogicalXor,
+            BitwiseAnd, BitwiseOr, BitwiseXor, LogicalAnd, LogicalOr, LogicalXor, Atan2, Hypot, Copysign, ShiftLeft,
+            ShiftRight,
         ]
     };
 
@@ -275,14 +296,16 @@ impl Binary {
     #[must_use]
     pub fn result(self, lane: Lane) -> Option<Lane> {
         use Binary::{
-            BitwiseAnd, BitwiseOr, BitwiseXor, Div, DivFloor, DivTrunc, Eq, Fmod, Ge, Gt, Le, LogicalAnd, LogicalOr,
-            LogicalXor, Lt, Ne, Remainder, Sub,
+            Atan2, BitwiseAnd, BitwiseOr, BitwiseXor, Copysign, Div, DivFloor, DivTrunc, Eq, Fmod, Ge, Gt, Hypot, Le,
+            LogicalAnd, LogicalOr, LogicalXor, Lt, Ne, Remainder, ShiftLeft, ShiftRight, Sub,
         };
+        let is_shift = matches!(self, ShiftLeft | ShiftRight);
         let is_bitwise = matches!(self, BitwiseAnd | BitwiseOr | BitwiseXor);
+        let of_floats = matches!(self, Div | Atan2 | Hypot | Copysign);
         let is_defined = match lane {
-            Lane::F32 | Lane::F64 => !is_bitwise,
-            Lane::Int => self != Div,
-            Lane::Bool => !matches!(self, Sub | Div | DivFloor | DivTrunc | Remainder | Fmod),
+            Lane::F32 | Lane::F64 => !is_bitwise && !is_shift,
+            Lane::Int => !of_floats,
+            Lane::Bool => !of_floats && !is_shift && !matches!(self, Sub | DivFloor | DivTrunc | Remainder | Fmod),
         };
         let tests = matches!(self, Eq | Ne | Lt | Le | Gt | Ge | LogicalAnd | LogicalOr | LogicalXor);
         is_defined.then_some(if tests { Lane::Bool } else { lane })

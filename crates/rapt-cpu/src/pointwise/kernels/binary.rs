@@ -47,6 +47,7 @@ macro_rules! of_float {
             }),
             Binary::Maximum => each!($float => $float, |a, b| if a.is_nan() || a > b { a } else { b }),
             Binary::Minimum => each!($float => $float, |a, b| if a.is_nan() || a < b { a } else { b }),
+            Binary::Copysign => each!($float => $float, |a, b| a.copysign(b)),
             Binary::Eq => each!($float => u8, |a, b| u8::from(a == b)),
             Binary::Ne => each!($float => u8, |a, b| u8::from(a != b)),
             Binary::Lt => each!($float => u8, |a, b| u8::from(a < b)),
@@ -66,6 +67,8 @@ fn of_f32<S: Simd<Elem = f32>>(op: Binary) -> Option<Kernel> {
         // By way of float64, as the interpreter computes it: a difference and a quotient are then exact enough.
         Binary::DivFloor => each!(f32 => f32, |a, b| math::f64::floor_quotient(f64::from(a), f64::from(b)) as f32),
         Binary::Pow => each!(f32 => f32, |a, b| f64::from(a).powf(f64::from(b)) as f32),
+        Binary::Atan2 => each!(f32 => f32, |a, b| f64::from(a).atan2(f64::from(b)) as f32),
+        Binary::Hypot => each!(f32 => f32, |a, b| f64::from(a).hypot(f64::from(b)) as f32),
         op => of_float!(op, f32),
     })
 }
@@ -74,6 +77,8 @@ fn of_f64<S: Simd<Elem = f32>>(op: Binary) -> Option<Kernel> {
     Some(match op {
         Binary::DivFloor => each!(f64 => f64, |a, b| math::f64::floor_quotient(a, b)),
         Binary::Pow => each!(f64 => f64, |a, b| a.powf(b)),
+        Binary::Atan2 => each!(f64 => f64, |a, b| a.atan2(b)),
+        Binary::Hypot => each!(f64 => f64, |a, b| a.hypot(b)),
         op => of_float!(op, f64),
     })
 }
@@ -102,7 +107,9 @@ fn of_int<S: Simd<Elem = f32>>(op: Binary) -> Option<Kernel> {
         Binary::LogicalAnd => each!(i64 => u8, |a, b| u8::from(a != 0) & u8::from(b != 0)),
         Binary::LogicalOr => each!(i64 => u8, |a, b| u8::from(a != 0) | u8::from(b != 0)),
         Binary::LogicalXor => each!(i64 => u8, |a, b| u8::from(a != 0) ^ u8::from(b != 0)),
-        Binary::Div => return None,
+        Binary::ShiftLeft => each!(i64 => i64, |a, b| if (0..64).contains(&b) { a << b } else { 0 }),
+        Binary::ShiftRight => each!(i64 => i64, |a, b| a >> if (0..63).contains(&b) { b } else { 63 }),
+        Binary::Div | Binary::Atan2 | Binary::Hypot | Binary::Copysign => return None,
     })
 }
 

@@ -7,10 +7,22 @@ use crate::pointwise::Unary;
 
 /// Whether a function costs many times an addition.
 pub(in crate::pointwise) fn is_costly(op: Unary) -> bool {
-    use Unary::{Cos, Erf, Exp, Exp2, Expm1, Gelu, GeluTanh, Log, Log1p, Log2, Log10, Sigmoid, Silu, Sin, Tan, Tanh};
+    use Unary::{
+        Acos, Acosh, Asin, Asinh, Atan, Atanh, Cos, Cosh, Erf, Erfc, Exp, Exp2, Expm1, Gelu, GeluTanh, Log, Log1p,
+        Log2, Log10, Sigmoid, Silu, Sin, Sinh, Tan, Tanh,
+    };
     matches!(
         op,
-        Exp | Exp2
+        Acos | Acosh
+            | Asin
+            | Asinh
+            | Atan
+            | Atanh
+            | Cosh
+            | Sinh
+            | Erfc
+            | Exp
+            | Exp2
             | Expm1
             | Log
             | Log2
