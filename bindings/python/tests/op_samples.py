@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 from one_node import copy_of
+from op_samples_more import OWN, ROWS
 from op_samples_written import SPECIAL, WRITTEN
 
 DTYPES = (
@@ -218,6 +219,8 @@ OVERLOADS = {
     A + "scalar_tensor.default": Row(None, "bits"),
     A + "squeeze.dims": Row(None, "bits"),
 }
+# Operators that the zoo's programs do not need, and others do.
+MORE = {name: Row(opinfo, compare) for name, (opinfo, compare) in ROWS.items()}
 # What is no operator on tensors: the arithmetic of sizes and the parts of a result. The zoo's programs have them.
 NOT_ON_TENSORS = {"_operator.getitem", "_operator.mul", "_operator.add", "aten.sym_size.int"}
 
@@ -226,6 +229,13 @@ NOT_ON_TENSORS = {"_operator.getitem", "_operator.mul", "_operator.add", "aten.s
 SPECIAL_VALUES = {
     A + f"{name}.default"
     for name in ("cos", "sin", "tanh", "exp", "log", "rsqrt", "sigmoid", "silu", "gelu", "neg", "abs", "relu", "logical_not")
+} | {
+    A + f"{name}.default"
+    for name in (
+        *("hardswish", "hardsigmoid", "leaky_relu", "elu", "selu", "celu", "softplus", "mish", "hardshrink", "softshrink"),
+        *("relu6", "hardtanh", "log_sigmoid", "logit", "nan_to_num", "isfinite", "frac", "erfc", "sinh", "cosh", "asin"),
+        *("acos", "atan", "asinh", "acosh", "atanh"),
+    )
 }
 
 
@@ -306,9 +316,10 @@ def _accepts(overload, args, kwargs):
 
 def samples(name, dtype, most=math.inf):
     """At most `most` samples of an operator in a dtype, and as many again that are not contiguous."""
-    overload, row = overload_of(name), OVERLOADS[name]
+    overload, row = overload_of(name), OVERLOADS.get(name) or MORE[name]
     special = (((value,), {}) for value in SPECIAL(dtype)) if name in SPECIAL_VALUES else ()
-    source = WRITTEN[name](dtype) if row.opinfo is None else _from_opinfo(row, dtype)
+    written = WRITTEN.get(name) or OWN.get(name)
+    source = written(dtype) if row.opinfo is None else _from_opinfo(row, dtype)
     accepted = (sample for sample in itertools.chain(special, source) if _accepts(overload, *sample))
     taken = list(itertools.islice(accepted, None if most == math.inf else 4 * most))
     # Spread over what torch offers: its first samples are often of one kind.

@@ -80,6 +80,35 @@ class Arranged(nn.Module):
         return *parts, torch.full_like(x, 2.5) + x, x.slice_scatter(y[:, 1:3], 1, 0, 4, 2), x.select_scatter(y[0], 0, 1)
 
 
+class Activations(nn.Module):
+    """Formulas of pointwise functions, each one loop: in float32, and in bfloat16 rounded once."""
+
+    def __init__(self):
+        super().__init__()
+        self.prelu = nn.PReLU(4)
+
+    def forward(self, x, w):
+        y = functional.hardswish(x) + functional.hardsigmoid(x) * functional.relu6(x, inplace=False)
+        z = functional.elu(x) + functional.selu(x) + functional.celu(x, 1.3) + functional.leaky_relu(x, 0.2)
+        soft = functional.softplus(x, 2.0) + functional.mish(x) + functional.logsigmoid(x) + functional.softshrink(x)
+        mixed = torch.lerp(x, w, 0.3) + torch.addcmul(x, w, w, value=0.5) + torch.addcdiv(x, w, w.abs() + 1)
+        angles = torch.atan2(x, w) + torch.asinh(x) + torch.erfc(w)
+        half = functional.hardswish(x.to(torch.bfloat16)), functional.glu(w.to(torch.float16), 1)
+        return y, z, soft, mixed, angles, *half, self.prelu(x), functional.glu(x, -1), torch.logaddexp(x, w), torch.frac(x)
+
+
+class Edges(nn.Module):
+    """Padding, and copies of views."""
+
+    def forward(self, x, y):
+        pads = [functional.pad(x, (1, 2, 2, 1), mode) for mode in ("constant", "reflect", "replicate")]
+        cut = functional.pad(x, (-1, 1), value=3.0), functional.pad(y, (2, 1), "reflect"), functional.pad(y, (2, 1), "circular")
+        shuffled = functional.pixel_shuffle(x, 2), functional.pixel_unshuffle(x, 2), functional.channel_shuffle(x, 2)
+        lines = functional.max_pool1d(y, 3, 2, 1), functional.avg_pool1d(y, 2), functional.adaptive_avg_pool1d(y, 3)
+        more = x.repeat_interleave(2, 1), x.tile(2, 1), x.rot90(1, (2, 3)), functional.instance_norm(x)
+        return *pads, *cut, *shuffled, *lines, *more
+
+
 def arguments(module, seed=20):
     """The module, and arguments that it takes."""
     torch.manual_seed(seed)
@@ -89,6 +118,8 @@ def arguments(module, seed=20):
         Levels: lambda: (torch.randn(2, 4, 6, 10),),
         Decoder: lambda: (torch.randn(2, 5, 6), mask, torch.randint(9, (2, 5))),
         Experts: lambda: (torch.randn(7, 4), torch.randn(7, 5)),
+        Activations: lambda: (torch.randn(2, 4, 6) * 3, torch.randn(2, 4, 6)),
+        Edges: lambda: (torch.randn(2, 4, 6, 8), torch.randn(2, 4, 9)),
         Arranged: lambda: (torch.randn(4, 5), torch.tensor([True, False, True, False])),
     }[module]()
 
@@ -98,7 +129,7 @@ def wide(x):
 
 
 @pytest.mark.parametrize("functional_form", [False, True])
-@pytest.mark.parametrize("shape", [Stages, Levels, Decoder, Experts, Arranged])
+@pytest.mark.parametrize("shape", [Stages, Levels, Decoder, Experts, Arranged, Activations, Edges])
 def test_no_step_is_evaluated_by_definition(shape, functional_form, tmp_path):
     args = arguments(shape)
     module = shape().eval()

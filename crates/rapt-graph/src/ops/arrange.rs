@@ -63,11 +63,13 @@ pub enum Arrange {
 impl Arrange {
     pub(super) fn read(target: &str, args: &Args<'_>) -> Option<Result<Arrange, OpError>> {
         Some(match target.strip_prefix("torch.ops.aten.")? {
-            "cat.default" => cat(args),
+            "cat.default" | "concat.default" | "concatenate.default" => cat(args),
             "stack.default" => stack(args),
             "repeat.default" => repeat(args),
             "roll.default" => roll(args),
             "flip.default" => flip(args),
+            "flipud.default" => flip_of(args, 0),
+            "fliplr.default" => flip_of(args, 1),
             "tril.default" => triangle(args, false),
             "triu.default" => triangle(args, true),
             _ => return None,
@@ -302,6 +304,10 @@ fn roll(args: &Args<'_>) -> Result<Arrange, OpError> {
 
 fn flip(args: &Args<'_>) -> Result<Arrange, OpError> {
     Ok(Arrange::Flip { input: args.tensor("self")?, dims: args.ints("dims")? })
+}
+
+fn flip_of(args: &Args<'_>, dim: i64) -> Result<Arrange, OpError> {
+    Ok(Arrange::Flip { input: args.tensor("self")?, dims: vec![Int::Known(dim)] })
 }
 
 fn triangle(args: &Args<'_>, upper: bool) -> Result<Arrange, OpError> {

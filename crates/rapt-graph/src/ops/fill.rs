@@ -6,7 +6,7 @@ use crate::number::{float_to_int, int_to_float, is_float, round, wrap};
 use crate::{Cells, Number, OpError};
 
 /// The greatest finite number of a float dtype.
-fn greatest(dtype: DType) -> f64 {
+pub(super) fn greatest(dtype: DType) -> f64 {
     match dtype {
         DType::F16 => 65504.0,
         DType::BF16 => f64::from(half::bf16::MAX),

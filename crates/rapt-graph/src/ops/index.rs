@@ -51,7 +51,7 @@ impl Index {
     pub(super) fn read(target: &str, args: &Args<'_>) -> Option<Result<Index, OpError>> {
         Some(match target.strip_prefix("torch.ops.aten.")? {
             "embedding.default" => embedding(args),
-            "index.Tensor" => index(args),
+            "index.Tensor" | "_unsafe_index.Tensor" => index(args),
             "gather.default" => gather(args),
             "index_select.default" => select(args),
             _ => return None,

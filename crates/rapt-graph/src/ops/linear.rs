@@ -1,4 +1,4 @@
-//! Matrix products: `mm`, `bmm`, `addmm`, `baddbmm`, `matmul` of any ranks, and `linear`.
+//! Matrix products: `mm`, `bmm`, `addmm`, `baddbmm`, `mv`, `dot`, `addmv`, `matmul` of any ranks, and `linear`.
 //!
 //! `C[b, i, j] = Σ_k A[b, i, k] · B[b, k, j]`. Floats are summed in f64 and rounded once, integers wrap. Results lie
 //! row-major whatever the operands' layout. Booleans are not multiplied, as PyTorch's kernels do not.
@@ -24,16 +24,16 @@ pub enum Linear {
         /// The bias.
         bias: Option<ValueId>,
     },
-    /// `mm` (rank 2), `bmm` (rank 3) and `matmul` (rank 0: any).
+    /// `mm` (rank 2), `bmm` (rank 3), `matmul` (rank 0: any), `mv` (21) and `dot` (11).
     Product {
         /// The left operand.
         a: ValueId,
         /// The right operand.
         b: ValueId,
-        /// The rank that both must have, or 0 for PyTorch's rules of `matmul`.
+        /// The rank that both must have, or 0 for PyTorch's rules of `matmul`; 21 is a matrix and a vector, 11 are vectors.
         rank: usize,
     },
-    /// `addmm` (rank 2) and `baddbmm` (rank 3): `beta · input + alpha · (a @ b)`. Of integers the factors are cut to
+    /// `addmm` (rank 2), `baddbmm` (rank 3) and `addmv` (21): `beta · input + alpha · (a @ b)`. Of integers the factors are cut to
     /// integers, as in PyTorch.
     Add {
         /// What is added; it broadcasts to the product. Where `beta` is 0 its values do not count, not even NaN.
@@ -50,6 +50,12 @@ pub enum Linear {
         alpha: Scalar,
     },
 }
+
+/// The operands of `dot`, in place of a rank.
+const VECTORS: usize = 11;
+
+/// The operands of `mv`, in place of a rank.
+const MATRIX_AND_VECTOR: usize = 21;
 
 /// A product in numbers: where each batch starts in the operands, and the sizes.
 struct Sizes {
@@ -69,6 +75,10 @@ impl Linear {
             "torch.ops.aten.mm.default" => product(args, "mat2", 2),
             "torch.ops.aten.bmm.default" => product(args, "mat2", 3),
             "torch.ops.aten.matmul.default" => product(args, "other", 0),
+            "torch.ops.aten.mv.default" => product(args, "vec", MATRIX_AND_VECTOR),
+            "torch.ops.aten.dot.default" => product(args, "tensor", VECTORS),
+            "torch.ops.aten.vdot.default" => product(args, "other", VECTORS),
+            "torch.ops.aten.addmv.default" => add(args, ["mat", "vec"], MATRIX_AND_VECTOR),
             "torch.ops.aten.addmm.default" => add(args, ["mat1", "mat2"], 2),
             "torch.ops.aten.baddbmm.default" => add(args, ["batch1", "batch2"], 3),
             _ => return None,
@@ -164,8 +174,14 @@ impl Linear {
     /// The sizes of the product of operands of these shapes.
     fn sizes(&self, a: &[i64], b: &[i64]) -> Result<Sizes, OpError> {
         let (rank, ..) = self.operands();
-        if rank != 0 && (a.len() != rank || b.len() != rank) {
-            return misfit(format!("operands of shapes {a:?} and {b:?}, expected {rank} dimensions"));
+        let ranks_fit = match rank {
+            0 => true,
+            VECTORS => (a.len(), b.len()) == (1, 1),
+            MATRIX_AND_VECTOR => (a.len(), b.len()) == (2, 1),
+            rank => (a.len(), b.len()) == (rank, rank),
+        };
+        if !ranks_fit {
+            return misfit(format!("operands of shapes {a:?} and {b:?}: not of the ranks of a product"));
         }
         let b = match self {
             Linear::Linear { .. } if b.len() > 2 => return misfit(format!("a weight of shape {b:?}")),

@@ -11,15 +11,21 @@ mod create;
 mod einsum;
 mod fill;
 mod index;
+mod join;
 mod linear;
 mod moe;
 mod norm;
+mod pad;
 mod pointwise;
 mod pool;
+mod rearrange;
 mod reduce;
+mod running;
 mod scan;
 mod scatter;
+mod search;
 mod shape;
+mod similarity;
 mod sort;
 mod sym;
 mod target;
@@ -32,14 +38,20 @@ pub use copy::Copy;
 pub use create::{Create, DtypeOf, Order, Sizes};
 pub use einsum::{Einsum, Equation, Name};
 pub use index::Index;
+pub use join::{Join, Joining};
 pub use linear::Linear;
 pub use moe::GroupedMm;
-pub use norm::Norm;
-pub use pointwise::{Binary, Emitter, Operand, Pointwise, Unary};
+pub use norm::{EACH_CHANNEL, Norm, groups_of};
+pub use pad::{Pad, PadMode, Run};
+pub use pointwise::{Binary, Emitter, Formula, Look, Operand, Pointwise, Unary};
 pub use pool::{Axis, Pool, Steps, Window};
+pub use rearrange::{Rearrange, Rearrangement};
 pub use reduce::{Fold, Reduce};
+pub use running::Running;
 pub use scan::Scan;
 pub use scatter::{Scatter, Source, Write};
+pub use search::Search;
+pub use similarity::Similarity;
 pub use sort::Sort;
 pub use sym::{Sym, SymArg, SymOp};
 pub use target::Target;
@@ -120,14 +132,24 @@ families! {
     GroupedMm(GroupedMm);
     /// Normalisations.
     Norm(Norm);
+    /// Elements around a tensor.
+    Pad(Pad);
     /// Pooling and resizing.
     Pool(Pool);
+    /// Copies of views in another shape.
+    Rearrange(Rearrange);
     /// Reductions.
     Reduce(Reduce);
+    /// Running products and extrema.
+    Running(Running);
     /// Along a dimension that stays.
     Scan(Scan);
     /// Writing by index.
     Scatter(Scatter);
+    /// Places and membership.
+    Search(Search);
+    /// Angles between vectors.
+    Similarity(Similarity);
     /// Order.
     Sort(Sort);
 }

@@ -13,6 +13,9 @@ use super::shape::{
 };
 use crate::{Args, Eval, Int, Meta, OpError, Out, Shapes, Tensor, ValueId, strides};
 
+/// As many groups as there are channels.
+pub const EACH_CHANNEL: i64 = 0;
+
 /// A normalisation.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Norm {
@@ -41,7 +44,7 @@ pub enum Norm {
         weight: Option<ValueId>,
         /// What is added to each channel.
         bias: Option<ValueId>,
-        /// The number of groups.
+        /// The number of groups; [`EACH_CHANNEL`] is one for each channel.
         groups: i64,
         /// What is added to the variance.
         eps: f64,
@@ -76,6 +79,7 @@ impl Norm {
             "_fused_rms_norm.default" => last(args, true, true),
             "group_norm.default" => group(args, false),
             "native_group_norm.default" => group(args, true),
+            "instance_norm.default" => instance(args),
             "batch_norm.default" => batch(args, false),
             "_native_batch_norm_legit_no_training.default" => batch(args, true),
             _ => return None,
@@ -105,6 +109,7 @@ impl Norm {
                 let meta = shapes.meta(*input)?;
                 need_float("a norm", meta.dtype)?;
                 let (batch, channels) = batch_and_channels(meta)?;
+                let groups = &groups_of(*groups, channels);
                 if *groups <= 0 || channels % groups != 0 {
                     return misfit(format!("{channels} channels in {groups} groups"));
                 }
@@ -164,6 +169,7 @@ impl Norm {
             Norm::Group { input, weight, bias, groups, eps, .. } => {
                 let input = eval.tensor(*input)?;
                 let (batch, channels) = batch_and_channels(&input.meta)?;
+                let groups = groups_of(*groups, channels);
                 let plane = input.meta.shape[2..].iter().map(|&n| count(n)).product::<usize>();
                 let row = count(channels / groups) * plane;
                 let (weight, bias) = (opt_floats_of(eval, *weight)?, opt_floats_of(eval, *bias)?);
@@ -191,6 +197,12 @@ impl Norm {
         }
         Ok(())
     }
+}
+
+/// How many groups there are.
+#[must_use]
+pub fn groups_of(groups: i64, channels: i64) -> i64 {
+    if groups == EACH_CHANNEL { channels } else { groups }
 }
 
 #[derive(Clone, Copy)]
@@ -290,6 +302,19 @@ fn group(args: &Args<'_>, native: bool) -> Result<Norm, OpError> {
         eps: args.opt_float("eps")?.unwrap_or(1e-5),
         sizes: if native { Some([args.int("N")?, args.int("C")?, args.int("HxW")?]) } else { None },
     })
+}
+
+/// A group for each channel, or each channel by given statistics.
+fn instance(args: &Args<'_>) -> Result<Norm, OpError> {
+    ignore(args, &["momentum", "cudnn_enabled"]);
+    let stats = [args.opt_tensor("running_mean")?, args.opt_tensor("running_var")?];
+    let (input, weight, bias) = (args.tensor("input")?, args.opt_tensor("weight")?, args.opt_tensor("bias")?);
+    let eps = args.opt_float("eps")?.unwrap_or(1e-5);
+    match (args.bool_or("use_input_stats", true)?, stats) {
+        (true, [None, None]) => Ok(Norm::Group { input, weight, bias, groups: EACH_CHANNEL, eps, sizes: None }),
+        (false, [Some(mean), Some(var)]) => Ok(Norm::Batch { input, weight, bias, mean, var, eps, stats: false }),
+        _ => refuse("use_input_stats", "true", "running statistics would change: export the model after model.eval()"),
+    }
 }
 
 fn batch(args: &Args<'_>, stats: bool) -> Result<Norm, OpError> {

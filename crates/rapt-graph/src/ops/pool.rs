@@ -1,4 +1,4 @@
-//! Pooling and resizing of images, `[batch, channels, height, width]` or without the batch.
+//! Pooling and resizing of images, `[batch, channels, height, width]` or without the batch; pooling of lines without the height.
 //!
 //! Maxima keep the first of equal numbers and the last NaN, as PyTorch's kernel does; means are summed in f64 and rounded
 //! once, those of integers are cut. The result lies channels-last where the input does.
@@ -39,6 +39,17 @@ pub enum Pool {
         input: ValueId,
         /// The result's height and width.
         size: Vec<Int>,
+        /// Whether there is no height: `adaptive_avg_pool1d`.
+        line: bool,
+    },
+    /// `adaptive_max_pool2d`: the same of maxima, whose places in their plane are a result too.
+    AdaptiveMax {
+        /// The image.
+        input: ValueId,
+        /// The result's height and width.
+        size: Vec<Int>,
+        /// Whether there is no height: `adaptive_max_pool1d`.
+        line: bool,
     },
     /// `upsample_nearest2d` and `upsample_bilinear2d`.
     Resize {
@@ -66,6 +77,8 @@ pub struct Window {
     pub dilation: Vec<Int>,
     /// Whether a window may reach past the padding.
     pub ceil_mode: bool,
+    /// Whether there is no height: pooling in one dimension.
+    pub line: bool,
 }
 
 /// Windows in numbers, for one of the two dimensions.
@@ -91,6 +104,12 @@ impl Pool {
             "max_pool2d.default" => max(args, false),
             "max_pool2d_with_indices.default" => max(args, true),
             "avg_pool2d.default" => mean(args),
+            "max_pool1d.default" => max(args, false).and_then(lines),
+            "max_pool1d_with_indices.default" => max(args, true).and_then(lines),
+            "avg_pool1d.default" => mean(args).and_then(lines),
+            "adaptive_avg_pool1d.default" => adaptive(args).and_then(lines),
+            "adaptive_max_pool2d.default" => adaptive_max(args, false),
+            "adaptive_max_pool1d.default" => adaptive_max(args, true),
             "adaptive_avg_pool2d.default" | "_adaptive_avg_pool2d.default" => adaptive(args),
             "upsample_nearest2d.vec" => resize(args, false),
             "upsample_bilinear2d.vec" => resize(args, true),
@@ -102,7 +121,7 @@ impl Pool {
         let meta = shapes.meta(self.input())?;
         match self {
             Pool::Max { .. } | Pool::Mean { .. } => need_number("pooling", meta.dtype)?,
-            Pool::Adaptive { .. } => need_float("adaptive pooling", meta.dtype)?,
+            Pool::Adaptive { .. } | Pool::AdaptiveMax { .. } => need_float("adaptive pooling", meta.dtype)?,
             // The nearest pixel of an image of bytes is a byte.
             Pool::Resize { bilinear: None, .. } if meta.dtype == DType::U8 => {}
             Pool::Resize { .. } => need_float("resizing", meta.dtype)?,
@@ -111,7 +130,7 @@ impl Pool {
         bounded(&shape)?;
         let out = |dtype| fresh_in_format(dtype, &shape, is_channels_last(meta));
         let mut outs = vec![out(meta.dtype)?];
-        if let Pool::Max { indices: true, .. } = self {
+        if let Pool::Max { indices: true, .. } | Pool::AdaptiveMax { .. } = self {
             outs.push(out(DType::I64)?);
         }
         Ok(outs)
@@ -124,8 +143,9 @@ impl Pool {
     pub(super) fn eval(&self, eval: &dyn Eval, outs: &[Tensor]) -> Result<(), OpError> {
         let input = eval.tensor(self.input())?;
         let x = cells(input);
-        let [height, width] = plane(&input.meta)?;
-        let planes = count(input.meta.shape[..input.meta.rank() - 2].iter().product());
+        let [height, width] = self.plane(&input.meta)?;
+        let lead = input.meta.rank() - if self.is_of_lines() { 1 } else { 2 };
+        let planes = count(input.meta.shape[..lead].iter().product());
         match self {
             Pool::Max { window, .. } => {
                 let steps = window.steps(eval, [height, width])?;
@@ -144,9 +164,15 @@ impl Pool {
                     means(&x, planes, steps, |area, cut| divisor.unwrap_or(if padded { area } else { cut })),
                 );
             }
-            Pool::Adaptive { size, .. } => {
-                let size = eval.ints(size)?;
-                let size = [size[0], size[size.len() - 1]];
+            Pool::AdaptiveMax { .. } => {
+                let size = self.plane(&outs[0].meta)?;
+                let (places, within): (Vec<usize>, Vec<i64>) =
+                    adaptive_maxima(&x, planes, [height, width], size).into_iter().unzip();
+                outs[0].write(eval.precision(), pick(&x, places));
+                outs[1].write_ints(within);
+            }
+            Pool::Adaptive { .. } => {
+                let size = self.plane(&outs[0].meta)?;
                 if let Cells::Float(x) = &x {
                     outs[0].write_floats(eval.precision(), adaptive_means(x, planes, [height, width], size));
                 }
@@ -167,7 +193,26 @@ impl Pool {
             Pool::Max { input, .. }
             | Pool::Mean { input, .. }
             | Pool::Adaptive { input, .. }
+            | Pool::AdaptiveMax { input, .. }
             | Pool::Resize { input, .. } => input,
+        }
+    }
+
+    /// Whether there is no height.
+    #[must_use]
+    pub fn is_of_lines(&self) -> bool {
+        match self {
+            Pool::Max { window, .. } | Pool::Mean { window, .. } => window.line,
+            Pool::Adaptive { line, .. } | Pool::AdaptiveMax { line, .. } => *line,
+            Pool::Resize { .. } => false,
+        }
+    }
+
+    /// Height and width; the height of a line is 1.
+    fn plane(&self, meta: &Meta) -> Result<[i64; 2], OpError> {
+        match meta.shape[..] {
+            [.., width] if self.is_of_lines() => Ok([1, width]),
+            _ => plane(meta),
         }
     }
 
@@ -183,8 +228,11 @@ impl Pool {
     }
 
     fn shape(&self, shapes: &dyn Shapes, meta: &Meta) -> Result<Vec<i64>, OpError> {
-        let sizes = plane(meta)?;
-        let [lead @ .., _, _] = &meta.shape[..] else { return misfit("an image has two dimensions") };
+        let sizes = self.plane(meta)?;
+        let dims = if self.is_of_lines() { 1 } else { 2 };
+        let Some(lead) = meta.shape.len().checked_sub(dims).map(|lead| &meta.shape[..lead]) else {
+            return misfit("an image has two dimensions");
+        };
         let size = match self {
             Pool::Max { window, .. } | Pool::Mean { window, .. } => {
                 if let Pool::Mean { divisor_override: Some(n), .. } = self
@@ -194,23 +242,24 @@ impl Pool {
                 }
                 window.steps(shapes, sizes)?.map(|steps| steps.output)
             }
-            Pool::Adaptive { size, .. } => match shapes.ints(size)?[..] {
-                [h, w] => [h, w],
+            Pool::Adaptive { size, line, .. } | Pool::AdaptiveMax { size, line, .. } => match shapes.ints(size)?[..] {
+                [n] if *line => [1, n],
+                [h, w] if !*line => [h, w],
                 [n] => [n, n],
                 ref other => return refuse("output_size", format!("{other:?}"), "two numbers are expected"),
             },
             Pool::Resize { size, factors, .. } => resized(shapes, size.as_deref(), factors.as_deref(), sizes)?,
         };
-        let image = if matches!(self, Pool::Resize { .. }) { meta.rank() == 4 } else { matches!(meta.rank(), 3 | 4) };
+        let image = if matches!(self, Pool::Resize { .. }) { meta.rank() == 4 } else { matches!(lead.len(), 1 | 2) };
         // The batch alone may be empty.
-        let empty = meta.shape[meta.rank().saturating_sub(3)..].contains(&0);
+        let empty = meta.shape[meta.rank().saturating_sub(dims + 1)..].contains(&0);
         if !image || empty {
             return misfit(format!("a tensor of shape {:?} is no image", meta.shape));
         }
         if matches!(self, Pool::Resize { .. }) && size.iter().any(|&n| n <= 0) {
             return misfit(format!("an image of height and width {size:?}"));
         }
-        Ok([lead, &size].concat())
+        Ok([lead, &size[2 - dims..]].concat())
     }
 }
 
@@ -221,6 +270,9 @@ impl Window {
     /// As [`Op::infer`](super::Op::infer).
     pub fn steps(&self, shapes: &dyn Shapes, sizes: [i64; 2]) -> Result<[Steps; 2], OpError> {
         let two = |name: &str, list: &[Int], least: i64| match shapes.ints(list)?[..] {
+            // Nothing happens in the height of a line: its numbers are the least ones.
+            [n] if self.line && n >= least => Ok([least, n]),
+            [a, b] if self.line => refuse(name, format!("[{a}, {b}]"), "one number is expected"),
             [a, b] if a >= least && b >= least => Ok([a, b]),
             [n] if n >= least => Ok([n, n]),
             ref other => refuse(name, format!("{other:?}"), "one or two numbers, none too small, are expected"),
@@ -324,6 +376,29 @@ fn means(x: &Cells, planes: usize, [rows, columns]: [Steps; 2], divisor: impl Fn
         }
     }
     if matches!(x, Cells::Float(_)) { Cells::Float(floats) } else { Cells::Int(ints) }
+}
+
+/// The maxima over the windows of [`adaptive_means`]: their places in the tensor, and in their plane.
+fn adaptive_maxima(x: &Cells, planes: usize, sizes: [i64; 2], output: [i64; 2]) -> Vec<(usize, i64)> {
+    let better = |p: usize, than: usize| match x {
+        Cells::Float(x) => x[p] > x[than] || x[p].is_nan(),
+        Cells::Int(x) => x[p] > x[than],
+    };
+    let window = |d: usize, o: i64| o * sizes[d] / output[d]..((o + 1) * sizes[d] + output[d] - 1) / output[d];
+    let mut all = Vec::new();
+    for plane in 0..planes {
+        let start = plane * count(sizes[0] * sizes[1]);
+        for i in 0..output[0] {
+            for j in 0..output[1] {
+                let places = window(0, i).flat_map(|row| window(1, j).map(move |column| row * sizes[1] + column));
+                let best =
+                    places.reduce(|best, at| if better(start + count(at), start + count(best)) { at } else { best });
+                let best = best.unwrap_or(0);
+                all.push((start + count(best), best));
+            }
+        }
+    }
+    all
 }
 
 /// Window `o` of `output` covers `⌊o·size/output⌋ .. ⌈(o+1)·size/output⌉`.
@@ -445,6 +520,7 @@ fn window(args: &Args<'_>) -> Result<Window, OpError> {
         padding: all("padding", 0)?,
         dilation: all("dilation", 1)?,
         ceil_mode: args.bool_or("ceil_mode", false)?,
+        line: false,
     })
 }
 
@@ -462,7 +538,21 @@ fn mean(args: &Args<'_>) -> Result<Pool, OpError> {
 }
 
 fn adaptive(args: &Args<'_>) -> Result<Pool, OpError> {
-    Ok(Pool::Adaptive { input: args.tensor("self")?, size: args.ints("output_size")? })
+    Ok(Pool::Adaptive { input: args.tensor("self")?, size: args.ints("output_size")?, line: false })
+}
+
+fn adaptive_max(args: &Args<'_>, line: bool) -> Result<Pool, OpError> {
+    Ok(Pool::AdaptiveMax { input: args.tensor("self")?, size: args.ints("output_size")?, line })
+}
+
+/// The same in one dimension.
+fn lines(mut pool: Pool) -> Result<Pool, OpError> {
+    match &mut pool {
+        Pool::Max { window, .. } | Pool::Mean { window, .. } => window.line = true,
+        Pool::Adaptive { line, .. } | Pool::AdaptiveMax { line, .. } => *line = true,
+        Pool::Resize { .. } => {}
+    }
+    Ok(pool)
 }
 
 fn resize(args: &Args<'_>, bilinear: bool) -> Result<Pool, OpError> {

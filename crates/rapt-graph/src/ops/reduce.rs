@@ -7,9 +7,10 @@
 use rapt_core::DType;
 
 use super::shape::{
-    cells, dims_of, fresh, misfit, need_float, need_number, need_plain, pick, places, row_major, scalar_float,
+    cells, dims_of, fresh, misfit, need_float, need_number, need_plain, pick, places, refuse, row_major, scalar_float,
 };
 use crate::number::is_float;
+use crate::promote::DEFAULT_FLOAT;
 use crate::{Args, Cells, Eval, Int, Meta, OpError, Out, Scalar, Shapes, Tensor, ValueId};
 
 /// A reduction.
@@ -37,6 +38,19 @@ pub enum Reduce {
         /// The dimension.
         dim: i64,
         /// Whether it stays with size 1.
+        keepdim: bool,
+    },
+    /// `var_mean` and `std_mean`.
+    Moments {
+        /// The correction of the variance.
+        correction: Scalar,
+        /// Whether the first result is the standard deviation.
+        root: bool,
+        /// The tensor.
+        input: ValueId,
+        /// The dimensions that go; `None` is all of them.
+        dims: Option<Vec<Int>>,
+        /// Whether they stay with size 1.
         keepdim: bool,
     },
     /// `argmax` and `argmin`.
@@ -71,6 +85,17 @@ pub enum Fold {
     Min,
     /// The vector norm of this order.
     Norm(Scalar),
+    /// The variance: squares of distances from the mean, divided by their number less a correction.
+    Variance {
+        /// The correction.
+        correction: Scalar,
+        /// Whether the result is its root, the standard deviation.
+        root: bool,
+    },
+    /// The logarithm of the sum of exponentials; −∞ of none.
+    LogSumExp,
+    /// How many are other than 0.
+    Count,
 }
 
 impl Reduce {
@@ -84,7 +109,22 @@ impl Reduce {
             "all.dim" | "all.dims" | "all.default" => fold(args, All),
             "amax.default" | "max.default" => fold(args, Max),
             "amin.default" | "min.default" => fold(args, Min),
-            "linalg_vector_norm.default" => norm(args),
+            "linalg_vector_norm.default" => norm(args, "ord"),
+            "norm.Scalar" | "norm.ScalarOpt_dim" | "norm.ScalarOpt_dim_dtype" | "norm.ScalarOpt_dtype" => {
+                norm(args, "p")
+            }
+            "linalg_norm.default" => vector_norm_of(args),
+            "frobenius_norm.dim" => fold(args, Fold::Norm(TWO)),
+            "var.default" | "var.dim" | "var.correction" => {
+                correction(args).and_then(|correction| fold(args, Fold::Variance { correction, root: false }))
+            }
+            "std.default" | "std.dim" | "std.correction" => {
+                correction(args).and_then(|correction| fold(args, Fold::Variance { correction, root: true }))
+            }
+            "var_mean.default" | "var_mean.dim" | "var_mean.correction" => moments(args, false),
+            "std_mean.default" | "std_mean.dim" | "std_mean.correction" => moments(args, true),
+            "logsumexp.default" => fold(args, Fold::LogSumExp),
+            "count_nonzero.dim_IntList" | "count_nonzero.default" => fold(args, Fold::Count),
             "max.dim" => extremum(args, true),
             "min.dim" => extremum(args, false),
             "argmax.default" => place(args, true),
@@ -105,6 +145,12 @@ impl Reduce {
                     return misfit(format!("{fold:?} over no elements of a tensor of shape {:?}", meta.shape));
                 }
                 Ok(vec![fresh(dtype, &reduced(&meta.shape, &dims, *keepdim))?])
+            }
+            Reduce::Moments { input, keepdim, .. } => {
+                let meta = shapes.meta(*input)?;
+                need_float("a variance", meta.dtype)?;
+                let shape = reduced(&meta.shape, &self.dims(shapes, meta)?, *keepdim);
+                Ok(vec![fresh(meta.dtype, &shape)?, fresh(meta.dtype, &shape)?])
             }
             Reduce::Extremum { input, keepdim, .. } => {
                 let meta = shapes.meta(*input)?;
@@ -129,7 +175,10 @@ impl Reduce {
     }
 
     pub(super) fn eval(&self, eval: &dyn Eval, outs: &[Tensor]) -> Result<(), OpError> {
-        let (Reduce::Fold { input, .. } | Reduce::Extremum { input, .. } | Reduce::Place { input, .. }) = self;
+        let (Reduce::Fold { input, .. }
+        | Reduce::Moments { input, .. }
+        | Reduce::Extremum { input, .. }
+        | Reduce::Place { input, .. }) = self;
         let input = eval.tensor(*input)?;
         let dims = self.dims(eval, &input.meta)?;
         let (starts, steps) = kept_and_reduced(&input.meta.shape, &dims);
@@ -139,6 +188,15 @@ impl Reduce {
                 let to = fold.operand(input.meta.dtype, *dtype);
                 let x = input.cast(to, eval.precision());
                 outs[0].write(eval.precision(), fold.all(eval, &x, &starts, &steps)?);
+            }
+            Reduce::Moments { correction, root, .. } => {
+                let first = Fold::Variance { correction: *correction, root: *root };
+                outs[0].write(eval.precision(), first.all(eval, &x, &starts, &steps)?);
+                if let Cells::Float(x) = &x {
+                    let along = |start: &usize| steps.iter().map(|step| x[start + step]).collect::<Vec<f64>>();
+                    let means = starts.iter().map(|start| mean(along(start).iter().copied(), steps.len() as f64));
+                    outs[1].write_floats(eval.precision(), means.collect::<Vec<_>>());
+                }
             }
             Reduce::Extremum { largest, .. } => {
                 let at = extrema(&x, &starts, &steps, *largest);
@@ -155,9 +213,13 @@ impl Reduce {
     /// The dimensions that go, in ascending order.
     fn dims(&self, shapes: &dyn Shapes, meta: &Meta) -> Result<Vec<usize>, OpError> {
         match self {
-            Reduce::Fold { dims: Some(dims), .. } => dims_of(meta, &shapes.ints(dims)?),
+            Reduce::Fold { dims: Some(dims), .. } | Reduce::Moments { dims: Some(dims), .. } => {
+                dims_of(meta, &shapes.ints(dims)?)
+            }
             Reduce::Extremum { dim, .. } | Reduce::Place { dim: Some(dim), .. } => dims_of(meta, &[*dim]),
-            Reduce::Fold { dims: None, .. } | Reduce::Place { dim: None, .. } => Ok((0..meta.rank()).collect()),
+            Reduce::Fold { dims: None, .. } | Reduce::Moments { dims: None, .. } | Reduce::Place { dim: None, .. } => {
+                Ok((0..meta.rank()).collect())
+            }
         }
     }
 }
@@ -168,6 +230,8 @@ impl Fold {
         match (self, dtype) {
             (_, Some(dtype)) => dtype,
             (Fold::Sum | Fold::Product, None) if !is_float(input) => DType::I64,
+            // ATen makes floats of integers here.
+            (Fold::LogSumExp, None) if !is_float(input) => DEFAULT_FLOAT,
             _ => input,
         }
     }
@@ -180,6 +244,9 @@ impl Fold {
             // A boolean sum is asked for by dtype alone, and PyTorch's is whether one is other than 0.
             Fold::Sum | Fold::Product | Fold::Max | Fold::Min => Ok(operand),
             Fold::Mean => need_float("a mean", operand).map(|()| operand),
+            Fold::Variance { .. } => need_float("a variance", operand).map(|()| operand),
+            Fold::LogSumExp => Ok(operand),
+            Fold::Count => Ok(DType::I64),
             Fold::Norm(_) => {
                 need_float("a norm", input)?;
                 need_float("a norm", operand).map(|()| operand)
@@ -202,7 +269,10 @@ impl Fold {
 
     /// The results for the elements at `start + step`.
     fn all(self, eval: &dyn Eval, x: &Cells, starts: &[usize], steps: &[usize]) -> Result<Cells, OpError> {
-        let ord = if let Fold::Norm(ord) = self { scalar_float(eval, ord)? } else { 0.0 };
+        let ord = match self {
+            Fold::Norm(number) | Fold::Variance { correction: number, .. } => scalar_float(eval, number)?,
+            _ => 0.0,
+        };
         Ok(match (self, x) {
             (Fold::Max | Fold::Min, x) => {
                 let at = extrema(x, starts, steps, self == Fold::Max);
@@ -218,6 +288,13 @@ impl Fold {
                 let one = |&start| i64::from(if self == Fold::Any { any(start) } else { all(start) });
                 Cells::Int(starts.iter().map(one).collect())
             }
+            (Fold::Count, x) => {
+                let set = |p: usize| match x {
+                    Cells::Float(x) => x[p] != 0.0,
+                    Cells::Int(x) => x[p] != 0,
+                };
+                Cells::Int(starts.iter().map(|&s| to_i64(steps.iter().filter(|&step| set(s + step)).count())).collect())
+            }
             (_, Cells::Int(x)) => {
                 let along = |start: usize| steps.iter().map(move |step| x[start + step]);
                 let one = |&start: &usize| match self {
@@ -232,6 +309,11 @@ impl Fold {
                     Fold::Product => along(start).product(),
                     Fold::Mean => along(start).sum::<f64>() / steps.len() as f64,
                     Fold::Norm(_) => vector_norm(along(start), ord),
+                    Fold::Variance { root, .. } => {
+                        let variance = variance(along(start), steps.len() as f64, ord);
+                        if root { variance.sqrt() } else { variance }
+                    }
+                    Fold::LogSumExp => log_sum_exp(along(start)),
                     // Not `sum`, whose neutral element is −0.
                     _ => along(start).fold(0.0, |sum, x| sum + x),
                 };
@@ -239,6 +321,28 @@ impl Fold {
             }
         })
     }
+}
+
+/// The mean, by way of what the first sum lost.
+fn mean(x: impl Iterator<Item = f64> + Clone, n: f64) -> f64 {
+    let first = x.clone().sum::<f64>() / n;
+    let rest = x.fold(0.0, |sum, x| sum + (x - first)) / n;
+    // The distances from an infinite mean say nothing.
+    if rest.is_finite() { first + rest } else { first }
+}
+
+/// `Σ (x − mean)² / (n − correction)`; a divisor below 0 counts as 0.
+fn variance(x: impl Iterator<Item = f64> + Clone, n: f64, correction: f64) -> f64 {
+    let mean = mean(x.clone(), n);
+    let squares = x.fold(0.0, |sum, x| sum + (x - mean) * (x - mean));
+    squares / (n - correction).max(0.0)
+}
+
+/// By way of the greatest number, which is taken out of the sum unless it is infinite.
+fn log_sum_exp(x: impl Iterator<Item = f64> + Clone) -> f64 {
+    let max = x.clone().fold(f64::NEG_INFINITY, f64::max);
+    let max = if max.is_infinite() { 0.0 } else { max };
+    x.map(|x| (x - max).exp()).fold(0.0, |sum, x| sum + x).ln() + max
 }
 
 /// `(Σ |x|^ord)^(1/ord)`, at 0 the number of those other than 0, at ±∞ the extremum.
@@ -327,9 +431,35 @@ fn fold(args: &Args<'_>, fold: Fold) -> Result<Reduce, OpError> {
     })
 }
 
-fn norm(args: &Args<'_>) -> Result<Reduce, OpError> {
-    let ord = args.opt_scalar("ord")?.unwrap_or(Scalar::Int(Int::Known(2)));
-    fold(args, Fold::Norm(ord))
+const TWO: Scalar = Scalar::Int(Int::Known(2));
+
+fn norm(args: &Args<'_>, order: &str) -> Result<Reduce, OpError> {
+    fold(args, Fold::Norm(args.opt_scalar(order)?.unwrap_or(TWO)))
+}
+
+/// `linalg_norm` where it is a vector's: without an order, or along one dimension.
+fn vector_norm_of(args: &Args<'_>) -> Result<Reduce, OpError> {
+    let is_matrix = args.opt_scalar("ord")?.is_some() && args.opt_ints("dim")?.is_none_or(|dims| dims.len() != 1);
+    if is_matrix {
+        return refuse("ord", "a number", "norms of matrices are not served: name one dimension");
+    }
+    norm(args, "ord")
+}
+
+/// The correction of a variance: a number, or one whether it is unbiased; 1 where neither is said.
+fn correction(args: &Args<'_>) -> Result<Scalar, OpError> {
+    let number = Scalar::Int(Int::Known(i64::from(args.bool_or("unbiased", true)?)));
+    Ok(args.opt_scalar("correction")?.unwrap_or(number))
+}
+
+fn moments(args: &Args<'_>, root: bool) -> Result<Reduce, OpError> {
+    Ok(Reduce::Moments {
+        correction: correction(args)?,
+        root,
+        input: args.tensor("self")?,
+        dims: args.opt_ints("dim")?.filter(|dims| !dims.is_empty()),
+        keepdim: args.bool_or("keepdim", false)?,
+    })
 }
 
 fn extremum(args: &Args<'_>, largest: bool) -> Result<Reduce, OpError> {

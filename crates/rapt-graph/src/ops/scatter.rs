@@ -6,9 +6,9 @@
 use rapt_core::DType;
 
 use super::index::{Indices, gathered, indexed, need_gather_index, need_index, read_indices, slices};
+use super::join::{Joining, need_covering, need_slices};
 use super::shape::{
-    Lanes, cells, count, expand_places, fresh, like, misfit, need_plain, need_same, pick, places, row_major,
-    scalar_cell,
+    cells, count, expand_places, fresh, like, misfit, need_plain, need_same, pick, places, row_major, scalar_cell,
 };
 use super::target::Target;
 use crate::{Args, Cells, Eval, Int, Meta, OpError, Out, Precision, Scalar, Shapes, Tensor, ValueId, strides};
@@ -54,6 +54,8 @@ pub enum Write {
         /// The slices.
         source: ValueId,
     },
+    /// Elements that meet others.
+    Join(Joining),
     /// `slice_scatter`: the slice `start..end` by `step` of a dimension.
     Slice {
         /// What goes there.
@@ -98,11 +100,11 @@ impl Scatter {
             ("scatter", "value") => scatter(args, |args| args.scalar("value").map(Source::Value)),
             ("scatter", "src") => scatter(args, |args| args.tensor("src").map(Source::Tensor)),
             ("scatter_add", "default") => scatter(args, |args| args.tensor("src").map(Source::Sum)),
-            ("index_put", "default") => put(args),
+            ("index_put" | "_unsafe_index_put", "default") => put(args),
             ("index_copy", "default") => copy(args),
             ("slice_scatter", "default") if target == Target::Fresh => slice(args),
             ("select_scatter", "default") if target == Target::Fresh => select(args),
-            _ => return None,
+            _ => Joining::read(name, overload, args)?.map(Write::Join),
         };
         Some(write.and_then(|write| Ok(Scatter { input: args.tensor("self")?, target, write })))
     }
@@ -141,6 +143,7 @@ impl Scatter {
                 need_slices(meta, meta.dim(*dim)?, index, source(*from)?)?;
                 fresh(meta.dtype, &meta.shape)?
             }
+            Write::Join(join) => join.infer(shapes, meta)?,
             Write::Slice { source: from, .. } | Write::Select { source: from, .. } => {
                 let (shape, _) = self.slice(shapes, meta)?;
                 let from = source(*from)?;
@@ -217,6 +220,7 @@ impl Scatter {
                 let at = slices(meta, meta.dim(*dim)?, &eval.tensor(*index)?.ints())?;
                 write(&mut x, &at, &cells(eval.tensor(*source)?), false);
             }
+            Write::Join(join) => join.write(eval, meta, &mut x)?,
             Write::Slice { source, .. } | Write::Select { source, .. } => {
                 let (_, at) = self.slice(eval, meta)?;
                 write(&mut x, &at, &cells(eval.tensor(*source)?), false);
@@ -295,31 +299,6 @@ fn write(x: &mut Cells, at: &[usize], values: &Cells, add: bool) {
 /// The form of a copy that keeps strides, gaps and offset: what `slice_scatter` and `select_scatter` write to.
 fn copy_in_place_of(meta: &Meta) -> Meta {
     if strides::overlaps_itself(meta) { like(meta, meta.dtype) } else { meta.clone() }
-}
-
-/// That a source has an element for each of the index.
-fn need_covering(source: &Meta, index: &Meta) -> Result<(), OpError> {
-    let covers = index.numel() == 0
-        || (source.rank().max(1) == index.rank().max(1) && index.shape.iter().zip(&source.shape).all(|(n, m)| n <= m));
-    if covers {
-        Ok(())
-    } else {
-        misfit(format!("an index of shape {:?} and a source of {:?}", index.shape, source.shape))
-    }
-}
-
-/// That a source has one slice for each index, of the tensor's shape.
-fn need_slices(meta: &Meta, dim: usize, index: &Meta, source: &Meta) -> Result<(), OpError> {
-    let lanes = |meta: &Meta| Lanes::of(&meta.shape, dim);
-    let (whole, part) =
-        (lanes(meta), if source.rank() > dim || source.rank() == 0 { lanes(source) } else { lanes(meta) });
-    let same_rank = source.rank() == meta.rank() || (source.rank().max(1) == 1 && meta.rank().max(1) == 1);
-    let others = source.shape.iter().zip(&meta.shape).enumerate().all(|(d, (a, b))| d == dim || a == b);
-    let number = i64::try_from(part.size).unwrap_or(i64::MAX) == index.numel();
-    if index.rank() <= 1 && same_rank && others && number && whole.inner == part.inner {
-        return Ok(());
-    }
-    misfit(format!("{:?} slices of shape {:?} for a tensor of shape {:?}", index.shape, source.shape, meta.shape))
 }
 
 /// That each mask of `index_put` has the sizes of the dimensions that it stands for.

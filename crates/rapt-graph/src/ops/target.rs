@@ -19,6 +19,8 @@ impl Target {
             "__iand__" => ("__and__", Target::Input),
             "__ior__" => ("__or__", Target::Input),
             "__ixor__" => ("__xor__", Target::Input),
+            "__ilshift__" => ("__lshift__", Target::Input),
+            "__irshift__" => ("__rshift__", Target::Input),
             _ if name.ends_with("__") => (name, Target::Fresh),
             _ => name.strip_suffix('_').map_or((name, Target::Fresh), |base| (base, Target::Input)),
         }

@@ -59,6 +59,39 @@ pub enum Form {
     Chunk(i64, Int),
     /// `unbind.int`: each index of a dimension.
     Unbind(i64),
+    /// `movedim`: dimensions, and where each goes; the others keep their order.
+    Move(Vec<i64>, Vec<i64>),
+    /// `numpy_T`: the dimensions in reverse order.
+    Reverse,
+    /// `mT`, `mH`, `adjoint`: the last two dimensions change places.
+    Adjoint,
+    /// `narrow`: as many indices of a dimension from a start.
+    Narrow {
+        /// The dimension.
+        dim: i64,
+        /// The first index; from the end where it is negative.
+        start: Int,
+        /// How many.
+        length: Int,
+    },
+    /// `diagonal`: a diagonal of two dimensions, as a last dimension.
+    Diagonal {
+        /// How far above the main diagonal.
+        offset: i64,
+        /// The two dimensions.
+        dims: [i64; 2],
+    },
+    /// `unfold`: windows of a dimension, each a last dimension.
+    Unfold {
+        /// The dimension.
+        dim: i64,
+        /// The windows' size.
+        size: Int,
+        /// From one window to the next.
+        step: Int,
+    },
+    /// `view_as`: the shape of another tensor.
+    ShapeOf(ValueId),
 }
 
 impl View {
@@ -90,7 +123,27 @@ fn form(name: &str, args: &Args<'_>) -> Option<Result<Form, OpError>> {
     let dim = || args.known_int_or("dim", 0);
     Some(match name {
         "alias.default" | "detach.default" => Ok(Form::Alias),
-        "detach_.default" => Ok(Form::Itself),
+        "detach_.default" | "positive.default" | "resolve_conj.default" | "resolve_neg.default" => Ok(Form::Itself),
+        "lift_fresh.default" => Ok(Form::Itself),
+        "swapdims.default" => args.known_int("dim0").and_then(|a| Ok(Form::Transpose([a, args.known_int("dim1")?]))),
+        "swapaxes.default" => args.known_int("axis0").and_then(|a| Ok(Form::Transpose([a, args.known_int("axis1")?]))),
+        "movedim.int" | "movedim.intlist" | "moveaxis.int" | "moveaxis.intlist" => {
+            known(args, "source").and_then(|from| Ok(Form::Move(from, known(args, "destination")?)))
+        }
+        "numpy_T.default" => Ok(Form::Reverse),
+        "mT.default" | "mH.default" | "adjoint.default" => Ok(Form::Adjoint),
+        "matrix_H.default" => Ok(Form::MatrixTranspose),
+        "narrow.default" => args
+            .known_int("dim")
+            .and_then(|dim| Ok(Form::Narrow { dim, start: args.int("start")?, length: args.int("length")? })),
+        "diagonal.default" => args.known_int_or("offset", 0).and_then(|offset| {
+            Ok(Form::Diagonal { offset, dims: [args.known_int_or("dim1", 0)?, args.known_int_or("dim2", 1)?] })
+        }),
+        "unfold.default" => args
+            .known_int("dimension")
+            .and_then(|dim| Ok(Form::Unfold { dim, size: args.int("size")?, step: args.int("step")? })),
+        "view_as.default" => args.tensor("other").map(Form::ShapeOf),
+        "broadcast_to.default" => args.ints("size").map(Form::Expand),
         "transpose.int" => args.known_int("dim0").and_then(|a| Ok(Form::Transpose([a, args.known_int("dim1")?]))),
         "t.default" => Ok(Form::MatrixTranspose),
         "permute.default" => known(args, "dims").map(Form::Permute),
@@ -105,9 +158,12 @@ fn form(name: &str, args: &Args<'_>) -> Option<Result<Form, OpError>> {
         "squeeze.dims" => known(args, "dim").map(|dims| Form::Squeeze(Some(dims))),
         "select.int" => args.known_int("dim").and_then(|dim| Ok(Form::Select(dim, args.int("index")?))),
         "slice.Tensor" => slice(args),
-        "split.Tensor" => args.int("split_size").and_then(|size| Ok(Form::Split(dim()?, size))),
+        "split.Tensor" | "unsafe_split.Tensor" => args.int("split_size").and_then(|size| Ok(Form::Split(dim()?, size))),
+        "split.sizes" => args.ints("split_size").and_then(|sizes| Ok(Form::SplitSizes(dim()?, sizes))),
         "split_with_sizes.default" => args.ints("split_sizes").and_then(|sizes| Ok(Form::SplitSizes(dim()?, sizes))),
-        "chunk.default" => args.int("chunks").and_then(|chunks| Ok(Form::Chunk(dim()?, chunks))),
+        "chunk.default" | "unsafe_chunk.default" => {
+            args.int("chunks").and_then(|chunks| Ok(Form::Chunk(dim()?, chunks)))
+        }
         "unbind.int" => dim().map(Form::Unbind),
         _ => return None,
     })
@@ -203,8 +259,97 @@ impl Form {
                 let at = i64::try_from(dim).unwrap_or(0);
                 (0..meta.shape[dim]).map(|index| select(meta, at, index)).collect::<Result<_, _>>()?
             }
+            Form::Move(from, to) => vec![moved(meta, from, to)?],
+            Form::Reverse => {
+                let back = |from: &[i64]| from.iter().rev().copied().collect();
+                one(back(&meta.shape), back(&meta.strides))
+            }
+            Form::Adjoint if meta.rank() < 2 => {
+                return Err(OpError::Shape(format!("a transposed matrix has 2 dimensions, not {}", meta.rank())));
+            }
+            Form::Adjoint => vec![transpose(meta, -2, -1)?],
+            Form::Narrow { dim, start, length } => {
+                vec![narrowed(meta, *dim, shapes.int(*start)?, shapes.int(*length)?)?]
+            }
+            Form::Diagonal { offset, dims } => vec![diagonal(meta, *offset, *dims)?],
+            Form::Unfold { dim, size, step } => vec![unfolded(meta, *dim, shapes.int(*size)?, shapes.int(*step)?)?],
+            Form::ShapeOf(other) => {
+                let shape = complete(&shapes.meta(*other)?.shape, meta.numel())?;
+                one(shape.clone(), view_strides(meta, &shape)?)
+            }
         })
     }
+}
+
+fn moved(meta: &Meta, from: &[i64], to: &[i64]) -> Result<Meta, OpError> {
+    let (from, to) = (distinct(meta, from)?, distinct(meta, to)?);
+    if from.len() != to.len() {
+        return Err(OpError::Shape(format!("movedim of {} dimensions to {} places", from.len(), to.len())));
+    }
+    let mut rest = (0..meta.rank()).filter(|d| !from.contains(d));
+    let mut order = Vec::with_capacity(meta.rank());
+    for place in 0..meta.rank() {
+        match to.iter().position(|&d| d == place) {
+            Some(n) => order.push(from[n]),
+            None => order.extend(rest.next()),
+        }
+    }
+    let pick = |from: &[i64]| order.iter().map(|&d| from[d]).collect();
+    Ok(Meta { shape: pick(&meta.shape), strides: pick(&meta.strides), ..meta.clone() })
+}
+
+/// The bounds must lie in the dimension.
+fn narrowed(meta: &Meta, dim: i64, start: i64, length: i64) -> Result<Meta, OpError> {
+    let d = dim_of(meta, dim, "narrow")?;
+    let size = meta.shape[d];
+    let first = if start < 0 { start.saturating_add(size) } else { start };
+    if length < 0 || start > size || first < 0 || first > size - length {
+        return Err(OpError::Shape(format!("narrow to {length} elements from {start} of {size}")));
+    }
+    let mut meta = meta.clone();
+    meta.offset = meta.offset.saturating_add(first.saturating_mul(meta.strides[d]));
+    meta.shape[d] = length;
+    Ok(meta)
+}
+
+fn diagonal(meta: &Meta, offset: i64, [a, b]: [i64; 2]) -> Result<Meta, OpError> {
+    let (a, b) = (dim_of(meta, a, "diagonal")?, dim_of(meta, b, "diagonal")?);
+    if a == b {
+        return Err(OpError::Shape(format!("a diagonal of dimension {a} and itself")));
+    }
+    let (rows, columns) = (meta.shape[a], meta.shape[b]);
+    let size =
+        if offset >= 0 { rows.min(columns.saturating_sub(offset)) } else { rows.saturating_add(offset).min(columns) }
+            .max(0);
+    let mut out = meta.clone();
+    if size > 0 {
+        let by = if offset >= 0 { offset * meta.strides[b] } else { -offset * meta.strides[a] };
+        out.offset = out.offset.saturating_add(by);
+    }
+    let stride = meta.strides[a].saturating_add(meta.strides[b]);
+    for d in [a.max(b), a.min(b)] {
+        out.shape.remove(d);
+        out.strides.remove(d);
+    }
+    out.shape.push(size);
+    out.strides.push(stride);
+    Ok(out)
+}
+
+fn unfolded(meta: &Meta, dim: i64, size: i64, step: i64) -> Result<Meta, OpError> {
+    let d = meta.dim(dim)?;
+    let (whole, stride) = if meta.shape.is_empty() { (1, 1) } else { (meta.shape[d], meta.strides[d]) };
+    if size < 0 || size > whole || step < 1 {
+        return Err(OpError::Shape(format!("windows of {size} by steps of {step} over {whole} elements")));
+    }
+    let mut out = meta.clone();
+    if !meta.shape.is_empty() {
+        out.shape[d] = (whole - size) / step + 1;
+        out.strides[d] = stride.saturating_mul(step);
+    }
+    out.shape.push(size);
+    out.strides.push(stride);
+    Ok(out)
 }
 
 fn transpose(meta: &Meta, a: i64, b: i64) -> Result<Meta, OpError> {

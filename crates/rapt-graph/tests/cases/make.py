@@ -556,7 +556,69 @@ def experts():
         case("aten._grouped_mm.default", own=True, self=t(5, 8, dtype=dtype), mat2=t(2, 8, 8, dtype=dtype, order=order), offs=lit([2, 5], I32))
 
 
-for group in (reductions, scans, products, norms, convolutions, pools, indexing, arrangements, orders, attentions, experts):
+def formulas():
+    ends = [0.0, -0.0, 0.5, -0.5, 3.0, -3.0, 6.0, 25.0, -25.0, INF, -INF, NAN]
+    for op in ("hardswish", "hardsigmoid", "mish", "softplus", "elu", "selu", "celu", "leaky_relu", "relu6", "logit", "erfc"):
+        case(f"aten.{op}.default", self=lit(ends))
+        case(f"aten.{op}.default", self=t(2, 3, dtype=F16, order=[1, 0]))
+    for op in ("log_sigmoid", "asinh", "atan", "frac", "nan_to_num", "isfinite", "deg2rad"):
+        case(f"aten.{op}.default", self=lit(ends, F64))
+        case(f"aten.{op}.default", self=t(2, 3, dtype=I64))
+    case("aten.hardtanh.default", self=t(2, 3, dtype=I64), min_val=-3, max_val=4)
+    case("aten.hardtanh_.default", self=t(2, 3), min_val=-1.5, max_val=0.25)
+    case("aten.threshold.default", self=t(2, 3, dtype=I32), threshold=2, value=7)
+    case("aten._prelu_kernel.default", self=t(2, 3, 2), weight=t(1, 3, 1))
+    case("aten.prelu.default", self=t(2, 3, 2), weight=t(3))
+    case("aten.prelu.default", self=t(2, 3, 2), weight=t(2))
+    case("aten.glu.default", self=t(2, 6), dim=-1)
+    case("aten.glu.default", self=t(2, 5), dim=-1)
+    case("aten.lerp.Scalar", self=t(2, 3), end=t(3), weight=0.75)
+    case("aten.addcmul.default", self=t(2, 3, dtype=I64), tensor1=t(3, dtype=I64), tensor2=t(2, 1, dtype=I64), value=2)
+    case("aten.addcdiv.default", self=t(2, 3, dtype=I64), tensor1=t(3, dtype=I64), tensor2=t(3, dtype=I64))
+    case("aten.logaddexp.default", self=lit([INF, -INF, 1.0, NAN]), other=lit([INF, -INF, 2.0, 1.0]))
+    case("aten.xlogy.Tensor", self=lit([0.0, 0.0, 2.0]), other=lit([0.0, NAN, 3.0]))
+    case("aten.outer.default", self=t(3), vec2=t(2))
+    case("aten.bitwise_left_shift.Tensor", self=lit([1, -3, 5], I32), other=lit([3, 40, -1], I32))
+
+
+def edges():
+    for mode in ("constant", "reflect", "replicate", "circular"):
+        case("aten.pad.default", self=t(1, 2, 3, 4, order=[0, 2, 3, 1]), pad=[1, 2, 2, 0], mode=mode)
+    case("aten.constant_pad_nd.default", self=t(2, 3, dtype=I64), pad=[-1, 2], value=5)
+    case("aten.constant_pad_nd.default", self=t(2, 3, order=[1, 0]), pad=[-1, 0])
+    case("aten.reflection_pad1d.default", self=t(1, 2, 3), padding=[3, 0])
+    case("aten.replication_pad2d.default", self=t(1, 2, 3), padding=[3, 0, 1, -1])
+    case("aten.pixel_shuffle.default", self=t(1, 8, 2, 3), upscale_factor=2)
+    case("aten.pixel_shuffle.default", self=t(1, 6, 2, 3), upscale_factor=2)
+    case("aten.pixel_unshuffle.default", self=t(2, 4, 6), downscale_factor=2)
+    case("aten.repeat_interleave.self_int", self=t(2, 3), repeats=2, dim=1)
+    case("aten.tile.default", self=t(2, 3), dims=[2, 1, 2])
+    case("aten.rot90.default", self=t(2, 3), k=3, dims=[0, 1])
+
+
+def counted():
+    for correction in (0, 1, 3):
+        case("aten.var.correction", self=t(2, 3, order=[1, 0]), dim=[1], correction=correction)
+    case("aten.std_mean.correction", self=t(2, 3, dtype=BF16), dim=None, correction=0, keepdim=True)
+    case("aten.logsumexp.default", self=lit([[1.0, 2.0], [-INF, -INF], [INF, 0.0]]), dim=[1])
+    case("aten.cumprod.default", self=t(2, 3, dtype=I32), dim=1)
+    case("aten.cummax.default", self=lit([1.0, 3.0, 3.0, NAN, 4.0]), dim=0)
+    case("aten.mv.default", self=t(2, 3), vec=t(3))
+    case("aten.mv.default", self=t(2, 3), vec=t(2))
+    case("aten.searchsorted.Tensor", sorted_sequence=lit([1.0, 2.0, 2.0, 5.0]), self=lit([0.0, 2.0, 9.0]), right=True)
+    case("aten.isin.Tensor_Tensor", elements=lit([1, 2, 3], I64), test_elements=lit([3, 1], I64))
+    case("aten.one_hot.default", self=lit([0, 2], I64), num_classes=3)
+    case("aten.index_add.default", self=t(3, 2), dim=0, index=lit([2, 2], I64), source=t(2, 2), alpha=2)
+    for how in ("sum", "prod", "mean", "amax", "amin"):
+        case("aten.scatter_reduce.two", self=t(3, 2), dim=0, index=lit([[2, 0], [2, 1]], I64), src=t(2, 2), reduce=how)
+    case("aten.masked_scatter.default", self=t(2, 2), mask=lit([True, False, True, True], BOOL), source=t(4))
+    case("aten.masked_scatter.default", self=t(2, 2), mask=lit([[True, False], [True, True]], BOOL), source=t(4))
+
+
+for group in (
+    *(reductions, scans, products, norms, convolutions, pools, indexing, arrangements, orders, attentions, experts),
+    *(formulas, edges, counted),
+):
     group()
 text = "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines)
 (pathlib.Path(__file__).parent / "cases.jsonl").write_text(text)

@@ -3,17 +3,30 @@
 use rapt_core::DType;
 
 use super::super::fill;
+use super::columns::Columns;
+use super::emit::arithmetic;
 use super::{Binary, Operand, Pointwise, Unary, clamp_operands, common, math};
 use crate::number::{int_to_float, is_float, round, wrap};
 use crate::{Cells, Eval, Number, OpError, Precision, Scalar, Tensor, ValueId};
 
-pub(super) fn run(op: &Pointwise, eval: &dyn Eval, out: &Tensor) -> Result<(), OpError> {
+pub(super) fn run(op: &Pointwise, eval: &dyn Eval, outs: &[Tensor]) -> Result<(), OpError> {
+    let out = &outs[0];
     match op {
         Pointwise::Unary { op, input, .. } => unary(*op, eval.tensor(*input)?, eval, out),
         Pointwise::Binary { op, a, b, alpha, .. } => binary(*op, [*a, *b], *alpha, eval, out),
         Pointwise::Clamp { input, min, max, .. } => clamp(*input, *min, *max, eval, out),
         Pointwise::Where { condition, a, b } => choose(*condition, [*a, *b], eval, out),
         Pointwise::MaskedFill { input, mask, value, .. } => masked_fill([*input, *mask], *value, eval, out),
+        Pointwise::Formula { operands, .. } => {
+            if let (Some(second), Some(Operand::Tensor(x))) = (outs.get(1), operands.first()) {
+                let x = eval.tensor(*x)?.floats();
+                second.write_floats(eval.precision(), x.into_iter().map(|x| (-x.abs()).exp()));
+            }
+            let mut columns = Columns::new(eval, &out.meta.shape);
+            let value = op.emit(eval, out.meta.dtype, &mut columns)?;
+            out.write(eval.precision(), columns.column(value)?);
+            Ok(())
+        }
         Pointwise::Dropout { .. } => Ok(()),
     }
 }
@@ -30,11 +43,6 @@ fn unary(op: Unary, input: &Tensor, eval: &dyn Eval, out: &Tensor) -> Result<(),
     };
     out.write(eval.precision(), cells);
     Ok(())
-}
-
-/// The dtype of arithmetic on float16 and bfloat16 in PyTorch: float32.
-pub(super) fn arithmetic(dtype: DType) -> DType {
-    if matches!(dtype, DType::F16 | DType::BF16) { DType::F32 } else { dtype }
 }
 
 /// An operand's numbers in a dtype, broadcast to a shape.

@@ -5,33 +5,12 @@
 use rapt_core::DType;
 
 use super::super::fill;
-use super::compute::{arithmetic, number};
-use super::{Binary, Operand, Pointwise, Unary, clamp_operands, common};
+use super::compute::number;
+use super::emit::{Emitter, arithmetic};
+use super::formula::Recipe;
+use super::{Binary, Formula, Operand, Pointwise, Unary, clamp_operands, common};
 use crate::number::is_float;
 use crate::{Cells, Number, OpError, Precision, Scalar, Shapes, ValueId};
-
-/// Who makes code of pointwise operations. A value is one element of a dtype; what a function gives is rounded, or wrapped
-/// around, to the dtype of its result.
-pub trait Emitter {
-    /// An element.
-    type Value: Copy;
-    /// The element of a tensor, in the tensor's dtype.
-    fn tensor(&mut self, id: ValueId) -> Self::Value;
-    /// A float, which is one of the dtype's.
-    fn float(&mut self, dtype: DType, x: f64) -> Self::Value;
-    /// An integer of the dtype, or a boolean as 0 or 1.
-    fn int(&mut self, dtype: DType, n: i64) -> Self::Value;
-    /// The element in another dtype, as PyTorch converts it.
-    fn convert(&mut self, x: Self::Value, from: DType, to: DType) -> Self::Value;
-    /// A function of an element of the first dtype, which gives one of the second.
-    fn unary(&mut self, op: Unary, x: Self::Value, dtypes: (DType, DType)) -> Self::Value;
-    /// A function of two elements of the first dtype, which gives one of the second.
-    fn binary(&mut self, op: Binary, operands: [Self::Value; 2], dtypes: (DType, DType)) -> Self::Value;
-    /// `a · b + c` of floats, rounded once.
-    fn mul_add(&mut self, operands: [Self::Value; 3], dtype: DType) -> Self::Value;
-    /// The first element where the condition is true, else the second; both are of the dtype.
-    fn select(&mut self, condition: Self::Value, operands: [Self::Value; 2], dtype: DType) -> Self::Value;
-}
 
 impl Pointwise {
     /// The code of one element of the result, which is of dtype `result`.
@@ -73,6 +52,7 @@ impl Pointwise {
                 let kept = code.tensor(*input, result)?;
                 Ok(code.emitter.select(mask, [filled, kept], result))
             }
+            Pointwise::Formula { op, operands, params, .. } => code.formula(*op, operands, params, result),
             Pointwise::Dropout { input } => code.tensor(*input, result),
         }
     }
@@ -112,6 +92,39 @@ impl<E: Emitter> Lowering<'_, E> {
                 Ok(self.element(dtype, &cells))
             }
         }
+    }
+
+    /// A formula's element in a dtype.
+    fn formula(
+        &mut self,
+        op: Formula,
+        operands: &[Operand],
+        params: &[Option<Scalar>],
+        result: DType,
+    ) -> Result<E::Value, OpError> {
+        let (compute, own) = op.dtypes(common(self.shapes, operands)?)?;
+        let lane = self.emitter.lane(compute);
+        let rank = match operands[0] {
+            Operand::Tensor(id) => self.shapes.meta(id)?.rank(),
+            Operand::Number(_) => 0,
+        };
+        let mut x = Vec::with_capacity(operands.len());
+        for (n, &operand) in operands.iter().enumerate() {
+            let element = match (operand, op.look(n, rank)) {
+                (Operand::Tensor(id), Some(look)) => {
+                    let dtype = self.shapes.meta(id)?.dtype;
+                    let element = self.emitter.seen(id, look);
+                    self.convert(element, dtype, compute)
+                }
+                _ => self.operand(operand, compute)?,
+            };
+            x.push(self.convert(element, compute, lane));
+        }
+        let number = |param: &Option<Scalar>| param.map(|scalar| self.shapes.number(scalar)).transpose();
+        let params = params.iter().map(number).collect::<Result<Vec<_>, _>>()?;
+        let y = Recipe { lane, dtype: compute, emitter: &mut *self.emitter }.formula(op, &x, &params);
+        let own = if own == DType::Bool { own } else { lane };
+        Ok(self.convert(y, own, result))
     }
 
     /// The element and its dtype.

@@ -35,7 +35,17 @@ pub(super) fn unary_float(op: Unary, x: f64) -> f64 {
         Unary::Cos => x.cos(),
         Unary::Tan => x.tan(),
         Unary::Tanh => x.tanh(),
+        Unary::Sinh => x.sinh(),
+        Unary::Cosh => x.cosh(),
+        Unary::Asin => x.asin(),
+        Unary::Acos => x.acos(),
+        Unary::Atan => x.atan(),
+        // Those of std lose digits near the ends of their range.
+        Unary::Asinh => libm::asinh(x),
+        Unary::Acosh => libm::acosh(x),
+        Unary::Atanh => libm::atanh(x),
         Unary::Erf => libm::erf(x),
+        Unary::Erfc => libm::erfc(x),
         Unary::Sigmoid => 1.0 / (1.0 + (-x).exp()),
         Unary::Sqrt => x.sqrt(),
         Unary::Rsqrt => 1.0 / x.sqrt(),
@@ -103,8 +113,13 @@ pub(super) fn binary_float(op: Binary, a: f64, b: f64, round_quotient: impl Fn(f
         Binary::LogicalAnd => flag(a != 0.0 && b != 0.0),
         Binary::LogicalOr => flag(a != 0.0 || b != 0.0),
         Binary::LogicalXor => flag((a != 0.0) != (b != 0.0)),
+        Binary::Atan2 => a.atan2(b),
+        Binary::Hypot => a.hypot(b),
+        Binary::Copysign => a.copysign(b),
         // Refused of floats when forms are inferred.
-        Binary::BitwiseAnd | Binary::BitwiseOr | Binary::BitwiseXor => f64::NAN,
+        Binary::BitwiseAnd | Binary::BitwiseOr | Binary::BitwiseXor | Binary::ShiftLeft | Binary::ShiftRight => {
+            f64::NAN
+        }
     }
 }
 
@@ -143,8 +158,9 @@ pub(super) fn binary_int(op: Binary, a: i64, b: i64) -> Result<i64, OpError> {
             let rounds_down = signs_differ && a.wrapping_rem(b) != 0;
             a.wrapping_div(b) - i64::from(rounds_down)
         }
-        // Of integers, a true quotient is one of floats.
-        Binary::Div | Binary::DivTrunc => a.wrapping_div(b),
+        Binary::DivTrunc => a.wrapping_div(b),
+        // Of integers these are functions of floats.
+        Binary::Div | Binary::Atan2 | Binary::Hypot | Binary::Copysign => a,
         Binary::Remainder => {
             let rest = a.wrapping_rem(b);
             if rest != 0 && (rest < 0) != (b < 0) { rest + b } else { rest }
@@ -165,6 +181,14 @@ pub(super) fn binary_int(op: Binary, a: i64, b: i64) -> Result<i64, OpError> {
         Binary::LogicalAnd => i64::from(a != 0 && b != 0),
         Binary::LogicalOr => i64::from(a != 0 || b != 0),
         Binary::LogicalXor => i64::from((a != 0) != (b != 0)),
+        Binary::ShiftLeft => {
+            if (0..64).contains(&b) {
+                a << b
+            } else {
+                0
+            }
+        }
+        Binary::ShiftRight => a >> if (0..63).contains(&b) { b } else { 63 },
     })
 }
 

@@ -4,14 +4,19 @@
 //! says so by a node ([`Copy::Promote`](super::Copy::Promote)), and what reaches the kernel is of one dtype. Tensors without
 //! dimensions and Python's numbers take part in promotion as in PyTorch ([`crate::promote`]).
 
+mod columns;
 mod compute;
+mod emit;
+mod formula;
 mod lower;
 mod math;
+mod names;
 mod read;
 
 use rapt_core::DType;
 
-pub use lower::Emitter;
+pub use emit::{Emitter, Look};
+pub use formula::Formula;
 
 use super::{Target, fill};
 use crate::number::is_float;
@@ -83,6 +88,17 @@ pub enum Pointwise {
         /// Where the result goes.
         target: Target,
     },
+    /// A function that is a formula of others.
+    Formula {
+        /// The formula.
+        op: Formula,
+        /// What it is a formula of; the first is a tensor where the result goes into it.
+        operands: Vec<Operand>,
+        /// Its numbers, which take no part in promotion.
+        params: Vec<Option<Scalar>>,
+        /// Where the result goes.
+        target: Target,
+    },
     /// `dropout` outside of training: the tensor itself.
     Dropout {
         /// The tensor.
@@ -114,7 +130,16 @@ pub enum Unary {
     Cos,
     Tan,
     Tanh,
+    Sinh,
+    Cosh,
+    Asin,
+    Acos,
+    Atan,
+    Asinh,
+    Acosh,
+    Atanh,
     Erf,
+    Erfc,
     Sigmoid,
     Sqrt,
     Rsqrt,
@@ -162,6 +187,16 @@ pub enum Binary {
     LogicalAnd,
     LogicalOr,
     LogicalXor,
+    /// The angle of the point (second, first).
+    Atan2,
+    /// `√(a² + b²)`.
+    Hypot,
+    /// The first with the sign of the second.
+    Copysign,
+    /// By as many bits as the second says; beyond the dtype's 0.
+    ShiftLeft,
+    /// The same to the right; the sign fills.
+    ShiftRight,
 }
 
 impl Operand {
@@ -196,9 +231,12 @@ impl Pointwise {
         form: &dyn Fn(ValueId) -> Option<(DType, usize)>,
         cast: &mut dyn FnMut(ValueId, DType) -> ValueId,
     ) {
-        let (operands, written): ([&mut Operand; 2], bool) = match self {
-            Pointwise::Binary { a, b, target, .. } => ([a, b], *target == Target::Input),
-            Pointwise::Where { a, b, .. } => ([a, b], false),
+        let (operands, written): (Vec<&mut Operand>, bool) = match self {
+            Pointwise::Binary { a, b, target, .. } => (vec![a, b], *target == Target::Input),
+            Pointwise::Where { a, b, .. } => (vec![a, b], false),
+            Pointwise::Formula { op, operands, target, .. } if op.promotes() => {
+                (operands.iter_mut().collect(), *target == Target::Input)
+            }
             _ => return,
         };
         let mut promotion = Promotion::default();
@@ -234,6 +272,10 @@ impl Pointwise {
             | Pointwise::Clamp { input, target, .. }
             | Pointwise::MaskedFill { input, target, .. } => target.mutates(*input),
             Pointwise::Binary { a: Operand::Tensor(input), target, .. } => target.mutates(*input),
+            Pointwise::Formula { operands, target, .. } => match operands.first() {
+                Some(Operand::Tensor(input)) => target.mutates(*input),
+                _ => None,
+            },
             Pointwise::Binary { .. } | Pointwise::Where { .. } | Pointwise::Dropout { .. } => None,
         }
     }
@@ -252,10 +294,16 @@ impl Pointwise {
                     refuse_power(common, b, shapes)?;
                 }
                 let dtype = op.dtypes(common, alpha)?.1;
-                // Of floats rounded down, PyTorch's tracer lets the divisor decide how the quotient lies, and eager PyTorch the
-                // dividend. The program goes on from what its tracer says.
-                let order = if *op == Binary::DivFloor && is_float(common) { [*b, *a] } else { [*a, *b] };
-                let form = result(dtype, &metas(shapes, &order)?)?;
+                // Of floats rounded down, and of signs that are copied, PyTorch's tracer lets the second tensor alone decide how
+                // the result lies; eager PyTorch both. The program goes on from what its tracer says.
+                let by_second = *op == Binary::Copysign || (*op == Binary::DivFloor && is_float(common));
+                let order = match (b, by_second) {
+                    (Operand::Tensor(_), true) => vec![*b],
+                    _ => vec![*a, *b],
+                };
+                let lies = metas(shapes, &order)?;
+                let shape = strides::broadcast(metas(shapes, &[*a, *b])?.iter().map(|meta| meta.shape.as_slice()))?;
+                let form = Meta { dtype, strides: strides::of_pointwise(&shape, &lies), shape, offset: 0 };
                 match a {
                     Operand::Tensor(input) => place(*target, *input, shapes, form)?,
                     Operand::Number(_) => Out::Fresh(form),
@@ -295,6 +343,19 @@ impl Pointwise {
                 let shape = strides::broadcast([meta.shape.as_slice(), &mask.shape])?;
                 target.out(*input, shapes, Meta::contiguous(meta.dtype, &shape))?
             }
+            Pointwise::Formula { op, operands, params, target } => {
+                let dtype = op.dtypes(common(shapes, operands)?)?.1;
+                op.refuse(shapes, operands, params)?;
+                let seen = seen(*op, shapes, operands)?;
+                let form = result(dtype, &seen.iter().collect::<Vec<_>>())?;
+                if *op == Formula::LogSigmoidForward {
+                    return Ok(vec![Out::Fresh(form.clone()), Out::Fresh(form)]);
+                }
+                match operands.first() {
+                    Some(Operand::Tensor(input)) => place(*target, *input, shapes, form)?,
+                    _ => Out::Fresh(form),
+                }
+            }
             Pointwise::Dropout { input } => {
                 shapes.meta(*input)?;
                 Out::Same(*input)
@@ -304,7 +365,7 @@ impl Pointwise {
     }
 
     pub(super) fn eval(&self, eval: &dyn Eval, outs: &[Tensor]) -> Result<(), OpError> {
-        compute::run(self, eval, &outs[0])
+        compute::run(self, eval, outs)
     }
 }
 
@@ -314,6 +375,16 @@ fn clamp_operands(input: ValueId, min: Option<Operand>, max: Option<Operand>) ->
 
 fn metas<'a>(shapes: &'a dyn Shapes, operands: &[Operand]) -> Result<Vec<&'a Meta>, OpError> {
     operands.iter().filter_map(|operand| operand.meta(shapes).transpose()).collect()
+}
+
+/// The tensors among a formula's operands, as it sees them.
+fn seen(op: Formula, shapes: &dyn Shapes, operands: &[Operand]) -> Result<Vec<Meta>, OpError> {
+    let rank = operands[0].meta(shapes)?.map_or(0, Meta::rank);
+    let one = |(n, operand): (usize, &Operand)| {
+        let meta = operand.meta(shapes).transpose()?;
+        Some(meta.and_then(|meta| op.look(n, rank).map_or_else(|| Ok(meta.clone()), |look| look.of(meta))))
+    };
+    operands.iter().enumerate().filter_map(one).collect()
 }
 
 /// The dtype that promotion gives. Two tensors with dimensions must have one dtype.
@@ -399,12 +470,21 @@ impl Unary {
     /// Whether integers become floats before it.
     fn is_of_floats(self) -> bool {
         use Unary::{
-            Cos, Erf, Exp, Exp2, Expm1, Gelu, GeluTanh, Log, Log1p, Log2, Log10, Reciprocal, Rsqrt, Sigmoid, Silu, Sin,
-            Sqrt, Tan, Tanh,
+            Acos, Acosh, Asin, Asinh, Atan, Atanh, Cos, Cosh, Erf, Erfc, Exp, Exp2, Expm1, Gelu, GeluTanh, Log, Log1p,
+            Log2, Log10, Reciprocal, Rsqrt, Sigmoid, Silu, Sin, Sinh, Sqrt, Tan, Tanh,
         };
         matches!(
             self,
-            Exp | Exp2
+            Acos | Acosh
+                | Asin
+                | Asinh
+                | Atan
+                | Atanh
+                | Cosh
+                | Sinh
+                | Erfc
+                | Exp
+                | Exp2
                 | Expm1
                 | Log
                 | Log2
@@ -447,7 +527,9 @@ impl Binary {
             Binary::BitwiseAnd | Binary::BitwiseOr | Binary::BitwiseXor if is_float(common) => {
                 refused("a bitwise operator")
             }
-            Binary::Div if !is_float(common) => Ok((DEFAULT_FLOAT, DEFAULT_FLOAT)),
+            Binary::ShiftLeft | Binary::ShiftRight if is_float(common) || is_bool => refused("a shift"),
+            Binary::Hypot if !is_float(common) => refused("hypot"),
+            Binary::Div | Binary::Atan2 | Binary::Copysign if !is_float(common) => Ok((DEFAULT_FLOAT, DEFAULT_FLOAT)),
             Binary::Eq
             | Binary::Ne
             | Binary::Lt

@@ -1,7 +1,7 @@
 //! ATen's overloads as pointwise operations.
 
 use super::super::Target;
-use super::{Binary, Operand, Pointwise, Unary};
+use super::{Binary, Operand, Pointwise, Unary, names};
 use crate::{Args, OpError};
 
 pub(super) fn read(target: &str, args: &Args<'_>) -> Option<Result<Pointwise, OpError>> {
@@ -12,15 +12,18 @@ pub(super) fn read(target: &str, args: &Args<'_>) -> Option<Result<Pointwise, Op
     {
         return Some(args.tensor("self").map(|input| Pointwise::Unary { op, input, target: place }));
     }
+    if let Some(formula) = names::read(base, overload, args, place) {
+        return Some(formula);
+    }
     let number_or_tensor = matches!(overload, "Tensor" | "Scalar");
     Some(match (base, overload) {
         ("gelu", "default") => gelu(args, place),
-        ("clamp", "default" | "Tensor") => clamp(args, "min", "max", place),
+        ("clamp" | "clip", "default" | "Tensor") => clamp(args, "min", "max", place),
         ("clamp_min", "default" | "Tensor") => clamp(args, "min", "", place),
         ("clamp_max", "default" | "Tensor") => clamp(args, "", "max", place),
         ("where", "self" | "ScalarOther" | "ScalarSelf" | "Scalar") if place == Target::Fresh => choose(args),
         ("masked_fill", "Scalar" | "Tensor") => masked_fill(args, place),
-        ("dropout", "default") => dropout(args),
+        ("dropout" | "feature_dropout" | "alpha_dropout" | "feature_alpha_dropout", "default") => dropout(args),
         ("rsub", "Tensor" | "Scalar") if place == Target::Fresh => reversed(args),
         ("add" | "sub" | "subtract", "Tensor" | "Scalar") => with_alpha(base, args, place),
         ("div" | "divide" | "true_divide", "Tensor" | "Scalar") => binary(Binary::Div, ["self", "other"], args, place),
@@ -33,9 +36,20 @@ pub(super) fn read(target: &str, args: &Args<'_>) -> Option<Result<Pointwise, Op
         ("floor_divide", "default") => binary(Binary::DivFloor, ["self", "other"], args, place),
         ("maximum", "default") => binary(Binary::Maximum, ["self", "other"], args, place),
         ("minimum", "default") => binary(Binary::Minimum, ["self", "other"], args, place),
+        ("atan2" | "arctan2", "default") => binary(Binary::Atan2, ["self", "other"], args, place),
+        ("hypot", "default") => binary(Binary::Hypot, ["self", "other"], args, place),
         ("logical_and", "default") => binary(Binary::LogicalAnd, ["self", "other"], args, place),
         ("logical_or", "default") => binary(Binary::LogicalOr, ["self", "other"], args, place),
         ("logical_xor", "default") => binary(Binary::LogicalXor, ["self", "other"], args, place),
+        ("bitwise_left_shift", "Tensor_Scalar" | "Scalar_Tensor") => {
+            binary(Binary::ShiftLeft, ["self", "other"], args, place)
+        }
+        ("bitwise_right_shift", "Tensor_Scalar" | "Scalar_Tensor") => {
+            binary(Binary::ShiftRight, ["self", "other"], args, place)
+        }
+        ("bitwise_and" | "bitwise_or" | "bitwise_xor", "Scalar_Tensor") => {
+            binary(plain(base)?, ["self", "other"], args, place)
+        }
         ("remainder", "Scalar_Tensor") => binary(Binary::Remainder, ["self", "other"], args, place),
         (base, _) if number_or_tensor => binary(plain(base)?, ["self", "other"], args, place),
         _ => return None,
@@ -46,26 +60,35 @@ fn unary(base: &str) -> Option<Unary> {
     Some(match base {
         "neg" | "negative" => Unary::Neg,
         "abs" | "absolute" => Unary::Abs,
-        "sign" => Unary::Sign,
+        "sign" | "sgn" => Unary::Sign,
         "square" => Unary::Square,
         "relu" => Unary::Relu,
         "floor" => Unary::Floor,
         "ceil" => Unary::Ceil,
-        "trunc" => Unary::Trunc,
+        "trunc" | "fix" => Unary::Trunc,
         "round" => Unary::Round,
         "exp" => Unary::Exp,
-        "exp2" => Unary::Exp2,
-        "expm1" => Unary::Expm1,
+        "exp2" | "special_exp2" => Unary::Exp2,
+        "expm1" | "special_expm1" => Unary::Expm1,
         "log" => Unary::Log,
         "log2" => Unary::Log2,
         "log10" => Unary::Log10,
-        "log1p" => Unary::Log1p,
+        "log1p" | "special_log1p" => Unary::Log1p,
         "sin" => Unary::Sin,
         "cos" => Unary::Cos,
         "tan" => Unary::Tan,
         "tanh" => Unary::Tanh,
-        "erf" => Unary::Erf,
-        "sigmoid" => Unary::Sigmoid,
+        "sinh" => Unary::Sinh,
+        "cosh" => Unary::Cosh,
+        "asin" | "arcsin" => Unary::Asin,
+        "acos" | "arccos" => Unary::Acos,
+        "atan" | "arctan" => Unary::Atan,
+        "asinh" | "arcsinh" => Unary::Asinh,
+        "acosh" | "arccosh" => Unary::Acosh,
+        "atanh" | "arctanh" => Unary::Atanh,
+        "erf" | "special_erf" => Unary::Erf,
+        "erfc" | "special_erfc" => Unary::Erfc,
+        "sigmoid" | "special_expit" => Unary::Sigmoid,
         "sqrt" => Unary::Sqrt,
         "rsqrt" => Unary::Rsqrt,
         "reciprocal" => Unary::Reciprocal,
@@ -94,6 +117,9 @@ fn plain(base: &str) -> Option<Binary> {
         "__and__" | "bitwise_and" => Binary::BitwiseAnd,
         "__or__" | "bitwise_or" => Binary::BitwiseOr,
         "__xor__" | "bitwise_xor" => Binary::BitwiseXor,
+        "__lshift__" | "bitwise_left_shift" => Binary::ShiftLeft,
+        "__rshift__" | "bitwise_right_shift" => Binary::ShiftRight,
+        "copysign" => Binary::Copysign,
         _ => return None,
     })
 }
@@ -169,7 +195,8 @@ fn masked_fill(args: &Args<'_>, target: Target) -> Result<Pointwise, OpError> {
 }
 
 fn dropout(args: &Args<'_>) -> Result<Pointwise, OpError> {
-    let input = args.tensor("input")?;
+    // In place it is named otherwise.
+    let input = args.opt_tensor("input")?.map_or_else(|| args.tensor("self"), Ok)?;
     let rate = args.opt_float("p")?.ok_or_else(|| OpError::MissingArgument("p".into()))?;
     // A rate of 0 drops nothing in training either.
     if args.bool_or("train", false)? && rate != 0.0 {

@@ -2,7 +2,7 @@
 
 use rapt_core::DType;
 use rapt_cpu::pointwise::{Binary, Instruction, Lane, Number, Register, Unary};
-use rapt_graph::ops::{self, Emitter};
+use rapt_graph::ops::{self, Emitter, Look};
 use rapt_graph::{OpError, ValueId};
 
 use super::place::{Place, Places};
@@ -179,6 +179,18 @@ impl Emitter for Writer<'_> {
         }
     }
 
+    fn seen(&mut self, id: ValueId, look: Look) -> Register {
+        let place = self.places.of(id);
+        let seen = place.and_then(|place| Some(Place { meta: look.of(&place.meta).ok()?, ..place }));
+        match seen {
+            Some(place) => self.place(&place),
+            None => {
+                self.fits = false;
+                Register(0)
+            }
+        }
+    }
+
     fn float(&mut self, dtype: DType, x: f64) -> Register {
         let number = if dtype == DType::F64 { Number::F64(x) } else { Number::F32(x as f32) };
         self.group.push(Instruction::Number(number))
@@ -234,11 +246,11 @@ macro_rules! same_names {
 }
 
 same_names! { unary: ops::Unary => Unary;
-    Neg Abs Sign Square Relu Floor Ceil Trunc Round Exp Exp2 Expm1 Log Log2 Log10 Log1p Sin Cos Tan Tanh Erf Sigmoid Sqrt
-    Rsqrt Reciprocal Silu Gelu GeluTanh LogicalNot BitwiseNot IsNan IsInf
+    Neg Abs Sign Square Relu Floor Ceil Trunc Round Exp Exp2 Expm1 Log Log2 Log10 Log1p Sin Cos Tan Tanh Sinh Cosh Asin
+    Acos Atan Asinh Acosh Atanh Erf Erfc Sigmoid Sqrt Rsqrt Reciprocal Silu Gelu GeluTanh LogicalNot BitwiseNot IsNan IsInf
 }
 
 same_names! { binary: ops::Binary => Binary;
     Add Sub Mul Div DivFloor DivTrunc Remainder Fmod Pow Maximum Minimum Eq Ne Lt Le Gt Ge BitwiseAnd BitwiseOr BitwiseXor
-    LogicalAnd LogicalOr LogicalXor
+    LogicalAnd LogicalOr LogicalXor Atan2 Hypot Copysign ShiftLeft ShiftRight
 }

@@ -19,12 +19,22 @@ const MOST_WINDOWS: i64 = 64;
 /// The most groups of a transposed convolution, each with products of its own.
 const MOST_GROUPS: usize = 8;
 
+/// A line as an image of height 1.
+fn tall(mut place: Place) -> Place {
+    let last = place.meta.rank().saturating_sub(1);
+    place.meta.shape.insert(last, 1);
+    place.meta.strides.insert(last, 0);
+    place
+}
+
 impl Builder<'_> {
     /// Pooling and resizing.
     pub(super) fn pool(&mut self, n: usize, node: &Node, op: &Pool) -> Result<bool, ModelError> {
-        let x = self.place(op.input())?;
+        // A line is an image of height 1.
+        let image = |place: Place| if op.is_of_lines() { tall(place) } else { place };
+        let x = image(self.place(op.input())?);
         let [.., height, width] = x.meta.shape[..] else { return Ok(false) };
-        let Some(out) = self.output(n, node, 0) else { return Ok(false) };
+        let Some(out) = self.output(n, node, 0).map(image) else { return Ok(false) };
         let (function, window) = match op {
             Pool::Max { window, .. } => (PoolFunction::Max, window),
             Pool::Mean { window, count_include_pad, divisor_override, .. } => {
@@ -32,6 +42,7 @@ impl Builder<'_> {
                 let Ok(divisor) = divisor else { return Ok(false) };
                 (PoolFunction::Mean { with_padding: *count_include_pad, divisor }, window)
             }
+            Pool::AdaptiveMax { .. } => return Ok(false),
             Pool::Adaptive { .. } => return self.adaptive(n, node, &x, &out),
             Pool::Resize { .. } => {
                 let Ok(Some(axes)) = op.axes(self.binding) else { return Ok(false) };
@@ -53,7 +64,7 @@ impl Builder<'_> {
         });
         let is_named =
             matches!(op, Pool::Max { indices: true, .. }) && node.outputs.get(1).is_some_and(Option::is_some);
-        let places = if is_named { self.output(n, node, 1) } else { None };
+        let places = if is_named { self.output(n, node, 1).map(image) } else { None };
         let of_places = places.as_ref().map(form);
         let kernel = PoolKernel::new(self.arch, function, steps, &form(&x), &form(&out), of_places.as_ref());
         let Some(kernel) = kernel else { return Ok(false) };

@@ -30,12 +30,14 @@ impl Builder<'_> {
             Op::Conv(op) => self.conv(n, node, op)? || self.other_conv(n, node, op)?,
             Op::GroupedMm(op) => self.experts(n, node, op)?,
             Op::Norm(_) => self.rows(n, node)? || self.norms(n, node)?,
-            Op::Reduce(op) => self.rows(n, node)? || self.reduce(n, node, op)?,
+            Op::Reduce(op) => self.rows(n, node)? || self.reduce(n, node, op)? || self.moments(n, node, op)?,
             Op::Scan(op) => self.rows(n, node)? || self.norms(n, node)? || self.scan(n, node, op)?,
             Op::Index(_) | Op::Scatter(_) => self.moves(n, node)? || self.along(n, node)?,
             Op::Arrange(op) => self.arrange(n, node, op)?,
             Op::Create(op) => self.create(n, node, op)?,
             Op::Pool(op) => self.pool(n, node, op)?,
+            Op::Pad(op) => self.pad(n, node, op)?,
+            Op::Rearrange(op) => self.rearrange(n, node, op)?,
             Op::Sort(op) => self.sort(n, node, op)?,
             _ => false,
         };
@@ -48,6 +50,16 @@ impl Builder<'_> {
         Some((self.root(id)?, self.places.of(id)?))
     }
 
+    /// The first result of a node whose other results nobody wants, and where it lies.
+    fn first_result(&self, node: &Node) -> Option<(ValueId, Place)> {
+        let (first, others) = node.outputs.split_first()?;
+        let id = (*first)?;
+        if others.iter().flatten().any(|id| self.is_wanted_value(*id)) {
+            return None;
+        }
+        Some((self.root(id)?, self.places.of(id)?))
+    }
+
     fn pointwise(&mut self, n: usize, node: &Node, op: &Pointwise) -> Result<bool, ModelError> {
         if let Some(target) = node.op.mutates() {
             // The operand itself is the result, named or not.
@@ -55,7 +67,7 @@ impl Builder<'_> {
             let binding = self.binding;
             return self.write_in_place(n, node, &out.clone(), |writer| op.emit(binding, out.meta.dtype, writer));
         }
-        let Some((root, out)) = self.result(node) else { return Ok(false) };
+        let Some((root, out)) = self.first_result(node) else { return Ok(false) };
         let binding = self.binding;
         let emit = |writer: &mut Writer<'_>| op.emit(binding, out.meta.dtype, writer);
         self.grouped(n, node, (root, &out), &out.meta.shape.clone(), emit)

@@ -8,7 +8,7 @@
 use rapt_core::DType;
 use rapt_cpu::pointwise::Register;
 use rapt_cpu::rows::{RowFunction, RowKernel};
-use rapt_graph::ops::{Binary, Emitter, Norm, Op, Scan, Unary};
+use rapt_graph::ops::{Binary, Emitter, Norm, Op, Scan, Unary, groups_of};
 use rapt_graph::{Node, OpError, ValueId};
 
 use super::super::ModelError;
@@ -113,7 +113,7 @@ impl Builder<'_> {
         let (Some(Some(id)), x) = (node.outputs.first(), self.place(*input)?) else { return Ok(false) };
         let Some(root) = self.root(*id) else { return Ok(false) };
         let dtype = wide(x.meta.dtype);
-        let rows = x.meta.shape[0] * groups;
+        let rows = x.meta.shape[0] * groups_of(*groups, x.meta.shape[1]);
         if rows == 0 || x.meta.numel() == 0 {
             return Ok(false);
         }

@@ -92,7 +92,7 @@ impl Builder<'_> {
     }
 
     /// The dimensions that a list names, in ascending order; all where there is none.
-    fn dims(&self, meta: &Meta, dims: Option<&[rapt_graph::Int]>) -> Option<Vec<usize>> {
+    pub(super) fn dims(&self, meta: &Meta, dims: Option<&[rapt_graph::Int]>) -> Option<Vec<usize>> {
         let Some(dims) = dims else { return Some((0..meta.rank()).collect()) };
         let one = |&dim: &rapt_graph::Int| meta.dim(self.binding.int(dim).ok()?).ok();
         let mut dims: Vec<usize> = dims.iter().map(one).collect::<Option<_>>()?;
@@ -104,7 +104,9 @@ impl Builder<'_> {
 
     /// A reduction over any dimensions.
     pub(super) fn reduce(&mut self, n: usize, node: &Node, op: &Reduce) -> Result<bool, ModelError> {
-        let (Reduce::Fold { input, .. } | Reduce::Extremum { input, .. } | Reduce::Place { input, .. }) = op;
+        let (Reduce::Fold { input, .. } | Reduce::Extremum { input, .. } | Reduce::Place { input, .. }) = op else {
+            return Ok(false);
+        };
         let x = self.place(*input)?;
         let one = |dim: i64| x.meta.dim(dim).ok().map(|d| if d < x.meta.rank() { vec![d] } else { Vec::new() });
         let (function, gone, operand) = match op {
@@ -118,12 +120,13 @@ impl Builder<'_> {
             Reduce::Extremum { largest, dim, .. } => (extremum(*largest), one(*dim), x.meta.dtype),
             Reduce::Place { largest, dim: Some(dim), .. } => (extremum(*largest), one(*dim), x.meta.dtype),
             Reduce::Place { largest, dim: None, .. } => (extremum(*largest), self.dims(&x.meta, None), x.meta.dtype),
+            Reduce::Moments { .. } => return Ok(false),
         };
         let Some(gone) = gone else { return Ok(false) };
         let (result, places) = match op {
             Reduce::Fold { .. } => (self.output(n, node, 0), None),
             Reduce::Extremum { .. } => (self.output(n, node, 0), self.output(n, node, 1)),
-            Reduce::Place { .. } => (None, self.output(n, node, 0)),
+            Reduce::Place { .. } | Reduce::Moments { .. } => (None, self.output(n, node, 0)),
         };
         self.close_for(&node.inputs)?;
         self.fold_to(n, function, (&x, operand), &gone, [result, places])
@@ -163,11 +166,12 @@ impl Builder<'_> {
             Fold::Max => FoldFunction::Max,
             Fold::Min => FoldFunction::Min,
             Fold::Norm(order) => FoldFunction::Norm(self.float_of(order)?),
+            Fold::Variance { .. } | Fold::LogSumExp | Fold::Count => return None,
         })
     }
 
     /// A number as a float.
-    fn float_of(&self, scalar: Scalar) -> Option<f64> {
+    pub(super) fn float_of(&self, scalar: Scalar) -> Option<f64> {
         Some(match self.binding.number(scalar).ok()? {
             Number::Int(n) => n as f64,
             Number::Float(x) => x,
