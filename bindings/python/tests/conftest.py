@@ -15,6 +15,8 @@ os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", str(Path(tempfile.gettempd
 # longer than it.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+# Several processes share the cores: torch's threads that wait for one another sleep, rather than keep a core from the rest.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 @pytest.fixture
@@ -36,3 +38,22 @@ def dtype(request):
 def torch():
     """torch, or a skip where it is not installed."""
     return pytest.importorskip("torch")
+
+
+# Files that take longest, which are begun first: one that is begun last is waited for by all other processes.
+LONG = (
+    "test_audit_sound.py",
+    "test_pt2_ops.py",
+    "test_torch_verdicts.py",
+    "test_docs.py",
+    "test_pt2_compile.py",
+    "test_audit.py",
+    "test_torch_transformers.py",
+    "test_torch_compile.py",
+)
+
+
+def pytest_collection_modifyitems(items):
+    """Long files first; the order within a file stays."""
+    place = {name: at for at, name in enumerate(LONG)}
+    items.sort(key=lambda item: place.get(item.path.name, len(LONG)))

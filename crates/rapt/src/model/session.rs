@@ -42,7 +42,7 @@ impl Session {
     /// Runs the program on these inputs. What it keeps stays in this session.
     ///
     /// # Errors
-    /// As [`Model::run`]: nothing was written, and the session keeps what it had.
+    /// As [`Model::run`]; the session keeps what it had, but where a worker panicked.
     pub fn run(&mut self, inputs: &mut [Input<'_>]) -> Result<Vec<Output>, ModelError> {
         let forms: Vec<InputForm> = inputs.iter().map(Input::form).collect();
         let host = Host::of(self.model.engine()?);
