@@ -72,10 +72,25 @@ SILENT = {
 }
 
 
-def graphs():
-    """What runs, of graphs that ran."""
+earlier = 0
+
+
+def all_graphs():
+    """What runs, of graphs that ran, in the order of compilation."""
     gc.collect()
     return [rows for rows in rt.compiled_graphs() if rows["calls"] != "0"]
+
+
+@pytest.fixture(autouse=True)
+def graphs_of_other_files(fresh):  # noqa: F811
+    """How many graphs of other tests' functions there are, which this process still holds."""
+    global earlier
+    earlier = len(all_graphs())
+
+
+def graphs():
+    """The graphs of this test."""
+    return all_graphs()[earlier:]
 
 
 def only_graph():
