@@ -1,7 +1,5 @@
-//! The checker on the shipped examples, on one instance of each class of fault, and on speed.
+//! The checker on the shipped examples, and on one instance of each class of fault.
 #![allow(missing_docs)]
-
-use std::time::{Duration, Instant};
 
 use rapt_layout::Layout;
 use rapt_layout::check::{self, Fault, Found, Report, Status};
@@ -235,25 +233,16 @@ fn accumulators_come_out_of_tensor_memory_as_threads_want_them() {
 }
 
 #[test]
-fn speed_128_by_512() {
+fn a_whole_tensor_memory_of_128_by_512() {
     let producer = "layout = \"(128,512):(65536,1)\"\nunit = \"tmem-cells\"";
-    for consumer in [
-        "atom = \"tcgen05.c.m128.n256\"\ncols = 256",
-        producer,
-        "layout = \"(128,512):(512,1)\"\nunit = \"tmem-cells\"",
-        "layout = \"(512,128):(1,65536)\"\nunit = \"tmem-cells\"",
-        "layout = \"((2,64),512):((4194304,65536),1)\"\nunit = \"tmem-cells\"",
+    for (consumer, is_same) in [
+        ("atom = \"tcgen05.c.m128.n256\"\ncols = 256", true),
+        (producer, true),
+        ("layout = \"(128,512):(512,1)\"\nunit = \"tmem-cells\"", false),
+        ("layout = \"(512,128):(1,65536)\"\nunit = \"tmem-cells\"", false),
+        ("layout = \"((2,64),512):((4194304,65536),1)\"\nunit = \"tmem-cells\"", false),
     ] {
-        let best = (0..10)
-            .map(|_| {
-                let start = Instant::now();
-                std::hint::black_box(run(128, 512, "f32", producer, consumer));
-                start.elapsed()
-            })
-            .min()
-            .unwrap();
-        println!("{consumer}: {best:?}");
-        assert!(best < Duration::from_millis(50), "{consumer}: {best:?}");
+        assert_eq!(run(128, 512, "f32", producer, consumer).proven, is_same, "{consumer}");
     }
 }
 
