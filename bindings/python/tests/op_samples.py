@@ -315,7 +315,7 @@ def _accepts(overload, args, kwargs):
 
 
 def samples(name, dtype, most=math.inf):
-    """At most `most` samples of an operator in a dtype, and the same once more that are not contiguous."""
+    """At most `most` samples of an operator in a dtype, and as many again that are not contiguous."""
     overload, row = overload_of(name), OVERLOADS.get(name) or MORE[name]
     special = (((value,), {}) for value in SPECIAL(dtype)) if name in SPECIAL_VALUES else ()
     written = WRITTEN.get(name) or OWN.get(name)
@@ -327,14 +327,12 @@ def samples(name, dtype, most=math.inf):
         step = len(taken) / most
         taken = [taken[int(i * step)] for i in range(most)]
     yield from taken
-    for at, sample in enumerate(taken):
-        # Of a few samples each lies in one of the two ways, where both ways then occur.
-        ways = (strided, permuted) if most == math.inf or len(taken) == 1 else ((strided, permuted)[at % 2],)
-        for lie in ways:
+    for lie in (strided, permuted):
 
-            def move(leaf, lie=lie):
-                return lie(leaf) if isinstance(leaf, torch.Tensor) else leaf
+        def move(leaf, lie=lie):
+            return lie(leaf) if isinstance(leaf, torch.Tensor) else leaf
 
+        for sample in taken:
             moved = torch.utils._pytree.tree_map(move, sample)
             if _accepts(overload, *moved):
                 yield moved

@@ -26,8 +26,8 @@ from reference import to_torch  # noqa: E402
 
 WHOLE = os.environ.get("RAPT_WHOLE") == "1"
 MOST = math.inf if WHOLE else 2
-# Of operators beyond the zoo's, fewer: one of each kind, in a float and an integer dtype.
-FEWER = DTYPES if WHOLE else (torch.float32, torch.int64)
+# Of operators beyond the zoo's, fewer: one of each kind, in a dtype of each kind of rounding.
+FEWER = DTYPES if WHOLE else (torch.float32, torch.float16, torch.int64)
 MOMENTS = ("aten.var_mean.correction", "aten.std_mean.correction")
 ATTENTION = "aten.scaled_dot_product_attention.default"
 # torch's answer here is one of several right ones, because equal elements may stand in any order; where `dim` stands.
