@@ -32,6 +32,7 @@ fn main() -> Result<(), Error> {
         q: View::contiguous("q", &q, [BATCH, LEN, HEADS, HEAD_DIM].into())?,
         k: View::contiguous("k", &k, [BATCH, LEN, KV_HEADS, HEAD_DIM].into())?,
         v: View::contiguous("v", &v, [BATCH, LEN, KV_HEADS, HEAD_DIM].into())?,
+        codes: rapt::Qkv::default(),
         mask: Some(View::contiguous("mask", &keep, [BATCH, 1, 1, LEN].into())?),
         sinks: None,
         alibi_slopes: None,

@@ -210,7 +210,10 @@ impl Call {
         let out = unsafe { view_mut("out", out) }?;
         if options.is_null() {
             let (mask, sinks, alibi_slopes, lse) = (None, None, None, None);
-            return Ok((Tensors { q, k, v, mask, sinks, alibi_slopes, out, lse }, Options::default()));
+            return Ok((
+                Tensors { q, k, v, codes: engine::Qkv::default(), mask, sinks, alibi_slopes, out, lse },
+                Options::default(),
+            ));
         }
         let options = to_read(options, "options")?;
         // SAFETY: neither NULL nor unaligned; a struct of any version begins with its size.
@@ -228,7 +231,7 @@ impl Call {
         };
         // SAFETY: as above.
         let lse = if given.lse.is_null() { None } else { Some(unsafe { view_mut("lse", given.lse) }?) };
-        Ok((Tensors { q, k, v, mask, sinks, alibi_slopes, out, lse }, options))
+        Ok((Tensors { q, k, v, codes: engine::Qkv::default(), mask, sinks, alibi_slopes, out, lse }, options))
     }
 }
 

@@ -52,6 +52,7 @@ pub(crate) fn run(args: &Args) -> Outcome {
         q,
         k,
         v,
+        codes: rapt::Qkv::default(),
         mask,
         sinks: None,
         alibi_slopes: None,

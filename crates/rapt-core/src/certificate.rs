@@ -4,6 +4,7 @@
 //! in bounds    lo..hi, the bytes that a tensor's shape and strides reach, lie in the bytes of its storage
 //! injective    an output names as many addresses as it has elements
 //! disjoint     no output shares a byte with another operand
+//! codes        of an operand that is quantized: format, granularity, bytes of codes and of scales
 //! coverage     tasks · rows = batch · num_q_heads · q_len, and the items cut each task's rows and keys without gap or overlap
 //! ```
 //!
@@ -15,7 +16,7 @@ use std::fmt;
 
 use crate::operands::{prove_disjoint, prove_injective};
 use crate::thousands::thousands;
-use crate::{Device, Error, Extent, Operands, Plan, Result, Shape, View, Work};
+use crate::{CodesSpec, Device, Error, Extent, Operands, Plan, Result, Shape, TensorSpec, View, Work};
 
 /// A tensor and the storage that it lies in. Bytes count from the tensor's first element.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -71,6 +72,21 @@ pub struct Coverage {
     pub parts: usize,
 }
 
+/// An operand whose numbers are formed where its codes are loaded: no tensor of them is made.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct QuantizedFact {
+    /// The operand.
+    pub tensor: &'static str,
+    /// The format of its codes, which elements share a scale, and the bytes of both.
+    pub codes: CodesSpec,
+    /// Bytes of codes, each counted once.
+    pub code_bytes: u128,
+    /// Bytes of scales and zero points, each counted once.
+    pub scale_bytes: u128,
+    text: String,
+}
+
 /// Checked facts about one run. `Display` prints them a line each.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
@@ -81,6 +97,8 @@ pub struct Certificate {
     pub injective: Vec<Injective>,
     /// Every output with every other operand.
     pub disjoint: Vec<Disjoint>,
+    /// Every operand that is quantized.
+    pub quantized: Vec<QuantizedFact>,
     /// Every row of out.
     pub coverage: Coverage,
     /// Where all of them lie.
@@ -112,6 +130,13 @@ fn in_bounds(tensor: &'static str, view: &View<'_>) -> Result<InBounds> {
         }
     };
     Ok(InBounds { tensor, elements: elements(&shape), bytes: (lo, hi), storage, align_bytes })
+}
+
+impl QuantizedFact {
+    fn new((tensor, numbers, codes): (&'static str, &TensorSpec<4>, &CodesSpec)) -> Self {
+        let (code_bytes, scale_bytes) = (codes.code_bytes(numbers), codes.scale_bytes());
+        QuantizedFact { tensor, codes: *codes, code_bytes, scale_bytes, text: codes.in_words(numbers) }
+    }
 }
 
 impl Coverage {
@@ -167,6 +192,7 @@ impl Plan {
             in_bounds: Vec::new(),
             injective: Vec::new(),
             disjoint: Vec::new(),
+            quantized: self.spec().quantized().map(QuantizedFact::new).collect(),
             coverage: Coverage::check(self)?,
             device: self.spec().device,
         };
@@ -219,6 +245,9 @@ impl Certificate {
                 .map(|fact| format!("{} ({} steps)", fact.other, fact.steps))
                 .collect();
             rows.push(("disjoint", format!("{tensor} shares no byte with {}", others.join(", "))));
+        }
+        for fact in &self.quantized {
+            rows.push(("codes", format!("{}: {}", fact.tensor, fact.text)));
         }
         let Coverage { rows: all, items, work, parts } = self.coverage;
         let text = match work {

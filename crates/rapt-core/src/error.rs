@@ -1,7 +1,7 @@
 //! Every way in which a request is refused: one variant per cause, each carrying the offender.
 //!
 //! A variant belongs to one [`ErrorKind`], which is what a language binding maps to its exception types. Messages name
-//! tensors as `q`, `k`, `v`, `mask`, `sinks`, `alibi_slopes`, `out` and `lse`. Deliberately absent: hints,
+//! tensors as `q`, `k`, `v`, `k_descale` and the like, `mask`, `sinks`, `alibi_slopes`, `out` and `lse`. Deliberately absent: hints,
 //! which are expressions of one language; a binding adds those.
 
 use crate::dtype::known_codes;
@@ -80,6 +80,26 @@ pub enum Error {
         /// What is served in its place.
         allowed: Vec<DType>,
     },
+    /// An operand of codes without a part that makes numbers of them.
+    #[error("{tensor} is {codes} codes, which are no numbers without {part}: nothing is assumed in its place")]
+    MissingPart {
+        /// The operand.
+        tensor: &'static str,
+        /// The format of its codes, or its dtype.
+        codes: &'static str,
+        /// What is missing, such as `k_descale`.
+        part: &'static str,
+    },
+    /// A part that the format of an operand's codes does not have.
+    #[error("{part} was given, and {codes} codes have none: {tensor} is such")]
+    UnexpectedPart {
+        /// The operand.
+        tensor: &'static str,
+        /// The format of its codes.
+        codes: &'static str,
+        /// What was given, such as `k_zero_point`.
+        part: &'static str,
+    },
     /// A dtype code that the export schema does not name.
     #[error(transparent)]
     UnknownDtypeCode(#[from] UnknownDtypeCode),
@@ -151,6 +171,18 @@ pub enum Error {
         got: Shape,
         /// The shape that is asked.
         expected: Shape,
+    },
+    /// A descale whose shape is that of no granularity.
+    #[error("{tensor} has shape {got}, which scales of numbers of shape {of} do not have: allowed are {allowed}")]
+    DescaleShape {
+        /// The descale.
+        tensor: &'static str,
+        /// Its shape.
+        got: Shape,
+        /// The shape of the operand, as it was given.
+        of: Shape,
+        /// The shapes that it may have, in words.
+        allowed: String,
     },
     /// A shape, or an offset reached by shape and strides, overflows 64-bit signed arithmetic.
     #[error("{tensor} of shape {shape} and strides {strides} overflows 64-bit address arithmetic")]
@@ -347,15 +379,17 @@ impl Error {
     pub fn kind(&self) -> ErrorKind {
         match self {
             Error::DtypeMismatch { .. } | Error::OtherDtype { .. } => ErrorKind::DtypeMismatch,
-            Error::UnsupportedDtype { .. } | Error::UnknownDtypeCode { .. } | Error::UnknownDtype { .. } => {
-                ErrorKind::UnsupportedDtype
-            }
+            Error::UnsupportedDtype { .. }
+            | Error::MissingPart { .. }
+            | Error::UnknownDtypeCode { .. }
+            | Error::UnknownDtype { .. } => ErrorKind::UnsupportedDtype,
             Error::Rank { .. }
             | Error::SizeMismatch { .. }
             | Error::HeadGroups { .. }
             | Error::ZeroHeadDim { .. }
             | Error::MaskShape { .. }
             | Error::ShapeMismatch { .. }
+            | Error::DescaleShape { .. }
             | Error::Overflow { .. } => ErrorKind::Shape,
             Error::OutOfExtent { .. }
             | Error::Unaligned { .. }
@@ -366,7 +400,7 @@ impl Error {
             | Error::ReadOnly { .. }
             | Error::Representation { .. }
             | Error::NotAsPlanned { .. } => ErrorKind::Layout,
-            Error::Option { .. } => ErrorKind::Option,
+            Error::Option { .. } | Error::UnexpectedPart { .. } => ErrorKind::Option,
             Error::DeviceMismatch { .. }
             | Error::DeviceUnavailable { .. }
             | Error::DeviceFailed { .. }
@@ -385,6 +419,9 @@ impl Error {
             Error::DtypeMismatch { tensor, .. }
             | Error::OtherDtype { tensor, .. }
             | Error::UnsupportedDtype { tensor, .. }
+            | Error::MissingPart { tensor, .. }
+            | Error::UnexpectedPart { tensor, .. }
+            | Error::DescaleShape { tensor, .. }
             | Error::UnknownDtype { tensor, .. }
             | Error::Rank { tensor, .. }
             | Error::SizeMismatch { tensor, .. }

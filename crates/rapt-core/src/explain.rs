@@ -72,7 +72,7 @@ impl<'a> Explanation<'a> {
                 format!("to {} for the product with v; its sum stays {}", key.storage, key.accumulation)
             }
         };
-        vec![
+        let mut rows = vec![
             (
                 "problem",
                 format!(
@@ -89,6 +89,9 @@ impl<'a> Explanation<'a> {
             ("q strides", format!("{:?}", spec.q.strides)),
             ("k strides", format!("{:?}", spec.k.strides)),
             ("v strides", format!("{:?}", spec.v.strides)),
+        ];
+        rows.extend(spec.quantized().map(|(tensor, numbers, codes)| (row_of_codes(tensor), codes.in_words(numbers))));
+        rows.extend([
             ("out strides", format!("{:?}, {}", spec.out.strides, spec.out.dtype)),
             ("positions", positions(spec)),
             ("mask", mask),
@@ -104,7 +107,8 @@ impl<'a> Explanation<'a> {
                     self.plan.num_splits()
                 ),
             ),
-        ]
+        ]);
+        rows
     }
 
     /// What the run costs, and the memory that it uses.
@@ -138,6 +142,14 @@ impl<'a> Explanation<'a> {
             ("bytes_packed", format!("{} (cache tiles; K and V {packed})", thousands(cost.bytes_packed))),
             ("workspace_bytes", thousands(self.plan.workspace_bytes())),
         ]
+    }
+}
+
+fn row_of_codes(tensor: &str) -> &'static str {
+    match tensor {
+        "q" => "q codes",
+        "k" => "k codes",
+        _ => "v codes",
     }
 }
 

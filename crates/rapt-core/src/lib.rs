@@ -11,11 +11,13 @@
 
 mod block_range;
 mod certificate;
+pub mod codes;
 mod device;
 mod dtype;
 mod error;
 mod explain;
 mod form;
+mod format;
 mod lines;
 mod operands;
 mod options;
@@ -28,17 +30,18 @@ mod thousands;
 mod view;
 
 pub use block_range::{BlockRange, Tile};
-pub use certificate::{Certificate, Coverage, Disjoint, InBounds, Injective};
+pub use certificate::{Certificate, Coverage, Disjoint, InBounds, Injective, QuantizedFact};
 pub use device::Device;
 pub use dtype::{COMPUTED, DType, Element, Number, UnknownDtypeCode, bf16_from_f64, f16_from_f64};
 pub use error::{Error, ErrorKind, Result};
 pub use explain::Explanation;
 pub use form::{Alignment, TensorForm};
+pub use format::{Format, Granularity, ScaleLayout};
 pub use lines::Lines;
 pub use operands::{Operands, Tensors, prove_disjoint, prove_injective};
 pub use options::{Causal, Finite, Options, TensorLayout, Window};
 pub use plan::{Arch, Caps, Compiled, Cost, Kernel, KernelKey, Launch, LaunchPlan, MaskClass, PRounding, Plan, Work};
 pub use queue::{DeviceMemory, Executor, Queue, SerialExecutor, Workspace};
 pub use shape::{Dims, MAX_RANK, Shape, Strides};
-pub use spec::{Direction, Kv, MaskSpec, Numerics, Spec, SpecBuilder, TensorSpec};
+pub use spec::{Codes, CodesForm, CodesSpec, Direction, Kv, MaskSpec, Numerics, Qkv, Spec, SpecBuilder, TensorSpec};
 pub use view::{Extent, View, ViewMut};

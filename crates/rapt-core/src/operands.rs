@@ -5,8 +5,8 @@
 //! with any other operand.
 
 use crate::overlap::{Decision, STEPS};
-use crate::spec::{broadcast_mask, canonical};
-use crate::{Error, Result, Spec, TensorSpec, View, ViewMut};
+use crate::spec::{broadcast_mask, canonical, numbers_of, part_names};
+use crate::{Codes, CodesForm, CodesSpec, Error, Qkv, Result, Spec, TensorSpec, View, ViewMut};
 
 /// The tensors of one run, as they were given.
 #[derive(Debug)]
@@ -17,6 +17,8 @@ pub struct Tensors<'a> {
     pub k: View<'a>,
     /// Values.
     pub v: View<'a>,
+    /// Of those of q, k and v that are codes: what makes numbers of them.
+    pub codes: Qkv<Option<Box<Codes<'a>>>>,
     /// Boolean or additive mask.
     pub mask: Option<View<'a>>,
     /// One more logit per head.
@@ -58,6 +60,19 @@ fn compare<const N: usize>(tensor: &'static str, got: &TensorSpec<N>, planned: &
     Ok(())
 }
 
+fn compare_codes(tensor: &'static str, got: &CodesSpec, planned: &CodesSpec) -> Result<()> {
+    let names = part_names(tensor);
+    if (got.format, got.granularity, got.chunk) != (planned.format, planned.granularity, planned.chunk) {
+        return Err(Error::NotAsPlanned { tensor: names.descale, what: "format or granularity" });
+    }
+    compare(names.descale, &got.descale, &planned.descale)?;
+    // Both have one or neither: a format tells.
+    got.zero_point
+        .iter()
+        .zip(&planned.zero_point)
+        .try_for_each(|(got, planned)| compare(names.zero_point, got, planned))
+}
+
 /// Proves that `out` shares no byte with another operand. Answers the steps that it took.
 ///
 /// # Errors
@@ -96,10 +111,19 @@ impl<'a> Operands<'a> {
             return Err(Error::NotAsPlanned { tensor: "spec", what: "a field that was changed after it was built" });
         }
         let layout = spec.layout;
-        for (name, view, planned) in
-            [("q", &tensors.q, &spec.q), ("k", &tensors.k, &spec.k), ("v", &tensors.v, &spec.v)]
-        {
-            compare(name, &canonical(name, &view.into(), layout)?, planned)?;
+        let (views, planned) = ([&tensors.q, &tensors.k, &tensors.v], [&spec.q, &spec.k, &spec.v]);
+        for (n, (name, codes)) in tensors.codes.named().into_iter().enumerate() {
+            let form = codes.as_deref().map(CodesForm::from);
+            compare(name, &numbers_of(name, &views[n].into(), form.as_ref(), layout)?, planned[n])?;
+            let (_, planned_codes) = spec.codes.named()[n];
+            match (&form, planned_codes) {
+                (Some(form), Some(codes)) => {
+                    let got = CodesSpec::new(name, form, planned[n].shape, views[n].shape().len(), layout)?;
+                    compare_codes(name, &got, codes)?;
+                }
+                (None, None) => {}
+                _ => return Err(Error::NotAsPlanned { tensor: part_names(name).descale, what: "presence" }),
+            }
         }
         let out = &tensors.out;
         compare("out", &canonical("out", &out.into(), layout)?, &spec.out)?;
@@ -188,7 +212,13 @@ impl<'a> Tensors<'a> {
             ("sinks", self.sinks.as_ref()),
             ("alibi_slopes", self.alibi_slopes.as_ref()),
         ];
-        required.into_iter().chain(optional.into_iter().filter_map(|(name, view)| Some((name, view?))))
+        let of_codes =
+            self.codes.named().into_iter().filter_map(|(name, codes)| Some((part_names(name), codes.as_deref()?)));
+        let of_codes = of_codes.flat_map(|(names, codes)| {
+            [(names.descale, Some(&codes.descale)), (names.zero_point, codes.zero_point.as_ref())]
+        });
+        let optional = of_codes.chain(optional).filter_map(|(name, view)| Some((name, view?)));
+        required.into_iter().chain(optional)
     }
 }
 
@@ -211,7 +241,8 @@ mod tests {
         };
         let (q, k, v, out) = (input("q"), input("k"), input("v"), out.unwrap());
         let spec = Spec::builder(&q, &k, &v, &Options::default()).out(&out).build().unwrap();
-        let tensors = Tensors { q, k, v, mask: None, sinks: None, alibi_slopes: None, out, lse: None };
+        let codes = Qkv::default();
+        let tensors = Tensors { q, k, v, codes, mask: None, sinks: None, alibi_slopes: None, out, lse: None };
         let undecided = Error::OverlapUndecided { tensor: "out", other: "out", steps: STEPS };
         assert_eq!(Operands::check(tensors, &spec).unwrap_err(), undecided);
     }

@@ -150,6 +150,7 @@ impl<T: Number> Bench<T> {
             q: view("q", &self.q, heads, q_len).expect("as long as its shape"),
             k: view("k", k, kv_heads, kv_len).expect("as long as its shape"),
             v: view("v", v, kv_heads, kv_len).expect("as long as its shape"),
+            codes: rapt_core::Qkv::default(),
             mask: None,
             sinks: None,
             alibi_slopes: None,

@@ -74,6 +74,7 @@ fn request<T: Element + Default>(
         q: strided("q", &q, q_shape, LAYOUTS[0](q_shape)),
         k: strided("k", &kv, kv_shape, layout(kv_shape)),
         v: strided("v", &kv, kv_shape, layout(kv_shape)),
+        codes: rapt_core::Qkv::default(),
         mask,
         sinks: None,
         alibi_slopes: None,

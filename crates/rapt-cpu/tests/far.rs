@@ -11,7 +11,7 @@ use rapt_testkit::{Case, MaskCase, Sparse, check, check_lse, reference};
 const FAR: [isize; 5] = [(1 << 29) + 3, (1 << 31) - 3, (1 << 31) + 5, (1 << 32) + 9, -((1 << 32) + 9)];
 
 fn run(arch: Arch, tensors: Tensors<'_>, options: &Options) {
-    let Tensors { q, k, v, mask, sinks, alibi_slopes, out, lse } = &tensors;
+    let Tensors { q, k, v, codes: _, mask, sinks, alibi_slopes, out, lse } = &tensors;
     let mut builder = Spec::builder(q, k, v, options)
         .mask(mask.as_ref())
         .sinks(sinks.as_ref())
@@ -57,6 +57,7 @@ fn bits(arch: Arch, case: &Case, far: Option<(usize, usize, isize)>) -> Vec<u64>
         q: q.view("q"),
         k: k.view("k"),
         v: v.view("v"),
+        codes: rapt_core::Qkv::default(),
         mask: Some(mask.view("mask")),
         sinks: None,
         alibi_slopes: None,
@@ -142,6 +143,7 @@ fn tail_by_the_definition(
             q: *q,
             k: k_end,
             v: v_end,
+            codes: rapt_core::Qkv::default(),
             mask: mask_end,
             sinks: None,
             alibi_slopes: slopes,
@@ -154,6 +156,7 @@ fn tail_by_the_definition(
         q: *q,
         k: *k,
         v: *v,
+        codes: rapt_core::Qkv::default(),
         mask,
         sinks: None,
         alibi_slopes: slopes,

@@ -51,6 +51,7 @@ fn run(arch: Arch, case: &Case, values: &Values) -> Ran {
         q: q.view("q"),
         k: k.view("k"),
         v: v.view("v"),
+        codes: rapt_core::Qkv::default(),
         mask: mask.as_ref().map(|mask| mask.view("mask")),
         sinks: None,
         alibi_slopes: None,

@@ -58,6 +58,7 @@ fn certify(request: &Request, at: Addresses, caps: &Caps) -> Result<(Plan, Certi
         q: unread("q", &request.q, at[0])?,
         k: unread("k", &request.k, at[1])?,
         v: unread("v", &request.v, at[2])?,
+        codes: rapt::Qkv::default(),
         mask: optional("mask", &request.mask, at[3])?,
         sinks: optional("sinks", &request.sinks, at[4])?,
         alibi_slopes: optional("alibi_slopes", &request.alibi_slopes, at[5])?,

@@ -99,6 +99,7 @@ fn run(request: &Request, offsets: Offsets) -> Result<()> {
             q: view("q", &request.q, offsets[0])?,
             k: view("k", &request.k, offsets[1])?,
             v: view("v", &request.v, offsets[2])?,
+            codes: rapt::Qkv::default(),
             mask: optional("mask", &request.mask, offsets[3])?,
             sinks: optional("sinks", &request.sinks, offsets[4])?,
             alibi_slopes: optional("alibi_slopes", &request.alibi_slopes, offsets[5])?,

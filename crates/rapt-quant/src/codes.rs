@@ -11,6 +11,8 @@
 //! Finite numbers beyond the largest become the largest. ±inf is itself in e5m2, NaN in e4m3fn, which has no other word for
 //! it; integers and e2m1 have none for either, and their encoders are not to be asked.
 
+pub use rapt_core::codes::{E2M1_VALUES, E4M3FN_VALUES, E5M2_VALUES, from_e8m0, from_int4};
+
 /// A float of at most 8 bits with a sign, subnormals, and the given bits of mantissa.
 #[derive(Clone, Copy, Debug)]
 struct Minifloat {
@@ -57,18 +59,6 @@ impl Minifloat {
             rounded - (((1023 - self.bias) as u64) << self.mantissa_bits)
         };
         sign | code.min(u64::from(self.largest)) as u8
-    }
-
-    /// The number of a code that is finite.
-    const fn decode(self, code: u8) -> f32 {
-        let size = (code & (self.sign - 1)) as u64;
-        let exponent = (size >> self.mantissa_bits) as i32;
-        let mantissa = size & ((1 << self.mantissa_bits) - 1);
-        let steps = if exponent == 0 { mantissa } else { mantissa | 1 << self.mantissa_bits };
-        let least = if exponent == 0 { 1 } else { exponent } - self.bias - self.mantissa_bits as i32;
-        // At most 4 bits times a power of two that f32 has as a normal number: exact.
-        let value = steps as f32 * exp2(least) as f32;
-        if code & self.sign != 0 { -value } else { value }
     }
 }
 
@@ -117,59 +107,6 @@ pub fn to_int4(x: f64) -> u8 {
 pub fn to_uint8(x: f64, zero_point: u8) -> u8 {
     // Rounded before the zero point is added, so that ties do not depend on it.
     (nearest(x.clamp(-512.0, 512.0)) + f64::from(zero_point)).clamp(0.0, 255.0) as u8
-}
-
-/// The number of each e4m3fn code.
-pub static E4M3FN_VALUES: [f32; 256] = {
-    let mut values = [f32::NAN; 256];
-    let mut code = 0;
-    while code < 256 {
-        if code & 0x7f != 0x7f {
-            values[code] = E4M3FN.decode(code as u8);
-        }
-        code += 1;
-    }
-    values
-};
-
-/// The number of each e5m2 code.
-pub static E5M2_VALUES: [f32; 256] = {
-    let mut values = [f32::NAN; 256];
-    let mut code = 0;
-    while code < 256 {
-        if code & 0x7f == 0x7c {
-            values[code] = if code & 0x80 != 0 { f32::NEG_INFINITY } else { f32::INFINITY };
-        } else if code & 0x7f < 0x7c {
-            values[code] = E5M2.decode(code as u8);
-        }
-        code += 1;
-    }
-    values
-};
-
-/// The number of each e2m1 code.
-pub static E2M1_VALUES: [f32; 16] = {
-    let mut values = [0.0; 16];
-    let mut code = 0;
-    while code < 16 {
-        values[code] = E2M1.decode(code as u8);
-        code += 1;
-    }
-    values
-};
-
-/// The number of an int4 code: two's complement of its lower 4 bits.
-#[inline]
-#[must_use]
-pub const fn from_int4(code: u8) -> i8 {
-    (code << 4).cast_signed() >> 4
-}
-
-/// The power of two of an e8m0 code; NaN for 255.
-#[inline]
-#[must_use]
-pub fn from_e8m0(code: u8) -> f64 {
-    if code == 255 { f64::NAN } else { exp2(i32::from(code) - 127) }
 }
 
 /// The largest power of two that is at most `x`, as its exponent. `x` is finite and greater than 0.

@@ -10,82 +10,9 @@
 //! ```
 //! Codes have the shape of x; where two share a byte, the last size is ceil(D / 2), and the upper half of a last odd byte is 0.
 
-use std::fmt;
+use rapt_core::{DType, Error, Format, Granularity, MAX_RANK, ScaleLayout, Shape};
 
-use rapt_core::{DType, Error, MAX_RANK, Shape};
-
-use crate::{Format, QuantError, Result, swizzle};
-
-/// Which elements share a scale.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub enum Granularity {
-    /// All.
-    Tensor,
-    /// A matrix: the last two dimensions.
-    Head,
-    /// A row: the last dimension.
-    Token,
-    /// A column of a matrix: the last dimension but one.
-    Channel,
-    /// This many elements along the last dimension.
-    Block(usize),
-}
-
-impl Granularity {
-    /// The name, without the block size.
-    #[must_use]
-    pub const fn name(self) -> &'static str {
-        match self {
-            Granularity::Tensor => "tensor",
-            Granularity::Head => "head",
-            Granularity::Token => "token",
-            Granularity::Channel => "channel",
-            Granularity::Block(_) => "block",
-        }
-    }
-
-    /// The block size, of blocks.
-    #[must_use]
-    pub const fn block_size(self) -> Option<usize> {
-        match self {
-            Granularity::Block(size) => Some(size),
-            _ => None,
-        }
-    }
-}
-
-impl fmt::Display for Granularity {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Granularity::Block(size) => write!(f, "block {size}"),
-            other => f.write_str(other.name()),
-        }
-    }
-}
-
-/// How the scales of blocks lie in memory.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub enum ScaleLayout {
-    /// Row-major.
-    #[default]
-    Plain,
-    /// Each matrix of scales padded to multiples of 128×4 and reordered as tensor cores of Blackwell read it: PyTorch's
-    /// `SwizzleType.SWIZZLE_32_4_4`, cuBLAS' "1D block scaling factors layout". The formats with 8-bit scales have it.
-    Swizzle32x4x4,
-}
-
-impl ScaleLayout {
-    /// The name.
-    #[must_use]
-    pub const fn name(self) -> &'static str {
-        match self {
-            ScaleLayout::Plain => "plain",
-            ScaleLayout::Swizzle32x4x4 => "swizzle_32_4_4",
-        }
-    }
-}
+use crate::{QuantError, Result, swizzle};
 
 /// A format, its granularity, and how its scales lie.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

@@ -6,7 +6,7 @@
 //! x ≈ decode(code) · scale · global_scale       nvfp4 (e4m3 scales, one f32 for the tensor)
 //! ```
 //!
-//! [`codes`] has every number format bit by bit; [`Format`] says which of them a tensor uses and what goes with it;
+//! [`codes`] rounds to every number format, bit by bit; [`Format`] says which of them a tensor uses and what goes with it;
 //! [`Form`] gives from a [`Scheme`] and a shape the shape of every part; [`quantize`] makes a [`Quantized`], [`QuantizedView`]
 //! is one made of parts that lie elsewhere, and [`QuantizedView::dequantize_into`] gives the numbers back. [`analyze`]
 //! measures what each choice costs on a tensor.
@@ -19,7 +19,6 @@ pub mod codes;
 mod dequantize;
 mod error;
 mod form;
-mod format;
 mod quantize;
 mod quantized;
 mod source;
@@ -27,8 +26,8 @@ mod swizzle;
 
 pub use analyze::{Analysis, Candidate, analyze};
 pub use error::{QuantError, Result};
-pub use form::{Form, Granularity, ScaleLayout, Scheme};
-pub use format::Format;
+pub use form::{Form, Scheme};
 pub use quantize::{Given, quantize};
 pub use quantized::{Parts, Quantized, QuantizedView};
+pub use rapt_core::{Format, Granularity, ScaleLayout};
 pub use swizzle::swizzled;

@@ -153,11 +153,19 @@ fn in_f32(reaches: &[Reach], form: &Form) -> Result<Scales> {
     })
 }
 
+/// The exponent of the largest power of two of a format, which the MX rule subtracts.
+const fn largest_exponent(format: Format) -> i32 {
+    match format {
+        Format::Mxfp8 => 8,
+        _ => 2,
+    }
+}
+
 fn powers_of_two(reaches: &[Reach], form: &Form) -> Result<Scales> {
     let format = form.format();
     let code = |reach: &Reach| match reach.absmax() {
         0.0 => Ok(127),
-        absmax => match (codes::floor_log2(absmax) - format.largest_exponent()).max(-127) {
+        absmax => match (codes::floor_log2(absmax) - largest_exponent(format)).max(-127) {
             128.. => Err(QuantError::ScaleOverflow { reach: absmax, format, dtype: DType::F8E8M0FNU }),
             exponent => Ok((exponent + 127) as u8),
         },

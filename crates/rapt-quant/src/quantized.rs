@@ -1,6 +1,6 @@
 //! A quantized tensor: owned, or made of parts that lie elsewhere.
 
-use rapt_core::{DType, Error, Shape, View};
+use rapt_core::{Codes, DType, Error, Shape, View};
 
 use crate::{Form, QuantError, Result};
 
@@ -186,5 +186,25 @@ impl<'a> QuantizedView<'a> {
     #[must_use]
     pub fn form(&self) -> &Form {
         &self.form
+    }
+
+    /// The tensor of codes, as attention takes it: with [`codes`](QuantizedView::codes) beside it.
+    #[must_use]
+    pub fn tensor(&self) -> View<'a> {
+        self.codes
+    }
+
+    /// What makes numbers of the codes, as attention takes it.
+    #[must_use]
+    pub fn codes(&self) -> Codes<'a> {
+        let QuantizedView { form, scale, zero_point, global_scale, .. } = *self;
+        Codes {
+            zero_point,
+            global_scale,
+            granularity: Some(form.scheme().granularity()),
+            scale_layout: form.scheme().scale_layout(),
+            head_dim: form.shape().last().copied(),
+            ..Codes::new(form.format(), scale)
+        }
     }
 }

@@ -55,7 +55,6 @@ fn scales(quantized: &Quantized) -> Vec<f64> {
                     Granularity::Token => h * rows + s,
                     Granularity::Channel => h * columns + d,
                     Granularity::Block(size) => (h * rows + s) * columns.div_ceil(size) + d / size,
-                    _ => unreachable!(),
                 }));
             }
         }

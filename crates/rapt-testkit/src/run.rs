@@ -86,6 +86,7 @@ impl Buffers {
             q: self.q.view("q", rank, layout),
             k: self.k.view("k", rank, layout),
             v: self.v.view("v", rank, layout),
+            codes: rapt_core::Qkv::default(),
             mask: self.mask.as_ref().map(|mask| mask.view("mask", mask_rank, TensorLayout::Bhsd)),
             sinks: self.sinks.as_ref().map(|sinks| sinks.view("sinks", 1, TensorLayout::Bhsd)),
             alibi_slopes: self.alibi_slopes.as_ref().map(|slopes| slopes.view("alibi_slopes", 1, TensorLayout::Bhsd)),

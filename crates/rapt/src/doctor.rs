@@ -109,6 +109,7 @@ fn error_of<T: Element>(engine: &Engine, q_len: usize, narrow: fn(f64) -> T, wid
         q: View::contiguous("q", &q, [HEADS, q_len, HEAD_DIM].into())?,
         k: View::strided("k", &turned, 0, [KV_HEADS, KV_LEN, HEAD_DIM].into(), strides)?,
         v: View::contiguous("v", &v, [KV_HEADS, KV_LEN, HEAD_DIM].into())?,
+        codes: rapt_core::Qkv::default(),
         mask: None,
         sinks: None,
         alibi_slopes: None,

@@ -3,7 +3,8 @@
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock};
 
 use rapt_core::{
-    Caps, Device, DeviceMemory, Error, Executor, Operands, Options, Plan, Queue, Result, Spec, Tensors, View, Workspace,
+    Caps, Device, DeviceMemory, Error, Executor, Operands, Options, Plan, Qkv, Queue, Result, Spec, Tensors, View,
+    Workspace,
 };
 
 use rustc_hash::FxHashMap;
@@ -218,7 +219,11 @@ impl Engine {
 /// # Errors
 /// Any [`Error`] of kind dtype, shape, option or device.
 pub fn spec_of(tensors: &Tensors<'_>, options: &Options) -> Result<Spec> {
+    let Qkv { q, k, v } = &tensors.codes;
     let mut builder = Spec::builder(&tensors.q, &tensors.k, &tensors.v, options)
+        .q_codes(q.as_deref())
+        .k_codes(k.as_deref())
+        .v_codes(v.as_deref())
         .mask(tensors.mask.as_ref())
         .sinks(tensors.sinks.as_ref())
         .alibi_slopes(tensors.alibi_slopes.as_ref())
@@ -250,8 +255,17 @@ pub fn attention(q: &View<'_>, k: &View<'_>, v: &View<'_>, options: &Options) ->
     let rank = q.shape().len();
     let spec = Spec::builder(q, k, v, options).build()?;
     let mut out = Tensor::zeros(spec.out.dtype, spec.out_shape(rank))?;
-    let tensors =
-        Tensors { q: *q, k: *k, v: *v, mask: None, sinks: None, alibi_slopes: None, out: out.view_mut()?, lse: None };
+    let tensors = Tensors {
+        q: *q,
+        k: *k,
+        v: *v,
+        codes: Qkv::default(),
+        mask: None,
+        sinks: None,
+        alibi_slopes: None,
+        out: out.view_mut()?,
+        lse: None,
+    };
     default_engine()?.attention_into(tensors, options)?;
     Ok(out)
 }
@@ -282,6 +296,7 @@ mod tests {
             q: view,
             k: view,
             v: view,
+            codes: Qkv::default(),
             mask: None,
             sinks: None,
             alibi_slopes: None,

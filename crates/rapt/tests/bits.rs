@@ -31,6 +31,7 @@ fn attend(engine: &Engine, sizes: Sizes, causal: Option<Causal>, q: &[f32], k: &
         q: View::contiguous("q", q, q_shape).unwrap(),
         k: View::contiguous("k", k, kv_shape).unwrap(),
         v: View::contiguous("v", v, kv_shape).unwrap(),
+        codes: rapt::Qkv::default(),
         mask: None,
         sinks: None,
         alibi_slopes: None,

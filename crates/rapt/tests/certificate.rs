@@ -25,6 +25,7 @@ fn certify(change: impl Fn(Plan) -> Plan, declared: bool) -> Result<(Plan, Certi
         q: View::contiguous("q", &q, SHAPE.into())?,
         k,
         v: View::contiguous("v", &v, KV.into())?,
+        codes: rapt::Qkv::default(),
         mask: None,
         sinks: None,
         alibi_slopes: None,
@@ -180,7 +181,17 @@ fn a_plan_of_another_backend_is_refused_and_writes_nothing() {
     let own = engine.plan(&spec).unwrap();
     assert!(foreign != *own && *own == own.as_ref().clone() && foreign == foreign.clone());
     let out_view = ViewMut::contiguous("out", &mut out, [1, 1, 16, 4].into()).unwrap();
-    let tensors = Tensors { q, k: q, v: q, mask: None, sinks: None, alibi_slopes: None, out: out_view, lse: None };
+    let tensors = Tensors {
+        q,
+        k: q,
+        v: q,
+        codes: rapt::Qkv::default(),
+        mask: None,
+        sinks: None,
+        alibi_slopes: None,
+        out: out_view,
+        lse: None,
+    };
     let refused = engine.run(&foreign, &mut Operands::check(tensors, foreign.spec()).unwrap());
     assert_eq!(refused, Err(Error::NotAsPlanned { tensor: "plan", what: "backend" }));
     assert_eq!(out, [7f32; 64]);
@@ -218,7 +229,17 @@ fn interleaved_outputs_take_steps_to_be_told_apart() {
         )
     };
     let (q, k) = (View::contiguous("q", &q, [1, 1, 5, 8].into()).unwrap(), k.unwrap());
-    let tensors = Tensors { q, k, v: k, mask: None, sinks: None, alibi_slopes: None, out: out.unwrap(), lse: None };
+    let tensors = Tensors {
+        q,
+        k,
+        v: k,
+        codes: rapt::Qkv::default(),
+        mask: None,
+        sinks: None,
+        alibi_slopes: None,
+        out: out.unwrap(),
+        lse: None,
+    };
     let spec = Spec::builder(&q, &k, &k, &Options::default()).out(&tensors.out).build().unwrap();
     let plan = Engine::new(Some(1)).unwrap().plan(&spec).unwrap();
     let certificate = plan.certificate(&Operands::check(tensors, &spec).unwrap()).unwrap();

@@ -35,7 +35,17 @@ fn a_queue_of_another_kind_is_refused() {
     let q = View::contiguous("q", &data, [1, 2, 2].into()).unwrap();
     let plan = engine.plan(&Spec::builder(&q, &q, &q, &Options::default()).build().unwrap()).unwrap();
     let out = ViewMut::contiguous("out", &mut out, [1, 2, 2].into()).unwrap();
-    let tensors = Tensors { q, k: q, v: q, mask: None, sinks: None, alibi_slopes: None, out, lse: None };
+    let tensors = Tensors {
+        q,
+        k: q,
+        v: q,
+        codes: rapt::Qkv::default(),
+        mask: None,
+        sinks: None,
+        alibi_slopes: None,
+        out,
+        lse: None,
+    };
     let mut operands = Operands::check(tensors, plan.spec()).unwrap();
     let stream = Queue::Cuda { device: 0, stream: 0 };
     assert!(matches!(engine.run_on(&plan, &mut operands, &stream), Err(Error::Unsupported { .. })));
@@ -69,6 +79,7 @@ fn threads_of_the_host_touch_no_memory_of_a_gpu() {
         q,
         k: q,
         v,
+        codes: rapt::Qkv::default(),
         mask: None,
         sinks: None,
         alibi_slopes: None,

@@ -100,7 +100,7 @@ macro_rules! arguments {
 
             /// With the outputs: everything that a run reads and writes.
             fn tensors(self, out: ViewMut<'a>, lse: Option<ViewMut<'a>>) -> Tensors<'a> {
-                Tensors { q: self.q, k: self.k, v: self.v, $($tensor: self.$tensor,)* out, lse }
+                Tensors { q: self.q, k: self.k, v: self.v, codes: rapt::Qkv::default(), $($tensor: self.$tensor,)* out, lse }
             }
         }
     };

@@ -80,6 +80,7 @@ pub(crate) fn run_piece<'py>(
         q: q.view()?,
         k: k.view()?,
         v: v.view()?,
+        codes: rapt::Qkv::default(),
         mask: mask.map(Operand::view).transpose()?,
         sinks: None,
         alibi_slopes: None,

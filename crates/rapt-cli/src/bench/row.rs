@@ -144,6 +144,7 @@ impl Row {
             q: View::contiguous("q", &memory.q, self.shape_of(heads, q_len, head_dim))?,
             k: View::contiguous("k", k, self.shape_of(kv_heads, kv_len, head_dim))?,
             v: View::contiguous("v", v, self.shape_of(kv_heads, kv_len, head_dim_v))?,
+            codes: rapt::Qkv::default(),
             mask,
             sinks: None,
             alibi_slopes: None,

@@ -1,8 +1,9 @@
 //! From the forms of a caller's tensors and its options to a [`Spec`].
 
+use super::quantized::{CodesForm, CodesSpec, Qkv, numbers_of, part_names};
 use super::validate::{as_given, broadcast_mask, canonical, check_sizes, floats_within, is_float_within, per_head};
 use super::{Direction, Kv, MaskSpec, Numerics, Spec, TensorSpec};
-use crate::{COMPUTED, DType, Device, Error, Finite, Options, Result, Shape, Strides, TensorForm};
+use crate::{COMPUTED, DType, Device, Error, Finite, Format, Options, Result, Shape, Strides, TensorForm};
 
 /// Gathers a [`Spec`].
 #[derive(Clone, Debug)]
@@ -10,6 +11,7 @@ pub struct SpecBuilder {
     q: TensorForm,
     k: TensorForm,
     v: TensorForm,
+    codes: Qkv<Option<Box<CodesForm>>>,
     mask: Option<TensorForm>,
     sinks: Option<TensorForm>,
     alibi_slopes: Option<TensorForm>,
@@ -27,7 +29,29 @@ enum Lse {
 
 impl SpecBuilder {
     pub(super) fn new(q: TensorForm, k: TensorForm, v: TensorForm, options: Options) -> Self {
-        SpecBuilder { q, k, v, mask: None, sinks: None, alibi_slopes: None, out: None, lse: Lse::None, options }
+        let codes = Qkv::default();
+        SpecBuilder { q, k, v, codes, mask: None, sinks: None, alibi_slopes: None, out: None, lse: Lse::None, options }
+    }
+
+    /// With q as codes of a quantized format: its numbers are formed where it is loaded.
+    #[must_use]
+    pub fn q_codes(mut self, codes: Option<impl Into<CodesForm>>) -> Self {
+        self.codes.q = codes.map(|codes| Box::new(codes.into()));
+        self
+    }
+
+    /// With k as codes.
+    #[must_use]
+    pub fn k_codes(mut self, codes: Option<impl Into<CodesForm>>) -> Self {
+        self.codes.k = codes.map(|codes| Box::new(codes.into()));
+        self
+    }
+
+    /// With v as codes.
+    #[must_use]
+    pub fn v_codes(mut self, codes: Option<impl Into<CodesForm>>) -> Self {
+        self.codes.v = codes.map(|codes| Box::new(codes.into()));
+        self
     }
 
     /// With a boolean (True = attend) or additive mask.
@@ -79,6 +103,7 @@ impl SpecBuilder {
     pub fn build(self) -> Result<Spec> {
         let numerics = self.numerics()?;
         let [q, k, v] = self.inputs()?;
+        let codes = self.codes_specs([&q, &k, &v])?;
         let [batch, num_q_heads, q_len, head_dim] = q.shape;
         let mask = self.mask_spec([batch, num_q_heads, q_len, k.shape[2]], numerics)?;
         let vector = |tensor, form: &Option<TensorForm>| {
@@ -99,6 +124,7 @@ impl SpecBuilder {
             q,
             k,
             v,
+            codes,
             out,
             lse,
             mask,
@@ -112,25 +138,53 @@ impl SpecBuilder {
         })
     }
 
-    /// One dtype of q, k and v, and what it is summed in.
+    /// Each of q, k and v with what is said of its codes.
+    fn operands(&self) -> [(&'static str, &TensorForm, Option<&CodesForm>); 3] {
+        let SpecBuilder { q, k, v, codes, .. } = self;
+        [("q", q, codes.q.as_deref()), ("k", k, codes.k.as_deref()), ("v", v, codes.v.as_deref())]
+    }
+
+    /// One dtype of those of q, k and v that are not codes, and what all are summed in.
     fn numerics(&self) -> Result<Numerics> {
-        let storage = self.q.dtype;
-        for (tensor, form) in [("k", &self.k), ("v", &self.v)] {
-            if form.dtype != storage {
-                return Err(Error::DtypeMismatch { tensor, expected: storage, got: form.dtype });
+        let operands = self.operands();
+        for (tensor, form, _) in operands.iter().filter(|(.., codes)| codes.is_none()) {
+            if Format::of_dtype(form.dtype).is_some() {
+                let (codes, part) = (form.dtype.name(), part_names(tensor).descale);
+                return Err(Error::MissingPart { tensor, codes, part });
+            }
+        }
+        let mut plain = operands.iter().filter(|(.., codes)| codes.is_none());
+        let (first, storage) = plain.next().map_or(("q", DType::F32), |(tensor, form, _)| (*tensor, form.dtype));
+        for (tensor, form, _) in plain {
+            let (expected, got) = (storage, form.dtype);
+            if got != storage && first == "q" {
+                return Err(Error::DtypeMismatch { tensor, expected, got });
+            }
+            if got != storage {
+                return Err(Error::OtherDtype { tensor, expected, got });
             }
         }
         if !storage.is_computed() {
-            return Err(Error::UnsupportedDtype { tensor: "q", got: storage, allowed: COMPUTED.to_vec() });
+            return Err(Error::UnsupportedDtype { tensor: first, got: storage, allowed: COMPUTED.to_vec() });
+        }
+        if let (DType::F64, Some((tensor, .., Some(codes)))) =
+            (storage, operands.iter().find(|(.., codes)| codes.is_some()))
+        {
+            return Err(Error::unsupported(
+                format!("{first} in float64 with {tensor} of {} codes", codes.format),
+                "codes are multiplied by their scales and summed in float32",
+                format!("give {first} in float32, or dequantize {tensor}"),
+            ));
         }
         Ok(Numerics { storage, accumulation: storage.accumulation() })
     }
 
-    /// q, k and v in canonical order.
+    /// q, k and v in canonical order, with the sizes of their numbers.
     fn inputs(&self) -> Result<[TensorSpec<4>; 3]> {
         let SpecBuilder { q, k, v, options, .. } = self;
-        let to_4d = |tensor, form| canonical(tensor, form, options.layout);
-        let specs = [to_4d("q", q)?, to_4d("k", k)?, to_4d("v", v)?];
+        let [q_spec, k_spec, v_spec] =
+            self.operands().map(|(tensor, form, codes)| numbers_of(tensor, form, codes, options.layout));
+        let specs = [q_spec?, k_spec?, v_spec?];
         for (tensor, form) in [("k", k), ("v", v)] {
             if form.shape.len() != q.shape.len() {
                 return Err(Error::Rank {
@@ -143,6 +197,19 @@ impl SpecBuilder {
         }
         check_sizes(specs.each_ref(), [q, k, v])?;
         Ok(specs)
+    }
+
+    /// What makes numbers of those that are codes.
+    fn codes_specs(&self, numbers: [&TensorSpec<4>; 3]) -> Result<Qkv<Option<Box<CodesSpec>>>> {
+        let (rank, layout) = (self.q.shape.len(), self.options.layout);
+        let mut specs = [const { None }; 3];
+        for (((tensor, _, codes), numbers), spec) in self.operands().into_iter().zip(numbers).zip(&mut specs) {
+            if let Some(codes) = codes {
+                *spec = Some(Box::new(CodesSpec::new(tensor, codes, numbers.shape, rank, layout)?));
+            }
+        }
+        let [q, k, v] = specs;
+        Ok(Qkv { q, k, v })
     }
 
     fn mask_spec(&self, target: [usize; 4], numerics: Numerics) -> Result<Option<MaskSpec>> {
@@ -183,13 +250,30 @@ impl SpecBuilder {
                 return Err(Error::DeviceMismatch { tensor, expected: q.device, got: form.device });
             }
         }
+        for (tensor, _, codes) in self.operands() {
+            let (Some(codes), names) = (codes, part_names(tensor)) else { continue };
+            for (tensor, form) in [(names.descale, Some(&codes.descale)), (names.zero_point, codes.zero_point.as_ref())]
+            {
+                if let Some(form) = form.filter(|form| form.device != q.device) {
+                    return Err(Error::DeviceMismatch { tensor, expected: q.device, got: form.device });
+                }
+            }
+        }
         Ok(q.device)
     }
 
     fn out_spec(&self, sizes: [usize; 4], numerics: Numerics) -> Result<TensorSpec<4>> {
         let layout = self.options.layout;
         let expected = as_given(sizes, self.q.shape.len(), layout);
-        let dtype = self.options.out_dtype.unwrap_or(numerics.storage);
+        let dtype = match (self.options.out_dtype, &self.codes.q) {
+            (Some(dtype), _) => dtype,
+            (None, None) => numerics.storage,
+            (None, Some(codes)) => {
+                let floats: Vec<&str> = floats_within(numerics.accumulation).iter().map(|dtype| dtype.name()).collect();
+                let allowed = format!("{}: q is {} codes, which name no dtype of out", floats.join(", "), codes.format);
+                return Err(Error::Option { option: "out_dtype", got: "None".to_owned(), allowed });
+            }
+        };
         if !is_float_within(dtype, numerics.accumulation) {
             let allowed = floats_within(numerics.accumulation);
             return Err(Error::UnsupportedDtype { tensor: "out", got: dtype, allowed });

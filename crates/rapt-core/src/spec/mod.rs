@@ -3,14 +3,17 @@
 //! All tensors are brought to one canonical order here: `q`, `out` as `[batch, num_q_heads, q_len, head_dim(_v)]`,
 //! `k`, `v` as `[batch, num_kv_heads, kv_len, head_dim(_v)]`, `mask` as `[batch, num_q_heads, q_len, kv_len]` with zero
 //! strides where it broadcasts, `lse` as `[batch, num_q_heads, q_len]`. No element moves: only sizes and strides are
-//! permuted. Deliberately absent: pointers (but for their alignment), devices' capabilities, and any choice of a kernel.
+//! permuted. What is codes has the sizes of its numbers. Deliberately absent: pointers (but for their alignment), devices' capabilities, and any choice of a kernel.
 
 mod builder;
+mod quantized;
 mod validate;
 
 use crate::{Alignment, BlockRange, Causal, DType, Device, Finite, Options, Shape, TensorForm, TensorLayout, Window};
 
 pub use builder::SpecBuilder;
+pub use quantized::{Codes, CodesForm, CodesSpec, Qkv};
+pub(crate) use quantized::{numbers_of, part_names};
 pub(crate) use validate::{broadcast_mask, canonical};
 
 /// A tensor without its pointer: `N` sizes and strides in canonical order.
@@ -56,7 +59,7 @@ pub enum Kv {
 /// The dtypes that numbers pass through.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Numerics {
-    /// The dtype of q, k and v.
+    /// The dtype of those of q, k and v that are not codes; float32 where all are.
     pub storage: DType,
     /// The dtype of products, sums, maxima and exponentials.
     pub accumulation: DType,
@@ -83,6 +86,9 @@ pub struct Spec {
     pub k: TensorSpec<4>,
     /// `[batch, num_kv_heads, kv_len, head_dim_v]`.
     pub v: TensorSpec<4>,
+    /// Of those of q, k and v that are codes: what makes numbers of them. The dtype and the strides of such an operand are those of
+    /// its codes, its sizes those of the numbers.
+    pub codes: Qkv<Option<Box<CodesSpec>>>,
     /// `[batch, num_q_heads, q_len, head_dim_v]`.
     pub out: TensorSpec<4>,
     /// `[batch, num_q_heads, q_len]`.
@@ -156,6 +162,21 @@ impl Spec {
     #[must_use]
     pub fn head_dim_v(&self) -> usize {
         self.v.shape[3]
+    }
+
+    /// Whether q, k or v is codes.
+    #[must_use]
+    pub fn is_quantized(&self) -> bool {
+        self.quantized().next().is_some()
+    }
+    /// Each operand that is codes: its name, its tensor, and what makes numbers of it.
+    pub fn quantized(&self) -> impl Iterator<Item = (&'static str, &TensorSpec<4>, &CodesSpec)> {
+        let tensors = [&self.q, &self.k, &self.v];
+        self.codes
+            .named()
+            .into_iter()
+            .zip(tensors)
+            .filter_map(|((name, codes), tensor)| Some((name, tensor, codes.as_deref()?)))
     }
 
     /// Which keys each query may see by position.

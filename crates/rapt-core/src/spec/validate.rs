@@ -150,7 +150,10 @@ impl Spec {
         let [_, num_kv_heads, kv_len, _] = k.shape;
         let head_dim_v = v.shape[3];
         let Numerics { storage, accumulation, .. } = self.numerics;
-        let dtypes = [q, k, v].iter().all(|tensor| tensor.dtype == storage)
+        let codes = self.quantized().all(|(_, tensor, codes)| codes.is_coherent(tensor))
+            && (accumulation == DType::F32 || !self.is_quantized());
+        let plain = self.codes.named().into_iter().zip([q, k, v]).filter(|((_, codes), _)| codes.is_none());
+        let dtypes = plain.into_iter().all(|(_, tensor)| tensor.dtype == storage)
             && storage.is_computed()
             && accumulation == storage.accumulation()
             && is_float_within(out.dtype, accumulation);
@@ -170,6 +173,6 @@ impl Spec {
             .into_iter()
             .flatten()
             .all(|vector| vector.shape == [num_q_heads] && is_float_within(vector.dtype, accumulation));
-        dtypes && groups && sizes && lse && mask && vectors
+        codes && dtypes && groups && sizes && lse && mask && vectors
     }
 }

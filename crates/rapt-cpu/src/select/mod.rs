@@ -36,6 +36,10 @@ pub(crate) fn select_tiled(spec: &Spec, caps: &Caps, tiles: &Tiles) -> Result<Pl
         let why = "this backend serves host memory".into();
         return Err(Error::DeviceUnavailable { device: spec.device, why });
     }
+    if let Some((tensor, _, codes)) = spec.quantized().next() {
+        let what = format!("{tensor} of {} codes", codes.format);
+        return Err(Error::unsupported(what, "no kernel of this version reads codes", format!("dequantize {tensor}")));
+    }
     let (arch, storage) = (caps.arch, spec.numerics.storage);
     let variant = |step| KernelVariant { arch, step, storage };
     if !variant(Step::Forward).is_built() {

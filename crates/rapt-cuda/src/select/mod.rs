@@ -53,6 +53,16 @@ fn check_lengths(spec: &Spec) -> Result<()> {
     Ok(())
 }
 
+/// Codes are made numbers of by the host's kernels alone.
+fn check_plain(spec: &Spec) -> Result<()> {
+    let Some((tensor, _, codes)) = spec.quantized().next() else { return Ok(()) };
+    Err(Error::unsupported(
+        format!("{tensor} of {} codes on {}", codes.format, spec.device),
+        "no GPU kernel of this version reads codes",
+        format!("move all tensors to host memory, or dequantize {tensor}"),
+    ))
+}
+
 /// Tasks, items and splits of `spec`, and blocks of the main launch.
 ///
 /// # Errors
@@ -108,8 +118,9 @@ fn partition(spec: &Spec, caps: &Caps, variant: &KernelVariant) -> Result<(Parti
 /// The launches of a request that has an output.
 ///
 /// # Errors
-/// [`Error::Unsupported`] for lengths and counts beyond 2^29 and 2^31.
+/// [`Error::Unsupported`] for codes, and for lengths and counts beyond 2^29 and 2^31.
 fn launches(spec: &Spec, caps: &Caps) -> Result<Launches> {
+    check_plain(spec)?;
     check_lengths(spec)?;
     let (variant, why_generic) = rules::variant(spec, caps);
     let (partition, blocks) = partition(spec, caps, &variant)?;
@@ -174,7 +185,7 @@ pub(crate) fn plan_of(spec: &Spec, caps: &Caps, launch_plan: CudaLaunch) -> Plan
 /// [`Backend::plan`](crate::Backend::plan), which loads its kernels.
 ///
 /// # Errors
-/// [`Error::DeviceUnavailable`] for anything but CUDA memory; [`Error::Unsupported`] for lengths beyond 2^29.
+/// [`Error::DeviceUnavailable`] for anything but CUDA memory; [`Error::Unsupported`] for codes and for lengths beyond 2^29.
 pub fn select(spec: &Spec, caps: &Caps) -> Result<Plan> {
     Ok(plan_of(spec, caps, launch_plan(spec, caps)?))
 }

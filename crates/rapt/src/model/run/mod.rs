@@ -310,6 +310,7 @@ impl Frame<'_> {
                 q: self.view("q", query)?,
                 k: self.view("k", key)?,
                 v: self.view("v", value)?,
+                codes: rapt_core::Qkv::default(),
                 mask: mask.as_ref().map(|place| self.view("mask", place)).transpose()?,
                 sinks: None,
                 alibi_slopes: None,

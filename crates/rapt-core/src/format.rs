@@ -1,14 +1,11 @@
-//! What a tensor's codes are, and what goes with them.
+//! What a tensor's codes are, which of them share a scale, and how the scales lie: the vocabulary of quantized tensors.
 
 use std::fmt;
 
-use rapt_core::DType;
-
-use crate::codes;
+use crate::{DType, codes};
 
 /// A quantized number format.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[non_exhaustive]
 pub enum Format {
     /// Two's complement, −127 to 127, symmetric: f32 scale = absmax / 127.
     Int8,
@@ -102,6 +99,25 @@ impl Format {
         }
     }
 
+    /// The format that a tensor of this dtype has of itself, one code an element and a scale in f32; `None` where codes are packed,
+    /// or have scales that only their format tells.
+    #[must_use]
+    pub const fn of_dtype(dtype: DType) -> Option<Format> {
+        match dtype {
+            DType::I8 => Some(Format::Int8),
+            DType::U8 => Some(Format::Uint8),
+            DType::F8E4M3FN => Some(Format::E4m3fn),
+            DType::F8E5M2 => Some(Format::E5m2),
+            _ => None,
+        }
+    }
+
+    /// How many codes share a byte.
+    #[must_use]
+    pub const fn codes_per_byte(self) -> usize {
+        8 / self.code_bits()
+    }
+
     /// Whether a zero point is subtracted from its codes.
     #[must_use]
     pub const fn has_zero_point(self) -> bool {
@@ -133,14 +149,6 @@ impl Format {
         }
     }
 
-    /// The exponent of the largest power of two, which the MX rule subtracts.
-    pub(crate) const fn largest_exponent(self) -> i32 {
-        match self {
-            Format::Mxfp8 => 8,
-            _ => 2,
-        }
-    }
-
     /// The number of one code (of its lower 4 bits where codes have 4), before zero point and scale: exact.
     #[must_use]
     pub fn decode(self, code: u8) -> f32 {
@@ -158,5 +166,74 @@ impl Format {
 impl fmt::Display for Format {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.name())
+    }
+}
+
+/// Which elements share a scale.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Granularity {
+    /// All.
+    Tensor,
+    /// A matrix: the last two dimensions.
+    Head,
+    /// A row: the last dimension.
+    Token,
+    /// A column of a matrix: the last dimension but one.
+    Channel,
+    /// This many elements along the last dimension.
+    Block(usize),
+}
+
+impl Granularity {
+    /// The name, without the block size.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Granularity::Tensor => "tensor",
+            Granularity::Head => "head",
+            Granularity::Token => "token",
+            Granularity::Channel => "channel",
+            Granularity::Block(_) => "block",
+        }
+    }
+
+    /// The block size, of blocks.
+    #[must_use]
+    pub const fn block_size(self) -> Option<usize> {
+        match self {
+            Granularity::Block(size) => Some(size),
+            _ => None,
+        }
+    }
+}
+
+impl fmt::Display for Granularity {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Granularity::Block(size) => write!(f, "block {size}"),
+            other => f.write_str(other.name()),
+        }
+    }
+}
+
+/// How the scales of blocks lie in memory.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum ScaleLayout {
+    /// Row-major.
+    #[default]
+    Plain,
+    /// Each matrix of scales padded to multiples of 128×4 and reordered as tensor cores of Blackwell read it: PyTorch's
+    /// `SwizzleType.SWIZZLE_32_4_4`, cuBLAS' "1D block scaling factors layout". The formats with 8-bit scales have it.
+    Swizzle32x4x4,
+}
+
+impl ScaleLayout {
+    /// The name.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            ScaleLayout::Plain => "plain",
+            ScaleLayout::Swizzle32x4x4 => "swizzle_32_4_4",
+        }
     }
 }
