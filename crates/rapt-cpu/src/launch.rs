@@ -85,10 +85,12 @@ impl LaunchPlan for CpuLaunch {
             _ => "many queries: they fill the lanes, K and V are broadcast".to_owned(),
         }
     }
-    fn why_not_faster(&self, _: &Spec, key: &KernelKey) -> String {
+    fn why_not_faster(&self, spec: &Spec, key: &KernelKey) -> String {
         let arch = key.arch;
         if key.kernel == Kernel::Empty {
             String::new()
+        } else if let Some((tensor, ..)) = spec.quantized().next() {
+            format!("products are formed in float32: the numbers of {tensor} are not rounded further")
         } else if arch == Arch::Avx512 && key.storage == DType::BF16 {
             "products are formed in float32: the bf16 dot instruction is missing or slower here, or RAPT_ISA holds to these"
                 .to_owned()

@@ -56,7 +56,15 @@ pub(crate) enum Order {
     },
 }
 
+/// Decode: keys of one micro-tile of the first product.
+pub(crate) const QK_KEYS: usize = 4;
+
 impl Partition {
+    /// Decode: the most keys that are gathered, or made numbers of, at a time.
+    pub(crate) fn panel_keys(&self) -> usize {
+        self.pv_keys.max(QK_KEYS)
+    }
+
     /// Items of all tasks.
     pub(crate) fn items(&self) -> usize {
         self.tasks.saturating_mul(self.chunks)

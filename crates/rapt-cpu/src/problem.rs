@@ -1,6 +1,6 @@
 //! A request as the kernels see it: pointers, strides and sizes, its partition into items, and its scratch memory.
 
-use rapt_core::{BlockRange, DType, MaskClass, Operands, Spec, TensorSpec, Tile};
+use rapt_core::{BlockRange, Codes, CodesSpec, DType, Format, MaskClass, Operands, Qkv, Spec, TensorSpec, Tile, View};
 
 use crate::partition::Partition;
 use crate::scratch::Scratch;
@@ -55,6 +55,91 @@ fn offset<const N: usize>(strides: &[isize; N], index: [usize; N]) -> isize {
     strides.iter().zip(index).fold(0isize, |sum, (stride, i)| sum.wrapping_add(stride.wrapping_mul(i as isize)))
 }
 
+/// What rows are made of that are no numbers of the kernel's own: they are read into a panel of f32.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum RowKind {
+    Int8,
+    Uint8,
+    Int4,
+    E4m3fn,
+    E5m2,
+    E2m1,
+    F16,
+    Bf16,
+}
+
+impl RowKind {
+    /// The codes of a format.
+    pub(crate) const fn of_format(format: Format) -> Self {
+        match format {
+            Format::Int8 => RowKind::Int8,
+            Format::Uint8 => RowKind::Uint8,
+            Format::Int4 => RowKind::Int4,
+            Format::E4m3fn | Format::Mxfp8 => RowKind::E4m3fn,
+            Format::E5m2 => RowKind::E5m2,
+            Format::Mxfp4 | Format::Nvfp4 => RowKind::E2m1,
+        }
+    }
+
+    /// How many share a byte.
+    const fn shared(self) -> usize {
+        match self {
+            RowKind::Int4 | RowKind::E2m1 => 2,
+            _ => 1,
+        }
+    }
+
+    /// Numbers of a dtype beside codes, in a kernel that reads f32; `None` for f32 itself.
+    pub(crate) const fn of_dtype(dtype: DType) -> Option<Self> {
+        match dtype {
+            DType::F16 => Some(RowKind::F16),
+            DType::BF16 => Some(RowKind::Bf16),
+            _ => None,
+        }
+    }
+}
+
+/// Reads `n` rows of `dim` elements from row `[batch, head, j]` on, to consecutive rows of f32.
+///
+/// # Safety
+/// The rows lie inside the tensor, the panel holds them, and the instruction set is present.
+pub(crate) type ReadRows = unsafe fn(&Source, [usize; 3], usize, usize, *mut f32);
+
+/// Q, K or V whose rows are read into a panel of f32.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Source {
+    /// The codes, or halves.
+    pub(crate) rows: Input<4>,
+    /// What makes numbers of codes.
+    pub(crate) scales: Option<Scales>,
+    /// How many elements of a row share an element of its tensor.
+    pub(crate) shared: usize,
+    pub(crate) read: ReadRows,
+}
+
+/// What makes numbers of codes.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Scales {
+    pub(crate) descale: Input<4>,
+    pub(crate) zero_point: Option<Input<4>>,
+    /// Neighbours along a row that share a factor.
+    pub(crate) chunk: usize,
+    /// The factor of the whole tensor; 1 where the format has none.
+    pub(crate) global: f32,
+}
+
+impl Scales {
+    fn new(spec: &CodesSpec, codes: &Codes<'_>) -> Self {
+        let zero_point = spec.zero_point.as_ref().zip(codes.zero_point);
+        Scales {
+            descale: Input::new(codes.descale.as_ptr(), &spec.descale),
+            zero_point: zero_point.map(|(spec, view)| Input::new(view.as_ptr(), spec)),
+            chunk: spec.chunk,
+            global: codes.global_scale.unwrap_or(1.0),
+        }
+    }
+}
+
 /// What is done to a product of q and k before the softmax.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Scores {
@@ -100,6 +185,8 @@ pub(crate) struct Decisions {
     /// Of each thread.
     pub(crate) scratch: Scratch,
     pub(crate) scores: Scores,
+    /// Of those of q, k and v that are read into a panel of f32.
+    pub(crate) kinds: Qkv<Option<RowKind>>,
 }
 
 /// A request as the kernels see it.
@@ -108,6 +195,8 @@ pub(crate) struct Problem {
     pub(crate) q: Input<4>,
     pub(crate) k: Input<4>,
     pub(crate) v: Input<4>,
+    /// Those of them that are read into a panel of f32.
+    pub(crate) sources: Qkv<Option<Source>>,
     pub(crate) out: Output<4>,
     pub(crate) lse: Option<Output<3>>,
     pub(crate) mask: Option<Input<4>>,
@@ -140,14 +229,35 @@ pub(crate) struct Row {
 }
 
 impl Problem {
-    pub(crate) fn new(spec: &Spec, decisions: &Decisions, operands: &mut Operands<'_>, partials: *mut u8) -> Self {
+    /// A request whose rows `reader` finds the readers of.
+    pub(crate) fn new(
+        spec: &Spec,
+        decisions: &Decisions,
+        operands: &mut Operands<'_>,
+        partials: *mut u8,
+        reader: impl Fn(RowKind) -> ReadRows,
+    ) -> Self {
         let (out, lse) = (operands.out_ptr(), operands.lse_ptr());
         let tensors = operands.tensors();
-        let Decisions { partition, scratch, scores } = *decisions;
+        let Decisions { partition, scratch, scores, kinds } = *decisions;
+        let source = |kind: Option<RowKind>, view: &View<'_>, tensor: &TensorSpec<4>, codes: Option<Scales>| {
+            let (rows, scales) = (Input::new(view.as_ptr(), tensor), codes);
+            kind.map(|kind| Source { rows, scales, shared: kind.shared(), read: reader(kind) })
+        };
+        let scales = |spec: &Option<Box<CodesSpec>>, codes: &Option<Box<Codes<'_>>>| {
+            spec.as_deref().zip(codes.as_deref()).map(|(spec, codes)| Scales::new(spec, codes))
+        };
+        let (of_spec, of_tensors) = (&spec.codes, &tensors.codes);
+        let sources = Qkv {
+            q: source(kinds.q, &tensors.q, &spec.q, scales(&of_spec.q, &of_tensors.q)),
+            k: source(kinds.k, &tensors.k, &spec.k, scales(&of_spec.k, &of_tensors.k)),
+            v: source(kinds.v, &tensors.v, &spec.v, scales(&of_spec.v, &of_tensors.v)),
+        };
         Problem {
             q: Input::new(tensors.q.as_ptr(), &spec.q),
             k: Input::new(tensors.k.as_ptr(), &spec.k),
             v: Input::new(tensors.v.as_ptr(), &spec.v),
+            sources,
             out: Output::new(out, &spec.out),
             lse: spec.lse.as_ref().zip(lse).map(|(lse, ptr)| Output::new(ptr, lse)),
             mask: spec.mask.as_ref().zip(tensors.mask).map(|(mask, view)| Input::new(view.as_ptr(), mask)),

@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use rapt_core::{DType, Error, Executor, Operands, Plan, Result, Spec, Workspace};
 
-use crate::arch::Entry;
+use crate::arch::{Entry, row_reader};
 use crate::caps::available;
 use crate::kernels::simd::Real;
 use crate::launch::{CpuLaunch, Steps};
@@ -29,14 +29,14 @@ pub fn run(plan: &Plan, operands: &mut Operands<'_>, workspace: &mut Workspace, 
         fill_empty(plan.spec(), operands);
         return Ok(());
     };
-    let main = main.entry(available())?;
+    let (arch, main) = (main.arch, main.entry(available())?);
     let combine = combine.as_ref().map(|variant| variant.entry(available())).transpose()?;
     if workspace.len_bytes() < launch.workspace_bytes {
         return Err(Error::OutOfMemory { bytes: launch.workspace_bytes });
     }
     let base = workspace.as_mut_ptr();
     let partials = base.wrapping_add(launch.threads * scratch_bytes);
-    let problem = Problem::new(plan.spec(), decisions, operands, partials);
+    let problem = Problem::new(plan.spec(), decisions, operands, partials, |kind| row_reader(arch, kind));
     let pool = Pool { executor, threads: launch.threads, scratch_bytes: *scratch_bytes, base: Shared(base) };
     let partition = &problem.partition;
     // SAFETY: the entry is of an instruction set that this machine has; each item has rows, or partial rows, of its own.

@@ -87,7 +87,18 @@ fn each(mut test: impl FnMut(Arch, DType, usize)) {
 fn case(dtype: DType, q_len: usize, kv_len: usize) -> (Case, Values) {
     let case = Case { num_kv_heads: 1, ..Case::plain(dtype, [1, 2, q_len, 1], kv_len) };
     let (k, v) = (vec![-100.0; kv_len], vec![0.0; kv_len]);
-    (case, Values { q: vec![100.0; 2 * q_len], k, v, mask: None, sinks: None, alibi_slopes: None })
+    (
+        case,
+        Values {
+            q: vec![100.0; 2 * q_len],
+            k,
+            v,
+            scales: rapt_core::Qkv::default(),
+            mask: None,
+            sinks: None,
+            alibi_slopes: None,
+        },
+    )
 }
 
 /// One key of value 1 towers over the rest; `far` of the others has a value near the largest number: out is 1 exactly, and
@@ -182,7 +193,7 @@ fn scores_that_spread_widely() {
         // One in a hundred: their sum stays finite.
         let mut v = draw(kv_len * 3, 1.0);
         v.iter_mut().step_by(301).for_each(|v| *v = round(dtype, large(dtype) / 4.0));
-        let values = Values { q, k, v, mask: None, sinks: None, alibi_slopes: None };
+        let values = Values { q, k, v, scales: rapt_core::Qkv::default(), mask: None, sinks: None, alibi_slopes: None };
         let ran = run(arch, &case, &values);
         for row in 0..2 * q_len {
             let q = &values.q[row * head_dim..][..head_dim];

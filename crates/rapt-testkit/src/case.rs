@@ -3,9 +3,10 @@
 //! Sizes lean towards tails (one less and one more than every tile), masks come in every broadcast pattern, and data
 //! come in shapes that break online softmax. Deliberately absent: memory; see [`TensorBuf`](crate::TensorBuf).
 
-use rapt_core::{COMPUTED, Causal, DType, Options, TensorLayout, Window};
+use rapt_core::{COMPUTED, Causal, DType, Options, Qkv, TensorLayout, Window};
 
 use crate::memory::Guard;
+use crate::quantized::{CodesCase, ScaleValues, random_codes};
 use crate::rng::Rng;
 use crate::scalar::{lowest, round};
 use crate::zoo::{Placement, output_zoo, zoo};
@@ -102,6 +103,8 @@ pub struct Case {
     pub places: Places,
     /// What surrounds the tensors.
     pub guard: Guard,
+    /// Of those of q, k and v that are codes: how. Then `dtype` is that of the others.
+    pub codes: Qkv<Option<CodesCase>>,
 }
 
 /// Lengths at which kernels break.
@@ -150,6 +153,7 @@ impl Case {
             layout: TensorLayout::Bhsd,
             places: Places::default(),
             guard: Guard::Heap { shift: 0 },
+            codes: Qkv::default(),
         }
     }
 
@@ -227,7 +231,34 @@ impl Case {
                 1 => Guard::BackPage,
                 _ => Guard::Heap { shift: rng.below(64) },
             },
+            codes: Qkv::default(),
         }
+    }
+
+    /// The random case of this seed with codes for some of q, k and v; of `dtypes` but float64.
+    #[must_use]
+    pub fn random_quantized(seed: u64, dtypes: &[DType], max_work: usize) -> Self {
+        let dtypes: Vec<DType> = dtypes.iter().copied().filter(|dtype| *dtype != DType::F64).collect();
+        let case = Case::random(seed, &dtypes, max_work);
+        let mut rng = Rng::new(seed ^ 0xc0de);
+        let codes = random_codes(&mut rng, [case.q[3], case.q[3], case.head_dim_v]);
+        case.with_codes(codes)
+    }
+
+    /// This case with these codes: without an operand beside them float32, and with an `out_dtype` where q does not tell it.
+    #[must_use]
+    pub fn with_codes(self, codes: Qkv<Option<CodesCase>>) -> Self {
+        let all = codes.q.is_some() && codes.k.is_some() && codes.v.is_some();
+        let dtype = if all { DType::F32 } else { self.dtype };
+        let out_dtype = self.out_dtype.or(codes.q.map(|_| dtype));
+        Case { codes, dtype, out_dtype, ..self }
+    }
+
+    /// The sizes of q, k and v as they are stored.
+    #[must_use]
+    pub fn stored(&self) -> [[usize; 4]; 3] {
+        let of = |codes: &Option<CodesCase>, shape| codes.map_or(shape, |codes| codes.stored(shape));
+        [of(&self.codes.q, self.q), of(&self.codes.k, self.k()), of(&self.codes.v, self.v())]
     }
 
     /// Any strides for the inputs (half of them row-major), any injective ones for the outputs.
@@ -307,7 +338,20 @@ impl Case {
         };
         let sinks = vector(self.sinks, 1.0);
         let alibi_slopes = vector(self.alibi_slopes, 0.1);
-        Values { q, k, v, mask, sinks, alibi_slopes }
+        let mut v = v;
+        let mut quantized = |codes: Option<CodesCase>, numbers: &mut Vec<f64>, shape| {
+            codes.map(|codes| {
+                let (bytes, scales) = codes.quantize(numbers, shape, &mut rng);
+                *numbers = bytes;
+                scales
+            })
+        };
+        let scales = Qkv {
+            q: quantized(self.codes.q, &mut q, self.q),
+            k: quantized(self.codes.k, &mut k, self.k()),
+            v: quantized(self.codes.v, &mut v, self.v()),
+        };
+        Values { q, k, v, scales, mask, sinks, alibi_slopes }
     }
 
     fn mask_values(&self, mask: &MaskCase, rng: &mut Rng) -> Vec<f64> {
@@ -344,10 +388,19 @@ impl Case {
             all.swap_remove(at)
         };
         let mask = self.mask.as_ref().map_or([1; 4], |mask| self.mask_shape(mask));
+        let [q, k, v] = self.stored();
+        let scales = |codes: Option<CodesCase>, shape| {
+            codes.map(|codes| codes.places.map(|place| of(codes.groups(shape), place)))
+        };
         Placements {
-            q: of(self.q, self.places.q),
-            k: of(self.k(), self.places.k),
-            v: of(self.v(), self.places.v),
+            q: of(q, self.places.q),
+            k: of(k, self.places.k),
+            v: of(v, self.places.v),
+            scales: Qkv {
+                q: scales(self.codes.q, self.q),
+                k: scales(self.codes.k, self.k()),
+                v: scales(self.codes.v, self.v()),
+            },
             mask: of(mask, self.places.mask),
             vectors: of([1, 1, 1, self.q[1]], self.places.vectors),
             out: of_output(self.out(), self.places.out),
@@ -365,6 +418,8 @@ pub struct Placements {
     pub k: Placement,
     /// Of v.
     pub v: Placement,
+    /// Of descales and zero points.
+    pub scales: Qkv<Option<[Placement; 2]>>,
     /// Of the mask.
     pub mask: Placement,
     /// Of sinks and slopes.
@@ -384,6 +439,8 @@ pub struct Values {
     pub k: Vec<f64>,
     /// Values.
     pub v: Vec<f64>,
+    /// What makes numbers of those that are codes, which are bytes then.
+    pub scales: Qkv<Option<ScaleValues>>,
     /// The mask, not broadcast.
     pub mask: Option<Vec<f64>>,
     /// Sinks.

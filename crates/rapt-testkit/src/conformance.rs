@@ -11,7 +11,7 @@
 use std::collections::BTreeMap;
 use std::fmt;
 
-use rapt_core::{COMPUTED, Causal, DType, Window};
+use rapt_core::{COMPUTED, Causal, DType, Qkv, Window};
 
 use crate::case::{Case, Data, MaskCase, Places};
 use crate::memory::Guard;
@@ -30,13 +30,15 @@ pub struct Config {
     pub max_work: usize,
     /// The dtypes that are asked.
     pub dtypes: Vec<DType>,
+    /// As many random problems with codes for some of q, k and v.
+    pub quantized: usize,
     /// Whether the zoo and the exploits are run as well.
     pub fixed: bool,
 }
 
 impl Default for Config {
     fn default() -> Self {
-        Config { seed: 0x7a97, problems: 400, max_work: 400_000, dtypes: COMPUTED.to_vec(), fixed: true }
+        Config { seed: 0x7a97, problems: 400, max_work: 400_000, dtypes: COMPUTED.to_vec(), quantized: 0, fixed: true }
     }
 }
 
@@ -146,6 +148,10 @@ pub fn conformance(engines: &mut [Box<Engine<'_>>], config: &Config) -> Result<T
         let case = Case::random(seeds.bits(), &config.dtypes, config.max_work);
         judge(engines, "random", &case, &mut tally)?;
     }
+    for _ in 0..config.quantized {
+        let case = Case::random_quantized(seeds.bits(), &config.dtypes, config.max_work);
+        judge(engines, "quantized", &case, &mut tally)?;
+    }
     Ok(tally)
 }
 
@@ -208,10 +214,15 @@ pub(crate) fn judge(
     let guard = Guard::Heap { shift: rng.below(64) };
     let moved = Case { places: Case::random_places(&mut rng), guard, ..case.clone() };
     let mut places = moved.placements();
-    let shapes = [(&mut places.q, case.q), (&mut places.k, case.k()), (&mut places.v, case.v())];
+    let [q, k, v] = case.stored();
+    let shapes = [(&mut places.q, q), (&mut places.k, k), (&mut places.v, v)];
+    let Qkv { q: of_q, k: of_k, v: of_v } = &mut places.scales;
+    let scales = [(of_q, case.codes.q, case.q), (of_k, case.codes.k, case.k()), (of_v, case.codes.v, case.v())];
+    let scales = scales.into_iter().filter_map(|(places, codes, shape)| Some((places.as_mut()?, codes?.groups(shape))));
+    let scales = scales.flat_map(|(places, groups)| places.iter_mut().map(move |place| (place, groups)));
     let mask = case.mask.as_ref().map_or([1; 4], |mask| case.mask_shape(mask));
     let rest = [(&mut places.mask, mask), (&mut places.vectors, [1, 1, 1, case.q[1]])];
-    for (place, shape) in shapes.into_iter().chain(rest) {
+    for (place, shape) in shapes.into_iter().chain(scales).chain(rest) {
         if !place.injective {
             *place = output_zoo(shape).swap_remove(rng.pick(&[1, 2, 4]));
         }
@@ -326,7 +337,8 @@ fn exploits(dtype: DType) -> Vec<Case> {
 fn known_answer(engines: &mut [Box<Engine<'_>>], dtype: DType) -> Result<(), Failure> {
     let case = Case::plain(dtype, [1, 1, 1, 2], 1);
     let (q, k, v) = (vec![1.0, 0.5], vec![0.5, 1.0], vec![0.25, 0.75]);
-    let values = crate::case::Values { q, k, v, mask: None, sinks: None, alibi_slopes: None };
+    let scales = Qkv::default();
+    let values = crate::case::Values { q, k, v, scales, mask: None, sinks: None, alibi_slopes: None };
     let fail =
         |engine: usize, what: String| Failure { stage: "known answer", engine, what, case: Box::new(case.clone()) };
     let mut buffers = Buffers::new(&case, &case.placements(), &values);

@@ -1,9 +1,10 @@
 //! Reading what a view names, whatever its dtype and strides, and asking the reference about it.
 
-use rapt_core::{DType, Spec, TensorLayout, Tensors, View, ViewMut};
+use rapt_core::{Codes, DType, Spec, TensorLayout, Tensors, View, ViewMut};
 use rapt_reference::{Inputs, Mask, Outputs, Problem, naive};
 
 use crate::buffer::element_offsets;
+use crate::quantized::numbers;
 use crate::scalar::{decode, encode};
 
 /// Every element in row-major order, exactly.
@@ -42,6 +43,14 @@ fn canonical(view: &View<'_>, layout: TensorLayout) -> Vec<f64> {
         strides.swap(1, 2);
     }
     read(view, shape, strides)
+}
+
+/// The numbers of q, k or v, of `shape`.
+fn operand(view: &View<'_>, codes: Option<&Codes<'_>>, shape: [usize; 4], layout: TensorLayout) -> Vec<f64> {
+    let stored = canonical(view, layout);
+    let Some(codes) = codes else { return stored };
+    let (descale, points) = (gather(&codes.descale), codes.zero_point.as_ref().map(gather));
+    numbers(&stored, codes, (&descale, points.as_deref()), shape, view.shape().len(), layout)
 }
 
 /// The mask, repeated to `target`.
@@ -105,9 +114,9 @@ impl Gathered {
         };
         Gathered {
             problem,
-            q: canonical(&tensors.q, spec.layout),
-            k: canonical(&tensors.k, spec.layout),
-            v: canonical(&tensors.v, spec.layout),
+            q: operand(&tensors.q, tensors.codes.q.as_deref(), spec.q.shape, spec.layout),
+            k: operand(&tensors.k, tensors.codes.k.as_deref(), spec.k.shape, spec.layout),
+            v: operand(&tensors.v, tensors.codes.v.as_deref(), spec.v.shape, spec.layout),
             bools,
             bias,
             sinks: tensors.sinks.as_ref().map(gather),

@@ -4,7 +4,7 @@
 //! pairs    every zoo placement of one tensor with every one of another; q, k, v, mask, sinks and slopes, out, lse
 //! tails    kv_len, q_len, head_dim and head_dim_v from 0 (1) to 130 × masks × causal × window
 //! small    every q_len and kv_len up to 4, head_dim up to 3 × causal × every window with ends up to 2
-//! random   cases of a seed, until the count is reached
+//! random   cases of a seed, until the count is reached; so many with codes for some of q, k and v besides
 //! ```
 //!
 //! Each problem runs flush against the page before its buffers, then flush against the page after them, then under other
@@ -32,6 +32,8 @@ pub struct Proof {
     pub seed: u64,
     /// Random cases of each dtype.
     pub random: usize,
+    /// As many more with codes for some of q, k and v.
+    pub quantized: usize,
     /// The greatest random problem, in multiplications.
     pub max_work: usize,
     /// Threads among which the problems are dealt.
@@ -41,7 +43,7 @@ pub struct Proof {
 impl Default for Proof {
     fn default() -> Self {
         let workers = std::thread::available_parallelism().map_or(1, usize::from);
-        Proof { dtypes: COMPUTED.to_vec(), seed: 0x9007, random: 2_500, max_work: 12_000, workers }
+        Proof { dtypes: COMPUTED.to_vec(), seed: 0x9007, random: 2_500, quantized: 0, max_work: 12_000, workers }
     }
 }
 
@@ -91,7 +93,11 @@ fn cases(proof: &Proof) -> impl Iterator<Item = (&'static str, Case)> + '_ {
         let guard = if n % 2 == 0 { Guard::FrontPage } else { Guard::BackPage };
         ("random", Case { guard, ..Case::random(seeds.bits(), &proof.dtypes, proof.max_work) })
     });
-    fixed.chain(random)
+    let mut seeds = Rng::new(proof.seed ^ 1);
+    let quantized = (0..proof.quantized * proof.dtypes.len()).map(move |n| {
+        ("quantized", Case { guard: page(n), ..Case::random_quantized(seeds.bits(), &proof.dtypes, proof.max_work) })
+    });
+    fixed.chain(random).chain(quantized)
 }
 
 const CAUSAL: [Option<Causal>; 3] = [None, Some(Causal::TopLeft), Some(Causal::BottomRight)];

@@ -2,17 +2,19 @@
 //!
 //! Deliberately absent: which cases; see [`conformance`](crate::conformance()).
 
-use rapt_core::{DType, Error, Spec, TensorLayout, Tensors};
+use rapt_core::{DType, Error, Qkv, Spec, TensorLayout, Tensors};
 use rapt_reference::{Outputs, naive};
 
 use crate::buffer::TensorBuf;
 use crate::case::{Case, Placements, Values};
 use crate::figures::{Figures, figures};
 use crate::gather::Gathered;
+use crate::quantized::{CodesCase, ScaleBuffers, ScaleValues};
 use crate::rng::Rng;
 use crate::rounding::LogitRounding;
 use crate::tolerance::{Class, check_lse, check_within, entry};
 use crate::torch_emulation::emulations;
+use crate::zoo::Placement;
 
 /// Any engine: computes `out` (and `lse`) of the tensors.
 pub type Engine<'e> = dyn FnMut(&Spec, Tensors<'_>) -> Result<(), Error> + 'e;
@@ -30,6 +32,7 @@ pub(crate) struct Buffers {
     q: TensorBuf,
     k: TensorBuf,
     v: TensorBuf,
+    scales: Qkv<Option<ScaleBuffers>>,
     mask: Option<TensorBuf>,
     sinks: Option<TensorBuf>,
     alibi_slopes: Option<TensorBuf>,
@@ -40,17 +43,35 @@ pub(crate) struct Buffers {
 impl Buffers {
     pub(crate) fn new(case: &Case, places: &Placements, values: &Values) -> Self {
         let guard = case.guard;
-        let input = |dtype, shape, place, values: &[f64]| TensorBuf::new(dtype, shape, place, guard, Some(values));
+        let input =
+            |dtype, shape, place: &Placement, values: &[f64]| TensorBuf::new(dtype, shape, place, guard, Some(values));
         let vector = |dtype: Option<DType>, values: &Option<Vec<f64>>| {
             let values = values.as_deref();
             dtype.zip(values).map(|(dtype, values)| input(dtype, [1, 1, 1, case.q[1]], &places.vectors, values))
         };
         let mask = case.mask.as_ref().zip(values.mask.as_deref());
+        let ([q, k, v], dtype) =
+            (case.stored(), |codes: Option<CodesCase>| codes.map_or(case.dtype, |codes| codes.format.code_dtype()));
+        let scales =
+            |codes: Option<CodesCase>, shape, places: &Option<[Placement; 2]>, values: &Option<ScaleValues>| {
+                let (codes, [place, of_points], values) = (codes?, places.as_ref()?, values.as_ref()?);
+                let (groups, points) = (codes.groups(shape), values.zero_point.as_deref());
+                Some(ScaleBuffers {
+                    descale: input(codes.format.scale_dtype(), groups, place, &values.descale),
+                    zero_point: points.map(|points| input(DType::U8, groups, of_points, points)),
+                    global: values.global,
+                })
+            };
         let lse = [1, case.q[0], case.q[1], case.q[2]];
         Buffers {
-            q: input(case.dtype, case.q, &places.q, &values.q),
-            k: input(case.dtype, case.k(), &places.k, &values.k),
-            v: input(case.dtype, case.v(), &places.v, &values.v),
+            q: input(dtype(case.codes.q), q, &places.q, &values.q),
+            k: input(dtype(case.codes.k), k, &places.k, &values.k),
+            v: input(dtype(case.codes.v), v, &places.v, &values.v),
+            scales: Qkv {
+                q: scales(case.codes.q, case.q, &places.scales.q, &values.scales.q),
+                k: scales(case.codes.k, case.k(), &places.scales.k, &values.scales.k),
+                v: scales(case.codes.v, case.v(), &places.scales.v, &values.scales.v),
+            },
             mask: mask.map(|(mask, values)| input(mask.dtype, case.mask_shape(mask), &places.mask, values)),
             sinks: vector(case.sinks, &values.sinks),
             alibi_slopes: vector(case.alibi_slopes, &values.alibi_slopes),
@@ -65,6 +86,11 @@ impl Buffers {
             q: self.q.values(),
             k: self.k.values(),
             v: self.v.values(),
+            scales: Qkv {
+                q: self.scales.q.as_ref().map(ScaleBuffers::values),
+                k: self.scales.k.as_ref().map(ScaleBuffers::values),
+                v: self.scales.v.as_ref().map(ScaleBuffers::values),
+            },
             mask: self.mask.as_ref().map(TensorBuf::values),
             sinks: self.sinks.as_ref().map(TensorBuf::values),
             alibi_slopes: self.alibi_slopes.as_ref().map(TensorBuf::values),
@@ -82,11 +108,19 @@ impl Buffers {
     fn tensors(&mut self, case: &Case) -> Tensors<'_> {
         let (rank, layout) = (case.rank, case.layout);
         let mask_rank = case.mask.map_or(4, |mask| mask.rank);
+        let codes = |codes: Option<CodesCase>, scales, dim| {
+            let scales: &Option<ScaleBuffers> = scales;
+            Some(Box::new(codes?.codes(scales.as_ref()?, dim, rank, layout)))
+        };
         Tensors {
             q: self.q.view("q", rank, layout),
             k: self.k.view("k", rank, layout),
             v: self.v.view("v", rank, layout),
-            codes: rapt_core::Qkv::default(),
+            codes: Qkv {
+                q: codes(case.codes.q, &self.scales.q, case.q[3]),
+                k: codes(case.codes.k, &self.scales.k, case.q[3]),
+                v: codes(case.codes.v, &self.scales.v, case.head_dim_v),
+            },
             mask: self.mask.as_ref().map(|mask| mask.view("mask", mask_rank, TensorLayout::Bhsd)),
             sinks: self.sinks.as_ref().map(|sinks| sinks.view("sinks", 1, TensorLayout::Bhsd)),
             alibi_slopes: self.alibi_slopes.as_ref().map(|slopes| slopes.view("alibi_slopes", 1, TensorLayout::Bhsd)),
@@ -98,7 +132,11 @@ impl Buffers {
 
 fn spec_of(case: &Case, tensors: &Tensors<'_>) -> Result<Spec, Error> {
     let out = &tensors.out;
+    let Qkv { q, k, v } = &tensors.codes;
     let builder = Spec::builder(&tensors.q, &tensors.k, &tensors.v, &case.options())
+        .q_codes(q.as_deref())
+        .k_codes(k.as_deref())
+        .v_codes(v.as_deref())
         .mask(tensors.mask.as_ref())
         .sinks(tensors.sinks.as_ref())
         .alibi_slopes(tensors.alibi_slopes.as_ref())
@@ -123,16 +161,30 @@ pub(crate) fn poison(case: &Case, places: &Placements, values: &mut Values) {
     for (row, _) in attended.iter().enumerate().filter(|(_, attended)| !**attended) {
         let bad = rng.pick(&[f64::NAN, f64::INFINITY, f64::NEG_INFINITY]);
         // Through strides that share addresses the poison would reach attended keys.
+        let own = |places: &Option<[Placement; 2]>| places.as_ref().is_some_and(|[place, _]| place.injective);
         if places.k.injective {
-            values.k[row * head_dim..][..head_dim].fill(bad);
+            match &case.codes.k {
+                Some(codes) => {
+                    let scales = values.scales.k.as_mut().filter(|_| own(&places.scales.k));
+                    codes.poison(row, case.k(), &mut values.k, scales, &mut rng);
+                }
+                None => values.k[row * head_dim..][..head_dim].fill(bad),
+            }
         }
         if places.v.injective {
-            values.v[row * case.head_dim_v..][..case.head_dim_v].fill(bad);
+            match &case.codes.v {
+                Some(codes) => {
+                    let scales = values.scales.v.as_mut().filter(|_| own(&places.scales.v));
+                    codes.poison(row, case.v(), &mut values.v, scales, &mut rng);
+                }
+                None => values.v[row * case.head_dim_v..][..case.head_dim_v].fill(bad),
+            }
         }
     }
     if places.q.injective && !values.q.is_empty() {
         let at = rng.below(values.q.len());
-        values.q[at] = f64::NAN;
+        // Of codes 127 is NaN where the format has one, and a number elsewhere.
+        values.q[at] = if case.codes.q.is_some() { 127.0 } else { f64::NAN };
     }
 }
 
@@ -214,6 +266,12 @@ fn untouched(buffers: &Buffers) -> Result<(), crate::buffer::Damage> {
     buffers.q.check_unchanged("q")?;
     buffers.k.check_unchanged("k")?;
     buffers.v.check_unchanged("v")?;
+    for (name, scales) in buffers.scales.named() {
+        if let Some(ScaleBuffers { descale, zero_point, .. }) = scales {
+            descale.check_unchanged(name)?;
+            zero_point.as_ref().map_or(Ok(()), |points| points.check_unchanged(name))?;
+        }
+    }
     let optional = [("mask", &buffers.mask), ("sinks", &buffers.sinks), ("alibi_slopes", &buffers.alibi_slopes)];
     for (name, buffer) in optional {
         if let Some(buffer) = buffer {

@@ -14,8 +14,14 @@ pub fn encode(dtype: DType, value: f64, bytes: &mut [u8]) {
         DType::F16 => bytes.copy_from_slice(&f16_from_f64(value).to_ne_bytes()),
         DType::BF16 => bytes.copy_from_slice(&bf16_from_f64(value).to_ne_bytes()),
         DType::Bool => bytes.copy_from_slice(&[u8::from(value != 0.0)]),
+        dtype if is_byte(dtype) => bytes.copy_from_slice(&[value as u8]),
         other => panic!("{other} has no element here"),
     }
+}
+
+/// Whether elements are taken as they lie: bytes of codes and of scales of 8 bits.
+fn is_byte(dtype: DType) -> bool {
+    matches!(dtype, DType::U8 | DType::I8 | DType::F8E4M3FN | DType::F8E5M2 | DType::F8E8M0FNU)
 }
 
 /// The number in `bytes`; a bool is 0 or 1.
@@ -31,6 +37,7 @@ pub fn decode(dtype: DType, bytes: &[u8]) -> f64 {
         DType::F16 => f16::from_ne_bytes(two()).to_f64(),
         DType::BF16 => bf16::from_ne_bytes(two()).to_f64(),
         DType::Bool => f64::from(u8::from(bytes[0] != 0)),
+        dtype if is_byte(dtype) => f64::from(bytes[0]),
         other => panic!("{other} has no element here"),
     }
 }

@@ -270,6 +270,26 @@ pub fn attention(q: &View<'_>, k: &View<'_>, v: &View<'_>, options: &Options) ->
     Ok(out)
 }
 
+/// [`attention`] on quantized k and v: their numbers are formed where they are loaded, never as a tensor.
+///
+/// # Errors
+/// Any [`Error`].
+pub fn attention_quantized(
+    q: &View<'_>,
+    k: &rapt_quant::QuantizedView<'_>,
+    v: &rapt_quant::QuantizedView<'_>,
+    options: &Options,
+) -> Result<Tensor> {
+    let (of_k, of_v) = (k.codes(), v.codes());
+    let spec = Spec::builder(q, &k.tensor(), &v.tensor(), options).k_codes(Some(&of_k)).v_codes(Some(&of_v)).build()?;
+    let mut out = Tensor::zeros(spec.out.dtype, spec.out_shape(q.shape().len()))?;
+    let codes = Qkv { q: None, k: Some(Box::new(of_k)), v: Some(Box::new(of_v)) };
+    let (k, v, mask, sinks, alibi_slopes, lse) = (k.tensor(), v.tensor(), None, None, None, None);
+    let tensors = Tensors { q: *q, k, v, codes, mask, sinks, alibi_slopes, out: out.view_mut()?, lse };
+    default_engine()?.attention_into(tensors, options)?;
+    Ok(out)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -17,6 +17,24 @@
 //! # Ok::<(), rapt::Error>(())
 //! ```
 //!
+//! Keys and values in fewer bits, whose numbers are formed where they are loaded:
+//!
+//! ```
+//! use rapt::quant::{Format, Granularity, Scheme, quantize};
+//! use rapt::{Options, ScaleLayout, View};
+//!
+//! let (q, kv) = ([1.0f32, 0.5], [0.5f32, -1.0, 0.25, 1.0]);
+//! let q = View::contiguous("q", &q, [1, 1, 2].into())?;
+//! let kv = View::contiguous("kv", &kv, [1, 2, 2].into())?;
+//! let int8 = Scheme::new(Format::Int8, Some(Granularity::Token), ScaleLayout::Plain)?;
+//! let kv = quantize(&kv, int8, None)?;
+//! let out = rapt::attention_quantized(&q, &kv.view()?, &kv.view()?, &Options::default())?;
+//! assert_eq!(out.to_vec::<f32>()?.len(), 2);
+//! # Ok::<(), rapt::quant::QuantError>(())
+//! ```
+//! Codes that lie elsewhere, masks and outputs of your own: [`Tensors`] has [`Codes`] for q, k and v, for
+//! [`Engine::attention_into`]. There is no scale that is taken to be 1.
+//!
 //! [`attention`] is the common case. [`Engine`] owns threads and scratch memory; [`Spec`] and [`Plan`] describe a request
 //! and what will run for it, without any pointer. [`Model`] is a program that PyTorch exported, run without it.
 //! [`quant`] is tensors in fewer bits, with their scales. [`layout`] is apart from all of it: the algebra of layouts, and proof that what one tensor-core instruction writes is
@@ -31,7 +49,7 @@ mod pool;
 mod tensor;
 
 pub use call_cache::CallCache;
-pub use engine::{Engine, Threads, attention, default_engine, spec_of};
+pub use engine::{Engine, Threads, attention, attention_quantized, default_engine, spec_of};
 pub use model::{Model, ModelError, Session};
 pub use pool::Pool;
 pub use rapt_core::{

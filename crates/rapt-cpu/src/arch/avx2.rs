@@ -4,6 +4,7 @@ use std::arch::x86_64::*;
 
 use half::{bf16, f16};
 
+use crate::kernels::codes::CodeVectors;
 use crate::kernels::simd::Simd;
 
 /// Eight f32.
@@ -63,6 +64,11 @@ intrinsics! {
             _mm_storel_pd(dst.add(2 * n * dst_stride).cast(), _mm_castsi128_pd(columns));
             _mm_storeh_pd(dst.add((2 * n + 1) * dst_stride).cast(), _mm_castsi128_pd(columns));
         }
+    }
+    /// Eight codes of 4 bits, the lower half of each byte first, in the low bits of lanes whose other bits may be anything.
+    fn half_bytes(ptr: *const u8) -> __m256i {
+        let all = _mm256_set1_epi32(ptr.cast::<i32>().read_unaligned());
+        _mm256_srlv_epi32(all, _mm256_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28))
     }
     fn interleave_bytes(a: *const u8, b: *const u8) -> __m128i {
         _mm_unpacklo_epi8(_mm_loadl_epi64(a.cast()), _mm_loadl_epi64(b.cast()))
@@ -139,6 +145,40 @@ impl Simd for Avx2F32 {
         }
         fn transpose(src: *const f32, src_stride: usize, dst: *mut f32, dst_stride: usize) {
             transpose_8x8(src, src_stride, dst, dst_stride)
+        }
+    }
+}
+
+impl CodeVectors for Avx2F32 {
+    intrinsics! {
+        fn load_int8(ptr: *const u8) -> __m256 {
+            _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(ptr.cast())))
+        }
+        fn load_uint8(ptr: *const u8) -> __m256 {
+            _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64(ptr.cast())))
+        }
+        fn load_int4(ptr: *const u8) -> __m256 {
+            let high = _mm256_slli_epi32::<28>(half_bytes(ptr));
+            _mm256_cvtepi32_ps(_mm256_srai_epi32::<28>(high))
+        }
+        fn load_e4m3fn(ptr: *const u8) -> __m256 {
+            // Exponent and mantissa where binary16 has its own, 8 powers of two lower. What would be 480 is NaN.
+            let wide = _mm_slli_epi16::<7>(_mm_cvtepi8_epi16(_mm_loadl_epi64(ptr.cast())));
+            let bits = _mm_and_si128(wide, _mm_set1_epi16(0xBF80_u16.cast_signed()));
+            let x = _mm256_mul_ps(_mm256_cvtph_ps(bits), _mm256_set1_ps(256.0));
+            let nan = <Self as Simd>::eq(<Self as Simd>::abs(x), _mm256_set1_ps(480.0));
+            _mm256_blendv_ps(x, _mm256_set1_ps(f32::NAN), nan)
+        }
+        fn load_e5m2(ptr: *const u8) -> __m256 {
+            // The upper half of a binary16.
+            _mm256_cvtph_ps(_mm_unpacklo_epi8(_mm_setzero_si128(), _mm_loadl_epi64(ptr.cast())))
+        }
+        fn load_e2m1(ptr: *const u8) -> __m256 {
+            let code = half_bytes(ptr);
+            let sizes = _mm256_setr_ps(0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0);
+            // A permutation looks at 3 bits; the fourth is the sign.
+            let sign = _mm256_and_ps(_mm256_castsi256_ps(_mm256_slli_epi32::<28>(code)), _mm256_set1_ps(-0.0));
+            _mm256_xor_ps(_mm256_permutevar8x32_ps(sizes, code), sign)
         }
     }
 }

@@ -7,6 +7,7 @@ use std::mem::transmute;
 use half::{bf16, f16};
 
 use super::avx2::{transpose_4x4, transpose_8x8, transpose_8x8_bytes};
+use crate::kernels::codes::CodeVectors;
 use crate::kernels::pairs::Bf16Pairs;
 use crate::kernels::simd::Simd;
 
@@ -18,6 +19,12 @@ pub(crate) struct Avx512F32;
 pub(crate) struct Avx512F64;
 
 intrinsics! {
+    /// Sixteen codes of 4 bits, the lower half of each byte first, one to a lane.
+    fn half_bytes(ptr: *const u8) -> __m512i {
+        let bytes = _mm_loadl_epi64(ptr.cast());
+        let halves = _mm_unpacklo_epi8(bytes, _mm_srli_epi16::<4>(bytes));
+        _mm512_cvtepu8_epi32(_mm_and_si128(halves, _mm_set1_epi8(0xf)))
+    }
     fn sum_interleaved(a: __m512, b: __m512) -> __m512 {
         _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b))
     }
@@ -117,6 +124,42 @@ impl Bf16Pairs for Avx512F32 {
             let pairs = _mm512_castps_si512(pairs);
             let high = _mm512_and_si512(pairs, _mm512_set1_epi32(i32::from_ne_bytes(0xFFFF_0000_u32.to_ne_bytes())));
             [_mm512_castsi512_ps(_mm512_slli_epi32::<16>(pairs)), _mm512_castsi512_ps(high)]
+        }
+    }
+}
+
+impl CodeVectors for Avx512F32 {
+    intrinsics! {
+        fn load_int8(ptr: *const u8) -> __m512 {
+            _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(ptr.cast())))
+        }
+        fn load_uint8(ptr: *const u8) -> __m512 {
+            _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(ptr.cast())))
+        }
+        fn load_int4(ptr: *const u8) -> __m512 {
+            let numbers = _mm512_setr_ps(
+                0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, -8.0, -7.0, -6.0, -5.0, -4.0, -3.0, -2.0, -1.0,
+            );
+            _mm512_permutexvar_ps(half_bytes(ptr), numbers)
+        }
+        fn load_e4m3fn(ptr: *const u8) -> __m512 {
+            // Exponent and mantissa where binary16 has its own, 8 powers of two lower. What would be 480 is NaN.
+            let wide = _mm256_slli_epi16::<7>(_mm256_cvtepi8_epi16(_mm_loadu_si128(ptr.cast())));
+            let bits = _mm256_and_si256(wide, _mm256_set1_epi16(0xBF80_u16.cast_signed()));
+            let x = _mm512_mul_ps(_mm512_cvtph_ps(bits), _mm512_set1_ps(256.0));
+            let nan = _mm512_cmp_ps_mask::<_CMP_EQ_OQ>(_mm512_abs_ps(x), _mm512_set1_ps(480.0));
+            _mm512_mask_blend_ps(nan, x, _mm512_set1_ps(f32::NAN))
+        }
+        fn load_e5m2(ptr: *const u8) -> __m512 {
+            // The upper half of a binary16.
+            let wide = _mm256_cvtepu8_epi16(_mm_loadu_si128(ptr.cast()));
+            _mm512_cvtph_ps(_mm256_slli_epi16::<8>(wide))
+        }
+        fn load_e2m1(ptr: *const u8) -> __m512 {
+            let numbers = _mm512_setr_ps(
+                0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0,
+            );
+            _mm512_permutexvar_ps(half_bytes(ptr), numbers)
         }
     }
 }

@@ -92,13 +92,14 @@ mod scalar;
 use half::{bf16, f16};
 use rapt_core::{Arch, DType, Error, Result};
 
+use crate::kernels::codes::reader;
 #[cfg(target_arch = "x86_64")]
 use crate::kernels::pairs::Paired;
 use crate::kernels::products::Single;
 use crate::kernels::simd::{Simd, Storage};
 use crate::kernels::{decode, fma_rounds, forward};
 use crate::partition::Item;
-use crate::problem::Problem;
+use crate::problem::{Problem, ReadRows, RowKind};
 
 /// Computes one item of a problem in scratch memory of the plan's size per thread.
 pub(crate) type Entry = unsafe fn(&Problem, Item, *mut u8);
@@ -180,7 +181,7 @@ pub struct KernelVariant {
     pub arch: Arch,
     /// What it does.
     pub step: Step,
-    /// The dtype of q, k and v.
+    /// The dtype that rows are read in, or numbers are formed in where they are codes.
     pub storage: DType,
 }
 
@@ -258,6 +259,20 @@ pub(crate) fn fma_rounds(arch: Arch) -> (unsafe fn(usize, f32, f32) -> f32, usiz
         #[cfg(target_arch = "aarch64")]
         Arch::Neon => of::<neon::NeonF32>(),
         _ => (fma_rounds::plain_rounds, 1),
+    }
+}
+
+/// What reads rows that are no numbers of the kernel's own; that of the scalar path for an instruction set that this build lacks. Entered
+/// by kernels of that instruction set only.
+pub(crate) fn row_reader(arch: Arch, kind: RowKind) -> ReadRows {
+    match arch {
+        #[cfg(target_arch = "x86_64")]
+        Arch::Avx2 => reader::<avx2::Avx2F32>(kind),
+        #[cfg(target_arch = "x86_64")]
+        Arch::Avx512 | Arch::Avx512Bf16 => reader::<avx512::Avx512F32>(kind),
+        #[cfg(target_arch = "aarch64")]
+        Arch::Neon => reader::<neon::NeonF32>(kind),
+        _ => reader::<scalar::Scalar<f32>>(kind),
     }
 }
 

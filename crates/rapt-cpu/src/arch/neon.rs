@@ -6,6 +6,7 @@ use std::arch::aarch64::*;
 
 use half::{bf16, f16};
 
+use crate::kernels::codes::CodeVectors;
 use crate::kernels::simd::Simd;
 
 /// Four f32.
@@ -65,3 +66,5 @@ impl Simd for NeonF32 {
         }
     }
 }
+
+impl CodeVectors for NeonF32 {}

@@ -3,6 +3,7 @@
 
 use half::{bf16, f16};
 
+use crate::kernels::codes::CodeVectors;
 use crate::kernels::simd::Simd;
 
 /// Vectors as arrays of `Self::Elem`.
@@ -120,3 +121,5 @@ macro_rules! scalar {
 
 scalar!(f32, 23, to_f32, from_f32);
 scalar!(f64, 52, to_f64, from_f64);
+
+impl CodeVectors for Scalar<f32> {}

@@ -9,24 +9,23 @@
 //! ```
 //! (Flash-Decoding, Dao 2023.) The cut into chunks follows the length of K alone, so the bits do not depend on threads.
 //! Rows of K, then of V, are asked for some bytes before they are read: the processor's own prefetchers end at a page.
+//! Rows of K and V that are codes, or not of the kernel's dtype beside such, become numbers in a panel that stays in L1.
 //! Deliberately absent: packing where the inner stride is 1; rows beyond [`MAX_ROWS`].
 
 use std::marker::PhantomData;
 
+use super::codes::read_query;
 use super::mask;
 use super::pack::store_row;
 use super::products::{Packing, Single};
 use super::simd::{Part, Real, Simd, Storage};
 use super::softmax::{Finished, Modifier, max_skipping_nan, probability, rescale, subtractable};
-use crate::partition::Item;
-use crate::problem::{Input, Problem, Row};
+use crate::partition::{Item, QK_KEYS};
+use crate::problem::{Input, Problem, Row, Source};
 use crate::scratch::partial_len;
 
 /// The most rows of a task: beyond, the lanes of the forward tile are used well enough.
 pub(crate) const MAX_ROWS: usize = 8;
-
-/// Keys of one micro-tile of the first product.
-pub(crate) const QK_KEYS: usize = 4;
 
 /// Consecutive keys of K or V: `row(j)` is where key `j` begins, with an inner stride of 1.
 #[derive(Clone, Copy)]
@@ -66,6 +65,21 @@ impl<T: Copy> Keys<T> {
         Keys { first: panel, stride: dim as isize }
     }
 
+    /// Keys `j0..j0 + n` as numbers of f32, which are what a kernel loads that has sources.
+    #[inline(always)]
+    unsafe fn read(
+        source: &Source,
+        (batch, head, j0): (usize, usize, usize),
+        n: usize,
+        dim: usize,
+        panel: *mut T,
+    ) -> Self {
+        debug_assert_eq!(size_of::<T>(), size_of::<f32>());
+        // SAFETY: keys j0..j0 + n are inside the tensor; the panel has n rows of dim.
+        unsafe { (source.read)(source, [batch, head, j0], n, dim, panel.cast()) };
+        Keys { first: panel, stride: dim as isize }
+    }
+
     #[inline(always)]
     fn row(&self, j: usize) -> *const T {
         self.first.wrapping_offset(j as isize * self.stride)
@@ -95,15 +109,18 @@ struct Ahead {
 
 impl Ahead {
     #[inline(always)]
-    fn new<T>(problem: &Problem, (batch, head, j0): (usize, usize, usize), n: usize) -> Self {
-        let size = size_of::<T>();
-        let row_bytes = |input: &Input<4>, dim| if input.strides[3] == 1 { dim * size } else { 0 };
-        let (k_bytes, v_bytes) = (row_bytes(&problem.k, problem.head_dim), row_bytes(&problem.v, problem.head_dim_v));
+    fn new(problem: &Problem, (batch, head, j0): (usize, usize, usize), n: usize) -> Self {
+        let row_bytes = |input: &Input<4>, dim: usize, source: &Option<Source>| {
+            let elements = dim.div_ceil(source.as_ref().map_or(1, |source| source.shared));
+            if input.strides[3] == 1 { elements * input.size as usize } else { 0 }
+        };
+        let k_bytes = row_bytes(&problem.k, problem.head_dim, &problem.sources.k);
+        let v_bytes = row_bytes(&problem.v, problem.head_dim_v, &problem.sources.v);
         Ahead {
             k: problem.k.at([batch, head, j0, 0]),
             v: problem.v.at([batch, head, j0, 0]),
-            k_step: problem.k.strides[2] * size as isize,
-            v_step: problem.v.strides[2] * size as isize,
+            k_step: problem.k.strides[2] * problem.k.size,
+            v_step: problem.v.strides[2] * problem.v.size,
             k_bytes,
             v_bytes,
             n,
@@ -186,7 +203,7 @@ pub(crate) unsafe fn item<S: Simd, T: Storage<S>>(problem: &Problem, item: Item,
         let n = j1 - j0;
         let (q, s, panel) = (base.add(scratch.q), base.add(scratch.p), base.add(scratch.k_panel).cast::<T>());
         let first = (origin.0, kv_head, j0);
-        let chunk = &Chunk { problem, first, n, panel, ahead: Ahead::new::<T>(problem, first, n) };
+        let chunk = &Chunk { problem, first, n, panel, ahead: Ahead::new(problem, first, n) };
 
         // s = q @ k.T
         S::apart(FirstProduct { chunk, origin, q, s });
@@ -227,27 +244,36 @@ impl<S: Simd, T: Storage<S>> Part<S> for FirstProduct<'_, S::Elem, T> {
         unsafe {
             for r in 0..rows {
                 let row = problem.row(origin, r);
-                let from = problem.q.at([row.batch, row.head, row.i, 0]).cast::<T>();
-                let (stride, negate) = (problem.q.strides[3], problem.scores.negate_q);
-                <Single as Packing<S, T>>::load_query(from, stride, dim, negate, q.add(r * q_stride));
+                let (to, negate) = (q.add(r * q_stride), problem.scores.negate_q);
+                if let Some(source) = &problem.sources.q {
+                    read_query::<S>(source, [row.batch, row.head, row.i], dim, negate, to);
+                } else {
+                    let from = problem.q.at([row.batch, row.head, row.i, 0]).cast::<T>();
+                    <Single as Packing<S, T>>::load_query(from, problem.q.strides[3], dim, negate, to);
+                }
             }
-            let in_place = Keys::in_place(&k, (batch, kv_head, j0), dim);
+            let (source, in_place) = (problem.sources.k.as_ref(), Keys::in_place(&k, (batch, kv_head, j0), dim));
+            let at_a_time = if source.is_some() { problem.partition.panel_keys() } else { QK_KEYS };
             let mut j = 0;
             while j < n {
-                let take = QK_KEYS.min(n - j);
-                ahead.of_keys::<S>(j, take);
-                let keys = match in_place {
-                    Some(keys) => keys.from(j),
-                    None => Keys::gathered(&k, (batch, kv_head, j0 + j), take, dim, panel),
+                let taken = at_a_time.min(n - j);
+                ahead.of_keys::<S>(j, taken);
+                let keys = match (source, in_place) {
+                    (Some(source), _) => Keys::read(source, (batch, kv_head, j0 + j), taken, dim, panel),
+                    (None, Some(keys)) => keys.from(j),
+                    (None, None) => Keys::gathered(&k, (batch, kv_head, j0 + j), taken, dim, panel),
                 };
-                if take == QK_KEYS {
-                    dots::<S, T, QK_KEYS>(&keys, 0, dim, rows, (q, q_stride), (s.add(j), s_stride));
-                } else {
-                    for at in 0..take {
-                        dots::<S, T, 1>(&keys, at, dim, rows, (q, q_stride), (s.add(j + at), s_stride));
+                for first in (0..taken).step_by(QK_KEYS) {
+                    let s = s.add(j + first);
+                    if first + QK_KEYS <= taken {
+                        dots::<S, T, QK_KEYS>(&keys, first, dim, rows, (q, q_stride), (s, s_stride));
+                    } else {
+                        for at in 0..taken - first {
+                            dots::<S, T, 1>(&keys, first + at, dim, rows, (q, q_stride), (s.add(at), s_stride));
+                        }
                     }
                 }
-                j += take;
+                j += taken;
             }
         }
     }
@@ -449,9 +475,10 @@ impl<S: Simd, T: Storage<S>> Part<S> for SecondProduct<'_, S::Elem, T> {
             while j < n {
                 let take = pv_keys.min(n - j);
                 ahead.of_values::<S>(j, take);
-                let keys = match in_place {
-                    Some(keys) => keys.from(j),
-                    None => Keys::gathered(&v, (batch, kv_head, j0 + j), take, dim_v, panel),
+                let keys = match (&problem.sources.v, in_place) {
+                    (Some(source), _) => Keys::read(source, (batch, kv_head, j0 + j), take, dim_v, panel),
+                    (None, Some(keys)) => keys.from(j),
+                    (None, None) => Keys::gathered(&v, (batch, kv_head, j0 + j), take, dim_v, panel),
                 };
                 let clean = !masked || all_finite::<S, T>(&keys, take, dim_v);
                 let (p, o) = ((p.add(j), p_stride), (o, o_stride));

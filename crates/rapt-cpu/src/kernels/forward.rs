@@ -14,6 +14,7 @@
 
 use std::marker::PhantomData;
 
+use super::codes::read_query;
 use super::mask::{self, MaskTile, ReadTile, ScanTile};
 use super::matmul::{Broadcast, Factors, Matmul, MatmulSelecting, Onto};
 use super::pack::{store_row, transpose_in};
@@ -174,8 +175,13 @@ unsafe fn keys<S: Simd, T: Storage<S>, M: Packing<S, T>>(
         let ptr = problem.k.at([batch, head, j0, 0]).cast();
         return Rows { ptr, stride: problem.k.strides[2] / M::STEPS as isize };
     }
-    // SAFETY: scratch memory has a panel where K is not read in place.
-    unsafe { M::apart(PackKeys { problem, block, panel, kind: PhantomData::<(T, M)> }) };
+    // SAFETY: scratch memory has a panel where K is not read in place; of f32 where it has a source, whose lanes are single.
+    unsafe {
+        match &problem.sources.k {
+            Some(source) => (source.read)(source, [batch, head, j0], block.n, problem.head_dim, panel.cast()),
+            None => M::apart(PackKeys { problem, block, panel, kind: PhantomData::<(T, M)> }),
+        }
+    }
     Rows { ptr: panel, stride: problem.head_dim.div_ceil(M::STEPS) as isize }
 }
 
@@ -189,8 +195,13 @@ unsafe fn values<S: Simd, T: Storage<S>, M: Packing<S, T>>(
     if problem.partition.v_in_place {
         return Rows { ptr: problem.v.at([batch, head, j0, 0]).cast(), stride: problem.v.strides[2] };
     }
-    // SAFETY: scratch memory has a panel where V is not read in place.
-    unsafe { M::apart(PackValues { problem, block, panel, kind: PhantomData::<(T, M)> }) };
+    // SAFETY: as in `keys`.
+    unsafe {
+        match &problem.sources.v {
+            Some(source) => (source.read)(source, [batch, head, j0], block.n, problem.head_dim_v, panel.cast()),
+            None => M::apart(PackValues { problem, block, panel, kind: PhantomData::<(T, M)> }),
+        }
+    }
     Rows { ptr: panel, stride: problem.head_dim_v as isize }
 }
 
@@ -284,6 +295,7 @@ impl<S: Simd, T: Storage<S>, M: Packing<S, T>, const V: usize> Part<S> for Begin
         let Task { problem, origin, .. } = *task;
         // Copies: behind a reference they would be read again after every store.
         let (q, dim, negate) = (problem.q, problem.head_dim, problem.scores.negate_q);
+        let source = problem.sources.q.as_ref();
         // The rows of Qᵀ that the product reads, and what fills whole vectors.
         let stride = dim.div_ceil(M::STEPS).next_multiple_of(S::LANES);
         let (queries, rows) = (V * S::LANES, task.part(problem.scratch.rows));
@@ -294,8 +306,13 @@ impl<S: Simd, T: Storage<S>, M: Packing<S, T>, const V: usize> Part<S> for Begin
                 let mut filled = 0;
                 if tile.r0 + lane < tile.r1 {
                     let row = problem.row(origin, tile.r0 + lane);
-                    let from = q.at([row.batch, row.head, row.i, 0]).cast::<T>();
-                    filled = M::load_query(from, q.strides[3], dim, negate, to);
+                    filled = match source {
+                        Some(source) => read_query::<S>(source, [row.batch, row.head, row.i], dim, negate, to),
+                        None => {
+                            let from = q.at([row.batch, row.head, row.i, 0]).cast::<T>();
+                            M::load_query(from, q.strides[3], dim, negate, to)
+                        }
+                    };
                 }
                 for d in filled..stride {
                     *to.add(d) = S::Elem::ZERO;

@@ -3,6 +3,7 @@
 //! **Invariant:** every function that calls a vector method is `#[inline(always)]`, and so compiled inside a
 //! [`Part`](simd::Part), which has the target features on; no closure calls one. tests/inlined.rs finds an intrinsic that became a call.
 
+pub(crate) mod codes;
 pub(crate) mod decode;
 pub(crate) mod fma_rounds;
 pub(crate) mod forward;

@@ -1,6 +1,6 @@
 //! What a run costs at least on a machine's units, and what it keeps packed.
 
-use rapt_core::{Arch, Cost, DType, Kernel, KernelKey, PRounding, Spec};
+use rapt_core::{Arch, CodesSpec, Cost, DType, Kernel, KernelKey, PRounding, Spec, TensorSpec};
 
 use crate::arch;
 use crate::partition::Partition;
@@ -26,12 +26,18 @@ fn rates(arch: Arch, kernel: Kernel, storage: DType) -> Rates {
 }
 
 /// Most bytes that lie packed at one time: a block of K and V per thread in forward; in decode the few keys that are
-/// gathered, in the storage dtype, where their elements lie apart.
-pub(super) fn bytes_packed(spec: &Spec, key: &KernelKey, partition: &Partition, threads: usize) -> usize {
+/// gathered, in the dtype that the kernel reads, where their elements lie apart or are codes.
+pub(super) fn bytes_packed(
+    spec: &Spec,
+    key: &KernelKey,
+    partition: &Partition,
+    read_as: DType,
+    threads: usize,
+) -> usize {
     let k = if partition.k_in_place { 0 } else { spec.head_dim() };
     let v = if partition.v_in_place { 0 } else { spec.head_dim_v() };
     let per_thread = if key.kernel == Kernel::Decode {
-        partition.pv_keys * k.max(v) * spec.numerics.storage.size_bytes()
+        partition.pv_keys * k.max(v) * read_as.size_bytes()
     } else {
         let dtype = match key.p_rounding {
             PRounding::Storage => spec.numerics.storage,
@@ -52,7 +58,12 @@ pub(super) fn cost(spec: &Spec, key: &KernelKey, threads: usize, clock_hz: Optio
         let distinct = |(&n, &stride): (&usize, &isize)| if stride == 0 { 1.0 } else { n as f64 };
         mask.shape.iter().zip(&mask.strides).map(distinct).product::<f64>() * mask.dtype.size_bytes() as f64
     });
-    let read = [&spec.q, &spec.k, &spec.v].map(|t| bytes(&t.shape, t.dtype)).iter().sum::<f64>() + mask;
+    let of_operand = |tensor: &TensorSpec<4>, codes: &Option<Box<CodesSpec>>| match codes {
+        Some(codes) => (codes.code_bytes(tensor).saturating_add(codes.scale_bytes())) as f64,
+        None => bytes(&tensor.shape, tensor.dtype),
+    };
+    let operands = [(&spec.q, &spec.codes.q), (&spec.k, &spec.codes.k), (&spec.v, &spec.codes.v)];
+    let read = operands.map(|(tensor, codes)| of_operand(tensor, codes)).iter().sum::<f64>() + mask;
     let written = bytes(&spec.out.shape, spec.out.dtype) + spec.lse.map_or(0.0, |lse| bytes(&lse.shape, lse.dtype));
     let rates = rates(key.arch, key.kernel, key.storage);
     let floor_cycles = flops / rates.flops + pairs / rates.exponentials;

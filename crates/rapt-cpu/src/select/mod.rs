@@ -9,12 +9,15 @@ mod cost;
 mod partition;
 pub mod tiles;
 
-use rapt_core::{Caps, DType, Device, Error, Kernel, KernelKey, MaskClass, PRounding, Plan, Result, Spec};
+use rapt_core::{
+    Arch, Caps, CodesSpec, DType, Device, Error, Kernel, KernelKey, MaskClass, PRounding, Plan, Qkv, Result, Spec,
+    TensorSpec,
+};
 
 use crate::arch::{self, KernelVariant, Step};
 use crate::kernels::decode;
 use crate::launch::{CpuLaunch, Steps};
-use crate::problem::{Decisions, Scores};
+use crate::problem::{Decisions, RowKind, Scores};
 
 use tiles::Tiles;
 
@@ -27,7 +30,7 @@ const PARALLEL_NS: f64 = 20_000.0;
 /// [`Error::DeviceUnavailable`] for anything but host memory; [`Error::Unsupported`] for an instruction set that this
 /// build lacks.
 pub fn select(spec: &Spec, caps: &Caps) -> Result<Plan> {
-    select_tiled(spec, caps, &Tiles::of(spec, caps.arch))
+    select_tiled(spec, caps, &Tiles::of(spec, arch_for(spec, caps)))
 }
 
 /// As [`select`], with tiles of the caller's choice: for [`tune`](crate::tune).
@@ -36,27 +39,24 @@ pub(crate) fn select_tiled(spec: &Spec, caps: &Caps, tiles: &Tiles) -> Result<Pl
         let why = "this backend serves host memory".into();
         return Err(Error::DeviceUnavailable { device: spec.device, why });
     }
-    if let Some((tensor, _, codes)) = spec.quantized().next() {
-        let what = format!("{tensor} of {} codes", codes.format);
-        return Err(Error::unsupported(what, "no kernel of this version reads codes", format!("dequantize {tensor}")));
-    }
-    let (arch, storage) = (caps.arch, spec.numerics.storage);
-    let variant = |step| KernelVariant { arch, step, storage };
+    let arch = arch_for(spec, caps);
+    let key = key(spec, arch);
+    let (read_as, kinds) = kinds(spec, key.kernel);
+    let variant = |step| KernelVariant { arch, step, storage: read_as };
     if !variant(Step::Forward).is_built() {
         return Err(Error::unsupported(
-            format!("{storage} on {}", arch.name()),
+            format!("{read_as} on {}", arch.name()),
             "this build has no such kernel",
             "set RAPT_ISA to one that `rapt doctor` lists, or leave it unset",
         ));
     }
-    let key = key(spec, caps);
     if key.kernel == Kernel::Empty {
         let cost = cost::cost(spec, &key, 1, caps.clock_hz);
         let launch = CpuLaunch { steps: None, threads: 1, workspace_bytes: 0, cost };
         return Ok(Plan::new(spec.clone(), key, launch));
     }
     let threads = threads(spec, &key, caps);
-    let partition = partition::partition(spec, &key, threads, tiles);
+    let partition = partition::partition(spec, &key, &kinds, threads, tiles);
     let scratch = partition::scratch(spec, &key, &partition);
     let scratch_bytes = (scratch.len * key.accumulation.size_bytes()).next_multiple_of(64);
     let partials_bytes = partition::partials_bytes(spec, &key, &partition);
@@ -64,21 +64,40 @@ pub(crate) fn select_tiled(spec: &Spec, caps: &Caps, tiles: &Tiles) -> Result<Pl
     let steps = Steps {
         main: variant(if is_decode { Step::Decode } else { Step::Forward }),
         combine: (is_decode && partition.chunks > 1).then_some(variant(Step::Combine)),
-        block_m: if is_decode { partition.rows } else { arch::tile_shape(arch, storage).queries },
+        block_m: if is_decode { partition.rows } else { arch::tile_shape(arch, read_as).queries },
         num_splits: if is_decode { partition.chunks } else { 1 },
         keys_per_item: if is_decode { partition.block_n } else { spec.kv_len() },
-        decisions: Decisions { partition, scratch, scores: Scores::new(spec, key.mask) },
+        decisions: Decisions { partition, scratch, scores: Scores::new(spec, key.mask), kinds },
         scratch_bytes,
     };
-    let bytes_packed = cost::bytes_packed(spec, &key, &partition, threads);
+    let bytes_packed = cost::bytes_packed(spec, &key, &partition, read_as, threads);
     let cost = rapt_core::Cost { bytes_packed, ..cost::cost(spec, &key, threads, caps.clock_hz) };
     let workspace_bytes = threads.saturating_mul(scratch_bytes).saturating_add(partials_bytes);
     Ok(Plan::new(spec.clone(), key, CpuLaunch { steps: Some(steps), threads, workspace_bytes, cost }))
 }
 
+/// The instruction set of a request's kernels: numbers of codes are not rounded to bf16, of which pairs are formed.
+fn arch_for(spec: &Spec, caps: &Caps) -> Arch {
+    if spec.is_quantized() && caps.arch == Arch::Avx512Bf16 { Arch::Avx512 } else { caps.arch }
+}
+
+/// The dtype in which a kernel reads rows, and what those of q, k and v are made of that it reads into a panel of f32.
+fn kinds(spec: &Spec, kernel: Kernel) -> (DType, Qkv<Option<RowKind>>) {
+    let Spec { q, k, v, codes, numerics, .. } = spec;
+    // Decode loads K and V in one dtype, from a panel or where they lie; forward has a panel for each.
+    let has_panel = kernel == Kernel::Decode && (codes.k.is_some() || codes.v.is_some());
+    let read_as = if has_panel { DType::F32 } else { numerics.storage };
+    let kind = |tensor: &TensorSpec<4>, codes: &Option<Box<CodesSpec>>| match codes {
+        Some(codes) => Some(RowKind::of_format(codes.format)),
+        None if tensor.dtype == read_as => None,
+        None => RowKind::of_dtype(tensor.dtype),
+    };
+    (read_as, Qkv { q: kind(q, &codes.q), k: kind(k, &codes.k), v: kind(v, &codes.v) })
+}
+
 /// The rules.
-fn key(spec: &Spec, caps: &Caps) -> KernelKey {
-    let (arch, storage) = (caps.arch, spec.numerics.storage);
+fn key(spec: &Spec, arch: Arch) -> KernelKey {
+    let storage = spec.numerics.storage;
     let kernel = if spec.kv_len() == 0 || spec.out.shape.contains(&0) {
         Kernel::Empty
     } else if spec.group_size().saturating_mul(spec.q_len()) <= decode::MAX_ROWS {

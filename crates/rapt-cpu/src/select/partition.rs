@@ -1,11 +1,11 @@
 //! How a request is cut: a function of the spec, the instruction set, the number of threads and the tiles.
 
-use rapt_core::{Kernel, KernelKey, Spec};
+use rapt_core::{CodesSpec, Kernel, KernelKey, Qkv, Spec};
 
 use super::tiles::Tiles;
 use crate::arch;
-use crate::kernels::decode;
 use crate::partition::{Order, Partition};
+use crate::problem::RowKind;
 use crate::scratch::{DecodeSizes, ForwardSizes, Scratch, partial_len};
 
 /// Most bytes of packed K and V tiles per thread.
@@ -24,32 +24,44 @@ fn forward_block(spec: &Spec, rows: usize, block_n: usize) -> usize {
 }
 
 /// How `spec` is cut for the kernel of `key`.
-pub(super) fn partition(spec: &Spec, key: &KernelKey, threads: usize, tiles: &Tiles) -> Partition {
+pub(super) fn partition(
+    spec: &Spec,
+    key: &KernelKey,
+    kinds: &Qkv<Option<RowKind>>,
+    threads: usize,
+    tiles: &Tiles,
+) -> Partition {
     if key.kernel == Kernel::Decode {
-        decode_partition(spec, tiles)
+        decode_partition(spec, kinds, tiles)
     } else {
-        forward_partition(spec, key, threads, tiles)
+        forward_partition(spec, key, kinds, threads, tiles)
     }
 }
 
 /// Whether rows of K and of V, `head_dim` and `head_dim_v` wide, do not follow one another in memory.
 fn rows_lie_apart(spec: &Spec) -> [bool; 2] {
-    let apart = |strides: [isize; 4], dim: usize| strides[2].unsigned_abs() != dim;
-    [apart(spec.k.strides, spec.head_dim()), apart(spec.v.strides, spec.head_dim_v())]
+    let apart = |strides: [isize; 4], dim: usize, codes: &Option<Box<CodesSpec>>| {
+        let shared = codes.as_deref().map_or(1, |codes| codes.format.codes_per_byte());
+        strides[2].unsigned_abs() != dim.div_ceil(shared)
+    };
+    [apart(spec.k.strides, spec.head_dim(), &spec.codes.k), apart(spec.v.strides, spec.head_dim_v(), &spec.codes.v)]
 }
 
-/// Whether the elements of a row of K and of V follow one another.
-fn rows_are_whole(spec: &Spec) -> [bool; 2] {
+/// Whether the elements of a row of K and of V follow one another, as numbers that are read where they lie.
+fn rows_are_whole(spec: &Spec, kinds: &Qkv<Option<RowKind>>) -> [bool; 2] {
     let whole = |strides: [isize; 4], dim: usize| strides[3] == 1 || dim == 1;
-    [whole(spec.k.strides, spec.head_dim()), whole(spec.v.strides, spec.head_dim_v())]
+    [
+        whole(spec.k.strides, spec.head_dim()) && kinds.k.is_none(),
+        whole(spec.v.strides, spec.head_dim_v()) && kinds.v.is_none(),
+    ]
 }
 
-fn decode_partition(spec: &Spec, tiles: &Tiles) -> Partition {
+fn decode_partition(spec: &Spec, kinds: &Qkv<Option<RowKind>>, tiles: &Tiles) -> Partition {
     let tile = &tiles.decode;
     let heads = spec.group_size();
     let rows = heads * spec.q_len();
     let per_batch = spec.num_q_heads() / heads;
-    let [k_in_place, v_in_place] = rows_are_whole(spec);
+    let [k_in_place, v_in_place] = rows_are_whole(spec, kinds);
     let interleaved = spec.k.strides[2].unsigned_abs() > spec.k.strides[1].unsigned_abs();
     Partition {
         tasks: spec.batch() * per_batch,
@@ -67,7 +79,13 @@ fn decode_partition(spec: &Spec, tiles: &Tiles) -> Partition {
     }
 }
 
-fn forward_partition(spec: &Spec, key: &KernelKey, threads: usize, tiles: &Tiles) -> Partition {
+fn forward_partition(
+    spec: &Spec,
+    key: &KernelKey,
+    kinds: &Qkv<Option<RowKind>>,
+    threads: usize,
+    tiles: &Tiles,
+) -> Partition {
     let tile = &tiles.forward;
     let shape = arch::tile_shape(key.arch, key.storage);
     let heads = if spec.q_len() < 2 * shape.queries { spec.group_size() } else { 1 };
@@ -84,7 +102,7 @@ fn forward_partition(spec: &Spec, key: &KernelKey, threads: usize, tiles: &Tiles
     let chunk_rows = (count * shape.queries).min(rows.next_multiple_of(shape.queries));
 
     // Pairs of K along head_dim are read where they lie if every row is whole lanes, in steps of whole lanes.
-    let [k_is_whole, v_is_whole] = rows_are_whole(spec);
+    let [k_is_whole, v_is_whole] = rows_are_whole(spec, kinds);
     let whole_lanes = spec.head_dim().is_multiple_of(2) && spec.k.strides[2] % 2 == 0 && spec.k.strides[3] == 1;
     let paired = arch::is_paired(key.arch, key.storage) && whole_lanes;
     let as_summed = key.storage == key.accumulation;
@@ -112,7 +130,7 @@ fn forward_partition(spec: &Spec, key: &KernelKey, threads: usize, tiles: &Tiles
 pub(super) fn scratch(spec: &Spec, key: &KernelKey, partition: &Partition) -> Scratch {
     let (head_dim, head_dim_v, block_n) = (spec.head_dim(), spec.head_dim_v(), partition.block_n);
     if key.kernel == Kernel::Decode {
-        let panel_keys = partition.pv_keys.max(decode::QK_KEYS);
+        let panel_keys = partition.panel_keys();
         return Scratch::decode(&DecodeSizes { head_dim, head_dim_v, rows: partition.rows, block_n, panel_keys });
     }
     let queries = arch::tile_shape(key.arch, key.storage).queries;

@@ -1,0 +1,209 @@
+//! Attention on codes against the definition on the numbers that they stand for, each format with each granularity; by
+//! `rapt_reference::Descale`, which knows no format.
+
+use rapt_core::{
+    Arch, Caps, Codes, CodesForm, DType, Error, Format, Operands, Options, Qkv, SerialExecutor, Spec, Tensors, View,
+    ViewMut, Workspace,
+};
+use rapt_reference::{Descale, Inputs, Problem, naive};
+
+const HEADS: usize = 2;
+const KV_LEN: usize = 37;
+const DIM: usize = 48;
+
+/// Bytes that every format has as finite codes.
+fn bytes(n: usize, seed: usize) -> Vec<u8> {
+    (0..n).map(|at| ((at * 89 + seed * 37 + at / 7) % 256) as u8).collect()
+}
+
+fn finite(format: Format, byte: u8) -> u8 {
+    if (0..2).any(|half| !format.decode(byte >> (4 * half)).is_finite() || !format.decode(byte).is_finite()) {
+        byte & 0x7b & !4
+    } else {
+        byte
+    }
+}
+
+/// The shapes of a descale of `[1, HEADS, KV_LEN, DIM]` codes.
+fn shapes(format: Format) -> Vec<Vec<usize>> {
+    match format.own_block_size() {
+        Some(size) => vec![vec![1, HEADS, KV_LEN, DIM.div_ceil(size)]],
+        None => vec![vec![], vec![1, HEADS], vec![1, HEADS, KV_LEN], vec![1, HEADS, 1, DIM], vec![1, HEADS, KV_LEN, 3]],
+    }
+}
+
+/// One operand: codes as bytes and scales as numbers and as bytes.
+struct Operand {
+    format: Format,
+    codes: Vec<u8>,
+    shape: Vec<usize>,
+    f32s: Vec<f32>,
+    bytes: Vec<u8>,
+    zero_points: Option<Vec<u8>>,
+}
+
+impl Operand {
+    fn new(format: Format, shape: &[usize], seed: usize) -> Self {
+        let groups = shape.iter().product::<usize>();
+        let size = 1.0 / (format.largest() as f32);
+        let codes = bytes(HEADS * KV_LEN * DIM / format.codes_per_byte(), seed);
+        Operand {
+            format,
+            codes: codes.into_iter().map(|byte| finite(format, byte)).collect(),
+            shape: shape.to_vec(),
+            f32s: (0..groups).map(|n| size * (1.0 + (n % 5) as f32 / 8.0)).collect(),
+            // 2^-2 .. 2^0 as e8m0; 0.5 .. 1 as e4m3.
+            bytes: (0..groups)
+                .map(|n| if format == Format::Nvfp4 { 0x30 + (n % 9) as u8 } else { 125 + (n % 3) as u8 })
+                .collect(),
+            zero_points: format.has_zero_point().then(|| (0..groups).map(|n| 110 + (n % 30) as u8).collect()),
+        }
+    }
+
+    fn view(&self) -> View<'_> {
+        let shape = [1, HEADS, KV_LEN, DIM / self.format.codes_per_byte()];
+        View::contiguous("k", &self.codes, shape.into()).unwrap().reinterpreted("k", self.format.code_dtype()).unwrap()
+    }
+
+    fn codes(&self) -> Codes<'_> {
+        let shape = rapt_core::Shape::new(&self.shape).unwrap();
+        let descale = match self.format.scale_dtype() {
+            DType::F32 => View::contiguous("descale", &self.f32s, shape).unwrap(),
+            dtype => View::contiguous("descale", &self.bytes, shape).unwrap().reinterpreted("descale", dtype).unwrap(),
+        };
+        let zero_point = self.zero_points.as_ref().map(|points| View::contiguous("zero_point", points, shape).unwrap());
+        let global_scale = self.format.has_global_scale().then_some(0.7);
+        Codes { zero_point, global_scale, ..Codes::new(self.format, descale) }
+    }
+
+    /// The numbers, by the definition of a descale.
+    fn numbers(&self) -> Vec<f64> {
+        let code = |at: usize| match self.format.codes_per_byte() {
+            2 => self.codes[at / 2] >> (4 * (at % 2)) & 0xf,
+            _ => self.codes[at],
+        };
+        let codes: Vec<f64> = (0..HEADS * KV_LEN * DIM).map(|at| f64::from(self.format.decode(code(at)))).collect();
+        let factor: Vec<f64> = match self.format.scale_dtype() {
+            DType::F32 => self.f32s.iter().copied().map(f64::from).collect(),
+            DType::F8E8M0FNU => self.bytes.iter().map(|&byte| rapt_core::codes::from_e8m0(byte)).collect(),
+            _ => {
+                let value = |&byte: &u8| f64::from(rapt_core::codes::E4M3FN_VALUES[usize::from(byte)]);
+                self.bytes.iter().map(|byte| value(byte) * f64::from(0.7f32)).collect()
+            }
+        };
+        let points: Option<Vec<f64>> =
+            self.zero_points.as_ref().map(|points| points.iter().map(|&p| f64::from(p)).collect());
+        // Blocks of 32 do not divide 48: every element its own factor then.
+        let (factor, shape) = match self.shape[..] {
+            [_, _, _, 2] => {
+                let wide = (0..HEADS * KV_LEN * DIM).map(|at| factor[at / DIM * 2 + at % DIM / 32]).collect();
+                (wide, vec![1, HEADS, KV_LEN, DIM])
+            }
+            _ => (factor, self.shape.clone()),
+        };
+        let descale = Descale { factor: &factor, zero_point: points.as_deref(), shape: &shape };
+        descale.numbers(&codes, [1, HEADS, KV_LEN, DIM])
+    }
+}
+
+fn attend(arch: Arch, q: &[f32], q_len: usize, k: &Operand, v: &Operand) -> Vec<f32> {
+    let mut out = vec![f32::NAN; q.len()];
+    let shape = [1, 2 * HEADS, q_len, DIM];
+    let tensors = Tensors {
+        q: View::contiguous("q", q, shape.into()).unwrap(),
+        k: k.view(),
+        v: v.view(),
+        codes: Qkv { q: None, k: Some(Box::new(k.codes())), v: Some(Box::new(v.codes())) },
+        mask: None,
+        sinks: None,
+        alibi_slopes: None,
+        out: ViewMut::contiguous("out", &mut out, shape.into()).unwrap(),
+        lse: None,
+    };
+    let Qkv { k, v, .. } = &tensors.codes;
+    let spec = Spec::builder(&tensors.q, &tensors.k, &tensors.v, &Options::default())
+        .k_codes(k.as_deref())
+        .v_codes(v.as_deref())
+        .build()
+        .unwrap();
+    let plan = rapt_cpu::select(&spec, &Caps { arch, threads: 1, clock_hz: None }).unwrap();
+    let mut workspace = Workspace::new();
+    workspace.ensure(plan.workspace_bytes()).unwrap();
+    let mut operands = Operands::check(tensors, &spec).unwrap();
+    let certificate = plan.certificate(&operands).unwrap();
+    assert_eq!(certificate.quantized.len(), 2);
+    rapt_cpu::run(&plan, &mut operands, &mut workspace, &SerialExecutor).unwrap();
+    out
+}
+
+#[test]
+fn every_format_with_every_granularity_gives_the_definition_on_its_numbers() {
+    for (format, shape) in
+        Format::ALL.into_iter().flat_map(|format| shapes(format).into_iter().map(move |shape| (format, shape)))
+    {
+        let (k, v) = (Operand::new(format, &shape, 1), Operand::new(format, &shape, 2));
+        let numbers = (k.numbers(), v.numbers());
+        // Two and fourteen rows share a key head: decode and forward.
+        for q_len in [1, 7] {
+            let q: Vec<f32> = (0..2 * HEADS * q_len * DIM).map(|n| ((n * 31 % 17) as f32 - 8.0) / 16.0).collect();
+            let wide: Vec<f64> = q.iter().copied().map(f64::from).collect();
+            let problem = Problem {
+                batch: 1,
+                num_q_heads: 2 * HEADS,
+                num_kv_heads: HEADS,
+                q_len,
+                kv_len: KV_LEN,
+                head_dim: DIM,
+                head_dim_v: DIM,
+                softmax_scale: 1.0 / (DIM as f64).sqrt(),
+                softcap: None,
+                causal: None,
+                window: rapt_core::Window::default(),
+            };
+            let inputs = Inputs { q: &wide, k: &numbers.0, v: &numbers.1, mask: None, sinks: None, alibi_slopes: None };
+            let expected = naive(&problem, &inputs).out;
+            let largest = expected.iter().fold(0f64, |most, x| most.max(x.abs()));
+            for &arch in rapt_cpu::available() {
+                let got = attend(arch, &q, q_len, &k, &v);
+                let worst = got.iter().zip(&expected).map(|(got, x)| (f64::from(*got) - x).abs()).fold(0.0, f64::max);
+                assert!(
+                    worst <= 2e-6 * largest && largest > 1e-3,
+                    "{format} {shape:?} q_len {q_len} on {}: {worst:e}",
+                    arch.name()
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn other_scales_than_planned_are_refused() {
+    let (k, v) = (Operand::new(Format::Int8, &[1, HEADS], 1), Operand::new(Format::Int8, &[1, HEADS, KV_LEN], 2));
+    let q = [0f32; 2 * HEADS * DIM];
+    let mut out = [0f32; 2 * HEADS * DIM];
+    let shape = [1, 2 * HEADS, 1, DIM];
+    let q = View::contiguous("q", &q, shape.into()).unwrap();
+    let spec = |codes: &Codes<'_>| {
+        let codes = CodesForm::from(codes);
+        Spec::builder(&q, &k.view(), &k.view(), &Options::default())
+            .k_codes(Some(codes))
+            .v_codes(Some(codes))
+            .build()
+            .unwrap()
+    };
+    let planned = spec(&k.codes());
+    let mut refused = |of_k: Option<Codes<'_>>| {
+        let codes = Qkv { q: None, k: of_k.map(Box::new), v: Some(Box::new(k.codes())) };
+        let out = ViewMut::contiguous("out", &mut out, shape.into()).unwrap();
+        let (mask, sinks, alibi_slopes, lse) = (None, None, None, None);
+        let tensors = Tensors { q, k: k.view(), v: k.view(), codes, mask, sinks, alibi_slopes, out, lse };
+        Operands::check(tensors, &planned).map(drop)
+    };
+    assert_eq!(refused(Some(k.codes())), Ok(()));
+    let other = |what| Err(Error::NotAsPlanned { tensor: "k_descale", what });
+    assert_eq!(refused(None), other("presence"));
+    assert_eq!(refused(Some(v.codes())), other("format or granularity"));
+    let mut strided = k.codes();
+    strided.descale = View::strided("descale", &v.f32s, 0, [1, HEADS].into(), [2, 2].into()).unwrap();
+    assert_eq!(refused(Some(strided)), other("strides"));
+}
