@@ -97,7 +97,7 @@ use crate::kernels::codes::reader;
 use crate::kernels::pairs::Paired;
 use crate::kernels::products::Single;
 use crate::kernels::simd::{Simd, Storage};
-use crate::kernels::{decode, fma_rounds, forward};
+use crate::kernels::{combine, decode, fma_rounds, forward};
 use crate::partition::Item;
 use crate::problem::{Problem, ReadRows, RowKind};
 
@@ -140,7 +140,7 @@ fn entry_of<F: Simd<Elem = f32>, D: Simd<Elem = f64>>(step: Step, storage: DType
         match step {
             Step::Forward => forward::item::<S, T, Single>,
             Step::Decode => decode::item::<S, T>,
-            Step::Combine => decode::combine::<S, T>,
+            Step::Combine => combine::combine::<S, T>,
         }
     }
     match storage {

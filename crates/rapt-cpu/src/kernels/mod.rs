@@ -4,6 +4,7 @@
 //! [`Part`](simd::Part), which has the target features on; no closure calls one. tests/inlined.rs finds an intrinsic that became a call.
 
 pub(crate) mod codes;
+pub(crate) mod combine;
 pub(crate) mod decode;
 pub(crate) mod fma_rounds;
 pub(crate) mod forward;
