@@ -63,6 +63,7 @@ macro_rules! functions {
     (
         all: [$($name:ident: $default:literal, $_stub:literal, $schema:literal;)*],
         tensors: $_tensors:tt,
+        parts: $_parts:tt,
         options: $_options:tt
     ) => {
         function!(

@@ -7,13 +7,13 @@
 //! ```
 //! Deliberately absent: q, k and v, and `out`, `out_dtype` and `return_lse`, which choose what is written.
 
-/// Gives the rows to `$then!`, as `all`, and of them the `tensors` and the `options` apart.
+/// Gives the rows to `$then!`, as `all`, and of them the `tensors`, the `parts` and the `options` apart.
 ///
-/// A row is a name: `tensor`, or a field of [`rapt::Options`] `by` its parser in `api::options`; then as Python text the default, the
+/// A row is a name: `tensor`, `part` of what makes numbers of codes, or a field of [`rapt::Options`] `by` its parser in `api::options`; then as Python text the default, the
 /// type in the stubs, and the arguments in the schemas of `torch.ops.rapt`.
 macro_rules! attention_options {
     ($then:ident) => {
-        sorted_options! { $then all [] tensors [] options []
+        sorted_options! { $then all [] tensors [] parts [] options []
             mask: tensor, "None", "Any", "Tensor? mask=None";
             causal: causal by causal, "None", "Causal", "str? causal=None";
             window: window by window, "None", "Window", "SymInt? window_left=None, SymInt? window_right=None";
@@ -22,29 +22,45 @@ macro_rules! attention_options {
             sinks: tensor, "None", "Any", "Tensor? sinks=None";
             alibi_slopes: tensor, "None", "Any", "Tensor? alibi_slopes=None";
             layout: layout by layout, "'bhsd'", "Layout", "str layout='bhsd'";
+            q_descale: part, "None", "Any", "Tensor? q_descale=None";
+            k_descale: part, "None", "Any", "Tensor? k_descale=None";
+            v_descale: part, "None", "Any", "Tensor? v_descale=None";
+            q_zero_point: part, "None", "Any", "Tensor? q_zero_point=None";
+            k_zero_point: part, "None", "Any", "Tensor? k_zero_point=None";
+            v_zero_point: part, "None", "Any", "Tensor? v_zero_point=None";
         }
     };
 }
 
 /// Takes row after row from the table and puts it where it belongs.
 macro_rules! sorted_options {
-    ($then:ident all $all:tt tensors $tensors:tt options $options:tt) => {
-        $then! { all: $all, tensors: $tensors, options: $options }
+    ($then:ident all $all:tt tensors $tensors:tt parts $parts:tt options $options:tt) => {
+        $then! { all: $all, tensors: $tensors, parts: $parts, options: $options }
     };
     (
-        $then:ident all [$($all:tt)*] tensors [$($tensors:tt)*] options $options:tt
+        $then:ident all [$($all:tt)*] tensors [$($tensors:tt)*] parts $parts:tt options $options:tt
         $name:ident: tensor, $default:literal, $stub:literal, $schema:literal; $($rest:tt)*
     ) => {
         sorted_options! {
-            $then all [$($all)* $name: $default, $stub, $schema;] tensors [$($tensors)* $name,] options $options $($rest)*
+            $then all [$($all)* $name: $default, $stub, $schema;] tensors [$($tensors)* $name,] parts $parts
+            options $options $($rest)*
         }
     };
     (
-        $then:ident all [$($all:tt)*] tensors $tensors:tt options [$($options:tt)*]
+        $then:ident all [$($all:tt)*] tensors $tensors:tt parts [$($parts:tt)*] options $options:tt
+        $name:ident: part, $default:literal, $stub:literal, $schema:literal; $($rest:tt)*
+    ) => {
+        sorted_options! {
+            $then all [$($all)* $name: $default, $stub, $schema;] tensors $tensors parts [$($parts)* $name,]
+            options $options $($rest)*
+        }
+    };
+    (
+        $then:ident all [$($all:tt)*] tensors $tensors:tt parts $parts:tt options [$($options:tt)*]
         $name:ident: $field:ident by $parse:ident, $default:literal, $stub:literal, $schema:literal; $($rest:tt)*
     ) => {
         sorted_options! {
-            $then all [$($all)* $name: $default, $stub, $schema;] tensors $tensors
+            $then all [$($all)* $name: $default, $stub, $schema;] tensors $tensors parts $parts
             options [$($options)* $name: $field by $parse,] $($rest)*
         }
     };

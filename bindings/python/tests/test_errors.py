@@ -24,7 +24,7 @@ class Numpy:
 
     def tensor(self, *shape, dtype="float32"):
         rng = np.random.default_rng(0)
-        return (rng.standard_normal(shape) * 2).astype(NUMPY_DTYPES.get(dtype, dtype))
+        return np.asarray(rng.standard_normal(shape) * 2).astype(NUMPY_DTYPES.get(dtype, dtype))
 
     def bytes(self, x):
         return np.ascontiguousarray(x).tobytes()
@@ -44,7 +44,7 @@ class Torch:
 
         if x.device.type != "cpu" or x.layout != torch.strided:
             return b""
-        x = x.detach().resolve_neg().resolve_conj().contiguous()
+        x = x.detach().resolve_neg().resolve_conj().reshape(-1)
         return x.view(torch.uint8).numpy().tobytes() if x.numel() else b""
 
 
@@ -69,6 +69,19 @@ def with_k(make):
     def request(lib):
         q, _, v = qkv(lib)
         return attention(q, make(lib), v)
+
+    return request
+
+
+def with_codes(dtype="int8", scale=(), **options):
+    """k as codes with scales of this shape (None: without), and `options` of these shapes and dtypes."""
+
+    def request(lib):
+        q, _, v = qkv(lib)
+        given = {name: lib.tensor(*shape, dtype=of) for name, (shape, of) in options.items()}
+        if scale is not None:
+            given.setdefault("k_descale", lib.tensor(*scale))
+        return attention(q, lib.tensor(2, 2, 7, 8, dtype=dtype), v, **given)
 
     return request
 
@@ -222,6 +235,26 @@ CASES = [
     ("out_dtype misspelt", with_options(out_dtype="float31"), "OptionError", '"bfloat16"', '"bfloat16"'),
     ("out_dtype not computed", with_options(out_dtype="int8"), "UnsupportedDtypeError", "float32", "float32"),
     ("return_lse no bool", with_options(return_lse="yes"), "OptionError", "True, False", "True, False"),
+    ("codes without a descale", with_codes(scale=None), "UnsupportedDtypeError",
+     "k_descale=` of `rapt.attention", "k_descale=` of `rapt.attention"),
+    ("uint8 codes without a zero point", with_codes("uint8"), "UnsupportedDtypeError",
+     "k_zero_point=` of `rapt.attention", "k_zero_point=` of `rapt.attention"),
+    ("a zero point with codes that have none", with_codes(k_zero_point=((), "uint8")), "OptionError",
+     "k_zero_point=None", "k_zero_point=None"),
+    ("a zero point of another shape", with_codes("uint8", k_zero_point=((1,), "uint8")), "ShapeError",
+     "k_zero_point.reshape(())", "k_zero_point.reshape(())"),
+    ("a descale beside numbers", with_options(k_descale=lambda lib: lib.tensor(2, 2)), "OptionError",
+     "k_descale=None", "k_descale=None"),
+    ("a descale of a head with sizes of 1", with_codes(scale=(2, 2, 1, 1)), "ShapeError",
+     "k_descale[:, :, 0, 0]", "k_descale[:, :, 0, 0]"),
+    ("a descale of no granularity", with_codes(scale=(2, 3)), "ShapeError", "[2, 2, 7] (token)", "[2, 2, 7] (token)"),
+    ("a descale of another dtype", with_codes(k_descale=((), "float16")), "DtypeMismatchError",
+     "k_descale.astype(numpy.float32)", "k_descale.to(torch.float32)"),
+    ("a descale that is no tensor", lambda lib: attention(*qkv(lib), k_descale=0.5), "KindError",
+     "numpy.asarray(k_descale, numpy.float32)", "torch.as_tensor(k_descale, dtype=torch.float32)"),
+    ("q of codes without out_dtype",
+     lambda lib: attention(lib.tensor(2, 4, 5, 8, dtype="int8"), *qkv(lib)[1:], q_descale=lib.tensor()), "OptionError",
+     "out_dtype = None", "out_dtype = None"),
     ("attn_mask together with is_causal, PyTorch's signature",
      lambda lib: sdpa(*(lib.tensor(2, 4, 5, 8) for _ in range(3)), attn_mask=lib.tensor(5, 5), is_causal=True),
      "OptionError", "is_causal", "is_causal"),

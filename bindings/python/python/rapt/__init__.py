@@ -76,8 +76,10 @@ __all__ = [
 
 
 def _torch_ops(tensor):
-    """`rapt.torch._ops` if `tensor` is torch's, else None."""
+    """`rapt.torch._ops` if `tensor`, or what it is codes of, is torch's, else None."""
     torch = _sys.modules.get("torch")
+    if torch is not None and isinstance(tensor, Quantized):
+        tensor = tensor.codes
     if torch is None or not isinstance(tensor, getattr(torch, "Tensor", ())):
         return None
     return _ops if _ops is not None else _load_ops()
@@ -106,6 +108,12 @@ def attention(
     sinks=None,
     alibi_slopes=None,
     layout="bhsd",
+    q_descale=None,
+    k_descale=None,
+    v_descale=None,
+    q_zero_point=None,
+    k_zero_point=None,
+    v_zero_point=None,
     # end
     out=None,
     out_dtype=None,
@@ -120,6 +128,10 @@ def attention(
     causal: None, False, True or "top_left" (j ≤ i, PyTorch's), "bottom_right" (j ≤ i + kv_len - q_len, flash-attention's).
     window: (left, right), ends included, None = unbounded. softcap: c in c·tanh(s/c). scale: default 1/sqrt(head_dim).
     sinks, alibi_slopes: [num_q_heads]. out: the tensor to write. out_dtype: default that of q.
+    q_descale, k_descale, v_descale: float32, the factors of q, k or v as codes (int8, uint8, float8_e4m3fn, float8_e5m2); their
+    shape says which elements share one: [], [batch, heads], [batch, heads, len], [batch, heads, 1, head_dim] or [batch, heads,
+    len, n]. q_zero_point, …: uint8 of the same shape, with uint8 codes. A `Quantized` stands in place of q, k or v without them.
+    If q is codes, out_dtype is given.
     return_lse: also the log of the sum of exponentials, [batch, num_q_heads, q_len].
 
     A refused request raises a subclass of `RaptError` and writes nothing.
@@ -140,6 +152,12 @@ def attention(
         sinks=sinks,
         alibi_slopes=alibi_slopes,
         layout=layout,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
+        q_zero_point=q_zero_point,
+        k_zero_point=k_zero_point,
+        v_zero_point=v_zero_point,
         # end
         out=out,
         out_dtype=out_dtype,

@@ -53,6 +53,12 @@ class _Read(TypedDict, total=False):
     sinks: Any
     alibi_slopes: Any
     layout: Layout
+    q_descale: Any
+    k_descale: Any
+    v_descale: Any
+    q_zero_point: Any
+    k_zero_point: Any
+    v_zero_point: Any
     # end
 
 class _Options(_Read, total=False):
@@ -74,6 +80,12 @@ def attention(
     sinks: Any = None,
     alibi_slopes: Any = None,
     layout: Layout = "bhsd",
+    q_descale: Any = None,
+    k_descale: Any = None,
+    v_descale: Any = None,
+    q_zero_point: Any = None,
+    k_zero_point: Any = None,
+    v_zero_point: Any = None,
     # end
     out: Any = None,
     out_dtype: Any = None,

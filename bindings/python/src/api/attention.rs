@@ -1,11 +1,14 @@
 //! `attention`, `explain` and `run_into`: read the tensors, build the spec, run, hand back.
+//!
+//! What stands in place of q, k or v as a `rapt.Quantized` is opened first; from there on its codes are the tensor.
 
 use std::cell::Cell;
 
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
-use rapt::{ErrorKind, Operands, Options, Spec, SpecBuilder, Tensors, View, ViewMut};
+use rapt::{Codes, ErrorKind, Operands, Options, Qkv, Spec, SpecBuilder, Tensors, View, ViewMut};
 
+use crate::api::codes::{Opened, codes_of};
 use crate::api::options;
 use crate::api::plan::PyPlan;
 use crate::engine::Home;
@@ -23,9 +26,11 @@ macro_rules! arguments {
     (
         all: [$($name:ident: $_default:literal, $_stub:literal, $_schema:literal;)*],
         tensors: [$($tensor:ident,)*],
+        parts: [$($part:ident,)*],
         options: [$($option:ident: $field:ident by $parse:ident,)*]
     ) => {
         /// The arguments of `rapt.attention`, as they were given.
+        #[derive(Clone, Copy)]
         pub(crate) struct Request<'a, 'py> {
             pub(crate) q: Object<'a, 'py>,
             pub(crate) k: Object<'a, 'py>,
@@ -39,7 +44,8 @@ macro_rules! arguments {
         impl<'a, 'py> Request<'a, 'py> {
             /// Every tensor of the caller's under its name.
             fn named(&self) -> impl Iterator<Item = (&'static str, Object<'a, 'py>)> + use<'a, 'py> {
-                let optional = [$((stringify!($tensor), self.$tensor),)* ("out", self.out)];
+                let optional =
+                    [$((stringify!($tensor), self.$tensor),)* $((stringify!($part), self.$part),)* ("out", self.out)];
                 let optional = optional.into_iter().filter_map(|(name, tensor)| Some((name, tensor?)));
                 [("q", self.q), ("k", self.k), ("v", self.v)].into_iter().chain(optional)
             }
@@ -56,6 +62,7 @@ macro_rules! arguments {
             k: Operand,
             v: Operand,
             $($tensor: Option<Operand>,)*
+            $($part: Option<Operand>,)*
         }
 
         /// [`Inputs`] after rapt-core looked at each.
@@ -63,6 +70,7 @@ macro_rules! arguments {
             q: View<'a>,
             k: View<'a>,
             v: View<'a>,
+            codes: Qkv<Option<Box<Codes<'a>>>>,
             $($tensor: Option<View<'a>>,)*
         }
 
@@ -74,17 +82,19 @@ macro_rules! arguments {
                     k: read("k", request.k)?,
                     v: read("v", request.v)?,
                     $($tensor: request.$tensor.map(|object| read(stringify!($tensor), object)).transpose()?,)*
+                    $($part: request.$part.map(|object| read(stringify!($part), object)).transpose()?,)*
                 })
             }
 
             /// What keeps them alive beside their objects.
             fn exports(self) -> impl Iterator<Item = Export> {
-                let Inputs { q, k, v, $($tensor),* } = self;
-                [Some(q), Some(k), Some(v), $($tensor),*].into_iter().flatten().filter_map(|operand| operand._hold)
+                let Inputs { q, k, v, $($tensor,)* $($part,)* } = self;
+                [Some(q), Some(k), Some(v), $($tensor,)* $($part,)*].into_iter().flatten().filter_map(|operand| operand._hold)
             }
 
-            fn views(&self) -> rapt::Result<Views<'_>> {
+            fn views(&self, opened: &Qkv<Option<Opened<'_>>>) -> Result<Views<'_>, Failure> {
                 Ok(Views {
+                    codes: self.codes(opened)?,
                     q: self.q.view()?,
                     k: self.k.view()?,
                     v: self.v.view()?,
@@ -95,17 +105,62 @@ macro_rules! arguments {
 
         impl<'a> Views<'a> {
             fn builder(&self, options: &Options) -> SpecBuilder {
-                Spec::builder(&self.q, &self.k, &self.v, options)$(.$tensor(self.$tensor.as_ref()))*
+                let Qkv { q, k, v } = &self.codes;
+                Spec::builder(&self.q, &self.k, &self.v, options)
+                    .q_codes(q.as_deref())
+                    .k_codes(k.as_deref())
+                    .v_codes(v.as_deref())
+                    $(.$tensor(self.$tensor.as_ref()))*
             }
 
             /// With the outputs: everything that a run reads and writes.
             fn tensors(self, out: ViewMut<'a>, lse: Option<ViewMut<'a>>) -> Tensors<'a> {
-                Tensors { q: self.q, k: self.k, v: self.v, codes: rapt::Qkv::default(), $($tensor: self.$tensor,)* out, lse }
+                Tensors { q: self.q, k: self.k, v: self.v, codes: self.codes, $($tensor: self.$tensor,)* out, lse }
             }
         }
     };
 }
 attention_options!(arguments);
+
+impl<'a, 'py> Request<'a, 'py> {
+    /// What stands here as a `rapt.Quantized`.
+    fn opened(&self) -> Result<Qkv<Option<Opened<'py>>>, Failure> {
+        Ok(Qkv {
+            q: Opened::of(self.q, [("q_descale", self.q_descale), ("q_zero_point", self.q_zero_point)])?,
+            k: Opened::of(self.k, [("k_descale", self.k_descale), ("k_zero_point", self.k_zero_point)])?,
+            v: Opened::of(self.v, [("v_descale", self.v_descale), ("v_zero_point", self.v_zero_point)])?,
+        })
+    }
+
+    /// The same request on the tensors of what was opened.
+    fn on<'b>(self, opened: &'b Qkv<Option<Opened<'py>>>) -> Request<'b, 'py>
+    where
+        'a: 'b,
+    {
+        let mut request: Request<'b, 'py> = self;
+        if let Some(q) = &opened.q {
+            (request.q, request.q_descale, request.q_zero_point) = (&q.codes, Some(&q.scale), q.zero_point.as_ref());
+        }
+        if let Some(k) = &opened.k {
+            (request.k, request.k_descale, request.k_zero_point) = (&k.codes, Some(&k.scale), k.zero_point.as_ref());
+        }
+        if let Some(v) = &opened.v {
+            (request.v, request.v_descale, request.v_zero_point) = (&v.codes, Some(&v.scale), v.zero_point.as_ref());
+        }
+        request
+    }
+}
+
+impl Inputs {
+    /// What makes numbers of those of q, k and v that are codes.
+    fn codes(&self, opened: &Qkv<Option<Opened<'_>>>) -> Result<Qkv<Option<Box<Codes<'_>>>>, Failure> {
+        Ok(Qkv {
+            q: codes_of(&self.q, self.q_descale.as_ref(), self.q_zero_point.as_ref(), opened.q.as_ref())?,
+            k: codes_of(&self.k, self.k_descale.as_ref(), self.k_zero_point.as_ref(), opened.k.as_ref())?,
+            v: codes_of(&self.v, self.v_descale.as_ref(), self.v_zero_point.as_ref(), opened.v.as_ref())?,
+        })
+    }
+}
 
 impl Views<'_> {
     fn spec(&self, options: &Options, out: Option<&Operand>, lse: Lse<'_>) -> rapt::Result<Spec> {
@@ -153,13 +208,15 @@ fn read_out(request: &Request<'_, '_>, kind: Kind) -> Result<Option<Operand>, Fa
 pub(crate) fn attend<'py>(py: Python<'py>, home: &Home, request: &Request<'_, 'py>) -> PyResult<Bound<'py, PyAny>> {
     let wording = Cell::new(Wording { names: &hints::ATTENTION, kind: Kind::Numpy });
     guard(py, &wording, || {
+        let opened = request.opened()?;
+        let request = &request.on(&opened);
         let kind = kind_for(&wording, request.q)?;
         let (options, return_lse) = parse(request)?;
         let inputs = Inputs::read(request, kind)?;
         if kind == Kind::Torch {
             torch::refuse_gradients(py, request.named())?;
         }
-        let views = inputs.views()?;
+        let views = inputs.views(&opened)?;
         let given = read_out(request, kind)?;
         let spec = views.spec(&options, given.as_ref(), if return_lse { Lse::New } else { Lse::No })?;
         // What is not served is refused before memory is asked for.
@@ -202,10 +259,12 @@ pub(crate) fn attend<'py>(py: Python<'py>, home: &Home, request: &Request<'_, 'p
 pub(crate) fn explain(py: Python<'_>, home: &Home, request: &Request<'_, '_>) -> PyResult<PyPlan> {
     let wording = Cell::new(Wording { names: &hints::ATTENTION, kind: Kind::Numpy });
     guard(py, &wording, || {
+        let opened = request.opened()?;
+        let request = &request.on(&opened);
         let kind = kind_for(&wording, request.q)?;
         let (options, return_lse) = parse(request)?;
         let inputs = Inputs::read(request, kind)?;
-        let views = inputs.views()?;
+        let views = inputs.views(&opened)?;
         let given = read_out(request, kind)?;
         let spec = views.spec(&options, given.as_ref(), if return_lse { Lse::New } else { Lse::No })?;
         let planned = home.plan(py, kind, &spec)?;
@@ -255,10 +314,12 @@ pub(crate) fn fill(
 ) -> PyResult<()> {
     let wording = Cell::new(Wording { names: &hints::ATTENTION, kind: Kind::Numpy });
     guard(py, &wording, || {
+        let opened = request.opened()?;
+        let request = &request.on(&opened);
         let kind = kind_for(&wording, request.q)?;
         let options = request.options()?;
         let inputs = Inputs::read(request, kind)?;
-        let views = inputs.views()?;
+        let views = inputs.views(&opened)?;
         let Some(mut out) = read_out(request, kind)? else {
             return Err(Failure::binding(ErrorKind::Kind, "out is None", "a tensor to write"));
         };

@@ -26,6 +26,7 @@ macro_rules! methods {
     (
         all: [$($name:ident: $default:literal, $_stub:literal, $_schema:literal;)*],
         tensors: $_tensors:tt,
+        parts: $_parts:tt,
         options: $_options:tt
     ) => {
         #[pymethods]

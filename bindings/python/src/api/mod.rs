@@ -2,6 +2,7 @@
 
 pub(crate) mod attention;
 pub(crate) mod cli;
+mod codes;
 pub(crate) mod context;
 pub(crate) mod doctor;
 pub(crate) mod layout;

@@ -71,7 +71,7 @@ impl PyPlan {
     fn isa(&self) -> &'static str {
         self.plan.key().arch.name()
     }
-    /// The dtype of q, k and v.
+    /// The dtype of those of q, k and v that are not codes.
     #[getter]
     fn dtype(&self) -> &'static str {
         self.plan.key().storage.name()
@@ -166,6 +166,22 @@ impl PyPlan {
         self.plan.kv_in_place()
     }
 
+    /// Of each of q, k and v that is codes: `format`, `granularity`, `block_size`, `code_bytes` and `scale_bytes`.
+    #[getter]
+    fn codes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let all = PyDict::new(py);
+        for (tensor, numbers, codes) in self.plan.spec().quantized() {
+            let of = PyDict::new(py);
+            of.set_item("format", codes.format.name())?;
+            of.set_item("granularity", codes.granularity.name())?;
+            of.set_item("block_size", codes.granularity.block_size())?;
+            of.set_item("code_bytes", codes.code_bytes(numbers))?;
+            of.set_item("scale_bytes", codes.scale_bytes())?;
+            all.set_item(tensor, of)?;
+        }
+        Ok(all)
+    }
+
     /// What was proven about the tensors: `in_bounds`, `injective`, `disjoint`, `coverage`; None where memory for the output
     /// could not be had.
     #[getter]
@@ -196,6 +212,7 @@ impl PyPlan {
         dict.set_item("causal_alignment", self.causal_alignment())?;
         dict.set_item("p_rounding", self.p_rounding())?;
         dict.set_item("kv_in_place", self.kv_in_place())?;
+        dict.set_item("codes", self.codes(py)?)?;
         dict.set_item("certificate", self.certificate(py)?)?;
         Ok(dict)
     }

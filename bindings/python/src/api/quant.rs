@@ -72,6 +72,14 @@ fn block_size_of(given: Any<'_, '_>) -> Result<usize, Failure> {
     given.extract::<usize>().map_err(|_| refuse())
 }
 
+/// What a `rapt.Quantized` says of its parts.
+pub(crate) fn scheme_of(quantized: Any<'_, '_>) -> Result<Scheme, Failure> {
+    let given = |name| quantized.getattr(name).map(|it| (!it.is_none()).then_some(it));
+    let (format, scale_layout) = (quantized.getattr("format")?, quantized.getattr("scale_layout")?);
+    SchemeArguments { format, granularity: given("granularity")?, block_size: given("block_size")?, scale_layout }
+        .scheme()
+}
+
 /// What `rapt.quantize` takes beside the tensor.
 #[derive(FromPyObject)]
 pub(crate) struct SchemeArguments<'py> {
@@ -298,7 +306,7 @@ fn checked<T>(
 }
 
 /// A number that float32 holds.
-fn global_scale(given: &Bound<'_, PyAny>) -> Result<f32, Failure> {
+pub(crate) fn global_scale(given: &Bound<'_, PyAny>) -> Result<f32, Failure> {
     let allowed = "a float that float32 holds exactly";
     let number = options::real("global_scale", Some(given))?.unwrap_or(f64::NAN);
     let single = number as f32;

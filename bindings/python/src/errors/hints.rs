@@ -100,8 +100,43 @@ fn cut(tensor: &str, dim: usize, len: usize) -> String {
     format!("`{tensor}[..., :{len}{}]`", ", :".repeat(dim - 1))
 }
 
+/// The hint for an error about codes of q, k and v, and what makes numbers of them.
+fn of_codes(error: &Error, kind: Kind) -> Option<String> {
+    Some(match error {
+        Error::MissingPart { tensor, part, .. } if part.ends_with("_descale") => {
+            let numbers = cast(tensor, DType::F32, kind);
+            format!(
+                "`{part}=` of `rapt.attention`, the float32 factors that the codes were made with, or {numbers} if they are numbers"
+            )
+        }
+        Error::MissingPart { part, .. } => {
+            format!("`{part}=` of `rapt.attention`, the tensor that the codes were made with")
+        }
+        Error::UnexpectedPart { part, .. } => format!("`{part}=None`"),
+        Error::ShapeMismatch { tensor, expected, .. } if is_of_codes(tensor) => {
+            format!("`{tensor}.reshape({})`, if its elements stand in that order", tuple(expected))
+        }
+        Error::DescaleShape { tensor, got, of, .. } => descale_expression(tensor, got, of),
+        Error::OtherDtype { tensor, expected, .. } if !matches!(*tensor, "out" | "lse") => {
+            cast(tensor, *expected, kind)
+        }
+        Error::KindMismatch { tensor, .. } if tensor.ends_with("_descale") && kind != Kind::DlPack => match kind {
+            Kind::Torch => format!("`torch.as_tensor({tensor}, dtype=torch.float32)`"),
+            _ => format!("`numpy.asarray({tensor}, numpy.float32)`"),
+        },
+        Error::KindMismatch { tensor, got, .. } if got.ends_with(".Quantized") => {
+            format!("`{tensor}.dequantize()`, or `rapt.attention`, which takes codes as q, k and v")
+        }
+        _ => return None,
+    })
+}
+
 /// The hint for `error`, or nothing where its message says it already.
 pub(crate) fn expression(error: &Error, kind: Kind) -> String {
+    of_codes(error, kind).unwrap_or_else(|| of_tensors(error, kind))
+}
+
+fn of_tensors(error: &Error, kind: Kind) -> String {
     match error {
         Error::DtypeMismatch { tensor, expected, .. } => cast(tensor, *expected, kind),
         Error::OtherDtype { tensor, expected, .. } => {
@@ -197,6 +232,22 @@ pub(crate) fn expression(error: &Error, kind: Kind) -> String {
             Kind::Numpy => format!("`numpy.from_dlpack({tensor})`"),
             Kind::DlPack => format!("make {tensor} of the type of q"),
         },
+        _ => String::new(),
+    }
+}
+
+/// Whether this is the name of codes, or of what makes numbers of them.
+fn is_of_codes(tensor: &str) -> bool {
+    matches!(tensor, "q" | "k" | "v") || tensor.ends_with("_descale") || tensor.ends_with("_zero_point")
+}
+
+/// Takes away the sizes of 1 that a reduction kept; where the shape has others, the message says which are allowed.
+fn descale_expression(tensor: &str, got: &Shape, of: &Shape) -> String {
+    match (&**got, &**of) {
+        (got, _) if !got.is_empty() && got.iter().all(|&n| n == 1) => format!("`{tensor}.reshape(())`"),
+        ([b, h, 1, 1], [batch, heads, ..]) if b == batch && h == heads => format!("`{tensor}[:, :, 0, 0]`"),
+        ([b, 1, h, 1], [batch, _, heads, _]) if b == batch && h == heads => format!("`{tensor}[:, 0, :, 0]`"),
+        ([h, 1, 1], [heads, ..]) if h == heads => format!("`{tensor}[:, 0, 0]`"),
         _ => String::new(),
     }
 }

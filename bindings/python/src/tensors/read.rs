@@ -39,7 +39,9 @@ pub(crate) fn source_kind(q: &Bound<'_, PyAny>) -> Result<Kind, Failure> {
     kind_of(q)?.ok_or_else(|| {
         let message =
             format!("q is a {}: allowed are numpy arrays, torch tensors and objects with __dlpack__", type_name(q));
-        Failure::binding(ErrorKind::Kind, message, "`numpy.asarray(q)`, or `torch.as_tensor(q)`")
+        let is_quantized = type_name(q).ends_with(".Quantized");
+        let hint = if is_quantized { "`q.dequantize()`" } else { "`numpy.asarray(q)`, or `torch.as_tensor(q)`" };
+        Failure::binding(ErrorKind::Kind, message, hint)
     })
 }
 

@@ -170,6 +170,16 @@ pub(crate) fn dtype_of(dtype: &Bound<'_, PyAny>) -> Option<DType> {
     api(dtype.py())?.dtypes.iter().find(|(object, _)| object.is(dtype)).map(|(_, known)| *known)
 }
 
+/// The bytes of a torch tensor whose elements have one; anything else is left as it is.
+pub(crate) fn as_bytes<'py>(tensor: Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+    let py = tensor.py();
+    let Some(api) = api(py).filter(|_| is_tensor(&tensor).unwrap_or(false)) else { return Ok(tensor) };
+    if tensor.getattr(intern!(py, "dtype"))?.is(api.uint8.bind(py)) {
+        return Ok(tensor);
+    }
+    tensor.call_method1(intern!(py, "view"), (api.uint8.bind(py),))
+}
+
 /// torch's own number of threads.
 pub(crate) fn num_threads(py: Python<'_>) -> PyResult<Option<usize>> {
     api(py).map(|api| api.get_num_threads.bind(py).call0()?.extract()).transpose()

@@ -13,7 +13,7 @@ With grad mode on and an input that requires grad they raise: nothing is ever de
 import math
 
 import torch
-from rapt import DtypeMismatchError, UnsupportedError, _native
+from rapt import DtypeMismatchError, OptionError, Quantized, UnsupportedError, _native
 
 from . import _outputs
 from ._imports import when_imported
@@ -77,6 +77,14 @@ def attention(q, k, v, *, causal=None, **options):
 
 
 def _through_ops(q, k, v, *, window=None, layout="bhsd", out=None, out_dtype=None, return_lse=False, **options):
+    for name, operand in (("q", q), ("k", k), ("v", v)):
+        if isinstance(operand, Quantized):
+            raise UnsupportedError(
+                f"{name} is a rapt.Quantized, and what traces this call knows tensors alone. "
+                f"Mend: `{name}.codes` with `{name}_descale={name}.scale` in formats of whole bytes with float32 scales"
+            )
+    if out_dtype is None and options.get("q_descale") is not None:
+        raise OptionError("out_dtype = None; allowed: a floating-point dtype: q is codes, which name no dtype of out")
     left, right = (None, None) if window is None else window
     options = {**options, "window_left": left, "window_right": right, "layout": layout}
     if out is not None:
