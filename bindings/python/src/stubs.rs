@@ -1,6 +1,6 @@
 //! What stands in Python files as the table says it: `RAPT_UPDATE_SNAPSHOTS=1 cargo test -p rapt-python --test stubs` writes it anew.
 //!
-//! A block begins with a line `# table.rs: KIND` and ends with the next line `# end`; it has a line for each row.
+//! A block begins with a line `# table.rs: KIND` and ends with the next line `# end`; it has a line for each row; a block of a kind "of numbers" leaves out the parts of codes.
 
 #![allow(missing_docs, reason = "a test")]
 
@@ -15,19 +15,27 @@ struct Row {
     default: String,
     /// Its type in the stubs.
     stub: String,
+    /// Whether it is part of what makes numbers of codes.
+    is_part: bool,
 }
 
 macro_rules! rows {
     (
         all: [$($name:ident: $default:literal, $stub:literal, $_schema:literal;)*],
         tensors: $_tensors:tt,
-        parts: $_parts:tt,
+        parts: [$($part:ident,)*],
         options: [$($_option:ident: $_field:ident by $_parse:ident,)*]
     ) => {
         fn rows() -> Vec<Row> {
             // `inspect` shows strings with one kind of quotes, and the files are written with the other.
             let python = |text: &str| text.replace('\'', "\"");
-            vec![$(Row { name: stringify!($name), default: python($default), stub: python($stub) },)*]
+            let parts = [$(stringify!($part)),*];
+            vec![$(Row {
+                name: stringify!($name),
+                default: python($default),
+                stub: python($stub),
+                is_part: parts.contains(&stringify!($name)),
+            },)*]
         }
 
         #[test]
@@ -41,11 +49,11 @@ macro_rules! rows {
 attention_options!(rows);
 
 /// The line of a row in a block of this kind.
-fn line(kind: &str, Row { name, default, stub }: &Row) -> String {
+fn line(kind: &str, Row { name, default, stub, .. }: &Row) -> String {
     match kind {
         "parameters" => format!("{name}={default},"),
         "typed parameters" => format!("{name}: {stub} = {default},"),
-        "arguments" => format!("{name}={name},"),
+        "arguments" | "arguments of numbers" => format!("{name}={name},"),
         "fields" => format!("{name}: {stub}"),
         _ => panic!("no block is of the kind {kind:?}"),
     }
@@ -61,7 +69,7 @@ fn written(text: &str) -> (String, usize) {
         let Some(kind) = begin.trim_start().strip_prefix("# table.rs: ") else { continue };
         blocks += 1;
         let indent = &begin[..begin.len() - begin.trim_start().len()];
-        for row in rows() {
+        for row in rows().into_iter().filter(|row| !(row.is_part && kind.ends_with("of numbers"))) {
             out += &format!("{indent}{}\n", line(kind, &row));
         }
         let end = lines.find(|line| line.trim_start() == "# end");
@@ -73,7 +81,7 @@ fn written(text: &str) -> (String, usize) {
 
 #[test]
 fn signatures_and_stubs_are_those_of_the_table() {
-    for (file, count) in [("__init__.py", 2), ("__init__.pyi", 2)] {
+    for (file, count) in [("__init__.py", 3), ("__init__.pyi", 2)] {
         let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("python/rapt").join(file);
         let held = std::fs::read_to_string(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
         let (wanted, blocks) = written(&held);

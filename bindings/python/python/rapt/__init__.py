@@ -78,10 +78,10 @@ __all__ = [
 def _torch_ops(tensor):
     """`rapt.torch._ops` if `tensor`, or what it is codes of, is torch's, else None."""
     torch = _sys.modules.get("torch")
-    if torch is not None and isinstance(tensor, Quantized):
-        tensor = tensor.codes
-    if torch is None or not isinstance(tensor, getattr(torch, "Tensor", ())):
+    if torch is None:
         return None
+    if not isinstance(tensor, getattr(torch, "Tensor", ())):
+        return _torch_ops(tensor.codes) if isinstance(tensor, Quantized) else None
     return _ops if _ops is not None else _load_ops()
 
 
@@ -139,30 +139,51 @@ def attention(
     ops = _torch_ops(q)
     is_traced = ops is not None and ops.is_traced_call(q, k, v)
     run = ops.attention if is_traced else _native.attention
-    answer = run(
-        q,
-        k,
-        v,
-        # table.rs: arguments
-        mask=mask,
-        causal=causal,
-        window=window,
-        softcap=softcap,
-        scale=scale,
-        sinks=sinks,
-        alibi_slopes=alibi_slopes,
-        layout=layout,
-        q_descale=q_descale,
-        k_descale=k_descale,
-        v_descale=v_descale,
-        q_zero_point=q_zero_point,
-        k_zero_point=k_zero_point,
-        v_zero_point=v_zero_point,
-        # end
-        out=out,
-        out_dtype=out_dtype,
-        return_lse=return_lse,
-    )
+    # Six more keywords take 0.7 µs, a sixth of a small call.
+    if q_descale is k_descale is v_descale is q_zero_point is k_zero_point is v_zero_point is None:
+        answer = run(
+            q,
+            k,
+            v,
+            # table.rs: arguments of numbers
+            mask=mask,
+            causal=causal,
+            window=window,
+            softcap=softcap,
+            scale=scale,
+            sinks=sinks,
+            alibi_slopes=alibi_slopes,
+            layout=layout,
+            # end
+            out=out,
+            out_dtype=out_dtype,
+            return_lse=return_lse,
+        )
+    else:
+        answer = run(
+            q,
+            k,
+            v,
+            # table.rs: arguments
+            mask=mask,
+            causal=causal,
+            window=window,
+            softcap=softcap,
+            scale=scale,
+            sinks=sinks,
+            alibi_slopes=alibi_slopes,
+            layout=layout,
+            q_descale=q_descale,
+            k_descale=k_descale,
+            v_descale=v_descale,
+            q_zero_point=q_zero_point,
+            k_zero_point=k_zero_point,
+            v_zero_point=v_zero_point,
+            # end
+            out=out,
+            out_dtype=out_dtype,
+            return_lse=return_lse,
+        )
     if ops is not None and not is_traced:
         ops.count_served()
     return answer
