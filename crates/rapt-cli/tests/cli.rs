@@ -183,7 +183,8 @@ fn explain_refuses_with_the_cause() {
         let error = refuses(&[&shape[..], more].concat(), &[], code);
         assert!(error.contains(expect), "{error}");
     };
-    check(&["--dtype", "int8"], 1, "float64, float32, float16, bfloat16");
+    check(&["--dtype", "int8"], 1, "int8 codes, which are no numbers without q_descale");
+    check(&["--dtype", "int64"], 1, "float64, float32, float16, bfloat16");
     check(&["--kv-heads", "3"], 1, "must be a multiple");
     check(&["--softcap", "-1"], 1, "greater than 0");
     check(&["--scale", "inf"], 1, "any finite number");
