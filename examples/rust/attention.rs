@@ -29,15 +29,14 @@ fn main() -> Result<(), Error> {
     let mut out = Tensor::zeros(DType::F32, [BATCH, LEN, HEADS, HEAD_DIM].into())?;
     let mut lse = Tensor::zeros(DType::F32, [BATCH, HEADS, LEN].into())?;
     let tensors = Tensors {
-        q: View::contiguous("q", &q, [BATCH, LEN, HEADS, HEAD_DIM].into())?,
-        k: View::contiguous("k", &k, [BATCH, LEN, KV_HEADS, HEAD_DIM].into())?,
-        v: View::contiguous("v", &v, [BATCH, LEN, KV_HEADS, HEAD_DIM].into())?,
-        codes: rapt::Qkv::default(),
         mask: Some(View::contiguous("mask", &keep, [BATCH, 1, 1, LEN].into())?),
-        sinks: None,
-        alibi_slopes: None,
-        out: out.view_mut()?,
         lse: Some(lse.view_mut()?),
+        ..Tensors::new(
+            View::contiguous("q", &q, [BATCH, LEN, HEADS, HEAD_DIM].into())?,
+            View::contiguous("k", &k, [BATCH, LEN, KV_HEADS, HEAD_DIM].into())?,
+            View::contiguous("v", &v, [BATCH, LEN, KV_HEADS, HEAD_DIM].into())?,
+            out.view_mut()?,
+        )
     };
 
     // The request without its pointers, what will run for it, and the proof that the tensors fit.

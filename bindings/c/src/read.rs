@@ -209,11 +209,7 @@ impl Call {
         // SAFETY: as above.
         let out = unsafe { view_mut("out", out) }?;
         if options.is_null() {
-            let (mask, sinks, alibi_slopes, lse) = (None, None, None, None);
-            return Ok((
-                Tensors { q, k, v, codes: engine::Qkv::default(), mask, sinks, alibi_slopes, out, lse },
-                Options::default(),
-            ));
+            return Ok((Tensors::new(q, k, v, out), Options::default()));
         }
         let options = to_read(options, "options")?;
         // SAFETY: neither NULL nor unaligned; a struct of any version begins with its size.
@@ -231,7 +227,7 @@ impl Call {
         };
         // SAFETY: as above.
         let lse = if given.lse.is_null() { None } else { Some(unsafe { view_mut("lse", given.lse) }?) };
-        Ok((Tensors { q, k, v, codes: engine::Qkv::default(), mask, sinks, alibi_slopes, out, lse }, options))
+        Ok((Tensors { mask, sinks, alibi_slopes, lse, ..Tensors::new(q, k, v, out) }, options))
     }
 }
 

@@ -87,8 +87,7 @@ fn plan(args: &Args, [batch, heads, q_len, kv_len, head_dim]: [usize; 5]) -> Res
     let spec = Spec::builder(&q, &k, &v, &args.problem.options()).mask(mask.as_ref()).build()?;
     let plan = Engine::new(args.problem.threads)?.plan(&spec)?;
     let out = place.output("out", spec.out.dtype, spec.out_shape(4))?;
-    let tensors =
-        Tensors { q, k, v, codes: rapt::Qkv::default(), mask, sinks: None, alibi_slopes: None, out, lse: None };
+    let tensors = Tensors { mask, ..Tensors::new(q, k, v, out) };
     let certificate = plan.certificate(&Operands::check(tensors, &spec)?)?;
     Ok((plan, certificate))
 }

@@ -49,15 +49,9 @@ pub(crate) fn run(args: &Args) -> Outcome {
     };
     let mut lse = spec.lse.as_ref().map(lse_tensor).transpose()?;
     let tensors = Tensors {
-        q,
-        k,
-        v,
-        codes: rapt::Qkv::default(),
         mask,
-        sinks: None,
-        alibi_slopes: None,
-        out: out.view_mut()?,
         lse: lse.as_mut().map(Tensor::view_mut).transpose()?,
+        ..Tensors::new(q, k, v, out.view_mut()?)
     };
     engine.run(&plan, &mut Operands::check(tensors, &spec)?)?;
 

@@ -204,6 +204,12 @@ impl<'a> Operands<'a> {
 }
 
 impl<'a> Tensors<'a> {
+    /// Numbers that attend without mask, sinks, slopes and lse; `Tensors { mask, ..Tensors::new(q, k, v, out) }` has one.
+    #[must_use]
+    pub fn new(q: View<'a>, k: View<'a>, v: View<'a>, out: ViewMut<'a>) -> Self {
+        Tensors { q, k, v, codes: Qkv::default(), mask: None, sinks: None, alibi_slopes: None, out, lse: None }
+    }
+
     /// Every tensor that is read, with its name.
     pub fn inputs(&self) -> impl Iterator<Item = (&'static str, &View<'a>)> {
         let required = [("q", &self.q), ("k", &self.k), ("v", &self.v)];
@@ -241,9 +247,7 @@ mod tests {
         };
         let (q, k, v, out) = (input("q"), input("k"), input("v"), out.unwrap());
         let spec = Spec::builder(&q, &k, &v, &Options::default()).out(&out).build().unwrap();
-        let codes = Qkv::default();
-        let tensors = Tensors { q, k, v, codes, mask: None, sinks: None, alibi_slopes: None, out, lse: None };
         let undecided = Error::OverlapUndecided { tensor: "out", other: "out", steps: STEPS };
-        assert_eq!(Operands::check(tensors, &spec).unwrap_err(), undecided);
+        assert_eq!(Operands::check(Tensors::new(q, k, v, out), &spec).unwrap_err(), undecided);
     }
 }

@@ -146,17 +146,12 @@ impl<T: Number> Bench<T> {
             ..Options::default()
         };
         let view = |name, data, heads, len: usize| View::contiguous(name, data, shape(heads, len).into());
-        let tensors = Tensors {
-            q: view("q", &self.q, heads, q_len).expect("as long as its shape"),
-            k: view("k", k, kv_heads, kv_len).expect("as long as its shape"),
-            v: view("v", v, kv_heads, kv_len).expect("as long as its shape"),
-            codes: rapt_core::Qkv::default(),
-            mask: None,
-            sinks: None,
-            alibi_slopes: None,
-            out: ViewMut::contiguous("out", &mut self.out, shape(heads, q_len).into()).expect("as long as its shape"),
-            lse: None,
-        };
+        let tensors = Tensors::new(
+            view("q", &self.q, heads, q_len).expect("as long as its shape"),
+            view("k", k, kv_heads, kv_len).expect("as long as its shape"),
+            view("v", v, kv_heads, kv_len).expect("as long as its shape"),
+            ViewMut::contiguous("out", &mut self.out, shape(heads, q_len).into()).expect("as long as its shape"),
+        );
         let out = &tensors.out;
         let spec =
             Spec::builder(&tensors.q, &tensors.k, &tensors.v, &options).out(out).build().expect("a valid request");

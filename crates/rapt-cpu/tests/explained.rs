@@ -71,15 +71,13 @@ fn request<T: Element + Default>(
         Mask::Additive => Some(View::contiguous("mask", &biases, mask_shape).unwrap()),
     };
     let tensors = Tensors {
-        q: strided("q", &q, q_shape, LAYOUTS[0](q_shape)),
-        k: strided("k", &kv, kv_shape, layout(kv_shape)),
-        v: strided("v", &kv, kv_shape, layout(kv_shape)),
-        codes: rapt_core::Qkv::default(),
         mask,
-        sinks: None,
-        alibi_slopes: None,
-        out: ViewMut::strided("out", &mut out, offset, q_shape.into(), LAYOUTS[0](q_shape)).unwrap(),
-        lse: None,
+        ..Tensors::new(
+            strided("q", &q, q_shape, LAYOUTS[0](q_shape)),
+            strided("k", &kv, kv_shape, layout(kv_shape)),
+            strided("v", &kv, kv_shape, layout(kv_shape)),
+            ViewMut::strided("out", &mut out, offset, q_shape.into(), LAYOUTS[0](q_shape)).unwrap(),
+        )
     };
     let spec = Spec::builder(&tensors.q, &tensors.k, &tensors.v, options).mask(tensors.mask.as_ref()).out(&tensors.out);
     let spec = spec.build().unwrap();

@@ -54,15 +54,9 @@ fn bits(arch: Arch, case: &Case, far: Option<(usize, usize, isize)>) -> Vec<u64>
     let lse_shape = [1, case.q[0], case.q[1], case.q[2]];
     let mut lse = Sparse::new(case.dtype.accumulation(), lse_shape, strides(5, lse_shape));
     let tensors = Tensors {
-        q: q.view("q"),
-        k: k.view("k"),
-        v: v.view("v"),
-        codes: rapt_core::Qkv::default(),
         mask: Some(mask.view("mask")),
-        sinks: None,
-        alibi_slopes: None,
-        out: out.view_mut("out", 0),
         lse: Some(lse.view_mut("lse", 1)),
+        ..Tensors::new(q.view("q"), k.view("k"), v.view("v"), out.view_mut("out", 0))
     };
     run(arch, tensors, &case.options());
     out.values().into_iter().chain(lse.values()).map(f64::to_bits).collect()
@@ -140,28 +134,18 @@ fn tail_by_the_definition(
             .return_lse(true);
         let spec = spec.build().unwrap();
         let tensors = Tensors {
-            q: *q,
-            k: k_end,
-            v: v_end,
-            codes: rapt_core::Qkv::default(),
             mask: mask_end,
-            sinks: None,
             alibi_slopes: slopes,
-            out: spare.view_mut("out", 0),
             lse: Some(spare_lse.view_mut("lse", 1)),
+            ..Tensors::new(*q, k_end, v_end, spare.view_mut("out", 0))
         };
         reference(&spec, &tensors)
     };
     let tensors = Tensors {
-        q: *q,
-        k: *k,
-        v: *v,
-        codes: rapt_core::Qkv::default(),
         mask,
-        sinks: None,
         alibi_slopes: slopes,
-        out: out.view_mut("out", 0),
         lse: Some(lse.view_mut("lse", 1)),
+        ..Tensors::new(*q, *k, *v, out.view_mut("out", 0))
     };
     run(arch, tensors, &options);
     let rows = batch * heads * q_len;

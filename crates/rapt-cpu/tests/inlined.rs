@@ -43,17 +43,7 @@ fn one_answer(executor: &dyn Executor) -> f32 {
     let mut workspace = Workspace::new();
     workspace.ensure(plan.workspace_bytes()).unwrap();
     let out_view = ViewMut::contiguous("out", &mut out, [1, 1, 1, 1].into()).unwrap();
-    let tensors = Tensors {
-        q,
-        k,
-        v,
-        codes: rapt_core::Qkv::default(),
-        mask: None,
-        sinks: None,
-        alibi_slopes: None,
-        out: out_view,
-        lse: None,
-    };
+    let tensors = Tensors::new(q, k, v, out_view);
     let mut operands = Operands::check(tensors, &spec).unwrap();
     rapt_cpu::run(&plan, &mut operands, &mut workspace, executor).unwrap();
     out[0]

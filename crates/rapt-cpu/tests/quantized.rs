@@ -109,17 +109,10 @@ impl Operand {
 fn attend(arch: Arch, q: &[f32], q_len: usize, k: &Operand, v: &Operand) -> Vec<f32> {
     let mut out = vec![f32::NAN; q.len()];
     let shape = [1, 2 * HEADS, q_len, DIM];
-    let tensors = Tensors {
-        q: View::contiguous("q", q, shape.into()).unwrap(),
-        k: k.view(),
-        v: v.view(),
-        codes: Qkv { q: None, k: Some(Box::new(k.codes())), v: Some(Box::new(v.codes())) },
-        mask: None,
-        sinks: None,
-        alibi_slopes: None,
-        out: ViewMut::contiguous("out", &mut out, shape.into()).unwrap(),
-        lse: None,
-    };
+    let codes = Qkv { q: None, k: Some(Box::new(k.codes())), v: Some(Box::new(v.codes())) };
+    let q = View::contiguous("q", q, shape.into()).unwrap();
+    let out_view = ViewMut::contiguous("out", &mut out, shape.into()).unwrap();
+    let tensors = Tensors { codes, ..Tensors::new(q, k.view(), v.view(), out_view) };
     let Qkv { k, v, .. } = &tensors.codes;
     let spec = Spec::builder(&tensors.q, &tensors.k, &tensors.v, &Options::default())
         .k_codes(k.as_deref())

@@ -48,15 +48,9 @@ fn run(arch: Arch, case: &Case, values: &Values) -> Ran {
     let lse_shape = [1, case.q[0], case.q[1], case.q[2]];
     let mut lse = Sparse::new(dtype.accumulation(), lse_shape, row_major(lse_shape));
     let tensors = Tensors {
-        q: q.view("q"),
-        k: k.view("k"),
-        v: v.view("v"),
-        codes: rapt_core::Qkv::default(),
         mask: mask.as_ref().map(|mask| mask.view("mask")),
-        sinks: None,
-        alibi_slopes: None,
-        out: out.view_mut("out", 0),
         lse: Some(lse.view_mut("lse", 1)),
+        ..Tensors::new(q.view("q"), k.view("k"), v.view("v"), out.view_mut("out", 0))
     };
     let options: Options = case.options();
     let spec =

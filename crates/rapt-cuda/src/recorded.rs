@@ -279,20 +279,7 @@ impl Request {
         let out = unsafe { ViewMut::from_raw_parts("out", ptr, DType::BF16, shape, strides, device, Extent::Declared) };
         let out = out.unwrap();
         let spec = Spec::builder(&q, &k, &v, &Options::default()).mask(mask.as_ref()).out(&out).build().unwrap();
-        run(
-            &spec,
-            Tensors {
-                q,
-                k,
-                v,
-                codes: rapt_core::Qkv::default(),
-                mask,
-                sinks: None,
-                alibi_slopes: None,
-                out,
-                lse: None,
-            },
-        )
+        run(&spec, Tensors { mask, ..Tensors::new(q, k, v, out) })
     }
 }
 

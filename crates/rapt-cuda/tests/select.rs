@@ -209,18 +209,7 @@ fn every_plan_states_a_partition_that_its_certificate_proves() {
                 let out = out.unwrap();
                 let spec = Spec::builder(&q, &k, &k, &Options::default()).build().unwrap();
                 let plan = select(&spec, &caps(Arch::Sm90a)).unwrap();
-                let (mask, sinks, alibi_slopes, lse) = (None, None, None, None);
-                let tensors = rapt_core::Tensors {
-                    q,
-                    k,
-                    v: k,
-                    codes: rapt_core::Qkv::default(),
-                    mask,
-                    sinks,
-                    alibi_slopes,
-                    out,
-                    lse,
-                };
+                let tensors = rapt_core::Tensors::new(q, k, k, out);
                 let operands = rapt_core::Operands::check(tensors, plan.spec()).unwrap();
                 let coverage = plan.certificate(&operands).unwrap().coverage;
                 assert_eq!(coverage.rows, 2 * 6 * q_len as u128);

@@ -55,15 +55,16 @@ fn certify(request: &Request, at: Addresses, caps: &Caps) -> Result<(Plan, Certi
         desc.as_ref().map(|desc| unread(tensor, desc, address)).transpose()
     };
     let tensors = Tensors {
-        q: unread("q", &request.q, at[0])?,
-        k: unread("k", &request.k, at[1])?,
-        v: unread("v", &request.v, at[2])?,
-        codes: rapt::Qkv::default(),
         mask: optional("mask", &request.mask, at[3])?,
         sinks: optional("sinks", &request.sinks, at[4])?,
         alibi_slopes: optional("alibi_slopes", &request.alibi_slopes, at[5])?,
-        out: unread_out("out", &request.out, at[6])?,
         lse: request.lse.as_ref().map(|lse| unread_out("lse", lse, at[7])).transpose()?,
+        ..Tensors::new(
+            unread("q", &request.q, at[0])?,
+            unread("k", &request.k, at[1])?,
+            unread("v", &request.v, at[2])?,
+            unread_out("out", &request.out, at[6])?,
+        )
     };
     let spec = spec_of(&tensors, request)?;
     let plan = rapt::select(&spec, caps)?;

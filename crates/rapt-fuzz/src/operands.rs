@@ -96,15 +96,16 @@ fn run(request: &Request, offsets: Offsets) -> Result<()> {
         let optional =
             |tensor, desc: &Option<TensorDesc>, at| desc.as_ref().map(|desc| view(tensor, desc, at)).transpose();
         Ok(Tensors {
-            q: view("q", &request.q, offsets[0])?,
-            k: view("k", &request.k, offsets[1])?,
-            v: view("v", &request.v, offsets[2])?,
-            codes: rapt::Qkv::default(),
             mask: optional("mask", &request.mask, offsets[3])?,
             sinks: optional("sinks", &request.sinks, offsets[4])?,
             alibi_slopes: optional("alibi_slopes", &request.alibi_slopes, offsets[5])?,
-            out: view_mut("out", &request.out, offsets[6])?,
             lse: request.lse.as_ref().map(|lse| view_mut("lse", lse, offsets[7])).transpose()?,
+            ..Tensors::new(
+                view("q", &request.q, offsets[0])?,
+                view("k", &request.k, offsets[1])?,
+                view("v", &request.v, offsets[2])?,
+                view_mut("out", &request.out, offsets[6])?,
+            )
         })
     };
     let first = tensors()?;

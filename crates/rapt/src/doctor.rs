@@ -105,17 +105,12 @@ fn error_of<T: Element>(engine: &Engine, q_len: usize, narrow: fn(f64) -> T, wid
     let (q, v) = (typed(&q), typed(&v));
     let strides = Strides::from([(HEAD_DIM * KV_LEN) as isize, 1, KV_LEN as isize]);
     let mut out = Tensor::zeros(T::DTYPE, [HEADS, q_len, HEAD_DIM].into())?;
-    let tensors = Tensors {
-        q: View::contiguous("q", &q, [HEADS, q_len, HEAD_DIM].into())?,
-        k: View::strided("k", &turned, 0, [KV_HEADS, KV_LEN, HEAD_DIM].into(), strides)?,
-        v: View::contiguous("v", &v, [KV_HEADS, KV_LEN, HEAD_DIM].into())?,
-        codes: rapt_core::Qkv::default(),
-        mask: None,
-        sinks: None,
-        alibi_slopes: None,
-        out: out.view_mut()?,
-        lse: None,
-    };
+    let tensors = Tensors::new(
+        View::contiguous("q", &q, [HEADS, q_len, HEAD_DIM].into())?,
+        View::strided("k", &turned, 0, [KV_HEADS, KV_LEN, HEAD_DIM].into(), strides)?,
+        View::contiguous("v", &v, [KV_HEADS, KV_LEN, HEAD_DIM].into())?,
+        out.view_mut()?,
+    );
     engine.attention_into(tensors, &Options::default().with_causal(Causal::BottomRight))?;
     let got = out.to_vec::<T>()?;
     let off: f64 = got.iter().zip(&expected).map(|(&got, expected)| (widen(got) - expected).powi(2)).sum();

@@ -255,17 +255,7 @@ pub fn attention(q: &View<'_>, k: &View<'_>, v: &View<'_>, options: &Options) ->
     let rank = q.shape().len();
     let spec = Spec::builder(q, k, v, options).build()?;
     let mut out = Tensor::zeros(spec.out.dtype, spec.out_shape(rank))?;
-    let tensors = Tensors {
-        q: *q,
-        k: *k,
-        v: *v,
-        codes: Qkv::default(),
-        mask: None,
-        sinks: None,
-        alibi_slopes: None,
-        out: out.view_mut()?,
-        lse: None,
-    };
+    let tensors = Tensors::new(*q, *k, *v, out.view_mut()?);
     default_engine()?.attention_into(tensors, options)?;
     Ok(out)
 }
@@ -284,8 +274,7 @@ pub fn attention_quantized(
     let spec = Spec::builder(q, &k.tensor(), &v.tensor(), options).k_codes(Some(&of_k)).v_codes(Some(&of_v)).build()?;
     let mut out = Tensor::zeros(spec.out.dtype, spec.out_shape(q.shape().len()))?;
     let codes = Qkv { q: None, k: Some(Box::new(of_k)), v: Some(Box::new(of_v)) };
-    let (k, v, mask, sinks, alibi_slopes, lse) = (k.tensor(), v.tensor(), None, None, None, None);
-    let tensors = Tensors { q: *q, k, v, codes, mask, sinks, alibi_slopes, out: out.view_mut()?, lse };
+    let tensors = Tensors { codes, ..Tensors::new(*q, k.tensor(), v.tensor(), out.view_mut()?) };
     default_engine()?.attention_into(tensors, options)?;
     Ok(out)
 }
@@ -312,17 +301,12 @@ mod tests {
         assert!(engine.plans.is_poisoned() && engine.workspaces.is_poisoned());
         assert_eq!(*engine.plan(&spec).unwrap(), *planned, "what was cached is whole");
         let mut out = [f32::NAN; 64];
-        let tensors = Tensors {
-            q: view,
-            k: view,
-            v: view,
-            codes: Qkv::default(),
-            mask: None,
-            sinks: None,
-            alibi_slopes: None,
-            out: rapt_core::ViewMut::contiguous("out", &mut out, [1, 1, 16, 4].into()).unwrap(),
-            lse: None,
-        };
+        let tensors = Tensors::new(
+            view,
+            view,
+            view,
+            rapt_core::ViewMut::contiguous("out", &mut out, [1, 1, 16, 4].into()).unwrap(),
+        );
         engine.attention_into(tensors, &Options::default().with_softcap(2.0)).unwrap();
         assert_eq!(out, [0.5; 64], "equal values: their mean");
     }

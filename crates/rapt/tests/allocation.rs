@@ -54,17 +54,7 @@ fn what_cannot_be_allocated_is_an_error_and_the_engine_lives_on() {
     let engine = Engine::new(Some(2)).unwrap();
     let attend = |out: &mut Vec<f32>| {
         let out = ViewMut::contiguous("out", out, shape.into()).unwrap();
-        let tensors = Tensors {
-            q,
-            k: q,
-            v: q,
-            codes: rapt::Qkv::default(),
-            mask: None,
-            sinks: None,
-            alibi_slopes: None,
-            out,
-            lse: None,
-        };
+        let tensors = Tensors::new(q, q, q, out);
         engine.attention_into(tensors, &Options::default())
     };
     let mut out = vec![7f32; 4 * 130 * 64];
@@ -98,17 +88,7 @@ fn what_cannot_be_allocated_is_an_error_and_the_engine_lives_on() {
     let mut one = vec![7f32; 4 * 64];
     let q = View::strided("q", &element, 0, [1, 4, 1, 64].into(), [0, 0, 0, 1].into()).unwrap();
     let out = ViewMut::contiguous("out", &mut one, [1, 4, 1, 64].into()).unwrap();
-    let tensors = Tensors {
-        q,
-        k: kv,
-        v: kv,
-        codes: rapt::Qkv::default(),
-        mask: None,
-        sinks: None,
-        alibi_slopes: None,
-        out,
-        lse: None,
-    };
+    let tensors = Tensors::new(q, kv, kv, out);
     assert!(matches!(engine.attention_into(tensors, &Options::default()), Err(Error::OutOfMemory { .. })));
     assert!(one.iter().all(|x| *x == 7.0));
 }

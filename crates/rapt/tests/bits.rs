@@ -27,17 +27,12 @@ fn attend(engine: &Engine, sizes: Sizes, causal: Option<Causal>, q: &[f32], k: &
     let q_shape = [batch, kv_heads * group, q_len, head_dim].into();
     let kv_shape = [batch, kv_heads, kv_len, head_dim].into();
     let mut out = vec![f32::NAN; q.len()];
-    let tensors = Tensors {
-        q: View::contiguous("q", q, q_shape).unwrap(),
-        k: View::contiguous("k", k, kv_shape).unwrap(),
-        v: View::contiguous("v", v, kv_shape).unwrap(),
-        codes: rapt::Qkv::default(),
-        mask: None,
-        sinks: None,
-        alibi_slopes: None,
-        out: ViewMut::contiguous("out", &mut out, q_shape).unwrap(),
-        lse: None,
-    };
+    let tensors = Tensors::new(
+        View::contiguous("q", q, q_shape).unwrap(),
+        View::contiguous("k", k, kv_shape).unwrap(),
+        View::contiguous("v", v, kv_shape).unwrap(),
+        ViewMut::contiguous("out", &mut out, q_shape).unwrap(),
+    );
     engine.attention_into(tensors, &Options { causal, ..Options::default() }).unwrap();
     assert!(out.iter().all(|x| x.is_finite()), "every element is written");
     out.into_iter().map(f32::to_bits).collect()

@@ -22,15 +22,13 @@ fn certify(change: impl Fn(Plan) -> Plan, declared: bool) -> Result<(Plan, Certi
         View::strided("k", &k, 0, KV.into(), turned)?
     };
     let tensors = Tensors {
-        q: View::contiguous("q", &q, SHAPE.into())?,
-        k,
-        v: View::contiguous("v", &v, KV.into())?,
-        codes: rapt::Qkv::default(),
-        mask: None,
-        sinks: None,
-        alibi_slopes: None,
-        out: ViewMut::strided("out", &mut out, 0, SHAPE.into(), spaced)?,
         lse: Some(ViewMut::contiguous("lse", &mut lse, [2, 4, 10].into())?),
+        ..Tensors::new(
+            View::contiguous("q", &q, SHAPE.into())?,
+            k,
+            View::contiguous("v", &v, KV.into())?,
+            ViewMut::strided("out", &mut out, 0, SHAPE.into(), spaced)?,
+        )
     };
     let spec = Spec::builder(&tensors.q, &tensors.k, &tensors.v, &Options::default())
         .out(&tensors.out)
@@ -181,17 +179,7 @@ fn a_plan_of_another_backend_is_refused_and_writes_nothing() {
     let own = engine.plan(&spec).unwrap();
     assert!(foreign != *own && *own == own.as_ref().clone() && foreign == foreign.clone());
     let out_view = ViewMut::contiguous("out", &mut out, [1, 1, 16, 4].into()).unwrap();
-    let tensors = Tensors {
-        q,
-        k: q,
-        v: q,
-        codes: rapt::Qkv::default(),
-        mask: None,
-        sinks: None,
-        alibi_slopes: None,
-        out: out_view,
-        lse: None,
-    };
+    let tensors = Tensors::new(q, q, q, out_view);
     let refused = engine.run(&foreign, &mut Operands::check(tensors, foreign.spec()).unwrap());
     assert_eq!(refused, Err(Error::NotAsPlanned { tensor: "plan", what: "backend" }));
     assert_eq!(out, [7f32; 64]);
@@ -229,17 +217,7 @@ fn interleaved_outputs_take_steps_to_be_told_apart() {
         )
     };
     let (q, k) = (View::contiguous("q", &q, [1, 1, 5, 8].into()).unwrap(), k.unwrap());
-    let tensors = Tensors {
-        q,
-        k,
-        v: k,
-        codes: rapt::Qkv::default(),
-        mask: None,
-        sinks: None,
-        alibi_slopes: None,
-        out: out.unwrap(),
-        lse: None,
-    };
+    let tensors = Tensors::new(q, k, k, out.unwrap());
     let spec = Spec::builder(&q, &k, &k, &Options::default()).out(&tensors.out).build().unwrap();
     let plan = Engine::new(Some(1)).unwrap().plan(&spec).unwrap();
     let certificate = plan.certificate(&Operands::check(tensors, &spec).unwrap()).unwrap();

@@ -35,17 +35,7 @@ fn a_queue_of_another_kind_is_refused() {
     let q = View::contiguous("q", &data, [1, 2, 2].into()).unwrap();
     let plan = engine.plan(&Spec::builder(&q, &q, &q, &Options::default()).build().unwrap()).unwrap();
     let out = ViewMut::contiguous("out", &mut out, [1, 2, 2].into()).unwrap();
-    let tensors = Tensors {
-        q,
-        k: q,
-        v: q,
-        codes: rapt::Qkv::default(),
-        mask: None,
-        sinks: None,
-        alibi_slopes: None,
-        out,
-        lse: None,
-    };
+    let tensors = Tensors::new(q, q, q, out);
     let mut operands = Operands::check(tensors, plan.spec()).unwrap();
     let stream = Queue::Cuda { device: 0, stream: 0 };
     assert!(matches!(engine.run_on(&plan, &mut operands, &stream), Err(Error::Unsupported { .. })));
@@ -75,17 +65,8 @@ fn threads_of_the_host_touch_no_memory_of_a_gpu() {
         unsafe { ViewMut::from_raw_parts(name, ptr, DType::F32, shape, strides, device, Extent::Declared) }.unwrap()
     };
     let (q, v) = (view("q", at(1), shape), view("v", at(2), shape));
-    let tensors = Tensors {
-        q,
-        k: q,
-        v,
-        codes: rapt::Qkv::default(),
-        mask: None,
-        sinks: None,
-        alibi_slopes: None,
-        out: view_mut("out", at(3), shape),
-        lse: Some(view_mut("lse", at(4), rows)),
-    };
+    let tensors =
+        Tensors { lse: Some(view_mut("lse", at(4), rows)), ..Tensors::new(q, q, v, view_mut("out", at(3), shape)) };
     let spec = rapt::spec_of(&tensors, &Options::default()).unwrap();
     let caps = rapt_cuda::Caps {
         arch: rapt::Arch::Sm80,

@@ -15,17 +15,7 @@ fn values() -> Vec<f32> {
 
 fn tensors<'a>(q: &View<'a>, out: &'a mut [f32], shape: [usize; 4]) -> Tensors<'a> {
     let out = ViewMut::contiguous("out", out, shape.into()).unwrap();
-    Tensors {
-        q: *q,
-        k: *q,
-        v: *q,
-        codes: rapt::Qkv::default(),
-        mask: None,
-        sinks: None,
-        alibi_slopes: None,
-        out,
-        lse: None,
-    }
+    Tensors::new(*q, *q, *q, out)
 }
 
 /// Runs `work` and fails, rather than hangs, if it takes too long.

@@ -77,15 +77,8 @@ pub(crate) fn run_piece<'py>(
     context: &StreamContext<'py>,
 ) -> Result<Option<Enqueued>, Failure> {
     let tensors = Tensors {
-        q: q.view()?,
-        k: k.view()?,
-        v: v.view()?,
-        codes: rapt::Qkv::default(),
         mask: mask.map(Operand::view).transpose()?,
-        sinks: None,
-        alibi_slopes: None,
-        out: out.view_mut()?,
-        lse: None,
+        ..Tensors::new(q.view()?, k.view()?, v.view()?, out.view_mut()?)
     };
     planned.run(py, tensors, context)
 }

@@ -141,15 +141,13 @@ impl Row {
             MaskName::Additive => Some(View::contiguous("mask", &memory.bias_f32, pairs)?),
         };
         Ok(Tensors {
-            q: View::contiguous("q", &memory.q, self.shape_of(heads, q_len, head_dim))?,
-            k: View::contiguous("k", k, self.shape_of(kv_heads, kv_len, head_dim))?,
-            v: View::contiguous("v", v, self.shape_of(kv_heads, kv_len, head_dim_v))?,
-            codes: rapt::Qkv::default(),
             mask,
-            sinks: None,
-            alibi_slopes: None,
-            out: out.view_mut()?,
-            lse: None,
+            ..Tensors::new(
+                View::contiguous("q", &memory.q, self.shape_of(heads, q_len, head_dim))?,
+                View::contiguous("k", k, self.shape_of(kv_heads, kv_len, head_dim))?,
+                View::contiguous("v", v, self.shape_of(kv_heads, kv_len, head_dim_v))?,
+                out.view_mut()?,
+            )
         })
     }
 

@@ -307,15 +307,14 @@ impl Frame<'_> {
         // SAFETY: promised by the caller of `run`: every element of a place is there, and results overlap nothing.
         let tensors = unsafe {
             Tensors {
-                q: self.view("q", query)?,
-                k: self.view("k", key)?,
-                v: self.view("v", value)?,
-                codes: rapt_core::Qkv::default(),
                 mask: mask.as_ref().map(|place| self.view("mask", place)).transpose()?,
-                sinks: None,
-                alibi_slopes: None,
-                out: self.view_mut("out", out)?,
                 lse: lse.as_ref().map(|place| self.view_mut("lse", place)).transpose()?,
+                ..Tensors::new(
+                    self.view("q", query)?,
+                    self.view("k", key)?,
+                    self.view("v", value)?,
+                    self.view_mut("out", out)?,
+                )
             }
         };
         let mut operands = Operands::check(tensors, plan.spec())?;
