@@ -1,8 +1,8 @@
 //! What is said of codes beside their tensor: shapes of scales, parts that are missing or too many, dtypes that go together.
 
 use rapt_core::{
-    CodesForm, DType, Device, Error, ErrorKind, Format, Granularity, Options, ScaleLayout, Shape, Spec, TensorForm,
-    TensorLayout,
+    CodesForm, DType, Device, Error, ErrorKind, Format, Granularity, Options, Qkv, ScaleLayout, Shape, Spec,
+    TensorForm, TensorLayout,
 };
 
 fn form(dtype: DType, shape: &[usize]) -> TensorForm {
@@ -14,12 +14,16 @@ fn f32s(shape: &[usize]) -> TensorForm {
     form(DType::F32, shape)
 }
 
+fn of_k(codes: CodesForm) -> Qkv<Option<CodesForm>> {
+    Qkv { k: Some(codes), ..Qkv::default() }
+}
+
 /// A spec of k as codes, in the layout of `options`: `[batch, heads, len, head_dim]` or in that order.
 fn with_k(q: &[usize], k: &[usize], codes: CodesForm, options: &Options) -> Result<Spec, Error> {
     let q = f32s(q);
     let plain = f32s(&(0..k.len()).map(|d| if d + 1 == k.len() { q.shape[d] } else { k[d] }).collect::<Vec<_>>());
     let k = form(codes.format.code_dtype(), k);
-    Spec::builder(q, k, plain, options).k_codes(Some(codes)).build()
+    Spec::builder(q, k, plain, options).codes(of_k(codes)).build()
 }
 
 #[test]
@@ -137,7 +141,7 @@ fn codes_without_a_part_are_no_numbers() {
 
     let build = |codes: CodesForm| {
         let k = form(codes.format.code_dtype(), &[2, 3, 7, 12usize.div_ceil(codes.format.codes_per_byte())]);
-        Spec::builder(q, k, plain, &Options::default()).k_codes(Some(codes)).build()
+        Spec::builder(q, k, plain, &Options::default()).codes(of_k(codes)).build()
     };
     let scale = |format: Format, shape: &[usize]| CodesForm::new(format, form(format.scale_dtype(), shape));
     let points = |dtype, shape: &[usize]| form(dtype, shape);
@@ -163,10 +167,8 @@ fn codes_without_a_part_are_no_numbers() {
     elsewhere.descale.device = Device::Cuda(0);
     assert!(matches!(build(elsewhere).unwrap_err(), Error::DeviceMismatch { tensor: "k_descale", .. }));
     // The tensor under the scales is none of codes.
-    let error = Spec::builder(q, plain, plain, &Options::default())
-        .k_codes(Some(scale(Format::Int8, &[])))
-        .build()
-        .unwrap_err();
+    let error =
+        Spec::builder(q, plain, plain, &Options::default()).codes(of_k(scale(Format::Int8, &[]))).build().unwrap_err();
     assert_eq!(error, Error::OtherDtype { tensor: "k", expected: DType::I8, got: DType::BF16 });
 }
 
@@ -175,15 +177,14 @@ fn dtypes_that_go_with_codes() {
     let codes = CodesForm::new(Format::E4m3fn, f32s(&[]));
     let coded = form(DType::F8E4M3FN, &[1, 2, 3, 8]);
     let plain = |dtype| form(dtype, &[1, 2, 3, 8]);
-    let none = None::<CodesForm>;
     let build = |q: DType, k: Option<DType>, v: Option<DType>, out_dtype: Option<DType>| {
-        let q_codes = (q == DType::F8E4M3FN).then_some(codes);
+        let codes = Qkv {
+            q: (q == DType::F8E4M3FN).then_some(codes),
+            k: k.is_none().then_some(codes),
+            v: v.is_none().then_some(codes),
+        };
         let options = Options { out_dtype, ..Options::default() };
-        Spec::builder(plain(q), k.map_or(coded, plain), v.map_or(coded, plain), &options)
-            .q_codes(q_codes)
-            .k_codes(if k.is_none() { Some(codes) } else { none })
-            .v_codes(if v.is_none() { Some(codes) } else { none })
-            .build()
+        Spec::builder(plain(q), k.map_or(coded, plain), v.map_or(coded, plain), &options).codes(codes).build()
     };
     let (bf16, f16, f64, e4m3) = (DType::BF16, DType::F16, DType::F64, DType::F8E4M3FN);
     let spec = build(bf16, None, Some(bf16), None).unwrap();
@@ -211,7 +212,8 @@ fn packed_codes_have_the_sizes_of_their_numbers() {
     let v = form(DType::U8, &[1, 2, 4, 3]);
     let codes = |head_dim| CodesForm { head_dim, ..CodesForm::new(Format::Int4, f32s(&[1, 2, 4])) };
     let build = |k_dim, v_dim| {
-        Spec::builder(q, k, v, &Options::default()).k_codes(Some(codes(k_dim))).v_codes(Some(codes(v_dim))).build()
+        let codes = Qkv { q: None, k: Some(codes(k_dim)), v: Some(codes(v_dim)) };
+        Spec::builder(q, k, v, &Options::default()).codes(codes).build()
     };
     let spec = build(Some(9), None).unwrap();
     assert_eq!(

@@ -79,8 +79,11 @@ fn request<T: Element + Default>(
             ViewMut::strided("out", &mut out, offset, q_shape.into(), LAYOUTS[0](q_shape)).unwrap(),
         )
     };
-    let spec = Spec::builder(&tensors.q, &tensors.k, &tensors.v, options).mask(tensors.mask.as_ref()).out(&tensors.out);
-    let spec = spec.build().unwrap();
+    let spec = Spec::builder(&tensors.q, &tensors.k, &tensors.v, options)
+        .mask(tensors.mask.as_ref())
+        .out(&tensors.out)
+        .build()
+        .unwrap();
     judge(&spec, tensors);
 }
 

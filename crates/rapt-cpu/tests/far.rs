@@ -12,13 +12,10 @@ const FAR: [isize; 5] = [(1 << 29) + 3, (1 << 31) - 3, (1 << 31) + 5, (1 << 32) 
 
 fn run(arch: Arch, tensors: Tensors<'_>, options: &Options) {
     let Tensors { q, k, v, codes: _, mask, sinks, alibi_slopes, out, lse } = &tensors;
-    let mut builder = Spec::builder(q, k, v, options)
-        .mask(mask.as_ref())
-        .sinks(sinks.as_ref())
-        .alibi_slopes(alibi_slopes.as_ref())
-        .out(out);
+    let mut builder = Spec::builder(q, k, v, options);
+    builder.mask(mask.as_ref()).sinks(sinks.as_ref()).alibi_slopes(alibi_slopes.as_ref()).out(out);
     if let Some(lse) = lse {
-        builder = builder.lse(lse);
+        builder.lse(lse);
     }
     let spec = builder.build().unwrap();
     let plan = rapt_cpu::select(&spec, &Caps { arch, threads: 1, clock_hz: None }).unwrap();
@@ -131,8 +128,9 @@ fn tail_by_the_definition(
         let spec = Spec::builder(q, &k_end, &v_end, &options)
             .mask(mask_end.as_ref())
             .alibi_slopes(slopes.as_ref())
-            .return_lse(true);
-        let spec = spec.build().unwrap();
+            .return_lse(true)
+            .build()
+            .unwrap();
         let tensors = Tensors {
             mask: mask_end,
             alibi_slopes: slopes,

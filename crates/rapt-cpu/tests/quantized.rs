@@ -113,10 +113,8 @@ fn attend(arch: Arch, q: &[f32], q_len: usize, k: &Operand, v: &Operand) -> Vec<
     let q = View::contiguous("q", q, shape.into()).unwrap();
     let out_view = ViewMut::contiguous("out", &mut out, shape.into()).unwrap();
     let tensors = Tensors { codes, ..Tensors::new(q, k.view(), v.view(), out_view) };
-    let Qkv { k, v, .. } = &tensors.codes;
     let spec = Spec::builder(&tensors.q, &tensors.k, &tensors.v, &Options::default())
-        .k_codes(k.as_deref())
-        .v_codes(v.as_deref())
+        .codes(tensors.codes.as_deref())
         .build()
         .unwrap();
     let plan = rapt_cpu::select(&spec, &Caps { arch, threads: 1, clock_hz: None }).unwrap();
@@ -179,8 +177,7 @@ fn other_scales_than_planned_are_refused() {
     let spec = |codes: &Codes<'_>| {
         let codes = CodesForm::from(codes);
         Spec::builder(&q, &k.view(), &k.view(), &Options::default())
-            .k_codes(Some(codes))
-            .v_codes(Some(codes))
+            .codes(Qkv { q: None, k: Some(codes), v: Some(codes) })
             .build()
             .unwrap()
     };

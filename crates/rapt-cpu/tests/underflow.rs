@@ -53,10 +53,12 @@ fn run(arch: Arch, case: &Case, values: &Values) -> Ran {
         ..Tensors::new(q.view("q"), k.view("k"), v.view("v"), out.view_mut("out", 0))
     };
     let options: Options = case.options();
-    let spec =
-        Spec::builder(&tensors.q, &tensors.k, &tensors.v, &options).mask(tensors.mask.as_ref()).out(&tensors.out);
-    let lse_view = tensors.lse.as_ref().expect("asked for");
-    let spec = spec.lse(lse_view).build().unwrap();
+    let spec = Spec::builder(&tensors.q, &tensors.k, &tensors.v, &options)
+        .mask(tensors.mask.as_ref())
+        .out(&tensors.out)
+        .lse(tensors.lse.as_ref().expect("asked for"))
+        .build()
+        .unwrap();
     let expected = reference(&spec, &tensors);
     let plan = rapt_cpu::select(&spec, &Caps { arch, threads: 1, clock_hz: None }).unwrap();
     let mut workspace = Workspace::new();

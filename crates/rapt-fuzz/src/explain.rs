@@ -75,15 +75,16 @@ fn certify(request: &Request, at: Addresses, caps: &Caps) -> Result<(Plan, Certi
 /// The spec of these tensors.
 pub(crate) fn spec_of(tensors: &Tensors<'_>, request: &Request) -> Result<Spec> {
     let Tensors { q, k, v, out, .. } = tensors;
-    let builder = Spec::builder(q, k, v, &request.options)
+    let mut builder = Spec::builder(q, k, v, &request.options);
+    builder
         .mask(tensors.mask.as_ref())
         .sinks(tensors.sinks.as_ref())
         .alibi_slopes(tensors.alibi_slopes.as_ref())
         .out(out);
-    match &tensors.lse {
-        Some(lse) => builder.lse(lse).build(),
-        None => builder.build(),
+    if let Some(lse) = &tensors.lse {
+        builder.lse(lse);
     }
+    builder.build()
 }
 
 const ROWS: [&str; 18] = [

@@ -76,21 +76,20 @@ fn build(request: &Request, given: Given) -> Result<Spec> {
     let v = unread("v", &request.v, SOMEWHERE)?;
     let (mask, sinks) = (optional("mask", &request.mask)?, optional("sinks", &request.sinks)?);
     let alibi_slopes = optional("alibi_slopes", &request.alibi_slopes)?;
-    let builder = Spec::builder(&q, &k, &v, &request.options)
-        .mask(mask.as_ref())
-        .sinks(sinks.as_ref())
-        .alibi_slopes(alibi_slopes.as_ref());
+    let mut builder = Spec::builder(&q, &k, &v, &request.options);
+    builder.mask(mask.as_ref()).sinks(sinks.as_ref()).alibi_slopes(alibi_slopes.as_ref());
     match given {
-        Given::New => builder.return_lse(request.lse.is_some()).build(),
+        Given::New => builder.return_lse(request.lse.is_some()),
         Given::Own => {
             let form = |desc: TensorDesc| TensorForm::new(desc.dtype, desc.shape, desc.strides, Device::Cpu);
             let builder = builder.out(form(request.out));
             match request.lse {
-                Some(lse) => builder.lse(form(lse)).build(),
-                None => builder.build(),
+                Some(lse) => builder.lse(form(lse)),
+                None => builder,
             }
         }
-    }
+    };
+    builder.build()
 }
 
 fn hash(spec: &Spec) -> u64 {

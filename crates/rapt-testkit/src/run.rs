@@ -132,19 +132,17 @@ impl Buffers {
 
 fn spec_of(case: &Case, tensors: &Tensors<'_>) -> Result<Spec, Error> {
     let out = &tensors.out;
-    let Qkv { q, k, v } = &tensors.codes;
-    let builder = Spec::builder(&tensors.q, &tensors.k, &tensors.v, &case.options())
-        .q_codes(q.as_deref())
-        .k_codes(k.as_deref())
-        .v_codes(v.as_deref())
+    let mut builder = Spec::builder(&tensors.q, &tensors.k, &tensors.v, &case.options());
+    builder
+        .codes(tensors.codes.as_deref())
         .mask(tensors.mask.as_ref())
         .sinks(tensors.sinks.as_ref())
         .alibi_slopes(tensors.alibi_slopes.as_ref())
         .out(out);
-    match &tensors.lse {
-        Some(lse) => builder.lse(lse).build(),
-        None => builder.build(),
+    if let Some(lse) = &tensors.lse {
+        builder.lse(lse);
     }
+    builder.build()
 }
 
 /// Puts NaN and infinities where nobody looks, and NaN into one query.

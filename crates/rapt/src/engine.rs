@@ -219,17 +219,15 @@ impl Engine {
 /// # Errors
 /// Any [`Error`] of kind dtype, shape, option or device.
 pub fn spec_of(tensors: &Tensors<'_>, options: &Options) -> Result<Spec> {
-    let Qkv { q, k, v } = &tensors.codes;
-    let mut builder = Spec::builder(&tensors.q, &tensors.k, &tensors.v, options)
-        .q_codes(q.as_deref())
-        .k_codes(k.as_deref())
-        .v_codes(v.as_deref())
+    let mut builder = Spec::builder(&tensors.q, &tensors.k, &tensors.v, options);
+    builder
+        .codes(tensors.codes.as_deref())
         .mask(tensors.mask.as_ref())
         .sinks(tensors.sinks.as_ref())
         .alibi_slopes(tensors.alibi_slopes.as_ref())
         .out(&tensors.out);
     if let Some(lse) = &tensors.lse {
-        builder = builder.lse(lse);
+        builder.lse(lse);
     }
     builder.build()
 }
@@ -271,9 +269,9 @@ pub fn attention_quantized(
     options: &Options,
 ) -> Result<Tensor> {
     let (of_k, of_v) = (k.codes(), v.codes());
-    let spec = Spec::builder(q, &k.tensor(), &v.tensor(), options).k_codes(Some(&of_k)).v_codes(Some(&of_v)).build()?;
-    let mut out = Tensor::zeros(spec.out.dtype, spec.out_shape(q.shape().len()))?;
     let codes = Qkv { q: None, k: Some(Box::new(of_k)), v: Some(Box::new(of_v)) };
+    let spec = Spec::builder(q, &k.tensor(), &v.tensor(), options).codes(codes.as_deref()).build()?;
+    let mut out = Tensor::zeros(spec.out.dtype, spec.out_shape(q.shape().len()))?;
     let tensors = Tensors { codes, ..Tensors::new(*q, k.tensor(), v.tensor(), out.view_mut()?) };
     default_engine()?.attention_into(tensors, options)?;
     Ok(out)

@@ -62,6 +62,11 @@ macro_rules! arguments {
             k: Operand,
             v: Operand,
             $($tensor: Option<Operand>,)*
+            parts: Option<Box<Parts>>,
+        }
+
+        /// What stands beside those of q, k and v that are codes.
+        struct Parts {
             $($part: Option<Operand>,)*
         }
 
@@ -77,19 +82,27 @@ macro_rules! arguments {
         impl Inputs {
             fn read(request: &Request<'_, '_>, kind: Kind) -> Result<Self, Failure> {
                 let read = |name: &'static str, object: &Bound<'_, PyAny>| tensors::read(name, object, kind, request.q);
+                let maybe = |name, object: Option<Object<'_, '_>>| object.map(|object| read(name, object)).transpose();
                 Ok(Inputs {
                     q: read("q", request.q)?,
                     k: read("k", request.k)?,
                     v: read("v", request.v)?,
-                    $($tensor: request.$tensor.map(|object| read(stringify!($tensor), object)).transpose()?,)*
-                    $($part: request.$part.map(|object| read(stringify!($part), object)).transpose()?,)*
+                    $($tensor: maybe(stringify!($tensor), request.$tensor)?,)*
+                    parts: if [$(request.$part),*].iter().any(Option::is_some) {
+                        Some(Box::new(Parts { $($part: maybe(stringify!($part), request.$part)?,)* }))
+                    } else {
+                        None
+                    },
                 })
             }
 
             /// What keeps them alive beside their objects.
             fn exports(self) -> impl Iterator<Item = Export> {
-                let Inputs { q, k, v, $($tensor,)* $($part,)* } = self;
-                [Some(q), Some(k), Some(v), $($tensor,)* $($part,)*].into_iter().flatten().filter_map(|operand| operand._hold)
+                let Inputs { q, k, v, $($tensor,)* parts } = self;
+                let held = |operand: Option<Operand>| operand.and_then(|operand| operand._hold);
+                let of_parts = parts.map(|parts| [$(held(parts.$part)),*]);
+                let of_tensors = [q._hold, k._hold, v._hold, $(held($tensor)),*];
+                of_tensors.into_iter().chain(of_parts.into_iter().flatten()).flatten()
             }
 
             fn views(&self, opened: &Qkv<Option<Opened<'_>>>) -> Result<Views<'_>, Failure> {
@@ -105,12 +118,9 @@ macro_rules! arguments {
 
         impl<'a> Views<'a> {
             fn builder(&self, options: &Options) -> SpecBuilder {
-                let Qkv { q, k, v } = &self.codes;
-                Spec::builder(&self.q, &self.k, &self.v, options)
-                    .q_codes(q.as_deref())
-                    .k_codes(k.as_deref())
-                    .v_codes(v.as_deref())
-                    $(.$tensor(self.$tensor.as_ref()))*
+                let mut builder = Spec::builder(&self.q, &self.k, &self.v, options);
+                builder.codes(self.codes.as_deref())$(.$tensor(self.$tensor.as_ref()))*;
+                builder
             }
 
             /// With the outputs: everything that a run reads and writes.
@@ -154,10 +164,11 @@ impl<'a, 'py> Request<'a, 'py> {
 impl Inputs {
     /// What makes numbers of those of q, k and v that are codes.
     fn codes(&self, opened: &Qkv<Option<Opened<'_>>>) -> Result<Qkv<Option<Box<Codes<'_>>>>, Failure> {
+        let Some(parts) = &self.parts else { return Ok(Qkv::default()) };
         Ok(Qkv {
-            q: codes_of(&self.q, self.q_descale.as_ref(), self.q_zero_point.as_ref(), opened.q.as_ref())?,
-            k: codes_of(&self.k, self.k_descale.as_ref(), self.k_zero_point.as_ref(), opened.k.as_ref())?,
-            v: codes_of(&self.v, self.v_descale.as_ref(), self.v_zero_point.as_ref(), opened.v.as_ref())?,
+            q: codes_of(&self.q, parts.q_descale.as_ref(), parts.q_zero_point.as_ref(), opened.q.as_ref())?,
+            k: codes_of(&self.k, parts.k_descale.as_ref(), parts.k_zero_point.as_ref(), opened.k.as_ref())?,
+            v: codes_of(&self.v, parts.v_descale.as_ref(), parts.v_zero_point.as_ref(), opened.v.as_ref())?,
         })
     }
 }
@@ -166,14 +177,14 @@ impl Views<'_> {
     fn spec(&self, options: &Options, out: Option<&Operand>, lse: Lse<'_>) -> rapt::Result<Spec> {
         let mut builder = self.builder(options);
         if let Some(out) = out {
-            builder = builder.out(out.form());
+            builder.out(out.form());
         }
-        builder = match lse {
-            Lse::No => builder,
+        match lse {
+            Lse::No => &mut builder,
             Lse::New => builder.return_lse(true),
             Lse::Given(lse) => builder.lse(lse.form()),
-        };
-        builder.build()
+        }
+        .build()
     }
 }
 

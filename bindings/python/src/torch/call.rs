@@ -61,9 +61,10 @@ pub(crate) fn options(is_causal: bool, scale: Option<f64>) -> Options {
 /// The spec of one piece.
 pub(crate) fn spec_of((q, k, v, mask): Inputs<'_>, out: Option<&Operand>, options: &Options) -> Result<Spec, Failure> {
     let mask = mask.map(Operand::view).transpose()?;
-    let mut builder = Spec::builder(&q.view()?, &k.view()?, &v.view()?, options).mask(mask.as_ref());
+    let mut builder = Spec::builder(&q.view()?, &k.view()?, &v.view()?, options);
+    builder.mask(mask.as_ref());
     if let Some(out) = out {
-        builder = builder.out(out.form());
+        builder.out(out.form());
     }
     Ok(builder.build()?)
 }

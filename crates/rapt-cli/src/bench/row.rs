@@ -159,7 +159,7 @@ impl Row {
     fn plan<T: Element>(&self, engine: &Engine, memory: &Memory<T>) -> Result<Arc<Plan>> {
         let mut out = self.new_out()?;
         let tensors = self.tensors(memory, 0, &mut out)?;
-        let builder = Spec::builder(&tensors.q, &tensors.k, &tensors.v, &self.options);
+        let mut builder = Spec::builder(&tensors.q, &tensors.k, &tensors.v, &self.options);
         engine.plan(&builder.mask(tensors.mask.as_ref()).build()?)
     }
 

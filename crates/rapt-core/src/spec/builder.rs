@@ -5,7 +5,7 @@ use super::validate::{as_given, broadcast_mask, canonical, check_sizes, floats_w
 use super::{Direction, Kv, MaskSpec, Numerics, Spec, TensorSpec};
 use crate::{COMPUTED, DType, Device, Error, Finite, Format, Options, Result, Shape, Strides, TensorForm};
 
-/// Gathers a [`Spec`].
+/// Gathers a [`Spec`]. Its methods change it in place, as it is too large to be handed on at each.
 #[derive(Clone, Debug)]
 pub struct SpecBuilder {
     q: TensorForm,
@@ -33,65 +33,48 @@ impl SpecBuilder {
         SpecBuilder { q, k, v, codes, mask: None, sinks: None, alibi_slopes: None, out: None, lse: Lse::None, options }
     }
 
-    /// With q as codes of a quantized format: its numbers are formed where it is loaded.
-    #[must_use]
-    pub fn q_codes(mut self, codes: Option<impl Into<CodesForm>>) -> Self {
-        self.codes.q = codes.map(|codes| Box::new(codes.into()));
-        self
-    }
-
-    /// With k as codes.
-    #[must_use]
-    pub fn k_codes(mut self, codes: Option<impl Into<CodesForm>>) -> Self {
-        self.codes.k = codes.map(|codes| Box::new(codes.into()));
-        self
-    }
-
-    /// With v as codes.
-    #[must_use]
-    pub fn v_codes(mut self, codes: Option<impl Into<CodesForm>>) -> Self {
-        self.codes.v = codes.map(|codes| Box::new(codes.into()));
+    /// With codes of a quantized format as those of q, k and v that have some: their numbers are formed where they are loaded.
+    pub fn codes<T>(&mut self, codes: Qkv<Option<T>>) -> &mut Self
+    where
+        T: Into<CodesForm>,
+    {
+        let form = |codes: Option<T>| codes.map(|codes| Box::new(codes.into()));
+        self.codes = Qkv { q: form(codes.q), k: form(codes.k), v: form(codes.v) };
         self
     }
 
     /// With a boolean (True = attend) or additive mask.
-    #[must_use]
-    pub fn mask(mut self, mask: Option<impl Into<TensorForm>>) -> Self {
+    pub fn mask(&mut self, mask: Option<impl Into<TensorForm>>) -> &mut Self {
         self.mask = mask.map(Into::into);
         self
     }
 
     /// With one more logit per head, `[num_q_heads]`.
-    #[must_use]
-    pub fn sinks(mut self, sinks: Option<impl Into<TensorForm>>) -> Self {
+    pub fn sinks(&mut self, sinks: Option<impl Into<TensorForm>>) -> &mut Self {
         self.sinks = sinks.map(Into::into);
         self
     }
 
     /// With ALiBi slopes, `[num_q_heads]`.
-    #[must_use]
-    pub fn alibi_slopes(mut self, slopes: Option<impl Into<TensorForm>>) -> Self {
+    pub fn alibi_slopes(&mut self, slopes: Option<impl Into<TensorForm>>) -> &mut Self {
         self.alibi_slopes = slopes.map(Into::into);
         self
     }
 
     /// With an output of this form, in the layout of the options. Without this call the output is row-major in that layout.
-    #[must_use]
-    pub fn out(mut self, out: impl Into<TensorForm>) -> Self {
+    pub fn out(&mut self, out: impl Into<TensorForm>) -> &mut Self {
         self.out = Some(out.into());
         self
     }
 
     /// With lse, row-major `[batch, num_q_heads, q_len]` (less the dimensions that `q` lacks).
-    #[must_use]
-    pub fn return_lse(mut self, yes: bool) -> Self {
+    pub fn return_lse(&mut self, yes: bool) -> &mut Self {
         self.lse = if yes { Lse::Contiguous } else { Lse::None };
         self
     }
 
     /// With lse of this form, `[batch, num_q_heads, q_len]` whatever the layout.
-    #[must_use]
-    pub fn lse(mut self, lse: impl Into<TensorForm>) -> Self {
+    pub fn lse(&mut self, lse: impl Into<TensorForm>) -> &mut Self {
         self.lse = Lse::Given(lse.into());
         self
     }
@@ -100,7 +83,7 @@ impl SpecBuilder {
     ///
     /// # Errors
     /// Any [`Error`] of kind dtype, shape, option or device.
-    pub fn build(self) -> Result<Spec> {
+    pub fn build(&self) -> Result<Spec> {
         let numerics = self.numerics()?;
         let [q, k, v] = self.inputs()?;
         let codes = self.codes_specs([&q, &k, &v])?;

@@ -39,6 +39,14 @@ impl<T> Qkv<T> {
     }
 }
 
+impl<T> Qkv<Option<Box<T>>> {
+    /// What is in each box.
+    #[must_use]
+    pub fn as_deref(&self) -> Qkv<Option<&T>> {
+        Qkv { q: self.q.as_deref(), k: self.k.as_deref(), v: self.v.as_deref() }
+    }
+}
+
 /// What makes numbers of the codes of one operand, but for addresses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct CodesForm {

@@ -117,13 +117,14 @@ fn spec(places: &[Option<Place>; 6], options: &Options, enable_gqa: bool) -> Opt
         return None;
     }
     let form = |place: &Place| form(place);
-    let mut builder = Spec::builder(form(query)?, form(key)?, form(value)?, options).out(form(out)?);
+    let mut builder = Spec::builder(form(query)?, form(key)?, form(value)?, options);
+    builder.out(form(out)?);
     let mask_form = mask.as_ref().map(form);
     if let Some(mask) = mask_form {
-        builder = builder.mask(Some(mask?));
+        builder.mask(Some(mask?));
     }
     if let Some(lse) = lse {
-        builder = builder.lse(form(lse)?);
+        builder.lse(form(lse)?);
     }
     builder.build().ok()
 }
