@@ -73,6 +73,28 @@ int main(void) {
   expect(rapt_attention(engine, &tq, &tk, &tv, &tout, &options), RAPT_ERROR_OPTION, "options.size");
   options.size = sizeof options;
 
+  /* Codes are no numbers without their factors: nothing is assumed for a part that is missing. */
+  static int8_t codes[LEN * DIM];
+  static float factors[LEN];
+  const int64_t per_row[1] = {LEN}, step[1] = {1};
+  const rapt_tensor descale = {.data = factors, .dtype = RAPT_DTYPE_F32, .device = RAPT_DEVICE_CPU, .ndim = 1,
+                               .shape = per_row, .strides = step, .storage_bytes = sizeof factors};
+  rapt_tensor other = descale;
+  rapt_codes k_codes = {.size = sizeof k_codes, .format = RAPT_FORMAT_INT8};
+  rapt_options quantized = {.size = sizeof quantized};
+  bad = tk, bad.data = codes, bad.dtype = RAPT_DTYPE_I8, bad.storage_bytes = sizeof codes;
+  expect(rapt_attention(engine, &tq, &bad, &tv, &tout, &quantized), RAPT_ERROR_UNSUPPORTED_DTYPE, "without k_descale");
+  quantized.k_codes = &k_codes;
+  expect(rapt_attention(engine, &tq, &bad, &tv, &tout, &quantized), RAPT_ERROR_UNSUPPORTED_DTYPE, "k_codes->descale");
+  k_codes.descale = &descale, k_codes.zero_point = &descale;
+  expect(rapt_attention(engine, &tq, &bad, &tv, &tout, &quantized), RAPT_ERROR_OPTION, "int8 codes have none");
+  k_codes.zero_point = NULL, k_codes.descale = &other, other.shape = half, other.storage_bytes = 0;
+  expect(rapt_attention(engine, &tq, &bad, &tv, &tout, &quantized), RAPT_ERROR_SHAPE, "k_descale has shape [2]");
+  other = descale, other.dtype = RAPT_DTYPE_F16;
+  expect(rapt_attention(engine, &tq, &bad, &tv, &tout, &quantized), RAPT_ERROR_DTYPE_MISMATCH, "RAPT_DTYPE_F32");
+  other = descale, k_codes.format = RAPT_FORMAT_E4M3FN;
+  expect(rapt_attention(engine, &tq, &bad, &tv, &tout, &quantized), RAPT_ERROR_DTYPE_MISMATCH, "float8_e4m3fn");
+
   rapt_capabilities capabilities = {.size = sizeof capabilities};
   if (rapt_attention(engine, &tq, &tk, &tv, &tout, &options) != RAPT_OK || out[0] == -1.0f ||
       rapt_engine_capabilities(engine, &capabilities) != RAPT_OK) {

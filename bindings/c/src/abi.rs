@@ -27,15 +27,17 @@ pub const RAPT_MAX_NDIM: i32 = 8;
 pub enum rapt_error {
     /// Done.
     RAPT_OK = 0,
-    /// k or v has another dtype than q, or an output another one than was asked for or than the result has.
+    /// k or v has another dtype than q, an output another one than was asked for or than the result has, or codes and
+    /// their parts another one than their format.
     RAPT_ERROR_DTYPE_MISMATCH = 1,
-    /// A dtype that is not served in its place, or a code that is not known.
+    /// A dtype that is not served in its place, a code that is not known, or codes without a part that makes numbers of
+    /// them.
     RAPT_ERROR_UNSUPPORTED_DTYPE = 2,
     /// Sizes that do not fit one another, a number of dimensions that is not served, a negative size.
     RAPT_ERROR_SHAPE = 3,
     /// Strides, storage, alignment of the data, data that is NULL, overlap of an output.
     RAPT_ERROR_LAYOUT = 4,
-    /// An option, a struct's size or a number of threads outside its domain.
+    /// An option, a struct's size or a number of threads outside its domain, or a part that a format of codes does not have.
     RAPT_ERROR_OPTION = 5,
     /// Tensors on different devices, or on one that is not served.
     RAPT_ERROR_DEVICE = 6,
@@ -60,7 +62,8 @@ pub enum rapt_error {
 }
 
 /// The dtype of a tensor's elements, by the codes of PyTorch's export schema. Attention computes F64, F32, F16 and BF16;
-/// masks may also be BOOL. Programs have those and I64, I32, I16, I8 and U8. All others are known by name and refused.
+/// masks may also be BOOL; I8, U8, F8E4M3FN and F8E5M2 are codes, with a rapt_codes beside them. Programs have those and
+/// I64, I32, I16, I8 and U8. All others are known by name and refused.
 #[repr(i32)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum rapt_dtype {
@@ -142,6 +145,48 @@ pub enum rapt_layout {
     RAPT_LAYOUT_BSHD = 1,
 }
 
+/// What the codes of a quantized q, k or v are. 0 is none of them: a format is always stated. D is head_dim.
+#[repr(i32)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum rapt_format {
+    /// I8 [.., D], two's complement; descale F32.
+    RAPT_FORMAT_INT8 = 1,
+    /// U8 [.., D], less a zero point; descale F32.
+    RAPT_FORMAT_UINT8 = 2,
+    /// 4 bits, two's complement: U8 [.., ceil(D / 2)], the lower half of a byte first; descale F32.
+    RAPT_FORMAT_INT4 = 3,
+    /// F8E4M3FN [.., D]; descale F32.
+    RAPT_FORMAT_E4M3FN = 4,
+    /// F8E5M2 [.., D]; descale F32.
+    RAPT_FORMAT_E5M2 = 5,
+    /// F8E4M3FN [.., D]; descale F8E8M0FNU for each 32 elements along D.
+    RAPT_FORMAT_MXFP8 = 6,
+    /// e2m1: U8 [.., ceil(D / 2)], the lower half of a byte first; descale F8E8M0FNU for each 32 elements along D.
+    RAPT_FORMAT_MXFP4 = 7,
+    /// e2m1: U8 [.., ceil(D / 2)], the lower half of a byte first; descale F8E4M3FN for each 16 elements along D, and a
+    /// global scale.
+    RAPT_FORMAT_NVFP4 = 8,
+}
+
+/// Which elements share a factor, and so the shape of a descale: for BHSD. In BSHD [B, H] stays, H comes after S in the
+/// others. H are the heads of the operand itself. q, k and v without B or H have descales without them.
+#[repr(i32)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum rapt_granularity {
+    /// Not stated: the shape of the descale tells it.
+    RAPT_GRANULARITY_OF_SHAPE = 0,
+    /// The tensor: [].
+    RAPT_GRANULARITY_TENSOR = 1,
+    /// A head: [B, H].
+    RAPT_GRANULARITY_HEAD = 2,
+    /// A row over head_dim: [B, H, S].
+    RAPT_GRANULARITY_TOKEN = 3,
+    /// A column over S: [B, H, 1, D].
+    RAPT_GRANULARITY_CHANNEL = 4,
+    /// `block_size` elements along head_dim: [B, H, S, ceil(D / block_size)].
+    RAPT_GRANULARITY_BLOCK = 5,
+}
+
 /// Which numbers of rapt_options count; `given` is some of these, or-ed. A number other than 0 whose bit is missing is
 /// refused: it would be ignored otherwise.
 #[repr(u32)]
@@ -183,6 +228,33 @@ pub struct rapt_tensor {
     pub storage: *const c_void,
 }
 
+/// What makes numbers of a quantized q, k or v, whose rapt_tensor has the codes:
+/// (code - zero_point) * descale * global_scale. Nothing is assumed for a part that is missing.
+///
+/// Nothing is owned and nothing is kept, as with a rapt_tensor.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct rapt_codes {
+    /// sizeof(rapt_codes), by which later versions know which fields there are.
+    pub size: usize,
+    /// A rapt_format.
+    pub format: i32,
+    /// A rapt_granularity. Where it is stated, the shape of `descale` must be that of it.
+    pub granularity: i32,
+    /// Elements that share a factor, with RAPT_GRANULARITY_BLOCK; else 0. Without it a size n of `descale` along
+    /// head_dim divides head_dim, and a block has head_dim / n.
+    pub block_size: i64,
+    /// Elements of a row, where two codes share a byte and the row is odd. 0: as many as the tensor of codes holds.
+    pub head_dim: i64,
+    /// The factors, of the dtype that `format` says and a shape of rapt_granularity; of any strides. Never NULL.
+    pub descale: *const rapt_tensor,
+    /// What is subtracted from a code: U8, of the shape of `descale`; of any strides. With RAPT_FORMAT_UINT8 and no
+    /// other; NULL: none.
+    pub zero_point: *const rapt_tensor,
+    /// One more factor for the whole tensor. With RAPT_FORMAT_NVFP4 and no other; NULL: none.
+    pub global_scale: *const f32,
+}
+
 /// What may be asked besides q, k, v and out. `{.size = sizeof(rapt_options)}` is plain attention.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
@@ -195,7 +267,7 @@ pub struct rapt_options {
     pub causal: i32,
     /// A rapt_layout.
     pub layout: i32,
-    /// The dtype that `out` has, if it is not that of q; else RAPT_DTYPE_UNKNOWN.
+    /// The dtype that `out` has, if it is not that of q, or q has codes; else RAPT_DTYPE_UNKNOWN.
     pub out_dtype: i32,
     /// The factor of q·k: any finite number.
     pub softmax_scale: f64,
@@ -213,6 +285,12 @@ pub struct rapt_options {
     pub alibi_slopes: *const rapt_tensor,
     /// [batch, num_q_heads, q_len] less the dimensions that q lacks; F32, or F64 for F64: is written. NULL: not asked.
     pub lse: *const rapt_tensor,
+    /// What makes numbers of q, if its tensor has codes; `out_dtype` is then stated. NULL: q has numbers.
+    pub q_codes: *const rapt_codes,
+    /// What makes numbers of k, if its tensor has codes. NULL: k has numbers.
+    pub k_codes: *const rapt_codes,
+    /// What makes numbers of v, if its tensor has codes. NULL: v has numbers.
+    pub v_codes: *const rapt_codes,
 }
 
 /// What an engine runs on. Strings and arrays live as long as the library.

@@ -28,7 +28,8 @@ use engine::{Engine, Error, Operands};
 
 pub use abi::{
     RAPT_MAX_NDIM, RAPT_VERSION_MAJOR, RAPT_VERSION_MINOR, RAPT_VERSION_PATCH, rapt_capabilities, rapt_causal,
-    rapt_device, rapt_dtype, rapt_error, rapt_given, rapt_layout, rapt_options, rapt_port, rapt_tensor,
+    rapt_codes, rapt_device, rapt_dtype, rapt_error, rapt_format, rapt_given, rapt_granularity, rapt_layout,
+    rapt_options, rapt_port, rapt_tensor,
 };
 pub use model::{
     rapt_bound, rapt_bound_destroy, rapt_bound_output, rapt_model, rapt_model_bind, rapt_model_destroy,
@@ -162,7 +163,7 @@ pub unsafe extern "C" fn rapt_engine_capabilities(
         let capabilities = to_write(capabilities, "capabilities")?;
         // SAFETY: neither NULL nor unaligned; that an engine and a number lie there is the caller's word.
         let (engine, size) = unsafe { (&(*engine).engine, (*capabilities).size) };
-        read::struct_size("capabilities.size", size, size_of::<rapt_capabilities>())?;
+        read::struct_size("capabilities.size", size, &[size_of::<rapt_capabilities>()])?;
         let found = rapt_capabilities {
             size,
             threads: i32::try_from(engine.threads().get()).unwrap_or(i32::MAX),

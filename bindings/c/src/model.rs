@@ -287,7 +287,7 @@ pub unsafe extern "C" fn rapt_model_output(model: *const rapt_model, place: usiz
 unsafe fn describe(ports: &[PortText], what: &'static str, place: usize, port: *mut rapt_port) -> Result<(), Refusal> {
     let port = to_write(port, "port")?;
     // SAFETY: neither NULL nor unaligned; a struct of any version begins with its size.
-    struct_size("port.size", unsafe { (*port).size }, size_of::<rapt_port>())?;
+    struct_size("port.size", unsafe { (*port).size }, &[size_of::<rapt_port>()])?;
     let found = ports.get(place).ok_or(Refusal::Place { what, got: place, count: ports.len() })?;
     // SAFETY: as long as its size says, which was found to be that of this struct.
     unsafe { port.write(found.port()) };

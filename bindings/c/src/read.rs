@@ -3,13 +3,17 @@
 //! A pointer is read only after it was found to be neither NULL nor unaligned; every number is checked before it is used.
 
 use std::ffi::c_void;
+use std::mem::{offset_of, zeroed};
 
 use engine::{
-    Causal, DType, Device, Error, Extent, MAX_RANK, Options, Shape, Strides, TensorLayout, Tensors, View, ViewMut,
-    Window,
+    Causal, Codes, DType, Device, Error, Extent, Format, Granularity, MAX_RANK, Options, Qkv, Shape, Strides,
+    TensorLayout, Tensors, View, ViewMut, Window,
 };
 
-use crate::abi::{RAPT_MAX_NDIM, rapt_causal, rapt_device, rapt_given, rapt_layout, rapt_options, rapt_tensor};
+use crate::abi::{
+    RAPT_MAX_NDIM, rapt_causal, rapt_codes, rapt_device, rapt_format, rapt_given, rapt_granularity, rapt_layout,
+    rapt_options, rapt_tensor,
+};
 use crate::refusal::{Pointer, Refusal};
 
 const _: () = assert!(RAPT_MAX_NDIM as usize == MAX_RANK);
@@ -30,13 +34,15 @@ pub(crate) fn to_write<T>(pointer: *mut T, name: impl Into<Pointer>) -> Result<*
     to_read(pointer, name).map(<*const T>::cast_mut)
 }
 
-/// Refuses a struct of another size than this version knows. A larger one comes from a newer header and may ask for what
-/// this library has never heard of.
-pub(crate) fn struct_size(field: &'static str, got: usize, known: usize) -> Result<(), Refusal> {
-    if got == known {
+/// Refuses a struct of a size that it never had. A larger one comes from a newer header and may ask for what this library has
+/// never heard of.
+pub(crate) fn struct_size(field: &'static str, got: usize, known: &[usize]) -> Result<(), Refusal> {
+    if known.contains(&got) {
         return Ok(());
     }
-    let allowed = format!("{known}, the size of that struct in version {}", env!("CARGO_PKG_VERSION"));
+    let known: Vec<String> = known.iter().map(usize::to_string).collect();
+    let known = known.join(" or ");
+    let allowed = format!("{known}, the size of that struct up to version {}", env!("CARGO_PKG_VERSION"));
     Err(Error::Option { option: field, got: got.to_string(), allowed }.into())
 }
 
@@ -188,6 +194,131 @@ unsafe fn optional<'a>(name: &'static str, given: *const rapt_tensor) -> Result<
     if given.is_null() { Ok(None) } else { unsafe { view(name, given) }.map(Some) }
 }
 
+/// The options, with "absent" in the fields that a struct of an older header lacks.
+///
+/// # Safety
+/// `given` leads to as many bytes as its size says, or is NULL.
+pub(crate) unsafe fn options(given: *const rapt_options) -> Result<rapt_options, Refusal> {
+    /// Before q, k and v could be codes.
+    const WITHOUT_CODES: usize = offset_of!(rapt_options, q_codes);
+    let given = to_read(given, "options")?;
+    // SAFETY: neither NULL nor unaligned; a struct of any version begins with its size.
+    let size = unsafe { (*given).size };
+    struct_size("options.size", size, &[WITHOUT_CODES, size_of::<rapt_options>()])?;
+    // SAFETY: zero and NULL are values of every field.
+    let mut options: rapt_options = unsafe { zeroed() };
+    // SAFETY: as long as its size says, which is at most that of this struct.
+    unsafe { std::ptr::copy_nonoverlapping(given.cast::<u8>(), (&raw mut options).cast::<u8>(), size) };
+    Ok(options)
+}
+
+/// What the codes of one of q, k and v, their fields and their parts are called.
+struct CodesNames {
+    operand: &'static str,
+    codes: &'static str,
+    size: &'static str,
+    format: &'static str,
+    granularity: &'static str,
+    block_size: &'static str,
+    head_dim: &'static str,
+    descale: &'static str,
+    zero_point: &'static str,
+}
+
+macro_rules! codes_names {
+    ($operand:literal) => {
+        CodesNames {
+            operand: $operand,
+            codes: concat!($operand, "_codes"),
+            size: concat!($operand, "_codes.size"),
+            format: concat!($operand, "_codes.format"),
+            granularity: concat!($operand, "_codes.granularity"),
+            block_size: concat!($operand, "_codes.block_size"),
+            head_dim: concat!($operand, "_codes.head_dim"),
+            descale: concat!($operand, "_descale"),
+            zero_point: concat!($operand, "_zero_point"),
+        }
+    };
+}
+
+/// What makes numbers of one of q, k and v; `None` if it has numbers.
+///
+/// # Safety
+/// `given` leads to codes whose tensors are what they say and nobody writes for 'a, or is NULL.
+unsafe fn codes<'a>(names: &CodesNames, given: *const rapt_codes) -> Result<Option<Box<Codes<'a>>>, Refusal> {
+    if given.is_null() {
+        return Ok(None);
+    }
+    let given = to_read(given, names.codes)?;
+    // SAFETY: neither NULL nor unaligned; a struct of any version begins with its size.
+    struct_size(names.size, unsafe { (*given).size }, &[size_of::<rapt_codes>()])?;
+    // SAFETY: as long as its size says.
+    let given = unsafe { given.read() };
+    let format = format_of(names, given.format)?;
+    let granularity = granularity_of(names, given.granularity, given.block_size)?;
+    let head_dim = match usize::try_from(given.head_dim) {
+        Ok(0) => None,
+        Ok(head_dim) => Some(head_dim),
+        Err(_) => {
+            let allowed = "0 (as many as the tensor of codes holds), or a number from 1 up";
+            return Err(refuse(names.head_dim, &given.head_dim, allowed));
+        }
+    };
+    if given.descale.is_null() {
+        let (tensor, codes, part) = (names.operand, format.name(), names.descale);
+        return Err(Error::MissingPart { tensor, codes, part }.into());
+    }
+    // SAFETY: the caller's word.
+    let (descale, zero_point) =
+        unsafe { (view(names.descale, given.descale)?, optional(names.zero_point, given.zero_point)?) };
+    let global_scale = if given.global_scale.is_null() {
+        None
+    } else {
+        let global_scale = to_read(given.global_scale, Pointer { argument: names.codes, field: Some("global_scale") })?;
+        // SAFETY: neither NULL nor unaligned; that a number lies there is the caller's word.
+        Some(unsafe { global_scale.read() })
+    };
+    Ok(Some(Box::new(Codes { zero_point, global_scale, granularity, head_dim, ..Codes::new(format, descale) })))
+}
+
+fn format_of(names: &CodesNames, code: i32) -> Result<Format, Refusal> {
+    const FORMATS: [(rapt_format, Format); Format::ALL.len()] = [
+        (rapt_format::RAPT_FORMAT_INT8, Format::Int8),
+        (rapt_format::RAPT_FORMAT_UINT8, Format::Uint8),
+        (rapt_format::RAPT_FORMAT_INT4, Format::Int4),
+        (rapt_format::RAPT_FORMAT_E4M3FN, Format::E4m3fn),
+        (rapt_format::RAPT_FORMAT_E5M2, Format::E5m2),
+        (rapt_format::RAPT_FORMAT_MXFP8, Format::Mxfp8),
+        (rapt_format::RAPT_FORMAT_MXFP4, Format::Mxfp4),
+        (rapt_format::RAPT_FORMAT_NVFP4, Format::Nvfp4),
+    ];
+    let found = FORMATS.iter().find(|(known, _)| *known as i32 == code);
+    let allowed = || FORMATS.map(|(known, _)| format!("{known:?}")).join(", ");
+    found.map(|(_, format)| *format).ok_or_else(|| refuse(names.format, &code, &allowed()))
+}
+
+fn granularity_of(names: &CodesNames, code: i32, block_size: i64) -> Result<Option<Granularity>, Refusal> {
+    let is_block = code == rapt_granularity::RAPT_GRANULARITY_BLOCK as i32;
+    let size = usize::try_from(block_size).ok().filter(|size| is_block != (*size == 0));
+    let size = size.ok_or_else(|| {
+        let allowed = "a number from 1 up with RAPT_GRANULARITY_BLOCK, 0 without";
+        refuse(names.block_size, &block_size, allowed)
+    })?;
+    Ok(match code {
+        code if code == rapt_granularity::RAPT_GRANULARITY_OF_SHAPE as i32 => None,
+        code if code == rapt_granularity::RAPT_GRANULARITY_TENSOR as i32 => Some(Granularity::Tensor),
+        code if code == rapt_granularity::RAPT_GRANULARITY_HEAD as i32 => Some(Granularity::Head),
+        code if code == rapt_granularity::RAPT_GRANULARITY_TOKEN as i32 => Some(Granularity::Token),
+        code if code == rapt_granularity::RAPT_GRANULARITY_CHANNEL as i32 => Some(Granularity::Channel),
+        _ if is_block => Some(Granularity::Block(size)),
+        code => {
+            let allowed = "RAPT_GRANULARITY_OF_SHAPE, RAPT_GRANULARITY_TENSOR, RAPT_GRANULARITY_HEAD, \
+                           RAPT_GRANULARITY_TOKEN, RAPT_GRANULARITY_CHANNEL, RAPT_GRANULARITY_BLOCK";
+            return Err(refuse(names.granularity, &code, allowed));
+        }
+    })
+}
+
 /// The arguments of rapt_attention() and rapt_explain().
 pub(crate) struct Call {
     pub(crate) q: *const rapt_tensor,
@@ -211,12 +342,17 @@ impl Call {
         if options.is_null() {
             return Ok((Tensors::new(q, k, v, out), Options::default()));
         }
-        let options = to_read(options, "options")?;
-        // SAFETY: neither NULL nor unaligned; a struct of any version begins with its size.
-        struct_size("options.size", unsafe { (*options).size }, size_of::<rapt_options>())?;
-        // SAFETY: as long as its size says.
-        let given = unsafe { &*options };
-        let options = parse(given)?;
+        // SAFETY: the caller's word.
+        let given = unsafe { self::options(options) }?;
+        let options = parse(&given)?;
+        // SAFETY: the caller's word.
+        let codes = unsafe {
+            Qkv {
+                q: codes(&codes_names!("q"), given.q_codes)?,
+                k: codes(&codes_names!("k"), given.k_codes)?,
+                v: codes(&codes_names!("v"), given.v_codes)?,
+            }
+        };
         // SAFETY: the caller's word.
         let (mask, sinks, alibi_slopes) = unsafe {
             (
@@ -227,7 +363,7 @@ impl Call {
         };
         // SAFETY: as above.
         let lse = if given.lse.is_null() { None } else { Some(unsafe { view_mut("lse", given.lse) }?) };
-        Ok((Tensors { mask, sinks, alibi_slopes, lse, ..Tensors::new(q, k, v, out) }, options))
+        Ok((Tensors { codes, mask, sinks, alibi_slopes, lse, ..Tensors::new(q, k, v, out) }, options))
     }
 }
 

@@ -125,6 +125,10 @@ impl Refusal {
             Refusal::Model(ModelError::Dtype { input, expected, .. }) => {
                 format!("{self}. Mend: convert {input} to RAPT_DTYPE_{}", format!("{expected:?}").to_uppercase())
             }
+            Refusal::Engine(error) => match hint(error) {
+                Some(hint) => format!("{error}. Mend: {hint}"),
+                None => error.to_string(),
+            },
             Refusal::Port { name, refusal } => format!("{name}: {}", refusal.message()),
             refusal => refusal.to_string(),
         }
@@ -133,6 +137,28 @@ impl Refusal {
     /// This refusal, of the input or result with this name.
     pub(crate) fn of(self, name: &str) -> Refusal {
         Refusal::Port { name: name.to_owned(), refusal: Box::new(self) }
+    }
+}
+
+/// What to write in C instead, where that is one expression.
+fn hint(error: &Error) -> Option<String> {
+    // `k_descale` is `options->k_codes->descale`.
+    let field = |part: &str| part.split_once('_').map(|(operand, field)| format!("options->{operand}_codes->{field}"));
+    let constant = |dtype: DType| format!("RAPT_DTYPE_{}", format!("{dtype:?}").to_uppercase());
+    match error {
+        Error::MissingPart { part, .. } => field(part).map(|field| format!("point {field} to it")),
+        Error::UnexpectedPart { part, .. } => field(part).map(|field| format!("{field} = NULL")),
+        Error::OtherDtype { tensor: tensor @ ("q" | "k" | "v"), expected, .. } if !expected.is_computed() => {
+            Some(format!(
+                "options->{tensor}_codes = NULL if {tensor} has numbers, else its codes in {}",
+                constant(*expected)
+            ))
+        }
+        Error::OtherDtype { tensor, expected, .. } => Some(format!("{tensor} in {}", constant(*expected))),
+        Error::Option { option: "out_dtype", got, .. } if got == "None" => {
+            Some(format!("options->out_dtype = {}", constant(DType::F32)))
+        }
+        _ => None,
     }
 }
 

@@ -10,23 +10,30 @@ use std::sync::Arc;
 
 use engine::{CallCache, Engine, Operands, Plan};
 
-use crate::abi::{rapt_options, rapt_tensor};
-use crate::read::Call;
+use crate::abi::{rapt_codes, rapt_tensor};
+use crate::read::{self, Call};
 use crate::refusal::Refusal;
 
 /// Calls that are kept.
 const PLACES: usize = 64;
 /// More dimensions are not served, so they are not kept either.
 const MOST_DIMS: usize = 4;
-/// q, k, v, out, mask, sinks, alibi_slopes, lse.
-const MOST_TENSORS: usize = 8;
+/// q, k, v, out, mask, sinks, alibi_slopes, lse, and descale and zero point of q, k and v.
+const MOST_TENSORS: usize = 14;
 const TENSOR_WORDS: usize = 5 + 2 * MOST_DIMS;
 const OPTION_WORDS: usize = 7;
+/// Those of a rapt_codes, without its tensors.
+const CODES_WORDS: usize = 4;
+const MOST_WORDS: usize = OPTION_WORDS + MOST_TENSORS * TENSOR_WORDS + 3 * CODES_WORDS;
 
 /// What a call's structs say, word by word.
-#[derive(Clone, Copy, PartialEq, Eq)]
+///
+/// Data layout: the options, the first word of which says which of the others are there; then each tensor and each rapt_codes
+/// that is. So a call with few of them is compared quickly, and no two calls have the same words.
+#[derive(Clone, Copy)]
 struct Key {
-    words: [u64; OPTION_WORDS + MOST_TENSORS * TENSOR_WORDS],
+    words: [u64; MOST_WORDS],
+    len: usize,
 }
 
 fn pair(low: i32, high: i32) -> u64 {
@@ -57,26 +64,34 @@ impl Key {
     /// # Safety
     /// As rapt_attention().
     unsafe fn of(call: &Call) -> Option<Key> {
-        let mut key = Key { words: [0; OPTION_WORDS + MOST_TENSORS * TENSOR_WORDS] };
-        let (head, tensors) = key.words.split_at_mut(OPTION_WORDS);
-        let mut places = tensors.chunks_exact_mut(TENSOR_WORDS);
+        let mut key = Key { words: [0; MOST_WORDS], len: OPTION_WORDS };
         for tensor in [call.q, call.k, call.v, call.out] {
             // SAFETY: the caller's word.
-            unsafe { Key::tensor(places.next()?, tensor) }?;
+            unsafe { key.tensor(tensor) }?;
         }
         if call.options.is_null() {
             return Some(key);
         }
-        // SAFETY: a struct of any version begins with its size.
-        let size = unsafe { readable(call.options.cast::<usize>())?.read() };
-        if size != size_of::<rapt_options>() {
-            return None;
+        // SAFETY: the caller's word.
+        let options = unsafe { read::options(call.options) }.ok()?;
+        let mut present = 1;
+        for (n, tensor) in [options.mask, options.sinks, options.alibi_slopes, options.lse].into_iter().enumerate() {
+            if !tensor.is_null() {
+                present |= 1 << (1 + n);
+                // SAFETY: the caller's word.
+                unsafe { key.tensor(tensor) }?;
+            }
         }
-        // SAFETY: as long as its size says.
-        let options = unsafe { &*readable(call.options)? };
+        for (n, codes) in [options.q_codes, options.k_codes, options.v_codes].into_iter().enumerate() {
+            if !codes.is_null() {
+                present |= 1 << (5 + n);
+                // SAFETY: the caller's word.
+                unsafe { key.codes(codes) }?;
+            }
+        }
         // The bits of the numbers, so that NaN equals itself and −0 is not 0.
-        head.copy_from_slice(&[
-            1,
+        key.words[..OPTION_WORDS].copy_from_slice(&[
+            present,
             pair(options.given.cast_signed(), options.causal),
             pair(options.layout, options.out_dtype),
             options.softmax_scale.to_bits(),
@@ -84,23 +99,23 @@ impl Key {
             options.window_left.cast_unsigned(),
             options.window_right.cast_unsigned(),
         ]);
-        for tensor in [options.mask, options.sinks, options.alibi_slopes, options.lse] {
-            let place = places.next()?;
-            if !tensor.is_null() {
-                // SAFETY: the caller's word. A tensor that is there has a device, so its words are not those of none.
-                unsafe { Key::tensor(place, tensor) }?;
-            }
-        }
         Some(key)
+    }
+
+    /// The next `count` words, to be written.
+    fn next(&mut self, count: usize) -> Option<&mut [u64]> {
+        let start = self.len;
+        self.len += count;
+        self.words.get_mut(start..self.len)
     }
 
     /// # Safety
     /// As rapt_attention() for one of its tensors.
-    unsafe fn tensor(words: &mut [u64], tensor: *const rapt_tensor) -> Option<()> {
+    unsafe fn tensor(&mut self, tensor: *const rapt_tensor) -> Option<()> {
         // SAFETY: the caller's word.
         let tensor = unsafe { &*readable(tensor)? };
         let rank = usize::try_from(tensor.ndim).ok().filter(|rank| *rank <= MOST_DIMS)?;
-        let (head, dims) = words.split_at_mut(5);
+        let (head, dims) = self.next(TENSOR_WORDS)?.split_at_mut(5);
         head.copy_from_slice(&[
             tensor.data as u64,
             pair(tensor.dtype, tensor.device),
@@ -114,7 +129,41 @@ impl Key {
         // SAFETY: as above.
         unsafe { copy(&mut strides[..rank], tensor.strides) }
     }
+
+    /// # Safety
+    /// As rapt_attention() for one of its rapt_codes.
+    unsafe fn codes(&mut self, codes: *const rapt_codes) -> Option<()> {
+        let codes = readable(codes)?;
+        // SAFETY: neither NULL nor unaligned; a struct of any version begins with its size.
+        if unsafe { (*codes).size } != size_of::<rapt_codes>() {
+            return None;
+        }
+        // SAFETY: as long as its size says.
+        let codes = unsafe { codes.read() };
+        let is_scaled = !codes.global_scale.is_null();
+        // SAFETY: the caller's word: a number lies there.
+        let global_scale = if is_scaled { unsafe { readable(codes.global_scale)?.read() } } else { 0.0 };
+        let has_zero_point = !codes.zero_point.is_null();
+        self.next(CODES_WORDS)?.copy_from_slice(&[
+            pair(codes.format, codes.granularity),
+            codes.block_size.cast_unsigned(),
+            codes.head_dim.cast_unsigned(),
+            u64::from(global_scale.to_bits()) | u64::from(is_scaled) << 32 | u64::from(has_zero_point) << 33,
+        ]);
+        // SAFETY: the caller's word. Without a descale the call is refused, and not kept.
+        unsafe { self.tensor(codes.descale) }?;
+        // SAFETY: the caller's word.
+        if has_zero_point { unsafe { self.tensor(codes.zero_point) } } else { Some(()) }
+    }
 }
+
+impl PartialEq for Key {
+    fn eq(&self, other: &Self) -> bool {
+        self.words[..self.len] == other.words[..other.len]
+    }
+}
+
+impl Eq for Key {}
 
 impl Hash for Key {
     /// By the addresses of q, k, v and out, in which calls of one program differ most.

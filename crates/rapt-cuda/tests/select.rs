@@ -3,7 +3,7 @@
 mod common;
 
 use common::{caps, spec, view};
-use rapt_core::{Arch, Causal, DType, Device, Error, Kernel, Options, PRounding, Plan, Spec};
+use rapt_core::{Arch, Causal, CodesForm, DType, Device, Error, Format, Kernel, Options, PRounding, Plan, Qkv, Spec};
 use rapt_cuda::{Algorithm, CudaLaunch, KernelVariant, Loads, select, variants};
 
 fn launch_plan(plan: &Plan) -> &CudaLaunch {
@@ -233,6 +233,51 @@ fn what_is_not_served_is_refused_by_name() {
     assert!(matches!(select(&long, &caps(Arch::Sm90a)), Err(Error::Unsupported { .. })));
     let many = spec(DType::BF16, [1 << 28, 1 << 10, 1, 1], None, &Options::default().with_causal(Causal::TopLeft));
     assert!(matches!(select(&many, &caps(Arch::Sm90a)), Err(Error::Unsupported { .. })));
+}
+
+#[test]
+fn codes_are_refused_by_operand_and_format_with_what_to_do_instead() {
+    let numbers = |name| view(name, DType::F32, &[1, 2, 9, 32]);
+    let codes = |name, format: Format| view(name, format.code_dtype(), &[1, 2, 9, 32 / format.codes_per_byte()]);
+    let factors = |name, format: Format, shape| CodesForm::new(format, &view(name, format.scale_dtype(), shape));
+    let options = Options { out_dtype: Some(DType::F32), ..Options::default() };
+    let [q, k, v] = ["q", "k", "v"].map(numbers);
+    let (token, mx) = (&[1, 2, 9][..], &[1, 2, 9, 1][..]);
+    for (tensor, format, [q, k, v], codes) in [
+        (
+            "q",
+            Format::E4m3fn,
+            [codes("q", Format::E4m3fn), k, v],
+            Qkv { q: Some(factors("q_descale", Format::E4m3fn, token)), ..Qkv::default() },
+        ),
+        (
+            "k",
+            Format::Int8,
+            [q, codes("k", Format::Int8), codes("v", Format::Int8)],
+            Qkv {
+                k: Some(factors("k_descale", Format::Int8, token)),
+                v: Some(factors("v_descale", Format::Int8, &[])),
+                ..Qkv::default()
+            },
+        ),
+        (
+            "v",
+            Format::Mxfp4,
+            [q, k, codes("v", Format::Mxfp4)],
+            Qkv { v: Some(factors("v_descale", Format::Mxfp4, mx)), ..Qkv::default() },
+        ),
+    ] {
+        let spec = Spec::builder(&q, &k, &v, &options).codes(codes).build().unwrap();
+        for arch in ARCHS {
+            let expected = Error::Unsupported {
+                what: format!("{tensor} of {format} codes on cuda:0"),
+                why: "no GPU kernel of this version reads codes".into(),
+                instead: format!("move all tensors to host memory, or dequantize {tensor}"),
+            };
+            assert_eq!(select(&spec, &caps(arch)).unwrap_err(), expected);
+            assert_eq!(variants(&spec, &caps(arch)).unwrap_err(), expected);
+        }
+    }
 }
 
 #[test]

@@ -125,6 +125,9 @@ impl Call {
             sinks: null(),
             alibi_slopes: null(),
             lse: null(),
+            q_codes: null(),
+            k_codes: null(),
+            v_codes: null(),
         };
         Call { arena, arrays, tensors, options, bent: [Bent::No; 6] }
     }

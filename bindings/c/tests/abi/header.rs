@@ -109,8 +109,12 @@ fn no_field_has_moved() {
     );
     assert_eq!(size_of::<rapt_c::rapt_tensor>(), 56, "it has no size, so it cannot grow");
     check!(
-        rapt_options, 88, size 0, given 8, causal 12, layout 16, out_dtype 20, softmax_scale 24, softcap 32,
-        window_left 40, window_right 48, mask 56, sinks 64, alibi_slopes 72, lse 80
+        rapt_options, 112, size 0, given 8, causal 12, layout 16, out_dtype 20, softmax_scale 24, softcap 32,
+        window_left 40, window_right 48, mask 56, sinks 64, alibi_slopes 72, lse 80, q_codes 88, k_codes 96, v_codes 104
+    );
+    check!(
+        rapt_codes, 56, size 0, format 8, granularity 12, block_size 16, head_dim 24, descale 32, zero_point 40,
+        global_scale 48
     );
     check!(rapt_port, 48, size 0, name 8, dtype 16, ndim 20, is_written 24, is_dynamic 28, shape 32, sizes 40);
     check!(rapt_capabilities, 40, size 0, threads 8, num_dtypes 12, dtypes 16, isa 24, isas 32);

@@ -8,6 +8,7 @@ mod handles;
 mod header;
 mod programs;
 mod promises;
+mod quantized;
 mod reference;
 mod support;
 mod threads;

@@ -123,6 +123,9 @@ impl Call {
             sinks: std::ptr::null(),
             alibi_slopes: std::ptr::null(),
             lse: std::ptr::null(),
+            q_codes: std::ptr::null(),
+            k_codes: std::ptr::null(),
+            v_codes: std::ptr::null(),
         };
         let mut call = Box::new(Call {
             engine: engine.0,
