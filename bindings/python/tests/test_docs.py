@@ -12,6 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import fresh
 import pytest
 
 ROOT = Path(__file__).parents[3]
@@ -42,18 +43,27 @@ def name(path):
     return path.relative_to(ROOT).as_posix()
 
 
-def run(command, source, tmp_path):
+def run(program, text, source, tmp_path):
+    """What `program` (code, or a path) prints that reads `text`. `source` is what it runs, which may import torch."""
     (tmp_path / "examples").symlink_to(ROOT / "examples")
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    ran = subprocess.run(command, input=source, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=300)
+    options = {"input": text, "cwd": tmp_path, "env": {**os.environ, "HF_HUB_OFFLINE": "1"}, "timeout": 300}
+    if "torch" in imports(source):
+        ran = fresh.run(program, **options)
+    else:
+        command = [sys.executable, *([str(program)] if isinstance(program, Path) else ["-c", program])]
+        ran = subprocess.run(command, capture_output=True, text=True, **options)
     assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-4000:]
     return ran.stdout
 
 
+def imports(source):
+    """The libraries of NEEDED that `source` imports."""
+    return set(re.findall(r"^\s*(?:import|from) (\w+)", source, re.MULTILINE)) & set(NEEDED)
+
+
 def need(source):
     """Skips where a library that `source` imports is missing, as beside an older torch."""
-    imported = set(re.findall(r"^\s*(?:import|from) (\w+)", source, re.MULTILINE)) & set(NEEDED)
-    if missing := [module for module in sorted(imported) if importlib.util.find_spec(module) is None]:
+    if missing := [module for module in sorted(imports(source)) if importlib.util.find_spec(module) is None]:
         pytest.skip(f"not installed: {', '.join(missing)}")
 
 
@@ -76,8 +86,9 @@ def test_every_block_is_run_somewhere_or_says_why_not():
 @pytest.mark.parametrize("page", PROGRAMS, ids=name)
 def test_a_page_runs(page, tmp_path):
     program = [(name(page), line, source) for line, fence, source in blocks(page) if fence == "python"]
-    need("".join(source for _, _, source in program))
-    run([sys.executable, "-c", RUNNER], json.dumps(program), tmp_path)
+    source = "".join(source for _, _, source in program)
+    need(source)
+    run(RUNNER, json.dumps(program), source, tmp_path)
 
 
 @pytest.mark.parametrize("page, line, why", LEFT_OUT, ids=[f"{name(page)}:{line}" for page, line, _ in LEFT_OUT])
@@ -87,8 +98,9 @@ def test_blocks_that_are_not_run(page, line, why):
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=name)
 def test_an_example_runs(path, tmp_path):
-    need(path.read_text(encoding="utf-8"))
-    assert run([sys.executable, str(path)], "", tmp_path).strip(), "an example says what it found"
+    source = path.read_text(encoding="utf-8")
+    need(source)
+    assert run(path, "", source, tmp_path).strip(), "an example says what it found"
 
 
 def test_records_are_small_and_the_plot_is_theirs():

@@ -8,6 +8,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import fresh
 import numpy as np
 import pytest
 import rapt
@@ -95,7 +96,9 @@ def test_sixteen_threads_on_the_same_inputs_do_not_deadlock(library):
     if library == "torch":
         pytest.importorskip("torch")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
-    done = subprocess.run([sys.executable, "-c", SHARED, library], capture_output=True, text=True, env=environment, timeout=300)
+    start = [sys.executable, "-c", SHARED, library]
+    options = {"env": environment, "timeout": 300}
+    done = fresh.run(*start[2:], **options) if library == "torch" else subprocess.run(start, capture_output=True, text=True, **options)
     assert done.returncode == 0 and done.stdout.strip() == "wrong: []", done.stdout + done.stderr
 
 

@@ -5,8 +5,6 @@ A value alone would be right with PyTorch doing the work: each test asks the sta
 
 import contextlib
 import os
-import subprocess
-import sys
 
 import pytest
 import rapt
@@ -16,6 +14,7 @@ pytest.importorskip("transformers")
 
 import rapt.torch as rt  # noqa: E402
 import zoo  # noqa: E402
+from fresh import run as run_fresh  # noqa: E402
 from pt2_compare import same_bits, within_rule  # noqa: E402
 from test_pt2_programs import compare, copied, wide_model, widened  # noqa: E402
 from torch._dynamo.utils import counters  # noqa: E402
@@ -367,5 +366,5 @@ print(out.tolist(), rapt.torch.stats()["served"])
 
 
 def test_torch_finds_the_backend_by_itself():
-    done = subprocess.run([sys.executable, "-c", REGISTERED], capture_output=True, text=True, timeout=300, check=False)
+    done = run_fresh(REGISTERED)
     assert done.stdout.split("\n")[0] == "[2.0, 2.0, 2.0] 1", done.stderr

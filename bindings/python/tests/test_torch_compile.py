@@ -1,13 +1,12 @@
 """torch.compile and torch.export: the compiled graph carries Rapt's op, the exported one PyTorch's."""
 
 import os
-import subprocess
-import sys
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
+import fresh  # noqa: E402
 import rapt.torch as rt  # noqa: E402
 from test_torch_stats import DTYPES, check, same_views, sdpa, served, tensor  # noqa: E402
 
@@ -158,7 +157,7 @@ def test_a_warm_disk_cache_of_another_process(tmp_path):
     runs = [(False, False), (True, True), (False, False), (True, False)]
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "shared")}
     code = CACHED.replace("RUNS", repr(runs))
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=600, check=False)
+    done = fresh.run(code, env=environment, timeout=600)
     assert done.returncode == 0, done.stderr
     assert list(map(int, done.stdout.split())) == [0, 1, 0, 1]
 
@@ -186,5 +185,5 @@ def test_export_keeps_the_aten_node(tmp_path):
         "    out = torch.export.load(path).module()(torch.ones(2, 4, 6, 8), torch.ones(2, 4, 5, 8), torch.ones(2, 4, 5, 8))\n"
         "    assert torch.allclose(out, torch.ones(2, 4, 6, 8)) and 'rapt' not in sys.modules, path"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
+    done = fresh.run(code)
     assert done.returncode == 0, done.stderr

@@ -1,8 +1,5 @@
 """ "RAPT" among PyTorch's flash implementations: entered by import, active only when asked, restored without a trace."""
 
-import subprocess
-import sys
-
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -10,6 +7,7 @@ attention = torch.nn.attention
 if not hasattr(attention, "register_flash_attention_impl"):
     pytest.skip("this torch has no list of flash implementations (2.11 has)", allow_module_level=True)
 
+import fresh  # noqa: E402
 import rapt  # noqa: E402
 import rapt.torch  # noqa: E402
 
@@ -45,7 +43,8 @@ def test_import_enters_the_name_and_activates_nothing():
         "torch.nn.functional.scaled_dot_product_attention(q, q, q)\n"
         "assert rapt.torch.stats() == {'served': 0, 'fallback': {}}\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    done = fresh.run(code)
+    assert done.returncode == 0, done.stderr
     assert {"FA4", "RAPT"} <= set(attention.list_flash_attention_impls())
 
 
@@ -180,4 +179,5 @@ def test_a_first_call_loads_little():
         "    torch.ops.rapt.scaled_dot_product_attention(q, q, q)\n"
         "assert counter.get_total_flops() == 2 * 2 * 5 * 5 * 16, counter.get_total_flops()\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    done = fresh.run(code)
+    assert done.returncode == 0, done.stderr

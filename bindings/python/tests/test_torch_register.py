@@ -11,14 +11,15 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import fresh  # noqa: E402
 import rapt  # noqa: E402
 import rapt.torch as rt  # noqa: E402
 from test_torch_stats import check, sdpa, served, tensor  # noqa: E402
 
 
-def run(code, environment=None):
+def run(code):
     """`code` in a fresh process; what it prints."""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False, env=environment)
+    done = fresh.run(code)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
@@ -108,8 +109,11 @@ print(before, inside, tags())
 @pytest.mark.parametrize("own", ["", "mine"])
 def test_the_tag_of_compile_caches_reaches_every_thread(own):
     inside = f"{own}+rapt-{rapt.__version__}".lstrip("+")
+    # torch reads the variable when it is imported.
     environment = {**os.environ, **({"TORCH_COMPILE_CACHE_KEY_TAG": own} if own else {})}
-    assert run(TAGS, environment) == f"{[own] * 2} {[inside] * 2} {[own] * 2}"
+    start = [sys.executable, "-c", TAGS]
+    done = subprocess.run(start, capture_output=True, text=True, env=environment, timeout=300) if own else fresh.run(TAGS)
+    assert done.stdout.strip() == f"{[own] * 2} {[inside] * 2} {[own] * 2}", done.stderr
 
 
 @pytest.mark.skipif(not HAS_TAG, reason="torch < 2.7 has no tag for its compile caches")

@@ -1,8 +1,6 @@
 """attn_implementation="rapt" in transformers: a real BERT, tiny random decoders, sinks, and when the name is entered."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +11,7 @@ transformers = pytest.importorskip("transformers")
 if not hasattr(transformers, "AttentionInterface"):
     pytest.skip("this transformers has no AttentionInterface", allow_module_level=True)
 
+import fresh  # noqa: E402
 import reference  # noqa: E402
 import rapt  # noqa: E402
 import rapt.torch as rt  # noqa: E402
@@ -191,6 +190,6 @@ def test_when_the_name_is_entered(first):
         + ["from transformers.masking_utils import AttentionMaskInterface"]
         + ["print('rapt' in AttentionInterface().valid_keys(), 'rapt' in AttentionMaskInterface().valid_keys())"]
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
+    done = fresh.run(code)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["False" if first == "unregistered" else "True"] * 2
