@@ -7,6 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import fresh  # noqa: E402
+import rapt  # noqa: E402
 import rapt.torch as rt  # noqa: E402
 from test_torch_stats import DTYPES, check, same_views, sdpa, served, tensor  # noqa: E402
 
@@ -36,6 +37,14 @@ def test_compile(backend, mode):
         outs = [compiled(q, k, v) for _ in range(3)]
     for out in outs:
         check(out.clone() - 1.0, q * 2.0, k, v)
+
+
+@torch.no_grad()
+def test_a_graph_is_not_guarded_by_what_is_imported():
+    q = qkv()[0]
+    rapt.scaled_dot_product_attention(q, q, q)
+    names = [guard.name for guard in torch._dynamo.explain(lambda q: rapt.scaled_dot_product_attention(q, q, q))(q).out_guards]
+    assert any("rapt" in name for name in names) and not any("modules" in name for name in names), names
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])

@@ -77,10 +77,15 @@ __all__ = [
 
 def _torch_ops(tensor):
     """`rapt.torch._ops` if `tensor`, or what it is codes of, is torch's, else None."""
-    torch = _sys.modules.get("torch")
-    if torch is None:
-        return None
-    if not isinstance(tensor, getattr(torch, "Tensor", ())):
+    # Once they are loaded they know the class: torch.compile would trace and guard every name in sys.modules, 0.2 s a graph.
+    if _ops is None:
+        torch = _sys.modules.get("torch")
+        if torch is None:
+            return None
+        tensor_class = getattr(torch, "Tensor", ())
+    else:
+        tensor_class = _ops.torch.Tensor
+    if not isinstance(tensor, tensor_class):
         return _torch_ops(tensor.codes) if isinstance(tensor, Quantized) else None
     return _ops if _ops is not None else _load_ops()
 

@@ -128,7 +128,7 @@ class Checks:
         """The verdict of one probe; a death of the child is one too."""
         if not self.child.alive:
             self.revive()
-        # The judge of memory spends up to 20 s on purpose, and more where others load the machine.
+        # The judge of memory spends some seconds on purpose, and more where others load the machine.
         timeout = max(5.0, min(60.0 if hazard.judge == "memory" else 25.0, self.clock.left))
         try:
             return self.child.ask("judge", hazard.name, case, self.clock.left, timeout=timeout)

@@ -6,10 +6,7 @@ neighbours, again), so that they need no tolerance.
 Deliberately absent: which probes to use (hazards.py), crashes and time (supervisor.py sees those).
 """
 
-import ctypes
-import gc
 import math
-import re
 import sys
 import threading
 import time
@@ -22,7 +19,8 @@ from rapt._reference import FLOOR, LSE_LIMIT, errors, limits, scores
 from . import diagnose, gpu
 from .callee import NotOffered, Refused
 from .case import expected, place, stand_in, values
-from .tensors import BYTES, supports_pages
+from .meter import Meter
+from .tensors import supports_pages
 
 # Spacing of the accumulation dtype: large logits lose this much of a score.
 EPSILON = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-23, "bfloat16": 2.0**-23}
@@ -32,6 +30,9 @@ GROSS = 32
 
 MAP_SIDE = 40
 """Most rows and columns of an error map."""
+
+PROBE_S = 2.0
+"""Seconds that a measured call may take: growth shows at the lengths that fit."""
 
 
 @dataclass
@@ -507,7 +508,7 @@ def judge_memory(room, case, name):
     meter = Meter(room)
     # The first call pays for what is kept from then on, such as the buffers of a matrix library: the second is timed.
     _, seconds = [meter.extra(case.but(q_len=512, kv_len=512)) for _ in range(2)][1]
-    length = next((n for n in (4096, 2048, 1024) if seconds * (n / 512) ** 2 < 6), 512)
+    length = next((n for n in (4096, 2048, 1024) if seconds * (n / 512) ** 2 < PROBE_S), 512)
     half, _ = meter.extra(case.but(q_len=length // 2, kv_len=length // 2))
     whole, seconds = meter.extra(case.but(q_len=length, kv_len=length))
     if whole < max(1.5 * 2**20, 0.5 * length**2) or whole < 2.8 * half:
@@ -520,7 +521,7 @@ def judge_memory(room, case, name):
     if (
         case.mask
         and len(case.mask_dims) == 2
-        and seconds * (long / length) ** 2 < min(8, room.time_left / 4)
+        and seconds * (long / length) ** 2 < min(PROBE_S, room.time_left / 4)
         # Half, since other processes take memory meanwhile.
         and 40 * long**2 < meter.free() / 2
     ):
@@ -530,54 +531,6 @@ def judge_memory(room, case, name):
     else:
         text += f"; {whole / length**2 * long**2 * mib:.0f} MiB at {long} by that growth"
     return Evidence(text, name, numbers, check={"length": length})
-
-
-class Meter:
-    """Peak memory of one call beyond what was there before it and its output."""
-
-    def __init__(self, room):
-        self.room, self.cuda = room, room.device != "cpu"
-        if not self.cuda:
-            if sys.platform != "linux":
-                raise NotOffered("the peak of resident memory is read from /proc")
-            self.libc = ctypes.CDLL(None)
-            if hasattr(self.libc, "mallopt"):
-                # Every buffer from 64 KiB up is mapped and unmapped, none is kept for reuse: reuse would hide it.
-                self.libc.mallopt(-3, 65536)
-
-    def extra(self, case):
-        """(bytes, seconds)."""
-        placed = self.room.place(case)
-        gc.collect()
-        if self.cuda:
-            torch = sys.modules["torch"]
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.max_memory_allocated()
-        else:
-            if hasattr(self.libc, "malloc_trim"):
-                self.libc.malloc_trim(0)
-            with open("/proc/self/clear_refs", "w") as file:
-                file.write("5")
-            before = peak_bytes()
-        start = time.perf_counter()
-        answer = self.room.callee(case, placed)
-        if self.cuda:
-            torch.cuda.synchronize()
-        seconds = time.perf_counter() - start
-        peak = torch.cuda.max_memory_allocated() if self.cuda else peak_bytes()
-        return max(0, peak - before - math.prod(answer.shape) * BYTES[case.dtype]), seconds
-
-    def free(self):
-        if self.cuda:
-            return sys.modules["torch"].cuda.mem_get_info()[0]
-        found = re.search(r"MemAvailable:\s+(\d+) kB", open("/proc/meminfo").read())
-        return int(found.group(1)) * 1024 if found else 0
-
-
-def peak_bytes():
-    with open("/proc/self/status") as file:
-        return int(re.search(r"VmHWM:\s+(\d+) kB", file.read()).group(1)) * 1024
 
 
 JUDGES = {
