@@ -3,13 +3,15 @@
 use std::sync::Arc;
 
 use clap::{Args as ClapArgs, ValueEnum};
+use rapt::quant::Scheme;
 use rapt::{
-    Certificate, DType, Device, Engine, Error, Extent, Operands, Plan, Result, Shape, Spec, Strides, Tensors, View,
-    ViewMut,
+    Certificate, Codes, DType, Device, Engine, Error, Extent, Granularity, Operands, Options, Plan, Qkv, Result, Shape,
+    Spec, Strides, TensorLayout, Tensors, View, ViewMut,
 };
 use serde_json::json;
 
-use crate::options::{LayoutName, ProblemArgs};
+use crate::codes::{CodesArgs, descale_shape, hinted, part_names};
+use crate::options::ProblemArgs;
 use crate::support;
 use crate::{Outcome, exit, say, table};
 
@@ -24,7 +26,7 @@ pub(crate) struct Args {
     /// The size of a value [default: head_dim].
     #[arg(long, value_name = "N")]
     head_dim_v: Option<usize>,
-    /// The dtype of q, k and v.
+    /// The dtype of out, and of those of q, k and v that are no codes.
     #[arg(long, default_value = "float32", value_parser = dtype)]
     dtype: DType,
     /// A mask of shape [batch, heads, q_len, kv_len].
@@ -38,6 +40,9 @@ pub(crate) struct Args {
     /// What each instruction set of this build serves, as Markdown; every cell is an answer of `select`.
     #[arg(long, conflicts_with = "shape")]
     support_table: bool,
+    // Last: what follows would stand under its heading.
+    #[command(flatten)]
+    codes: CodesArgs,
 }
 
 /// The mask of a problem.
@@ -56,7 +61,7 @@ pub(crate) fn run(args: &Args) -> Outcome {
         say(&support::markdown().trim_end())?;
         return Ok(exit::OK);
     };
-    let (plan, certificate) = plan(args, shape)?;
+    let (plan, certificate) = plan(args, shape, &args.codes.schemes()?).map_err(|error| hinted(error, true))?;
     if args.json {
         say(&format_args!("{:#}", as_json(&plan, &certificate)))?;
     } else {
@@ -67,27 +72,30 @@ pub(crate) fn run(args: &Args) -> Outcome {
 
 /// The plan for row-major tensors of these sizes, and its certificate for tensors that lie one after another: what is
 /// described and not held is declared, not proven.
-fn plan(args: &Args, [batch, heads, q_len, kv_len, head_dim]: [usize; 5]) -> Result<(Arc<Plan>, Certificate)> {
-    let mut place = Place::default();
+fn plan(
+    args: &Args,
+    [batch, heads, q_len, kv_len, head_dim]: [usize; 5],
+    schemes: &Qkv<Option<Scheme>>,
+) -> Result<(Arc<Plan>, Certificate)> {
     let kv_heads = args.kv_heads.unwrap_or(heads);
     let head_dim_v = args.head_dim_v.unwrap_or(head_dim);
-    let of = |heads, len, dim| match args.problem.layout {
-        LayoutName::Bhsd => Shape::from([batch, heads, len, dim]),
-        LayoutName::Bshd => Shape::from([batch, len, heads, dim]),
-    };
-    let q = place.input("q", args.dtype, of(heads, q_len, head_dim))?;
-    let k = place.input("k", args.dtype, of(kv_heads, kv_len, head_dim))?;
-    let v = place.input("v", args.dtype, of(kv_heads, kv_len, head_dim_v))?;
+    let options = Options { out_dtype: schemes.q.map(|_| args.dtype), ..args.problem.options() };
+    let mut place = Place::default();
+    let mut operand = |tensor, scheme, sizes| place.operand(tensor, args.dtype, scheme, sizes, options.layout);
+    let (q, q_codes) = operand("q", schemes.q, [batch, heads, q_len, head_dim])?;
+    let (k, k_codes) = operand("k", schemes.k, [batch, kv_heads, kv_len, head_dim])?;
+    let (v, v_codes) = operand("v", schemes.v, [batch, kv_heads, kv_len, head_dim_v])?;
+    let codes = Qkv { q: q_codes, k: k_codes, v: v_codes };
     let mask_dtype = match args.mask {
         MaskName::None => None,
         MaskName::Bool => Some(DType::Bool),
         MaskName::Additive => Some(args.dtype.accumulation()),
     };
     let mask = mask_dtype.map(|dtype| place.input("mask", dtype, [batch, heads, q_len, kv_len].into())).transpose()?;
-    let spec = Spec::builder(&q, &k, &v, &args.problem.options()).mask(mask.as_ref()).build()?;
+    let spec = Spec::builder(&q, &k, &v, &options).codes(codes.as_deref()).mask(mask.as_ref()).build()?;
     let plan = Engine::new(args.problem.threads)?.plan(&spec)?;
     let out = place.output("out", spec.out.dtype, spec.out_shape(4))?;
-    let tensors = Tensors { mask, ..Tensors::new(q, k, v, out) };
+    let tensors = Tensors { codes, mask, ..Tensors::new(q, k, v, out) };
     let certificate = plan.certificate(&Operands::check(tensors, &spec)?)?;
     Ok((plan, certificate))
 }
@@ -120,6 +128,37 @@ impl Place {
         unsafe { View::from_raw_parts(tensor, address, dtype, shape, strides, Device::Cpu, Extent::Declared) }
     }
 
+    /// q, k or v of these sizes, `[batch, heads, len, dim]`: numbers, or codes with all that makes numbers of them.
+    fn operand(
+        &mut self,
+        tensor: &'static str,
+        dtype: DType,
+        scheme: Option<Scheme>,
+        [batch, heads, len, dim]: [usize; 4],
+        layout: TensorLayout,
+    ) -> Result<(View<'static>, Option<Box<Codes<'static>>>)> {
+        let of = |dim| match layout {
+            TensorLayout::Bhsd => Shape::from([batch, heads, len, dim]),
+            TensorLayout::Bshd => Shape::from([batch, len, heads, dim]),
+        };
+        let Some(scheme) = scheme else { return Ok((self.input(tensor, dtype, of(dim))?, None)) };
+        let (format, granularity) = (scheme.format(), scheme.granularity());
+        let codes = self.input(tensor, format.code_dtype(), of(dim.div_ceil(format.codes_per_byte())))?;
+        let shape = descale_shape([batch, heads, len, dim], granularity, layout);
+        let [descale, zero_point, _] = part_names(tensor);
+        let descale = self.input(descale, format.scale_dtype(), shape)?;
+        let zero_point = format.has_zero_point().then(|| self.input(zero_point, DType::U8, shape)).transpose()?;
+        let parts = Codes {
+            zero_point,
+            global_scale: format.has_global_scale().then_some(1.0),
+            // Blocks alone are not told by the shape where the last one is shorter.
+            granularity: granularity.block_size().map(Granularity::Block),
+            head_dim: Some(dim),
+            ..Codes::new(format, descale)
+        };
+        Ok((codes, Some(Box::new(parts))))
+    }
+
     fn output(&mut self, tensor: &'static str, dtype: DType, shape: Shape) -> Result<ViewMut<'static>> {
         let (start, strides) = self.next(tensor, dtype, shape)?;
         let address = std::ptr::without_provenance_mut(start);
@@ -150,15 +189,34 @@ fn as_json(plan: &Plan, certificate: &Certificate) -> serde_json::Value {
         "bytes_packed": plan.cost().bytes_packed,
         "floor_cycles": plan.cost().floor_cycles,
         "floor_seconds": plan.cost().floor_seconds,
+        "codes": codes_json(plan),
         "certificate": facts(certificate),
         "words": words,
     })
 }
 
+/// What is codes of q, k and v.
+pub(crate) fn codes_json(plan: &Plan) -> serde_json::Value {
+    let of = plan.spec().quantized().map(|(tensor, numbers, codes)| {
+        let facts = json!({
+            "format": codes.format.name(),
+            "granularity": codes.granularity.name(),
+            "block_size": codes.granularity.block_size(),
+            "code_bytes": count(codes.code_bytes(numbers)),
+            "scale_bytes": count(codes.scale_bytes()),
+        });
+        (tensor.to_owned(), facts)
+    });
+    of.collect::<serde_json::Map<_, _>>().into()
+}
+
+/// Counts beyond JSON's integers are numbers all the same, rounded.
+fn count(n: u128) -> serde_json::Value {
+    u64::try_from(n).map_or_else(|_| json!(n as f64), |n| json!(n))
+}
+
 fn facts(certificate: &Certificate) -> serde_json::Value {
     let Certificate { in_bounds, injective, disjoint, coverage, .. } = certificate;
-    // Counts beyond JSON's integers are numbers all the same, rounded.
-    let count = |n: u128| u64::try_from(n).map_or_else(|_| json!(n as f64), |n| json!(n));
     json!({
         "in_bounds": in_bounds.iter().map(|fact| json!({
             "tensor": fact.tensor,

@@ -3,11 +3,12 @@
 //!
 //! One program for two installers: `src/main.rs` is cargo's binary, the Python package calls [`run`] in its process. What
 //! differs between them is a [`Host`]: how Python is reached (`audit` and `bench cuda` are Python code) and what `doctor`
-//! adds. One file or folder per subcommand; `options` holds what they read alike, `npy` the files that `run` reads and
+//! adds. One file or folder per subcommand; `options` and `codes` hold what they read alike, `npy` the files that `run` reads and
 //! writes. Everything goes through the façade. Deliberately absent: arithmetic, policy, `process::exit`, and any subcommand
 //! whose code does not exist yet.
 
 mod bench;
+mod codes;
 pub mod doctor;
 mod explain;
 mod layout;

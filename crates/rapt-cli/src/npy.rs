@@ -126,6 +126,13 @@ impl Array {
         self.elements.view(tensor, self.shape, self.strides)
     }
 
+    /// The array as `dtype`: where that is a float of 8 bits, a file of its bytes, as .npy files have no such dtype.
+    pub(crate) fn view_as(&self, tensor: &'static str, dtype: DType) -> rapt::Result<View<'_>> {
+        let view = self.view(tensor)?;
+        let is_of_bytes = view.dtype() == DType::U8 && dtype.size_bytes() == 1 && dtype != DType::I8;
+        if is_of_bytes { view.reinterpreted(tensor, dtype) } else { Ok(view) }
+    }
+
     /// The array where it lies, to be written: the file stays as it is.
     pub(crate) fn view_mut(&mut self, tensor: &'static str) -> rapt::Result<ViewMut<'_>> {
         self.elements.view_mut(tensor, self.shape, self.strides)

@@ -1,17 +1,22 @@
 //! `rapt run`: attention on .npy files.
+//!
+//! Files of int8 and uint8 are codes where factors are given for them; codes of other formats are files of bytes, and their format
+//! is said. Deliberately absent: rows of an odd number of codes that share bytes, whose head_dim no file tells.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use clap::Args as ClapArgs;
-use rapt::{Engine, Operands, Shape, Spec, Tensor, Tensors};
+use rapt::{Codes, DType, Engine, Error, Format, Operands, Options, Qkv, Shape, Spec, Tensor, Tensors, View};
 
+use crate::codes::{CodesArgs, CodesName, hinted, part_names};
+use crate::explain::dtype;
 use crate::npy::{self, Array};
 use crate::options::ProblemArgs;
 use crate::{Outcome, exit, say};
 
 #[derive(ClapArgs, Debug)]
 pub(crate) struct Args {
-    /// [batch, heads, q_len, head_dim], or less its leading dimensions; float64, float32 or float16.
+    /// [batch, heads, q_len, head_dim], or less its leading dimensions; float64, float32 or float16, or codes.
     q: PathBuf,
     /// [batch, kv_heads, kv_len, head_dim].
     k: PathBuf,
@@ -25,19 +30,135 @@ pub(crate) struct Args {
     /// Where the log of the sum of exponentials goes.
     #[arg(long, value_name = "FILE")]
     lse: Option<PathBuf>,
+    /// The dtype of the result [default: that of q]; needed if q is codes.
+    #[arg(long, value_name = "DTYPE", value_parser = dtype)]
+    out_dtype: Option<DType>,
     #[command(flatten)]
     problem: ProblemArgs,
+    #[command(flatten)]
+    codes: CodesArgs,
+    #[command(flatten)]
+    parts: PartArgs,
+}
+
+/// What makes numbers of the codes.
+#[derive(ClapArgs, Debug)]
+#[command(next_help_heading = "Quantized operands")]
+struct PartArgs {
+    /// The factors of the codes of q: float32 of shape [] (tensor), [B, H] (head), [B, H, S] (token), [B, H, 1, D] (channel) or
+    /// [B, H, S, n] (block); for mxfp8, mxfp4 and nvfp4 the bytes of their 8-bit floats.
+    #[arg(long, value_name = "FILE")]
+    q_descale: Option<PathBuf>,
+    /// Those of k.
+    #[arg(long, value_name = "FILE")]
+    k_descale: Option<PathBuf>,
+    /// Those of v.
+    #[arg(long, value_name = "FILE")]
+    v_descale: Option<PathBuf>,
+    /// What is subtracted from uint8 codes of q: uint8, of the shape of the factors.
+    #[arg(long, value_name = "FILE")]
+    q_zero_point: Option<PathBuf>,
+    /// The same of k.
+    #[arg(long, value_name = "FILE")]
+    k_zero_point: Option<PathBuf>,
+    /// The same of v.
+    #[arg(long, value_name = "FILE")]
+    v_zero_point: Option<PathBuf>,
+    /// One more factor of q in nvfp4.
+    #[arg(long, value_name = "X", allow_negative_numbers = true)]
+    q_global_scale: Option<f32>,
+    /// The same of k.
+    #[arg(long, value_name = "X", allow_negative_numbers = true)]
+    k_global_scale: Option<f32>,
+    /// The same of v.
+    #[arg(long, value_name = "X", allow_negative_numbers = true)]
+    v_global_scale: Option<f32>,
+}
+
+/// The files of q, k or v.
+struct Files {
+    tensor: &'static str,
+    array: Array,
+    name: Option<CodesName>,
+    descale: Option<Array>,
+    zero_point: Option<Array>,
+    global_scale: Option<f32>,
+}
+
+type MaybeCodes<'a> = Option<Box<Codes<'a>>>;
+
+impl Files {
+    fn read(
+        tensor: &'static str,
+        path: &Path,
+        name: Option<CodesName>,
+        (descale, zero_point, global_scale): (&Option<PathBuf>, &Option<PathBuf>, Option<f32>),
+    ) -> Result<Self, npy::Refused> {
+        let read = |path: &Option<PathBuf>| path.as_deref().map(Array::read).transpose();
+        let (descale, zero_point) = (read(descale)?, read(zero_point)?);
+        Ok(Files { tensor, array: Array::read(path)?, name, descale, zero_point, global_scale })
+    }
+
+    /// The tensor, and what makes numbers of it if it is codes.
+    fn views(&self) -> Result<(View<'_>, MaybeCodes<'_>), Box<dyn std::error::Error>> {
+        self.found().map_err(|error| hinted(error, false))
+    }
+
+    fn found(&self) -> rapt::Result<(View<'_>, MaybeCodes<'_>)> {
+        let Files { tensor, array, name, descale, zero_point, global_scale } = self;
+        let [descale_name, zero_point_name, global_name] = part_names(tensor);
+        let stored = array.view(tensor)?;
+        let Some(format) = name.map(|name| name.format).or_else(|| Format::of_dtype(stored.dtype())) else {
+            let given = [
+                (descale_name, descale.is_some()),
+                (zero_point_name, zero_point.is_some()),
+                (global_name, global_scale.is_some()),
+            ];
+            return match given.into_iter().find(|(_, is_given)| *is_given) {
+                Some((part, _)) => Err(beside_numbers(part, tensor, stored.dtype())),
+                None => Ok((stored, None)),
+            };
+        };
+        let Some(descale) = descale else {
+            let (codes, part) = (format.name(), descale_name);
+            return Err(Error::MissingPart { tensor, codes, part });
+        };
+        let codes = Codes {
+            zero_point: zero_point.as_ref().map(|points| points.view(zero_point_name)).transpose()?,
+            global_scale: *global_scale,
+            granularity: name.and_then(|name| name.granularity),
+            ..Codes::new(format, descale.view_as(descale_name, format.scale_dtype())?)
+        };
+        Ok((array.view_as(tensor, format.code_dtype())?, Some(Box::new(codes))))
+    }
+}
+
+/// The refusal of a factor beside a tensor whose elements are what they are.
+fn beside_numbers(part: &'static str, tensor: &str, dtype: DType) -> Error {
+    let allowed = format!("none: {tensor} has dtype {dtype}, whose elements are numbers and no codes");
+    Error::Option { option: part, got: "given".to_owned(), allowed }
 }
 
 pub(crate) fn run(args: &Args) -> Outcome {
-    let (q, k, v) = (Array::read(&args.q)?, Array::read(&args.k)?, Array::read(&args.v)?);
+    let (names, parts) = (args.codes.names(), &args.parts);
+    let q = Files::read("q", &args.q, names.q, (&parts.q_descale, &parts.q_zero_point, parts.q_global_scale))?;
+    let k = Files::read("k", &args.k, names.k, (&parts.k_descale, &parts.k_zero_point, parts.k_global_scale))?;
+    let v = Files::read("v", &args.v, names.v, (&parts.v_descale, &parts.v_zero_point, parts.v_global_scale))?;
     let mask = args.mask.as_deref().map(Array::read).transpose()?;
-    let (q, k, v) = (q.view("q")?, k.view("k")?, v.view("v")?);
-    let mask = mask.as_ref().map(|mask| mask.view("mask")).transpose()?;
-    let spec = Spec::builder(&q, &k, &v, &args.problem.options())
+    attend(args, [&q, &k, &v], mask.as_ref())
+}
+
+fn attend(args: &Args, [q, k, v]: [&Files; 3], mask: Option<&Array>) -> Outcome {
+    let ((q, q_codes), (k, k_codes), (v, v_codes)) = (q.views()?, k.views()?, v.views()?);
+    let codes = Qkv { q: q_codes, k: k_codes, v: v_codes };
+    let mask = mask.map(|mask| mask.view("mask")).transpose()?;
+    let options = Options { out_dtype: args.out_dtype, ..args.problem.options() };
+    let spec = Spec::builder(&q, &k, &v, &options)
+        .codes(codes.as_deref())
         .mask(mask.as_ref())
         .return_lse(args.lse.is_some())
-        .build()?;
+        .build()
+        .map_err(|error| hinted(error, false))?;
     let engine = Engine::new(args.problem.threads)?;
     let plan = engine.plan(&spec)?;
 
@@ -49,6 +170,7 @@ pub(crate) fn run(args: &Args) -> Outcome {
     };
     let mut lse = spec.lse.as_ref().map(lse_tensor).transpose()?;
     let tensors = Tensors {
+        codes,
         mask,
         lse: lse.as_mut().map(Tensor::view_mut).transpose()?,
         ..Tensors::new(q, k, v, out.view_mut()?)

@@ -177,13 +177,60 @@ fn explain_certifies_what_is_described_and_says_that_it_is_declared() {
 }
 
 #[test]
+fn explain_describes_codes() {
+    let shape = ["explain", "--shape", "1,8,4,1000,72", "--kv-heads", "2"];
+    let plan = json(&[&shape[..], &["--kv-codes", "int8:token", "--dtype", "bf16", "--json"]].concat());
+    let of = serde_json::json!({
+        "format": "int8", "granularity": "token", "block_size": null, "code_bytes": 144_000, "scale_bytes": 8000,
+    });
+    assert_eq!((&plan["codes"]["k"], &plan["codes"]["v"], &plan["codes"]["q"]), (&of, &of, &serde_json::Value::Null));
+    assert_eq!(plan["storage"], "bfloat16");
+    let k = "int8 codes, a scale for each token; 144,000 bytes of codes, 8,000 of scales";
+    assert_eq!(plan["words"]["k codes"], k);
+    let tensors: Vec<&str> = plan["certificate"]["in_bounds"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|fact| fact["tensor"].as_str().unwrap())
+        .collect();
+    assert_eq!(tensors, ["q", "k", "v", "k_descale", "v_descale", "out"]);
+
+    // Every format, in both layouts; blocks whose last one is shorter; rows of an odd number of codes.
+    for (q, k, v) in [
+        ("e4m3fn:tensor", "uint8:head", "int4:block:32"),
+        ("nvfp4", "mxfp4", "mxfp8"),
+        ("int4", "e5m2:channel", "uint8:block:7"),
+    ] {
+        for layout in ["bhsd", "bshd"] {
+            let codes = ["--q-codes", q, "--k-codes", k, "--v-codes", v, "--head-dim-v", "37", "--layout", layout];
+            let table = prints(&[&shape[..], &codes, &["--dtype", "float16"]].concat());
+            for (row, name) in [("q codes", q), ("k codes", k), ("v codes", v)] {
+                let words = format!("{} codes, a scale", name.split(':').next().unwrap());
+                assert!(table.lines().any(|line| line.contains(row) && line.contains(&words)), "{row} {name}: {table}");
+            }
+            assert!(table.contains("float16"), "out has the dtype that is asked: {table}");
+        }
+    }
+    let check = |more: &[&str], code, expect: &str| {
+        let error = refuses(&[&shape[..], more].concat(), &[], code);
+        assert!(error.contains(expect), "{error}");
+    };
+    check(&["--k-codes", "int7"], 2, "the known are int8, uint8, int4, e4m3fn, e5m2, mxfp8, mxfp4, nvfp4");
+    check(&["--k-codes", "nvfp4:token"], 2, "granularity = token; allowed: None, or block 16: those of nvfp4");
+    check(&["--kv-codes", "int8", "--v-codes", "int8"], 2, "cannot be used with");
+    check(&["--kv-codes", "int8", "--dtype", "f64"], 1, "q in float64 with k of int8 codes is not served");
+    check(&["--k-codes", "int8", "--dtype", "int8"], 1, "q is int8 codes");
+}
+
+#[test]
 fn explain_refuses_with_the_cause() {
     let shape = ["explain", "--shape", "1,8,16,16,64"];
     let check = |more: &[&str], code, expect: &str| {
         let error = refuses(&[&shape[..], more].concat(), &[], code);
         assert!(error.contains(expect), "{error}");
     };
-    check(&["--dtype", "int8"], 1, "int8 codes, which are no numbers without q_descale");
+    let hint = "without q_descale: nothing is assumed in its place; say --q-codes int8:token, with --dtype that of the numbers";
+    check(&["--dtype", "int8"], 1, &format!("q is int8 codes, which are no numbers {hint}"));
     check(&["--dtype", "int64"], 1, "float64, float32, float16, bfloat16");
     check(&["--kv-heads", "3"], 1, "must be a multiple");
     check(&["--softcap", "-1"], 1, "greater than 0");
@@ -249,6 +296,112 @@ fn run_refuses_files_and_problems_and_writes_nothing() {
     check(&wide, "k has dtype float64, q has float32");
     check(&whole, "k has dtype int64, q has float32");
     check(&folder.file("absent.npy"), "absent.npy: ");
+}
+
+#[test]
+fn run_takes_codes_and_their_factors_from_files() {
+    let folder = Folder::new("codes");
+    let q = folder.write("q.npy", "<f4", false, "(1, 1, 2)", &floats(&[1.0, 0.5]));
+    // 2·(0.25, 0.5) and 0.5·(2, −1) as int8; the same as int4, e4m3fn and nvfp4, each with its factors.
+    let (k, k_factors) = ([1.0, 2.0, 4.0, -2.0].map(|x: f32| x as i8 as u8), floats(&[0.5, 0.25]));
+    let numbers = floats(&[0.5, 1.0, 1.0, -0.5]);
+    let numbers = folder.write("numbers.npy", "<f4", false, "(1, 2, 2)", &numbers);
+    let int8 = folder.write("int8.npy", "|i1", false, "(1, 2, 2)", &k);
+    let int8_turned = folder.write("int8t.npy", "|i1", true, "(1, 2, 2)", &[k[0], k[2], k[1], k[3]]);
+    let token = folder.write("token.npy", "<f4", false, "(1, 2)", &k_factors);
+    let uint8 = folder.write("uint8.npy", "|u1", false, "(1, 2, 2)", &k.map(|code| code.wrapping_add(9)));
+    let nines = folder.write("nines.npy", "|u1", false, "(1, 2)", &[9, 9]);
+    let int4 = folder.write("int4.npy", "|u1", false, "(1, 2, 1)", &[0x21, 0xe4]);
+    let e4m3fn = folder.write("e4m3fn.npy", "|u1", false, "(1, 2, 2)", &[0x38, 0x40, 0x48, 0xc0]);
+    let nvfp4 = folder.write("nvfp4.npy", "|u1", false, "(1, 2, 1)", &[0x42, 0xc6]);
+    let blocks = folder.write("blocks.npy", "|u1", false, "(1, 2, 1)", &[0x38, 0x30]);
+    let out = folder.file("out.npy");
+    let run = |k: &str, v: &str, more: &[&str]| {
+        let said = prints(&[&["run", &q, k, v, &out][..], more].concat());
+        assert!(said.contains("float32 [1, 1, 2]"), "{said}");
+        read(&out)
+    };
+    let expected = run(&numbers, &numbers, &[]);
+    for (file, codes, more) in [
+        (&int8, None, &[][..]),
+        (&int8_turned, Some("int8:token"), &[]),
+        (&uint8, None, &["--k-zero-point", &nines, "--v-zero-point", &nines]),
+        (&int4, Some("int4"), &[]),
+        (&e4m3fn, Some("e4m3fn:token"), &[]),
+    ] {
+        let codes = codes.map_or(vec![], |codes| vec!["--kv-codes", codes]);
+        let parts = ["--k-descale", &token, "--v-descale", &token];
+        assert_eq!(run(file, file, &[&codes[..], &parts, more].concat()), expected, "{file}");
+    }
+    // 0.5·(1, 2) and 0.25·(4, −2): of e2m1 1, 2, 4 and −2; blocks of 1 and 0.5, and 0.5 for the tensor.
+    let parts = ["--v-codes", "nvfp4", "--v-descale", &blocks, "--v-global-scale", "0.5"];
+    assert_eq!(run(&numbers, &nvfp4, &parts), expected);
+    let q_codes = ["run", &int8, &numbers, &numbers, &out, "--q-descale", &token];
+    assert!(prints(&[&q_codes[..], &["--out-dtype", "float16"]].concat()).contains("float16 [1, 2, 2]"));
+
+    std::fs::remove_file(&out).expect("it was written");
+    let check = |k: &str, more: &[&str], expect: &str| {
+        let error = refuses(&[&["run", &q, k, &numbers, &out][..], more].concat(), &[], 1);
+        assert!(error.contains(expect), "{error}");
+        assert!(!PathBuf::from(&out).exists());
+    };
+    let none = "which are no numbers without";
+    check(
+        &int8,
+        &[],
+        &format!("k is int8 codes, {none} k_descale: nothing is assumed in its place; say --k-descale FILE"),
+    );
+    check(&uint8, &["--k-descale", &token], &format!("k is uint8 codes, {none} k_zero_point"));
+    check(&nvfp4, &["--k-codes", "nvfp4", "--k-descale", &blocks], "say --k-global-scale X");
+    check(
+        &int8,
+        &["--k-descale", &token, "--k-zero-point", &nines],
+        "k_zero_point was given, and int8 codes have none",
+    );
+    let three = folder.write("three.npy", "<f4", false, "(1, 3)", &floats(&[1.0; 3]));
+    check(
+        &int8,
+        &["--k-descale", &three],
+        "k_descale has shape [1, 3], which scales of numbers of shape [1, 2, 2] do not have",
+    );
+    check(&int8, &["--k-descale", &nines], "k_descale has dtype uint8, asked for is float32");
+    check(&int8, &["--k-descale", &token, "--k-codes", "int8:head"], "k_descale has shape [1, 2]");
+    check(&numbers, &["--k-descale", &token], "k_descale = given; allowed: none: k has dtype float32");
+    check(&numbers, &["--k-descale", &token, "--k-codes", "int8"], "k has dtype float32, asked for is int8");
+    let error = refuses(&q_codes, &[], 1);
+    assert!(error.contains("q is int8 codes, which name no dtype of out; say --out-dtype float32"), "{error}");
+}
+
+#[test]
+fn bench_measures_codes() {
+    let folder = Folder::new("bench-codes");
+    let json = folder.file("out.json");
+    let table = prints(&[
+        "bench",
+        "--shape",
+        "1,4,20,40,32",
+        "--shape",
+        "1,4,1,300,32",
+        "--kv-heads",
+        "2",
+        "--k-codes",
+        "int8:token",
+        "--v-codes",
+        "nvfp4",
+        "--threads",
+        "2",
+        "--seconds",
+        "0.02",
+        "--json",
+        &json,
+    ]);
+    assert!(table.contains("1,4/2,20,40,32 k int8 by token v nvfp4 by block 16"), "{table}");
+    let report: serde_json::Value =
+        serde_json::from_str(&std::fs::read_to_string(&json).expect("a file")).expect("JSON");
+    let rows = report["rows"].as_array().expect("rows");
+    assert!(rows.len() == 2 && rows.iter().all(|row| row["correct"] == true && row["codes"]["k"]["format"] == "int8"));
+    let head = ["bench", "--shape", "1,4,20,40,32", "--layout", "bshd", "--k-codes", "int8:head"];
+    assert!(refuses(&head, &[], 1).contains("in 'bshd' the last two dimensions are no head"));
 }
 
 #[test]
@@ -324,7 +477,7 @@ fn bench_refuses_what_no_row_is() {
     }
     for (args, part) in [
         (&["bench", "--shape", "1,3,4,4,8", "--kv-heads", "2"][..], "3"),
-        (&["bench", "--shape", "1,1,4,4,8", "--dtype", "int8"], "int8"),
+        (&["bench", "--shape", "1,1,4,4,8", "--dtype", "int8"], "say --q-codes int8:token"),
         (&["bench", "--shape", "1,1,4,4,0"], "head_dim"),
         (&["bench", "--shape", "1,1,4,4,8", "--threads", "0"], "threads"),
     ] {

@@ -37,10 +37,10 @@ fn commands(text: &str) -> Vec<String> {
     found
 }
 
-/// A .npy file of float32 in row-major order: a magic number, a header that ends at a multiple of 64 bytes, the numbers.
-fn npy(shape: [usize; 4]) -> Vec<u8> {
-    let [b, h, s, d] = shape;
-    let mut header = format!("{{'descr': '<f4', 'fortran_order': False, 'shape': ({b}, {h}, {s}, {d}), }}");
+/// A .npy file in row-major order: a magic number, a header that ends at a multiple of 64 bytes, the elements.
+fn npy(descr: &str, shape: &[usize], element: impl Fn(usize) -> Vec<u8>) -> Vec<u8> {
+    let sizes: String = shape.iter().map(|size| format!("{size}, ")).collect();
+    let mut header = format!("{{'descr': '{descr}', 'fortran_order': False, 'shape': ({sizes}), }}");
     while (10 + header.len() + 1) % 64 != 0 {
         header.push(' ');
     }
@@ -48,9 +48,7 @@ fn npy(shape: [usize; 4]) -> Vec<u8> {
     let mut file = vec![0x93, b'N', b'U', b'M', b'P', b'Y', 1, 0];
     file.extend(u16::try_from(header.len()).expect("a short header").to_le_bytes());
     file.extend(header.bytes());
-    for at in 0..b * h * s * d {
-        file.extend((at as f32 * 0.37).sin().to_le_bytes());
-    }
+    file.extend((0..shape.iter().product()).flat_map(element));
     file
 }
 
@@ -63,8 +61,16 @@ fn the_commands_of_the_documentation_run() {
     }
     let archive = root().join("crates/rapt-pt2/tests/fixtures/torch-2.15/state.pt2");
     std::fs::copy(archive, folder.join("model.pt2")).expect("a copy");
-    for (name, len) in [("q", 3), ("k", 5), ("v", 5)] {
-        std::fs::write(folder.join(format!("{name}.npy")), npy([1, 2, len, 8])).expect("written");
+    let number = |at: usize| (at as f32 * 0.37).sin().to_le_bytes().to_vec();
+    let files = [("q", 3), ("k", 5), ("v", 5)].map(|(name, len)| (name, npy("<f4", &[1, 2, len, 8], number)));
+    let of_codes = [
+        ("k_int8", npy("|i1", &[1, 2, 5, 8], |at| vec![at as u8])),
+        ("k_descale", npy("<f4", &[1, 2, 5], number)),
+        ("v_nvfp4", npy("|u1", &[1, 2, 5, 4], |at| vec![at as u8])),
+        ("v_descale", npy("|u1", &[1, 2, 5, 1], |_| vec![0x38])),
+    ];
+    for (name, bytes) in files.into_iter().chain(of_codes) {
+        std::fs::write(folder.join(format!("{name}.npy")), bytes).expect("written");
     }
     let mut found = vec![root().join("README.md")];
     pages(&root().join("docs"), &mut found);

@@ -1,5 +1,5 @@
 //! `select` over a grid of requests and instruction sets, without a device: total, deterministic, bounded; and what
-//! `explain` says of four typical requests, word for word.
+//! `explain` says of typical requests, word for word.
 //!
 //! The views lie on no memory: a spec asks for shapes and strides, never for elements. The texts lie in `snapshots/`;
 //! `RAPT_UPDATE_SNAPSHOTS=1` writes them anew.
@@ -8,9 +8,10 @@
 use std::collections::BTreeSet;
 use std::path::PathBuf;
 
+use rapt::quant::{Form, Scheme};
 use rapt::{
-    Arch, Caps, Causal, DType, Device, Error, Extent, Kernel, MaskClass, Options, Plan, Shape, Spec, Strides,
-    TensorLayout, View, Window, select,
+    Arch, Caps, Causal, CodesForm, DType, Device, Error, Extent, Format, Granularity, Kernel, MaskClass, Options, Plan,
+    Qkv, ScaleLayout, Shape, Spec, Strides, TensorLayout, View, Window, select,
 };
 
 const ARCHES: [Arch; 4] = [Arch::Scalar, Arch::Avx2, Arch::Avx512, Arch::Avx512Bf16];
@@ -59,6 +60,8 @@ struct Request {
     mask: Option<DType>,
     options: Options,
     walk: Walk,
+    /// Those of q, k and v that are codes.
+    codes: Qkv<Option<Scheme>>,
 }
 
 /// How q, k and v lie.
@@ -84,6 +87,7 @@ impl Request {
             mask: None,
             options: Options::default(),
             walk: Walk::RowMajor,
+            codes: Qkv::default(),
         }
     }
 
@@ -93,18 +97,41 @@ impl Request {
             TensorLayout::Bshd => Shape::from([self.batch, len, heads, dim]),
         };
         let heads = self.kv_heads * self.group;
-        let q = unread("q", self.dtype, of(heads, self.q_len, self.head_dim), self.walk);
-        let k = unread("k", self.dtype, of(self.kv_heads, self.kv_len, self.head_dim), self.walk);
-        let v = unread("v", self.dtype, of(self.kv_heads, self.kv_len, self.head_dim_v), self.walk);
+        let operand = |tensor, scheme, shape| self.operand(tensor, scheme, shape);
+        let (q, q_codes) = operand("q", self.codes.q, of(heads, self.q_len, self.head_dim));
+        let (k, k_codes) = operand("k", self.codes.k, of(self.kv_heads, self.kv_len, self.head_dim));
+        let (v, v_codes) = operand("v", self.codes.v, of(self.kv_heads, self.kv_len, self.head_dim_v));
+        let codes = Qkv { q: q_codes, k: k_codes, v: v_codes };
         let mask_shape = Shape::from([self.batch, heads, self.q_len, self.kv_len]);
         let mask = self.mask.map(|dtype| unread("mask", dtype, mask_shape, Walk::RowMajor));
-        Spec::builder(&q, &k, &v, &self.options).mask(mask.as_ref()).return_lse(true).build().unwrap()
+        let mut builder = Spec::builder(&q, &k, &v, &self.options);
+        builder.codes(codes).mask(mask.as_ref()).return_lse(true).build().unwrap()
+    }
+
+    /// A tensor of numbers, or of codes with what makes numbers of them.
+    fn operand(
+        &self,
+        tensor: &'static str,
+        scheme: Option<Scheme>,
+        shape: Shape,
+    ) -> (View<'static>, Option<CodesForm>) {
+        let Some(scheme) = scheme else { return (unread(tensor, self.dtype, shape, self.walk), None) };
+        let (form, format) = (Form::new(scheme, shape).unwrap(), scheme.format());
+        let part = |tensor, dtype| unread(tensor, dtype, *form.scale_shape(), Walk::RowMajor);
+        let codes = CodesForm {
+            zero_point: format.has_zero_point().then(|| (&part("zero_point", DType::U8)).into()),
+            has_global_scale: format.has_global_scale(),
+            granularity: Some(scheme.granularity()),
+            head_dim: shape.last().copied(),
+            ..CodesForm::new(format, &part("descale", format.scale_dtype()))
+        };
+        (unread(tensor, format.code_dtype(), *form.codes_shape(), self.walk), Some(codes))
     }
 }
 
 fn unread(tensor: &'static str, dtype: DType, shape: Shape, walk: Walk) -> View<'static> {
     let mut strides: Vec<isize> = shape.contiguous().unwrap().to_vec();
-    let last = strides.len() - 1;
+    let last = strides.len().saturating_sub(1);
     match walk {
         Walk::RowMajor => {}
         Walk::Turned => (strides[last - 1], strides[last]) = (1, shape[last - 1].max(1) as isize),
@@ -152,14 +179,50 @@ fn grid() -> Vec<Request> {
             }
         }
     }
+    all.extend(quantized());
     all
+}
+
+fn scheme(format: Format, granularity: Option<Granularity>) -> Option<Scheme> {
+    Some(Scheme::new(format, granularity, ScaleLayout::Plain).unwrap())
+}
+
+/// Every format as k and v, in turn with each granularity; and codes as q.
+fn quantized() -> impl Iterator<Item = Request> {
+    use Granularity::{Block, Channel, Head, Tensor, Token};
+    let own = [Tensor, Head, Token, Channel, Block(16)];
+    let formats = Format::ALL.into_iter().enumerate();
+    let schemes = formats.map(move |(n, format)| {
+        let granularity = |n: usize| format.own_block_size().is_none().then(|| own[n % own.len()]);
+        [scheme(format, granularity(n)), scheme(format, granularity(n + 1))]
+    });
+    schemes.flat_map(|[k, v]| {
+        let lengths = [(1, 4096), (8, 64), (300, 700), (77, 0)];
+        lengths.into_iter().enumerate().map(move |(n, (q_len, kv_len))| {
+            let dtype = [DType::F32, DType::F16, DType::BF16][n % 3];
+            let is_q = n == 2;
+            Request {
+                group: 1 + n % 2,
+                head_dim_v: 40,
+                walk: [Walk::RowMajor, Walk::Negative][n % 2],
+                codes: Qkv { q: if is_q { k } else { None }, k: if n == 1 { None } else { k }, v },
+                options: Options { out_dtype: is_q.then_some(dtype), ..Options::default() },
+                ..Request::plain(dtype, [2, 3, q_len, kv_len, 64])
+            }
+        })
+    })
 }
 
 /// What must hold of every plan.
 fn check(request: &Request, plan: &Plan, arch: Arch, threads: usize) {
     let size = request.dtype.accumulation().size_bytes();
     assert_eq!(plan.cost().bytes_copied, 0, "{request:?}");
-    assert_eq!((plan.key().arch, plan.key().storage), (arch, request.dtype));
+    let is_quantized = request.codes != Qkv::default();
+    // Numbers of codes are float32: no kernel rounds them to pairs of bf16.
+    let arch = if is_quantized && arch == Arch::Avx512Bf16 { Arch::Avx512 } else { arch };
+    let is_codes_alone = request.codes.named().iter().all(|(_, codes)| codes.is_some());
+    let storage = if is_codes_alone { DType::F32 } else { request.dtype };
+    assert_eq!((plan.key().arch, plan.key().storage), (arch, storage));
     assert!(plan.threads() >= 1 && plan.threads() <= threads, "{request:?}: {} threads", plan.threads());
     assert!(plan.cost().flops.is_finite() && plan.cost().floor_cycles >= 0.0);
     let mask = match request.mask {
@@ -169,6 +232,11 @@ fn check(request: &Request, plan: &Plan, arch: Arch, threads: usize) {
     };
     assert_eq!(plan.key().mask, mask);
     let rows = plan.explain().rows();
+    let of_codes: Vec<&str> =
+        request.codes.named().iter().filter(|(_, codes)| codes.is_some()).map(|(q, _)| *q).collect();
+    for tensor in of_codes {
+        assert!(rows.iter().any(|(row, _)| row.strip_suffix(" codes") == Some(tensor)), "{tensor}: {rows:?}");
+    }
     for name in ROWS {
         assert!(rows.iter().any(|(row, text)| *row == name && !text.is_empty()), "{name} is missing: {rows:?}");
     }
@@ -333,12 +401,29 @@ fn explain_says_word_for_word() {
     let prefill = Request::plain(DType::F16, [1, 24, 1024, 1024, 128]);
     let double = Request::plain(DType::F64, [2, 3, 33, 50, 24]);
     let pairs = Request::plain(DType::BF16, [1, 24, 1024, 1024, 128]);
+    let kv = |format, granularity| {
+        let scheme = scheme(format, granularity);
+        Qkv { q: None, k: scheme, v: scheme }
+    };
+    let all_codes = Qkv {
+        q: scheme(Format::E4m3fn, Some(Granularity::Head)),
+        k: scheme(Format::Uint8, Some(Granularity::Channel)),
+        v: scheme(Format::Int4, Some(Granularity::Block(12))),
+    };
+    let as_half = Options { out_dtype: Some(DType::F16), ..Options::default() };
     let typical = [
         ("encoder_padding_mask", Arch::Avx2, Request { mask: Some(DType::Bool), ..padded }),
         ("decode_grouped", Arch::Avx2, Request { group: 4, ..token }),
         ("prefill_causal_window", Arch::Avx2, Request { options: windowed, ..prefill }),
         ("turned_double", Arch::Avx2, Request { walk: Walk::Turned, head_dim_v: 40, ..double }),
         ("bfloat16_pairs", Arch::Avx512Bf16, pairs),
+        (
+            "decode_int8_token",
+            Arch::Avx2,
+            Request { group: 4, codes: kv(Format::Int8, Some(Granularity::Token)), ..token },
+        ),
+        ("prefill_nvfp4", Arch::Avx512, Request { codes: kv(Format::Nvfp4, None), ..prefill }),
+        ("codes_alone", Arch::Avx2, Request { codes: all_codes, options: as_half, ..padded }),
     ];
     for (name, arch, request) in typical {
         let caps = Caps { arch, threads: 4, clock_hz: Some(3.0e9) };

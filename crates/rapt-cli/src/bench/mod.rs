@@ -15,8 +15,10 @@ use std::path::PathBuf;
 use clap::{Args as ClapArgs, Subcommand};
 use half::{bf16, f16};
 use indicatif::{ProgressBar, ProgressStyle};
-use rapt::{Causal, DType, Engine, Options};
+use rapt::quant::{QuantError, Scheme};
+use rapt::{Causal, DType, Engine, Format, Options, Qkv};
 
+use crate::codes::{CodesArgs, hinted};
 use crate::explain::{MaskName, dtype, shape};
 use crate::options::{LayoutName, ProblemArgs};
 use crate::python::{CudaArgs, PythonCommand};
@@ -41,7 +43,7 @@ pub(crate) struct Args {
     /// The size of a value [default: head_dim].
     #[arg(long, value_name = "N", requires = "shapes")]
     head_dim_v: Option<usize>,
-    /// The dtype of q, k and v; may be given several times, or several with commas.
+    /// The dtype of out, and of those of q, k and v that are no codes; may be given several times, or several with commas.
     #[arg(long = "dtype", value_delimiter = ',', default_value = "float32", value_parser = dtype)]
     dtypes: Vec<DType>,
     /// A mask of shape [batch, 1, q_len, kv_len]; bool: 7 of 8 keys are attended.
@@ -58,6 +60,9 @@ pub(crate) struct Args {
     /// Where the plot goes.
     #[arg(long, value_name = "FILE")]
     svg: Option<PathBuf>,
+    // Last: what follows would stand under its heading.
+    #[command(flatten)]
+    codes: CodesArgs,
 }
 
 /// A device that is measured by rows of its own.
@@ -84,7 +89,7 @@ pub(crate) fn run(args: &Args, words: &[OsString], host: &dyn Host) -> Outcome {
         return host.python(&PythonCommand::new("bench cuda", args, words)?);
     }
     let engine = Engine::new(args.problem.threads)?;
-    let rows = rows(args);
+    let rows = rows(args, args.codes.schemes()?);
     let meter = Meter::new(engine.caps().arch, engine.threads().get());
     let mut printout = Printout::new(&engine);
 
@@ -98,9 +103,13 @@ pub(crate) fn run(args: &Args, words: &[OsString], host: &dyn Host) -> Outcome {
             DType::F32 => row.measure::<f32>(engine, meter, seconds, (|x| x as f32, f64::from)),
             DType::F16 => row.measure::<f16>(engine, meter, seconds, (f16::from_f64, f64::from)),
             DType::BF16 => row.measure::<bf16>(engine, meter, seconds, (bf16::from_f64, f64::from)),
-            got => Err(rapt::Error::UnsupportedDtype { tensor: "q", got, allowed: rapt::COMPUTED.to_vec() }),
+            got => Err(unsupported(got).into()),
         };
-        printout.push(row, timing?);
+        let timing = timing.map_err(|error| match error {
+            QuantError::Core(error) => hinted(error, true),
+            error => error.into(),
+        })?;
+        printout.push(row, timing);
         bar.inc(1);
     }
     bar.finish_and_clear();
@@ -116,8 +125,16 @@ pub(crate) fn run(args: &Args, words: &[OsString], host: &dyn Host) -> Outcome {
     Ok(if printout.is_sound() { exit::OK } else { exit::FAILED })
 }
 
+/// What attention says of a dtype that it does not compute.
+fn unsupported(got: DType) -> rapt::Error {
+    match Format::of_dtype(got) {
+        Some(_) => rapt::Error::MissingPart { tensor: "q", codes: got.name(), part: "q_descale" },
+        None => rapt::Error::UnsupportedDtype { tensor: "q", got, allowed: rapt::COMPUTED.to_vec() },
+    }
+}
+
 /// Every shape in every dtype.
-fn rows(args: &Args) -> Vec<Row> {
+fn rows(args: &Args, codes: Qkv<Option<Scheme>>) -> Vec<Row> {
     let options = args.problem.options();
     let is_bshd = args.problem.layout == LayoutName::Bshd;
     let problems: Vec<([usize; 5], usize, Options)> = if args.shapes.is_empty() {
@@ -137,7 +154,8 @@ fn rows(args: &Args) -> Vec<Row> {
             head_dim_v: args.head_dim_v.unwrap_or(head_dim),
             dtype,
             mask: args.mask,
-            options,
+            codes,
+            options: Options { out_dtype: codes.q.map(|_| dtype), ..options },
             is_bshd,
         })
     };

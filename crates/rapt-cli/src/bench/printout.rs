@@ -14,6 +14,7 @@ use rapt::{DType, Engine};
 use serde_json::{Value, json};
 
 use super::row::{Row, Timing, median};
+use crate::explain::codes_json;
 
 /// The rows of one run.
 pub(crate) struct Printout {
@@ -239,6 +240,7 @@ fn row_json(row: &Row, timing: &Timing) -> Value {
         "kv_heads": row.kv_heads,
         "head_dim_v": row.head_dim_v,
         "dtype": row.dtype.name(),
+        "codes": codes_json(plan),
         "causal": row.options.causal.map(rapt::Causal::name),
         "kernel": plan.key().kernel.name(),
         "threads": plan.threads(),

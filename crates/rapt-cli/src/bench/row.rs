@@ -3,9 +3,10 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use rapt::quant::{QuantError, Quantized, Result, Scheme, quantize};
 use rapt::reference::{Inputs, Mask, Problem, naive};
 use rapt::{
-    Causal, DType, Element, Engine, Kernel, Operands, Options, Plan, Result, Shape, Spec, Tensor, Tensors, View,
+    Causal, Codes, DType, Element, Engine, Kernel, Operands, Options, Plan, Qkv, Shape, Spec, Tensor, Tensors, View,
 };
 
 use super::ceilings::{Ceilings, Meter};
@@ -31,6 +32,8 @@ pub(crate) struct Row {
     pub(crate) head_dim_v: usize,
     pub(crate) dtype: DType,
     pub(crate) mask: MaskName,
+    /// Those of q, k and v that are codes.
+    pub(crate) codes: Qkv<Option<Scheme>>,
     pub(crate) options: Options,
     pub(crate) is_bshd: bool,
 }
@@ -55,11 +58,50 @@ impl Timing {
     }
 }
 
+/// q, k or v of a row.
+#[derive(Clone)]
+enum Operand<T> {
+    Numbers(Vec<T>),
+    Codes(Box<Quantized>),
+}
+
+impl<T: Element> Operand<T> {
+    fn new(numbers: Vec<T>, shape: Shape, scheme: Option<Scheme>) -> Result<Self> {
+        let Some(scheme) = scheme else { return Ok(Operand::Numbers(numbers)) };
+        Ok(Operand::Codes(Box::new(quantize(&View::contiguous("x", &numbers, shape)?, scheme, None)?)))
+    }
+
+    fn view(&self, tensor: &'static str, shape: Shape) -> Result<(View<'_>, Option<Box<Codes<'_>>>)> {
+        Ok(match self {
+            Operand::Numbers(numbers) => (View::contiguous(tensor, numbers, shape)?, None),
+            Operand::Codes(quantized) => {
+                let view = quantized.view()?;
+                (view.tensor(), Some(Box::new(view.codes())))
+            }
+        })
+    }
+
+    /// Its numbers, those of codes as dequantizing gives them.
+    fn numbers(&self, widen: fn(T) -> f64) -> Result<Vec<f64>> {
+        Ok(match self {
+            Operand::Numbers(numbers) => numbers.iter().copied().map(widen).collect(),
+            Operand::Codes(quantized) => quantized.view()?.to_f32()?.into_iter().map(f64::from).collect(),
+        })
+    }
+
+    fn bytes(&self) -> usize {
+        match self {
+            Operand::Numbers(numbers) => size_of_val(numbers.as_slice()),
+            Operand::Codes(quantized) => quantized.form().nbytes(),
+        }
+    }
+}
+
 /// The tensors of a row.
 struct Memory<T> {
-    q: Vec<T>,
+    q: Operand<T>,
     /// Copies of k and v, gone through in turn.
-    kv: Vec<(Vec<T>, Vec<T>)>,
+    kv: Vec<(Operand<T>, Operand<T>)>,
     bools: Vec<bool>,
     /// As doubles and as what an additive mask of this row holds.
     bias: Vec<f64>,
@@ -102,6 +144,11 @@ impl Row {
             MaskName::Bool => " bool mask",
             MaskName::Additive => " additive mask",
         };
+        for (tensor, scheme) in self.codes.named() {
+            if let Some(scheme) = scheme {
+                name += &format!(" {tensor} {} by {}", scheme.format(), scheme.granularity());
+            }
+        }
         if self.is_bshd { name + " bshd" } else { name }
     }
 
@@ -109,23 +156,32 @@ impl Row {
         if self.is_bshd { [self.batch, len, heads, dim].into() } else { [self.batch, heads, len, dim].into() }
     }
 
-    fn memory<T: Element>(&self, narrow: fn(f64) -> T, copies: usize) -> Memory<T> {
-        let Row { batch, heads, kv_heads, q_len, kv_len, head_dim, head_dim_v, .. } = *self;
-        let kv = |copy: usize| {
-            (
-                repeat(2 + copy, batch * kv_heads * kv_len * head_dim, narrow),
-                repeat(3 + copy, batch * kv_heads * kv_len * head_dim_v, narrow),
-            )
+    fn memory<T: Element>(&self, narrow: fn(f64) -> T, copies: usize) -> Result<Memory<T>> {
+        let Row { batch, heads, kv_heads, q_len, kv_len, head_dim, head_dim_v, codes, .. } = *self;
+        let operand = |seed, heads, len, dim, scheme| {
+            let numbers = repeat(seed, batch * heads * len * dim, narrow);
+            Operand::new(numbers, self.shape_of(heads, len, dim), scheme)
         };
+        let mut kv: Vec<(Operand<T>, Operand<T>)> = Vec::with_capacity(copies);
+        for copy in 0..copies {
+            // Quantizing takes longer than attending: one copy of codes is as good as another.
+            kv.push(match kv.first() {
+                Some(first) if codes.k.is_some() && codes.v.is_some() => first.clone(),
+                _ => (
+                    operand(2 + copy, kv_heads, kv_len, head_dim, codes.k)?,
+                    operand(3 + copy, kv_heads, kv_len, head_dim_v, codes.v)?,
+                ),
+            });
+        }
         let pairs = if self.mask == MaskName::None { 0 } else { batch * q_len * kv_len };
         let bias: Vec<f64> = if self.mask == MaskName::Additive { sample(5, pairs) } else { Vec::new() };
-        Memory {
-            q: repeat(1, batch * heads * q_len * head_dim, narrow),
-            kv: (0..copies).map(kv).collect(),
+        Ok(Memory {
+            q: operand(1, heads, q_len, head_dim, codes.q)?,
+            kv,
             bools: (0..pairs).map(|n| n * 5 % 8 != 3).collect(),
             bias_f32: bias.iter().map(|&x| x as f32).collect(),
             bias,
-        }
+        })
     }
 
     /// The tensors with copy `copy` of k and v.
@@ -140,19 +196,15 @@ impl Row {
             MaskName::Additive if self.dtype == DType::F64 => Some(View::contiguous("mask", &memory.bias, pairs)?),
             MaskName::Additive => Some(View::contiguous("mask", &memory.bias_f32, pairs)?),
         };
-        Ok(Tensors {
-            mask,
-            ..Tensors::new(
-                View::contiguous("q", &memory.q, self.shape_of(heads, q_len, head_dim))?,
-                View::contiguous("k", k, self.shape_of(kv_heads, kv_len, head_dim))?,
-                View::contiguous("v", v, self.shape_of(kv_heads, kv_len, head_dim_v))?,
-                out.view_mut()?,
-            )
-        })
+        let (q, q_codes) = memory.q.view("q", self.shape_of(heads, q_len, head_dim))?;
+        let (k, k_codes) = k.view("k", self.shape_of(kv_heads, kv_len, head_dim))?;
+        let (v, v_codes) = v.view("v", self.shape_of(kv_heads, kv_len, head_dim_v))?;
+        let codes = Qkv { q: q_codes, k: k_codes, v: v_codes };
+        Ok(Tensors { codes, mask, ..Tensors::new(q, k, v, out.view_mut()?) })
     }
 
     fn new_out(&self) -> Result<Tensor> {
-        Tensor::zeros(self.dtype, self.shape_of(self.heads, self.q_len, self.head_dim_v))
+        Ok(Tensor::zeros(self.dtype, self.shape_of(self.heads, self.q_len, self.head_dim_v))?)
     }
 
     /// What runs for this row.
@@ -160,7 +212,7 @@ impl Row {
         let mut out = self.new_out()?;
         let tensors = self.tensors(memory, 0, &mut out)?;
         let mut builder = Spec::builder(&tensors.q, &tensors.k, &tensors.v, &self.options);
-        engine.plan(&builder.mask(tensors.mask.as_ref()).build()?)
+        Ok(engine.plan(&builder.codes(tensors.codes.as_deref()).mask(tensors.mask.as_ref()).build()?)?)
     }
 
     /// A problem of this kind that the reference can follow: one batch, few heads, a tile of queries, two blocks of keys.
@@ -173,12 +225,12 @@ impl Row {
     /// The relative L2 error of this row (one batch) against the reference.
     fn error<T: Element>(&self, engine: &Engine, narrow: fn(f64) -> T, widen: fn(T) -> f64) -> Result<f64> {
         let Row { heads, kv_heads, q_len, kv_len, head_dim, head_dim_v, options, .. } = *self;
-        let memory = self.memory(narrow, 1);
+        let memory = self.memory(narrow, 1)?;
         let plan = self.plan(engine, &memory)?;
         let mut out = self.new_out()?;
         engine.run(&plan, &mut Operands::check(self.tensors(&memory, 0, &mut out)?, plan.spec())?)?;
         let wide =
-            |x: &[T], heads, len, dim| self.by_head(&x.iter().copied().map(widen).collect::<Vec<_>>(), heads, len, dim);
+            |x: &Operand<T>, heads, len, dim| Ok::<_, QuantError>(self.by_head(&x.numbers(widen)?, heads, len, dim));
         // `[q_len, kv_len]` for every head.
         let bools = memory.bools.repeat(heads);
         let bias = memory.bias.repeat(heads);
@@ -197,11 +249,11 @@ impl Row {
             ..Problem::plain(1, heads, q_len, kv_len, head_dim)
         };
         let (k, v) = &memory.kv[0];
-        let (q, k) = (wide(&memory.q, heads, q_len, head_dim), wide(k, kv_heads, kv_len, head_dim));
-        let v = wide(v, kv_heads, kv_len, head_dim_v);
+        let (q, k) = (wide(&memory.q, heads, q_len, head_dim)?, wide(k, kv_heads, kv_len, head_dim)?);
+        let v = wide(v, kv_heads, kv_len, head_dim_v)?;
         let inputs = Inputs { q: &q, k: &k, v: &v, mask, sinks: None, alibi_slopes: None };
         let expected = naive(&problem, &inputs).out;
-        let got = wide(&out.to_vec::<T>()?, heads, q_len, head_dim_v);
+        let got = wide(&Operand::Numbers(out.to_vec()?), heads, q_len, head_dim_v)?;
         Ok(relative_error(&got, &expected))
     }
 
@@ -222,7 +274,7 @@ impl Row {
         budget: f64,
         (narrow, widen): Casts<T>,
     ) -> Result<Timing> {
-        let one = self.memory(narrow, 1);
+        let one = self.memory(narrow, 1)?;
         let plan = self.plan(engine, &one)?;
         let error = self.smaller().error(engine, narrow, widen)?;
         let limit = limit(self.dtype);
@@ -230,15 +282,17 @@ impl Row {
         if !timing.is_right() {
             return Ok(timing);
         }
-        let memory = match self.copies(meter, timing.plan.key().kernel) {
+        let bytes = one.kv.first().map_or(0, |(k, v)| k.bytes() + v.bytes());
+        let memory = match self.copies(bytes, meter, timing.plan.key().kernel) {
             1 => one,
-            copies => self.memory(narrow, copies),
+            copies => self.memory(narrow, copies)?,
         };
         let mut out = self.new_out()?;
         let plan = Arc::clone(&timing.plan);
         let mut call = |n: usize| {
             let tensors = self.tensors(&memory, n % memory.kv.len(), &mut out)?;
-            engine.run(&plan, &mut Operands::check(tensors, plan.spec())?)
+            engine.run(&plan, &mut Operands::check(tensors, plan.spec())?)?;
+            Ok::<_, QuantError>(())
         };
         // Two calls: threads start in the first.
         call(0)?;
@@ -262,11 +316,9 @@ impl Row {
         Ok(timing)
     }
 
-    /// How many copies of k and v a row goes through: a token that is decoded finds its cache in memory, not in the
+    /// How many copies of k and v of so many bytes a row goes through: a token that is decoded finds its cache in memory, not in the
     /// processor's.
-    fn copies(&self, meter: &Meter, kernel: Kernel) -> usize {
-        let elements = self.batch * self.kv_heads * self.kv_len * (self.head_dim + self.head_dim_v);
-        let bytes = elements * self.dtype.size_bytes();
+    fn copies(&self, bytes: usize, meter: &Meter, kernel: Kernel) -> usize {
         if kernel != Kernel::Decode || bytes == 0 {
             return 1;
         }
@@ -292,7 +344,7 @@ pub(crate) fn median(numbers: &mut [f64]) -> f64 {
 
 #[cfg(test)]
 mod tests {
-    use rapt::TensorLayout;
+    use rapt::{Format, Granularity, ScaleLayout, TensorLayout};
 
     use super::*;
 
@@ -300,11 +352,17 @@ mod tests {
     fn the_check_takes_every_option_and_layout() {
         let engine = Engine::new(Some(2)).unwrap();
         let options = Options::default();
-        for (mask, options, is_bshd) in [
-            (MaskName::None, options, false),
-            (MaskName::Bool, options.with_causal(Causal::BottomRight), true),
-            (MaskName::Additive, options.with_window(Some(40), None).with_softcap(2.0), true),
+        let scheme = |format, granularity| Some(Scheme::new(format, granularity, ScaleLayout::Plain).unwrap());
+        let int8 = scheme(Format::Int8, Some(Granularity::Token));
+        let out_of_codes = Options { out_dtype: Some(DType::F32), ..options };
+        for (mask, options, is_bshd, codes) in [
+            (MaskName::None, options, false, Qkv::default()),
+            (MaskName::Bool, options.with_causal(Causal::BottomRight), true, Qkv::default()),
+            (MaskName::Additive, options.with_window(Some(40), None).with_softcap(2.0), true, Qkv::default()),
+            (MaskName::None, options, true, Qkv { q: None, k: int8, v: scheme(Format::Nvfp4, None) }),
+            (MaskName::Bool, out_of_codes, false, Qkv { q: int8, k: int8, v: None }),
         ] {
+            let is_plain = codes == Qkv::default();
             let options = options.with_layout(if is_bshd { TensorLayout::Bshd } else { TensorLayout::Bhsd });
             let row = Row {
                 batch: 3,
@@ -314,15 +372,19 @@ mod tests {
                 kv_len: 700,
                 head_dim: 24,
                 head_dim_v: 17,
-                dtype: DType::F64,
+                dtype: if is_plain { DType::F64 } else { DType::F32 },
                 mask,
+                codes,
                 options,
                 is_bshd,
             };
-            let error = |row: &Row| row.smaller().error::<f64>(&engine, |x| x, |x| x).unwrap();
-            assert!(error(&row) < 1e-13, "{}: {:e}", row.name(), error(&row));
-            let decode = Row { q_len: 1, ..row };
-            assert!(error(&decode) < 1e-13, "{}: {:e}", decode.name(), error(&decode));
+            let error = |row: &Row| match row.dtype {
+                DType::F64 => row.smaller().error::<f64>(&engine, |x| x, |x| x).unwrap(),
+                _ => row.smaller().error::<f32>(&engine, |x| x as f32, f64::from).unwrap(),
+            };
+            for row in [row, Row { q_len: 1, ..row }] {
+                assert!(error(&row) < limit(row.dtype), "{}: {:e}", row.name(), error(&row));
+            }
         }
     }
 
