@@ -1,7 +1,7 @@
 //! A call of rapt_attention() as C makes it: the requests of `operands`, bent in what only C can bend.
 //!
 //! Data layout: after the request and its offsets, choices that bend one part of the call each: NULL and unaligned pointers,
-//! codes and sizes of any value, numbers without their bit. Every tensor tells the arena as its storage, so that no word of
+//! codes and sizes of any value, numbers without their bit; and in some calls one of q, k and v is codes. Every tensor tells the arena as its storage, so that no word of
 //! the caller is false and whatever is accepted may be run. Deliberately absent: pointers to nothing, which C cannot tell.
 
 use std::ffi::{CStr, c_void};
@@ -10,10 +10,10 @@ use std::sync::OnceLock;
 
 use arbitrary::{Result as Parsed, Unstructured};
 use c::{
-    rapt_attention, rapt_device, rapt_engine, rapt_engine_create, rapt_error, rapt_explain, rapt_given,
+    rapt_attention, rapt_codes, rapt_device, rapt_engine, rapt_engine_create, rapt_error, rapt_explain, rapt_given,
     rapt_last_error, rapt_last_error_code, rapt_options, rapt_string_free, rapt_tensor,
 };
-use rapt::{Causal, DType, Shape, Strides, TensorLayout};
+use rapt::{Causal, DType, Format, Shape, Strides, TensorLayout};
 
 use crate::arbitrary::{Request, TensorDesc, once_in};
 use crate::operands::{ARENA, Bytes, Offsets, contents, descs, filled, parse};
@@ -39,7 +39,7 @@ pub fn c_abi(data: &[u8]) -> bool {
     let mut u = Unstructured::new(data);
     let Ok((request, offsets)) = parse(&mut u) else { return false };
     let mut call = Call::new(&request, offsets);
-    if call.bend(&mut u).is_err() {
+    if call.bend(&mut u).is_err() || call.quantize(&mut u).is_err() {
         return false;
     }
     call.run(offsets)
@@ -51,8 +51,39 @@ struct Call {
     arrays: [([i64; 8], [i64; 8]); 8],
     tensors: [Option<rapt_tensor>; 8],
     options: rapt_options,
+    quantized: Option<Parts>,
     /// Which of engine, q, k, v, out and options are NULL, and which lie one byte off.
     bent: [Bent; 6],
+}
+
+/// What makes numbers of one of q, k and v.
+struct Parts {
+    at: usize,
+    codes: rapt_codes,
+    descale: rapt_tensor,
+    zero_point: rapt_tensor,
+    sizes: [i64; 5],
+    steps: [i64; 5],
+    global_scale: f32,
+    has_zero_point: bool,
+    has_global_scale: bool,
+    has_descale: bool,
+}
+
+impl Parts {
+    /// Makes the pointers lead to one another, and says where the codes are.
+    fn linked(&mut self) -> &rapt_codes {
+        for tensor in [&mut self.descale, &mut self.zero_point] {
+            (tensor.shape, tensor.strides) = (self.sizes.as_ptr(), self.steps.as_ptr());
+        }
+        let given = |is_given: bool, pointer| if is_given { pointer } else { null() };
+        self.codes.descale = given(self.has_descale, &raw const self.descale);
+        self.codes.zero_point = given(self.has_zero_point, &raw const self.zero_point);
+        if self.has_global_scale {
+            self.codes.global_scale = &raw const self.global_scale;
+        }
+        &self.codes
+    }
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -129,7 +160,7 @@ impl Call {
             k_codes: null(),
             v_codes: null(),
         };
-        Call { arena, arrays, tensors, options, bent: [Bent::No; 6] }
+        Call { arena, arrays, tensors, options, quantized: None, bent: [Bent::No; 6] }
     }
 
     /// Changes one part in about a quarter of the calls.
@@ -166,6 +197,95 @@ impl Call {
         Ok(())
     }
 
+    /// Makes codes of one of q, k and v in about a quarter of the calls, with factors and zero points somewhere in the arena.
+    fn quantize(&mut self, u: &mut Unstructured<'_>) -> Parsed<()> {
+        if !once_in(u, 4)? {
+            return Ok(());
+        }
+        let at = usize::from(u.int_in_range(0..=2u8)?);
+        let Some(tensor) = &mut self.tensors[at] else { return Ok(()) };
+        let rank = usize::try_from(tensor.ndim).unwrap_or(0).min(4);
+        let Some(last) = rank.checked_sub(1) else { return Ok(()) };
+        let format = *u.choose(&Format::ALL)?;
+        let shape = &mut self.arrays[at].0;
+        let head_dim = shape[last];
+        tensor.dtype = i32::from(format.code_dtype().code());
+        let mut sizes: Vec<i64> = shape[..rank].to_vec();
+        if format.codes_per_byte() == 2 {
+            shape[last] = head_dim.saturating_add(1) / 2;
+        }
+        let mut codes = rapt_codes {
+            size: size_of::<rapt_codes>(),
+            format: 1 + Format::ALL.iter().position(|known| *known == format).unwrap_or(0) as i32,
+            granularity: 0,
+            block_size: 0,
+            head_dim: if format.codes_per_byte() == 2 { head_dim } else { 0 },
+            descale: null(),
+            zero_point: null(),
+            global_scale: null(),
+        };
+        match (format.own_block_size(), u.int_in_range(0..=4u8)?) {
+            (Some(size), _) => sizes[last] = head_dim.saturating_add(size as i64 - 1) / size as i64,
+            (None, 0) => sizes.truncate(last),
+            (None, 1) => sizes.clear(),
+            (None, 2) => sizes.truncate(rank.saturating_sub(2)),
+            (None, 3) => sizes[rank.saturating_sub(2)] = 1,
+            (None, _) => (codes.granularity, codes.block_size, sizes[last]) = (5, 2, head_dim.saturating_add(1) / 2),
+        }
+        let mut parts = Parts {
+            at,
+            codes,
+            descale: self.part(format.scale_dtype(), u.arbitrary()?, sizes.len()),
+            zero_point: self.part(DType::U8, u.arbitrary()?, sizes.len()),
+            sizes: [0; 5],
+            steps: [0; 5],
+            global_scale: 0.5,
+            has_zero_point: format.has_zero_point(),
+            has_global_scale: format.has_global_scale(),
+            has_descale: true,
+        };
+        let is_repeated = once_in(u, 4)?;
+        let mut step = 1i64;
+        for (d, size) in sizes.into_iter().enumerate().rev() {
+            (parts.sizes[d], parts.steps[d]) = (size, if is_repeated { 0 } else { step });
+            step = step.saturating_mul(size.max(1));
+        }
+        if once_in(u, 4)? {
+            let code: i32 = u.arbitrary()?;
+            match u.int_in_range(0..=9u8)? {
+                0 => parts.codes.size = code as usize,
+                1 => parts.codes.format = code,
+                2 => parts.codes.granularity = code % 8,
+                3 => parts.codes.block_size = i64::from(code),
+                4 => parts.codes.head_dim = i64::from(code),
+                5 => parts.has_descale = false,
+                6 => parts.has_zero_point = !parts.has_zero_point,
+                7 => parts.has_global_scale = !parts.has_global_scale,
+                8 => parts.descale.dtype = code % 40,
+                _ => parts.sizes[0] = i64::from(code),
+            }
+        }
+        self.quantized = Some(parts);
+        Ok(())
+    }
+
+    /// A tensor of the arena that has no sizes yet.
+    fn part(&self, dtype: DType, offset: u16, rank: usize) -> rapt_tensor {
+        let base = self.arena.as_ptr().cast::<u8>().cast_mut();
+        let size = dtype.size_bytes().max(1);
+        rapt_tensor {
+            data: base.wrapping_add(usize::from(offset) % ARENA / size * size).cast::<c_void>(),
+            dtype: i32::from(dtype.code()),
+            device: rapt_device::RAPT_DEVICE_CPU as i32,
+            device_index: 0,
+            ndim: rank as i32,
+            shape: null(),
+            strides: null(),
+            storage_bytes: ARENA as i64,
+            storage: base.cast(),
+        }
+    }
+
     /// The bytes of an accepted tensor, as its struct says.
     fn said(&self, n: usize, offset: usize) -> Option<Bytes> {
         let tensor = self.tensors[n].as_ref()?;
@@ -186,6 +306,11 @@ impl Call {
         let at = |n: usize| tensors[n].as_ref().map_or(null(), std::ptr::from_ref);
         (self.options.mask, self.options.sinks) = (at(3), at(4));
         (self.options.alibi_slopes, self.options.lse) = (at(5), at(7));
+        if let Some(parts) = &mut self.quantized {
+            let at = parts.at;
+            let codes: *const rapt_codes = parts.linked();
+            *[&mut self.options.q_codes, &mut self.options.k_codes, &mut self.options.v_codes][at] = codes;
+        }
         let base = self.arena.as_mut_ptr().cast::<u8>();
         let before = contents(base);
         let [of_engine, of_q, of_k, of_v, of_out, of_options] = self.bent;
