@@ -11,6 +11,7 @@ from pathlib import Path
 from unittest import mock
 from xml.etree import ElementTree
 
+import fresh
 import pytest
 import rapt
 from rapt.bench import cli, report, rows
@@ -94,7 +95,8 @@ def test_listing_needs_no_gpu_and_no_torch():
 
 @pytest.mark.parametrize("module", [("rapt.bench",), ("rapt", "bench")])
 def test_without_a_gpu_it_is_a_device_error(torch, module):
-    done = command("cuda", "--rows", "clip-77", module=module)
+    code = f"import runpy; runpy.run_module({module[0]!r}, run_name='__main__', alter_sys=True)"
+    done = fresh.run(code, *module[1:], "cuda", "--rows", "clip-77", env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
     assert done.returncode == 1 and done.stdout == ""
     assert done.stderr.startswith("DeviceError: the CUDA benchmark needs an NVIDIA GPU") and "Traceback" not in done.stderr
     assert "nvidia-smi" in done.stderr and "cargo xtask bench cpu" in done.stderr

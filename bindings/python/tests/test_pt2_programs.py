@@ -6,6 +6,7 @@ programs in all forms; otherwise one form of some.
 """
 
 import copy
+import functools
 import os
 
 import pytest
@@ -93,12 +94,18 @@ def refused_by_torch(program, given):
         program.module()(*given[0], **given[1])
 
 
+@functools.cache
+def exported(name, form):
+    """A program of the zoo: exported once, the other forms made of the default one."""
+    return zoo.export(zoo.cases()[name]) if form == "default" else zoo.in_form(exported(name, "default"), form)
+
+
 @pytest.mark.parametrize(("name", "form"), programs())
 def test_a_program_gives_what_torch_gives(name, form, tmp_path):
     case = zoo.cases()[name]
     model = case.model()
     exact_model = wide_model(model)
-    program = zoo.export(case, form, model)
+    program = exported(name, form)
     path = tmp_path / f"{name}.pt2"
     torch.export.save(program, path)
     loaded = rapt.load(path)
@@ -126,7 +133,7 @@ def test_the_operators_of_the_zoo_are_listed():
     """What these programs hold stands in zoo/operators.tsv, from which test_pt2_ops takes its list."""
     listed = {line.split("\t")[0] for line in zoo.OPERATORS.read_text().splitlines()[1:]}
     for name, form in SOME[:3]:
-        assert set(zoo.targets(zoo.export(zoo.cases()[name], form))) <= listed
+        assert set(zoo.targets(exported(name, form))) <= listed
 
 
 def test_a_wrong_answer_is_seen():

@@ -105,13 +105,19 @@ def export(case, form="default", model=None):
     shapes = None if case.dynamic is None else case.dynamic(dim)
     with torch.no_grad():
         program = torch.export.export(model, args, kwargs, dynamic_shapes=shapes, strict=False)
-        if form == "functional":
-            program = program.run_decompositions({})
-        elif form == "core":
-            program = program.run_decompositions()
-        elif form != "default":
-            raise ValueError(f"there is no form {form}: {FORMS}")
-    return program
+    return in_form(program, form)
+
+
+def in_form(program, form):
+    """A program of the default form in another."""
+    if form not in FORMS:
+        raise ValueError(f"there is no form {form}: {FORMS}")
+    with torch.no_grad():
+        return {
+            "default": lambda: program,
+            "functional": lambda: program.run_decompositions({}),
+            "core": lambda: program.run_decompositions(),
+        }[form]()
 
 
 def targets(program):
