@@ -76,8 +76,10 @@ fn requests(assortment: Assortment) -> Vec<Request> {
             requests.extend(masks.iter().map(|mask| Request::new(dtype, *head_dim, *mask)));
         }
     };
+    // Each head dim and each mask; each head dim with each mask is compiled in the whole.
+    add(DType::BF16, &[64], &[None, Some(DType::BF16)]);
+    add(DType::BF16, &[128], &PLAIN);
     // Beyond 256 there are no tensor cores: the kernel that serves everything.
-    add(DType::BF16, &[64, 128], &[None, Some(DType::Bool), Some(DType::BF16)]);
     add(DType::BF16, &[257], &[None]);
     add(DType::F16, &[64], &[None]);
     add(DType::F32, &[64], &[None]);

@@ -167,7 +167,7 @@ impl Spec {
     /// Whether q, k or v is codes.
     #[must_use]
     pub fn is_quantized(&self) -> bool {
-        self.quantized().next().is_some()
+        !self.codes.is_empty()
     }
     /// Each operand that is codes: its name, its tensor, and what makes numbers of it.
     pub fn quantized(&self) -> impl Iterator<Item = (&'static str, &TensorSpec<4>, &CodesSpec)> {

@@ -40,6 +40,12 @@ impl<T> Qkv<T> {
 }
 
 impl<T> Qkv<Option<Box<T>>> {
+    /// Whether there is none.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.q.is_none() && self.k.is_none() && self.v.is_none()
+    }
+
     /// What is in each box.
     #[must_use]
     pub fn as_deref(&self) -> Qkv<Option<&T>> {

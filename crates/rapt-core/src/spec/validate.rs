@@ -150,10 +150,12 @@ impl Spec {
         let [_, num_kv_heads, kv_len, _] = k.shape;
         let head_dim_v = v.shape[3];
         let Numerics { storage, accumulation, .. } = self.numerics;
-        let codes = self.quantized().all(|(_, tensor, codes)| codes.is_coherent(tensor))
-            && (accumulation == DType::F32 || !self.is_quantized());
-        let plain = self.codes.named().into_iter().zip([q, k, v]).filter(|((_, codes), _)| codes.is_none());
-        let dtypes = plain.into_iter().all(|(_, tensor)| tensor.dtype == storage)
+        let codes = !self.is_quantized()
+            || accumulation == DType::F32 && self.quantized().all(|(_, tensor, codes)| codes.is_coherent(tensor));
+        let has_storage = |codes: bool, tensor: &TensorSpec<4>| codes || tensor.dtype == storage;
+        let dtypes = has_storage(self.codes.q.is_some(), q)
+            && has_storage(self.codes.k.is_some(), k)
+            && has_storage(self.codes.v.is_some(), v)
             && storage.is_computed()
             && accumulation == storage.accumulation()
             && is_float_within(out.dtype, accumulation);
