@@ -291,7 +291,7 @@ def _from_opinfo(row, dtype):
     info = opinfo(row.opinfo)
     if dtype not in info.dtypes:
         return
-    # Not by `sample_inputs`, which looks for a unittest in every frame of the stack, each time.
+    # Without what torch's test suite wraps around it, which looks for a unittest in every frame of the stack, each time.
     torch.manual_seed(0)
     for sample in info.sample_inputs_func(info, "cpu", dtype, False):
         taken = ((sample.input, *sample.args), dict(sample.kwargs))
