@@ -6,6 +6,7 @@
 //! Deliberately absent: anything of the tensors' contents, and refusals, which are found anew each time.
 
 use std::hash::{Hash, Hasher};
+use std::mem::MaybeUninit;
 use std::sync::Arc;
 
 use engine::{CallCache, Engine, Operands, Plan};
@@ -29,10 +30,11 @@ const MOST_WORDS: usize = OPTION_WORDS + MOST_TENSORS * TENSOR_WORDS + 3 * CODES
 /// What a call's structs say, word by word.
 ///
 /// Data layout: the options, the first word of which says which of the others are there; then each tensor and each rapt_codes
-/// that is. So a call with few of them is compared quickly, and no two calls have the same words.
-#[derive(Clone, Copy)]
+/// that is. So no two calls have the same words, and a call writes and compares no more than it has: of 1.6 KB a plain one 472
+/// bytes, which is why the rest is not even set to 0.
 struct Key {
-    words: [u64; MOST_WORDS],
+    /// The first `len` of them were written.
+    words: [MaybeUninit<u64>; MOST_WORDS],
     len: usize,
 }
 
@@ -59,18 +61,22 @@ unsafe fn copy(words: &mut [u64], from: *const i64) -> Option<()> {
 }
 
 impl Key {
-    /// The key of a call, unless something about it is out of the ordinary: then it is not kept.
+    fn new() -> Key {
+        Key { words: [MaybeUninit::uninit(); MOST_WORDS], len: 0 }
+    }
+
+    /// Makes it the key of a call, unless something about that is out of the ordinary: then it is not kept.
     ///
     /// # Safety
     /// As rapt_attention().
-    unsafe fn of(call: &Call) -> Option<Key> {
-        let mut key = Key { words: [0; MOST_WORDS], len: OPTION_WORDS };
+    unsafe fn write(&mut self, call: &Call) -> Option<()> {
+        self.next(OPTION_WORDS)?;
         for tensor in [call.q, call.k, call.v, call.out] {
             // SAFETY: the caller's word.
-            unsafe { key.tensor(tensor) }?;
+            unsafe { self.tensor(tensor) }?;
         }
         if call.options.is_null() {
-            return Some(key);
+            return Some(());
         }
         // SAFETY: the caller's word.
         let options = unsafe { read::options(call.options) }.ok()?;
@@ -79,18 +85,18 @@ impl Key {
             if !tensor.is_null() {
                 present |= 1 << (1 + n);
                 // SAFETY: the caller's word.
-                unsafe { key.tensor(tensor) }?;
+                unsafe { self.tensor(tensor) }?;
             }
         }
         for (n, codes) in [options.q_codes, options.k_codes, options.v_codes].into_iter().enumerate() {
             if !codes.is_null() {
                 present |= 1 << (5 + n);
                 // SAFETY: the caller's word.
-                unsafe { key.codes(codes) }?;
+                unsafe { self.codes(codes) }?;
             }
         }
         // The bits of the numbers, so that NaN equals itself and −0 is not 0.
-        key.words[..OPTION_WORDS].copy_from_slice(&[
+        self.words[..OPTION_WORDS].write_copy_of_slice(&[
             present,
             pair(options.given.cast_signed(), options.causal),
             pair(options.layout, options.out_dtype),
@@ -99,14 +105,22 @@ impl Key {
             options.window_left.cast_unsigned(),
             options.window_right.cast_unsigned(),
         ]);
-        Some(key)
+        Some(())
     }
 
-    /// The next `count` words, to be written.
+    /// The words that were written.
+    fn words(&self) -> &[u64] {
+        // SAFETY: `next` wrote them.
+        unsafe { self.words[..self.len].assume_init_ref() }
+    }
+
+    /// The next `count` words, all 0.
     fn next(&mut self, count: usize) -> Option<&mut [u64]> {
-        let start = self.len;
+        let words = self.words.get_mut(self.len..self.len + count)?;
         self.len += count;
-        self.words.get_mut(start..self.len)
+        words.fill(MaybeUninit::new(0));
+        // SAFETY: each was just written.
+        Some(unsafe { words.assume_init_mut() })
     }
 
     /// # Safety
@@ -159,7 +173,7 @@ impl Key {
 
 impl PartialEq for Key {
     fn eq(&self, other: &Self) -> bool {
-        self.words[..self.len] == other.words[..other.len]
+        self.words() == other.words()
     }
 }
 
@@ -168,7 +182,7 @@ impl Eq for Key {}
 impl Hash for Key {
     /// By the addresses of q, k, v and out, in which calls of one program differ most.
     fn hash<H: Hasher>(&self, hasher: &mut H) {
-        (0..4).for_each(|tensor| hasher.write_u64(self.words[OPTION_WORDS + tensor * TENSOR_WORDS]));
+        (0..4).for_each(|tensor| hasher.write_u64(self.words()[OPTION_WORDS + tensor * TENSOR_WORDS]));
     }
 }
 
@@ -195,10 +209,11 @@ impl Calls {
     /// # Safety
     /// As rapt_attention().
     pub(crate) unsafe fn run(&self, engine: &Engine, call: &Call) -> Result<(), Refusal> {
+        let mut key = Key::new();
         // SAFETY: the caller's word.
-        let key = unsafe { Key::of(call) };
+        let is_kept = unsafe { key.write(call) }.is_some();
         let run = |served: &mut Served| engine.run(&served.plan, &mut served.operands);
-        if let Some(done) = key.as_ref().and_then(|key| self.served.with(key, run)) {
+        if is_kept && let Some(done) = self.served.with(&key, run) {
             return Ok(done?);
         }
         // SAFETY: the caller's word, for this call; a later one uses these tensors only if its own caller says the same.
@@ -208,7 +223,7 @@ impl Calls {
         let spec = unsafe { &*std::ptr::from_ref(plan.spec()) };
         let mut operands = Operands::check(tensors, spec)?;
         engine.run(&plan, &mut operands)?;
-        if let Some(key) = key {
+        if is_kept {
             self.served.insert(key, Served { operands, plan });
         }
         Ok(())
