@@ -36,7 +36,7 @@ const OLDER: &str = "xtask/requirements/test-older-torch.txt";
 /// The test of rapt-cuda that compiles every kernel.
 const COMPILE_TEST: &str = "every_kernel_compiles_and_the_hot_ones_do_not_spill";
 
-/// Processes of pytest, at most: each holds a torch of its own. Two more than cores, as many tests wait for a process of theirs.
+/// Processes of pytest, at most: each holds a torch of its own. One more than cores, as many tests wait for a process of theirs.
 const MOST_WORKERS: usize = 4;
 
 /// Where the side that is not in view writes, below the target folder.
@@ -140,7 +140,7 @@ fn pytest(venv: &Venv) -> Outcome {
         let mut pytest = venv.python(["-m", "pytest", "-ra", "-p", "no:cacheprovider", "--dist", "loadfile"]);
         // Else files of few tests come last, which are those that compile.
         pytest.arg("--no-loadscope-reorder");
-        let workers = std::thread::available_parallelism().map_or(1, |cores| cores.get() + 2).min(MOST_WORKERS);
+        let workers = std::thread::available_parallelism().map_or(1, |cores| cores.get() + 1).min(MOST_WORKERS);
         pytest.args(["-n", &workers.to_string(), "."]);
         show(pytest.current_dir(root().join(BINDING).join("tests")))
     })
