@@ -152,7 +152,6 @@ impl<'a> Operands<'a> {
             (None, None) => {}
             _ => return Err(Error::NotAsPlanned { tensor: "lse", what: "presence" }),
         }
-        // Here and below from within the iterator: a chain of such parts costs more step by step.
         if let Some((tensor, _)) = tensors.inputs().find(|(_, view)| view.device() != spec.device) {
             return Err(Error::NotAsPlanned { tensor, what: "device" });
         }
