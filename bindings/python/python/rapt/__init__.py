@@ -244,10 +244,10 @@ def diagnose(out, expected=None, *, q, k, v, **options):
 
 
 def __getattr__(name):
-    if name in ("layout", "torch"):
+    if name in ("layout", "torch", "umfa"):
         return _importlib.import_module(f"rapt.{name}")
     raise AttributeError(f"module 'rapt' has no attribute {name!r}")
 
 
 def __dir__():
-    return [*__all__, "layout", "quant", "torch"]
+    return [*__all__, "layout", "quant", "torch", "umfa"]

@@ -6,6 +6,7 @@ from typing import Any, Literal, TypeAlias, TypedDict
 from rapt import layout as layout
 from rapt import quant as quant
 from rapt import torch as torch
+from rapt import umfa as umfa
 from rapt._audit.diagnose import Diagnosis as _Diagnosis
 from rapt._audit.report import Report as _AuditReport
 from rapt._doctor import Report as Report
