@@ -5,7 +5,7 @@
 //!   tiles: how large pieces are     measured by `cargo xtask tune`          select/tiles/
 //! run(&Plan, Operands, …)           deals items to threads                  run.rs
 //!   forward: many queries           queries along the lanes                 kernels/forward.rs
-//!   decode:  few queries            head_dim along the lanes                kernels/decode.rs
+//!   decode:  few queries            head_dim along the lanes                kernels/decode/
 //! ```
 //! and what exported programs are made of besides: products with packed weights ([`gemm`]), chains of pointwise functions
 //! ([`pointwise`]), what runs along rows ([`rows`]), and what takes strided tensors as they lie ([`strided`]): reductions, order,

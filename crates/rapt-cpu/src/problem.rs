@@ -82,7 +82,7 @@ impl RowKind {
     }
 
     /// How many share a byte.
-    const fn shared(self) -> usize {
+    pub(crate) const fn shared(self) -> usize {
         match self {
             RowKind::Int4 | RowKind::E2m1 => 2,
             _ => 1,
@@ -99,11 +99,38 @@ impl RowKind {
     }
 }
 
+/// Where decode applies the factors of codes that it multiplies as they are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Fold {
+    /// Each row has one: it goes into the score, or into the weight.
+    Rows,
+    /// Each channel has one for all keys: it goes into the queries, or into the output.
+    Channels,
+    /// Whole vectors of a row share one: it goes into them.
+    Groups,
+}
+
+/// How rows are read that are no numbers of the kernel's own.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Reading {
+    pub(crate) kind: RowKind,
+    /// `None` where they become numbers in a panel.
+    pub(crate) fold: Option<Fold>,
+}
+
 /// Reads `n` rows of `dim` elements from row `[batch, head, j]` on, to consecutive rows of f32.
 ///
 /// # Safety
 /// The rows lie inside the tensor, the panel holds them, and the instruction set is present.
 pub(crate) type ReadRows = unsafe fn(&Source, [usize; 3], usize, usize, *mut f32);
+
+/// What reads rows of a kind.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct RowReader {
+    pub(crate) read: ReadRows,
+    /// Decode's products, where they take codes as they are.
+    pub(crate) products: Option<CodeProducts>,
+}
 
 /// Q, K or V whose rows are read into a panel of f32.
 #[derive(Clone, Copy, Debug)]
@@ -115,6 +142,7 @@ pub(crate) struct Source {
     /// How many elements of a row share an element of its tensor.
     pub(crate) shared: usize,
     pub(crate) read: ReadRows,
+    pub(crate) products: Option<CodeProducts>,
 }
 
 /// What makes numbers of codes.
@@ -185,8 +213,8 @@ pub(crate) struct Decisions {
     /// Of each thread.
     pub(crate) scratch: Scratch,
     pub(crate) scores: Scores,
-    /// Of those of q, k and v that are read into a panel of f32.
-    pub(crate) kinds: Qkv<Option<RowKind>>,
+    /// Of those of q, k and v that are no numbers of the kernel's own.
+    pub(crate) readings: Qkv<Option<Reading>>,
 }
 
 /// A request as the kernels see it.
@@ -235,23 +263,26 @@ impl Problem {
         decisions: &Decisions,
         operands: &mut Operands<'_>,
         partials: *mut u8,
-        reader: impl Fn(RowKind) -> ReadRows,
+        reader: impl Fn(Reading) -> RowReader,
     ) -> Self {
         let (out, lse) = (operands.out_ptr(), operands.lse_ptr());
         let tensors = operands.tensors();
-        let Decisions { partition, scratch, scores, kinds } = *decisions;
-        let source = |kind: Option<RowKind>, view: &View<'_>, tensor: &TensorSpec<4>, codes: Option<Scales>| {
-            let (rows, scales) = (Input::new(view.as_ptr(), tensor), codes);
-            kind.map(|kind| Source { rows, scales, shared: kind.shared(), read: reader(kind) })
+        let Decisions { partition, scratch, scores, readings } = *decisions;
+        let source = |reading: Option<Reading>, view: &View<'_>, tensor: &TensorSpec<4>, scales: Option<Scales>| {
+            let rows = Input::new(view.as_ptr(), tensor);
+            reading.map(|reading| {
+                let RowReader { read, products } = reader(reading);
+                Source { rows, scales, shared: reading.kind.shared(), read, products }
+            })
         };
         let scales = |spec: &Option<Box<CodesSpec>>, codes: &Option<Box<Codes<'_>>>| {
             spec.as_deref().zip(codes.as_deref()).map(|(spec, codes)| Scales::new(spec, codes))
         };
         let (of_spec, of_tensors) = (&spec.codes, &tensors.codes);
         let sources = Qkv {
-            q: source(kinds.q, &tensors.q, &spec.q, scales(&of_spec.q, &of_tensors.q)),
-            k: source(kinds.k, &tensors.k, &spec.k, scales(&of_spec.k, &of_tensors.k)),
-            v: source(kinds.v, &tensors.v, &spec.v, scales(&of_spec.v, &of_tensors.v)),
+            q: source(readings.q, &tensors.q, &spec.q, scales(&of_spec.q, &of_tensors.q)),
+            k: source(readings.k, &tensors.k, &spec.k, scales(&of_spec.k, &of_tensors.k)),
+            v: source(readings.v, &tensors.v, &spec.v, scales(&of_spec.v, &of_tensors.v)),
         };
         Problem {
             q: Input::new(tensors.q.as_ptr(), &spec.q),
@@ -324,4 +355,90 @@ impl Problem {
     pub(crate) fn sees_all(&self, r0: usize, r1: usize, j0: usize, j1: usize) -> bool {
         self.range.is_unbounded() || self.runs(r0, r1).all(|(_, i0, i1)| self.range.tile(i0, i1, j0, j1) == Tile::Full)
     }
+}
+
+/// Consecutive keys as codes, and what makes numbers of them.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct CodeRows {
+    pub(crate) first: *const u8,
+    /// Bytes from row to row.
+    pub(crate) stride: isize,
+    /// Of each group of each row, or of each channel.
+    pub(crate) factors: *const f32,
+    pub(crate) points: *const f32,
+    /// Groups of a row; 0 where rows share their factors.
+    pub(crate) per_row: usize,
+    /// Vector `n` of a row is of group `n >> vectors_log2`.
+    pub(crate) vectors_log2: u32,
+}
+
+/// Matrices of rows of f32, with the distance of their rows.
+pub(crate) type In = (*const f32, usize);
+pub(crate) type Out = (*mut f32, usize);
+
+/// How many keys, elements of each, and queries.
+#[derive(Clone, Copy)]
+pub(crate) struct Sizes {
+    pub(crate) n: usize,
+    pub(crate) dim: usize,
+    pub(crate) rows: usize,
+}
+
+/// The two products of decode with codes of one kind, and what is around them.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct CodeProducts {
+    pub(crate) fold: Fold,
+    /// `s[r][j] = q_r · c_j` for at least [`QK_KEYS`](crate::partition::QK_KEYS) keys, each `c` with its group's factor where groups have one.
+    pub(crate) dots: unsafe fn(&CodeRows, Sizes, In, Out),
+    /// `o[r] += Σ_j p[r][j] · c_j`, likewise.
+    pub(crate) weighted: unsafe fn(&CodeRows, Sizes, In, Out),
+    /// Every `c`, likewise, to consecutive rows; NaN too.
+    pub(crate) numbers: unsafe fn(&CodeRows, Sizes, *mut f32),
+    /// What each `c` is short of: `Element::SHORT`.
+    pub(crate) short: f32,
+    /// Whether the two products do not know a NaN among the codes.
+    pub(crate) has_nan: Option<unsafe fn(&CodeRows, Sizes) -> bool>,
+    /// The first product of a chunk, and the second; false, and nothing is done, where factors do not allow it.
+    pub(crate) scores: unsafe fn(&CodesChunk<'_>, Out) -> bool,
+    pub(crate) outputs: unsafe fn(&CodesChunk<'_>, &Weights) -> bool,
+}
+
+/// Scratch memory of a chunk of codes.
+#[derive(Clone, Copy)]
+pub(crate) struct CodesScratch {
+    /// `[rows][head_dim_padded]`: q with the factors of its channels.
+    pub(crate) q: *mut f32,
+    /// Factors and zero points, as many as [`crate::scratch::Scratch::decode`] says.
+    pub(crate) factors: *mut f32,
+    pub(crate) points: *mut f32,
+    /// `[panel_keys][dim]` of codes, where they lie apart.
+    pub(crate) gathered: *mut u8,
+    /// `[panel_keys][dim]` of numbers.
+    pub(crate) panel: *mut f32,
+}
+
+/// One chunk of keys that are codes.
+#[derive(Clone, Copy)]
+pub(crate) struct CodesChunk<'a> {
+    pub(crate) problem: &'a Problem,
+    pub(crate) source: &'a Source,
+    pub(crate) products: &'a CodeProducts,
+    /// Batch, head of K and V, first key.
+    pub(crate) first: (usize, usize, usize),
+    /// Keys.
+    pub(crate) n: usize,
+    /// Elements of a row.
+    pub(crate) dim: usize,
+    /// The queries, in the first product.
+    pub(crate) q: In,
+    pub(crate) scratch: CodesScratch,
+}
+
+/// What the second product reads and writes.
+pub(crate) struct Weights {
+    /// Whether some key is masked for some row.
+    pub(crate) masked: bool,
+    /// Multiplied with the factors of their keys meanwhile.
+    pub(crate) p: Out,
+    pub(crate) o: Out,
 }

@@ -36,7 +36,7 @@ pub fn run(plan: &Plan, operands: &mut Operands<'_>, workspace: &mut Workspace, 
     }
     let base = workspace.as_mut_ptr();
     let partials = base.wrapping_add(launch.threads * scratch_bytes);
-    let problem = Problem::new(plan.spec(), decisions, operands, partials, |kind| row_reader(arch, kind));
+    let problem = Problem::new(plan.spec(), decisions, operands, partials, |reading| row_reader(arch, reading));
     let pool = Pool { executor, threads: launch.threads, scratch_bytes: *scratch_bytes, base: Shared(base) };
     let partition = &problem.partition;
     // SAFETY: the entry is of an instruction set that this machine has; each item has rows, or partial rows, of its own.

@@ -3,6 +3,7 @@
 //! ```text
 //! forward   q o row_max row_sum   tiles of queries along the lanes      p bias rows   one tile's      k_panel v_panel   packed
 //! decode    q                     rows along head_dim                   p bias        one chunk's     k_panel           gathered
+//!           code_q factors points codes   where it multiplies codes
 //! ```
 
 /// Offsets in elements of the accumulation dtype; each part starts at a multiple of 16.
@@ -26,6 +27,12 @@ pub(crate) struct Scratch {
     pub(crate) k_panel: usize,
     /// Forward: `[block_n][head_dim_v]`, where packed.
     pub(crate) v_panel: usize,
+    /// Decode, where it multiplies codes: q with the factors of its channels, factors and zero points of [`factors_len`], and
+    /// `[panel_keys][max(head_dim, head_dim_v)]` gathered codes.
+    pub(crate) code_q: usize,
+    pub(crate) factors: usize,
+    pub(crate) points: usize,
+    pub(crate) codes: usize,
     /// All of it.
     pub(crate) len: usize,
     pub(crate) head_dim_padded: usize,
@@ -56,6 +63,17 @@ pub(crate) struct DecodeSizes {
     pub(crate) block_n: usize,
     /// Most keys that are gathered at a time.
     pub(crate) panel_keys: usize,
+    /// Whether K or V are codes that are multiplied as they are.
+    pub(crate) multiplies_codes: bool,
+}
+
+/// Factors that decode keeps at a time: one for each key of a chunk, each channel, or each vector of the keys of a panel.
+const fn factors_len(sizes: &DecodeSizes) -> usize {
+    let dim = if sizes.head_dim > sizes.head_dim_v { sizes.head_dim } else { sizes.head_dim_v };
+    // Vectors of eight lanes at least.
+    let of_vectors = sizes.panel_keys * dim.div_ceil(8);
+    let most = if of_vectors > dim { of_vectors } else { dim };
+    if most > sizes.block_n { most } else { sizes.block_n }
 }
 
 /// Parts one after another.
@@ -91,18 +109,24 @@ impl Scratch {
             len: parts.len,
             head_dim_padded,
             head_dim_v_padded,
+            ..Scratch::default()
         }
     }
 
     pub(crate) fn decode(sizes: &DecodeSizes) -> Scratch {
-        let DecodeSizes { head_dim, head_dim_v, rows, block_n, panel_keys } = *sizes;
-        let head_dim_padded = head_dim.next_multiple_of(16);
+        let DecodeSizes { head_dim, head_dim_v, rows, block_n, panel_keys, multiplies_codes } = *sizes;
+        let (head_dim_padded, panel) = (head_dim.next_multiple_of(16), panel_keys * head_dim.max(head_dim_v));
+        let of_codes = |size| if multiplies_codes { size } else { 0 };
         let mut parts = Parts::default();
         Scratch {
             q: parts.next(rows * head_dim_padded),
             p: parts.next(rows * block_n),
             bias: parts.next(block_n),
-            k_panel: parts.next(panel_keys * head_dim.max(head_dim_v)),
+            k_panel: parts.next(panel),
+            code_q: parts.next(of_codes(rows * head_dim_padded)),
+            factors: parts.next(of_codes(factors_len(sizes))),
+            points: parts.next(of_codes(factors_len(sizes))),
+            codes: parts.next(of_codes(panel.div_ceil(4))),
             len: parts.len,
             head_dim_padded,
             ..Scratch::default()

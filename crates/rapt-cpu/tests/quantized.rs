@@ -127,41 +127,90 @@ fn attend(arch: Arch, q: &[f32], q_len: usize, k: &Operand, v: &Operand) -> Vec<
     out
 }
 
+fn queries(q_len: usize, factor: f32) -> Vec<f32> {
+    (0..2 * HEADS * q_len * DIM).map(|n| factor * ((n * 31 % 17) as f32 - 8.0) / 16.0).collect()
+}
+
+/// Two rows share a key head, and fourteen: decode and forward.
+const Q_LENS: [usize; 2] = [1, 7];
+
+/// Holds every instruction set against the definition on the numbers of the codes.
+fn check(what: &str, q: &[f32], k: &Operand, v: &Operand) {
+    let q_len = q.len() / (2 * HEADS * DIM);
+    let wide: Vec<f64> = q.iter().copied().map(f64::from).collect();
+    let problem = Problem {
+        batch: 1,
+        num_q_heads: 2 * HEADS,
+        num_kv_heads: HEADS,
+        q_len,
+        kv_len: KV_LEN,
+        head_dim: DIM,
+        head_dim_v: DIM,
+        softmax_scale: 1.0 / (DIM as f64).sqrt(),
+        softcap: None,
+        causal: None,
+        window: rapt_core::Window::default(),
+    };
+    let numbers = (k.numbers(), v.numbers());
+    let inputs = Inputs { q: &wide, k: &numbers.0, v: &numbers.1, mask: None, sinks: None, alibi_slopes: None };
+    let expected = naive(&problem, &inputs).out;
+    let largest = expected.iter().fold(0f64, |most, x| most.max(x.abs()));
+    for &arch in rapt_cpu::available() {
+        let got = attend(arch, q, q_len, k, v);
+        let worst = got.iter().zip(&expected).map(|(got, x)| (f64::from(*got) - x).abs()).fold(0.0, f64::max);
+        let fine = worst <= 2e-6 * largest && largest > 0.0;
+        assert!(fine, "{what} q_len {q_len} on {}: {worst:e} of {largest:e}", arch.name());
+    }
+}
+
 #[test]
 fn every_format_with_every_granularity_gives_the_definition_on_its_numbers() {
     for (format, shape) in
         Format::ALL.into_iter().flat_map(|format| shapes(format).into_iter().map(move |shape| (format, shape)))
     {
         let (k, v) = (Operand::new(format, &shape, 1), Operand::new(format, &shape, 2));
-        let numbers = (k.numbers(), v.numbers());
-        // Two and fourteen rows share a key head: decode and forward.
-        for q_len in [1, 7] {
-            let q: Vec<f32> = (0..2 * HEADS * q_len * DIM).map(|n| ((n * 31 % 17) as f32 - 8.0) / 16.0).collect();
-            let wide: Vec<f64> = q.iter().copied().map(f64::from).collect();
-            let problem = Problem {
-                batch: 1,
-                num_q_heads: 2 * HEADS,
-                num_kv_heads: HEADS,
-                q_len,
-                kv_len: KV_LEN,
-                head_dim: DIM,
-                head_dim_v: DIM,
-                softmax_scale: 1.0 / (DIM as f64).sqrt(),
-                softcap: None,
-                causal: None,
-                window: rapt_core::Window::default(),
-            };
-            let inputs = Inputs { q: &wide, k: &numbers.0, v: &numbers.1, mask: None, sinks: None, alibi_slopes: None };
-            let expected = naive(&problem, &inputs).out;
-            let largest = expected.iter().fold(0f64, |most, x| most.max(x.abs()));
-            for &arch in rapt_cpu::available() {
-                let got = attend(arch, &q, q_len, &k, &v);
-                let worst = got.iter().zip(&expected).map(|(got, x)| (f64::from(*got) - x).abs()).fold(0.0, f64::max);
-                assert!(
-                    worst <= 2e-6 * largest && largest > 1e-3,
-                    "{format} {shape:?} q_len {q_len} on {}: {worst:e}",
-                    arch.name()
-                );
+        for q_len in Q_LENS {
+            check(&format!("{format} {shape:?}"), &queries(q_len, 1.0), &k, &v);
+        }
+    }
+}
+
+/// Where the product of a code with a query, or of a factor with a weight, leaves the range of f32, though that of all three does not.
+#[test]
+fn factors_near_the_ends_of_f32_give_the_definition_too() {
+    for format in Format::ALL.into_iter().filter(|format| format.own_block_size().is_none()) {
+        for (shape, power) in shapes(format).into_iter().flat_map(|shape| [(shape.clone(), 100), (shape, -100)]) {
+            let (mut k, mut v) = (Operand::new(format, &shape, 1), Operand::new(format, &shape, 2));
+            let factor = 2f32.powi(power);
+            k.f32s.iter_mut().step_by(3).for_each(|of| *of *= factor);
+            // Negative ones too: a factor is a number like any other.
+            v.f32s.iter_mut().step_by(3).for_each(|of| *of *= -factor);
+            for q_len in Q_LENS {
+                // Where the factor is tiny the queries are as large as makes scores of its keys; the others' are 0 or decide all.
+                let of_q = if power > 0 { factor.recip() } else { 2f32.powi(90) };
+                check(&format!("{format} {shape:?} 2^{power}"), &queries(q_len, of_q), &k, &v);
+            }
+        }
+    }
+}
+
+#[test]
+fn a_code_that_is_nan_is_seen_by_those_who_attend_it() {
+    for format in [Format::E4m3fn, Format::E5m2, Format::Mxfp8] {
+        for shape in shapes(format) {
+            let clean = [1, 2].map(|seed| Operand::new(format, &shape, seed));
+            let [mut k, mut v] = [1, 2].map(|seed| Operand::new(format, &shape, seed));
+            k.codes[5 * DIM + 7] = 0xff;
+            v.codes[33 * DIM + 40] = 0x7f;
+            for (&arch, q_len) in rapt_cpu::available().iter().flat_map(|arch| Q_LENS.map(|q_len| (arch, q_len))) {
+                let of = |k, v| attend(arch, &queries(q_len, 1.0), q_len, k, v);
+                let is_nan = |out: Vec<f32>| out.into_iter().map(f32::is_nan).collect::<Vec<_>>();
+                // Two heads of queries read the first head of K and V.
+                let at = |n: usize| (n / (q_len * DIM) < 2, n % DIM);
+                let (of_k, of_v) = (is_nan(of(&k, &clean[1])), is_nan(of(&clean[0], &v)));
+                let what = format!("{format} {shape:?} q_len {q_len} on {}", arch.name());
+                assert!(of_k.iter().enumerate().all(|(n, nan)| *nan == at(n).0), "{what}: k");
+                assert!(of_v.iter().enumerate().all(|(n, nan)| *nan == (at(n) == (true, 40))), "{what}: v");
             }
         }
     }

@@ -66,9 +66,9 @@ impl Request {
     }
 }
 
-/// The requests of an assortment. Which kernels they come to is select's matter: most head dims of float32 are one kernel
-/// but on compute capability 9.0.
-fn requests(assortment: Assortment) -> Vec<Request> {
+/// The requests of an assortment on an architecture. Which kernels they come to is select's matter: most head dims of float32
+/// are one kernel but on compute capability 9.0.
+fn requests(assortment: Assortment, arch: Arch) -> Vec<Request> {
     const PLAIN: [Option<DType>; 2] = [None, Some(DType::Bool)];
     let mut requests = Vec::new();
     let mut add = |dtype, head_dims: &[usize], masks: &[Option<DType>]| {
@@ -76,14 +76,18 @@ fn requests(assortment: Assortment) -> Vec<Request> {
             requests.extend(masks.iter().map(|mask| Request::new(dtype, *head_dim, *mask)));
         }
     };
-    // Each head dim and each mask; each head dim with each mask is compiled in the whole.
-    add(DType::BF16, &[64], &[None, Some(DType::BF16)]);
-    add(DType::BF16, &[128], &PLAIN);
-    // Beyond 256 there are no tensor cores: the kernel that serves everything.
-    add(DType::BF16, &[257], &[None]);
-    add(DType::F16, &[64], &[None]);
+    add(DType::BF16, &[64, 128], &[None]);
     add(DType::F32, &[64], &[None]);
-    add(DType::F64, &[64], &[None]);
+    // The forms of one source, once: what they differ in does not depend on the architecture. Those of compute capability 9.0, which has
+    // kernels of its own, are in the list of tests/compile.rs.
+    if assortment == Assortment::Whole || arch == Arch::Sm80 {
+        add(DType::BF16, &[64], &[Some(DType::BF16)]);
+        add(DType::BF16, &[128], &[Some(DType::Bool)]);
+        // Beyond 256 there are no tensor cores: the kernel that serves everything.
+        add(DType::BF16, &[257], &[None]);
+        add(DType::F16, &[64], &[None]);
+        add(DType::F64, &[64], &[None]);
+    }
     if assortment == Assortment::Core {
         return requests;
     }
@@ -127,7 +131,7 @@ fn spec(
 /// # Errors
 /// As [`select`](crate::select).
 pub fn common_variants(arch: Arch, assortment: Assortment) -> CoreResult<Vec<KernelVariant>> {
-    let requests = requests(assortment);
+    let requests = requests(assortment, arch);
     let (mut seen, mut all) = (FxHashSet::default(), Vec::new());
     for (device, multiprocessors, shared_kib) in DEVICES.into_iter().filter(|(own, ..)| bundled::family(*own) == arch) {
         let caps =
@@ -328,7 +332,7 @@ mod tests {
                 return;
             }
         };
-        let variants = distinct(Arch::Sm90a, Assortment::Core);
+        let variants = distinct(Arch::Sm90a, Assortment::Whole);
         for mask in [None, Some(DType::Bool), Some(DType::BF16)] {
             let is_wanted = |variant: &&KernelVariant| (variant.algorithm, variant.mask) == (Algorithm::Hopper, mask);
             let variant = variants.iter().find(is_wanted).unwrap();

@@ -150,6 +150,7 @@ impl Simd for Avx2F32 {
 }
 
 impl CodeVectors for Avx2F32 {
+    const E4M3FN_SHORT: f32 = 256.0;
     intrinsics! {
         fn load_int8(ptr: *const u8) -> __m256 {
             _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(ptr.cast())))
@@ -162,16 +163,42 @@ impl CodeVectors for Avx2F32 {
             _mm256_cvtepi32_ps(_mm256_srai_epi32::<28>(high))
         }
         fn load_e4m3fn(ptr: *const u8) -> __m256 {
-            // Exponent and mantissa where binary16 has its own, 8 powers of two lower. What would be 480 is NaN.
-            let wide = _mm_slli_epi16::<7>(_mm_cvtepi8_epi16(_mm_loadl_epi64(ptr.cast())));
-            let bits = _mm_and_si128(wide, _mm_set1_epi16(0xBF80_u16.cast_signed()));
-            let x = _mm256_mul_ps(_mm256_cvtph_ps(bits), _mm256_set1_ps(256.0));
+            // What would be 480 is NaN.
+            let x = _mm256_mul_ps(Self::load_e4m3fn_short(ptr), _mm256_set1_ps(256.0));
             let nan = <Self as Simd>::eq(<Self as Simd>::abs(x), _mm256_set1_ps(480.0));
             _mm256_blendv_ps(x, _mm256_set1_ps(f32::NAN), nan)
+        }
+        fn load_e4m3fn_short(ptr: *const u8) -> __m256 {
+            // Exponent and mantissa where binary16 has its own, 8 powers of two lower.
+            let wide = _mm_slli_epi16::<7>(_mm_cvtepi8_epi16(_mm_loadl_epi64(ptr.cast())));
+            _mm256_cvtph_ps(_mm_and_si128(wide, _mm_set1_epi16(0xBF80_u16.cast_signed())))
+        }
+        fn has_e4m3fn_nan(ptr: *const u8, n: usize) -> bool {
+            let (mut found, mut at) = (_mm256_setzero_si256(), 0);
+            while at + 32 <= n {
+                let codes = _mm256_loadu_si256(ptr.add(at).cast());
+                // Doubled, a code loses its sign.
+                let doubled = _mm256_add_epi8(codes, codes);
+                found = _mm256_or_si256(found, _mm256_cmpeq_epi8(doubled, _mm256_set1_epi8(-2)));
+                at += 32;
+            }
+            let mut rest = false;
+            while at < n {
+                rest |= *ptr.add(at) & 0x7f == 0x7f;
+                at += 1;
+            }
+            rest || _mm256_movemask_epi8(found) != 0
         }
         fn load_e5m2(ptr: *const u8) -> __m256 {
             // The upper half of a binary16.
             _mm256_cvtph_ps(_mm_unpacklo_epi8(_mm_setzero_si128(), _mm_loadl_epi64(ptr.cast())))
+        }
+        fn load_e8m0(ptr: *const u8) -> __m256 {
+            let codes = _mm256_cvtepu8_epi32(_mm_loadl_epi64(ptr.cast()));
+            // The exponent of a float; 2^-127 is no normal number, and 255 would be an infinity.
+            let power = _mm256_max_epu32(_mm256_slli_epi32::<23>(codes), _mm256_set1_epi32(1 << 22));
+            let nan = _mm256_cmpeq_epi32(codes, _mm256_set1_epi32(255));
+            _mm256_castsi256_ps(_mm256_blendv_epi8(power, _mm256_set1_epi32(0x7FC0_0000), nan))
         }
         fn load_e2m1(ptr: *const u8) -> __m256 {
             let code = half_bytes(ptr);

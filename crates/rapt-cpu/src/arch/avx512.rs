@@ -19,11 +19,12 @@ pub(crate) struct Avx512F32;
 pub(crate) struct Avx512F64;
 
 intrinsics! {
-    /// Sixteen codes of 4 bits, the lower half of each byte first, one to a lane.
+    /// Sixteen codes of 4 bits, the lower half of each byte first, in the low bits of lanes whose other bits may be anything.
     fn half_bytes(ptr: *const u8) -> __m512i {
-        let bytes = _mm_loadl_epi64(ptr.cast());
-        let halves = _mm_unpacklo_epi8(bytes, _mm_srli_epi16::<4>(bytes));
-        _mm512_cvtepu8_epi32(_mm_and_si128(halves, _mm_set1_epi8(0xf)))
+        let both = _mm512_castsi128_si512(_mm_loadl_epi64(ptr.cast()));
+        let four_bytes = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1);
+        let shifts = _mm512_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28, 0, 4, 8, 12, 16, 20, 24, 28);
+        _mm512_srlv_epi32(_mm512_permutexvar_epi32(four_bytes, both), shifts)
     }
     fn sum_interleaved(a: __m512, b: __m512) -> __m512 {
         _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b))
@@ -129,6 +130,7 @@ impl Bf16Pairs for Avx512F32 {
 }
 
 impl CodeVectors for Avx512F32 {
+    const E4M3FN_SHORT: f32 = 256.0;
     intrinsics! {
         fn load_int8(ptr: *const u8) -> __m512 {
             _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(ptr.cast())))
@@ -143,17 +145,37 @@ impl CodeVectors for Avx512F32 {
             _mm512_permutexvar_ps(half_bytes(ptr), numbers)
         }
         fn load_e4m3fn(ptr: *const u8) -> __m512 {
-            // Exponent and mantissa where binary16 has its own, 8 powers of two lower. What would be 480 is NaN.
-            let wide = _mm256_slli_epi16::<7>(_mm256_cvtepi8_epi16(_mm_loadu_si128(ptr.cast())));
-            let bits = _mm256_and_si256(wide, _mm256_set1_epi16(0xBF80_u16.cast_signed()));
-            let x = _mm512_mul_ps(_mm512_cvtph_ps(bits), _mm512_set1_ps(256.0));
+            // What would be 480 is NaN.
+            let x = _mm512_mul_ps(Self::load_e4m3fn_short(ptr), _mm512_set1_ps(256.0));
             let nan = _mm512_cmp_ps_mask::<_CMP_EQ_OQ>(_mm512_abs_ps(x), _mm512_set1_ps(480.0));
             _mm512_mask_blend_ps(nan, x, _mm512_set1_ps(f32::NAN))
+        }
+        fn load_e4m3fn_short(ptr: *const u8) -> __m512 {
+            // Exponent and mantissa where binary16 has its own, 8 powers of two lower.
+            let wide = _mm256_slli_epi16::<7>(_mm256_cvtepi8_epi16(_mm_loadu_si128(ptr.cast())));
+            _mm512_cvtph_ps(_mm256_and_si256(wide, _mm256_set1_epi16(0xBF80_u16.cast_signed())))
+        }
+        fn has_e4m3fn_nan(ptr: *const u8, n: usize) -> bool {
+            let mut found = 0;
+            for at in (0..n).step_by(64) {
+                let codes = _mm512_maskz_loadu_epi8(u64::MAX >> (64 - (n - at).min(64)), ptr.add(at).cast());
+                // Doubled, a code loses its sign.
+                let doubled = _mm512_add_epi8(codes, codes);
+                found |= _mm512_cmpeq_epi8_mask(doubled, _mm512_set1_epi8(-2));
+            }
+            found != 0
         }
         fn load_e5m2(ptr: *const u8) -> __m512 {
             // The upper half of a binary16.
             let wide = _mm256_cvtepu8_epi16(_mm_loadu_si128(ptr.cast()));
             _mm512_cvtph_ps(_mm256_slli_epi16::<8>(wide))
+        }
+        fn load_e8m0(ptr: *const u8) -> __m512 {
+            let codes = _mm512_cvtepu8_epi32(_mm_loadu_si128(ptr.cast()));
+            // The exponent of a float; 2^-127 is no normal number, and 255 would be an infinity.
+            let power = _mm512_max_epu32(_mm512_slli_epi32::<23>(codes), _mm512_set1_epi32(1 << 22));
+            let nan = _mm512_cmpeq_epi32_mask(codes, _mm512_set1_epi32(255));
+            _mm512_castsi512_ps(_mm512_mask_blend_epi32(nan, power, _mm512_set1_epi32(0x7FC0_0000)))
         }
         fn load_e2m1(ptr: *const u8) -> __m512 {
             let numbers = _mm512_setr_ps(

@@ -92,14 +92,14 @@ mod scalar;
 use half::{bf16, f16};
 use rapt_core::{Arch, DType, Error, Result};
 
-use crate::kernels::codes::reader;
+use crate::kernels::codes::{CodeVectors, reader};
 #[cfg(target_arch = "x86_64")]
 use crate::kernels::pairs::Paired;
 use crate::kernels::products::Single;
 use crate::kernels::simd::{Simd, Storage};
 use crate::kernels::{combine, decode, fma_rounds, forward};
 use crate::partition::Item;
-use crate::problem::{Problem, ReadRows, RowKind};
+use crate::problem::{Problem, ReadRows, Reading, RowKind, RowReader};
 
 /// Computes one item of a problem in scratch memory of the plan's size per thread.
 pub(crate) type Entry = unsafe fn(&Problem, Item, *mut u8);
@@ -264,15 +264,31 @@ pub(crate) fn fma_rounds(arch: Arch) -> (unsafe fn(usize, f32, f32) -> f32, usiz
 
 /// What reads rows that are no numbers of the kernel's own; that of the scalar path for an instruction set that this build lacks. Entered
 /// by kernels of that instruction set only.
-pub(crate) fn row_reader(arch: Arch, kind: RowKind) -> ReadRows {
+pub(crate) fn row_reader(arch: Arch, reading: Reading) -> RowReader {
+    #[cfg(target_arch = "x86_64")]
+    fn of<S: CodeVectors>(Reading { kind, fold }: Reading) -> RowReader {
+        RowReader { read: reader::<S>(kind), products: fold.and_then(|fold| decode::code_products::<S>(kind, fold)) }
+    }
+    let numbers = |read: fn(RowKind) -> ReadRows| RowReader { read: read(reading.kind), products: None };
     match arch {
         #[cfg(target_arch = "x86_64")]
-        Arch::Avx2 => reader::<avx2::Avx2F32>(kind),
+        Arch::Avx2 => of::<avx2::Avx2F32>(reading),
         #[cfg(target_arch = "x86_64")]
-        Arch::Avx512 | Arch::Avx512Bf16 => reader::<avx512::Avx512F32>(kind),
+        Arch::Avx512 | Arch::Avx512Bf16 => of::<avx512::Avx512F32>(reading),
         #[cfg(target_arch = "aarch64")]
-        Arch::Neon => reader::<neon::NeonF32>(kind),
-        _ => reader::<scalar::Scalar<f32>>(kind),
+        Arch::Neon => numbers(reader::<neon::NeonF32>),
+        _ => numbers(reader::<scalar::Scalar<f32>>),
+    }
+}
+
+/// The lanes of the vectors in which decode loads codes as they are; `None` where codes become numbers first.
+pub(crate) fn code_lanes(arch: Arch) -> Option<usize> {
+    match arch {
+        #[cfg(target_arch = "x86_64")]
+        Arch::Avx2 => Some(avx2::Avx2F32::LANES),
+        #[cfg(target_arch = "x86_64")]
+        Arch::Avx512 | Arch::Avx512Bf16 => Some(avx512::Avx512F32::LANES),
+        _ => None,
     }
 }
 

@@ -9,6 +9,7 @@
 //! is exact, then the global scale rounds. So each x is the number that dequantizing to f32 gives, whichever way a row is read: in
 //! vectors where its codes follow one another, element by element elsewhere. Deliberately absent: a tensor of numbers, and f64.
 
+use std::convert::identity;
 use std::marker::PhantomData;
 
 use half::{bf16, f16};
@@ -75,10 +76,29 @@ pub(crate) trait CodeVectors: Simd<Elem = f32> {
         // SAFETY: as above.
         unsafe { lanes::<Self>(|n| codes::E4M3FN_VALUES[usize::from(*ptr.add(n))]) }
     }
+    /// What numbers of [`CodeVectors::load_e4m3fn_short`] are short of: a power of two.
+    const E4M3FN_SHORT: f32 = 1.0;
+    /// Numbers of codes of which none is NaN, divided by [`CodeVectors::E4M3FN_SHORT`].
+    #[inline(always)]
+    unsafe fn load_e4m3fn_short(ptr: *const u8) -> Self::V {
+        // SAFETY: as above.
+        unsafe { Self::load_e4m3fn(ptr) }
+    }
+    /// Whether one of `n` codes is NaN.
+    #[inline(always)]
+    unsafe fn has_e4m3fn_nan(ptr: *const u8, n: usize) -> bool {
+        // SAFETY: the caller vouches for n codes.
+        (0..n).any(|n| unsafe { *ptr.add(n) } & 0x7f == 0x7f)
+    }
     #[inline(always)]
     unsafe fn load_e5m2(ptr: *const u8) -> Self::V {
         // SAFETY: as above.
         unsafe { lanes::<Self>(|n| codes::E5M2_VALUES[usize::from(*ptr.add(n))]) }
+    }
+    #[inline(always)]
+    unsafe fn load_e8m0(ptr: *const u8) -> Self::V {
+        // SAFETY: as above.
+        unsafe { lanes::<Self>(|n| codes::from_e8m0(*ptr.add(n)) as f32) }
     }
     #[inline(always)]
     unsafe fn load_e2m1(ptr: *const u8) -> Self::V {
@@ -88,7 +108,7 @@ pub(crate) trait CodeVectors: Simd<Elem = f32> {
 }
 
 /// What one code is: as a vector of them, and alone.
-trait Element<S: CodeVectors> {
+pub(super) trait Element<S: CodeVectors> {
     /// Bytes of an element, or of two that share one.
     const BYTES: usize = 1;
     /// Elements in that many bytes.
@@ -98,13 +118,29 @@ trait Element<S: CodeVectors> {
     const HAS_GLOBAL: bool = false;
     /// The next numbers, from a whole byte on.
     unsafe fn load(ptr: *const u8) -> S::V;
+    /// What those of [`Element::load_short`] are short of: a power of two.
+    const SHORT: f32 = 1.0;
+    /// The next numbers divided by [`Element::SHORT`], of codes without [`Element::has_nan`].
+    #[inline(always)]
+    unsafe fn load_short(ptr: *const u8) -> S::V {
+        // SAFETY: promised by the caller.
+        unsafe { Self::load(ptr) }
+    }
+    /// Whether one of `n` codes is a NaN that [`Element::load_short`] does not know.
+    #[inline(always)]
+    unsafe fn has_nan(_: *const u8, _: usize) -> bool {
+        false
+    }
     /// One number: the one at `place` of those that share what lies at `ptr`.
     unsafe fn number(ptr: *const u8, place: usize) -> f32;
 }
 
 macro_rules! codes {
-    ($($code:ident $load:ident { $($constant:ident = $value:expr),* } |$ptr:ident, $place:ident| $number:expr;)*) => {$(
-        struct $code;
+    ($(
+        $code:ident $load:ident { $($constant:ident = $value:expr),* } $(short $short:ident $is_short:ident $has_nan:ident)?
+        |$ptr:ident, $place:ident| $number:expr;
+    )*) => {$(
+        pub(super) struct $code;
         impl<S: CodeVectors> Element<S> for $code {
             $(const $constant: codes!(@ $constant) = $value;)*
             #[inline(always)]
@@ -112,6 +148,19 @@ macro_rules! codes {
                 // SAFETY: promised by the caller.
                 unsafe { S::$load(ptr) }
             }
+            $(
+                const SHORT: f32 = S::$is_short;
+                #[inline(always)]
+                unsafe fn load_short(ptr: *const u8) -> S::V {
+                    // SAFETY: promised by the caller.
+                    unsafe { S::$short(ptr) }
+                }
+                #[inline(always)]
+                unsafe fn has_nan(ptr: *const u8, n: usize) -> bool {
+                    // SAFETY: promised by the caller.
+                    unsafe { S::$has_nan(ptr, n) }
+                }
+            )?
             #[inline(always)]
             unsafe fn number($ptr: *const u8, $place: usize) -> f32 {
                 // SAFETY: promised by the caller.
@@ -127,15 +176,16 @@ codes! {
     Int8 load_int8 {} |ptr, _place| f32::from((*ptr).cast_signed());
     Uint8 load_uint8 { HAS_ZERO_POINT = true } |ptr, _place| f32::from(*ptr);
     Int4 load_int4 { SHARED = 2 } |ptr, place| f32::from(codes::from_int4(half_byte(ptr, place)));
-    E4m3fn load_e4m3fn {} |ptr, _place| codes::E4M3FN_VALUES[usize::from(*ptr)];
+    E4m3fn load_e4m3fn {} short load_e4m3fn_short E4M3FN_SHORT has_e4m3fn_nan |ptr, _place| codes::E4M3FN_VALUES[usize::from(*ptr)];
     E5m2 load_e5m2 {} |ptr, _place| codes::E5M2_VALUES[usize::from(*ptr)];
+    E8m0 load_e8m0 {} |ptr, _place| codes::from_e8m0(*ptr) as f32;
     E2m1 load_e2m1 { SHARED = 2, HAS_GLOBAL = true } |ptr, place| codes::E2M1_VALUES[usize::from(half_byte(ptr, place))];
 }
 
-macro_rules! halves {
-    ($($half:ident $load:ident),*) => {$(
-        impl<S: CodeVectors> Element<S> for $half {
-            const BYTES: usize = size_of::<$half>();
+macro_rules! floats {
+    ($($float:ident $load:ident $widen:path),*) => {$(
+        impl<S: CodeVectors> Element<S> for $float {
+            const BYTES: usize = size_of::<$float>();
             #[inline(always)]
             unsafe fn load(ptr: *const u8) -> S::V {
                 // SAFETY: promised by the caller; a tensor's elements are aligned.
@@ -144,13 +194,13 @@ macro_rules! halves {
             #[inline(always)]
             unsafe fn number(ptr: *const u8, _: usize) -> f32 {
                 // SAFETY: as above.
-                unsafe { ptr.cast::<$half>().read() }.to_f32()
+                $widen(unsafe { ptr.cast::<$float>().read() })
             }
         }
     )*};
 }
 
-halves!(f16 load_f16, bf16 load_bf16);
+floats!(f16 load_f16 f16::to_f32, bf16 load_bf16 bf16::to_f32, f32 load identity);
 
 /// See [`ReadRows`].
 unsafe fn read_rows<S: CodeVectors, C: Element<S>>(
@@ -207,16 +257,16 @@ impl<S: CodeVectors, C: Element<S>> Part<S> for Read<'_, C> {
 
 /// What makes numbers of codes that share it.
 #[derive(Clone, Copy)]
-struct Factor {
-    factor: f32,
-    zero_point: f32,
+pub(super) struct Factor {
+    pub(super) factor: f32,
+    pub(super) zero_point: f32,
     global: f32,
 }
 
 impl Scales {
     /// The factor of group `group` of a row.
     #[inline(always)]
-    unsafe fn of(&self, [batch, head, j]: [usize; 3], group: usize) -> Factor {
+    pub(super) unsafe fn of(&self, [batch, head, j]: [usize; 3], group: usize) -> Factor {
         let at = [batch, head, j, group];
         // SAFETY: the group is one of the row's, and scales lie in memory as their spec says.
         unsafe {

@@ -10,14 +10,14 @@ mod partition;
 pub mod tiles;
 
 use rapt_core::{
-    Arch, Caps, CodesSpec, DType, Device, Error, Kernel, KernelKey, MaskClass, PRounding, Plan, Qkv, Result, Spec,
-    TensorSpec,
+    Arch, Caps, CodesSpec, DType, Device, Error, Granularity, Kernel, KernelKey, MaskClass, PRounding, Plan, Qkv,
+    Result, Spec, TensorSpec,
 };
 
 use crate::arch::{self, KernelVariant, Step};
 use crate::kernels::decode;
 use crate::launch::{CpuLaunch, Steps};
-use crate::problem::{Decisions, RowKind, Scores};
+use crate::problem::{Decisions, Fold, Reading, RowKind, Scores};
 
 use tiles::Tiles;
 
@@ -41,7 +41,7 @@ pub(crate) fn select_tiled(spec: &Spec, caps: &Caps, tiles: &Tiles) -> Result<Pl
     }
     let arch = arch_for(spec, caps);
     let key = key(spec, arch);
-    let (read_as, kinds) = kinds(spec, key.kernel);
+    let (read_as, readings) = readings(spec, &key);
     let variant = |step| KernelVariant { arch, step, storage: read_as };
     if !variant(Step::Forward).is_built() {
         return Err(Error::unsupported(
@@ -56,8 +56,8 @@ pub(crate) fn select_tiled(spec: &Spec, caps: &Caps, tiles: &Tiles) -> Result<Pl
         return Ok(Plan::new(spec.clone(), key, launch));
     }
     let threads = threads(spec, &key, caps);
-    let partition = partition::partition(spec, &key, &kinds, threads, tiles);
-    let scratch = partition::scratch(spec, &key, &partition);
+    let partition = partition::partition(spec, &key, &readings, threads, tiles);
+    let scratch = partition::scratch(spec, &key, &readings, &partition);
     let scratch_bytes = (scratch.len * key.accumulation.size_bytes()).next_multiple_of(64);
     let partials_bytes = partition::partials_bytes(spec, &key, &partition);
     let is_decode = key.kernel == Kernel::Decode;
@@ -67,7 +67,7 @@ pub(crate) fn select_tiled(spec: &Spec, caps: &Caps, tiles: &Tiles) -> Result<Pl
         block_m: if is_decode { partition.rows } else { arch::tile_shape(arch, read_as).queries },
         num_splits: if is_decode { partition.chunks } else { 1 },
         keys_per_item: if is_decode { partition.block_n } else { spec.kv_len() },
-        decisions: Decisions { partition, scratch, scores: Scores::new(spec, key.mask), kinds },
+        decisions: Decisions { partition, scratch, scores: Scores::new(spec, key.mask), readings },
         scratch_bytes,
     };
     let bytes_packed = cost::bytes_packed(spec, &key, &partition, read_as, threads);
@@ -81,18 +81,40 @@ fn arch_for(spec: &Spec, caps: &Caps) -> Arch {
     if spec.is_quantized() && caps.arch == Arch::Avx512Bf16 { Arch::Avx512 } else { caps.arch }
 }
 
-/// The dtype in which a kernel reads rows, and what those of q, k and v are made of that it reads into a panel of f32.
-fn kinds(spec: &Spec, kernel: Kernel) -> (DType, Qkv<Option<RowKind>>) {
+/// The dtype in which a kernel reads rows, and how it reads those of q, k and v that are not of it.
+fn readings(spec: &Spec, key: &KernelKey) -> (DType, Qkv<Option<Reading>>) {
     let Spec { q, k, v, codes, numerics, .. } = spec;
     // Decode loads K and V in one dtype, from a panel or where they lie; forward has a panel for each.
-    let has_panel = kernel == Kernel::Decode && (codes.k.is_some() || codes.v.is_some());
-    let read_as = if has_panel { DType::F32 } else { numerics.storage };
+    let is_decode = key.kernel == Kernel::Decode;
+    let has_codes = is_decode && (codes.k.is_some() || codes.v.is_some());
+    let read_as = if has_codes { DType::F32 } else { numerics.storage };
     let kind = |tensor: &TensorSpec<4>, codes: &Option<Box<CodesSpec>>| match codes {
         Some(codes) => Some(RowKind::of_format(codes.format)),
         None if tensor.dtype == read_as => None,
         None => RowKind::of_dtype(tensor.dtype),
     };
-    (read_as, Qkv { q: kind(q, &codes.q), k: kind(k, &codes.k), v: kind(v, &codes.v) })
+    let reading = |tensor, of: &Option<Box<CodesSpec>>, dim: Option<usize>| {
+        let fold = of.as_deref().zip(dim).and_then(|(codes, dim)| fold(codes, dim, arch::code_lanes(key.arch)?));
+        kind(tensor, of).map(|kind| Reading { kind, fold })
+    };
+    let dims = [spec.head_dim(), spec.head_dim_v()].map(|dim| is_decode.then_some(dim));
+    let readings =
+        Qkv { q: reading(q, &codes.q, None), k: reading(k, &codes.k, dims[0]), v: reading(v, &codes.v, dims[1]) };
+    (read_as, readings)
+}
+
+/// Where decode applies the factors of rows of `dim` codes, in vectors of `lanes`; `None` where each becomes a number first.
+fn fold(codes: &CodesSpec, dim: usize, lanes: usize) -> Option<Fold> {
+    let vectors = codes.chunk / lanes;
+    let shared_by_vectors = codes.chunk >= dim || (codes.chunk.is_multiple_of(lanes) && vectors.is_power_of_two());
+    let is_plain = !codes.format.has_zero_point() && codes.format.own_block_size().is_none();
+    if is_plain && codes.chunk >= dim {
+        Some(Fold::Rows)
+    } else if codes.granularity == Granularity::Channel {
+        Some(Fold::Channels)
+    } else {
+        shared_by_vectors.then_some(Fold::Groups)
+    }
 }
 
 /// The rules.

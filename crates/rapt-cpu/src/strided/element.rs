@@ -354,18 +354,27 @@ impl<R: Typed> Vectors for Find<R> {
 /// The entry point of a kernel for elements of a dtype: floats with the vectors of an instruction set, all others with those
 /// that every machine of the architecture has.
 pub(super) fn entry<R: Typed>(arch: Arch, dtype: DType) -> Option<Entry<R::Kernel>> {
-    let floats = arch::with_vectors(arch, Find::<R>(dtype, std::marker::PhantomData));
-    floats.or_else(|| plain_ints::<R>(dtype))
+    float_entry::<R>(arch, dtype).or_else(|| plain_ints::<R>(dtype))
+}
+
+/// As [`entry`], of floats alone.
+pub(super) fn float_entry<R: Typed>(arch: Arch, dtype: DType) -> Option<Entry<R::Kernel>> {
+    arch::with_vectors(arch, Find::<R>(dtype, std::marker::PhantomData))
 }
 
 /// As [`entry`] without vectors of an instruction set: for what is bound by other things than arithmetic.
 pub(super) fn plain_entry<R: Typed>(dtype: DType) -> Option<Entry<R::Kernel>> {
+    plain_float_entry::<R>(dtype).or_else(|| plain_ints::<R>(dtype))
+}
+
+/// As [`plain_entry`], of floats alone.
+pub(super) fn plain_float_entry<R: Typed>(dtype: DType) -> Option<Entry<R::Kernel>> {
     Some(match dtype {
         DType::F32 => plain::<R, f32>,
         DType::F64 => plain::<R, f64>,
         DType::F16 => plain::<R, f16>,
         DType::BF16 => plain::<R, bf16>,
-        other => return plain_ints::<R>(other),
+        _ => return None,
     })
 }
 

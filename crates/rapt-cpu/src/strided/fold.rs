@@ -11,7 +11,7 @@ use std::marker::PhantomData;
 
 use rapt_core::{Arch, DType};
 
-use super::element::{Call, Element, Entry, Num, Sum, Typed, entry, plain_entry};
+use super::element::{Call, Element, Entry, Num, Sum, Typed, entry, float_entry, plain_entry, plain_float_entry};
 use super::{Dim, Dims, Form, Kernel, TILE};
 
 /// What becomes of the elements of a result.
@@ -74,11 +74,8 @@ impl Fold {
         let along = |d: usize| Dim { size: x.shape[d], strides: [x.strides[d]] };
         let (outer, inner) = Dims::new((0..x.shape.len()).filter(|d| gone.contains(d)).map(along)).split_last();
         let is_extremum = matches!(function, FoldFunction::Max | FoldFunction::Min);
-        let is_float = matches!(x.dtype, DType::F64 | DType::F32 | DType::F16 | DType::BF16);
-        let needs_floats = matches!(function, FoldFunction::Mean | FoldFunction::Norm(_));
         let needs_one = is_extremum || matches!(function, FoldFunction::Norm(order) if order.is_infinite());
         if (needs_one && outer.count() * inner.size == 0)
-            || (needs_floats && !is_float)
             || (places.is_some() && !is_extremum)
             || !fits(function, x.dtype, out.map(|out| out.dtype))
         {
@@ -128,16 +125,16 @@ impl FoldFunction {
     fn entry(self, arch: Arch, dtype: DType, has_places: bool) -> Option<Entry<Fold>> {
         match self {
             FoldFunction::Sum => entry::<Run<Added>>(arch, dtype),
-            FoldFunction::Mean => entry::<Run<Averaged>>(arch, dtype),
+            FoldFunction::Mean => float_entry::<Run<Averaged>>(arch, dtype),
             FoldFunction::Product => plain_entry::<Run<Multiplied>>(dtype),
-            FoldFunction::Any => entry::<Run<Any>>(arch, dtype),
-            FoldFunction::All => entry::<Run<All>>(arch, dtype),
+            FoldFunction::Any => plain_entry::<Run<Any>>(dtype),
+            FoldFunction::All => plain_entry::<Run<All>>(dtype),
             FoldFunction::Max if has_places => plain_entry::<Run<Placed<true>>>(dtype),
             FoldFunction::Min if has_places => plain_entry::<Run<Placed<false>>>(dtype),
             FoldFunction::Max => entry::<Run<Extreme<true>>>(arch, dtype),
             FoldFunction::Min => entry::<Run<Extreme<false>>>(arch, dtype),
-            FoldFunction::Norm(2.0) => entry::<Run<Squared>>(arch, dtype),
-            FoldFunction::Norm(_) => plain_entry::<Run<Powers>>(dtype),
+            FoldFunction::Norm(2.0) => float_entry::<Run<Squared>>(arch, dtype),
+            FoldFunction::Norm(_) => plain_float_entry::<Run<Powers>>(dtype),
         }
     }
 }
