@@ -202,8 +202,13 @@ fn a_code_that_is_nan_is_seen_by_those_who_attend_it() {
             let [mut k, mut v] = [1, 2].map(|seed| Operand::new(format, &shape, seed));
             k.codes[5 * DIM + 7] = 0xff;
             v.codes[33 * DIM + 40] = 0x7f;
-            for (&arch, q_len) in rapt_cpu::available().iter().flat_map(|arch| Q_LENS.map(|q_len| (arch, q_len))) {
-                let of = |k, v| attend(arch, &queries(q_len, 1.0), q_len, k, v);
+            // A negative factor, and weights that underflow: a weight of 0 is no mask.
+            v.f32s.iter_mut().for_each(|of| *of *= -1.0);
+            let cases = Q_LENS.into_iter().flat_map(|q_len| [(q_len, 1.0), (q_len, 1e4)]);
+            for (&arch, (q_len, size)) in
+                rapt_cpu::available().iter().flat_map(|arch| cases.clone().map(move |case| (arch, case)))
+            {
+                let of = |k, v| attend(arch, &queries(q_len, size), q_len, k, v);
                 let is_nan = |out: Vec<f32>| out.into_iter().map(f32::is_nan).collect::<Vec<_>>();
                 // Two heads of queries read the first head of K and V.
                 let at = |n: usize| (n / (q_len * DIM) < 2, n % DIM);
@@ -212,6 +217,21 @@ fn a_code_that_is_nan_is_seen_by_those_who_attend_it() {
                 assert!(of_k.iter().enumerate().all(|(n, nan)| *nan == at(n).0), "{what}: k");
                 assert!(of_v.iter().enumerate().all(|(n, nan)| *nan == (at(n) == (true, 40))), "{what}: v");
             }
+        }
+    }
+}
+
+#[test]
+fn an_infinite_code_with_an_extreme_factor_is_infinite() {
+    let shape = [1, HEADS, KV_LEN];
+    let (k, mut v) = (Operand::new(Format::Int8, &shape, 1), Operand::new(Format::E5m2, &shape, 2));
+    v.codes[33 * DIM + 40] = 0x7c;
+    v.f32s[33] = 2f32.powi(-100);
+    for (&arch, q_len) in rapt_cpu::available().iter().flat_map(|arch| Q_LENS.map(|q_len| (arch, q_len))) {
+        for (n, out) in attend(arch, &queries(q_len, 1.0), q_len, &k, &v).into_iter().enumerate() {
+            let is_infinite = n / (q_len * DIM) < 2 && n % DIM == 40;
+            assert_eq!(out == f32::INFINITY, is_infinite, "{} q_len {q_len}: {out}", arch.name());
+            assert!(out.is_finite() || is_infinite);
         }
     }
 }

@@ -3,7 +3,7 @@
 use std::marker::PhantomData;
 
 use super::codes::{outputs_of, scores_of};
-use super::products::{dots, weighted_sum_by_blocks};
+use super::products::{dots, weighted_sum};
 use super::rows::Rows;
 use crate::kernels::codes::{CodeVectors, E2m1, E4m3fn, E5m2, Element, Int4, Int8, Uint8};
 use crate::kernels::simd::Part;
@@ -248,7 +248,7 @@ impl<S: CodeVectors, C: Element<S> + 'static, A: Adjust<S>> Part<S> for Product<
     unsafe fn run(self) {
         let Product { rows, sizes: Sizes { n, dim, rows: queries }, x: Weighted(p), y: o, .. } = self;
         // SAFETY: as above.
-        unsafe { weighted_sum_by_blocks::<S, _>(&Coded::<C, A>::new(rows), n, queries, p, o, dim) }
+        unsafe { weighted_sum::<S, _, true>(&Coded::<C, A>::new(rows), n, queries, p, o, dim) }
     }
 }
 

@@ -299,12 +299,13 @@ impl<S: CodeVectors> Part<S> for Outputs<'_> {
         let (rows, pv_keys, fold) = (problem.partition.rows, problem.partition.pv_keys, products.fold);
         let Some(scales) = &chunk.source.scales else { return false };
         let (global, ahead) = (scales.global * products.short, Ahead::new(problem, chunk.first, n));
+        let mut masked = masked;
         // SAFETY: as in `item`.
         unsafe {
             match fold {
                 Fold::Rows => {
                     chunk.row_factors(scales, n);
-                    weigh::<S>(chunk, (p, p_stride), (o, o_stride));
+                    masked |= weigh::<S>(chunk, (p, p_stride), (o, o_stride));
                 }
                 Fold::Channels => {
                     chunk.channel_factors(scales);
@@ -330,7 +331,7 @@ impl<S: CodeVectors> Part<S> for Outputs<'_> {
                 (products.numbers)(&codes, sizes, scratch.panel);
                 let keys = Keys { first: scratch.panel.cast_const(), stride: dim as isize };
                 if all_finite::<S, _>(&keys, taken, dim) {
-                    weighted_sum::<S, _>(&keys, taken, rows, p, o, dim);
+                    weighted_sum::<S, _, false>(&keys, taken, rows, p, o, dim);
                 } else {
                     weighted_sum_selecting::<S, _>(&keys, taken, rows, p, o, dim);
                 }
@@ -350,9 +351,11 @@ impl<S: CodeVectors> Part<S> for Outputs<'_> {
     }
 }
 
-/// Multiplies weights with the factors of their keys; a key whose factor is extreme is added by way of its numbers, and masked.
+/// Multiplies weights with the factors of their keys; a key whose factor is extreme is added by way of its numbers, and masked. Answers
+/// whether there was one.
 #[inline(always)]
-unsafe fn weigh<S: CodeVectors>(chunk: &CodesChunk<'_>, (p, p_stride): Out, o: Out) {
+unsafe fn weigh<S: CodeVectors>(chunk: &CodesChunk<'_>, (p, p_stride): Out, o: Out) -> bool {
+    let mut extreme = false;
     let (factors, n, rows) = (chunk.scratch.factors, chunk.n, chunk.problem.partition.rows);
     // SAFETY: as in `item`: rows of p are whole vectors; what lies behind the last key is masked.
     unsafe {
@@ -362,8 +365,16 @@ unsafe fn weigh<S: CodeVectors>(chunk: &CodesChunk<'_>, (p, p_stride): Out, o: O
                 let p = p.add(r * p_stride + j);
                 if !(*p).is_masked() {
                     let keys = *keys.get_or_insert_with(|| number_of(chunk, j));
-                    weighted_sum::<S, _>(&keys, 1, 1, (p.cast_const(), p_stride), (o.0.add(r * o.1), o.1), chunk.dim);
+                    weighted_sum::<S, _, false>(
+                        &keys,
+                        1,
+                        1,
+                        (p.cast_const(), p_stride),
+                        (o.0.add(r * o.1), o.1),
+                        chunk.dim,
+                    );
                     *p = f32::MASKED;
+                    extreme = true;
                 }
             }
         }
@@ -373,8 +384,11 @@ unsafe fn weigh<S: CodeVectors>(chunk: &CodesChunk<'_>, (p, p_stride): Out, o: O
                 let x = S::load(at);
                 // Of all weights −0 alone has a negative inverse.
                 let masked = S::lt(S::div(S::splat(1.0), x), S::splat(0.0));
-                S::store(at, S::select(masked, x, S::mul(x, S::load(factors.add(j)))));
+                // A weight of 0 times a negative factor would be a masked one: added to 0 it is 0.
+                let weight = S::add(S::mul(x, S::load(factors.add(j))), S::splat(0.0));
+                S::store(at, S::select(masked, x, weight));
             }
         }
     }
+    extreme
 }

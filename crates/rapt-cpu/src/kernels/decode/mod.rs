@@ -215,7 +215,7 @@ impl<S: Simd, T: Storage<S>> Part<S> for SecondProduct<'_, S::Elem, T> {
                 let clean = !masked || all_finite::<S, _>(&keys, take, dim_v);
                 let (p, o) = ((p.cast_const().add(j), p_stride), (o, o_stride));
                 if clean {
-                    weighted_sum::<S, _>(&keys, take, rows, p, o, dim_v);
+                    weighted_sum::<S, _, false>(&keys, take, rows, p, o, dim_v);
                 } else {
                     weighted_sum_selecting::<S, _>(&keys, take, rows, p, o, dim_v);
                 }

@@ -96,9 +96,10 @@ pub(super) unsafe fn all_finite<S: Simd, R: Rows<S>>(values: &R, n: usize, dim: 
     }
 }
 
-/// `o[r] += Σ_j p[r][j] · v_j` for `rows` rows; p and o with the distance of their rows.
+/// `o[r] += Σ_j p[r][j] · v_j` for `rows` rows; p and o with the distance of their rows. `COMPACT` is less code, for the same bits: vectors
+/// that are no whole block go a row at a time.
 #[inline(always)]
-pub(super) unsafe fn weighted_sum<S: Simd, R: Rows<S>>(
+pub(super) unsafe fn weighted_sum<S: Simd, R: Rows<S>, const COMPACT: bool>(
     keys: &R,
     n: usize,
     rows: usize,
@@ -113,15 +114,15 @@ pub(super) unsafe fn weighted_sum<S: Simd, R: Rows<S>>(
             let (p, o) = ((p.add(r * p_stride), p_stride), (o.add(r * o_stride), o_stride));
             match rows - r {
                 4.. => {
-                    weighted_rows::<S, R, 4, 2>(keys, n, p, o, dim);
+                    weighted_rows::<S, R, 4, 2, COMPACT>(keys, n, p, o, dim);
                     r += 4;
                 }
                 2..4 => {
-                    weighted_rows::<S, R, 2, 4>(keys, n, p, o, dim);
+                    weighted_rows::<S, R, 2, 4, COMPACT>(keys, n, p, o, dim);
                     r += 2;
                 }
                 _ => {
-                    weighted_rows::<S, R, 1, 8>(keys, n, p, o, dim);
+                    weighted_rows::<S, R, 1, 8, COMPACT>(keys, n, p, o, dim);
                     r += 1;
                 }
             }
@@ -131,7 +132,7 @@ pub(super) unsafe fn weighted_sum<S: Simd, R: Rows<S>>(
 
 /// `Q` rows, `V` vectors of head_dim_v at a time; then single vectors; then single elements.
 #[inline(always)]
-pub(super) unsafe fn weighted_rows<S: Simd, R: Rows<S>, const Q: usize, const V: usize>(
+pub(super) unsafe fn weighted_rows<S: Simd, R: Rows<S>, const Q: usize, const V: usize, const COMPACT: bool>(
     keys: &R,
     n: usize,
     p: (*const S::Elem, usize),
@@ -146,7 +147,13 @@ pub(super) unsafe fn weighted_rows<S: Simd, R: Rows<S>, const Q: usize, const V:
             d += V * S::LANES;
         }
         while d + S::LANES <= dim {
-            weighted_slice::<S, R, Q, 1>(keys, n, p, o, d);
+            if COMPACT {
+                for r in 0..Q {
+                    weighted_slice::<S, R, 1, 1>(keys, n, (p.0.add(r * p.1), p.1), (o.0.add(r * o.1), o.1), d);
+                }
+            } else {
+                weighted_slice::<S, R, Q, 1>(keys, n, p, o, d);
+            }
             d += S::LANES;
         }
         for r in 0..Q {
@@ -174,58 +181,6 @@ unsafe fn weighted_rest<S: Simd, R: Rows<S>>(
             *o.add(d) = *o.add(d) + sum;
         }
     }
-}
-
-/// As [`weighted_sum`] with the same bits, in less code: what is left of whole blocks of vectors goes a vector and a row at a time.
-#[inline(always)]
-pub(super) unsafe fn weighted_sum_by_blocks<S: Simd, R: Rows<S>>(
-    keys: &R,
-    n: usize,
-    rows: usize,
-    (p, p_stride): (*const S::Elem, usize),
-    (o, o_stride): (*mut S::Elem, usize),
-    dim: usize,
-) {
-    let mut r = 0;
-    // SAFETY: as in `item`.
-    unsafe {
-        while r < rows {
-            let (first_p, first_o) = ((p.add(r * p_stride), p_stride), (o.add(r * o_stride), o_stride));
-            let (taken, whole) = match rows - r {
-                4.. => (4, whole_blocks::<S, R, 4, 2>(keys, n, first_p, first_o, dim)),
-                2..4 => (2, whole_blocks::<S, R, 2, 4>(keys, n, first_p, first_o, dim)),
-                _ => (1, whole_blocks::<S, R, 1, 8>(keys, n, first_p, first_o, dim)),
-            };
-            for r in r..r + taken {
-                let (p, o) = (p.add(r * p_stride), o.add(r * o_stride));
-                let mut d = whole;
-                while d + S::LANES <= dim {
-                    weighted_slice::<S, R, 1, 1>(keys, n, (p, p_stride), (o, o_stride), d);
-                    d += S::LANES;
-                }
-                weighted_rest::<S, R>(keys, n, p, o, (d, dim));
-            }
-            r += taken;
-        }
-    }
-}
-
-/// `Q` rows, `V` vectors at a time; answers how many elements that are.
-#[inline(always)]
-unsafe fn whole_blocks<S: Simd, R: Rows<S>, const Q: usize, const V: usize>(
-    keys: &R,
-    n: usize,
-    p: (*const S::Elem, usize),
-    o: (*mut S::Elem, usize),
-    dim: usize,
-) -> usize {
-    let mut d = 0;
-    while d + V * S::LANES <= dim {
-        // SAFETY: as in `item`.
-        unsafe { weighted_slice::<S, R, Q, V>(keys, n, p, o, d) };
-        d += V * S::LANES;
-    }
-    d
 }
 
 #[inline(always)]
