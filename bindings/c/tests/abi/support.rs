@@ -105,6 +105,8 @@ impl Call {
             numbers(HEADS, seed + 4),
             vec![BEFORE; HEADS * Q_LEN],
         ];
+        // An output at the address of a small one overlaps that one alone, whatever lies behind it.
+        data.iter_mut().for_each(|numbers| numbers.reserve_exact(q.max(k)));
         let mut mask: Vec<bool> = (0..Q_LEN * KV_LEN).map(|at| !(at + seed as usize).is_multiple_of(4)).collect();
         let mut float = |at: usize| tensor(data[at].as_mut_ptr().cast(), rapt_dtype::RAPT_DTYPE_F32);
         let bools = tensor(mask.as_mut_ptr().cast(), rapt_dtype::RAPT_DTYPE_BOOL);
