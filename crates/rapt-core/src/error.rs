@@ -34,7 +34,7 @@ pub enum ErrorKind {
     DtypeBoundary,
     /// A program or its archive is damaged, altered, or contradicts itself.
     Program,
-    /// An index among the values of a program's inputs lies outside its dimension.
+    /// An index among the values of a program's inputs, of a page table, or of lengths and offsets, lies outside its dimension.
     Index,
     /// The values of a program's inputs make it divide an integer by zero.
     ZeroDivision,
@@ -182,6 +182,50 @@ pub enum Error {
         /// The shape of the operand, as it was given.
         of: Shape,
         /// The shapes that it may have, in words.
+        allowed: String,
+    },
+    /// A page table with fewer entries than the keys of a sequence take.
+    #[error("page_table has {entries} entries, too few for {kv_len} keys in pages of {page_size}")]
+    PageTableShort {
+        /// Its entries.
+        entries: usize,
+        /// Keys of the sequence.
+        kv_len: usize,
+        /// Keys of a page.
+        page_size: usize,
+    },
+    /// A page table that names a page which the cache does not have.
+    #[error("page_table[{at}] is {page}, the cache has pages 0 to {num_pages}, less one")]
+    PageIndex {
+        /// Which entry.
+        at: usize,
+        /// What it holds.
+        page: i32,
+        /// Pages of the cache.
+        num_pages: usize,
+    },
+    /// A page into which keys of one sequence are written, and which another sequence has too, or the same one twice.
+    #[error(
+        "page {page} takes new keys of sequence {writer} and belongs to sequence {other}: it would hold keys of both"
+    )]
+    PageShared {
+        /// The page.
+        page: i32,
+        /// The sequence whose keys would be written there.
+        writer: usize,
+        /// The other sequence; the same one where it has the page twice.
+        other: usize,
+    },
+    /// A length or an offset of a ragged batch that cannot be.
+    #[error("{tensor}[{at}] is {got}; allowed: {allowed}")]
+    Length {
+        /// The tensor of lengths or offsets.
+        tensor: &'static str,
+        /// Which of them.
+        at: usize,
+        /// What it holds.
+        got: i32,
+        /// What it may hold.
         allowed: String,
     },
     /// A shape, or an offset reached by shape and strides, overflows 64-bit signed arithmetic.
@@ -390,7 +434,9 @@ impl Error {
             | Error::MaskShape { .. }
             | Error::ShapeMismatch { .. }
             | Error::DescaleShape { .. }
+            | Error::PageTableShort { .. }
             | Error::Overflow { .. } => ErrorKind::Shape,
+            Error::PageIndex { .. } | Error::Length { .. } => ErrorKind::Index,
             Error::OutOfExtent { .. }
             | Error::Unaligned { .. }
             | Error::NullData { .. }
@@ -399,6 +445,7 @@ impl Error {
             | Error::OverlapUndecided { .. }
             | Error::ReadOnly { .. }
             | Error::Representation { .. }
+            | Error::PageShared { .. }
             | Error::NotAsPlanned { .. } => ErrorKind::Layout,
             Error::Option { .. } | Error::UnexpectedPart { .. } => ErrorKind::Option,
             Error::DeviceMismatch { .. }
@@ -438,8 +485,10 @@ impl Error {
             | Error::Representation { tensor, .. }
             | Error::NotAsPlanned { tensor, .. }
             | Error::DeviceMismatch { tensor, .. }
+            | Error::Length { tensor, .. }
             | Error::KindMismatch { tensor, .. } => Some(tensor),
             Error::MaskShape { .. } => Some("mask"),
+            Error::PageTableShort { .. } | Error::PageIndex { .. } | Error::PageShared { .. } => Some("page_table"),
             _ => None,
         }
     }

@@ -90,6 +90,10 @@ impl<'a> Explanation<'a> {
             ("k strides", format!("{:?}", spec.k.strides)),
             ("v strides", format!("{:?}", spec.v.strides)),
         ];
+        if let Some(pages) = spec.pages.as_deref() {
+            let used = pages.used(spec.kv_len());
+            rows.push(("pages", format!("{used} of {} keys each, of a cache of {}", pages.page_size, pages.num_pages)));
+        }
         rows.extend(spec.quantized().map(|(tensor, numbers, codes)| (row_of_codes(tensor), codes.in_words(numbers))));
         rows.extend([
             ("out strides", format!("{:?}, {}", spec.out.strides, spec.out.dtype)),

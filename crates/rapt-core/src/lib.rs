@@ -38,10 +38,12 @@ pub use explain::Explanation;
 pub use form::{Alignment, TensorForm};
 pub use format::{Format, Granularity, ScaleLayout};
 pub use lines::Lines;
-pub use operands::{Operands, Tensors, prove_disjoint, prove_injective};
+pub use operands::{Operands, Tensors, prove_disjoint, prove_injective, split};
 pub use options::{Causal, Finite, Options, TensorLayout, Window};
 pub use plan::{Arch, Caps, Compiled, Cost, Kernel, KernelKey, Launch, LaunchPlan, MaskClass, PRounding, Plan, Work};
 pub use queue::{DeviceMemory, Executor, Queue, SerialExecutor, Workspace};
 pub use shape::{Dims, MAX_RANK, Shape, Strides};
-pub use spec::{Codes, CodesForm, CodesSpec, Direction, Kv, MaskSpec, Numerics, Qkv, Spec, SpecBuilder, TensorSpec};
+pub use spec::{
+    Codes, CodesForm, CodesSpec, Direction, Kv, MaskSpec, Numerics, PagesSpec, Qkv, Spec, SpecBuilder, TensorSpec,
+};
 pub use view::{Extent, View, ViewMut};

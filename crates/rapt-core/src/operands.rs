@@ -5,7 +5,7 @@
 //! with any other operand.
 
 use crate::overlap::{Decision, STEPS};
-use crate::spec::{broadcast_mask, canonical, numbers_of, part_names};
+use crate::spec::{broadcast_mask, canonical, codes_of_keys, keys, numbers_of, part_names};
 use crate::{Codes, CodesForm, CodesSpec, Error, Qkv, Result, Spec, TensorSpec, View, ViewMut};
 
 /// The tensors of one run, as they were given.
@@ -25,6 +25,8 @@ pub struct Tensors<'a> {
     pub sinks: Option<View<'a>>,
     /// ALiBi slopes.
     pub alibi_slopes: Option<View<'a>>,
+    /// Where k and v are pages of a cache: those of this sequence, in the order of its keys.
+    pub page_table: Option<View<'a>>,
     /// Where the result goes.
     pub out: ViewMut<'a>,
     /// Where the log of the sum of exponentials goes.
@@ -35,6 +37,8 @@ pub struct Tensors<'a> {
 #[derive(Debug)]
 pub struct Operands<'a> {
     tensors: Tensors<'a>,
+    /// The entries of the page table that are used, each a page of the cache. A copy: nobody can write others there later.
+    pages: Vec<i32>,
     spec: &'a Spec,
 }
 
@@ -73,6 +77,29 @@ fn compare_codes(tensor: &'static str, got: &CodesSpec, planned: &CodesSpec) -> 
         .try_for_each(|(got, planned)| compare(names.zero_point, got, planned))
 }
 
+/// The entries of a page table that the keys of `spec` take.
+///
+/// # Errors
+/// [`Error::NotAsPlanned`]; [`Error::PageIndex`] for an entry that is no page of the cache.
+fn pages_used(table: Option<&View<'_>>, spec: &Spec) -> Result<Vec<i32>> {
+    let (table, pages) = match (table, spec.pages.as_deref()) {
+        (None, None) => return Ok(Vec::new()),
+        (Some(table), Some(pages)) => (table, pages),
+        _ => return Err(Error::NotAsPlanned { tensor: "page_table", what: "presence" }),
+    };
+    let got = TensorSpec::of(&table.into()).filter(|_| table.shape().len() == 1);
+    compare("page_table", &got.ok_or(Error::NotAsPlanned { tensor: "page_table", what: "shape" })?, &pages.table)?;
+    let used = pages.used(spec.kv_len());
+    if used == 0 {
+        return Ok(Vec::new());
+    }
+    let entries: Vec<i32> = table.lines("page_table")?.line(0).take(used).collect();
+    match entries.iter().position(|&page| usize::try_from(page).map_or(true, |page| page >= pages.num_pages)) {
+        Some(at) => Err(Error::PageIndex { at, page: entries[at], num_pages: pages.num_pages }),
+        None => Ok(entries),
+    }
+}
+
 /// Proves that `out` shares no byte with another operand. Answers the steps that it took.
 ///
 /// # Errors
@@ -99,6 +126,20 @@ pub fn prove_injective(tensor: &'static str, out: &ViewMut<'_>) -> Result<usize>
     }
 }
 
+/// The parts of `out` along dimension `dim` of which each ends where the next begins, at `ends` and at 0 before the first.
+///
+/// # Errors
+/// As [`prove_injective`]: an element of two parts would be written by two.
+///
+/// # Panics
+/// If the ends fall, or leave the dimension.
+pub fn split<'a>(tensor: &'static str, mut out: ViewMut<'a>, dim: usize, ends: &[usize]) -> Result<Vec<ViewMut<'a>>> {
+    prove_injective(tensor, &out)?;
+    let begins = std::iter::once(0).chain(ends.iter().copied());
+    // SAFETY: the whole is given up, and no two indices have one address.
+    Ok(begins.zip(ends).map(|(begin, &end)| unsafe { out.part(dim, &(begin..end)) }).collect())
+}
+
 impl<'a> Operands<'a> {
     /// Proves that `tensors` are those of `spec`.
     ///
@@ -114,11 +155,25 @@ impl<'a> Operands<'a> {
         let (views, planned) = ([&tensors.q, &tensors.k, &tensors.v], [&spec.q, &spec.k, &spec.v]);
         for (n, (name, codes)) in tensors.codes.named().into_iter().enumerate() {
             let form = codes.as_deref().map(CodesForm::from);
-            compare(name, &numbers_of(name, &views[n].into(), form.as_ref(), layout)?, planned[n])?;
+            let in_pages = spec.pages.as_deref().filter(|_| n > 0);
+            let (got, pages) = match in_pages {
+                Some(_) => keys(name, &views[n].into(), form.as_ref(), layout, Some(spec.kv_len()))
+                    .map(|(got, pages)| (got, Some(pages)))?,
+                None => (numbers_of(name, &views[n].into(), form.as_ref(), layout)?, None),
+            };
+            compare(name, &got, planned[n])?;
+            if let (Some(got), Some(planned)) = (pages, in_pages)
+                && (got.num_pages, got.page_size) != (planned.num_pages, planned.page_size)
+            {
+                return Err(Error::NotAsPlanned { tensor: name, what: "pages" });
+            }
             let (_, planned_codes) = spec.codes.named()[n];
             match (&form, planned_codes) {
                 (Some(form), Some(codes)) => {
-                    let got = CodesSpec::new(name, form, planned[n].shape, views[n].shape().len(), layout)?;
+                    let got = match pages {
+                        Some(pages) => codes_of_keys(name, form, planned[n], pages, layout)?,
+                        None => CodesSpec::new(name, form, planned[n].shape, views[n].shape().len(), layout)?,
+                    };
                     compare_codes(name, &got, codes)?;
                 }
                 (None, None) => {}
@@ -161,6 +216,7 @@ impl<'a> Operands<'a> {
             }
         }
 
+        let pages = pages_used(tensors.page_table.as_ref(), spec)?;
         prove_injective("out", out)?;
         tensors.inputs().try_for_each(|(other, view)| prove_disjoint("out", out, other, view).map(drop))?;
         if let Some(lse) = &tensors.lse {
@@ -168,7 +224,7 @@ impl<'a> Operands<'a> {
             tensors.inputs().try_for_each(|(other, view)| prove_disjoint("lse", lse, other, view).map(drop))?;
             prove_disjoint("lse", lse, "out", &out.as_view())?;
         }
-        Ok(Operands { tensors, spec })
+        Ok(Operands { tensors, pages, spec })
     }
 
     /// Whether these operands were proven against `spec`: what a backend asks before it trusts them.
@@ -186,6 +242,12 @@ impl<'a> Operands<'a> {
         &self.tensors
     }
 
+    /// The page of each run of `page_size` keys, where k and v are pages of a cache in host memory.
+    #[must_use]
+    pub fn pages(&self) -> &[i32] {
+        &self.pages
+    }
+
     /// Where `out` is written.
     pub fn out_ptr(&mut self) -> *mut u8 {
         self.tensors.out.as_mut_ptr()
@@ -201,7 +263,8 @@ impl<'a> Tensors<'a> {
     /// Numbers that attend without mask, sinks, slopes and lse; `Tensors { mask, ..Tensors::new(q, k, v, out) }` has one.
     #[must_use]
     pub fn new(q: View<'a>, k: View<'a>, v: View<'a>, out: ViewMut<'a>) -> Self {
-        Tensors { q, k, v, codes: Qkv::default(), mask: None, sinks: None, alibi_slopes: None, out, lse: None }
+        let (mask, sinks, alibi_slopes, page_table, lse) = (None, None, None, None, None);
+        Tensors { q, k, v, codes: Qkv::default(), mask, sinks, alibi_slopes, page_table, out, lse }
     }
 
     /// Every tensor that is read, with its name.
@@ -211,6 +274,7 @@ impl<'a> Tensors<'a> {
             ("mask", self.mask.as_ref()),
             ("sinks", self.sinks.as_ref()),
             ("alibi_slopes", self.alibi_slopes.as_ref()),
+            ("page_table", self.page_table.as_ref()),
         ];
         let of_codes =
             self.codes.named().into_iter().filter_map(|(name, codes)| Some((part_names(name), codes.as_deref()?)));

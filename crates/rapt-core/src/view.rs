@@ -6,6 +6,7 @@
 //! taken at its word. Deliberately absent: ownership, and conversion of elements.
 
 use std::marker::PhantomData;
+use std::ops::Range;
 
 use crate::overlap::{Decision, Footprint, are_disjoint, is_injective};
 use crate::{DType, Device, Dims, Element, Error, Result, Shape, Strides};
@@ -143,6 +144,23 @@ impl Parts {
         let strides = Dims::new(&strides).expect("fewer dimensions than before");
         let reach = reach_bytes("view", self.dtype, &shape, &strides).expect("a part of what was checked");
         Parts { address: self.address.wrapping_add_signed(offset), shape, strides, reach, ..*self }
+    }
+}
+
+impl Parts {
+    /// Elements `range` of dimension `dim`. A part without elements reaches nothing, and its pointer is not moved.
+    fn narrow(&self, dim: usize, range: &Range<usize>) -> Self {
+        assert!(
+            range.start <= range.end && range.end <= self.shape[dim],
+            "{range:?} of dimension {dim} of {}",
+            self.shape
+        );
+        let mut shape = self.shape.to_vec();
+        shape[dim] = range.end - range.start;
+        let step = if shape.contains(&0) { 0 } else { self.strides[dim] * self.dtype.size_bytes() as isize };
+        let shape = Dims::new(&shape).expect("as many dimensions as before");
+        let reach = reach_bytes("view", self.dtype, &shape, &self.strides).expect("a part of what was checked");
+        Parts { address: self.address.wrapping_add_signed(step * range.start as isize), shape, reach, ..*self }
     }
 }
 
@@ -297,8 +315,29 @@ impl<'a> View<'a> {
     }
 }
 
+impl<'a> View<'a> {
+    /// Elements `range` of dimension `dim`, where they lie.
+    ///
+    /// # Panics
+    /// If the range leaves the dimension.
+    #[must_use]
+    pub fn narrow(&self, dim: usize, range: &Range<usize>) -> View<'a> {
+        let parts = self.parts.narrow(dim, range);
+        View { ptr: self.ptr.with_addr(parts.address), parts, owner: PhantomData }
+    }
+}
+
 impl<'a> ViewMut<'a> {
     accessors!();
+
+    /// Elements `range` of dimension `dim`, as long as the whole lives.
+    ///
+    /// # Safety
+    /// No element of the part is reached by way of the whole, or of another part, while this one lives.
+    pub(crate) unsafe fn part(&mut self, dim: usize, range: &Range<usize>) -> ViewMut<'a> {
+        let parts = self.parts.narrow(dim, range);
+        ViewMut { ptr: self.ptr.with_addr(parts.address), parts, owner: PhantomData }
+    }
 
     /// The same bytes as elements of another dtype of the same size. `tensor` names it in errors.
     ///
@@ -375,6 +414,16 @@ impl<'a> ViewMut<'a> {
     #[must_use]
     pub fn index(&mut self, dim: usize, at: usize) -> ViewMut<'_> {
         let parts = self.parts.index(dim, at);
+        ViewMut { ptr: self.ptr.with_addr(parts.address), parts, owner: PhantomData }
+    }
+
+    /// Elements `range` of dimension `dim`, where they lie.
+    ///
+    /// # Panics
+    /// If the range leaves the dimension.
+    #[must_use]
+    pub fn narrow(&mut self, dim: usize, range: &Range<usize>) -> ViewMut<'_> {
+        let parts = self.parts.narrow(dim, range);
         ViewMut { ptr: self.ptr.with_addr(parts.address), parts, owner: PhantomData }
     }
 

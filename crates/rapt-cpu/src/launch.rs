@@ -27,6 +27,8 @@ pub(crate) struct Steps {
     pub(crate) decisions: Decisions,
     /// Of one thread, a multiple of 64.
     pub(crate) scratch_bytes: usize,
+    /// Of decode's partial results.
+    pub(crate) partials_bytes: usize,
 }
 
 impl CpuLaunch {

@@ -11,7 +11,7 @@
 //! ([`pointwise`]), what runs along rows ([`rows`]), and what takes strided tensors as they lie ([`strided`]): reductions, order,
 //! elements by index, windows over images.
 //!
-//! Deliberately absent: allocation (but for packed weights), threads of its own, and any access outside the operands.
+//! Deliberately absent: allocation (but for packed weights and the list of a batch), threads of its own, and any access outside the operands.
 
 mod arch;
 mod caps;
@@ -32,5 +32,5 @@ pub mod tune;
 pub use arch::{KernelVariant, Step};
 pub use caps::{available, detect};
 pub use launch::CpuLaunch;
-pub use run::run;
+pub use run::{Batch, run};
 pub use select::{select, tiles};

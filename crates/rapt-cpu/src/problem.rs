@@ -1,6 +1,8 @@
 //! A request as the kernels see it: pointers, strides and sizes, its partition into items, and its scratch memory.
 
-use rapt_core::{BlockRange, Codes, CodesSpec, DType, Format, MaskClass, Operands, Qkv, Spec, TensorSpec, Tile, View};
+use std::ptr::NonNull;
+
+use rapt_core::{BlockRange, Codes, CodesSpec, DType, Format, MaskClass, Operands, Qkv, Spec, TensorSpec, Tile};
 
 use crate::partition::Partition;
 use crate::scratch::Scratch;
@@ -13,6 +15,16 @@ pub(crate) struct Input<const N: usize> {
     /// Bytes of an element.
     pub(crate) size: isize,
     pub(crate) strides: [isize; N],
+    /// Of K, V and what scales them: the pages that they lie in.
+    pub(crate) pages: Option<PageTable>,
+}
+
+/// The pages of a cache that hold the keys of a sequence; the first stride of a tensor is that from page to page.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct PageTable {
+    /// Of each run of `page_size` keys its page.
+    entries: NonNull<i32>,
+    page_size: usize,
 }
 
 /// A tensor that is written.
@@ -27,13 +39,50 @@ pub(crate) struct Output<const N: usize> {
 
 impl<const N: usize> Input<N> {
     fn new(ptr: *const u8, spec: &TensorSpec<N>) -> Self {
-        Input { ptr, dtype: spec.dtype, size: spec.dtype.size_bytes() as isize, strides: spec.strides }
+        Input { ptr, dtype: spec.dtype, size: spec.dtype.size_bytes() as isize, strides: spec.strides, pages: None }
+    }
+
+    fn in_pages(self, pages: Option<PageTable>) -> Self {
+        Input { pages, ..self }
     }
 
     /// The address of an element. Never formed by an offset out of bounds: the index lies inside the tensor.
     #[inline(always)]
     pub(crate) fn at(&self, index: [usize; N]) -> *const u8 {
         self.ptr.wrapping_offset(offset(&self.strides, index) * self.size)
+    }
+}
+
+impl Input<4> {
+    /// The address of an element of K or V, or of what scales them, wherever its key lies.
+    #[inline(always)]
+    pub(crate) fn at_key(&self, [batch, head, j, d]: [usize; 4]) -> *const u8 {
+        match self.pages {
+            None => self.at([batch, head, j, d]),
+            Some(PageTable { entries, page_size }) => {
+                // SAFETY: the table has an entry for each page of keys, which is a page of the cache.
+                let page = unsafe { *entries.as_ptr().add(j / page_size) } as usize;
+                self.at([page, head, j % page_size, d])
+            }
+        }
+    }
+
+    /// How many of the `n` keys from `j` on lie a stride apart, each from the one before.
+    #[inline(always)]
+    pub(crate) fn run(&self, j: usize, n: usize) -> usize {
+        self.pages.map_or(n, |pages| n.min(pages.page_size - j % pages.page_size))
+    }
+
+    /// The runs of keys `j0..j0 + n` that lie a stride apart: how far each is from `j0`, and its length.
+    #[inline(always)]
+    pub(crate) fn runs(&self, j0: usize, n: usize) -> impl Iterator<Item = (usize, usize)> {
+        let (input, mut at) = (*self, 0);
+        std::iter::from_fn(move || {
+            let len = input.run(j0 + at, n - at);
+            let run = (at, len);
+            at += len;
+            (len > 0).then_some(run)
+        })
     }
 }
 
@@ -145,6 +194,20 @@ pub(crate) struct Source {
     pub(crate) products: Option<CodeProducts>,
 }
 
+impl Source {
+    /// Reads the `n` keys from `first` on, of `dim` elements, to consecutive rows of f32, page by page where they lie in pages.
+    ///
+    /// # Safety
+    /// As of [`ReadRows`].
+    pub(crate) unsafe fn read_keys(&self, first: [usize; 3], n: usize, dim: usize, panel: *mut f32) {
+        let [batch, head, j0] = first;
+        for (at, len) in self.rows.runs(j0, n) {
+            // SAFETY: promised by the caller.
+            unsafe { (self.read)(self, [batch, head, j0 + at], len, dim, panel.wrapping_add(at * dim)) };
+        }
+    }
+}
+
 /// What makes numbers of codes.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Scales {
@@ -157,11 +220,11 @@ pub(crate) struct Scales {
 }
 
 impl Scales {
-    fn new(spec: &CodesSpec, codes: &Codes<'_>) -> Self {
+    fn new(spec: &CodesSpec, codes: &Codes<'_>, pages: Option<PageTable>) -> Self {
         let zero_point = spec.zero_point.as_ref().zip(codes.zero_point);
         Scales {
-            descale: Input::new(codes.descale.as_ptr(), &spec.descale),
-            zero_point: zero_point.map(|(spec, view)| Input::new(view.as_ptr(), spec)),
+            descale: Input::new(codes.descale.as_ptr(), &spec.descale).in_pages(pages),
+            zero_point: zero_point.map(|(spec, view)| Input::new(view.as_ptr(), spec).in_pages(pages)),
             chunk: spec.chunk,
             global: codes.global_scale.unwrap_or(1.0),
         }
@@ -267,27 +330,33 @@ impl Problem {
     ) -> Self {
         let (out, lse) = (operands.out_ptr(), operands.lse_ptr());
         let tensors = operands.tensors();
+        let pages = spec.pages.as_deref().and_then(|pages| {
+            let entries = NonNull::from(operands.pages().first()?);
+            Some(PageTable { entries, page_size: pages.page_size })
+        });
         let Decisions { partition, scratch, scores, readings } = *decisions;
-        let source = |reading: Option<Reading>, view: &View<'_>, tensor: &TensorSpec<4>, scales: Option<Scales>| {
-            let rows = Input::new(view.as_ptr(), tensor);
+        let source = |reading: Option<Reading>, rows: Input<4>, scales: Option<Scales>| {
             reading.map(|reading| {
                 let RowReader { read, products } = reader(reading);
                 Source { rows, scales, shared: reading.kind.shared(), read, products }
             })
         };
-        let scales = |spec: &Option<Box<CodesSpec>>, codes: &Option<Box<Codes<'_>>>| {
-            spec.as_deref().zip(codes.as_deref()).map(|(spec, codes)| Scales::new(spec, codes))
+        let scales = |spec: &Option<Box<CodesSpec>>, codes: &Option<Box<Codes<'_>>>, pages: Option<PageTable>| {
+            spec.as_deref().zip(codes.as_deref()).map(|(spec, codes)| Scales::new(spec, codes, pages))
         };
+        let q = Input::new(tensors.q.as_ptr(), &spec.q);
+        let k = Input::new(tensors.k.as_ptr(), &spec.k).in_pages(pages);
+        let v = Input::new(tensors.v.as_ptr(), &spec.v).in_pages(pages);
         let (of_spec, of_tensors) = (&spec.codes, &tensors.codes);
         let sources = Qkv {
-            q: source(readings.q, &tensors.q, &spec.q, scales(&of_spec.q, &of_tensors.q)),
-            k: source(readings.k, &tensors.k, &spec.k, scales(&of_spec.k, &of_tensors.k)),
-            v: source(readings.v, &tensors.v, &spec.v, scales(&of_spec.v, &of_tensors.v)),
+            q: source(readings.q, q, scales(&of_spec.q, &of_tensors.q, None)),
+            k: source(readings.k, k, scales(&of_spec.k, &of_tensors.k, pages)),
+            v: source(readings.v, v, scales(&of_spec.v, &of_tensors.v, pages)),
         };
         Problem {
-            q: Input::new(tensors.q.as_ptr(), &spec.q),
-            k: Input::new(tensors.k.as_ptr(), &spec.k),
-            v: Input::new(tensors.v.as_ptr(), &spec.v),
+            q,
+            k,
+            v,
             sources,
             out: Output::new(out, &spec.out),
             lse: spec.lse.as_ref().zip(lse).map(|(lse, ptr)| Output::new(ptr, lse)),

@@ -1,5 +1,6 @@
 //! Runs a plan: deals its items out to threads. Derives nothing and chooses nothing: all of that is the plan's [`CpuLaunch`].
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use rapt_core::{DType, Error, Executor, Operands, Plan, Result, Spec, Workspace};
@@ -10,6 +11,7 @@ use crate::kernels::simd::Real;
 use crate::launch::{CpuLaunch, Steps};
 use crate::partition::Item;
 use crate::problem::{Output, Problem};
+use crate::select;
 
 /// A pointer that threads share; each uses a part of its own.
 struct Shared(*mut u8);
@@ -40,12 +42,113 @@ pub fn run(plan: &Plan, operands: &mut Operands<'_>, workspace: &mut Workspace, 
     let pool = Pool { executor, threads: launch.threads, scratch_bytes: *scratch_bytes, base: Shared(base) };
     let partition = &problem.partition;
     // SAFETY: the entry is of an instruction set that this machine has; each item has rows, or partial rows, of its own.
-    unsafe { pool.deal(main, &problem, partition.items(), |n| partition.item(n)) }?;
+    pool.deal(partition.items(), |n, scratch| unsafe { main(&problem, partition.item(n), scratch) })?;
     if let Some(combine) = combine {
         // SAFETY: as above; every chunk is written.
-        unsafe { pool.deal(combine, &problem, partition.tasks, |task| Item { task, chunk: 0 }) }?;
+        pool.deal(partition.tasks, |task, scratch| unsafe { combine(&problem, Item { task, chunk: 0 }, scratch) })?;
     }
     Ok(())
+}
+
+/// Plans that run side by side: what they ask of threads and memory together.
+#[derive(Debug)]
+pub struct Batch<'a> {
+    plans: &'a [Arc<Plan>],
+    threads: usize,
+    /// Of one thread.
+    scratch_bytes: usize,
+    workspace_bytes: usize,
+}
+
+/// One request of a batch, and the first of its items among those of all.
+struct Job<'p> {
+    problem: Problem,
+    main: Entry,
+    combine: Option<Entry>,
+    steps: &'p Steps,
+    items_before: usize,
+    tasks_before: usize,
+}
+
+impl<'a> Batch<'a> {
+    /// `plans` on at most `threads` threads.
+    ///
+    /// # Errors
+    /// [`Error::NotAsPlanned`] for the plan of another backend.
+    pub fn new(plans: &'a [Arc<Plan>], threads: usize) -> Result<Self> {
+        let (mut most, mut ns, mut scratch_bytes, mut partials_bytes) = (1, 0.0, 0, 0usize);
+        for plan in plans {
+            let launch: &CpuLaunch = plan.launch_plan()?;
+            let Some(steps) = &launch.steps else { continue };
+            most = most.max(launch.threads);
+            ns += select::ns_on_one_core(&launch.cost);
+            scratch_bytes = scratch_bytes.max(steps.scratch_bytes);
+            partials_bytes = partials_bytes.saturating_add(steps.partials_bytes.next_multiple_of(64));
+        }
+        // Requests that are each over before another thread wakes may not be so together.
+        let threads = if most > 1 || ns >= select::PARALLEL_NS { threads.max(1) } else { 1 };
+        let workspace_bytes = threads.saturating_mul(scratch_bytes).saturating_add(partials_bytes);
+        Ok(Batch { plans, threads, scratch_bytes, workspace_bytes })
+    }
+
+    /// Scratch memory that the run needs.
+    #[must_use]
+    pub fn workspace_bytes(&self) -> usize {
+        self.workspace_bytes
+    }
+
+    /// Runs every plan on its operands, with the bits of [`run`]. All outputs are written when it returns.
+    ///
+    /// # Errors
+    /// As [`run`].
+    pub fn run(&self, operands: &mut [Operands<'_>], workspace: &mut Workspace, executor: &dyn Executor) -> Result<()> {
+        if operands.len() != self.plans.len() {
+            return Err(Error::NotAsPlanned { tensor: "operands", what: "their number" });
+        }
+        if workspace.len_bytes() < self.workspace_bytes {
+            return Err(Error::OutOfMemory { bytes: self.workspace_bytes });
+        }
+        let base = workspace.as_mut_ptr();
+        let mut partials = base.wrapping_add(self.threads * self.scratch_bytes);
+        let (mut jobs, mut items, mut tasks) = (Vec::with_capacity(operands.len()), 0, 0);
+        for (plan, operands) in self.plans.iter().zip(&mut *operands) {
+            operands.expect(plan.spec())?;
+            let launch: &CpuLaunch = plan.launch_plan()?;
+            let Some(steps) = &launch.steps else {
+                fill_empty(plan.spec(), operands);
+                continue;
+            };
+            let main = steps.main.entry(available())?;
+            let combine = steps.combine.as_ref().map(|variant| variant.entry(available())).transpose()?;
+            let reader = |reading| row_reader(steps.main.arch, reading);
+            let problem = Problem::new(plan.spec(), &steps.decisions, operands, partials, reader);
+            partials = partials.wrapping_add(steps.partials_bytes.next_multiple_of(64));
+            jobs.push(Job { problem, main, combine, steps, items_before: items, tasks_before: tasks });
+            let partition = &steps.decisions.partition;
+            items += partition.items();
+            tasks += if combine.is_some() { partition.tasks } else { 0 };
+        }
+        let (threads, scratch_bytes) = (self.threads, self.scratch_bytes);
+        let pool = Pool { executor, threads, scratch_bytes, base: Shared(base) };
+        let of = |n: usize, before: fn(&Job<'_>) -> usize| {
+            // The last that begins at or before n: one without items begins where the next does.
+            let job = &jobs[jobs.partition_point(|job| before(job) <= n) - 1];
+            (job, n - before(job))
+        };
+        pool.deal(items, |n, scratch| {
+            let (job, n) = of(n, |job| job.items_before);
+            let item = job.steps.decisions.partition.item(n);
+            // SAFETY: as in `run`; each job has partial rows of its own.
+            unsafe { (job.main)(&job.problem, item, scratch) }
+        })?;
+        pool.deal(tasks, |n, scratch| {
+            let (job, task) = of(n, |job| job.tasks_before);
+            if let Some(combine) = job.combine {
+                // SAFETY: as above; every chunk is written.
+                unsafe { combine(&job.problem, Item { task, chunk: 0 }, scratch) }
+            }
+        })
+    }
 }
 
 /// Threads with scratch memory of their own.
@@ -57,17 +160,12 @@ struct Pool<'a> {
 }
 
 impl Pool<'_> {
-    /// Runs `entry` on items `0..items`, each once, the next free thread taking the next one.
-    ///
-    /// # Safety
-    /// `entry` is compiled for an instruction set that this machine has, and writes disjoint memory for each item.
-    unsafe fn deal(
-        &self,
-        entry: Entry,
-        problem: &Problem,
-        items: usize,
-        order: impl Fn(usize) -> Item + Sync,
-    ) -> Result<()> {
+    /// Runs `work` on items `0..items`, each once, the next free thread taking the next one. It gets scratch memory that is its
+    /// thread's own meanwhile.
+    fn deal(&self, items: usize, work: impl Fn(usize, *mut u8) + Sync) -> Result<()> {
+        if items == 0 {
+            return Ok(());
+        }
         let (next, taken) = (AtomicUsize::new(0), AtomicUsize::new(0));
         let base = &self.base;
         self.executor.parallel_for(self.threads.min(items), &|_| {
@@ -76,14 +174,14 @@ impl Pool<'_> {
             if slot >= self.threads {
                 return;
             }
+            // Slot < threads and taken once: it lies inside the workspace and is this thread's.
             let scratch = base.0.wrapping_add(slot * self.scratch_bytes);
             loop {
                 let n = next.fetch_add(1, Ordering::Relaxed);
                 if n >= items {
                     break;
                 }
-                // SAFETY: slot < threads and taken once, so its scratch lies inside the workspace and is this thread's; the rest is the caller's promise.
-                unsafe { entry(problem, order(n), scratch) };
+                work(n, scratch);
             }
         })?;
         // An executor that ran nothing and says that it is done: rows were left out, and that is no answer.

@@ -113,6 +113,7 @@ impl Buffers {
             Some(Box::new(codes?.codes(scales.as_ref()?, dim, rank, layout)))
         };
         Tensors {
+            page_table: None,
             q: self.q.view("q", rank, layout),
             k: self.k.view("k", rank, layout),
             v: self.v.view("v", rank, layout),

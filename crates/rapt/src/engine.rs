@@ -153,11 +153,16 @@ impl Engine {
         if plan.spec().device != Device::Cpu {
             return Err(Error::DeviceMismatch { tensor: "queue", expected: plan.spec().device, got: Device::Cpu });
         }
-        let mut workspace = lock(&self.workspaces).pop().unwrap_or_default();
-        let done = workspace.ensure(plan.workspace_bytes()).and_then(|()| match queue {
-            Queue::Host(executor) => rapt_cpu::run(plan, operands, &mut workspace, *executor),
+        self.with_workspace(plan.workspace_bytes(), |workspace| match queue {
+            Queue::Host(executor) => rapt_cpu::run(plan, operands, workspace, *executor),
             _ => Err(Error::unsupported("this queue", "its run outlives the call", "use Engine::run_async")),
-        });
+        })
+    }
+
+    /// Gives `run` at least `bytes` of scratch memory.
+    pub(crate) fn with_workspace(&self, bytes: usize, run: impl FnOnce(&mut Workspace) -> Result<()>) -> Result<()> {
+        let mut workspace = lock(&self.workspaces).pop().unwrap_or_default();
+        let done = workspace.ensure(bytes).and_then(|()| run(&mut workspace));
         lock(&self.workspaces).push(workspace);
         done
     }

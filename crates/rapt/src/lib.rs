@@ -46,19 +46,21 @@ pub mod doctor;
 mod engine;
 pub mod model;
 mod pool;
+mod ragged;
 mod tensor;
 
 pub use call_cache::CallCache;
 pub use engine::{Engine, Threads, attention, attention_quantized, default_engine, spec_of};
 pub use model::{Model, ModelError, Session};
 pub use pool::Pool;
+pub use ragged::{CacheCodes, CacheView, KvCacheTensors, VarlenTensors};
 pub use rapt_core::{
     Alignment, Arch, BlockRange, COMPUTED, Caps, Causal, Certificate, Codes, CodesForm, CodesSpec, Compiled, Cost,
     Coverage, DType, Device, DeviceMemory, Dims, Direction, Disjoint, Element, Error, ErrorKind, Executor, Explanation,
     Extent, Finite, Format, Granularity, InBounds, Injective, Kernel, KernelKey, Kv, Launch, LaunchPlan, Lines,
-    MAX_RANK, MaskClass, Number, Numerics, Operands, Options, PRounding, Plan, Qkv, QuantizedFact, Queue, Result,
-    ScaleLayout, SerialExecutor, Shape, Spec, SpecBuilder, Strides, TensorForm, TensorLayout, TensorSpec, Tensors,
-    Tile, UnknownDtypeCode, View, ViewMut, Window, Work, Workspace, prove_disjoint, prove_injective,
+    MAX_RANK, MaskClass, Number, Numerics, Operands, Options, PRounding, PagesSpec, Plan, Qkv, QuantizedFact, Queue,
+    Result, ScaleLayout, SerialExecutor, Shape, Spec, SpecBuilder, Strides, TensorForm, TensorLayout, TensorSpec,
+    Tensors, Tile, UnknownDtypeCode, View, ViewMut, Window, Work, Workspace, prove_disjoint, prove_injective,
 };
 pub use rapt_cpu::{
     CpuLaunch, KernelVariant as CpuKernelVariant, Step as CpuStep, available as available_isas, ceiling, select,

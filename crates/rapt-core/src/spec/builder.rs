@@ -1,5 +1,6 @@
 //! From the forms of a caller's tensors and its options to a [`Spec`].
 
+use super::pages::{Pages, codes_of_keys, keys, pages_spec};
 use super::quantized::{CodesForm, CodesSpec, Qkv, numbers_of, part_names};
 use super::validate::{as_given, broadcast_mask, canonical, check_sizes, floats_within, is_float_within, per_head};
 use super::{Direction, Kv, MaskSpec, Numerics, Spec, TensorSpec};
@@ -17,6 +18,8 @@ pub struct SpecBuilder {
     alibi_slopes: Option<TensorForm>,
     out: Option<TensorForm>,
     lse: Lse,
+    /// The page table, and the keys of the sequence.
+    pages: Option<(TensorForm, usize)>,
     options: Options,
 }
 
@@ -30,7 +33,8 @@ enum Lse {
 impl SpecBuilder {
     pub(super) fn new(q: TensorForm, k: TensorForm, v: TensorForm, options: Options) -> Self {
         let codes = Qkv::default();
-        SpecBuilder { q, k, v, codes, mask: None, sinks: None, alibi_slopes: None, out: None, lse: Lse::None, options }
+        let (mask, sinks, alibi_slopes, out, lse, pages) = (None, None, None, None, Lse::None, None);
+        SpecBuilder { q, k, v, codes, mask, sinks, alibi_slopes, out, lse, pages, options }
     }
 
     /// With codes of a quantized format as those of q, k and v that have some: their numbers are formed where they are loaded.
@@ -79,14 +83,25 @@ impl SpecBuilder {
         self
     }
 
+    /// With `kv_len` keys of one sequence in pages of a cache, which k and v are then, and their page table (int32, `[entries]`).
+    ///
+    /// In [`TensorLayout::Bshd`](crate::TensorLayout::Bshd) pages are `[num_pages, page_size, num_kv_heads, head_dim]`, else
+    /// `[num_pages, num_kv_heads, page_size, head_dim]`; key `j` is row `j % page_size` of page `page_table[j / page_size]`. q has a batch of 1.
+    pub fn pages(&mut self, page_table: impl Into<TensorForm>, kv_len: usize) -> &mut Self {
+        self.pages = Some((page_table.into(), kv_len));
+        self
+    }
+
     /// Checks everything that needs no pointer.
     ///
     /// # Errors
     /// Any [`Error`] of kind dtype, shape, option or device.
     pub fn build(&self) -> Result<Spec> {
         let numerics = self.numerics()?;
-        let [q, k, v] = self.inputs()?;
-        let codes = self.codes_specs([&q, &k, &v])?;
+        let ([q, k, v], of_keys) = self.inputs()?;
+        let codes = self.codes_specs([&q, &k, &v], of_keys)?;
+        let kv_len = |(table, kv_len): &(TensorForm, usize)| pages_spec(*kv_len, of_keys, table).map(Box::new);
+        let pages = self.pages.as_ref().map(kv_len).transpose()?;
         let [batch, num_q_heads, q_len, head_dim] = q.shape;
         let mask = self.mask_spec([batch, num_q_heads, q_len, k.shape[2]], numerics)?;
         let vector = |tensor, form: &Option<TensorForm>| {
@@ -101,7 +116,8 @@ impl SpecBuilder {
         let lse = self.lse_spec([batch, num_q_heads, q_len], numerics)?;
         Ok(Spec {
             direction: Direction::Forward,
-            kv: Kv::Dense,
+            kv: if pages.is_some() { Kv::Paged } else { Kv::Dense },
+            pages,
             numerics,
             device,
             q,
@@ -162,14 +178,17 @@ impl SpecBuilder {
         Ok(Numerics { storage, accumulation: storage.accumulation() })
     }
 
-    /// q, k and v in canonical order, with the sizes of their numbers.
-    fn inputs(&self) -> Result<[TensorSpec<4>; 3]> {
+    /// q, k and v in canonical order, with the sizes of their numbers; beside them the pages of k and v.
+    fn inputs(&self) -> Result<([TensorSpec<4>; 3], [Pages; 2])> {
         let SpecBuilder { q, k, v, options, .. } = self;
-        let [q_spec, k_spec, v_spec] =
-            self.operands().map(|(tensor, form, codes)| numbers_of(tensor, form, codes, options.layout));
-        let specs = [q_spec?, k_spec?, v_spec?];
+        let kv_len = self.pages.as_ref().map(|(_, kv_len)| *kv_len);
+        let [of_q, of_k, of_v] = self.operands();
+        let q_spec = numbers_of(of_q.0, of_q.1, of_q.2, options.layout)?;
+        let (k_spec, k_pages) = keys(of_k.0, of_k.1, of_k.2, options.layout, kv_len)?;
+        let (v_spec, v_pages) = keys(of_v.0, of_v.1, of_v.2, options.layout, kv_len)?;
+        let specs = [q_spec, k_spec, v_spec];
         for (tensor, form) in [("k", k), ("v", v)] {
-            if form.shape.len() != q.shape.len() {
+            if kv_len.is_none() && form.shape.len() != q.shape.len() {
                 return Err(Error::Rank {
                     tensor,
                     got: form.shape.len(),
@@ -179,16 +198,24 @@ impl SpecBuilder {
             }
         }
         check_sizes(specs.each_ref(), [q, k, v])?;
-        Ok(specs)
+        Ok((specs, [k_pages, v_pages]))
     }
 
     /// What makes numbers of those that are codes.
-    fn codes_specs(&self, numbers: [&TensorSpec<4>; 3]) -> Result<Qkv<Option<Box<CodesSpec>>>> {
+    fn codes_specs(
+        &self,
+        numbers: [&TensorSpec<4>; 3],
+        [of_k, of_v]: [Pages; 2],
+    ) -> Result<Qkv<Option<Box<CodesSpec>>>> {
         let (rank, layout) = (self.q.shape.len(), self.options.layout);
+        let pages = [None, Some(of_k), Some(of_v)].map(|pages| pages.filter(|_| self.pages.is_some()));
         let mut specs = [const { None }; 3];
-        for (((tensor, _, codes), numbers), spec) in self.operands().into_iter().zip(numbers).zip(&mut specs) {
+        for (n, (tensor, _, codes)) in self.operands().into_iter().enumerate() {
             if let Some(codes) = codes {
-                *spec = Some(Box::new(CodesSpec::new(tensor, codes, numbers.shape, rank, layout)?));
+                specs[n] = Some(Box::new(match pages[n] {
+                    Some(pages) => codes_of_keys(tensor, codes, numbers[n], pages, layout)?,
+                    None => CodesSpec::new(tensor, codes, numbers[n].shape, rank, layout)?,
+                }));
             }
         }
         let [q, k, v] = specs;
@@ -227,6 +254,7 @@ impl SpecBuilder {
             ("alibi_slopes", alibi_slopes.as_ref()),
             ("out", out.as_ref()),
             ("lse", lse),
+            ("page_table", self.pages.as_ref().map(|(table, _)| table)),
         ];
         for (tensor, form) in others {
             if let Some(form) = form.filter(|form| form.device != q.device) {

@@ -6,12 +6,14 @@
 //! permuted. What is codes has the sizes of its numbers. Deliberately absent: pointers (but for their alignment), devices' capabilities, and any choice of a kernel.
 
 mod builder;
+mod pages;
 mod quantized;
 mod validate;
 
 use crate::{Alignment, BlockRange, Causal, DType, Device, Finite, Options, Shape, TensorForm, TensorLayout, Window};
 
 pub use builder::SpecBuilder;
+pub(crate) use pages::{codes_of_keys, keys};
 pub use quantized::{Codes, CodesForm, CodesSpec, Qkv};
 pub(crate) use quantized::{numbers_of, part_names};
 pub(crate) use validate::{broadcast_mask, canonical};
@@ -54,6 +56,29 @@ pub enum Direction {
 pub enum Kv {
     /// One strided tensor each.
     Dense,
+    /// Pages of a cache, in the order of a page table.
+    Paged,
+}
+
+/// The pages that k and v lie in.
+///
+/// Key `j` is row `j % page_size` of page `page_table[j / page_size]`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct PagesSpec {
+    /// Keys of a page.
+    pub page_size: usize,
+    /// Pages of the cache.
+    pub num_pages: usize,
+    /// The page table: int32, `[entries]`, of which the first [`PagesSpec::used`] are read.
+    pub table: TensorSpec<1>,
+}
+
+impl PagesSpec {
+    /// Entries of the page table that `kv_len` keys take.
+    #[must_use]
+    pub fn used(&self, kv_len: usize) -> usize {
+        kv_len.div_ceil(self.page_size.max(1))
+    }
 }
 
 /// The dtypes that numbers pass through.
@@ -76,6 +101,9 @@ pub struct Spec {
     pub direction: Direction,
     /// How keys and values are stored.
     pub kv: Kv,
+    /// Where [`Kv::Paged`]: the pages. The first stride of k, of v and of those of their scales that have a row for each key is then that from
+    /// page to page.
+    pub pages: Option<Box<PagesSpec>>,
     /// The dtypes that numbers pass through.
     pub numerics: Numerics,
     /// Where every tensor lies.

@@ -1,6 +1,6 @@
 //! What a spec's tensors must be, and how they come to canonical order.
 
-use super::{MaskSpec, Numerics, Spec, TensorSpec};
+use super::{Kv, MaskSpec, Numerics, Spec, TensorSpec};
 use crate::{COMPUTED, DType, Error, Result, Shape, TensorForm, TensorLayout};
 
 /// Dimensions in which q, k, v, out (rank 4) come to canonical order: where each canonical dimension is found.
@@ -175,6 +175,12 @@ impl Spec {
             .into_iter()
             .flatten()
             .all(|vector| vector.shape == [num_q_heads] && is_float_within(vector.dtype, accumulation));
-        codes && dtypes && groups && sizes && lse && mask && vectors
+        let pages = self.pages.is_some() == (self.kv == Kv::Paged)
+            && self.pages.as_deref().is_none_or(|pages| {
+                batch == 1
+                    && pages.table.dtype == DType::I32
+                    && (kv_len == 0 || pages.page_size > 0 && pages.used(kv_len) <= pages.table.shape[0])
+            });
+        codes && dtypes && groups && sizes && lse && mask && vectors && pages
     }
 }

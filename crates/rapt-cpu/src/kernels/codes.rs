@@ -234,7 +234,7 @@ impl<S: CodeVectors, C: Element<S>> Part<S> for Read<'_, C> {
         for j in 0..n {
             let index = [batch, head, j0 + j];
             let row = Row::<C> {
-                from: rows.at([batch, head, j0 + j, 0]),
+                from: rows.at_key([batch, head, j0 + j, 0]),
                 step: rows.strides[3] * rows.size,
                 to: panel.wrapping_add(j * dim),
                 code: PhantomData,
@@ -271,7 +271,7 @@ impl Scales {
         // SAFETY: the group is one of the row's, and scales lie in memory as their spec says.
         unsafe {
             let zero_point = match &self.zero_point {
-                Some(points) => f32::from(*points.at(at)),
+                Some(points) => f32::from(*points.at_key(at)),
                 None => 0.0,
             };
             Factor { factor: factor(&self.descale, at), zero_point, global: self.global }
@@ -282,7 +282,7 @@ impl Scales {
 /// One factor, exactly.
 #[inline(always)]
 unsafe fn factor(descale: &Input<4>, at: [usize; 4]) -> f32 {
-    let ptr = descale.at(at);
+    let ptr = descale.at_key(at);
     // SAFETY: promised by the caller.
     unsafe {
         match descale.dtype {
@@ -386,8 +386,8 @@ impl<C> Row<C> {
         // SAFETY: as above; blocks of one element have f32 factors.
         unsafe {
             if descale.strides[3] == 1 && points_follow && self.is_whole::<S>(0) {
-                let factors = descale.at(first).cast::<f32>();
-                let points = zero_point.map_or(self.from, |points| points.at(first));
+                let factors = descale.at_key(first).cast::<f32>();
+                let points = zero_point.map_or(self.from, |points| points.at_key(first));
                 let global = S::splat(global);
                 while d + S::LANES <= dim {
                     let mut x = C::load(self.at::<S>(d));

@@ -178,7 +178,7 @@ unsafe fn keys<S: Simd, T: Storage<S>, M: Packing<S, T>>(
     // SAFETY: scratch memory has a panel where K is not read in place; of f32 where it has a source, whose lanes are single.
     unsafe {
         match &problem.sources.k {
-            Some(source) => (source.read)(source, [batch, head, j0], block.n, problem.head_dim, panel.cast()),
+            Some(source) => source.read_keys([batch, head, j0], block.n, problem.head_dim, panel.cast()),
             None => M::apart(PackKeys { problem, block, panel, kind: PhantomData::<(T, M)> }),
         }
     }
@@ -198,7 +198,7 @@ unsafe fn values<S: Simd, T: Storage<S>, M: Packing<S, T>>(
     // SAFETY: as in `keys`.
     unsafe {
         match &problem.sources.v {
-            Some(source) => (source.read)(source, [batch, head, j0], block.n, problem.head_dim_v, panel.cast()),
+            Some(source) => source.read_keys([batch, head, j0], block.n, problem.head_dim_v, panel.cast()),
             None => M::apart(PackValues { problem, block, panel, kind: PhantomData::<(T, M)> }),
         }
     }

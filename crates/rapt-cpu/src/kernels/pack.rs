@@ -34,9 +34,8 @@ pub(crate) unsafe fn pack_panel<S: Simd, T: Storage<S>>(
     dim: usize,
     panel: *mut S::Elem,
 ) {
-    let first = input.at([batch, head, j0, 0]).cast::<T>();
     for j in 0..n {
-        let row = first.wrapping_offset(j as isize * input.strides[2]);
+        let row = input.at_key([batch, head, j0 + j, 0]).cast::<T>();
         // SAFETY: keys j0..j0 + n are inside the tensor; the panel has n rows of dim.
         unsafe { load_row::<S, T>(row, input.strides[3], dim, panel.add(j * dim)) };
     }

@@ -104,9 +104,8 @@ impl<S: Bf16Pairs> Packing<S, bf16> for Paired {
     #[inline(always)]
     unsafe fn pack_keys(input: &Input<4>, block: Block, dim: usize, panel: *mut f32) {
         let (batch, head, j0) = block.first;
-        let first = input.at([batch, head, j0, 0]).cast::<bf16>();
         for j in 0..block.n {
-            let row = first.wrapping_offset(j as isize * input.strides[2]);
+            let row = input.at_key([batch, head, j0 + j, 0]).cast::<bf16>();
             // SAFETY: keys j0..j0 + n are inside the tensor; the panel has n rows of whole lanes.
             unsafe {
                 <Paired as Packing<S, bf16>>::load_query(
@@ -122,17 +121,12 @@ impl<S: Bf16Pairs> Packing<S, bf16> for Paired {
     #[inline(always)]
     unsafe fn pack_values(input: &Input<4>, block: Block, dim: usize, panel: *mut f32) {
         let (batch, head, j0) = block.first;
-        let [_, _, row_stride, stride] = input.strides;
-        let first = input.at([batch, head, j0, 0]).cast::<bf16>();
+        let row = |j: usize| input.at_key([batch, head, j0 + j, 0]).cast::<bf16>();
         // SAFETY: keys j0..j0 + n are inside the tensor; the panel has n.div_ceil(2) rows of dim lanes.
         unsafe {
-            let (mut low, mut to) = (first, panel);
-            for _ in 0..block.n / 2 {
-                weave::<S>(low, Some(low.wrapping_offset(row_stride)), stride, dim, to);
-                (low, to) = (low.wrapping_offset(2 * row_stride), to.add(dim));
-            }
-            if block.n % 2 == 1 {
-                weave::<S>(low, None, stride, dim, to);
+            for (at, j) in (0..block.n).step_by(2).enumerate() {
+                let high = (j + 1 < block.n).then(|| row(j + 1));
+                weave::<S>(row(j), high, input.strides[3], dim, panel.add(at * dim));
             }
         }
     }

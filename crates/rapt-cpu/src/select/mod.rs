@@ -22,7 +22,7 @@ use crate::problem::{Decisions, Fold, Reading, RowKind, Scores};
 use tiles::Tiles;
 
 /// Below this many nanoseconds on one core, waking another costs more than it saves (about 10 µs, Zen 4, 2026-11).
-const PARALLEL_NS: f64 = 20_000.0;
+pub(crate) const PARALLEL_NS: f64 = 20_000.0;
 
 /// Chooses what runs for `spec` on a machine with `caps`.
 ///
@@ -69,6 +69,7 @@ pub(crate) fn select_tiled(spec: &Spec, caps: &Caps, tiles: &Tiles) -> Result<Pl
         keys_per_item: if is_decode { partition.block_n } else { spec.kv_len() },
         decisions: Decisions { partition, scratch, scores: Scores::new(spec, key.mask), readings },
         scratch_bytes,
+        partials_bytes,
     };
     let bytes_packed = cost::bytes_packed(spec, &key, &partition, read_as, threads);
     let cost = rapt_core::Cost { bytes_packed, ..cost::cost(spec, &key, threads, caps.clock_hz) };
@@ -148,7 +149,10 @@ fn key(spec: &Spec, arch: Arch) -> KernelKey {
 
 /// One for what is over before another wakes, else all.
 fn threads(spec: &Spec, key: &KernelKey, caps: &Caps) -> usize {
-    let one_core = cost::cost(spec, key, 1, Some(3.0e9));
-    let ns = one_core.floor_seconds.unwrap_or(0.0) * 1e9 + (one_core.bytes_read + one_core.bytes_written) / 20.0;
-    if ns < PARALLEL_NS { 1 } else { caps.threads.max(1) }
+    if ns_on_one_core(&cost::cost(spec, key, 1, None)) < PARALLEL_NS { 1 } else { caps.threads.max(1) }
+}
+
+/// About how long a request takes on one core: 3 GHz, 20 bytes a nanosecond.
+pub(crate) fn ns_on_one_core(cost: &rapt_core::Cost) -> f64 {
+    cost.floor_cycles / 3.0 + (cost.bytes_read + cost.bytes_written) / 20.0
 }

@@ -74,6 +74,8 @@ fn decode_partition(spec: &Spec, readings: &Qkv<Option<Reading>>, tiles: &Tiles)
     let interleaved = spec.k.strides[2].unsigned_abs() > spec.k.strides[1].unsigned_abs();
     let (codes, apart) = (multiplies_codes(readings), rows_lie_apart(spec).contains(&true));
     let ahead_bytes = match (codes, apart) {
+        // Where the rows behind the next page lie, a row's address does not tell.
+        _ if spec.pages.is_some() => 0,
         (_, true) => tile.ahead_bytes_apart,
         // The lines of a block of codes, asked for at once, are more than a core waits for: (1,32,1×4096,128) int8 took 4.6
         // instead of 2.6 ms (Zen 4, one thread, 2026-11).
@@ -127,6 +129,7 @@ fn forward_partition(
     // [B,S,H,D] view of 24 heads of 128 (rows 12 KiB apart) f32 in place lost 30 % (Zen 4, 2026-11).
     let shared = chunk_rows.div_ceil(shape.queries) >= SHARING_TILES;
     let [k_apart, v_apart] = rows_lie_apart(spec).map(|apart| shared && apart);
+    let in_pages = spec.pages.is_some();
     Partition {
         tasks,
         heads,
@@ -138,8 +141,8 @@ fn forward_partition(
         narrow: tile.narrow,
         pv_keys: 0,
         ahead_bytes: 0,
-        k_in_place: ((k_is_whole && as_summed) || paired) && !k_apart,
-        v_in_place: v_is_whole && as_summed && !v_apart,
+        k_in_place: ((k_is_whole && as_summed) || paired) && !k_apart && !in_pages,
+        v_in_place: v_is_whole && as_summed && !v_apart && !in_pages,
     }
 }
 

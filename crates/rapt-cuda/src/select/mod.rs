@@ -63,6 +63,18 @@ fn check_plain(spec: &Spec) -> Result<()> {
     ))
 }
 
+/// Pages are read by the host's kernels alone.
+fn check_dense(spec: &Spec) -> Result<()> {
+    if spec.pages.is_none() {
+        return Ok(());
+    }
+    Err(Error::unsupported(
+        format!("a cache in pages on {}", spec.device),
+        "no GPU kernel of this version reads a page table",
+        "move all tensors to host memory, or gather the pages of each sequence",
+    ))
+}
+
 /// Tasks, items and splits of `spec`, and blocks of the main launch.
 ///
 /// # Errors
@@ -118,9 +130,10 @@ fn partition(spec: &Spec, caps: &Caps, variant: &KernelVariant) -> Result<(Parti
 /// The launches of a request that has an output.
 ///
 /// # Errors
-/// [`Error::Unsupported`] for codes, and for lengths and counts beyond 2^29 and 2^31.
+/// [`Error::Unsupported`] for codes, pages, and for lengths and counts beyond 2^29 and 2^31.
 fn launches(spec: &Spec, caps: &Caps) -> Result<Launches> {
     check_plain(spec)?;
+    check_dense(spec)?;
     check_lengths(spec)?;
     let (variant, why_generic) = rules::variant(spec, caps);
     let (partition, blocks) = partition(spec, caps, &variant)?;

@@ -42,12 +42,7 @@ impl CodesChunk<'_> {
         let (bytes, (batch, head, j0)) = (self.dim.div_ceil(*shared), self.first);
         let (at, scratch) = ((batch, head, j0 + j), &self.scratch);
         // SAFETY: keys of the chunk; the panel has room for as many as are taken at a time.
-        let keys = unsafe {
-            match Keys::<u8>::in_place(rows, at, bytes) {
-                Some(keys) => keys,
-                None => Keys::gathered(rows, at, n, bytes, scratch.gathered),
-            }
-        };
+        let keys = unsafe { Keys::<u8>::near(rows, at, n, bytes, scratch.gathered) };
         let (factors, points) = (scratch.factors.cast_const(), scratch.points.cast_const());
         let (first, stride) = (keys.first, keys.stride);
         match (&self.source.scales, self.products.fold) {
@@ -82,10 +77,13 @@ impl CodesChunk<'_> {
     /// The factors of the first `n` keys, one each.
     unsafe fn row_factors(&self, scales: &Scales, n: usize) {
         let ((batch, head, j0), descale, short) = (self.first, &scales.descale, self.products.short);
-        let (first, step) = (descale.at([batch, head, j0, 0]).cast::<f32>(), descale.strides[2]);
-        for j in 0..n {
-            // SAFETY: keys of the chunk, each with a factor of f32; the scratch memory has as many.
-            unsafe { *self.scratch.factors.add(j) = *first.wrapping_offset(j as isize * step) * short };
+        let step = descale.strides[2];
+        for (at, len) in descale.runs(j0, n) {
+            let first = descale.at_key([batch, head, j0 + at, 0]).cast::<f32>();
+            for j in 0..len {
+                // SAFETY: keys of the chunk, each with a factor of f32; the scratch memory has as many.
+                unsafe { *self.scratch.factors.add(at + j) = *first.wrapping_offset(j as isize * step) * short };
+            }
         }
     }
 
@@ -106,18 +104,22 @@ impl CodesChunk<'_> {
     #[inline(always)]
     unsafe fn group_factors<S: CodeVectors>(&self, scales: &Scales, (j, n): (usize, usize)) {
         let (batch, head, j0) = self.first;
-        let (first, groups) = ([batch, head, j0 + j, 0], self.dim.div_ceil(scales.chunk));
+        let groups = self.dim.div_ceil(scales.chunk);
         let CodesScratch { factors, points, .. } = self.scratch;
-        // SAFETY: keys of the chunk, and their groups; the scratch memory has a place for each.
-        unsafe {
-            let of = &scales.descale;
-            match of.dtype {
-                DType::F8E4M3FN => widen::<S, E4m3fn>(of, first, (n, groups), factors),
-                DType::F8E8M0FNU => widen::<S, E8m0>(of, first, (n, groups), factors),
-                _ => widen::<S, f32>(of, first, (n, groups), factors),
-            }
-            if let Some(of) = &scales.zero_point {
-                widen::<S, Uint8>(of, first, (n, groups), points);
+        let of = &scales.descale;
+        for (at, len) in of.runs(j0 + j, n) {
+            let (first, sizes) = ([batch, head, j0 + j + at, 0], (len, groups));
+            let to = factors.wrapping_add(at * groups);
+            // SAFETY: keys of the chunk, and their groups; the scratch memory has a place for each.
+            unsafe {
+                match of.dtype {
+                    DType::F8E4M3FN => widen::<S, E4m3fn>(of, first, sizes, to),
+                    DType::F8E8M0FNU => widen::<S, E8m0>(of, first, sizes, to),
+                    _ => widen::<S, f32>(of, first, sizes, to),
+                }
+                if let Some(of) = &scales.zero_point {
+                    widen::<S, Uint8>(of, first, sizes, points.wrapping_add(at * groups));
+                }
             }
         }
     }
@@ -132,7 +134,7 @@ unsafe fn widen<S: CodeVectors, C: Element<S>>(
     to: *mut f32,
 ) {
     let [_, _, along_rows, step] = of.strides;
-    let first = of.at(first);
+    let first = of.at_key(first);
     let follow = step == 1 || count == 1;
     let step = if follow { 1 } else { step };
     // Rows that follow one another are one.

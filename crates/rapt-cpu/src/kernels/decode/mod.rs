@@ -148,7 +148,7 @@ impl<S: Simd, T: Storage<S>> Part<S> for FirstProduct<'_, S::Elem, T> {
             {
                 return;
             }
-            let in_place = Keys::in_place(&k, (batch, kv_head, j0), dim);
+            let in_place = Keys::in_place(&k, (batch, kv_head, j0), n, dim);
             let at_a_time = if source.is_some() { problem.partition.panel_keys() } else { QK_KEYS };
             let mut j = 0;
             while j < n {
@@ -157,7 +157,7 @@ impl<S: Simd, T: Storage<S>> Part<S> for FirstProduct<'_, S::Elem, T> {
                 let keys = match (source, in_place) {
                     (Some(source), _) => Keys::read(source, (batch, kv_head, j0 + j), taken, dim, panel),
                     (None, Some(keys)) => keys.from(j),
-                    (None, None) => Keys::gathered(&k, (batch, kv_head, j0 + j), taken, dim, panel),
+                    (None, None) => Keys::near(&k, (batch, kv_head, j0 + j), taken, dim, panel),
                 };
                 for first in (0..taken).step_by(QK_KEYS) {
                     let s = s.add(j + first);
@@ -202,7 +202,7 @@ impl<S: Simd, T: Storage<S>> Part<S> for SecondProduct<'_, S::Elem, T> {
                     return;
                 }
             }
-            let in_place = Keys::in_place(&v, (batch, kv_head, j0), dim_v);
+            let in_place = Keys::in_place(&v, (batch, kv_head, j0), n, dim_v);
             let mut j = 0;
             while j < n {
                 let take = pv_keys.min(n - j);
@@ -210,7 +210,7 @@ impl<S: Simd, T: Storage<S>> Part<S> for SecondProduct<'_, S::Elem, T> {
                 let keys = match (source, in_place) {
                     (Some(source), _) => Keys::read(source, (batch, kv_head, j0 + j), take, dim_v, panel),
                     (None, Some(keys)) => keys.from(j),
-                    (None, None) => Keys::gathered(&v, (batch, kv_head, j0 + j), take, dim_v, panel),
+                    (None, None) => Keys::near(&v, (batch, kv_head, j0 + j), take, dim_v, panel),
                 };
                 let clean = !masked || all_finite::<S, _>(&keys, take, dim_v);
                 let (p, o) = ((p.cast_const().add(j), p_stride), (o, o_stride));

@@ -47,30 +47,55 @@ impl<S: Simd, T: Storage<S>> Rows<S> for Keys<T> {
 }
 
 impl<T: Copy> Keys<T> {
-    /// Keys from `j0` on where they lie; `None` if their elements are apart.
+    /// Keys `j0..j0 + n` where they lie; `None` if their elements are apart, or they are in several pages.
     #[inline(always)]
-    pub(super) fn in_place(input: &Input<4>, (batch, head, j0): (usize, usize, usize), dim: usize) -> Option<Self> {
+    pub(super) fn in_place(
+        input: &Input<4>,
+        (batch, head, j0): (usize, usize, usize),
+        n: usize,
+        dim: usize,
+    ) -> Option<Self> {
         let [_, _, stride, inner] = input.strides;
-        (inner == 1 || dim == 1).then(|| Keys { first: input.at([batch, head, j0, 0]).cast::<T>(), stride })
+        let is_whole = (inner == 1 || dim == 1) && input.run(j0, n) == n;
+        is_whole.then(|| Keys { first: input.at_key([batch, head, j0, 0]).cast::<T>(), stride })
+    }
+
+    /// Keys `j0..j0 + n` where they lie, else gathered into `panel`.
+    #[inline(always)]
+    pub(super) unsafe fn near(
+        input: &Input<4>,
+        first: (usize, usize, usize),
+        n: usize,
+        dim: usize,
+        panel: *mut T,
+    ) -> Self {
+        match Keys::in_place(input, first, n, dim) {
+            Some(keys) => keys,
+            // SAFETY: promised by the caller.
+            None => unsafe { Keys::gathered(input, first, n, dim, panel) },
+        }
     }
 
     /// Keys `j0..j0 + n` gathered into `panel`. Without a vector method, and out of the loops that most calls run: inlined,
     /// it takes the registers of their addresses.
     #[inline(never)]
-    pub(super) unsafe fn gathered(
+    unsafe fn gathered(
         input: &Input<4>,
         (batch, head, j0): (usize, usize, usize),
         n: usize,
         dim: usize,
         panel: *mut T,
     ) -> Self {
-        let first = input.at([batch, head, j0, 0]).cast::<T>();
-        let [_, _, stride, inner] = input.strides;
+        let inner = input.strides[3];
         for j in 0..n {
-            for d in 0..dim {
-                // SAFETY: element d of key j0 + j; the panel has n rows of dim.
-                unsafe {
-                    *panel.add(j * dim + d) = *first.wrapping_offset(j as isize * stride + d as isize * inner);
+            let row = input.at_key([batch, head, j0 + j, 0]).cast::<T>();
+            // SAFETY: the elements of key j0 + j; the panel has n rows of dim.
+            unsafe {
+                let to = panel.add(j * dim);
+                if inner == 1 {
+                    std::ptr::copy_nonoverlapping(row, to, dim);
+                } else {
+                    (0..dim).for_each(|d| *to.add(d) = *row.wrapping_offset(d as isize * inner));
                 }
             }
         }
@@ -88,7 +113,7 @@ impl<T: Copy> Keys<T> {
     ) -> Self {
         debug_assert_eq!(size_of::<T>(), size_of::<f32>());
         // SAFETY: keys j0..j0 + n are inside the tensor; the panel has n rows of dim.
-        unsafe { (source.read)(source, [batch, head, j0], n, dim, panel.cast()) };
+        unsafe { source.read_keys([batch, head, j0], n, dim, panel.cast()) };
         Keys { first: panel, stride: dim as isize }
     }
 

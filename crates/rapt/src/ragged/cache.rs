@@ -1,0 +1,354 @@
+//! Attention to the keys of a cache, and to new ones that are appended to it first.
+//!
+//! ```text
+//! q         [batch, q_len, num_q_heads, head_dim]
+//! caches    [batch, most keys, num_kv_heads, head_dim]      or pages [num_pages, page_size, num_kv_heads, head_dim] and a page table
+//! k, v      [batch, new keys, num_kv_heads, head_dim]       written behind the first cache_seqlens keys of each sequence
+//! ```
+//! (The terms are those of flash-attention's `flash_attn_with_kvcache`.) The last query is at the last key: causal, windows and slopes are
+//! bottom-right. Everything is proven before the first new key is written. A cache of codes has scales of its own form: one row of them
+//! for each key lies where the key does, those of a tensor, a head or a channel are of the sequence, and stay as they are.
+
+use std::ops::Range;
+
+use rapt_core::{
+    Causal, Codes, Error, Format, Granularity, Options, Qkv, Queue, Result, Shape, TensorLayout, View, ViewMut, Window,
+    split,
+};
+use rapt_quant::QuantError;
+
+use super::append::Append;
+use super::{Sequence, in_host_memory, lengths, prove_apart};
+use crate::Engine;
+
+/// A tensor of a cache: to be read, or also written, where keys are appended.
+#[derive(Debug)]
+pub enum CacheView<'a> {
+    /// To be read.
+    Read(View<'a>),
+    /// To be read and written.
+    Write(ViewMut<'a>),
+}
+
+impl CacheView<'_> {
+    /// To be read.
+    #[must_use]
+    pub fn view(&self) -> View<'_> {
+        match self {
+            CacheView::Read(view) => *view,
+            CacheView::Write(view) => view.as_view(),
+        }
+    }
+}
+
+/// What makes numbers of the codes of a cache.
+#[derive(Debug)]
+pub struct CacheCodes<'a> {
+    /// The format of the codes.
+    pub format: Format,
+    /// The factors: `[]` (tensor), `[batch, num_kv_heads]` (head), `[batch, 1, num_kv_heads, head_dim]` (channel); one for each key in the
+    /// shape of the cache less head_dim (token), or with the number of blocks in its place (block).
+    pub descale: CacheView<'a>,
+    /// What is subtracted before, of the descale's shape: with [`Format::Uint8`] and no other.
+    pub zero_point: Option<CacheView<'a>>,
+    /// One more factor for the whole cache: with [`Format::Nvfp4`] and no other.
+    pub global_scale: Option<f32>,
+    /// Which elements share a factor, where the descale's shape does not tell; see [`CodesForm::granularity`](crate::CodesForm::granularity).
+    pub granularity: Option<Granularity>,
+    /// The numbers of a key, where two codes share a byte and the last one is alone in its.
+    pub head_dim: Option<usize>,
+}
+
+/// The tensors of [`Engine::attention_with_kvcache`].
+#[derive(Debug)]
+pub struct KvCacheTensors<'a> {
+    /// Queries, `[batch, q_len, num_q_heads, head_dim]`.
+    pub q: View<'a>,
+    /// Keys, `[batch, most keys, num_kv_heads, head_dim]`, or pages `[num_pages, page_size, num_kv_heads, head_dim]`.
+    pub k_cache: CacheView<'a>,
+    /// Values, likewise, with head_dim_v. May lie in the memory of `k_cache`, where no `v` is given.
+    pub v_cache: CacheView<'a>,
+    /// Where `k_cache` is codes: what makes numbers of them.
+    pub k_codes: Option<CacheCodes<'a>>,
+    /// Where `v_cache` is codes.
+    pub v_codes: Option<CacheCodes<'a>>,
+    /// New keys, `[batch, new, num_kv_heads, head_dim]`, to be written behind those of each sequence.
+    pub k: Option<View<'a>>,
+    /// New values; `None` where those of the new keys lie in `k_cache`.
+    pub v: Option<View<'a>>,
+    /// The keys of each sequence before the new ones: int32 `[batch]`. `None` is all that a cache without pages holds.
+    pub cache_seqlens: Option<View<'a>>,
+    /// The pages of each sequence: int32 `[batch, entries]`. What lies behind the pages of a sequence is not read.
+    pub page_table: Option<View<'a>>,
+    /// One more logit per head, `[num_q_heads]`.
+    pub sinks: Option<View<'a>>,
+    /// ALiBi slopes, `[num_q_heads]`.
+    pub alibi_slopes: Option<View<'a>>,
+    /// Where the result goes, `[batch, q_len, num_q_heads, head_dim_v]`.
+    pub out: ViewMut<'a>,
+    /// Where the log of the sum of exponentials goes, `[batch, num_q_heads, q_len]`.
+    pub lse: Option<ViewMut<'a>>,
+}
+
+const RANK: &str = "[batch, len, heads, head_dim]; a cache of pages is [num_pages, page_size, heads, head_dim]";
+
+fn rank_is(tensor: &'static str, view: &View<'_>, rank: usize, allowed: &'static str) -> Result<()> {
+    let (got, shape) = (view.shape().len(), *view.shape());
+    if got == rank { Ok(()) } else { Err(Error::Rank { tensor, got, shape, allowed }) }
+}
+
+/// The cache as all sequences see it.
+struct Reads<'a> {
+    q: View<'a>,
+    k: View<'a>,
+    v: View<'a>,
+    codes: [Option<Codes<'a>>; 2],
+    page_table: Option<View<'a>>,
+    sinks: Option<View<'a>>,
+    alibi_slopes: Option<View<'a>>,
+}
+
+impl<'a> Reads<'a> {
+    /// Sequence `b` with `kv_len` keys.
+    fn sequence(&self, b: usize, kv_len: usize) -> Sequence<'a> {
+        let alone = b..b + 1;
+        let (mut k, mut v) = (self.k, self.v);
+        if self.page_table.is_none() {
+            [k, v] = [k, v].map(|cache| cache.narrow(0, &alone).narrow(1, &(0..kv_len)));
+        }
+        let [of_k, of_v] = self.codes.map(|codes| codes.map(|codes| Box::new(self.codes_of(codes, b, kv_len))));
+        let pages = self.page_table.map(|table| (table.index(0, b), kv_len));
+        let codes = Qkv { q: None, k: of_k, v: of_v };
+        let (sinks, alibi_slopes) = (self.sinks, self.alibi_slopes);
+        Sequence { q: self.q.narrow(0, &alone), k, v, codes, sinks, alibi_slopes, pages }
+    }
+
+    /// Those of the factors that are of sequence `b`.
+    fn codes_of(&self, codes: Codes<'a>, b: usize, kv_len: usize) -> Codes<'a> {
+        let is_paged = self.page_table.is_some();
+        let part = |view: View<'a>| {
+            let per_key = is_per_key(&view, codes.granularity, &self.k);
+            match view.shape().len() {
+                0 => view,
+                _ if per_key && is_paged => view,
+                _ if view.shape()[0] <= b => view,
+                _ if per_key && view.shape()[1] >= kv_len => view.narrow(0, &(b..b + 1)).narrow(1, &(0..kv_len)),
+                _ => view.narrow(0, &(b..b + 1)),
+            }
+        };
+        Codes { descale: part(codes.descale), zero_point: codes.zero_point.map(part), ..codes }
+    }
+}
+
+/// Whether factors have a row for each key of `cache`.
+pub(super) fn is_per_key(descale: &View<'_>, granularity: Option<Granularity>, cache: &View<'_>) -> bool {
+    match (descale.shape().len(), granularity) {
+        (_, Some(granularity)) => matches!(granularity, Granularity::Token | Granularity::Block(_)),
+        (3, None) => true,
+        (4, None) => descale.shape()[1] == cache.shape()[1] && (cache.shape()[1] > 1 || descale.shape()[0] > 1),
+        _ => false,
+    }
+}
+
+impl KvCacheTensors<'_> {
+    /// Ranks, devices, and that there are as many sequences everywhere.
+    fn check(&self) -> Result<()> {
+        let (k_cache, v_cache) = (self.k_cache.view(), self.v_cache.view());
+        for (tensor, view) in [("q", &self.q), ("k_cache", &k_cache), ("v_cache", &v_cache)] {
+            rank_is(tensor, view, 4, RANK)?;
+            in_host_memory("attention with a cache", view.device())?;
+        }
+        let batch = self.q.shape()[0];
+        let same = |tensor, size, got, expected| {
+            if got == expected { Ok(()) } else { Err(Error::SizeMismatch { tensor, size, got, other: "q", expected }) }
+        };
+        match &self.page_table {
+            Some(table) => {
+                rank_is("page_table", table, 2, "a page table is [batch, entries]")?;
+                same("page_table", "batch", table.shape()[0], batch)?;
+            }
+            None => {
+                same("k_cache", "batch", k_cache.shape()[0], batch)?;
+                same("v_cache", "batch", v_cache.shape()[0], batch)?;
+            }
+        }
+        for (tensor, view) in [("k", &self.k), ("v", &self.v)] {
+            if let Some(view) = view {
+                rank_is(tensor, view, 4, RANK)?;
+                same(tensor, "batch", view.shape()[0], batch)?;
+            }
+        }
+        if self.v.is_some() && self.k.is_none() {
+            let allowed = "the new keys that v goes with".to_owned();
+            return Err(Error::Option { option: "k", got: "None".to_owned(), allowed });
+        }
+        if let Some((k, v)) = self.k.as_ref().zip(self.v.as_ref()) {
+            let (got, expected) = (v.shape()[1], k.shape()[1]);
+            if got != expected {
+                return Err(Error::SizeMismatch { tensor: "v", size: "new keys", got, other: "k", expected });
+            }
+        }
+        let [q_len, heads] = [self.q.shape()[1], self.q.shape()[2]];
+        let shape_is = |tensor, out: &ViewMut<'_>, expected: Shape| {
+            let got = *out.shape();
+            if got == expected { Ok(()) } else { Err(Error::ShapeMismatch { tensor, got, expected }) }
+        };
+        let dim_v = match self.v_codes.as_ref() {
+            Some(codes) => codes.head_dim.unwrap_or(v_cache.shape()[3] * codes.format.codes_per_byte()),
+            None => v_cache.shape()[3],
+        };
+        shape_is("out", &self.out, [batch, q_len, heads, dim_v].into())?;
+        self.lse.as_ref().map_or(Ok(()), |lse| shape_is("lse", lse, [batch, heads, q_len].into()))
+    }
+
+    /// The keys of each sequence before the new ones.
+    fn lengths(&self) -> Result<Vec<usize>> {
+        let (cache, batch) = (self.k_cache.view(), self.q.shape()[0]);
+        let new = self.k.as_ref().map_or(0, |k| k.shape()[1]);
+        let room = match &self.page_table {
+            Some(table) => table.shape()[1].saturating_mul(cache.shape()[1]),
+            None => cache.shape()[1],
+        };
+        match &self.cache_seqlens {
+            Some(given) if new <= room => lengths::lengths("cache_seqlens", given, batch, room - new),
+            None if self.page_table.is_none() && self.k.is_none() => Ok(vec![room; batch]),
+            None => {
+                let allowed = "int32 [batch]: pages, and caches that take new keys, do not tell how many they hold";
+                Err(Error::Option { option: "cache_seqlens", got: "None".to_owned(), allowed: allowed.to_owned() })
+            }
+            Some(_) => {
+                let (got, size, other) = (new, "new keys, of which the cache holds", "k_cache");
+                Err(Error::SizeMismatch { tensor: "k", size, got, other, expected: room })
+            }
+        }
+    }
+
+    /// What is read of all sequences.
+    fn apart(&self, tensor: &'static str, out: &ViewMut<'_>) -> Result<()> {
+        let views = |codes: &Option<CacheCodes<'_>>, name: [&'static str; 2]| -> Result<()> {
+            let Some(codes) = codes else { return Ok(()) };
+            let zero_point = codes.zero_point.as_ref().map(CacheView::view);
+            prove_apart(tensor, out, [(name[0], Some(&codes.descale.view())), (name[1], zero_point.as_ref())])
+        };
+        views(&self.k_codes, ["k_descale", "k_zero_point"])?;
+        views(&self.v_codes, ["v_descale", "v_zero_point"])?;
+        let inputs = [
+            ("q", Some(&self.q)),
+            ("k_cache", Some(&self.k_cache.view())),
+            ("v_cache", Some(&self.v_cache.view())),
+            ("k", self.k.as_ref()),
+            ("v", self.v.as_ref()),
+            ("cache_seqlens", self.cache_seqlens.as_ref()),
+            ("page_table", self.page_table.as_ref()),
+            ("sinks", self.sinks.as_ref()),
+            ("alibi_slopes", self.alibi_slopes.as_ref()),
+        ];
+        prove_apart(tensor, out, inputs)
+    }
+}
+
+/// The options of a call whose last query is at the last key.
+fn bottom_right(options: &Options, has_slopes: bool, q_len: usize) -> Result<Options> {
+    let options = Options { layout: TensorLayout::Bshd, ..*options };
+    let positions = has_slopes || options.window != Window::default();
+    match options.causal {
+        Some(Causal::TopLeft) => {
+            let allowed = "None, 'bottom_right': the last query is at the last key of a cache".to_owned();
+            Err(Error::Option { option: "causal", got: "'top_left'".to_owned(), allowed })
+        }
+        // One query sees the same keys with and without causal masking.
+        None if positions && q_len == 1 => Ok(Options { causal: Some(Causal::BottomRight), ..options }),
+        None if positions => Err(Error::unsupported(
+            "a window, or slopes, of several queries without causal masking",
+            "their positions count from the last key, which only causal masking says so far",
+            "give causal='bottom_right', or one query a call",
+        )),
+        _ => Ok(options),
+    }
+}
+
+impl Engine {
+    /// Appends `k` and `v` to a cache, and gives the attention of each sequence to all its keys: what
+    /// [`attention_into`](Engine::attention_into) gives for each alone on the same keys in one tensor, bit for bit.
+    ///
+    /// New keys are stored in the dtype of the cache; where that is codes they are quantized with scales of their own, by token or block, or
+    /// with the factor of the tensor. `options.layout` is not read: the layout is `[batch, len, heads, head_dim]`.
+    ///
+    /// # Errors
+    /// Any [`Error`]; nothing is written before everything is proven. [`Error::Length`] for a sequence that the cache does not hold,
+    /// [`Error::PageIndex`] for a page that it does not have, [`Error::PageShared`] for new keys in a page of another sequence,
+    /// [`Error::Unsupported`] outside host memory; [`QuantError::NoCode`] for a number that the format of the cache does not hold.
+    pub fn attention_with_kvcache(
+        &self,
+        tensors: KvCacheTensors<'_>,
+        options: &Options,
+        queue: &Queue<'_>,
+    ) -> Result<(), QuantError> {
+        tensors.check()?;
+        let options = bottom_right(options, tensors.alibi_slopes.is_some(), tensors.q.shape()[1])?;
+        let before = tensors.lengths()?;
+        let new = tensors.k.as_ref().map_or(0, |k| k.shape()[1]);
+        let after: Vec<usize> = before.iter().map(|length| length + new).collect();
+        tensors.apart("out", &tensors.out)?;
+        if let Some(lse) = &tensors.lse {
+            tensors.apart("lse", lse)?;
+            prove_apart("lse", lse, [("out", Some(&tensors.out.as_view()))])?;
+        }
+        let KvCacheTensors { q, mut k_cache, mut v_cache, mut k_codes, mut v_codes, k, v, page_table, .. } = tensors;
+        let KvCacheTensors { sinks, alibi_slopes, out, lse, .. } = tensors;
+        let ends: Vec<usize> = (1..=before.len()).collect();
+        let outs = split("out", out, 0, &ends)?;
+        let lses = lse.map(|lse| split("lse", lse, 0, &ends)).transpose()?;
+
+        let plans = {
+            let (k, v) = (k_cache.view(), v_cache.view());
+            let codes = [k_codes.as_ref(), v_codes.as_ref()].map(|codes| codes.map(CacheCodes::codes));
+            let reads = Reads { q, k, v, codes, page_table, sinks, alibi_slopes };
+            let lse = |b: usize| lses.as_ref().map(|lses| &lses[b]);
+            let spec = |(b, out)| reads.sequence(b, after[b]).spec(out, lse(b), &options);
+            let specs = outs.iter().enumerate().map(spec).collect::<Result<Vec<_>>>()?;
+            self.plan_each(&specs, queue)?
+        };
+        let appends = Append::new(k, v, &before, page_table.as_ref(), &k_cache.view())?;
+        appends.check(&after, [&k_cache, &v_cache], [k_codes.as_ref(), v_codes.as_ref()])?;
+        appends.write([&mut k_cache, &mut v_cache], [k_codes.as_mut(), v_codes.as_mut()])?;
+
+        let (k, v) = (k_cache.view(), v_cache.view());
+        let codes = [k_codes.as_ref(), v_codes.as_ref()].map(|codes| codes.map(CacheCodes::codes));
+        let reads = Reads { q, k, v, codes, page_table, sinks, alibi_slopes };
+        let mut lses = lses.map(Vec::into_iter);
+        let sequence = |(b, out)| reads.sequence(b, after[b]).tensors(out, lses.as_mut().and_then(Iterator::next));
+        let tensors = outs.into_iter().enumerate().map(sequence).collect();
+        Ok(self.run_each(&plans, tensors, queue)?)
+    }
+}
+
+impl CacheCodes<'_> {
+    /// As attention reads them.
+    fn codes(&self) -> Codes<'_> {
+        Codes {
+            zero_point: self.zero_point.as_ref().map(CacheView::view),
+            global_scale: self.global_scale,
+            granularity: self.granularity,
+            head_dim: self.head_dim,
+            ..Codes::new(self.format, self.descale.view())
+        }
+    }
+}
+
+/// Rows of one page, or of a sequence without pages: where they lie in the cache, and which of the new ones they are.
+#[derive(Clone, Debug)]
+pub(super) struct Run {
+    pub(super) sequence: usize,
+    /// The page, or the sequence.
+    pub(super) block: usize,
+    pub(super) rows: Range<usize>,
+    pub(super) new: Range<usize>,
+}
+
+impl Run {
+    /// Its rows among the new ones.
+    pub(super) fn of_new<'v>(&self, new: &View<'v>) -> View<'v> {
+        new.narrow(0, &(self.sequence..self.sequence + 1)).narrow(1, &self.new)
+    }
+}

@@ -1,0 +1,119 @@
+//! Sequences that lie one after another.
+
+use std::ops::Range;
+
+use rapt_core::{Error, Options, Qkv, Queue, Result, Shape, TensorLayout, View, ViewMut, split};
+
+use super::{Sequence, in_host_memory, lengths, prove_apart};
+use crate::Engine;
+
+/// The tensors of [`Engine::varlen_attention`].
+#[derive(Debug)]
+pub struct VarlenTensors<'a> {
+    /// Queries of all sequences, `[total_q, num_q_heads, head_dim]`.
+    pub q: View<'a>,
+    /// Keys, `[total_kv, num_kv_heads, head_dim]`.
+    pub k: View<'a>,
+    /// Values, `[total_kv, num_kv_heads, head_dim_v]`.
+    pub v: View<'a>,
+    /// Where queries of each sequence begin: int32 `[sequences + 1]`, from 0 to `total_q`.
+    pub cu_seqlens_q: View<'a>,
+    /// Where its keys begin: int32 `[sequences + 1]`, from 0 to `total_kv`.
+    pub cu_seqlens_kv: View<'a>,
+    /// One more logit per head, `[num_q_heads]`.
+    pub sinks: Option<View<'a>>,
+    /// ALiBi slopes, `[num_q_heads]`.
+    pub alibi_slopes: Option<View<'a>>,
+    /// Where the result goes, `[total_q, num_q_heads, head_dim_v]`.
+    pub out: ViewMut<'a>,
+    /// Where the log of the sum of exponentials goes, `[num_q_heads, total_q]`.
+    pub lse: Option<ViewMut<'a>>,
+}
+
+const RANK: &str = "sequences that lie one after another are [total, heads, head_dim]";
+
+impl VarlenTensors<'_> {
+    /// What holds of all sequences together.
+    fn check(&self) -> Result<()> {
+        for (tensor, view) in [("q", &self.q), ("k", &self.k), ("v", &self.v)] {
+            if view.shape().len() != 3 {
+                let (got, shape) = (view.shape().len(), *view.shape());
+                return Err(Error::Rank { tensor, got, shape, allowed: RANK });
+            }
+            in_host_memory("varlen attention", view.device())?;
+        }
+        let ([total, heads, _], [keys, ..], [values, _, dim_v]) = (sizes(&self.q), sizes(&self.k), sizes(&self.v));
+        if keys != values {
+            return Err(Error::SizeMismatch { tensor: "v", size: "total_kv", got: values, other: "k", expected: keys });
+        }
+        let shape_is = |tensor, out: &ViewMut<'_>, expected: Shape| {
+            let got = *out.shape();
+            if got == expected { Ok(()) } else { Err(Error::ShapeMismatch { tensor, got, expected }) }
+        };
+        shape_is("out", &self.out, [total, heads, dim_v].into())?;
+        self.lse.as_ref().map_or(Ok(()), |lse| shape_is("lse", lse, [heads, total].into()))
+    }
+
+    /// What is read of all sequences.
+    fn inputs(&self) -> [(&'static str, Option<&View<'_>>); 7] {
+        [
+            ("q", Some(&self.q)),
+            ("k", Some(&self.k)),
+            ("v", Some(&self.v)),
+            ("cu_seqlens_q", Some(&self.cu_seqlens_q)),
+            ("cu_seqlens_kv", Some(&self.cu_seqlens_kv)),
+            ("sinks", self.sinks.as_ref()),
+            ("alibi_slopes", self.alibi_slopes.as_ref()),
+        ]
+    }
+}
+
+/// The sizes of a tensor whose rank was checked.
+fn sizes(view: &View<'_>) -> [usize; 3] {
+    std::array::from_fn(|d| view.shape()[d])
+}
+
+/// The rows of each sequence, of where they end.
+fn ranges(ends: &[usize]) -> impl Iterator<Item = Range<usize>> {
+    let begins = std::iter::once(0).chain(ends.iter().copied());
+    begins.zip(ends).map(|(begin, &end)| begin..end)
+}
+
+impl Engine {
+    /// Attention of each sequence to its own keys: what [`attention_into`](Engine::attention_into) gives for each alone, bit for bit.
+    ///
+    /// A sequence without keys gets zeros, and −inf in lse. `options.layout` is not read: the layout is that of the tensors.
+    ///
+    /// # Errors
+    /// Any [`Error`]; nothing is written before everything is proven. [`Error::Length`] for offsets that begin past 0, fall, or do not end
+    /// with the last row; [`Error::Unsupported`] outside host memory.
+    pub fn varlen_attention(&self, tensors: VarlenTensors<'_>, options: &Options, queue: &Queue<'_>) -> Result<()> {
+        tensors.check()?;
+        let q_ends = lengths::ends("cu_seqlens_q", &tensors.cu_seqlens_q, tensors.q.shape()[0])?;
+        let kv_ends = lengths::ends("cu_seqlens_kv", &tensors.cu_seqlens_kv, tensors.k.shape()[0])?;
+        if q_ends.len() != kv_ends.len() {
+            let (got, expected) = (kv_ends.len(), q_ends.len());
+            let (tensor, other) = ("cu_seqlens_kv", "cu_seqlens_q");
+            return Err(Error::SizeMismatch { tensor, size: "sequences", got, other, expected });
+        }
+        prove_apart("out", &tensors.out, tensors.inputs())?;
+        if let Some(lse) = &tensors.lse {
+            prove_apart("lse", lse, tensors.inputs())?;
+            prove_apart("lse", lse, [("out", Some(&tensors.out.as_view()))])?;
+        }
+        let VarlenTensors { q, k, v, sinks, alibi_slopes, out, lse, .. } = tensors;
+        let options = Options { layout: TensorLayout::Bshd, ..*options };
+        let outs = split("out", out, 0, &q_ends)?;
+        let lses = lse.map(|lse| split("lse", lse, 1, &q_ends)).transpose()?;
+        let mut lses = lses.map(Vec::into_iter);
+        let (mut specs, mut sequences) = (Vec::with_capacity(q_ends.len()), Vec::with_capacity(q_ends.len()));
+        for ((rows, keys), out) in ranges(&q_ends).zip(ranges(&kv_ends)).zip(outs) {
+            let (q, k, v) = (q.narrow(0, &rows), k.narrow(0, &keys), v.narrow(0, &keys));
+            let lse = lses.as_mut().and_then(Iterator::next);
+            let sequence = Sequence { q, k, v, codes: Qkv::default(), sinks, alibi_slopes, pages: None };
+            specs.push(sequence.spec(&out, lse.as_ref(), &options)?);
+            sequences.push(sequence.tensors(out, lse));
+        }
+        self.run_each(&self.plan_each(&specs, queue)?, sequences, queue)
+    }
+}
