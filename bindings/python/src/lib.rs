@@ -127,6 +127,68 @@ fn scaled_dot_product_attention<'py>(
     api::sdpa::public(py, given, dropout_p, is_causal, scale, enable_gqa)
 }
 
+/// Sequences that lie one after another; see `rapt.varlen_attention`.
+#[pyfunction]
+#[pyo3(signature = (q, k, v, cu_seqlens_q, cu_seqlens_kv, *, causal = None, window = None, softcap = None, scale = None, sinks = None, alibi_slopes = None, out = None, out_dtype = None, return_lse = None))]
+#[allow(clippy::too_many_arguments, reason = "the public signature")]
+fn varlen_attention<'py>(
+    py: Python<'py>,
+    q: Any<'_, 'py>,
+    k: Any<'_, 'py>,
+    v: Any<'_, 'py>,
+    cu_seqlens_q: Any<'_, 'py>,
+    cu_seqlens_kv: Any<'_, 'py>,
+    causal: Maybe<'_, 'py>,
+    window: Maybe<'_, 'py>,
+    softcap: Maybe<'_, 'py>,
+    scale: Maybe<'_, 'py>,
+    sinks: Maybe<'_, 'py>,
+    alibi_slopes: Maybe<'_, 'py>,
+    out: Maybe<'_, 'py>,
+    out_dtype: Maybe<'_, 'py>,
+    return_lse: Maybe<'_, 'py>,
+) -> PyResult<Bound<'py, PyAny>> {
+    let common =
+        api::ragged::Common { causal, window, softcap, scale, sinks, alibi_slopes, out, out_dtype, return_lse };
+    let request = api::ragged::Varlen { q, k, v, cu_seqlens_q, cu_seqlens_kv, common };
+    api::ragged::varlen(py, &Home::Default, &request)
+}
+
+/// Attention to a cache, and new keys into it; see `rapt.attention_with_kvcache`.
+#[pyfunction]
+#[pyo3(signature = (q, k_cache, v_cache, k = None, v = None, *, cache_seqlens = None, page_table = None, causal = None, window = None, softcap = None, scale = None, sinks = None, alibi_slopes = None, k_descale = None, v_descale = None, k_zero_point = None, v_zero_point = None, out = None, out_dtype = None, return_lse = None))]
+#[allow(clippy::too_many_arguments, reason = "the public signature")]
+fn attention_with_kvcache<'py>(
+    py: Python<'py>,
+    q: Any<'_, 'py>,
+    k_cache: Any<'_, 'py>,
+    v_cache: Any<'_, 'py>,
+    k: Maybe<'_, 'py>,
+    v: Maybe<'_, 'py>,
+    cache_seqlens: Maybe<'_, 'py>,
+    page_table: Maybe<'_, 'py>,
+    causal: Maybe<'_, 'py>,
+    window: Maybe<'_, 'py>,
+    softcap: Maybe<'_, 'py>,
+    scale: Maybe<'_, 'py>,
+    sinks: Maybe<'_, 'py>,
+    alibi_slopes: Maybe<'_, 'py>,
+    k_descale: Maybe<'_, 'py>,
+    v_descale: Maybe<'_, 'py>,
+    k_zero_point: Maybe<'_, 'py>,
+    v_zero_point: Maybe<'_, 'py>,
+    out: Maybe<'_, 'py>,
+    out_dtype: Maybe<'_, 'py>,
+    return_lse: Maybe<'_, 'py>,
+) -> PyResult<Bound<'py, PyAny>> {
+    let common =
+        api::ragged::Common { causal, window, softcap, scale, sinks, alibi_slopes, out, out_dtype, return_lse };
+    let k_part = api::ragged::CachePart { cache: k_cache, new: k, descale: k_descale, zero_point: k_zero_point };
+    let v_part = api::ragged::CachePart { cache: v_cache, new: v, descale: v_descale, zero_point: v_zero_point };
+    let request = api::ragged::Cached { q, k: k_part, v: v_part, cache_seqlens, page_table, common };
+    api::ragged::with_kvcache(py, &Home::Default, &request)
+}
+
 /// Whether attention runs on this kind of device here.
 #[pyfunction]
 fn is_available(py: Python<'_>, name: &str) -> bool {
@@ -187,6 +249,8 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<api::plan::PyPlan>()?;
     module.add_function(wrap_pyfunction!(attention, module)?)?;
     module.add_function(wrap_pyfunction!(explain, module)?)?;
+    module.add_function(wrap_pyfunction!(varlen_attention, module)?)?;
+    module.add_function(wrap_pyfunction!(attention_with_kvcache, module)?)?;
     module.add_function(wrap_pyfunction!(run_into, module)?)?;
     module.add_function(wrap_pyfunction!(options_schema, module)?)?;
     module.add_function(wrap_pyfunction!(scaled_dot_product_attention, module)?)?;

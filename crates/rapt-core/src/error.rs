@@ -195,7 +195,7 @@ pub enum Error {
         page_size: usize,
     },
     /// A page table that names a page which the cache does not have.
-    #[error("page_table[{at}] is {page}, the cache has pages 0 to {num_pages}, less one")]
+    #[error("page_table[{at}] is {page}, the cache has {num_pages} pages")]
     PageIndex {
         /// Which entry.
         at: usize,

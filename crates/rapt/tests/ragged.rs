@@ -177,8 +177,8 @@ impl Cache {
         let entries = page_size.map_or(0, |size| ROOM / size);
         let blocks = page_size.map_or(batch, |_| batch * entries + 3);
         let rows = page_size.unwrap_or(ROOM);
-        // Pages in no order: multiples of a number that has nothing in common with their count.
-        let step = (5..).find(|step| !blocks.is_multiple_of(*step) && blocks % 5 != 0 || *step == 7).unwrap_or(7);
+        // Pages in no order: multiples of a prime that does not divide their count.
+        let step = [5, 7, 11].into_iter().find(|step| !blocks.is_multiple_of(*step)).unwrap();
         let table = (0..batch * entries).map(|n| (n * step % blocks) as i32).collect();
         let room = blocks * rows * KV_HEADS;
         // What holds no key is NaN.

@@ -61,6 +61,7 @@ __all__ = [
     "__version__",
     "accumulation",
     "attention",
+    "attention_with_kvcache",
     "audit",
     "dequantize",
     "diagnose",
@@ -71,6 +72,7 @@ __all__ = [
     "load",
     "quantize",
     "scaled_dot_product_attention",
+    "varlen_attention",
     "version",
 ]
 
@@ -192,6 +194,125 @@ def attention(
     if ops is not None and not is_traced:
         ops.count_served()
     return answer
+
+
+def _counted(q, answer):
+    """`answer`, counted among what was served of torch's tensors."""
+    ops = _torch_ops(q)
+    if ops is not None:
+        ops.count_served()
+    return answer
+
+
+def varlen_attention(
+    q,
+    k,
+    v,
+    cu_seqlens_q,
+    cu_seqlens_kv,
+    *,
+    causal=None,
+    window=None,
+    softcap=None,
+    scale=None,
+    sinks=None,
+    alibi_slopes=None,
+    out=None,
+    out_dtype=None,
+    return_lse=False,
+):
+    """Attention of each of many sequences to its own keys, of lengths of their own, without padding.
+
+    `q` is [total_q, num_q_heads, head_dim], `k` and `v` [total_kv, num_kv_heads, head_dim(_v)], one sequence after another.
+    cu_seqlens_q, cu_seqlens_kv: int32 [sequences + 1], where each begins: from 0 to total_q, and to total_kv.
+    The other arguments are those of `attention`, whose bits each sequence gets as in a call alone. A sequence without keys gets
+    zeros. return_lse: also the log of the sum of exponentials, [num_q_heads, total_q].
+
+    A refused request raises a subclass of `RaptError` and writes nothing. Tensors lie in host memory.
+    """
+    answer = _native.varlen_attention(
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_kv,
+        causal=causal,
+        window=window,
+        softcap=softcap,
+        scale=scale,
+        sinks=sinks,
+        alibi_slopes=alibi_slopes,
+        out=out,
+        out_dtype=out_dtype,
+        return_lse=return_lse,
+    )
+    return _counted(q, answer)
+
+
+def attention_with_kvcache(
+    q,
+    k_cache,
+    v_cache,
+    k=None,
+    v=None,
+    *,
+    cache_seqlens=None,
+    page_table=None,
+    causal=None,
+    window=None,
+    softcap=None,
+    scale=None,
+    sinks=None,
+    alibi_slopes=None,
+    k_descale=None,
+    v_descale=None,
+    k_zero_point=None,
+    v_zero_point=None,
+    out=None,
+    out_dtype=None,
+    return_lse=False,
+):
+    """Attention to the keys of a cache, after new ones were written behind them: flash-attention's `flash_attn_with_kvcache`.
+
+    `q` is [batch, q_len, num_q_heads, head_dim]; `k_cache` and `v_cache` are [batch, most keys, num_kv_heads, head_dim(_v)], or with a
+    page table [num_pages, page_size, num_kv_heads, head_dim(_v)].
+    k, v: [batch, new, num_kv_heads, head_dim(_v)], written into the caches in place, in their dtype, before the attention.
+    cache_seqlens: int32 [batch], or one int: the keys of each sequence before the new ones. None is all of a cache without pages.
+    page_table: int32 [batch, entries]; key j of sequence b is row j % page_size of page page_table[b, j // page_size]. What lies behind
+    the pages of a sequence is not read.
+    causal: None, False, True or "bottom_right": the last query is at the last key. window, softcap, scale, sinks, alibi_slopes, out,
+    out_dtype as in `attention`.
+    k_descale, v_descale, k_zero_point, v_zero_point: of caches that are codes. One factor for each key lies where the key does:
+    [batch, most keys, num_kv_heads] or [num_pages, page_size, num_kv_heads], with one more size for blocks along head_dim; [] is one for
+    all. New keys are quantized with factors of their own, which are written too; with one for all, with that. A `Quantized` stands in
+    place of a cache without them.
+    return_lse: also the log of the sum of exponentials, [batch, num_q_heads, q_len].
+
+    A refused request raises a subclass of `RaptError`, and neither `out` nor a cache is written. Tensors lie in host memory.
+    """
+    answer = _native.attention_with_kvcache(
+        q,
+        k_cache,
+        v_cache,
+        k,
+        v,
+        cache_seqlens=cache_seqlens,
+        page_table=page_table,
+        causal=causal,
+        window=window,
+        softcap=softcap,
+        scale=scale,
+        sinks=sinks,
+        alibi_slopes=alibi_slopes,
+        k_descale=k_descale,
+        v_descale=v_descale,
+        k_zero_point=k_zero_point,
+        v_zero_point=v_zero_point,
+        out=out,
+        out_dtype=out_dtype,
+        return_lse=return_lse,
+    )
+    return _counted(q, answer)
 
 
 def scaled_dot_product_attention(

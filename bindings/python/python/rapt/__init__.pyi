@@ -94,6 +94,50 @@ def attention(
 ) -> Any:
     """softmax(q·kᵀ · scale)·v, in the kind, device and dtype of `q`; `(out, lse)` with `return_lse=True`."""
 
+def varlen_attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_kv: Any,
+    *,
+    causal: Causal = None,
+    window: Window = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+    sinks: Any = None,
+    alibi_slopes: Any = None,
+    out: Any = None,
+    out_dtype: Any = None,
+    return_lse: bool = False,
+) -> Any:
+    """Attention of each of many sequences to its own keys, of lengths of their own, without padding."""
+
+def attention_with_kvcache(
+    q: Any,
+    k_cache: Any,
+    v_cache: Any,
+    k: Any = None,
+    v: Any = None,
+    *,
+    cache_seqlens: Any = None,
+    page_table: Any = None,
+    causal: Literal["bottom_right"] | bool | None = None,
+    window: Window = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+    sinks: Any = None,
+    alibi_slopes: Any = None,
+    k_descale: Any = None,
+    v_descale: Any = None,
+    k_zero_point: Any = None,
+    v_zero_point: Any = None,
+    out: Any = None,
+    out_dtype: Any = None,
+    return_lse: bool = False,
+) -> Any:
+    """Attention to the keys of a cache, after new ones were written behind them."""
+
 def scaled_dot_product_attention(
     query: Any,
     key: Any,

@@ -60,6 +60,28 @@ impl<'py> Opened<'py> {
     }
 }
 
+impl Opened<'_> {
+    /// The format of its codes.
+    pub(crate) fn format(&self) -> Format {
+        self.scheme.format()
+    }
+
+    /// Which elements share a scale.
+    pub(crate) fn granularity(&self) -> rapt::Granularity {
+        self.scheme.granularity()
+    }
+
+    /// One more factor for the whole tensor.
+    pub(crate) fn global_scale(&self) -> Option<f32> {
+        self.global_scale
+    }
+
+    /// The last size of its numbers.
+    pub(crate) fn head_dim(&self) -> Option<usize> {
+        self.head_dim
+    }
+}
+
 /// What makes numbers of `tensor`; `None` where it is no codes, or where rapt-core says what is missing.
 pub(crate) fn codes_of<'a>(
     tensor: &'a Operand,

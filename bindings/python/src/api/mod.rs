@@ -10,4 +10,5 @@ pub(crate) mod log;
 pub(crate) mod options;
 pub(crate) mod plan;
 pub(crate) mod quant;
+pub(crate) mod ragged;
 pub(crate) mod sdpa;

@@ -26,7 +26,7 @@ fn repr(object: &Bound<'_, PyAny>) -> String {
 }
 
 /// The refusal of rapt-quant, with the expression that corrects it.
-fn refusal(error: &QuantError, kind: Kind) -> Failure {
+pub(crate) fn refusal(error: &QuantError, kind: Kind) -> Failure {
     let hint = match error {
         QuantError::Core(Error::UnsupportedDtype { tensor, .. }) => hints::cast(tensor, DType::F32, kind),
         QuantError::Core(Error::OtherDtype { tensor, expected, .. }) => {

@@ -174,11 +174,23 @@ fn of_tensors(error: &Error, kind: Kind) -> String {
             Kind::Torch => format!("`{tensor}.expand({expected}, -1, -1, -1)`"),
             _ => format!("`numpy.broadcast_to({tensor}, ({expected}, *{tensor}.shape[1:]))`"),
         },
+        Error::SizeMismatch { tensor: "v", size: size @ ("num_pages" | "page_size"), .. } => {
+            format!("pages of one {size} for k_cache and v_cache")
+        }
+        Error::SizeMismatch { tensor, size: "sequences", expected, .. } if tensor.starts_with("cu_") => {
+            format!("{tensor} with {} offsets: one for each sequence, and one more", expected + 1)
+        }
+        Error::SizeMismatch { tensor, size: "sequences", expected, .. } => {
+            format!("`{tensor}[:{expected}]` if the rest are of no sequence")
+        }
+        Error::SizeMismatch { tensor: "k" | "v", size, .. } if size.starts_with("new keys") => {
+            "a cache with more rows, or more entries in the page table".to_owned()
+        }
         Error::SizeMismatch { tensor, size, got, other, expected } => {
             let (longer, len) = if got > expected { (tensor, expected) } else { (other, got) };
             let dim = match *size {
                 "batch" => 4,
-                "num_kv_heads" => 3,
+                "num_kv_heads" | "total_kv" => 3,
                 "kv_len" => 2,
                 _ => 1,
             };
@@ -190,6 +202,20 @@ fn of_tensors(error: &Error, kind: Kind) -> String {
                 Some(heads) => format!("{} and {}", cut("k", 3, heads), cut("v", 3, heads)),
                 None => "give k and v at least one head".to_owned(),
             }
+        }
+        Error::Length { tensor, .. } if tensor.starts_with("cu_") => match kind {
+            Kind::Torch => "`torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()` of the lengths".to_owned(),
+            _ => "`numpy.cumsum([0, *lengths], dtype=numpy.int32)` of the lengths".to_owned(),
+        },
+        Error::Length { .. } => "fewer keys in that sequence, or a cache that holds more".to_owned(),
+        Error::PageIndex { at, num_pages, .. } => {
+            format!("`page_table[{at}]` of that sequence from 0 to {}", num_pages.saturating_sub(1))
+        }
+        Error::PageTableShort { kv_len, page_size, .. } => {
+            format!("a page_table with {} entries for that sequence", kv_len.div_ceil((*page_size).max(1)))
+        }
+        Error::PageShared { page, .. } => {
+            format!("a page of its own for one of them, with the keys of page {page} copied: `rapt.KVCache` does so")
         }
         Error::ZeroHeadDim { tensor, .. } => format!("skip the call where `{tensor}.shape[-1] == 0`"),
         Error::MaskShape { got, expected } => mask_expression(got, expected, kind),

@@ -119,7 +119,7 @@ fn classes(py: Python<'_>) -> PyResult<&Classes> {
             ("ProgramError", "A program or its archive is damaged, altered, or contradicts itself.", value_error()),
             (
                 "IndexRangeError",
-                "An index among the values of a program's inputs lies outside its dimension.",
+                "An index among a program's inputs, a page, or a length or offset of a sequence lies outside what there is.",
                 py.get_type::<PyIndexError>(),
             ),
             (

@@ -1,0 +1,395 @@
+//! `varlen_attention` and `attention_with_kvcache`: sequences of different lengths, lying one after another or in a cache.
+
+use std::cell::Cell;
+
+use pyo3::prelude::*;
+use pyo3::types::{PyBool, PyInt, PyTuple};
+use rapt::quant::QuantError;
+use rapt::{
+    CacheCodes, CacheView, Causal, DType, Device, Engine, Format, KvCacheTensors, Options, Queue, Shape, TensorLayout,
+    VarlenTensors, View, ViewMut,
+};
+
+use crate::api::codes::Opened;
+use crate::api::{options, quant};
+use crate::engine::Home;
+use crate::errors::hints;
+use crate::errors::{Failure, Wording, guard};
+use crate::kind::Kind;
+use crate::tensors::{self, Operand, Product, torch};
+
+type Object<'a, 'py> = &'a Bound<'py, PyAny>;
+type Maybe<'a, 'py> = Option<&'a Bound<'py, PyAny>>;
+
+/// What both functions take beside their tensors.
+#[derive(Clone, Copy)]
+pub(crate) struct Common<'a, 'py> {
+    pub(crate) causal: Maybe<'a, 'py>,
+    pub(crate) window: Maybe<'a, 'py>,
+    pub(crate) softcap: Maybe<'a, 'py>,
+    pub(crate) scale: Maybe<'a, 'py>,
+    pub(crate) sinks: Maybe<'a, 'py>,
+    pub(crate) alibi_slopes: Maybe<'a, 'py>,
+    pub(crate) out: Maybe<'a, 'py>,
+    pub(crate) out_dtype: Maybe<'a, 'py>,
+    pub(crate) return_lse: Maybe<'a, 'py>,
+}
+
+/// The arguments of `rapt.varlen_attention`.
+pub(crate) struct Varlen<'a, 'py> {
+    pub(crate) q: Object<'a, 'py>,
+    pub(crate) k: Object<'a, 'py>,
+    pub(crate) v: Object<'a, 'py>,
+    pub(crate) cu_seqlens_q: Object<'a, 'py>,
+    pub(crate) cu_seqlens_kv: Object<'a, 'py>,
+    pub(crate) common: Common<'a, 'py>,
+}
+
+/// The keys or the values of a cache: those that it holds, the new ones, and what makes numbers of codes.
+#[derive(Clone, Copy)]
+pub(crate) struct CachePart<'a, 'py> {
+    pub(crate) cache: Object<'a, 'py>,
+    pub(crate) new: Maybe<'a, 'py>,
+    pub(crate) descale: Maybe<'a, 'py>,
+    pub(crate) zero_point: Maybe<'a, 'py>,
+}
+
+/// The arguments of `rapt.attention_with_kvcache`.
+pub(crate) struct Cached<'a, 'py> {
+    pub(crate) q: Object<'a, 'py>,
+    pub(crate) k: CachePart<'a, 'py>,
+    pub(crate) v: CachePart<'a, 'py>,
+    pub(crate) cache_seqlens: Maybe<'a, 'py>,
+    pub(crate) page_table: Maybe<'a, 'py>,
+    pub(crate) common: Common<'a, 'py>,
+}
+
+impl Common<'_, '_> {
+    fn options(&self) -> Result<(Options, bool), Failure> {
+        let options = Options {
+            softmax_scale: options::real("scale", self.scale)?,
+            softcap: options::real("softcap", self.softcap)?,
+            causal: options::causal("causal", self.causal)?,
+            window: options::window("window", self.window)?,
+            layout: TensorLayout::Bshd,
+            out_dtype: options::dtype("out_dtype", self.out_dtype)?,
+        };
+        Ok((options, self.return_lse.map_or(Ok(false), |given| options::flag("return_lse", given))?))
+    }
+}
+
+/// Reads tensors of one call, which are of the kind of `q`.
+#[derive(Clone, Copy)]
+struct Reader<'a, 'py> {
+    kind: Kind,
+    q: Object<'a, 'py>,
+}
+
+impl<'a, 'py> Reader<'a, 'py> {
+    fn new(wording: &Cell<Wording>, q: Object<'a, 'py>) -> Result<Self, Failure> {
+        let kind = tensors::source_kind(q)?;
+        wording.set(Wording { kind, ..wording.get() });
+        Ok(Reader { kind, q })
+    }
+
+    fn read(&self, name: &'static str, object: Object<'_, '_>) -> Result<Operand, Failure> {
+        tensors::read(name, object, self.kind, self.q)
+    }
+
+    fn maybe(&self, name: &'static str, object: Maybe<'_, '_>) -> Result<Option<Operand>, Failure> {
+        object.map(|object| self.read(name, object)).transpose()
+    }
+
+    /// The given output, or a new one.
+    fn output(
+        &self,
+        name: &'static str,
+        given: Maybe<'_, 'py>,
+        dtype: DType,
+        shape: Shape,
+    ) -> Result<(Option<Product<'py>>, Operand), Failure> {
+        match given {
+            Some(given) => {
+                let out = self.read(name, given)?;
+                if out.writable { Ok((None, out)) } else { Err(rapt::Error::ReadOnly { tensor: name }.into()) }
+            }
+            None => {
+                let (product, out) = tensors::allocate(name, self.kind, self.q, Device::Cpu, dtype, shape)?;
+                Ok((Some(product), out))
+            }
+        }
+    }
+}
+
+/// The outputs of a call: what is written, and what is handed back.
+struct Outputs<'py> {
+    out: Operand,
+    product: Option<Product<'py>>,
+    lse: Option<(Option<Product<'py>>, Operand)>,
+}
+
+impl<'py> Outputs<'py> {
+    /// # Errors
+    /// Those of the shapes: ranks that are wrong are told by the engine, to which outputs without elements are given then.
+    fn new(
+        reader: Reader<'_, 'py>,
+        common: &Common<'_, 'py>,
+        (options, return_lse): (&Options, bool),
+        [out, lse]: [Shape; 2],
+    ) -> Result<Self, Failure> {
+        let q = reader.read("q", reader.q)?;
+        // What is computed in no dtype is refused by the engine, which looks at q first.
+        let plain = if q.dtype.is_computed() { q.dtype } else { DType::F32 };
+        let dtype = options.out_dtype.filter(|dtype| dtype.is_computed()).unwrap_or(plain);
+        let (product, out) = reader.output("out", common.out, dtype, out)?;
+        let lse = return_lse.then(|| reader.output("lse", None, plain.accumulation(), lse)).transpose()?;
+        Ok(Outputs { out, product, lse })
+    }
+
+    fn views(&mut self) -> Result<(ViewMut<'_>, Option<ViewMut<'_>>), Failure> {
+        Ok((self.out.view_mut()?, self.lse.as_mut().map(|(_, lse)| lse.view_mut()).transpose()?))
+    }
+
+    fn finish(self, py: Python<'py>, given: Maybe<'_, 'py>) -> Result<Bound<'py, PyAny>, Failure> {
+        let Outputs { out, product, lse } = self;
+        drop(out);
+        let out = match (product, given) {
+            (Some(product), _) => product.finish(py)?,
+            (None, Some(given)) => given.clone(),
+            (None, None) => return Err(Failure::binding(rapt::ErrorKind::Unsupported, "no output was made", "")),
+        };
+        match lse {
+            Some((Some(product), operand)) => {
+                drop(operand);
+                Ok(PyTuple::new(py, [out, product.finish(py)?])?.into_any())
+            }
+            _ => Ok(out),
+        }
+    }
+}
+
+/// Runs `call` on the threads of a call of this kind, with the GIL released.
+fn on_threads<E: Send>(
+    py: Python<'_>,
+    home: &Home,
+    kind: Kind,
+    call: impl FnOnce(&Engine, &Queue<'_>) -> Result<(), E> + Send,
+) -> Result<Result<(), E>, Failure> {
+    let pool = home.torch_pool(py, kind)?;
+    let (engine, executor) = (home.engine()?, home.executor(pool.as_ref())?);
+    Ok(py.detach(|| call(engine, &Queue::Host(executor))))
+}
+
+fn size(operand: &Operand, dim: usize) -> usize {
+    operand.shape.get(dim).copied().unwrap_or(0)
+}
+
+/// `rapt.varlen_attention` on `home`.
+pub(crate) fn varlen<'py>(py: Python<'py>, home: &Home, request: &Varlen<'_, 'py>) -> PyResult<Bound<'py, PyAny>> {
+    let wording = Cell::new(Wording { names: &hints::ATTENTION, kind: Kind::Numpy });
+    guard(py, &wording, || {
+        let Varlen { q, k, v, cu_seqlens_q, cu_seqlens_kv, common } = request;
+        let reader = Reader::new(&wording, q)?;
+        let (options, return_lse) = common.options()?;
+        let (q_read, k, v) = (reader.read("q", q)?, reader.read("k", k)?, reader.read("v", v)?);
+        let of_q = reader.read("cu_seqlens_q", cu_seqlens_q)?;
+        let of_kv = reader.read("cu_seqlens_kv", cu_seqlens_kv)?;
+        let sinks = reader.maybe("sinks", common.sinks)?;
+        let slopes = reader.maybe("alibi_slopes", common.alibi_slopes)?;
+        if reader.kind == Kind::Torch {
+            let given = [("q", Some(*q)), ("k", Some(request.k)), ("v", Some(request.v)), ("sinks", common.sinks)];
+            torch::refuse_gradients(py, given.into_iter().filter_map(|(name, tensor)| Some((name, tensor?))))?;
+        }
+        let (total, heads) = (size(&q_read, 0), size(&q_read, 1));
+        let shapes = [[total, heads, size(&v, 2)].into(), [heads, total].into()];
+        let mut outputs = Outputs::new(reader, common, (&options, return_lse), shapes)?;
+        let (out, lse) = outputs.views()?;
+        let tensors = VarlenTensors {
+            q: q_read.view()?,
+            k: k.view()?,
+            v: v.view()?,
+            cu_seqlens_q: of_q.view()?,
+            cu_seqlens_kv: of_kv.view()?,
+            sinks: sinks.as_ref().map(Operand::view).transpose()?,
+            alibi_slopes: slopes.as_ref().map(Operand::view).transpose()?,
+            out,
+            lse,
+        };
+        on_threads(py, home, reader.kind, |engine, queue| engine.varlen_attention(tensors, &options, queue))??;
+        outputs.finish(py, common.out)
+    })
+}
+
+/// The keys or the values of a cache, as they were read.
+struct Part {
+    cache: Operand,
+    new: Option<Operand>,
+    descale: Option<Operand>,
+    zero_point: Option<Operand>,
+}
+
+/// What the tensors of a part are called.
+struct PartNames {
+    cache: &'static str,
+    new: &'static str,
+    descale: &'static str,
+    zero_point: &'static str,
+}
+
+const K: PartNames = PartNames { cache: "k_cache", new: "k", descale: "k_descale", zero_point: "k_zero_point" };
+const V: PartNames = PartNames { cache: "v_cache", new: "v", descale: "v_descale", zero_point: "v_zero_point" };
+
+impl Part {
+    fn read(
+        reader: Reader<'_, '_>,
+        given: &CachePart<'_, '_>,
+        names: &PartNames,
+        opened: Option<&Opened<'_>>,
+    ) -> Result<Self, Failure> {
+        let (cache, descale, zero_point) = match opened {
+            Some(opened) => (&opened.codes, Some(&opened.scale), opened.zero_point.as_ref()),
+            None => (given.cache, given.descale, given.zero_point),
+        };
+        Ok(Part {
+            cache: reader.read(names.cache, cache)?,
+            new: reader.maybe(names.new, given.new)?,
+            descale: reader.maybe(names.descale, descale)?,
+            zero_point: reader.maybe(names.zero_point, zero_point)?,
+        })
+    }
+
+    /// Its views, the cache and its scales to be written where there are new keys.
+    fn views(
+        &mut self,
+        names: &PartNames,
+        opened: Option<&Opened<'_>>,
+    ) -> Result<(CacheView<'_>, Option<CacheCodes<'_>>, Option<View<'_>>), Failure> {
+        let Part { cache, new, descale, zero_point } = self;
+        let format = opened.map(Opened::format).or_else(|| Format::of_dtype(cache.dtype));
+        let is_written = new.is_some();
+        let dtype = cache.dtype;
+        let codes = match (format, descale) {
+            (Some(format), Some(descale)) => Some(CacheCodes {
+                format,
+                descale: seen(descale, is_written)?,
+                zero_point: zero_point.as_mut().map(|points| seen(points, is_written)).transpose()?,
+                global_scale: opened.and_then(Opened::global_scale),
+                granularity: opened.map(Opened::granularity),
+                head_dim: opened.and_then(Opened::head_dim),
+            }),
+            (Some(format), None) => {
+                let codes = if opened.is_some() { format.name() } else { dtype.name() };
+                return Err(rapt::Error::MissingPart { tensor: names.cache, codes, part: names.descale }.into());
+            }
+            (None, Some(_)) => {
+                return Err(rapt::Error::UnexpectedPart {
+                    tensor: names.cache,
+                    codes: dtype.name(),
+                    part: names.descale,
+                }
+                .into());
+            }
+            (None, None) => None,
+        };
+        Ok((seen(cache, is_written)?, codes, new.as_ref().map(Operand::view).transpose()?))
+    }
+}
+
+/// A tensor of a cache, to be written if it is to be and may.
+fn seen(operand: &mut Operand, is_written: bool) -> Result<CacheView<'_>, Failure> {
+    Ok(if is_written && operand.writable {
+        CacheView::Write(operand.view_mut()?)
+    } else {
+        CacheView::Read(operand.view()?)
+    })
+}
+
+/// Lengths that were given: a tensor, or one number for all sequences.
+enum Lengths {
+    Tensor(Operand),
+    Same(Vec<i32>),
+}
+
+impl Lengths {
+    fn read(reader: Reader<'_, '_>, given: Maybe<'_, '_>, batch: usize) -> Result<Option<Self>, Failure> {
+        let Some(given) = given else { return Ok(None) };
+        if given.is_instance_of::<PyInt>() && !given.is_instance_of::<PyBool>() {
+            let refuse = || Failure::option("cache_seqlens", given.to_string(), "int32 [batch], or an int from 0 up");
+            let length: i32 = given.extract().map_err(|_| refuse())?;
+            return Ok(Some(Lengths::Same(vec![length; batch])));
+        }
+        Ok(Some(Lengths::Tensor(reader.read("cache_seqlens", given)?)))
+    }
+
+    fn view(&self) -> Result<View<'_>, Failure> {
+        Ok(match self {
+            Lengths::Tensor(operand) => operand.view()?,
+            Lengths::Same(lengths) => View::contiguous("cache_seqlens", lengths, [lengths.len()].into())?,
+        })
+    }
+}
+
+/// `rapt.attention_with_kvcache` on `home`.
+pub(crate) fn with_kvcache<'py>(
+    py: Python<'py>,
+    home: &Home,
+    request: &Cached<'_, 'py>,
+) -> PyResult<Bound<'py, PyAny>> {
+    let wording = Cell::new(Wording { names: &hints::ATTENTION, kind: Kind::Numpy });
+    guard(py, &wording, || {
+        let Cached { q, k, v, cache_seqlens, page_table, common } = request;
+        let opened_k = Opened::of(k.cache, [(K.descale, k.descale), (K.zero_point, k.zero_point)])?;
+        let opened_v = Opened::of(v.cache, [(V.descale, v.descale), (V.zero_point, v.zero_point)])?;
+        let reader = Reader::new(&wording, q)?;
+        let (mut options, return_lse) = common.options()?;
+        // The last query is at the last key of a cache: `True` is what flash-attention means by it.
+        if common.causal.is_some_and(|causal| causal.is_instance_of::<PyBool>()) {
+            options.causal = options.causal.map(|_| Causal::BottomRight);
+        }
+        let q_read = reader.read("q", q)?;
+        let mut of_k = Part::read(reader, k, &K, opened_k.as_ref())?;
+        let mut of_v = Part::read(reader, v, &V, opened_v.as_ref())?;
+        let lengths = Lengths::read(reader, *cache_seqlens, size(&q_read, 0))?;
+        let table = reader.maybe("page_table", *page_table)?;
+        let sinks = reader.maybe("sinks", common.sinks)?;
+        let slopes = reader.maybe("alibi_slopes", common.alibi_slopes)?;
+        if reader.kind == Kind::Torch {
+            let caches = opened_k.is_none().then_some(k.cache).into_iter().chain(opened_v.is_none().then_some(v.cache));
+            let given = [("q", Some(*q)), ("k", k.new), ("v", v.new), ("sinks", common.sinks)];
+            let given = given.into_iter().filter_map(|(name, tensor)| Some((name, tensor?)));
+            torch::refuse_gradients(py, given.chain(caches.map(|cache| ("k_cache", cache))))?;
+        }
+        let (batch, q_len, heads) = (size(&q_read, 0), size(&q_read, 1), size(&q_read, 2));
+        let dim_v = match &opened_v {
+            Some(opened) => opened.head_dim().unwrap_or(0),
+            None => size(&of_v.cache, 3),
+        };
+        let shapes = [[batch, q_len, heads, dim_v].into(), [batch, heads, q_len].into()];
+        let mut outputs = Outputs::new(reader, common, (&options, return_lse), shapes)?;
+        let (out, lse) = outputs.views()?;
+        let (k_cache, k_codes, k) = of_k.views(&K, opened_k.as_ref())?;
+        let (v_cache, v_codes, v) = of_v.views(&V, opened_v.as_ref())?;
+        let tensors = KvCacheTensors {
+            q: q_read.view()?,
+            k_cache,
+            v_cache,
+            k_codes,
+            v_codes,
+            k,
+            v,
+            cache_seqlens: lengths.as_ref().map(Lengths::view).transpose()?,
+            page_table: table.as_ref().map(Operand::view).transpose()?,
+            sinks: sinks.as_ref().map(Operand::view).transpose()?,
+            alibi_slopes: slopes.as_ref().map(Operand::view).transpose()?,
+            out,
+            lse,
+        };
+        let done =
+            on_threads(py, home, reader.kind, |engine, queue| engine.attention_with_kvcache(tensors, &options, queue))?;
+        done.map_err(|error| match error {
+            QuantError::Core(error) => error.into(),
+            other => quant::refusal(&other, reader.kind),
+        })?;
+        outputs.finish(py, common.out)
+    })
+}
