@@ -24,7 +24,7 @@ pub enum ErrorKind {
     Layout,
     /// An option outside its domain.
     Option,
-    /// Tensors on another device than `q`, or a device that is not there.
+    /// Tensors on another device than `q`, a device that is not there, or memory that it does not have.
     Device,
     /// Tensors of different kinds (such as numpy and torch) in one call.
     Kind,
@@ -34,7 +34,8 @@ pub enum ErrorKind {
     DtypeBoundary,
     /// A program or its archive is damaged, altered, or contradicts itself.
     Program,
-    /// An index among the values of a program's inputs, of a page table, or of lengths and offsets, lies outside its dimension.
+    /// An index among the values of a program's inputs, of a page table, or of lengths and offsets, lies outside its dimension; or
+    /// a sequence that a cache does not have.
     Index,
     /// The values of a program's inputs make it divide an integer by zero.
     ZeroDivision,
@@ -215,6 +216,20 @@ pub enum Error {
         writer: usize,
         /// The other sequence; the same one where it has the page twice.
         other: usize,
+    },
+    /// An id of a sequence that the cache does not have: it was freed, or given by another cache, or by none.
+    #[error("the cache has no sequence {sequence}: it was freed, or is not of this cache")]
+    UnknownSequence {
+        /// The number of the id.
+        sequence: u64,
+    },
+    /// New keys for which a cache has too few pages.
+    #[error("{needed} more pages are needed, the cache has {free} free: free or truncate a sequence first")]
+    OutOfPages {
+        /// Pages that the new keys take, with copies of pages that other sequences have too.
+        needed: usize,
+        /// Pages that no sequence has.
+        free: usize,
     },
     /// A length or an offset of a ragged batch that cannot be.
     #[error("{tensor}[{at}] is {got}; allowed: {allowed}")]
@@ -436,7 +451,7 @@ impl Error {
             | Error::DescaleShape { .. }
             | Error::PageTableShort { .. }
             | Error::Overflow { .. } => ErrorKind::Shape,
-            Error::PageIndex { .. } | Error::Length { .. } => ErrorKind::Index,
+            Error::PageIndex { .. } | Error::Length { .. } | Error::UnknownSequence { .. } => ErrorKind::Index,
             Error::OutOfExtent { .. }
             | Error::Unaligned { .. }
             | Error::NullData { .. }
@@ -451,6 +466,7 @@ impl Error {
             Error::DeviceMismatch { .. }
             | Error::DeviceUnavailable { .. }
             | Error::DeviceFailed { .. }
+            | Error::OutOfPages { .. }
             | Error::OutOfMemory { .. } => ErrorKind::Device,
             Error::KindMismatch { .. } => ErrorKind::Kind,
             Error::Unsupported { .. } | Error::WorkerPanicked { .. } | Error::WorkLeftUndone { .. } => {

@@ -36,7 +36,8 @@
 //! [`Engine::attention_into`]. There is no scale that is taken to be 1.
 //!
 //! [`attention`] is the common case. [`Engine`] owns threads and scratch memory; [`Spec`] and [`Plan`] describe a request
-//! and what will run for it, without any pointer. [`Model`] is a program that PyTorch exported, run without it.
+//! and what will run for it, without any pointer. [`KvCache`] owns the keys and values of sequences that grow, in pages that
+//! they share. [`Model`] is a program that PyTorch exported, run without it.
 //! [`quant`] is tensors in fewer bits, with their scales. [`layout`] is apart from all of it: the algebra of layouts, and proof that what one tensor-core instruction writes is
 //! what the next one reads.
 
@@ -53,7 +54,9 @@ pub use call_cache::CallCache;
 pub use engine::{Engine, Threads, attention, attention_quantized, default_engine, spec_of};
 pub use model::{Model, ModelError, Session};
 pub use pool::Pool;
-pub use ragged::{CacheCodes, CacheView, KvCacheTensors, VarlenTensors};
+pub use ragged::{
+    CacheCodes, CacheView, KvCache, KvCacheForm, KvCacheQueries, KvCacheTensors, SequenceId, VarlenTensors,
+};
 pub use rapt_core::{
     Alignment, Arch, BlockRange, COMPUTED, Caps, Causal, Certificate, Codes, CodesForm, CodesSpec, Compiled, Cost,
     Coverage, DType, Device, DeviceMemory, Dims, Direction, Disjoint, Element, Error, ErrorKind, Executor, Explanation,

@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use rapt_core::{DType, Error, Granularity, Result, ScaleLayout, View, ViewMut, prove_disjoint, prove_injective};
 use rapt_quant::{Given, Parts, QuantError, Quantized, Scheme, quantize};
 
-use super::cache::{CacheCodes, CacheView, Run, is_per_key};
+use super::cache_view::{CacheCodes, CacheView, Run, is_per_key};
 
 /// The new keys of all sequences.
 pub(super) struct Append<'a> {
@@ -273,7 +273,7 @@ fn written_scales<'v, 'c>(
 }
 
 /// Copies elements of any dtype, as bits.
-fn copy_rows(name: &'static str, from: &View<'_>, to: &mut ViewMut<'_>) -> Result<()> {
+pub(super) fn copy_rows(name: &'static str, from: &View<'_>, to: &mut ViewMut<'_>) -> Result<()> {
     macro_rules! bits {
         ($($bytes:literal $dtype:ident $ty:ty),*) => {
             match from.dtype().size_bytes() {

@@ -5,59 +5,17 @@
 //! caches    [batch, most keys, num_kv_heads, head_dim]      or pages [num_pages, page_size, num_kv_heads, head_dim] and a page table
 //! k, v      [batch, new keys, num_kv_heads, head_dim]       written behind the first cache_seqlens keys of each sequence
 //! ```
-//! (The terms are those of flash-attention's `flash_attn_with_kvcache`.) The last query is at the last key: causal, windows and slopes are
+//! (The terms are those of flash-attention.) The last query is at the last key: causal, windows and slopes are
 //! bottom-right. Everything is proven before the first new key is written. A cache of codes has scales of its own form: one row of them
 //! for each key lies where the key does, those of a tensor, a head or a channel are of the sequence, and stay as they are.
 
-use std::ops::Range;
-
-use rapt_core::{
-    Causal, Codes, Error, Format, Granularity, Options, Qkv, Queue, Result, Shape, TensorLayout, View, ViewMut, Window,
-    split,
-};
+use rapt_core::{Causal, Codes, Error, Options, Qkv, Queue, Result, Shape, TensorLayout, View, ViewMut, Window, split};
 use rapt_quant::QuantError;
 
 use super::append::Append;
+use super::cache_view::{CacheCodes, CacheView, is_per_key};
 use super::{Sequence, in_host_memory, lengths, prove_apart};
 use crate::Engine;
-
-/// A tensor of a cache: to be read, or also written, where keys are appended.
-#[derive(Debug)]
-pub enum CacheView<'a> {
-    /// To be read.
-    Read(View<'a>),
-    /// To be read and written.
-    Write(ViewMut<'a>),
-}
-
-impl CacheView<'_> {
-    /// To be read.
-    #[must_use]
-    pub fn view(&self) -> View<'_> {
-        match self {
-            CacheView::Read(view) => *view,
-            CacheView::Write(view) => view.as_view(),
-        }
-    }
-}
-
-/// What makes numbers of the codes of a cache.
-#[derive(Debug)]
-pub struct CacheCodes<'a> {
-    /// The format of the codes.
-    pub format: Format,
-    /// The factors: `[]` (tensor), `[batch, num_kv_heads]` (head), `[batch, 1, num_kv_heads, head_dim]` (channel); one for each key in the
-    /// shape of the cache less head_dim (token), or with the number of blocks in its place (block).
-    pub descale: CacheView<'a>,
-    /// What is subtracted before, of the descale's shape: with [`Format::Uint8`] and no other.
-    pub zero_point: Option<CacheView<'a>>,
-    /// One more factor for the whole cache: with [`Format::Nvfp4`] and no other.
-    pub global_scale: Option<f32>,
-    /// Which elements share a factor, where the descale's shape does not tell; see [`CodesForm::granularity`](crate::CodesForm::granularity).
-    pub granularity: Option<Granularity>,
-    /// The numbers of a key, where two codes share a byte and the last one is alone in its.
-    pub head_dim: Option<usize>,
-}
 
 /// The tensors of [`Engine::attention_with_kvcache`].
 #[derive(Debug)]
@@ -137,16 +95,6 @@ impl<'a> Reads<'a> {
             }
         };
         Codes { descale: part(codes.descale), zero_point: codes.zero_point.map(part), ..codes }
-    }
-}
-
-/// Whether factors have a row for each key of `cache`.
-pub(super) fn is_per_key(descale: &View<'_>, granularity: Option<Granularity>, cache: &View<'_>) -> bool {
-    match (descale.shape().len(), granularity) {
-        (_, Some(granularity)) => matches!(granularity, Granularity::Token | Granularity::Block(_)),
-        (3, None) => true,
-        (4, None) => descale.shape()[1] == cache.shape()[1] && (cache.shape()[1] > 1 || descale.shape()[0] > 1),
-        _ => false,
     }
 }
 
@@ -320,35 +268,5 @@ impl Engine {
         let sequence = |(b, out)| reads.sequence(b, after[b]).tensors(out, lses.as_mut().and_then(Iterator::next));
         let tensors = outs.into_iter().enumerate().map(sequence).collect();
         Ok(self.run_each(&plans, tensors, queue)?)
-    }
-}
-
-impl CacheCodes<'_> {
-    /// As attention reads them.
-    fn codes(&self) -> Codes<'_> {
-        Codes {
-            zero_point: self.zero_point.as_ref().map(CacheView::view),
-            global_scale: self.global_scale,
-            granularity: self.granularity,
-            head_dim: self.head_dim,
-            ..Codes::new(self.format, self.descale.view())
-        }
-    }
-}
-
-/// Rows of one page, or of a sequence without pages: where they lie in the cache, and which of the new ones they are.
-#[derive(Clone, Debug)]
-pub(super) struct Run {
-    pub(super) sequence: usize,
-    /// The page, or the sequence.
-    pub(super) block: usize,
-    pub(super) rows: Range<usize>,
-    pub(super) new: Range<usize>,
-}
-
-impl Run {
-    /// Its rows among the new ones.
-    pub(super) fn of_new<'v>(&self, new: &View<'v>) -> View<'v> {
-        new.narrow(0, &(self.sequence..self.sequence + 1)).narrow(1, &self.new)
     }
 }

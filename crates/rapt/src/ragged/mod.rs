@@ -9,6 +9,8 @@
 
 mod append;
 mod cache;
+mod cache_view;
+mod kv_cache;
 mod lengths;
 mod varlen;
 
@@ -20,7 +22,9 @@ use rapt_core::{
 
 use crate::Engine;
 
-pub use cache::{CacheCodes, CacheView, KvCacheTensors};
+pub use cache::KvCacheTensors;
+pub use cache_view::{CacheCodes, CacheView};
+pub use kv_cache::{KvCache, KvCacheForm, KvCacheQueries, SequenceId};
 pub use varlen::VarlenTensors;
 
 /// What one sequence attends with.

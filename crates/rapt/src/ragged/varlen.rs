@@ -16,9 +16,9 @@ pub struct VarlenTensors<'a> {
     pub k: View<'a>,
     /// Values, `[total_kv, num_kv_heads, head_dim_v]`.
     pub v: View<'a>,
-    /// Where queries of each sequence begin: int32 `[sequences + 1]`, from 0 to `total_q`.
+    /// Where queries of each sequence begin: int32 `[sequences + 1]`, from 0 to total_q.
     pub cu_seqlens_q: View<'a>,
-    /// Where its keys begin: int32 `[sequences + 1]`, from 0 to `total_kv`.
+    /// Where its keys begin: int32 `[sequences + 1]`, from 0 to total_kv.
     pub cu_seqlens_kv: View<'a>,
     /// One more logit per head, `[num_q_heads]`.
     pub sinks: Option<View<'a>>,
