@@ -139,7 +139,7 @@ fn pytest(venv: &Venv) -> Outcome {
         // some share what costs.
         let mut pytest = venv.python(["-m", "pytest", "-ra", "-p", "no:cacheprovider", "--dist", "loadfile"]);
         // Else files of few tests come last, which are those that compile.
-        pytest.arg("--no-loadscope-reorder");
+        pytest.args(["--no-loadscope-reorder", "--durations", "20"]);
         let workers = std::thread::available_parallelism().map_or(1, |cores| cores.get() + 1).min(MOST_WORKERS);
         pytest.args(["-n", &workers.to_string(), "."]);
         show(pytest.current_dir(root().join(BINDING).join("tests")))

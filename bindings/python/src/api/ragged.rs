@@ -343,7 +343,7 @@ pub(crate) fn with_kvcache<'py>(
         let reader = Reader::new(&wording, q)?;
         let (mut options, return_lse) = common.options()?;
         // The last query is at the last key of a cache: `True` is what flash-attention means by it.
-        if common.causal.is_some_and(|causal| causal.is_instance_of::<PyBool>()) {
+        if common.causal.is_some_and(PyAnyMethods::is_instance_of::<PyBool>) {
             options.causal = options.causal.map(|_| Causal::BottomRight);
         }
         let q_read = reader.read("q", q)?;

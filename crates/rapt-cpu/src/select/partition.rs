@@ -74,8 +74,6 @@ fn decode_partition(spec: &Spec, readings: &Qkv<Option<Reading>>, tiles: &Tiles)
     let interleaved = spec.k.strides[2].unsigned_abs() > spec.k.strides[1].unsigned_abs();
     let (codes, apart) = (multiplies_codes(readings), rows_lie_apart(spec).contains(&true));
     let ahead_bytes = match (codes, apart) {
-        // Where the rows behind the next page lie, a row's address does not tell.
-        _ if spec.pages.is_some() => 0,
         (_, true) => tile.ahead_bytes_apart,
         // The lines of a block of codes, asked for at once, are more than a core waits for: (1,32,1×4096,128) int8 took 4.6
         // instead of 2.6 ms (Zen 4, one thread, 2026-11).

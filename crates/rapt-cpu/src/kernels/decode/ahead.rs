@@ -5,7 +5,9 @@ use crate::problem::{Input, Problem, Source};
 
 /// What is asked for ahead of being read: the rows of K of a chunk, then those of V.
 #[derive(Clone, Copy)]
-pub(super) struct Ahead {
+pub(super) struct Ahead<'a> {
+    /// Where keys lie in pages: what says where, and the first key of the chunk.
+    pages: Option<(&'a Problem, (usize, usize, usize))>,
     k: *const u8,
     v: *const u8,
     /// Bytes from row to row, and of a row.
@@ -18,9 +20,9 @@ pub(super) struct Ahead {
     keys: usize,
 }
 
-impl Ahead {
+impl<'a> Ahead<'a> {
     #[inline(always)]
-    pub(super) fn new(problem: &Problem, (batch, head, j0): (usize, usize, usize), n: usize) -> Self {
+    pub(super) fn new(problem: &'a Problem, (batch, head, j0): (usize, usize, usize), n: usize) -> Self {
         let row_bytes = |input: &Input<4>, dim: usize, source: &Option<Source>| {
             let elements = dim.div_ceil(source.as_ref().map_or(1, |source| source.shared));
             if input.strides[3] == 1 { elements * input.size as usize } else { 0 }
@@ -28,6 +30,7 @@ impl Ahead {
         let k_bytes = row_bytes(&problem.k, problem.head_dim, &problem.sources.k);
         let v_bytes = row_bytes(&problem.v, problem.head_dim_v, &problem.sources.v);
         Ahead {
+            pages: problem.k.pages.is_some().then_some((problem, (batch, head, j0))),
             k: problem.k.at([batch, head, j0, 0]),
             v: problem.v.at([batch, head, j0, 0]),
             k_step: problem.k.strides[2] * problem.k.size,
@@ -44,10 +47,9 @@ impl Ahead {
     pub(super) unsafe fn of_keys<S: Simd>(&self, j: usize, taken: usize) {
         if self.keys > 0 {
             let (from, to) = (j + self.keys, j + self.keys + taken);
-            rows::<S>(self.k, self.k_step, self.k_bytes, (from, to.min(self.n)));
+            self.rows_of::<S>(false, (from, to.min(self.n)));
             // Behind the last key of the chunk come its first values.
-            let of_values = (from.saturating_sub(self.n), to.saturating_sub(self.n).min(self.n));
-            rows::<S>(self.v, self.v_step, self.v_bytes, of_values);
+            self.rows_of::<S>(true, (from.saturating_sub(self.n), to.saturating_sub(self.n).min(self.n)));
         }
     }
 
@@ -56,7 +58,21 @@ impl Ahead {
     pub(super) unsafe fn of_values<S: Simd>(&self, j: usize, taken: usize) {
         if self.keys > 0 {
             let (from, to) = (j + self.keys, j + self.keys + taken);
-            rows::<S>(self.v, self.v_step, self.v_bytes, (from, to.min(self.n)));
+            self.rows_of::<S>(true, (from, to.min(self.n)));
+        }
+    }
+
+    /// Asks for rows `from..to` of the chunk, of K or of V.
+    #[inline(always)]
+    fn rows_of<S: Simd>(&self, of_v: bool, (from, to): (usize, usize)) {
+        let (first, step, bytes) =
+            if of_v { (self.v, self.v_step, self.v_bytes) } else { (self.k, self.k_step, self.k_bytes) };
+        let Some((problem, (batch, head, j0))) = self.pages else {
+            return rows::<S>(first, step, bytes, (from, to));
+        };
+        let input = if of_v { &problem.v } else { &problem.k };
+        for (at, len) in input.runs(j0 + from, to.saturating_sub(from)) {
+            rows::<S>(input.at_key([batch, head, j0 + from + at, 0]), step, bytes, (0, len));
         }
     }
 }

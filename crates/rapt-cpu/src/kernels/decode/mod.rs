@@ -46,7 +46,7 @@ struct Chunk<'a, T> {
     n: usize,
     /// Where keys or values are gathered whose elements lie apart.
     panel: *mut T,
-    ahead: Ahead,
+    ahead: Ahead<'a>,
     memory: *mut u8,
 }
 
@@ -152,7 +152,14 @@ impl<S: Simd, T: Storage<S>> Part<S> for FirstProduct<'_, S::Elem, T> {
             let at_a_time = if source.is_some() { problem.partition.panel_keys() } else { QK_KEYS };
             let mut j = 0;
             while j < n {
-                let taken = at_a_time.min(n - j);
+                let taken = match in_place {
+                    // As much of a page as there is, and the panel holds; a score is the same whatever is beside it.
+                    None if k.pages.is_some() && source.is_none() => match k.run(j0 + j, n - j) {
+                        run @ QK_KEYS.. => run.min(problem.partition.panel_keys()) / QK_KEYS * QK_KEYS,
+                        _ => QK_KEYS.min(n - j),
+                    },
+                    _ => at_a_time.min(n - j),
+                };
                 ahead.of_keys::<S>(j, taken);
                 let keys = match (source, in_place) {
                     (Some(source), _) => Keys::read(source, (batch, kv_head, j0 + j), taken, dim, panel),
