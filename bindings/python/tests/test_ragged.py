@@ -399,6 +399,17 @@ def test_torch_calls_are_counted_and_gradients_refused(rng):
         cache.call(q.requires_grad_())
 
 
+def test_a_context_gives_the_same_bits_on_its_threads(rng):
+    cache = Cache(Numpy(), rng, [5, 9], 16)
+    q = cache.normal((2, 1, HEADS, DIM))
+    ragged = packed(Numpy(), rng, [2, 3], [400, 5])
+    with rapt.Context(threads=3) as context:
+        cached = context.attention_with_kvcache(q, cache.k, cache.v, cache_seqlens=cache.lengths, page_table=cache.table)
+        assert cached.tobytes() == cache.call(q).tobytes()
+        ends = offsets([2, 3]), offsets([400, 5])
+        assert context.varlen_attention(*ragged, *ends).tobytes() == rapt.varlen_attention(*ragged, *ends).tobytes()
+
+
 def test_nothing_is_kept_of_a_call(rng):
     cache = Cache(Numpy(), rng, [5, 9], 16)
     q = cache.normal((2, 1, HEADS, DIM))

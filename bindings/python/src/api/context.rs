@@ -7,6 +7,7 @@ use rapt::Threads;
 
 use crate::api::attention::{self, Request};
 use crate::api::plan::PyPlan;
+use crate::api::ragged::{self, CachePart, Cached, Common, Varlen};
 use crate::engine::Owned;
 use crate::errors::hints;
 use crate::errors::{Failure, Wording, raise};
@@ -106,6 +107,73 @@ macro_rules! methods {
                 let home = self.owned.home().map_err(|failure| reported(py, failure))?;
                 let request = Request { q, k, v, $($name,)* out, out_dtype, return_lse };
                 attention::attend(py, &home, &request)
+            }
+
+            /// `rapt.varlen_attention` on these threads.
+            #[pyo3(signature = (
+                q, k, v, cu_seqlens_q, cu_seqlens_kv, *, causal = None, window = None, softcap = None, scale = None, sinks = None,
+                alibi_slopes = None, out = None, out_dtype = None, return_lse = None
+            ))]
+            #[allow(clippy::too_many_arguments, reason = "the public signature")]
+            fn varlen_attention<'py>(
+                &self,
+                py: Python<'py>,
+                q: &Bound<'py, PyAny>,
+                k: &Bound<'py, PyAny>,
+                v: &Bound<'py, PyAny>,
+                cu_seqlens_q: &Bound<'py, PyAny>,
+                cu_seqlens_kv: &Bound<'py, PyAny>,
+                causal: Option<&Bound<'py, PyAny>>,
+                window: Option<&Bound<'py, PyAny>>,
+                softcap: Option<&Bound<'py, PyAny>>,
+                scale: Option<&Bound<'py, PyAny>>,
+                sinks: Option<&Bound<'py, PyAny>>,
+                alibi_slopes: Option<&Bound<'py, PyAny>>,
+                out: Option<&Bound<'py, PyAny>>,
+                out_dtype: Option<&Bound<'py, PyAny>>,
+                return_lse: Option<&Bound<'py, PyAny>>,
+            ) -> PyResult<Bound<'py, PyAny>> {
+                let home = self.owned.home().map_err(|failure| reported(py, failure))?;
+                let common = Common { causal, window, softcap, scale, sinks, alibi_slopes, out, out_dtype, return_lse };
+                ragged::varlen(py, &home, &Varlen { q, k, v, cu_seqlens_q, cu_seqlens_kv, common })
+            }
+
+            /// `rapt.attention_with_kvcache` on these threads.
+            #[pyo3(signature = (
+                q, k_cache, v_cache, k = None, v = None, *, cache_seqlens = None, page_table = None, causal = None, window = None,
+                softcap = None, scale = None, sinks = None, alibi_slopes = None, k_descale = None, v_descale = None,
+                k_zero_point = None, v_zero_point = None, out = None, out_dtype = None, return_lse = None
+            ))]
+            #[allow(clippy::too_many_arguments, reason = "the public signature")]
+            fn attention_with_kvcache<'py>(
+                &self,
+                py: Python<'py>,
+                q: &Bound<'py, PyAny>,
+                k_cache: &Bound<'py, PyAny>,
+                v_cache: &Bound<'py, PyAny>,
+                k: Option<&Bound<'py, PyAny>>,
+                v: Option<&Bound<'py, PyAny>>,
+                cache_seqlens: Option<&Bound<'py, PyAny>>,
+                page_table: Option<&Bound<'py, PyAny>>,
+                causal: Option<&Bound<'py, PyAny>>,
+                window: Option<&Bound<'py, PyAny>>,
+                softcap: Option<&Bound<'py, PyAny>>,
+                scale: Option<&Bound<'py, PyAny>>,
+                sinks: Option<&Bound<'py, PyAny>>,
+                alibi_slopes: Option<&Bound<'py, PyAny>>,
+                k_descale: Option<&Bound<'py, PyAny>>,
+                v_descale: Option<&Bound<'py, PyAny>>,
+                k_zero_point: Option<&Bound<'py, PyAny>>,
+                v_zero_point: Option<&Bound<'py, PyAny>>,
+                out: Option<&Bound<'py, PyAny>>,
+                out_dtype: Option<&Bound<'py, PyAny>>,
+                return_lse: Option<&Bound<'py, PyAny>>,
+            ) -> PyResult<Bound<'py, PyAny>> {
+                let home = self.owned.home().map_err(|failure| reported(py, failure))?;
+                let common = Common { causal, window, softcap, scale, sinks, alibi_slopes, out, out_dtype, return_lse };
+                let k = CachePart { cache: k_cache, new: k, descale: k_descale, zero_point: k_zero_point };
+                let v = CachePart { cache: v_cache, new: v, descale: v_descale, zero_point: v_zero_point };
+                ragged::with_kvcache(py, &home, &Cached { q, k, v, cache_seqlens, page_table, common })
             }
 
             #[doc = concat!("explain", signature!("$self, ", $($name: $default,)*), "\n--\n")]
