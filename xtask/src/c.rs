@@ -222,10 +222,11 @@ struct Program<'a> {
     reads: Option<&'static str>,
 }
 
-const PROGRAMS: [Program<'static>; 5] = [
+const PROGRAMS: [Program<'static>; 6] = [
     Program { source: "contiguous.c", standard: "-std=c99", tool: &CC, reads: None },
     Program { source: "strided.c", standard: "-std=c11", tool: &CC, reads: None },
     Program { source: "errors.c", standard: "-std=c99", tool: &CC, reads: None },
+    Program { source: "kvcache.c", standard: "-std=c99", tool: &CC, reads: None },
     Program { source: "model.c", standard: "-std=c99", tool: &CC, reads: Some(ARCHIVE) },
     Program { source: "attention.cpp", standard: "-std=c++11", tool: &CXX, reads: None },
 ];

@@ -60,10 +60,12 @@ enum rapt_error
   RAPT_ERROR_DTYPE_BOUNDARY = 12,
   // A program or its archive that cannot be read, is damaged, or contradicts itself.
   RAPT_ERROR_PROGRAM = 13,
-  // An index among the values of a program's inputs that lies outside its dimension.
+  // An index outside its dimension, in a program's inputs or a page table; a length or an offset that cannot be.
   RAPT_ERROR_INDEX = 14,
   // Values of a program's inputs by which it divides an integer by zero.
   RAPT_ERROR_ZERO_DIVISION = 15,
+  // A number among new keys or values that the format of their cache does not hold, or a factor that divides nothing.
+  RAPT_ERROR_NUMBER = 16,
 };
 #ifndef __cplusplus
 #if __STDC_VERSION__ >= 202311L
@@ -329,7 +331,7 @@ typedef struct rapt_tensor {
   const void *storage;
 } rapt_tensor;
 
-// What makes numbers of a quantized q, k or v, whose rapt_tensor has the codes:
+// What makes numbers of a quantized q, k or v, or of a cache, whose rapt_tensor has the codes:
 // (code - zero_point) * descale * global_scale. Nothing is assumed for a part that is missing.
 //
 // Nothing is owned and nothing is kept, as with a rapt_tensor.
@@ -409,6 +411,25 @@ typedef struct rapt_port {
   // `ndim` sizes in words: numbers, and expressions over the program's symbols, such as "2*s0".
   const char *const *sizes;
 } rapt_port;
+
+// A cache of keys and values, and what a call appends to it. Nothing is owned and nothing is kept, as with a rapt_tensor.
+// Of codes in it, `k_codes` and `v_codes` of rapt_options say what makes numbers of them.
+typedef struct rapt_kvcache {
+  // sizeof(rapt_kvcache), by which later versions know which fields there are.
+  size_t size;
+  // [batch, most keys, num_kv_heads, head_dim], or pages [num_pages, page_size, num_kv_heads, head_dim]. Never NULL.
+  const struct rapt_tensor *k_cache;
+  // Likewise, with a head_dim of its own. Without a `v` it may lie in the memory of `k_cache`. Never NULL.
+  const struct rapt_tensor *v_cache;
+  // The keys of each sequence before the new ones: I32 [batch]. NULL: all that a cache without pages has room for.
+  const struct rapt_tensor *cache_seqlens;
+  // The pages of each sequence in the order of its keys: I32 [batch, entries]. NULL: the cache has no pages.
+  const struct rapt_tensor *page_table;
+  // New keys, [batch, new, num_kv_heads, head_dim], to be written behind those of each sequence. NULL: none.
+  const struct rapt_tensor *k;
+  // New values, likewise. NULL: none, or those of the new keys lie in `k_cache`.
+  const struct rapt_tensor *v;
+} rapt_kvcache;
 
 #ifdef __cplusplus
 extern "C" {
@@ -637,6 +658,37 @@ rapt_error rapt_session_reset(struct rapt_session *session);
 // # Safety
 // `session` is alive, or NULL.
 size_t rapt_session_held_bytes(const struct rapt_session *session);
+
+// Attention of sequences that lie one after another, each to its own keys: the bits of rapt_attention() for each alone.
+//
+// q is [total_q, num_q_heads, head_dim], k and v are [total_kv, num_kv_heads, head_dim], `options->lse` is
+// [num_q_heads, total_q]; `options->layout` is not read. `cu_seqlens_q` and `cu_seqlens_kv` are I32 [sequences + 1]: where
+// the rows of each begin, from 0 to the number of rows. `options` may be NULL; a mask and codes are refused.
+//
+// # Safety
+// As rapt_attention().
+rapt_error rapt_varlen_attention(const struct rapt_engine *engine,
+                                 const struct rapt_tensor *q,
+                                 const struct rapt_tensor *k,
+                                 const struct rapt_tensor *v,
+                                 const struct rapt_tensor *cu_seqlens_q,
+                                 const struct rapt_tensor *cu_seqlens_kv,
+                                 const struct rapt_tensor *out,
+                                 const struct rapt_options *options);
+
+// Appends `cache->k` and `cache->v` to a cache, and attends to all its keys: the bits of rapt_attention() on one tensor.
+//
+// q is [batch, q_len, num_q_heads, head_dim], `options->lse` is [batch, num_q_heads, q_len]; `options->layout` is not read.
+// The last query is at the last key, for causal masking (RAPT_CAUSAL_BOTTOM_RIGHT), windows and slopes. `options` may be NULL;
+// a mask and codes of q are refused. Everything is proven before anything is written, the cache and its factors too.
+//
+// # Safety
+// As rapt_attention(). Where there are new keys, the cache and its factors are memory that nobody else uses.
+rapt_error rapt_attention_with_kvcache(const struct rapt_engine *engine,
+                                       const struct rapt_tensor *q,
+                                       const struct rapt_kvcache *cache,
+                                       const struct rapt_tensor *out,
+                                       const struct rapt_options *options);
 
 #ifdef __cplusplus
 }  // extern "C"

@@ -55,10 +55,12 @@ pub enum rapt_error {
     RAPT_ERROR_DTYPE_BOUNDARY = 12,
     /// A program or its archive that cannot be read, is damaged, or contradicts itself.
     RAPT_ERROR_PROGRAM = 13,
-    /// An index among the values of a program's inputs that lies outside its dimension.
+    /// An index outside its dimension, in a program's inputs or a page table; a length or an offset that cannot be.
     RAPT_ERROR_INDEX = 14,
     /// Values of a program's inputs by which it divides an integer by zero.
     RAPT_ERROR_ZERO_DIVISION = 15,
+    /// A number among new keys or values that the format of their cache does not hold, or a factor that divides nothing.
+    RAPT_ERROR_NUMBER = 16,
 }
 
 /// The dtype of a tensor's elements, by the codes of PyTorch's export schema. Attention computes F64, F32, F16 and BF16;
@@ -228,7 +230,7 @@ pub struct rapt_tensor {
     pub storage: *const c_void,
 }
 
-/// What makes numbers of a quantized q, k or v, whose rapt_tensor has the codes:
+/// What makes numbers of a quantized q, k or v, or of a cache, whose rapt_tensor has the codes:
 /// (code - zero_point) * descale * global_scale. Nothing is assumed for a part that is missing.
 ///
 /// Nothing is owned and nothing is kept, as with a rapt_tensor.
@@ -291,6 +293,27 @@ pub struct rapt_options {
     pub k_codes: *const rapt_codes,
     /// What makes numbers of v, if its tensor has codes. NULL: v has numbers.
     pub v_codes: *const rapt_codes,
+}
+
+/// A cache of keys and values, and what a call appends to it. Nothing is owned and nothing is kept, as with a rapt_tensor.
+/// Of codes in it, `k_codes` and `v_codes` of rapt_options say what makes numbers of them.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct rapt_kvcache {
+    /// sizeof(rapt_kvcache), by which later versions know which fields there are.
+    pub size: usize,
+    /// [batch, most keys, num_kv_heads, head_dim], or pages [num_pages, page_size, num_kv_heads, head_dim]. Never NULL.
+    pub k_cache: *const rapt_tensor,
+    /// Likewise, with a head_dim of its own. Without a `v` it may lie in the memory of `k_cache`. Never NULL.
+    pub v_cache: *const rapt_tensor,
+    /// The keys of each sequence before the new ones: I32 [batch]. NULL: all that a cache without pages has room for.
+    pub cache_seqlens: *const rapt_tensor,
+    /// The pages of each sequence in the order of its keys: I32 [batch, entries]. NULL: the cache has no pages.
+    pub page_table: *const rapt_tensor,
+    /// New keys, [batch, new, num_kv_heads, head_dim], to be written behind those of each sequence. NULL: none.
+    pub k: *const rapt_tensor,
+    /// New values, likewise. NULL: none, or those of the new keys lie in `k_cache`.
+    pub v: *const rapt_tensor,
 }
 
 /// What an engine runs on. Strings and arrays live as long as the library.

@@ -6,6 +6,7 @@
 //! served   calls that were served before run without being proven again
 //! refusal  errors as codes and messages; nothing unwinds past `guard`
 //! model    the functions of rapt.h for exported programs: a model, its bindings, its sessions
+//! ragged   the functions of rapt.h for sequences of different lengths: one after another, or in a cache
 //! run      one run of a program: what its inputs and places say, proven, then run
 //! lib      all other functions of rapt.h, and the engine that they are given
 //! ```
@@ -16,6 +17,7 @@
 
 mod abi;
 mod model;
+mod ragged;
 mod read;
 mod refusal;
 mod run;
@@ -28,8 +30,8 @@ use engine::{Engine, Error, Operands};
 
 pub use abi::{
     RAPT_MAX_NDIM, RAPT_VERSION_MAJOR, RAPT_VERSION_MINOR, RAPT_VERSION_PATCH, rapt_capabilities, rapt_causal,
-    rapt_codes, rapt_device, rapt_dtype, rapt_error, rapt_format, rapt_given, rapt_granularity, rapt_layout,
-    rapt_options, rapt_port, rapt_tensor,
+    rapt_codes, rapt_device, rapt_dtype, rapt_error, rapt_format, rapt_given, rapt_granularity, rapt_kvcache,
+    rapt_layout, rapt_options, rapt_port, rapt_tensor,
 };
 pub use model::{
     rapt_bound, rapt_bound_destroy, rapt_bound_output, rapt_model, rapt_model_bind, rapt_model_destroy,
@@ -37,6 +39,7 @@ pub use model::{
     rapt_model_open, rapt_model_output, rapt_session, rapt_session_create, rapt_session_destroy,
     rapt_session_held_bytes, rapt_session_reset, rapt_session_run,
 };
+pub use ragged::{rapt_attention_with_kvcache, rapt_varlen_attention};
 use read::{Call, dtype_of, to_read, to_write};
 use refusal::{Refusal, guard};
 use served::Calls;

@@ -175,21 +175,21 @@ impl Parts {
 
 /// # Safety
 /// `given` leads to a tensor that is what it says and that nobody writes for 'a, or is NULL.
-unsafe fn view<'a>(name: &'static str, given: *const rapt_tensor) -> Result<View<'a>, Refusal> {
+pub(crate) unsafe fn view<'a>(name: &'static str, given: *const rapt_tensor) -> Result<View<'a>, Refusal> {
     // SAFETY: the caller's word.
     unsafe { Parts::read(name, given)?.view(name) }
 }
 
 /// # Safety
 /// `given` leads to a tensor that is what it says and that nobody else uses for 'a, or is NULL.
-unsafe fn view_mut<'a>(name: &'static str, given: *const rapt_tensor) -> Result<ViewMut<'a>, Refusal> {
+pub(crate) unsafe fn view_mut<'a>(name: &'static str, given: *const rapt_tensor) -> Result<ViewMut<'a>, Refusal> {
     // SAFETY: the caller's word.
     unsafe { Parts::read(name, given)?.view_mut(name) }
 }
 
 /// # Safety
 /// As [`view`].
-unsafe fn optional<'a>(name: &'static str, given: *const rapt_tensor) -> Result<Option<View<'a>>, Refusal> {
+pub(crate) unsafe fn optional<'a>(name: &'static str, given: *const rapt_tensor) -> Result<Option<View<'a>>, Refusal> {
     // SAFETY: the caller's word.
     if given.is_null() { Ok(None) } else { unsafe { view(name, given) }.map(Some) }
 }
@@ -212,8 +212,8 @@ pub(crate) unsafe fn options(given: *const rapt_options) -> Result<rapt_options,
     Ok(options)
 }
 
-/// What the codes of one of q, k and v, their fields and their parts are called.
-struct CodesNames {
+/// What an operand of codes, their fields and their parts are called.
+pub(crate) struct CodesNames {
     operand: &'static str,
     codes: &'static str,
     size: &'static str,
@@ -221,24 +221,85 @@ struct CodesNames {
     granularity: &'static str,
     block_size: &'static str,
     head_dim: &'static str,
-    descale: &'static str,
-    zero_point: &'static str,
+    pub(crate) descale: &'static str,
+    pub(crate) zero_point: &'static str,
 }
 
+/// The names for the field of rapt_options that begins with the first word, and the operand that is the second one.
 macro_rules! codes_names {
-    ($operand:literal) => {
+    ($field:literal, $operand:literal) => {
         CodesNames {
             operand: $operand,
-            codes: concat!($operand, "_codes"),
-            size: concat!($operand, "_codes.size"),
-            format: concat!($operand, "_codes.format"),
-            granularity: concat!($operand, "_codes.granularity"),
-            block_size: concat!($operand, "_codes.block_size"),
-            head_dim: concat!($operand, "_codes.head_dim"),
-            descale: concat!($operand, "_descale"),
-            zero_point: concat!($operand, "_zero_point"),
+            codes: concat!($field, "_codes"),
+            size: concat!($field, "_codes.size"),
+            format: concat!($field, "_codes.format"),
+            granularity: concat!($field, "_codes.granularity"),
+            block_size: concat!($field, "_codes.block_size"),
+            head_dim: concat!($field, "_codes.head_dim"),
+            descale: concat!($field, "_descale"),
+            zero_point: concat!($field, "_zero_point"),
         }
     };
+}
+
+impl CodesNames {
+    pub(crate) const Q: CodesNames = codes_names!("q", "q");
+    pub(crate) const K: CodesNames = codes_names!("k", "k");
+    pub(crate) const V: CodesNames = codes_names!("v", "v");
+    pub(crate) const K_CACHE: CodesNames = codes_names!("k", "k_cache");
+    pub(crate) const V_CACHE: CodesNames = codes_names!("v", "v_cache");
+}
+
+/// What a rapt_codes says, its numbers each in its domain.
+pub(crate) struct CodesRead {
+    pub(crate) format: Format,
+    pub(crate) granularity: Option<Granularity>,
+    pub(crate) head_dim: Option<usize>,
+    pub(crate) global_scale: Option<f32>,
+    /// Not NULL.
+    pub(crate) descale: *const rapt_tensor,
+    pub(crate) zero_point: *const rapt_tensor,
+}
+
+impl CodesRead {
+    /// `None` for NULL: the operand has numbers.
+    ///
+    /// # Safety
+    /// `given` leads to codes, or is NULL.
+    pub(crate) unsafe fn read(names: &CodesNames, given: *const rapt_codes) -> Result<Option<Self>, Refusal> {
+        if given.is_null() {
+            return Ok(None);
+        }
+        let given = to_read(given, names.codes)?;
+        // SAFETY: neither NULL nor unaligned; a struct of any version begins with its size.
+        struct_size(names.size, unsafe { (*given).size }, &[size_of::<rapt_codes>()])?;
+        // SAFETY: as long as its size says.
+        let given = unsafe { given.read() };
+        let format = format_of(names, given.format)?;
+        let granularity = granularity_of(names, given.granularity, given.block_size)?;
+        let head_dim = match usize::try_from(given.head_dim) {
+            Ok(0) => None,
+            Ok(head_dim) => Some(head_dim),
+            Err(_) => {
+                let allowed = "0 (as many as the tensor of codes holds), or a number from 1 up";
+                return Err(refuse(names.head_dim, &given.head_dim, allowed));
+            }
+        };
+        if given.descale.is_null() {
+            let (tensor, codes, part) = (names.operand, format.name(), names.descale);
+            return Err(Error::MissingPart { tensor, codes, part }.into());
+        }
+        let global_scale = if given.global_scale.is_null() {
+            None
+        } else {
+            let pointer = Pointer { argument: names.codes, field: Some("global_scale") };
+            let global_scale = to_read(given.global_scale, pointer)?;
+            // SAFETY: neither NULL nor unaligned; that a number lies there is the caller's word.
+            Some(unsafe { global_scale.read() })
+        };
+        let rapt_codes { descale, zero_point, .. } = given;
+        Ok(Some(CodesRead { format, granularity, head_dim, global_scale, descale, zero_point }))
+    }
 }
 
 /// What makes numbers of one of q, k and v; `None` if it has numbers.
@@ -246,38 +307,12 @@ macro_rules! codes_names {
 /// # Safety
 /// `given` leads to codes whose tensors are what they say and nobody writes for 'a, or is NULL.
 unsafe fn codes<'a>(names: &CodesNames, given: *const rapt_codes) -> Result<Option<Box<Codes<'a>>>, Refusal> {
-    if given.is_null() {
-        return Ok(None);
-    }
-    let given = to_read(given, names.codes)?;
-    // SAFETY: neither NULL nor unaligned; a struct of any version begins with its size.
-    struct_size(names.size, unsafe { (*given).size }, &[size_of::<rapt_codes>()])?;
-    // SAFETY: as long as its size says.
-    let given = unsafe { given.read() };
-    let format = format_of(names, given.format)?;
-    let granularity = granularity_of(names, given.granularity, given.block_size)?;
-    let head_dim = match usize::try_from(given.head_dim) {
-        Ok(0) => None,
-        Ok(head_dim) => Some(head_dim),
-        Err(_) => {
-            let allowed = "0 (as many as the tensor of codes holds), or a number from 1 up";
-            return Err(refuse(names.head_dim, &given.head_dim, allowed));
-        }
-    };
-    if given.descale.is_null() {
-        let (tensor, codes, part) = (names.operand, format.name(), names.descale);
-        return Err(Error::MissingPart { tensor, codes, part }.into());
-    }
+    // SAFETY: the caller's word.
+    let Some(read) = (unsafe { CodesRead::read(names, given) })? else { return Ok(None) };
+    let CodesRead { format, granularity, head_dim, global_scale, .. } = read;
     // SAFETY: the caller's word.
     let (descale, zero_point) =
-        unsafe { (view(names.descale, given.descale)?, optional(names.zero_point, given.zero_point)?) };
-    let global_scale = if given.global_scale.is_null() {
-        None
-    } else {
-        let global_scale = to_read(given.global_scale, Pointer { argument: names.codes, field: Some("global_scale") })?;
-        // SAFETY: neither NULL nor unaligned; that a number lies there is the caller's word.
-        Some(unsafe { global_scale.read() })
-    };
+        unsafe { (view(names.descale, read.descale)?, optional(names.zero_point, read.zero_point)?) };
     Ok(Some(Box::new(Codes { zero_point, global_scale, granularity, head_dim, ..Codes::new(format, descale) })))
 }
 
@@ -348,9 +383,9 @@ impl Call {
         // SAFETY: the caller's word.
         let codes = unsafe {
             Qkv {
-                q: codes(&codes_names!("q"), given.q_codes)?,
-                k: codes(&codes_names!("k"), given.k_codes)?,
-                v: codes(&codes_names!("v"), given.v_codes)?,
+                q: codes(&CodesNames::Q, given.q_codes)?,
+                k: codes(&CodesNames::K, given.k_codes)?,
+                v: codes(&CodesNames::V, given.v_codes)?,
             }
         };
         // SAFETY: the caller's word.
@@ -371,7 +406,8 @@ fn refuse(option: &'static str, got: &dyn ToString, allowed: &str) -> Refusal {
     Error::Option { option, got: got.to_string(), allowed: allowed.to_owned() }.into()
 }
 
-fn parse(given: &rapt_options) -> Result<Options, Refusal> {
+/// The options but for their tensors.
+pub(crate) fn parse(given: &rapt_options) -> Result<Options, Refusal> {
     const SCALE: u32 = rapt_given::RAPT_GIVEN_SOFTMAX_SCALE as u32;
     const SOFTCAP: u32 = rapt_given::RAPT_GIVEN_SOFTCAP as u32;
     const LEFT: u32 = rapt_given::RAPT_GIVEN_WINDOW_LEFT as u32;

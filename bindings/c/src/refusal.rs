@@ -7,6 +7,7 @@ use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use engine::model::ModelError;
+use engine::quant::QuantError;
 use engine::{DType, Device, Error, ErrorKind};
 
 use crate::abi::rapt_error;
@@ -40,6 +41,9 @@ pub(crate) enum Refusal {
     /// By a program.
     #[error(transparent)]
     Model(#[from] ModelError),
+    /// By the format of a cache, of new keys or values.
+    #[error("{tensor} as codes: {error}")]
+    Quant { tensor: &'static str, error: QuantError },
     /// Of an input or a result of a program, by its name in the call.
     #[error("{name}: {refusal}")]
     Port { name: String, refusal: Box<Refusal> },
@@ -103,6 +107,7 @@ impl Refusal {
                 error => of_kind(error.kind()),
             },
             Refusal::Model(error) => of_kind(error.kind()),
+            Refusal::Quant { error, .. } => of_kind(error.kind()),
             Refusal::Port { refusal, .. } => refusal.code(),
             Refusal::Nul => rapt_error::RAPT_ERROR_INTERNAL,
             Refusal::Null(_) | Refusal::Unaligned { .. } => rapt_error::RAPT_ERROR_POINTER,
@@ -148,9 +153,12 @@ fn hint(error: &Error) -> Option<String> {
     match error {
         Error::MissingPart { part, .. } => field(part).map(|field| format!("point {field} to it")),
         Error::UnexpectedPart { part, .. } => field(part).map(|field| format!("{field} = NULL")),
-        Error::OtherDtype { tensor: tensor @ ("q" | "k" | "v"), expected, .. } if !expected.is_computed() => {
+        Error::OtherDtype { tensor: tensor @ ("q" | "k" | "v" | "k_cache" | "v_cache"), expected, .. }
+            if !expected.is_computed() =>
+        {
+            let operand = tensor.trim_end_matches("_cache");
             Some(format!(
-                "options->{tensor}_codes = NULL if {tensor} has numbers, else its codes in {}",
+                "options->{operand}_codes = NULL if {tensor} has numbers, else its codes in {}",
                 constant(*expected)
             ))
         }
@@ -175,6 +183,7 @@ fn of_kind(kind: ErrorKind) -> rapt_error {
         ErrorKind::Program => rapt_error::RAPT_ERROR_PROGRAM,
         ErrorKind::Index => rapt_error::RAPT_ERROR_INDEX,
         ErrorKind::ZeroDivision => rapt_error::RAPT_ERROR_ZERO_DIVISION,
+        ErrorKind::Number => rapt_error::RAPT_ERROR_NUMBER,
         _ => rapt_error::RAPT_ERROR_UNSUPPORTED,
     }
 }
@@ -193,7 +202,7 @@ pub(crate) fn name(code: i32) -> &'static CStr {
         RAPT_OK RAPT_ERROR_DTYPE_MISMATCH RAPT_ERROR_UNSUPPORTED_DTYPE RAPT_ERROR_SHAPE RAPT_ERROR_LAYOUT
         RAPT_ERROR_OPTION RAPT_ERROR_DEVICE RAPT_ERROR_KIND RAPT_ERROR_UNSUPPORTED RAPT_ERROR_POINTER
         RAPT_ERROR_OUT_OF_MEMORY RAPT_ERROR_INTERNAL RAPT_ERROR_DTYPE_BOUNDARY RAPT_ERROR_PROGRAM
-        RAPT_ERROR_INDEX RAPT_ERROR_ZERO_DIVISION
+        RAPT_ERROR_INDEX RAPT_ERROR_ZERO_DIVISION RAPT_ERROR_NUMBER
     );
     CStr::from_bytes_with_nul(name.as_bytes()).unwrap_or_default()
 }

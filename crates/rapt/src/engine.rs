@@ -160,9 +160,13 @@ impl Engine {
     }
 
     /// Gives `run` at least `bytes` of scratch memory.
-    pub(crate) fn with_workspace(&self, bytes: usize, run: impl FnOnce(&mut Workspace) -> Result<()>) -> Result<()> {
+    pub(crate) fn with_workspace<E: From<Error>>(
+        &self,
+        bytes: usize,
+        run: impl FnOnce(&mut Workspace) -> Result<(), E>,
+    ) -> Result<(), E> {
         let mut workspace = lock(&self.workspaces).pop().unwrap_or_default();
-        let done = workspace.ensure(bytes).and_then(|()| run(&mut workspace));
+        let done = workspace.ensure(bytes).map_err(E::from).and_then(|()| run(&mut workspace));
         lock(&self.workspaces).push(workspace);
         done
     }

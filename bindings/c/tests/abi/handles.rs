@@ -216,6 +216,18 @@ impl Memory {
         Memory::of(DType::F64, shape, &numbers.iter().flat_map(|n| n.to_le_bytes()).collect::<Vec<u8>>())
     }
 
+    pub(crate) fn i32s(shape: &[i64], numbers: &[i32]) -> Memory {
+        Memory::of(DType::I32, shape, &numbers.iter().flat_map(|n| n.to_le_bytes()).collect::<Vec<u8>>())
+    }
+
+    /// Writes bytes, `at` bytes behind the first.
+    pub(crate) fn set(&self, at: usize, bytes: &[u8]) {
+        let mut words = self.words.borrow_mut();
+        assert!(at + bytes.len() <= words.len() * 16);
+        // SAFETY: the bytes lie in the words, as was just found.
+        unsafe { words.as_mut_ptr().cast::<u8>().add(at).copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };
+    }
+
     pub(crate) fn of_code(mut self, code: i32) -> Memory {
         self.dtype = code;
         self

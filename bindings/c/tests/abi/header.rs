@@ -71,7 +71,7 @@ fn every_dtype_of_the_engine_has_its_code() {
 fn every_error_has_its_name() {
     let mut codes = vec![("RAPT_OK".to_owned(), 0)];
     codes.extend(values("RAPT_ERROR_"));
-    assert_eq!(codes.len(), 16);
+    assert_eq!(codes.len(), 17);
     let name = |code| {
         // SAFETY: a string of the library.
         unsafe { CStr::from_ptr(rapt_c::rapt_error_name(code)) }.to_str().unwrap()
@@ -79,7 +79,7 @@ fn every_error_has_its_name() {
     for (expected, code) in codes {
         assert_eq!(name(code), expected);
     }
-    for code in [-1, 16, i32::MAX] {
+    for code in [-1, 17, i32::MAX] {
         assert_eq!(name(code), "unknown");
     }
 }
@@ -115,6 +115,9 @@ fn no_field_has_moved() {
     check!(
         rapt_codes, 56, size 0, format 8, granularity 12, block_size 16, head_dim 24, descale 32, zero_point 40,
         global_scale 48
+    );
+    check!(
+        rapt_kvcache, 56, size 0, k_cache 8, v_cache 16, cache_seqlens 24, page_table 32, k 40, v 48
     );
     check!(rapt_port, 48, size 0, name 8, dtype 16, ndim 20, is_written 24, is_dynamic 28, shape 32, sizes 40);
     check!(rapt_capabilities, 40, size 0, threads 8, num_dtypes 12, dtypes 16, isa 24, isas 32);

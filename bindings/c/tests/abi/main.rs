@@ -9,6 +9,8 @@ mod header;
 mod programs;
 mod promises;
 mod quantized;
+mod ragged;
+mod ragged_refused;
 mod reference;
 mod support;
 mod threads;

@@ -174,8 +174,8 @@ fn of_tensors(error: &Error, kind: Kind) -> String {
             Kind::Torch => format!("`{tensor}.expand({expected}, -1, -1, -1)`"),
             _ => format!("`numpy.broadcast_to({tensor}, ({expected}, *{tensor}.shape[1:]))`"),
         },
-        Error::SizeMismatch { tensor: "v", size: size @ ("num_pages" | "page_size"), .. } => {
-            format!("pages of one {size} for k_cache and v_cache")
+        Error::SizeMismatch { tensor: "v_cache", size: size @ ("num_pages" | "page_size" | "kv_len"), .. } => {
+            format!("k_cache and v_cache of one {size}")
         }
         Error::SizeMismatch { tensor, size: "sequences", expected, .. } if tensor.starts_with("cu_") => {
             format!("{tensor} with {} offsets: one for each sequence, and one more", expected + 1)

@@ -9,12 +9,15 @@
 //! bottom-right. Everything is proven before the first new key is written. A cache of codes has scales of its own form: one row of them
 //! for each key lies where the key does, those of a tensor, a head or a channel are of the sequence, and stay as they are.
 
-use rapt_core::{Causal, Codes, Error, Options, Qkv, Queue, Result, Shape, TensorLayout, View, ViewMut, Window, split};
+use rapt_core::{
+    Causal, Codes, Error, Operands, Options, Qkv, Queue, Result, Shape, TensorLayout, View, ViewMut, Window, split,
+};
+use rapt_cpu::Batch;
 use rapt_quant::QuantError;
 
 use super::append::Append;
 use super::cache_view::{CacheCodes, CacheView, is_per_key};
-use super::{Sequence, in_host_memory, lengths, prove_apart};
+use super::{Sequence, host, in_host_memory, lengths, prove_apart};
 use crate::Engine;
 
 /// The tensors of [`Engine::attention_with_kvcache`].
@@ -89,8 +92,7 @@ impl<'a> Reads<'a> {
             match view.shape().len() {
                 0 => view,
                 _ if per_key && is_paged => view,
-                _ if view.shape()[0] <= b => view,
-                _ if per_key && view.shape()[1] >= kv_len => view.narrow(0, &(b..b + 1)).narrow(1, &(0..kv_len)),
+                2.. if per_key => view.narrow(0, &(b..b + 1)).narrow(1, &(0..kv_len)),
                 _ => view.narrow(0, &(b..b + 1)),
             }
         };
@@ -118,8 +120,15 @@ impl KvCacheTensors<'_> {
             None => {
                 same("k_cache", "batch", k_cache.shape()[0], batch)?;
                 same("v_cache", "batch", v_cache.shape()[0], batch)?;
+                let (got, expected) = (v_cache.shape()[1], k_cache.shape()[1]);
+                if got != expected {
+                    let (tensor, size, other) = ("v_cache", "kv_len", "k_cache");
+                    return Err(Error::SizeMismatch { tensor, size, got, other, expected });
+                }
             }
         }
+        self.check_scales(self.k_codes.as_ref(), &k_cache, ["k_cache", "k_descale", "k_zero_point"])?;
+        self.check_scales(self.v_codes.as_ref(), &v_cache, ["v_cache", "v_descale", "v_zero_point"])?;
         for (tensor, view) in [("k", &self.k), ("v", &self.v)] {
             if let Some(view) = view {
                 rank_is(tensor, view, 4, RANK)?;
@@ -147,6 +156,33 @@ impl KvCacheTensors<'_> {
         };
         shape_is("out", &self.out, [batch, q_len, heads, dim_v].into())?;
         self.lse.as_ref().map_or(Ok(()), |lse| shape_is("lse", lse, [batch, heads, q_len].into()))
+    }
+
+    /// That there are factors for every key of a cache, or for every sequence.
+    fn check_scales(
+        &self,
+        codes: Option<&CacheCodes<'_>>,
+        cache: &View<'_>,
+        [cache_name, descale, zero_point]: [&'static str; 3],
+    ) -> Result<()> {
+        let Some(codes) = codes else { return Ok(()) };
+        let parts =
+            [(descale, Some(codes.descale.view())), (zero_point, codes.zero_point.as_ref().map(CacheView::view))];
+        let given = parts.into_iter().filter_map(|(tensor, view)| Some((tensor, view?)));
+        for (tensor, view) in given.filter(|(_, view)| !view.shape().is_empty()) {
+            let of_keys: &[&str] =
+                if self.page_table.is_some() { &["num_pages", "page_size"] } else { &["batch", "kv_len"] };
+            let (sizes, other, of) = match is_per_key(&view, codes.granularity, cache) {
+                true => (of_keys, cache_name, cache),
+                false => (&["batch"][..], "q", &self.q),
+            };
+            for (size, (&got, &expected)) in sizes.iter().zip(view.shape().iter().zip(of.shape().iter())) {
+                if got != expected {
+                    return Err(Error::SizeMismatch { tensor, size, got, other, expected });
+                }
+            }
+        }
+        Ok(())
     }
 
     /// The keys of each sequence before the new ones.
@@ -193,6 +229,31 @@ impl KvCacheTensors<'_> {
         ];
         prove_apart(tensor, out, inputs)
     }
+}
+
+/// An error of a sequence's spec, whose k and v are the caches.
+fn of_caches(mut error: Error) -> Error {
+    let rename = |name: &mut &'static str| match *name {
+        "k" => *name = "k_cache",
+        "v" => *name = "v_cache",
+        _ => {}
+    };
+    match &mut error {
+        Error::DtypeMismatch { tensor, .. }
+        | Error::OtherDtype { tensor, .. }
+        | Error::UnsupportedDtype { tensor, .. }
+        | Error::MissingPart { tensor, .. }
+        | Error::UnexpectedPart { tensor, .. }
+        | Error::ZeroHeadDim { tensor, .. }
+        | Error::ShapeMismatch { tensor, .. }
+        | Error::Overflow { tensor, .. } => rename(tensor),
+        Error::SizeMismatch { tensor, other, .. } => {
+            rename(tensor);
+            rename(other);
+        }
+        _ => {}
+    }
+    error
 }
 
 /// The options of a call whose last query is at the last key.
@@ -253,20 +314,27 @@ impl Engine {
             let codes = [k_codes.as_ref(), v_codes.as_ref()].map(|codes| codes.map(CacheCodes::codes));
             let reads = Reads { q, k, v, codes, page_table, sinks, alibi_slopes };
             let lse = |b: usize| lses.as_ref().map(|lses| &lses[b]);
-            let spec = |(b, out)| reads.sequence(b, after[b]).spec(out, lse(b), &options);
+            let spec = |(b, out)| reads.sequence(b, after[b]).spec(out, lse(b), &options).map_err(of_caches);
             let specs = outs.iter().enumerate().map(spec).collect::<Result<Vec<_>>>()?;
             self.plan_each(&specs, queue)?
         };
         let appends = Append::new(k, v, &before, page_table.as_ref(), &k_cache.view())?;
         appends.check(&after, [&k_cache, &v_cache], [k_codes.as_ref(), v_codes.as_ref()])?;
-        appends.write([&mut k_cache, &mut v_cache], [k_codes.as_mut(), v_codes.as_mut()])?;
+        let executor = host(queue)?;
+        let batch = Batch::new(&plans, executor.threads())?;
+        // Memory that cannot be had is told before anything is written.
+        self.with_workspace(batch.workspace_bytes(), |workspace| {
+            appends.write([&mut k_cache, &mut v_cache], [k_codes.as_mut(), v_codes.as_mut()])?;
 
-        let (k, v) = (k_cache.view(), v_cache.view());
-        let codes = [k_codes.as_ref(), v_codes.as_ref()].map(|codes| codes.map(CacheCodes::codes));
-        let reads = Reads { q, k, v, codes, page_table, sinks, alibi_slopes };
-        let mut lses = lses.map(Vec::into_iter);
-        let sequence = |(b, out)| reads.sequence(b, after[b]).tensors(out, lses.as_mut().and_then(Iterator::next));
-        let tensors = outs.into_iter().enumerate().map(sequence).collect();
-        Ok(self.run_each(&plans, tensors, queue)?)
+            let (k, v) = (k_cache.view(), v_cache.view());
+            let codes = [k_codes.as_ref(), v_codes.as_ref()].map(|codes| codes.map(CacheCodes::codes));
+            let reads = Reads { q, k, v, codes, page_table, sinks, alibi_slopes };
+            let mut lses = lses.map(Vec::into_iter);
+            let sequence = |(b, out)| reads.sequence(b, after[b]).tensors(out, lses.as_mut().and_then(Iterator::next));
+            let tensors = outs.into_iter().enumerate().map(sequence);
+            let checked = tensors.zip(&plans).map(|(tensors, plan)| Operands::check(tensors, plan.spec()));
+            let mut operands = checked.collect::<Result<Vec<_>>>()?;
+            Ok(batch.run(&mut operands, workspace, executor)?)
+        })
     }
 }
