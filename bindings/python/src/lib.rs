@@ -247,6 +247,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     module.add_class::<api::context::Context>()?;
     module.add_class::<api::plan::PyPlan>()?;
+    module.add_class::<api::kv_cache::PyKvCache>()?;
     module.add_function(wrap_pyfunction!(attention, module)?)?;
     module.add_function(wrap_pyfunction!(explain, module)?)?;
     module.add_function(wrap_pyfunction!(varlen_attention, module)?)?;

@@ -20,6 +20,7 @@ from rapt._native import DivisionError as DivisionError
 from rapt._native import DtypeBoundaryError as DtypeBoundaryError
 from rapt._native import DtypeMismatchError as DtypeMismatchError
 from rapt._native import IndexRangeError as IndexRangeError
+from rapt._native import KVCache as KVCache
 from rapt._native import KindError as KindError
 from rapt._native import LayoutError as LayoutError
 from rapt._native import NumberError as NumberError

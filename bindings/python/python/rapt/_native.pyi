@@ -139,6 +139,68 @@ class Context:
         self, q: Any, k_cache: Any, v_cache: Any, k: Any = None, v: Any = None, **options: Any
     ) -> Any: ...
 
+@final
+class KVCache:
+    """Keys and values of many sequences, in pages of host memory that it owns."""
+
+    def __new__(
+        cls,
+        num_pages: int,
+        page_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        head_dim_v: int | None = None,
+        dtype: Any = "float32",
+        format: str | tuple[str | None, str | None] | None = None,
+        granularity: Literal["token", "block"] | None = None,
+        block_size: int | None = None,
+        device: str = "cpu",
+    ) -> KVCache: ...
+    @property
+    def free_pages(self) -> int: ...
+    @property
+    def num_pages(self) -> int: ...
+    @property
+    def page_size(self) -> int: ...
+    def new_sequence(self) -> int:
+        """A sequence without keys, by the int that names it from here on."""
+
+    def fork(self, id: int) -> int:
+        """Another sequence with the same keys, whose pages are shared until one of the two writes into them."""
+
+    def truncate(self, id: int, length: int) -> None:
+        """Keep the first `length` keys of a sequence."""
+
+    def free(self, id: int) -> None:
+        """End a sequence. Pages that no other sequence has are free."""
+
+    def length(self, id: int) -> int:
+        """The keys of a sequence."""
+
+    def append(self, id: int | list[int], k: Any, v: Any) -> None:
+        """Append k [new, num_kv_heads, head_dim] and v to a sequence; of a list of ids [batch, new, …] to all of them or to none."""
+
+    def page_table(self, ids: list[int]) -> list[list[int]]:
+        """The pages of each sequence in the order of its keys; rows shorter than the longest end with -1."""
+
+    def attention(
+        self,
+        q: Any,
+        ids: list[int],
+        *,
+        causal: Literal["bottom_right"] | bool | None = None,
+        window: tuple[int | None, int | None] | None = None,
+        softcap: float | None = None,
+        scale: float | None = None,
+        sinks: Any = None,
+        alibi_slopes: Any = None,
+        out: Any = None,
+        out_dtype: Any = None,
+        return_lse: bool = False,
+    ) -> Any:
+        """Attention of q [batch, q_len, num_q_heads, head_dim] to all keys of the sequences; options as of `attention_with_kvcache`."""
+
 def attention(q: Any, k: Any, v: Any, **options: Unpack[_Options]) -> Any: ...
 def varlen_attention(q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_kv: Any, **options: Any) -> Any: ...
 def attention_with_kvcache(

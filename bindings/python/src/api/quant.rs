@@ -80,6 +80,17 @@ pub(crate) fn scheme_of(quantized: Any<'_, '_>) -> Result<Scheme, Failure> {
         .scheme()
 }
 
+/// A scheme of scales that lie plain.
+pub(crate) fn scheme_from(
+    format: Any<'_, '_>,
+    granularity: Option<Any<'_, '_>>,
+    block_size: Option<Any<'_, '_>>,
+) -> Result<Scheme, Failure> {
+    let scale_layout = PyString::new(format.py(), "plain").into_any();
+    let (granularity, block_size) = (granularity.cloned(), block_size.cloned());
+    SchemeArguments { format: format.clone(), granularity, block_size, scale_layout }.scheme()
+}
+
 /// What `rapt.quantize` takes beside the tensor.
 #[derive(FromPyObject)]
 pub(crate) struct SchemeArguments<'py> {

@@ -65,7 +65,7 @@ pub(crate) struct Cached<'a, 'py> {
 }
 
 impl Common<'_, '_> {
-    fn options(&self) -> Result<(Options, bool), Failure> {
+    pub(super) fn options(&self) -> Result<(Options, bool), Failure> {
         let options = Options {
             softmax_scale: options::real("scale", self.scale)?,
             softcap: options::real("softcap", self.softcap)?,
@@ -80,23 +80,28 @@ impl Common<'_, '_> {
 
 /// Reads tensors of one call, which are of the kind of `q`.
 #[derive(Clone, Copy)]
-struct Reader<'a, 'py> {
+pub(super) struct Reader<'a, 'py> {
     kind: Kind,
     q: Object<'a, 'py>,
 }
 
 impl<'a, 'py> Reader<'a, 'py> {
-    fn new(wording: &Cell<Wording>, q: Object<'a, 'py>) -> Result<Self, Failure> {
+    pub(super) fn new(wording: &Cell<Wording>, q: Object<'a, 'py>) -> Result<Self, Failure> {
         let kind = tensors::source_kind(q)?;
         wording.set(Wording { kind, ..wording.get() });
         Ok(Reader { kind, q })
     }
 
-    fn read(&self, name: &'static str, object: Object<'_, '_>) -> Result<Operand, Failure> {
+    /// Whose tensors they are.
+    pub(super) fn kind(&self) -> Kind {
+        self.kind
+    }
+
+    pub(super) fn read(&self, name: &'static str, object: Object<'_, '_>) -> Result<Operand, Failure> {
         tensors::read(name, object, self.kind, self.q)
     }
 
-    fn maybe(&self, name: &'static str, object: Maybe<'_, '_>) -> Result<Option<Operand>, Failure> {
+    pub(super) fn maybe(&self, name: &'static str, object: Maybe<'_, '_>) -> Result<Option<Operand>, Failure> {
         object.map(|object| self.read(name, object)).transpose()
     }
 
@@ -122,7 +127,7 @@ impl<'a, 'py> Reader<'a, 'py> {
 }
 
 /// The outputs of a call: what is written, and what is handed back.
-struct Outputs<'py> {
+pub(super) struct Outputs<'py> {
     out: Operand,
     product: Option<Product<'py>>,
     lse: Option<(Option<Product<'py>>, Operand)>,
@@ -131,7 +136,7 @@ struct Outputs<'py> {
 impl<'py> Outputs<'py> {
     /// # Errors
     /// Those of the shapes: ranks that are wrong are told by the engine, to which outputs without elements are given then.
-    fn new(
+    pub(super) fn new(
         reader: Reader<'_, 'py>,
         common: &Common<'_, 'py>,
         (options, return_lse): (&Options, bool),
@@ -146,11 +151,11 @@ impl<'py> Outputs<'py> {
         Ok(Outputs { out, product, lse })
     }
 
-    fn views(&mut self) -> Result<(ViewMut<'_>, Option<ViewMut<'_>>), Failure> {
+    pub(super) fn views(&mut self) -> Result<(ViewMut<'_>, Option<ViewMut<'_>>), Failure> {
         Ok((self.out.view_mut()?, self.lse.as_mut().map(|(_, lse)| lse.view_mut()).transpose()?))
     }
 
-    fn finish(self, py: Python<'py>, given: Maybe<'_, 'py>) -> Result<Bound<'py, PyAny>, Failure> {
+    pub(super) fn finish(self, py: Python<'py>, given: Maybe<'_, 'py>) -> Result<Bound<'py, PyAny>, Failure> {
         let Outputs { out, product, lse } = self;
         drop(out);
         let out = match (product, given) {
@@ -169,7 +174,7 @@ impl<'py> Outputs<'py> {
 }
 
 /// Runs `call` on the threads of a call of this kind, with the GIL released.
-fn on_threads<E: Send>(
+pub(super) fn on_threads<E: Send>(
     py: Python<'_>,
     home: &Home,
     kind: Kind,
@@ -180,7 +185,8 @@ fn on_threads<E: Send>(
     Ok(py.detach(|| call(engine, &Queue::Host(executor))))
 }
 
-fn size(operand: &Operand, dim: usize) -> usize {
+/// A size of a tensor; 0 where it has no such dimension, which the engine refuses by name.
+pub(super) fn size(operand: &Operand, dim: usize) -> usize {
     operand.shape.get(dim).copied().unwrap_or(0)
 }
 

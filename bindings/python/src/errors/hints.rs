@@ -131,9 +131,48 @@ fn of_codes(error: &Error, kind: Kind) -> Option<String> {
     })
 }
 
+/// The hint for an error about sequences of different lengths, and caches.
+fn of_sequences(error: &Error, kind: Kind) -> Option<String> {
+    Some(match error {
+        Error::SizeMismatch { tensor: "v_cache", size: size @ ("num_pages" | "page_size" | "kv_len"), .. } => {
+            format!("k_cache and v_cache of one {size}")
+        }
+        Error::SizeMismatch { tensor, size: "sequences", expected, .. } if tensor.starts_with("cu_") => {
+            format!("{tensor} with {} offsets: one for each sequence, and one more", expected + 1)
+        }
+        Error::SizeMismatch { tensor, size: "sequences", expected, .. } => {
+            format!("`{tensor}[:{expected}]` if the rest are of no sequence")
+        }
+        Error::SizeMismatch { tensor: "k" | "v", size, .. } if size.starts_with("new keys") => {
+            "a cache with more rows, or more entries in the page table".to_owned()
+        }
+        Error::Length { tensor, .. } if tensor.starts_with("cu_") => match kind {
+            Kind::Torch => "`torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()` of the lengths".to_owned(),
+            _ => "`numpy.cumsum([0, *lengths], dtype=numpy.int32)` of the lengths".to_owned(),
+        },
+        Error::Length { .. } => "fewer keys in that sequence, or a cache that holds more".to_owned(),
+        Error::PageIndex { at, num_pages, .. } => {
+            format!("`page_table[{at}]` of that sequence from 0 to {}", num_pages.saturating_sub(1))
+        }
+        Error::PageTableShort { kv_len, page_size, .. } => {
+            format!("a page_table with {} entries for that sequence", kv_len.div_ceil((*page_size).max(1)))
+        }
+        Error::PageShared { page, .. } => {
+            format!("a page of its own for one of them, with the keys of page {page} copied: `rapt.KVCache` does so")
+        }
+        Error::UnknownSequence { .. } => {
+            "an id that `new_sequence` or `fork` gave and `free` did not take back".to_owned()
+        }
+        Error::OutOfPages { needed, free } => {
+            format!("`free` of sequences that are at their end, or a KVCache of {} pages more", needed - free)
+        }
+        _ => return None,
+    })
+}
+
 /// The hint for `error`, or nothing where its message says it already.
 pub(crate) fn expression(error: &Error, kind: Kind) -> String {
-    of_codes(error, kind).unwrap_or_else(|| of_tensors(error, kind))
+    of_codes(error, kind).or_else(|| of_sequences(error, kind)).unwrap_or_else(|| of_tensors(error, kind))
 }
 
 fn of_tensors(error: &Error, kind: Kind) -> String {
@@ -174,18 +213,6 @@ fn of_tensors(error: &Error, kind: Kind) -> String {
             Kind::Torch => format!("`{tensor}.expand({expected}, -1, -1, -1)`"),
             _ => format!("`numpy.broadcast_to({tensor}, ({expected}, *{tensor}.shape[1:]))`"),
         },
-        Error::SizeMismatch { tensor: "v_cache", size: size @ ("num_pages" | "page_size" | "kv_len"), .. } => {
-            format!("k_cache and v_cache of one {size}")
-        }
-        Error::SizeMismatch { tensor, size: "sequences", expected, .. } if tensor.starts_with("cu_") => {
-            format!("{tensor} with {} offsets: one for each sequence, and one more", expected + 1)
-        }
-        Error::SizeMismatch { tensor, size: "sequences", expected, .. } => {
-            format!("`{tensor}[:{expected}]` if the rest are of no sequence")
-        }
-        Error::SizeMismatch { tensor: "k" | "v", size, .. } if size.starts_with("new keys") => {
-            "a cache with more rows, or more entries in the page table".to_owned()
-        }
         Error::SizeMismatch { tensor, size, got, other, expected } => {
             let (longer, len) = if got > expected { (tensor, expected) } else { (other, got) };
             let dim = match *size {
@@ -202,20 +229,6 @@ fn of_tensors(error: &Error, kind: Kind) -> String {
                 Some(heads) => format!("{} and {}", cut("k", 3, heads), cut("v", 3, heads)),
                 None => "give k and v at least one head".to_owned(),
             }
-        }
-        Error::Length { tensor, .. } if tensor.starts_with("cu_") => match kind {
-            Kind::Torch => "`torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()` of the lengths".to_owned(),
-            _ => "`numpy.cumsum([0, *lengths], dtype=numpy.int32)` of the lengths".to_owned(),
-        },
-        Error::Length { .. } => "fewer keys in that sequence, or a cache that holds more".to_owned(),
-        Error::PageIndex { at, num_pages, .. } => {
-            format!("`page_table[{at}]` of that sequence from 0 to {}", num_pages.saturating_sub(1))
-        }
-        Error::PageTableShort { kv_len, page_size, .. } => {
-            format!("a page_table with {} entries for that sequence", kv_len.div_ceil((*page_size).max(1)))
-        }
-        Error::PageShared { page, .. } => {
-            format!("a page of its own for one of them, with the keys of page {page} copied: `rapt.KVCache` does so")
         }
         Error::ZeroHeadDim { tensor, .. } => format!("skip the call where `{tensor}.shape[-1] == 0`"),
         Error::MaskShape { got, expected } => mask_expression(got, expected, kind),
