@@ -27,6 +27,9 @@ pub(crate) const SHIPPED: &str = "tmp/shipped";
 /// The installer.
 const UV: &str = "xtask/requirements/uv.txt";
 
+/// What it leaves out of what others ask for.
+const LEFT_OUT: &str = "xtask/requirements/left-out.txt";
+
 /// What builds the wheel: pinned, because its output is checked.
 pub(crate) const BUILD_REQUIREMENTS: &str = "xtask/requirements/build.txt";
 
@@ -179,7 +182,7 @@ impl Venv {
         let mut uv = self.python(["-m", "uv", "pip", "install", "--quiet"]);
         // Its cache inside the environment, which then holds links to it and no second copy, and is all that is written.
         uv.env("UV_CACHE_DIR", self.folder.join("uv-cache"));
-        show(uv.args(words))
+        show(uv.arg("--override").arg(root().join(LEFT_OUT)).args(words))
     }
 
     /// Refuses if one of the requirements files was never installed; says so if one has changed since.

@@ -224,7 +224,7 @@ impl PyKvCache {
             let reader = Reader::new(&wording, k)?;
             let (of_k, of_v) = (reader.read("k", k)?, reader.read("v", v)?);
             if reader.kind() == Kind::Torch {
-                torch::refuse_gradients(py, [("k", k), ("v", v)].into_iter())?;
+                torch::refuse_gradients(py, [("k", k), ("v", v)])?;
             }
             let (of_k, of_v): (View<'_>, View<'_>) = (of_k.view()?, of_v.view()?);
             if id.is_instance_of::<PyList>() || id.is_instance_of::<PyTuple>() {
