@@ -144,6 +144,20 @@ def test_codes_have_the_error_of_quantizing_once(rng, format, how):
     assert cache.attention(q, [sequence]).tobytes() == rapt.attention(q, *whole, layout="bshd").tobytes()
 
 
+def test_nvfp4_has_the_codes_of_its_global_scale(rng):
+    keys = normal(Numpy(), rng, 19, KV_HEADS, 32)
+    at_once = rapt.quantize(keys[None], "nvfp4")
+    cache = rapt.KVCache(8, 4, KV_HEADS, 32, format="nvfp4", global_scale=at_once.global_scale)
+    sequence = cache.new_sequence()
+    for n in range(19):
+        cache.append(sequence, keys[n : n + 1], keys[n : n + 1])
+    q = normal(Numpy(), rng, 1, 1, HEADS, 32)
+    assert cache.attention(q, [sequence]).tobytes() == rapt.attention(q, at_once, at_once, layout="bshd").tobytes()
+    with pytest.raises(rapt.NumberError, match="beyond the largest"):
+        cache.append(sequence, 2 * keys[:8], keys[:8])
+    assert cache.length(sequence) == 19
+
+
 def test_several_sequences_are_appended_to_at_once_or_none_is(rng):
     cache = rapt.KVCache(3, 4, KV_HEADS, DIM)
     ids = [cache.new_sequence() for _ in range(3)]
@@ -180,7 +194,9 @@ def test_refusals_change_nothing(rng):
         (lambda: cache.fork(True), rapt.OptionError, "id"),
         (lambda: rapt.KVCache(0, 4, KV_HEADS, DIM), rapt.OptionError, "num_pages"),
         (lambda: rapt.KVCache(4, 4, KV_HEADS, DIM, dtype="int8"), rapt.UnsupportedDtypeError, "int8"),
-        (lambda: rapt.KVCache(4, 4, KV_HEADS, DIM, format="nvfp4"), rapt.UnsupportedError, "nvfp4"),
+        (lambda: rapt.KVCache(4, 4, KV_HEADS, DIM, format="nvfp4"), rapt.UnsupportedDtypeError, "k_global_scale"),
+        (lambda: rapt.KVCache(4, 4, KV_HEADS, DIM, format="int8", global_scale=1.0), rapt.OptionError, "k_global_scale"),
+        (lambda: rapt.KVCache(4, 4, KV_HEADS, DIM, format="nvfp4", global_scale=(1.0, 0.0)), rapt.NumberError, "scale"),
         (lambda: rapt.KVCache(4, 4, KV_HEADS, DIM, device="cuda"), rapt.OptionError, "host memory"),
     ]:
         with pytest.raises(error, match=says):

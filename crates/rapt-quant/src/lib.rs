@@ -27,7 +27,7 @@ mod swizzle;
 pub use analyze::{Analysis, Candidate, analyze};
 pub use error::{QuantError, Result};
 pub use form::{Form, Scheme};
-pub use quantize::{Given, quantize};
+pub use quantize::{Given, quantize, quantize_with_global};
 pub use quantized::{Parts, Quantized, QuantizedView};
 pub use rapt_core::{Format, Granularity, ScaleLayout};
 pub use swizzle::swizzled;

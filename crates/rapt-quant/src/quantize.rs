@@ -13,7 +13,7 @@
 //! rounded down by up to half of itself it would saturate what it was made for. MX scales are the OCP rule
 //! (Microscaling Formats 1.0, section 6.3), under which the largest element of a block may saturate.
 
-use rapt_core::{DType, Error, Lines, View};
+use rapt_core::{DType, Error, Lines, Shape, View};
 
 use crate::quantized::{Stored, bytes, shape_is};
 use crate::source::{Real, called, with_real};
@@ -36,8 +36,39 @@ pub struct Given<'a> {
 /// [`QuantError::Unexpected`]; [`QuantError::Core`] with [`Error::UnsupportedDtype`], [`Error::Rank`], [`Error::ShapeMismatch`],
 /// [`Error::OtherDtype`], [`Error::Option`], [`Error::DeviceUnavailable`], [`Error::OutOfMemory`].
 pub fn quantize(x: &View<'_>, scheme: Scheme, given: Option<&Given<'_>>) -> Result<Quantized> {
+    scaled(x, scheme, given.map_or(By::Reach, By::Given))
+}
+
+/// As [`quantize`] with the factor of the whole tensor given: codes that are to lie beside others of that factor, such as new keys of a cache.
+///
+/// # Errors
+/// As [`quantize`]; [`QuantError::BadScale`] for a factor that is not finite and greater than 0, [`QuantError::ScaleOverflow`] for a block that
+/// reaches beyond what it and the largest scale of a block stand for, [`QuantError::Unexpected`] for a format that has no such factor.
+pub fn quantize_with_global(x: &View<'_>, scheme: Scheme, global: f32) -> Result<Quantized> {
+    let format = scheme.format();
+    if !format.has_global_scale() {
+        return Err(QuantError::Unexpected { part: "global_scale", format });
+    }
+    if !(global > 0.0 && global.is_finite()) {
+        return Err(QuantError::BadScale { index: Shape::from([]), got: global });
+    }
+    scaled(x, scheme, By::Global(global))
+}
+
+/// Where scales come from.
+#[derive(Clone, Copy)]
+enum By<'a> {
+    /// The reach of each group.
+    Reach,
+    /// Somebody computed them.
+    Given(&'a Given<'a>),
+    /// The reach of each group, and this factor of the tensor.
+    Global(f32),
+}
+
+fn scaled(x: &View<'_>, scheme: Scheme, by: By<'_>) -> Result<Quantized> {
     let form = Form::new(scheme, *x.shape())?;
-    with_real!("x", x.dtype(), T => typed::<T>(&x.lines::<T>("x")?, form, given))
+    with_real!("x", x.dtype(), T => typed::<T>(&x.lines::<T>("x")?, form, by))
 }
 
 /// The scales of all groups: as they are stored, and as numbers to divide by.
@@ -49,13 +80,14 @@ struct Scales {
     steps: Vec<f64>,
 }
 
-fn typed<T: Real>(x: &Lines<'_, T>, form: Form, given: Option<&Given<'_>>) -> Result<Quantized> {
+fn typed<T: Real>(x: &Lines<'_, T>, form: Form, by: By<'_>) -> Result<Quantized> {
     let reach = reaches(x, &form)?;
-    let scales = match given {
-        Some(given) => read_given(given, &form)?,
-        None => match form.format() {
+    let scales = match by {
+        By::Given(given) => read_given(given, &form)?,
+        By::Global(global) => in_two_levels(&reach, &form, global)?,
+        By::Reach => match form.format() {
             Format::Mxfp8 | Format::Mxfp4 => powers_of_two(&reach, &form)?,
-            Format::Nvfp4 => in_two_levels(&reach, &form)?,
+            Format::Nvfp4 => in_two_levels(&reach, &form, global_scale(&reach, &form)?)?,
             _ => in_f32(&reach, &form)?,
         },
     };
@@ -188,10 +220,20 @@ fn block_scale(absmax: f64, global: f64) -> u8 {
     if code < LEAST_NORMAL && value * largest * global < absmax { code + 1 } else { code }
 }
 
-fn in_two_levels(reaches: &[Reach], form: &Form) -> Result<Scales> {
+/// The factor of the tensor with which its largest block has the largest scale.
+fn global_scale(reaches: &[Reach], form: &Form) -> Result<f32> {
     let format = form.format();
     let absmax = reaches.iter().fold(0.0, |most: f64, reach| most.max(reach.absmax()));
-    let global = f32_scale(absmax, format.largest() * Format::E4m3fn.largest(), format)?;
+    f32_scale(absmax, format.largest() * Format::E4m3fn.largest(), format)
+}
+
+fn in_two_levels(reaches: &[Reach], form: &Form, global: f32) -> Result<Scales> {
+    let format = form.format();
+    // What the largest scale stands for, and what rounds to it.
+    let most = format.largest() * f64::from(global) * (Format::E4m3fn.largest() + 16.0);
+    if let Some(reach) = reaches.iter().map(|reach| reach.absmax()).find(|&reach| reach > most) {
+        return Err(QuantError::ScaleOverflow { reach, format, dtype: DType::F8E4M3FN });
+    }
     let stored: Vec<u8> = reaches.iter().map(|reach| block_scale(reach.absmax(), f64::from(global))).collect();
     let step = |&code: &u8| f64::from(codes::E4M3FN_VALUES[usize::from(code)]) * f64::from(global);
     let steps = stored.iter().map(step).collect();

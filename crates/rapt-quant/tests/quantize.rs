@@ -5,6 +5,7 @@ use proptest::prelude::*;
 use rapt_core::{DType, Error, ErrorKind, Shape, View, ViewMut};
 use rapt_quant::{
     Form, Format, Given, Granularity, Parts, QuantError, Quantized, QuantizedView, ScaleLayout, Scheme, quantize,
+    quantize_with_global,
 };
 
 const PLAIN: [Format; 5] = [Format::Int8, Format::Uint8, Format::Int4, Format::E4m3fn, Format::E5m2];
@@ -335,4 +336,28 @@ fn swizzled_scales_are_the_plain_ones_elsewhere() {
         assert_eq!(scale.iter().filter(|code| **code != 0).count(), plain_scale.len(), "padding is 0");
         assert_eq!(plain.view().unwrap().to_f32(), swizzled.view().unwrap().to_f32());
     }
+}
+
+/// Codes of nvfp4 made with the factor of a tensor are those of the tensor, whatever part of it they are made of.
+#[test]
+fn a_part_has_the_codes_of_the_whole_with_its_factor() {
+    let numbers: Vec<f32> = (0..96).map(|n| ((n * 37 % 41) as f32 - 20.0) * 0.3).collect();
+    let scheme = Scheme::new(Format::Nvfp4, None, ScaleLayout::Plain).unwrap();
+    let whole = quantize(&View::contiguous("x", &numbers, [3, 32].into()).unwrap(), scheme, None).unwrap();
+    let global = whole.global_scale().unwrap();
+    for row in 0..3 {
+        let part = View::contiguous("x", &numbers[row * 32..][..32], [1, 32].into()).unwrap();
+        let part = quantize_with_global(&part, scheme, global).unwrap();
+        assert_eq!(part.codes(), &whole.codes()[row * 16..][..16], "{row}");
+        assert_eq!(part.scale_bytes().unwrap(), &whole.scale_bytes().unwrap()[row * 2..][..2], "{row}");
+        assert_eq!(part.global_scale(), Some(global));
+    }
+    let x = View::contiguous("x", &numbers, [3, 32].into()).unwrap();
+    let far = quantize_with_global(&x, scheme, global / 2.0).unwrap_err();
+    assert!(matches!(far, QuantError::ScaleOverflow { dtype: DType::F8E4M3FN, .. }), "{far}");
+    for got in [0.0, -1.0, f32::NAN, f32::INFINITY] {
+        assert!(matches!(quantize_with_global(&x, scheme, got), Err(QuantError::BadScale { .. })), "{got}");
+    }
+    let int8 = Scheme::new(Format::Int8, None, ScaleLayout::Plain).unwrap();
+    assert!(matches!(quantize_with_global(&x, int8, 1.0), Err(QuantError::Unexpected { part: "global_scale", .. })));
 }

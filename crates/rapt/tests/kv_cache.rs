@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 
 use half::{bf16, f16};
-use rapt::quant::{QuantError, Quantized, Scheme, quantize};
+use rapt::quant::{QuantError, Quantized, Scheme, quantize, quantize_with_global};
 use rapt::{
     CacheView, Causal, DType, Element, Engine, Error, ErrorKind, Format, Granularity, KvCache, KvCacheForm,
     KvCacheQueries, Options, Qkv, Queue, ScaleLayout, SequenceId, Shape, TensorLayout, Tensors, View, ViewMut,
@@ -14,6 +14,8 @@ const HEADS: usize = 4;
 const KV_HEADS: usize = 2;
 const DIM: usize = 20;
 const DIM_V: usize = 12;
+/// The factor of all keys, and of all values, of nvfp4.
+const GLOBAL: f32 = 12.0;
 
 /// A dtype of keys.
 trait Real: Element + Default {
@@ -298,7 +300,12 @@ impl<T: Real> World<T> {
         let (model, form) = (&self.model[&id], self.cache.form());
         let (rows, keys) = (q.len() / (HEADS * DIM), model.length());
         let (k, v) = (view(&model.k, &[1, keys, KV_HEADS, DIM]), view(&model.v, &[1, keys, KV_HEADS, DIM_V]));
-        let quantized = |scheme: Option<Scheme>, x: &View<'_>| scheme.map(|scheme| quantize(x, scheme, None).unwrap());
+        let quantized = |scheme: Option<Scheme>, x: &View<'_>| {
+            scheme.map(|scheme| match scheme.format().has_global_scale() {
+                true => quantize_with_global(x, scheme, GLOBAL).unwrap(),
+                false => quantize(x, scheme, None).unwrap(),
+            })
+        };
         let (of_k, of_v) = (quantized(form.k_codes, &k), quantized(form.v_codes, &v));
         self.compare_codes(id, self.cache.k_pages().unwrap(), self.cache.k_codes().unwrap(), of_k.as_ref());
         self.compare_codes(id, self.cache.v_pages().unwrap(), self.cache.v_codes().unwrap(), of_v.as_ref());
@@ -398,8 +405,12 @@ fn a_random_program_has_the_codes_of_whole_tensors() {
         (Some(scheme(Format::E4m3fn, block)), None),
         (None, Some(scheme(Format::E5m2, token))),
         (Some(scheme(Format::Mxfp8, None)), Some(scheme(Format::Mxfp4, None))),
+        (Some(scheme(Format::Nvfp4, None)), Some(scheme(Format::Nvfp4, None))),
     ] {
-        let form = KvCacheForm { k_codes: k, v_codes: v, ..form(16, 4, DType::F32) };
+        let global =
+            |scheme: Option<Scheme>| scheme.filter(|scheme| scheme.format().has_global_scale()).map(|_| GLOBAL);
+        let (k_global_scale, v_global_scale) = (global(k), global(v));
+        let form = KvCacheForm { k_codes: k, v_codes: v, k_global_scale, v_global_scale, ..form(16, 4, DType::F32) };
         random_program::<f32>(form, 1500);
         if k.is_some() && v.is_some() {
             random_program::<f16>(form, 500);
@@ -567,9 +578,17 @@ fn forms_that_cannot_be_are_refused_and_say_what_to_use() {
     let far = |head_dim| KvCacheForm { num_pages: 1 << 20, num_kv_heads: 1 << 18, head_dim, ..plain };
     assert!(matches!(refused(far(1 << 18)), Error::OutOfMemory { .. }));
     assert!(matches!(refused(far(1 << 40)), Error::Overflow { tensor: "k_cache", .. }));
+    let nvfp4 = KvCacheForm { v_codes: Some(scheme(Format::Nvfp4, None)), ..plain };
+    let error = refused(nvfp4);
+    assert!(matches!(error, Error::MissingPart { tensor: "v", part: "v_global_scale", .. }), "{error}");
+    let error = refused(KvCacheForm { k_global_scale: Some(1.0), ..plain });
+    assert!(matches!(error, Error::UnexpectedPart { tensor: "k", part: "k_global_scale", .. }), "{error}");
+    for got in [0.0, -1.0, f32::NAN, f32::INFINITY] {
+        let error = KvCache::new(KvCacheForm { v_global_scale: Some(got), ..nvfp4 }).unwrap_err();
+        assert!(matches!(error, QuantError::BadScale { .. }), "{error}");
+    }
     let swizzled = Scheme::new(Format::Mxfp8, None, ScaleLayout::Swizzle32x4x4).unwrap();
     for (codes, what, use_this) in [
-        (scheme(Format::Nvfp4, None), "nvfp4", "mxfp4, or int4 by block"),
         (scheme(Format::Int8, None), "factors by tensor", "token or block"),
         (scheme(Format::Int8, Some(Granularity::Head)), "factors by head", "token or block"),
         (scheme(Format::E4m3fn, Some(Granularity::Channel)), "factors by channel", "token or block"),

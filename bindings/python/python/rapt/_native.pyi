@@ -155,6 +155,7 @@ class KVCache:
         format: str | tuple[str | None, str | None] | None = None,
         granularity: Literal["token", "block"] | None = None,
         block_size: int | None = None,
+        global_scale: float | tuple[float | None, float | None] | None = None,
         device: str = "cpu",
     ) -> KVCache: ...
     @property

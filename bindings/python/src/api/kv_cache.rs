@@ -24,7 +24,7 @@ type Maybe<'a, 'py> = Option<&'a Bound<'py, PyAny>>;
 /// Keys and values of many sequences, in pages of host memory that it owns.
 ///
 /// dtype: of keys and values that are not codes. format: that of codes, by token, or by block with a block_size; a pair is of keys and of
-/// values, None of which is numbers.
+/// values, None of which is numbers. global_scale: of nvfp4, one more factor of all keys and of all values, or a pair.
 #[pyclass(frozen, module = "rapt", name = "KVCache")]
 pub(crate) struct PyKvCache {
     cache: RwLock<KvCache>,
@@ -68,13 +68,26 @@ fn ids_of(given: Object<'_, '_>) -> Result<Vec<SequenceId>, Failure> {
     given.try_iter()?.map(|id| id_of(&id?)).collect()
 }
 
+/// Something of keys, and of values.
+type Pair<'py> = (Option<Bound<'py, PyAny>>, Option<Bound<'py, PyAny>>);
+
+/// What is given of keys and of values: one for both, or a pair of which each may be None.
+fn pair<'py>(option: &'static str, given: Maybe<'_, 'py>, allowed: &'static str) -> Result<Pair<'py>, Failure> {
+    match given {
+        Some(both) if both.is_instance_of::<PyTuple>() => {
+            both.extract().map_err(|_| Failure::option(option, repr(both), allowed))
+        }
+        given => Ok((given.cloned(), given.cloned())),
+    }
+}
+
 /// The codes of keys, or of values.
 fn scheme(
     format: Maybe<'_, '_>,
     granularity: Maybe<'_, '_>,
     block_size: Maybe<'_, '_>,
 ) -> Result<Option<quant::Scheme>, Failure> {
-    let Some(format) = format.filter(|format| !format.is_none()) else { return Ok(None) };
+    let Some(format) = format else { return Ok(None) };
     let scheme = api_quant::scheme_from(format, granularity, block_size)?;
     if granularity.is_some() || scheme.format().own_block_size().is_some() {
         return Ok(Some(scheme));
@@ -117,8 +130,8 @@ impl PyKvCache {
     #[new]
     #[pyo3(signature = (
         num_pages, page_size, num_kv_heads, head_dim, *, head_dim_v = None, dtype = None, format = None, granularity = None,
-        block_size = None, device = None
-    ), text_signature = "(num_pages, page_size, num_kv_heads, head_dim, *, head_dim_v=None, dtype='float32', format=None, granularity=None, block_size=None, device='cpu')")]
+        block_size = None, global_scale = None, device = None
+    ), text_signature = "(num_pages, page_size, num_kv_heads, head_dim, *, head_dim_v=None, dtype='float32', format=None, granularity=None, block_size=None, global_scale=None, device='cpu')")]
     #[allow(clippy::too_many_arguments, reason = "the public signature")]
     fn new(
         py: Python<'_>,
@@ -131,6 +144,7 @@ impl PyKvCache {
         format: Maybe<'_, '_>,
         granularity: Maybe<'_, '_>,
         block_size: Maybe<'_, '_>,
+        global_scale: Maybe<'_, '_>,
         device: Maybe<'_, '_>,
     ) -> PyResult<Self> {
         guard(py, &wording(), || {
@@ -148,23 +162,17 @@ impl PyKvCache {
                 head_dim,
                 dtype,
             );
-            let (of_k, of_v) = match format {
-                Some(pair) if pair.is_instance_of::<PyTuple>() => {
-                    pair.extract::<(Bound<'_, PyAny>, Bound<'_, PyAny>)>().map_err(|_| {
-                        Failure::option(
-                            "format",
-                            repr(pair),
-                            "None, a format, or a pair of formats of keys and of values",
-                        )
-                    })?
-                }
-                Some(format) => (format.clone(), format.clone()),
-                None => (py.None().into_bound(py), py.None().into_bound(py)),
-            };
+            let formats = "None, a format, or a pair of formats of keys and of values";
+            let (of_k, of_v) = pair("format", format, formats)?;
+            let (global_k, global_v) =
+                pair("global_scale", global_scale, "None, a float, or a pair of keys' and values'")?;
+            let global = |given: &Option<Bound<'_, PyAny>>| given.as_ref().map(api_quant::global_scale).transpose();
             let form = KvCacheForm {
                 head_dim_v: head_dim_v.map_or(Ok(head_dim), |given| count("head_dim_v", given))?,
-                k_codes: scheme(Some(&of_k), granularity, block_size)?,
-                v_codes: scheme(Some(&of_v), granularity, block_size)?,
+                k_codes: scheme(of_k.as_ref(), granularity, block_size)?,
+                v_codes: scheme(of_v.as_ref(), granularity, block_size)?,
+                k_global_scale: global(&global_k)?,
+                v_global_scale: global(&global_v)?,
                 ..form
             };
             let cache = py.detach(|| KvCache::new(form)).map_err(|error| refused(error, Kind::Numpy))?;

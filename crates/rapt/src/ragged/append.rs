@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 
 use rapt_core::{DType, Error, Granularity, Result, ScaleLayout, View, ViewMut, prove_disjoint, prove_injective};
-use rapt_quant::{Given, Parts, QuantError, Quantized, Scheme, quantize};
+use rapt_quant::{Given, Parts, QuantError, Quantized, Scheme, quantize, quantize_with_global};
 
 use super::cache_view::{CacheCodes, CacheView, Run, is_per_key};
 
@@ -183,7 +183,11 @@ fn encode(new: &View<'_>, codes: &CacheCodes<'_>, cache: &View<'_>) -> Result<Qu
     let descale = codes.descale.view();
     let given = (!is_per_key(&descale, codes.granularity, cache))
         .then(|| Given { scale: descale, zero_point: codes.zero_point.as_ref().map(CacheView::view) });
-    quantize(new, scheme_of(codes, cache)?, given.as_ref())
+    let scheme = scheme_of(codes, cache)?;
+    match codes.global_scale {
+        Some(global) => quantize_with_global(new, scheme, global),
+        None => quantize(new, scheme, given.as_ref()),
+    }
 }
 
 /// The first `used` entries of a sequence's page table.
@@ -258,11 +262,6 @@ fn written_scales<'v, 'c>(
             format!("new keys in a cache with factors by {}", scheme.granularity()),
             "a factor of keys that lie there already does not fit new ones",
             "a cache with factors by token or block",
-        ),
-        _ if codes.global_scale.is_some() => refuse(
-            format!("new keys in a cache of {}", codes.format),
-            "their factors are made from one of the whole tensor, which the cache has already",
-            "mxfp4, or int4 by block",
         ),
         Granularity::Tensor => Ok(None),
         _ => match (&codes.descale, &codes.zero_point) {

@@ -23,7 +23,7 @@ use sequences::Sequences;
 pub use sequences::SequenceId;
 
 /// What a [`KvCache`] holds.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub struct KvCacheForm {
     /// Pages of all sequences together. `num_pages · page_size` is at most 2³¹ − 1: page tables and lengths are int32.
     pub num_pages: usize,
@@ -41,14 +41,28 @@ pub struct KvCacheForm {
     pub k_codes: Option<Scheme>,
     /// Where values are stored as codes.
     pub v_codes: Option<Scheme>,
+    /// One more factor of all keys: with codes of nvfp4 and no others. A block of keys reaches 2688 times as far at most.
+    pub k_global_scale: Option<f32>,
+    /// One more factor of all values.
+    pub v_global_scale: Option<f32>,
 }
 
 impl KvCacheForm {
     /// Values with the head_dim of keys, and no codes.
     #[must_use]
     pub const fn new(num_pages: usize, page_size: usize, num_kv_heads: usize, head_dim: usize, dtype: DType) -> Self {
-        let (k_codes, v_codes) = (None, None);
-        KvCacheForm { num_pages, page_size, num_kv_heads, head_dim, head_dim_v: head_dim, dtype, k_codes, v_codes }
+        KvCacheForm {
+            num_pages,
+            page_size,
+            num_kv_heads,
+            head_dim,
+            head_dim_v: head_dim,
+            dtype,
+            k_codes: None,
+            v_codes: None,
+            k_global_scale: None,
+            v_global_scale: None,
+        }
     }
 
     fn check(&self) -> Result<()> {
@@ -148,12 +162,15 @@ impl KvCache {
     /// A cache of free pages.
     ///
     /// # Errors
-    /// [`Error::Option`] for a size of 0 or more keys than int32 counts; [`Error::UnsupportedDtype`]; [`Error::Unsupported`] for codes in nvfp4,
-    /// by tensor, head or channel, or with swizzled scales, and what to use; [`Error::Overflow`], [`Error::OutOfMemory`].
+    /// [`Error::Option`] for a size of 0 or more keys than int32 counts; [`Error::UnsupportedDtype`]; [`Error::Unsupported`] for codes by
+    /// tensor, head or channel, or with swizzled scales, and what to use; [`Error::MissingPart`] for nvfp4 without its global scale and
+    /// [`Error::UnexpectedPart`] for another format with one, [`QuantError::BadScale`]; [`Error::Overflow`], [`Error::OutOfMemory`].
     pub fn new(form: KvCacheForm) -> Result<Self, QuantError> {
         form.check()?;
-        let k = Pages::new(["k", "k_cache"], &form, form.head_dim, form.k_codes)?;
-        let v = Pages::new(["v", "v_cache"], &form, form.head_dim_v, form.v_codes)?;
+        let of_k = (form.k_codes, form.k_global_scale);
+        let of_v = (form.v_codes, form.v_global_scale);
+        let k = Pages::new(["k", "k_cache", "k_global_scale"], &form, form.head_dim, of_k)?;
+        let v = Pages::new(["v", "v_cache", "v_global_scale"], &form, form.head_dim_v, of_v)?;
         Ok(KvCache { form, k, v, sequences: Sequences::new(form.num_pages, form.page_size)? })
     }
 

@@ -8,7 +8,7 @@
 //! Deliberately absent: which page belongs to whom.
 
 use rapt_core::{COMPUTED, DType, Device, Error, Granularity, Result, ScaleLayout, Shape, View, ViewMut, split};
-use rapt_quant::{Form, QuantError, Quantized, Scheme, quantize};
+use rapt_quant::{Form, QuantError, Quantized, Scheme, quantize, quantize_with_global};
 
 use super::KvCacheForm;
 use super::sequences::{Growth, PageCopy};
@@ -19,9 +19,10 @@ use crate::ragged::cache_view::{CacheCodes, CacheView};
 /// The pages of keys, or of values.
 #[derive(Debug)]
 pub(super) struct Pages {
-    /// `k` or `v`, and the name of its cache.
-    names: [&'static str; 2],
+    /// `k` or `v`, and the names of its cache and of its global scale.
+    names: [&'static str; 3],
     scheme: Option<Scheme>,
+    global: Option<f32>,
     num_kv_heads: usize,
     head_dim: usize,
     rows: Tensor,
@@ -31,12 +32,7 @@ pub(super) struct Pages {
 
 /// Refuses what a cache that grows cannot hold.
 fn served(scheme: Scheme) -> Result<()> {
-    let format = scheme.format();
     let refuse = |what: String, why: &str, instead: &str| Err(Error::unsupported(what, why, instead));
-    if format.has_global_scale() {
-        let why = "their factors are made from one of the whole tensor, which is not there while a sequence grows";
-        return refuse(format!("a cache of {format} codes"), why, "mxfp4, or int4 by block");
-    }
     if scheme.scale_layout() != ScaleLayout::Plain {
         let what = format!("a cache of scales in layout {}", scheme.scale_layout().name());
         return refuse(what, "the scales of a key lie where the key does", "scale_layout plain");
@@ -50,21 +46,34 @@ fn served(scheme: Scheme) -> Result<()> {
     }
 }
 
+/// Refuses a factor of all rows where the format has none, and codes without theirs.
+fn check_global(names: [&'static str; 3], scheme: Option<Scheme>, global: Option<f32>) -> Result<(), QuantError> {
+    let [tensor, _, part] = names;
+    let codes = scheme.map_or("no", |scheme| scheme.format().name());
+    match (scheme.is_some_and(|scheme| scheme.format().has_global_scale()), global) {
+        (true, None) => Err(Error::MissingPart { tensor, codes, part }.into()),
+        (false, Some(_)) => Err(Error::UnexpectedPart { tensor, codes, part }.into()),
+        (_, Some(got)) if !(got > 0.0 && got.is_finite()) => Err(QuantError::BadScale { index: Shape::from([]), got }),
+        _ => Ok(()),
+    }
+}
+
 impl Pages {
     /// Pages of zeros.
     ///
     /// # Errors
     /// [`Error::UnsupportedDtype`], [`Error::Unsupported`], [`Error::Overflow`], [`Error::OutOfMemory`].
     pub(super) fn new(
-        names: [&'static str; 2],
+        names: [&'static str; 3],
         form: &KvCacheForm,
         head_dim: usize,
-        scheme: Option<Scheme>,
+        (scheme, global): (Option<Scheme>, Option<f32>),
     ) -> Result<Self, QuantError> {
         let KvCacheForm { num_pages, page_size, num_kv_heads, dtype, .. } = *form;
         if !dtype.is_computed() {
             return Err(Error::UnsupportedDtype { tensor: names[0], got: dtype, allowed: COMPUTED.to_vec() }.into());
         }
+        check_global(names, scheme, global)?;
         let shape = Shape::from([num_pages, page_size, num_kv_heads, head_dim]);
         if shape.numel().is_none() {
             return Err(Error::Overflow { tensor: names[1], shape, strides: [].into() }.into());
@@ -80,7 +89,7 @@ impl Pages {
                 (rows, Some(scales(format.scale_dtype())?), zero_point)
             }
         };
-        Ok(Pages { names, scheme, num_kv_heads, head_dim, rows, descale, zero_point })
+        Ok(Pages { names, scheme, global, num_kv_heads, head_dim, rows, descale, zero_point })
     }
 
     pub(super) fn view(&self) -> Result<View<'_>> {
@@ -94,7 +103,7 @@ impl Pages {
             format: scheme.format(),
             descale: CacheView::Read(descale.view()?),
             zero_point: self.zero_point.as_ref().map(Tensor::view).transpose()?.map(CacheView::Read),
-            global_scale: None,
+            global_scale: self.global,
             granularity: Some(scheme.granularity()),
             head_dim: Some(self.head_dim),
         }))
@@ -105,7 +114,7 @@ impl Pages {
     /// # Errors
     /// [`Error::Rank`], [`Error::DeviceUnavailable`], [`Error::UnsupportedDtype`], [`Error::OtherDtype`], [`Error::SizeMismatch`].
     pub(super) fn check(&self, new: &View<'_>, rank: usize, allowed: &'static str) -> Result<()> {
-        let [tensor, other] = self.names;
+        let [tensor, other, _] = self.names;
         let (shape, got) = (*new.shape(), new.dtype());
         if shape.len() != rank {
             return Err(Error::Rank { tensor, got: shape.len(), shape, allowed });
@@ -135,7 +144,11 @@ impl Pages {
     /// # Errors
     /// Those of [`quantize`].
     pub(super) fn encode(&self, new: &View<'_>) -> Result<Option<Quantized>, QuantError> {
-        self.scheme.map(|scheme| quantize(new, scheme, None)).transpose()
+        let encode = |scheme| match self.global {
+            Some(global) => quantize_with_global(new, scheme, global),
+            None => quantize(new, scheme, None),
+        };
+        self.scheme.map(encode).transpose()
     }
 
     /// Copies pages, then writes `new`, or the codes made of it, where `growth` says.
