@@ -258,6 +258,8 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(torch::python::torch_decide, module)?)?;
     module.add_function(wrap_pyfunction!(torch::python::torch_order, module)?)?;
     module.add_function(wrap_pyfunction!(torch::python::torch_sdpa, module)?)?;
+    module.add_function(wrap_pyfunction!(torch::python::torch_decide_jagged, module)?)?;
+    module.add_function(wrap_pyfunction!(torch::python::torch_jagged, module)?)?;
     module.add_function(wrap_pyfunction!(torch::python::torch_is_plain, module)?)?;
     module.add_function(wrap_pyfunction!(torch::python::torch_is_traced, module)?)?;
     module.add_function(wrap_pyfunction!(torch::python::fallback_reasons, module)?)?;

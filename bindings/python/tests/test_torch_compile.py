@@ -10,6 +10,7 @@ import fresh  # noqa: E402
 import rapt  # noqa: E402
 import rapt.torch as rt  # noqa: E402
 from test_torch_stats import DTYPES, check, same_views, sdpa, served, tensor  # noqa: E402
+from torch._dynamo.testing import CompileCounterWithBackend  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -37,6 +38,18 @@ def test_compile(backend, mode):
         outs = [compiled(q, k, v) for _ in range(3)]
     for out in outs:
         check(out.clone() - 1.0, q * 2.0, k, v)
+
+
+@torch.no_grad()
+def test_one_graph_serves_all_lengths():
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(lambda q, k, v: sdpa(q, k, v), fullgraph=True, dynamic=True, backend=counter)
+    given = [qkv(q_len=q_len) for q_len in (6, 7, 9, 40)]
+    with served(4):
+        outs = [compiled(*one) for one in given]
+    for out, one in zip(outs, given):
+        check(out, *one)
+    assert counter.frame_count == 1
 
 
 @torch.no_grad()

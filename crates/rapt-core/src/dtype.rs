@@ -189,7 +189,9 @@ impl Number for i8 {}
 impl Number for u16 {}
 impl Number for u32 {}
 impl Number for u64 {}
+impl Number for i16 {}
 impl Number for i32 {}
+impl Number for i64 {}
 
 /// `x` in f32, rounded to odd: of what f32 does not hold, the neighbour whose last bit is 1. Rounding that once more to a
 /// narrower dtype is as rounding `x` itself (Boldo and Melquiond, 2008); `half` cuts the last 32 bits of an f64 instead.

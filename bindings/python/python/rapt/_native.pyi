@@ -256,6 +256,35 @@ def torch_sdpa(
 ) -> Any:
     """Computes what was decided before, or (`order` is None) a call of Rapt's own op, which is decided here. Counted as served."""
 
+def torch_decide_jagged(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    refuses: bool,
+    /,
+) -> tuple[str | None, bool]:
+    """`(None, traced)` where Rapt answers PyTorch's call with nested tensors, `(reason, traced)` where PyTorch must; with
+    `refuses` a typed error instead of a reason."""
+
+def torch_jagged(
+    query: Any,
+    key: Any,
+    value: Any,
+    q_sequences: tuple[Any, Any],
+    k_sequences: tuple[Any, Any],
+    v_sequences: tuple[Any, Any],
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    /,
+) -> Any:
+    """The sequences of jagged tensors, given their values, offsets and lengths. Counted as served."""
+
 def torch_is_plain(tensor: Any) -> bool: ...
 def torch_is_traced(query: Any, key: Any, value: Any, attn_mask: Any = None, /) -> bool: ...
 def refuse_gradients(*tensors: Any) -> None: ...

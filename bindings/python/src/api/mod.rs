@@ -5,6 +5,7 @@ pub(crate) mod cli;
 mod codes;
 pub(crate) mod context;
 pub(crate) mod doctor;
+pub(crate) mod jagged;
 pub(crate) mod kv_cache;
 pub(crate) mod layout;
 pub(crate) mod log;

@@ -17,6 +17,11 @@ use std::fmt;
 
 use rapt::{DType, Device, MAX_RANK};
 
+#[path = "decide/jagged.rs"]
+mod jagged;
+
+pub(crate) use jagged::{Nest, decide_jagged};
+
 /// A size as far as a decision needs it; a comparison may fail where a trace does not know it.
 pub(crate) trait Size: Clone + fmt::Display {
     /// Why a comparison has no answer.
@@ -99,7 +104,7 @@ reasons! {
     Subclass(String) => "tensor subclass …",
     /// A device that Rapt does not serve.
     Device(String) => "device …",
-    /// Sparse, nested.
+    /// Sparse, strided nested, or jagged otherwise than in sequences.
     Layout(String) => "layout …",
     /// Integers that stand for other numbers.
     Quantized => "quantized",
@@ -155,6 +160,10 @@ pub(crate) enum Invalid {
     },
     /// The mask does not broadcast to the scores.
     MaskShape,
+    /// Another tensor is nested, this one is not.
+    NotNested(&'static str),
+    /// A mask beside nested tensors.
+    NestedMask,
 }
 
 /// What is raised on every route.

@@ -6,9 +6,9 @@ use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
 use super::call::Given;
-use super::decide::{Modes, Order, Reason, Verdict};
+use super::decide::{self, Modes, Order, Reason, Verdict};
 use super::request::{self, Flags};
-use crate::api::sdpa;
+use crate::api::{jagged, sdpa};
 use crate::errors::{Failure, Wording, guard, hints};
 use crate::kind::Kind;
 use crate::tensors;
@@ -101,6 +101,68 @@ pub(crate) fn torch_sdpa<'py>(
     let known = [Order::RowMajor, Order::Query, Order::Bshd].into_iter().find(|known| known.name() == order);
     let unknown = || Failure::option("order", order, "row_major, query, bshd");
     sdpa::decided(py, given, flags, guarded(py, || known.ok_or_else(unknown))?)
+}
+
+/// Who answers PyTorch's call where q, k or v is nested: (None, traced) where Rapt does, (reason, traced) where PyTorch must.
+/// `refuses`: for Rapt's own function, which raises in place of a reason.
+#[pyfunction]
+#[pyo3(signature = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, refuses, /))]
+#[allow(clippy::too_many_arguments, reason = "PyTorch's signature")]
+pub(crate) fn torch_decide_jagged(
+    py: Python<'_>,
+    query: Any<'_, '_>,
+    key: Any<'_, '_>,
+    value: Any<'_, '_>,
+    attn_mask: Maybe<'_, '_>,
+    dropout_p: f64,
+    is_causal: bool,
+    scale: Maybe<'_, '_>,
+    enable_gqa: bool,
+    refuses: bool,
+) -> PyResult<(Option<String>, bool)> {
+    guarded(py, || {
+        let scale = scale.and_then(|scale| scale.extract().ok());
+        let flags = Flags { dropout_p, is_causal, scale, enable_gqa };
+        let (asked, nests, traced) = request::of_nested(Given { query, key, value, attn_mask }, flags)?;
+        let mut modes = Modes { traced, ..request::modes(py)? };
+        if !refuses {
+            modes.allowed = request::allowed(py)?;
+        }
+        let verdict = decide::decide_jagged(&asked, nests, modes, request::stock(py)?)?;
+        if refuses {
+            request::served(verdict, &asked, None)?;
+            return Ok((None, traced));
+        }
+        match verdict {
+            Verdict::Serve(_) => Ok((None, traced)),
+            Verdict::Fallback(reason) => Ok((Some(reason.label().into_owned()), traced)),
+            Verdict::Refuse(refusal) => Err(request::refused(refusal, &asked)),
+        }
+    })
+}
+
+/// Attention of the sequences of jagged tensors, given their values as `[rows, heads, head_dim]` and for each of q, k and v its
+/// offsets and its lengths. Counted as served.
+#[pyfunction]
+#[pyo3(signature = (query, key, value, q_sequences, k_sequences, v_sequences, is_causal, scale, enable_gqa, /))]
+#[allow(clippy::too_many_arguments, reason = "PyTorch's signature")]
+pub(crate) fn torch_jagged<'py>(
+    py: Python<'py>,
+    query: Any<'_, 'py>,
+    key: Any<'_, 'py>,
+    value: Any<'_, 'py>,
+    q_sequences: jagged::Sequences<'py>,
+    k_sequences: jagged::Sequences<'py>,
+    v_sequences: jagged::Sequences<'py>,
+    is_causal: bool,
+    scale: Option<f64>,
+    enable_gqa: bool,
+) -> PyResult<Bound<'py, PyAny>> {
+    guarded(py, || {
+        let values = [query, key, value];
+        let request = jagged::Jagged { values, sequences: [q_sequences, k_sequences, v_sequences], enable_gqa };
+        jagged::run(py, &request, &super::call::options(is_causal, scale))
+    })
 }
 
 /// Every reason of a fallback, as docs/reference/pytorch.md lists them but for those of transformers; `…` stands for a name.

@@ -7,12 +7,12 @@ use pyo3::basic::CompareOp;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
-use pyo3::types::{PyDict, PyTuple};
+use pyo3::types::{PyDict, PyInt, PyTuple};
 use rapt::{COMPUTED, DType, Device, Error, ErrorKind};
 
 use super::call::{self, Given};
 use super::decide::{
-    self, Allowed, Invalid, Kernel, Modes, Order, Reason, Refusal, Request, Size, Stock, Tensor, Verdict,
+    self, Allowed, Invalid, Kernel, Modes, Nest, Order, Reason, Refusal, Request, Size, Stock, Tensor, Verdict,
 };
 use super::frame::{Frame, Inputs};
 use crate::errors::Failure;
@@ -170,9 +170,13 @@ pub(crate) enum Sized<'py> {
 
 impl<'py> Sized<'py> {
     fn of(object: Bound<'py, PyAny>) -> Self {
+        // A symbol that is asked for its number becomes that number, in the whole trace.
+        if !object.is_instance_of::<PyInt>() {
+            return Sized::Symbol(object);
+        }
         match object.extract::<isize>() {
-            Ok(number) if object.is_instance_of::<pyo3::types::PyInt>() => Sized::Number(number.cast_unsigned()),
-            _ => Sized::Symbol(object),
+            Ok(number) => Sized::Number(number.cast_unsigned()),
+            Err(_) => Sized::Symbol(object),
         }
     }
 
@@ -301,6 +305,43 @@ pub(crate) fn of_tensors<'py>(given: Given<'_, 'py>, flags: Flags) -> PyResult<(
     Ok((Request { q, k, v, mask, dropout_p, is_causal, scale, enable_gqa }, traced))
 }
 
+/// A nested tensor of layout `torch.jagged`, whose values are `[heads, rows of all sequences, head_dim]`, as `[batch, heads, 1,
+/// head_dim]`: how long its sequences are is told by its offsets.
+fn probe_nested<'py>(tensor: &Bound<'py, PyAny>, traced: &mut bool) -> PyResult<(Tensor<Sized<'py>>, Nest)> {
+    let py = tensor.py();
+    let bare = |nest| {
+        let (sizes, inner_stride, dtype) = (Vec::new(), Sized::Number(1), Err(String::new()));
+        let tensor = Tensor { device: Device::Cpu, dtype, sizes, inner_stride, requires_grad: false, obstacle: None };
+        Ok((tensor, nest))
+    };
+    if !tensor.getattr(intern!(py, "is_nested"))?.is_truthy()? {
+        return bare(Nest::Not);
+    }
+    // A nested tensor of strided layout has neither of these.
+    let ragged = tensor.getattr_opt(intern!(py, "_ragged_idx"))?.map(|at| at.extract::<usize>()).transpose()?;
+    let Some((values, 2)) = tensor.getattr_opt(intern!(py, "_values"))?.zip(ragged) else {
+        return bare(Nest::Otherwise);
+    };
+    let mut inner = probe(&values, traced)?;
+    inner.requires_grad = torch::requires_grad(tensor)?;
+    if inner.obstacle.is_none() {
+        let [heads, _, head_dim] = &*inner.sizes else { return bare(Nest::Otherwise) };
+        let batch = Sized::of(tensor.call_method1(intern!(py, "size"), (0,))?);
+        inner.sizes = vec![batch, heads.clone(), Sized::Number(1), head_dim.clone()];
+    }
+    Ok((inner, Nest::Sequences))
+}
+
+/// The request of tensors of which one is nested at least, how each is, and whether one is of a trace.
+pub(crate) fn of_nested<'py>(given: Given<'_, 'py>, flags: Flags) -> PyResult<(Request<Sized<'py>>, [Nest; 3], bool)> {
+    let mut traced = false;
+    let mut of = |tensor: &Bound<'py, PyAny>| probe_nested(tensor, &mut traced);
+    let ((q, of_q), (k, of_k), (v, of_v)) = (of(given.query)?, of(given.key)?, of(given.value)?);
+    let mask = given.attn_mask.map(|mask| Ok::<_, PyErr>(of(mask)?.0)).transpose()?;
+    let Flags { dropout_p, is_causal, scale, enable_gqa } = flags;
+    Ok((Request { q, k, v, mask, dropout_p, is_causal, scale, enable_gqa }, [of_q, of_k, of_v], traced))
+}
+
 // --- refusals ----------------------------------------------------------------------------------------------------------------
 
 fn tuple<S: Size>(tensor: &Tensor<S>) -> String {
@@ -414,6 +455,11 @@ fn invalid_request<S: Size>(invalid: Invalid, asked: &Request<S>, inputs: Option
         Invalid::Broadcast { heads: false } => {
             shape_error("the leading dimensions of q, k and v do not broadcast", asked, inputs)
         }
+        Invalid::NotNested(name) => {
+            let message = format!("{name} is not nested, as the others are");
+            Failure::binding(ErrorKind::Kind, message, "`torch.nested.nested_tensor(list, layout=torch.jagged)`")
+        }
+        Invalid::NestedMask => Failure::option("attn_mask", "a tensor", "None beside nested tensors"),
         Invalid::MaskShape => shape_error("mask does not broadcast to [..., q_len, kv_len] of q and k", asked, inputs),
     }
 }

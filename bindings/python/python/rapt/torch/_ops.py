@@ -4,6 +4,7 @@
     torch.ops.rapt.attention_lse        -> (out, lse)
     torch.ops.rapt.attention_into       fills `out` (and `lse`)
     torch.ops.rapt.scaled_dot_product_attention   PyTorch's words, broadcast and output strides
+    torch.ops.rapt.jagged_attention     the values of nested tensors, their offsets and lengths
 
 Each has a schema and a fake kernel that gives the exact shape, dtype and strides, so compiled graphs carry it as one node.
 In eager mode the functions call the native module at once: a trip through the dispatcher costs more than the rest of a small call.
@@ -13,7 +14,7 @@ With grad mode on and an input that requires grad they raise: nothing is ever de
 import math
 
 import torch
-from rapt import DtypeMismatchError, OptionError, Quantized, UnsupportedError, _native
+from rapt import DtypeMismatchError, OptionError, Quantized, ShapeError, UnsupportedError, _native
 
 from . import _outputs
 from ._imports import when_imported
@@ -31,6 +32,10 @@ _SCHEMAS = {
     "scaled_dot_product_attention": (
         "(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, bool is_causal=False, *, "
         "float? scale=None, bool enable_gqa=False) -> Tensor"
+    ),
+    "jagged_attention": (
+        "(Tensor query, Tensor key, Tensor value, Tensor q_offsets, Tensor? q_lengths, Tensor k_offsets, Tensor? k_lengths, "
+        "Tensor v_offsets, Tensor? v_lengths, bool is_causal=False, *, float? scale=None, bool enable_gqa=False) -> Tensor"
     ),
 }
 
@@ -151,6 +156,10 @@ def sdpa(
     query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
 ):  # fmt: skip
     """`rapt.scaled_dot_product_attention` on torch tensors: PyTorch's signature, Rapt's errors, never a fallback."""
+    if query.layout is torch.jagged:
+        from . import _jagged
+
+        return _jagged.sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if is_traced_call(query, key, value):
         if dropout_p != 0.0:
             raise UnsupportedError(f"dropout_p={dropout_p} is not computed yet; use dropout_p=0.0")
@@ -160,6 +169,25 @@ def sdpa(
     return _native.scaled_dot_product_attention(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
     )  # fmt: skip
+
+
+# --- rapt.jagged_attention -----------------------------------------------------------------------------------------------
+
+
+def jagged(
+    query, key, value, q_offsets, q_lengths, k_offsets, k_lengths, v_offsets, v_lengths, is_causal=False, *,
+    scale=None, enable_gqa=False,
+):  # fmt: skip
+    """Values are [rows, heads, head_dim]; so is the answer, with the rows of q, and zeros in those that no sequence has."""
+    sequences = (q_offsets, q_lengths), (k_offsets, k_lengths), (v_offsets, v_lengths)
+    return _native.torch_jagged(query, key, value, *sequences, is_causal, scale, enable_gqa)
+
+
+def _fake_jagged(query, key, value, *_sequences, enable_gqa=False, **_options):
+    heads = query.shape[1:2] if enable_gqa else _outputs.broadcast(query.shape[1:2], key.shape[1:2], value.shape[1:2])
+    if heads is None:
+        raise ShapeError("without enable_gqa the heads of q, k and v must be equal or 1. Mend: `enable_gqa=True`")
+    return query.new_empty((query.shape[0], heads[0], value.shape[2]))
 
 
 # --- registration ----------------------------------------------------------------------------------------------------------
@@ -188,6 +216,7 @@ def _define():
         "attention_lse": (_attention_lse, _fake_attention_lse),
         "attention_into": (_attention_into, _fake_attention_into),
         "scaled_dot_product_attention": (_sdpa, _fake_sdpa),
+        "jagged_attention": (jagged, _fake_jagged),
     }
     for name, (run, fake) in kernels.items():
         library.define(name + _SCHEMAS[name], tags=tags)

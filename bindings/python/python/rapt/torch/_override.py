@@ -8,6 +8,8 @@ own op, which compiled graphs then carry: inductor would otherwise decompose the
 
 `aten::_scaled_dot_product_flash_attention_for_cpu` is taken too (`_flash`), for graphs that were decomposed before. PyTorch's own
 composite kernel ends there as well, so every hand-over marks itself by a negative dropout_p.
+
+Nested tensors come to neither: PyTorch's Python takes them first (`_jagged`).
 """
 
 import contextlib
@@ -16,7 +18,7 @@ import torch
 from rapt import DeviceError, _native
 from rapt._native import TorchKernel
 
-from . import _compiled, _flash, _transformers
+from . import _compiled, _flash, _jagged, _transformers
 from ._dispatcher import Held, lock
 from ._stats import count_fallback
 
@@ -126,6 +128,7 @@ def _enter():
     _flash.take_cpu()
     _mha_fastpath = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
+    _jagged.take()
     _native.set_registered(True)
     _compiled.forget(registered=True)
     if not _is_in_transformers:
@@ -135,6 +138,7 @@ def _enter():
 
 def _leave():
     _native.set_registered(False)
+    _jagged.leave()
     _flash.leave_cpu()
     if not torch.backends.mha.get_fastpath_enabled():
         torch.backends.mha.set_fastpath_enabled(_mha_fastpath)

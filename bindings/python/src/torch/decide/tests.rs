@@ -166,3 +166,50 @@ fn the_order_of_an_answer_is_that_of_the_kernel_that_pytorch_takes() {
     strided.q.inner_stride = 2;
     check(&strided, &Verdict::Serve(Order::RowMajor));
 }
+
+fn nested(request: &Request<usize>, nests: [Nest; 3]) -> Verdict {
+    let Ok(verdict) = decide_jagged(request, nests, Modes::ORDINARY, Stock::NEWEST);
+    verdict
+}
+
+#[test]
+fn a_nested_request_is_the_dense_one_of_its_sequences() {
+    let all = [Nest::Sequences; 3];
+    // [batch, heads, one row of a sequence, head_dim].
+    let one = |batch, heads, head_dim| vec![batch, heads, 1, head_dim];
+    let of = |q: [usize; 3], k: [usize; 3], v: [usize; 3]| {
+        let [q, k, v] = [q, k, v].map(|[batch, heads, head_dim]| one(batch, heads, head_dim));
+        request(&q, &k, &v)
+    };
+    let served = Verdict::Serve(Order::Bshd);
+    for taken in [
+        of([2, 4, 8], [2, 4, 8], [2, 4, 3]),
+        of([2, 4, 8], [2, 1, 8], [2, 4, 8]),
+        of([2, 1, 8], [2, 4, 8], [2, 4, 8]),
+        of([0, 4, 8], [0, 4, 8], [0, 4, 8]),
+        Request { enable_gqa: true, ..of([2, 4, 8], [2, 2, 8], [2, 2, 8]) },
+        Request { is_causal: true, scale: Some(0.3), ..of([2, 4, 8], [2, 4, 8], [2, 4, 8]) },
+    ] {
+        assert_eq!(nested(&taken, all), served, "{taken:?}");
+    }
+    let plain = of([2, 4, 8], [2, 4, 8], [2, 4, 8]);
+    let gqa = |k_heads, v_heads| Request { enable_gqa: true, ..of([2, 4, 8], [2, k_heads, 8], [2, v_heads, 8]) };
+    let mask = Some(Tensor { dtype: Ok(DType::Bool), ..tensor(&[1, 1]) });
+    let mut on_gpu = plain.clone();
+    on_gpu.k.device = Device::Cuda(0);
+    for (refused, expected) in [
+        (of([2, 4, 8], [3, 4, 8], [3, 4, 8]), invalid(Invalid::Broadcast { heads: false })),
+        (of([2, 4, 8], [1, 4, 8], [1, 4, 8]), invalid(Invalid::Broadcast { heads: false })),
+        (of([2, 4, 8], [2, 3, 8], [2, 3, 8]), invalid(Invalid::Broadcast { heads: true })),
+        (of([2, 4, 8], [2, 4, 7], [2, 4, 8]), invalid(Invalid::HeadDim)),
+        (gqa(3, 3), invalid(Invalid::Groups)),
+        (gqa(4, 2), invalid(Invalid::Groups)),
+        (Request { mask, ..plain.clone() }, invalid(Invalid::NestedMask)),
+        (Request { dropout_p: 0.5, ..plain.clone() }, Verdict::Fallback(Reason::Dropout)),
+        (on_gpu, Verdict::Fallback(Reason::Device("cuda".to_owned()))),
+    ] {
+        assert_eq!(nested(&refused, all), expected, "{refused:?}");
+    }
+    assert_eq!(nested(&plain, [Nest::Sequences, Nest::Not, Nest::Not]), invalid(Invalid::NotNested("k")));
+    assert_eq!(nested(&plain, [Nest::Otherwise; 3]), Verdict::Fallback(Reason::Layout("jagged".to_owned())));
+}

@@ -1,0 +1,268 @@
+//! Attention of nested tensors of layout `torch.jagged`: many sequences in one tensor, each between two offsets or, with
+//! lengths, from an offset on.
+//!
+//! ```text
+//! values [rows, heads, head_dim]   row r of sequence i lies in offsets[i] .. offsets[i + 1], or offsets[i] .. + lengths[i]
+//! ```
+//! They are [`Engine::varlen_attention`](rapt::Engine::varlen_attention)'s, whose offsets leave no row out. So rows of no
+//! sequence become sequences of their own: queries without keys, whose output is zeros, and keys without queries, which nobody reads.
+
+use std::ops::Range;
+
+use pyo3::prelude::*;
+use rapt::{DType, Device, ErrorKind, Options, VarlenTensors, View};
+
+use crate::api::ragged::{on_threads, size};
+use crate::engine::Home;
+use crate::errors::Failure;
+use crate::kind::Kind;
+use crate::tensors::{self, Operand};
+use crate::torch::stats;
+
+type Object<'a, 'py> = &'a Bound<'py, PyAny>;
+
+/// Offsets `[batch + 1]`, and lengths `[batch]` of sequences that end before the next begins.
+pub(crate) type Sequences<'py> = (Bound<'py, PyAny>, Option<Bound<'py, PyAny>>);
+
+/// A call, as it was given: q, k and v.
+pub(crate) struct Jagged<'a, 'py> {
+    pub(crate) values: [Object<'a, 'py>; 3],
+    pub(crate) sequences: [Sequences<'py>; 3],
+    pub(crate) enable_gqa: bool,
+}
+
+/// What each tensor and its parts are called.
+const NAMES: [[&str; 3]; 3] = [
+    ["q", "offsets of q", "lengths of q"],
+    ["k", "offsets of k", "lengths of k"],
+    ["v", "offsets of v", "lengths of v"],
+];
+
+/// One of q, k and v: its values and the rows of each sequence.
+struct Part {
+    values: Operand,
+    rows: Vec<Range<usize>>,
+}
+
+/// Computes it into new values, `[rows of q, heads, head_dim of v]`.
+pub(crate) fn run<'py>(
+    py: Python<'py>,
+    request: &Jagged<'_, 'py>,
+    options: &Options,
+) -> Result<Bound<'py, PyAny>, Failure> {
+    let part = |at: usize| Part::read(request.values[at], &request.sequences[at], &NAMES[at]);
+    let [mut q, mut k, mut v] = [part(0)?, part(1)?, part(2)?];
+    check(&q, &k, &v)?;
+    if !request.enable_gqa {
+        broadcast_heads([&mut q.values, &mut k.values, &mut v.values])?;
+    }
+    let (rows, heads) = (size(&q.values, 0), size(&q.values, 1));
+    let shape = [rows, heads, size(&v.values, 2)].into();
+    let (product, mut out) =
+        tensors::allocate("out", Kind::Torch, request.values[0], Device::Cpu, q.values.dtype, shape)?;
+    match whole(&q, &k, &v)? {
+        Some(ends) => call(py, [&q.values, &k.values, &v.values], &mut out, &ends, options)?,
+        None => one_by_one(py, [&q, &k, &v], &out, options)?,
+    }
+    drop(out);
+    let answer = product.finish(py)?;
+    stats::count_served();
+    Ok(answer)
+}
+
+impl Part {
+    fn read(
+        values: Object<'_, '_>,
+        (offsets, lengths): &Sequences<'_>,
+        names: &[&'static str; 3],
+    ) -> Result<Self, Failure> {
+        let [name, offsets_name, lengths_name] = *names;
+        let read = |name, object| tensors::read(name, object, Kind::Torch, values);
+        let values = tensors::read(name, values, Kind::Torch, values)?;
+        if values.shape.len() != 3 {
+            let message = format!("{name} has shape {}; values of sequences are [rows, heads, head_dim]", values.shape);
+            return Err(Failure::binding(ErrorKind::Shape, message, ""));
+        }
+        let offsets = numbers(&read(offsets_name, offsets)?)?;
+        let lengths = lengths.as_ref().map(|lengths| numbers(&read(lengths_name, lengths)?)).transpose()?;
+        let batch = offsets.len().saturating_sub(1);
+        if offsets.is_empty() || lengths.as_ref().is_some_and(|lengths| lengths.len() != batch) {
+            let (offsets, lengths) = (offsets.len(), lengths.map_or(0, |lengths| lengths.len()));
+            let message = format!("{name} has {offsets} offsets and {lengths} lengths");
+            return Err(Failure::binding(
+                ErrorKind::Shape,
+                message,
+                "one offset more than sequences, and a length for each",
+            ));
+        }
+        let count = size(&values, 0);
+        let row = |at: usize| {
+            let begin = offsets[at];
+            let end = lengths.as_ref().map_or(Some(offsets[at + 1]), |lengths| begin.checked_add(lengths[at]));
+            let place = |number: i64| usize::try_from(number).ok().filter(|number| *number <= count);
+            match (place(begin), end.and_then(place)) {
+                (Some(begin), Some(end)) if begin <= end => Ok(begin..end),
+                _ => {
+                    let end = end.map_or_else(|| "an end past int64".to_owned(), |end| end.to_string());
+                    let message =
+                        format!("sequence {at} of {name} is rows {begin} to {end}; {name} has rows 0 to {count}");
+                    Err(Failure::binding(
+                        ErrorKind::Index,
+                        message,
+                        "offsets that do not fall, and end within the values",
+                    ))
+                }
+            }
+        };
+        let rows = (0..batch).map(row).collect::<Result<_, _>>()?;
+        Ok(Part { values, rows })
+    }
+
+    /// Whether no sequence begins before the one before it has ended.
+    fn is_in_order(&self) -> bool {
+        self.rows.windows(2).all(|pair| pair[0].end <= pair[1].start)
+    }
+}
+
+/// The numbers of offsets or lengths.
+fn numbers(tensor: &Operand) -> Result<Vec<i64>, Failure> {
+    let view = tensor.view()?;
+    if view.shape().len() != 1 {
+        let message = format!("{} has shape {}; one dimension is asked", tensor.name, view.shape());
+        return Err(Failure::binding(ErrorKind::Shape, message, ""));
+    }
+    match view.dtype() {
+        DType::I32 => Ok(view.lines::<i32>(tensor.name)?.elements().map(i64::from).collect()),
+        DType::I64 => Ok(view.lines::<i64>(tensor.name)?.elements().collect()),
+        got => {
+            let allowed = vec![DType::I64, DType::I32];
+            Err(rapt::Error::UnsupportedDtype { tensor: tensor.name, got, allowed }.into())
+        }
+    }
+}
+
+/// What holds between the sequences of q, k and v.
+fn check(q: &Part, k: &Part, v: &Part) -> Result<(), Failure> {
+    let shape = |message: String| Err(Failure::binding(ErrorKind::Shape, message, ""));
+    for part in [k, v] {
+        if part.rows.len() != q.rows.len() {
+            return shape(format!("{} has {} sequences, q has {}", part.values.name, part.rows.len(), q.rows.len()));
+        }
+    }
+    if let Some(at) = (0..k.rows.len()).find(|&at| k.rows[at].len() != v.rows[at].len()) {
+        let (of_k, of_v) = (k.rows[at].len(), v.rows[at].len());
+        return shape(format!("k and v must have one kv_len, got {of_k} rows of k and {of_v} of v in sequence {at}"));
+    }
+    if !q.is_in_order() {
+        let message = "sequences of q share rows or lie out of their order: their outputs would be one another's";
+        return Err(Failure::binding(ErrorKind::Layout, message, "offsets that rise by each length at least"));
+    }
+    Ok(())
+}
+
+/// One head for all, by strides of 0; k and v that have one each stay so, and serve all heads of q as a group.
+fn broadcast_heads([q, k, v]: [&mut Operand; 3]) -> Result<(), Failure> {
+    let each = [&*q, k, v].map(|operand| operand.shape[1]);
+    let heads = each.into_iter().find(|heads| *heads != 1).unwrap_or(1);
+    if each.iter().any(|own| *own != 1 && *own != heads) {
+        let [q, k, v] = each;
+        let message = format!("q has {q} heads, k {k} and v {v}: without enable_gqa they must be equal or 1");
+        return Err(Failure::binding(ErrorKind::Shape, message, "`enable_gqa=True`"));
+    }
+    let spread = |operand: &mut Operand| {
+        if operand.shape[1] == 1 && heads != 1 {
+            operand.shape = [operand.shape[0], heads, operand.shape[2]].into();
+            operand.strides = [operand.strides[0], 0, operand.strides[2]].into();
+        }
+    };
+    spread(q);
+    if k.shape[1] != v.shape[1] {
+        spread(k);
+        spread(v);
+    }
+    Ok(())
+}
+
+/// Where sequences end that are all rows: those of q and of k, rows of no sequence among them. `None` where keys and values lie at
+/// different rows, or not in order.
+fn whole(q: &Part, k: &Part, v: &Part) -> Result<Option<[Vec<i32>; 2]>, Failure> {
+    if k.rows != v.rows || size(&k.values, 0) != size(&v.values, 0) || !k.is_in_order() {
+        return Ok(None);
+    }
+    let (mut at_q, mut at_k) = (0, 0);
+    let mut ends = [vec![0], vec![0]];
+    let mut push = |of_q: usize, of_k: usize| -> Result<(), Failure> {
+        for (ends, end) in ends.iter_mut().zip([of_q, of_k]) {
+            let too_many =
+                |_| Failure::binding(ErrorKind::Unsupported, format!("{end} rows: at most 2^31 - 1 are served"), "");
+            ends.push(i32::try_from(end).map_err(too_many)?);
+        }
+        Ok(())
+    };
+    let last = (size(&q.values, 0)..size(&q.values, 0), size(&k.values, 0)..size(&k.values, 0));
+    for (queries, keys) in q.rows.iter().cloned().zip(k.rows.iter().cloned()).chain([last]) {
+        if queries.start > at_q {
+            push(queries.start, at_k)?;
+        }
+        if keys.start > at_k {
+            push(queries.start, keys.start)?;
+        }
+        push(queries.end, keys.end)?;
+        (at_q, at_k) = (queries.end, keys.end);
+    }
+    Ok(Some(ends))
+}
+
+/// Rows `range` of a tensor.
+fn rows(operand: &Operand, range: &Range<usize>) -> Operand {
+    let bytes = operand.strides[0].wrapping_mul(range.start.cast_signed());
+    let bytes = bytes.wrapping_mul(operand.dtype.size_bytes().cast_signed());
+    let shape = [range.len(), operand.shape[1], operand.shape[2]].into();
+    let ptr = if range.is_empty() { operand.ptr } else { operand.ptr.wrapping_offset(bytes) };
+    Operand { ptr, shape, ..operand.alias() }
+}
+
+/// Sequence after sequence: keys and values that lie at different rows.
+fn one_by_one(py: Python<'_>, [q, k, v]: [&Part; 3], out: &Operand, options: &Options) -> Result<(), Failure> {
+    let one = |queries: Range<usize>, keys: Range<usize>, values: Range<usize>| -> Result<(), Failure> {
+        let inputs = [rows(&q.values, &queries), rows(&k.values, &keys), rows(&v.values, &values)];
+        let end = |count: usize| {
+            let too_many =
+                |_| Failure::binding(ErrorKind::Unsupported, format!("{count} rows: at most 2^31 - 1 are served"), "");
+            i32::try_from(count).map_err(too_many)
+        };
+        let ends = [vec![0, end(queries.len())?], vec![0, end(keys.len())?]];
+        call(py, inputs.each_ref(), &mut rows(out, &queries), &ends, options)
+    };
+    let mut at = 0;
+    for (sequence, queries) in q.rows.iter().enumerate() {
+        one(at..queries.start, 0..0, 0..0)?;
+        one(queries.clone(), k.rows[sequence].clone(), v.rows[sequence].clone())?;
+        at = queries.end;
+    }
+    one(at..size(&q.values, 0), 0..0, 0..0)
+}
+
+/// `Engine::varlen_attention` on torch's threads.
+fn call(
+    py: Python<'_>,
+    [q, k, v]: [&Operand; 3],
+    out: &mut Operand,
+    [of_q, of_kv]: &[Vec<i32>; 2],
+    options: &Options,
+) -> Result<(), Failure> {
+    let tensors = VarlenTensors {
+        q: q.view()?,
+        k: k.view()?,
+        v: v.view()?,
+        cu_seqlens_q: View::contiguous("offsets of q", of_q, [of_q.len()].into())?,
+        cu_seqlens_kv: View::contiguous("offsets of k", of_kv, [of_kv.len()].into())?,
+        sinks: None,
+        alibi_slopes: None,
+        out: out.view_mut()?,
+        lse: None,
+    };
+    let options = *options;
+    let call = |engine: &rapt::Engine, queue: &rapt::Queue<'_>| engine.varlen_attention(tensors, &options, queue);
+    Ok(on_threads(py, &Home::Default, Kind::Torch, call)??)
+}
