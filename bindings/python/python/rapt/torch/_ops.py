@@ -156,7 +156,7 @@ def sdpa(
     query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
 ):  # fmt: skip
     """`rapt.scaled_dot_product_attention` on torch tensors: PyTorch's signature, Rapt's errors, never a fallback."""
-    if query.layout is torch.jagged:
+    if getattr(query, "layout", None) is torch.jagged:  # a `Quantized` has none
         from . import _jagged
 
         return _jagged.sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
