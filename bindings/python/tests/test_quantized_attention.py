@@ -210,6 +210,38 @@ def test_calls_are_counted_and_traced(rng, torch):
             rapt.attention(mode.from_tensor(queries.codes), keys.codes, v, **raw, q_descale=queries.scale)
 
 
+@pytest.mark.parametrize("route", ["eager", "compiled"])
+@pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2", "int8", "uint8"])
+def test_codes_that_torch_made_by_itself(rng, torch, name, route):
+    """Cast by torch, not by `rapt.quantize`; with one factor for all, a tensor without dimensions."""
+    dtype = getattr(torch, name)
+
+    def cast(x, scale, zero_point):
+        x = torch.from_numpy(x) / scale
+        if not dtype.is_floating_point:
+            limits = torch.iinfo(dtype)
+            x = (x.round() + zero_point).clamp(limits.min, limits.max)
+        codes = x.to(dtype)
+        return codes, (codes.double() - zero_point) * float(np.float32(scale))
+
+    q, k, v = tensors(rng)
+    point = 128 if name == "uint8" else 0
+    (k_codes, of_k), (v_codes, of_v) = cast(k, 0.03, point), cast(v, 0.025, point)
+    given = {"k_descale": torch.tensor(0.03), "v_descale": torch.tensor(0.025)}
+    if point:
+        given |= {f"{part}_zero_point": torch.tensor(point, dtype=torch.uint8) for part in "kv"}
+
+    def attend(q, k, v):
+        return rapt.attention(q, k, v, causal="bottom_right", **given)
+
+    if route == "compiled":
+        attend = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    rapt.torch.reset_stats()
+    out = attend(torch.from_numpy(q), k_codes, v_codes)
+    assert rapt.torch.stats() == {"served": 1, "fallback": {}}
+    Numbers(q, of_k.float(), of_v.float(), causal="bottom_right").check(out)
+
+
 def test_refusals_that_are_about_quantized(rng, lib):
     q, k, v = (lib.of(x) for x in tensors(rng))
     keys = quantized(k, "int8", "token")
