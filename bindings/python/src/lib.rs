@@ -32,13 +32,14 @@ use crate::errors::{Failure, Wording, raise};
 type Any<'a, 'py> = &'a Bound<'py, PyAny>;
 type Maybe<'a, 'py> = Option<&'a Bound<'py, PyAny>>;
 
-/// A function with the signature of `rapt.attention`: its name, what it says of itself, what it calls and what that gives.
+/// A function with the signature of `rapt.attention`: its name, what begins the arguments that keywords alone give, what it says of
+/// itself, what it calls and what that gives.
 macro_rules! function {
-    ($function:ident, $doc:literal, $run:path, $answer:ty; $($name:ident: $default:literal,)*) => {
+    ($function:ident, [$($by_keyword:tt)*], $doc:literal, $run:path, $answer:ty; $($name:ident: $default:literal,)*) => {
         #[doc = concat!(stringify!($function), signature!("", $($name: $default,)*), "\n--\n\n", $doc)]
         #[pyfunction]
         #[pyo3(
-            signature = (q, k, v, *, $($name = None,)* out = None, out_dtype = None, return_lse = None),
+            signature = (q, k, v, $($by_keyword)* $($name = None,)* out = None, out_dtype = None, return_lse = None),
             text_signature = None
         )]
         #[allow(clippy::too_many_arguments, reason = "the public signature")]
@@ -66,8 +67,10 @@ macro_rules! functions {
         parts: $_parts:tt,
         options: $_options:tt
     ) => {
+        // All by position too, which is how `rapt.attention` calls it: a keyword costs 250 instructions.
         function!(
             attention,
+            [],
             "softmax(q·kᵀ · scale)·v on numpy arrays, torch tensors and DLPack producers; see `rapt.attention`.",
             api::attention::attend,
             Bound<'py, PyAny>;
@@ -75,6 +78,7 @@ macro_rules! functions {
         );
         function!(
             explain,
+            [*,],
             "What `attention` would run for the same arguments.",
             api::attention::explain,
             api::plan::PyPlan;

@@ -1,6 +1,6 @@
 //! What stands in Python files as the table says it: `RAPT_UPDATE_SNAPSHOTS=1 cargo test -p rapt-python --test stubs` writes it anew.
 //!
-//! A block begins with a line `# table.rs: KIND` and ends with the next line `# end`; it has a line for each row; a block of a kind "of numbers" leaves out the parts of codes.
+//! A block begins with a line `# table.rs: KIND` and ends with the next line `# end`; it has a line for each row.
 
 #![allow(missing_docs, reason = "a test")]
 
@@ -15,26 +15,22 @@ struct Row {
     default: String,
     /// Its type in the stubs.
     stub: String,
-    /// Whether it is part of what makes numbers of codes.
-    is_part: bool,
 }
 
 macro_rules! rows {
     (
         all: [$($name:ident: $default:literal, $stub:literal, $_schema:literal;)*],
         tensors: $_tensors:tt,
-        parts: [$($part:ident,)*],
+        parts: $_parts:tt,
         options: [$($_option:ident: $_field:ident by $_parse:ident,)*]
     ) => {
         fn rows() -> Vec<Row> {
             // `inspect` shows strings with one kind of quotes, and the files are written with the other.
             let python = |text: &str| text.replace('\'', "\"");
-            let parts = [$(stringify!($part)),*];
             vec![$(Row {
                 name: stringify!($name),
                 default: python($default),
                 stub: python($stub),
-                is_part: parts.contains(&stringify!($name)),
             },)*]
         }
 
@@ -53,7 +49,8 @@ fn line(kind: &str, Row { name, default, stub, .. }: &Row) -> String {
     match kind {
         "parameters" => format!("{name}={default},"),
         "typed parameters" => format!("{name}: {stub} = {default},"),
-        "arguments" | "arguments of numbers" => format!("{name}={name},"),
+        "arguments" => format!("{name}={name},"),
+        "positions" => format!("{name},"),
         "fields" => format!("{name}: {stub}"),
         _ => panic!("no block is of the kind {kind:?}"),
     }
@@ -69,7 +66,7 @@ fn written(text: &str) -> (String, usize) {
         let Some(kind) = begin.trim_start().strip_prefix("# table.rs: ") else { continue };
         blocks += 1;
         let indent = &begin[..begin.len() - begin.trim_start().len()];
-        for row in rows().into_iter().filter(|row| !(row.is_part && kind.ends_with("of numbers"))) {
+        for row in rows() {
             out += &format!("{indent}{}\n", line(kind, &row));
         }
         let end = lines.find(|line| line.trim_start() == "# end");

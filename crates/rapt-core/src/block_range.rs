@@ -30,6 +30,7 @@ pub enum Tile {
 
 impl BlockRange {
     /// The rule for these lengths. Lengths are below 2^62 (checked by [`Spec`](crate::Spec)).
+    #[inline]
     #[must_use]
     pub fn new(q_len: usize, kv_len: usize, causal: Option<Causal>, window: Window) -> Self {
         let clamp = |n: usize| i64::try_from(n).unwrap_or(i64::MAX);
@@ -60,12 +61,14 @@ impl BlockRange {
     }
 
     /// The keys `lo..hi` that query `i` sees; `lo == hi` if none.
+    #[inline]
     #[must_use]
     pub fn keys_of(&self, i: usize) -> (usize, usize) {
         self.keys_of_run(i, i + 1)
     }
 
     /// The smallest `lo..hi` that holds every key seen by any of the queries `i0..i1`; `lo == hi` if none.
+    #[inline]
     #[must_use]
     pub fn keys_of_run(&self, i0: usize, i1: usize) -> (usize, usize) {
         debug_assert!(i0 < i1);

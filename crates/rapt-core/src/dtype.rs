@@ -33,6 +33,7 @@ macro_rules! dtypes {
             }
 
             /// The size of one element in bits; 0 for [`DType::Unknown`].
+            #[inline]
             #[must_use]
             pub const fn bits(self) -> usize {
                 match self { $(DType::$variant => $bits),* }
@@ -107,6 +108,7 @@ impl DType {
     }
 
     /// The size of one element in bytes. Every dtype of the schema fills whole bytes.
+    #[inline]
     #[must_use]
     pub const fn size_bytes(self) -> usize {
         self.bits() / 8

@@ -19,6 +19,7 @@ impl Alignment {
     pub const MOST: Alignment = Alignment(4);
 
     /// That of `address` on `device`.
+    #[inline]
     #[must_use]
     pub fn of(device: Device, address: usize) -> Self {
         match device {
@@ -29,6 +30,7 @@ impl Alignment {
     }
 
     /// What is assumed of memory of `device` that is not there yet: allocators of devices give whole units of 16 bytes and more.
+    #[inline]
     #[must_use]
     pub fn assumed(device: Device) -> Self {
         Alignment::of(device, 0)
@@ -58,12 +60,14 @@ pub struct TensorForm {
 
 impl TensorForm {
     /// The form of a tensor that has no address yet.
+    #[inline]
     #[must_use]
     pub fn new(dtype: DType, shape: Shape, strides: Strides, device: Device) -> Self {
         TensorForm { dtype, shape, strides, device, alignment: Alignment::assumed(device) }
     }
 
     /// This form at `address`.
+    #[inline]
     #[must_use]
     pub fn at(self, address: usize) -> Self {
         TensorForm { alignment: Alignment::of(self.device, address), ..self }
@@ -71,12 +75,14 @@ impl TensorForm {
 }
 
 impl From<&View<'_>> for TensorForm {
+    #[inline]
     fn from(view: &View<'_>) -> Self {
         TensorForm::new(view.dtype(), *view.shape(), *view.strides(), view.device()).at(view.address())
     }
 }
 
 impl From<&ViewMut<'_>> for TensorForm {
+    #[inline]
     fn from(view: &ViewMut<'_>) -> Self {
         TensorForm::new(view.dtype(), *view.shape(), *view.strides(), view.device()).at(view.address())
     }

@@ -231,6 +231,7 @@ impl<'a> Operands<'a> {
     ///
     /// # Errors
     /// [`Error::NotAsPlanned`] if they were proven against another spec.
+    #[inline]
     pub fn expect(&self, spec: &Spec) -> Result<()> {
         let same = std::ptr::eq(self.spec, spec) || self.spec == spec;
         if same { Ok(()) } else { Err(Error::NotAsPlanned { tensor: "operands", what: "spec" }) }
@@ -261,6 +262,7 @@ impl<'a> Operands<'a> {
 
 impl<'a> Tensors<'a> {
     /// Numbers that attend without mask, sinks, slopes and lse; `Tensors { mask, ..Tensors::new(q, k, v, out) }` has one.
+    #[inline]
     #[must_use]
     pub fn new(q: View<'a>, k: View<'a>, v: View<'a>, out: ViewMut<'a>) -> Self {
         let (mask, sinks, alibi_slopes, page_table, lse) = (None, None, None, None, None);

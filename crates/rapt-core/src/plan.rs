@@ -347,6 +347,7 @@ impl Plan {
     }
 
     /// Scratch memory that the run needs.
+    #[inline]
     #[must_use]
     pub fn workspace_bytes(&self) -> usize {
         self.launch_plan.workspace_bytes()

@@ -98,6 +98,7 @@ impl Workspace {
     ///
     /// # Errors
     /// [`Error::OutOfMemory`]; the workspace is as before.
+    #[inline]
     pub fn ensure(&mut self, bytes: usize) -> Result<()> {
         if bytes <= self.len {
             return Ok(());

@@ -75,6 +75,7 @@ impl Shape {
     }
 
     /// Row-major strides, or `None` if they overflow `isize`.
+    #[inline]
     #[must_use]
     pub fn contiguous(&self) -> Option<Strides> {
         let mut at = [0isize; MAX_RANK];

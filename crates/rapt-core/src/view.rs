@@ -68,7 +68,58 @@ fn strides_may_repeat(shape: &Shape, strides: &Strides) -> bool {
     shape.iter().zip(strides.iter()).any(|(&n, &stride)| n > 1 && stride == 0)
 }
 
+/// The bytes that a tensor reaches, checked against its address and its storage.
+fn checked_reach(
+    tensor: &'static str,
+    address: usize,
+    dtype: DType,
+    shape: &Shape,
+    strides: &Strides,
+    extent: Extent,
+) -> Result<(isize, isize)> {
+    if shape.len() != strides.len() {
+        return Err(Error::Rank {
+            tensor,
+            got: strides.len(),
+            shape: *shape,
+            allowed: "its strides must have as many dimensions as its shape",
+        });
+    }
+    let (lo, hi) = reach_bytes(tensor, dtype, shape, strides)?;
+    if lo != hi {
+        if address == 0 {
+            return Err(Error::NullData { tensor, shape: *shape });
+        }
+        let align_bytes = dtype.size_bytes().max(1);
+        if !address.is_multiple_of(align_bytes) {
+            return Err(Error::Unaligned { tensor, dtype, align_bytes });
+        }
+        // Addresses are positive isize values on every platform served.
+        let overflow = || Error::Overflow { tensor, shape: *shape, strides: *strides };
+        address.checked_add_signed(lo).ok_or_else(overflow)?;
+        address.checked_add_signed(hi).ok_or_else(overflow)?;
+        if let Extent::Proven { address: start, len_bytes } = extent {
+            let storage_lo = start as i128 - address as i128;
+            let storage_hi = storage_lo + len_bytes as i128;
+            if (lo as i128) < storage_lo || (hi as i128) > storage_hi {
+                return Err(Error::OutOfExtent {
+                    tensor,
+                    shape: *shape,
+                    strides: *strides,
+                    lo,
+                    hi,
+                    storage_lo: isize::try_from(storage_lo).unwrap_or(isize::MIN),
+                    storage_hi: isize::try_from(storage_hi).unwrap_or(isize::MAX),
+                });
+            }
+        }
+    }
+    Ok((lo, hi))
+}
+
 impl Parts {
+    /// Inlined, so that a caller writes the parts where they are to lie and copies them nowhere; the checks are a call.
+    #[inline]
     fn new(
         tensor: &'static str,
         address: usize,
@@ -78,44 +129,8 @@ impl Parts {
         device: Device,
         extent: Extent,
     ) -> Result<Self> {
-        if shape.len() != strides.len() {
-            return Err(Error::Rank {
-                tensor,
-                got: strides.len(),
-                shape,
-                allowed: "its strides must have as many dimensions as its shape",
-            });
-        }
-        let (lo, hi) = reach_bytes(tensor, dtype, &shape, &strides)?;
-        if lo != hi {
-            if address == 0 {
-                return Err(Error::NullData { tensor, shape });
-            }
-            let align_bytes = dtype.size_bytes().max(1);
-            if !address.is_multiple_of(align_bytes) {
-                return Err(Error::Unaligned { tensor, dtype, align_bytes });
-            }
-            // Addresses are positive isize values on every platform served.
-            let overflow = || Error::Overflow { tensor, shape, strides };
-            address.checked_add_signed(lo).ok_or_else(overflow)?;
-            address.checked_add_signed(hi).ok_or_else(overflow)?;
-            if let Extent::Proven { address: start, len_bytes } = extent {
-                let storage_lo = start as i128 - address as i128;
-                let storage_hi = storage_lo + len_bytes as i128;
-                if (lo as i128) < storage_lo || (hi as i128) > storage_hi {
-                    return Err(Error::OutOfExtent {
-                        tensor,
-                        shape,
-                        strides,
-                        lo,
-                        hi,
-                        storage_lo: isize::try_from(storage_lo).unwrap_or(isize::MIN),
-                        storage_hi: isize::try_from(storage_hi).unwrap_or(isize::MAX),
-                    });
-                }
-            }
-        }
-        Ok(Parts { address, dtype, shape, strides, device, extent, reach: (lo, hi) })
+        let reach = checked_reach(tensor, address, dtype, &shape, &strides, extent)?;
+        Ok(Parts { address, dtype, shape, strides, device, extent, reach })
     }
 
     fn footprint(&self) -> Footprint<'_> {
@@ -285,6 +300,7 @@ impl<'a> View<'a> {
     /// # Safety
     /// For 'a, every element reached by shape and strides, and the whole of a proven extent, must be readable
     /// memory of `device` that nobody writes, holding elements of `dtype`.
+    #[inline]
     pub unsafe fn from_raw_parts(
         tensor: &'static str,
         ptr: *const u8,
@@ -388,6 +404,7 @@ impl<'a> ViewMut<'a> {
     /// For 'a, every element reached by shape and strides must be writable memory of `device` that nobody else reads
     /// or writes and that holds elements of `dtype`. (Overlap with the *inputs of the same run* is checked by
     /// [`Operands`](crate::Operands) and refused, so it needs no promise.)
+    #[inline]
     pub unsafe fn from_raw_parts(
         tensor: &'static str,
         ptr: *mut u8,

@@ -141,6 +141,7 @@ impl Engine {
     ///
     /// # Errors
     /// [`Error::OutOfMemory`] before anything is written; [`Error::WorkerPanicked`].
+    #[inline]
     pub fn run(&self, plan: &Plan, operands: &mut Operands<'_>) -> Result<()> {
         self.run_on(plan, operands, &Queue::Host(&self.pool))
     }

@@ -11,7 +11,7 @@ use pyo3::types::PyType;
 use pyo3::{ffi, intern};
 use rapt::{DType, Device, Error, ErrorKind, Extent, MAX_RANK, Shape, Strides};
 
-use super::operand::{Operand, shape};
+use super::operand::{Operand, shape, too_many_dimensions};
 use crate::errors::Failure;
 
 /// `PyArrayInterface` of numpy's array interface, version 3.
@@ -133,8 +133,12 @@ pub(crate) fn read(name: &'static str, array: &Bound<'_, PyAny>) -> Result<Opera
             (std::slice::from_raw_parts(interface.shape, rank), std::slice::from_raw_parts(interface.strides, rank))
         }
     };
-    let sizes: Vec<usize> = sizes.iter().map(|n| n.unsigned_abs()).collect();
-    let shape = shape(name, &sizes)?;
+    let mut unsigned = [0usize; MAX_RANK];
+    let Some(places) = unsigned.get_mut(..rank) else { return Err(too_many_dimensions(name, rank)) };
+    for (place, size) in places.iter_mut().zip(sizes) {
+        *place = size.unsigned_abs();
+    }
+    let (sizes, shape) = (&*places, shape(name, places)?);
     let itemsize = dtype.size_bytes().cast_signed();
     let mut strides = [0isize; MAX_RANK];
     let empty = sizes.contains(&0);

@@ -31,6 +31,7 @@ enum Lse {
 }
 
 impl SpecBuilder {
+    #[inline]
     pub(super) fn new(q: TensorForm, k: TensorForm, v: TensorForm, options: Options) -> Self {
         let codes = Qkv::default();
         let (mask, sinks, alibi_slopes, out, lse, pages) = (None, None, None, None, Lse::None, None);

@@ -141,6 +141,7 @@ pub struct Spec {
 
 impl Spec {
     /// Starts a spec from the three inputs: views, or forms of tensors that are nowhere yet.
+    #[inline]
     #[must_use]
     pub fn builder(
         q: impl Into<TensorForm>,
@@ -167,6 +168,7 @@ impl Spec {
         self.k.shape[1]
     }
     /// Query heads per head of k and v; 1 if there are none.
+    #[inline]
     #[must_use]
     pub fn group_size(&self) -> usize {
         self.num_q_heads().checked_div(self.num_kv_heads()).unwrap_or(1).max(1)
@@ -208,6 +210,7 @@ impl Spec {
     }
 
     /// Which keys each query may see by position.
+    #[inline]
     #[must_use]
     pub fn block_range(&self) -> BlockRange {
         BlockRange::new(self.q_len(), self.kv_len(), self.causal, self.window)
@@ -222,6 +225,7 @@ impl Spec {
     }
 
     /// The shape of `out` as the caller orders it, for inputs of `rank` dimensions.
+    #[inline]
     #[must_use]
     pub fn out_shape(&self, rank: usize) -> Shape {
         validate::as_given(self.out.shape, rank, self.layout)
