@@ -1,11 +1,12 @@
 //! Everything that must hold before a change is taken.
 //!
 //! ```text
-//! fmt ─┬─► build what compiles kernels ─► clippy ─► docs ─► build the tests ─► tidy ─► cargo test ─► C ─────┬─► pytest
-//!      └─► pip ─► kernels by NVRTC ─► wheel ─► the kernels that tests ask for ──────────────────────────────┘
+//! fmt ─┬─► build what compiles kernels ─► clippy ─► build the tests ─► tidy ─► cargo test ──────────────────┬─► pytest
+//!      └─► uv ─► kernels by NVRTC ─► wheel ─┴─► the kernels that tests ask for ─► docs ─► C ────────────────┘
 //! ```
-//! Two sides at once, because NVRTC, pip and the last pass of a release build each keep one core busy at most. Only the upper
-//! one builds in `target/debug`: cargo locks it. pytest runs alone, as some of its tests take the time.
+//! Two sides at once, because NVRTC, installers and the last pass of a release build each keep one core busy at most. The lower
+//! one builds in `target/debug`, which cargo locks, only when the tests are built; from then on it has what else takes one core, so that
+//! both end at about the same time. pytest runs alone, as some of its tests take the time.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -72,7 +73,6 @@ type Library = Option<PathBuf>;
 fn rust(has_compiler: &Sender<PathBuf>, kernels: &Receiver<Library>, has_tests: &Sender<()>) -> Outcome {
     let _ = has_compiler.send(step("build what compiles the GPU kernels", cubins::compiler)?);
     step_of("cargo clippy", cargo(["clippy", "--workspace", "--all-targets", "--", "-D", "warnings"]))?;
-    docs::check()?;
     step_of("build the tests", cargo(["test", "--workspace", "--no-run"]))?;
     // After the build: one of its rules asks `rapt`.
     step("tidy", tidy::check)?;
@@ -82,12 +82,11 @@ fn rust(has_compiler: &Sender<PathBuf>, kernels: &Receiver<Library>, has_tests: 
         // The other side runs that one: at the same time here, the two would compile each kernel twice.
         test.env("RAPT_NVRTC", library).args(["--", "--skip", COMPILE_TEST]);
     }
-    step_of("cargo test", test)?;
-    c::check()
+    step_of("cargo test", test)
 }
 
-/// The Python side: the environment, the wheel's kernels and the wheel, checked and installed. Then the compile test of rapt-cuda,
-/// alone and ahead of the others, which find its machine code in the cache.
+/// The Python side: the environment, the wheel's kernels and the wheel, checked and installed. Then, when the tests are built, the
+/// compile test of rapt-cuda, alone and ahead of the others, which find its machine code in the cache; the documentation; C.
 fn package(
     venv: &Venv,
     target: &Path,
@@ -100,14 +99,14 @@ fn package(
     let library = cubins::ship(venv, target, Kernels::Core, false, || Ok(compiler))?;
     let _ = has_kernels.send(library.clone());
     install(venv, &venv.pack_wheel(target, false)?)?;
-    match (library, tests.recv()) {
-        (Some(library), Ok(())) => {
-            let mut compile = cargo(["test", "--workspace", "--test", "compile"]);
-            compile.env("RAPT_NVRTC", library);
-            step_of("compile the GPU kernels that tests ask for", compile)
-        }
-        _ => Ok(()),
+    let Ok(()) = tests.recv() else { return Ok(()) };
+    if let Some(library) = library {
+        let mut compile = cargo(["test", "--workspace", "--test", "compile"]);
+        compile.env("RAPT_NVRTC", library);
+        step_of("compile the GPU kernels that tests ask for", compile)?;
     }
+    docs::check()?;
+    c::check()
 }
 
 fn pytest_with(torch: &str) -> Outcome {
