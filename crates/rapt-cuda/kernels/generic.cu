@@ -105,19 +105,45 @@ struct Sums {
     __device__ void add_values(const Params& p, Shared& sh, const Block& block, int n0, bool careful);
 };
 
+// Elements d of row r of the queries and of key j, and element c of value j.
+__device__ inline Acc query(const Params& p, const Shared& sh, const Block& block, int r, int d) {
+#if CODES
+    const Row row(p, block.task, block.r0 + r);
+    return CodedRow(p.q_stride, p.q_codes, row.batch, row.head, row.i).number(p.q, p.q_stride[3], p.q_codes, d);
+#else
+    return widen(((const Elem*)p.q)[sh.q_row[r] + d * p.q_stride[3]]);
+#endif
+}
+__device__ inline Acc key(const Params& p, const Block& block, int j, int d) {
+#if CODES
+    const CodedRow row(p.k_stride, p.k_codes, block.task.batch, kv_head(p, block.task), j);
+    return row.number(p.k, p.k_stride[3], p.k_codes, d);
+#else
+    const Elem* k = (const Elem*)p.k + block.task.batch * p.k_stride[0] + kv_head(p, block.task) * p.k_stride[1];
+    return widen(k[j * p.k_stride[2] + d * p.k_stride[3]]);
+#endif
+}
+__device__ inline Acc value(const Params& p, const Block& block, int j, int c) {
+#if CODES
+    const CodedRow row(p.v_stride, p.v_codes, block.task.batch, kv_head(p, block.task), j);
+    return row.number(p.v, p.v_stride[3], p.v_codes, c);
+#else
+    const Elem* v = (const Elem*)p.v + block.task.batch * p.v_stride[0] + kv_head(p, block.task) * p.v_stride[1];
+    return widen(v[j * p.v_stride[2] + c * p.v_stride[3]]);
+#endif
+}
+
 // Columns d0.. of the queries and of keys n0.. to shared memory, zero outside.
 __device__ inline void load_queries_and_keys(const Params& p, Shared& sh, const Block& block, int n0, int d0) {
-    const Elem* q = (const Elem*)p.q;
-    const Elem* k = (const Elem*)p.k + block.task.batch * p.k_stride[0] + kv_head(p, block.task) * p.k_stride[1];
     for (int at = threadIdx.x; at < BM * BK; at += THREADS) {
         const int d = at % BK, r = at / BK;
         const bool inside = d0 + d < p.head_dim && r < block.rows;
-        sh.q[d][r] = inside ? widen(q[sh.q_row[r] + (d0 + d) * p.q_stride[3]]) : (Acc)0;
+        sh.q[d][r] = inside ? query(p, sh, block, r, d0 + d) : (Acc)0;
     }
     for (int at = threadIdx.x; at < BN * BK; at += THREADS) {
         const int d = at % BK, j = at / BK;
         const bool inside = d0 + d < p.head_dim && n0 + j < p.kv_len;
-        sh.k[d][j] = inside ? widen(k[(n0 + j) * p.k_stride[2] + (d0 + d) * p.k_stride[3]]) : (Acc)0;
+        sh.k[d][j] = inside ? key(p, block, n0 + j, d0 + d) : (Acc)0;
     }
 }
 
@@ -198,11 +224,10 @@ __device__ inline void Sums::add_keys(
 
 // Columns of values j0.. to shared memory, zero outside.
 __device__ inline void load_values(const Params& p, Shared& sh, const Block& block, int j0) {
-    const Elem* v = (const Elem*)p.v + block.task.batch * p.v_stride[0] + kv_head(p, block.task) * p.v_stride[1];
     for (int at = threadIdx.x; at < VK * DVC; at += THREADS) {
         const int c = at % DVC, j = at / DVC;
         const bool inside = j0 + j < p.kv_len && block.column0 + c < p.head_dim_v;
-        sh.v[j][c] = inside ? widen(v[(j0 + j) * p.v_stride[2] + (block.column0 + c) * p.v_stride[3]]) : (Acc)0;
+        sh.v[j][c] = inside ? value(p, block, j0 + j, block.column0 + c) : (Acc)0;
     }
 }
 

@@ -14,7 +14,7 @@ use rapt_core::{
 use crate::artifacts::Provenance;
 use crate::driver::{Driver, Function, Grid};
 use crate::error::{CudaError, Result};
-use crate::params::{HopperParams, Params};
+use crate::params::{CodedParams, HopperParams, Params};
 use crate::partition::Partition;
 use crate::tensor_map::{TensorMap, TmaTensor};
 use crate::variant::{Algorithm, KernelVariant, Loads};
@@ -71,10 +71,19 @@ pub(crate) struct Hopper {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum WhyGeneric {
     FewQueriesOfF32,
+    /// q is codes, or there are many queries.
+    Codes,
+    /// K or V is codes that are not loaded in tiles.
+    CodesInPlace,
     Storage,
-    HeadDim { most: usize },
+    HeadDim {
+        most: usize,
+    },
     NoKeys,
-    SharedMemory { needed: u32, has: u32 },
+    SharedMemory {
+        needed: u32,
+        has: u32,
+    },
 }
 
 /// The launches of a request that has an output.
@@ -87,6 +96,8 @@ pub(crate) struct Launches {
     /// Without addresses.
     pub(crate) params: Params,
     pub(crate) hopper: Option<Box<Hopper>>,
+    /// Of variants that read codes.
+    pub(crate) coded: Option<Box<CodedParams>>,
     pub(crate) workspace_bytes: usize,
     pub(crate) why_generic: Option<WhyGeneric>,
 }
@@ -183,7 +194,12 @@ impl CudaLaunch {
             launches.combine.as_ref().map(|step| step.function(device).map(|function| (step, function))).transpose()?;
         let params = launches.params.at(operands, workspace.address);
         let hopper = launches.hopper.as_ref().map(|hopper| hopper.at(driver, &params)).transpose().map_err(on)?;
-        let main_params = hopper.as_ref().map_or(params.as_bytes(), HopperParams::as_bytes);
+        let coded = launches.coded.as_ref().map(|coded| coded.at(&params, operands));
+        let main_params = match (&hopper, &coded) {
+            (Some(hopper), _) => hopper.as_bytes(),
+            (None, Some(coded)) => coded.as_bytes(),
+            (None, None) => params.as_bytes(),
+        };
         // SAFETY: `CudaLaunch::loaded` gave each step the function of its own variant, and `select` made the parameters for that variant
         // from the spec that `Operands::check` proved the operands against: each address that a kernel reaches lies in its tensor's
         // extent. The comparison above proves the workspace as long as partial rows are; the caller vouches for how long memory lives.
@@ -254,7 +270,7 @@ impl LaunchPlan for CudaLaunch {
             return "no output: nothing is launched".to_owned();
         };
         match variant.algorithm {
-            Algorithm::Decode => format!(
+            Algorithm::Decode | Algorithm::DecodeCodes => format!(
                 "{} queries share each head of K and V: bound by reading them, {} chunks of keys; {}",
                 spec.group_size() * spec.q_len(),
                 partition.num_splits,
@@ -288,6 +304,12 @@ impl LaunchPlan for CudaLaunch {
         let storage = spec.numerics.storage;
         match why {
             WhyGeneric::FewQueriesOfF32 => "the tensor cores are used for more than 16 queries of float32".to_owned(),
+            WhyGeneric::Codes => "the tensor cores are used for codes of K and V and at most 16 queries".to_owned(),
+            WhyGeneric::CodesInPlace => {
+                "the tensor cores take K and V as codes, with factors of blocks of 16 or more that divide a head_dim which is a multiple of \
+                 16, and zero points of tensors, heads or tokens"
+                    .to_owned()
+            }
             WhyGeneric::Storage => {
                 format!("the tensor cores are not used for {storage} on {}", launches.main.variant.arch.name())
             }

@@ -39,7 +39,7 @@ pub use launch::CudaLaunch;
 pub use memory::{Mark, Memory};
 pub use prebuild::{Assortment, Built, Wrote, build_all, common_variants, ship};
 pub use select::{Caps, select, variants};
-pub use variant::{Algorithm, KernelVariant, Loads};
+pub use variant::{Algorithm, CodeKind, Codes, KernelVariant, Loads, TileCodes, TileScales};
 
 #[cfg(test)]
 mod recorded;

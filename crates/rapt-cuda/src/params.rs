@@ -2,11 +2,12 @@
 //!
 //! Made without addresses when a request is planned; a run fills these in. Deliberately absent: any choice.
 
-use rapt_core::{DType, Finite, Operands, Spec, View};
+use rapt_core::{Codes, CodesSpec, DType, Finite, Operands, Spec, View};
 
 use crate::access::strides;
 use crate::partition::Partition;
 use crate::tensor_map::TensorMap;
+use crate::variant::CodeKind;
 
 /// What a number is divided by, as `divide` of common/params.cuh takes it: x / n = x * magic >> 32 + shift for x < 2^31.
 #[repr(C)]
@@ -205,6 +206,80 @@ impl Params {
         unsafe { std::slice::from_raw_parts(std::ptr::from_ref(self).cast(), size_of::<Params>()) }
     }
 }
+
+/// What makes numbers of the codes of one operand: `Codes` of kernels/common/codes.cuh.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+struct CodesParams {
+    descale: usize,
+    zero_point: usize,
+    descale_stride: [i64; 4],
+    zero_point_stride: [i64; 4],
+    global_scale: f32,
+    /// 0 for an operand that is no codes.
+    kind: i32,
+    chunk: i32,
+    scale_dtype: i32,
+}
+
+impl CodesParams {
+    fn new(codes: Option<&CodesSpec>) -> Self {
+        let Some(codes) = codes else { return CodesParams { chunk: 1, ..CodesParams::default() } };
+        CodesParams {
+            descale_stride: strides(&codes.descale),
+            zero_point_stride: codes.zero_point.as_ref().map_or([0; 4], strides),
+            kind: CodeKind::of(codes.format) as i32,
+            chunk: int(codes.chunk),
+            scale_dtype: i32::from(codes.descale.dtype.code()),
+            ..CodesParams::default()
+        }
+    }
+
+    fn at(self, codes: Option<&Codes<'_>>) -> Self {
+        let Some(codes) = codes else { return self };
+        CodesParams {
+            descale: codes.descale.address(),
+            zero_point: codes.zero_point.as_ref().map_or(0, View::address),
+            global_scale: codes.global_scale.unwrap_or(1.0),
+            ..self
+        }
+    }
+}
+
+/// `Params` of variants that read codes.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct CodedParams {
+    params: Params,
+    q: CodesParams,
+    k: CodesParams,
+    v: CodesParams,
+}
+
+impl CodedParams {
+    /// Without addresses.
+    pub(crate) fn new(spec: &Spec, params: &Params) -> Self {
+        let codes = spec.codes.as_deref();
+        let [q, k, v] = [codes.q, codes.k, codes.v].map(CodesParams::new);
+        CodedParams { params: *params, q, k, v }
+    }
+
+    /// These parameters with `params`, which have addresses, and what belongs to the operands' codes.
+    pub(crate) fn at(&self, params: &Params, operands: &Operands<'_>) -> Self {
+        let codes = operands.tensors().codes.as_deref();
+        CodedParams { params: *params, q: self.q.at(codes.q), k: self.k.at(codes.k), v: self.v.at(codes.v) }
+    }
+
+    /// The bytes that a launch passes.
+    pub(crate) fn as_bytes(&self) -> &[u8] {
+        // SAFETY: a repr(C) struct of integers and floats, borrowed with self; the assertion on its size below proves that there
+        // is no padding.
+        unsafe { std::slice::from_raw_parts(std::ptr::from_ref(self).cast(), size_of::<CodedParams>()) }
+    }
+}
+
+const _: () =
+    assert!(size_of::<CodedParams>() == size_of::<Params>() + 3 * (2 * 8 + 8 * 8 + 4 * 4), "CodedParams has padding");
 
 /// How hopper.cu reads a mask: `MaskAccess` of hopper/mask_ring.cuh.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -334,9 +334,11 @@ mod tests {
         };
         let variants = distinct(Arch::Sm90a, Assortment::Whole);
         for mask in [None, Some(DType::Bool), Some(DType::BF16)] {
-            let is_wanted = |variant: &&KernelVariant| (variant.algorithm, variant.mask) == (Algorithm::Hopper, mask);
-            let variant = variants.iter().find(is_wanted).unwrap();
+            let of = |algorithm| {
+                variants.iter().find(|variant| (variant.algorithm, variant.mask) == (algorithm, mask)).unwrap()
+            };
             for (name, _) in source::FILES.iter().filter(|(name, _)| name.ends_with(".cuh")) {
+                let variant = of(if name.starts_with("decode/") { Algorithm::Decode } else { Algorithm::Hopper });
                 let compiled = compiler.compile(name, &source::text(name), &variant.options()).unwrap();
                 assert!(compiled.is_ok(), "{name} by itself, for {variant}: {}", compiled.unwrap_err());
             }

@@ -6,7 +6,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
 use rapt_core::{
-    Arch, DType, Device, DeviceMemory, Error, Extent, Operands, Options, Plan, Shape, Spec, Tensors, View, ViewMut,
+    Arch, Codes, DType, Device, DeviceMemory, Error, Extent, Format, Operands, Options, Plan, Qkv, Shape, Spec,
+    Tensors, View, ViewMut,
 };
 
 use crate::artifacts::cache::{Cache, Name};
@@ -15,6 +16,7 @@ use crate::backend::Backend;
 use crate::driver::{Compiler, Cubin, Driver, Facts, Function, Grid};
 use crate::error::{CudaError, Result};
 use crate::launch::CudaLaunch;
+use crate::params::{CodedParams, HopperParams, Params};
 use crate::tensor_map::{TensorMap, TmaTensor, documented_refusal};
 use crate::variant::{Algorithm, KernelVariant, Loads};
 
@@ -245,12 +247,14 @@ struct Request {
     mask: Option<DType>,
     /// How far q, k, v, out and the mask lie from an address that everything divides.
     offsets: [usize; 5],
+    /// Whether k and v are int8 codes with a descale `[1, 2, kv_len]` each.
+    is_coded: bool,
     device: u32,
 }
 
 impl Request {
     const fn new(q_len: usize, kv_len: usize) -> Self {
-        Request { q_len, kv_len, head_dim: 64, mask: None, offsets: [0; 5], device: 0 }
+        Request { q_len, kv_len, head_dim: 64, mask: None, offsets: [0; 5], is_coded: false, device: 0 }
     }
 
     /// With q, k and v so far from an aligned address.
@@ -259,27 +263,35 @@ impl Request {
     }
 
     fn with<T>(self, run: impl FnOnce(&Spec, Tensors<'_>) -> T) -> T {
-        let Request { q_len, kv_len, head_dim, mask, offsets, device } = self;
+        let Request { q_len, kv_len, head_dim, mask, offsets, is_coded, device } = self;
         let device = Device::Cuda(device);
-        let read = |name, n: usize, dtype, shape: [usize; 4]| {
-            let shape = Shape::from(shape);
+        let read = |name, n: usize, dtype, shape: &[usize]| {
+            let shape = Shape::new(shape).unwrap();
             let strides = shape.contiguous().unwrap();
-            let offset = offsets[n - 1];
+            let offset = offsets.get(n - 1).copied().unwrap_or(0);
             // SAFETY: the recorded driver reads nothing.
             unsafe { View::from_raw_parts(name, at(n, offset), dtype, shape, strides, device, Extent::Declared) }
                 .unwrap()
         };
-        let q = read("q", 1, DType::BF16, [1, 2, q_len, head_dim]);
-        let k = read("k", 2, DType::BF16, [1, 2, kv_len, head_dim]);
-        let v = read("v", 3, DType::BF16, [1, 2, kv_len, head_dim]);
-        let mask = mask.map(|dtype| read("mask", 5, dtype, [1, 1, q_len, kv_len]));
+        let of_keys = if is_coded { DType::I8 } else { DType::BF16 };
+        let q = read("q", 1, DType::BF16, &[1, 2, q_len, head_dim]);
+        let k = read("k", 2, of_keys, &[1, 2, kv_len, head_dim]);
+        let v = read("v", 3, of_keys, &[1, 2, kv_len, head_dim]);
+        let mask = mask.map(|dtype| read("mask", 5, dtype, &[1, 1, q_len, kv_len]));
+        let codes = |name, n| {
+            let descale = read(name, n, DType::F32, &[1, 2, kv_len]);
+            is_coded.then(|| Box::new(Codes::new(Format::Int8, descale)))
+        };
+        let codes = Qkv { q: None, k: codes("k_descale", 6), v: codes("v_descale", 7) };
         let shape = Shape::from([1, 2, q_len, head_dim]);
         let (strides, ptr) = (shape.contiguous().unwrap(), at(4, offsets[3]));
         // SAFETY: the recorded driver writes nothing.
         let out = unsafe { ViewMut::from_raw_parts("out", ptr, DType::BF16, shape, strides, device, Extent::Declared) };
         let out = out.unwrap();
-        let spec = Spec::builder(&q, &k, &v, &Options::default()).mask(mask.as_ref()).out(&out).build().unwrap();
-        run(&spec, Tensors { mask, ..Tensors::new(q, k, v, out) })
+        let options = Options::default();
+        let mut builder = Spec::builder(&q, &k, &v, &options);
+        let spec = builder.codes(codes.as_deref()).mask(mask.as_ref()).out(&out).build().unwrap();
+        run(&spec, Tensors { mask, codes, ..Tensors::new(q, k, v, out) })
     }
 }
 
@@ -309,7 +321,7 @@ fn a_kernel_is_compiled_once_and_launched_on_the_given_stream() {
     assert_eq!(maps, [of(1, 300, 192), of(2, 300, 128), of(3, 300, 128), of(4, 300, 16)]);
     let Some(Call::Launch { grid, params, stream: 77, .. }) = ran.last().cloned() else { panic!("{ran:?}") };
     assert!(!grid.overlaps);
-    assert_eq!((grid.blocks, grid.threads, params.len()), (2 * 5, 512, size_of::<crate::params::HopperParams>()));
+    assert_eq!((grid.blocks, grid.threads, params.len()), (2 * 5, 512, size_of::<HopperParams>()));
     // Another length is the same kernel, in no more blocks than multiprocessors.
     recorded.log.take();
     let ran = recorded.run(Request::new(40_000, 700), 0).unwrap();
@@ -320,6 +332,30 @@ fn a_kernel_is_compiled_once_and_launched_on_the_given_stream() {
     assert_eq!(compiled(&recorded.log.take()), 1);
     recorded.plan(request.moved(2)).unwrap();
     assert_eq!(recorded.log.take(), []);
+}
+
+#[test]
+fn what_belongs_to_codes_is_passed_beside_the_rest() {
+    let recorded = Recorded::new(Parts::default(), |_| ());
+    for (q_len, algorithm, launches) in [(1, Algorithm::DecodeCodes, 2), (100, Algorithm::Generic, 1)] {
+        let request = Request { is_coded: true, ..Request::new(q_len, 5000) };
+        assert_eq!(launch_plan(&recorded.plan(request).unwrap()).variant().unwrap().algorithm, algorithm);
+        let ran = recorded.run(request, 1 << 24).unwrap();
+        assert_eq!(ran.len(), launches, "{ran:?}");
+        let Call::Launch { params, .. } = &ran[0] else { panic!("{ran:?}") };
+        assert_eq!(params.len(), size_of::<CodedParams>());
+        let word = |at: usize| usize::from_le_bytes(params[at..at + 8].try_into().unwrap());
+        let (first, each) = (size_of::<Params>(), (size_of::<CodedParams>() - size_of::<Params>()) / 3);
+        let descales = [0, 1, 2].map(|operand| word(first + operand * each));
+        assert_eq!(descales, [0, at(6, 0).addr(), at(7, 0).addr()]);
+        // Of rows of descale, and what a code is: none of q, int8 of k and v.
+        let of = |operand: usize, field: usize| word(first + operand * each + field);
+        assert_eq!([of(1, 16), of(1, 24), of(1, 32)], [0, 5000, 1]);
+        assert_eq!([0, 1, 2].map(|operand| of(operand, 80) >> 32), [0, 1, 1]);
+        if let Some(Call::Launch { params, .. }) = ran.get(1) {
+            assert_eq!(params.len(), size_of::<Params>());
+        }
+    }
 }
 
 /// What a plan says and what its run asks of the driver, for one request on one device.

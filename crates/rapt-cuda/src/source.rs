@@ -13,6 +13,7 @@ macro_rules! files {
 /// Every file of `kernels/` by its name there.
 pub(crate) const FILES: &[(&str, &str)] = files![
     "combine.cu",
+    "common/codes.cuh",
     "common/dtype.cuh",
     "common/epilogue.cuh",
     "common/fragment.cuh",
@@ -27,6 +28,10 @@ pub(crate) const FILES: &[(&str, &str)] = files![
     "common/tile.cuh",
     "common/types.cuh",
     "decode.cu",
+    "decode/codes.cuh",
+    "decode/hand_over.cuh",
+    "decode/items.cuh",
+    "decode_codes.cu",
     "generic.cu",
     "hopper.cu",
     "hopper/careful.cuh",

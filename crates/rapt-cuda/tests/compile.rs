@@ -6,8 +6,8 @@ mod common;
 
 use std::path::Path;
 
-use common::{caps, spec, spec_of_dims};
-use rapt_core::{Arch, Causal, DType, Options};
+use common::{caps, spec, spec_of_codes, spec_of_dims};
+use rapt_core::{Arch, Causal, DType, Format, Granularity, Options};
 use rapt_cuda::{CompiledFacts, CudaError, KernelVariant, build_all, variants};
 
 /// What the compiler says of each; kernels that are kept from an earlier run, or were compiled to be shipped, cost nothing.
@@ -72,11 +72,24 @@ fn every_kernel_compiles_and_the_hot_ones_do_not_spill() {
             hot.extend(of(spec(DType::F32, [8, 2048, 2048, 127], Some(DType::F32), &capped)));
         }
         all.extend(of(spec(DType::F64, [8, 100, 100, 40], Some(DType::F64), &capped)));
+        // The few bytes that are spilled are those of a block's second, careful run.
+        all.extend(of(spec_of_codes(DType::BF16, [8, 1, 8192, 128], Format::Int8, Granularity::Token, &plain)));
     }
     // The other forms of the sources, once: what they differ in does not depend on the architecture.
     let of =
         |dtype, lengths, mask, options| variants(&spec(dtype, lengths, mask, options), &caps(Arch::Sm90a)).unwrap();
     all.extend(of(DType::F16, [2, 100, 100, 24], Some(DType::F32), &capped));
+    for (dtype, len, format, granularity) in [
+        (DType::BF16, 1, Format::Nvfp4, Granularity::Tensor),
+        (DType::F32, 1, Format::Int4, Granularity::Block(32)),
+        (DType::F16, 1, Format::Uint8, Granularity::Head),
+        (DType::BF16, 100, Format::E4m3fn, Granularity::Channel),
+    ] {
+        all.extend(
+            variants(&spec_of_codes(dtype, [2, len, 100, 64], format, granularity, &capped), &caps(Arch::Sm90a))
+                .unwrap(),
+        );
+    }
     all.extend(of(DType::F16, [2, 1, 100, 24], Some(DType::Bool), &plain));
     all.extend(of(DType::BF16, [2, 1, 100, 33], Some(DType::BF16), &plain));
     all.extend(of(DType::BF16, [2, 100, 100, 33], Some(DType::Bool), &plain));

@@ -8,6 +8,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+use rapt_core::Format;
 use rapt_layout::Swizzle;
 use rapt_layout::atlas::{Atom, Map};
 
@@ -295,5 +296,39 @@ fn each_product_of_q_and_k_has_the_operands_of_its_rows_keys_and_columns() {
             }
             assert!(columns.values().all(|d| *d == head_dim - 16) && columns.len() == 4, "every column of every key");
         }
+    }
+}
+
+#[test]
+fn codes_are_multiplied_as_their_numbers_each_once() {
+    // What a kind comes out as, beside its format's number: minus 128, or as far too small as its scale makes up for.
+    let kinds = [
+        (1, Format::Int8, 0.0, 1.0),
+        (2, Format::Uint8, 128.0, 1.0),
+        (3, Format::Int4, 0.0, 1.0),
+        (4, Format::E4m3fn, 0.0, 1.0),
+        (5, Format::E5m2, 0.0, 1.0),
+        (6, Format::Nvfp4, 0.0, 2f32.powi(-126)),
+    ];
+    let mut tiles: BTreeMap<(i64, i64, i64, i64), BTreeSet<(i64, i64)>> = BTreeMap::new();
+    for line in map("codes") {
+        let [side, kind, dim, run, row, column, code, bits] = line[..] else { panic!("eight numbers") };
+        let (_, format, less, factor) = kinds.into_iter().find(|of| of.0 == kind).unwrap();
+        let expected = (format.decode(code as u8) - less) * factor;
+        let got = f32::from_bits(bits as u32);
+        assert_eq!(got, expected, "{format} {code} at {row} {column} of {dim} by {run}");
+        assert!(
+            got != 0.0 || got.is_sign_negative() == (format.decode(code as u8).is_sign_negative()),
+            "{format} {code}"
+        );
+        assert!(
+            tiles.entry((side, kind, dim, run)).or_default().insert((row, column)),
+            "{format} {row} {column} twice"
+        );
+    }
+    assert_eq!(tiles.len(), 6 * 8 + 2);
+    for ((_, _, dim, _), elements) in tiles {
+        assert_eq!(elements.len() as i64, 8 * dim);
+        assert!(elements.iter().all(|(row, column)| (0..8).contains(row) && (0..dim).contains(column)));
     }
 }

@@ -160,11 +160,17 @@ fn kind_of(wording: &Cell<Wording>, name: &str, object: Any<'_, '_>) -> Result<K
 /// A tensor in host memory.
 fn read(name: &'static str, object: Any<'_, '_>, kind: Kind, first: Any<'_, '_>) -> Result<Operand, Failure> {
     let operand = tensors::read(name, object, kind, first)?;
-    if operand.device != Device::Cpu {
-        let message = format!("{name} is on {}: tensors are quantized in host memory", operand.device);
-        return Err(Failure::binding(ErrorKind::Device, message, format!("`{name}.cpu()`")));
-    }
+    in_host_memory(&operand)?;
     Ok(operand)
+}
+
+fn in_host_memory(operand: &Operand) -> Result<(), Failure> {
+    let Operand { name, device, .. } = operand;
+    if *device == Device::Cpu {
+        return Ok(());
+    }
+    let message = format!("{name} is on {device}: tensors are quantized in host memory");
+    Err(Failure::binding(ErrorKind::Device, message, format!("`{name}.cpu()`")))
 }
 
 fn guarded<T>(
@@ -288,12 +294,12 @@ pub(crate) struct PartsArguments<'py> {
     shape: Bound<'py, PyAny>,
 }
 
-/// The parts, read and checked against each other; `then` gets them with the kind of the codes.
+/// The parts, checked against each other and on one device; `then` gets them with the kind of the codes.
 fn checked<T>(
     wording: &Cell<Wording>,
     scheme: &SchemeArguments<'_>,
     parts: &PartsArguments<'_>,
-    then: impl FnOnce(Kind, &QuantizedView<'_>) -> Result<T, Failure>,
+    then: impl FnOnce(Kind, &Operand, &QuantizedView<'_>) -> Result<T, Failure>,
 ) -> Result<T, Failure> {
     let kind = kind_of(wording, "codes", &parts.codes)?;
     let scheme = scheme.scheme()?;
@@ -301,8 +307,18 @@ fn checked<T>(
         Failure::option("shape", repr(&parts.shape), "a tuple of sizes, those of the numbers that the codes stand for")
     })?;
     let form = Form::new(scheme, tensors::shape("codes", &sizes)?).map_err(|error| refusal(&error, kind))?;
-    let tensor = |name, object: &Bound<'_, PyAny>| read(name, object, kind, &parts.codes);
-    let codes = tensor("codes", &parts.codes)?;
+    let codes = tensors::read("codes", &parts.codes, kind, &parts.codes)?;
+    let tensor = |name, object: &Bound<'_, PyAny>| {
+        let part = tensors::read(name, object, kind, &parts.codes)?;
+        if part.device == codes.device {
+            return Ok::<_, Failure>(part);
+        }
+        let message = format!(
+            "{name} is on {}, codes on {}: the parts of a quantized tensor lie together",
+            part.device, codes.device
+        );
+        Err(Failure::binding(ErrorKind::Device, message, format!("`{name}.to(codes.device)`")))
+    };
     let scale = parts.scale.as_ref().map(|it| tensor("scale", it)).transpose()?;
     let zero_point = parts.zero_point.as_ref().map(|it| tensor("zero_point", it)).transpose()?;
     let global_scale = parts.global_scale.as_ref().map(global_scale).transpose()?;
@@ -313,7 +329,7 @@ fn checked<T>(
         global_scale,
     };
     let view = QuantizedView::new(form, parts).map_err(|error| refusal(&error, kind))?;
-    then(kind, &view)
+    then(kind, &codes, &view)
 }
 
 /// A number that float32 holds.
@@ -333,7 +349,7 @@ pub(crate) fn quantized_check<'py>(
     parts: PartsArguments<'py>,
 ) -> PyResult<(usize, &'static str, Option<usize>)> {
     guarded(py, &hints::DEQUANTIZE, |wording| {
-        checked(wording, &scheme, &parts, |_, view| {
+        checked(wording, &scheme, &parts, |_, _, view| {
             let granularity = view.form().scheme().granularity();
             Ok((view.form().nbytes(), granularity.name(), granularity.block_size()))
         })
@@ -352,7 +368,8 @@ pub(crate) fn dequantize<'py>(
 ) -> PyResult<Bound<'py, PyAny>> {
     guarded(py, &hints::DEQUANTIZE, |wording| {
         let dtype = options::dtype("dtype", dtype)?.unwrap_or(DType::F32);
-        checked(wording, &scheme, &parts, |kind, view| {
+        checked(wording, &scheme, &parts, |kind, codes, view| {
+            in_host_memory(codes)?;
             if !dtype.is_computed() {
                 let allowed = rapt::COMPUTED.to_vec();
                 return Err(Error::UnsupportedDtype { tensor: "out", got: dtype, allowed }.into());

@@ -7,6 +7,7 @@
 // Strides are in elements. Deliberately absent: any choice of a kernel, and any read outside the operands.
 
 #pragma once
+#include "common/codes.cuh"
 #include "common/dtype.cuh"
 #include "common/fragment.cuh"
 
@@ -17,7 +18,7 @@ struct Divisor {
 };
 __device__ inline u32 divide(u32 x, const Divisor& by) { return by.magic == 0 ? x : __umulhi(x, by.magic) >> by.shift; }
 
-// Byte for byte Params of params.rs; the host passes its own size.
+// Byte for byte Params of params.rs, or CodedParams for variants that read codes; the host passes its own size.
 struct Params {
     const void *q, *k, *v, *mask, *sinks, *alibi;
     void *out, *lse, *partials;
@@ -33,6 +34,9 @@ struct Params {
     int items;       // of decode.cu: chunks of all rows
     int is_cut;      // decode.cu: blocks take chunks, not whole rows
     Divisor by_q_len, by_row_blocks, by_num_splits, by_group, by_tasks;  // tasks of one batch
+#if CODES
+    Codes q_codes, k_codes, v_codes;
+#endif
 };
 static_assert(sizeof(Params) == PARAMS_BYTES, "params.rs and common/params.cuh disagree on Params");
 

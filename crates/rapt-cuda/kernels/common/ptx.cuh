@@ -2,7 +2,7 @@
 #pragma once
 #include "common/dtype.cuh"
 
-#if STORAGE == F16 || STORAGE == F32  // float32 as two f16 (hopper_f32.cu)
+#if (STORAGE == F16 || STORAGE == F32) && !CODES  // float32 as two f16 (hopper_f32.cu); codes as bf16
 #define MMA_TYPE "f16"
 #else
 #define MMA_TYPE "bf16"
@@ -31,6 +31,13 @@ __device__ inline u32 pack(float low, float high) {
     return packed;
 }
 
+// a * b + c of pairs of bfloat16.
+__device__ inline u32 fma_bf16x2(u32 a, u32 b, u32 c) {
+    u32 x;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(x) : "r"(a), "r"(b), "r"(c));
+    return x;
+}
+
 // sum + the products of four bytes each.
 __device__ inline u32 dp4a(u32 a, u32 b, u32 sum) {
     asm("dp4a.u32.u32 %0, %1, %2, %0;" : "+r"(sum) : "r"(a), "r"(b));
@@ -42,6 +49,15 @@ __device__ inline void cp_async(Elem* to, const Elem* from, int bytes) {
 }
 __device__ inline void cp_async(u32 to, const Elem* from) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from));
+}
+// BYTES (4, 8 or 16), zeros where `inside` is false.
+template <int BYTES>
+__device__ inline void cp_async_zfill(u32 to, const void* from, bool inside) {
+    if constexpr (BYTES == 16) {
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(inside ? 16 : 0));
+    } else {
+        asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(from), "n"(BYTES), "r"(inside ? BYTES : 0));
+    }
 }
 __device__ inline void cp_async_commit() { asm volatile("cp.async.commit_group;"); }
 template <int PENDING>

@@ -21,3 +21,7 @@ typedef long long i64;
 #ifndef NATURAL
 #define NATURAL 1
 #endif
+// Whether q, k or v may be codes of a quantized format.
+#ifndef CODES
+#define CODES 0
+#endif

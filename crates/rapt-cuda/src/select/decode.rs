@@ -3,10 +3,11 @@
 //! Few queries: at most 16 per head and 64 rows per head of K and V. The length of a chunk follows kv_len alone. Whether blocks take
 //! whole rows or chunks depends on the device too, and changes no bit (the kernels fold chunks in one order).
 
-use rapt_core::{Kernel, Spec};
+use rapt_core::{CodesSpec, DType, Spec, TensorSpec};
 
 use super::{Caps, tensor_cores};
-use crate::variant::{Algorithm, DECODE_BLOCK_M, KernelVariant};
+use crate::access::strides;
+use crate::variant::{Algorithm, CodeKind, Codes, DECODE_BLOCK_M, KernelVariant, Loads, TileCodes, TileScales};
 
 /// Keys of one chunk: 256 KiB of K and V at head_dim 128, some 8 µs of one multiprocessor's share of an H200's bandwidth.
 const CHUNK: usize = 512;
@@ -29,9 +30,13 @@ pub(super) fn is_few(spec: &Spec) -> bool {
 }
 
 /// Chunks of the keys of few queries, and keys of each.
-pub(super) fn chunks(kernel: Kernel, kv_len: usize) -> (usize, usize) {
-    let chunk = match kernel {
-        Kernel::Decode => CHUNKS.iter().find(|(least, _)| kv_len >= *least).map_or(CHUNK, |(_, chunk)| *chunk),
+pub(super) fn chunks(variant: &KernelVariant, kv_len: usize) -> (usize, usize) {
+    let of_numbers =
+        |kv_len: usize| CHUNKS.iter().find(|(least, _)| kv_len >= *least).map_or(CHUNK, |(_, chunk)| *chunk);
+    let chunk = match variant.algorithm {
+        Algorithm::Decode => of_numbers(kv_len),
+        // As many bytes.
+        Algorithm::DecodeCodes => 2 * of_numbers(kv_len),
         _ if kv_len < LONG => CHUNK,
         _ => 2 * CHUNK,
     };
@@ -49,6 +54,58 @@ pub(super) fn variant(spec: &Spec, caps: &Caps) -> KernelVariant {
     let deep = [4, 3].into_iter().map(of).find(|variant| variant.shared_bytes() <= most.min(caps.shared_bytes));
     // The widest heads leave room for two tiles on the largest devices only.
     deep.unwrap_or_else(|| if of(2).shared_bytes() <= caps.shared_bytes { of(2) } else { of(1) })
+}
+
+/// K or V in tiles of codes, whatever its strides: with factors of whole blocks of head dims that are not padded, and a zero point
+/// that is taken from all codes of a key.
+fn tile_codes(tensor: &TensorSpec<4>, codes: &CodesSpec, padded_dim: u32) -> Option<TileCodes> {
+    let of = TileCodes::of(codes);
+    let is_served = match of.scales {
+        TileScales::Block(size, _) => {
+            of.kind != CodeKind::Uint8 && tensor.shape[3] == padded_dim as usize && padded_dim.is_multiple_of(size)
+        }
+        TileScales::Channel => of.kind != CodeKind::Uint8,
+        TileScales::Uniform | TileScales::Token => true,
+    };
+    is_served.then_some(of)
+}
+
+/// Whether every row of codes can be moved 16 bytes at a time, and factors of 8 bits four at a time.
+fn is_wide(tensor: &TensorSpec<4>, codes: &CodesSpec) -> bool {
+    let (step, descale) = (strides(tensor), strides(&codes.descale));
+    let bytes = tensor.shape[3] / codes.format.codes_per_byte();
+    let in_units = |strides: &[i64], unit: i64| strides.iter().all(|stride| stride % unit == 0);
+    let factors = codes.descale.dtype == DType::F32
+        || !codes.descale.shape[3].is_multiple_of(4)
+        || (descale[3] == 1 && in_units(&descale[..3], 4) && codes.descale.alignment.bytes() >= 4);
+    factors
+        && bytes.is_multiple_of(16)
+        && tensor.shape[3].is_multiple_of(16)
+        && step[3] == 1
+        && in_units(&step[..3], 16)
+        && tensor.alignment.bytes() >= 16
+}
+
+/// The variant of decode_codes.cu, where K and V are codes that it reads.
+pub(super) fn over_codes(spec: &Spec, caps: &Caps) -> Option<KernelVariant> {
+    let dims = tensor_cores::padded_dims(spec);
+    let (of_k, of_v) = (spec.codes.k.as_deref()?, spec.codes.v.as_deref()?);
+    let (k, v) = (tile_codes(&spec.k, of_k, dims.0)?, tile_codes(&spec.v, of_v, dims.1)?);
+    k.key_run(dims.0)?;
+    v.value_run(dims.1)?;
+    let wide = is_wide(&spec.k, of_k) && is_wide(&spec.v, of_v);
+    let of = |(block_n, warp_stages)| KernelVariant {
+        warp_stages,
+        loads: if wide { Loads::By16Bytes } else { Loads::ByElement },
+        codes: Codes::Tiles { k, v },
+        ..tensor_cores::tensor_core_variant(spec, caps, Algorithm::DecodeCodes, [DECODE_BLOCK_M, block_n])
+    };
+    let most = if of((16, 1)).decode_resident() == 1 { caps.shared_bytes } else { tensor_cores::LEAST_SHARED };
+    let fits = |variant: &KernelVariant| variant.shared_bytes() <= most.min(caps.shared_bytes);
+    // The tile is the bits': it follows from dims alone, but for the widest on the smallest devices.
+    let tiles: &[(u32, u32)] =
+        if dims.0 + dims.1 <= 256 { &[(32, 4), (32, 3), (32, 2), (32, 1)] } else { &[(16, 4), (16, 3), (16, 2)] };
+    tiles.iter().chain(&[(16, 1)]).map(|tile| of(*tile)).find(fits)
 }
 
 /// Blocks for `rows` blocks of rows of `num_splits` chunks each, and whether they take chunks.

@@ -14,9 +14,9 @@ use rapt_core::{Arch, DType, Device, Error, Kernel, KernelKey, PRounding, Plan, 
 
 use crate::access::{is_in_pairs, moves_by};
 use crate::launch::{CudaLaunch, Launches, Step};
-use crate::params::{MOST_LEN, Params, Widths};
+use crate::params::{CodedParams, MOST_LEN, Params, Widths};
 use crate::partition::Partition;
-use crate::variant::{Algorithm, COMBINE_COLUMNS, COMBINE_WARPS, KernelVariant, generic_columns};
+use crate::variant::{Algorithm, COMBINE_COLUMNS, COMBINE_WARPS, Codes, KernelVariant, generic_columns};
 
 /// What a device has, as far as a selection depends on it.
 #[derive(Clone, Debug, PartialEq)]
@@ -53,16 +53,6 @@ fn check_lengths(spec: &Spec) -> Result<()> {
     Ok(())
 }
 
-/// Codes are made numbers of by the host's kernels alone.
-fn check_plain(spec: &Spec) -> Result<()> {
-    let Some((tensor, _, codes)) = spec.quantized().next() else { return Ok(()) };
-    Err(Error::unsupported(
-        format!("{tensor} of {} codes on {}", codes.format, spec.device),
-        "no GPU kernel of this version reads codes",
-        format!("move all tensors to host memory, or dequantize {tensor}"),
-    ))
-}
-
 /// Pages are read by the host's kernels alone.
 fn check_dense(spec: &Spec) -> Result<()> {
     if spec.pages.is_none() {
@@ -85,7 +75,7 @@ fn partition(spec: &Spec, caps: &Caps, variant: &KernelVariant) -> Result<(Parti
     // Rows of one head fill their tiles, or the heads of a group share them.
     let task_heads = if !few && spec.q_len() >= block_m { 1 } else { spec.group_size() };
     let rows = task_heads * spec.q_len();
-    let (num_splits, chunk) = if few { decode::chunks(kernel, spec.kv_len()) } else { (1, 0) };
+    let (num_splits, chunk) = if few { decode::chunks(variant, spec.kv_len()) } else { (1, 0) };
     let columns = generic_columns(spec.numerics.storage) as usize;
     let dv_blocks = if kernel == Kernel::Generic { spec.head_dim_v().div_ceil(columns) } else { 1 };
     let tasks = spec.batch().saturating_mul(spec.num_q_heads() / task_heads.max(1));
@@ -98,7 +88,9 @@ fn partition(spec: &Spec, caps: &Caps, variant: &KernelVariant) -> Result<(Parti
     let row_blocks = rows.div_ceil(item_rows);
     let items = [tasks, row_blocks, num_splits].into_iter().fold(1usize, usize::saturating_mul);
     let (blocks, is_combined) = match variant.algorithm {
-        Algorithm::Decode => decode::blocks(caps, variant, tasks.saturating_mul(row_blocks), num_splits),
+        Algorithm::Decode | Algorithm::DecodeCodes => {
+            decode::blocks(caps, variant, tasks.saturating_mul(row_blocks), num_splits)
+        }
         // Blocks stay on their multiprocessor and take one item after another.
         Algorithm::Hopper => (items.min(caps.multiprocessors.max(1) as usize), false),
         _ => (items.saturating_mul(dv_blocks), num_splits > 1),
@@ -130,9 +122,8 @@ fn partition(spec: &Spec, caps: &Caps, variant: &KernelVariant) -> Result<(Parti
 /// The launches of a request that has an output.
 ///
 /// # Errors
-/// [`Error::Unsupported`] for codes, pages, and for lengths and counts beyond 2^29 and 2^31.
+/// [`Error::Unsupported`] for pages, and for lengths and counts beyond 2^29 and 2^31.
 fn launches(spec: &Spec, caps: &Caps) -> Result<Launches> {
-    check_plain(spec)?;
     check_dense(spec)?;
     check_lengths(spec)?;
     let (variant, why_generic) = rules::variant(spec, caps);
@@ -142,7 +133,10 @@ fn launches(spec: &Spec, caps: &Caps) -> Result<Launches> {
     let partial_bytes = rows.saturating_mul(partition.num_splits).saturating_mul(row_bytes);
     let combine_blocks = (rows * spec.head_dim_v().div_ceil(COMBINE_COLUMNS)).div_ceil(COMBINE_WARPS);
     let widths = Widths {
-        out_vector: spec.out.dtype == spec.numerics.storage && moves_by(&spec.out, 16),
+        // decode_codes.cu packs bfloat16 alone.
+        out_vector: spec.out.dtype == spec.numerics.storage
+            && moves_by(&spec.out, 16)
+            && (variant.codes == Codes::None || spec.out.dtype == DType::BF16),
         mask_pairs: spec.mask.is_some_and(|mask| is_in_pairs(&mask)),
     };
     let params = Params::new(spec, &partition, widths);
@@ -154,6 +148,7 @@ fn launches(spec: &Spec, caps: &Caps) -> Result<Launches> {
         partition,
         params,
         hopper,
+        coded: (variant.codes != Codes::None).then(|| Box::new(CodedParams::new(spec, &params))),
         workspace_bytes: if partition.is_combined { partial_bytes } else { 0 },
         why_generic,
     })
@@ -198,7 +193,7 @@ pub(crate) fn plan_of(spec: &Spec, caps: &Caps, launch_plan: CudaLaunch) -> Plan
 /// [`Backend::plan`](crate::Backend::plan), which loads its kernels.
 ///
 /// # Errors
-/// [`Error::DeviceUnavailable`] for anything but CUDA memory; [`Error::Unsupported`] for codes and for lengths beyond 2^29.
+/// [`Error::DeviceUnavailable`] for anything but CUDA memory; [`Error::Unsupported`] for pages and for lengths beyond 2^29.
 pub fn select(spec: &Spec, caps: &Caps) -> Result<Plan> {
     Ok(plan_of(spec, caps, launch_plan(spec, caps)?))
 }

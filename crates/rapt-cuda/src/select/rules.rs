@@ -2,14 +2,14 @@
 //!
 //! The rules, in order: few queries of f16 or bf16 with head dims up to 256 → `decode`, many → `forward`, both on the
 //! tensor cores (`forward` of compute capability 9.0 by wgmma: hopper.cu, and there float32 with head dims up to 128:
-//! hopper_f32.cu); anything else → `generic`.
+//! hopper_f32.cu); few queries over K and V that are codes → `decode_codes`; anything else → `generic`.
 
 use rapt_core::{Arch, DType, Spec};
 
 use super::tensor_cores::{LEAST_SHARED, tensor_core_variant};
 use super::{Caps, decode, hopper};
 use crate::launch::WhyGeneric;
-use crate::variant::{Algorithm, KernelVariant};
+use crate::variant::{Algorithm, Codes, KernelVariant};
 
 /// Widest head of the tensor-core kernels.
 const MMA_DIM: usize = 256;
@@ -23,13 +23,17 @@ pub(super) fn variant(spec: &Spec, caps: &Caps) -> (KernelVariant, Option<WhyGen
         Ok(variant) => (variant, None),
         Err(why) => {
             let mask = spec.mask.map(|mask| mask.dtype);
-            (KernelVariant::generic(caps.arch, spec.numerics.storage, mask), Some(why))
+            let codes = if spec.is_quantized() { Codes::Any } else { Codes::None };
+            (KernelVariant { codes, ..KernelVariant::generic(caps.arch, spec.numerics.storage, mask) }, Some(why))
         }
     }
 }
 
 fn on_tensor_cores(spec: &Spec, caps: &Caps) -> Result<KernelVariant, WhyGeneric> {
     let few = decode::is_few(spec);
+    if spec.is_quantized() {
+        return over_codes(spec, caps, few);
+    }
     let most = match spec.numerics.storage {
         DType::F16 | DType::BF16 => MMA_DIM,
         DType::F32 if caps.arch == Arch::Sm90a && !few => HOPPER_F32_DIM,
@@ -43,6 +47,22 @@ fn on_tensor_cores(spec: &Spec, caps: &Caps) -> Result<KernelVariant, WhyGeneric
         return Err(WhyGeneric::NoKeys);
     }
     let variant = if few { decode::variant(spec, caps) } else { many_queries(spec, caps) };
+    let (needed, has) = (variant.shared_bytes(), caps.shared_bytes);
+    if needed <= has { Ok(variant) } else { Err(WhyGeneric::SharedMemory { needed, has }) }
+}
+
+/// The variant that multiplies codes as they lie.
+fn over_codes(spec: &Spec, caps: &Caps, few: bool) -> Result<KernelVariant, WhyGeneric> {
+    if !few || spec.codes.q.is_some() {
+        return Err(WhyGeneric::Codes);
+    }
+    if spec.head_dim().max(spec.head_dim_v()) > MMA_DIM {
+        return Err(WhyGeneric::HeadDim { most: MMA_DIM });
+    }
+    if spec.kv_len() == 0 {
+        return Err(WhyGeneric::NoKeys);
+    }
+    let variant = decode::over_codes(spec, caps).ok_or(WhyGeneric::CodesInPlace)?;
     let (needed, has) = (variant.shared_bytes(), caps.shared_bytes);
     if needed <= has { Ok(variant) } else { Err(WhyGeneric::SharedMemory { needed, has }) }
 }

@@ -4,6 +4,7 @@
 //! compiler) and its threads. Deliberately absent: where machine code comes from (`artifacts`), and which
 //! variant is chosen when (`select`).
 
+mod codes;
 mod options;
 mod shared;
 
@@ -12,6 +13,8 @@ use std::fmt;
 use rapt_core::{Arch, DType, Kernel};
 
 use crate::source;
+
+pub use codes::{CodeKind, Codes, TileCodes, TileScales};
 
 /// An algorithm of `kernels/`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -26,6 +29,8 @@ pub enum Algorithm {
     HopperF32,
     /// Few queries, on the tensor cores.
     Decode,
+    /// Few queries over K and V that are codes, on the tensor cores.
+    DecodeCodes,
     /// Puts splits together.
     Combine,
 }
@@ -35,7 +40,7 @@ impl Algorithm {
     pub(crate) const fn kernel(self) -> Kernel {
         match self {
             Algorithm::Mma | Algorithm::Hopper | Algorithm::HopperF32 => Kernel::Forward,
-            Algorithm::Decode => Kernel::Decode,
+            Algorithm::Decode | Algorithm::DecodeCodes => Kernel::Decode,
             Algorithm::Generic | Algorithm::Combine => Kernel::Generic,
         }
     }
@@ -76,6 +81,8 @@ pub struct KernelVariant {
     pub block_n: u32,
     /// Tiles in flight per warp of decode; 0 elsewhere.
     pub warp_stages: u32,
+    /// What it reads that is codes.
+    pub codes: Codes,
 }
 
 /// Queries per block of generic.cu, and its keys per tile.
@@ -108,6 +115,7 @@ impl KernelVariant {
             block_m,
             block_n,
             warp_stages: 0,
+            codes: Codes::None,
         }
     }
 
@@ -122,6 +130,7 @@ impl KernelVariant {
             block_m: 0,
             block_n: 0,
             warp_stages: 0,
+            codes: Codes::None,
             ..self
         }
     }
@@ -152,7 +161,7 @@ impl KernelVariant {
 
     /// Whether the kernel itself waits for the launch before it, where the architecture can.
     pub(crate) const fn overlaps(&self) -> bool {
-        matches!(self.algorithm, Algorithm::Decode | Algorithm::Combine)
+        matches!(self.algorithm, Algorithm::Decode | Algorithm::DecodeCodes | Algorithm::Combine)
             && !matches!(self.arch, Arch::Sm80 | Arch::Sm86 | Arch::Sm87 | Arch::Sm89)
     }
 
@@ -162,7 +171,7 @@ impl KernelVariant {
             Algorithm::Generic => 256,
             Algorithm::Mma => 32 * MMA_WARPS,
             // One more puts together what they leave.
-            Algorithm::Decode => 32 * (self.decode_warps() + 1),
+            Algorithm::Decode | Algorithm::DecodeCodes => 32 * (self.decode_warps() + 1),
             Algorithm::Hopper => 2 * self.block_m + 128,
             Algorithm::HopperF32 => 512,
             Algorithm::Combine => 32 * COMBINE_WARPS as u32,
@@ -182,6 +191,7 @@ impl KernelVariant {
             Algorithm::Hopper => "hopper.cu",
             Algorithm::HopperF32 => "hopper_f32.cu",
             Algorithm::Decode => "decode.cu",
+            Algorithm::DecodeCodes => "decode_codes.cu",
             Algorithm::Combine => "combine.cu",
         }
     }
@@ -194,6 +204,11 @@ impl fmt::Display for KernelVariant {
             write!(f, " {}/{}", self.dims.0, self.dims.1)?;
             f.write_str(if self.natural { " natural" } else { "" })?;
             f.write_str(if self.loads == Loads::ByElement { " element by element" } else { "" })?;
+        }
+        match self.codes {
+            Codes::None => {}
+            Codes::Any => f.write_str(" codes")?,
+            Codes::Tiles { k, v } => write!(f, " {:?} {:?} {:?} {:?}", k.kind, k.scales, v.kind, v.scales)?,
         }
         self.mask.map_or(Ok(()), |dtype| write!(f, " mask {dtype}"))
     }

@@ -3,8 +3,8 @@
 use rapt_core::DType;
 
 use super::shared::HOPPER_F32_STAGES;
-use super::{Algorithm, KernelVariant, Loads, generic_columns};
-use crate::params::{HopperParams, Params};
+use super::{Algorithm, Codes, KernelVariant, Loads, TileCodes, TileScales, generic_columns};
+use crate::params::{CodedParams, HopperParams, Params};
 use crate::tensor_map::BOX_COLUMNS;
 
 /// Options in the order in which they are added: it is part of what names machine code.
@@ -13,6 +13,21 @@ struct Options(Vec<String>);
 impl Options {
     fn define(&mut self, name: &str, value: u32) {
         self.0.push(format!("-D{name}={value}"));
+    }
+
+    /// K or V of decode_codes.cu.
+    fn add_tiles(&mut self, operand: &str, codes: TileCodes, run: Option<u32>) {
+        let (scales, block, dtype) = match codes.scales {
+            TileScales::Uniform => (0, 1, DType::F32),
+            TileScales::Token => (1, 1, DType::F32),
+            TileScales::Channel => (2, 1, DType::F32),
+            TileScales::Block(size, dtype) => (3, size, dtype),
+        };
+        self.define(&format!("{operand}_KIND"), codes.kind as u32);
+        self.define(&format!("{operand}_SCALES"), scales);
+        self.define(&format!("{operand}_BLOCK"), block);
+        self.define(&format!("{operand}_SCALE_DTYPE"), u32::from(dtype.code()));
+        self.define(&format!("{operand}_RUN"), run.unwrap_or(0));
     }
 }
 
@@ -52,7 +67,8 @@ impl KernelVariant {
             Some(DType::Bool) => 1,
             Some(_) => 2,
         };
-        options.define("PARAMS_BYTES", size_of::<Params>() as u32);
+        let params_bytes = if self.codes == Codes::None { size_of::<Params>() } else { size_of::<CodedParams>() };
+        options.define("PARAMS_BYTES", params_bytes as u32);
         options.define("SHARED_BYTES", self.shared_bytes());
         options.define("STORAGE", u32::from(self.storage.code()));
         options.define("MASK", mask);
@@ -82,7 +98,7 @@ impl KernelVariant {
                 options.define("LOADING_REGISTERS", loading);
                 options.define("MULTIPLYING_REGISTERS", 256 - loading);
             }
-            Algorithm::Decode => {
+            Algorithm::Decode | Algorithm::DecodeCodes => {
                 options.define("STAGES", self.warp_stages);
                 options.define("TILE", self.block_n);
                 options.define("WARPS", self.decode_warps());
@@ -91,6 +107,14 @@ impl KernelVariant {
             // Four of its warps fit beside a block of decode.cu in what that leaves of the registers.
             Algorithm::Combine if self.storage != DType::F64 => options.0.push("-maxrregcount=88".to_owned()),
             Algorithm::Combine => {}
+        }
+        // Last, so that kernels without codes keep their names.
+        if self.codes != Codes::None {
+            options.define("CODES", 1);
+        }
+        if let Codes::Tiles { k, v } = self.codes {
+            options.add_tiles("K", k, k.key_run(self.dims.0));
+            options.add_tiles("V", v, v.value_run(self.dims.1));
         }
         options.0
     }

@@ -2,7 +2,7 @@
 
 use rapt_core::DType;
 
-use super::{Algorithm, KernelVariant, Loads, MMA_WARPS, generic_columns};
+use super::{Algorithm, Codes, KernelVariant, Loads, MMA_WARPS, TileCodes, TileScales, generic_columns};
 use crate::tensor_map::BOX_COLUMNS;
 
 /// Blocks of K, and of V, that hopper_f32.cu has in flight.
@@ -68,11 +68,12 @@ impl KernelVariant {
     }
 
     /// Dynamic shared memory per block.
-    pub(crate) const fn shared_bytes(&self) -> u32 {
+    pub(crate) fn shared_bytes(&self) -> u32 {
         match self.algorithm {
             Algorithm::Generic => self.generic_bytes(),
             Algorithm::Mma => self.mma_bytes(),
             Algorithm::Decode => self.decode_bytes(),
+            Algorithm::DecodeCodes => self.decode_codes_bytes(),
             Algorithm::Hopper => {
                 self.ring_bytes(self.stages()) + self.mask_bytes(self.mask_stages()) + self.staged_bytes()
             }
@@ -98,9 +99,31 @@ impl KernelVariant {
     const fn decode_bytes(&self) -> u32 {
         let (k_row, v_row) = (row_of(self.dims.0), row_of(self.dims.1));
         let ring = 2 * self.decode_warps() * self.warp_stages * self.block_n * (k_row + v_row);
+        ring + 2 * 16 * k_row + self.hand_over_bytes()
+    }
+
+    /// `HandOver` of kernels/decode/hand_over.cuh.
+    const fn hand_over_bytes(&self) -> u32 {
         let parts = 16 * self.decode_warps() / 32;
         let (left, so_far) = (4 * 32 * (self.dims.1 + 8 + 2), 4 * 16 * self.dims.1 + 2 * 4 * 32 * parts);
-        ring + 2 * 16 * k_row + left + so_far + 2 * 8 + 8
+        left + so_far + 2 * 8 + 8
+    }
+
+    fn decode_codes_bytes(&self) -> u32 {
+        let Codes::Tiles { k, v } = self.codes else { return 0 };
+        let (dim, dim_v) = self.dims;
+        let key = k.key_pitch(dim) + k.scale_bytes(dim) + v.value_pitch(dim_v) + v.scale_bytes(dim_v);
+        let ring = self.decode_warps() * self.warp_stages * self.block_n * key;
+        (ring + 32 * dim * self.q_terms(k) + self.hand_over_bytes()).next_multiple_of(16)
+    }
+
+    /// How many bfloat16 numbers of q decode_codes.cu multiplies: as many as hold it, beside a factor of its column.
+    fn q_terms(&self, k: TileCodes) -> u32 {
+        match (self.storage, k.scales) {
+            (DType::F32, _) => 3,
+            (DType::F16, _) | (_, TileScales::Channel) => 2,
+            _ => 1,
+        }
     }
 
     const fn hopper_f32_bytes(&self) -> u32 {

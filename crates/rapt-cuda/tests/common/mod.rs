@@ -2,7 +2,7 @@
 
 #![allow(dead_code, reason = "each test file uses a part")]
 
-use rapt_core::{Arch, DType, Device, Extent, Options, Shape, Spec, View};
+use rapt_core::{Arch, CodesForm, DType, Device, Extent, Format, Granularity, Options, Qkv, Shape, Spec, View};
 use rapt_cuda::Caps;
 
 /// The capabilities of a device of this architecture; of `sm_80` the multiprocessor count and memory of an A100, and so on.
@@ -47,4 +47,29 @@ pub(crate) fn spec_of_dims(
     let v = view("v", dtype, &[1, heads, kv_len, head_dim_v]);
     let mask = mask.map(|dtype| view("mask", dtype, &[1, 1, 1, kv_len]));
     Spec::builder(&q, &k, &v, options).mask(mask.as_ref()).build().unwrap()
+}
+
+/// `q_len` queries of `dtype` over keys and values of `format`.
+pub(crate) fn spec_of_codes(
+    dtype: DType,
+    [heads, q_len, kv_len, head_dim]: [usize; 4],
+    format: Format,
+    granularity: Granularity,
+    options: &Options,
+) -> Spec {
+    let q = view("q", dtype, &[1, heads, q_len, head_dim]);
+    let codes = |name| view(name, format.code_dtype(), &[1, heads, kv_len, head_dim / format.codes_per_byte()]);
+    let size = format.own_block_size().map_or(granularity, Granularity::Block);
+    let shape: &[usize] = match size {
+        Granularity::Tensor => &[],
+        Granularity::Head => &[1, heads],
+        Granularity::Token => &[1, heads, kv_len],
+        Granularity::Channel => &[1, heads, 1, head_dim],
+        Granularity::Block(size) => &[1, heads, kv_len, head_dim / size],
+    };
+    let mut form = CodesForm::new(format, &view("descale", format.scale_dtype(), shape));
+    form.has_global_scale = format.has_global_scale();
+    form.zero_point = format.has_zero_point().then(|| (&view("zero_point", DType::U8, shape)).into());
+    let codes_of = Qkv { q: None, k: Some(form), v: Some(form) };
+    Spec::builder(&q, &codes("k"), &codes("v"), options).codes(codes_of).build().unwrap()
 }

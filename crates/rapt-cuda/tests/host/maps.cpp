@@ -6,6 +6,7 @@
 
 #include "common/mask_bits.cuh"
 #include "common/tile.cuh"
+#include "decode/codes.cuh"
 
 namespace {
 
@@ -120,6 +121,81 @@ void load() {
     }
 }
 
+// A tile of 16 rows of pseudo-random codes under its places, and code `column` of row `row`.
+template <class Rows, int KIND, int DIM>
+struct CodeTile {
+    alignas(16) u8 bytes[16 * 2 * DIM + 64] = {};
+    u8 code(int row, int column) const {
+        const u32 x = (u32)(row * 1021 + column * 37 + 11) * 2654435761u >> 16;
+        if (is_packed(KIND)) return x & 0xf;
+        const bool odd = (KIND == E4M3FN && (x & 0x7f) == 0x7f) || (KIND == E5M2 && (x & 0x7c) == 0x7c);
+        return odd ? 1 : x & 0xff;
+    }
+    CodeTile() {
+        for (int r = 0; r < 16; r++)
+            for (int c = 0; c < DIM; c++) {
+                if (is_packed(KIND)) bytes[Rows::place(r, c / 2)] |= code(r, c) << c % 2 * 4;
+                else bytes[Rows::place(r, c)] = code(r, c);
+            }
+    }
+};
+template <int I>
+struct Constant {
+    static constexpr int value = I;
+};
+template <int N, class F>
+void each(F f) {
+    if constexpr (N > 0) each<N - 1>(f), f(Constant<N - 1>());
+}
+// 0 for keys and 1 for values, kind, dim, codes of a run, row, column, code, the number that is multiplied as bits of a float
+template <int KIND, int DIM, int RUN>
+void keys_of() {
+    using Rows = KeyRows<KIND, DIM, RUN>;
+    const CodeTile<Rows, KIND, DIM> tile;
+    for (int lane = 0; lane < 32; lane++)
+        for (int run = 0; run < Rows::RUNS; run++) {
+            alignas(16) u32 words[Rows::WORDS];
+            Rows::load(words, tile.bytes + Rows::place(lane / 4, (4 * run + lane % 4) * Rows::RUN_BYTES));
+            each<Rows::STEPS>([&](auto step) {
+                u32 b[2];
+                Rows::template operand<decltype(step)::value>(words, CodeBits<KIND>(0), b[0], b[1]);
+                for (int e = 0; e < 4; e++) {
+                    const int column = Rows::q_column(run, step.value, lane % 4, e);
+                    const i64 number = (u32)(b[e / 2] >> e % 2 * 16 << 16);
+                    print({0, KIND, DIM, RUN, lane / 4, column, tile.code(lane / 4, column), number});
+                }
+            });
+        }
+}
+template <int KIND, int DIM, int RUN>
+void values_of() {
+    using Rows = ValueRows<KIND, DIM, RUN>;
+    const CodeTile<Rows, KIND, DIM> tile;
+    for (int lane = 0; lane < 32; lane++)
+        for (int run = 0; run < Rows::RUNS; run++) {
+            alignas(16) u32 words[2][Rows::WORDS];
+            for (int n = 0; n < 2; n++) {
+                Rows::load(words[n], tile.bytes + Rows::place(lane % 4 * 2 + n, (8 * run + lane / 4) * Rows::RUN_BYTES));
+            }
+            each<RUN>([&](auto i) {
+                const u32 b = Rows::template operand<decltype(i)::value>(words[0], words[1], CodeBits<KIND>(0));
+                for (int n = 0; n < 2; n++) {
+                    const int row = lane % 4 * 2 + n, column = Rows::value_column(run * RUN + i.value, lane / 4);
+                    print({1, KIND, DIM, RUN, row, column, tile.code(row, column), (i64)(u32)(b >> n * 16 << 16)});
+                }
+            });
+        }
+}
+template <int KIND>
+void codes_of() {
+    if constexpr (is_packed(KIND)) keys_of<KIND, 128, 32>();
+    keys_of<KIND, 128, 16>(), keys_of<KIND, 96, 8>(), keys_of<KIND, 80, 4>(), keys_of<KIND, 256, 16>();
+    values_of<KIND, 128, 16>(), values_of<KIND, 64, 8>(), values_of<KIND, 96, 4>(), values_of<KIND, 80, 2>();
+}
+void codes() {
+    codes_of<INT8>(), codes_of<UINT8>(), codes_of<INT4>(), codes_of<E4M3FN>(), codes_of<E5M2>(), codes_of<E2M1>();
+}
+
 }  // namespace
 
 int main(int count, char** arguments) {
@@ -128,7 +204,7 @@ int main(int count, char** arguments) {
         void (*print)();
     } maps[] = {{"accumulator", accumulator}, {"operand", operand}, {"box", box},       {"stmatrix", stmatrix}, {"out", out},
                 {"bits", bits},               {"before", before},   {"biases", biases}, {"seen", seen},         {"tile", tile},
-                {"multiply", multiply},       {"load", load}};
+                {"multiply", multiply},       {"load", load},     {"codes", codes}};
     for (const auto& map : maps) {
         if (count == 2 && std::strcmp(map.name, arguments[1]) == 0) return map.print(), 0;
     }

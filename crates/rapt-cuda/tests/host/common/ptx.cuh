@@ -5,7 +5,21 @@
 //   cp.async    (2, address in shared memory, address in global memory, bytes)
 
 #pragma once
+#include <cstdlib>
+#include <cstring>
+
 #include "common/params.cuh"
+
+inline float float_of_bits(u32 bits) {
+    float x;
+    std::memcpy(&x, &bits, 4);
+    return x;
+}
+inline u32 bits_of_float(float x) {
+    u32 bits;
+    std::memcpy(&bits, &x, 4);
+    return bits;
+}
 
 struct Event {
     u32 what;
@@ -34,4 +48,15 @@ inline void cp_async(u32 to, const Elem* from) { record({2, to, (u64)from, 16});
 inline u32 dp4a(u32 a, u32 b, u32 sum) {
     for (int n = 0; n < 32; n += 8) sum += (a >> n & 0xff) * (b >> n & 0xff);
     return sum;
+}
+// Exact or an error: what the maps multiply and add has few bits.
+inline u32 fma_bf16x2(u32 a, u32 b, u32 c) {
+    u32 x = 0;
+    for (int n = 0; n < 32; n += 16) {
+        const auto of = [&](u32 pair) { return (double)float_of_bits((pair >> n & 0xffff) << 16); };
+        const float sum = (float)(of(a) * of(b) + of(c));
+        if (of(a) * of(b) + of(c) != (double)sum || (bits_of_float(sum) & 0xffff) != 0) std::abort();
+        x |= bits_of_float(sum) >> 16 << n;
+    }
+    return x;
 }

@@ -11,6 +11,9 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef long long i64;
 
+struct uint2 {
+    u32 x, y;
+};
 struct uint4 {
     u32 x, y, z, w;
 };

@@ -1,0 +1,144 @@
+//! Codes of quantized formats as kernels read them: what one is, which share a factor, and how many a thread loads at once.
+
+use rapt_core::{CodesSpec, DType, Format, Granularity};
+
+/// What one code is: the numbers of kernels/common/codes.cuh.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[repr(u8)]
+pub enum CodeKind {
+    /// Two's complement.
+    Int8 = 1,
+    /// With a zero point.
+    Uint8 = 2,
+    /// Two's complement of 4 bits, two a byte.
+    Int4 = 3,
+    /// A float of 8 bits, without infinities.
+    E4m3fn = 4,
+    /// A float of 8 bits, with infinities.
+    E5m2 = 5,
+    /// A float of 4 bits, two a byte.
+    E2m1 = 6,
+}
+
+impl CodeKind {
+    /// Of a format.
+    pub(crate) const fn of(format: Format) -> Self {
+        match format {
+            Format::Int8 => CodeKind::Int8,
+            Format::Uint8 => CodeKind::Uint8,
+            Format::Int4 => CodeKind::Int4,
+            Format::E4m3fn | Format::Mxfp8 => CodeKind::E4m3fn,
+            Format::E5m2 => CodeKind::E5m2,
+            Format::Mxfp4 | Format::Nvfp4 => CodeKind::E2m1,
+        }
+    }
+
+    /// Codes in a byte.
+    pub(crate) const fn per_byte(self) -> u32 {
+        match self {
+            CodeKind::Int4 | CodeKind::E2m1 => 2,
+            _ => 1,
+        }
+    }
+}
+
+/// Which codes of K or V share a factor, as decode_codes.cu is compiled for it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum TileScales {
+    /// All of a head.
+    Uniform,
+    /// Those of a key.
+    Token,
+    /// Those of a column.
+    Channel,
+    /// So many neighbours of a key, with factors of this dtype.
+    Block(u32, DType),
+}
+
+/// K or V as decode_codes.cu reads it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct TileCodes {
+    /// What one code is.
+    pub kind: CodeKind,
+    /// Which share a factor.
+    pub scales: TileScales,
+}
+
+impl TileCodes {
+    /// Of an operand.
+    pub(crate) fn of(codes: &CodesSpec) -> Self {
+        let scales = match codes.granularity {
+            Granularity::Tensor | Granularity::Head => TileScales::Uniform,
+            Granularity::Token => TileScales::Token,
+            Granularity::Channel => TileScales::Channel,
+            Granularity::Block(size) => TileScales::Block(size as u32, codes.descale.dtype),
+        };
+        TileCodes { kind: CodeKind::of(codes.format), scales }
+    }
+
+    /// Bytes of a row of `dim` codes.
+    pub(crate) const fn row_bytes(self, dim: u32) -> u32 {
+        dim / self.kind.per_byte()
+    }
+
+    /// Bytes of the factors of a key that are loaded with its codes.
+    pub(crate) const fn scale_bytes(self, dim: u32) -> u32 {
+        match self.scales {
+            TileScales::Token => 4,
+            TileScales::Block(size, dtype) => dim / size * dtype.size_bytes() as u32,
+            TileScales::Uniform | TileScales::Channel => 0,
+        }
+    }
+
+    /// How many codes of a row a lane loads at once, where `lanes` share the row: as many as 16 bytes hold, the lanes' codes make whole
+    /// parts of the row, and share as few factors as the kernel multiplies at a time.
+    fn run(self, dim: u32, lanes: u32, least: u32) -> Option<u32> {
+        let (part, longest) = match self.scales {
+            TileScales::Block(size, DType::F32) => (size, size),
+            TileScales::Block(size, _) => (dim, size),
+            _ => (dim, dim),
+        };
+        let fits = |run: &u32| part.is_multiple_of(lanes * run) && longest.is_multiple_of(*run);
+        [32, 16, 8, 4, 2].into_iter().filter(|run| *run >= least && run / self.kind.per_byte() <= 16).find(fits)
+    }
+
+    /// Of keys, which four lanes share.
+    pub(crate) fn key_run(self, dim: u32) -> Option<u32> {
+        self.run(dim, 4, 4)
+    }
+
+    /// Of values, which eight lanes share.
+    pub(crate) fn value_run(self, dim: u32) -> Option<u32> {
+        self.run(dim, 8, 2)
+    }
+
+    /// Bytes from key to key in a tile: `KeyRows::PITCH` of kernels/decode/codes.cuh.
+    pub(crate) fn key_pitch(self, dim: u32) -> u32 {
+        let row = self.row_bytes(dim).next_multiple_of(16);
+        let step = (self.key_run(dim).unwrap_or(4) / self.kind.per_byte() / 4).max(1);
+        let is_apart = |pitch: &u32| pitch % (32 * step) == 16 * step;
+        if row.is_multiple_of(128) { row } else { (row..).step_by(16).find(is_apart).unwrap_or(row) }
+    }
+
+    /// Bytes from value to value in a tile: `ValueRows::PITCH`.
+    pub(crate) const fn value_pitch(self, dim: u32) -> u32 {
+        let row = self.row_bytes(dim).next_multiple_of(16);
+        if row.is_multiple_of(32) { row + 16 } else { row }
+    }
+}
+
+/// What a kernel reads that is codes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Codes {
+    /// Nothing.
+    None,
+    /// Any of q, k and v, as the launch says (generic.cu).
+    Any,
+    /// K and V (decode_codes.cu).
+    Tiles {
+        /// The keys.
+        k: TileCodes,
+        /// The values.
+        v: TileCodes,
+    },
+}
