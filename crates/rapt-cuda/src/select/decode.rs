@@ -35,8 +35,8 @@ pub(super) fn chunks(variant: &KernelVariant, kv_len: usize) -> (usize, usize) {
         |kv_len: usize| CHUNKS.iter().find(|(least, _)| kv_len >= *least).map_or(CHUNK, |(_, chunk)| *chunk);
     let chunk = match variant.algorithm {
         Algorithm::Decode => of_numbers(kv_len),
-        // As many bytes.
-        Algorithm::DecodeCodes => 2 * of_numbers(kv_len),
+        // Each chunk handed over costs its block, and the more where instructions are the limit.
+        Algorithm::DecodeCodes => 4 * of_numbers(kv_len),
         _ if kv_len < LONG => CHUNK,
         _ => 2 * CHUNK,
     };
