@@ -265,17 +265,24 @@ __device__ inline void load_queries(const Params& p, Shared& sh, const Item& ite
     }
 }
 
+// A tile of an item's keys, from n0 on.
+struct Tile {
+    const Params& p;
+    const Item& item;
+    Stage& stage;
+    int n0;
+};
+
 // s = q.k of a tile. `odd_keys`: of key 8*nt + g, of the lane's own runs.
 __device__ inline void multiply_key_codes(
-    float (&s)[NT][4], const Params& p, const Shared& sh, Stage& tile, const Item& item, int n0, const CodeBits<K_KIND>& bits,
-    bool careful, Odd& odd, u32 (&odd_keys)[NT]
+    float (&s)[NT][4], const Shared& sh, const Tile& tile, const CodeBits<K_KIND>& bits, bool careful, Odd& odd, u32 (&odd_keys)[NT]
 ) {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     u32 minus_zero_point[NT];
 #pragma unroll
     for (int nt = 0; nt < NT; nt++) {
         odd_keys[nt] = 0;
-        if (K_KIND == UINT8) minus_zero_point[nt] = both(bf16_of(-zero_point<K_KIND>(p, p.k_codes, item, n0 + nt * 8 + g)));
+        if (K_KIND == UINT8) minus_zero_point[nt] = both(bf16_of(-zero_point<K_KIND>(tile.p, tile.p.k_codes, tile.item, tile.n0 + nt * 8 + g)));
     }
     zero(s);
     float sums[NT][4];
@@ -285,11 +292,11 @@ __device__ inline void multiply_key_codes(
         u32 words[NT][Keys::WORDS], factors[NT];
 #pragma unroll
         for (int nt = 0; nt < NT; nt++) {
-            Keys::load(words[nt], tile.k() + Keys::place(nt * 8 + g, (4 * run + t) * Keys::RUN_BYTES));
+            Keys::load(words[nt], tile.stage.k() + Keys::place(nt * 8 + g, (4 * run + t) * Keys::RUN_BYTES));
 #pragma unroll
             for (int w = 0; w < Keys::WORDS; w++) odd_keys[nt] |= not_finite<K_KIND>(words[nt][w]);
             if constexpr (K_SCALED) {
-                const u8* at = tile.k_factors() + (nt * 8 + g) * K_SCALE_BYTES + d / K_BLOCK;
+                const u8* at = tile.stage.k_factors() + (nt * 8 + g) * K_SCALE_BYTES + d / K_BLOCK;
                 factors[nt] = both(operand_factor<K_KIND, K_SCALE_DTYPE>(at, careful, odd));
             }
         }
@@ -320,19 +327,19 @@ __device__ inline void multiply_key_codes(
 #pragma unroll
                 for (int e = 0; e < 4; e++) {
                     const int j = nt * 8 + t * 2 + e % 2;
-                    const float factor = ((const float*)tile.k_factors())[j * BLOCKS + run * 4 * K_RUN / K_BLOCK];
+                    const float factor = ((const float*)tile.stage.k_factors())[j * BLOCKS + run * 4 * K_RUN / K_BLOCK];
                     odd.see(factor);
                     s[nt][e] = fused(sums[nt][e], factor, s[nt][e]);
                 }
         }
     }
-    const float all = head_factor<K_SCALES, K_KIND, K_SCALE_DTYPE>(p.k_codes, item);
+    const float all = head_factor<K_SCALES, K_KIND, K_SCALE_DTYPE>(tile.p.k_codes, tile.item);
     odd.see(all);
 #pragma unroll
     for (int nt = 0; nt < NT; nt++) {
         odd.codes |= odd_keys[nt];
         float2 factor = {all, all};
-        if (K_SCALES == TOKEN) factor = ((const float2*)tile.k_factors())[nt * 4 + t], odd.see(factor.x), odd.see(factor.y);
+        if (K_SCALES == TOKEN) factor = ((const float2*)tile.stage.k_factors())[nt * 4 + t], odd.see(factor.x), odd.see(factor.y);
 #pragma unroll
         for (int e = 0; e < 4; e++) s[nt][e] = product(s[nt][e], e % 2 ? factor.y : factor.x);
     }
@@ -349,8 +356,7 @@ __device__ __noinline__ float sum_of_numbers(const Params& p, const Row& row, co
 
 // Scores of attended keys that have a number which is not finite.
 __device__ inline void sum_odd_keys(
-    float (&s)[NT][4], const float (&scores)[NT][4], const Params& p, const Queries& queries, const Item& item, int n0, bool all,
-    const u32 (&odd_keys)[NT]
+    float (&s)[NT][4], const float (&scores)[NT][4], const Queries& queries, const Tile& tile, bool all, const u32 (&odd_keys)[NT]
 ) {
     const int lane = threadIdx.x % 32, t = lane % 4;
 #pragma unroll
@@ -361,9 +367,9 @@ __device__ inline void sum_odd_keys(
 #pragma unroll
         for (int e = 0; e < 4; e++) {
             const bool is_odd = (__shfl_sync(~0u, of_key, (t * 2 + e % 2) * 4) & 0x80808080u) != 0;
-            const int j = n0 + nt * 8 + t * 2 + e % 2;
-            if (is_odd && j < p.kv_len && scores[nt][e] != negative_infinity()) {
-                s[nt][e] = sum_of_numbers(p, queries.row(0, e / 2), item, j);
+            const int j = tile.n0 + nt * 8 + t * 2 + e % 2;
+            if (is_odd && j < tile.p.kv_len && scores[nt][e] != negative_infinity()) {
+                s[nt][e] = sum_of_numbers(tile.p, queries.row(0, e / 2), tile.item, j);
             }
         }
     }
@@ -392,8 +398,7 @@ __device__ inline void weigh(u32 (&a)[TERMS][4], const float (&s)[NT][4], int kt
 // acc_o += p.v of a tile, p in `s`.
 template <bool CAREFUL>
 __device__ inline void multiply_value_codes(
-    float (&acc_o)[DV / 8][4], const float (&s)[NT][4], const Params& p, Stage& tile, const Item& item, int n0,
-    const CodeBits<V_KIND>& bits, Odd& odd
+    float (&acc_o)[DV / 8][4], const float (&s)[NT][4], const Tile& tile, const CodeBits<V_KIND>& bits, Odd& odd
 ) {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
 #pragma unroll
@@ -405,7 +410,7 @@ __device__ inline void multiply_value_codes(
         for (int n = 0; n < 4; n++) {
             j[n] = kt * 16 + t * 2 + n % 2 + n / 2 * 8, factor[n] = 1;
             if (V_SCALES == TOKEN) {
-                factor[n] = ((const float*)tile.v_factors())[j[n]];
+                factor[n] = ((const float*)tile.stage.v_factors())[j[n]];
                 odd.see(factor[n]);
                 if (CAREFUL && !is_finite(factor[n])) factor[n] = 0;
             }
@@ -413,8 +418,8 @@ __device__ inline void multiply_value_codes(
         if (V_KIND == UINT8) {
 #pragma unroll
             for (int n = 0; n < 2; n++) {
-                const float low = zero_point<V_KIND>(p, p.v_codes, item, n0 + j[n * 2]);
-                const float high = zero_point<V_KIND>(p, p.v_codes, item, n0 + j[n * 2 + 1]);
+                const float low = zero_point<V_KIND>(tile.p, tile.p.v_codes, tile.item, tile.n0 + j[n * 2]);
+                const float high = zero_point<V_KIND>(tile.p, tile.p.v_codes, tile.item, tile.n0 + j[n * 2 + 1]);
                 minus_zero_points[n] = bf16_of(-low) | bf16_of(-high) << 16;
             }
         }
@@ -425,14 +430,14 @@ __device__ inline void multiply_value_codes(
             u32 words[4][Values::WORDS], factors[2];
 #pragma unroll
             for (int n = 0; n < 4; n++) {
-                Values::load(words[n], tile.v() + Values::place(j[n], (8 * run + g) * Values::RUN_BYTES));
+                Values::load(words[n], tile.stage.v() + Values::place(j[n], (8 * run + g) * Values::RUN_BYTES));
 #pragma unroll
                 for (int w = 0; w < Values::WORDS; w++) odd.codes |= not_finite<V_KIND>(words[n][w]);
             }
             if (V_WEIGHED && run * 8 * V_RUN % V_BLOCK == 0) {
 #pragma unroll
                 for (int n = 0; n < 4; n++) {
-                    factor[n] = ((const float*)tile.v_factors())[j[n] * (V_SCALE_BYTES / 4) + run * 8 * V_RUN / V_BLOCK];
+                    factor[n] = ((const float*)tile.stage.v_factors())[j[n] * (V_SCALE_BYTES / 4) + run * 8 * V_RUN / V_BLOCK];
                     odd.see(factor[n]);
                     if (CAREFUL && !is_finite(factor[n])) factor[n] = 0;
                 }
@@ -442,7 +447,7 @@ __device__ inline void multiply_value_codes(
                 u32 of[4];
 #pragma unroll
                 for (int n = 0; n < 4; n++) {
-                    const u8* at = tile.v_factors() + j[n] * V_SCALE_BYTES + (8 * run + g) * V_RUN / V_BLOCK;
+                    const u8* at = tile.stage.v_factors() + j[n] * V_SCALE_BYTES + (8 * run + g) * V_RUN / V_BLOCK;
                     of[n] = operand_factor<V_KIND, V_SCALE_DTYPE>(at, CAREFUL, odd);
                 }
                 factors[0] = of[0] | of[1] << 16, factors[1] = of[2] | of[3] << 16;
@@ -467,32 +472,30 @@ __device__ __noinline__ float number_of_value(const Params& p, const Item& item,
 }
 
 // Adds the values of a tile that are not finite to the rows that attend them: p is not -0 there.
-__device__ inline void add_odd_values(
-    float (&acc_o)[DV / 8][4], const float (&s)[NT][4], const Params& p, const Item& item, int n0
-) {
+__device__ inline void add_odd_values(float (&acc_o)[DV / 8][4], const float (&s)[NT][4], const Tile& tile) {
     const int lane = threadIdx.x % 32, t = lane % 4;
 #pragma unroll
     for (int nt = 0; nt < NT; nt++)
 #pragma unroll 1
         for (int n = 0; n < 8; n++) {
-            const int j = n0 + nt * 8 + n;
+            const int j = tile.n0 + nt * 8 + n;
             bool attends[2];
 #pragma unroll
             for (int h = 0; h < 2; h++) {
                 const float own = n % 2 ? s[nt][h * 2 + 1] : s[nt][h * 2];
                 attends[h] = !signbit(__shfl_sync(~0u, own, (lane & ~3) | n / 2));
             }
-            if (j >= p.kv_len || !__any_sync(~0u, attends[0] || attends[1])) continue;
+            if (j >= tile.p.kv_len || !__any_sync(~0u, attends[0] || attends[1])) continue;
 #pragma unroll
-            for (int tile = 0; tile < DV / 8; tile++)
+            for (int block = 0; block < DV / 8; block++)
 #pragma unroll
                 for (int e = 0; e < 2; e++) {
-                    const int column = Values::value_column(tile, t * 2 + e);
-                    if (column >= p.head_dim_v) continue;
-                    const float x = number_of_value(p, item, j, column);
+                    const int column = Values::value_column(block, t * 2 + e);
+                    if (column >= tile.p.head_dim_v) continue;
+                    const float x = number_of_value(tile.p, tile.item, j, column);
                     if (is_finite(x)) continue;
-                    if (attends[0]) acc_o[tile][e] += x;
-                    if (attends[1]) acc_o[tile][2 + e] += x;
+                    if (attends[0]) acc_o[block][e] += x;
+                    if (attends[1]) acc_o[block][2 + e] += x;
                 }
         }
 }
@@ -533,7 +536,7 @@ __device__ inline void attend(const Params& p, Shared& sh, Item item, u32 count,
         const Tiles tiles(p, item, seen);
         const float all = head_factor<V_SCALES, V_KIND, V_SCALE_DTYPE>(p.v_codes, item);
         for (int n0 = tiles.n0; n0 < tiles.end; n0 += WARPS * TILE) {
-            Stage& tile = sh.ring[stage][warp];
+            const Tile tile{p, item, sh.ring[stage][warp], n0};
             Accumulator<NT> s[1];
             u32 odd_keys[NT];
             Odd of_keys;
@@ -541,9 +544,9 @@ __device__ inline void attend(const Params& p, Shared& sh, Item item, u32 count,
             mask.fetch(p, queries, n0);
             cp_async_wait<PENDING>();
             __syncwarp();
-            multiply_key_codes(s[0], p, sh, tile, item, n0, of_k, CAREFUL, CAREFUL ? of_keys : odd, odd_keys);
+            multiply_key_codes(s[0], sh, tile, of_k, CAREFUL, CAREFUL ? of_keys : odd, odd_keys);
             __syncwarp();
-            loader.load_keys(p, tile);
+            loader.load_keys(p, tile.stage);
             const bool positions = n0 < seen.all_lo || n0 + TILE > min(seen.all_hi, tiles.end);
             const bool is_applied = NATURAL || MASK != NO_MASK || positions;
             if (CAREFUL && of_keys.any()) {
@@ -553,7 +556,7 @@ __device__ inline void attend(const Params& p, Shared& sh, Item item, u32 count,
 #pragma unroll
                     for (int e = 0; e < 4; e++) scores[0][nt][e] = 0;
                 if (is_applied) apply_scores<1, NT>(scores, p, queries, mask, n0, tiles.end, positions);
-                sum_odd_keys(s[0], scores[0], p, queries, item, n0, __any_sync(~0u, of_keys.factors != 0), odd_keys);
+                sum_odd_keys(s[0], scores[0], queries, tile, __any_sync(~0u, of_keys.factors != 0), odd_keys);
             }
             if (is_applied) apply_scores<1, NT>(s, p, queries, mask, n0, tiles.end, positions);
             OperandA<NT / 2> unused[1];
@@ -561,16 +564,16 @@ __device__ inline void attend(const Params& p, Shared& sh, Item item, u32 count,
             cp_async_wait<PENDING>();
             __syncwarp();
             Odd of_values;
-            multiply_value_codes<CAREFUL>(softmax.acc_o[0], s[0], p, tile, item, n0, of_v, CAREFUL ? of_values : odd);
+            multiply_value_codes<CAREFUL>(softmax.acc_o[0], s[0], tile, of_v, CAREFUL ? of_values : odd);
             if (CAREFUL) {
                 of_values.see(all);
                 if (V_SCALES == CHANNEL) {
                     for (int d = lane; d < p.head_dim_v; d += 32) of_values.see(channel_factor<V_SCALES>(p.v_codes, item, d));
                 }
-                if (of_values.any()) add_odd_values(softmax.acc_o[0], s[0], p, item, n0);
+                if (of_values.any()) add_odd_values(softmax.acc_o[0], s[0], tile);
             }
             __syncwarp();
-            loader.load_values(p, tile);
+            loader.load_values(p, tile.stage);
             stage = stage + 1 == STAGES ? 0 : stage + 1;
         }
         softmax.reduce();

@@ -6,7 +6,10 @@
 use std::path::Path;
 use std::sync::Mutex;
 
-use rapt_core::{Arch, Causal, DType, Device, Extent, Options, Result as CoreResult, Shape, Spec, View};
+use rapt_core::{
+    Arch, Causal, CodesForm, DType, Device, Extent, Format, Granularity, Options, Qkv, Result as CoreResult, Shape,
+    Spec, View,
+};
 use rustc_hash::FxHashSet;
 
 use crate::artifacts::bundled;
@@ -50,6 +53,16 @@ const DEVICES: [(Arch, u32, u32); 6] = [
 /// `[q_len, kv_len]`: prompts from short to long, a step of decoding with few keys and with many, a speculative one.
 const LENGTHS: [[usize; 2]; 7] = [[32, 32], [77, 77], [512, 512], [4096, 4096], [1, 64], [1, 8192], [5, 8192]];
 
+/// Codes that caches of keys and values are kept in.
+const CACHES: [(Format, Granularity); 6] = [
+    (Format::Int8, Granularity::Token),
+    (Format::Int8, Granularity::Head),
+    (Format::E4m3fn, Granularity::Token),
+    (Format::E4m3fn, Granularity::Head),
+    (Format::Int4, Granularity::Token),
+    (Format::Nvfp4, Granularity::Block(16)),
+];
+
 /// What a model asks for, but for its lengths and heads.
 #[derive(Clone, Copy)]
 struct Request {
@@ -58,11 +71,13 @@ struct Request {
     dims: (usize, usize),
     mask: Option<DType>,
     softcap: Option<f64>,
+    /// What k and v are codes of.
+    codes: Option<(Format, Granularity)>,
 }
 
 impl Request {
     const fn new(dtype: DType, head_dim: usize, mask: Option<DType>) -> Self {
-        Request { dtype, dims: (head_dim, head_dim), mask, softcap: None }
+        Request { dtype, dims: (head_dim, head_dim), mask, softcap: None, codes: None }
     }
 }
 
@@ -101,6 +116,12 @@ fn requests(assortment: Assortment, arch: Arch) -> Vec<Request> {
     requests.push(Request { dims: (192, 128), ..Request::new(DType::BF16, 192, None) });
     let capped = |head_dim| Request { softcap: Some(50.0), ..Request::new(DType::BF16, head_dim, None) };
     requests.extend([128, 256].map(capped));
+    // Caches of codes.
+    for codes in CACHES {
+        requests.extend(
+            [64, 128].map(|head_dim| Request { codes: Some(codes), ..Request::new(DType::BF16, head_dim, None) }),
+        );
+    }
     requests
 }
 
@@ -111,19 +132,35 @@ fn spec(
     [q_len, kv_len]: [usize; 2],
     options: &Options,
 ) -> CoreResult<Spec> {
-    let view = |name, dtype, shape: [usize; 4]| {
-        let shape = Shape::from(shape);
+    let view = |name, dtype, shape: &[usize]| {
+        let shape = Shape::new(shape).unwrap_or(Shape::from([0; 4]));
         let strides = shape.contiguous().unwrap_or(rapt_core::Strides::from([0; 4]));
         let nowhere = std::ptr::without_provenance(1 << 20);
         // SAFETY: a spec is made of it, which holds no pointer; nobody reads it.
         unsafe { View::from_raw_parts(name, nowhere, dtype, shape, strides, Device::Cuda(0), Extent::Declared) }
     };
     let (dtype, (head_dim, head_dim_v)) = (request.dtype, request.dims);
-    let q = view("q", dtype, [1, heads, q_len, head_dim])?;
-    let k = view("k", dtype, [1, kv_heads, kv_len, head_dim])?;
-    let v = view("v", dtype, [1, kv_heads, kv_len, head_dim_v])?;
-    let mask = request.mask.map(|dtype| view("mask", dtype, [1, 1, q_len, kv_len])).transpose()?;
-    Spec::builder(&q, &k, &v, options).mask(mask.as_ref()).build()
+    let q = view("q", dtype, &[1, heads, q_len, head_dim])?;
+    let mask = request.mask.map(|dtype| view("mask", dtype, &[1, 1, q_len, kv_len])).transpose()?;
+    let Some((format, granularity)) = request.codes else {
+        let k = view("k", dtype, &[1, kv_heads, kv_len, head_dim])?;
+        let v = view("v", dtype, &[1, kv_heads, kv_len, head_dim_v])?;
+        return Spec::builder(&q, &k, &v, options).mask(mask.as_ref()).build();
+    };
+    let codes = |name, dim: usize| -> CoreResult<_> {
+        let shape = [1, kv_heads, kv_len, dim / format.codes_per_byte()];
+        let groups: &[usize] = match granularity {
+            Granularity::Head => &[1, kv_heads],
+            Granularity::Block(size) => &[1, kv_heads, kv_len, dim / size],
+            _ => &[1, kv_heads, kv_len],
+        };
+        let mut form = CodesForm::new(format, &view("descale", format.scale_dtype(), groups)?);
+        form.has_global_scale = format.has_global_scale();
+        Ok((view(name, format.code_dtype(), &shape)?, form))
+    };
+    let ((k, of_k), (v, of_v)) = (codes("k", head_dim)?, codes("v", head_dim_v)?);
+    let codes = Qkv { q: None, k: Some(of_k), v: Some(of_v) };
+    Spec::builder(&q, &k, &v, options).codes(codes).mask(mask.as_ref()).build()
 }
 
 /// The kernels of an assortment on devices that run machine code of `arch`, each once.
@@ -303,7 +340,9 @@ mod tests {
                 let count = [64, 80, 96, 128].into_iter().filter(|head_dim| has(*head_dim)).count();
                 assert_eq!(count, if *arch == Arch::Sm90a { 4 } else { 0 }, "{arch:?} float32 {mask:?}");
             }
-            assert!(variants.len() < 96, "{} kernels: too many for a wheel's build", variants.len());
+            let caches = variants.iter().filter(|variant| variant.algorithm == Algorithm::DecodeCodes);
+            assert!(caches.count() >= 2 * CACHES.len(), "{arch:?} has no kernel for some cache of codes");
+            assert!(variants.len() < 128, "{} kernels: too many for a wheel's build", variants.len());
         }
     }
 

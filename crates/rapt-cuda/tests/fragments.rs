@@ -310,7 +310,7 @@ fn codes_are_multiplied_as_their_numbers_each_once() {
         (5, Format::E5m2, 0.0, 1.0),
         (6, Format::Nvfp4, 0.0, 2f32.powi(-126)),
     ];
-    let mut tiles: BTreeMap<(i64, i64, i64, i64), BTreeSet<(i64, i64)>> = BTreeMap::new();
+    let mut tiles: BTreeMap<[i64; 4], BTreeSet<(i64, i64)>> = BTreeMap::new();
     for line in map("codes") {
         let [side, kind, dim, run, row, column, code, bits] = line[..] else { panic!("eight numbers") };
         let (_, format, less, factor) = kinds.into_iter().find(|of| of.0 == kind).unwrap();
@@ -322,12 +322,12 @@ fn codes_are_multiplied_as_their_numbers_each_once() {
             "{format} {code}"
         );
         assert!(
-            tiles.entry((side, kind, dim, run)).or_default().insert((row, column)),
+            tiles.entry([side, kind, dim, run]).or_default().insert((row, column)),
             "{format} {row} {column} twice"
         );
     }
     assert_eq!(tiles.len(), 6 * 8 + 2);
-    for ((_, _, dim, _), elements) in tiles {
+    for ([_, _, dim, _], elements) in tiles {
         assert_eq!(elements.len() as i64, 8 * dim);
         assert!(elements.iter().all(|(row, column)| (0..8).contains(row) && (0..dim).contains(column)));
     }
