@@ -14,12 +14,13 @@
 //! A module uses those before it in this order, and none after it (`modules.rs` of the tests compares):
 //!
 //! ```text
-//! error  access  tensor_map  partition  params  driver  source  variant  artifacts  launch  select  backend  memory  prebuild
+//! error  access  codes  tensor_map  partition  params  driver  source  variant  artifacts  launch  select  backend  memory  prebuild
 //! ```
 
 mod access;
 mod artifacts;
 mod backend;
+mod codes;
 mod driver;
 mod error;
 mod launch;
@@ -34,12 +35,13 @@ mod variant;
 
 pub use artifacts::{CompiledFacts, Provenance, ShippedFacts, prepend_library_folders, set_shipped_folder};
 pub use backend::{Backend, DeviceFacts};
+pub use codes::{CodeKind, Codes, TileCodes, TileScales};
 pub use error::CudaError;
 pub use launch::CudaLaunch;
 pub use memory::{Mark, Memory};
 pub use prebuild::{Assortment, Built, Wrote, build_all, common_variants, ship};
 pub use select::{Caps, select, variants};
-pub use variant::{Algorithm, CodeKind, Codes, KernelVariant, Loads, TileCodes, TileScales};
+pub use variant::{Algorithm, KernelVariant, Loads};
 
 #[cfg(test)]
 mod recorded;

@@ -5,9 +5,9 @@
 use rapt_core::{Codes, CodesSpec, DType, Finite, Operands, Spec, View};
 
 use crate::access::strides;
+use crate::codes::CodeKind;
 use crate::partition::Partition;
 use crate::tensor_map::TensorMap;
-use crate::variant::CodeKind;
 
 /// What a number is divided by, as `divide` of common/params.cuh takes it: x / n = x * magic >> 32 + shift for x < 2^31.
 #[repr(C)]

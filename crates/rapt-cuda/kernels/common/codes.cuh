@@ -7,7 +7,7 @@
 #pragma once
 #include "common/math.cuh"
 
-// What a code is: `CodeKind` of variant/codes.rs. 0: an element of the storage dtype.
+// What a code is: `CodeKind` of codes.rs. 0: an element of the storage dtype.
 #define NUMBERS 0
 #define INT8 1
 #define UINT8 2

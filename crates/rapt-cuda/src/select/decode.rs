@@ -7,7 +7,8 @@ use rapt_core::{CodesSpec, DType, Spec, TensorSpec};
 
 use super::{Caps, tensor_cores};
 use crate::access::strides;
-use crate::variant::{Algorithm, CodeKind, Codes, DECODE_BLOCK_M, KernelVariant, Loads, TileCodes, TileScales};
+use crate::codes::{CodeKind, Codes, TileCodes, TileScales};
+use crate::variant::{Algorithm, DECODE_BLOCK_M, KernelVariant, Loads};
 
 /// Keys of one chunk: 256 KiB of K and V at head_dim 128, some 8 µs of one multiprocessor's share of an H200's bandwidth.
 const CHUNK: usize = 512;

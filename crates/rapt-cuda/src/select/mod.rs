@@ -13,10 +13,11 @@ mod tensor_cores;
 use rapt_core::{Arch, DType, Device, Error, Kernel, KernelKey, PRounding, Plan, Result, Spec};
 
 use crate::access::{is_in_pairs, moves_by};
+use crate::codes::Codes;
 use crate::launch::{CudaLaunch, Launches, Step};
 use crate::params::{CodedParams, MOST_LEN, Params, Widths};
 use crate::partition::Partition;
-use crate::variant::{Algorithm, COMBINE_COLUMNS, COMBINE_WARPS, Codes, KernelVariant, generic_columns};
+use crate::variant::{Algorithm, COMBINE_COLUMNS, COMBINE_WARPS, KernelVariant, generic_columns};
 
 /// What a device has, as far as a selection depends on it.
 #[derive(Clone, Debug, PartialEq)]

@@ -8,8 +8,9 @@ use rapt_core::{Arch, DType, Spec};
 
 use super::tensor_cores::{LEAST_SHARED, tensor_core_variant};
 use super::{Caps, decode, hopper};
+use crate::codes::Codes;
 use crate::launch::WhyGeneric;
-use crate::variant::{Algorithm, Codes, KernelVariant};
+use crate::variant::{Algorithm, KernelVariant};
 
 /// Widest head of the tensor-core kernels.
 const MMA_DIM: usize = 256;

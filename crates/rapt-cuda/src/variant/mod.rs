@@ -4,7 +4,6 @@
 //! compiler) and its threads. Deliberately absent: where machine code comes from (`artifacts`), and which
 //! variant is chosen when (`select`).
 
-mod codes;
 mod options;
 mod shared;
 
@@ -12,9 +11,8 @@ use std::fmt;
 
 use rapt_core::{Arch, DType, Kernel};
 
+use crate::codes::Codes;
 use crate::source;
-
-pub use codes::{CodeKind, Codes, TileCodes, TileScales};
 
 /// An algorithm of `kernels/`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

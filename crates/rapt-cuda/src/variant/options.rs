@@ -3,7 +3,8 @@
 use rapt_core::DType;
 
 use super::shared::HOPPER_F32_STAGES;
-use super::{Algorithm, Codes, KernelVariant, Loads, TileCodes, TileScales, generic_columns};
+use super::{Algorithm, KernelVariant, Loads, generic_columns};
+use crate::codes::{Codes, TileCodes, TileScales};
 use crate::params::{CodedParams, HopperParams, Params};
 use crate::tensor_map::BOX_COLUMNS;
 

@@ -2,7 +2,8 @@
 
 use rapt_core::DType;
 
-use super::{Algorithm, Codes, KernelVariant, Loads, MMA_WARPS, TileCodes, TileScales, generic_columns};
+use super::{Algorithm, KernelVariant, Loads, MMA_WARPS, generic_columns};
+use crate::codes::{Codes, TileCodes, TileScales};
 use crate::tensor_map::BOX_COLUMNS;
 
 /// Blocks of K, and of V, that hopper_f32.cu has in flight.
