@@ -20,13 +20,16 @@ use crate::shell::{Failure, Outcome, cargo, show, side_by_side, step};
 use crate::{c, docs, tidy, wheel};
 
 pub(crate) const HELP: &str = "\
-cargo xtask test [--torch VERSION]
+cargo xtask test [--torch VERSION | --archives VERSION]
 
 Formatting, lints, tidy, the documentation, the Rust tests, C programs against the C library, the wheel's check, and pytest
 from the installed wheel.
 
   --torch VERSION   only pytest, against that torch (such as 2.6 or 2.6.0), in an environment of its own
-                    (.venv-torch-VERSION)";
+                    (.venv-torch-VERSION)
+  --archives VERSION
+                    only archives: that torch exports the program zoo, and the wheel that `cargo xtask test` installed runs it
+                    beside its own torch";
 
 const NUMPY: &str = "demo/requirements-numpy.txt";
 const TORCH: &str = "demo/requirements-torch.txt";
@@ -44,10 +47,13 @@ const MOST_WORKERS: usize = 4;
 const LOG: &str = "tmp/beside.log";
 
 pub(crate) fn run(mut args: Args) -> Outcome {
-    let torch = args.value("--torch")?;
+    let (torch, archives) = (args.value("--torch")?, args.value("--archives")?);
     args.finish(HELP)?;
-    if let Some(torch) = torch {
-        return pytest_with(&torch);
+    match (torch, archives) {
+        (Some(_), Some(_)) => return Err(Failure::Usage("--torch or --archives, not both".to_owned())),
+        (Some(torch), None) => return pytest_with(&torch),
+        (None, Some(torch)) => return archives_of(&torch),
+        (None, None) => {}
     }
     step_of("cargo fmt --check", cargo(["fmt", "--all", "--check"]))?;
     let (venv, target) = (&Venv::at(".venv")?, &Workspace::load()?.target);
@@ -114,6 +120,17 @@ fn pytest_with(torch: &str) -> Outcome {
     venv.require(&[BUILD_REQUIREMENTS, OLDER], Some(&requirement(torch)?))?;
     install(&venv, &wheel::build(&venv, &Workspace::load()?.target, Kernels::Core, false)?)?;
     pytest(&venv)
+}
+
+/// The program zoo in archives of a torch, run by the installed wheel beside its own torch.
+fn archives_of(torch: &str) -> Outcome {
+    let installed = Venv::existing(".venv")?;
+    let exporter = Venv::at(&format!(".venv-torch-{torch}"))?;
+    exporter.require(&[OLDER], Some(&requirement(torch)?))?;
+    let folder = Workspace::load()?.target.join("tmp/archives").join(torch);
+    let tests = root().join(BINDING).join("tests");
+    step("export the program zoo", || show(exporter.python(["-m", "zoo"]).arg(&folder).current_dir(&tests)))?;
+    step("run its archives", || show(installed.python(["-m", "zoo", "--check"]).arg(&folder).current_dir(&tests)))
 }
 
 /// `2.6` means any 2.6.x; `2.6.1` means that one.

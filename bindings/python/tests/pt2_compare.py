@@ -4,6 +4,7 @@ import math
 
 import torch
 from rapt import _reference
+from torch.utils import _pytree as pytree
 
 # The words of a float dtype, for distances in units of the last place.
 WORDS = {torch.float64: torch.int64, torch.float32: torch.int32, torch.float16: torch.int16, torch.bfloat16: torch.int16}
@@ -48,6 +49,23 @@ def within_rule(got, exact, peer):
     error, row_error = _reference.errors(got, exact)[:2]
     text = f"relative L2 {error:.3g} of {limit:.3g}, row {row_error:.3g} of {row_limit:.3g}"
     return error <= limit and row_error <= row_limit, text
+
+
+def compare(got, torch_says, exact, where):
+    """Asserts of trees of results: integers and booleans have torch's bits, floats keep the tolerance rule."""
+    ours, theirs, wide = (pytree.tree_leaves(tree) for tree in (got, torch_says, exact))
+    assert len(ours) == len(theirs) == len(wide), where
+    for index, (x, peer, reference) in enumerate(zip(ours, theirs, wide, strict=True)):
+        at = f"{where}, result {index}"
+        if not isinstance(peer, torch.Tensor):
+            assert x == peer, at
+            continue
+        assert x.dtype == peer.dtype and x.shape == peer.shape, f"{at}: {x.dtype} {x.shape}, torch {peer.dtype} {peer.shape}"
+        if not peer.dtype.is_floating_point:
+            assert same_bits(x, peer), at
+            continue
+        kept, text = within_rule(x, reference.double(), peer)
+        assert kept, f"{at}: {text}"
 
 
 def difference(got, torch_says, exact, compare):

@@ -15,10 +15,10 @@ pytest.importorskip("transformers")
 import rapt.torch as rt  # noqa: E402
 import zoo  # noqa: E402
 from fresh import run as run_fresh  # noqa: E402
-from pt2_compare import same_bits, within_rule  # noqa: E402
-from test_pt2_programs import compare, copied, wide_model, widened  # noqa: E402
+from pt2_compare import compare, same_bits, within_rule  # noqa: E402
 from torch._dynamo.utils import counters  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
+from zoo.record import copied, wide_model, widened  # noqa: E402
 
 # Padding masks, a cache of the caller, experts, convolutions.
 SOME = ["minilm_pool", "llama_cache_as_input_mutated", "qwen3_moe", "resnet"]

@@ -5,7 +5,6 @@ result keeps the tolerance rule of docs/reference/numerics.md, with torch's own 
 programs in all forms; otherwise one form of some.
 """
 
-import copy
 import functools
 import os
 
@@ -16,8 +15,8 @@ torch = pytest.importorskip("torch", minversion="2.9")
 pytest.importorskip("transformers")
 
 import zoo  # noqa: E402
-from pt2_compare import same_bits, within_rule  # noqa: E402
-from torch.utils import _pytree as pytree  # noqa: E402
+from pt2_compare import compare  # noqa: E402
+from zoo import record  # noqa: E402
 
 # One program for each way in which programs differ: padding masks, a cache that is kept, one that the caller keeps, experts,
 # convolutions, two sequences, bfloat16, and each of the three forms.
@@ -41,59 +40,6 @@ def programs():
     return [(name, form) for name, case in zoo.cases().items() for form in zoo.FORMS if form not in case.without]
 
 
-def widened(tree):
-    """The same with every float in float64."""
-
-    def wide(leaf):
-        return leaf.double() if isinstance(leaf, torch.Tensor) and leaf.dtype.is_floating_point else leaf
-
-    return pytree.tree_map(wide, tree)
-
-
-def copied(tree):
-    return pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, tree)
-
-
-def wide_model(model):
-    """A copy that computes in float64, whatever dtype its caches and constants have."""
-    wide = copy.deepcopy(model).double()
-    for module in wide.modules():
-        for name, value in vars(module).items():
-            if isinstance(value, torch.Tensor) and value.dtype.is_floating_point:
-                setattr(module, name, value.double())
-        if hasattr(module, "config"):
-            # torch's grouped products have no float64.
-            module.config._experts_implementation = "eager"
-        if hasattr(module, "static_cache"):
-            for index, layer in enumerate(module.static_cache.layers):
-                layer.keys, layer.values = getattr(module, f"key_cache_{index}"), getattr(module, f"value_cache_{index}")
-                layer.cumulative_length = getattr(module, f"cumulative_length_{index}")
-    return wide
-
-
-def compare(got, torch_says, exact, where):
-    ours, theirs, wide = (pytree.tree_leaves(tree) for tree in (got, torch_says, exact))
-    assert len(ours) == len(theirs) == len(wide), where
-    for index, (x, peer, reference) in enumerate(zip(ours, theirs, wide, strict=True)):
-        at = f"{where}, result {index}"
-        if not isinstance(peer, torch.Tensor):
-            assert x == peer, at
-            continue
-        assert x.dtype == peer.dtype and x.shape == peer.shape, f"{at}: {x.dtype} {x.shape}, torch {peer.dtype} {peer.shape}"
-        if not peer.dtype.is_floating_point:
-            assert same_bits(x, peer), at
-            continue
-        kept, text = within_rule(x, reference.double(), peer)
-        assert kept, f"{at}: {text}"
-
-
-def refused_by_torch(program, given):
-    """That the exported program refuses these sizes itself: exports of torch before 2.12 serve fewer."""
-    assert torch.__version__ < "2.12"
-    with pytest.raises((AssertionError, RuntimeError)):
-        program.module()(*given[0], **given[1])
-
-
 @functools.cache
 def exported(name, form):
     """A program of the zoo: exported once, the other forms made of the default one."""
@@ -103,30 +49,22 @@ def exported(name, form):
 @pytest.mark.parametrize(("name", "form"), programs())
 def test_a_program_gives_what_torch_gives(name, form, tmp_path):
     case = zoo.cases()[name]
-    model = case.model()
-    exact_model = wide_model(model)
     program = exported(name, form)
     path = tmp_path / f"{name}.pt2"
     torch.export.save(program, path)
     loaded = rapt.load(path)
-    call = loaded.session() if case.has_state else loaded
-    model, exact_model = (case.model(), wide_model(case.model())) if case.has_state else (model, exact_model)
-    for seed, sizes in enumerate((case.exported, *case.others)):
-        args, kwargs = case.sample(sizes, seed)
-        ours = copied((args, kwargs))
-        theirs = copied((args, kwargs))
-        wide = widened(copied((args, kwargs)))
+    run = loaded.session() if case.has_state else loaded
+    for call in record.calls(case):
+        ours = record.copied(call.given)
         try:
-            got = call(*ours[0], **ours[1])
+            got = run(*ours[0], **ours[1])
         except rapt.ShapeError:
-            refused_by_torch(program, theirs)
+            # Exports of torch before 2.13 serve fewer sizes.
+            assert torch.__version__ < "2.13" and record.refuses(program, call.given)
             continue
-        with torch.no_grad():
-            expected = model(*theirs[0], **theirs[1])
-            exact = exact_model(*wide[0], **wide[1])
-        compare(got, expected, exact, f"{name}.{form} at {sizes}")
+        compare(got, call.results, call.exact, f"{name}.{form} at {call.sizes}")
         # What the model writes into its inputs, and nothing else.
-        compare(ours, theirs, wide, f"{name}.{form} at {sizes}, inputs")
+        compare(ours, call.after, call.exact_after, f"{name}.{form} at {call.sizes}, inputs")
 
 
 def test_the_operators_of_the_zoo_are_listed():
@@ -142,7 +80,7 @@ def test_a_wrong_answer_is_seen():
     model = case.model()
     args, kwargs = case.sample()
     with torch.no_grad():
-        torch_says, exact = model(*args, **kwargs), wide_model(model)(*widened(args), **kwargs)
+        torch_says, exact = model(*args, **kwargs), record.wide_model(model)(*record.widened(args), **kwargs)
     compare(torch_says, torch_says, exact, "torch itself")
     off = torch_says.clone()
     off[0, 0, 0, 0] += 1e-4

@@ -14,9 +14,10 @@ torch = pytest.importorskip("torch", minversion="2.9")
 transformers = pytest.importorskip("transformers")
 
 import zoo  # noqa: E402
-from test_pt2_programs import compare, copied, refused_by_torch, wide_model, widened  # noqa: E402
+from pt2_compare import compare  # noqa: E402
 from zoo.decoders import at_position  # noqa: E402
 from zoo.encoders import padding, tokens  # noqa: E402
+from zoo.record import copied, refuses, wide_model, widened  # noqa: E402
 
 WHOLE = os.environ.get("RAPT_WHOLE") == "1"
 STEPS = 200
@@ -288,7 +289,8 @@ def test_a_model_gives_what_torch_gives_at_shapes_never_exported(name):
         try:
             got = run(**copied(given))
         except rapt.ShapeError:
-            refused_by_torch(program, ((), given))
+            # Exports of torch before 2.13 serve fewer sizes.
+            assert torch.__version__ < "2.13" and refuses(program, ((), given))
             continue
         with torch.no_grad():
             expected, exact = model(**copied(given)), exact_model(**widened(copied(given)))

@@ -26,7 +26,13 @@ fn tensor<'a>(sizes: &'a [i64], strides: &'a [i64]) -> InputValue<'a> {
 
 #[test]
 fn programs_of_every_version_hold_the_same() {
-    for (folder, torch, minor) in [("torch-2.15", "2.15.0", 20), ("torch-2.9", "2.9.1", 14)] {
+    let versions = [
+        ("torch-2.15", "2.15.0", 20),
+        ("torch-2.11", "2.11.0", 17),
+        ("torch-2.10", "2.10.0", 15),
+        ("torch-2.9", "2.9.1", 14),
+    ];
+    for (folder, torch, minor) in versions {
         let archive = open(&format!("{folder}/state"));
         let program = archive.program();
         assert!(program.torch_version.starts_with(torch), "{}", program.torch_version);

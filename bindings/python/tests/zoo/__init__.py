@@ -7,7 +7,7 @@ are dynamic. `export` makes an archive in one of three forms:
     functional   after `run_decompositions({})`: no mutation but what the signature declares
     core         after `run_decompositions()`: core ATen only
 
-`python -m zoo FOLDER` writes all of them, with inputs and PyTorch's outputs.
+`python -m zoo FOLDER` writes all of them, with inputs and PyTorch's outputs; `python -m zoo --check FOLDER` runs them.
 """
 
 import importlib
