@@ -12,9 +12,10 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use crate::args::Args;
+use crate::built::program;
 use crate::metadata::{Workspace, root};
 use crate::python::Venv;
-use crate::shell::{Failure, Outcome, cargo, copy, read, say, show, step};
+use crate::shell::{Failure, Outcome, capture, cargo, copy, read, say, show, step};
 
 pub(crate) const HELP: &str = "\
 cargo xtask docs [--check]
@@ -32,26 +33,53 @@ const SITE: &str = "site";
 pub(crate) fn run(mut args: Args) -> Outcome {
     let is_check = args.flag("--check");
     args.finish(HELP)?;
-    if is_check { check() } else { build().map(drop) }
+    if is_check { check(Metadata::Own) } else { build(Metadata::Own).map(drop) }
+}
+
+/// Whose metadata of the workspace's crates rustdoc reads.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Metadata {
+    /// Cargo has rustc write it.
+    Own,
+    /// What [`LINT`] left: asked for as clippy asks, cargo finds all of it.
+    Clippy,
+}
+
+/// The lints of the workspace, as arguments of cargo.
+pub(crate) const LINT: [&str; 6] = ["clippy", "--workspace", "--all-targets", "--", "-D", "warnings"];
+
+/// The same, as `cargo clippy` hands what follows `--` on to its driver.
+const LINT_ARGS: &str = "-D__CLIPPY_HACKERY__warnings__CLIPPY_HACKERY__";
+
+/// Has cargo start the driver that `cargo clippy` starts, in rustc's place.
+fn as_clippy(command: &mut Command) -> Outcome {
+    let rustc = std::env::var_os("RUSTC").unwrap_or_else(|| "rustc".into());
+    let sysroot = capture(Command::new(rustc).args(["--print", "sysroot"]).current_dir(root()))?;
+    let driver = Path::new(sysroot.trim()).join("bin").join(program("clippy-driver"));
+    // Another installation's lies elsewhere: then rustc writes the metadata.
+    if driver.exists() {
+        command.env("RUSTC_WORKSPACE_WRAPPER", driver).env("CLIPPY_ARGS", LINT_ARGS);
+    }
+    Ok(())
 }
 
 /// Builds the site and looks at it in a browser.
-pub(crate) fn check() -> Outcome {
-    let venv = build()?;
+pub(crate) fn check(metadata: Metadata) -> Outcome {
+    let venv = build(metadata)?;
     step("render pages", || script(&venv, "screenshot.py", &Workspace::load()?.target))
 }
 
-fn build() -> Result<Venv, Failure> {
+fn build(metadata: Metadata) -> Result<Venv, Failure> {
     let venv = Venv::at(ENVIRONMENT)?;
     venv.require(&[REQUIREMENTS], None)?;
     let target = Workspace::load()?.target;
     let site = target.join(SITE);
     step("cargo doc", || {
-        show(
-            cargo(["doc", "--workspace", "--no-deps", "--quiet"])
-                .env("RUSTDOCFLAGS", "-D warnings")
-                .current_dir(root()),
-        )
+        let mut doc = cargo(["doc", "--workspace", "--no-deps", "--quiet"]);
+        if metadata == Metadata::Clippy {
+            as_clippy(&mut doc)?;
+        }
+        show(doc.env("RUSTDOCFLAGS", "-D warnings").current_dir(root()))
     })?;
     step("mkdocs build", || {
         let mut mkdocs = venv.python(["-m", "mkdocs", "build", "--strict", "--site-dir"]);

@@ -78,7 +78,7 @@ type Library = Option<PathBuf>;
 /// are compiled. Where the other side has failed nobody listens and nothing comes: its failure is told in the end.
 fn rust(has_compiler: &Sender<PathBuf>, kernels: &Receiver<Library>, has_tests: &Sender<()>) -> Outcome {
     let _ = has_compiler.send(step("build what compiles the GPU kernels", cubins::compiler)?);
-    step_of("cargo clippy", cargo(["clippy", "--workspace", "--all-targets", "--", "-D", "warnings"]))?;
+    step_of("cargo clippy", cargo(docs::LINT))?;
     step_of("build the tests", cargo(["test", "--workspace", "--no-run"]))?;
     // After the build: one of its rules asks `rapt`.
     step("tidy", tidy::check)?;
@@ -111,7 +111,7 @@ fn package(
         compile.env("RAPT_NVRTC", library);
         step_of("compile the GPU kernels that tests ask for", compile)?;
     }
-    docs::check()?;
+    docs::check(docs::Metadata::Clippy)?;
     c::check()
 }
 
