@@ -16,6 +16,16 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
 
+class Unread(torch.fx.GraphModule):
+    """A module that is neither run nor shown: torch would write Python for it twice, once to compile it and once for a log."""
+
+    def recompile(self):
+        return None
+
+    def print_readable(self, *_, **__):
+        return ""
+
+
 def is_tensor(value):
     return isinstance(value, torch.Tensor)
 
@@ -105,7 +115,7 @@ def _write(graph, placeholders, outputs):
         out_spec=pytree.tree_structure(tuple(range(len(outputs)))),
         forward_arg_names=[node.name for node in placeholders],
     )
-    module = torch.fx.GraphModule(torch.nn.Module(), graph)
+    module = Unread(torch.nn.Module(), graph)
     serializer = serialize.GraphModuleSerializer(signature, [ModuleCallEntry("", call)])
     program = schema.ExportedProgram(
         graph_module=serializer.serialize(module),
