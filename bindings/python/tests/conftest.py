@@ -1,11 +1,15 @@
 """Fixtures that the whole suite shares. The reference and the tolerance rule stand in reference.py."""
 
+import gc
 import os
 import sys
 import tempfile
 from pathlib import Path
 
 import pytest
+
+# What is imported stays: looked through for garbage again and again, it takes seconds of each process.
+gc.disable()
 
 sys.path.insert(0, str(Path(__file__).parent))
 # Hypothesis keeps what it learnt; beside the tests nothing may be written.
@@ -60,3 +64,9 @@ def pytest_collection_modifyitems(items):
     """Long files first; the order within a file stays."""
     place = {name: at for at, name in enumerate(LONG)}
     items.sort(key=lambda item: place.get(item.path.name, len(LONG)))
+
+
+def pytest_collection_finish():
+    """Garbage is looked for among what the tests make, not among a million objects of torch's."""
+    gc.freeze()
+    gc.enable()
