@@ -382,6 +382,7 @@ def convolutions(dtype):
     yield (make(dtype, 2, 4, 9), make(dtype, 6, 4, 3, seed=1), b, [2], [1], [1], False, [0], 1), {}
     yield (x2, make(dtype, 4, 6, 3, 3, seed=1), b, [2, 2], [1, 1], [1, 1], True, [1, 0], 1), {}
     yield (x2, make(dtype, 4, 3, 4, 4, seed=1), b, [2, 2], [1, 1], [1, 1], True, [0, 0], 2), {}
+    yield (make(dtype, 2, 4, 3, 4, 5), make(dtype, 6, 2, 2, 3, 3, seed=1), b, [1, 2, 1], [0, 1, 1], [1], False, [0], 2), {}
 
 
 def slice_scatters(dtype):

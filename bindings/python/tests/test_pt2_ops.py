@@ -31,7 +31,10 @@ FEWER = DTYPES if WHOLE else (torch.float32, torch.float16, torch.int64)
 MOMENTS = ("aten.var_mean.correction", "aten.std_mean.correction")
 ATTENTION = "aten.scaled_dot_product_attention.default"
 # torch's answer here is one of several right ones, because equal elements may stand in any order; where `dim` stands.
-TIES = {"aten.sort.default": 1, "aten.topk.default": 2}
+TIES = {
+    **{"aten.sort.default": 1, "aten.topk.default": 2, "aten.kthvalue.default": 2},
+    **{"aten.median.dim": 1, "aten.nanmedian.dim": 1},
+}
 
 
 def shown(sample):
@@ -53,7 +56,7 @@ REFUSED = {
 
 
 def dimension(name, args, kwargs):
-    """The dimension of a sample of sort or topk."""
+    """The dimension of a sample of an operator that names places."""
     return kwargs.get("dim", args[TIES[name]] if len(args) > TIES[name] else -1)
 
 
@@ -61,6 +64,8 @@ def leads_to(x, indices, values, dim):
     """Whether these indices, each once, lead from x to these values."""
     if x.dim() == 0:
         return True
+    if indices.dim() < x.dim():
+        indices, values = indices.unsqueeze(dim), values.unsqueeze(dim)
     led = x.gather(dim, indices)
     once = all(len(set(row)) == len(row) for row in indices.movedim(dim, -1).reshape(-1, indices.shape[dim]).tolist())
     return once and bool(((led == values) | (led.isnan() & values.isnan())).all())

@@ -1,4 +1,4 @@
-//! Numbers put in another order or beside each other: `cat`, `stack`, `repeat`, `roll`, `flip`, `tril`, `triu`.
+//! Numbers put in another order or beside each other: `cat`, `stack`, `hstack` and its kin, `repeat`, `roll`, `flip`, `tril`, `triu`.
 //!
 //! No number changes, but in a `cat` or `stack` of several dtypes, which PyTorch promotes.
 
@@ -25,6 +25,13 @@ pub enum Arrange {
         tensors: Vec<ValueId>,
         /// The new dimension.
         dim: i64,
+    },
+    /// `hstack`, `vstack`, `dstack`, `column_stack`: joined along a dimension that each tensor is made to have.
+    Side {
+        /// The tensors.
+        tensors: Vec<ValueId>,
+        /// How.
+        side: Side,
     },
     /// `repeat`: each dimension so many times over.
     Repeat {
@@ -60,11 +67,28 @@ pub enum Arrange {
     },
 }
 
+/// Where tensors are joined.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Side {
+    /// `hstack`: along the second dimension, of vectors along the first.
+    Beside,
+    /// `vstack`: along the first dimension of at least two.
+    Below,
+    /// `dstack`: along the third dimension of at least three.
+    Behind,
+    /// `column_stack`: vectors are columns, joined along the second dimension.
+    Columns,
+}
+
 impl Arrange {
     pub(super) fn read(target: &str, args: &Args<'_>) -> Option<Result<Arrange, OpError>> {
         Some(match target.strip_prefix("torch.ops.aten.")? {
             "cat.default" | "concat.default" | "concatenate.default" => cat(args),
             "stack.default" => stack(args),
+            "hstack.default" => side(args, Side::Beside),
+            "vstack.default" | "row_stack.default" => side(args, Side::Below),
+            "dstack.default" => side(args, Side::Behind),
+            "column_stack.default" => side(args, Side::Columns),
             "repeat.default" => repeat(args),
             "roll.default" => roll(args),
             "flip.default" => flip(args),
@@ -80,6 +104,10 @@ impl Arrange {
         match self {
             Arrange::Cat { tensors, dim } => Ok(vec![cat_form(&metas(shapes, tensors)?, *dim)?]),
             Arrange::Stack { tensors, dim } => Ok(vec![stack_form(&metas(shapes, tensors)?, *dim)?]),
+            Arrange::Side { tensors, side } => {
+                let metas: Vec<Meta> = metas(shapes, tensors)?.into_iter().map(|meta| side.widened(meta)).collect();
+                Ok(vec![cat_form(&metas.iter().collect::<Vec<_>>(), side.along(metas.iter()))?])
+            }
             Arrange::Repeat { input, repeats } => {
                 let meta = shapes.meta(*input)?;
                 need_plain("repeat", meta.dtype)?;
@@ -128,6 +156,12 @@ impl Arrange {
                 };
                 interleave(&parts, Lanes::of(&out.meta.shape, dim).outer)
             }
+            Arrange::Side { tensors, side } => {
+                let tensors = tensors.iter().map(|&id| eval.tensor(id)).collect::<Result<Vec<_>, _>>()?;
+                let parts: Vec<Cells> = tensors.iter().map(|t| t.cast(out.meta.dtype, eval.precision())).collect();
+                let metas: Vec<Meta> = tensors.iter().map(|t| side.widened(&t.meta)).collect();
+                interleave(&parts, Lanes::of(&out.meta.shape, side.dim(metas.iter(), &out.meta)?).outer)
+            }
             Arrange::Repeat { input, repeats } => {
                 let input = eval.tensor(*input)?;
                 // A dimension repeated is one before it that the tensor broadcasts to.
@@ -154,6 +188,47 @@ impl Arrange {
         };
         out.write(eval.precision(), result);
         Ok(())
+    }
+}
+
+impl Side {
+    /// The dimension along which tensors of these forms are joined.
+    fn along<'a>(self, mut metas: impl Iterator<Item = &'a Meta>) -> i64 {
+        match self {
+            Side::Below => 0,
+            Side::Beside if metas.next().is_some_and(|meta| meta.rank() == 1) => 0,
+            Side::Beside | Side::Columns => 1,
+            Side::Behind => 2,
+        }
+    }
+
+    /// The same as a dimension of the result.
+    ///
+    /// # Errors
+    /// [`OpError::DimOutOfRange`].
+    pub fn dim<'a>(self, metas: impl Iterator<Item = &'a Meta>, out: &Meta) -> Result<usize, OpError> {
+        out.dim(self.along(metas))
+    }
+
+    /// A tensor with the dimensions that it must have.
+    #[must_use]
+    pub fn widened(self, meta: &Meta) -> Meta {
+        let (mut meta, rank) = (meta.clone(), meta.rank());
+        let mut insert = |at: usize| {
+            meta.shape.insert(at, 1);
+            meta.strides.insert(at, 1);
+        };
+        match (self, rank) {
+            (Side::Beside, 0) => insert(0),
+            (Side::Below | Side::Columns, 0) => [0, 0].into_iter().for_each(insert),
+            (Side::Below, 1) => insert(0),
+            (Side::Columns, 1) => insert(1),
+            (Side::Behind, 0) => [0, 0, 0].into_iter().for_each(insert),
+            (Side::Behind, 1) => [0, 2].into_iter().for_each(insert),
+            (Side::Behind, 2) => insert(2),
+            _ => {}
+        }
+        meta
     }
 }
 
@@ -284,6 +359,10 @@ fn triangle_of(mut x: Cells, shape: &[i64], diagonal: i64, upper: bool) -> Cells
 
 fn cat(args: &Args<'_>) -> Result<Arrange, OpError> {
     Ok(Arrange::Cat { tensors: args.tensors("tensors")?, dim: args.known_int_or("dim", 0)? })
+}
+
+fn side(args: &Args<'_>, side: Side) -> Result<Arrange, OpError> {
+    Ok(Arrange::Side { tensors: args.tensors("tensors")?, side })
 }
 
 fn stack(args: &Args<'_>) -> Result<Arrange, OpError> {

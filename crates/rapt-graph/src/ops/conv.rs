@@ -1,10 +1,13 @@
-//! Convolution in one and two dimensions, forwards and transposed, in groups.
+//! Convolution in one, two and three dimensions, forwards and transposed, in groups.
 //!
 //! `y[n, o, i] = bias[o] + Σ_{c, k} x[n, c, i · stride − padding + k · dilation] · w[o, c, k]`, over the channels `c` of the
 //! group of `o`. Transposed, each `x[n, c, i]` adds `w[c, o, k]` times itself to `y[n, o, i · stride − padding + k · dilation]`.
-//! Floats are summed in f64 and rounded once, integers wrap. One dimension is two, the first of size 1.
+//! Floats are summed in f64 and rounded once, integers wrap. Fewer dimensions are three, the first of size 1.
 //!
-//! The result lies channels-last where the input or the weight does, as PyTorch's CPU kernels have it.
+//! The result lies channels-last where the input or the weight does, as PyTorch's CPU kernels have it, of volumes in
+//! float32, float16 and bfloat16.
+
+use rapt_core::DType;
 
 use super::linear::Arithmetic;
 use super::shape::{
@@ -44,9 +47,9 @@ pub enum Padding {
     Same,
 }
 
-/// A convolution in numbers: always two spatial dimensions.
+/// A convolution in numbers, of so many spatial dimensions.
 #[derive(Clone, Copy, Debug)]
-pub struct ConvSizes {
+pub struct ConvSizes<const D: usize = 2> {
     /// Inputs.
     pub batch: usize,
     /// Groups of channels.
@@ -55,18 +58,18 @@ pub struct ConvSizes {
     pub in_channels: usize,
     /// Output channels of a group.
     pub out_channels: usize,
-    /// Height and width of the input.
-    pub input: [usize; 2],
-    /// Height and width of the kernel.
-    pub kernel: [usize; 2],
-    /// Height and width of the output.
-    pub output: [usize; 2],
+    /// The input's spatial sizes: height and width are the last.
+    pub input: [usize; D],
+    /// The kernel's.
+    pub kernel: [usize; D],
+    /// The output's.
+    pub output: [usize; D],
     /// The steps between windows.
-    pub stride: [i64; 2],
+    pub stride: [i64; D],
     /// Zeros before the first element.
-    pub padding: [i64; 2],
+    pub padding: [i64; D],
     /// The steps between a window's elements.
-    pub dilation: [i64; 2],
+    pub dilation: [i64; D],
     /// Whether it is transposed.
     pub transposed: bool,
 }
@@ -80,6 +83,9 @@ impl Conv {
             "conv2d.padding" => conv(args, Some(2), true, false),
             "conv_transpose1d.default" => conv(args, Some(1), false, true),
             "conv_transpose2d.input" => conv(args, Some(2), false, true),
+            "conv3d.default" => conv(args, Some(3), false, false),
+            "conv3d.padding" => conv(args, Some(3), true, false),
+            "conv_transpose3d.input" => conv(args, Some(3), false, true),
             "convolution.default" => args.bool_or("transposed", false).and_then(|t| conv(args, None, false, t)),
             _ => return None,
         })
@@ -89,7 +95,7 @@ impl Conv {
         let (input, weight) = (shapes.meta(self.input)?, shapes.meta(self.weight)?);
         need_number("a convolution", input.dtype)?;
         need_same(input.dtype, weight.dtype)?;
-        let (sizes, batched) = self.sizes(shapes)?;
+        let (sizes, batched) = self.whole(shapes)?;
         let channels = signed(sizes.groups * sizes.out_channels);
         if let Some(bias) = self.bias {
             let bias = shapes.meta(bias)?;
@@ -100,7 +106,7 @@ impl Conv {
         }
         let spatial = weight.rank() - 2;
         let mut shape = vec![signed(sizes.batch), channels];
-        shape.extend(sizes.output[2 - spatial..].iter().map(|&n| signed(n)));
+        shape.extend(sizes.output[3 - spatial..].iter().map(|&n| signed(n)));
         bounded(&shape)?;
         // A batch of none goes to no kernel, and lies row-major.
         let channels_last = sizes.batch > 0 && self.is_channels_last(input, weight, batched);
@@ -116,6 +122,9 @@ impl Conv {
             let channels = shape[0];
             match shape[..] {
                 [_, _, width] => meta.strides = vec![1, channels * width, channels],
+                [_, _, height, width] => {
+                    meta.strides = vec![1, channels * width * height, channels * width, channels];
+                }
                 _ => meta.strides = vec![1, channels],
             }
             return Ok(vec![Out::Fresh(meta)]);
@@ -132,7 +141,7 @@ impl Conv {
     }
 
     pub(super) fn eval(&self, eval: &dyn Eval, outs: &[Tensor]) -> Result<(), OpError> {
-        let (sizes, _) = self.sizes(eval)?;
+        let (sizes, _) = self.whole(eval)?;
         let (x, w) = (cells(eval.tensor(self.input)?), cells(eval.tensor(self.weight)?));
         let bias = self.bias.map(|id| eval.tensor(id)).transpose()?;
         match (x, w) {
@@ -158,8 +167,11 @@ impl Conv {
             input.shape.insert(0, 1);
             input.strides.insert(0, stride);
         }
-        if weight.rank() == 4 {
-            return is_channels_last(&input) || is_channels_last(weight);
+        if weight.rank() > 3 {
+            let lies_so = is_channels_last(&input) || is_channels_last(weight);
+            // Of volumes oneDNN's kernel alone does, which has neither float64 nor integers.
+            let may = weight.rank() == 4 || matches!(input.dtype, DType::F32 | DType::F16 | DType::BF16);
+            return may && lies_so;
         }
         // In one dimension the input is made row-major first, and both get a height of 1.
         let tall = |meta: &Meta| {
@@ -175,19 +187,27 @@ impl Conv {
     /// Whether each channel is convolved by itself.
     #[must_use]
     pub fn is_by_channel(&self, shapes: &dyn Shapes) -> bool {
-        self.sizes(shapes).is_ok_and(|(sizes, _)| !sizes.transposed && sizes.in_channels == 1 && sizes.groups > 1)
+        self.whole(shapes).is_ok_and(|(sizes, _)| !sizes.transposed && sizes.in_channels == 1 && sizes.groups > 1)
     }
 
-    /// The convolution in numbers, and whether the input has a batch.
+    /// The convolution of images or lines in numbers, and whether the input has a batch; `None` where there are volumes.
     ///
     /// # Errors
     /// As [`Op::infer`](super::Op::infer).
-    pub fn sizes(&self, shapes: &dyn Shapes) -> Result<(ConvSizes, bool), OpError> {
+    pub fn sizes(&self, shapes: &dyn Shapes) -> Result<Option<(ConvSizes, bool)>, OpError> {
+        if shapes.meta(self.weight)?.rank() == 5 {
+            return Ok(None);
+        }
+        let (sizes, batched) = self.whole(shapes)?;
+        Ok(Some((sizes.image(), batched)))
+    }
+
+    fn whole(&self, shapes: &dyn Shapes) -> Result<(ConvSizes<3>, bool), OpError> {
         let (input, weight) = (shapes.meta(self.input)?, shapes.meta(self.weight)?);
         let (x, w) = (&input.shape, &weight.shape);
         let text = || format!("a convolution of shapes {x:?} and {w:?}");
         let spatial = w.len().saturating_sub(2);
-        if !matches!(spatial, 1 | 2) || self.spatial.is_some_and(|n| n != spatial) {
+        if !matches!(spatial, 1..=3) || self.spatial.is_some_and(|n| n != spatial) {
             return misfit(text());
         }
         let batched = x.len() == w.len();
@@ -205,33 +225,33 @@ impl Conv {
         if in_channels != x[0] || out_channels % groups != 0 || out_channels == 0 {
             return misfit(format!("{} in {groups} groups", text()));
         }
-        let stride = pair(shapes, "stride", &self.stride, spatial, 1)?;
-        let dilation = pair(shapes, "dilation", &self.dilation, spatial, 1)?;
-        let kernel = two(&w[2..], 1);
-        let mut padding = [0; 2];
-        let mut both = [0; 2];
+        let stride = triple(shapes, "stride", &self.stride, spatial, 1)?;
+        let dilation = triple(shapes, "dilation", &self.dilation, spatial, 1)?;
+        let kernel = three(&w[2..], 1);
+        let mut padding = [0; 3];
+        let mut both = [0; 3];
         match &self.padding {
             Padding::Sizes(sizes) => {
-                padding = pair(shapes, "padding", sizes, spatial, 0)?;
+                padding = triple(shapes, "padding", sizes, spatial, 0)?;
                 both = padding.map(|p| p.saturating_mul(2));
             }
             Padding::Same => {
-                if stride != [1, 1] {
+                if stride != [1, 1, 1] {
                     return refuse("padding", "same", "the stride is not 1");
                 }
-                for d in 0..2 {
+                for d in 0..3 {
                     both[d] = dilation[d].saturating_mul(kernel[d] - 1);
                     padding[d] = both[d] / 2;
                 }
             }
         }
         let more = match &self.transposed {
-            Some(more) => pair(shapes, "output_padding", more, spatial, 0)?,
-            None => [0; 2],
+            Some(more) => triple(shapes, "output_padding", more, spatial, 0)?,
+            None => [0; 3],
         };
-        let size = two(&x[1..], 1);
-        let mut output = [0; 2];
-        for d in 0..2 {
+        let size = three(&x[1..], 1);
+        let mut output = [0; 3];
+        for d in 0..3 {
             output[d] = output_size(transposed, [size[d], kernel[d], stride[d], dilation[d], both[d], more[d]])
                 .filter(|&n| n >= 0 && (transposed || n > 0) && kernel[d] > 0)
                 .map(count)
@@ -261,29 +281,28 @@ fn signed(n: usize) -> i64 {
     i64::try_from(n).unwrap_or(i64::MAX)
 }
 
-/// Two sizes, the first `fill` where there is one.
-fn two(list: &[i64], fill: i64) -> [i64; 2] {
+/// Three sizes, the first ones `fill` where there are fewer.
+fn three(list: &[i64], fill: i64) -> [i64; 3] {
     match *list {
-        [a, b] => [a, b],
-        [b] => [fill, b],
-        _ => [fill, fill],
+        [a, b, c] => [a, b, c],
+        [b, c] => [fill, b, c],
+        [c] => [fill, fill, c],
+        _ => [fill; 3],
     }
 }
 
 /// An argument for each spatial dimension; a single number counts for all.
-fn pair(shapes: &dyn Shapes, name: &str, list: &[Int], spatial: usize, least: i64) -> Result<[i64; 2], OpError> {
+fn triple(shapes: &dyn Shapes, name: &str, list: &[Int], spatial: usize, least: i64) -> Result<[i64; 3], OpError> {
     let list = shapes.ints(list)?;
-    // No dimension before the only one: its stride and dilation are 1, its padding is 0.
-    let pair = match list[..] {
-        [one] if spatial == 1 => [least, one],
-        [one] => [one, one],
-        [a, b] if spatial == 2 => [a, b],
-        _ => return refuse(name, format!("{list:?}"), "one number for each spatial dimension is expected"),
-    };
-    if pair.iter().any(|&n| n < least) {
+    if list.len() != 1 && list.len() != spatial {
+        return refuse(name, format!("{list:?}"), "one number for each spatial dimension is expected");
+    }
+    if list.iter().any(|&n| n < least) {
         return refuse(name, format!("{list:?}"), "it is too small");
     }
-    Ok(pair)
+    // Nothing happens in the dimensions before: their stride and dilation are 1, their padding is 0.
+    let all = if list.len() == 1 { vec![list[0]; spatial] } else { list };
+    Ok(three(&all, least))
 }
 
 fn output_size(transposed: bool, [size, kernel, stride, dilation, padding, more]: [i64; 6]) -> Option<i64> {
@@ -296,10 +315,29 @@ fn output_size(transposed: bool, [size, kernel, stride, dilation, padding, more]
     }
 }
 
-impl ConvSizes {
+impl ConvSizes<3> {
+    /// Without the first dimension.
+    fn image(&self) -> ConvSizes {
+        let of = |[_, a, b]: [usize; 3]| [a, b];
+        let by = |[_, a, b]: [i64; 3]| [a, b];
+        ConvSizes {
+            batch: self.batch,
+            groups: self.groups,
+            in_channels: self.in_channels,
+            out_channels: self.out_channels,
+            input: of(self.input),
+            kernel: of(self.kernel),
+            output: of(self.output),
+            stride: by(self.stride),
+            padding: by(self.padding),
+            dilation: by(self.dilation),
+            transposed: self.transposed,
+        }
+    }
+
     // for each pair of positions that meet: y += x · w
     fn convolve<T: Arithmetic>(&self, x: &[T], w: &[T], bias: Option<&[T]>) -> Vec<T> {
-        let [in_plane, out_plane, taps] = [self.input, self.output, self.kernel].map(|[a, b]| a * b);
+        let [in_plane, out_plane, taps] = [self.input, self.output, self.kernel].map(|[a, b, c]| a * b * c);
         let out_channels = self.groups * self.out_channels;
         let mut y = vec![T::ZERO; self.batch * out_channels * out_plane];
         for n in 0..self.batch {
@@ -328,18 +366,22 @@ impl ConvSizes {
     fn plane<T: Arithmetic>(&self, y: &mut [T], x: &[T], w: &[T]) {
         // Forwards the result's positions lead, transposed the input's: the other's are reached by stride and tap.
         let (lead, other) = if self.transposed { (self.input, self.output) } else { (self.output, self.input) };
-        let reach = |d: usize, i: usize, k: usize| -> Option<usize> {
-            let at = signed(i) * self.stride[d] - self.padding[d] + signed(k) * self.dilation[d];
-            usize::try_from(at).ok().filter(|&at| at < other[d])
+        // The pairs of positions that meet at tap `k` of a dimension.
+        let pairs = |d: usize, k: usize| {
+            (0..lead[d]).filter_map(move |i| {
+                let at = signed(i) * self.stride[d] - self.padding[d] + signed(k) * self.dilation[d];
+                Some((i, usize::try_from(at).ok().filter(|&at| at < other[d])?))
+            })
         };
-        for kh in 0..self.kernel[0] {
-            for kw in 0..self.kernel[1] {
-                let w = w[kh * self.kernel[1] + kw];
-                for i in 0..lead[0] {
-                    let Some(row) = reach(0, i, kh) else { continue };
-                    for j in 0..lead[1] {
-                        let Some(column) = reach(1, j, kw) else { continue };
-                        let (leads, others) = (i * lead[1] + j, row * other[1] + column);
+        let [_, height, width] = self.kernel;
+        for (k, &w) in w.iter().enumerate() {
+            let columns: Vec<(usize, usize)> = pairs(2, k % width).collect();
+            for (plane, of_plane) in pairs(0, k / width / height) {
+                for (row, of_row) in pairs(1, k / width % height) {
+                    let leads = (plane * lead[1] + row) * lead[2];
+                    let others = (of_plane * other[1] + of_row) * other[2];
+                    for &(column, of_column) in &columns {
+                        let (leads, others) = (leads + column, others + of_column);
                         let (to, from) = if self.transposed { (others, leads) } else { (leads, others) };
                         y[to] = y[to].mul_add(x[from], w);
                     }

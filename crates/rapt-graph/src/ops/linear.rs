@@ -1,4 +1,4 @@
-//! Matrix products: `mm`, `bmm`, `addmm`, `baddbmm`, `mv`, `dot`, `addmv`, `matmul` of any ranks, and `linear`.
+//! Matrix products: `mm`, `bmm`, `addmm`, `baddbmm`, `addbmm`, `mv`, `dot`, `addmv`, `matmul` of any ranks, and `linear`.
 //!
 //! `C[b, i, j] = Σ_k A[b, i, k] · B[b, k, j]`. Floats are summed in f64 and rounded once, integers wrap. Results lie
 //! row-major whatever the operands' layout. Booleans are not multiplied, as PyTorch's kernels do not.
@@ -49,6 +49,19 @@ pub enum Linear {
         /// The factor of the product.
         alpha: Scalar,
     },
+    /// `addbmm`: `beta · input + alpha · Σ (a @ b)` over the batches.
+    AddBatches {
+        /// What is added, as in [`Linear::Add`].
+        input: ValueId,
+        /// The left operands.
+        a: ValueId,
+        /// The right operands.
+        b: ValueId,
+        /// The factor of `input`.
+        beta: Scalar,
+        /// The factor of the sum.
+        alpha: Scalar,
+    },
 }
 
 /// The operands of `dot`, in place of a rank.
@@ -81,6 +94,7 @@ impl Linear {
             "torch.ops.aten.addmv.default" => add(args, ["mat", "vec"], MATRIX_AND_VECTOR),
             "torch.ops.aten.addmm.default" => add(args, ["mat1", "mat2"], 2),
             "torch.ops.aten.baddbmm.default" => add(args, ["batch1", "batch2"], 3),
+            "torch.ops.aten.addbmm.default" => add(args, ["batch1", "batch2"], 3).map(over_batches),
             _ => return None,
         })
     }
@@ -116,7 +130,7 @@ impl Linear {
         let out = &outs[0];
         if is_float(a.meta.dtype) {
             let b = if weight { b.floats() } else { transpose_batches(&b.floats(), &b_shape) };
-            let mut c = multiply(&a.floats(), &b, &read_a, &read_b, &sizes);
+            let mut c = self.summed(multiply(&a.floats(), &b, &read_a, &read_b, &sizes), &sizes);
             if let (Some(added), Some(at)) = (added, added_places) {
                 let (beta, alpha) = self.factors(eval)?;
                 let x = added.floats();
@@ -127,7 +141,7 @@ impl Linear {
             out.write_floats(eval.precision(), c);
         } else {
             let b = if weight { b.ints() } else { transpose_batches(&b.ints(), &b_shape) };
-            let mut c = multiply(&a.ints(), &b, &read_a, &read_b, &sizes);
+            let mut c = self.summed(multiply(&a.ints(), &b, &read_a, &read_b, &sizes), &sizes);
             if let (Some(added), Some(at)) = (added, added_places) {
                 let (beta, alpha) = self.int_factors(eval, a.meta.dtype)?;
                 let x = added.ints();
@@ -144,31 +158,49 @@ impl Linear {
         match *self {
             Linear::Linear { input, weight, .. } => (0, input, weight),
             Linear::Product { a, b, rank } | Linear::Add { a, b, rank, .. } => (rank, a, b),
+            Linear::AddBatches { a, b, .. } => (3, a, b),
         }
     }
 
     fn added(&self) -> Option<ValueId> {
         match *self {
             Linear::Linear { bias, .. } => bias,
-            Linear::Add { input, .. } => Some(input),
+            Linear::Add { input, .. } | Linear::AddBatches { input, .. } => Some(input),
             Linear::Product { .. } => None,
         }
     }
 
     fn factors(&self, eval: &dyn Eval) -> Result<(f64, f64), OpError> {
         match *self {
-            Linear::Add { beta, alpha, .. } => Ok((scalar_float(eval, beta)?, scalar_float(eval, alpha)?)),
+            Linear::Add { beta, alpha, .. } | Linear::AddBatches { beta, alpha, .. } => {
+                Ok((scalar_float(eval, beta)?, scalar_float(eval, alpha)?))
+            }
             _ => Ok((1.0, 1.0)),
         }
     }
 
     fn int_factors(&self, eval: &dyn Eval, dtype: DType) -> Result<(i64, i64), OpError> {
-        let Linear::Add { beta, alpha, .. } = *self else { return Ok((1, 1)) };
+        let (Linear::Add { beta, alpha, .. } | Linear::AddBatches { beta, alpha, .. }) = *self else {
+            return Ok((1, 1));
+        };
         let int = |factor| match scalar_cell(eval, factor, dtype, eval.precision())? {
             crate::Cells::Int(x) => Ok(x[0]),
             crate::Cells::Float(_) => Ok(0),
         };
         Ok((int(beta)?, int(alpha)?))
+    }
+
+    /// The sum over the batches, where it is asked for.
+    fn summed<T: Arithmetic>(&self, c: Vec<T>, sizes: &Sizes) -> Vec<T> {
+        if !matches!(self, Linear::AddBatches { .. }) {
+            return c;
+        }
+        let each = count(sizes.rows) * count(sizes.columns);
+        let mut sum = vec![T::ZERO; each];
+        for (n, x) in c.into_iter().enumerate() {
+            sum[n % each] = sum[n % each].mul_add(x, T::ONE);
+        }
+        sum
     }
 
     /// The sizes of the product of operands of these shapes.
@@ -201,7 +233,7 @@ impl Linear {
             return misfit(format!("batches of {a_batch:?} and {b_batch:?}"));
         }
         let batch = strides::broadcast([a_batch, b_batch])?;
-        let mut shape = batch.clone();
+        let mut shape = if matches!(self, Linear::AddBatches { .. }) { Vec::new() } else { batch.clone() };
         if a.len() > 1 {
             shape.push(rows);
         }
@@ -290,6 +322,13 @@ fn linear(args: &Args<'_>) -> Result<Linear, OpError> {
 
 fn product(args: &Args<'_>, other: &str, rank: usize) -> Result<Linear, OpError> {
     Ok(Linear::Product { a: args.tensor("self")?, b: args.tensor(other)?, rank })
+}
+
+fn over_batches(op: Linear) -> Linear {
+    match op {
+        Linear::Add { input, a, b, beta, alpha, .. } => Linear::AddBatches { input, a, b, beta, alpha },
+        other => other,
+    }
 }
 
 fn add(args: &Args<'_>, [a, b]: [&str; 2], rank: usize) -> Result<Linear, OpError> {

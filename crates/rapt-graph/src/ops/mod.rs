@@ -5,9 +5,11 @@
 
 mod arrange;
 mod attention;
+mod choice;
 mod conv;
 mod copy;
 mod create;
+mod distance;
 mod einsum;
 mod fill;
 mod index;
@@ -16,11 +18,15 @@ mod linear;
 mod moe;
 mod norm;
 mod pad;
+mod patches;
 mod pointwise;
 mod pool;
 mod rearrange;
+mod recurrent;
 mod reduce;
+mod resample;
 mod running;
+mod sample;
 mod scan;
 mod scatter;
 mod search;
@@ -30,12 +36,15 @@ mod sort;
 mod sym;
 mod target;
 mod view;
+mod volume;
 
-pub use arrange::Arrange;
+pub use arrange::{Arrange, Side};
 pub use attention::Attention;
+pub use choice::Choice;
 pub use conv::{Conv, ConvSizes, Padding};
 pub use copy::Copy;
 pub use create::{Create, DtypeOf, Order, Sizes};
+pub use distance::Distance;
 pub use einsum::{Einsum, Equation, Name};
 pub use index::Index;
 pub use join::{Join, Joining};
@@ -43,11 +52,15 @@ pub use linear::Linear;
 pub use moe::GroupedMm;
 pub use norm::{EACH_CHANNEL, Norm, groups_of};
 pub use pad::{Pad, PadMode, Run};
+pub use patches::Patches;
 pub use pointwise::{Binary, Emitter, Formula, Look, Operand, Pointwise, Unary};
 pub use pool::{Axis, Pool, Steps, Window};
 pub use rearrange::{Rearrange, Rearrangement};
+pub use recurrent::Recurrent;
 pub use reduce::{Fold, Reduce};
+pub use resample::Resample;
 pub use running::Running;
+pub use sample::Sample;
 pub use scan::Scan;
 pub use scatter::{Scatter, Source, Write};
 pub use search::Search;
@@ -56,6 +69,7 @@ pub use sort::Sort;
 pub use sym::{Sym, SymArg, SymOp};
 pub use target::Target;
 pub use view::{Form, View};
+pub use volume::Volume;
 
 use crate::{Args, Eval, OpError, Out, Shapes, Tensor, ValueId};
 
@@ -152,4 +166,18 @@ families! {
     Similarity(Similarity);
     /// Order.
     Sort(Sort);
+    /// One number of many by its rank.
+    Choice(Choice);
+    /// Distances between vectors.
+    Distance(Distance);
+    /// Patches of images as columns.
+    Patches(Patches);
+    /// Recurrent layers.
+    Recurrent(Recurrent);
+    /// Resizing by weights along each dimension.
+    Resample(Resample);
+    /// Images read at computed places.
+    Sample(Sample);
+    /// Pooling of volumes.
+    Volume(Volume);
 }

@@ -109,12 +109,14 @@ impl Norm {
                 let meta = shapes.meta(*input)?;
                 need_float("a norm", meta.dtype)?;
                 let (batch, channels) = batch_and_channels(meta)?;
+                // Of volumes each channel's own norm is row-major.
+                let keeps_format = (*groups != EACH_CHANNEL || meta.rank() == 4) && is_channels_last(meta);
                 let groups = &groups_of(*groups, channels);
                 if *groups <= 0 || channels % groups != 0 {
                     return misfit(format!("{channels} channels in {groups} groups"));
                 }
                 need_params(shapes, meta, &[*weight, *bias], &[channels])?;
-                let mut outs = vec![fresh_in_format(meta.dtype, &meta.shape, is_channels_last(meta))?];
+                let mut outs = vec![fresh_in_format(meta.dtype, &meta.shape, keeps_format)?];
                 if let Some(sizes) = sizes {
                     let stated = shapes.ints(sizes)?;
                     let per_channel: i64 = meta.shape[2..].iter().product();

@@ -79,7 +79,13 @@ impl Pad {
             }
         }
         // PyTorch makes a circular one of slices that are copied to a row-major tensor.
-        let keeps_format = self.mode != PadMode::Circular && is_channels_last(meta);
+        // Of volumes its constant padding alone keeps the format.
+        let may_keep = match self.mode {
+            PadMode::Constant(_) => true,
+            PadMode::Reflect | PadMode::Replicate => meta.rank() == 4,
+            PadMode::Circular => false,
+        };
+        let keeps_format = may_keep && is_channels_last(meta);
         Ok(vec![fresh_in_format(meta.dtype, &shape, keeps_format)?])
     }
 

@@ -280,34 +280,45 @@ impl Window {
         let kernel = two("kernel_size", &self.kernel, 1)?;
         let stride = if self.stride.is_empty() { kernel } else { two("stride", &self.stride, 1)? };
         let (padding, dilation) = (two("padding", &self.padding, 0)?, two("dilation", &self.dilation, 1)?);
-        let mut steps = [Steps { size: 0, kernel: 0, stride: 1, padding: 0, dilation: 1, output: 0 }; 2];
-        for d in 0..2 {
-            let (size, kernel, stride, padding, dilation) = (sizes[d], kernel[d], stride[d], padding[d], dilation[d]);
-            let Some(reach) = (kernel - 1).checked_mul(dilation).and_then(|n| n.checked_add(1)) else {
-                return refuse("dilation", dilation.to_string(), "it is too large");
-            };
-            if padding > reach / 2 {
-                return refuse("padding", padding.to_string(), "it is more than half of the kernel");
-            }
-            let room = size + 2 * padding - reach;
-            let up = if self.ceil_mode { stride - 1 } else { 0 };
-            let mut output = room.saturating_add(up).div_euclid(stride) + 1;
-            // The last window must start inside the image or the padding before it.
-            if self.ceil_mode && (output - 1).saturating_mul(stride) >= size + padding {
-                output -= 1;
-            }
-            if output < 1 {
-                return misfit(format!("windows of {kernel} over {size} elements"));
-            }
-            steps[d] = Steps { size, kernel, stride, padding, dilation, output };
-        }
-        Ok(steps)
+        let along = |d: usize| Steps::new([sizes[d], kernel[d], stride[d], padding[d], dilation[d]], self.ceil_mode);
+        Ok([along(0)?, along(1)?])
     }
 }
 
 impl Steps {
+    /// The windows of a dimension: its size, then kernel, stride, padding and dilation.
+    pub(super) fn new([size, kernel, stride, padding, dilation]: [i64; 5], ceil_mode: bool) -> Result<Steps, OpError> {
+        if kernel < 1 || stride < 1 || padding < 0 || dilation < 1 {
+            let text = format!("kernel {kernel}, stride {stride}, padding {padding}, dilation {dilation}");
+            return misfit(format!("windows of {text}: one is too small"));
+        }
+        let Some(reach) = (kernel - 1).checked_mul(dilation).and_then(|n| n.checked_add(1)) else {
+            return refuse("dilation", dilation.to_string(), "it is too large");
+        };
+        if padding > reach / 2 {
+            return refuse("padding", padding.to_string(), "it is more than half of the kernel");
+        }
+        let room = size + 2 * padding - reach;
+        let up = if ceil_mode { stride - 1 } else { 0 };
+        let mut output = room.saturating_add(up).div_euclid(stride) + 1;
+        // The last window must start inside the image or the padding before it.
+        if ceil_mode && (output - 1).saturating_mul(stride) >= size + padding {
+            output -= 1;
+        }
+        if output < 1 {
+            return misfit(format!("windows of {kernel} over {size} elements"));
+        }
+        Ok(Steps { size, kernel, stride, padding, dilation, output })
+    }
+
+    /// The elements of window `o`, the padding among them: it ends at the padding's end, however large its kernel.
+    pub(super) fn extent(self, o: i64) -> i64 {
+        let start = o * self.stride - self.padding;
+        (start + self.kernel).min(self.size + self.padding) - start
+    }
+
     /// The elements of window `o`.
-    fn elements(self, o: i64) -> impl Iterator<Item = i64> {
+    pub(super) fn elements(self, o: i64) -> impl Iterator<Item = i64> {
         let start = o * self.stride - self.padding;
         (0..self.kernel).map(move |k| start + k * self.dilation).filter(move |i| (0..self.size).contains(i))
     }
@@ -355,15 +366,11 @@ fn means(x: &Cells, planes: usize, [rows, columns]: [Steps; 2], divisor: impl Fn
         let start = plane * count(rows.size * columns.size);
         for i in 0..rows.output {
             for j in 0..columns.output {
-                // A window ends at the padding's end, however large its kernel.
-                let extent = |s: Steps, o: i64| {
-                    (o * s.stride - s.padding + s.kernel).min(s.size + s.padding) - (o * s.stride - s.padding)
-                };
                 let at: Vec<usize> = rows
                     .elements(i)
                     .flat_map(|row| columns.elements(j).map(move |column| start + count(row * columns.size + column)))
                     .collect();
-                let by = divisor(extent(rows, i) * extent(columns, j), i64::try_from(at.len()).unwrap_or(i64::MAX));
+                let by = divisor(rows.extent(i) * columns.extent(j), i64::try_from(at.len()).unwrap_or(i64::MAX));
                 match x {
                     _ if at.is_empty() => {
                         floats.push(0.0);
@@ -440,7 +447,7 @@ fn axes(factors: Option<&[f64]>, bilinear: Option<bool>, from: [i64; 2], to: [i6
 }
 
 /// The nearest position: `⌊o · scale⌋`, in f32 as PyTorch's kernel has it.
-fn nearest(from: i64, to: i64, factor: Option<f64>) -> Axis {
+pub(super) fn nearest(from: i64, to: i64, factor: Option<f64>) -> Axis {
     let scale = match factor {
         Some(factor) if factor > 0.0 => (1.0 / factor) as f32,
         _ => from as f32 / to as f32,
@@ -458,18 +465,18 @@ fn nearest(from: i64, to: i64, factor: Option<f64>) -> Axis {
     (0..to).map(one).collect()
 }
 
-fn linear_weights(from: i64, to: i64, factor: Option<f64>, corners: bool) -> Axis {
-    let scale = match factor {
-        _ if corners => {
-            if to > 1 {
-                (from - 1) as f64 / (to - 1) as f64
-            } else {
-                0.0
-            }
-        }
+/// The elements of the image from one position of the result to the next.
+pub(super) fn scale_of(from: i64, to: i64, factor: Option<f64>, corners: bool) -> f64 {
+    match factor {
+        _ if corners && to > 1 => (from - 1) as f64 / (to - 1) as f64,
+        _ if corners => 0.0,
         Some(factor) if factor > 0.0 => 1.0 / factor,
         _ => from as f64 / to as f64,
-    };
+    }
+}
+
+pub(super) fn linear_weights(from: i64, to: i64, factor: Option<f64>, corners: bool) -> Axis {
+    let scale = scale_of(from, to, factor, corners);
     let one = |o: i64| {
         let at = if corners { scale * o as f64 } else { (scale * (o as f64 + 0.5) - 0.5).max(0.0) };
         let low = (at as i64).min(from - 1);
@@ -511,7 +518,7 @@ fn resized(
     }
 }
 
-fn window(args: &Args<'_>) -> Result<Window, OpError> {
+pub(super) fn window(args: &Args<'_>) -> Result<Window, OpError> {
     let all =
         |name: &str, default: i64| Ok::<_, OpError>(args.opt_ints(name)?.unwrap_or_else(|| vec![Int::Known(default)]));
     Ok(Window {

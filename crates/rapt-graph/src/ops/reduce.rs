@@ -114,6 +114,7 @@ impl Reduce {
                 norm(args, "p")
             }
             "linalg_norm.default" => vector_norm_of(args),
+            "linalg_matrix_norm.str_ord" => frobenius_norm(args),
             "frobenius_norm.dim" => fold(args, Fold::Norm(TWO)),
             "var.default" | "var.dim" | "var.correction" => {
                 correction(args).and_then(|correction| fold(args, Fold::Variance { correction, root: false }))
@@ -346,7 +347,7 @@ fn log_sum_exp(x: impl Iterator<Item = f64> + Clone) -> f64 {
 }
 
 /// `(Σ |x|^ord)^(1/ord)`, at 0 the number of those other than 0, at ±∞ the extremum.
-fn vector_norm(x: impl Iterator<Item = f64>, ord: f64) -> f64 {
+pub(super) fn vector_norm(x: impl Iterator<Item = f64>, ord: f64) -> f64 {
     let x = x.map(f64::abs);
     let worst = |a: f64, b: f64, better: bool| if a.is_nan() || (!b.is_nan() && !better) { a } else { b };
     if ord == f64::INFINITY {
@@ -438,12 +439,25 @@ fn norm(args: &Args<'_>, order: &str) -> Result<Reduce, OpError> {
 }
 
 /// `linalg_norm` where it is a vector's: without an order, or along one dimension.
-fn vector_norm_of(args: &Args<'_>) -> Result<Reduce, OpError> {
+pub(super) fn vector_norm_of(args: &Args<'_>) -> Result<Reduce, OpError> {
     let is_matrix = args.opt_scalar("ord")?.is_some() && args.opt_ints("dim")?.is_none_or(|dims| dims.len() != 1);
     if is_matrix {
         return refuse("ord", "a number", "norms of matrices are not served: name one dimension");
     }
     norm(args, "ord")
+}
+
+/// The Frobenius norm of matrices, which lie along the last two dimensions unless `dim` says others.
+fn frobenius_norm(args: &Args<'_>) -> Result<Reduce, OpError> {
+    match args.opt_str("ord")? {
+        None | Some("fro") => {}
+        Some(other) => return refuse("ord", other, "the Frobenius norm alone is served"),
+    }
+    let mut op = fold(args, Fold::Norm(TWO))?;
+    if let Reduce::Fold { dims, .. } = &mut op {
+        dims.get_or_insert_with(|| vec![Int::Known(-2), Int::Known(-1)]);
+    }
+    Ok(op)
 }
 
 /// The correction of a variance: a number, or one whether it is unbiased; 1 where neither is said.

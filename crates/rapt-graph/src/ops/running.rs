@@ -1,15 +1,15 @@
-//! Running products and extrema along a dimension: `cumprod`, `cummax`, `cummin`.
+//! Running products, extrema and logarithms of sums along a dimension: `cumprod`, `cummax`, `cummin`, `logcumsumexp`.
 //!
 //! Products are computed in f64 and rounded once, integers and booleans multiply in int64 with wrap-around. Of equal extrema
 //! the last one's place counts, and a NaN stays the extremum from its place on. Results lie row-major.
 
 use rapt_core::DType;
 
-use super::shape::{Lanes, cells, fresh, need_plain, pick};
+use super::shape::{Lanes, cells, fresh, need_float, need_plain, pick};
 use crate::number::is_float;
 use crate::{Args, Cells, Eval, OpError, Out, Shapes, Tensor, ValueId};
 
-/// A running product or extremum.
+/// A running product, extremum or logarithm.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Running {
     /// `cumprod`.
@@ -20,6 +20,13 @@ pub enum Running {
         dim: i64,
         /// The dtype that the numbers are converted to first.
         dtype: Option<DType>,
+    },
+    /// `logcumsumexp`: the logarithm of the sum of the exponentials so far.
+    LogSumExp {
+        /// The tensor.
+        input: ValueId,
+        /// The dimension.
+        dim: i64,
     },
     /// `cummax` and `cummin`: the extremum so far and its place.
     Extremum {
@@ -36,6 +43,9 @@ impl Running {
     pub(super) fn read(target: &str, args: &Args<'_>) -> Option<Result<Running, OpError>> {
         Some(match target.strip_prefix("torch.ops.aten.")? {
             "cumprod.default" => product(args),
+            "logcumsumexp.default" => {
+                args.tensor("self").and_then(|input| Ok(Running::LogSumExp { input, dim: args.known_int("dim")? }))
+            }
             "cummax.default" => extremum(args, true),
             "cummin.default" => extremum(args, false),
             _ => return None,
@@ -43,7 +53,9 @@ impl Running {
     }
 
     pub(super) fn infer(&self, shapes: &dyn Shapes) -> Result<Vec<Out>, OpError> {
-        let (Running::Product { input, dim, .. } | Running::Extremum { input, dim, .. }) = self;
+        let (Running::Product { input, dim, .. }
+        | Running::Extremum { input, dim, .. }
+        | Running::LogSumExp { input, dim }) = self;
         let meta = shapes.meta(*input)?;
         meta.dim(*dim)?;
         need_plain("what runs along a dimension", meta.dtype)?;
@@ -54,6 +66,10 @@ impl Running {
                 need_plain("a product", dtype)?;
                 Ok(vec![fresh(dtype, &meta.shape)?])
             }
+            Running::LogSumExp { .. } => {
+                need_float("a logarithm", meta.dtype)?;
+                Ok(vec![fresh(meta.dtype, &meta.shape)?])
+            }
             Running::Extremum { .. } => Ok(vec![fresh(meta.dtype, &meta.shape)?, fresh(DType::I64, &meta.shape)?]),
         }
     }
@@ -63,13 +79,27 @@ impl Running {
     }
 
     pub(super) fn eval(&self, eval: &dyn Eval, outs: &[Tensor]) -> Result<(), OpError> {
-        let (Running::Product { input, dim, .. } | Running::Extremum { input, dim, .. }) = self;
+        let (Running::Product { input, dim, .. }
+        | Running::Extremum { input, dim, .. }
+        | Running::LogSumExp { input, dim }) = self;
         let input = eval.tensor(*input)?;
         let lanes = Lanes::of(&input.meta.shape, input.meta.dim(*dim)?);
         match self {
             Running::Product { .. } => {
                 let x = input.cast(outs[0].meta.dtype, eval.precision());
                 outs[0].write(eval.precision(), products(x, lanes));
+            }
+            Running::LogSumExp { .. } => {
+                let mut x = input.floats();
+                for start in lanes.starts() {
+                    let mut sum = f64::NEG_INFINITY;
+                    for k in 0..lanes.size {
+                        let at = start + k * lanes.inner;
+                        sum = log_add_exp(sum, x[at]);
+                        x[at] = sum;
+                    }
+                }
+                outs[0].write_floats(eval.precision(), x);
             }
             Running::Extremum { largest, .. } => {
                 let x = cells(input);
@@ -80,6 +110,16 @@ impl Running {
         }
         Ok(())
     }
+}
+
+/// `log(exp(a) + exp(b))`, by way of the greater one.
+fn log_add_exp(a: f64, b: f64) -> f64 {
+    if a.is_nan() || b.is_nan() {
+        return f64::NAN;
+    }
+    let (low, high) = (a.min(b), a.max(b));
+    // Of two equal infinities no difference can be taken.
+    if low == high && low.is_infinite() { high } else { high + (low - high).exp().ln_1p() }
 }
 
 fn products(x: Cells, lanes: Lanes) -> Cells {

@@ -104,14 +104,19 @@ pub(super) fn expand_places(from: &[i64], to: &[i64]) -> Result<Vec<usize>, OpEr
     Ok(places(to, &expand_strides(from, &row_major(from), to)?))
 }
 
-/// Whether PyTorch suggests channels-last for a 4-D tensor, with its verdicts on ambiguous strides.
+/// Whether PyTorch suggests channels-last for an image or a volume, with its verdicts on ambiguous strides.
 pub(super) fn is_channels_last(meta: &Meta) -> bool {
     let (shape, strides) = (&meta.shape, &meta.strides);
-    if shape.len() != 4 || strides[1] == 0 {
+    let order: &[usize] = match shape.len() {
+        4 => &[1, 3, 2, 0],
+        5 => &[1, 4, 3, 2, 0],
+        _ => return false,
+    };
+    if strides[1] == 0 {
         return false;
     }
     let mut min = 0;
-    for d in [1, 3, 2, 0] {
+    for &d in order {
         if shape[d] == 0 || strides[d] < min || (d == 0 && min == strides[1]) {
             return false;
         }
@@ -120,12 +125,17 @@ pub(super) fn is_channels_last(meta: &Meta) -> bool {
     true
 }
 
-/// A 4-D tensor of its own, channels-last or row-major.
+/// A tensor of its own: of an image or a volume channels-last where that is asked for, else row-major.
 pub(super) fn fresh_in_format(dtype: DType, shape: &[i64], channels_last: bool) -> Result<Out, OpError> {
     bounded(shape)?;
     let mut meta = Meta::contiguous(dtype, shape);
-    if channels_last && shape.len() == 4 {
-        meta.strides = strides::channels_last(shape)?;
+    match *shape {
+        [_, _, _, _] if channels_last => meta.strides = strides::channels_last(shape)?,
+        [_, c, d, h, w] if channels_last => {
+            let (row, plane) = (w.saturating_mul(c), h.saturating_mul(w).saturating_mul(c));
+            meta.strides = vec![d.saturating_mul(plane), 1, plane, row, c];
+        }
+        _ => {}
     }
     Ok(Out::Fresh(meta))
 }

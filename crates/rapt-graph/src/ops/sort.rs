@@ -108,7 +108,7 @@ impl Sort {
 }
 
 /// Ascending, NaN last.
-fn compare(x: &Cells, a: usize, b: usize) -> Ordering {
+pub(super) fn compare(x: &Cells, a: usize, b: usize) -> Ordering {
     match x {
         Cells::Int(x) => x[a].cmp(&x[b]),
         Cells::Float(x) => x[a].partial_cmp(&x[b]).unwrap_or_else(|| x[a].is_nan().cmp(&x[b].is_nan())),

@@ -11,7 +11,7 @@ use super::group::{Group, Made, Writer};
 use super::place::Place;
 
 impl Builder<'_> {
-    /// `stack`, `repeat`, `roll`, `flip`, `tril` and `triu`.
+    /// `stack`, `hstack` and its kin, `repeat`, `roll`, `flip`, `tril` and `triu`.
     pub(super) fn arrange(&mut self, n: usize, node: &Node, op: &Arrange) -> Result<bool, ModelError> {
         let Some((root, out)) = self.result(node) else { return Ok(false) };
         match op {
@@ -25,6 +25,22 @@ impl Builder<'_> {
                     to.meta.strides.remove(dim);
                     let from = self.place(id)?;
                     self.copy_to(n, &from, &to)?;
+                }
+                Ok(true)
+            }
+            Arrange::Side { tensors, side } => {
+                let mut parts = tensors.iter().map(|&id| self.place(id)).collect::<Result<Vec<_>, _>>()?;
+                parts.iter_mut().for_each(|part| part.meta = side.widened(&part.meta));
+                let Ok(dim) = side.dim(parts.iter().map(|part| &part.meta), &out.meta) else { return Ok(false) };
+                if parts.iter().any(|part| part.meta.rank() != out.meta.rank()) {
+                    return Ok(false);
+                }
+                self.close_for(&node.inputs)?;
+                let mut at = 0;
+                for part in parts {
+                    let size = part.meta.shape[dim];
+                    self.copy_to(n, &part, &out.narrowed(dim, at, size))?;
+                    at += size;
                 }
                 Ok(true)
             }

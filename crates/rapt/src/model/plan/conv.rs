@@ -64,7 +64,8 @@ impl Builder<'_> {
     /// A convolution of floats that is not transposed.
     pub(super) fn conv(&mut self, n: usize, node: &Node, op: &Conv) -> Result<bool, ModelError> {
         let Some((_, out)) = self.result(node) else { return Ok(false) };
-        let (sizes, batched) = op.sizes(self.binding).map_err(|cause| self.failed(node, cause))?;
+        let sizes = op.sizes(self.binding).map_err(|cause| self.failed(node, cause))?;
+        let Some((sizes, batched)) = sizes else { return Ok(false) };
         let dtype = out.meta.dtype;
         let weight = self.place(op.weight)?;
         let is_float = matches!(dtype, DType::F64 | DType::F32 | DType::F16 | DType::BF16);

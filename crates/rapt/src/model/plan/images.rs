@@ -117,7 +117,8 @@ impl Builder<'_> {
     /// A transposed convolution, or one of each channel by itself.
     pub(super) fn other_conv(&mut self, n: usize, node: &Node, op: &Conv) -> Result<bool, ModelError> {
         let Some((_, out)) = self.result(node) else { return Ok(false) };
-        let (sizes, batched) = op.sizes(self.binding).map_err(|cause| self.failed(node, cause))?;
+        let sizes = op.sizes(self.binding).map_err(|cause| self.failed(node, cause))?;
+        let Some((sizes, batched)) = sizes else { return Ok(false) };
         let weight = self.place(op.weight)?;
         if !is_float(out.meta.dtype) || sizes.batch == 0 {
             return Ok(false);

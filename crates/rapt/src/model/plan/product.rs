@@ -144,7 +144,7 @@ pub(super) fn form(op: &Linear, place: &dyn Fn(ValueId) -> Option<Place>, shapes
         Linear::Linear { input, weight, bias } => (input, weight, bias, true),
         Linear::Product { a, b, .. } => (a, b, None, false),
         Linear::Add { input, a, b, beta, alpha, .. } if is_one(beta) && is_one(alpha) => (a, b, Some(input), false),
-        Linear::Add { .. } => return None,
+        Linear::Add { .. } | Linear::AddBatches { .. } => return None,
     };
     let (x, mut w) = (place(a)?, place(b)?);
     if !matches!(x.meta.dtype, DType::F64 | DType::F32 | DType::F16 | DType::BF16) || w.meta.rank() != 2 {

@@ -1,0 +1,137 @@
+//! Distances between vectors: `cdist` of every pair, `pairwise_distance` of those at one place.
+//!
+//! `(Σ |a_i − b_i|^p)^(1/p)`, in f64 and rounded once; at p = 0 the number of differences, at p = ∞ the greatest.
+
+use super::reduce::vector_norm;
+use super::shape::{count, expand_places, fresh, is_int, misfit, need_float, need_same, refuse};
+use crate::number::wrap;
+use crate::promote::DEFAULT_FLOAT;
+use crate::{Args, Eval, Meta, OpError, Out, Shapes, Tensor, ValueId, strides};
+
+/// A distance.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Distance {
+    /// The vectors, along the last dimension.
+    a: ValueId,
+    /// The others.
+    b: ValueId,
+    /// The norm.
+    p: f64,
+    /// What is said of pairs at one place.
+    pairs: Option<Pairs>,
+}
+
+/// What `pairwise_distance` says more.
+#[derive(Clone, Copy, Debug, PartialEq)]
+struct Pairs {
+    /// What is added to each difference.
+    eps: f64,
+    /// Whether the dimension stays with size 1.
+    keepdim: bool,
+}
+
+impl Distance {
+    pub(super) fn read(target: &str, args: &Args<'_>) -> Option<Result<Distance, OpError>> {
+        Some(match target.strip_prefix("torch.ops.aten.")? {
+            "cdist.default" | "_cdist_forward.default" => cdist(args),
+            "pairwise_distance.default" => pairwise(args),
+            _ => return None,
+        })
+    }
+
+    pub(super) fn infer(&self, shapes: &dyn Shapes) -> Result<Vec<Out>, OpError> {
+        let (a, b) = (shapes.meta(self.a)?, shapes.meta(self.b)?);
+        need_same(a.dtype, b.dtype)?;
+        let dtype = match self.pairs {
+            // What is added to a difference of integers makes a float of it.
+            Some(_) if is_int(a.dtype) => DEFAULT_FLOAT,
+            _ => a.dtype,
+        };
+        need_float("a distance", dtype)?;
+        Ok(vec![fresh(dtype, &self.shape(a, b)?)?])
+    }
+
+    pub(super) fn mutates(&self) -> Option<ValueId> {
+        None
+    }
+
+    pub(super) fn eval(&self, eval: &dyn Eval, outs: &[Tensor]) -> Result<(), OpError> {
+        let (a, b) = (eval.tensor(self.a)?, eval.tensor(self.b)?);
+        let (x, y) = (a.floats(), b.floats());
+        let size = count(a.meta.shape.last().copied().unwrap_or(0));
+        let distances: Vec<f64> = if let Some(Pairs { eps, .. }) = self.pairs {
+            let shape = strides::broadcast([&a.meta.shape[..], &b.meta.shape[..]])?;
+            let size = count(shape.last().copied().unwrap_or(0));
+            let (of_a, of_b) = (expand_places(&a.meta.shape, &shape)?, expand_places(&b.meta.shape, &shape)?);
+            let dtype = a.meta.dtype;
+            let wrapped = |x: f64| if is_int(dtype) { wrap(dtype, x as i64) as f64 } else { x };
+            let one = |n: usize| {
+                let own = n * size..(n + 1) * size;
+                vector_norm(own.map(|k| wrapped(x[of_a[k]] - y[of_b[k]]) + eps), self.p)
+            };
+            (0..count(outs[0].meta.numel())).map(one).collect()
+        } else {
+            // Of each pair, the first vector's number and the second's.
+            let to = &outs[0].meta.shape;
+            let (of_a, of_b) = (expand_places(&column(&a.meta), to)?, expand_places(&row(&b.meta), to)?);
+            let one = |(&p, &q): (&usize, &usize)| {
+                let (a, b) = (&x[p * size..][..size], &y[q * size..][..size]);
+                vector_norm(a.iter().zip(b).map(|(a, b)| a - b), self.p)
+            };
+            of_a.iter().zip(&of_b).map(one).collect()
+        };
+        outs[0].write_floats(eval.precision(), distances);
+        Ok(())
+    }
+
+    fn shape(&self, a: &Meta, b: &Meta) -> Result<Vec<i64>, OpError> {
+        if let Some(pairs) = self.pairs {
+            let mut shape = strides::broadcast([&a.shape[..], &b.shape[..]])?;
+            if shape.is_empty() {
+                return misfit("a distance of tensors without dimensions");
+            }
+            shape.pop();
+            shape.extend(pairs.keepdim.then_some(1));
+            return Ok(shape);
+        }
+        match (&a.shape[..], &b.shape[..]) {
+            ([of_a @ .., rows, n], [of_b @ .., columns, m]) if n == m => {
+                Ok([&strides::broadcast([of_a, of_b])?[..], &[*rows, *columns]].concat())
+            }
+            (a, b) => misfit(format!("distances of vectors of shapes {a:?} and {b:?}")),
+        }
+    }
+}
+
+/// The shape of the vectors' numbers, one below the other.
+fn column(meta: &Meta) -> Vec<i64> {
+    let mut shape = meta.shape.clone();
+    if let Some(last) = shape.last_mut() {
+        *last = 1;
+    }
+    shape
+}
+
+/// The same, side by side.
+fn row(meta: &Meta) -> Vec<i64> {
+    let mut shape = column(meta);
+    let last = shape.len().saturating_sub(2);
+    shape[last..].reverse();
+    shape
+}
+
+fn cdist(args: &Args<'_>) -> Result<Distance, OpError> {
+    // How the distance is computed is the kernel's affair.
+    args.opt_int("compute_mode")?;
+    let p = args.opt_float("p")?.unwrap_or(2.0);
+    if p < 0.0 {
+        return refuse("p", p.to_string(), "it must not be negative");
+    }
+    Ok(Distance { a: args.tensor("x1")?, b: args.tensor("x2")?, p, pairs: None })
+}
+
+fn pairwise(args: &Args<'_>) -> Result<Distance, OpError> {
+    let pairs = Pairs { eps: args.opt_float("eps")?.unwrap_or(1e-6), keepdim: args.bool_or("keepdim", false)? };
+    let p = args.opt_float("p")?.unwrap_or(2.0);
+    Ok(Distance { a: args.tensor("x1")?, b: args.tensor("x2")?, p, pairs: Some(pairs) })
+}
