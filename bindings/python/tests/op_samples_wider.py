@@ -1,4 +1,7 @@
-"""Operators of volumes, sequences and distances: whence their samples come, and how they are judged, as in `op_samples_more`."""
+"""Operators of volumes, sequences and distances: whence their samples come, and how they are judged, as in `op_samples_more`.
+
+Few samples are taken in an ordinary run: the first ones have padding, steps, odd sizes, ties and NaN at once.
+"""
 
 import torch
 from op_samples_written import FLOATS, make, only
@@ -13,9 +16,9 @@ ROWS = {
     A + "conv_transpose3d.input": (F + "conv_transpose3d", "ulp"),
     A + "max_pool3d.default": (None, "bits"),
     A + "max_pool3d_with_indices.default": (None, "bits"),
-    A + "avg_pool3d.default": (F + "avg_pool3d", "ulp"),
-    A + "adaptive_avg_pool3d.default": (F + "adaptive_avg_pool3d", "ulp"),
-    A + "_adaptive_avg_pool3d.default": (F + "adaptive_avg_pool3d", "ulp"),
+    A + "avg_pool3d.default": (None, "ulp"),
+    A + "adaptive_avg_pool3d.default": (None, "ulp"),
+    A + "_adaptive_avg_pool3d.default": (None, "ulp"),
     A + "adaptive_max_pool3d.default": (None, "bits"),
     # Resizing.
     **{A + f"upsample_{name}.vec": (None, "ulp") for name in ("linear1d", "trilinear3d", "bicubic2d")},
@@ -25,11 +28,11 @@ ROWS = {
     **{A + f"upsample_{name}.default": (None, "ulp") for name in ("linear1d", "bilinear2d", "trilinear3d", "bicubic2d")},
     **{A + f"_upsample_{name}2d_aa.default": (None, "ulp") for name in ("bilinear", "bicubic")},
     **{A + f"{name}{n}d.default": (None, "bits") for name in ("upsample_nearest", "_upsample_nearest_exact") for n in (1, 2, 3)},
-    A + "grid_sampler_2d.default": ("grid_sampler_2d", "ulp"),
-    A + "grid_sampler_3d.default": ("grid_sampler_3d", "ulp"),
+    A + "grid_sampler_2d.default": (None, "ulp"),
+    A + "grid_sampler_3d.default": (None, "ulp"),
     A + "grid_sampler.default": (None, "ulp"),
     # Patches.
-    A + "im2col.default": (F + "unfold", "bits"),
+    A + "im2col.default": (None, "bits"),
     A + "col2im.default": (None, "ulp"),
     # Sequences.
     **{A + f"{name}.input": (None, "ulp") for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")},
@@ -37,28 +40,35 @@ ROWS = {
     # Distances and ranks.
     A + "cdist.default": (None, "ulp"),
     A + "_cdist_forward.default": (None, "ulp"),
-    A + "pairwise_distance.default": (F + "pairwise_distance", "ulp"),
-    **{A + f"{name}.{overload}": (name, "bits") for name in ("median", "nanmedian") for overload in ("default", "dim")},
-    A + "kthvalue.default": ("kthvalue", "bits"),
+    A + "pairwise_distance.default": (None, "ulp"),
+    **{A + f"{name}.{overload}": (None, "bits") for name in ("median", "nanmedian") for overload in ("default", "dim")},
+    A + "kthvalue.default": (None, "bits"),
     A + "mode.default": ("mode", "bits"),
     A + "linalg_matrix_norm.str_ord": (None, "ulp"),
     # Products, joins and running sums.
     A + "addbmm.default": ("addbmm", "ulp"),
     **{A + f"{name}.default": (name, "bits") for name in ("hstack", "vstack", "dstack", "column_stack")},
-    A + "logcumsumexp.default": ("logcumsumexp", "ulp"),
+    A + "logcumsumexp.default": (None, "ulp"),
 }
 
 
 @only((*FLOATS, torch.int64))
 def _windows(dtype):
     x = make(dtype, 2, 3, 5, 6, 7)
-    yield (x, [2], [2]), {}
-    yield (x, [2, 3, 3], [2, 1, 2], [1, 1, 0], [1, 1, 2], True), {}
-    yield (x[0], [3, 2, 2]), {}
     if dtype.is_floating_point:
-        holed = x.clone()
-        holed[0, 0, 2, 2:4, 3] = float("nan")
-        yield (holed.contiguous(memory_format=torch.channels_last_3d), [2, 2, 2]), {}
+        x[0, 0, 2, 2:4, 4] = float("nan")
+    yield (x, [2, 3, 3], [2, 1, 2], [1, 1, 0], [1, 1, 2], True), {}
+    yield (x, [2], [2]), {}
+    yield (x[0], [3, 2, 2]), {}
+    yield (x.contiguous(memory_format=torch.channels_last_3d), [2, 2, 2]), {}
+
+
+@only((torch.float64, torch.float32, torch.int64))
+def _means(dtype):
+    x = make(dtype, 2, 3, 5, 6, 7)
+    yield (x, [2, 3, 3], [2, 1, 2], [1, 1, 0], True, True), {}
+    yield (x, [2, 3, 3], [2, 1, 2], [1, 1, 0], True, False), {}
+    yield (x[0], [2], [], [0], False, True, 5), {}
 
 
 @only(FLOATS)
@@ -102,7 +112,7 @@ def _sampled(dtype):
     for size in [(4, 5), (3, 4, 5)]:
         x = make(dtype, 2, 3, *size)
         grid = make(dtype, 2, *(2, 4, 3)[: len(size)], len(size), seed=1)
-        for mode, border, corners in [(0, 0, False), (0, 1, True), (0, 2, False), (1, 0, True), (0, 2, True)]:
+        for mode, border, corners in [(0, 2, False), (0, 0, False), (0, 1, True), (1, 0, True), (0, 2, True)]:
             yield (x, grid, mode, border, corners), {}
         if len(size) == 2:
             yield (x, grid, 2, 0, True), {}
@@ -115,8 +125,8 @@ def _of_layers(gates, states):
     @only(FLOATS)
     def written(dtype):
         for layers, both, first, biases, projected in [
-            (1, False, False, True, False),
             (2, True, True, True, False),
+            (1, False, False, True, False),
             (1, True, False, False, False),
             (2, False, True, True, True),
         ]:
@@ -160,8 +170,41 @@ def _of_steps(gates, states):
 
 @only(FLOATS)
 def _columns(dtype):
-    yield (make(dtype, 2, 12, 6), [3, 4], [2, 2], [1, 1], [0, 0], [1, 1]), {}
     yield (make(dtype, 12, 4), [5, 4], [2, 2], [2, 1], [1, 0], [3, 2]), {}
+    yield (make(dtype, 2, 12, 6), [3, 4], [2, 2], [1, 1], [0, 0], [1, 1]), {}
+
+
+@only((*FLOATS, torch.bool))
+def _images(dtype):
+    yield (make(dtype, 2, 3, 5, 6), [2, 3], [1, 2], [1, 1], [2, 1]), {}
+    yield (make(dtype, 3, 4, 4), [2, 2], [1, 1], [0, 0], [1, 1]), {}
+
+
+def _ranked(*args):
+    """An even number of elements, and rows with NaN."""
+
+    @only((*FLOATS, torch.int64, torch.int32, torch.uint8))
+    def written(dtype):
+        x = make(dtype, 3, 6)
+        if args and dtype.is_floating_point:
+            x[1, 2:4] = x[2, :] = float("nan")
+        yield (x, *args), {}
+        yield (make(dtype, 5, 4).t(), *args), {}
+
+    return written
+
+
+@only(FLOATS)
+def _running(dtype):
+    yield (make(dtype, 3, 5), 1), {}
+    yield (make(dtype, 3, 5) * float("inf"), 0), {}
+
+
+@only((*FLOATS, torch.int64, torch.int32, torch.uint8))
+def _distances(dtype):
+    yield (make(dtype, 3, 5), make(dtype, 5, seed=1), 2.0, 0.5, True), {}
+    yield (make(dtype, 2, 3, 5), make(dtype, 2, 3, 5, seed=1), 1.0), {}
+    yield (make(dtype, 3, 5), make(dtype, 3, 5, seed=1)), {}
 
 
 @only(FLOATS)
@@ -197,7 +240,15 @@ OWN = {
     A + "_upsample_bicubic2d_aa.default": _by_name(2, False),
     **{A + f"upsample_nearest{n}d.default": _by_name(n, images=_BYTES) for n in (1, 2, 3)},
     **{A + f"_upsample_nearest_exact{n}d.default": _by_name(n, images=_BYTES) for n in (1, 2, 3)},
-    A + "grid_sampler.default": _sampled,
+    **{A + f"grid_sampler{name}.default": _sampled for name in ("", "_2d", "_3d")},
+    A + "avg_pool3d.default": _means,
+    **{A + f"{name}adaptive_avg_pool3d.default": _greatest for name in ("", "_")},
+    A + "im2col.default": _images,
+    **{A + f"{name}.default": _ranked() for name in ("median", "nanmedian")},
+    **{A + f"{name}.dim": _ranked(1, True) for name in ("median", "nanmedian")},
+    A + "kthvalue.default": _ranked(3, 1, True),
+    A + "logcumsumexp.default": _running,
+    A + "pairwise_distance.default": _distances,
     **{A + f"{name}.input": _of_layers(*kind) for name, kind in _LAYERS.items()},
     **{A + f"{name}_cell.default": _of_steps(*kind) for name, kind in _LAYERS.items()},
     A + "col2im.default": _columns,
