@@ -94,6 +94,13 @@ impl<'a> Explanation<'a> {
             let used = pages.used(spec.kv_len());
             rows.push(("pages", format!("{used} of {} keys each, of a cache of {}", pages.page_size, pages.num_pages)));
         }
+        if let Some(of) = spec.lengths.as_deref() {
+            let most = spec.kv_len();
+            rows.push((
+                "lengths",
+                format!("of each sequence, read on the device: at most {most}, {} of them new", of.added),
+            ));
+        }
         rows.extend(spec.quantized().map(|(tensor, numbers, codes)| (row_of_codes(tensor), codes.in_words(numbers))));
         rows.extend([
             ("out strides", format!("{:?}, {}", spec.out.strides, spec.out.dtype)),

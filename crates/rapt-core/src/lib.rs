@@ -44,6 +44,7 @@ pub use plan::{Arch, Caps, Compiled, Cost, Kernel, KernelKey, Launch, LaunchPlan
 pub use queue::{DeviceMemory, Executor, Queue, SerialExecutor, Workspace};
 pub use shape::{Dims, MAX_RANK, Shape, Strides};
 pub use spec::{
-    Codes, CodesForm, CodesSpec, Direction, Kv, MaskSpec, Numerics, PagesSpec, Qkv, Spec, SpecBuilder, TensorSpec,
+    Codes, CodesForm, CodesSpec, Direction, Kv, LengthsSpec, MaskSpec, Numerics, PagesSpec, Qkv, Spec, SpecBuilder,
+    TensorSpec,
 };
 pub use view::{Extent, View, ViewMut};

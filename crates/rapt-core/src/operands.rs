@@ -5,8 +5,8 @@
 //! with any other operand.
 
 use crate::overlap::{Decision, STEPS};
-use crate::spec::{broadcast_mask, canonical, codes_of_keys, keys, numbers_of, part_names};
-use crate::{Codes, CodesForm, CodesSpec, Error, Qkv, Result, Spec, TensorSpec, View, ViewMut};
+use crate::spec::{broadcast_mask, canonical, codes_of_keys, keys, lengths_spec, numbers_of, page_table, part_names};
+use crate::{Codes, CodesForm, CodesSpec, Device, Error, Qkv, Result, Spec, TensorSpec, View, ViewMut};
 
 /// The tensors of one run, as they were given.
 #[derive(Debug)]
@@ -25,8 +25,10 @@ pub struct Tensors<'a> {
     pub sinks: Option<View<'a>>,
     /// ALiBi slopes.
     pub alibi_slopes: Option<View<'a>>,
-    /// Where k and v are pages of a cache: those of this sequence, in the order of its keys.
+    /// Where k and v are pages of a cache: those of each sequence, in the order of its keys.
     pub page_table: Option<View<'a>>,
+    /// Where sequences have lengths of their own: how many keys each has, but for those that its spec adds.
+    pub lengths: Option<View<'a>>,
     /// Where the result goes.
     pub out: ViewMut<'a>,
     /// Where the log of the sum of exponentials goes.
@@ -77,7 +79,7 @@ fn compare_codes(tensor: &'static str, got: &CodesSpec, planned: &CodesSpec) -> 
         .try_for_each(|(got, planned)| compare(names.zero_point, got, planned))
 }
 
-/// The entries of a page table that the keys of `spec` take.
+/// The entries of a page table in host memory that the keys of `spec` take.
 ///
 /// # Errors
 /// [`Error::NotAsPlanned`]; [`Error::PageIndex`] for an entry that is no page of the cache.
@@ -87,10 +89,10 @@ fn pages_used(table: Option<&View<'_>>, spec: &Spec) -> Result<Vec<i32>> {
         (Some(table), Some(pages)) => (table, pages),
         _ => return Err(Error::NotAsPlanned { tensor: "page_table", what: "presence" }),
     };
-    let got = TensorSpec::of(&table.into()).filter(|_| table.shape().len() == 1);
-    compare("page_table", &got.ok_or(Error::NotAsPlanned { tensor: "page_table", what: "shape" })?, &pages.table)?;
+    compare("page_table", &page_table(&table.into())?, &pages.table)?;
     let used = pages.used(spec.kv_len());
-    if used == 0 {
+    // A table of a device is read there.
+    if used == 0 || spec.device != Device::Cpu {
         return Ok(Vec::new());
     }
     let entries: Vec<i32> = table.lines("page_table")?.line(0).take(used).collect();
@@ -157,7 +159,7 @@ impl<'a> Operands<'a> {
             let form = codes.as_deref().map(CodesForm::from);
             let in_pages = spec.pages.as_deref().filter(|_| n > 0);
             let (got, pages) = match in_pages {
-                Some(_) => keys(name, &views[n].into(), form.as_ref(), layout, Some(spec.kv_len()))
+                Some(_) => keys(name, &views[n].into(), form.as_ref(), layout, Some([spec.batch(), spec.kv_len()]))
                     .map(|(got, pages)| (got, Some(pages)))?,
                 None => (numbers_of(name, &views[n].into(), form.as_ref(), layout)?, None),
             };
@@ -206,6 +208,13 @@ impl<'a> Operands<'a> {
             }
             (None, None) => {}
             _ => return Err(Error::NotAsPlanned { tensor: "lse", what: "presence" }),
+        }
+        match (&tensors.lengths, spec.lengths.as_deref().and_then(|of| of.lengths)) {
+            (Some(lengths), Some(planned)) => {
+                compare("cache_seqlens", &lengths_spec(spec.batch(), &lengths.into())?, &planned)?;
+            }
+            (None, None) => {}
+            _ => return Err(Error::NotAsPlanned { tensor: "cache_seqlens", what: "presence" }),
         }
         if let Some((tensor, _)) = tensors.inputs().find(|(_, view)| view.device() != spec.device) {
             return Err(Error::NotAsPlanned { tensor, what: "device" });
@@ -265,8 +274,8 @@ impl<'a> Tensors<'a> {
     #[inline]
     #[must_use]
     pub fn new(q: View<'a>, k: View<'a>, v: View<'a>, out: ViewMut<'a>) -> Self {
-        let (mask, sinks, alibi_slopes, page_table, lse) = (None, None, None, None, None);
-        Tensors { q, k, v, codes: Qkv::default(), mask, sinks, alibi_slopes, page_table, out, lse }
+        let (mask, sinks, alibi_slopes, page_table, lengths, lse) = (None, None, None, None, None, None);
+        Tensors { q, k, v, codes: Qkv::default(), mask, sinks, alibi_slopes, page_table, lengths, out, lse }
     }
 
     /// Every tensor that is read, with its name.
@@ -277,6 +286,7 @@ impl<'a> Tensors<'a> {
             ("sinks", self.sinks.as_ref()),
             ("alibi_slopes", self.alibi_slopes.as_ref()),
             ("page_table", self.page_table.as_ref()),
+            ("cache_seqlens", self.lengths.as_ref()),
         ];
         let of_codes =
             self.codes.named().into_iter().filter_map(|(name, codes)| Some((part_names(name), codes.as_deref()?)));

@@ -255,8 +255,19 @@ fn other_scales_than_planned_are_refused() {
         let codes = Qkv { q: None, k: of_k.map(Box::new), v: Some(Box::new(k.codes())) };
         let out = ViewMut::contiguous("out", &mut out, shape.into()).unwrap();
         let (mask, sinks, alibi_slopes, lse) = (None, None, None, None);
-        let tensors =
-            Tensors { page_table: None, q, k: k.view(), v: k.view(), codes, mask, sinks, alibi_slopes, out, lse };
+        let tensors = Tensors {
+            page_table: None,
+            lengths: None,
+            q,
+            k: k.view(),
+            v: k.view(),
+            codes,
+            mask,
+            sinks,
+            alibi_slopes,
+            out,
+            lse,
+        };
         Operands::check(tensors, &planned).map(drop)
     };
     assert_eq!(refused(Some(k.codes())), Ok(()));

@@ -8,6 +8,7 @@
 
 #include "common/epilogue.cuh"
 #include "common/ptx.cuh"
+#include "decode/deal.cuh"
 
 constexpr int COLUMNS = 32, THREADS = 64, TILE = 32;
 
@@ -15,21 +16,60 @@ struct __align__(4 * sizeof(Acc)) Step {
     Acc before, next, share, unused;
 };
 
+// A row whose splits are folded, and 32 columns of it.
+struct Place {
+    int task_index, r, column0;
+    bool inside;
+    Task task;
+#if RAGGED
+    // Nowhere.
+    __device__ Place() : task_index(0), r(0), column0(0), inside(false), task(0, 0, Sequence()) {}
+    // A row is left here where its splits are of several blocks of decode.cu: one that is cut by a block's beginning, the first such
+    // where they are several. Lengths may be what a launch before this one writes.
+    __device__ Place(const Params& p, u32 place) : inside(false), task(0, 0, Sequence()) {
+        const u32 column_blocks = (p.head_dim_v + COLUMNS - 1) / COLUMNS, all_rows = place / column_blocks;
+        column0 = (place - all_rows * column_blocks) * COLUMNS;
+        if (p.ragged.blocks == 0) {
+            task_index = all_rows / p.rows, r = all_rows - task_index * p.rows;
+            if (task_index >= divide(divide(p.items, p.by_num_splits), p.by_row_blocks)) return;
+            task = Task(p, task_index);
+            inside = task.sequence.num_splits(p) > 1;
+            return;
+        }
+        const u32 rows = min(16, p.rows), block = all_rows / rows + 1;
+        const Deal deal(p);
+        const u32 unit = deal.first(block);
+        if (deal.whole_rows || unit >= deal.items) return;
+        const Item item(p, deal, unit);
+        task_index = item.task_index(p), r = item.r0() + all_rows % rows, task = item.task(p);
+        inside = item.split > 0 && item.row_begin >= deal.first(block - 1) && r < p.rows;
+    }
+#else
+    __device__ Place(const Params& p, u32 place) : Place(p, place, (p.head_dim_v + COLUMNS - 1) / COLUMNS) {}
+
+  private:
+    __device__ Place(const Params& p, u32 place, u32 column_blocks) : Place(p, place, column_blocks, place / column_blocks) {}
+    __device__ Place(const Params& p, u32 place, u32 column_blocks, u32 all_rows)
+        : task_index(all_rows / p.rows),
+          r(all_rows % p.rows),
+          column0((place - all_rows * column_blocks) * COLUMNS),
+          inside(task_index < divide(divide(p.items, p.by_num_splits), p.by_row_blocks)),
+          task(p, inside ? task_index : 0) {
+        if (!inside) task_index = 0;
+    }
+#endif
+};
+
 extern "C" __global__ void __launch_bounds__(THREADS) combine(const __grid_constant__ Params p) {
     __shared__ Step steps[THREADS / 32][TILE];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const u32 column_blocks = (p.head_dim_v + COLUMNS - 1) / COLUMNS;
-    const u32 place = blockIdx.x * (THREADS / 32) + warp, all_rows = place / column_blocks;
-    const int column = (place - all_rows * column_blocks) * COLUMNS + lane;
-    const u32 tasks = divide(divide(p.items, p.by_num_splits), p.by_row_blocks);
-    const bool inside = all_rows / p.rows < tasks;
-    const int task_index = inside ? all_rows / p.rows : 0, r = all_rows % p.rows;
+    const u32 index = blockIdx.x * (THREADS / 32) + warp;
     const i64 width = p.head_dim_v + 2;
-    const Task task(p, task_index);
-    const Row row(p, task, r);
-    const Acc* column_at = partial(p, task_index, r, 0) + min(column, p.head_dim_v - 1);
-    const Acc* state_at = partial(p, task_index, r, lane) + p.head_dim_v;
-    const i64 to = row.offset(p.out_stride) + column * p.out_stride[3];
+#if RAGGED
+    Place place;
+#else
+    const Place place(p, index);
+#endif
     griddepcontrol_launch_dependents();
 #if __CUDA_ARCH__ >= 900
     // The first pass, over no split, fetches the instructions while the splits are still computed.
@@ -40,8 +80,20 @@ extern "C" __global__ void __launch_bounds__(THREADS) combine(const __grid_const
 #pragma unroll 1
     for (int pass = 1; pass <= PASSES; pass++) {
         const bool is_real = pass == PASSES;
-        const int num_splits = is_real ? p.num_splits : 0;
         if (is_real) griddepcontrol_wait();
+#if RAGGED
+        // Lengths may be what a launch before this one writes.
+        if (is_real) place = Place(p, index);
+        if (is_real && !place.inside) return;
+#endif
+        const bool inside = place.inside;
+        const int task_index = place.task_index, r = place.r, column = place.column0 + lane;
+        const Task& task = place.task;
+        const Row row(p, task, r);
+        const Acc* column_at = partial(p, task_index, r, 0) + min(column, p.head_dim_v - 1);
+        const Acc* state_at = partial(p, task_index, r, lane) + p.head_dim_v;
+        const i64 to = row.offset(p.out_stride) + column * p.out_stride[3];
+        const int num_splits = is_real ? task.sequence.num_splits(p) : 0;
         Acc m = negative_infinity(), l = 0, sum = 0;
         int s0 = 0;
         do {

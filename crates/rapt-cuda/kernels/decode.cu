@@ -5,7 +5,7 @@
 //     runs on from item to item: no warp waits for another, and no load for an item's end. A place of the ring is filled again
 //     as soon as it has been multiplied, that of K while V is still to be
 //     at the end of an item they leave their states to one warp more, which puts them together in the order of the warps
-//     and folds chunk after chunk, or, where the block does not see the whole row (p.is_cut), leaves the chunk to combine.cu
+//     and folds chunk after chunk, or, where the block does not see the whole row, leaves the chunk to combine.cu
 //
 // Blocks are as many as fit the device at once: none starts while another ends. Chunks follow kv_len alone, and with them
 // the bits of a row; which block takes an item is no matter. Blocks take their places while the launch before this one runs,
@@ -13,6 +13,7 @@
 
 #include "common/scores.cuh"
 #include "decode/hand_over.cuh"
+#include "decode/pages.cuh"
 
 constexpr int NT = TILE / 8;
 
@@ -26,40 +27,117 @@ struct Shared {
 };
 static_assert(sizeof(Shared) == SHARED_BYTES, "the host and decode.cu disagree on shared memory");
 
+#if PAGED
+// A tile of keys that lie in pages, the lane's `own` from source.base; those of an entry that names no page are NaN.
+template <int WIDTH>
+__device__ inline void load_paged_tile(
+    Elem* tile, const Params& p, const TilePages& pages, const SourceRows& source, i64 own, const PassingCopy& copy
+) {
+    constexpr int UNIT = VECTOR ? 8 : 1, UNITS = WIDTH / UNIT;
+    const int lane = threadIdx.x % 32;
+    const Elem* base = source.base;
+    const int rows = source.rows, dim = source.dim;
+    const u32 known = __ballot_sync(~0u, pages.own.exists(p));
+    if (known == ~0u) {
+        if (TilePages::are_even(p)) {
+#pragma unroll
+            for (int r = 0; r < TILE; r += 16) {
+                const SourceRows of_page{base + shuffle(own, r), source.step, source.row_step, rows - r, dim};
+                load_even_tile<16, WIDTH, 32>(tile + r * row_of(WIDTH), of_page, lane, copy);
+            }
+            return;
+        }
+        if constexpr (VECTOR && 32 % UNITS == 0 && TILE * UNITS % 32 == 0) {
+            constexpr int STEP = 32 / UNITS;
+            if (rows >= TILE && dim == WIDTH) {
+                const int c = lane % UNITS * UNIT, first = lane / UNITS;
+#pragma unroll
+                for (int r = first; r < TILE; r += STEP) {
+                    copy(shared_address(tile + place<WIDTH>(r, c)), base + shuffle(own, r) + c);
+                }
+                return;
+            }
+        }
+    }
+#pragma unroll 1
+    for (int at = lane; at < TILE * UNITS; at += 32) {
+        const int r = at / UNITS, c = at % UNITS * UNIT;
+        const bool inside = r < rows && c < dim, is_known = (known >> r & 1) != 0;
+        const i64 row = shuffle(own, r);
+        const Elem* from = base + (inside && is_known ? row + c * source.step : 0);
+        if constexpr (VECTOR) {
+            Elem* to = tile + place<WIDTH>(r, c);
+            if (inside && !is_known) *(uint4*)to = {0x7fff7fff, 0x7fff7fff, 0x7fff7fff, 0x7fff7fff};
+            else cp_async(to, from, inside ? 16 : 0);
+        } else {
+            tile[place<WIDTH>(r, c & ~7) + c % 8] = !inside ? (Elem)0 : is_known ? *from : (Elem)0x7fff;
+        }
+    }
+}
+#endif
+
 // Fills a warp's ring, tile after tile, item after item: first the keys of a tile, later its values.
 struct Loader {
     Item item;
     u32 left;
     int n0, end;
     const Elem *k, *v;
+#if PAGED
+    TilePages pages;
+#endif
     const PassingCopy copy;
 
-    __device__ Loader(const Params& p, const Item& first, u32 count) : item(first), left(count), copy(p) { enter(p); }
+    __device__ Loader(const Params& p, const Item& first, u32 count) : item(first), left(count), copy(p) {
+        enter(p);
+        if (PAGED) advance(p);
+    }
 
     // To before the first tile of an item.
     __device__ void enter(const Params& p) {
         const Tiles tiles(p, item, item.seen(p));
         n0 = tiles.n0 - WARPS * TILE, end = tiles.end;
-        k = (const Elem*)p.k + item.batch * p.k_stride[0] + item.kv_head * p.k_stride[1];
-        v = (const Elem*)p.v + item.batch * p.v_stride[0] + item.kv_head * p.v_stride[1];
+#if PAGED
+        pages.enter(p, item, tiles.n0);
+#endif
+        k = (const Elem*)p.k + item.kv_head * p.k_stride[1], v = (const Elem*)p.v + item.kv_head * p.v_stride[1];
+        if (!PAGED) k += item.batch * p.k_stride[0], v += item.batch * p.v_stride[0];
     }
 
-    __device__ void load_keys(const Params& p, Stage& to) {
+    // To the next tile.
+    __device__ void advance(const Params& p) {
         n0 += WARPS * TILE;
         while (n0 >= end && left > 1) left--, item.step(p), enter(p), n0 += WARPS * TILE;
-        if (n0 < end) {
-            const SourceRows keys{k + n0 * p.k_stride[2], p.k_stride[3], p.k_stride[2], p.kv_len - n0, p.head_dim};
-            load_even_tile<TILE, D, 32>(to.k, keys, threadIdx.x % 32, copy);
-        }
+#if PAGED
+        pages.advance(p, item, n0);
+#endif
+    }
+
+    // Pages are looked up while the tiles before arrive.
+    __device__ void load_keys(const Params& p, Stage& to) {
+        if (!PAGED) advance(p);
+#if PAGED
+        if (n0 < end) pages.settle(p, item, n0);
+#endif
+        if (n0 < end) load_rows<D>(to.k, p, k, p.k_stride, p.head_dim);
         cp_async_commit();
     }
 
-    __device__ void load_values(const Params& p, Stage& to) const {
-        if (n0 < end) {
-            const SourceRows values{v + n0 * p.v_stride[2], p.v_stride[3], p.v_stride[2], p.kv_len - n0, p.head_dim_v};
-            load_even_tile<TILE, DV, 32>(to.v, values, threadIdx.x % 32, copy);
-        }
+    __device__ void load_values(const Params& p, Stage& to) {
+        if (n0 < end) load_rows<DV>(to.v, p, v, p.v_stride, p.head_dim_v);
         cp_async_commit();
+        if (PAGED) advance(p);
+    }
+
+  private:
+    template <int WIDTH>
+    __device__ void load_rows(Elem* tile, const Params& p, const Elem* base, const i64 (&stride)[4], int dim) const {
+        const int rows = item.sequence.kv_len(p) - n0;
+#if PAGED
+        load_paged_tile<WIDTH>(tile, p, pages, {base, stride[3], stride[2], rows, dim}, pages.offset(stride), copy);
+#else
+        const SourceRows source{base + n0 * stride[2], stride[3], stride[2], rows, dim};
+        load_even_tile<TILE, WIDTH, 32>(tile, source, threadIdx.x % 32, copy);
+#endif
     }
 };
 

@@ -19,6 +19,7 @@
 #include "common/scores.cuh"
 #include "decode/codes.cuh"
 #include "decode/hand_over.cuh"
+#include "decode/pages.cuh"
 
 #define UNIFORM 0
 #define TOKEN 1
@@ -111,6 +112,18 @@ struct BytesOfRows {
     const u8* base;
     i64 row_step, step;
     int rows, count;  // count: of codes' bytes, or of factors, in a row
+#if PAGED
+    bool is_even;  // each 16 rows are evenly spaced
+    i64 own;       // where row lane % TILE begins
+#endif
+    // Where row r begins, for a whole warp.
+    __device__ const u8* row(int r) const {
+#if PAGED
+        return base + shuffle(own, r);
+#else
+        return base + r * row_step;
+#endif
+    }
 };
 
 // Moves the tile's rows of codes. VECTOR: every row can be moved 16 bytes at a time.
@@ -126,6 +139,22 @@ __device__ inline void load_codes(u8* to, const BytesOfRows& from, const Passing
             const u8* at = from.base + r * from.row_step + c;
             const i64 step = STEP * from.row_step;
             const u32 place = shared_address(to + Rows::place(r, c));
+#if PAGED
+            if (STEP <= 16 && from.is_even && from.rows >= TILE) {
+#pragma unroll
+                for (int n = 0; n < ALL / 32; n++) {
+                    if (n * STEP % 16 == 0) at = from.row(n * STEP) + r * from.row_step + c;
+                    copy(place + n * (STEP * Rows::PITCH), at), at += step;
+                }
+            } else {
+#pragma unroll 1
+                for (int n = 0; n < ALL / 32; n++) {
+                    const u8* row = from.row(r + n * STEP);
+                    const bool inside = r + n * STEP < from.rows;
+                    cp_async_zfill<16>(place + n * (STEP * Rows::PITCH), inside ? row + c : from.base, inside);
+                }
+            }
+#else
             if (from.rows >= TILE) {
 #pragma unroll
                 for (int n = 0; n < ALL / 32; n++) copy(place + n * (STEP * Rows::PITCH), at), at += step;
@@ -137,17 +166,20 @@ __device__ inline void load_codes(u8* to, const BytesOfRows& from, const Passing
                     at += step;
                 }
             }
+#endif
         } else {
             for (int at = lane; at < ALL; at += 32) {
                 const int r = at / UNITS, c = at % UNITS * 16;
+                const u8* row = from.row(r);
                 const bool inside = r < from.rows;
-                cp_async_zfill<16>(shared_address(to + Rows::place(r, c)), from.base + (inside ? r * from.row_step + c : 0), inside);
+                cp_async_zfill<16>(shared_address(to + Rows::place(r, c)), inside ? row + c : from.base, inside);
             }
         }
     } else {
         for (int at = lane; at < TILE * Rows::ROW; at += 32) {
             const int r = at / Rows::ROW, c = at % Rows::ROW;
-            to[Rows::place(r, c)] = r < from.rows && c < from.count ? from.base[r * from.row_step + c * from.step] : 0;
+            const u8* row = from.row(r);
+            to[Rows::place(r, c)] = r < from.rows && c < from.count ? row[c * from.step] : 0;
         }
     }
 }
@@ -158,8 +190,9 @@ __device__ inline void load_factors(u8* to, const BytesOfRows& from) {
     constexpr int UNIT = BY_4 ? 4 : 1, UNITS = BYTES / UNIT;
     for (int at = threadIdx.x % 32; at < TILE * UNITS; at += 32) {
         const int r = at / UNITS, c = at % UNITS;
+        const u8* row = from.row(r);
         const bool inside = r < from.rows;
-        const u8* place = from.base + (inside ? r * from.row_step + c * from.step * (DTYPE == F32 ? 1 : UNIT) : 0);
+        const u8* place = inside ? row + c * from.step * (DTYPE == F32 ? 1 : UNIT) : from.base;
         if constexpr (BY_4) cp_async_zfill<4>(shared_address(to + r * BYTES + c * 4), place, inside);
         else to[r * BYTES + c] = inside ? *place : 0;
     }
@@ -171,51 +204,87 @@ struct Loader {
     u32 left;
     int n0, end;
     const u8 *k, *v, *k_factors, *v_factors;
+#if PAGED
+    TilePages pages;
+    u32 bad_tiles = 0;  // a bit for each tile of the ring, the latest lowest: the table names no page for a key of it
+#endif
     const PassingCopy copy;
 
-    __device__ Loader(const Params& p, const Item& first, u32 count) : item(first), left(count), copy(p) { enter(p); }
+    __device__ Loader(const Params& p, const Item& first, u32 count) : item(first), left(count), copy(p) {
+        enter(p);
+        if (PAGED) advance(p);
+    }
 
+    // Whether the tile that is multiplied next has keys in no page.
+    __device__ bool next_is_bad() const {
+#if PAGED
+        return (bad_tiles >> (STAGES - 1) & 1) != 0;
+#else
+        return false;
+#endif
+    }
     __device__ const u8* factors(const Codes& codes) const {
-        const i64 at = item.batch * codes.descale_stride[0] + item.kv_head * codes.descale_stride[1];
+        const i64 at = (PAGED ? 0 : item.batch * codes.descale_stride[0]) + item.kv_head * codes.descale_stride[1];
         return codes.descale + at * (codes.scale_dtype == F32 ? 4 : 1);
     }
-    // What of a tile from key n0 on lies in memory.
-    __device__ BytesOfRows rows(const Params& p, const u8* base, const i64 (&stride)[4], int count) const {
-        return {base + n0 * stride[2], stride[2], stride[3], p.kv_len - n0, count};
+    // What of a tile from key n0 on lies in memory; nothing of one that is bad.
+    __device__ BytesOfRows rows(const Params& p, const u8* base, const i64 (&stride)[4], int size, int count) const {
+        BytesOfRows rows{base, stride[2] * size, stride[3] * size, item.sequence.kv_len(p) - n0, count};
+#if PAGED
+        rows.own = pages.offset(stride) * size, rows.is_even = TilePages::are_even(p);
+        if (bad_tiles & 1) rows.rows = 0;
+#else
+        rows.base += n0 * rows.row_step;
+#endif
+        return rows;
     }
     template <int DTYPE>
     __device__ BytesOfRows rows_of_factors(const Params& p, const u8* base, const Codes& codes) const {
-        constexpr int SIZE = DTYPE == F32 ? 4 : 1;
-        const i64 row_step = codes.descale_stride[2] * SIZE;
-        return {base + n0 * row_step, row_step, codes.descale_stride[3] * SIZE, p.kv_len - n0, 0};
+        return rows(p, base, codes.descale_stride, DTYPE == F32 ? 4 : 1, 0);
     }
     // To before the first tile of an item.
     __device__ void enter(const Params& p) {
         const Tiles tiles(p, item, item.seen(p));
         n0 = tiles.n0 - WARPS * TILE, end = tiles.end;
-        k = (const u8*)p.k + item.batch * p.k_stride[0] + item.kv_head * p.k_stride[1];
-        v = (const u8*)p.v + item.batch * p.v_stride[0] + item.kv_head * p.v_stride[1];
+#if PAGED
+        pages.enter(p, item, tiles.n0);
+#endif
+        k = (const u8*)p.k + item.kv_head * p.k_stride[1], v = (const u8*)p.v + item.kv_head * p.v_stride[1];
+        if (!PAGED) k += item.batch * p.k_stride[0], v += item.batch * p.v_stride[0];
         k_factors = factors(p.k_codes), v_factors = factors(p.v_codes);
     }
-    __device__ void load_keys(const Params& p, Stage& to) {
+    // To the next tile.
+    __device__ void advance(const Params& p) {
         n0 += WARPS * TILE;
         while (n0 >= end && left > 1) left--, item.step(p), enter(p), n0 += WARPS * TILE;
+#if PAGED
+        pages.advance(p, item, n0);
+#endif
+    }
+    // Pages are looked up while the tiles before arrive.
+    __device__ void load_keys(const Params& p, Stage& to) {
+        if (!PAGED) advance(p);
+#if PAGED
+        if (n0 < end) pages.settle(p, item, n0);
+        bad_tiles = bad_tiles << 1 | (n0 < end && pages.any_is_bad(p));
+#endif
         if (n0 < end) {
-            load_codes<Keys>(to.k(), rows(p, k, p.k_stride, is_packed(K_KIND) ? (p.head_dim + 1) / 2 : p.head_dim), copy);
+            load_codes<Keys>(to.k(), rows(p, k, p.k_stride, 1, is_packed(K_KIND) ? (p.head_dim + 1) / 2 : p.head_dim), copy);
             if constexpr (K_SCALE_BYTES > 0) {
                 load_factors<K_SCALE_BYTES, K_SCALE_DTYPE>(to.k_factors(), rows_of_factors<K_SCALE_DTYPE>(p, k_factors, p.k_codes));
             }
         }
         cp_async_commit();
     }
-    __device__ void load_values(const Params& p, Stage& to) const {
+    __device__ void load_values(const Params& p, Stage& to) {
         if (n0 < end) {
-            load_codes<Values>(to.v(), rows(p, v, p.v_stride, is_packed(V_KIND) ? (p.head_dim_v + 1) / 2 : p.head_dim_v), copy);
+            load_codes<Values>(to.v(), rows(p, v, p.v_stride, 1, is_packed(V_KIND) ? (p.head_dim_v + 1) / 2 : p.head_dim_v), copy);
             if constexpr (V_SCALE_BYTES > 0) {
                 load_factors<V_SCALE_BYTES, V_SCALE_DTYPE>(to.v_factors(), rows_of_factors<V_SCALE_DTYPE>(p, v_factors, p.v_codes));
             }
         }
         cp_async_commit();
+        if (PAGED) advance(p);
     }
 };
 
@@ -237,8 +306,11 @@ __device__ inline float head_factor(const Codes& codes, const Item& item) {
 template <int KIND>
 __device__ inline float zero_point(const Params& p, const Codes& codes, const Item& item, int j) {
     if (KIND != UINT8) return 0;
-    const i64 at = item.batch * codes.zero_point_stride[0] + item.kv_head * codes.zero_point_stride[1];
-    return codes.zero_point[at + min(j, p.kv_len - 1) * codes.zero_point_stride[2]] - code_offset(KIND);
+    KeyPlace key(p, item.batch, min(j, item.sequence.kv_len(p) - 1));
+    if (!key.exists(p)) key.block = 0;
+    const int of = codes.in_pages ? key.block : item.batch;
+    const i64 at = of * codes.zero_point_stride[0] + item.kv_head * codes.zero_point_stride[1];
+    return codes.zero_point[at + key.row * codes.zero_point_stride[2]] - code_offset(KIND);
 }
 
 // An item's rows of q as operands, by all warps that read.
@@ -347,7 +419,9 @@ __device__ inline void multiply_key_codes(
 
 // q.k of one row and key, in numbers: where a code or a factor is not finite.
 __device__ __noinline__ float sum_of_numbers(const Params& p, const Row& row, const Item& item, int j) {
-    const CodedRow key(p.k_stride, p.k_codes, item.batch, item.kv_head, j);
+    const KeyPlace at(p, item.batch, j);
+    if (!at.exists(p)) return not_a_number();
+    const CodedRow key(p.k_stride, p.k_codes, item.batch, item.kv_head, at.block, at.row);
     const Elem* q = (const Elem*)p.q + row.offset(p.q_stride);
     float sum = 0;
     for (int d = 0; d < p.head_dim; d++) sum = fused(widen(q[d * p.q_stride[3]]), key.number(p.k, p.k_stride[3], p.k_codes, d), sum);
@@ -368,7 +442,7 @@ __device__ inline void sum_odd_keys(
         for (int e = 0; e < 4; e++) {
             const bool is_odd = (__shfl_sync(~0u, of_key, (t * 2 + e % 2) * 4) & 0x80808080u) != 0;
             const int j = tile.n0 + nt * 8 + t * 2 + e % 2;
-            if (is_odd && j < tile.p.kv_len && scores[nt][e] != negative_infinity()) {
+            if (is_odd && j < tile.item.sequence.kv_len(tile.p) && scores[nt][e] != negative_infinity()) {
                 s[nt][e] = sum_of_numbers(tile.p, queries.row(0, e / 2), tile.item, j);
             }
         }
@@ -468,7 +542,9 @@ __device__ inline void multiply_value_codes(
 
 // A number of value j, by itself.
 __device__ __noinline__ float number_of_value(const Params& p, const Item& item, int j, int column) {
-    return CodedRow(p.v_stride, p.v_codes, item.batch, item.kv_head, j).number(p.v, p.v_stride[3], p.v_codes, column);
+    const KeyPlace at(p, item.batch, j);
+    if (!at.exists(p)) return not_a_number();
+    return CodedRow(p.v_stride, p.v_codes, item.batch, item.kv_head, at.block, at.row).number(p.v, p.v_stride[3], p.v_codes, column);
 }
 
 // Adds the values of a tile that are not finite to the rows that attend them: p is not -0 there.
@@ -485,7 +561,7 @@ __device__ inline void add_odd_values(float (&acc_o)[DV / 8][4], const float (&s
                 const float own = n % 2 ? s[nt][h * 2 + 1] : s[nt][h * 2];
                 attends[h] = !signbit(__shfl_sync(~0u, own, (lane & ~3) | n / 2));
             }
-            if (j >= tile.p.kv_len || !__any_sync(~0u, attends[0] || attends[1])) continue;
+            if (j >= tile.item.sequence.kv_len(tile.p) || !__any_sync(~0u, attends[0] || attends[1])) continue;
 #pragma unroll
             for (int block = 0; block < DV / 8; block++)
 #pragma unroll
@@ -535,8 +611,10 @@ __device__ inline void attend(const Params& p, Shared& sh, Item item, u32 count,
         Odd odd;
         const Tiles tiles(p, item, seen);
         const float all = head_factor<V_SCALES, V_KIND, V_SCALE_DTYPE>(p.v_codes, item);
+        bool is_bad = false;
         for (int n0 = tiles.n0; n0 < tiles.end; n0 += WARPS * TILE) {
             const Tile tile{p, item, sh.ring[stage][warp], n0};
+            is_bad |= loader.next_is_bad();
             Accumulator<NT> s[1];
             u32 odd_keys[NT];
             Odd of_keys;
@@ -577,7 +655,8 @@ __device__ inline void attend(const Params& p, Shared& sh, Item item, u32 count,
             stage = stage + 1 == STAGES ? 0 : stage + 1;
         }
         softmax.reduce();
-        const float poison = !CAREFUL && odd.any() ? not_a_number() : 0.f;
+        if (is_bad) softmax.row_sum[0][0] = softmax.row_sum[0][1] = not_a_number();
+        const float poison = is_bad || (!CAREFUL && odd.any()) ? not_a_number() : 0.f;
         hand_over(p, sh.over, softmax, rows, handed, [&](float* row, int nt, int h) {
 #pragma unroll
             for (int e = 0; e < 2; e++) {

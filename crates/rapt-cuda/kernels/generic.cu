@@ -13,6 +13,7 @@
 // Deliberately absent: tensor cores, and speed beyond tiling.
 
 #include "common/epilogue.cuh"
+#include "common/pages.cuh"
 #include "common/scores.cuh"
 #include "common/softmax.cuh"
 
@@ -53,8 +54,9 @@ struct Block {
           dv_block(blockIdx.x % p.dv_blocks),
           column0(dv_block * DVC) {
         const Seen seen(p, task, r0, r0 + rows);
-        first = max(seen.lo, split * p.chunk) / BN * BN;
-        end = min(seen.hi, p.chunk == 0 ? p.kv_len : min(p.kv_len, (split + 1) * p.chunk));
+        const int keys = task.sequence.chunk(p), kv_len = task.sequence.kv_len(p);
+        first = max(seen.lo, split * keys) / BN * BN;
+        end = min(seen.hi, keys == 0 ? kv_len : min(kv_len, (split + 1) * keys));
     }
 };
 
@@ -109,27 +111,31 @@ struct Sums {
 __device__ inline Acc query(const Params& p, const Shared& sh, const Block& block, int r, int d) {
 #if CODES
     const Row row(p, block.task, block.r0 + r);
-    return CodedRow(p.q_stride, p.q_codes, row.batch, row.head, row.i).number(p.q, p.q_stride[3], p.q_codes, d);
+    return CodedRow(p.q_stride, p.q_codes, row.batch, row.head, row.batch, row.i).number(p.q, p.q_stride[3], p.q_codes, d);
 #else
     return widen(((const Elem*)p.q)[sh.q_row[r] + d * p.q_stride[3]]);
 #endif
 }
 __device__ inline Acc key(const Params& p, const Block& block, int j, int d) {
+    const KeyPlace at(p, block.task.batch, j);
+    if (!at.exists(p)) return not_a_number();
 #if CODES
-    const CodedRow row(p.k_stride, p.k_codes, block.task.batch, kv_head(p, block.task), j);
+    const CodedRow row(p.k_stride, p.k_codes, block.task.batch, kv_head(p, block.task), at.block, at.row);
     return row.number(p.k, p.k_stride[3], p.k_codes, d);
 #else
-    const Elem* k = (const Elem*)p.k + block.task.batch * p.k_stride[0] + kv_head(p, block.task) * p.k_stride[1];
-    return widen(k[j * p.k_stride[2] + d * p.k_stride[3]]);
+    const Elem* k = (const Elem*)p.k + at.block * p.k_stride[0] + kv_head(p, block.task) * p.k_stride[1];
+    return widen(k[at.row * p.k_stride[2] + d * p.k_stride[3]]);
 #endif
 }
 __device__ inline Acc value(const Params& p, const Block& block, int j, int c) {
+    const KeyPlace at(p, block.task.batch, j);
+    if (!at.exists(p)) return not_a_number();
 #if CODES
-    const CodedRow row(p.v_stride, p.v_codes, block.task.batch, kv_head(p, block.task), j);
+    const CodedRow row(p.v_stride, p.v_codes, block.task.batch, kv_head(p, block.task), at.block, at.row);
     return row.number(p.v, p.v_stride[3], p.v_codes, c);
 #else
-    const Elem* v = (const Elem*)p.v + block.task.batch * p.v_stride[0] + kv_head(p, block.task) * p.v_stride[1];
-    return widen(v[j * p.v_stride[2] + c * p.v_stride[3]]);
+    const Elem* v = (const Elem*)p.v + at.block * p.v_stride[0] + kv_head(p, block.task) * p.v_stride[1];
+    return widen(v[at.row * p.v_stride[2] + c * p.v_stride[3]]);
 #endif
 }
 
@@ -142,7 +148,7 @@ __device__ inline void load_queries_and_keys(const Params& p, Shared& sh, const 
     }
     for (int at = threadIdx.x; at < BN * BK; at += THREADS) {
         const int d = at % BK, j = at / BK;
-        const bool inside = d0 + d < p.head_dim && n0 + j < p.kv_len;
+        const bool inside = d0 + d < p.head_dim && n0 + j < block.task.sequence.kv_len(p);
         sh.k[d][j] = inside ? key(p, block, n0 + j, d0 + d) : (Acc)0;
     }
 }
@@ -180,7 +186,8 @@ __device__ inline Acc OwnRows::apply_scores(
     Acc (&s)[4], const Params& p, const Shared& sh, const Block& block, int a, int n0, Acc row_max
 ) const {
     const Acc scale = (Acc)p.scale, cap = (Acc)p.softcap, inverse_cap = (Acc)p.inverse_softcap;
-    const int lo = keys_lo(p, i[a]), hi = min(keys_hi(p, i[a]), block.end);
+    const Sequence& of = block.task.sequence;
+    const int lo = keys_lo(p, of, i[a]), hi = min(keys_hi(p, of, i[a]), block.end);
     const i64 mask_at = sh.mask_row[min(thread_row() + a, block.rows - 1)];
     Acc top = row_max;
 #pragma unroll
@@ -189,7 +196,7 @@ __device__ inline Acc OwnRows::apply_scores(
         Acc bias = 0;
         bool masked = j < lo || j >= hi;
         if (MASK != NO_MASK && !masked) masked = is_masked(p, mask_at, j, bias);
-        const Acc x = natural_score(p, s[c], scale, cap, inverse_cap, slope[a], i[a] + p.diagonal - j) + bias;
+        const Acc x = natural_score(p, s[c], scale, cap, inverse_cap, slope[a], i[a] + p.diagonal - of.lag(p) - j) + bias;
         s[c] = masked ? negative_infinity() : x;
         top = maximum(top, s[c]);
     }
@@ -226,7 +233,7 @@ __device__ inline void Sums::add_keys(
 __device__ inline void load_values(const Params& p, Shared& sh, const Block& block, int j0) {
     for (int at = threadIdx.x; at < VK * DVC; at += THREADS) {
         const int c = at % DVC, j = at / DVC;
-        const bool inside = j0 + j < p.kv_len && block.column0 + c < p.head_dim_v;
+        const bool inside = j0 + j < block.task.sequence.kv_len(p) && block.column0 + c < p.head_dim_v;
         sh.v[j][c] = inside ? value(p, block, j0 + j, block.column0 + c) : (Acc)0;
     }
 }
@@ -274,7 +281,7 @@ __device__ inline void store(const Params& p, const Block& block, Sums& sums) {
         const int r = thread_row() + a;
         if (r >= block.rows) continue;
         const Row row(p, block.task, block.r0 + r);
-        if (p.num_splits > 1) {
+        if (block.task.sequence.num_splits(p) > 1) {
             Acc* to = partial(p, block.task_index, block.r0 + r, block.split);
 #pragma unroll
             for (int c = 0; c < COLS; c++) {
@@ -298,6 +305,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention(const __grid_con
     extern __shared__ __align__(16) u8 memory[];
     Shared& sh = *(Shared*)memory;
     const Block block(p);
+    if (RAGGED && block.split >= block.task.sequence.num_splits(p)) return;
     if ((int)threadIdx.x < block.rows) {
         const Row row(p, block.task, block.r0 + threadIdx.x);
         sh.q_row[threadIdx.x] = row.offset(p.q_stride);

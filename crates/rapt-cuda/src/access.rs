@@ -3,7 +3,16 @@
 //! Of an address a spec keeps what it is a multiple of, 16 bytes at most: no more is asked here. Deliberately absent: what only TMA
 //! asks ([`tensor_map`](crate::tensor_map)).
 
-use rapt_core::TensorSpec;
+use rapt_core::{PagesSpec, TensorSpec};
+
+/// K or V, or what belongs to each of its keys, as it lies in memory: pages in place of batch entries, where there are some.
+pub(crate) fn as_it_lies(tensor: &TensorSpec<4>, pages: Option<&PagesSpec>) -> TensorSpec<4> {
+    let [_, heads, _, width] = tensor.shape;
+    match pages {
+        Some(pages) => TensorSpec { shape: [pages.num_pages, heads, pages.page_size, width], ..*tensor },
+        None => *tensor,
+    }
+}
 
 /// The tensor's strides as kernels take them: one along a single element is never taken.
 pub(crate) fn strides<const N: usize>(tensor: &TensorSpec<N>) -> [i64; N] {

@@ -9,6 +9,7 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock};
 use rapt_core::{Arch, Device, DeviceMemory, Error, Operands, Plan, Result as CoreResult, Spec};
 use rustc_hash::FxHashMap;
 
+use crate::append::NewKeys;
 use crate::artifacts::{Artifacts, Provenance, ShippedFacts};
 use crate::driver::{Cuda, Driver, Facts};
 use crate::error::{CudaError, Result};
@@ -167,6 +168,39 @@ impl Backend {
         operands.expect(plan.spec())?;
         // SAFETY: `expect` compared the spec that the operands were proven against with the plan's, whose launch plan this is; the
         // caller vouches for memory and stream.
-        unsafe { launch_plan.enqueue(self.driver(), operands, workspace, stream) }
+        unsafe { launch_plan.enqueue(self.driver(), operands, None, workspace, stream) }
+    }
+
+    /// As [`Backend::run`], for a plan whose sequences get new keys, which are written into the caches (k and v of `operands`) first.
+    ///
+    /// # Errors
+    /// As [`Backend::run`]; [`Error::NotAsPlanned`] for new keys of other sizes or another dtype than the caches have.
+    ///
+    /// # Safety
+    /// As [`Backend::run`]. The caches may be written too, name every address once, and share none with what is new.
+    pub unsafe fn append_and_run(
+        &self,
+        plan: &Plan,
+        operands: &mut Operands<'_>,
+        new: &NewKeys<'_>,
+        workspace: DeviceMemory,
+        stream: usize,
+    ) -> CoreResult<()> {
+        let launch_plan = plan.launch_plan::<CudaLaunch>()?;
+        operands.expect(plan.spec())?;
+        let (spec, tensors) = (plan.spec(), operands.tensors());
+        let added = spec.lengths.as_deref().map_or(0, |of| of.added);
+        for (tensor, new, cache) in [("k", Some(&new.k), &tensors.k), ("v", new.v.as_ref(), &tensors.v)] {
+            let Some(new) = new else { continue };
+            let is_planned = new.shape().len() == 4
+                && cache.shape().len() == 4
+                && new.shape()[..2] == [spec.batch(), added]
+                && new.shape()[2..] == cache.shape()[2..];
+            if !is_planned || new.dtype() != cache.dtype() || new.device() != spec.device {
+                return Err(Error::NotAsPlanned { tensor, what: "dtype, sizes or device of new keys" });
+            }
+        }
+        // SAFETY: as `run`; the sizes and dtypes of what is new were compared, the caller vouches for the caches.
+        unsafe { launch_plan.enqueue(self.driver(), operands, Some(new), workspace, stream) }
     }
 }

@@ -11,10 +11,11 @@ use rapt_core::{
     Spec, Work,
 };
 
+use crate::append::{AppendParams, NewKeys};
 use crate::artifacts::Provenance;
 use crate::driver::{Driver, Function, Grid};
 use crate::error::{CudaError, Result};
-use crate::params::{CodedParams, HopperParams, Params};
+use crate::params::{HopperParams, LaunchParams, Params};
 use crate::partition::Partition;
 use crate::tensor_map::{TensorMap, TmaTensor};
 use crate::variant::{Algorithm, KernelVariant, Loads};
@@ -92,12 +93,14 @@ pub(crate) struct Launches {
     pub(crate) main: Step,
     /// What puts the chunks of a row together, where no block sees all of them.
     pub(crate) combine: Option<Step>,
+    /// What writes new keys first, where sequences get some.
+    pub(crate) append: Option<Step>,
     pub(crate) partition: Partition,
     /// Without addresses.
     pub(crate) params: Params,
     pub(crate) hopper: Option<Box<Hopper>>,
-    /// Of variants that read codes.
-    pub(crate) coded: Option<Box<CodedParams>>,
+    /// Of variants that read codes, or lengths of sequences.
+    pub(crate) beside: Option<Box<LaunchParams>>,
     pub(crate) workspace_bytes: usize,
     pub(crate) why_generic: Option<WhyGeneric>,
 }
@@ -159,7 +162,7 @@ impl CudaLaunch {
         for step in self
             .launches
             .iter_mut()
-            .flat_map(|launches| [Some(&mut launches.main), launches.combine.as_mut()])
+            .flat_map(|launches| [Some(&mut launches.main), launches.combine.as_mut(), launches.append.as_mut()])
             .flatten()
         {
             step.loaded = Some(load(&step.variant)?);
@@ -174,16 +177,21 @@ impl CudaLaunch {
     /// [`Error::DeviceFailed`].
     ///
     /// # Safety
-    /// `operands` are those of the spec that this was planned for. Their memory and the workspace are as
+    /// `operands` are those of the spec that this was planned for; where there are `new` keys, they are as many as the spec adds, of the
+    /// caches' dtype and sizes, and the caches may be written. Their memory and the workspace are as
     /// [`Backend::run`](crate::Backend::run) says.
     pub(crate) unsafe fn enqueue(
         &self,
         driver: &dyn Driver,
         operands: &mut Operands<'_>,
+        new: Option<&NewKeys<'_>>,
         workspace: DeviceMemory,
         stream: usize,
     ) -> CoreResult<()> {
         let Some(launches) = &self.launches else { return Ok(()) };
+        if new.is_some() != launches.append.is_some() {
+            return Err(Error::NotAsPlanned { tensor: "k", what: "presence of new keys" });
+        }
         let device = operands.tensors().q.device();
         let on = |error: CudaError| error.on(device);
         if workspace.len_bytes < launches.workspace_bytes || !workspace.address.is_multiple_of(16) {
@@ -194,19 +202,26 @@ impl CudaLaunch {
             launches.combine.as_ref().map(|step| step.function(device).map(|function| (step, function))).transpose()?;
         let params = launches.params.at(operands, workspace.address);
         let hopper = launches.hopper.as_ref().map(|hopper| hopper.at(driver, &params)).transpose().map_err(on)?;
-        let coded = launches.coded.as_ref().map(|coded| coded.at(&params, operands));
-        let main_params = match (&hopper, &coded) {
-            (Some(hopper), _) => hopper.as_bytes(),
-            (None, Some(coded)) => coded.as_bytes(),
-            (None, None) => params.as_bytes(),
+        let beside = launches.beside.as_ref().map(|beside| beside.at(&params, operands));
+        let append = match (&launches.append, new, &beside) {
+            (Some(step), Some(new), Some(all)) => {
+                Some((step, step.function(device)?, AppendParams::new(all, new, operands)))
+            }
+            _ => None,
         };
+        let params_of =
+            |step: &Step| beside.as_ref().map_or(params.as_bytes(), |all| all.as_bytes(step.variant.params_bytes()));
+        let main_params = hopper.as_ref().map_or_else(|| params_of(&launches.main), HopperParams::as_bytes);
         // SAFETY: `CudaLaunch::loaded` gave each step the function of its own variant, and `select` made the parameters for that variant
         // from the spec that `Operands::check` proved the operands against: each address that a kernel reaches lies in its tensor's
         // extent. The comparison above proves the workspace as long as partial rows are; the caller vouches for how long memory lives.
         unsafe {
+            if let Some((step, function, params)) = &append {
+                driver.launch(function, step.grid(), stream, params.as_bytes()).map_err(on)?;
+            }
             driver.launch(main, launches.main.grid(), stream, main_params).map_err(on)?;
             if let Some((step, function)) = combine {
-                driver.launch(function, step.grid(), stream, params.as_bytes()).map_err(on)?;
+                driver.launch(function, step.grid(), stream, params_of(step)).map_err(on)?;
             }
         }
         Ok(())
@@ -292,7 +307,7 @@ impl LaunchPlan for CudaLaunch {
                 variant.loads.text()
             ),
             Algorithm::Mma => format!("many queries: both products on the tensor cores; {}", variant.loads.text()),
-            Algorithm::Generic | Algorithm::Combine => "it serves every request".to_owned(),
+            Algorithm::Generic | Algorithm::Combine | Algorithm::Append => "it serves every request".to_owned(),
         }
     }
 

@@ -14,10 +14,11 @@
 //! A module uses those before it in this order, and none after it (`modules.rs` of the tests compares):
 //!
 //! ```text
-//! error  access  codes  tensor_map  partition  params  driver  source  variant  artifacts  launch  select  backend  memory  prebuild
+//! error  access  codes  tensor_map  partition  params  append  driver  source  variant  artifacts  launch  select  backend  memory  prebuild
 //! ```
 
 mod access;
+mod append;
 mod artifacts;
 mod backend;
 mod codes;
@@ -33,6 +34,7 @@ mod source;
 mod tensor_map;
 mod variant;
 
+pub use append::NewKeys;
 pub use artifacts::{CompiledFacts, Provenance, ShippedFacts, prepend_library_folders, set_shipped_folder};
 pub use backend::{Backend, DeviceFacts};
 pub use codes::{CodeKind, Codes, TileCodes, TileScales};
@@ -41,7 +43,7 @@ pub use launch::CudaLaunch;
 pub use memory::{Mark, Memory};
 pub use prebuild::{Assortment, Built, Wrote, build_all, common_variants, ship};
 pub use select::{Caps, select, variants};
-pub use variant::{Algorithm, KernelVariant, Loads};
+pub use variant::{Algorithm, KernelVariant, Loads, Sequences};
 
 #[cfg(test)]
 mod recorded;

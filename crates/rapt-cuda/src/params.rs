@@ -2,11 +2,11 @@
 //!
 //! Made without addresses when a request is planned; a run fills these in. Deliberately absent: any choice.
 
-use rapt_core::{Codes, CodesSpec, DType, Finite, Operands, Spec, View};
+use rapt_core::{Codes, CodesSpec, DType, Finite, Granularity, Operands, PagesSpec, Spec, View};
 
-use crate::access::strides;
+use crate::access::{as_it_lies, strides};
 use crate::codes::CodeKind;
-use crate::partition::Partition;
+use crate::partition::{ChunkRule, Partition};
 use crate::tensor_map::TensorMap;
 
 /// What a number is divided by, as `divide` of common/params.cuh takes it: x / n = x * magic >> 32 + shift for x < 2^31.
@@ -134,8 +134,8 @@ impl Params {
         let (lo, hi) = range.shifts();
         Params {
             q_stride: strides(&spec.q),
-            k_stride: strides(&spec.k),
-            v_stride: strides(&spec.v),
+            k_stride: strides(&as_it_lies(&spec.k, spec.pages.as_deref())),
+            v_stride: strides(&as_it_lies(&spec.v, spec.pages.as_deref())),
             out_stride: strides(&spec.out),
             mask_stride: spec.mask.as_ref().map_or([0; 4], strides),
             lse_stride: spec.lse.as_ref().map_or([0; 3], strides),
@@ -220,14 +220,19 @@ struct CodesParams {
     kind: i32,
     chunk: i32,
     scale_dtype: i32,
+    /// Whether what belongs to a key lies in pages, as the key does.
+    in_pages: i32,
+    unused: i32,
 }
 
 impl CodesParams {
-    fn new(codes: Option<&CodesSpec>) -> Self {
+    fn new(codes: Option<&CodesSpec>, pages: Option<&PagesSpec>) -> Self {
         let Some(codes) = codes else { return CodesParams { chunk: 1, ..CodesParams::default() } };
+        let pages = pages.filter(|_| matches!(codes.granularity, Granularity::Token | Granularity::Block(_)));
         CodesParams {
-            descale_stride: strides(&codes.descale),
-            zero_point_stride: codes.zero_point.as_ref().map_or([0; 4], strides),
+            descale_stride: strides(&as_it_lies(&codes.descale, pages)),
+            zero_point_stride: codes.zero_point.as_ref().map_or([0; 4], |of| strides(&as_it_lies(of, pages))),
+            in_pages: i32::from(pages.is_some()),
             kind: CodeKind::of(codes.format) as i32,
             chunk: int(codes.chunk),
             scale_dtype: i32::from(codes.descale.dtype.code()),
@@ -246,40 +251,104 @@ impl CodesParams {
     }
 }
 
-/// `Params` of variants that read codes.
+/// Lengths and pages of sequences: `Ragged` of kernels/common/params.cuh.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+struct RaggedParams {
+    lengths: usize,
+    page_table: usize,
+    lengths_stride: i64,
+    page_table_stride: [i64; 2],
+    batch: i32,
+    added: i32,
+    num_pages: i32,
+    page_size: i32,
+    by_page_size: Divisor,
+    log2_chunk: [i32; 3],
+    long_from: [i32; 2],
+    /// Blocks to which items are dealt; 0 where each item has one.
+    blocks: i32,
+}
+
+impl RaggedParams {
+    /// Without addresses.
+    fn new(spec: &Spec, chunks: Option<ChunkRule>, blocks: usize) -> Self {
+        let (lengths, pages) = (spec.lengths.as_deref(), spec.pages.as_deref());
+        // Keys that are not split: one chunk, longer than all.
+        let ChunkRule { keys, long_from } = chunks.unwrap_or(ChunkRule { keys: [1 << 30; 3], long_from: [0; 2] });
+        RaggedParams {
+            lengths_stride: lengths.and_then(|of| of.lengths).map_or(0, |lengths| strides(&lengths)[0]),
+            page_table_stride: pages.map_or([0; 2], |pages| strides(&pages.table)),
+            batch: int(spec.batch()),
+            added: lengths.map_or(0, |of| int(of.added)),
+            num_pages: pages.map_or(0, |pages| int(pages.num_pages)),
+            page_size: pages.map_or(1, |pages| int(pages.page_size)),
+            by_page_size: Divisor::new(pages.map_or(1, |pages| pages.page_size)),
+            log2_chunk: keys.map(|keys| keys.ilog2() as i32),
+            long_from: long_from.map(int),
+            blocks: int(blocks),
+            ..RaggedParams::default()
+        }
+    }
+
+    fn at(self, operands: &Operands<'_>) -> Self {
+        let optional = |view: &Option<View<'_>>| view.as_ref().map_or(0, View::address);
+        let tensors = operands.tensors();
+        RaggedParams { lengths: optional(&tensors.lengths), page_table: optional(&tensors.page_table), ..self }
+    }
+}
+
+/// `Params` of variants that read codes, or lengths of sequences.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) struct CodedParams {
+pub(crate) struct LaunchParams {
     params: Params,
-    q: CodesParams,
-    k: CodesParams,
-    v: CodesParams,
+    codes: [CodesParams; 3],
+    ragged: RaggedParams,
 }
 
-impl CodedParams {
-    /// Without addresses.
-    pub(crate) fn new(spec: &Spec, params: &Params) -> Self {
-        let codes = spec.codes.as_deref();
-        let [q, k, v] = [codes.q, codes.k, codes.v].map(CodesParams::new);
-        CodedParams { params: *params, q, k, v }
+impl LaunchParams {
+    /// Without addresses. `blocks`: to which items are dealt, 0 where each has one.
+    pub(crate) fn new(spec: &Spec, params: &Params, chunks: Option<ChunkRule>, blocks: usize) -> Self {
+        let (codes, pages) = (spec.codes.as_deref(), spec.pages.as_deref());
+        let codes =
+            [CodesParams::new(codes.q, None), CodesParams::new(codes.k, pages), CodesParams::new(codes.v, pages)];
+        LaunchParams { params: *params, codes, ragged: RaggedParams::new(spec, chunks, blocks) }
     }
 
-    /// These parameters with `params`, which have addresses, and what belongs to the operands' codes.
+    /// These parameters with `params`, which have addresses, and what else the operands have.
     pub(crate) fn at(&self, params: &Params, operands: &Operands<'_>) -> Self {
-        let codes = operands.tensors().codes.as_deref();
-        CodedParams { params: *params, q: self.q.at(codes.q), k: self.k.at(codes.k), v: self.v.at(codes.v) }
+        let (codes, [q, k, v]) = (operands.tensors().codes.as_deref(), self.codes);
+        LaunchParams {
+            params: *params,
+            codes: [q.at(codes.q), k.at(codes.k), v.at(codes.v)],
+            ragged: self.ragged.at(operands),
+        }
     }
 
-    /// The bytes that a launch passes.
-    pub(crate) fn as_bytes(&self) -> &[u8] {
+    /// How many of its bytes a kernel takes that reads codes, and one that reads lengths.
+    pub(crate) const fn bytes_of(codes: bool, lengths: bool) -> usize {
+        match (codes, lengths) {
+            (_, true) => size_of::<LaunchParams>(),
+            (true, false) => std::mem::offset_of!(LaunchParams, ragged),
+            (false, false) => size_of::<Params>(),
+        }
+    }
+
+    /// The first `bytes` of them: what a launch passes.
+    pub(crate) fn as_bytes(&self, bytes: usize) -> &[u8] {
         // SAFETY: a repr(C) struct of integers and floats, borrowed with self; the assertion on its size below proves that there
         // is no padding.
-        unsafe { std::slice::from_raw_parts(std::ptr::from_ref(self).cast(), size_of::<CodedParams>()) }
+        let all =
+            unsafe { std::slice::from_raw_parts(std::ptr::from_ref(self).cast::<u8>(), size_of::<LaunchParams>()) };
+        &all[..bytes]
     }
 }
 
-const _: () =
-    assert!(size_of::<CodedParams>() == size_of::<Params>() + 3 * (2 * 8 + 8 * 8 + 4 * 4), "CodedParams has padding");
+const _: () = assert!(
+    size_of::<LaunchParams>() == size_of::<Params>() + 3 * (2 * 8 + 8 * 8 + 6 * 4) + (5 * 8 + 4 * 4 + 8 + 6 * 4),
+    "LaunchParams has padding"
+);
 
 /// How hopper.cu reads a mask: `MaskAccess` of hopper/mask_ring.cuh.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

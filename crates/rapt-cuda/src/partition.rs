@@ -32,3 +32,46 @@ pub(crate) struct Partition {
     /// Whether a row's chunks are left to combine.cu.
     pub(crate) is_combined: bool,
 }
+
+/// How long chunks of keys are: the longer, the more keys a sequence has. Each a power of two.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct ChunkRule {
+    /// Keys of a chunk of a short sequence, a long one, and a longer one.
+    pub(crate) keys: [usize; 3],
+    /// Keys from which on a sequence is long, and longer.
+    pub(crate) long_from: [usize; 2],
+}
+
+impl ChunkRule {
+    /// Chunks of `kv_len` keys, and keys of each.
+    pub(crate) fn chunks(&self, kv_len: usize) -> (usize, usize) {
+        let [long, longer] = self.long_from;
+        let chunk = self.keys[usize::from(kv_len >= long) + usize::from(kv_len >= longer)];
+        (kv_len.div_ceil(chunk).max(1), chunk)
+    }
+
+    /// Most chunks of `kv_len` keys or fewer.
+    pub(crate) fn most_chunks(&self, kv_len: usize) -> usize {
+        let lengths = self.long_from.iter().filter(|from| **from <= kv_len).map(|from| from - 1).chain([kv_len]);
+        lengths.map(|kv_len| self.chunks(kv_len).0).max().unwrap_or(1)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn no_shorter_sequence_has_more_chunks() {
+        for rule in [
+            ChunkRule { keys: [512, 1024, 2048], long_from: [16 * 1024, 64 * 1024] },
+            ChunkRule { keys: [512, 1024, 1024], long_from: [32 * 1024, 1 << 29] },
+        ] {
+            let mut most = 1;
+            for kv_len in 0..80_000 {
+                most = most.max(rule.chunks(kv_len).0);
+                assert_eq!(rule.most_chunks(kv_len), most, "{rule:?} {kv_len}");
+            }
+        }
+    }
+}

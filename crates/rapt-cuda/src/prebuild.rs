@@ -8,7 +8,7 @@ use std::sync::Mutex;
 
 use rapt_core::{
     Arch, Causal, CodesForm, DType, Device, Extent, Format, Granularity, Options, Qkv, Result as CoreResult, Shape,
-    Spec, View,
+    Spec, SpecBuilder, View,
 };
 use rustc_hash::FxHashSet;
 
@@ -18,7 +18,7 @@ use crate::artifacts::nvrtc::{CompiledFacts, compile};
 use crate::driver::{Compiler, Cubin, Nvrtc};
 use crate::error::{CudaError, Result};
 use crate::select::{Caps, variants};
-use crate::variant::KernelVariant;
+use crate::variant::{KernelVariant, Sequences};
 
 /// How much is compiled ahead.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -73,11 +73,13 @@ struct Request {
     softcap: Option<f64>,
     /// What k and v are codes of.
     codes: Option<(Format, Granularity)>,
+    /// Whether they are caches of sequences with lengths of their own.
+    sequences: Sequences,
 }
 
 impl Request {
     const fn new(dtype: DType, head_dim: usize, mask: Option<DType>) -> Self {
-        Request { dtype, dims: (head_dim, head_dim), mask, softcap: None, codes: None }
+        Request { dtype, dims: (head_dim, head_dim), mask, softcap: None, codes: None, sequences: Sequences::Even }
     }
 }
 
@@ -116,16 +118,24 @@ fn requests(assortment: Assortment, arch: Arch) -> Vec<Request> {
     requests.push(Request { dims: (192, 128), ..Request::new(DType::BF16, 192, None) });
     let capped = |head_dim| Request { softcap: Some(50.0), ..Request::new(DType::BF16, head_dim, None) };
     requests.extend([128, 256].map(capped));
-    // Caches of codes.
-    for codes in CACHES {
-        requests.extend(
-            [64, 128].map(|head_dim| Request { codes: Some(codes), ..Request::new(DType::BF16, head_dim, None) }),
-        );
+    // Caches of numbers and of codes.
+    for head_dim in [64, 128] {
+        let plain = Request::new(DType::BF16, head_dim, None);
+        let of_codes = CACHES.map(|codes| Request { codes: Some(codes), ..plain });
+        let paged = Request { sequences: Sequences::Paged, ..of_codes[0] };
+        requests.extend(of_codes);
+        requests.push(paged);
+        for sequences in [Sequences::Ragged, Sequences::Paged] {
+            requests.extend([DType::BF16, DType::F16].map(|dtype| Request { dtype, sequences, ..plain }));
+        }
     }
     requests
 }
 
-/// The spec of tensors that are never read: `[1, heads, len, head_dim]`, with a `[1, 1, q_len, kv_len]` mask.
+/// Keys of a page of the specs of this file.
+const PAGE: usize = 16;
+
+/// The spec of tensors that are never read: `[1, heads, len, head_dim]`, with a `[1, 1, q_len, kv_len]` mask, or a cache.
 fn spec(
     request: &Request,
     [heads, kv_heads]: [usize; 2],
@@ -142,17 +152,28 @@ fn spec(
     let (dtype, (head_dim, head_dim_v)) = (request.dtype, request.dims);
     let q = view("q", dtype, &[1, heads, q_len, head_dim])?;
     let mask = request.mask.map(|dtype| view("mask", dtype, &[1, 1, q_len, kv_len])).transpose()?;
+    let (blocks, rows) =
+        if request.sequences == Sequences::Paged { (kv_len.div_ceil(PAGE), PAGE) } else { (1, kv_len) };
+    let build = |mut builder: SpecBuilder| -> CoreResult<_> {
+        if request.sequences == Sequences::Paged {
+            builder.pages(&view("page_table", DType::I32, &[blocks])?, kv_len);
+        }
+        if request.sequences != Sequences::Even {
+            builder.lengths(Some(&view("cache_seqlens", DType::I32, &[1])?), 1);
+        }
+        builder.mask(mask.as_ref()).build()
+    };
     let Some((format, granularity)) = request.codes else {
-        let k = view("k", dtype, &[1, kv_heads, kv_len, head_dim])?;
-        let v = view("v", dtype, &[1, kv_heads, kv_len, head_dim_v])?;
-        return Spec::builder(&q, &k, &v, options).mask(mask.as_ref()).build();
+        let k = view("k", dtype, &[blocks, kv_heads, rows, head_dim])?;
+        let v = view("v", dtype, &[blocks, kv_heads, rows, head_dim_v])?;
+        return build(Spec::builder(&q, &k, &v, options));
     };
     let codes = |name, dim: usize| -> CoreResult<_> {
-        let shape = [1, kv_heads, kv_len, dim / format.codes_per_byte()];
+        let shape = [blocks, kv_heads, rows, dim / format.codes_per_byte()];
         let groups: &[usize] = match granularity {
             Granularity::Head => &[1, kv_heads],
-            Granularity::Block(size) => &[1, kv_heads, kv_len, dim / size],
-            _ => &[1, kv_heads, kv_len],
+            Granularity::Block(size) => &[blocks, kv_heads, rows, dim / size],
+            _ => &[blocks, kv_heads, rows],
         };
         let mut form = CodesForm::new(format, &view("descale", format.scale_dtype(), groups)?);
         form.has_global_scale = format.has_global_scale();
@@ -160,7 +181,9 @@ fn spec(
     };
     let ((k, of_k), (v, of_v)) = (codes("k", head_dim)?, codes("v", head_dim_v)?);
     let codes = Qkv { q: None, k: Some(of_k), v: Some(of_v) };
-    Spec::builder(&q, &k, &v, options).codes(codes).mask(mask.as_ref()).build()
+    let mut builder = Spec::builder(&q, &k, &v, options);
+    builder.codes(codes);
+    build(builder)
 }
 
 /// The kernels of an assortment on devices that run machine code of `arch`, each once.
@@ -174,9 +197,12 @@ pub fn common_variants(arch: Arch, assortment: Assortment) -> CoreResult<Vec<Ker
         let caps =
             Caps { arch: device, multiprocessors, shared_bytes: shared_kib * 1024, clock_hz: None, bandwidth: None };
         for request in &requests {
-            for lengths in LENGTHS {
+            let is_cache = request.sequences != Sequences::Even;
+            let lengths = LENGTHS.into_iter().filter(|[q_len, kv_len]| !is_cache || q_len < kv_len);
+            let causals = [None, Some(Causal::BottomRight), Some(Causal::TopLeft)];
+            for lengths in lengths {
                 for heads in [[8, 8], [8, 2]] {
-                    for causal in [None, Some(Causal::TopLeft), Some(Causal::BottomRight)] {
+                    for causal in causals.into_iter().take(if is_cache { 2 } else { 3 }) {
                         let options = Options { causal, softcap: request.softcap, ..Options::default() };
                         let spec = spec(request, heads, lengths, &options)?;
                         let found = variants(&spec, &caps)?.into_iter().map(|variant| bundled::of_family(&variant));

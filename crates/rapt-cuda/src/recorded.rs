@@ -16,7 +16,7 @@ use crate::backend::Backend;
 use crate::driver::{Compiler, Cubin, Driver, Facts, Function, Grid};
 use crate::error::{CudaError, Result};
 use crate::launch::CudaLaunch;
-use crate::params::{CodedParams, HopperParams, Params};
+use crate::params::{HopperParams, LaunchParams, Params};
 use crate::tensor_map::{TensorMap, TmaTensor, documented_refusal};
 use crate::variant::{Algorithm, KernelVariant, Loads};
 
@@ -249,12 +249,23 @@ struct Request {
     offsets: [usize; 5],
     /// Whether k and v are int8 codes with a descale `[1, 2, kv_len]` each.
     is_coded: bool,
+    /// Whether k and v are pages of 16 keys, of which a table and a length are given.
+    is_cache: bool,
     device: u32,
 }
 
 impl Request {
     const fn new(q_len: usize, kv_len: usize) -> Self {
-        Request { q_len, kv_len, head_dim: 64, mask: None, offsets: [0; 5], is_coded: false, device: 0 }
+        Request {
+            q_len,
+            kv_len,
+            head_dim: 64,
+            mask: None,
+            offsets: [0; 5],
+            is_coded: false,
+            is_cache: false,
+            device: 0,
+        }
     }
 
     /// With q, k and v so far from an aligned address.
@@ -263,7 +274,7 @@ impl Request {
     }
 
     fn with<T>(self, run: impl FnOnce(&Spec, Tensors<'_>) -> T) -> T {
-        let Request { q_len, kv_len, head_dim, mask, offsets, is_coded, device } = self;
+        let Request { q_len, kv_len, head_dim, mask, offsets, is_coded, is_cache, device } = self;
         let device = Device::Cuda(device);
         let read = |name, n: usize, dtype, shape: &[usize]| {
             let shape = Shape::new(shape).unwrap();
@@ -275,11 +286,14 @@ impl Request {
         };
         let of_keys = if is_coded { DType::I8 } else { DType::BF16 };
         let q = read("q", 1, DType::BF16, &[1, 2, q_len, head_dim]);
-        let k = read("k", 2, of_keys, &[1, 2, kv_len, head_dim]);
-        let v = read("v", 3, of_keys, &[1, 2, kv_len, head_dim]);
+        let [blocks, rows] = if is_cache { [1000, 16] } else { [1, kv_len] };
+        let k = read("k", 2, of_keys, &[blocks, 2, rows, head_dim]);
+        let v = read("v", 3, of_keys, &[blocks, 2, rows, head_dim]);
+        let page_table = is_cache.then(|| read("page_table", 10, DType::I32, &[1, kv_len.div_ceil(16)]));
+        let lengths = is_cache.then(|| read("cache_seqlens", 11, DType::I32, &[1]));
         let mask = mask.map(|dtype| read("mask", 5, dtype, &[1, 1, q_len, kv_len]));
         let codes = |name, n| {
-            let descale = read(name, n, DType::F32, &[1, 2, kv_len]);
+            let descale = read(name, n, DType::F32, &[blocks, 2, rows]);
             is_coded.then(|| Box::new(Codes::new(Format::Int8, descale)))
         };
         let codes = Qkv { q: None, k: codes("k_descale", 6), v: codes("v_descale", 7) };
@@ -290,8 +304,11 @@ impl Request {
         let out = out.unwrap();
         let options = Options::default();
         let mut builder = Spec::builder(&q, &k, &v, &options);
+        if let Some(table) = &page_table {
+            builder.pages(table, kv_len).lengths(lengths.as_ref(), 0);
+        }
         let spec = builder.codes(codes.as_deref()).mask(mask.as_ref()).out(&out).build().unwrap();
-        run(&spec, Tensors { mask, codes, ..Tensors::new(q, k, v, out) })
+        run(&spec, Tensors { mask, codes, page_table, lengths, ..Tensors::new(q, k, v, out) })
     }
 }
 
@@ -343,9 +360,9 @@ fn what_belongs_to_codes_is_passed_beside_the_rest() {
         let ran = recorded.run(request, 1 << 24).unwrap();
         assert_eq!(ran.len(), launches, "{ran:?}");
         let Call::Launch { params, .. } = &ran[0] else { panic!("{ran:?}") };
-        assert_eq!(params.len(), size_of::<CodedParams>());
+        assert_eq!(params.len(), LaunchParams::bytes_of(true, false));
         let word = |at: usize| usize::from_le_bytes(params[at..at + 8].try_into().unwrap());
-        let (first, each) = (size_of::<Params>(), (size_of::<CodedParams>() - size_of::<Params>()) / 3);
+        let (first, each) = (size_of::<Params>(), (LaunchParams::bytes_of(true, false) - size_of::<Params>()) / 3);
         let descales = [0, 1, 2].map(|operand| word(first + operand * each));
         assert_eq!(descales, [0, at(6, 0).addr(), at(7, 0).addr()]);
         // Of rows of descale, and what a code is: none of q, int8 of k and v.
@@ -399,6 +416,27 @@ fn check_that_run_enqueues_the_plan(recorded: &Recorded, request: Request) {
     let word = |n: usize| usize::from_le_bytes(params[from + 8 * n..][..8].try_into().unwrap());
     let mask = request.mask.map_or(0, |_| lies(5));
     assert_eq!([0, 1, 2, 3, 6, 8].map(word), [lies(1), lies(2), lies(3), mask, lies(4), at(9, 0).addr()]);
+}
+
+#[test]
+fn lengths_and_pages_are_passed_to_both_kernels_that_read_them() {
+    let recorded = Recorded::new(Parts::default(), |_| ());
+    for is_coded in [false, true] {
+        let request = Request { is_cache: true, is_coded, ..Request::new(1, 5000) };
+        let ran = recorded.run(request, 1 << 24).unwrap();
+        assert_eq!(ran.len(), 2, "{ran:?}");
+        for call in &ran {
+            let Call::Launch { params, grid, .. } = call else { panic!("{ran:?}") };
+            assert_eq!(params.len(), LaunchParams::bytes_of(true, true));
+            assert!(grid.overlaps);
+            let word = |at: usize| usize::from_le_bytes(params[at..at + 8].try_into().unwrap());
+            let first = LaunchParams::bytes_of(true, false);
+            assert_eq!([word(first), word(first + 8)], [at(11, 0).addr(), at(10, 0).addr()]);
+            // Of one sequence: strides of its batch are none. Then batch and new keys, pages and their size.
+            assert_eq!([word(first + 16), word(first + 24), word(first + 32)], [0, 0, 1]);
+            assert_eq!([word(first + 40), word(first + 48)], [1, 16 << 32 | 1000]);
+        }
+    }
 }
 
 #[test]

@@ -12,6 +12,7 @@ macro_rules! files {
 
 /// Every file of `kernels/` by its name there.
 pub(crate) const FILES: &[(&str, &str)] = files![
+    "append.cu",
     "combine.cu",
     "common/codes.cuh",
     "common/dtype.cuh",
@@ -21,6 +22,7 @@ pub(crate) const FILES: &[(&str, &str)] = files![
     "common/mask_bits.cuh",
     "common/math.cuh",
     "common/online_softmax.cuh",
+    "common/pages.cuh",
     "common/params.cuh",
     "common/ptx.cuh",
     "common/scores.cuh",
@@ -29,8 +31,10 @@ pub(crate) const FILES: &[(&str, &str)] = files![
     "common/types.cuh",
     "decode.cu",
     "decode/codes.cuh",
+    "decode/deal.cuh",
     "decode/hand_over.cuh",
     "decode/items.cuh",
+    "decode/pages.cuh",
     "decode_codes.cu",
     "generic.cu",
     "hopper.cu",

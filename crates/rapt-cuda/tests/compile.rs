@@ -6,7 +6,7 @@ mod common;
 
 use std::path::Path;
 
-use common::{caps, spec, spec_of_codes, spec_of_dims};
+use common::{caps, spec, spec_of_cache, spec_of_codes, spec_of_dims};
 use rapt_core::{Arch, Causal, DType, Format, Granularity, Options};
 use rapt_cuda::{CompiledFacts, CudaError, KernelVariant, build_all, variants};
 
@@ -88,6 +88,11 @@ fn every_kernel_compiles_and_the_hot_ones_do_not_spill() {
         let spec = spec_of_codes(dtype, [2, len, 1000, head_dim], format, granularity, &plain);
         all.extend(variants(&spec, &caps(arch)).unwrap());
     }
+    // What writes new keys, attends to pages, and puts the chunks of ragged sequences together.
+    hot.extend(
+        variants(&spec_of_cache(DType::BF16, [16, 32, 8, 1, 8192], [64, 16], None, &plain), &caps(Arch::Sm90a))
+            .unwrap(),
+    );
     all.extend(of(DType::F16, [2, 1, 100, 24], Some(DType::Bool), &plain));
     all.extend(of(DType::BF16, [2, 1, 100, 33], Some(DType::BF16), &plain));
     all.extend(of(DType::BF16, [2, 100, 100, 33], Some(DType::Bool), &plain));

@@ -2,12 +2,12 @@
 
 mod common;
 
-use common::{caps, spec, spec_of_codes, view};
+use common::{caps, spec, spec_of_cache, spec_of_codes, view};
 use rapt_core::{
     Arch, Causal, CodesForm, DType, Device, Error, Format, Granularity, Kernel, Options, PRounding, Plan, Qkv, Spec,
     View,
 };
-use rapt_cuda::{Algorithm, Codes, CudaLaunch, KernelVariant, Loads, select, variants};
+use rapt_cuda::{Algorithm, Codes, CudaLaunch, KernelVariant, Loads, Sequences, select, variants};
 
 fn launch_plan(plan: &Plan) -> &CudaLaunch {
     plan.launch_plan().unwrap()
@@ -357,4 +357,60 @@ fn strides_and_alignment_choose_the_loads_and_nothing_else() {
             assert_eq!(plan.num_splits(), aligned.num_splits());
         }
     }
+}
+
+#[test]
+fn a_cache_takes_the_kernel_of_its_sequences_alone() {
+    let plain = Options::default();
+    for arch in ARCHS {
+        for dtype in [DType::F64, DType::F32, DType::F16, DType::BF16] {
+            for (head_dim, page_size) in [(64, 0), (64, 16), (80, 1), (128, 7), (257, 256)] {
+                for q_len in [1, 5, 16] {
+                    let cached = spec_of_cache(dtype, [3, 8, 2, q_len, 9000], [head_dim, page_size], None, &plain);
+                    let plan = select(&cached, &caps(arch)).unwrap();
+                    let sequences = if page_size == 0 { Sequences::Ragged } else { Sequences::Paged };
+                    assert_eq!(variant(&plan).sequences, sequences);
+                    for kv_len in [1, 512, 9000] {
+                        let q = view("q", dtype, &[1, 8, q_len, head_dim]);
+                        let k = view("k", dtype, &[1, 2, kv_len, head_dim]);
+                        let alone = Spec::builder(&q, &k, &k, &plain).build().unwrap();
+                        let mut alone = variant(&select(&alone, &caps(arch)).unwrap());
+                        alone.sequences = sequences;
+                        assert_eq!(alone, variant(&plan), "{arch:?} {dtype} {head_dim} {kv_len}");
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn new_keys_come_first_and_the_chunks_of_cut_rows_last() {
+    let plain = Options::default();
+    for format in [None, Some(Format::Int8), Some(Format::E4m3fn)] {
+        let spec = spec_of_cache(DType::BF16, [16, 32, 8, 1, 8192], [128, 16], format, &plain);
+        let all = variants(&spec, &caps(Arch::Sm90a)).unwrap();
+        let of: Vec<_> = all.iter().map(|variant| (variant.algorithm, variant.sequences)).collect();
+        let main = if format.is_some() { Algorithm::DecodeCodes } else { Algorithm::Decode };
+        let expected =
+            [(main, Sequences::Paged), (Algorithm::Combine, Sequences::Ragged), (Algorithm::Append, Sequences::Paged)];
+        assert_eq!(of, expected);
+    }
+    let short = spec_of_cache(DType::BF16, [16, 32, 8, 1, 512], [128, 0], None, &plain);
+    let of = variants(&short, &caps(Arch::Sm90a)).unwrap();
+    assert_eq!(of.iter().map(|variant| variant.algorithm).collect::<Vec<_>>(), [Algorithm::Decode, Algorithm::Append]);
+}
+
+#[test]
+fn many_queries_of_a_cache_are_refused_by_name_where_their_kernel_reads_no_lengths() {
+    let of = |dtype, q_len| {
+        let spec = spec_of_cache(dtype, [3, 8, 8, q_len, 9000], [64, 16], None, &Options::default());
+        select(&spec, &caps(Arch::Sm90a))
+    };
+    for dtype in [DType::F32, DType::F16, DType::BF16] {
+        let error = of(dtype, 17).unwrap_err();
+        assert!(matches!(error, Error::Unsupported { .. }), "{error}");
+        assert!(error.to_string().contains("17 queries"), "{error}");
+    }
+    assert_eq!(variant(&of(DType::F64, 17).unwrap()).algorithm, Algorithm::Generic);
 }

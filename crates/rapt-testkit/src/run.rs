@@ -114,6 +114,7 @@ impl Buffers {
         };
         Tensors {
             page_table: None,
+            lengths: None,
             q: self.q.view("q", rank, layout),
             k: self.k.view("k", rank, layout),
             v: self.v.view("v", rank, layout),

@@ -203,7 +203,7 @@ impl Engine {
         }
     }
 
-    fn cuda(device: Device) -> Result<&'static rapt_cuda::Backend> {
+    pub(crate) fn cuda(device: Device) -> Result<&'static rapt_cuda::Backend> {
         rapt_cuda::Backend::get().map_err(|error| error.on(device))
     }
 

@@ -174,7 +174,9 @@ fn why(request: &Request, variant: &KernelVariant, work: Work) -> Vec<String> {
         Loads::ByElement => "K and V element by element",
     };
     let mut parts = match variant.algorithm {
-        Algorithm::Generic | Algorithm::Combine => return vec!["it serves every request".to_owned()],
+        Algorithm::Generic | Algorithm::Combine | Algorithm::Append => {
+            return vec!["it serves every request".to_owned()];
+        }
         Algorithm::Decode | Algorithm::DecodeCodes => vec![
             format!("{} queries share each head of K and V", request.q_heads / request.kv_heads * request.q_len),
             format!(" {} chunks of keys", request.kv_len.div_ceil(work.keys_per_item)),
@@ -207,7 +209,7 @@ fn judge_on_gpu(request: &Request, arch: Arch) -> Option<(Algorithm, Loads)> {
     let kernel = match variant.algorithm {
         Algorithm::Mma | Algorithm::Hopper | Algorithm::HopperF32 => "forward",
         Algorithm::Decode | Algorithm::DecodeCodes => "decode",
-        Algorithm::Generic | Algorithm::Combine => "generic",
+        Algorithm::Generic | Algorithm::Combine | Algorithm::Append => "generic",
     };
     assert_eq!(rows["kernel"], format!("{kernel} {} on {}", variant.storage, variant.arch.name()), "{request:?}");
     assert_eq!((variant.storage, variant.mask), (request.dtype, request.mask), "{request:?}");

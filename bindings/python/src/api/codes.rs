@@ -60,7 +60,7 @@ impl<'py> Opened<'py> {
     }
 }
 
-impl Opened<'_> {
+impl<'py> Opened<'py> {
     /// The format of its codes.
     pub(crate) fn format(&self) -> Format {
         self.scheme.format()
@@ -74,6 +74,11 @@ impl Opened<'_> {
     /// One more factor for the whole tensor.
     pub(crate) fn global_scale(&self) -> Option<f32> {
         self.global_scale
+    }
+
+    /// Its tensors.
+    pub(crate) fn tensors(&self) -> impl Iterator<Item = &Bound<'py, PyAny>> {
+        [Some(&self.codes), Some(&self.scale), self.zero_point.as_ref()].into_iter().flatten()
     }
 
     /// The last size of its numbers.

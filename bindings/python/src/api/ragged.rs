@@ -12,11 +12,11 @@ use rapt::{
 
 use crate::api::codes::Opened;
 use crate::api::{options, quant};
-use crate::engine::Home;
+use crate::engine::{Home, pass_folders};
 use crate::errors::hints;
 use crate::errors::{Failure, Wording, guard};
 use crate::kind::Kind;
-use crate::tensors::{self, Operand, Product, torch};
+use crate::tensors::{self, Enqueued, Operand, Product, StreamContext, torch};
 
 type Object<'a, 'py> = &'a Bound<'py, PyAny>;
 type Maybe<'a, 'py> = Option<&'a Bound<'py, PyAny>>;
@@ -62,6 +62,23 @@ pub(crate) struct Cached<'a, 'py> {
     pub(crate) cache_seqlens: Maybe<'a, 'py>,
     pub(crate) page_table: Maybe<'a, 'py>,
     pub(crate) common: Common<'a, 'py>,
+}
+
+impl<'a, 'py> Cached<'a, 'py> {
+    /// Every tensor of the call; of a cache that is a `rapt.Quantized`, those that it holds.
+    fn tensors<'o>(&self, opened: [Option<&'o Opened<'py>>; 2]) -> impl Iterator<Item = &'o Bound<'py, PyAny>>
+    where
+        'a: 'o,
+    {
+        let Cached { q, k, v, cache_seqlens, page_table, common } = self;
+        let part = |part: &CachePart<'a, 'py>, opened: Option<&Opened<'py>>| {
+            [opened.is_none().then_some(part.cache), part.new, part.descale, part.zero_point]
+        };
+        let parts = part(k, opened[0]).into_iter().chain(part(v, opened[1]));
+        let others = [Some(*q), *cache_seqlens, *page_table, common.sinks, common.alibi_slopes, common.out];
+        let is_tensor = |object: &Object<'_, '_>| !object.is_instance_of::<PyInt>();
+        parts.chain(others).flatten().filter(is_tensor).chain(opened.into_iter().flatten().flat_map(Opened::tensors))
+    }
 }
 
 impl Common<'_, '_> {
@@ -110,8 +127,8 @@ impl<'a, 'py> Reader<'a, 'py> {
         &self,
         name: &'static str,
         given: Maybe<'_, 'py>,
-        dtype: DType,
-        shape: Shape,
+        device: Device,
+        (dtype, shape): (DType, Shape),
     ) -> Result<(Option<Product<'py>>, Operand), Failure> {
         match given {
             Some(given) => {
@@ -119,7 +136,7 @@ impl<'a, 'py> Reader<'a, 'py> {
                 if out.writable { Ok((None, out)) } else { Err(rapt::Error::ReadOnly { tensor: name }.into()) }
             }
             None => {
-                let (product, out) = tensors::allocate(name, self.kind, self.q, Device::Cpu, dtype, shape)?;
+                let (product, out) = tensors::allocate(name, self.kind, self.q, device, dtype, shape)?;
                 Ok((Some(product), out))
             }
         }
@@ -146,8 +163,8 @@ impl<'py> Outputs<'py> {
         // What is computed in no dtype is refused by the engine, which looks at q first.
         let plain = if q.dtype.is_computed() { q.dtype } else { DType::F32 };
         let dtype = options.out_dtype.filter(|dtype| dtype.is_computed()).unwrap_or(plain);
-        let (product, out) = reader.output("out", common.out, dtype, out)?;
-        let lse = return_lse.then(|| reader.output("lse", None, plain.accumulation(), lse)).transpose()?;
+        let (product, out) = reader.output("out", common.out, q.device, (dtype, out))?;
+        let lse = return_lse.then(|| reader.output("lse", None, q.device, (plain.accumulation(), lse))).transpose()?;
         Ok(Outputs { out, product, lse })
     }
 
@@ -232,6 +249,13 @@ struct Part {
     new: Option<Operand>,
     descale: Option<Operand>,
     zero_point: Option<Operand>,
+}
+
+impl Part {
+    fn operands(self) -> impl Iterator<Item = Operand> {
+        let Part { cache, new, descale, zero_point } = self;
+        [Some(cache), new, descale, zero_point].into_iter().flatten()
+    }
 }
 
 /// What the tensors of a part are called.
@@ -327,12 +351,40 @@ impl Lengths {
         Ok(Some(Lengths::Tensor(reader.read("cache_seqlens", given)?)))
     }
 
+    fn operand(self) -> Option<Operand> {
+        match self {
+            Lengths::Tensor(operand) => Some(operand),
+            Lengths::Same(_) => None,
+        }
+    }
+
     fn view(&self) -> Result<View<'_>, Failure> {
         Ok(match self {
             Lengths::Tensor(operand) => operand.view()?,
             Lengths::Same(lengths) => View::contiguous("cache_seqlens", lengths, [lengths.len()].into())?,
         })
     }
+}
+
+/// Enqueues a call on the stream of `context`, with its memory for scratch.
+fn enqueue<'py>(
+    py: Python<'py>,
+    home: &Home,
+    device: u32,
+    context: &StreamContext<'py>,
+    (tensors, options): (KvCacheTensors<'_>, &Options),
+) -> Result<Enqueued, Failure> {
+    pass_folders(py)?;
+    let engine = home.engine()?;
+    // A kernel that is not kept yet is compiled here, for seconds.
+    let plan = py.detach(|| engine.plan_with_kvcache(&tensors, options))?;
+    let stream = context.stream(py, device)?;
+    let workspace = context.workspace(py, device, plan.workspace_bytes(), stream)?;
+    let queue = Queue::Cuda { device, stream };
+    // SAFETY: the tensors lie on this device (each was read there, and the plan compares devices), and the workspace is reused only by
+    // what this stream runs later. That the tensors' memory is not reused before, `StreamContext::hold` says, which the caller calls next.
+    unsafe { engine.attention_with_kvcache_async(&plan, tensors, workspace.memory, &queue) }?;
+    Ok(Enqueued { device, stream })
 }
 
 /// `rapt.attention_with_kvcache` on `home`.
@@ -390,6 +442,18 @@ pub(crate) fn with_kvcache<'py>(
             out,
             lse,
         };
+        if let Device::Cuda(device) = q_read.device {
+            let context = StreamContext::of(reader.kind, q)?;
+            let enqueued = enqueue(py, home, device, &context, (tensors, &options))?;
+            let on_device = !matches!(&lengths, Some(Lengths::Tensor(operand)) if operand.device == Device::Cpu);
+            let request = Cached { cache_seqlens: cache_seqlens.filter(|_| on_device), ..*request };
+            let parts = [of_k, of_v].into_iter().flat_map(Part::operands);
+            let others = [lengths.and_then(Lengths::operand), table, sinks, slopes].into_iter().flatten();
+            let exports = parts.chain(others).chain([q_read]).filter_map(|operand| operand._hold);
+            let tensors = request.tensors([opened_k.as_ref(), opened_v.as_ref()]);
+            context.hold(py, Some(enqueued), tensors, exports)?;
+            return outputs.finish(py, common.out);
+        }
         let done =
             on_threads(py, home, reader.kind, |engine, queue| engine.attention_with_kvcache(tensors, &options, queue))?;
         done.map_err(|error| match error {

@@ -1,10 +1,12 @@
 //! From the forms of a caller's tensors and its options to a [`Spec`].
 
-use super::pages::{Pages, codes_of_keys, keys, pages_spec};
+use super::pages::{Pages, codes_of_keys, keys, lengths_spec, pages_spec};
 use super::quantized::{CodesForm, CodesSpec, Qkv, numbers_of, part_names};
 use super::validate::{as_given, broadcast_mask, canonical, check_sizes, floats_within, is_float_within, per_head};
-use super::{Direction, Kv, MaskSpec, Numerics, Spec, TensorSpec};
-use crate::{COMPUTED, DType, Device, Error, Finite, Format, Options, Result, Shape, Strides, TensorForm};
+use super::{Direction, Kv, LengthsSpec, MaskSpec, Numerics, Spec, TensorSpec};
+use crate::{
+    COMPUTED, Causal, DType, Device, Error, Finite, Format, Options, Result, Shape, Strides, TensorForm, Window,
+};
 
 /// Gathers a [`Spec`]. Its methods change it in place, as it is too large to be handed on at each.
 #[derive(Clone, Debug)]
@@ -18,8 +20,10 @@ pub struct SpecBuilder {
     alibi_slopes: Option<TensorForm>,
     out: Option<TensorForm>,
     lse: Lse,
-    /// The page table, and the keys of the sequence.
+    /// The page table, and the keys of the longest sequence.
     pages: Option<(TensorForm, usize)>,
+    /// The lengths of sequences, and the keys that each has behind them.
+    lengths: Option<(Option<TensorForm>, usize)>,
     options: Options,
 }
 
@@ -34,8 +38,8 @@ impl SpecBuilder {
     #[inline]
     pub(super) fn new(q: TensorForm, k: TensorForm, v: TensorForm, options: Options) -> Self {
         let codes = Qkv::default();
-        let (mask, sinks, alibi_slopes, out, lse, pages) = (None, None, None, None, Lse::None, None);
-        SpecBuilder { q, k, v, codes, mask, sinks, alibi_slopes, out, lse, pages, options }
+        let (mask, sinks, alibi_slopes, out, lse) = (None, None, None, None, Lse::None);
+        SpecBuilder { q, k, v, codes, mask, sinks, alibi_slopes, out, lse, pages: None, lengths: None, options }
     }
 
     /// With codes of a quantized format as those of q, k and v that have some: their numbers are formed where they are loaded.
@@ -84,12 +88,20 @@ impl SpecBuilder {
         self
     }
 
-    /// With `kv_len` keys of one sequence in pages of a cache, which k and v are then, and their page table (int32, `[entries]`).
+    /// With `kv_len` keys in pages of a cache, which k and v are then, and their page table (int32, `[entries]`, or `[batch, entries]`
+    /// where sequences have [`lengths`](SpecBuilder::lengths)).
     ///
     /// In [`TensorLayout::Bshd`](crate::TensorLayout::Bshd) pages are `[num_pages, page_size, num_kv_heads, head_dim]`, else
-    /// `[num_pages, num_kv_heads, page_size, head_dim]`; key `j` is row `j % page_size` of page `page_table[j / page_size]`. q has a batch of 1.
+    /// `[num_pages, num_kv_heads, page_size, head_dim]`; key `j` is row `j % page_size` of page `page_table[j / page_size]`.
     pub fn pages(&mut self, page_table: impl Into<TensorForm>, kv_len: usize) -> &mut Self {
         self.pages = Some((page_table.into(), kv_len));
+        self
+    }
+
+    /// With sequences of lengths of their own, of which `kv_len` is the most: int32 `[batch]` where q lies, and `added` keys behind those.
+    /// The last query is at the last key of its sequence. Host memory serves no such request: there each sequence has a spec of its own.
+    pub fn lengths(&mut self, lengths: Option<impl Into<TensorForm>>, added: usize) -> &mut Self {
+        self.lengths = Some((lengths.map(Into::into), added));
         self
     }
 
@@ -101,9 +113,18 @@ impl SpecBuilder {
         let numerics = self.numerics()?;
         let ([q, k, v], of_keys) = self.inputs()?;
         let codes = self.codes_specs([&q, &k, &v], of_keys)?;
-        let kv_len = |(table, kv_len): &(TensorForm, usize)| pages_spec(*kv_len, of_keys, table).map(Box::new);
-        let pages = self.pages.as_ref().map(kv_len).transpose()?;
         let [batch, num_q_heads, q_len, head_dim] = q.shape;
+        let of_pages =
+            |(table, kv_len): &(TensorForm, usize)| pages_spec([batch, *kv_len], of_keys, table).map(Box::new);
+        let pages = self.pages.as_ref().map(of_pages).transpose()?;
+        let of_lengths = |(lengths, added): &(Option<TensorForm>, usize)| -> Result<_> {
+            let lengths = lengths.as_ref().map(|lengths| lengths_spec(batch, lengths)).transpose()?;
+            Ok(Box::new(LengthsSpec { lengths, added: *added }))
+        };
+        let lengths = self.lengths.as_ref().map(of_lengths).transpose()?;
+        if lengths.is_some() {
+            self.check_positions()?;
+        }
         let mask = self.mask_spec([batch, num_q_heads, q_len, k.shape[2]], numerics)?;
         let vector = |tensor, form: &Option<TensorForm>| {
             form.as_ref().map(|form| per_head(tensor, form, num_q_heads, numerics.accumulation)).transpose()
@@ -119,6 +140,7 @@ impl SpecBuilder {
             direction: Direction::Forward,
             kv: if pages.is_some() { Kv::Paged } else { Kv::Dense },
             pages,
+            lengths,
             numerics,
             device,
             q,
@@ -136,6 +158,18 @@ impl SpecBuilder {
             window: self.options.window,
             layout: self.options.layout,
         })
+    }
+
+    /// That the last query is at the last key of its sequence, where positions matter.
+    fn check_positions(&self) -> Result<()> {
+        let Options { causal, window, .. } = self.options;
+        let is_open = causal.is_none() && window == Window::default() && self.alibi_slopes.is_none();
+        if is_open || causal == Some(Causal::BottomRight) {
+            return Ok(());
+        }
+        let got = if causal.is_some() { "'top_left'" } else { "None" };
+        let allowed = "'bottom_right': the last query of a sequence is at its last key, wherever that is".to_owned();
+        Err(Error::Option { option: "causal", got: got.to_owned(), allowed })
     }
 
     /// Each of q, k and v with what is said of its codes.
@@ -182,14 +216,15 @@ impl SpecBuilder {
     /// q, k and v in canonical order, with the sizes of their numbers; beside them the pages of k and v.
     fn inputs(&self) -> Result<([TensorSpec<4>; 3], [Pages; 2])> {
         let SpecBuilder { q, k, v, options, .. } = self;
-        let kv_len = self.pages.as_ref().map(|(_, kv_len)| *kv_len);
         let [of_q, of_k, of_v] = self.operands();
         let q_spec = numbers_of(of_q.0, of_q.1, of_q.2, options.layout)?;
-        let (k_spec, k_pages) = keys(of_k.0, of_k.1, of_k.2, options.layout, kv_len)?;
-        let (v_spec, v_pages) = keys(of_v.0, of_v.1, of_v.2, options.layout, kv_len)?;
+        let batch = if self.lengths.is_some() { q_spec.shape[0] } else { 1 };
+        let in_pages = self.pages.as_ref().map(|(_, kv_len)| [batch, *kv_len]);
+        let (k_spec, k_pages) = keys(of_k.0, of_k.1, of_k.2, options.layout, in_pages)?;
+        let (v_spec, v_pages) = keys(of_v.0, of_v.1, of_v.2, options.layout, in_pages)?;
         let specs = [q_spec, k_spec, v_spec];
         for (tensor, form) in [("k", k), ("v", v)] {
-            if kv_len.is_none() && form.shape.len() != q.shape.len() {
+            if in_pages.is_none() && form.shape.len() != q.shape.len() {
                 return Err(Error::Rank {
                     tensor,
                     got: form.shape.len(),
@@ -256,6 +291,7 @@ impl SpecBuilder {
             ("out", out.as_ref()),
             ("lse", lse),
             ("page_table", self.pages.as_ref().map(|(table, _)| table)),
+            ("cache_seqlens", self.lengths.as_ref().and_then(|(lengths, _)| lengths.as_ref())),
         ];
         for (tensor, form) in others {
             if let Some(form) = form.filter(|form| form.device != q.device) {

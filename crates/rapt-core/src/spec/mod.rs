@@ -13,7 +13,7 @@ mod validate;
 use crate::{Alignment, BlockRange, Causal, DType, Device, Finite, Options, Shape, TensorForm, TensorLayout, Window};
 
 pub use builder::SpecBuilder;
-pub(crate) use pages::{codes_of_keys, keys};
+pub(crate) use pages::{codes_of_keys, keys, lengths_spec, page_table};
 pub use quantized::{Codes, CodesForm, CodesSpec, Qkv};
 pub(crate) use quantized::{numbers_of, part_names};
 pub(crate) use validate::{broadcast_mask, canonical};
@@ -69,8 +69,8 @@ pub struct PagesSpec {
     pub page_size: usize,
     /// Pages of the cache.
     pub num_pages: usize,
-    /// The page table: int32, `[entries]`, of which the first [`PagesSpec::used`] are read.
-    pub table: TensorSpec<1>,
+    /// The page table: int32, `[batch, entries]`, of which the first [`PagesSpec::used`] of a sequence are read.
+    pub table: TensorSpec<2>,
 }
 
 impl PagesSpec {
@@ -79,6 +79,15 @@ impl PagesSpec {
     pub fn used(&self, kv_len: usize) -> usize {
         kv_len.div_ceil(self.page_size.max(1))
     }
+}
+
+/// Sequences with lengths of their own, which the device reads; the host knows the most that there may be.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct LengthsSpec {
+    /// int32 `[batch]`; `None` where all are as long as they may be.
+    pub lengths: Option<TensorSpec<1>>,
+    /// Keys of each sequence behind those.
+    pub added: usize,
 }
 
 /// The dtypes that numbers pass through.
@@ -104,6 +113,8 @@ pub struct Spec {
     /// Where [`Kv::Paged`]: the pages. The first stride of k, of v and of those of their scales that have a row for each key is then that from
     /// page to page.
     pub pages: Option<Box<PagesSpec>>,
+    /// Where sequences have lengths of their own; `kv_len` is then the most.
+    pub lengths: Option<Box<LengthsSpec>>,
     /// The dtypes that numbers pass through.
     pub numerics: Numerics,
     /// Where every tensor lies.

@@ -2,11 +2,11 @@
 //!
 //! ```text
 //! k_cache, v_cache   bshd [num_pages, page_size, num_kv_heads, head_dim]    bhsd [num_pages, num_kv_heads, page_size, head_dim]
-//! page_table         [entries] of int32
+//! page_table         [batch, entries] of int32, or [entries] of one sequence
 //! key j              row j % page_size of page page_table[j / page_size]
 //! ```
-//! In canonical order k is `[1, num_kv_heads, kv_len, head_dim]`, with the strides of a page, and the stride from page to page in place of
-//! that of the batch. Scales that have a row for each key lie in pages as the keys do; those of a tensor, a head or a channel are as of
+//! In canonical order k is `[batch, num_kv_heads, kv_len, head_dim]`, with the strides of a page, and the stride from page to page in place
+//! of that of the batch. Scales that have a row for each key lie in pages as the keys do; those of a tensor, a head or a channel are as of
 //! one sequence. Entries of the table beyond those that `kv_len` takes are not read.
 
 use super::quantized::{CodesForm, CodesSpec, numbers_of};
@@ -16,7 +16,7 @@ use crate::{DType, Error, Granularity, Result, TensorForm, TensorLayout};
 const PAGES: &str = "pages of a cache are [num_pages, page_size, num_kv_heads, head_dim], in layout bhsd \
                      [num_pages, num_kv_heads, page_size, head_dim]";
 
-/// k or v: a strided tensor, or `kv_len` keys in pages. Beside it what the pages are.
+/// k or v: a strided tensor, or in pages, `[batch, kv_len]` of them. Beside it what the pages are.
 ///
 /// # Errors
 /// As [`numbers_of`]; [`Error::Rank`] for pages of another rank.
@@ -25,15 +25,15 @@ pub(crate) fn keys(
     form: &TensorForm,
     codes: Option<&CodesForm>,
     layout: TensorLayout,
-    kv_len: Option<usize>,
+    in_pages: Option<[usize; 2]>,
 ) -> Result<(TensorSpec<4>, Pages)> {
-    if kv_len.is_some() && form.shape.len() != 4 {
+    if in_pages.is_some() && form.shape.len() != 4 {
         return Err(Error::Rank { tensor, got: form.shape.len(), shape: form.shape, allowed: PAGES });
     }
     let mut spec = numbers_of(tensor, form, codes, layout)?;
     let [num_pages, _, page_size, _] = spec.shape;
-    if let Some(kv_len) = kv_len {
-        (spec.shape[0], spec.shape[2]) = (1, kv_len);
+    if let Some([batch, kv_len]) = in_pages {
+        (spec.shape[0], spec.shape[2]) = (batch, kv_len);
     }
     Ok((spec, Pages { num_pages, page_size }))
 }
@@ -56,12 +56,12 @@ pub(crate) fn codes_of_keys(
     pages: Pages,
     layout: TensorLayout,
 ) -> Result<CodesSpec> {
-    let [_, heads, kv_len, dim] = numbers.shape;
+    let [batch, heads, kv_len, dim] = numbers.shape;
     let in_pages = CodesSpec::new(tensor, form, [pages.num_pages, heads, pages.page_size, dim], 4, layout);
     match in_pages {
         Ok(mut codes) if matches!(codes.granularity, Granularity::Token | Granularity::Block(_)) => {
             for part in [Some(&mut codes.descale), codes.zero_point.as_mut()].into_iter().flatten() {
-                (part.shape[0], part.shape[2]) = (1, kv_len);
+                (part.shape[0], part.shape[2]) = (batch, kv_len);
             }
             Ok(codes)
         }
@@ -74,7 +74,7 @@ pub(crate) fn codes_of_keys(
 /// # Errors
 /// [`Error::SizeMismatch`] for pages that differ or hold nothing; [`Error::UnsupportedDtype`], [`Error::Rank`] and
 /// [`Error::PageTableShort`] for the table.
-pub(super) fn pages_spec(kv_len: usize, [k, v]: [Pages; 2], table: &TensorForm) -> Result<PagesSpec> {
+pub(super) fn pages_spec([batch, kv_len]: [usize; 2], [k, v]: [Pages; 2], table: &TensorForm) -> Result<PagesSpec> {
     let differs = |size, got, expected| Err(Error::SizeMismatch { tensor: "v", size, got, other: "k", expected });
     if v.num_pages != k.num_pages {
         return differs("num_pages", v.num_pages, k.num_pages);
@@ -85,13 +85,50 @@ pub(super) fn pages_spec(kv_len: usize, [k, v]: [Pages; 2], table: &TensorForm) 
     if table.dtype != DType::I32 {
         return Err(Error::UnsupportedDtype { tensor: "page_table", got: table.dtype, allowed: vec![DType::I32] });
     }
-    let rank = |allowed| Error::Rank { tensor: "page_table", got: table.shape.len(), shape: table.shape, allowed };
-    let of_table = (table.shape.len() == 1).then(|| TensorSpec::of(table)).flatten();
-    let table = of_table.ok_or_else(|| rank("a sequence has one dimension of entries"))?;
+    let table = page_table(table)?;
+    if table.shape[0] != batch {
+        let (tensor, size, got) = ("page_table", "batch", table.shape[0]);
+        return Err(Error::SizeMismatch { tensor, size, got, other: "q", expected: batch });
+    }
     let spec = PagesSpec { page_size: k.page_size, num_pages: k.num_pages, table };
-    let (entries, needed) = (table.shape[0], if k.page_size == 0 { usize::MAX } else { spec.used(kv_len) });
+    let (entries, needed) = (table.shape[1], if k.page_size == 0 { usize::MAX } else { spec.used(kv_len) });
     if kv_len > 0 && entries < needed {
         return Err(Error::PageTableShort { entries, kv_len, page_size: k.page_size });
+    }
+    Ok(spec)
+}
+
+/// A page table as `[batch, entries]`.
+///
+/// # Errors
+/// [`Error::Rank`].
+pub(crate) fn page_table(form: &TensorForm) -> Result<TensorSpec<2>> {
+    let allowed = "a page table is [batch, entries], or [entries] of one sequence";
+    let rank = || Error::Rank { tensor: "page_table", got: form.shape.len(), shape: form.shape, allowed };
+    match form.shape.len() {
+        1 => {
+            let TensorSpec { dtype, shape: [entries], strides: [step], alignment } =
+                TensorSpec::<1>::of(form).ok_or_else(rank)?;
+            Ok(TensorSpec { dtype, shape: [1, entries], strides: [0, step], alignment })
+        }
+        _ => TensorSpec::of(form).ok_or_else(rank),
+    }
+}
+
+/// The lengths of sequences as int32 `[batch]`.
+///
+/// # Errors
+/// [`Error::UnsupportedDtype`], [`Error::Rank`], [`Error::SizeMismatch`].
+pub(crate) fn lengths_spec(batch: usize, form: &TensorForm) -> Result<TensorSpec<1>> {
+    let tensor = "cache_seqlens";
+    if form.dtype != DType::I32 {
+        return Err(Error::UnsupportedDtype { tensor, got: form.dtype, allowed: vec![DType::I32] });
+    }
+    let allowed = "one number for each sequence is asked";
+    let rank = || Error::Rank { tensor, got: form.shape.len(), shape: form.shape, allowed };
+    let spec = TensorSpec::<1>::of(form).ok_or_else(rank)?;
+    if spec.shape[0] != batch {
+        return Err(Error::SizeMismatch { tensor, size: "sequences", got: spec.shape[0], other: "q", expected: batch });
     }
     Ok(spec)
 }

@@ -177,10 +177,15 @@ impl Spec {
             .all(|vector| vector.shape == [num_q_heads] && is_float_within(vector.dtype, accumulation));
         let pages = self.pages.is_some() == (self.kv == Kv::Paged)
             && self.pages.as_deref().is_none_or(|pages| {
-                batch == 1
+                (batch == 1 || self.lengths.is_some())
+                    && pages.table.shape[0] == batch
                     && pages.table.dtype == DType::I32
-                    && (kv_len == 0 || pages.page_size > 0 && pages.used(kv_len) <= pages.table.shape[0])
+                    && (kv_len == 0 || pages.page_size > 0 && pages.used(kv_len) <= pages.table.shape[1])
             });
-        codes && dtypes && groups && sizes && lse && mask && vectors && pages
+        let lengths = self.lengths.as_deref().is_none_or(|of| {
+            of.added <= kv_len
+                && of.lengths.is_none_or(|lengths| lengths.dtype == DType::I32 && lengths.shape == [batch])
+        });
+        codes && dtypes && groups && sizes && lse && mask && vectors && pages && lengths
     }
 }

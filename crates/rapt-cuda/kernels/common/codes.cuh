@@ -25,6 +25,7 @@ struct Codes {
     i64 descale_stride[4], zero_point_stride[4];
     float global_scale;
     int kind, chunk, scale_dtype;
+    int in_pages, unused;  // in_pages: what belongs to a key lies in pages, as the key does
 };
 
 // Whether codes of a kind lie two a byte.
@@ -66,10 +67,12 @@ __device__ inline float load_scale(const u8* base, int dtype, i64 at) {
 // Where one row of an operand and what belongs to its codes begin, in elements.
 struct CodedRow {
     i64 row, descale, zero_point;
-    __device__ CodedRow(const i64 (&stride)[4], const Codes& codes, int batch, int head, int j) {
-        row = batch * stride[0] + head * stride[1] + j * stride[2];
-        descale = batch * codes.descale_stride[0] + head * codes.descale_stride[1] + j * codes.descale_stride[2];
-        zero_point = batch * codes.zero_point_stride[0] + head * codes.zero_point_stride[1] + j * codes.zero_point_stride[2];
+    // Row `row_of_block` of page or sequence `block`, which is of sequence `batch`.
+    __device__ CodedRow(const i64 (&stride)[4], const Codes& codes, int batch, int head, int block, int row_of_block) {
+        row = block * stride[0] + head * stride[1] + row_of_block * stride[2];
+        const int of = codes.in_pages ? block : batch;
+        descale = of * codes.descale_stride[0] + head * codes.descale_stride[1] + row_of_block * codes.descale_stride[2];
+        zero_point = of * codes.zero_point_stride[0] + head * codes.zero_point_stride[1] + row_of_block * codes.zero_point_stride[2];
     }
     // Element d.
     __device__ Acc number(const void* base, i64 step, const Codes& codes, int d) const {

@@ -40,6 +40,9 @@ struct RowEnd {
     __device__ RowEnd(const Params& p, const Row& row, Acc m, Acc l) {
         if (l == 0) {
             factor = 0, top = negative_infinity(), total = 1;
+#if RAGGED
+            if (Sequence(p, row.batch).is_bad) factor = top = not_a_number();
+#endif
         } else if (p.sinks == nullptr) {
             factor = 1 / l, top = m, total = l;
         } else {
@@ -49,8 +52,8 @@ struct RowEnd {
             total = fused(l, weight, exponential(sink - top)), factor = weight / total;
         }
     }
-    // A column of out: 0 where every key was masked, whatever the sum is.
-    __device__ Acc normalise(Acc l, Acc sum) const { return l == 0 ? (Acc)0 : sum * factor; }
+    // A column of out: 0 (or NaN) where every key was masked, whatever the sum is.
+    __device__ Acc normalise(Acc l, Acc sum) const { return l == 0 ? factor : sum * factor; }
     __device__ Acc lse() const { return top + logarithm(total); }
 };
 

@@ -18,7 +18,18 @@ struct Divisor {
 };
 __device__ inline u32 divide(u32 x, const Divisor& by) { return by.magic == 0 ? x : __umulhi(x, by.magic) >> by.shift; }
 
-// Byte for byte Params of params.rs, or CodedParams for variants that read codes; the host passes its own size.
+// Sequences with lengths of their own, and the pages that their keys lie in: RaggedParams of params.rs.
+struct Ragged {
+    const int *lengths, *page_table;  // lengths null: every sequence has p.kv_len keys
+    i64 lengths_stride, page_table_stride[2];
+    int batch, added;                 // keys of a sequence behind those that its length says
+    int num_pages, page_size;
+    Divisor by_page_size;
+    int log2_chunk[3], long_from[2];  // keys of a chunk: of the first where there are fewer keys than long_from[0], and so on
+    int blocks;                       // that the items of decode.cu are dealt to
+};
+
+// Byte for byte as much of LaunchParams of params.rs as a variant reads; the host passes the same size.
 struct Params {
     const void *q, *k, *v, *mask, *sinks, *alibi;
     void *out, *lse, *partials;
@@ -34,20 +45,52 @@ struct Params {
     int items;       // of decode.cu: chunks of all rows
     int is_cut;      // decode.cu: blocks take chunks, not whole rows
     Divisor by_q_len, by_row_blocks, by_num_splits, by_group, by_tasks;  // tasks of one batch
-#if CODES
+#if CODES || RAGGED
     Codes q_codes, k_codes, v_codes;
+#endif
+#if RAGGED
+    Ragged ragged;
 #endif
 };
 static_assert(sizeof(Params) == PARAMS_BYTES, "params.rs and common/params.cuh disagree on Params");
 
+// What a batch entry attends to: p.kv_len keys in chunks that the host chose; where RAGGED, as many as it has, in chunks that follow from
+// them. A length that the cache does not hold counts as none, and makes the rows NaN.
+struct Sequence {
+#if RAGGED
+    int keys, log2_chunk;
+    bool is_bad;
+    __device__ Sequence() : keys(0), log2_chunk(0), is_bad(false) {}
+    __device__ Sequence(const Params& p, int batch) {
+        keys = p.kv_len;
+        if (p.ragged.lengths != nullptr) keys = p.ragged.lengths[batch * p.ragged.lengths_stride] + p.ragged.added;
+        is_bad = (u32)keys > (u32)p.kv_len || keys < p.ragged.added;
+        if (is_bad) keys = 0;
+        log2_chunk = p.ragged.log2_chunk[keys < p.ragged.long_from[0] ? 0 : keys < p.ragged.long_from[1] ? 1 : 2];
+    }
+    __device__ int kv_len(const Params&) const { return keys; }
+    __device__ int num_splits(const Params&) const { return max(1, (keys + (1 << log2_chunk) - 1) >> log2_chunk); }
+    __device__ int chunk(const Params&) const { return 1 << log2_chunk; }
+    // By how much the diagonal, which is at the last key, lies before that of p.kv_len keys.
+    __device__ int lag(const Params& p) const { return p.kv_len - keys; }
+#else
+    __device__ Sequence(const Params&, int) {}
+    __device__ int kv_len(const Params& p) const { return p.kv_len; }
+    __device__ int num_splits(const Params& p) const { return p.num_splits; }
+    __device__ int chunk(const Params& p) const { return p.chunk; }
+    __device__ int lag(const Params&) const { return 0; }
+#endif
+};
+
 // Where a task begins.
 struct Task {
     int batch, head;
-    __device__ Task(int batch, int head) : batch(batch), head(head) {}
-    __device__ Task(const Params& p, int task) {
-        batch = divide(task, p.by_tasks);
-        head = task * p.task_heads - batch * p.heads;
-    }
+    Sequence sequence;
+    __device__ Task(int batch, int head, const Sequence& sequence) : batch(batch), head(head), sequence(sequence) {}
+    __device__ Task(const Params& p, int task) : Task(p, task, divide(task, p.by_tasks)) {}
+
+  private:
+    __device__ Task(const Params& p, int task, int batch) : Task(batch, task * p.task_heads - batch * p.heads, Sequence(p, batch)) {}
 };
 
 // One query of one head.
@@ -66,7 +109,9 @@ struct Row {
 __device__ inline int kv_head(const Params& p, const Task& task) { return divide(task.head, p.by_group); }
 
 __device__ inline int clamp(int x, int lo, int hi) { return min(max(x, lo), hi); }
-// The keys lo..hi that query i sees.
+// The keys lo..hi that query i sees, of those of a sequence and of p.kv_len.
+__device__ inline int keys_lo(const Params& p, const Sequence& of, int i) { return clamp(i + p.lo_shift - of.lag(p), 0, of.kv_len(p)); }
+__device__ inline int keys_hi(const Params& p, const Sequence& of, int i) { return clamp(i + p.hi_shift - of.lag(p), 0, of.kv_len(p)); }
 __device__ inline int keys_lo(const Params& p, int i) { return clamp(i + p.lo_shift, 0, p.kv_len); }
 __device__ inline int keys_hi(const Params& p, int i) { return clamp(i + p.hi_shift, 0, p.kv_len); }
 
@@ -78,8 +123,9 @@ struct Seen {
         // Rows of several heads: any query may be among them.
         int i0 = first.head == last.head ? first.i : 0;
         int i1 = first.head == last.head ? last.i : p.q_len - 1;
-        lo = keys_lo(p, i0), hi = keys_hi(p, i1);
-        all_lo = keys_lo(p, i1), all_hi = keys_hi(p, i0);
+        const Sequence& of = task.sequence;
+        lo = keys_lo(p, of, i0), hi = keys_hi(p, of, i1);
+        all_lo = keys_lo(p, of, i1), all_hi = keys_hi(p, of, i0);
     }
 };
 

@@ -37,8 +37,9 @@ __device__ inline void apply_scores(
             const int i = row.i;
             // Counted from the thread's first key, so that what an element is compared with is a constant.
             const int first = n0 + lane_column(threadIdx.x);
-            const int lo = positions ? keys_lo(p, i) - first : 0;
-            const int hi = positions ? min(keys_hi(p, i), end) - first : NT * 8;
+            const Sequence& of = queries.task.sequence;
+            const int lo = positions ? keys_lo(p, of, i) - first : 0;
+            const int hi = positions ? min(keys_hi(p, of, i), end) - first : NT * 8;
 #pragma unroll
             for (int nt = 0; nt < NT; nt++) {
                 const int j0 = first + nt * 8;
@@ -49,7 +50,7 @@ __device__ inline void apply_scores(
                 for (int e = 0; e < 2; e++) {
                     float& x = s[mt][nt][h * 2 + e];
                     if (NATURAL) {
-                        x = natural_score(p, x, scale, cap, inverse_cap, slope, i + p.diagonal - j0 - e);
+                        x = natural_score(p, x, scale, cap, inverse_cap, slope, i + p.diagonal - of.lag(p) - j0 - e);
                         if (MASK == ADDITIVE_MASK) x += bias[e];
                     }
                     if (masked[e]) x = negative_infinity();

@@ -25,3 +25,10 @@ typedef long long i64;
 #ifndef CODES
 #define CODES 0
 #endif
+// Whether sequences have lengths of their own, and whether their keys lie in pages.
+#ifndef RAGGED
+#define RAGGED 0
+#endif
+#ifndef PAGED
+#define PAGED 0
+#endif

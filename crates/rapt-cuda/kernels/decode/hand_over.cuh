@@ -45,7 +45,7 @@ __device__ inline void hand_over(
 // The last warp's part of the same items. Lane WARPS*g + w weighs what warp w left of row g; then a lane takes columns,
 // four at a time.
 template <bool CAREFUL>
-__device__ inline void gather(const Params& p, HandOver& over, Item item, u32 count, u32& handed) {
+__device__ inline void gather(const Params& p, HandOver& over, const Run& run, Item item, u32 count, u32& handed) {
     // Groups of four columns in a row, and rounds of 32 groups in a part.
     constexpr int GROUPS = DV / 4, ROUNDS = (PART * GROUPS + 31) / 32;
     const int lane = threadIdx.x % 32, w = lane % WARPS, g = lane / WARPS;
@@ -53,7 +53,8 @@ __device__ inline void gather(const Params& p, HandOver& over, Item item, u32 co
     griddepcontrol_wait();
     for (u32 done = 0; done < count; done++, item.step(p)) {
         const int r0 = item.r0(), rows = min(16, p.rows - r0);
-        const bool is_first = item.split == 0, is_last = !p.is_cut && item.split + 1 == p.num_splits;
+        const bool is_cut = run.cuts(p, item);
+        const bool is_first = item.split == 0, is_last = !is_cut && item.split + 1 == item.sequence.num_splits(p);
         bool is_odd = false;
 #pragma unroll 1
         for (int part = 0; part * PART < rows; part++) {
@@ -66,7 +67,7 @@ __device__ inline void gather(const Params& p, HandOver& over, Item item, u32 co
             const bool speaks = g < here && w == 0;
             Fold fold;
             float factor = 0;
-            if (p.is_cut) {
+            if (is_cut) {
                 float* to = partial(p, item.task_index(p), r0 + first + g, item.split) + p.head_dim_v;
                 if (speaks) to[0] = m, to[1] = l;
             } else {
@@ -108,7 +109,7 @@ __device__ inline void gather(const Params& p, HandOver& over, Item item, u32 co
                 const float row_factor = __shfl_sync(~0u, factor, r * WARPS);
                 const bool is_empty = __shfl_sync(~0u, l, r * WARPS) == 0;
                 if (at >= here * GROUPS) continue;
-                if (p.is_cut) {
+                if (is_cut) {
                     float* to = partial(p, item.task_index(p), r0 + first + r, item.split) + column;
                     if (p.head_dim_v % 4 == 0 && column < p.head_dim_v) {
                         *(float2*)to = {sum[0], sum[1]}, *(float2*)(to + 2) = {sum[2], sum[3]};
@@ -127,7 +128,7 @@ __device__ inline void gather(const Params& p, HandOver& over, Item item, u32 co
                 acc = *(const float4*)sum;
                 if (!is_last) continue;
 #pragma unroll
-                for (int e = 0; e < 4; e++) sum[e] = is_empty ? 0.f : sum[e] * row_factor;
+                for (int e = 0; e < 4; e++) sum[e] = is_empty ? row_factor : sum[e] * row_factor;
                 const i64 to = Row(p, item.task(p), r0 + first + r).offset(p.out_stride) + column * p.out_stride[3];
                 if (p.out_vector) {
                     if (column < p.head_dim_v) *(uint2*)((Elem*)p.out + to) = {pack(sum[0], sum[1]), pack(sum[2], sum[3])};
@@ -145,8 +146,8 @@ __device__ inline void gather(const Params& p, HandOver& over, Item item, u32 co
     if (lane == 0) over.odd_from = odd_from, over.odd_to = odd_to;
 }
 
-__device__ __noinline__ void gather_carefully(const Params& p, HandOver& over, Item item, u32 count, u32 handed) {
-    gather<true>(p, over, item, count, handed);
+__device__ __noinline__ void gather_carefully(const Params& p, HandOver& over, const Run& run, Item item, u32 count, u32 handed) {
+    gather<true>(p, over, run, item, count, handed);
 }
 
 // The block's run of items, and once more those within which a sum is not finite. `attend` is the part of the warps that read.
@@ -155,23 +156,37 @@ __device__ inline void run_block(const Params& p, HandOver& over, Attend attend,
     griddepcontrol_launch_dependents();
     if (threadIdx.x == WARPS * 32) mbarrier_init(over.full, WARPS * 32), mbarrier_init(over.empty, 32);
     // Runs of whole rows, or of chunks wherever they cut a row; the first runs take what is left over.
+#if RAGGED
+    // Lengths may be what the launch before this one writes.
+    griddepcontrol_wait();
+    const Deal deal(p);
+    const u32 begin = deal.first(blockIdx.x), units = deal.first(blockIdx.x + 1) - begin;
+    if (units == 0) return;
+    Run run{Item(p, deal, begin), begin, units};
+    if (deal.whole_rows) run.first = 0, run.count = run.item.sequence.num_splits(p);
+#else
     const u32 unit = p.is_cut ? 1 : p.num_splits;
     const u32 units = p.is_cut ? p.items : divide(p.items, p.by_num_splits);
     const u32 each = units / gridDim.x, rest = units - each * gridDim.x;
     const u32 first = (each * blockIdx.x + min(blockIdx.x, rest)) * unit;
-    const u32 count = (each + (blockIdx.x < rest ? 1 : 0)) * unit;
-    Item item(p, first);
+    const Run run{Item(p, first), first, (each + (blockIdx.x < rest ? 1 : 0)) * unit};
+#endif
     const bool is_reader = threadIdx.x < WARPS * 32;
     u32 handed = 0;
     __syncthreads();
-    if (is_reader) attend(item, count, handed);
-    else gather<false>(p, over, item, count, handed);
+    if (is_reader) attend(run.item, run.count, handed);
+    else gather<false>(p, over, run, run.item, run.count, handed);
     __syncthreads();
     if (over.odd_from >= over.odd_to) return;
     // The rows, or chunks, from the first such to the last, once more.
-    const u32 from = over.odd_from / unit * unit, to = (over.odd_to + unit - 1) / unit * unit;
-    for (u32 n = 0; n < from; n++) item.step(p);
+    Item item = run.item, again = run.item;
+    u32 from = 0, to = 0;
+    for (u32 n = 0; n < over.odd_to; n++, item.step(p)) {
+        const bool is_alone = run.cuts(p, item);
+        if (n <= over.odd_from && (is_alone || item.split == 0)) from = n, again = item;
+        to = is_alone ? n + 1 : n - item.split + item.sequence.num_splits(p);
+    }
     __syncthreads();
-    if (is_reader) attend_carefully(item, to - from, handed);
-    else gather_carefully(p, over, item, to - from, handed);
+    if (is_reader) attend_carefully(again, to - from, handed);
+    else gather_carefully(p, over, run, again, to - from, handed);
 }

@@ -3,20 +3,22 @@
 //! Few queries: at most 16 per head and 64 rows per head of K and V. The length of a chunk follows kv_len alone. Whether blocks take
 //! whole rows or chunks depends on the device too, and changes no bit (the kernels fold chunks in one order).
 
-use rapt_core::{CodesSpec, DType, Spec, TensorSpec};
+use rapt_core::{CodesSpec, DType, PagesSpec, Spec, TensorSpec};
 
 use super::{Caps, tensor_cores};
-use crate::access::strides;
+use crate::access::{as_it_lies, strides};
 use crate::codes::{CodeKind, Codes, TileCodes, TileScales};
-use crate::variant::{Algorithm, DECODE_BLOCK_M, KernelVariant, Loads};
+use crate::params::MOST_LEN;
+use crate::partition::ChunkRule;
+use crate::variant::{Algorithm, DECODE_BLOCK_M, KernelVariant, Loads, Sequences};
 
 /// Keys of one chunk: 256 KiB of K and V at head_dim 128, some 8 µs of one multiprocessor's share of an H200's bandwidth.
 const CHUNK: usize = 512;
-/// Chunks of decode.cu where there are enough keys, longest first: from so many on, so many each. Each chunk handed over costs
-/// its block, and each that is left to combine.cu costs that (16,384 keys, 4 × 8 heads: 73 µs by 512, 71 by 1024, H200, 2026-11).
-const CHUNKS: [(usize, usize); 2] = [(64 * 1024, 2048), (16 * 1024, 1024)];
-/// Keys from which on chunks of generic.cu are twice as long.
-const LONG: usize = 32 * 1024;
+/// Chunks of decode.cu: longer where there are enough keys. Each chunk handed over costs its block, and each that is left to
+/// combine.cu costs that (16,384 keys, 4 × 8 heads: 73 µs by 512, 71 by 1024, H200, 2026-11).
+const CHUNKS: ChunkRule = ChunkRule { keys: [CHUNK, 2 * CHUNK, 4 * CHUNK], long_from: [16 * 1024, 64 * 1024] };
+/// Chunks of generic.cu.
+const GENERIC_CHUNKS: ChunkRule = ChunkRule { keys: [CHUNK, 2 * CHUNK, 2 * CHUNK], long_from: [32 * 1024, MOST_LEN] };
 /// So few splits follow one another in a block: a second launch would cost more.
 const FEW_SPLITS: usize = 2;
 /// Most queries per head, and rows per head of K and V, that are read as decoding.
@@ -30,19 +32,15 @@ pub(super) fn is_few(spec: &Spec) -> bool {
     spec.q_len() <= DECODE_QUERIES && spec.group_size() * spec.q_len() <= DECODE_ROWS
 }
 
-/// Chunks of the keys of few queries, and keys of each.
-pub(super) fn chunks(variant: &KernelVariant, kv_len: usize) -> (usize, usize) {
-    let of_numbers =
-        |kv_len: usize| CHUNKS.iter().find(|(least, _)| kv_len >= *least).map_or(CHUNK, |(_, chunk)| *chunk);
-    let chunk = match variant.algorithm {
-        Algorithm::Decode => of_numbers(kv_len),
+/// Into which chunks the keys of few queries are split.
+pub(super) fn chunk_rule(variant: &KernelVariant) -> ChunkRule {
+    match variant.algorithm {
+        Algorithm::Decode => CHUNKS,
         // Each chunk handed over costs its block, and more where instructions are the limit; but few heads leave multiprocessors idle
         // (16 × 8 heads, 8192 keys of int8: 77 µs by 1024 and 72 by 2048; 32 heads, 4096 keys: 17 and 36; H200, 2026-11).
-        Algorithm::DecodeCodes => 2 * of_numbers(kv_len),
-        _ if kv_len < LONG => CHUNK,
-        _ => 2 * CHUNK,
-    };
-    (kv_len.div_ceil(chunk).max(1), chunk)
+        Algorithm::DecodeCodes => ChunkRule { keys: CHUNKS.keys.map(|keys| 2 * keys), ..CHUNKS },
+        _ => GENERIC_CHUNKS,
+    }
 }
 
 /// The variant of decode.cu, with as deep a ring as leaves its place on a multiprocessor.
@@ -73,8 +71,9 @@ fn tile_codes(tensor: &TensorSpec<4>, codes: &CodesSpec, padded_dim: u32) -> Opt
 }
 
 /// Whether every row of codes can be moved 16 bytes at a time, and factors of 8 bits four at a time.
-fn is_wide(tensor: &TensorSpec<4>, codes: &CodesSpec) -> bool {
-    let (step, descale) = (strides(tensor), strides(&codes.descale));
+fn is_wide(tensor: &TensorSpec<4>, codes: &CodesSpec, pages: Option<&PagesSpec>) -> bool {
+    // Only factors of 8 bits are asked about, which each key has.
+    let (step, descale) = (strides(&as_it_lies(tensor, pages)), strides(&as_it_lies(&codes.descale, pages)));
     let bytes = tensor.shape[3] / codes.format.codes_per_byte();
     let in_units = |strides: &[i64], unit: i64| strides.iter().all(|stride| stride % unit == 0);
     let factors = codes.descale.dtype == DType::F32
@@ -95,7 +94,8 @@ pub(super) fn over_codes(spec: &Spec, caps: &Caps) -> Option<KernelVariant> {
     let (k, v) = (tile_codes(&spec.k, of_k, dims.0)?, tile_codes(&spec.v, of_v, dims.1)?);
     k.key_run(dims.0)?;
     v.value_run(dims.1)?;
-    let wide = is_wide(&spec.k, of_k) && is_wide(&spec.v, of_v);
+    let pages = spec.pages.as_deref();
+    let wide = is_wide(&spec.k, of_k, pages) && is_wide(&spec.v, of_v, pages);
     let of = |(block_n, warp_stages)| KernelVariant {
         warp_stages,
         loads: if wide { Loads::By16Bytes } else { Loads::ByElement },
@@ -111,13 +111,17 @@ pub(super) fn over_codes(spec: &Spec, caps: &Caps) -> Option<KernelVariant> {
 }
 
 /// Blocks for `rows` blocks of rows of `num_splits` chunks each, and whether they take chunks.
+///
+/// Sequences with lengths of their own: each that has several chunks leaves them to combine.cu.
 pub(super) fn blocks(caps: &Caps, variant: &KernelVariant, rows: usize, num_splits: usize) -> (usize, bool) {
     let resident = ((caps.shared_bytes + 1024) / (variant.shared_bytes() + 1024)).clamp(1, variant.decode_resident());
     let slots = (caps.multiprocessors * resident).max(1) as usize;
     // One block to a multiprocessor reads nearly as fast as two.
     let places = if rows <= caps.multiprocessors as usize { caps.multiprocessors as usize } else { slots };
     let is_even = rows * 10 >= rows.div_ceil(places.max(1)) * places * 9;
-    if num_splits <= FEW_SPLITS || is_even {
+    if variant.sequences != Sequences::Even {
+        (rows.saturating_mul(num_splits).min(slots), num_splits > 1)
+    } else if num_splits <= FEW_SPLITS || is_even {
         (rows.min(slots), false)
     } else {
         (rows.saturating_mul(num_splits).min(slots), true)

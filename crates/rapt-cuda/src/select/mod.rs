@@ -15,9 +15,9 @@ use rapt_core::{Arch, DType, Device, Error, Kernel, KernelKey, PRounding, Plan, 
 use crate::access::{is_in_pairs, moves_by};
 use crate::codes::Codes;
 use crate::launch::{CudaLaunch, Launches, Step};
-use crate::params::{CodedParams, MOST_LEN, Params, Widths};
+use crate::params::{LaunchParams, MOST_LEN, Params, Widths};
 use crate::partition::Partition;
-use crate::variant::{Algorithm, COMBINE_COLUMNS, COMBINE_WARPS, KernelVariant, generic_columns};
+use crate::variant::{Algorithm, COMBINE_COLUMNS, COMBINE_WARPS, KernelVariant, Sequences, generic_columns};
 
 /// What a device has, as far as a selection depends on it.
 #[derive(Clone, Debug, PartialEq)]
@@ -54,15 +54,16 @@ fn check_lengths(spec: &Spec) -> Result<()> {
     Ok(())
 }
 
-/// Pages are read by the host's kernels alone.
-fn check_dense(spec: &Spec) -> Result<()> {
-    if spec.pages.is_none() {
+/// Lengths and pages are read by the kernels of few queries, and by generic.cu.
+fn check_sequences(spec: &Spec, variant: &KernelVariant) -> Result<()> {
+    let is_read = matches!(variant.algorithm, Algorithm::Decode | Algorithm::DecodeCodes | Algorithm::Generic);
+    if is_read || variant.sequences == Sequences::Even {
         return Ok(());
     }
     Err(Error::unsupported(
-        format!("a cache in pages on {}", spec.device),
-        "no GPU kernel of this version reads a page table",
-        "move all tensors to host memory, or gather the pages of each sequence",
+        format!("{} queries of a sequence with a cache on {}", spec.q_len(), spec.device),
+        "the kernels of many queries read neither lengths nor page tables",
+        "give at most 16 queries (and 64 for each head of keys) a call, or call `attention` for each sequence",
     ))
 }
 
@@ -76,7 +77,14 @@ fn partition(spec: &Spec, caps: &Caps, variant: &KernelVariant) -> Result<(Parti
     // Rows of one head fill their tiles, or the heads of a group share them.
     let task_heads = if !few && spec.q_len() >= block_m { 1 } else { spec.group_size() };
     let rows = task_heads * spec.q_len();
-    let (num_splits, chunk) = if few { decode::chunks(variant, spec.kv_len()) } else { (1, 0) };
+    let (num_splits, chunk) = match (few, variant.sequences) {
+        (false, _) => (1, 0),
+        (true, Sequences::Even) => decode::chunk_rule(variant).chunks(spec.kv_len()),
+        (true, _) => {
+            let rule = decode::chunk_rule(variant);
+            (rule.most_chunks(spec.kv_len()), rule.chunks(spec.kv_len()).1)
+        }
+    };
     let columns = generic_columns(spec.numerics.storage) as usize;
     let dv_blocks = if kernel == Kernel::Generic { spec.head_dim_v().div_ceil(columns) } else { 1 };
     let tasks = spec.batch().saturating_mul(spec.num_q_heads() / task_heads.max(1));
@@ -123,16 +131,24 @@ fn partition(spec: &Spec, caps: &Caps, variant: &KernelVariant) -> Result<(Parti
 /// The launches of a request that has an output.
 ///
 /// # Errors
-/// [`Error::Unsupported`] for pages, and for lengths and counts beyond 2^29 and 2^31.
+/// [`Error::Unsupported`] for many queries with lengths or pages, and for lengths and counts beyond 2^29 and 2^31.
 fn launches(spec: &Spec, caps: &Caps) -> Result<Launches> {
-    check_dense(spec)?;
     check_lengths(spec)?;
     let (variant, why_generic) = rules::variant(spec, caps);
+    check_sequences(spec, &variant)?;
     let (partition, blocks) = partition(spec, caps, &variant)?;
     let rows = partition.tasks * partition.rows;
     let row_bytes = (spec.head_dim_v() + 2) * spec.numerics.accumulation.size_bytes();
     let partial_bytes = rows.saturating_mul(partition.num_splits).saturating_mul(row_bytes);
-    let combine_blocks = (rows * spec.head_dim_v().div_ceil(COMBINE_COLUMNS)).div_ceil(COMBINE_WARPS);
+    // Where sequences have lengths of their own, a block cuts a row at most.
+    let combined_rows = match (variant.sequences, variant.algorithm.kernel()) {
+        (Sequences::Ragged | Sequences::Paged, Kernel::Decode) => {
+            partition.rows.min(partition.item_rows) * (blocks - 1)
+        }
+        _ => rows,
+    };
+    let combine_blocks = (combined_rows * spec.head_dim_v().div_ceil(COMBINE_COLUMNS)).div_ceil(COMBINE_WARPS);
+    let added = spec.lengths.as_deref().map_or(0, |of| of.added);
     let widths = Widths {
         // decode_codes.cu packs bfloat16 alone.
         out_vector: spec.out.dtype == spec.numerics.storage
@@ -145,11 +161,16 @@ fn launches(spec: &Spec, caps: &Caps) -> Result<Launches> {
         .then(|| Box::new(hopper::launch(spec, &variant, &partition, &params, blocks)));
     Ok(Launches {
         main: Step::new(variant, blocks),
-        combine: partition.is_combined.then(|| Step::new(variant.combine(), combine_blocks)),
+        append: (added > 0).then(|| Step::new(variant.append(), spec.batch().saturating_mul(added))),
+        combine: (partition.is_combined && combine_blocks > 0).then(|| Step::new(variant.combine(), combine_blocks)),
         partition,
         params,
         hopper,
-        coded: (variant.codes != Codes::None).then(|| Box::new(CodedParams::new(spec, &params))),
+        beside: (variant.codes != Codes::None || variant.sequences != Sequences::Even).then(|| {
+            let chunks = decode::is_few(spec).then(|| decode::chunk_rule(&variant));
+            let dealt = variant.algorithm.kernel() == Kernel::Decode;
+            Box::new(LaunchParams::new(spec, &params, chunks, if dealt { blocks } else { 0 }))
+        }),
         workspace_bytes: if partition.is_combined { partial_bytes } else { 0 },
         why_generic,
     })
@@ -194,7 +215,7 @@ pub(crate) fn plan_of(spec: &Spec, caps: &Caps, launch_plan: CudaLaunch) -> Plan
 /// [`Backend::plan`](crate::Backend::plan), which loads its kernels.
 ///
 /// # Errors
-/// [`Error::DeviceUnavailable`] for anything but CUDA memory; [`Error::Unsupported`] for pages and for lengths beyond 2^29.
+/// [`Error::DeviceUnavailable`] for anything but CUDA memory; [`Error::Unsupported`] for many queries with lengths or pages, and for lengths beyond 2^29.
 pub fn select(spec: &Spec, caps: &Caps) -> Result<Plan> {
     Ok(plan_of(spec, caps, launch_plan(spec, caps)?))
 }
@@ -205,7 +226,8 @@ pub fn select(spec: &Spec, caps: &Caps) -> Result<Plan> {
 /// # Errors
 /// As [`select`].
 pub fn variants(spec: &Spec, caps: &Caps) -> Result<Vec<KernelVariant>> {
-    let Launches { main, partition, .. } = launches(spec, caps)?;
+    let Launches { main, partition, append, .. } = launches(spec, caps)?;
     let combine = (partition.num_splits > 1).then(|| main.variant.combine());
-    Ok([Some(main.variant), combine].into_iter().flatten().collect())
+    let append = append.map(|step| step.variant);
+    Ok([Some(main.variant), combine, append].into_iter().flatten().collect())
 }

@@ -6,7 +6,7 @@
 
 use rapt_core::{Arch, DType, Spec};
 
-use super::tensor_cores::{LEAST_SHARED, tensor_core_variant};
+use super::tensor_cores::{LEAST_SHARED, generic_variant, tensor_core_variant};
 use super::{Caps, decode, hopper};
 use crate::codes::Codes;
 use crate::launch::WhyGeneric;
@@ -23,9 +23,8 @@ pub(super) fn variant(spec: &Spec, caps: &Caps) -> (KernelVariant, Option<WhyGen
     match on_tensor_cores(spec, caps) {
         Ok(variant) => (variant, None),
         Err(why) => {
-            let mask = spec.mask.map(|mask| mask.dtype);
             let codes = if spec.is_quantized() { Codes::Any } else { Codes::None };
-            (KernelVariant { codes, ..KernelVariant::generic(caps.arch, spec.numerics.storage, mask) }, Some(why))
+            (KernelVariant { codes, ..generic_variant(spec, caps) }, Some(why))
         }
     }
 }

@@ -5,8 +5,8 @@
 use rapt_core::{DType, MaskClass, Spec};
 
 use super::Caps;
-use crate::access::moves_by;
-use crate::variant::{Algorithm, KernelVariant, Loads};
+use crate::access::{as_it_lies, moves_by};
+use crate::variant::{Algorithm, KernelVariant, Loads, Sequences};
 
 /// Shared memory that every architecture served has for a block.
 pub(super) const LEAST_SHARED: u32 = 99 * 1024;
@@ -31,6 +31,17 @@ pub(super) fn padded_dims(spec: &Spec) -> (u32, u32) {
     (padded(spec.head_dim()), padded(spec.head_dim_v()))
 }
 
+/// The variant of generic.cu for numbers.
+pub(super) fn generic_variant(spec: &Spec, caps: &Caps) -> KernelVariant {
+    let sequences = match (&spec.pages, &spec.lengths) {
+        (Some(_), _) => Sequences::Paged,
+        (None, Some(_)) => Sequences::Ragged,
+        (None, None) => Sequences::Even,
+    };
+    let mask = spec.mask.map(|mask| mask.dtype);
+    KernelVariant { sequences, ..KernelVariant::generic(caps.arch, spec.numerics.storage, mask) }
+}
+
 /// A variant with tiles of so many queries and keys, loaded 16 bytes at a time where strides and alignment of q, k and v allow it.
 pub(super) fn tensor_core_variant(
     spec: &Spec,
@@ -38,7 +49,9 @@ pub(super) fn tensor_core_variant(
     algorithm: Algorithm,
     [block_m, block_n]: [u32; 2],
 ) -> KernelVariant {
-    let wide = [&spec.q, &spec.k, &spec.v].into_iter().all(|tensor| moves_by(tensor, 16));
+    let pages = spec.pages.as_deref();
+    let tensors = [spec.q, as_it_lies(&spec.k, pages), as_it_lies(&spec.v, pages)];
+    let wide = tensors.iter().all(|tensor| moves_by(tensor, 16));
     KernelVariant {
         algorithm,
         natural: is_natural(spec, mask_class(spec)),
@@ -46,6 +59,6 @@ pub(super) fn tensor_core_variant(
         dims: padded_dims(spec),
         block_m,
         block_n,
-        ..KernelVariant::generic(caps.arch, spec.numerics.storage, spec.mask.map(|mask| mask.dtype))
+        ..generic_variant(spec, caps)
     }
 }

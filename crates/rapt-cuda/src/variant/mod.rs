@@ -12,6 +12,7 @@ use std::fmt;
 use rapt_core::{Arch, DType, Kernel};
 
 use crate::codes::Codes;
+use crate::params::LaunchParams;
 use crate::source;
 
 /// An algorithm of `kernels/`.
@@ -31,6 +32,8 @@ pub enum Algorithm {
     DecodeCodes,
     /// Puts splits together.
     Combine,
+    /// Writes new keys into a cache.
+    Append,
 }
 
 impl Algorithm {
@@ -39,7 +42,7 @@ impl Algorithm {
         match self {
             Algorithm::Mma | Algorithm::Hopper | Algorithm::HopperF32 => Kernel::Forward,
             Algorithm::Decode | Algorithm::DecodeCodes => Kernel::Decode,
-            Algorithm::Generic | Algorithm::Combine => Kernel::Generic,
+            Algorithm::Generic | Algorithm::Combine | Algorithm::Append => Kernel::Generic,
         }
     }
 }
@@ -53,6 +56,17 @@ pub enum Loads {
     By16Bytes,
     /// Threads, element by element.
     ByElement,
+}
+
+/// How keys are told apart by batch entry.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Sequences {
+    /// All have as many, in one tensor.
+    Even,
+    /// Each has a length of its own, which the device reads.
+    Ragged,
+    /// The same, and they lie in pages.
+    Paged,
 }
 
 /// What identifies machine code: everything that is fixed when it is compiled.
@@ -81,6 +95,8 @@ pub struct KernelVariant {
     pub warp_stages: u32,
     /// What it reads that is codes.
     pub codes: Codes,
+    /// Whether it reads lengths and pages.
+    pub sequences: Sequences,
 }
 
 /// Queries per block of generic.cu, and its keys per tile.
@@ -114,6 +130,7 @@ impl KernelVariant {
             block_n,
             warp_stages: 0,
             codes: Codes::None,
+            sequences: Sequences::Even,
         }
     }
 
@@ -129,14 +146,23 @@ impl KernelVariant {
             block_n: 0,
             warp_stages: 0,
             codes: Codes::None,
+            // It reads lengths, and no key.
+            sequences: if matches!(self.sequences, Sequences::Even) { Sequences::Even } else { Sequences::Ragged },
             ..self
         }
+    }
+
+    /// What writes new keys into the caches of this variant, whatever their dtype.
+    pub(crate) const fn append(self) -> Self {
+        let KernelVariant { arch, sequences, .. } = self;
+        KernelVariant { algorithm: Algorithm::Append, sequences, ..KernelVariant::generic(arch, DType::F32, None) }
     }
 
     /// The kernel's name in the compiled module.
     pub(crate) const fn entry(&self) -> &'static std::ffi::CStr {
         match self.algorithm {
             Algorithm::Combine => c"combine",
+            Algorithm::Append => c"append",
             _ => c"attention",
         }
     }
@@ -163,6 +189,11 @@ impl KernelVariant {
             && !matches!(self.arch, Arch::Sm80 | Arch::Sm86 | Arch::Sm87 | Arch::Sm89)
     }
 
+    /// Bytes of the parameters that all kernels take.
+    pub(crate) fn params_bytes(&self) -> usize {
+        LaunchParams::bytes_of(self.codes != Codes::None, self.sequences != Sequences::Even)
+    }
+
     /// Threads per block.
     pub(crate) const fn threads(&self) -> u32 {
         match self.algorithm {
@@ -173,6 +204,7 @@ impl KernelVariant {
             Algorithm::Hopper => 2 * self.block_m + 128,
             Algorithm::HopperF32 => 512,
             Algorithm::Combine => 32 * COMBINE_WARPS as u32,
+            Algorithm::Append => 128,
         }
     }
 
@@ -191,14 +223,18 @@ impl KernelVariant {
             Algorithm::Decode => "decode.cu",
             Algorithm::DecodeCodes => "decode_codes.cu",
             Algorithm::Combine => "combine.cu",
+            Algorithm::Append => "append.cu",
         }
     }
 }
 
 impl fmt::Display for KernelVariant {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} {}", self.file_name().trim_end_matches(".cu"), self.storage)?;
-        if !matches!(self.algorithm, Algorithm::Generic | Algorithm::Combine) {
+        f.write_str(self.file_name().trim_end_matches(".cu"))?;
+        if self.algorithm != Algorithm::Append {
+            write!(f, " {}", self.storage)?;
+        }
+        if !matches!(self.algorithm, Algorithm::Generic | Algorithm::Combine | Algorithm::Append) {
             write!(f, " {}/{}", self.dims.0, self.dims.1)?;
             f.write_str(if self.natural { " natural" } else { "" })?;
             f.write_str(if self.loads == Loads::ByElement { " element by element" } else { "" })?;
@@ -207,6 +243,11 @@ impl fmt::Display for KernelVariant {
             Codes::None => {}
             Codes::Any => f.write_str(" codes")?,
             Codes::Tiles { k, v } => write!(f, " {:?} {:?} {:?} {:?}", k.kind, k.scales, v.kind, v.scales)?,
+        }
+        match self.sequences {
+            Sequences::Even => {}
+            Sequences::Ragged => f.write_str(" ragged")?,
+            Sequences::Paged => f.write_str(" paged")?,
         }
         self.mask.map_or(Ok(()), |dtype| write!(f, " mask {dtype}"))
     }

@@ -3,9 +3,10 @@
 use rapt_core::DType;
 
 use super::shared::HOPPER_F32_STAGES;
-use super::{Algorithm, KernelVariant, Loads, generic_columns};
+use super::{Algorithm, KernelVariant, Loads, Sequences, generic_columns};
+use crate::append::AppendParams;
 use crate::codes::{Codes, TileCodes, TileScales};
-use crate::params::{CodedParams, HopperParams, Params};
+use crate::params::HopperParams;
 use crate::tensor_map::BOX_COLUMNS;
 
 /// Options in the order in which they are added: it is part of what names machine code.
@@ -68,13 +69,12 @@ impl KernelVariant {
             Some(DType::Bool) => 1,
             Some(_) => 2,
         };
-        let params_bytes = if self.codes == Codes::None { size_of::<Params>() } else { size_of::<CodedParams>() };
-        options.define("PARAMS_BYTES", params_bytes as u32);
+        options.define("PARAMS_BYTES", self.params_bytes() as u32);
         options.define("SHARED_BYTES", self.shared_bytes());
         options.define("STORAGE", u32::from(self.storage.code()));
         options.define("MASK", mask);
         options.define("MASK_DTYPE", self.mask.map_or(0, |dtype| u32::from(dtype.code())));
-        if !matches!(self.algorithm, Algorithm::Generic | Algorithm::Combine) {
+        if !matches!(self.algorithm, Algorithm::Generic | Algorithm::Combine | Algorithm::Append) {
             options.define("NATURAL", u32::from(self.natural));
             options.define("VECTOR", u32::from(self.loads != Loads::ByElement));
             options.define("HEAD_DIM", self.dims.0);
@@ -108,10 +108,17 @@ impl KernelVariant {
             // Four of its warps fit beside a block of decode.cu in what that leaves of the registers.
             Algorithm::Combine if self.storage != DType::F64 => options.0.push("-maxrregcount=88".to_owned()),
             Algorithm::Combine => {}
+            Algorithm::Append => options.define("APPEND_BYTES", size_of::<AppendParams>() as u32),
         }
         // Last, so that kernels without codes keep their names.
         if self.codes != Codes::None {
             options.define("CODES", 1);
+        }
+        if self.sequences != Sequences::Even {
+            options.define("RAGGED", 1);
+        }
+        if self.sequences == Sequences::Paged {
+            options.define("PAGED", 1);
         }
         if let Codes::Tiles { k, v } = self.codes {
             options.add_tiles("K", k, k.key_run(self.dims.0));

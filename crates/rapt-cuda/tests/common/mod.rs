@@ -73,3 +73,28 @@ pub(crate) fn spec_of_codes(
     let codes_of = Qkv { q: None, k: Some(form), v: Some(form) };
     Spec::builder(&q, &codes("k"), &codes("v"), options).codes(codes_of).build().unwrap()
 }
+
+/// `q_len` queries of each of `batch` sequences of at most `most` keys, one of them new, over a cache of this dtype or of codes by token: in
+/// pages of `page_size` keys, or, where that is 0, without pages.
+pub(crate) fn spec_of_cache(
+    dtype: DType,
+    [batch, heads, kv_heads, q_len, most]: [usize; 5],
+    [head_dim, page_size]: [usize; 2],
+    format: Option<Format>,
+    options: &Options,
+) -> Spec {
+    let q = view("q", dtype, &[batch, heads, q_len, head_dim]);
+    let (blocks, rows) = if page_size == 0 { (batch, most) } else { (1000, page_size) };
+    let dtype = format.map_or(dtype, Format::code_dtype);
+    let width = format.map_or(head_dim, |format| head_dim / format.codes_per_byte());
+    let cache = |name| view(name, dtype, &[blocks, kv_heads, rows, width]);
+    let mut builder = Spec::builder(&q, &cache("k"), &cache("v"), options);
+    if let Some(format) = format {
+        let form = CodesForm::new(format, &view("descale", format.scale_dtype(), &[blocks, kv_heads, rows]));
+        builder.codes(Qkv { q: None, k: Some(form), v: Some(form) });
+    }
+    if page_size > 0 {
+        builder.pages(&view("page_table", DType::I32, &[batch, most.div_ceil(page_size)]), most);
+    }
+    builder.lengths(Some(&view("cache_seqlens", DType::I32, &[batch])), 1).build().unwrap()
+}

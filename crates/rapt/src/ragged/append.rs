@@ -79,27 +79,7 @@ impl<'a> Append<'a> {
             return Ok(());
         }
         self.check_pages(after)?;
-        for (n, [name, cache_name]) in NAMES.into_iter().enumerate() {
-            let Some(new) = &self.new[n] else { continue };
-            let CacheView::Write(cache) = caches[n] else {
-                return Err(Error::ReadOnly { tensor: cache_name }.into());
-            };
-            fits(name, cache_name, new, &cache.as_view(), codes[n])?;
-            let scale = codes[n].map(|codes| written_scales(SCALES[n], codes, &cache.as_view())).transpose()?.flatten();
-            for (written_name, written) in [(cache_name, Some(cache)), (SCALES[n], scale)] {
-                let Some(written) = written else { continue };
-                prove_injective(written_name, written)?;
-                for (n, [name, ..]) in NAMES.into_iter().enumerate() {
-                    if let Some(new) = &self.new[n] {
-                        prove_disjoint(written_name, written, name, new)?;
-                    }
-                }
-            }
-        }
-        if let (CacheView::Write(k), CacheView::Write(v), Some(_)) = (caches[0], caches[1], &self.new[1]) {
-            prove_disjoint("k_cache", k, "v_cache", &v.as_view())?;
-        }
-        Ok(())
+        check_new(self.new.each_ref().map(Option::as_ref), caches, codes)
     }
 
     /// Proves that no page that is written belongs to two.
@@ -176,6 +156,38 @@ impl<'a> Append<'a> {
         }
         Ok(())
     }
+}
+
+/// Proves that new keys and values may be written to `caches`, wherever they go there.
+///
+/// # Errors
+/// Those of [`Append::check`], but for pages.
+pub(super) fn check_new(
+    given: [Option<&View<'_>>; 2],
+    caches: [&CacheView<'_>; 2],
+    codes: [Option<&CacheCodes<'_>>; 2],
+) -> Result<(), QuantError> {
+    for (n, [name, cache_name]) in NAMES.into_iter().enumerate() {
+        let Some(new) = given[n] else { continue };
+        let CacheView::Write(cache) = caches[n] else {
+            return Err(Error::ReadOnly { tensor: cache_name }.into());
+        };
+        fits(name, cache_name, new, &cache.as_view(), codes[n])?;
+        let scale = codes[n].map(|codes| written_scales(SCALES[n], codes, &cache.as_view())).transpose()?.flatten();
+        for (written_name, written) in [(cache_name, Some(cache)), (SCALES[n], scale)] {
+            let Some(written) = written else { continue };
+            prove_injective(written_name, written)?;
+            for (n, [name, ..]) in NAMES.into_iter().enumerate() {
+                if let Some(new) = given[n] {
+                    prove_disjoint(written_name, written, name, new)?;
+                }
+            }
+        }
+    }
+    if let (CacheView::Write(k), CacheView::Write(v), Some(_)) = (caches[0], caches[1], given[1]) {
+        prove_disjoint("k_cache", k, "v_cache", &v.as_view())?;
+    }
+    Ok(())
 }
 
 /// New keys as codes of a cache, with factors of their own or with that of the tensor.

@@ -10,14 +10,15 @@
 //! for each key lies where the key does, those of a tensor, a head or a channel are of the sequence, and stay as they are.
 
 use rapt_core::{
-    Causal, Codes, Error, Operands, Options, Qkv, Queue, Result, Shape, TensorLayout, View, ViewMut, Window, split,
+    Causal, Codes, Device, Error, Operands, Options, Qkv, Queue, Result, Shape, TensorLayout, View, ViewMut, Window,
+    split,
 };
 use rapt_cpu::Batch;
 use rapt_quant::QuantError;
 
 use super::append::Append;
 use super::cache_view::{CacheCodes, CacheView, is_per_key};
-use super::{Sequence, host, in_host_memory, lengths, prove_apart};
+use super::{Sequence, host, lengths, prove_apart};
 use crate::Engine;
 
 /// The tensors of [`Engine::attention_with_kvcache`].
@@ -102,11 +103,10 @@ impl<'a> Reads<'a> {
 
 impl KvCacheTensors<'_> {
     /// Ranks, devices, and that there are as many sequences everywhere.
-    fn check(&self) -> Result<()> {
+    pub(super) fn check(&self) -> Result<()> {
         let (k_cache, v_cache) = (self.k_cache.view(), self.v_cache.view());
         for (tensor, view) in [("q", &self.q), ("k_cache", &k_cache), ("v_cache", &v_cache)] {
             rank_is(tensor, view, 4, RANK)?;
-            in_host_memory("attention with a cache", view.device())?;
         }
         let batch = self.q.shape()[0];
         let same = |tensor, size, got, expected| {
@@ -186,13 +186,10 @@ impl KvCacheTensors<'_> {
     }
 
     /// The keys of each sequence before the new ones.
-    fn lengths(&self) -> Result<Vec<usize>> {
-        let (cache, batch) = (self.k_cache.view(), self.q.shape()[0]);
+    pub(super) fn lengths(&self) -> Result<Vec<usize>> {
+        let batch = self.q.shape()[0];
         let new = self.k.as_ref().map_or(0, |k| k.shape()[1]);
-        let room = match &self.page_table {
-            Some(table) => table.shape()[1].saturating_mul(cache.shape()[1]),
-            None => cache.shape()[1],
-        };
+        let room = self.room();
         match &self.cache_seqlens {
             Some(given) if new <= room => lengths::lengths("cache_seqlens", given, batch, room - new),
             None if self.page_table.is_none() && self.k.is_none() => Ok(vec![room; batch]),
@@ -207,8 +204,17 @@ impl KvCacheTensors<'_> {
         }
     }
 
+    /// Keys for which a sequence has room.
+    pub(super) fn room(&self) -> usize {
+        let cache = self.k_cache.view();
+        match &self.page_table {
+            Some(table) => table.shape()[1].saturating_mul(cache.shape()[1]),
+            None => cache.shape()[1],
+        }
+    }
+
     /// What is read of all sequences.
-    fn apart(&self, tensor: &'static str, out: &ViewMut<'_>) -> Result<()> {
+    pub(super) fn apart(&self, tensor: &'static str, out: &ViewMut<'_>) -> Result<()> {
         let views = |codes: &Option<CacheCodes<'_>>, name: [&'static str; 2]| -> Result<()> {
             let Some(codes) = codes else { return Ok(()) };
             let zero_point = codes.zero_point.as_ref().map(CacheView::view);
@@ -231,8 +237,26 @@ impl KvCacheTensors<'_> {
     }
 }
 
+/// What makes numbers of caches that are codes, for all sequences together; of a cache without pages for its first `kv_len` keys.
+pub(super) fn codes_of_all<'a>(
+    [of_k, of_v]: [Option<&'a CacheCodes<'_>>; 2],
+    k_cache: &View<'_>,
+    is_paged: bool,
+    kv_len: usize,
+) -> Qkv<Option<Box<Codes<'a>>>> {
+    let narrowed = |codes: &'a CacheCodes<'_>| {
+        let codes = codes.codes();
+        let part = |view: View<'a>| {
+            let is_cut = !is_paged && view.shape().len() >= 2 && is_per_key(&view, codes.granularity, k_cache);
+            if is_cut { view.narrow(1, &(0..kv_len)) } else { view }
+        };
+        Box::new(Codes { descale: part(codes.descale), zero_point: codes.zero_point.map(part), ..codes })
+    };
+    Qkv { q: None, k: of_k.map(narrowed), v: of_v.map(narrowed) }
+}
+
 /// An error of a sequence's spec, whose k and v are the caches.
-fn of_caches(mut error: Error) -> Error {
+pub(super) fn of_caches(mut error: Error) -> Error {
     let rename = |name: &mut &'static str| match *name {
         "k" => *name = "k_cache",
         "v" => *name = "v_cache",
@@ -257,7 +281,7 @@ fn of_caches(mut error: Error) -> Error {
 }
 
 /// The options of a call whose last query is at the last key.
-fn bottom_right(options: &Options, has_slopes: bool, q_len: usize) -> Result<Options> {
+pub(super) fn bottom_right(options: &Options, has_slopes: bool, q_len: usize) -> Result<Options> {
     let options = Options { layout: TensorLayout::Bshd, ..*options };
     let positions = has_slopes || options.window != Window::default();
     match options.causal {
@@ -286,13 +310,17 @@ impl Engine {
     /// # Errors
     /// Any [`Error`]; nothing is written before everything is proven. [`Error::Length`] for a sequence that the cache does not hold,
     /// [`Error::PageIndex`] for a page that it does not have, [`Error::PageShared`] for new keys in a page of another sequence,
-    /// [`Error::Unsupported`] outside host memory; [`QuantError::NoCode`] for a number that the format of the cache does not hold.
+    /// [`Error::DeviceMismatch`] outside host memory, where [`plan_with_kvcache`](Engine::plan_with_kvcache) serves; [`QuantError::NoCode`] for a number that the format of the cache does not hold.
     pub fn attention_with_kvcache(
         &self,
         tensors: KvCacheTensors<'_>,
         options: &Options,
         queue: &Queue<'_>,
     ) -> Result<(), QuantError> {
+        if tensors.q.device() != Device::Cpu {
+            let (expected, got) = (tensors.q.device(), Device::Cpu);
+            return Err(Error::DeviceMismatch { tensor: "queue", expected, got }.into());
+        }
         tensors.check()?;
         let options = bottom_right(options, tensors.alibi_slopes.is_some(), tensors.q.shape()[1])?;
         let before = tensors.lengths()?;

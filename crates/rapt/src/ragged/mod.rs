@@ -10,6 +10,7 @@
 mod append;
 mod cache;
 mod cache_view;
+mod device;
 mod kv_cache;
 mod lengths;
 mod varlen;
@@ -73,13 +74,13 @@ fn prove_apart<'v>(
     given.try_for_each(|(name, view)| prove_disjoint(tensor, out, name, view).map(drop))
 }
 
-/// Refuses a sequence that does not lie in host memory: no kernel there reads lengths or pages yet.
+/// Refuses sequences that do not lie in host memory: no kernel elsewhere reads where they begin.
 fn in_host_memory(what: &'static str, device: Device) -> Result<()> {
     if device == Device::Cpu {
         return Ok(());
     }
     let instead = "move all tensors to host memory, or call `attention` for each sequence";
-    Err(Error::unsupported(format!("{what} on {device}"), "its kernels read one length a call", instead))
+    Err(Error::unsupported(format!("{what} on {device}"), "its kernels read no offsets of sequences", instead))
 }
 
 impl Engine {

@@ -1,0 +1,58 @@
+// A warp's next tile of keys in pages: where each lies. Deliberately absent: what a tile holds.
+//
+// An entry that is not in L1 takes as long as keys do, several tiles, where memory is the limit. Where 16 keys or more lie in a page,
+// all entries of an item are loaded at once, and a lane has the entry of 16 keys (16 × 8 heads, 8192 keys in pages of 16: 131 µs,
+// and 136 by an entry for each tile; not beside codes, which leave no register for it: 105 and 97; H200, 2026-11). Else every key
+// has an entry of its own. Both are loaded before they are needed, by a tile.
+#pragma once
+#include "common/pages.cuh"
+#include "decode/items.cuh"
+
+#if PAGED
+__device__ inline i64 shuffle(i64 x, int lane) {
+    const u32 low = __shfl_sync(~0u, (u32)x, lane), high = __shfl_sync(~0u, (u32)(x >> 32), lane);
+    return (i64)((u64)high << 32 | low);
+}
+
+struct TilePages {
+    static constexpr int PARTS = TILE / 16, STEP = WARPS * TILE, MOST = 32 / PARTS;  // tiles whose entries a warp holds
+    static constexpr bool BY_ITEM = !CODES;
+
+    KeyPlace own;               // of key lane % TILE of the next tile, as far as there is one
+    int entries = 0, from = 0;  // where pages are even: those of the item's tiles from key `from` on
+
+    // Whether each 16 keys of a tile are evenly spaced rows of one page.
+    __device__ static bool are_even(const Params& p) { return p.ragged.page_size % 16 == 0; }
+    // Where the lane's key begins, in what strides count.
+    __device__ i64 offset(const i64 (&stride)[4]) const { return own.block * stride[0] + own.row * stride[2]; }
+    __device__ bool any_is_bad(const Params& p) const { return __any_sync(~0u, !own.exists(p)); }
+
+    // To an item whose first tile begins at key n0.
+    __device__ void enter(const Params& p, const Item& item, int n0) {
+        if (BY_ITEM && are_even(p)) entries = load(p, item, n0), from = n0;
+    }
+    // To the tile from key n0 on.
+    __device__ void advance(const Params& p, const Item& item, int n0) {
+        const int j = n0 + threadIdx.x % TILE;
+        if (BY_ITEM && are_even(p)) return;
+        own.block = 0, own.row = 0;
+        if (j < item.sequence.kv_len(p)) own = KeyPlace(p, item.batch, j);
+    }
+    // What was loaded for it is needed.
+    __device__ void settle(const Params& p, const Item& item, int n0) {
+        if (!BY_ITEM || !are_even(p)) return;
+        int tile = (n0 - from) / STEP;
+        if (tile >= MOST) entries = load(p, item, n0), from = n0, tile = 0;
+        const int in_tile = threadIdx.x % TILE, j = n0 + in_tile;
+        own.block = __shfl_sync(~0u, entries, tile * PARTS + in_tile / 16);
+        own.row = j - divide(j, p.ragged.by_page_size) * p.ragged.page_size;
+    }
+
+  private:
+    // The lane's entry of the tiles from key n0 on.
+    __device__ static int load(const Params& p, const Item& item, int n0) {
+        const int lane = threadIdx.x % 32, j = n0 + lane / PARTS * STEP + lane % PARTS * 16;
+        return j < item.sequence.kv_len(p) ? KeyPlace(p, item.batch, j).block : 0;
+    }
+};
+#endif
