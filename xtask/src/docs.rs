@@ -27,13 +27,16 @@ Builds the documentation: pages, Python reference and rustdoc, into target/site.
 Broken links, unknown anchors, warnings of rustdoc and resources from the network are errors.";
 
 const ENVIRONMENT: &str = ".venv-docs";
-const REQUIREMENTS: &str = "xtask/requirements/docs.txt";
+/// What an environment needs for it.
+pub(crate) const REQUIREMENTS: &str = "xtask/requirements/docs.txt";
 const SITE: &str = "site";
 
 pub(crate) fn run(mut args: Args) -> Outcome {
     let is_check = args.flag("--check");
     args.finish(HELP)?;
-    if is_check { check(Metadata::Own) } else { build(Metadata::Own).map(drop) }
+    let venv = Venv::at(ENVIRONMENT)?;
+    venv.require(&[REQUIREMENTS], None)?;
+    if is_check { check(&venv, Metadata::Own) } else { build(&venv, Metadata::Own) }
 }
 
 /// Whose metadata of the workspace's crates rustdoc reads.
@@ -63,15 +66,13 @@ fn as_clippy(command: &mut Command) -> Outcome {
     Ok(())
 }
 
-/// Builds the site and looks at it in a browser.
-pub(crate) fn check(metadata: Metadata) -> Outcome {
-    let venv = build(metadata)?;
-    step("render pages", || script(&venv, "screenshot.py", &Workspace::load()?.target))
+/// Builds the site, with an environment that has [`REQUIREMENTS`], and looks at it in a browser.
+pub(crate) fn check(venv: &Venv, metadata: Metadata) -> Outcome {
+    build(venv, metadata)?;
+    step("render pages", || script(venv, "screenshot.py", &Workspace::load()?.target))
 }
 
-fn build(metadata: Metadata) -> Result<Venv, Failure> {
-    let venv = Venv::at(ENVIRONMENT)?;
-    venv.require(&[REQUIREMENTS], None)?;
+fn build(venv: &Venv, metadata: Metadata) -> Outcome {
     let target = Workspace::load()?.target;
     let site = target.join(SITE);
     step("cargo doc", || {
@@ -89,9 +90,9 @@ fn build(metadata: Metadata) -> Result<Venv, Failure> {
     })?;
     // After mkdocs, which empties its folder.
     step("copy rustdoc", || copy(&target.join("doc"), &site.join("rust")))?;
-    step("check links", || script(&venv, "check.py", &target))?;
+    step("check links", || script(venv, "check.py", &target))?;
     say(site.join("index.html").display());
-    Ok(venv)
+    Ok(())
 }
 
 /// Runs a script of xtask/docs on the site.

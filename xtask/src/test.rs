@@ -100,7 +100,7 @@ fn package(
     has_kernels: &Sender<Library>,
     tests: &Receiver<()>,
 ) -> Outcome {
-    venv.require(&[BUILD_REQUIREMENTS, NUMPY, TORCH, TEST], None)?;
+    venv.require(&[BUILD_REQUIREMENTS, NUMPY, TORCH, TEST, docs::REQUIREMENTS], None)?;
     let Ok(compiler) = compiler.recv() else { return Ok(()) };
     let library = cubins::ship(venv, target, Kernels::Core, false, || Ok(compiler))?;
     let _ = has_kernels.send(library.clone());
@@ -111,7 +111,7 @@ fn package(
         compile.env("RAPT_NVRTC", library);
         step_of("compile the GPU kernels that tests ask for", compile)?;
     }
-    docs::check(docs::Metadata::Clippy)?;
+    docs::check(venv, docs::Metadata::Clippy)?;
     c::check()
 }
 
