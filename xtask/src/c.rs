@@ -1,7 +1,7 @@
 //! The C library: what `cargo cinstall` would install, made without cargo-c; and the proof that C, C++ and ctypes can use it.
 //!
 //! ```text
-//! PREFIX/include/rapt.h
+//! PREFIX/include/rapt.h, rapt_types.h
 //! PREFIX/lib/librapt.so.0.1.0   ◄── librapt.so.0.1 (its soname)   ◄── librapt.so
 //! PREFIX/lib/librapt.a
 //! PREFIX/lib/pkgconfig/rapt.pc
@@ -111,7 +111,9 @@ impl Tree {
         }
         let version = Version::new(env!("CARGO_PKG_VERSION"));
         let shared = tree.lib().join(version.file());
-        copy(&root().join(BINDING).join("include/rapt.h"), &tree.include().join("rapt.h"))?;
+        for header in ["rapt.h", "rapt_types.h"] {
+            copy(&root().join(BINDING).join("include").join(header), &tree.include().join(header))?;
+        }
         copy(&built.join(format!("{BUILT}.so")), &shared)?;
         copy(&built.join(format!("{BUILT}.a")), &tree.lib().join("librapt.a"))?;
         for (name, to) in [(version.soname(), version.file()), ("librapt.so".to_owned(), version.soname())] {
@@ -222,11 +224,12 @@ struct Program<'a> {
     reads: Option<&'static str>,
 }
 
-const PROGRAMS: [Program<'static>; 6] = [
+const PROGRAMS: [Program<'static>; 7] = [
     Program { source: "contiguous.c", standard: "-std=c99", tool: &CC, reads: None },
     Program { source: "strided.c", standard: "-std=c11", tool: &CC, reads: None },
     Program { source: "errors.c", standard: "-std=c99", tool: &CC, reads: None },
     Program { source: "kvcache.c", standard: "-std=c99", tool: &CC, reads: None },
+    Program { source: "sequences.c", standard: "-std=c99", tool: &CC, reads: None },
     Program { source: "model.c", standard: "-std=c99", tool: &CC, reads: Some(ARCHIVE) },
     Program { source: "attention.cpp", standard: "-std=c++11", tool: &CXX, reads: None },
 ];

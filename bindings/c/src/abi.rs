@@ -47,7 +47,7 @@ pub enum rapt_error {
     RAPT_ERROR_UNSUPPORTED = 8,
     /// An argument, or a pointer in a struct, that is NULL where something is needed, or unaligned for what it leads to.
     RAPT_ERROR_POINTER = 9,
-    /// Memory that could not be had. Nothing was written.
+    /// Memory that could not be had, or pages that a rapt_kv_cache has not free. Nothing was written.
     RAPT_ERROR_OUT_OF_MEMORY = 10,
     /// A defect of Rapt: please report it. Outputs are unspecified, the engine serves on.
     RAPT_ERROR_INTERNAL = 11,
@@ -55,7 +55,8 @@ pub enum rapt_error {
     RAPT_ERROR_DTYPE_BOUNDARY = 12,
     /// A program or its archive that cannot be read, is damaged, or contradicts itself.
     RAPT_ERROR_PROGRAM = 13,
-    /// An index outside its dimension, in a program's inputs or a page table; a length or an offset that cannot be.
+    /// An index outside its dimension, in a program's inputs or a page table; a length or an offset that cannot be; a
+    /// sequence that a cache does not have.
     RAPT_ERROR_INDEX = 14,
     /// Values of a program's inputs by which it divides an integer by zero.
     RAPT_ERROR_ZERO_DIVISION = 15,
@@ -314,6 +315,49 @@ pub struct rapt_kvcache {
     pub k: *const rapt_tensor,
     /// New values, likewise. NULL: none, or those of the new keys lie in `k_cache`.
     pub v: *const rapt_tensor,
+}
+
+/// What a rapt_kv_cache holds; see rapt_kv_cache_create().
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct rapt_kv_cache_form {
+    /// sizeof(rapt_kv_cache_form), by which later versions know which fields there are.
+    pub size: usize,
+    /// Pages of all sequences together. num_pages * page_size is at most 2^31 - 1.
+    pub num_pages: i64,
+    /// Keys of a page.
+    pub page_size: i64,
+    /// Heads of a key.
+    pub num_kv_heads: i64,
+    /// Elements of a key's head.
+    pub head_dim: i64,
+    /// Elements of a value's head; 0: as many as of a key's.
+    pub head_dim_v: i64,
+    /// The rapt_dtype of keys and values that are not codes: F64, F32, F16 or BF16. RAPT_DTYPE_UNKNOWN where both are codes.
+    pub dtype: i32,
+    /// Keys become codes: `format`, and where they are of it `granularity` (by token, which is also 0, or by block),
+    /// `block_size` and `global_scale`. All else is 0 and NULL: factors and zero points are the cache's. NULL: numbers.
+    pub k_codes: *const rapt_codes,
+    /// Values become codes, likewise.
+    pub v_codes: *const rapt_codes,
+}
+
+/// The memory of a rapt_kv_cache, as rapt_kvcache and rapt_options take it; see rapt_kv_cache_get_pages(). What it leads to
+/// lives as long as the cache.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct rapt_kv_cache_pages {
+    /// sizeof(rapt_kv_cache_pages), set by the caller.
+    pub size: usize,
+    /// Keys, or their codes: [num_pages, page_size, num_kv_heads, head_dim], row-major; two codes of 4 bits share a byte.
+    pub k_cache: *const rapt_tensor,
+    /// Values, or their codes.
+    pub v_cache: *const rapt_tensor,
+    /// What makes numbers of the codes of keys; `descale` is [num_pages, page_size, num_kv_heads], by block with the number of
+    /// blocks behind it. NULL where keys are numbers.
+    pub k_codes: *const rapt_codes,
+    /// What makes numbers of the codes of values.
+    pub v_codes: *const rapt_codes,
 }
 
 /// What an engine runs on. Strings and arrays live as long as the library.

@@ -7,6 +7,8 @@
 //! refusal  errors as codes and messages; nothing unwinds past `guard`
 //! model    the functions of rapt.h for exported programs: a model, its bindings, its sessions
 //! ragged   the functions of rapt.h for sequences of different lengths: one after another, or in a cache
+//! kv_cache the functions of rapt.h for a cache that Rapt owns: its pages, its sequences
+//! handle   how what Rapt owns is given to C and taken back
 //! run      one run of a program: what its inputs and places say, proven, then run
 //! lib      all other functions of rapt.h, and the engine that they are given
 //! ```
@@ -16,6 +18,8 @@
 //! thread.
 
 mod abi;
+mod handle;
+mod kv_cache;
 mod model;
 mod ragged;
 mod read;
@@ -30,8 +34,14 @@ use engine::{Engine, Error, Operands};
 
 pub use abi::{
     RAPT_MAX_NDIM, RAPT_VERSION_MAJOR, RAPT_VERSION_MINOR, RAPT_VERSION_PATCH, rapt_capabilities, rapt_causal,
-    rapt_codes, rapt_device, rapt_dtype, rapt_error, rapt_format, rapt_given, rapt_granularity, rapt_kvcache,
-    rapt_layout, rapt_options, rapt_port, rapt_tensor,
+    rapt_codes, rapt_device, rapt_dtype, rapt_error, rapt_format, rapt_given, rapt_granularity, rapt_kv_cache_form,
+    rapt_kv_cache_pages, rapt_kvcache, rapt_layout, rapt_options, rapt_port, rapt_tensor,
+};
+pub use kv_cache::{
+    rapt_kv_cache, rapt_kv_cache_append, rapt_kv_cache_append_batch, rapt_kv_cache_attention, rapt_kv_cache_create,
+    rapt_kv_cache_destroy, rapt_kv_cache_fork, rapt_kv_cache_free, rapt_kv_cache_free_pages, rapt_kv_cache_get_pages,
+    rapt_kv_cache_length, rapt_kv_cache_new_sequence, rapt_kv_cache_num_sequences, rapt_kv_cache_page_table,
+    rapt_kv_cache_seqlens, rapt_kv_cache_truncate,
 };
 pub use model::{
     rapt_bound, rapt_bound_destroy, rapt_bound_output, rapt_model, rapt_model_bind, rapt_model_destroy,

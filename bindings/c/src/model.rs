@@ -17,6 +17,7 @@ use engine::DType;
 use engine::model::{Bound, InputForm, Model, OutputForm, Port, Session};
 
 use crate::abi::{rapt_device, rapt_dtype, rapt_error, rapt_port, rapt_tensor};
+use crate::handle::{create, destroy};
 use crate::rapt_engine;
 use crate::read::{struct_size, to_read, to_write};
 use crate::refusal::{Refusal, guard};
@@ -122,29 +123,6 @@ impl Form {
             storage_bytes: self.bytes,
             storage: std::ptr::null(),
         }
-    }
-}
-
-/// Makes a handle of what `make` gives, and writes it to `place`.
-fn create<T>(place: *mut *mut T, name: &'static str, make: impl FnOnce() -> Result<T, Refusal>) -> rapt_error {
-    guard(|| {
-        let place = to_write(place, name)?;
-        let made = Box::into_raw(Box::new(make()?));
-        // SAFETY: neither NULL nor unaligned; that it may be written is the caller's word.
-        unsafe { place.write(made) };
-        Ok(())
-    })
-}
-
-/// # Safety
-/// `handle` came from [`create`] and was not destroyed before, or is NULL.
-unsafe fn destroy<T>(handle: *mut T) {
-    if !handle.is_null() {
-        guard(|| {
-            // SAFETY: made by `Box::into_raw` in `create`; the rest is the caller's word.
-            drop(unsafe { Box::from_raw(handle) });
-            Ok(())
-        });
     }
 }
 

@@ -19,19 +19,19 @@ use crate::read::{self, CodesNames, CodesRead, optional, struct_size, to_read, v
 use crate::refusal::{Refusal, guard};
 
 /// The options of a ragged call, and the tensors among them.
-struct Asked<'a> {
-    options: Options,
-    k_codes: *const rapt_codes,
-    v_codes: *const rapt_codes,
-    sinks: Option<View<'a>>,
-    alibi_slopes: Option<View<'a>>,
-    lse: Option<ViewMut<'a>>,
+pub(crate) struct Asked<'a> {
+    pub(crate) options: Options,
+    pub(crate) k_codes: *const rapt_codes,
+    pub(crate) v_codes: *const rapt_codes,
+    pub(crate) sinks: Option<View<'a>>,
+    pub(crate) alibi_slopes: Option<View<'a>>,
+    pub(crate) lse: Option<ViewMut<'a>>,
 }
 
 impl<'a> Asked<'a> {
     /// # Safety
     /// As rapt_attention(), for 'a.
-    unsafe fn read(given: *const rapt_options) -> Result<Self, Refusal> {
+    pub(crate) unsafe fn read(given: *const rapt_options) -> Result<Self, Refusal> {
         let plain = Asked {
             options: Options::default(),
             k_codes: std::ptr::null(),
@@ -58,7 +58,7 @@ impl<'a> Asked<'a> {
 }
 
 /// Refuses an option that sequences of different lengths do not have.
-fn absent(what: &str, is_absent: bool, instead: &str) -> Result<(), Refusal> {
+pub(crate) fn absent(what: &str, is_absent: bool, instead: &str) -> Result<(), Refusal> {
     if is_absent {
         return Ok(());
     }
@@ -67,7 +67,9 @@ fn absent(what: &str, is_absent: bool, instead: &str) -> Result<(), Refusal> {
 }
 
 /// Refuses tensors that do not all lie in host memory.
-fn in_host_memory<'v>(given: impl IntoIterator<Item = (&'static str, Option<&'v View<'v>>)>) -> Result<(), Refusal> {
+pub(crate) fn in_host_memory<'v>(
+    given: impl IntoIterator<Item = (&'static str, Option<&'v View<'v>>)>,
+) -> Result<(), Refusal> {
     let mut of_q = None;
     for (tensor, view) in given {
         let Some(view) = view else { continue };

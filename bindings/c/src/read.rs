@@ -5,9 +5,10 @@
 use std::ffi::c_void;
 use std::mem::{offset_of, zeroed};
 
+use engine::quant::{QuantError, Scheme};
 use engine::{
-    Causal, Codes, DType, Device, Error, Extent, Format, Granularity, MAX_RANK, Options, Qkv, Shape, Strides,
-    TensorLayout, Tensors, View, ViewMut, Window,
+    Causal, Codes, DType, Device, Error, Extent, Format, Granularity, MAX_RANK, Options, Qkv, ScaleLayout, Shape,
+    Strides, TensorLayout, Tensors, View, ViewMut, Window,
 };
 
 use crate::abi::{
@@ -267,14 +268,8 @@ impl CodesRead {
     /// # Safety
     /// `given` leads to codes, or is NULL.
     pub(crate) unsafe fn read(names: &CodesNames, given: *const rapt_codes) -> Result<Option<Self>, Refusal> {
-        if given.is_null() {
-            return Ok(None);
-        }
-        let given = to_read(given, names.codes)?;
-        // SAFETY: neither NULL nor unaligned; a struct of any version begins with its size.
-        struct_size(names.size, unsafe { (*given).size }, &[size_of::<rapt_codes>()])?;
-        // SAFETY: as long as its size says.
-        let given = unsafe { given.read() };
+        // SAFETY: the caller's word.
+        let Some(given) = (unsafe { codes_struct(names, given) })? else { return Ok(None) };
         let format = format_of(names, given.format)?;
         let granularity = granularity_of(names, given.granularity, given.block_size)?;
         let head_dim = match usize::try_from(given.head_dim) {
@@ -289,17 +284,73 @@ impl CodesRead {
             let (tensor, codes, part) = (names.operand, format.name(), names.descale);
             return Err(Error::MissingPart { tensor, codes, part }.into());
         }
-        let global_scale = if given.global_scale.is_null() {
-            None
-        } else {
-            let pointer = Pointer { argument: names.codes, field: Some("global_scale") };
-            let global_scale = to_read(given.global_scale, pointer)?;
-            // SAFETY: neither NULL nor unaligned; that a number lies there is the caller's word.
-            Some(unsafe { global_scale.read() })
-        };
+        // SAFETY: the caller's word.
+        let global_scale = unsafe { global_scale(names, &given) }?;
         let rapt_codes { descale, zero_point, .. } = given;
         Ok(Some(CodesRead { format, granularity, head_dim, global_scale, descale, zero_point }))
     }
+}
+
+/// The struct behind `given`; `None` for NULL.
+///
+/// # Safety
+/// `given` leads to as many bytes as its size says, or is NULL.
+unsafe fn codes_struct(names: &CodesNames, given: *const rapt_codes) -> Result<Option<rapt_codes>, Refusal> {
+    if given.is_null() {
+        return Ok(None);
+    }
+    let given = to_read(given, names.codes)?;
+    // SAFETY: neither NULL nor unaligned; a struct of any version begins with its size.
+    struct_size(names.size, unsafe { (*given).size }, &[size_of::<rapt_codes>()])?;
+    // SAFETY: as long as its size says.
+    Ok(Some(unsafe { given.read() }))
+}
+
+/// # Safety
+/// `given.global_scale` leads to a number, or is NULL.
+unsafe fn global_scale(names: &CodesNames, given: &rapt_codes) -> Result<Option<f32>, Refusal> {
+    if given.global_scale.is_null() {
+        return Ok(None);
+    }
+    let pointer = Pointer { argument: names.codes, field: Some("global_scale") };
+    let global_scale = to_read(given.global_scale, pointer)?;
+    // SAFETY: neither NULL nor unaligned; that a number lies there is the caller's word.
+    Ok(Some(unsafe { global_scale.read() }))
+}
+
+/// How a cache that Rapt owns is to hold codes, and their global scale; `None` if it is to hold numbers.
+///
+/// # Safety
+/// `given` leads to codes, or is NULL.
+pub(crate) unsafe fn scheme(
+    names: &CodesNames,
+    given: *const rapt_codes,
+) -> Result<Option<(Scheme, Option<f32>)>, Refusal> {
+    // SAFETY: the caller's word.
+    let Some(given) = (unsafe { codes_struct(names, given) })? else { return Ok(None) };
+    let format = format_of(names, given.format)?;
+    let granularity = granularity_of(names, given.granularity, given.block_size)?;
+    if given.head_dim != 0 {
+        return Err(refuse(names.head_dim, &given.head_dim, "0: the form of the cache says it"));
+    }
+    for (option, pointer) in [(names.descale, given.descale), (names.zero_point, given.zero_point)] {
+        if !pointer.is_null() {
+            return Err(refuse(option, &"a tensor", "NULL: the cache makes its own"));
+        }
+    }
+    let by_token = format.own_block_size().is_none().then_some(Granularity::Token);
+    let scheme = Scheme::new(format, granularity.or(by_token), ScaleLayout::Plain);
+    let scheme = scheme.map_err(|error| match error {
+        QuantError::Core(error) => Refusal::Form(error),
+        error => Refusal::Quant { tensor: names.operand, error },
+    })?;
+    // SAFETY: the caller's word.
+    Ok(Some((scheme, unsafe { global_scale(names, &given) }?)))
+}
+
+/// The code of a format.
+pub(crate) fn format_code(format: Format) -> i32 {
+    FORMATS.iter().find(|(_, known)| *known == format).map_or(0, |(code, _)| *code as i32)
 }
 
 /// What makes numbers of one of q, k and v; `None` if it has numbers.
@@ -316,17 +367,18 @@ unsafe fn codes<'a>(names: &CodesNames, given: *const rapt_codes) -> Result<Opti
     Ok(Some(Box::new(Codes { zero_point, global_scale, granularity, head_dim, ..Codes::new(format, descale) })))
 }
 
+const FORMATS: [(rapt_format, Format); Format::ALL.len()] = [
+    (rapt_format::RAPT_FORMAT_INT8, Format::Int8),
+    (rapt_format::RAPT_FORMAT_UINT8, Format::Uint8),
+    (rapt_format::RAPT_FORMAT_INT4, Format::Int4),
+    (rapt_format::RAPT_FORMAT_E4M3FN, Format::E4m3fn),
+    (rapt_format::RAPT_FORMAT_E5M2, Format::E5m2),
+    (rapt_format::RAPT_FORMAT_MXFP8, Format::Mxfp8),
+    (rapt_format::RAPT_FORMAT_MXFP4, Format::Mxfp4),
+    (rapt_format::RAPT_FORMAT_NVFP4, Format::Nvfp4),
+];
+
 fn format_of(names: &CodesNames, code: i32) -> Result<Format, Refusal> {
-    const FORMATS: [(rapt_format, Format); Format::ALL.len()] = [
-        (rapt_format::RAPT_FORMAT_INT8, Format::Int8),
-        (rapt_format::RAPT_FORMAT_UINT8, Format::Uint8),
-        (rapt_format::RAPT_FORMAT_INT4, Format::Int4),
-        (rapt_format::RAPT_FORMAT_E4M3FN, Format::E4m3fn),
-        (rapt_format::RAPT_FORMAT_E5M2, Format::E5m2),
-        (rapt_format::RAPT_FORMAT_MXFP8, Format::Mxfp8),
-        (rapt_format::RAPT_FORMAT_MXFP4, Format::Mxfp4),
-        (rapt_format::RAPT_FORMAT_NVFP4, Format::Nvfp4),
-    ];
     let found = FORMATS.iter().find(|(known, _)| *known as i32 == code);
     let allowed = || FORMATS.map(|(known, _)| format!("{known:?}")).join(", ");
     found.map(|(_, format)| *format).ok_or_else(|| refuse(names.format, &code, &allowed()))

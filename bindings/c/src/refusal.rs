@@ -44,6 +44,9 @@ pub(crate) enum Refusal {
     /// By the format of a cache, of new keys or values.
     #[error("{tensor} as codes: {error}")]
     Quant { tensor: &'static str, error: QuantError },
+    /// By a cache that is to be made, of its form.
+    #[error(transparent)]
+    Form(Error),
     /// Of an input or a result of a program, by its name in the call.
     #[error("{name}: {refusal}")]
     Port { name: String, refusal: Box<Refusal> },
@@ -101,8 +104,8 @@ pub(crate) enum Refusal {
 impl Refusal {
     fn code(&self) -> rapt_error {
         match self {
-            Refusal::Engine(error) | Refusal::Model(ModelError::Core(error)) => match error {
-                Error::OutOfMemory { .. } => rapt_error::RAPT_ERROR_OUT_OF_MEMORY,
+            Refusal::Engine(error) | Refusal::Form(error) | Refusal::Model(ModelError::Core(error)) => match error {
+                Error::OutOfMemory { .. } | Error::OutOfPages { .. } => rapt_error::RAPT_ERROR_OUT_OF_MEMORY,
                 Error::WorkerPanicked { .. } => rapt_error::RAPT_ERROR_INTERNAL,
                 error => of_kind(error.kind()),
             },
@@ -130,13 +133,18 @@ impl Refusal {
             Refusal::Model(ModelError::Dtype { input, expected, .. }) => {
                 format!("{self}. Mend: convert {input} to RAPT_DTYPE_{}", format!("{expected:?}").to_uppercase())
             }
-            Refusal::Engine(error) => match hint(error) {
+            Refusal::Engine(error) | Refusal::Form(error) => match hint(error, self.owner()) {
                 Some(hint) => format!("{error}. Mend: {hint}"),
                 None => error.to_string(),
             },
             Refusal::Port { name, refusal } => format!("{name}: {}", refusal.message()),
             refusal => refusal.to_string(),
         }
+    }
+
+    /// The struct that has the rapt_codes of the call.
+    fn owner(&self) -> &'static str {
+        if matches!(self, Refusal::Form(_)) { "form" } else { "options" }
     }
 
     /// This refusal, of the input or result with this name.
@@ -146,9 +154,9 @@ impl Refusal {
 }
 
 /// What to write in C instead, where that is one expression.
-fn hint(error: &Error) -> Option<String> {
+fn hint(error: &Error, owner: &str) -> Option<String> {
     // `k_descale` is `options->k_codes->descale`.
-    let field = |part: &str| part.split_once('_').map(|(operand, field)| format!("options->{operand}_codes->{field}"));
+    let field = |part: &str| part.split_once('_').map(|(operand, field)| format!("{owner}->{operand}_codes->{field}"));
     let constant = |dtype: DType| format!("RAPT_DTYPE_{}", format!("{dtype:?}").to_uppercase());
     match error {
         Error::MissingPart { part, .. } => field(part).map(|field| format!("point {field} to it")),
@@ -163,6 +171,9 @@ fn hint(error: &Error) -> Option<String> {
             ))
         }
         Error::OtherDtype { tensor, expected, .. } => Some(format!("{tensor} in {}", constant(*expected))),
+        Error::UnknownSequence { .. } => {
+            Some("an id that rapt_kv_cache_new_sequence() or rapt_kv_cache_fork() gave for this cache".to_owned())
+        }
         Error::Option { option: "out_dtype", got, .. } if got == "None" => {
             Some(format!("options->out_dtype = {}", constant(DType::F32)))
         }

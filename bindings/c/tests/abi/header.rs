@@ -1,17 +1,30 @@
-//! include/rapt.h is what cbindgen writes of src/, names what the engine names, and is of this version.
+//! include/rapt.h and include/rapt_types.h are what cbindgen writes of src/, name what the engine names, and are of this version.
 //!
-//! `RAPT_UPDATE_SNAPSHOTS=1 cargo test -p rapt-c the_header_is_what` writes it anew.
+//! `RAPT_UPDATE_SNAPSHOTS=1 cargo test -p rapt-c the_headers_are_what` writes them anew.
 
 use std::ffi::CStr;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
+use cbindgen::ItemType;
 use engine::DType;
 
-const HEADER: &str = "include/rapt.h";
+/// The functions, behind the types.
+const FUNCTIONS: &str = "rapt.h";
+/// Constants, enums, structs and handles.
+const TYPES: &str = "rapt_types.h";
 
-fn generate() -> String {
+fn generate(header: &str) -> String {
     let here = Path::new(env!("CARGO_MANIFEST_DIR"));
-    let config = cbindgen::Config::from_file(here.join("cbindgen.toml")).unwrap();
+    let mut config = cbindgen::Config::from_file(here.join("cbindgen.toml")).unwrap();
+    if header == TYPES {
+        config.export.item_types = vec![ItemType::Constants, ItemType::Enums, ItemType::Structs, ItemType::OpaqueItems];
+        config.include_guard = Some("RAPT_TYPES_H".to_owned());
+        config.header = Some("// The types of rapt.h, which includes this file.".to_owned());
+        config.sys_includes = vec!["stddef.h".to_owned(), "stdint.h".to_owned()];
+    } else {
+        config.export.item_types = vec![ItemType::Functions];
+        config.includes = vec![TYPES.to_owned()];
+    }
     let sources = ["src/abi.rs", "src/lib.rs"].map(|file| here.join(file));
     let builder = sources.iter().fold(cbindgen::Builder::new().with_config(config), cbindgen::Builder::with_src);
     let mut bytes = Vec::new();
@@ -19,30 +32,36 @@ fn generate() -> String {
     String::from_utf8(bytes).unwrap()
 }
 
-fn checked_in() -> String {
-    std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join(HEADER)).unwrap_or_default()
+fn path(header: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("include").join(header)
+}
+
+fn checked_in(header: &str) -> String {
+    std::fs::read_to_string(path(header)).unwrap_or_default()
 }
 
 #[test]
-fn the_header_is_what_the_sources_say() {
-    let generated = generate();
-    if std::env::var("RAPT_UPDATE_SNAPSHOTS").is_ok_and(|value| value == "1") {
-        std::fs::write(Path::new(env!("CARGO_MANIFEST_DIR")).join(HEADER), &generated).unwrap();
+fn the_headers_are_what_the_sources_say() {
+    for header in [TYPES, FUNCTIONS] {
+        let generated = generate(header);
+        if std::env::var("RAPT_UPDATE_SNAPSHOTS").is_ok_and(|value| value == "1") {
+            std::fs::write(path(header), &generated).unwrap();
+        }
+        let held = checked_in(header);
+        let differs = generated.lines().zip(held.lines()).position(|(new, old)| new != old);
+        let line = differs.unwrap_or_else(|| generated.lines().count().min(held.lines().count()));
+        assert!(
+            generated == held,
+            "include/{header} differs from bindings/c/src at line {}:\n  {}\nwrite it anew with RAPT_UPDATE_SNAPSHOTS=1",
+            line + 1,
+            generated.lines().nth(line).unwrap_or("(its end)")
+        );
     }
-    let held = checked_in();
-    let differs = generated.lines().zip(held.lines()).position(|(new, old)| new != old);
-    let line = differs.unwrap_or_else(|| generated.lines().count().min(held.lines().count()));
-    assert!(
-        generated == held,
-        "{HEADER} differs from bindings/c/src at line {}:\n  {}\nwrite it anew with RAPT_UPDATE_SNAPSHOTS=1",
-        line + 1,
-        generated.lines().nth(line).unwrap_or("(its end)")
-    );
 }
 
-/// `NAME = number,` of an enum of the header.
+/// `NAME = number,` of an enum of the headers.
 fn values(prefix: &str) -> Vec<(String, i32)> {
-    let header = checked_in();
+    let header = checked_in(TYPES);
     let lines = header.lines().filter_map(|line| line.trim().strip_suffix(',')?.split_once(" = "));
     let found = lines.filter(|(name, _)| name.starts_with(prefix));
     found.map(|(name, value)| (name.to_owned(), value.parse().unwrap())).collect()
@@ -119,6 +138,11 @@ fn no_field_has_moved() {
     check!(
         rapt_kvcache, 56, size 0, k_cache 8, v_cache 16, cache_seqlens 24, page_table 32, k 40, v 48
     );
+    check!(
+        rapt_kv_cache_form, 72, size 0, num_pages 8, page_size 16, num_kv_heads 24, head_dim 32, head_dim_v 40, dtype 48,
+        k_codes 56, v_codes 64
+    );
+    check!(rapt_kv_cache_pages, 40, size 0, k_cache 8, v_cache 16, k_codes 24, v_codes 32);
     check!(rapt_port, 48, size 0, name 8, dtype 16, ndim 20, is_written 24, is_dynamic 28, shape 32, sizes 40);
     check!(rapt_capabilities, 40, size 0, threads 8, num_dtypes 12, dtypes 16, isa 24, isas 32);
 }

@@ -6,6 +6,8 @@ mod contract_graph;
 mod dtypes;
 mod handles;
 mod header;
+mod kv_cache;
+mod kv_cache_refused;
 mod programs;
 mod promises;
 mod quantized;

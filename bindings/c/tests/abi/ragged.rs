@@ -171,12 +171,12 @@ pub(crate) fn plain() -> rapt_options {
     rapt_options { size: size_of::<rapt_options>(), ..unsafe { std::mem::zeroed() } }
 }
 
-fn causal(causal: rapt_causal) -> rapt_options {
+pub(crate) fn causal(causal: rapt_causal) -> rapt_options {
     rapt_options { causal: causal as i32, ..plain() }
 }
 
 /// Options of every kind that sequences of different lengths have.
-fn many() -> rapt_options {
+pub(crate) fn many() -> rapt_options {
     let given =
         [rapt_given::RAPT_GIVEN_SOFTMAX_SCALE, rapt_given::RAPT_GIVEN_SOFTCAP, rapt_given::RAPT_GIVEN_WINDOW_LEFT];
     rapt_options {
@@ -189,17 +189,17 @@ fn many() -> rapt_options {
 }
 
 /// Rows of so many bytes each.
-fn rows(bytes: &[u8], rows: Range<usize>, row_bytes: usize) -> &[u8] {
+pub(crate) fn rows(bytes: &[u8], rows: Range<usize>, row_bytes: usize) -> &[u8] {
     &bytes[rows.start * row_bytes..rows.end * row_bytes]
 }
 
 /// The dtype of lse.
-fn lse_dtype(dtype: DType) -> DType {
+pub(crate) fn lse_dtype(dtype: DType) -> DType {
     if dtype == DType::F64 { DType::F64 } else { DType::F32 }
 }
 
 /// The bytes of out and lse that rapt_attention() gives for one sequence, of the bytes of q, k and v.
-fn alone(engine: &Owned, dtype: DType, [q, k, v]: [&[u8]; 3], of: &Call) -> [Vec<u8>; 2] {
+pub(crate) fn alone(engine: &Owned, dtype: DType, [q, k, v]: [&[u8]; 3], of: &Call) -> [Vec<u8>; 2] {
     let size = dtype.size_bytes();
     let (q_len, kv_len) = (q.len() / (HEADS * DIM * size), v.len() / (KV_HEADS * DIM_V * size));
     let tensor = |bytes, shape: [usize; 3]| Memory::of(dtype, &sizes(&shape), bytes);
