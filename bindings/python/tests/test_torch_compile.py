@@ -209,3 +209,15 @@ def test_export_keeps_the_aten_node(tmp_path):
     )
     done = fresh.run(code)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_first_call_of_a_process_may_be_a_whole_graph():
+    code = """
+import torch
+import rapt
+q = torch.randn(1, 2, 6, 8)
+out = torch.compile(lambda q: rapt.attention(q * 2, q, q), fullgraph=True, backend="eager")(q)
+assert torch.equal(out, rapt.attention(q * 2, q, q))
+"""
+    done = fresh.run(code)
+    assert done.returncode == 0, done.stderr

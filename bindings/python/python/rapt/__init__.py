@@ -98,8 +98,11 @@ _ops = None
 
 
 def _load_ops():
+    # A statement, which torch.compile follows; it refuses `importlib`.
+    from .torch import _ops as loaded
+
     global _ops
-    _ops = _importlib.import_module("rapt.torch._ops")
+    _ops = loaded
     return _ops
 
 
