@@ -89,7 +89,7 @@ fn strides(u: &mut Unstructured<'_>, shape: &[usize], scale: Scale) -> Result<St
     Ok(Strides::new(&at).expect("no more dimensions than its shape"))
 }
 
-fn tensor(u: &mut Unstructured<'_>, usual: DType, sizes: &[usize], scale: Scale) -> Result<TensorDesc> {
+pub(crate) fn tensor(u: &mut Unstructured<'_>, usual: DType, sizes: &[usize], scale: Scale) -> Result<TensorDesc> {
     let mut sizes = sizes.to_vec();
     if once_in(u, 32)? {
         match u.int_in_range(0..=3u8)? {

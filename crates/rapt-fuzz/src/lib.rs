@@ -5,6 +5,9 @@
 //! operands   tensors in one arena            ─► Operands ─► run      each proof found again address by address; nothing else written
 //! dlpack     a DLTensor as a producer fills it ─► View ─► Spec       what is not sound is refused before it is followed
 //! c_abi      the same through rapt.h         ─► an error code            refusals change nothing; what is served writes its own bytes alone
+//! varlen     packed sequences, offsets ─► an error code               refused with nothing written, or each as a call alone
+//! kvcache    a cache, lengths, pages ─► an error code                 the same, and new keys where they belong
+//! sequences  steps of a rapt_kv_cache ─► error codes                  each sequence as a call alone on what it was given; no page lost
 //! explain    a request with its outputs      ─► Plan ─► text         every row said, every number finite, the certificate's facts
 //! c_model    an archive ─► rapt_model ─► a run     refused by an error code, or only results are written
 //! pt2_archive a .pt2 file ─► Archive                                 refused by a typed error, or every tensor within its storage
@@ -23,6 +26,8 @@ mod explain;
 mod model;
 mod operands;
 mod pt2;
+mod ragged;
+mod sequences;
 mod spec;
 
 pub use c::c_abi;
@@ -31,18 +36,23 @@ pub use explain::explain;
 pub use model::c_model;
 pub use operands::operands;
 pub use pt2::{pt2_archive, pt2_expr};
+pub use ragged::{kvcache, varlen};
+pub use sequences::sequences;
 pub use spec::spec;
 
 /// A target: whether what `data` describes was accepted.
 pub type Target = fn(data: &[u8]) -> bool;
 
 /// Every target by name, which is also that of its corpus and of its binary.
-pub const TARGETS: [(&str, Target); 8] = [
+pub const TARGETS: [(&str, Target); 11] = [
     ("spec", spec),
     ("operands", operands),
     ("dlpack", dlpack),
     ("c_abi", c_abi),
     ("c_model", c_model),
+    ("varlen", varlen),
+    ("kvcache", kvcache),
+    ("sequences", sequences),
     ("explain", explain),
     ("pt2_archive", pt2_archive),
     ("pt2_expr", pt2_expr),

@@ -53,24 +53,30 @@ pub(crate) fn reach(desc: &TensorDesc) -> Option<(usize, usize)> {
     Some((before.checked_mul(size)?, after.checked_mul(size)?))
 }
 
+/// Where a tensor lies: mostly behind the others, which end at `end`.
+pub(crate) fn place(u: &mut Unstructured<'_>, desc: &TensorDesc, end: &mut usize) -> Parsed<usize> {
+    let size = desc.dtype.size_bytes().max(1);
+    let (before, after) = reach(desc).unwrap_or((0, 0));
+    let start = end.next_multiple_of(size) + before.next_multiple_of(size);
+    let at = match u.int_in_range(0..=15u8)? {
+        // Anywhere, over others too.
+        14 => usize::from(u.arbitrary::<u16>()?) / size * size % ARENA,
+        15 => usize::from(u.arbitrary::<u16>()?) % ARENA,
+        // Between the elements of the tensor before.
+        13 => start.saturating_sub(size * usize::from(u.arbitrary::<u8>()?)),
+        _ => start,
+    };
+    *end = (*end).max(at.saturating_add(after));
+    Ok(at)
+}
+
 pub(crate) fn parse(u: &mut Unstructured<'_>) -> Parsed<(Request, Offsets)> {
     let request = Request::new(u, Scale::Small)?;
     let mut offsets = [0; 8];
     let mut end = 0usize;
     for (offset, desc) in offsets.iter_mut().zip(descs(&request)) {
         let Some(desc) = desc else { continue };
-        let size = desc.dtype.size_bytes().max(1);
-        let (before, after) = reach(desc).unwrap_or((0, 0));
-        let start = end.next_multiple_of(size) + before.next_multiple_of(size);
-        *offset = match u.int_in_range(0..=15u8)? {
-            // Anywhere, over others too.
-            14 => usize::from(u.arbitrary::<u16>()?) / size * size % ARENA,
-            15 => usize::from(u.arbitrary::<u16>()?) % ARENA,
-            // Between the elements of the tensor before.
-            13 => start.saturating_sub(size * usize::from(u.arbitrary::<u8>()?)),
-            _ => start,
-        };
-        end = end.max(offset.saturating_add(after));
+        *offset = place(u, desc, &mut end)?;
     }
     Ok((request, offsets))
 }

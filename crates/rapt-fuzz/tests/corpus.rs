@@ -11,6 +11,8 @@ use rapt_fuzz::{TARGETS, Target, mutate};
 const MUTATIONS: usize = 250;
 /// The same where each loads a program: a hundred of them take as long as ten thousand of the others.
 const MUTATIONS_OF_PROGRAMS: usize = 30;
+/// The same where each is up to 24 steps.
+const MUTATIONS_OF_STEPS: usize = 60;
 
 fn corpus(target: &str) -> Vec<(String, Vec<u8>)> {
     let folder = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../fuzz/corpus").join(target);
@@ -27,7 +29,11 @@ fn replay(name: &str, target: Target) {
     let start = Instant::now();
     let inputs = corpus(name);
     assert!(inputs.len() >= 20, "{name}: {} inputs", inputs.len());
-    let mutations = if name == "c_model" { MUTATIONS_OF_PROGRAMS } else { MUTATIONS };
+    let mutations = match name {
+        "c_model" => MUTATIONS_OF_PROGRAMS,
+        "sequences" => MUTATIONS_OF_STEPS,
+        _ => MUTATIONS,
+    };
     let (mut state, mut ran, mut accepted) = (0x7a97, 0, 0);
     for (path, data) in &inputs {
         // A panic names no input by itself.
