@@ -83,7 +83,7 @@ impl Venv {
             return Ok(venv);
         }
         Err(Failure::Check(format!(
-            "--offline reuses {name}, and there is none that works: run `cargo xtask demo` once with a network"
+            "there is no {name} that works: run `cargo xtask test` or `cargo xtask demo` once with a network"
         )))
     }
 

@@ -1,6 +1,6 @@
 """Operators beyond those of the program zoo that exported models use: whence their samples come, and how they are judged.
 
-`ROWS` has (OpInfo's name or None, comparison) for each overload, `OWN` the samples of those that torch has no OpInfo for.
+`ROWS` has (OpInfo's name or None, comparison, and what takes a sample where not all are) for each overload, `OWN` the samples of those that torch has no OpInfo for.
 """
 
 import torch
@@ -13,6 +13,11 @@ F = "nn.functional."
 def _of(comparison, names):
     """Overloads `default` whose OpInfo has the operator's name."""
     return {A + f"{name}.default": (name, comparison) for name in names.split()}
+
+
+def _start_is_number(args, kwargs):
+    """The other overload has a tensor."""
+    return None if isinstance(args[2], torch.Tensor) else (args, kwargs)
 
 
 def _nn(comparison, names):
@@ -85,7 +90,7 @@ ROWS = {
     A + "rot90.default": ("rot90", "bits"),
     A + "diagonal.default": ("diagonal", "bits"),
     A + "unfold.default": ("unfold", "bits"),
-    A + "narrow.default": ("narrow", "bits"),
+    A + "narrow.default": ("narrow", "bits", _start_is_number),
     A + "tile.default": ("tile", "bits"),
     A + "pixel_shuffle.default": (F + "pixel_shuffle", "bits"),
     A + "pixel_unshuffle.default": (F + "pixel_unshuffle", "bits"),

@@ -256,15 +256,17 @@ MODELS = {
     "resnet": (
         resnet,
         pictures,
-        {"batch": 2, "height": 32, "width": 32},
-        [{"batch": 3, "height": 45, "width": 38}, {"batch": 2, "height": 64, "width": 31}],
+        # Four stages of a smaller picture end at one pixel, and the export serves no larger one.
+        {"batch": 2, "height": wide(32, 96), "width": wide(32, 96)},
+        [{"batch": 3, "height": wide(45, 109), "width": wide(38, 102)}, {"batch": 2, "height": wide(64, 128), "width": wide(31, 95)}],
         {"pixel_values": {0: DYNAMIC, 2: DYNAMIC, 3: DYNAMIC}},
     ),
     "t5": (
         T5,
         t5_inputs,
         {"batch": 2, "seq": 6, "target": 4},
-        [{"batch": 3, "seq": 50, "target": 7}, {"batch": 2, "seq": 17, "target": 20}],
+        # One pair of short sequences says little of an error: torch's and Rapt's differ by a fifth from pair to pair, either way.
+        [{"batch": 3, "seq": 50, "target": 7}, {"batch": 12, "seq": 17, "target": 20}],
         {name: {0: DYNAMIC, 1: DYNAMIC} for name in ("input_ids", "attention_mask", "decoder_input_ids")},
     ),
     "qwen3_moe": (

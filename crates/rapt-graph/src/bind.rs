@@ -10,6 +10,7 @@
 
 use rapt_pt2::{Expr, ExprError, Symbols, TensorMeta};
 
+use crate::ops::{Copy, Op, Target};
 use crate::{Error, Graph, Int, Meta, Node, OpError, Out, Output, Shapes, Type, ValueId};
 
 /// What is known of a value for one binding of the symbols.
@@ -169,7 +170,7 @@ impl Graph {
     /// Infers a node's results, checks them, and enters them.
     fn step(&self, binding: &mut Binding, node: &Node) -> Result<(), Error> {
         let failed = |cause| Error::Node { node: node.name.clone(), target: node.target.clone(), cause };
-        let outs = node.op.infer(binding).map_err(failed)?;
+        let mut outs = node.op.infer(binding).map_err(failed)?;
         if outs.len() != node.outputs.len() {
             return Err(failed(OpError::ResultCount { given: outs.len(), named: node.outputs.len() }));
         }
@@ -178,13 +179,32 @@ impl Graph {
         {
             return Err(failed(OpError::SelfOverlap));
         }
-        for (out, id) in outs.iter().zip(&node.outputs) {
+        for (out, id) in outs.iter_mut().zip(&node.outputs) {
+            self.place_copy(binding, node, out, *id)?;
             let (fact, storage) = entry(binding, out, *id).map_err(failed)?;
             let Some(id) = *id else { continue };
             self.compare(binding, node, id, &fact)?;
             binding.set(id, fact, storage);
         }
         binding.outs.push(outs);
+        Ok(())
+    }
+
+    /// Lets the functional `copy` of a view start in its storage where the view does, if the program says so: torch's tracer says
+    /// that of the first such copy, and 0 of those whose form it knows by then.
+    fn place_copy(&self, binding: &Binding, node: &Node, out: &mut Out, id: Option<ValueId>) -> Result<(), Error> {
+        let (Op::Copy(Copy::Onto { input, target: Target::Fresh, .. }), Out::Fresh(form), Some(id)) =
+            (&node.op, out, id)
+        else {
+            return Ok(());
+        };
+        let (Type::Tensor(meta), Fact::Tensor(view)) = (&self.value(id).ty, binding.fact(*input)) else {
+            return Ok(());
+        };
+        let failed = |cause| Error::Expr { value: self.value(id).name.clone(), cause };
+        if meta.storage_offset.eval(&binding.symbols).map_err(failed)? == view.offset {
+            form.offset = view.offset;
+        }
         Ok(())
     }
 

@@ -132,13 +132,25 @@ fn rule_06_an_unknown_code_is_an_error_that_lists_the_known() {
 
 #[test]
 fn rule_07_narrow_integers_are_computed_exactly() {
-    for (dtype, of, sum) in [(DType::U8, [100, 200, 255], [200, 144, 254]), (DType::I8, [100, -1, 127], [-56, -2, -2])]
-    {
-        let bytes: Vec<u8> = of.iter().map(|n: &i32| *n as u8).collect();
+    let cases = [
+        (DType::U8, [100, 200, 255], [200, 144, 254]),
+        (DType::I8, [100, -1, 127], [-56, -2, -2]),
+        (DType::I16, [20_000, -1, 32_767], [-25_536, -2, -2]),
+    ];
+    for (dtype, of, sum) in cases {
+        let narrow = |n: &i32| n.to_le_bytes()[..dtype.size_bytes()].to_vec();
+        let bytes: Vec<u8> = of.iter().flat_map(narrow).collect();
         let session = Model::of(&binary("torch.ops.aten.add.Tensor", dtype)).session();
         let (x, out) = (Memory::of(dtype, &[3], &bytes), Memory::place(dtype, &[3]));
         session.serves(&[&x, &x], &[&out]);
-        assert_eq!(out.bytes()[..3], sum.map(|n: i32| n as u8), "{dtype}");
+        let sum: Vec<u8> = sum.iter().flat_map(narrow).collect();
+        assert_eq!(out.bytes()[..sum.len()], sum, "{dtype}");
+        // A weight of the same dtype.
+        let mut program = clone_of(dtype);
+        program.inputs.clear();
+        program.buffer = Some(("self", value("held", dtype, &[3]), bytes));
+        Model::of(&program).session().serves(&[], &[&out]);
+        assert_eq!(out.bytes()[..sum.len()], x.bytes()[..sum.len()], "{dtype}");
     }
 }
 

@@ -126,7 +126,7 @@ impl Histogram {
                 max = if x.is_nan() || x > max { x } else { max };
             }
         }
-        if min == max { [min - 1.0, max + 1.0] } else { [min, max] }
+        if min == max { [min - 1.0, max + 1.0].map(|bound| rounded(self.dtype, bound)) } else { [min, max] }
     }
 }
 

@@ -8,7 +8,7 @@ use rapt_core::DType;
 use super::shape::{
     bounded, cells, count, expand_places, fresh, ignore, is_int, misfit, need_plain, pick, places, refuse, row_major,
 };
-use crate::{Args, Eval, Meta, OpError, Out, Shapes, Tensor, ValueId, strides};
+use crate::{Args, Cells, Eval, Meta, OpError, Out, Shapes, Tensor, ValueId, strides};
 
 /// A reading by index.
 #[derive(Clone, Debug, PartialEq)]
@@ -36,6 +36,15 @@ pub enum Index {
         /// The places in that dimension.
         index: ValueId,
     },
+    /// `take_along_dim`: a `gather` whose operands broadcast in the other dimensions; of the flattened tensor if none is named.
+    TakeAlong {
+        /// The tensor.
+        input: ValueId,
+        /// The dimension.
+        dim: Option<i64>,
+        /// The places in that dimension.
+        index: ValueId,
+    },
     /// `index_select`: some slices of a dimension.
     Select {
         /// The tensor.
@@ -53,6 +62,7 @@ impl Index {
             "embedding.default" => embedding(args),
             "index.Tensor" | "_unsafe_index.Tensor" => index(args),
             "gather.default" => gather(args),
+            "take_along_dim.default" => take_along(args),
             "index_select.default" => select(args),
             _ => return None,
         })
@@ -91,6 +101,12 @@ impl Index {
                 need_gather_index(meta, meta.dim(*dim)?, index)?;
                 Ok(vec![fresh(meta.dtype, &index.shape)?])
             }
+            Index::TakeAlong { input, dim, index } => {
+                let (meta, index) = (shapes.meta(*input)?, shapes.meta(*index)?);
+                need_plain("take_along_dim", meta.dtype)?;
+                need_index(index)?;
+                Ok(vec![fresh(meta.dtype, &along(meta, index, *dim)?.1)?])
+            }
             Index::Select { input, dim, index } => {
                 let (meta, index) = (shapes.meta(*input)?, shapes.meta(*index)?);
                 need_plain("index_select", meta.dtype)?;
@@ -114,6 +130,23 @@ impl Index {
 
     pub(super) fn eval(&self, eval: &dyn Eval, outs: &[Tensor]) -> Result<(), OpError> {
         let (source, at) = match self {
+            Index::TakeAlong { input, dim, index } => {
+                let (input, index) = (eval.tensor(*input)?, eval.tensor(*index)?);
+                let (whole, shape) = along(&input.meta, &index.meta, *dim)?;
+                let of_dim = whole.dim(dim.unwrap_or(0))?;
+                let (mut own, mut places) = (cells(input), index.ints());
+                if dim.is_some() {
+                    own = pick(&own, expand_places(&input.meta.shape, &whole.shape)?);
+                    places = index.broadcast(&shape).ints();
+                }
+                // Negative numbers count from the end.
+                let size = whole.shape[of_dim];
+                places.iter_mut().filter(|at| **at < 0).for_each(|at| *at = at.saturating_add(size));
+                let index = Tensor::new(Meta::contiguous(DType::I64, &shape), Cells::Int(places));
+                let at = gathered(&whole, of_dim, &index)?;
+                outs[0].write(eval.precision(), pick(&own, at));
+                return Ok(());
+            }
             Index::Embedding { weight, indices } => {
                 let weight = eval.tensor(*weight)?;
                 (weight, slices(&weight.meta, 0, &eval.tensor(*indices)?.ints())?)
@@ -321,6 +354,29 @@ fn index(args: &Args<'_>) -> Result<Index, OpError> {
 fn gather(args: &Args<'_>) -> Result<Index, OpError> {
     ignore(args, &["sparse_grad"]);
     Ok(Index::Gather { input: args.tensor("self")?, dim: args.known_int("dim")?, index: args.tensor("index")? })
+}
+
+fn take_along(args: &Args<'_>) -> Result<Index, OpError> {
+    let dim = args.opt_int("dim")?.map(|_| args.known_int("dim")).transpose()?;
+    Ok(Index::TakeAlong { input: args.tensor("self")?, dim, index: args.tensor("indices")? })
+}
+
+/// The form that the tensor is seen in, row-major, and the shape of the result.
+fn along(meta: &Meta, index: &Meta, dim: Option<i64>) -> Result<(Meta, Vec<i64>), OpError> {
+    let Some(dim) = dim else {
+        return Ok((Meta::contiguous(meta.dtype, &[meta.numel()]), vec![index.numel()]));
+    };
+    if meta.rank() != index.rank() || meta.rank() == 0 {
+        return misfit(format!("an index of shape {:?} along a tensor of shape {:?}", index.shape, meta.shape));
+    }
+    let dim = meta.dim(dim)?;
+    let but = |shape: &[i64], size: i64| {
+        let mut shape = shape.to_vec();
+        shape[dim] = size;
+        shape
+    };
+    let all = strides::broadcast([&but(&meta.shape, 1)[..], &but(&index.shape, 1)])?;
+    Ok((Meta::contiguous(meta.dtype, &but(&all, meta.shape[dim])), but(&all, index.shape[dim])))
 }
 
 fn select(args: &Args<'_>) -> Result<Index, OpError> {

@@ -46,7 +46,7 @@ pub enum Joining {
         /// Whether the tensor's own element takes part.
         include_self: bool,
     },
-    /// `masked_scatter`: the source's elements one after another where the mask is true.
+    /// `masked_scatter`: the source's elements one after another where the mask is true. Tensor and mask broadcast.
     Masked {
         /// Booleans.
         mask: ValueId,
@@ -96,7 +96,7 @@ fn infer(write: &Joining, shapes: &dyn Shapes, meta: &Meta) -> Result<Out, OpErr
             need_same(meta.dtype, source.dtype)?;
             need_indices(index)?;
             need_slices(meta, meta.dim(*dim)?, index, source)?;
-            Ok(Out::Fresh(like(meta, meta.dtype)))
+            fresh(meta.dtype, &meta.shape)
         }
         Joining::Fill { dim, index, value } => {
             let index = shapes.meta(*index)?;
@@ -129,10 +129,7 @@ fn infer(write: &Joining, shapes: &dyn Shapes, meta: &Meta) -> Result<Out, OpErr
             if mask.dtype != DType::Bool {
                 return Err(OpError::Dtype { what: "a mask", dtype: mask.dtype });
             }
-            if mask.shape != meta.shape {
-                crate::strides::broadcasts_to(&mask.shape, &meta.shape)?;
-            }
-            fresh(meta.dtype, &meta.shape)
+            fresh(meta.dtype, &crate::strides::broadcast([&meta.shape[..], &mask.shape])?)
         }
     }
 }

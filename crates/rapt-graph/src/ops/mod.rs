@@ -9,12 +9,15 @@ mod choice;
 mod conv;
 mod copy;
 mod create;
+mod cross;
+mod diagonal;
 mod distance;
 mod einsum;
 mod fill;
 mod index;
 mod join;
 mod linear;
+mod loss;
 mod moe;
 mod norm;
 mod pad;
@@ -44,11 +47,14 @@ pub use choice::Choice;
 pub use conv::{Conv, ConvSizes, Padding};
 pub use copy::Copy;
 pub use create::{Create, DtypeOf, Order, Sizes};
+pub use cross::Cross;
+pub use diagonal::Diagonal;
 pub use distance::Distance;
 pub use einsum::{Einsum, Equation, Name};
 pub use index::Index;
 pub use join::{Join, Joining};
 pub use linear::Linear;
+pub use loss::Loss;
 pub use moe::GroupedMm;
 pub use norm::{EACH_CHANNEL, Norm, groups_of};
 pub use pad::{Pad, PadMode, Run};
@@ -170,6 +176,12 @@ families! {
     Choice(Choice);
     /// Distances between vectors.
     Distance(Distance);
+    /// Products of vectors and of matrices, element by element.
+    Cross(Cross);
+    /// Diagonals and triangles.
+    Diagonal(Diagonal);
+    /// Losses.
+    Loss(Loss);
     /// Patches of images as columns.
     Patches(Patches);
     /// Recurrent layers.

@@ -11,6 +11,8 @@
 //!
 //! Deliberately absent: dropout in training, and packed sequences, whose lengths are values that no export can state.
 
+use rapt_core::tanh;
+
 use super::linear::dot;
 use super::shape::{bounded, count, fresh, misfit, need_float, need_same, refuse};
 use crate::{Args, Eval, Meta, OpError, Out, Shapes, Tensor, ValueId, strides};
@@ -194,7 +196,7 @@ impl Recurrent {
         let sigmoid = |x: f64| 1.0 / (1.0 + (-x).exp());
         let size = weights.of_hidden.rows() / self.cell.gates();
         match self.cell {
-            Cell::Tanh => State { h: (0..size).map(|n| gate(n).tanh()).collect(), c: Vec::new() },
+            Cell::Tanh => State { h: (0..size).map(|n| tanh(gate(n))).collect(), c: Vec::new() },
             // Not `max`, which drops NaN.
             Cell::Relu => {
                 let relu = |x: f64| if x < 0.0 { 0.0 } else { x };
@@ -203,16 +205,16 @@ impl Recurrent {
             Cell::Gru => {
                 let one = |n: usize| {
                     let (reset, keep) = (sigmoid(gate(n)), sigmoid(gate(size + n)));
-                    let new = (of_input(2 * size + n) + reset * of_hidden(2 * size + n)).tanh();
+                    let new = tanh(of_input(2 * size + n) + reset * of_hidden(2 * size + n));
                     (1.0 - keep) * new + keep * state.h[n]
                 };
                 State { h: (0..size).map(one).collect(), c: Vec::new() }
             }
             Cell::Lstm => {
                 let cell =
-                    |n: usize| sigmoid(gate(size + n)) * state.c[n] + sigmoid(gate(n)) * gate(2 * size + n).tanh();
+                    |n: usize| sigmoid(gate(size + n)) * state.c[n] + sigmoid(gate(n)) * tanh(gate(2 * size + n));
                 let c: Vec<f64> = (0..size).map(cell).collect();
-                let h: Vec<f64> = (0..size).map(|n| sigmoid(gate(3 * size + n)) * c[n].tanh()).collect();
+                let h: Vec<f64> = (0..size).map(|n| sigmoid(gate(3 * size + n)) * tanh(c[n])).collect();
                 let h = match &weights.projection {
                     Some(projection) => (0..projection.rows()).map(|n| projection.row(n, &h)).collect(),
                     None => h,

@@ -75,6 +75,10 @@ pub enum Fold {
     Product,
     /// The mean; NaN of none.
     Mean,
+    /// The sum of what is not NaN.
+    NanSum,
+    /// The mean of what is not NaN.
+    NanMean,
     /// Whether one is other than 0.
     Any,
     /// Whether all are other than 0.
@@ -100,10 +104,12 @@ pub enum Fold {
 
 impl Reduce {
     pub(super) fn read(target: &str, args: &Args<'_>) -> Option<Result<Reduce, OpError>> {
-        use Fold::{All, Any, Max, Mean, Min, Product, Sum};
+        use Fold::{All, Any, Max, Mean, Min, NanMean, NanSum, Product, Sum};
         Some(match target.strip_prefix("torch.ops.aten.")? {
             "sum.dim_IntList" | "sum.default" => fold(args, Sum),
             "mean.dim" | "mean.default" => fold(args, Mean),
+            "nansum.default" => fold(args, NanSum),
+            "nanmean.default" => fold(args, NanMean),
             "prod.dim_int" | "prod.default" => fold(args, Product),
             "any.dim" | "any.dims" | "any.default" => fold(args, Any),
             "all.dim" | "all.dims" | "all.default" => fold(args, All),
@@ -230,7 +236,7 @@ impl Fold {
     fn operand(self, input: DType, dtype: Option<DType>) -> DType {
         match (self, dtype) {
             (_, Some(dtype)) => dtype,
-            (Fold::Sum | Fold::Product, None) if !is_float(input) => DType::I64,
+            (Fold::Sum | Fold::NanSum | Fold::Product, None) if !is_float(input) => DType::I64,
             // ATen makes floats of integers here.
             (Fold::LogSumExp, None) if !is_float(input) => DEFAULT_FLOAT,
             _ => input,
@@ -243,8 +249,8 @@ impl Fold {
         need_plain("a reduction", operand)?;
         match self {
             // A boolean sum is asked for by dtype alone, and PyTorch's is whether one is other than 0.
-            Fold::Sum | Fold::Product | Fold::Max | Fold::Min => Ok(operand),
-            Fold::Mean => need_float("a mean", operand).map(|()| operand),
+            Fold::Sum | Fold::NanSum | Fold::Product | Fold::Max | Fold::Min => Ok(operand),
+            Fold::Mean | Fold::NanMean => need_float("a mean", operand).map(|()| operand),
             Fold::Variance { .. } => need_float("a variance", operand).map(|()| operand),
             Fold::LogSumExp => Ok(operand),
             Fold::Count => Ok(DType::I64),
@@ -309,6 +315,11 @@ impl Fold {
                 let one = |&start: &usize| match self {
                     Fold::Product => along(start).product(),
                     Fold::Mean => along(start).sum::<f64>() / steps.len() as f64,
+                    Fold::NanSum => along(start).filter(|x| !x.is_nan()).fold(0.0, |sum, x| sum + x),
+                    Fold::NanMean => {
+                        let numbers = || along(start).filter(|x| !x.is_nan());
+                        numbers().sum::<f64>() / numbers().count() as f64
+                    }
                     Fold::Norm(_) => vector_norm(along(start), ord),
                     Fold::Variance { root, .. } => {
                         let variance = variance(along(start), steps.len() as f64, ord);

@@ -312,7 +312,7 @@ fn histogram(
         max = x.iter().copied().fold(f64::NEG_INFINITY, |a, b| if b.is_nan() || b > a { b } else { a });
     }
     if min == max {
-        (min, max) = (min - 1.0, max + 1.0);
+        (min, max) = (step(precision, dtype, min - 1.0), step(precision, dtype, max + 1.0));
     }
     if !min.is_finite() || !max.is_finite() || min > max {
         return misfit(format!("a histogram of the range [{min}, {max}]"));

@@ -153,7 +153,8 @@ impl Scatter {
                 Out::Fresh(copy_in_place_of(meta))
             }
         };
-        Ok(vec![if self.target == Target::Input { Out::Same(self.input) } else { own }])
+        let Out::Fresh(form) = own else { return Ok(vec![own]) };
+        Ok(vec![self.target.out(self.input, shapes, form)?])
     }
 
     pub(super) fn mutates(&self) -> Option<ValueId> {
@@ -189,9 +190,12 @@ impl Scatter {
     }
 
     pub(super) fn eval(&self, eval: &dyn Eval, outs: &[Tensor]) -> Result<(), OpError> {
-        let input = eval.tensor(self.input)?;
+        let mut input = eval.tensor(self.input)?.clone();
+        if matches!(self.write, Write::Join(Joining::Masked { .. })) {
+            input = input.broadcast(&outs[0].meta.shape);
+        }
         let meta = &input.meta;
-        let mut x = cells(input);
+        let mut x = cells(&input);
         match &self.write {
             Write::Along { dim, index, source } => {
                 let index = eval.tensor(*index)?;

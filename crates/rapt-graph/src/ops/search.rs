@@ -1,10 +1,10 @@
-//! Places and membership: `bucketize`, `searchsorted`, `isin`, `one_hot`, `meshgrid`, `eye`, `linspace`.
+//! Places and membership: `bucketize`, `searchsorted`, `isin`, `one_hot`, `meshgrid`, `broadcast_tensors`, `eye`, `linspace`.
 
 use rapt_core::DType;
 use rustc_hash::FxHashSet;
 
 use super::Operand;
-use super::shape::{Lanes, bounded, cells, count, fresh, like, misfit, need_plain, refuse};
+use super::shape::{Lanes, bounded, cells, count, expand_strides, fresh, like, misfit, need_plain, pick, refuse};
 use crate::number::is_float;
 use crate::promote::DEFAULT_FLOAT;
 use crate::{Args, Cells, Eval, Int, Meta, OpError, Out, Scalar, Shapes, Tensor, ValueId, strides};
@@ -18,6 +18,8 @@ pub enum Search {
         sorted: ValueId,
         /// The values; without dimensions or in the numbers' other dimensions.
         values: Operand,
+        /// The place of each of the numbers in ascending order, where they are in another; int64.
+        sorter: Option<ValueId>,
         /// Whether a value belongs behind its equals.
         right: bool,
         /// Whether the places are int32.
@@ -48,6 +50,11 @@ pub enum Search {
         /// Whether the first two dimensions change places.
         xy: bool,
     },
+    /// `broadcast_tensors`: each expanded to the shape that all have then.
+    Broadcast {
+        /// The tensors.
+        tensors: Vec<ValueId>,
+    },
     /// `eye`: ones on the diagonal.
     Eye {
         /// The rows and columns.
@@ -76,6 +83,7 @@ impl Search {
             "isin.Scalar_Tensor" => is_in(args, ["element", "test_elements"]),
             "one_hot.default" => one_hot(args),
             "meshgrid.default" | "meshgrid.indexing" => meshgrid(args),
+            "broadcast_tensors.default" => args.tensors("tensors").map(|tensors| Search::Broadcast { tensors }),
             "eye.default" => eye(args, ["n", "n"]),
             "eye.m" => eye(args, ["n", "m"]),
             "linspace.default" => linspace(args),
@@ -85,9 +93,18 @@ impl Search {
 
     pub(super) fn infer(&self, shapes: &dyn Shapes) -> Result<Vec<Out>, OpError> {
         match self {
-            Search::Sorted { sorted, values, narrow, any_shape, .. } => {
+            Search::Sorted { sorted, sorter, values, narrow, any_shape, .. } => {
                 let sorted = shapes.meta(*sorted)?;
                 need_plain("a search", sorted.dtype)?;
+                if let Some(sorter) = sorter {
+                    let sorter = shapes.meta(*sorter)?;
+                    if sorter.dtype != DType::I64 {
+                        return Err(OpError::Dtype { what: "a sorter", dtype: sorter.dtype });
+                    }
+                    if sorter.shape != sorted.shape {
+                        return misfit(format!("a sorter of shape {:?} for shape {:?}", sorter.shape, sorted.shape));
+                    }
+                }
                 let own: &[i64] = match values {
                     Operand::Tensor(id) => {
                         let values = shapes.meta(*id)?;
@@ -144,6 +161,7 @@ impl Search {
                 Ok(vec![Out::Fresh(Meta { dtype: DType::I64, shape, strides, offset: 0 })])
             }
             Search::Meshgrid { tensors, xy } => grid(shapes, tensors, *xy),
+            Search::Broadcast { tensors } => expanded(shapes, tensors),
             Search::Eye { size, dtype } => Ok(vec![fresh(*dtype, &shapes.ints(size)?)?]),
             Search::Linspace { steps, dtype, .. } => {
                 let steps = shapes.int(*steps)?;
@@ -159,10 +177,13 @@ impl Search {
 
     pub(super) fn eval(&self, eval: &dyn Eval, outs: &[Tensor]) -> Result<(), OpError> {
         match self {
-            Search::Sorted { sorted, values, right, .. } => {
+            Search::Sorted { sorted, sorter, values, right, .. } => {
                 let sorted = eval.tensor(*sorted)?;
                 let row = sorted.meta.shape.last().map_or(0, |&n| count(n));
-                let x = cells(sorted);
+                let x = match sorter {
+                    Some(sorter) => in_order(&cells(sorted), &eval.tensor(*sorter)?.ints(), row)?,
+                    None => cells(sorted),
+                };
                 let values = numbers(eval, *values, &x)?;
                 let lanes = Lanes::of(&outs[0].meta.shape, outs[0].meta.rank().saturating_sub(1));
                 let start = |i: usize| if sorted.meta.rank() > 1 { i / lanes.size.max(1) * row } else { 0 };
@@ -213,7 +234,7 @@ impl Search {
                 let row = |class: i64| (0..classes).map(move |k| i64::from(k == class));
                 outs[0].write_ints(input.into_iter().flat_map(row).collect::<Vec<_>>());
             }
-            Search::Meshgrid { .. } => {}
+            Search::Meshgrid { .. } | Search::Broadcast { .. } => {}
             Search::Eye { .. } => {
                 let [rows, columns] = [0, 1].map(|d| outs[0].meta.shape[d]);
                 let all = (0..rows).flat_map(|row| (0..columns).map(move |column| i64::from(row == column)));
@@ -226,6 +247,17 @@ impl Search {
         }
         Ok(())
     }
+}
+
+/// The numbers of each row in the order of their places.
+fn in_order(x: &Cells, sorter: &[i64], row: usize) -> Result<Cells, OpError> {
+    let place = |(n, &index): (usize, &i64)| {
+        let size = i64::try_from(row).unwrap_or(i64::MAX);
+        let in_row = usize::try_from(index).ok().filter(|&k| k < row);
+        in_row.map(|k| n / row * row + k).ok_or(OpError::IndexOutOfRange { index, dim: 0, size })
+    };
+    let places: Vec<usize> = sorter.iter().enumerate().map(place).collect::<Result<_, _>>()?;
+    Ok(pick(x, places))
 }
 
 /// From both ends to the middle, as ATen computes it.
@@ -297,10 +329,18 @@ fn grid(shapes: &dyn Shapes, tensors: &[ValueId], xy: bool) -> Result<Vec<Out>, 
     Ok((0..metas.len()).map(one).collect())
 }
 
+fn expanded(shapes: &dyn Shapes, tensors: &[ValueId]) -> Result<Vec<Out>, OpError> {
+    let metas: Vec<&Meta> = tensors.iter().map(|&id| shapes.meta(id)).collect::<Result<_, _>>()?;
+    let shape = strides::broadcast(metas.iter().map(|meta| &meta.shape[..]))?;
+    bounded(&shape)?;
+    let one = |(&of, meta): (&ValueId, &&Meta)| {
+        let strides = expand_strides(&meta.shape, &meta.strides, &shape)?;
+        Ok(Out::View { of, meta: Meta { shape: shape.clone(), strides, ..(*meta).clone() } })
+    };
+    tensors.iter().zip(&metas).map(one).collect()
+}
+
 fn sorted(args: &Args<'_>, sorted: &str, values: &str, any_shape: bool) -> Result<Search, OpError> {
-    if args.opt_tensor("sorter")?.is_some() {
-        return refuse("sorter", "a tensor", "numbers in ascending order are expected");
-    }
     let mut right = args.bool_or("right", false)?;
     match args.opt_str("side")? {
         None => {}
@@ -310,6 +350,7 @@ fn sorted(args: &Args<'_>, sorted: &str, values: &str, any_shape: bool) -> Resul
     }
     Ok(Search::Sorted {
         sorted: args.tensor(sorted)?,
+        sorter: args.opt_tensor("sorter")?,
         values: Operand::read(args, values)?,
         right,
         narrow: args.bool_or("out_int32", false)?,

@@ -39,6 +39,11 @@ macro_rules! exact {
     };
 }
 
+/// That of libm gives a number for a great negative one.
+fn acosh(x: f64) -> f64 {
+    if x < 1.0 { f64::NAN } else { libm::acosh(x) }
+}
+
 fn of_f32<S: Simd<Elem = f32>>(op: Unary) -> Option<Kernel> {
     use math::f32 as math;
     Some(match op {
@@ -60,7 +65,7 @@ fn of_f32<S: Simd<Elem = f32>>(op: Unary) -> Option<Kernel> {
         Unary::Acos => each!(f32 => f32, |x| f64::from(x).acos() as f32),
         Unary::Atan => each!(f32 => f32, |x| f64::from(x).atan() as f32),
         Unary::Asinh => each!(f32 => f32, |x| libm::asinh(f64::from(x)) as f32),
-        Unary::Acosh => each!(f32 => f32, |x| libm::acosh(f64::from(x)) as f32),
+        Unary::Acosh => each!(f32 => f32, |x| acosh(f64::from(x)) as f32),
         Unary::Atanh => each!(f32 => f32, |x| libm::atanh(f64::from(x)) as f32),
         Unary::Erfc => each!(f32 => f32, |x| libm::erfc(f64::from(x)) as f32),
         Unary::Erf => each!(f32 => f32, |x| math::erf::<S>(x)),
@@ -85,14 +90,14 @@ fn of_f64<S: Simd<Elem = f32>>(op: Unary) -> Option<Kernel> {
         Unary::Sin => each!(f64 => f64, |x| x.sin()),
         Unary::Cos => each!(f64 => f64, |x| x.cos()),
         Unary::Tan => each!(f64 => f64, |x| x.tan()),
-        Unary::Tanh => each!(f64 => f64, |x| x.tanh()),
+        Unary::Tanh => each!(f64 => f64, |x| rapt_core::tanh(x)),
         Unary::Sinh => each!(f64 => f64, |x| x.sinh()),
         Unary::Cosh => each!(f64 => f64, |x| x.cosh()),
         Unary::Asin => each!(f64 => f64, |x| x.asin()),
         Unary::Acos => each!(f64 => f64, |x| x.acos()),
         Unary::Atan => each!(f64 => f64, |x| x.atan()),
         Unary::Asinh => each!(f64 => f64, |x| libm::asinh(x)),
-        Unary::Acosh => each!(f64 => f64, |x| libm::acosh(x)),
+        Unary::Acosh => each!(f64 => f64, |x| acosh(x)),
         Unary::Atanh => each!(f64 => f64, |x| libm::atanh(x)),
         Unary::Erf => each!(f64 => f64, |x| libm::erf(x)),
         Unary::Erfc => each!(f64 => f64, |x| libm::erfc(x)),

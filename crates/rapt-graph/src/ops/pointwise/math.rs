@@ -34,14 +34,15 @@ pub(super) fn unary_float(op: Unary, x: f64) -> f64 {
         Unary::Sin => x.sin(),
         Unary::Cos => x.cos(),
         Unary::Tan => x.tan(),
-        Unary::Tanh => x.tanh(),
+        Unary::Tanh => rapt_core::tanh(x),
         Unary::Sinh => x.sinh(),
         Unary::Cosh => x.cosh(),
         Unary::Asin => x.asin(),
         Unary::Acos => x.acos(),
         Unary::Atan => x.atan(),
-        // Those of std lose digits near the ends of their range.
+        // Those of std lose digits near the ends of their range; libm gives a number for the acosh of a great negative one.
         Unary::Asinh => libm::asinh(x),
+        Unary::Acosh if x < 1.0 => f64::NAN,
         Unary::Acosh => libm::acosh(x),
         Unary::Atanh => libm::atanh(x),
         Unary::Erf => libm::erf(x),
@@ -55,7 +56,7 @@ pub(super) fn unary_float(op: Unary, x: f64) -> f64 {
         Unary::Gelu => 0.5 * x * libm::erfc(-x * std::f64::consts::FRAC_1_SQRT_2),
         Unary::GeluTanh => {
             let inner = (2.0 / std::f64::consts::PI).sqrt() * (x + 0.044_715 * x * x * x);
-            0.5 * x * (1.0 + inner.tanh())
+            0.5 * x * (1.0 + rapt_core::tanh(inner))
         }
         Unary::LogicalNot => f64::from(u8::from(x == 0.0)),
         Unary::IsNan => f64::from(u8::from(x.is_nan())),

@@ -166,7 +166,7 @@ impl Builder<'_> {
             Fold::Max => FoldFunction::Max,
             Fold::Min => FoldFunction::Min,
             Fold::Norm(order) => FoldFunction::Norm(self.float_of(order)?),
-            Fold::Variance { .. } | Fold::LogSumExp | Fold::Count => return None,
+            Fold::Variance { .. } | Fold::LogSumExp | Fold::Count | Fold::NanSum | Fold::NanMean => return None,
         })
     }
 
