@@ -41,6 +41,8 @@ ROWS = {
     A + "xlogy.Tensor": ("xlogy", "ulp"),
     A + "lerp.Tensor": ("lerp", "ulp"),
     A + "lerp.Scalar": ("lerp", "ulp"),
+    A + "rsub.Tensor": ("rsub", "bits"),
+    A + "rsub.Scalar": (None, "bits"),
     A + "float_power.Tensor_Tensor": ("float_power", "ulp"),
     A + "float_power.Tensor_Scalar": (None, "ulp"),
     A + "bitwise_left_shift.Tensor": ("bitwise_left_shift", "bits"),
@@ -110,6 +112,12 @@ ROWS = {
     A + "adaptive_max_pool2d.default": (None, "bits"),
     A + "instance_norm.default": (None, "ulp"),
 }
+
+
+@only((*FLOATS, torch.int64, torch.int32))
+def _reversed(dtype):
+    yield (make(dtype, 3, 4), 2), {}
+    yield (make(dtype, 3, 4), 3, 2), {}
 
 
 @only(FLOATS)
@@ -210,6 +218,7 @@ def _instances(dtype):
 
 
 OWN = {
+    A + "rsub.Scalar": _reversed,
     A + "_prelu_kernel.default": _weighted,
     A + "float_power.Tensor_Scalar": _powers,
     A + "feature_dropout.default": _dropped,

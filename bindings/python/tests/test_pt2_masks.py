@@ -37,7 +37,12 @@ RULES = {
     "2 to the left, 1 to the right, ": lambda i, j: (j >= i - 2) & (j <= i + 1),
 }
 # What is no such rule stays dense.
-ODD = {"one key of all": lambda i, j: (i != 3) | (j != 2), "strided": lambda i, j: (i - j) % 2 == 0}
+ODD = {
+    "one key of all": lambda i, j: (i != 3) | (j != 2),
+    "strided": lambda i, j: (i - j) % 2 == 0,
+    "causal but for a key of the last query": lambda i, j: (j <= i) & ((i != LENGTH - 1) | (j != 2)),
+    "causal but for a key of the first query": lambda i, j: (j <= i) | ((i == 0) & (j == 3)),
+}
 
 
 def paddings():
