@@ -39,7 +39,7 @@ pub enum ErrorKind {
     Index,
     /// The values of a program's inputs make it divide an integer by zero.
     ZeroDivision,
-    /// A number among a tensor's elements that the asked format does not hold.
+    /// A number among a tensor's elements that the asked format does not hold, or whose error is larger than was asked.
     Number,
 }
 
@@ -404,6 +404,23 @@ pub enum Error {
         /// What to do instead.
         instead: String,
     },
+    /// A head whose estimated error is beyond the tolerance, of operands whose originals are not at hand.
+    #[error(
+        "head {head} of batch {batch} may be off by {estimate:.3e} (relative L2, scores by {epsilon:.3e}): tolerance is {tolerance:e}, and \
+         without the originals of k and v nothing else can be computed"
+    )]
+    ToleranceExceeded {
+        /// Which batch entry.
+        batch: usize,
+        /// Which query head.
+        head: usize,
+        /// The estimate of its error, in relative L2.
+        estimate: f64,
+        /// By how much one of its scores may be off; 1 or more is beyond any tolerance.
+        epsilon: f64,
+        /// What was asked.
+        tolerance: f64,
+    },
     /// A worker panicked: a defect of Rapt. The contents of the outputs are unspecified, the engine is usable.
     #[error("a worker panicked ({message}); this is a defect of Rapt, please report it")]
     WorkerPanicked {
@@ -469,6 +486,7 @@ impl Error {
             | Error::OutOfPages { .. }
             | Error::OutOfMemory { .. } => ErrorKind::Device,
             Error::KindMismatch { .. } => ErrorKind::Kind,
+            Error::ToleranceExceeded { .. } => ErrorKind::Number,
             Error::Unsupported { .. } | Error::WorkerPanicked { .. } | Error::WorkLeftUndone { .. } => {
                 ErrorKind::Unsupported
             }

@@ -16,6 +16,7 @@
 mod arch;
 mod caps;
 pub mod ceiling;
+mod deviation;
 pub mod gemm;
 mod kernels;
 mod launch;
@@ -31,6 +32,7 @@ pub mod tune;
 
 pub use arch::{KernelVariant, Step};
 pub use caps::{available, detect};
+pub use deviation::{HeadDeviation, deviations};
 pub use launch::CpuLaunch;
-pub use run::{Batch, run};
+pub use run::{Batch, heads_together, run, run_heads};
 pub use select::{select, tiles};

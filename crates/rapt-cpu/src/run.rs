@@ -14,7 +14,7 @@ use crate::problem::{Output, Problem};
 use crate::select;
 
 /// A pointer that threads share; each uses a part of its own.
-struct Shared(*mut u8);
+pub(crate) struct Shared(pub(crate) *mut u8);
 // SAFETY: see the type.
 unsafe impl Sync for Shared {}
 
@@ -25,6 +25,30 @@ unsafe impl Sync for Shared {}
 /// spec or the plan of another backend; [`Error::Unsupported`] for a plan of an instruction set that is not here;
 /// [`Error::WorkerPanicked`], [`Error::WorkLeftUndone`].
 pub fn run(plan: &Plan, operands: &mut Operands<'_>, workspace: &mut Workspace, executor: &dyn Executor) -> Result<()> {
+    run_heads(plan, operands, workspace, executor, |_, _| true)
+}
+
+/// Heads that a run computes together: 1, or the query heads of one key head.
+///
+/// # Errors
+/// [`Error::NotAsPlanned`] for the plan of another backend.
+pub fn heads_together(plan: &Plan) -> Result<usize> {
+    let launch: &CpuLaunch = plan.launch_plan()?;
+    Ok(launch.steps.as_ref().map_or(1, |steps| steps.decisions.partition.heads))
+}
+
+/// As [`run`], of the query heads alone for which `is_chosen(batch, head)`; the others are left as they are. It is asked for the first of
+/// those that run together ([`heads_together`]). The bits of a head are those of the whole run.
+///
+/// # Errors
+/// As [`run`].
+pub fn run_heads(
+    plan: &Plan,
+    operands: &mut Operands<'_>,
+    workspace: &mut Workspace,
+    executor: &dyn Executor,
+    is_chosen: impl Fn(usize, usize) -> bool + Sync,
+) -> Result<()> {
     let launch: &CpuLaunch = plan.launch_plan()?;
     operands.expect(plan.spec())?;
     let Some(Steps { main, combine, decisions, scratch_bytes, .. }) = &launch.steps else {
@@ -41,11 +65,24 @@ pub fn run(plan: &Plan, operands: &mut Operands<'_>, workspace: &mut Workspace, 
     let problem = Problem::new(plan.spec(), decisions, operands, partials, |reading| row_reader(arch, reading));
     let pool = Pool { executor, threads: launch.threads, scratch_bytes: *scratch_bytes, base: Shared(base) };
     let partition = &problem.partition;
-    // SAFETY: the entry is of an instruction set that this machine has; each item has rows, or partial rows, of its own.
-    pool.deal(partition.items(), |n, scratch| unsafe { main(&problem, partition.item(n), scratch) })?;
+    let is_asked = |task: usize| {
+        let (batch, head) = problem.task_origin(task);
+        is_chosen(batch, head)
+    };
+    pool.deal(partition.items(), |n, scratch| {
+        let item = partition.item(n);
+        if is_asked(item.task) {
+            // SAFETY: the entry is of an instruction set that this machine has; each item has rows, or partial rows, of its own.
+            unsafe { main(&problem, item, scratch) }
+        }
+    })?;
     if let Some(combine) = combine {
-        // SAFETY: as above; every chunk is written.
-        pool.deal(partition.tasks, |task, scratch| unsafe { combine(&problem, Item { task, chunk: 0 }, scratch) })?;
+        pool.deal(partition.tasks, |task, scratch| {
+            if is_asked(task) {
+                // SAFETY: as above; every chunk is written.
+                unsafe { combine(&problem, Item { task, chunk: 0 }, scratch) }
+            }
+        })?;
     }
     Ok(())
 }
@@ -152,17 +189,17 @@ impl<'a> Batch<'a> {
 }
 
 /// Threads with scratch memory of their own.
-struct Pool<'a> {
-    executor: &'a dyn Executor,
-    threads: usize,
-    scratch_bytes: usize,
-    base: Shared,
+pub(crate) struct Pool<'a> {
+    pub(crate) executor: &'a dyn Executor,
+    pub(crate) threads: usize,
+    pub(crate) scratch_bytes: usize,
+    pub(crate) base: Shared,
 }
 
 impl Pool<'_> {
     /// Runs `work` on items `0..items`, each once, the next free thread taking the next one. It gets scratch memory that is its
     /// thread's own meanwhile.
-    fn deal(&self, items: usize, work: impl Fn(usize, *mut u8) + Sync) -> Result<()> {
+    pub(crate) fn deal(&self, items: usize, work: impl Fn(usize, *mut u8) + Sync) -> Result<()> {
         if items == 0 {
             return Ok(());
         }

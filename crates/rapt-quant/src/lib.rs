@@ -9,7 +9,7 @@
 //! [`codes`] rounds to every number format, bit by bit; [`Format`] says which of them a tensor uses and what goes with it;
 //! [`Form`] gives from a [`Scheme`] and a shape the shape of every part; [`quantize`] makes a [`Quantized`], [`QuantizedView`]
 //! is one made of parts that lie elsewhere, and [`QuantizedView::dequantize_into`] gives the numbers back. [`analyze`]
-//! measures what each choice costs on a tensor.
+//! measures what each choice costs on a tensor, [`measure`] how far the rows of one lie from what they were made of.
 //!
 //! A part that is missing is an error: no scale is ever taken to be 1. Deliberately absent: attention, devices, threads.
 #![forbid(unsafe_code)]
@@ -19,6 +19,7 @@ pub mod codes;
 mod dequantize;
 mod error;
 mod form;
+mod measure;
 mod quantize;
 mod quantized;
 mod source;
@@ -27,7 +28,8 @@ mod swizzle;
 pub use analyze::{Analysis, Candidate, analyze};
 pub use error::{QuantError, Result};
 pub use form::{Form, Scheme};
+pub use measure::{Measured, measure};
 pub use quantize::{Given, quantize, quantize_with_global};
 pub use quantized::{Parts, Quantized, QuantizedView};
-pub use rapt_core::{Format, Granularity, ScaleLayout};
+pub use rapt_core::{Format, Granularity, MatrixErrors, ScaleLayout};
 pub use swizzle::swizzled;

@@ -32,10 +32,12 @@
 mod descale;
 mod naive;
 mod online;
+mod quantization;
 
 pub use descale::Descale;
 pub use naive::naive;
 pub use online::online;
+pub use quantization::{HeadErrors, RowError, quantization_error};
 
 use rapt_core::{Causal, Window};
 

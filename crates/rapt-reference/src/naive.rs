@@ -22,18 +22,13 @@ pub fn naive(problem: &Problem, inputs: &Inputs<'_>) -> Outputs {
     let mut outputs = Outputs { out: Vec::with_capacity(rows * problem.head_dim_v), lse: Vec::with_capacity(rows) };
     for row in 0..rows {
         let row = Row::new(problem, inputs, row);
-        let scores: Vec<(usize, Score)> =
-            (0..problem.kv_len).filter_map(|j| score(&row, j).map(|score| (j, score))).collect();
+        let (scores, row_max, row_sum) = scores_of(&row);
         if scores.is_empty() {
             outputs.out.extend(std::iter::repeat_n(0.0, problem.head_dim_v));
             outputs.lse.push(f64::NEG_INFINITY);
             continue;
         }
-        // f64::max passes over NaN; a NaN score still makes its own weight, and so the sum, NaN.
-        let row_max = scores.iter().map(|(_, s)| s.value).chain(row.sink).fold(f64::NEG_INFINITY, f64::max);
         let weights: Vec<f64> = scores.iter().map(|(_, s)| s.weight(row_max)).collect();
-        let sink = row.sink.map(|sink| Score::exact(sink).weight(row_max));
-        let row_sum = dot(weights.iter().copied().chain(sink).map(|weight| (weight, 1.0))).value;
         for column in 0..problem.head_dim_v {
             let values = scores.iter().map(|&(j, _)| row.v(j)[column]);
             outputs.out.push(dot(weights.iter().copied().zip(values)).value / row_sum);
@@ -41,6 +36,18 @@ pub fn naive(problem: &Problem, inputs: &Inputs<'_>) -> Outputs {
         outputs.lse.push(row_max + row_sum.ln());
     }
     outputs
+}
+
+/// The scores of the keys that a row attends, their maximum, and the sum of their weights; a sink is in both.
+pub(crate) fn scores_of(row: &Row<'_>) -> (Vec<(usize, Score)>, f64, f64) {
+    let scores: Vec<(usize, Score)> =
+        (0..row.problem.kv_len).filter_map(|j| score(row, j).map(|score| (j, score))).collect();
+    // f64::max passes over NaN; a NaN score still makes its own weight, and so the sum, NaN.
+    let row_max = scores.iter().map(|(_, s)| s.value).chain(row.sink).fold(f64::NEG_INFINITY, f64::max);
+    let weights = scores.iter().map(|(_, s)| s.weight(row_max));
+    let sink = row.sink.map(|sink| Score::exact(sink).weight(row_max));
+    let row_sum = dot(weights.chain(sink).map(|weight| (weight, 1.0))).value;
+    (scores, row_max, row_sum)
 }
 
 /// Whether the position rule lets query `i` see key `j`, read literally.
@@ -58,7 +65,7 @@ fn seen(problem: &Problem, i: usize, j: usize) -> bool {
 
 /// A number and what f64 could not hold of it: the score is `value + rest`.
 #[derive(Clone, Copy, Debug)]
-struct Score {
+pub(crate) struct Score {
     value: f64,
     rest: f64,
 }
@@ -93,7 +100,7 @@ impl Score {
     }
 
     /// `exp(score − max)`.
-    fn weight(self, max: f64) -> f64 {
+    pub(crate) fn weight(self, max: f64) -> f64 {
         weight(self.value, max) * (1.0 + self.plus(-max).rest)
     }
 }

@@ -49,6 +49,7 @@ pub mod model;
 mod pool;
 mod ragged;
 mod tensor;
+mod tolerance;
 
 pub use call_cache::CallCache;
 pub use engine::{Engine, Threads, attention, attention_quantized, default_engine, spec_of};
@@ -73,6 +74,7 @@ pub use rapt_pt2 as pt2;
 pub use rapt_quant as quant;
 pub use rapt_reference as reference;
 pub use tensor::Tensor;
+pub use tolerance::{Backing, JudgedHead, Judgement, KAPPA, Tolerance};
 
 /// The Rust of the README and of the documentation, which doc tests compile and run.
 #[cfg(doctest)]

@@ -16,6 +16,7 @@
 mod ahead;
 mod code_rows;
 mod codes;
+pub(crate) mod deviation;
 mod products;
 mod rows;
 mod softmax;

@@ -1,0 +1,390 @@
+//! A tolerance: quantized K and V where their error is small enough, what they were made of elsewhere.
+//!
+//! ```text
+//! judge   of each query head: E = κ·√(estimate² + rounding²·‖ô‖²/3),  relative L2 = E / (‖ô‖ − E),  ε          rapt-cpu's `deviations`
+//! stand   relative L2 ≤ tolerance and ε < 1
+//! run     heads that stand on the codes, the others on the originals: the bits of a plain call on those
+//! ```
+//! The estimate and the bounds stand in rapt-reference; κ is [`KAPPA`]. Query heads that a kernel computes together (those of one key head,
+//! where queries are few) fall back together. Nothing is written before every head is judged, so a refusal has written nothing.
+//!
+//! Deliberately absent: GPUs, a quantized q, layout BSHD, and errors measured here: `rapt_quant::measure` does that where codes are made.
+
+use rapt_core::{
+    Codes, DType, Device, Error, Executor, MatrixErrors, Operands, Options, Plan, Qkv, Result, Spec, TensorLayout,
+    Tensors, View, ViewMut,
+};
+use rapt_cpu::HeadDeviation;
+use rapt_quant::Measured;
+
+use crate::{Engine, spec_of};
+
+/// The factor of the estimate: no row with ε < 1 among 10⁷ of many kinds of data erred by more (docs/internals/calibration.md).
+pub const KAPPA: f64 = 5.0;
+
+/// What stands behind a quantized K or V.
+#[derive(Clone, Copy, Debug)]
+pub struct Backing<'a> {
+    /// What was measured when it was quantized.
+    pub errors: &'a Measured,
+    /// What it was made of, where it is at hand: of the shape of its numbers, and of the dtype of q.
+    pub original: Option<View<'a>>,
+}
+
+/// How far the output of a head may be from that on the originals: relative L2.
+#[derive(Clone, Copy, Debug)]
+pub struct Tolerance<'a> {
+    /// Absolute: finite, and above 0.
+    pub limit: f64,
+    /// Of K, if it is quantized.
+    pub k: Option<Backing<'a>>,
+    /// Of V, if it is quantized.
+    pub v: Option<Backing<'a>>,
+}
+
+/// What was found of one query head.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct JudgedHead {
+    /// Which batch entry.
+    pub batch: usize,
+    /// Which query head.
+    pub head: usize,
+    /// By how much one of its scores may be off.
+    pub epsilon: f64,
+    /// The estimate of its error, in relative L2.
+    pub estimate: f64,
+    /// The bound of its error, in relative L2; infinite where none holds.
+    pub bound: f64,
+    /// Whether it stands on the codes.
+    pub is_quantized: bool,
+}
+
+/// What was found of all heads of a request.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Judgement {
+    /// What was asked.
+    pub limit: f64,
+    /// `[batch, num_q_heads]`.
+    pub heads: Vec<JudgedHead>,
+}
+
+impl Judgement {
+    /// Query heads on the codes.
+    #[must_use]
+    pub fn quantized(&self) -> usize {
+        self.heads.iter().filter(|head| head.is_quantized).count()
+    }
+
+    /// Query heads on the originals.
+    #[must_use]
+    pub fn fell_back(&self) -> usize {
+        self.heads.len() - self.quantized()
+    }
+
+    fn worst(&self, of: impl Fn(&JudgedHead) -> f64) -> f64 {
+        self.heads.iter().map(of).fold(0.0, |worst, x| if x.is_nan() || x > worst { x } else { worst })
+    }
+
+    /// The largest estimate of any head.
+    #[must_use]
+    pub fn worst_estimate(&self) -> f64 {
+        self.worst(|head| head.estimate)
+    }
+
+    /// The largest bound of any head.
+    #[must_use]
+    pub fn worst_bound(&self) -> f64 {
+        self.worst(|head| head.bound)
+    }
+
+    /// The largest ε of any head.
+    #[must_use]
+    pub fn worst_epsilon(&self) -> f64 {
+        self.worst(|head| head.epsilon)
+    }
+}
+
+/// What an output's dtype, and sums in f32, may change of a number.
+fn rounding(out: DType) -> f64 {
+    match out {
+        DType::BF16 => 1.0 / 256.0,
+        DType::F16 => 1.0 / 2048.0,
+        _ => 1e-6,
+    }
+}
+
+/// An error over the length of what is meant, of which only a length that is off by it is known.
+fn relative(error: f64, norm: f64) -> f64 {
+    if error == 0.0 {
+        0.0
+    } else if error.is_nan() || norm.is_nan() {
+        f64::NAN
+    } else if error < norm {
+        error / (norm - error)
+    } else {
+        f64::INFINITY
+    }
+}
+
+/// One plan on the codes, another on the originals.
+struct Plans {
+    codes: std::sync::Arc<Plan>,
+    /// `None` where an original is not at hand.
+    originals: Option<std::sync::Arc<Plan>>,
+    /// Query heads that fall back together.
+    together: usize,
+}
+
+fn unsupported<T>(what: &str, why: &str, instead: &str) -> Result<T> {
+    Err(Error::unsupported(what.to_owned(), why.to_owned(), instead.to_owned()))
+}
+
+/// What only a request that has codes to judge may ask.
+fn check(tensors: &Tensors<'_>, options: &Options, spec: &Spec, tolerance: &Tolerance<'_>) -> Result<()> {
+    let refuse =
+        |allowed: String| Err(Error::Option { option: "tolerance", got: tolerance.limit.to_string(), allowed });
+    if !(tolerance.limit.is_finite() && tolerance.limit > 0.0) {
+        return refuse("None, or a finite number above 0".into());
+    }
+    if spec.device != Device::Cpu {
+        return unsupported(
+            "tolerance on a GPU",
+            "errors are judged in host memory",
+            "tolerance=None, or tensors on the CPU",
+        );
+    }
+    if tensors.codes.q.is_some() {
+        return unsupported("tolerance with a quantized q", "errors are measured of k and v", "q as numbers");
+    }
+    if options.layout == TensorLayout::Bshd {
+        let why = "errors are measured of matrices [len, head_dim]";
+        return unsupported("tolerance with layout 'bshd'", why, "layout 'bhsd' on tensors permuted to it");
+    }
+    if tensors.codes.k.is_none() && tensors.codes.v.is_none() {
+        return refuse("None: neither k nor v is quantized".into());
+    }
+    let of_k = (&tensors.codes.k, tolerance.k, spec.head_dim());
+    let of_v = (&tensors.codes.v, tolerance.v, spec.head_dim_v());
+    for (tensor, (codes, backing, dim)) in [("k", of_k), ("v", of_v)] {
+        let Some(backing) = backing.filter(|_| codes.is_some()) else {
+            if codes.is_none() {
+                continue;
+            }
+            return refuse(format!(
+                "None: {tensor} carries no measured errors. Quantize it with keep_original or measure_errors"
+            ));
+        };
+        if backing.errors.shape() != [spec.batch() * spec.num_kv_heads(), spec.kv_len(), dim] {
+            return Err(Error::NotAsPlanned { tensor, what: "measured errors" });
+        }
+    }
+    Ok(())
+}
+
+/// The tensors of the run on the originals; `None` where one is not at hand.
+fn on_originals<'a>(tensors: &Tensors<'a>, tolerance: &Tolerance<'a>) -> Option<[View<'a>; 2]> {
+    let of = |codes: bool, tensor: View<'a>, backing: Option<Backing<'a>>| {
+        if codes { backing.and_then(|backing| backing.original) } else { Some(tensor) }
+    };
+    let k = of(tensors.codes.k.is_some(), tensors.k, tolerance.k)?;
+    let v = of(tensors.codes.v.is_some(), tensors.v, tolerance.v)?;
+    Some([k, v])
+}
+
+/// All of a tensor that is written, to be written twice.
+fn again<'a>(view: &'a mut ViewMut<'_>) -> ViewMut<'a> {
+    let len = view.shape().first().copied().unwrap_or(0);
+    view.narrow(0, &(0..len))
+}
+
+/// What both runs read alike.
+struct Inputs<'a> {
+    q: View<'a>,
+    codes: Qkv<Option<Box<Codes<'a>>>>,
+    mask: Option<View<'a>>,
+    sinks: Option<View<'a>>,
+    alibi_slopes: Option<View<'a>>,
+}
+
+impl<'a> Inputs<'a> {
+    fn tensors<'b>(
+        &self,
+        [k, v]: [View<'a>; 2],
+        on_codes: bool,
+        out: ViewMut<'b>,
+        lse: Option<ViewMut<'b>>,
+    ) -> Tensors<'b>
+    where
+        'a: 'b,
+    {
+        let codes = if on_codes { self.codes.clone() } else { Qkv::default() };
+        let Inputs { q, mask, sinks, alibi_slopes, .. } = self;
+        let (q, mask, sinks, alibi_slopes) = (*q, *mask, *sinks, *alibi_slopes);
+        Tensors { codes, mask, sinks, alibi_slopes, lse, ..Tensors::new(q, k, v, out) }
+    }
+}
+
+impl Engine {
+    /// Judges every head of a request on codes, and writes nothing.
+    ///
+    /// # Errors
+    /// As [`Engine::attention_within`], less [`Error::ToleranceExceeded`].
+    pub fn judge(&self, tensors: Tensors<'_>, options: &Options, tolerance: &Tolerance<'_>) -> Result<Judgement> {
+        self.judge_on(tensors, options, tolerance, self.executor())
+    }
+
+    /// [`Engine::judge`] on somebody else's threads.
+    ///
+    /// # Errors
+    /// As [`Engine::judge`].
+    pub fn judge_on(
+        &self,
+        tensors: Tensors<'_>,
+        options: &Options,
+        tolerance: &Tolerance<'_>,
+        executor: &dyn Executor,
+    ) -> Result<Judgement> {
+        let plans = self.plans_within(&tensors, options, tolerance, executor)?;
+        judged(&plans, &mut Operands::check(tensors, plans.codes.spec())?, tolerance, executor)
+    }
+
+    /// [`Engine::attention_into`] of a request on codes: heads whose estimated error is within the tolerance are computed on the codes, the
+    /// others on the originals, with the bits of a plain call on those.
+    ///
+    /// # Errors
+    /// [`Error::ToleranceExceeded`] with the first head that would fall back where an original is not at hand; [`Error::Option`] for a
+    /// limit that is none, operands without codes, and codes without measured errors; [`Error::Unsupported`] on a GPU, with a quantized q
+    /// and with layout BSHD; any other [`Error`] of a plain call on the codes, and on the originals. Nothing is written then.
+    pub fn attention_within(
+        &self,
+        tensors: Tensors<'_>,
+        options: &Options,
+        tolerance: &Tolerance<'_>,
+    ) -> Result<Judgement> {
+        self.attention_within_on(tensors, options, tolerance, self.executor())
+    }
+
+    /// [`Engine::attention_within`] on somebody else's threads.
+    ///
+    /// # Errors
+    /// As [`Engine::attention_within`].
+    pub fn attention_within_on(
+        &self,
+        tensors: Tensors<'_>,
+        options: &Options,
+        tolerance: &Tolerance<'_>,
+        executor: &dyn Executor,
+    ) -> Result<Judgement> {
+        let plans = self.plans_within(&tensors, options, tolerance, executor)?;
+        let originals = on_originals(&tensors, tolerance);
+        let Tensors { mut out, mut lse, q, k, v, codes, mask, sinks, alibi_slopes, page_table, lengths } = tensors;
+        let inputs = Inputs { q, codes, mask, sinks, alibi_slopes };
+        debug_assert!(page_table.is_none() && lengths.is_none(), "a dense request");
+        let (of_codes, num_q_heads) = (plans.codes.spec(), plans.codes.spec().num_q_heads());
+        let on_codes = inputs.tensors([k, v], true, again(&mut out), lse.as_mut().map(again));
+        let mut operands = Operands::check(on_codes, of_codes)?;
+        let judgement = judged(&plans, &mut operands, tolerance, executor)?;
+        let bytes = plans.codes.workspace_bytes();
+        let Some(first) = judgement.heads.iter().find(|head| !head.is_quantized) else {
+            self.with_workspace(bytes, |workspace| rapt_cpu::run(&plans.codes, &mut operands, workspace, executor))?;
+            return Ok(judgement);
+        };
+        let Some((plan, originals)) = plans.originals.as_ref().zip(originals) else {
+            let JudgedHead { batch, head, estimate, epsilon, .. } = *first;
+            return Err(Error::ToleranceExceeded { batch, head, estimate, epsilon, tolerance: tolerance.limit });
+        };
+        let is_quantized = |batch: usize, head: usize| judgement.heads[batch * num_q_heads + head].is_quantized;
+        self.with_workspace(bytes.max(plan.workspace_bytes()), |workspace| {
+            let on_originals = inputs.tensors(originals, false, again(&mut out), lse.as_mut().map(again));
+            // Both runs are proven before the first of them writes: they differ in K and V alone.
+            let mut operands = Operands::check(on_originals, plan.spec())?;
+            rapt_cpu::run_heads(plan, &mut operands, workspace, executor, |batch, head| !is_quantized(batch, head))?;
+            let on_codes = inputs.tensors([k, v], true, again(&mut out), lse.as_mut().map(again));
+            let mut operands = Operands::check(on_codes, of_codes)?;
+            rapt_cpu::run_heads(&plans.codes, &mut operands, workspace, executor, is_quantized)
+        })?;
+        Ok(judgement)
+    }
+
+    fn plans_within(
+        &self,
+        tensors: &Tensors<'_>,
+        options: &Options,
+        tolerance: &Tolerance<'_>,
+        executor: &dyn Executor,
+    ) -> Result<Plans> {
+        let spec = spec_of(tensors, options)?;
+        check(tensors, options, &spec, tolerance)?;
+        let codes = self.plan_for(&spec, executor.threads())?;
+        let mut together = rapt_cpu::heads_together(&codes)?;
+        let originals = match on_originals(tensors, tolerance) {
+            None => None,
+            Some([k, v]) => {
+                let mut builder = Spec::builder(&tensors.q, &k, &v, options);
+                builder
+                    .mask(tensors.mask.as_ref())
+                    .sinks(tensors.sinks.as_ref())
+                    .alibi_slopes(tensors.alibi_slopes.as_ref())
+                    .out(&tensors.out);
+                if let Some(lse) = &tensors.lse {
+                    builder.lse(lse);
+                }
+                let of_originals = builder.build()?;
+                let sizes = |spec: &Spec| [spec.kv_len(), spec.head_dim(), spec.head_dim_v(), spec.num_kv_heads()];
+                if sizes(&of_originals) != sizes(&spec) {
+                    return Err(Error::NotAsPlanned { tensor: "original", what: "shape" });
+                }
+                let plan = self.plan_for(&of_originals, executor.threads())?;
+                together = together.max(rapt_cpu::heads_together(&plan)?);
+                Some(plan)
+            }
+        };
+        Ok(Plans { codes, originals, together })
+    }
+}
+
+/// What was measured of every matrix.
+fn matrices(backing: Option<Backing<'_>>) -> Option<Vec<MatrixErrors<'_>>> {
+    let errors = backing?.errors;
+    Some((0..errors.shape()[0]).map(|at| errors.matrix(at)).collect())
+}
+
+/// The relative errors of every head, and which of them stand.
+fn judged(
+    plans: &Plans,
+    operands: &mut Operands<'_>,
+    tolerance: &Tolerance<'_>,
+    executor: &dyn Executor,
+) -> Result<Judgement> {
+    let spec = plans.codes.spec();
+    let errors = Qkv {
+        q: None,
+        k: matrices(tolerance.k.filter(|_| spec.codes.k.is_some())),
+        v: matrices(tolerance.v.filter(|_| spec.codes.v.is_some())),
+    };
+    let found = rapt_cpu::deviations(&plans.codes, operands, &errors, executor)?;
+    let (rounding, num_q_heads) = (rounding(spec.out.dtype), spec.num_q_heads());
+    let judge = |(at, of): (usize, &HeadDeviation)| {
+        let estimate = KAPPA * (of.estimate.powi(2) + (rounding * of.norm).powi(2) / 3.0).sqrt();
+        let bound = of.before.min(of.after) + rounding * of.norm;
+        let bound = if of.before.is_nan() || of.after.is_nan() { f64::NAN } else { bound };
+        let estimate = relative(estimate, of.norm);
+        JudgedHead {
+            batch: at / num_q_heads,
+            head: at % num_q_heads,
+            epsilon: of.epsilon,
+            estimate,
+            bound: relative(bound, of.norm),
+            // False where either is NaN.
+            is_quantized: estimate <= tolerance.limit && of.epsilon < 1.0,
+        }
+    };
+    let mut heads: Vec<JudgedHead> = found.iter().enumerate().map(judge).collect();
+    if plans.originals.is_some() {
+        for together in heads.chunks_mut(plans.together.max(1)) {
+            let all = together.iter().all(|head| head.is_quantized);
+            together.iter_mut().for_each(|head| head.is_quantized = all);
+        }
+    }
+    Ok(Judgement { limit: tolerance.limit, heads })
+}
