@@ -39,7 +39,7 @@ macro_rules! function {
         #[doc = concat!(stringify!($function), signature!("", $($name: $default,)*), "\n--\n\n", $doc)]
         #[pyfunction]
         #[pyo3(
-            signature = (q, k, v, $($by_keyword)* $($name = None,)* out = None, out_dtype = None, return_lse = None),
+            signature = (q, k, v, $($by_keyword)* $($name = None,)* out = None, out_dtype = None, return_lse = None, tolerance = None),
             text_signature = None
         )]
         #[allow(clippy::too_many_arguments, reason = "the public signature")]
@@ -52,8 +52,9 @@ macro_rules! function {
             out: Maybe<'_, 'py>,
             out_dtype: Maybe<'_, 'py>,
             return_lse: Maybe<'_, 'py>,
+            tolerance: Maybe<'_, 'py>,
         ) -> PyResult<$answer> {
-            let request = Request { q, k, v, $($name,)* out, out_dtype, return_lse };
+            let request = Request { q, k, v, $($name,)* out, out_dtype, return_lse, tolerance };
             $run(py, &Home::Default, &request)
         }
     };
@@ -99,7 +100,7 @@ macro_rules! functions {
             $($name: Maybe<'_, 'py>,)*
         ) -> PyResult<()> {
             let out = Some(out);
-            let request = Request { q, k, v, $($name,)* out, out_dtype: None, return_lse: None };
+            let request = Request { q, k, v, $($name,)* out, out_dtype: None, return_lse: None, tolerance: None };
             api::attention::fill(py, &Home::Default, &request, lse)
         }
 
@@ -289,6 +290,10 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(api::quant::dequantize, module)?)?;
     module.add_function(wrap_pyfunction!(api::quant::quantized_check, module)?)?;
     module.add_function(wrap_pyfunction!(api::quant::quantized_analysis, module)?)?;
+    module.add_class::<api::measured::PyErrors>()?;
+    module.add_function(wrap_pyfunction!(api::measured::quantized_errors, module)?)?;
+    module.add_function(wrap_pyfunction!(api::tolerance::tolerance_stats, module)?)?;
+    module.add_function(wrap_pyfunction!(api::tolerance::reset_tolerance_stats, module)?)?;
     module.add_class::<api::layout::PyLayout>()?;
     module.add_function(wrap_pyfunction!(api::layout::layout_show, module)?)?;
     module.add_function(wrap_pyfunction!(api::layout::layout_atoms, module)?)?;

@@ -246,6 +246,12 @@ impl<'a> Operands<'a> {
         if same { Ok(()) } else { Err(Error::NotAsPlanned { tensor: "operands", what: "spec" }) }
     }
 
+    /// The tensors, as they were given.
+    #[must_use]
+    pub fn into_tensors(self) -> Tensors<'a> {
+        self.tensors
+    }
+
     /// The proven tensors. They cannot be exchanged for others.
     #[must_use]
     pub fn tensors(&self) -> &Tensors<'a> {

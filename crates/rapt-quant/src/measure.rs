@@ -10,7 +10,7 @@
 //! coherence = max(1, mean of n_j, max of n_j − 6·√(2S)·Σ_c share[c]·ê_jc²)      n_j = Σ_{c≠d} ê_jc·ê_jd·G_cd / (1 − Σ share²)
 //!             ê_j = e_j − Σe/S, divided by its length;  G = Σ_j ê_j·ê_jᵀ
 //! ```
-//! `n_j` is 1 in the mean if errors of different rows and columns are independent, since of the sum over all rows in G the row itself is left,
+//! n_j is 1 in the mean if errors of different rows and columns are independent, since of the sum over all rows in G the row itself is left,
 //! with a standard deviation of `√(2S)·Σ share·ê²`; it is n where the error of row j stands in n rows. `mean`, `bias`, `share` and `coherence`
 //! are those of the rows that are finite.
 //!

@@ -1,7 +1,7 @@
 //! How far attention on quantized K and V may be from attention on what they were made of: two bounds and an estimate, row by row.
 //!
-//! Of row `i`, with p̂ and ô computed on k̂ and v̂, and what was measured of them ([`MatrixErrors`]): `a_j` the error of key j, `b_j` of value j,
-//! `r_j` the distance of value j from a point c.
+//! Of row `i`, with p̂ and ô computed on k̂ and v̂, and what was measured of them ([`MatrixErrors`]): a_j the error of key j, b_j of value j,
+//! r_j the distance of value j from a point c.
 //!
 //! ```text
 //! ε_j     = |scale|·‖q‖·a_j                                       |s_j − ŝ_j| ≤ ε_j; softcap makes it smaller

@@ -42,6 +42,23 @@ pub struct Tolerance<'a> {
     pub v: Option<Backing<'a>>,
 }
 
+impl Tolerance<'_> {
+    /// Whether errors are judged on a device.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] anywhere but in host memory.
+    pub fn serves(device: Device) -> Result<()> {
+        match device {
+            Device::Cpu => Ok(()),
+            _ => unsupported(
+                "tolerance on a GPU",
+                "errors are judged in host memory",
+                "tolerance=None, or tensors on the CPU",
+            ),
+        }
+    }
+}
+
 /// What was found of one query head.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct JudgedHead {
@@ -146,13 +163,7 @@ fn check(tensors: &Tensors<'_>, options: &Options, spec: &Spec, tolerance: &Tole
     if !(tolerance.limit.is_finite() && tolerance.limit > 0.0) {
         return refuse("None, or a finite number above 0".into());
     }
-    if spec.device != Device::Cpu {
-        return unsupported(
-            "tolerance on a GPU",
-            "errors are judged in host memory",
-            "tolerance=None, or tensors on the CPU",
-        );
-    }
+    Tolerance::serves(spec.device)?;
     if tensors.codes.q.is_some() {
         return unsupported("tolerance with a quantized q", "errors are measured of k and v", "q as numbers");
     }

@@ -130,6 +130,7 @@ def attention(
     out=None,
     out_dtype=None,
     return_lse=False,
+    tolerance=None,
 ):
     """softmax(q·kᵀ · scale)·v.
 
@@ -143,8 +144,9 @@ def attention(
     q_descale, k_descale, v_descale: float32, the factors of q, k or v as codes (int8, uint8, float8_e4m3fn, float8_e5m2); their
     shape says which elements share one: [], [batch, heads], [batch, heads, len], [batch, heads, 1, head_dim] or [batch, heads,
     len, n]. q_zero_point, …: uint8 of the same shape, with uint8 codes. A `Quantized` stands in place of q, k or v without them.
-    If q is codes, out_dtype is given.
-    return_lse: also the log of the sum of exponentials, [batch, num_q_heads, q_len].
+    If q is codes, out_dtype is given. return_lse: also the log of the sum of exponentials, [batch, num_q_heads, q_len].
+    tolerance: with a `Quantized` k or v that carries `errors`: the relative L2 by which a head may differ from that on the originals. Heads
+    beyond it are computed on those; without them a NumberError names the head. `explain` and `rapt.quant.stats()` say what comes of it.
 
     A refused request raises a subclass of `RaptError` and writes nothing.
     """
@@ -173,8 +175,9 @@ def attention(
             out=out,
             out_dtype=out_dtype,
             return_lse=return_lse,
+            tolerance=tolerance,
         )
-    # By position: a keyword takes 250 instructions, eleven of them a twelfth of a small call.
+    # A keyword takes 250 instructions, eleven of them a twelfth of a small call.
     answer = _native.attention(
         q,
         k,
@@ -198,6 +201,7 @@ def attention(
         out,
         out_dtype,
         return_lse,
+        tolerance,
     )
     if ops is not None:
         ops.count_served()

@@ -67,6 +67,7 @@ class _Options(_Read, total=False):
     out: Any
     out_dtype: Any
     return_lse: bool
+    tolerance: float | None
 
 def attention(
     q: Any,
@@ -92,6 +93,7 @@ def attention(
     out: Any = None,
     out_dtype: Any = None,
     return_lse: bool = False,
+    tolerance: float | None = None,
 ) -> Any:
     """softmax(q·kᵀ · scale)·v, in the kind, device and dtype of `q`; `(out, lse)` with `return_lse=True`."""
 

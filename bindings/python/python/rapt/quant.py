@@ -10,7 +10,9 @@ import sys as _sys
 
 from rapt import _native
 
-__all__ = ["FORMATS", "Analysis", "Candidate", "Quantized", "analyze", "dequantize", "quantize"]
+__all__ = ["FORMATS", "Analysis", "Candidate", "Errors", "Quantized", "analyze", "dequantize", "quantize", "reset_stats", "stats"]
+
+Errors = _native.Errors
 
 FORMATS = ("int8", "uint8", "int4", "e4m3fn", "e5m2", "mxfp8", "mxfp4", "nvfp4")
 
@@ -35,6 +37,8 @@ class Quantized:
     format: one of `FORMATS`. shape: that of the numbers. granularity: None is the format's own blocks, else "tensor".
     zero_point: uint8 of the shape of `scale`; with "uint8" and no other. global_scale: a float that float32 holds; with "nvfp4".
     scale_layout: "plain", or "swizzle_32_4_4" (8-bit scales): each [S, D / block_size] padded to 128x4, reordered, made flat.
+    original: what the codes were made of, held by reference and not copied: what `rapt.attention(..., tolerance=)` falls back to.
+    errors: a `rapt.quant.Errors`, how far the numbers lie from the original's; measured here if an original is given without it.
 
     The number of a code is code * scale, (code - zero_point) * scale, or code * scale * global_scale.
 
@@ -44,10 +48,12 @@ class Quantized:
     __slots__ = (
         "block_size",
         "codes",
+        "errors",
         "format",
         "global_scale",
         "granularity",
         "nbytes",
+        "original",
         "scale",
         "scale_layout",
         "shape",
@@ -66,6 +72,8 @@ class Quantized:
         zero_point=None,
         global_scale=None,
         scale_layout="plain",
+        original=None,
+        errors=None,
     ):
         shape = tuple(shape)
         given = {
@@ -80,6 +88,9 @@ class Quantized:
             "scale_layout": scale_layout,
         }
         nbytes, granularity, block_size = _native.quantized_check(given, {**given, "codes": _as_bytes(codes)})
+        if errors is None and original is not None:
+            errors = _native.quantized_errors(given, {**given, "codes": _as_bytes(codes)}, original)
+        given.update(original=original, errors=errors)
         for name, value in {**given, "granularity": granularity, "block_size": block_size, "nbytes": nbytes}.items():
             object.__setattr__(self, name, value)
 
@@ -105,7 +116,18 @@ def _rebuilt(parts):
     return Quantized(**parts)
 
 
-def quantize(x, format, *, granularity=None, block_size=None, scale=None, zero_point=None, scale_layout="plain"):
+def quantize(
+    x,
+    format,
+    *,
+    granularity=None,
+    block_size=None,
+    scale=None,
+    zero_point=None,
+    scale_layout="plain",
+    keep_original=False,
+    measure_errors=None,
+):
     """The codes and scales of `x` as a `Quantized`: numpy codes for a numpy array, torch codes for a torch tensor.
 
     x: float64, float32, float16 or bfloat16 in host memory, read in place through its strides.
@@ -114,6 +136,9 @@ def quantize(x, format, *, granularity=None, block_size=None, scale=None, zero_p
         (over S), "block" (`block_size` elements along D). None: "tensor"; for mxfp8, mxfp4 (32) and nvfp4 (16) their own blocks.
     scale: float32 > 0 of the shape of the result's `scale`, used in place of a computed one; with uint8 `zero_point` too.
     scale_layout: "plain", or for mxfp8, mxfp4, nvfp4 "swizzle_32_4_4".
+    keep_original: the result holds `x` as its `original`, by reference: not copied, and not to be written to.
+    measure_errors: the result has `errors`, 8 bytes for each row and each column, which `tolerance=` of `rapt.attention` needs. None:
+        if the original is kept.
 
     Rounding is to nearest even of x / scale, and saturates. Scales: absmax / 127 (int8), / 7 (int4), / 448 (e4m3fn), / 57344 (e5m2);
     (max - min) / 255 with 0 inside (uint8); MX by the OCP rule 2^(floor(log2(absmax)) - largest exponent); nvfp4 a tensor's
@@ -128,17 +153,21 @@ def quantize(x, format, *, granularity=None, block_size=None, scale=None, zero_p
     float4 = _float4()
     if format in ("mxfp4", "nvfp4") and float4 is not None and isinstance(codes, _sys.modules["torch"].Tensor):
         codes = codes.view(float4)
-    return Quantized(
-        codes,
-        scale,
-        format=format,
-        shape=x.shape,
-        granularity=granularity,
-        block_size=block_size,
-        zero_point=zero_point,
-        global_scale=global_scale,
-        scale_layout=scale_layout,
-    )
+    made = {
+        "codes": codes,
+        "scale": scale,
+        "format": format,
+        "shape": tuple(x.shape),
+        "granularity": granularity,
+        "block_size": block_size,
+        "zero_point": zero_point,
+        "global_scale": global_scale,
+        "scale_layout": scale_layout,
+    }
+    errors = None
+    if keep_original if measure_errors is None else measure_errors:
+        errors = _native.quantized_errors(made, {**made, "codes": _as_bytes(codes)}, x)
+    return Quantized(**made, original=x if keep_original else None, errors=errors)
 
 
 def dequantize(quantized, dtype=None):
@@ -152,6 +181,20 @@ def dequantize(quantized, dtype=None):
         raise _native.KindError(f"quantized is a {type(quantized).__name__}: asked is a rapt.Quantized. Mend: `rapt.Quantized(codes, scale, …)`")
     parts = {name: getattr(quantized, name) for name in quantized.__slots__}
     return _native.dequantize(parts, {**parts, "codes": _as_bytes(quantized.codes)}, dtype)
+
+
+def stats():
+    """What calls of `rapt.attention` with a tolerance came to in this process.
+
+    calls: served. refused: without originals, beyond the tolerance. quantized, fell_back: query heads. worst_estimate, worst_bound: of heads
+    that stood on the codes, in relative L2.
+    """
+    return _native.tolerance_stats()
+
+
+def reset_stats():
+    """Count from 0 again."""
+    _native.reset_tolerance_stats()
 
 
 class Candidate(_collections.namedtuple("Candidate", "format granularity block_size mse relative_l2 nbytes")):

@@ -1,11 +1,21 @@
 from collections.abc import Iterable
-from typing import Any, Literal, NamedTuple, TypeAlias, final
+from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict, final
 
 Format: TypeAlias = Literal["int8", "uint8", "int4", "e4m3fn", "e5m2", "mxfp8", "mxfp4", "nvfp4"]
 Granularity: TypeAlias = Literal["tensor", "head", "token", "channel", "block"]
 ScaleLayout: TypeAlias = Literal["plain", "swizzle_32_4_4"]
 
 FORMATS: tuple[Format, ...]
+
+@final
+class Errors:
+    """How far the numbers of a `Quantized` lie from those that it was made of."""
+
+    @property
+    def shape(self) -> tuple[int, int, int]: ...
+    @property
+    def nbytes(self) -> int: ...
+    def matrix(self, at: int) -> dict[str, Any]: ...
 
 @final
 class Quantized:
@@ -23,6 +33,8 @@ class Quantized:
         zero_point: Any = None,
         global_scale: float | None = None,
         scale_layout: ScaleLayout = "plain",
+        original: Any = None,
+        errors: Errors | None = None,
     ) -> None: ...
     @property
     def codes(self) -> Any: ...
@@ -41,6 +53,10 @@ class Quantized:
     @property
     def scale_layout(self) -> ScaleLayout: ...
     @property
+    def original(self) -> Any: ...
+    @property
+    def errors(self) -> Errors | None: ...
+    @property
     def shape(self) -> tuple[int, ...]: ...
     @property
     def nbytes(self) -> int: ...
@@ -55,11 +71,29 @@ def quantize(
     scale: Any = None,
     zero_point: Any = None,
     scale_layout: ScaleLayout = "plain",
+    keep_original: bool = False,
+    measure_errors: bool | None = None,
 ) -> Quantized:
     """The codes and scales of `x`."""
 
 def dequantize(quantized: Quantized, dtype: Any = None) -> Any:
     """The numbers of a `Quantized`, float32 unless `dtype` says otherwise."""
+
+class Stats(TypedDict):
+    """What calls with a tolerance came to."""
+
+    calls: int
+    refused: int
+    quantized: int
+    fell_back: int
+    worst_estimate: float
+    worst_bound: float
+
+def stats() -> Stats:
+    """What calls of `rapt.attention` with a tolerance came to in this process."""
+
+def reset_stats() -> None:
+    """Count from 0 again."""
 
 class Candidate(NamedTuple):
     """One way to quantize a tensor, tried on it."""

@@ -11,6 +11,7 @@ use rapt::{Codes, ErrorKind, Operands, Options, Qkv, Spec, SpecBuilder, Tensors,
 use crate::api::codes::{Opened, codes_of};
 use crate::api::options;
 use crate::api::plan::PyPlan;
+use crate::api::tolerance::{self, Asked};
 use crate::engine::Home;
 use crate::errors::hints;
 use crate::errors::{Failure, Wording, guard};
@@ -39,6 +40,7 @@ macro_rules! arguments {
             pub(crate) out: Option<Object<'a, 'py>>,
             pub(crate) out_dtype: Option<Object<'a, 'py>>,
             pub(crate) return_lse: Option<Object<'a, 'py>>,
+            pub(crate) tolerance: Option<Object<'a, 'py>>,
         }
 
         impl<'a, 'py> Request<'a, 'py> {
@@ -230,6 +232,13 @@ pub(crate) fn attend<'py>(py: Python<'py>, home: &Home, request: &Request<'_, 'p
         let views = inputs.views(&opened)?;
         let given = read_out(request, kind)?;
         let spec = views.spec(&options, given.as_ref(), if return_lse { Lse::New } else { Lse::No })?;
+        let asked = Asked::read(request.tolerance, &opened, kind, request.q)?;
+        if let Some(asked) = &asked {
+            asked.serves(spec.device)?;
+            if kind == Kind::Torch {
+                torch::refuse_gradients(py, asked.originals())?;
+            }
+        }
         // What is not served is refused before memory is asked for.
         let planned = home.plan(py, kind, &spec)?;
         let rank = inputs.q.shape.len();
@@ -247,7 +256,14 @@ pub(crate) fn attend<'py>(py: Python<'py>, home: &Home, request: &Request<'_, 'p
         };
         let tensors = views.tensors(out.view_mut()?, lse.as_mut().map(|(_, lse)| lse.view_mut()).transpose()?);
         let context = StreamContext::of(kind, request.q)?;
-        let enqueued = planned.run(py, tensors, &context)?;
+        let enqueued = match &asked {
+            None => planned.run(py, tensors, &context)?,
+            Some(asked) => {
+                let done = planned.run_within(py, tensors, &options, &asked.tolerance()?);
+                tolerance::count(&done);
+                done.map(|_| None)?
+            }
+        };
         context.hold(py, enqueued, request.named().map(|(_, tensor)| tensor), inputs.exports().chain(out._hold))?;
         let out = match (out_product.take(), request.out) {
             (Some(product), _) => product.finish(py)?,
@@ -278,6 +294,8 @@ pub(crate) fn explain(py: Python<'_>, home: &Home, request: &Request<'_, '_>) ->
         let views = inputs.views(&opened)?;
         let given = read_out(request, kind)?;
         let spec = views.spec(&options, given.as_ref(), if return_lse { Lse::New } else { Lse::No })?;
+        let asked = Asked::read(request.tolerance, &opened, kind, request.q)?;
+        asked.as_ref().map_or(Ok(()), |asked| asked.serves(spec.device))?;
         let planned = home.plan(py, kind, &spec)?;
         let rank = inputs.q.shape.len();
         // The outputs that `attention` would make, so that the certificate is about operands that exist. Where memory for
@@ -295,14 +313,18 @@ pub(crate) fn explain(py: Python<'_>, home: &Home, request: &Request<'_, '_>) ->
             let shape = spec.lse_shape(rank);
             made(&mut lse_product, tensors::reserve("lse", kind, request.q, spec.device, lse.dtype, shape))
         });
-        let certificate = match &mut out {
-            Some(out) if lse.is_some() == lse_spec.is_some() => {
-                let tensors = views.tensors(out.view_mut()?, lse.as_mut().map(Operand::view_mut).transpose()?);
-                Some(planned.plan.certificate(&Operands::check(tensors, planned.plan.spec())?)?)
+        let (mut certificate, mut judgement) = (None, None);
+        if let Some(out) = &mut out
+            && lse.is_some() == lse_spec.is_some()
+        {
+            let tensors = views.tensors(out.view_mut()?, lse.as_mut().map(Operand::view_mut).transpose()?);
+            let operands = Operands::check(tensors, planned.plan.spec())?;
+            certificate = Some(planned.plan.certificate(&operands)?);
+            if let Some(asked) = &asked {
+                judgement = Some(planned.judge(py, operands.into_tensors(), &options, &asked.tolerance()?)?);
             }
-            _ => None,
-        };
-        Ok(PyPlan::new(planned.plan, certificate))
+        }
+        Ok(PyPlan::new(planned.plan, certificate, judgement))
     })
 }
 

@@ -6,6 +6,7 @@ use pyo3::types::PyType;
 use rapt::quant::Scheme;
 use rapt::{Codes, ErrorKind, Format};
 
+use crate::api::measured::PyErrors;
 use crate::api::quant;
 use crate::errors::Failure;
 use crate::tensors::{self, Operand, numpy, torch};
@@ -23,6 +24,7 @@ pub(crate) struct Opened<'py> {
     scheme: Scheme,
     /// The last size of the numbers.
     head_dim: Option<usize>,
+    object: Bound<'py, PyAny>,
 }
 
 fn is_quantized(object: &Bound<'_, PyAny>) -> PyResult<bool> {
@@ -56,6 +58,7 @@ impl<'py> Opened<'py> {
             global_scale: part("global_scale")?.as_ref().map(quant::global_scale).transpose()?,
             scheme,
             head_dim: object.getattr("shape")?.extract::<Vec<usize>>()?.last().copied(),
+            object: object.clone(),
         }))
     }
 }
@@ -74,6 +77,21 @@ impl<'py> Opened<'py> {
     /// One more factor for the whole tensor.
     pub(crate) fn global_scale(&self) -> Option<f32> {
         self.global_scale
+    }
+
+    /// What was measured of its errors, where something was.
+    pub(crate) fn errors(&self) -> Result<Option<Py<PyErrors>>, Failure> {
+        let errors = self.object.getattr("errors")?;
+        if errors.is_none() {
+            return Ok(None);
+        }
+        let refuse = || Failure::option("errors", tensors::type_name(&errors), "None, or rapt.quant.Errors");
+        errors.cast::<PyErrors>().map(|errors| Some(errors.clone().unbind())).map_err(|_| refuse())
+    }
+
+    /// What it was made of, where that is at hand.
+    pub(crate) fn original(&self) -> Result<Option<Bound<'py, PyAny>>, Failure> {
+        Ok(Some(self.object.getattr("original")?).filter(|original| !original.is_none()))
     }
 
     /// Its tensors.

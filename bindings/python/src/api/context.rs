@@ -89,7 +89,7 @@ macro_rules! methods {
             #[doc = concat!("attention", signature!("$self, ", $($name: $default,)*), "\n--\n")]
             /// `rapt.attention` on these threads.
             #[pyo3(
-                signature = (q, k, v, *, $($name = None,)* out = None, out_dtype = None, return_lse = None),
+                signature = (q, k, v, *, $($name = None,)* out = None, out_dtype = None, return_lse = None, tolerance = None),
                 text_signature = None
             )]
             #[allow(clippy::too_many_arguments, reason = "the public signature")]
@@ -103,9 +103,10 @@ macro_rules! methods {
                 out: Option<&Bound<'py, PyAny>>,
                 out_dtype: Option<&Bound<'py, PyAny>>,
                 return_lse: Option<&Bound<'py, PyAny>>,
+                tolerance: Option<&Bound<'py, PyAny>>,
             ) -> PyResult<Bound<'py, PyAny>> {
                 let home = self.owned.home().map_err(|failure| reported(py, failure))?;
-                let request = Request { q, k, v, $($name,)* out, out_dtype, return_lse };
+                let request = Request { q, k, v, $($name,)* out, out_dtype, return_lse, tolerance };
                 attention::attend(py, &home, &request)
             }
 
@@ -179,7 +180,7 @@ macro_rules! methods {
             #[doc = concat!("explain", signature!("$self, ", $($name: $default,)*), "\n--\n")]
             /// `rapt.explain` on these threads.
             #[pyo3(
-                signature = (q, k, v, *, $($name = None,)* out = None, out_dtype = None, return_lse = None),
+                signature = (q, k, v, *, $($name = None,)* out = None, out_dtype = None, return_lse = None, tolerance = None),
                 text_signature = None
             )]
             #[allow(clippy::too_many_arguments, reason = "the public signature")]
@@ -193,9 +194,10 @@ macro_rules! methods {
                 out: Option<&Bound<'py, PyAny>>,
                 out_dtype: Option<&Bound<'py, PyAny>>,
                 return_lse: Option<&Bound<'py, PyAny>>,
+                tolerance: Option<&Bound<'py, PyAny>>,
             ) -> PyResult<PyPlan> {
                 let home = self.owned.home().map_err(|failure| reported(py, failure))?;
-                let request = Request { q, k, v, $($name,)* out, out_dtype, return_lse };
+                let request = Request { q, k, v, $($name,)* out, out_dtype, return_lse, tolerance };
                 attention::explain(py, &home, &request)
             }
         }

@@ -4,18 +4,21 @@ use std::sync::Arc;
 
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
-use rapt::{Certificate, PRounding, Plan};
+use rapt::{Certificate, Judgement, PRounding, Plan};
+
+use crate::api::tolerance;
 
 /// What will run for a request. `str()` is a table.
 #[pyclass(frozen, module = "rapt", name = "Plan")]
 pub(crate) struct PyPlan {
     plan: Arc<Plan>,
     certificate: Option<Certificate>,
+    judgement: Option<Judgement>,
 }
 
 impl PyPlan {
-    pub(crate) fn new(plan: Arc<Plan>, certificate: Option<Certificate>) -> Self {
-        PyPlan { plan, certificate }
+    pub(crate) fn new(plan: Arc<Plan>, certificate: Option<Certificate>, judgement: Option<Judgement>) -> Self {
+        PyPlan { plan, certificate, judgement }
     }
 }
 
@@ -189,6 +192,13 @@ impl PyPlan {
         self.certificate.as_ref().map(|certificate| facts(py, certificate)).transpose()
     }
 
+    /// With a tolerance: `limit`, how many query heads are `quantized` and how many `fell_back`, `worst_estimate`, `worst_bound`,
+    /// `worst_epsilon`, and of each of the `heads` the same; else None.
+    #[getter]
+    fn tolerance<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyDict>>> {
+        self.judgement.as_ref().map(|judgement| tolerance::as_dict(py, judgement)).transpose()
+    }
+
     /// Every attribute by name.
     fn to_dict<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let dict = PyDict::new(py);
@@ -214,12 +224,15 @@ impl PyPlan {
         dict.set_item("kv_in_place", self.kv_in_place())?;
         dict.set_item("codes", self.codes(py)?)?;
         dict.set_item("certificate", self.certificate(py)?)?;
+        dict.set_item("tolerance", self.tolerance(py)?)?;
         Ok(dict)
     }
 
     fn __str__(&self) -> String {
         let explanation = self.plan.explain();
-        self.certificate.as_ref().map_or(explanation, |certificate| explanation.certified(certificate)).to_string()
+        let certified = self.certificate.as_ref();
+        let text = certified.map_or(explanation, |certificate| explanation.certified(certificate)).to_string();
+        text + &self.judgement.as_ref().map(tolerance::in_words).unwrap_or_default()
     }
 
     fn __repr__(&self) -> String {

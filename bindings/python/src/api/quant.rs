@@ -158,13 +158,18 @@ fn kind_of(wording: &Cell<Wording>, name: &str, object: Any<'_, '_>) -> Result<K
 }
 
 /// A tensor in host memory.
-fn read(name: &'static str, object: Any<'_, '_>, kind: Kind, first: Any<'_, '_>) -> Result<Operand, Failure> {
+pub(crate) fn read(
+    name: &'static str,
+    object: Any<'_, '_>,
+    kind: Kind,
+    first: Any<'_, '_>,
+) -> Result<Operand, Failure> {
     let operand = tensors::read(name, object, kind, first)?;
     in_host_memory(&operand)?;
     Ok(operand)
 }
 
-fn in_host_memory(operand: &Operand) -> Result<(), Failure> {
+pub(crate) fn in_host_memory(operand: &Operand) -> Result<(), Failure> {
     let Operand { name, device, .. } = operand;
     if *device == Device::Cpu {
         return Ok(());
@@ -173,7 +178,7 @@ fn in_host_memory(operand: &Operand) -> Result<(), Failure> {
     Err(Failure::binding(ErrorKind::Device, message, format!("`{name}.cpu()`")))
 }
 
-fn guarded<T>(
+pub(crate) fn guarded<T>(
     py: Python<'_>,
     names: &'static hints::Names,
     body: impl FnOnce(&Cell<Wording>) -> Result<T, Failure>,
@@ -295,7 +300,7 @@ pub(crate) struct PartsArguments<'py> {
 }
 
 /// The parts, checked against each other and on one device; `then` gets them with the kind of the codes.
-fn checked<T>(
+pub(crate) fn checked<T>(
     wording: &Cell<Wording>,
     scheme: &SchemeArguments<'_>,
     parts: &PartsArguments<'_>,

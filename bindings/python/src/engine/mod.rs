@@ -8,7 +8,9 @@ pub(crate) mod torch_pool;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use pyo3::prelude::*;
-use rapt::{Device, Engine, Executor, Model, Operands, Plan, Queue, Spec, Tensors, Threads};
+use rapt::{
+    Device, Engine, Executor, Judgement, Model, Operands, Options, Plan, Queue, Spec, Tensors, Threads, Tolerance,
+};
 
 use self::torch_pool::TorchPool;
 use crate::errors::Failure;
@@ -140,6 +142,38 @@ impl Planned<'_> {
             None => engine.run(plan, &mut operands),
         })?;
         Ok(None)
+    }
+}
+
+impl Planned<'_> {
+    /// Runs heads whose error is within the tolerance, and the others on their originals: of the host.
+    pub(crate) fn run_within(
+        &self,
+        py: Python<'_>,
+        tensors: Tensors<'_>,
+        options: &Options,
+        tolerance: &Tolerance<'_>,
+    ) -> rapt::Result<Judgement> {
+        let Planned { engine, torch_threads, .. } = self;
+        py.detach(|| match *torch_threads {
+            Some(threads) => engine.attention_within_on(tensors, options, tolerance, &TorchPool { threads }),
+            None => engine.attention_within(tensors, options, tolerance),
+        })
+    }
+
+    /// Judges every head, and writes nothing.
+    pub(crate) fn judge(
+        &self,
+        py: Python<'_>,
+        tensors: Tensors<'_>,
+        options: &Options,
+        tolerance: &Tolerance<'_>,
+    ) -> rapt::Result<Judgement> {
+        let Planned { engine, torch_threads, .. } = self;
+        py.detach(|| match *torch_threads {
+            Some(threads) => engine.judge_on(tensors, options, tolerance, &TorchPool { threads }),
+            None => engine.judge(tensors, options, tolerance),
+        })
     }
 }
 

@@ -113,6 +113,9 @@ fn of_codes(error: &Error, kind: Kind) -> Option<String> {
             format!("`{part}=` of `rapt.attention`, the tensor that the codes were made with")
         }
         Error::UnexpectedPart { part, .. } => format!("`{part}=None`"),
+        Error::ToleranceExceeded { .. } => {
+            "`rapt.quantize(…, keep_original=True)` for k and v, finer scales, or a larger tolerance".to_owned()
+        }
         Error::ShapeMismatch { tensor, expected, .. } if is_of_codes(tensor) => {
             format!("`{tensor}.reshape({})`, if its elements stand in that order", tuple(expected))
         }

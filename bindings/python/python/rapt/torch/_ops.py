@@ -81,7 +81,9 @@ def attention(q, k, v, *, causal=None, **options):
     return _through_ops(q, k, v, causal=causal, **options)
 
 
-def _through_ops(q, k, v, *, window=None, layout="bhsd", out=None, out_dtype=None, return_lse=False, **options):
+def _through_ops(q, k, v, *, window=None, layout="bhsd", out=None, out_dtype=None, return_lse=False, tolerance=None, **options):
+    if tolerance is not None:
+        raise UnsupportedError("tolerance is judged from the numbers of a call, and this one is being traced. Mend: `tolerance=None`")
     for name, operand in (("q", q), ("k", k), ("v", v)):
         if isinstance(operand, Quantized):
             raise UnsupportedError(

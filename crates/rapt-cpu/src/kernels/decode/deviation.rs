@@ -27,6 +27,9 @@ pub(crate) const ROWS: usize = 16;
 /// Keys of a block: a multiple of every vector's length, and of [`QK_KEYS`].
 pub(crate) const KEYS: usize = 64;
 
+/// Lanes that [`weigh`] treats alike: as many as the longest vector has.
+const LANES: usize = 16;
+
 /// What is known of one row; as `rapt_reference::RowError`, with squares where the reference has lengths.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(crate) struct RowDeviation {
@@ -61,7 +64,7 @@ pub(crate) struct Rows<'a> {
 /// Elements of scratch memory.
 pub(crate) fn scratch_len(head_dim: usize, head_dim_v: usize) -> usize {
     let (dim, dim_v) = (head_dim.next_multiple_of(16), head_dim_v.next_multiple_of(16));
-    ROWS * (dim + 2 * dim_v + 2 * KEYS) + KEYS * (dim.max(dim_v) + 5) + 64
+    ROWS * (dim + 2 * dim_v + 2 * KEYS) + KEYS * (dim.max(dim_v) + 5)
 }
 
 /// An entry point.
@@ -114,6 +117,29 @@ struct BlockErrors {
     v: *mut f32,
 }
 
+impl BlockErrors {
+    /// Those of the keys `j0..j0 + n`.
+    #[inline(always)]
+    unsafe fn read<S: Simd<Elem = f32>>(
+        &self,
+        values: &Keys<f32>,
+        (j0, n, dim_v): (usize, usize, usize),
+        errors: HeadErrors<'_>,
+        [most_a, most_b]: [f32; 2],
+    ) {
+        for j in 0..n {
+            // SAFETY: the caller vouches for the values and a block of each.
+            unsafe {
+                let v = squares_of::<S>(values.first.wrapping_offset(j as isize * values.stride), dim_v);
+                *self.v.add(j) = v;
+                *self.a.add(j) = errors.k.map_or(0.0, |k| k.error[j0 + j] / most_a);
+                *self.b.add(j) = errors.v.map_or(0.0, |v| v.error[j0 + j] / most_b);
+                *self.r.add(j) = errors.v.map_or_else(|| v.sqrt() * 1.000_01, |v| v.spread[j0 + j]);
+            }
+        }
+    }
+}
+
 /// The largest finite error; 1 where there is none above 0.
 fn largest(errors: Option<MatrixErrors<'_>>) -> f32 {
     let finite = errors.iter().flat_map(|errors| errors.error).copied().filter(|error| error.is_finite());
@@ -152,6 +178,7 @@ impl<S: Simd<Elem = f32>> Part<S> for Rows<'_> {
         unsafe {
             let scale_log2 = S::splat(f32::from_f64_clamped(problem.scores.exponent()));
             std::ptr::write_bytes(o, 0, 2 * ROWS * o_stride);
+            std::ptr::write_bytes(of_block.a, 0, 4 * KEYS);
             for r in 0..n_rows {
                 let (at, to) = (row(r), q.add(r * q_stride));
                 if let Some(source) = &problem.sources.q {
@@ -187,17 +214,7 @@ impl<S: Simd<Elem = f32>> Part<S> for Rows<'_> {
                     Some(source) => Keys::<f32>::read(source, (batch, kv_head, j0), n, dim_v, panel),
                     None => Keys::near(&problem.v, (batch, kv_head, j0), n, dim_v, panel),
                 };
-                for j in 0..n {
-                    let v = values.first.wrapping_offset(j as isize * values.stride);
-                    let mut sum = 0.0;
-                    for d in 0..dim_v {
-                        sum += *v.add(d) * *v.add(d);
-                    }
-                    *of_block.v.add(j) = sum;
-                    *of_block.a.add(j) = errors.k.map_or(0.0, |k| k.error[j0 + j] / most_a);
-                    *of_block.b.add(j) = errors.v.map_or(0.0, |v| v.error[j0 + j] / most_b);
-                    *of_block.r.add(j) = errors.v.map_or_else(|| sum.sqrt() * 1.000_01, |v| v.spread[j0 + j]);
-                }
+                of_block.read::<S>(&values, (j0, n, dim_v), errors, [most_a, most_b]);
                 let mut masked = false;
                 for r in 0..n_rows {
                     let (mut state, s, at) = ([0.0; 2], s.add(r * KEYS), row(r));
@@ -240,6 +257,25 @@ impl<S: Simd<Elem = f32>> Part<S> for Rows<'_> {
     }
 }
 
+/// `‖x‖²` of `n` elements.
+#[inline(always)]
+unsafe fn squares_of<S: Simd<Elem = f32>>(x: *const f32, n: usize) -> f32 {
+    // SAFETY: the caller vouches for n elements.
+    unsafe {
+        let (mut sum, mut d) = (S::splat(0.0), 0);
+        while d + S::LANES <= n {
+            let x = S::load(x.add(d));
+            sum = S::fma(x, x, sum);
+            d += S::LANES;
+        }
+        let mut all = S::reduce_add(sum);
+        for d in d..n {
+            all += *x.add(d) * *x.add(d);
+        }
+        all
+    }
+}
+
 /// The first lane.
 #[inline(always)]
 unsafe fn lane<S: Simd<Elem = f32>>(x: S::V) -> f32 {
@@ -258,26 +294,39 @@ unsafe fn weigh(
     of: BlockErrors,
     (sums, most): (&mut Sums, &mut Most),
 ) {
-    let mut add = [0f32; 7];
-    // SAFETY: the caller vouches for n elements of each.
+    let mut add = [[0f32; LANES]; 7];
+    let mut top = [[0f32; LANES]; 3];
+    // SAFETY: the caller vouches for blocks of KEYS elements.
     unsafe {
-        for j in 0..n {
-            let (a, b, r, v) = (*of.a.add(j), *of.b.add(j), *of.r.add(j), *of.v.add(j));
-            let is_masked = (*p.add(j)).is_masked();
-            let x = *p.add(j) * factor;
-            let pick = |x: f32| if is_masked { 0.0 } else { x };
-            let (pa, pb) = (pick(x * a), pick(x * b));
-            let square = pa * pa;
-            *p.add(j) = x;
-            *w.add(j) = if is_masked { f32::MASKED } else { square };
-            let terms = [pick(x), pa, pick(pa * r), pb, pb * pb, square, pick(square * v)];
-            add.iter_mut().zip(terms).for_each(|(sum, term)| *sum += term);
-            let larger = |most: f32, x: f32| if !is_masked && (x > most || x.is_nan()) { x } else { most };
-            (most.a, most.b, most.r) = (larger(most.a, a), larger(most.b, b), larger(most.r, r));
+        for j in n..n.next_multiple_of(LANES) {
+            *p.add(j) = f32::MASKED;
+        }
+        for j in (0..n).step_by(LANES) {
+            let of = [of.a, of.b, of.r, of.v].map(|ptr| *ptr.add(j).cast::<[f32; LANES]>());
+            let (p, w) = (&mut *p.add(j).cast::<[f32; LANES]>(), &mut *w.add(j).cast::<[f32; LANES]>());
+            // Lane by lane alike, so that it becomes vectors.
+            for lane in 0..LANES {
+                let [a, b, r, v] = of.map(|of| of[lane]);
+                let is_masked = p[lane].is_masked();
+                let x = p[lane] * factor;
+                let (pa, pb) = (x * a, x * b);
+                let square = pa * pa;
+                p[lane] = x;
+                w[lane] = if is_masked { f32::MASKED } else { square };
+                for (add, term) in add.iter_mut().zip([x, pa, pa * r, pb, pb * pb, square, square * v]) {
+                    add[lane] += if is_masked { 0.0 } else { term };
+                }
+                for (top, x) in top.iter_mut().zip([a, b, r]) {
+                    top[lane] = if !is_masked && (x > top[lane] || x.is_nan()) { x } else { top[lane] };
+                }
+            }
         }
     }
     let into = [&mut sums.p, &mut sums.pa, &mut sums.par, &mut sums.pb, &mut sums.pb2, &mut sums.w, &mut sums.wv];
-    into.into_iter().zip(add).for_each(|(sum, add)| *sum += f64::from(add));
+    into.into_iter().zip(add).for_each(|(sum, add)| *sum += f64::from(add.iter().sum::<f32>()));
+    for (most, top) in [&mut most.a, &mut most.b, &mut most.r].into_iter().zip(top) {
+        *most = top.into_iter().fold(*most, |most, x| if x > most || x.is_nan() { x } else { most });
+    }
 }
 
 /// A row whose keys have all been seen.

@@ -1,0 +1,164 @@
+//! `tolerance=` of `rapt.attention`: what a `rapt.Quantized` carries for it, the call, what `rapt.explain` says of it, and what is counted.
+
+use std::sync::{Mutex, PoisonError};
+
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+use rapt::{Backing, Device, Error, Judgement, Qkv, Tolerance};
+
+use crate::api::codes::Opened;
+use crate::api::measured::PyErrors;
+use crate::api::options;
+use crate::errors::Failure;
+use crate::kind::Kind;
+use crate::tensors::{self, Operand};
+
+type Any<'a, 'py> = &'a Bound<'py, PyAny>;
+
+/// What stands behind K or V of a call.
+pub(crate) struct Behind<'py> {
+    errors: Py<PyErrors>,
+    original: Option<(Bound<'py, PyAny>, Operand)>,
+}
+
+impl Behind<'_> {
+    fn backing(&self) -> Result<Backing<'_>, Failure> {
+        let original = self.original.as_ref().map(|(_, operand)| operand.view()).transpose()?;
+        Ok(Backing { errors: &self.errors.get().measured, original })
+    }
+}
+
+/// The tolerance of a call, with what stands behind its operands.
+pub(crate) struct Asked<'py> {
+    limit: f64,
+    k: Option<Behind<'py>>,
+    v: Option<Behind<'py>>,
+}
+
+impl<'py> Asked<'py> {
+    /// `None` where no tolerance is given.
+    pub(crate) fn read(
+        given: Option<Any<'_, 'py>>,
+        opened: &Qkv<Option<Opened<'py>>>,
+        kind: Kind,
+        q: Any<'_, 'py>,
+    ) -> Result<Option<Self>, Failure> {
+        let Some(limit) = options::real("tolerance", given)? else { return Ok(None) };
+        let behind = |name: &'static str, opened: &Option<Opened<'py>>| -> Result<Option<Behind<'py>>, Failure> {
+            let Some(opened) = opened else { return Ok(None) };
+            let Some(errors) = opened.errors()? else { return Ok(None) };
+            let original = opened.original()?;
+            let operand = original.as_ref().map(|original| tensors::read(name, original, kind, q)).transpose()?;
+            Ok(Some(Behind { errors, original: original.zip(operand) }))
+        };
+        Ok(Some(Asked { limit, k: behind("k", &opened.k)?, v: behind("v", &opened.v)? }))
+    }
+
+    /// Refused before a kernel is planned for a device where nothing is judged.
+    pub(crate) fn serves(&self, device: Device) -> Result<(), Failure> {
+        Ok(Tolerance::serves(device)?)
+    }
+
+    pub(crate) fn tolerance(&self) -> Result<Tolerance<'_>, Failure> {
+        Ok(Tolerance {
+            limit: self.limit,
+            k: self.k.as_ref().map(Behind::backing).transpose()?,
+            v: self.v.as_ref().map(Behind::backing).transpose()?,
+        })
+    }
+
+    /// The originals, as objects of the caller's.
+    pub(crate) fn originals(&self) -> impl Iterator<Item = (&'static str, &Bound<'py, PyAny>)> {
+        let of = [("k", &self.k), ("v", &self.v)];
+        of.into_iter().filter_map(|(name, behind)| Some((name, &behind.as_ref()?.original.as_ref()?.0)))
+    }
+}
+
+/// A judgement as Python sees it.
+pub(crate) fn as_dict<'py>(py: Python<'py>, judgement: &Judgement) -> PyResult<Bound<'py, PyDict>> {
+    let all = PyDict::new(py);
+    all.set_item("limit", judgement.limit)?;
+    all.set_item("quantized", judgement.quantized())?;
+    all.set_item("fell_back", judgement.fell_back())?;
+    all.set_item("worst_estimate", judgement.worst_estimate())?;
+    all.set_item("worst_bound", judgement.worst_bound())?;
+    all.set_item("worst_epsilon", judgement.worst_epsilon())?;
+    let mut heads = Vec::with_capacity(judgement.heads.len());
+    for head in &judgement.heads {
+        let of = PyDict::new(py);
+        of.set_item("batch", head.batch)?;
+        of.set_item("head", head.head)?;
+        of.set_item("quantized", head.is_quantized)?;
+        of.set_item("estimate", head.estimate)?;
+        of.set_item("bound", head.bound)?;
+        of.set_item("epsilon", head.epsilon)?;
+        heads.push(of);
+    }
+    all.set_item("heads", heads)?;
+    Ok(all)
+}
+
+/// A judgement in rows of the table of `str(plan)`.
+pub(crate) fn in_words(judgement: &Judgement) -> String {
+    format!(
+        "tolerance: {:e} (relative L2); heads on the codes {}, on the originals {}\nworst estimate {:.3e}, rigorous bound {:.3e}, scores off by at most {:.3e}\n",
+        judgement.limit,
+        judgement.quantized(),
+        judgement.fell_back(),
+        judgement.worst_estimate(),
+        judgement.worst_bound(),
+        judgement.worst_epsilon()
+    )
+}
+
+/// What calls with a tolerance came to in this process.
+#[derive(Clone, Copy, Default)]
+struct Counted {
+    calls: u64,
+    refused: u64,
+    quantized: u64,
+    fell_back: u64,
+    worst_estimate: f64,
+    worst_bound: f64,
+}
+
+static COUNTED: Mutex<Counted> =
+    Mutex::new(Counted { calls: 0, refused: 0, quantized: 0, fell_back: 0, worst_estimate: 0.0, worst_bound: 0.0 });
+
+/// Counts what was served: the worst are those of heads that stood on the codes.
+pub(crate) fn count(done: &rapt::Result<Judgement>) {
+    let mut counted = COUNTED.lock().unwrap_or_else(PoisonError::into_inner);
+    match done {
+        Ok(judgement) => {
+            counted.calls += 1;
+            counted.quantized += judgement.quantized() as u64;
+            counted.fell_back += judgement.fell_back() as u64;
+            for head in judgement.heads.iter().filter(|head| head.is_quantized) {
+                counted.worst_estimate = counted.worst_estimate.max(head.estimate);
+                counted.worst_bound = counted.worst_bound.max(head.bound);
+            }
+        }
+        Err(Error::ToleranceExceeded { .. }) => counted.refused += 1,
+        Err(_) => {}
+    }
+}
+
+/// What calls with a tolerance came to; see `rapt.quant.stats`.
+#[pyfunction]
+pub(crate) fn tolerance_stats(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
+    let counted = *COUNTED.lock().unwrap_or_else(PoisonError::into_inner);
+    let all = PyDict::new(py);
+    all.set_item("calls", counted.calls)?;
+    all.set_item("refused", counted.refused)?;
+    all.set_item("quantized", counted.quantized)?;
+    all.set_item("fell_back", counted.fell_back)?;
+    all.set_item("worst_estimate", counted.worst_estimate)?;
+    all.set_item("worst_bound", counted.worst_bound)?;
+    Ok(all)
+}
+
+/// Counts from 0 again.
+#[pyfunction]
+pub(crate) fn reset_tolerance_stats() {
+    *COUNTED.lock().unwrap_or_else(PoisonError::into_inner) = Counted::default();
+}
