@@ -140,6 +140,12 @@ impl BlockErrors {
     }
 }
 
+/// The smallest run of keys that holds every key seen by these queries.
+fn seen(problem: &Problem, queries: impl Iterator<Item = usize>) -> (usize, usize) {
+    let ranges = queries.map(|i| problem.range.keys_of(i)).filter(|(lo, hi)| lo < hi);
+    ranges.reduce(|all, of| (all.0.min(of.0), all.1.max(of.1))).unwrap_or((0, 0))
+}
+
 /// The largest finite error; 1 where there is none above 0.
 fn largest(errors: Option<MatrixErrors<'_>>) -> f32 {
     let finite = errors.iter().flat_map(|errors| errors.error).copied().filter(|error| error.is_finite());
@@ -189,11 +195,7 @@ impl<S: Simd<Elem = f32>> Part<S> for Rows<'_> {
                     <Single as Packing<S, f32>>::load_query(from, stride, dim, problem.scores.negate_q, to);
                 }
             }
-            let mut ranges = (0..n_rows).map(|r| problem.range.keys_of(row(r).i)).filter(|(lo, hi)| lo < hi);
-            let (lo, hi) = match ranges.next() {
-                Some(first) => ranges.fold(first, |all, of| (all.0.min(of.0), all.1.max(of.1))),
-                None => (0, 0),
-            };
+            let (lo, hi) = seen(problem, (0..n_rows).map(|r| row(r).i));
             for j0 in (lo..hi).step_by(KEYS) {
                 let n = KEYS.min(hi - j0);
                 let keys = match &problem.sources.k {
