@@ -8,7 +8,8 @@ import rapt
 
 PUBLIC = (
     "(q, k, v, *, mask=None, causal=None, window=None, softcap=None, scale=None, sinks=None, alibi_slopes=None, "
-    "layout='bhsd', q_descale=None, k_descale=None, v_descale=None, q_zero_point=None, k_zero_point=None, v_zero_point=None, out=None, out_dtype=None, return_lse=False)"
+    "layout='bhsd', q_descale=None, k_descale=None, v_descale=None, q_zero_point=None, k_zero_point=None, v_zero_point=None, out=None, out_dtype=None, return_lse=False, "
+    "tolerance=None)"
 )
 
 
@@ -36,7 +37,7 @@ def test_the_ops_have_the_same_options():
     torch = pytest.importorskip("torch")
     import rapt.torch  # noqa: F401
 
-    own = set(inspect.signature(rapt.attention).parameters) - {"window", "out", "return_lse"}
+    own = set(inspect.signature(rapt.attention).parameters) - {"window", "out", "return_lse", "tolerance"}
     own |= {"window_left", "window_right"}
     for name in ("attention", "attention_lse"):
         schema = getattr(torch.ops.rapt, name).default._schema
