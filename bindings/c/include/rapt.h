@@ -78,7 +78,8 @@ rapt_error rapt_attention(const struct rapt_engine *engine,
                           const struct rapt_options *options);
 
 // What rapt_attention() would run for the same arguments, in words, as a table of lines: into `*text`, which the caller
-// gives back by rapt_string_free(). Nothing is computed. On an error `*text` is as before.
+// gives back by rapt_string_free(). Nothing is computed, but with a tolerance every head is judged, and the table says what would come
+// of it. On an error `*text` is as before.
 //
 // # Safety
 // As rapt_attention(); `text` leads to a pointer that may be written, or is NULL.
@@ -214,7 +215,8 @@ rapt_error rapt_kv_cache_get_pages(const struct rapt_kv_cache *cache,
 // rapt_attention() on the same keys in one tensor. One sequence may stand in `ids` more than once.
 //
 // `options->lse` is [num_ids, num_q_heads, q_len]; `options->layout` is not read. The last query is at the last key, for causal masking
-// (RAPT_CAUSAL_BOTTOM_RIGHT), windows and slopes. `options` may be NULL; a mask and codes are refused: the cache knows its own.
+// (RAPT_CAUSAL_BOTTOM_RIGHT), windows and slopes. `options` may be NULL; a mask, a tolerance and codes are
+// refused: the cache knows its own.
 //
 // # Safety
 // `cache` is alive, or NULL; `ids` leads to `num_ids` numbers, or is NULL; all else as rapt_attention().
@@ -373,7 +375,7 @@ size_t rapt_session_held_bytes(const struct rapt_session *session);
 //
 // q is [total_q, num_q_heads, head_dim], k and v are [total_kv, num_kv_heads, head_dim], `options->lse` is
 // [num_q_heads, total_q]; `options->layout` is not read. `cu_seqlens_q` and `cu_seqlens_kv` are I32 [sequences + 1]: where
-// the rows of each begin, from 0 to the number of rows. `options` may be NULL; a mask and codes are refused.
+// the rows of each begin, from 0 to the number of rows. `options` may be NULL; a mask, codes and a tolerance are refused.
 //
 // # Safety
 // As rapt_attention().
@@ -390,7 +392,7 @@ rapt_error rapt_varlen_attention(const struct rapt_engine *engine,
 //
 // q is [batch, q_len, num_q_heads, head_dim], `options->lse` is [batch, num_q_heads, q_len]; `options->layout` is not read.
 // The last query is at the last key, for causal masking (RAPT_CAUSAL_BOTTOM_RIGHT), windows and slopes. `options` may be NULL;
-// a mask and codes of q are refused. Everything is proven before anything is written, the cache and its factors too.
+// a mask, codes of q and a tolerance are refused. Everything is proven before anything is written, the cache and its factors too.
 //
 // # Safety
 // As rapt_attention(). Where there are new keys, the cache and its factors are memory that nobody else uses.
@@ -399,6 +401,26 @@ rapt_error rapt_attention_with_kvcache(const struct rapt_engine *engine,
                                        const struct rapt_kvcache *cache,
                                        const struct rapt_tensor *out,
                                        const struct rapt_options *options);
+
+// Measures how far the numbers of codes lie from `x`, which they were made of, into `*measured`: it is given back by
+// rapt_measured_destroy(), and a rapt_tolerance takes it. On an error `*measured` is as before.
+//
+// `x` is F64, F32, F16 or BF16, [.., len, head_dim], and `tensor` with `codes` is k or v of a call in layout BHSD. A
+// rapt_measured has 8 bytes for each row, each column and each matrix, and holds none of the tensors.
+//
+// # Safety
+// Each descriptor, and each tensor behind one, is what it says: readable memory that nobody writes during the call; `measured` leads to a
+// pointer that may be written. Each may be NULL.
+rapt_error rapt_measured_create(const struct rapt_tensor *x,
+                                const struct rapt_tensor *tensor,
+                                const struct rapt_codes *codes,
+                                struct rapt_measured **measured);
+
+// Gives a rapt_measured back. NULL is ignored.
+//
+// # Safety
+// `measured` came from rapt_measured_create(), was not destroyed before, and is used by no other thread.
+void rapt_measured_destroy(struct rapt_measured *measured);
 
 #ifdef __cplusplus
 }  // extern "C"

@@ -285,6 +285,9 @@ typedef struct rapt_engine rapt_engine;
 // Keys and values of many sequences, in pages that it owns; see rapt_kv_cache_create().
 typedef struct rapt_kv_cache rapt_kv_cache;
 
+// How far the numbers of codes lie from those that they were made of; see rapt_measured_create().
+typedef struct rapt_measured rapt_measured;
+
 // An exported program, ready to run; see rapt_model_open().
 typedef struct rapt_model rapt_model;
 
@@ -356,6 +359,41 @@ typedef struct rapt_codes {
   const float *global_scale;
 } rapt_codes;
 
+// What a rapt_tolerance came to. The worst are those of all heads.
+typedef struct rapt_judgement {
+  // sizeof(rapt_judgement), set by the caller.
+  size_t size;
+  // Query heads on the codes.
+  size_t quantized;
+  // Query heads on the originals; of rapt_explain() also those that would have to be, where these are not at hand.
+  size_t fell_back;
+  // The largest estimate, in relative L2; infinite where it is no shorter than the output.
+  double worst_estimate;
+  // The largest rigorous bound, likewise.
+  double worst_bound;
+  // The most by which a score may be off; a head with 1 or more falls back.
+  double worst_epsilon;
+} rapt_judgement;
+
+// How far the heads of an output may be from those on what k and v were made of. With rapt_attention() and rapt_explain(), layout
+// BHSD and q in numbers; one of k and v has codes at least.
+typedef struct rapt_tolerance {
+  // sizeof(rapt_tolerance), by which later versions know which fields there are.
+  size_t size;
+  // The relative L2 of a head: finite and above 0. Heads whose estimated error is larger are computed on the originals.
+  double limit;
+  // What was measured of k when its codes were made. NULL only if k has numbers.
+  const struct rapt_measured *k_measured;
+  // What was measured of v, likewise.
+  const struct rapt_measured *v_measured;
+  // What the codes of k were made of, of its sizes and the dtype of q; of any strides. NULL: not at hand.
+  const struct rapt_tensor *k_original;
+  // What the codes of v were made of, likewise.
+  const struct rapt_tensor *v_original;
+  // Is written: what came of it. NULL: not asked.
+  struct rapt_judgement *judgement;
+} rapt_tolerance;
+
 // What may be asked besides q, k, v and out. `{.size = sizeof(rapt_options)}` is plain attention.
 typedef struct rapt_options {
   // sizeof(rapt_options), by which later versions know which fields there are.
@@ -390,6 +428,8 @@ typedef struct rapt_options {
   const struct rapt_codes *k_codes;
   // What makes numbers of v, if its tensor has codes. NULL: v has numbers.
   const struct rapt_codes *v_codes;
+  // How far heads on codes may be from those on the originals. NULL: any distance.
+  const struct rapt_tolerance *tolerance;
 } rapt_options;
 
 // What a rapt_kv_cache holds; see rapt_kv_cache_create().

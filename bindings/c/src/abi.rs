@@ -9,6 +9,7 @@
 use std::ffi::{CStr, CString, c_char, c_void};
 use std::sync::OnceLock;
 
+use engine::quant::Measured;
 use engine::{Arch, COMPUTED, DType};
 
 /// The version that this header is of: a change of it is a change of the soname.
@@ -294,6 +295,52 @@ pub struct rapt_options {
     pub k_codes: *const rapt_codes,
     /// What makes numbers of v, if its tensor has codes. NULL: v has numbers.
     pub v_codes: *const rapt_codes,
+    /// How far heads on codes may be from those on the originals. NULL: any distance.
+    pub tolerance: *const rapt_tolerance,
+}
+
+/// How far the numbers of codes lie from those that they were made of; see rapt_measured_create().
+pub struct rapt_measured {
+    pub(crate) measured: Measured,
+}
+
+/// How far the heads of an output may be from those on what k and v were made of. With rapt_attention() and rapt_explain(), layout
+/// BHSD and q in numbers; one of k and v has codes at least.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct rapt_tolerance {
+    /// sizeof(rapt_tolerance), by which later versions know which fields there are.
+    pub size: usize,
+    /// The relative L2 of a head: finite and above 0. Heads whose estimated error is larger are computed on the originals.
+    pub limit: f64,
+    /// What was measured of k when its codes were made. NULL only if k has numbers.
+    pub k_measured: *const rapt_measured,
+    /// What was measured of v, likewise.
+    pub v_measured: *const rapt_measured,
+    /// What the codes of k were made of, of its sizes and the dtype of q; of any strides. NULL: not at hand.
+    pub k_original: *const rapt_tensor,
+    /// What the codes of v were made of, likewise.
+    pub v_original: *const rapt_tensor,
+    /// Is written: what came of it. NULL: not asked.
+    pub judgement: *mut rapt_judgement,
+}
+
+/// What a rapt_tolerance came to. The worst are those of all heads.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct rapt_judgement {
+    /// sizeof(rapt_judgement), set by the caller.
+    pub size: usize,
+    /// Query heads on the codes.
+    pub quantized: usize,
+    /// Query heads on the originals; of rapt_explain() also those that would have to be, where these are not at hand.
+    pub fell_back: usize,
+    /// The largest estimate, in relative L2; infinite where it is no shorter than the output.
+    pub worst_estimate: f64,
+    /// The largest rigorous bound, likewise.
+    pub worst_bound: f64,
+    /// The most by which a score may be off; a head with 1 or more falls back.
+    pub worst_epsilon: f64,
 }
 
 /// A cache of keys and values, and what a call appends to it. Nothing is owned and nothing is kept, as with a rapt_tensor.

@@ -526,7 +526,8 @@ pub unsafe extern "C" fn rapt_kv_cache_get_pages(
 /// rapt_attention() on the same keys in one tensor. One sequence may stand in `ids` more than once.
 ///
 /// `options->lse` is [num_ids, num_q_heads, q_len]; `options->layout` is not read. The last query is at the last key, for causal masking
-/// (RAPT_CAUSAL_BOTTOM_RIGHT), windows and slopes. `options` may be NULL; a mask and codes are refused: the cache knows its own.
+/// (RAPT_CAUSAL_BOTTOM_RIGHT), windows and slopes. `options` may be NULL; a mask, a tolerance and codes are
+/// refused: the cache knows its own.
 ///
 /// # Safety
 /// `cache` is alive, or NULL; `ids` leads to `num_ids` numbers, or is NULL; all else as rapt_attention().

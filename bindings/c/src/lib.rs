@@ -4,6 +4,7 @@
 //! abi      the types of rapt.h, field by field; nothing else may be changed without a new soname
 //! read     what a caller's structs say ─► View, Options ─► Tensors
 //! served   calls that were served before run without being proven again
+//! tolerance the functions of rapt.h for what is measured of codes, and calls that judge heads by it
 //! refusal  errors as codes and messages; nothing unwinds past `guard`
 //! model    the functions of rapt.h for exported programs: a model, its bindings, its sessions
 //! ragged   the functions of rapt.h for sequences of different lengths: one after another, or in a cache
@@ -26,16 +27,18 @@ mod read;
 mod refusal;
 mod run;
 mod served;
+mod tolerance;
 
 use std::ffi::{CStr, CString, c_char};
 use std::sync::Arc;
 
-use engine::{Engine, Error, Operands};
+use engine::{Engine, Error, Operands, Tolerance};
 
 pub use abi::{
     RAPT_MAX_NDIM, RAPT_VERSION_MAJOR, RAPT_VERSION_MINOR, RAPT_VERSION_PATCH, rapt_capabilities, rapt_causal,
-    rapt_codes, rapt_device, rapt_dtype, rapt_error, rapt_format, rapt_given, rapt_granularity, rapt_kv_cache_form,
-    rapt_kv_cache_pages, rapt_kvcache, rapt_layout, rapt_options, rapt_port, rapt_tensor,
+    rapt_codes, rapt_device, rapt_dtype, rapt_error, rapt_format, rapt_given, rapt_granularity, rapt_judgement,
+    rapt_kv_cache_form, rapt_kv_cache_pages, rapt_kvcache, rapt_layout, rapt_measured, rapt_options, rapt_port,
+    rapt_tensor, rapt_tolerance,
 };
 pub use kv_cache::{
     rapt_kv_cache, rapt_kv_cache_append, rapt_kv_cache_append_batch, rapt_kv_cache_attention, rapt_kv_cache_create,
@@ -53,6 +56,8 @@ pub use ragged::{rapt_attention_with_kvcache, rapt_varlen_attention};
 use read::{Call, dtype_of, to_read, to_write};
 use refusal::{Refusal, guard};
 use served::Calls;
+use tolerance::Asked;
+pub use tolerance::{rapt_measured_create, rapt_measured_destroy};
 
 /// Threads, scratch memory and a cache of plans; see rapt_engine_create().
 #[allow(non_camel_case_types, reason = "a name of rapt.h")]
@@ -219,7 +224,8 @@ pub unsafe extern "C" fn rapt_attention(
 }
 
 /// What rapt_attention() would run for the same arguments, in words, as a table of lines: into `*text`, which the caller
-/// gives back by rapt_string_free(). Nothing is computed. On an error `*text` is as before.
+/// gives back by rapt_string_free(). Nothing is computed, but with a tolerance every head is judged, and the table says what would come
+/// of it. On an error `*text` is as before.
 ///
 /// # Safety
 /// As rapt_attention(); `text` leads to a pointer that may be written, or is NULL.
@@ -239,11 +245,22 @@ pub unsafe extern "C" fn rapt_explain(
         // SAFETY: neither NULL nor unaligned; that an engine lies there is the caller's word.
         let engine = unsafe { &(*engine).engine };
         // SAFETY: the caller's word is the same.
-        let (tensors, options) = unsafe { Call { q, k, v, out, options }.read() }?;
-        let plan = engine.plan(&engine::spec_of(&tensors, &options)?)?;
+        let (asked, (tensors, options)) = unsafe {
+            let call = Call { q, k, v, out, options };
+            (Asked::of(&call)?, call.read()?)
+        };
+        let spec = engine::spec_of(&tensors, &options)?;
+        // Before a kernel is planned for a device where nothing is judged.
+        asked.as_ref().map_or(Ok(()), |_| Tolerance::serves(spec.device))?;
+        let plan = engine.plan(&spec)?;
         // What rapt_attention() refuses is refused here.
-        Operands::check(tensors, plan.spec())?;
-        let table = CString::new(plan.explain().to_string()).map_err(|_| Refusal::Nul)?;
+        let operands = Operands::check(tensors, plan.spec())?;
+        let mut table = plan.explain().to_string();
+        if let Some(asked) = asked {
+            // SAFETY: the caller's word.
+            table += &unsafe { asked.judge(engine, operands.into_tensors(), &options) }?.to_string();
+        }
+        let table = CString::new(table).map_err(|_| Refusal::Nul)?;
         // SAFETY: neither NULL nor unaligned.
         unsafe { text.write(table.into_raw()) };
         Ok(())

@@ -48,6 +48,7 @@ impl<'a> Asked<'a> {
         let options = read::parse(&given)?;
         absent("a mask", given.mask.is_null(), "rapt_attention() for each sequence, with a mask of its own")?;
         absent("q_codes", given.q_codes.is_null(), "q in numbers")?;
+        absent("a tolerance", given.tolerance.is_null(), "tolerance = NULL")?;
         // SAFETY: the caller's word.
         let (sinks, alibi_slopes) =
             unsafe { (optional("sinks", given.sinks)?, optional("alibi_slopes", given.alibi_slopes)?) };
@@ -91,7 +92,7 @@ pub(crate) fn in_host_memory<'v>(
 ///
 /// q is [total_q, num_q_heads, head_dim], k and v are [total_kv, num_kv_heads, head_dim], `options->lse` is
 /// [num_q_heads, total_q]; `options->layout` is not read. `cu_seqlens_q` and `cu_seqlens_kv` are I32 [sequences + 1]: where
-/// the rows of each begin, from 0 to the number of rows. `options` may be NULL; a mask and codes are refused.
+/// the rows of each begin, from 0 to the number of rows. `options` may be NULL; a mask, codes and a tolerance are refused.
 ///
 /// # Safety
 /// As rapt_attention().
@@ -140,7 +141,7 @@ pub unsafe extern "C" fn rapt_varlen_attention(
 ///
 /// q is [batch, q_len, num_q_heads, head_dim], `options->lse` is [batch, num_q_heads, q_len]; `options->layout` is not read.
 /// The last query is at the last key, for causal masking (RAPT_CAUSAL_BOTTOM_RIGHT), windows and slopes. `options` may be NULL;
-/// a mask and codes of q are refused. Everything is proven before anything is written, the cache and its factors too.
+/// a mask, codes of q and a tolerance are refused. Everything is proven before anything is written, the cache and its factors too.
 ///
 /// # Safety
 /// As rapt_attention(). Where there are new keys, the cache and its factors are memory that nobody else uses.

@@ -202,10 +202,12 @@ pub(crate) unsafe fn optional<'a>(name: &'static str, given: *const rapt_tensor)
 pub(crate) unsafe fn options(given: *const rapt_options) -> Result<rapt_options, Refusal> {
     /// Before q, k and v could be codes.
     const WITHOUT_CODES: usize = offset_of!(rapt_options, q_codes);
+    /// Before heads on codes could be judged.
+    const WITHOUT_TOLERANCE: usize = offset_of!(rapt_options, tolerance);
     let given = to_read(given, "options")?;
     // SAFETY: neither NULL nor unaligned; a struct of any version begins with its size.
     let size = unsafe { (*given).size };
-    struct_size("options.size", size, &[WITHOUT_CODES, size_of::<rapt_options>()])?;
+    struct_size("options.size", size, &[WITHOUT_CODES, WITHOUT_TOLERANCE, size_of::<rapt_options>()])?;
     // SAFETY: zero and NULL are values of every field.
     let mut options: rapt_options = unsafe { zeroed() };
     // SAFETY: as long as its size says, which is at most that of this struct.
@@ -249,6 +251,18 @@ impl CodesNames {
     pub(crate) const V: CodesNames = codes_names!("v", "v");
     pub(crate) const K_CACHE: CodesNames = codes_names!("k", "k_cache");
     pub(crate) const V_CACHE: CodesNames = codes_names!("v", "v_cache");
+    /// Of codes that are an argument by themselves.
+    pub(crate) const ALONE: CodesNames = CodesNames {
+        operand: "tensor",
+        codes: "codes",
+        size: "codes.size",
+        format: "codes.format",
+        granularity: "codes.granularity",
+        block_size: "codes.block_size",
+        head_dim: "codes.head_dim",
+        descale: "descale",
+        zero_point: "zero_point",
+    };
 }
 
 /// What a rapt_codes says, its numbers each in its domain.
@@ -357,7 +371,10 @@ pub(crate) fn format_code(format: Format) -> i32 {
 ///
 /// # Safety
 /// `given` leads to codes whose tensors are what they say and nobody writes for 'a, or is NULL.
-unsafe fn codes<'a>(names: &CodesNames, given: *const rapt_codes) -> Result<Option<Box<Codes<'a>>>, Refusal> {
+pub(crate) unsafe fn codes<'a>(
+    names: &CodesNames,
+    given: *const rapt_codes,
+) -> Result<Option<Box<Codes<'a>>>, Refusal> {
     // SAFETY: the caller's word.
     let Some(read) = (unsafe { CodesRead::read(names, given) })? else { return Ok(None) };
     let CodesRead { format, granularity, head_dim, global_scale, .. } = read;

@@ -174,6 +174,9 @@ fn hint(error: &Error, owner: &str) -> Option<String> {
         Error::UnknownSequence { .. } => {
             Some("an id that rapt_kv_cache_new_sequence() or rapt_kv_cache_fork() gave for this cache".to_owned())
         }
+        Error::ToleranceExceeded { .. } => Some(
+            "tolerance->k_original and v_original, codes with finer factors, or a larger tolerance->limit".to_owned(),
+        ),
         Error::Option { option: "out_dtype", got, .. } if got == "None" => {
             Some(format!("options->out_dtype = {}", constant(DType::F32)))
         }

@@ -3,7 +3,8 @@
 //! A proof is a function of what the caller's structs say, addresses included, and of nothing else: equal [`Key`]s have equal
 //! proofs. A call whose structs say the same, word by word, as an earlier one that was served is therefore not proven again.
 //! It is what a loop over the same buffers does; any other call is proven, and kept in the engine's [`CallCache`].
-//! Deliberately absent: anything of the tensors' contents, and refusals, which are found anew each time.
+//! Deliberately absent: anything of the tensors' contents, refusals, which are found anew each time, and calls with a tolerance,
+//! whose heads are judged each time.
 
 use std::hash::{Hash, Hasher};
 use std::mem::MaybeUninit;
@@ -14,6 +15,7 @@ use engine::{CallCache, Engine, Operands, Plan};
 use crate::abi::{rapt_codes, rapt_tensor};
 use crate::read::{self, Call};
 use crate::refusal::Refusal;
+use crate::tolerance::Asked;
 
 /// Calls that are kept.
 const PLACES: usize = 64;
@@ -80,6 +82,9 @@ impl Key {
         }
         // SAFETY: the caller's word.
         let options = unsafe { read::options(call.options) }.ok()?;
+        if !options.tolerance.is_null() {
+            return None;
+        }
         let mut present = 1;
         for (n, tensor) in [options.mask, options.sinks, options.alibi_slopes, options.lse].into_iter().enumerate() {
             if !tensor.is_null() {
@@ -218,6 +223,11 @@ impl Calls {
         }
         // SAFETY: the caller's word, for this call; a later one uses these tensors only if its own caller says the same.
         let (tensors, options) = unsafe { call.read() }?;
+        // SAFETY: the caller's word.
+        if let Some(asked) = unsafe { Asked::of(call) }? {
+            // SAFETY: as above.
+            return unsafe { asked.run(engine, tensors, &options) };
+        }
         let plan = engine.plan(&engine::spec_of(&tensors, &options)?)?;
         // SAFETY: the plan is never changed, and lives in its Arc for as long as the operands that borrow its spec.
         let spec = unsafe { &*std::ptr::from_ref(plan.spec()) };

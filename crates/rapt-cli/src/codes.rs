@@ -118,6 +118,9 @@ pub(crate) fn hinted(error: Error, described: bool) -> Box<dyn std::error::Error
             Some(format!("--{} X", part.replace('_', "-")))
         }
         Error::MissingPart { part, .. } => Some(format!("--{} FILE", part.replace('_', "-"))),
+        Error::Option { option: "tolerance", allowed, .. } if allowed.contains("carries no measured errors") => {
+            Some("--k-original FILE and --v-original FILE, what the codes were made of".to_owned())
+        }
         Error::Option { option: "out_dtype", got, .. } if got == "None" => Some("--out-dtype float32".to_owned()),
         _ => None,
     };

@@ -6,7 +6,10 @@
 use std::path::{Path, PathBuf};
 
 use clap::Args as ClapArgs;
-use rapt::{Codes, DType, Engine, Error, Format, Operands, Options, Qkv, Shape, Spec, Tensor, Tensors, View};
+use rapt::quant::{Measured, QuantizedView, measure};
+use rapt::{
+    Backing, Codes, DType, Engine, Error, Format, Operands, Options, Qkv, Shape, Spec, Tensor, Tensors, Tolerance, View,
+};
 
 use crate::codes::{CodesArgs, CodesName, hinted, part_names};
 use crate::explain::dtype;
@@ -39,6 +42,23 @@ pub(crate) struct Args {
     codes: CodesArgs,
     #[command(flatten)]
     parts: PartArgs,
+    #[command(flatten)]
+    tolerance: ToleranceArgs,
+}
+
+/// Heads that are judged before they are computed.
+#[derive(ClapArgs, Debug)]
+#[command(next_help_heading = "Tolerance")]
+struct ToleranceArgs {
+    /// How far a head may be from that on the originals, in relative L2: heads whose estimated error is larger are computed on those.
+    #[arg(long, value_name = "X", allow_negative_numbers = true)]
+    tolerance: Option<f64>,
+    /// What the codes of k were made of.
+    #[arg(long, value_name = "FILE", requires = "tolerance")]
+    k_original: Option<PathBuf>,
+    /// What the codes of v were made of.
+    #[arg(long, value_name = "FILE", requires = "tolerance")]
+    v_original: Option<PathBuf>,
 }
 
 /// What makes numbers of the codes.
@@ -133,7 +153,7 @@ impl Files {
     }
 }
 
-/// The refusal of a factor beside a tensor whose elements are what they are.
+/// The refusal of a factor, or of an original, beside a tensor whose elements are what they are.
 fn beside_numbers(part: &'static str, tensor: &str, dtype: DType) -> Error {
     let allowed = format!("none: {tensor} has dtype {dtype}, whose elements are numbers and no codes");
     Error::Option { option: part, got: "given".to_owned(), allowed }
@@ -144,12 +164,36 @@ pub(crate) fn run(args: &Args) -> Outcome {
     let q = Files::read("q", &args.q, names.q, (&parts.q_descale, &parts.q_zero_point, parts.q_global_scale))?;
     let k = Files::read("k", &args.k, names.k, (&parts.k_descale, &parts.k_zero_point, parts.k_global_scale))?;
     let v = Files::read("v", &args.v, names.v, (&parts.v_descale, &parts.v_zero_point, parts.v_global_scale))?;
-    let mask = args.mask.as_deref().map(Array::read).transpose()?;
-    attend(args, [&q, &k, &v], mask.as_ref())
+    let read = |path: &Option<PathBuf>| path.as_deref().map(Array::read).transpose();
+    let mask = read(&args.mask)?;
+    let originals = [read(&args.tolerance.k_original)?, read(&args.tolerance.v_original)?];
+    attend(args, [&q, &k, &v], mask.as_ref(), originals.each_ref().map(Option::as_ref))
 }
 
-fn attend(args: &Args, [q, k, v]: [&Files; 3], mask: Option<&Array>) -> Outcome {
+/// How far codes lie from what they were made of, and that, where it is at hand.
+fn measured<'a>(
+    tensor: &'static str,
+    view: &View<'_>,
+    codes: &MaybeCodes<'_>,
+    original: Option<&'a Array>,
+) -> Result<Option<(Measured, View<'a>)>, Box<dyn std::error::Error>> {
+    let Some(original) = original else { return Ok(None) };
+    let Some(codes) = codes.as_deref() else {
+        let part = if tensor == "k" { "k_original" } else { "v_original" };
+        return Err(beside_numbers(part, tensor, view.dtype()).into());
+    };
+    let original = original.view(tensor)?;
+    let quantized = QuantizedView::of_codes(*view, codes, *original.shape())?;
+    Ok(Some((measure(&original, &quantized)?, original)))
+}
+
+fn backing<'a>(of: &'a Option<(Measured, View<'a>)>) -> Option<Backing<'a>> {
+    of.as_ref().map(|(errors, original)| Backing { errors, original: Some(*original) })
+}
+
+fn attend(args: &Args, [q, k, v]: [&Files; 3], mask: Option<&Array>, [of_k, of_v]: [Option<&Array>; 2]) -> Outcome {
     let ((q, q_codes), (k, k_codes), (v, v_codes)) = (q.views()?, k.views()?, v.views()?);
+    let (of_k, of_v) = (measured("k", &k, &k_codes, of_k)?, measured("v", &v, &v_codes, of_v)?);
     let codes = Qkv { q: q_codes, k: k_codes, v: v_codes };
     let mask = mask.map(|mask| mask.view("mask")).transpose()?;
     let options = Options { out_dtype: args.out_dtype, ..args.problem.options() };
@@ -175,7 +219,17 @@ fn attend(args: &Args, [q, k, v]: [&Files; 3], mask: Option<&Array>) -> Outcome 
         lse: lse.as_mut().map(Tensor::view_mut).transpose()?,
         ..Tensors::new(q, k, v, out.view_mut()?)
     };
-    engine.run(&plan, &mut Operands::check(tensors, &spec)?)?;
+    let judgement = match args.tolerance.tolerance {
+        None => {
+            engine.run(&plan, &mut Operands::check(tensors, &spec)?)?;
+            None
+        }
+        Some(limit) => {
+            let tolerance = Tolerance { limit, k: backing(&of_k), v: backing(&of_v) };
+            let judged = engine.attention_within(tensors, &options, &tolerance);
+            Some(judged.map_err(|error| hinted(error, false))?)
+        }
+    };
 
     npy::write(&args.out, &out)?;
     if let Some((path, lse)) = args.lse.as_ref().zip(lse) {
@@ -191,5 +245,8 @@ fn attend(args: &Args, [q, k, v]: [&Files; 3], mask: Option<&Array>) -> Outcome 
         key.storage,
         key.arch.name()
     ))?;
+    if let Some(judgement) = judgement {
+        say(&format_args!("{}", judgement.to_string().trim_end()))?;
+    }
     Ok(exit::OK)
 }

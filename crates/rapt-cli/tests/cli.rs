@@ -373,6 +373,42 @@ fn run_takes_codes_and_their_factors_from_files() {
 }
 
 #[test]
+fn run_judges_heads_by_a_tolerance() {
+    let folder = Folder::new("tolerance");
+    // One head of each of two batch entries; the second asks for sharp differences.
+    let q = folder.write("q.npy", "<f4", false, "(2, 1, 1, 2)", &floats(&[0.1, 0.2, 300.0, -200.0]));
+    let x = floats(&[0.26, 0.5, 1.0, -0.49, 0.26, 0.5, 1.0, -0.49]);
+    let x = folder.write("x.npy", "<f4", false, "(2, 1, 2, 2)", &x);
+    let codes = [1.0, 2.0, 4.0, -2.0, 1.0, 2.0, 4.0, -2.0].map(|x: f32| x as i8 as u8);
+    let codes = folder.write("codes.npy", "|i1", false, "(2, 1, 2, 2)", &codes);
+    let token = folder.write("token.npy", "<f4", false, "(2, 1, 2)", &floats(&[0.25; 4]));
+    let (out, plain) = (folder.file("out.npy"), folder.file("plain.npy"));
+    let parts = ["--k-descale", &token, "--v-descale", &token];
+    let run = |out: &str, more: &[&str]| prints(&[&["run", &q, &codes, &codes, out][..], &parts, more].concat());
+    let originals = ["--k-original", &x, "--v-original", &x];
+    let said = run(&out, &[&["--tolerance", "0.5"][..], &originals].concat());
+    assert!(said.contains("tolerance: 5e-1 (relative L2); heads on the codes 1, on the originals 1"), "{said}");
+    assert!(said.contains("worst estimate") && said.contains("rigorous bound"), "{said}");
+    assert!(!run(&plain, &[]).contains("tolerance:"));
+    let on_codes = read(&plain);
+    prints(&["run", &q, &x, &x, &plain]);
+    assert_eq!(read(&out), [&on_codes[..2], &read(&plain)[2..]].concat());
+
+    std::fs::remove_file(&out).expect("it was written");
+    let check = |k: &str, more: &[&str], expect: &str| {
+        let error = refuses(&[&["run", &q, k, &codes, &out][..], more].concat(), &[], 1);
+        assert!(error.contains(expect), "{error}");
+        assert!(!PathBuf::from(&out).exists());
+    };
+    let says = "k carries no measured errors. Quantize it with keep_original or measure_errors; say --k-original FILE";
+    check(&codes, &[&["--tolerance", "0.5"][..], &parts].concat(), says);
+    check(&codes, &[&["--tolerance", "-1"][..], &parts, &originals].concat(), "tolerance = -1; allowed");
+    let says = "k_original = given; allowed: none: k has dtype float32";
+    check(&x, &[&["--tolerance", "0.5"][..], &parts[2..], &originals].concat(), says);
+    refuses(&["run", &q, &codes, &codes, &out, "--k-original", &x], &[], 2);
+}
+
+#[test]
 fn bench_measures_codes() {
     let folder = Folder::new("bench-codes");
     let json = folder.file("out.json");

@@ -159,6 +159,7 @@ impl Call {
             q_codes: null(),
             k_codes: null(),
             v_codes: null(),
+            tolerance: null(),
         };
         Call { arena, arrays, tensors, options, quantized: None, bent: [Bent::No; 6] }
     }

@@ -85,7 +85,7 @@ impl Measured {
 }
 
 /// Measures `quantized` against `x`, of the same shape and of f64, f32, f16 or bf16, through its strides. Takes 4 bytes for each element of one
-/// matrix meanwhile.
+/// matrix and for each pair of its columns meanwhile.
 ///
 /// # Errors
 /// [`Error::Rank`] for fewer than 2 dimensions, [`Error::ShapeMismatch`], [`Error::UnsupportedDtype`], [`Error::OutOfMemory`],
@@ -159,17 +159,22 @@ struct Matrix {
     squares: Vec<f64>,
     /// The errors themselves, row by row; 0 for rows that are not finite.
     errors: Vec<f32>,
+    /// `[columns, columns]`: their products.
+    gram: Vec<f32>,
 }
 
 impl Matrix {
     fn new(rows: usize, columns: usize) -> Result<Self> {
+        let overflow = || Error::OutOfMemory { bytes: usize::MAX };
+        let (numbers, products) = (rows.checked_mul(columns), columns.checked_mul(columns));
         Ok(Matrix {
             columns,
             error: filled(0.0, rows)?,
             mean: filled(0.0, columns)?,
             mean_error: filled(0.0, columns)?,
             squares: filled(0.0, columns)?,
-            errors: filled(0.0, rows * columns)?,
+            errors: filled(0.0, numbers.ok_or_else(overflow)?)?,
+            gram: filled(0.0, products.ok_or_else(overflow)?)?,
         })
     }
 
@@ -208,7 +213,7 @@ impl Matrix {
 
     fn coherence(&mut self) -> f32 {
         let share: Vec<f64> = self.share().into_iter().map(f64::from).collect();
-        let Matrix { columns, mean_error, errors, .. } = self;
+        let Matrix { columns, mean_error, errors, gram, .. } = self;
         let columns = *columns;
         if columns == 0 || errors.is_empty() {
             return 1.0;
@@ -216,7 +221,7 @@ impl Matrix {
         let rows = errors.len() / columns;
         // What is left of errors that are all alike is rounding.
         let least = 1e-6 * mean_error.iter().map(|e| e * e).sum::<f64>().sqrt();
-        let mut gram = vec![0f32; columns * columns];
+        gram.fill(0.0);
         for row in errors.chunks_exact_mut(columns) {
             row.iter_mut().zip(mean_error.iter()).for_each(|(e, mean)| *e -= *mean as f32);
             let length = row.iter().map(|e| f64::from(*e) * f64::from(*e)).sum::<f64>().sqrt();

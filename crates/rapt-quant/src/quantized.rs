@@ -1,8 +1,8 @@
 //! A quantized tensor: owned, or made of parts that lie elsewhere.
 
-use rapt_core::{Codes, DType, Error, Shape, View};
+use rapt_core::{Codes, DType, Error, Granularity, Shape, View};
 
-use crate::{Form, QuantError, Result};
+use crate::{Form, QuantError, Result, Scheme};
 
 /// The number of bytes of a tensor of bytes. A [`Form`] holds only shapes whose sizes were multiplied without overflow.
 pub(crate) fn bytes(shape: &Shape) -> usize {
@@ -180,6 +180,29 @@ impl<'a> QuantizedView<'a> {
             shape_is("zero_point", zero_point, form.scale_shape())?;
         }
         Ok(QuantizedView { form, codes, scale, zero_point, global_scale })
+    }
+
+    /// The quantized tensor that attention reads from `tensor` and `codes` in layout BHSD, of numbers of this shape. A granularity that is
+    /// not stated is that of the factors' shape, as there.
+    ///
+    /// # Errors
+    /// As [`QuantizedView::new`] and [`Form::new`]; [`Error::DescaleShape`] in [`QuantError::Core`] for factors of no granularity.
+    pub fn of_codes(tensor: View<'a>, codes: &Codes<'a>, shape: Shape) -> Result<Self> {
+        let Codes { format, descale, zero_point, global_scale, granularity, scale_layout, .. } = *codes;
+        let form = |granularity| Form::new(Scheme::new(format, Some(granularity), scale_layout)?, shape);
+        let form = match granularity.or(format.own_block_size().map(Granularity::Block)) {
+            Some(granularity) => form(granularity)?,
+            None => {
+                let (dim, last) = (shape.last().copied().unwrap_or(0), descale.shape().last().copied().unwrap_or(0));
+                let blocks = (last > 0 && dim.is_multiple_of(last)).then(|| Granularity::Block(dim / last));
+                let all = [Granularity::Tensor, Granularity::Head, Granularity::Token, Granularity::Channel];
+                let mut forms = all.into_iter().chain(blocks).filter_map(|granularity| form(granularity).ok());
+                let found = forms.find(|form| form.scale_shape() == descale.shape());
+                let allowed = "those of a tensor, a head, a token, a channel, or blocks of one size".to_owned();
+                found.ok_or(Error::DescaleShape { tensor: "scale", got: *descale.shape(), of: shape, allowed })?
+            }
+        };
+        QuantizedView::new(form, Parts { codes: tensor, scale: Some(descale), zero_point, global_scale })
     }
 
     /// The shapes and dtypes of the parts.

@@ -1,7 +1,7 @@
 //! What is measured of a quantized tensor, against plain sums in f64.
 
-use rapt_core::{Error, View};
-use rapt_quant::{Format, Granularity, Measured, QuantError, ScaleLayout, Scheme, measure, quantize};
+use rapt_core::{Codes, Error, View};
+use rapt_quant::{Format, Granularity, Measured, QuantError, QuantizedView, ScaleLayout, Scheme, measure, quantize};
 
 fn numbers(n: usize) -> Vec<f32> {
     let mut state = 7u64;
@@ -106,4 +106,35 @@ fn what_is_no_pair_is_refused() {
     let quantized = quantize(&row, scheme, None).unwrap();
     let refused = measure(&row, &quantized.view().unwrap());
     assert!(matches!(refused, Err(QuantError::Core(Error::Rank { got: 1, .. }))), "{refused:?}");
+}
+
+#[test]
+fn what_attention_reads_is_measured_by_the_shape_of_its_factors() {
+    use Granularity::{Block, Channel, Head, Tensor, Token};
+    let x = numbers(2 * 3 * 10 * 24);
+    for shape in [[2, 3, 10, 24].into(), [6, 10, 24].into(), [60, 24].into()] {
+        let x = View::contiguous("x", &x, shape).unwrap();
+        for format in Format::ALL {
+            let own = format.own_block_size().map(Block);
+            for granularity in own.map_or_else(|| vec![Tensor, Head, Token, Channel, Block(8)], |own| vec![own]) {
+                let scheme = Scheme::new(format, Some(granularity), ScaleLayout::Plain).unwrap();
+                let quantized = quantize(&x, scheme, None).unwrap();
+                let view = quantized.view().unwrap();
+                let bare = Codes { granularity: None, head_dim: None, ..view.codes() };
+                let again = QuantizedView::of_codes(view.tensor(), &bare, shape).unwrap();
+                assert_eq!(again.to_f32(), view.to_f32(), "{format} {granularity} {shape}");
+                assert_eq!(measure(&x, &again), measure(&x, &view));
+            }
+        }
+    }
+    let scheme = Scheme::new(Format::Int8, Some(Token), ScaleLayout::Plain).unwrap();
+    let x = View::contiguous("x", &x, [60, 24].into()).unwrap();
+    let quantized = quantize(&x, scheme, None).unwrap();
+    let view = quantized.view().unwrap();
+    let bare = Codes { granularity: None, ..view.codes() };
+    let other = QuantizedView::of_codes(view.tensor(), &bare, [59, 24].into());
+    assert!(matches!(other, Err(QuantError::Core(Error::DescaleShape { tensor: "scale", .. }))), "{other:?}");
+    let stated = Codes { granularity: Some(Channel), ..bare };
+    let other = QuantizedView::of_codes(view.tensor(), &stated, [60, 24].into());
+    assert!(matches!(other, Err(QuantError::Core(Error::ShapeMismatch { tensor: "scale", .. }))), "{other:?}");
 }

@@ -10,6 +10,8 @@
 //!
 //! Deliberately absent: GPUs, a quantized q, layout BSHD, and errors measured here: `rapt_quant::measure` does that where codes are made.
 
+use std::fmt;
+
 use rapt_core::{
     Codes, DType, Device, Error, Executor, MatrixErrors, Operands, Options, Plan, Qkv, Result, Spec, TensorLayout,
     Tensors, View, ViewMut,
@@ -122,12 +124,26 @@ impl Judgement {
     }
 }
 
-/// What an output's dtype, and sums in f32, may change of a number.
-fn rounding(out: DType) -> f64 {
+impl fmt::Display for Judgement {
+    /// Lines of the table of a plan: `tolerance`, how many heads run on what, and the worst of all heads.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (quantized, fell_back) = (self.quantized(), self.fell_back());
+        let [estimate, bound, epsilon] = [self.worst_estimate(), self.worst_bound(), self.worst_epsilon()];
+        writeln!(
+            f,
+            "tolerance: {:e} (relative L2); heads on the codes {quantized}, on the originals {fell_back}",
+            self.limit
+        )?;
+        writeln!(f, "worst estimate {estimate:.3e}, rigorous bound {bound:.3e}, scores off by at most {epsilon:.3e}")
+    }
+}
+
+/// What an output's dtype, and sums in f32, may change of a number: relative to it, and at least, where it is subnormal.
+fn rounding(out: DType) -> [f64; 2] {
     match out {
-        DType::BF16 => 1.0 / 256.0,
-        DType::F16 => 1.0 / 2048.0,
-        _ => 1e-6,
+        DType::BF16 => [1.0 / 256.0, 0.0],
+        DType::F16 => [1.0 / 2048.0, 0.5 * f64::from(f32::powi(2.0, -24))],
+        _ => [1e-6, 0.0],
     }
 }
 
@@ -178,13 +194,14 @@ fn check(tensors: &Tensors<'_>, options: &Options, spec: &Spec, tolerance: &Tole
     let of_k = (&tensors.codes.k, tolerance.k, spec.head_dim());
     let of_v = (&tensors.codes.v, tolerance.v, spec.head_dim_v());
     for (tensor, (codes, backing, dim)) in [("k", of_k), ("v", of_v)] {
-        let Some(backing) = backing.filter(|_| codes.is_some()) else {
-            if codes.is_none() {
-                continue;
+        let backing = match (codes, backing) {
+            (None, None) => continue,
+            (None, Some(_)) => return refuse(format!("no measured errors of {tensor}, which has numbers")),
+            (Some(_), None) => {
+                let instead = "Quantize it with keep_original or measure_errors";
+                return refuse(format!("None: {tensor} carries no measured errors. {instead}"));
             }
-            return refuse(format!(
-                "None: {tensor} carries no measured errors. Quantize it with keep_original or measure_errors"
-            ));
+            (Some(_), Some(backing)) => backing,
         };
         if backing.errors.shape() != [spec.batch() * spec.num_kv_heads(), spec.kv_len(), dim] {
             return Err(Error::NotAsPlanned { tensor, what: "measured errors" });
@@ -207,6 +224,15 @@ fn on_originals<'a>(tensors: &Tensors<'a>, tolerance: &Tolerance<'a>) -> Option<
 fn again<'a>(view: &'a mut ViewMut<'_>) -> ViewMut<'a> {
     let len = view.shape().first().copied().unwrap_or(0);
     view.narrow(0, &(0..len))
+}
+
+/// Refuses what the run on the originals would refuse, whatever the heads turn out to be.
+fn check_originals(tensors: &mut Tensors<'_>, plans: &Plans, tolerance: &Tolerance<'_>) -> Result<()> {
+    let Some((plan, [k, v])) = plans.originals.as_ref().zip(on_originals(tensors, tolerance)) else { return Ok(()) };
+    let Tensors { q, mask, sinks, alibi_slopes, out, lse, .. } = tensors;
+    let (mask, sinks, alibi_slopes, lse) = (*mask, *sinks, *alibi_slopes, lse.as_mut().map(again));
+    let of_originals = Tensors { mask, sinks, alibi_slopes, lse, ..Tensors::new(*q, k, v, again(out)) };
+    Operands::check(of_originals, plan.spec()).map(drop)
 }
 
 /// What both runs read alike.
@@ -251,12 +277,13 @@ impl Engine {
     /// As [`Engine::judge`].
     pub fn judge_on(
         &self,
-        tensors: Tensors<'_>,
+        mut tensors: Tensors<'_>,
         options: &Options,
         tolerance: &Tolerance<'_>,
         executor: &dyn Executor,
     ) -> Result<Judgement> {
         let plans = self.plans_within(&tensors, options, tolerance, executor)?;
+        check_originals(&mut tensors, &plans, tolerance)?;
         judged(&plans, &mut Operands::check(tensors, plans.codes.spec())?, tolerance, executor)
     }
 
@@ -282,12 +309,13 @@ impl Engine {
     /// As [`Engine::attention_within`].
     pub fn attention_within_on(
         &self,
-        tensors: Tensors<'_>,
+        mut tensors: Tensors<'_>,
         options: &Options,
         tolerance: &Tolerance<'_>,
         executor: &dyn Executor,
     ) -> Result<Judgement> {
         let plans = self.plans_within(&tensors, options, tolerance, executor)?;
+        check_originals(&mut tensors, &plans, tolerance)?;
         let originals = on_originals(&tensors, tolerance);
         let Tensors { mut out, mut lse, q, k, v, codes, mask, sinks, alibi_slopes, page_table, lengths } = tensors;
         let inputs = Inputs { q, codes, mask, sinks, alibi_slopes };
@@ -308,7 +336,7 @@ impl Engine {
         let is_quantized = |batch: usize, head: usize| judgement.heads[batch * num_q_heads + head].is_quantized;
         self.with_workspace(bytes.max(plan.workspace_bytes()), |workspace| {
             let on_originals = inputs.tensors(originals, false, again(&mut out), lse.as_mut().map(again));
-            // Both runs are proven before the first of them writes: they differ in K and V alone.
+            // `check_originals` proved it, and `judged` ran on operands that were proven: no check refuses after the first run.
             let mut operands = Operands::check(on_originals, plan.spec())?;
             rapt_cpu::run_heads(plan, &mut operands, workspace, executor, |batch, head| !is_quantized(batch, head))?;
             let on_codes = inputs.tensors([k, v], true, again(&mut out), lse.as_mut().map(again));
@@ -375,10 +403,12 @@ fn judged(
         v: matrices(tolerance.v.filter(|_| spec.codes.v.is_some())),
     };
     let found = rapt_cpu::deviations(&plans.codes, operands, &errors, executor)?;
-    let (rounding, num_q_heads) = (rounding(spec.out.dtype), spec.num_q_heads());
+    let ([rounding, least], num_q_heads) = (rounding(spec.out.dtype), spec.num_q_heads());
+    let least = least * ((spec.q_len() * spec.head_dim_v()) as f64).sqrt();
     let judge = |(at, of): (usize, &HeadDeviation)| {
-        let estimate = KAPPA * (of.estimate.powi(2) + (rounding * of.norm).powi(2) / 3.0).sqrt();
-        let bound = of.before.min(of.after) + rounding * of.norm;
+        let rounded = rounding * of.norm;
+        let estimate = KAPPA * (of.estimate.powi(2) + (rounded * rounded + least * least) / 3.0).sqrt();
+        let bound = of.before.min(of.after) + rounded + least;
         let bound = if of.before.is_nan() || of.after.is_nan() { f64::NAN } else { bound };
         let estimate = relative(estimate, of.norm);
         JudgedHead {

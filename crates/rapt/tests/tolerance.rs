@@ -3,8 +3,8 @@
 use rapt::quant::{Format, Granularity, Measured, Quantized, Scheme, measure, quantize};
 use rapt::reference::{self, HeadErrors, Inputs, Mask, Problem, quantization_error};
 use rapt::{
-    Backing, Causal, Codes, DType, Engine, Error, JudgedHead, Judgement, KAPPA, Operands, Options, Qkv, ScaleLayout,
-    SerialExecutor, Tensors, Tolerance, View, ViewMut, Window, spec_of,
+    Backing, Causal, Codes, DType, Device, Engine, Error, Extent, JudgedHead, Judgement, KAPPA, Operands, Options, Qkv,
+    ScaleLayout, SerialExecutor, Tensors, Tolerance, View, ViewMut, Window, spec_of,
 };
 use rapt_testkit::Rng;
 
@@ -32,6 +32,12 @@ fn shape(sizes: &[usize]) -> rapt::Shape {
 fn scheme(format: Format, granularity: Granularity) -> Scheme {
     let granularity = format.own_block_size().map_or(granularity, Granularity::Block);
     Scheme::new(format, Some(granularity), ScaleLayout::Plain).unwrap()
+}
+
+const DEVICE: Device = Device::Cuda(0);
+
+fn halves(x: &[f32], factor: f32) -> Vec<half::f16> {
+    x.iter().map(|&x| half::f16::from_f32(x * factor)).collect()
 }
 
 fn normals(rng: &mut Rng, n: usize) -> Vec<f32> {
@@ -338,6 +344,14 @@ fn what_cannot_be_judged_is_refused_by_name() {
     let without = Tolerance { v: None, ..case.tolerance(0.1, true) };
     let refused = engine().attention_within(case.tensors(true, &mut out), &case.options, &without);
     assert!(matches!(&refused, Err(Error::Option { allowed, .. }) if allowed.contains("v carries no")), "{refused:?}");
+    let on_codes = case.tensors(true, &mut out);
+    let [_, v] = case.originals();
+    let half_numbers = Tensors { v, codes: Qkv { v: None, ..on_codes.codes }, ..on_codes };
+    let refused = engine().attention_within(half_numbers, &case.options, &case.tolerance(0.1, true));
+    assert!(
+        matches!(&refused, Err(Error::Option { allowed, .. }) if allowed.contains("errors of v, which")),
+        "{refused:?}"
+    );
     let other = Case::normal(&mut rng, [1, 2, 1, 3, 9, 16, 16], [int8, int8]);
     let of_others = Tolerance { k: other.tolerance(0.1, true).k, ..case.tolerance(0.1, true) };
     let refused = engine().attention_within(case.tensors(true, &mut out), &case.options, &of_others);
@@ -351,7 +365,7 @@ fn what_cannot_be_judged_is_refused_by_name() {
         &Tolerance { k: Some(in_bf16), ..case.tolerance(1e-6, true) },
     );
     assert!(matches!(&refused, Err(Error::DtypeMismatch { tensor: "k", got: DType::BF16, .. })), "{refused:?}");
-    // An output that is the originals' memory, or the originals of another length.
+    // Originals of another length.
     let short = View::contiguous("k", &case.k[..7 * 16], shape(&[1, 1, 7, 16])).unwrap();
     let of_short = Backing { errors: &case.errors[0], original: Some(short) };
     let refused = engine().attention_within(
@@ -361,6 +375,98 @@ fn what_cannot_be_judged_is_refused_by_name() {
     );
     assert!(matches!(refused, Err(Error::SizeMismatch { .. } | Error::NotAsPlanned { .. })), "{refused:?}");
     assert!(out.iter().all(|x| x.is_nan()), "nothing is written");
+}
+
+#[test]
+fn an_output_in_the_memory_of_an_original_is_refused_though_every_head_stands() {
+    let mut rng = Rng::new(14);
+    let int8 = scheme(Format::Int8, Granularity::Token);
+    let mut case = Case::normal(&mut rng, [1, 1, 1, 8, 8, 16, 16], [int8, int8]);
+    case.q.iter_mut().for_each(|x| *x *= 0.01);
+    assert_eq!(case.within(0.5, true).0.unwrap().fell_back(), 0);
+    let before = case.v.clone();
+    // SAFETY: foreign memory to Rapt, as a binding has it: that of v, which is refused before it is written.
+    let out = unsafe {
+        let (data, shape) = (case.v.as_ptr().cast_mut().cast(), case.out_shape());
+        let strides = shape.contiguous().unwrap();
+        ViewMut::from_raw_parts("out", data, DType::F32, shape, strides, Device::Cpu, Extent::Declared).unwrap()
+    };
+    let mut other = vec![0.0; case.v.len()];
+    let tensors = Tensors { out, ..case.tensors(true, &mut other) };
+    let refused = engine().attention_within(tensors, &case.options, &case.tolerance(0.5, true));
+    assert!(matches!(&refused, Err(Error::OutputOverlaps { .. })), "{refused:?}");
+    assert_eq!(case.v, before);
+}
+
+#[test]
+fn tensors_of_a_gpu_are_refused_by_name_before_they_are_read() {
+    let mut rng = Rng::new(15);
+    let int8 = scheme(Format::Int8, Granularity::Token);
+    let case = Case::normal(&mut rng, [1, 1, 1, 4, 8, 16, 16], [int8, int8]);
+    let mut out = vec![f32::NAN; case.v.len()];
+    let host = case.tensors(true, &mut out);
+    let far = |name, view: &View<'_>| {
+        // SAFETY: no address of a GPU is read: the request is refused.
+        unsafe {
+            let (shape, strides) = (*view.shape(), *view.strides());
+            View::from_raw_parts(name, 4096 as *const u8, view.dtype(), shape, strides, DEVICE, Extent::Declared)
+        }
+        .unwrap()
+    };
+    let codes = |name, of: &Option<Box<Codes<'_>>>| {
+        Some(Box::new(Codes::new(Format::Int8, far(name, &of.as_ref().unwrap().descale))))
+    };
+    let codes = Qkv { q: None, k: codes("k_descale", &host.codes.k), v: codes("v_descale", &host.codes.v) };
+    let out_view = {
+        let view = host.out.as_view();
+        // SAFETY: as above.
+        unsafe {
+            let (shape, strides) = (*view.shape(), *view.strides());
+            ViewMut::from_raw_parts("out", 8192 as *mut u8, DType::F32, shape, strides, DEVICE, Extent::Declared)
+        }
+        .unwrap()
+    };
+    let (q, k, v) = (far("q", &host.q), far("k", &host.k), far("v", &host.v));
+    let tensors = Tensors { codes, ..Tensors::new(q, k, v, out_view) };
+    let tolerance = case.tolerance(0.1, false);
+    let refused = engine().attention_within(tensors, &case.options, &tolerance);
+    assert!(
+        matches!(&refused, Err(Error::Unsupported { what, .. }) if what.contains("tolerance on a GPU")),
+        "{refused:?}"
+    );
+}
+
+/// Values whose codes are exact, so that the output errs by its own rounding alone; the second ones give subnormal outputs.
+#[test]
+fn rounding_of_the_output_is_counted() {
+    let mut rng = Rng::new(16);
+    let [q_len, len, dim] = [40, 60, 32];
+    for size in [1.0, 4e-6] {
+        let [q, k] = [q_len, len].map(|n| halves(&normals(&mut rng, n * dim), 1.0));
+        let v = halves(&normals(&mut rng, len * dim), size);
+        let exact = scheme(Format::Int8, Granularity::Block(1));
+        let view = |name, x, n| View::contiguous(name, x, shape(&[1, 1, n, dim])).unwrap();
+        let originals = [view("k", &k, len), view("v", &v, len)];
+        let codes = originals.map(|x| quantize(&x, exact, None).unwrap());
+        let [of_k, of_v] = [0, 1].map(|at| measure(&originals[at], &codes[at].view().unwrap()).unwrap());
+        let [k_codes, v_codes] = codes.each_ref().map(|codes| codes.view().unwrap());
+        let mut out = vec![half::f16::NAN; q_len * dim];
+        let to = ViewMut::contiguous("out", &mut out, shape(&[1, 1, q_len, dim])).unwrap();
+        let of_codes = Qkv { q: None, k: Some(Box::new(k_codes.codes())), v: Some(Box::new(v_codes.codes())) };
+        let tensors =
+            Tensors { codes: of_codes, ..Tensors::new(view("q", &q, q_len), k_codes.tensor(), v_codes.tensor(), to) };
+        let backing = |errors| Some(Backing { errors, original: None });
+        let tolerance = Tolerance { limit: 1.0, k: backing(&of_k), v: backing(&of_v) };
+        let head = engine().attention_within(tensors, &Options::default(), &tolerance).unwrap().heads[0];
+        let wide = |x: &[half::f16]| x.iter().map(|x| x.to_f64()).collect::<Vec<_>>();
+        let (q, k, v, out) = (wide(&q), wide(&k), wide(&v), wide(&out));
+        let exact = reference::naive(&Problem::plain(1, 1, q_len, len, dim), &Inputs::plain(&q, &k, &v)).out;
+        let length = |x: &mut dyn Iterator<Item = f64>| x.map(|x| x * x).sum::<f64>().sqrt();
+        let error = length(&mut exact.iter().zip(&out).map(|(a, b)| a - b)) / length(&mut exact.iter().copied());
+        assert!(error > 1e-4, "{size}: it is rounded: {error}");
+        assert!(error <= head.estimate && error <= head.bound, "{size}: {error} beyond {head:?}");
+        assert!(head.estimate <= 30.0 * error, "{size}: {error} and {head:?}");
+    }
 }
 
 /// Data made to break the estimate: its name, and q, k and v of one head.

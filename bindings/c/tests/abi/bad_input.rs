@@ -127,8 +127,10 @@ fn options(table: &mut Table) {
     const SIZE: usize = size_of::<rapt_options>();
     /// Of version 0.1 before q, k and v could be codes.
     const FIRST: usize = std::mem::offset_of!(rapt_options, q_codes);
-    for size in [0, 1, FIRST - 8, FIRST + 8, SIZE - 8, SIZE - 1, SIZE + 1, SIZE + 8, usize::MAX] {
-        let says = format!("options.size = {size}; allowed: {FIRST} or {SIZE}");
+    /// Before heads on codes could be judged.
+    const SECOND: usize = std::mem::offset_of!(rapt_options, tolerance);
+    for size in [0, 1, FIRST - 8, FIRST + 8, SECOND - 8, SECOND + 1, SIZE - 1, SIZE + 1, SIZE + 8, usize::MAX] {
+        let says = format!("options.size = {size}; allowed: {FIRST} or {SECOND} or {SIZE}");
         table.add(&says, RAPT_ERROR_OPTION, &says, move |call| call.options.size = size);
     }
     table.add("given: a bit that is none", RAPT_ERROR_OPTION, "given = 0x15", |call| call.options.given |= 16);

@@ -128,12 +128,19 @@ fn no_field_has_moved() {
     );
     assert_eq!(size_of::<rapt_c::rapt_tensor>(), 56, "it has no size, so it cannot grow");
     check!(
-        rapt_options, 112, size 0, given 8, causal 12, layout 16, out_dtype 20, softmax_scale 24, softcap 32,
-        window_left 40, window_right 48, mask 56, sinks 64, alibi_slopes 72, lse 80, q_codes 88, k_codes 96, v_codes 104
+        rapt_options, 120, size 0, given 8, causal 12, layout 16, out_dtype 20, softmax_scale 24, softcap 32,
+        window_left 40, window_right 48, mask 56, sinks 64, alibi_slopes 72, lse 80, q_codes 88, k_codes 96, v_codes 104,
+        tolerance 112
     );
     check!(
         rapt_codes, 56, size 0, format 8, granularity 12, block_size 16, head_dim 24, descale 32, zero_point 40,
         global_scale 48
+    );
+    check!(
+        rapt_tolerance, 56, size 0, limit 8, k_measured 16, v_measured 24, k_original 32, v_original 40, judgement 48
+    );
+    check!(
+        rapt_judgement, 48, size 0, quantized 8, fell_back 16, worst_estimate 24, worst_bound 32, worst_epsilon 40
     );
     check!(
         rapt_kvcache, 56, size 0, k_cache 8, v_cache 16, cache_seqlens 24, page_table 32, k 40, v 48

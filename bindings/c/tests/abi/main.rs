@@ -16,3 +16,4 @@ mod ragged_refused;
 mod reference;
 mod support;
 mod threads;
+mod tolerance;

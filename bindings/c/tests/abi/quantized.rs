@@ -14,14 +14,14 @@ use rapt_reference::{Inputs, Problem, naive};
 use crate::support::{BEFORE, Call, DIM, HEADS, K, KV_LEN, OUT, Owned, Q, Q_LEN, V, last_error, tensor};
 
 /// The codes of one of q, k and v, and all that stands behind their rapt_codes.
-struct Side {
-    quantized: Quantized,
+pub(crate) struct Side {
+    pub(crate) quantized: Quantized,
     sizes: [i64; 4],
     steps: [i64; 4],
-    descale: rapt_tensor,
+    pub(crate) descale: rapt_tensor,
     zero_point: rapt_tensor,
     global_scale: f32,
-    codes: rapt_codes,
+    pub(crate) codes: rapt_codes,
 }
 
 impl Side {
@@ -73,13 +73,13 @@ impl Side {
     }
 
     /// Of k or v of a call.
-    fn of(call: &Call, at: usize, format: Format, granularity: Option<Granularity>) -> Box<Side> {
+    pub(crate) fn of(call: &Call, at: usize, format: Format, granularity: Option<Granularity>) -> Box<Side> {
         let len = if at == Q { Q_LEN } else { KV_LEN };
         Side::new(&call.data[at], [1, HEADS, len, DIM], format, granularity)
     }
 
     /// In place of one of q, k and v.
-    fn stand_in(&self, call: &mut Call, at: usize) {
+    pub(crate) fn stand_in(&self, call: &mut Call, at: usize) {
         let form = self.quantized.form();
         call.tensors[at].data = self.quantized.codes().as_ptr().cast_mut().cast();
         call.tensors[at].dtype = i32::from(form.format().code_dtype().code());
@@ -97,13 +97,19 @@ impl Side {
         }
     }
 
+    /// As if its parts were on a GPU.
+    pub(crate) fn far(&mut self) {
+        let far = rapt_device::RAPT_DEVICE_CUDA as i32;
+        (self.descale.device, self.zero_point.device) = (far, far);
+    }
+
     fn numbers(&self) -> Vec<f64> {
         self.quantized.view().unwrap().to_f32().unwrap().into_iter().map(f64::from).collect()
     }
 }
 
 /// A call with no option but these codes and a scale.
-fn plain(engine: &Owned, seed: u32) -> Box<Call> {
+pub(crate) fn plain(engine: &Owned, seed: u32) -> Box<Call> {
     let mut call = Call::new(engine, seed);
     let size = call.options.size;
     // SAFETY: zero and NULL are values of each field.

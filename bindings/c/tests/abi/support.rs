@@ -128,6 +128,7 @@ impl Call {
             q_codes: std::ptr::null(),
             k_codes: std::ptr::null(),
             v_codes: std::ptr::null(),
+            tolerance: std::ptr::null(),
         };
         let mut call = Box::new(Call {
             engine: engine.0,

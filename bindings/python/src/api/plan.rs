@@ -232,7 +232,7 @@ impl PyPlan {
         let explanation = self.plan.explain();
         let certified = self.certificate.as_ref();
         let text = certified.map_or(explanation, |certificate| explanation.certified(certificate)).to_string();
-        text + &self.judgement.as_ref().map(tolerance::in_words).unwrap_or_default()
+        text + &self.judgement.as_ref().map(Judgement::to_string).unwrap_or_default()
     }
 
     fn __repr__(&self) -> String {

@@ -98,19 +98,6 @@ pub(crate) fn as_dict<'py>(py: Python<'py>, judgement: &Judgement) -> PyResult<B
     Ok(all)
 }
 
-/// A judgement in rows of the table of `str(plan)`.
-pub(crate) fn in_words(judgement: &Judgement) -> String {
-    format!(
-        "tolerance: {:e} (relative L2); heads on the codes {}, on the originals {}\nworst estimate {:.3e}, rigorous bound {:.3e}, scores off by at most {:.3e}\n",
-        judgement.limit,
-        judgement.quantized(),
-        judgement.fell_back(),
-        judgement.worst_estimate(),
-        judgement.worst_bound(),
-        judgement.worst_epsilon()
-    )
-}
-
 /// What calls with a tolerance came to in this process.
 #[derive(Clone, Copy, Default)]
 struct Counted {
