@@ -32,17 +32,20 @@ def brute_force(q, k, v, scale):
         r = np.linalg.norm(vh - center, axis=1)
         share = (ek**2).sum(0) / (ek**2).sum()
 
-        def coherence(e):
+        def coherence(e, x):
             of = (e**2).sum(0) / (e**2).sum()
+            x = x - x.mean(0)
+            multiple = (((e - e.mean(0)) * x).sum(0) ** 2 / (x**2).sum(0)).sum() / (e**2).sum()
+            lean = max(0, len(e) * multiple - 1 - 6 * np.sqrt(2 * (of**2).sum()))
             e = e - e.mean(0)
             e = e / np.linalg.norm(e, axis=1, keepdims=True)
             products = e.T @ e
             np.fill_diagonal(products, 0)
             form = np.einsum("jc,cd,jd->j", e, products, e)
             most = (form - 6 * np.sqrt(2 * len(e)) * (e**2 @ of)).max()
-            return max(form.mean(), most, 1 - (of**2).sum()) / (1 - (of**2).sum())
+            return max(form.mean(), most, 1 - (of**2).sum()) / (1 - (of**2).sum()) + lean / 12
 
-        m_k, m_v, bias = coherence(ek), coherence(ev), np.linalg.norm(ev.mean(0))
+        m_k, m_v, bias = coherence(ek, kh), coherence(ev, vh), np.linalg.norm(ev.mean(0))
         squares = np.zeros(3)
         norm2 = epsilon = 0.0
         for row in q[b, h]:
@@ -72,7 +75,7 @@ def brute_force(q, k, v, scale):
     return found
 
 
-@pytest.mark.parametrize(("fmt", "granularity"), [("int8", "token"), ("int8", "channel"), ("uint8", "head"), ("e4m3fn", "tensor")])
+@pytest.mark.parametrize(("fmt", "granularity"), [("int8", "token"), ("int8", "channel"), ("uint8", "head"), ("e4m3fn", "tensor"), ("mxfp4", None)])
 def test_what_explain_says_is_what_numpy_finds(fmt, granularity):
     q, k, v = normals(1, 2, 4, 7, 32), normals(2, 2, 2, 90, 32), normals(3, 2, 2, 90, 24)
     k, v = (quantized(x, fmt, granularity, keep_original=True) for x in (k, v))

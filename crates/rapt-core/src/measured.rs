@@ -15,6 +15,6 @@ pub struct MatrixErrors<'a> {
     pub share: &'a [f32],
     /// The length of the mean error.
     pub bias: f32,
-    /// In about how many rows one error repeats; 1 where errors are as good as independent.
+    /// In about how many rows one error repeats, or is the same multiple of the row; 1 where errors are as good as independent.
     pub coherence: f32,
 }

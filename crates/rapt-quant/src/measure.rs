@@ -7,12 +7,17 @@
 //! spread[j] = ‖x_j − mean‖              rounded up to f32, of that rounded mean
 //! bias      = ‖Σ_j e_j / S‖             rounded up
 //! share[c]  = Σ_j e_jc² / Σ_j ‖e_j‖²    how the error is spread over the columns; 1 / D where there is none
-//! coherence = max(1, mean of n_j, max of n_j − 6·√(2S)·Σ_c share[c]·ê_jc²)      n_j = Σ_{c≠d} ê_jc·ê_jd·G_cd / (1 − Σ share²)
-//!             ê_j = e_j − Σe/S, divided by its length;  G = Σ_j ê_j·ê_jᵀ
+//! coherence = max(1, mean of n_j, max of n_j − 6·√(2S)·Σ_c share[c]·ê_jc²) + lean / 12
+//!             n_j = Σ_{c≠d} ê_jc·ê_jd·G_cd / (1 − Σ share²);  ê_j = e_j − Σe/S, divided by its length;  G = Σ_j ê_j·ê_jᵀ
+//! lean      = max(0, l − 1 − 6·√(2·Σ share²))      l = S·Σ_c (cov_c(e, x)² / var_c(x)) / Σ_c (Σ_j e_jc²/S)
 //! ```
 //! n_j is 1 in the mean if errors of different rows and columns are independent, since of the sum over all rows in G the row itself is left,
 //! with a standard deviation of `√(2S)·Σ share·ê²`; it is n where the error of row j stands in n rows. `mean`, `bias`, `share` and `coherence`
 //! are those of the rows that are finite.
+//!
+//! l is S times the part of the squared errors that is a multiple of the numbers themselves, as where small ones become 0 and large ones are
+//! clipped; by chance 1, with a standard deviation of `√(2·Σ share²)`. Where values are made of keys, such errors add up over all S rows: a
+//! squared sum is up to l times that of independent errors. The factor of the estimate is 5, so a twelfth of it covers that twice.
 //!
 //! Deliberately absent: attention. rapt-reference says what these numbers bound.
 
@@ -24,8 +29,10 @@ use crate::quantized::shape_is;
 use crate::source::{Real, with_real};
 use crate::{QuantizedView, Result};
 
-/// How many standard deviations of chance the repetitions of one row are less than.
+/// How many standard deviations of chance the repetitions of one row are less than, and errors that lean on numbers.
 const CHANCE: f64 = 6.0;
+/// What part of errors that lean on numbers counts.
+const LEAN: f64 = 1.0 / 12.0;
 
 /// The errors of a quantized tensor `[.., S, D]`, matrix by matrix.
 #[derive(Clone, Debug, PartialEq)]
@@ -157,6 +164,10 @@ struct Matrix {
     mean: Vec<f64>,
     mean_error: Vec<f64>,
     squares: Vec<f64>,
+    /// Sums of `x²` and of `e·x`.
+    x_squares: Vec<f64>,
+    products: Vec<f64>,
+    finite: usize,
     /// The errors themselves, row by row; 0 for rows that are not finite.
     errors: Vec<f32>,
     /// `[columns, columns]`: their products.
@@ -173,6 +184,9 @@ impl Matrix {
             mean: filled(0.0, columns)?,
             mean_error: filled(0.0, columns)?,
             squares: filled(0.0, columns)?,
+            x_squares: filled(0.0, columns)?,
+            products: filled(0.0, columns)?,
+            finite: 0,
             errors: filled(0.0, numbers.ok_or_else(overflow)?)?,
             gram: filled(0.0, products.ok_or_else(overflow)?)?,
         })
@@ -181,8 +195,9 @@ impl Matrix {
     fn read(&mut self, mut read: impl FnMut(usize, &mut [f64], &mut [f64])) {
         let columns = self.columns;
         let (mut x, mut decoded) = (vec![0.0; columns], vec![0.0; columns]);
-        [&mut self.mean, &mut self.mean_error, &mut self.squares].into_iter().for_each(|sums| sums.fill(0.0));
-        let mut finite = 0usize;
+        let sums = [&mut self.mean, &mut self.mean_error, &mut self.squares, &mut self.x_squares, &mut self.products];
+        sums.into_iter().for_each(|sums| sums.fill(0.0));
+        self.finite = 0;
         for row in 0..self.error.len() {
             read(row, &mut x, &mut decoded);
             let errors = &mut self.errors[row * columns..][..columns];
@@ -192,16 +207,18 @@ impl Matrix {
             if !squares.is_finite() {
                 continue;
             }
-            finite += 1;
+            self.finite += 1;
             for c in 0..columns {
                 let error = x[c] - decoded[c];
                 errors[c] = error as f32;
                 self.mean[c] += x[c];
                 self.mean_error[c] += error;
                 self.squares[c] += error * error;
+                self.x_squares[c] += x[c] * x[c];
+                self.products[c] += error * x[c];
             }
         }
-        let count = finite.max(1) as f64;
+        let count = self.finite.max(1) as f64;
         self.mean.iter_mut().chain(&mut self.mean_error).for_each(|sum| *sum /= count);
     }
 
@@ -211,8 +228,27 @@ impl Matrix {
         self.squares.iter().map(|square| if all > 0.0 { square / all } else { even } as f32).collect()
     }
 
+    /// How many times as large a squared sum of errors may be because they are a multiple of the numbers themselves, beyond chance.
+    fn lean(&self, alike: f64) -> f64 {
+        let count = self.finite as f64;
+        let explained = |c: usize| {
+            let of_x = self.x_squares[c] - count * self.mean[c] * self.mean[c];
+            let both = self.products[c] - count * self.mean[c] * self.mean_error[c];
+            // What is left of numbers that are all alike is rounding.
+            if of_x > 1e-9 * self.x_squares[c] { both * both / of_x } else { 0.0 }
+        };
+        let all: f64 = self.squares.iter().sum();
+        if all == 0.0 {
+            return 0.0;
+        }
+        let found = count * (0..self.columns).map(explained).sum::<f64>() / all;
+        (found - 1.0 - CHANCE * (2.0 * alike).sqrt()).max(0.0)
+    }
+
     fn coherence(&mut self) -> f32 {
         let share: Vec<f64> = self.share().into_iter().map(f64::from).collect();
+        let alike = share.iter().map(|share| share * share).sum::<f64>();
+        let lean = LEAN * self.lean(alike);
         let Matrix { columns, mean_error, errors, gram, .. } = self;
         let columns = *columns;
         if columns == 0 || errors.is_empty() {
@@ -232,9 +268,8 @@ impl Matrix {
             }
         }
         (0..columns).for_each(|c| gram[c * columns + c] = 0.0);
-        let alike = share.iter().map(|share| share * share).sum::<f64>();
         if 1.0 - alike < 1e-3 {
-            return 1.0;
+            return (1.0 + lean) as f32;
         }
         let (mut sum, mut most) = (0.0, 0.0f64);
         for row in errors.chunks_exact(columns) {
@@ -246,6 +281,6 @@ impl Matrix {
             sum += form;
             most = most.max(form - CHANCE * (2.0 * rows as f64).sqrt() * along);
         }
-        (sum / rows as f64).max(most).max(1.0 - alike) as f32 / (1.0 - alike) as f32
+        ((sum / rows as f64).max(most).max(1.0 - alike) / (1.0 - alike) + lean) as f32
     }
 }

@@ -80,6 +80,28 @@ fn errors_that_repeat_are_noticed() {
     }
 }
 
+/// One column whose codes are exact makes the scale, and every other number 0: the errors are the numbers.
+#[test]
+fn errors_that_are_a_multiple_of_the_numbers_are_noticed() {
+    let (rows, columns) = (600, 16);
+    let mut x: Vec<f32> = numbers(rows * columns).iter().map(|x| 0.3 * x).collect();
+    x.chunks_mut(columns).enumerate().for_each(|(row, x)| x[0] = if row % 2 == 0 { 7.0 } else { -7.0 });
+    let view = View::contiguous("x", &x, [rows, columns].into()).unwrap();
+    let scheme = Scheme::new(Format::Int4, Some(Granularity::Tensor), ScaleLayout::Plain).unwrap();
+    let quantized = quantize(&view, scheme, None).unwrap();
+    let of = measure(&view, &quantized.view().unwrap()).unwrap();
+    let of = of.matrix(0);
+    assert!(of.share[0] == 0.0 && of.bias < 0.1, "{of:?}");
+    let chance = 6.0 * (2.0 * of.share.iter().map(|share| share * share).sum::<f32>()).sqrt();
+    let lean = rows as f32 - 1.0 - chance;
+    assert!(of.coherence > 1.0 + 0.98 * lean / 12.0 && of.coherence < 1.5 + lean / 12.0, "{} and {lean}", of.coherence);
+    // Fine codes of the same numbers do not lean on them.
+    let scheme = Scheme::new(Format::Int8, Some(Granularity::Channel), ScaleLayout::Plain).unwrap();
+    let quantized = quantize(&view, scheme, None).unwrap();
+    let fine = measure(&view, &quantized.view().unwrap()).unwrap().matrix(0).coherence;
+    assert!((1.0..1.5).contains(&fine), "{fine}");
+}
+
 #[test]
 fn rows_that_are_not_finite_err_without_end_and_spoil_no_other() {
     let mut x = numbers(40 * 16);

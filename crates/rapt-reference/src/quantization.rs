@@ -14,7 +14,8 @@
 //! `o − c = Σ p̂e^δ(v − c) / Σ p̂e^δ` with |δ| ≤ ε_j. A sink is a key with ε = 0 and v = 0.
 //!
 //! `estimate` is what independent errors of mean `bias` add up to, to first order. `share` says along which columns K errs, so that a query and
-//! errors that lie in the same few columns are not taken for independent; `m_k` and `m_v` are how often errors repeat (`coherence`). It is no
+//! errors that lie in the same few columns are not taken for independent; `m_k` and `m_v` are how often errors repeat, or lean on the numbers
+//! (`coherence`). It is no
 //! bound: what factor makes it hold on data of many kinds is measured (docs/internals/calibration.md).
 //!
 //! K or V that is not quantized errs by nothing. Deliberately absent: the rounding of the kernel that computes ô.

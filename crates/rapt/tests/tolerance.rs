@@ -579,3 +579,29 @@ fn data_made_to_break_it_does_not() {
     }
     assert!(stood > 200 && fell_back > 200, "both ways are taken: {stood} and {fell_back}");
 }
+
+/// Values that follow from the scores, over so many keys that independent errors of keys cancel: those that are a multiple of the keys do not.
+#[test]
+fn errors_that_lean_on_keys_do_not_hide_in_long_contexts() {
+    let mut rng = Rng::new(41);
+    let exact = scheme(Format::Int8, Granularity::Block(1));
+    let mut stood = 0;
+    for [len, dim] in [[8192, 16], [4096, 64]] {
+        for format in Format::ALL {
+            let q: Vec<f32> = normals(&mut rng, dim).iter().map(|x| 0.3 * x).collect();
+            let k = normals(&mut rng, len * dim);
+            let score = |k: &[f32]| k.iter().zip(&q).map(|(k, q)| k * q).sum::<f32>();
+            let v = k.chunks(dim).flat_map(|k| (0..dim).map(move |d| (1.0 + d as f32) * score(k))).collect();
+            let of = scheme(format, Granularity::Head);
+            let case = Case::new([1, 1, 1, 1, len, dim, dim], [q.clone(), k, v], [of, exact]);
+            let judged = case.within(1e6, true).0.unwrap().heads[0];
+            let error = case.true_errors(&case.plain(true))[0];
+            assert!(
+                judged.epsilon >= 1.0 || error <= judged.estimate,
+                "{format}, {len} keys: {error} beyond {judged:?}"
+            );
+            stood += usize::from(judged.epsilon < 1.0);
+        }
+    }
+    assert!(stood > 10, "{stood}");
+}
