@@ -211,7 +211,8 @@ fn nothing_beside_operands_and_scratch_memory_is_touched() {
 
 #[test]
 fn rectangles_of_a_matrix_product_are_as_its_elements() {
-    // out = relu(sums + bias) + residual, in bfloat16, from a tile of sums with rows of its own.
+    // out = (relu(sums + bias) + residual) · factor, in bfloat16, from a tile of sums with rows of its own; bias and factor are
+    // the same in each row.
     let code = [
         Instruction::Load(0),
         Instruction::Load(1),
@@ -220,16 +221,20 @@ fn rectangles_of_a_matrix_product_are_as_its_elements() {
         Instruction::Unary(Unary::Relu, Register(3)),
         Instruction::Load(2),
         Instruction::Binary(Binary::Add, Register(4), Register(5)),
-        Instruction::Store(3, Register(6)),
+        Instruction::Load(4),
+        Instruction::Binary(Binary::Mul, Register(6), Register(7)),
+        Instruction::Store(3, Register(8)),
     ];
-    let dtypes = vec![DType::F32, DType::F32, DType::BF16, DType::BF16];
+    let dtypes = vec![DType::F32, DType::BF16, DType::BF16, DType::BF16, DType::BF16];
     let (columns, tile) = (300usize, 256usize);
     for arch in archs() {
         let program = Arc::new(Program::new(dtypes.clone(), code.to_vec()).unwrap());
-        let strides = [vec![tile as isize, 1], vec![0, 1], vec![columns as isize, 1], vec![columns as isize, 1]];
+        let [whole, same] = [vec![columns as isize, 1], vec![0, 1]];
+        let strides = [vec![tile as isize, 1], same.clone(), whole.clone(), whole, same];
         let each = Loop::rectangle(arch, program, 8, tile, &strides).unwrap();
         let sums: Vec<f32> = (0..8 * tile).map(|n| (n as f32 * 0.37).sin() * 9.0).collect();
-        let bias: Vec<f32> = (0..columns).map(|n| n as f32 * 0.01).collect();
+        let [bias, factor] = [0.01, 0.03]
+            .map(|step| (0..columns).map(|n| half::bf16::from_f32(n as f32 * step)).collect::<Vec<half::bf16>>());
         let residual: Vec<half::bf16> = (0..8 * columns).map(|n| half::bf16::from_f32((n % 17) as f32)).collect();
         let mut out = vec![half::bf16::from_f32(-77.0); 8 * columns];
         let mut scratch = scratch(each.scratch_bytes());
@@ -239,6 +244,7 @@ fn rectangles_of_a_matrix_product_are_as_its_elements() {
                 bias[first..].as_ptr().cast::<u8>().cast_mut(),
                 residual[first..].as_ptr().cast::<u8>().cast_mut(),
                 out[first..].as_mut_ptr().cast(),
+                factor[first..].as_ptr().cast::<u8>().cast_mut(),
             ];
             let before = out.clone();
             // SAFETY: the rectangle lies within the tensors.
@@ -246,8 +252,9 @@ fn rectangles_of_a_matrix_product_are_as_its_elements() {
             for (at, got) in out.iter().enumerate() {
                 let (row, column) = (at / columns, at % columns);
                 if row < rows && (first..first + wide).contains(&column) {
-                    let sum = half::bf16::from_f32(sums[row * tile + column - first] + bias[column]);
-                    let exact = half::bf16::from_f32(sum.to_f32().max(0.0) + residual[at].to_f32());
+                    let sum = half::bf16::from_f32(sums[row * tile + column - first] + bias[column].to_f32());
+                    let sum = sum.to_f32().max(0.0) + residual[at].to_f32();
+                    let exact = half::bf16::from_f32(sum * factor[column].to_f32());
                     assert_eq!(got.to_f32(), exact.to_f32(), "{row} {column}");
                 } else {
                     assert_eq!(*got, before[at], "{row} {column}");

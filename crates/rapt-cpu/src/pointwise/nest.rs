@@ -25,11 +25,20 @@ pub(super) struct Nest {
     pub(super) tile_columns: usize,
 }
 
+/// How an operand lies in the tiles.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Lies {
+    /// Its elements of any tile follow one another as the tile's do.
+    pub(super) dense: bool,
+    /// Tiles are rows, and each reads the same elements.
+    pub(super) same: bool,
+}
+
 /// Rows that are tiles of their own from this many columns on; shorter ones share a tile.
 const LONG_ROW: usize = 64;
 
 /// The bytes of a cache line: where operands lie across each other, a tile has as many rows as a line has elements.
-const LINE_BYTES: usize = 64;
+pub(super) const LINE_BYTES: usize = 64;
 
 impl Nest {
     /// The loops over `shape` for operands of these strides. `stores`: the operands that are written decide the order.
@@ -116,11 +125,15 @@ impl Nest {
         self.columns.size * self.rows.size * self.outer.iter().map(|dimension| dimension.size).product::<usize>()
     }
 
-    /// Whether an operand's elements of any tile follow one another as the tile's do.
-    pub(super) fn is_dense(&self, operand: usize) -> bool {
+    /// How an operand lies in any tile.
+    pub(super) fn lies(&self, operand: usize) -> Lies {
         let [row, column] = [self.rows.strides[operand], self.columns.strides[operand]];
         let is_whole = self.tile_columns == self.columns.size && usize::try_from(row) == Ok(self.columns.size);
-        column == 1 && (self.tile_rows == 1 || is_whole)
+        let mut down = std::iter::once(&self.rows).chain(&self.outer);
+        Lies {
+            dense: column == 1 && (self.tile_rows == 1 || is_whole),
+            same: self.tile_rows == 1 && down.all(|dimension| dimension.strides[operand] == 0),
+        }
     }
 
     /// The least and the greatest offset in elements that an operand is reached at; `None` where there are no elements.

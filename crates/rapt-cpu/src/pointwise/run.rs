@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use rapt_core::Arch;
 
-use super::kernels::{self, Copy, Rectangle};
-use super::nest::Nest;
+use super::kernels::{self, Ask, Copy, Rectangle};
+use super::nest::{Lies, Nest};
 use super::program::{Program, ProgramError};
 use super::steps::{Step, Steps};
 use super::{Instruction, Number};
@@ -25,7 +25,8 @@ pub struct Loop {
     /// Elements of a slot.
     most: usize,
     weight: usize,
-    is_rectangle: bool,
+    /// What asks for elements ahead, of the epilogue of a product.
+    ask: Option<Ask>,
     /// The bytes of an element of each operand.
     sizes: Vec<isize>,
     loads: Vec<Reach>,
@@ -57,6 +58,9 @@ const SLOT_BYTES: usize = 12 * 1024;
 
 /// Bytes between one slot and the next, so that tiles do not lie a multiple of 4096 bytes apart.
 const GAP_BYTES: usize = 192;
+
+/// Rows of an epilogue's operands that are asked for before they are read.
+const AHEAD: usize = 4;
 
 /// Additions that are worth a thread's while.
 const ITEM_WORK: usize = 32 * 1024;
@@ -100,19 +104,19 @@ impl Loop {
         check(arch, &program, strides)?;
         let nest = Nest::rectangle([rows, columns], strides)?;
         let mut each = Loop::of(arch, program, nest, Nest::tile_by_rows);
-        (each.copy, each.is_rectangle) = (None, true);
+        (each.copy, each.ask) = (None, Some(kernels::ask(arch)));
         Ok(each)
     }
 
     fn of(arch: Arch, program: Arc<Program>, mut nest: Nest, tile: fn(&mut Nest, usize, usize)) -> Loop {
         // What is dense depends on the tiles, which depend on the slots: the most slots decide.
-        let slots = Steps::new(&program, arch, &|_| false, false).element_bytes().max(1);
+        let slots = Steps::new(&program, arch, &|_| Lies::default(), false).element_bytes().max(1);
         let most = (SLOT_BYTES / slots).clamp(64, 1024) / 64 * 64;
         let smallest = program.operands().iter().map(|dtype| dtype.bits() / 8).min().unwrap_or(1);
         tile(&mut nest, most, smallest);
-        let is_dense = |operand: usize| nest.is_dense(operand);
-        let apart = Steps::new(&program, arch, &is_dense, true);
-        let together = Steps::new(&program, arch, &is_dense, false);
+        let lies = |operand: usize| nest.lies(operand);
+        let apart = Steps::new(&program, arch, &lies, true);
+        let together = Steps::new(&program, arch, &lies, false);
         let copy = program.copy().map(|(from, to)| (kernels::copy(arch, program.operands()[to].bits() / 8), from, to));
         let costly = |instruction: &Instruction| match instruction {
             Instruction::Unary(op, _) if kernels::is_costly(*op) => 16,
@@ -125,7 +129,7 @@ impl Loop {
         };
         let [loads, stores] = [loads(&program), stores(&program)].map(|all| all.into_iter().map(reach).collect());
         let weight = program.code().iter().map(costly).sum::<usize>().max(1);
-        Loop { program, nest, apart, together, copy, most, weight, is_rectangle: false, sizes, loads, stores }
+        Loop { program, nest, apart, together, copy, most, weight, ask: None, sizes, loads, stores }
     }
 
     /// The program.
@@ -200,7 +204,7 @@ impl Loop {
         scratch: *mut u8,
     ) -> Result<(), ZeroDivision> {
         let fits = rows <= self.nest.rows.size && columns <= self.nest.columns.size;
-        assert!(fits && self.is_rectangle, "a rectangle within the loop's");
+        assert!(fits && self.ask.is_some(), "a rectangle within the loop's");
         let tiles = rows * columns.div_ceil(self.nest.tile_columns);
         if tiles == 0 {
             return Ok(());
@@ -245,10 +249,20 @@ impl Loop {
                 (index, outer) = split(outer, dimension.size);
                 position.outer.add(n).write(index);
             }
+            let mut is_loaded = false;
             for _ in range {
                 let (row, column) = (row_block * self.nest.tile_rows, block * self.nest.tile_columns);
                 let tile = [self.nest.tile_rows.min(rows - row), self.nest.tile_columns.min(columns - column)];
                 self.place_operands(&position, [row, column], pointers);
+                if !is_loaded {
+                    self.run_steps(&steps.same, &position, tile)?;
+                    is_loaded = across == 1;
+                }
+                if let Some(ask) = self.ask
+                    && row + AHEAD < rows
+                {
+                    self.ask_ahead(ask, &position, tile[1]);
+                }
                 self.run_tile(steps, &position, tile)?;
                 block += 1;
                 if block == across {
@@ -292,36 +306,55 @@ impl Loop {
         }
     }
 
-    unsafe fn run_tile(
-        &self,
-        steps: &Steps,
-        position: &Position,
-        [rows, columns]: [usize; 2],
-    ) -> Result<(), ZeroDivision> {
-        let rectangle = |operand: usize| Rectangle {
-            rows,
-            columns,
-            row_stride: self.nest.rows.strides[operand],
-            column_stride: self.nest.columns.strides[operand],
-        };
+    /// Asks for the elements that a tile some rows ahead loads: the processor's own prefetchers do not follow rows that are
+    /// short parts of longer ones.
+    unsafe fn ask_ahead(&self, ask: Ask, position: &Position, columns: usize) {
+        for reach in &self.loads {
+            let operand = reach.operand;
+            let [row, column] = [self.nest.rows.strides[operand], self.nest.columns.strides[operand]];
+            if operand > 0 && row != 0 && column == 1 {
+                // SAFETY: the table has a place for each operand; nothing is read.
+                unsafe {
+                    let at = position.places.add(operand).read();
+                    let size = self.sizes[operand];
+                    ask(at.wrapping_offset(AHEAD as isize * row * size), columns * size.unsigned_abs());
+                }
+            }
+        }
+    }
+
+    unsafe fn run_tile(&self, steps: &Steps, position: &Position, tile: [usize; 2]) -> Result<(), ZeroDivision> {
+        // SAFETY: promised by the caller.
+        unsafe {
+            if let Some((copy, from, to)) = self.copy {
+                let at = |operand: usize| position.places.add(operand).read();
+                copy(at(to), at(from), &self.rectangle_of(to, tile), &self.rectangle_of(from, tile));
+                return Ok(());
+            }
+            self.run_steps(&steps.steps, position, tile)
+        }
+    }
+
+    /// A tile of an operand.
+    fn rectangle_of(&self, operand: usize, [rows, columns]: [usize; 2]) -> Rectangle {
+        let [row_stride, column_stride] = [self.nest.rows.strides[operand], self.nest.columns.strides[operand]];
+        Rectangle { rows, columns, row_stride, column_stride }
+    }
+
+    unsafe fn run_steps(&self, steps: &[Step], position: &Position, tile: [usize; 2]) -> Result<(), ZeroDivision> {
+        let rectangle = |operand: u16| self.rectangle_of(usize::from(operand), tile);
         // SAFETY: the places are those of operands and slots; each slot has room for a tile.
         unsafe {
             let at = |place: u16| position.places.add(usize::from(place)).read();
-            if let Some((copy, from, to)) = self.copy {
-                copy(at(to as u16), at(from as u16), &rectangle(to), &rectangle(from));
-                return Ok(());
-            }
-            for step in &steps.steps {
+            for step in steps {
                 match *step {
                     Step::Compute { kernel, to, from: [a, b, c] } => {
-                        if kernel(at(to), [at(a), at(b), at(c)], rows * columns) {
+                        if kernel(at(to), [at(a), at(b), at(c)], tile[0] * tile[1]) {
                             return Err(ZeroDivision);
                         }
                     }
-                    Step::Load { kernel, to, operand } => kernel(at(to), at(operand), &rectangle(usize::from(operand))),
-                    Step::Store { kernel, from, operand } => {
-                        kernel(at(from), at(operand), &rectangle(usize::from(operand)));
-                    }
+                    Step::Load { kernel, to, operand } => kernel(at(to), at(operand), &rectangle(operand)),
+                    Step::Store { kernel, from, operand } => kernel(at(from), at(operand), &rectangle(operand)),
                 }
             }
         }

@@ -3,11 +3,12 @@
 //! A register lies in a slot of scratch memory, which others get after its last use. Two kinds lie in no slot: one that is loaded
 //! from an operand whose tiles are dense lies in the operand, and one that is stored to an operand whose tiles are dense is
 //! computed there. Where a store may change what is still to be loaded (`is_apart` false), only what is read before the first
-//! store lies in its operand, and results go to slots first.
+//! store lies in its operand, and results go to slots first. What is the same in each row keeps its slot.
 
 use rapt_core::{Arch, DType};
 
 use super::kernels::{self, Function, Kernel, Move};
+use super::nest::Lies;
 use super::program::{Program, reads};
 use super::{Binary, Instruction, Lane, Number, Register, Unary};
 
@@ -30,6 +31,8 @@ pub(super) enum Step {
 pub(super) struct Steps {
     /// Constants, and the slot of each.
     pub(super) numbers: Vec<(Place, Number)>,
+    /// Loads of what is the same in each row: they run once where a row is one tile.
+    pub(super) same: Vec<Step>,
     /// What runs for each tile.
     pub(super) steps: Vec<Step>,
     /// The bytes of an element of each slot.
@@ -126,9 +129,9 @@ struct Places<'p> {
 }
 
 impl Steps {
-    /// The steps of a program on an instruction set. `is_dense` tells operands whose tiles are; `is_apart` whether no store
-    /// reaches what a load reads.
-    pub(super) fn new(program: &Program, arch: Arch, is_dense: &dyn Fn(usize) -> bool, is_apart: bool) -> Steps {
+    /// The steps of a program on an instruction set. `lies` tells how an operand does; `is_apart` whether no store reaches what a
+    /// load reads.
+    pub(super) fn new(program: &Program, arch: Arch, lies: &dyn Fn(usize) -> Lies, is_apart: bool) -> Steps {
         let lowered = lower(program);
         let count = lowered.code.len();
         let mut last = vec![0; count];
@@ -139,7 +142,7 @@ impl Steps {
         let mut at =
             Places { program, lowered, last, places: vec![None; count], steps: Steps::default(), free: vec![] };
         for n in 0..count {
-            at.step(n, arch, is_dense, if is_apart { None } else { Some(first_store) });
+            at.step(n, arch, lies, if is_apart { None } else { Some(first_store) });
         }
         at.steps
     }
@@ -159,39 +162,50 @@ impl Places<'_> {
     fn slot(&mut self, bytes: usize) -> Place {
         let operands = self.program.operands().len();
         let fits = |place: &Place| self.steps.slots[usize::from(*place) - operands] == bytes;
-        if let Some(at) = self.free.iter().position(fits) {
-            return self.free.swap_remove(at);
+        match self.free.iter().position(fits) {
+            Some(at) => self.free.swap_remove(at),
+            None => self.new_slot(bytes),
         }
+    }
+
+    /// A slot that register `n` has from the first tile to the last: it is filled once.
+    fn own_slot(&mut self, n: usize, bytes: usize) -> Place {
+        self.last[n] = usize::MAX;
+        self.new_slot(bytes)
+    }
+
+    fn new_slot(&mut self, bytes: usize) -> Place {
         self.steps.slots.push(bytes);
-        (operands + self.steps.slots.len() - 1) as Place
+        (self.program.operands().len() + self.steps.slots.len() - 1) as Place
     }
 
     /// Makes the step of instruction `n`. `first_store`: where a store may change what is loaded after it.
-    fn step(&mut self, n: usize, arch: Arch, is_dense: &dyn Fn(usize) -> bool, first_store: Option<usize>) {
+    fn step(&mut self, n: usize, arch: Arch, lies: &dyn Fn(usize) -> Lies, first_store: Option<usize>) {
         let instruction = self.lowered.code[n];
         let is_plain = |dtype: DType| matches!(dtype, DType::F32 | DType::F64 | DType::I64);
         let dtype_of = |operand: usize| self.program.operands()[operand];
         let lane = self.lowered.lanes[n];
         match instruction {
             Instruction::Load(from) => {
-                let in_place =
-                    is_plain(dtype_of(from)) && is_dense(from) && first_store.is_none_or(|store| self.last[n] <= store);
+                let in_place = is_plain(dtype_of(from))
+                    && lies(from).dense
+                    && first_store.is_none_or(|store| self.last[n] <= store);
                 if in_place {
                     self.places[n] = Some(from as Place);
                 } else {
                     let kernel = kernels::moves(arch, dtype_of(from)).expect("a program's dtype").0;
-                    let to = self.slot(lane.expect("a load's lane").bytes());
+                    let bytes = lane.expect("a load's lane").bytes();
+                    let once = lies(from).same && first_store.is_none();
+                    let to = if once { self.own_slot(n, bytes) } else { self.slot(bytes) };
                     self.places[n] = Some(to);
-                    self.steps.steps.push(Step::Load { kernel, to, operand: from as Place });
+                    let steps = if once { &mut self.steps.same } else { &mut self.steps.steps };
+                    steps.push(Step::Load { kernel, to, operand: from as Place });
                 }
             }
             Instruction::Number(number) => {
-                // A slot of its own: it is filled once.
-                self.steps.slots.push(lane.expect("a number's lane").bytes());
-                let to = (self.program.operands().len() + self.steps.slots.len() - 1) as Place;
+                let to = self.own_slot(n, lane.expect("a number's lane").bytes());
                 self.places[n] = Some(to);
                 self.steps.numbers.push((to, number));
-                self.last[n] = usize::MAX;
             }
             Instruction::Store(to, from) => {
                 let place = self.place(from);
@@ -202,7 +216,7 @@ impl Places<'_> {
             }
             _ => {
                 let store = self.stored_at(n).filter(|&to| {
-                    first_store.is_none() && is_dense(to) && (is_plain(dtype_of(to)) || dtype_of(to) == DType::Bool)
+                    first_store.is_none() && lies(to).dense && (is_plain(dtype_of(to)) || dtype_of(to) == DType::Bool)
                 });
                 let kernel = self.kernel(instruction, arch);
                 let from: Vec<Place> = reads(instruction).map(|register| self.place(register)).collect();

@@ -25,6 +25,9 @@ pub(super) type Move = unsafe fn(*mut u8, *mut u8, &Rectangle);
 /// Copies a rectangle of elements: to, from, each with its strides.
 pub(super) type Copy = unsafe fn(*mut u8, *const u8, &Rectangle, &Rectangle);
 
+/// Asks for the cache lines of so many bytes.
+pub(super) type Ask = unsafe fn(*const u8, usize);
+
 pub(super) use math::is_costly;
 
 /// Rows and columns of elements, and how many elements lie from one to the next.
@@ -92,6 +95,20 @@ impl Vectors for Copies {
 /// What copies elements of this many bytes.
 pub(super) fn copy(arch: rapt_core::Arch, bytes: usize) -> Copy {
     arch::with_vectors(arch, Copies(bytes))
+}
+
+struct Asks;
+
+impl Vectors for Asks {
+    type Output = Ask;
+    fn visit<S: Simd<Elem = f32>, D: Simd<Elem = f64>>(self) -> Ask {
+        moves::ask::<S>
+    }
+}
+
+/// What asks for cache lines.
+pub(super) fn ask(arch: rapt_core::Arch) -> Ask {
+    arch::with_vectors(arch, Asks)
 }
 
 /// A function of one element.

@@ -5,6 +5,7 @@ use rapt_core::DType;
 
 use super::{Copy, Move, Rectangle};
 use crate::kernels::simd::{Part, Simd, Storage};
+use crate::pointwise::nest::LINE_BYTES;
 
 /// A load and a store of a dtype.
 pub(super) fn pair<S: Simd<Elem = f32>>(dtype: DType) -> Option<(Move, Move)> {
@@ -297,6 +298,28 @@ unsafe fn load<S: Simd<Elem = f32>, T: Stored<S>>(dst: *mut u8, operand: *mut u8
 unsafe fn store<S: Simd<Elem = f32>, T: Stored<S>>(from: *mut u8, operand: *mut u8, rectangle: &Rectangle) {
     // SAFETY: promised by the caller.
     unsafe { S::apart(Store::<T> { to: operand.cast(), from, rectangle }) };
+}
+
+/// Asks for cache lines.
+pub(super) unsafe fn ask<S: Simd>(from: *const u8, bytes: usize) {
+    // SAFETY: nothing is read; the caller vouches for the instruction set.
+    unsafe { S::apart(AskFor { from, bytes }) };
+}
+
+struct AskFor {
+    from: *const u8,
+    bytes: usize,
+}
+
+impl<S: Simd> Part<S> for AskFor {
+    type Output = ();
+    #[inline(always)]
+    unsafe fn run(self) {
+        for at in (0..self.bytes).step_by(LINE_BYTES) {
+            // SAFETY: nothing is read.
+            unsafe { S::prefetch(self.from.wrapping_add(at)) };
+        }
+    }
 }
 
 /// What copies elements of 1, 2, 4 or 8 bytes.
