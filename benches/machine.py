@@ -29,6 +29,8 @@ def cpu_name():
 def isa():
     flags = cpuinfo().get("flags", "").split()
     if "avx512f" in flags:
+        if "amx_bf16" in flags:
+            return "avx512-amx"
         return "avx512-bf16" if "avx512_bf16" in flags else "avx512"
     if "avx2" in flags:
         return "avx2"

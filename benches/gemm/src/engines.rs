@@ -99,7 +99,7 @@ pub(crate) fn arch_names() -> String {
 pub(crate) fn all(numbers: &Numbers, copies: usize) -> Result<Vec<Box<dyn Engine>>, String> {
     let mut all: Vec<Box<dyn Engine>> = Vec::new();
     for &arch in rapt_cpu::available() {
-        let is_another = arch != Arch::Avx512Bf16 || numbers.dtype == DType::BF16;
+        let is_another = !matches!(arch, Arch::Avx512Bf16 | Arch::Amx) || numbers.dtype == DType::BF16;
         if is_another && arch != Arch::Scalar {
             all.push(Box::new(Rapt::new(arch, numbers, copies).map_err(|error| error.to_string())?));
         }

@@ -26,6 +26,8 @@ pub enum Arch {
     Avx512,
     /// The same, with products of bf16 formed by its dot instruction.
     Avx512Bf16,
+    /// 512-bit vectors, with products of bf16 formed tile by tile: Intel's AMX.
+    Amx,
     /// NVIDIA A100.
     Sm80,
     /// GeForce RTX 30, A10, A40.
@@ -58,6 +60,7 @@ impl Arch {
             Arch::Avx2 => "avx2",
             Arch::Avx512 => "avx512",
             Arch::Avx512Bf16 => "avx512_bf16",
+            Arch::Amx => "amx",
             Arch::Sm80 => "sm_80",
             Arch::Sm86 => "sm_86",
             Arch::Sm87 => "sm_87",

@@ -236,7 +236,7 @@ fn tune<T: Number>(
     let (mut held, mut seen) = (held, Vec::new());
     for axis in first_axis..axes.len() {
         // Compiled for vectors of sixteen; and only the shortest class has a rest of rows to speak of.
-        let wide = matches!(job.arch, Arch::Avx512 | Arch::Avx512Bf16) && job.dtype != DType::F64;
+        let wide = matches!(job.arch, Arch::Avx512 | Arch::Avx512Bf16 | Arch::Amx) && job.dtype != DType::F64;
         if axes[axis] == "narrow" && !(wide && class.names[1] == "255") {
             continue;
         }
@@ -286,7 +286,7 @@ fn main() {
     for &arch in found.iter().filter(|arch| arch.name() != "scalar" && asked(arch.name())) {
         for dtype in COMPUTED {
             // The dot instruction serves forward in bf16; the rest is AVX-512's.
-            let pairs = arch == Arch::Avx512Bf16;
+            let pairs = matches!(arch, Arch::Avx512Bf16 | Arch::Amx);
             if pairs && dtype != DType::BF16 {
                 continue;
             }

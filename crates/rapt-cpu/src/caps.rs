@@ -36,3 +36,20 @@ fn clock_hz() -> Option<f64> {
     let line = text.lines().find(|line| line.starts_with("cpu MHz"))?;
     Some(line.split(':').nth(1)?.trim().parse::<f64>().ok()? * 1e6)
 }
+
+/// For tests: whether tiles are multiplied by a model in plain Rust from now on, in place of the processor's unit; answers whether there is
+/// such a unit. Where it is asked for before the instruction sets of this machine are, [`Arch::Amx`] is among them on every machine with
+/// AVX-512 and its bf16.
+#[doc(hidden)]
+pub fn model_tiles(is_modelled: bool) -> bool {
+    #[cfg(target_arch = "x86_64")]
+    {
+        arch::amx::model(is_modelled);
+        arch::amx::is_usable()
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    {
+        let _ = is_modelled;
+        false
+    }
+}

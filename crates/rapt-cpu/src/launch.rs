@@ -96,7 +96,7 @@ impl LaunchPlan for CpuLaunch {
         } else if arch == Arch::Avx512 && key.storage == DType::BF16 {
             "products are formed in float32: the bf16 dot instruction is missing or slower here, or RAPT_ISA holds to these"
                 .to_owned()
-        } else if !matches!(arch, Arch::Avx512 | Arch::Avx512Bf16) && cfg!(target_arch = "x86_64") {
+        } else if !matches!(arch, Arch::Avx512 | Arch::Avx512Bf16 | Arch::Amx) && cfg!(target_arch = "x86_64") {
             format!("{} it is: no wider vectors are on this machine, or RAPT_ISA holds to these", arch.name())
         } else {
             String::new()

@@ -31,6 +31,8 @@ pub mod strided;
 pub mod tune;
 
 pub use arch::{KernelVariant, Step};
+#[doc(hidden)]
+pub use caps::model_tiles;
 pub use caps::{available, detect};
 pub use deviation::{HeadDeviation, deviations};
 pub use launch::CpuLaunch;

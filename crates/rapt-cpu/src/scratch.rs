@@ -52,6 +52,8 @@ pub(crate) struct ForwardSizes {
     pub(crate) has_mask: bool,
     pub(crate) pack_k: bool,
     pub(crate) pack_v: bool,
+    /// Whether products are formed tile by tile: K, V and weights are whole tiles, and V has room for a second block.
+    pub(crate) tiled: bool,
 }
 
 /// Sizes that decode's scratch memory follows from.
@@ -92,9 +94,15 @@ impl Parts {
 
 impl Scratch {
     pub(crate) fn forward(sizes: &ForwardSizes) -> Scratch {
-        let ForwardSizes { head_dim, head_dim_v, tiles, queries, block_n, has_mask, pack_k, pack_v } = *sizes;
+        let ForwardSizes { head_dim, head_dim_v, tiles, queries, mut block_n, has_mask, pack_k, pack_v, tiled } =
+            *sizes;
         // Transposes work on whole vectors of at most 16.
         let (head_dim_padded, head_dim_v_padded) = (head_dim.next_multiple_of(16), head_dim_v.next_multiple_of(16));
+        // Of tiles, a lane is two numbers in one element: so much is room for two blocks, and more than K's one.
+        let (mut k_dim, mut v_dim) = (head_dim, head_dim_v);
+        if tiled {
+            (block_n, k_dim, v_dim) = (block_n.next_multiple_of(32), head_dim.next_multiple_of(32), head_dim_v_padded);
+        }
         let mut parts = Parts::default();
         Scratch {
             q: parts.next(tiles * head_dim_padded * queries),
@@ -104,8 +112,8 @@ impl Scratch {
             p: parts.next(block_n * queries),
             bias: parts.next(if has_mask { block_n * queries } else { 0 }),
             rows: parts.next(queries * head_dim_padded.max(head_dim_v_padded)),
-            k_panel: parts.next(if pack_k { block_n * head_dim } else { 0 }),
-            v_panel: parts.next(if pack_v { block_n * head_dim_v } else { 0 }),
+            k_panel: parts.next(if pack_k { block_n * k_dim } else { 0 }),
+            v_panel: parts.next(if pack_v { block_n * v_dim } else { 0 }),
             len: parts.len,
             head_dim_padded,
             head_dim_v_padded,

@@ -386,7 +386,7 @@ fn what_cannot_be_is_an_exact_error() {
         assert_eq!(Gemm::new(arch, DType::F64, sizes, usize::MAX).unwrap_err(), too_large);
     }
     assert_eq!(Gemm::new(arch, DType::F32, [1, 64, 3], usize::MAX).unwrap().items(), 8);
-    let absent = [Arch::Neon, Arch::Avx512Bf16].into_iter().find(|arch| !arches().contains(arch));
+    let absent = [Arch::Neon, Arch::Amx].into_iter().find(|arch| !arches().contains(arch));
     if let Some(absent) = absent {
         assert!(matches!(Gemm::new(absent, DType::F32, [3; 3], 1), Err(Error::Unsupported { .. })));
     }

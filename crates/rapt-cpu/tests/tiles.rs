@@ -3,7 +3,7 @@
 use rapt_core::{Arch, DType, Device, Extent, Options, Shape, Spec, View};
 use rapt_cpu::tiles::{DecodeTile, ForwardTile, Tiles};
 
-const ARCHES: [Arch; 4] = [Arch::Avx2, Arch::Avx512, Arch::Avx512Bf16, Arch::Scalar];
+const ARCHES: [Arch; 5] = [Arch::Avx2, Arch::Avx512, Arch::Avx512Bf16, Arch::Amx, Arch::Scalar];
 const DTYPES: [DType; 4] = [DType::F64, DType::F32, DType::F16, DType::BF16];
 
 /// The spec of tensors that are never read.

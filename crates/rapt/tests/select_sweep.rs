@@ -14,7 +14,7 @@ use rapt::{
     Qkv, ScaleLayout, Shape, Spec, Strides, TensorLayout, View, Window, select,
 };
 
-const ARCHES: [Arch; 4] = [Arch::Scalar, Arch::Avx2, Arch::Avx512, Arch::Avx512Bf16];
+const ARCHES: [Arch; 5] = [Arch::Scalar, Arch::Avx2, Arch::Avx512, Arch::Avx512Bf16, Arch::Amx];
 const DTYPES: [DType; 4] = [DType::F64, DType::F32, DType::F16, DType::BF16];
 /// Most bytes of packed K and V per thread, whatever the length, for head_dim up to 4096.
 const PANEL_CAP: usize = 2 << 20;
@@ -219,7 +219,7 @@ fn check(request: &Request, plan: &Plan, arch: Arch, threads: usize) {
     assert_eq!(plan.cost().bytes_copied, 0, "{request:?}");
     let is_quantized = request.codes != Qkv::default();
     // Numbers of codes are float32: no kernel rounds them to pairs of bf16.
-    let arch = if is_quantized && arch == Arch::Avx512Bf16 { Arch::Avx512 } else { arch };
+    let arch = if is_quantized && matches!(arch, Arch::Avx512Bf16 | Arch::Amx) { Arch::Avx512 } else { arch };
     let is_codes_alone = request.codes.named().iter().all(|(_, codes)| codes.is_some());
     let storage = if is_codes_alone { DType::F32 } else { request.dtype };
     assert_eq!((plan.key().arch, plan.key().storage), (arch, storage));

@@ -7,7 +7,7 @@ use rapt_core::{Arch, DType};
 use super::neon;
 use super::scalar;
 #[cfg(target_arch = "x86_64")]
-use super::{avx2, avx512};
+use super::{amx, avx2, avx512};
 use crate::gemm::product::{Job, PackJob};
 use crate::kernels::gemm::pack::panels;
 use crate::kernels::gemm::{Weights, Widened, item, scratch_bytes};
@@ -15,6 +15,8 @@ use crate::kernels::gemm::{Weights, Widened, item, scratch_bytes};
 use crate::kernels::pairs::Paired;
 use crate::kernels::products::Single;
 use crate::kernels::simd::Simd;
+#[cfg(target_arch = "x86_64")]
+use crate::kernels::tiled::Tiled;
 
 /// What an instruction set has for a storage dtype.
 #[derive(Clone, Copy, Debug)]
@@ -30,6 +32,8 @@ pub(crate) struct Kernels {
     pub(crate) tile_rows: usize,
     /// Steps of the contraction in a lane of a panel, and its bytes.
     pub(crate) steps: usize,
+    /// A panel's lanes are a multiple of it.
+    pub(crate) lane_run: usize,
     pub(crate) lane_bytes: usize,
 }
 
@@ -39,10 +43,25 @@ fn of<S: Simd, W: Weights<S>>() -> Kernels {
         pack: panels::<S, W>,
         scratch_bytes: scratch_bytes::<S, W>,
         panel_columns: S::Q_VECS * S::LANES,
-        tile_rows: S::ROWS,
+        tile_rows: S::ROWS.max(W::ROW_RUN),
         steps: W::STEPS,
+        lane_run: W::LANE_RUN,
         lane_bytes: size_of::<W::Lane>(),
     }
+}
+
+/// bf16 tile by tile.
+#[cfg(target_arch = "x86_64")]
+fn amx_kernels() -> Kernels {
+    /// An item while this thread has tiles.
+    unsafe fn with_tiles(job: &Job<'_>) {
+        // SAFETY: the unit was detected before these kernels were reached; the rest is the caller's promise.
+        unsafe {
+            let _tiles = amx::Tiles::new();
+            item::<avx512::Avx512F32, Tiled>(job);
+        }
+    }
+    Kernels { item: with_tiles, ..of::<avx512::Avx512F32, Tiled>() }
 }
 
 /// The table of one instruction set: `F` are its vectors of f32, `D` those of f64.
@@ -65,7 +84,9 @@ pub(crate) fn kernels(arch: Arch, dtype: DType) -> Option<Kernels> {
         #[cfg(target_arch = "x86_64")]
         Arch::Avx512Bf16 if dtype == DType::BF16 => Some(of::<avx512::Avx512F32, Paired>()),
         #[cfg(target_arch = "x86_64")]
-        Arch::Avx512 | Arch::Avx512Bf16 => table::<avx512::Avx512F32, avx512::Avx512F64>(dtype),
+        Arch::Amx if dtype == DType::BF16 => Some(amx_kernels()),
+        #[cfg(target_arch = "x86_64")]
+        Arch::Avx512 | Arch::Avx512Bf16 | Arch::Amx => table::<avx512::Avx512F32, avx512::Avx512F64>(dtype),
         #[cfg(target_arch = "aarch64")]
         Arch::Neon => table::<neon::NeonF32, scalar::Scalar<f64>>(dtype),
         _ => None,

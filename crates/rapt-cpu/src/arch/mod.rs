@@ -81,6 +81,8 @@ macro_rules! no_halves {
 }
 
 #[cfg(target_arch = "x86_64")]
+pub(crate) mod amx;
+#[cfg(target_arch = "x86_64")]
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
@@ -97,6 +99,8 @@ use crate::kernels::codes::{CodeVectors, reader};
 use crate::kernels::pairs::Paired;
 use crate::kernels::products::Single;
 use crate::kernels::simd::{Simd, Storage};
+#[cfg(target_arch = "x86_64")]
+use crate::kernels::tiled::{TILE_KEYS, Tiled};
 use crate::kernels::{combine, decode, fma_rounds, forward};
 use crate::partition::Item;
 use crate::problem::{Problem, ReadRows, Reading, RowKind, RowReader};
@@ -169,9 +173,31 @@ fn avx512_bf16_entry(step: Step, storage: DType) -> Option<Entry> {
     entry_of::<avx512::Avx512F32, avx512::Avx512F64>(step, storage)
 }
 
+/// As AVX-512, with the products of bf16 formed tile by tile.
+#[cfg(target_arch = "x86_64")]
+fn amx_entry(step: Step, storage: DType) -> Option<Entry> {
+    /// Forward while this thread has tiles.
+    unsafe fn forward(problem: &Problem, item: Item, memory: *mut u8) {
+        // SAFETY: the unit was detected before this entry was reached; the rest is the caller's promise.
+        unsafe {
+            let _tiles = amx::Tiles::new();
+            forward::item::<avx512::Avx512F32, bf16, Tiled>(problem, item, memory);
+        }
+    }
+    if step == Step::Forward && is_tiled(Arch::Amx, storage) {
+        return Some(forward);
+    }
+    entry_of::<avx512::Avx512F32, avx512::Avx512F64>(step, storage)
+}
+
 /// Whether forward's products are formed of pairs, and P is rounded to the storage dtype for the second one.
 pub(crate) fn is_paired(arch: Arch, storage: DType) -> bool {
-    arch == Arch::Avx512Bf16 && storage == DType::BF16
+    matches!(arch, Arch::Avx512Bf16 | Arch::Amx) && storage == DType::BF16
+}
+
+/// Whether those products are formed tile by tile, of K and V that are packed.
+pub(crate) fn is_tiled(arch: Arch, storage: DType) -> bool {
+    arch == Arch::Amx && storage == DType::BF16
 }
 
 /// What is compiled of the kernels: one entry point.
@@ -218,6 +244,8 @@ fn entry(arch: Arch, step: Step, storage: DType) -> Option<Entry> {
         Arch::Avx512 => entry_of::<avx512::Avx512F32, avx512::Avx512F64>(step, storage),
         #[cfg(target_arch = "x86_64")]
         Arch::Avx512Bf16 => avx512_bf16_entry(step, storage),
+        #[cfg(target_arch = "x86_64")]
+        Arch::Amx => amx_entry(step, storage),
         #[cfg(target_arch = "aarch64")]
         Arch::Neon => entry_of::<neon::NeonF32, scalar::Scalar<f64>>(step, storage),
         _ => None,
@@ -239,7 +267,7 @@ pub(crate) fn with_vectors<V: Vectors>(arch: Arch, vectors: V) -> V::Output {
         #[cfg(target_arch = "x86_64")]
         Arch::Avx2 => vectors.visit::<avx2::Avx2F32, avx2::Avx2F64>(),
         #[cfg(target_arch = "x86_64")]
-        Arch::Avx512 | Arch::Avx512Bf16 => vectors.visit::<avx512::Avx512F32, avx512::Avx512F64>(),
+        Arch::Avx512 | Arch::Avx512Bf16 | Arch::Amx => vectors.visit::<avx512::Avx512F32, avx512::Avx512F64>(),
         #[cfg(target_arch = "aarch64")]
         Arch::Neon => vectors.visit::<neon::NeonF32, scalar::Scalar<f64>>(),
         _ => vectors.visit::<scalar::Scalar<f32>, scalar::Scalar<f64>>(),
@@ -255,7 +283,7 @@ pub(crate) fn fma_rounds(arch: Arch) -> (unsafe fn(usize, f32, f32) -> f32, usiz
         #[cfg(target_arch = "x86_64")]
         Arch::Avx2 => of::<avx2::Avx2F32>(),
         #[cfg(target_arch = "x86_64")]
-        Arch::Avx512 | Arch::Avx512Bf16 => of::<avx512::Avx512F32>(),
+        Arch::Avx512 | Arch::Avx512Bf16 | Arch::Amx => of::<avx512::Avx512F32>(),
         #[cfg(target_arch = "aarch64")]
         Arch::Neon => of::<neon::NeonF32>(),
         _ => (fma_rounds::plain_rounds, 1),
@@ -274,7 +302,7 @@ pub(crate) fn row_reader(arch: Arch, reading: Reading) -> RowReader {
         #[cfg(target_arch = "x86_64")]
         Arch::Avx2 => of::<avx2::Avx2F32>(reading),
         #[cfg(target_arch = "x86_64")]
-        Arch::Avx512 | Arch::Avx512Bf16 => of::<avx512::Avx512F32>(reading),
+        Arch::Avx512 | Arch::Avx512Bf16 | Arch::Amx => of::<avx512::Avx512F32>(reading),
         #[cfg(target_arch = "aarch64")]
         Arch::Neon => numbers(reader::<neon::NeonF32>),
         _ => numbers(reader::<scalar::Scalar<f32>>),
@@ -287,7 +315,7 @@ pub(crate) fn code_lanes(arch: Arch) -> Option<usize> {
         #[cfg(target_arch = "x86_64")]
         Arch::Avx2 => Some(avx2::Avx2F32::LANES),
         #[cfg(target_arch = "x86_64")]
-        Arch::Avx512 | Arch::Avx512Bf16 => Some(avx512::Avx512F32::LANES),
+        Arch::Avx512 | Arch::Avx512Bf16 | Arch::Amx => Some(avx512::Avx512F32::LANES),
         _ => None,
     }
 }
@@ -298,7 +326,11 @@ pub(crate) fn tile_shape(arch: Arch, storage: DType) -> TileShape {
         #[cfg(target_arch = "x86_64")]
         Arch::Avx2 => shape_of::<avx2::Avx2F32, avx2::Avx2F64>(storage),
         #[cfg(target_arch = "x86_64")]
-        Arch::Avx512 | Arch::Avx512Bf16 => shape_of::<avx512::Avx512F32, avx512::Avx512F64>(storage),
+        Arch::Amx if is_tiled(arch, storage) => {
+            TileShape { rows: TILE_KEYS, ..shape_of::<avx512::Avx512F32, avx512::Avx512F64>(storage) }
+        }
+        #[cfg(target_arch = "x86_64")]
+        Arch::Avx512 | Arch::Avx512Bf16 | Arch::Amx => shape_of::<avx512::Avx512F32, avx512::Avx512F64>(storage),
         #[cfg(target_arch = "aarch64")]
         Arch::Neon => shape_of::<neon::NeonF32, scalar::Scalar<f64>>(storage),
         _ => shape_of::<scalar::Scalar<f32>, scalar::Scalar<f64>>(storage),
@@ -335,6 +367,9 @@ pub(crate) fn detected() -> Vec<Arch> {
                 // kernels there.
                 let best = if is_amd() { found.len() } else { found.len() - 1 };
                 found.insert(best, Arch::Avx512Bf16);
+                if amx::is_usable() || amx::unit() == amx::Unit::Model {
+                    found.push(Arch::Amx);
+                }
             }
         }
     }

@@ -3,7 +3,8 @@
 //! ```text
 //! panel p, lane t, column c  ◄── w[t][p · width + c]        pairs: lane t holds steps 2t (low half) and 2t + 1
 //! ```
-//! A panel has as many columns as the accumulators of one row; columns past n, and the second half of a last odd step, are 0.
+//! A panel has as many columns as the accumulators of one row; columns past n, the second half of a last odd step, and what fills the
+//! last tile of a unit that multiplies tiles, are 0.
 //! The elements keep their storage dtype.
 
 use std::marker::PhantomData;
@@ -51,7 +52,8 @@ impl PackedLayout {
         let panel_columns = kernels.panel_columns;
         let lane_row_bytes = panel_columns * kernels.lane_bytes;
         let too_large = || Error::OutOfMemory { bytes: usize::MAX };
-        let panel_bytes = k.div_ceil(kernels.steps).checked_mul(lane_row_bytes).ok_or_else(too_large)?;
+        let lanes = k.div_ceil(kernels.steps).checked_next_multiple_of(kernels.lane_run);
+        let panel_bytes = lanes.and_then(|lanes| lanes.checked_mul(lane_row_bytes)).ok_or_else(too_large)?;
         let bytes = panel_bytes.checked_mul(n.div_ceil(panel_columns)).ok_or_else(too_large)?;
         isize::try_from(bytes).map_err(|_| too_large())?;
         Ok(PackedLayout { arch, dtype, k, n, panel_columns, panel_bytes })

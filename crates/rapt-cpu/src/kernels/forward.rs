@@ -14,19 +14,15 @@
 
 use std::marker::PhantomData;
 
+use super::blocks::{BlockProducts, KeyProduct, Rows, ValueProduct, Values};
 use super::codes::read_query;
 use super::mask::{self, MaskTile, ReadTile, ScanTile};
-use super::matmul::{Broadcast, Factors, Matmul, MatmulSelecting, Onto};
 use super::pack::{store_row, transpose_in};
 use super::products::{Block, Packing, Products};
 use super::simd::{Part, Real, Simd, Storage};
 use super::softmax::{Finished, Modifier, max_skipping_nan, probability, rescale, subtractable};
 use crate::partition::Item;
 use crate::problem::{Problem, Row, Scores};
-
-/// Lanes of head_dim that QK sums at a time; the sums of the runs are then added. A lane is [`Products::STEPS`] products. One
-/// sum over 256 lanes costs a third of the accuracy in f32 (6.6e-7 against 4.0e-7, Zen 5, 2026-11).
-const QK_RUN: usize = 128;
 
 /// The most lanes of a tile: two vectors of 16.
 const MAX_QUERIES: usize = 32;
@@ -67,32 +63,12 @@ struct Tile<E> {
     row_sum: *mut E,
 }
 
-/// V of one block of keys.
-struct Values<E> {
-    rows: Rows<E>,
-    /// How many rows of lanes.
-    steps: usize,
-    /// Whether all of it is finite, once a tile asked.
-    finite: Option<bool>,
-}
-
-/// A block of keys or values as rows of lanes.
-#[derive(Clone, Copy)]
-struct Rows<E> {
-    ptr: *const E,
-    stride: isize,
-}
-
-impl<E> Rows<E> {
-    /// The rows from row `n` on.
-    #[inline(always)]
-    fn from(self, n: usize) -> Rows<E> {
-        Rows { ptr: self.ptr.wrapping_offset(n as isize * self.stride), ..self }
-    }
-}
-
 /// Computes one run of rows of one task.
-pub(crate) unsafe fn item<S: Simd, T: Storage<S>, M: Packing<S, T>>(problem: &Problem, item: Item, memory: *mut u8) {
+pub(crate) unsafe fn item<S: Simd, T: Storage<S>, M: Packing<S, T> + BlockProducts<S>>(
+    problem: &Problem,
+    item: Item,
+    memory: *mut u8,
+) {
     let queries = S::Q_VECS * S::LANES;
     let narrow = S::LANES >= NARROW_LANES && problem.partition.narrow;
     let task = Task { problem, base: memory.cast::<S::Elem>(), origin: problem.task_origin(item.task) };
@@ -135,11 +111,13 @@ pub(crate) unsafe fn item<S: Simd, T: Storage<S>, M: Packing<S, T>>(problem: &Pr
             let at = Block { first: (task.origin.0, kv_head, block), n };
             let k = keys::<S, T, M>(problem, at, task.part(problem.scratch.k_panel));
             let v = values::<S, T, M>(problem, at, task.part(problem.scratch.v_panel));
-            let mut whole = Values { rows: v, steps: n.div_ceil(M::STEPS), finite: None };
+            let steps = n.next_multiple_of(M::KEYS) / M::STEPS;
+            let lanes = M::value_lanes(problem.head_dim_v);
+            let mut whole = Values { rows: v, steps, lanes, finite: None };
             for t in 0..tiles {
                 let tile = tile(t);
-                // A lane of values holds STEPS keys from the block's first on.
-                let skip = (block.max(tile.keys.0) - block) / M::STEPS * M::STEPS;
+                // A lane of values, and a tile of them, holds keys from the block's first on.
+                let skip = (block.max(tile.keys.0) - block) / M::KEYS * M::KEYS;
                 let (j0, j1) = (block + skip, (block + n).min(tile.keys.1));
                 if j0 < j1 {
                     let (k, v) = (k.from(skip), v.from(skip / M::STEPS));
@@ -165,7 +143,7 @@ pub(crate) unsafe fn item<S: Simd, T: Storage<S>, M: Packing<S, T>>(problem: &Pr
 }
 
 /// K of one block: where it lies, or packed. The cut reads in place only what is rows of whole lanes.
-unsafe fn keys<S: Simd, T: Storage<S>, M: Packing<S, T>>(
+unsafe fn keys<S: Simd, T: Storage<S>, M: Packing<S, T> + BlockProducts<S>>(
     problem: &Problem,
     block: Block,
     panel: *mut S::Elem,
@@ -182,11 +160,11 @@ unsafe fn keys<S: Simd, T: Storage<S>, M: Packing<S, T>>(
             None => M::apart(PackKeys { problem, block, panel, kind: PhantomData::<(T, M)> }),
         }
     }
-    Rows { ptr: panel, stride: problem.head_dim.div_ceil(M::STEPS) as isize }
+    Rows { ptr: panel, stride: M::key_lanes(problem.head_dim) as isize }
 }
 
 /// V of one block: where it lies, or packed.
-unsafe fn values<S: Simd, T: Storage<S>, M: Packing<S, T>>(
+unsafe fn values<S: Simd, T: Storage<S>, M: Packing<S, T> + BlockProducts<S>>(
     problem: &Problem,
     block: Block,
     panel: *mut S::Elem,
@@ -202,7 +180,7 @@ unsafe fn values<S: Simd, T: Storage<S>, M: Packing<S, T>>(
             None => M::apart(PackValues { problem, block, panel, kind: PhantomData::<(T, M)> }),
         }
     }
-    Rows { ptr: panel, stride: problem.head_dim_v as isize }
+    Rows { ptr: panel, stride: M::value_lanes(problem.head_dim_v) as isize }
 }
 
 /// K of one block, packed.
@@ -236,47 +214,6 @@ impl<S: Simd, T: Storage<S>, M: Packing<S, T>> Part<S> for PackValues<'_, S::Ele
     unsafe fn run(self) {
         // SAFETY: as in `values`.
         unsafe { M::pack_values(&self.problem.v, self.block, self.problem.head_dim_v, self.panel) }
-    }
-}
-
-/// Whether `n` rows of values of `dim` lanes are finite.
-struct IsFinite<E, M> {
-    rows: Rows<E>,
-    n: usize,
-    dim: usize,
-    products: PhantomData<M>,
-}
-
-impl<S: Simd, M: Products<S>> Part<S> for IsFinite<S::Elem, M> {
-    type Output = bool;
-    #[inline(always)]
-    unsafe fn run(self) -> bool {
-        let IsFinite { rows, n, dim, .. } = self;
-        // SAFETY: the caller vouches for the rows; the rest of one is copied to a whole vector of zeros.
-        unsafe {
-            // Sums side by side: one alone waits 4 cycles for each addition.
-            let mut sums = [S::splat(S::Elem::ZERO); 4];
-            for row in 0..n {
-                let row = rows.from(row).ptr;
-                let whole = dim / S::LANES * S::LANES;
-                let quads = whole / (4 * S::LANES) * 4 * S::LANES;
-                for d in (0..quads).step_by(4 * S::LANES) {
-                    for (v, sum) in sums.iter_mut().enumerate() {
-                        *sum = M::add_non_finite(S::load(row.add(d + v * S::LANES)), *sum);
-                    }
-                }
-                for d in (quads..whole).step_by(S::LANES) {
-                    sums[0] = M::add_non_finite(S::load(row.add(d)), sums[0]);
-                }
-                if whole < dim {
-                    let mut rest = [S::Elem::ZERO; MAX_QUERIES];
-                    std::ptr::copy_nonoverlapping(row.add(whole), rest.as_mut_ptr(), dim - whole);
-                    sums[1] = M::add_non_finite(S::load(rest.as_ptr()), sums[1]);
-                }
-            }
-            let sum = S::add(S::add(sums[0], sums[1]), S::add(sums[2], sums[3]));
-            !S::reduce_add(sum).is_nan()
-        }
     }
 }
 
@@ -331,7 +268,7 @@ impl<S: Simd, T: Storage<S>, M: Packing<S, T>, const V: usize> Part<S> for Begin
 }
 
 /// One tile of queries against keys `j0..j1`, whose rows `k` and `v` are; `whole` is V of all the block.
-unsafe fn step<S: Simd, M: Products<S>, const V: usize>(
+unsafe fn step<S: Simd, M: BlockProducts<S>, const V: usize>(
     task: &Task<'_, S::Elem>,
     tile: &Tile<S::Elem>,
     (j0, j1): (usize, usize),
@@ -342,7 +279,6 @@ unsafe fn step<S: Simd, M: Products<S>, const V: usize>(
     let Task { problem, origin, .. } = *task;
     let scratch = &problem.scratch;
     let n = j1 - j0;
-    let queries = V * S::LANES;
     // SAFETY: as in `item`.
     unsafe {
         let (p, bias) = (task.part(scratch.p), task.part(scratch.bias));
@@ -371,14 +307,7 @@ unsafe fn step<S: Simd, M: Products<S>, const V: usize>(
         }
 
         // S = K @ Q.T
-        let lanes = problem.head_dim.div_ceil(M::STEPS);
-        for d in (0..lanes).step_by(QK_RUN) {
-            let run = QK_RUN.min(lanes - d);
-            let b = Broadcast { ptr: k.ptr.add(d), row: k.stride, step: 1 };
-            let x = tile.q_t.add(d * queries);
-            let onto = if d == 0 { Onto::Nothing } else { Onto::Sum };
-            M::apart(Matmul::<S, M, V, false>(Factors { rows: n, n: run, x, b, y: p, onto }, PhantomData));
-        }
+        M::multiply_keys::<V>(KeyProduct { keys: n, dim: problem.head_dim, k, q_t: tile.q_t, s: p });
 
         let biased = effect.filter(|effect| effect.masks || effect.adds).map(|_| bias.cast_const());
         match biased {
@@ -393,30 +322,17 @@ unsafe fn step<S: Simd, M: Products<S>, const V: usize>(
             }
             _ => {}
         }
-        // The key beside the last one of an odd number shares its lane of values.
-        let masked = !sees_all || effect.is_some_and(|effect| effect.masks) || !n.is_multiple_of(M::STEPS);
-        let steps = n.div_ceil(M::STEPS);
-        let b = Broadcast { ptr: v.ptr, row: 1, step: v.stride };
-        // O = O · 2^(m − m') + P @ V
-        let mut product = Factors { rows: problem.head_dim_v, n: steps, x: p, b, y: tile.acc_o, onto: Onto::Sum };
-        if masked {
-            product.onto =
-                Onto::Rescaled(M::apart(Softmax::<S, M, V, true> { problem, tile, n, x: p, products: PhantomData }));
-            // Once per block, for the first tile that asks.
-            if whole.finite.is_none() {
-                let (rows, n, dim) = (whole.rows, whole.steps, problem.head_dim_v);
-                whole.finite = Some(M::apart(IsFinite { rows, n, dim, products: PhantomData::<M> }));
-            }
-            if whole.finite == Some(true) {
-                M::apart(Matmul::<S, M, V, true>(product, PhantomData));
-            } else {
-                M::apart(MatmulSelecting::<S, M, V>(product, PhantomData));
-            }
+        // Keys beside the last one may share its lane or tile of values.
+        let masked = !sees_all || effect.is_some_and(|effect| effect.masks) || !n.is_multiple_of(M::KEYS);
+        let factors = if masked {
+            M::apart(Softmax::<S, M, V, true> { problem, tile, n, x: p, products: PhantomData })
         } else {
-            product.onto =
-                Onto::Rescaled(M::apart(Softmax::<S, M, V, false> { problem, tile, n, x: p, products: PhantomData }));
-            M::apart(Matmul::<S, M, V, true>(product, PhantomData));
-        }
+            M::apart(Softmax::<S, M, V, false> { problem, tile, n, x: p, products: PhantomData })
+        };
+        // O = O · 2^(m − m') + P @ V
+        let (dim, acc_o) = (problem.head_dim_v, tile.acc_o);
+        let masked = masked.then_some(whole);
+        M::multiply_values::<V>(ValueProduct { keys: n, dim, v, p, acc_o, factors, masked });
     }
 }
 

@@ -3,6 +3,7 @@
 //! **Invariant:** every function that calls a vector method is `#[inline(always)]`, and so compiled inside a
 //! [`Part`](simd::Part), which has the target features on; no closure calls one. tests/inlined.rs finds an intrinsic that became a call.
 
+pub(crate) mod blocks;
 pub(crate) mod codes;
 pub(crate) mod combine;
 pub(crate) mod decode;
@@ -18,3 +19,5 @@ pub(crate) mod pairs;
 pub(crate) mod products;
 pub(crate) mod simd;
 pub(crate) mod softmax;
+#[cfg(target_arch = "x86_64")]
+pub(crate) mod tiled;

@@ -134,7 +134,13 @@ impl<S: Bf16Pairs> Packing<S, bf16> for Paired {
 
 /// Two rows of `dim` numbers, `stride` apart, to one of lanes; zeros in place of a second one that is not there.
 #[inline(always)]
-unsafe fn weave<S: Bf16Pairs>(low: *const bf16, high: Option<*const bf16>, stride: isize, dim: usize, to: *mut f32) {
+pub(super) unsafe fn weave<S: Bf16Pairs>(
+    low: *const bf16,
+    high: Option<*const bf16>,
+    stride: isize,
+    dim: usize,
+    to: *mut f32,
+) {
     // SAFETY: the caller vouches for dim elements of each.
     unsafe {
         let mut d = 0;

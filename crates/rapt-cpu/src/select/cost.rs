@@ -16,7 +16,8 @@ struct Rates {
 fn rates(arch: Arch, kernel: Kernel, storage: DType) -> Rates {
     let (flops, exponentials) = match arch {
         Arch::Avx512Bf16 if kernel == Kernel::Forward && arch::is_paired(arch, storage) => (128.0, 3.4),
-        Arch::Avx512 | Arch::Avx512Bf16 => (64.0, 3.4),
+        Arch::Amx if kernel == Kernel::Forward && arch::is_tiled(arch, storage) => (1024.0, 3.4),
+        Arch::Avx512 | Arch::Avx512Bf16 | Arch::Amx => (64.0, 3.4),
         Arch::Avx2 => (32.0, 1.7),
         Arch::Neon => (16.0, 0.9),
         _ => (8.0, 0.5),

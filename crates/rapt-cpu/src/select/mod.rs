@@ -83,7 +83,7 @@ pub(crate) fn select_tiled(spec: &Spec, caps: &Caps, tiles: &Tiles) -> Result<Pl
 
 /// The instruction set of a request's kernels: numbers of codes are not rounded to bf16, of which pairs are formed.
 fn arch_for(spec: &Spec, caps: &Caps) -> Arch {
-    if spec.is_quantized() && caps.arch == Arch::Avx512Bf16 { Arch::Avx512 } else { caps.arch }
+    if spec.is_quantized() && matches!(caps.arch, Arch::Avx512Bf16 | Arch::Amx) { Arch::Avx512 } else { caps.arch }
 }
 
 /// The dtype in which a kernel reads rows, and how it reads those of q, k and v that are not of it.

@@ -121,7 +121,8 @@ fn forward_partition(
     // Pairs of K along head_dim are read where they lie if every row is whole lanes, in steps of whole lanes.
     let [k_is_whole, v_is_whole] = rows_are_whole(spec, readings);
     let whole_lanes = spec.head_dim().is_multiple_of(2) && spec.k.strides[2] % 2 == 0 && spec.k.strides[3] == 1;
-    let paired = arch::is_paired(key.arch, key.storage) && whole_lanes;
+    let tiled = arch::is_tiled(key.arch, key.storage);
+    let paired = arch::is_paired(key.arch, key.storage) && !tiled && whole_lanes;
     let as_summed = key.storage == key.accumulation;
     // Rows that lie apart share few cache sets and touch a page each: packed once, a block is read by many tiles. In a
     // [B,S,H,D] view of 24 heads of 128 (rows 12 KiB apart) f32 in place lost 30 % (Zen 4, 2026-11).
@@ -162,6 +163,7 @@ pub(super) fn scratch(spec: &Spec, key: &KernelKey, readings: &Qkv<Option<Readin
         has_mask: spec.mask.is_some(),
         pack_k: !partition.k_in_place,
         pack_v: !partition.v_in_place,
+        tiled: arch::is_tiled(key.arch, key.storage),
     })
 }
 

@@ -41,9 +41,24 @@ pub(crate) trait Weights<S: Simd>: Lanes<S> {
     const WIDENED: bool;
     /// Whether rows of x may have to be copied.
     const COPIED: bool;
+    /// The lanes of a panel and of a copied row, and the rows of a tile of sums, are multiples of these.
+    const LANE_RUN: usize = 1;
+    const ROW_RUN: usize = 1;
     /// Lanes `from..from + n` of `rows` rows of `x`, which has `k` steps, where they lie or copied to `to`, which has
     /// `rows · n` lanes.
     unsafe fn rows(x: Rows, k: usize, rows: usize, from: usize, n: usize, to: *mut S::Elem) -> Broadcast<S::Elem>;
+    /// Rows times panels.
+    #[inline(always)]
+    unsafe fn multiply(blocks: Blocks<S, Self>) {
+        // SAFETY: promised by the caller.
+        unsafe { Self::apart(blocks) }
+    }
+    /// One row times panels.
+    #[inline(always)]
+    unsafe fn multiply_row(row: OneRow<S, Self>) {
+        // SAFETY: promised by the caller.
+        unsafe { Self::apart(row) }
+    }
 }
 
 impl<S: Simd> Weights<S> for Single
@@ -137,15 +152,15 @@ impl<S: Simd, T: Storage<S>> Part<S> for WidenRows<S, T> {
 }
 
 /// `rows` rows of `b` over `lanes` lanes, in blocks, times `panels` panels: to the first sums, or onto those that are there.
-struct Blocks<S: Simd, M: Lanes<S>> {
-    rows: usize,
-    lanes: usize,
-    b: Broadcast<S::Elem>,
-    panels: usize,
-    w: *const M::Lane,
-    panel_lanes: usize,
-    y: Place<S::Elem>,
-    first: bool,
+pub(crate) struct Blocks<S: Simd, M: Lanes<S>> {
+    pub(crate) rows: usize,
+    pub(crate) lanes: usize,
+    pub(crate) b: Broadcast<S::Elem>,
+    pub(crate) panels: usize,
+    pub(crate) w: *const M::Lane,
+    pub(crate) panel_lanes: usize,
+    pub(crate) y: Place<S::Elem>,
+    pub(crate) first: bool,
 }
 
 impl<S: Simd, M: Lanes<S>> Part<S> for Blocks<S, M> {
@@ -183,13 +198,13 @@ impl<S: Simd, M: Lanes<S>> Part<S> for Blocks<S, M> {
 
 /// One row over all its lanes, in blocks, times `PANELS` panels at a time: as many sums as hide the latency of a product, and
 /// as many streams of memory. The sums are those of [`Blocks`], bit for bit.
-struct OneRow<S: Simd, M: Lanes<S>> {
-    lanes: usize,
-    b: *const S::Elem,
-    panels: usize,
-    w: *const M::Lane,
-    panel_lanes: usize,
-    y: *mut S::Elem,
+pub(crate) struct OneRow<S: Simd, M: Lanes<S>> {
+    pub(crate) lanes: usize,
+    pub(crate) b: *const S::Elem,
+    pub(crate) panels: usize,
+    pub(crate) w: *const M::Lane,
+    pub(crate) panel_lanes: usize,
+    pub(crate) y: *mut S::Elem,
 }
 
 /// Panels that one row is multiplied with at a time. Of memory beyond the caches (1×2048×5632, one core of Zen 4, 2026-11) four are
@@ -290,10 +305,12 @@ impl<S: Simd, T: Storage<S>> Part<S> for Store<S, T> {
 
 /// Elements of the accumulation dtype: the tile, a widened block of a panel, rows of x.
 fn parts<S: Simd, W: Weights<S>>(rows: usize, k: usize) -> Option<[usize; 3]> {
+    let is_many = rows > S::ROWS;
+    let rows = rows.checked_next_multiple_of(W::ROW_RUN)?;
     let tile = rows.checked_mul(TILE_COLUMNS)?;
     let panel = if W::WIDENED { BLOCK * S::Q_VECS * S::LANES } else { 0 };
-    let lanes = k.div_ceil(W::STEPS);
-    let lanes = if rows > S::ROWS { lanes.min(BLOCK) } else { lanes };
+    let lanes = k.div_ceil(W::STEPS).checked_next_multiple_of(W::LANE_RUN)?;
+    let lanes = if is_many { lanes.min(BLOCK) } else { lanes };
     let x = if W::COPIED { rows.checked_mul(lanes)?.checked_next_multiple_of(16)? } else { 0 };
     Some([tile, panel, x])
 }
@@ -317,7 +334,7 @@ pub(crate) unsafe fn item<S: Simd, W: Weights<S>>(job: &Job<'_>) {
     let (widened, copied) = unsafe { (y.add(tile), y.add(tile + panel)) };
     let size = size_of::<W::Stored>() as isize;
     let x = Rows { ptr: job.x.ptr.wrapping_offset(job.rows.start as isize * job.x.row_stride * size), ..job.x };
-    let lanes = job.k.div_ceil(W::STEPS);
+    let lanes = job.k.div_ceil(W::STEPS).next_multiple_of(W::LANE_RUN);
     let few = rows <= S::ROWS;
     // SAFETY: promised by the caller; copied has room for as many lanes.
     let whole = few.then(|| unsafe { W::rows(x, job.k, rows, 0, lanes, copied) });
@@ -333,9 +350,9 @@ pub(crate) unsafe fn item<S: Simd, W: Weights<S>>(job: &Job<'_>) {
         unsafe {
             match whole {
                 Some(b) if rows == 1 => {
-                    W::apart(OneRow::<S, W> { lanes, b: b.ptr, panels, w, panel_lanes, y: y.ptr });
+                    W::multiply_row(OneRow::<S, W> { lanes, b: b.ptr, panels, w, panel_lanes, y: y.ptr });
                 }
-                Some(b) => W::apart(Blocks::<S, W> { rows, lanes, b, panels, w, panel_lanes, y, first: true }),
+                Some(b) => W::multiply(Blocks::<S, W> { rows, lanes, b, panels, w, panel_lanes, y, first: true }),
                 None => many::<S, W>(job.k, [rows, panels], x, w, y, [widened, copied]),
             }
             match job.out {
@@ -363,7 +380,7 @@ unsafe fn many<S: Simd, W: Weights<S>>(
     [widened, copied]: [*mut S::Elem; 2],
 ) {
     let width = S::Q_VECS * S::LANES;
-    let all = k.div_ceil(W::STEPS);
+    let all = k.div_ceil(W::STEPS).next_multiple_of(W::LANE_RUN);
     let panel_lanes = all * width;
     let mut t = 0;
     loop {
@@ -382,7 +399,7 @@ unsafe fn many<S: Simd, W: Weights<S>>(
                     S::apart(Blocks::<S, Single> { rows, lanes, b, panels: 1, w, panel_lanes: 0, y, first });
                 }
             } else {
-                W::apart(Blocks::<S, W> { rows, lanes, b, panels, w, panel_lanes, y, first });
+                W::multiply(Blocks::<S, W> { rows, lanes, b, panels, w, panel_lanes, y, first });
             }
         }
         t += lanes;

@@ -24,7 +24,7 @@ pub(crate) unsafe fn panels<S: Simd, W: Weights<S>>(job: &PackJob) {
         unsafe {
             let to = job.to.add(panel * job.panel_bytes);
             // What no element is written to is 0.
-            if columns < width || !job.k.is_multiple_of(W::STEPS) {
+            if columns < width || !job.k.is_multiple_of(W::STEPS * W::LANE_RUN) {
                 to.write_bytes(0, job.panel_bytes);
             }
             let row_lanes = usize::try_from(w.n_stride).unwrap_or(0) / W::STEPS;

@@ -118,7 +118,7 @@ impl Tiles {
         let q_len = class(&Q_LENS, spec.q_len());
         let rows = usize::from(spec.group_size().saturating_mul(spec.q_len()) > 1);
         // The table of pairs is forward's.
-        let few = table_of(if arch == Arch::Avx512Bf16 { Arch::Avx512 } else { arch }, storage).unwrap_or(table);
+        let few = if arch::is_paired(arch, storage) { &table::AVX512 } else { table };
         Tiles { forward: table.forward[dtype][head_dim][q_len], decode: few.decode[dtype][rows] }
     }
 }
@@ -150,7 +150,8 @@ fn table_of(arch: Arch, storage: DType) -> Option<&'static ArchTiles> {
     match arch {
         Arch::Avx2 => Some(&table::AVX2),
         Arch::Avx512Bf16 if arch::is_paired(arch, storage) => Some(&table::AVX512_BF16),
-        Arch::Avx512 | Arch::Avx512Bf16 => Some(&table::AVX512),
+        Arch::Amx if arch::is_tiled(arch, storage) => Some(&table::AMX),
+        Arch::Avx512 | Arch::Avx512Bf16 | Arch::Amx => Some(&table::AVX512),
         _ => None,
     }
 }

@@ -1,0 +1,192 @@
+//! The two products of forward on a block of keys: which inner loop forms them, and how K and V lie for it.
+//!
+//! ```text
+//! Sᵀ[key][query]  = K · Qᵀ                     Oᵀ[dim][query] = Oᵀ · f[query] + Vᵀ · Pᵀ
+//! ```
+//! Here for broadcast rows (`matmul`); `tiled` has them for tiles. Deliberately absent: what stands between the two.
+
+use std::marker::PhantomData;
+
+use super::matmul::{Broadcast, Factors, Matmul, MatmulSelecting, Onto};
+#[cfg(target_arch = "x86_64")]
+use super::pairs::{Bf16Pairs, Paired};
+use super::products::{Products, Single};
+use super::simd::{Part, Real, Simd};
+
+/// Lanes of head_dim that QK sums at a time; the sums of the runs are then added. A lane is [`Lanes::STEPS`](super::products::Lanes::STEPS)
+/// products. One sum over 256 lanes costs a third of the accuracy in f32 (6.6e-7 against 4.0e-7, Zen 5, 2026-11).
+const QK_RUN: usize = 128;
+
+/// A block of keys or values as rows of lanes.
+#[derive(Clone, Copy)]
+pub(crate) struct Rows<E> {
+    pub(crate) ptr: *const E,
+    pub(crate) stride: isize,
+}
+
+impl<E> Rows<E> {
+    /// The rows from row `n` on.
+    #[inline(always)]
+    pub(crate) fn from(self, n: usize) -> Rows<E> {
+        Rows { ptr: self.ptr.wrapping_offset(n as isize * self.stride), ..self }
+    }
+}
+
+/// V of one block of keys.
+pub(crate) struct Values<E> {
+    pub(crate) rows: Rows<E>,
+    /// How many rows of lanes.
+    pub(crate) steps: usize,
+    /// Lanes of a row.
+    pub(crate) lanes: usize,
+    /// Whether all of it is finite, once a tile asked.
+    pub(crate) finite: Option<bool>,
+}
+
+/// The keys of a tile, and its queries.
+#[derive(Clone, Copy)]
+pub(crate) struct KeyProduct<E> {
+    pub(crate) keys: usize,
+    pub(crate) dim: usize,
+    pub(crate) k: Rows<E>,
+    pub(crate) q_t: *const E,
+    pub(crate) s: *mut E,
+}
+
+/// The values of a tile's keys, and their weights.
+pub(crate) struct ValueProduct<'a, S: Simd, const V: usize> {
+    pub(crate) keys: usize,
+    pub(crate) dim: usize,
+    pub(crate) v: Rows<S::Elem>,
+    /// Lanes of weights, and room for those of a whole block.
+    pub(crate) p: *mut S::Elem,
+    pub(crate) acc_o: *mut S::Elem,
+    pub(crate) factors: [S::V; V],
+    /// The block that `v` is a part of, where a key may have a weight of [`Real::MASKED`].
+    pub(crate) masked: Option<&'a mut Values<S::Elem>>,
+}
+
+/// See the module. A tile may begin at every [`KEYS`](Self::KEYS)th key of a block; lanes of values are whole for as many.
+pub(crate) trait BlockProducts<S: Simd>: Products<S> {
+    const KEYS: usize = Self::STEPS;
+    /// From one key to the next in a panel of K, in lanes.
+    fn key_lanes(dim: usize) -> usize {
+        dim.div_ceil(Self::STEPS)
+    }
+    /// Lanes of a row of a panel of V.
+    fn value_lanes(dim: usize) -> usize {
+        dim
+    }
+    /// S = K · Qᵀ.
+    unsafe fn multiply_keys<const V: usize>(product: KeyProduct<S::Elem>);
+    /// O = O · f + P · V, of which what lies behind a masked weight has no part.
+    unsafe fn multiply_values<const V: usize>(product: ValueProduct<'_, S, V>);
+}
+
+/// [`BlockProducts::multiply_keys`] by broadcast rows.
+pub(crate) unsafe fn keys_by_rows<S: Simd, M: Products<S>, const V: usize>(product: KeyProduct<S::Elem>) {
+    let KeyProduct { keys, dim, k, q_t, s } = product;
+    let lanes = dim.div_ceil(M::STEPS);
+    for d in (0..lanes).step_by(QK_RUN) {
+        let run = QK_RUN.min(lanes - d);
+        let b = Broadcast { ptr: k.ptr.wrapping_add(d), row: k.stride, step: 1 };
+        let x = q_t.wrapping_add(d * V * S::LANES);
+        let onto = if d == 0 { Onto::Nothing } else { Onto::Sum };
+        // SAFETY: promised by the caller.
+        unsafe {
+            M::apart(Matmul::<S, M, V, false>(Factors { rows: keys, n: run, x, b, y: s, onto }, PhantomData));
+        }
+    }
+}
+
+/// [`BlockProducts::multiply_values`] by broadcast rows.
+pub(crate) unsafe fn values_by_rows<S: Simd, M: Products<S>, const V: usize>(product: ValueProduct<'_, S, V>) {
+    let ValueProduct { keys, dim, v, p, acc_o, factors, masked } = product;
+    let b = Broadcast { ptr: v.ptr, row: 1, step: v.stride };
+    let onto = Onto::Rescaled(factors);
+    let product = Factors { rows: dim, n: keys.div_ceil(M::STEPS), x: p.cast_const(), b, y: acc_o, onto };
+    // SAFETY: promised by the caller.
+    unsafe {
+        if masked.is_none_or(|block| is_finite::<S, M>(block)) {
+            M::apart(Matmul::<S, M, V, true>(product, PhantomData));
+        } else {
+            M::apart(MatmulSelecting::<S, M, V>(product, PhantomData));
+        }
+    }
+}
+
+/// Whether a block is finite: found once, for the first tile that asks.
+pub(crate) unsafe fn is_finite<S: Simd, M: Products<S>>(block: &mut Values<S::Elem>) -> bool {
+    let Values { rows, steps, lanes, .. } = *block;
+    // SAFETY: promised by the caller.
+    *block
+        .finite
+        .get_or_insert_with(|| unsafe { M::apart(IsFinite { rows, n: steps, lanes, products: PhantomData::<M> }) })
+}
+
+/// Whether `n` rows of values of `lanes` lanes are finite.
+struct IsFinite<E, M> {
+    rows: Rows<E>,
+    n: usize,
+    lanes: usize,
+    products: PhantomData<M>,
+}
+
+/// The most lanes of a vector.
+const MOST_LANES: usize = 16;
+
+impl<S: Simd, M: Products<S>> Part<S> for IsFinite<S::Elem, M> {
+    type Output = bool;
+    #[inline(always)]
+    unsafe fn run(self) -> bool {
+        let IsFinite { rows, n, lanes, .. } = self;
+        // SAFETY: the caller vouches for the rows; the rest of one is copied to a whole vector of zeros.
+        unsafe {
+            // Sums side by side: one alone waits 4 cycles for each addition.
+            let mut sums = [S::splat(S::Elem::ZERO); 4];
+            for row in 0..n {
+                let row = rows.from(row).ptr;
+                let whole = lanes / S::LANES * S::LANES;
+                let quads = whole / (4 * S::LANES) * 4 * S::LANES;
+                for d in (0..quads).step_by(4 * S::LANES) {
+                    for (v, sum) in sums.iter_mut().enumerate() {
+                        *sum = M::add_non_finite(S::load(row.add(d + v * S::LANES)), *sum);
+                    }
+                }
+                for d in (quads..whole).step_by(S::LANES) {
+                    sums[0] = M::add_non_finite(S::load(row.add(d)), sums[0]);
+                }
+                if whole < lanes {
+                    let mut rest = [S::Elem::ZERO; MOST_LANES];
+                    std::ptr::copy_nonoverlapping(row.add(whole), rest.as_mut_ptr(), lanes - whole);
+                    sums[1] = M::add_non_finite(S::load(rest.as_ptr()), sums[1]);
+                }
+            }
+            let sum = S::add(S::add(sums[0], sums[1]), S::add(sums[2], sums[3]));
+            !S::reduce_add(sum).is_nan()
+        }
+    }
+}
+
+impl<S: Simd> BlockProducts<S> for Single {
+    unsafe fn multiply_keys<const V: usize>(product: KeyProduct<S::Elem>) {
+        // SAFETY: promised by the caller.
+        unsafe { keys_by_rows::<S, Single, V>(product) }
+    }
+    unsafe fn multiply_values<const V: usize>(product: ValueProduct<'_, S, V>) {
+        // SAFETY: promised by the caller.
+        unsafe { values_by_rows::<S, Single, V>(product) }
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+impl<S: Bf16Pairs> BlockProducts<S> for Paired {
+    unsafe fn multiply_keys<const V: usize>(product: KeyProduct<f32>) {
+        // SAFETY: promised by the caller.
+        unsafe { keys_by_rows::<S, Paired, V>(product) }
+    }
+    unsafe fn multiply_values<const V: usize>(product: ValueProduct<'_, S, V>) {
+        // SAFETY: promised by the caller.
+        unsafe { values_by_rows::<S, Paired, V>(product) }
+    }
+}

@@ -1,0 +1,485 @@
+//! Products of bf16 formed tile by tile: lanes of pairs as in `pairs`, in tiles of 16 rows of 16 lanes (`arch::amx`).
+//!
+//! ```text
+//! S  a = K [16 keys][16 lanes of head_dim]    b = Qᵀ [16 lanes][16 queries]          c = Sᵀ [16 keys][16 queries]
+//! O  a = Vᵀ [16 dims][16 lanes of keys]       b = Pᵀ [16 lanes][16 queries]          c = Oᵀ [16 dims][16 queries]
+//! x·w  a = x [16 rows][16 lanes]              b = a panel of w [16 lanes][16 columns]
+//! ```
+//! Qᵀ and Pᵀ lie as broadcast rows need them too. K and Vᵀ are packed, a tile's 1 KiB in one piece:
+//! `K [key tile][lane tile]`, `Vᵀ [tile of 32 keys][dim tile]`; what no key and no dimension fills is 0. A panel of Vᵀ has room for
+//! another one behind it: where V is not finite and some weight is masked, the finite numbers are multiplied, zeros in the others'
+//! places, and each of the others is added where its key is attended. So the bits of a row do not depend on what its neighbours mask.
+//! Sums go on from one tile to the next: where blocks begin has no say in them.
+
+use std::marker::PhantomData;
+
+use half::bf16;
+
+use super::blocks::{BlockProducts, KeyProduct, Rows, ValueProduct, Values, is_finite};
+use super::gemm::{Blocks, OneRow, TILE_COLUMNS, Weights};
+use super::matmul::Broadcast;
+use super::pairs::{Bf16Pairs, Paired, weave};
+use super::products::{Block, Lanes, Packing, Products};
+use super::simd::{Part, Simd};
+use crate::arch::amx::{InMemory, Operands, SIDE, TILE, multiply, unit};
+use crate::gemm::product;
+use crate::problem::Input;
+
+/// Two bf16 steps per lane, sixteen lanes of sixteen rows at a time.
+#[derive(Clone, Copy)]
+pub(crate) struct Tiled;
+
+/// Keys of a tile along them.
+pub(crate) const TILE_KEYS: usize = 2 * SIDE;
+/// The bytes of a row of a tile, and of a tile.
+const ROW_BYTES: usize = SIDE * size_of::<f32>();
+const TILE_BYTES: usize = TILE * size_of::<f32>();
+
+/// Lanes of rows of `dim` numbers, in whole tiles.
+pub(crate) const fn key_lanes(dim: usize) -> usize {
+    dim.div_ceil(2).next_multiple_of(SIDE)
+}
+
+impl<S: Bf16Pairs> Lanes<S> for Tiled {
+    const STEPS: usize = 2;
+    type Lane = f32;
+    #[inline(always)]
+    unsafe fn load(ptr: *const f32) -> S::V {
+        // SAFETY: promised by the caller.
+        unsafe { S::load(ptr) }
+    }
+    #[inline(always)]
+    unsafe fn accumulate(b: S::V, x: S::V, acc: S::V) -> S::V {
+        // SAFETY: promised by the caller.
+        unsafe { S::dot(b, x, acc) }
+    }
+    #[inline(always)]
+    unsafe fn apart<P: Part<S>>(part: P) -> P::Output {
+        // SAFETY: promised by the caller.
+        unsafe { S::apart_paired(part) }
+    }
+}
+
+impl<S: Bf16Pairs> Products<S> for Tiled {
+    #[inline(always)]
+    unsafe fn accumulate_selecting(b: S::V, x: S::V, acc: S::V) -> S::V {
+        // SAFETY: promised by the caller.
+        unsafe { <Paired as Products<S>>::accumulate_selecting(b, x, acc) }
+    }
+    #[inline(always)]
+    unsafe fn weights(p: [S::V; 2]) -> S::V {
+        // SAFETY: promised by the caller.
+        unsafe { <Paired as Products<S>>::weights(p) }
+    }
+    #[inline(always)]
+    unsafe fn add_non_finite(values: S::V, sum: S::V) -> S::V {
+        // SAFETY: promised by the caller.
+        unsafe { <Paired as Products<S>>::add_non_finite(values, sum) }
+    }
+}
+
+impl<S: Bf16Pairs> Packing<S, bf16> for Tiled {
+    #[inline(always)]
+    unsafe fn load_query(src: *const bf16, stride: isize, n: usize, negate: bool, dst: *mut f32) -> usize {
+        // SAFETY: promised by the caller.
+        unsafe { <Paired as Packing<S, bf16>>::load_query(src, stride, n, negate, dst) }
+    }
+    #[inline(always)]
+    unsafe fn pack_keys(input: &Input<4>, block: Block, dim: usize, panel: *mut f32) {
+        let (batch, head, j0) = block.first;
+        let lanes = key_lanes(dim);
+        for j in 0..block.n.next_multiple_of(TILE_KEYS) {
+            let tiles = panel.wrapping_add(j / SIDE * SIDE * lanes + j % SIDE * SIDE);
+            let row = (j < block.n).then(|| input.at_key([batch, head, j0 + j, 0]).cast::<bf16>());
+            for tile in 0..lanes / SIDE {
+                let (d, to) = (tile * 2 * SIDE, tiles.wrapping_add(tile * TILE));
+                // SAFETY: keys j0..j0 + n are inside the tensor; the panel has a row of lanes for each key of whole tiles.
+                unsafe { row_of_tile::<S>(row, input.strides[3], d, dim, to) };
+            }
+        }
+    }
+    #[inline(always)]
+    unsafe fn pack_values(input: &Input<4>, block: Block, dim: usize, panel: *mut f32) {
+        let (batch, head, j0) = block.first;
+        let stride = input.strides[3];
+        let row = |j: usize| (j < block.n).then(|| input.at_key([batch, head, j0 + j, 0]).cast::<bf16>());
+        let dim_tiles = dim.div_ceil(SIDE);
+        let mut lanes = [0f32; TILE];
+        for key_tile in 0..block.n.div_ceil(TILE_KEYS) {
+            for dim_tile in 0..dim_tiles {
+                let d = dim_tile * SIDE;
+                let dims = (dim - d).min(SIDE);
+                for (lane, to) in lanes.chunks_exact_mut(SIDE).enumerate() {
+                    let j = key_tile * TILE_KEYS + 2 * lane;
+                    if dims < SIDE || row(j).is_none() {
+                        to.fill(0.0);
+                    }
+                    if let Some(low) = row(j) {
+                        let at = d as isize * stride;
+                        let high = row(j + 1).map(|row| row.wrapping_offset(at));
+                        // SAFETY: keys j0..j0 + n are inside the tensor, and dimensions d..d + dims.
+                        unsafe { weave::<S>(low.wrapping_offset(at), high, stride, dims, to.as_mut_ptr()) };
+                    }
+                }
+                let to = panel.wrapping_add((key_tile * dim_tiles + dim_tile) * TILE);
+                for (r, c) in squares::<S>() {
+                    // SAFETY: both tiles have these squares.
+                    unsafe { S::transpose(lanes.as_ptr().add(r * SIDE + c), SIDE, to.add(c * SIDE + r), SIDE) };
+                }
+            }
+        }
+    }
+}
+
+/// Where the squares of vectors of a tile begin.
+#[inline(always)]
+fn squares<S: Simd>() -> impl Iterator<Item = (usize, usize)> {
+    (0..SIDE).step_by(S::LANES).flat_map(|r| (0..SIDE).step_by(S::LANES).map(move |c| (r, c)))
+}
+
+/// Numbers `d..d + 32` of a row of `dim` as a row of a tile; zeros in place of those past its end, and of a row that is not there.
+#[inline(always)]
+unsafe fn row_of_tile<S: Bf16Pairs>(row: Option<*const bf16>, stride: isize, d: usize, dim: usize, to: *mut f32) {
+    let n = if row.is_some() { dim.saturating_sub(d).min(2 * SIDE) } else { 0 };
+    // SAFETY: the caller vouches for n numbers of the row, and for a row of the tile.
+    unsafe {
+        if n < 2 * SIDE {
+            for lane in (0..SIDE).step_by(S::LANES) {
+                S::store(to.add(lane), S::splat(0.0));
+            }
+        }
+        if let Some(row) = row {
+            let from = row.wrapping_offset(d as isize * stride);
+            <Paired as Packing<S, bf16>>::load_query(from, stride, n, false, to);
+        }
+    }
+}
+
+impl<S: Bf16Pairs> BlockProducts<S> for Tiled {
+    const KEYS: usize = TILE_KEYS;
+    fn key_lanes(dim: usize) -> usize {
+        key_lanes(dim)
+    }
+    fn value_lanes(dim: usize) -> usize {
+        dim.next_multiple_of(SIDE)
+    }
+
+    unsafe fn multiply_keys<const V: usize>(product: KeyProduct<f32>) {
+        let KeyProduct { keys, dim, k, q_t, s } = product;
+        let queries = V * S::LANES;
+        let operands = Operands {
+            a: InMemory { ptr: k.ptr.cast(), next: SIDE * k.stride as usize * 4, along: TILE_BYTES, row: ROW_BYTES },
+            b: of_queries(q_t.cast(), queries),
+            c: sums(s.cast(), queries),
+            steps: key_lanes(dim) / SIDE,
+            from_zero: true,
+        };
+        // SAFETY: the item has tiles; the panel of K and Qᵀ have whole tiles, S those of a whole block.
+        unsafe { rows_of_tiles(keys.div_ceil(SIDE), queries, operands) };
+    }
+
+    unsafe fn multiply_values<const V: usize>(product: ValueProduct<'_, S, V>) {
+        let ValueProduct { keys, dim, mut v, p, acc_o, factors, masked } = product;
+        let queries = V * S::LANES;
+        let raw = v;
+        // SAFETY: the item has tiles; acc_o has whole tiles of dimensions, p those of a whole block, V lanes of them.
+        unsafe {
+            S::apart(Rescale::<S, V> { dim, acc_o, factors });
+            S::apart(EndWeights::<S, V> { keys, p, vectors: PhantomData });
+            let mut odd = false;
+            if let Some(block) = masked {
+                let is_first = block.finite.is_none();
+                odd = !is_finite::<S, Tiled>(block);
+                if odd {
+                    if is_first {
+                        <Self as Lanes<S>>::apart(Clean { block });
+                    }
+                    v = Rows { ptr: v.ptr.wrapping_add(block.steps * block.lanes), ..v };
+                }
+            }
+            let dim_tiles = dim.div_ceil(SIDE);
+            let operands = Operands {
+                a: InMemory { ptr: v.ptr.cast(), next: TILE_BYTES, along: dim_tiles * TILE_BYTES, row: ROW_BYTES },
+                b: of_queries(p.cast_const().cast(), queries),
+                c: sums(acc_o.cast(), queries),
+                steps: keys.div_ceil(TILE_KEYS),
+                from_zero: false,
+            };
+            rows_of_tiles(dim_tiles, queries, operands);
+            if odd {
+                <Self as Lanes<S>>::apart(AddOdd::<S, V> { keys, dim, v: raw, p, acc_o, vectors: PhantomData });
+            }
+        }
+    }
+}
+
+/// Lanes of queries side by side, as tiles of `b`.
+fn of_queries(ptr: *const u8, queries: usize) -> InMemory<*const u8> {
+    let row = queries * size_of::<f32>();
+    InMemory { ptr, next: ROW_BYTES, along: SIDE * row, row }
+}
+
+/// Sums of queries side by side.
+fn sums(ptr: *mut u8, queries: usize) -> InMemory<*mut u8> {
+    let row = queries * size_of::<f32>();
+    InMemory { ptr, next: SIDE * row, along: ROW_BYTES, row }
+}
+
+/// `rows` rows of tiles times one or two columns.
+unsafe fn rows_of_tiles(rows: usize, queries: usize, all: Operands) {
+    let unit = unit();
+    for row in (0..rows).step_by(2) {
+        let a = InMemory { ptr: all.a.ptr.wrapping_add(row * all.a.next), ..all.a };
+        let c = InMemory { ptr: all.c.ptr.wrapping_add(row * all.c.next), ..all.c };
+        let operands = Operands { a, c, ..all };
+        // SAFETY: promised by the caller.
+        unsafe {
+            match (rows - row, queries / SIDE) {
+                (1, 1) => multiply::<1, 1>(unit, &operands),
+                (1, _) => multiply::<1, 2>(unit, &operands),
+                (_, 1) => multiply::<2, 1>(unit, &operands),
+                _ => multiply::<2, 2>(unit, &operands),
+            }
+        }
+    }
+}
+
+/// O = O · f, where a factor is not 1: then it would change nothing.
+struct Rescale<S: Simd, const V: usize> {
+    dim: usize,
+    acc_o: *mut f32,
+    factors: [S::V; V],
+}
+
+impl<S: Simd<Elem = f32>, const V: usize> Part<S> for Rescale<S, V> {
+    type Output = ();
+    #[inline(always)]
+    unsafe fn run(self) {
+        let Rescale { dim, acc_o, factors } = self;
+        // SAFETY: acc_o has `dim` rows of V vectors.
+        unsafe {
+            let (zero, one) = (S::splat(0.0), S::splat(1.0));
+            let mut others = zero;
+            for factor in factors {
+                others = S::add(others, S::select(S::eq(factor, one), zero, one));
+            }
+            if S::reduce_add(others) == 0.0 {
+                return;
+            }
+            for row in 0..dim {
+                for (v, &factor) in factors.iter().enumerate() {
+                    let at = acc_o.add((row * V + v) * S::LANES);
+                    S::store(at, S::mul(S::load(at), factor));
+                }
+            }
+        }
+    }
+}
+
+/// Masked weights for the keys that a last tile has room for and that are none.
+struct EndWeights<S, const V: usize> {
+    keys: usize,
+    p: *mut f32,
+    vectors: PhantomData<S>,
+}
+
+impl<S: Simd<Elem = f32>, const V: usize> Part<S> for EndWeights<S, V> {
+    type Output = ();
+    #[inline(always)]
+    unsafe fn run(self) {
+        const BOTH_MASKED: f32 = f32::from_bits(0x8000_8000);
+        let lanes = self.keys.div_ceil(2)..self.keys.next_multiple_of(TILE_KEYS) / 2;
+        for at in lanes.start * V..lanes.end * V {
+            // SAFETY: p has the lanes of whole tiles of keys.
+            unsafe { S::store(self.p.add(at * S::LANES), S::splat(BOTH_MASKED)) };
+        }
+    }
+}
+
+/// The block with zeros in place of what is not finite, behind it.
+struct Clean<'a> {
+    block: &'a Values<f32>,
+}
+
+impl<S: Bf16Pairs> Part<S> for Clean<'_> {
+    type Output = ();
+    #[inline(always)]
+    unsafe fn run(self) {
+        let Values { rows, steps, lanes, .. } = *self.block;
+        let len = steps * lanes;
+        // SAFETY: the panel of V has room for two blocks, whole tiles of lanes each.
+        unsafe {
+            let zero = S::splat(0.0);
+            let from = rows.ptr;
+            let to = from.cast_mut().add(len);
+            for at in (0..len).step_by(S::LANES) {
+                let [low, high] = S::split(S::load(from.add(at)));
+                // 0 · x is 0 for finite x and NaN otherwise.
+                let low = S::select(S::eq(S::mul(low, zero), zero), low, zero);
+                let high = S::select(S::eq(S::mul(high, zero), zero), high, zero);
+                S::store(to.add(at), S::join(low, high));
+            }
+        }
+    }
+}
+
+/// O += p · v for each v that is not finite and each query that attends it.
+struct AddOdd<S: Simd, const V: usize> {
+    keys: usize,
+    dim: usize,
+    v: Rows<f32>,
+    p: *const f32,
+    acc_o: *mut f32,
+    vectors: PhantomData<S>,
+}
+
+impl<S: Bf16Pairs, const V: usize> Part<S> for AddOdd<S, V> {
+    type Output = ();
+    #[inline(always)]
+    unsafe fn run(self) {
+        let AddOdd { keys, dim, v, p, acc_o, .. } = self;
+        let dim_tiles = dim.div_ceil(SIDE);
+        for lane in 0..keys.div_ceil(2) {
+            for d in 0..dim {
+                let tile = (lane / SIDE * dim_tiles + d / SIDE) * TILE;
+                // SAFETY: V has this lane of this dimension; p and acc_o have rows of V vectors for each.
+                unsafe {
+                    let pair = v.ptr.add(tile + d % SIDE * SIDE + lane % SIDE).cast::<u32>().read();
+                    for (half, bits) in [pair << 16, pair & 0xFFFF_0000].into_iter().enumerate() {
+                        if f32::from_bits(bits).is_finite() {
+                            continue;
+                        }
+                        // The other half of the pair is 0.
+                        let value = S::splat(f32::from_bits(if half == 0 { bits >> 16 } else { bits }));
+                        for at in 0..V {
+                            let weights = S::load(p.add((lane * V + at) * S::LANES));
+                            let value = S::split(S::keep_attended(value, weights))[half];
+                            let weight = S::split(weights)[half];
+                            // As the unit does: a weight below the least normal number is 0. A masked one is −0, and adds −0.
+                            let is_small = S::lt(S::abs(weight), S::splat(f32::MIN_POSITIVE));
+                            let weight = S::select(is_small, S::mul(weight, S::splat(0.0)), weight);
+                            let to = acc_o.add((d * V + at) * S::LANES);
+                            S::store(to, S::fma(weight, value, S::load(to)));
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+impl<S: Bf16Pairs> Weights<S> for Tiled {
+    type Stored = bf16;
+    const WIDENED: bool = false;
+    const COPIED: bool = true;
+    const LANE_RUN: usize = SIDE;
+    const ROW_RUN: usize = SIDE;
+
+    unsafe fn rows(x: product::Rows, k: usize, rows: usize, from: usize, n: usize, to: *mut f32) -> Broadcast<f32> {
+        let first = x.ptr.cast::<bf16>().wrapping_add(2 * from);
+        let steps = (2 * n).min(k - 2 * from);
+        let row_bytes = x.row_stride.wrapping_mul(size_of::<bf16>() as isize);
+        let is_aligned = first.addr().is_multiple_of(ROW_BYTES) && row_bytes % ROW_BYTES as isize == 0;
+        if is_aligned && row_bytes >= 0 && steps == 2 * n && rows.is_multiple_of(SIDE) {
+            return Broadcast { ptr: first.cast(), row: x.row_stride / 2, step: 1 };
+        }
+        // SAFETY: promised by the caller; `to` has whole tiles of rows.
+        unsafe { S::apart(CopyRows { from: first, stride: x.row_stride, rows, steps, lanes: n, to }) };
+        // One row stands for all of its tile.
+        Broadcast { ptr: to, row: if rows == 1 { 0 } else { n as isize }, step: 1 }
+    }
+
+    unsafe fn multiply(blocks: Blocks<S, Self>) {
+        let Blocks { rows, lanes, b, panels, w, panel_lanes, y, first } = blocks;
+        let width = S::Q_VECS * S::LANES;
+        for panel in 0..panels {
+            let w = w.wrapping_add(panel * panel_lanes);
+            let mut t = 0;
+            loop {
+                let n = (lanes - t).min(RUN);
+                let operands = Operands {
+                    a: of_rows(b, t),
+                    b: of_panel(w.wrapping_add(t * width), width),
+                    c: of_sums(y.ptr.wrapping_add(panel * width), y.row),
+                    steps: n / SIDE,
+                    from_zero: first && t == 0,
+                };
+                // SAFETY: promised by the caller: x, w and y have whole tiles.
+                unsafe { rows_of_tiles(rows.div_ceil(SIDE), width, operands) };
+                t += n;
+                if t >= lanes {
+                    break;
+                }
+            }
+        }
+    }
+
+    unsafe fn multiply_row(row: OneRow<S, Self>) {
+        let OneRow { lanes, b, panels, w, panel_lanes, y } = row;
+        let (width, unit) = (S::Q_VECS * S::LANES, unit());
+        let x = Broadcast { ptr: b, row: 0, step: 1 };
+        for panel in (0..panels).step_by(2) {
+            let operands = |panel: usize| Operands {
+                a: of_rows(x, 0),
+                b: of_panel(w.wrapping_add(panel * panel_lanes), width),
+                c: of_sums(y.wrapping_add(panel * width), TILE_COLUMNS),
+                steps: lanes / SIDE,
+                from_zero: true,
+            };
+            // SAFETY: promised by the caller: w and y have whole tiles.
+            unsafe {
+                multiply::<1, 2>(unit, &operands(panel));
+                if panel + 1 < panels {
+                    multiply::<1, 2>(unit, &operands(panel + 1));
+                }
+            }
+        }
+    }
+}
+
+/// Lanes of the contraction for which a panel (24 KiB) and two rows of tiles of x stay in L1.
+const RUN: usize = 192;
+
+/// Rows of x from lane `t` on.
+fn of_rows(b: Broadcast<f32>, t: usize) -> InMemory<*const u8> {
+    let row = b.row as usize * size_of::<f32>();
+    InMemory { ptr: b.ptr.wrapping_add(t).cast(), next: SIDE * row, along: ROW_BYTES, row }
+}
+
+/// A panel of `width` columns.
+fn of_panel(w: *const f32, width: usize) -> InMemory<*const u8> {
+    let row = width * size_of::<f32>();
+    InMemory { ptr: w.cast(), next: ROW_BYTES, along: SIDE * row, row }
+}
+
+/// Sums in rows of `row` elements.
+fn of_sums(y: *mut f32, row: usize) -> InMemory<*mut u8> {
+    let row = row * size_of::<f32>();
+    InMemory { ptr: y.cast(), next: SIDE * row, along: ROW_BYTES, row }
+}
+
+/// Rows of `steps` numbers to rows of `lanes` lanes, zeros behind them and in what is left of the last tile of rows; one row stays one.
+struct CopyRows {
+    from: *const bf16,
+    stride: isize,
+    rows: usize,
+    steps: usize,
+    lanes: usize,
+    to: *mut f32,
+}
+
+impl<S: Bf16Pairs> Part<S> for CopyRows {
+    type Output = ();
+    #[inline(always)]
+    unsafe fn run(self) {
+        let CopyRows { from, stride, rows, steps, lanes, to } = self;
+        let all = if rows == 1 { 1 } else { rows.next_multiple_of(SIDE) };
+        for r in 0..all {
+            let row = (r < rows).then(|| from.wrapping_offset(r as isize * stride));
+            for lane in (0..lanes).step_by(SIDE) {
+                // SAFETY: the caller vouches for the rows of x, and for whole tiles of rows of lanes.
+                unsafe { row_of_tile::<S>(row, 1, 2 * lane, steps, to.add(r * lanes + lane)) };
+            }
+        }
+    }
+}
