@@ -49,13 +49,13 @@ pub use packed::{PackedLayout, PackedMatrix, PackedView};
 pub use product::{Epilogue, Output, Rows, Strided};
 
 use crate::arch::gemm::Kernels;
-use crate::kernels::gemm::{ROW_BLOCK, TILE_COLUMNS};
+use crate::kernels::gemm::{ROW_BLOCK, SUM_ROW, TILE_COLUMNS};
 use crate::pointwise::share;
 use packed::kernels_of;
 use product::Job;
 
 /// From one row of a tile of sums to the next, in elements: what every [`Epilogue`] is called with.
-pub const SUM_ROW_STRIDE: usize = TILE_COLUMNS;
+pub const SUM_ROW_STRIDE: usize = SUM_ROW;
 
 /// Items for each thread, so that one that was late does not keep the others waiting long.
 const ITEMS_PER_THREAD: usize = 4;

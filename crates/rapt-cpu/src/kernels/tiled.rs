@@ -16,7 +16,7 @@ use std::marker::PhantomData;
 use half::bf16;
 
 use super::blocks::{BlockProducts, KeyProduct, Rows, ValueProduct, Values, is_finite};
-use super::gemm::{Blocks, OneRow, TILE_COLUMNS, Weights};
+use super::gemm::{Blocks, OneRow, SUM_ROW, Weights};
 use super::matmul::Broadcast;
 use super::pairs::{Bf16Pairs, Paired, weave};
 use super::products::{Block, Lanes, Packing, Products};
@@ -422,7 +422,7 @@ impl<S: Bf16Pairs> Weights<S> for Tiled {
             let operands = |panel: usize| Operands {
                 a: of_rows(x, 0),
                 b: of_panel(w.wrapping_add(panel * panel_lanes), width),
-                c: of_sums(y.wrapping_add(panel * width), TILE_COLUMNS),
+                c: of_sums(y.wrapping_add(panel * width), SUM_ROW),
                 steps: lanes / SIDE,
                 from_zero: true,
             };
