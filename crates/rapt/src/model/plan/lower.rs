@@ -163,6 +163,7 @@ impl Builder<'_> {
     fn copy(&mut self, n: usize, node: &Node, op: &Copy) -> Result<bool, ModelError> {
         let (source, target) = match op {
             Copy::Reshape { input, .. }
+            | Copy::ReshapeAs { input, .. }
             | Copy::Flatten { input, .. }
             | Copy::To { input, .. }
             | Copy::Promote { input, .. }
@@ -188,7 +189,7 @@ impl Builder<'_> {
         let Some((root, out)) = self.result(node) else { return Ok(false) };
         let shape = match op {
             // The elements keep their order: the loop has the shape of what is read.
-            Copy::Reshape { .. } | Copy::Flatten { .. } => self.place(source)?.meta.shape,
+            Copy::Reshape { .. } | Copy::ReshapeAs { .. } | Copy::Flatten { .. } => self.place(source)?.meta.shape,
             _ => out.meta.shape.clone(),
         };
         let Some(out) = out.reshaped(&shape) else { return Ok(false) };
