@@ -109,6 +109,16 @@ class Edges(nn.Module):
         return *pads, *cut, *shuffled, *lines, *more
 
 
+class Added(nn.Module):
+    """Products with factors, and of batches, to which something is added: biases of positions, masks."""
+
+    def forward(self, x, a, b):
+        factors = torch.baddbmm(x, a, b, beta=0.5, alpha=0.25), torch.addmm(x[0], a[0], b[0], beta=2, alpha=-3)
+        turned = torch.baddbmm(x[:, :1], b.transpose(1, 2), a.transpose(1, 2)[:, :, :5])
+        half = [torch.baddbmm(*(y.to(dtype) for y in (x, a, b)), alpha=0.3) for dtype in (torch.bfloat16, torch.float16)]
+        return *factors, turned, torch.baddbmm(x / 0, a, b, beta=0), torch.baddbmm(x, a[:, :, :0], b[:, :0]), *half
+
+
 def arguments(module, seed=20):
     """The module, and arguments that it takes."""
     torch.manual_seed(seed)
@@ -119,6 +129,7 @@ def arguments(module, seed=20):
         Decoder: lambda: (torch.randn(2, 5, 6), mask, torch.randint(9, (2, 5))),
         Experts: lambda: (torch.randn(7, 4), torch.randn(7, 5)),
         Activations: lambda: (torch.randn(2, 4, 6) * 3, torch.randn(2, 4, 6)),
+        Added: lambda: (torch.randn(3, 5, 5), torch.randn(3, 5, 7), torch.randn(3, 7, 5)),
         Edges: lambda: (torch.randn(2, 4, 6, 8), torch.randn(2, 4, 9)),
         Arranged: lambda: (torch.randn(4, 5), torch.tensor([True, False, True, False])),
     }[module]()
@@ -129,7 +140,7 @@ def wide(x):
 
 
 @pytest.mark.parametrize("functional_form", [False, True])
-@pytest.mark.parametrize("shape", [Stages, Levels, Decoder, Experts, Arranged, Activations, Edges])
+@pytest.mark.parametrize("shape", [Stages, Levels, Decoder, Experts, Arranged, Activations, Edges, Added])
 def test_no_step_is_evaluated_by_definition(shape, functional_form, tmp_path):
     args = arguments(shape)
     module = shape().eval()

@@ -20,7 +20,10 @@ impl Builder<'_> {
             Op::Pointwise(op) => self.pointwise(n, node, op)?,
             Op::Copy(op) => self.copy(n, node, op)?,
             Op::Linear(op) => {
-                self.product(n, node, op)? || self.batch(n, node, op)? || self.batch_of_copies(n, node, op)?
+                self.product(n, node, op)?
+                    || self.batch(n, node, op)?
+                    || self.batch_of_copies(n, node, op)?
+                    || self.added_product(n, node, op)?
             }
             Op::Arrange(Arrange::Cat { tensors, dim }) => self.cat(n, node, tensors, *dim)?,
             Op::Attention(op) => self.attention(n, node, op)?,
