@@ -11,6 +11,7 @@ use crate::{Meta, Node, Out, Shapes, strides};
 /// Another form that this result may have, if it is the stated one.
 pub(crate) fn other(node: &Node, shapes: &dyn Shapes, out: &Out, stated: &Meta) -> Option<Meta> {
     let same = |form: Meta| form.agrees(stated).then_some(form);
+    let open = || node.inputs.iter().any(|id| shapes.meta(*id).is_ok_and(|meta| meta.shape.contains(&1)));
     match (&node.op, out) {
         // A copy of a view starts in its storage where the view does, the first time that the tracer meets this form; at 0 later.
         (Op::Copy(Copy::Onto { input, target: Target::Fresh, .. }), Out::Fresh(form)) => {
@@ -25,10 +26,13 @@ pub(crate) fn other(node: &Node, shapes: &dyn Shapes, out: &Out, stated: &Meta) 
         // The kernel that records a gradient, for a mask that needs one, gives rows.
         (Op::Attention(_), Out::Fresh(form)) => same(Meta::contiguous(form.dtype, &form.shape)),
         (Op::Conv(_) | Op::Pool(_) | Op::Volume(_) | Op::Resample(_) | Op::Norm(_), Out::Fresh(form)) => {
-            let open = node.inputs.iter().any(|id| shapes.meta(*id).is_ok_and(|meta| meta.shape.contains(&1)));
             let rows = Meta::contiguous(form.dtype, &form.shape);
             let channels = Meta { strides: strides::channels_innermost(&form.shape), ..rows.clone() };
-            [rows, channels].into_iter().filter(|_| open).find_map(same)
+            [rows, channels].into_iter().filter(|_| open()).find_map(same)
+        }
+        // Which operand is multiplied from the left, and which dimensions are summed, depends on sizes of 1.
+        (Op::Einsum(_), Out::Fresh(form)) if open() && stated.offset == 0 && strides::is_dense(stated) => {
+            same(Meta { strides: stated.strides.clone(), ..form.clone() })
         }
         _ => None,
     }

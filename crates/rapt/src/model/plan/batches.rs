@@ -61,7 +61,7 @@ impl Builder<'_> {
     }
 
     /// Products of matrices of any strides, to a place of their dtype.
-    fn multiply(&mut self, n: usize, operands: &[Place; 2], out: &Place) -> Result<(), ModelError> {
+    pub(super) fn multiply(&mut self, n: usize, operands: &[Place; 2], out: &Place) -> Result<(), ModelError> {
         let (dtype, lead) = (out.meta.dtype, out.meta.shape[..out.meta.rank() - 2].to_vec());
         let count: i64 = lead.iter().product();
         // [lead, rows, columns], and the shape with the lead as one.

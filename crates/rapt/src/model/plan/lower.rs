@@ -27,6 +27,7 @@ impl Builder<'_> {
             }
             Op::Arrange(Arrange::Cat { tensors, dim }) => self.cat(n, node, tensors, *dim)?,
             Op::Attention(op) => self.attention(n, node, op)?,
+            Op::Einsum(op) => self.einsum(n, node, op)?,
             Op::Conv(op) if op.is_by_channel(self.binding) => {
                 self.other_conv(n, node, op)? || self.conv(n, node, op)?
             }
