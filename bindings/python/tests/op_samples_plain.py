@@ -29,6 +29,7 @@ ROWS = {
     A + "log_softmax.int": ("log_softmax", "ulp"),
     # Shape and place.
     **_of("bits", "broadcast_to flip fliplr flipud index_select roll stack t tril triu unsafe_chunk view_as"),
+    **_of("bits", "as_strided diagonal_scatter ravel reshape_as select_scatter"),
     A + "unsafe_split.Tensor": ("unsafe_split", "bits"),
     # Norms and convolutions.
     A + "rms_norm.default": (F + "rms_norm", "ulp"),

@@ -49,6 +49,9 @@ ROWS = {
     A + "addbmm.default": ("addbmm", "ulp"),
     **{A + f"{name}.default": (name, "bits") for name in ("hstack", "vstack", "dstack", "column_stack")},
     A + "logcumsumexp.default": (None, "ulp"),
+    # Weights of a given length, and zeros.
+    A + "_weight_norm.default": (None, "ulp"),
+    A + "zero.default": (None, "bits"),
 }
 
 
@@ -219,6 +222,18 @@ def _matrices(dtype):
     yield (make(dtype, 2, 3, 4), "fro", [0, 1], True), {}
 
 
+@only(FLOATS)
+def _lengths(dtype):
+    """Of the first dimension's slices, of the last one's, of the whole."""
+    for dim, shape in [(2, (1, 1, 5)), (0, (4, 1, 1)), (-1, ())]:
+        yield (make(dtype, 4, 3, 5), make(dtype, *shape, seed=1), dim), {}
+
+
+def _zeroed(dtype):
+    yield (make(dtype, 3, 5),), {}
+    yield (make(dtype, 5, 3).t()[1:],), {}
+
+
 _BYTES = (*FLOATS, torch.uint8)
 _LAYERS = {"lstm": (4, 2), "gru": (3, 1), "rnn_tanh": (1, 1), "rnn_relu": (1, 1)}
 OWN = {
@@ -248,6 +263,8 @@ OWN = {
     **{A + f"{name}.dim": _ranked(1, True) for name in ("median", "nanmedian")},
     A + "kthvalue.default": _ranked(3, 1, True),
     A + "logcumsumexp.default": _running,
+    A + "_weight_norm.default": _lengths,
+    A + "zero.default": _zeroed,
     A + "pairwise_distance.default": _distances,
     **{A + f"{name}.input": _of_layers(*kind) for name, kind in _LAYERS.items()},
     **{A + f"{name}_cell.default": _of_steps(*kind) for name, kind in _LAYERS.items()},

@@ -293,6 +293,11 @@ def einsums(dtype):
     yield ("bij,bjk->bik", [x(2, 3, 4), make(dtype, 2, 4, 5, seed=9)]), {}
     yield ("bhid,bhjd->bhij", [x(2, 2, 3, 4), make(dtype, 2, 2, 5, 4, seed=9)]), {}
     yield ("i,j->ij", [x(3), make(dtype, 4, seed=9)]), {}
+    # What is the right operand's alone comes first, between, and in a chain.
+    yield ("ik,kj->ji", [x(2, 4), make(dtype, 4, 3, seed=9)]), {}
+    yield ("bik,bkmn->mbni", [x(2, 3, 4), make(dtype, 2, 4, 5, 3, seed=9)]), {}
+    yield ("ijk,kmn->minj", [x(2, 3, 4), make(dtype, 4, 5, 2, seed=9)]), {}
+    yield ("ik,kj,jl->li", [x(2, 4), make(dtype, 4, 3, seed=9), make(dtype, 3, 5, seed=8)]), {}
     yield ("ij->ji", [x(3, 4)]), {}
     yield ("ij->i", [x(3, 4)]), {}
     yield ("ii->i", [x(3, 3)]), {}

@@ -239,6 +239,18 @@ def test_operators_that_pytorch_takes_apart_are_served():
     assert within_rule(got, function(x.double()), function(x))[0]
 
 
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("activation", ["relu", "gelu"])
+def test_an_encoder_layer_that_pytorch_fuses_is_taken_apart(activation, norm_first):
+    torch.manual_seed(4)
+    words = {"activation": activation, "norm_first": norm_first, "batch_first": True}
+    layer = torch.nn.TransformerEncoderLayer(16, 2, 24, **words).eval()
+    model, x = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval(), torch.randn(2, 5, 16)
+    with served():
+        got = compiled(model)(x)
+    check(got, model, x)
+
+
 def test_attention_is_served_while_rapt_is_registered():
     q, k, v = (torch.randn(2, 4, 6, 8) for _ in range(3))
     mask = torch.randn(6, 6) > 0

@@ -109,6 +109,28 @@ class Edges(nn.Module):
         return *pads, *cut, *shuffled, *lines, *more
 
 
+class Added(nn.Module):
+    """Products with factors, and of batches, to which something is added: biases of positions, masks."""
+
+    def forward(self, x, a, b):
+        factors = torch.baddbmm(x, a, b, beta=0.5, alpha=0.25), torch.addmm(x[0], a[0], b[0], beta=2, alpha=-3)
+        turned = torch.baddbmm(x[:, :1], b.transpose(1, 2), a.transpose(1, 2)[:, :, :5])
+        half = [torch.baddbmm(*(y.to(dtype) for y in (x, a, b)), alpha=0.3) for dtype in (torch.bfloat16, torch.float16)]
+        return *factors, turned, torch.baddbmm(x / 0, a, b, beta=0), torch.baddbmm(x, a[:, :, :0], b[:, :0]), *half
+
+
+class Contracted(nn.Module):
+    """Sums of products by name: SAM's relative positions, attention by hand, an outer product, a diagonal, a size of 1."""
+
+    def forward(self, q, k, v):
+        scores = torch.einsum("bqhd,bkhd->bhqk", q, k)
+        mixed = torch.einsum("bhqk,bkhd->bqhd", scores, v)
+        rows = torch.einsum("bhwc,hkc->bhwk", q, k[0, :, :3].transpose(0, 1)[:, :, :].repeat(2, 1, 1)[:5])
+        outer = torch.einsum("i,j->ij", q[0, 0, 0], v[0, 0, 0]), torch.einsum("...i,ij->j...", q, v[0, 0, :, :3][:3].T.repeat(2, 1)[:4])
+        half = torch.einsum("bqhd,bkhd->qkbh", q.to(torch.bfloat16), k.to(torch.bfloat16))
+        return scores, mixed, rows, *outer, torch.einsum("iij,jk->ik", scores[0, :, :3], v[0, :, 0, :]), half
+
+
 def arguments(module, seed=20):
     """The module, and arguments that it takes."""
     torch.manual_seed(seed)
@@ -119,6 +141,8 @@ def arguments(module, seed=20):
         Decoder: lambda: (torch.randn(2, 5, 6), mask, torch.randint(9, (2, 5))),
         Experts: lambda: (torch.randn(7, 4), torch.randn(7, 5)),
         Activations: lambda: (torch.randn(2, 4, 6) * 3, torch.randn(2, 4, 6)),
+        Added: lambda: (torch.randn(3, 5, 5), torch.randn(3, 5, 7), torch.randn(3, 7, 5)),
+        Contracted: lambda: (torch.randn(2, 5, 3, 4), torch.randn(2, 6, 3, 4), torch.randn(2, 6, 3, 4)),
         Edges: lambda: (torch.randn(2, 4, 6, 8), torch.randn(2, 4, 9)),
         Arranged: lambda: (torch.randn(4, 5), torch.tensor([True, False, True, False])),
     }[module]()
@@ -129,7 +153,7 @@ def wide(x):
 
 
 @pytest.mark.parametrize("functional_form", [False, True])
-@pytest.mark.parametrize("shape", [Stages, Levels, Decoder, Experts, Arranged, Activations, Edges])
+@pytest.mark.parametrize("shape", [Stages, Levels, Decoder, Experts, Arranged, Activations, Edges, Added, Contracted])
 def test_no_step_is_evaluated_by_definition(shape, functional_form, tmp_path):
     args = arguments(shape)
     module = shape().eval()

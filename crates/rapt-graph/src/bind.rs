@@ -10,7 +10,7 @@
 
 use rapt_pt2::{Expr, ExprError, Symbols, TensorMeta};
 
-use crate::ops::{Copy, Op, Target};
+use crate::forms;
 use crate::{Error, Graph, Int, Meta, Node, OpError, Out, Output, Shapes, Type, ValueId};
 
 /// What is known of a value for one binding of the symbols.
@@ -180,7 +180,7 @@ impl Graph {
             return Err(failed(OpError::SelfOverlap));
         }
         for (out, id) in outs.iter_mut().zip(&node.outputs) {
-            self.place_copy(binding, node, out, *id)?;
+            self.choose(binding, node, out, *id)?;
             let (fact, storage) = entry(binding, out, *id).map_err(failed)?;
             let Some(id) = *id else { continue };
             self.compare(binding, node, id, &fact)?;
@@ -190,20 +190,17 @@ impl Graph {
         Ok(())
     }
 
-    /// Lets the functional `copy` of a view start in its storage where the view does, if the program says so: torch's tracer says
-    /// that of the first such copy, and 0 of those whose form it knows by then.
-    fn place_copy(&self, binding: &Binding, node: &Node, out: &mut Out, id: Option<ValueId>) -> Result<(), Error> {
-        let (Op::Copy(Copy::Onto { input, target: Target::Fresh, .. }), Out::Fresh(form), Some(id)) =
-            (&node.op, out, id)
-        else {
-            return Ok(());
-        };
-        let (Type::Tensor(meta), Fact::Tensor(view)) = (&self.value(id).ty, binding.fact(*input)) else {
-            return Ok(());
-        };
+    /// Of the forms that a result may have, lets it have the one that the program says.
+    fn choose(&self, binding: &Binding, node: &Node, out: &mut Out, id: Option<ValueId>) -> Result<(), Error> {
+        let Some(id) = id else { return Ok(()) };
+        let Type::Tensor(meta) = &self.value(id).ty else { return Ok(()) };
+        let (Out::Fresh(form) | Out::View { meta: form, .. }) = &*out else { return Ok(()) };
         let failed = |cause| Error::Expr { value: self.value(id).name.clone(), cause };
-        if meta.storage_offset.eval(&binding.symbols).map_err(failed)? == view.offset {
-            form.offset = view.offset;
+        let stated = stated(meta, &binding.symbols).map_err(failed)?;
+        if !form.agrees(&stated)
+            && let Some(other) = forms::other(node, binding, out, &stated)
+        {
+            *out = Out::Fresh(other);
         }
         Ok(())
     }

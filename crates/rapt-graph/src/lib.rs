@@ -13,6 +13,7 @@ mod args;
 mod bind;
 mod build;
 mod error;
+mod forms;
 mod graph;
 pub mod interpreter;
 mod ir;

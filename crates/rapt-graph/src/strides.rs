@@ -120,11 +120,21 @@ pub(crate) fn preserved(meta: &Meta) -> Vec<i64> {
 /// # Errors
 /// [`OpError::Shape`] unless there are 4 dimensions.
 pub(crate) fn channels_last(shape: &[i64]) -> Result<Vec<i64>, OpError> {
-    let &[_, c, h, w] = shape else {
+    if shape.len() != 4 {
         return Err(OpError::Shape(format!("the format channels_last takes 4 dimensions, not {}", shape.len())));
-    };
-    let (row, image) = (w.saturating_mul(c), h.saturating_mul(w).saturating_mul(c));
-    Ok(vec![image, 1, row, c])
+    }
+    Ok(channels_innermost(shape))
+}
+
+/// The strides of the order batch, places, channel, of a shape that names the channels second.
+pub(crate) fn channels_innermost(shape: &[i64]) -> Vec<i64> {
+    let mut strides = vec![0; shape.len()];
+    let mut next = 1i64;
+    for d in [1].into_iter().chain((2..shape.len()).rev()).chain([0]).filter(|&d| d < shape.len()) {
+        strides[d] = next;
+        next = next.saturating_mul(shape[d]);
+    }
+    strides
 }
 
 /// Whether two elements share one place: a stride of 0 in a dimension of size above 1. PyTorch refuses to write there.
@@ -196,6 +206,7 @@ mod tests {
         assert_eq!(of_pointwise(&[2, 3, 4], &[&meta(&[4], &[1]), &meta(&[2, 3, 1], &[1, 2, 1])]), [4, 8, 1]);
         assert_eq!(preserved(&meta(&[2, 4], &[2, 3])), [1, 2]);
         assert_eq!(preserved(&meta(&[3], &[0])), [1]);
+        assert_eq!(channels_innermost(&[2, 3, 4, 5, 6]), [360, 1, 90, 18, 3]);
     }
 
     #[test]

@@ -11,6 +11,7 @@ mod display;
 mod error;
 mod expr;
 mod guard;
+mod inline;
 mod lower;
 mod payload;
 mod program;

@@ -13,6 +13,7 @@ use rapt_core::DType;
 use serde::de::DeserializeOwned;
 
 use crate::guard::Inputs;
+use crate::inline;
 use crate::lower;
 use crate::schema::{self, Table};
 use crate::{
@@ -67,7 +68,7 @@ impl Program {
         let program: schema::ExportedProgram = json(entry, bytes)?;
         let module = program.graph_module;
         let mut hints = BTreeMap::new();
-        let graph = graph(module.graph, &mut hints)?;
+        let graph = graph(inline::regions(module.graph), &mut hints)?;
         let signature = signature(module.signature, &graph)?;
         let symbols = symbols(&graph, &program.range_constraints, &hints);
         let root = module.module_call_graph.into_iter().find(|entry| entry.fqn.is_empty());

@@ -232,7 +232,7 @@ pub(crate) enum Argument {
     AsBools(Vec<bool>),
     AsSymBool(SymBoolArgument),
     AsSymBools(IgnoredAny),
-    AsGraph(IgnoredAny),
+    AsGraph(GraphArgument),
     AsOptionalTensors(Vec<OptionalTensor>),
     AsCustomObj(IgnoredAny),
     AsOperator(IgnoredAny),
@@ -244,6 +244,11 @@ pub(crate) enum Argument {
     AsIntLists(IgnoredAny),
     AsStringToArgument(IgnoredAny),
     AsFloatLists(IgnoredAny),
+}
+
+#[derive(Debug, Deserialize)]
+pub(crate) struct GraphArgument {
+    pub(crate) graph: Box<Graph>,
 }
 
 #[derive(Debug, Deserialize)]

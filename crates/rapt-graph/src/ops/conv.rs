@@ -13,7 +13,7 @@ use super::linear::Arithmetic;
 use super::shape::{
     bounded, cells, count, fresh, fresh_in_format, is_channels_last, misfit, need_number, need_same, refuse,
 };
-use crate::{Args, Cells, Eval, Int, Meta, OpError, Out, Shapes, Tensor, ValueId};
+use crate::{Args, Cells, Eval, Int, Meta, OpError, Out, Shapes, Tensor, ValueId, strides};
 
 /// A convolution.
 #[derive(Clone, Debug, PartialEq)]
@@ -114,7 +114,7 @@ impl Conv {
             shape.remove(0);
         }
         if spatial == 1 && channels_last && batched {
-            let strides = vec![shape[1] * shape[2], 1, shape[1]];
+            let strides = strides::channels_innermost(&shape);
             return Ok(vec![Out::Fresh(Meta { dtype: input.dtype, shape, strides, offset: 0 })]);
         }
         if channels_last && !batched {

@@ -4,6 +4,7 @@
 use rapt_core::DType;
 use rapt_pt2::MemoryFormat;
 
+use super::shape::copy_in_place_of;
 use super::view::complete;
 use super::{Operand, Target, fill};
 use crate::{Args, Cells, Eval, Int, Meta, OpError, Out, Shapes, Tensor, ValueId, strides};
@@ -18,7 +19,14 @@ pub enum Copy {
         /// The shape; one size may be −1.
         shape: Vec<Int>,
     },
-    /// `flatten.using_ints`: dimensions made one; the tensor itself where they are one already.
+    /// `reshape_as`: the same to the shape of another tensor.
+    ReshapeAs {
+        /// The tensor.
+        input: ValueId,
+        /// The tensor whose shape it gets.
+        other: ValueId,
+    },
+    /// `flatten.using_ints`, `ravel`: dimensions made one; the tensor itself where they are one already.
     Flatten {
         /// The tensor.
         input: ValueId,
@@ -99,6 +107,10 @@ impl Copy {
                 let meta = shapes.meta(*input)?;
                 reshaped(*input, meta, complete(&shapes.ints(shape)?, meta.numel())?)
             }
+            Copy::ReshapeAs { input, other } => {
+                let (meta, shape) = (shapes.meta(*input)?, &shapes.meta(*other)?.shape);
+                reshaped(*input, meta, complete(shape, meta.numel())?)
+            }
             Copy::Flatten { input, dims } => flattened(*input, shapes.meta(*input)?, *dims)?,
             Copy::To { input, dtype, like, copy, format } => {
                 let meta = shapes.meta(*input)?;
@@ -130,13 +142,7 @@ impl Copy {
             Copy::Onto { input, source, target } => {
                 let meta = shapes.meta(*input)?;
                 strides::broadcasts_to(&shapes.meta(*source)?.shape, &meta.shape)?;
-                // A copy keeps the strides of a view, gaps included; its storage is its own, and it starts there.
-                let form = if strides::overlaps_itself(meta) {
-                    laid_out(meta, meta.dtype, MemoryFormat::Preserve)?
-                } else {
-                    Meta { offset: 0, ..meta.clone() }
-                };
-                target.out(*input, shapes, form)?
+                target.out(*input, shapes, copy_in_place_of(meta))?
             }
             Copy::Fill { input, value, target } => {
                 let meta = shapes.meta(*input)?;
@@ -169,6 +175,7 @@ impl Copy {
         let out = &outs[0];
         let source = match self {
             Copy::Reshape { input, .. }
+            | Copy::ReshapeAs { input, .. }
             | Copy::Flatten { input, .. }
             | Copy::To { input, .. }
             | Copy::Promote { input, .. }
@@ -199,6 +206,10 @@ fn maker(name: &str) -> Option<Make> {
     // How a copy between devices waits says nothing on one.
     let make: Make = match name {
         "reshape.default" => |args| Ok(Copy::Reshape { input: args.tensor("self")?, shape: args.ints("shape")? }),
+        "reshape_as.default" => {
+            |args| Ok(Copy::ReshapeAs { input: args.tensor("self")?, other: args.tensor("other")? })
+        }
+        "ravel.default" => |args| Ok(Copy::Flatten { input: args.tensor("self")?, dims: [0, -1] }),
         "flatten.using_ints" => |args| {
             let dims = [args.known_int_or("start_dim", 0)?, args.known_int_or("end_dim", -1)?];
             Ok(Copy::Flatten { input: args.tensor("self")?, dims })
@@ -223,13 +234,16 @@ fn maker(name: &str) -> Option<Make> {
         "copy.default" => |args| onto(args, Target::Fresh),
         "fill_.Scalar" | "fill_.Tensor" => |args| filled(args, Target::Input),
         "fill.Scalar" | "fill.Tensor" => |args| filled(args, Target::Fresh),
-        "zero_.default" => |args| {
-            let value = Operand::Number(crate::Scalar::Int(Int::Known(0)));
-            Ok(Copy::Fill { input: args.tensor("self")?, value, target: Target::Input })
-        },
+        "zero_.default" => |args| zeroed(args, Target::Input),
+        "zero.default" => |args| zeroed(args, Target::Fresh),
         _ => return None,
     };
     Some(make)
+}
+
+fn zeroed(args: &Args<'_>, target: Target) -> Result<Copy, OpError> {
+    let value = Operand::Number(crate::Scalar::Int(Int::Known(0)));
+    Ok(Copy::Fill { input: args.tensor("self")?, value, target })
 }
 
 fn to(args: &Args<'_>, like: Option<ValueId>, copy: bool) -> Result<Copy, OpError> {

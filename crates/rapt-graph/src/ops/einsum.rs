@@ -109,6 +109,23 @@ impl Einsum {
         Ok(())
     }
 
+    /// Two operands in all dimensions of the equation, the result's first; one that an operand lacks has size 1 and stride 0. `None`
+    /// where there are not two.
+    ///
+    /// # Errors
+    /// [`OpError`] where the operands do not fit the equation.
+    pub fn pair(&self, metas: [&Meta; 2]) -> Result<Option<[Meta; 2]>, OpError> {
+        if self.operands.len() != 2 {
+            return Ok(None);
+        }
+        let aligned = self.align(&metas.map(|meta| (&meta.shape[..], &meta.strides[..])))?;
+        let forms = aligned.operands.into_iter().zip(metas).map(|((shape, mut strides), meta)| {
+            strides.iter_mut().zip(&shape).filter(|(_, size)| **size == 1).for_each(|(stride, _)| *stride = 0);
+            Meta { shape, strides, ..meta.clone() }
+        });
+        Ok(<[Meta; 2]>::try_from(forms.collect::<Vec<_>>()).ok())
+    }
+
     /// The places of the two operands of each contraction; its result goes to the front, or by a path to the end.
     fn pairs(&self, operands: usize) -> Result<Vec<(usize, usize)>, OpError> {
         let steps = operands - 1;
@@ -236,6 +253,8 @@ impl Aligned {
     fn contract_forms(&self, pairs: &[(usize, usize)]) -> Result<(Vec<i64>, bool), OpError> {
         let mut operands = self.operands.clone();
         let mut products = false;
+        // PyTorch multiplies two operands the other way around where that gives the result's order at once.
+        let alone = operands.len() == 2;
         for &(a, b) in pairs {
             let ((left, left_strides), (right, right_strides)) = take(&mut operands, a, b);
             let rest: Vec<Vec<i64>> = operands.iter().map(|(shape, _)| shape.clone()).collect();
@@ -248,7 +267,9 @@ impl Aligned {
                 (shape, strides)
             } else {
                 products = true;
-                product_form(&left.0, &right.0, &both)
+                let [first, second] =
+                    if alone && all_lead(&right.0, &left.0, &both) { [&right, &left] } else { [&left, &right] };
+                product_form(&first.0, &second.0, &both)
             };
             bounded(&form.0)?;
             put(&mut operands, form, a, b, pairs);
@@ -312,6 +333,14 @@ fn sum_form(mut shape: Vec<i64>, strides: Vec<i64>, dims: &[usize]) -> (Vec<i64>
     }
     let strides = row_major(&shape);
     (shape, strides)
+}
+
+/// Whether all dimensions of this operand alone stand before those of the other one.
+fn all_lead(own: &[i64], other: &[i64], summed: &[usize]) -> bool {
+    let alone =
+        |a: &[i64], b: &[i64]| (0..a.len()).filter(|d| !summed.contains(d) && a[*d] > 1 && b[*d] == 1).collect();
+    let (own, other): (Vec<usize>, Vec<usize>) = (alone(own, other), alone(other, own));
+    matches!((own.last(), other.first()), (Some(last), Some(first)) if last < first)
 }
 
 /// A batched product `[common, left, 1 for each summed, right]`, row-major, seen in the order of all dimensions.

@@ -40,6 +40,7 @@ mod sym;
 mod target;
 mod view;
 mod volume;
+mod weight;
 
 pub use arrange::{Arrange, Side};
 pub use attention::Attention;
@@ -76,6 +77,7 @@ pub use sym::{Sym, SymArg, SymOp};
 pub use target::Target;
 pub use view::{Form, View};
 pub use volume::Volume;
+pub use weight::WeightNorm;
 
 use crate::{Args, Eval, OpError, Out, Shapes, Tensor, ValueId};
 
@@ -192,4 +194,6 @@ families! {
     Sample(Sample);
     /// Pooling of volumes.
     Volume(Volume);
+    /// Weights as a direction and a length.
+    WeightNorm(WeightNorm);
 }

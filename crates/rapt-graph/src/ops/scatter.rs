@@ -1,4 +1,4 @@
-//! Writing by index: `scatter`, `index_put`, `index_copy`, `slice_scatter`, `select_scatter`, of a copy or in place.
+//! Writing by index, or what a view shows: `scatter`, `index_put`, `index_copy`, `slice_scatter`, of a copy or in place.
 //!
 //! Elements are written in row-major order of the index, so of several for one place the last stays; with `accumulate` all
 //! are added, in f64 and rounded once. Out-of-range indices are errors before anything is written.
@@ -8,10 +8,12 @@ use rapt_core::DType;
 use super::index::{Indices, gathered, indexed, need_gather_index, need_index, read_indices, slices};
 use super::join::{Joining, need_covering, need_slices};
 use super::shape::{
-    cells, count, expand_places, fresh, like, misfit, need_plain, need_same, pick, places, row_major, scalar_cell,
+    cells, copy_in_place_of, count, expand_places, fresh, like, misfit, need_plain, need_same, pick, places, row_major,
+    scalar_cell,
 };
 use super::target::Target;
-use crate::{Args, Cells, Eval, Int, Meta, OpError, Out, Precision, Scalar, Shapes, Tensor, ValueId, strides};
+use super::view::{Form, form};
+use crate::{Args, Cells, Eval, Meta, OpError, Out, Precision, Scalar, Shapes, Tensor, ValueId};
 
 /// A writing by index.
 #[derive(Clone, Debug, PartialEq)]
@@ -56,27 +58,12 @@ pub enum Write {
     },
     /// Elements that meet others.
     Join(Joining),
-    /// `slice_scatter`: the slice `start..end` by `step` of a dimension.
-    Slice {
+    /// `slice_scatter`, `select_scatter`, `diagonal_scatter`: what a view of the tensor shows.
+    View {
         /// What goes there.
         source: ValueId,
-        /// The dimension.
-        dim: i64,
-        /// The first element; `None` is the first of all.
-        start: Option<Int>,
-        /// The end; `None` is the end of all.
-        end: Option<Int>,
-        /// The step.
-        step: Int,
-    },
-    /// `select_scatter`: one slice of a dimension.
-    Select {
-        /// What goes there.
-        source: ValueId,
-        /// The dimension.
-        dim: i64,
-        /// The slice's number.
-        index: Int,
+        /// The view.
+        form: Form,
     },
 }
 
@@ -102,8 +89,9 @@ impl Scatter {
             ("scatter_add", "default") => scatter(args, |args| args.tensor("src").map(Source::Sum)),
             ("index_put" | "_unsafe_index_put", "default") => put(args),
             ("index_copy", "default") => copy(args),
-            ("slice_scatter", "default") if target == Target::Fresh => slice(args),
-            ("select_scatter", "default") if target == Target::Fresh => select(args),
+            ("slice_scatter", "default") if target == Target::Fresh => view(args, "slice.Tensor"),
+            ("select_scatter", "default") if target == Target::Fresh => view(args, "select.int"),
+            ("diagonal_scatter", "default") if target == Target::Fresh => view(args, "diagonal.default"),
             _ => Joining::read(name, overload, args)?.map(Write::Join),
         };
         Some(write.and_then(|write| Ok(Scatter { input: args.tensor("self")?, target, write })))
@@ -144,9 +132,8 @@ impl Scatter {
                 fresh(meta.dtype, &meta.shape)?
             }
             Write::Join(join) => join.infer(shapes, meta)?,
-            Write::Slice { source: from, .. } | Write::Select { source: from, .. } => {
-                let (shape, _) = self.slice(shapes, meta)?;
-                let from = source(*from)?;
+            Write::View { source: from, form } => {
+                let (shape, from) = (form.one(meta, shapes)?.shape, source(*from)?);
                 if from.shape != shape {
                     return misfit(format!("a source of shape {:?}, expected {shape:?}", from.shape));
                 }
@@ -170,23 +157,13 @@ impl Scatter {
         scalar_cell(shapes, value, shapes.meta(self.input)?.dtype, Precision::Rounded).map(Some)
     }
 
-    /// The slice that `slice_scatter` and `select_scatter` write, as a view of the tensor; `None` of other writes.
+    /// What is written of a tensor as a view of it; `None` of writes by index.
     ///
     /// # Errors
     /// As [`Op::infer`](super::Op::infer).
     pub fn region(&self, shapes: &dyn Shapes, whole: &Meta) -> Result<Option<Meta>, OpError> {
-        let (Write::Slice { dim, .. } | Write::Select { dim, .. }) = self.write else { return Ok(None) };
-        let dim = whole.dim(dim)?;
-        let (shape, first, step) = self.bounds(shapes, whole)?;
-        let mut meta = whole.clone();
-        meta.offset += first * meta.strides[dim];
-        meta.strides[dim] *= step;
-        meta.shape = shape;
-        if matches!(self.write, Write::Select { .. }) {
-            meta.shape.remove(dim);
-            meta.strides.remove(dim);
-        }
-        Ok(Some(meta))
+        let Write::View { form, .. } = &self.write else { return Ok(None) };
+        form.one(whole, shapes).map(Some)
     }
 
     pub(super) fn eval(&self, eval: &dyn Eval, outs: &[Tensor]) -> Result<(), OpError> {
@@ -225,60 +202,15 @@ impl Scatter {
                 write(&mut x, &at, &cells(eval.tensor(*source)?), false);
             }
             Write::Join(join) => join.write(eval, meta, &mut x)?,
-            Write::Slice { source, .. } | Write::Select { source, .. } => {
-                let (_, at) = self.slice(eval, meta)?;
+            Write::View { source, form } => {
+                let view = form.one(&Meta::contiguous(meta.dtype, &meta.shape), eval)?;
+                let at: Vec<usize> =
+                    places(&view.shape, &view.strides).iter().map(|p| p + count(view.offset)).collect();
                 write(&mut x, &at, &cells(eval.tensor(*source)?), false);
             }
         }
         outs[0].write(eval.precision(), x);
         Ok(())
-    }
-
-    /// The shape of the slice that is written, and its places in the row-major tensor.
-    fn slice(&self, shapes: &dyn Shapes, meta: &Meta) -> Result<(Vec<i64>, Vec<usize>), OpError> {
-        let (Write::Slice { dim, .. } | Write::Select { dim, .. }) = self.write else { return misfit("no slice") };
-        let dim = meta.dim(dim)?;
-        let (mut shape, first, step) = self.bounds(shapes, meta)?;
-        let mut strides = row_major(&meta.shape);
-        let lead = count(first * strides[dim]);
-        strides[dim] *= step;
-        let at = places(&shape, &strides).into_iter().map(|p| p + lead).collect();
-        if matches!(self.write, Write::Select { .. }) {
-            shape.remove(dim);
-        }
-        Ok((shape, at))
-    }
-
-    /// The slice's sizes, with 1 where one of a dimension is selected; its first element in the dimension, and the step.
-    fn bounds(&self, shapes: &dyn Shapes, meta: &Meta) -> Result<(Vec<i64>, i64, i64), OpError> {
-        let (Write::Slice { dim, .. } | Write::Select { dim, .. }) = self.write else { return misfit("no slice") };
-        let dim = meta.dim(dim)?;
-        let Some(&size) = meta.shape.get(dim) else { return misfit("a slice of a tensor without dimensions") };
-        let mut shape = meta.shape.clone();
-        let (first, step) = match self.write {
-            Write::Slice { start, end, step, .. } => {
-                let bound = |at: Option<Int>, none: i64| -> Result<i64, OpError> {
-                    let at = at.map_or(Ok(none), |at| shapes.int(at))?;
-                    Ok(if at < 0 { at.saturating_add(size) } else { at }.clamp(0, size))
-                };
-                let (start, end, step) = (bound(start, 0)?, bound(end, size)?, shapes.int(step)?);
-                if step < 1 {
-                    return misfit(format!("a slice by steps of {step}"));
-                }
-                shape[dim] = ((end - start).max(0) + step - 1) / step;
-                (start, step)
-            }
-            Write::Select { index, .. } => {
-                let index = shapes.int(index)?;
-                if index < -size || index >= size {
-                    return Err(OpError::IndexOutOfRange { index, dim, size });
-                }
-                shape[dim] = 1;
-                (index.rem_euclid(size), 1)
-            }
-            _ => (0, 1),
-        };
-        Ok((shape, first, step))
     }
 }
 
@@ -298,11 +230,6 @@ fn write(x: &mut Cells, at: &[usize], values: &Cells, add: bool) {
         // The dtypes are equal: inference has checked it.
         _ => {}
     }
-}
-
-/// The form of a copy that keeps strides, gaps and offset: what `slice_scatter` and `select_scatter` write to.
-fn copy_in_place_of(meta: &Meta) -> Meta {
-    if strides::overlaps_itself(meta) { like(meta, meta.dtype) } else { meta.clone() }
 }
 
 /// That each mask of `index_put` has the sizes of the dimensions that it stands for.
@@ -349,16 +276,9 @@ fn copy(args: &Args<'_>) -> Result<Write, OpError> {
     Ok(Write::Copy { dim: args.known_int("dim")?, index: args.tensor("index")?, source: args.tensor("source")? })
 }
 
-fn slice(args: &Args<'_>) -> Result<Write, OpError> {
-    Ok(Write::Slice {
-        source: args.tensor("src")?,
-        dim: args.known_int_or("dim", 0)?,
-        start: args.opt_int("start")?,
-        end: args.opt_int("end")?,
-        step: args.int_or("step", 1)?,
-    })
-}
-
-fn select(args: &Args<'_>) -> Result<Write, OpError> {
-    Ok(Write::Select { source: args.tensor("src")?, dim: args.known_int("dim")?, index: args.int("index")? })
+fn view(args: &Args<'_>, name: &str) -> Result<Write, OpError> {
+    match form(name, args) {
+        Some(form) => Ok(Write::View { source: args.tensor("src")?, form: form? }),
+        None => misfit(format!("{name} is no view")),
+    }
 }

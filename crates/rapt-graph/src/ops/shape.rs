@@ -129,13 +129,8 @@ pub(super) fn is_channels_last(meta: &Meta) -> bool {
 pub(super) fn fresh_in_format(dtype: DType, shape: &[i64], channels_last: bool) -> Result<Out, OpError> {
     bounded(shape)?;
     let mut meta = Meta::contiguous(dtype, shape);
-    match *shape {
-        [_, _, _, _] if channels_last => meta.strides = strides::channels_last(shape)?,
-        [_, c, d, h, w] if channels_last => {
-            let (row, plane) = (w.saturating_mul(c), h.saturating_mul(w).saturating_mul(c));
-            meta.strides = vec![d.saturating_mul(plane), 1, plane, row, c];
-        }
-        _ => {}
+    if channels_last && matches!(shape.len(), 4 | 5) {
+        meta.strides = strides::channels_innermost(shape);
     }
     Ok(Out::Fresh(meta))
 }
@@ -143,6 +138,11 @@ pub(super) fn fresh_in_format(dtype: DType, shape: &[i64], channels_last: bool) 
 /// A tensor of its own that lies as another does, without its gaps: `empty_like`.
 pub(super) fn like(meta: &Meta, dtype: DType) -> Meta {
     Meta { dtype, shape: meta.shape.clone(), strides: strides::preserved(meta), offset: 0 }
+}
+
+/// The form of a copy that keeps a view's strides, gaps included; its storage is its own, and it starts there.
+pub(super) fn copy_in_place_of(meta: &Meta) -> Meta {
+    if strides::overlaps_itself(meta) { like(meta, meta.dtype) } else { Meta { offset: 0, ..meta.clone() } }
 }
 
 /// A list of dimensions, each once, in ascending order.

@@ -92,6 +92,15 @@ pub enum Form {
     },
     /// `view_as`: the shape of another tensor.
     ShapeOf(ValueId),
+    /// `as_strided`: elements of the storage, wherever the tensor lies in it.
+    Strided {
+        /// The sizes.
+        size: Vec<Int>,
+        /// As many strides.
+        stride: Vec<Int>,
+        /// The first element, counted from the storage's; the tensor's own if missing.
+        offset: Option<Int>,
+    },
 }
 
 impl View {
@@ -119,7 +128,7 @@ impl View {
     }
 }
 
-fn form(name: &str, args: &Args<'_>) -> Option<Result<Form, OpError>> {
+pub(super) fn form(name: &str, args: &Args<'_>) -> Option<Result<Form, OpError>> {
     let dim = || args.known_int_or("dim", 0);
     Some(match name {
         "alias.default" | "detach.default" => Ok(Form::Alias),
@@ -142,6 +151,9 @@ fn form(name: &str, args: &Args<'_>) -> Option<Result<Form, OpError>> {
         "unfold.default" => args
             .known_int("dimension")
             .and_then(|dim| Ok(Form::Unfold { dim, size: args.int("size")?, step: args.int("step")? })),
+        "as_strided.default" => args.ints("size").and_then(|size| {
+            Ok(Form::Strided { size, stride: args.ints("stride")?, offset: args.opt_int("storage_offset")? })
+        }),
         "view_as.default" => args.tensor("other").map(Form::ShapeOf),
         "broadcast_to.default" => args.ints("size").map(Form::Expand),
         "transpose.int" => args.known_int("dim0").and_then(|a| Ok(Form::Transpose([a, args.known_int("dim1")?]))),
@@ -190,6 +202,17 @@ fn known(args: &Args<'_>, name: &str) -> Result<Vec<i64>, OpError> {
 }
 
 impl Form {
+    /// The one view of a tensor.
+    ///
+    /// # Errors
+    /// [`OpError`] where the form does not fit, or gives parts.
+    pub(super) fn one(&self, meta: &Meta, shapes: &dyn Shapes) -> Result<Meta, OpError> {
+        match <[Meta; 1]>::try_from(self.of(meta, shapes)?) {
+            Ok([view]) => Ok(view),
+            Err(parts) => Err(OpError::Shape(format!("one view is expected, not {}", parts.len()))),
+        }
+    }
+
     /// The views of a tensor: one, or the parts.
     fn of(&self, meta: &Meta, shapes: &dyn Shapes) -> Result<Vec<Meta>, OpError> {
         let one = |shape: Vec<i64>, strides: Vec<i64>| vec![Meta { shape, strides, ..meta.clone() }];
@@ -273,6 +296,14 @@ impl Form {
             }
             Form::Diagonal { offset, dims } => vec![diagonal(meta, *offset, *dims)?],
             Form::Unfold { dim, size, step } => vec![unfolded(meta, *dim, shapes.int(*size)?, shapes.int(*step)?)?],
+            Form::Strided { size, stride, offset } => {
+                let (shape, strides) = (shapes.ints(size)?, shapes.ints(stride)?);
+                let offset = offset.map_or(Ok(meta.offset), |offset| shapes.int(offset))?;
+                if shape.len() != strides.len() || shape.iter().chain(&strides).chain([&offset]).any(|&n| n < 0) {
+                    return Err(OpError::Shape(format!("as_strided to {shape:?} strides {strides:?} offset {offset}")));
+                }
+                vec![Meta { shape, strides, offset, ..meta.clone() }]
+            }
             Form::ShapeOf(other) => {
                 let shape = complete(&shapes.meta(*other)?.shape, meta.numel())?;
                 one(shape.clone(), view_strides(meta, &shape)?)

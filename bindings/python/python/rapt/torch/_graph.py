@@ -19,6 +19,8 @@ from rapt import DeviceError, UnsupportedError
 from torch import fx
 from torch.export.graph_signature import InputKind, InputSpec, OutputKind, OutputSpec, SymIntArgument, TensorArgument
 
+from . import _fused
+
 _COPY = torch.ops.aten.copy_.default
 _SDPA = torch.ops.aten.scaled_dot_product_attention.default
 
@@ -402,7 +404,8 @@ def decomposed(module, missing, arguments):
     from torch.fx.experimental.proxy_tensor import make_fx
 
     targets = {node.target for node in module.graph.nodes if isinstance(node.target, torch._ops.OpOverload)}
-    table = torch._decomp.get_decompositions([target for target in targets if str(target) in missing])
+    missing = [target for target in targets if str(target) in missing]
+    table = torch._decomp.get_decompositions(missing) | {op: parts for op, parts in _fused.parts().items() if op in missing}
     mode = torch._guards.detect_fake_mode(arguments)
     if not table or mode is None:
         return None

@@ -301,8 +301,15 @@ impl Pointwise {
                     (Operand::Tensor(_), true) => vec![*b],
                     _ => vec![*a, *b],
                 };
-                let lies = metas(shapes, &order)?;
                 let shape = strides::broadcast(metas(shapes, &[*a, *b])?.iter().map(|meta| meta.shape.as_slice()))?;
+                // It broadcasts numbers and makes booleans of them, before it joins these.
+                let is_logical = matches!(op, Binary::LogicalAnd | Binary::LogicalOr | Binary::LogicalXor);
+                let joined = |meta: &Meta| match is_logical && meta.dtype != DType::Bool {
+                    true => result(DType::Bool, &[&meta.broadcast(&shape)]),
+                    false => Ok(meta.clone()),
+                };
+                let lies = metas(shapes, &order)?.into_iter().map(joined).collect::<Result<Vec<Meta>, _>>()?;
+                let lies: Vec<&Meta> = lies.iter().collect();
                 let form = Meta { dtype, strides: strides::of_pointwise(&shape, &lies), shape, offset: 0 };
                 match a {
                     Operand::Tensor(input) => place(*target, *input, shapes, form)?,
@@ -312,7 +319,10 @@ impl Pointwise {
             Pointwise::Clamp { input, min, max, target } => {
                 let operands = clamp_operands(*input, *min, *max);
                 let common = common(shapes, &operands)?;
-                if common == DType::Bool {
+                // Between two bounds, or a number, PyTorch has no kernel for booleans.
+                let one_tensor =
+                    matches!((min, max), (Some(Operand::Tensor(_)), None) | (None, Some(Operand::Tensor(_))));
+                if common == DType::Bool && !one_tensor {
                     return Err(OpError::Dtype { what: "clamp", dtype: common });
                 }
                 for bound in [min, max].into_iter().flatten() {

@@ -18,7 +18,7 @@ impl Builder<'_> {
             Op::Index(Index::Gather { input, dim, index }) => self.gather(n, node, *input, *dim, *index),
             Op::Scatter(op) => match &op.write {
                 Write::Along { dim, index, source } => self.scatter(n, node, op, (*dim, *index, *source)),
-                Write::Slice { source, .. } | Write::Select { source, .. } => self.write_slice(n, node, op, *source),
+                Write::View { source, .. } => self.write_view(n, node, op, *source),
                 Write::Put { indices, values, accumulate: false } => self.put_by_mask(n, node, op, indices, *values),
                 _ => Ok(false),
             },
@@ -119,7 +119,7 @@ impl Builder<'_> {
         Ok(one)
     }
 
-    fn write_slice(&mut self, n: usize, node: &Node, op: &Scatter, source: ValueId) -> Result<bool, ModelError> {
+    fn write_view(&mut self, n: usize, node: &Node, op: &Scatter, source: ValueId) -> Result<bool, ModelError> {
         let (input, from) = (self.place(op.input)?, self.place(source)?);
         if op.target == Target::Input {
             return Ok(false);

@@ -20,10 +20,14 @@ impl Builder<'_> {
             Op::Pointwise(op) => self.pointwise(n, node, op)?,
             Op::Copy(op) => self.copy(n, node, op)?,
             Op::Linear(op) => {
-                self.product(n, node, op)? || self.batch(n, node, op)? || self.batch_of_copies(n, node, op)?
+                self.product(n, node, op)?
+                    || self.batch(n, node, op)?
+                    || self.batch_of_copies(n, node, op)?
+                    || self.added_product(n, node, op)?
             }
             Op::Arrange(Arrange::Cat { tensors, dim }) => self.cat(n, node, tensors, *dim)?,
             Op::Attention(op) => self.attention(n, node, op)?,
+            Op::Einsum(op) => self.einsum(n, node, op)?,
             Op::Conv(op) if op.is_by_channel(self.binding) => {
                 self.other_conv(n, node, op)? || self.conv(n, node, op)?
             }
@@ -163,6 +167,7 @@ impl Builder<'_> {
     fn copy(&mut self, n: usize, node: &Node, op: &Copy) -> Result<bool, ModelError> {
         let (source, target) = match op {
             Copy::Reshape { input, .. }
+            | Copy::ReshapeAs { input, .. }
             | Copy::Flatten { input, .. }
             | Copy::To { input, .. }
             | Copy::Promote { input, .. }
@@ -188,7 +193,7 @@ impl Builder<'_> {
         let Some((root, out)) = self.result(node) else { return Ok(false) };
         let shape = match op {
             // The elements keep their order: the loop has the shape of what is read.
-            Copy::Reshape { .. } | Copy::Flatten { .. } => self.place(source)?.meta.shape,
+            Copy::Reshape { .. } | Copy::ReshapeAs { .. } | Copy::Flatten { .. } => self.place(source)?.meta.shape,
             _ => out.meta.shape.clone(),
         };
         let Some(out) = out.reshaped(&shape) else { return Ok(false) };

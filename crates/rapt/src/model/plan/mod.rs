@@ -20,6 +20,7 @@ mod attention;
 mod batches;
 mod build;
 mod conv;
+mod einsum;
 mod experts;
 mod fixed;
 mod fold;

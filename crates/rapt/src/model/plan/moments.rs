@@ -88,7 +88,7 @@ impl Builder<'_> {
     }
 
     /// A step that makes each element of a place.
-    fn chain(
+    pub(super) fn chain(
         &mut self,
         n: usize,
         out: &Place,

@@ -1,0 +1,191 @@
+"""Programs as people export them: with gradients on, and run at sizes of 1, where tracing and running lay tensors out in two ways."""
+
+import io
+
+import pytest
+import rapt
+
+torch = pytest.importorskip("torch", minversion="2.9")
+
+from pt2_compare import same_bits, within_rule  # noqa: E402
+from torch.nn import functional  # noqa: E402
+
+DYNAMIC = torch.export.Dim.DYNAMIC
+
+
+def loaded(program):
+    held = io.BytesIO()
+    torch.export.save(program, held)
+    return rapt.load(held.getvalue())
+
+
+class Rotary(torch.nn.Module):
+    """As transformers has it: angles in float32, without gradients. Its results are an operand, one tensor twice, and a size."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("inv_freq", 1.0 / 10000 ** (torch.arange(0, 6, 2) / 6))
+
+    @torch.no_grad()
+    def forward(self, x, ids):
+        with torch.autocast(device_type="cpu", enabled=False):
+            angles = (self.inv_freq[:, None] @ ids[:, None, :].to(self.inv_freq.dtype)).transpose(1, 2)
+            cos = torch.cat((angles, angles), -1).cos()
+        return cos.to(x.dtype), cos, x, cos
+
+
+class Rotated(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rotary, self.head = Rotary(), torch.nn.Linear(6, 6)
+
+    def forward(self, x):
+        cos, again, same, twice = self.rotary(x, torch.arange(x.shape[1])[None])
+        with torch.no_grad():
+            x.add_(1)
+        return self.head(same * cos) + again + twice, same
+
+
+def test_regions_without_gradients_and_without_autocasting_are_run():
+    torch.manual_seed(1)
+    module = Rotated().eval()
+    program = torch.export.export(module, (torch.randn(2, 5, 6),), dynamic_shapes=({0: DYNAMIC, 1: DYNAMIC},))
+    targets = {str(node.target) for node in program.graph.nodes}
+    assert {"wrap_with_set_grad_enabled"} <= targets, "the program has no region"
+    model = loaded(program)
+    assert "wrap_with" not in str(model.explain())
+    for size in ((2, 5), (3, 8), (1, 1)):
+        x = torch.randn(*size, 6)
+        ours, theirs, wide = x.clone(), x.clone(), x.double()
+        with torch.no_grad():
+            got, expected = model(ours), module(theirs)
+            exact = Rotated().double().eval()
+            exact.load_state_dict(module.state_dict())
+            kept, text = within_rule(got[0], exact(wide)[0], expected[0])
+        assert kept, text
+        assert same_bits(got[1], expected[1]) and same_bits(ours, theirs) and same_bits(got[1], x + 1)
+
+
+def test_a_region_that_autocasts_is_listed_as_missing():
+    class Cast(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head = torch.nn.Linear(3, 3)
+
+        def forward(self, x):
+            with torch.autocast(device_type="cpu", dtype=torch.bfloat16):
+                return self.head(x)
+
+    program = torch.export.export(Cast().eval(), (torch.ones(2, 3),))
+    with pytest.raises(rapt.UnsupportedError, match="wrap_with_autocast"):
+        loaded(program)
+
+
+def test_a_decoder_of_transformers_that_was_exported_with_gradients_on():
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 40}
+    torch.manual_seed(2)
+    config = transformers.LlamaConfig(vocab_size=50, max_position_embeddings=32, use_cache=False, **sizes)
+    module = transformers.LlamaForCausalLM(config).eval()
+    ids, mask = torch.randint(50, (2, 7)), torch.ones(2, 7, dtype=torch.int64)
+    words = {"input_ids": ids, "attention_mask": mask}
+    shapes = dict.fromkeys(words, {0: DYNAMIC, 1: DYNAMIC})
+    with torch.enable_grad():
+        program = torch.export.export(module, (), words, dynamic_shapes=shapes, strict=False)
+    assert any("wrap_with_set_grad_enabled" in str(node.target) for node in program.graph.nodes)
+    model = loaded(program)
+    for batch, length in ((2, 7), (3, 11), (1, 1)):
+        ids = torch.randint(50, (batch, length))
+        mask = torch.ones(batch, length, dtype=torch.int64)
+        mask[-1, : length // 2] = 0
+        with torch.no_grad():
+            got, expected = model(input_ids=ids, attention_mask=mask), module.float()(input_ids=ids, attention_mask=mask)
+            exact = module.double()(input_ids=ids, attention_mask=mask)
+        kept, text = within_rule(got["logits"], exact.logits, expected.logits)
+        assert kept, text
+
+
+class Merged(torch.nn.Module):
+    """A reshape that copies, and is a view where the batch is 1."""
+
+    def forward(self, x):
+        batch, length, width = x.shape
+        heads = x.view(batch, length, 2, width // 2).transpose(1, 2)
+        return heads.reshape(batch * 2, length, width // 2) * 2, heads.reshape_as(x) + 1, heads.flatten(0, 1)
+
+
+class Tokens(torch.nn.Module):
+    """Tokens as an image, which is channels-last, but row-major too where the batch is 1."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = torch.nn.Conv2d(8, 8, 2, 2), torch.nn.GroupNorm(2, 8)
+
+    def forward(self, x):
+        image = x.transpose(1, 2).reshape(x.shape[0], 8, 4, 4)
+        pooled = functional.max_pool2d(image, 2), functional.avg_pool2d(image, 2), functional.interpolate(image, scale_factor=2.0)
+        return self.conv(image), self.norm(image), *pooled, functional.interpolate(image, (3, 3), mode="bicubic")
+
+
+@pytest.mark.parametrize("form", ["default", "functional", "core"])
+@pytest.mark.parametrize(("module", "shape"), [(Merged(), (5, 6)), (Tokens(), (16, 8))])
+def test_sizes_of_one_are_laid_out_as_the_program_says(module, shape, form):
+    program = torch.export.export(module.eval(), (torch.randn(2, *shape),), dynamic_shapes=({0: DYNAMIC},))
+    program = {"functional": lambda p: p.run_decompositions({}), "core": lambda p: p.run_decompositions()}.get(form, lambda p: p)(program)
+    model = loaded(program)
+    for batch in (2, 1, 3):
+        x = torch.randn(batch, *shape)
+        with torch.no_grad():
+            expected = module.float()(x)
+            exact = module.double()(x.double())
+            module.float()
+        for ours, theirs, wide in zip(model(x), expected, exact, strict=True):
+            assert ours.shape == theirs.shape
+            kept, text = within_rule(ours, wide, theirs)
+            assert kept, text
+
+
+def test_attention_whose_mask_needs_a_gradient():
+    class Windowed(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bias = torch.nn.Parameter(torch.randn(2, 5, 5))
+
+        def forward(self, x):
+            q = x.view(x.shape[0], 5, 2, 4).transpose(1, 2)
+            out = functional.scaled_dot_product_attention(q, q, q, attn_mask=self.bias[None])
+            return out.transpose(1, 2).reshape(x.shape[0], 5, 8)
+
+    torch.manual_seed(3)
+    module, x = Windowed().eval(), torch.randn(3, 5, 8)
+    model = loaded(torch.export.export(module, (x,), dynamic_shapes=({0: DYNAMIC},)))
+    with torch.no_grad():
+        kept, text = within_rule(model(x), Windowed.forward(module.double(), x.double()), module.float()(x))
+    assert kept, text
+
+
+class Written(torch.nn.Module):
+    """Writes through views that begin inside of what they show: as functions, these are copies of views."""
+
+    def forward(self, x):
+        y = x * 1
+        inner = y[:, 1:]
+        inner[0] = 5
+        inner[:, ::2].mul_(2)
+        inner.t()[1:].add_(1)
+        y[1:].diagonal(1).zero_()
+        y[2:].select(1, 1).fill_(7)
+        return y, inner, y[1:, 2]
+
+
+@pytest.mark.parametrize("form", ["default", "functional", "core"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
+def test_writes_through_views_are_functions_of_the_whole(form, dtype):
+    x = torch.arange(20).reshape(4, 5).to(dtype)
+    program = torch.export.export(Written(), (x,), dynamic_shapes=({0: DYNAMIC},))
+    program = {"functional": lambda p: p.run_decompositions({}), "core": lambda p: p.run_decompositions()}.get(form, lambda p: p)(program)
+    model = loaded(program)
+    for rows in (4, 9):
+        x = torch.arange(rows * 5).reshape(rows, 5).to(dtype)
+        for ours, theirs in zip(model(x), Written()(x), strict=True):
+            assert same_bits(ours, theirs)
