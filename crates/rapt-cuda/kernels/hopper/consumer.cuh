@@ -15,6 +15,9 @@
 #include "hopper/store.cuh"
 #include "hopper/wgmma.cuh"
 
+DEFINE_WGMMA_QK(wgmma_qk, BLOCK_N)
+DEFINE_WGMMA_PV(wgmma_pv, HEAD_DIM_V)
+
 // Whether the mask comes in where scores become exponents.
 constexpr bool MASKS_LATE = MASK != NO_MASK && !NATURAL;
 // Whether an item's first scores are begun before the one before it is stored: where there are registers for it.
