@@ -161,6 +161,20 @@ fn hoppers_tiles_are_wider_where_the_last_is_one_of_many() {
 }
 
 #[test]
+fn few_keys_are_one_tile_that_leaves_room_for_the_next_items_queries() {
+    let plain = Options::default();
+    let of = |kv_len, mask, options| {
+        variant(&select(&spec(DType::F16, [80, 4096, kv_len, 64], mask, options), &caps(Arch::Sm90a)).unwrap())
+    };
+    for (kv_len, keys) in [(1, 80), (77, 80), (80, 80), (81, 128)] {
+        assert_eq!(of(kv_len, None, &plain).block_n, keys, "{kv_len}");
+    }
+    // Masks, and scores that are changed, have tiles of their own.
+    assert_eq!(of(77, Some(DType::Bool), &plain).block_n, 128);
+    assert_eq!(of(77, None, &plain.with_softcap(30.0)).block_n, 128);
+}
+
+#[test]
 fn hoppers_items_have_fewer_rows_where_a_launch_would_leave_multiprocessors_idle() {
     let (full, causal) = (Options::default(), Options::default().with_causal(Causal::TopLeft));
     for (heads, len, head_dim, options, rows, items) in [

@@ -142,6 +142,7 @@ impl KernelVariant {
         options.define("BLOCK_M", self.block_m);
         options.define("BLOCK_N", self.block_n);
         options.define("STAGES", self.ring_stages());
+        options.define("Q_STAGES", self.q_stages());
         options.define("STAGED", u32::from(self.is_staged()));
         if self.mask.is_some() {
             options.define("MASK_STAGES", self.mask_stages());

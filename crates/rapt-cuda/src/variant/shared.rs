@@ -63,6 +63,18 @@ impl KernelVariant {
         if matches!(self.loads, Loads::Tma) && so_far + tile <= RING_BYTES { tile } else { 0 }
     }
 
+    /// Shared memory of one buffer for queries of hopper.cu, and its barriers.
+    const fn queries_bytes(&self) -> u32 {
+        2 * self.block_m * self.dims.0.next_multiple_of(BOX_COLUMNS) + 16
+    }
+
+    /// Buffers for queries of hopper.cu: two where an item has few tiles, so that it does not wait for its queries (4096 × 77: 52 µs
+    /// with one, 46 with two; 1024 × 1024: no difference; H200, 2026-11).
+    pub(super) const fn q_stages(&self) -> u32 {
+        let is_narrow = self.dims.0 <= BOX_COLUMNS && self.dims.1 <= BOX_COLUMNS && self.mask.is_none();
+        if is_narrow && self.block_n <= 80 && matches!(self.loads, Loads::Tma) { 2 } else { 1 }
+    }
+
     /// Whether hopper.cu stores through shared memory, from which TMA may write.
     pub(crate) const fn is_staged(&self) -> bool {
         matches!(self.algorithm, Algorithm::Hopper) && self.staged_bytes() > 0
@@ -76,7 +88,9 @@ impl KernelVariant {
             Algorithm::Decode => self.decode_bytes(),
             Algorithm::DecodeCodes => self.decode_codes_bytes(),
             Algorithm::Hopper => {
-                self.ring_bytes(self.ring_stages()) + self.mask_bytes(self.mask_stages()) + self.staged_bytes()
+                let queries = (self.q_stages() - 1) * self.queries_bytes();
+                let mask = self.mask_bytes(self.mask_stages());
+                self.ring_bytes(self.ring_stages()) + mask + self.staged_bytes() + queries
             }
             Algorithm::HopperF32 => self.hopper_f32_bytes(),
             Algorithm::Wide => self.wide_bytes(),
