@@ -58,6 +58,9 @@ def main():
         (torch.float16, 72, 72),
         (torch.float32, 128, 128),
         (torch.float32, 64, 64),
+        (torch.bfloat16, 512, 512),
+        (torch.float16, 320, 264),
+        (torch.float32, 512, 300),
         (torch.float64, 40, 40),
     ]:
         prefill(dtype, dim, dim_v)

@@ -73,7 +73,7 @@ def rapt_plan(case):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("q_len", [3, 150])
-@pytest.mark.parametrize("dim", [64, 40, 33])
+@pytest.mark.parametrize("dim", [64, 40, 33, 512])
 def test_every_placement_of_every_tensor(dtype, q_len, dim):
     case = Case(seed=5, dtype=dtype, q=(2, 4, q_len, dim), kv_heads=2, kv_len=131, dim_v=dim, mask="bool", causal="bottom_right")
     q, k, v, options = case.values()
@@ -94,6 +94,32 @@ def test_every_placement_of_every_tensor(dtype, q_len, dim):
     assert torch.equal(bits(into), bits(out))
     into.fill_(7.0)
     assert bool((band == 7.0).all())
+
+
+# Heads beyond 256, many queries: keys of short problems are split over blocks.
+WIDE = {
+    "plain": {"q": (1, 2, 200, 512), "kv_heads": 2, "kv_len": 333, "causal": "bottom_right"},
+    "split": {"q": (2, 4, 130, 512), "kv_heads": 2, "kv_len": 1030, "mask": "bool"},
+    "split, some chunks unseen": {"q": (1, 1, 700, 512), "kv_heads": 1, "kv_len": 1500, "causal": "top_left", "window": (300, None)},
+    "one chunk, rows of several heads": {"q": (1, 8, 20, 512), "kv_heads": 2, "kv_len": 100, "causal": "bottom_right"},
+    "natural": {"q": (1, 4, 100, 512), "kv_heads": 4, "kv_len": 700, "softcap": 3.0, "sinks": True, "alibi": True, "window": (90, 40)},
+    "biases": {"q": (1, 2, 257, 512), "kv_heads": 1, "kv_len": 257, "mask": "dtype", "causal": "top_left", "mask_full": (True, False, True, True)},
+    "loaded in part": {"q": (1, 2, 129, 320), "kv_heads": 1, "kv_len": 259, "dim_v": 500, "causal": "bottom_right"},
+    "wide values": {"q": (1, 2, 129, 64), "kv_heads": 1, "kv_len": 1100},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", WIDE)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_wide_heads(dtype, kind):
+    options = dict(WIDE[kind])
+    if options.get("mask") == "dtype":
+        options["mask"] = str(dtype).removeprefix("torch.")
+    for seed, poison in enumerate((False, True, True, True)):
+        case = Case(seed=seed, dtype=dtype, poison=poison, **{"dim_v": 512, **options})
+        plan = rapt_plan(case)
+        assert plan.kernel == "forward", plan
+        check(case, seed)
 
 
 TAILS = {

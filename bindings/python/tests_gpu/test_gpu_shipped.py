@@ -87,6 +87,7 @@ def test_a_first_call_takes_no_time_to_speak_of(request_):
         ("float16", "float16", 1024, 64),
         ("bfloat16", None, 1, 256),
         *[("float32", mask, 100, dim) for mask in (None, "bool", "float32") for dim in (64, 80, 96, 128)],
+        *[(dtype, None, 300, 512) for dtype in ("float16", "bfloat16", "float32")],
         ("float32", None, 1, 128),
     ],
     ids=str,

@@ -5,18 +5,21 @@
 // A warp takes 32 columns of a row, a lane a column, and TILE splits at a time: all loads under way at once, then a lane finds
 // the weights of a split, then every lane adds. It is launched while the splits are still computed, where the architecture
 // can, and waits for them here; the blocks are small, that they find room beside those of decode.cu.
+//
+// Where rows are many (wide.cu), instructions are the limit and not the way of one row: a lane takes LANE_COLUMNS columns, each lane finds
+// the weights, and one split follows another. The bits are the same.
 
 #include "common/epilogue.cuh"
 #include "common/ptx.cuh"
 #include "decode/deal.cuh"
 
-constexpr int COLUMNS = 32, THREADS = 64, TILE = 32;
+constexpr int COLUMNS = 32 * LANE_COLUMNS, THREADS = 64, TILE = 32;
 
 struct __align__(4 * sizeof(Acc)) Step {
     Acc before, next, share, unused;
 };
 
-// A row whose splits are folded, and 32 columns of it.
+// A row whose splits are folded, and COLUMNS columns of it.
 struct Place {
     int task_index, r, column0;
     bool inside;
@@ -60,6 +63,44 @@ struct Place {
 #endif
 };
 
+#if LANE_COLUMNS > 1
+extern "C" __global__ void __launch_bounds__(THREADS) combine(const __grid_constant__ Params p) {
+    constexpr int AT_ONCE = 4;  // splits whose loads are under way together
+    const int lane = threadIdx.x % 32;
+    const Place place(p, blockIdx.x * (THREADS / 32) + threadIdx.x / 32);
+    griddepcontrol_launch_dependents();
+    griddepcontrol_wait();
+    if (!place.inside) return;
+    const Row row(p, place.task, place.r);
+    const Acc* const first = partial(p, place.task_index, place.r, 0);
+    const int width = p.head_dim_v + 2, column = place.column0 + lane;
+    Acc m = negative_infinity(), l = 0, sum[LANE_COLUMNS] = {};
+#pragma unroll 1
+    for (int s0 = 0; s0 < p.num_splits; s0 += AT_ONCE) {
+        Acc x[AT_ONCE][LANE_COLUMNS], own_m[AT_ONCE], share[AT_ONCE];
+#pragma unroll
+        for (int s = 0; s < AT_ONCE; s++) {
+            const Acc* const from = first + (i64)min(s0 + s, p.num_splits - 1) * width;
+            own_m[s] = from[p.head_dim_v], share[s] = from[p.head_dim_v + 1];
+#pragma unroll
+            for (int n = 0; n < LANE_COLUMNS; n++) x[s][n] = from[min(column + n * 32, p.head_dim_v - 1)];
+        }
+#pragma unroll
+        for (int s = 0; s < AT_ONCE; s++) {
+            if (s0 + s >= p.num_splits) break;
+            const Fold fold(m, share[s] == 0 ? negative_infinity() : own_m[s]);
+            l = fold.add(l, share[s]);
+#pragma unroll
+            for (int n = 0; n < LANE_COLUMNS; n++) sum[n] = fold.add(sum[n], x[s][n]);
+        }
+    }
+    const RowEnd row_end(p, row, m, l);
+    const i64 to = row.offset(p.out_stride);
+#pragma unroll
+    for (int n = 0; n < LANE_COLUMNS; n++) store_column(p, to, column + n * 32, row_end.normalise(l, sum[n]));
+    if (column == 0) store_lse(p, row, row_end);
+}
+#else
 extern "C" __global__ void __launch_bounds__(THREADS) combine(const __grid_constant__ Params p) {
     __shared__ Step steps[THREADS / 32][TILE];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -146,3 +187,4 @@ extern "C" __global__ void __launch_bounds__(THREADS) combine(const __grid_const
         }
     }
 }
+#endif

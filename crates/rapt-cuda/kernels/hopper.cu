@@ -79,7 +79,7 @@ __device__ inline void Consumer::run() {
             more = skip_hidden_tiles(n1, work.end);
             wgmma_wait<1>(s);
             release(sh.k_empty[stage_of(done + 1)]);
-            mbarrier_arrive_if(sh.q_empty, is_first() & !more & queries_by_tma(p));
+            mbarrier_arrive_if(sh.q_empty[q_stage()], is_first() & !more & queries_by_tma(p));
             const bool moved = apply_scores<false>(s, work, n0, mask, factor, c);
             if (MASKS_LATE && mask.kind == MIXED) {
                 exponentiate<true>(s, mask, sum, c, done + 1);
@@ -127,7 +127,7 @@ __device__ inline void Consumer::run() {
 
 // By one thread: barriers, with as many arrivals as each has.
 __device__ inline void init_barriers(Shared& sh, bool mask_by_tma) {
-    mbarrier_init(sh.q_full, 1), mbarrier_init(sh.q_empty, WGS * 4);
+    for (int stage = 0; stage < Q_STAGES; stage++) mbarrier_init(sh.q_full[stage], 1), mbarrier_init(sh.q_empty[stage], WGS * 4);
     for (int stage = 0; stage < STAGES; stage++) {
         mbarrier_init(sh.k_full[stage], VECTOR ? 1 : 128), mbarrier_init(sh.v_full[stage], VECTOR ? 1 : 128);
         mbarrier_init(sh.k_empty[stage], WGS * 4), mbarrier_init(sh.v_empty[stage], WGS * 4);

@@ -27,6 +27,9 @@
 #include "hopper/tma.cuh"
 #include "hopper/wgmma.cuh"
 
+DEFINE_WGMMA_QK(wgmma_qk, BLOCK_N)
+DEFINE_WGMMA_PV(wgmma_pv, HEAD_DIM_V)
+
 constexpr int BM = BLOCK_M, BN = BLOCK_N, NT = BN / 8, KT = BN / 16, VT = DV / 8, THREADS = 512;
 constexpr int K_BOXES = (D + BOX - 1) / BOX, V_BOXES = (DV + BOX - 1) / BOX;
 constexpr int BOX_BYTES = 64 * BOX * 2;  // 64 rows

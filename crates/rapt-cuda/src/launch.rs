@@ -7,8 +7,8 @@
 //! Deliberately absent: any choice, any look-up, any allocation.
 
 use rapt_core::{
-    Compiled, Cost, Device, DeviceMemory, Error, Kernel, KernelKey, Launch, LaunchPlan, Operands, Result as CoreResult,
-    Spec, Work,
+    Compiled, Cost, DType, Device, DeviceMemory, Error, Kernel, KernelKey, Launch, LaunchPlan, Operands,
+    Result as CoreResult, Spec, Work,
 };
 
 use crate::append::{AppendParams, NewKeys};
@@ -306,6 +306,18 @@ impl LaunchPlan for CudaLaunch {
                  products for one, sums in float32; {}",
                 variant.loads.text()
             ),
+            Algorithm::Wide => {
+                let products = match spec.numerics.storage {
+                    DType::F32 => ", each float32 as two of TF32 (22 bits), three products for one, sums in float32",
+                    _ => "",
+                };
+                let chunks = match partition.num_splits {
+                    1 => String::new(),
+                    n => format!("; {n} chunks of keys, since the queries alone would leave multiprocessors idle"),
+                };
+                let loads = variant.loads.text();
+                format!("many queries of wide heads: both products on the tensor cores{products}; {loads}{chunks}")
+            }
             Algorithm::Mma => format!("many queries: both products on the tensor cores; {}", variant.loads.text()),
             Algorithm::Generic | Algorithm::Combine | Algorithm::Append => "it serves every request".to_owned(),
         }

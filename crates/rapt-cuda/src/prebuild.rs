@@ -100,8 +100,8 @@ fn requests(assortment: Assortment, arch: Arch) -> Vec<Request> {
     if assortment == Assortment::Whole || arch == Arch::Sm80 {
         add(DType::BF16, &[64], &[Some(DType::BF16)]);
         add(DType::BF16, &[128], &[Some(DType::Bool)]);
-        // Beyond 256 there are no tensor cores: the kernel that serves everything.
-        add(DType::BF16, &[257], &[None]);
+        // Autoencoders of images; few queries of such heads take the kernel that serves everything.
+        add(DType::BF16, &[512], &[None]);
         add(DType::F16, &[64], &[None]);
         add(DType::F64, &[64], &[None]);
     }
@@ -111,9 +111,10 @@ fn requests(assortment: Assortment, arch: Arch) -> Vec<Request> {
     for dtype in [DType::F16, DType::BF16] {
         add(dtype, &[64, 80, 96, 128, 256], &PLAIN);
         add(dtype, &[64, 128], &[Some(dtype)]);
-        add(dtype, &[257], &[None]);
+        add(dtype, &[512], &[None]);
     }
     add(DType::F32, &[64, 80, 96, 128], &[None, Some(DType::Bool), Some(DType::F32)]);
+    add(DType::F32, &[512], &[None]);
     // Latent attention (DeepSeek) unpacked; capped scores (Gemma 2).
     requests.push(Request { dims: (192, 128), ..Request::new(DType::BF16, 192, None) });
     let capped = |head_dim| Request { softcap: Some(50.0), ..Request::new(DType::BF16, head_dim, None) };
@@ -348,11 +349,13 @@ mod tests {
                 let many = |variant: &&KernelVariant| {
                     matches!(variant.algorithm, Algorithm::Mma | Algorithm::Hopper) && variant.storage == storage
                 };
+                assert!(has(Algorithm::Wide, storage, None), "{arch:?} {storage}");
                 for head_dim in [64, 80, 96, 128, 256] {
                     let found = variants.iter().filter(many).any(|variant| variant.dims == (head_dim, head_dim));
                     assert!(found, "{arch:?} {storage} {head_dim}");
                 }
             }
+            assert_eq!(has(Algorithm::Wide, DType::F32, None), *arch == Arch::Sm90a, "{arch:?}");
             for storage in [DType::F32, DType::F64] {
                 assert!(has(Algorithm::Generic, storage, None) && has(Algorithm::Combine, storage, None));
             }
@@ -379,10 +382,19 @@ mod tests {
             assert!(core.is_subset(&whole) && core.len() * 2 < whole.len(), "{} of {}", core.len(), whole.len());
             let hopper: &[Algorithm] = &[Algorithm::Hopper, Algorithm::HopperF32];
             let many = if *arch == Arch::Sm90a { hopper } else { &[Algorithm::Mma] };
+            assert_eq!(core.iter().any(|variant| variant.algorithm == Algorithm::Wide), *arch == Arch::Sm80);
             for algorithm in many.iter().chain(&[Algorithm::Generic, Algorithm::Decode, Algorithm::Combine]) {
                 assert!(core.iter().any(|variant| variant.algorithm == *algorithm), "{arch:?} has no {algorithm:?}");
             }
         }
+    }
+
+    fn wide_with(mask: Option<DType>) -> KernelVariant {
+        let request = Request::new(DType::BF16, 512, mask);
+        let caps =
+            Caps { arch: Arch::Sm90a, multiprocessors: 132, shared_bytes: 227 * 1024, clock_hz: None, bandwidth: None };
+        let spec = spec(&request, [8, 8], [512, 512], &Options::default()).unwrap();
+        variants(&spec, &caps).unwrap()[0]
     }
 
     /// With the options of a kernel that has every macro; the kernels themselves are compiled by tests/compile.rs.
@@ -403,7 +415,11 @@ mod tests {
                 variants.iter().find(|variant| (variant.algorithm, variant.mask) == (algorithm, mask)).unwrap()
             };
             for (name, _) in source::FILES.iter().filter(|(name, _)| name.ends_with(".cuh")) {
-                let variant = of(if name.starts_with("decode/") { Algorithm::Decode } else { Algorithm::Hopper });
+                let variant = match name.split('/').next() {
+                    Some("decode") => of(Algorithm::Decode),
+                    Some("wide") => &wide_with(mask),
+                    _ => of(Algorithm::Hopper),
+                };
                 let compiled = compiler.compile(name, &source::text(name), &variant.options()).unwrap();
                 assert!(compiled.is_ok(), "{name} by itself, for {variant}: {}", compiled.unwrap_err());
             }

@@ -49,6 +49,10 @@ pub(crate) const FILES: &[(&str, &str)] = files![
     "hopper/work.cuh",
     "hopper_f32.cu",
     "mma.cu",
+    "wide.cu",
+    "wide/half.cuh",
+    "wide/pieces.cuh",
+    "wide/tf32.cuh",
 ];
 
 /// An include that cannot be resolved. None is in [`FILES`]: a test resolves each.
@@ -164,7 +168,7 @@ mod tests {
     fn every_file_of_the_folder_is_known_and_resolves() {
         let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("kernels");
         let mut names = Vec::new();
-        for part in ["", "common", "decode", "hopper"] {
+        for part in ["", "common", "decode", "hopper", "wide"] {
             for entry in std::fs::read_dir(folder.join(part)).unwrap() {
                 let path = entry.unwrap().path();
                 if path.is_file() {

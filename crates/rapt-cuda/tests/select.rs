@@ -24,19 +24,20 @@ fn every_request_is_served_and_tensor_cores_serve_what_they_can() {
     for arch in ARCHS {
         for dtype in [DType::F64, DType::F32, DType::F16, DType::BF16] {
             for (q_len, kv_len) in [(1, 1), (1, 8192), (16, 100), (17, 100), (4096, 4096), (5, 0)] {
-                for head_dim in [1, 8, 33, 64, 80, 128, 192, 256, 257, 1000] {
+                for head_dim in [1, 8, 33, 64, 80, 128, 192, 256, 257, 512, 513, 1000] {
                     for mask in [None, Some(DType::Bool), Some(dtype)] {
                         let spec = spec(dtype, [4, q_len, kv_len, head_dim], mask, &Options::default());
                         let plan = select(&spec, &caps(arch)).unwrap();
                         let launch = plan.launch().unwrap();
                         assert!(launch.shared_bytes <= caps(arch).shared_bytes as usize, "{arch:?} {spec:?}");
                         assert!(launch.blocks >= 1 && launch.block_threads.is_multiple_of(32));
-                        let wide = match dtype {
-                            DType::F16 | DType::BF16 => 256,
-                            DType::F32 if arch == Arch::Sm90a && q_len > 16 => 128,
-                            _ => 0,
+                        // Widest head of the tensor cores, and of those of its kernels that are for narrower ones.
+                        let (widest, narrow) = match dtype {
+                            DType::F16 | DType::BF16 => (if q_len > 16 { 512 } else { 256 }, 256),
+                            DType::F32 if arch == Arch::Sm90a && q_len > 16 => (512, 128),
+                            _ => (0, 0),
                         };
-                        let cores = head_dim <= wide && kv_len > 0;
+                        let cores = head_dim <= widest && kv_len > 0;
                         let expected = match (cores, q_len <= 16) {
                             (false, _) => Kernel::Generic,
                             (true, true) => Kernel::Decode,
@@ -51,6 +52,7 @@ fn every_request_is_served_and_tensor_cores_serve_what_they_can() {
                         assert_eq!(plan.key().p_rounding == PRounding::Storage, fast && dtype != DType::F32);
                         assert_eq!(plan.why_not_faster().is_empty(), fast);
                         let expected = match (plan.key().kernel, arch, dtype) {
+                            (Kernel::Forward, ..) if head_dim > narrow => Algorithm::Wide,
                             (Kernel::Forward, Arch::Sm90a, DType::F32) => Algorithm::HopperF32,
                             (Kernel::Forward, Arch::Sm90a, _) => Algorithm::Hopper,
                             (Kernel::Forward, ..) => Algorithm::Mma,
@@ -159,6 +161,20 @@ fn hoppers_tiles_are_wider_where_the_last_is_one_of_many() {
 }
 
 #[test]
+fn few_keys_are_one_tile_that_leaves_room_for_the_next_items_queries() {
+    let plain = Options::default();
+    let of = |kv_len, mask, options| {
+        variant(&select(&spec(DType::F16, [80, 4096, kv_len, 64], mask, options), &caps(Arch::Sm90a)).unwrap())
+    };
+    for (kv_len, keys) in [(1, 80), (77, 80), (80, 80), (81, 128)] {
+        assert_eq!(of(kv_len, None, &plain).block_n, keys, "{kv_len}");
+    }
+    // Masks, and scores that are changed, have tiles of their own.
+    assert_eq!(of(77, Some(DType::Bool), &plain).block_n, 128);
+    assert_eq!(of(77, None, &plain.with_softcap(30.0)).block_n, 128);
+}
+
+#[test]
 fn hoppers_items_have_fewer_rows_where_a_launch_would_leave_multiprocessors_idle() {
     let (full, causal) = (Options::default(), Options::default().with_causal(Causal::TopLeft));
     for (heads, len, head_dim, options, rows, items) in [
@@ -218,6 +234,29 @@ fn every_plan_states_a_partition_that_its_certificate_proves() {
                 assert_eq!(coverage.rows, 2 * 6 * q_len as u128);
                 assert_eq!(coverage.work.is_some(), kv_len > 0, "{q_len} {kv_len} {head_dim}");
                 assert_eq!(coverage.parts, if q_len <= 16 { kv_len.div_ceil(512).max(1) } else { 1 });
+            }
+        }
+    }
+}
+
+#[test]
+fn keys_of_wide_heads_are_split_where_the_queries_of_one_head_are_few() {
+    for (q_len, kv_len, splits) in [
+        (16_384, 16_384, 1),
+        (8192, 8192, 1),
+        (4096, 4096, 2),
+        (4096, 511, 1),
+        (1024, 1024, 4),
+        (100, 16_384, 64),
+        (4096, 0, 1),
+    ] {
+        for heads in [1, 8] {
+            for dtype in [DType::F16, DType::F32] {
+                let plan =
+                    select(&spec(dtype, [heads, q_len, kv_len, 512], None, &Options::default()), &caps(Arch::Sm90a))
+                        .unwrap();
+                assert_eq!(plan.num_splits(), splits, "{q_len} {kv_len} {dtype}");
+                assert_eq!(launch_plan(&plan).combine().is_some(), splits > 1);
             }
         }
     }

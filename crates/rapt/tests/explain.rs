@@ -185,6 +185,8 @@ fn why(request: &Request, variant: &KernelVariant, work: Work) -> Vec<String> {
         Algorithm::Hopper => vec!["many queries: both products on the tensor cores by wgmma".to_owned()],
         Algorithm::HopperF32 => vec!["each float32 as two float16".to_owned()],
         Algorithm::Mma => vec!["many queries: both products on the tensor cores;".to_owned()],
+        Algorithm::Wide if request.dtype == DType::F32 => vec!["each float32 as two of TF32".to_owned()],
+        Algorithm::Wide => vec!["many queries of wide heads: both products on the tensor cores;".to_owned()],
     };
     parts.push(loads.to_owned());
     if work.rows.div_ceil(work.rows_per_item) > work.rows.div_ceil(variant.block_m as usize) {
@@ -208,7 +210,7 @@ fn judge_on_gpu(request: &Request, arch: Arch) -> Option<(Algorithm, Loads)> {
         return None;
     };
     let kernel = match variant.algorithm {
-        Algorithm::Mma | Algorithm::Hopper | Algorithm::HopperF32 => "forward",
+        Algorithm::Mma | Algorithm::Hopper | Algorithm::HopperF32 | Algorithm::Wide => "forward",
         Algorithm::Decode | Algorithm::DecodeCodes => "decode",
         Algorithm::Generic | Algorithm::Combine | Algorithm::Append => "generic",
     };

@@ -8,6 +8,15 @@
 #include "common/softmax.cuh"
 #include "common/tile.cuh"
 
+// What was counted of values that are not finite (1 for +inf, 2^7 for -inf, 2^14 for NaN), added to the sum that they belong to.
+__device__ inline void add_counted(float& sum, int found) {
+    if (found >= 1 << 14 || (found % 128 != 0 && found >= 128)) {
+        sum = not_a_number();
+    } else if (found != 0) {
+        sum += found >= 128 ? negative_infinity() : -negative_infinity();
+    }
+}
+
 template <int MT>
 struct OnlineSoftmax {
     float row_max[MT][2], row_sum[MT][2];
@@ -133,15 +142,7 @@ struct OnlineSoftmax {
 #pragma unroll
                 for (int n = 0; n < 2; n++)
 #pragma unroll
-                    for (int e = 0; e < 4; e++) {
-                        const int found = (int)count[mt][n][e];
-                        const float nan = not_a_number();
-                        if (found >= 1 << 14 || (found % 128 != 0 && found >= 128)) {
-                            acc_o[mt][nt + n][e] = nan;
-                        } else if (found != 0) {
-                            acc_o[mt][nt + n][e] += found >= 128 ? negative_infinity() : -negative_infinity();
-                        }
-                    }
+                    for (int e = 0; e < 4; e++) add_counted(acc_o[mt][nt + n][e], (int)count[mt][n][e]);
         }
     }
 

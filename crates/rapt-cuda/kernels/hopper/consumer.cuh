@@ -15,6 +15,9 @@
 #include "hopper/store.cuh"
 #include "hopper/wgmma.cuh"
 
+DEFINE_WGMMA_QK(wgmma_qk, BLOCK_N)
+DEFINE_WGMMA_PV(wgmma_pv, HEAD_DIM_V)
+
 // Whether the mask comes in where scores become exponents.
 constexpr bool MASKS_LATE = MASK != NO_MASK && !NATURAL;
 // Whether an item's first scores are begun before the one before it is stored: where there are registers for it.
@@ -45,7 +48,7 @@ struct Consumer : RowSoftmax {
 
     // s = q.k of tile n.
     __device__ void multiply_keys(Accumulator<NT>& s, u32 n) {
-        const u32 keys = tile_low(sh.k[stage_of(n)], 0), queries = tile_low(sh.q, 0) + opaque(group()) * (64 * 128 / 16);
+        const u32 keys = tile_low(sh.k[stage_of(n)], 0), queries = tile_low(sh.q[q_stage()], 0) + opaque(group()) * (64 * 128 / 16);
         wgmma_fence();
 #pragma unroll
         for (int d = 0; d < D; d += 16) {
@@ -220,12 +223,18 @@ struct Consumer : RowSoftmax {
     }
 
     __device__ void release_queries() {
-        if (queries_by_tma(h.p)) release(sh.q_empty);
+        if (queries_by_tma(h.p)) release(sh.q_empty[q_stage()]);
+    }
+    // Where the queries of the item at hand are; those that a group loads itself are always there.
+    __device__ int q_stage() const { return (q_done + (Q_STAGES - 1)) % Q_STAGES; }
+    __device__ void await_queries_by_tma() {
+        mbarrier_wait(sh.q_full[q_done % Q_STAGES], q_done / Q_STAGES & 1);
+        q_done++;
     }
 
     // An item without rows for this group: passes the barriers that others wait at, in the order of `run`.
     __device__ void skip_item(const Work& work) {
-        if (queries_by_tma(h.p)) mbarrier_wait(sh.q_full, q_done++ & 1);
+        if (queries_by_tma(h.p)) await_queries_by_tma();
         release_queries();
         mbarrier_wait(sh.k_full[stage_of(done)], phase_of(done));
         release(sh.k_empty[stage_of(done)]);
@@ -288,7 +297,7 @@ struct Consumer : RowSoftmax {
         const int group = this->group();
         bar_sync(OWN_QUERIES + group, 128);
         load_boxes<64, BM, K_BOXES>(
-            sh.q + group * 64 * BOX, (const Elem*)p.q, [&](int r) { return Row(p, task, r0 + r).offset(p.q_stride); },
+            sh.q[q_stage()] + group * 64 * BOX, (const Elem*)p.q, [&](int r) { return Row(p, task, r0 + r).offset(p.q_stride); },
             p.q_stride[3], p.rows - r0, p.head_dim, threadIdx.x % 128
         );
         fence_proxy_async();
@@ -334,7 +343,7 @@ struct Consumer : RowSoftmax {
     // Waits for q and the first keys.
     __device__ void await_queries(const Work& work) {
         if (queries_by_tma(h.p)) {
-            mbarrier_wait(sh.q_full, q_done++ & 1);
+            await_queries_by_tma();
         } else {
             load_queries(Task(h.p, work.task), work.r0);
         }

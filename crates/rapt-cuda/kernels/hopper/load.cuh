@@ -56,12 +56,13 @@ struct Producer {
 
     __device__ void load_queries(const Task& task, int r0) {
         const Params& p = h.p;
-        mbarrier_wait(sh.q_empty, ~q_loaded++ & 1);
-        mbarrier_arrive_expect_tx(sh.q_full, sizeof(sh.q));
+        const int stage = q_loaded % Q_STAGES;
+        mbarrier_wait(sh.q_empty[stage], ~(q_loaded++ / Q_STAGES) & 1);
+        mbarrier_arrive_expect_tx(sh.q_full[stage], sizeof(sh.q[0]));
         const int head = tma_coordinate(p.q_stride[1], task.head), batch = tma_coordinate(p.q_stride[0], task.batch);
 #pragma unroll
         for (int box = 0; box < K_BOXES; box++) {
-            tma_load(sh.q + box * Q_BOX, h.q_map, sh.q_full, box * BOX, r0, head, batch);
+            tma_load(sh.q[stage] + box * Q_BOX, h.q_map, sh.q_full[stage], box * BOX, r0, head, batch);
         }
     }
 

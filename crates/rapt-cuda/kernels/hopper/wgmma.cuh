@@ -66,16 +66,17 @@ __device__ inline u32 tile_low(const void* tile, u32 box_bytes) {
 #define REGISTERS_OF(n) EXPAND(REGISTERS_, n)
 #define SUMS_OF(n, d) EXPAND(SUMS_, n)(d)
 
-// s (64 x BLOCK_N) = or += 16 columns of a tile of queries times 16 columns of a tile of keys.
-__device__ inline void wgmma_qk(Accumulator<BLOCK_N / 8>& s, u32 queries, u32 keys, int add) {
-    u32 high = TILE_HIGH, high_again = TILE_HIGH, none = 0;  // %5
-    asm volatile(
-        "{\n.reg .pred add;\n.reg .b64 a, b;\nsetp.ne.b32 add, %4, 0;\nmov.b64 a, {%0, %1};\nmov.b64 b, {%2, %3};\n"
-        "wgmma.mma_async.sync.aligned.m64n" TEXT_OF(BLOCK_N) "k16.f32." MMA_TYPE "." MMA_TYPE
-        " {" REGISTERS_OF(BLOCK_N) "}, a, b, add, 1, 1, 0, 0;\n}"
-        : "+r"(queries), "+r"(high), "+r"(keys), "+r"(high_again), "+r"(add), "+r"(none), SUMS_OF(BLOCK_N, s)
-    );
-}
+// s (64 x N) = or += 16 columns of a tile of queries times 16 columns of a tile of keys.
+#define DEFINE_WGMMA_QK(NAME, N) \
+    __device__ inline void NAME(Accumulator<N / 8>& s, u32 queries, u32 keys, int add) {                                 \
+        u32 high = TILE_HIGH, high_again = TILE_HIGH, none = 0; /* %5 */                                                  \
+        asm volatile(                                                                                                     \
+            "{\n.reg .pred add;\n.reg .b64 a, b;\nsetp.ne.b32 add, %4, 0;\nmov.b64 a, {%0, %1};\nmov.b64 b, {%2, %3};\n"  \
+            "wgmma.mma_async.sync.aligned.m64n" TEXT_OF(N) "k16.f32." MMA_TYPE "." MMA_TYPE                               \
+            " {" REGISTERS_OF(N) "}, a, b, add, 1, 1, 0, 0;\n}"                                                           \
+            : "+r"(queries), "+r"(high), "+r"(keys), "+r"(high_again), "+r"(add), "+r"(none), SUMS_OF(N, s)               \
+        );                                                                                                                \
+    }
 
 // acc (64 x N) = or += 16 columns of p times 16 rows of a tile of values.
 #define DEFINE_WGMMA_PV(NAME, N) \
@@ -88,7 +89,6 @@ __device__ inline void wgmma_qk(Accumulator<BLOCK_N / 8>& s, u32 queries, u32 ke
             : "+r"(p[0]), "+r"(p[1]), "+r"(p[2]), "+r"(p[3]), "+l"(tile), "+r"(add), SUMS_OF(N, acc_o)                    \
         );                                                                                                                \
     }
-DEFINE_WGMMA_PV(wgmma_pv, HEAD_DIM_V)
 
 // Waits until at most PENDING groups of products are under way; these sums may be read then.
 template <int PENDING, int TILES>

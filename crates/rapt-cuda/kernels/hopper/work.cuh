@@ -40,7 +40,7 @@ struct HopperParams {
 static_assert(sizeof(HopperParams) == HOPPER_BYTES, "params.rs and hopper/work.cuh disagree on HopperParams");
 
 struct Shared {
-    Elem q[K_BOXES * Q_BOX];
+    Elem q[Q_STAGES][K_BOXES * Q_BOX];
     Elem k[STAGES][K_BOXES * K_BOX], v[STAGES][V_BOXES * K_BOX];
 #if STAGED
     Elem out[WGS * 4][V_BOXES][16 * BOX];  // of a warp
@@ -48,7 +48,7 @@ struct Shared {
 #if MASK != NO_MASK
     MaskRing mask;
 #endif
-    u64 q_full, q_empty, k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
+    u64 q_full[Q_STAGES], q_empty[Q_STAGES], k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
     u32 careful_rounds[CAREFUL_BITS / 32];
 };
 static_assert(sizeof(Shared) == SHARED_BYTES, "the host and hopper/work.cuh disagree on shared memory");

@@ -46,8 +46,8 @@ pub(super) fn chunk_rule(variant: &KernelVariant) -> ChunkRule {
 /// The variant of decode.cu, with as deep a ring as leaves its place on a multiprocessor.
 pub(super) fn variant(spec: &Spec, caps: &Caps) -> KernelVariant {
     let tile = KernelVariant::decode_tile(tensor_cores::padded_dims(spec));
-    let of = |warp_stages| KernelVariant {
-        warp_stages,
+    let of = |stages| KernelVariant {
+        stages,
         ..tensor_cores::tensor_core_variant(spec, caps, Algorithm::Decode, [DECODE_BLOCK_M, tile])
     };
     let most = if of(1).decode_warps() == 8 { ALONE_SHARED } else { tensor_cores::LEAST_SHARED };
@@ -96,8 +96,8 @@ pub(super) fn over_codes(spec: &Spec, caps: &Caps) -> Option<KernelVariant> {
     v.value_run(dims.1)?;
     let pages = spec.pages.as_deref();
     let wide = is_wide(&spec.k, of_k, pages) && is_wide(&spec.v, of_v, pages);
-    let of = |(block_n, warp_stages)| KernelVariant {
-        warp_stages,
+    let of = |(block_n, stages)| KernelVariant {
+        stages,
         loads: if wide { Loads::By16Bytes } else { Loads::ByElement },
         codes: Codes::Tiles { k, v },
         ..tensor_cores::tensor_core_variant(spec, caps, Algorithm::DecodeCodes, [DECODE_BLOCK_M, block_n])

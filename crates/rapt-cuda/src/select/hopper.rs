@@ -13,6 +13,8 @@ use crate::variant::{Algorithm, KernelVariant, Loads};
 /// Keys from which on tiles of 112 are taken at head dims 80 and 96, below it tiles of 96: 3 % slower at 1024, 2 to 4 % faster at
 /// 4096 (H200, 2026-11; between them not measured).
 const MANY_KEYS: usize = 2048;
+/// Most keys that are one tile of 80 at head dims up to 64 (4096 × 77: 52 µs, by tiles of 128 59; H200, 2026-11).
+const ONE_TILE: usize = 80;
 
 /// Queries per block of hopper.cu and the keys that it can have (the first that fits shared memory): three groups of 64
 /// queries where the sums of a group are few, else two; keys as many as leave the sums, and biases, in registers, also
@@ -46,7 +48,12 @@ pub(super) fn variant(spec: &Spec, caps: &Caps) -> Option<KernelVariant> {
     // Biases are added in natural units by themselves.
     let natural = tensor_cores::is_natural(spec, MaskClass::None);
     let mask = spec.mask.map(|mask| mask.dtype);
-    let (block_m, tiles) = tiles(tensor_cores::padded_dims(spec), mask, natural, many_keys);
+    let dims = tensor_cores::padded_dims(spec);
+    let is_plain = dims.0.max(dims.1) <= 64 && mask.is_none() && !natural;
+    let (block_m, tiles) = match spec.kv_len() {
+        ..=ONE_TILE if is_plain => (192, [80].as_slice()),
+        _ => tiles(dims, mask, natural, many_keys),
+    };
     let is_tma = [&spec.q, &spec.k, &spec.v].into_iter().all(|tensor| moved(tensor, 1).is_some());
     let loads = if is_tma { Loads::Tma } else { Loads::ByElement };
     // Two groups leave those that load element by element the registers for it; the bits are the same.

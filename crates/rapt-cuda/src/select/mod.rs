@@ -9,6 +9,7 @@ mod decode;
 mod hopper;
 mod rules;
 mod tensor_cores;
+mod wide;
 
 use rapt_core::{Arch, DType, Device, Error, Kernel, KernelKey, PRounding, Plan, Result, Spec};
 
@@ -78,6 +79,7 @@ fn partition(spec: &Spec, caps: &Caps, variant: &KernelVariant) -> Result<(Parti
     let task_heads = if !few && spec.q_len() >= block_m { 1 } else { spec.group_size() };
     let rows = task_heads * spec.q_len();
     let (num_splits, chunk) = match (few, variant.sequences) {
+        (false, _) if variant.algorithm == Algorithm::Wide => wide::chunks(spec),
         (false, _) => (1, 0),
         (true, Sequences::Even) => decode::chunk_rule(variant).chunks(spec.kv_len()),
         (true, _) => {
@@ -147,7 +149,9 @@ fn launches(spec: &Spec, caps: &Caps) -> Result<Launches> {
         }
         _ => rows,
     };
-    let combine_blocks = (combined_rows * spec.head_dim_v().div_ceil(COMBINE_COLUMNS)).div_ceil(COMBINE_WARPS);
+    let combine = variant.combine();
+    let combine_columns = COMBINE_COLUMNS * combine.block_n as usize;
+    let combine_blocks = (combined_rows * spec.head_dim_v().div_ceil(combine_columns)).div_ceil(COMBINE_WARPS);
     let added = spec.lengths.as_deref().map_or(0, |of| of.added);
     let widths = Widths {
         // decode_codes.cu packs bfloat16 alone.
@@ -162,7 +166,7 @@ fn launches(spec: &Spec, caps: &Caps) -> Result<Launches> {
     Ok(Launches {
         main: Step::new(variant, blocks),
         append: (added > 0).then(|| Step::new(variant.append(), spec.batch().saturating_mul(added))),
-        combine: (partition.is_combined && combine_blocks > 0).then(|| Step::new(variant.combine(), combine_blocks)),
+        combine: (partition.is_combined && combine_blocks > 0).then(|| Step::new(combine, combine_blocks)),
         partition,
         params,
         hopper,

@@ -2,20 +2,23 @@
 //!
 //! The rules, in order: few queries of f16 or bf16 with head dims up to 256 → `decode`, many → `forward`, both on the
 //! tensor cores (`forward` of compute capability 9.0 by wgmma: hopper.cu, and there float32 with head dims up to 128:
-//! hopper_f32.cu); few queries over K and V that are codes → `decode_codes`; anything else → `generic`.
+//! hopper_f32.cu); many queries with wider heads up to 512 → `forward` by wide.cu, float32 on compute capability 9.0; few queries over
+//! K and V that are codes → `decode_codes`; anything else → `generic`.
 
 use rapt_core::{Arch, DType, Spec};
 
-use super::tensor_cores::{LEAST_SHARED, generic_variant, tensor_core_variant};
-use super::{Caps, decode, hopper};
+use super::tensor_cores::{LEAST_SHARED, generic_variant, sequences, tensor_core_variant};
+use super::{Caps, decode, hopper, wide};
 use crate::codes::Codes;
 use crate::launch::WhyGeneric;
-use crate::variant::{Algorithm, KernelVariant};
+use crate::variant::{Algorithm, KernelVariant, Sequences};
 
 /// Widest head of the tensor-core kernels.
 const MMA_DIM: usize = 256;
 /// Widest head of hopper_f32.cu.
 const HOPPER_F32_DIM: usize = 128;
+/// Widest head of wide.cu.
+const WIDE_DIM: usize = 512;
 /// Keys per tile of most of mma.cu.
 const BLOCK_N: u32 = 64;
 /// The variant that serves `spec`, and why it is not one of the tensor cores if it is not.
@@ -34,19 +37,27 @@ fn on_tensor_cores(spec: &Spec, caps: &Caps) -> Result<KernelVariant, WhyGeneric
     if spec.is_quantized() {
         return over_codes(spec, caps, few);
     }
-    let most = match spec.numerics.storage {
-        DType::F16 | DType::BF16 => MMA_DIM,
-        DType::F32 if caps.arch == Arch::Sm90a && !few => HOPPER_F32_DIM,
-        DType::F32 if caps.arch == Arch::Sm90a => return Err(WhyGeneric::FewQueriesOfF32),
+    match spec.numerics.storage {
+        DType::F16 | DType::BF16 => {}
+        DType::F32 if caps.arch == Arch::Sm90a && few => return Err(WhyGeneric::FewQueriesOfF32),
+        DType::F32 if caps.arch == Arch::Sm90a => {}
         _ => return Err(WhyGeneric::Storage),
-    };
-    if spec.head_dim().max(spec.head_dim_v()) > most {
+    }
+    let narrow = if spec.numerics.storage == DType::F32 { HOPPER_F32_DIM } else { MMA_DIM };
+    // wide.cu takes many queries, and reads neither lengths nor page tables.
+    let most = if few || sequences(spec) != Sequences::Even { narrow } else { WIDE_DIM };
+    let dim = spec.head_dim().max(spec.head_dim_v());
+    if dim > most {
         return Err(WhyGeneric::HeadDim { most });
     }
     if spec.kv_len() == 0 {
         return Err(WhyGeneric::NoKeys);
     }
-    let variant = if few { decode::variant(spec, caps) } else { many_queries(spec, caps) };
+    let variant = match few {
+        true => decode::variant(spec, caps),
+        false if dim > narrow => wide::variant(spec, caps),
+        false => many_queries(spec, caps),
+    };
     let (needed, has) = (variant.shared_bytes(), caps.shared_bytes);
     if needed <= has { Ok(variant) } else { Err(WhyGeneric::SharedMemory { needed, has }) }
 }

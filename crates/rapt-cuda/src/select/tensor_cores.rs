@@ -31,15 +31,19 @@ pub(super) fn padded_dims(spec: &Spec) -> (u32, u32) {
     (padded(spec.head_dim()), padded(spec.head_dim_v()))
 }
 
-/// The variant of generic.cu for numbers.
-pub(super) fn generic_variant(spec: &Spec, caps: &Caps) -> KernelVariant {
-    let sequences = match (&spec.pages, &spec.lengths) {
+/// How keys are told apart by batch entry.
+pub(super) const fn sequences(spec: &Spec) -> Sequences {
+    match (&spec.pages, &spec.lengths) {
         (Some(_), _) => Sequences::Paged,
         (None, Some(_)) => Sequences::Ragged,
         (None, None) => Sequences::Even,
-    };
+    }
+}
+
+/// The variant of generic.cu for numbers.
+pub(super) fn generic_variant(spec: &Spec, caps: &Caps) -> KernelVariant {
     let mask = spec.mask.map(|mask| mask.dtype);
-    KernelVariant { sequences, ..KernelVariant::generic(caps.arch, spec.numerics.storage, mask) }
+    KernelVariant { sequences: sequences(spec), ..KernelVariant::generic(caps.arch, spec.numerics.storage, mask) }
 }
 
 /// A variant with tiles of so many queries and keys, loaded 16 bytes at a time where strides and alignment of q, k and v allow it.

@@ -26,6 +26,8 @@ pub enum Algorithm {
     Hopper,
     /// Many queries of float32, on the tensor cores of compute capability 9.0.
     HopperF32,
+    /// Many queries of wide heads, and of float32, on the tensor cores.
+    Wide,
     /// Few queries, on the tensor cores.
     Decode,
     /// Few queries over K and V that are codes, on the tensor cores.
@@ -40,7 +42,7 @@ impl Algorithm {
     /// Its name in a [`KernelKey`](rapt_core::KernelKey).
     pub(crate) const fn kernel(self) -> Kernel {
         match self {
-            Algorithm::Mma | Algorithm::Hopper | Algorithm::HopperF32 => Kernel::Forward,
+            Algorithm::Mma | Algorithm::Hopper | Algorithm::HopperF32 | Algorithm::Wide => Kernel::Forward,
             Algorithm::Decode | Algorithm::DecodeCodes => Kernel::Decode,
             Algorithm::Generic | Algorithm::Combine | Algorithm::Append => Kernel::Generic,
         }
@@ -85,14 +87,14 @@ pub struct KernelVariant {
     pub natural: bool,
     /// How tiles are loaded.
     pub loads: Loads,
-    /// head_dim and head_dim_v, rounded up to 16; 0 where they are no part of the code (generic, combine).
+    /// head_dim and head_dim_v, rounded up to 16 (of wide, to [`WIDE_PIECE_BYTES`]); 0 where they are no part of the code (generic, combine).
     pub dims: (u32, u32),
     /// Queries per block; 0 for combine.
     pub block_m: u32,
-    /// Keys per tile; 0 for combine.
+    /// Keys per tile; of combine, columns of a lane.
     pub block_n: u32,
-    /// Tiles in flight per warp of decode; 0 elsewhere.
-    pub warp_stages: u32,
+    /// Tiles in flight per warp of decode, pieces in flight of wide; 0 elsewhere.
+    pub stages: u32,
     /// What it reads that is codes.
     pub codes: Codes,
     /// Whether it reads lengths and pages.
@@ -103,11 +105,13 @@ pub struct KernelVariant {
 const GENERIC_TILE: (u32, u32) = (64, 64);
 /// Queries per block of decode.cu.
 pub(crate) const DECODE_BLOCK_M: u32 = 16;
-/// Columns per warp of combine.cu, and warps per block.
+/// Columns per warp of combine.cu for each of a lane, and warps per block.
 pub(crate) const COMBINE_COLUMNS: usize = 32;
 pub(crate) const COMBINE_WARPS: usize = 2;
 /// Warps per block of mma.cu.
 const MMA_WARPS: u32 = 4;
+/// Bytes of a row of a piece of wide.cu.
+pub(crate) const WIDE_PIECE_BYTES: u32 = 256;
 
 /// Value columns that one block of generic.cu computes.
 pub(crate) const fn generic_columns(storage: DType) -> u32 {
@@ -128,7 +132,7 @@ impl KernelVariant {
             dims: (0, 0),
             block_m,
             block_n,
-            warp_stages: 0,
+            stages: 0,
             codes: Codes::None,
             sequences: Sequences::Even,
         }
@@ -143,8 +147,9 @@ impl KernelVariant {
             loads: Loads::ByElement,
             dims: (0, 0),
             block_m: 0,
-            block_n: 0,
-            warp_stages: 0,
+            // Where rows are many, a lane takes several columns.
+            block_n: if matches!(self.algorithm, Algorithm::Wide) { 4 } else { 1 },
+            stages: 0,
             codes: Codes::None,
             // It reads lengths, and no key.
             sequences: if matches!(self.sequences, Sequences::Even) { Sequences::Even } else { Sequences::Ragged },
@@ -197,7 +202,7 @@ impl KernelVariant {
     /// Threads per block.
     pub(crate) const fn threads(&self) -> u32 {
         match self.algorithm {
-            Algorithm::Generic => 256,
+            Algorithm::Generic | Algorithm::Wide => 256,
             Algorithm::Mma => 32 * MMA_WARPS,
             // One more puts together what they leave.
             Algorithm::Decode | Algorithm::DecodeCodes => 32 * (self.decode_warps() + 1),
@@ -220,6 +225,7 @@ impl KernelVariant {
             Algorithm::Mma => "mma.cu",
             Algorithm::Hopper => "hopper.cu",
             Algorithm::HopperF32 => "hopper_f32.cu",
+            Algorithm::Wide => "wide.cu",
             Algorithm::Decode => "decode.cu",
             Algorithm::DecodeCodes => "decode_codes.cu",
             Algorithm::Combine => "combine.cu",

@@ -99,15 +99,24 @@ impl KernelVariant {
                 options.define("LOADING_REGISTERS", loading);
                 options.define("MULTIPLYING_REGISTERS", 256 - loading);
             }
+            Algorithm::Wide => {
+                options.define("BLOCK_M", self.block_m);
+                options.define("BLOCK_N", self.block_n);
+                options.define("STAGES", self.stages);
+            }
             Algorithm::Decode | Algorithm::DecodeCodes => {
-                options.define("STAGES", self.warp_stages);
+                options.define("STAGES", self.stages);
                 options.define("TILE", self.block_n);
                 options.define("WARPS", self.decode_warps());
                 options.define("RESIDENT", self.decode_resident());
             }
             // Four of its warps fit beside a block of decode.cu in what that leaves of the registers.
-            Algorithm::Combine if self.storage != DType::F64 => options.0.push("-maxrregcount=88".to_owned()),
-            Algorithm::Combine => {}
+            Algorithm::Combine => {
+                options.define("LANE_COLUMNS", self.block_n);
+                if self.storage != DType::F64 {
+                    options.0.push("-maxrregcount=88".to_owned());
+                }
+            }
             Algorithm::Append => options.define("APPEND_BYTES", size_of::<AppendParams>() as u32),
         }
         // Last, so that kernels without codes keep their names.
@@ -132,7 +141,8 @@ impl KernelVariant {
         options.define("HOPPER_BYTES", size_of::<HopperParams>() as u32);
         options.define("BLOCK_M", self.block_m);
         options.define("BLOCK_N", self.block_n);
-        options.define("STAGES", self.stages());
+        options.define("STAGES", self.ring_stages());
+        options.define("Q_STAGES", self.q_stages());
         options.define("STAGED", u32::from(self.is_staged()));
         if self.mask.is_some() {
             options.define("MASK_STAGES", self.mask_stages());

@@ -2,7 +2,7 @@
 
 use rapt_core::DType;
 
-use super::{Algorithm, KernelVariant, Loads, MMA_WARPS, generic_columns};
+use super::{Algorithm, KernelVariant, Loads, MMA_WARPS, WIDE_PIECE_BYTES, generic_columns};
 use crate::codes::{Codes, TileCodes, TileScales};
 use crate::tensor_map::BOX_COLUMNS;
 
@@ -18,13 +18,13 @@ const fn row_of(dim: u32) -> u32 {
 
 impl KernelVariant {
     /// Tiles of K, and of V, that hopper.cu has in flight.
-    pub(super) const fn stages(&self) -> u32 {
+    pub(super) const fn ring_stages(&self) -> u32 {
         if self.ring_bytes(4) + self.mask_bytes(4) <= RING_BYTES { 4 } else { 2 }
     }
 
     /// Tiles of the mask that hopper.cu has in flight.
     pub(super) const fn mask_stages(&self) -> u32 {
-        let rest = RING_BYTES.saturating_sub(self.ring_bytes(self.stages()));
+        let rest = RING_BYTES.saturating_sub(self.ring_bytes(self.ring_stages()));
         if self.mask_bytes(4) <= rest {
             4
         } else if self.mask_bytes(3) <= rest {
@@ -59,8 +59,20 @@ impl KernelVariant {
     /// element, which has no register left for it.
     const fn staged_bytes(&self) -> u32 {
         let tile = 2 * self.block_m * self.dims.1.next_multiple_of(BOX_COLUMNS);
-        let so_far = self.ring_bytes(self.stages()) + self.mask_bytes(self.mask_stages());
+        let so_far = self.ring_bytes(self.ring_stages()) + self.mask_bytes(self.mask_stages());
         if matches!(self.loads, Loads::Tma) && so_far + tile <= RING_BYTES { tile } else { 0 }
+    }
+
+    /// Shared memory of one buffer for queries of hopper.cu, and its barriers.
+    const fn queries_bytes(&self) -> u32 {
+        2 * self.block_m * self.dims.0.next_multiple_of(BOX_COLUMNS) + 16
+    }
+
+    /// Buffers for queries of hopper.cu: two where an item has few tiles, so that it does not wait for its queries (4096 × 77: 52 µs
+    /// with one, 46 with two; 1024 × 1024: no difference; H200, 2026-11).
+    pub(super) const fn q_stages(&self) -> u32 {
+        let is_narrow = self.dims.0 <= BOX_COLUMNS && self.dims.1 <= BOX_COLUMNS && self.mask.is_none();
+        if is_narrow && self.block_n <= 80 && matches!(self.loads, Loads::Tma) { 2 } else { 1 }
     }
 
     /// Whether hopper.cu stores through shared memory, from which TMA may write.
@@ -76,9 +88,12 @@ impl KernelVariant {
             Algorithm::Decode => self.decode_bytes(),
             Algorithm::DecodeCodes => self.decode_codes_bytes(),
             Algorithm::Hopper => {
-                self.ring_bytes(self.stages()) + self.mask_bytes(self.mask_stages()) + self.staged_bytes()
+                let queries = (self.q_stages() - 1) * self.queries_bytes();
+                let mask = self.mask_bytes(self.mask_stages());
+                self.ring_bytes(self.ring_stages()) + mask + self.staged_bytes() + queries
             }
             Algorithm::HopperF32 => self.hopper_f32_bytes(),
+            Algorithm::Wide => self.wide_bytes(),
             Algorithm::Combine | Algorithm::Append => 0,
         }
     }
@@ -97,9 +112,16 @@ impl KernelVariant {
         if tiles > staged { tiles } else { staged }
     }
 
+    const fn wide_bytes(&self) -> u32 {
+        let element = if matches!(self.storage, DType::F32) { 4 } else { 2 };
+        // Weights, and what pairs of warps share of their rows.
+        let (weights, beside) = (self.block_m * self.block_n * element, 2 * 4 * self.block_m);
+        self.block_m * self.dims.0 * element + self.stages * self.block_n * WIDE_PIECE_BYTES + weights + beside
+    }
+
     const fn decode_bytes(&self) -> u32 {
         let (k_row, v_row) = (row_of(self.dims.0), row_of(self.dims.1));
-        let ring = 2 * self.decode_warps() * self.warp_stages * self.block_n * (k_row + v_row);
+        let ring = 2 * self.decode_warps() * self.stages * self.block_n * (k_row + v_row);
         ring + 2 * 16 * k_row + self.hand_over_bytes()
     }
 
@@ -114,7 +136,7 @@ impl KernelVariant {
         let Codes::Tiles { k, v } = self.codes else { return 0 };
         let (dim, dim_v) = self.dims;
         let key = k.key_pitch(dim) + k.scale_bytes(dim) + v.value_pitch(dim_v) + v.scale_bytes(dim_v);
-        let ring = self.decode_warps() * self.warp_stages * self.block_n * key;
+        let ring = self.decode_warps() * self.stages * self.block_n * key;
         (ring + 32 * dim * self.q_terms(k) + self.hand_over_bytes()).next_multiple_of(16)
     }
 
