@@ -89,7 +89,7 @@ struct Loader : Walk {
 
     __device__ void enter_heads(const Params& p) {
         k = (const Elem*)p.k + item.kv_head * p.k_stride[1], v = (const Elem*)p.v + item.kv_head * p.v_stride[1];
-        if (!PAGED) k += item.batch * p.k_stride[0], v += item.batch * p.v_stride[0];
+        if (!PAGED) k += item.batch * p.k_stride[0] + item.sequence.first_key() * p.k_stride[2], v += item.batch * p.v_stride[0] + item.sequence.first_key() * p.v_stride[2];
     }
     __device__ void to_next(const Params& p) {
         advance(p, [&] { enter_heads(p); });
@@ -128,7 +128,7 @@ struct Loader : Walk {
 __device__ inline void load_queries(const Params& p, Shared& sh, const Item& item) {
     const Task task = item.task(p);
     const int r0 = item.r0();
-    const SourceRows queries{(const Elem*)p.q, p.q_stride[3], p.q_stride[2], min(16, p.rows - r0), p.head_dim};
+    const SourceRows queries{(const Elem*)p.q, p.q_stride[3], p.q_stride[2], item.rows(p), p.head_dim};
     const auto offset = [&](int r) { return Row(p, task, r0 + r).offset(p.q_stride); };
     load_tile<16, D, WARPS * 32>(sh.q, queries, offset, threadIdx.x);
     cp_async_commit();
@@ -154,7 +154,7 @@ __device__ inline void attend(const Params& p, Shared& sh, Item item, u32 count,
     for (u32 done = 0; done < count; done++, item.step(p)) {
         const Task task = item.task(p);
         const Seen seen = item.seen(p);
-        const int r0 = item.r0(), rows = min(16, p.rows - r0);
+        const int r0 = item.r0(), rows = item.rows(p);
         if (done > 0 && item.split == 0) {
             // Other rows than before.
             bar_sync_readers();

@@ -593,7 +593,7 @@ __device__ inline void attend(const Params& p, Shared& sh, Item item, u32 count,
     for (u32 done = 0; done < count; done++, item.step(p)) {
         const Task task = item.task(p);
         const Seen seen = item.seen(p);
-        const int r0 = item.r0(), rows = min(16, p.rows - r0);
+        const int r0 = item.r0(), rows = item.rows(p);
         if (done > 0 && item.split == 0) {
             // Other rows than before.
             bar_sync_readers();

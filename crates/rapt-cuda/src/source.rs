@@ -49,6 +49,7 @@ pub(crate) const FILES: &[(&str, &str)] = files![
     "hopper/work.cuh",
     "hopper_f32.cu",
     "mma.cu",
+    "varlen.cu",
 ];
 
 /// An include that cannot be resolved. None is in [`FILES`]: a test resolves each.

@@ -33,10 +33,11 @@ pub(super) fn padded_dims(spec: &Spec) -> (u32, u32) {
 
 /// The variant of generic.cu for numbers.
 pub(super) fn generic_variant(spec: &Spec, caps: &Caps) -> KernelVariant {
-    let sequences = match (&spec.pages, &spec.lengths) {
-        (Some(_), _) => Sequences::Paged,
-        (None, Some(_)) => Sequences::Ragged,
-        (None, None) => Sequences::Even,
+    let sequences = match (&spec.pages, &spec.lengths, &spec.varlen) {
+        (Some(_), ..) => Sequences::Paged,
+        (None, Some(_), _) => Sequences::Ragged,
+        (None, None, Some(_)) => Sequences::Varlen,
+        (None, None, None) => Sequences::Even,
     };
     let mask = spec.mask.map(|mask| mask.dtype);
     KernelVariant { sequences, ..KernelVariant::generic(caps.arch, spec.numerics.storage, mask) }

@@ -79,7 +79,7 @@ impl KernelVariant {
                 self.ring_bytes(self.stages()) + self.mask_bytes(self.mask_stages()) + self.staged_bytes()
             }
             Algorithm::HopperF32 => self.hopper_f32_bytes(),
-            Algorithm::Combine | Algorithm::Append => 0,
+            Algorithm::Combine | Algorithm::Append | Algorithm::Varlen => 0,
         }
     }
 
