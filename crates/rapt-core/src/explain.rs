@@ -101,6 +101,12 @@ impl<'a> Explanation<'a> {
                 format!("of each sequence, read on the device: at most {most}, {} of them new", of.added),
             ));
         }
+        if let Some(of) = spec.varlen.as_deref() {
+            rows.push((
+                "sequences",
+                format!("{}, one after another; the device reads where they begin", of.sequences()),
+            ));
+        }
         rows.extend(spec.quantized().map(|(tensor, numbers, codes)| (row_of_codes(tensor), codes.in_words(numbers))));
         rows.extend([
             ("out strides", format!("{:?}, {}", spec.out.strides, spec.out.dtype)),

@@ -49,6 +49,6 @@ pub use queue::{DeviceMemory, Executor, Queue, SerialExecutor, Workspace};
 pub use shape::{Dims, MAX_RANK, Shape, Strides};
 pub use spec::{
     Codes, CodesForm, CodesSpec, Direction, Kv, LengthsSpec, MaskSpec, Numerics, PagesSpec, Qkv, Spec, SpecBuilder,
-    TensorSpec,
+    TensorSpec, VarlenSpec,
 };
 pub use view::{Extent, View, ViewMut};

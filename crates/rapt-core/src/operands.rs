@@ -5,7 +5,9 @@
 //! with any other operand.
 
 use crate::overlap::{Decision, STEPS};
-use crate::spec::{broadcast_mask, canonical, codes_of_keys, keys, lengths_spec, numbers_of, page_table, part_names};
+use crate::spec::{
+    broadcast_mask, canonical, codes_of_keys, keys, lengths_spec, numbers_of, offsets_spec, page_table, part_names,
+};
 use crate::{Codes, CodesForm, CodesSpec, Device, Error, Qkv, Result, Spec, TensorSpec, View, ViewMut};
 
 /// The tensors of one run, as they were given.
@@ -29,6 +31,8 @@ pub struct Tensors<'a> {
     pub page_table: Option<View<'a>>,
     /// Where sequences have lengths of their own: how many keys each has, but for those that its spec adds.
     pub lengths: Option<View<'a>>,
+    /// Where sequences lie one after another: where the queries and where the keys of each begin.
+    pub offsets: Option<[View<'a>; 2]>,
     /// Where the result goes.
     pub out: ViewMut<'a>,
     /// Where the log of the sum of exponentials goes.
@@ -216,6 +220,14 @@ impl<'a> Operands<'a> {
             (None, None) => {}
             _ => return Err(Error::NotAsPlanned { tensor: "cache_seqlens", what: "presence" }),
         }
+        match (&tensors.offsets, spec.varlen.as_deref()) {
+            (Some([q, kv]), Some(planned)) => {
+                compare("cu_seqlens_q", &offsets_spec("cu_seqlens_q", &q.into())?, &planned.cu_seqlens_q)?;
+                compare("cu_seqlens_kv", &offsets_spec("cu_seqlens_kv", &kv.into())?, &planned.cu_seqlens_kv)?;
+            }
+            (None, None) => {}
+            _ => return Err(Error::NotAsPlanned { tensor: "cu_seqlens_q", what: "presence" }),
+        }
         if let Some((tensor, _)) = tensors.inputs().find(|(_, view)| view.device() != spec.device) {
             return Err(Error::NotAsPlanned { tensor, what: "device" });
         }
@@ -280,8 +292,8 @@ impl<'a> Tensors<'a> {
     #[inline]
     #[must_use]
     pub fn new(q: View<'a>, k: View<'a>, v: View<'a>, out: ViewMut<'a>) -> Self {
-        let (mask, sinks, alibi_slopes, page_table, lengths, lse) = (None, None, None, None, None, None);
-        Tensors { q, k, v, codes: Qkv::default(), mask, sinks, alibi_slopes, page_table, lengths, out, lse }
+        let (mask, sinks, alibi_slopes, page_table, lengths, offsets, lse) = (None, None, None, None, None, None, None);
+        Tensors { q, k, v, codes: Qkv::default(), mask, sinks, alibi_slopes, page_table, lengths, offsets, out, lse }
     }
 
     /// Every tensor that is read, with its name.
@@ -293,6 +305,8 @@ impl<'a> Tensors<'a> {
             ("alibi_slopes", self.alibi_slopes.as_ref()),
             ("page_table", self.page_table.as_ref()),
             ("cache_seqlens", self.lengths.as_ref()),
+            ("cu_seqlens_q", self.offsets.as_ref().map(|offsets| &offsets[0])),
+            ("cu_seqlens_kv", self.offsets.as_ref().map(|offsets| &offsets[1])),
         ];
         let of_codes =
             self.codes.named().into_iter().filter_map(|(name, codes)| Some((part_names(name), codes.as_deref()?)));

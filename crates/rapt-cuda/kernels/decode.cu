@@ -77,44 +77,27 @@ __device__ inline void load_paged_tile(
 #endif
 
 // Fills a warp's ring, tile after tile, item after item: first the keys of a tile, later its values.
-struct Loader {
-    Item item;
-    u32 left;
-    int n0, end;
+struct Loader : Walk {
     const Elem *k, *v;
-#if PAGED
-    TilePages pages;
-#endif
     const PassingCopy copy;
 
-    __device__ Loader(const Params& p, const Item& first, u32 count) : item(first), left(count), copy(p) {
+    __device__ Loader(const Params& p, const Item& first, u32 count) : Walk(first, count), copy(p) {
         enter(p);
-        if (PAGED) advance(p);
+        enter_heads(p);
+        if (PAGED) to_next(p);
     }
 
-    // To before the first tile of an item.
-    __device__ void enter(const Params& p) {
-        const Tiles tiles(p, item, item.seen(p));
-        n0 = tiles.n0 - WARPS * TILE, end = tiles.end;
-#if PAGED
-        pages.enter(p, item, tiles.n0);
-#endif
+    __device__ void enter_heads(const Params& p) {
         k = (const Elem*)p.k + item.kv_head * p.k_stride[1], v = (const Elem*)p.v + item.kv_head * p.v_stride[1];
-        if (!PAGED) k += item.batch * p.k_stride[0], v += item.batch * p.v_stride[0];
+        if (!PAGED) k += item.batch * p.k_stride[0] + item.sequence.first_key() * p.k_stride[2], v += item.batch * p.v_stride[0] + item.sequence.first_key() * p.v_stride[2];
     }
-
-    // To the next tile.
-    __device__ void advance(const Params& p) {
-        n0 += WARPS * TILE;
-        while (n0 >= end && left > 1) left--, item.step(p), enter(p), n0 += WARPS * TILE;
-#if PAGED
-        pages.advance(p, item, n0);
-#endif
+    __device__ void to_next(const Params& p) {
+        advance(p, [&] { enter_heads(p); });
     }
 
     // Pages are looked up while the tiles before arrive.
     __device__ void load_keys(const Params& p, Stage& to) {
-        if (!PAGED) advance(p);
+        if (!PAGED) to_next(p);
 #if PAGED
         if (n0 < end) pages.settle(p, item, n0);
 #endif
@@ -125,7 +108,7 @@ struct Loader {
     __device__ void load_values(const Params& p, Stage& to) {
         if (n0 < end) load_rows<DV>(to.v, p, v, p.v_stride, p.head_dim_v);
         cp_async_commit();
-        if (PAGED) advance(p);
+        if (PAGED) to_next(p);
     }
 
   private:
@@ -145,7 +128,7 @@ struct Loader {
 __device__ inline void load_queries(const Params& p, Shared& sh, const Item& item) {
     const Task task = item.task(p);
     const int r0 = item.r0();
-    const SourceRows queries{(const Elem*)p.q, p.q_stride[3], p.q_stride[2], min(16, p.rows - r0), p.head_dim};
+    const SourceRows queries{(const Elem*)p.q, p.q_stride[3], p.q_stride[2], item.rows(p), p.head_dim};
     const auto offset = [&](int r) { return Row(p, task, r0 + r).offset(p.q_stride); };
     load_tile<16, D, WARPS * 32>(sh.q, queries, offset, threadIdx.x);
     cp_async_commit();
@@ -171,7 +154,7 @@ __device__ inline void attend(const Params& p, Shared& sh, Item item, u32 count,
     for (u32 done = 0; done < count; done++, item.step(p)) {
         const Task task = item.task(p);
         const Seen seen = item.seen(p);
-        const int r0 = item.r0(), rows = min(16, p.rows - r0);
+        const int r0 = item.r0(), rows = item.rows(p);
         if (done > 0 && item.split == 0) {
             // Other rows than before.
             bar_sync_readers();

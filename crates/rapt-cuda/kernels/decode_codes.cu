@@ -14,6 +14,8 @@
 //
 // A code that is not finite is multiplied as a number, and its item computed once more: there the score of an attended such key is
 // summed by itself, and an attended such value added to the sums. Finite sums have the same bits both ways.
+// One bfloat16 for p with a key's factor is off by up to 2^-8, where p alone is exact for one key: over many keys that averages
+// out, and rows of few keys are computed once more with two.
 // Deliberately absent: what decode.cu says of items, blocks and rings.
 
 #include "common/scores.cuh"
@@ -32,6 +34,10 @@ constexpr int Q_TERMS = K_SCALES == CHANNEL && TERMS == 1 ? 2 : TERMS;
 // Factors of blocks: in sums and weights where they are float32, else in the operands.
 constexpr bool K_SUMMED = K_SCALES == BLOCK && K_SCALE_DTYPE == F32, K_SCALED = K_SCALES == BLOCK && !K_SUMMED;
 constexpr bool V_WEIGHED = V_SCALES == BLOCK && V_SCALE_DTYPE == F32, V_SCALED = V_SCALES == BLOCK && !V_WEIGHED;
+// Terms of p where an item is computed once more: there a second one is 0 but for rows of at most FEW_KEYS keys.
+constexpr bool TWO_FOR_FEW = TERMS == 1 && (V_SCALES == TOKEN || V_WEIGHED);
+constexpr int CAREFUL_TERMS = TWO_FOR_FEW ? 2 : TERMS;
+constexpr int FEW_KEYS = 128;
 // Bytes of the factors of a key that lie in a tile.
 constexpr int scale_bytes(int scales, int dim, int block, int dtype) {
     return scales == TOKEN ? 4 : scales == BLOCK ? dim / block * (dtype == F32 ? 4 : 1) : 0;
@@ -199,20 +205,17 @@ __device__ inline void load_factors(u8* to, const BytesOfRows& from) {
 }
 
 // Fills a warp's ring, tile after tile, item after item: first the keys of a tile, later its values.
-struct Loader {
-    Item item;
-    u32 left;
-    int n0, end;
+struct Loader : Walk {
     const u8 *k, *v, *k_factors, *v_factors;
 #if PAGED
-    TilePages pages;
     u32 bad_tiles = 0;  // a bit for each tile of the ring, the latest lowest: the table names no page for a key of it
 #endif
     const PassingCopy copy;
 
-    __device__ Loader(const Params& p, const Item& first, u32 count) : item(first), left(count), copy(p) {
+    __device__ Loader(const Params& p, const Item& first, u32 count) : Walk(first, count), copy(p) {
         enter(p);
-        if (PAGED) advance(p);
+        enter_heads(p);
+        if (PAGED) to_next(p);
     }
 
     // Whether the tile that is multiplied next has keys in no page.
@@ -242,28 +245,17 @@ struct Loader {
     __device__ BytesOfRows rows_of_factors(const Params& p, const u8* base, const Codes& codes) const {
         return rows(p, base, codes.descale_stride, DTYPE == F32 ? 4 : 1, 0);
     }
-    // To before the first tile of an item.
-    __device__ void enter(const Params& p) {
-        const Tiles tiles(p, item, item.seen(p));
-        n0 = tiles.n0 - WARPS * TILE, end = tiles.end;
-#if PAGED
-        pages.enter(p, item, tiles.n0);
-#endif
+    __device__ void enter_heads(const Params& p) {
         k = (const u8*)p.k + item.kv_head * p.k_stride[1], v = (const u8*)p.v + item.kv_head * p.v_stride[1];
         if (!PAGED) k += item.batch * p.k_stride[0], v += item.batch * p.v_stride[0];
         k_factors = factors(p.k_codes), v_factors = factors(p.v_codes);
     }
-    // To the next tile.
-    __device__ void advance(const Params& p) {
-        n0 += WARPS * TILE;
-        while (n0 >= end && left > 1) left--, item.step(p), enter(p), n0 += WARPS * TILE;
-#if PAGED
-        pages.advance(p, item, n0);
-#endif
+    __device__ void to_next(const Params& p) {
+        advance(p, [&] { enter_heads(p); });
     }
     // Pages are looked up while the tiles before arrive.
     __device__ void load_keys(const Params& p, Stage& to) {
-        if (!PAGED) advance(p);
+        if (!PAGED) to_next(p);
 #if PAGED
         if (n0 < end) pages.settle(p, item, n0);
         bad_tiles = bad_tiles << 1 | (n0 < end && pages.any_is_bad(p));
@@ -284,7 +276,7 @@ struct Loader {
             }
         }
         cp_async_commit();
-        if (PAGED) advance(p);
+        if (PAGED) to_next(p);
     }
 };
 
@@ -306,8 +298,8 @@ __device__ inline float head_factor(const Codes& codes, const Item& item) {
 template <int KIND>
 __device__ inline float zero_point(const Params& p, const Codes& codes, const Item& item, int j) {
     if (KIND != UINT8) return 0;
-    KeyPlace key(p, item.batch, min(j, item.sequence.kv_len(p) - 1));
-    if (!key.exists(p)) key.block = 0;
+    const KeyPlace key(p, item.batch, min(j, item.sequence.kv_len(p) - 1));
+    if (!key.exists(p)) return 0;
     const int of = codes.in_pages ? key.block : item.batch;
     const i64 at = of * codes.zero_point_stride[0] + item.kv_head * codes.zero_point_stride[1];
     return codes.zero_point[at + key.row * codes.zero_point_stride[2]] - code_offset(KIND);
@@ -450,7 +442,8 @@ __device__ inline void sum_odd_keys(
 }
 
 // The weights of 16 keys as operands. The factor of each of a lane's keys (2t, 2t+1, 2t+8, 2t+9).
-__device__ inline void weigh(u32 (&a)[TERMS][4], const float (&s)[NT][4], int kt, const float (&factor)[4]) {
+template <int COUNT>
+__device__ inline void weigh(u32 (&a)[COUNT][4], const float (&s)[NT][4], int kt, const float (&factor)[4], bool is_few) {
 #pragma unroll
     for (int word = 0; word < 4; word++) {
         float x[2];
@@ -460,10 +453,11 @@ __device__ inline void weigh(u32 (&a)[TERMS][4], const float (&s)[NT][4], int kt
             x[e] = product(s[nt][word % 2 * 2 + e], factor[word / 2 * 2 + e]);
         }
 #pragma unroll
-        for (int term = 0; term < TERMS; term++) {
+        for (int term = 0; term < COUNT; term++) {
             a[term][word] = pack(x[0], x[1]);
-            if (term + 1 < TERMS) {
+            if (term + 1 < COUNT) {
                 x[0] -= __uint_as_float(a[term][word] << 16), x[1] -= __uint_as_float(a[term][word] & 0xffff0000u);
+                if (TERMS == 1 && !is_few) x[0] = x[1] = 0;
             }
         }
     }
@@ -472,8 +466,9 @@ __device__ inline void weigh(u32 (&a)[TERMS][4], const float (&s)[NT][4], int kt
 // acc_o += p.v of a tile, p in `s`.
 template <bool CAREFUL>
 __device__ inline void multiply_value_codes(
-    float (&acc_o)[DV / 8][4], const float (&s)[NT][4], const Tile& tile, const CodeBits<V_KIND>& bits, Odd& odd
+    float (&acc_o)[DV / 8][4], const float (&s)[NT][4], const Tile& tile, const CodeBits<V_KIND>& bits, bool is_few, Odd& odd
 ) {
+    constexpr int P_TERMS = CAREFUL ? CAREFUL_TERMS : TERMS;
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
 #pragma unroll
     for (int kt = 0; kt < NT / 2; kt++) {
@@ -497,8 +492,8 @@ __device__ inline void multiply_value_codes(
                 minus_zero_points[n] = bf16_of(-low) | bf16_of(-high) << 16;
             }
         }
-        u32 a[TERMS][4];
-        if (!V_WEIGHED) weigh(a, s, kt, factor);
+        u32 a[P_TERMS][4];
+        if (!V_WEIGHED) weigh(a, s, kt, factor, is_few);
 #pragma unroll
         for (int run = 0; run < Values::RUNS; run++) {
             u32 words[4][Values::WORDS], factors[2];
@@ -515,7 +510,7 @@ __device__ inline void multiply_value_codes(
                     odd.see(factor[n]);
                     if (CAREFUL && !is_finite(factor[n])) factor[n] = 0;
                 }
-                weigh(a, s, kt, factor);
+                weigh(a, s, kt, factor, is_few);
             }
             if constexpr (V_SCALED) {
                 u32 of[4];
@@ -534,7 +529,7 @@ __device__ inline void multiply_value_codes(
                     b0 = scaled<V_KIND, V_SCALE_DTYPE>(b0, factors[0]), b1 = scaled<V_KIND, V_SCALE_DTYPE>(b1, factors[1]);
                 }
 #pragma unroll
-                for (int term = TERMS - 1; term >= 0; term--) mma(acc_o[run * V_RUN + I], a[term], b0, b1);
+                for (int term = P_TERMS - 1; term >= 0; term--) mma(acc_o[run * V_RUN + I], a[term], b0, b1);
             });
         }
     }
@@ -598,7 +593,7 @@ __device__ inline void attend(const Params& p, Shared& sh, Item item, u32 count,
     for (u32 done = 0; done < count; done++, item.step(p)) {
         const Task task = item.task(p);
         const Seen seen = item.seen(p);
-        const int r0 = item.r0(), rows = min(16, p.rows - r0);
+        const int r0 = item.r0(), rows = item.rows(p);
         if (done > 0 && item.split == 0) {
             // Other rows than before.
             bar_sync_readers();
@@ -612,6 +607,7 @@ __device__ inline void attend(const Params& p, Shared& sh, Item item, u32 count,
         const Tiles tiles(p, item, seen);
         const float all = head_factor<V_SCALES, V_KIND, V_SCALE_DTYPE>(p.v_codes, item);
         bool is_bad = false;
+        const bool is_few = TWO_FOR_FEW && seen.hi - seen.lo <= FEW_KEYS;
         for (int n0 = tiles.n0; n0 < tiles.end; n0 += WARPS * TILE) {
             const Tile tile{p, item, sh.ring[stage][warp], n0};
             is_bad |= loader.next_is_bad();
@@ -642,7 +638,7 @@ __device__ inline void attend(const Params& p, Shared& sh, Item item, u32 count,
             cp_async_wait<PENDING>();
             __syncwarp();
             Odd of_values;
-            multiply_value_codes<CAREFUL>(softmax.acc_o[0], s[0], tile, of_v, CAREFUL ? of_values : odd);
+            multiply_value_codes<CAREFUL>(softmax.acc_o[0], s[0], tile, of_v, is_few, CAREFUL ? of_values : odd);
             if (CAREFUL) {
                 of_values.see(all);
                 if (V_SCALES == CHANNEL) {
@@ -656,7 +652,7 @@ __device__ inline void attend(const Params& p, Shared& sh, Item item, u32 count,
         }
         softmax.reduce();
         if (is_bad) softmax.row_sum[0][0] = softmax.row_sum[0][1] = not_a_number();
-        const float poison = is_bad || (!CAREFUL && odd.any()) ? not_a_number() : 0.f;
+        const float poison = is_bad || (!CAREFUL && (is_few || odd.any())) ? not_a_number() : 0.f;
         hand_over(p, sh.over, softmax, rows, handed, [&](float* row, int nt, int h) {
 #pragma unroll
             for (int e = 0; e < 2; e++) {

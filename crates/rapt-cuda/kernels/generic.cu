@@ -42,6 +42,18 @@ struct Block {
     int first, end;  // keys: the first of its first tile, and the one behind its last
     __device__ explicit Block(const Params& p) : Block(p, blockIdx.x / p.dv_blocks) {}
 
+#if VARLEN
+    // Chunk after chunk.
+    __device__ void go_to(const Params& p, int next) { set_keys(p, split = next); }
+
+  private:
+    __device__ Block(const Params& p, u32 unit) : Block(p, RowBlock<BM>(p, unit)) {}
+    __device__ Block(const Params& p, const RowBlock<BM>& of)
+        : task_index(0), task(of.task), r0(of.r0), rows(min(BM, task.rows(p) - r0)), split(0), dv_block(blockIdx.x % p.dv_blocks),
+          column0(dv_block * DVC) {
+        set_keys(p, 0);
+    }
+#else
   private:
     __device__ Block(const Params& p, u32 chunk) : Block(p, chunk, divide(chunk, p.by_num_splits)) {}
     __device__ Block(const Params& p, u32 chunk, u32 run)
@@ -53,6 +65,10 @@ struct Block {
           split(chunk - run * p.num_splits),
           dv_block(blockIdx.x % p.dv_blocks),
           column0(dv_block * DVC) {
+        set_keys(p, split);
+    }
+#endif
+    __device__ void set_keys(const Params& p, int split) {
         const Seen seen(p, task, r0, r0 + rows);
         const int keys = task.sequence.chunk(p), kv_len = task.sequence.kv_len(p);
         first = max(seen.lo, split * keys) / BN * BN;
@@ -117,7 +133,7 @@ __device__ inline Acc query(const Params& p, const Shared& sh, const Block& bloc
 #endif
 }
 __device__ inline Acc key(const Params& p, const Block& block, int j, int d) {
-    const KeyPlace at(p, block.task.batch, j);
+    const KeyPlace at(p, block.task.batch, block.task.sequence.first_key() + j);
     if (!at.exists(p)) return not_a_number();
 #if CODES
     const CodedRow row(p.k_stride, p.k_codes, block.task.batch, kv_head(p, block.task), at.block, at.row);
@@ -128,7 +144,7 @@ __device__ inline Acc key(const Params& p, const Block& block, int j, int d) {
 #endif
 }
 __device__ inline Acc value(const Params& p, const Block& block, int j, int c) {
-    const KeyPlace at(p, block.task.batch, j);
+    const KeyPlace at(p, block.task.batch, block.task.sequence.first_key() + j);
     if (!at.exists(p)) return not_a_number();
 #if CODES
     const CodedRow row(p.v_stride, p.v_codes, block.task.batch, kv_head(p, block.task), at.block, at.row);
@@ -272,16 +288,16 @@ __device__ inline void Sums::add_values(const Params& p, Shared& sh, const Block
     }
 }
 
-// Rows of out and lse; or, where keys are split, sums for combine.cu.
-__device__ inline void store(const Params& p, const Block& block, Sums& sums) {
+// Rows of out and lse; or, where keys are split, sums for combine.cu. The threads of a row have its row_sum.
+__device__ inline void store(const Params& p, const Block& block, const Sums& sums) {
     const bool is_first = block.dv_block == 0 && threadIdx.x % 16 == 0;
 #pragma unroll
     for (int a = 0; a < 4; a++) {
-        const Acc row_max = sums.row_max[a], row_sum = sum_of_lanes<16>(sums.row_sum[a]);
+        const Acc row_max = sums.row_max[a], row_sum = sums.row_sum[a];
         const int r = thread_row() + a;
         if (r >= block.rows) continue;
         const Row row(p, block.task, block.r0 + r);
-        if (block.task.sequence.num_splits(p) > 1) {
+        if (!VARLEN && block.task.sequence.num_splits(p) > 1) {
             Acc* to = partial(p, block.task_index, block.r0 + r, block.split);
 #pragma unroll
             for (int c = 0; c < COLS; c++) {
@@ -301,19 +317,8 @@ __device__ inline void store(const Params& p, const Block& block, Sums& sums) {
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) attention(const __grid_constant__ Params p) {
-    extern __shared__ __align__(16) u8 memory[];
-    Shared& sh = *(Shared*)memory;
-    const Block block(p);
-    if (RAGGED && block.split >= block.task.sequence.num_splits(p)) return;
-    if ((int)threadIdx.x < block.rows) {
-        const Row row(p, block.task, block.r0 + threadIdx.x);
-        sh.q_row[threadIdx.x] = row.offset(p.q_stride);
-        sh.mask_row[threadIdx.x] = mask_row(p, row);
-    }
-    __syncthreads();
-    const OwnRows own(p, block);
-    Sums sums;
+// The sums of a block's keys; row_sum is that of the row.
+__device__ inline void attend(const Params& p, Shared& sh, const Block& block, const OwnRows& own, Sums& sums) {
     for (int careful = 0; careful < 2; careful++) {
         sums.clear();
         for (int n0 = block.first; n0 < block.end; n0 += BN) {
@@ -324,5 +329,55 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention(const __grid_con
         }
         if (!__syncthreads_or(sums.has_non_finite())) break;
     }
+#pragma unroll
+    for (int a = 0; a < 4; a++) sums.row_sum[a] = sum_of_lanes<16>(sums.row_sum[a]);
+}
+
+#if VARLEN
+// The sums of chunks before, and of one more: as combine.cu folds them.
+__device__ inline void fold(Sums& sums, const Sums& next) {
+#pragma unroll
+    for (int a = 0; a < 4; a++) {
+        const Fold of(sums.row_max[a], next.row_sum[a] == 0 ? negative_infinity() : next.row_max[a]);
+        sums.row_sum[a] = of.add(sums.row_sum[a], next.row_sum[a]);
+#pragma unroll
+        for (int c = 0; c < COLS; c++) sums.acc_o[a][c] = of.add(sums.acc_o[a][c], next.acc_o[a][c]);
+    }
+}
+#endif
+
+extern "C" __global__ void __launch_bounds__(THREADS) attention(const __grid_constant__ Params p) {
+    extern __shared__ __align__(16) u8 memory[];
+    Shared& sh = *(Shared*)memory;
+#if VARLEN
+    if (is_beyond(p, blockIdx.x / p.dv_blocks)) return;
+    Block block(p);
+#else
+    const Block block(p);
+#endif
+    if (RAGGED && block.split >= block.task.sequence.num_splits(p)) return;
+    if ((int)threadIdx.x < block.rows) {
+        const Row row(p, block.task, block.r0 + threadIdx.x);
+        sh.q_row[threadIdx.x] = row.offset(p.q_stride);
+        sh.mask_row[threadIdx.x] = mask_row(p, row);
+    }
+    __syncthreads();
+    const OwnRows own(p, block);
+    Sums sums;
+    attend(p, sh, block, own, sums);
+#if VARLEN
+    const int num_splits = block.task.sequence.num_splits(p);
+    if (num_splits > 1) {
+        Sums so_far;
+        so_far.clear();
+        fold(so_far, sums);
+        for (int split = 1; split < num_splits; split++) {
+            block.go_to(p, split);
+            attend(p, sh, block, own, sums);
+            fold(so_far, sums);
+        }
+        sums = so_far;
+    }
+#endif
     store(p, block, sums);
 }

@@ -36,7 +36,7 @@ __device__ inline void Consumer::run() {
 #pragma unroll 1
     while (round >= 0) {
         const Work work = CHAINED ? next.as_uniform() : work_of(round);
-        if (!work.any || work.r0 >= p.rows) {
+        if (!work.any || !work.has_rows(p)) {
             if (work.any) {
                 skip_item(work);
             } else {
@@ -102,7 +102,7 @@ __device__ inline void Consumer::run() {
         if (CHAINED) {
             ends = finish<false>(work);
             round = next_round(round + 1, false);
-            next = work_of(round), begun = next.any && next.r0 < p.rows;
+            next = work_of(round), begun = next.any && next.has_rows(p);
         }
         wgmma_wait<0>(acc_o);
         const bool through_v = OUT_THROUGH_V && n0 != work.n0;
@@ -155,15 +155,42 @@ __device__ inline void run_producer(const HopperParams& h, Shared& sh, bool mask
 #endif
 #pragma unroll 1
     for (int pass = 0; pass < 2; pass++) {
+#if VARLEN
+        // What an item is comes out of memory: that is asked an item ahead.
+        Item next(h, 0);
+#endif
 #pragma unroll 1
         for (int round = 0;; round++) {
+#if VARLEN
+            const Item item = next;
+            if (item.is_beyond(h)) break;
+            bool is_asked = false;
+            const auto ask = [&] {
+                if (!is_asked) next = Item(h, round + 1);
+                is_asked = true;
+            };
+#else
             const Item item(h, round);
             if (item.is_beyond(h)) break;
-            if (item.is_none() || (pass == 1 && !is_careful_round(sh, round))) continue;
+#endif
+            if (item.is_none() || (pass == 1 && !is_careful_round(sh, round))) {
+#if VARLEN
+                ask();
+#endif
+                continue;
+            }
             const Task task(h.p, item.task);
             const int r0 = item.r0(h);
             const Tiles tiles = item.tiles(h);
-#if MASK == NO_MASK
+#if VARLEN
+            // Behind the first tile of this one.
+            if (!VECTOR || lane == 0) {
+                producer.run(task, r0, tiles, [&](int n0) {
+                    if (n0 != tiles.first) ask();
+                });
+            }
+            ask();
+#elif MASK == NO_MASK
             if (!VECTOR || lane == 0) producer.run(task, r0, tiles, [](int) {});
 #else
             const int end = tiles.first + tiles.count * BN;
@@ -201,6 +228,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(const __grid_
     const bool mask_by_tma = false;
 #endif
     if (threadIdx.x == 0) init_barriers(sh, mask_by_tma);
+#if VARLEN
+    // The launch before this one says what there is to do.
+    griddepcontrol_wait();
+#endif
     for (int at = threadIdx.x; at < CAREFUL_BITS / 32; at += THREADS) sh.careful_rounds[at] = 0;
     __syncthreads();
 

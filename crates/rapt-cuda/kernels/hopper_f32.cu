@@ -127,15 +127,11 @@ struct Quarter {
 
 // --- loading ---------------------------------------------------------------------------------------------------------------
 
-struct Place {
-    int r0;
-    Task task;
-    // Blocks of one task run side by side and share its K and V in L2; late rows see the most keys and go first.
-    __device__ Place(const Params& p, u32 block)
-        : r0((p.row_blocks - 1 - (int)(block % p.row_blocks)) * BM), task(p, block / p.row_blocks) {}
+struct Place : RowBlock<BM> {
+    using RowBlock::RowBlock;
     // What this block computes, read again wherever it is needed.
     __device__ static Place here(const Params& p) { return Place(p, opaque(blockIdx.x)); }
-    __device__ Seen seen(const Params& p) const { return Seen(p, task, r0, r0 + min(BM, p.rows - r0)); }
+    __device__ Seen seen(const Params& p) const { return Seen(p, task, r0, r0 + min(BM, task.rows(p) - r0)); }
 };
 
 // A place in the ring, and the parity of its barriers' phase.
@@ -147,7 +143,7 @@ struct Ring {
 };
 
 __device__ inline const float* head_of(const void* base, const i64 (&stride)[4], const Params& p, const Task& task) {
-    return (const float*)base + task.batch * stride[0] + task.head / p.group * stride[1];
+    return (const float*)base + task.batch * stride[0] + task.head / p.group * stride[1] + task.sequence.first_key() * stride[2];
 }
 
 // K or V of a task in memory.
@@ -170,7 +166,8 @@ struct Blocks {
 // The keys' (or values') rows, two quarters of a block under way while a third is split.
 template <int BOXES>
 __device__ inline void load_blocks(
-    bool careful, const Params& p, const Seen& seen, Ring& ring, const Operand& operand, const Blocks<BOXES>& blocks
+    bool careful, const Params& p, const Sequence& of, const Seen& seen, Ring& ring, const Operand& operand,
+    const Blocks<BOXES>& blocks
 ) {
     const i64(&stride)[4] = operand.stride;
     const int lane = threadIdx.x % 128, start = seen.lo / BN * BN;
@@ -180,7 +177,7 @@ __device__ inline void load_blocks(
     int j = start + Quarter<BOXES>::first_row(lane);
     const float* from = operand.base + j * stride[2];
     auto load_next = [&](Quarter<BOXES>& to, int n) {
-        to.load(from, j < p.kv_len, stride[3], operand.dim, lane);
+        to.load(from, j < of.kv_len(p), stride[3], operand.dim, lane);
         const int rows = n == 3 ? BN - Quarter<BOXES>::ahead(3) : Quarter<BOXES>::ahead(n + 1) - Quarter<BOXES>::ahead(n);
         j += rows, from += rows * stride[2];
     };
@@ -277,12 +274,13 @@ __device__ inline void recompute_scores(
 ) {
     const int quad = lane_column(threadIdx.x % 128);
     const u64 k_odd = *(const u64*)sh.k_odd[ring.at];
-    const float* k = head_of(p.k, p.k_stride, p, Place::here(p).task) + n0 * p.k_stride[2];
+    const Place place = Place::here(p);
+    const float* k = head_of(p.k, p.k_stride, p, place.task) + n0 * p.k_stride[2];
     const bool any = k_odd != 0 || q_odd[0] || q_odd[1];
 #pragma unroll 1
     for (int n = 0; any && n < NT * 4; n++) {
         const int j = n / 4 * 8 + quad + n % 2, h = n / 2 % 2;
-        if (((k_odd >> j & 1) == 0 && !(h == 0 ? q_odd[0] : q_odd[1])) || n0 + j >= p.kv_len) continue;
+        if (((k_odd >> j & 1) == 0 && !(h == 0 ? q_odd[0] : q_odd[1])) || n0 + j >= place.task.sequence.kv_len(p)) continue;
         const float* q = (const float*)p.q + queries().row(0, h).offset(p.q_stride);
         const float x = plain_score(p, q, k + j * p.k_stride[2]);
 #pragma unroll
@@ -370,7 +368,7 @@ __device__ inline void multiply(bool careful, const Params& p, Shared& sh, Ring&
     const auto group = [] { return uniform(reread_tid() / 128) - 1; };
     const Place place = Place::here(p);
     const int lane = threadIdx.x % 128, quad = lane_column(lane);
-    const int rows = min(BM, p.rows - place.r0);
+    const int rows = min(BM, place.task.rows(p) - place.r0);
     const auto queries = [&] {
         const Place here = Place::here(p);
         return Queries{p, here.task, here.r0 + reread_tid() / 32 * 16 - 64};
@@ -417,7 +415,7 @@ __device__ inline void multiply(bool careful, const Params& p, Shared& sh, Ring&
         mbarrier_arrive(sh.k_empty[ring.at]);
         if (!VECTOR) seen = Place::here(p).seen(p);  // again: registers are scarcer there
         const bool positions = n0 < seen.all_lo || n0 + BN > seen.all_hi;
-        if (NATURAL || MASK != NO_MASK || positions) apply_scores<1, NT>(s, p, queries(), mask, n0, p.kv_len, positions);
+        if (NATURAL || MASK != NO_MASK || positions) apply_scores<1, NT>(s, p, queries(), mask, n0, place.task.sequence.kv_len(p), positions);
 
         // The maximum is followed in every block of keys, by however little it rises, as in OnlineSoftmax at a slack of 0. Apart
         // from it because row_sum takes the factor in `split_weights`, where that and the block's sum are rounded once.
@@ -460,7 +458,7 @@ __device__ inline void finish(const Params& p, const Place& place, const RowSums
 #pragma unroll
     for (int h = 0; h < 2; h++) {
         const int r = first + lane / 4 + h * 8;
-        if (r >= p.rows) continue;
+        if (r >= place.task.rows(p)) continue;
         const Row row(p, place.task, r);
         const float l = sums.row_sum[h];
         const RowEnd row_end(p, row, natural_max(p, sums.row_max[h]), l);
@@ -483,6 +481,9 @@ __device__ inline void finish(const Params& p, const Place& place, const RowSums
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(const __grid_constant__ Params p) {
     extern __shared__ __align__(1024) u8 memory[];
     Shared& sh = *(Shared*)memory;
+#if VARLEN
+    if (is_beyond(p, blockIdx.x)) return;
+#endif
     if (threadIdx.x == 0) {
         for (int at = 0; at < STAGES; at++) {
             mbarrier_init(sh.k_full[at], 128), mbarrier_init(sh.v_full[at], 128);
@@ -501,11 +502,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(const __grid_
             if (group == 0) {
                 const Operand k{head_of(p.k, p.k_stride, p, place.task), p.k_stride, p.head_dim};
                 const Blocks<K_BOXES> blocks{sh.k, sh.k_down, sh.k_odd, sh.k_full, sh.k_empty};
-                load_blocks(careful, p, seen, ring, k, blocks);
+                load_blocks(careful, p, place.task.sequence, seen, ring, k, blocks);
             } else {
                 const Operand v{head_of(p.v, p.v_stride, p, place.task), p.v_stride, p.head_dim_v};
                 const Blocks<V_BOXES> blocks{sh.v, sh.v_down, sh.v_odd, sh.v_full, sh.v_empty};
-                load_blocks(careful, p, seen, ring, v, blocks);
+                load_blocks(careful, p, place.task.sequence, seen, ring, v, blocks);
             }
             if (!__syncthreads_or(0)) break;
         }

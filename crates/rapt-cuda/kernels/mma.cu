@@ -28,17 +28,7 @@ struct Shared {
 };
 static_assert(sizeof(Shared) == SHARED_BYTES, "the host and mma.cu disagree on shared memory");
 
-// Which rows of which task a block computes.
-struct Place {
-    int r0;
-    Task task;
-    // Blocks of one task run side by side and share its K and V in L2; late rows see the most keys and go first.
-    __device__ Place(const Params& p, u32 block) : Place(p, block, divide(block, p.by_row_blocks)) {}
-
-  private:
-    __device__ Place(const Params& p, u32 block, u32 of)
-        : r0((p.row_blocks - 1 - (int)(block - of * p.row_blocks)) * BM), task(p, of) {}
-};
+using Place = RowBlock<BM>;
 
 // The block's index, read again: what is computed from it a second time takes no register meanwhile.
 __device__ inline u32 reread_ctaid() {
@@ -49,7 +39,7 @@ __device__ inline u32 reread_ctaid() {
 
 // 16 rows of a warp, from shared memory.
 __device__ inline void store_rows(const Params& p, const Task& task, int r0, const float* staged, int lane) {
-    const int rows = min(16, p.rows - r0);
+    const int rows = min(16, task.rows(p) - r0);
     if (p.out_vector) {
         const int units = p.head_dim_v / 8;
         int r = lane / units, c = lane % units;
@@ -79,9 +69,11 @@ __device__ inline bool attend(const Params& p, Shared& sh, int first_fragment) {
     const Place place(p, blockIdx.x);
     const int r0 = place.r0;
     const Task& task = place.task;
-    const int rows = min(BM, p.rows - r0);
-    const Elem* k = (const Elem*)p.k + task.batch * p.k_stride[0] + kv_head(p, task) * p.k_stride[1];
-    const Elem* v = (const Elem*)p.v + task.batch * p.v_stride[0] + kv_head(p, task) * p.v_stride[1];
+    const int rows = min(BM, task.rows(p) - r0);
+    const Elem* k = (const Elem*)p.k + task.batch * p.k_stride[0] + kv_head(p, task) * p.k_stride[1] +
+                    task.sequence.first_key() * p.k_stride[2];
+    const Elem* v = (const Elem*)p.v + task.batch * p.v_stride[0] + kv_head(p, task) * p.v_stride[1] +
+                    task.sequence.first_key() * p.v_stride[2];
 
     if (p.task_heads == 1) {
         const Elem* q = (const Elem*)p.q + Row(p, task, r0).offset(p.q_stride);
@@ -91,13 +83,13 @@ __device__ inline bool attend(const Params& p, Shared& sh, int first_fragment) {
         load_tile<BM, D, THREADS>(sh.q, {(const Elem*)p.q, p.q_stride[3], p.q_stride[2], rows, p.head_dim}, offset, tid);
     }
     auto load_next_k = [&](int n0) {
-        const SourceRows k_rows{k, p.k_stride[3], p.k_stride[2], p.kv_len - n0, p.head_dim};
+        const SourceRows k_rows{k, p.k_stride[3], p.k_stride[2], task.sequence.kv_len(p) - n0, p.head_dim};
         load_even_tile<BN, D, THREADS>(sh.k, k_rows, tid);
         cp_async_commit();
         k += BN * p.k_stride[2];
     };
     auto load_next_v = [&](int n0) {
-        const SourceRows v_rows{v, p.v_stride[3], p.v_stride[2], p.kv_len - n0, p.head_dim_v};
+        const SourceRows v_rows{v, p.v_stride[3], p.v_stride[2], task.sequence.kv_len(p) - n0, p.head_dim_v};
         load_even_tile<BN, DV, THREADS>(sh.v, v_rows, tid);
         cp_async_commit();
         v += BN * p.v_stride[2];
@@ -123,7 +115,7 @@ __device__ inline bool attend(const Params& p, Shared& sh, int first_fragment) {
         multiply_keys<MT, NT>(s, sh.q + warp_row * K_ROW, sh.k);
         const bool positions = n0 < seen.all_lo || n0 + BN > seen.all_hi;
         if (NATURAL || MASK != NO_MASK || positions) {
-            apply_scores<MT, NT>(s, p, queries, mask, n0, p.kv_len, positions);
+            apply_scores<MT, NT>(s, p, queries, mask, n0, task.sequence.kv_len(p), positions);
         }
         cp_async_wait<0>();
         __syncthreads();
@@ -147,10 +139,10 @@ __device__ inline bool attend(const Params& p, Shared& sh, int first_fragment) {
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             const int r = lane / 4 + h * 8;
-            const Row row(p, again.task, min(warp_r0 + mt * 16 + r, p.rows - 1));
+            const Row row(p, again.task, min(warp_r0 + mt * 16 + r, again.task.rows(p) - 1));
             const float l = softmax.row_sum[mt][h];
             const RowEnd row_end(p, row, natural_max(p, softmax.row_max[mt][h]), l);
-            if (lane % 4 == 0 && warp_r0 + mt * 16 + r < p.rows) store_lse(p, row, row_end);
+            if (lane % 4 == 0 && warp_r0 + mt * 16 + r < again.task.rows(p)) store_lse(p, row, row_end);
 #pragma unroll
             for (int nt = 0; nt < DV / 8; nt++) {
                 const float* pair = &softmax.acc_o[mt][nt][h * 2];
@@ -176,5 +168,8 @@ __device__ __noinline__ void attend_carefully(const Params& p, Shared& sh) {
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention(const __grid_constant__ Params p) {
     extern __shared__ __align__(128) u8 memory[];
     Shared& sh = *(Shared*)memory;
+#if VARLEN
+    if (is_beyond(p, blockIdx.x)) return;
+#endif
     if (!attend<false, FRAGMENTS>(p, sh, 0)) attend_carefully(p, sh);
 }

@@ -19,6 +19,7 @@ use crate::params::{HopperParams, LaunchParams, Params};
 use crate::partition::Partition;
 use crate::tensor_map::{TensorMap, TmaTensor};
 use crate::variant::{Algorithm, KernelVariant, Loads};
+use crate::varlen::{Takes, VarlenParams};
 
 /// A kernel on a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -68,6 +69,73 @@ pub(crate) struct Hopper {
     pub(crate) moved: [Option<TmaTensor>; 5],
 }
 
+/// A launch over those of the sequences that lie one after another which `takes` says.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct VarlenLaunch {
+    pub(crate) step: Step,
+    /// Without addresses.
+    pub(crate) params: Params,
+    pub(crate) hopper: Option<Box<Hopper>>,
+    pub(crate) takes: Takes,
+}
+
+/// What serves sequences that lie one after another.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Varlen {
+    /// What finds the sequences, and deals them to `launches`.
+    pub(crate) deal: Step,
+    /// Without addresses.
+    pub(crate) params: VarlenParams,
+    pub(crate) launches: Vec<VarlenLaunch>,
+}
+
+impl Varlen {
+    /// In the order in which they are launched.
+    pub(crate) fn steps(&self) -> impl Iterator<Item = &Step> {
+        std::iter::once(&self.deal).chain(self.launches.iter().map(|launch| &launch.step))
+    }
+
+    fn steps_mut(&mut self) -> impl Iterator<Item = &mut Step> {
+        std::iter::once(&mut self.deal).chain(self.launches.iter_mut().map(|launch| &mut launch.step))
+    }
+
+    /// Enqueues all of them.
+    ///
+    /// # Safety
+    /// As [`CudaLaunch::enqueue`], and the workspace is as long as planned.
+    unsafe fn enqueue(
+        &self,
+        driver: &dyn Driver,
+        operands: &mut Operands<'_>,
+        workspace: usize,
+        stream: usize,
+    ) -> CoreResult<()> {
+        let device = operands.tensors().q.device();
+        let on = |error: CudaError| error.on(device);
+        let mut of_each = Vec::with_capacity(self.launches.len());
+        for VarlenLaunch { step, params, hopper, takes } in &self.launches {
+            let params = params.at(operands, workspace + takes.table);
+            let hopper = hopper.as_ref().map(|hopper| hopper.at(driver, &params)).transpose().map_err(on)?;
+            of_each.push((step, step.function(device)?, params, hopper));
+        }
+        let Some((.., params, _)) = of_each.last() else { return Ok(()) };
+        let dealt = self.params.at(params, operands, workspace);
+        let deal = self.deal.function(device)?;
+        // SAFETY: `CudaLaunch::loaded` gave each step the function of its own variant, and `select` made the parameters for that variant
+        // from the spec that `Operands::check` proved the operands against. varlen.cu deals no row that does not lie in q, or lies in two
+        // sequences, and no key that does not lie in k, so that the tables that `select` has room for hold what it deals, and each address
+        // that a kernel reaches lies in its tensor's extent. The caller vouches for how long memory lives.
+        unsafe {
+            driver.launch(deal, self.deal.grid(), stream, dealt.as_bytes()).map_err(on)?;
+            for (step, function, params, hopper) in &of_each {
+                let bytes = hopper.as_ref().map_or_else(|| params.as_bytes(), HopperParams::as_bytes);
+                driver.launch(function, step.grid(), stream, bytes).map_err(on)?;
+            }
+        }
+        Ok(())
+    }
+}
+
 /// Why the tensor cores do not serve a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum WhyGeneric {
@@ -101,6 +169,8 @@ pub(crate) struct Launches {
     pub(crate) hopper: Option<Box<Hopper>>,
     /// Of variants that read codes, or lengths of sequences.
     pub(crate) beside: Option<Box<LaunchParams>>,
+    /// Where sequences lie one after another: what is launched in place of all that. `main` is the last of it, for reports.
+    pub(crate) varlen: Option<Box<Varlen>>,
     pub(crate) workspace_bytes: usize,
     pub(crate) why_generic: Option<WhyGeneric>,
 }
@@ -159,13 +229,12 @@ impl CudaLaunch {
 
     /// This plan with the functions that `load` finds.
     pub(crate) fn loaded(mut self, load: impl Fn(&KernelVariant) -> Result<Loaded>) -> Result<Self> {
-        for step in self
-            .launches
-            .iter_mut()
-            .flat_map(|launches| [Some(&mut launches.main), launches.combine.as_mut(), launches.append.as_mut()])
-            .flatten()
-        {
-            step.loaded = Some(load(&step.variant)?);
+        if let Some(launches) = &mut self.launches {
+            let own = [Some(&mut launches.main), launches.combine.as_mut(), launches.append.as_mut()];
+            let of_sequences = launches.varlen.iter_mut().flat_map(|varlen| varlen.steps_mut());
+            for step in own.into_iter().flatten().chain(of_sequences) {
+                step.loaded = Some(load(&step.variant)?);
+            }
         }
         Ok(self)
     }
@@ -196,6 +265,10 @@ impl CudaLaunch {
         let on = |error: CudaError| error.on(device);
         if workspace.len_bytes < launches.workspace_bytes || !workspace.address.is_multiple_of(16) {
             return Err(Error::OutOfMemory { bytes: launches.workspace_bytes });
+        }
+        if let Some(varlen) = &launches.varlen {
+            // SAFETY: the comparison above proves the workspace long enough; for the rest as the caller vouches.
+            return unsafe { varlen.enqueue(driver, operands, workspace.address, stream) };
         }
         let main = launches.main.function(device)?;
         let combine =
@@ -281,10 +354,10 @@ impl LaunchPlan for CudaLaunch {
     }
 
     fn why(&self, spec: &Spec, _: &KernelKey) -> String {
-        let Some(Launches { main: Step { variant, .. }, partition, .. }) = &self.launches else {
+        let Some(Launches { main: Step { variant, .. }, partition, varlen, .. }) = &self.launches else {
             return "no output: nothing is launched".to_owned();
         };
-        match variant.algorithm {
+        let of_kernel = match variant.algorithm {
             Algorithm::Decode | Algorithm::DecodeCodes => format!(
                 "{} queries share each head of K and V: bound by reading them, {} chunks of keys; {}",
                 spec.group_size() * spec.q_len(),
@@ -319,7 +392,15 @@ impl LaunchPlan for CudaLaunch {
                 format!("many queries of wide heads: both products on the tensor cores{products}; {loads}{chunks}")
             }
             Algorithm::Mma => format!("many queries: both products on the tensor cores; {}", variant.loads.text()),
-            Algorithm::Generic | Algorithm::Combine | Algorithm::Append => "it serves every request".to_owned(),
+            Algorithm::Generic | Algorithm::Combine | Algorithm::Append | Algorithm::Varlen => {
+                "it serves every request".to_owned()
+            }
+        };
+        let others = varlen.iter().flat_map(|varlen| &varlen.launches).map(|launch| launch.step.variant);
+        let others: Vec<_> = others.filter(|other| other != variant).map(|other| other.to_string()).collect();
+        match &others[..] {
+            [] => of_kernel,
+            others => format!("{of_kernel}; sequences of other lengths by {}", others.join(" and ")),
         }
     }
 

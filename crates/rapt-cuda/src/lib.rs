@@ -14,7 +14,7 @@
 //! A module uses those before it in this order, and none after it (`modules.rs` of the tests compares):
 //!
 //! ```text
-//! error  access  codes  tensor_map  partition  params  append  driver  source  variant  artifacts  launch  select  backend  memory  prebuild
+//! error  access  codes  tensor_map  partition  params  append  varlen  driver  source  variant  artifacts  launch  select  backend  memory  prebuild
 //! ```
 
 mod access;
@@ -33,6 +33,7 @@ mod select;
 mod source;
 mod tensor_map;
 mod variant;
+mod varlen;
 
 pub use append::NewKeys;
 pub use artifacts::{CompiledFacts, Provenance, ShippedFacts, prepend_library_folders, set_shipped_folder};

@@ -8,7 +8,7 @@ use std::sync::Mutex;
 
 use rapt_core::{
     Arch, Causal, CodesForm, DType, Device, Extent, Format, Granularity, Options, Qkv, Result as CoreResult, Shape,
-    Spec, SpecBuilder, View,
+    Spec, SpecBuilder, TensorLayout, View,
 };
 use rustc_hash::FxHashSet;
 
@@ -73,7 +73,7 @@ struct Request {
     softcap: Option<f64>,
     /// What k and v are codes of.
     codes: Option<(Format, Granularity)>,
-    /// Whether they are caches of sequences with lengths of their own.
+    /// Whether they are caches of sequences with lengths of their own, or sequences one after another.
     sequences: Sequences,
 }
 
@@ -126,7 +126,7 @@ fn requests(assortment: Assortment, arch: Arch) -> Vec<Request> {
         let paged = Request { sequences: Sequences::Paged, ..of_codes[0] };
         requests.extend(of_codes);
         requests.push(paged);
-        for sequences in [Sequences::Ragged, Sequences::Paged] {
+        for sequences in [Sequences::Ragged, Sequences::Paged, Sequences::Varlen] {
             requests.extend([DType::BF16, DType::F16].map(|dtype| Request { dtype, sequences, ..plain }));
         }
     }
@@ -136,7 +136,8 @@ fn requests(assortment: Assortment, arch: Arch) -> Vec<Request> {
 /// Keys of a page of the specs of this file.
 const PAGE: usize = 16;
 
-/// The spec of tensors that are never read: `[1, heads, len, head_dim]`, with a `[1, 1, q_len, kv_len]` mask, or a cache.
+/// The spec of tensors that are never read: `[1, heads, len, head_dim]`, with a `[1, 1, q_len, kv_len]` mask, a cache, or sequences one
+/// after another.
 fn spec(
     request: &Request,
     [heads, kv_heads]: [usize; 2],
@@ -151,6 +152,13 @@ fn spec(
         unsafe { View::from_raw_parts(name, nowhere, dtype, shape, strides, Device::Cuda(0), Extent::Declared) }
     };
     let (dtype, (head_dim, head_dim_v)) = (request.dtype, request.dims);
+    if request.sequences == Sequences::Varlen {
+        let options = Options { layout: TensorLayout::Bshd, ..*options };
+        let [q, k] = [("q", [q_len, heads]), ("k", [kv_len, kv_heads])]
+            .map(|(name, [len, heads])| view(name, dtype, &[len, heads, head_dim]));
+        let (v, offsets) = (view("v", dtype, &[kv_len, kv_heads, head_dim_v])?, view("cu_seqlens", DType::I32, &[2])?);
+        return Spec::builder(&q?, &k?, &v, &options).varlen(&offsets, &offsets).build();
+    }
     let q = view("q", dtype, &[1, heads, q_len, head_dim])?;
     let mask = request.mask.map(|dtype| view("mask", dtype, &[1, 1, q_len, kv_len])).transpose()?;
     let (blocks, rows) =
@@ -198,7 +206,7 @@ pub fn common_variants(arch: Arch, assortment: Assortment) -> CoreResult<Vec<Ker
         let caps =
             Caps { arch: device, multiprocessors, shared_bytes: shared_kib * 1024, clock_hz: None, bandwidth: None };
         for request in &requests {
-            let is_cache = request.sequences != Sequences::Even;
+            let is_cache = matches!(request.sequences, Sequences::Ragged | Sequences::Paged);
             let lengths = LENGTHS.into_iter().filter(|[q_len, kv_len]| !is_cache || q_len < kv_len);
             let causals = [None, Some(Causal::BottomRight), Some(Causal::TopLeft)];
             for lengths in lengths {

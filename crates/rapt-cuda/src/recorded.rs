@@ -20,6 +20,8 @@ use crate::params::{HopperParams, LaunchParams, Params};
 use crate::tensor_map::{TensorMap, TmaTensor, documented_refusal};
 use crate::variant::{Algorithm, KernelVariant, Loads};
 
+mod varlen;
+
 /// What was asked, in order.
 #[derive(Clone, Debug, PartialEq)]
 enum Call {

@@ -49,6 +49,7 @@ pub(crate) const FILES: &[(&str, &str)] = files![
     "hopper/work.cuh",
     "hopper_f32.cu",
     "mma.cu",
+    "varlen.cu",
     "wide.cu",
     "wide/half.cuh",
     "wide/pieces.cuh",

@@ -6,7 +6,7 @@ mod common;
 
 use std::path::Path;
 
-use common::{caps, spec, spec_of_cache, spec_of_codes, spec_of_dims};
+use common::{caps, spec, spec_of_cache, spec_of_codes, spec_of_dims, spec_of_varlen};
 use rapt_core::{Arch, Causal, DType, Format, Granularity, Options};
 use rapt_cuda::{CompiledFacts, CudaError, KernelVariant, build_all, variants};
 
@@ -100,6 +100,14 @@ fn every_kernel_compiles_and_the_hot_ones_do_not_spill() {
         variants(&spec_of_cache(DType::BF16, [16, 32, 8, 1, 8192], [64, 16], None, &plain), &caps(Arch::Sm90a))
             .unwrap(),
     );
+    // Sequences one after another.
+    let varlen = |arch, dtype, head_dim| {
+        variants(&spec_of_varlen(dtype, [8, 2, 9000, 9000], head_dim, 5, &plain), &caps(arch)).unwrap()
+    };
+    hot.extend(varlen(Arch::Sm90a, DType::BF16, 64));
+    hot.extend(varlen(Arch::Sm90a, DType::BF16, 128));
+    all.extend(varlen(Arch::Sm90a, DType::F32, 64));
+    all.extend(varlen(Arch::Sm80, DType::BF16, 128));
     all.extend(of(DType::F16, [2, 1, 100, 24], Some(DType::Bool), &plain));
     all.extend(of(DType::BF16, [2, 1, 100, 33], Some(DType::BF16), &plain));
     all.extend(of(DType::BF16, [2, 100, 100, 33], Some(DType::Bool), &plain));

@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{caps, spec, spec_of_cache, spec_of_codes, view};
+use common::{caps, spec, spec_of_cache, spec_of_codes, spec_of_varlen, view};
 use rapt_core::{
     Arch, Causal, CodesForm, DType, Device, Error, Format, Granularity, Kernel, Options, PRounding, Plan, Qkv, Spec,
     View,
@@ -417,6 +417,27 @@ fn a_cache_takes_the_kernel_of_its_sequences_alone() {
                         alone.sequences = sequences;
                         assert_eq!(alone, variant(&plan), "{arch:?} {dtype} {head_dim} {kv_len}");
                     }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn sequences_one_after_another_take_the_kernels_of_each_alone() {
+    let plain = Options::default();
+    for arch in ARCHS {
+        for dtype in [DType::F64, DType::F32, DType::F16, DType::BF16] {
+            for head_dim in [64, 72, 80, 96, 128, 257] {
+                let together = spec_of_varlen(dtype, [8, 2, 9000, 9000], head_dim, 5, &plain);
+                let all = variants(&together, &caps(arch)).unwrap();
+                for (q_len, kv_len) in [(1, 1), (16, 4000), (17, 2047), (17, 2048), (8000, 100), (100, 8000)] {
+                    let q = view("q", dtype, &[1, 8, q_len, head_dim]);
+                    let k = view("k", dtype, &[1, 2, kv_len, head_dim]);
+                    let alone = Spec::builder(&q, &k, &k, &plain).build().unwrap();
+                    let mut alone = variant(&select(&alone, &caps(arch)).unwrap());
+                    alone.sequences = Sequences::Varlen;
+                    assert!(all.contains(&alone), "{arch:?} {dtype} {head_dim} {q_len} {kv_len}");
                 }
             }
         }

@@ -115,6 +115,7 @@ impl Buffers {
         Tensors {
             page_table: None,
             lengths: None,
+            offsets: None,
             q: self.q.view("q", rank, layout),
             k: self.k.view("k", rank, layout),
             v: self.v.view("v", rank, layout),

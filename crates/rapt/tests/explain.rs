@@ -175,7 +175,7 @@ fn why(request: &Request, variant: &KernelVariant, work: Work) -> Vec<String> {
         Loads::ByElement => "K and V element by element",
     };
     let mut parts = match variant.algorithm {
-        Algorithm::Generic | Algorithm::Combine | Algorithm::Append => {
+        Algorithm::Generic | Algorithm::Combine | Algorithm::Append | Algorithm::Varlen => {
             return vec!["it serves every request".to_owned()];
         }
         Algorithm::Decode | Algorithm::DecodeCodes => vec![
@@ -212,7 +212,7 @@ fn judge_on_gpu(request: &Request, arch: Arch) -> Option<(Algorithm, Loads)> {
     let kernel = match variant.algorithm {
         Algorithm::Mma | Algorithm::Hopper | Algorithm::HopperF32 | Algorithm::Wide => "forward",
         Algorithm::Decode | Algorithm::DecodeCodes => "decode",
-        Algorithm::Generic | Algorithm::Combine | Algorithm::Append => "generic",
+        Algorithm::Generic | Algorithm::Combine | Algorithm::Append | Algorithm::Varlen => "generic",
     };
     assert_eq!(rows["kernel"], format!("{kernel} {} on {}", variant.storage, variant.arch.name()), "{request:?}");
     assert_eq!((variant.storage, variant.mask), (request.dtype, request.mask), "{request:?}");

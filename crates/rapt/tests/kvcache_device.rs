@@ -73,8 +73,15 @@ fn is_refused(tensors: &KvCacheTensors<'_>, kind: ErrorKind, word: &str) {
 #[test]
 fn what_is_right_comes_as_far_as_the_device() {
     comes_through(&paged());
+    comes_through(&growing(0));
     comes_through(&growing(1));
     comes_through(&growing(64));
+    // None are written, so the cache may be read-only.
+    comes_through(&KvCacheTensors {
+        page_table: None,
+        k_cache: CacheView::Read(read("k_cache", 2, BF16, &[3, 64, 2, 64])),
+        ..growing(0)
+    });
     let codes = |n| {
         let descale = CacheView::Read(read("descale", n, DType::F32, &[12, 16, 2]));
         let (zero_point, global_scale, granularity, head_dim) = (None, None, None, None);
@@ -130,6 +137,17 @@ fn new_keys_that_do_not_fit_the_cache_are_refused() {
     let inside = read("k", 2, BF16, &[3, 1, 2, 64]);
     let error = refusal(&KvCacheTensors { k: Some(inside), ..growing(1) }, &Options::default());
     assert!(matches!(error, Error::OutputOverlaps { .. }), "{error}");
+}
+
+#[test]
+fn new_keys_without_an_output_are_refused_as_nothing_would_write_them() {
+    let no_queries = |new| KvCacheTensors {
+        q: read("q", 1, BF16, &[3, 0, 8, 64]),
+        out: written("out", 6, BF16, &[3, 0, 8, 64]),
+        ..growing(new)
+    };
+    is_refused(&no_queries(1), ErrorKind::Unsupported, "empty output");
+    comes_through(&no_queries(0));
 }
 
 #[test]

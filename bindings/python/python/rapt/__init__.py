@@ -240,7 +240,8 @@ def varlen_attention(
     The other arguments are those of `attention`, whose bits each sequence gets as in a call alone. A sequence without keys gets
     zeros. return_lse: also the log of the sum of exponentials, [num_q_heads, total_q].
 
-    A refused request raises a subclass of `RaptError` and writes nothing. Tensors lie in host memory.
+    A refused request raises a subclass of `RaptError` and writes nothing. On a GPU offsets lie there too, and are read when it runs: rows of
+    no sequence become zeros, and a sequence whose keys do not lie in k gets NaN.
     """
     answer = _native.varlen_attention(
         q,

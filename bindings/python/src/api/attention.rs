@@ -127,7 +127,7 @@ macro_rules! arguments {
 
             /// With the outputs: everything that a run reads and writes.
             fn tensors(self, out: ViewMut<'a>, lse: Option<ViewMut<'a>>) -> Tensors<'a> {
-                Tensors { page_table: None, lengths: None, q: self.q, k: self.k, v: self.v, codes: self.codes, $($tensor: self.$tensor,)* out, lse }
+                Tensors { page_table: None, lengths: None, offsets: None, q: self.q, k: self.k, v: self.v, codes: self.codes, $($tensor: self.$tensor,)* out, lse }
             }
         }
     };

@@ -12,11 +12,11 @@ use std::ops::Range;
 use pyo3::prelude::*;
 use rapt::{DType, Device, ErrorKind, Options, VarlenTensors, View};
 
-use crate::api::ragged::{on_threads, size};
+use crate::api::ragged::{VarlenOnDevice, enqueue, on_threads, size};
 use crate::engine::Home;
 use crate::errors::Failure;
 use crate::kind::Kind;
-use crate::tensors::{self, Operand};
+use crate::tensors::{self, Operand, StreamContext};
 use crate::torch::stats;
 
 type Object<'a, 'py> = &'a Bound<'py, PyAny>;
@@ -50,6 +50,10 @@ pub(crate) fn run<'py>(
     request: &Jagged<'_, 'py>,
     options: &Options,
 ) -> Result<Bound<'py, PyAny>, Failure> {
+    let first = tensors::read("q", request.values[0], Kind::Torch, request.values[0])?;
+    if let Device::Cuda(device) = first.device {
+        return on_device(py, request, options, device);
+    }
     let part = |at: usize| Part::read(request.values[at], &request.sequences[at], &NAMES[at]);
     let [mut q, mut k, mut v] = [part(0)?, part(1)?, part(2)?];
     check(&q, &k, &v)?;
@@ -64,6 +68,48 @@ pub(crate) fn run<'py>(
         Some(ends) => call(py, [&q.values, &k.values, &v.values], &mut out, &ends, options)?,
         None => one_by_one(py, [&q, &k, &v], &out, options)?,
     }
+    drop(out);
+    let answer = product.finish(py)?;
+    stats::count_served();
+    Ok(answer)
+}
+
+/// The same on a GPU, which reads where sequences begin: one offset more than there are, int32, and no lengths. Those of v are those of k.
+fn on_device<'py>(
+    py: Python<'py>,
+    request: &Jagged<'_, 'py>,
+    options: &Options,
+    device: u32,
+) -> Result<Bound<'py, PyAny>, Failure> {
+    let [of_q, of_k, of_v] = &request.sequences;
+    if [of_q, of_k, of_v].iter().any(|of| of.1.is_some()) || !of_k.0.is(&of_v.0) {
+        let message = "lengths, or keys and values with offsets of their own, on a GPU";
+        return Err(Failure::binding(ErrorKind::Unsupported, message, "one tensor of offsets for k and v"));
+    }
+    let given = request.values;
+    let read = |name, object| tensors::read(name, object, Kind::Torch, given[0]);
+    let (mut q, mut k, mut v) = (read("q", given[0])?, read("k", given[1])?, read("v", given[2])?);
+    let (offsets_q, offsets_k) = (read(NAMES[0][1], &of_q.0)?, read(NAMES[1][1], &of_k.0)?);
+    if !request.enable_gqa && [&q, &k, &v].iter().all(|operand| operand.shape.len() == 3) {
+        broadcast_heads([&mut q, &mut k, &mut v])?;
+    }
+    let shape = [size(&q, 0), size(&q, 1), size(&v, 2)].into();
+    let (product, mut out) = tensors::allocate("out", Kind::Torch, given[0], Device::Cuda(device), q.dtype, shape)?;
+    let tensors = VarlenTensors {
+        q: q.view()?,
+        k: k.view()?,
+        v: v.view()?,
+        cu_seqlens_q: offsets_q.view()?,
+        cu_seqlens_kv: offsets_k.view()?,
+        sinks: None,
+        alibi_slopes: None,
+        out: out.view_mut()?,
+        lse: None,
+    };
+    let context = StreamContext::of(Kind::Torch, given[0])?;
+    let enqueued = enqueue(py, &Home::Default, device, &context, VarlenOnDevice { tensors, options })?;
+    let exports = [q, k, v, offsets_q, offsets_k].into_iter().filter_map(|operand| operand._hold);
+    context.hold(py, Some(enqueued), given.into_iter().chain([&of_q.0, &of_k.0]), exports)?;
     drop(out);
     let answer = product.finish(py)?;
     stats::count_served();

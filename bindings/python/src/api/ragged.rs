@@ -1,13 +1,14 @@
 //! `varlen_attention` and `attention_with_kvcache`: sequences of different lengths, lying one after another or in a cache.
 
 use std::cell::Cell;
+use std::sync::Arc;
 
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyInt, PyTuple};
 use rapt::quant::QuantError;
 use rapt::{
-    CacheCodes, CacheView, Causal, DType, Device, Engine, Format, KvCacheTensors, Options, Queue, Shape, TensorLayout,
-    VarlenTensors, View, ViewMut,
+    CacheCodes, CacheView, Causal, DType, Device, DeviceMemory, Engine, Format, KvCacheTensors, Options, Plan, Queue,
+    Shape, TensorLayout, VarlenTensors, View, ViewMut,
 };
 
 use crate::api::codes::Opened;
@@ -238,6 +239,16 @@ pub(crate) fn varlen<'py>(py: Python<'py>, home: &Home, request: &Varlen<'_, 'py
             out,
             lse,
         };
+        if let Device::Cuda(device) = q_read.device {
+            let context = StreamContext::of(reader.kind, q)?;
+            let enqueued = enqueue(py, home, device, &context, VarlenOnDevice { tensors, options: &options })?;
+            let others = [sinks, slopes].into_iter().flatten();
+            let exports = [q_read, k, v, of_q, of_kv].into_iter().chain(others).filter_map(|operand| operand._hold);
+            let optional = [common.sinks, common.alibi_slopes, common.out].into_iter().flatten();
+            let given = [*q, request.k, request.v, *cu_seqlens_q, *cu_seqlens_kv].into_iter().chain(optional);
+            context.hold(py, Some(enqueued), given, exports)?;
+            return outputs.finish(py, common.out);
+        }
         on_threads(py, home, reader.kind, |engine, queue| engine.varlen_attention(tensors, &options, queue))??;
         outputs.finish(py, common.out)
     })
@@ -366,24 +377,62 @@ impl Lengths {
     }
 }
 
+/// A call for many sequences on a GPU.
+pub(super) trait OnDevice: Sync {
+    fn plan(&self, engine: &Engine) -> rapt::Result<Arc<Plan>>;
+    /// # Safety
+    /// As [`Engine::run_async`].
+    unsafe fn run(self, engine: &Engine, plan: &Plan, workspace: DeviceMemory, queue: &Queue<'_>) -> rapt::Result<()>;
+}
+
+struct CachedOnDevice<'a> {
+    tensors: KvCacheTensors<'a>,
+    options: &'a Options,
+}
+
+impl OnDevice for CachedOnDevice<'_> {
+    fn plan(&self, engine: &Engine) -> rapt::Result<Arc<Plan>> {
+        engine.plan_with_kvcache(&self.tensors, self.options)
+    }
+    unsafe fn run(self, engine: &Engine, plan: &Plan, workspace: DeviceMemory, queue: &Queue<'_>) -> rapt::Result<()> {
+        // SAFETY: as the caller promises.
+        unsafe { engine.attention_with_kvcache_async(plan, self.tensors, workspace, queue) }
+    }
+}
+
+pub(super) struct VarlenOnDevice<'a> {
+    pub(super) tensors: VarlenTensors<'a>,
+    pub(super) options: &'a Options,
+}
+
+impl OnDevice for VarlenOnDevice<'_> {
+    fn plan(&self, engine: &Engine) -> rapt::Result<Arc<Plan>> {
+        engine.plan_varlen(&self.tensors, self.options)
+    }
+    unsafe fn run(self, engine: &Engine, plan: &Plan, workspace: DeviceMemory, queue: &Queue<'_>) -> rapt::Result<()> {
+        // SAFETY: as the caller promises.
+        unsafe { engine.varlen_attention_async(plan, self.tensors, workspace, queue) }
+    }
+}
+
 /// Enqueues a call on the stream of `context`, with its memory for scratch.
-fn enqueue<'py>(
+pub(super) fn enqueue<'py>(
     py: Python<'py>,
     home: &Home,
     device: u32,
     context: &StreamContext<'py>,
-    (tensors, options): (KvCacheTensors<'_>, &Options),
+    call: impl OnDevice,
 ) -> Result<Enqueued, Failure> {
     pass_folders(py)?;
     let engine = home.engine()?;
     // A kernel that is not kept yet is compiled here, for seconds.
-    let plan = py.detach(|| engine.plan_with_kvcache(&tensors, options))?;
+    let plan = py.detach(|| call.plan(engine))?;
     let stream = context.stream(py, device)?;
     let workspace = context.workspace(py, device, plan.workspace_bytes(), stream)?;
     let queue = Queue::Cuda { device, stream };
     // SAFETY: the tensors lie on this device (each was read there, and the plan compares devices), and the workspace is reused only by
     // what this stream runs later. That the tensors' memory is not reused before, `StreamContext::hold` says, which the caller calls next.
-    unsafe { engine.attention_with_kvcache_async(&plan, tensors, workspace.memory, &queue) }?;
+    unsafe { call.run(engine, &plan, workspace.memory, &queue) }?;
     Ok(Enqueued { device, stream })
 }
 
@@ -444,7 +493,7 @@ pub(crate) fn with_kvcache<'py>(
         };
         if let Device::Cuda(device) = q_read.device {
             let context = StreamContext::of(reader.kind, q)?;
-            let enqueued = enqueue(py, home, device, &context, (tensors, &options))?;
+            let enqueued = enqueue(py, home, device, &context, CachedOnDevice { tensors, options: &options })?;
             let on_device = !matches!(&lengths, Some(Lengths::Tensor(operand)) if operand.device == Device::Cpu);
             let request = Cached { cache_seqlens: cache_seqlens.filter(|_| on_device), ..*request };
             let parts = [of_k, of_v].into_iter().flat_map(Part::operands);

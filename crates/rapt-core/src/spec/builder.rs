@@ -1,9 +1,9 @@
 //! From the forms of a caller's tensors and its options to a [`Spec`].
 
-use super::pages::{Pages, codes_of_keys, keys, lengths_spec, pages_spec};
+use super::pages::{Pages, codes_of_keys, keys, lengths_spec, offsets_spec, pages_spec};
 use super::quantized::{CodesForm, CodesSpec, Qkv, numbers_of, part_names};
 use super::validate::{as_given, broadcast_mask, canonical, check_sizes, floats_within, is_float_within, per_head};
-use super::{Direction, Kv, LengthsSpec, MaskSpec, Numerics, Spec, TensorSpec};
+use super::{Direction, Kv, LengthsSpec, MaskSpec, Numerics, Spec, TensorSpec, VarlenSpec};
 use crate::{
     COMPUTED, Causal, DType, Device, Error, Finite, Format, Options, Result, Shape, Strides, TensorForm, Window,
 };
@@ -24,6 +24,8 @@ pub struct SpecBuilder {
     pages: Option<(TensorForm, usize)>,
     /// The lengths of sequences, and the keys that each has behind them.
     lengths: Option<(Option<TensorForm>, usize)>,
+    /// Where the queries and the keys of sequences begin.
+    offsets: Option<[TensorForm; 2]>,
     options: Options,
 }
 
@@ -39,7 +41,8 @@ impl SpecBuilder {
     pub(super) fn new(q: TensorForm, k: TensorForm, v: TensorForm, options: Options) -> Self {
         let codes = Qkv::default();
         let (mask, sinks, alibi_slopes, out, lse) = (None, None, None, None, Lse::None);
-        SpecBuilder { q, k, v, codes, mask, sinks, alibi_slopes, out, lse, pages: None, lengths: None, options }
+        let (pages, lengths, offsets) = (None, None, None);
+        SpecBuilder { q, k, v, codes, mask, sinks, alibi_slopes, out, lse, pages, lengths, offsets, options }
     }
 
     /// With codes of a quantized format as those of q, k and v that have some: their numbers are formed where they are loaded.
@@ -105,6 +108,14 @@ impl SpecBuilder {
         self
     }
 
+    /// With sequences that lie one after another, `[total, heads, head_dim]` in [`TensorLayout::Bshd`](crate::TensorLayout::Bshd), and where
+    /// their queries and keys begin: int32 `[sequences + 1]` where q lies. Host memory serves no such request: there each sequence has a
+    /// spec of its own.
+    pub fn varlen(&mut self, cu_seqlens_q: impl Into<TensorForm>, cu_seqlens_kv: impl Into<TensorForm>) -> &mut Self {
+        self.offsets = Some([cu_seqlens_q.into(), cu_seqlens_kv.into()]);
+        self
+    }
+
     /// Checks everything that needs no pointer.
     ///
     /// # Errors
@@ -125,6 +136,7 @@ impl SpecBuilder {
         if lengths.is_some() {
             self.check_positions()?;
         }
+        let varlen = self.varlen_spec()?;
         let mask = self.mask_spec([batch, num_q_heads, q_len, k.shape[2]], numerics)?;
         let vector = |tensor, form: &Option<TensorForm>| {
             form.as_ref().map(|form| per_head(tensor, form, num_q_heads, numerics.accumulation)).transpose()
@@ -138,9 +150,14 @@ impl SpecBuilder {
         let lse = self.lse_spec([batch, num_q_heads, q_len], numerics)?;
         Ok(Spec {
             direction: Direction::Forward,
-            kv: if pages.is_some() { Kv::Paged } else { Kv::Dense },
+            kv: match (&pages, &varlen) {
+                (Some(_), _) => Kv::Paged,
+                (None, Some(_)) => Kv::Varlen,
+                (None, None) => Kv::Dense,
+            },
             pages,
             lengths,
+            varlen,
             numerics,
             device,
             q,
@@ -170,6 +187,35 @@ impl SpecBuilder {
         let got = if causal.is_some() { "'top_left'" } else { "None" };
         let allowed = "'bottom_right': the last query of a sequence is at its last key, wherever that is".to_owned();
         Err(Error::Option { option: "causal", got: got.to_owned(), allowed })
+    }
+
+    /// Sequences that lie one after another.
+    fn varlen_spec(&self) -> Result<Option<Box<VarlenSpec>>> {
+        let Some([q, kv]) = &self.offsets else { return Ok(None) };
+        let (cu_seqlens_q, cu_seqlens_kv) = (offsets_spec("cu_seqlens_q", q)?, offsets_spec("cu_seqlens_kv", kv)?);
+        let [expected, got] = [cu_seqlens_q, cu_seqlens_kv].map(|offsets| offsets.shape[0] - 1);
+        if got != expected {
+            let (tensor, other) = ("cu_seqlens_kv", "cu_seqlens_q");
+            return Err(Error::SizeMismatch { tensor, size: "sequences", got, other, expected });
+        }
+        if self.q.shape.len() != 3 {
+            let allowed = "sequences that lie one after another are [total, heads, head_dim]";
+            return Err(Error::Rank { tensor: "q", got: self.q.shape.len(), shape: self.q.shape, allowed });
+        }
+        let others = [
+            ("a mask", self.mask.is_some()),
+            ("pages", self.pages.is_some()),
+            ("lengths of a cache", self.lengths.is_some()),
+            ("codes", !self.codes.is_empty()),
+        ];
+        if let Some((what, _)) = others.into_iter().find(|(_, is_given)| *is_given) {
+            return Err(Error::unsupported(
+                format!("{what} beside sequences that lie one after another"),
+                "no kernel reads both",
+                "call `attention` for each sequence",
+            ));
+        }
+        Ok(Some(Box::new(VarlenSpec { cu_seqlens_q, cu_seqlens_kv })))
     }
 
     /// Each of q, k and v with what is said of its codes.
@@ -292,6 +338,8 @@ impl SpecBuilder {
             ("lse", lse),
             ("page_table", self.pages.as_ref().map(|(table, _)| table)),
             ("cache_seqlens", self.lengths.as_ref().and_then(|(lengths, _)| lengths.as_ref())),
+            ("cu_seqlens_q", self.offsets.as_ref().map(|offsets| &offsets[0])),
+            ("cu_seqlens_kv", self.offsets.as_ref().map(|offsets| &offsets[1])),
         ];
         for (tensor, form) in others {
             if let Some(form) = form.filter(|form| form.device != q.device) {

@@ -13,7 +13,7 @@ mod validate;
 use crate::{Alignment, BlockRange, Causal, DType, Device, Finite, Options, Shape, TensorForm, TensorLayout, Window};
 
 pub use builder::SpecBuilder;
-pub(crate) use pages::{codes_of_keys, keys, lengths_spec, page_table};
+pub(crate) use pages::{codes_of_keys, keys, lengths_spec, offsets_spec, page_table};
 pub use quantized::{Codes, CodesForm, CodesSpec, Qkv};
 pub(crate) use quantized::{numbers_of, part_names};
 pub(crate) use validate::{broadcast_mask, canonical};
@@ -58,6 +58,8 @@ pub enum Kv {
     Dense,
     /// Pages of a cache, in the order of a page table.
     Paged,
+    /// Sequences that lie one after another, each with queries and keys of its own.
+    Varlen,
 }
 
 /// The pages that k and v lie in.
@@ -90,6 +92,23 @@ pub struct LengthsSpec {
     pub added: usize,
 }
 
+/// Sequences that lie one after another, and where they begin, which the device reads. The host knows how many rows all have together.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct VarlenSpec {
+    /// Where the queries of each sequence begin, and the last ones end: int32 `[sequences + 1]`.
+    pub cu_seqlens_q: TensorSpec<1>,
+    /// The same of keys.
+    pub cu_seqlens_kv: TensorSpec<1>,
+}
+
+impl VarlenSpec {
+    /// How many sequences there are.
+    #[must_use]
+    pub fn sequences(&self) -> usize {
+        self.cu_seqlens_q.shape[0].saturating_sub(1)
+    }
+}
+
 /// The dtypes that numbers pass through.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Numerics {
@@ -115,6 +134,8 @@ pub struct Spec {
     pub pages: Option<Box<PagesSpec>>,
     /// Where sequences have lengths of their own; `kv_len` is then the most.
     pub lengths: Option<Box<LengthsSpec>>,
+    /// Where [`Kv::Varlen`]: the sequences. There is one batch entry then; `q_len` and `kv_len` are those of all sequences together.
+    pub varlen: Option<Box<VarlenSpec>>,
     /// The dtypes that numbers pass through.
     pub numerics: Numerics,
     /// Where every tensor lies.

@@ -115,6 +115,24 @@ pub(crate) fn page_table(form: &TensorForm) -> Result<TensorSpec<2>> {
     }
 }
 
+/// Where sequences begin, as int32 `[sequences + 1]`.
+///
+/// # Errors
+/// [`Error::UnsupportedDtype`], [`Error::Rank`], [`Error::Option`] for none at all.
+pub(crate) fn offsets_spec(tensor: &'static str, form: &TensorForm) -> Result<TensorSpec<1>> {
+    if form.dtype != DType::I32 {
+        return Err(Error::UnsupportedDtype { tensor, got: form.dtype, allowed: vec![DType::I32] });
+    }
+    let allowed = "one number for each sequence is asked, and one more";
+    let rank = || Error::Rank { tensor, got: form.shape.len(), shape: form.shape, allowed };
+    let spec = TensorSpec::<1>::of(form).filter(|_| form.shape.len() == 1).ok_or_else(rank)?;
+    if spec.shape[0] == 0 {
+        let allowed = "offsets of sequences begin with 0".to_owned();
+        return Err(Error::Option { option: tensor, got: "[]".to_owned(), allowed });
+    }
+    Ok(spec)
+}
+
 /// The lengths of sequences as int32 `[batch]`.
 ///
 /// # Errors

@@ -186,6 +186,17 @@ impl Spec {
             of.added <= kv_len
                 && of.lengths.is_none_or(|lengths| lengths.dtype == DType::I32 && lengths.shape == [batch])
         });
-        codes && dtypes && groups && sizes && lse && mask && vectors && pages && lengths
+        let varlen = self.varlen.is_some() == (self.kv == Kv::Varlen)
+            && self.varlen.as_deref().is_none_or(|of| {
+                let offsets = [of.cu_seqlens_q, of.cu_seqlens_kv];
+                batch == 1
+                    && offsets
+                        .iter()
+                        .all(|offsets| offsets.dtype == DType::I32 && offsets.shape == [of.sequences() + 1])
+                    && self.mask.is_none()
+                    && self.lengths.is_none()
+                    && self.codes.is_empty()
+            });
+        codes && dtypes && groups && sizes && lse && mask && vectors && pages && lengths && varlen
     }
 }

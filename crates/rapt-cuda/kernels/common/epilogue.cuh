@@ -40,7 +40,9 @@ struct RowEnd {
     __device__ RowEnd(const Params& p, const Row& row, Acc m, Acc l) {
         if (l == 0) {
             factor = 0, top = negative_infinity(), total = 1;
-#if RAGGED
+#if VARLEN
+            if (row.is_bad) factor = top = not_a_number();
+#elif RAGGED
             if (Sequence(p, row.batch).is_bad) factor = top = not_a_number();
 #endif
         } else if (p.sinks == nullptr) {
@@ -59,7 +61,7 @@ struct RowEnd {
 
 __device__ inline void store_lse(const Params& p, const Row& row, const RowEnd& row_end) {
     if (p.lse != nullptr) {
-        const i64 at = row.batch * p.lse_stride[0] + row.head * p.lse_stride[1] + row.i * p.lse_stride[2];
+        const i64 at = row.batch * p.lse_stride[0] + row.head * p.lse_stride[1] + row.place() * p.lse_stride[2];
         ((Acc*)p.lse)[at] = row_end.lse();
     }
 }

@@ -29,6 +29,20 @@ struct Ragged {
     int blocks;                       // that the items of decode.cu are dealt to
 };
 
+// What a launch works off of sequences that lie one after another, as varlen.cu has dealt them: an entry for each unit of a head, those of a
+// sequence side by side. Of the units of all heads those of the first head come first, then those of the second, sequence by sequence.
+struct __align__(16) VarlenEntry {
+    int q0, q_len, k0, kv_len;                   // rows of q and of k
+    int lag, log2_chunk, is_bad, first;          // first: the unit that is the first of the sequence
+    int units, blocks, short_items, unused;      // of a head: units, items of rows, those at the beginning that have 64 rows less
+    Divisor by_units;
+    u32 padding[2];
+};
+struct __align__(16) VarlenTable {
+    int units, unused[15];  // units of one head, of all sequences
+    VarlenEntry entries[1];
+};
+
 // Byte for byte as much of LaunchParams of params.rs as a variant reads; the host passes the same size.
 struct Params {
     const void *q, *k, *v, *mask, *sinks, *alibi;
@@ -57,7 +71,18 @@ static_assert(sizeof(Params) == PARAMS_BYTES, "params.rs and common/params.cuh d
 // What a batch entry attends to: p.kv_len keys in chunks that the host chose; where RAGGED, as many as it has, in chunks that follow from
 // them. A length that the cache does not hold counts as none, and makes the rows NaN.
 struct Sequence {
-#if RAGGED
+#if VARLEN
+    int q0, queries, k0, keys, behind, log2_chunk;
+    bool is_bad;
+    __device__ Sequence() : q0(0), queries(0), k0(0), keys(0), behind(0), log2_chunk(0), is_bad(false) {}
+    __device__ Sequence(const Params&, int) : Sequence() {}
+    __device__ Sequence(const VarlenEntry& of)
+        : q0(of.q0), queries(of.q_len), k0(of.k0), keys(of.kv_len), behind(of.lag), log2_chunk(of.log2_chunk), is_bad(of.is_bad) {}
+    __device__ int kv_len(const Params&) const { return keys; }
+    __device__ int num_splits(const Params&) const { return max(1, (keys + (1 << log2_chunk) - 1) >> log2_chunk); }
+    __device__ int chunk(const Params&) const { return 1 << log2_chunk; }
+    __device__ int lag(const Params&) const { return behind; }
+#elif RAGGED
     int keys, log2_chunk;
     bool is_bad;
     __device__ Sequence() : keys(0), log2_chunk(0), is_bad(false) {}
@@ -80,29 +105,95 @@ struct Sequence {
     __device__ int chunk(const Params& p) const { return p.chunk; }
     __device__ int lag(const Params&) const { return 0; }
 #endif
+    // Its queries, and the rows of q and of k that are its first.
+#if VARLEN
+    __device__ int q_len(const Params&) const { return queries; }
+    __device__ int first_query() const { return q0; }
+    __device__ int first_key() const { return k0; }
+#else
+    __device__ int q_len(const Params& p) const { return p.q_len; }
+    __device__ int first_query() const { return 0; }
+    __device__ int first_key() const { return 0; }
+#endif
 };
+
+#if VARLEN
+__device__ inline const VarlenTable& varlen_table(const Params& p) { return *(const VarlenTable*)p.partials; }
+// Whether there are fewer units of all heads.
+__device__ inline bool is_beyond(const Params& p, u32 unit) { return divide(unit, p.by_tasks) >= varlen_table(p).units; }
+__device__ inline const VarlenEntry& varlen_entry(const Params& p, u32 unit) {
+    return varlen_table(p).entries[divide(unit, p.by_tasks)];
+}
+#endif
 
 // Where a task begins.
 struct Task {
     int batch, head;
     Sequence sequence;
     __device__ Task(int batch, int head, const Sequence& sequence) : batch(batch), head(head), sequence(sequence) {}
+#if VARLEN
+    // Of a unit.
+    __device__ Task(const Params& p, int unit) : Task(p, unit, varlen_entry(p, unit)) {}
+    __device__ int rows(const Params& p) const { return VARLEN == ROWS_OF_HEAD ? sequence.queries : p.task_heads * sequence.queries; }
+
+  private:
+    __device__ Task(const Params& p, int unit, const VarlenEntry& of)
+        : Task(0, divide(unit - of.first, of.by_units) * (VARLEN == ROWS_OF_HEAD ? 1 : p.task_heads), Sequence(of)) {}
+#else
     __device__ Task(const Params& p, int task) : Task(p, task, divide(task, p.by_tasks)) {}
+    __device__ int rows(const Params& p) const { return p.rows; }
 
   private:
     __device__ Task(const Params& p, int task, int batch) : Task(batch, task * p.task_heads - batch * p.heads, Sequence(p, batch)) {}
+#endif
+};
+
+// The rows that a block takes which takes one item alone: BM of a task, late ones first, as they see the most keys. Blocks of one task run
+// side by side and share its K and V in L2.
+template <int BM>
+struct RowBlock {
+    int r0;
+    Task task;
+#if VARLEN
+    __device__ RowBlock(const Params& p, u32 unit) : RowBlock(p, unit, varlen_entry(p, unit)) {}
+
+  private:
+    __device__ RowBlock(const Params& p, u32 unit, const VarlenEntry& of) : task(p, unit) {
+        const u32 own = unit - of.first;
+        r0 = (of.blocks - 1 - (int)(own - divide(own, of.by_units) * of.units)) * BM;
+    }
+#else
+    __device__ RowBlock(const Params& p, u32 item) : RowBlock(p, item, divide(item, p.by_row_blocks)) {}
+
+  private:
+    __device__ RowBlock(const Params& p, u32 item, u32 of)
+        : r0((p.row_blocks - 1 - (int)(item - of * p.row_blocks)) * BM), task(p, of) {}
+#endif
 };
 
 // One query of one head.
 struct Row {
     int batch, head, i;
+#if VARLEN
+    int at;  // in the tensor
+    bool is_bad;
+    __device__ Row(const Params& p, const Task& task, int r) {
+        const Sequence& of = task.sequence;
+        const int beyond = VARLEN == ROWS_OF_HEAD ? 0 : (u32)r / (u32)of.queries;
+        batch = task.batch, head = task.head + beyond, i = r - beyond * of.queries;
+        at = of.q0 + i, is_bad = of.is_bad;
+    }
+    __device__ int place() const { return at; }
+#else
     __device__ Row(const Params& p, const Task& task, int r) {
         int beyond = divide(r, p.by_q_len);
         batch = task.batch;
         head = task.head + beyond;
         i = r - beyond * p.q_len;
     }
-    __device__ i64 offset(const i64 (&stride)[4]) const { return batch * stride[0] + head * stride[1] + i * stride[2]; }
+    __device__ int place() const { return i; }
+#endif
+    __device__ i64 offset(const i64 (&stride)[4]) const { return batch * stride[0] + head * stride[1] + place() * stride[2]; }
 };
 
 // The head of K and V that belongs to a task.
@@ -112,8 +203,6 @@ __device__ inline int clamp(int x, int lo, int hi) { return min(max(x, lo), hi);
 // The keys lo..hi that query i sees, of those of a sequence and of p.kv_len.
 __device__ inline int keys_lo(const Params& p, const Sequence& of, int i) { return clamp(i + p.lo_shift - of.lag(p), 0, of.kv_len(p)); }
 __device__ inline int keys_hi(const Params& p, const Sequence& of, int i) { return clamp(i + p.hi_shift - of.lag(p), 0, of.kv_len(p)); }
-__device__ inline int keys_lo(const Params& p, int i) { return clamp(i + p.lo_shift, 0, p.kv_len); }
-__device__ inline int keys_hi(const Params& p, int i) { return clamp(i + p.hi_shift, 0, p.kv_len); }
 
 // What rows r0..r1 of a task see together (lo..hi), and each on its own (all_lo..all_hi; empty if there is no such key).
 struct Seen {
@@ -122,7 +211,7 @@ struct Seen {
         Row first(p, task, r0), last(p, task, r1 - 1);
         // Rows of several heads: any query may be among them.
         int i0 = first.head == last.head ? first.i : 0;
-        int i1 = first.head == last.head ? last.i : p.q_len - 1;
+        int i1 = first.head == last.head ? last.i : task.sequence.q_len(p) - 1;
         const Sequence& of = task.sequence;
         lo = keys_lo(p, of, i0), hi = keys_hi(p, of, i1);
         all_lo = keys_lo(p, of, i1), all_hi = keys_hi(p, of, i0);
@@ -141,6 +230,6 @@ struct Queries {
     const Task task;
     int r0;
     __device__ Row row(int mt, int h) const {
-        return Row(p, task, min(r0 + mt * 16 + (int)lane_row(threadIdx.x) + h * 8, p.rows - 1));
+        return Row(p, task, min(r0 + mt * 16 + (int)lane_row(threadIdx.x) + h * 8, task.rows(p) - 1));
     }
 };

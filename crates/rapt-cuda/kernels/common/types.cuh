@@ -32,3 +32,9 @@ typedef long long i64;
 #ifndef PAGED
 #define PAGED 0
 #endif
+// Whether sequences lie one after another: ROWS_OF_HEAD where the rows of a task are those of a head, else ROWS_OF_GROUP.
+#ifndef VARLEN
+#define VARLEN 0
+#endif
+#define ROWS_OF_HEAD 1
+#define ROWS_OF_GROUP 2

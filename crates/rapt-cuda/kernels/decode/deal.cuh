@@ -2,7 +2,7 @@
 #pragma once
 #include "common/params.cuh"
 
-#if RAGGED
+#if RAGGED && !VARLEN
 // How many items there are, and how they are dealt to p.ragged.blocks blocks; by whole warps. An item is a chunk of a row of blocks of one
 // sequence; items of one such row follow one another, and those of a sequence. Blocks take as many items each, wherever that cuts a row; or a
 // row each, where none would be left waiting for longer than a tenth of its time.
@@ -39,7 +39,16 @@ struct Deal {
 struct Item {
     int split, row_block, kv_head, batch;
     Sequence sequence;
-#if RAGGED
+#if VARLEN
+    u32 unit;
+    __device__ Item(const Params& p, u32 unit) : split(0), batch(0), unit(unit) { enter(p); }
+    // A unit is a block of rows of a head of keys, with all chunks.
+    __device__ void enter(const Params& p) {
+        const VarlenEntry& of = varlen_entry(p, unit);
+        const u32 own = unit - of.first;
+        sequence = Sequence(of), kv_head = divide(own, of.by_units), row_block = own - kv_head * of.units;
+    }
+#elif RAGGED
     u32 row_begin;  // the item of split 0
     // Unit `unit` of those that are dealt; by whole warps.
     __device__ Item(const Params& p, const Deal& deal, u32 unit) : batch(0), sequence(p, 0), row_begin(0) {
@@ -80,6 +89,10 @@ struct Item {
 #endif
     __device__ void step(const Params& p) {
         if (++split < sequence.num_splits(p)) return;
+#if VARLEN
+        split = 0;
+        if (!is_beyond(p, ++unit)) enter(p);
+#else
 #if RAGGED
         row_begin += split;
 #endif
@@ -91,12 +104,15 @@ struct Item {
 #if RAGGED
         if (batch < p.ragged.batch) sequence = Sequence(p, batch);
 #endif
+#endif
     }
     __device__ static int kv_heads(const Params& p) { return divide(p.heads, p.by_group); }
     __device__ int r0() const { return row_block * 16; }
     __device__ Task task(const Params& p) const { return Task(batch, kv_head * p.group, sequence); }
     __device__ int task_index(const Params& p) const { return batch * kv_heads(p) + kv_head; }
-    __device__ Seen seen(const Params& p) const { return Seen(p, task(p), r0(), min(r0() + 16, p.rows)); }
+    // Its rows, at most 16.
+    __device__ int rows(const Params& p) const { return min(16, task(p).rows(p) - r0()); }
+    __device__ Seen seen(const Params& p) const { return Seen(p, task(p), r0(), r0() + rows(p)); }
 };
 
 // The items of a block: `count` from the first on.
@@ -105,7 +121,9 @@ struct Run {
     u32 first, count;
     // Whether chunks of an item's row are left to combine.cu, because other blocks have the others.
     __device__ bool cuts(const Params& p, const Item& of) const {
-#if RAGGED
+#if VARLEN
+        return false;
+#elif RAGGED
         return of.row_begin < first || of.row_begin + of.sequence.num_splits(p) > first + count;
 #else
         return p.is_cut;

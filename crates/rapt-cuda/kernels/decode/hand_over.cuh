@@ -52,7 +52,7 @@ __device__ inline void gather(const Params& p, HandOver& over, const Run& run, I
     u32 odd_from = count, odd_to = 0;
     griddepcontrol_wait();
     for (u32 done = 0; done < count; done++, item.step(p)) {
-        const int r0 = item.r0(), rows = min(16, p.rows - r0);
+        const int r0 = item.r0(), rows = item.rows(p);
         const bool is_cut = run.cuts(p, item);
         const bool is_first = item.split == 0, is_last = !is_cut && item.split + 1 == item.sequence.num_splits(p);
         bool is_odd = false;
@@ -156,7 +156,16 @@ __device__ inline void run_block(const Params& p, HandOver& over, Attend attend,
     griddepcontrol_launch_dependents();
     if (threadIdx.x == WARPS * 32) mbarrier_init(over.full, WARPS * 32), mbarrier_init(over.empty, 32);
     // Runs of whole rows, or of chunks wherever they cut a row; the first runs take what is left over.
-#if RAGGED
+#if VARLEN
+    // Sequences are what the launch before this one writes. Runs of units.
+    griddepcontrol_wait();
+    const u32 units = varlen_table(p).units * (p.heads / p.group), each = units / gridDim.x, rest = units - each * gridDim.x;
+    const u32 begin = each * blockIdx.x + min(blockIdx.x, rest), end = begin + each + (blockIdx.x < rest);
+    if (begin == end) return;
+    u32 chunks = 0;
+    for (u32 unit = begin; unit < end; unit++) chunks += Sequence(varlen_entry(p, unit)).num_splits(p);
+    const Run run{Item(p, begin), 0, chunks};
+#elif RAGGED
     // Lengths may be what the launch before this one writes.
     griddepcontrol_wait();
     const Deal deal(p);

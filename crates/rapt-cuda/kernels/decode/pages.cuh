@@ -1,4 +1,4 @@
-// A warp's next tile of keys in pages: where each lies. Deliberately absent: what a tile holds.
+// Which tile of keys a warp loads next, and where its keys lie, if they lie in pages. Deliberately absent: what a tile holds.
 //
 // An entry that is not in L1 takes as long as keys do, several tiles, where memory is the limit. Where 16 keys or more lie in a page,
 // all entries of an item are loaded at once, and a lane has the entry of 16 keys (16 × 8 heads, 8192 keys in pages of 16: 131 µs,
@@ -56,3 +56,32 @@ struct TilePages {
     }
 };
 #endif
+
+// Tile after tile, item after item: where a warp's loads are.
+struct Walk {
+    Item item;
+    u32 left;
+    int n0, end;
+#if PAGED
+    TilePages pages;
+#endif
+    __device__ Walk(const Item& first, u32 count) : item(first), left(count) {}
+
+    // To before the first tile of the item.
+    __device__ void enter(const Params& p) {
+        const Tiles tiles(p, item, item.seen(p));
+        n0 = tiles.n0 - WARPS * TILE, end = tiles.end;
+#if PAGED
+        pages.enter(p, item, tiles.n0);
+#endif
+    }
+    // To the next tile; `entered()` follows where that is of another item.
+    template <class Entered>
+    __device__ void advance(const Params& p, Entered entered) {
+        n0 += WARPS * TILE;
+        while (n0 >= end && left > 1) left--, item.step(p), enter(p), entered(), n0 += WARPS * TILE;
+#if PAGED
+        pages.advance(p, item, n0);
+#endif
+    }
+};

@@ -17,7 +17,8 @@ __device__ inline void Consumer::isolate_values(const Work& work, int n0) {
     const Queries queries{p, place.task, place.r0};
     u8* tile = (u8*)sh.v[stage_of(done)];
     mbarrier_wait(sh.v_full[stage_of(done)], phase_of(done));
-    const int keys = min(BN, p.kv_len - n0);
+    const Sequence& of = place.task.sequence;
+    const int keys = min(BN, of.kv_len(p) - n0);
 #pragma unroll 1
     for (int at = 0; at < VT * 2; at++) {
         const int c = at / 2 * 8 + lane_column(threadIdx.x) + at % 2;
@@ -31,7 +32,7 @@ __device__ inline void Consumer::isolate_values(const Work& work, int n0) {
             for (int r = 0; r < 2; r++) {
                 const Row row = queries.row(0, r);
                 float bias;
-                const bool seen = n0 + j >= keys_lo(p, row.i) && n0 + j < keys_hi(p, row.i);
+                const bool seen = n0 + j >= keys_lo(p, of, row.i) && n0 + j < keys_hi(p, of, row.i);
                 if (seen && !is_masked(p, mask_row(p, row), n0 + j, bias)) kinds_of_row[r] |= kind;
             }
         }
@@ -98,11 +99,6 @@ __device__ inline void Consumer::run_careful() {
             release(sh.v_empty[stage_of(done++)]);
         }
         const Ends ends = finish<true>(work);
-        if (work.r0 >= p.rows) continue;
-        if (STAGED && h.out_by_tma) {
-            store_by_tma(h, sh, place(work), acc_o, ends);
-        } else {
-            store(p, acc_o, ends);
-        }
+        if (work.has_rows(p)) store_sums(work, ends);
     }
 }

@@ -83,7 +83,7 @@ struct Consumer : RowSoftmax {
         for (int r = 0; r < 2; r++) {
             const Row row = queries.row(0, r);
             const float slope = p.alibi == nullptr ? 0.f : load_as(p.alibi, p.alibi_dtype, row.head * p.alibi_stride);
-            const int distance = row.i + p.diagonal - n0 - lane_column(threadIdx.x);
+            const int distance = row.i + p.diagonal - queries.task.sequence.lag(p) - n0 - lane_column(threadIdx.x);
 #pragma unroll
             for (int nt = 0; nt < NT; nt++)
 #pragma unroll
@@ -136,13 +136,18 @@ struct Consumer : RowSoftmax {
         const Params& p = h.p;
         const bool before = n0 < work.all_lo;
         const int first = n0 + lane_column(threadIdx.x);
+#if VARLEN
+        const Sequence of(varlen_entry(p, work.task));
+#else
+        const Sequence of(p, 0);
+#endif
         const int r0 = (NATURAL ? place(work).r0 : work.r0 + threadIdx.x % 128 / 32 * 16) + lane_row(threadIdx.x);
 #pragma unroll
         for (int r = 0; r < 2; r++) {
             const int row = r0 + r * 8;  // behind the last row too: nothing of that is stored
-            const int i = row - divide(row, p.by_q_len) * p.q_len;
-            u32 seen = below(keys_hi(p, i) - first);
-            if (before) seen &= ~below(keys_lo(p, i) - first);
+            const int i = VARLEN ? row : row - divide(row, p.by_q_len) * p.q_len;
+            u32 seen = below(keys_hi(p, of, i) - first);
+            if (before) seen &= ~below(keys_lo(p, of, i) - first);
 #pragma unroll
             for (int nt = 0; nt < NT; nt++)
 #pragma unroll
@@ -279,7 +284,7 @@ struct Consumer : RowSoftmax {
         for (int r = 0; r < 2; r++) {
             row_sum[r] = sum_of_lanes<4>(row_sum[r]);
             const Row row = queries.row(0, r);
-            ends.inside[r] = place.r0 + (int)lane_row(threadIdx.x) + r * 8 < p.rows;
+            ends.inside[r] = place.r0 + (int)lane_row(threadIdx.x) + r * 8 < place.task.rows(p);
             float m = __fmul_rn(reference[r], LN_2);
             if (CAREFUL || IS_WATCHED) m = __fadd_rn(m, NATURAL_UNITS ? offset[r] : __fmul_rn(offset[r], h.scale));
             const RowEnd row_end(p, row, m, row_sum[r]);
@@ -298,7 +303,7 @@ struct Consumer : RowSoftmax {
         bar_sync(OWN_QUERIES + group, 128);
         load_boxes<64, BM, K_BOXES>(
             sh.q[q_stage()] + group * 64 * BOX, (const Elem*)p.q, [&](int r) { return Row(p, task, r0 + r).offset(p.q_stride); },
-            p.q_stride[3], p.rows - r0, p.head_dim, threadIdx.x % 128
+            p.q_stride[3], task.rows(p) - r0, p.head_dim, threadIdx.x % 128
         );
         fence_proxy_async();
         bar_sync(OWN_QUERIES + group, 128);
@@ -321,9 +326,10 @@ struct Consumer : RowSoftmax {
         const Params& p = h.p;
         const Item item(h, round);
         const Tiles tiles = item.tiles(h);
-        const int r0 = group_row(item), first_row = min(r0, p.rows - 1);
-        const Seen seen(p, Task(p, item.task), first_row, max(min(r0 + 64, p.rows), first_row + 1));
-        Work work{round, item.task, r0, tiles.first, tiles.first + (tiles.count - 1) * BN, seen.all_lo, seen.all_hi};
+        const Task task(p, item.task);
+        const int rows = task.rows(p), r0 = group_row(item), first_row = min(r0, rows - 1);
+        const Seen seen(p, task, first_row, max(min(r0 + 64, rows), first_row + 1));
+        Work work{round, item.task, VARLEN && r0 >= rows ? NO_ROW : r0, tiles.first, tiles.first + (tiles.count - 1) * BN, seen.all_lo, seen.all_hi};
         mask_ready = false, kind_bits = 0;
         work.any = skip_hidden_tiles(work.n0, work.end);
         return work;
@@ -331,7 +337,7 @@ struct Consumer : RowSoftmax {
     // The group's first row of an item: far behind all rows (the sum stays an int) where the item has none for it.
     __device__ int group_row(const Item& item) const {
         const int group = this->group();
-        return item.r0(h) + (group < item.groups(h) ? group * 64 : 1 << 30);
+        return item.r0(h) + (group < item.groups(h) ? group * 64 : NO_ROW);
     }
     // Computed where it is needed, so that it takes no register meanwhile.
     __device__ Place place(const Work& work) const {
@@ -350,6 +356,17 @@ struct Consumer : RowSoftmax {
         mbarrier_wait(sh.k_full[stage_of(done)], phase_of(done));
     }
 
+    // By TMA, or from registers: also where the next sequence begins within a warp's rows.
+    __device__ void store_sums(const Work& work, Ends ends) {
+        if (STAGED && h.out_by_tma) {
+            const Place place = this->place(work);
+            if (!VARLEN || place.r0 + 16 <= place.task.rows(h.p)) return store_by_tma(h, sh, place, acc_o, ends);
+            const Queries queries{h.p, place.task, place.r0};
+            ends.to[0] = queries.row(0, 0).offset(h.p.out_stride), ends.to[1] = queries.row(0, 1).offset(h.p.out_stride);
+        }
+        store(h.p, acc_o, ends);
+    }
+
     // Stores the sums of an item (by way of `buffer` of the values where they go through one), or notes it for a careful pass.
     __device__ void store_or_note(const Work& work, const Ends& ends, int buffer, bool through_v) {
         const Params& p = h.p;
@@ -361,11 +378,7 @@ struct Consumer : RowSoftmax {
             store_through(sh.v[buffer], p, place(work), acc_o, ends);
 #endif
         } else {
-            if (STAGED && h.out_by_tma) {
-                store_by_tma(h, sh, place(work), acc_o, ends);
-            } else {
-                store(p, acc_o, ends);
-            }
+            store_sums(work, ends);
         }
         if (through_v) fence_proxy_async(), release(sh.v_empty[buffer]);
     }

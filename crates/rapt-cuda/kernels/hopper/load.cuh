@@ -62,7 +62,7 @@ struct Producer {
         const int head = tma_coordinate(p.q_stride[1], task.head), batch = tma_coordinate(p.q_stride[0], task.batch);
 #pragma unroll
         for (int box = 0; box < K_BOXES; box++) {
-            tma_load(sh.q[stage] + box * Q_BOX, h.q_map, sh.q_full[stage], box * BOX, r0, head, batch);
+            tma_load(sh.q[stage] + box * Q_BOX, h.q_map, sh.q_full[stage], box * BOX, task.sequence.first_query() + r0, head, batch);
         }
     }
 
@@ -74,18 +74,18 @@ struct Producer {
         mbarrier_wait(ring.empty[stage], phase_of(ring.loaded++) ^ 1);
         Elem* tile = ring.tiles[stage];
         u64& barrier = ring.full[stage];
-        const int head = divide(task.head, h.p.by_group);
+        const int head = divide(task.head, h.p.by_group), row = task.sequence.first_key() + n0;
         if constexpr (VECTOR) {
             mbarrier_arrive_expect_tx(barrier, sizeof(ring.tiles[0]));
 #pragma unroll
             for (int box = 0; box < BOXES; box++) {
                 const int map_head = tma_coordinate(stride[1], head), map_batch = tma_coordinate(stride[0], task.batch);
-                tma_load(tile + box * K_BOX, operand.map, barrier, box * BOX, n0, map_head, map_batch);
+                tma_load(tile + box * K_BOX, operand.map, barrier, box * BOX, row, map_head, map_batch);
             }
         } else {
-            const Elem* from = (const Elem*)operand.base + task.batch * stride[0] + head * stride[1] + n0 * stride[2];
+            const Elem* from = (const Elem*)operand.base + task.batch * stride[0] + head * stride[1] + row * stride[2];
             load_boxes<BN, BN, BOXES>(
-                tile, from, [&](int r) { return r * stride[2]; }, stride[3], h.p.kv_len - n0, operand.dim, threadIdx.x % 128
+                tile, from, [&](int r) { return r * stride[2]; }, stride[3], task.sequence.kv_len(h.p) - n0, operand.dim, threadIdx.x % 128
             );
             fence_proxy_async();
             mbarrier_arrive(barrier);

@@ -53,7 +53,7 @@ __device__ inline void store_through(Elem* tile, const Params& p, const Place& p
             for (int i = 0; i < 4; i++) {
                 const int r = out_row(lane, i);
                 const uint4 x = *(const uint4*)(share + (box - first) * (16 * 128) + swizzle_128b(r, column));
-                if (place.r0 + r < p.rows && box * BOX + column < p.head_dim_v) *(uint4*)(to[i] + box * BOX) = x;
+                if (place.r0 + r < place.task.rows(p) && box * BOX + column < p.head_dim_v) *(uint4*)(to[i] + box * BOX) = x;
             }
         }
         __syncwarp();
@@ -79,7 +79,7 @@ __device__ inline void store_by_tma(
     if (lane != 0) return;
     const int head = tma_coordinate(p.out_stride[1], place.task.head), batch = tma_coordinate(p.out_stride[0], place.task.batch);
 #pragma unroll
-    for (int box = 0; box < V_BOXES; box++) tma_store(h.out_map, tile[box], box * BOX, place.r0, head, batch);
+    for (int box = 0; box < V_BOXES; box++) tma_store(h.out_map, tile[box], box * BOX, place.task.sequence.first_query() + place.r0, head, batch);
     tma_store_commit();
 #endif
 }
@@ -118,12 +118,13 @@ __device__ inline void store(const Params& p, Accumulator<VT>& acc_o, const Ends
 // Rows that see no key.
 __device__ inline void store_nothing(const Params& p, const Place& place) {
 #pragma unroll 1
-    for (int r = place.r0 + lane_row(threadIdx.x); r < min(place.r0 + 16, p.rows); r += 8) {
+    for (int r = place.r0 + lane_row(threadIdx.x); r < min(place.r0 + 16, place.task.rows(p)); r += 8) {
         const Row row(p, place.task, r);
-        if (threadIdx.x % 4 == 0) store_lse(p, row, RowEnd(p, row, negative_infinity(), 0));
+        const RowEnd row_end(p, row, negative_infinity(), 0);
+        if (threadIdx.x % 4 == 0) store_lse(p, row, row_end);
 #pragma unroll 1
         for (int column = threadIdx.x % 4; column < p.head_dim_v; column += 4) {
-            store_as(p.out, p.out_dtype, row.offset(p.out_stride) + column * p.out_stride[3], 0);
+            store_as(p.out, p.out_dtype, row.offset(p.out_stride) + column * p.out_stride[3], row_end.factor);
         }
     }
 }

@@ -66,6 +66,23 @@ struct Tiles {
 // Which rows of which task this block computes in a round; rows of one task run side by side and share its K and V in L2.
 struct Item {
     int block, task;
+#if VARLEN
+    const VarlenEntry* of = nullptr;  // null: there is none
+    // Units cost less from turn to turn: blocks take them forwards, then backwards, then as below from a place further on.
+    __device__ Item(const HopperParams& h, int round) : block(-1) {
+        const int turn = h.paired ? round / 2 : round;
+        u32 x = blockIdx.x + turn / 2 * h.shift;
+        x -= divide(x, h.by_grid) * gridDim.x;
+        task = turn * gridDim.x + (turn % 2 == 0 ? x : gridDim.x - 1 - x);
+        if (is_beyond_all(h)) return;
+        of = &varlen_entry(h.p, task);
+        const int unit = task - of->first, i = unit - divide(unit, of->by_units) * of->units, late = of->blocks - 1 - i;
+        block = h.paired && round % 2 == 1 ? (i == late ? -1 : i) : late;
+    }
+    __device__ bool is_beyond_all(const HopperParams& h) const { return ::is_beyond(h.p, task); }
+    __device__ bool is_beyond(const HopperParams&) const { return of == nullptr; }
+    __device__ int short_items(const HopperParams&) const { return of->short_items; }
+#else
     __device__ Item(const HopperParams& h, int round) {
         const int blocks = h.p.row_blocks, turn = h.paired ? round / 2 : round;
         // A block does not have the same run of rows in every round: some are short.
@@ -83,12 +100,15 @@ struct Item {
         }
     }
     __device__ bool is_beyond(const HopperParams& h) const { return task >= h.tasks; }
+    __device__ int short_items(const HopperParams& h) const { return h.short_items; }
+#endif
     // The middle one of an odd number has no partner.
     __device__ bool is_none() const { return block < 0; }
-    __device__ int groups(const HopperParams& h) const { return h.item_groups - (block < h.short_items); }
-    __device__ int r0(const HopperParams& h) const { return (block * h.item_groups - min(block, h.short_items)) * 64; }
+    __device__ int groups(const HopperParams& h) const { return h.item_groups - (block < short_items(h)); }
+    __device__ int r0(const HopperParams& h) const { return (block * h.item_groups - min(block, short_items(h))) * 64; }
     __device__ Tiles tiles(const HopperParams& h) const {
-        return Seen(h.p, Task(h.p, task), r0(h), min(r0(h) + groups(h) * 64, h.p.rows));
+        const Task of(h.p, task);
+        return Seen(h.p, of, r0(h), min(r0(h) + groups(h) * 64, of.rows(h.p)));
     }
 };
 
@@ -99,12 +119,16 @@ struct Place {
     __device__ Place(const Params& p, int task, int r0) : task(p, task), r0(r0 + threadIdx.x % 128 / 32 * 16) {}
 };
 
+// Behind all rows, and no sum of it and a few is none of an int's.
+constexpr int NO_ROW = 1 << 30;
+
 // An item as a group of warps works it off.
 struct Work {
     int round, task, r0;  // round: -1 if there is none; r0: the group's first row
     int n0, end;          // the first tile of keys and the last
     int all_lo, all_hi;   // keys that each of the rows sees
     int any;              // whether there is a tile that the mask does not hide: n0 is it
+    __device__ bool has_rows(const Params& p) const { return r0 < (VARLEN ? NO_ROW : p.rows); }
     // What a loop hands on is not known to be the same of all lanes.
     __device__ Work as_uniform() const {
         return {uniform(round), uniform(task), uniform(r0), uniform(n0), uniform(end), uniform(all_lo), uniform(all_hi), uniform(any)};

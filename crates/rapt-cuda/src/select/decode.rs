@@ -22,8 +22,8 @@ const GENERIC_CHUNKS: ChunkRule = ChunkRule { keys: [CHUNK, 2 * CHUNK, 2 * CHUNK
 /// So few splits follow one another in a block: a second launch would cost more.
 const FEW_SPLITS: usize = 2;
 /// Most queries per head, and rows per head of K and V, that are read as decoding.
-const DECODE_QUERIES: usize = 16;
-const DECODE_ROWS: usize = 64;
+pub(super) const DECODE_QUERIES: usize = 16;
+pub(super) const DECODE_ROWS: usize = 64;
 /// Shared memory of decode.cu where one block is alone on its multiprocessor: deeper rings gave nothing.
 const ALONE_SHARED: u32 = 176 * 1024;
 
@@ -110,12 +110,17 @@ pub(super) fn over_codes(spec: &Spec, caps: &Caps) -> Option<KernelVariant> {
     tiles.iter().chain(&[(16, 1)]).map(|tile| of(*tile)).find(fits)
 }
 
+/// How many blocks the device has room for at once.
+pub(super) fn slots(caps: &Caps, variant: &KernelVariant) -> usize {
+    let resident = ((caps.shared_bytes + 1024) / (variant.shared_bytes() + 1024)).clamp(1, variant.decode_resident());
+    (caps.multiprocessors * resident).max(1) as usize
+}
+
 /// Blocks for `rows` blocks of rows of `num_splits` chunks each, and whether they take chunks.
 ///
 /// Sequences with lengths of their own: each that has several chunks leaves them to combine.cu.
 pub(super) fn blocks(caps: &Caps, variant: &KernelVariant, rows: usize, num_splits: usize) -> (usize, bool) {
-    let resident = ((caps.shared_bytes + 1024) / (variant.shared_bytes() + 1024)).clamp(1, variant.decode_resident());
-    let slots = (caps.multiprocessors * resident).max(1) as usize;
+    let slots = slots(caps, variant);
     // One block to a multiprocessor reads nearly as fast as two.
     let places = if rows <= caps.multiprocessors as usize { caps.multiprocessors as usize } else { slots };
     let is_even = rows * 10 >= rows.div_ceil(places.max(1)) * places * 9;

@@ -12,7 +12,7 @@ use crate::variant::{Algorithm, KernelVariant, Loads};
 
 /// Keys from which on tiles of 112 are taken at head dims 80 and 96, below it tiles of 96: 3 % slower at 1024, 2 to 4 % faster at
 /// 4096 (H200, 2026-11; between them not measured).
-const MANY_KEYS: usize = 2048;
+pub(super) const MANY_KEYS: usize = 2048;
 /// Most keys that are one tile of 80 at head dims up to 64 (4096 × 77: 52 µs, by tiles of 128 59; H200, 2026-11).
 const ONE_TILE: usize = 80;
 
@@ -37,14 +37,14 @@ const fn tiles(dims: (u32, u32), mask: Option<DType>, natural: bool, many_keys: 
     }
 }
 
-/// The variant of hopper.cu, where it runs.
-pub(super) fn variant(spec: &Spec, caps: &Caps) -> Option<KernelVariant> {
+/// The variant of hopper.cu for so many keys, where it runs.
+pub(super) fn variant(spec: &Spec, caps: &Caps, kv_len: usize) -> Option<KernelVariant> {
     if caps.arch != Arch::Sm90a {
         return None;
     }
     // Rows of K and V that are not whole sectors of memory are dear to read in large tiles.
     let whole_sectors = spec.head_dim().is_multiple_of(16) && spec.head_dim_v().is_multiple_of(16);
-    let many_keys = whole_sectors && spec.kv_len() >= MANY_KEYS;
+    let many_keys = whole_sectors && kv_len >= MANY_KEYS;
     // Biases are added in natural units by themselves.
     let natural = tensor_cores::is_natural(spec, MaskClass::None);
     let mask = spec.mask.map(|mask| mask.dtype);

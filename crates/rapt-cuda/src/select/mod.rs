@@ -9,6 +9,7 @@ mod decode;
 mod hopper;
 mod rules;
 mod tensor_cores;
+mod varlen;
 mod wide;
 
 use rapt_core::{Arch, DType, Device, Error, Kernel, KernelKey, PRounding, Plan, Result, Spec};
@@ -37,6 +38,11 @@ pub struct Caps {
 
 /// Most blocks or rows of a request. Blocks that stay on their multiprocessor count on past the last item, by one each.
 const MOST_BLOCKS: usize = i32::MAX as usize - (1 << 16);
+
+fn too_many_blocks(most: usize) -> Error {
+    let what = format!("a request of {most} blocks");
+    Error::unsupported(what, "a launch has at most 2^31", "cut the problem along its batch")
+}
 
 fn check_lengths(spec: &Spec) -> Result<()> {
     for (what, n) in [
@@ -110,8 +116,7 @@ fn partition(spec: &Spec, caps: &Caps, variant: &KernelVariant) -> Result<(Parti
         .saturating_mul(dv_blocks)
         .max(tasks.saturating_mul(rows).saturating_mul(spec.head_dim_v().div_ceil(COMBINE_COLUMNS)));
     if most > MOST_BLOCKS {
-        let what = format!("a request of {most} blocks");
-        return Err(Error::unsupported(what, "a launch has at most 2^31", "cut the problem along its batch"));
+        return Err(too_many_blocks(most));
     }
     let partition = Partition {
         task_heads,
@@ -130,13 +135,27 @@ fn partition(spec: &Spec, caps: &Caps, variant: &KernelVariant) -> Result<(Parti
     Ok((partition, blocks))
 }
 
+/// What strides and alignment allow of rows that are not loaded as tiles.
+fn widths(spec: &Spec, variant: &KernelVariant) -> Widths {
+    Widths {
+        // decode_codes.cu packs bfloat16 alone.
+        out_vector: spec.out.dtype == spec.numerics.storage
+            && moves_by(&spec.out, 16)
+            && (variant.codes == Codes::None || spec.out.dtype == DType::BF16),
+        mask_pairs: spec.mask.is_some_and(|mask| is_in_pairs(&mask)),
+    }
+}
+
 /// The launches of a request that has an output.
 ///
 /// # Errors
 /// [`Error::Unsupported`] for many queries with lengths or pages, and for lengths and counts beyond 2^29 and 2^31.
 fn launches(spec: &Spec, caps: &Caps) -> Result<Launches> {
     check_lengths(spec)?;
-    let (variant, why_generic) = rules::variant(spec, caps);
+    if spec.varlen.is_some() {
+        return varlen::launches(spec, caps);
+    }
+    let (variant, why_generic) = rules::variant(spec, caps, rules::Lengths::of(spec));
     check_sequences(spec, &variant)?;
     let (partition, blocks) = partition(spec, caps, &variant)?;
     let rows = partition.tasks * partition.rows;
@@ -153,14 +172,7 @@ fn launches(spec: &Spec, caps: &Caps) -> Result<Launches> {
     let combine_columns = COMBINE_COLUMNS * combine.block_n as usize;
     let combine_blocks = (combined_rows * spec.head_dim_v().div_ceil(combine_columns)).div_ceil(COMBINE_WARPS);
     let added = spec.lengths.as_deref().map_or(0, |of| of.added);
-    let widths = Widths {
-        // decode_codes.cu packs bfloat16 alone.
-        out_vector: spec.out.dtype == spec.numerics.storage
-            && moves_by(&spec.out, 16)
-            && (variant.codes == Codes::None || spec.out.dtype == DType::BF16),
-        mask_pairs: spec.mask.is_some_and(|mask| is_in_pairs(&mask)),
-    };
-    let params = Params::new(spec, &partition, widths);
+    let params = Params::new(spec, &partition, widths(spec, &variant));
     let hopper = (variant.algorithm == Algorithm::Hopper)
         .then(|| Box::new(hopper::launch(spec, &variant, &partition, &params, blocks)));
     Ok(Launches {
@@ -175,6 +187,7 @@ fn launches(spec: &Spec, caps: &Caps) -> Result<Launches> {
             let dealt = variant.algorithm.kernel() == Kernel::Decode;
             Box::new(LaunchParams::new(spec, &params, chunks, if dealt { blocks } else { 0 }))
         }),
+        varlen: None,
         workspace_bytes: if partition.is_combined { partial_bytes } else { 0 },
         why_generic,
     })
@@ -230,8 +243,9 @@ pub fn select(spec: &Spec, caps: &Caps) -> Result<Plan> {
 /// # Errors
 /// As [`select`].
 pub fn variants(spec: &Spec, caps: &Caps) -> Result<Vec<KernelVariant>> {
-    let Launches { main, partition, append, .. } = launches(spec, caps)?;
+    let Launches { main, partition, append, varlen, .. } = launches(spec, caps)?;
     let combine = (partition.num_splits > 1).then(|| main.variant.combine());
     let append = append.map(|step| step.variant);
-    Ok([Some(main.variant), combine, append].into_iter().flatten().collect())
+    let of_sequences = varlen.iter().flat_map(|varlen| varlen.steps()).map(|step| step.variant);
+    Ok([Some(main.variant), combine, append].into_iter().flatten().chain(of_sequences).collect())
 }

@@ -21,9 +21,24 @@ const HOPPER_F32_DIM: usize = 128;
 const WIDE_DIM: usize = 512;
 /// Keys per tile of most of mma.cu.
 const BLOCK_N: u32 = 64;
-/// The variant that serves `spec`, and why it is not one of the tensor cores if it is not.
-pub(super) fn variant(spec: &Spec, caps: &Caps) -> (KernelVariant, Option<WhyGeneric>) {
-    match on_tensor_cores(spec, caps) {
+
+/// The lengths that a variant is chosen by: those of a spec, or of some of its sequences.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Lengths {
+    /// Whether the queries are few.
+    pub(super) few: bool,
+    pub(super) kv_len: usize,
+}
+
+impl Lengths {
+    pub(super) fn of(spec: &Spec) -> Self {
+        Lengths { few: decode::is_few(spec), kv_len: spec.kv_len() }
+    }
+}
+
+/// The variant that serves `spec` where lengths are these, and why it is not one of the tensor cores if it is not.
+pub(super) fn variant(spec: &Spec, caps: &Caps, lengths: Lengths) -> (KernelVariant, Option<WhyGeneric>) {
+    match on_tensor_cores(spec, caps, lengths) {
         Ok(variant) => (variant, None),
         Err(why) => {
             let codes = if spec.is_quantized() { Codes::Any } else { Codes::None };
@@ -32,8 +47,8 @@ pub(super) fn variant(spec: &Spec, caps: &Caps) -> (KernelVariant, Option<WhyGen
     }
 }
 
-fn on_tensor_cores(spec: &Spec, caps: &Caps) -> Result<KernelVariant, WhyGeneric> {
-    let few = decode::is_few(spec);
+fn on_tensor_cores(spec: &Spec, caps: &Caps, lengths: Lengths) -> Result<KernelVariant, WhyGeneric> {
+    let Lengths { few, kv_len } = lengths;
     if spec.is_quantized() {
         return over_codes(spec, caps, few);
     }
@@ -50,13 +65,13 @@ fn on_tensor_cores(spec: &Spec, caps: &Caps) -> Result<KernelVariant, WhyGeneric
     if dim > most {
         return Err(WhyGeneric::HeadDim { most });
     }
-    if spec.kv_len() == 0 {
+    if kv_len == 0 {
         return Err(WhyGeneric::NoKeys);
     }
     let variant = match few {
         true => decode::variant(spec, caps),
         false if dim > narrow => wide::variant(spec, caps),
-        false => many_queries(spec, caps),
+        false => many_queries(spec, caps, kv_len),
     };
     let (needed, has) = (variant.shared_bytes(), caps.shared_bytes);
     if needed <= has { Ok(variant) } else { Err(WhyGeneric::SharedMemory { needed, has }) }
@@ -78,11 +93,11 @@ fn over_codes(spec: &Spec, caps: &Caps, few: bool) -> Result<KernelVariant, WhyG
     if needed <= has { Ok(variant) } else { Err(WhyGeneric::SharedMemory { needed, has }) }
 }
 
-fn many_queries(spec: &Spec, caps: &Caps) -> KernelVariant {
+fn many_queries(spec: &Spec, caps: &Caps, kv_len: usize) -> KernelVariant {
     if spec.numerics.storage == DType::F32 {
         return tensor_core_variant(spec, caps, Algorithm::HopperF32, [128, BLOCK_N]);
     }
-    hopper::variant(spec, caps).unwrap_or_else(|| mma_variant(spec, caps))
+    hopper::variant(spec, caps, kv_len).unwrap_or_else(|| mma_variant(spec, caps))
 }
 
 fn mma_variant(spec: &Spec, caps: &Caps) -> KernelVariant {

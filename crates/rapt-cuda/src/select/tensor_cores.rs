@@ -33,10 +33,11 @@ pub(super) fn padded_dims(spec: &Spec) -> (u32, u32) {
 
 /// How keys are told apart by batch entry.
 pub(super) const fn sequences(spec: &Spec) -> Sequences {
-    match (&spec.pages, &spec.lengths) {
-        (Some(_), _) => Sequences::Paged,
-        (None, Some(_)) => Sequences::Ragged,
-        (None, None) => Sequences::Even,
+    match (&spec.pages, &spec.lengths, &spec.varlen) {
+        (Some(_), ..) => Sequences::Paged,
+        (None, Some(_), _) => Sequences::Ragged,
+        (None, None, Some(_)) => Sequences::Varlen,
+        (None, None, None) => Sequences::Even,
     }
 }
 

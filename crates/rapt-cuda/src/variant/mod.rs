@@ -36,6 +36,8 @@ pub enum Algorithm {
     Combine,
     /// Writes new keys into a cache.
     Append,
+    /// Finds sequences that lie one after another, and deals them to the launches behind it.
+    Varlen,
 }
 
 impl Algorithm {
@@ -44,7 +46,7 @@ impl Algorithm {
         match self {
             Algorithm::Mma | Algorithm::Hopper | Algorithm::HopperF32 | Algorithm::Wide => Kernel::Forward,
             Algorithm::Decode | Algorithm::DecodeCodes => Kernel::Decode,
-            Algorithm::Generic | Algorithm::Combine | Algorithm::Append => Kernel::Generic,
+            Algorithm::Generic | Algorithm::Combine | Algorithm::Append | Algorithm::Varlen => Kernel::Generic,
         }
     }
 }
@@ -69,6 +71,8 @@ pub enum Sequences {
     Ragged,
     /// The same, and they lie in pages.
     Paged,
+    /// There is one, in which sequences lie one after another.
+    Varlen,
 }
 
 /// What identifies machine code: everything that is fixed when it is compiled.
@@ -163,11 +167,24 @@ impl KernelVariant {
         KernelVariant { algorithm: Algorithm::Append, sequences, ..KernelVariant::generic(arch, DType::F32, None) }
     }
 
+    /// What finds the sequences of this variant, whatever reads them behind it.
+    pub(crate) const fn varlen(self) -> Self {
+        let storage = if matches!(self.storage, DType::F64) { DType::F64 } else { DType::F32 };
+        let (algorithm, sequences) = (Algorithm::Varlen, Sequences::Varlen);
+        KernelVariant { algorithm, sequences, ..KernelVariant::generic(self.arch, storage, None) }
+    }
+
+    /// Whether it reads lengths of sequences as caches have them.
+    pub(crate) const fn reads_lengths(&self) -> bool {
+        matches!(self.sequences, Sequences::Ragged | Sequences::Paged)
+    }
+
     /// The kernel's name in the compiled module.
     pub(crate) const fn entry(&self) -> &'static std::ffi::CStr {
         match self.algorithm {
             Algorithm::Combine => c"combine",
             Algorithm::Append => c"append",
+            Algorithm::Varlen => c"varlen",
             _ => c"attention",
         }
     }
@@ -190,13 +207,14 @@ impl KernelVariant {
 
     /// Whether the kernel itself waits for the launch before it, where the architecture can.
     pub(crate) const fn overlaps(&self) -> bool {
-        matches!(self.algorithm, Algorithm::Decode | Algorithm::DecodeCodes | Algorithm::Combine)
-            && !matches!(self.arch, Arch::Sm80 | Arch::Sm86 | Arch::Sm87 | Arch::Sm89)
+        let waits = matches!(self.algorithm, Algorithm::Decode | Algorithm::DecodeCodes | Algorithm::Combine)
+            || matches!((self.algorithm, self.sequences), (Algorithm::Hopper, Sequences::Varlen));
+        waits && !matches!(self.arch, Arch::Sm80 | Arch::Sm86 | Arch::Sm87 | Arch::Sm89)
     }
 
     /// Bytes of the parameters that all kernels take.
     pub(crate) fn params_bytes(&self) -> usize {
-        LaunchParams::bytes_of(self.codes != Codes::None, self.sequences != Sequences::Even)
+        LaunchParams::bytes_of(self.codes != Codes::None, self.reads_lengths())
     }
 
     /// Threads per block.
@@ -210,7 +228,13 @@ impl KernelVariant {
             Algorithm::HopperF32 => 512,
             Algorithm::Combine => 32 * COMBINE_WARPS as u32,
             Algorithm::Append => 128,
+            Algorithm::Varlen => 256,
         }
+    }
+
+    /// Whether head dims are no part of the code.
+    const fn is_of_any_dims(&self) -> bool {
+        matches!(self.algorithm, Algorithm::Generic | Algorithm::Combine | Algorithm::Append | Algorithm::Varlen)
     }
 
     /// The whole source text.
@@ -230,6 +254,7 @@ impl KernelVariant {
             Algorithm::DecodeCodes => "decode_codes.cu",
             Algorithm::Combine => "combine.cu",
             Algorithm::Append => "append.cu",
+            Algorithm::Varlen => "varlen.cu",
         }
     }
 }
@@ -237,10 +262,10 @@ impl KernelVariant {
 impl fmt::Display for KernelVariant {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.file_name().trim_end_matches(".cu"))?;
-        if self.algorithm != Algorithm::Append {
+        if !matches!(self.algorithm, Algorithm::Append | Algorithm::Varlen) {
             write!(f, " {}", self.storage)?;
         }
-        if !matches!(self.algorithm, Algorithm::Generic | Algorithm::Combine | Algorithm::Append) {
+        if !self.is_of_any_dims() {
             write!(f, " {}/{}", self.dims.0, self.dims.1)?;
             f.write_str(if self.natural { " natural" } else { "" })?;
             f.write_str(if self.loads == Loads::ByElement { " element by element" } else { "" })?;
@@ -254,6 +279,8 @@ impl fmt::Display for KernelVariant {
             Sequences::Even => {}
             Sequences::Ragged => f.write_str(" ragged")?,
             Sequences::Paged => f.write_str(" paged")?,
+            Sequences::Varlen if self.algorithm != Algorithm::Varlen => f.write_str(" varlen")?,
+            Sequences::Varlen => {}
         }
         self.mask.map_or(Ok(()), |dtype| write!(f, " mask {dtype}"))
     }

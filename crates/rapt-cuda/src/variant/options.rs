@@ -8,6 +8,7 @@ use crate::append::AppendParams;
 use crate::codes::{Codes, TileCodes, TileScales};
 use crate::params::HopperParams;
 use crate::tensor_map::BOX_COLUMNS;
+use crate::varlen::VarlenParams;
 
 /// Options in the order in which they are added: it is part of what names machine code.
 struct Options(Vec<String>);
@@ -74,7 +75,7 @@ impl KernelVariant {
         options.define("STORAGE", u32::from(self.storage.code()));
         options.define("MASK", mask);
         options.define("MASK_DTYPE", self.mask.map_or(0, |dtype| u32::from(dtype.code())));
-        if !matches!(self.algorithm, Algorithm::Generic | Algorithm::Combine | Algorithm::Append) {
+        if !self.is_of_any_dims() {
             options.define("NATURAL", u32::from(self.natural));
             options.define("VECTOR", u32::from(self.loads != Loads::ByElement));
             options.define("HEAD_DIM", self.dims.0);
@@ -118,13 +119,20 @@ impl KernelVariant {
                 }
             }
             Algorithm::Append => options.define("APPEND_BYTES", size_of::<AppendParams>() as u32),
+            Algorithm::Varlen => options.define("VARLEN_BYTES", size_of::<VarlenParams>() as u32),
         }
         // Last, so that kernels without codes keep their names.
         if self.codes != Codes::None {
             options.define("CODES", 1);
         }
-        if self.sequences != Sequences::Even {
+        if self.reads_lengths() {
             options.define("RAGGED", 1);
+        }
+        if self.sequences == Sequences::Varlen {
+            // Of common/types.cuh: the heads of a group share the rows of decode.cu.
+            const ROWS_OF_HEAD: u32 = 1;
+            const ROWS_OF_GROUP: u32 = 2;
+            options.define("VARLEN", if self.algorithm == Algorithm::Decode { ROWS_OF_GROUP } else { ROWS_OF_HEAD });
         }
         if self.sequences == Sequences::Paged {
             options.define("PAGED", 1);

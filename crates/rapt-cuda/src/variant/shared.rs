@@ -94,7 +94,7 @@ impl KernelVariant {
             }
             Algorithm::HopperF32 => self.hopper_f32_bytes(),
             Algorithm::Wide => self.wide_bytes(),
-            Algorithm::Combine | Algorithm::Append => 0,
+            Algorithm::Combine | Algorithm::Append | Algorithm::Varlen => 0,
         }
     }
 

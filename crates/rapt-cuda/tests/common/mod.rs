@@ -2,7 +2,9 @@
 
 #![allow(dead_code, reason = "each test file uses a part")]
 
-use rapt_core::{Arch, CodesForm, DType, Device, Extent, Format, Granularity, Options, Qkv, Shape, Spec, View};
+use rapt_core::{
+    Arch, CodesForm, DType, Device, Extent, Format, Granularity, Options, Qkv, Shape, Spec, TensorLayout, View,
+};
 use rapt_cuda::Caps;
 
 /// The capabilities of a device of this architecture; of `sm_80` the multiprocessor count and memory of an A100, and so on.
@@ -72,6 +74,22 @@ pub(crate) fn spec_of_codes(
     form.zero_point = format.has_zero_point().then(|| (&view("zero_point", DType::U8, shape)).into());
     let codes_of = Qkv { q: None, k: Some(form), v: Some(form) };
     Spec::builder(&q, &codes("k"), &codes("v"), options).codes(codes_of).build().unwrap()
+}
+
+/// `total_q` queries over `total_kv` keys of sequences that lie one after another.
+pub(crate) fn spec_of_varlen(
+    dtype: DType,
+    [heads, kv_heads, total_q, total_kv]: [usize; 4],
+    head_dim: usize,
+    sequences: usize,
+    options: &Options,
+) -> Spec {
+    let q = view("q", dtype, &[total_q, heads, head_dim]);
+    let k = view("k", dtype, &[total_kv, kv_heads, head_dim]);
+    let offsets = |name| view(name, DType::I32, &[sequences + 1]);
+    let options = Options { layout: TensorLayout::Bshd, ..*options };
+    let (of_q, of_kv) = (offsets("cu_seqlens_q"), offsets("cu_seqlens_kv"));
+    Spec::builder(&q, &k, &k, &options).varlen(&of_q, &of_kv).build().unwrap()
 }
 
 /// `q_len` queries of each of `batch` sequences of at most `most` keys, one of them new, over a cache of this dtype or of codes by token: in

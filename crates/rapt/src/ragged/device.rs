@@ -24,6 +24,11 @@ struct Known<'a> {
 }
 
 impl<'a> KvCacheTensors<'a> {
+    /// Keys and values to be written; `None` where there are none of them.
+    fn new_keys(&self) -> Option<NewKeys<'a>> {
+        self.k.filter(|k| k.shape()[1] > 0).map(|k| NewKeys { k, v: self.v })
+    }
+
     fn known(&self) -> Result<Known<'a>> {
         let added = self.k.as_ref().map_or(0, |k| k.shape()[1]);
         let room = self.room();
@@ -77,20 +82,27 @@ impl<'a> KvCacheTensors<'a> {
 
     /// That new keys may be written.
     fn check_new_keys(&self) -> Result<()> {
+        let Some(NewKeys { k, v }) = self.new_keys() else { return Ok(()) };
         let codes = [self.k_codes.as_ref(), self.v_codes.as_ref()];
-        if self.k.is_some() && codes.iter().any(Option::is_some) {
+        if codes.iter().any(Option::is_some) {
             return Err(Error::unsupported(
                 "new keys in a cache of codes on a GPU",
                 "no kernel there makes codes of numbers",
-                "write their codes and factors with `rapt.quantize` and an indexed assignment, and give no k and v",
+                "quantize them in host memory with `rapt.quantize`, write codes and factors into the cache by an indexed assignment, \
+                 and give no k and v",
             ));
         }
-        check_new([self.k.as_ref(), self.v.as_ref()], [&self.k_cache, &self.v_cache], codes).map_err(
-            |error| match error {
-                rapt_quant::QuantError::Core(error) => error,
-                other => Error::unsupported(other.to_string(), "the cache is codes", "give no k and v"),
-            },
-        )
+        if self.out.shape().contains(&0) {
+            return Err(Error::unsupported(
+                "new keys without an output on a GPU",
+                "nothing is launched for an empty output",
+                "write the keys into the cache by an indexed assignment, and give no k and v",
+            ));
+        }
+        check_new([Some(&k), v.as_ref()], [&self.k_cache, &self.v_cache], codes).map_err(|error| match error {
+            rapt_quant::QuantError::Core(error) => error,
+            other => Error::unsupported(other.to_string(), "the cache is codes", "give no k and v"),
+        })
     }
 }
 
@@ -147,7 +159,7 @@ impl Engine {
             tensors.apart("lse", lse)?;
             prove_apart("lse", lse, [("out", Some(&tensors.out.as_view()))])?;
         }
-        let new = tensors.k.map(|k| NewKeys { k, v: tensors.v });
+        let new = tensors.new_keys();
         let lengths = tensors.cache_seqlens.filter(|_| spec.lengths.as_deref().is_some_and(|of| of.lengths.is_some()));
         let KvCacheTensors { q, k_cache, v_cache, k_codes, v_codes, page_table, sinks, alibi_slopes, out, lse, .. } =
             tensors;

@@ -14,6 +14,7 @@ mod device;
 mod kv_cache;
 mod lengths;
 mod varlen;
+mod varlen_device;
 
 use std::sync::Arc;
 

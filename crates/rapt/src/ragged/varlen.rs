@@ -34,13 +34,12 @@ const RANK: &str = "sequences that lie one after another are [total, heads, head
 
 impl VarlenTensors<'_> {
     /// What holds of all sequences together.
-    fn check(&self) -> Result<()> {
+    pub(super) fn check(&self) -> Result<()> {
         for (tensor, view) in [("q", &self.q), ("k", &self.k), ("v", &self.v)] {
             if view.shape().len() != 3 {
                 let (got, shape) = (view.shape().len(), *view.shape());
                 return Err(Error::Rank { tensor, got, shape, allowed: RANK });
             }
-            in_host_memory("varlen attention", view.device())?;
         }
         let ([total, heads, _], [keys, ..], [values, _, dim_v]) = (sizes(&self.q), sizes(&self.k), sizes(&self.v));
         if keys != values {
@@ -54,8 +53,16 @@ impl VarlenTensors<'_> {
         self.lse.as_ref().map_or(Ok(()), |lse| shape_is("lse", lse, [heads, total].into()))
     }
 
+    /// That outputs share no byte with what is read, nor with one another.
+    pub(super) fn prove_outputs_apart(&self) -> Result<()> {
+        prove_apart("out", &self.out, self.inputs())?;
+        let Some(lse) = &self.lse else { return Ok(()) };
+        prove_apart("lse", lse, self.inputs())?;
+        prove_apart("lse", lse, [("out", Some(&self.out.as_view()))])
+    }
+
     /// What is read of all sequences.
-    fn inputs(&self) -> [(&'static str, Option<&View<'_>>); 7] {
+    pub(super) fn inputs(&self) -> [(&'static str, Option<&View<'_>>); 7] {
         [
             ("q", Some(&self.q)),
             ("k", Some(&self.k)),
@@ -86,9 +93,11 @@ impl Engine {
     ///
     /// # Errors
     /// Any [`Error`]; nothing is written before everything is proven. [`Error::Length`] for offsets that begin past 0, fall, or do not end
-    /// with the last row; [`Error::Unsupported`] outside host memory.
+    /// with the last row; [`Error::Unsupported`] outside host memory, where
+    /// [`varlen_attention_async`](Engine::varlen_attention_async) runs.
     pub fn varlen_attention(&self, tensors: VarlenTensors<'_>, options: &Options, queue: &Queue<'_>) -> Result<()> {
         tensors.check()?;
+        in_host_memory("a call of varlen_attention", tensors.q.device())?;
         let q_ends = lengths::ends("cu_seqlens_q", &tensors.cu_seqlens_q, tensors.q.shape()[0])?;
         let kv_ends = lengths::ends("cu_seqlens_kv", &tensors.cu_seqlens_kv, tensors.k.shape()[0])?;
         if q_ends.len() != kv_ends.len() {
@@ -96,11 +105,7 @@ impl Engine {
             let (tensor, other) = ("cu_seqlens_kv", "cu_seqlens_q");
             return Err(Error::SizeMismatch { tensor, size: "sequences", got, other, expected });
         }
-        prove_apart("out", &tensors.out, tensors.inputs())?;
-        if let Some(lse) = &tensors.lse {
-            prove_apart("lse", lse, tensors.inputs())?;
-            prove_apart("lse", lse, [("out", Some(&tensors.out.as_view()))])?;
-        }
+        tensors.prove_outputs_apart()?;
         let VarlenTensors { q, k, v, sinks, alibi_slopes, out, lse, .. } = tensors;
         let options = Options { layout: TensorLayout::Bshd, ..*options };
         let outs = split("out", out, 0, &q_ends)?;

@@ -75,6 +75,8 @@ def _sdpa(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, sca
     reason, traced = _native.torch_decide_jagged(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, False
     )  # fmt: skip
+    if reason is None and key.is_cuda and not _ops.share_offsets(key, value, traced):
+        reason = "layout jagged"
     if reason is None:
         return _attend(query, key, value, is_causal, scale, enable_gqa, traced)
     if not traced:

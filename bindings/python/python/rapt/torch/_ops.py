@@ -182,7 +182,44 @@ def jagged(
 ):  # fmt: skip
     """Values are [rows, heads, head_dim]; so is the answer, with the rows of q, and zeros in those that no sequence has."""
     sequences = (q_offsets, q_lengths), (k_offsets, k_lengths), (v_offsets, v_lengths)
+    if query.is_cuda:
+        sequences = _on_device(*sequences)
     return _native.torch_jagged(query, key, value, *sequences, is_causal, scale, enable_gqa)
+
+
+def _on_device(of_q, of_k, of_v):
+    """Offsets that a GPU reads: one more than sequences, in int32. Nothing waits for it, so whether the offsets of k and v are equal is
+    asked of their memory."""
+    if not all(map(_is_same, of_k, of_v)):
+        raise UnsupportedError(
+            "on a GPU keys and values of nested tensors share one tensor of offsets. Mend: "
+            "`torch.nested.nested_tensor_from_jagged(values, k.offsets())`"
+        )
+    if of_q[1] is None and of_k[1] is None:
+        cu_q, cu_kv = (offsets.to(torch.int32) for offsets, _ in (of_q, of_k))
+    else:
+        # Between two sequences: first queries of none, then keys of none.
+        (q0, q1), (k0, k1) = (
+            (offsets[:-1], offsets[1:] if lengths is None else offsets[:-1] + lengths) for offsets, lengths in (of_q, of_k)
+        )
+        before = torch.nn.functional.pad(k1[:-1], (1, 0)) if len(k1) else k1
+        both = torch.stack((q0, q0, q1), 1), torch.stack((before, k0, k1), 1)
+        cu_q, cu_kv = (torch.nn.functional.pad(each.flatten(), (1, 0)).to(torch.int32) for each in both)
+    return (cu_q, None), (cu_kv, None), (cu_kv, None)
+
+
+def _is_same(one, other):
+    """Whether they are one tensor, or None both."""
+    if one is None or other is None:
+        return one is other
+    place = lambda of: (of.data_ptr(), of.shape, of.stride(), of.dtype)  # noqa: E731
+    return one is other or place(one) == place(other)
+
+
+def share_offsets(key, value, traced):
+    """Whether the sequences of two nested tensors lie at the same rows, as far as can be told without waiting for a GPU."""
+    pairs = (key._offsets, value._offsets), (key._lengths, value._lengths)
+    return all(one is other if traced else _is_same(one, other) for one, other in pairs)
 
 
 def _fake_jagged(query, key, value, *_sequences, enable_gqa=False, **_options):

@@ -2,11 +2,9 @@
 //!
 //! A sequence of theirs is a dense request, and is decided as one: [`decide`] is asked of `[batch, heads, 1, head_dim]`, since
 //! lengths are numbers in memory, which the run reads and checks. What nested tensors lack beside dense ones is added here:
-//! no mask, no batch that broadcasts, no GPU, and one number of heads of keys and values.
+//! no mask, no batch that broadcasts, and one number of heads of keys and values.
 
-use rapt::Device;
-
-use super::{Invalid, Modes, Order, Reason, Request, Size, Stock, Verdict, decide};
+use super::{Invalid, Kernel, Modes, Order, Reason, Request, Size, Stock, Verdict, decide};
 
 /// How q, k or v of such a request is nested.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -41,10 +39,8 @@ pub(crate) fn decide_jagged<S: Size>(
     if mask.is_some() {
         return fallback(Reason::Invalid(Invalid::NestedMask));
     }
-    if let Some(Device::Cuda(_)) = [q, k, v].map(|tensor| tensor.device).into_iter().find(|at| *at != Device::Cpu) {
-        return fallback(Reason::Device("cuda".to_owned()));
-    }
-    let verdict = decide(request, modes, stock, || Ok(None))?;
+    // Sequences are of one order, whichever kernel PyTorch's function would take on a GPU.
+    let verdict = decide(request, modes, stock, || Ok(Some(Kernel::Flash)))?;
     if !matches!(verdict, Verdict::Serve(_)) {
         return Ok(verdict);
     }

@@ -196,7 +196,11 @@ fn a_nested_request_is_the_dense_one_of_its_sequences() {
     let gqa = |k_heads, v_heads| Request { enable_gqa: true, ..of([2, 4, 8], [2, k_heads, 8], [2, v_heads, 8]) };
     let mask = Some(Tensor { dtype: Ok(DType::Bool), ..tensor(&[1, 1]) });
     let mut on_gpu = plain.clone();
-    on_gpu.k.device = Device::Cuda(0);
+    for tensor in [&mut on_gpu.q, &mut on_gpu.k, &mut on_gpu.v] {
+        tensor.device = Device::Cuda(0);
+    }
+    assert_eq!(nested(&on_gpu, all), served);
+    on_gpu.k.device = Device::Cpu;
     for (refused, expected) in [
         (of([2, 4, 8], [3, 4, 8], [3, 4, 8]), invalid(Invalid::Broadcast { heads: false })),
         (of([2, 4, 8], [1, 4, 8], [1, 4, 8]), invalid(Invalid::Broadcast { heads: false })),
@@ -206,7 +210,7 @@ fn a_nested_request_is_the_dense_one_of_its_sequences() {
         (gqa(4, 2), invalid(Invalid::Groups)),
         (Request { mask, ..plain.clone() }, invalid(Invalid::NestedMask)),
         (Request { dropout_p: 0.5, ..plain.clone() }, Verdict::Fallback(Reason::Dropout)),
-        (on_gpu, Verdict::Fallback(Reason::Device("cuda".to_owned()))),
+        (on_gpu, invalid(Invalid::Device("k"))),
     ] {
         assert_eq!(nested(&refused, all), expected, "{refused:?}");
     }

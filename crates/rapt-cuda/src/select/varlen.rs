@@ -1,0 +1,140 @@
+//! Sequences that lie one after another: which launches serve them together.
+//!
+//! A call for one of them alone runs a kernel that its lengths choose. The host does not know these: each kernel that may be asked for is
+//! launched, and takes those sequences that are its. Deliberately absent: which those are (varlen.cu), and where keys are split
+//! among blocks, as there is no bound on what blocks would hand over.
+
+use rapt_core::{Kernel, Result, Spec};
+
+use super::rules::{self, Lengths};
+use super::{Caps, MOST_BLOCKS, decode, hopper, too_many_blocks, widths};
+use crate::launch::{Launches, Step, Varlen, VarlenLaunch, WhyGeneric};
+use crate::params::{MOST_LEN, Params};
+use crate::partition::{ChunkRule, Partition};
+use crate::variant::{Algorithm, KernelVariant, generic_columns};
+use crate::varlen::{Takes, VarlenParams, table_bytes};
+
+/// How many units the sequences of a launch have may be divided by any small number: work moves on from round to round by so many blocks
+/// that none of them has the same piece of each sequence.
+const MANY_DIVISORS: usize = 2 * 3 * 5 * 7 * 11 * 13 * 17;
+
+/// A launch before its place in the workspace is known.
+struct Asked {
+    variant: KernelVariant,
+    why_generic: Option<WhyGeneric>,
+    many: bool,
+    few: bool,
+    keys: std::ops::Range<usize>,
+}
+
+/// What sequences of these totals may ask for, the most work last.
+fn asked(spec: &Spec, caps: &Caps) -> Vec<Asked> {
+    let total_kv = spec.kv_len();
+    let of = |few: bool, keys: std::ops::Range<usize>| {
+        // Sequences without keys get zeros of any kernel.
+        let lengths = Lengths { few, kv_len: if total_kv == 0 { 0 } else { keys.start.max(1) } };
+        let (variant, why_generic) = rules::variant(spec, caps, lengths);
+        Asked { variant, why_generic, many: !few, few, keys }
+    };
+    let few = of(true, 0..MOST_LEN);
+    if decode::is_few(spec) {
+        return vec![few];
+    }
+    let long = of(false, hopper::MANY_KEYS..MOST_LEN);
+    let short = of(false, 0..hopper::MANY_KEYS);
+    if few.variant == short.variant {
+        return vec![Asked { many: true, ..few }];
+    }
+    if long.variant == short.variant {
+        return vec![few, Asked { keys: 0..MOST_LEN, ..long }];
+    }
+    if total_kv < hopper::MANY_KEYS { vec![few, short] } else { vec![few, short, long] }
+}
+
+impl Asked {
+    /// Its launch, with its table from byte `table` of the workspace on; beside it how long that is.
+    fn launch(&self, spec: &Spec, caps: &Caps, table: usize) -> Result<(VarlenLaunch, Partition, usize)> {
+        let variant = self.variant;
+        let is_decode = variant.algorithm == Algorithm::Decode;
+        let is_hopper = variant.algorithm == Algorithm::Hopper;
+        let task_heads = if is_decode { spec.group_size() } else { 1 };
+        let (tasks, rows) = (spec.num_q_heads() / task_heads, task_heads * spec.q_len());
+        let item_rows = variant.block_m as usize;
+        let paired = is_hopper && !spec.block_range().is_unbounded();
+        let sequences = spec.varlen.as_deref().map_or(0, rapt_core::VarlenSpec::sequences);
+        // No row is of two sequences, and each has at most one block of rows that is not full.
+        let units = (rows / item_rows).saturating_add(sequences).max(1);
+        let columns = generic_columns(spec.numerics.storage) as usize;
+        let dv_blocks =
+            if variant.algorithm.kernel() == Kernel::Generic { spec.head_dim_v().div_ceil(columns) } else { 1 };
+        let most = units.saturating_mul(tasks).saturating_mul(dv_blocks);
+        if most > MOST_BLOCKS {
+            return Err(too_many_blocks(most));
+        }
+        let blocks = match variant.algorithm {
+            Algorithm::Decode => most.min(decode::slots(caps, &variant)),
+            Algorithm::Hopper => most.min(caps.multiprocessors.max(1) as usize),
+            _ => most,
+        };
+        let partition = Partition {
+            task_heads,
+            tasks,
+            rows,
+            item_rows,
+            short_items: 0,
+            paired,
+            row_blocks: if is_hopper { MANY_DIVISORS } else { 1 },
+            num_splits: 1,
+            chunk: 0,
+            dv_blocks,
+            items: units.saturating_mul(tasks),
+            is_combined: false,
+        };
+        let params = Params::new(spec, &partition, widths(spec, &variant));
+        let chunks =
+            if self.few { decode::chunk_rule(&variant) } else { ChunkRule { keys: [1 << 30; 3], long_from: [0; 2] } };
+        let (many, few, keys) = (self.many, self.few, self.keys.clone());
+        let launch = VarlenLaunch {
+            step: Step::new(variant, blocks),
+            hopper: is_hopper.then(|| Box::new(hopper::launch(spec, &variant, &partition, &params, blocks.max(1)))),
+            params,
+            takes: Takes { many, few, keys, task_heads, item_rows, paired, chunks, table },
+        };
+        Ok((launch, partition, table_bytes(units)))
+    }
+}
+
+/// The launches of sequences that lie one after another.
+///
+/// # Errors
+/// [`rapt_core::Error::Unsupported`] for counts beyond 2^31.
+pub(super) fn launches(spec: &Spec, caps: &Caps) -> Result<Launches> {
+    let all = asked(spec, caps);
+    let (mut made, mut workspace_bytes) = (Vec::with_capacity(all.len()), 0usize);
+    let mut of_main = None;
+    for asked in &all {
+        let (launch, partition, bytes) = asked.launch(spec, caps, workspace_bytes)?;
+        workspace_bytes = workspace_bytes.saturating_add(bytes);
+        of_main = Some((launch.clone(), partition, asked.why_generic));
+        made.push(launch);
+    }
+    let Some((main, partition, why_generic)) = of_main else { unreachable!("a launch for few queries at least") };
+    let few = [decode::DECODE_QUERIES, decode::DECODE_ROWS];
+    let dealt = VarlenParams::new(spec, &main.params, few, made.iter().map(|launch| &launch.takes));
+    // One block deals, the others look for rows of no sequence.
+    let blocks = 1 + (caps.multiprocessors.max(1) as usize).min(spec.q_len());
+    let deal = Step::new(main.step.variant.varlen(), blocks);
+    Ok(Launches {
+        main: main.step,
+        append: None,
+        combine: None,
+        // Of all sequences together.
+        partition: Partition { row_blocks: 1, ..partition },
+        params: main.params,
+        hopper: None,
+        beside: None,
+        varlen: Some(Box::new(Varlen { deal, params: dealt, launches: made })),
+        workspace_bytes,
+        why_generic,
+    })
+}

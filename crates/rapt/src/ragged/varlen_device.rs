@@ -1,0 +1,64 @@
+//! Sequences that lie one after another on a GPU, which reads where they begin.
+//!
+//! Host memory has a plan for each sequence; here one plan serves all. The host knows how many rows there are together, and nothing else.
+
+use std::sync::Arc;
+
+use rapt_core::{DeviceMemory, Operands, Options, Plan, Queue, Result, Spec, TensorLayout, Tensors};
+
+use super::varlen::VarlenTensors;
+use crate::Engine;
+
+impl VarlenTensors<'_> {
+    fn spec(&self, options: &Options) -> Result<Spec> {
+        self.check()?;
+        let options = Options { layout: TensorLayout::Bshd, ..*options };
+        let mut builder = Spec::builder(&self.q, &self.k, &self.v, &options);
+        builder
+            .varlen(&self.cu_seqlens_q, &self.cu_seqlens_kv)
+            .sinks(self.sinks.as_ref())
+            .alibi_slopes(self.alibi_slopes.as_ref())
+            .out(&self.out);
+        if let Some(lse) = &self.lse {
+            builder.lse(lse);
+        }
+        builder.build()
+    }
+}
+
+impl Engine {
+    /// What runs for sequences that lie one after another on a GPU: as [`varlen_attention`](Engine::varlen_attention), with offsets that lie
+    /// on the device, which reads them when it runs.
+    ///
+    /// # Errors
+    /// Any [`Error`](rapt_core::Error): everything that the host can know is proven here.
+    pub fn plan_varlen(&self, tensors: &VarlenTensors<'_>, options: &Options) -> Result<Arc<Plan>> {
+        self.plan(&tensors.spec(options)?)
+    }
+
+    /// Enqueues a plan of [`plan_varlen`](Engine::plan_varlen) on a stream and waits for nothing. Each sequence has the bits of a call alone.
+    /// May be captured into a CUDA graph.
+    ///
+    /// A sequence counts if its queries lie in q and begin where those before it, and all that offsets say of them, have ended. Rows of no
+    /// sequence become zeros, and −inf in lse. A sequence whose keys do not lie in k gets NaN, and no other memory is read for it.
+    ///
+    /// # Errors
+    /// As [`run_async`](Engine::run_async).
+    ///
+    /// # Safety
+    /// As [`run_async`](Engine::run_async).
+    pub unsafe fn varlen_attention_async(
+        &self,
+        plan: &Plan,
+        tensors: VarlenTensors<'_>,
+        workspace: DeviceMemory,
+        queue: &Queue<'_>,
+    ) -> Result<()> {
+        let VarlenTensors { q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks, alibi_slopes, out, lse } = tensors;
+        let offsets = Some([cu_seqlens_q, cu_seqlens_kv]);
+        let of_run = Tensors { sinks, alibi_slopes, offsets, lse, ..Tensors::new(q, k, v, out) };
+        let mut operands = Operands::check(of_run, plan.spec())?;
+        // SAFETY: the caller vouches for memory and stream.
+        unsafe { self.run_async(plan, &mut operands, workspace, queue) }
+    }
+}
