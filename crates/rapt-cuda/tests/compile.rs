@@ -24,6 +24,27 @@ fn compile(all: &[KernelVariant]) -> Option<Result<Vec<CompiledFacts>, CudaError
     }
 }
 
+/// Kernels over codes. What few of these spill they do in a block's second, careful run.
+fn over_codes(options: &Options) -> Vec<KernelVariant> {
+    let mut all = Vec::new();
+    for (arch, dtype, [len, head_dim], format, granularity) in [
+        (Arch::Sm90a, DType::BF16, [1, 128], Format::Int8, Granularity::Token),
+        (Arch::Sm90a, DType::BF16, [1, 64], Format::Nvfp4, Granularity::Tensor),
+        (Arch::Sm120, DType::F32, [1, 64], Format::Int4, Granularity::Block(32)),
+        (Arch::Sm80, DType::F16, [1, 64], Format::Uint8, Granularity::Head),
+        (Arch::Sm90a, DType::BF16, [100, 64], Format::E4m3fn, Granularity::Channel),
+    ] {
+        let spec = spec_of_codes(dtype, [2, len, 1000, head_dim], format, granularity, options);
+        all.extend(variants(&spec, &caps(arch)).unwrap());
+    }
+    all
+}
+
+/// Kernels of sequences one after another.
+fn varlen(arch: Arch, dtype: DType, head_dim: usize) -> Vec<KernelVariant> {
+    variants(&spec_of_varlen(dtype, [8, 2, 9000, 9000], head_dim, 5, &Options::default()), &caps(arch)).unwrap()
+}
+
 #[test]
 fn every_kernel_compiles_and_the_hot_ones_do_not_spill() {
     let plain = Options::default();
@@ -84,26 +105,13 @@ fn every_kernel_compiles_and_the_hot_ones_do_not_spill() {
         |dtype, lengths, mask, options| variants(&spec(dtype, lengths, mask, options), &caps(Arch::Sm90a)).unwrap();
     all.extend(of(DType::F16, [2, 100, 100, 24], Some(DType::F32), &capped));
     all.extend(of(DType::F64, [8, 100, 100, 40], Some(DType::F64), &capped));
-    // What few of these spill they do in a block's second, careful run.
-    for (arch, dtype, [len, head_dim], format, granularity) in [
-        (Arch::Sm90a, DType::BF16, [1, 128], Format::Int8, Granularity::Token),
-        (Arch::Sm90a, DType::BF16, [1, 64], Format::Nvfp4, Granularity::Tensor),
-        (Arch::Sm120, DType::F32, [1, 64], Format::Int4, Granularity::Block(32)),
-        (Arch::Sm80, DType::F16, [1, 64], Format::Uint8, Granularity::Head),
-        (Arch::Sm90a, DType::BF16, [100, 64], Format::E4m3fn, Granularity::Channel),
-    ] {
-        let spec = spec_of_codes(dtype, [2, len, 1000, head_dim], format, granularity, &plain);
-        all.extend(variants(&spec, &caps(arch)).unwrap());
-    }
+    all.extend(over_codes(&plain));
     // What writes new keys, attends to pages, and puts the chunks of ragged sequences together.
     hot.extend(
         variants(&spec_of_cache(DType::BF16, [16, 32, 8, 1, 8192], [64, 16], None, &plain), &caps(Arch::Sm90a))
             .unwrap(),
     );
     // Sequences one after another.
-    let varlen = |arch, dtype, head_dim| {
-        variants(&spec_of_varlen(dtype, [8, 2, 9000, 9000], head_dim, 5, &plain), &caps(arch)).unwrap()
-    };
     hot.extend(varlen(Arch::Sm90a, DType::BF16, 64));
     hot.extend(varlen(Arch::Sm90a, DType::BF16, 128));
     all.extend(varlen(Arch::Sm90a, DType::F32, 64));

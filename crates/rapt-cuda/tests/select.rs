@@ -430,6 +430,11 @@ fn sequences_one_after_another_take_the_kernels_of_each_alone() {
         for dtype in [DType::F64, DType::F32, DType::F16, DType::BF16] {
             for head_dim in [64, 72, 80, 96, 128, 257] {
                 let together = spec_of_varlen(dtype, [8, 2, 9000, 9000], head_dim, 5, &plain);
+                if head_dim == 257 && dtype != DType::F64 && (dtype != DType::F32 || arch == Arch::Sm90a) {
+                    let refused = select(&together, &caps(arch)).unwrap_err();
+                    assert!(refused.to_string().contains("head dim 257"), "{refused}");
+                    continue;
+                }
                 let all = variants(&together, &caps(arch)).unwrap();
                 for (q_len, kv_len) in [(1, 1), (16, 4000), (17, 2047), (17, 2048), (8000, 100), (100, 8000)] {
                     let q = view("q", dtype, &[1, 8, q_len, head_dim]);

@@ -4,7 +4,7 @@
 //! launched, and takes those sequences that are its. Deliberately absent: which those are (varlen.cu), and where keys are split
 //! among blocks, as there is no bound on what blocks would hand over.
 
-use rapt_core::{Kernel, Result, Spec};
+use rapt_core::{Error, Kernel, Result, Spec};
 
 use super::rules::{self, Lengths};
 use super::{Caps, MOST_BLOCKS, decode, hopper, too_many_blocks, widths};
@@ -49,6 +49,14 @@ fn asked(spec: &Spec, caps: &Caps) -> Vec<Asked> {
         return vec![few, Asked { keys: 0..MOST_LEN, ..long }];
     }
     if total_kv < hopper::MANY_KEYS { vec![few, short] } else { vec![few, short, long] }
+}
+
+/// Whether one sequence of many queries, alone, runs on wide.cu.
+fn is_wide_alone(spec: &Spec, caps: &Caps) -> bool {
+    let mut alone = spec.clone();
+    alone.varlen = None;
+    let lengths = Lengths { few: false, kv_len: spec.kv_len() };
+    rules::variant(&alone, caps, lengths).0.algorithm == Algorithm::Wide
 }
 
 impl Asked {
@@ -107,8 +115,15 @@ impl Asked {
 /// The launches of sequences that lie one after another.
 ///
 /// # Errors
-/// [`rapt_core::Error::Unsupported`] for counts beyond 2^31.
+/// [`rapt_core::Error::Unsupported`] for counts beyond 2^31, and for head dims that a sequence alone has wide.cu for.
 pub(super) fn launches(spec: &Spec, caps: &Caps) -> Result<Launches> {
+    if !decode::is_few(spec) && is_wide_alone(spec, caps) {
+        return Err(Error::unsupported(
+            format!("sequences one after another at head dim {}", spec.head_dim().max(spec.head_dim_v())),
+            "the kernel that each alone would run on reads no offsets, and another would give other bits",
+            "call `rapt.attention` for each sequence",
+        ));
+    }
     let all = asked(spec, caps);
     let (mut made, mut workspace_bytes) = (Vec::with_capacity(all.len()), 0usize);
     let mut of_main = None;

@@ -78,7 +78,13 @@ def _sdpa(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, sca
     if reason is None and key.is_cuda and not _ops.share_offsets(key, value, traced):
         reason = "layout jagged"
     if reason is None:
-        return _attend(query, key, value, is_causal, scale, enable_gqa, traced)
+        try:
+            return _attend(query, key, value, is_causal, scale, enable_gqa, traced)
+        except _native.UnsupportedError:
+            # Head dims whose kernel reads no offsets: nothing was launched.
+            if traced:
+                raise
+            reason = "layout jagged"
     if not traced:
         count_fallback(reason)
     return _stock(query, key, value, **options)
