@@ -91,33 +91,3 @@ pub(super) const AVX512_BF16: ArchTiles = ArchTiles {
         [Tiles::DEFAULT.decode, Tiles::DEFAULT.decode],
     ],
 };
-
-/// Intel(R) Xeon(R) Processor (family 6 model 207), 2026-11-21, `cargo xtask tune --rounds 5 --threads 2 --rotate-mb 400 --arch avx512,avx512_bf16`.
-#[rustfmt::skip]
-pub(super) const AMX: ArchTiles = ArchTiles {
-    forward: [
-        // float64: head_dim to 64, to 128, more; q_len to 255, to 1023, more
-        [[Tiles::DEFAULT.forward, Tiles::DEFAULT.forward, Tiles::DEFAULT.forward],
-         [Tiles::DEFAULT.forward, Tiles::DEFAULT.forward, Tiles::DEFAULT.forward],
-         [Tiles::DEFAULT.forward, Tiles::DEFAULT.forward, Tiles::DEFAULT.forward]],
-        // float32: head_dim to 64, to 128, more; q_len to 255, to 1023, more
-        [[Tiles::DEFAULT.forward, Tiles::DEFAULT.forward, Tiles::DEFAULT.forward],
-         [Tiles::DEFAULT.forward, Tiles::DEFAULT.forward, Tiles::DEFAULT.forward],
-         [Tiles::DEFAULT.forward, Tiles::DEFAULT.forward, Tiles::DEFAULT.forward]],
-        // float16: head_dim to 64, to 128, more; q_len to 255, to 1023, more
-        [[Tiles::DEFAULT.forward, Tiles::DEFAULT.forward, Tiles::DEFAULT.forward],
-         [Tiles::DEFAULT.forward, Tiles::DEFAULT.forward, Tiles::DEFAULT.forward],
-         [Tiles::DEFAULT.forward, Tiles::DEFAULT.forward, Tiles::DEFAULT.forward]],
-        // bfloat16: head_dim to 64, to 128, more; q_len to 255, to 1023, more
-        [[forward(256, 128, true), forward(256, 256, true), forward(256, 512, true)],
-         [forward(256, 128, true), forward(256, 256, true), forward(256, 512, true)],
-         [forward(256, 128, true), forward(256, 256, true), forward(256, 512, true)]],
-    ],
-    // One row per group, more; the dtypes as above.
-    decode: [
-        [Tiles::DEFAULT.decode, Tiles::DEFAULT.decode],
-        [Tiles::DEFAULT.decode, Tiles::DEFAULT.decode],
-        [Tiles::DEFAULT.decode, Tiles::DEFAULT.decode],
-        [Tiles::DEFAULT.decode, Tiles::DEFAULT.decode],
-    ],
-};
