@@ -25,7 +25,7 @@ and another than the one held is taken if its median is 2 % lower. Takes a minut
 crates/rapt-cpu/tiles.json, the choice to crates/rapt-cpu/src/select/tiles/table.rs; instruction sets that this machine lacks keep
 what they have.
 
-  --arch LIST      only these (avx2, avx512, avx512_bf16); all that the machine has otherwise
+  --arch LIST      only these (avx2, avx512, avx512_bf16, amx); all that the machine has otherwise
   --rounds N       turns of each candidate; 7 otherwise
   --threads N      threads of the classes that decode; 2 otherwise
   --rotate-mb N    K and V of decode go through this many MiB: more than the last cache; 160 otherwise
@@ -36,7 +36,8 @@ const DATA: &str = "crates/rapt-cpu/tiles.json";
 const TABLE: &str = "crates/rapt-cpu/src/select/tiles/table.rs";
 
 /// The table's order, as in `tiles/mod.rs`.
-const ARCHES: [(&str, &str); 3] = [("avx2", "AVX2"), ("avx512", "AVX512"), ("avx512_bf16", "AVX512_BF16")];
+const ARCHES: [(&str, &str); 4] =
+    [("avx2", "AVX2"), ("avx512", "AVX512"), ("avx512_bf16", "AVX512_BF16"), ("amx", "AMX")];
 const DTYPES: [&str; 4] = ["float64", "float32", "float16", "bfloat16"];
 const HEAD_DIMS: [&str; 3] = ["64", "128", "more"];
 const Q_LENS: [&str; 3] = ["255", "1023", "more"];

@@ -18,6 +18,8 @@ pub(crate) struct Scratch {
     pub(crate) row_sum: usize,
     /// Scores, then probabilities. Forward: `[block_n][queries]`. Decode: `[rows][block_n]`.
     pub(crate) p: usize,
+    /// Forward, where products are formed tile by tile: three of p, from one to the next.
+    pub(crate) p_len: usize,
     /// Forward: `[block_n][queries]`, with a mask. Decode: `[block_n]`.
     pub(crate) bias: usize,
     /// `[queries][max(head_dim, head_dim_v)_padded]`.
@@ -109,7 +111,8 @@ impl Scratch {
             o: parts.next(tiles * head_dim_v_padded * queries),
             row_max: parts.next(tiles * queries),
             row_sum: parts.next(tiles * queries),
-            p: parts.next(block_n * queries),
+            p: parts.next(block_n * queries * if tiled { 3 } else { 1 }),
+            p_len: if tiled { block_n * queries } else { 0 },
             bias: parts.next(if has_mask { block_n * queries } else { 0 }),
             rows: parts.next(queries * head_dim_padded.max(head_dim_v_padded)),
             k_panel: parts.next(if pack_k { block_n * k_dim } else { 0 }),

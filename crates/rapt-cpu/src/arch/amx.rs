@@ -156,6 +156,15 @@ pub(crate) struct Operands {
     pub(crate) from_zero: bool,
 }
 
+impl Operands {
+    /// The same from a later row of tiles on.
+    pub(crate) fn rows_from(&self, row: usize) -> Operands {
+        let a = InMemory { ptr: self.a.ptr.wrapping_add(row * self.a.next), ..self.a };
+        let c = InMemory { ptr: self.c.ptr.wrapping_add(row * self.c.next), ..self.c };
+        Operands { a, c, ..*self }
+    }
+}
+
 /// `R` rows of tiles times `C` columns of tiles, at most 2 × 2 or 1 × 4.
 ///
 /// # Safety
@@ -205,12 +214,35 @@ macro_rules! dot {
 /// alone (2.65 of 3.3 TFLOP/s of a core, Xeon with AMX, 2026-11); loads of tiles whose rows lie across cache lines take ten times as long.
 #[inline(always)]
 unsafe fn by_amx<const R: usize, const C: usize>(operands: &Operands) {
-    const { assert!((R <= 2 && C <= 2) || (R == 1 && C == 4)) };
-    let Operands { a, b, c, steps, from_zero } = *operands;
+    let Operands { mut a, mut b, steps, .. } = *operands;
     // SAFETY: as of the caller.
     unsafe {
-        let sums = |i: usize, j: usize| c.ptr.wrapping_add(i * c.next + j * c.along);
-        if from_zero {
+        begin::<R, C>(operands);
+        for _ in 0..steps {
+            step::<R, C>(a, b);
+            a.ptr = a.ptr.wrapping_add(a.along);
+            b.ptr = b.ptr.wrapping_add(b.along);
+        }
+        end::<R, C>(operands);
+    }
+}
+
+/// Where the sums of a row and a column of tiles are.
+fn sums(operands: &Operands, i: usize, j: usize) -> *mut u8 {
+    operands.c.ptr.wrapping_add(i * operands.c.next + j * operands.c.along)
+}
+
+/// The sums as they are before the first step.
+///
+/// # Safety
+/// As of [`multiply`] by [`Unit::Amx`].
+#[inline(always)]
+pub(crate) unsafe fn begin<const R: usize, const C: usize>(operands: &Operands) {
+    const { assert!((R <= 2 && C <= 2) || (R == 1 && C == 4)) };
+    let row = operands.c.row;
+    // SAFETY: as of the caller.
+    unsafe {
+        if operands.from_zero {
             std::arch::asm!(
                 "tilezero tmm0",
                 "tilezero tmm1",
@@ -218,60 +250,78 @@ unsafe fn by_amx<const R: usize, const C: usize>(operands: &Operands) {
                 "tilezero tmm3",
                 options(nomem, nostack)
             );
-        } else {
-            load!(0, sums(0, 0), c.row);
-            if C > 1 {
-                load!(1, sums(0, 1), c.row);
-            }
-            if R > 1 {
-                load!(2, sums(1, 0), c.row);
-            }
-            if R > 1 && C > 1 {
-                load!(3, sums(1, 1), c.row);
-            }
-            if C > 2 {
-                load!(2, sums(0, 2), c.row);
-                load!(3, sums(0, 3), c.row);
-            }
+            return;
         }
-        let (mut at, mut bt) = (a.ptr, b.ptr);
-        for _ in 0..steps {
-            load!(4, at, a.row);
-            load!(6, bt, b.row);
-            dot!(0, 4, 6);
-            if C > 1 {
-                load!(7, bt.wrapping_add(b.next), b.row);
-                dot!(1, 4, 7);
-            }
-            if R > 1 {
-                load!(5, at.wrapping_add(a.next), a.row);
-                dot!(2, 5, 6);
-            }
-            if R > 1 && C > 1 {
-                dot!(3, 5, 7);
-            }
-            if C > 2 {
-                load!(6, bt.wrapping_add(2 * b.next), b.row);
-                dot!(2, 4, 6);
-                load!(7, bt.wrapping_add(3 * b.next), b.row);
-                dot!(3, 4, 7);
-            }
-            at = at.wrapping_add(a.along);
-            bt = bt.wrapping_add(b.along);
-        }
-        store!(0, sums(0, 0), c.row);
+        load!(0, sums(operands, 0, 0), row);
         if C > 1 {
-            store!(1, sums(0, 1), c.row);
+            load!(1, sums(operands, 0, 1), row);
         }
         if R > 1 {
-            store!(2, sums(1, 0), c.row);
+            load!(2, sums(operands, 1, 0), row);
         }
         if R > 1 && C > 1 {
-            store!(3, sums(1, 1), c.row);
+            load!(3, sums(operands, 1, 1), row);
         }
         if C > 2 {
-            store!(2, sums(0, 2), c.row);
-            store!(3, sums(0, 3), c.row);
+            load!(2, sums(operands, 0, 2), row);
+            load!(3, sums(operands, 0, 3), row);
+        }
+    }
+}
+
+/// One step along the contraction.
+///
+/// # Safety
+/// As of [`begin`], which came before.
+#[inline(always)]
+pub(crate) unsafe fn step<const R: usize, const C: usize>(a: InMemory<*const u8>, b: InMemory<*const u8>) {
+    // SAFETY: as of the caller.
+    unsafe {
+        load!(4, a.ptr, a.row);
+        load!(6, b.ptr, b.row);
+        dot!(0, 4, 6);
+        if C > 1 {
+            load!(7, b.ptr.wrapping_add(b.next), b.row);
+            dot!(1, 4, 7);
+        }
+        if R > 1 {
+            load!(5, a.ptr.wrapping_add(a.next), a.row);
+            dot!(2, 5, 6);
+        }
+        if R > 1 && C > 1 {
+            dot!(3, 5, 7);
+        }
+        if C > 2 {
+            load!(6, b.ptr.wrapping_add(2 * b.next), b.row);
+            dot!(2, 4, 6);
+            load!(7, b.ptr.wrapping_add(3 * b.next), b.row);
+            dot!(3, 4, 7);
+        }
+    }
+}
+
+/// The sums to where they belong.
+///
+/// # Safety
+/// As of [`begin`], which came before.
+#[inline(always)]
+pub(crate) unsafe fn end<const R: usize, const C: usize>(operands: &Operands) {
+    let row = operands.c.row;
+    // SAFETY: as of the caller.
+    unsafe {
+        store!(0, sums(operands, 0, 0), row);
+        if C > 1 {
+            store!(1, sums(operands, 0, 1), row);
+        }
+        if R > 1 {
+            store!(2, sums(operands, 1, 0), row);
+        }
+        if R > 1 && C > 1 {
+            store!(3, sums(operands, 1, 1), row);
+        }
+        if C > 2 {
+            store!(2, sums(operands, 0, 2), row);
+            store!(3, sums(operands, 0, 3), row);
         }
     }
 }

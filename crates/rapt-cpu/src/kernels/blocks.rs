@@ -66,9 +66,31 @@ pub(crate) struct ValueProduct<'a, S: Simd, const V: usize> {
     pub(crate) masked: Option<&'a mut Values<S::Elem>>,
 }
 
+/// Products that are formed while other work goes on.
+pub(crate) trait Beside {
+    /// `parts` of `all` of the other work are done: as large a part of the products is due.
+    unsafe fn go_on(&mut self, parts: usize, all: usize);
+    /// Forms what is left.
+    unsafe fn finish(self);
+}
+
+/// Nothing is left.
+pub(crate) struct Formed;
+
+impl Beside for Formed {
+    #[inline(always)]
+    unsafe fn go_on(&mut self, _: usize, _: usize) {}
+    #[inline(always)]
+    unsafe fn finish(self) {}
+}
+
 /// See the module. A tile may begin at every [`KEYS`](Self::KEYS)th key of a block; lanes of values are whole for as many.
 pub(crate) trait BlockProducts<S: Simd>: Products<S> {
     const KEYS: usize = Self::STEPS;
+    /// Whether products are formed beside other work, so that several tiles of queries are on their way at a time.
+    const OVERLAPS: bool = false;
+    /// What forms them.
+    type Beside: Beside;
     /// From one key to the next in a panel of K, in lanes.
     fn key_lanes(dim: usize) -> usize {
         dim.div_ceil(Self::STEPS)
@@ -77,14 +99,34 @@ pub(crate) trait BlockProducts<S: Simd>: Products<S> {
     fn value_lanes(dim: usize) -> usize {
         dim
     }
-    /// S = K · Qᵀ.
-    unsafe fn multiply_keys<const V: usize>(product: KeyProduct<S::Elem>);
-    /// O = O · f + P · V, of which what lies behind a masked weight has no part.
-    unsafe fn multiply_values<const V: usize>(product: ValueProduct<'_, S, V>);
+    /// Where sums go on from O, not from its product with the factors: O = O · f.
+    #[inline(always)]
+    unsafe fn rescale<const V: usize>(_dim: usize, _acc_o: *mut S::Elem, _factors: [S::V; V]) {}
+    /// S = K · Qᵀ of one tile, and O = O · f + P · V of another, of which what lies behind a masked weight has no part.
+    unsafe fn multiply<const V: usize>(
+        keys: Option<KeyProduct<S::Elem>>,
+        values: Option<ValueProduct<'_, S, V>>,
+    ) -> Self::Beside;
 }
 
-/// [`BlockProducts::multiply_keys`] by broadcast rows.
-pub(crate) unsafe fn keys_by_rows<S: Simd, M: Products<S>, const V: usize>(product: KeyProduct<S::Elem>) {
+/// [`BlockProducts::multiply`] by broadcast rows.
+unsafe fn by_rows<S: Simd, M: Products<S>, const V: usize>(
+    keys: Option<KeyProduct<S::Elem>>,
+    values: Option<ValueProduct<'_, S, V>>,
+) -> Formed {
+    // SAFETY: promised by the caller.
+    unsafe {
+        if let Some(keys) = keys {
+            keys_by_rows::<S, M, V>(keys);
+        }
+        if let Some(values) = values {
+            values_by_rows::<S, M, V>(values);
+        }
+    }
+    Formed
+}
+
+unsafe fn keys_by_rows<S: Simd, M: Products<S>, const V: usize>(product: KeyProduct<S::Elem>) {
     let KeyProduct { keys, dim, k, q_t, s } = product;
     let lanes = dim.div_ceil(M::STEPS);
     for d in (0..lanes).step_by(QK_RUN) {
@@ -99,8 +141,7 @@ pub(crate) unsafe fn keys_by_rows<S: Simd, M: Products<S>, const V: usize>(produ
     }
 }
 
-/// [`BlockProducts::multiply_values`] by broadcast rows.
-pub(crate) unsafe fn values_by_rows<S: Simd, M: Products<S>, const V: usize>(product: ValueProduct<'_, S, V>) {
+unsafe fn values_by_rows<S: Simd, M: Products<S>, const V: usize>(product: ValueProduct<'_, S, V>) {
     let ValueProduct { keys, dim, v, p, acc_o, factors, masked } = product;
     let b = Broadcast { ptr: v.ptr, row: 1, step: v.stride };
     let onto = Onto::Rescaled(factors);
@@ -169,24 +210,24 @@ impl<S: Simd, M: Products<S>> Part<S> for IsFinite<S::Elem, M> {
 }
 
 impl<S: Simd> BlockProducts<S> for Single {
-    unsafe fn multiply_keys<const V: usize>(product: KeyProduct<S::Elem>) {
+    type Beside = Formed;
+    unsafe fn multiply<const V: usize>(
+        keys: Option<KeyProduct<S::Elem>>,
+        values: Option<ValueProduct<'_, S, V>>,
+    ) -> Formed {
         // SAFETY: promised by the caller.
-        unsafe { keys_by_rows::<S, Single, V>(product) }
-    }
-    unsafe fn multiply_values<const V: usize>(product: ValueProduct<'_, S, V>) {
-        // SAFETY: promised by the caller.
-        unsafe { values_by_rows::<S, Single, V>(product) }
+        unsafe { by_rows::<S, Single, V>(keys, values) }
     }
 }
 
 #[cfg(target_arch = "x86_64")]
 impl<S: Bf16Pairs> BlockProducts<S> for Paired {
-    unsafe fn multiply_keys<const V: usize>(product: KeyProduct<f32>) {
+    type Beside = Formed;
+    unsafe fn multiply<const V: usize>(
+        keys: Option<KeyProduct<S::Elem>>,
+        values: Option<ValueProduct<'_, S, V>>,
+    ) -> Formed {
         // SAFETY: promised by the caller.
-        unsafe { keys_by_rows::<S, Paired, V>(product) }
-    }
-    unsafe fn multiply_values<const V: usize>(product: ValueProduct<'_, S, V>) {
-        // SAFETY: promised by the caller.
-        unsafe { values_by_rows::<S, Paired, V>(product) }
+        unsafe { by_rows::<S, Paired, V>(keys, values) }
     }
 }

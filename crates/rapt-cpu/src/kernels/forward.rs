@@ -14,7 +14,7 @@
 
 use std::marker::PhantomData;
 
-use super::blocks::{BlockProducts, KeyProduct, Rows, ValueProduct, Values};
+use super::blocks::{Beside, BlockProducts, Formed, KeyProduct, Rows, ValueProduct, Values};
 use super::codes::read_query;
 use super::mask::{self, MaskTile, ReadTile, ScanTile};
 use super::pack::{store_row, transpose_in};
@@ -114,20 +114,29 @@ pub(crate) unsafe fn item<S: Simd, T: Storage<S>, M: Packing<S, T> + BlockProduc
             let steps = n.next_multiple_of(M::KEYS) / M::STEPS;
             let lanes = M::value_lanes(problem.head_dim_v);
             let mut whole = Values { rows: v, steps, lanes, finite: None };
+            let mut line = Line::<S, M> { scored: None, weighted: None, place: 0 };
             for t in 0..tiles {
                 let tile = tile(t);
                 // A lane of values, and a tile of them, holds keys from the block's first on.
                 let skip = (block.max(tile.keys.0) - block) / M::KEYS * M::KEYS;
                 let (j0, j1) = (block + skip, (block + n).min(tile.keys.1));
                 if j0 < j1 {
-                    let (k, v) = (k.from(skip), v.from(skip / M::STEPS));
+                    let rows = [k.from(skip), v.from(skip / M::STEPS)];
+                    let x = task.part(problem.scratch.p + line.place * problem.scratch.p_len);
                     if tile.narrow {
-                        step::<S, M, 1>(&task, &tile, (j0, j1), k, v, &mut whole);
-                    } else {
-                        step::<S, M, 2>(&task, &tile, (j0, j1), k, v, &mut whole);
+                        if let Some(step) = Step::<S, M, 1>::new(&task, tile, (j0, j1), rows, x) {
+                            step.take(&mut whole);
+                        }
+                    } else if let Some(step) = Step::<S, M, 2>::new(&task, tile, (j0, j1), rows, x) {
+                        if M::OVERLAPS {
+                            line.advance(Some(step), &mut whole);
+                        } else {
+                            step.take(&mut whole);
+                        }
                     }
                 }
             }
+            line.end(&mut whole);
             block += block_n;
         }
 
@@ -267,72 +276,178 @@ impl<S: Simd, T: Storage<S>, M: Packing<S, T>, const V: usize> Part<S> for Begin
     }
 }
 
-/// One tile of queries against keys `j0..j1`, whose rows `k` and `v` are; `whole` is V of all the block.
-unsafe fn step<S: Simd, M: BlockProducts<S>, const V: usize>(
-    task: &Task<'_, S::Elem>,
-    tile: &Tile<S::Elem>,
-    (j0, j1): (usize, usize),
+/// One tile of queries on its way through one block of keys.
+struct Step<'a, S: Simd, M, const V: usize> {
+    task: &'a Task<'a, S::Elem>,
+    tile: Tile<S::Elem>,
+    /// The first key, and how many there are; their rows.
+    keys: (usize, usize),
     k: Rows<S::Elem>,
     v: Rows<S::Elem>,
-    whole: &mut Values<S::Elem>,
-) {
-    let Task { problem, origin, .. } = *task;
-    let scratch = &problem.scratch;
-    let n = j1 - j0;
-    // SAFETY: as in `item`.
-    unsafe {
-        let (p, bias) = (task.part(scratch.p), task.part(scratch.bias));
-        let sees_all = problem.sees_all(tile.r0, tile.r1, j0, j1);
-        let mut rows = [Row { batch: 0, head: 0, i: 0 }; MAX_QUERIES];
-        let rows = &mut rows[..tile.r1 - tile.r0];
-        let needs_rows = !sees_all || problem.mask.is_some() || problem.alibi_slopes.is_some();
-        if needs_rows {
-            for (lane, row) in rows.iter_mut().enumerate() {
-                *row = problem.row(origin, tile.r0 + lane);
-            }
-        }
-        let plain = sees_all && problem.scores.softcap.is_none() && problem.alibi_slopes.is_none();
-        let (mut effect, mut is_plain_mask) = (None, false);
+    /// Scores, then weights.
+    x: *mut S::Elem,
+    sees_all: bool,
+    /// What a mask does.
+    effect: Option<mask::Effect>,
+    is_plain_mask: bool,
+    kind: PhantomData<(S, M)>,
+}
+
+impl<'a, S: Simd, M: BlockProducts<S>, const V: usize> Step<'a, S, M, V> {
+    /// Reads the mask; nothing where no key is attended.
+    unsafe fn new(
+        task: &'a Task<'a, S::Elem>,
+        tile: Tile<S::Elem>,
+        (j0, j1): (usize, usize),
+        [k, v]: [Rows<S::Elem>; 2],
+        x: *mut S::Elem,
+    ) -> Option<Self> {
+        let problem = task.problem;
+        let (sees_all, n) = (problem.sees_all(tile.r0, tile.r1, j0, j1), j1 - j0);
+        let keys = (j0, n);
+        let (effect, is_plain_mask, kind) = (None, false, PhantomData);
+        let mut step = Step { task, tile, keys, k, v, x, sees_all, effect, is_plain_mask, kind };
         if let Some(mask) = &problem.mask {
-            is_plain_mask = plain && mask::is_plain(mask, n);
-            let keys = (j0, n);
-            effect = Some(if is_plain_mask {
-                S::apart(ScanTile { mask, rows, keys })
-            } else {
-                S::apart(ReadTile::<S, V> { mask, rows, keys, bias })
+            step.is_plain_mask = step.is_plain() && mask::is_plain(mask, n);
+            let (rows, bias) = (step.rows(), task.part(problem.scratch.bias));
+            let rows = &rows[..tile.r1 - tile.r0];
+            // SAFETY: as in `item`.
+            step.effect = Some(unsafe {
+                if step.is_plain_mask {
+                    S::apart(ScanTile { mask, rows, keys })
+                } else {
+                    S::apart(ReadTile::<S, V> { mask, rows, keys, bias })
+                }
             });
         }
-        if effect.is_some_and(mask::Effect::is_empty) {
+        (!step.effect.is_some_and(mask::Effect::is_empty)).then_some(step)
+    }
+
+    /// Whether positions and the mask are all that becomes of scores.
+    fn is_plain(&self) -> bool {
+        let problem = self.task.problem;
+        self.sees_all && problem.scores.softcap.is_none() && problem.alibi_slopes.is_none()
+    }
+
+    /// The tile's rows.
+    fn rows(&self) -> [Row; MAX_QUERIES] {
+        let Task { problem, origin, .. } = *self.task;
+        let mut rows = [Row { batch: 0, head: 0, i: 0 }; MAX_QUERIES];
+        for (lane, row) in rows.iter_mut().enumerate().take(self.tile.r1 - self.tile.r0) {
+            *row = problem.row(origin, self.tile.r0 + lane);
+        }
+        rows
+    }
+
+    /// S = K @ Q.T
+    fn keys_product(&self) -> KeyProduct<S::Elem> {
+        let dim = self.task.problem.head_dim;
+        KeyProduct { keys: self.keys.1, dim, k: self.k, q_t: self.tile.q_t, s: self.x }
+    }
+
+    /// Modifies and masks scores.
+    unsafe fn modify(&self) {
+        let &Step { keys, x, sees_all, .. } = self;
+        let problem = self.task.problem;
+        let bias = self.task.part(problem.scratch.bias).cast_const();
+        let biased = self.effect.filter(|effect| effect.masks || effect.adds).map(|_| bias);
+        if sees_all && biased.is_none() && !problem.scores.natural {
             return;
         }
-
-        // S = K @ Q.T
-        M::multiply_keys::<V>(KeyProduct { keys: n, dim: problem.head_dim, k, q_t: tile.q_t, s: p });
-
-        let biased = effect.filter(|effect| effect.masks || effect.adds).map(|_| bias.cast_const());
-        match biased {
-            Some(_) if is_plain_mask => {
-                if let Some(mask) = &problem.mask {
-                    S::apart(MaskTile::<S, V> { mask, rows, keys: (j0, n), x: p });
+        let rows = self.rows();
+        let rows = &rows[..self.tile.r1 - self.tile.r0];
+        // SAFETY: as in `item`.
+        unsafe {
+            match (biased, &problem.mask) {
+                (Some(_), Some(mask)) if self.is_plain_mask => S::apart(MaskTile::<S, V> { mask, rows, keys, x }),
+                (Some(bias), _) if self.is_plain() => {
+                    S::apart(AddBiases::<S, V> { scores: &problem.scores, n: keys.1, x, bias });
                 }
+                _ => S::apart(Modify::<S, V> { problem, rows, keys, x, bias: biased, positions: !sees_all }),
             }
-            Some(bias) if plain => S::apart(AddBiases::<S, V> { scores: &problem.scores, n, x: p, bias }),
-            _ if problem.scores.natural || !sees_all || biased.is_some() => {
-                S::apart(Modify::<S, V> { problem, rows, keys: (j0, n), x: p, bias: biased, positions: !sees_all });
-            }
-            _ => {}
         }
-        // Keys beside the last one may share its lane or tile of values.
-        let masked = !sees_all || effect.is_some_and(|effect| effect.masks) || !n.is_multiple_of(M::KEYS);
-        let factors = if masked {
-            M::apart(Softmax::<S, M, V, true> { problem, tile, n, x: p, products: PhantomData })
-        } else {
-            M::apart(Softmax::<S, M, V, false> { problem, tile, n, x: p, products: PhantomData })
-        };
-        // O = O · 2^(m − m') + P @ V
-        let (dim, acc_o) = (problem.head_dim_v, tile.acc_o);
-        let masked = masked.then_some(whole);
-        M::multiply_values::<V>(ValueProduct { keys: n, dim, v, p, acc_o, factors, masked });
+    }
+
+    /// Whether some weight may be that of a masked key: keys beside the last one may share its lane or tile of values.
+    fn is_masked(&self) -> bool {
+        !self.sees_all || self.effect.is_some_and(|effect| effect.masks) || !self.keys.1.is_multiple_of(M::KEYS)
+    }
+
+    /// Scores to weights, with products beside; answers what O is to be rescaled with.
+    unsafe fn weigh<B: Beside>(&self, beside: &mut B) -> [S::V; V] {
+        let (problem, tile, n, x) = (self.task.problem, &self.tile, self.keys.1, self.x);
+        // SAFETY: as in `item`.
+        unsafe {
+            if self.is_masked() {
+                M::apart(Softmax::<S, M, B, V, true> { problem, tile, n, x, beside, products: PhantomData })
+            } else {
+                M::apart(Softmax::<S, M, B, V, false> { problem, tile, n, x, beside, products: PhantomData })
+            }
+        }
+    }
+
+    /// O = O · 2^(m − m') + P @ V; `whole` is V of all the block.
+    fn values_product<'v>(&self, factors: [S::V; V], whole: &'v mut Values<S::Elem>) -> ValueProduct<'v, S, V> {
+        let &Step { keys: (_, keys), v, x: p, .. } = self;
+        let (dim, acc_o, masked) = (self.task.problem.head_dim_v, self.tile.acc_o, self.is_masked().then_some(whole));
+        ValueProduct { keys, dim, v, p, acc_o, factors, masked }
+    }
+
+    /// All of it, one after the other.
+    unsafe fn take(self, whole: &mut Values<S::Elem>) {
+        // SAFETY: as in `item`.
+        unsafe {
+            M::multiply::<V>(Some(self.keys_product()), None).finish();
+            self.modify();
+            let factors = self.weigh(&mut Formed);
+            M::multiply::<V>(None, Some(self.values_product(factors, whole))).finish();
+        }
+    }
+}
+
+/// A tile that has weights, and what its O is to be rescaled with.
+type Weighted<'a, S, M> = (Step<'a, S, M, 2>, [<S as Simd>::V; 2]);
+
+/// Tiles of queries on their way through one block of keys, where products are formed beside other work:
+///
+/// ```text
+/// S of the next tile = K · Qᵀ  ‖  softmax of this tile  ‖  O of the last tile += Vᵀ · Pᵀ
+/// ```
+struct Line<'a, S: Simd, M> {
+    scored: Option<Step<'a, S, M, 2>>,
+    weighted: Option<Weighted<'a, S, M>>,
+    /// Which of the three places of scores is free.
+    place: usize,
+}
+
+impl<'a, S: Simd, M: BlockProducts<S>> Line<'a, S, M> {
+    /// Takes the next tile, or none.
+    unsafe fn advance(&mut self, next: Option<Step<'a, S, M, 2>>, whole: &mut Values<S::Elem>) {
+        let keys = next.as_ref().map(Step::keys_product);
+        let values = self.weighted.as_ref().map(|(step, factors)| step.values_product(*factors, whole));
+        // SAFETY: as in `item`; the three tiles have scores, weights and sums of their own.
+        unsafe {
+            let mut beside = M::multiply::<2>(keys, values);
+            self.weighted = None;
+            if let Some(step) = self.scored.take() {
+                let factors = step.weigh(&mut beside);
+                self.weighted = Some((step, factors));
+            }
+            beside.finish();
+            if let Some(step) = &next {
+                step.modify();
+            }
+        }
+        self.scored = next;
+        self.place = (self.place + 1) % 3;
+    }
+
+    /// Brings all tiles to their ends.
+    unsafe fn end(mut self, whole: &mut Values<S::Elem>) {
+        while self.scored.is_some() || self.weighted.is_some() {
+            // SAFETY: as in `item`.
+            unsafe { self.advance(None, whole) };
+        }
     }
 }
 
@@ -428,21 +543,29 @@ impl<S: Simd, const V: usize> Part<S> for Modify<'_, S, V> {
     }
 }
 
+/// Instructions that a score costs in the search for the maximum, and as a weight.
+const MAX_PART: usize = 1;
+const WEIGHT_PART: usize = 18;
+
 /// Raises the maxima, rescales the sums, and turns scores into lanes of probabilities in place. Answers what O is to be
 /// rescaled with: where no maximum rose, 1.
-struct Softmax<'a, S: Simd, M, const V: usize, const MASKED: bool> {
+struct Softmax<'a, S: Simd, M, B, const V: usize, const MASKED: bool> {
     problem: &'a Problem,
     tile: &'a Tile<S::Elem>,
     n: usize,
     x: *mut S::Elem,
+    beside: &'a mut B,
     products: PhantomData<M>,
 }
 
-impl<S: Simd, M: Products<S>, const V: usize, const MASKED: bool> Part<S> for Softmax<'_, S, M, V, MASKED> {
+impl<S: Simd, M: BlockProducts<S>, B: Beside, const V: usize, const MASKED: bool> Part<S>
+    for Softmax<'_, S, M, B, V, MASKED>
+{
     type Output = [S::V; V];
     #[inline(always)]
     unsafe fn run(self) -> [S::V; V] {
-        let Softmax { problem, tile, n, x, .. } = self;
+        let Softmax { problem, tile, n, x, beside, .. } = self;
+        let all = n * (MAX_PART + WEIGHT_PART);
         let queries = V * S::LANES;
         // SAFETY: x has n rows of `queries`, the state of the tile `queries` elements.
         unsafe {
@@ -461,6 +584,7 @@ impl<S: Simd, M: Products<S>, const V: usize, const MASKED: bool> Part<S> for So
                         *max = max_skipping_nan::<S>(*max, S::load(x.add((j + chain) * queries + v * S::LANES)));
                     }
                 }
+                beside.go_on(MAX_CHAINS * MAX_PART, all);
             }
             for j in whole..n {
                 for (v, max) in max.iter_mut().enumerate() {
@@ -474,11 +598,16 @@ impl<S: Simd, M: Products<S>, const V: usize, const MASKED: bool> Part<S> for So
                 }
                 factors[v] = rescale::<S>(old[v], max[v], scale_log2);
                 subtract[v] = subtractable::<S>(max[v]);
+                // Nothing was summed below a maximum of −inf.
+                let is_first = S::eq(old[v], S::splat(S::Elem::NEG_INFINITY));
+                factors[v] = S::select(is_first, S::splat(S::Elem::ONE), factors[v]);
             }
+            M::rescale::<V>(problem.head_dim_v, tile.acc_o, factors);
             let mut sum = [S::splat(S::Elem::ZERO); V];
             let whole = n / M::STEPS;
             for step in 0..whole {
                 weights::<S, M, V, MASKED>(x, step, M::STEPS, subtract, scale_log2, &mut sum);
+                beside.go_on(M::STEPS * WEIGHT_PART, all);
             }
             // The rest of the last lane of an odd number of keys is no key.
             if n > whole * M::STEPS {

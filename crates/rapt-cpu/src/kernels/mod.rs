@@ -3,6 +3,8 @@
 //! **Invariant:** every function that calls a vector method is `#[inline(always)]`, and so compiled inside a
 //! [`Part`](simd::Part), which has the target features on; no closure calls one. tests/inlined.rs finds an intrinsic that became a call.
 
+#[cfg(target_arch = "x86_64")]
+pub(crate) mod beside;
 pub(crate) mod blocks;
 pub(crate) mod codes;
 pub(crate) mod combine;

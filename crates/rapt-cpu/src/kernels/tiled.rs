@@ -15,6 +15,7 @@ use std::marker::PhantomData;
 
 use half::bf16;
 
+use super::beside::{Queue, rows_of_tiles};
 use super::blocks::{BlockProducts, KeyProduct, Rows, ValueProduct, Values, is_finite};
 use super::gemm::{Blocks, OneRow, SUM_ROW, Weights};
 use super::matmul::Broadcast;
@@ -157,6 +158,8 @@ unsafe fn row_of_tile<S: Bf16Pairs>(row: Option<*const bf16>, stride: isize, d: 
 
 impl<S: Bf16Pairs> BlockProducts<S> for Tiled {
     const KEYS: usize = TILE_KEYS;
+    const OVERLAPS: bool = true;
+    type Beside = Queue;
     fn key_lanes(dim: usize) -> usize {
         key_lanes(dim)
     }
@@ -164,53 +167,86 @@ impl<S: Bf16Pairs> BlockProducts<S> for Tiled {
         dim.next_multiple_of(SIDE)
     }
 
-    unsafe fn multiply_keys<const V: usize>(product: KeyProduct<f32>) {
-        let KeyProduct { keys, dim, k, q_t, s } = product;
-        let queries = V * S::LANES;
-        let operands = Operands {
-            a: InMemory { ptr: k.ptr.cast(), next: SIDE * k.stride as usize * 4, along: TILE_BYTES, row: ROW_BYTES },
-            b: of_queries(q_t.cast(), queries),
-            c: sums(s.cast(), queries),
-            steps: key_lanes(dim) / SIDE,
-            from_zero: true,
-        };
-        // SAFETY: the item has tiles; the panel of K and Qᵀ have whole tiles, S those of a whole block.
-        unsafe { rows_of_tiles(keys.div_ceil(SIDE), queries, operands) };
-    }
-
-    unsafe fn multiply_values<const V: usize>(product: ValueProduct<'_, S, V>) {
-        let ValueProduct { keys, dim, mut v, p, acc_o, factors, masked } = product;
-        let queries = V * S::LANES;
-        let raw = v;
-        // SAFETY: the item has tiles; acc_o has whole tiles of dimensions, p those of a whole block, V lanes of them.
+    #[inline(always)]
+    unsafe fn rescale<const V: usize>(dim: usize, acc_o: *mut f32, factors: [S::V; V]) {
+        // SAFETY: acc_o has `dim` rows of V vectors.
         unsafe {
-            S::apart(Rescale::<S, V> { dim, acc_o, factors });
-            S::apart(EndWeights::<S, V> { keys, p, vectors: PhantomData });
-            let mut odd = false;
-            if let Some(block) = masked {
-                let is_first = block.finite.is_none();
-                odd = !is_finite::<S, Tiled>(block);
-                if odd {
-                    if is_first {
-                        <Self as Lanes<S>>::apart(Clean { block });
-                    }
-                    v = Rows { ptr: v.ptr.wrapping_add(block.steps * block.lanes), ..v };
-                }
+            let (zero, one) = (S::splat(0.0), S::splat(1.0));
+            let mut others = zero;
+            for factor in factors {
+                others = S::add(others, S::select(S::eq(factor, one), zero, one));
             }
-            let dim_tiles = dim.div_ceil(SIDE);
-            let operands = Operands {
-                a: InMemory { ptr: v.ptr.cast(), next: TILE_BYTES, along: dim_tiles * TILE_BYTES, row: ROW_BYTES },
-                b: of_queries(p.cast_const().cast(), queries),
-                c: sums(acc_o.cast(), queries),
-                steps: keys.div_ceil(TILE_KEYS),
-                from_zero: false,
-            };
-            rows_of_tiles(dim_tiles, queries, operands);
-            if odd {
-                <Self as Lanes<S>>::apart(AddOdd::<S, V> { keys, dim, v: raw, p, acc_o, vectors: PhantomData });
+            // A factor of 1 would change nothing.
+            if S::reduce_add(others) == 0.0 {
+                return;
+            }
+            for row in 0..dim {
+                for (v, &factor) in factors.iter().enumerate() {
+                    let at = acc_o.add((row * V + v) * S::LANES);
+                    S::store(at, S::mul(S::load(at), factor));
+                }
             }
         }
     }
+
+    unsafe fn multiply<const V: usize>(keys: Option<KeyProduct<f32>>, values: Option<ValueProduct<'_, S, V>>) -> Queue {
+        let mut queue = Queue::new();
+        // SAFETY: the item has tiles; the panel of K and Qᵀ have whole tiles, S those of a whole block; of the other tile acc_o has
+        // whole tiles of dimensions, p those of a whole block.
+        unsafe {
+            if let Some(keys) = keys {
+                queue.add(V * S::LANES, key_tiles::<S, V>(&keys));
+            }
+            if let Some(values) = values {
+                queue.add(V * S::LANES, value_tiles(values));
+            }
+        }
+        queue
+    }
+}
+
+/// S = K · Qᵀ: rows of tiles, and what is multiplied.
+fn key_tiles<S: Simd, const V: usize>(product: &KeyProduct<f32>) -> (usize, Operands) {
+    let &KeyProduct { keys, dim, k, q_t, s } = product;
+    let queries = V * S::LANES;
+    let operands = Operands {
+        a: InMemory { ptr: k.ptr.cast(), next: SIDE * k.stride as usize * 4, along: TILE_BYTES, row: ROW_BYTES },
+        b: of_queries(q_t.cast(), queries),
+        c: sums(s.cast(), queries),
+        steps: key_lanes(dim) / SIDE,
+        from_zero: true,
+    };
+    // The panel and S have room for whole tiles of keys: pairs of rows of tiles.
+    (keys.div_ceil(TILE_KEYS) * 2, operands)
+}
+
+/// O = O + P · V: as above, once what is not finite behind a masked weight is out of the way.
+unsafe fn value_tiles<S: Bf16Pairs, const V: usize>(product: ValueProduct<'_, S, V>) -> (usize, Operands) {
+    let ValueProduct { keys, dim, mut v, p, acc_o, masked, .. } = product;
+    let queries = V * S::LANES;
+    // SAFETY: as of the caller.
+    unsafe {
+        S::apart(EndWeights::<S, V> { keys, p, vectors: PhantomData });
+        if let Some(block) = masked {
+            let is_first = block.finite.is_none();
+            if !is_finite::<S, Tiled>(block) {
+                if is_first {
+                    <Tiled as Lanes<S>>::apart(Clean { block });
+                }
+                <Tiled as Lanes<S>>::apart(AddOdd::<S, V> { keys, dim, v, p, acc_o, vectors: PhantomData });
+                v = Rows { ptr: v.ptr.wrapping_add(block.steps * block.lanes), ..v };
+            }
+        }
+    }
+    let dim_tiles = dim.div_ceil(SIDE);
+    let operands = Operands {
+        a: InMemory { ptr: v.ptr.cast(), next: TILE_BYTES, along: dim_tiles * TILE_BYTES, row: ROW_BYTES },
+        b: of_queries(p.cast_const().cast(), queries),
+        c: sums(acc_o.cast(), queries),
+        steps: keys.div_ceil(TILE_KEYS),
+        from_zero: false,
+    };
+    (dim_tiles, operands)
 }
 
 /// Lanes of queries side by side, as tiles of `b`.
@@ -223,57 +259,6 @@ fn of_queries(ptr: *const u8, queries: usize) -> InMemory<*const u8> {
 fn sums(ptr: *mut u8, queries: usize) -> InMemory<*mut u8> {
     let row = queries * size_of::<f32>();
     InMemory { ptr, next: SIDE * row, along: ROW_BYTES, row }
-}
-
-/// `rows` rows of tiles times one or two columns.
-unsafe fn rows_of_tiles(rows: usize, queries: usize, all: Operands) {
-    let unit = unit();
-    for row in (0..rows).step_by(2) {
-        let a = InMemory { ptr: all.a.ptr.wrapping_add(row * all.a.next), ..all.a };
-        let c = InMemory { ptr: all.c.ptr.wrapping_add(row * all.c.next), ..all.c };
-        let operands = Operands { a, c, ..all };
-        // SAFETY: promised by the caller.
-        unsafe {
-            match (rows - row, queries / SIDE) {
-                (1, 1) => multiply::<1, 1>(unit, &operands),
-                (1, _) => multiply::<1, 2>(unit, &operands),
-                (_, 1) => multiply::<2, 1>(unit, &operands),
-                _ => multiply::<2, 2>(unit, &operands),
-            }
-        }
-    }
-}
-
-/// O = O · f, where a factor is not 1: then it would change nothing.
-struct Rescale<S: Simd, const V: usize> {
-    dim: usize,
-    acc_o: *mut f32,
-    factors: [S::V; V],
-}
-
-impl<S: Simd<Elem = f32>, const V: usize> Part<S> for Rescale<S, V> {
-    type Output = ();
-    #[inline(always)]
-    unsafe fn run(self) {
-        let Rescale { dim, acc_o, factors } = self;
-        // SAFETY: acc_o has `dim` rows of V vectors.
-        unsafe {
-            let (zero, one) = (S::splat(0.0), S::splat(1.0));
-            let mut others = zero;
-            for factor in factors {
-                others = S::add(others, S::select(S::eq(factor, one), zero, one));
-            }
-            if S::reduce_add(others) == 0.0 {
-                return;
-            }
-            for row in 0..dim {
-                for (v, &factor) in factors.iter().enumerate() {
-                    let at = acc_o.add((row * V + v) * S::LANES);
-                    S::store(at, S::mul(S::load(at), factor));
-                }
-            }
-        }
-    }
 }
 
 /// Masked weights for the keys that a last tile has room for and that are none.

@@ -91,7 +91,7 @@ pub struct KernelVariant {
     pub natural: bool,
     /// How tiles are loaded.
     pub loads: Loads,
-    /// head_dim and head_dim_v, rounded up to 16 (of wide, to [`WIDE_PIECE_BYTES`]); 0 where they are no part of the code (generic, combine).
+    /// head_dim and head_dim_v, rounded up to 16 (of wide, to whole pieces of 256 bytes); 0 where they are no part of the code (generic, combine).
     pub dims: (u32, u32),
     /// Queries per block; 0 for combine.
     pub block_m: u32,

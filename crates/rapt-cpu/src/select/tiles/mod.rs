@@ -29,7 +29,7 @@ impl ForwardTile {
     /// Keys per block, at most: the number taken is a multiple of the micro-tile's rows, and fewer for wide heads.
     pub const BLOCK_N: &[usize] = &[64, 128, 256];
     /// Rows per item, where there are items enough for all threads.
-    pub const ROWS: &[usize] = &[64, 128, 256, 512];
+    pub const ROWS: &[usize] = &[64, 128, 256, 512, 1024];
 
     /// A tile of allowed numbers; `narrow`: a rest of at most one vector of rows gets a tile of one vector.
     #[must_use]
@@ -149,7 +149,8 @@ struct ArchTiles {
 fn table_of(arch: Arch, storage: DType) -> Option<&'static ArchTiles> {
     match arch {
         Arch::Avx2 => Some(&table::AVX2),
-        Arch::Avx512Bf16 | Arch::Amx if arch::is_paired(arch, storage) => Some(&table::AVX512_BF16),
+        Arch::Avx512Bf16 if arch::is_paired(arch, storage) => Some(&table::AVX512_BF16),
+        Arch::Amx if arch::is_tiled(arch, storage) => Some(&table::AMX),
         Arch::Avx512 | Arch::Avx512Bf16 | Arch::Amx => Some(&table::AVX512),
         _ => None,
     }

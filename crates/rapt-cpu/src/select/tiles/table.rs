@@ -91,3 +91,33 @@ pub(super) const AVX512_BF16: ArchTiles = ArchTiles {
         [Tiles::DEFAULT.decode, Tiles::DEFAULT.decode],
     ],
 };
+
+/// Intel(R) Xeon(R) Processor (family 6 model 167), 2026-11-25, `cargo xtask tune --arch amx --rounds 9`.
+#[rustfmt::skip]
+pub(super) const AMX: ArchTiles = ArchTiles {
+    forward: [
+        // float64: head_dim to 64, to 128, more; q_len to 255, to 1023, more
+        [[Tiles::DEFAULT.forward, Tiles::DEFAULT.forward, Tiles::DEFAULT.forward],
+         [Tiles::DEFAULT.forward, Tiles::DEFAULT.forward, Tiles::DEFAULT.forward],
+         [Tiles::DEFAULT.forward, Tiles::DEFAULT.forward, Tiles::DEFAULT.forward]],
+        // float32: head_dim to 64, to 128, more; q_len to 255, to 1023, more
+        [[Tiles::DEFAULT.forward, Tiles::DEFAULT.forward, Tiles::DEFAULT.forward],
+         [Tiles::DEFAULT.forward, Tiles::DEFAULT.forward, Tiles::DEFAULT.forward],
+         [Tiles::DEFAULT.forward, Tiles::DEFAULT.forward, Tiles::DEFAULT.forward]],
+        // float16: head_dim to 64, to 128, more; q_len to 255, to 1023, more
+        [[Tiles::DEFAULT.forward, Tiles::DEFAULT.forward, Tiles::DEFAULT.forward],
+         [Tiles::DEFAULT.forward, Tiles::DEFAULT.forward, Tiles::DEFAULT.forward],
+         [Tiles::DEFAULT.forward, Tiles::DEFAULT.forward, Tiles::DEFAULT.forward]],
+        // bfloat16: head_dim to 64, to 128, more; q_len to 255, to 1023, more
+        [[forward(256, 128, true), forward(256, 512, true), forward(256, 1024, true)],
+         [forward(256, 128, true), forward(256, 512, true), forward(256, 1024, true)],
+         [forward(256, 128, true), forward(256, 1024, true), forward(256, 1024, true)]],
+    ],
+    // One row per group, more; the dtypes as above.
+    decode: [
+        [Tiles::DEFAULT.decode, Tiles::DEFAULT.decode],
+        [Tiles::DEFAULT.decode, Tiles::DEFAULT.decode],
+        [Tiles::DEFAULT.decode, Tiles::DEFAULT.decode],
+        [Tiles::DEFAULT.decode, Tiles::DEFAULT.decode],
+    ],
+};
