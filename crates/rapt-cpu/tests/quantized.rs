@@ -258,6 +258,7 @@ fn other_scales_than_planned_are_refused() {
         let tensors = Tensors {
             page_table: None,
             lengths: None,
+            offsets: None,
             q,
             k: k.view(),
             v: k.view(),

@@ -39,7 +39,7 @@ pub(crate) fn select_tiled(spec: &Spec, caps: &Caps, tiles: &Tiles) -> Result<Pl
         let why = "this backend serves host memory".into();
         return Err(Error::DeviceUnavailable { device: spec.device, why });
     }
-    if spec.lengths.is_some() {
+    if spec.lengths.is_some() || spec.varlen.is_some() {
         let what = "a spec of sequences with lengths of their own in host memory";
         return Err(Error::unsupported(what, "there each sequence has a plan", "plan each sequence by itself"));
     }
