@@ -111,6 +111,47 @@ fn functions_of_float32_lie_within_their_bounds() {
     }
 }
 
+/// The functions that keep fewer digits where their result is rounded to 16 bits at once.
+const SHORT: [Unary; 3] = [Unary::Silu, Unary::Gelu, Unary::GeluTanh];
+
+/// The bits of significands of float16 and bfloat16, and the exponents of their smallest normal numbers.
+const HALVES: [(DType, i32, i32); 2] = [(DType::F16, 11, -14), (DType::BF16, 8, -126)];
+
+#[test]
+fn functions_of_16_bits_are_rounded_from_more_digits() {
+    let all: Vec<u16> = (0..=u16::MAX).collect();
+    for (arch, op) in archs().into_iter().flat_map(|arch| SHORT.map(|op| (arch, op))) {
+        // As above.
+        if arch == Arch::Scalar && op == Unary::GeluTanh {
+            continue;
+        }
+        let exact = FUNCTIONS.iter().find(|case| case.0 == op).unwrap().1;
+        for (dtype, digits, least) in HALVES {
+            let number = |bits: u16| match dtype {
+                DType::F16 => f16::from_bits(bits).to_f64(),
+                _ => bf16::from_bits(bits).to_f64(),
+            };
+            let code = [Instruction::Load(0), Instruction::Unary(op, Register(0)), Instruction::Store(1, Register(1))];
+            let mut tensors = [Tensor::dense(dtype, &all), Tensor::dense(dtype, &all)];
+            run(arch, &code, &[all.len()], &mut tensors).unwrap();
+            let mut worst = (0.0, 0.0);
+            for (&bits, got) in all.iter().zip(tensors[1].elements::<u16>()) {
+                let (x, got) = (number(bits), number(got));
+                let exact = exact(x);
+                assert_eq!(got.is_nan(), exact.is_nan(), "{} {op:?} of {x:e}", arch.name());
+                if got == exact || got.is_nan() {
+                    continue;
+                }
+                let exponent = (exact.abs().log2().floor() as i32).max(least) + 1 - digits;
+                let off = (got - exact).abs() / 2f64.powi(exponent);
+                worst = if off > worst.0 { (off, x) } else { worst };
+            }
+            println!("{:>12} {op:?} {dtype}: {:.3} ulp at {:e}", arch.name(), worst.0, worst.1);
+            assert!(worst.0 <= 0.53, "{} {op:?} of {:e} in {dtype}: {} ulp off", arch.name(), worst.1, worst.0);
+        }
+    }
+}
+
 /// The interpreter's numbers of int64.
 fn power(base: i64, exponent: i64) -> i64 {
     match (base, exponent) {

@@ -349,7 +349,7 @@ impl Loop {
             for step in steps {
                 match *step {
                     Step::Compute { kernel, to, from: [a, b, c] } => {
-                        if kernel(at(to), [at(a), at(b), at(c)], tile[0] * tile[1]) {
+                        if kernel(at(to), at(a), at(b), at(c), tile[0] * tile[1]) {
                             return Err(ZeroDivision);
                         }
                     }

@@ -218,7 +218,7 @@ impl Places<'_> {
                 let store = self.stored_at(n).filter(|&to| {
                     first_store.is_none() && lies(to).dense && (is_plain(dtype_of(to)) || dtype_of(to) == DType::Bool)
                 });
-                let kernel = self.kernel(instruction, arch);
+                let kernel = self.kernel(n, arch);
                 let from: Vec<Place> = reads(instruction).map(|register| self.place(register)).collect();
                 let from = [0, 1, 2].map(|n| from.get(n).copied().unwrap_or(0));
                 let to = match store {
@@ -240,7 +240,26 @@ impl Places<'_> {
         })
     }
 
-    fn kernel(&self, instruction: Instruction, arch: Arch) -> Kernel {
+    /// Whether all that reads register `n` rounds it to 16 bits.
+    fn is_rounded(&self, n: usize) -> bool {
+        let is_short = |dtype: DType| matches!(dtype, DType::F16 | DType::BF16);
+        self.lowered.code[n + 1..].iter().all(|&instruction| match instruction {
+            Instruction::Convert(Register(from), dtype) if usize::from(from) == n => is_short(dtype),
+            Instruction::Store(to, Register(from)) if usize::from(from) == n => is_short(self.program.operands()[to]),
+            other => reads(other).all(|register| usize::from(register.0) != n),
+        })
+    }
+
+    /// The loop of instruction `n`.
+    fn kernel(&self, n: usize, arch: Arch) -> Kernel {
+        let instruction = self.lowered.code[n];
+        if let Instruction::Unary(op, a) = instruction
+            && self.lowered.lanes[usize::from(a.0)] == Some(Lane::F32)
+            && self.is_rounded(n)
+            && let Some(kernel) = kernels::kernel(arch, Function::ShortUnary(op))
+        {
+            return kernel;
+        }
         let lane = |register: Register| self.lowered.lanes[usize::from(register.0)].expect("a register's lane");
         let function = match instruction {
             Instruction::Unary(op, a) => Function::Unary(op, lane(a)),

@@ -170,7 +170,7 @@ impl Division for Fmod {
 
 struct Divide<F> {
     dst: *mut u8,
-    sources: [*const u8; 3],
+    sources: [*const u8; 2],
     n: usize,
     of: std::marker::PhantomData<F>,
 }
@@ -193,7 +193,13 @@ impl<S: Simd<Elem = f32>, F: Division> Part<S> for Divide<F> {
     }
 }
 
-unsafe fn divide<S: Simd<Elem = f32>, F: Division>(dst: *mut u8, sources: [*const u8; 3], n: usize) -> bool {
+unsafe fn divide<S: Simd<Elem = f32>, F: Division>(
+    dst: *mut u8,
+    a: *const u8,
+    b: *const u8,
+    _: *const u8,
+    n: usize,
+) -> bool {
     // SAFETY: promised by the caller.
-    unsafe { S::apart(Divide::<F> { dst, sources, n, of: std::marker::PhantomData }) }
+    unsafe { S::apart(Divide::<F> { dst, sources: [a, b], n, of: std::marker::PhantomData }) }
 }

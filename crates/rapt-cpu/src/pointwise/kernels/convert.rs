@@ -143,10 +143,12 @@ impl<S: Simd<Elem = f32>, T: Storage<S>, const INTS: bool> Part<S> for Round<T, 
 
 unsafe fn round<S: Simd<Elem = f32>, T: Storage<S>, const INTS: bool>(
     dst: *mut u8,
-    sources: [*const u8; 3],
+    source: *const u8,
+    _: *const u8,
+    _: *const u8,
     n: usize,
 ) -> bool {
-    let part = Round::<T, INTS> { dst: dst.cast(), source: sources[0], n, to: std::marker::PhantomData };
+    let part = Round::<T, INTS> { dst: dst.cast(), source, n, to: std::marker::PhantomData };
     // SAFETY: promised by the caller.
     unsafe { S::apart(part) };
     false

@@ -16,8 +16,9 @@ use crate::arch::{self, Vectors};
 use crate::kernels::simd::{Part, Simd};
 
 /// The loop of one instruction: the first array becomes the function of the others, `n` elements of each. Whether an integer
-/// was divided by 0.
-pub(super) type Kernel = unsafe fn(*mut u8, [*const u8; 3], usize) -> bool;
+/// was divided by 0. The pointers are arguments of their own because those of an array go by way of memory, where the loop
+/// would wait for them.
+pub(super) type Kernel = unsafe fn(*mut u8, *const u8, *const u8, *const u8, usize) -> bool;
 
 /// Moves a rectangle of elements between a dense array and an operand: dense array, operand, rectangle.
 pub(super) type Move = unsafe fn(*mut u8, *mut u8, &Rectangle);
@@ -43,6 +44,8 @@ pub(super) struct Rectangle {
 #[derive(Clone, std::marker::Copy, Debug)]
 pub(super) enum Function {
     Unary(Unary, Lane),
+    /// A function of float32 whose result is rounded to 16 bits at once, to the digits that this keeps.
+    ShortUnary(Unary),
     Binary(Binary, Lane),
     Select(Lane),
     MulAdd(Lane),
@@ -56,6 +59,7 @@ impl Vectors for Find<Function> {
     fn visit<S: Simd<Elem = f32>, D: Simd<Elem = f64>>(self) -> Option<Kernel> {
         match self.0 {
             Function::Unary(op, lane) => unary::kernel::<S>(op, lane),
+            Function::ShortUnary(op) => unary::short::<S>(op),
             Function::Binary(op, lane) => binary::kernel::<S>(op, lane),
             Function::Select(lane) => Some(binary::select::<S>(lane)),
             Function::MulAdd(lane) => binary::mul_add::<S>(lane),
@@ -189,21 +193,27 @@ impl<S: Simd<Elem = f32>, F: Map3> Part<S> for Three<F> {
     }
 }
 
-unsafe fn one<S: Simd<Elem = f32>, F: Map>(dst: *mut u8, sources: [*const u8; 3], n: usize) -> bool {
+unsafe fn one<S: Simd<Elem = f32>, F: Map>(dst: *mut u8, a: *const u8, b: *const u8, c: *const u8, n: usize) -> bool {
     // SAFETY: promised by the caller.
-    unsafe { S::apart(One(Each::<F>::new(dst, sources, n))) };
+    unsafe { S::apart(One(Each::<F>::new(dst, [a, b, c], n))) };
     false
 }
 
-unsafe fn two<S: Simd<Elem = f32>, F: Map2>(dst: *mut u8, sources: [*const u8; 3], n: usize) -> bool {
+unsafe fn two<S: Simd<Elem = f32>, F: Map2>(dst: *mut u8, a: *const u8, b: *const u8, c: *const u8, n: usize) -> bool {
     // SAFETY: promised by the caller.
-    unsafe { S::apart(Two(Each::<F>::new(dst, sources, n))) };
+    unsafe { S::apart(Two(Each::<F>::new(dst, [a, b, c], n))) };
     false
 }
 
-unsafe fn three<S: Simd<Elem = f32>, F: Map3>(dst: *mut u8, sources: [*const u8; 3], n: usize) -> bool {
+unsafe fn three<S: Simd<Elem = f32>, F: Map3>(
+    dst: *mut u8,
+    a: *const u8,
+    b: *const u8,
+    c: *const u8,
+    n: usize,
+) -> bool {
     // SAFETY: promised by the caller.
-    unsafe { S::apart(Three(Each::<F>::new(dst, sources, n))) };
+    unsafe { S::apart(Three(Each::<F>::new(dst, [a, b, c], n))) };
     false
 }
 

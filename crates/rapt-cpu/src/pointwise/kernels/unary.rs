@@ -13,6 +13,17 @@ pub(super) fn kernel<S: Simd<Elem = f32>>(op: Unary, lane: Lane) -> Option<Kerne
     }
 }
 
+/// Functions of float32 that cost less where their result is rounded to 16 bits at once.
+pub(super) fn short<S: Simd<Elem = f32>>(op: Unary) -> Option<Kernel> {
+    use math::f32 as math;
+    Some(match op {
+        Unary::Silu => each!(f32 => f32, |x| math::short_silu::<S>(x)),
+        Unary::Gelu => each!(f32 => f32, |x| math::short_gelu::<S>(x)),
+        Unary::GeluTanh => each!(f32 => f32, |x| math::short_gelu_tanh::<S>(x)),
+        _ => return None,
+    })
+}
+
 /// The functions that are exact or rounded once, of either float.
 macro_rules! exact {
     ($op:expr, $float:ty) => {
@@ -163,12 +174,18 @@ periodic! {
     Tan, tan, f64::tan;
 }
 
-unsafe fn periodic<S: Simd<Elem = f32>, F: Periodic>(dst: *mut u8, sources: [*const u8; 3], n: usize) -> bool {
+unsafe fn periodic<S: Simd<Elem = f32>, F: Periodic>(
+    dst: *mut u8,
+    x: *const u8,
+    b: *const u8,
+    c: *const u8,
+    n: usize,
+) -> bool {
     // SAFETY: the caller vouches for n elements of each array, which are not the same.
     unsafe {
-        one::<S, F>(dst, sources, n);
-        let (dst, x) = (std::slice::from_raw_parts_mut(dst.cast::<f32>(), n), sources[0].cast::<f32>());
-        let x = std::slice::from_raw_parts(x, n);
+        one::<S, F>(dst, x, b, c, n);
+        let dst = std::slice::from_raw_parts_mut(dst.cast::<f32>(), n);
+        let x = std::slice::from_raw_parts(x.cast::<f32>(), n);
         if x.iter().fold(false, |any, x| any | (x.abs() >= math::f32::FAR)) {
             for (dst, &x) in dst.iter_mut().zip(x) {
                 if x.abs() >= math::f32::FAR {

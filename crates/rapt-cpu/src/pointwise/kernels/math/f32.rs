@@ -5,6 +5,10 @@
 //! ln x = e · ln 2 + f + f² · Q(f)          x = 2^e · (1 + f), f from √½ − 1 to √2 − 1
 //! gelu(x) = max(x, 0) − h(|x|)             h(t) = t · Φ(−t) = t / (t + 2) · R(t) · e^(−t²/2)
 //! ```
+//!
+//! The `short` functions have the digits of 16 bits and four more. There h(t) = t · 2^P(t), P = log2 Φ(−t); and with a logistic
+//! function for Φ, h(t) = t · y / (1 + y), y = 2^−w(t).
+//!
 //! Without branches, so that the loops around them become vectors; polynomials are minimax (Remez), highest power first. Where an
 //! instruction set has no fused multiply-add, the functions go by way of float64 and std's functions.
 
@@ -96,6 +100,23 @@ const GELU: [f32; 10] = [
 const GELU_LAST: [f32; 2] = [-0.331_404_48, 0.672_408];
 /// What float32 loses of those.
 const GELU_LOST: [f32; 2] = [7.268_475_6e-9, 2.019_499_6e-8];
+
+/// `log2 Φ(−t)` for t from 0 to 14: 2 to that has a relative error of 2^−16.4 up to 5.8, below which float16 has no numbers, and
+/// of 2^−13.4 beyond.
+const LOG2_PHI: [f32; 10] = [
+    -1.993_564_3e-9,
+    1.457_222_5e-7,
+    -4.663_741_2e-6,
+    8.657_377e-5,
+    -0.001_045_299_3,
+    0.008_783_123,
+    -0.054_261_274,
+    -0.458_396_82,
+    -1.151_177_7,
+    -1.000_014_7,
+];
+/// `2^r` for |r| up to 1/2, its relative error 2^−18.6.
+const SHORT_EXP2: [f32; 5] = [0.009_570_1, 0.055_917_86, 0.240_247_45, 0.693_121_8, 0.999_999_26];
 
 /// Sines, cosines and tangents from here on go by way of std: reducing them takes more digits of π.
 pub(in crate::pointwise::kernels) const FAR: f32 = 35_184_372_088_832.0;
@@ -205,6 +226,9 @@ functions! {
     silu = fused::silu, |x| wide::silu(x);
     gelu = fused::gelu, |x| wide::gelu(x);
     gelu_tanh = fused::gelu_tanh, |x| wide::gelu_tanh(x);
+    short_silu = fused::short_silu, |x| wide::silu(x);
+    short_gelu = fused::short_gelu, |x| wide::gelu(x);
+    short_gelu_tanh = fused::short_gelu_tanh, |x| wide::gelu_tanh(x);
 }
 
 mod fused {
@@ -457,5 +481,53 @@ mod fused {
         let y = if x < 0.0 { -h } else { x - h };
         // By definition ∞ · 0.
         if x == f32::NEG_INFINITY { f32::NAN } else { y }
+    }
+
+    /// `2^z` as a number near 1 and its power of 2.
+    #[inline(always)]
+    fn short_exp2(z: f32) -> (f32, i32) {
+        let (whole, n) = nearest(z);
+        (polynomial(&SHORT_EXP2, z - whole), n)
+    }
+
+    /// `max(x, 0) − h`, and NaN at −∞, which is ∞ · 0 by definition.
+    #[inline(always)]
+    fn less_below(x: f32, h: f32) -> f32 {
+        let y = if x < 0.0 { -h } else { x - h };
+        if x == f32::NEG_INFINITY { f32::NAN } else { y }
+    }
+
+    #[inline(always)]
+    pub(super) fn short_gelu(x: f32) -> f32 {
+        let size = x.abs();
+        let t = if size < 14.0 { size } else { 14.0 };
+        let (m, n) = short_exp2(polynomial(&LOG2_PHI, t));
+        less_below(x, scale_down(t * m, n))
+    }
+
+    /// `x / (1 + 2^−w)` for a w of x's sign, given −|w| and |x|, the former at least −160.
+    #[inline(always)]
+    fn short_times_logistic(x: f32, t: f32, z: f32) -> f32 {
+        let (m, n) = short_exp2(z);
+        // Beside 1 it is 0 long before 2^n is subnormal.
+        let below = m.mul_add(power_of_2(if n < -64 { -64 } else { n }), 1.0);
+        less_below(x, scale_down(t * m / below, n))
+    }
+
+    #[inline(always)]
+    pub(super) fn short_silu(x: f32) -> f32 {
+        let size = x.abs();
+        let t = if size < 110.0 { size } else { 110.0 };
+        short_times_logistic(x, t, t * -std::f32::consts::LOG2_E)
+    }
+
+    #[inline(always)]
+    pub(super) fn short_gelu_tanh(x: f32) -> f32 {
+        // w = 2 · √(2/π) · log2 e · (x + 0.044715 · x³).
+        const LINEAR: f32 = 2.302_208_2;
+        const CUBIC: f32 = 0.102_943_24;
+        let size = x.abs();
+        let t = if size < 10.7 { size } else { 10.7 };
+        short_times_logistic(x, t, t * (t * t).mul_add(-CUBIC, -LINEAR))
     }
 }
