@@ -35,4 +35,8 @@ ROWS = {
     A + "rms_norm.default": (F + "rms_norm", "ulp"),
     A + "conv_transpose1d.default": (F + "conv_transpose1d", "ulp"),
     A + "linalg_norm.default": ("linalg.norm", "ulp"),
+    A + "linalg_norm.ord_str": ("linalg.norm", "ulp"),
+    A + "linalg_matrix_norm.default": ("linalg.matrix_norm", "ulp"),
+    A + "linalg_svdvals.default": ("linalg.svdvals", "ulp"),
+    A + "bilinear.default": (F + "bilinear", "ulp"),
 }

@@ -206,7 +206,7 @@ impl Graph {
     }
 
     /// Whether a node or the caller reads a value.
-    fn is_read(&self, id: ValueId) -> bool {
+    pub(crate) fn is_read(&self, id: ValueId) -> bool {
         let given = |output: &Output| match output {
             Output::Value(value) | Output::BufferMutation { value, .. } | Output::InputMutation { value, .. } => {
                 *value == id

@@ -10,7 +10,7 @@ use rapt_pt2::{Argument, Expr, InputSpec, OutputSpec, Program, SymInt, TensorMet
 use rustc_hash::FxHashMap;
 
 use crate::ops::{Copy, Pointwise};
-use crate::{Args, Error, Graph, Input, Node, Op, Output, Source, Type, Value, ValueId};
+use crate::{Args, Error, Graph, Input, Node, Op, OpError, Output, Source, Type, Value, ValueId};
 
 impl Graph {
     /// The graph of a program.
@@ -25,7 +25,22 @@ impl Graph {
         builder.inputs()?;
         builder.nodes()?;
         builder.outputs()?;
+        builder.graph.check_absent()?;
         Ok(builder.graph)
+    }
+
+    /// That nobody reads a result that an operator does not compute.
+    fn check_absent(&self) -> Result<(), Error> {
+        for node in &self.nodes {
+            let Op::Svd(op) = &node.op else { continue };
+            let read = |&n: &usize| node.outputs.get(n).copied().flatten().is_some_and(|id| self.is_read(id));
+            if op.absent().iter().any(read) {
+                let cause =
+                    OpError::Refused("singular values are served, and the vectors that the program reads are not");
+                return Err(Error::Node { node: node.name.clone(), target: node.target.clone(), cause });
+            }
+        }
+        Ok(())
     }
 }
 

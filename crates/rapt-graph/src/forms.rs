@@ -30,6 +30,10 @@ pub(crate) fn other(node: &Node, shapes: &dyn Shapes, out: &Out, stated: &Meta) 
             let channels = Meta { strides: strides::channels_innermost(&form.shape), ..rows.clone() };
             [rows, channels].into_iter().filter(|_| open()).find_map(same)
         }
+        // With and without gradients PyTorch counts the end among the bags' sizes or not.
+        (Op::Bag(bag), Out::Fresh(form)) if form.rank() == 1 => {
+            same(Meta::contiguous(form.dtype, &shapes.meta(bag.offsets).ok()?.shape))
+        }
         // Which operand is multiplied from the left, and which dimensions are summed, depends on sizes of 1.
         (Op::Einsum(_), Out::Fresh(form)) if open() && stated.offset == 0 && strides::is_dense(stated) => {
             same(Meta { strides: stated.strides.clone(), ..form.clone() })

@@ -5,6 +5,7 @@
 
 mod arrange;
 mod attention;
+mod bag;
 mod choice;
 mod conv;
 mod copy;
@@ -18,6 +19,7 @@ mod index;
 mod join;
 mod linear;
 mod loss;
+mod matrix_norm;
 mod moe;
 mod norm;
 mod pad;
@@ -36,14 +38,17 @@ mod search;
 mod shape;
 mod similarity;
 mod sort;
+mod svd;
 mod sym;
 mod target;
+mod trilinear;
 mod view;
 mod volume;
 mod weight;
 
 pub use arrange::{Arrange, Side};
 pub use attention::Attention;
+pub use bag::Bag;
 pub use choice::Choice;
 pub use conv::{Conv, ConvSizes, Padding};
 pub use copy::Copy;
@@ -56,6 +61,7 @@ pub use index::Index;
 pub use join::{Join, Joining};
 pub use linear::Linear;
 pub use loss::Loss;
+pub use matrix_norm::MatrixNorm;
 pub use moe::GroupedMm;
 pub use norm::{EACH_CHANNEL, Norm, groups_of};
 pub use pad::{Pad, PadMode, Run};
@@ -73,8 +79,10 @@ pub use scatter::{Scatter, Source, Write};
 pub use search::Search;
 pub use similarity::Similarity;
 pub use sort::Sort;
+pub use svd::Svd;
 pub use sym::{Sym, SymArg, SymOp};
 pub use target::Target;
+pub use trilinear::Trilinear;
 pub use view::{Form, View};
 pub use volume::Volume;
 pub use weight::WeightNorm;
@@ -196,4 +204,12 @@ families! {
     Volume(Volume);
     /// Weights as a direction and a length.
     WeightNorm(WeightNorm);
+    /// Sums, means and extrema of rows of a table.
+    Bag(Bag);
+    /// Norms of matrices.
+    MatrixNorm(MatrixNorm);
+    /// Singular values.
+    Svd(Svd);
+    /// Sums of products of three tensors.
+    Trilinear(Trilinear);
 }

@@ -7,7 +7,7 @@
 use rapt_core::DType;
 
 use super::shape::{
-    cells, dims_of, fresh, misfit, need_float, need_number, need_plain, pick, places, refuse, row_major, scalar_float,
+    cells, dims_of, fresh, misfit, need_float, need_number, need_plain, pick, places, row_major, scalar_float,
 };
 use crate::number::is_float;
 use crate::promote::DEFAULT_FLOAT;
@@ -119,8 +119,8 @@ impl Reduce {
             "norm.Scalar" | "norm.ScalarOpt_dim" | "norm.ScalarOpt_dim_dtype" | "norm.ScalarOpt_dtype" => {
                 norm(args, "p")
             }
-            "linalg_norm.default" => vector_norm_of(args),
-            "linalg_matrix_norm.str_ord" => frobenius_norm(args),
+            "linalg_norm.default" if !is_by_rank(args).unwrap_or(false) => norm(args, "ord"),
+            "linalg_norm.ord_str" | "linalg_matrix_norm.str_ord" if is_frobenius(args) => frobenius_norm(args),
             "frobenius_norm.dim" => fold(args, Fold::Norm(TWO)),
             "var.default" | "var.dim" | "var.correction" => {
                 correction(args).and_then(|correction| fold(args, Fold::Variance { correction, root: false }))
@@ -449,21 +449,18 @@ fn norm(args: &Args<'_>, order: &str) -> Result<Reduce, OpError> {
     fold(args, Fold::Norm(args.opt_scalar(order)?.unwrap_or(TWO)))
 }
 
-/// `linalg_norm` where it is a vector's: without an order, or along one dimension.
-pub(super) fn vector_norm_of(args: &Args<'_>) -> Result<Reduce, OpError> {
-    let is_matrix = args.opt_scalar("ord")?.is_some() && args.opt_ints("dim")?.is_none_or(|dims| dims.len() != 1);
-    if is_matrix {
-        return refuse("ord", "a number", "norms of matrices are not served: name one dimension");
-    }
-    norm(args, "ord")
+/// Whether `linalg_norm` is a matrix's, or one by the tensor's rank: an order, and not one dimension.
+pub(super) fn is_by_rank(args: &Args<'_>) -> Result<bool, OpError> {
+    Ok(args.opt_scalar("ord")?.is_some() && args.opt_ints("dim")?.is_none_or(|dims| dims.len() != 1))
+}
+
+/// Whether the order is the Frobenius norm's name, or none.
+pub(super) fn is_frobenius(args: &Args<'_>) -> bool {
+    matches!(args.opt_str("ord"), Ok(None | Some("fro")))
 }
 
 /// The Frobenius norm of matrices, which lie along the last two dimensions unless `dim` says others.
 fn frobenius_norm(args: &Args<'_>) -> Result<Reduce, OpError> {
-    match args.opt_str("ord")? {
-        None | Some("fro") => {}
-        Some(other) => return refuse("ord", other, "the Frobenius norm alone is served"),
-    }
     let mut op = fold(args, Fold::Norm(TWO))?;
     if let Reduce::Fold { dims, .. } = &mut op {
         dims.get_or_insert_with(|| vec![Int::Known(-2), Int::Known(-1)]);
