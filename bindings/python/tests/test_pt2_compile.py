@@ -251,6 +251,69 @@ def test_an_encoder_layer_that_pytorch_fuses_is_taken_apart(activation, norm_fir
     check(got, model, x)
 
 
+def masks(dtype=torch.float32):
+    """What `nn.TransformerEncoder` takes of a batch of 3 and 5 positions, by name."""
+    padding = torch.arange(5) >= torch.tensor([5, 3, 1])[:, None]
+    later = torch.nn.Transformer.generate_square_subsequent_mask(5, dtype=dtype)
+    # Each query attends to the first key at least.
+    some = (torch.arange(25).reshape(5, 5) * 7 % 11) < 4
+    some[:, 0] = False
+    additive = torch.zeros(3, 5, dtype=dtype).masked_fill(padding, -torch.inf)
+    return {
+        "padding": {"src_key_padding_mask": padding},
+        "additive padding": {"src_key_padding_mask": additive},
+        "later": {"mask": later},
+        "causal": {"mask": later, "is_causal": True},
+        "boolean": {"mask": some},
+        "of each head": {"mask": torch.stack([some.roll(n, 0) for n in range(6)])},
+        "both": {"mask": some, "src_key_padding_mask": padding},
+        "both additive": {"mask": later, "src_key_padding_mask": additive},
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=lambda d: str(d)[6:])
+@pytest.mark.parametrize("kind", masks())
+def test_masks_of_an_encoder_are_served(kind, dtype):
+    torch.manual_seed(5)
+    given = masks(dtype)[kind]
+    layer = torch.nn.TransformerEncoderLayer(16, 2, 24, batch_first=True, dtype=dtype).eval()
+    model, x = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval(), torch.randn(3, 5, 16, dtype=dtype)
+    with served():
+        got = compiled(model)(x, **given)
+    with torch.no_grad():
+        wide = {name: mask.double() if isinstance(mask, torch.Tensor) and mask.is_floating_point() else mask for name, mask in given.items()}
+        kept, text = within_rule(got, wide_model(model)(x.double(), **wide), model(x, **given))
+    assert kept and not got.isnan().any(), text
+
+
+def test_masks_of_an_encoder_mean_what_pytorchs_kernel_takes_them_for():
+    """NaN for a query whose keys are all masked; of numbers, each that is not 0 masks."""
+    torch.manual_seed(6)
+    model = torch.nn.TransformerEncoderLayer(16, 2, 24, batch_first=True).eval()
+    x, padding = torch.randn(2, 5, 16), torch.tensor([[False] * 5, [True] * 5])
+    numbers = torch.zeros(5, 5)
+    numbers[0, 1], numbers[2] = 0.5, -3.0
+    run = compiled(model)
+    with served(2):
+        for given in ({"src_key_padding_mask": padding}, {"src_mask": numbers}):
+            got, expected = run(x, **given), model(x, **given)
+            assert torch.equal(got.isnan(), expected.isnan()) and got.isnan().any() and not got.isnan().all()
+            torch.testing.assert_close(got, expected, equal_nan=True)
+
+
+def test_masks_of_an_encoder_at_other_sizes():
+    torch.manual_seed(7)
+    layer = torch.nn.TransformerEncoderLayer(16, 2, 24, batch_first=True).eval()
+    model = torch.nn.TransformerEncoder(layer, 1, enable_nested_tensor=False).eval()
+    run = compiled(model, dynamic=True)
+    with served(3):
+        for batch, length in ((3, 5), (2, 9), (4, 6)):
+            x, padding = torch.randn(batch, length, 16), torch.arange(length) >= torch.arange(1, batch + 1)[:, None]
+            later = torch.triu(torch.ones(length, length, dtype=torch.bool), 1)
+            torch.testing.assert_close(run(x, later, padding), model(x, later, padding))
+    assert counters["stats"]["unique_graphs"] == 1
+
+
 def test_attention_is_served_while_rapt_is_registered():
     q, k, v = (torch.randn(2, 4, 6, 8) for _ in range(3))
     mask = torch.randn(6, 6) > 0

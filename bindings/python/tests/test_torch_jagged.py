@@ -274,6 +274,33 @@ def test_what_goes_to_pytorch_is_counted_with_its_reason():
 
 
 @torch.no_grad()
+def test_what_no_kernel_takes_is_pytorchs_and_counted(monkeypatch):
+    """As on a GPU of whose kernels none reads offsets at these head dims. PyTorch's own asks for a GPU first, which need not be here."""
+
+    def refuse(*_):
+        raise rapt.UnsupportedError("no kernel")
+
+    def stock(query, key, value, **options):
+        calls.append((query, key, value, options))
+        return "PyTorch's"
+
+    calls = []
+    monkeypatch.setattr(rt._jagged, "_attend", refuse)
+    q, k, v = qkv(q_lens=[5, 3], kv_lens=[5, 3])
+    rt.reset_stats()
+    with rt.backend(), monkeypatch.context() as inside:
+        inside.setattr(rt._jagged, "_stock", stock)
+        assert sdpa(q, k, v, is_causal=True) == "PyTorch's" == sdpa(q, k, v, scale=0.5)
+    assert rt.stats() == {"served": 0, "fallback": {"layout jagged": 2}}
+    first, second = calls
+    assert all(given is x for call in calls for given, x in zip(call, (q, k, v)))
+    assert first[3]["is_causal"] and first[3]["scale"] is None and second[3]["scale"] == 0.5
+    with pytest.raises(rapt.UnsupportedError, match="no kernel"):
+        rapt.scaled_dot_product_attention(q, k, v)
+    assert rt.stats()["fallback"] == {"layout jagged": 2}
+
+
+@torch.no_grad()
 def test_what_is_ragged_in_heads_is_a_dense_call():
     x = torch.nested.nested_tensor_from_jagged(random(8, 6, DIM), offsets_of([5, 3]))
     x = torch.nested.nested_tensor_from_jagged(random(8, HEADS, 6, DIM), x.offsets())

@@ -144,7 +144,7 @@ class _Writer:
         """(graph, arguments that it takes, arguments and constants that are weights): the nodes again, without what leads to no
         result."""
         graph, new = fx.Graph(), {}
-        needed = _needed(self.nodes, self.kept)
+        needed = _needed([node for node in self.nodes if not _says_nothing(node)], self.kept)
         taken = [node for node in self.arguments if node in needed or not _is_tensor(node)]
         held = [node for node in taken if self.place[node] in self.held]
         taken = [node for node in taken if self.place[node] not in self.held]
@@ -206,6 +206,20 @@ def _needed(nodes, kept):
         if node in kept or (node.op not in ("output", "placeholder") and node.is_impure()) or any(u in needed for u in node.users):
             needed.add(node)
     return needed
+
+
+def _says_nothing(node):
+    """Whether this is an assertion that holds whatever its values are.
+
+    torch writes some beside each boolean that a program reads from a tensor: that as a number it is 0 or 1.
+    """
+    if node.target is not torch.ops.aten._assert_scalar.default:
+        return False
+    condition = node.args[0]
+    value = condition.meta.get("val") if isinstance(condition, fx.Node) else condition
+    if not isinstance(value, torch.SymBool):
+        return value is True
+    return sympy.piecewise_fold(value.node.expr) is sympy.true
 
 
 def _aliases(count):
