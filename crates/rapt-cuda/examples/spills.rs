@@ -1,5 +1,5 @@
 //! Compiles every form of the Hopper kernels (head dims in steps of 16 with values as wide, masks, softcap, loads element by
-//! element) and says what each spills; fails if any does. Some minutes; needs NVRTC. The registers in `src/variant/options.rs` were chosen by its answers.
+//! element, caches) and says what each spills; fails if any does. Some minutes; needs NVRTC. The registers in `src/variant/options.rs` were chosen by its answers.
 //!
 //! ```text
 //! cargo run --release -p rapt-cuda --example spills           # all
@@ -13,7 +13,7 @@ use std::collections::HashSet;
 use std::error::Error;
 use std::num::NonZero;
 
-use common::{caps, spec};
+use common::{caps, spec, spec_of_cache};
 use rapt_core::{Arch, Causal, DType, Options};
 use rapt_cuda::{KernelVariant, build_all, variants};
 
@@ -30,6 +30,13 @@ fn forms() -> Result<Vec<KernelVariant>, Box<dyn Error>> {
                 }) {
                     all.extend(variants(&spec(dtype, [8, len, len, head_dim], mask, options), &caps(Arch::Sm90a))?);
                 }
+            }
+            // Caches without softcap and slopes: pages that TMA loads, pages whose rows are gathered, and none.
+            for (dtype, page_size) in
+                [DType::BF16, DType::F32].into_iter().flat_map(|dtype| [0, 1, 16].map(|page| (dtype, page)))
+            {
+                let spec = spec_of_cache(dtype, [2, 8, 2, 512, 4096], [head_dim, page_size], None, &plain);
+                all.extend(variants(&spec, &caps(Arch::Sm90a))?);
             }
         }
     }

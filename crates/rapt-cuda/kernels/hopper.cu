@@ -184,14 +184,14 @@ __device__ inline void run_producer(const HopperParams& h, Shared& sh, bool mask
             const Tiles tiles = item.tiles(h);
 #if VARLEN
             // Behind the first tile of this one.
-            if (!VECTOR || lane == 0) {
+            if (loads_keys(lane)) {
                 producer.run(task, r0, tiles, [&](int n0) {
                     if (n0 != tiles.first) ask();
                 });
             }
             ask();
 #elif MASK == NO_MASK
-            if (!VECTOR || lane == 0) producer.run(task, r0, tiles, [](int) {});
+            if (loads_keys(lane)) producer.run(task, r0, tiles, [](int) {});
 #else
             const int end = tiles.first + tiles.count * BN;
             if (reads && !mask_by_tma) reader.begin(task, r0, tiles.first, end);
@@ -207,7 +207,7 @@ __device__ inline void run_producer(const HopperParams& h, Shared& sh, bool mask
             } else if (reads && !mask_by_tma) {
 #pragma unroll 1
                 for (int n0 = tiles.first; n0 < end; n0 += BN) reader.step(task, r0, n0, end);
-            } else if (lane == 0) {
+            } else if (loads_keys(lane)) {
                 producer.run(task, r0, tiles, [](int) {});
             }
 #endif

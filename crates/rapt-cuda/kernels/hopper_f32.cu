@@ -18,8 +18,10 @@
 // not finite are read as 0 then, the scores that they belong to are computed one by one, and what they add to the sums of the
 // rows that attend them is added apart. Finite sums have the same bits both ways.
 // Source: Ootomo and Yokota, "Recovering single precision accuracy from Tensor Cores", 2022, for two halves and the sum outside.
+// Rows that lie in pages are looked up a quarter of a block ahead; those of a page that does not exist are NaN.
 // Deliberately absent: splitting of the keys, head dims above 128.
 
+#include "common/pages.cuh"
 #include "common/scores.cuh"
 #include "common/softmax.cuh"
 #include "common/tile.cuh"
@@ -86,6 +88,16 @@ struct Quarter {
         }
     }
 
+#if PAGED
+    // NaN in place of what does not exist.
+    __device__ void spoil(int dim, int lane) {
+#pragma unroll
+        for (int i = 0; i < 8 * BOXES; i++) {
+            if ((lane % 8 + i / 4 * 8) * 4 + i % 4 < dim) ((float*)x)[i] = not_a_number();
+        }
+    }
+#endif
+
     // Splits it into two tiles. If `careful`, what is not finite becomes 0, and a bit is answered for each such row of the
     // warp's 16.
     __device__ u32 store(bool careful, u8 (&tiles)[2][BOXES][BOX_BYTES], float* down, int lane, int n) {
@@ -143,6 +155,7 @@ struct Ring {
 };
 
 __device__ inline const float* head_of(const void* base, const i64 (&stride)[4], const Params& p, const Task& task) {
+    if (PAGED) return (const float*)base + kv_head(p, task) * stride[1];  // in the first page
     return (const float*)base + task.batch * stride[0] + task.head / p.group * stride[1] + task.sequence.first_key() * stride[2];
 }
 
@@ -151,7 +164,18 @@ struct Operand {
     const float* base;
     const i64 (&stride)[4];
     int dim;
+#if PAGED
+    int batch;
+#endif
 };
+
+#if PAGED
+// Row j of a head; null where its page does not exist.
+__device__ inline const float* row_in_pages(const float* head, const i64 (&stride)[4], const Params& p, int batch, int j) {
+    const KeyPlace at(p, batch, j);
+    return at.exists(p) ? head + (at.block * stride[0] + at.row * stride[2]) : nullptr;
+}
+#endif
 
 // Its blocks in shared memory, one for each place of the ring: tiles, 1 / up, rows that hold what is not finite, and barriers.
 template <int BOXES>
@@ -175,12 +199,23 @@ __device__ inline void load_blocks(
     Quarter<BOXES> part[2];
     // The quarter that is read next: this thread's row of it, and that row's key.
     int j = start + Quarter<BOXES>::first_row(lane);
+#if PAGED
+    const auto row = [&] { return j < of.kv_len(p) ? row_in_pages(operand.base, stride, p, operand.batch, j) : operand.base; };
+    const float* from = row();
+    auto load_next = [&](Quarter<BOXES>& to, int n) {
+        to.load(from, from != nullptr && j < of.kv_len(p), stride[3], operand.dim, lane);
+        if (from == nullptr) to.spoil(operand.dim, lane);
+        j += n == 3 ? BN - Quarter<BOXES>::ahead(3) : Quarter<BOXES>::ahead(n + 1) - Quarter<BOXES>::ahead(n);
+        from = row();
+    };
+#else
     const float* from = operand.base + j * stride[2];
     auto load_next = [&](Quarter<BOXES>& to, int n) {
         to.load(from, j < of.kv_len(p), stride[3], operand.dim, lane);
         const int rows = n == 3 ? BN - Quarter<BOXES>::ahead(3) : Quarter<BOXES>::ahead(n + 1) - Quarter<BOXES>::ahead(n);
         j += rows, from += rows * stride[2];
     };
+#endif
     load_next(part[0], 0);
     load_next(part[1], 1);
 #pragma unroll 1
@@ -275,14 +310,23 @@ __device__ inline void recompute_scores(
     const int quad = lane_column(threadIdx.x % 128);
     const u64 k_odd = *(const u64*)sh.k_odd[ring.at];
     const Place place = Place::here(p);
+#if PAGED
+    const float* k = head_of(p.k, p.k_stride, p, place.task);
+#else
     const float* k = head_of(p.k, p.k_stride, p, place.task) + n0 * p.k_stride[2];
+#endif
     const bool any = k_odd != 0 || q_odd[0] || q_odd[1];
 #pragma unroll 1
     for (int n = 0; any && n < NT * 4; n++) {
         const int j = n / 4 * 8 + quad + n % 2, h = n / 2 % 2;
         if (((k_odd >> j & 1) == 0 && !(h == 0 ? q_odd[0] : q_odd[1])) || n0 + j >= place.task.sequence.kv_len(p)) continue;
         const float* q = (const float*)p.q + queries().row(0, h).offset(p.q_stride);
+#if PAGED
+        const float* row = row_in_pages(k, p.k_stride, p, place.task.batch, n0 + j);
+        const float x = row != nullptr ? plain_score(p, q, row) : not_a_number();
+#else
         const float x = plain_score(p, q, k + j * p.k_stride[2]);
+#endif
 #pragma unroll
         for (int i = 0; i < NT * 4; i++) {
             if (i == n) s[i / 4][i % 4] = x;
@@ -296,18 +340,30 @@ __device__ inline void add_non_finite_values(
 ) {
     const int quad = lane_column(threadIdx.x % 128);
     const u64 v_odd = *(const u64*)sh.v_odd[ring.at];
+#if PAGED
+    const int batch = Place::here(p).task.batch;
+    const float* v = head_of(p.v, p.v_stride, p, Place::here(p).task);
+#else
     const float* v = head_of(p.v, p.v_stride, p, Place::here(p).task) + n0 * p.v_stride[2];
+#endif
     u32 hidden = 0;
 #pragma unroll
     for (int n = 0; n < NT * 4; n++) hidden |= (s[n / 4][n % 4] == negative_infinity() ? 1u : 0u) << n;
 #pragma unroll 1
     for (int j = 0; j < BN; j++) {
         if ((v_odd >> j & 1) == 0) continue;
+#if PAGED
+        const float* row = row_in_pages(v, p.v_stride, p, batch, n0 + j);
+#endif
         const u32 hidden_j = __shfl_sync(~0u, hidden, j % 8 / 2, 4) >> (j / 8 * 4 + j % 2);
 #pragma unroll 1
         for (int at = 0; at < VT * 2; at++) {
             const int column = at / 2 * 8 + quad + at % 2;
+#if PAGED
+            const float x = column >= p.head_dim_v ? 0.f : row != nullptr ? row[column * p.v_stride[3]] : not_a_number();
+#else
             const float x = column < p.head_dim_v ? v[j * p.v_stride[2] + column * p.v_stride[3]] : 0.f;
+#endif
             if (is_finite(x)) continue;
 #pragma unroll
             for (int n = 0; n < VT * 4; n++) {
@@ -500,11 +556,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(const __grid_
         const Seen seen = place.seen(p);
         for (int careful = 0; careful < 2; careful++) {
             if (group == 0) {
+#if PAGED
+                const Operand k{head_of(p.k, p.k_stride, p, place.task), p.k_stride, p.head_dim, place.task.batch};
+#else
                 const Operand k{head_of(p.k, p.k_stride, p, place.task), p.k_stride, p.head_dim};
+#endif
                 const Blocks<K_BOXES> blocks{sh.k, sh.k_down, sh.k_odd, sh.k_full, sh.k_empty};
                 load_blocks(careful, p, place.task.sequence, seen, ring, k, blocks);
             } else {
+#if PAGED
+                const Operand v{head_of(p.v, p.v_stride, p, place.task), p.v_stride, p.head_dim_v, place.task.batch};
+#else
                 const Operand v{head_of(p.v, p.v_stride, p, place.task), p.v_stride, p.head_dim_v};
+#endif
                 const Blocks<V_BOXES> blocks{sh.v, sh.v_down, sh.v_odd, sh.v_full, sh.v_empty};
                 load_blocks(careful, p, place.task.sequence, seen, ring, v, blocks);
             }

@@ -8,8 +8,10 @@
 // One buffer each for Q, K and V: while one product runs, the operand of the other is on its way, and a second block on the
 // same multiprocessor fills what is left. Rows do not depend on one another, and blocks of keys do not depend on the rows.
 // Rows and columns that cp.async cannot move (16-byte alignment, inner stride 1) are loaded element by element into the
-// same tiles: the bits are the same. Deliberately absent: splitting of the keys (decode.cu).
+// same tiles: the bits are the same. Rows that lie in pages are gathered, and looked up a tile ahead (common/gather.cuh).
+// Deliberately absent: splitting of the keys (decode.cu).
 
+#include "common/gather.cuh"
 #include "common/scores.cuh"
 #include "common/online_softmax.cuh"
 #include "common/epilogue.cuh"
@@ -29,6 +31,43 @@ struct Shared {
 static_assert(sizeof(Shared) == SHARED_BYTES, "the host and mma.cu disagree on shared memory");
 
 using Place = RowBlock<BM>;
+
+#if PAGED
+// Where column c of row r of a tile stands.
+template <int WIDTH>
+struct TilePlace {
+    Elem* tile;
+    __device__ Elem* operator()(int r, int c) const { return tile + place<WIDTH>(r, c & ~7) + c % 8; }
+};
+
+// Tiles of K and V out of pages, in the order in which a block takes them: the keys of a tile, then its values.
+struct PagedTiles {
+    const Params& p;
+    const Task& task;
+    Shared& sh;
+    GatheredRows<BN> here{}, ahead{};
+    int from = -1;  // the first key of the tile that is looked up ahead
+
+    __device__ void load_keys(int n0) {
+        if (n0 != from) ahead.find(p, task, n0);
+        here = ahead;
+        load<D>(sh.k, p.k, p.k_stride, n0, p.head_dim);
+    }
+    __device__ void load_values(int n0) {
+        load<DV>(sh.v, p.v, p.v_stride, n0, p.head_dim_v);
+        from = n0 + BN;
+        ahead.find(p, task, from);
+    }
+
+  private:
+    template <int WIDTH>
+    __device__ void load(Elem* tile, const void* base, const i64 (&stride)[4], int n0, int dim) const {
+        const Elem* head = (const Elem*)base + kv_head(p, task) * stride[1];
+        here.load<WIDTH, VECTOR ? 8 : 1>(p, head, stride, task.sequence.kv_len(p) - n0, dim, TilePlace<WIDTH>{tile});
+        cp_async_commit();
+    }
+};
+#endif
 
 // The block's index, read again: what is computed from it a second time takes no register meanwhile.
 __device__ inline u32 reread_ctaid() {
@@ -82,6 +121,11 @@ __device__ inline bool attend(const Params& p, Shared& sh, int first_fragment) {
         const auto offset = [&](int r) { return Row(p, task, r0 + r).offset(p.q_stride); };
         load_tile<BM, D, THREADS>(sh.q, {(const Elem*)p.q, p.q_stride[3], p.q_stride[2], rows, p.head_dim}, offset, tid);
     }
+#if PAGED
+    PagedTiles tiles{p, task, sh};
+    auto load_next_k = [&](int n0) { tiles.load_keys(n0); };
+    auto load_next_v = [&](int n0) { tiles.load_values(n0); };
+#else
     auto load_next_k = [&](int n0) {
         const SourceRows k_rows{k, p.k_stride[3], p.k_stride[2], task.sequence.kv_len(p) - n0, p.head_dim};
         load_even_tile<BN, D, THREADS>(sh.k, k_rows, tid);
@@ -94,6 +138,7 @@ __device__ inline bool attend(const Params& p, Shared& sh, int first_fragment) {
         cp_async_commit();
         v += BN * p.v_stride[2];
     };
+#endif
 
     const Seen seen(p, task, r0, r0 + rows);
     const int start = seen.lo / BN * BN;

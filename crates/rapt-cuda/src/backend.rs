@@ -6,7 +6,7 @@
 use std::path::Path;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock};
 
-use rapt_core::{Arch, Device, DeviceMemory, Error, Operands, Plan, Result as CoreResult, Spec};
+use rapt_core::{Arch, COMPUTED, Device, DeviceMemory, Error, Operands, Plan, Result as CoreResult, Spec};
 use rustc_hash::FxHashMap;
 
 use crate::append::NewKeys;
@@ -174,10 +174,12 @@ impl Backend {
     /// As [`Backend::run`], for a plan whose sequences get new keys, which are written into the caches (k and v of `operands`) first.
     ///
     /// # Errors
-    /// As [`Backend::run`]; [`Error::NotAsPlanned`] for new keys of other sizes or another dtype than the caches have.
+    /// As [`Backend::run`]; [`Error::NotAsPlanned`] for new keys of other sizes or another dtype than the caches have; those of caches
+    /// that are codes are numbers of any dtype that attention computes.
     ///
     /// # Safety
-    /// As [`Backend::run`]. The caches may be written too, name every address once, and share none with what is new.
+    /// As [`Backend::run`]. The caches may be written too, with factors of codes that each key has, name every address once, and share none
+    /// with what is new.
     pub unsafe fn append_and_run(
         &self,
         plan: &Plan,
@@ -190,13 +192,19 @@ impl Backend {
         operands.expect(plan.spec())?;
         let (spec, tensors) = (plan.spec(), operands.tensors());
         let added = spec.lengths.as_deref().map_or(0, |of| of.added);
-        for (tensor, new, cache) in [("k", Some(&new.k), &tensors.k), ("v", new.v.as_ref(), &tensors.v)] {
+        let codes = spec.codes.as_deref();
+        for (tensor, new, cache, codes, dim) in [
+            ("k", Some(&new.k), &tensors.k, codes.k, spec.head_dim()),
+            ("v", new.v.as_ref(), &tensors.v, codes.v, spec.head_dim_v()),
+        ] {
             let Some(new) = new else { continue };
             let is_planned = new.shape().len() == 4
                 && cache.shape().len() == 4
                 && new.shape()[..2] == [spec.batch(), added]
-                && new.shape()[2..] == cache.shape()[2..];
-            if !is_planned || new.dtype() != cache.dtype() || new.device() != spec.device {
+                && new.shape()[2..] == [cache.shape()[2], dim];
+            let has_dtype =
+                if codes.is_some() { COMPUTED.contains(&new.dtype()) } else { new.dtype() == cache.dtype() };
+            if !is_planned || !has_dtype || new.device() != spec.device {
                 return Err(Error::NotAsPlanned { tensor, what: "dtype, sizes or device of new keys" });
             }
         }

@@ -13,11 +13,12 @@ use rapt_core::{
 
 use crate::append::{AppendParams, NewKeys};
 use crate::artifacts::Provenance;
+use crate::codes::Codes;
 use crate::driver::{Driver, Function, Grid};
 use crate::error::{CudaError, Result};
-use crate::params::{HopperParams, LaunchParams, Params};
+use crate::params::{CacheTiles, HopperCacheParams, HopperItems, HopperParams, LaunchParams, Params};
 use crate::partition::Partition;
-use crate::tensor_map::{TensorMap, TmaTensor};
+use crate::tensor_map::{BOX_ROWS, TensorMap, TmaTensor};
 use crate::variant::{Algorithm, KernelVariant, Loads};
 use crate::varlen::{Takes, VarlenParams};
 
@@ -63,10 +64,55 @@ impl Step {
 /// What hopper.cu takes besides.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Hopper {
-    /// Without maps and addresses.
-    pub(crate) params: HopperParams,
+    pub(crate) items: HopperItems,
+    /// Where it reads lengths of sequences.
+    pub(crate) tiles: Option<CacheTiles>,
     /// q, k, v, out and the mask, those that TMA moves.
     pub(crate) moved: [Option<TmaTensor>; 5],
+}
+
+/// A launch that attends, and what it takes but for addresses.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Attend {
+    pub(crate) step: Step,
+    pub(crate) params: Params,
+    pub(crate) hopper: Option<Box<Hopper>>,
+    /// Of variants that read codes, or lengths of sequences.
+    pub(crate) beside: Option<Box<LaunchParams>>,
+}
+
+/// The one parameter of a launch, with addresses.
+#[allow(clippy::large_enum_variant, reason = "one lies on the stack for the length of a launch")]
+enum Filled {
+    Plain(Params),
+    /// Its first bytes.
+    Beside(LaunchParams, usize),
+    Hopper(HopperParams),
+    HopperCache(HopperCacheParams),
+}
+
+impl Filled {
+    fn as_bytes(&self) -> &[u8] {
+        match self {
+            Filled::Plain(params) => params.as_bytes(),
+            Filled::Beside(all, bytes) => all.as_bytes(*bytes),
+            Filled::Hopper(params) => params.as_bytes(),
+            Filled::HopperCache(params) => params.as_bytes(),
+        }
+    }
+}
+
+impl Attend {
+    /// What it takes of `operands`, with partial rows at `partials`.
+    fn filled(&self, driver: &dyn Driver, operands: &mut Operands<'_>, partials: usize) -> Result<Filled> {
+        let params = self.params.at(operands, partials);
+        let beside = self.beside.as_ref().map(|beside| beside.at(&params, operands));
+        Ok(match (&self.hopper, beside) {
+            (Some(hopper), beside) => hopper.filled(driver, &params, beside.as_ref())?,
+            (None, Some(all)) => Filled::Beside(all, self.step.variant.params_bytes()),
+            (None, None) => Filled::Plain(params),
+        })
+    }
 }
 
 /// A launch over those of the sequences that lie one after another which `takes` says.
@@ -115,8 +161,11 @@ impl Varlen {
         let mut of_each = Vec::with_capacity(self.launches.len());
         for VarlenLaunch { step, params, hopper, takes } in &self.launches {
             let params = params.at(operands, workspace + takes.table);
-            let hopper = hopper.as_ref().map(|hopper| hopper.at(driver, &params)).transpose().map_err(on)?;
-            of_each.push((step, step.function(device)?, params, hopper));
+            let filled = match hopper {
+                Some(hopper) => hopper.filled(driver, &params, None).map_err(on)?,
+                None => Filled::Plain(params),
+            };
+            of_each.push((step, step.function(device)?, params, filled));
         }
         let Some((.., params, _)) = of_each.last() else { return Ok(()) };
         let dealt = self.params.at(params, operands, workspace);
@@ -127,13 +176,20 @@ impl Varlen {
         // that a kernel reaches lies in its tensor's extent. The caller vouches for how long memory lives.
         unsafe {
             driver.launch(deal, self.deal.grid(), stream, dealt.as_bytes()).map_err(on)?;
-            for (step, function, params, hopper) in &of_each {
-                let bytes = hopper.as_ref().map_or_else(|| params.as_bytes(), HopperParams::as_bytes);
-                driver.launch(function, step.grid(), stream, bytes).map_err(on)?;
+            for (step, function, _, filled) in &of_each {
+                driver.launch(function, step.grid(), stream, filled.as_bytes()).map_err(on)?;
             }
         }
         Ok(())
     }
+}
+
+/// What writes new keys.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Append {
+    pub(crate) step: Step,
+    /// Whether those of keys, and of values, that become codes get factors of their own.
+    pub(crate) writes_factors: [bool; 2],
 }
 
 /// Why the tensor cores do not serve a request.
@@ -158,17 +214,15 @@ pub(crate) enum WhyGeneric {
 /// The launches of a request that has an output.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Launches {
-    pub(crate) main: Step,
+    pub(crate) main: Attend,
+    /// What attends to those sequences of a cache that have few keys, where these have tiles of their own.
+    pub(crate) short: Option<Box<Attend>>,
     /// What puts the chunks of a row together, where no block sees all of them.
     pub(crate) combine: Option<Step>,
     /// What writes new keys first, where sequences get some.
-    pub(crate) append: Option<Step>,
+    pub(crate) append: Option<Append>,
+    /// Of `main`.
     pub(crate) partition: Partition,
-    /// Without addresses.
-    pub(crate) params: Params,
-    pub(crate) hopper: Option<Box<Hopper>>,
-    /// Of variants that read codes, or lengths of sequences.
-    pub(crate) beside: Option<Box<LaunchParams>>,
     /// Where sequences lie one after another: what is launched in place of all that. `main` is the last of it, for reports.
     pub(crate) varlen: Option<Box<Varlen>>,
     pub(crate) workspace_bytes: usize,
@@ -202,7 +256,7 @@ impl CudaLaunch {
     /// The kernel that attends; `None` where nothing is launched.
     #[must_use]
     pub fn variant(&self) -> Option<&KernelVariant> {
-        self.launches.as_ref().map(|launches| &launches.main.variant)
+        self.launches.as_ref().map(|launches| &launches.main.step.variant)
     }
 
     /// The kernel that puts the chunks of a row together, if one is launched.
@@ -214,7 +268,7 @@ impl CudaLaunch {
     /// Where the machine code of the kernel that attends came from; `None` until it is loaded.
     #[must_use]
     pub fn provenance(&self) -> Option<Provenance> {
-        Some(self.launches.as_ref()?.main.loaded?.provenance)
+        Some(self.launches.as_ref()?.main.step.loaded?.provenance)
     }
 
     /// Rows that one item has at most.
@@ -230,7 +284,9 @@ impl CudaLaunch {
     /// This plan with the functions that `load` finds.
     pub(crate) fn loaded(mut self, load: impl Fn(&KernelVariant) -> Result<Loaded>) -> Result<Self> {
         if let Some(launches) = &mut self.launches {
-            let own = [Some(&mut launches.main), launches.combine.as_mut(), launches.append.as_mut()];
+            let short = launches.short.as_mut().map(|short| &mut short.step);
+            let append = launches.append.as_mut().map(|append| &mut append.step);
+            let own = [Some(&mut launches.main.step), short, launches.combine.as_mut(), append];
             let of_sequences = launches.varlen.iter_mut().flat_map(|varlen| varlen.steps_mut());
             for step in own.into_iter().flatten().chain(of_sequences) {
                 step.loaded = Some(load(&step.variant)?);
@@ -270,29 +326,36 @@ impl CudaLaunch {
             // SAFETY: the comparison above proves the workspace long enough; for the rest as the caller vouches.
             return unsafe { varlen.enqueue(driver, operands, workspace.address, stream) };
         }
-        let main = launches.main.function(device)?;
-        let combine =
-            launches.combine.as_ref().map(|step| step.function(device).map(|function| (step, function))).transpose()?;
-        let params = launches.params.at(operands, workspace.address);
-        let hopper = launches.hopper.as_ref().map(|hopper| hopper.at(driver, &params)).transpose().map_err(on)?;
-        let beside = launches.beside.as_ref().map(|beside| beside.at(&params, operands));
+        let with_function = |step| Step::function(step, device).map(|function| (step, function));
+        let combine = launches.combine.as_ref().map(with_function).transpose()?;
+        let mut attending = [None, None];
+        for (filled, attend) in attending.iter_mut().zip([launches.short.as_deref(), Some(&launches.main)]) {
+            let Some(attend) = attend else { continue };
+            let params = attend.filled(driver, operands, workspace.address).map_err(on)?;
+            *filled = Some((with_function(&attend.step)?, params));
+        }
+        let params = launches.main.params.at(operands, workspace.address);
+        let beside = launches.main.beside.as_ref().map(|beside| beside.at(&params, operands));
         let append = match (&launches.append, new, &beside) {
-            (Some(step), Some(new), Some(all)) => {
-                Some((step, step.function(device)?, AppendParams::new(all, new, operands)))
+            (Some(Append { step, writes_factors }), Some(new), Some(all)) => {
+                Some((with_function(step)?, AppendParams::new(all, *writes_factors, new, operands)))
             }
             _ => None,
         };
         let params_of =
             |step: &Step| beside.as_ref().map_or(params.as_bytes(), |all| all.as_bytes(step.variant.params_bytes()));
-        let main_params = hopper.as_ref().map_or_else(|| params_of(&launches.main), HopperParams::as_bytes);
         // SAFETY: `CudaLaunch::loaded` gave each step the function of its own variant, and `select` made the parameters for that variant
         // from the spec that `Operands::check` proved the operands against: each address that a kernel reaches lies in its tensor's
         // extent. The comparison above proves the workspace as long as partial rows are; the caller vouches for how long memory lives.
         unsafe {
-            if let Some((step, function, params)) = &append {
+            if let Some(((step, function), params)) = &append {
+                driver
+                    .launch(function, step.grid(), stream, params.as_bytes(step.variant.codes != Codes::None))
+                    .map_err(on)?;
+            }
+            for ((step, function), params) in attending.iter().flatten() {
                 driver.launch(function, step.grid(), stream, params.as_bytes()).map_err(on)?;
             }
-            driver.launch(main, launches.main.grid(), stream, main_params).map_err(on)?;
             if let Some((step, function)) = combine {
                 driver.launch(function, step.grid(), stream, params_of(step)).map_err(on)?;
             }
@@ -339,7 +402,7 @@ impl LaunchPlan for CudaLaunch {
     }
 
     fn launch(&self) -> Option<Launch> {
-        let Step { variant, blocks, loaded } = self.launches.as_ref()?.main;
+        let Step { variant, blocks, loaded } = self.launches.as_ref()?.main.step;
         Some(Launch {
             blocks,
             block_threads: variant.threads() as usize,
@@ -354,9 +417,10 @@ impl LaunchPlan for CudaLaunch {
     }
 
     fn why(&self, spec: &Spec, _: &KernelKey) -> String {
-        let Some(Launches { main: Step { variant, .. }, partition, varlen, .. }) = &self.launches else {
+        let Some(Launches { main, short, partition, varlen, .. }) = &self.launches else {
             return "no output: nothing is launched".to_owned();
         };
+        let variant = &main.step.variant;
         let of_kernel = match variant.algorithm {
             Algorithm::Decode | Algorithm::DecodeCodes => format!(
                 "{} queries share each head of K and V: bound by reading them, {} chunks of keys; {}",
@@ -372,7 +436,16 @@ impl LaunchPlan for CudaLaunch {
                 } else {
                     String::new()
                 };
-                format!("many queries: both products on the tensor cores by wgmma; {}{pieces}", variant.loads.text())
+                let pages = match spec.pages.as_deref() {
+                    Some(pages) if variant.gathers() && !pages.page_size.is_multiple_of(BOX_ROWS) => {
+                        format!(" (pages of {} keys: TMA loads those of multiples of {BOX_ROWS})", pages.page_size)
+                    }
+                    _ => String::new(),
+                };
+                format!(
+                    "many queries: both products on the tensor cores by wgmma; {}{pages}{pieces}",
+                    variant.loads.text()
+                )
             }
             Algorithm::HopperF32 => format!(
                 "many queries: both products on the tensor cores, each float32 as two float16 under a power of two (22 bits), three \
@@ -397,6 +470,7 @@ impl LaunchPlan for CudaLaunch {
             }
         };
         let others = varlen.iter().flat_map(|varlen| &varlen.launches).map(|launch| launch.step.variant);
+        let others = short.iter().map(|short| short.step.variant).chain(others);
         let others: Vec<_> = others.filter(|other| other != variant).map(|other| other.to_string()).collect();
         match &others[..] {
             [] => of_kernel,
@@ -419,7 +493,7 @@ impl LaunchPlan for CudaLaunch {
                     .to_owned()
             }
             WhyGeneric::Storage => {
-                format!("the tensor cores are not used for {storage} on {}", launches.main.variant.arch.name())
+                format!("the tensor cores are not used for {storage} on {}", launches.main.step.variant.arch.name())
             }
             WhyGeneric::HeadDim { most } => format!(
                 "head_dim {} / {}: the tensor-core kernels take up to {most} of {storage}",
@@ -435,15 +509,18 @@ impl LaunchPlan for CudaLaunch {
 }
 
 impl Hopper {
-    /// The parameters of tensors that lie where `params` say.
-    fn at(&self, driver: &dyn Driver, params: &Params) -> Result<HopperParams> {
+    /// The parameters of tensors that lie where `params` say; `all`: of variants that read lengths of sequences.
+    fn filled(&self, driver: &dyn Driver, params: &Params, all: Option<&LaunchParams>) -> Result<Filled> {
         let mut maps = [TensorMap::default(); 5];
         for ((map, tensor), address) in maps.iter_mut().zip(&self.moved).zip(params.mapped()) {
             if let Some(tensor) = tensor {
                 *map = driver.encode(tensor, address)?;
             }
         }
-        Ok(self.params.at(params, maps))
+        Ok(match (&self.tiles, all) {
+            (Some(tiles), Some(all)) => Filled::HopperCache(HopperCacheParams::new(all, &self.items, tiles, maps)),
+            _ => Filled::Hopper(HopperParams::new(params, &self.items, maps)),
+        })
     }
 }
 

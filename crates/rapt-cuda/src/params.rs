@@ -358,13 +358,10 @@ pub(crate) enum MaskAccess {
     Tma,
 }
 
-/// The one parameter of hopper.cu, byte for byte its `HopperParams`.
+/// What hopper.cu takes behind `Params`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub(crate) struct HopperParams {
-    /// Of q, k, v, out and the mask; zeros where TMA is not used.
-    pub(crate) maps: [TensorMap; 5],
-    params: Params,
+pub(crate) struct HopperItems {
     tasks: i32,
     paired: i32,
     mask_access: i32,
@@ -375,12 +372,36 @@ pub(crate) struct HopperParams {
     scale: f32,
     by_units: Divisor,
     by_grid: Divisor,
-    padding: [u32; HOPPER_PADDING],
 }
 
-/// Bytes of what follows `params`, but for the padding.
-const HOPPER_REST: usize = 8 * 4 + 2 * 8;
-const HOPPER_PADDING: usize = (64 - (size_of::<Params>() + HOPPER_REST) % 64) % 64 / 4;
+/// The one parameter of hopper.cu, byte for byte its `HopperParams`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub(crate) struct HopperParams {
+    /// Of q, k, v, out and the mask; zeros where TMA is not used.
+    maps: [TensorMap; 5],
+    params: Params,
+    items: HopperItems,
+    padding: [u32; padding(size_of::<Params>() + size_of::<HopperItems>())],
+}
+
+/// The same of variants that read lengths of sequences.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct HopperCacheParams {
+    maps: [TensorMap; 5],
+    all: LaunchParams,
+    items: HopperItems,
+    least_keys: i32,
+    most_keys: i32,
+    box_rows: i32,
+    padding: [u32; padding(size_of::<LaunchParams>() + size_of::<HopperItems>() + 3 * 4)],
+}
+
+/// Words up to the alignment of maps behind so many bytes.
+const fn padding(bytes: usize) -> usize {
+    (64 - bytes % 64) % 64 / 4
+}
 
 /// By how many blocks work moves on from round to round, so that `grid` blocks reach all of a task's `units` in turn: the
 /// least that leaves them no common divisor.
@@ -394,8 +415,8 @@ fn shift_of(grid: usize, units: usize) -> usize {
     (0..units).find(|shift| divisor(grid + shift, units) == 1).unwrap_or(0)
 }
 
-impl HopperParams {
-    /// As `params`, launched in `grid` blocks; no map and no address.
+impl HopperItems {
+    /// As `params`, launched in `grid` blocks.
     pub(crate) fn new(
         params: &Params,
         partition: &Partition,
@@ -404,8 +425,7 @@ impl HopperParams {
         grid: usize,
     ) -> Self {
         let units = if partition.paired { partition.row_blocks.div_ceil(2) } else { partition.row_blocks };
-        HopperParams {
-            params: *params,
+        HopperItems {
             tasks: int(partition.tasks),
             paired: i32::from(partition.paired),
             mask_access: mask_access as i32,
@@ -416,13 +436,23 @@ impl HopperParams {
             scale: params.scale as f32,
             by_units: Divisor::new(units),
             by_grid: Divisor::new(grid),
-            ..HopperParams::default()
         }
     }
+}
 
-    /// These parameters with `params`, which have addresses, and the maps of tensors that lie there.
-    pub(crate) fn at(&self, params: &Params, maps: [TensorMap; 5]) -> Self {
-        HopperParams { maps, params: *params, ..*self }
+/// Which sequences of a cache a launch of hopper.cu takes, and how TMA loads their keys.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct CacheTiles {
+    /// How many keys a sequence has.
+    pub(crate) keys: std::ops::Range<usize>,
+    /// Rows of K and V that TMA loads at once.
+    pub(crate) box_rows: u32,
+}
+
+impl HopperParams {
+    /// `params` have addresses; `maps` are of tensors that lie there.
+    pub(crate) fn new(params: &Params, items: &HopperItems, maps: [TensorMap; 5]) -> Self {
+        HopperParams { maps, params: *params, items: *items, ..HopperParams::default() }
     }
 
     /// The bytes that a launch passes.
@@ -433,9 +463,43 @@ impl HopperParams {
     }
 }
 
+impl HopperCacheParams {
+    /// `all` have addresses; `maps` are of tensors that lie there.
+    pub(crate) fn new(all: &LaunchParams, items: &HopperItems, tiles: &CacheTiles, maps: [TensorMap; 5]) -> Self {
+        HopperCacheParams {
+            maps,
+            all: *all,
+            items: *items,
+            least_keys: int(tiles.keys.start),
+            most_keys: int(tiles.keys.end),
+            box_rows: tiles.box_rows as i32,
+            padding: Default::default(),
+        }
+    }
+
+    /// The bytes that a launch passes.
+    pub(crate) fn as_bytes(&self) -> &[u8] {
+        // SAFETY: a repr(C) struct of maps, `LaunchParams`, integers and floats, borrowed with self; what follows its last number up to
+        // the alignment is a field, and the assertion on its size below proves that there is no other padding.
+        unsafe { std::slice::from_raw_parts(std::ptr::from_ref(self).cast(), size_of::<HopperCacheParams>()) }
+    }
+}
+
+const HOPPER_ITEMS: usize = 8 * 4 + 2 * 8;
+const _: () = assert!(size_of::<HopperItems>() == HOPPER_ITEMS, "HopperItems has padding");
 const _: () = assert!(
-    size_of::<HopperParams>() == 5 * 128 + size_of::<Params>() + HOPPER_REST + 4 * HOPPER_PADDING,
+    size_of::<HopperParams>()
+        == 5 * 128 + size_of::<Params>() + HOPPER_ITEMS + 4 * padding(size_of::<Params>() + HOPPER_ITEMS),
     "HopperParams has padding"
+);
+const _: () = assert!(
+    size_of::<HopperCacheParams>()
+        == 5 * 128
+            + size_of::<LaunchParams>()
+            + HOPPER_ITEMS
+            + 3 * 4
+            + 4 * padding(size_of::<LaunchParams>() + HOPPER_ITEMS + 3 * 4),
+    "HopperCacheParams has padding"
 );
 const _: () = assert!(size_of::<Params>() == 9 * 8 + 25 * 8 + 3 * 8 + 22 * 4 + 5 * 8, "Params has padding");
 
@@ -473,7 +537,12 @@ mod tests {
     #[test]
     fn the_maps_come_first_and_the_size_is_that_of_aligned_maps() {
         assert_eq!(std::mem::offset_of!(HopperParams, params), 5 * 128);
-        assert_eq!(size_of::<HopperParams>() % 64, 0);
-        assert_eq!(align_of::<HopperParams>(), 64);
+        assert_eq!(std::mem::offset_of!(HopperCacheParams, all), 5 * 128);
+        for (size, align) in [
+            (size_of::<HopperParams>(), align_of::<HopperParams>()),
+            (size_of::<HopperCacheParams>(), align_of::<HopperCacheParams>()),
+        ] {
+            assert_eq!((size % 64, align), (0, 64));
+        }
     }
 }

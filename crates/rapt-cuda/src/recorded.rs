@@ -20,6 +20,7 @@ use crate::params::{HopperParams, LaunchParams, Params};
 use crate::tensor_map::{TensorMap, TmaTensor, documented_refusal};
 use crate::variant::{Algorithm, KernelVariant, Loads};
 
+mod cache;
 mod varlen;
 
 /// What was asked, in order.
@@ -418,27 +419,6 @@ fn check_that_run_enqueues_the_plan(recorded: &Recorded, request: Request) {
     let word = |n: usize| usize::from_le_bytes(params[from + 8 * n..][..8].try_into().unwrap());
     let mask = request.mask.map_or(0, |_| lies(5));
     assert_eq!([0, 1, 2, 3, 6, 8].map(word), [lies(1), lies(2), lies(3), mask, lies(4), at(9, 0).addr()]);
-}
-
-#[test]
-fn lengths_and_pages_are_passed_to_both_kernels_that_read_them() {
-    let recorded = Recorded::new(Parts::default(), |_| ());
-    for is_coded in [false, true] {
-        let request = Request { is_cache: true, is_coded, ..Request::new(1, 5000) };
-        let ran = recorded.run(request, 1 << 24).unwrap();
-        assert_eq!(ran.len(), 2, "{ran:?}");
-        for call in &ran {
-            let Call::Launch { params, grid, .. } = call else { panic!("{ran:?}") };
-            assert_eq!(params.len(), LaunchParams::bytes_of(true, true));
-            assert!(grid.overlaps);
-            let word = |at: usize| usize::from_le_bytes(params[at..at + 8].try_into().unwrap());
-            let first = LaunchParams::bytes_of(true, false);
-            assert_eq!([word(first), word(first + 8)], [at(11, 0).addr(), at(10, 0).addr()]);
-            // Of one sequence: strides of its batch are none. Then batch and new keys, pages and their size.
-            assert_eq!([word(first + 16), word(first + 24), word(first + 32)], [0, 0, 1]);
-            assert_eq!([word(first + 40), word(first + 48)], [1, 16 << 32 | 1000]);
-        }
-    }
 }
 
 #[test]

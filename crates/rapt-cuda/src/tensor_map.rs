@@ -12,6 +12,8 @@ use crate::access::{is_wide, moves_by};
 pub(crate) const BOX_COLUMNS: u32 = 64;
 /// Rows of a box that a warp of hopper.cu writes.
 pub(crate) const OUT_BOX_ROWS: u32 = 16;
+/// Rows of a box that is a part of a tile are a multiple of this: so many lines of 128 bytes are swizzled together.
+pub(crate) const BOX_ROWS: usize = 8;
 /// Strides are below this, in bytes.
 const MOST_STRIDE: u64 = 1 << 40;
 /// Sizes are at most this.

@@ -45,6 +45,52 @@ fn varlen(arch: Arch, dtype: DType, head_dim: usize) -> Vec<KernelVariant> {
     variants(&spec_of_varlen(dtype, [8, 2, 9000, 9000], head_dim, 5, &Options::default()), &caps(arch)).unwrap()
 }
 
+/// Kernels over caches: those that are hot, and others.
+fn caches() -> (Vec<KernelVariant>, Vec<KernelVariant>) {
+    let plain = Options::default();
+    let (mut hot, mut all) = (Vec::new(), Vec::new());
+    // Parts of prompts, in pages of so many keys or in none.
+    let parts = |arch, dtype, head_dim, page_size, options: &Options| {
+        let spec = spec_of_cache(dtype, [4, 8, 2, 512, 8192], [head_dim, page_size], None, options);
+        variants(&spec, &caps(arch)).unwrap()
+    };
+    // What writes new keys, attends to pages, and puts the chunks of ragged sequences together.
+    hot.extend(
+        variants(&spec_of_cache(DType::BF16, [16, 32, 8, 1, 8192], [64, 16], None, &plain), &caps(Arch::Sm90a))
+            .unwrap(),
+    );
+    // New keys that become codes.
+    all.extend(
+        variants(
+            &spec_of_cache(DType::BF16, [16, 32, 8, 1, 8192], [64, 16], Some(Format::Int8), &plain),
+            &caps(Arch::Sm90a),
+        )
+        .unwrap(),
+    );
+    // Parts of prompts over caches: boxes of pages by TMA, rows that are gathered, no pages.
+    let bottom_right = plain.with_softcap(30.0).with_causal(Causal::BottomRight);
+    for (dtype, head_dim, page_size) in [
+        (DType::BF16, 64, 0),
+        (DType::BF16, 64, 16),
+        (DType::BF16, 96, 64),
+        (DType::BF16, 128, 16),
+        (DType::BF16, 128, 1),
+        (DType::BF16, 256, 16),
+        (DType::F32, 64, 16),
+    ] {
+        hot.extend(parts(Arch::Sm90a, dtype, head_dim, page_size, &plain));
+    }
+    for (dtype, head_dim, page_size) in
+        [(DType::BF16, 128, 16), (DType::F16, 64, 1), (DType::F32, 128, 7), (DType::BF16, 33, 5)]
+    {
+        all.extend(parts(Arch::Sm90a, dtype, head_dim, page_size, &bottom_right));
+    }
+    hot.extend(parts(Arch::Sm80, DType::BF16, 128, 16, &plain));
+    all.extend(parts(Arch::Sm80, DType::BF16, 64, 0, &bottom_right));
+    all.extend(parts(Arch::Sm80, DType::F16, 33, 5, &plain));
+    (hot, all)
+}
+
 #[test]
 fn every_kernel_compiles_and_the_hot_ones_do_not_spill() {
     let plain = Options::default();
@@ -106,11 +152,9 @@ fn every_kernel_compiles_and_the_hot_ones_do_not_spill() {
     all.extend(of(DType::F16, [2, 100, 100, 24], Some(DType::F32), &capped));
     all.extend(of(DType::F64, [8, 100, 100, 40], Some(DType::F64), &capped));
     all.extend(over_codes(&plain));
-    // What writes new keys, attends to pages, and puts the chunks of ragged sequences together.
-    hot.extend(
-        variants(&spec_of_cache(DType::BF16, [16, 32, 8, 1, 8192], [64, 16], None, &plain), &caps(Arch::Sm90a))
-            .unwrap(),
-    );
+    let (of_caches, more_of_caches) = caches();
+    hot.extend(of_caches);
+    all.extend(more_of_caches);
     // Sequences one after another.
     hot.extend(varlen(Arch::Sm90a, DType::BF16, 64));
     hot.extend(varlen(Arch::Sm90a, DType::BF16, 128));

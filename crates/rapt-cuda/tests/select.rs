@@ -466,16 +466,86 @@ fn new_keys_come_first_and_the_chunks_of_cut_rows_last() {
     assert_eq!(of.iter().map(|variant| variant.algorithm).collect::<Vec<_>>(), [Algorithm::Decode, Algorithm::Append]);
 }
 
-#[test]
-fn many_queries_of_a_cache_are_refused_by_name_where_their_kernel_reads_no_lengths() {
-    let of = |dtype, q_len| {
-        let spec = spec_of_cache(dtype, [3, 8, 8, q_len, 9000], [64, 16], None, &Options::default());
-        select(&spec, &caps(Arch::Sm90a))
-    };
-    for dtype in [DType::F32, DType::F16, DType::BF16] {
-        let error = of(dtype, 17).unwrap_err();
-        assert!(matches!(error, Error::Unsupported { .. }), "{error}");
-        assert!(error.to_string().contains("17 queries"), "{error}");
+/// As loaded by another's means, which choose how many queries of `hopper` a block has.
+fn with_loads_of(mut variant: KernelVariant, other: &KernelVariant) -> KernelVariant {
+    variant.loads = other.loads;
+    if variant.algorithm == Algorithm::Hopper {
+        variant.block_m = other.block_m;
     }
-    assert_eq!(variant(&of(DType::F64, 17).unwrap()).algorithm, Algorithm::Generic);
+    variant
+}
+
+#[test]
+fn many_queries_of_a_cache_take_the_kernels_of_each_sequence_alone() {
+    let plain = Options::default();
+    for arch in ARCHS {
+        for dtype in [DType::F64, DType::F32, DType::F16, DType::BF16] {
+            for (head_dim, page_size) in
+                [(64, 0), (64, 16), (72, 1), (80, 0), (80, 16), (96, 7), (96, 24), (128, 64), (256, 256), (33, 16)]
+            {
+                // Wide heads alone take a kernel that reads neither lengths nor page tables.
+                if arch == Arch::Sm90a && dtype == DType::F32 && head_dim > 128 {
+                    continue;
+                }
+                for q_len in [17, 300] {
+                    let cached = spec_of_cache(dtype, [3, 8, 2, q_len, 9000], [head_dim, page_size], None, &plain);
+                    let all = variants(&cached, &caps(arch)).unwrap();
+                    let sequences = if page_size == 0 { Sequences::Ragged } else { Sequences::Paged };
+                    let attending = all.iter().filter(|variant| variant.algorithm != Algorithm::Append);
+                    assert!(attending.clone().all(|variant| variant.sequences == sequences));
+                    for kv_len in [81, 2047, 2048, 9000] {
+                        let q = view("q", dtype, &[1, 8, q_len, head_dim]);
+                        let k = view("k", dtype, &[1, 2, kv_len, head_dim]);
+                        let alone = Spec::builder(&q, &k, &k, &plain).build().unwrap();
+                        let mut alone = variant(&select(&alone, &caps(arch)).unwrap());
+                        alone.sequences = sequences;
+                        let mut found = attending.clone().map(|variant| with_loads_of(*variant, &alone));
+                        let asked = format!("{arch:?} {dtype} {head_dim} {page_size} {q_len} {kv_len}");
+                        assert!(found.any(|variant| variant == alone), "{asked}: {alone} in {all:?}");
+                    }
+                    // What has tiles of its own for few keys is launched a second time, and nothing else is.
+                    let of_hopper = variant(&select(&cached, &caps(arch)).unwrap()).algorithm == Algorithm::Hopper;
+                    let twice = of_hopper && matches!(head_dim, 80 | 96);
+                    assert_eq!(attending.count(), 1 + usize::from(twice), "{arch:?} {dtype} {head_dim}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn pages_of_whole_lines_come_by_tma_and_others_by_loads_of_16_bytes() {
+    let plain = Options::default();
+    for (dtype, head_dim, page_size, loads) in [
+        (DType::BF16, 128, 16, Loads::Tma),
+        (DType::F16, 64, 8, Loads::Tma),
+        (DType::BF16, 80, 24, Loads::Tma),
+        (DType::BF16, 128, 256, Loads::Tma),
+        (DType::BF16, 128, 1, Loads::By16Bytes),
+        (DType::F16, 64, 4, Loads::By16Bytes),
+        (DType::BF16, 128, 12, Loads::By16Bytes),
+        (DType::BF16, 127, 16, Loads::ByElement),
+        (DType::BF16, 127, 1, Loads::ByElement),
+        (DType::F32, 64, 1, Loads::By16Bytes),
+    ] {
+        let spec = spec_of_cache(dtype, [3, 8, 8, 300, 9000], [head_dim, page_size], None, &plain);
+        let plan = select(&spec, &caps(Arch::Sm90a)).unwrap();
+        assert_eq!(variant(&plan).loads, loads, "{dtype} {head_dim} {page_size}");
+        let says = plan.why().contains("TMA loads those of multiples of 8");
+        assert_eq!(says, dtype != DType::F32 && loads == Loads::By16Bytes, "{}", plan.why());
+    }
+    // Elsewhere the one kernel gathers rows of any page.
+    for page_size in [1, 16, 12] {
+        let spec = spec_of_cache(DType::BF16, [3, 8, 8, 300, 9000], [128, page_size], None, &plain);
+        let of = variant(&select(&spec, &caps(Arch::Sm80)).unwrap());
+        assert_eq!((of.algorithm, of.loads), (Algorithm::Mma, Loads::By16Bytes));
+    }
+}
+
+#[test]
+fn many_queries_of_wide_heads_over_a_cache_are_served_by_the_kernel_of_every_request() {
+    for (dtype, head_dim) in [(DType::BF16, 320), (DType::F32, 256), (DType::F64, 64)] {
+        let spec = spec_of_cache(dtype, [3, 8, 8, 100, 9000], [head_dim, 16], None, &Options::default());
+        assert_eq!(variant(&select(&spec, &caps(Arch::Sm90a)).unwrap()).algorithm, Algorithm::Generic);
+    }
 }

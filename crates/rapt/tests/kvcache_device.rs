@@ -139,6 +139,56 @@ fn new_keys_that_do_not_fit_the_cache_are_refused() {
     assert!(matches!(error, Error::OutputOverlaps { .. }), "{error}");
 }
 
+/// The cache of `growing` as codes with factors of this shape, with one new key in this dtype.
+fn growing_codes(format: Format, factors: &[usize], new: DType) -> KvCacheTensors<'static> {
+    let codes = |name, n| {
+        let descale = CacheView::Write(written(name, n, format.scale_dtype(), factors));
+        let global_scale = format.has_global_scale().then_some(0.5);
+        Some(CacheCodes { format, descale, zero_point: None, global_scale, granularity: None, head_dim: None })
+    };
+    let width = 64 / format.codes_per_byte();
+    let cache = |name, n| CacheView::Write(written(name, n, format.code_dtype(), &[3, 64, 2, width]));
+    KvCacheTensors {
+        k_cache: cache("k_cache", 2),
+        v_cache: cache("v_cache", 3),
+        k_codes: codes("k_descale", 9),
+        v_codes: codes("v_descale", 10),
+        k: Some(read("k", 7, new, &[3, 1, 2, 64])),
+        v: Some(read("v", 8, new, &[3, 1, 2, 64])),
+        ..growing(1)
+    }
+}
+
+#[test]
+fn new_keys_become_codes_where_a_number_without_a_code_can_be_told() {
+    for new in [DType::F64, DType::F32, DType::F16, BF16] {
+        comes_through(&growing_codes(Format::Int8, &[3, 64, 2], new));
+        comes_through(&growing_codes(Format::Int4, &[3, 64, 2], new));
+        comes_through(&growing_codes(Format::Mxfp4, &[3, 64, 2, 2], new));
+        comes_through(&growing_codes(Format::Nvfp4, &[3, 64, 2, 4], new));
+        comes_through(&growing_codes(Format::E4m3fn, &[], new));
+        is_refused(&growing_codes(Format::Int8, &[], new), ErrorKind::Unsupported, "one factor");
+        is_refused(&growing_codes(Format::Int4, &[], new), ErrorKind::Unsupported, "one factor");
+        is_refused(&growing_codes(Format::Int8, &[3, 2], new), ErrorKind::Unsupported, "factors by head");
+    }
+    is_refused(&growing_codes(Format::Int8, &[3, 64, 2], DType::I32), ErrorKind::UnsupportedDtype, "int32");
+    let mut odd = growing_codes(Format::Nvfp4, &[3, 64, 2, 4], BF16);
+    odd.v_codes.as_mut().unwrap().global_scale = Some(f32::NAN);
+    is_refused(&odd, ErrorKind::Unsupported, "NaN");
+    let mut read_only = growing_codes(Format::Int8, &[3, 64, 2], BF16);
+    read_only.k_codes.as_mut().unwrap().descale = CacheView::Read(read("k_descale", 9, DType::F32, &[3, 64, 2]));
+    let error = refusal(&read_only, &Options::default());
+    assert!(matches!(error, Error::ReadOnly { tensor: "k_descale" }), "{error}");
+}
+
+#[test]
+fn parts_of_prompts_come_as_far_as_the_device() {
+    for q_len in [9, 17, 300] {
+        let q = read("q", 1, BF16, &[3, q_len, 8, 64]);
+        comes_through(&KvCacheTensors { q, out: written("out", 6, BF16, &[3, q_len, 8, 64]), ..paged() });
+    }
+}
+
 #[test]
 fn new_keys_without_an_output_are_refused_as_nothing_would_write_them() {
     let no_queries = |new| KvCacheTensors {

@@ -302,8 +302,8 @@ def attention_with_kvcache(
     return_lse: also the log of the sum of exponentials, [batch, num_q_heads, q_len].
 
     On a GPU `cache_seqlens` and `page_table` lie there too (or `cache_seqlens` is one number), and the device reads them: a length or a
-    page that the cache does not have makes the rows of its sequence NaN. At most 16 queries, and 64 for each head of keys; new keys
-    for caches of numbers, whose pages are the caller's to keep apart.
+    page that the cache does not have makes the rows of its sequence NaN, and so does a new number without a code in a cache of codes,
+    of the rows that attend to it. Pages that take new keys are the caller's to keep apart.
 
     A refused request raises a subclass of `RaptError`, and neither `out` nor a cache is written.
     """

@@ -32,6 +32,10 @@ typedef long long i64;
 #ifndef PAGED
 #define PAGED 0
 #endif
+// Whether rows that lie in pages are gathered 16 bytes at a time where TMA does not load them.
+#ifndef GATHERS
+#define GATHERS 0
+#endif
 // Whether sequences lie one after another: ROWS_OF_HEAD where the rows of a task are those of a head, else ROWS_OF_GROUP.
 #ifndef VARLEN
 #define VARLEN 0

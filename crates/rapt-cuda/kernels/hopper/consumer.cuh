@@ -138,6 +138,8 @@ struct Consumer : RowSoftmax {
         const int first = n0 + lane_column(threadIdx.x);
 #if VARLEN
         const Sequence of(varlen_entry(p, work.task));
+#elif RAGGED
+        const Sequence of(p, divide(work.task, p.by_tasks));
 #else
         const Sequence of(p, 0);
 #endif

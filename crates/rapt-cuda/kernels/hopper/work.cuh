@@ -36,6 +36,10 @@ struct HopperParams {
     float scale;
     Divisor by_units;   // runs of rows, or pairs of them, of one task
     Divisor by_grid;    // blocks of the launch
+#if RAGGED
+    int least_keys, most_keys;  // this launch takes sequences of the first to below the second
+    int box_rows;               // rows of K and V that TMA loads at once, where they lie in pages
+#endif
 };
 static_assert(sizeof(HopperParams) == HOPPER_BYTES, "params.rs and hopper/work.cuh disagree on HopperParams");
 
@@ -98,11 +102,16 @@ struct Item {
         } else {
             task = divide(unit, h.by_units), block = blocks - 1 - (unit - task * blocks);
         }
+#if RAGGED
+        if (is_beyond(h)) return;
+        const int keys = Task(h.p, task).sequence.kv_len(h.p);
+        if (keys < h.least_keys || keys >= h.most_keys) block = -1;
+#endif
     }
     __device__ bool is_beyond(const HopperParams& h) const { return task >= h.tasks; }
     __device__ int short_items(const HopperParams& h) const { return h.short_items; }
 #endif
-    // The middle one of an odd number has no partner.
+    // The middle one of an odd number has no partner, and a sequence of another launch is not worked off here.
     __device__ bool is_none() const { return block < 0; }
     __device__ int groups(const HopperParams& h) const { return h.item_groups - (block < short_items(h)); }
     __device__ int r0(const HopperParams& h) const { return (block * h.item_groups - min(block, short_items(h))) * 64; }

@@ -1,14 +1,16 @@
 //! hopper.cu: its tiles, who loads them, how many rows an item has, and what TMA moves.
 
+use std::ops::Range;
+
 use rapt_core::{Arch, DType, MaskClass, Spec, TensorSpec};
 
 use super::{Caps, tensor_cores};
-use crate::access::is_wide;
+use crate::access::{as_it_lies, is_wide};
 use crate::launch::Hopper;
-use crate::params::{HopperParams, MaskAccess, Params};
+use crate::params::{CacheTiles, HopperItems, MaskAccess, Params};
 use crate::partition::Partition;
-use crate::tensor_map::{OUT_BOX_ROWS, TmaTensor};
-use crate::variant::{Algorithm, KernelVariant, Loads};
+use crate::tensor_map::{BOX_ROWS, OUT_BOX_ROWS, TmaTensor};
+use crate::variant::{Algorithm, KernelVariant, Loads, Sequences};
 
 /// Keys from which on tiles of 112 are taken at head dims 80 and 96, below it tiles of 96: 3 % slower at 1024, 2 to 4 % faster at
 /// 4096 (H200, 2026-11; between them not measured).
@@ -37,6 +39,24 @@ const fn tiles(dims: (u32, u32), mask: Option<DType>, natural: bool, many_keys: 
     }
 }
 
+/// Rows of K and V that TMA loads at once: whole tiles; out of pages as many as divide a tile and a page.
+fn box_rows(spec: &Spec, block_n: u32) -> u32 {
+    let divides =
+        |rows: &u32, page_size: usize| block_n.is_multiple_of(*rows) && page_size.is_multiple_of(*rows as usize);
+    match spec.pages.as_deref() {
+        Some(pages) => (1..=block_n).rev().find(|rows| divides(rows, pages.page_size)).unwrap_or(1),
+        None => block_n,
+    }
+}
+
+/// Whether TMA loads q, k and v.
+fn is_tma(spec: &Spec) -> bool {
+    let pages = spec.pages.as_deref();
+    let tensors = [spec.q, as_it_lies(&spec.k, pages), as_it_lies(&spec.v, pages)];
+    tensors.iter().all(|tensor| moved(tensor, 1).is_some())
+        && pages.is_none_or(|pages| pages.page_size.is_multiple_of(BOX_ROWS))
+}
+
 /// The variant of hopper.cu for so many keys, where it runs.
 pub(super) fn variant(spec: &Spec, caps: &Caps, kv_len: usize) -> Option<KernelVariant> {
     if caps.arch != Arch::Sm90a {
@@ -54,14 +74,18 @@ pub(super) fn variant(spec: &Spec, caps: &Caps, kv_len: usize) -> Option<KernelV
         ..=ONE_TILE if is_plain => (192, [80].as_slice()),
         _ => tiles(dims, mask, natural, many_keys),
     };
-    let is_tma = [&spec.q, &spec.k, &spec.v].into_iter().all(|tensor| moved(tensor, 1).is_some());
-    let loads = if is_tma { Loads::Tma } else { Loads::ByElement };
-    // Two groups leave those that load element by element the registers for it; the bits are the same.
-    let block_m = if is_tma { block_m } else { 128 };
-    let of = |&block_n: &u32| KernelVariant {
-        loads,
-        natural,
-        ..tensor_cores::tensor_core_variant(spec, caps, Algorithm::Hopper, [block_m, block_n])
+    let is_tma = is_tma(spec);
+    // Two groups leave those that load by themselves, or look up where, the registers for it; the bits are the same.
+    let is_cache = matches!(tensor_cores::sequences(spec), Sequences::Ragged | Sequences::Paged);
+    let block_m = if is_tma && !is_cache { block_m } else { 128 };
+    let of = |&block_n: &u32| {
+        let by_threads = tensor_cores::tensor_core_variant(spec, caps, Algorithm::Hopper, [block_m, block_n]);
+        let loads = match (is_tma, &spec.pages) {
+            (true, _) => Loads::Tma,
+            (false, Some(_)) => by_threads.loads,
+            (false, None) => Loads::ByElement,
+        };
+        KernelVariant { loads, natural, ..by_threads }
     };
     tiles.iter().map(of).find(|variant| variant.shared_bytes() <= caps.shared_bytes)
 }
@@ -144,16 +168,17 @@ pub(super) fn items(spec: &Spec, caps: &Caps, variant: &KernelVariant, tasks: us
     of((1..=whole).rev().min_by_key(|groups| time(*groups)).unwrap_or(whole))
 }
 
-/// What hopper.cu takes besides `params`, launched in `grid` blocks.
+/// What hopper.cu takes besides `params`, launched in `grid` blocks over sequences of so many `keys`, where they have lengths.
 pub(super) fn launch(
     spec: &Spec,
     variant: &KernelVariant,
     partition: &Partition,
     params: &Params,
     grid: usize,
+    keys: Range<usize>,
 ) -> Hopper {
     let is_tma = variant.loads == Loads::Tma;
-    let input = |tensor, box_rows| if is_tma { moved(tensor, box_rows) } else { None };
+    let input = |tensor: &TensorSpec<4>, box_rows| if is_tma { moved(tensor, box_rows) } else { None };
     // Rows of several heads are no box of out or the mask, and TMA converts nothing.
     let is_one_head = partition.task_heads == 1;
     let is_alike = spec.out.dtype == spec.numerics.storage;
@@ -166,10 +191,12 @@ pub(super) fn launch(
         (None, Some(mask)) if is_wide(mask) => MaskAccess::By16Bytes,
         (None, _) => MaskAccess::KeyByKey,
     };
-    let [q_rows, kv_rows] = tile;
+    let (pages, box_rows) = (spec.pages.as_deref(), box_rows(spec, variant.block_n));
+    let [k, v] = [&spec.k, &spec.v].map(|tensor| input(&as_it_lies(tensor, pages), box_rows));
     Hopper {
-        params: HopperParams::new(params, partition, mask_access, out.is_some(), grid),
-        moved: [input(&spec.q, q_rows), input(&spec.k, kv_rows), input(&spec.v, kv_rows), out, moved_mask],
+        items: HopperItems::new(params, partition, mask_access, out.is_some(), grid),
+        tiles: variant.reads_lengths().then_some(CacheTiles { keys, box_rows }),
+        moved: [input(&spec.q, variant.block_m), k, v, out, moved_mask],
     }
 }
 

@@ -12,11 +12,14 @@ mod tensor_cores;
 mod varlen;
 mod wide;
 
+use std::ops::Range;
+
 use rapt_core::{Arch, DType, Device, Error, Kernel, KernelKey, PRounding, Plan, Result, Spec};
 
 use crate::access::{is_in_pairs, moves_by};
+use crate::append;
 use crate::codes::Codes;
-use crate::launch::{CudaLaunch, Launches, Step};
+use crate::launch::{Append, Attend, CudaLaunch, Launches, Step};
 use crate::params::{LaunchParams, MOST_LEN, Params, Widths};
 use crate::partition::Partition;
 use crate::variant::{Algorithm, COMBINE_COLUMNS, COMBINE_WARPS, KernelVariant, Sequences, generic_columns};
@@ -59,19 +62,6 @@ fn check_lengths(spec: &Spec) -> Result<()> {
         }
     }
     Ok(())
-}
-
-/// Lengths and pages are read by the kernels of few queries, and by generic.cu.
-fn check_sequences(spec: &Spec, variant: &KernelVariant) -> Result<()> {
-    let is_read = matches!(variant.algorithm, Algorithm::Decode | Algorithm::DecodeCodes | Algorithm::Generic);
-    if is_read || variant.sequences == Sequences::Even {
-        return Ok(());
-    }
-    Err(Error::unsupported(
-        format!("{} queries of a sequence with a cache on {}", spec.q_len(), spec.device),
-        "the kernels of many queries read neither lengths nor page tables",
-        "give at most 16 queries (and 64 for each head of keys) a call, or call `attention` for each sequence",
-    ))
 }
 
 /// Tasks, items and splits of `spec`, and blocks of the main launch.
@@ -146,18 +136,52 @@ fn widths(spec: &Spec, variant: &KernelVariant) -> Widths {
     }
 }
 
+/// What attends to sequences with so many keys by `variant`, and how it is divided.
+///
+/// # Errors
+/// As [`partition`].
+fn attend(spec: &Spec, caps: &Caps, variant: KernelVariant, keys: Range<usize>) -> Result<(Attend, Partition)> {
+    let (partition, blocks) = partition(spec, caps, &variant)?;
+    let params = Params::new(spec, &partition, widths(spec, &variant));
+    let hopper = (variant.algorithm == Algorithm::Hopper)
+        .then(|| Box::new(hopper::launch(spec, &variant, &partition, &params, blocks, keys)));
+    let beside = (variant.codes != Codes::None || variant.sequences != Sequences::Even).then(|| {
+        let chunks = decode::is_few(spec).then(|| decode::chunk_rule(&variant));
+        let dealt = variant.algorithm.kernel() == Kernel::Decode;
+        Box::new(LaunchParams::new(spec, &params, chunks, if dealt { blocks } else { 0 }))
+    });
+    Ok((Attend { step: Step::new(variant, blocks), params, hopper, beside }, partition))
+}
+
+/// What attends to those sequences of a cache that have few keys, where these alone have tiles of their own, and from how many keys on a
+/// sequence is not of them.
+///
+/// # Errors
+/// As [`partition`].
+fn attend_short(spec: &Spec, caps: &Caps, long: &KernelVariant) -> Result<(Option<Box<Attend>>, usize)> {
+    let differs = spec.lengths.as_deref().is_some_and(|of| of.lengths.is_some());
+    let lengths = rules::Lengths { few: decode::is_few(spec), kv_len: spec.kv_len().min(hopper::MANY_KEYS - 1) };
+    let (variant, _) = rules::variant(spec, caps, lengths);
+    if !differs || variant == *long {
+        return Ok((None, 0));
+    }
+    let (attend, _) = attend(spec, caps, variant, 0..hopper::MANY_KEYS)?;
+    Ok((Some(Box::new(attend)), hopper::MANY_KEYS))
+}
+
 /// The launches of a request that has an output.
 ///
 /// # Errors
-/// [`Error::Unsupported`] for many queries with lengths or pages, and for lengths and counts beyond 2^29 and 2^31.
+/// [`Error::Unsupported`] for lengths and counts beyond 2^29 and 2^31.
 fn launches(spec: &Spec, caps: &Caps) -> Result<Launches> {
     check_lengths(spec)?;
     if spec.varlen.is_some() {
         return varlen::launches(spec, caps);
     }
     let (variant, why_generic) = rules::variant(spec, caps, rules::Lengths::of(spec));
-    check_sequences(spec, &variant)?;
-    let (partition, blocks) = partition(spec, caps, &variant)?;
+    let (short, long_from) = attend_short(spec, caps, &variant)?;
+    let (main, partition) = attend(spec, caps, variant, long_from..MOST_LEN)?;
+    let blocks = main.step.blocks;
     let rows = partition.tasks * partition.rows;
     let row_bytes = (spec.head_dim_v() + 2) * spec.numerics.accumulation.size_bytes();
     let partial_bytes = rows.saturating_mul(partition.num_splits).saturating_mul(row_bytes);
@@ -172,21 +196,15 @@ fn launches(spec: &Spec, caps: &Caps) -> Result<Launches> {
     let combine_columns = COMBINE_COLUMNS * combine.block_n as usize;
     let combine_blocks = (combined_rows * spec.head_dim_v().div_ceil(combine_columns)).div_ceil(COMBINE_WARPS);
     let added = spec.lengths.as_deref().map_or(0, |of| of.added);
-    let params = Params::new(spec, &partition, widths(spec, &variant));
-    let hopper = (variant.algorithm == Algorithm::Hopper)
-        .then(|| Box::new(hopper::launch(spec, &variant, &partition, &params, blocks)));
     Ok(Launches {
-        main: Step::new(variant, blocks),
-        append: (added > 0).then(|| Step::new(variant.append(), spec.batch().saturating_mul(added))),
+        main,
+        short,
+        append: (added > 0).then(|| Append {
+            step: Step::new(variant.append(), spec.batch().saturating_mul(added)),
+            writes_factors: append::writes_factors(spec),
+        }),
         combine: (partition.is_combined && combine_blocks > 0).then(|| Step::new(combine, combine_blocks)),
         partition,
-        params,
-        hopper,
-        beside: (variant.codes != Codes::None || variant.sequences != Sequences::Even).then(|| {
-            let chunks = decode::is_few(spec).then(|| decode::chunk_rule(&variant));
-            let dealt = variant.algorithm.kernel() == Kernel::Decode;
-            Box::new(LaunchParams::new(spec, &params, chunks, if dealt { blocks } else { 0 }))
-        }),
         varlen: None,
         workspace_bytes: if partition.is_combined { partial_bytes } else { 0 },
         why_generic,
@@ -219,7 +237,7 @@ pub(crate) fn launch_plan(spec: &Spec, caps: &Caps) -> Result<CudaLaunch> {
         return Err(Error::DeviceUnavailable { device: spec.device, why });
     }
     let launches = if spec.out.shape.contains(&0) { None } else { Some(launches(spec, caps)?) };
-    let kernel = launches.as_ref().map_or(Kernel::Empty, |launches| launches.main.variant.algorithm.kernel());
+    let kernel = launches.as_ref().map_or(Kernel::Empty, |launches| launches.main.step.variant.algorithm.kernel());
     Ok(CudaLaunch::new(spec, launches, cost::cost(spec, caps, kernel), caps.multiprocessors))
 }
 
@@ -232,7 +250,7 @@ pub(crate) fn plan_of(spec: &Spec, caps: &Caps, launch_plan: CudaLaunch) -> Plan
 /// [`Backend::plan`](crate::Backend::plan), which loads its kernels.
 ///
 /// # Errors
-/// [`Error::DeviceUnavailable`] for anything but CUDA memory; [`Error::Unsupported`] for many queries with lengths or pages, and for lengths beyond 2^29.
+/// [`Error::DeviceUnavailable`] for anything but CUDA memory; [`Error::Unsupported`] for lengths beyond 2^29.
 pub fn select(spec: &Spec, caps: &Caps) -> Result<Plan> {
     Ok(plan_of(spec, caps, launch_plan(spec, caps)?))
 }
@@ -243,9 +261,10 @@ pub fn select(spec: &Spec, caps: &Caps) -> Result<Plan> {
 /// # Errors
 /// As [`select`].
 pub fn variants(spec: &Spec, caps: &Caps) -> Result<Vec<KernelVariant>> {
-    let Launches { main, partition, append, varlen, .. } = launches(spec, caps)?;
-    let combine = (partition.num_splits > 1).then(|| main.variant.combine());
-    let append = append.map(|step| step.variant);
+    let Launches { main, short, partition, append, varlen, .. } = launches(spec, caps)?;
+    let main = main.step.variant;
+    let combine = (partition.num_splits > 1).then(|| main.combine());
+    let (short, append) = (short.map(|short| short.step.variant), append.map(|append| append.step.variant));
     let of_sequences = varlen.iter().flat_map(|varlen| varlen.steps()).map(|step| step.variant);
-    Ok([Some(main.variant), combine, append].into_iter().flatten().chain(of_sequences).collect())
+    Ok([Some(main), short, combine, append].into_iter().flatten().chain(of_sequences).collect())
 }

@@ -8,7 +8,7 @@ use rapt_core::{Error, Kernel, Result, Spec};
 
 use super::rules::{self, Lengths};
 use super::{Caps, MOST_BLOCKS, decode, hopper, too_many_blocks, widths};
-use crate::launch::{Launches, Step, Varlen, VarlenLaunch, WhyGeneric};
+use crate::launch::{Attend, Launches, Step, Varlen, VarlenLaunch, WhyGeneric};
 use crate::params::{MOST_LEN, Params};
 use crate::partition::{ChunkRule, Partition};
 use crate::variant::{Algorithm, KernelVariant, generic_columns};
@@ -104,7 +104,8 @@ impl Asked {
         let (many, few, keys) = (self.many, self.few, self.keys.clone());
         let launch = VarlenLaunch {
             step: Step::new(variant, blocks),
-            hopper: is_hopper.then(|| Box::new(hopper::launch(spec, &variant, &partition, &params, blocks.max(1)))),
+            hopper: is_hopper
+                .then(|| Box::new(hopper::launch(spec, &variant, &partition, &params, blocks.max(1), 0..MOST_LEN))),
             params,
             takes: Takes { many, few, keys, task_heads, item_rows, paired, chunks, table },
         };
@@ -140,14 +141,12 @@ pub(super) fn launches(spec: &Spec, caps: &Caps) -> Result<Launches> {
     let blocks = 1 + (caps.multiprocessors.max(1) as usize).min(spec.q_len());
     let deal = Step::new(main.step.variant.varlen(), blocks);
     Ok(Launches {
-        main: main.step,
+        main: Attend { step: main.step, params: main.params, hopper: None, beside: None },
+        short: None,
         append: None,
         combine: None,
         // Of all sequences together.
         partition: Partition { row_blocks: 1, ..partition },
-        params: main.params,
-        hopper: None,
-        beside: None,
         varlen: Some(Box::new(Varlen { deal, params: dealt, launches: made })),
         workspace_bytes,
         why_generic,

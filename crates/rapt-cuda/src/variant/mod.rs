@@ -161,10 +161,12 @@ impl KernelVariant {
         }
     }
 
-    /// What writes new keys into the caches of this variant, whatever their dtype.
+    /// What writes new keys into the caches of this variant, whatever their dtype, or whatever codes they are.
     pub(crate) const fn append(self) -> Self {
         let KernelVariant { arch, sequences, .. } = self;
-        KernelVariant { algorithm: Algorithm::Append, sequences, ..KernelVariant::generic(arch, DType::F32, None) }
+        let codes = if matches!(self.codes, Codes::None) { Codes::None } else { Codes::Any };
+        let plain = KernelVariant::generic(arch, DType::F32, None);
+        KernelVariant { algorithm: Algorithm::Append, sequences, codes, ..plain }
     }
 
     /// What finds the sequences of this variant, whatever reads them behind it.
@@ -177,6 +179,16 @@ impl KernelVariant {
     /// Whether it reads lengths of sequences as caches have them.
     pub(crate) const fn reads_lengths(&self) -> bool {
         matches!(self.sequences, Sequences::Ragged | Sequences::Paged)
+    }
+
+    /// Whether threads of hopper.cu load rows out of pages 16 bytes at a time, where TMA does not load them.
+    pub(crate) const fn gathers(&self) -> bool {
+        matches!((self.algorithm, self.loads), (Algorithm::Hopper, Loads::By16Bytes))
+    }
+
+    /// Whether tiles come by more than an element, in the way that its source has for them.
+    const fn loads_vectors(&self) -> bool {
+        !matches!(self.loads, Loads::ByElement) && !self.gathers()
     }
 
     /// The kernel's name in the compiled module.
@@ -269,6 +281,7 @@ impl fmt::Display for KernelVariant {
             write!(f, " {}/{}", self.dims.0, self.dims.1)?;
             f.write_str(if self.natural { " natural" } else { "" })?;
             f.write_str(if self.loads == Loads::ByElement { " element by element" } else { "" })?;
+            f.write_str(if self.gathers() { " gathered" } else { "" })?;
         }
         match self.codes {
             Codes::None => {}

@@ -5,11 +5,13 @@
 
 use std::sync::Arc;
 
-use rapt_core::{DeviceMemory, Error, Operands, Options, Plan, Queue, Result, Spec, Tensors, View};
+use rapt_core::{COMPUTED, DeviceMemory, Error, Operands, Options, Plan, Queue, Result, Shape, Spec, Tensors, View};
 use rapt_cuda::NewKeys;
+use rapt_quant::QuantError;
 
 use super::append::check_new;
 use super::cache::{KvCacheTensors, bottom_right, codes_of_all, of_caches};
+use super::cache_view::CacheCodes;
 use super::prove_apart;
 use crate::Engine;
 
@@ -84,14 +86,6 @@ impl<'a> KvCacheTensors<'a> {
     fn check_new_keys(&self) -> Result<()> {
         let Some(NewKeys { k, v }) = self.new_keys() else { return Ok(()) };
         let codes = [self.k_codes.as_ref(), self.v_codes.as_ref()];
-        if codes.iter().any(Option::is_some) {
-            return Err(Error::unsupported(
-                "new keys in a cache of codes on a GPU",
-                "no kernel there makes codes of numbers",
-                "quantize them in host memory with `rapt.quantize`, write codes and factors into the cache by an indexed assignment, \
-                 and give no k and v",
-            ));
-        }
         if self.out.shape().contains(&0) {
             return Err(Error::unsupported(
                 "new keys without an output on a GPU",
@@ -100,10 +94,39 @@ impl<'a> KvCacheTensors<'a> {
             ));
         }
         check_new([Some(&k), v.as_ref()], [&self.k_cache, &self.v_cache], codes).map_err(|error| match error {
-            rapt_quant::QuantError::Core(error) => error,
+            QuantError::Core(error) => error,
             other => Error::unsupported(other.to_string(), "the cache is codes", "give no k and v"),
-        })
+        })?;
+        for (tensor, new, codes) in [("k", Some(&k), codes[0]), ("v", v.as_ref(), codes[1])] {
+            if let Some((new, codes)) = new.zip(codes) {
+                check_encoded(tensor, new, codes)?;
+            }
+        }
+        Ok(())
     }
+}
+
+/// That new keys become codes on a device, which can tell nobody of a number without a code: it gives its factor NaN.
+fn check_encoded(tensor: &'static str, new: &View<'_>, codes: &CacheCodes<'_>) -> Result<()> {
+    if !COMPUTED.contains(&new.dtype()) {
+        return Err(Error::UnsupportedDtype { tensor, got: new.dtype(), allowed: COMPUTED.to_vec() });
+    }
+    if let Some(global) = codes.global_scale.filter(|global| !(*global > 0.0 && global.is_finite())) {
+        let error = QuantError::BadScale { index: Shape::from([]), got: global };
+        return Err(Error::unsupported(
+            error.to_string(),
+            "new keys are divided by it",
+            "give one that is finite and above 0",
+        ));
+    }
+    if codes.descale.view().shape().is_empty() && !codes.format.has_nan() {
+        return Err(Error::unsupported(
+            format!("new keys in a cache of {} with one factor on a GPU", codes.format),
+            "NaN among them has no code, and there is no factor of their own that could say so",
+            "a cache with factors by token or block",
+        ));
+    }
+    Ok(())
 }
 
 impl Engine {
@@ -113,8 +136,8 @@ impl Engine {
     /// `cache_seqlens` may lie in host memory.
     ///
     /// # Errors
-    /// Any [`Error`]: everything that the host can know is proven here. [`Error::Unsupported`] for more than 16 queries a sequence, and for
-    /// new keys in a cache of codes.
+    /// Any [`Error`]: everything that the host can know is proven here. [`Error::Unsupported`] for new keys in a cache of integers or 4-bit
+    /// floats with one factor.
     pub fn plan_with_kvcache(&self, tensors: &KvCacheTensors<'_>, options: &Options) -> Result<Arc<Plan>> {
         tensors.check()?;
         let options = bottom_right(options, tensors.alibi_slopes.is_some(), tensors.q.shape()[1])?;
