@@ -50,7 +50,7 @@ class Coded:
         )
         self.kept = {"granularity": like.granularity, "block_size": like.block_size, "global_scale": like.global_scale}
         if like.global_scale is not None:
-            self.kept["global_scale"] = 0.37
+            self.kept["global_scale"] = 0.375
         self.parts = [like.codes.clone(), like.scale.clone(), None if like.zero_point is None else like.zero_point.clone()]
         raw(self.parts[0])  # contiguous
         self.parts[0].view(torch.uint8).random_(0, 256)
