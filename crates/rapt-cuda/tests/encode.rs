@@ -4,12 +4,14 @@
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::sync::LazyLock;
 
 use rapt_core::{DType, Format, Granularity, ScaleLayout, View};
 use rapt_quant::{Quantized, Scheme, quantize, quantize_with_global};
 
-/// Compiles kernels/common/encode.cuh for this machine. No sum is fused with its product, as none that is rounded follows one there.
-fn program() -> PathBuf {
+/// kernels/common/encode.cuh, compiled for this machine, once for all tests. No sum is fused with its product, as none that is rounded
+/// follows one there.
+static PROGRAM: LazyLock<PathBuf> = LazyLock::new(|| {
     let own = Path::new(env!("CARGO_MANIFEST_DIR"));
     let program = Path::new(env!("CARGO_TARGET_TMPDIR")).join("encode");
     let compiler = std::env::var_os("CXX").unwrap_or_else(|| "c++".into());
@@ -20,7 +22,7 @@ fn program() -> PathBuf {
     let output = output.unwrap_or_else(|error| panic!("{}: {error}", compiler.display()));
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     program
-}
+});
 
 /// What a device makes of a group.
 #[derive(Debug, PartialEq)]
@@ -30,7 +32,7 @@ struct Encoded {
     codes: Vec<u32>,
 }
 
-fn encoded(program: &Path, format: Format, global: f32, groups: &[Vec<f64>]) -> Vec<Encoded> {
+fn encoded(format: Format, global: f32, groups: &[Vec<f64>]) -> Vec<Encoded> {
     // CodeKind, as kernels/common/codes.cuh numbers it.
     let kind: i32 = match format {
         Format::Int8 => 1,
@@ -48,7 +50,7 @@ fn encoded(program: &Path, format: Format, global: f32, groups: &[Vec<f64>]) -> 
         bytes.extend((group.len() as i32).to_ne_bytes());
         group.iter().for_each(|x| bytes.extend(x.to_ne_bytes()));
     }
-    let mut child = Command::new(program).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+    let mut child = Command::new(&*PROGRAM).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
     let mut input = child.stdin.take().unwrap();
     let writer = std::thread::spawn(move || input.write_all(&bytes).unwrap());
     let output = child.wait_with_output().unwrap();
@@ -113,11 +115,10 @@ fn groups(format: Format) -> Vec<Vec<f64>> {
 
 #[test]
 fn every_group_has_the_codes_and_the_factor_of_rapt_quant() {
-    let program = program();
     for format in Format::ALL {
         let groups = groups(format);
         for global in if format.has_global_scale() { vec![1.0, 3e-5, 7e30, 1e-38] } else { vec![1.0] } {
-            let found = encoded(&program, format, global, &groups);
+            let found = encoded(format, global, &groups);
             assert_eq!(found.len(), groups.len());
             let mut refused = 0;
             for (found, group) in found.iter().zip(&groups) {
@@ -146,13 +147,12 @@ fn is_nan(format: Format, factor: u32) -> bool {
 
 #[test]
 fn what_is_not_finite_has_its_code_or_a_factor_that_is_nan() {
-    let program = program();
     for format in Format::ALL {
         let len = format.own_block_size().unwrap_or(24);
         for odd in [f64::NAN, -f64::NAN, f64::INFINITY, f64::NEG_INFINITY] {
             let mut group = vec![1.5; len];
             group[7] = odd;
-            let found = &encoded(&program, format, 1.0, &[group.clone()])[0];
+            let found = &encoded(format, 1.0, &[group.clone()])[0];
             match expected(format, 1.0, &group) {
                 Some(expected) => assert_eq!(*found, expected, "{format} {odd}"),
                 None => assert!(is_nan(format, found.factor), "{format} {odd}: {found:?}"),
