@@ -12,7 +12,7 @@ use std::sync::Arc;
 
 use crate::{DType, Direction, Error, Kv, Result, Spec};
 
-/// An instruction set that a kernel is written for, or the architecture of an NVIDIA GPU that it is compiled for.
+/// An instruction set or a language that a kernel is written for, or the architecture of an NVIDIA GPU that it is compiled for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 #[non_exhaustive]
 pub enum Arch {
@@ -48,6 +48,8 @@ pub enum Arch {
     Sm120,
     /// GB10.
     Sm121,
+    /// Any GPU that WebGPU reaches: text that its driver compiles.
+    Wgsl,
 }
 
 impl Arch {
@@ -71,6 +73,7 @@ impl Arch {
             Arch::Sm110 => "sm_110",
             Arch::Sm120 => "sm_120",
             Arch::Sm121 => "sm_121",
+            Arch::Wgsl => "wgsl",
         }
     }
 

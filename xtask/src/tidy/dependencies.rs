@@ -1,4 +1,4 @@
-//! Who may depend on whom: `rapt-core ← { backends, rapt-pt2 ← rapt-graph } ← rapt-attention ← {bindings, cli}`.
+//! Who may depend on whom: `rapt-core ← { backends, rapt-shader ← rapt-wgpu, rapt-pt2 ← rapt-graph } ← rapt-attention ← {bindings, cli}`.
 
 use super::Finding;
 use crate::metadata::{Kind, Workspace};
@@ -9,8 +9,11 @@ const FACADE: &str = "rapt-attention";
 const LAYOUT: &str = "rapt-layout";
 const TESTKIT: &str = "rapt-testkit";
 /// What lies between core and façade. The reference is not a backend, but sits at the same height.
-const MIDDLE: [&str; 8] =
-    ["rapt-reference", "rapt-layout", "rapt-quant", "rapt-cpu", "rapt-cuda", "rapt-wgpu", READER, GRAPH];
+const MIDDLE: [&str; 9] =
+    ["rapt-reference", "rapt-layout", "rapt-quant", "rapt-cpu", "rapt-cuda", SHADER, WGPU, READER, GRAPH];
+/// Texts of kernels, and the backend that has a device for them.
+const SHADER: &str = "rapt-shader";
+const WGPU: &str = "rapt-wgpu";
 /// Reads the programs that the graph is made of.
 const READER: &str = "rapt-pt2";
 const GRAPH: &str = "rapt-graph";
@@ -50,6 +53,7 @@ fn refused(from: &str, to: &str, kind: Kind) -> Option<&'static str> {
         CORE => Some("core depends on no crate of Rapt"),
         LAYOUT => Some("the layout algebra depends on no crate of Rapt"),
         GRAPH if to == READER => None,
+        WGPU if to == SHADER => None,
         _ if MIDDLE.contains(&from) => (to != CORE).then_some("backends see core only, never each other"),
         FACADE => (to != CORE && !MIDDLE.contains(&to)).then_some("the façade stands below bindings and command line"),
         // The package for Python has the command `rapt` too, and it is the same program.
@@ -82,6 +86,9 @@ mod tests {
             ("rapt-pt2", "rapt-graph", Kind::Normal),
             ("rapt-graph", "rapt-cpu", Kind::Normal),
             ("rapt-cpu", "rapt-graph", Kind::Normal),
+            ("rapt-shader", "rapt-wgpu", Kind::Normal),
+            ("rapt-wgpu", "rapt-cuda", Kind::Normal),
+            ("rapt-cuda", "rapt-shader", Kind::Normal),
             ("rapt-python", "rapt-graph", Kind::Normal),
             ("rapt-surprise", "rapt-core", Kind::Normal),
             ("rapt-core", "pyo3", Kind::Normal),
@@ -106,6 +113,8 @@ mod tests {
             ("rapt-attention", "rapt-cpu", Kind::Normal),
             ("rapt-attention", "rapt-layout", Kind::Normal),
             ("rapt-graph", "rapt-pt2", Kind::Normal),
+            ("rapt-shader", "rapt-core", Kind::Normal),
+            ("rapt-wgpu", "rapt-shader", Kind::Normal),
             ("rapt-pt2", "rapt-core", Kind::Normal),
             ("rapt-attention", "rapt-graph", Kind::Normal),
             ("rapt-attention", "rapt-pt2", Kind::Normal),

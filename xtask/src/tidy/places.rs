@@ -17,7 +17,7 @@ struct Rule {
     why: &'static str,
 }
 
-const RULES: [Rule; 12] = [
+const RULES: [Rule; 14] = [
     Rule {
         under: "",
         holds: &["std::arch", "core::arch"],
@@ -85,6 +85,18 @@ const RULES: [Rule; 12] = [
         why: "CUDA's foreign functions stand in its driver layer",
     },
     Rule {
+        under: "crates/rapt-shader/src/",
+        holds: &["wgpu::", "std::thread", "std::fs"],
+        but_in: &[],
+        why: "texts of kernels know no device",
+    },
+    Rule {
+        under: "crates/rapt-wgpu/src/",
+        holds: &["unsafe "],
+        but_in: &["crates/rapt-wgpu/src/buffers.rs", "crates/rapt-wgpu/src/device.rs"],
+        why: "views are made of buffers in one place, and kernels compiled without checks in another",
+    },
+    Rule {
         under: "",
         holds: &["#[link(", "cargo::rustc-link-lib", "cargo:rustc-link-lib"],
         but_in: &[],
@@ -111,11 +123,12 @@ const RULES: [Rule; 12] = [
 ];
 
 /// Lines that a file has.
-const REQUIRED: [(&str, &str); 4] = [
+const REQUIRED: [(&str, &str); 5] = [
     ("crates/rapt-graph/src/lib.rs", "#![forbid(unsafe_code)]"),
     ("crates/rapt-layout/src/lib.rs", "#![forbid(unsafe_code)]"),
     ("crates/rapt-quant/src/lib.rs", "#![forbid(unsafe_code)]"),
     ("crates/rapt-reference/src/lib.rs", "#![forbid(unsafe_code)]"),
+    ("crates/rapt-shader/src/lib.rs", "#![forbid(unsafe_code)]"),
 ];
 
 /// Detection is a macro at the root of std and names no instruction.

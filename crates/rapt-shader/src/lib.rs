@@ -1,0 +1,23 @@
+//! Attention as WGSL text, for GPUs that WebGPU reaches.
+//!
+//! ```text
+//! select(&Spec, &Caps) -> Plan       which variant, how rows are dealt, and in which windows of memory    select.rs, window.rs
+//! KernelVariant::source() -> String  the text of a variant: one skeleton                                 source.rs, wgsl/
+//! Params                             a window's parameters, byte for byte as the text declares them       params.rs
+//! ```
+//!
+//! Pure: no device, no pointer, no unsafe code; whoever has a device compiles the text and binds the windows. Deliberately absent: f64,
+//! which WGSL does not have, and any device.
+
+#![forbid(unsafe_code)]
+
+mod params;
+mod select;
+mod source;
+mod variant;
+mod window;
+
+pub use params::Params;
+pub use select::{Caps, ShaderLaunch, select, variants};
+pub use variant::{BINDINGS, Binding, KernelVariant, Stores};
+pub use window::{Range, Window};

@@ -1,0 +1,128 @@
+//! What is refused, and how memory is cut.
+
+use rapt_core::{DType, Dims, Error, Options, Shape, Spec, Strides, TensorForm};
+use rapt_shader::{Caps, Range, ShaderLaunch, Window, select, variants};
+
+const DEVICE: rapt_core::Device = rapt_core::Device::Cpu;
+
+fn form(dtype: DType, shape: &[usize]) -> TensorForm {
+    let shape = Shape::new(shape).unwrap();
+    TensorForm::new(dtype, shape, shape.contiguous().unwrap(), DEVICE)
+}
+
+fn spec(dtype: DType, q: [usize; 4], kv_heads: usize, kv_len: usize) -> Spec {
+    let kv = [q[0], kv_heads, kv_len, q[3]];
+    Spec::builder(form(dtype, &q), form(dtype, &kv), form(dtype, &kv), &Options::default())
+        .return_lse(true)
+        .build()
+        .unwrap()
+}
+
+fn windows(spec: &Spec, caps: &Caps) -> Vec<Window> {
+    select(spec, caps).unwrap().launch_plan::<ShaderLaunch>().unwrap().windows.clone()
+}
+
+#[test]
+fn float64_is_refused_with_the_reason() {
+    let error = select(&spec(DType::F64, [1, 1, 4, 8], 1, 4), &Caps::WEBGPU).unwrap_err();
+    let Error::Unsupported { what, why, instead } = error else { panic!("{error}") };
+    assert!(
+        what.contains("float64") && why.contains("64-bit") && instead.contains("float32"),
+        "{what} {why} {instead}"
+    );
+}
+
+#[test]
+fn every_selected_variant_is_listed() {
+    let all = variants();
+    for dtype in [DType::F32, DType::F16, DType::BF16] {
+        for out in [DType::F32, DType::F16, DType::BF16] {
+            for mask in [None, Some(DType::Bool), Some(DType::F32), Some(DType::F16), Some(DType::BF16)] {
+                for has_16_bit_stores in [false, true] {
+                    let (q, mask) = (form(dtype, &[1, 2, 4, 8]), mask.map(|mask| form(mask, &[4, 4])));
+                    let options = Options::default().with_out_dtype(out);
+                    let spec = Spec::builder(q, q, q, &options).mask(mask).build().unwrap();
+                    let plan = select(&spec, &Caps { has_16_bit_stores, ..Caps::WEBGPU }).unwrap();
+                    let variant = plan.launch_plan::<ShaderLaunch>().unwrap().variant.unwrap();
+                    assert!(all.contains(&variant), "{variant}");
+                    assert_eq!((variant.storage, variant.out), (dtype, out));
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn what_is_empty_launches_nothing() {
+    let plan = select(&spec(DType::F32, [1, 2, 0, 8], 2, 4), &Caps::WEBGPU).unwrap();
+    assert_eq!((plan.items(), plan.work()), (0, None));
+    let plan = select(&spec(DType::F32, [1, 2, 3, 8], 2, 0), &Caps::WEBGPU).unwrap();
+    assert_eq!(plan.items(), 2, "rows without keys are written: zeros");
+}
+
+/// Every element of a tensor that a row of a task needs lies in the reach of the one window that has the row.
+fn check(spec: &Spec, caps: &Caps) -> usize {
+    let windows = windows(spec, caps);
+    let (heads, group, rows) = (spec.num_kv_heads(), spec.group_size(), spec.group_size() * spec.q_len());
+    for task in 0..spec.batch() * heads {
+        for r in 0..rows {
+            let has = |window: &&Window| window.tasks.contains(&task) && window.row_blocks.contains(&(r / 64));
+            let [window] = windows.iter().filter(has).collect::<Vec<_>>()[..] else { panic!("one window has a row") };
+            let (batch, head, i) = (task / heads, task % heads * group + r / spec.q_len(), r % spec.q_len());
+            let inside = |n: usize, strides: [isize; 4], index: [usize; 4], size: usize| {
+                let at: i64 = strides.iter().zip(index).map(|(&stride, at)| stride as i64 * at as i64).sum();
+                let Range { lo, hi } = window.reach[n].unwrap();
+                lo <= at * size as i64 && (at + 1) * size as i64 <= hi
+            };
+            let size = spec.q.dtype.size_bytes();
+            for (n, tensor) in [(0, &spec.q), (6, &spec.out)] {
+                let last = tensor.shape[3] - 1;
+                assert!([0, last].into_iter().all(|d| inside(n, tensor.strides, [batch, head, i, d], size)));
+            }
+            for (n, tensor) in [(1, &spec.k), (2, &spec.v)] {
+                let (j, d) = (spec.kv_len() - 1, tensor.shape[3] - 1);
+                let corners = [[0, 0], [j, 0], [0, d], [j, d]];
+                let at = |[j, d]: [usize; 2]| inside(n, tensor.strides, [batch, task % heads, j, d], size);
+                assert!(corners.into_iter().all(at));
+            }
+        }
+    }
+    for window in &windows {
+        for range in window.reach.iter().flatten() {
+            assert!(range.len_bytes() + i64::from(caps.offset_alignment) + 4 <= caps.max_binding_bytes as i64);
+        }
+    }
+    windows.len()
+}
+
+#[test]
+fn a_window_reaches_what_its_rows_need_and_no_more_than_a_binding() {
+    let spec = spec(DType::F32, [3, 4, 100, 8], 2, 50);
+    let caps = |max_binding_bytes| Caps { max_binding_bytes, offset_alignment: 32, ..Caps::WEBGPU };
+    assert_eq!(check(&spec, &caps(1 << 20)), 1);
+    // Of k: 3·2·50·8·4 = 9600 bytes; of q 38400; of a task 6400 of q, 3200 of each of its heads.
+    assert!(check(&spec, &caps(20_000)) > 1);
+    assert_eq!(check(&spec, &caps(6500)), 6, "a task each");
+    let by_rows = check(&spec, &caps(4000));
+    assert!(by_rows > 6, "{by_rows}: the rows of a task too");
+    let error = select(&spec, &caps(1000)).unwrap_err();
+    assert!(matches!(&error, Error::Unsupported { what, .. } if what.contains("bytes of ")), "{error}");
+}
+
+#[test]
+fn strides_of_any_sign_are_reached() {
+    let dims = |strides: [isize; 4]| Dims::new(&strides).unwrap();
+    let form = |strides: Strides| TensorForm::new(DType::BF16, Shape::new(&[2, 3, 70, 8]).unwrap(), strides, DEVICE);
+    let (reversed, heads_last) = (form(dims([-1680, -560, -8, -1])), form(dims([1680, 8, 24, 1])));
+    let spec = Spec::builder(reversed, heads_last, reversed, &Options::default()).build().unwrap();
+    let caps = |max_binding_bytes| Caps { max_binding_bytes, offset_alignment: 32, ..Caps::WEBGPU };
+    assert_eq!(check(&spec, &caps(1 << 20)), 1);
+    assert!(check(&spec, &caps(4000)) >= 2);
+}
+
+#[test]
+fn launches_of_too_many_workgroups_are_cut() {
+    let spec = spec(DType::F32, [4, 4, 200, 8], 4, 5);
+    let caps = Caps { max_items: 10, ..Caps::WEBGPU };
+    assert!(windows(&spec, &caps).iter().all(|window| window.items(8) <= 10));
+}
