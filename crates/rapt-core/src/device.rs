@@ -10,6 +10,8 @@ pub enum Device {
     Cpu,
     /// An NVIDIA GPU, by index.
     Cuda(u32),
+    /// A GPU that Vulkan reaches, by the index of its adapter.
+    Vulkan(u32),
     /// A device of another kind, by its DLPack code and index: known by name, not served.
     Other {
         /// DLPack's device type.
@@ -24,6 +26,7 @@ impl fmt::Display for Device {
         match self {
             Device::Cpu => f.write_str("cpu"),
             Device::Cuda(index) => write!(f, "cuda:{index}"),
+            Device::Vulkan(index) => write!(f, "vulkan:{index}"),
             Device::Other { dlpack_code, index } => write!(f, "device type {dlpack_code}, index {index}"),
         }
     }

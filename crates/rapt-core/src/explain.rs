@@ -150,12 +150,13 @@ impl<'a> Explanation<'a> {
             (None, true) => "are read where they lie",
             (None, false) => "are packed block by block",
         };
+        let copied = if cost.bytes_copied == 0 { "no tensor is materialised" } else { "to the device and back" };
         vec![
             ("flops", thousands(cost.flops)),
             ("bytes read", thousands(cost.bytes_read)),
             ("bytes written", thousands(cost.bytes_written)),
             ("floor", floor),
-            ("bytes_copied", format!("{} (no tensor is materialised)", cost.bytes_copied)),
+            ("bytes_copied", format!("{} ({copied})", thousands(cost.bytes_copied as f64))),
             ("bytes_packed", format!("{} (cache tiles; K and V {packed})", thousands(cost.bytes_packed))),
             ("workspace_bytes", thousands(self.plan.workspace_bytes())),
         ]

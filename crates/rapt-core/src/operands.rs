@@ -8,7 +8,7 @@ use crate::overlap::{Decision, STEPS};
 use crate::spec::{
     broadcast_mask, canonical, codes_of_keys, keys, lengths_spec, numbers_of, offsets_spec, page_table, part_names,
 };
-use crate::{Codes, CodesForm, CodesSpec, Device, Error, Qkv, Result, Spec, TensorSpec, View, ViewMut};
+use crate::{Codes, CodesForm, CodesSpec, Device, Error, Number, Qkv, Result, Spec, TensorSpec, View, ViewMut};
 
 /// The tensors of one run, as they were given.
 #[derive(Debug)]
@@ -262,6 +262,29 @@ impl<'a> Operands<'a> {
     #[must_use]
     pub fn into_tensors(self) -> Tensors<'a> {
         self.tensors
+    }
+
+    /// Writes the elements of line `at` of `out`, in host memory, as [`ViewMut::write_line`] does; `T` has the size of its elements.
+    ///
+    /// # Errors
+    /// [`Error::OtherDtype`] if it has not; [`Error::DeviceUnavailable`] outside host memory.
+    ///
+    /// # Panics
+    /// If there are not that many lines.
+    pub fn write_out_line<T: Number>(&mut self, at: usize, values: impl IntoIterator<Item = T>) -> Result<()> {
+        self.tensors.out.reinterpreted("out", T::DTYPE)?.write_line("out", at, values)
+    }
+
+    /// As [`Operands::write_out_line`], for `lse`; nothing is written where it is not asked for.
+    ///
+    /// # Errors
+    /// As [`Operands::write_out_line`].
+    ///
+    /// # Panics
+    /// As [`Operands::write_out_line`].
+    pub fn write_lse_line<T: Number>(&mut self, at: usize, values: impl IntoIterator<Item = T>) -> Result<()> {
+        let Some(lse) = &mut self.tensors.lse else { return Ok(()) };
+        lse.reinterpreted("lse", T::DTYPE)?.write_line("lse", at, values)
     }
 
     /// The proven tensors. They cannot be exchanged for others.

@@ -1,0 +1,146 @@
+//! An open device: its pipelines, and its calls with their errors typed.
+//!
+//! wgpu answers errors by scopes and callbacks; `guarded` makes results of them. Deliberately absent: requests.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use rapt_shader::{BINDINGS, KernelVariant, Params};
+use rustc_hash::FxHashMap;
+
+use crate::error::{GpuError, Result};
+use crate::gpu::Checks;
+
+/// Parameters are storage: Mesa's lavapipe compiles a kernel anew for each value of a uniform that a loop's bound is made of (22.3).
+const PARAMS: wgpu::BufferBindingType = wgpu::BufferBindingType::Storage { read_only: true };
+
+/// A device, and what was compiled for it.
+#[derive(Debug)]
+pub(crate) struct Open {
+    pub(crate) device: wgpu::Device,
+    pub(crate) queue: wgpu::Queue,
+    pub(crate) layout: wgpu::BindGroupLayout,
+    pipeline_layout: wgpu::PipelineLayout,
+    /// What is bound where a request has no such tensor: one to read, two to write.
+    pub(crate) unused: [wgpu::Buffer; 3],
+    checks: Checks,
+    pipelines: Mutex<FxHashMap<KernelVariant, wgpu::ComputePipeline>>,
+    lost: Arc<Mutex<Option<String>>>,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    // What lies behind each lock is whole at every moment.
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn entry(binding: u32, ty: wgpu::BufferBindingType) -> wgpu::BindGroupLayoutEntry {
+    wgpu::BindGroupLayoutEntry {
+        binding,
+        visibility: wgpu::ShaderStages::COMPUTE,
+        ty: wgpu::BindingType::Buffer { ty, has_dynamic_offset: false, min_binding_size: None },
+        count: None,
+    }
+}
+
+impl Open {
+    pub(crate) fn new(device: wgpu::Device, queue: wgpu::Queue, checks: Checks) -> Self {
+        let lost = Arc::new(Mutex::new(None));
+        let told = Arc::clone(&lost);
+        device.set_device_lost_callback(move |_, why| *lock(&told) = Some(why));
+        // What no scope sees is logged, where wgpu would panic.
+        device.on_uncaptured_error(Arc::new(|error| tracing::warn!(target: "rapt", %error, "wgpu")));
+        let buffers = BINDINGS.map(|of| entry(of.index, wgpu::BufferBindingType::Storage { read_only: !of.is_output }));
+        let entries: Vec<_> = std::iter::once(entry(0, PARAMS)).chain(buffers).collect();
+        let label = Some("rapt");
+        let layout = device.create_bind_group_layout(&wgpu::BindGroupLayoutDescriptor { label, entries: &entries });
+        let pipeline_layout = device.create_pipeline_layout(&wgpu::PipelineLayoutDescriptor {
+            label,
+            bind_group_layouts: &[Some(&layout)],
+            immediate_size: 0,
+        });
+        let usage = wgpu::BufferUsages::STORAGE;
+        let unused = [(); 3].map(|()| {
+            device.create_buffer(&wgpu::BufferDescriptor { label, size: 16, usage, mapped_at_creation: false })
+        });
+        Open { device, queue, layout, pipeline_layout, unused, checks, pipelines: Mutex::default(), lost }
+    }
+
+    /// Why the device is lost, if it is.
+    pub(crate) fn lost(&self) -> Option<GpuError> {
+        lock(&self.lost).clone().map(|why| GpuError::Lost { why })
+    }
+
+    /// Runs `calls`, of which wgpu tells errors by scopes; `bytes` is what an allocation among them asks for.
+    pub(crate) fn guarded<T>(&self, call: &'static str, bytes: usize, calls: impl FnOnce() -> T) -> Result<T> {
+        let filters = [wgpu::ErrorFilter::OutOfMemory, wgpu::ErrorFilter::Internal, wgpu::ErrorFilter::Validation];
+        let [memory, internal, validation] = filters.map(|filter| self.device.push_error_scope(filter));
+        let done = calls();
+        // In the reverse order of their beginning.
+        let errors = [validation.pop(), internal.pop()].map(pollster::block_on);
+        let memory = pollster::block_on(memory.pop());
+        if let Some(lost) = self.lost() {
+            return Err(lost);
+        }
+        if memory.is_some() {
+            return Err(GpuError::OutOfMemory { bytes });
+        }
+        match errors.into_iter().flatten().next() {
+            Some(error) => Err(GpuError::Failed { call, why: error.to_string() }),
+            None => Ok(done),
+        }
+    }
+
+    /// A buffer of `bytes`, which are made a multiple of 4.
+    pub(crate) fn buffer(&self, bytes: usize, usage: wgpu::BufferUsages) -> Result<wgpu::Buffer> {
+        let size = (bytes.max(4) as u64).next_multiple_of(4);
+        if size > self.device.limits().max_buffer_size {
+            return Err(GpuError::OutOfMemory { bytes });
+        }
+        let descriptor = wgpu::BufferDescriptor { label: Some("rapt"), size, usage, mapped_at_creation: false };
+        self.guarded("create_buffer", bytes, || self.device.create_buffer(&descriptor))
+    }
+
+    /// The pipeline of `variant`, compiled once.
+    pub(crate) fn pipeline(&self, variant: &KernelVariant) -> Result<wgpu::ComputePipeline> {
+        let mut pipelines = lock(&self.pipelines);
+        if let Some(pipeline) = pipelines.get(variant) {
+            return Ok(pipeline.clone());
+        }
+        let pipeline = self.guarded("create_compute_pipeline", 0, || {
+            self.device.create_compute_pipeline(&wgpu::ComputePipelineDescriptor {
+                label: Some("rapt"),
+                layout: Some(&self.pipeline_layout),
+                module: &self.module(variant),
+                entry_point: Some(variant.entry()),
+                // The kernel writes workgroup memory before it reads it.
+                compilation_options: wgpu::PipelineCompilationOptions {
+                    zero_initialize_workgroup_memory: false,
+                    ..wgpu::PipelineCompilationOptions::default()
+                },
+                cache: None,
+            })
+        })?;
+        tracing::debug!(target: "rapt", %variant, "compiled");
+        pipelines.insert(*variant, pipeline.clone());
+        Ok(pipeline)
+    }
+
+    fn module(&self, variant: &KernelVariant) -> wgpu::ShaderModule {
+        let source = wgpu::ShaderSource::Wgsl(variant.source().into());
+        let descriptor = wgpu::ShaderModuleDescriptor { label: Some("rapt"), source };
+        match self.checks {
+            Checks::Compiled => self.device.create_shader_module(descriptor),
+            Checks::Proven => {
+                let checks = wgpu::ShaderRuntimeChecks::unchecked();
+                // SAFETY: the texts are those of rapt-shader, whose loops count up to a bound. Their indices into buffers are addresses of
+                // elements, which lie inside the window that `launch` binds: the operands were proven against the spec that the windows
+                // are computed of.
+                unsafe { self.device.create_shader_module_trusted(descriptor, checks) }
+            }
+        }
+    }
+}
+
+/// Bytes of one launch's parameters, at which those of the next may begin.
+pub(crate) fn params_stride(device: &wgpu::Device) -> usize {
+    Params::BYTES.next_multiple_of(device.limits().min_storage_buffer_offset_alignment as usize)
+}

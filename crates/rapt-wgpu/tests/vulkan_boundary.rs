@@ -1,0 +1,341 @@
+//! What a GPU is not asked often: every 16-bit number, NaN and infinities in attended data, windows, neighbours, and each way in which it fails.
+
+mod common;
+
+use half::{bf16, f16};
+use rapt_core::{DType, Error, Operands, Options, Shape, Spec, Strides, Tensors, View, ViewMut};
+use rapt_shader::ShaderLaunch;
+use rapt_testkit::{Rng, Sparse};
+use rapt_wgpu::wgpu::{self, BufferUsages};
+use rapt_wgpu::{BufferTensor, BufferTensors, Checks, Gpu, GpuError};
+
+const STORED: BufferUsages = BufferUsages::STORAGE.union(BufferUsages::COPY_DST).union(BufferUsages::COPY_SRC);
+
+fn buffer(gpu: &Gpu, bytes: &[u8], usage: BufferUsages) -> wgpu::Buffer {
+    let (device, queue) = gpu.wgpu();
+    let size = bytes.len() as u64;
+    let buffer = device.create_buffer(&wgpu::BufferDescriptor { label: None, size, usage, mapped_at_creation: false });
+    queue.write_buffer(&buffer, 0, bytes);
+    buffer
+}
+
+fn bytes_of(numbers: &[f32]) -> Vec<u8> {
+    numbers.iter().flat_map(|x| x.to_le_bytes()).collect()
+}
+
+/// `v` by one query and one key, whose weight is 1: what it is loaded and stored as. Elements are given and answered as bytes.
+fn through(gpu: &Gpu, storage: DType, out: DType, v: &[u8]) -> Vec<u8> {
+    let n = v.len() / storage.size_bytes();
+    let one = buffer(gpu, &[0; 4], STORED);
+    let one = BufferTensor::contiguous("q", &one, storage, [1, 1, 1, 1].into()).unwrap();
+    let (v, o) = (buffer(gpu, v, STORED), buffer(gpu, &vec![0; n * out.size_bytes()], STORED));
+    let of = |buffer, dtype| BufferTensor::contiguous("v", buffer, dtype, [1, 1, 1, n].into()).unwrap();
+    let tensors = BufferTensors::new(one, one, of(&v, storage), of(&o, out));
+    let views = tensors.views(gpu.device()).unwrap();
+    let options = Options::default().with_out_dtype(out);
+    let spec = Spec::builder(&views.q, &views.k, &views.v, &options).out(&views.out).build().unwrap();
+    gpu.run(&gpu.plan(&spec).unwrap(), &tensors).unwrap();
+    common::read(gpu, &[&o]).remove(0)
+}
+
+#[test]
+fn every_16_bit_number_is_loaded_as_itself() {
+    let Some(gpu) = common::gpu() else { return };
+    let all: Vec<u8> = (0..=u16::MAX).flat_map(u16::to_le_bytes).collect();
+    let widen: [(DType, fn(u16) -> f32); 2] =
+        [(DType::F16, |bits| f16::from_bits(bits).to_f32()), (DType::BF16, |bits| bf16::from_bits(bits).to_f32())];
+    for (dtype, widen) in widen {
+        let loaded = through(gpu, dtype, DType::F32, &all);
+        for (bits, got) in (0..=u16::MAX).zip(loaded.chunks_exact(4)) {
+            let (got, expected) = (f32::from_le_bytes([got[0], got[1], got[2], got[3]]), widen(bits));
+            // Below 2^-126 a device may take a float32 for 0.
+            let same = got.to_bits() == expected.to_bits() || (got.is_nan() && expected.is_nan());
+            assert!(same || (expected.is_subnormal() && got == 0.0) || (got == 0.0 && expected == 0.0), "{dtype} {bits:#06x}: {got}");
+        }
+        // And stored as itself.
+        let stored = through(gpu, dtype, dtype, &all);
+        for (bits, got) in (0..=u16::MAX).zip(stored.chunks_exact(2)) {
+            let (got, number) = (u16::from_le_bytes([got[0], got[1]]), widen(bits));
+            let is_zero = |bits: u16| bits & 0x7fff == 0;
+            let exempt = number.is_nan() && widen(got).is_nan() || is_zero(got) && (is_zero(bits) || number.is_subnormal());
+            assert!(got == bits || exempt, "{dtype} {bits:#06x}: {got:#06x}");
+        }
+    }
+}
+
+#[test]
+fn float32_is_rounded_to_16_bits_once_and_to_even() {
+    let Some(gpu) = common::gpu() else { return };
+    // Every number of 16 bits, the ties between it and the next, and what lies beside these.
+    let near = |x: f32| [x.to_bits().wrapping_sub(1), x.to_bits(), x.to_bits().wrapping_add(1)].map(f32::from_bits);
+    let of_bf16 = (0..=u16::MAX).flat_map(|bits| {
+        let x = u32::from(bits) << 16;
+        [x, x + 0x7fff, x + 0x8000, x + 0x8001].map(f32::from_bits)
+    });
+    let of_f16 = (0..0x7c00).flat_map(|bits| {
+        let (x, next) = (f16::from_bits(bits).to_f32(), f16::from_bits(bits + 1).to_f32());
+        let tie = if next.is_finite() { (x + next) / 2.0 } else { 65520.0 };
+        near(x).into_iter().chain(near(tie)).flat_map(|x| [x, -x])
+    });
+    let numbers: Vec<f32> = of_bf16.chain(of_f16).filter(|x| !x.is_nan() && !x.is_subnormal()).collect();
+    let round: [(DType, fn(f32) -> u16); 2] =
+        [(DType::F16, |x| f16::from_f32(x).to_bits()), (DType::BF16, |x| bf16::from_f32(x).to_bits())];
+    for (dtype, round) in round {
+        let stored = through(gpu, DType::F32, dtype, &bytes_of(&numbers));
+        for (x, got) in numbers.iter().zip(stored.chunks_exact(2)) {
+            let got = u16::from_le_bytes([got[0], got[1]]);
+            // 1·x + 0 is +0 for −0.
+            assert!(got == round(*x) || *x == 0.0 || (got & 0x7fff == 0 && round(*x) & 0x7fff == 0), "{dtype} of {x:e}: {got:#06x}");
+        }
+    }
+}
+
+/// Attention of the host's tensors `[1, heads, len, dim]`, as bits of out and lse.
+fn attend(gpu: &Gpu, shapes: [[usize; 4]; 2], q: &[f32], k: &[f32], v: &[f32], options: &Options) -> (Vec<u32>, Vec<u32>) {
+    let [of_q, of_k] = shapes;
+    let (mut out, mut lse) = (vec![0f32; q.len()], vec![0f32; q.len() / of_q[3]]);
+    let view = |name, numbers, shape: [usize; 4]| View::contiguous(name, numbers, shape.into()).unwrap();
+    let tensors = Tensors {
+        lse: Some(ViewMut::contiguous("lse", &mut lse, [of_q[0], of_q[1], of_q[2]].into()).unwrap()),
+        ..Tensors::new(
+            view("q", q, of_q),
+            view("k", k, of_k),
+            view("v", v, of_k),
+            ViewMut::contiguous("out", &mut out, of_q.into()).unwrap(),
+        )
+    };
+    let spec = Spec::builder(&tensors.q, &tensors.k, &tensors.v, options)
+        .out(&tensors.out)
+        .lse(tensors.lse.as_ref().unwrap())
+        .build()
+        .unwrap();
+    let plan = gpu.plan_host(&spec).unwrap();
+    gpu.run_host(&plan, &mut Operands::check(tensors, &spec).unwrap()).unwrap();
+    (out.iter().map(|x| x.to_bits()).collect(), lse.iter().map(|x| x.to_bits()).collect())
+}
+
+fn normal(rng: &mut Rng, n: usize) -> Vec<f32> {
+    (0..n).map(|_| rng.normal() as f32).collect()
+}
+
+const ROWS: usize = 70;
+const DIM: usize = 20;
+
+/// One head of 70 queries and keys under a causal mask, with `bad` in one element of one of q, k and v: the bits with and without.
+fn with_bad(gpu: &Gpu, tensor: usize, j: usize, bad: f32) -> [(Vec<u32>, Vec<u32>); 2] {
+    let mut rng = Rng::new(7);
+    let mut all = [0; 3].map(|_| normal(&mut rng, ROWS * DIM));
+    let options = Options::default().with_causal(rapt_core::Causal::TopLeft);
+    let shape = [1, 1, ROWS, DIM];
+    let clean = attend(gpu, [shape; 2], &all[0], &all[1], &all[2], &options);
+    all[tensor][j * DIM + 3] = bad;
+    [clean, attend(gpu, [shape; 2], &all[0], &all[1], &all[2], &options)]
+}
+
+#[test]
+fn nan_reaches_exactly_the_rows_that_attend_it() {
+    let Some(gpu) = common::gpu() else { return };
+    let is_nan = |bits: &u32| f32::from_bits(*bits).is_nan();
+    for j in [0, 17, 31, 32, 63, 64, 69] {
+        // A query: its own row. A key: every row from it on, whole, and its lse.
+        for (tensor, rows) in [(0, j..j + 1), (1, j..ROWS)] {
+            let [clean, got] = with_bad(gpu, tensor, j, f32::NAN);
+            for row in 0..ROWS {
+                let (is, was) = (&got.0[row * DIM..][..DIM], &clean.0[row * DIM..][..DIM]);
+                let reached = is.iter().all(is_nan) && is_nan(&got.1[row]);
+                assert!(if rows.contains(&row) { reached } else { is == was && got.1[row] == clean.1[row] }, "{tensor} {j} {row}");
+            }
+        }
+        // A value: its column of every row from it on; lse is of scores.
+        for (bad, expected) in [(f32::NAN, f32::NAN), (f32::INFINITY, f32::INFINITY), (f32::NEG_INFINITY, f32::NEG_INFINITY)] {
+            let [clean, got] = with_bad(gpu, 2, j, bad);
+            assert_eq!(clean.1, got.1);
+            for (at, (is, was)) in got.0.iter().zip(&clean.0).enumerate() {
+                let (row, column) = (at / DIM, at % DIM);
+                let is_reached = row >= j && column == 3;
+                let has_it = if expected.is_nan() { is_nan(is) } else { *is == expected.to_bits() };
+                assert!(if is_reached { has_it } else { is == was }, "value {j} {bad}: row {row}, column {column}");
+            }
+        }
+    }
+}
+
+#[test]
+fn an_infinite_score_weighs_all_or_nothing() {
+    let Some(gpu) = common::gpu() else { return };
+    let (shape, ones) = ([1, 1, 2, 1], [1.0f32, 1.0]);
+    // q·k = −inf: the weight is 0. +inf: the row is NaN. All −inf: 0 / 0. With a cap both are numbers.
+    let run = |k: [f32; 2], options: &Options| attend(gpu, [shape; 2], &ones, &k, &[3.0, 5.0], options).0.map_to_f32();
+    assert_eq!(run([f32::NEG_INFINITY, 1.0], &Options::default()), [5.0, 5.0]);
+    assert!(run([f32::INFINITY, 1.0], &Options::default()).iter().all(|x| x.is_nan()));
+    assert!(run([f32::NEG_INFINITY; 2], &Options::default()).iter().all(|x| x.is_nan()));
+    let negative = Options::default().with_softmax_scale(-1.0);
+    assert_eq!(run([f32::INFINITY, 1.0], &negative), [5.0, 5.0], "the scale turns it");
+    let capped = run([f32::INFINITY, 0.0], &Options::default().with_softcap(1.0));
+    let expected = (3.0 * 1f32.exp() + 5.0) / (1f32.exp() + 1.0);
+    assert!(capped.iter().all(|x| (x - expected).abs() < 1e-6), "{capped:?} {expected}");
+}
+
+trait MapToF32 {
+    fn map_to_f32(self) -> Vec<f32>;
+}
+impl MapToF32 for Vec<u32> {
+    fn map_to_f32(self) -> Vec<f32> {
+        self.into_iter().map(f32::from_bits).collect()
+    }
+}
+
+#[test]
+fn a_batch_entry_has_the_bits_that_it_has_alone_and_checks_change_none() {
+    let Some(gpu) = common::gpu() else { return };
+    let mut rng = Rng::new(3);
+    let (batch, shape) = (3, [3, 2, 67, 24]);
+    let [q, k, v] = [0; 3].map(|_| normal(&mut rng, shape.iter().product()));
+    let options = Options::default().with_window(Some(40), None).with_softcap(5.0);
+    let (out, lse) = attend(gpu, [shape; 2], &q, &k, &v, &options);
+    let (of_one, of_lse) = (q.len() / batch, lse.len() / batch);
+    let alone = [1, 2, 67, 24];
+    for b in 0..batch {
+        let of = |all: &[f32]| all[b * of_one..][..of_one].to_vec();
+        let (own, own_lse) = attend(gpu, [alone; 2], &of(&q), &of(&k), &of(&v), &options);
+        assert!(own == out[b * of_one..][..of_one] && own_lse == lse[b * of_lse..][..of_lse], "batch entry {b}");
+    }
+    let checked = Gpu::open_with(0, Checks::Compiled).unwrap();
+    assert_eq!(attend(&checked, [shape; 2], &q, &k, &v, &options), (out, lse));
+}
+
+#[test]
+fn tensors_longer_than_a_binding_are_attended_to_window_by_window() {
+    let Some(gpu) = common::gpu() else { return };
+    let limit = gpu.caps().max_binding_bytes;
+    let (shape, numbers) = ([2usize, 2, 40, 16], 2 * 2 * 40 * 16);
+    // The batch entries of k lie an eighth more apart than a binding is long.
+    let apart = limit / 4 / 8 * 9;
+    let size = (apart + 1280) * 4;
+    if limit > 1 << 30 || size > gpu.wgpu().0.limits().max_buffer_size {
+        println!("a binding of {limit} bytes is not tried");
+        return;
+    }
+    let mut rng = Rng::new(5);
+    let [q, k, v] = [0; 3].map(|_| normal(&mut rng, numbers));
+    let expected = attend(gpu, [shape; 2], &q, &k, &v, &Options::default()).0;
+    let (device, queue) = gpu.wgpu();
+    let far = device.create_buffer(&wgpu::BufferDescriptor { label: None, size, usage: STORED, mapped_at_creation: false });
+    let strides = Strides::from([apart as isize, 640, 16, 1]);
+    let half = numbers / 2;
+    queue.write_buffer(&far, 0, &bytes_of(&k[..half]));
+    queue.write_buffer(&far, apart * 4, &bytes_of(&k[half..]));
+    let (of_q, of_v, of_out) =
+        (buffer(gpu, &bytes_of(&q), STORED), buffer(gpu, &bytes_of(&v), STORED), buffer(gpu, &vec![0; numbers * 4], STORED));
+    let near = |buffer| BufferTensor::contiguous("q", buffer, DType::F32, shape.into()).unwrap();
+    let of_k = BufferTensor { buffer: &far, offset_bytes: 0, dtype: DType::F32, shape: shape.into(), strides };
+    let tensors = BufferTensors::new(near(&of_q), of_k, near(&of_v), near(&of_out));
+    let views = tensors.views(gpu.device()).unwrap();
+    let spec = Spec::builder(&views.q, &views.k, &views.v, &Options::default()).out(&views.out).build().unwrap();
+    let plan = gpu.plan(&spec).unwrap();
+    assert_eq!(plan.launch_plan::<ShaderLaunch>().unwrap().windows.len(), 2);
+    gpu.run(&plan, &tensors).unwrap();
+    let bits: Vec<u32> =
+        common::read(gpu, &[&of_out])[0].chunks_exact(4).map(|x| u32::from_le_bytes([x[0], x[1], x[2], x[3]])).collect();
+    assert_eq!(bits, expected);
+
+    // One head whose keys lie farther apart than a binding is long.
+    let strides = Strides::from([0, 0, apart as isize / 40, 1]);
+    let tensors = BufferTensors { k: BufferTensor { strides, ..of_k }, ..tensors };
+    let views = tensors.views(gpu.device()).unwrap();
+    let spec = Spec::builder(&views.q, &views.k, &views.v, &Options::default()).out(&views.out).build().unwrap();
+    let error = gpu.plan(&spec).unwrap_err();
+    assert!(matches!(&error, Error::Unsupported { what, .. } if what.contains("bytes of k for one head")), "{error}");
+}
+
+#[test]
+fn what_cannot_be_bound_is_refused_by_its_name() {
+    let Some(gpu) = common::gpu() else { return };
+    let shape = Shape::from([1, 1, 4, 4]);
+    let (one, other) = (buffer(gpu, &[0; 64], STORED), buffer(gpu, &[0; 64], STORED));
+    let of = |buffer| BufferTensor::contiguous("x", buffer, DType::F32, shape).unwrap();
+    let plan_of = |tensors: &BufferTensors<'_>| {
+        let views = tensors.views(gpu.device())?;
+        let spec = Spec::builder(&views.q, &views.k, &views.v, &Options::default()).out(&views.out).build()?;
+        gpu.plan(&spec)
+    };
+    let good = BufferTensors::new(of(&one), of(&one), of(&one), of(&other));
+    let plan = plan_of(&good).unwrap();
+    gpu.run(&plan, &good).unwrap();
+    // Inside its buffer.
+    let beyond = BufferTensor { offset_bytes: 4, ..of(&one) };
+    assert!(matches!(BufferTensors { k: beyond, ..good }.views(gpu.device()), Err(Error::OutOfExtent { tensor: "k", .. })));
+    let odd = BufferTensor { offset_bytes: 2, ..of(&one) };
+    assert!(matches!(BufferTensors { v: odd, ..good }.views(gpu.device()), Err(Error::Unaligned { tensor: "v", .. })));
+    // Of another plan.
+    let transposed = BufferTensor { strides: [16, 16, 1, 4].into(), ..of(&one) };
+    let error = gpu.run(&plan, &BufferTensors { q: transposed, ..good }).unwrap_err();
+    assert!(matches!(error, Error::NotAsPlanned { tensor: "q", what: "strides" }), "{error}");
+    // Over an input, and beside one in its buffer.
+    let error = gpu.run(&plan, &BufferTensors { out: of(&one), ..good }).unwrap_err();
+    assert!(matches!(error, Error::OutputOverlaps { tensor: "out", other: "q" }), "{error}");
+    let wide = buffer(gpu, &[0; 128], STORED);
+    let (first, second) = (of(&wide), BufferTensor { offset_bytes: 64, ..of(&wide) });
+    let error = gpu.run(&plan, &BufferTensors { q: first, out: second, ..good }).unwrap_err();
+    assert!(matches!(&error, Error::Unsupported { what, .. } if what == "out in the buffer of q"), "{error}");
+    let unbound = buffer(gpu, &[0; 64], BufferUsages::COPY_DST);
+    let error = gpu.run(&plan, &BufferTensors { k: of(&unbound), ..good }).unwrap_err();
+    assert!(matches!(&error, Error::Unsupported { what, .. } if what.contains("of k without usage STORAGE")), "{error}");
+    // The host's.
+    let numbers = [0f32; 16];
+    let view = View::contiguous("q", &numbers, shape).unwrap();
+    let on_host = Spec::builder(&view, &view, &view, &Options::default()).build().unwrap();
+    assert!(matches!(gpu.plan(&on_host), Err(Error::DeviceUnavailable { .. })));
+    gpu.run(&plan, &good).unwrap();
+}
+
+#[test]
+fn an_adapter_that_is_not_there_is_an_error_with_its_number() {
+    assert!(matches!(Gpu::open(4711), Err(GpuError::NoAdapter { index: 4711, .. })));
+}
+
+#[test]
+fn a_lost_device_is_an_error_and_then_opened_again() {
+    if common::gpu().is_none() {
+        return;
+    }
+    let gpu = Gpu::open(0).unwrap();
+    let (shape, numbers) = ([1, 1, 3, 4], [0.5f32; 12]);
+    let run = || {
+        let mut out = [0f32; 12];
+        let view = View::contiguous("q", &numbers, shape.into()).unwrap();
+        let tensors = Tensors::new(view, view, view, ViewMut::contiguous("out", &mut out, shape.into()).unwrap());
+        let spec = Spec::builder(&view, &view, &view, &Options::default()).out(&tensors.out).build().unwrap();
+        let plan = gpu.plan_host(&spec)?;
+        gpu.run_host(&plan, &mut Operands::check(tensors, &spec).unwrap())?;
+        Ok::<_, Error>(out)
+    };
+    assert_eq!(run().unwrap(), numbers);
+    gpu.wgpu().0.destroy();
+    // Whoever is first to meet the loss is told.
+    let error = run().unwrap_err();
+    assert!(matches!(error, Error::DeviceFailed { .. }), "{error}");
+    assert_eq!(run().unwrap(), numbers);
+}
+
+#[test]
+fn memory_that_the_device_does_not_have_is_an_error_and_the_next_call_is_served() {
+    let Some(gpu) = common::gpu() else { return };
+    let most = gpu.wgpu().0.limits().max_buffer_size;
+    // One value for every column, so that out alone is long.
+    let columns = (most / 4 + 1) as usize;
+    if columns >= 1 << 29 {
+        println!("a buffer of {most} bytes is not tried");
+        return;
+    }
+    let one = [1f32];
+    let mut out = Sparse::new(DType::F32, [1, 1, 1, columns], [0, 0, 0, 1]);
+    let small = View::strided("q", &one, 0, [1, 1, 1, 1].into(), [1, 1, 1, 1].into()).unwrap();
+    let v = View::strided("v", &one, 0, [1, 1, 1, columns].into(), [0, 0, 0, 0].into()).unwrap();
+    let tensors = Tensors::new(small, small, v, out.view_mut("out", 0));
+    let spec = Spec::builder(&tensors.q, &tensors.k, &tensors.v, &Options::default()).out(&tensors.out).build().unwrap();
+    let planned = gpu.plan_host(&spec);
+    let error = planned.and_then(|plan| gpu.run_host(&plan, &mut Operands::check(tensors, &spec)?)).unwrap_err();
+    assert!(matches!(error, Error::OutOfMemory { .. } | Error::Unsupported { .. }), "{error}");
+    attend(gpu, [[1, 1, 3, 4]; 2], &[0.5; 12], &[0.5; 12], &[0.5; 12], &Options::default());
+}
