@@ -32,9 +32,8 @@ fn forms() -> Result<Vec<KernelVariant>, Box<dyn Error>> {
                 }
             }
             // Caches without softcap and slopes: pages that TMA loads, pages whose rows are gathered, and none.
-            for (dtype, page_size) in
-                [DType::BF16, DType::F32].into_iter().flat_map(|dtype| [0, 1, 16].map(|page| (dtype, page)))
-            {
+            let dtypes: &[DType] = if head_dim == padded { &[DType::BF16, DType::F32] } else { &[DType::BF16] };
+            for (dtype, page_size) in dtypes.iter().flat_map(|dtype| [0, 1, 16].map(|page_size| (*dtype, page_size))) {
                 let spec = spec_of_cache(dtype, [2, 8, 2, 512, 4096], [head_dim, page_size], None, &plain);
                 all.extend(variants(&spec, &caps(Arch::Sm90a))?);
             }

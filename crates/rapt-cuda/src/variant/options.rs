@@ -100,7 +100,12 @@ impl KernelVariant {
                 options.define("STAGES", HOPPER_F32_STAGES);
                 options.define("LAST_COLUMNS", (self.dims.1 - 1) % BOX_COLUMNS + 1);
                 // As many as 512 threads were given at the start: 128 each.
-                let loading = if self.loads == Loads::ByElement { 88 } else { 80 };
+                let loading = match (self.loads, self.sequences) {
+                    // 4 bytes are spilled here, with other numbers more.
+                    (Loads::ByElement, Sequences::Paged) => 96,
+                    (Loads::ByElement, _) => 88,
+                    _ => 80,
+                };
                 options.define("LOADING_REGISTERS", loading);
                 options.define("MULTIPLYING_REGISTERS", 256 - loading);
             }
