@@ -50,7 +50,7 @@ fn workgroup_memory_is_at_most_16_kib() {
 
 #[test]
 fn the_parameters_lie_where_the_text_says() {
-    for (variant, module) in parsed() {
+    for (_, module) in parsed() {
         let (_, params) = module.global_variables.iter().find(|(_, of)| of.name.as_deref() == Some("p")).unwrap();
         assert_eq!(params.binding.as_ref().unwrap().binding, 0);
         let TypeInner::Struct { members, span } = &module.types[params.ty].inner else { panic!("a struct") };
@@ -66,7 +66,7 @@ fn the_parameters_lie_where_the_text_says() {
 
 #[test]
 fn the_buffers_are_those_of_the_list() {
-    for (variant, module) in parsed() {
+    for (_, module) in parsed() {
         let buffers = module.global_variables.iter().filter_map(|(_, of)| match of.space {
             AddressSpace::Storage { access } if of.name.as_deref() != Some("p") => {
                 let TypeInner::Array { size: ArraySize::Dynamic, .. } = module.types[of.ty].inner else {

@@ -77,15 +77,18 @@ impl Open {
         // In the reverse order of their beginning.
         let errors = [validation.pop(), internal.pop()].map(pollster::block_on);
         let memory = pollster::block_on(memory.pop());
+        let error = errors.into_iter().flatten().next();
+        if memory.is_some() || error.is_some() {
+            // A loss is told when the device is asked how far it is.
+            let _ = self.device.poll(wgpu::PollType::Poll);
+        }
         if let Some(lost) = self.lost() {
             return Err(lost);
         }
-        if memory.is_some() {
-            return Err(GpuError::OutOfMemory { bytes });
-        }
-        match errors.into_iter().flatten().next() {
-            Some(error) => Err(GpuError::Failed { call, why: error.to_string() }),
-            None => Ok(done),
+        match (memory, error) {
+            (Some(_), _) => Err(GpuError::OutOfMemory { bytes }),
+            (None, Some(error)) => Err(GpuError::Failed { call, why: error.to_string() }),
+            (None, None) => Ok(done),
         }
     }
 

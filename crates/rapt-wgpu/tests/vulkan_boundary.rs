@@ -9,6 +9,9 @@ use rapt_testkit::{Rng, Sparse};
 use rapt_wgpu::wgpu::{self, BufferUsages};
 use rapt_wgpu::{BufferTensor, BufferTensors, Checks, Gpu, GpuError};
 
+type Widen = fn(u16) -> f32;
+type Round = fn(f32) -> u16;
+
 const STORED: BufferUsages = BufferUsages::STORAGE.union(BufferUsages::COPY_DST).union(BufferUsages::COPY_SRC);
 
 fn buffer(gpu: &Gpu, bytes: &[u8], usage: BufferUsages) -> wgpu::Buffer {
@@ -42,7 +45,7 @@ fn through(gpu: &Gpu, storage: DType, out: DType, v: &[u8]) -> Vec<u8> {
 fn every_16_bit_number_is_loaded_as_itself() {
     let Some(gpu) = common::gpu() else { return };
     let all: Vec<u8> = (0..=u16::MAX).flat_map(u16::to_le_bytes).collect();
-    let widen: [(DType, fn(u16) -> f32); 2] =
+    let widen: [(DType, Widen); 2] =
         [(DType::F16, |bits| f16::from_bits(bits).to_f32()), (DType::BF16, |bits| bf16::from_bits(bits).to_f32())];
     for (dtype, widen) in widen {
         let loaded = through(gpu, dtype, DType::F32, &all);
@@ -50,14 +53,18 @@ fn every_16_bit_number_is_loaded_as_itself() {
             let (got, expected) = (f32::from_le_bytes([got[0], got[1], got[2], got[3]]), widen(bits));
             // Below 2^-126 a device may take a float32 for 0.
             let same = got.to_bits() == expected.to_bits() || (got.is_nan() && expected.is_nan());
-            assert!(same || (expected.is_subnormal() && got == 0.0) || (got == 0.0 && expected == 0.0), "{dtype} {bits:#06x}: {got}");
+            assert!(
+                same || (expected.is_subnormal() && got == 0.0) || (got == 0.0 && expected == 0.0),
+                "{dtype} {bits:#06x}: {got}"
+            );
         }
         // And stored as itself.
         let stored = through(gpu, dtype, dtype, &all);
         for (bits, got) in (0..=u16::MAX).zip(stored.chunks_exact(2)) {
             let (got, number) = (u16::from_le_bytes([got[0], got[1]]), widen(bits));
             let is_zero = |bits: u16| bits & 0x7fff == 0;
-            let exempt = number.is_nan() && widen(got).is_nan() || is_zero(got) && (is_zero(bits) || number.is_subnormal());
+            let exempt =
+                number.is_nan() && widen(got).is_nan() || is_zero(got) && (is_zero(bits) || number.is_subnormal());
             assert!(got == bits || exempt, "{dtype} {bits:#06x}: {got:#06x}");
         }
     }
@@ -78,20 +85,30 @@ fn float32_is_rounded_to_16_bits_once_and_to_even() {
         near(x).into_iter().chain(near(tie)).flat_map(|x| [x, -x])
     });
     let numbers: Vec<f32> = of_bf16.chain(of_f16).filter(|x| !x.is_nan() && !x.is_subnormal()).collect();
-    let round: [(DType, fn(f32) -> u16); 2] =
+    let round: [(DType, Round); 2] =
         [(DType::F16, |x| f16::from_f32(x).to_bits()), (DType::BF16, |x| bf16::from_f32(x).to_bits())];
     for (dtype, round) in round {
         let stored = through(gpu, DType::F32, dtype, &bytes_of(&numbers));
         for (x, got) in numbers.iter().zip(stored.chunks_exact(2)) {
             let got = u16::from_le_bytes([got[0], got[1]]);
             // 1·x + 0 is +0 for −0.
-            assert!(got == round(*x) || *x == 0.0 || (got & 0x7fff == 0 && round(*x) & 0x7fff == 0), "{dtype} of {x:e}: {got:#06x}");
+            assert!(
+                got == round(*x) || *x == 0.0 || (got & 0x7fff == 0 && round(*x) & 0x7fff == 0),
+                "{dtype} of {x:e}: {got:#06x}"
+            );
         }
     }
 }
 
 /// Attention of the host's tensors `[1, heads, len, dim]`, as bits of out and lse.
-fn attend(gpu: &Gpu, shapes: [[usize; 4]; 2], q: &[f32], k: &[f32], v: &[f32], options: &Options) -> (Vec<u32>, Vec<u32>) {
+fn attend(
+    gpu: &Gpu,
+    shapes: [[usize; 4]; 2],
+    q: &[f32],
+    k: &[f32],
+    v: &[f32],
+    options: &Options,
+) -> (Vec<u32>, Vec<u32>) {
     let [of_q, of_k] = shapes;
     let (mut out, mut lse) = (vec![0f32; q.len()], vec![0f32; q.len() / of_q[3]]);
     let view = |name, numbers, shape: [usize; 4]| View::contiguous(name, numbers, shape.into()).unwrap();
@@ -143,11 +160,16 @@ fn nan_reaches_exactly_the_rows_that_attend_it() {
             for row in 0..ROWS {
                 let (is, was) = (&got.0[row * DIM..][..DIM], &clean.0[row * DIM..][..DIM]);
                 let reached = is.iter().all(is_nan) && is_nan(&got.1[row]);
-                assert!(if rows.contains(&row) { reached } else { is == was && got.1[row] == clean.1[row] }, "{tensor} {j} {row}");
+                assert!(
+                    if rows.contains(&row) { reached } else { is == was && got.1[row] == clean.1[row] },
+                    "{tensor} {j} {row}"
+                );
             }
         }
         // A value: its column of every row from it on; lse is of scores.
-        for (bad, expected) in [(f32::NAN, f32::NAN), (f32::INFINITY, f32::INFINITY), (f32::NEG_INFINITY, f32::NEG_INFINITY)] {
+        for (bad, expected) in
+            [(f32::NAN, f32::NAN), (f32::INFINITY, f32::INFINITY), (f32::NEG_INFINITY, f32::NEG_INFINITY)]
+        {
             let [clean, got] = with_bad(gpu, 2, j, bad);
             assert_eq!(clean.1, got.1);
             for (at, (is, was)) in got.0.iter().zip(&clean.0).enumerate() {
@@ -220,13 +242,17 @@ fn tensors_longer_than_a_binding_are_attended_to_window_by_window() {
     let [q, k, v] = [0; 3].map(|_| normal(&mut rng, numbers));
     let expected = attend(gpu, [shape; 2], &q, &k, &v, &Options::default()).0;
     let (device, queue) = gpu.wgpu();
-    let far = device.create_buffer(&wgpu::BufferDescriptor { label: None, size, usage: STORED, mapped_at_creation: false });
+    let far =
+        device.create_buffer(&wgpu::BufferDescriptor { label: None, size, usage: STORED, mapped_at_creation: false });
     let strides = Strides::from([apart as isize, 640, 16, 1]);
     let half = numbers / 2;
     queue.write_buffer(&far, 0, &bytes_of(&k[..half]));
     queue.write_buffer(&far, apart * 4, &bytes_of(&k[half..]));
-    let (of_q, of_v, of_out) =
-        (buffer(gpu, &bytes_of(&q), STORED), buffer(gpu, &bytes_of(&v), STORED), buffer(gpu, &vec![0; numbers * 4], STORED));
+    let (of_q, of_v, of_out) = (
+        buffer(gpu, &bytes_of(&q), STORED),
+        buffer(gpu, &bytes_of(&v), STORED),
+        buffer(gpu, &vec![0; numbers * 4], STORED),
+    );
     let near = |buffer| BufferTensor::contiguous("q", buffer, DType::F32, shape.into()).unwrap();
     let of_k = BufferTensor { buffer: &far, offset_bytes: 0, dtype: DType::F32, shape: shape.into(), strides };
     let tensors = BufferTensors::new(near(&of_q), of_k, near(&of_v), near(&of_out));
@@ -235,8 +261,10 @@ fn tensors_longer_than_a_binding_are_attended_to_window_by_window() {
     let plan = gpu.plan(&spec).unwrap();
     assert_eq!(plan.launch_plan::<ShaderLaunch>().unwrap().windows.len(), 2);
     gpu.run(&plan, &tensors).unwrap();
-    let bits: Vec<u32> =
-        common::read(gpu, &[&of_out])[0].chunks_exact(4).map(|x| u32::from_le_bytes([x[0], x[1], x[2], x[3]])).collect();
+    let bits: Vec<u32> = common::read(gpu, &[&of_out])[0]
+        .chunks_exact(4)
+        .map(|x| u32::from_le_bytes([x[0], x[1], x[2], x[3]]))
+        .collect();
     assert_eq!(bits, expected);
 
     // One head whose keys lie farther apart than a binding is long.
@@ -264,7 +292,10 @@ fn what_cannot_be_bound_is_refused_by_its_name() {
     gpu.run(&plan, &good).unwrap();
     // Inside its buffer.
     let beyond = BufferTensor { offset_bytes: 4, ..of(&one) };
-    assert!(matches!(BufferTensors { k: beyond, ..good }.views(gpu.device()), Err(Error::OutOfExtent { tensor: "k", .. })));
+    assert!(matches!(
+        BufferTensors { k: beyond, ..good }.views(gpu.device()),
+        Err(Error::OutOfExtent { tensor: "k", .. })
+    ));
     let odd = BufferTensor { offset_bytes: 2, ..of(&one) };
     assert!(matches!(BufferTensors { v: odd, ..good }.views(gpu.device()), Err(Error::Unaligned { tensor: "v", .. })));
     // Of another plan.
@@ -280,7 +311,10 @@ fn what_cannot_be_bound_is_refused_by_its_name() {
     assert!(matches!(&error, Error::Unsupported { what, .. } if what == "out in the buffer of q"), "{error}");
     let unbound = buffer(gpu, &[0; 64], BufferUsages::COPY_DST);
     let error = gpu.run(&plan, &BufferTensors { k: of(&unbound), ..good }).unwrap_err();
-    assert!(matches!(&error, Error::Unsupported { what, .. } if what.contains("of k without usage STORAGE")), "{error}");
+    assert!(
+        matches!(&error, Error::Unsupported { what, .. } if what.contains("of k without usage STORAGE")),
+        "{error}"
+    );
     // The host's.
     let numbers = [0f32; 16];
     let view = View::contiguous("q", &numbers, shape).unwrap();
@@ -333,7 +367,8 @@ fn memory_that_the_device_does_not_have_is_an_error_and_the_next_call_is_served(
     let small = View::strided("q", &one, 0, [1, 1, 1, 1].into(), [1, 1, 1, 1].into()).unwrap();
     let v = View::strided("v", &one, 0, [1, 1, 1, columns].into(), [0, 0, 0, 0].into()).unwrap();
     let tensors = Tensors::new(small, small, v, out.view_mut("out", 0));
-    let spec = Spec::builder(&tensors.q, &tensors.k, &tensors.v, &Options::default()).out(&tensors.out).build().unwrap();
+    let spec =
+        Spec::builder(&tensors.q, &tensors.k, &tensors.v, &Options::default()).out(&tensors.out).build().unwrap();
     let planned = gpu.plan_host(&spec);
     let error = planned.and_then(|plan| gpu.run_host(&plan, &mut Operands::check(tensors, &spec)?)).unwrap_err();
     assert!(matches!(error, Error::OutOfMemory { .. } | Error::Unsupported { .. }), "{error}");

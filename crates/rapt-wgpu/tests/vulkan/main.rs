@@ -1,6 +1,8 @@
 //! The kernels on a GPU (in `cargo xtask vulkan` on Mesa's lavapipe): the reference, memory, strides, poison.
 
+#[path = "../common/mod.rs"]
 mod common;
+mod placed;
 
 use rapt_core::DType;
 use rapt_testkit::{Config, Engine, Tally, conformance};
@@ -21,7 +23,7 @@ fn check(engine: Box<Engine<'_>>, config: &Config) -> Tally {
 #[test]
 fn tensors_in_buffers_conform() {
     let Some(gpu) = common::gpu() else { return };
-    let tally = check(Box::new(common::engine(gpu)), &config(120, true));
+    let tally = check(Box::new(placed::engine(gpu)), &config(120, true));
     for kind in [
         "mask bool",
         "mask additive",
@@ -42,7 +44,7 @@ fn tensors_in_buffers_conform() {
 #[test]
 fn tensors_of_the_host_conform() {
     let Some(gpu) = common::gpu() else { return };
-    check(Box::new(common::host_engine(gpu)), &config(60, false));
+    check(Box::new(placed::host_engine(gpu)), &config(60, false));
 }
 
 /// `cargo xtask vulkan --whole`.
@@ -50,6 +52,6 @@ fn tensors_of_the_host_conform() {
 #[ignore = "takes minutes on a processor"]
 fn many_problems_conform() {
     let Some(gpu) = common::gpu() else { return };
-    check(Box::new(common::engine(gpu)), &Config { seed: 0x60d, ..config(1500, false) });
-    check(Box::new(common::host_engine(gpu)), &Config { seed: 0x40571, ..config(400, true) });
+    check(Box::new(placed::engine(gpu)), &Config { seed: 0x60d, ..config(1500, false) });
+    check(Box::new(placed::host_engine(gpu)), &Config { seed: 0x40571, ..config(400, true) });
 }
