@@ -149,7 +149,8 @@ __device__ inline bool attend(const Params& p, Shared& sh, int first_fragment) {
     OnlineSoftmax<MT> softmax;
     softmax.clear();
     k += start * p.k_stride[2], v += start * p.v_stride[2];
-    if (start < seen.hi) load_next_k(start);
+    // Without keys nothing else would wait for Q, and its copies would land on the rows that are staged in its place.
+    start < seen.hi ? load_next_k(start) : cp_async_commit();
     for (int n0 = start; n0 < seen.hi; n0 += BN) {
         cp_async_wait<0>();
         __syncthreads();
