@@ -106,7 +106,7 @@ const GELU_LOST: [f32; 2] = [7.268_475_6e-9, 2.019_499_6e-8];
 const LOG2_PHI: [f32; 10] = [
     -1.993_564_3e-9,
     1.457_222_5e-7,
-    -4.663_741_2e-6,
+    -4.663_741e-6,
     8.657_377e-5,
     -0.001_045_299_3,
     0.008_783_123,
@@ -116,7 +116,7 @@ const LOG2_PHI: [f32; 10] = [
     -1.000_014_7,
 ];
 /// `2^r` for |r| up to 1/2, its relative error 2^−18.6.
-const SHORT_EXP2: [f32; 5] = [0.009_570_1, 0.055_917_86, 0.240_247_45, 0.693_121_8, 0.999_999_26];
+const SHORT_EXP2: [f32; 5] = [0.009_570_1, 0.055_917_86, 0.240_247_45, 0.693_121_8, 0.999_999_3];
 
 /// Sines, cosines and tangents from here on go by way of std: reducing them takes more digits of π.
 pub(in crate::pointwise::kernels) const FAR: f32 = 35_184_372_088_832.0;
