@@ -4,6 +4,7 @@ Few samples are taken in an ordinary run: the first ones have padding, steps, od
 """
 
 import torch
+from op_samples_nonfinite import of_numbers
 from op_samples_written import FLOATS, make, only
 
 A = "aten."
@@ -48,6 +49,9 @@ ROWS = {
     A + "nuclear_norm.default": (None, "ulp"),
     A + "nuclear_norm.dim": (None, "ulp"),
     A + "_linalg_svd.default": (None, "ulp"),
+    # Searches of numbers.
+    A + "bucketize.Scalar": (None, "bits"),
+    A + "searchsorted.Scalar": (None, "bits"),
     # Bags, and products of three.
     A + "embedding_bag.default": (None, "ulp"),
     A + "embedding_bag.padding_idx": (None, "ulp"),
@@ -335,6 +339,8 @@ OWN = {
     A + "cdist.default": _pairs,
     A + "_cdist_forward.default": _pairs,
     A + "linalg_matrix_norm.str_ord": _matrices,
+    A + "bucketize.Scalar": of_numbers(True),
+    A + "searchsorted.Scalar": of_numbers(False),
     A + "nuclear_norm.default": _sums_of_values,
     A + "nuclear_norm.dim": _sums_of_values_along,
     A + "_linalg_svd.default": _values_alone,

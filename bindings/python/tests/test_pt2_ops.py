@@ -20,6 +20,7 @@ pytest.importorskip("expecttest")  # torch's own samples need it.
 pytest.importorskip("transformers")
 
 from one_node import OneNode  # noqa: E402
+from op_samples_nonfinite import SAMPLES as NOT_FINITE  # noqa: E402
 from op_samples import DTYPES, MORE, NOT_ON_TENSORS, OVERLOADS, overload_of, samples  # noqa: E402
 from pt2_compare import difference  # noqa: E402
 from reference import to_torch  # noqa: E402
@@ -175,6 +176,19 @@ def test_an_operator_gives_what_torch_gives(name):
     assert not failures, f"{len(failures)} of {count} samples:\n" + "\n".join(failures[:20])
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=lambda dtype: str(dtype)[6:])
+@pytest.mark.parametrize("name", NOT_FINITE)
+def test_what_is_not_finite_follows_torch(name, dtype):
+    failures, count = [], 0
+    with torch.no_grad():
+        for sample in NOT_FINITE[name](dtype):
+            count += 1
+            wrong = check(name, sample)
+            if wrong:
+                failures.append(f"{shown(sample)}: {wrong}")
+    assert count and not failures, f"{len(failures)} of {count} samples:\n" + "\n".join(failures[:20])
+
+
 MIDDLE = torch.zeros(7)[2:5]
 # What an ordinary run takes no sample of.
 KEPT = {
@@ -233,3 +247,4 @@ def test_a_wrong_answer_is_seen():
     assert "signs of zero" in difference(torch.tensor([-0.0]), torch.tensor([0.0]), None, "bits")
     nan = torch.tensor([float("nan"), 2.0, 3.0])
     assert "infinite or NaN" in difference(nan, right, right.double(), "ulp")
+    assert "infinite or NaN" in difference(nan, nan.nan_to_num(float("inf")), nan.nan_to_num(float("inf")).double(), "ulp")

@@ -486,15 +486,17 @@ fn images_are_resized() {
     let mut rng = Rng::new(7);
     for dtype in [DType::F32, DType::F64, DType::F16, DType::BF16] {
         let shape = [2, 3, 4, 5];
-        let values = numbers(&mut rng, dtype, shape.iter().product(), false);
+        let mut values = numbers(&mut rng, dtype, shape.iter().product(), false);
+        // Beside a weight of 0, and beside none.
+        (values[2 * 5 + 1], values[20 + 4]) = (f64::NAN, f64::INFINITY);
         let x = image(&mut rng, dtype, &shape, &values);
-        let rows = vec![(0, 1, 0.25), (1, 2, 0.0), (3, 3, 0.5)];
-        let columns = vec![(0, 1, 0.75), (4, 4, 0.0), (2, 3, 0.5), (1, 1, 1.0)];
+        let rows = vec![(0, 1, Some(0.25)), (1, 2, Some(0.0)), (3, 3, None)];
+        let columns = vec![(0, 1, Some(0.75)), (4, 4, None), (2, 3, Some(0.5)), (1, 1, Some(1.0))];
         let out = Tensor::new(&mut rng, dtype, &[2, 3, 3, 4], &[]);
         let arch = rng.pick(rapt_cpu::available());
         let kernel = Resize::new(arch, [rows.clone(), columns.clone()], &x.form, &out.form).unwrap();
         run(&kernel, &[&x, &out], 3).unwrap();
-        let mix = |a: f64, b: f64, w: f64| if w == 0.0 { a } else { a * (1.0 - w) + b * w };
+        let mix = |a: f64, b: f64, w: Option<f64>| w.map_or(a, |w| a * (1.0 - w) + b * w);
         let expected: Vec<f64> = indices(&out.form.shape)
             .iter()
             .map(|index| {
@@ -505,7 +507,7 @@ fn images_are_resized() {
             })
             .collect();
         same(&out.values(), &expected, &format!("{dtype} {:?}", x.form));
-        assert!(Resize::new(arch, [rows, vec![(5, 0, 0.0); 4]], &x.form, &out.form).is_none());
+        assert!(Resize::new(arch, [rows, vec![(5, 0, None); 4]], &x.form, &out.form).is_none());
     }
 }
 

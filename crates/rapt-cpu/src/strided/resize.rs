@@ -3,15 +3,15 @@
 //! ```text
 //! y[i, j] = mix(mix(x[top, left], x[top, right]), mix(x[bottom, left], x[bottom, right]))      mix(a, b) = a (1 − w) + b w
 //! ```
-//! in float64, rounded once. Where a weight is 0 the second number is left out, be it NaN.
+//! in float64, rounded once. A weight of 0 counts, as in PyTorch: 0 times an infinity is NaN. Where there is none, a is the result.
 
 use rapt_core::{Arch, DType};
 
 use super::element::{Call, Element, Entry, Sum, Typed, entry};
 use super::{Dim, Dims, Form, Kernel};
 
-/// Of each position of the result along one dimension: two positions of the image, and the weight of the second.
-pub type Weights = Vec<(usize, usize, f64)>;
+/// Of each position of the result along one dimension: two positions of the image, and the weight of the second, if it counts.
+pub type Weights = Vec<(usize, usize, Option<f64>)>;
 
 /// Resizing for operands of given forms: x, and the result.
 #[derive(Clone, Debug)]
@@ -47,7 +47,7 @@ impl Resize {
         let dim = |d: usize| Dim { size: out.shape[d], strides: [x.strides[d], out.strides[d]] };
         let is_last = rank > 2 && x.strides[rank - 3] == 1 && x.strides[rank - 1] != 1;
         let channels = if is_last { dim(rank - 3) } else { Dim { size: 1, strides: [0; 2] } };
-        let is_nearest = rows.iter().chain(&columns).all(|&(_, _, weight)| weight == 0.0);
+        let is_nearest = rows.iter().chain(&columns).all(|(_, _, weight)| weight.is_none());
         Some(Resize {
             lead: Dims::new((0..rank - 2 - usize::from(is_last)).map(dim)),
             row: dim(rank - 2),
@@ -80,10 +80,13 @@ impl Kernel for Resize {
     }
 }
 
-/// `a (1 − w) + b w`, or `a` where the weight is 0.
+/// `a (1 − w) + b w`, or `a` where there is no weight.
 #[inline(always)]
-fn mix(a: f64, b: f64, weight: f64) -> f64 {
-    if weight == 0.0 { a } else { a * (1.0 - weight) + b * weight }
+fn mix(a: f64, b: f64, weight: Option<f64>) -> f64 {
+    match weight {
+        Some(weight) => a * (1.0 - weight) + b * weight,
+        None => a,
+    }
 }
 
 struct Run;

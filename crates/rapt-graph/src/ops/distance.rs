@@ -1,6 +1,10 @@
 //! Distances between vectors: `cdist` of every pair, `pairwise_distance` of those at one place.
 //!
 //! `(Σ |a_i − b_i|^p)^(1/p)`, in f64 and rounded once; at p = 0 the number of differences, at p = ∞ the greatest.
+//!
+//! What is not finite follows PyTorch's kernels. `cdist` at p = 0 is NaN where a difference is, at p = ∞ it passes NaN over. At p = 2, of more than
+//! 25 vectors or where it is asked for, PyTorch expands `|a|² + |b|² − 2 a·b`, which is NaN for many infinite vectors; finite distances are those of
+//! the formula above.
 
 use super::reduce::vector_norm;
 use super::shape::{count, expand_places, fresh, is_int, misfit, need_float, need_same, refuse};
@@ -19,7 +23,12 @@ pub struct Distance {
     p: f64,
     /// What is said of pairs at one place.
     pairs: Option<Pairs>,
+    /// Whether squares are expanded at p = 2; `None` is where there are many vectors.
+    expands: Option<bool>,
 }
+
+/// The most vectors whose squares PyTorch does not expand by itself.
+const FEW: i64 = 25;
 
 /// What `pairwise_distance` says more.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -74,9 +83,18 @@ impl Distance {
             // Of each pair, the first vector's number and the second's.
             let to = &outs[0].meta.shape;
             let (of_a, of_b) = (expand_places(&column(&a.meta), to)?, expand_places(&row(&b.meta), to)?);
+            let many = to[to.len() - 2..].iter().any(|&n| n > FEW);
+            let expands = self.p == 2.0 && self.expands.unwrap_or(many);
             let one = |(&p, &q): (&usize, &usize)| {
                 let (a, b) = (&x[p * size..][..size], &y[q * size..][..size]);
-                vector_norm(a.iter().zip(b).map(|(a, b)| a - b), self.p)
+                let expanded = if expands { expanded(a, b) } else { 0.0 };
+                let differences = a.iter().zip(b).map(|(a, b)| a - b);
+                match self.p {
+                    _ if !expanded.is_finite() => expanded,
+                    0.0 if differences.clone().any(f64::is_nan) => f64::NAN,
+                    f64::INFINITY => differences.fold(0.0, |greatest: f64, x| greatest.max(x.abs())),
+                    p => vector_norm(differences, p),
+                }
             };
             of_a.iter().zip(&of_b).map(one).collect()
         };
@@ -103,6 +121,13 @@ impl Distance {
     }
 }
 
+/// `|a|² + |b|² − 2 a·b`, at least 0.
+fn expanded(a: &[f64], b: &[f64]) -> f64 {
+    let square = |x: &[f64]| x.iter().fold(0.0, |sum, x| sum + x * x);
+    let sum = a.iter().zip(b).fold(0.0, |sum, (a, b)| sum - 2.0 * a * b) + square(a) + square(b);
+    if sum < 0.0 { 0.0 } else { sum }
+}
+
 /// The shape of the vectors' numbers, one below the other.
 fn column(meta: &Meta) -> Vec<i64> {
     let mut shape = meta.shape.clone();
@@ -121,17 +146,21 @@ fn row(meta: &Meta) -> Vec<i64> {
 }
 
 fn cdist(args: &Args<'_>) -> Result<Distance, OpError> {
-    // How the distance is computed is the kernel's affair.
-    args.opt_int("compute_mode")?;
+    let expands = match args.opt_int("compute_mode")?.map(|_| args.known_int("compute_mode")).transpose()? {
+        None | Some(0) => None,
+        Some(1) => Some(true),
+        Some(2) => Some(false),
+        Some(other) => return refuse("compute_mode", other.to_string(), "it is 0, 1 or 2"),
+    };
     let p = args.opt_float("p")?.unwrap_or(2.0);
     if p < 0.0 {
         return refuse("p", p.to_string(), "it must not be negative");
     }
-    Ok(Distance { a: args.tensor("x1")?, b: args.tensor("x2")?, p, pairs: None })
+    Ok(Distance { a: args.tensor("x1")?, b: args.tensor("x2")?, p, pairs: None, expands })
 }
 
 fn pairwise(args: &Args<'_>) -> Result<Distance, OpError> {
     let pairs = Pairs { eps: args.opt_float("eps")?.unwrap_or(1e-6), keepdim: args.bool_or("keepdim", false)? };
     let p = args.opt_float("p")?.unwrap_or(2.0);
-    Ok(Distance { a: args.tensor("x1")?, b: args.tensor("x2")?, p, pairs: Some(pairs) })
+    Ok(Distance { a: args.tensor("x1")?, b: args.tensor("x2")?, p, pairs: Some(pairs), expands: None })
 }

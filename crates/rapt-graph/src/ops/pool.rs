@@ -432,8 +432,8 @@ fn adaptive_means(x: &[f64], planes: usize, sizes: [i64; 2], output: [i64; 2]) -
     all
 }
 
-/// For each position of the result, two positions of the image and the weight of the second.
-pub type Axis = Vec<(usize, usize, f64)>;
+/// For each position of the result, two positions of the image and the weight of the second; `None` where the first is the result.
+pub type Axis = Vec<(usize, usize, Option<f64>)>;
 
 /// What rows and columns are made of: bilinear, with whether corners stay corners, or nearest.
 fn axes(factors: Option<&[f64]>, bilinear: Option<bool>, from: [i64; 2], to: [i64; 2]) -> [Axis; 2] {
@@ -460,7 +460,7 @@ pub(super) fn nearest(from: i64, to: i64, factor: Option<f64>) -> Axis {
         } else {
             ((o as f32 * scale).floor() as i64).min(from - 1)
         };
-        (count(at), count(at), 0.0)
+        (count(at), count(at), None)
     };
     (0..to).map(one).collect()
 }
@@ -475,20 +475,24 @@ pub(super) fn scale_of(from: i64, to: i64, factor: Option<f64>, corners: bool) -
     }
 }
 
+/// Two neighbours of each position. A weight of 0 counts, as in PyTorch's kernels: 0 times an infinity is NaN. Of an axis that keeps its
+/// size both are the position itself.
 pub(super) fn linear_weights(from: i64, to: i64, factor: Option<f64>, corners: bool) -> Axis {
+    if from == to {
+        return (0..count(to)).map(|o| (o, o, Some(0.0))).collect();
+    }
     let scale = scale_of(from, to, factor, corners);
     let one = |o: i64| {
         let at = if corners { scale * o as f64 } else { (scale * (o as f64 + 0.5) - 0.5).max(0.0) };
         let low = (at as i64).min(from - 1);
         let weight = (at - low as f64).clamp(0.0, 1.0);
-        (count(low), count((low + 1).min(from - 1)), weight)
+        (count(low), count((low + 1).min(from - 1)), Some(weight))
     };
     (0..to).map(one).collect()
 }
 
 fn weighted(x: &[f64], planes: usize, sizes: [i64; 2], [rows, columns]: &[Axis; 2]) -> Vec<f64> {
-    // A weight of 0 leaves its number out, not even a NaN there counts where the nearest is asked for.
-    let mix = |a: f64, b: f64, weight: f64| if weight == 0.0 { a } else { a * (1.0 - weight) + b * weight };
+    let mix = |a: f64, b: f64, weight: Option<f64>| weight.map_or(a, |weight| a * (1.0 - weight) + b * weight);
     let mut all = Vec::with_capacity(planes * rows.len() * columns.len());
     for plane in x.chunks(count(sizes[0] * sizes[1]).max(1)).take(planes) {
         for &(top, bottom, down) in rows {

@@ -2,8 +2,8 @@
 //! elements as one of the result covers.
 //!
 //! Every position of the result is a weighted sum of the input's along each dimension in turn: `y[o] = Σ_i w[o, i] · x[i]`. Weights and
-//! sums are f64, rounded once; the nearest position is found in float32, as PyTorch's kernels find it. The result lies channels-last
-//! where the input does.
+//! sums are f64, rounded once; the nearest position is found in float32, as PyTorch's kernels find it. A weight of 0 counts: 0 times an
+//! infinity is NaN. The smoothed ones leave a dimension that keeps its size alone. The result lies channels-last where the input does.
 //!
 //! Deliberately absent: `upsample_nearest2d.vec` and `upsample_bilinear2d.vec`, which have kernels and are in `pool.rs`.
 
@@ -93,6 +93,9 @@ impl Resample {
         let mut x = input.floats();
         for (d, &factor) in self.factors.iter().enumerate() {
             let (from, to) = (shape[d + 2], outs[0].meta.shape[d + 2]);
+            if from == to && matches!(self.filter, Filter::SmoothLinear(_) | Filter::SmoothCubic(_)) {
+                continue;
+            }
             let inner = shape[d + 3..].iter().map(|&n| count(n)).product();
             x = along(&x, count(from), inner, &self.taps(from, to, factor));
             shape[d + 2] = to;
@@ -118,9 +121,9 @@ impl Resample {
     }
 
     fn taps(&self, from: i64, to: i64, factor: Option<f64>) -> Taps {
-        let one = |(low, high, weight): (usize, usize, f64)| match weight {
-            0.0 => vec![(low, 1.0)],
-            weight => vec![(low, 1.0 - weight), (high, weight)],
+        let one = |(low, high, weight): (usize, usize, Option<f64>)| match weight {
+            None => vec![(low, 1.0)],
+            Some(weight) => vec![(low, 1.0 - weight), (high, weight)],
         };
         match self.filter {
             Filter::Nearest => nearest(from, to, factor).into_iter().map(one).collect(),
@@ -194,7 +197,10 @@ fn smooth(from: i64, to: i64, scale: f64, reach: f64, filter: impl Fn(f64) -> f6
         let center = scale * (o as f64 + 0.5);
         let first = ((center - support + 0.5) as i64).max(0);
         let end = ((center + support + 0.5) as i64).min(from);
-        let weights: Vec<f64> = (first..end).map(|i| filter(((i as f64 - center + 0.5) * inverse).abs())).collect();
+        // In PyTorch's order: a weight at the filter's edge is 0, or almost.
+        let from_center = first as f64 - center;
+        let weight = |i: i64| filter((((i - first) as f64 + from_center + 0.5) * inverse).abs());
+        let weights: Vec<f64> = (first..end).map(weight).collect();
         let sum: f64 = weights.iter().sum();
         let sum = if sum == 0.0 { 1.0 } else { sum };
         (first..end).zip(weights).map(|(i, w)| (count(i), w / sum)).collect()

@@ -3,6 +3,9 @@
 //! The grid has a place for each position of the result, `(x, y)` or `(x, y, z)` in −1 .. 1 over the image: with aligned corners −1 is the
 //! middle of the first element, else its edge. The result is a weighted sum of the elements around, in f64 and rounded once; the result
 //! lies row-major.
+//!
+//! Places that are not finite follow PyTorch's kernels. In images NaN is clipped to the first element, and makes the result NaN where it
+//! is not clipped but weighs; in volumes it is clipped to the last element, and outside where it is not clipped.
 
 use super::resample::cubic_weight;
 use super::shape::{bounded, count, fresh, misfit, need_float, need_same, refuse};
@@ -100,9 +103,13 @@ impl Sample {
 
     /// The elements around a place, and their weights. The grid names the last dimension first.
     fn taps(&self, sizes: &[i64], place: &[f64]) -> Vec<(usize, f64)> {
+        let weighs = self.filter == Filter::Cubic || (self.filter == Filter::Linear && self.border == Border::Zeros);
+        if weighs && sizes.len() == 2 && !place.iter().all(|at| at.is_finite()) {
+            return vec![(0, f64::NAN)];
+        }
         let mut taps = vec![(0, 1.0)];
         for (&size, &at) in sizes.iter().zip(place.iter().rev()) {
-            let own = self.along(size, at);
+            let own = self.along(size, at, sizes.len() == 3);
             let join = |&(before, w): &(i64, f64)| {
                 own.iter().map(move |&(i, v)| (before * size + i, w * v)).collect::<Vec<_>>()
             };
@@ -112,14 +119,14 @@ impl Sample {
     }
 
     /// The elements of one dimension, and their weights; those outside are left out where they count 0.
-    fn along(&self, size: i64, at: f64) -> Vec<(i64, f64)> {
+    fn along(&self, size: i64, at: f64, of_volume: bool) -> Vec<(i64, f64)> {
         let at =
             if self.corners { (at + 1.0) / 2.0 * (size - 1) as f64 } else { ((at + 1.0) * size as f64 - 1.0) / 2.0 };
         let inside = |(i, weight): (f64, f64)| (i >= 0.0 && i < size as f64).then_some((i as i64, weight));
         match self.filter {
-            Filter::Nearest => inside((self.placed(size, at).round_ties_even(), 1.0)).into_iter().collect(),
+            Filter::Nearest => inside((self.placed(size, at, of_volume).round_ties_even(), 1.0)).into_iter().collect(),
             Filter::Linear => {
-                let at = self.placed(size, at);
+                let at = self.placed(size, at, of_volume);
                 let (low, over) = (at.floor(), at - at.floor());
                 [(low, 1.0 - over), (low + 1.0, over)].into_iter().filter_map(inside).collect()
             }
@@ -128,7 +135,7 @@ impl Sample {
                 let low = at.floor();
                 let tap = |k: i32| {
                     let i = low + f64::from(k);
-                    inside((self.placed(size, i), cubic_weight((at - i).abs(), -0.75)))
+                    inside((self.placed(size, i, of_volume), cubic_weight((at - low - f64::from(k)).abs(), -0.75)))
                 };
                 (-1..=2).filter_map(tap).collect()
             }
@@ -136,9 +143,9 @@ impl Sample {
     }
 
     /// Where a place outside is meant to be.
-    fn placed(&self, size: i64, at: f64) -> f64 {
-        // A NaN is the first element's, as for PyTorch's clip.
-        let clipped = |at: f64| at.max(0.0).min((size - 1) as f64);
+    fn placed(&self, size: i64, at: f64, of_volume: bool) -> f64 {
+        let last = (size - 1) as f64;
+        let clipped = |at: f64| if of_volume && at.is_nan() { last } else { at.max(0.0).min(last) };
         match self.border {
             Border::Zeros => at,
             Border::Nearest => clipped(at),

@@ -1,11 +1,13 @@
 //! Places and membership: `bucketize`, `searchsorted`, `isin`, `one_hot`, `meshgrid`, `broadcast_tensors`, `eye`, `linspace`.
 
+use std::cmp::Ordering;
+
 use rapt_core::DType;
 use rustc_hash::FxHashSet;
 
 use super::Operand;
 use super::shape::{Lanes, bounded, cells, count, expand_strides, fresh, like, misfit, need_plain, pick, refuse};
-use crate::number::is_float;
+use crate::number::{int_to_float, is_float, round, wrap};
 use crate::promote::DEFAULT_FLOAT;
 use crate::{Args, Cells, Eval, Int, Meta, OpError, Out, Scalar, Shapes, Tensor, ValueId, strides};
 
@@ -184,7 +186,22 @@ impl Search {
                     Some(sorter) => in_order(&cells(sorted), &eval.tensor(*sorter)?.ints(), row)?,
                     None => cells(sorted),
                 };
-                let values = numbers(eval, *values, &x)?;
+                // Among integers a float of Python makes floats of them first, as ATen promotes it.
+                let x = match (x, *values) {
+                    (Cells::Int(x), Operand::Number(number))
+                        if matches!(eval.number(number)?, crate::Number::Float(_)) =>
+                    {
+                        Cells::Float(x.into_iter().map(|n| int_to_float(DEFAULT_FLOAT, n)).collect())
+                    }
+                    (x, _) => x,
+                };
+                let values = match numbers(eval, *values, &x)? {
+                    Cells::Float(values) if !is_float(sorted.meta.dtype) => {
+                        Cells::Float(values.into_iter().map(|x| round(DEFAULT_FLOAT, x)).collect())
+                    }
+                    Cells::Int(values) => Cells::Int(values.into_iter().map(|n| wrap(sorted.meta.dtype, n)).collect()),
+                    values => values,
+                };
                 let lanes = Lanes::of(&outs[0].meta.shape, outs[0].meta.rank().saturating_sub(1));
                 let start = |i: usize| if sorted.meta.rank() > 1 { i / lanes.size.max(1) * row } else { 0 };
                 let place = |i: usize| {
@@ -291,12 +308,13 @@ fn numbers(eval: &dyn Eval, operand: Operand, other: &Cells) -> Result<Cells, Op
     }
 }
 
-/// Whether the number at `p` stands before value `i`. NaN stands behind everything.
+/// Whether the number at `p` stands before value `i`: unless it is greater, or not less, which no NaN is.
 fn goes_before(x: &Cells, p: usize, values: &Cells, i: usize, right: bool) -> bool {
-    let less = |a: f64, b: f64| a < b || (b.is_nan() && !a.is_nan());
     match (x, values) {
-        (Cells::Float(x), Cells::Float(values)) if right => !less(values[i], x[p]),
-        (Cells::Float(x), Cells::Float(values)) => less(x[p], values[i]),
+        (Cells::Float(x), Cells::Float(values)) if right => x[p].partial_cmp(&values[i]) != Some(Ordering::Greater),
+        (Cells::Float(x), Cells::Float(values)) => {
+            !matches!(x[p].partial_cmp(&values[i]), Some(Ordering::Greater | Ordering::Equal))
+        }
         (Cells::Int(x), Cells::Int(values)) if right => x[p] <= values[i],
         (Cells::Int(x), Cells::Int(values)) => x[p] < values[i],
         _ => false,

@@ -1,0 +1,118 @@
+"""Samples with NaN and infinities, where an operator's kernel decides what they do: resizing, sampling, distances, searches.
+
+`SAMPLES` has (args, kwargs) of each case for a dtype. Few are needed in float16 and bfloat16: the kernels are the same.
+"""
+
+import torch
+from op_samples_written import FLOATS, make, only
+
+A = "aten."
+NAN, INF = float("nan"), float("inf")
+
+
+def marked(x, *values, seed=0):
+    """The tensor with these values at places of their own."""
+    x, generator = x.clone(memory_format=torch.preserve_format), torch.Generator().manual_seed(seed)
+    for value in values or (NAN, INF, -INF):
+        x[tuple(int(torch.randint(0, size, (1,), generator=generator)) for size in x.shape)] = value
+    return x
+
+
+def _resized(spatial, *flags, sizes=((9, 8, 7), (3, 12, 5), (1, 2, 3))):
+    def written(dtype):
+        shape = (2, 3, *(4, 5, 6)[-spatial:])
+        lasts = {2: [torch.channels_last], 3: [torch.channels_last_3d]}.get(spatial, [])
+        for seed in range(3):
+            x = marked(make(dtype, *shape, seed=seed), seed=seed)
+            for to in (*(size[:spatial] for size in sizes), shape[2:], tuple(2 * n for n in shape[2:])):
+                for form in [torch.contiguous_format, *lasts]:
+                    for flag in [(True,), (False,)] if flags else [()]:
+                        yield (x.contiguous(memory_format=form), list(to), *flag, None), {}
+
+    return written
+
+
+def _distances(dtype):
+    for seed in range(3):
+        x, y = marked(make(dtype, 2, 5, 3, seed=seed), seed=seed), marked(make(dtype, 2, 4, 3, seed=seed + 9), INF, seed=seed)
+        many, others = make(dtype, 30, 3), marked(make(dtype, 7, 3, seed=1), INF, -INF, seed=seed)
+        for p in (0.0, 0.5, 1.0, 2.0, 3.0, INF):
+            yield (x, y, p, None), {}
+            yield (x, x, p, None), {}
+            yield (many, others, p, None), {}
+        for mode in (0, 1, 2):
+            yield (x, y, 2.0, mode), {}
+
+
+def _sampled(dtype):
+    for size in ((4, 5), (3, 4, 5)):
+        for seed in range(2):
+            image = make(dtype, 2, 3, *size, seed=seed)
+            grid = make(dtype, 2, *(3, 4, 3)[: len(size)], len(size), seed=seed + 1)
+            for mode in (0, 1) if len(size) == 3 else (0, 1, 2):
+                for border in (0, 1, 2):
+                    for corners in (True, False):
+                        yield (marked(image, seed=seed), grid, mode, border, corners), {}
+                        yield (image, marked(grid, seed=seed), mode, border, corners), {}
+                    # So far away that an element has no neighbour in this dtype.
+                    if border < 2 and mode < 2:
+                        yield (image, marked(grid, 2.0**30, -(2.0**45), seed=seed), mode, border, False), {}
+
+
+def _sorted(dtype):
+    plain = torch.tensor([-1.0, -0.5, 0.0, 0.5, 2.0, 3.0, 9.0], dtype=dtype)
+    for places, values in (((), ()), ((0, 6), (-INF, INF)), ((5, 6), (NAN, NAN)), ((3,), (NAN,)), ((2, 6), (-0.0, NAN))):
+        numbers = plain.clone()
+        for at, value in zip(places, values, strict=True):
+            numbers[at] = value
+        yield numbers
+
+
+def _values(dtype):
+    return torch.tensor([[NAN, INF, -INF, 0.0], [-0.0, 0.5, 3.0, 9.0], [1.0, -1.0, 2.0, 100.0]], dtype=dtype)
+
+
+def _bucketized(dtype):
+    for numbers in _sorted(dtype):
+        for right in (False, True):
+            yield (_values(dtype), numbers), {"right": right}
+
+
+def _searched(dtype):
+    for (values, numbers), kwargs in (sample for sample in _bucketized(dtype)):
+        yield (numbers, values), kwargs
+        order = torch.randperm(len(numbers), generator=torch.Generator().manual_seed(3))
+        yield (numbers[order], values), {**kwargs, "sorter": order.argsort()}
+
+
+def of_numbers(first):
+    """Numbers of Python among floats, and floats among integers."""
+
+    @only(FLOATS)
+    def written(dtype):
+        ints = [torch.tensor([0, 3, 5, 5, 7], dtype=dtype) for dtype in (torch.int32, torch.uint8)]
+        among = [*_sorted(dtype), torch.tensor([0, 3, 5, 5, 2**24 + 1]), *ints]
+        for numbers in among:
+            for number in (NAN, INF, -INF, 0.0, 0.5, 2.5, 5, -1, 4.9, 6.9, 16777216.0):
+                for right in (False, True):
+                    yield ((number, numbers) if first else (numbers, number)), {"right": right}
+
+    return written
+
+
+SAMPLES = {
+    A + "upsample_linear1d.vec": _resized(1, True),
+    A + "upsample_bilinear2d.vec": _resized(2, True),
+    A + "upsample_trilinear3d.vec": _resized(3, True),
+    A + "upsample_bicubic2d.vec": _resized(2, True),
+    # At sizes where no weight is 0 or almost, as its rounding has it.
+    **{A + f"_upsample_{name}2d_aa.vec": _resized(2, True, sizes=((7, 9), (4, 7), (5, 2))) for name in ("bilinear", "bicubic")},
+    **{A + f"{name}{n}d.vec": _resized(n) for name in ("upsample_nearest", "_upsample_nearest_exact") for n in (1, 2, 3)},
+    A + "cdist.default": _distances,
+    A + "_cdist_forward.default": _distances,
+    A + "grid_sampler.default": _sampled,
+    A + "bucketize.Tensor": _bucketized,
+    A + "bucketize.Scalar": of_numbers(True),
+    A + "searchsorted.Tensor": _searched,
+    A + "searchsorted.Scalar": of_numbers(False),
+}
