@@ -226,7 +226,7 @@ def test_damaged_archives_are_refused(scale):
     for end in range(0, len(scale), 997):
         with pytest.raises(rapt.RaptError):
             rapt.load(scale[:end])
-    x, shift = torch.ones(1, 3), torch.zeros(1)
+    x, shift, expected = torch.ones(1, 3), torch.zeros(1), torch.tensor([[1.0, 2.0, 4.0]])
     for at in range(0, len(scale), 211):
         altered = bytearray(scale)
         altered[at] ^= 0x55
@@ -234,9 +234,25 @@ def test_damaged_archives_are_refused(scale):
             out = rapt.load(bytes(altered))(x, shift)
         except rapt.RaptError:
             continue
-        # Names, padding and weights may change: then it is a program of the same form.
-        assert out.shape == (1, 3) and out.dtype == torch.float32
-    assert torch.equal(rapt.load(scale)(x, shift), torch.tensor([[1.0, 2.0, 4.0]]))
+        # Names and padding may change: then it is the same program.
+        assert torch.equal(out, expected)
+    assert torch.equal(rapt.load(scale)(x, shift), expected)
+
+
+def test_a_weight_that_was_altered_is_refused_by_its_name(scale, tmp_path):
+    """Each byte of each weight and constant: by the file and by its bytes."""
+    altered = bytearray(scale)
+    at = scale.index(np.array([1.0, 2.0, 4.0], np.float32).tobytes())
+    for place in range(at, at + 12):
+        altered[place] ^= 1
+        with pytest.raises(rapt.ProgramError, match=r"data/weights/weight_0.*is damaged"):
+            rapt.load(bytes(altered))
+        altered[place] ^= 1
+    altered[at] ^= 0x80
+    path = tmp_path / "altered.pt2"
+    path.write_bytes(altered)
+    with pytest.raises(rapt.ProgramError, match=r"data/weights/weight_0.*is damaged"):
+        rapt.load(path)
 
 
 def test_a_missing_file_is_an_error_of_rapt(tmp_path):

@@ -117,6 +117,7 @@ type Folded = BTreeMap<usize, Vec<(ValueId, Arc<Workspace>)>>;
 
 impl Model {
     /// Loads an archive that `torch.export.save` wrote. The file is mapped: it must not be altered while the model is used.
+    /// Every weight is read once, and its checksum compared.
     ///
     /// # Errors
     /// [`ModelError`]: the archive is damaged, of an older form, or says of itself what is not so; operators that are not
@@ -154,6 +155,8 @@ impl Model {
 
     fn of_archive(archive: Archive) -> Result<Model, ModelError> {
         let template = Template::new(archive.program().clone())?;
+        // An altered weight would be a wrong result. Packing reads the same bytes afterwards, from memory.
+        archive.check_storages()?;
         template.with(Weights::of_archive(archive)?)
     }
 
