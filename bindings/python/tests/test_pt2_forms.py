@@ -189,3 +189,35 @@ def test_writes_through_views_are_functions_of_the_whole(form, dtype):
         x = torch.arange(rows * 5).reshape(rows, 5).to(dtype)
         for ours, theirs in zip(model(x), Written()(x), strict=True):
             assert same_bits(ours, theirs)
+
+
+class Attending(torch.nn.Module):
+    """Its q, k and v are views of one tensor, which start one behind the other."""
+
+    def __init__(self):
+        super().__init__()
+        self.attend = torch.nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x):
+        return self.attend(x, x, x, need_weights=False)[0]
+
+
+@pytest.mark.parametrize("form", [lambda program: program, lambda program: program.run_decompositions({})], ids=["default", "functional"])
+def test_views_of_no_elements_start_anywhere(form):
+    module = Attending().eval().requires_grad_(False)
+    program = form(torch.export.export(module, (torch.randn(2, 5, 8),), dynamic_shapes=({0: DYNAMIC, 1: DYNAMIC},)))
+    model = loaded(program)
+    for size in ((0, 5), (3, 0), (1, 1), (3, 4)):
+        x = torch.randn(*size, 8)
+        torch.testing.assert_close(model(x), module(x))
+
+
+def test_a_result_that_is_no_tensor_and_no_number_is_refused():
+    """A text: it was None."""
+
+    class Named(torch.nn.Module):
+        def forward(self, x):
+            return x + 1, 3, None, 2.5, True, "name"
+
+    with pytest.raises(rapt.RaptError, match='an output is String."name".*which graphs do not have'):
+        loaded(torch.export.export(Named(), (torch.zeros(2),)))

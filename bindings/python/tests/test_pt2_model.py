@@ -213,6 +213,36 @@ def test_an_input_that_the_program_writes_is_written_where_it_lies(form):
         model(fixed, np.ones((2, 1), np.float32))
 
 
+class Written(torch.nn.Module):
+    """Two inputs, of which the first is written."""
+
+    def forward(self, cache, x):
+        cache.add_(x)
+        return cache * 2, x + 1
+
+
+@pytest.mark.parametrize("form", [None, {}], ids=["default", "functional"])
+def test_memory_that_is_written_is_seen_by_no_other_input(form):
+    """What a program gives of inputs that share memory is not what PyTorch gives of them: it was given without a word."""
+    program = torch.export.export(Written(), (torch.zeros(3), torch.zeros(3)))
+    held = io.BytesIO()
+    torch.export.save(program if form is None else program.run_decompositions(form), held)
+    model = rapt.load(held.getvalue())
+    whole = torch.arange(8.0)
+    for cache, x in ((whole[:3], whole[2:5]), (whole[:3], whole[:3]), (whole[0:6:2], whole[2:5])):
+        with pytest.raises(rapt.LayoutError, match=r"cache is written, and shares memory with x.*`cache\.clone\(\)`"):
+            model(cache, x)
+        with pytest.raises(rapt.LayoutError, match=r"cache is written, and shares memory with x.*`cache\.copy\(\)`"):
+            model(cache.numpy(), x.numpy())
+    with pytest.raises(rapt.LayoutError, match="cache is written, and several of its elements are one place"):
+        model(torch.zeros(1).expand(3), torch.ones(3))
+    assert torch.equal(whole, torch.arange(8.0)), "nothing was written"
+    # Between each other's elements, and read where nothing is written.
+    model(whole[0:6:2], whole[1:6:2])
+    assert whole.tolist() == [1.0, 1.0, 5.0, 3.0, 9.0, 5.0, 6.0, 7.0]
+    model(torch.zeros(3), torch.ones(1).expand(3))
+
+
 def test_operators_that_are_missing_are_all_listed():
     class Rare(torch.nn.Module):
         def forward(self, x):

@@ -222,10 +222,12 @@ impl<'a> Builder<'a> {
             self.graph.outputs.push(match spec {
                 OutputSpec::User(argument) => match (name_of(argument), argument) {
                     (Some(name), _) => Output::Value(find(name)?),
-                    (None, Argument::Other(kind)) => {
-                        return Err(Error::Kind { name: "an output".into(), got: (*kind).into() });
+                    (None, Argument::None | Argument::Int(_) | Argument::Float(_) | Argument::Bool(_)) => {
+                        Output::Fixed(argument.clone())
                     }
-                    (None, argument) => Output::Fixed(argument.clone()),
+                    (None, other) => {
+                        return Err(Error::Kind { name: "an output".into(), got: format!("{other:?}") });
+                    }
                 },
                 OutputSpec::BufferMutation { value, name } => {
                     if !self.graph.inputs.iter().any(|input| input.source.state() == Some(name)) {

@@ -92,14 +92,13 @@ impl Meta {
     }
 
     /// Whether two forms are one, where PyTorch itself distinguishes them: the stride of a dimension of size 1 leads nowhere,
-    /// and no stride of a tensor without elements does.
+    /// and of a tensor without elements neither offset nor strides do.
     #[must_use]
     pub fn agrees(&self, other: &Meta) -> bool {
         let strides = || (0..self.rank()).all(|d| self.shape[d] <= 1 || self.strides[d] == other.strides[d]);
         self.dtype == other.dtype
             && self.shape == other.shape
-            && self.offset == other.offset
-            && (self.shape.contains(&0) || strides())
+            && (self.shape.contains(&0) || (self.offset == other.offset && strides()))
     }
 
     /// The dimension that `dim` names, counted from the end when negative.

@@ -412,6 +412,7 @@ fn run<'py>(
             let input = leaf.input(bound.writes(place));
             inputs.push(input.map_err(|error| renamed(Failure::Rapt(error), &port.name, kind))?);
         }
+        check_written(&inputs, model.inputs(), kind)?;
         let mut places: Vec<Option<ViewMut<'_>>> = Vec::with_capacity(products.len());
         for product in &mut products {
             places.push(product.as_mut().map(|(_, operand)| operand.view_mut()).transpose()?);
@@ -433,6 +434,34 @@ fn run<'py>(
         });
     }
     Ok(results)
+}
+
+/// Refuses an input that the program writes and that shares memory with another one, or has one place for two elements: what
+/// the program was exported for is other memory, and PyTorch's own answer would be another.
+fn check_written(inputs: &[Input<'_>], ports: &[Port], kind: Kind) -> Result<(), Failure> {
+    let refused = |name: &str, what: String| {
+        let copy = if kind == Kind::Torch { "clone" } else { "copy" };
+        Failure::binding(ErrorKind::Layout, format!("{name} is written, and {what}"), format!("`{name}.{copy}()`"))
+    };
+    for (at, (input, port)) in inputs.iter().zip(ports).enumerate() {
+        let Input::Write(written) = input else { continue };
+        if rapt::prove_injective(INPUT, written).is_err() {
+            return Err(refused(&port.name, "several of its elements are one place in memory".into()));
+        }
+        for (place, (other, of)) in inputs.iter().zip(ports).enumerate() {
+            let shared = match other {
+                Input::Read(view) => rapt::prove_disjoint(INPUT, written, INPUT, view).is_err(),
+                Input::Write(view) if place != at => {
+                    rapt::prove_disjoint(INPUT, written, INPUT, &view.as_view()).is_err()
+                }
+                _ => false,
+            };
+            if shared {
+                return Err(refused(&port.name, format!("shares memory with {}", of.name)));
+            }
+        }
+    }
+    Ok(())
 }
 
 /// One call by definition.
