@@ -21,6 +21,22 @@ pub enum Device {
     },
 }
 
+impl Device {
+    /// The device of this name: `cpu`, or `cuda` or `vulkan` with an index behind a colon, 0 without one.
+    #[must_use]
+    pub fn from_name(name: &str) -> Option<Device> {
+        let (kind, index) = name.split_once(':').unwrap_or((name, "0"));
+        let is_index = !index.is_empty() && index.bytes().all(|byte| byte.is_ascii_digit());
+        let index = index.parse().ok().filter(|_| is_index)?;
+        match kind {
+            "cpu" if name == kind => Some(Device::Cpu),
+            "cuda" => Some(Device::Cuda(index)),
+            "vulkan" => Some(Device::Vulkan(index)),
+            _ => None,
+        }
+    }
+}
+
 impl fmt::Display for Device {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -28,6 +44,24 @@ impl fmt::Display for Device {
             Device::Cuda(index) => write!(f, "cuda:{index}"),
             Device::Vulkan(index) => write!(f, "vulkan:{index}"),
             Device::Other { dlpack_code, index } => write!(f, "device type {dlpack_code}, index {index}"),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_name_is_that_of_one_device() {
+        for device in [Device::Cpu, Device::Cuda(0), Device::Cuda(7), Device::Vulkan(0), Device::Vulkan(12)] {
+            assert_eq!(Device::from_name(&device.to_string()), Some(device));
+        }
+        assert_eq!(Device::from_name("vulkan"), Some(Device::Vulkan(0)));
+        for wrong in
+            ["", "cpu:0", "vulkan:", "vulkan:-1", "vulkan:+1", "vulkan:1:2", "vulkan:4294967296", "Vulkan:0", "mps"]
+        {
+            assert_eq!(Device::from_name(wrong), None, "{wrong}");
         }
     }
 }

@@ -55,6 +55,33 @@ pub fn platform() -> String {
     format!("{}-{}", std::env::consts::OS, std::env::consts::ARCH)
 }
 
+/// The adapters that Vulkan shows, a row each, with what each lacks; or why there is none.
+#[must_use]
+pub fn vulkan() -> Vec<(String, String)> {
+    let row = |name: &str, text: &str| vec![(name.to_owned(), text.to_owned())];
+    #[cfg(not(feature = "vulkan"))]
+    return row("vulkan", "not in this build");
+    #[cfg(feature = "vulkan")]
+    {
+        let adapters = crate::vulkan::adapters();
+        if adapters.is_empty() {
+            return row("vulkan", "no adapter: no libvulkan, or no driver");
+        }
+        let described = |adapter: crate::vulkan::AdapterFacts| {
+            let lacks = match (adapter.missing, adapter.lacks.as_slice()) {
+                (Some(missing), _) => format!("not served: it lacks {missing}"),
+                (None, []) => "lacks nothing".to_owned(),
+                (None, lacks) => format!("lacks {}", lacks.join(", ")),
+            };
+            let largest = adapter.caps.max_binding_bytes >> 20;
+            let text =
+                format!("{} ({}, {}), bindings of {largest} MiB; {lacks}", adapter.name, adapter.kind, adapter.driver);
+            (format!("vulkan:{}", adapter.index), text)
+        };
+        adapters.into_iter().map(described).collect()
+    }
+}
+
 /// Every variable of Rapt, set or not, and others that look like one: a misspelt name does nothing.
 #[must_use]
 pub fn variables() -> Vec<(String, Option<String>)> {

@@ -63,6 +63,9 @@ pub struct Engine {
     pool: Pool,
     plans: RwLock<Plans>,
     workspaces: Mutex<Vec<Workspace>>,
+    /// Where tensors of the host are copied to; `None` attends to them on the host.
+    #[cfg(feature = "vulkan")]
+    pub(crate) gpu: Option<rapt_wgpu::Gpu>,
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
@@ -84,7 +87,31 @@ impl Engine {
             pool: Pool::new(threads.get()),
             plans: RwLock::new(Plans::default()),
             workspaces: Mutex::new(Vec::new()),
+            #[cfg(feature = "vulkan")]
+            gpu: None,
         })
+    }
+
+    /// An engine that attends to tensors of the host on `device`: on the host itself, or on a GPU that Vulkan reaches, to which they are copied.
+    ///
+    /// # Errors
+    /// [`Error::DeviceUnavailable`] for a device that is not there, that such tensors are not copied to, or for which this build has no
+    /// backend; as [`Engine::new`].
+    pub fn on(device: Device, threads: Option<usize>) -> Result<Self> {
+        match device {
+            Device::Cpu => Engine::new(threads),
+            #[cfg(feature = "vulkan")]
+            Device::Vulkan(adapter) => Engine::on_adapter(adapter, threads),
+            #[cfg(not(feature = "vulkan"))]
+            Device::Vulkan(_) => {
+                let why = "this build has no backend for Vulkan: it is behind the cargo feature `vulkan`".to_owned();
+                Err(Error::DeviceUnavailable { device, why })
+            }
+            _ => {
+                let why = "tensors of the host are computed on the host, or on a GPU by Vulkan".to_owned();
+                Err(Error::DeviceUnavailable { device, why })
+            }
+        }
     }
 
     /// The number of threads, and where it comes from.
@@ -120,14 +147,7 @@ impl Engine {
             return Ok(plan);
         }
         let caps = Caps { threads, ..self.caps.clone() };
-        let plan = Arc::new(match spec.device {
-            Device::Cpu => rapt_cpu::select(spec, &caps)?,
-            Device::Cuda(_) => Engine::cuda(spec.device)?.plan(spec)?,
-            device => {
-                let why = "this build serves host memory and NVIDIA GPUs".into();
-                return Err(Error::DeviceUnavailable { device, why });
-            }
-        });
+        let plan = Arc::new(self.select(spec, &caps)?);
         tracing::debug!(target: "rapt", plan = %plan.explain(), "plan");
         let mut plans = self.plans.write().unwrap_or_else(PoisonError::into_inner);
         if plans.len() >= PLANS {
@@ -135,6 +155,24 @@ impl Engine {
         }
         plans.entry(spec.clone()).or_default().push((threads, Arc::clone(&plan)));
         Ok(plan)
+    }
+
+    /// The one choice of a backend.
+    fn select(&self, spec: &Spec, caps: &Caps) -> Result<Plan> {
+        #[cfg(feature = "vulkan")]
+        match (spec.device, &self.gpu) {
+            (Device::Cpu, Some(gpu)) => return gpu.plan_host(spec),
+            (Device::Vulkan(_), Some(gpu)) => return gpu.plan(spec),
+            _ => {}
+        }
+        match spec.device {
+            Device::Cpu => rapt_cpu::select(spec, caps),
+            Device::Cuda(_) => Engine::cuda(spec.device)?.plan(spec),
+            device => {
+                let why = "this engine serves host memory and NVIDIA GPUs".into();
+                Err(Error::DeviceUnavailable { device, why })
+            }
+        }
     }
 
     /// Runs `plan` on this engine's threads; `out` and `lse` are written when it returns.
@@ -153,6 +191,10 @@ impl Engine {
     pub fn run_on(&self, plan: &Plan, operands: &mut Operands<'_>, queue: &Queue<'_>) -> Result<()> {
         if plan.spec().device != Device::Cpu {
             return Err(Error::DeviceMismatch { tensor: "queue", expected: plan.spec().device, got: Device::Cpu });
+        }
+        #[cfg(feature = "vulkan")]
+        if let Some(gpu) = &self.gpu {
+            return gpu.run_host(plan, operands);
         }
         self.with_workspace(plan.workspace_bytes(), |workspace| match queue {
             Queue::Host(executor) => rapt_cpu::run(plan, operands, workspace, *executor),

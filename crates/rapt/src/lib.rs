@@ -50,6 +50,8 @@ mod pool;
 mod ragged;
 mod tensor;
 mod tolerance;
+#[cfg(feature = "vulkan")]
+pub mod vulkan;
 
 pub use call_cache::CallCache;
 pub use engine::{Engine, Threads, attention, attention_quantized, default_engine, spec_of};
