@@ -19,6 +19,7 @@ mod shell;
 mod test;
 mod tidy;
 mod tune;
+mod vulkan;
 mod wheel;
 
 use std::process::ExitCode;
@@ -40,6 +41,7 @@ const COMMANDS: &[Command] = &[
     Command { name: "tune", help: tune::HELP, run: tune::run },
     Command { name: "wheel", help: wheel::HELP, run: wheel::run },
     Command { name: "c", help: c::HELP, run: c::run },
+    Command { name: "vulkan", help: vulkan::HELP, run: vulkan::run },
     Command { name: "docs", help: docs::HELP, run: docs::run },
     Command { name: "tidy", help: tidy::HELP, run: tidy::run },
     Command { name: "licenses", help: licenses::HELP, run: licenses::run },

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! fmt ─┬─► build what compiles kernels ─► clippy ─► build the tests ─► tidy ─► cargo test ──────────────────┬─► pytest
-//!      └─► uv ─► kernels by NVRTC ─► wheel ─┴─► the kernels that tests ask for ─► docs ─► C ────────────────┘
+//!      └─► uv ─► kernels by NVRTC ─► wheel ─┴─► the kernels that tests ask for ─► docs ─► C ─► Vulkan ──────┘
 //! ```
 //! Two sides at once, because NVRTC, installers and the last pass of a release build each keep one core busy at most. The lower
 //! one builds in `target/debug`, which cargo locks, only when the tests are built; from then on it has what else takes one core, so that
@@ -17,13 +17,13 @@ use crate::cubins::{self, Kernels};
 use crate::metadata::{Workspace, root};
 use crate::python::{BINDING, BUILD_REQUIREMENTS, Venv};
 use crate::shell::{Failure, Outcome, cargo, show, side_by_side, step};
-use crate::{c, docs, tidy, wheel};
+use crate::{c, docs, tidy, vulkan, wheel};
 
 pub(crate) const HELP: &str = "\
 cargo xtask test [--torch VERSION | --archives VERSION]
 
-Formatting, lints, tidy, the documentation, the Rust tests, C programs against the C library, the wheel's check, and pytest
-from the installed wheel.
+Formatting, lints, tidy, the documentation, the Rust tests, C programs against the C library, the backend for Vulkan on
+lavapipe, the wheel's check, and pytest from the installed wheel.
 
   --torch VERSION   only pytest, against that torch (such as 2.6 or 2.6.0), in an environment of its own
                     (.venv-torch-VERSION)
@@ -84,6 +84,7 @@ fn rust(has_compiler: &Sender<PathBuf>, kernels: &Receiver<Library>, has_tests: 
     step("tidy", tidy::check)?;
     let _ = has_tests.send(());
     let mut test = cargo(["test", "--workspace"]);
+    test.env("RAPT_REQUIRE", vulkan::required_of_others());
     if let Ok(Some(library)) = kernels.recv() {
         // The other side runs that one: at the same time here, the two would compile each kernel twice.
         test.env("RAPT_NVRTC", library).args(["--", "--skip", COMPILE_TEST]);
@@ -92,7 +93,8 @@ fn rust(has_compiler: &Sender<PathBuf>, kernels: &Receiver<Library>, has_tests: 
 }
 
 /// The Python side: the environment, the wheel's kernels and the wheel, checked and installed. Then, when the tests are built, the
-/// compile test of rapt-cuda, alone and ahead of the others, which find its machine code in the cache; the documentation; C.
+/// compile test of rapt-cuda, alone and ahead of the others, which find its machine code in the cache; the documentation; C; the backend for
+/// Vulkan.
 fn package(
     venv: &Venv,
     target: &Path,
@@ -112,7 +114,8 @@ fn package(
         step_of("compile the GPU kernels that tests ask for", compile)?;
     }
     docs::check(venv, docs::Metadata::Clippy)?;
-    c::check()
+    c::check()?;
+    vulkan::check()
 }
 
 fn pytest_with(torch: &str) -> Outcome {

@@ -32,8 +32,8 @@ fn engine(arch: Arch, executor: &dyn Executor) -> Box<Engine<'_>> {
 }
 
 /// What `RAPT_REQUIRE` may name besides instruction sets: the C step of `cargo xtask test` looks for these,
-/// and those of the GPU for their compiler and a device.
-const TOOLS: [&str; 7] = ["cc", "c++", "pkg-config", "valgrind", "asan", "nvrtc", "cuda"];
+/// and those of GPUs for their compiler, a device and a driver.
+const TOOLS: [&str; 8] = ["cc", "c++", "pkg-config", "valgrind", "asan", "nvrtc", "cuda", "vulkan"];
 
 #[test]
 fn every_instruction_set_conforms() {

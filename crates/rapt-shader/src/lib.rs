@@ -11,13 +11,15 @@
 
 #![forbid(unsafe_code)]
 
+mod caps;
 mod params;
 mod select;
 mod source;
 mod variant;
 mod window;
 
+pub use caps::Caps;
 pub use params::Params;
-pub use select::{Caps, ShaderLaunch, select, variants};
+pub use select::{ShaderLaunch, select, variants};
 pub use variant::{BINDINGS, Binding, KernelVariant, Stores};
 pub use window::{Range, Window};

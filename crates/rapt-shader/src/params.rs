@@ -4,7 +4,7 @@
 
 use rapt_core::{DType, Finite, Spec, TensorSpec};
 
-use crate::variant::{BLOCK_DV, BLOCK_M};
+use crate::variant::BLOCK_DV;
 use crate::window::Window;
 
 /// Declares [`Params`], the text of its struct and its bytes. Vectors come first, so that every field lies where the one before it ends.
@@ -185,11 +185,6 @@ impl Params {
             inverse_softcap: softcap.map_or(0.0, |cap| within(1.0 / cap)),
         }
     }
-}
-
-/// Rows of a task in blocks.
-pub(crate) fn row_blocks(spec: &Spec) -> usize {
-    (spec.group_size() * spec.q_len()).div_ceil(BLOCK_M)
 }
 
 /// The dtypes that a vector of one number per head has.

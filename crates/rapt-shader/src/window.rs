@@ -11,8 +11,7 @@ use std::ops;
 
 use rapt_core::{Error, Result, Spec, TensorSpec};
 
-use crate::params::row_blocks;
-use crate::select::Caps;
+use crate::caps::Caps;
 use crate::variant::{BINDINGS, BLOCK_DV, BLOCK_M};
 
 /// Bytes from element 0 of a tensor, `lo..hi`; negative where strides are.
@@ -124,6 +123,11 @@ impl Window {
             BINDINGS.iter().zip(&self.reach).filter_map(|(binding, range)| Some((binding.tensor, (*range)?)));
         reached.find(|(_, range)| range.len_bytes() > most).map(|(tensor, range)| (tensor, range.len_bytes()))
     }
+}
+
+/// Rows of a task in blocks.
+fn row_blocks(spec: &Spec) -> usize {
+    (spec.group_size() * spec.q_len()).div_ceil(BLOCK_M)
 }
 
 /// The windows of `spec`, which has rows.

@@ -8,7 +8,16 @@ use rapt_shader::{BINDINGS, KernelVariant, Params};
 use rustc_hash::FxHashMap;
 
 use crate::error::{GpuError, Result};
-use crate::gpu::Checks;
+
+/// What keeps a kernel inside the memory that is bound.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+pub enum Checks {
+    /// The proofs before each run: kernels are compiled without checks of their own.
+    #[default]
+    Proven,
+    /// Those and checks that are compiled into each access and each loop. The same results, slower.
+    Compiled,
+}
 
 /// Parameters are storage: Mesa's lavapipe compiles a kernel anew for each value of a uniform that a loop's bound is made of (22.3).
 const PARAMS: wgpu::BufferBindingType = wgpu::BufferBindingType::Storage { read_only: true };

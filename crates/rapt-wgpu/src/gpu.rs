@@ -7,19 +7,9 @@ use rapt_shader::{Caps, ShaderLaunch};
 
 use crate::adapter::{AdapterFacts, adapter, caps, features_used};
 use crate::buffers::BufferTensors;
-use crate::device::Open;
+use crate::device::{Checks, Open};
 use crate::error::{GpuError, Result};
 use crate::launch;
-
-/// What keeps a kernel inside the memory that is bound.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
-pub enum Checks {
-    /// The proofs before each run: kernels are compiled without checks of their own.
-    #[default]
-    Proven,
-    /// Those and checks that are compiled into each access and each loop. The same results, slower.
-    Compiled,
-}
 
 /// Where a device comes from.
 #[derive(Debug)]

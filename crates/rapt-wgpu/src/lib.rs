@@ -20,7 +20,8 @@ mod launch;
 
 pub use adapter::{AdapterFacts, adapters};
 pub use buffers::{BufferTensor, BufferTensors};
+pub use device::Checks;
 pub use error::GpuError;
-pub use gpu::{Checks, Gpu};
+pub use gpu::Gpu;
 pub use host::HostLaunch;
 pub use wgpu;

@@ -1,0 +1,24 @@
+//! What of a device a selection depends on.
+
+/// What a device has, as far as a selection depends on it.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Caps {
+    /// Whether texts may store 16-bit integers (`enable wgpu_int16`).
+    pub has_16_bit_stores: bool,
+    /// Most bytes of one storage binding.
+    pub max_binding_bytes: u64,
+    /// What the offset of a binding is a multiple of, in bytes.
+    pub offset_alignment: u32,
+    /// Most workgroups of a launch.
+    pub max_items: usize,
+}
+
+impl Caps {
+    /// What every WebGPU device has.
+    pub const WEBGPU: Caps = Caps {
+        has_16_bit_stores: false,
+        max_binding_bytes: 128 << 20,
+        offset_alignment: 256,
+        max_items: 65_535 * 65_535,
+    };
+}

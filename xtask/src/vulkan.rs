@@ -1,0 +1,167 @@
+//! The backend for Vulkan, tested on Mesa's lavapipe, a driver that computes on the processor.
+//!
+//! ```text
+//! apt-get install --download-only ─► target/vulkan/packages ─► dpkg-deb -x ─► target/vulkan/root ─► VK_ICD_FILENAMES, LD_LIBRARY_PATH
+//! ```
+//! Nothing is installed: Debian's packages are unpacked below the target folder, and the loader is told where they lie. Deliberately absent:
+//! other systems than Debian and Ubuntu; there the machine's own driver is tested (`--installed`).
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use crate::args::Args;
+use crate::metadata::{Workspace, root};
+use crate::shell::{Failure, Outcome, capture, cargo, command, read, say, show, step, write};
+
+pub(crate) const HELP: &str = "\
+cargo xtask vulkan [--installed] [--whole]
+
+Tests the backend for Vulkan on Mesa's lavapipe, unpacked below target/vulkan; a step of `cargo xtask test`.
+
+  --installed   on the first adapter of the drivers that this machine has
+  --whole       with the tests that take minutes on a processor";
+
+/// The driver and the loader; what they need besides comes with them where the machine lacks it.
+const PACKAGES: [&str; 2] = ["mesa-vulkan-drivers", "libvulkan1"];
+/// What the loader reads of the driver.
+const MANIFEST: &str = "lvp_icd";
+const DRIVER: &str = "libvulkan_lvp.so";
+/// What `RAPT_REQUIRE` calls a Vulkan driver.
+const NAME: &str = "vulkan";
+
+/// A driver that is not installed: what programs are told to find it.
+struct Unpacked {
+    manifest: PathBuf,
+    libraries: PathBuf,
+    cache: PathBuf,
+}
+
+pub(crate) fn run(mut args: Args) -> Outcome {
+    let (is_installed, is_whole) = (args.flag("--installed"), args.flag("--whole"));
+    args.finish(HELP)?;
+    if is_installed { tests(None, is_whole) } else { check_with(is_whole) }
+}
+
+/// The step of `cargo xtask test`.
+pub(crate) fn check() -> Outcome {
+    check_with(false)
+}
+
+fn check_with(is_whole: bool) -> Outcome {
+    let folder = Workspace::load()?.target.join(NAME);
+    let has = |program: &str| Command::new(program).arg("--version").output().is_ok_and(|o| o.status.success());
+    if let Some(missing) = ["apt-get", "dpkg-deb"].into_iter().find(|program| !has(program)) {
+        let what = format!("the tests of the backend for Vulkan, for want of {missing}");
+        let required = std::env::var("RAPT_REQUIRE").unwrap_or_default();
+        if required.split(',').any(|name| name == NAME) {
+            return Err(Failure::Check(format!("RAPT_REQUIRE asks for {NAME}: {what}")));
+        }
+        say(format_args!("skipped: {what}"));
+        return Ok(());
+    }
+    let driver = step("unpack lavapipe", || unpack(&folder))?;
+    tests(Some(&driver), is_whole)
+}
+
+/// What `RAPT_REQUIRE` asks of tests that are not told where lavapipe lies.
+pub(crate) fn required_of_others() -> String {
+    let required = std::env::var("RAPT_REQUIRE").unwrap_or_default();
+    required.split(',').filter(|name| *name != NAME).collect::<Vec<_>>().join(",")
+}
+
+/// The tests that ask a GPU, of the workspace as its other tests are built, so that nothing is compiled twice.
+fn tests(driver: Option<&Unpacked>, is_whole: bool) -> Outcome {
+    let mut test = cargo(["test", "--workspace", "--features", "rapt-attention/vulkan"]);
+    test.args(["--test", "vulkan", "--test", "vulkan_boundary"]).current_dir(root());
+    test.env("RAPT_REQUIRE", NAME);
+    if let Some(Unpacked { manifest, libraries, cache }) = driver {
+        let others = std::env::var_os("LD_LIBRARY_PATH").unwrap_or_default();
+        let paths =
+            std::iter::once(libraries.clone()).chain(std::env::split_paths(&others).filter(|path| path.is_absolute()));
+        let paths = std::env::join_paths(paths).map_err(|error| Failure::Check(error.to_string()))?;
+        test.env("VK_ICD_FILENAMES", manifest).env("LD_LIBRARY_PATH", paths).env("MESA_SHADER_CACHE_DIR", cache);
+    }
+    if is_whole {
+        test.args(["--", "--include-ignored"]);
+    }
+    step("test the backend for Vulkan", || show(&mut test))
+}
+
+/// The driver below `folder`, which is made once.
+fn unpack(folder: &Path) -> Result<Unpacked, Failure> {
+    let (packages, tree, done) = (folder.join("packages"), folder.join("root"), folder.join("done"));
+    let manifest = folder.join("lavapipe.json");
+    if !done.is_file() {
+        download(&packages)?;
+        for package in files(&packages)?.iter().filter(|path| path.extension().is_some_and(|end| end == "deb")) {
+            capture(command("dpkg-deb", ["-x"]).arg(package).arg(&tree))?;
+        }
+        let driver = find(&tree, |name| name == DRIVER)?;
+        let text = read(&find(&tree, |name| name.starts_with(MANIFEST) && name.ends_with(".json"))?)?;
+        write(&manifest, &located(&text, &driver))?;
+        write(&done, "")?;
+    }
+    let driver = find(&tree, |name| name == DRIVER)?;
+    let libraries = driver.parent().unwrap_or(&tree).to_owned();
+    Ok(Unpacked { manifest, libraries, cache: folder.join("cache") })
+}
+
+/// The packages and what they need that this machine lacks. A machine that has never asked Debian for its lists asks now.
+fn download(packages: &Path) -> Outcome {
+    let partial = packages.join("partial");
+    std::fs::create_dir_all(&partial).map_err(Failure::file(&partial))?;
+    let archives = format!("Dir::Cache::archives={}", packages.display());
+    let fetch = || {
+        let mut apt =
+            command("apt-get", ["install", "--yes", "--download-only", "--no-install-recommends", "--reinstall"]);
+        apt.args(["-o", &archives, "-o", "Debug::NoLocking=1", "-o", "APT::Sandbox::User=root"]).args(PACKAGES);
+        apt
+    };
+    if fetch().output().is_ok_and(|output| output.status.success()) {
+        return Ok(());
+    }
+    capture(&mut command("apt-get", ["update"]))?;
+    capture(&mut fetch()).map(drop)
+}
+
+/// A manifest whose library is `driver`.
+fn located(manifest: &str, driver: &Path) -> String {
+    let is_path = |line: &&str| line.trim_start().starts_with("\"library_path\"");
+    let Some(line) = manifest.lines().find(is_path) else { return manifest.to_owned() };
+    let comma = if line.trim_end().ends_with(',') { "," } else { "" };
+    let named = format!("        \"library_path\": {:?}{comma}", driver.display().to_string());
+    manifest.replace(line, &named)
+}
+
+fn files(folder: &Path) -> Result<Vec<PathBuf>, Failure> {
+    let entries = std::fs::read_dir(folder).map_err(Failure::file(folder))?;
+    Ok(entries.flatten().map(|entry| entry.path()).collect())
+}
+
+/// The first file below `folder` whose name fits.
+fn find(folder: &Path, fits: impl Fn(&str) -> bool + Copy) -> Result<PathBuf, Failure> {
+    let mut open = vec![folder.to_owned()];
+    while let Some(folder) = open.pop() {
+        for path in files(&folder)? {
+            if path.is_dir() && !path.is_symlink() {
+                open.push(path);
+            } else if path.file_name().and_then(|name| name.to_str()).is_some_and(fits) {
+                return Ok(path);
+            }
+        }
+    }
+    Err(Failure::Check(format!("{}: the driver is not in the packages", folder.display())))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_manifest_names_the_driver_where_it_lies() {
+        let text = "{\n    \"ICD\": {\n        \"api_version\": \"1.1.230\",\n        \"library_path\": \"/usr/lib/libvulkan_lvp.so\"\n    }\n}\n";
+        let located = located(text, Path::new("/elsewhere/a b/libvulkan_lvp.so"));
+        assert!(located.contains("\"library_path\": \"/elsewhere/a b/libvulkan_lvp.so\"\n"), "{located}");
+        assert!(located.contains("\"api_version\": \"1.1.230\",\n"), "{located}");
+    }
+}
