@@ -221,3 +221,32 @@ def test_a_result_that_is_no_tensor_and_no_number_is_refused():
 
     with pytest.raises(rapt.RaptError, match='an output is String."name".*which graphs do not have'):
         loaded(torch.export.export(Named(), (torch.zeros(2),)))
+
+
+@pytest.mark.parametrize("dynamic", [None, {0: DYNAMIC}], ids=["fixed", "dynamic"])
+@pytest.mark.parametrize("form", [lambda program: program, lambda program: program.run_decompositions({})], ids=["default", "functional"])
+def test_rows_that_were_one_row_at_export(form, dynamic):
+    """The example was expanded, as position ids often are: other rows were overwritten by the last one."""
+
+    class Expanded(torch.nn.Module):
+        def forward(self, x, ids):
+            return x * 2, x.sum(0), x.reshape(-1), x.t(), torch.zeros(3).index_add(0, ids[0], x[1]), ids + 1, x.flip(0)
+
+    examples = torch.arange(3.0).expand(4, 3), torch.arange(3).expand(4, 3)
+    module = Expanded().eval()
+    program = form(torch.export.export(module, examples, dynamic_shapes=None if dynamic is None else (dynamic, dynamic)))
+    model = loaded(program)
+    assert [node.meta["val"].stride(0) for node in program.graph.nodes if node.op == "placeholder"] == [0, 0]
+    x, ids = torch.arange(12.0).reshape(4, 3), torch.arange(12).reshape(4, 3) % 3
+    for given in ((x, ids), (x.t().contiguous().t(), ids), examples, (x, examples[1])):
+        for got in (model(*given), model.reference()(*given)):
+            for ours, theirs in zip(got, module(*given), strict=True):
+                assert torch.equal(ours, theirs)
+
+
+def test_rows_far_apart_at_export_take_no_memory():
+    wide = torch.zeros(3, 1 << 24)[:, :2]
+    program = torch.export.export(torch.nn.ReLU(), (wide,))
+    model = loaded(program)
+    x = torch.tensor([[1.0, -1.0], [2.0, 3.0], [-4.0, 5.0]])
+    assert torch.equal(model(x), x.relu()) and torch.equal(model(wide), wide)

@@ -288,6 +288,8 @@ def test_a_weight_that_was_altered_is_refused_by_its_name(scale, tmp_path):
 def test_a_missing_file_is_an_error_of_rapt(tmp_path):
     with pytest.raises(rapt.RaptError, match="absent.pt2"):
         rapt.load(tmp_path / "absent.pt2")
+    with pytest.raises(rapt.RaptError, match="directory"):
+        rapt.load(tmp_path)
 
 
 def test_an_integer_that_is_divided_by_zero_is_a_zero_division_error():

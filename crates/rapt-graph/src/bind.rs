@@ -11,7 +11,7 @@
 use rapt_pt2::{Expr, ExprError, Symbols, TensorMeta};
 
 use crate::forms;
-use crate::{Error, Graph, Int, Meta, Node, OpError, Out, Output, Shapes, Type, ValueId};
+use crate::{Error, Graph, Int, Meta, Node, OpError, Out, Output, Shapes, Source, Type, ValueId};
 
 /// What is known of a value for one binding of the symbols.
 #[derive(Clone, Debug, PartialEq)]
@@ -50,6 +50,8 @@ pub struct Binding {
     facts: Vec<Fact>,
     /// Of each tensor, the value that its storage came with, and how many elements that has.
     storages: Vec<Option<(ValueId, i64)>>,
+    /// Whether an input lies otherwise than stated: then everything after it may.
+    laid_out: bool,
 }
 
 impl Binding {
@@ -132,13 +134,18 @@ impl Graph {
             outs: Vec::with_capacity(self.nodes.len()),
             facts: vec![Fact::None; self.values.len()],
             storages: vec![None; self.values.len()],
+            laid_out: false,
         };
         for input in &self.inputs {
             let Some(id) = input.value else { continue };
             let failed = |cause| Error::Expr { value: input.name.clone(), cause };
             match &self.value(id).ty {
                 Type::Tensor(meta) => {
-                    let form = stated(meta, symbols).map_err(failed)?;
+                    let mut form = stated(meta, symbols).map_err(failed)?;
+                    if self.lays_out && input.source == Source::User && form.is_loose() {
+                        binding.laid_out = true;
+                        form = Meta::contiguous(form.dtype, &form.shape);
+                    }
                     let extent = form.extent().filter(|_| form.strides.len() == form.rank());
                     let len = extent.ok_or_else(|| Error::Kind { name: input.name.clone(), got: form.to_string() })?;
                     binding.set(id, Fact::Tensor(form), Some((id, len)));
@@ -222,7 +229,9 @@ impl Graph {
         let (agrees, stated) = match (&value.ty, fact) {
             (Type::Tensor(meta), _) => {
                 let stated = stated(meta, &binding.symbols).map_err(failed)?;
-                let agrees = matches!(fact, Fact::Tensor(own) if own.agrees(&stated));
+                let alike = |own: &Meta| (own.dtype, &own.shape) == (stated.dtype, &stated.shape);
+                let agrees =
+                    matches!(fact, Fact::Tensor(own) if own.agrees(&stated) || (binding.laid_out && alike(own)));
                 (agrees, Fact::Tensor(stated).to_string())
             }
             (Type::Int(expr), _) => {

@@ -102,9 +102,20 @@ pub struct Graph {
     pub symbols: Vec<Symbol>,
     /// What tracing found to hold of the inputs, beyond the ranges.
     pub guards: Vec<Guard>,
+    /// Whether inputs may lie otherwise than stated; see [`Graph::with_inputs_laid_out`].
+    pub(crate) lays_out: bool,
 }
 
 impl Graph {
+    /// The graph for callers whose inputs do not lie as those of the export did. An input several of whose elements were one place in
+    /// memory then (an expanded tensor), or which had wide gaps, is row-major in every binding: no other numbers fit into
+    /// the stated form. The forms of such a binding agree with the program's in dtype and shape.
+    #[must_use]
+    pub fn with_inputs_laid_out(mut self) -> Graph {
+        self.lays_out = true;
+        self
+    }
+
     /// The value of a name.
     #[must_use]
     pub fn find(&self, name: &str) -> Option<ValueId> {

@@ -4,6 +4,10 @@ use rapt_core::DType;
 
 use crate::{Int, OpError, Scalar, ValueId};
 
+/// Gaps of how many times the elements are wide, of more elements than a few.
+const WIDEST: i64 = 64;
+const FEW: i64 = 1 << 16;
+
 /// The form of a tensor: all but its storage.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Meta {
@@ -89,6 +93,28 @@ impl Meta {
         };
         let strides = (0..shape.len()).map(stride).collect();
         Meta { dtype: self.dtype, shape: shape.to_vec(), strides, offset: self.offset }
+    }
+
+    /// Whether a tensor of other numbers cannot be given this form, or only in much more memory than it has elements: two elements
+    /// share a place, or may, or the gaps are wide.
+    #[must_use]
+    pub fn is_loose(&self) -> bool {
+        let numel = self.numel();
+        if numel <= 1 {
+            return false;
+        }
+        // From the densest dimension on, each must step over all those before it.
+        let mut dims: Vec<(i64, i64)> =
+            self.shape.iter().zip(&self.strides).map(|(&n, &stride)| (stride, n)).filter(|&(_, n)| n > 1).collect();
+        dims.sort_unstable();
+        let mut covered = 1i64;
+        for (stride, n) in dims {
+            if stride < covered {
+                return true;
+            }
+            covered = stride.saturating_mul(n - 1).saturating_add(covered);
+        }
+        covered > numel.saturating_mul(WIDEST).saturating_add(FEW)
     }
 
     /// Whether two forms are one, where PyTorch itself distinguishes them: the stride of a dimension of size 1 leads nowhere,

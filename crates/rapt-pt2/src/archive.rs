@@ -72,6 +72,9 @@ impl Archive {
         let path = path.as_ref();
         let open = |cause| Error::Open { path: path.to_owned(), cause };
         let file = File::open(path).map_err(open)?;
+        if file.metadata().is_ok_and(|found| found.is_dir()) {
+            return Err(open(std::io::ErrorKind::IsADirectory.into()));
+        }
         // SAFETY: the map is read-only and private, and `Archive` hands out its bytes as `&[u8]` only. That nothing changes
         // the file is the caller's duty, which the documentation states with what happens otherwise; no check in this
         // crate is relied on for soundness after the bytes were read a second time: program and tables are copies, and

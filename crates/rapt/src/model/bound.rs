@@ -365,6 +365,13 @@ impl Bound {
                         || strides.into_iter().all(|((&n, &stride), &own)| n == 1 || stride as isize == own);
                     if is_so && !overlaps(place, own) {
                         Some(Given::in_place(own.ptr))
+                    } else if stated.is_loose() && !is_so {
+                        // The copy would lose numbers, or be as large as whoever wrote the program pleases.
+                        return Err(ModelError::Graph(rapt_graph::Error::InputStrides {
+                            name: source.name.clone(),
+                            expected: stated.strides.clone(),
+                            got: own.strides.iter().map(|&stride| stride as i64).collect(),
+                        }));
                     } else {
                         Some(Given::copied(own, stated, self.writes(place))?)
                     }

@@ -154,7 +154,7 @@ impl Model {
     }
 
     fn of_archive(archive: Archive) -> Result<Model, ModelError> {
-        let template = Template::new(archive.program().clone())?;
+        let template = Template::of_archive(archive.program().clone())?;
         // An altered weight would be a wrong result. Packing reads the same bytes afterwards, from memory.
         archive.check_storages()?;
         template.with(Weights::of_archive(archive)?)

@@ -33,12 +33,20 @@ impl Template {
     /// # Errors
     /// As [`Model::open`].
     pub fn from_json(json: &[u8]) -> Result<Template, ModelError> {
-        Template::new(Program::from_json(json)?)
-    }
-
-    pub(super) fn new(program: Program) -> Result<Template, ModelError> {
+        let program = Program::from_json(json)?;
         port::check_dtypes(&program)?;
         let graph = Graph::new(&program)?;
+        Template::new(program, graph)
+    }
+
+    /// The program of an archive: its callers' tensors lie otherwise than those of the export did.
+    pub(super) fn of_archive(program: Program) -> Result<Template, ModelError> {
+        port::check_dtypes(&program)?;
+        let graph = Graph::new(&program)?.with_inputs_laid_out();
+        Template::new(program, graph)
+    }
+
+    fn new(program: Program, graph: Graph) -> Result<Template, ModelError> {
         let (mut inputs, outputs) = (port::inputs(&program), port::outputs(&program));
         // At several bindings; one of them is the example.
         let example = graph.verify()?.first().map(|symbols| graph.bind(symbols)).transpose()?.map(Arc::new);
