@@ -155,6 +155,18 @@ def test_sizes_outside_the_range_of_the_export_are_refused():
         assert model(torch.zeros(count, 3), torch.zeros(count)).shape == (count, 3)
 
 
+def test_an_integer_of_more_than_64_bits_is_refused():
+    class First(torch.nn.Module):
+        def forward(self, x, n):
+            return x[:n]
+
+    model = rapt.load(saved(First(), (torch.ones(8), 5), shapes={"x": {0: DYNAMIC}, "n": DYNAMIC}))
+    for n in (2**63, -(2**63) - 1, 2**200):
+        with pytest.raises(rapt.ShapeError, match=f"n is {n}: integers have 64 bits"):
+            model(torch.ones(8), n)
+    assert model(torch.ones(8), 3).shape == (3,)
+
+
 def test_a_tensor_on_another_device_is_refused_by_name(scale):
     model, x, shift = rapt.load(scale), torch.ones(4, 3), torch.ones(4)
     with pytest.raises(rapt.DeviceError, match="x is on meta"):

@@ -322,7 +322,9 @@ fn read<'py>(
         return Ok(Leaf::Bool(object.extract()?));
     }
     if object.is_instance_of::<PyInt>() {
-        return Ok(Leaf::Int(object.extract()?));
+        let wide =
+            |_| Failure::binding(ErrorKind::Shape, format!("{} is {object}: integers have 64 bits", port.name), "");
+        return object.extract().map(Leaf::Int).map_err(wide);
     }
     if object.is_instance_of::<PyFloat>() {
         return Ok(Leaf::Float(object.extract()?));
