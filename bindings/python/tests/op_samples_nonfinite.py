@@ -100,7 +100,13 @@ def of_numbers(first):
     return written
 
 
+def _logits(dtype):
+    for seed in range(3):
+        yield (marked(make(dtype, 4, 6, seed=seed), INF, seed=seed), marked(make(dtype, 4, 6, seed=seed + 9), INF, -INF, seed=seed)), {}
+
+
 SAMPLES = {
+    A + "binary_cross_entropy_with_logits.default": _logits,
     A + "upsample_linear1d.vec": _resized(1, True),
     A + "upsample_bilinear2d.vec": _resized(2, True),
     A + "upsample_trilinear3d.vec": _resized(3, True),

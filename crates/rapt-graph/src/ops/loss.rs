@@ -180,7 +180,7 @@ impl Loss {
             return Err(OpError::Refused("binary_cross_entropy of a number that is not between 0 and 1"));
         }
         let positive = self.positive().map(numbers).transpose()?;
-        let one = |n: usize| of_element(self.kind, x[n], t[n], positive.as_ref().map_or(1.0, |p| p[n]));
+        let one = |n: usize| of_element(self.kind, x[n], t[n], positive.as_ref().map(|p| p[n]));
         let mut losses: Vec<f64> = (0..x.len()).map(one).collect();
         if let Some(weight) = self.weight.map(numbers).transpose()? {
             losses.iter_mut().zip(weight).for_each(|(loss, weight)| *loss *= weight);
@@ -262,7 +262,7 @@ impl Loss {
     }
 }
 
-fn of_element(kind: Kind, x: f64, t: f64, positive: f64) -> f64 {
+fn of_element(kind: Kind, x: f64, t: f64, positive: Option<f64>) -> f64 {
     let distance = (x - t).abs();
     match kind {
         Kind::Square => distance * distance,
@@ -275,7 +275,9 @@ fn of_element(kind: Kind, x: f64, t: f64, positive: f64) -> f64 {
         Kind::Divergence { log_target: false } => (if t == 0.0 { 0.0 } else { t * t.ln() }) - t * x,
         Kind::BinaryEntropy => (t - 1.0) * (-x).ln_1p().max(-100.0) - t * x.ln().max(-100.0),
         // log(sigmoid(x)) = −log(1 + e^−x)
-        Kind::BinaryEntropyOfLogits { .. } => (1.0 - t) * x + ((positive - 1.0) * t + 1.0) * soft(-x),
+        Kind::BinaryEntropyOfLogits { .. } => {
+            (1.0 - t) * x + positive.map_or(1.0, |positive| (positive - 1.0) * t + 1.0) * soft(-x)
+        }
         Kind::Absolute | Kind::Likelihood { .. } | Kind::CrossEntropy { .. } => distance,
     }
 }
