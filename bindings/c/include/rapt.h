@@ -48,11 +48,18 @@ rapt_error rapt_contiguous_strides(int32_t ndim, const int64_t *shape, int64_t *
 // engine serves any number of threads at once. It is given back by rapt_engine_destroy().
 struct rapt_engine *rapt_engine_create(int32_t threads);
 
+// An engine that attends on a GPU which Vulkan reaches: the tensors of a call are host memory, copied there and back. `adapter` is its
+// number, from 0.
+//
+// NULL if there is no such adapter, or the library was built without the cargo feature `vulkan`: rapt_last_error() says what. It is
+// given back by rapt_engine_destroy().
+struct rapt_engine *rapt_engine_gpu(int32_t adapter);
+
 // Ends the engine's threads and gives back its memory. No call may be using it, and none may use it after. Where models were
 // opened with it, both happen when the last of them, their bindings and sessions is given back. NULL is ignored.
 //
 // # Safety
-// `engine` came from rapt_engine_create(), was not destroyed before, and is used by no other thread.
+// `engine` came from rapt_engine_create() or rapt_engine_gpu(), was not destroyed before, and is used by no other thread.
 void rapt_engine_destroy(struct rapt_engine *engine);
 
 // What this engine runs on. The caller sets `capabilities->size` to sizeof(rapt_capabilities); all else is written.

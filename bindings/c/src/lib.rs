@@ -32,7 +32,7 @@ mod tolerance;
 use std::ffi::{CStr, CString, c_char};
 use std::sync::Arc;
 
-use engine::{Engine, Error, Operands, Tolerance};
+use engine::{Device, Engine, Error, Operands, Tolerance};
 
 pub use abi::{
     RAPT_MAX_NDIM, RAPT_VERSION_MAJOR, RAPT_VERSION_MINOR, RAPT_VERSION_PATCH, rapt_capabilities, rapt_causal,
@@ -151,16 +151,35 @@ pub extern "C" fn rapt_engine_create(threads: i32) -> *mut rapt_engine {
     made
 }
 
+/// An engine that attends on a GPU which Vulkan reaches: the tensors of a call are host memory, copied there and back. `adapter` is its
+/// number, from 0.
+///
+/// NULL if there is no such adapter, or the library was built without the cargo feature `vulkan`: rapt_last_error() says what. It is
+/// given back by rapt_engine_destroy().
+#[unsafe(no_mangle)]
+pub extern "C" fn rapt_engine_gpu(adapter: i32) -> *mut rapt_engine {
+    let mut made = std::ptr::null_mut();
+    guard(|| {
+        let allowed = "the number of an adapter, from 0".to_owned();
+        let refused = |_| Error::Option { option: "adapter", got: adapter.to_string(), allowed };
+        let adapter = u32::try_from(adapter).map_err(refused)?;
+        let engine = Arc::new(Engine::on(Device::Vulkan(adapter), None)?);
+        made = Box::into_raw(Box::new(rapt_engine { engine, calls: Calls::new() }));
+        Ok(())
+    });
+    made
+}
+
 /// Ends the engine's threads and gives back its memory. No call may be using it, and none may use it after. Where models were
 /// opened with it, both happen when the last of them, their bindings and sessions is given back. NULL is ignored.
 ///
 /// # Safety
-/// `engine` came from rapt_engine_create(), was not destroyed before, and is used by no other thread.
+/// `engine` came from rapt_engine_create() or rapt_engine_gpu(), was not destroyed before, and is used by no other thread.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn rapt_engine_destroy(engine: *mut rapt_engine) {
     if !engine.is_null() {
         guard(|| {
-            // SAFETY: made by `Box::into_raw` in `rapt_engine_create`; the rest is the caller's word.
+            // SAFETY: made by `Box::into_raw` in one of the two; the rest is the caller's word.
             drop(unsafe { Box::from_raw(engine) });
             Ok(())
         });

@@ -8,7 +8,8 @@ use std::path::{Path, PathBuf};
 use clap::Args as ClapArgs;
 use rapt::quant::{Measured, QuantizedView, measure};
 use rapt::{
-    Backing, Codes, DType, Engine, Error, Format, Operands, Options, Qkv, Shape, Spec, Tensor, Tensors, Tolerance, View,
+    Backing, Codes, DType, Device, Engine, Error, Format, Operands, Options, Qkv, Shape, Spec, Tensor, Tensors,
+    Tolerance, View,
 };
 
 use crate::codes::{CodesArgs, CodesName, hinted, part_names};
@@ -36,6 +37,9 @@ pub(crate) struct Args {
     /// The dtype of the result [default: that of q]; needed if q is codes.
     #[arg(long, value_name = "DTYPE", value_parser = dtype)]
     out_dtype: Option<DType>,
+    /// Where it is computed: cpu, or vulkan:N, the N-th adapter of `rapt doctor`, to which the tensors are copied.
+    #[arg(long, value_name = "DEVICE", default_value = "cpu", value_parser = device)]
+    device: Device,
     #[command(flatten)]
     problem: ProblemArgs,
     #[command(flatten)]
@@ -93,6 +97,10 @@ struct PartArgs {
     /// The same of v.
     #[arg(long, value_name = "X", allow_negative_numbers = true)]
     v_global_scale: Option<f32>,
+}
+
+fn device(name: &str) -> Result<Device, String> {
+    Device::from_name(name).ok_or_else(|| "allowed are cpu and vulkan:N".to_owned())
 }
 
 /// The files of q, k or v.
@@ -203,7 +211,7 @@ fn attend(args: &Args, [q, k, v]: [&Files; 3], mask: Option<&Array>, [of_k, of_v
         .return_lse(args.lse.is_some())
         .build()
         .map_err(|error| hinted(error, false))?;
-    let engine = Engine::new(args.problem.threads)?;
+    let engine = Engine::on(args.device, args.problem.threads)?;
     let plan = engine.plan(&spec)?;
 
     let rank = q.shape().len();

@@ -296,6 +296,10 @@ fn run_refuses_files_and_problems_and_writes_nothing() {
     check(&wide, "k has dtype float64, q has float32");
     check(&whole, "k has dtype int64, q has float32");
     check(&folder.file("absent.npy"), "absent.npy: ");
+    let error = refuses(&["run", &q, &q, &q, &out, "--device", "vulkan:4711"], &[], 1);
+    assert!(error.contains("vulkan:4711 is not available"), "{error}");
+    let error = refuses(&["run", &q, &q, &q, &out, "--device", "mps"], &[], 2);
+    assert!(error.contains("allowed are cpu and vulkan:N"), "{error}");
 }
 
 #[test]

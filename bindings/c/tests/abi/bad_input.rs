@@ -7,7 +7,7 @@ use crate::support::{BEFORE, Call, K, LSE, MASK, NAMES, OUT, Owned, Q, SINKS, SL
 use rapt_c::rapt_error::{self, *};
 use rapt_c::{
     rapt_capabilities, rapt_contiguous_strides, rapt_engine_capabilities, rapt_engine_create, rapt_engine_destroy,
-    rapt_explain, rapt_last_error_code, rapt_options, rapt_string_free,
+    rapt_engine_gpu, rapt_explain, rapt_last_error_code, rapt_options, rapt_string_free,
 };
 
 type Bend = Box<dyn Fn(&mut Call)>;
@@ -308,6 +308,13 @@ fn engines_refuse_numbers_of_threads_that_are_none() {
         assert!(rapt_engine_create(threads).is_null());
         assert_eq!(rapt_last_error_code(), RAPT_ERROR_OPTION);
         assert!(last_error().contains(&format!("threads = {threads}")), "{}", last_error());
+    }
+    for (adapter, code, text) in
+        [(-1, RAPT_ERROR_OPTION, "adapter = -1"), (4711, RAPT_ERROR_DEVICE, "vulkan:4711 is not available")]
+    {
+        assert!(rapt_engine_gpu(adapter).is_null());
+        assert_eq!(rapt_last_error_code(), code);
+        assert!(last_error().contains(text), "{}", last_error());
     }
     // SAFETY: NULL is ignored.
     unsafe {
