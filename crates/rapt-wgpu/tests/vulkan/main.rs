@@ -6,6 +6,7 @@ mod placed;
 
 use rapt_core::DType;
 use rapt_testkit::{Config, Engine, Tally, conformance};
+use rapt_wgpu::{Gpu, wgpu};
 
 const DTYPES: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
 
@@ -45,6 +46,26 @@ fn tensors_in_buffers_conform() {
 fn tensors_of_the_host_conform() {
     let Some(gpu) = common::gpu() else { return };
     check(Box::new(placed::host_engine(gpu)), &config(60, false));
+}
+
+/// A caller's device, opened without 16-bit stores: two elements of a word are stored by atomic operations.
+#[test]
+fn sixteen_bits_are_stored_on_a_device_without_such_stores() {
+    if common::gpu().is_none() {
+        return;
+    }
+    let vulkan = wgpu::Backends::VULKAN;
+    let instance = wgpu::Instance::new(wgpu::InstanceDescriptor {
+        backends: vulkan,
+        ..wgpu::InstanceDescriptor::new_without_display_handle()
+    });
+    let adapter = pollster::block_on(instance.enumerate_adapters(vulkan)).swap_remove(0);
+    let descriptor = wgpu::DeviceDescriptor { required_limits: adapter.limits(), ..wgpu::DeviceDescriptor::default() };
+    let (device, queue) = pollster::block_on(adapter.request_device(&descriptor)).expect("a device");
+    let gpu = Gpu::with_device(device, queue, 0);
+    assert!(!gpu.caps().has_16_bit_stores);
+    let config = Config { dtypes: vec![DType::F16, DType::BF16], ..config(40, false) };
+    check(Box::new(placed::engine(&gpu)), &config);
 }
 
 /// `cargo xtask vulkan --whole`.
