@@ -157,6 +157,31 @@ impl Engine {
         Ok(plan)
     }
 
+    /// What runs for `spec` on the host, whatever GPU this engine has: for what has other steps there too.
+    pub(crate) fn plan_on_host(&self, spec: &Spec, threads: usize) -> Result<Arc<Plan>> {
+        #[cfg(feature = "vulkan")]
+        if self.gpu.is_some() {
+            return rapt_cpu::select(spec, &Caps { threads, ..self.caps.clone() }).map(Arc::new);
+        }
+        self.plan_for(spec, threads)
+    }
+
+    /// That this engine attends on the host: `what` has no kernel on a GPU of Vulkan's.
+    #[cfg_attr(not(feature = "vulkan"), allow(clippy::unused_self, reason = "no engine of such a build has a GPU"))]
+    pub(crate) fn expect_host(&self, what: &'static str) -> Result<()> {
+        #[cfg(feature = "vulkan")]
+        if let Some(gpu) = &self.gpu {
+            let what = format!("{what} on {}", gpu.device());
+            return Err(Error::unsupported(
+                what,
+                "no kernel in WGSL reads it",
+                "use an engine of the host: Engine::new",
+            ));
+        }
+        let _ = what;
+        Ok(())
+    }
+
     /// The one choice of a backend.
     fn select(&self, spec: &Spec, caps: &Caps) -> Result<Plan> {
         #[cfg(feature = "vulkan")]
@@ -193,7 +218,7 @@ impl Engine {
             return Err(Error::DeviceMismatch { tensor: "queue", expected: plan.spec().device, got: Device::Cpu });
         }
         #[cfg(feature = "vulkan")]
-        if let Some(gpu) = &self.gpu {
+        if let (Some(gpu), Ok(_)) = (&self.gpu, plan.launch_plan::<rapt_wgpu::HostLaunch>()) {
             return gpu.run_host(plan, operands);
         }
         self.with_workspace(plan.workspace_bytes(), |workspace| match queue {

@@ -354,6 +354,7 @@ impl Engine {
         tolerance: &Tolerance<'_>,
         executor: &dyn Executor,
     ) -> Result<Plans> {
+        self.expect_host("a tolerance of codes")?;
         let spec = spec_of(tensors, options)?;
         check(tensors, options, &spec, tolerance)?;
         let codes = self.plan_for(&spec, executor.threads())?;

@@ -3,7 +3,7 @@
 //! Without an adapter nothing is tested, which is printed, and is a failure if `RAPT_REQUIRE` names `vulkan` (`cargo xtask vulkan`).
 
 use rapt::vulkan::{BufferTensor, BufferTensors, HostLaunch, adapters, wgpu};
-use rapt::{DType, Device, Engine, Error, Operands, Options, Spec, Tensors, spec_of};
+use rapt::{DType, Device, Engine, Error, Operands, Options, Queue, Spec, Tensors, VarlenTensors, spec_of};
 use rapt_testkit::{Config, conformance};
 
 fn engine() -> Option<Engine> {
@@ -85,6 +85,28 @@ fn tensors_in_buffers_are_attended_to_where_they_lie() {
     // Plans of buffers are not run on tensors of the host, nor the other way round.
     let host = Engine::new(Some(1)).unwrap();
     assert!(matches!(host.plan(&spec), Err(Error::DeviceUnavailable { device: Device::Vulkan(0), .. })));
+}
+
+#[test]
+fn what_the_gpu_has_no_kernel_for_is_refused_and_not_computed_on_the_host() {
+    let Some(engine) = engine() else { return };
+    let (numbers, offsets, mut out) = ([0.5f32; 3 * 4], [0i32, 1, 3], [f32::NAN; 3 * 4]);
+    let view = || rapt::View::contiguous("q", &numbers, [3, 1, 4].into()).unwrap();
+    let ends = || rapt::View::contiguous("cu_seqlens_q", &offsets, [3].into()).unwrap();
+    let tensors = VarlenTensors {
+        q: view(),
+        k: view(),
+        v: view(),
+        cu_seqlens_q: ends(),
+        cu_seqlens_kv: ends(),
+        sinks: None,
+        alibi_slopes: None,
+        out: rapt::ViewMut::contiguous("out", &mut out, [3, 1, 4].into()).unwrap(),
+        lse: None,
+    };
+    let error = engine.varlen_attention(tensors, &Options::default(), &Queue::Host(engine.executor())).unwrap_err();
+    assert!(matches!(&error, Error::Unsupported { what, .. } if what.ends_with("on vulkan:0")), "{error}");
+    assert!(out.iter().all(|x| x.is_nan()), "nothing was written");
 }
 
 #[test]

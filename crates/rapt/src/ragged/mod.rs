@@ -87,6 +87,7 @@ fn in_host_memory(what: &'static str, device: Device) -> Result<()> {
 impl Engine {
     /// The plan of each sequence on the threads of `queue`.
     fn plan_each(&self, specs: &[Spec], queue: &Queue<'_>) -> Result<Vec<Arc<Plan>>> {
+        self.expect_host("sequences of lengths of their own")?;
         let threads = host(queue)?.threads();
         specs.iter().map(|spec| self.plan_for(spec, threads)).collect()
     }

@@ -30,7 +30,7 @@ impl Builder<'_> {
             let dense = mask.dense.clone();
             let places = [Some(query.clone()), Some(key), Some(value), dense, Some(out.clone()), lse.clone()];
             let Some(spec) = spec(&places, &options, op.enable_gqa) else { continue };
-            let Ok(plan) = self.host.engine.plan_for(&spec, self.threads) else { continue };
+            let Ok(plan) = self.host.engine.plan_on_host(&spec, self.threads) else { continue };
             self.close_where_read(&places)?;
             // What was only made for this node is not: nobody else reads it.
             for (id, place) in [(op.key, &places[1]), (op.value, &places[2])] {
