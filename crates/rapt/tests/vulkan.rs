@@ -24,10 +24,10 @@ fn tensors_of_the_host_conform_through_the_engine() {
         engine.run(&plan, &mut Operands::check(tensors, spec)?)
     };
     let dtypes = vec![DType::F32, DType::F16, DType::BF16, DType::F64];
-    let config = Config { problems: 40, max_work: 200_000, dtypes, quantized: 4, fixed: false, ..Config::default() };
+    let config = Config { problems: 24, max_work: 200_000, dtypes, quantized: 4, fixed: false, ..Config::default() };
     let tally = conformance(&mut [Box::new(attend)], &config).unwrap_or_else(|failure| panic!("{failure}"));
     assert!(
-        tally.count("random") > 20 && tally.count("unsupported") > 4,
+        tally.count("random") > 12 && tally.count("unsupported") > 4,
         "float64 and codes are refused, the rest is served: {tally}"
     );
 }
