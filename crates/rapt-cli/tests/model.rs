@@ -73,7 +73,7 @@ fn check_finds_a_weight_that_was_altered() {
     let output = rapt(&["model", "check", path]);
     let table = text(&output.stdout);
     assert_eq!(output.status.code(), Some(1), "{table}");
-    assert!(table.contains("weights are damaged") && table.contains("weight_0") && table.contains("CRC-32"), "{table}");
+    assert!(table.contains("not served: entry") && table.contains("weight_0") && table.contains("CRC-32"), "{table}");
     let output = rapt(&["model", "check", path, "--json"]);
     assert_eq!(output.status.code(), Some(1));
     assert!(json(&text(&output.stdout))["storages"]["damage"].is_string());
