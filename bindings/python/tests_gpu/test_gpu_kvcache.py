@@ -230,7 +230,7 @@ def test_codes(format, granularity, page_size, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("page_size", [None, 1, 16])
-@pytest.mark.parametrize("new", [1, 3, 16])
+@pytest.mark.parametrize("new", [1, 3, 16, 130])
 def test_new_keys_are_written_and_attended(dtype, page_size, new):
     lengths = [100, 0, 31, 640]
     grown = Cache(8, [n + new for n in lengths], 2, (64, 32), dtype, page_size)

@@ -151,26 +151,6 @@ def test_a_length_that_the_cache_does_not_hold_spoils_its_sequence_alone(page_si
         assert torch.equal(bits(out[[0, 1, 3]]), bits(want[[0, 1, 3]]))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("page_size", [None, 1, 16])
-def test_new_keys_of_a_prompt_are_written_and_attended(dtype, page_size):
-    new, lengths = 130, [100, 0, 31, 640]
-    grown, cache = (Cache(29, [n + new for n in lengths], 2, (64, 32), dtype, page_size) for _ in range(2))
-    k, v = (torch.stack([x[n:] for x, n in zip(of, lengths)]) for of in (grown.k, grown.v))
-    for b, n in enumerate(lengths):
-        for j in range(n, n + new):
-            block, row = cache.place(b, j)
-            cache.k_cache[block, row] = cache.v_cache[block, row] = float("nan")
-    q = queries(4, new, 4, 64, dtype)
-    before = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
-    out, lse = rapt.attention_with_kvcache(
-        q, cache.k_cache, cache.v_cache, k, v, cache_seqlens=before, page_table=cache.page_table, causal=True, return_lse=True
-    )
-    want, want_lse = grown.attend(q, causal=True)
-    assert torch.equal(bits(out), bits(want)) and torch.equal(bits(lse), bits(want_lse))
-    assert torch.equal(bits(cache.k_cache), bits(grown.k_cache)) and torch.equal(bits(cache.v_cache), bits(grown.v_cache))
-
-
 def test_a_prompt_in_parts_has_the_bits_of_the_whole():
     dtype, heads, dim, page_size = torch.bfloat16, 4, 64, 16
     whole = Cache(30, [500, 500], 2, (dim, dim), dtype, page_size)
