@@ -56,6 +56,28 @@ fn rule_16_indices_are_int64() {
     assert_eq!(out.to_i64s(), [1]);
     program.output.dtype = DType::I32;
     assert!(refused(&program).contains("int64"));
+    type Search = (&'static str, Vec<(&'static str, i64)>, bool, Vec<i64>);
+    let searches: [Search; 4] = [
+        ("argsort.default", vec![], false, vec![0, 2, 1]),
+        ("argmin.default", vec![("dim", -1)], false, vec![0]),
+        ("sort.default", vec![], true, vec![0, 2, 1]),
+        ("topk.default", vec![("k", 2)], true, vec![1, 2]),
+    ];
+    for (name, integers, has_values, expected) in searches {
+        let size: Vec<i64> = if name.starts_with("argmin") { vec![] } else { vec![expected.len() as i64] };
+        let indices = value("indices", DType::I64, &size);
+        let mut program = clone_of(DType::F32);
+        program.target = format!("torch.ops.aten.{name}").leak();
+        program.integers = integers;
+        (program.output, program.second) =
+            if has_values { (value("values", DType::F32, &size), Some(indices)) } else { (indices, None) };
+        let (values, indices) = (Memory::place(DType::F32, &size), Memory::place(DType::I64, &size));
+        let places = if has_values { vec![&values, &indices] } else { vec![&indices] };
+        Model::of(&program).session().serves(&[&x], &places);
+        assert_eq!(indices.to_i64s(), expected, "{name}");
+        program.second.as_mut().unwrap_or(&mut program.output).dtype = DType::I32;
+        assert!(refused(&program).contains("int64"), "{name}");
+    }
 }
 
 #[test]
@@ -157,6 +179,32 @@ fn rule_20_arithmetic_is_native_in_int64_and_float64() {
     let (table, out) = (Memory::i64s(&[3, 1], &numbers), Memory::place(DType::I64, &[2, 1]));
     Model::of(&select).session().serves(&[&table, &Memory::i64s(&[2], &[2, 0])], &[&out]);
     assert_eq!(out.to_i64s(), [numbers[2], numbers[0]]);
+    // The same by a gather, and sums by a scatter, in both dtypes.
+    for dtype in [DType::I64, DType::F64] {
+        let given: Vec<u8> = match dtype {
+            DType::I64 => numbers.iter().flat_map(|n| n.to_le_bytes()).collect(),
+            _ => fine.iter().flat_map(|x| x.to_le_bytes()).collect(),
+        };
+        let (x, zeros) = (Memory::of(dtype, &[3], &given), Memory::of(dtype, &[3], &[0; 24]));
+        let index = Memory::i64s(&[3], &[2, 0, 1]);
+        let mut gather = binary("torch.ops.aten.gather.default", dtype);
+        gather.inputs = vec![("self", value("a", dtype, &[3])), ("index", value("b", DType::I64, &[3]))];
+        gather.integers = vec![("dim", 0)];
+        let out = Memory::place(dtype, &[3]);
+        Model::of(&gather).session().serves(&[&x, &index], &[&out]);
+        assert_eq!(out.bytes()[..24], [&given[16..], &given[..16]].concat(), "{dtype}");
+        let mut scatter = gather;
+        scatter.target = "torch.ops.aten.scatter_add.default";
+        scatter.inputs.push(("src", value("c", dtype, &[3])));
+        Model::of(&scatter).session().serves(&[&zeros, &index, &x], &[&out]);
+        assert_eq!(out.bytes()[..24], [&given[8..], &given[..8]].concat(), "{dtype}");
+    }
+    // The greatest, of numbers that float32 cannot tell apart.
+    let mut greatest = clone_of(DType::I64);
+    (greatest.target, greatest.output) = ("torch.ops.aten.max.default", value("y", DType::I64, &[]));
+    let out = Memory::place(DType::I64, &[]);
+    Model::of(&greatest).session().serves(&[&Memory::i64s(&[3], &[1 << 60, (1 << 60) + 1, -1])], &[&out]);
+    assert_eq!(out.to_i64s(), [(1 << 60) + 1]);
 }
 
 #[test]
@@ -299,6 +347,14 @@ fn rule_28_codes_agree_with_the_schema_by_name_and_value_both_ways() {
         (11, "complex128"),
         (12, "bool"),
         (13, "bfloat16"),
+        (28, "uint16"),
+        (29, "float8_e4m3fn"),
+        (30, "float8_e5m2"),
+        (31, "float8_e4m3fnuz"),
+        (32, "float8_e5m2fnuz"),
+        (33, "float8_e8m0fnu"),
+        (34, "uint32"),
+        (35, "uint64"),
     ];
     let name = |code: i32| {
         let name = rapt_c::rapt_dtype_name(code);

@@ -17,9 +17,13 @@ pub(crate) struct Program {
     pub(crate) target: &'static str,
     /// The inputs, each with the name of the argument that it is.
     pub(crate) inputs: Vec<(&'static str, Value)>,
+    /// The integers that follow the first tensor, by the names of their arguments.
+    pub(crate) integers: Vec<(&'static str, i64)>,
     /// A buffer with its bytes, and the name of the argument that it is.
     pub(crate) buffer: Option<(&'static str, Value, Vec<u8>)>,
     pub(crate) output: Value,
+    /// A second result, as of a sort.
+    pub(crate) second: Option<Value>,
     pub(crate) guard: Option<&'static str>,
 }
 
@@ -32,8 +36,10 @@ pub(crate) fn clone_of(dtype: DType) -> Program {
     Program {
         target: "torch.ops.aten.clone.default",
         inputs: vec![("self", value("x", dtype, &[3]))],
+        integers: vec![],
         buffer: None,
         output: value("y", dtype, &[3]),
+        second: None,
         guard: None,
     }
 }
@@ -43,8 +49,10 @@ pub(crate) fn binary(target: &'static str, dtype: DType) -> Program {
     Program {
         target,
         inputs: vec![("self", value("a", dtype, &[3])), ("other", value("b", dtype, &[3]))],
+        integers: vec![],
         buffer: None,
         output: value("y", dtype, &[3]),
+        second: None,
         guard: None,
     }
 }
@@ -61,8 +69,10 @@ pub(crate) fn counter(dtype: DType) -> Program {
     Program {
         target: "torch.ops.aten.add_.Tensor",
         inputs: vec![("other", value("x", dtype, &[3]))],
+        integers: vec![],
         buffer: Some(("self", value("total", dtype, &[3]), vec![0; 3 * dtype.size_bytes()])),
         output: value("y", dtype, &[3]),
+        second: None,
         guard: None,
     }
 }
@@ -72,8 +82,10 @@ pub(crate) fn even_rows() -> Program {
     Program {
         target: "torch.ops.aten.neg.default",
         inputs: vec![("self", value("x", DType::F32, &[-1, 2]))],
+        integers: vec![],
         buffer: None,
         output: value("y", DType::F32, &[-1, 2]),
+        second: None,
         guard: Some("L['x'].size()[0] % 2 == 0"),
     }
 }
@@ -113,9 +125,15 @@ impl Program {
         let (first, rest): (Vec<_>, Vec<_>) = all().partition(|(argument, _)| *argument == "self");
         let argument =
             |(name, value): (&str, &Value)| format!(r#"{{"name": "{name}", "arg": {}, "kind": 1}}"#, value.argument());
-        let arguments = list(first.into_iter().chain(rest).map(argument).collect());
+        let integers = self
+            .integers
+            .iter()
+            .map(|(name, n)| format!(r#"{{"name": "{name}", "arg": {{"as_int": {n}}}, "kind": 1}}"#));
+        let arguments =
+            list(first.into_iter().map(argument).chain(integers).chain(rest.into_iter().map(argument)).collect());
+        let results = || [&self.output].into_iter().chain(&self.second);
         let meta = |value: &Value| format!(r#""{}": {}"#, value.name, value.meta());
-        let metas = list(all().map(|(_, value)| meta(value)).chain([meta(&self.output)]).collect());
+        let metas = list(all().map(|(_, value)| meta(value)).chain(results().map(meta)).collect());
         let held = |(_, value): (&str, &Value)| {
             format!(
                 r#"{{"buffer": {{"arg": {{"name": "{0}"}}, "buffer_name": "{0}", "persistent": true}}}}"#,
@@ -126,23 +144,33 @@ impl Program {
         let specs = list(buffer().map(held).chain(inputs().map(given)).collect());
         let leaf = r#"{\"type\": null, \"context\": null, \"children_spec\": []}"#;
         let leaves = list(vec![leaf.to_owned(); self.inputs.len()]);
+        let results = || results().map(Value::argument);
+        let specs_out = list(results().map(|result| format!(r#"{{"user_output": {{"arg": {result}}}}}"#)).collect());
+        let tree = match self.second {
+            None => format!("[1, {leaf}]"),
+            Some(_) => {
+                format!(
+                    r#"[1, {{\"type\": \"builtins.tuple\", \"context\": \"null\", \"children_spec\": [{leaf}, {leaf}]}}]"#
+                )
+            }
+        };
         let names = list(inputs().map(|(_, value)| format!(r#""{}""#, value.name)).collect());
         let graph_inputs = list(all().map(|(_, value)| value.argument()).collect());
         let guards = self.guard.map_or(String::new(), |guard| format!(r#""{guard}""#));
         format!(
             r#"{{"graph_module": {{"graph": {{
-                "inputs": [{graph_inputs}], "outputs": [{y}],
-                "nodes": [{{"target": "{target}", "name": "{name}", "inputs": [{arguments}], "outputs": [{y}], "metadata": {{}}}}],
+                "inputs": [{graph_inputs}], "outputs": [{results}],
+                "nodes": [{{"target": "{target}", "name": "{name}", "inputs": [{arguments}], "outputs": [{results}], "metadata": {{}}}}],
                 "tensor_values": {{{metas}}}, "sym_int_values": {{}}, "sym_bool_values": {{}}, "sym_float_values": {{}}}},
-              "signature": {{"input_specs": [{specs}], "output_specs": [{{"user_output": {{"arg": {y}}}}}]}},
+              "signature": {{"input_specs": [{specs}], "output_specs": [{specs_out}]}},
               "module_call_graph": [{{"fqn": "", "signature": {{"inputs": [], "outputs": [],
                 "in_spec": "[1, {{\"type\": \"builtins.tuple\", \"context\": \"null\", \"children_spec\": [{{\"type\": \"builtins.tuple\", \"context\": \"null\", \"children_spec\": [{leaves}]}}, {{\"type\": \"builtins.dict\", \"context\": \"[]\", \"children_spec\": []}}]}}]",
-                "out_spec": "[1, {leaf}]", "forward_arg_names": [{names}]}}}}],
+                "out_spec": "{tree}", "forward_arg_names": [{names}]}}}}],
               "metadata": {{}}, "treespec_namedtuple_fields": {{}}}},
               "opset_version": {{"aten": 10}}, "range_constraints": {{"s0": {{"min_val": 2, "max_val": 8}}}},
               "schema_version": {{"major": 8, "minor": 20}}, "verifiers": ["TRAINING"], "torch_version": "2.15.0",
               "guards_code": [{guards}]}}"#,
-            y = self.output.argument(),
+            results = list(results().collect()),
             name = self.output.name,
             target = self.target,
         )
