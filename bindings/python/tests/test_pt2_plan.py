@@ -379,3 +379,36 @@ def test_what_is_made_together_is_stored_though_only_one_of_both_goes_to_its_par
             return joined(y, y + 1)
 
     check(Joined(), (torch.randn(4, 4),), tmp_path)
+
+
+@pytest.mark.parametrize("write", ["index_copy_", "index_put_", "index_put_ of two"])
+def test_rows_that_were_written_are_put_back_where_a_later_index_is_out_of_range(write, tmp_path):
+    class Caches(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("keys", torch.arange(24.0).reshape(2, 6, 2))
+            self.register_buffer("values", torch.arange(24.0, 48.0).reshape(2, 6, 2))
+
+        def forward(self, rows, first, second):
+            for cache, index in ((self.keys, first), (self.values, second)):
+                if write == "index_copy_":
+                    cache.index_copy_(1, index, rows)
+                elif write == "index_put_":
+                    cache[:, index] = rows
+                else:
+                    cache[index % 2, index] = rows[0]
+            return self.keys.sum() + self.values.sum(), self.keys.clone(), self.values.clone()
+
+    module, rows = Caches(), -torch.ones(2, 3, 2)
+    first = torch.tensor([4, 0, 2])
+    session = loaded(module, (rows, first, first + 1), tmp_path).session()
+    # Once with a row that is written twice.
+    for good, bad in ((first, torch.tensor([1, 6, 2])), (torch.tensor([3, 3, 5]), torch.tensor([0, 1, 2**40]))):
+        with pytest.raises(rapt.IndexRangeError):
+            session(rows * 7, good, bad)
+        with pytest.raises(rapt.IndexRangeError):
+            session(rows * 7, bad, good)
+    # Only row 1 is written, so that every row above is looked at.
+    one = torch.ones(3, dtype=torch.int64)
+    expected, got = module(rows, one, one), session(rows, one, one)
+    assert all(torch.equal(x, y) for x, y in zip(expected, got))

@@ -26,6 +26,16 @@ pub(in crate::model) struct Move {
     pub(in crate::model) rank: usize,
     /// What the whole is a copy of, where its other elements are to be copied first.
     pub(in crate::model) copied: Option<Place>,
+    /// Whether what it writes outlasts the run: its slices are put back where the run fails.
+    pub(in crate::model) keeps: bool,
+}
+
+impl Move {
+    /// The shape of a slice, and its strides in the whole, in elements.
+    pub(in crate::model) fn slice(&self) -> (Vec<usize>, Vec<isize>) {
+        let rest = (0..self.whole.meta.rank()).filter(|d| self.indices.iter().all(|(dim, _)| dim != d));
+        (self.part.shape()[self.rank..].to_vec(), rest.map(|d| self.whole.meta.strides[d] as isize).collect())
+    }
 }
 
 impl Builder<'_> {
@@ -36,13 +46,20 @@ impl Builder<'_> {
             Op::Scatter(op) => self.write_by_index(n, node, op)?,
             _ => None,
         };
-        let Some(moved) = found else { return Ok(false) };
+        let Some(mut moved) = found else { return Ok(false) };
         self.close_for(&node.inputs)?;
-        let keeps = if moved.writes && moved.copied.is_none() { self.kept(&moved.whole) } else { Vec::new() };
+        moved.keeps = moved.writes && moved.copied.is_none() && self.places.is_kept(moved.whole.buffer);
         let mut uses = vec![moved.whole.buffer, moved.part.buffer];
         uses.extend(moved.indices.iter().map(|(_, index)| index.buffer));
         uses.extend(moved.copied.iter().map(|place| place.buffer));
-        self.push(Step { node: n, nodes: 1, kernel: Kernel::Move(Box::new(moved)), uses, keeps, may_fail: true });
+        self.push(Step {
+            node: n,
+            nodes: 1,
+            kernel: Kernel::Move(Box::new(moved)),
+            uses,
+            keeps: Vec::new(),
+            may_fail: true,
+        });
         Ok(true)
     }
 
@@ -137,6 +154,6 @@ impl Builder<'_> {
         part.meta.strides[..lead + rank].rotate_left(lead);
         let from_end =
             matches!(node.op, Op::Index(Index::Tensor { .. }) | Op::Scatter(Scatter { write: Write::Put { .. }, .. }));
-        Ok(Some(Move { writes, whole, part, indices: places, from_end, rank, copied }))
+        Ok(Some(Move { writes, whole, part, indices: places, from_end, rank, copied, keeps: false }))
     }
 }

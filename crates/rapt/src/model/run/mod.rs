@@ -30,10 +30,12 @@ pub(super) struct Frame<'a> {
     pub(super) scratch: *mut u8,
 }
 
-/// What a place held before it was written: its elements in row-major order.
-struct Kept<'a> {
-    place: &'a Place,
-    bytes: Vec<u8>,
+/// What memory held before it was written, its elements in row-major order.
+enum Kept<'a> {
+    /// All of a place.
+    Place { place: &'a Place, bytes: Vec<u8> },
+    /// The slices that a write by index reaches, one after another, and where each begins, in elements.
+    Slices { moved: &'a Move, offsets: Vec<isize>, bytes: Vec<u8> },
 }
 
 // SAFETY: threads of one run share the addresses; each step says which of them write where.
@@ -70,12 +72,16 @@ impl Frame<'_> {
             if last.is_some_and(|last| n <= last) {
                 // SAFETY: promised by the caller.
                 kept.extend(step.keeps.iter().map(|place| unsafe { self.keep(place) }));
+                if let Kernel::Move(moved) = &step.kernel {
+                    // SAFETY: promised by the caller.
+                    kept.extend(unsafe { self.keep_slices(moved) });
+                }
             }
             // SAFETY: promised by the caller.
             if let Err(error) = unsafe { self.step(step) } {
-                for Kept { place, bytes } in kept.iter().rev() {
+                for kept in kept.iter().rev() {
                     // SAFETY: as when it was kept.
-                    unsafe { self.put_back(place, bytes) };
+                    unsafe { self.put_back(kept) };
                 }
                 return Err(error);
             }
@@ -95,15 +101,50 @@ impl Frame<'_> {
         let to = Strided { ptr: bytes.as_mut_ptr(), strides: &memory::row_major(&shape) };
         // SAFETY: the place is readable, and `bytes` has room for it.
         unsafe { memory::copy(&shape, place.size(), from, to) };
-        Kept { place, bytes }
+        Kept::Place { place, bytes }
     }
 
-    unsafe fn put_back(&self, place: &Place, bytes: &[u8]) {
-        let shape = place.shape();
-        let from = Strided { ptr: bytes.as_ptr().cast_mut(), strides: &memory::row_major(&shape) };
-        let to = Strided { ptr: self.at(place), strides: &memory::strides(place) };
-        // SAFETY: as in `keep`.
-        unsafe { memory::copy(&shape, place.size(), from, to) };
+    /// The slices that a write by index is about to overwrite; nothing where an index is out of range, which it refuses itself.
+    unsafe fn keep_slices<'p>(&self, moved: &'p Move) -> Option<Kept<'p>> {
+        if !moved.keeps {
+            return None;
+        }
+        // SAFETY: promised by the caller of `run`.
+        let offsets = unsafe { self.slices(moved) }.ok()?;
+        let (shape, strides) = moved.slice();
+        let size = moved.whole.size();
+        let (row, length) = (memory::row_major(&shape), shape.iter().product::<usize>() * size);
+        let mut bytes = vec![0u8; offsets.len() * length];
+        for (offset, bytes) in offsets.iter().zip(bytes.chunks_exact_mut(length.max(1))) {
+            let ptr = self.at(&moved.whole).wrapping_offset(offset * size.cast_signed());
+            let from = Strided { ptr, strides: &strides };
+            // SAFETY: the slice is readable, and `bytes` has room for it.
+            unsafe { memory::copy(&shape, size, from, Strided { ptr: bytes.as_mut_ptr(), strides: &row }) };
+        }
+        Some(Kept::Slices { moved, offsets, bytes })
+    }
+
+    unsafe fn put_back(&self, kept: &Kept<'_>) {
+        match kept {
+            Kept::Place { place, bytes } => {
+                let shape = place.shape();
+                let from = Strided { ptr: bytes.as_ptr().cast_mut(), strides: &memory::row_major(&shape) };
+                let to = Strided { ptr: self.at(place), strides: &memory::strides(place) };
+                // SAFETY: as in `keep`.
+                unsafe { memory::copy(&shape, place.size(), from, to) };
+            }
+            Kept::Slices { moved, offsets, bytes } => {
+                let (shape, strides) = moved.slice();
+                let size = moved.whole.size();
+                let (row, length) = (memory::row_major(&shape), shape.iter().product::<usize>() * size);
+                for (offset, bytes) in offsets.iter().zip(bytes.chunks_exact(length.max(1))) {
+                    let ptr = self.at(&moved.whole).wrapping_offset(offset * size.cast_signed());
+                    let from = Strided { ptr: bytes.as_ptr().cast_mut(), strides: &row };
+                    // SAFETY: as in `keep_slices`.
+                    unsafe { memory::copy(&shape, size, from, Strided { ptr, strides: &strides }) };
+                }
+            }
+        }
     }
 
     fn failed(&self, step: &Step, cause: OpError) -> ModelError {
@@ -362,11 +403,10 @@ impl Frame<'_> {
     }
 
     /// Slices by index. Every index is checked before anything is written.
-    unsafe fn moved(&self, moved: &Move) -> Result<(), OpError> {
-        let Move { writes, whole, part, indices, from_end, rank, copied } = moved;
-        let shape = part.shape();
-        let (positions, slice) = shape.split_at(*rank);
-        let count: usize = positions.iter().product();
+    /// Where each slice of a move begins in the whole, in elements, in row-major order of the indices. Nothing is written.
+    unsafe fn slices(&self, moved: &Move) -> Result<Vec<isize>, OpError> {
+        let Move { whole, part, indices, from_end, rank, .. } = moved;
+        let count: usize = part.shape()[..*rank].iter().product();
         let mut offsets = vec![0isize; count];
         for (dim, index) in indices {
             let size = whole.meta.shape[*dim];
@@ -380,6 +420,13 @@ impl Frame<'_> {
                 *offset += from_start as isize * whole.meta.strides[*dim] as isize;
             }
         }
+        Ok(offsets)
+    }
+
+    unsafe fn moved(&self, moved: &Move) -> Result<(), OpError> {
+        // SAFETY: promised by the caller of `run`.
+        let offsets = unsafe { self.slices(moved)? };
+        let Move { writes, whole, part, rank, copied, .. } = moved;
         if let Some(copied) = copied {
             let (from, to) = (memory::strides(copied), memory::strides(whole));
             let from = Strided { ptr: self.at(copied), strides: &from };
@@ -387,13 +434,13 @@ impl Frame<'_> {
             unsafe { memory::copy(&whole.shape(), whole.size(), from, Strided { ptr: self.at(whole), strides: &to }) };
         }
         let size = whole.size();
+        let (slice, of_whole) = moved.slice();
+        let shape = part.shape();
         let own = memory::strides(part);
-        let rest = (0..whole.meta.rank()).filter(|d| indices.iter().all(|(dim, _)| dim != d));
-        let of_whole: Vec<isize> = rest.map(|d| whole.meta.strides[d] as isize).collect();
         let (steps, own) = own.split_at(*rank);
         for (n, offset) in offsets.iter().enumerate() {
             let (mut left, mut place) = (n, 0isize);
-            for (&len, &step) in positions.iter().zip(steps).rev() {
+            for (&len, &step) in shape[..*rank].iter().zip(steps).rev() {
                 place += (left % len).cast_signed() * step;
                 left /= len;
             }
@@ -402,7 +449,7 @@ impl Frame<'_> {
             let of_whole = Strided { ptr, strides: &of_whole };
             let (from, to) = if *writes { (of_part, of_whole) } else { (of_whole, of_part) };
             // SAFETY: the index is one of the dimension's; the rest is promised by the caller of `run`.
-            unsafe { memory::copy(slice, size, from, to) };
+            unsafe { memory::copy(&slice, size, from, to) };
         }
         Ok(())
     }
