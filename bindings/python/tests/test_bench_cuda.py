@@ -59,6 +59,16 @@ def test_a_bar_may_be_meant_for_some_variants(table):
     assert named(table, "masks-4096/bool").bars == (("best", 1.5),) and named(table, "masks-4096/bool-shared").bars == ()
 
 
+def test_bytes_of_codes_are_counted(table):
+    whole = named(table, "codes-gqa-8k").kv_bytes
+    assert whole == 16 * 8 * 8192 * 256 * 2
+    rows_of_k = 16 * 8 * 8192
+    for name, bytes_of_row in (("int8-head", 256), ("int8-token", 256 + 8), ("int4-token", 128 + 8), ("nvfp4", 144), ("mxfp8", 264)):
+        assert named(table, f"codes-gqa-8k/{name}").kv_bytes == rows_of_k * bytes_of_row, name
+    paged = named(table, "cache-gqa-8k/pages16")
+    assert (paged.page_size, paged.kv_bytes) == (16, whole) and named(table, "cache-gqa-8k/cache").page_size is None
+
+
 def test_a_key_that_is_not_known_is_refused():
     with pytest.raises(ValueError, match=r"unknown key \['cuasal'\]"):
         list(rows.expand({"name": "x", "dims": {"B": 1, "Hq": 1, "Sq": 1, "D": 8}, "cuasal": "none", "groups": []}))
@@ -161,7 +171,9 @@ def run(torch, chosen, capsys, *words):
 @pytest.fixture
 def few():
     wanted = ("d64-1024/causal bf16", "masks-4096 bf16", "masks-4096/bool bf16", "decode-gqa-8k/bshd_cache f16", "call-16/no_grad bf16",
-              "add-4/inference bf16", "window-16384/causal/window1024 bf16", "softcap-4096/causal/softcap30 bf16", "d192-128-4096 bf16")  # fmt: skip
+              "add-4/inference bf16", "window-16384/causal/window1024 bf16", "softcap-4096/causal/softcap30 bf16", "d192-128-4096 bf16", "codes-gqa-8k bf16",
+              "codes-gqa-8k/int4-token bf16", "codes-gqa-8k/nvfp4 bf16", "cache-gqa-8k bf16", "cache-gqa-8k/cache bf16",
+              "cache-gqa-8k/pages16 bf16", "cache-prefill-512/bottom_right/pages64 bf16")  # fmt: skip
     return [rows.shrink(row) for row in rows.load(cli.ROWS) if row.key in wanted]
 
 
@@ -185,6 +197,9 @@ def test_a_run_checks_times_and_records(torch, few, capsys, tmp_path):
             assert row["ceilings"]["samples"] == 2
     assert by_row["masks-4096/bool"]["base"] == "masks-4096" and by_row["masks-4096/bool"]["vs_base"] > 0
     assert "no window" in by_row["window-16384/causal/window16"]["timings"]["flash"]["void"]
+    assert by_row["codes-gqa-8k/nvfp4"]["base"] == "codes-gqa-8k" and by_row["cache-gqa-8k/pages16"]["base"] == "cache-gqa-8k/cache"
+    assert "codes" in by_row["codes-gqa-8k/int4-token"]["timings"]["cudnn"]["void"]
+    assert "pages" in by_row["cache-gqa-8k/pages16"]["timings"]["flash"]["void"]
     assert by_row["call-16/no_grad"]["vs_best"] > 0 and by_row["add-4/inference"]["us"]["add"] > 0
     picture = ElementTree.parse(svg).getroot()
     assert picture.tag.endswith("svg") and len(list(picture)) > 10
@@ -264,4 +279,11 @@ def test_rotated_copies_fill_four_caches(torch, table):
     assert torch.equal(k, k2) and k.data_ptr() != k2.data_ptr() and v.data_ptr() != v2.data_ptr()
     small = dataclasses.replace(rows.shrink(row), num_kv_heads=2)
     plain, cache = (check.make(Stand(torch), dataclasses.replace(small, layout=layout)).kv[0][0] for layout in ("contiguous", "bshd_cache"))
+    pages = dataclasses.replace(small, cache="pages7")
+    tensors = check.make(Stand(torch), pages, 2)
+    gathered = tensors.kv[1][0][tensors.page_table.long()].reshape(small.batch, -1, 2, 64)[:, : small.kv_len].transpose(1, 2)
+    assert torch.equal(gathered, plain) and torch.equal(tensors.numbers[0], plain) and tensors.kv[0][0].shape[1:] == (7, 2, 64)
+    codes = check.make(Stand(torch), dataclasses.replace(small, storage="int8:token"), 2)
+    assert codes.kv[0][0].codes.data_ptr() != codes.kv[1][0].codes.data_ptr() and codes.kv[1][1].granularity == "token"
+    assert torch.equal(codes.numbers[0], codes.kv[1][0].dequantize())
     assert torch.equal(plain, cache) and plain.stride()[1:3] == (96 * 64, 64) and cache.stride()[1:3] == (64, 128)

@@ -101,7 +101,7 @@ pub(crate) struct CudaArgs {
     /// Of bf16, f16, f32.
     #[arg(long, value_name = "NAME,..", value_delimiter = ',')]
     dtypes: Option<Vec<String>>,
-    /// Of flash, cudnn, efficient, flex, fa4 [default: all that are here].
+    /// Of flash, cudnn, cudnn-fp8, efficient, flex, fa4 [default: all that are here].
     #[arg(long, value_name = "NAME,..", value_delimiter = ',')]
     peers: Option<Vec<String>>,
     /// Timed rounds per row [default: 7].

@@ -24,8 +24,12 @@ DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "f64": "float6
 class Tensors:
     q: object
     kv: list
-    """(k, v) pairs of the same values, more than one only for rows that decode."""
+    """(k, v) pairs of the same values, more than one only for rows that decode; `rapt.Quantized` where the row's storage is codes."""
     mask: object = None
+    numbers: tuple = ()
+    """The (k, v) that the codes stand for, in float32; of other rows nothing."""
+    page_table: object = None
+    """Of rows in pages: k and v of `kv` are pages [P, page_size, H, D] then."""
 
 
 @dataclasses.dataclass
@@ -66,8 +70,49 @@ def make(gpu, row, rotated=1):
         return x.transpose(1, 2).contiguous().transpose(1, 2) if permuted else x
 
     q = lay(q, row.layout == "permuted")
-    k, v = (lay(x, row.layout in ("permuted", "bshd_cache")) for x in (k, v))
+    if row.format is not None:
+        kv = tuple(quantized(row, x) for x in (k, v))
+        numbers = tuple(x.dequantize() for x in kv)
+        copied = [tuple(each_tensor(x, torch.clone) for x in kv) for _ in range(rotated - 1)]
+        return Tensors(q, [kv, *copied], mask, numbers)
+    if row.page_size:
+        pages = row.batch * -(-row.kv_len // row.page_size)
+        order = torch.randperm(pages, generator=generator, device=gpu.where)
+        table = order.reshape(row.batch, -1).to(torch.int32)
+        kv = tuple(paged(x, row.page_size, order) for x in (k, v))
+        return Tensors(q, [kv, *((kv[0].clone(), kv[1].clone()) for _ in range(rotated - 1))], mask, (k, v), table)
+    k, v = (lay(x, row.cache == "contiguous" or row.layout in ("permuted", "bshd_cache")) for x in (k, v))
     return Tensors(q, [(k, v), *((k.clone(), v.clone()) for _ in range(rotated - 1))], mask)
+
+
+def quantized(row, x):
+    """`x` as the row's codes, where it lies: quantized in host memory, the one place where that is done."""
+    import rapt
+
+    format, granularity = row.format
+    return each_tensor(rapt.quantize(x.float().cpu(), format, granularity=granularity), lambda part: part.to(x.device))
+
+
+def each_tensor(codes, change):
+    """The same codes, of which every tensor is what `change` makes of it."""
+    import rapt
+
+    parts = {name: getattr(codes, name) for name in ("codes", "scale", "zero_point")}
+    made = {name: None if part is None else change(part) for name, part in parts.items()}
+    return rapt.Quantized(
+        **made, format=codes.format, shape=codes.shape, granularity=codes.granularity, block_size=codes.block_size,
+        global_scale=codes.global_scale,
+    )  # fmt: skip
+
+
+def paged(x, page_size, order):
+    """[B, H, S, D] as pages [P, page_size, H, D], of which the n-th of the tensor is page `order[n]`."""
+    batch, heads, length, dim = x.shape
+    rows = x.transpose(1, 2).new_zeros(batch, -(-length // page_size) * page_size, heads, dim)
+    rows[:, :length] = x.transpose(1, 2)
+    pages = rows.new_empty(order.numel(), page_size, heads, dim)
+    pages[order] = rows.reshape(order.numel(), page_size, heads, dim)
+    return pages
 
 
 def sampled_queries(gpu, row):
@@ -82,7 +127,7 @@ def sampled_queries(gpu, row):
 
 def reference(gpu, row, tensors, queries):
     """(q, k, v in f64, options) of the row at those queries, for `rapt._reference`."""
-    wide, (k, v) = gpu.torch.float64, tensors.kv[0]
+    wide, (k, v) = gpu.torch.float64, tensors.numbers or tensors.kv[0]
     mask = tensors.mask
     if mask is not None:
         mask = mask if mask.shape[2] == 1 else mask[:, :, queries]

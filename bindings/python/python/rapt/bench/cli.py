@@ -13,7 +13,7 @@ from rapt._commands import UsageError
 from . import interleaved, rows, table
 
 ROWS = pathlib.Path(__file__).with_name("cuda.toml")
-PEERS = ("flash", "cudnn", "efficient", "flex", "fa4")
+PEERS = ("flash", "cudnn", "cudnn-fp8", "efficient", "flex", "fa4")
 ENGINES = ("rapt", "rapt-sdpa", *PEERS, "sdpa", "add")
 
 
@@ -68,7 +68,7 @@ def measure(options, chosen, gpu):
     peers = options.peers or PEERS
     names = [name for name in ENGINES if name not in PEERS or name in peers]
     wanted = {name for row in chosen for name in row.peers}
-    present, lost = engines([name for name in names if name != "flex" or name in wanted])
+    present, lost = engines([name for name in names if name not in ("flex", "cudnn-fp8") or name in wanted])
     machine = gpu.facts() | {"commit": commit(), "quick": options.quick, "interrupted": False}
     rounds, seconds = options.rounds or (2 if options.quick else 7), options.seconds or (5e-4 if options.quick else 4e-3)
     say = (lambda *_: None) if options.json == "-" else print

@@ -49,6 +49,7 @@ class Engine:
         """[call, …], one for each copy of K and V."""
         import torch.nn.functional as F
 
+        refuse_caches(row)
         if row.window or row.softcap:
             raise Unsupported("scaled_dot_product_attention has no window and no softcap")
         if row.causal == "bottom_right" and row.q_len != row.kv_len:
@@ -65,8 +66,14 @@ class Engine:
         return ""
 
 
+def refuse_caches(row):
+    """What no peer takes that has tensors of numbers alone."""
+    if row.format or row.page_size:
+        raise Unsupported("K and V are codes" if row.format else "K and V lie in pages")
+
+
 class Rapt(Engine):
-    """`rapt.attention`."""
+    """`rapt.attention`, and `rapt.attention_with_kvcache` on the rows of caches."""
 
     ours = True
     kinds = ("prefill", "decode", "call")
@@ -80,9 +87,29 @@ class Rapt(Engine):
         return options
 
     def prepare(self, row, tensors):
+        if row.cache != "none":
+            return self.over_caches(row, tensors)
         return [functools.partial(rapt.attention, tensors.q, k, v, **self.options(row, tensors)) for k, v in tensors.kv]
 
+    def over_caches(self, row, tensors):
+        """Calls on full caches, whose lengths the device holds."""
+        import torch
+
+        lengths = torch.full((row.batch,), row.kv_len, dtype=torch.int32, device=tensors.q.device)
+        options = {name: value for name, value in self.options(row, tensors).items() if name != "mask"}
+
+        def call(k, v):
+            out = rapt.attention_with_kvcache(
+                tensors.q.transpose(1, 2), k, v, cache_seqlens=lengths, page_table=tensors.page_table, **options
+            )
+            return out.transpose(1, 2)
+
+        kv = tensors.kv if row.page_size else [(k.transpose(1, 2), v.transpose(1, 2)) for k, v in tensors.kv]
+        return [functools.partial(call, k, v) for k, v in kv]
+
     def note(self, row, tensors):
+        if row.cache != "none":
+            return "attention_with_kvcache"
         plan = rapt.explain(tensors.q, *tensors.kv[0], **self.options(row, tensors))
         return f"{plan.kernel}, {plan.block_m}x{plan.block_n}, {plan.num_splits} splits"
 
@@ -140,6 +167,8 @@ class Flex(Engine):
         import torch
         from torch.nn.attention.flex_attention import create_block_mask
 
+        refuse_caches(row)
+
         if tensors.mask is not None:
             raise Unsupported("a mask tensor is no mask_mod")
         options = {"enable_gqa": row.num_q_heads != row.num_kv_heads}
@@ -170,6 +199,7 @@ class Fa4(Engine):
         return None
 
     def prepare(self, row, tensors):
+        refuse_caches(row)
         if row.dtype not in ("bf16", "f16"):
             raise Unsupported("16-bit dtypes only")
         if tensors.mask is not None:
@@ -194,7 +224,71 @@ class Fa4(Engine):
             return "flash_attn.cute"
 
 
-NAMES = ("rapt", "rapt-sdpa", "flash", "cudnn", "efficient", "flex", "fa4", "sdpa", "add")
+class CudnnFp8(Engine):
+    """cuDNN's attention of float8 q, k and v, by its own Python package (nvidia-cudnn-frontend): q is rounded to float8 too."""
+
+    kinds = ("prefill", "decode")
+    everywhere = False
+
+    def find(self):
+        try:
+            self.cudnn = importlib.import_module("cudnn")
+        except Exception as error:  # noqa: BLE001 - a half-installed package fails in its own ways
+            return f"cudnn (nvidia-cudnn-frontend) does not import: {type(error).__name__}"
+        return None
+
+    @functools.cached_property
+    def handle(self):
+        return self.cudnn.create_handle()
+
+    def prepare(self, row, tensors):
+        import torch
+
+        cudnn = self.cudnn
+        if row.format != ("e4m3fn", "tensor"):
+            raise Unsupported("e4m3fn with one factor for all alone")
+        if row.causal != "none" or row.window or row.softcap or row.mask != "none":
+            raise Unsupported("measured without masks alone")
+        q = rapt.quantize(tensors.q.float().cpu(), "e4m3fn")
+        codes = q.codes.to(tensors.q.device)
+        one = torch.ones(1, 1, 1, 1, device=codes.device)
+        factors = [x.scale.float().reshape(1, 1, 1, 1).to(codes.device) for x in (q, *tensors.kv[0])]
+        out = torch.empty(*tensors.q.shape[:3], row.head_dim_v, dtype=torch.bfloat16, device=codes.device)
+        maxima = [torch.empty(1, 1, 1, 1, device=codes.device) for _ in range(2)]
+
+        float32, float8 = cudnn.data_type.FLOAT, cudnn.data_type.FP8_E4M3
+        graph = cudnn.pygraph(
+            handle=self.handle, io_data_type=float8, intermediate_data_type=float32, compute_data_type=float32
+        )  # fmt: skip
+        inputs = [
+            graph.tensor(dim=list(x.shape), stride=list(x.stride()), data_type=float8)
+            for x in (codes, *(x.codes for x in tensors.kv[0]))
+        ]  # fmt: skip
+        scalars = [graph.tensor(dim=[1] * 4, stride=[1] * 4, data_type=float32) for _ in range(6)]
+        names = ("descale_q", "descale_k", "descale_v", "descale_s", "scale_s", "scale_o")
+        results = graph.sdpa_fp8(
+            **dict(zip("qkv", inputs)), **dict(zip(names, scalars)), attn_scale=row.head_dim**-0.5, is_inference=True
+        )  # fmt: skip
+        o, largest = results[0], results[-2:]
+        o.set_output(True).set_dim(list(out.shape)).set_stride(list(out.stride())).set_data_type(cudnn.data_type.BFLOAT16)
+        for maximum in largest:
+            maximum.set_output(True).set_dim([1] * 4).set_stride([1] * 4).set_data_type(float32)
+        graph.build([cudnn.heur_mode.A])
+        workspace = torch.empty(graph.get_workspace_size(), dtype=torch.uint8, device=codes.device)
+        given = dict(zip([*scalars, o, *largest], [*factors, one, one, one, out, *maxima]))
+
+        def call(k, v):
+            cudnn.set_stream(handle=self.handle, stream=torch.cuda.current_stream().cuda_stream)
+            graph.execute(given | dict(zip(inputs, (codes, k.codes, v.codes))), workspace, handle=self.handle)
+            return out
+
+        return [functools.partial(call, k, v) for k, v in tensors.kv]
+
+    def note(self, row, tensors):
+        return f"nvidia-cudnn-frontend {self.cudnn.__version__}"
+
+
+NAMES = ("rapt", "rapt-sdpa", "flash", "cudnn", "cudnn-fp8", "efficient", "flex", "fa4", "sdpa", "add")
 
 # What --check's "best-dense" means: the two that are written for dense work on Hopper.
 DENSE = ("cudnn", "fa4")
@@ -222,6 +316,7 @@ def engines(chosen):
         "rapt-sdpa": lambda name: RaptSdpa(name, "SDPA with rapt registered", "#e8a0a8"),
         "flash": lambda name: Engine(name, "torch flash", "#4f6d7a", "FLASH_ATTENTION"),
         "cudnn": lambda name: Engine(name, "cuDNN", "#86a873", "CUDNN_ATTENTION"),
+        "cudnn-fp8": lambda name: CudnnFp8(name, "cuDNN, float8", "#3f7d58"),
         "efficient": lambda name: Engine(name, "torch efficient", "#c9a227", "EFFICIENT_ATTENTION"),
         "flex": lambda name: Flex(name, "torch flex", "#8d6a9f"),
         "fa4": lambda name: Fa4(name, "FlashAttention-4", "#2e86ab"),

@@ -23,6 +23,9 @@ EXP_PER_CYCLE_AT_64 = 3.4
 # halves: three products (the fourth lies below them). TF32 would need as many at half the rate.
 PRODUCTS = {"bf16": 1, "f16": 1, "f32": 3}
 
+# Bits of one element of K and V as codes, the scales of blocks counted in.
+CODE_BITS = {"int8": 8, "uint8": 8, "int4": 4, "e4m3fn": 8, "e5m2": 8, "mxfp8": 8.25, "mxfp4": 4.25, "nvfp4": 4.5}
+
 
 @dataclasses.dataclass(frozen=True)
 class Row:
@@ -43,6 +46,10 @@ class Row:
     softcap: float = 0.0
     mask: str = "none"
     layout: str = "contiguous"
+    storage: str = "numbers"
+    """Of K and V: numbers of the row's dtype, or codes as FORMAT or FORMAT:GRANULARITY."""
+    cache: str = "none"
+    """How K and V are given: none as tensors, contiguous as a cache with lengths, pagesN as pages of N keys in random order."""
     grad_mode: str = "inference"
     launch: str = "queued"
     groups: tuple = ()
@@ -59,6 +66,8 @@ class Row:
         words += [f"softcap{self.softcap:g}"] if self.softcap else []
         words += [] if self.mask == "none" else [self.mask]
         words += [] if self.layout == "contiguous" else [self.layout]
+        words += [] if self.storage == "numbers" else [self.storage.replace(":", "-")]
+        words += [] if self.cache == "none" else [self.cache.replace("contiguous", "cache")]
         words += [self.grad_mode] if self.kind in ("call", "add") else []
         words += [] if self.launch == "queued" else [self.launch]
         return "/".join(words)
@@ -79,7 +88,7 @@ class Row:
     @property
     def values_key(self):
         """Rows with this in common have equal inputs and equal outputs, wherever they lie in memory."""
-        return dataclasses.replace(self, layout="contiguous", grad_mode="inference", launch="queued", groups=(), peers=(), bars=())
+        return dataclasses.replace(self, layout="contiguous", cache="none", grad_mode="inference", launch="queued", groups=(), peers=(), bars=())
 
     @property
     def dims(self):
@@ -116,8 +125,23 @@ class Row:
         return self.batch * self.num_q_heads * self.q_len * self.head_dim * BYTES[self.dtype]
 
     @property
+    def format(self):
+        """(format, granularity) of K and V as codes, None where they are numbers. Without one the granularity is the format's own."""
+        return None if self.storage == "numbers" else (*self.storage.split(":"), None)[:2]
+
+    @property
+    def page_size(self):
+        """Keys of a page, None where K and V do not lie in pages."""
+        return int(self.cache.removeprefix("pages")) if self.cache.startswith("pages") else None
+
+    @property
     def kv_bytes(self):
-        return self.batch * self.num_kv_heads * self.kv_len * (self.head_dim + self.head_dim_v) * BYTES[self.dtype]
+        rows = self.batch * self.num_kv_heads * self.kv_len
+        numbers = rows * (self.head_dim + self.head_dim_v)
+        if self.format is None:
+            return numbers * BYTES[self.dtype]
+        # A token has a float32 for K and one for V; what one factor covers beyond that is not worth counting.
+        return int(numbers * CODE_BITS[self.format[0]] / 8) + (8 * rows if self.format[1] == "token" else 0)
 
     @property
     def out_bytes(self):
@@ -168,7 +192,7 @@ class Row:
         return floors
 
 
-KEYS = frozenset("name dims kind dtypes causal window softcap mask layout grad_mode launch groups peers bars".split())
+KEYS = frozenset("name dims kind dtypes causal window softcap mask layout storage cache grad_mode launch groups peers bars".split())
 
 
 def listed(value):
@@ -192,13 +216,15 @@ def expand(shape, source="the rows"):
     layouts = listed(shape.get("layout", "contiguous"))
     has_copy = any(layout.endswith("_copy") for layout in layouts)
     bars = tuple((bar["over"], float(bar["ratio"]), bar.get("where", "*")) for bar in shape.get("bars", ()))
-    for dtype, causal, window, softcap, mask, layout, grad_mode, launch in itertools.product(
+    for dtype, causal, window, softcap, mask, layout, storage, cache, grad_mode, launch in itertools.product(
         shape.get("dtypes", ALL_DTYPES),
         listed(shape.get("causal", "none")),
         listed(shape.get("window", 0)),
         listed(shape.get("softcap", 0.0)),
         listed(shape.get("mask", "none")),
         layouts,
+        listed(shape.get("storage", "numbers")),
+        listed(shape.get("cache", "none")),
         listed(shape.get("grad_mode", "inference")),
         listed(shape.get("launch", "queued")),
     ):
@@ -208,8 +234,8 @@ def expand(shape, source="the rows"):
             groups = shape["groups"] + (["permuted"] if layout != "contiguous" else []) + (["copy_vs_inplace"] if has_copy else [])
         row = Row(
             shape=shape["name"], kind=shape.get("kind", "prefill"), **sizes, dtype=dtype, causal=causal, window=window,
-            softcap=softcap, mask=mask, layout=layout, grad_mode=grad_mode, launch=launch, groups=tuple(groups),
-            peers=tuple(shape.get("peers", ())),
+            softcap=softcap, mask=mask, layout=layout, storage=storage, cache=cache, grad_mode=grad_mode, launch=launch,
+            groups=tuple(groups), peers=tuple(shape.get("peers", ())),
         )  # fmt: skip
         yield dataclasses.replace(row, bars=tuple(bar[:2] for bar in bars if fnmatch.fnmatchcase(row.name, bar[2])))
 
@@ -265,11 +291,14 @@ def families(rows):
 
 
 def baseline(row, rows):
-    """The row that this one is a variant of, and the bar's wording: a layout against contiguous, a mask or causal against none."""
+    """The row that this one is a variant of: pages against a contiguous cache and that against tensors, codes against numbers, a
+    layout against contiguous, a mask or causal against none."""
     if row.kind in ("call", "add"):
         return None
     plain = dataclasses.replace
     for candidate in (
+        plain(row, cache="contiguous" if row.page_size else "none") if row.cache != "none" else None,
+        plain(row, storage="numbers") if row.storage != "numbers" else None,
         plain(row, layout="contiguous") if row.layout != "contiguous" else None,
         plain(row, window=0) if row.window else None,
         plain(row, mask="none") if row.mask != "none" else None,
