@@ -71,8 +71,7 @@ def make(gpu, row, rotated=1):
 
     q = lay(q, row.layout == "permuted")
     if row.format is not None:
-        kv = tuple(quantized(row, x) for x in (k, v))
-        numbers = tuple(x.dequantize() for x in kv)
+        kv, numbers = zip(*(quantized(row, x) for x in (k, v)))
         copied = [tuple(each_tensor(x, torch.clone) for x in kv) for _ in range(rotated - 1)]
         return Tensors(q, [kv, *copied], mask, numbers)
     if row.page_size:
@@ -86,11 +85,12 @@ def make(gpu, row, rotated=1):
 
 
 def quantized(row, x):
-    """`x` as the row's codes, where it lies: quantized in host memory, the one place where that is done."""
+    """(`x` as the row's codes, the numbers that these stand for), where it lies: made in host memory, as `rapt.quantize` does."""
     import rapt
 
     format, granularity = row.format
-    return each_tensor(rapt.quantize(x.float().cpu(), format, granularity=granularity), lambda part: part.to(x.device))
+    codes = rapt.quantize(x.float().cpu(), format, granularity=granularity)
+    return each_tensor(codes, lambda part: part.to(x.device)), codes.dequantize().to(x.device)
 
 
 def each_tensor(codes, change):

@@ -161,7 +161,7 @@ class Run:
             if judge is not None:
                 check.poison(gpu, row)
                 served = served_by_rapt(engine)
-                outputs[name] = batch.once()
+                outputs[name] = engine.answer(batch.once())
                 timing.error = judge.error(outputs[name])
                 if served():
                     raise Unsupported(served())
