@@ -47,7 +47,8 @@ class OneNode:
                 node.meta["val"] = mode.from_tensor(copy_of(leaf), static_shapes=True)
                 placeholders.append(node)
             values.append(placeholders[-1] if is_tensor(leaf) else leaf)
-            fakes.append(placeholders[-1].meta["val"] if is_tensor(leaf) else leaf)
+            # Not the placeholder's own, which a view in place would change.
+            fakes.append(mode.from_tensor(copy_of(leaf), static_shapes=True) if is_tensor(leaf) else leaf)
         node_args, node_kwargs = pytree.tree_unflatten(values, self._spec)
         node = graph.call_function(overload, node_args, node_kwargs)
         fake_args, fake_kwargs = pytree.tree_unflatten(fakes, self._spec)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import op_samples_losses
 import op_samples_more
 import op_samples_plain
+import op_samples_special
 import op_samples_wider
 import torch
 from one_node import copy_of
@@ -223,8 +224,9 @@ OVERLOADS = {
     A + "squeeze.dims": Row(None, "bits"),
 }
 # Operators that the zoo's programs do not need, and others do.
-MORE = {name: Row(*row) for name, row in (op_samples_more.ROWS | op_samples_wider.ROWS | op_samples_losses.ROWS | op_samples_plain.ROWS).items()}
-OWN = op_samples_more.OWN | op_samples_wider.OWN | op_samples_losses.OWN
+_FILES = (op_samples_more, op_samples_wider, op_samples_losses, op_samples_plain, op_samples_special)
+MORE = {name: Row(*row) for file in _FILES for name, row in file.ROWS.items()}
+OWN = {name: written for file in _FILES for name, written in getattr(file, "OWN", {}).items()}
 # What is no operator on tensors: the arithmetic of sizes and the parts of a result. The zoo's programs have them.
 NOT_ON_TENSORS = {"_operator.getitem", "_operator.mul", "_operator.add", "aten.sym_size.int"}
 

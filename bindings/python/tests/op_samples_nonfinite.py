@@ -1,4 +1,5 @@
-"""Samples with NaN and infinities, where an operator's kernel decides what they do: resizing, sampling, distances, searches.
+"""Samples with NaN and infinities, where an operator's kernel decides what they do: resizing, sampling, distances, searches,
+moments, modes.
 
 `SAMPLES` has (args, kwargs) of each case for a dtype. Few are needed in float16 and bfloat16: the kernels are the same.
 """
@@ -59,6 +60,49 @@ def _sampled(dtype):
                         yield (image, marked(grid, 2.0**30, -(2.0**45), seed=seed), mode, border, False), {}
 
 
+def _near(dtype):
+    """Places in the middle between two elements, inside and outside, as the dtype rounds them."""
+    for size in (1, 2, 3, 5, 8):
+        halves = torch.arange(-2 * size, 4 * size + 1) + 0.5
+        places = torch.cat([torch.linspace(-3, 3, 31), halves * 2 / max(size - 1, 1) - 1, (halves + 0.5) * 2 / size - 1])
+        for rank in (2, 3):
+            image = make(dtype, 1, 2, *(1, 1, size)[-rank:])
+            grid = torch.zeros(1, *(1,) * (rank - 1), len(places), rank, dtype=dtype)
+            grid[..., 0] = places.to(dtype)
+            for border in (0, 1, 2):
+                for corners in (True, False):
+                    yield (image, grid, 1, border, corners), {}
+
+
+def _grids(dtype):
+    yield from _sampled(dtype)
+    yield from _near(dtype)
+
+
+def _moments(dtype):
+    """Infinities and NaN at the first place, in the middle and at the last, alone and beside others."""
+    for shape, dims in (((3, 5), [1]), ((5, 3), [0]), ((2, 3, 4), [0, 2]), ((7,), None), ((2, 3, 4), [1, 2])):
+        for places in ((0,), (-1,), (1,), (0, -1), ()):
+            for value in (INF, -INF, NAN):
+                x = make(dtype, *shape)
+                for place in places:
+                    x.view(-1)[place] = value
+                    value = INF
+                yield (x, dims), {"correction": 1}
+                yield (x, dims), {"correction": 0, "keepdim": True}
+
+
+def _frequent(dtype):
+    """Rows with NaN, short ones and ones that are parted before they are sorted."""
+    generator = torch.Generator().manual_seed(5)
+    for size in (1, 2, 5, 16, 17, 40, 300):
+        for kinds in (2, 4, 12):
+            x = torch.randint(0, kinds, (6, size), generator=generator).to(dtype)
+            x[torch.rand(x.shape, generator=generator) < 0.2] = NAN
+            yield (x,), {}
+            yield (x.t().contiguous(), 0, True), {}
+
+
 def _sorted(dtype):
     plain = torch.tensor([-1.0, -0.5, 0.0, 0.5, 2.0, 3.0, 9.0], dtype=dtype)
     for places, values in (((), ()), ((0, 6), (-INF, INF)), ((5, 6), (NAN, NAN)), ((3,), (NAN,)), ((2, 6), (-0.0, NAN))):
@@ -116,7 +160,9 @@ SAMPLES = {
     **{A + f"{name}{n}d.vec": _resized(n) for name in ("upsample_nearest", "_upsample_nearest_exact") for n in (1, 2, 3)},
     A + "cdist.default": _distances,
     A + "_cdist_forward.default": _distances,
-    A + "grid_sampler.default": _sampled,
+    A + "grid_sampler.default": _grids,
+    **{A + f"{name}.correction": _moments for name in ("var_mean", "std_mean", "var", "std")},
+    A + "mode.default": _frequent,
     A + "bucketize.Tensor": _bucketized,
     A + "bucketize.Scalar": of_numbers(True),
     A + "searchsorted.Tensor": _searched,

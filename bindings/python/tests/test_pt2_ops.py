@@ -35,7 +35,7 @@ ATTENTION = "aten.scaled_dot_product_attention.default"
 # torch's answer here is one of several right ones, because equal elements may stand in any order; where `dim` stands.
 TIES = {
     **{"aten.sort.default": 1, "aten.topk.default": 2, "aten.kthvalue.default": 2},
-    **{"aten.median.dim": 1, "aten.nanmedian.dim": 1, "aten.mode.default": 1},
+    **{"aten.median.dim": 1, "aten.nanmedian.dim": 1},
 }
 
 # torch reads indices with gaps between them as if there were none, unless it is asked by way of `embedding_bag`.
@@ -51,14 +51,6 @@ def shown(sample):
         return repr(leaf)
 
     return str(torch.utils._pytree.tree_map(one, sample))
-
-
-# What is refused when the program is loaded, and how: strides that torch's tracer states and its own kernel does not give. A
-# sample of each must be met.
-REFUSED = {
-    # Of two operands that each broadcast where the other does not, permuted.
-    **({"aten.logaddexp.default": "is inferred as a tensor"} if WHOLE else {}),
-}
 
 
 def dimension(name, args, kwargs):
@@ -133,7 +125,8 @@ def check(name, sample):
     expected, exact = peer.run(), peer.widened()
     if name == ATTENTION and exact is not None and one.inputs[0].dtype == torch.float64:
         exact = [attention_in_longdouble(*sample[0], **sample[1])]
-    if name in MOMENTS and exact is not None and one.inputs[0].dtype == torch.float64 and one.inputs[0].numel():
+    is_finite = bool(one.inputs) and bool(one.inputs[0].isfinite().all())
+    if name in MOMENTS and exact is not None and is_finite and one.inputs[0].dtype == torch.float64 and one.inputs[0].numel():
         exact = [exact[0], mean_in_longdouble(*sample[0], **sample[1])]
     if name in SUMS and exact is not None and one.inputs[0].dtype == torch.float64 and one.inputs[0].numel():
         args, kwargs = sample
@@ -160,19 +153,16 @@ def check(name, sample):
 
 @pytest.mark.parametrize("name", [*OVERLOADS, *MORE])
 def test_an_operator_gives_what_torch_gives(name):
-    failures, count, refused = [], 0, 0
+    failures, count = [], 0
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for dtype in DTYPES if name in OVERLOADS else FEWER:
             for sample in samples(name, dtype, MOST if name in OVERLOADS or WHOLE else 1):
                 count += 1
                 wrong = check(name, sample)
-                if wrong and name in REFUSED and REFUSED[name] in wrong:
-                    refused += 1
-                elif wrong:
+                if wrong:
                     failures.append(f"{str(dtype).removeprefix('torch.')} {shown(sample)}: {wrong}")
-    assert count > refused, "no sample"
-    assert (refused > 0) == (name in REFUSED), "what is listed as refused is served"
+    assert count, "no sample"
     assert not failures, f"{len(failures)} of {count} samples:\n" + "\n".join(failures[:20])
 
 

@@ -11,6 +11,7 @@
 use rapt_pt2::{Expr, ExprError, Symbols, TensorMeta};
 
 use crate::forms;
+use crate::ops::{Copy, Op};
 use crate::{Error, Graph, Int, Meta, Node, OpError, Out, Output, Shapes, Source, Type, ValueId};
 
 /// What is known of a value for one binding of the symbols.
@@ -52,6 +53,8 @@ pub struct Binding {
     storages: Vec<Option<(ValueId, i64)>>,
     /// Whether an input lies otherwise than stated: then everything after it may.
     laid_out: bool,
+    /// Storages that are one in PyTorch, seen in two dtypes, and two here: neither may be written from then on.
+    in_two_dtypes: Vec<ValueId>,
 }
 
 impl Binding {
@@ -135,6 +138,7 @@ impl Graph {
             facts: vec![Fact::None; self.values.len()],
             storages: vec![None; self.values.len()],
             laid_out: false,
+            in_two_dtypes: Vec::new(),
         };
         for input in &self.inputs {
             let Some(id) = input.value else { continue };
@@ -186,12 +190,24 @@ impl Graph {
         {
             return Err(failed(OpError::SelfOverlap));
         }
+        if let Some(written) = node.op.mutates()
+            && binding.storage(written).is_some_and(|root| binding.in_two_dtypes.contains(&root))
+        {
+            return Err(failed(OpError::Refused(
+                "a tensor is written that the program sees in another dtype too: clone it before it is seen so",
+            )));
+        }
         for (out, id) in outs.iter_mut().zip(&node.outputs) {
             self.choose(binding, node, out, *id)?;
             let (fact, storage) = entry(binding, out, *id).map_err(failed)?;
             let Some(id) = *id else { continue };
             self.compare(binding, node, id, &fact)?;
             binding.set(id, fact, storage);
+        }
+        if let (Op::Copy(Copy::Bits { input, .. }), Some(Out::Fresh(_)), Some(id)) =
+            (&node.op, outs.first(), node.outputs.first().copied().flatten())
+        {
+            binding.in_two_dtypes.extend(binding.storage(*input).into_iter().chain([id]));
         }
         binding.outs.push(outs);
         Ok(())

@@ -9,7 +9,7 @@ use rapt_core::DType;
 use rapt_pt2::{Argument, Expr, InputSpec, OutputSpec, Program, SymInt, TensorMeta};
 use rustc_hash::FxHashMap;
 
-use crate::ops::{Copy, Pointwise};
+use crate::ops::Copy;
 use crate::{Args, Error, Graph, Input, Node, Op, OpError, Output, Source, Type, Value, ValueId};
 
 impl Graph {
@@ -143,9 +143,7 @@ impl<'a> Builder<'a> {
             let outputs = self.results(node)?;
             if let Some(mut op) = op {
                 let mut inputs = used;
-                if let Op::Pointwise(pointwise) = &mut op {
-                    self.promote(&node.name, pointwise, &mut inputs);
-                }
+                self.promote(&node.name, &mut op, &mut inputs);
                 let (name, target) = (node.name.clone(), node.target.clone());
                 self.graph.nodes.push(Node { name, target, op, inputs, outputs });
             }
@@ -158,7 +156,7 @@ impl<'a> Builder<'a> {
     }
 
     /// Makes nodes of the conversions that ATen's promotion makes inside of an operator.
-    fn promote(&mut self, node: &str, op: &mut Pointwise, inputs: &mut Vec<ValueId>) {
+    fn promote(&mut self, node: &str, op: &mut Op, inputs: &mut Vec<ValueId>) {
         let forms: FxHashMap<ValueId, (DType, usize)> = inputs
             .iter()
             .filter_map(|&id| match &self.graph.value(id).ty {
@@ -166,7 +164,8 @@ impl<'a> Builder<'a> {
                 _ => None,
             })
             .collect();
-        op.promote(&|id| forms.get(&id).copied(), &mut |id, dtype| {
+        let form = |id| forms.get(&id).copied();
+        let mut cast = |id, dtype| {
             let operand = self.graph.value(id);
             let name = format!("{} as {dtype} for {node}", operand.name);
             let Type::Tensor(meta) = &operand.ty else { return id };
@@ -182,7 +181,13 @@ impl<'a> Builder<'a> {
             });
             inputs.push(cast);
             cast
-        });
+        };
+        match op {
+            Op::Pointwise(op) => op.promote(&form, &mut cast),
+            Op::Search(op) => op.promote(&form, &mut cast),
+            Op::Special(op) => op.promote(&form, &mut cast),
+            _ => {}
+        }
     }
 
     fn results(&mut self, node: &'a rapt_pt2::Node) -> Result<Vec<Option<ValueId>>, Error> {

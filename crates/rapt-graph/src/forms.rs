@@ -5,7 +5,7 @@
 //! dimensions of size 1, which PyTorch's rules read, are left to chance. Values do not depend on it, so the program's
 //! statement is followed: later nodes rest on it. Deliberately absent: results in place, and any form that PyTorch gives in no case.
 
-use crate::ops::{Copy, Op, Target, Write};
+use crate::ops::{Copy, Formula, Op, Pointwise, Target, Write};
 use crate::{Meta, Node, Out, Shapes, strides};
 
 /// Another form that this result may have, if it is the stated one.
@@ -33,6 +33,18 @@ pub(crate) fn other(node: &Node, shapes: &dyn Shapes, out: &Out, stated: &Meta) 
         // With and without gradients PyTorch counts the end among the bags' sizes or not.
         (Op::Bag(bag), Out::Fresh(form)) if form.rank() == 1 => {
             same(Meta::contiguous(form.dtype, &shapes.meta(bag.offsets).ok()?.shape))
+        }
+        // The tracer computes these by way of others, whose results lie by the operands in another order.
+        (
+            Op::Pointwise(Pointwise::Formula {
+                op: Formula::LogAddExp | Formula::LogAddExp2 | Formula::Heaviside,
+                target: Target::Fresh,
+                ..
+            })
+            | Op::Special(_),
+            Out::Fresh(form),
+        ) if stated.offset == 0 && strides::is_dense(stated) => {
+            same(Meta { strides: stated.strides.clone(), ..form.clone() })
         }
         // Which operand is multiplied from the left, and which dimensions are summed, depends on sizes of 1.
         (Op::Einsum(_), Out::Fresh(form)) if open() && stated.offset == 0 && strides::is_dense(stated) => {

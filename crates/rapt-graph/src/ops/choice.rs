@@ -1,14 +1,16 @@
 //! One number of those along a dimension by its rank: `median`, `nanmedian`, `kthvalue`, and `mode`.
 //!
 //! NaN counts as the largest number. A median is the lower one of two, NaN where one number is; `nanmedian` passes NaN over. Of equal
-//! numbers the first one's place counts, of a mode's the last one's; PyTorch selects before it sorts and may name the place of another
-//! equal number. A mode is the most frequent number, the least of several. Results lie row-major.
+//! numbers the first one's place counts; PyTorch selects before it sorts and may name the place of another equal number. A mode is the
+//! most frequent number, the first of several in the order of C++'s `std::sort`: the least one, unless NaN, which equals nothing and
+//! is neither less nor greater, stands between. Results lie row-major.
 
 use rapt_core::DType;
 
 use super::reduce::{kept_and_reduced, reduced};
 use super::shape::{cells, count, fresh, misfit, need_number, pick};
 use super::sort::compare;
+use super::std_sort::std_sort;
 use crate::number::is_float;
 use crate::{Args, Cells, Eval, Int, Meta, OpError, Out, Shapes, Tensor, ValueId};
 
@@ -96,6 +98,9 @@ impl Choice {
 
     /// Which step leads to the number.
     fn one(&self, x: &Cells, start: usize, steps: &[usize], kth: usize) -> usize {
+        if self.which == Which::Mode {
+            return mode(x, |i| start + steps[i], steps.len());
+        }
         let is_nan = |i: usize| matches!(x, Cells::Float(x) if x[start + steps[i]].is_nan());
         let mut order: Vec<usize> = (0..steps.len()).collect();
         order.sort_by(|&a, &b| compare(x, start + steps[a], start + steps[b]));
@@ -104,15 +109,7 @@ impl Choice {
             Which::Kth(_) => order[kth],
             // The first NaN.
             Which::Median if numbers < steps.len() => order[numbers],
-            Which::Median | Which::NanMedian => order[numbers.saturating_sub(1) / 2],
-            Which::Mode => {
-                let same = |&a: &usize, &b: &usize| compare(x, start + steps[a], start + steps[b]).is_eq();
-                let mut best: &[usize] = &[];
-                for run in order.chunk_by(same) {
-                    best = if run.len() > best.len() { run } else { best };
-                }
-                best.last().copied().unwrap_or(0)
-            }
+            _ => order[numbers.saturating_sub(1) / 2],
         }
     }
 
@@ -122,6 +119,24 @@ impl Choice {
             Some(dim) => Ok(Vec::from_iter(Some(meta.dim(dim)?).filter(|&d| d < meta.rank()))),
         }
     }
+}
+
+/// Which of `n` numbers is the most frequent.
+fn mode(x: &Cells, place: impl Fn(usize) -> usize, n: usize) -> usize {
+    let mut order: Vec<usize> = (0..n).collect();
+    std_sort(&mut order, &|a, b| match x {
+        Cells::Float(x) => x[place(a)] < x[place(b)],
+        Cells::Int(x) => x[place(a)] < x[place(b)],
+    });
+    let same = |&a: &usize, &b: &usize| match x {
+        Cells::Float(x) => x[place(a)] == x[place(b)],
+        Cells::Int(x) => x[place(a)] == x[place(b)],
+    };
+    let mut best: &[usize] = &[];
+    for run in order.chunk_by(same) {
+        best = if run.len() > best.len() { run } else { best };
+    }
+    best.last().copied().unwrap_or(0)
 }
 
 fn all(args: &Args<'_>, which: Which) -> Result<Choice, OpError> {

@@ -4,6 +4,7 @@
 use rapt_core::DType;
 use rapt_pt2::MemoryFormat;
 
+use super::bits;
 use super::shape::copy_in_place_of;
 use super::view::complete;
 use super::{Operand, Target, fill};
@@ -49,6 +50,14 @@ pub enum Copy {
     /// A conversion that ATen's promotion makes inside of an operator, as a node of its own. Strides stay as they are, zeros
     /// too, since the operator's result lies as its operands do.
     Promote {
+        /// The tensor.
+        input: ValueId,
+        /// The dtype.
+        dtype: DType,
+    },
+    /// `view.dtype`: the same bits as numbers of another dtype. PyTorch gives a view; here it is a copy, and what would show the
+    /// difference, a write to the one or the other, is refused when the program is bound.
+    Bits {
         /// The tensor.
         input: ValueId,
         /// The dtype.
@@ -127,6 +136,14 @@ impl Copy {
             Copy::Promote { input, dtype } => {
                 Out::Fresh(Meta { dtype: *dtype, offset: 0, ..shapes.meta(*input)?.clone() })
             }
+            Copy::Bits { input, dtype } => {
+                let meta = shapes.meta(*input)?;
+                if meta.dtype == *dtype {
+                    Out::View { of: *input, meta: meta.clone() }
+                } else {
+                    Out::Fresh(bits::form(meta, *dtype)?)
+                }
+            }
             Copy::Clone { input, format } => {
                 let meta = shapes.meta(*input)?;
                 Out::Fresh(laid_out(meta, meta.dtype, *format)?)
@@ -187,6 +204,13 @@ impl Copy {
                 }
                 tensor.clone()
             }
+            Copy::Bits { input, dtype } => {
+                let input = eval.tensor(*input)?;
+                if !out.shares(input) {
+                    out.write(eval.precision(), bits::reinterpreted(input, *dtype));
+                }
+                return Ok(());
+            }
             Copy::Onto { source, .. } => eval.tensor(*source)?.broadcast(&out.meta.shape),
             Copy::Fill { value: Operand::Tensor(id), .. } => eval.tensor(*id)?.broadcast(&out.meta.shape),
             Copy::Fill { value: Operand::Number(scalar), .. } => {
@@ -229,6 +253,10 @@ fn maker(name: &str) -> Option<Make> {
                 return Err(refused(format, "contiguous names the format that it makes"));
             }
             Ok(Copy::Contiguous { input: args.tensor("self")?, format: served(format)? })
+        },
+        "view.dtype" => |args| {
+            let dtype = args.opt_dtype("dtype")?.ok_or_else(|| OpError::MissingArgument("dtype".into()))?;
+            Ok(Copy::Bits { input: args.tensor("self")?, dtype })
         },
         "copy_.default" => |args| onto(args, Target::Input),
         "copy.default" => |args| onto(args, Target::Fresh),

@@ -6,6 +6,7 @@
 mod arrange;
 mod attention;
 mod bag;
+mod bits;
 mod choice;
 mod conv;
 mod copy;
@@ -38,6 +39,8 @@ mod search;
 mod shape;
 mod similarity;
 mod sort;
+mod special;
+mod std_sort;
 mod svd;
 mod sym;
 mod target;
@@ -79,6 +82,7 @@ pub use scatter::{Scatter, Source, Write};
 pub use search::Search;
 pub use similarity::Similarity;
 pub use sort::Sort;
+pub use special::Special;
 pub use svd::Svd;
 pub use sym::{Sym, SymArg, SymOp};
 pub use target::Target;
@@ -182,6 +186,8 @@ families! {
     Similarity(Similarity);
     /// Order.
     Sort(Sort);
+    /// Functions of each element that no kernel has.
+    Special(Special);
     /// One number of many by its rank.
     Choice(Choice);
     /// Distances between vectors.

@@ -226,7 +226,8 @@ fn normalise(row: &mut [f64], eps: f64, rms: bool) -> Stats {
     for x in row {
         *x = (*x - mean) * rstd;
     }
-    Stats { mean, rstd }
+    // PyTorch moves the mean by distances from it, of which one from an infinite number is NaN.
+    Stats { mean: if mean.is_finite() { mean } else { f64::NAN }, rstd }
 }
 
 fn affine(x: f64, weight: &Option<Vec<f64>>, bias: &Option<Vec<f64>>, at: usize) -> f64 {

@@ -53,6 +53,15 @@ pub enum Reduce {
         /// Whether they stay with size 1.
         keepdim: bool,
     },
+    /// `aminmax`: the smallest and the largest.
+    Extremes {
+        /// The tensor.
+        input: ValueId,
+        /// The dimension, or all of them.
+        dim: Option<i64>,
+        /// Whether the dimensions stay with size 1.
+        keepdim: bool,
+    },
     /// `argmax` and `argmin`.
     Place {
         /// Whether the largest counts.
@@ -134,6 +143,7 @@ impl Reduce {
             "count_nonzero.dim_IntList" | "count_nonzero.default" => fold(args, Fold::Count),
             "max.dim" => extremum(args, true),
             "min.dim" => extremum(args, false),
+            "aminmax.default" => extremes(args),
             "argmax.default" => place(args, true),
             "argmin.default" => place(args, false),
             _ => return None,
@@ -167,6 +177,14 @@ impl Reduce {
                 need_elements(meta, &dims)?;
                 Ok(vec![fresh(meta.dtype, &shape)?, fresh(DType::I64, &shape)?])
             }
+            Reduce::Extremes { input, keepdim, .. } => {
+                let meta = shapes.meta(*input)?;
+                need_plain("an extremum", meta.dtype)?;
+                let dims = self.dims(shapes, meta)?;
+                need_elements(meta, &dims)?;
+                let shape = reduced(&meta.shape, &dims, *keepdim);
+                Ok(vec![fresh(meta.dtype, &shape)?, fresh(meta.dtype, &shape)?])
+            }
             Reduce::Place { input, keepdim, .. } => {
                 let meta = shapes.meta(*input)?;
                 need_number("an extremum's place", meta.dtype)?;
@@ -185,6 +203,7 @@ impl Reduce {
         let (Reduce::Fold { input, .. }
         | Reduce::Moments { input, .. }
         | Reduce::Extremum { input, .. }
+        | Reduce::Extremes { input, .. }
         | Reduce::Place { input, .. }) = self;
         let input = eval.tensor(*input)?;
         let dims = self.dims(eval, &input.meta)?;
@@ -201,7 +220,7 @@ impl Reduce {
                 outs[0].write(eval.precision(), first.all(eval, &x, &starts, &steps)?);
                 if let Cells::Float(x) = &x {
                     let along = |start: &usize| steps.iter().map(|step| x[start + step]).collect::<Vec<f64>>();
-                    let means = starts.iter().map(|start| mean(along(start).iter().copied(), steps.len() as f64));
+                    let means = starts.iter().map(|start| running_mean(&along(start)));
                     outs[1].write_floats(eval.precision(), means.collect::<Vec<_>>());
                 }
             }
@@ -209,6 +228,12 @@ impl Reduce {
                 let at = extrema(&x, &starts, &steps, *largest);
                 outs[0].write(eval.precision(), pick(&x, at.iter().zip(&starts).map(|(&i, start)| start + steps[i])));
                 outs[1].write_ints(at.into_iter().map(to_i64));
+            }
+            Reduce::Extremes { .. } => {
+                for (out, largest) in outs.iter().zip([false, true]) {
+                    let at = extrema(&x, &starts, &steps, largest);
+                    out.write(eval.precision(), pick(&x, at.iter().zip(&starts).map(|(&i, start)| start + steps[i])));
+                }
             }
             Reduce::Place { largest, .. } => {
                 outs[0].write_ints(extrema(&x, &starts, &steps, *largest).into_iter().map(to_i64));
@@ -223,10 +248,13 @@ impl Reduce {
             Reduce::Fold { dims: Some(dims), .. } | Reduce::Moments { dims: Some(dims), .. } => {
                 dims_of(meta, &shapes.ints(dims)?)
             }
-            Reduce::Extremum { dim, .. } | Reduce::Place { dim: Some(dim), .. } => dims_of(meta, &[*dim]),
-            Reduce::Fold { dims: None, .. } | Reduce::Moments { dims: None, .. } | Reduce::Place { dim: None, .. } => {
-                Ok((0..meta.rank()).collect())
-            }
+            Reduce::Extremum { dim, .. }
+            | Reduce::Extremes { dim: Some(dim), .. }
+            | Reduce::Place { dim: Some(dim), .. } => dims_of(meta, &[*dim]),
+            Reduce::Fold { dims: None, .. }
+            | Reduce::Moments { dims: None, .. }
+            | Reduce::Extremes { dim: None, .. }
+            | Reduce::Place { dim: None, .. } => Ok((0..meta.rank()).collect()),
         }
     }
 }
@@ -341,6 +369,15 @@ fn mean(x: impl Iterator<Item = f64> + Clone, n: f64) -> f64 {
     let rest = x.fold(0.0, |sum, x| sum + (x - first)) / n;
     // The distances from an infinite mean say nothing.
     if rest.is_finite() { first + rest } else { first }
+}
+
+/// The mean as `var_mean` gives it: PyTorch moves it by each number's distance from it, so that what follows a number that is not
+/// finite makes it NaN.
+fn running_mean(x: &[f64]) -> f64 {
+    match x.split_last() {
+        Some((_, before)) if before.iter().any(|x| !x.is_finite()) => f64::NAN,
+        _ => mean(x.iter().copied(), x.len() as f64),
+    }
 }
 
 /// `Σ (x − mean)² / (n − correction)`; a divisor below 0 counts as 0.
@@ -491,6 +528,11 @@ fn extremum(args: &Args<'_>, largest: bool) -> Result<Reduce, OpError> {
         dim: args.known_int("dim")?,
         keepdim: args.bool_or("keepdim", false)?,
     })
+}
+
+fn extremes(args: &Args<'_>) -> Result<Reduce, OpError> {
+    let dim = args.opt_int("dim")?.map(|_| args.known_int("dim")).transpose()?;
+    Ok(Reduce::Extremes { input: args.tensor("self")?, dim, keepdim: args.bool_or("keepdim", false)? })
 }
 
 fn place(args: &Args<'_>, largest: bool) -> Result<Reduce, OpError> {

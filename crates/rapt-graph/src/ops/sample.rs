@@ -7,9 +7,12 @@
 //! Places that are not finite follow PyTorch's kernels. In images NaN is clipped to the first element, and makes the result NaN where it
 //! is not clipped but weighs; in volumes it is clipped to the last element, and outside where it is not clipped.
 
+use rapt_core::DType;
+
 use super::resample::cubic_weight;
 use super::shape::{bounded, count, fresh, misfit, need_float, need_same, refuse};
-use crate::{Args, Eval, OpError, Out, Shapes, Tensor, ValueId};
+use crate::number::round;
+use crate::{Args, Eval, OpError, Out, Precision, Shapes, Tensor, ValueId};
 
 /// A sampling.
 #[derive(Clone, Debug, PartialEq)]
@@ -85,11 +88,17 @@ impl Sample {
         let volume: usize = sizes.iter().map(|&n| count(n)).product();
         let [batch, channels] = [0, 1].map(|d| count(input.meta.shape[d]));
         let points = count(outs[0].meta.shape[2..].iter().product());
+        // Which element is nearest depends on the arithmetic: PyTorch rounds each of its operations to the dtype.
+        let dtype = match (self.filter, eval.precision()) {
+            (Filter::Nearest, Precision::Rounded) => input.meta.dtype,
+            _ => DType::F64,
+        };
+        let round = |x: f64| round(dtype, x);
         let mut y = vec![0.0; batch * channels * points];
         for n in 0..batch {
             for point in 0..points {
                 let place = &places[(n * points + point) * spatial..][..spatial];
-                let taps = self.taps(sizes, place);
+                let taps = self.taps(sizes, place, &round);
                 for c in 0..channels {
                     let own = &x[(n * channels + c) * volume..][..volume];
                     let sum = taps.iter().fold(0.0, |sum, &(at, weight)| sum + weight * own[at]);
@@ -102,14 +111,14 @@ impl Sample {
     }
 
     /// The elements around a place, and their weights. The grid names the last dimension first.
-    fn taps(&self, sizes: &[i64], place: &[f64]) -> Vec<(usize, f64)> {
+    fn taps(&self, sizes: &[i64], place: &[f64], round: &dyn Fn(f64) -> f64) -> Vec<(usize, f64)> {
         let weighs = self.filter == Filter::Cubic || (self.filter == Filter::Linear && self.border == Border::Zeros);
         if weighs && sizes.len() == 2 && !place.iter().all(|at| at.is_finite()) {
             return vec![(0, f64::NAN)];
         }
         let mut taps = vec![(0, 1.0)];
         for (&size, &at) in sizes.iter().zip(place.iter().rev()) {
-            let own = self.along(size, at, sizes.len() == 3);
+            let own = self.along(size, at, sizes.len() == 3, round);
             let join = |&(before, w): &(i64, f64)| {
                 own.iter().map(move |&(i, v)| (before * size + i, w * v)).collect::<Vec<_>>()
             };
@@ -118,15 +127,22 @@ impl Sample {
         taps.into_iter().map(|(at, weight)| (count(at), weight)).collect()
     }
 
-    /// The elements of one dimension, and their weights; those outside are left out where they count 0.
-    fn along(&self, size: i64, at: f64, of_volume: bool) -> Vec<(i64, f64)> {
-        let at =
-            if self.corners { (at + 1.0) / 2.0 * (size - 1) as f64 } else { ((at + 1.0) * size as f64 - 1.0) / 2.0 };
+    /// The elements of one dimension, and their weights; those outside are left out where they count 0. Volumes and images are
+    /// computed by formulas of their own, as in PyTorch.
+    fn along(&self, size: i64, at: f64, of_volume: bool, round: &dyn Fn(f64) -> f64) -> Vec<(i64, f64)> {
+        let (n, moved) = (size as f64, round(at + 1.0));
+        let at = match (self.corners, of_volume) {
+            (true, false) => round(moved * round(round(n - 1.0) / 2.0)),
+            (false, false) => round(round(moved * round(n / 2.0)) - 0.5),
+            (true, true) => round(round(moved / 2.0) * (n - 1.0)),
+            (false, true) => round(round(round(moved * n) - 1.0) / 2.0),
+        };
+        let placed = |at: f64| self.placed(size, at, of_volume, round);
         let inside = |(i, weight): (f64, f64)| (i >= 0.0 && i < size as f64).then_some((i as i64, weight));
         match self.filter {
-            Filter::Nearest => inside((self.placed(size, at, of_volume).round_ties_even(), 1.0)).into_iter().collect(),
+            Filter::Nearest => inside((placed(at).round_ties_even(), 1.0)).into_iter().collect(),
             Filter::Linear => {
-                let at = self.placed(size, at, of_volume);
+                let at = placed(at);
                 let (low, over) = (at.floor(), at - at.floor());
                 [(low, 1.0 - over), (low + 1.0, over)].into_iter().filter_map(inside).collect()
             }
@@ -135,7 +151,7 @@ impl Sample {
                 let low = at.floor();
                 let tap = |k: i32| {
                     let i = low + f64::from(k);
-                    inside((self.placed(size, i, of_volume), cubic_weight((at - low - f64::from(k)).abs(), -0.75)))
+                    inside((placed(i), cubic_weight((at - low - f64::from(k)).abs(), -0.75)))
                 };
                 (-1..=2).filter_map(tap).collect()
             }
@@ -143,7 +159,7 @@ impl Sample {
     }
 
     /// Where a place outside is meant to be.
-    fn placed(&self, size: i64, at: f64, of_volume: bool) -> f64 {
+    fn placed(&self, size: i64, at: f64, of_volume: bool, round: &dyn Fn(f64) -> f64) -> f64 {
         let last = (size - 1) as f64;
         let clipped = |at: f64| if of_volume && at.is_nan() { last } else { at.max(0.0).min(last) };
         match self.border {
@@ -154,9 +170,17 @@ impl Sample {
                 if span == 0.0 {
                     return 0.0;
                 }
-                let from = (at - first).abs();
-                let (turns, rest) = ((from / span).floor(), from % span);
-                clipped(first + if turns % 2.0 == 0.0 { rest } else { span - rest })
+                let from = round(at - first).abs();
+                if of_volume {
+                    let (turns, rest) = (round(from / span).floor(), from % span);
+                    let rest = if turns % 2.0 == 0.0 { rest } else { round(span - rest) };
+                    return clipped(round(rest + first));
+                }
+                // There and back again.
+                let turns = round(from / (2.0 * span)).trunc();
+                let rest = round(from - round(turns * (2.0 * span)));
+                let back = round(2.0 * span - rest);
+                clipped(round(if rest < back || rest.is_nan() { rest } else { back } + first))
             }
         }
     }

@@ -8,7 +8,7 @@ use rapt_core::DType;
 use super::index::{Indices, gathered, indexed, need_gather_index, need_index, read_indices, slices};
 use super::join::{Joining, need_covering, need_slices};
 use super::shape::{
-    cells, copy_in_place_of, count, expand_places, fresh, like, misfit, need_plain, need_same, pick, places, row_major,
+    cells, copy_in_place_of, expand_places, fresh, like, misfit, need_plain, need_same, pick, places, row_major,
     scalar_cell,
 };
 use super::target::Target;
@@ -58,7 +58,7 @@ pub enum Write {
     },
     /// Elements that meet others.
     Join(Joining),
-    /// `slice_scatter`, `select_scatter`, `diagonal_scatter`: what a view of the tensor shows.
+    /// `slice_scatter`, `select_scatter`, `diagonal_scatter`, `as_strided_scatter`: what a view of the tensor shows.
     View {
         /// What goes there.
         source: ValueId,
@@ -92,6 +92,7 @@ impl Scatter {
             ("slice_scatter", "default") if target == Target::Fresh => view(args, "slice.Tensor"),
             ("select_scatter", "default") if target == Target::Fresh => view(args, "select.int"),
             ("diagonal_scatter", "default") if target == Target::Fresh => view(args, "diagonal.default"),
+            ("as_strided_scatter", "default") if target == Target::Fresh => view(args, "as_strided.default"),
             _ => Joining::read(name, overload, args)?.map(Write::Join),
         };
         Some(write.and_then(|write| Ok(Scatter { input: args.tensor("self")?, target, write })))
@@ -133,11 +134,23 @@ impl Scatter {
             }
             Write::Join(join) => join.infer(shapes, meta)?,
             Write::View { source: from, form } => {
-                let (shape, from) = (form.one(meta, shapes)?.shape, source(*from)?);
-                if from.shape != shape {
-                    return misfit(format!("a source of shape {:?}, expected {shape:?}", from.shape));
+                let (view, from) = (form.one(meta, shapes)?, source(*from)?);
+                if from.shape != view.shape {
+                    return misfit(format!("a source of shape {:?}, expected {:?}", from.shape, view.shape));
                 }
-                Out::Fresh(copy_in_place_of(meta))
+                let copy = copy_in_place_of(meta);
+                if matches!(form, Form::Strided { .. }) {
+                    // Places are those of the storage: the copy lies in its own as the tensor does.
+                    if crate::strides::overlaps_itself(&view) || copy.strides != meta.strides {
+                        return misfit("as_strided_scatter where elements share a place");
+                    }
+                    if view.numel() > 0 && view.extent().is_none_or(|end| meta.extent().is_none_or(|own| end > own)) {
+                        return misfit("as_strided_scatter beyond the tensor's last element");
+                    }
+                    Out::Fresh(Meta { offset: meta.offset, ..copy })
+                } else {
+                    Out::Fresh(copy)
+                }
             }
         };
         let Out::Fresh(form) = own else { return Ok(vec![own]) };
@@ -203,10 +216,10 @@ impl Scatter {
             }
             Write::Join(join) => join.write(eval, meta, &mut x)?,
             Write::View { source, form } => {
-                let view = form.one(&Meta::contiguous(meta.dtype, &meta.shape), eval)?;
-                let at: Vec<usize> =
-                    places(&view.shape, &view.strides).iter().map(|p| p + count(view.offset)).collect();
-                write(&mut x, &at, &cells(eval.tensor(*source)?), false);
+                let out = &outs[0];
+                out.write(eval.precision(), x);
+                out.view(form.one(&out.meta, eval)?).write(eval.precision(), cells(eval.tensor(*source)?));
+                return Ok(());
             }
         }
         outs[0].write(eval.precision(), x);

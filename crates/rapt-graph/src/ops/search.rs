@@ -6,6 +6,7 @@ use rapt_core::DType;
 use rustc_hash::FxHashSet;
 
 use super::Operand;
+use super::pointwise::promoted;
 use super::shape::{Lanes, bounded, cells, count, expand_strides, fresh, like, misfit, need_plain, pick, refuse};
 use crate::number::{int_to_float, is_float, round, wrap};
 use crate::promote::DEFAULT_FLOAT;
@@ -91,6 +92,27 @@ impl Search {
             "linspace.default" => linspace(args),
             _ => return None,
         })
+    }
+
+    /// Replaces tensors that ATen would promote, as [`Pointwise::promote`](super::Pointwise) does.
+    pub(crate) fn promote(
+        &mut self,
+        form: &dyn Fn(ValueId) -> Option<(DType, usize)>,
+        cast: &mut dyn FnMut(ValueId, DType) -> ValueId,
+    ) {
+        let (a, b) = match self {
+            Search::Sorted { sorted, values: Operand::Tensor(values), .. } => (sorted, values),
+            Search::IsIn { elements: Operand::Tensor(elements), among: Operand::Tensor(among), .. } => {
+                (elements, among)
+            }
+            _ => return,
+        };
+        let Some((dtype, _)) = promoted([*a, *b].into_iter(), &[], form) else { return };
+        for id in [a, b] {
+            if form(*id).is_some_and(|(own, _)| own != dtype) {
+                *id = cast(*id, dtype);
+            }
+        }
     }
 
     pub(super) fn infer(&self, shapes: &dyn Shapes) -> Result<Vec<Out>, OpError> {

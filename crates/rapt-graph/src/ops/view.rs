@@ -92,6 +92,16 @@ pub enum Form {
     },
     /// `view_as`: the shape of another tensor.
     ShapeOf(ValueId),
+    /// `tensor_split.sections`: this many parts, the first ones larger by 1 where they cannot be equal.
+    Sections(i64, Int),
+    /// `tensor_split.indices`: parts that begin at these indices.
+    Cuts(i64, Vec<Int>),
+    /// `hsplit`, `vsplit`, `dsplit` into equal parts, along dimension 1, 0 or 2; of one dimension, dimension 1 is the first.
+    SideParts(i64, Int),
+    /// The same into parts that begin at these indices.
+    SideCuts(i64, Vec<Int>),
+    /// `atleast_1d`, `atleast_2d`, `atleast_3d`: with as many dimensions at least.
+    AtLeast(usize),
     /// `as_strided`: elements of the storage, wherever the tensor lies in it.
     Strided {
         /// The sizes.
@@ -105,7 +115,11 @@ pub enum Form {
 
 impl View {
     pub(super) fn read(target: &str, args: &Args<'_>) -> Option<Result<View, OpError>> {
-        let form = form(target.strip_prefix("torch.ops.aten.")?, args)?;
+        let name = target.strip_prefix("torch.ops.aten.")?;
+        if name == "linalg_diagonal.default" {
+            return Some(matrix_diagonal(args));
+        }
+        let form = form(name, args)?;
         Some(form.and_then(|form| Ok(View { input: args.tensor("self")?, form })))
     }
 
@@ -134,8 +148,13 @@ pub(super) fn form(name: &str, args: &Args<'_>) -> Option<Result<Form, OpError>>
         "alias.default" | "detach.default" => Ok(Form::Alias),
         "detach_.default" | "positive.default" | "resolve_conj.default" | "resolve_neg.default" => Ok(Form::Itself),
         "lift_fresh.default" => Ok(Form::Itself),
-        "swapdims.default" => args.known_int("dim0").and_then(|a| Ok(Form::Transpose([a, args.known_int("dim1")?]))),
-        "swapaxes.default" => args.known_int("axis0").and_then(|a| Ok(Form::Transpose([a, args.known_int("axis1")?]))),
+        // In place nothing is written: what follows reads the result.
+        "swapdims.default" | "swapdims_.default" => {
+            args.known_int("dim0").and_then(|a| Ok(Form::Transpose([a, args.known_int("dim1")?])))
+        }
+        "swapaxes.default" | "swapaxes_.default" => {
+            args.known_int("axis0").and_then(|a| Ok(Form::Transpose([a, args.known_int("axis1")?])))
+        }
         "movedim.int" | "movedim.intlist" | "moveaxis.int" | "moveaxis.intlist" => {
             known(args, "source").and_then(|from| Ok(Form::Move(from, known(args, "destination")?)))
         }
@@ -151,34 +170,59 @@ pub(super) fn form(name: &str, args: &Args<'_>) -> Option<Result<Form, OpError>>
         "unfold.default" => args
             .known_int("dimension")
             .and_then(|dim| Ok(Form::Unfold { dim, size: args.int("size")?, step: args.int("step")? })),
-        "as_strided.default" => args.ints("size").and_then(|size| {
+        "as_strided.default" | "as_strided_.default" => args.ints("size").and_then(|size| {
             Ok(Form::Strided { size, stride: args.ints("stride")?, offset: args.opt_int("storage_offset")? })
         }),
         "view_as.default" => args.tensor("other").map(Form::ShapeOf),
         "broadcast_to.default" => args.ints("size").map(Form::Expand),
-        "transpose.int" => args.known_int("dim0").and_then(|a| Ok(Form::Transpose([a, args.known_int("dim1")?]))),
-        "t.default" => Ok(Form::MatrixTranspose),
+        "transpose.int" | "transpose_.default" => {
+            args.known_int("dim0").and_then(|a| Ok(Form::Transpose([a, args.known_int("dim1")?])))
+        }
+        "t.default" | "t_.default" => Ok(Form::MatrixTranspose),
         "permute.default" => known(args, "dims").map(Form::Permute),
         "view.default" | "_unsafe_view.default" => args.ints("size").map(Form::Shape),
         "unflatten.int" => args.known_int("dim").and_then(|dim| Ok(Form::Unflatten(dim, args.ints("sizes")?))),
         // `implicit` says which function of PyTorch asked, and changes nothing.
         "expand.default" => args.bool_or("implicit", false).and_then(|_| args.ints("size").map(Form::Expand)),
         "expand_as.default" => args.tensor("other").map(Form::ExpandAs),
-        "unsqueeze.default" => args.known_int("dim").map(Form::Unsqueeze),
-        "squeeze.default" => Ok(Form::Squeeze(None)),
-        "squeeze.dim" => args.known_int("dim").map(|dim| Form::Squeeze(Some(vec![dim]))),
-        "squeeze.dims" => known(args, "dim").map(|dims| Form::Squeeze(Some(dims))),
+        "unsqueeze.default" | "unsqueeze_.default" => args.known_int("dim").map(Form::Unsqueeze),
+        "squeeze.default" | "squeeze_.default" => Ok(Form::Squeeze(None)),
+        "squeeze.dim" | "squeeze_.dim" => args.known_int("dim").map(|dim| Form::Squeeze(Some(vec![dim]))),
+        "squeeze.dims" | "squeeze_.dims" => known(args, "dim").map(|dims| Form::Squeeze(Some(dims))),
         "select.int" => args.known_int("dim").and_then(|dim| Ok(Form::Select(dim, args.int("index")?))),
         "slice.Tensor" => slice(args),
         "split.Tensor" | "unsafe_split.Tensor" => args.int("split_size").and_then(|size| Ok(Form::Split(dim()?, size))),
         "split.sizes" => args.ints("split_size").and_then(|sizes| Ok(Form::SplitSizes(dim()?, sizes))),
-        "split_with_sizes.default" => args.ints("split_sizes").and_then(|sizes| Ok(Form::SplitSizes(dim()?, sizes))),
+        "split_with_sizes.default" | "unsafe_split_with_sizes.default" => {
+            args.ints("split_sizes").and_then(|sizes| Ok(Form::SplitSizes(dim()?, sizes)))
+        }
         "chunk.default" | "unsafe_chunk.default" => {
             args.int("chunks").and_then(|chunks| Ok(Form::Chunk(dim()?, chunks)))
         }
         "unbind.int" => dim().map(Form::Unbind),
+        "tensor_split.sections" => args.int("sections").and_then(|n| Ok(Form::Sections(dim()?, n))),
+        "tensor_split.indices" => args.ints("indices").and_then(|cuts| Ok(Form::Cuts(dim()?, cuts))),
+        "hsplit.int" => side(args, 1, true),
+        "hsplit.array" => side(args, 1, false),
+        "vsplit.int" => side(args, 0, true),
+        "vsplit.array" => side(args, 0, false),
+        "dsplit.int" => side(args, 2, true),
+        "dsplit.array" => side(args, 2, false),
+        "atleast_1d.default" => Ok(Form::AtLeast(1)),
+        "atleast_2d.default" => Ok(Form::AtLeast(2)),
+        "atleast_3d.default" => Ok(Form::AtLeast(3)),
         _ => return None,
     })
+}
+
+fn matrix_diagonal(args: &Args<'_>) -> Result<View, OpError> {
+    let (offset, dims) =
+        (args.known_int_or("offset", 0)?, [args.known_int_or("dim1", -2)?, args.known_int_or("dim2", -1)?]);
+    Ok(View { input: args.tensor("A")?, form: Form::Diagonal { offset, dims } })
+}
+
+fn side(args: &Args<'_>, dim: i64, by_number: bool) -> Result<Form, OpError> {
+    Ok(if by_number { Form::SideParts(dim, args.int("sections")?) } else { Form::SideCuts(dim, args.ints("indices")?) })
 }
 
 fn slice(args: &Args<'_>) -> Result<Form, OpError> {
@@ -304,6 +348,34 @@ impl Form {
                 }
                 vec![Meta { shape, strides, offset, ..meta.clone() }]
             }
+            Form::Sections(dim, sections) => {
+                let d = dim_of(meta, *dim, "tensor_split")?;
+                let (len, sections) = (meta.shape[d], shapes.int(*sections)?);
+                bounded(sections)?;
+                if sections < 1 {
+                    return Err(OpError::Shape(format!("tensor_split takes at least 1 part, not {sections}")));
+                }
+                let size = |n: i64| len / sections + i64::from(n < len % sections);
+                parts(meta, d, &(0..sections).map(size).collect::<Vec<_>>())?
+            }
+            Form::Cuts(dim, cuts) => cut(meta, *dim, &shapes.ints(cuts)?)?,
+            Form::SideCuts(dim, cuts) => cut(meta, side_dim(meta, *dim)?, &shapes.ints(cuts)?)?,
+            Form::SideParts(dim, number) => {
+                let d = meta.dim(side_dim(meta, *dim)?)?;
+                let (number, len) = (shapes.int(*number)?, meta.shape[d]);
+                bounded(number)?;
+                if number < 1 || len % number != 0 {
+                    return Err(OpError::Shape(format!("size {len} is not split into {number} equal parts")));
+                }
+                parts(meta, d, &vec![len / number; usize::try_from(number).unwrap_or(0)])?
+            }
+            Form::AtLeast(rank) => vec![match (meta.rank(), rank) {
+                (0, _) => Meta { shape: vec![1; *rank], strides: vec![1; *rank], ..meta.clone() },
+                (1, 2) => unsqueeze(meta, 0)?,
+                (1, 3) => unsqueeze(&unsqueeze(meta, 0)?, -1)?,
+                (2, 3) => unsqueeze(meta, -1)?,
+                _ => meta.clone(),
+            }],
             Form::ShapeOf(other) => {
                 let shape = complete(&shapes.meta(*other)?.shape, meta.numel())?;
                 one(shape.clone(), view_strides(meta, &shape)?)
@@ -528,6 +600,23 @@ fn equal_parts(len: i64, size: i64) -> Result<Vec<i64>, OpError> {
     }
     bounded(len / size)?;
     Ok((0..len).step_by(usize::try_from(size).unwrap_or(usize::MAX)).map(|start| size.min(len - start)).collect())
+}
+
+/// The dimension in which a tensor of rows and columns is split.
+fn side_dim(meta: &Meta, dim: i64) -> Result<i64, OpError> {
+    let least = if dim == 1 { 1 } else { dim.max(1) + 1 };
+    if i64::try_from(meta.rank()).unwrap_or(i64::MAX) < least {
+        return Err(OpError::Shape(format!("shape {:?} has no dimension to split", meta.shape)));
+    }
+    Ok(if meta.rank() == 1 { 0 } else { dim })
+}
+
+/// Parts that begin at these indices, each moved into the dimension as in Python.
+fn cut(meta: &Meta, dim: i64, cuts: &[i64]) -> Result<Vec<Meta>, OpError> {
+    dim_of(meta, dim, "tensor_split")?;
+    let starts = std::iter::once(None).chain(cuts.iter().map(|&at| Some(at)));
+    let ends = cuts.iter().map(|&at| Some(at)).chain(std::iter::once(None));
+    starts.zip(ends).map(|(start, end)| slice_of(meta, dim, [start, end], 1)).collect()
 }
 
 /// A node names its parts; more than this many are no program.

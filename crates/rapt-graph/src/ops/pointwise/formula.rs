@@ -80,6 +80,10 @@ pub enum Formula {
     Fmax,
     /// The smaller number; one that is NaN does not count.
     Fmin,
+    /// Whether the sign is set, that of a zero or NaN too.
+    Signbit,
+    /// 0 below 0, 1 above, the second operand at 0.
+    Heaviside,
 }
 
 impl Formula {
@@ -97,15 +101,15 @@ impl Formula {
     /// The dtype of its operands, and that of its result.
     pub(super) fn dtypes(self, common: DType) -> Result<(DType, DType), OpError> {
         use Formula::{
-            AddCmul, Deg2Rad, FloatPower, Fmax, Fmin, Hardtanh, IsFinite, IsNegInf, IsPosInf, Logit, NanToNum, Outer,
-            Rad2Deg, Threshold, Xlogy,
+            AddCmul, Deg2Rad, FloatPower, Fmax, Fmin, Hardtanh, Heaviside, IsFinite, IsNegInf, IsPosInf, Logit,
+            NanToNum, Outer, Rad2Deg, Signbit, Threshold, Xlogy,
         };
         let float = if is_float(common) { common } else { DEFAULT_FLOAT };
         match self {
             FloatPower => Ok((DType::F64, DType::F64)),
-            IsFinite | IsPosInf | IsNegInf => Ok((common, DType::Bool)),
+            IsFinite | IsPosInf | IsNegInf | Signbit => Ok((common, DType::Bool)),
             Logit | Xlogy | Deg2Rad | Rad2Deg => Ok((float, float)),
-            NanToNum | Fmax | Fmin | Outer => Ok((common, common)),
+            NanToNum | Fmax | Fmin | Outer | Heaviside => Ok((common, common)),
             Hardtanh | Threshold | AddCmul if common != DType::Bool => Ok((common, common)),
             _ if is_float(common) => Ok((common, common)),
             _ => Err(OpError::Dtype { what: self.name(), dtype: common }),
@@ -319,6 +323,23 @@ impl<E: Emitter> Recipe<'_, E> {
             Formula::Outer => self.both(Binary::Mul, first, second),
             Formula::FloatPower => self.both(Binary::Pow, first, second),
             Formula::Fmax | Formula::Fmin => self.extreme(op, first, second),
+            Formula::Signbit => {
+                let zero = self.c(0.0);
+                let sign = if is_float(self.lane) {
+                    let one = self.c(1.0);
+                    self.both(Binary::Copysign, one, first)
+                } else {
+                    first
+                };
+                self.is(Binary::Lt, sign, zero)
+            }
+            Formula::Heaviside => {
+                let [zero, one] = [0.0, 1.0].map(|x| self.c(x));
+                let is_above = self.is(Binary::Gt, first, zero);
+                let step = self.choose(is_above, one, zero);
+                let is_zero = self.is(Binary::Eq, first, zero);
+                self.choose(is_zero, second, step)
+            }
         }
     }
 

@@ -122,6 +122,11 @@ impl<E: Emitter> Lowering<'_, E> {
         }
         let number = |param: &Option<Scalar>| param.map(|scalar| self.shapes.number(scalar)).transpose();
         let params = params.iter().map(number).collect::<Result<Vec<_>, _>>()?;
+        // PyTorch takes a power of 0.5 for a square root, which is NaN of −∞.
+        if let (Formula::FloatPower, Some(Operand::Number(Scalar::Float(0.5)))) = (op, operands.get(1)) {
+            let root = self.emitter.unary(Unary::Sqrt, x[0], (lane, lane));
+            return Ok(self.convert(root, lane, result));
+        }
         let y = Recipe { lane, dtype: compute, emitter: &mut *self.emitter }.formula(op, &x, &params);
         let own = if own == DType::Bool { own } else { lane };
         Ok(self.convert(y, own, result))

@@ -18,6 +18,7 @@ use rapt_core::DType;
 pub use emit::{Emitter, Look};
 pub use formula::Formula;
 
+use super::shape::need_same;
 use super::{Target, fill};
 use crate::number::is_float;
 use crate::promote::{DEFAULT_FLOAT, Promotion};
@@ -225,43 +226,30 @@ impl Pointwise {
     }
 
     /// Replaces operands that ATen would promote: tensors with dimensions whose dtypes differ. `form` gives dtype and rank,
-    /// `cast` the promoted tensor. The tensor that an operation in place writes is not replaced.
+    /// `cast` the promoted tensor. The tensor that an operation in place writes is not replaced: it is converted where it is read and
+    /// where it is written.
     pub(crate) fn promote(
         &mut self,
         form: &dyn Fn(ValueId) -> Option<(DType, usize)>,
         cast: &mut dyn FnMut(ValueId, DType) -> ValueId,
     ) {
-        let (operands, written): (Vec<&mut Operand>, bool) = match self {
-            Pointwise::Binary { a, b, target, .. } => (vec![a, b], *target == Target::Input),
-            Pointwise::Where { a, b, .. } => (vec![a, b], false),
+        let mut numbers = Vec::new();
+        let (mut tensors, written): (Vec<&mut ValueId>, bool) = match self {
+            Pointwise::Binary { a, b, target, .. } => (tensors_of([a, b], &mut numbers), *target == Target::Input),
+            Pointwise::Where { a, b, .. } => (tensors_of([a, b], &mut numbers), false),
+            Pointwise::Clamp { input, min, max, target } => {
+                let bounds = tensors_of([min.as_mut(), max.as_mut()].into_iter().flatten(), &mut numbers);
+                (std::iter::once(input).chain(bounds).collect(), *target == Target::Input)
+            }
             Pointwise::Formula { op, operands, target, .. } if op.promotes() => {
-                (operands.iter_mut().collect(), *target == Target::Input)
+                (tensors_of(operands.iter_mut(), &mut numbers), *target == Target::Input)
             }
             _ => return,
         };
-        let mut promotion = Promotion::default();
-        let mut dtypes = Vec::new();
-        for operand in &operands {
-            match operand {
-                Operand::Number(Scalar::Int(_)) => promotion = promotion.number(Number::Int(0)),
-                Operand::Number(Scalar::Bool(_)) => promotion = promotion.number(Number::Bool(false)),
-                Operand::Number(_) => promotion = promotion.number(Number::Float(0.0)),
-                Operand::Tensor(id) => {
-                    let Some((dtype, rank)) = form(*id) else { return };
-                    promotion = promotion.tensor(&Meta::contiguous(dtype, &vec![1; rank]));
-                    dtypes.extend((rank > 0).then_some(dtype));
-                }
-            }
-        }
-        if dtypes.windows(2).all(|pair| pair[0] == pair[1]) {
-            return;
-        }
-        for (place, operand) in operands.into_iter().enumerate() {
-            if let Operand::Tensor(id) = operand
-                && form(*id).is_some_and(|(dtype, _)| dtype != promotion.result())
-                && !(written && place == 0)
-            {
-                *id = cast(*id, promotion.result());
+        let Some((dtype, true)) = promoted(tensors.iter().map(|id| **id), &numbers, form) else { return };
+        for id in tensors.iter_mut().skip(usize::from(written)) {
+            if form(**id).is_some_and(|(own, _)| own != dtype) {
+                **id = cast(**id, dtype);
             }
         }
     }
@@ -288,6 +276,7 @@ impl Pointwise {
                 place(*target, *input, shapes, form)?
             }
             Pointwise::Binary { op, a, b, alpha, target } => {
+                need_one_dtype(shapes, &[*a, *b], *target == Target::Input)?;
                 let common = common(shapes, &[*a, *b])?;
                 let alpha = alpha.map(|alpha| shapes.number(alpha)).transpose()?;
                 if *op == Binary::Pow {
@@ -318,6 +307,7 @@ impl Pointwise {
             }
             Pointwise::Clamp { input, min, max, target } => {
                 let operands = clamp_operands(*input, *min, *max);
+                need_one_dtype(shapes, &operands, *target == Target::Input)?;
                 let common = common(shapes, &operands)?;
                 // Between two bounds, or a number, PyTorch has no kernel for booleans.
                 let one_tensor =
@@ -335,6 +325,7 @@ impl Pointwise {
             Pointwise::Where { condition, a, b } => {
                 let condition = shapes.meta(*condition)?;
                 refuse_unless_bool("where", condition)?;
+                need_one_dtype(shapes, &[*a, *b], false)?;
                 let mut all = vec![condition];
                 all.extend(metas(shapes, &[*a, *b])?);
                 Out::Fresh(result(common(shapes, &[*a, *b])?, &all)?)
@@ -354,6 +345,7 @@ impl Pointwise {
                 target.out(*input, shapes, Meta::contiguous(meta.dtype, &shape))?
             }
             Pointwise::Formula { op, operands, params, target } => {
+                need_one_dtype(shapes, operands, op.promotes() && *target == Target::Input)?;
                 let dtype = op.dtypes(common(shapes, operands)?)?.1;
                 op.refuse(shapes, operands, params)?;
                 let seen = seen(*op, shapes, operands)?;
@@ -379,6 +371,44 @@ impl Pointwise {
     }
 }
 
+/// The tensors among operands; the numbers are put aside.
+fn tensors_of<'a>(
+    operands: impl IntoIterator<Item = &'a mut Operand>,
+    numbers: &mut Vec<Scalar>,
+) -> Vec<&'a mut ValueId> {
+    let one = |operand: &'a mut Operand| match operand {
+        Operand::Tensor(id) => Some(id),
+        Operand::Number(number) => {
+            numbers.push(*number);
+            None
+        }
+    };
+    operands.into_iter().filter_map(one).collect()
+}
+
+/// The dtype to which ATen promotes tensors, and whether those with dimensions differ in theirs.
+pub(super) fn promoted(
+    tensors: impl Iterator<Item = ValueId>,
+    numbers: &[Scalar],
+    form: &dyn Fn(ValueId) -> Option<(DType, usize)>,
+) -> Option<(DType, bool)> {
+    let mut promotion = Promotion::default();
+    for number in numbers {
+        promotion = promotion.number(match number {
+            Scalar::Int(_) => Number::Int(0),
+            Scalar::Bool(_) => Number::Bool(false),
+            _ => Number::Float(0.0),
+        });
+    }
+    let mut dtypes = Vec::new();
+    for id in tensors {
+        let (dtype, rank) = form(id)?;
+        promotion = promotion.tensor(&Meta::contiguous(dtype, &vec![1; rank]));
+        dtypes.extend((rank > 0).then_some(dtype));
+    }
+    Some((promotion.result(), dtypes.windows(2).any(|pair| pair[0] != pair[1])))
+}
+
 fn clamp_operands(input: ValueId, min: Option<Operand>, max: Option<Operand>) -> Vec<Operand> {
     [Some(Operand::Tensor(input)), min, max].into_iter().flatten().collect()
 }
@@ -397,26 +427,27 @@ fn seen(op: Formula, shapes: &dyn Shapes, operands: &[Operand]) -> Result<Vec<Me
     operands.iter().enumerate().filter_map(one).collect()
 }
 
-/// The dtype that promotion gives. Two tensors with dimensions must have one dtype.
+/// The dtype that promotion gives.
 fn common(shapes: &dyn Shapes, operands: &[Operand]) -> Result<DType, OpError> {
     let mut promotion = Promotion::default();
-    let mut first: Option<DType> = None;
     for operand in operands {
-        match operand {
-            Operand::Number(scalar) => promotion = promotion.number(shapes.number(*scalar)?),
-            Operand::Tensor(id) => {
-                let meta = shapes.meta(*id)?;
-                promotion = promotion.tensor(meta);
-                if meta.rank() > 0 {
-                    let dtype = *first.get_or_insert(meta.dtype);
-                    if dtype != meta.dtype {
-                        return Err(OpError::DtypesDiffer(dtype, meta.dtype));
-                    }
-                }
-            }
-        }
+        promotion = match operand {
+            Operand::Number(scalar) => promotion.number(shapes.number(*scalar)?),
+            Operand::Tensor(id) => promotion.tensor(shapes.meta(*id)?),
+        };
     }
     Ok(promotion.result())
+}
+
+/// That tensors with dimensions have one dtype, but for one that is written: that it is converted is part of the operation.
+fn need_one_dtype(shapes: &dyn Shapes, operands: &[Operand], written: bool) -> Result<(), OpError> {
+    let mut first = None;
+    for meta in metas(shapes, &operands[usize::from(written)..])? {
+        if meta.rank() > 0 {
+            need_same(*first.get_or_insert(meta.dtype), meta.dtype)?;
+        }
+    }
+    Ok(())
 }
 
 fn result(dtype: DType, operands: &[&Meta]) -> Result<Meta, OpError> {

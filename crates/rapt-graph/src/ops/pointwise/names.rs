@@ -37,6 +37,7 @@ pub(super) fn read(base: &str, overload: &str, args: &Args<'_>, target: Target) 
         ("logaddexp", "default") => of(Formula::LogAddExp, &["self", "other"], args, target, Ok(Vec::new())),
         ("logaddexp2", "default") => of(Formula::LogAddExp2, &["self", "other"], args, target, Ok(Vec::new())),
         ("fmax", "default") => of(Formula::Fmax, &["self", "other"], args, target, Ok(Vec::new())),
+        ("heaviside", "default") => of(Formula::Heaviside, &["self", "values"], args, target, Ok(Vec::new())),
         ("fmin", "default") => of(Formula::Fmin, &["self", "other"], args, target, Ok(Vec::new())),
         (
             "xlogy" | "special_xlogy",
@@ -79,6 +80,7 @@ fn of_one(base: &str) -> Option<(Formula, &'static [&'static str])> {
         "isfinite" => (Formula::IsFinite, &[]),
         "isposinf" => (Formula::IsPosInf, &[]),
         "isneginf" => (Formula::IsNegInf, &[]),
+        "signbit" => (Formula::Signbit, &[]),
         "deg2rad" => (Formula::Deg2Rad, &[]),
         "rad2deg" => (Formula::Rad2Deg, &[]),
         _ => return None,

@@ -176,6 +176,7 @@ impl Builder<'_> {
             Copy::Onto { source, target, .. } => (Operand::Tensor(*source), *target),
             Copy::Fill { value: value @ Operand::Tensor(_), target, .. } => (*value, *target),
             Copy::Fill { .. } => return self.fill(n, node, op),
+            Copy::Bits { input, .. } => return self.bits(n, node, *input),
         };
         let Operand::Tensor(source) = source else { return Ok(false) };
         let from = self.binding.meta(source).map_err(|cause| self.failed(node, cause))?.dtype;
@@ -198,6 +199,22 @@ impl Builder<'_> {
         };
         let Some(out) = out.reshaped(&shape) else { return Ok(false) };
         self.grouped(n, node, (root, &out), &shape, write(out.meta.dtype))
+    }
+
+    /// The bits of a tensor, copied as integers of the smaller of the two sizes.
+    fn bits(&mut self, n: usize, node: &Node, input: ValueId) -> Result<bool, ModelError> {
+        let Some((_, out)) = self.result(node) else { return Ok(false) };
+        let x = self.place(input)?;
+        let word = match x.meta.dtype.size_bytes().min(out.meta.dtype.size_bytes()) {
+            1 => DType::I8,
+            2 => DType::I16,
+            4 => DType::I32,
+            _ => DType::I64,
+        };
+        let (Some(from), Some(to)) = (x.in_words(word), out.in_words(word)) else { return Ok(false) };
+        self.close_for(&node.inputs)?;
+        self.copy_to(n, &from, &to)?;
+        Ok(true)
     }
 
     /// A node's error.

@@ -45,7 +45,11 @@ impl Builder<'_> {
         let count: i64 = gone.iter().map(|&d| x.meta.shape[d]).product();
         let [first, second] = [0, 1].map(|_| self.temporary(dtype, &shape));
         let function = if how == Fold::LogSumExp { FoldFunction::Max } else { FoldFunction::Mean };
-        if !self.fold_to(n, function, (&x, dtype), &gone, [Some(first.clone()), None])? {
+        let made = match op {
+            Reduce::Moments { .. } => self.running_mean(n, &x, &gone, &first)?,
+            _ => self.fold_to(n, function, (&x, dtype), &gone, [Some(first.clone()), None])?,
+        };
+        if !made {
             return Ok(false);
         }
         let terms = self.temporary(dtype, &x.meta.shape);
@@ -85,6 +89,44 @@ impl Builder<'_> {
             Some(mean) => self.copy_to(n, &first, &mean).map(|()| true),
             None => Ok(true),
         }
+    }
+
+    /// The mean as `var_mean` gives it: NaN where a number other than the last is not finite. All but the last are one box of
+    /// elements for each dimension that goes.
+    fn running_mean(&mut self, n: usize, x: &Place, gone: &[usize], out: &Place) -> Result<bool, ModelError> {
+        let dtype = out.meta.dtype;
+        let (mut last, mut sums, mut count) = (x.clone(), Vec::new(), 1);
+        for &d in gone {
+            let size = last.meta.shape[d];
+            count *= size;
+            if size > 1 {
+                let sum = self.temporary(DType::F64, &out.meta.shape);
+                let before = last.narrowed(d, 0, size - 1);
+                if !self.fold_to(n, FoldFunction::Sum, (&before, dtype), gone, [Some(sum.clone()), None])? {
+                    return Ok(false);
+                }
+                sums.push(sum);
+            }
+            last = last.narrowed(d, size - 1, 1);
+        }
+        self.chain(n, out, |writer| {
+            let both = (DType::F64, DType::F64);
+            let mut sum = writer.float(DType::F64, 0.0);
+            for part in &sums {
+                let part = writer.place(part);
+                sum = writer.binary(Binary::Add, [sum, part], both);
+            }
+            let last = writer.place(&last);
+            let last = if dtype == DType::F64 { last } else { writer.convert(last, dtype, DType::F64) };
+            let all = writer.binary(Binary::Add, [sum, last], both);
+            let count = writer.float(DType::F64, count as f64);
+            let mean = writer.binary(Binary::Div, [all, count], both);
+            // 0, or NaN of what is not finite.
+            let nothing = writer.binary(Binary::Sub, [sum, sum], both);
+            let mean = writer.binary(Binary::Add, [mean, nothing], both);
+            Ok(if dtype == DType::F64 { mean } else { writer.convert(mean, DType::F64, dtype) })
+        })?;
+        Ok(true)
     }
 
     /// A step that makes each element of a place.

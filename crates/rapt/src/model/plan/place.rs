@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use rapt_core::Workspace;
+use rapt_core::{DType, Workspace};
 use rapt_graph::{Binding, Fact, Input as GraphInput, Meta, Source, ValueId};
 use rapt_pt2::{Payload, StorageId};
 
@@ -67,6 +67,20 @@ impl Place {
         place.meta.offset += start * place.meta.strides[dim];
         place.meta.shape[dim] = size;
         place
+    }
+
+    /// The same memory as elements of a dtype, each element as one or several of them; `None` where several do not follow one
+    /// another.
+    pub(super) fn in_words(&self, dtype: DType) -> Option<Place> {
+        let times = i64::try_from(self.meta.dtype.size_bytes() / dtype.size_bytes().max(1)).ok()?;
+        let mut place = Place { buffer: self.buffer, meta: Meta { dtype, ..self.meta.clone() } };
+        if times != 1 {
+            let last = self.meta.rank().checked_sub(1).filter(|&d| self.meta.strides[d] == 1)?;
+            place.meta.shape[last] *= times;
+            place.meta.strides[..last].iter_mut().for_each(|stride| *stride *= times);
+            place.meta.offset *= times;
+        }
+        Some(place)
     }
 
     /// Strides as kernels take them; those that lead nowhere are 0.

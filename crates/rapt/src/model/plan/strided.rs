@@ -120,13 +120,13 @@ impl Builder<'_> {
             Reduce::Extremum { largest, dim, .. } => (extremum(*largest), one(*dim), x.meta.dtype),
             Reduce::Place { largest, dim: Some(dim), .. } => (extremum(*largest), one(*dim), x.meta.dtype),
             Reduce::Place { largest, dim: None, .. } => (extremum(*largest), self.dims(&x.meta, None), x.meta.dtype),
-            Reduce::Moments { .. } => return Ok(false),
+            Reduce::Moments { .. } | Reduce::Extremes { .. } => return Ok(false),
         };
         let Some(gone) = gone else { return Ok(false) };
         let (result, places) = match op {
             Reduce::Fold { .. } => (self.output(n, node, 0), None),
             Reduce::Extremum { .. } => (self.output(n, node, 0), self.output(n, node, 1)),
-            Reduce::Place { .. } | Reduce::Moments { .. } => (None, self.output(n, node, 0)),
+            _ => (None, self.output(n, node, 0)),
         };
         self.close_for(&node.inputs)?;
         self.fold_to(n, function, (&x, operand), &gone, [result, places])

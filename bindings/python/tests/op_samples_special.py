@@ -1,0 +1,139 @@
+"""Operators of special functions, of parts of tensors, of bits, and of two dtypes: whence their samples come, and how they are judged, as in `op_samples_more`."""
+
+import torch
+from op_samples_written import EVERY, FLOATS, INTS, make, only
+
+A = "aten."
+
+
+def _of(comparison, names, prefix=""):
+    return {A + f"{prefix}{name}.default": (f"{'special.' if prefix else ''}{name}", comparison) for name in names.split()}
+
+
+def _floats(args, kwargs):
+    """Of integers torch computes these in float32 alone, of which few digits are right."""
+    return (args, kwargs) if args[0].dtype.is_floating_point else None
+
+
+def _by(what):
+    """Parts by a number (an integer) or by indices (a list)."""
+    return lambda args, kwargs: (args, kwargs) if isinstance(args[1], what) else None
+
+
+ROWS = {
+    **_of("ulp", "erfinv lgamma i0"),
+    **{A + f"{name}.default": (name, "ulp", _floats) for name in ("digamma", "sinc")},
+    **_of("ulp", "erfcx ndtr ndtri entr xlog1py i0e i1 i1e zeta", "special_"),
+    A + "special_log_ndtr.default": ("special.log_ndtr", "ulp", _floats),
+    A + "polygamma.default": (None, "ulp"),
+    A + "mvlgamma.default": ("mvlgamma.mvlgamma_p_3", "ulp", _floats),
+    A + "round.decimals": (None, "bits"),
+    A + "ldexp.Tensor": ("ldexp", "ulp"),
+    **_of("bits", "nextafter gcd lcm isclose signbit heaviside aminmax"),
+    # Parts and views.
+    A + "tensor_split.sections": ("tensor_split", "bits", _by(int)),
+    A + "tensor_split.indices": ("tensor_split", "bits", _by((list, tuple))),
+    **{A + f"{name}.int": (name, "bits", _by(int)) for name in ("hsplit", "vsplit", "dsplit")},
+    **{A + f"{name}.array": (name, "bits", _by((list, tuple))) for name in ("hsplit", "vsplit", "dsplit")},
+    **{A + f"atleast_{n}d.default": (None, "bits") for n in (1, 2, 3)},
+    A + "linalg_diagonal.default": ("linalg.diagonal", "bits"),
+    A + "transpose_.default": ("transpose", "bits"),
+    A + "t_.default": ("t", "bits"),
+    A + "unsqueeze_.default": ("unsqueeze", "bits"),
+    A + "squeeze_.dim": ("squeeze", "bits", lambda args, kwargs: (args, kwargs) if len(args) > 1 and isinstance(args[1], int) else None),
+    A + "as_strided_scatter.default": (None, "bits"),
+    A + "view.dtype": (None, "bits"),
+    # Two dtypes.
+    **{A + f"{name}_.Tensor": (None, "bits") for name in ("sub", "mul", "bitwise_and", "remainder", "eq", "copysign")},
+    A + "maximum.default": (None, "bits"),
+    A + "atan2_.default": (None, "ulp"),
+    A + "addcmul_.default": (None, "ulp"),
+    A + "xlogy_.Tensor": (None, "ulp"),
+    A + "clamp.Tensor": (None, "bits"),
+    A + "clamp_.Tensor": (None, "bits"),
+}
+
+
+@only(FLOATS)
+def _polygammas(dtype):
+    for n in (0, 1, 2, 4):
+        yield (n, make(dtype, 3, 5).abs() + 1), {}
+    yield (1, torch.tensor([-0.5, -1.25, 0.0, 0.1, 30.0, 1e4, float("inf"), float("nan")], dtype=dtype)), {}
+    yield (2, torch.tensor([-0.5, -1.25, 0.1, 30.0], dtype=dtype)), {}
+
+
+@only((*FLOATS, *INTS))
+def _rounded(dtype):
+    x = make(dtype, 40)
+    for digits in (0, 1, 3, -1, -3):
+        yield (x * 1000 if dtype.is_floating_point and digits < 0 else x,), {"decimals": digits}
+
+
+def _few(dtype):
+    for shape in ((), (3,), (2, 3), (2, 3, 4), (1, 2, 3, 2)):
+        yield (make(dtype, *shape),), {}
+
+
+def _strided(dtype):
+    x = make(dtype, 4, 6)
+    yield (x, make(dtype, 2, 3, seed=1), (2, 3), (6, 2), 1), {}
+    yield (x, make(dtype, 3, seed=1), (3,), (7,)), {}
+
+
+def _bits(dtype):
+    for to in EVERY:
+        if to == torch.bool and dtype != torch.bool:
+            continue
+        for x in (make(dtype, 3, 8), make(dtype, 2, 3, 8).transpose(0, 1)):
+            yield (x, to), {}
+        yield (make(dtype), to), {}
+
+
+def _mixed(*more, others=EVERY):
+    """Each dtype with each other, of equal ranks and of others; what torch refuses is no sample."""
+
+    def written(dtype):
+        for other in others:
+            x, y = make(dtype, 3, 4), make(other, 3, 4, seed=1)
+            rest = [make(other, 4, seed=2 + n) for n in range(len(more))]
+            yield (x, y, *rest), {}
+            yield (x, y[:1], *rest), {}
+            yield (x, make(other, seed=3), *rest), {}
+
+    return written
+
+
+def _large(dtype):
+    """Where the dtype in which it is computed shows."""
+    yield from _mixed()(dtype)
+    if dtype in (torch.float32, torch.int32):
+        wide = torch.float64 if dtype.is_floating_point else torch.int64
+        values = [1 + 2.0**-52, 2.0**40 + 1, 3.5] if dtype.is_floating_point else [2**40 + 3, 2**32 - 1, 5]
+        yield (torch.tensor([1, 3, 7]).to(dtype), torch.tensor(values, dtype=wide)), {}
+
+
+@only((*FLOATS, *INTS))
+def _clamped(dtype):
+    x = make(dtype, 3, 4)
+    for other in (*FLOATS, *INTS):
+        low, high = make(other, 3, 4, seed=1), make(other, 4, seed=2)
+        yield (x, low, None), {}
+        yield (x, None, high), {}
+        yield (x, low, high), {}
+        yield (x, make(torch.float64, 3, 1, seed=4), make(other, 4, seed=5)), {}
+
+
+OWN = {
+    A + "polygamma.default": _polygammas,
+    A + "round.decimals": _rounded,
+    **{A + f"atleast_{n}d.default": _few for n in (1, 2, 3)},
+    A + "as_strided_scatter.default": _strided,
+    A + "view.dtype": _bits,
+    **{A + f"{name}_.Tensor": _large for name in ("sub", "mul", "bitwise_and", "remainder", "eq", "copysign")},
+    A + "maximum.default": _large,
+    A + "atan2_.default": _mixed(),
+    A + "xlogy_.Tensor": _mixed(),
+    A + "addcmul_.default": _mixed(1),
+    A + "clamp.Tensor": _clamped,
+    A + "clamp_.Tensor": _clamped,
+}
