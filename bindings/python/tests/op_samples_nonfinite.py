@@ -135,11 +135,27 @@ def of_numbers(first):
     @only(FLOATS)
     def written(dtype):
         ints = [torch.tensor([0, 3, 5, 5, 7], dtype=dtype) for dtype in (torch.int32, torch.uint8)]
-        among = [*_sorted(dtype), torch.tensor([0, 3, 5, 5, 2**24 + 1]), *ints]
+        # Numbers that no dtype but float64 holds are rounded to the sequence's.
+        tenths = torch.tensor([0.1, 0.2, 0.3, 0.7], dtype=torch.float64).to(dtype)
+        among = [*_sorted(dtype), tenths, torch.tensor([0, 3, 5, 5, 2**24 + 1]), *ints]
         for numbers in among:
-            for number in (NAN, INF, -INF, 0.0, 0.5, 2.5, 5, -1, 4.9, 6.9, 16777216.0):
+            for number in (NAN, INF, -INF, 0.0, 0.5, 2.5, 5, -1, 4.9, 6.9, 0.1, 0.2, 0.3, 0.7, 16777216.0):
                 for right in (False, True):
                     yield ((number, numbers) if first else (numbers, number)), {"right": right}
+
+    return written
+
+
+def members(first):
+    """A number of Python among tensors' numbers, of floats and of integers."""
+
+    @only(FLOATS)
+    def written(dtype):
+        tenths = torch.tensor([0.1, 0.2, 0.3, -0.0, NAN, INF], dtype=torch.float64).to(dtype)
+        for tensor in (tenths, torch.tensor([0, 1, 2, 2**24 + 1, 2**53 + 1]), torch.tensor([0, 1, 2], dtype=torch.uint8)):
+            for number in (0.1, 0.2, 0.3, 0.0, NAN, INF, 2.0, 2.5, 1, 2.0**24, 2.0**53, 2**53 + 1):
+                for invert in (False, True):
+                    yield ((number, tensor) if first else (tensor, number)), {"invert": invert}
 
     return written
 

@@ -4,7 +4,7 @@ Few samples are taken in an ordinary run: the first ones have padding, steps, od
 """
 
 import torch
-from op_samples_nonfinite import of_numbers
+from op_samples_nonfinite import members, of_numbers
 from op_samples_written import FLOATS, make, only
 
 A = "aten."
@@ -52,6 +52,8 @@ ROWS = {
     # Searches of numbers.
     A + "bucketize.Scalar": (None, "bits"),
     A + "searchsorted.Scalar": (None, "bits"),
+    A + "isin.Tensor_Scalar": (None, "bits"),
+    A + "isin.Scalar_Tensor": (None, "bits"),
     # Bags, and products of three.
     A + "embedding_bag.default": (None, "ulp"),
     A + "embedding_bag.padding_idx": (None, "ulp"),
@@ -341,6 +343,8 @@ OWN = {
     A + "linalg_matrix_norm.str_ord": _matrices,
     A + "bucketize.Scalar": of_numbers(True),
     A + "searchsorted.Scalar": of_numbers(False),
+    A + "isin.Tensor_Scalar": members(False),
+    A + "isin.Scalar_Tensor": members(True),
     A + "nuclear_norm.default": _sums_of_values,
     A + "nuclear_norm.dim": _sums_of_values_along,
     A + "_linalg_svd.default": _values_alone,

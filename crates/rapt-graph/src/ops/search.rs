@@ -204,20 +204,12 @@ impl Search {
             Search::Sorted { sorted, sorter, values, right, .. } => {
                 let sorted = eval.tensor(*sorted)?;
                 let row = sorted.meta.shape.last().map_or(0, |&n| count(n));
+                let (x, dtype) = beside(eval, sorted, *values)?;
                 let x = match sorter {
-                    Some(sorter) => in_order(&cells(sorted), &eval.tensor(*sorter)?.ints(), row)?,
-                    None => cells(sorted),
+                    Some(sorter) => in_order(&x, &eval.tensor(*sorter)?.ints(), row)?,
+                    None => x,
                 };
-                // Among integers a float of Python makes floats of them first, as ATen promotes it.
-                let x = match (x, *values) {
-                    (Cells::Int(x), Operand::Number(number))
-                        if matches!(eval.number(number)?, crate::Number::Float(_)) =>
-                    {
-                        Cells::Float(x.into_iter().map(|n| int_to_float(DEFAULT_FLOAT, n)).collect())
-                    }
-                    (x, _) => x,
-                };
-                let values = match numbers(eval, *values, &x)? {
+                let values = match numbers(eval, *values, dtype)? {
                     Cells::Float(values) if !is_float(sorted.meta.dtype) => {
                         Cells::Float(values.into_iter().map(|x| round(DEFAULT_FLOAT, x)).collect())
                     }
@@ -238,16 +230,16 @@ impl Search {
                 outs[0].write_ints((0..len(&values)).map(place).collect::<Vec<_>>());
             }
             Search::IsIn { elements, among, invert } => {
-                let (x, y) = match (elements, among) {
-                    (Operand::Number(_), among) => {
-                        let y = numbers(eval, *among, &Cells::Int(Vec::new()))?;
-                        (numbers(eval, *elements, &y)?, y)
+                let (x, y) = match (*elements, *among) {
+                    (elements @ Operand::Number(_), Operand::Tensor(id)) => {
+                        let (y, dtype) = beside(eval, eval.tensor(id)?, elements)?;
+                        (numbers(eval, elements, dtype)?, y)
                     }
-                    (elements, among) => {
-                        let x = numbers(eval, *elements, &Cells::Int(Vec::new()))?;
-                        let y = numbers(eval, *among, &x)?;
-                        (x, y)
+                    (Operand::Tensor(id), among) => {
+                        let (x, dtype) = beside(eval, eval.tensor(id)?, among)?;
+                        (x, numbers(eval, among, dtype)?)
                     }
+                    _ => return Err(OpError::Refused("two numbers")),
                 };
                 let found: Vec<i64> = match (x, y) {
                     (Cells::Float(x), Cells::Float(y)) => {
@@ -317,15 +309,32 @@ fn len(cells: &Cells) -> usize {
     }
 }
 
-/// An operand's numbers; a number of Python is of the other operand's kind.
-fn numbers(eval: &dyn Eval, operand: Operand, other: &Cells) -> Result<Cells, OpError> {
+/// A tensor's numbers, and the dtype in which they are compared with an operand: integers beside a float of Python become floats
+/// first, as ATen promotes them.
+fn beside(eval: &dyn Eval, tensor: &Tensor, other: Operand) -> Result<(Cells, DType), OpError> {
+    let is_float = match other {
+        Operand::Tensor(_) => false,
+        Operand::Number(number) => matches!(eval.number(number)?, crate::Number::Float(_)),
+    };
+    Ok(match cells(tensor) {
+        Cells::Int(x) if is_float => {
+            (Cells::Float(x.into_iter().map(|n| int_to_float(DEFAULT_FLOAT, n)).collect()), DEFAULT_FLOAT)
+        }
+        x => (x, tensor.meta.dtype),
+    })
+}
+
+/// An operand's numbers; a number of Python takes the dtype of what it is compared with.
+fn numbers(eval: &dyn Eval, operand: Operand, dtype: DType) -> Result<Cells, OpError> {
     match operand {
         Operand::Tensor(id) => Ok(cells(eval.tensor(id)?)),
-        Operand::Number(number) => match (eval.number(number)?, other) {
-            (_, Cells::Float(_)) => Ok(Cells::Float(vec![super::shape::scalar_float(eval, number)?])),
-            (crate::Number::Int(n), _) => Ok(Cells::Int(vec![n])),
-            (crate::Number::Bool(b), _) => Ok(Cells::Int(vec![i64::from(b)])),
-            (crate::Number::Float(_), _) => Err(OpError::Refused("a float among integers")),
+        Operand::Number(number) => match eval.number(number)? {
+            _ if is_float(dtype) => Ok(Cells::Float(vec![round(dtype, super::shape::scalar_float(eval, number)?)])),
+            // It wraps around in what is narrower, but not among truth values, beside which it stays an integer.
+            crate::Number::Int(n) if dtype == DType::Bool => Ok(Cells::Int(vec![n])),
+            crate::Number::Int(n) => Ok(Cells::Int(vec![wrap(dtype, n)])),
+            crate::Number::Bool(b) => Ok(Cells::Int(vec![i64::from(b)])),
+            crate::Number::Float(_) => Err(OpError::Refused("a float among integers")),
         },
     }
 }
