@@ -43,6 +43,29 @@ ROWS = {
     A + "squeeze_.dim": ("squeeze", "bits", lambda args, kwargs: (args, kwargs) if len(args) > 1 and isinstance(args[1], int) else None),
     A + "as_strided_scatter.default": (None, "bits"),
     A + "view.dtype": (None, "bits"),
+    # By index, and in order.
+    A + "take.default": ("take", "bits"),
+    A + "put.default": ("put", "ulp", lambda args, kwargs: (args, kwargs) if args[1].unique().numel() == args[1].numel() or kwargs.get("accumulate") or args[3:] else None),
+    A + "index_reduce.default": (None, "ulp"),
+    A + "quantile.default": ("quantile", "ulp"),
+    A + "quantile.scalar": ("quantile", "ulp"),
+    A + "nanquantile.default": (None, "ulp"),
+    # Products, distances and diagonals.
+    **_of("ulp", "inner addr dist"),
+    A + "tensordot.default": (None, "ulp"),
+    A + "linalg_vecdot.default": ("linalg.vecdot", "ulp"),
+    A + "linalg_multi_dot.default": ("linalg.multi_dot", "ulp"),
+    A + "linalg_matrix_power.default": (None, "ulp"),
+    A + "pdist.default": (None, "ulp"),
+    A + "diagflat.default": ("diagflat", "bits"),
+    # Losses with a margin.
+    **{A + f"{name}.default": (None, "ulp") for name in ("margin_ranking_loss", "hinge_embedding_loss", "cosine_embedding_loss", "triplet_margin_loss")},
+    # What has no way of its own to write into a tensor.
+    A + "cumsum_.default": ("cumsum", "ulp"),
+    A + "tril_.default": ("tril", "bits"),
+    A + "erfinv_.default": ("erfinv", "ulp"),
+    A + "add.out": (None, "bits"),
+    A + "matmul.out": (None, "ulp"),
     # Two dtypes.
     **{A + f"{name}_.Tensor": (None, "bits") for name in ("sub", "mul", "bitwise_and", "remainder", "eq", "copysign")},
     A + "maximum.default": (None, "bits"),
@@ -123,7 +146,99 @@ def _clamped(dtype):
         yield (x, make(torch.float64, 3, 1, seed=4), make(other, 4, seed=5)), {}
 
 
+def _slices_joined(dtype):
+    if dtype == torch.bool:
+        return
+    for how in ("prod", "mean", "amax", "amin"):
+        for own in (True, False):
+            yield (make(dtype, 3, 4), 0, torch.tensor([2, 0, 2]), make(dtype, 3, 4, seed=1), how), {"include_self": own}
+            yield (make(dtype, 2, 3, 2), 1, torch.tensor([1, 1]), make(dtype, 2, 2, 2, seed=1), how), {"include_self": own}
+
+
+@only((torch.float64, torch.float32))
+def _quantiles(dtype):
+    x = make(dtype, 4, 5, 3)
+    x[1, 2, 0], x[:, 1, 1] = float("nan"), float("nan")
+    q = torch.tensor([0.0, 0.3, 0.5, 1.0], dtype=dtype)
+    for how in ("linear", "lower", "higher", "midpoint", "nearest"):
+        yield (x, q, 1), {"interpolation": how}
+        yield (x, q[1], -1, True), {"interpolation": how}
+        yield (x, q), {"interpolation": how}
+
+
+@only(FLOATS)
+def _powers(dtype):
+    for n in (0, 1, 2, 5):
+        yield (make(dtype, 2, 3, 3) / 2, n), {}
+
+
+@only((torch.float64, torch.float32))
+def _among(dtype):
+    for p in (2.0, 0.0, 1.0, 3.0, float("inf")):
+        yield (make(dtype, 5, 3), p), {}
+    yield (make(dtype, 1, 3),), {}
+
+
+@only(FLOATS)
+def _ranked(dtype):
+    sign = make(dtype, 3, 4, seed=5).sign()
+    for reduction in (0, 1, 2):
+        yield (make(dtype, 3, 4), make(dtype, 3, 4, seed=1), sign, 0.5, reduction), {}
+        yield (make(dtype, 3, 1), make(dtype, 4, seed=1), sign, 0.0, reduction), {}
+
+
+@only(FLOATS)
+def _hinges(dtype):
+    sign = make(dtype, 3, 4, seed=5).sign()
+    for reduction in (0, 1, 2):
+        yield (make(dtype, 3, 4), sign, 1.5, reduction), {}
+
+
+@only(FLOATS)
+def _angles(dtype):
+    for reduction in (0, 1, 2):
+        yield (make(dtype, 3, 4), make(dtype, 3, 4, seed=1), torch.tensor([1, -1, 1]).to(dtype), 0.1, reduction), {}
+    yield (make(dtype, 4), make(dtype, 4, seed=1), torch.tensor(-1).to(dtype), -0.5, 0), {}
+
+
+@only(FLOATS)
+def _triplets(dtype):
+    x = [make(dtype, 3, 4, seed=n) for n in range(3)]
+    for reduction in (0, 1, 2):
+        yield (*x, 1.0, 2.0, 1e-6, False, reduction), {}
+        yield (*x, 0.3, 1.0, 1e-6, True, reduction), {}
+
+
+def _into(dtype):
+    x, y = make(dtype, 3, 4), make(dtype, 4, seed=1)
+    yield (x, y), {"out": torch.zeros(3, 4, dtype=dtype)}
+    yield (x, y), {"out": torch.zeros(4, 3, dtype=dtype).t()}
+
+
+@only((*FLOATS, *INTS))
+def _contracted(dtype):
+    yield (make(dtype, 2, 3, 4), make(dtype, 4, 3, 5, seed=1), [1, 2], [1, 0]), {}
+    yield (make(dtype, 2, 3), make(dtype, 3, 4, seed=1), [1], [0]), {}
+    yield (make(dtype, 2, 3), make(dtype, 4, seed=1), [], []), {}
+
+
+@only(FLOATS)
+def _product_into(dtype):
+    yield (make(dtype, 3, 4), make(dtype, 4, 2, seed=1)), {"out": torch.zeros(3, 2, dtype=dtype)}
+
+
 OWN = {
+    A + "index_reduce.default": _slices_joined,
+    A + "nanquantile.default": _quantiles,
+    A + "linalg_matrix_power.default": _powers,
+    A + "pdist.default": _among,
+    A + "margin_ranking_loss.default": _ranked,
+    A + "hinge_embedding_loss.default": _hinges,
+    A + "cosine_embedding_loss.default": _angles,
+    A + "triplet_margin_loss.default": _triplets,
+    A + "add.out": _into,
+    A + "tensordot.default": _contracted,
+    A + "matmul.out": _product_into,
     A + "polygamma.default": _polygammas,
     A + "round.decimals": _rounded,
     **{A + f"atleast_{n}d.default": _few for n in (1, 2, 3)},

@@ -182,12 +182,7 @@ impl<'a> Builder<'a> {
             inputs.push(cast);
             cast
         };
-        match op {
-            Op::Pointwise(op) => op.promote(&form, &mut cast),
-            Op::Search(op) => op.promote(&form, &mut cast),
-            Op::Special(op) => op.promote(&form, &mut cast),
-            _ => {}
-        }
+        op.promote(&form, &mut cast);
     }
 
     fn results(&mut self, node: &'a rapt_pt2::Node) -> Result<Vec<Option<ValueId>>, Error> {

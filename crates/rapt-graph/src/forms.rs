@@ -41,7 +41,9 @@ pub(crate) fn other(node: &Node, shapes: &dyn Shapes, out: &Out, stated: &Meta) 
                 target: Target::Fresh,
                 ..
             })
-            | Op::Special(_),
+            | Op::Special(_)
+            | Op::Quantile(_)
+            | Op::Margin(_),
             Out::Fresh(form),
         ) if stated.offset == 0 && strides::is_dense(stated) => {
             same(Meta { strides: stated.strides.clone(), ..form.clone() })

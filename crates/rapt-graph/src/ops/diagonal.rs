@@ -1,4 +1,4 @@
-//! Diagonals: `diag_embed`, `diag`, `tril_indices`, `triu_indices`.
+//! Diagonals: `diag_embed`, `diag`, `diagflat`, `tril_indices`, `triu_indices`.
 
 use rapt_core::DType;
 
@@ -24,6 +24,13 @@ pub enum Diagonal {
         /// How far above the main diagonal.
         offset: i64,
     },
+    /// `diagflat`: all numbers as the diagonal of a matrix.
+    Flat {
+        /// The tensor.
+        input: ValueId,
+        /// How far above the main diagonal.
+        offset: i64,
+    },
     /// `tril_indices`, `triu_indices`: rows and columns of a triangle.
     Indices {
         /// The rows and columns of the matrix.
@@ -42,6 +49,9 @@ impl Diagonal {
         Some(match target.strip_prefix("torch.ops.aten.")? {
             "diag_embed.default" => embed(args),
             "diag.default" => diag(args),
+            "diagflat.default" => args
+                .known_int_or("offset", 0)
+                .and_then(|offset| Ok(Diagonal::Flat { input: args.tensor("self")?, offset })),
             "tril_indices.default" => indices(args, false),
             "triu_indices.default" => indices(args, true),
             _ => return None,
@@ -63,6 +73,12 @@ impl Diagonal {
                     [rows, columns] => Ok(vec![fresh(meta.dtype, &[on_diagonal(rows, columns, *offset)])?]),
                     _ => misfit(format!("diag of a tensor of shape {:?}", meta.shape)),
                 }
+            }
+            Diagonal::Flat { input, offset } => {
+                let meta = shapes.meta(*input)?;
+                need_plain("a diagonal", meta.dtype)?;
+                let flat = Meta::contiguous(meta.dtype, &[meta.numel()]);
+                Ok(vec![fresh(meta.dtype, &embedded(&flat, *offset, [0, 1])?.0)?])
             }
             Diagonal::Indices { size, offset, upper, dtype } => {
                 let [rows, columns] = [shapes.int(size[0])?, shapes.int(size[1])?];
@@ -95,6 +111,11 @@ impl Diagonal {
                 let at = (0..count(out.meta.numel())).map(|n| (row + n) * columns + column + n);
                 out.write(eval.precision(), super::shape::pick(&cells(input), at));
                 Ok(())
+            }
+            Diagonal::Flat { input, offset } => {
+                let input = eval.tensor(*input)?;
+                let flat = Tensor::new(Meta::contiguous(input.meta.dtype, &[input.meta.numel()]), cells(input));
+                put(&flat, *offset, [0, 1], eval, out)
             }
             Diagonal::Indices { size, offset, upper, .. } => {
                 let [rows, columns] = [eval.int(size[0])?, eval.int(size[1])?];

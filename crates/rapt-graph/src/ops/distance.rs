@@ -1,4 +1,5 @@
-//! Distances between vectors: `cdist` of every pair, `pairwise_distance` of those at one place.
+//! Distances between vectors: `cdist` of every pair, `pdist` of every pair of one matrix, `pairwise_distance` of those at one place,
+//! `dist` of tensors as wholes.
 //!
 //! `(Σ |a_i − b_i|^p)^(1/p)`, in f64 and rounded once; at p = 0 the number of differences, at p = ∞ the greatest.
 //!
@@ -25,6 +26,18 @@ pub struct Distance {
     pairs: Option<Pairs>,
     /// Whether squares are expanded at p = 2; `None` is where there are many vectors.
     expands: Option<bool>,
+    /// Which distances there are.
+    which: Which,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Which {
+    /// Of each vector from each other one, or of those at one place.
+    All,
+    /// `pdist`: of the rows of one matrix, each pair once.
+    Among,
+    /// `dist`: of the tensors as wholes.
+    Whole,
 }
 
 /// The most vectors whose squares PyTorch does not expand by itself.
@@ -44,6 +57,8 @@ impl Distance {
         Some(match target.strip_prefix("torch.ops.aten.")? {
             "cdist.default" | "_cdist_forward.default" => cdist(args),
             "pairwise_distance.default" => pairwise(args),
+            "pdist.default" | "_pdist_forward.default" => among(args),
+            "dist.default" => whole(args),
             _ => return None,
         })
     }
@@ -68,7 +83,16 @@ impl Distance {
         let (a, b) = (eval.tensor(self.a)?, eval.tensor(self.b)?);
         let (x, y) = (a.floats(), b.floats());
         let size = count(a.meta.shape.last().copied().unwrap_or(0));
-        let distances: Vec<f64> = if let Some(Pairs { eps, .. }) = self.pairs {
+        let distances: Vec<f64> = if self.which == Which::Whole {
+            let shape = strides::broadcast([&a.meta.shape[..], &b.meta.shape[..]])?;
+            let (of_a, of_b) = (expand_places(&a.meta.shape, &shape)?, expand_places(&b.meta.shape, &shape)?);
+            vec![vector_norm(of_a.iter().zip(&of_b).map(|(&p, &q)| x[p] - y[q]), self.p)]
+        } else if self.which == Which::Among {
+            let rows = count(a.meta.shape[0]);
+            let row = |n: usize| &x[n * size..][..size];
+            let pair = |i: usize, j: usize| vector_norm(row(i).iter().zip(row(j)).map(|(a, b)| a - b), self.p);
+            (0..rows).flat_map(|i| (i + 1..rows).map(move |j| (i, j))).map(|(i, j)| pair(i, j)).collect()
+        } else if let Some(Pairs { eps, .. }) = self.pairs {
             let shape = strides::broadcast([&a.meta.shape[..], &b.meta.shape[..]])?;
             let size = count(shape.last().copied().unwrap_or(0));
             let (of_a, of_b) = (expand_places(&a.meta.shape, &shape)?, expand_places(&b.meta.shape, &shape)?);
@@ -103,6 +127,12 @@ impl Distance {
     }
 
     fn shape(&self, a: &Meta, b: &Meta) -> Result<Vec<i64>, OpError> {
+        match (self.which, &a.shape[..]) {
+            (Which::All, _) => {}
+            (Which::Among, &[rows, _]) => return Ok(vec![rows * (rows - 1).max(0) / 2]),
+            (Which::Among, shape) => return misfit(format!("pdist of a tensor of shape {shape:?}")),
+            (Which::Whole, _) => return strides::broadcast([&a.shape[..], &b.shape]).map(|_| Vec::new()),
+        }
         if let Some(pairs) = self.pairs {
             let mut shape = strides::broadcast([&a.shape[..], &b.shape[..]])?;
             if shape.is_empty() {
@@ -145,6 +175,23 @@ fn row(meta: &Meta) -> Vec<i64> {
     shape
 }
 
+fn among(args: &Args<'_>) -> Result<Distance, OpError> {
+    let p = args.opt_float("p")?.unwrap_or(2.0);
+    let a = args.tensor("self")?;
+    Ok(Distance { a, b: a, p, pairs: None, expands: None, which: Which::Among })
+}
+
+fn whole(args: &Args<'_>) -> Result<Distance, OpError> {
+    let p = match args.opt_scalar("p")? {
+        None => 2.0,
+        Some(crate::Scalar::Float(p)) => p,
+        Some(crate::Scalar::Int(crate::Int::Known(p))) => p as f64,
+        Some(_) => return refuse("p", "symbolic", "a number is needed here"),
+    };
+    let (a, b) = (args.tensor("self")?, args.tensor("other")?);
+    Ok(Distance { a, b, p, pairs: None, expands: None, which: Which::Whole })
+}
+
 fn cdist(args: &Args<'_>) -> Result<Distance, OpError> {
     let expands = match args.opt_int("compute_mode")?.map(|_| args.known_int("compute_mode")).transpose()? {
         None | Some(0) => None,
@@ -156,11 +203,18 @@ fn cdist(args: &Args<'_>) -> Result<Distance, OpError> {
     if p < 0.0 {
         return refuse("p", p.to_string(), "it must not be negative");
     }
-    Ok(Distance { a: args.tensor("x1")?, b: args.tensor("x2")?, p, pairs: None, expands })
+    Ok(Distance { a: args.tensor("x1")?, b: args.tensor("x2")?, p, pairs: None, expands, which: Which::All })
 }
 
 fn pairwise(args: &Args<'_>) -> Result<Distance, OpError> {
     let pairs = Pairs { eps: args.opt_float("eps")?.unwrap_or(1e-6), keepdim: args.bool_or("keepdim", false)? };
     let p = args.opt_float("p")?.unwrap_or(2.0);
-    Ok(Distance { a: args.tensor("x1")?, b: args.tensor("x2")?, p, pairs: Some(pairs), expands: None })
+    Ok(Distance {
+        a: args.tensor("x1")?,
+        b: args.tensor("x2")?,
+        p,
+        pairs: Some(pairs),
+        expands: None,
+        which: Which::All,
+    })
 }

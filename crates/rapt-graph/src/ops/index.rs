@@ -45,6 +45,13 @@ pub enum Index {
         /// The places in that dimension.
         index: ValueId,
     },
+    /// `take`: elements by their number in the flattened tensor, negative ones from the end.
+    Take {
+        /// The tensor.
+        input: ValueId,
+        /// The numbers, of any shape.
+        index: ValueId,
+    },
     /// `index_select`: some slices of a dimension.
     Select {
         /// The tensor.
@@ -64,6 +71,7 @@ impl Index {
             "gather.default" => gather(args),
             "take_along_dim.default" => take_along(args),
             "index_select.default" => select(args),
+            "take.default" => take(args),
             _ => return None,
         })
     }
@@ -106,6 +114,12 @@ impl Index {
                 need_plain("take_along_dim", meta.dtype)?;
                 need_index(index)?;
                 Ok(vec![fresh(meta.dtype, &along(meta, index, *dim)?.1)?])
+            }
+            Index::Take { input, index } => {
+                let (meta, index) = (shapes.meta(*input)?, shapes.meta(*index)?);
+                need_plain("take", meta.dtype)?;
+                need_long(index)?;
+                Ok(vec![fresh(meta.dtype, &index.shape)?])
             }
             Index::Select { input, dim, index } => {
                 let (meta, index) = (shapes.meta(*input)?, shapes.meta(*index)?);
@@ -150,6 +164,10 @@ impl Index {
             Index::Embedding { weight, indices } => {
                 let weight = eval.tensor(*weight)?;
                 (weight, slices(&weight.meta, 0, &eval.tensor(*indices)?.ints())?)
+            }
+            Index::Take { input, index } => {
+                let input = eval.tensor(*input)?;
+                (input, flat_places(&eval.tensor(*index)?.ints(), input.meta.numel())?)
             }
             Index::Select { input, dim, index } => {
                 let input = eval.tensor(*input)?;
@@ -340,6 +358,24 @@ pub(super) fn slices(meta: &Meta, dim: usize, index: &[i64]) -> Result<Vec<usize
         index.iter().flat_map(row).collect::<Vec<_>>()
     };
     Ok((0..lanes.outer).flat_map(of).collect())
+}
+
+/// That a tensor holds indices in int64.
+pub(super) fn need_long(index: &Meta) -> Result<(), OpError> {
+    if index.dtype == DType::I64 { Ok(()) } else { Err(OpError::Dtype { what: "an index", dtype: index.dtype }) }
+}
+
+/// The places of elements by their number in the flattened tensor.
+pub(super) fn flat_places(index: &[i64], numel: i64) -> Result<Vec<usize>, OpError> {
+    let one = |&i: &i64| {
+        let from_start = if i < 0 { i.saturating_add(numel) } else { i };
+        in_range(from_start, 0, numel).map_err(|_| out_of_range(i, 0, numel))
+    };
+    index.iter().map(one).collect()
+}
+
+fn take(args: &Args<'_>) -> Result<Index, OpError> {
+    Ok(Index::Take { input: args.tensor("self")?, index: args.tensor("index")? })
 }
 
 fn embedding(args: &Args<'_>) -> Result<Index, OpError> {

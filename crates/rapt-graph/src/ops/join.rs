@@ -1,11 +1,11 @@
-//! Writing by index where elements meet: `index_add`, `index_fill`, `scatter_reduce`, `masked_scatter`.
+//! Writing by index where elements meet: `index_add`, `index_fill`, `index_reduce`, `scatter_reduce`, `masked_scatter`, `put`.
 //!
 //! Sums, products and means are computed in f64 or in int64 with wrap-around, and rounded once; a mean of integers is rounded
 //! down. A NaN is the greatest and the least number.
 
 use rapt_core::DType;
 
-use super::index::{gathered, need_gather_index, slices};
+use super::index::{flat_places, gathered, need_gather_index, need_long, slices};
 use super::shape::{Lanes, cells, fresh, like, misfit, need_same, pick, places, refuse, row_major, scalar_cell};
 use super::{Operand, fill};
 use crate::{Args, Cells, Eval, Int, Meta, OpError, Out, Scalar, Shapes, ValueId};
@@ -46,6 +46,28 @@ pub enum Joining {
         /// Whether the tensor's own element takes part.
         include_self: bool,
     },
+    /// `index_reduce`: whole slices of a dimension are joined with what is there.
+    Slices {
+        /// The dimension.
+        dim: i64,
+        /// The slices' numbers.
+        index: ValueId,
+        /// The slices.
+        source: ValueId,
+        /// How they are joined.
+        how: Join,
+        /// Whether the tensor's own elements take part.
+        include_self: bool,
+    },
+    /// `put`: elements by their number in the flattened tensor, written or added.
+    Flat {
+        /// The numbers.
+        index: ValueId,
+        /// As many elements.
+        source: ValueId,
+        /// Whether they are added.
+        accumulate: bool,
+    },
     /// `masked_scatter`: the source's elements one after another where the mask is true. Tensor and mask broadcast.
     Masked {
         /// Booleans.
@@ -74,6 +96,8 @@ impl Joining {
             ("index_add", "default") => added(args),
             ("index_fill", "int_Scalar" | "int_Tensor") => filled(args),
             ("masked_scatter", "default") => masked(args),
+            ("index_reduce", "default") => slices_joined(args),
+            ("put", "default") => flat(args),
             _ => return None,
         })
     }
@@ -122,6 +146,22 @@ fn infer(write: &Joining, shapes: &dyn Shapes, meta: &Meta) -> Result<Out, OpErr
                 need_covering(source, index)?;
             }
             fresh(meta.dtype, &meta.shape)
+        }
+        Joining::Slices { dim, index, source, .. } => {
+            let (index, source) = (shapes.meta(*index)?, shapes.meta(*source)?);
+            need_same(meta.dtype, source.dtype)?;
+            need_indices(index)?;
+            need_slices(meta, meta.dim(*dim)?, index, source)?;
+            fresh(meta.dtype, &meta.shape)
+        }
+        Joining::Flat { index, source, .. } => {
+            let (index, source) = (shapes.meta(*index)?, shapes.meta(*source)?);
+            need_same(meta.dtype, source.dtype)?;
+            need_long(index)?;
+            if index.numel() != source.numel() {
+                return misfit(format!("{} elements for {} places", source.numel(), index.numel()));
+            }
+            Ok(Out::Fresh(like(meta, meta.dtype)))
         }
         Joining::Masked { mask, source } => {
             let (mask, source) = (shapes.meta(*mask)?, shapes.meta(*source)?);
@@ -185,6 +225,19 @@ fn write(write: &Joining, eval: &dyn Eval, meta: &Meta, x: &mut Cells) -> Result
                 }
             };
             join(x, &at, &values, *how, *include_self);
+        }
+        Joining::Slices { dim, index, source, how, include_self } => {
+            let at = slices(meta, meta.dim(*dim)?, &eval.tensor(*index)?.ints())?;
+            join(x, &at, &cells(eval.tensor(*source)?), *how, *include_self);
+        }
+        Joining::Flat { index, source, accumulate } => {
+            let at = flat_places(&eval.tensor(*index)?.ints(), meta.numel())?;
+            let values = cells(eval.tensor(*source)?);
+            if *accumulate {
+                join(x, &at, &values, Join::Sum, true);
+            } else {
+                put(x, at, &values);
+            }
         }
         Joining::Masked { mask, source } => {
             let mask = eval.tensor(*mask)?.broadcast(&meta.shape).ints();
@@ -270,6 +323,28 @@ fn reduced(args: &Args<'_>) -> Result<Joining, OpError> {
         how,
         include_self: args.bool_or("include_self", true)?,
     })
+}
+
+fn slices_joined(args: &Args<'_>) -> Result<Joining, OpError> {
+    let how = match args.opt_str("reduce")?.unwrap_or_default() {
+        "prod" => Join::Product,
+        "mean" => Join::Mean,
+        "amax" => Join::Max,
+        "amin" => Join::Min,
+        other => return refuse("reduce", other, "it is prod, mean, amax or amin"),
+    };
+    Ok(Joining::Slices {
+        dim: args.known_int("dim")?,
+        index: args.tensor("index")?,
+        source: args.tensor("source")?,
+        how,
+        include_self: args.bool_or("include_self", true)?,
+    })
+}
+
+fn flat(args: &Args<'_>) -> Result<Joining, OpError> {
+    let accumulate = args.bool_or("accumulate", false)?;
+    Ok(Joining::Flat { index: args.tensor("index")?, source: args.tensor("source")?, accumulate })
 }
 
 fn scattered(args: &Args<'_>) -> Result<Joining, OpError> {

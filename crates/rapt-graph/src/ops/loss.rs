@@ -50,10 +50,33 @@ enum Kind {
 
 /// What is made of the losses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Reduction {
+pub(super) enum Reduction {
     None,
     Mean,
     Sum,
+}
+
+impl Reduction {
+    /// The losses, or their mean or sum.
+    pub(super) fn of(self, losses: Vec<f64>) -> Vec<f64> {
+        let n = losses.len() as f64;
+        let sum = || losses.iter().fold(0.0, |sum, x| sum + x);
+        match self {
+            Reduction::None => losses,
+            Reduction::Mean => vec![sum() / n],
+            Reduction::Sum => vec![sum()],
+        }
+    }
+}
+
+/// What is made of the losses, by its number.
+pub(super) fn reduction(args: &Args<'_>) -> Result<Reduction, OpError> {
+    match args.known_int_or("reduction", 1)? {
+        0 => Ok(Reduction::None),
+        1 => Ok(Reduction::Mean),
+        2 => Ok(Reduction::Sum),
+        other => refuse("reduction", other.to_string(), "it is 0 (none), 1 (mean) or 2 (sum)"),
+    }
 }
 
 impl Loss {
@@ -78,12 +101,6 @@ impl Loss {
             }),
             _ => return None,
         };
-        let reduction = || match args.known_int_or("reduction", 1)? {
-            0 => Ok(Reduction::None),
-            1 => Ok(Reduction::Mean),
-            2 => Ok(Reduction::Sum),
-            other => refuse("reduction", other.to_string(), "it is 0 (none), 1 (mean) or 2 (sum)"),
-        };
         Some(kind.and_then(|kind| {
             let weighs = !matches!(
                 kind,
@@ -96,7 +113,7 @@ impl Loss {
             );
             let weight = if weighs { args.opt_tensor("weight")? } else { None };
             let (input, target) = (args.tensor("self")?, args.tensor("target")?);
-            Ok(Loss { input, target, weight, kind, reduction: reduction()? })
+            Ok(Loss { input, target, weight, kind, reduction: reduction(args)? })
         }))
     }
 

@@ -8,6 +8,7 @@ mod attention;
 mod bag;
 mod bits;
 mod choice;
+mod contract;
 mod conv;
 mod copy;
 mod create;
@@ -20,6 +21,7 @@ mod index;
 mod join;
 mod linear;
 mod loss;
+mod margin;
 mod matrix_norm;
 mod moe;
 mod norm;
@@ -27,6 +29,7 @@ mod pad;
 mod patches;
 mod pointwise;
 mod pool;
+mod quantile;
 mod rearrange;
 mod recurrent;
 mod reduce;
@@ -48,11 +51,13 @@ mod trilinear;
 mod view;
 mod volume;
 mod weight;
+mod written;
 
 pub use arrange::{Arrange, Side};
 pub use attention::Attention;
 pub use bag::Bag;
 pub use choice::Choice;
+pub use contract::Contract;
 pub use conv::{Conv, ConvSizes, Padding};
 pub use copy::Copy;
 pub use create::{Create, DtypeOf, Order, Sizes};
@@ -64,6 +69,7 @@ pub use index::Index;
 pub use join::{Join, Joining};
 pub use linear::Linear;
 pub use loss::Loss;
+pub use margin::Margin;
 pub use matrix_norm::MatrixNorm;
 pub use moe::GroupedMm;
 pub use norm::{EACH_CHANNEL, Norm, groups_of};
@@ -71,6 +77,7 @@ pub use pad::{Pad, PadMode, Run};
 pub use patches::Patches;
 pub use pointwise::{Binary, Emitter, Formula, Look, Operand, Pointwise, Unary};
 pub use pool::{Axis, Pool, Steps, Window};
+pub use quantile::Quantile;
 pub use rearrange::{Rearrange, Rearrangement};
 pub use recurrent::Recurrent;
 pub use reduce::{Fold, Reduce};
@@ -90,6 +97,9 @@ pub use trilinear::Trilinear;
 pub use view::{Form, View};
 pub use volume::Volume;
 pub use weight::WeightNorm;
+pub use written::Written;
+
+use rapt_core::DType;
 
 use crate::{Args, Eval, OpError, Out, Shapes, Tensor, ValueId};
 
@@ -137,6 +147,23 @@ macro_rules! families {
             }
         }
     };
+}
+
+impl Op {
+    /// Replaces tensors that ATen promotes inside of the operator. `form` gives dtype and rank, `cast` the promoted tensor.
+    pub(crate) fn promote(
+        &mut self,
+        form: &dyn Fn(ValueId) -> Option<(DType, usize)>,
+        cast: &mut dyn FnMut(ValueId, DType) -> ValueId,
+    ) {
+        match self {
+            Op::Pointwise(op) => op.promote(form, cast),
+            Op::Search(op) => op.promote(form, cast),
+            Op::Special(op) => op.promote(form, cast),
+            Op::Written(op) => op.op.promote(form, cast),
+            _ => {}
+        }
+    }
 }
 
 families! {
@@ -218,4 +245,12 @@ families! {
     Svd(Svd);
     /// Sums of products of three tensors.
     Trilinear(Trilinear);
+    /// Sums of products of two tensors, powers and chains of matrices.
+    Contract(Contract);
+    /// Losses with a margin.
+    Margin(Margin);
+    /// Quantiles.
+    Quantile(Quantile);
+    /// Results written into a tensor, of operators that have no way of their own to do so. The last: it asks the others.
+    Written(Written);
 }
