@@ -47,6 +47,8 @@ ROWS = {
     A + "take.default": ("take", "bits"),
     A + "put.default": ("put", "ulp", lambda args, kwargs: (args, kwargs) if args[1].unique().numel() == args[1].numel() or kwargs.get("accumulate") or args[3:] else None),
     A + "index_reduce.default": (None, "ulp"),
+    A + "repeat_interleave.self_Tensor": (None, "bits"),
+    A + "repeat_interleave.Tensor": (None, "bits"),
     A + "quantile.default": ("quantile", "ulp"),
     A + "quantile.scalar": ("quantile", "ulp"),
     A + "nanquantile.default": (None, "ulp"),
@@ -58,6 +60,12 @@ ROWS = {
     A + "linalg_matrix_power.default": (None, "ulp"),
     A + "pdist.default": (None, "ulp"),
     A + "diagflat.default": ("diagflat", "bits"),
+    A + "renorm.default": ("renorm", "ulp"),
+    A + "embedding_renorm_.default": (None, "ulp"),
+    A + "max_unpool2d.default": (None, "bits"),
+    A + "max_unpool3d.default": (None, "bits"),
+    A + "affine_grid_generator.default": (None, "ulp"),
+    A + "poisson_nll_loss.default": (None, "ulp"),
     # Losses with a margin.
     **{A + f"{name}.default": (None, "ulp") for name in ("margin_ranking_loss", "hinge_embedding_loss", "cosine_embedding_loss", "triplet_margin_loss")},
     # What has no way of its own to write into a tensor.
@@ -227,7 +235,64 @@ def _product_into(dtype):
     yield (make(dtype, 3, 4), make(dtype, 4, 2, seed=1)), {"out": torch.zeros(3, 2, dtype=dtype)}
 
 
+def _repeated(dtype):
+    x, times = make(dtype, 3, 4), torch.tensor([2, 0, 3])
+    yield (x, times, 0), {"output_size": 5}
+    yield (x, times.int(), 0), {"output_size": 5}
+    yield (x, torch.tensor([2]), 1), {"output_size": 8}
+    yield (x[0], torch.tensor([1, 0, 2, 1])), {"output_size": 4}
+
+
+def _counted(dtype):
+    if dtype in (torch.int64, torch.int32):
+        yield (torch.tensor([2, 0, 3], dtype=dtype),), {"output_size": 5}
+
+
+@only((torch.float64, torch.float32))
+def _shortened(dtype):
+    for p in (1.0, 2.0, 3.0):
+        yield (make(dtype, 6, 4), torch.tensor([[0, 5], [3, 0]]), 1.0, p), {}
+
+
+def _unpooled(sizes):
+    @only((*FLOATS, torch.int64))
+    def written(dtype):
+        for lead in ((2, 3), (3,)):
+            small = tuple(n // 2 for n in sizes)
+            places = torch.randperm(torch.tensor(sizes).prod().item(), generator=torch.Generator().manual_seed(3))
+            count = torch.tensor(small).prod().item()
+            indices = places[:count].reshape(small).expand(*lead, *small).contiguous()
+            more = ([2] * 3, [0] * 3) if len(sizes) == 3 else ()
+            yield (make(dtype, *lead, *small), indices, list(sizes), *more), {}
+
+    return written
+
+
+@only((torch.float64, torch.float32))
+def _affine(dtype):
+    for corners in (True, False):
+        yield (make(dtype, 2, 2, 3), [2, 3, 4, 5], corners), {}
+        yield (make(dtype, 2, 2, 3), [2, 3, 1, 2], corners), {}
+        yield (make(dtype, 2, 3, 4), [2, 1, 3, 4, 2], corners), {}
+
+
+@only(FLOATS)
+def _counts(dtype):
+    for reduction in (0, 1, 2):
+        for full in (True, False):
+            x, t = make(dtype, 3, 4), make(dtype, 3, 4, seed=1).abs() * 3
+            yield (x, t, True, full, 1e-8, reduction), {}
+            yield (x.abs(), t, False, full, 1e-3, reduction), {}
+
+
 OWN = {
+    A + "repeat_interleave.self_Tensor": _repeated,
+    A + "repeat_interleave.Tensor": _counted,
+    A + "embedding_renorm_.default": _shortened,
+    A + "max_unpool2d.default": _unpooled((4, 6)),
+    A + "max_unpool3d.default": _unpooled((4, 2, 6)),
+    A + "affine_grid_generator.default": _affine,
+    A + "poisson_nll_loss.default": _counts,
     A + "index_reduce.default": _slices_joined,
     A + "nanquantile.default": _quantiles,
     A + "linalg_matrix_power.default": _powers,

@@ -6,6 +6,7 @@ runs. Integers, booleans, views and what IEEE rounds exactly are compared bit fo
 place of torch's float64 result, or by the tolerance rule. `RAPT_WHOLE=1` takes every sample; otherwise a few of each kind.
 """
 
+import io
 import math
 import os
 import warnings
@@ -216,6 +217,48 @@ def test_a_sorter_that_leads_out_of_its_row_is_refused():
     for bad in (3, -1):
         with pytest.raises(rapt.IndexRangeError, match=f"index {bad}"):
             program.run([x, value, torch.tensor([0, bad, 1])])
+
+
+def exported(function, *args):
+    """The bytes of a program that computes this function."""
+
+    class Model(torch.nn.Module):
+        def forward(self, *args):
+            return function(*args)
+
+    held = io.BytesIO()
+    torch.export.save(torch.export.export(Model(), args), held)
+    return held.getvalue()
+
+
+def test_bits_come_back_through_another_dtype():
+    bits = torch.tensor([0, 1, -1, 2**31 - 1, -(2**31), 0x7F800001, -0x00400001], dtype=torch.int64).to(torch.int32).expand(2, 7).contiguous()
+    model = rapt.load(exported(lambda x: x.view(torch.float32).view(torch.int16).view(torch.int32), bits))
+    assert torch.equal(model(bits), bits)
+
+
+def test_a_tensor_seen_in_two_dtypes_is_not_written():
+    def write_one_of_two(x):
+        y = x + 1
+        y.view(torch.int32).add_(1)
+        return y
+
+    with pytest.raises(rapt.ProgramError, match="node add_ .*sees in another dtype too: clone it before"):
+        rapt.load(exported(write_one_of_two, torch.ones(3)))
+
+
+def test_a_number_that_values_decide_is_refused_with_what_to_write_instead():
+    with pytest.raises(rapt.UnsupportedError, match="aten.item.default .*first at item: compute with the tensor itself"):
+        rapt.load(exported(lambda x, n: x * n.item(), torch.ones(3), torch.tensor(2)))
+
+
+def test_repeats_that_make_another_size_are_refused():
+    x, repeats = torch.arange(3.0), torch.tensor([2, 0, 1])
+    model = rapt.load(exported(lambda x, n: x.repeat_interleave(n, 0, output_size=3), x, repeats))
+    assert torch.equal(model(x, repeats), torch.tensor([0.0, 0.0, 2.0]))
+    for bad in ([2, 0, 2], [4, -2, 1]):
+        with pytest.raises(rapt.RaptError, match="3 slices that the program says"):
+            model(x, torch.tensor(bad))
 
 
 def test_every_operator_of_the_zoo_has_samples():

@@ -172,9 +172,27 @@ pub enum Error {
 }
 
 fn list(ops: &[(String, usize, String)]) -> String {
-    let lines: Vec<String> =
-        ops.iter().map(|(target, count, first)| format!("{target} ({count}, first at {first})")).collect();
-    lines.join(", ")
+    let line = |(target, count, first): &(String, usize, String)| {
+        format!(
+            "{target} ({count}, first at {first}{})",
+            hint(target).map_or(String::new(), |hint| format!(": {hint}"))
+        )
+    };
+    ops.iter().map(line).collect::<Vec<_>>().join(", ")
+}
+
+/// What to write instead of an operator whose result is another number or size for other values, which no program with sizes known before
+/// a run has.
+fn hint(target: &str) -> Option<&'static str> {
+    match target.strip_prefix("torch.ops.aten.")?.split_once('.')?.0 {
+        "item" | "_local_scalar_dense" | "is_nonzero" => {
+            Some("compute with the tensor itself, or make the number an integer argument of the model")
+        }
+        "nonzero" | "masked_select" | "unique_dim" | "_unique2" | "unique_consecutive" | "bincount" => {
+            Some("its size depends on values: use torch.where, a mask or a fixed size")
+        }
+        _ => None,
+    }
 }
 
 /// Why an operation cannot be made of its arguments, or does not fit its operands.

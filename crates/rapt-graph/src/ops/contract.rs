@@ -195,36 +195,7 @@ impl Contract {
                 }
                 product
             }
-            Contract::Power { input, times } => {
-                let input = eval.tensor(*input)?;
-                let dtype = input.meta.dtype;
-                let n = count(input.meta.shape.last().copied().unwrap_or(0));
-                let Cells::Float(x) = cells(input) else { return misfit("a power of integers") };
-                let mut all = Vec::with_capacity(x.len());
-                for matrix in x.chunks(n.saturating_mul(n).max(1)) {
-                    let own = Cells::Float(matrix.to_vec());
-                    let mut product: Option<Cells> = None;
-                    // Squares, as PyTorch takes them, each rounded.
-                    let (mut square, mut left) = (own, *times);
-                    while left > 0 {
-                        if left % 2 == 1 {
-                            product = Some(match product {
-                                Some(product) => rounded(matmul(&product, &square, [n; 3], dtype), eval, dtype),
-                                None => square.clone(),
-                            });
-                        }
-                        left /= 2;
-                        if left > 0 {
-                            square = rounded(matmul(&square, &square, [n; 3], dtype), eval, dtype);
-                        }
-                    }
-                    match product {
-                        Some(Cells::Float(product)) => all.extend(product),
-                        _ => all.extend((0..n * n).map(|p| f64::from(u8::from(p / n == p % n)))),
-                    }
-                }
-                Cells::Float(all)
-            }
+            Contract::Power { input, times } => power(eval, eval.tensor(*input)?, *times)?,
             Contract::Outer { input, vectors, factors } => {
                 let [a, b] = [eval.tensor(vectors[0])?, eval.tensor(vectors[1])?];
                 let shape = &outs[0].meta.shape;
@@ -330,6 +301,36 @@ fn products<P: IntoIterator<Item = (usize, usize)>>(
         // The dtypes are equal: inference has checked it.
         _ => pick(a, []),
     }
+}
+
+/// The product of each matrix with itself: by squares, as PyTorch takes it, each rounded.
+fn power(eval: &dyn Eval, input: &Tensor, times: i64) -> Result<Cells, OpError> {
+    let dtype = input.meta.dtype;
+    let n = count(input.meta.shape.last().copied().unwrap_or(0));
+    let Cells::Float(x) = cells(input) else { return misfit("a power of integers") };
+    let mut all = Vec::with_capacity(x.len());
+    for matrix in x.chunks(n.saturating_mul(n).max(1)) {
+        let own = Cells::Float(matrix.to_vec());
+        let mut product: Option<Cells> = None;
+        let (mut square, mut left) = (own, times);
+        while left > 0 {
+            if left % 2 == 1 {
+                product = Some(match product {
+                    Some(product) => rounded(matmul(&product, &square, [n; 3], dtype), eval, dtype),
+                    None => square.clone(),
+                });
+            }
+            left /= 2;
+            if left > 0 {
+                square = rounded(matmul(&square, &square, [n; 3], dtype), eval, dtype);
+            }
+        }
+        match product {
+            Some(Cells::Float(product)) => all.extend(product),
+            _ => all.extend((0..n * n).map(|p| f64::from(u8::from(p / n == p % n)))),
+        }
+    }
+    Ok(Cells::Float(all))
 }
 
 fn matmul(a: &Cells, b: &Cells, [rows, inner, columns]: [usize; 3], dtype: DType) -> Cells {

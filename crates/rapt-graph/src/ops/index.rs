@@ -8,7 +8,7 @@ use rapt_core::DType;
 use super::shape::{
     bounded, cells, count, expand_places, fresh, ignore, is_int, misfit, need_plain, pick, places, refuse, row_major,
 };
-use crate::{Args, Cells, Eval, Meta, OpError, Out, Shapes, Tensor, ValueId, strides};
+use crate::{Args, Cells, Eval, Int, Meta, OpError, Out, Shapes, Tensor, ValueId, strides};
 
 /// A reading by index.
 #[derive(Clone, Debug, PartialEq)]
@@ -52,6 +52,18 @@ pub enum Index {
         /// The numbers, of any shape.
         index: ValueId,
     },
+    /// `repeat_interleave` with a number for each slice: the slice so many times in a row. Of how many slices the result is, the
+    /// program says.
+    Repeat {
+        /// The tensor; the slices' numbers if there is none.
+        input: Option<ValueId>,
+        /// How often.
+        repeats: ValueId,
+        /// The dimension, or the flattened tensor.
+        dim: Option<i64>,
+        /// The size of the result's dimension.
+        size: Int,
+    },
     /// `index_select`: some slices of a dimension.
     Select {
         /// The tensor.
@@ -72,6 +84,8 @@ impl Index {
             "take_along_dim.default" => take_along(args),
             "index_select.default" => select(args),
             "take.default" => take(args),
+            "repeat_interleave.self_Tensor" => repeat(args, true),
+            "repeat_interleave.Tensor" => repeat(args, false),
             _ => return None,
         })
     }
@@ -114,6 +128,23 @@ impl Index {
                 need_plain("take_along_dim", meta.dtype)?;
                 need_index(index)?;
                 Ok(vec![fresh(meta.dtype, &along(meta, index, *dim)?.1)?])
+            }
+            Index::Repeat { input, repeats, dim, size } => {
+                let (repeats, size) = (shapes.meta(*repeats)?, shapes.int(*size)?);
+                need_index(repeats)?;
+                let Some(input) = input else { return Ok(vec![fresh(repeats.dtype, &[size])?]) };
+                let meta = shapes.meta(*input)?;
+                need_plain("repeat_interleave", meta.dtype)?;
+                let mut shape = vec![meta.numel()];
+                let mut d = 0;
+                if let Some(dim) = dim {
+                    (shape, d) = (meta.shape.clone(), meta.dim(*dim)?);
+                }
+                if repeats.rank() > 1 || shape.is_empty() || (repeats.numel() != 1 && repeats.numel() != shape[d]) {
+                    return misfit(format!("{:?} repeats of slices of shape {:?}", repeats.shape, meta.shape));
+                }
+                shape[d] = size;
+                Ok(vec![fresh(meta.dtype, &shape)?])
             }
             Index::Take { input, index } => {
                 let (meta, index) = (shapes.meta(*input)?, shapes.meta(*index)?);
@@ -164,6 +195,29 @@ impl Index {
             Index::Embedding { weight, indices } => {
                 let weight = eval.tensor(*weight)?;
                 (weight, slices(&weight.meta, 0, &eval.tensor(*indices)?.ints())?)
+            }
+            Index::Repeat { input, repeats, dim, size } => {
+                let (repeats, size) = (eval.tensor(*repeats)?.ints(), eval.int(*size)?);
+                let input = input.map(|id| eval.tensor(id)).transpose()?;
+                let slices_of = |input: &Tensor| {
+                    dim.map_or(Ok(input.meta.numel()), |dim| Ok(input.meta.shape[input.meta.dim(dim)?]))
+                };
+                let number = input.map_or(Ok(i64::try_from(repeats.len()).unwrap_or(0)), slices_of)?;
+                let times = |k: i64| repeats[count(k).min(repeats.len() - 1)];
+                if (0..number).any(|k| times(k) < 0) || (0..number).map(times).sum::<i64>() != size {
+                    return misfit(format!("repeats that do not make the {size} slices that the program says"));
+                }
+                let index: Vec<i64> = (0..number).flat_map(|k| std::iter::repeat_n(k, count(times(k)))).collect();
+                let Some(input) = input else {
+                    outs[0].write_ints(index);
+                    return Ok(());
+                };
+                let flat = Meta::contiguous(input.meta.dtype, &[input.meta.numel()]);
+                let (meta, dim) = match dim {
+                    Some(dim) => (&input.meta, input.meta.dim(*dim)?),
+                    None => (&flat, 0),
+                };
+                (input, slices(meta, dim, &index)?)
             }
             Index::Take { input, index } => {
                 let input = eval.tensor(*input)?;
@@ -372,6 +426,16 @@ pub(super) fn flat_places(index: &[i64], numel: i64) -> Result<Vec<usize>, OpErr
         in_range(from_start, 0, numel).map_err(|_| out_of_range(i, 0, numel))
     };
     index.iter().map(one).collect()
+}
+
+fn repeat(args: &Args<'_>, of_tensor: bool) -> Result<Index, OpError> {
+    let size = args.opt_int("output_size")?;
+    let Some(size) = size else {
+        return refuse("output_size", "none", "the size of the result is said: give output_size to repeat_interleave");
+    };
+    let input = if of_tensor { Some(args.tensor("self")?) } else { None };
+    let dim = args.opt_int("dim")?.map(|_| args.known_int("dim")).transpose()?;
+    Ok(Index::Repeat { input, repeats: args.tensor("repeats")?, dim, size })
 }
 
 fn take(args: &Args<'_>) -> Result<Index, OpError> {

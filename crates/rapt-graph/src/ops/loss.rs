@@ -38,6 +38,8 @@ enum Kind {
     SoftMargin,
     /// `t (log t − x)`, or `e^t (t − x)` of logarithms.
     Divergence { log_target: bool },
+    /// `e^x − t x`, or `x − t log(x + eps)`; in full with Stirling's approximation of `log t!` where t is above 1.
+    Poisson { log_input: bool, full: bool, eps: f64 },
     /// `(t − 1) log(1 − x) − t log x`, no logarithm below −100.
     BinaryEntropy,
     /// The same of the sigmoid of x; the positive part counts as much as the weight says.
@@ -90,6 +92,10 @@ impl Loss {
             "huber_loss" => number("delta").map(Kind::Huber),
             "soft_margin_loss" => Ok(Kind::SoftMargin),
             "kl_div" => args.bool_or("log_target", false).map(|log_target| Kind::Divergence { log_target }),
+            "poisson_nll_loss" => args.bool_or("log_input", true).and_then(|log_input| {
+                let eps = args.opt_float("eps")?.unwrap_or(1e-8);
+                Ok(Kind::Poisson { log_input, full: args.bool_or("full", false)?, eps })
+            }),
             "binary_cross_entropy" => Ok(Kind::BinaryEntropy),
             "binary_cross_entropy_with_logits" => {
                 args.opt_tensor("pos_weight").map(|positive| Kind::BinaryEntropyOfLogits { positive })
@@ -110,9 +116,11 @@ impl Loss {
                     | Kind::Huber(_)
                     | Kind::SoftMargin
                     | Kind::Divergence { .. }
+                    | Kind::Poisson { .. }
             );
             let weight = if weighs { args.opt_tensor("weight")? } else { None };
-            let (input, target) = (args.tensor("self")?, args.tensor("target")?);
+            let name = if matches!(kind, Kind::Poisson { .. }) { "input" } else { "self" };
+            let (input, target) = (args.tensor(name)?, args.tensor("target")?);
             Ok(Loss { input, target, weight, kind, reduction: reduction(args)? })
         }))
     }
@@ -290,6 +298,11 @@ fn of_element(kind: Kind, x: f64, t: f64, positive: Option<f64>) -> f64 {
         Kind::SoftMargin => soft(-x * t),
         Kind::Divergence { log_target: true } => t.exp() * (t - x),
         Kind::Divergence { log_target: false } => (if t == 0.0 { 0.0 } else { t * t.ln() }) - t * x,
+        Kind::Poisson { log_input, full, eps } => {
+            let own = if log_input { x.exp() - t * x } else { x - t * (x + eps).ln() };
+            let stirling = t * t.ln() - t + 0.5 * (std::f64::consts::TAU * t).ln();
+            if full && t > 1.0 { own + stirling } else { own }
+        }
         Kind::BinaryEntropy => (t - 1.0) * (-x).ln_1p().max(-100.0) - t * x.ln().max(-100.0),
         // log(sigmoid(x)) = −log(1 + e^−x)
         Kind::BinaryEntropyOfLogits { .. } => {

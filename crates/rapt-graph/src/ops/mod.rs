@@ -33,6 +33,7 @@ mod quantile;
 mod rearrange;
 mod recurrent;
 mod reduce;
+mod renorm;
 mod resample;
 mod running;
 mod sample;
@@ -48,6 +49,7 @@ mod svd;
 mod sym;
 mod target;
 mod trilinear;
+mod unpool;
 mod view;
 mod volume;
 mod weight;
@@ -81,6 +83,7 @@ pub use quantile::Quantile;
 pub use rearrange::{Rearrange, Rearrangement};
 pub use recurrent::Recurrent;
 pub use reduce::{Fold, Reduce};
+pub use renorm::Renorm;
 pub use resample::Resample;
 pub use running::Running;
 pub use sample::Sample;
@@ -94,6 +97,7 @@ pub use svd::Svd;
 pub use sym::{Sym, SymArg, SymOp};
 pub use target::Target;
 pub use trilinear::Trilinear;
+pub use unpool::Unpool;
 pub use view::{Form, View};
 pub use volume::Volume;
 pub use weight::WeightNorm;
@@ -251,6 +255,10 @@ families! {
     Margin(Margin);
     /// Quantiles.
     Quantile(Quantile);
+    /// Slices with a greatest length.
+    Renorm(Renorm);
+    /// Companions of pooling and sampling.
+    Unpool(Unpool);
     /// Results written into a tensor, of operators that have no way of their own to do so. The last: it asks the others.
     Written(Written);
 }

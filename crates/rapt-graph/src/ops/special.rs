@@ -86,7 +86,7 @@ impl Special {
             "zeta.default" | "zeta.self_scalar" | "zeta.other_scalar" => both(Function::Zeta),
             "xlog1py.default" | "xlog1py.self_scalar" | "xlog1py.other_scalar" => both(Function::Xlog1py),
             "nextafter.default" => both(Function::Nextafter),
-            "ldexp.Tensor" => both(Function::Ldexp),
+            "ldexp.Tensor" | "ldexp.default" => both(Function::Ldexp),
             "gcd.default" => both(Function::Gcd),
             "lcm.default" => both(Function::Lcm),
             _ => None,

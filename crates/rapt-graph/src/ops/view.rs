@@ -348,6 +348,19 @@ impl Form {
                 }
                 vec![Meta { shape, strides, offset, ..meta.clone() }]
             }
+            Form::Sections(..) | Form::Cuts(..) | Form::SideCuts(..) | Form::SideParts(..) | Form::AtLeast(_) => {
+                self.parts_or_ranks(meta, shapes)?
+            }
+            Form::ShapeOf(other) => {
+                let shape = complete(&shapes.meta(*other)?.shape, meta.numel())?;
+                one(shape.clone(), view_strides(meta, &shape)?)
+            }
+        })
+    }
+
+    /// `tensor_split` and its kin, and tensors with more dimensions.
+    fn parts_or_ranks(&self, meta: &Meta, shapes: &dyn Shapes) -> Result<Vec<Meta>, OpError> {
+        Ok(match self {
             Form::Sections(dim, sections) => {
                 let d = dim_of(meta, *dim, "tensor_split")?;
                 let (len, sections) = (meta.shape[d], shapes.int(*sections)?);
@@ -376,10 +389,7 @@ impl Form {
                 (2, 3) => unsqueeze(meta, -1)?,
                 _ => meta.clone(),
             }],
-            Form::ShapeOf(other) => {
-                let shape = complete(&shapes.meta(*other)?.shape, meta.numel())?;
-                one(shape.clone(), view_strides(meta, &shape)?)
-            }
+            _ => vec![meta.clone()],
         })
     }
 }

@@ -323,24 +323,27 @@ impl<E: Emitter> Recipe<'_, E> {
             Formula::Outer => self.both(Binary::Mul, first, second),
             Formula::FloatPower => self.both(Binary::Pow, first, second),
             Formula::Fmax | Formula::Fmin => self.extreme(op, first, second),
-            Formula::Signbit => {
-                let zero = self.c(0.0);
-                let sign = if is_float(self.lane) {
-                    let one = self.c(1.0);
-                    self.both(Binary::Copysign, one, first)
-                } else {
-                    first
-                };
-                self.is(Binary::Lt, sign, zero)
-            }
-            Formula::Heaviside => {
-                let [zero, one] = [0.0, 1.0].map(|x| self.c(x));
-                let is_above = self.is(Binary::Gt, first, zero);
-                let step = self.choose(is_above, one, zero);
-                let is_zero = self.is(Binary::Eq, first, zero);
-                self.choose(is_zero, second, step)
-            }
+            Formula::Signbit => self.signbit(first),
+            Formula::Heaviside => self.heaviside(first, second),
         }
+    }
+
+    fn signbit(&mut self, x: E::Value) -> E::Value {
+        let zero = self.c(0.0);
+        let mut sign = x;
+        if is_float(self.lane) {
+            let one = self.c(1.0);
+            sign = self.both(Binary::Copysign, one, x);
+        }
+        self.is(Binary::Lt, sign, zero)
+    }
+
+    fn heaviside(&mut self, x: E::Value, at_zero: E::Value) -> E::Value {
+        let [zero, one] = [0.0, 1.0].map(|x| self.c(x));
+        let is_above = self.is(Binary::Gt, x, zero);
+        let step = self.choose(is_above, one, zero);
+        let is_zero = self.is(Binary::Eq, x, zero);
+        self.choose(is_zero, at_zero, step)
     }
 
     fn hard(&mut self, op: Formula, x: E::Value) -> E::Value {

@@ -75,7 +75,9 @@ impl Builder<'_> {
                 let given = indices.iter().enumerate().filter_map(|(dim, id)| id.map(|id| (dim, id)));
                 (*input, given.collect())
             }
-            Index::Gather { .. } | Index::TakeAlong { .. } | Index::Take { .. } => return Ok(None),
+            Index::Gather { .. } | Index::TakeAlong { .. } | Index::Take { .. } | Index::Repeat { .. } => {
+                return Ok(None);
+            }
         };
         let whole = self.place(input)?;
         self.by_index(node, false, whole, out, &indices, None)
