@@ -66,6 +66,7 @@ ROWS = {
     A + "max_unpool3d.default": (None, "bits"),
     A + "affine_grid_generator.default": (None, "ulp"),
     A + "poisson_nll_loss.default": (None, "ulp"),
+    A + "_native_batch_norm_legit.no_stats": (None, "ulp"),
     # Losses with a margin.
     **{A + f"{name}.default": (None, "ulp") for name in ("margin_ranking_loss", "hinge_embedding_loss", "cosine_embedding_loss", "triplet_margin_loss")},
     # What has no way of its own to write into a tensor.
@@ -285,7 +286,16 @@ def _counts(dtype):
             yield (x.abs(), t, False, full, 1e-3, reduction), {}
 
 
+@only(FLOATS)
+def _batches(dtype):
+    for shape in ((1, 6, 4, 5), (3, 2, 4, 5), (4, 3)):
+        weights = make(dtype, shape[1], seed=1), make(dtype, shape[1], seed=2)
+        yield (make(dtype, *shape), *weights, True, 0.1, 1e-5), {}
+        yield (make(dtype, *shape), None, None, True, 0.1, 1e-3), {}
+
+
 OWN = {
+    A + "_native_batch_norm_legit.no_stats": _batches,
     A + "repeat_interleave.self_Tensor": _repeated,
     A + "repeat_interleave.Tensor": _counted,
     A + "embedding_renorm_.default": _shortened,

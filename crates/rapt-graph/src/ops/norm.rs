@@ -68,6 +68,18 @@ pub enum Norm {
         /// Whether the statistics, which are empty, are results too.
         stats: bool,
     },
+    /// `_native_batch_norm_legit.no_stats`: each channel by the statistics of the batch, which are results too. Instance norms come to
+    /// this in core ATen, in one batch of all channels.
+    OwnBatch {
+        /// The input.
+        input: ValueId,
+        /// The factor of each channel.
+        weight: Option<ValueId>,
+        /// What is added to each channel.
+        bias: Option<ValueId>,
+        /// What is added to the variance.
+        eps: f64,
+    },
 }
 
 impl Norm {
@@ -82,6 +94,7 @@ impl Norm {
             "instance_norm.default" => instance(args),
             "batch_norm.default" => batch(args, false),
             "_native_batch_norm_legit_no_training.default" => batch(args, true),
+            "_native_batch_norm_legit.no_stats" => own_batch(args),
             _ => return None,
         })
     }
@@ -127,6 +140,15 @@ impl Norm {
                     outs.push(fresh(meta.dtype, &[batch, *groups])?);
                 }
                 Ok(outs)
+            }
+            Norm::OwnBatch { input, weight, bias, .. } => {
+                let meta = shapes.meta(*input)?;
+                need_float("a norm", meta.dtype)?;
+                let (_, channels) = batch_and_channels(meta)?;
+                need_params(shapes, meta, &[*weight, *bias], &[channels])?;
+                let of_stats = weight.map(|id| shapes.meta(id)).transpose()?.map_or(meta.dtype, |weight| weight.dtype);
+                let out = fresh_in_format(meta.dtype, &meta.shape, is_channels_last(meta))?;
+                Ok(vec![out, fresh(of_stats, &[channels])?, fresh(of_stats, &[channels])?])
             }
             Norm::Batch { input, weight, bias, mean, var, stats, .. } => {
                 let meta = shapes.meta(*input)?;
@@ -180,6 +202,22 @@ impl Norm {
                 stats.resize(count(batch * groups), Stats { mean: 0.0, rstd: f64::NAN });
                 for (i, x) in x.iter_mut().enumerate() {
                     *x = affine(*x, &weight, &bias, i / plane % count(channels));
+                }
+                outs[0].write_floats(eval.precision(), x);
+                write_stats(eval, &outs[1..], &stats, false);
+            }
+            Norm::OwnBatch { input, weight, bias, eps } => {
+                let input = eval.tensor(*input)?;
+                let channels = count(batch_and_channels(&input.meta)?.1);
+                let plane = input.meta.shape[2..].iter().map(|&n| count(n)).product::<usize>();
+                let (weight, bias) = (opt_floats_of(eval, *weight)?, opt_floats_of(eval, *bias)?);
+                let mut x = input.floats();
+                let mut stats = Vec::with_capacity(channels);
+                for c in 0..channels {
+                    let own: Vec<usize> = (0..x.len()).filter(|i| i / plane.max(1) % channels == c).collect();
+                    let mut row: Vec<f64> = own.iter().map(|&i| x[i]).collect();
+                    stats.push(normalise(&mut row, *eps, false));
+                    own.into_iter().zip(row).for_each(|(i, y)| x[i] = affine(y, &weight, &bias, c));
                 }
                 outs[0].write_floats(eval.precision(), x);
                 write_stats(eval, &outs[1..], &stats, false);
@@ -318,6 +356,15 @@ fn instance(args: &Args<'_>) -> Result<Norm, OpError> {
         (false, [Some(mean), Some(var)]) => Ok(Norm::Batch { input, weight, bias, mean, var, eps, stats: false }),
         _ => refuse("use_input_stats", "true", "running statistics would change: export the model after model.eval()"),
     }
+}
+
+fn own_batch(args: &Args<'_>) -> Result<Norm, OpError> {
+    ignore(args, &["momentum"]);
+    if !args.bool_or("training", true)? {
+        return refuse("training", "false", "there are no statistics but the batch's own");
+    }
+    let (weight, bias) = (args.opt_tensor("weight")?, args.opt_tensor("bias")?);
+    Ok(Norm::OwnBatch { input: args.tensor("input")?, weight, bias, eps: args.opt_float("eps")?.unwrap_or(1e-5) })
 }
 
 fn batch(args: &Args<'_>, stats: bool) -> Result<Norm, OpError> {

@@ -8,7 +8,7 @@
 use rapt_core::DType;
 use rapt_cpu::pointwise::Register;
 use rapt_cpu::rows::{RowFunction, RowKernel};
-use rapt_graph::ops::{Binary, Emitter, Norm, Op, Scan, Unary, groups_of};
+use rapt_graph::ops::{Binary, EACH_CHANNEL, Emitter, Norm, Op, Scan, Unary, groups_of};
 use rapt_graph::{Node, OpError, ValueId};
 
 use super::super::ModelError;
@@ -31,7 +31,7 @@ impl Builder<'_> {
                 let order: Vec<usize> = (0..x.meta.rank()).collect();
                 self.rows_of_copies(n, node, (function, x), (lead, &order), [*weight, *bias])
             }
-            Op::Norm(Norm::Group { .. }) if !self.wants_more(node) => self.group_norm(n, node),
+            Op::Norm(Norm::Group { .. } | Norm::OwnBatch { .. }) if !self.wants_more(node) => self.group_norm(n, node),
             Op::Norm(Norm::Batch { .. }) if !self.wants_more(node) => self.batch_norm(n, node),
             Op::Scan(Scan::Softmax { input, dim, log, .. }) => {
                 let x = self.place(*input)?;
@@ -108,12 +108,20 @@ impl Builder<'_> {
     }
 
     fn group_norm(&mut self, n: usize, node: &Node) -> Result<bool, ModelError> {
-        let Op::Norm(Norm::Group { input, weight, bias, groups, eps, .. }) = &node.op else { return Ok(false) };
+        let (input, weight, bias, groups, eps) = match &node.op {
+            Op::Norm(Norm::Group { input, weight, bias, groups, eps, .. }) => (input, weight, bias, *groups, eps),
+            Op::Norm(Norm::OwnBatch { input, weight, bias, eps }) => (input, weight, bias, EACH_CHANNEL, eps),
+            _ => return Ok(false),
+        };
         let Some(out) = self.output(n, node, 0) else { return Ok(false) };
         let (Some(Some(id)), x) = (node.outputs.first(), self.place(*input)?) else { return Ok(false) };
+        // The channel of a batch of several is no row.
+        if matches!(node.op, Op::Norm(Norm::OwnBatch { .. })) && x.meta.shape[0] != 1 {
+            return Ok(false);
+        }
         let Some(root) = self.root(*id) else { return Ok(false) };
         let dtype = wide(x.meta.dtype);
-        let rows = x.meta.shape[0] * groups_of(*groups, x.meta.shape[1]);
+        let rows = x.meta.shape[0] * groups_of(groups, x.meta.shape[1]);
         if rows == 0 || x.meta.numel() == 0 {
             return Ok(false);
         }
