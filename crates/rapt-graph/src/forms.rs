@@ -5,7 +5,7 @@
 //! dimensions of size 1, which PyTorch's rules read, are left to chance. Values do not depend on it, so the program's
 //! statement is followed: later nodes rest on it. Deliberately absent: results in place, and any form that PyTorch gives in no case.
 
-use crate::ops::{Copy, Formula, Op, Pointwise, Target, Write};
+use crate::ops::{Copy, Formula, Norm, Op, Pointwise, Target, Write};
 use crate::{Meta, Node, Out, Shapes, strides};
 
 /// Another form that this result may have, if it is the stated one.
@@ -25,6 +25,10 @@ pub(crate) fn other(node: &Node, shapes: &dyn Shapes, out: &Out, stated: &Meta) 
         }
         // The kernel that records a gradient, for a mask that needs one, gives rows.
         (Op::Attention(_), Out::Fresh(form)) => same(Meta::contiguous(form.dtype, &form.shape)),
+        // The tracer's lies as the input does; the kernel's is row-major or channels-last.
+        (Op::Norm(Norm::OwnBatch { .. }), Out::Fresh(form)) if stated.offset == 0 && strides::is_dense(stated) => {
+            same(Meta { strides: stated.strides.clone(), ..form.clone() })
+        }
         (Op::Conv(_) | Op::Pool(_) | Op::Volume(_) | Op::Resample(_) | Op::Norm(_), Out::Fresh(form)) => {
             let rows = Meta::contiguous(form.dtype, &form.shape);
             let channels = Meta { strides: strides::channels_innermost(&form.shape), ..rows.clone() };

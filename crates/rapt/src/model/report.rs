@@ -65,7 +65,7 @@ fn short(target: &str) -> &str {
 }
 
 impl ModelError {
-    /// The operators that are not served, as torch names them (`aten.erfinv.default`): all of them where that is the error.
+    /// The operators that are not served, as torch names them (`aten.igamma.default`): all of them where that is the error.
     #[must_use]
     pub fn missing_ops(&self) -> Vec<String> {
         match self {
