@@ -276,6 +276,28 @@ typedef int32_t rapt_granularity;
 #endif // __STDC_VERSION__ >= 202311L
 #endif // __cplusplus
 
+// What products are formed of.
+enum rapt_compute
+#if defined(__cplusplus) || __STDC_VERSION__ >= 202311L
+  : int32_t
+#endif // defined(__cplusplus) || __STDC_VERSION__ >= 202311L
+ {
+  // The numbers that q, k and v hold or stand for.
+  RAPT_COMPUTE_EXACT = 0,
+  // An approximation: q is rounded to int8 row by row, the probabilities to 8 bits block by block. q is F32, F16 or BF16; k
+  // has codes of RAPT_FORMAT_INT8 by tensor, head or token, v by tensor, head or channel. In host memory.
+  RAPT_COMPUTE_INT8 = 1,
+  // Products of float8. No device has a kernel: refused by name.
+  RAPT_COMPUTE_FP8 = 2,
+};
+#ifndef __cplusplus
+#if __STDC_VERSION__ >= 202311L
+typedef enum rapt_compute rapt_compute;
+#else
+typedef int32_t rapt_compute;
+#endif // __STDC_VERSION__ >= 202311L
+#endif // __cplusplus
+
 // A model for inputs of given sizes; see rapt_model_bind().
 typedef struct rapt_bound rapt_bound;
 
@@ -430,6 +452,8 @@ typedef struct rapt_options {
   const struct rapt_codes *v_codes;
   // How far heads on codes may be from those on the originals. NULL: any distance.
   const struct rapt_tolerance *tolerance;
+  // A rapt_compute.
+  int32_t compute;
 } rapt_options;
 
 // What a rapt_kv_cache holds; see rapt_kv_cache_create().

@@ -149,6 +149,19 @@ pub enum rapt_layout {
     RAPT_LAYOUT_BSHD = 1,
 }
 
+/// What products are formed of.
+#[repr(i32)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum rapt_compute {
+    /// The numbers that q, k and v hold or stand for.
+    RAPT_COMPUTE_EXACT = 0,
+    /// An approximation: q is rounded to int8 row by row, the probabilities to 8 bits block by block. q is F32, F16 or BF16; k
+    /// has codes of RAPT_FORMAT_INT8 by tensor, head or token, v by tensor, head or channel. In host memory.
+    RAPT_COMPUTE_INT8 = 1,
+    /// Products of float8. No device has a kernel: refused by name.
+    RAPT_COMPUTE_FP8 = 2,
+}
+
 /// What the codes of a quantized q, k or v are. 0 is none of them: a format is always stated. D is head_dim.
 #[repr(i32)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -297,6 +310,8 @@ pub struct rapt_options {
     pub v_codes: *const rapt_codes,
     /// How far heads on codes may be from those on the originals. NULL: any distance.
     pub tolerance: *const rapt_tolerance,
+    /// A rapt_compute.
+    pub compute: i32,
 }
 
 /// How far the numbers of codes lie from those that they were made of; see rapt_measured_create().

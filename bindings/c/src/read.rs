@@ -7,13 +7,13 @@ use std::mem::{offset_of, zeroed};
 
 use engine::quant::{QuantError, Scheme};
 use engine::{
-    Causal, Codes, DType, Device, Error, Extent, Format, Granularity, MAX_RANK, Options, Qkv, ScaleLayout, Shape,
-    Strides, TensorLayout, Tensors, View, ViewMut, Window,
+    Causal, Codes, Compute, DType, Device, Error, Extent, Format, Granularity, MAX_RANK, Options, Qkv, ScaleLayout,
+    Shape, Strides, TensorLayout, Tensors, View, ViewMut, Window,
 };
 
 use crate::abi::{
-    RAPT_MAX_NDIM, rapt_causal, rapt_codes, rapt_device, rapt_format, rapt_given, rapt_granularity, rapt_layout,
-    rapt_options, rapt_tensor,
+    RAPT_MAX_NDIM, rapt_causal, rapt_codes, rapt_compute, rapt_device, rapt_format, rapt_given, rapt_granularity,
+    rapt_layout, rapt_options, rapt_tensor,
 };
 use crate::refusal::{Pointer, Refusal};
 
@@ -204,10 +204,13 @@ pub(crate) unsafe fn options(given: *const rapt_options) -> Result<rapt_options,
     const WITHOUT_CODES: usize = offset_of!(rapt_options, q_codes);
     /// Before heads on codes could be judged.
     const WITHOUT_TOLERANCE: usize = offset_of!(rapt_options, tolerance);
+    /// Before products could be of anything but numbers.
+    const WITHOUT_COMPUTE: usize = offset_of!(rapt_options, compute);
     let given = to_read(given, "options")?;
     // SAFETY: neither NULL nor unaligned; a struct of any version begins with its size.
     let size = unsafe { (*given).size };
-    struct_size("options.size", size, &[WITHOUT_CODES, WITHOUT_TOLERANCE, size_of::<rapt_options>()])?;
+    let sizes = [WITHOUT_CODES, WITHOUT_TOLERANCE, WITHOUT_COMPUTE, size_of::<rapt_options>()];
+    struct_size("options.size", size, &sizes)?;
     // SAFETY: zero and NULL are values of every field.
     let mut options: rapt_options = unsafe { zeroed() };
     // SAFETY: as long as its size says, which is at most that of this struct.
@@ -509,6 +512,12 @@ pub(crate) fn parse(given: &rapt_options) -> Result<Options, Refusal> {
         code if code == rapt_layout::RAPT_LAYOUT_BSHD as i32 => TensorLayout::Bshd,
         code => return Err(refuse("layout", &code, "RAPT_LAYOUT_BHSD, RAPT_LAYOUT_BSHD")),
     };
+    let compute = match given.compute {
+        code if code == rapt_compute::RAPT_COMPUTE_EXACT as i32 => Compute::Exact,
+        code if code == rapt_compute::RAPT_COMPUTE_INT8 as i32 => Compute::Int8,
+        code if code == rapt_compute::RAPT_COMPUTE_FP8 as i32 => Compute::Fp8,
+        code => return Err(refuse("compute", &code, "RAPT_COMPUTE_EXACT, RAPT_COMPUTE_INT8, RAPT_COMPUTE_FP8")),
+    };
     let out_dtype = match given.out_dtype {
         0 => None,
         code => Some(dtype_of("out_dtype", code)?),
@@ -523,5 +532,6 @@ pub(crate) fn parse(given: &rapt_options) -> Result<Options, Refusal> {
         },
         layout,
         out_dtype,
+        compute,
     })
 }

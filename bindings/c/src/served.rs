@@ -24,7 +24,7 @@ const MOST_DIMS: usize = 4;
 /// q, k, v, out, mask, sinks, alibi_slopes, lse, and descale and zero point of q, k and v.
 const MOST_TENSORS: usize = 14;
 const TENSOR_WORDS: usize = 5 + 2 * MOST_DIMS;
-const OPTION_WORDS: usize = 7;
+const OPTION_WORDS: usize = 8;
 /// Those of a rapt_codes, without its tensors.
 const CODES_WORDS: usize = 4;
 const MOST_WORDS: usize = OPTION_WORDS + MOST_TENSORS * TENSOR_WORDS + 3 * CODES_WORDS;
@@ -109,6 +109,7 @@ impl Key {
             options.softcap.to_bits(),
             options.window_left.cast_unsigned(),
             options.window_right.cast_unsigned(),
+            u64::from(options.compute.cast_unsigned()),
         ]);
         Some(())
     }

@@ -97,6 +97,6 @@ fn signatures_and_stubs_are_those_of_the_table() {
 fn a_block_that_lacks_a_row_is_written_anew() {
     let (text, _) = written("def f(\n    # table.rs: parameters\n    mask=1,\n    # end\n):\n");
     assert!(text.starts_with("def f(\n    # table.rs: parameters\n    mask=None,\n    causal=None,\n"), "{text}");
-    assert!(text.ends_with("    v_zero_point=None,\n    # end\n):\n"), "{text}");
+    assert!(text.ends_with("    compute=\"exact\",\n    # end\n):\n"), "{text}");
     assert_eq!(written(&text), (text.clone(), 1));
 }

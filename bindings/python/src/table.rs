@@ -28,6 +28,7 @@ macro_rules! attention_options {
             q_zero_point: part, "None", "Any", "Tensor? q_zero_point=None";
             k_zero_point: part, "None", "Any", "Tensor? k_zero_point=None";
             v_zero_point: part, "None", "Any", "Tensor? v_zero_point=None";
+            compute: compute by compute, "'exact'", "Compute", "str compute='exact'";
         }
     };
 }

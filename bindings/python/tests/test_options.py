@@ -8,7 +8,7 @@ import rapt
 
 PUBLIC = (
     "(q, k, v, *, mask=None, causal=None, window=None, softcap=None, scale=None, sinks=None, alibi_slopes=None, "
-    "layout='bhsd', q_descale=None, k_descale=None, v_descale=None, q_zero_point=None, k_zero_point=None, v_zero_point=None, out=None, out_dtype=None, return_lse=False, "
+    "layout='bhsd', q_descale=None, k_descale=None, v_descale=None, q_zero_point=None, k_zero_point=None, v_zero_point=None, compute='exact', out=None, out_dtype=None, return_lse=False, "
     "tolerance=None)"
 )
 

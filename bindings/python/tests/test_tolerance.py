@@ -109,6 +109,7 @@ def test_heads_fall_back_to_the_bits_of_the_originals_and_are_counted():
         "fell_back": 1,
         "worst_estimate": 0,
         "worst_bound": 0,
+        "int8_calls": 0,
     }
     on_codes, lse_codes = rapt.attention(q, qk, qv, causal=True, return_lse=True)
     on_originals, lse_originals = rapt.attention(q, k, v, causal=True, return_lse=True)

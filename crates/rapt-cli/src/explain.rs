@@ -189,6 +189,7 @@ fn as_json(plan: &Plan, certificate: &Certificate) -> serde_json::Value {
         "bytes_packed": plan.cost().bytes_packed,
         "floor_cycles": plan.cost().floor_cycles,
         "floor_seconds": plan.cost().floor_seconds,
+        "compute": plan.spec().compute.name(),
         "codes": codes_json(plan),
         "certificate": facts(certificate),
         "words": words,

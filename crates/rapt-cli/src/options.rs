@@ -1,7 +1,7 @@
 //! What `explain` and `run` take alike, and how it is written on a command line.
 
 use clap::{Args, ValueEnum};
-use rapt::{Causal, Options, TensorLayout, Window};
+use rapt::{Causal, Compute, Options, TensorLayout, Window};
 
 /// Where the diagonal lies.
 #[derive(Clone, Copy, Debug, ValueEnum)]
@@ -23,6 +23,17 @@ pub(crate) enum LayoutName {
     Bshd,
 }
 
+/// What products are formed of.
+#[derive(Clone, Copy, Debug, ValueEnum)]
+enum ComputeName {
+    /// The numbers that q, k and v hold or stand for.
+    Exact,
+    /// An approximation: q and the probabilities are rounded to 8 bits; k and v are int8 codes.
+    Int8,
+    /// Refused: no device has a kernel.
+    Fp8,
+}
+
 /// The options of a problem.
 #[derive(Args, Debug)]
 pub(crate) struct ProblemArgs {
@@ -41,6 +52,9 @@ pub(crate) struct ProblemArgs {
     /// The order of dimensions of q, k, v and out.
     #[arg(long, value_enum, default_value = "bhsd")]
     pub(crate) layout: LayoutName,
+    /// What products are formed of.
+    #[arg(long, value_enum, default_value = "exact")]
+    compute: ComputeName,
     /// Threads [default: RAPT_NUM_THREADS, else what the system offers].
     #[arg(long, value_name = "N")]
     pub(crate) threads: Option<usize>,
@@ -62,6 +76,11 @@ impl ProblemArgs {
                 LayoutName::Bshd => TensorLayout::Bshd,
             },
             out_dtype: None,
+            compute: match self.compute {
+                ComputeName::Exact => Compute::Exact,
+                ComputeName::Int8 => Compute::Int8,
+                ComputeName::Fp8 => Compute::Fp8,
+            },
         }
     }
 }

@@ -223,6 +223,24 @@ fn explain_describes_codes() {
 }
 
 #[test]
+fn products_of_int8_are_described_where_they_are_asked_for() {
+    let shape =
+        ["explain", "--shape", "1,8,64,1000,72", "--kv-heads", "2", "--dtype", "bf16", "--k-codes", "int8:token"];
+    let by_channel = [&shape[..], &["--v-codes", "int8:channel"]].concat();
+    let table = prints(&[&by_channel[..], &["--compute", "int8"]].concat());
+    assert!(table.contains("forward_int8 bfloat16") && table.contains("int8, an approximation"), "{table}");
+    assert!(!prints(&by_channel).contains("approximation"));
+    let check = |more: &[&str], code, expect: &str| {
+        let error = refuses(&[&shape[..], more].concat(), &[], code);
+        assert!(error.contains(expect), "{error}");
+    };
+    check(&["--compute", "int8"], 1, "quantize v to int8 by tensor, head or channel");
+    check(&["--v-codes", "int8:token", "--compute", "int8"], 1, "with v of int8 codes by token");
+    check(&["--v-codes", "int8:channel", "--compute", "fp8"], 1, "compute=\"fp8\" on cpu");
+    check(&["--compute", "int4"], 2, "exact, int8, fp8");
+}
+
+#[test]
 fn explain_refuses_with_the_cause() {
     let shape = ["explain", "--shape", "1,8,16,16,64"];
     let check = |more: &[&str], code, expect: &str| {

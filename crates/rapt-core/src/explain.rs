@@ -3,7 +3,7 @@
 use std::fmt;
 
 use crate::thousands::thousands;
-use crate::{Certificate, Launch, MaskClass, PRounding, Plan, Spec};
+use crate::{Certificate, Compute, INT8_BLOCK, Launch, MaskClass, PRounding, Plan, Spec};
 
 impl Plan {
     /// The plan in words and numbers.
@@ -71,6 +71,10 @@ impl<'a> Explanation<'a> {
             PRounding::Storage => {
                 format!("to {} for the product with v; its sum stays {}", key.storage, key.accumulation)
             }
+            PRounding::Block => format!(
+                "to 8 bits against the maximum of each block of {INT8_BLOCK} keys, for the product with v; its sum stays {}",
+                key.accumulation
+            ),
         };
         let mut rows = vec![
             (
@@ -108,6 +112,10 @@ impl<'a> Explanation<'a> {
             ));
         }
         rows.extend(spec.quantized().map(|(tensor, numbers, codes)| (row_of_codes(tensor), codes.in_words(numbers))));
+        if spec.compute == Compute::Int8 {
+            let text = "int8, an approximation: q is rounded to int8 row by row, both products are formed of integers";
+            rows.push(("compute", text.to_owned()));
+        }
         rows.extend([
             ("out strides", format!("{:?}, {}", spec.out.strides, spec.out.dtype)),
             ("positions", positions(spec)),

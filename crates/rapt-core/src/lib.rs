@@ -43,7 +43,7 @@ pub use functions::tanh;
 pub use lines::Lines;
 pub use measured::MatrixErrors;
 pub use operands::{Operands, Tensors, prove_disjoint, prove_injective, split};
-pub use options::{Causal, Finite, Options, TensorLayout, Window};
+pub use options::{Causal, Compute, Finite, INT8_BLOCK, Options, TensorLayout, Window};
 pub use plan::{Arch, Caps, Compiled, Cost, Kernel, KernelKey, Launch, LaunchPlan, MaskClass, PRounding, Plan, Work};
 pub use queue::{DeviceMemory, Executor, Queue, SerialExecutor, Workspace};
 pub use shape::{Dims, MAX_RANK, Shape, Strides};

@@ -43,6 +43,45 @@ pub enum TensorLayout {
     Bshd,
 }
 
+/// Keys that are one block to [`Compute::Int8`], from key 0 on: probabilities are rounded against the maximum of their block, so this is
+/// a part of the definition and no tile of a kernel.
+pub const INT8_BLOCK: usize = 128;
+
+/// What products are formed of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
+#[non_exhaustive]
+pub enum Compute {
+    /// The numbers that q, k and v hold or stand for.
+    #[default]
+    Exact,
+    /// An approximation: q is rounded to int8 row by row, the probabilities to 8 bits block by block, and both products are formed of
+    /// integers. k and v are int8 codes. `rapt_reference::int8` defines it.
+    Int8,
+    /// float8 in both products. No device has a kernel: a spec refuses it by name.
+    Fp8,
+}
+
+impl Compute {
+    /// Every one of them.
+    pub const ALL: [Compute; 3] = [Compute::Exact, Compute::Int8, Compute::Fp8];
+
+    /// The name that bindings use.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Compute::Exact => "exact",
+            Compute::Int8 => "int8",
+            Compute::Fp8 => "fp8",
+        }
+    }
+
+    /// The one of this name.
+    #[must_use]
+    pub fn from_name(name: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|compute| compute.name() == name)
+    }
+}
+
 /// A finite f64, so that a [`Spec`](crate::Spec) can be hashed and compared.
 #[derive(Clone, Copy, Debug)]
 pub struct Finite(f64);
@@ -96,6 +135,8 @@ pub struct Options {
     pub layout: TensorLayout,
     /// The dtype of `out`; `None` is that of `q`.
     pub out_dtype: Option<DType>,
+    /// What products are formed of.
+    pub compute: Compute,
 }
 
 impl Options {
@@ -128,5 +169,10 @@ impl Options {
     #[must_use]
     pub fn with_out_dtype(self, out_dtype: DType) -> Self {
         Options { out_dtype: Some(out_dtype), ..self }
+    }
+    /// With products formed of these.
+    #[must_use]
+    pub fn with_compute(self, compute: Compute) -> Self {
+        Options { compute, ..self }
     }
 }

@@ -129,6 +129,8 @@ pub enum Kernel {
     Decode,
     /// The one that serves the whole definition where no faster one does.
     Generic,
+    /// [`Compute::Int8`](crate::Compute::Int8): products of integers, queries along the lanes.
+    ForwardInt8,
     /// Nothing to attend: zeros and −inf.
     Empty,
 }
@@ -141,6 +143,7 @@ impl Kernel {
             Kernel::Forward => "forward",
             Kernel::Decode => "decode",
             Kernel::Generic => "generic",
+            Kernel::ForwardInt8 => "forward_int8",
             Kernel::Empty => "empty",
         }
     }
@@ -154,6 +157,9 @@ pub enum PRounding {
     Accumulation,
     /// To the storage dtype, for the product with v; what divides is the sum before rounding.
     Storage,
+    /// To 8 bits against the maximum of their block of [`INT8_BLOCK`](crate::INT8_BLOCK) keys, for the product with v; what divides is the
+    /// sum before rounding.
+    Block,
 }
 
 /// What identifies a kernel's code: a spec without its lengths.

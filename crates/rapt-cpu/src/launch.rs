@@ -3,6 +3,7 @@
 use rapt_core::{Arch, Cost, DType, Kernel, KernelKey, Launch, LaunchPlan, Spec, Work};
 
 use crate::arch::KernelVariant;
+use crate::kernels::decode;
 use crate::problem::Decisions;
 
 /// The [`LaunchPlan`] of this backend: made by [`select`](crate::select()), launched by [`run`](crate::run()).
@@ -84,6 +85,9 @@ impl LaunchPlan for CpuLaunch {
                 let rows = self.block_m();
                 format!("{rows} queries share each kv head: K and V are read once, head_dim along the lanes")
             }
+            Kernel::ForwardInt8 => {
+                "compute=\"int8\" was asked for: products of int8 codes, queries along the lanes".to_owned()
+            }
             _ => "many queries: they fill the lanes, K and V are broadcast".to_owned(),
         }
     }
@@ -91,6 +95,14 @@ impl LaunchPlan for CpuLaunch {
         let arch = key.arch;
         if key.kernel == Kernel::Empty {
             String::new()
+        } else if key.kernel == Kernel::ForwardInt8 {
+            if spec.group_size().saturating_mul(spec.q_len()) <= decode::MAX_ROWS {
+                "few queries leave most lanes empty: with compute=\"exact\" they are served by decode".to_owned()
+            } else if matches!(arch, Arch::Avx512Bf16 | Arch::Amx) || !cfg!(target_arch = "x86_64") {
+                String::new()
+            } else {
+                format!("{} has no dot instruction of bytes, or RAPT_ISA holds to these", arch.name())
+            }
         } else if let Some((tensor, ..)) = spec.quantized().next() {
             format!("products are formed in float32: the numbers of {tensor} are not rounded further")
         } else if arch == Arch::Avx512 && key.storage == DType::BF16 {

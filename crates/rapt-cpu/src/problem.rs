@@ -2,7 +2,9 @@
 
 use std::ptr::NonNull;
 
-use rapt_core::{BlockRange, Codes, CodesSpec, DType, Format, MaskClass, Operands, Qkv, Spec, TensorSpec, Tile};
+use rapt_core::{
+    BlockRange, Codes, CodesSpec, Compute, DType, Format, Granularity, MaskClass, Operands, Qkv, Spec, TensorSpec, Tile,
+};
 
 use crate::partition::Partition;
 use crate::scratch::Scratch;
@@ -243,6 +245,8 @@ pub(crate) struct Scores {
     /// Scores are brought to natural units before the maximum, because something is added to them there; otherwise the
     /// raw products are compared, and the scale goes into the exponential.
     pub(crate) natural: bool,
+    /// Of int8: whether each key has a factor of its own.
+    pub(crate) key_factors: bool,
 }
 
 impl Scores {
@@ -255,6 +259,8 @@ impl Scores {
             // A cap beyond the accumulation dtype caps none of its numbers.
             softcap: spec.softcap.map(rapt_core::Finite::get).filter(|&cap| cap <= most),
             natural: spec.softcap.is_some() || spec.alibi_slopes.is_some() || mask == MaskClass::Additive,
+            key_factors: spec.compute == Compute::Int8
+                && spec.codes.k.as_deref().is_some_and(|codes| codes.granularity == Granularity::Token),
         }
     }
 

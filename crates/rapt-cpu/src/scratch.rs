@@ -2,6 +2,7 @@
 //!
 //! ```text
 //! forward   q o row_max row_sum   tiles of queries along the lanes      p bias rows   one tile's      k_panel v_panel   packed
+//! int8      as forward, and besides numbers row_factors key_sums key_factors value_factors
 //! decode    q                     rows along head_dim                   p bias        one chunk's     k_panel           gathered
 //!           code_q factors points codes   where it multiplies codes
 //! ```
@@ -35,10 +36,27 @@ pub(crate) struct Scratch {
     pub(crate) factors: usize,
     pub(crate) points: usize,
     pub(crate) codes: usize,
+    pub(crate) int8: Int8Scratch,
     /// All of it.
     pub(crate) len: usize,
     pub(crate) head_dim_padded: usize,
     pub(crate) head_dim_v_padded: usize,
+}
+
+/// What int8 has besides what forward has: there q, K, V and the weights are quads of bytes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Int8Scratch {
+    /// Quads of a row of q.
+    pub(crate) q_len: usize,
+    /// `[head_dim_padded][queries]`: a tile of q before it is rounded.
+    pub(crate) numbers: usize,
+    /// `[tiles][queries]`: what makes scores of a row's products.
+    pub(crate) row_factors: usize,
+    /// `[block_n]` each: of a block's keys.
+    pub(crate) key_sums: usize,
+    pub(crate) key_factors: usize,
+    /// `[head_dim_v_padded]`.
+    pub(crate) value_factors: usize,
 }
 
 /// Sizes that forward's scratch memory follows from.
@@ -117,6 +135,36 @@ impl Scratch {
             rows: parts.next(queries * head_dim_padded.max(head_dim_v_padded)),
             k_panel: parts.next(if pack_k { block_n * k_dim } else { 0 }),
             v_panel: parts.next(if pack_v { block_n * v_dim } else { 0 }),
+            len: parts.len,
+            head_dim_padded,
+            head_dim_v_padded,
+            ..Scratch::default()
+        }
+    }
+
+    pub(crate) fn int8(sizes: &ForwardSizes) -> Scratch {
+        let ForwardSizes { head_dim, head_dim_v, tiles, queries, block_n, has_mask, .. } = *sizes;
+        let (head_dim_padded, head_dim_v_padded) = (head_dim.next_multiple_of(16), head_dim_v.next_multiple_of(16));
+        let q_len = head_dim.div_ceil(4);
+        let mut parts = Parts::default();
+        Scratch {
+            q: parts.next(tiles * q_len * queries),
+            o: parts.next(tiles * head_dim_v_padded * queries),
+            row_max: parts.next(tiles * queries),
+            row_sum: parts.next(tiles * queries),
+            p: parts.next(block_n * queries),
+            bias: parts.next(if has_mask { block_n * queries } else { 0 }),
+            rows: parts.next(queries * head_dim_padded.max(head_dim_v_padded)),
+            k_panel: parts.next(block_n * q_len),
+            v_panel: parts.next(block_n.div_ceil(4) * head_dim_v),
+            int8: Int8Scratch {
+                q_len,
+                numbers: parts.next(head_dim_padded * queries),
+                row_factors: parts.next(tiles * queries),
+                key_sums: parts.next(block_n),
+                key_factors: parts.next(block_n),
+                value_factors: parts.next(head_dim_v_padded),
+            },
             len: parts.len,
             head_dim_padded,
             head_dim_v_padded,

@@ -44,11 +44,12 @@ fn every_instruction_set_conforms() {
     }
     let available = rapt_cpu::available();
     let mut engines: Vec<_> = available.iter().map(|&arch| engine(arch, &SerialExecutor)).collect();
-    let report = conformance(&mut engines, &Config { problems: 1500, quantized: 500, ..Config::default() })
+    let report = conformance(&mut engines, &Config { problems: 1500, quantized: 500, int8: 1000, ..Config::default() })
         .unwrap_or_else(|failure| panic!("{}: {failure}", available[failure.engine].name()));
     println!("{available:?}: {report:?}");
     assert!(report.count("random") >= 1500 * available.len());
     assert_eq!((report.count("quantized"), report.count("unsupported")), (500 * available.len(), 0));
+    assert_eq!(report.count("int8"), 1000 * available.len());
 }
 
 #[test]

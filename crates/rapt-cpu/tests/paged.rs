@@ -192,7 +192,11 @@ fn attend(arch: Arch, tensors: Tensors<'_>, options: &Options, kv_len: usize) ->
 /// A case of one sequence.
 fn case(seed: u64) -> Case {
     const DTYPES: [DType; 4] = [DType::F32, DType::BF16, DType::F16, DType::F64];
-    let draw = if seed.is_multiple_of(3) { Case::random } else { Case::random_quantized };
+    let draw = match seed % 6 {
+        0 | 3 => Case::random,
+        1 => Case::random_int8,
+        _ => Case::random_quantized,
+    };
     let mut case = draw(seed, &DTYPES, 400_000);
     case.q[0] = 1;
     case.rank = 4;

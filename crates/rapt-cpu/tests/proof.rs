@@ -23,13 +23,13 @@ fn engine(arch: Arch) -> Box<Engine<'static>> {
 fn a_hundred_thousand_problems_between_pages() {
     let start = Instant::now();
     let engines = || rapt_cpu::available().iter().map(|&arch| engine(arch)).collect();
-    let all = proof(&engines, &Proof { quantized: 500, ..Proof::default() })
+    let all = proof(&engines, &Proof { quantized: 500, int8: 500, ..Proof::default() })
         .unwrap_or_else(|failure| panic!("{}: {failure}", rapt_cpu::available()[failure.engine].name()));
     assert_eq!(all.count("unsupported"), 0);
     let names: Vec<&str> = rapt_cpu::available().iter().map(|arch| arch.name()).collect();
     // Past the capture of the test harness: the count is part of what a run says.
     let seconds = start.elapsed().as_secs();
     let _ = writeln!(std::io::stderr(), "proof on {}: {all}; {seconds} s", names.join(" and "));
-    assert!(all.count("problems") >= LEAST && all.count("quantized") > 0, "{all}");
+    assert!(all.count("problems") >= LEAST && all.count("quantized") > 0 && all.count("int8") > 0, "{all}");
     assert_eq!(all.count("guard page"), all.count("problems"));
 }

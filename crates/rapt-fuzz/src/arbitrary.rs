@@ -4,7 +4,7 @@
 //! is plain attention. Deliberately absent: memory; see `operands`.
 
 use arbitrary::{Result, Unstructured};
-use rapt::{COMPUTED, Causal, DType, Options, Shape, Strides, TensorLayout, Window};
+use rapt::{COMPUTED, Causal, Compute, DType, Options, Shape, Strides, TensorLayout, Window};
 
 /// One tensor without memory.
 #[derive(Clone, Copy, Debug)]
@@ -188,6 +188,7 @@ impl Request {
             },
             layout,
             out_dtype,
+            compute: if once_in(u, 8)? { *u.choose(&Compute::ALL)? } else { Compute::Exact },
         };
         Ok(Request { q, k, v, mask, sinks, alibi_slopes, out, lse, options })
     }

@@ -160,6 +160,7 @@ impl Call {
             k_codes: null(),
             v_codes: null(),
             tolerance: null(),
+            compute: asked.compute as i32,
         };
         Call { arena, arrays, tensors, options, quantized: None, bent: [Bent::No; 6] }
     }
@@ -171,7 +172,7 @@ impl Call {
         }
         let at = usize::from(u.int_in_range(0..=7u8)?);
         let code: i32 = u.arbitrary()?;
-        match u.int_in_range(0..=11u8)? {
+        match u.int_in_range(0..=12u8)? {
             0 => self.bent[at % 6] = Bent::Null,
             1 => self.bent[at % 6] = Bent::Unaligned,
             2 => self.options.size = code as usize,
@@ -179,6 +180,7 @@ impl Call {
             4 => self.options.causal = code,
             5 => self.options.layout = code,
             6 => self.options.out_dtype = code,
+            12 => self.options.compute = code,
             kind => {
                 let Some(tensor) = &mut self.tensors[at] else { return Ok(()) };
                 match kind {

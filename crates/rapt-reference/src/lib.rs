@@ -30,11 +30,13 @@
 #![forbid(unsafe_code)]
 
 mod descale;
+mod int8;
 mod naive;
 mod online;
 mod quantization;
 
 pub use descale::Descale;
+pub use int8::{Int8Inputs, Int8Outputs, int8};
 pub use naive::naive;
 pub use online::online;
 pub use quantization::{HeadErrors, RowError, quantization_error};

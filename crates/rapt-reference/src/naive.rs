@@ -51,7 +51,7 @@ pub(crate) fn scores_of(row: &Row<'_>) -> (Vec<(usize, Score)>, f64, f64) {
 }
 
 /// Whether the position rule lets query `i` see key `j`, read literally.
-fn seen(problem: &Problem, i: usize, j: usize) -> bool {
+pub(crate) fn seen(problem: &Problem, i: usize, j: usize) -> bool {
     let (i, j, d) = (i as i128, j as i128, problem.diagonal());
     let causal = match problem.causal {
         None => true,

@@ -4,7 +4,7 @@
 //! bits of a row are its own.
 
 use rapt_core::{
-    Arch, Cost, DType, Error, Kernel, KernelKey, Launch, LaunchPlan, MaskClass, PRounding, Plan, Result, Spec,
+    Arch, Compute, Cost, DType, Error, Kernel, KernelKey, Launch, LaunchPlan, MaskClass, PRounding, Plan, Result, Spec,
     TensorSpec, Work,
 };
 
@@ -32,6 +32,7 @@ fn refuse_what_is_not_served(spec: &Spec) -> Result<()> {
         return Err(Error::unsupported("float64 on this device", "WGSL has no 64-bit floats", instead));
     }
     let others = [
+        (spec.compute != Compute::Exact, "products of int8 (compute)"),
         (spec.is_quantized(), "q, k or v that are codes"),
         (spec.pages.is_some(), "keys in pages"),
         (spec.lengths.is_some(), "sequences with lengths of their own"),

@@ -3,7 +3,7 @@
 //! Sizes lean towards tails (one less and one more than every tile), masks come in every broadcast pattern, and data
 //! come in shapes that break online softmax. Deliberately absent: memory; see [`TensorBuf`](crate::TensorBuf).
 
-use rapt_core::{COMPUTED, Causal, DType, Options, Qkv, TensorLayout, Window};
+use rapt_core::{COMPUTED, Causal, Compute, DType, Options, Qkv, TensorLayout, Window};
 
 use crate::memory::Guard;
 use crate::quantized::{CodesCase, ScaleValues, random_codes};
@@ -105,6 +105,8 @@ pub struct Case {
     pub guard: Guard,
     /// Of those of q, k and v that are codes: how. Then `dtype` is that of the others.
     pub codes: Qkv<Option<CodesCase>>,
+    /// What products are formed of.
+    pub compute: Compute,
 }
 
 /// Lengths at which kernels break.
@@ -154,6 +156,7 @@ impl Case {
             places: Places::default(),
             guard: Guard::Heap { shift: 0 },
             codes: Qkv::default(),
+            compute: Compute::Exact,
         }
     }
 
@@ -232,6 +235,7 @@ impl Case {
                 _ => Guard::Heap { shift: rng.below(64) },
             },
             codes: Qkv::default(),
+            compute: Compute::Exact,
         }
     }
 
@@ -252,6 +256,31 @@ impl Case {
         let dtype = if all { DType::F32 } else { self.dtype };
         let out_dtype = self.out_dtype.or(codes.q.map(|_| dtype));
         Case { codes, dtype, out_dtype, ..self }
+    }
+
+    /// The random case of this seed with products of int8; of `dtypes` but float64.
+    #[must_use]
+    pub fn random_int8(seed: u64, dtypes: &[DType], max_work: usize) -> Self {
+        let dtypes: Vec<DType> = dtypes.iter().copied().filter(|dtype| *dtype != DType::F64).collect();
+        Case::random(seed, &dtypes, max_work).with_int8()
+    }
+
+    /// This case with products of int8, by codes of k and v that its seed draws. float64 becomes float32.
+    #[must_use]
+    pub fn with_int8(self) -> Self {
+        let mut rng = Rng::new(self.seed ^ 0x18);
+        let codes = Qkv { q: None, k: Some(CodesCase::int8_keys(&mut rng)), v: Some(CodesCase::int8_values(&mut rng)) };
+        let narrow = |dtype: DType| if dtype == DType::F64 { DType::F32 } else { dtype };
+        let mask = self.mask.map(|mask| MaskCase { dtype: narrow(mask.dtype), ..mask });
+        let case = Case {
+            dtype: narrow(self.dtype),
+            out_dtype: self.out_dtype.map(narrow),
+            mask,
+            sinks: self.sinks.map(narrow),
+            alibi_slopes: self.alibi_slopes.map(narrow),
+            ..self
+        };
+        Case { compute: Compute::Int8, ..case.with_codes(codes) }
     }
 
     /// The sizes of q, k and v as they are stored.
@@ -278,6 +307,7 @@ impl Case {
             window: self.window,
             layout: self.layout,
             out_dtype: self.out_dtype,
+            compute: self.compute,
         }
     }
 

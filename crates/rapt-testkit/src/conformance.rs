@@ -32,13 +32,23 @@ pub struct Config {
     pub dtypes: Vec<DType>,
     /// As many random problems with codes for some of q, k and v.
     pub quantized: usize,
+    /// As many with products of int8; with `fixed`, the exploits too.
+    pub int8: usize,
     /// Whether the zoo and the exploits are run as well.
     pub fixed: bool,
 }
 
 impl Default for Config {
     fn default() -> Self {
-        Config { seed: 0x7a97, problems: 400, max_work: 400_000, dtypes: COMPUTED.to_vec(), quantized: 0, fixed: true }
+        Config {
+            seed: 0x7a97,
+            problems: 400,
+            max_work: 400_000,
+            dtypes: COMPUTED.to_vec(),
+            quantized: 0,
+            int8: 0,
+            fixed: true,
+        }
     }
 }
 
@@ -139,6 +149,10 @@ pub fn conformance(engines: &mut [Box<Engine<'_>>], config: &Config) -> Result<T
     if config.fixed {
         for &dtype in &config.dtypes {
             exploits(dtype).into_iter().try_for_each(|case| judge(engines, "exploits", &case, &mut tally))?;
+            if config.int8 > 0 && dtype != DType::F64 {
+                let cases = exploits(dtype).into_iter().map(Case::with_int8);
+                cases.into_iter().try_for_each(|case| judge(engines, "int8 exploits", &case, &mut tally))?;
+            }
             known_answer(engines, dtype)?;
             strides(engines, dtype, &mut tally)?;
         }
@@ -151,6 +165,10 @@ pub fn conformance(engines: &mut [Box<Engine<'_>>], config: &Config) -> Result<T
     for _ in 0..config.quantized {
         let case = Case::random_quantized(seeds.bits(), &config.dtypes, config.max_work);
         judge(engines, "quantized", &case, &mut tally)?;
+    }
+    for _ in 0..config.int8 {
+        let case = Case::random_int8(seeds.bits(), &config.dtypes, config.max_work);
+        judge(engines, "int8", &case, &mut tally)?;
     }
     Ok(tally)
 }

@@ -1,7 +1,7 @@
 //! Reading what a view names, whatever its dtype and strides, and asking the reference about it.
 
-use rapt_core::{Codes, DType, Spec, TensorLayout, Tensors, View, ViewMut};
-use rapt_reference::{Inputs, Mask, Outputs, Problem, naive};
+use rapt_core::{Codes, CodesSpec, DType, Granularity, Spec, TensorLayout, Tensors, View, ViewMut};
+use rapt_reference::{Descale, Inputs, Int8Inputs, Int8Outputs, Mask, Outputs, Problem, int8, naive};
 
 use crate::buffer::element_offsets;
 use crate::quantized::numbers;
@@ -174,6 +174,38 @@ impl Gathered {
 pub fn reference(spec: &Spec, tensors: &Tensors<'_>) -> Outputs {
     let gathered = Gathered::new(spec, tensors);
     naive(&gathered.problem, &gathered.inputs())
+}
+
+/// What the definition of `compute="int8"` says of these tensors, whose k and v are int8 codes.
+///
+/// # Panics
+/// If the tensors are not those of `spec`.
+#[must_use]
+pub fn int8_reference(spec: &Spec, tensors: &Tensors<'_>) -> Int8Outputs {
+    let gathered = Gathered::new(spec, tensors);
+    // Codes as they lie are bytes.
+    let codes =
+        |view, layout| canonical(view, layout).iter().map(|&byte| f64::from((byte as u8).cast_signed())).collect();
+    let (k, v): (Vec<f64>, Vec<f64>) = (codes(&tensors.k, spec.layout), codes(&tensors.v, spec.layout));
+    let factors = |codes: &Option<Box<Codes<'_>>>, of: &Option<Box<CodesSpec>>| {
+        let (codes, of) = (codes.as_deref().expect("codes"), of.as_deref().expect("codes"));
+        let [b, h, s, d] = of.descale.shape;
+        let (groups, shape) = match of.granularity {
+            Granularity::Tensor => ([1; 4], vec![]),
+            Granularity::Head => ([b, h, 1, 1], vec![b, h]),
+            Granularity::Token => ([b, h, s, 1], vec![b, h, s]),
+            _ => ([b, h, 1, d], vec![b, h, 1, d]),
+        };
+        (read(&codes.descale, groups, of.descale.strides), shape)
+    };
+    let [(k_factor, k_shape), (v_factor, v_shape)] =
+        [factors(&tensors.codes.k, &spec.codes.k), factors(&tensors.codes.v, &spec.codes.v)];
+    let inputs = Int8Inputs {
+        inputs: Inputs { k: &k, v: &v, ..gathered.inputs() },
+        k: Descale { factor: &k_factor, zero_point: None, shape: &k_shape },
+        v: Descale { factor: &v_factor, zero_point: None, shape: &v_shape },
+    };
+    int8(&gathered.problem, &inputs)
 }
 
 /// Writes `outputs` into `out` and `lse`, rounded to their dtypes: what an engine made of the reference does.

@@ -32,7 +32,7 @@ pub use buffer::{Damage, TensorBuf};
 pub use case::{Case, Data, MaskCase, Placements, Places, Values};
 pub use conformance::{Config, Failure, Tally, conformance, replay};
 pub use figures::{Figures, figures};
-pub use gather::{Gathered, gather, reference, scatter, store};
+pub use gather::{Gathered, gather, int8_reference, reference, scatter, store};
 pub use memory::{Guard, Memory, PATTERN};
 pub use proof::{Proof, proof};
 pub use quantized::{CodesCase, ScaleValues, random_codes};
@@ -42,6 +42,6 @@ pub use run::Engine;
 pub use scalar::{decode, encode, lowest, round};
 #[cfg(unix)]
 pub use sparse::Sparse;
-pub use tolerance::{Class, Entry, Mismatch, check, check_lse, check_within, entry, floor};
+pub use tolerance::{Class, Entry, Mismatch, check, check_between, check_lse, check_within, entry, floor};
 pub use torch_emulation::emulations;
 pub use zoo::{Placement, output_zoo, zoo};

@@ -4,7 +4,7 @@
 //! pairs    every zoo placement of one tensor with every one of another; q, k, v, mask, sinks and slopes, out, lse
 //! tails    kv_len, q_len, head_dim and head_dim_v from 0 (1) to 130 × masks × causal × window
 //! small    every q_len and kv_len up to 4, head_dim up to 3 × causal × every window with ends up to 2
-//! random   cases of a seed, until the count is reached; so many with codes for some of q, k and v besides
+//! random   cases of a seed, until the count is reached; so many with codes for some of q, k and v besides, and so many of int8
 //! ```
 //!
 //! Each problem runs flush against the page before its buffers, then flush against the page after them, then under other
@@ -34,6 +34,8 @@ pub struct Proof {
     pub random: usize,
     /// As many more with codes for some of q, k and v.
     pub quantized: usize,
+    /// As many more with products of int8, and tails of it.
+    pub int8: usize,
     /// The greatest random problem, in multiplications.
     pub max_work: usize,
     /// Threads among which the problems are dealt.
@@ -43,7 +45,15 @@ pub struct Proof {
 impl Default for Proof {
     fn default() -> Self {
         let workers = std::thread::available_parallelism().map_or(1, usize::from);
-        Proof { dtypes: COMPUTED.to_vec(), seed: 0x9007, random: 2_500, quantized: 0, max_work: 12_000, workers }
+        Proof {
+            dtypes: COMPUTED.to_vec(),
+            seed: 0x9007,
+            random: 2_500,
+            quantized: 0,
+            int8: 0,
+            max_work: 12_000,
+            workers,
+        }
     }
 }
 
@@ -97,7 +107,15 @@ fn cases(proof: &Proof) -> impl Iterator<Item = (&'static str, Case)> + '_ {
     let quantized = (0..proof.quantized * proof.dtypes.len()).map(move |n| {
         ("quantized", Case { guard: page(n), ..Case::random_quantized(seeds.bits(), &proof.dtypes, proof.max_work) })
     });
-    fixed.chain(random).chain(quantized)
+    let mut seeds = Rng::new(proof.seed ^ 2);
+    let int8 = (0..proof.int8 * proof.dtypes.len()).map(move |n| {
+        ("int8", Case { guard: page(n), ..Case::random_int8(seeds.bits(), &proof.dtypes, proof.max_work) })
+    });
+    // Every fourth: each meets q of another dtype.
+    let tails_of_int8 = COMPUTED.iter().enumerate().filter(|_| proof.int8 > 0).flat_map(|(at, &dtype)| {
+        tails(dtype).skip(at).step_by(4 * COMPUTED.len() - 1).map(|case| ("int8", case.with_int8()))
+    });
+    fixed.chain(random).chain(quantized).chain(int8).chain(tails_of_int8)
 }
 
 const CAUSAL: [Option<Causal>; 3] = [None, Some(Causal::TopLeft), Some(Causal::BottomRight)];

@@ -50,6 +50,24 @@ impl CodesCase {
         CodesCase { format, granularity: format.own_block_size().map_or(drawn, Granularity::Block), places }
     }
 
+    /// k as int8 codes that products of int8 are formed of.
+    #[must_use]
+    pub fn int8_keys(rng: &mut Rng) -> Self {
+        CodesCase::int8(rng, &[Granularity::Tensor, Granularity::Head, Granularity::Token, Granularity::Token])
+    }
+
+    /// v likewise.
+    #[must_use]
+    pub fn int8_values(rng: &mut Rng) -> Self {
+        CodesCase::int8(rng, &[Granularity::Tensor, Granularity::Head, Granularity::Channel, Granularity::Channel])
+    }
+
+    fn int8(rng: &mut Rng, granularities: &[Granularity]) -> Self {
+        let granularity = rng.pick(granularities);
+        let mut at = || if rng.once_in(2) { 0 } else { rng.below(1 << 16) };
+        CodesCase { format: Format::Int8, granularity, places: [at(), at()] }
+    }
+
     /// The sizes of the tensor of codes for numbers of `shape`.
     #[must_use]
     pub fn stored(&self, [b, h, s, d]: [usize; 4]) -> [usize; 4] {

@@ -2,17 +2,17 @@
 //!
 //! Deliberately absent: which cases; see [`conformance`](crate::conformance()).
 
-use rapt_core::{DType, Error, Qkv, Spec, TensorLayout, Tensors};
-use rapt_reference::{Outputs, naive};
+use rapt_core::{Compute, DType, Error, Qkv, Spec, TensorLayout, Tensors};
+use rapt_reference::{Int8Outputs, Outputs, naive};
 
 use crate::buffer::TensorBuf;
 use crate::case::{Case, Placements, Values};
 use crate::figures::{Figures, figures};
-use crate::gather::Gathered;
+use crate::gather::{Gathered, int8_reference};
 use crate::quantized::{CodesCase, ScaleBuffers, ScaleValues};
 use crate::rng::Rng;
 use crate::rounding::LogitRounding;
-use crate::tolerance::{Class, check_lse, check_within, entry};
+use crate::tolerance::{Class, check_between, check_lse, check_within, entry};
 use crate::torch_emulation::emulations;
 use crate::zoo::Placement;
 
@@ -219,14 +219,38 @@ pub(crate) fn run(
     // The inputs are what they were before the run: that was checked above.
     let expected = expected.get_or_insert_with(|| {
         let tensors = buffers.tensors(case);
-        Expected::new(case, tensors.out.dtype(), &Gathered::new(&spec, &tensors))
+        match case.compute {
+            Compute::Int8 => Expected::Int8(int8_reference(&spec, &tensors), tensors.out.dtype()),
+            _ => Expected::Exact(Exact::new(case, tensors.out.dtype(), &Gathered::new(&spec, &tensors))),
+        }
     });
     expected.judge(buffers)?;
     Ok(Ran::Bits(bits))
 }
 
 /// What out and lse are held against: of one case, whoever computes it and wherever its tensors lie.
-pub(crate) struct Expected {
+pub(crate) enum Expected {
+    /// The definition.
+    Exact(Exact),
+    /// That of int8, and the dtype of out.
+    Int8(Int8Outputs, DType),
+}
+
+impl Expected {
+    fn judge(&self, buffers: &Buffers) -> Result<(), String> {
+        match self {
+            Expected::Exact(exact) => exact.judge(buffers),
+            Expected::Int8(Int8Outputs { outputs, out_error, lse_error }, dtype) => {
+                check_between("out", &buffers.out.values(), &outputs.out, out_error, *dtype)?;
+                let lse = |lse: &TensorBuf| check_between("lse", &lse.values(), &outputs.lse, lse_error, DType::F32);
+                buffers.lse.as_ref().map_or(Ok(()), lse)
+            }
+        }
+    }
+}
+
+/// The definition, with what is tolerated.
+pub(crate) struct Exact {
     reference: Outputs,
     rounding: LogitRounding,
     /// Torch's error: what the table says, or what its roundings make on these inputs if that is more.
@@ -236,7 +260,7 @@ pub(crate) struct Expected {
     judged: DType,
 }
 
-impl Expected {
+impl Exact {
     fn new(case: &Case, out_dtype: DType, gathered: &Gathered) -> Self {
         let reference = naive(&gathered.problem, &gathered.inputs());
         let storage = case.dtype;
@@ -248,12 +272,12 @@ impl Expected {
             torch.worst_row = torch.worst_row.max(worst_row);
         }
         let rounding = LogitRounding::of(gathered, &reference, storage);
-        Expected { reference, rounding, torch, head_dim_v: case.head_dim_v, storage, judged }
+        Exact { reference, rounding, torch, head_dim_v: case.head_dim_v, storage, judged }
     }
 
     /// Judges out and lse by the tolerance rule.
     fn judge(&self, buffers: &Buffers) -> Result<(), String> {
-        let Expected { reference, rounding, torch, head_dim_v, storage, judged } = self;
+        let Exact { reference, rounding, torch, head_dim_v, storage, judged } = self;
         check_within(&buffers.out.values(), &reference.out, *head_dim_v, *judged, torch, Some(rounding))
             .map_err(|mismatch| format!("out: {mismatch}"))?;
         buffers.lse.as_ref().map_or(Ok(()), |lse| {

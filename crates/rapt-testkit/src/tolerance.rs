@@ -259,6 +259,25 @@ pub fn check_within(
     Ok(())
 }
 
+/// Judges each number by an error of its own: it lies between what `reference` less and more than that rounds to in `dtype`.
+///
+/// # Errors
+/// The first that does not, in words.
+pub fn check_between(what: &str, got: &[f64], reference: &[f64], errors: &[f64], dtype: DType) -> Result<(), String> {
+    if got.len() != reference.len() {
+        return Err(format!("{what} has {} numbers, the reference {}", got.len(), reference.len()));
+    }
+    for (n, ((&got, &reference), &error)) in got.iter().zip(reference).zip(errors).enumerate() {
+        let (low, high) = (round(dtype, reference - error), round(dtype, reference + error));
+        if !(low <= got && got <= high || got.is_nan() && reference.is_nan()) {
+            return Err(format!(
+                "{what}[{n}] is {got:e}, the reference {reference:e}, which float32 may be {error:e} from"
+            ));
+        }
+    }
+    Ok(())
+}
+
 /// Judges lse. `dtype` is the storage dtype. Without `rounding` the first of the two limits counts alone.
 ///
 /// # Errors

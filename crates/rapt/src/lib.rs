@@ -61,12 +61,13 @@ pub use ragged::{
     CacheCodes, CacheView, KvCache, KvCacheForm, KvCacheQueries, KvCacheTensors, SequenceId, VarlenTensors,
 };
 pub use rapt_core::{
-    Alignment, Arch, BlockRange, COMPUTED, Caps, Causal, Certificate, Codes, CodesForm, CodesSpec, Compiled, Cost,
-    Coverage, DType, Device, DeviceMemory, Dims, Direction, Disjoint, Element, Error, ErrorKind, Executor, Explanation,
-    Extent, Finite, Format, Granularity, InBounds, Injective, Kernel, KernelKey, Kv, Launch, LaunchPlan, Lines,
-    MAX_RANK, MaskClass, Number, Numerics, Operands, Options, PRounding, PagesSpec, Plan, Qkv, QuantizedFact, Queue,
-    Result, ScaleLayout, SerialExecutor, Shape, Spec, SpecBuilder, Strides, TensorForm, TensorLayout, TensorSpec,
-    Tensors, Tile, UnknownDtypeCode, View, ViewMut, Window, Work, Workspace, prove_disjoint, prove_injective,
+    Alignment, Arch, BlockRange, COMPUTED, Caps, Causal, Certificate, Codes, CodesForm, CodesSpec, Compiled, Compute,
+    Cost, Coverage, DType, Device, DeviceMemory, Dims, Direction, Disjoint, Element, Error, ErrorKind, Executor,
+    Explanation, Extent, Finite, Format, Granularity, INT8_BLOCK, InBounds, Injective, Kernel, KernelKey, Kv, Launch,
+    LaunchPlan, Lines, MAX_RANK, MaskClass, Number, Numerics, Operands, Options, PRounding, PagesSpec, Plan, Qkv,
+    QuantizedFact, Queue, Result, ScaleLayout, SerialExecutor, Shape, Spec, SpecBuilder, Strides, TensorForm,
+    TensorLayout, TensorSpec, Tensors, Tile, UnknownDtypeCode, View, ViewMut, Window, Work, Workspace, prove_disjoint,
+    prove_injective,
 };
 pub use rapt_cpu::{
     CpuLaunch, KernelVariant as CpuKernelVariant, Step as CpuStep, available as available_isas, ceiling, select,

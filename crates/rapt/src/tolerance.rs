@@ -13,8 +13,8 @@
 use std::fmt;
 
 use rapt_core::{
-    Codes, DType, Device, Error, Executor, MatrixErrors, Operands, Options, Plan, Qkv, Result, Spec, TensorLayout,
-    Tensors, View, ViewMut,
+    Codes, Compute, DType, Device, Error, Executor, MatrixErrors, Operands, Options, Plan, Qkv, Result, Spec,
+    TensorLayout, Tensors, View, ViewMut,
 };
 use rapt_cpu::HeadDeviation;
 use rapt_quant::Measured;
@@ -183,6 +183,10 @@ fn check(tensors: &Tensors<'_>, options: &Options, spec: &Spec, tolerance: &Tole
     Tolerance::serves(spec.device)?;
     if tensors.codes.q.is_some() {
         return unsupported("tolerance with a quantized q", "errors are measured of k and v", "q as numbers");
+    }
+    if spec.compute != Compute::Exact {
+        let why = "what is judged is how far codes are from the originals where nothing else is rounded";
+        return unsupported("tolerance with compute=\"int8\"", why, "compute=\"exact\", or tolerance=None");
     }
     if options.layout == TensorLayout::Bshd {
         let why = "errors are measured of matrices [len, head_dim]";

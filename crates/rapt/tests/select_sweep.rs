@@ -10,8 +10,8 @@ use std::path::PathBuf;
 
 use rapt::quant::{Form, Scheme};
 use rapt::{
-    Arch, Caps, Causal, CodesForm, DType, Device, Error, Extent, Format, Granularity, Kernel, MaskClass, Options, Plan,
-    Qkv, ScaleLayout, Shape, Spec, Strides, TensorLayout, View, Window, select,
+    Arch, Caps, Causal, CodesForm, Compute, DType, Device, Error, Extent, Format, Granularity, Kernel, MaskClass,
+    Options, Plan, Qkv, ScaleLayout, Shape, Spec, Strides, TensorLayout, View, Window, select,
 };
 
 const ARCHES: [Arch; 5] = [Arch::Scalar, Arch::Avx2, Arch::Avx512, Arch::Avx512Bf16, Arch::Amx];
@@ -180,6 +180,7 @@ fn grid() -> Vec<Request> {
         }
     }
     all.extend(quantized());
+    all.extend(int8());
     all
 }
 
@@ -213,13 +214,34 @@ fn quantized() -> impl Iterator<Item = Request> {
     })
 }
 
+/// Products of int8, with each granularity that they are served with.
+fn int8() -> impl Iterator<Item = Request> {
+    use Granularity::{Channel, Head, Tensor, Token};
+    let sizes = [(1, 4096, 64), (8, 64, 40), (77, 0, 128), (300, 700, 257), (4096, 131_072, 128), (90, 90, 4096)];
+    let granularities = [(Token, Channel), (Head, Head), (Tensor, Channel)];
+    sizes.into_iter().enumerate().flat_map(move |(n, (q_len, kv_len, head_dim))| {
+        granularities.into_iter().map(move |(k, v)| Request {
+            group: 1 + n % 3,
+            walk: [Walk::RowMajor, Walk::Turned, Walk::Negative][n % 3],
+            mask: (n % 2 == 1).then_some([DType::Bool, DType::F32][n / 2 % 2]),
+            codes: Qkv { q: None, k: scheme(Format::Int8, Some(k)), v: scheme(Format::Int8, Some(v)) },
+            options: Options { compute: Compute::Int8, ..Options::default() },
+            ..Request::plain([DType::F32, DType::F16, DType::BF16][n % 3], [2, 3, q_len, kv_len, head_dim])
+        })
+    })
+}
+
 /// What must hold of every plan.
 fn check(request: &Request, plan: &Plan, arch: Arch, threads: usize) {
     let size = request.dtype.accumulation().size_bytes();
     assert_eq!(plan.cost().bytes_copied, 0, "{request:?}");
     let is_quantized = request.codes != Qkv::default();
+    let is_int8 = request.options.compute == Compute::Int8;
+    assert_eq!(plan.explain().rows().iter().any(|(row, text)| *row == "compute" && text.contains("int8")), is_int8);
+    assert!(!is_int8 || matches!(plan.key().kernel, Kernel::ForwardInt8 | Kernel::Empty), "{request:?}");
     // Numbers of codes are float32: no kernel rounds them to pairs of bf16.
-    let arch = if is_quantized && matches!(arch, Arch::Avx512Bf16 | Arch::Amx) { Arch::Avx512 } else { arch };
+    let arch =
+        if is_quantized && !is_int8 && matches!(arch, Arch::Avx512Bf16 | Arch::Amx) { Arch::Avx512 } else { arch };
     let is_codes_alone = request.codes.named().iter().all(|(_, codes)| codes.is_some());
     let storage = if is_codes_alone { DType::F32 } else { request.dtype };
     assert_eq!((plan.key().arch, plan.key().storage), (arch, storage));
@@ -282,7 +304,7 @@ fn select_is_total_deterministic_and_bounded() {
             }
         }
     }
-    assert_eq!(kernels.into_iter().collect::<Vec<_>>(), ["decode", "empty", "forward"]);
+    assert_eq!(kernels.into_iter().collect::<Vec<_>>(), ["decode", "empty", "forward", "forward_int8"]);
 }
 
 #[test]
@@ -405,6 +427,11 @@ fn explain_says_word_for_word() {
         let scheme = scheme(format, granularity);
         Qkv { q: None, k: scheme, v: scheme }
     };
+    let for_int8 = Qkv {
+        q: None,
+        k: scheme(Format::Int8, Some(Granularity::Token)),
+        v: scheme(Format::Int8, Some(Granularity::Channel)),
+    };
     let all_codes = Qkv {
         q: scheme(Format::E4m3fn, Some(Granularity::Head)),
         k: scheme(Format::Uint8, Some(Granularity::Channel)),
@@ -423,6 +450,11 @@ fn explain_says_word_for_word() {
             Request { group: 4, codes: kv(Format::Int8, Some(Granularity::Token)), ..token },
         ),
         ("prefill_nvfp4", Arch::Avx512, Request { codes: kv(Format::Nvfp4, None), ..prefill }),
+        (
+            "prefill_int8",
+            Arch::Avx512Bf16,
+            Request { codes: for_int8, options: causal.with_compute(Compute::Int8), ..pairs },
+        ),
         ("codes_alone", Arch::Avx2, Request { codes: all_codes, options: as_half, ..padded }),
     ];
     for (name, arch, request) in typical {

@@ -117,6 +117,12 @@ fn codes(table: &mut Table) {
         let says = format!("layout = {layout}");
         table.add(&says, RAPT_ERROR_OPTION, &says, move |call| call.options.layout = layout);
     }
+    for compute in [-1, 3, i32::MAX] {
+        let says = format!("compute = {compute}");
+        table.add(&says, RAPT_ERROR_OPTION, &says, move |call| call.options.compute = compute);
+    }
+    table.add("fp8", RAPT_ERROR_UNSUPPORTED, "compute=\"fp8\" on cpu", |call| call.options.compute = 2);
+    table.add("int8 of numbers", RAPT_ERROR_UNSUPPORTED, "with k that is no codes", |call| call.options.compute = 1);
     for (dtype, says) in [(99, "out_dtype has a dtype that is not known"), (12, "out has dtype bool"), (8, "out has")] {
         let name = format!("out_dtype {dtype}");
         table.add(&name, RAPT_ERROR_UNSUPPORTED_DTYPE, says, move |call| call.options.out_dtype = dtype);
@@ -129,8 +135,12 @@ fn options(table: &mut Table) {
     const FIRST: usize = std::mem::offset_of!(rapt_options, q_codes);
     /// Before heads on codes could be judged.
     const SECOND: usize = std::mem::offset_of!(rapt_options, tolerance);
-    for size in [0, 1, FIRST - 8, FIRST + 8, SECOND - 8, SECOND + 1, SIZE - 1, SIZE + 1, SIZE + 8, usize::MAX] {
-        let says = format!("options.size = {size}; allowed: {FIRST} or {SECOND} or {SIZE}");
+    /// Before products could be of anything but numbers.
+    const THIRD: usize = std::mem::offset_of!(rapt_options, compute);
+    for size in
+        [0, 1, FIRST - 8, FIRST + 8, SECOND - 8, SECOND + 1, THIRD + 4, SIZE - 1, SIZE + 1, SIZE + 8, usize::MAX]
+    {
+        let says = format!("options.size = {size}; allowed: {FIRST} or {SECOND} or {THIRD} or {SIZE}");
         table.add(&says, RAPT_ERROR_OPTION, &says, move |call| call.options.size = size);
     }
     table.add("given: a bit that is none", RAPT_ERROR_OPTION, "given = 0x15", |call| call.options.given |= 16);

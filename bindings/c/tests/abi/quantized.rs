@@ -8,7 +8,9 @@ use std::ptr::{null, null_mut};
 use engine::quant::{Quantized, Scheme, quantize};
 use engine::{Format, Granularity, ScaleLayout, View};
 use rapt_c::rapt_error::{self, *};
-use rapt_c::{rapt_codes, rapt_device, rapt_dtype, rapt_explain, rapt_options, rapt_string_free, rapt_tensor};
+use rapt_c::{
+    rapt_codes, rapt_compute, rapt_device, rapt_dtype, rapt_explain, rapt_options, rapt_string_free, rapt_tensor,
+};
 use rapt_reference::{Inputs, Problem, naive};
 
 use crate::support::{BEFORE, Call, DIM, HEADS, K, KV_LEN, OUT, Owned, Q, Q_LEN, V, last_error, tensor};
@@ -400,4 +402,37 @@ fn explain_says_what_the_codes_are() {
         says
     };
     assert!(says.contains("mxfp4 codes, a scale for each block of 32"), "{says}");
+}
+
+#[test]
+fn products_of_int8_are_used_when_they_are_asked_for() {
+    let engine = Owned::new(1);
+    let mut call = plain(&engine, 6);
+    let k = Side::of(&call, K, Format::Int8, Some(Granularity::Token));
+    let v = Side::of(&call, V, Format::Int8, Some(Granularity::Channel));
+    k.stand_in(&mut call, K);
+    assert_eq!(call.run(), RAPT_OK, "{}", last_error());
+    call.options.compute = rapt_compute::RAPT_COMPUTE_INT8 as i32;
+    assert_eq!(call.run(), RAPT_ERROR_UNSUPPORTED, "v has numbers");
+    assert!(last_error().contains("quantize v to int8 by tensor, head or channel"), "{}", last_error());
+    v.stand_in(&mut call, V);
+    call.options.compute = rapt_compute::RAPT_COMPUTE_EXACT as i32;
+    assert_eq!(call.run(), RAPT_OK, "{}", last_error());
+    let exact = call.outputs()[0].to_vec();
+    // Seen before but for this.
+    call.options.compute = rapt_compute::RAPT_COMPUTE_INT8 as i32;
+    assert_eq!(call.run(), RAPT_OK, "{}", last_error());
+    let approximate = call.outputs()[0].to_vec();
+    let off = exact.iter().zip(&approximate).map(|(a, b)| (a - b).powi(2)).sum::<f32>().sqrt();
+    let size = exact.iter().map(|x| x.powi(2)).sum::<f32>().sqrt();
+    assert!(off > 0.0 && off < 0.03 * size, "{off} of {size}");
+    // Of a header that has no such field.
+    call.options.size = offset_of!(rapt_options, compute);
+    assert_eq!((call.run(), call.outputs()[0]), (RAPT_OK, &exact[..]), "{}", last_error());
+    call.options.size = size_of::<rapt_options>();
+    for (code, answer) in [(2, RAPT_ERROR_UNSUPPORTED), (3, RAPT_ERROR_OPTION), (-1, RAPT_ERROR_OPTION)] {
+        call.options.compute = code;
+        assert_eq!(call.run(), answer, "{code}: {}", last_error());
+        assert!(last_error().contains("compute"), "{}", last_error());
+    }
 }

@@ -129,6 +129,7 @@ impl Call {
             k_codes: std::ptr::null(),
             v_codes: std::ptr::null(),
             tolerance: std::ptr::null(),
+            compute: 0,
         };
         let mut call = Box::new(Call {
             engine: engine.0,

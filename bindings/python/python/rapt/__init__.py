@@ -126,6 +126,7 @@ def attention(
     q_zero_point=None,
     k_zero_point=None,
     v_zero_point=None,
+    compute="exact",
     # end
     out=None,
     out_dtype=None,
@@ -144,6 +145,8 @@ def attention(
     q_descale, k_descale, v_descale: float32, the factors of q, k or v as codes (int8, uint8, float8_e4m3fn, float8_e5m2); their
     shape says which elements share one: [], [batch, heads], [batch, heads, len], [batch, heads, 1, head_dim] or [batch, heads,
     len, n]. q_zero_point, …: uint8 of the same shape, with uint8 codes. A `Quantized` stands in place of q, k or v without them.
+    compute: "exact", or "int8", an approximation on CPUs: q is rounded to int8 row by row, the probabilities to 8 bits; k is int8 codes by
+    tensor, head or token, v by tensor, head or channel. Counted by `rapt.quant.stats()`.
     If q is codes, out_dtype is given. return_lse: also the log of the sum of exponentials, [batch, num_q_heads, q_len].
     tolerance: with a `Quantized` k or v that carries `errors`: the relative L2 by which a head may differ from that on the originals. Heads
     beyond it are computed on those; without them a NumberError names the head. `explain` and `rapt.quant.stats()` say what comes of it.
@@ -171,6 +174,7 @@ def attention(
             q_zero_point=q_zero_point,
             k_zero_point=k_zero_point,
             v_zero_point=v_zero_point,
+            compute=compute,
             # end
             out=out,
             out_dtype=out_dtype,
@@ -197,6 +201,7 @@ def attention(
         q_zero_point,
         k_zero_point,
         v_zero_point,
+        compute,
         # end
         out,
         out_dtype,

@@ -43,6 +43,7 @@ from rapt.quant import quantize as quantize
 
 Causal: TypeAlias = Literal["top_left", "bottom_right"] | bool | None
 Layout: TypeAlias = Literal["bhsd", "bshd"]
+Compute: TypeAlias = Literal["exact", "int8", "fp8"]
 Window: TypeAlias = tuple[int | None, int | None] | None
 
 class _Read(TypedDict, total=False):
@@ -61,6 +62,7 @@ class _Read(TypedDict, total=False):
     q_zero_point: Any
     k_zero_point: Any
     v_zero_point: Any
+    compute: Compute
     # end
 
 class _Options(_Read, total=False):
@@ -89,6 +91,7 @@ def attention(
     q_zero_point: Any = None,
     k_zero_point: Any = None,
     v_zero_point: Any = None,
+    compute: Compute = "exact",
     # end
     out: Any = None,
     out_dtype: Any = None,

@@ -184,10 +184,10 @@ def dequantize(quantized, dtype=None):
 
 
 def stats():
-    """What calls of `rapt.attention` with a tolerance came to in this process.
+    """What calls of `rapt.attention` with a tolerance came to in this process, and how many had `compute="int8"`.
 
     calls: served. refused: without originals, beyond the tolerance. quantized, fell_back: query heads. worst_estimate, worst_bound: of heads
-    that stood on the codes, in relative L2.
+    that stood on the codes, in relative L2. int8_calls: served with products of int8, an approximation.
     """
     return _native.tolerance_stats()
 

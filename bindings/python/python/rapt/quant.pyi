@@ -80,7 +80,7 @@ def dequantize(quantized: Quantized, dtype: Any = None) -> Any:
     """The numbers of a `Quantized`, float32 unless `dtype` says otherwise."""
 
 class Stats(TypedDict):
-    """What calls with a tolerance came to."""
+    """What calls with a tolerance came to, and how many had products of int8."""
 
     calls: int
     refused: int
@@ -88,9 +88,10 @@ class Stats(TypedDict):
     fell_back: int
     worst_estimate: float
     worst_bound: float
+    int8_calls: int
 
 def stats() -> Stats:
-    """What calls of `rapt.attention` with a tolerance came to in this process."""
+    """What calls of `rapt.attention` with a tolerance came to in this process, and how many had `compute="int8"`."""
 
 def reset_stats() -> None:
     """Count from 0 again."""

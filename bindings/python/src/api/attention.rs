@@ -264,6 +264,7 @@ pub(crate) fn attend<'py>(py: Python<'py>, home: &Home, request: &Request<'_, 'p
                 done.map(|_| None)?
             }
         };
+        tolerance::count_compute(options.compute);
         context.hold(py, enqueued, request.named().map(|(_, tensor)| tensor), inputs.exports().chain(out._hold))?;
         let out = match (out_product.take(), request.out) {
             (Some(product), _) => product.finish(py)?,
@@ -363,6 +364,7 @@ pub(crate) fn fill(
         let tensors = views.tensors(out.view_mut()?, lse.as_mut().map(Operand::view_mut).transpose()?);
         let context = StreamContext::of(kind, request.q)?;
         let enqueued = home.plan(py, kind, &spec)?.run(py, tensors, &context)?;
+        tolerance::count_compute(options.compute);
         let exports = inputs.exports().chain(out._hold).chain(lse.and_then(|lse| lse._hold));
         context.hold(py, enqueued, request.named().map(|(_, tensor)| tensor).chain(lse_given), exports)
     })

@@ -2,7 +2,7 @@
 
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyFloat, PyInt, PyList, PyString, PyTuple};
-use rapt::{Causal, DType, TensorLayout, Window};
+use rapt::{Causal, Compute, DType, TensorLayout, Window};
 
 use crate::errors::Failure;
 use crate::tensors::{numpy, torch};
@@ -89,6 +89,22 @@ pub(crate) fn layout(option: &'static str, given: Any<'_, '_>) -> Result<TensorL
         repr(given),
         "'bhsd' ([batch, heads, len, head_dim]), 'bshd' ([batch, len, heads, head_dim])",
     ))
+}
+
+/// `"exact" | "int8" | "fp8"`; what is not served of them is rapt-core's to refuse.
+pub(crate) fn compute(option: &'static str, given: Any<'_, '_>) -> Result<Compute, Failure> {
+    let Some(given) = given else { return Ok(Compute::Exact) };
+    let named = match given.cast::<PyString>() {
+        Ok(text) => Compute::from_name(&text.to_cow()?),
+        Err(_) => None,
+    };
+    named.ok_or_else(|| {
+        Failure::option(
+            option,
+            repr(given),
+            "'exact', 'int8' (an approximation, on int8 codes of k and v), 'fp8' (not served)",
+        )
+    })
 }
 
 /// A dtype of torch, of numpy, or a name.

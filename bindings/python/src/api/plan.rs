@@ -160,8 +160,14 @@ impl PyPlan {
         match self.plan.key().p_rounding {
             PRounding::Accumulation => "accumulation",
             PRounding::Storage => "storage",
+            PRounding::Block => "block",
             _ => "unknown",
         }
+    }
+    /// `"exact"` or `"int8"`: what products are formed of.
+    #[getter]
+    fn compute(&self) -> &'static str {
+        self.plan.spec().compute.name()
     }
     /// Whether K and V are read where they lie.
     #[getter]
@@ -221,6 +227,7 @@ impl PyPlan {
         dict.set_item("threads", self.threads())?;
         dict.set_item("causal_alignment", self.causal_alignment())?;
         dict.set_item("p_rounding", self.p_rounding())?;
+        dict.set_item("compute", self.compute())?;
         dict.set_item("kv_in_place", self.kv_in_place())?;
         dict.set_item("codes", self.codes(py)?)?;
         dict.set_item("certificate", self.certificate(py)?)?;

@@ -91,6 +91,7 @@ impl Common<'_, '_> {
             window: options::window("window", self.window)?,
             layout: TensorLayout::Bshd,
             out_dtype: options::dtype("out_dtype", self.out_dtype)?,
+            ..Options::default()
         };
         Ok((options, self.return_lse.map_or(Ok(false), |given| options::flag("return_lse", given))?))
     }

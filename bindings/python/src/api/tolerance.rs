@@ -4,7 +4,7 @@ use std::sync::{Mutex, PoisonError};
 
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
-use rapt::{Backing, Device, Error, Judgement, Qkv, Tolerance};
+use rapt::{Backing, Compute, Device, Error, Judgement, Qkv, Tolerance};
 
 use crate::api::codes::Opened;
 use crate::api::measured::PyErrors;
@@ -98,9 +98,10 @@ pub(crate) fn as_dict<'py>(py: Python<'py>, judgement: &Judgement) -> PyResult<B
     Ok(all)
 }
 
-/// What calls with a tolerance came to in this process.
+/// What calls with a tolerance came to in this process, and how many formed products of int8.
 #[derive(Clone, Copy, Default)]
 struct Counted {
+    int8_calls: u64,
     calls: u64,
     refused: u64,
     quantized: u64,
@@ -109,8 +110,22 @@ struct Counted {
     worst_bound: f64,
 }
 
-static COUNTED: Mutex<Counted> =
-    Mutex::new(Counted { calls: 0, refused: 0, quantized: 0, fell_back: 0, worst_estimate: 0.0, worst_bound: 0.0 });
+static COUNTED: Mutex<Counted> = Mutex::new(Counted {
+    int8_calls: 0,
+    calls: 0,
+    refused: 0,
+    quantized: 0,
+    fell_back: 0,
+    worst_estimate: 0.0,
+    worst_bound: 0.0,
+});
+
+/// Counts a call that was served, if its products were of int8.
+pub(crate) fn count_compute(compute: Compute) {
+    if compute == Compute::Int8 {
+        COUNTED.lock().unwrap_or_else(PoisonError::into_inner).int8_calls += 1;
+    }
+}
 
 /// Counts what was served: the worst are those of heads that stood on the codes.
 pub(crate) fn count(done: &rapt::Result<Judgement>) {
@@ -141,6 +156,7 @@ pub(crate) fn tolerance_stats(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
     all.set_item("fell_back", counted.fell_back)?;
     all.set_item("worst_estimate", counted.worst_estimate)?;
     all.set_item("worst_bound", counted.worst_bound)?;
+    all.set_item("int8_calls", counted.int8_calls)?;
     Ok(all)
 }
 

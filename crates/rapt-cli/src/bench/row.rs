@@ -6,7 +6,8 @@ use std::time::{Duration, Instant};
 use rapt::quant::{QuantError, Quantized, Result, Scheme, quantize};
 use rapt::reference::{Inputs, Mask, Problem, naive};
 use rapt::{
-    Causal, Codes, DType, Element, Engine, Kernel, Operands, Options, Plan, Qkv, Shape, Spec, Tensor, Tensors, View,
+    Causal, Codes, Compute, DType, Element, Engine, Kernel, Operands, Options, Plan, Qkv, Shape, Spec, Tensor, Tensors,
+    View,
 };
 
 use super::ceilings::{Ceilings, Meter};
@@ -149,6 +150,9 @@ impl Row {
                 name += &format!(" {tensor} {} by {}", scheme.format(), scheme.granularity());
             }
         }
+        if self.options.compute != Compute::Exact {
+            name += &format!(" computed in {}", self.options.compute.name());
+        }
         if self.is_bshd { name + " bshd" } else { name }
     }
 
@@ -277,7 +281,7 @@ impl Row {
         let one = self.memory(narrow, 1)?;
         let plan = self.plan(engine, &one)?;
         let error = self.smaller().error(engine, narrow, widen)?;
-        let limit = limit(self.dtype);
+        let limit = self.limit();
         let mut timing = Timing { plan, error, limit, seconds: Vec::new(), calls: 0, ceilings: Ceilings::default() };
         if !timing.is_right() {
             return Ok(timing);
@@ -316,6 +320,17 @@ impl Row {
         Ok(timing)
     }
 
+    /// What rounding may do: two roundings of the result's precision, and of sums of this size; of int8, what it rounds besides.
+    fn limit(&self) -> f64 {
+        match self.dtype {
+            _ if self.options.compute == Compute::Int8 => 3e-2,
+            DType::F64 => 1e-13,
+            DType::F32 => 3e-6,
+            DType::F16 => 1e-3,
+            _ => 8e-3,
+        }
+    }
+
     /// How many copies of k and v of so many bytes a row goes through: a token that is decoded finds its cache in memory, not in the
     /// processor's.
     fn copies(&self, bytes: usize, meter: &Meter, kernel: Kernel) -> usize {
@@ -323,16 +338,6 @@ impl Row {
             return 1;
         }
         meter.bytes().div_ceil(bytes).clamp(1, (COPIES_BYTES / bytes).clamp(1, 1024))
-    }
-}
-
-/// What rounding may do: two roundings of the result's precision, and of sums of this size.
-fn limit(dtype: DType) -> f64 {
-    match dtype {
-        DType::F64 => 1e-13,
-        DType::F32 => 3e-6,
-        DType::F16 => 1e-3,
-        _ => 8e-3,
     }
 }
 
@@ -361,6 +366,12 @@ mod tests {
             (MaskName::Additive, options.with_window(Some(40), None).with_softcap(2.0), true, Qkv::default()),
             (MaskName::None, options, true, Qkv { q: None, k: int8, v: scheme(Format::Nvfp4, None) }),
             (MaskName::Bool, out_of_codes, false, Qkv { q: int8, k: int8, v: None }),
+            (
+                MaskName::Bool,
+                options.with_compute(Compute::Int8),
+                true,
+                Qkv { q: None, k: int8, v: scheme(Format::Int8, Some(Granularity::Tensor)) },
+            ),
         ] {
             let is_plain = codes == Qkv::default();
             let options = options.with_layout(if is_bshd { TensorLayout::Bshd } else { TensorLayout::Bhsd });
@@ -383,7 +394,7 @@ mod tests {
                 _ => row.smaller().error::<f32>(&engine, |x| x as f32, f64::from).unwrap(),
             };
             for row in [row, Row { q_len: 1, ..row }] {
-                assert!(error(&row) < limit(row.dtype), "{}: {:e}", row.name(), error(&row));
+                assert!(error(&row) < row.limit(), "{}: {:e}", row.name(), error(&row));
             }
         }
     }

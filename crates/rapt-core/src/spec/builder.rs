@@ -1,5 +1,6 @@
 //! From the forms of a caller's tensors and its options to a [`Spec`].
 
+use super::compute;
 use super::pages::{Pages, codes_of_keys, keys, lengths_spec, offsets_spec, pages_spec};
 use super::quantized::{CodesForm, CodesSpec, Qkv, numbers_of, part_names};
 use super::validate::{as_given, broadcast_mask, canonical, check_sizes, floats_within, is_float_within, per_head};
@@ -125,6 +126,8 @@ impl SpecBuilder {
         let ([q, k, v], of_keys) = self.inputs()?;
         let codes = self.codes_specs([&q, &k, &v], of_keys)?;
         let [batch, num_q_heads, q_len, head_dim] = q.shape;
+        let device = self.device()?;
+        compute::check(self.options.compute, device, head_dim, codes.as_deref())?;
         let of_pages =
             |(table, kv_len): &(TensorForm, usize)| pages_spec([batch, *kv_len], of_keys, table).map(Box::new);
         let pages = self.pages.as_ref().map(of_pages).transpose()?;
@@ -145,7 +148,6 @@ impl SpecBuilder {
         let softmax_scale = self.options.softmax_scale.unwrap_or(1.0 / (head_dim as f64).sqrt());
         let softmax_scale = Finite::new("scale", softmax_scale)?;
         let softcap = self.softcap()?;
-        let device = self.device()?;
         let out = self.out_spec([batch, num_q_heads, q_len, v.shape[3]], numerics)?;
         let lse = self.lse_spec([batch, num_q_heads, q_len], numerics)?;
         Ok(Spec {
@@ -174,6 +176,7 @@ impl SpecBuilder {
             causal: self.options.causal,
             window: self.options.window,
             layout: self.options.layout,
+            compute: self.options.compute,
         })
     }
 

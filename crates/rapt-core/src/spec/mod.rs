@@ -6,11 +6,14 @@
 //! permuted. What is codes has the sizes of its numbers. Deliberately absent: pointers (but for their alignment), devices' capabilities, and any choice of a kernel.
 
 mod builder;
+mod compute;
 mod pages;
 mod quantized;
 mod validate;
 
-use crate::{Alignment, BlockRange, Causal, DType, Device, Finite, Options, Shape, TensorForm, TensorLayout, Window};
+use crate::{
+    Alignment, BlockRange, Causal, Compute, DType, Device, Finite, Options, Shape, TensorForm, TensorLayout, Window,
+};
 
 pub use builder::SpecBuilder;
 pub(crate) use pages::{codes_of_keys, keys, lengths_spec, offsets_spec, page_table};
@@ -169,6 +172,8 @@ pub struct Spec {
     pub window: Window,
     /// The order of dimensions in which `q`, `k`, `v`, `out` and `lse` were given.
     pub layout: TensorLayout,
+    /// What products are formed of.
+    pub compute: Compute,
 }
 
 impl Spec {

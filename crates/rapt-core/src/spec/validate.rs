@@ -1,5 +1,6 @@
 //! What a spec's tensors must be, and how they come to canonical order.
 
+use super::compute;
 use super::{Kv, MaskSpec, Numerics, Spec, TensorSpec};
 use crate::{COMPUTED, DType, Error, Result, Shape, TensorForm, TensorLayout};
 
@@ -197,6 +198,7 @@ impl Spec {
                     && self.lengths.is_none()
                     && self.codes.is_empty()
             });
-        codes && dtypes && groups && sizes && lse && mask && vectors && pages && lengths && varlen
+        let compute = compute::check(self.compute, self.device, head_dim, self.codes.as_deref()).is_ok();
+        codes && compute && dtypes && groups && sizes && lse && mask && vectors && pages && lengths && varlen
     }
 }

@@ -87,6 +87,7 @@ mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
 pub(crate) mod gemm;
+mod int8;
 #[cfg(target_arch = "aarch64")]
 mod neon;
 mod scalar;
@@ -123,6 +124,8 @@ fn hidden<E>(mut ptr: *const E) -> *const E {
 pub enum Step {
     /// A run of rows against all their keys.
     Forward,
+    /// The same with products of int8.
+    ForwardInt8,
     /// A chunk of keys for all rows of a task.
     Decode,
     /// The chunks of one task to its rows of the output.
@@ -143,6 +146,7 @@ fn entry_of<F: Simd<Elem = f32>, D: Simd<Elem = f64>>(step: Step, storage: DType
     fn of<S: Simd, T: Storage<S>>(step: Step) -> Entry {
         match step {
             Step::Forward => forward::item::<S, T, Single>,
+            Step::ForwardInt8 => unreachable!("`entry` asks `int8` for it"),
             Step::Decode => decode::item::<S, T>,
             Step::Combine => combine::combine::<S, T>,
         }
@@ -236,6 +240,9 @@ impl KernelVariant {
 }
 
 fn entry(arch: Arch, step: Step, storage: DType) -> Option<Entry> {
+    if step == Step::ForwardInt8 {
+        return int8::entry(arch, storage);
+    }
     match arch {
         Arch::Scalar => entry_of::<scalar::Scalar<f32>, scalar::Scalar<f64>>(step, storage),
         #[cfg(target_arch = "x86_64")]
@@ -361,7 +368,8 @@ pub(crate) fn detected() -> Vec<Arch> {
             && is_x86_feature_detected!("avx512vl");
         if avx2 && avx512 {
             found.push(Arch::Avx512);
-            if is_x86_feature_detected!("avx512bf16") {
+            // Every processor with the dot of bf16 has that of bytes, which int8 relies on.
+            if is_x86_feature_detected!("avx512bf16") && is_x86_feature_detected!("avx512vnni") {
                 // On the Xeon (family 6 model 207, 2026-11) the dot instruction does 32 flop per cycle and core, f32's FMA
                 // 64: it comes after. On AMD's it comes first by published figures, 2 to 1; docs/lab/cpu.md has none of these
                 // kernels there.

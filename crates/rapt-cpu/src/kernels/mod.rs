@@ -12,6 +12,7 @@ pub(crate) mod decode;
 pub(crate) mod fma_rounds;
 pub(crate) mod forward;
 pub(crate) mod gemm;
+pub(crate) mod int8;
 pub(crate) mod mask;
 pub(crate) mod math;
 pub(crate) mod matmul;

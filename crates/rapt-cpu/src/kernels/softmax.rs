@@ -36,6 +36,12 @@ impl<S: Simd> Modifier<S> {
         }
     }
 
+    /// As this one, with a factor of its own for each lane.
+    #[inline(always)]
+    pub(crate) fn scaled(self, scale: S::V) -> Self {
+        Modifier { scale, ..self }
+    }
+
     /// A raw product in the units in which it is compared; `distance` is `(slope, |i + d − j|)`.
     #[inline(always)]
     pub(crate) unsafe fn apply(&self, x: S::V, distance: Option<(S::V, S::V)>) -> S::V {

@@ -17,6 +17,7 @@ fn rates(arch: Arch, kernel: Kernel, storage: DType) -> Rates {
     let (flops, exponentials) = match arch {
         Arch::Avx512Bf16 if kernel == Kernel::Forward && arch::is_paired(arch, storage) => (128.0, 3.4),
         Arch::Amx if kernel == Kernel::Forward && arch::is_tiled(arch, storage) => (1024.0, 3.4),
+        Arch::Avx512Bf16 | Arch::Amx if kernel == Kernel::ForwardInt8 => (256.0, 3.4),
         Arch::Avx512 | Arch::Avx512Bf16 | Arch::Amx => (64.0, 3.4),
         Arch::Avx2 => (32.0, 1.7),
         Arch::Neon => (16.0, 0.9),
@@ -42,6 +43,7 @@ pub(super) fn bytes_packed(
     } else {
         let dtype = match key.p_rounding {
             PRounding::Storage => spec.numerics.storage,
+            PRounding::Block => DType::I8,
             _ => spec.numerics.accumulation,
         };
         partition.block_n * (k + v) * dtype.size_bytes()

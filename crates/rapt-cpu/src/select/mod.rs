@@ -1,7 +1,7 @@
 //! From a spec to a plan: pure, total, without a device.
 //!
-//! The rules, in order: nothing to attend → `empty`; few rows per kv head → `decode`; anything else → `forward`. Every
-//! option of the definition is served by each. How large pieces are, `tiles` says; how the work is cut, `partition`; what it costs,
+//! The rules, in order: nothing to attend → `empty`; int8 asked for → `forward_int8`; few rows per kv head → `decode`; anything else →
+//! `forward`. Every option of the definition is served by each. How large pieces are, `tiles` says; how the work is cut, `partition`; what it costs,
 //! `cost`. What depends on threads is only how rows are dealt out; the cut of the keys (`block_n`) follows the instruction set, the
 //! dtype and head_dim, so the bits of a row do not depend on the machine's load or on its neighbours.
 
@@ -10,8 +10,8 @@ mod partition;
 pub mod tiles;
 
 use rapt_core::{
-    Arch, Caps, CodesSpec, DType, Device, Error, Granularity, Kernel, KernelKey, MaskClass, PRounding, Plan, Qkv,
-    Result, Spec, TensorSpec,
+    Arch, Caps, CodesSpec, Compute, DType, Device, Error, Granularity, Kernel, KernelKey, MaskClass, PRounding, Plan,
+    Qkv, Result, Spec, TensorSpec,
 };
 
 use crate::arch::{self, KernelVariant, Step};
@@ -47,7 +47,7 @@ pub(crate) fn select_tiled(spec: &Spec, caps: &Caps, tiles: &Tiles) -> Result<Pl
     let key = key(spec, arch);
     let (read_as, readings) = readings(spec, &key);
     let variant = |step| KernelVariant { arch, step, storage: read_as };
-    if !variant(Step::Forward).is_built() {
+    if !variant(if spec.compute == Compute::Int8 { Step::ForwardInt8 } else { Step::Forward }).is_built() {
         return Err(Error::unsupported(
             format!("{read_as} on {}", arch.name()),
             "this build has no such kernel",
@@ -65,8 +65,13 @@ pub(crate) fn select_tiled(spec: &Spec, caps: &Caps, tiles: &Tiles) -> Result<Pl
     let scratch_bytes = (scratch.len * key.accumulation.size_bytes()).next_multiple_of(64);
     let partials_bytes = partition::partials_bytes(spec, &key, &partition);
     let is_decode = key.kernel == Kernel::Decode;
+    let main = match key.kernel {
+        Kernel::Decode => Step::Decode,
+        Kernel::ForwardInt8 => Step::ForwardInt8,
+        _ => Step::Forward,
+    };
     let steps = Steps {
-        main: variant(if is_decode { Step::Decode } else { Step::Forward }),
+        main: variant(main),
         combine: (is_decode && partition.chunks > 1).then_some(variant(Step::Combine)),
         block_m: if is_decode { partition.rows } else { arch::tile_shape(arch, read_as).queries },
         num_splits: if is_decode { partition.chunks } else { 1 },
@@ -81,9 +86,11 @@ pub(crate) fn select_tiled(spec: &Spec, caps: &Caps, tiles: &Tiles) -> Result<Pl
     Ok(Plan::new(spec.clone(), key, CpuLaunch { steps: Some(steps), threads, workspace_bytes, cost }))
 }
 
-/// The instruction set of a request's kernels: numbers of codes are not rounded to bf16, of which pairs are formed.
+/// The instruction set of a request's kernels: numbers of codes are not rounded to bf16, of which pairs are formed. int8 does without
+/// numbers, and wherever bf16 has a dot instruction, bytes have one too.
 fn arch_for(spec: &Spec, caps: &Caps) -> Arch {
-    if spec.is_quantized() && matches!(caps.arch, Arch::Avx512Bf16 | Arch::Amx) { Arch::Avx512 } else { caps.arch }
+    let makes_numbers = spec.is_quantized() && spec.compute != Compute::Int8;
+    if makes_numbers && matches!(caps.arch, Arch::Avx512Bf16 | Arch::Amx) { Arch::Avx512 } else { caps.arch }
 }
 
 /// The dtype in which a kernel reads rows, and how it reads those of q, k and v that are not of it.
@@ -127,6 +134,8 @@ fn key(spec: &Spec, arch: Arch) -> KernelKey {
     let storage = spec.numerics.storage;
     let kernel = if spec.kv_len() == 0 || spec.out.shape.contains(&0) {
         Kernel::Empty
+    } else if spec.compute == Compute::Int8 {
+        Kernel::ForwardInt8
     } else if spec.group_size().saturating_mul(spec.q_len()) <= decode::MAX_ROWS {
         Kernel::Decode
     } else {
@@ -139,6 +148,7 @@ fn key(spec: &Spec, arch: Arch) -> KernelKey {
         accumulation: spec.numerics.accumulation,
         p_rounding: match kernel {
             Kernel::Forward if arch::is_paired(arch, storage) => PRounding::Storage,
+            Kernel::ForwardInt8 => PRounding::Block,
             _ => PRounding::Accumulation,
         },
         mask: match spec.mask {

@@ -1,6 +1,6 @@
 //! How a request is cut: a function of the spec, the instruction set, the number of threads and the tiles.
 
-use rapt_core::{CodesSpec, Kernel, KernelKey, Qkv, Spec};
+use rapt_core::{CodesSpec, DType, INT8_BLOCK, Kernel, KernelKey, Qkv, Spec};
 
 use super::tiles::Tiles;
 use crate::arch;
@@ -34,10 +34,10 @@ pub(super) fn partition(
     threads: usize,
     tiles: &Tiles,
 ) -> Partition {
-    if key.kernel == Kernel::Decode {
-        decode_partition(spec, readings, tiles)
-    } else {
-        forward_partition(spec, key, readings, threads, tiles)
+    match key.kernel {
+        Kernel::Decode => decode_partition(spec, readings, tiles),
+        Kernel::ForwardInt8 => int8_partition(spec, key, threads),
+        _ => forward_partition(spec, key, readings, threads, tiles),
     }
 }
 
@@ -145,6 +145,37 @@ fn forward_partition(
     }
 }
 
+/// Rows of an item of int8, where there are items enough for all threads.
+const INT8_ROWS: usize = 256;
+
+/// As forward's, in blocks of the definition's own; K and V are packed.
+fn int8_partition(spec: &Spec, key: &KernelKey, threads: usize) -> Partition {
+    let queries = arch::tile_shape(key.arch, DType::F32).queries;
+    let heads = if spec.q_len() < 2 * queries { spec.group_size() } else { 1 };
+    let tasks = spec.batch() * (spec.num_q_heads() / heads);
+    let rows = heads * spec.q_len();
+    let tile_bytes = queries * (spec.head_dim().div_ceil(4) + spec.head_dim_v()) * key.accumulation.size_bytes();
+    let mut count = (INT8_ROWS / queries).clamp(1, (TILES_BYTES / tile_bytes).max(1));
+    while count > 2 && tasks * rows.div_ceil(count * queries) < threads.saturating_mul(4) {
+        count /= 2;
+    }
+    let chunk_rows = (count * queries).min(rows.next_multiple_of(queries));
+    Partition {
+        tasks,
+        heads,
+        rows,
+        chunk_rows,
+        chunks: rows.div_ceil(chunk_rows),
+        order: if spec.causal.is_some() { Order::LastRows } else { Order::Tasks },
+        block_n: INT8_BLOCK,
+        narrow: true,
+        pv_keys: 0,
+        ahead_bytes: 0,
+        k_in_place: false,
+        v_in_place: false,
+    }
+}
+
 /// The scratch memory of one thread.
 pub(super) fn scratch(spec: &Spec, key: &KernelKey, readings: &Qkv<Option<Reading>>, partition: &Partition) -> Scratch {
     let (head_dim, head_dim_v, block_n) = (spec.head_dim(), spec.head_dim_v(), partition.block_n);
@@ -153,8 +184,9 @@ pub(super) fn scratch(spec: &Spec, key: &KernelKey, readings: &Qkv<Option<Readin
         let (rows, multiplies_codes) = (partition.rows, multiplies_codes(readings));
         return Scratch::decode(&DecodeSizes { head_dim, head_dim_v, rows, block_n, panel_keys, multiplies_codes });
     }
-    let queries = arch::tile_shape(key.arch, key.storage).queries;
-    Scratch::forward(&ForwardSizes {
+    let is_int8 = key.kernel == Kernel::ForwardInt8;
+    let queries = arch::tile_shape(key.arch, if is_int8 { DType::F32 } else { key.storage }).queries;
+    let sizes = ForwardSizes {
         head_dim,
         head_dim_v,
         tiles: partition.chunk_rows.div_ceil(queries),
@@ -164,7 +196,8 @@ pub(super) fn scratch(spec: &Spec, key: &KernelKey, readings: &Qkv<Option<Readin
         pack_k: !partition.k_in_place,
         pack_v: !partition.v_in_place,
         tiled: arch::is_tiled(key.arch, key.storage),
-    })
+    };
+    if is_int8 { Scratch::int8(&sizes) } else { Scratch::forward(&sizes) }
 }
 
 /// Bytes of partial results of the decode kernel.

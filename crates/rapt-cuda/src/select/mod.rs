@@ -14,7 +14,7 @@ mod wide;
 
 use std::ops::Range;
 
-use rapt_core::{Arch, DType, Device, Error, Kernel, KernelKey, PRounding, Plan, Result, Spec};
+use rapt_core::{Arch, Compute, DType, Device, Error, Kernel, KernelKey, PRounding, Plan, Result, Spec};
 
 use crate::access::{is_in_pairs, moves_by};
 use crate::append;
@@ -227,6 +227,18 @@ fn key(spec: &Spec, arch: Arch, kernel: Kernel) -> KernelKey {
     }
 }
 
+/// Products of int8 have no kernel here.
+fn refuse_int8(spec: &Spec) -> Result<()> {
+    if spec.compute == Compute::Exact {
+        return Ok(());
+    }
+    Err(Error::unsupported(
+        format!("compute=\"{}\" on {}", spec.compute.name(), spec.device),
+        "no kernel for NVIDIA GPUs forms products of int8",
+        "leave compute at \"exact\": the codes of k and v stay as they are; or compute in host memory",
+    ))
+}
+
 /// What a run launches for `spec` on a device with `caps`.
 ///
 /// # Errors
@@ -236,6 +248,7 @@ pub(crate) fn launch_plan(spec: &Spec, caps: &Caps) -> Result<CudaLaunch> {
         let why = "this backend serves the memory of NVIDIA GPUs".into();
         return Err(Error::DeviceUnavailable { device: spec.device, why });
     }
+    refuse_int8(spec)?;
     let launches = if spec.out.shape.contains(&0) { None } else { Some(launches(spec, caps)?) };
     let kernel = launches.as_ref().map_or(Kernel::Empty, |launches| launches.main.step.variant.algorithm.kernel());
     Ok(CudaLaunch::new(spec, launches, cost::cost(spec, caps, kernel), caps.multiprocessors))
@@ -250,7 +263,8 @@ pub(crate) fn plan_of(spec: &Spec, caps: &Caps, launch_plan: CudaLaunch) -> Plan
 /// [`Backend::plan`](crate::Backend::plan), which loads its kernels.
 ///
 /// # Errors
-/// [`Error::DeviceUnavailable`] for anything but CUDA memory; [`Error::Unsupported`] for lengths beyond 2^29.
+/// [`Error::DeviceUnavailable`] for anything but CUDA memory; [`Error::Unsupported`] for lengths beyond 2^29, and for any
+/// [`Compute`] but the exact one.
 pub fn select(spec: &Spec, caps: &Caps) -> Result<Plan> {
     Ok(plan_of(spec, caps, launch_plan(spec, caps)?))
 }
@@ -261,6 +275,7 @@ pub fn select(spec: &Spec, caps: &Caps) -> Result<Plan> {
 /// # Errors
 /// As [`select`].
 pub fn variants(spec: &Spec, caps: &Caps) -> Result<Vec<KernelVariant>> {
+    refuse_int8(spec)?;
     let Launches { main, short, partition, append, varlen, .. } = launches(spec, caps)?;
     let main = main.step.variant;
     let combine = (partition.num_splits > 1).then(|| main.combine());
