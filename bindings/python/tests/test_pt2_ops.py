@@ -259,7 +259,7 @@ def test_repeats_that_make_another_size_are_refused():
     x, repeats = torch.arange(3.0), torch.tensor([2, 0, 1])
     model = rapt.load(exported(lambda x, n: x.repeat_interleave(n, 0, output_size=3), x, repeats))
     assert torch.equal(model(x, repeats), torch.tensor([0.0, 0.0, 2.0]))
-    for bad in ([2, 0, 2], [4, -2, 1]):
+    for bad in ([2, 0, 2], [4, -2, 1], [2**62, 2**62, 2**63 - 1]):
         with pytest.raises(rapt.RaptError, match="3 slices that the program says"):
             model(x, torch.tensor(bad))
 

@@ -204,7 +204,8 @@ impl Index {
                 };
                 let number = input.map_or(Ok(i64::try_from(repeats.len()).unwrap_or(0)), slices_of)?;
                 let times = |k: i64| repeats[count(k).min(repeats.len() - 1)];
-                if (0..number).any(|k| times(k) < 0) || (0..number).map(times).sum::<i64>() != size {
+                let more = |sum: i64, n: i64| if n < 0 { None } else { sum.checked_add(n) };
+                if (0..number).map(times).try_fold(0, more) != Some(size) {
                     return misfit(format!("repeats that do not make the {size} slices that the program says"));
                 }
                 let index: Vec<i64> = (0..number).flat_map(|k| std::iter::repeat_n(k, count(times(k)))).collect();
