@@ -1,10 +1,10 @@
 //! `compute="int8"` alone: every instruction set against its definition, and what a row's bits do not depend on.
 
 use rapt_core::{
-    Arch, Caps, Causal, Codes, Compute, DType, Executor, Format, Operands, Options, Qkv, SerialExecutor, Spec, Tensors,
-    View, ViewMut, Workspace,
+    Arch, Caps, Causal, Codes, Compute, DType, Executor, Format, Operands, Options, Qkv, SerialExecutor, Shape, Spec,
+    Tensors, View, ViewMut, Workspace,
 };
-use rapt_testkit::{Config, Engine, conformance};
+use rapt_testkit::{Config, Engine, check_between, conformance, gather, int8_reference};
 
 fn engine<'e>(arch: Arch, executor: &'e dyn Executor) -> Box<Engine<'e>> {
     let mut workspace = Workspace::new();
@@ -90,4 +90,83 @@ fn threads_and_neighbours_do_not_change_a_bit() {
             }
         }
     }
+}
+
+/// Factors of k and v, with the shapes of their descales.
+type Factors<'a> = (&'a [f32], &'a [usize]);
+
+/// Holds one batch entry of 33 queries under a causal mask against the definition.
+fn check(what: &str, (k_factors, k_shape): Factors<'_>, (v_factors, v_shape): Factors<'_>) -> Vec<f64> {
+    const Q_LEN: usize = 33;
+    let (q, k, v) =
+        (numbers(HEADS * Q_LEN * DIM, 1), bytes(KV_HEADS * KV_LEN * DIM, 2), bytes(KV_HEADS * KV_LEN * DIM, 3));
+    let shape = [1, HEADS, Q_LEN, DIM].into();
+    let kv = |name, codes| {
+        View::contiguous(name, codes, [1, KV_HEADS, KV_LEN, DIM].into())
+            .unwrap()
+            .reinterpreted(name, DType::I8)
+            .unwrap()
+    };
+    let factors = |name, factors, shape| View::contiguous(name, factors, Shape::new(shape).unwrap()).unwrap();
+    let of = |descale| Some(Box::new(Codes::new(Format::Int8, descale)));
+    let mut last = Vec::new();
+    for &arch in rapt_cpu::available() {
+        let mut out = vec![f32::NAN; HEADS * Q_LEN * DIM];
+        let tensors = Tensors {
+            codes: Qkv {
+                q: None,
+                k: of(factors("k_descale", k_factors, k_shape)),
+                v: of(factors("v_descale", v_factors, v_shape)),
+            },
+            ..Tensors::new(
+                View::contiguous("q", &q, shape).unwrap(),
+                kv("k", &k),
+                kv("v", &v),
+                ViewMut::contiguous("out", &mut out, shape).unwrap(),
+            )
+        };
+        let options = Options::default().with_compute(Compute::Int8).with_causal(Causal::TopLeft);
+        let spec = Spec::builder(&tensors.q, &tensors.k, &tensors.v, &options)
+            .codes(tensors.codes.as_deref())
+            .build()
+            .unwrap();
+        let expected = int8_reference(&spec, &tensors);
+        engine(arch, &SerialExecutor)(&spec, tensors).unwrap();
+        last = gather(&View::contiguous("out", &out, shape).unwrap());
+        check_between("out", &last, &expected.outputs.out, &expected.out_error, DType::F32)
+            .unwrap_or_else(|error| panic!("{what} on {}: {error}", arch.name()));
+    }
+    last
+}
+
+#[test]
+fn factors_of_any_sign_and_size_give_the_definition() {
+    let tokens = numbers(KV_HEADS * KV_LEN, 4);
+    let (of_tokens, of_channels) = ([1, KV_HEADS, KV_LEN], [1, KV_HEADS, 1, DIM]);
+    let channels = numbers(KV_HEADS * DIM, 5);
+    check("by token and channel", (&tokens, &of_tokens), (&channels, &of_channels));
+    for factor in [-0.01f32, 0.0, -0.0, 1e-30, -1e30, f32::MIN_POSITIVE] {
+        check(&format!("{factor:e} for all"), (&[factor], &[]), (&[-factor], &[]));
+        check(&format!("{factor:e} for a head"), (&[factor, 0.02], &[1, KV_HEADS]), (&[-0.3, factor], &[1, KV_HEADS]));
+    }
+}
+
+#[test]
+fn factors_that_are_no_numbers_reach_those_who_attend_them_and_no_others() {
+    let per_head = HEADS / KV_HEADS * 33 * DIM;
+    for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+        // Key 20 of the second head: rows from 20 on.
+        let mut tokens = numbers(KV_HEADS * KV_LEN, 4);
+        tokens[KV_LEN + 20] = bad;
+        let out = check("a token", (&tokens, &[1, KV_HEADS, KV_LEN]), (&[0.5], &[]));
+        for (n, x) in out.iter().enumerate() {
+            assert_eq!(x.is_nan(), n >= per_head && n / DIM % 33 >= 20, "{bad}: {n} is {x}");
+        }
+        let out = check("a head", (&[bad, 0.02], &[1, KV_HEADS]), (&[0.5], &[]));
+        assert!(out.iter().enumerate().all(|(n, x)| x.is_nan() == (n < per_head)), "{bad}");
+    }
+    let mut channels = numbers(KV_HEADS * DIM, 5);
+    channels[7] = f32::NAN;
+    let out = check("a channel", (&[0.02], &[]), (&channels, &[1, KV_HEADS, 1, DIM]));
+    assert!(out.iter().enumerate().all(|(n, x)| x.is_nan() == (n < per_head && n % DIM == 7)));
 }
