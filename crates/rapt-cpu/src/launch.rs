@@ -1,6 +1,6 @@
 //! What a plan of this backend launches: everything that `select` decided.
 
-use rapt_core::{Arch, Cost, DType, Kernel, KernelKey, Launch, LaunchPlan, Spec, Work};
+use rapt_core::{Arch, Cost, DType, Kernel, KernelKey, Launch, LaunchPlan, PRounding, Spec, Work};
 
 use crate::arch::KernelVariant;
 use crate::kernels::decode;
@@ -103,6 +103,8 @@ impl LaunchPlan for CpuLaunch {
             } else {
                 format!("{} has no dot instruction of bytes, or RAPT_ISA holds to these", arch.name())
             }
+        } else if key.p_rounding == PRounding::Storage {
+            String::new()
         } else if let Some((tensor, ..)) = spec.quantized().next() {
             format!("products are formed in float32: the numbers of {tensor} are not rounded further")
         } else if arch == Arch::Avx512 && key.storage == DType::BF16 {

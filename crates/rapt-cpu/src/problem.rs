@@ -167,6 +167,8 @@ pub(crate) struct Reading {
     pub(crate) kind: RowKind,
     /// `None` where they become numbers in a panel.
     pub(crate) fold: Option<Fold>,
+    /// Where factors go if codes are multiplied as pairs of bf16.
+    pub(crate) pairs: Option<Fold>,
 }
 
 /// Reads `n` rows of `dim` elements from row `[batch, head, j]` on, to consecutive rows of f32.
@@ -181,7 +183,33 @@ pub(crate) struct RowReader {
     pub(crate) read: ReadRows,
     /// Decode's products, where they take codes as they are.
     pub(crate) products: Option<CodeProducts>,
+    /// What makes forward's lanes of codes, where it multiplies them as pairs.
+    pub(crate) pack: Option<PackCodes>,
 }
+
+/// A block of K or V that becomes lanes of pairs.
+#[derive(Clone, Copy)]
+pub(crate) struct CodePanel {
+    /// Batch, head and first key; keys, and elements of each.
+    pub(crate) first: [usize; 3],
+    pub(crate) n: usize,
+    pub(crate) dim: usize,
+    /// Whether a lane has two keys.
+    pub(crate) of_values: bool,
+    /// Whether factors go to the output: see [`Source::output_factors`].
+    pub(crate) by_output: bool,
+    pub(crate) to: *mut f32,
+    /// Of each key, which its lanes are without; null where there is none.
+    pub(crate) factors: *mut f32,
+    /// Of V: what they are the inverses of.
+    pub(crate) inverses: *mut f32,
+}
+
+/// Makes lanes of a block of codes, and finds their factors. Answers whether they do not do: numbers of f32 must then.
+///
+/// # Safety
+/// The keys lie inside the tensor, the panel holds them, and the instruction set is present.
+pub(crate) type PackCodes = unsafe fn(&Source, &CodePanel) -> bool;
 
 /// Q, K or V whose rows are read into a panel of f32.
 #[derive(Clone, Copy, Debug)]
@@ -194,6 +222,7 @@ pub(crate) struct Source {
     pub(crate) shared: usize,
     pub(crate) read: ReadRows,
     pub(crate) products: Option<CodeProducts>,
+    pub(crate) pack: Option<PackCodes>,
 }
 
 impl Source {
@@ -343,8 +372,8 @@ impl Problem {
         let Decisions { partition, scratch, scores, readings } = *decisions;
         let source = |reading: Option<Reading>, rows: Input<4>, scales: Option<Scales>| {
             reading.map(|reading| {
-                let RowReader { read, products } = reader(reading);
-                Source { rows, scales, shared: reading.kind.shared(), read, products }
+                let RowReader { read, products, pack } = reader(reading);
+                Source { rows, scales, shared: reading.kind.shared(), read, products, pack }
             })
         };
         let scales = |spec: &Option<Box<CodesSpec>>, codes: &Option<Box<Codes<'_>>>, pages: Option<PageTable>| {
@@ -447,6 +476,18 @@ pub(crate) struct CodeRows {
     pub(crate) vectors_log2: u32,
 }
 
+impl CodeRows {
+    /// No keys.
+    pub(crate) const NONE: CodeRows = CodeRows {
+        first: std::ptr::null(),
+        stride: 0,
+        factors: std::ptr::null(),
+        points: std::ptr::null(),
+        per_row: 0,
+        vectors_log2: 0,
+    };
+}
+
 /// Matrices of rows of f32, with the distance of their rows.
 pub(crate) type In = (*const f32, usize);
 pub(crate) type Out = (*mut f32, usize);
@@ -476,12 +517,66 @@ pub(crate) struct CodeProducts {
     /// The first product of a chunk, and the second; false, and nothing is done, where factors do not allow it.
     pub(crate) scores: unsafe fn(&CodesChunk<'_>, Out) -> bool,
     pub(crate) outputs: unsafe fn(&CodesChunk<'_>, &Weights) -> bool,
+    /// What those two multiply with by the dot of pairs, if they do.
+    pub(crate) pairs: Option<PairProducts>,
+}
+
+/// See [`PairProducts`].
+pub(crate) type PairDots = unsafe fn(&CodeRows, &PairQueries, Out);
+pub(crate) type PairSums = unsafe fn(&CodeRows, &PairWeights, Out);
+
+/// The two products of decode with codes of one kind as pairs of bf16.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct PairProducts {
+    /// `s[r][j] = q_r · e_j`, with the factors and zero points of groups where there are groups.
+    pub(crate) dots: PairDots,
+    /// `o[r] += Σ_j p[r][j] · e_j` in the order of value vectors, likewise.
+    pub(crate) weighted: PairSums,
+    /// Where factors go.
+    pub(crate) fold: Fold,
+    /// Whether one of the codes of so many keys, in so many bytes each, is NaN or infinite.
+    pub(crate) has_non_finite: unsafe fn(&CodeRows, usize, usize) -> bool,
+    pub(crate) has_infinite: bool,
+    /// Elements of 64 bytes.
+    pub(crate) span: usize,
+    /// What an element is less than its code.
+    pub(crate) shift: f32,
+}
+
+/// Queries as pairs, and the keys that they are multiplied with.
+#[derive(Clone, Copy)]
+pub(crate) struct PairQueries {
+    /// Keys, queries, bytes and elements of a key, and elements of a group.
+    pub(crate) n: usize,
+    pub(crate) rows: usize,
+    pub(crate) row_bytes: usize,
+    pub(crate) dim: usize,
+    pub(crate) chunk: usize,
+    /// Bytes from a key to the one that is asked for meanwhile; 0: none is.
+    pub(crate) ahead: isize,
+    /// `[rows][spans][vectors][planes][lanes]`.
+    pub(crate) q: In,
+    /// `[rows][spans][lanes]`: sums of the numbers of a lane, where groups have a shift.
+    pub(crate) sums: In,
+}
+
+/// Weights as pairs, and the keys that they weigh.
+#[derive(Clone, Copy)]
+pub(crate) struct PairWeights {
+    pub(crate) n: usize,
+    pub(crate) rows: usize,
+    pub(crate) row_bytes: usize,
+    pub(crate) dim: usize,
+    pub(crate) chunk: usize,
+    pub(crate) ahead: isize,
+    /// `[rows][pairs of keys]`; of groups `[pairs of keys][rows][groups]`.
+    pub(crate) p: In,
 }
 
 /// Scratch memory of a chunk of codes.
 #[derive(Clone, Copy)]
 pub(crate) struct CodesScratch {
-    /// `[rows][head_dim_padded]`: q with the factors of its channels.
+    /// `[rows][head_dim_padded]`: q with the factors of its channels; or as pairs, see [`PairQueries`].
     pub(crate) q: *mut f32,
     /// Factors and zero points, as many as [`crate::scratch::Scratch::decode`] says.
     pub(crate) factors: *mut f32,
@@ -490,6 +585,14 @@ pub(crate) struct CodesScratch {
     pub(crate) gathered: *mut u8,
     /// `[panel_keys][dim]` of numbers.
     pub(crate) panel: *mut f32,
+    /// Of pairs: see [`crate::scratch::Scratch`].
+    pub(crate) q_sums: *mut f32,
+    pub(crate) inverses: *mut f32,
+    pub(crate) natural: *mut f32,
+    pub(crate) weights: *mut f32,
+    pub(crate) p_sums: *mut f32,
+    pub(crate) sums: *mut f32,
+    pub(crate) natural_sums: *mut f32,
 }
 
 /// One chunk of keys that are codes.

@@ -1,10 +1,12 @@
 //! Where things lie in a thread's scratch memory, and how long decode's partial rows are.
 //!
 //! ```text
-//! forward   q o row_max row_sum   tiles of queries along the lanes      p bias rows   one tile's      k_panel v_panel   packed
+//! forward   q o row_max row_sum (row_rounded)   tiles of queries along the lanes      k_factors v_factors o_factors inverses   of codes as pairs
+//!                p bias rows   one tile's      k_panel v_panel   packed
 //! int8      as forward, and besides numbers row_factors key_sums key_factors value_factors
 //! decode    q                     rows along head_dim                   p bias        one chunk's     k_panel           gathered
 //!           code_q factors points codes   where it multiplies codes
+//!           q_sums inverses natural weights p_sums sums natural_sums   where it multiplies them as pairs
 //! ```
 
 /// Offsets in elements of the accumulation dtype; each part starts at a multiple of 16.
@@ -17,6 +19,13 @@ pub(crate) struct Scratch {
     /// `[tiles][queries]` each.
     pub(crate) row_max: usize,
     pub(crate) row_sum: usize,
+    /// As many again, of weights that were rounded with factors of V's keys; 0 where none are.
+    pub(crate) row_rounded: usize,
+    /// Forward, of codes as pairs: `[block_n]` factors of K's keys, of V's and the inverses of these, `[head_dim_v]` factors of the output;
+    /// 0 where there are none.
+    pub(crate) k_factors: usize,
+    pub(crate) v_factors: usize,
+    pub(crate) o_factors: usize,
     /// Scores, then probabilities. Forward: `[block_n][queries]`. Decode: `[rows][block_n]`.
     pub(crate) p: usize,
     /// Forward, where products are formed tile by tile: three of p, from one to the next.
@@ -37,6 +46,16 @@ pub(crate) struct Scratch {
     pub(crate) points: usize,
     pub(crate) codes: usize,
     pub(crate) int8: Int8Scratch,
+    /// Decode, where it multiplies codes as pairs, whose rows are whole spans (`kernels/code_pairs`): sums of lanes of q, inverse factors of
+    /// all keys of a chunk (of V's keys of a block in forward), two planes of one span, weights of [`CODE_KEYS`] keys, sums of lanes of weights, and what becomes of `o`: in the
+    /// order of value vectors, and one row in the order of elements.
+    pub(crate) q_sums: usize,
+    pub(crate) inverses: usize,
+    pub(crate) natural: usize,
+    pub(crate) weights: usize,
+    pub(crate) p_sums: usize,
+    pub(crate) sums: usize,
+    pub(crate) natural_sums: usize,
     /// All of it.
     pub(crate) len: usize,
     pub(crate) head_dim_padded: usize,
@@ -74,6 +93,16 @@ pub(crate) struct ForwardSizes {
     pub(crate) pack_v: bool,
     /// Whether products are formed tile by tile: K, V and weights are whole tiles, and V has room for a second block.
     pub(crate) tiled: bool,
+    pub(crate) pairs: FactorsOfPairs,
+}
+
+/// Which factors forward keeps beside codes that are multiplied as pairs.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct FactorsOfPairs {
+    /// Of the keys of K, and of those of V.
+    pub(crate) of_k: bool,
+    pub(crate) of_v: bool,
+    pub(crate) of_output: bool,
 }
 
 /// Sizes that decode's scratch memory follows from.
@@ -85,9 +114,13 @@ pub(crate) struct DecodeSizes {
     pub(crate) block_n: usize,
     /// Most keys that are gathered at a time.
     pub(crate) panel_keys: usize,
-    /// Whether K or V are codes that are multiplied as they are.
+    /// Whether K or V are codes that are multiplied as they are, and whether as pairs.
     pub(crate) multiplies_codes: bool,
+    pub(crate) multiplies_pairs: bool,
 }
+
+/// Decode: keys of a block of the second product where K or V are codes.
+pub(crate) const CODE_KEYS: usize = 32;
 
 /// Factors that decode keeps at a time: one for each key of a chunk, each channel, or each vector of the keys of a panel.
 const fn factors_len(sizes: &DecodeSizes) -> usize {
@@ -110,11 +143,16 @@ impl Parts {
         self.len += size.next_multiple_of(16);
         at
     }
+
+    /// As [`Parts::next`] where there is such a part, which is not the first; else 0.
+    fn next_if(&mut self, is_there: bool, size: usize) -> usize {
+        if is_there { self.next(size) } else { 0 }
+    }
 }
 
 impl Scratch {
     pub(crate) fn forward(sizes: &ForwardSizes) -> Scratch {
-        let ForwardSizes { head_dim, head_dim_v, tiles, queries, mut block_n, has_mask, pack_k, pack_v, tiled } =
+        let ForwardSizes { head_dim, head_dim_v, tiles, queries, mut block_n, has_mask, pack_k, pack_v, tiled, pairs } =
             *sizes;
         // Transposes work on whole vectors of at most 16.
         let (head_dim_padded, head_dim_v_padded) = (head_dim.next_multiple_of(16), head_dim_v.next_multiple_of(16));
@@ -129,6 +167,11 @@ impl Scratch {
             o: parts.next(tiles * head_dim_v_padded * queries),
             row_max: parts.next(tiles * queries),
             row_sum: parts.next(tiles * queries),
+            row_rounded: parts.next_if(pairs.of_v, tiles * queries),
+            k_factors: parts.next_if(pairs.of_k, block_n),
+            v_factors: parts.next_if(pairs.of_v, block_n),
+            o_factors: parts.next_if(pairs.of_output, head_dim_v_padded),
+            inverses: parts.next_if(pairs.of_v, block_n),
             p: parts.next(block_n * queries * if tiled { 3 } else { 1 }),
             p_len: if tiled { block_n * queries } else { 0 },
             bias: parts.next(if has_mask { block_n * queries } else { 0 }),
@@ -173,19 +216,32 @@ impl Scratch {
     }
 
     pub(crate) fn decode(sizes: &DecodeSizes) -> Scratch {
-        let DecodeSizes { head_dim, head_dim_v, rows, block_n, panel_keys, multiplies_codes } = *sizes;
+        let DecodeSizes { head_dim, head_dim_v, rows, block_n, panel_keys, multiplies_codes, multiplies_pairs } =
+            *sizes;
         let (head_dim_padded, panel) = (head_dim.next_multiple_of(16), panel_keys * head_dim.max(head_dim_v));
         let of_codes = |size| if multiplies_codes { size } else { 0 };
+        let of_pairs = |size| if multiplies_pairs { size } else { 0 };
+        // Rows of whole spans, and a lane for each group of 16.
+        let row = head_dim.max(head_dim_v).next_multiple_of(128);
+        let lanes_of_groups = (row / 16).next_multiple_of(16);
+        let code_q = if multiplies_pairs { row } else { head_dim_padded };
         let mut parts = Parts::default();
         Scratch {
             q: parts.next(rows * head_dim_padded),
             p: parts.next(rows * block_n),
             bias: parts.next(block_n),
             k_panel: parts.next(panel),
-            code_q: parts.next(of_codes(rows * head_dim_padded)),
+            code_q: parts.next(of_codes(rows * code_q)),
             factors: parts.next(of_codes(factors_len(sizes))),
             points: parts.next(of_codes(factors_len(sizes))),
-            codes: parts.next(of_codes(panel.div_ceil(4))),
+            codes: parts.next(of_codes(if multiplies_pairs { panel_keys * row } else { panel }.div_ceil(4))),
+            q_sums: parts.next(of_pairs(rows * row / 4)),
+            inverses: parts.next(of_pairs(block_n.next_multiple_of(CODE_KEYS))),
+            natural: parts.next(of_pairs(128)),
+            weights: parts.next(of_pairs(CODE_KEYS / 2 * rows * lanes_of_groups)),
+            p_sums: parts.next(of_pairs(rows * 3 * 16)),
+            sums: parts.next(of_pairs(rows * row)),
+            natural_sums: parts.next(of_pairs(row)),
             len: parts.len,
             head_dim_padded,
             ..Scratch::default()

@@ -1,9 +1,10 @@
 //! Attention on codes against the definition on the numbers that they stand for, each format with each granularity; by
 //! `rapt_reference::Descale`, which knows no format.
 
+use half::bf16;
 use rapt_core::{
-    Arch, Caps, Codes, CodesForm, DType, Error, Format, Operands, Options, Qkv, SerialExecutor, Spec, Tensors, View,
-    ViewMut, Workspace,
+    Arch, Caps, Codes, CodesForm, DType, Element, Error, Format, Operands, Options, Qkv, SerialExecutor, Spec, Tensors,
+    View, ViewMut, Workspace,
 };
 use rapt_reference::{Descale, Inputs, Problem, naive};
 
@@ -107,14 +108,23 @@ impl Operand {
 }
 
 fn attend(arch: Arch, q: &[f32], q_len: usize, k: &Operand, v: &Operand) -> Vec<f32> {
-    let mut out = vec![f32::NAN; q.len()];
+    attend_as(arch, q, q_len, k, v).0
+}
+
+/// Attention to f32 for queries of any dtype, and lse.
+fn attend_as<T: Element>(arch: Arch, q: &[T], q_len: usize, k: &Operand, v: &Operand) -> (Vec<f32>, Vec<f32>) {
+    let (mut out, mut lse) = (vec![f32::NAN; q.len()], vec![f32::NAN; q.len() / DIM]);
     let shape = [1, 2 * HEADS, q_len, DIM];
     let codes = Qkv { q: None, k: Some(Box::new(k.codes())), v: Some(Box::new(v.codes())) };
     let q = View::contiguous("q", q, shape.into()).unwrap();
     let out_view = ViewMut::contiguous("out", &mut out, shape.into()).unwrap();
-    let tensors = Tensors { codes, ..Tensors::new(q, k.view(), v.view(), out_view) };
-    let spec = Spec::builder(&tensors.q, &tensors.k, &tensors.v, &Options::default())
+    let lse_view = ViewMut::contiguous("lse", &mut lse, [1, 2 * HEADS, q_len].into()).unwrap();
+    let tensors = Tensors { codes, lse: Some(lse_view), ..Tensors::new(q, k.view(), v.view(), out_view) };
+    let options = Options::default().with_out_dtype(DType::F32);
+    let spec = Spec::builder(&tensors.q, &tensors.k, &tensors.v, &options)
         .codes(tensors.codes.as_deref())
+        .out(&tensors.out)
+        .lse(tensors.lse.as_ref().unwrap())
         .build()
         .unwrap();
     let plan = rapt_cpu::select(&spec, &Caps { arch, threads: 1, clock_hz: None }).unwrap();
@@ -124,7 +134,7 @@ fn attend(arch: Arch, q: &[f32], q_len: usize, k: &Operand, v: &Operand) -> Vec<
     let certificate = plan.certificate(&operands).unwrap();
     assert_eq!(certificate.quantized.len(), 2);
     rapt_cpu::run(&plan, &mut operands, &mut workspace, &SerialExecutor).unwrap();
-    out
+    (out, lse)
 }
 
 fn queries(q_len: usize, factor: f32) -> Vec<f32> {
@@ -134,10 +144,13 @@ fn queries(q_len: usize, factor: f32) -> Vec<f32> {
 /// Two rows share a key head, and fourteen: decode and forward.
 const Q_LENS: [usize; 2] = [1, 7];
 
-/// Holds every instruction set against the definition on the numbers of the codes.
+/// Holds every instruction set against the definition on the numbers of the codes; with queries of bf16 too, which the dot of pairs
+/// multiplies: there scores are those of f32, and weights are rounded to bf16.
 fn check(what: &str, q: &[f32], k: &Operand, v: &Operand) {
     let q_len = q.len() / (2 * HEADS * DIM);
     let wide: Vec<f64> = q.iter().copied().map(f64::from).collect();
+    let halves: Vec<bf16> = q.iter().copied().map(bf16::from_f32).collect();
+    assert!(halves.iter().zip(q).all(|(half, &q)| half.to_f32() == q), "queries are numbers of bf16");
     let problem = Problem {
         batch: 1,
         num_q_heads: 2 * HEADS,
@@ -153,13 +166,25 @@ fn check(what: &str, q: &[f32], k: &Operand, v: &Operand) {
     };
     let numbers = (k.numbers(), v.numbers());
     let inputs = Inputs { q: &wide, k: &numbers.0, v: &numbers.1, mask: None, sinks: None, alibi_slopes: None };
-    let expected = naive(&problem, &inputs).out;
+    let expected = naive(&problem, &inputs);
+    let (expected, expected_lse) = (expected.out, expected.lse);
     let largest = expected.iter().fold(0f64, |most, x| most.max(x.abs()));
     for &arch in rapt_cpu::available() {
         let got = attend(arch, q, q_len, k, v);
         let worst = got.iter().zip(&expected).map(|(got, x)| (f64::from(*got) - x).abs()).fold(0.0, f64::max);
         let fine = worst <= 2e-6 * largest && largest > 0.0;
         assert!(fine, "{what} q_len {q_len} on {}: {worst:e} of {largest:e}", arch.name());
+        let (got, lse) = attend_as(arch, &halves, q_len, k, v);
+        let worst = got.iter().zip(&expected).map(|(got, x)| (f64::from(*got) - x).abs()).fold(0.0, f64::max);
+        assert!(
+            worst <= 2f64.powi(-8) * largest,
+            "{what} q_len {q_len} of bf16 on {}: {worst:e} of {largest:e}",
+            arch.name()
+        );
+        for (lse, expected) in lse.iter().zip(&expected_lse) {
+            let fine = (f64::from(*lse) - expected).abs() <= 1e-5 * (1.0 + expected.abs());
+            assert!(fine, "{what} q_len {q_len} of bf16 on {}: lse {lse} for {expected}", arch.name());
+        }
     }
 }
 
@@ -208,14 +233,20 @@ fn a_code_that_is_nan_is_seen_by_those_who_attend_it() {
             for (&arch, (q_len, size)) in
                 rapt_cpu::available().iter().flat_map(|arch| cases.clone().map(move |case| (arch, case)))
             {
-                let of = |k, v| attend(arch, &queries(q_len, size), q_len, k, v);
-                let is_nan = |out: Vec<f32>| out.into_iter().map(f32::is_nan).collect::<Vec<_>>();
-                // Two heads of queries read the first head of K and V.
-                let at = |n: usize| (n / (q_len * DIM) < 2, n % DIM);
-                let (of_k, of_v) = (is_nan(of(&k, &clean[1])), is_nan(of(&clean[0], &v)));
-                let what = format!("{format} {shape:?} q_len {q_len} on {}", arch.name());
-                assert!(of_k.iter().enumerate().all(|(n, nan)| *nan == at(n).0), "{what}: k");
-                assert!(of_v.iter().enumerate().all(|(n, nan)| *nan == (at(n) == (true, 40))), "{what}: v");
+                let q = queries(q_len, size);
+                let halves: Vec<bf16> = q.iter().copied().map(bf16::from_f32).collect();
+                for of_halves in [false, true] {
+                    let of = |k, v| {
+                        if of_halves { attend_as(arch, &halves, q_len, k, v).0 } else { attend(arch, &q, q_len, k, v) }
+                    };
+                    let is_nan = |out: Vec<f32>| out.into_iter().map(f32::is_nan).collect::<Vec<_>>();
+                    // Two heads of queries read the first head of K and V.
+                    let at = |n: usize| (n / (q_len * DIM) < 2, n % DIM);
+                    let (of_k, of_v) = (is_nan(of(&k, &clean[1])), is_nan(of(&clean[0], &v)));
+                    let what = format!("{format} {shape:?} q_len {q_len} on {}", arch.name());
+                    assert!(of_k.iter().enumerate().all(|(n, nan)| *nan == at(n).0), "{what}: k");
+                    assert!(of_v.iter().enumerate().all(|(n, nan)| *nan == (at(n) == (true, 40))), "{what}: v");
+                }
             }
         }
     }
@@ -228,11 +259,40 @@ fn an_infinite_code_with_an_extreme_factor_is_infinite() {
     v.codes[33 * DIM + 40] = 0x7c;
     v.f32s[33] = 2f32.powi(-100);
     for (&arch, q_len) in rapt_cpu::available().iter().flat_map(|arch| Q_LENS.map(|q_len| (arch, q_len))) {
-        for (n, out) in attend(arch, &queries(q_len, 1.0), q_len, &k, &v).into_iter().enumerate() {
+        let halves: Vec<bf16> = queries(q_len, 1.0).into_iter().map(bf16::from_f32).collect();
+        let of_halves = attend_as(arch, &halves, q_len, &k, &v).0.into_iter().enumerate();
+        for (n, out) in attend(arch, &queries(q_len, 1.0), q_len, &k, &v).into_iter().enumerate().chain(of_halves) {
             let is_infinite = n / (q_len * DIM) < 2 && n % DIM == 40;
             assert_eq!(out == f32::INFINITY, is_infinite, "{} q_len {q_len}: {out}", arch.name());
             assert!(out.is_finite() || is_infinite);
         }
+    }
+}
+
+/// The instruction set that a request of `q_len` queries of bf16 is planned for where the dot of pairs is, with one operand for K and V.
+fn planned(operand: &Operand, q_len: usize) -> Arch {
+    let q = vec![bf16::ZERO; 2 * HEADS * q_len * DIM];
+    let q = View::contiguous("q", &q, [1, 2 * HEADS, q_len, DIM].into()).unwrap();
+    let (codes, view) = (operand.codes(), operand.view());
+    let form = Some(CodesForm::from(&codes));
+    let codes = Qkv { q: None, k: form, v: form };
+    let spec = Spec::builder(&q, &view, &view, &Options::default()).codes(codes).build().unwrap();
+    rapt_cpu::select(&spec, &Caps { arch: Arch::Avx512Bf16, threads: 1, clock_hz: None }).unwrap().key().arch
+}
+
+#[test]
+#[cfg(target_arch = "x86_64")]
+fn codes_beside_queries_of_bf16_are_pairs_where_bf16_holds_them() {
+    for (format, shape) in
+        Format::ALL.into_iter().flat_map(|format| shapes(format).into_iter().map(move |shape| (format, shape)))
+    {
+        let operand = Operand::new(format, &shape, 1);
+        let is = |pairs: bool| if pairs { Arch::Avx512Bf16 } else { Arch::Avx512 };
+        assert_eq!(planned(&operand, 1), is(true), "decode: {format} {shape:?}");
+        let holds =
+            format.own_block_size().is_some() || !matches!(shape[..], [1, HEADS, 1, DIM] | [1, HEADS, KV_LEN, 3]);
+        let of_key = holds && !format.has_zero_point();
+        assert_eq!(planned(&operand, 7), is(of_key), "forward: {format} {shape:?}");
     }
 }
 

@@ -11,10 +11,11 @@
 //! Deliberately absent: GPUs, a quantized q, layout BSHD, and errors measured here: `rapt_quant::measure` does that where codes are made.
 
 use std::fmt;
+use std::sync::Arc;
 
 use rapt_core::{
-    Codes, Compute, DType, Device, Error, Executor, MatrixErrors, Operands, Options, Plan, Qkv, Result, Spec,
-    TensorLayout, Tensors, View, ViewMut,
+    Arch, Caps, Codes, Compute, DType, Device, Error, Executor, MatrixErrors, Operands, Options, PRounding, Plan, Qkv,
+    Result, Spec, TensorLayout, Tensors, View, ViewMut,
 };
 use rapt_cpu::HeadDeviation;
 use rapt_quant::Measured;
@@ -162,9 +163,9 @@ fn relative(error: f64, norm: f64) -> f64 {
 
 /// One plan on the codes, another on the originals.
 struct Plans {
-    codes: std::sync::Arc<Plan>,
+    codes: Arc<Plan>,
     /// `None` where an original is not at hand.
-    originals: Option<std::sync::Arc<Plan>>,
+    originals: Option<Arc<Plan>>,
     /// Query heads that fall back together.
     together: usize,
 }
@@ -361,7 +362,12 @@ impl Engine {
         self.expect_host("a tolerance of codes")?;
         let spec = spec_of(tensors, options)?;
         check(tensors, options, &spec, tolerance)?;
-        let codes = self.plan_for(&spec, executor.threads())?;
+        let mut codes = self.plan_for(&spec, executor.threads())?;
+        if codes.key().p_rounding == PRounding::Storage {
+            // What weights are rounded by stands in no bound: products of float32 round them no further.
+            let caps = Caps { arch: Arch::Avx512, threads: executor.threads(), ..self.caps().clone() };
+            codes = Arc::new(rapt_cpu::select(&spec, &caps)?);
+        }
         let mut together = rapt_cpu::heads_together(&codes)?;
         let originals = match on_originals(tensors, tolerance) {
             None => None,

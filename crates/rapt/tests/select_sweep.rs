@@ -239,9 +239,16 @@ fn check(request: &Request, plan: &Plan, arch: Arch, threads: usize) {
     let is_int8 = request.options.compute == Compute::Int8;
     assert_eq!(plan.explain().rows().iter().any(|(row, text)| *row == "compute" && text.contains("int8")), is_int8);
     assert!(!is_int8 || matches!(plan.key().kernel, Kernel::ForwardInt8 | Kernel::Empty), "{request:?}");
-    // Numbers of codes are float32: no kernel rounds them to pairs of bf16.
-    let arch =
-        if is_quantized && !is_int8 && matches!(arch, Arch::Avx512Bf16 | Arch::Amx) { Arch::Avx512 } else { arch };
+    // Numbers of codes are float32: no kernel rounds them to pairs of bf16. Codes may be pairs as they are, beside queries of bf16.
+    let may_pair = arch == Arch::Avx512Bf16 && request.dtype == DType::BF16 && request.codes.q.is_none();
+    let arch = match arch {
+        Arch::Avx512Bf16 | Arch::Amx
+            if is_quantized && !is_int8 && !(may_pair && plan.key().arch == Arch::Avx512Bf16) =>
+        {
+            Arch::Avx512
+        }
+        arch => arch,
+    };
     let is_codes_alone = request.codes.named().iter().all(|(_, codes)| codes.is_some());
     let storage = if is_codes_alone { DType::F32 } else { request.dtype };
     assert_eq!((plan.key().arch, plan.key().storage), (arch, storage));

@@ -1,5 +1,5 @@
 //! 512-bit vectors: AVX-512 F, BW, DQ, VL (with AVX2, FMA and F16C). 32 registers: 8 rows × 2 vectors of accumulators
-//! leave half of them for operands and the exponential. Pairs of bf16 need avx512bf16 besides.
+//! leave half of them for operands and the exponential. Pairs of bf16 need avx512bf16 besides, and those of codes avx512vbmi and gfni.
 
 use std::arch::x86_64::*;
 use std::mem::transmute;
@@ -7,6 +7,7 @@ use std::mem::transmute;
 use half::{bf16, f16};
 
 use super::avx2::{transpose_4x4, transpose_8x8, transpose_8x8_bytes};
+use crate::kernels::code_pairs::CodePairs;
 use crate::kernels::codes::CodeVectors;
 use crate::kernels::pairs::Bf16Pairs;
 use crate::kernels::simd::Simd;
@@ -17,6 +18,16 @@ pub(crate) struct Avx512F32;
 /// Eight f64.
 #[derive(Clone, Copy)]
 pub(crate) struct Avx512F64;
+
+/// The matrix of `gf2p8affine` whose rows add the highest bit to each of the lower ones and leave it as it is.
+const SIGN_ONTO_ALL: i64 = i64::from_ne_bytes(0x8182_8488_90A0_C080_u64.to_ne_bytes());
+
+/// The same bits.
+#[inline(always)]
+fn integers(x: __m512) -> __m512i {
+    // SAFETY: both are 512 bits of which any value is one.
+    unsafe { transmute::<__m512, __m512i>(x) }
+}
 
 intrinsics! {
     /// Sixteen codes of 4 bits, the lower half of each byte first, in the low bits of lanes whose other bits may be anything.
@@ -183,6 +194,81 @@ impl CodeVectors for Avx512F32 {
             );
             _mm512_permutexvar_ps(half_bytes(ptr), numbers)
         }
+    }
+}
+
+impl CodePairs for Avx512F32 {
+    apart!(apart_codes, "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vbmi,gfni,avx2,fma,f16c");
+    intrinsics! {
+        fn look_up_bytes(bytes: __m512, table: &[__m512; 4]) -> [__m512; 2] {
+            let [low, more_low, high, more_high] = table.map(integers);
+            let bytes = _mm512_castps_si512(bytes);
+            let (low, high) = (
+                _mm512_permutex2var_epi8(low, bytes, more_low),
+                _mm512_permutex2var_epi8(high, bytes, more_high),
+            );
+            // high | bytes & 0x80
+            let high = _mm512_ternarylogic_epi32::<0xF8>(high, bytes, _mm512_set1_epi8(i8::MIN));
+            [_mm512_castsi512_ps(low), _mm512_castsi512_ps(high)]
+        }
+        fn look_up_words(words: __m512, table: __m512) -> __m512 {
+            _mm512_castsi512_ps(_mm512_permutexvar_epi16(_mm512_castps_si512(words), _mm512_castps_si512(table)))
+        }
+        fn half_bytes(words: __m512) -> [__m512; 4] {
+            let x = _mm512_castps_si512(words);
+            let [b, c, d] = [_mm512_srli_epi16::<4>(x), _mm512_srli_epi16::<8>(x), _mm512_srli_epi16::<12>(x)];
+            [words, _mm512_castsi512_ps(b), _mm512_castsi512_ps(c), _mm512_castsi512_ps(d)]
+        }
+        fn interleave_bytes(a: __m512, b: __m512) -> [__m512; 2] {
+            let (a, b) = (_mm512_castps_si512(a), _mm512_castps_si512(b));
+            [_mm512_castsi512_ps(_mm512_unpacklo_epi8(a, b)), _mm512_castsi512_ps(_mm512_unpackhi_epi8(a, b))]
+        }
+        fn interleave_words(a: __m512, b: __m512) -> [__m512; 2] {
+            let (a, b) = (_mm512_castps_si512(a), _mm512_castps_si512(b));
+            [_mm512_castsi512_ps(_mm512_unpacklo_epi16(a, b)), _mm512_castsi512_ps(_mm512_unpackhi_epi16(a, b))]
+        }
+        fn fold_int8(bytes: __m512) -> __m512 {
+            let folded = _mm512_gf2p8affine_epi64_epi8::<0>(_mm512_castps_si512(bytes), _mm512_set1_epi64(SIGN_ONTO_ALL));
+            _mm512_castsi512_ps(folded)
+        }
+        fn fold_uint8(bytes: __m512) -> __m512 {
+            let folded =
+                _mm512_gf2p8affine_epi64_epi8::<0xFF>(_mm512_castps_si512(bytes), _mm512_set1_epi64(SIGN_ONTO_ALL));
+            _mm512_castsi512_ps(folded)
+        }
+        fn narrow(low: __m512, high: __m512) -> __m512 { transmute::<__m512bh, __m512>(_mm512_cvtne2ps_pbh(high, low)) }
+        fn order_of_bytes(words: [__m512; 2]) -> [__m512; 2] {
+            let [a, b] = words;
+            [_mm512_shuffle_f32x4::<0x88>(a, b), _mm512_shuffle_f32x4::<0xDD>(a, b)]
+        }
+        fn order_of_halves(words: [__m512; 4]) -> [__m512; 4] {
+            // Words 4w, then words 4w + 1, of two vectors; words 4w + 2, then words 4w + 3.
+            let first = _mm512_set_epi16(
+                61, 57, 53, 49, 45, 41, 37, 33, 29, 25, 21, 17, 13, 9, 5, 1, 60, 56, 52, 48, 44, 40, 36, 32, 28, 24, 20, 16,
+                12, 8, 4, 0,
+            );
+            let second = _mm512_add_epi16(first, _mm512_set1_epi16(2));
+            let [a, b, c, d] = words.map(integers);
+            let [n01, n23] = [_mm512_permutex2var_epi16(a, first, b), _mm512_permutex2var_epi16(a, second, b)];
+            let [m01, m23] = [_mm512_permutex2var_epi16(c, first, d), _mm512_permutex2var_epi16(c, second, d)];
+            [
+                _mm512_castsi512_ps(_mm512_shuffle_i64x2::<0x44>(n01, m01)),
+                _mm512_castsi512_ps(_mm512_shuffle_i64x2::<0xEE>(n01, m01)),
+                _mm512_castsi512_ps(_mm512_shuffle_i64x2::<0x44>(n23, m23)),
+                _mm512_castsi512_ps(_mm512_shuffle_i64x2::<0xEE>(n23, m23)),
+            ]
+        }
+        fn transpose_quads(x: [__m512; 4]) -> [__m512; 4] {
+            let (a, b) = (_mm512_unpacklo_ps(x[0], x[1]), _mm512_unpacklo_ps(x[2], x[3]));
+            let (c, d) = (_mm512_unpackhi_ps(x[0], x[1]), _mm512_unpackhi_ps(x[2], x[3]));
+            [
+                _mm512_shuffle_ps::<0x44>(a, b),
+                _mm512_shuffle_ps::<0xEE>(a, b),
+                _mm512_shuffle_ps::<0x44>(c, d),
+                _mm512_shuffle_ps::<0xEE>(c, d),
+            ]
+        }
+        fn pick(x: __m512, at: __m512) -> __m512 { _mm512_permutexvar_ps(_mm512_castps_si512(at), x) }
     }
 }
 

@@ -95,6 +95,8 @@ mod scalar;
 use half::{bf16, f16};
 use rapt_core::{Arch, DType, Error, Result};
 
+#[cfg(target_arch = "x86_64")]
+use crate::kernels::coded::packer;
 use crate::kernels::codes::{CodeVectors, reader};
 #[cfg(target_arch = "x86_64")]
 use crate::kernels::pairs::Paired;
@@ -301,13 +303,20 @@ pub(crate) fn fma_rounds(arch: Arch) -> (unsafe fn(usize, f32, f32) -> f32, usiz
 /// by kernels of that instruction set only.
 pub(crate) fn row_reader(arch: Arch, reading: Reading) -> RowReader {
     #[cfg(target_arch = "x86_64")]
-    fn of<S: CodeVectors>(Reading { kind, fold }: Reading) -> RowReader {
-        RowReader { read: reader::<S>(kind), products: fold.and_then(|fold| decode::code_products::<S>(kind, fold)) }
+    fn of<S: CodeVectors>(Reading { kind, fold, .. }: Reading) -> RowReader {
+        let products = fold.and_then(|fold| decode::code_products::<S>(kind, fold));
+        RowReader { read: reader::<S>(kind), products, pack: None }
     }
-    let numbers = |read: fn(RowKind) -> ReadRows| RowReader { read: read(reading.kind), products: None };
+    let numbers = |read: fn(RowKind) -> ReadRows| RowReader { read: read(reading.kind), products: None, pack: None };
     match arch {
         #[cfg(target_arch = "x86_64")]
         Arch::Avx2 => of::<avx2::Avx2F32>(reading),
+        #[cfg(target_arch = "x86_64")]
+        Arch::Avx512Bf16 if let Some(fold) = reading.pairs => {
+            let RowReader { read, products, .. } = of::<avx512::Avx512F32>(reading);
+            let pairs = |products| decode::pair_products::<avx512::Avx512F32>(products, reading.kind, fold);
+            RowReader { read, products: products.map(pairs), pack: packer::<avx512::Avx512F32>(reading.kind) }
+        }
         #[cfg(target_arch = "x86_64")]
         Arch::Avx512 | Arch::Avx512Bf16 | Arch::Amx => of::<avx512::Avx512F32>(reading),
         #[cfg(target_arch = "aarch64")]
@@ -368,8 +377,11 @@ pub(crate) fn detected() -> Vec<Arch> {
             && is_x86_feature_detected!("avx512vl");
         if avx2 && avx512 {
             found.push(Arch::Avx512);
-            // Every processor with the dot of bf16 has that of bytes, which int8 relies on.
-            if is_x86_feature_detected!("avx512bf16") && is_x86_feature_detected!("avx512vnni") {
+            // Every processor with the dot of bf16 has that of bytes, which int8 relies on. Codes become pairs by look-ups of bytes;
+            // every processor with the dot but Intel's first has those too.
+            let of_bytes = is_x86_feature_detected!("avx512vnni");
+            let look_ups = is_x86_feature_detected!("avx512vbmi") && is_x86_feature_detected!("gfni");
+            if is_x86_feature_detected!("avx512bf16") && of_bytes && look_ups {
                 // On the Xeon (family 6 model 207, 2026-11) the dot instruction does 32 flop per cycle and core, f32's FMA
                 // 64: it comes after. On AMD's it comes first by published figures, 2 to 1; docs/lab/cpu.md has none of these
                 // kernels there.

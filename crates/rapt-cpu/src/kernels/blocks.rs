@@ -7,11 +7,14 @@
 
 use std::marker::PhantomData;
 
+#[cfg(target_arch = "x86_64")]
+use super::coded::{AddNumbers, ScaleScores};
 use super::matmul::{Broadcast, Factors, Matmul, MatmulSelecting, Onto};
 #[cfg(target_arch = "x86_64")]
 use super::pairs::{Bf16Pairs, Paired};
 use super::products::{Products, Single};
 use super::simd::{Part, Real, Simd};
+use crate::problem::Source;
 
 /// Lanes of head_dim that QK sums at a time; the sums of the runs are then added. A lane is [`Lanes::STEPS`](super::products::Lanes::STEPS)
 /// products. One sum over 256 lanes costs a third of the accuracy in f32 (6.6e-7 against 4.0e-7, Zen 5, 2026-11).
@@ -29,6 +32,44 @@ impl<E> Rows<E> {
     #[inline(always)]
     pub(crate) fn from(self, n: usize) -> Rows<E> {
         Rows { ptr: self.ptr.wrapping_offset(n as isize * self.stride), ..self }
+    }
+}
+
+/// Codes of a block of K or V that were made lanes.
+#[derive(Clone, Copy)]
+pub(crate) struct Coded<'a> {
+    pub(crate) source: &'a Source,
+    /// Batch, head and first key.
+    pub(crate) first: [usize; 3],
+    pub(crate) dim: usize,
+    /// Of each key, beside its lanes; 1 where these do not do. Of V also what they are the inverses of.
+    pub(crate) factors: *const f32,
+    pub(crate) inverses: *const f32,
+    pub(crate) by_numbers: bool,
+    /// Room for the numbers of one key.
+    pub(crate) row: *mut f32,
+}
+
+impl Coded<'_> {
+    /// The codes from key `n` of the block on.
+    #[inline(always)]
+    pub(crate) fn from(self, n: usize) -> Self {
+        let [batch, head, j0] = self.first;
+        Coded {
+            first: [batch, head, j0 + n],
+            factors: self.factors.wrapping_add(n),
+            inverses: self.inverses.wrapping_add(n),
+            ..self
+        }
+    }
+
+    /// The numbers of key `j`.
+    #[inline(always)]
+    pub(crate) unsafe fn numbers(&self, j: usize) -> *const f32 {
+        let [batch, head, j0] = self.first;
+        // SAFETY: a key of the block; the row has room for it.
+        unsafe { self.source.read_keys([batch, head, j0 + j], 1, self.dim, self.row) };
+        self.row
     }
 }
 
@@ -102,6 +143,12 @@ pub(crate) trait BlockProducts<S: Simd>: Products<S> {
     /// Where sums go on from O, not from its product with the factors: O = O · f.
     #[inline(always)]
     unsafe fn rescale<const V: usize>(_dim: usize, _acc_o: *mut S::Elem, _factors: [S::V; V]) {}
+    /// Whether K and V that are codes may become lanes.
+    const OF_CODES: bool = false;
+    /// Scores of lanes of codes to scores of what they stand for.
+    unsafe fn scale_scores<const V: usize>(_coded: &Coded<'_>, _product: KeyProduct<S::Elem>) {}
+    /// O = O · f + P · V where lanes of codes do not do.
+    unsafe fn add_numbers<const V: usize>(_coded: &Coded<'_>, _product: ValueProduct<'_, S, V>) {}
     /// S = K · Qᵀ of one tile, and O = O · f + P · V of another, of which what lies behind a masked weight has no part.
     unsafe fn multiply<const V: usize>(
         keys: Option<KeyProduct<S::Elem>>,
@@ -223,6 +270,15 @@ impl<S: Simd> BlockProducts<S> for Single {
 #[cfg(target_arch = "x86_64")]
 impl<S: Bf16Pairs> BlockProducts<S> for Paired {
     type Beside = Formed;
+    const OF_CODES: bool = true;
+    unsafe fn scale_scores<const V: usize>(coded: &Coded<'_>, product: KeyProduct<f32>) {
+        // SAFETY: promised by the caller; so below.
+        unsafe { S::apart(ScaleScores::<V> { coded, product }) }
+    }
+    unsafe fn add_numbers<const V: usize>(coded: &Coded<'_>, product: ValueProduct<'_, S, V>) {
+        // SAFETY: as above.
+        unsafe { S::apart(AddNumbers { coded, product }) }
+    }
     unsafe fn multiply<const V: usize>(
         keys: Option<KeyProduct<S::Elem>>,
         values: Option<ValueProduct<'_, S, V>>,

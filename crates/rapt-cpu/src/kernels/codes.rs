@@ -32,6 +32,35 @@ pub(crate) fn reader<S: CodeVectors>(kind: RowKind) -> ReadRows {
     }
 }
 
+/// The greatest and the least factor that goes into a product before or after the code does.
+pub(crate) const MOST: f32 = 18_446_744_073_709_551_616.0;
+const LEAST: f32 = 1.0 / MOST;
+
+/// Whether a factor may be multiplied with something else than its code.
+pub(crate) fn is_moderate(factor: f32) -> bool {
+    factor == 0.0 || (LEAST..=MOST).contains(&factor.abs())
+}
+
+/// Whether all of `n` factors are.
+#[inline(always)]
+pub(crate) unsafe fn all_are_moderate<S: CodeVectors>(factors: *const f32, n: usize) -> bool {
+    let whole = n / S::LANES * S::LANES;
+    // SAFETY: the caller vouches for n factors.
+    unsafe {
+        let (zero, one) = (S::splat(0.0), S::splat(1.0));
+        let mut extreme = zero;
+        for at in (0..whole).step_by(S::LANES) {
+            let x = S::abs(S::load(factors.add(at)));
+            let is_small = S::lt(x, S::splat(LEAST));
+            let of_small = S::select(S::eq(x, zero), zero, one);
+            // NaN is less than nothing.
+            let of_large = S::select(S::lt(x, S::splat(MOST)), zero, one);
+            extreme = S::add(extreme, S::select(is_small, of_small, of_large));
+        }
+        S::reduce_add(extreme) == 0.0 && (whole..n).all(|at| is_moderate(*factors.add(at)))
+    }
+}
+
 /// As many numbers as a vector has lanes.
 #[inline(always)]
 unsafe fn lanes<S: Simd<Elem = f32>>(number: impl Fn(usize) -> f32) -> S::V {
@@ -116,6 +145,8 @@ pub(super) trait Element<S: CodeVectors> {
     /// Whether something is subtracted from it, and whether a scale of the whole tensor multiplies it.
     const HAS_ZERO_POINT: bool = false;
     const HAS_GLOBAL: bool = false;
+    /// Whether a code may be infinite.
+    const HAS_INFINITE: bool = false;
     /// The next numbers, from a whole byte on.
     unsafe fn load(ptr: *const u8) -> S::V;
     /// What those of [`Element::load_short`] are short of: a power of two.
@@ -177,7 +208,7 @@ codes! {
     Uint8 load_uint8 { HAS_ZERO_POINT = true } |ptr, _place| f32::from(*ptr);
     Int4 load_int4 { SHARED = 2 } |ptr, place| f32::from(codes::from_int4(half_byte(ptr, place)));
     E4m3fn load_e4m3fn {} short load_e4m3fn_short E4M3FN_SHORT has_e4m3fn_nan |ptr, _place| codes::E4M3FN_VALUES[usize::from(*ptr)];
-    E5m2 load_e5m2 {} |ptr, _place| codes::E5M2_VALUES[usize::from(*ptr)];
+    E5m2 load_e5m2 { HAS_INFINITE = true } |ptr, _place| codes::E5M2_VALUES[usize::from(*ptr)];
     E8m0 load_e8m0 {} |ptr, _place| codes::from_e8m0(*ptr) as f32;
     E2m1 load_e2m1 { SHARED = 2, HAS_GLOBAL = true } |ptr, place| codes::E2M1_VALUES[usize::from(half_byte(ptr, place))];
 }
@@ -276,6 +307,30 @@ impl Scales {
             };
             Factor { factor: factor(&self.descale, at), zero_point, global: self.global }
         }
+    }
+}
+
+impl Source {
+    /// The factors of a head that go to the output instead of its codes: those of channels, that of all of them, or the scale of the whole
+    /// tensor beside blocks. Where one of them is not finite they are all 1, and numbers must be formed; answers whether they are finite.
+    ///
+    /// # Safety
+    /// The head is one of the tensor's; `to` has a place for each of `dim` channels, or is nothing.
+    pub(crate) unsafe fn output_factors(&self, [batch, head]: [usize; 2], dim: usize, to: Option<*mut f32>) -> bool {
+        let Some(scales) = &self.scales else { return false };
+        let of = |d: usize| {
+            if scales.descale.dtype != DType::F32 {
+                return scales.global;
+            }
+            // SAFETY: the caller vouches for the head and its channels.
+            unsafe { scales.of([batch, head, 0], d / scales.chunk).factor }
+        };
+        let finite = (0..dim).all(|d| of(d).is_finite());
+        if let Some(to) = to {
+            // SAFETY: the caller vouches for a place for each channel.
+            (0..dim).for_each(|d| unsafe { *to.add(d) = if finite { of(d) } else { 1.0 } });
+        }
+        finite
     }
 }
 

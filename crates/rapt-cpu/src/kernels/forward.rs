@@ -14,15 +14,15 @@
 
 use std::marker::PhantomData;
 
-use super::blocks::{Beside, BlockProducts, Formed, KeyProduct, Rows, ValueProduct, Values};
+use super::blocks::{Beside, BlockProducts, Coded, Formed, KeyProduct, Rows, ValueProduct, Values};
 use super::codes::read_query;
 use super::mask::{self, MaskTile, ReadTile, ScanTile};
 use super::pack::{store_row, transpose_in};
-use super::products::{Block, Packing, Products};
+use super::products::{Block, Packing};
 use super::simd::{Part, Real, Simd, Storage};
 use super::softmax::{Finished, Modifier, max_skipping_nan, probability, rescale, subtractable};
 use crate::partition::Item;
-use crate::problem::{Problem, Row, Scores};
+use crate::problem::{CodePanel, Problem, Row, Scores, Source};
 
 /// The most lanes of a tile: two vectors of 16.
 const MAX_QUERIES: usize = 32;
@@ -61,6 +61,8 @@ struct Tile<E> {
     acc_o: *mut E,
     row_max: *mut E,
     row_sum: *mut E,
+    /// Where weights are rounded with factors: `row_sum` of those.
+    row_rounded: *mut E,
 }
 
 /// Computes one run of rows of one task.
@@ -89,11 +91,20 @@ pub(crate) unsafe fn item<S: Simd, T: Storage<S>, M: Packing<S, T> + BlockProduc
             acc_o: task.part(scratch.o + n * scratch.head_dim_v_padded * queries),
             row_max: task.part(scratch.row_max + n * queries),
             row_sum: task.part(scratch.row_sum + n * queries),
+            row_rounded: task.part(scratch.row_rounded + n * queries),
         }
     };
     // SAFETY: `memory` is `Scratch::len` long (the plan asked for it) and this thread's own; every index below is inside
     // the part of it that it is used with, and every row and key inside the tensors.
     unsafe {
+        if M::OF_CODES
+            && problem.scratch.o_factors > 0
+            && let Some(source) = &problem.sources.v
+        {
+            let [batch, head] = [task.origin.0, kv_head];
+            let to = task.part(problem.scratch.o_factors).cast();
+            source.output_factors([batch, head], problem.head_dim_v, Some(to));
+        }
         for n in 0..tiles {
             let tile = tile(n);
             if tile.narrow {
@@ -109,8 +120,8 @@ pub(crate) unsafe fn item<S: Simd, T: Storage<S>, M: Packing<S, T> + BlockProduc
         while block < hi {
             let n = block_n.min(hi - block);
             let at = Block { first: (task.origin.0, kv_head, block), n };
-            let k = keys::<S, T, M>(problem, at, task.part(problem.scratch.k_panel));
-            let v = values::<S, T, M>(problem, at, task.part(problem.scratch.v_panel));
+            let (k, k_codes) = keys::<S, T, M>(&task, at);
+            let (v, v_codes) = values::<S, T, M>(&task, at);
             let steps = n.next_multiple_of(M::KEYS) / M::STEPS;
             let lanes = M::value_lanes(problem.head_dim_v);
             let mut whole = Values { rows: v, steps, lanes, finite: None };
@@ -122,12 +133,13 @@ pub(crate) unsafe fn item<S: Simd, T: Storage<S>, M: Packing<S, T> + BlockProduc
                 let (j0, j1) = (block + skip, (block + n).min(tile.keys.1));
                 if j0 < j1 {
                     let rows = [k.from(skip), v.from(skip / M::STEPS)];
+                    let codes = [k_codes.map(|codes| codes.from(skip)), v_codes.map(|codes| codes.from(skip))];
                     let x = task.part(problem.scratch.p + line.place * problem.scratch.p_len);
                     if tile.narrow {
-                        if let Some(step) = Step::<S, M, 1>::new(&task, tile, (j0, j1), rows, x) {
+                        if let Some(step) = Step::<S, M, 1>::new(&task, tile, (j0, j1), (rows, codes), x) {
                             step.take(&mut whole);
                         }
-                    } else if let Some(step) = Step::<S, M, 2>::new(&task, tile, (j0, j1), rows, x) {
+                    } else if let Some(step) = Step::<S, M, 2>::new(&task, tile, (j0, j1), (rows, codes), x) {
                         if M::OVERLAPS {
                             line.advance(Some(step), &mut whole);
                         } else {
@@ -152,44 +164,70 @@ pub(crate) unsafe fn item<S: Simd, T: Storage<S>, M: Packing<S, T> + BlockProduc
 }
 
 /// K of one block: where it lies, or packed. The cut reads in place only what is rows of whole lanes.
-unsafe fn keys<S: Simd, T: Storage<S>, M: Packing<S, T> + BlockProducts<S>>(
-    problem: &Problem,
+unsafe fn keys<'a, S: Simd, T: Storage<S>, M: Packing<S, T> + BlockProducts<S>>(
+    task: &Task<'a, S::Elem>,
     block: Block,
-    panel: *mut S::Elem,
-) -> Rows<S::Elem> {
+) -> (Rows<S::Elem>, Option<Coded<'a>>) {
+    let problem = task.problem;
     let (batch, head, j0) = block.first;
     if problem.partition.k_in_place {
         let ptr = problem.k.at([batch, head, j0, 0]).cast();
-        return Rows { ptr, stride: problem.k.strides[2] / M::STEPS as isize };
+        return (Rows { ptr, stride: problem.k.strides[2] / M::STEPS as isize }, None);
     }
-    // SAFETY: scratch memory has a panel where K is not read in place; of f32 where it has a source, whose lanes are single.
+    let (panel, dim) = (task.part(problem.scratch.k_panel), problem.head_dim);
+    let rows = Rows { ptr: panel.cast_const(), stride: M::key_lanes(dim) as isize };
+    // SAFETY: scratch memory has a panel where K is not read in place; of f32 where it has a source, whose lanes are single, or pairs
+    // where these are packed.
     unsafe {
         match &problem.sources.k {
-            Some(source) => source.read_keys([batch, head, j0], block.n, problem.head_dim, panel.cast()),
+            Some(source) if M::OF_CODES && source.pack.is_some() => return (rows, coded(task, source, block, false)),
+            Some(source) => source.read_keys([batch, head, j0], block.n, dim, panel.cast()),
             None => M::apart(PackKeys { problem, block, panel, kind: PhantomData::<(T, M)> }),
         }
     }
-    Rows { ptr: panel, stride: M::key_lanes(problem.head_dim) as isize }
+    (rows, None)
 }
 
 /// V of one block: where it lies, or packed.
-unsafe fn values<S: Simd, T: Storage<S>, M: Packing<S, T> + BlockProducts<S>>(
-    problem: &Problem,
+unsafe fn values<'a, S: Simd, T: Storage<S>, M: Packing<S, T> + BlockProducts<S>>(
+    task: &Task<'a, S::Elem>,
     block: Block,
-    panel: *mut S::Elem,
-) -> Rows<S::Elem> {
+) -> (Rows<S::Elem>, Option<Coded<'a>>) {
+    let problem = task.problem;
     let (batch, head, j0) = block.first;
     if problem.partition.v_in_place {
-        return Rows { ptr: problem.v.at([batch, head, j0, 0]).cast(), stride: problem.v.strides[2] };
+        return (Rows { ptr: problem.v.at([batch, head, j0, 0]).cast(), stride: problem.v.strides[2] }, None);
     }
+    let (panel, dim) = (task.part(problem.scratch.v_panel), problem.head_dim_v);
+    let rows = Rows { ptr: panel.cast_const(), stride: M::value_lanes(dim) as isize };
     // SAFETY: as in `keys`.
     unsafe {
         match &problem.sources.v {
-            Some(source) => source.read_keys([batch, head, j0], block.n, problem.head_dim_v, panel.cast()),
+            Some(source) if M::OF_CODES && source.pack.is_some() => return (rows, coded(task, source, block, true)),
+            Some(source) => source.read_keys([batch, head, j0], block.n, dim, panel.cast()),
             None => M::apart(PackValues { problem, block, panel, kind: PhantomData::<(T, M)> }),
         }
     }
-    Rows { ptr: panel, stride: M::value_lanes(problem.head_dim_v) as isize }
+    (rows, None)
+}
+
+/// Codes of one block of K or of V as lanes of pairs, in its panel.
+unsafe fn coded<'a, E>(task: &Task<'a, E>, source: &'a Source, block: Block, of_values: bool) -> Option<Coded<'a>> {
+    let scratch = &task.problem.scratch;
+    let (panel, factors, dim) = if of_values {
+        (scratch.v_panel, scratch.v_factors, task.problem.head_dim_v)
+    } else {
+        (scratch.k_panel, scratch.k_factors, task.problem.head_dim)
+    };
+    let first = [block.first.0, block.first.1, block.first.2];
+    let part = |at: usize| if at == 0 { std::ptr::null_mut() } else { task.part(at).cast::<f32>() };
+    let (to, factors, inverses) = (part(panel), part(factors), part(scratch.inverses));
+    let by_output = of_values && task.problem.scratch.o_factors > 0;
+    let panel = CodePanel { first, n: block.n, dim, of_values, by_output, to, factors, inverses };
+    let pack = source.pack?;
+    // SAFETY: as in `keys`.
+    let by_numbers = unsafe { pack(source, &panel) };
+    Some(Coded { source, first, dim, factors, inverses, by_numbers, row: task.part(scratch.rows).cast() })
 }
 
 /// K of one block, packed.
@@ -268,6 +306,9 @@ impl<S: Simd, T: Storage<S>, M: Packing<S, T>, const V: usize> Part<S> for Begin
             for v in (0..queries).step_by(S::LANES) {
                 S::store(tile.row_max.add(v), S::splat(S::Elem::NEG_INFINITY));
                 S::store(tile.row_sum.add(v), S::splat(S::Elem::ZERO));
+                if problem.scratch.v_factors > 0 {
+                    S::store(tile.row_rounded.add(v), S::splat(S::Elem::ZERO));
+                }
             }
             for at in (0..problem.head_dim_v * queries).step_by(S::LANES) {
                 S::store(tile.acc_o.add(at), S::splat(S::Elem::ZERO));
@@ -284,6 +325,8 @@ struct Step<'a, S: Simd, M, const V: usize> {
     keys: (usize, usize),
     k: Rows<S::Elem>,
     v: Rows<S::Elem>,
+    k_codes: Option<Coded<'a>>,
+    v_codes: Option<Coded<'a>>,
     /// Scores, then weights.
     x: *mut S::Elem,
     sees_all: bool,
@@ -299,14 +342,14 @@ impl<'a, S: Simd, M: BlockProducts<S>, const V: usize> Step<'a, S, M, V> {
         task: &'a Task<'a, S::Elem>,
         tile: Tile<S::Elem>,
         (j0, j1): (usize, usize),
-        [k, v]: [Rows<S::Elem>; 2],
+        ([k, v], [k_codes, v_codes]): ([Rows<S::Elem>; 2], [Option<Coded<'a>>; 2]),
         x: *mut S::Elem,
     ) -> Option<Self> {
         let problem = task.problem;
         let (sees_all, n) = (problem.sees_all(tile.r0, tile.r1, j0, j1), j1 - j0);
         let keys = (j0, n);
         let (effect, is_plain_mask, kind) = (None, false, PhantomData);
-        let mut step = Step { task, tile, keys, k, v, x, sees_all, effect, is_plain_mask, kind };
+        let mut step = Step { task, tile, keys, k, v, k_codes, v_codes, x, sees_all, effect, is_plain_mask, kind };
         if let Some(mask) = &problem.mask {
             step.is_plain_mask = step.is_plain() && mask::is_plain(mask, n);
             let (rows, bias) = (step.rows(), task.part(problem.scratch.bias));
@@ -378,10 +421,52 @@ impl<'a, S: Simd, M: BlockProducts<S>, const V: usize> Step<'a, S, M, V> {
         let (problem, tile, n, x) = (self.task.problem, &self.tile, self.keys.1, self.x);
         // SAFETY: as in `item`.
         unsafe {
-            if self.is_masked() {
-                M::apart(Softmax::<S, M, B, V, true> { problem, tile, n, x, beside, products: PhantomData })
+            if M::OF_CODES
+                && let Some(Coded { factors, inverses, .. }) = self.v_codes
+                && problem.scratch.v_factors > 0
+            {
+                let codes = Some((factors.cast(), inverses.cast()));
+                if self.is_masked() {
+                    M::apart(Softmax::<S, M, B, V, true, true> {
+                        problem,
+                        tile,
+                        n,
+                        x,
+                        codes,
+                        beside,
+                        products: PhantomData,
+                    })
+                } else {
+                    M::apart(Softmax::<S, M, B, V, false, true> {
+                        problem,
+                        tile,
+                        n,
+                        x,
+                        codes,
+                        beside,
+                        products: PhantomData,
+                    })
+                }
+            } else if self.is_masked() {
+                M::apart(Softmax::<S, M, B, V, true, false> {
+                    problem,
+                    tile,
+                    n,
+                    x,
+                    codes: None,
+                    beside,
+                    products: PhantomData,
+                })
             } else {
-                M::apart(Softmax::<S, M, B, V, false> { problem, tile, n, x, beside, products: PhantomData })
+                M::apart(Softmax::<S, M, B, V, false, false> {
+                    problem,
+                    tile,
+                    n,
+                    x,
+                    codes: None,
+                    beside,
+                    products: PhantomData,
+                })
             }
         }
     }
@@ -397,10 +482,21 @@ impl<'a, S: Simd, M: BlockProducts<S>, const V: usize> Step<'a, S, M, V> {
     unsafe fn take(self, whole: &mut Values<S::Elem>) {
         // SAFETY: as in `item`.
         unsafe {
-            M::multiply::<V>(Some(self.keys_product()), None).finish();
+            if self.k_codes.is_none_or(|codes| !codes.by_numbers) {
+                M::multiply::<V>(Some(self.keys_product()), None).finish();
+            }
+            if M::OF_CODES
+                && let Some(codes) = &self.k_codes
+            {
+                M::scale_scores::<V>(codes, self.keys_product());
+            }
             self.modify();
             let factors = self.weigh(&mut Formed);
-            M::multiply::<V>(None, Some(self.values_product(factors, whole))).finish();
+            let values = self.values_product(factors, whole);
+            match &self.v_codes {
+                Some(codes) if M::OF_CODES && codes.by_numbers => M::add_numbers::<V>(codes, values),
+                _ => M::multiply::<V>(None, Some(values)).finish(),
+            }
         }
     }
 }
@@ -549,22 +645,24 @@ const WEIGHT_PART: usize = 18;
 
 /// Raises the maxima, rescales the sums, and turns scores into lanes of probabilities in place. Answers what O is to be
 /// rescaled with: where no maximum rose, 1.
-struct Softmax<'a, S: Simd, M, B, const V: usize, const MASKED: bool> {
+struct Softmax<'a, S: Simd, M, B, const V: usize, const MASKED: bool, const FACTORS: bool> {
     problem: &'a Problem,
     tile: &'a Tile<S::Elem>,
     n: usize,
     x: *mut S::Elem,
+    /// Factors of keys that go into weights, and their inverses.
+    codes: Option<(*const S::Elem, *const S::Elem)>,
     beside: &'a mut B,
     products: PhantomData<M>,
 }
 
-impl<S: Simd, M: BlockProducts<S>, B: Beside, const V: usize, const MASKED: bool> Part<S>
-    for Softmax<'_, S, M, B, V, MASKED>
+impl<S: Simd, M: BlockProducts<S>, B: Beside, const V: usize, const MASKED: bool, const FACTORS: bool> Part<S>
+    for Softmax<'_, S, M, B, V, MASKED, FACTORS>
 {
     type Output = [S::V; V];
     #[inline(always)]
     unsafe fn run(self) -> [S::V; V] {
-        let Softmax { problem, tile, n, x, beside, .. } = self;
+        let Softmax { problem, tile, n, x, codes, beside, .. } = self;
         let all = n * (MAX_PART + WEIGHT_PART);
         let queries = V * S::LANES;
         // SAFETY: x has n rows of `queries`, the state of the tile `queries` elements.
@@ -603,19 +701,25 @@ impl<S: Simd, M: BlockProducts<S>, B: Beside, const V: usize, const MASKED: bool
                 factors[v] = S::select(is_first, S::splat(S::Elem::ONE), factors[v]);
             }
             M::rescale::<V>(problem.head_dim_v, tile.acc_o, factors);
-            let mut sum = [S::splat(S::Elem::ZERO); V];
+            let mut sum = [[S::splat(S::Elem::ZERO); V]; 2];
             let whole = n / M::STEPS;
+            let codes = codes.filter(|_| FACTORS);
             for step in 0..whole {
-                weights::<S, M, V, MASKED>(x, step, M::STEPS, subtract, scale_log2, &mut sum);
+                weights::<S, M, V, MASKED>(x, step, M::STEPS, (subtract, scale_log2), codes, &mut sum);
                 beside.go_on(M::STEPS * WEIGHT_PART, all);
             }
             // The rest of the last lane of an odd number of keys is no key.
             if n > whole * M::STEPS {
-                weights::<S, M, V, MASKED>(x, whole, n - whole * M::STEPS, subtract, scale_log2, &mut sum);
+                weights::<S, M, V, MASKED>(x, whole, n - whole * M::STEPS, (subtract, scale_log2), codes, &mut sum);
             }
+            let [sum, rounded] = sum;
             for v in 0..V {
                 let row_sum = tile.row_sum.add(v * S::LANES);
                 S::store(row_sum, S::fma(S::load(row_sum), factors[v], sum[v]));
+                if FACTORS {
+                    let row_rounded = tile.row_rounded.add(v * S::LANES);
+                    S::store(row_rounded, S::fma(S::load(row_rounded), factors[v], rounded[v]));
+                }
                 S::store(tile.row_max.add(v * S::LANES), max[v]);
             }
             factors
@@ -623,15 +727,16 @@ impl<S: Simd, M: BlockProducts<S>, B: Beside, const V: usize, const MASKED: bool
     }
 }
 
-/// The first `keys` scores of a step to a lane of probabilities per query, in place, and onto their sums.
+/// The first `keys` scores of a step to a lane of probabilities per query, in place, and onto their sums: before factors, and of what is
+/// left of them after.
 #[inline(always)]
-unsafe fn weights<S: Simd, M: Products<S>, const V: usize, const MASKED: bool>(
+unsafe fn weights<S: Simd, M: BlockProducts<S>, const V: usize, const MASKED: bool>(
     x: *mut S::Elem,
     step: usize,
     keys: usize,
-    subtract: [S::V; V],
-    scale_log2: S::V,
-    sum: &mut [S::V; V],
+    (subtract, scale_log2): ([S::V; V], S::V),
+    codes: Option<(*const S::Elem, *const S::Elem)>,
+    [sum, rounded]: &mut [[S::V; V]; 2],
 ) {
     let queries = V * S::LANES;
     // SAFETY: x has a row of `queries` for each key of the step.
@@ -644,8 +749,17 @@ unsafe fn weights<S: Simd, M: Products<S>, const V: usize, const MASKED: bool>(
                 let score = S::load(at.add((step * M::STEPS + key) * queries));
                 *p = probability::<S, MASKED>(score, subtract[v], scale_log2);
                 sum[v] = S::add(sum[v], *p);
+                if let Some((factors, _)) = codes {
+                    *p = S::mul(*p, S::splat(*factors.add(step * M::STEPS + key)));
+                }
             }
-            S::store(at.add(step * queries), M::weights(p));
+            let lane = M::weights(p);
+            if let Some((_, inverses)) = codes {
+                for (key, &p) in M::numbers(lane).iter().enumerate().take(keys) {
+                    rounded[v] = S::fma(p, S::splat(*inverses.add(step * M::STEPS + key)), rounded[v]);
+                }
+            }
+            S::store(at.add(step * queries), lane);
         }
     }
 }
@@ -685,7 +799,21 @@ impl<S: Simd, T: Storage<S>, const V: usize> Part<S> for End<'_, S, T, V> {
                     done.lse().store_as(lse.dtype, lse.at([row.batch, row.head, row.i]));
                 }
                 let from = rows.add(lane * stride);
-                store_row::<S, T>(from, done.factor, dim, &out, [row.batch, row.head, row.i, 0]);
+                let mut factor = done.factor;
+                if scratch.v_factors > 0 {
+                    // Weights summed to this; where that is 0 they weigh nothing.
+                    let rounded = *tile.row_rounded.add(lane);
+                    if rounded > S::Elem::ZERO {
+                        factor = factor * (*tile.row_sum.add(lane) / rounded);
+                    }
+                }
+                if scratch.o_factors > 0 {
+                    let factors = task.part(scratch.o_factors);
+                    for d in (0..dim).step_by(S::LANES) {
+                        S::store(from.add(d), S::mul(S::load(from.add(d)), S::load(factors.add(d))));
+                    }
+                }
+                store_row::<S, T>(from, factor, dim, &out, [row.batch, row.head, row.i, 0]);
             }
         }
     }

@@ -6,6 +6,10 @@
 #[cfg(target_arch = "x86_64")]
 pub(crate) mod beside;
 pub(crate) mod blocks;
+#[cfg(target_arch = "x86_64")]
+pub(crate) mod code_pairs;
+#[cfg(target_arch = "x86_64")]
+pub(crate) mod coded;
 pub(crate) mod codes;
 pub(crate) mod combine;
 pub(crate) mod decode;

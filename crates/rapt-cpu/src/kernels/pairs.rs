@@ -1,7 +1,7 @@
 //! Products of bf16 formed two at a time: `Paired` of the table in `products`, for instruction sets with a dot of pairs.
 //!
 //! K, V and P lie as pairs of 32 bits, the earlier step in the low half: K and Q along head_dim, where K is read in place if
-//! its rows are whole pairs; V as two rows woven into one. Deliberately absent: decode, which loads numbers one by one.
+//! its rows are whole pairs; V as two rows woven into one. Deliberately absent: decode, which loads numbers one by one; `code_pairs` has what it makes of codes.
 
 use half::bf16;
 
@@ -62,6 +62,11 @@ impl<S: Bf16Pairs> Products<S> for Paired {
     unsafe fn weights(p: [S::V; 2]) -> S::V {
         // SAFETY: promised by the caller.
         unsafe { S::pair(p[0], p[1]) }
+    }
+    #[inline(always)]
+    unsafe fn numbers(lane: S::V) -> [S::V; 2] {
+        // SAFETY: promised by the caller.
+        unsafe { S::split(lane) }
     }
     #[inline(always)]
     unsafe fn add_non_finite(values: S::V, sum: S::V) -> S::V {

@@ -10,8 +10,8 @@ mod partition;
 pub mod tiles;
 
 use rapt_core::{
-    Arch, Caps, CodesSpec, Compute, DType, Device, Error, Granularity, Kernel, KernelKey, MaskClass, PRounding, Plan,
-    Qkv, Result, Spec, TensorSpec,
+    Arch, Caps, CodesSpec, Compute, DType, Device, Error, Format, Granularity, Kernel, KernelKey, MaskClass, PRounding,
+    Plan, Qkv, Result, Spec, TensorSpec,
 };
 
 use crate::arch::{self, KernelVariant, Step};
@@ -86,11 +86,57 @@ pub(crate) fn select_tiled(spec: &Spec, caps: &Caps, tiles: &Tiles) -> Result<Pl
     Ok(Plan::new(spec.clone(), key, CpuLaunch { steps: Some(steps), threads, workspace_bytes, cost }))
 }
 
-/// The instruction set of a request's kernels: numbers of codes are not rounded to bf16, of which pairs are formed. int8 does without
+/// The instruction set of a request's kernels: pairs are formed of codes, but numbers of codes are not rounded to bf16. int8 does without
 /// numbers, and wherever bf16 has a dot instruction, bytes have one too.
 fn arch_for(spec: &Spec, caps: &Caps) -> Arch {
-    let makes_numbers = spec.is_quantized() && spec.compute != Compute::Int8;
-    if makes_numbers && matches!(caps.arch, Arch::Avx512Bf16 | Arch::Amx) { Arch::Avx512 } else { caps.arch }
+    match caps.arch {
+        arch if spec.compute == Compute::Int8 => arch,
+        Arch::Avx512Bf16 | Arch::Amx if spec.is_quantized() => {
+            let pairs = caps.arch == Arch::Avx512Bf16 && code_pairs(spec).iter().any(Option::is_some);
+            if pairs { Arch::Avx512Bf16 } else { Arch::Avx512 }
+        }
+        arch => arch,
+    }
+}
+
+/// Whether few rows share each kv head.
+fn is_decode(spec: &Spec) -> bool {
+    spec.group_size().saturating_mul(spec.q_len()) <= decode::MAX_ROWS
+}
+
+/// Where the factors of K's and of V's codes go if these are multiplied as pairs, with queries of bf16. Forward forms pairs of both or of
+/// neither.
+fn code_pairs(spec: &Spec) -> [Option<Fold>; 2] {
+    let is_decode = is_decode(spec);
+    let of = |codes: &Option<Box<CodesSpec>>, dim: usize, is_v: bool| {
+        let codes = codes.as_deref()?;
+        let fold = fold(codes, dim, arch::code_lanes(Arch::Avx512Bf16)?)?;
+        if is_decode {
+            // A zero point of a row goes where its factor goes.
+            return Some(if fold == Fold::Groups && codes.chunk >= dim && codes.format.own_block_size().is_none() {
+                Fold::Rows
+            } else {
+                fold
+            });
+        }
+        // Codes are exact in bf16, and so are those of blocks that have scales of 8 bits; channels are left to the output.
+        let exact = !codes.format.has_zero_point()
+            && match fold {
+                Fold::Rows => true,
+                Fold::Channels => is_v && codes.format != Format::E5m2,
+                Fold::Groups => codes.format.own_block_size().is_some(),
+            };
+        exact.then_some(fold)
+    };
+    if spec.codes.q.is_some() || spec.q.dtype != DType::BF16 || spec.compute == Compute::Int8 {
+        return [None; 2];
+    }
+    let folds = [of(&spec.codes.k, spec.head_dim(), false), of(&spec.codes.v, spec.head_dim_v(), true)];
+    let are_pairs = |fold: Option<Fold>, codes: &Option<Box<CodesSpec>>, tensor: &TensorSpec<4>| {
+        fold.is_some() || codes.is_none() && tensor.dtype == DType::BF16
+    };
+    let all = are_pairs(folds[0], &spec.codes.k, &spec.k) && are_pairs(folds[1], &spec.codes.v, &spec.v);
+    if is_decode || all { folds } else { [None; 2] }
 }
 
 /// The dtype in which a kernel reads rows, and how it reads those of q, k and v that are not of it.
@@ -105,13 +151,17 @@ fn readings(spec: &Spec, key: &KernelKey) -> (DType, Qkv<Option<Reading>>) {
         None if tensor.dtype == read_as => None,
         None => RowKind::of_dtype(tensor.dtype),
     };
-    let reading = |tensor, of: &Option<Box<CodesSpec>>, dim: Option<usize>| {
+    let reading = |tensor, of: &Option<Box<CodesSpec>>, dim: Option<usize>, pairs: Option<Fold>| {
         let fold = of.as_deref().zip(dim).and_then(|(codes, dim)| fold(codes, dim, arch::code_lanes(key.arch)?));
-        kind(tensor, of).map(|kind| Reading { kind, fold })
+        kind(tensor, of).map(|kind| Reading { kind, fold, pairs })
     };
     let dims = [spec.head_dim(), spec.head_dim_v()].map(|dim| is_decode.then_some(dim));
-    let readings =
-        Qkv { q: reading(q, &codes.q, None), k: reading(k, &codes.k, dims[0]), v: reading(v, &codes.v, dims[1]) };
+    let pairs = if key.arch == Arch::Avx512Bf16 { code_pairs(spec) } else { [None; 2] };
+    let readings = Qkv {
+        q: reading(q, &codes.q, None, None),
+        k: reading(k, &codes.k, dims[0], pairs[0]),
+        v: reading(v, &codes.v, dims[1], pairs[1]),
+    };
     (read_as, readings)
 }
 
@@ -136,7 +186,7 @@ fn key(spec: &Spec, arch: Arch) -> KernelKey {
         Kernel::Empty
     } else if spec.compute == Compute::Int8 {
         Kernel::ForwardInt8
-    } else if spec.group_size().saturating_mul(spec.q_len()) <= decode::MAX_ROWS {
+    } else if is_decode(spec) {
         Kernel::Decode
     } else {
         Kernel::Forward
@@ -149,6 +199,7 @@ fn key(spec: &Spec, arch: Arch) -> KernelKey {
         p_rounding: match kernel {
             Kernel::Forward if arch::is_paired(arch, storage) => PRounding::Storage,
             Kernel::ForwardInt8 => PRounding::Block,
+            Kernel::Decode if arch == Arch::Avx512Bf16 && code_pairs(spec)[1].is_some() => PRounding::Storage,
             _ => PRounding::Accumulation,
         },
         mask: match spec.mask {

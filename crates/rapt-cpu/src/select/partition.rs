@@ -1,12 +1,12 @@
 //! How a request is cut: a function of the spec, the instruction set, the number of threads and the tiles.
 
-use rapt_core::{CodesSpec, DType, INT8_BLOCK, Kernel, KernelKey, Qkv, Spec};
+use rapt_core::{CodesSpec, DType, Format, Granularity, INT8_BLOCK, Kernel, KernelKey, Qkv, Spec};
 
 use super::tiles::Tiles;
 use crate::arch;
 use crate::partition::{Order, Partition};
-use crate::problem::Reading;
-use crate::scratch::{DecodeSizes, ForwardSizes, Scratch, partial_len};
+use crate::problem::{Fold, Reading};
+use crate::scratch::{CODE_KEYS, DecodeSizes, FactorsOfPairs, ForwardSizes, Scratch, partial_len};
 
 /// Most bytes of packed K and V tiles per thread.
 const PANEL_BYTES: usize = 1 << 20;
@@ -14,9 +14,6 @@ const PANEL_BYTES: usize = 1 << 20;
 const TILES_BYTES: usize = 1 << 20;
 /// Tiles that must share a block before packing rows that lie apart pays.
 const SHARING_TILES: usize = 4;
-
-/// Decode: keys of a block of the second product where K or V are codes.
-const CODE_KEYS: usize = 32;
 
 /// Keys per block of the forward kernel: the multiple of the micro-tile's rows below `block_n`, fewer where a block of K and
 /// V would outgrow the cap.
@@ -122,7 +119,7 @@ fn forward_partition(
     let [k_is_whole, v_is_whole] = rows_are_whole(spec, readings);
     let whole_lanes = spec.head_dim().is_multiple_of(2) && spec.k.strides[2] % 2 == 0 && spec.k.strides[3] == 1;
     let tiled = arch::is_tiled(key.arch, key.storage);
-    let paired = arch::is_paired(key.arch, key.storage) && !tiled && whole_lanes;
+    let paired = arch::is_paired(key.arch, key.storage) && !tiled && whole_lanes && readings.k.is_none();
     let as_summed = key.storage == key.accumulation;
     // Rows that lie apart share few cache sets and touch a page each: packed once, a block is read by many tiles. In a
     // [B,S,H,D] view of 24 heads of 128 (rows 12 KiB apart) f32 in place lost 30 % (Zen 4, 2026-11).
@@ -182,7 +179,16 @@ pub(super) fn scratch(spec: &Spec, key: &KernelKey, readings: &Qkv<Option<Readin
     if key.kernel == Kernel::Decode {
         let panel_keys = partition.panel_keys();
         let (rows, multiplies_codes) = (partition.rows, multiplies_codes(readings));
-        return Scratch::decode(&DecodeSizes { head_dim, head_dim_v, rows, block_n, panel_keys, multiplies_codes });
+        let multiplies_pairs = [readings.k, readings.v].iter().flatten().any(|reading| reading.pairs.is_some());
+        return Scratch::decode(&DecodeSizes {
+            head_dim,
+            head_dim_v,
+            rows,
+            block_n,
+            panel_keys,
+            multiplies_codes,
+            multiplies_pairs,
+        });
     }
     let is_int8 = key.kernel == Kernel::ForwardInt8;
     let queries = arch::tile_shape(key.arch, if is_int8 { DType::F32 } else { key.storage }).queries;
@@ -196,8 +202,26 @@ pub(super) fn scratch(spec: &Spec, key: &KernelKey, readings: &Qkv<Option<Readin
         pack_k: !partition.k_in_place,
         pack_v: !partition.v_in_place,
         tiled: arch::is_tiled(key.arch, key.storage),
+        pairs: factors_of_pairs(spec, readings),
     };
     if is_int8 { Scratch::int8(&sizes) } else { Scratch::forward(&sizes) }
+}
+
+/// Where forward keeps the factors of codes that it multiplies as pairs: those of V go to the output where all keys share them, and what
+/// goes there is never infinite.
+fn factors_of_pairs(spec: &Spec, readings: &Qkv<Option<Reading>>) -> FactorsOfPairs {
+    let fold = |reading: &Option<Reading>| reading.and_then(|reading| reading.pairs);
+    let mut factors = FactorsOfPairs { of_k: fold(&readings.k).is_some(), ..FactorsOfPairs::default() };
+    if let (Some(fold), Some(codes)) = (fold(&readings.v), &spec.codes.v) {
+        let is_shared = codes.granularity != Granularity::Token && codes.format != Format::E5m2;
+        factors.of_output = match fold {
+            Fold::Rows => is_shared,
+            Fold::Channels => true,
+            Fold::Groups => codes.format.has_global_scale(),
+        };
+        factors.of_v = fold == Fold::Rows && !is_shared;
+    }
+    factors
 }
 
 /// Bytes of partial results of the decode kernel.

@@ -22,6 +22,7 @@ pub(crate) fn code_products<S: CodeVectors>(kind: RowKind, fold: Fold) -> Option
             has_nan: (C::SHORT != 1.0).then_some(has_nan_of::<S, C>),
             scores: scores_of::<S>,
             outputs: outputs_of::<S>,
+            pairs: None,
         }
     }
     fn either<S: CodeVectors, C: Element<S> + 'static>(fold: Fold) -> CodeProducts {

@@ -15,19 +15,10 @@ use rapt_core::DType;
 use super::ahead::Ahead;
 use super::products::{all_finite, dots, weighted_sum, weighted_sum_selecting};
 use super::rows::Keys;
-use crate::kernels::codes::{CodeVectors, E4m3fn, E8m0, Element, Uint8};
+use crate::kernels::codes::{CodeVectors, E4m3fn, E8m0, Element, MOST, Uint8, is_moderate};
 use crate::kernels::simd::{Part, Real};
 use crate::partition::QK_KEYS;
 use crate::problem::{CodeRows, CodesChunk, CodesScratch, Fold, Input, Out, Scales, Sizes, Source, Weights};
-
-/// The greatest and the least factor that goes into a product before or after the code does.
-const MOST: f32 = 18_446_744_073_709_551_616.0;
-const LEAST: f32 = 1.0 / MOST;
-
-/// Whether a factor may be multiplied with something else than its code.
-fn is_moderate(factor: f32) -> bool {
-    factor == 0.0 || (LEAST..=MOST).contains(&factor.abs())
-}
 
 /// What the products of codes ask of a chunk.
 impl CodesChunk<'_> {
@@ -37,23 +28,29 @@ impl CodesChunk<'_> {
 
     /// Codes of keys `j..j + n` of the chunk, where they lie or gathered.
     #[inline(always)]
-    unsafe fn codes(&self, j: usize, n: usize, lanes: usize) -> CodeRows {
+    pub(super) unsafe fn codes(&self, j: usize, n: usize, lanes: usize) -> CodeRows {
         let Source { rows, shared, .. } = self.source;
         let (bytes, (batch, head, j0)) = (self.dim.div_ceil(*shared), self.first);
         let (at, scratch) = ((batch, head, j0 + j), &self.scratch);
         // SAFETY: keys of the chunk; the panel has room for as many as are taken at a time.
         let keys = unsafe { Keys::<u8>::near(rows, at, n, bytes, scratch.gathered) };
-        let (factors, points) = (scratch.factors.cast_const(), scratch.points.cast_const());
-        let (first, stride) = (keys.first, keys.stride);
+        self.with_factors(CodeRows { first: keys.first, stride: keys.stride, ..CodeRows::NONE }, lanes)
+    }
+
+    /// Codes with the factors that are kept of them.
+    #[inline(always)]
+    pub(super) fn with_factors(&self, codes: CodeRows, lanes: usize) -> CodeRows {
+        let (factors, points) = (self.scratch.factors.cast_const(), self.scratch.points.cast_const());
+        let codes = CodeRows { factors, points, ..codes };
         match (&self.source.scales, self.products.fold) {
             (Some(scales), Fold::Groups) => {
                 let vectors_log2 = (scales.chunk / lanes).checked_ilog2().unwrap_or(0);
                 let per_row = self.dim.div_ceil(scales.chunk);
                 // One group is as many vectors as it likes.
                 let vectors_log2 = if per_row == 1 { usize::BITS - 1 } else { vectors_log2 };
-                CodeRows { first, stride, factors, points, per_row, vectors_log2 }
+                CodeRows { per_row, vectors_log2, ..codes }
             }
-            _ => CodeRows { first, stride, factors, points, per_row: 0, vectors_log2: 0 },
+            _ => codes,
         }
     }
 
@@ -75,20 +72,26 @@ impl CodesChunk<'_> {
     }
 
     /// The factors of the first `n` keys, one each.
-    unsafe fn row_factors(&self, scales: &Scales, n: usize) {
+    pub(super) unsafe fn row_factors(&self, scales: &Scales, n: usize) {
         let ((batch, head, j0), descale, short) = (self.first, &scales.descale, self.products.short);
         let step = descale.strides[2];
         for (at, len) in descale.runs(j0, n) {
             let first = descale.at_key([batch, head, j0 + at, 0]).cast::<f32>();
-            for j in 0..len {
-                // SAFETY: keys of the chunk, each with a factor of f32; the scratch memory has as many.
-                unsafe { *self.scratch.factors.add(at + j) = *first.wrapping_offset(j as isize * step) * short };
+            let to = self.scratch.factors.wrapping_add(at);
+            // SAFETY: keys of the chunk, each with a factor of f32; the scratch memory has as many.
+            unsafe {
+                // Loops of their own: these become vectors.
+                match step {
+                    0 => (0..len).for_each(|j| *to.add(j) = *first * short),
+                    1 => (0..len).for_each(|j| *to.add(j) = *first.add(j) * short),
+                    _ => (0..len).for_each(|j| *to.add(j) = *first.wrapping_offset(j as isize * step) * short),
+                }
             }
         }
     }
 
     /// The factors and zero points of all channels.
-    unsafe fn channel_factors(&self, scales: &Scales) {
+    pub(super) unsafe fn channel_factors(&self, scales: &Scales) {
         let (batch, head, j0) = self.first;
         for d in 0..self.dim {
             // SAFETY: channels of the head; the scratch memory has as many.
@@ -102,7 +105,7 @@ impl CodesChunk<'_> {
 
     /// The factors and zero points of the groups of keys `j..j + n`.
     #[inline(always)]
-    unsafe fn group_factors<S: CodeVectors>(&self, scales: &Scales, (j, n): (usize, usize)) {
+    pub(super) unsafe fn group_factors<S: CodeVectors>(&self, scales: &Scales, (j, n): (usize, usize)) {
         let (batch, head, j0) = self.first;
         let groups = self.dim.div_ceil(scales.chunk);
         let CodesScratch { factors, points, .. } = self.scratch;
@@ -267,7 +270,7 @@ unsafe fn number_of(chunk: &CodesChunk<'_>, j: usize) -> Keys<f32> {
 
 /// Computes again, by way of numbers, the scores that are not finite, and those of keys whose factors are extreme.
 #[inline(always)]
-unsafe fn recompute<S: CodeVectors>(chunk: &CodesChunk<'_>, by_key: bool, (s, s_stride): Out) {
+pub(super) unsafe fn recompute<S: CodeVectors>(chunk: &CodesChunk<'_>, by_key: bool, (s, s_stride): Out) {
     let (q, q_stride) = chunk.q;
     // SAFETY: as in `item`.
     unsafe {

@@ -9,11 +9,13 @@
 //! ```
 //! (Flash-Decoding, Dao 2023.) The cut into chunks follows the length of K alone, so the bits do not depend on threads.
 //! Rows of K, then of V, are asked for some bytes before they are read: the processor's own prefetchers end at a page.
-//! Rows of K and V that are codes are multiplied as they are (`codes`), or become numbers in a panel that stays in L1, as do those that are
+//! Rows of K and V that are codes are multiplied as they are (`codes`; `code_pairs` by the dot of bf16), or become numbers in a panel that stays in L1, as do those that are
 //! not of the kernel's dtype beside such.
 //! Deliberately absent: packing where the inner stride is 1; rows beyond [`MAX_ROWS`].
 
 mod ahead;
+#[cfg(target_arch = "x86_64")]
+mod code_pairs;
 mod code_rows;
 mod codes;
 pub(crate) mod deviation;
@@ -30,6 +32,8 @@ use crate::problem::{CodeProducts, CodesChunk, CodesScratch, Problem, Source, We
 use crate::scratch::partial_len;
 
 use ahead::Ahead;
+#[cfg(target_arch = "x86_64")]
+pub(crate) use code_pairs::pair_products;
 pub(crate) use code_rows::code_products;
 use products::{all_finite, dots, weighted_sum, weighted_sum_selecting};
 use rows::Keys;
@@ -60,7 +64,20 @@ impl<T> Chunk<'_, T> {
         let (scratch, at) = (&problem.scratch, |part| memory.cast::<f32>().wrapping_add(part));
         let (panel, q) = (panel.cast(), (at(scratch.q).cast_const(), scratch.head_dim_padded));
         let (factors, points, gathered) = (at(scratch.factors), at(scratch.points), at(scratch.codes).cast());
-        let scratch = CodesScratch { q: at(scratch.code_q), factors, points, gathered, panel };
+        let scratch = CodesScratch {
+            q: at(scratch.code_q),
+            factors,
+            points,
+            gathered,
+            panel,
+            q_sums: at(scratch.q_sums),
+            inverses: at(scratch.inverses),
+            natural: at(scratch.natural),
+            weights: at(scratch.weights),
+            p_sums: at(scratch.p_sums),
+            sums: at(scratch.sums),
+            natural_sums: at(scratch.natural_sums),
+        };
         CodesChunk { problem, source, products, first, n, dim, q, scratch }
     }
 }
