@@ -165,7 +165,15 @@ def _logits(dtype):
         yield (marked(make(dtype, 4, 6, seed=seed), INF, seed=seed), marked(make(dtype, 4, 6, seed=seed + 9), INF, -INF, seed=seed)), {}
 
 
+def _forms(dtype):
+    """Products of two vectors and a matrix, the first of them infinite somewhere."""
+    for seed in range(4):
+        vectors = marked(make(dtype, 2, 3, seed=seed), INF, seed=seed), make(dtype, 2, 4, seed=seed + 9)
+        yield (*vectors, make(dtype, 5, 3, 4, seed=seed + 5), make(dtype, 5)), {}
+
+
 SAMPLES = {
+    A + "bilinear.default": _forms,
     A + "binary_cross_entropy_with_logits.default": _logits,
     A + "upsample_linear1d.vec": _resized(1, True),
     A + "upsample_bilinear2d.vec": _resized(2, True),

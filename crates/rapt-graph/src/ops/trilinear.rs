@@ -3,7 +3,7 @@
 //! `y[n, o] = Σ_i Σ_j a[n, i] · w[o, i, j] · b[n, j] + bias[o]`, in f64 and rounded once. Integers wrap. `_trilinear` says which dimensions
 //! each of the three lacks and which are summed. Results lie row-major.
 
-use super::linear::{Arithmetic, dot};
+use super::linear::Arithmetic;
 use super::shape::{bounded, count, expand_places, fresh, misfit, need_number, need_same, refuse};
 use crate::number::is_float;
 use crate::{Args, Eval, Int, Meta, OpError, Out, Shapes, Tensor, ValueId, strides};
@@ -104,9 +104,11 @@ impl Trilinear {
             let one = |cell: usize| {
                 let (n, o) = (cell / own, cell % own);
                 let of_b = &b[n * columns..][..columns];
-                let row = |i: usize| dot(&c[(o * rows + i) * columns..][..columns], of_b);
+                // The first tensor's sums first, as PyTorch takes them: what infinite numbers come to depends on it.
+                let weight = |i: usize, j: usize| c[(o * rows + i) * columns + j];
+                let column = |j: usize| (0..rows).fold(T::ZERO, |sum, i| sum.mul_add(a[n * rows + i], weight(i, j)));
                 let bias = numbers.get(3).map_or(T::ZERO, |bias| bias[o]);
-                let sum = (0..rows).fold(T::ZERO, |sum, i| sum.mul_add(a[n * rows + i], row(i)));
+                let sum = (0..columns).fold(T::ZERO, |sum, j| sum.mul_add(column(j), of_b[j]));
                 sum.mul_add(bias, T::ONE)
             };
             return Ok((0..lead * own).map(one).collect());
