@@ -217,6 +217,19 @@ def test_codes_that_are_not_finite(format, dtype):
         assert not out[:, :, 2].isfinite().all()
 
 
+def test_factors_of_tokens_that_lie_far_apart():
+    for heads, format, dtype in [(8, "int4", torch.bfloat16), (16, "int8", torch.float16), (4, "e4m3fn", torch.bfloat16)]:
+        q, k, v = tensors(10, dtype, (2, heads, 1, 64), 1, 1500, 64)
+        keys, values = on_gpu(k, format, "token")[0], on_gpu(v, format, "token")[0]
+        values.scale *= 2.0 ** torch.randint(-40, 20, values.scale.shape, device="cuda")
+        values.scale[:, :, ::7] *= -1
+        values.scale[1, :, ::5] = 0
+        numbers = [rapt.Quantized(
+            c.codes.cpu(), c.scale.cpu(), format=format, shape=c.shape, granularity="token"
+        ).dequantize().cuda() for c in (keys, values)]
+        check(q, keys, values, numbers)
+
+
 def test_a_factor_that_is_not_finite():
     q, k, v = tensors(11, torch.bfloat16, (1, 4, 2, 64), 2, 600, 64)
     for format in ("int8", "mxfp8"):

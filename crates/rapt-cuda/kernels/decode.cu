@@ -37,7 +37,7 @@ __device__ inline void load_paged_tile(
     const int lane = threadIdx.x % 32;
     const Elem* base = source.base;
     const int rows = source.rows, dim = source.dim;
-    const u32 known = __ballot_sync(~0u, pages.own.exists(p));
+    const u32 known = __ballot_sync(~0u, pages.own[0].exists(p));
     if (known == ~0u) {
         if (TilePages::are_even(p)) {
 #pragma unroll
@@ -190,9 +190,18 @@ __device__ inline void attend(const Params& p, Shared& sh, Item item, u32 count,
             stage = stage + 1 == STAGES ? 0 : stage + 1;
         }
         softmax.reduce();
-        hand_over(p, sh.over, softmax, rows, handed, [&](float* row, int nt, int h) {
-            const float2 pair = {softmax.acc_o[0][nt][h * 2], softmax.acc_o[0][nt][h * 2 + 1]};
-            *(float2*)&row[nt * 8 + lane_column(lane)] = pair;
+        hand_over<16>(sh.over, rows, handed, [&](int first, int here) {
+            const int h = first / 8, r = h * 8 + lane / 4 - first;
+            if (r < 0 || r >= here) return;
+            float* row = sh.over.left[warp][r];
+#pragma unroll
+            for (int nt = 0; nt < DV / 8; nt++) {
+                const float2 pair = {softmax.acc_o[0][nt][h * 2], softmax.acc_o[0][nt][h * 2 + 1]};
+                *(float2*)&row[nt * 8 + lane_column(lane)] = pair;
+            }
+            if (lane % 4 == 0) {
+                sh.over.left_m[warp][r] = natural_max(p, softmax.row_max[0][h]), sh.over.left_l[warp][r] = softmax.row_sum[0][h];
+            }
         });
     }
     cp_async_wait<0>();

@@ -90,40 +90,30 @@ impl TileCodes {
         }
     }
 
-    /// How many codes of a row a lane loads at once, where `lanes` share the row: as many as 16 bytes hold, the lanes' codes make whole
-    /// parts of the row, and share as few factors as the kernel multiplies at a time.
-    fn run(self, dim: u32, lanes: u32, least: u32) -> Option<u32> {
+    /// How many codes of a row a lane loads at once: as many as 16 bytes hold, the lanes' codes make whole parts of the row, and share as few
+    /// factors as the kernel multiplies at a time.
+    ///
+    /// Of keys, which four lanes share; `None` where decode_codes.cu does not serve them.
+    pub(crate) fn key_run(self, dim: u32) -> Option<u32> {
         let (part, longest) = match self.scales {
-            TileScales::Block(size, DType::F32) => (size, size),
-            TileScales::Block(size, _) => (dim, size),
+            // Factors in operands are those of a lane, and others of all four.
+            TileScales::Block(size, DType::F8E4M3FN) => (dim, size),
+            TileScales::Block(size, _) => (size, size),
             _ => (dim, dim),
         };
-        let fits = |run: &u32| part.is_multiple_of(lanes * run) && longest.is_multiple_of(*run);
-        [32, 16, 8, 4, 2].into_iter().filter(|run| *run >= least && run / self.kind.per_byte() <= 16).find(fits)
+        let fits = |run: &u32| part.is_multiple_of(4 * run) && longest.is_multiple_of(*run);
+        [32, 16, 8, 4].into_iter().filter(|run| run / self.kind.per_byte() <= 16).find(fits)
     }
 
-    /// Of keys, which four lanes share.
-    pub(crate) fn key_run(self, dim: u32) -> Option<u32> {
-        self.run(dim, 4, 4)
+    /// Whether values have no factors, or those of whole tiles of 16 columns.
+    pub(crate) const fn is_whole_in_values(self) -> bool {
+        !matches!(self.scales, TileScales::Block(size, _) if !size.is_multiple_of(16))
     }
 
-    /// Of values, which eight lanes share.
-    pub(crate) fn value_run(self, dim: u32) -> Option<u32> {
-        self.run(dim, 8, 2)
-    }
-
-    /// Bytes from key to key in a tile: `KeyRows::PITCH` of kernels/decode/codes.cuh.
-    pub(crate) fn key_pitch(self, dim: u32) -> u32 {
-        let row = self.row_bytes(dim).next_multiple_of(16);
-        let step = (self.key_run(dim).unwrap_or(4) / self.kind.per_byte() / 4).max(1);
-        let is_apart = |pitch: &u32| pitch % (32 * step) == 16 * step;
-        if row.is_multiple_of(128) { row } else { (row..).step_by(16).find(is_apart).unwrap_or(row) }
-    }
-
-    /// Bytes from value to value in a tile: `ValueRows::PITCH`.
-    pub(crate) const fn value_pitch(self, dim: u32) -> u32 {
-        let row = self.row_bytes(dim).next_multiple_of(16);
-        if row.is_multiple_of(32) { row + 16 } else { row }
+    /// Bytes from row to row in a tile: `CodeRows::PITCH` of kernels/decode/codes.cuh.
+    pub(crate) const fn pitch(self, dim: u32) -> u32 {
+        let row = self.row_bytes(dim);
+        if row <= 64 { if row <= 16 { 16 } else { row.next_power_of_two() } } else { row.next_multiple_of(128) }
     }
 }
 

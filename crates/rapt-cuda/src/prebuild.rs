@@ -18,7 +18,7 @@ use crate::artifacts::nvrtc::{CompiledFacts, compile};
 use crate::driver::{Compiler, Cubin, Nvrtc};
 use crate::error::{CudaError, Result};
 use crate::select::{Caps, variants};
-use crate::variant::{KernelVariant, Sequences};
+use crate::variant::{Algorithm, DECODE_BLOCK_M, KernelVariant, Sequences};
 
 /// How much is compiled ahead.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -215,7 +215,10 @@ pub fn common_variants(arch: Arch, assortment: Assortment) -> CoreResult<Vec<Ker
                     for causal in causals.into_iter().take(if is_cache { 2 } else { 3 }) {
                         let options = Options { causal, softcap: request.softcap, ..Options::default() };
                         let spec = spec(request, heads, lengths, &options)?;
-                        let found = variants(&spec, &caps)?.into_iter().map(|variant| bundled::of_family(&variant));
+                        let mut found = variants(&spec, &caps)?;
+                        // More rows over codes than a product takes are rare: drafted tokens of grouped heads.
+                        found.retain(|of| of.algorithm != Algorithm::DecodeCodes || of.block_m < DECODE_BLOCK_M);
+                        let found = found.iter().map(bundled::of_family);
                         all.extend(found.filter(|variant| seen.insert(*variant)));
                     }
                 }
@@ -331,7 +334,6 @@ pub fn ship(folder: &Path, assortment: Assortment, kept: Option<&Path>) -> std::
 mod tests {
     use super::*;
     use crate::source;
-    use crate::variant::Algorithm;
 
     fn distinct(arch: Arch, assortment: Assortment) -> FxHashSet<KernelVariant> {
         let variants = common_variants(arch, assortment).unwrap();

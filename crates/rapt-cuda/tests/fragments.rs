@@ -17,6 +17,11 @@ const HEAD_DIMS: [i64; 2] = [128, 80];
 
 /// Compiles the maps for a head dim; each test has its own program, so that tests may run at once.
 fn program(test: &str, head_dim: i64) -> PathBuf {
+    compiled(test, head_dim, 800)
+}
+
+/// The same as a compute capability, times a hundred, has them.
+fn compiled(test: &str, head_dim: i64, arch: u32) -> PathBuf {
     let own = Path::new(env!("CARGO_MANIFEST_DIR"));
     let (host, kernels) = (own.join("tests/host"), own.join("kernels"));
     let program = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("maps-{test}-{head_dim}"));
@@ -25,6 +30,7 @@ fn program(test: &str, head_dim: i64) -> PathBuf {
     // The folder of the stand-ins comes first: files of theirs are taken in place of the kernels'.
     command.args(["-std=c++17", "-O1", "-Wno-unknown-pragmas"]).arg("-I").arg(&host).arg("-I").arg(kernels);
     command.arg(format!("-DHEAD_DIM={head_dim}")).args(["-DHEAD_DIM_V=64", "-DVECTOR=1"]);
+    command.arg(format!("-D__CUDA_ARCH__={arch}"));
     let output = command.arg(host.join("maps.cpp")).arg("-o").arg(&program).output();
     let output = output.unwrap_or_else(|error| panic!("{}: {error}", compiler.display()));
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
@@ -301,34 +307,34 @@ fn each_product_of_q_and_k_has_the_operands_of_its_rows_keys_and_columns() {
 
 #[test]
 fn codes_are_multiplied_as_their_numbers_each_once() {
-    // What a kind comes out as, beside its format's number: minus 128, or as far too small as its scale makes up for.
     let kinds = [
-        (1, Format::Int8, 0.0, 1.0),
-        (2, Format::Uint8, 128.0, 1.0),
-        (3, Format::Int4, 0.0, 1.0),
-        (4, Format::E4m3fn, 0.0, 1.0),
-        (5, Format::E5m2, 0.0, 1.0),
-        (6, Format::Nvfp4, 0.0, 2f32.powi(-126)),
+        (1, Format::Int8),
+        (2, Format::Uint8),
+        (3, Format::Int4),
+        (4, Format::E4m3fn),
+        (5, Format::E5m2),
+        (6, Format::Nvfp4),
     ];
-    let mut tiles: BTreeMap<[i64; 4], BTreeSet<(i64, i64)>> = BTreeMap::new();
-    for line in map("codes") {
-        let [side, kind, dim, run, row, column, code, bits] = line[..] else { panic!("eight numbers") };
-        let (_, format, less, factor) = kinds.into_iter().find(|of| of.0 == kind).unwrap();
-        let expected = (format.decode(code as u8) - less) * factor;
-        let got = f32::from_bits(bits as u32);
-        assert_eq!(got, expected, "{format} {code} at {row} {column} of {dim} by {run}");
-        assert!(
-            got != 0.0 || got.is_sign_negative() == (format.decode(code as u8).is_sign_negative()),
-            "{format} {code}"
-        );
-        assert!(
-            tiles.entry([side, kind, dim, run]).or_default().insert((row, column)),
-            "{format} {row} {column} twice"
-        );
-    }
-    assert_eq!(tiles.len(), 6 * 8 + 2);
-    for ([_, _, dim, _], elements) in tiles {
-        assert_eq!(elements.len() as i64, 8 * dim);
-        assert!(elements.iter().all(|(row, column)| (0..8).contains(row) && (0..dim).contains(column)));
+    // By bits in their place, and as compute capability 8.9 converts e4m3fn.
+    for arch in [800, 890] {
+        let program = compiled(&format!("codes{arch}"), HEAD_DIMS[0], arch);
+        let mut tiles: BTreeMap<[i64; 5], BTreeSet<(i64, i64)>> = BTreeMap::new();
+        for line in printed(&program, "codes") {
+            let [side, operand, kind, dim, run, row, column, code, bits] = line[..] else { panic!("nine numbers") };
+            let (_, format) = kinds.into_iter().find(|of| of.0 == kind).unwrap();
+            // uint8 comes out 128 too small without a bias: its zero point makes up for it.
+            let less = if kind == 2 && operand != 1 { 128.0 } else { 0.0 };
+            let expected = format.decode(code as u8) - less;
+            let got = f32::from_bits(bits as u32);
+            let place = format!("{format} {code} as {operand} at {row} {column} of {dim} by {run}");
+            assert_eq!(got, expected, "{place}");
+            assert!(got != 0.0 || got.is_sign_negative() == format.decode(code as u8).is_sign_negative(), "{place}");
+            assert!(tiles.entry([side, operand, kind, dim, run]).or_default().insert((row, column)), "{place} twice");
+        }
+        assert_eq!(tiles.len(), 3 * (6 * 9 + 2));
+        for ([_, _, _, dim, _], elements) in tiles {
+            assert_eq!(elements.len() as i64, 16 * dim);
+            assert!(elements.iter().all(|(row, column)| (0..16).contains(row) && (0..dim).contains(column)));
+        }
     }
 }

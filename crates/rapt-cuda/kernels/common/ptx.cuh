@@ -19,11 +19,39 @@ __device__ inline void ldmatrix_trans(u32 (&r)[4], u32 at) {
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                  : "r"(at));
 }
+__device__ inline void ldmatrix_trans(u32 (&r)[2], u32 at) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0,%1}, [%2];" : "=r"(r[0]), "=r"(r[1]) : "r"(at));
+}
+// A warp's 8 x 8 matrix of 16-bit elements with rows and columns exchanged: a lane has columns 2t, 2t+1 of row g.
+__device__ inline u32 movmatrix_trans(u32 x) {
+    u32 y;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
+    return y;
+}
 __device__ inline void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." MMA_TYPE "." MMA_TYPE
                  ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
                  : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+// The product of operands that are float16 (HALF) or bfloat16, whatever MMA_TYPE is; and numbers as such.
+template <bool HALF>
+__device__ inline void mma_of(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+#define MMA(TYPE)                                                                                                            \
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE                                                      \
+                 ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"                                                \
+                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])                                                            \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1))
+    if constexpr (HALF) MMA("f16");
+    else MMA("bf16");
+#undef MMA
+}
+template <bool HALF>
+__device__ inline u32 pack_as(float low, float high) {
+    u32 packed;
+    if constexpr (HALF) asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+    else asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+    return packed;
 }
 __device__ inline u32 pack(float low, float high) {
     u32 packed;
@@ -35,6 +63,28 @@ __device__ inline u32 pack(float low, float high) {
 __device__ inline u32 fma_bf16x2(u32 a, u32 b, u32 c) {
     u32 x;
     asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(x) : "r"(a), "r"(b), "r"(c));
+    return x;
+}
+
+// a * b + c of pairs of float16; subnormal numbers count.
+__device__ inline u32 fma_f16x2(u32 a, u32 b, u32 c) {
+    u32 x;
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(x) : "r"(a), "r"(b), "r"(c));
+    return x;
+}
+// The two e4m3 in the lower half of a word as float16, from compute capability 8.9 on.
+__device__ inline u32 e4m3x2_to_f16x2(u32 codes) {
+    u32 x = 0;
+#if __CUDA_ARCH__ >= 890
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(x) : "h"((u16)codes));
+#endif
+    return x;
+}
+
+// (a ^ b) & c in one instruction: the compiler takes a ^ b apart where it occurs twice.
+__device__ inline u32 xor_and(u32 a, u32 b, u32 c) {
+    u32 x;
+    asm("lop3.b32 %0, %1, %2, %3, 0x28;" : "=r"(x) : "r"(a), "r"(b), "r"(c));
     return x;
 }
 

@@ -20,24 +20,17 @@ struct HandOver {
     u32 odd_from, odd_to;
 };
 
-// A warp's state of `rows` rows at the end of an item, for the last warp. `handed` counts what was handed over. `write(at, nt, h)` writes
-// the two sums of tile nt of the lane's row h into the row that begins there.
-template <class Write>
-__device__ inline void hand_over(
-    const Params& p, HandOver& over, const OnlineSoftmax<1>& softmax, int rows, u32& handed, Write write
-) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+// A warp's state of `rows` rows, of ROWS that it may have, at the end of an item, for the last warp. `handed` counts what was handed over.
+// `leave(first, here)` writes those of rows first, first+1, ..., `here` of them, as the first of `over`; `first` is a constant.
+template <int ROWS, class Leave>
+__device__ inline void hand_over(HandOver& over, int rows, u32& handed, Leave leave) {
 #pragma unroll
-    for (int part = 0; part < PARTS; part++) {
-        const int first = part * PART, h = first / 8, r = h * 8 + lane / 4 - first;
+    for (int part = 0; part < (ROWS + PART - 1) / PART; part++) {
+        const int first = part * PART;
         if (first >= rows) break;
         if (handed > 0) mbarrier_wait(over.empty, (handed - 1) % 2);
         handed++;
-        if (r >= 0 && r < min(PART, rows - first)) {
-#pragma unroll
-            for (int nt = 0; nt < DV / 8; nt++) write(over.left[warp][r], nt, h);
-            if (lane % 4 == 0) over.left_m[warp][r] = natural_max(p, softmax.row_max[0][h]), over.left_l[warp][r] = softmax.row_sum[0][h];
-        }
+        leave(first, min(PART, rows - first));
         mbarrier_arrive(over.full);
     }
 }

@@ -18,14 +18,21 @@ struct TilePages {
     static constexpr int PARTS = TILE / 16, STEP = WARPS * TILE, MOST = 32 / PARTS;  // tiles whose entries a warp holds
     static constexpr bool BY_ITEM = !CODES;
 
-    KeyPlace own;               // of key lane % TILE of the next tile, as far as there is one
+    static constexpr int OWN = (TILE + 31) / 32;
+
+    KeyPlace own[OWN];          // of key lane % TILE of the next tile, and of that 32 further on, as far as there is one
     int entries = 0, from = 0;  // where pages are even: those of the item's tiles from key `from` on
 
     // Whether each 16 keys of a tile are evenly spaced rows of one page.
     __device__ static bool are_even(const Params& p) { return p.ragged.page_size % 16 == 0; }
-    // Where the lane's key begins, in what strides count.
-    __device__ i64 offset(const i64 (&stride)[4]) const { return own.block * stride[0] + own.row * stride[2]; }
-    __device__ bool any_is_bad(const Params& p) const { return __any_sync(~0u, !own.exists(p)); }
+    // Where one of the lane's keys begins, in what strides count.
+    __device__ i64 offset(const i64 (&stride)[4], int n = 0) const { return own[n].block * stride[0] + own[n].row * stride[2]; }
+    __device__ bool any_is_bad(const Params& p) const {
+        bool is_bad = false;
+#pragma unroll
+        for (const KeyPlace& of : own) is_bad |= !of.exists(p);
+        return __any_sync(~0u, is_bad);
+    }
 
     // To an item whose first tile begins at key n0.
     __device__ void enter(const Params& p, const Item& item, int n0) {
@@ -33,10 +40,13 @@ struct TilePages {
     }
     // To the tile from key n0 on.
     __device__ void advance(const Params& p, const Item& item, int n0) {
-        const int j = n0 + threadIdx.x % TILE;
         if (BY_ITEM && are_even(p)) return;
-        own.block = 0, own.row = 0;
-        if (j < item.sequence.kv_len(p)) own = KeyPlace(p, item.batch, j);
+#pragma unroll
+        for (int n = 0; n < OWN; n++) {
+            const int j = n0 + n * 32 + threadIdx.x % (TILE < 32 ? TILE : 32);
+            own[n].block = 0, own[n].row = 0;
+            if (j < item.sequence.kv_len(p)) own[n] = KeyPlace(p, item.batch, j);
+        }
     }
     // What was loaded for it is needed.
     __device__ void settle(const Params& p, const Item& item, int n0) {
@@ -44,8 +54,8 @@ struct TilePages {
         int tile = (n0 - from) / STEP;
         if (tile >= MOST) entries = load(p, item, n0), from = n0, tile = 0;
         const int in_tile = threadIdx.x % TILE, j = n0 + in_tile;
-        own.block = __shfl_sync(~0u, entries, tile * PARTS + in_tile / 16);
-        own.row = j - divide(j, p.ragged.by_page_size) * p.ragged.page_size;
+        own[0].block = __shfl_sync(~0u, entries, tile * PARTS + in_tile / 16);
+        own[0].row = j - divide(j, p.ragged.by_page_size) * p.ragged.page_size;
     }
 
   private:

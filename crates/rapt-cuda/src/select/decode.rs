@@ -24,6 +24,8 @@ const FEW_SPLITS: usize = 2;
 /// Most queries per head, and rows per head of K and V, that are read as decoding.
 pub(super) const DECODE_QUERIES: usize = 16;
 pub(super) const DECODE_ROWS: usize = 64;
+/// Rows of a block of decode_codes.cu where there are so few.
+const FEW_ROWS: usize = 8;
 /// Shared memory of decode.cu where one block is alone on its multiprocessor: deeper rings gave nothing.
 const ALONE_SHARED: u32 = 176 * 1024;
 
@@ -92,21 +94,30 @@ pub(super) fn over_codes(spec: &Spec, caps: &Caps) -> Option<KernelVariant> {
     let dims = tensor_cores::padded_dims(spec);
     let (of_k, of_v) = (spec.codes.k.as_deref()?, spec.codes.v.as_deref()?);
     let (k, v) = (tile_codes(&spec.k, of_k, dims.0)?, tile_codes(&spec.v, of_v, dims.1)?);
-    k.key_run(dims.0)?;
-    v.value_run(dims.1)?;
+    if k.key_run(dims.0).is_none() || !v.is_whole_in_values() {
+        return None;
+    }
+    let rows = spec.group_size() * spec.q_len();
+    // Rows are columns of the products there: 8 at a time.
+    let block_m = if rows <= FEW_ROWS { FEW_ROWS as u32 } else { DECODE_BLOCK_M };
     let pages = spec.pages.as_deref();
     let wide = is_wide(&spec.k, of_k, pages) && is_wide(&spec.v, of_v, pages);
     let of = |(block_n, stages)| KernelVariant {
         stages,
         loads: if wide { Loads::By16Bytes } else { Loads::ByElement },
         codes: Codes::Tiles { k, v },
-        ..tensor_cores::tensor_core_variant(spec, caps, Algorithm::DecodeCodes, [DECODE_BLOCK_M, block_n])
+        ..tensor_cores::tensor_core_variant(spec, caps, Algorithm::DecodeCodes, [block_m, block_n])
     };
     let most = if of((16, 1)).decode_resident() == 1 { caps.shared_bytes } else { tensor_cores::LEAST_SHARED };
     let fits = |variant: &KernelVariant| variant.shared_bytes() <= most.min(caps.shared_bytes);
-    // The tile is the bits': it follows from dims alone, but for the widest on the smallest devices.
-    let tiles: &[(u32, u32)] =
-        if dims.0 + dims.1 <= 256 { &[(32, 4), (32, 3), (32, 2), (32, 1)] } else { &[(16, 4), (16, 3), (16, 2)] };
+    // The tile is the bits': it follows from dims, rows and formats alone, but for the largest on the smallest devices. Where two
+    // codes are in a byte instructions are the limit, and a larger tile has fewer of them for a key.
+    let is_packed = k.kind.per_byte() == 2 && v.kind.per_byte() == 2 && block_m < DECODE_BLOCK_M;
+    let tiles: &[(u32, u32)] = match dims.0 + dims.1 {
+        ..=256 if is_packed => &[(64, 4), (64, 3), (64, 2), (32, 3), (32, 2), (32, 1)],
+        ..=256 => &[(32, 4), (32, 3), (32, 2), (32, 1)],
+        _ => &[(16, 4), (16, 3), (16, 2)],
+    };
     tiles.iter().chain(&[(16, 1)]).map(|tile| of(*tile)).find(fits)
 }
 

@@ -19,7 +19,7 @@ impl Options {
     }
 
     /// K or V of decode_codes.cu.
-    fn add_tiles(&mut self, operand: &str, codes: TileCodes, run: Option<u32>) {
+    fn add_tiles(&mut self, operand: &str, codes: TileCodes) {
         let (scales, block, dtype) = match codes.scales {
             TileScales::Uniform => (0, 1, DType::F32),
             TileScales::Token => (1, 1, DType::F32),
@@ -30,7 +30,6 @@ impl Options {
         self.define(&format!("{operand}_SCALES"), scales);
         self.define(&format!("{operand}_BLOCK"), block);
         self.define(&format!("{operand}_SCALE_DTYPE"), u32::from(dtype.code()));
-        self.define(&format!("{operand}_RUN"), run.unwrap_or(0));
     }
 }
 
@@ -152,8 +151,10 @@ impl KernelVariant {
             options.define("GATHERS", 1);
         }
         if let Codes::Tiles { k, v } = self.codes {
-            options.add_tiles("K", k, k.key_run(self.dims.0));
-            options.add_tiles("V", v, v.value_run(self.dims.1));
+            options.add_tiles("K", k);
+            options.add_tiles("V", v);
+            options.define("K_RUN", k.key_run(self.dims.0).unwrap_or(0));
+            options.define("BLOCK_M", self.block_m);
         }
         options.0
     }

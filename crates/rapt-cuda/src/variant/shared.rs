@@ -135,16 +135,17 @@ impl KernelVariant {
     fn decode_codes_bytes(&self) -> u32 {
         let Codes::Tiles { k, v } = self.codes else { return 0 };
         let (dim, dim_v) = self.dims;
-        let key = k.key_pitch(dim) + k.scale_bytes(dim) + v.value_pitch(dim_v) + v.scale_bytes(dim_v);
-        let ring = self.decode_warps() * self.stages * self.block_n * key;
-        (ring + 32 * dim * self.q_terms(k) + self.hand_over_bytes()).next_multiple_of(16)
+        let key = k.pitch(dim) + k.scale_bytes(dim) + v.pitch(dim_v) + v.scale_bytes(dim_v);
+        let stage = (self.block_n * key).next_multiple_of(128);
+        let queries = self.block_m * (2 * dim * self.q_terms(k) + 4);
+        (self.decode_warps() * self.stages * stage + queries + self.hand_over_bytes()).next_multiple_of(128)
     }
 
-    /// How many bfloat16 numbers of q decode_codes.cu multiplies: as many as hold it, beside a factor of its column.
+    /// How many float16 of q decode_codes.cu multiplies: as many as hold it, beside a factor of its column.
     fn q_terms(&self, k: TileCodes) -> u32 {
         match (self.storage, k.scales) {
             (DType::F32, _) => 3,
-            (DType::F16, _) | (_, TileScales::Channel) => 2,
+            (_, TileScales::Channel) => 2,
             _ => 1,
         }
     }

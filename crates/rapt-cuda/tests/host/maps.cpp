@@ -1,6 +1,7 @@
 // The device code's maps, compiled for the host: which thread holds which element, and where elements stand in shared memory.
 // Prints one of them, named by the first argument, as numbers; tests/fragments.rs compares them with rapt-layout's atlas.
 
+#include <cmath>
 #include <cstdio>
 #include <cstring>
 
@@ -124,7 +125,7 @@ void load() {
 // A tile of 16 rows of pseudo-random codes under its places, and code `column` of row `row`.
 template <class Rows, int KIND, int DIM>
 struct CodeTile {
-    alignas(16) u8 bytes[16 * 2 * DIM + 64] = {};
+    alignas(16) u8 bytes[16 * Rows::PITCH] = {};
     u8 code(int row, int column) const {
         const u32 x = (u32)(row * 1021 + column * 37 + 11) * 2654435761u >> 16;
         if (is_packed(KIND)) return x & 0xf;
@@ -139,61 +140,77 @@ struct CodeTile {
             }
     }
 };
-template <int I>
-struct Constant {
-    static constexpr int value = I;
-};
-template <int N, class F>
-void each(F f) {
-    if constexpr (N > 0) each<N - 1>(f), f(Constant<N - 1>());
+// Half `e` of the pair that is number `pair` of a word, less its bias and in units of codes, as bits of a float.
+template <class Operand, bool HALF>
+i64 number_of(u32 x, int pair, int e) {
+    const auto of = [&](u32 both) { return HALF ? float_of_f16(both >> e * 16) : float_of_bits(both >> e * 16 << 16); };
+    const double bias = Operand::BIASED ? of(Operand::bias(pair)) : 0, widened = Operand::WIDENED && pair % 2 == 1 ? 16 : 1;
+    return bits_of_float((float)std::ldexp((of(x) - bias) / widened, Operand::EXPONENT));
 }
-// 0 for keys and 1 for values, kind, dim, codes of a run, row, column, code, the number that is multiplied as bits of a float
-template <int KIND, int DIM, int RUN>
+// 0 for keys and 1 for values, what is multiplied (1: float16, 2: without a bias), kind, dim, codes of a run, row, column, code, its number
+template <int KIND, int DIM, int RUN, bool HALF, bool CENTERED>
 void keys_of() {
     using Rows = KeyRows<KIND, DIM, RUN>;
+    using Operand = CodeOperand<KIND, HALF, CENTERED>;
     const CodeTile<Rows, KIND, DIM> tile;
     for (int lane = 0; lane < 32; lane++)
-        for (int run = 0; run < Rows::RUNS; run++) {
+        for (int at = 0; at < 2 * Rows::RUNS; at++) {
+            const int h = at % 2, run = at / 2, row = h * 8 + lane / 4;
             alignas(16) u32 words[Rows::WORDS];
-            Rows::load(words, tile.bytes + Rows::place(lane / 4, (4 * run + lane % 4) * Rows::RUN_BYTES));
-            each<Rows::STEPS>([&](auto step) {
-                u32 b[2];
-                Rows::template operand<decltype(step)::value>(words, CodeBits<KIND>(0), b[0], b[1]);
+            Rows::load(words, tile.bytes + Rows::place(lane / 4, (4 * run + lane % 4) * Rows::RUN_BYTES) + h * 8 * Rows::PITCH);
+            for (int step = 0; step < Rows::STEPS; step++) {
+                u32 pairs[Operand::PAIRS];
+                Operand(0).template split<true, true>(words[step / Rows::WORD_STEPS], pairs);
                 for (int e = 0; e < 4; e++) {
-                    const int column = Rows::q_column(run, step.value, lane % 4, e);
-                    const i64 number = (u32)(b[e / 2] >> e % 2 * 16 << 16);
-                    print({0, KIND, DIM, RUN, lane / 4, column, tile.code(lane / 4, column), number});
+                    const int column = Rows::q_column(run, step, lane % 4, e, Operand::CONVERTED);
+                    const int pair = step % Rows::WORD_STEPS * 2 + e / 2;
+                    const i64 number = number_of<Operand, HALF>(pairs[pair], pair, e % 2);
+                    print({0, HALF + 2 * CENTERED, KIND, DIM, RUN, row, column, tile.code(row, column), number});
                 }
-            });
+            }
         }
 }
-template <int KIND, int DIM, int RUN>
+template <int KIND, int DIM, bool HALF, bool CENTERED>
 void values_of() {
-    using Rows = ValueRows<KIND, DIM, RUN>;
+    using Rows = ValueRows<KIND, DIM>;
+    using Operand = CodeOperand<KIND, HALF, CENTERED>;
     const CodeTile<Rows, KIND, DIM> tile;
     for (int lane = 0; lane < 32; lane++)
-        for (int run = 0; run < Rows::RUNS; run++) {
-            alignas(16) u32 words[2][Rows::WORDS];
+        for (int at = 0; at < 2 * Rows::UNITS; at++) {
+            const int h = at % 2, unit = at / 2, g = lane / 4;
+            u32 word = 0;
             for (int n = 0; n < 2; n++) {
-                Rows::load(words[n], tile.bytes + Rows::place(lane % 4 * 2 + n, (8 * run + lane / 4) * Rows::RUN_BYTES));
+                const int row = h * 8 + lane % 4 * 2 + n;
+                u16 of_row;
+                std::memcpy(&of_row, tile.bytes + row * Rows::PITCH + ((unit * 16) ^ Rows::turn(row)) + g * 2, 2);
+                word |= (u32)of_row << n * 16;
             }
-            each<RUN>([&](auto i) {
-                const u32 b = Rows::template operand<decltype(i)::value>(words[0], words[1], CodeBits<KIND>(0));
-                for (int n = 0; n < 2; n++) {
-                    const int row = lane % 4 * 2 + n, column = Rows::value_column(run * RUN + i.value, lane / 4);
-                    print({1, KIND, DIM, RUN, row, column, tile.code(row, column), (i64)(u32)(b >> n * 16 << 16)});
-                }
-            });
+            u32 pairs[Operand::PAIRS];
+            Operand(0).template split<false, true>(word, pairs);
+            for (int n = 0; n < Operand::PAIRS * 2; n++) {
+                const int pair = n / 2, row = h * 8 + lane % 4 * 2 + n % 2;
+                const int column = Rows::column(unit * Rows::UNIT_TILES + pair / 2, pair % 2, g);
+                if (column >= DIM) continue;
+                const i64 number = number_of<Operand, HALF>(pairs[pair], pair, n % 2);
+                print({1, HALF + 2 * CENTERED, KIND, DIM, 0, row, column, tile.code(row, column), number});
+            }
         }
+}
+template <int KIND, bool HALF, bool CENTERED>
+void codes_of() {
+    if constexpr (is_packed(KIND)) keys_of<KIND, 128, 32, HALF, CENTERED>();
+    keys_of<KIND, 128, 16, HALF, CENTERED>(), keys_of<KIND, 96, 8, HALF, CENTERED>();
+    keys_of<KIND, 80, 4, HALF, CENTERED>(), keys_of<KIND, 256, 16, HALF, CENTERED>();
+    values_of<KIND, 128, HALF, CENTERED>(), values_of<KIND, 64, HALF, CENTERED>(), values_of<KIND, 96, HALF, CENTERED>();
+    values_of<KIND, 80, HALF, CENTERED>(), values_of<KIND, 16, HALF, CENTERED>();
 }
 template <int KIND>
-void codes_of() {
-    if constexpr (is_packed(KIND)) keys_of<KIND, 128, 32>();
-    keys_of<KIND, 128, 16>(), keys_of<KIND, 96, 8>(), keys_of<KIND, 80, 4>(), keys_of<KIND, 256, 16>();
-    values_of<KIND, 128, 16>(), values_of<KIND, 64, 8>(), values_of<KIND, 96, 4>(), values_of<KIND, 80, 2>();
+void codes_of_kind() {
+    codes_of<KIND, false, false>(), codes_of<KIND, true, false>(), codes_of<KIND, true, true>();
 }
 void codes() {
-    codes_of<INT8>(), codes_of<UINT8>(), codes_of<INT4>(), codes_of<E4M3FN>(), codes_of<E5M2>(), codes_of<E2M1>();
+    codes_of_kind<INT8>(), codes_of_kind<UINT8>(), codes_of_kind<INT4>();
+    codes_of_kind<E4M3FN>(), codes_of_kind<E5M2>(), codes_of_kind<E2M1>();
 }
 
 }  // namespace

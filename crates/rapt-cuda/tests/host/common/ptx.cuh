@@ -5,6 +5,7 @@
 //   cp.async    (2, address in shared memory, address in global memory, bytes)
 
 #pragma once
+#include <cmath>
 #include <cstdlib>
 #include <cstring>
 
@@ -19,6 +20,23 @@ inline u32 bits_of_float(float x) {
     u32 bits;
     std::memcpy(&bits, &x, 4);
     return bits;
+}
+
+inline float float_of_f16(u32 bits) {
+    const int exponent = bits >> 10 & 0x1f, mantissa = bits & 0x3ff;
+    if (exponent == 0x1f) std::abort();
+    const float size = exponent == 0 ? std::ldexp((float)mantissa, -24) : std::ldexp((float)(1024 + mantissa), exponent - 25);
+    return bits & 0x8000 ? -size : size;
+}
+// Exact or an error.
+inline u32 f16_of_float(float x) {
+    const u32 sign = std::signbit(x) ? 0x8000 : 0;
+    int exponent;
+    const float mantissa = std::frexp(std::fabs(x), &exponent);
+    const u32 bits = std::fabs(x) < std::ldexp(1.f, -14) ? (u32)std::ldexp(std::fabs(x), 24)
+                                                         : (u32)(exponent + 14) << 10 | (u32)(std::ldexp(mantissa, 11) - 1024);
+    if (bits >= 0x7c00 || float_of_f16(sign | bits) != x) std::abort();
+    return sign | bits;
 }
 
 struct Event {
@@ -57,6 +75,24 @@ inline u32 fma_bf16x2(u32 a, u32 b, u32 c) {
         const float sum = (float)(of(a) * of(b) + of(c));
         if (of(a) * of(b) + of(c) != (double)sum || (bits_of_float(sum) & 0xffff) != 0) std::abort();
         x |= bits_of_float(sum) >> 16 << n;
+    }
+    return x;
+}
+inline u32 fma_f16x2(u32 a, u32 b, u32 c) {
+    u32 x = 0;
+    for (int n = 0; n < 32; n += 16) {
+        const auto of = [&](u32 pair) { return float_of_f16(pair >> n & 0xffff); };
+        x |= f16_of_float(of(a) * of(b) + of(c)) << n;
+    }
+    return x;
+}
+inline u32 xor_and(u32 a, u32 b, u32 c) { return (a ^ b) & c; }
+inline u32 e4m3x2_to_f16x2(u32 codes) {
+    u32 x = 0;
+    for (int n = 0; n < 2; n++) {
+        const u32 code = codes >> n * 8 & 0xff;
+        if ((code & 0x7f) == 0x7f) std::abort();
+        x |= f16_of_float(std::ldexp(float_of_f16((code & 0x80) << 8 | (code & 0x7f) << 7), 8)) << n * 16;
     }
     return x;
 }
