@@ -221,7 +221,7 @@ def test_factors_of_tokens_that_lie_far_apart():
     for heads, format, dtype in [(8, "int4", torch.bfloat16), (16, "int8", torch.float16), (4, "e4m3fn", torch.bfloat16)]:
         q, k, v = tensors(10, dtype, (2, heads, 1, 64), 1, 1500, 64)
         keys, values = on_gpu(k, format, "token")[0], on_gpu(v, format, "token")[0]
-        values.scale *= 2.0 ** torch.randint(-40, 20, values.scale.shape, device="cuda")
+        values.scale.mul_(2.0 ** torch.randint(-40, 20, values.scale.shape, device="cuda"))
         values.scale[:, :, ::7] *= -1
         values.scale[1, :, ::5] = 0
         numbers = [rapt.Quantized(

@@ -93,7 +93,7 @@ impl LaunchPlan for CpuLaunch {
     }
     fn why_not_faster(&self, spec: &Spec, key: &KernelKey) -> String {
         let arch = key.arch;
-        if key.kernel == Kernel::Empty {
+        if key.kernel == Kernel::Empty || key.p_rounding == PRounding::Storage {
             String::new()
         } else if key.kernel == Kernel::ForwardInt8 {
             if spec.group_size().saturating_mul(spec.q_len()) <= decode::MAX_ROWS {
@@ -103,8 +103,6 @@ impl LaunchPlan for CpuLaunch {
             } else {
                 format!("{} has no dot instruction of bytes, or RAPT_ISA holds to these", arch.name())
             }
-        } else if key.p_rounding == PRounding::Storage {
-            String::new()
         } else if let Some((tensor, ..)) = spec.quantized().next() {
             format!("products are formed in float32: the numbers of {tensor} are not rounded further")
         } else if arch == Arch::Avx512 && key.storage == DType::BF16 {

@@ -91,7 +91,7 @@ impl<S: CodePairs, C: Element<S>> Part<S> for Pack<'_, C> {
             };
             for (at, j) in (0..n).step_by(2).enumerate() {
                 let second = (j + 1 < n).then(|| (row(j + 1), sign(j + 1)));
-                by_numbers |= weave::<S, C>((row(j), sign(j)), second, dim, to.add(at * dim));
+                by_numbers |= weave::<S, C>((row(j), sign(j)), second.as_ref(), dim, to.add(at * dim));
             }
             if !factors.is_null() {
                 for j in 0..n {
@@ -192,7 +192,7 @@ impl<C> CodesOfKey<C> {
 #[inline(always)]
 unsafe fn weave<S: CodePairs, C: Element<S>>(
     (low, of_low): (CodesOfKey<C>, f32),
-    high: Option<(CodesOfKey<C>, f32)>,
+    high: Option<&(CodesOfKey<C>, f32)>,
     dim: usize,
     to: *mut f32,
 ) -> bool {
@@ -203,7 +203,7 @@ unsafe fn weave<S: CodePairs, C: Element<S>>(
         for d in (0..whole).step_by(S::LANES) {
             let a = S::mul(low.vector::<S>(d, &mut is_extreme), S::splat(of_low));
             let mut b = S::splat(0.0);
-            if let Some((high, of_high)) = &high {
+            if let Some((high, of_high)) = high {
                 b = S::mul(high.vector::<S>(d, &mut is_extreme), S::splat(*of_high));
             }
             if C::HAS_INFINITE {
@@ -215,7 +215,7 @@ unsafe fn weave<S: CodePairs, C: Element<S>>(
         for d in whole..dim {
             let a = low.number::<S>(d, &mut is_extreme) * of_low;
             let mut b = 0.0;
-            if let Some((high, of_high)) = &high {
+            if let Some((high, of_high)) = high {
                 b = high.number::<S>(d, &mut is_extreme) * of_high;
             }
             is_extreme |= C::HAS_INFINITE && !(a.is_finite() && b.is_finite());
