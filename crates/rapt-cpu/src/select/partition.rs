@@ -213,7 +213,9 @@ fn factors_of_pairs(spec: &Spec, readings: &Qkv<Option<Reading>>) -> FactorsOfPa
     let fold = |reading: &Option<Reading>| reading.and_then(|reading| reading.pairs);
     let mut factors = FactorsOfPairs { of_k: fold(&readings.k).is_some(), ..FactorsOfPairs::default() };
     if let (Some(fold), Some(codes)) = (fold(&readings.v), &spec.codes.v) {
-        let is_shared = codes.granularity != Granularity::Token && codes.format != Format::E5m2;
+        // A block may be all of a row.
+        let is_by_key = matches!(codes.granularity, Granularity::Token | Granularity::Block { .. });
+        let is_shared = !is_by_key && codes.format != Format::E5m2;
         factors.of_output = match fold {
             Fold::Rows => is_shared,
             Fold::Channels => true,
