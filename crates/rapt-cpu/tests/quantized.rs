@@ -29,7 +29,14 @@ fn finite(format: Format, byte: u8) -> u8 {
 fn shapes(format: Format) -> Vec<Vec<usize>> {
     match format.own_block_size() {
         Some(size) => vec![vec![1, HEADS, KV_LEN, DIM.div_ceil(size)]],
-        None => vec![vec![], vec![1, HEADS], vec![1, HEADS, KV_LEN], vec![1, HEADS, 1, DIM], vec![1, HEADS, KV_LEN, 3]],
+        None => vec![
+            vec![],
+            vec![1, HEADS],
+            vec![1, HEADS, KV_LEN],
+            vec![1, HEADS, 1, DIM],
+            vec![1, HEADS, KV_LEN, 3],
+            vec![1, HEADS, KV_LEN, 1],
+        ],
     }
 }
 
