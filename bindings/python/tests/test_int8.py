@@ -104,7 +104,7 @@ def test_it_is_used_when_asked_for_and_counted_and_explained(tensors):
     assert exact.compute == "exact" and "approximation" not in str(exact)
 
 
-def test_refusals_name_what_mends_them(tensors):
+def test_refusals_name_what_to_write_instead(tensors):
     q, k, v = tensors
     token, channel = (rapt.quantize(x, "int8", granularity=g) for x, g in ((k, "token"), (v, "channel")))
     rows = [

@@ -38,7 +38,7 @@ fn int8_takes_int8_codes_whose_factors_stay_out_of_the_sums() {
 }
 
 #[test]
-fn what_is_not_served_is_refused_by_name_with_what_mends_it() {
+fn what_is_not_served_is_refused_by_name_with_a_hint() {
     let k = codes(Format::Int8, &[2, 3, 7]);
     let v = codes(Format::Int8, &[2, 3, 1, 12]);
     let of = |q, k, v| Qkv { q, k, v };

@@ -485,11 +485,17 @@ __device__ inline void add_odd_values(Sums& sums, const Scores& s, const Tile& t
         }
 }
 
-// Rows first.. of a warp, `here` of them: their sums times factor(qt, e, column), and `poison`, which is 0 or NaN.
+// Rows of a warp from `first` on, `count` of them.
+struct PartOfRows {
+    int first, count;
+};
+
+// Those rows to `over`: their sums times factor(qt, e, column), and `poison`, which is 0 or NaN.
 template <class Factor>
 __device__ inline void leave(
-    const Params& p, HandOver& over, int first, int here, const Softmax& softmax, const Sums& sums, Factor factor, float poison
+    const Params& p, HandOver& over, PartOfRows rows, const Softmax& softmax, const Sums& sums, Factor factor, float poison
 ) {
+    const int first = rows.first, here = rows.count;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int qt = first / 8, g = lane / 4;
 #pragma unroll
@@ -599,7 +605,7 @@ __device__ inline void attend(const Params& p, Shared& sh, Item item, u32 count,
         const bool is_seen = !CAREFUL && __any_sync(~0u, (odd & 0x80808080u) != 0);
         const float poison = is_bad || is_seen ? not_a_number() : 0.f;
         hand_over<BLOCK_M>(sh.over, rows, handed, [&](int first, int here) {
-            leave(p, sh.over, first, here, softmax, sums, [&](int qt, int e, int column) {
+            leave(p, sh.over, {first, here}, softmax, sums, [&](int qt, int e, int column) {
                 return unshifted[qt][e] * factor_of(column);
             }, poison);
         });

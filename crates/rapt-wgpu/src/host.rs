@@ -115,6 +115,7 @@ impl Gpu {
             window: spec.window,
             layout: spec.layout,
             out_dtype: Some(spec.out.dtype),
+            compute: spec.compute,
         };
         let [q, k, v] = [&spec.q, &spec.k, &spec.v].map(|of| of4(of, spec.layout));
         let mut builder = Spec::builder(q, k, v, &options);

@@ -137,21 +137,16 @@ def attention(
 
     `q` is [batch, num_q_heads, q_len, head_dim], `k` and `v` [batch, num_kv_heads, kv_len, head_dim(_v)], or less their
     leading dimensions; with `layout="bshd"` [batch, len, heads, head_dim]. Every tensor is read through its strides.
-
     mask: bool (True = attend) or additive, broadcastable to [batch, num_q_heads, q_len, kv_len].
     causal: None, False, True or "top_left" (j ≤ i, PyTorch's), "bottom_right" (j ≤ i + kv_len - q_len, flash-attention's).
     window: (left, right), ends included, None = unbounded. softcap: c in c·tanh(s/c). scale: default 1/sqrt(head_dim).
-    sinks, alibi_slopes: [num_q_heads]. out: the tensor to write. out_dtype: default that of q.
+    sinks, alibi_slopes: [num_q_heads]. out: the tensor to write. out_dtype: default that of q; codes need one.
     q_descale, k_descale, v_descale: float32, the factors of q, k or v as codes (int8, uint8, float8_e4m3fn, float8_e5m2); their
     shape says which elements share one: [], [batch, heads], [batch, heads, len], [batch, heads, 1, head_dim] or [batch, heads,
     len, n]. q_zero_point, …: uint8 of the same shape, with uint8 codes. A `Quantized` stands in place of q, k or v without them.
-    compute: "exact", or "int8", an approximation on CPUs: q is rounded to int8 row by row, the probabilities to 8 bits; k is int8 codes by
-    tensor, head or token, v by tensor, head or channel. Counted by `rapt.quant.stats()`.
-    If q is codes, out_dtype is given. return_lse: also the log of the sum of exponentials, [batch, num_q_heads, q_len].
-    tolerance: with a `Quantized` k or v that carries `errors`: the relative L2 by which a head may differ from that on the originals. Heads
-    beyond it are computed on those; without them a NumberError names the head. `explain` and `rapt.quant.stats()` say what comes of it.
-
-    A refused request raises a subclass of `RaptError` and writes nothing.
+    compute: "exact", or "int8" on int8 codes of k and v in host memory: an approximation (docs: "Products of int8").
+    tolerance: with a `Quantized` k or v that has `errors`: the relative L2 by which a head may differ from that on the originals, else
+    it is computed on those. return_lse: also the log of the sum of exponentials. A refused request raises a `RaptError` and writes nothing.
     """
     ops = _torch_ops(q)
     if ops is not None and ops.is_traced_call(q, k, v):

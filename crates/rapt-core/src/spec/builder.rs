@@ -1,9 +1,10 @@
 //! From the forms of a caller's tensors and its options to a [`Spec`].
 
 use super::compute;
+use super::order::{as_given, canonical};
 use super::pages::{Pages, codes_of_keys, keys, lengths_spec, offsets_spec, pages_spec};
 use super::quantized::{CodesForm, CodesSpec, Qkv, numbers_of, part_names};
-use super::validate::{as_given, broadcast_mask, canonical, check_sizes, floats_within, is_float_within, per_head};
+use super::validate::{broadcast_mask, check_sizes, floats_within, is_float_within, per_head};
 use super::{Direction, Kv, LengthsSpec, MaskSpec, Numerics, Spec, TensorSpec, VarlenSpec};
 use crate::{
     COMPUTED, Causal, DType, Device, Error, Finite, Format, Options, Result, Shape, Strides, TensorForm, Window,

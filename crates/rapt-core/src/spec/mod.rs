@@ -7,6 +7,7 @@
 
 mod builder;
 mod compute;
+mod order;
 mod pages;
 mod quantized;
 mod validate;
@@ -16,10 +17,11 @@ use crate::{
 };
 
 pub use builder::SpecBuilder;
+pub(crate) use order::canonical;
 pub(crate) use pages::{codes_of_keys, keys, lengths_spec, offsets_spec, page_table};
 pub use quantized::{Codes, CodesForm, CodesSpec, Qkv};
 pub(crate) use quantized::{numbers_of, part_names};
-pub(crate) use validate::{broadcast_mask, canonical};
+pub(crate) use validate::broadcast_mask;
 
 /// A tensor without its pointer: `N` sizes and strides in canonical order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -265,7 +267,7 @@ impl Spec {
     #[inline]
     #[must_use]
     pub fn out_shape(&self, rank: usize) -> Shape {
-        validate::as_given(self.out.shape, rank, self.layout)
+        order::as_given(self.out.shape, rank, self.layout)
     }
 
     /// The shape of `lse` for inputs of `rank` dimensions.

@@ -17,7 +17,7 @@
 //! last size. Deliberately absent: a factor that is assumed.
 
 use super::TensorSpec;
-use super::validate::{as_given, canonical};
+use super::order::{as_given, canonical};
 use crate::thousands::thousands;
 use crate::{DType, Error, Format, Granularity, Result, ScaleLayout, Shape, Strides, TensorForm, TensorLayout, View};
 

@@ -3,15 +3,11 @@
 //! ```text
 //! Sᵀ[key][query]  = K · Qᵀ                     Oᵀ[dim][query] = Oᵀ · f[query] + Vᵀ · Pᵀ
 //! ```
-//! Here for broadcast rows (`matmul`); `tiled` has them for tiles. Deliberately absent: what stands between the two.
+//! Here for broadcast rows (`matmul`), whose lanes are numbers; `coded` has them for pairs, `tiled` for tiles. Deliberately absent: what stands between the two.
 
 use std::marker::PhantomData;
 
-#[cfg(target_arch = "x86_64")]
-use super::coded::{AddNumbers, ScaleScores};
 use super::matmul::{Broadcast, Factors, Matmul, MatmulSelecting, Onto};
-#[cfg(target_arch = "x86_64")]
-use super::pairs::{Bf16Pairs, Paired};
 use super::products::{Products, Single};
 use super::simd::{Part, Real, Simd};
 use crate::problem::Source;
@@ -157,7 +153,7 @@ pub(crate) trait BlockProducts<S: Simd>: Products<S> {
 }
 
 /// [`BlockProducts::multiply`] by broadcast rows.
-unsafe fn by_rows<S: Simd, M: Products<S>, const V: usize>(
+pub(super) unsafe fn by_rows<S: Simd, M: Products<S>, const V: usize>(
     keys: Option<KeyProduct<S::Elem>>,
     values: Option<ValueProduct<'_, S, V>>,
 ) -> Formed {
@@ -264,26 +260,5 @@ impl<S: Simd> BlockProducts<S> for Single {
     ) -> Formed {
         // SAFETY: promised by the caller.
         unsafe { by_rows::<S, Single, V>(keys, values) }
-    }
-}
-
-#[cfg(target_arch = "x86_64")]
-impl<S: Bf16Pairs> BlockProducts<S> for Paired {
-    type Beside = Formed;
-    const OF_CODES: bool = true;
-    unsafe fn scale_scores<const V: usize>(coded: &Coded<'_>, product: KeyProduct<f32>) {
-        // SAFETY: promised by the caller; so below.
-        unsafe { S::apart(ScaleScores::<V> { coded, product }) }
-    }
-    unsafe fn add_numbers<const V: usize>(coded: &Coded<'_>, product: ValueProduct<'_, S, V>) {
-        // SAFETY: as above.
-        unsafe { S::apart(AddNumbers { coded, product }) }
-    }
-    unsafe fn multiply<const V: usize>(
-        keys: Option<KeyProduct<S::Elem>>,
-        values: Option<ValueProduct<'_, S, V>>,
-    ) -> Formed {
-        // SAFETY: promised by the caller.
-        unsafe { by_rows::<S, Paired, V>(keys, values) }
     }
 }

@@ -15,10 +15,10 @@ use std::marker::PhantomData;
 use half::bf16;
 use rapt_core::{DType, codes};
 
-use super::blocks::{Coded, KeyProduct, ValueProduct};
+use super::blocks::{BlockProducts, Coded, Formed, KeyProduct, ValueProduct, by_rows};
 use super::code_pairs::CodePairs;
 use super::codes::{E2m1, E4m3fn, E5m2, Element, Int4, Int8, all_are_moderate, is_moderate};
-use super::pairs::Bf16Pairs;
+use super::pairs::{Bf16Pairs, Paired};
 use super::simd::{Part, Simd};
 use crate::problem::{CodePanel, PackCodes, RowKind, Source};
 
@@ -227,9 +227,9 @@ unsafe fn weave<S: CodePairs, C: Element<S>>(
 }
 
 /// Scores of lanes to scores: with the factors of their keys, and by way of numbers where that is not what f32 gives.
-pub(crate) struct ScaleScores<'a, const V: usize> {
-    pub(crate) coded: &'a Coded<'a>,
-    pub(crate) product: KeyProduct<f32>,
+struct ScaleScores<'a, const V: usize> {
+    coded: &'a Coded<'a>,
+    product: KeyProduct<f32>,
 }
 
 impl<S: Bf16Pairs, const V: usize> Part<S> for ScaleScores<'_, V> {
@@ -284,9 +284,9 @@ impl<S: Bf16Pairs, const V: usize> Part<S> for ScaleScores<'_, V> {
 }
 
 /// `O = O · f + P · V` by way of the numbers of V.
-pub(crate) struct AddNumbers<'a, S: Simd, const V: usize> {
-    pub(crate) coded: &'a Coded<'a>,
-    pub(crate) product: ValueProduct<'a, S, V>,
+struct AddNumbers<'a, S: Simd, const V: usize> {
+    coded: &'a Coded<'a>,
+    product: ValueProduct<'a, S, V>,
 }
 
 impl<S: Bf16Pairs, const V: usize> Part<S> for AddNumbers<'_, S, V> {
@@ -317,5 +317,25 @@ impl<S: Bf16Pairs, const V: usize> Part<S> for AddNumbers<'_, S, V> {
                 }
             }
         }
+    }
+}
+
+impl<S: Bf16Pairs> BlockProducts<S> for Paired {
+    type Beside = Formed;
+    const OF_CODES: bool = true;
+    unsafe fn scale_scores<const V: usize>(coded: &Coded<'_>, product: KeyProduct<f32>) {
+        // SAFETY: promised by the caller; so below.
+        unsafe { S::apart(ScaleScores::<V> { coded, product }) }
+    }
+    unsafe fn add_numbers<const V: usize>(coded: &Coded<'_>, product: ValueProduct<'_, S, V>) {
+        // SAFETY: as above.
+        unsafe { S::apart(AddNumbers { coded, product }) }
+    }
+    unsafe fn multiply<const V: usize>(
+        keys: Option<KeyProduct<S::Elem>>,
+        values: Option<ValueProduct<'_, S, V>>,
+    ) -> Formed {
+        // SAFETY: promised by the caller.
+        unsafe { by_rows::<S, Paired, V>(keys, values) }
     }
 }

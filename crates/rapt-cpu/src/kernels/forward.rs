@@ -20,18 +20,13 @@ use super::mask::{self, MaskTile, ReadTile, ScanTile};
 use super::pack::{store_row, transpose_in};
 use super::products::{Block, Packing};
 use super::simd::{Part, Real, Simd, Storage};
-use super::softmax::{Finished, Modifier, max_skipping_nan, probability, rescale, subtractable};
+use super::softmax::Finished;
+use super::weigh::{AddBiases, MAX_QUERIES, Modify, RowState, Softmax};
 use crate::partition::Item;
-use crate::problem::{CodePanel, Problem, Row, Scores, Source};
-
-/// The most lanes of a tile: two vectors of 16.
-const MAX_QUERIES: usize = 32;
+use crate::problem::{CodePanel, Problem, Row, Source};
 
 /// Vectors shorter than this have no narrow tile: there is little to save.
 const NARROW_LANES: usize = 16;
-
-/// Maxima of a row that are found side by side.
-const MAX_CHAINS: usize = 4;
 
 /// One task, and this thread's memory for it.
 struct Task<'a, E> {
@@ -59,10 +54,7 @@ struct Tile<E> {
     keys: (usize, usize),
     q_t: *mut E,
     acc_o: *mut E,
-    row_max: *mut E,
-    row_sum: *mut E,
-    /// Where weights are rounded with factors: `row_sum` of those.
-    row_rounded: *mut E,
+    state: RowState<E>,
 }
 
 /// Computes one run of rows of one task.
@@ -89,9 +81,11 @@ pub(crate) unsafe fn item<S: Simd, T: Storage<S>, M: Packing<S, T> + BlockProduc
             keys: problem.keys_of_rows(r0, r1),
             q_t: task.part(scratch.q + n * scratch.head_dim_padded * queries),
             acc_o: task.part(scratch.o + n * scratch.head_dim_v_padded * queries),
-            row_max: task.part(scratch.row_max + n * queries),
-            row_sum: task.part(scratch.row_sum + n * queries),
-            row_rounded: task.part(scratch.row_rounded + n * queries),
+            state: RowState {
+                row_max: task.part(scratch.row_max + n * queries),
+                row_sum: task.part(scratch.row_sum + n * queries),
+                row_rounded: task.part(scratch.row_rounded + n * queries),
+            },
         }
     };
     // SAFETY: `memory` is `Scratch::len` long (the plan asked for it) and this thread's own; every index below is inside
@@ -304,10 +298,10 @@ impl<S: Simd, T: Storage<S>, M: Packing<S, T>, const V: usize> Part<S> for Begin
             }
             transpose_in::<S>(rows, stride, stride, tile.q_t, queries);
             for v in (0..queries).step_by(S::LANES) {
-                S::store(tile.row_max.add(v), S::splat(S::Elem::NEG_INFINITY));
-                S::store(tile.row_sum.add(v), S::splat(S::Elem::ZERO));
+                S::store(tile.state.row_max.add(v), S::splat(S::Elem::NEG_INFINITY));
+                S::store(tile.state.row_sum.add(v), S::splat(S::Elem::ZERO));
                 if problem.scratch.v_factors > 0 {
-                    S::store(tile.row_rounded.add(v), S::splat(S::Elem::ZERO));
+                    S::store(tile.state.row_rounded.add(v), S::splat(S::Elem::ZERO));
                 }
             }
             for at in (0..problem.head_dim_v * queries).step_by(S::LANES) {
@@ -418,57 +412,29 @@ impl<'a, S: Simd, M: BlockProducts<S>, const V: usize> Step<'a, S, M, V> {
 
     /// Scores to weights, with products beside; answers what O is to be rescaled with.
     unsafe fn weigh<B: Beside>(&self, beside: &mut B) -> [S::V; V] {
-        let (problem, tile, n, x) = (self.task.problem, &self.tile, self.keys.1, self.x);
+        let factors = self.v_codes.filter(|_| M::OF_CODES && self.task.problem.scratch.v_factors > 0);
+        let codes = factors.map(|codes| (codes.factors.cast(), codes.inverses.cast()));
         // SAFETY: as in `item`.
         unsafe {
-            if M::OF_CODES
-                && let Some(Coded { factors, inverses, .. }) = self.v_codes
-                && problem.scratch.v_factors > 0
-            {
-                let codes = Some((factors.cast(), inverses.cast()));
-                if self.is_masked() {
-                    M::apart(Softmax::<S, M, B, V, true, true> {
-                        problem,
-                        tile,
-                        n,
-                        x,
-                        codes,
-                        beside,
-                        products: PhantomData,
-                    })
-                } else {
-                    M::apart(Softmax::<S, M, B, V, false, true> {
-                        problem,
-                        tile,
-                        n,
-                        x,
-                        codes,
-                        beside,
-                        products: PhantomData,
-                    })
-                }
-            } else if self.is_masked() {
-                M::apart(Softmax::<S, M, B, V, true, false> {
-                    problem,
-                    tile,
-                    n,
-                    x,
-                    codes: None,
-                    beside,
-                    products: PhantomData,
-                })
-            } else {
-                M::apart(Softmax::<S, M, B, V, false, false> {
-                    problem,
-                    tile,
-                    n,
-                    x,
-                    codes: None,
-                    beside,
-                    products: PhantomData,
-                })
+            match (codes.is_some(), self.is_masked()) {
+                (true, true) => M::apart(self.softmax::<B, true, true>(codes, beside)),
+                (true, false) => M::apart(self.softmax::<B, false, true>(codes, beside)),
+                (false, true) => M::apart(self.softmax::<B, true, false>(None, beside)),
+                (false, false) => M::apart(self.softmax::<B, false, false>(None, beside)),
             }
         }
+    }
+
+    fn softmax<'b, B, const MASKED: bool, const FACTORS: bool>(
+        &self,
+        codes: Option<(*const S::Elem, *const S::Elem)>,
+        beside: &'b mut B,
+    ) -> Softmax<'b, S, M, B, V, MASKED, FACTORS>
+    where
+        'a: 'b,
+    {
+        let (problem, Tile { acc_o, state, .. }) = (self.task.problem, self.tile);
+        Softmax { problem, state, acc_o, n: self.keys.1, x: self.x, codes, beside, products: PhantomData }
     }
 
     /// O = O · 2^(m − m') + P @ V; `whole` is V of all the block.
@@ -547,223 +513,6 @@ impl<'a, S: Simd, M: BlockProducts<S>> Line<'a, S, M> {
     }
 }
 
-/// What [`Modify`] does where biases are all there is to do, bit for bit.
-struct AddBiases<'a, S: Simd, const V: usize> {
-    scores: &'a Scores,
-    n: usize,
-    x: *mut S::Elem,
-    bias: *const S::Elem,
-}
-
-impl<S: Simd, const V: usize> Part<S> for AddBiases<'_, S, V> {
-    type Output = ();
-    #[inline(always)]
-    unsafe fn run(self) {
-        let AddBiases { scores, n, x, bias } = self;
-        // SAFETY: x and bias have n rows of V vectors.
-        unsafe {
-            let modifier = Modifier::<S>::new(scores);
-            if scores.natural {
-                for at in (0..n * V).map(|at| at * S::LANES) {
-                    S::store(x.add(at), modifier.scale_and_add(S::load(x.add(at)), S::load(bias.add(at))));
-                }
-            } else {
-                for at in (0..n * V).map(|at| at * S::LANES) {
-                    S::store(x.add(at), Modifier::<S>::mask(S::load(x.add(at)), S::load(bias.add(at))));
-                }
-            }
-        }
-    }
-}
-
-/// Score modifications, biases and position masks on a block of raw products.
-struct Modify<'a, S: Simd, const V: usize> {
-    problem: &'a Problem,
-    rows: &'a [Row],
-    /// The first key, and how many there are.
-    keys: (usize, usize),
-    x: *mut S::Elem,
-    bias: Option<*const S::Elem>,
-    /// Whether some row does not see every key.
-    positions: bool,
-}
-
-impl<S: Simd, const V: usize> Part<S> for Modify<'_, S, V> {
-    type Output = ();
-    #[inline(always)]
-    unsafe fn run(self) {
-        let Modify { problem, rows, keys: (j0, n), x, bias, positions } = self;
-        let queries = V * S::LANES;
-        let zero = S::Elem::ZERO;
-        // Positions relative to j0: exact up to 2^24 in f32, beyond that a distance is rounded like any other number.
-        let (mut lo, mut hi) = ([zero; MAX_QUERIES], [S::Elem::from_i64(n as i64); MAX_QUERIES]);
-        let (mut diagonal, mut slope) = ([zero; MAX_QUERIES], [zero; MAX_QUERIES]);
-        for (lane, row) in rows.iter().enumerate() {
-            if positions {
-                let (first, last) = problem.range.keys_of(row.i);
-                lo[lane] = S::Elem::from_i64(first.clamp(j0, j0 + n) as i64 - j0 as i64);
-                hi[lane] = S::Elem::from_i64(last.clamp(j0, j0 + n) as i64 - j0 as i64);
-            }
-            if let Some(slopes) = &problem.alibi_slopes {
-                diagonal[lane] = S::Elem::from_i64(row.i as i64 + problem.range.diagonal - j0 as i64);
-                // SAFETY: one slope per head of q.
-                slope[lane] = unsafe { S::Elem::load_as(slopes.dtype, slopes.at([row.head])) };
-            }
-        }
-        // SAFETY: x and bias have n rows of `queries`; the arrays have at least `queries` elements.
-        unsafe {
-            let modifier = Modifier::<S>::new(&problem.scores);
-            let masked = S::splat(S::Elem::NEG_INFINITY);
-            let sloped = problem.alibi_slopes.is_some();
-            for v in (0..queries).step_by(S::LANES) {
-                let (lo, hi) = (S::load(lo.as_ptr().add(v)), S::load(hi.as_ptr().add(v)));
-                let (diagonal, slope) = (S::load(diagonal.as_ptr().add(v)), S::load(slope.as_ptr().add(v)));
-                for j in 0..n {
-                    let at = x.add(j * queries + v);
-                    let key = S::splat(S::Elem::from_i64(j as i64));
-                    let mut distance = None;
-                    if sloped {
-                        distance = Some((slope, S::abs(S::sub(diagonal, key))));
-                    }
-                    let mut score = modifier.apply(S::load(at), distance);
-                    if let Some(bias) = bias {
-                        score = modifier.add_bias(score, S::load(bias.add(j * queries + v)));
-                    }
-                    if positions {
-                        score = S::select(S::lt(key, hi), S::select(S::lt(key, lo), masked, score), masked);
-                    }
-                    S::store(at, score);
-                }
-            }
-        }
-    }
-}
-
-/// Instructions that a score costs in the search for the maximum, and as a weight.
-const MAX_PART: usize = 1;
-const WEIGHT_PART: usize = 18;
-
-/// Raises the maxima, rescales the sums, and turns scores into lanes of probabilities in place. Answers what O is to be
-/// rescaled with: where no maximum rose, 1.
-struct Softmax<'a, S: Simd, M, B, const V: usize, const MASKED: bool, const FACTORS: bool> {
-    problem: &'a Problem,
-    tile: &'a Tile<S::Elem>,
-    n: usize,
-    x: *mut S::Elem,
-    /// Factors of keys that go into weights, and their inverses.
-    codes: Option<(*const S::Elem, *const S::Elem)>,
-    beside: &'a mut B,
-    products: PhantomData<M>,
-}
-
-impl<S: Simd, M: BlockProducts<S>, B: Beside, const V: usize, const MASKED: bool, const FACTORS: bool> Part<S>
-    for Softmax<'_, S, M, B, V, MASKED, FACTORS>
-{
-    type Output = [S::V; V];
-    #[inline(always)]
-    unsafe fn run(self) -> [S::V; V] {
-        let Softmax { problem, tile, n, x, codes, beside, .. } = self;
-        let all = n * (MAX_PART + WEIGHT_PART);
-        let queries = V * S::LANES;
-        // SAFETY: x has n rows of `queries`, the state of the tile `queries` elements.
-        unsafe {
-            let scale_log2 = S::splat(S::Elem::from_f64_clamped(problem.scores.exponent()));
-            let mut old = [scale_log2; V];
-            for (v, old) in old.iter_mut().enumerate() {
-                *old = S::load(tile.row_max.add(v * S::LANES));
-            }
-            let mut max = old;
-            // A maximum waits 4 cycles for the one before it on Intel's cores: chains side by side.
-            let mut chains = [old; MAX_CHAINS];
-            let whole = n / MAX_CHAINS * MAX_CHAINS;
-            for j in (0..whole).step_by(MAX_CHAINS) {
-                for (chain, max) in chains.iter_mut().enumerate() {
-                    for (v, max) in max.iter_mut().enumerate() {
-                        *max = max_skipping_nan::<S>(*max, S::load(x.add((j + chain) * queries + v * S::LANES)));
-                    }
-                }
-                beside.go_on(MAX_CHAINS * MAX_PART, all);
-            }
-            for j in whole..n {
-                for (v, max) in max.iter_mut().enumerate() {
-                    *max = max_skipping_nan::<S>(*max, S::load(x.add(j * queries + v * S::LANES)));
-                }
-            }
-            let (mut factors, mut subtract) = ([scale_log2; V], [scale_log2; V]);
-            for v in 0..V {
-                for chain in &chains {
-                    max[v] = S::max(chain[v], max[v]);
-                }
-                factors[v] = rescale::<S>(old[v], max[v], scale_log2);
-                subtract[v] = subtractable::<S>(max[v]);
-                // Nothing was summed below a maximum of −inf.
-                let is_first = S::eq(old[v], S::splat(S::Elem::NEG_INFINITY));
-                factors[v] = S::select(is_first, S::splat(S::Elem::ONE), factors[v]);
-            }
-            M::rescale::<V>(problem.head_dim_v, tile.acc_o, factors);
-            let mut sum = [[S::splat(S::Elem::ZERO); V]; 2];
-            let whole = n / M::STEPS;
-            let codes = codes.filter(|_| FACTORS);
-            for step in 0..whole {
-                weights::<S, M, V, MASKED>(x, step, M::STEPS, (subtract, scale_log2), codes, &mut sum);
-                beside.go_on(M::STEPS * WEIGHT_PART, all);
-            }
-            // The rest of the last lane of an odd number of keys is no key.
-            if n > whole * M::STEPS {
-                weights::<S, M, V, MASKED>(x, whole, n - whole * M::STEPS, (subtract, scale_log2), codes, &mut sum);
-            }
-            let [sum, rounded] = sum;
-            for v in 0..V {
-                let row_sum = tile.row_sum.add(v * S::LANES);
-                S::store(row_sum, S::fma(S::load(row_sum), factors[v], sum[v]));
-                if FACTORS {
-                    let row_rounded = tile.row_rounded.add(v * S::LANES);
-                    S::store(row_rounded, S::fma(S::load(row_rounded), factors[v], rounded[v]));
-                }
-                S::store(tile.row_max.add(v * S::LANES), max[v]);
-            }
-            factors
-        }
-    }
-}
-
-/// The first `keys` scores of a step to a lane of probabilities per query, in place, and onto their sums: before factors, and of what is
-/// left of them after.
-#[inline(always)]
-unsafe fn weights<S: Simd, M: BlockProducts<S>, const V: usize, const MASKED: bool>(
-    x: *mut S::Elem,
-    step: usize,
-    keys: usize,
-    (subtract, scale_log2): ([S::V; V], S::V),
-    codes: Option<(*const S::Elem, *const S::Elem)>,
-    [sum, rounded]: &mut [[S::V; V]; 2],
-) {
-    let queries = V * S::LANES;
-    // SAFETY: x has a row of `queries` for each key of the step.
-    unsafe {
-        for v in 0..V {
-            // Lane `step` is written over keys that were read: step ≤ STEPS · step.
-            let at = x.add(v * S::LANES);
-            let mut p = [S::splat(S::Elem::MASKED); 2];
-            for (key, p) in p.iter_mut().enumerate().take(keys) {
-                let score = S::load(at.add((step * M::STEPS + key) * queries));
-                *p = probability::<S, MASKED>(score, subtract[v], scale_log2);
-                sum[v] = S::add(sum[v], *p);
-                if let Some((factors, _)) = codes {
-                    *p = S::mul(*p, S::splat(*factors.add(step * M::STEPS + key)));
-                }
-            }
-            let lane = M::weights(p);
-            if let Some((_, inverses)) = codes {
-                for (key, &p) in M::numbers(lane).iter().enumerate().take(keys) {
-                    rounded[v] = S::fma(p, S::splat(*inverses.add(step * M::STEPS + key)), rounded[v]);
-                }
-            }
-            S::store(at.add(step * queries), lane);
-        }
-    }
-}
-
 /// `out = (Oᵀ / sum)ᵀ` and lse.
 struct End<'a, S: Simd, T, const V: usize> {
     task: &'a Task<'a, S::Elem>,
@@ -794,7 +543,8 @@ impl<S: Simd, T: Storage<S>, const V: usize> Part<S> for End<'_, S, T, V> {
                 let lane = r - tile.r0;
                 let row = problem.row(origin, r);
                 let sink = sinks.map(|sinks| S::Elem::load_as(sinks.dtype, sinks.at([row.head])));
-                let done = Finished::new(*tile.row_max.add(lane), *tile.row_sum.add(lane), to_natural, sink);
+                let done =
+                    Finished::new(*tile.state.row_max.add(lane), *tile.state.row_sum.add(lane), to_natural, sink);
                 if let Some(lse) = &lse {
                     done.lse().store_as(lse.dtype, lse.at([row.batch, row.head, row.i]));
                 }
@@ -802,9 +552,9 @@ impl<S: Simd, T: Storage<S>, const V: usize> Part<S> for End<'_, S, T, V> {
                 let mut factor = done.factor;
                 if scratch.v_factors > 0 {
                     // Weights summed to this; where that is 0 they weigh nothing.
-                    let rounded = *tile.row_rounded.add(lane);
+                    let rounded = *tile.state.row_rounded.add(lane);
                     if rounded > S::Elem::ZERO {
-                        factor = factor * (*tile.row_sum.add(lane) / rounded);
+                        factor = factor * (*tile.state.row_sum.add(lane) / rounded);
                     }
                 }
                 if scratch.o_factors > 0 {

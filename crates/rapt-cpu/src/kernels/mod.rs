@@ -28,3 +28,4 @@ pub(crate) mod simd;
 pub(crate) mod softmax;
 #[cfg(target_arch = "x86_64")]
 pub(crate) mod tiled;
+pub(crate) mod weigh;

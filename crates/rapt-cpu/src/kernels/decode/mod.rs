@@ -19,6 +19,8 @@ mod code_pairs;
 mod code_rows;
 mod codes;
 pub(crate) mod deviation;
+#[cfg(target_arch = "x86_64")]
+mod pair_chunks;
 mod products;
 mod rows;
 mod softmax;
@@ -32,9 +34,9 @@ use crate::problem::{CodeProducts, CodesChunk, CodesScratch, Problem, Source, We
 use crate::scratch::partial_len;
 
 use ahead::Ahead;
-#[cfg(target_arch = "x86_64")]
-pub(crate) use code_pairs::pair_products;
 pub(crate) use code_rows::code_products;
+#[cfg(target_arch = "x86_64")]
+pub(crate) use pair_chunks::pair_products;
 use products::{all_finite, dots, weighted_sum, weighted_sum_selecting};
 use rows::Keys;
 use softmax::SoftmaxRow;
