@@ -264,9 +264,10 @@ pub unsafe extern "C" fn rapt_explain(
         // SAFETY: neither NULL nor unaligned; that an engine lies there is the caller's word.
         let engine = unsafe { &(*engine).engine };
         // SAFETY: the caller's word is the same.
-        let (asked, (tensors, options)) = unsafe {
+        // Tensors first, as rapt_attention() reads them, so that both refuse the same.
+        let ((tensors, options), asked) = unsafe {
             let call = Call { q, k, v, out, options };
-            (Asked::of(&call)?, call.read()?)
+            (call.read()?, Asked::of(&call)?)
         };
         let spec = engine::spec_of(&tensors, &options)?;
         // Before a kernel is planned for a device where nothing is judged.

@@ -9,7 +9,8 @@ use rapt_core::{
 use rapt_reference::{Descale, Inputs, Problem, naive};
 
 const HEADS: usize = 2;
-const KV_LEN: usize = 37;
+/// Enough for pairs of bf16, and no multiple of a block.
+const KV_LEN: usize = 549;
 const DIM: usize = 48;
 
 /// Bytes that every format has as finite codes.
@@ -179,7 +180,8 @@ fn check(what: &str, q: &[f32], k: &Operand, v: &Operand) {
     for &arch in rapt_cpu::available() {
         let got = attend(arch, q, q_len, k, v);
         let worst = got.iter().zip(&expected).map(|(got, x)| (f64::from(*got) - x).abs()).fold(0.0, f64::max);
-        let fine = worst <= 2e-6 * largest && largest > 0.0;
+        // The rounding of a sum grows with the root of the number of keys.
+        let fine = worst <= 3.3e-7 * (KV_LEN as f64).sqrt() * largest && largest > 0.0;
         assert!(fine, "{what} q_len {q_len} on {}: {worst:e} of {largest:e}", arch.name());
         let (got, lse) = attend_as(arch, &halves, q_len, k, v);
         let worst = got.iter().zip(&expected).map(|(got, x)| (f64::from(*got) - x).abs()).fold(0.0, f64::max);
