@@ -71,6 +71,9 @@ impl<'a> Explanation<'a> {
             PRounding::Storage => {
                 format!("to {} for the product with v; its sum stays {}", key.storage, key.accumulation)
             }
+            PRounding::TwoStorage => {
+                format!("to the sum of two {} for the product with v; its sum stays {}", key.storage, key.accumulation)
+            }
             PRounding::Block => format!(
                 "to 8 bits against the maximum of each block of {INT8_BLOCK} keys, for the product with v; its sum stays {}",
                 key.accumulation

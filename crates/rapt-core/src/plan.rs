@@ -157,6 +157,8 @@ pub enum PRounding {
     Accumulation,
     /// To the storage dtype, for the product with v; what divides is the sum before rounding.
     Storage,
+    /// To the sum of two numbers of the storage dtype, for the product with v: 16 bits of bfloat16.
+    TwoStorage,
     /// To 8 bits against the maximum of their block of [`INT8_BLOCK`](crate::INT8_BLOCK) keys, for the product with v; what divides is the
     /// sum before rounding.
     Block,

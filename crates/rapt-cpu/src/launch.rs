@@ -93,7 +93,7 @@ impl LaunchPlan for CpuLaunch {
     }
     fn why_not_faster(&self, spec: &Spec, key: &KernelKey) -> String {
         let arch = key.arch;
-        if key.kernel == Kernel::Empty || key.p_rounding == PRounding::Storage {
+        if key.kernel == Kernel::Empty || matches!(key.p_rounding, PRounding::Storage | PRounding::TwoStorage) {
             String::new()
         } else if key.kernel == Kernel::ForwardInt8 {
             if spec.group_size().saturating_mul(spec.q_len()) <= decode::MAX_ROWS {

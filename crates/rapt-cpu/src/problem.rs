@@ -571,6 +571,8 @@ pub(crate) struct PairWeights {
     pub(crate) ahead: isize,
     /// `[rows][pairs of keys]`; of groups `[pairs of keys][rows][groups]`.
     pub(crate) p: In,
+    /// From a weight to what bf16 leaves of it, in words.
+    pub(crate) rest: usize,
 }
 
 /// Scratch memory of a chunk of codes.
@@ -587,7 +589,6 @@ pub(crate) struct CodesScratch {
     pub(crate) panel: *mut f32,
     /// Of pairs: see [`crate::scratch::Scratch`].
     pub(crate) q_sums: *mut f32,
-    pub(crate) inverses: *mut f32,
     pub(crate) natural: *mut f32,
     pub(crate) weights: *mut f32,
     pub(crate) p_sums: *mut f32,

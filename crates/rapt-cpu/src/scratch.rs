@@ -6,7 +6,7 @@
 //! int8      as forward, and besides numbers row_factors key_sums key_factors value_factors
 //! decode    q                     rows along head_dim                   p bias        one chunk's     k_panel           gathered
 //!           code_q factors points codes   where it multiplies codes
-//!           q_sums inverses natural weights p_sums sums natural_sums   where it multiplies them as pairs
+//!           q_sums natural weights p_sums sums natural_sums   where it multiplies them as pairs
 //! ```
 
 /// Offsets in elements of the accumulation dtype; each part starts at a multiple of 16.
@@ -25,6 +25,7 @@ pub(crate) struct Scratch {
     /// 0 where there are none.
     pub(crate) k_factors: usize,
     pub(crate) v_factors: usize,
+    pub(crate) inverses: usize,
     pub(crate) o_factors: usize,
     /// Scores, then probabilities. Forward: `[block_n][queries]`. Decode: `[rows][block_n]`.
     pub(crate) p: usize,
@@ -46,11 +47,10 @@ pub(crate) struct Scratch {
     pub(crate) points: usize,
     pub(crate) codes: usize,
     pub(crate) int8: Int8Scratch,
-    /// Decode, where it multiplies codes as pairs, whose rows are whole spans (`kernels/code_pairs`): sums of lanes of q, inverse factors of
-    /// all keys of a chunk (of V's keys of a block in forward), two planes of one span, weights of [`CODE_KEYS`] keys, sums of lanes of weights, and what becomes of `o`: in the
-    /// order of value vectors, and one row in the order of elements.
+    /// Decode, where it multiplies codes as pairs, whose rows are whole spans (`kernels/code_pairs`): sums of lanes of q, two planes
+    /// of one span, two planes of weights of [`CODE_KEYS`] keys, sums of lanes of weights, and what becomes of `o`: in the order of value vectors,
+    /// and one row in the order of elements.
     pub(crate) q_sums: usize,
-    pub(crate) inverses: usize,
     pub(crate) natural: usize,
     pub(crate) weights: usize,
     pub(crate) p_sums: usize,
@@ -236,10 +236,9 @@ impl Scratch {
             points: parts.next(of_codes(factors_len(sizes))),
             codes: parts.next(of_codes(if multiplies_pairs { panel_keys * row } else { panel }.div_ceil(4))),
             q_sums: parts.next(of_pairs(rows * row / 4)),
-            inverses: parts.next(of_pairs(block_n.next_multiple_of(CODE_KEYS))),
             natural: parts.next(of_pairs(128)),
-            weights: parts.next(of_pairs(CODE_KEYS / 2 * rows * lanes_of_groups)),
-            p_sums: parts.next(of_pairs(rows * 3 * 16)),
+            weights: parts.next(of_pairs(CODE_KEYS * rows * lanes_of_groups)),
+            p_sums: parts.next(of_pairs(rows * 16)),
             sums: parts.next(of_pairs(rows * row)),
             natural_sums: parts.next(of_pairs(row)),
             len: parts.len,

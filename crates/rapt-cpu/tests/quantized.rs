@@ -9,7 +9,7 @@ use rapt_core::{
 use rapt_reference::{Descale, Inputs, Problem, naive};
 
 const HEADS: usize = 2;
-/// Enough for pairs of bf16, and no multiple of a block.
+/// More than a chunk, and no multiple of a block.
 const KV_LEN: usize = 549;
 const DIM: usize = 48;
 
@@ -188,11 +188,9 @@ fn check(what: &str, q: &[f32], k: &Operand, v: &Operand) {
         assert!(fine, "{what} q_len {q_len} on {}: {worst:e} of {largest:e}", arch.name());
         let (got, lse) = attend_as(arch, &halves, q_len, k, v);
         let worst = got.iter().zip(&expected).map(|(got, x)| (f64::from(*got) - x).abs()).fold(0.0, f64::max);
-        assert!(
-            worst <= 2f64.powi(-8) * largest,
-            "{what} q_len {q_len} of bf16 on {}: {worst:e} of {largest:e}",
-            arch.name()
-        );
+        // Forward rounds weights to bf16 as well, decode only what comes out.
+        let most = if q_len == 1 { 1.01 * 2f64.powi(-9) } else { 2f64.powi(-8) };
+        assert!(worst <= most * largest, "{what} q_len {q_len} of bf16 on {}: {worst:e} of {largest:e}", arch.name());
         for (lse, expected) in lse.iter().zip(&expected_lse) {
             let fine = (f64::from(*lse) - expected).abs() <= 1e-5 * (1.0 + expected.abs());
             assert!(fine, "{what} q_len {q_len} of bf16 on {}: lse {lse} for {expected}", arch.name());

@@ -363,7 +363,7 @@ impl Engine {
         let spec = spec_of(tensors, options)?;
         check(tensors, options, &spec, tolerance)?;
         let mut codes = self.plan_for(&spec, executor.threads())?;
-        if codes.key().p_rounding == PRounding::Storage {
+        if codes.key().p_rounding != PRounding::Accumulation {
             // What weights are rounded by stands in no bound: products of float32 round them no further.
             let caps = Caps { arch: Arch::Avx512, threads: executor.threads(), ..self.caps().clone() };
             codes = Arc::new(rapt_cpu::select(&spec, &caps)?);

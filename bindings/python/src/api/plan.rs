@@ -160,6 +160,7 @@ impl PyPlan {
         match self.plan.key().p_rounding {
             PRounding::Accumulation => "accumulation",
             PRounding::Storage => "storage",
+            PRounding::TwoStorage => "two_storage",
             PRounding::Block => "block",
             _ => "unknown",
         }

@@ -21,7 +21,7 @@ use super::pack::{store_row, transpose_in};
 use super::products::{Block, Packing};
 use super::simd::{Part, Real, Simd, Storage};
 use super::softmax::Finished;
-use super::weigh::{AddBiases, MAX_QUERIES, Modify, RowState, Softmax};
+use super::weigh::{AddBiases, MAX_QUERIES, Modify, RowState, Softmax, tile_rows};
 use crate::partition::Item;
 use crate::problem::{CodePanel, Problem, Row, Source};
 
@@ -368,12 +368,7 @@ impl<'a, S: Simd, M: BlockProducts<S>, const V: usize> Step<'a, S, M, V> {
 
     /// The tile's rows.
     fn rows(&self) -> [Row; MAX_QUERIES] {
-        let Task { problem, origin, .. } = *self.task;
-        let mut rows = [Row { batch: 0, head: 0, i: 0 }; MAX_QUERIES];
-        for (lane, row) in rows.iter_mut().enumerate().take(self.tile.r1 - self.tile.r0) {
-            *row = problem.row(origin, self.tile.r0 + lane);
-        }
-        rows
+        tile_rows(self.task.problem, self.task.origin, (self.tile.r0, self.tile.r1))
     }
 
     /// S = K @ Q.T

@@ -56,6 +56,101 @@ impl<S: Simd, const V: usize> Part<S> for AddBiases<'_, S, V> {
     }
 }
 
+/// The rows `r0..r1` of a task.
+pub(super) fn tile_rows(problem: &Problem, origin: (usize, usize), (r0, r1): (usize, usize)) -> [Row; MAX_QUERIES] {
+    let mut rows = [Row { batch: 0, head: 0, i: 0 }; MAX_QUERIES];
+    for (lane, row) in rows.iter_mut().enumerate().take(r1 - r0) {
+        *row = problem.row(origin, r0 + lane);
+    }
+    rows
+}
+
+/// Where the rows of a tile stand among keys `j0..j0 + n`: from which key on and up to which each sees them, where its own position is, and
+/// its slope. Relative to j0: exact up to 2^24 in f32, beyond that a distance is rounded like any other number.
+pub(super) struct Positions<E> {
+    masks: bool,
+    has_slopes: bool,
+    lo: [E; MAX_QUERIES],
+    hi: [E; MAX_QUERIES],
+    diagonal: [E; MAX_QUERIES],
+    slope: [E; MAX_QUERIES],
+}
+
+impl<E: Real> Positions<E> {
+    /// `masks` where some row does not see every key.
+    #[inline(always)]
+    pub(super) fn new(problem: &Problem, rows: &[Row], (j0, n): (usize, usize), masks: bool) -> Self {
+        let (zero, has_slopes) = (E::ZERO, problem.alibi_slopes.is_some());
+        let (lo, hi) = ([zero; MAX_QUERIES], [E::from_i64(n as i64); MAX_QUERIES]);
+        let (diagonal, slope) = ([zero; MAX_QUERIES], [zero; MAX_QUERIES]);
+        let mut at = Positions { masks, has_slopes, lo, hi, diagonal, slope };
+        for (lane, row) in rows.iter().enumerate() {
+            if masks {
+                let (first, last) = problem.range.keys_of(row.i);
+                at.lo[lane] = E::from_i64(first.clamp(j0, j0 + n) as i64 - j0 as i64);
+                at.hi[lane] = E::from_i64(last.clamp(j0, j0 + n) as i64 - j0 as i64);
+            }
+            if let Some(slopes) = &problem.alibi_slopes {
+                at.diagonal[lane] = E::from_i64(row.i as i64 + problem.range.diagonal - j0 as i64);
+                // SAFETY: one slope per head of q.
+                at.slope[lane] = unsafe { E::load_as(slopes.dtype, slopes.at([row.head])) };
+            }
+        }
+        at
+    }
+
+    /// The rows of a vector from lane `v` on.
+    #[inline(always)]
+    pub(super) unsafe fn lanes<S: Simd<Elem = E>>(&self, v: usize) -> LanePositions<S> {
+        let load = |of: &[E; MAX_QUERIES]| of.as_ptr().wrapping_add(v);
+        let of = [load(&self.lo), load(&self.hi), load(&self.diagonal), load(&self.slope)];
+        // SAFETY: the arrays have at least as many elements as a tile has queries.
+        unsafe {
+            LanePositions {
+                range: if self.masks { Some([S::load(of[0]), S::load(of[1])]) } else { None },
+                slope: if self.has_slopes { Some([S::load(of[2]), S::load(of[3])]) } else { None },
+            }
+        }
+    }
+}
+
+/// [`Positions`] of one vector of rows.
+pub(super) struct LanePositions<S: Simd> {
+    range: Option<[S::V; 2]>,
+    /// Each row's own position, and its slope.
+    slope: Option<[S::V; 2]>,
+}
+
+impl<S: Simd> LanePositions<S> {
+    /// A product with key `j` to a score: modified, with the bias there, −∞ where the row does not see the key.
+    #[inline(always)]
+    pub(super) unsafe fn modified(
+        &self,
+        modifier: &Modifier<S>,
+        x: S::V,
+        j: usize,
+        bias: Option<*const S::Elem>,
+    ) -> S::V {
+        // SAFETY: the caller vouches for a vector of biases.
+        unsafe {
+            let key = S::splat(S::Elem::from_i64(j as i64));
+            let mut distance = None;
+            if let Some([diagonal, slope]) = self.slope {
+                distance = Some((slope, S::abs(S::sub(diagonal, key))));
+            }
+            let mut score = modifier.apply(x, distance);
+            if let Some(bias) = bias {
+                score = modifier.add_bias(score, S::load(bias));
+            }
+            if let Some([lo, hi]) = self.range {
+                let masked = S::splat(S::Elem::NEG_INFINITY);
+                score = S::select(S::lt(key, hi), S::select(S::lt(key, lo), masked, score), masked);
+            }
+            score
+        }
+    }
+}
+
 /// Score modifications, biases and position masks on a block of raw products.
 pub(super) struct Modify<'a, S: Simd, const V: usize> {
     pub(super) problem: &'a Problem,
@@ -74,45 +169,16 @@ impl<S: Simd, const V: usize> Part<S> for Modify<'_, S, V> {
     unsafe fn run(self) {
         let Modify { problem, rows, keys: (j0, n), x, bias, positions } = self;
         let queries = V * S::LANES;
-        let zero = S::Elem::ZERO;
-        // Positions relative to j0: exact up to 2^24 in f32, beyond that a distance is rounded like any other number.
-        let (mut lo, mut hi) = ([zero; MAX_QUERIES], [S::Elem::from_i64(n as i64); MAX_QUERIES]);
-        let (mut diagonal, mut slope) = ([zero; MAX_QUERIES], [zero; MAX_QUERIES]);
-        for (lane, row) in rows.iter().enumerate() {
-            if positions {
-                let (first, last) = problem.range.keys_of(row.i);
-                lo[lane] = S::Elem::from_i64(first.clamp(j0, j0 + n) as i64 - j0 as i64);
-                hi[lane] = S::Elem::from_i64(last.clamp(j0, j0 + n) as i64 - j0 as i64);
-            }
-            if let Some(slopes) = &problem.alibi_slopes {
-                diagonal[lane] = S::Elem::from_i64(row.i as i64 + problem.range.diagonal - j0 as i64);
-                // SAFETY: one slope per head of q.
-                slope[lane] = unsafe { S::Elem::load_as(slopes.dtype, slopes.at([row.head])) };
-            }
-        }
+        let at = Positions::<S::Elem>::new(problem, rows, (j0, n), positions);
         // SAFETY: x and bias have n rows of `queries`; the arrays have at least `queries` elements.
         unsafe {
             let modifier = Modifier::<S>::new(&problem.scores);
-            let masked = S::splat(S::Elem::NEG_INFINITY);
-            let sloped = problem.alibi_slopes.is_some();
             for v in (0..queries).step_by(S::LANES) {
-                let (lo, hi) = (S::load(lo.as_ptr().add(v)), S::load(hi.as_ptr().add(v)));
-                let (diagonal, slope) = (S::load(diagonal.as_ptr().add(v)), S::load(slope.as_ptr().add(v)));
+                let lanes = at.lanes::<S>(v);
                 for j in 0..n {
-                    let at = x.add(j * queries + v);
-                    let key = S::splat(S::Elem::from_i64(j as i64));
-                    let mut distance = None;
-                    if sloped {
-                        distance = Some((slope, S::abs(S::sub(diagonal, key))));
-                    }
-                    let mut score = modifier.apply(S::load(at), distance);
-                    if let Some(bias) = bias {
-                        score = modifier.add_bias(score, S::load(bias.add(j * queries + v)));
-                    }
-                    if positions {
-                        score = S::select(S::lt(key, hi), S::select(S::lt(key, lo), masked, score), masked);
-                    }
-                    S::store(at, score);
+                    let to = x.add(j * queries + v);
+                    let bias = bias.map(|bias| bias.add(j * queries + v));
+                    S::store(to, lanes.modified(&modifier, S::load(to), j, bias));
                 }
             }
         }

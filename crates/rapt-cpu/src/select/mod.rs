@@ -104,10 +104,6 @@ fn is_decode(spec: &Spec) -> bool {
     spec.group_size().saturating_mul(spec.q_len()) <= decode::MAX_ROWS
 }
 
-/// The fewest keys whose codes are multiplied as pairs. Weights are rounded to bf16 with their factors then, otherwise than weights alone would
-/// be: over few keys, of which few roundings make a result, that shows.
-const PAIRED_KEYS: usize = 512;
-
 /// Where the factors of K's and of V's codes go if these are multiplied as pairs, with queries of bf16. Forward forms pairs of both or of
 /// neither.
 fn code_pairs(spec: &Spec) -> [Option<Fold>; 2] {
@@ -132,8 +128,7 @@ fn code_pairs(spec: &Spec) -> [Option<Fold>; 2] {
             };
         exact.then_some(fold)
     };
-    let is_short = spec.kv_len() < PAIRED_KEYS;
-    if is_short || spec.codes.q.is_some() || spec.q.dtype != DType::BF16 || spec.compute == Compute::Int8 {
+    if spec.codes.q.is_some() || spec.q.dtype != DType::BF16 || spec.compute == Compute::Int8 {
         return [None; 2];
     }
     let folds = [of(&spec.codes.k, spec.head_dim(), false), of(&spec.codes.v, spec.head_dim_v(), true)];
@@ -204,7 +199,7 @@ fn key(spec: &Spec, arch: Arch) -> KernelKey {
         p_rounding: match kernel {
             Kernel::Forward if arch::is_paired(arch, storage) => PRounding::Storage,
             Kernel::ForwardInt8 => PRounding::Block,
-            Kernel::Decode if arch == Arch::Avx512Bf16 && code_pairs(spec)[1].is_some() => PRounding::Storage,
+            Kernel::Decode if arch == Arch::Avx512Bf16 && code_pairs(spec)[1].is_some() => PRounding::TwoStorage,
             _ => PRounding::Accumulation,
         },
         mask: match spec.mask {

@@ -93,6 +93,27 @@ fn decode_partition(spec: &Spec, readings: &Qkv<Option<Reading>>, tiles: &Tiles)
     }
 }
 
+/// How the rows of forward are shared out: tasks of `heads` query heads and `rows` rows, in items of `chunk_rows`.
+struct Cut {
+    tasks: usize,
+    heads: usize,
+    rows: usize,
+    chunk_rows: usize,
+}
+
+/// Tiles of `queries` rows, of which an item has as many as `most_rows` and the second cache hold.
+fn cut(spec: &Spec, queries: usize, most_rows: usize, tile_bytes: usize, threads: usize) -> Cut {
+    let heads = if spec.q_len() < 2 * queries { spec.group_size() } else { 1 };
+    let tasks = spec.batch() * (spec.num_q_heads() / heads);
+    let rows = heads * spec.q_len();
+    let mut count = (most_rows / queries).clamp(1, (TILES_BYTES / tile_bytes).max(1));
+    // Enough items that the threads end together, as long as an item still shares each block of keys among tiles.
+    while count > 2 && tasks * rows.div_ceil(count * queries) < threads.saturating_mul(4) {
+        count /= 2;
+    }
+    Cut { tasks, heads, rows, chunk_rows: (count * queries).min(rows.next_multiple_of(queries)) }
+}
+
 fn forward_partition(
     spec: &Spec,
     key: &KernelKey,
@@ -102,18 +123,8 @@ fn forward_partition(
 ) -> Partition {
     let tile = &tiles.forward;
     let shape = arch::tile_shape(key.arch, key.storage);
-    let heads = if spec.q_len() < 2 * shape.queries { spec.group_size() } else { 1 };
-    let tasks = spec.batch() * (spec.num_q_heads() / heads);
-    let rows = heads * spec.q_len();
-
     let tile_bytes = shape.queries * (spec.head_dim() + spec.head_dim_v()) * key.accumulation.size_bytes();
-    let most_tiles = (TILES_BYTES / tile_bytes).max(1);
-    let mut count = (tile.rows / shape.queries).clamp(1, most_tiles);
-    // Enough items that the threads end together, as long as an item still shares each block of keys among tiles.
-    while count > 2 && tasks * rows.div_ceil(count * shape.queries) < threads.saturating_mul(4) {
-        count /= 2;
-    }
-    let chunk_rows = (count * shape.queries).min(rows.next_multiple_of(shape.queries));
+    let Cut { tasks, heads, rows, chunk_rows } = cut(spec, shape.queries, tile.rows, tile_bytes, threads);
 
     // Pairs of K along head_dim are read where they lie if every row is whole lanes, in steps of whole lanes.
     let [k_is_whole, v_is_whole] = rows_are_whole(spec, readings);
@@ -148,15 +159,8 @@ const INT8_ROWS: usize = 256;
 /// As forward's, in blocks of the definition's own; K and V are packed.
 fn int8_partition(spec: &Spec, key: &KernelKey, threads: usize) -> Partition {
     let queries = arch::tile_shape(key.arch, DType::F32).queries;
-    let heads = if spec.q_len() < 2 * queries { spec.group_size() } else { 1 };
-    let tasks = spec.batch() * (spec.num_q_heads() / heads);
-    let rows = heads * spec.q_len();
     let tile_bytes = queries * (spec.head_dim().div_ceil(4) + spec.head_dim_v()) * key.accumulation.size_bytes();
-    let mut count = (INT8_ROWS / queries).clamp(1, (TILES_BYTES / tile_bytes).max(1));
-    while count > 2 && tasks * rows.div_ceil(count * queries) < threads.saturating_mul(4) {
-        count /= 2;
-    }
-    let chunk_rows = (count * queries).min(rows.next_multiple_of(queries));
+    let Cut { tasks, heads, rows, chunk_rows } = cut(spec, queries, INT8_ROWS, tile_bytes, threads);
     Partition {
         tasks,
         heads,

@@ -2,16 +2,13 @@
 //!
 //! ```text
 //! e = code − shift              exact in bf16 (`kernels/code_pairs`); z: the zero point, f: the factor
-//! factor of a row       s = (q · e + Σ q · (shift − z)) · f                    o = ρ · Σ p̂ · (e + shift − z)         p̂ = bf16(p · f)
-//! factors of channels   s = Σ_two q̂ · e + Σ q∘f · (shift − z)                  o = ρ · f ∘ Σ p̂ · (e + shift − z)     p̂ = bf16(p)
-//! factors of groups     s = Σ_groups f · (q · e + Σ q · (shift − z)) · global  o = global · Σ p̂ · (e + shift − z)    p̂ = bf16(p · f)
-//!
-//! ρ = Σ p / Σ p̂ / f
+//! factor of a row       s = (q · e + Σ q · (shift − z)) · f                    o = Σ p̂ · (e + shift − z)             p̂ = two(p · f)
+//! factors of channels   s = Σ q̂ · e + Σ q∘f · (shift − z)     q̂ = two(q∘f)     o = f ∘ Σ p̂ · (e + shift − z)         p̂ = two(p)
+//! factors of groups     s = Σ_groups f · (q · e + Σ q · (shift − z)) · global  o = global · Σ p̂ · (e + shift − z)    p̂ = two(p · f)
 //! ```
-//! Products are exact and summed in f32. So a score is what f32 gives: of queries with factors of channels two bf16 are made, which are 16
-//! bits. Weights are rounded to bf16, as forward rounds them for numbers of bf16; with ρ they sum to what they did before, so that the one weight of
-//! a sharp row is exact whatever its factor. Lanes are those of `kernels/code_pairs`: a lane's elements
-//! share a factor, and sums of pairs are multiplied with factors lane by lane.
+//! Products are exact and summed in f32. Of what would lose bits in one bf16 two are made, whose sum has 16 bits (`two`): of queries with factors
+//! of channels, and of weights, because one query has too few numbers for roundings of 8 bits to cancel. Lanes are those of
+//! `kernels/code_pairs`: a lane's elements share a factor, and sums of pairs are multiplied with factors lane by lane.
 //!
 //! What the dot does not do as f32 would goes through numbers ([`Source::read`](crate::problem::Source)), key by key in the first product
 //! and a block of keys at a time in the second: factors in which a sum may overflow or vanish (numbers below 2⁻¹²⁶ are 0 to the dot), and
@@ -344,7 +341,7 @@ impl<C, const GROUPS: bool> Product<'_, C, PairWeights, 1, GROUPS> {
         C: PairCode<S>,
     {
         let &Product { rows, with, .. } = self;
-        let &PairWeights { n, ahead, p: (p, p_stride), .. } = with;
+        let &PairWeights { n, ahead, p: (p, p_stride), rest, .. } = with;
         let first = lanes.first(at / 64 * C::SPAN);
         // SAFETY: as above.
         unsafe {
@@ -367,16 +364,19 @@ impl<C, const GROUPS: bool> Product<'_, C, PairWeights, 1, GROUPS> {
                 shift = S::pick(S::pair(of_two[0], of_two[1]), lanes.at);
             }
             for query in 0..Q {
-                let p = if GROUPS {
-                    S::pick(S::load(p.add((j / 2 * with.rows + r + query) * p_stride + first)), lanes.at)
-                } else {
-                    S::splat(*p.add((r + query) * p_stride + j / 2))
-                };
-                for (acc, value) in acc[query].iter_mut().zip(values) {
-                    *acc = S::dot(value, p, *acc);
-                }
-                if GROUPS && C::SHIFT != 0.0 {
-                    shifts[query] = S::dot(shift, p, shifts[query]);
+                // What bf16 leaves of a weight follows it: a weight has 16 bits.
+                for p in [p, p.wrapping_add(rest)] {
+                    let p = if GROUPS {
+                        S::pick(S::load(p.add((j / 2 * with.rows + r + query) * p_stride + first)), lanes.at)
+                    } else {
+                        S::splat(*p.add((r + query) * p_stride + j / 2))
+                    };
+                    for (acc, value) in acc[query].iter_mut().zip(values) {
+                        *acc = S::dot(value, p, *acc);
+                    }
+                    if GROUPS && C::SHIFT != 0.0 {
+                        shifts[query] = S::dot(shift, p, shifts[query]);
+                    }
                 }
             }
         }

@@ -73,7 +73,6 @@ impl<T> Chunk<'_, T> {
             gathered,
             panel,
             q_sums: at(scratch.q_sums),
-            inverses: at(scratch.inverses),
             natural: at(scratch.natural),
             weights: at(scratch.weights),
             p_sums: at(scratch.p_sums),

@@ -28,9 +28,6 @@ use crate::problem::{
 /// (Zen 4, 2026-11).
 const AHEAD_BYTES: usize = 2048;
 
-/// Of each row: lanes of `Σ p̂ · shift`, of `Σ p̂ / f` and of `Σ p`.
-const LANES_OF_WEIGHTS: usize = 3 * 16;
-
 /// What decode multiplies codes of a kind with by the dot of pairs, beside what it multiplies them with otherwise.
 pub(crate) fn pair_products<S: CodePairs>(products: CodeProducts, kind: RowKind, fold: Fold) -> CodeProducts {
     fn of<S: CodePairs, C: PairCode<S>>(fold: Fold) -> PairProducts {
@@ -123,23 +120,10 @@ impl<S: CodePairs> Part<S> for Scores<'_> {
         let ahead = Ahead::new(problem, chunk.first, n);
         // SAFETY: as in `item`.
         unsafe {
-            let mut factors = None;
-            match fold {
-                Fold::Rows => {
-                    chunk.row_factors(scales, n);
-                    row_shifts(chunk, scales, pairs.shift, n);
-                }
-                Fold::Channels => {
-                    chunk.channel_factors(scales);
-                    let all = std::slice::from_raw_parts(scratch.factors, dim);
-                    if !all.iter().all(|factor| factor.abs() <= MOST) {
-                        return false;
-                    }
-                    factors = Some(all);
-                }
-                Fold::Groups if !is_moderate(scales.global) => return false,
-                Fold::Groups => {}
+            if !read_factors(chunk, scales, pairs, |factor| factor.abs() <= MOST) {
+                return false;
             }
+            let factors = (fold == Fold::Channels).then(|| std::slice::from_raw_parts(scratch.factors, dim));
             let (shift, planes) = (pairs.shift, 1 + usize::from(factors.is_some()));
             let q_stride = planes * dim.next_multiple_of(pairs.span) / 2;
             let sums_stride = dim.div_ceil(pairs.span) * S::LANES;
@@ -257,11 +241,10 @@ unsafe fn pair_query<S: CodePairs>(
                 let d = first + v * TWO_VECTORS;
                 let [a, b] = with_factors::<S>(q, factors.map(<[f32]>::as_ptr), (d, dim));
                 let words = natural.add(v * S::LANES);
-                S::store(words, S::narrow(a, b));
                 if planes == 2 {
-                    let words = words.cast::<bf16>().cast_const();
-                    let rest = [S::sub(a, S::load_bf16(words)), S::sub(b, S::load_bf16(words.add(S::LANES)))];
-                    S::store(natural.add((4 + v) * S::LANES), S::narrow(rest[0], rest[1]));
+                    two::<S>([a, b], words, natural.add((4 + v) * S::LANES));
+                } else {
+                    S::store(words, S::narrow(a, b));
                 }
             }
             for plane in 0..planes {
@@ -368,36 +351,15 @@ impl<S: CodePairs> Part<S> for Outputs<'_> {
         let (groups, row_bytes) = (dim.div_ceil(scales.chunk), dim.div_ceil(chunk.source.shared));
         // SAFETY: as in `item`.
         unsafe {
-            match fold {
-                Fold::Rows => {
-                    chunk.row_factors(scales, n);
-                    row_shifts(chunk, scales, pairs.shift, n);
-                }
-                Fold::Channels => {
-                    chunk.channel_factors(scales);
-                    if !(0..dim).all(|d| (*scratch.factors.add(d)).is_finite()) {
-                        return false;
-                    }
-                }
-                Fold::Groups if !is_moderate(scales.global) => return false,
-                Fold::Groups => {}
+            if !read_factors(chunk, scales, pairs, f32::is_finite) {
+                return false;
             }
             let (sums, sums_stride) = (scratch.sums, dim.next_multiple_of(pairs.span));
             for at in (0..rows * sums_stride).step_by(S::LANES) {
                 S::store(sums.add(at), S::splat(0.0));
             }
-            for at in (0..rows * LANES_OF_WEIGHTS).step_by(S::LANES) {
-                S::store(scratch.p_sums.add(at), S::splat(0.0));
-            }
-            let by_key = fold == Fold::Rows;
-            if by_key {
-                for j in (0..n).step_by(S::LANES) {
-                    let factors = S::load(scratch.factors.add(j));
-                    let inverses = S::div(S::splat(1.0), factors);
-                    let is_zero = S::eq(factors, S::splat(0.0));
-                    S::store(scratch.inverses.add(j), S::select(is_zero, S::splat(0.0), inverses));
-                }
-                (n..n.next_multiple_of(TWO_VECTORS)).for_each(|j| *scratch.inverses.add(j) = 0.0);
+            for r in 0..rows {
+                S::store(scratch.p_sums.add(r * S::LANES), S::splat(0.0));
             }
             let in_place = row_bytes.is_multiple_of(64) && is_in_place(chunk, n, row_bytes);
             for j in (0..n).step_by(TWO_VECTORS) {
@@ -432,17 +394,15 @@ impl<S: CodePairs> Part<S> for Outputs<'_> {
                     }
                     continue;
                 }
-                let stride;
-                if fold == Fold::Groups {
-                    stride = groups.next_multiple_of(S::LANES);
-                    pair_weights_of_groups::<S>(chunk, (p, p_stride), (taken, groups), stride);
-                } else {
-                    stride = TWO_VECTORS / 2;
-                    pair_weights::<S>(chunk, (p, p_stride), (j, taken), by_key);
-                }
-                let weights = (scratch.weights.cast_const(), stride);
+                let p = (p, p_stride);
+                let (stride, rest) = match fold {
+                    Fold::Groups => pair_weights_of_groups::<S>(chunk, p, (taken, groups)),
+                    Fold::Rows => pair_weights::<S>(chunk, p, Some(j), taken),
+                    Fold::Channels => pair_weights::<S>(chunk, p, None, taken),
+                };
+                let p = (scratch.weights.cast_const(), stride);
                 let ahead = if in_place { keys_ahead(row_bytes) * codes.stride } else { 0 };
-                let with = PairWeights { n: taken, rows, row_bytes, chunk: scales.chunk, dim, ahead, p: weights };
+                let with = PairWeights { n: taken, rows, row_bytes, chunk: scales.chunk, dim, ahead, p, rest };
                 (pairs.weighted)(&codes, &with, (sums, sums_stride));
             }
             for r in 0..rows {
@@ -453,36 +413,54 @@ impl<S: CodePairs> Part<S> for Outputs<'_> {
     }
 }
 
-/// Weights of keys `j..j + taken` of a chunk, each times the factor of its key if keys have them, as pairs; and their sums: as rounded
-/// times the shift of a key, as rounded over its factor, and exact over it.
+/// Weights of `taken` keys of a chunk, from key `j` on where each is multiplied with the factor of its key, as pairs, and their sums times
+/// the shifts of the keys. Answers the stride from row to row, and from a weight to what is left of it.
 #[inline(always)]
 unsafe fn pair_weights<S: CodePairs>(
     chunk: &CodesChunk<'_>,
     (p, p_stride): In,
-    (j, taken): (usize, usize),
-    by_key: bool,
-) {
-    let scratch = chunk.scratch;
+    j: Option<usize>,
+    taken: usize,
+) -> (usize, usize) {
+    let (scratch, rows) = (chunk.scratch, chunk.problem.partition.rows);
+    let (stride, rest) = (TWO_VECTORS / 2, rows * TWO_VECTORS / 2);
     // SAFETY: as in `item`.
     unsafe {
-        let factors = by_key.then(|| scratch.factors.cast_const().add(j));
-        let of_keys = by_key.then(|| (scratch.inverses.add(j), scratch.points.add(j)));
-        for r in 0..chunk.problem.partition.rows {
+        let factors = j.map(|j| scratch.factors.cast_const().add(j));
+        for r in 0..rows {
             let exact = with_factors::<S>(p.add(r * p_stride), factors, (0, taken));
-            let (weights, sums) = (scratch.weights.add(r * TWO_VECTORS / 2), scratch.p_sums.add(r * LANES_OF_WEIGHTS));
-            S::store(weights, S::narrow(exact[0], exact[1]));
-            for (half, &exact) in exact.iter().enumerate() {
-                let (mut inverse, mut shift) = (S::splat(1.0), S::splat(1.0));
-                if let Some((inverses, shifts)) = of_keys {
-                    (inverse, shift) = (S::load(inverses.add(half * S::LANES)), S::load(shifts.add(half * S::LANES)));
+            let (to, sum) = (scratch.weights.add(r * stride), scratch.p_sums.add(r * S::LANES));
+            let [high, low] = two::<S>(exact, to, to.add(rest));
+            let mut of_shift = S::load(sum);
+            for half in 0..2 {
+                let weights = S::add(high[half], low[half]);
+                let mut shift = S::splat(1.0);
+                if let Some(j) = j {
+                    shift = S::load(scratch.points.add(j + half * S::LANES));
                 }
-                let rounded = S::load_bf16(weights.cast::<bf16>().add(half * S::LANES));
-                for (at, (x, y)) in [(rounded, shift), (rounded, inverse), (exact, inverse)].iter().enumerate() {
-                    let sum = sums.add(at * S::LANES);
-                    S::store(sum, S::fma(*x, *y, S::load(sum)));
-                }
+                of_shift = S::fma(weights, shift, of_shift);
             }
+            S::store(sum, of_shift);
         }
+    }
+    (stride, rest)
+}
+
+/// Two vectors of numbers as bf16 at `high`, and what these leave of them as bf16 at `low`; both again as numbers.
+#[inline(always)]
+unsafe fn two<S: CodePairs>(exact: [S::V; 2], high: *mut f32, low: *mut f32) -> [[S::V; 2]; 2] {
+    // SAFETY: the caller vouches for a vector of words at each.
+    unsafe {
+        S::store(high, S::narrow(exact[0], exact[1]));
+        let numbers = |words: *mut f32| {
+            let words = words.cast::<bf16>().cast_const();
+            [words, words.wrapping_add(S::LANES)]
+        };
+        let [a, b] = numbers(high);
+        let of_high = [S::load_bf16(a), S::load_bf16(b)];
+        S::store(low, S::narrow(S::sub(exact[0], of_high[0]), S::sub(exact[1], of_high[1])));
+        let [a, b] = numbers(low);
+        [of_high, [S::load_bf16(a), S::load_bf16(b)]]
     }
 }
 
@@ -495,22 +473,38 @@ unsafe fn add_sums<S: CodePairs>(chunk: &CodesChunk<'_>, r: usize, o: *mut f32) 
     unsafe {
         let (natural, sums_stride) = (scratch.natural_sums, dim.next_multiple_of(pairs.span));
         in_order::<S>(scratch.sums.add(r * sums_stride), (sums_stride, pairs.span), natural);
-        let sums = scratch.p_sums.add(r * LANES_OF_WEIGHTS);
-        let of_shift = S::reduce_add(S::load(sums));
-        let rounded = S::reduce_add(S::load(sums.add(S::LANES)));
-        let exact = S::reduce_add(S::load(sums.add(2 * S::LANES)));
-        // Sums that are 0 weigh nothing.
-        let rho = if rounded > 0.0 { exact / rounded } else { 1.0 };
+        let of_shift = S::reduce_add(S::load(scratch.p_sums.add(r * S::LANES)));
         for d in 0..dim {
             let (x, o) = (*natural.add(d), o.add(d));
             *o += match pairs.fold {
-                Fold::Rows => (x + of_shift) * rho,
-                Fold::Channels => {
-                    let shift = pairs.shift - *scratch.points.add(d);
-                    (x + shift * of_shift) * (*scratch.factors.add(d) * rho)
-                }
+                Fold::Rows => x + of_shift,
+                Fold::Channels => (x + (pairs.shift - *scratch.points.add(d)) * of_shift) * *scratch.factors.add(d),
                 Fold::Groups => x * scales.global,
             };
+        }
+    }
+}
+
+/// The factors of a chunk, but those of groups, to where the products want them; whether pairs do with them: those of channels `fit`.
+unsafe fn read_factors(
+    chunk: &CodesChunk<'_>,
+    scales: &Scales,
+    pairs: &PairProducts,
+    fit: impl Fn(f32) -> bool,
+) -> bool {
+    // SAFETY: as in `item`.
+    unsafe {
+        match pairs.fold {
+            Fold::Rows => {
+                chunk.row_factors(scales, chunk.n);
+                row_shifts(chunk, scales, pairs.shift, chunk.n);
+                true
+            }
+            Fold::Channels => {
+                chunk.channel_factors(scales);
+                (0..chunk.dim).all(|d| fit(*chunk.scratch.factors.add(d)))
+            }
+            Fold::Groups => is_moderate(scales.global),
         }
     }
 }
@@ -528,14 +522,15 @@ unsafe fn row_shifts(chunk: &CodesChunk<'_>, scales: &Scales, shift: f32, n: usi
     }
 }
 
-/// Weights of pairs of keys with the factors of their groups: for each pair and row a lane to each group.
+/// Weights of pairs of keys with the factors of their groups: for each pair and row a lane to each group. Answers as [`pair_weights`].
 #[inline(always)]
 unsafe fn pair_weights_of_groups<S: CodePairs>(
     chunk: &CodesChunk<'_>,
     (p, p_stride): In,
     (n, groups): (usize, usize),
-    stride: usize,
-) {
+) -> (usize, usize) {
+    let stride = groups.next_multiple_of(S::LANES);
+    let rest = n.div_ceil(2) * chunk.problem.partition.rows * stride;
     let (rows, factors, to) = (chunk.problem.partition.rows, chunk.scratch.factors, chunk.scratch.weights);
     // SAFETY: as in `item`; lanes past the last group are asked for by nobody.
     unsafe {
@@ -549,11 +544,15 @@ unsafe fn pair_weights_of_groups<S: CodePairs>(
                 let to = to.add((j / 2 * rows + r) * stride);
                 for g in (0..groups).step_by(S::LANES) {
                     let (a, b) = (S::mul(a, S::load(of_key.add(g))), S::mul(b, S::load(of_next.add(g))));
-                    S::store(to.add(g), S::pair(a, b));
+                    let high = S::pair(a, b);
+                    let [of_a, of_b] = S::split(high);
+                    S::store(to.add(g), high);
+                    S::store(to.add(rest + g), S::pair(S::sub(a, of_a), S::sub(b, of_b)));
                 }
             }
         }
     }
+    (stride, rest)
 }
 
 /// Sums in the order of value vectors to that of elements.

@@ -29,11 +29,9 @@ use super::pack::{load_row, store_row, transpose_in};
 use super::products::Block;
 use super::simd::{Part, Real, Simd, Storage};
 use super::softmax::Finished;
+use super::weigh::tile_rows;
 use crate::partition::Item;
-use crate::problem::{Problem, Row};
-
-/// The most lanes of a tile.
-const MAX_QUERIES: usize = 32;
+use crate::problem::Problem;
 
 /// One task, and this thread's memory for it.
 struct Task<'a> {
@@ -272,10 +270,7 @@ impl Step<'_> {
         let Task { problem, origin, .. } = *task;
         let Panels { k, sums, factors, v } = panels;
         let x = task.part(problem.scratch.p);
-        let mut rows = [Row { batch: 0, head: 0, i: 0 }; MAX_QUERIES];
-        for (lane, row) in rows.iter_mut().enumerate().take(tile.r1 - tile.r0) {
-            *row = problem.row(origin, tile.r0 + lane);
-        }
+        let rows = tile_rows(problem, origin, (tile.r0, tile.r1));
         let rows = &rows[..tile.r1 - tile.r0];
         let bias = task.part(problem.scratch.bias);
         let (quads, q_t, vectors) = (problem.head_dim.div_ceil(4), tile.q_t.cast_const(), PhantomData);

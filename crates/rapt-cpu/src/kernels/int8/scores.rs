@@ -10,12 +10,10 @@ use std::marker::PhantomData;
 
 use super::quads::Quads;
 use crate::kernels::mask;
-use crate::kernels::simd::{Part, Real, Simd};
+use crate::kernels::simd::{Part, Simd};
 use crate::kernels::softmax::{Modifier, max_skipping_nan, probability, rescale, subtractable};
+use crate::kernels::weigh::Positions;
 use crate::problem::{Problem, Row};
-
-/// The most lanes of a tile.
-const MAX_QUERIES: usize = 32;
 
 /// What [`Effect`](mask::Effect) leaves to do on scores of keys `j0..j0 + n`. Answers their maxima.
 pub(super) struct Modify<'a, S: Simd, const V: usize> {
@@ -38,21 +36,7 @@ impl<S: Simd<Elem = f32>, const V: usize> Part<S> for Modify<'_, S, V> {
     unsafe fn run(self) -> [S::V; V] {
         let Modify { problem, rows, keys: (j0, n), x, bias, factors, positions, .. } = self;
         let queries = V * S::LANES;
-        // Positions relative to j0: a block is short, so they are exact; a distance beyond 2^24 is rounded like any other number.
-        let (mut lo, mut hi) = ([0f32; MAX_QUERIES], [n as f32; MAX_QUERIES]);
-        let (mut diagonal, mut slope) = ([0f32; MAX_QUERIES], [0f32; MAX_QUERIES]);
-        for (lane, row) in rows.iter().enumerate() {
-            if positions {
-                let (first, last) = problem.range.keys_of(row.i);
-                lo[lane] = (first.clamp(j0, j0 + n) - j0) as f32;
-                hi[lane] = (last.clamp(j0, j0 + n) - j0) as f32;
-            }
-            if let Some(slopes) = &problem.alibi_slopes {
-                diagonal[lane] = f32::from_i64(row.i as i64 + problem.range.diagonal - j0 as i64);
-                // SAFETY: one slope per head of q.
-                slope[lane] = unsafe { f32::load_as(slopes.dtype, slopes.at([row.head])) };
-            }
-        }
+        let of_rows = Positions::<f32>::new(problem, rows, (j0, n), positions);
         // SAFETY: x and bias have n rows of `queries`; the arrays have at least `queries` elements.
         unsafe {
             let masked = S::splat(f32::NEG_INFINITY);
@@ -60,22 +44,11 @@ impl<S: Simd<Elem = f32>, const V: usize> Part<S> for Modify<'_, S, V> {
             for (v, max) in max.iter_mut().enumerate() {
                 let at = v * S::LANES;
                 let modifier = Modifier::<S>::new(&problem.scores).scaled(S::load(factors.add(at)));
-                let (lo, hi) = (S::load(lo.as_ptr().add(at)), S::load(hi.as_ptr().add(at)));
-                let (diagonal, slope) = (S::load(diagonal.as_ptr().add(at)), S::load(slope.as_ptr().add(at)));
+                let lanes = of_rows.lanes::<S>(at);
                 for j in 0..n {
                     let to = x.add(j * queries + at);
-                    let key = S::splat(j as f32);
-                    let mut distance = None;
-                    if problem.alibi_slopes.is_some() {
-                        distance = Some((slope, S::abs(S::sub(diagonal, key))));
-                    }
-                    let mut score = modifier.apply(S::load(to), distance);
-                    if let Some(bias) = bias {
-                        score = modifier.add_bias(score, S::load(bias.add(j * queries + at)));
-                    }
-                    if positions {
-                        score = S::select(S::lt(key, hi), S::select(S::lt(key, lo), masked, score), masked);
-                    }
+                    let bias = bias.map(|bias| bias.add(j * queries + at));
+                    let score = lanes.modified(&modifier, S::load(to), j, bias);
                     S::store(to, score);
                     *max = max_skipping_nan::<S>(*max, score);
                 }
