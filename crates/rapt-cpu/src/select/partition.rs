@@ -94,7 +94,7 @@ fn decode_partition(spec: &Spec, readings: &Qkv<Option<Reading>>, tiles: &Tiles)
 }
 
 /// How the rows of forward are shared out: tasks of `heads` query heads and `rows` rows, in items of `chunk_rows`.
-struct Cut {
+struct Items {
     tasks: usize,
     heads: usize,
     rows: usize,
@@ -102,7 +102,7 @@ struct Cut {
 }
 
 /// Tiles of `queries` rows, of which an item has as many as `most_rows` and the second cache hold.
-fn cut(spec: &Spec, queries: usize, most_rows: usize, tile_bytes: usize, threads: usize) -> Cut {
+fn items(spec: &Spec, queries: usize, most_rows: usize, tile_bytes: usize, threads: usize) -> Items {
     let heads = if spec.q_len() < 2 * queries { spec.group_size() } else { 1 };
     let tasks = spec.batch() * (spec.num_q_heads() / heads);
     let rows = heads * spec.q_len();
@@ -111,7 +111,7 @@ fn cut(spec: &Spec, queries: usize, most_rows: usize, tile_bytes: usize, threads
     while count > 2 && tasks * rows.div_ceil(count * queries) < threads.saturating_mul(4) {
         count /= 2;
     }
-    Cut { tasks, heads, rows, chunk_rows: (count * queries).min(rows.next_multiple_of(queries)) }
+    Items { tasks, heads, rows, chunk_rows: (count * queries).min(rows.next_multiple_of(queries)) }
 }
 
 fn forward_partition(
@@ -124,7 +124,7 @@ fn forward_partition(
     let tile = &tiles.forward;
     let shape = arch::tile_shape(key.arch, key.storage);
     let tile_bytes = shape.queries * (spec.head_dim() + spec.head_dim_v()) * key.accumulation.size_bytes();
-    let Cut { tasks, heads, rows, chunk_rows } = cut(spec, shape.queries, tile.rows, tile_bytes, threads);
+    let Items { tasks, heads, rows, chunk_rows } = items(spec, shape.queries, tile.rows, tile_bytes, threads);
 
     // Pairs of K along head_dim are read where they lie if every row is whole lanes, in steps of whole lanes.
     let [k_is_whole, v_is_whole] = rows_are_whole(spec, readings);
@@ -160,7 +160,7 @@ const INT8_ROWS: usize = 256;
 fn int8_partition(spec: &Spec, key: &KernelKey, threads: usize) -> Partition {
     let queries = arch::tile_shape(key.arch, DType::F32).queries;
     let tile_bytes = queries * (spec.head_dim().div_ceil(4) + spec.head_dim_v()) * key.accumulation.size_bytes();
-    let Cut { tasks, heads, rows, chunk_rows } = cut(spec, queries, INT8_ROWS, tile_bytes, threads);
+    let Items { tasks, heads, rows, chunk_rows } = items(spec, queries, INT8_ROWS, tile_bytes, threads);
     Partition {
         tasks,
         heads,
