@@ -198,10 +198,12 @@ pub(crate) struct CodePanel {
     pub(crate) of_values: bool,
     /// Whether factors go to the output: see [`Source::output_factors`].
     pub(crate) by_output: bool,
+    /// Units of scores for 1 in the exponent of 2.
+    pub(crate) per_log2: f32,
     pub(crate) to: *mut f32,
-    /// Of each key, which its lanes are without; null where there is none.
+    /// Of each key, which its lanes are without; null where there is none. Of V: what they add to scores.
     pub(crate) factors: *mut f32,
-    /// Of V: what they are the inverses of.
+    /// Of V: one over each factor.
     pub(crate) inverses: *mut f32,
 }
 

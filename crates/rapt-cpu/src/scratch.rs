@@ -1,7 +1,7 @@
 //! Where things lie in a thread's scratch memory, and how long decode's partial rows are.
 //!
 //! ```text
-//! forward   q o row_max row_sum (row_rounded)   tiles of queries along the lanes      k_factors v_factors o_factors inverses   of codes as pairs
+//! forward   q o row_max row_sum                tiles of queries along the lanes      k_factors v_biases v_inverses o_factors   of codes as pairs
 //!                p bias rows   one tile's      k_panel v_panel   packed
 //! int8      as forward, and besides numbers row_factors key_sums key_factors value_factors
 //! decode    q                     rows along head_dim                   p bias        one chunk's     k_panel           gathered
@@ -19,13 +19,11 @@ pub(crate) struct Scratch {
     /// `[tiles][queries]` each.
     pub(crate) row_max: usize,
     pub(crate) row_sum: usize,
-    /// As many again, of weights that were rounded with factors of V's keys; 0 where none are.
-    pub(crate) row_rounded: usize,
-    /// Forward, of codes as pairs: `[block_n]` factors of K's keys, of V's and the inverses of these, `[head_dim_v]` factors of the output;
-    /// 0 where there are none.
+    /// Forward, of codes as pairs: `[block_n]` factors of K's keys, what V's add to scores and the inverses of V's, `[head_dim_v]` factors
+    /// of the output; 0 where there are none.
     pub(crate) k_factors: usize,
-    pub(crate) v_factors: usize,
-    pub(crate) inverses: usize,
+    pub(crate) v_biases: usize,
+    pub(crate) v_inverses: usize,
     pub(crate) o_factors: usize,
     /// Scores, then probabilities. Forward: `[block_n][queries]`. Decode: `[rows][block_n]`.
     pub(crate) p: usize,
@@ -167,11 +165,10 @@ impl Scratch {
             o: parts.next(tiles * head_dim_v_padded * queries),
             row_max: parts.next(tiles * queries),
             row_sum: parts.next(tiles * queries),
-            row_rounded: parts.next_if(pairs.of_v, tiles * queries),
             k_factors: parts.next_if(pairs.of_k, block_n),
-            v_factors: parts.next_if(pairs.of_v, block_n),
+            v_biases: parts.next_if(pairs.of_v, block_n),
+            v_inverses: parts.next_if(pairs.of_v, block_n),
             o_factors: parts.next_if(pairs.of_output, head_dim_v_padded),
-            inverses: parts.next_if(pairs.of_v, block_n),
             p: parts.next(block_n * queries * if tiled { 3 } else { 1 }),
             p_len: if tiled { block_n * queries } else { 0 },
             bias: parts.next(if has_mask { block_n * queries } else { 0 }),

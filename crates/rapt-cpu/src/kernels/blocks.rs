@@ -38,7 +38,8 @@ pub(crate) struct Coded<'a> {
     /// Batch, head and first key.
     pub(crate) first: [usize; 3],
     pub(crate) dim: usize,
-    /// Of each key, beside its lanes; 1 where these do not do. Of V also what they are the inverses of.
+    /// Of each key of K, beside its lanes; of V, what its factor adds to scores, and the inverse of the factor. Where lanes do not do, as of
+    /// a factor of 1.
     pub(crate) factors: *const f32,
     pub(crate) inverses: *const f32,
     pub(crate) by_numbers: bool,

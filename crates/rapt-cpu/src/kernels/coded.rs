@@ -2,11 +2,10 @@
 //! the scale of an MX or NV block. What else multiplies them goes elsewhere:
 //!
 //! ```text
-//! factor f of a key        s = (q · c) · f                     o = Σ bf16(p · |f|) · (±c)      the sign of f goes into c
-//! factors of the output    only of V: of channels, or of all   o = f ∘ Σ bf16(p) · c
+//! factor f of a key        s = (q · c) · f                     o = Σ bf16(w) · (±c) / Σ (w / |f|)   w = p · |f| = 2^(x + log2|f|)
+//! factors of the output    only of V: of channels, or of all   o = f ∘ Σ bf16(p) · c / Σ p
 //! ```
-//! Weights with factors are summed a second time, as they were rounded, and the row is divided by that sum: the one weight of a sharp row is
-//! exact whatever its factor. A block of keys whose factors leave the range in which that is the same, or whose codes are infinite, goes through numbers of f32
+//! The sign of f goes into c. A block of keys whose factors leave the range in which that is the same, or whose codes are infinite, goes through numbers of f32
 //! ([`Source::read`]), and so does a score that is not finite. Deliberately absent: zero points, channels of K, other groups: their numbers
 //! take more bits than bf16 has.
 
@@ -51,7 +50,8 @@ impl<S: CodePairs, C: Element<S>> Part<S> for Pack<'_, C> {
     #[inline(always)]
     unsafe fn run(self) -> bool {
         let Pack { source: source @ &Source { rows, scales, .. }, panel, .. } = self;
-        let CodePanel { first: [batch, head, j0], n, dim, of_values, by_output, to, factors, inverses } = *panel;
+        let CodePanel { first: [batch, head, j0], n, dim, of_values, by_output, per_log2, to, factors, inverses } =
+            *panel;
         let Some(scales) = scales else { return true };
         let has_blocks = scales.descale.dtype != DType::F32;
         let row = |j: usize| {
@@ -75,6 +75,7 @@ impl<S: CodePairs, C: Element<S>> Part<S> for Pack<'_, C> {
                     *factors.add(j) = if has_blocks { scales.global } else { factor.cast::<f32>().read() };
                 }
                 by_numbers |= !all_are_moderate::<S>(factors, n);
+                by_numbers |= of_values && (per_log2 == 0.0 || !is_moderate(per_log2));
             }
             if !of_values {
                 let stride = dim.div_ceil(2);
@@ -96,8 +97,9 @@ impl<S: CodePairs, C: Element<S>> Part<S> for Pack<'_, C> {
             if !factors.is_null() {
                 for j in 0..n {
                     let factor = (*factors.add(j)).abs();
-                    *factors.add(j) = if by_numbers || factor == 0.0 { 1.0 } else { factor };
-                    *inverses.add(j) = 1.0 / *factors.add(j);
+                    let factor = if by_numbers || factor == 0.0 { 1.0 } else { factor };
+                    *factors.add(j) = factor.log2() * per_log2;
+                    *inverses.add(j) = 1.0 / factor;
                 }
             }
             by_numbers

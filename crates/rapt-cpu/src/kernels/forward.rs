@@ -84,7 +84,6 @@ pub(crate) unsafe fn item<S: Simd, T: Storage<S>, M: Packing<S, T> + BlockProduc
             state: RowState {
                 row_max: task.part(scratch.row_max + n * queries),
                 row_sum: task.part(scratch.row_sum + n * queries),
-                row_rounded: task.part(scratch.row_rounded + n * queries),
             },
         }
     };
@@ -209,15 +208,16 @@ unsafe fn values<'a, S: Simd, T: Storage<S>, M: Packing<S, T> + BlockProducts<S>
 unsafe fn coded<'a, E>(task: &Task<'a, E>, source: &'a Source, block: Block, of_values: bool) -> Option<Coded<'a>> {
     let scratch = &task.problem.scratch;
     let (panel, factors, dim) = if of_values {
-        (scratch.v_panel, scratch.v_factors, task.problem.head_dim_v)
+        (scratch.v_panel, scratch.v_biases, task.problem.head_dim_v)
     } else {
         (scratch.k_panel, scratch.k_factors, task.problem.head_dim)
     };
     let first = [block.first.0, block.first.1, block.first.2];
     let part = |at: usize| if at == 0 { std::ptr::null_mut() } else { task.part(at).cast::<f32>() };
-    let (to, factors, inverses) = (part(panel), part(factors), part(scratch.inverses));
+    let (to, factors, inverses) = (part(panel), part(factors), part(scratch.v_inverses));
     let by_output = of_values && task.problem.scratch.o_factors > 0;
-    let panel = CodePanel { first, n: block.n, dim, of_values, by_output, to, factors, inverses };
+    let per_log2 = (1.0 / task.problem.scores.exponent()) as f32;
+    let panel = CodePanel { first, n: block.n, dim, of_values, by_output, per_log2, to, factors, inverses };
     let pack = source.pack?;
     // SAFETY: as in `keys`.
     let by_numbers = unsafe { pack(source, &panel) };
@@ -300,9 +300,6 @@ impl<S: Simd, T: Storage<S>, M: Packing<S, T>, const V: usize> Part<S> for Begin
             for v in (0..queries).step_by(S::LANES) {
                 S::store(tile.state.row_max.add(v), S::splat(S::Elem::NEG_INFINITY));
                 S::store(tile.state.row_sum.add(v), S::splat(S::Elem::ZERO));
-                if problem.scratch.v_factors > 0 {
-                    S::store(tile.state.row_rounded.add(v), S::splat(S::Elem::ZERO));
-                }
             }
             for at in (0..problem.head_dim_v * queries).step_by(S::LANES) {
                 S::store(tile.acc_o.add(at), S::splat(S::Elem::ZERO));
@@ -407,7 +404,7 @@ impl<'a, S: Simd, M: BlockProducts<S>, const V: usize> Step<'a, S, M, V> {
 
     /// Scores to weights, with products beside; answers what O is to be rescaled with.
     unsafe fn weigh<B: Beside>(&self, beside: &mut B) -> [S::V; V] {
-        let factors = self.v_codes.filter(|_| M::OF_CODES && self.task.problem.scratch.v_factors > 0);
+        let factors = self.v_codes.filter(|_| M::OF_CODES && self.task.problem.scratch.v_biases > 0);
         let codes = factors.map(|codes| (codes.factors.cast(), codes.inverses.cast()));
         // SAFETY: as in `item`.
         unsafe {
@@ -544,21 +541,13 @@ impl<S: Simd, T: Storage<S>, const V: usize> Part<S> for End<'_, S, T, V> {
                     done.lse().store_as(lse.dtype, lse.at([row.batch, row.head, row.i]));
                 }
                 let from = rows.add(lane * stride);
-                let mut factor = done.factor;
-                if scratch.v_factors > 0 {
-                    // Weights summed to this; where that is 0 they weigh nothing.
-                    let rounded = *tile.state.row_rounded.add(lane);
-                    if rounded > S::Elem::ZERO {
-                        factor = factor * (*tile.state.row_sum.add(lane) / rounded);
-                    }
-                }
                 if scratch.o_factors > 0 {
                     let factors = task.part(scratch.o_factors);
                     for d in (0..dim).step_by(S::LANES) {
                         S::store(from.add(d), S::mul(S::load(from.add(d)), S::load(factors.add(d))));
                     }
                 }
-                store_row::<S, T>(from, factor, dim, &out, [row.batch, row.head, row.i, 0]);
+                store_row::<S, T>(from, done.factor, dim, &out, [row.batch, row.head, row.i, 0]);
             }
         }
     }

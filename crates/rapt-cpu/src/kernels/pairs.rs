@@ -64,11 +64,6 @@ impl<S: Bf16Pairs> Products<S> for Paired {
         unsafe { S::pair(p[0], p[1]) }
     }
     #[inline(always)]
-    unsafe fn numbers(lane: S::V) -> [S::V; 2] {
-        // SAFETY: promised by the caller.
-        unsafe { S::split(lane) }
-    }
-    #[inline(always)]
     unsafe fn add_non_finite(values: S::V, sum: S::V) -> S::V {
         // SAFETY: promised by the caller.
         unsafe {

@@ -42,8 +42,6 @@ pub(crate) trait Products<S: Simd>: Lanes<S> {
     unsafe fn accumulate_selecting(b: S::V, x: S::V, acc: S::V) -> S::V;
     /// Probabilities of `STEPS` keys as a lane.
     unsafe fn weights(p: [S::V; 2]) -> S::V;
-    /// The numbers of a lane, of each of its steps.
-    unsafe fn numbers(lane: S::V) -> [S::V; 2];
     /// A number that is NaN where a lane of values holds NaN or infinity, and 0 elsewhere, added to `sum`.
     unsafe fn add_non_finite(values: S::V, sum: S::V) -> S::V;
 }
@@ -95,10 +93,6 @@ impl<S: Simd> Products<S> for Single {
     #[inline(always)]
     unsafe fn weights(p: [S::V; 2]) -> S::V {
         p[0]
-    }
-    #[inline(always)]
-    unsafe fn numbers(lane: S::V) -> [S::V; 2] {
-        [lane; 2]
     }
     #[inline(always)]
     unsafe fn add_non_finite(values: S::V, sum: S::V) -> S::V {

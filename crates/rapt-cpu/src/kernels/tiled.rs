@@ -73,11 +73,6 @@ impl<S: Bf16Pairs> Products<S> for Tiled {
         unsafe { <Paired as Products<S>>::weights(p) }
     }
     #[inline(always)]
-    unsafe fn numbers(lane: S::V) -> [S::V; 2] {
-        // SAFETY: promised by the caller.
-        unsafe { <Paired as Products<S>>::numbers(lane) }
-    }
-    #[inline(always)]
     unsafe fn add_non_finite(values: S::V, sum: S::V) -> S::V {
         // SAFETY: promised by the caller.
         unsafe { <Paired as Products<S>>::add_non_finite(values, sum) }

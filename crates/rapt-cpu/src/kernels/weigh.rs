@@ -2,7 +2,9 @@
 //!
 //! ```text
 //! x = modify(S)   m' = max(m, x)   l = l · 2^(m − m') + Σ p   p = 2^(x − m')      answers 2^(m − m'), which O is rescaled with
+//! x = modify(S) + log2(f)          l = l · 2^(m − m') + Σ p / f                    where p also carries the factor f of its key of V
 //! ```
+//! So the greatest of the terms p · f that a row sums is exact when p is rounded, as the greatest p is without factors.
 //! Deliberately absent: which of it a step of `forward` needs, and masks read from memory (`mask`).
 
 use std::marker::PhantomData;
@@ -23,8 +25,6 @@ const MAX_CHAINS: usize = 4;
 pub(super) struct RowState<E> {
     pub(super) row_max: *mut E,
     pub(super) row_sum: *mut E,
-    /// Where weights are rounded with factors: `row_sum` of those.
-    pub(super) row_rounded: *mut E,
 }
 
 /// What [`Modify`] does where biases are all there is to do, bit for bit.
@@ -197,7 +197,7 @@ pub(super) struct Softmax<'a, S: Simd, M, B, const V: usize, const MASKED: bool,
     pub(super) acc_o: *mut S::Elem,
     pub(super) n: usize,
     pub(super) x: *mut S::Elem,
-    /// Factors of keys that go into weights, and their inverses.
+    /// Of keys whose factors go into weights: what is added to their scores, and the inverses of the factors.
     pub(super) codes: Option<(*const S::Elem, *const S::Elem)>,
     pub(super) beside: &'a mut B,
     pub(super) products: PhantomData<M>,
@@ -212,6 +212,7 @@ impl<S: Simd, M: BlockProducts<S>, B: Beside, const V: usize, const MASKED: bool
         let Softmax { problem, state, acc_o, n, x, codes, beside, .. } = self;
         let all = n * (MAX_PART + WEIGHT_PART);
         let queries = V * S::LANES;
+        let codes = codes.filter(|_| FACTORS);
         // SAFETY: x has n rows of `queries`, the state `queries` elements.
         unsafe {
             let scale_log2 = S::splat(S::Elem::from_f64_clamped(problem.scores.exponent()));
@@ -226,14 +227,15 @@ impl<S: Simd, M: BlockProducts<S>, B: Beside, const V: usize, const MASKED: bool
             for j in (0..whole).step_by(MAX_CHAINS) {
                 for (chain, max) in chains.iter_mut().enumerate() {
                     for (v, max) in max.iter_mut().enumerate() {
-                        *max = max_skipping_nan::<S>(*max, S::load(x.add((j + chain) * queries + v * S::LANES)));
+                        let at = x.add((j + chain) * queries + v * S::LANES);
+                        *max = max_skipping_nan::<S>(*max, score::<S>(at, codes, j + chain));
                     }
                 }
                 beside.go_on(MAX_CHAINS * MAX_PART, all);
             }
             for j in whole..n {
                 for (v, max) in max.iter_mut().enumerate() {
-                    *max = max_skipping_nan::<S>(*max, S::load(x.add(j * queries + v * S::LANES)));
+                    *max = max_skipping_nan::<S>(*max, score::<S>(x.add(j * queries + v * S::LANES), codes, j));
                 }
             }
             let (mut factors, mut subtract) = ([scale_log2; V], [scale_log2; V]);
@@ -248,9 +250,8 @@ impl<S: Simd, M: BlockProducts<S>, B: Beside, const V: usize, const MASKED: bool
                 factors[v] = S::select(is_first, S::splat(S::Elem::ONE), factors[v]);
             }
             M::rescale::<V>(problem.head_dim_v, acc_o, factors);
-            let mut sum = [[S::splat(S::Elem::ZERO); V]; 2];
+            let mut sum = [S::splat(S::Elem::ZERO); V];
             let whole = n / M::STEPS;
-            let codes = codes.filter(|_| FACTORS);
             for step in 0..whole {
                 weights::<S, M, V, MASKED>(x, step, M::STEPS, (subtract, scale_log2), codes, &mut sum);
                 beside.go_on(M::STEPS * WEIGHT_PART, all);
@@ -259,14 +260,9 @@ impl<S: Simd, M: BlockProducts<S>, B: Beside, const V: usize, const MASKED: bool
             if n > whole * M::STEPS {
                 weights::<S, M, V, MASKED>(x, whole, n - whole * M::STEPS, (subtract, scale_log2), codes, &mut sum);
             }
-            let [sum, rounded] = sum;
             for v in 0..V {
                 let row_sum = state.row_sum.add(v * S::LANES);
                 S::store(row_sum, S::fma(S::load(row_sum), factors[v], sum[v]));
-                if FACTORS {
-                    let row_rounded = state.row_rounded.add(v * S::LANES);
-                    S::store(row_rounded, S::fma(S::load(row_rounded), factors[v], rounded[v]));
-                }
                 S::store(state.row_max.add(v * S::LANES), max[v]);
             }
             factors
@@ -274,8 +270,19 @@ impl<S: Simd, M: BlockProducts<S>, B: Beside, const V: usize, const MASKED: bool
     }
 }
 
-/// The first `keys` scores of a step to a lane of probabilities per query, in place, and onto their sums: before factors, and of what is
-/// left of them after.
+/// A vector of scores of key `j`, with what its factor adds.
+#[inline(always)]
+unsafe fn score<S: Simd>(at: *const S::Elem, codes: Option<(*const S::Elem, *const S::Elem)>, j: usize) -> S::V {
+    // SAFETY: promised by the caller.
+    unsafe {
+        match codes {
+            Some((biases, _)) => S::add(S::load(at), S::splat(*biases.add(j))),
+            None => S::load(at),
+        }
+    }
+}
+
+/// The first `keys` scores of a step to a lane of probabilities per query, in place, and onto their sums, without factors.
 #[inline(always)]
 unsafe fn weights<S: Simd, M: BlockProducts<S>, const V: usize, const MASKED: bool>(
     x: *mut S::Elem,
@@ -283,7 +290,7 @@ unsafe fn weights<S: Simd, M: BlockProducts<S>, const V: usize, const MASKED: bo
     keys: usize,
     (subtract, scale_log2): ([S::V; V], S::V),
     codes: Option<(*const S::Elem, *const S::Elem)>,
-    [sum, rounded]: &mut [[S::V; V]; 2],
+    sum: &mut [S::V; V],
 ) {
     let queries = V * S::LANES;
     // SAFETY: x has a row of `queries` for each key of the step.
@@ -293,20 +300,15 @@ unsafe fn weights<S: Simd, M: BlockProducts<S>, const V: usize, const MASKED: bo
             let at = x.add(v * S::LANES);
             let mut p = [S::splat(S::Elem::MASKED); 2];
             for (key, p) in p.iter_mut().enumerate().take(keys) {
-                let score = S::load(at.add((step * M::STEPS + key) * queries));
+                let j = step * M::STEPS + key;
+                let score = score::<S>(at.add(j * queries), codes, j);
                 *p = probability::<S, MASKED>(score, subtract[v], scale_log2);
-                sum[v] = S::add(sum[v], *p);
-                if let Some((factors, _)) = codes {
-                    *p = S::mul(*p, S::splat(*factors.add(step * M::STEPS + key)));
-                }
+                sum[v] = match codes {
+                    Some((_, inverses)) => S::fma(*p, S::splat(*inverses.add(j)), sum[v]),
+                    None => S::add(sum[v], *p),
+                };
             }
-            let lane = M::weights(p);
-            if let Some((_, inverses)) = codes {
-                for (key, &p) in M::numbers(lane).iter().enumerate().take(keys) {
-                    rounded[v] = S::fma(p, S::splat(*inverses.add(step * M::STEPS + key)), rounded[v]);
-                }
-            }
-            S::store(at.add(step * queries), lane);
+            S::store(at.add(step * queries), M::weights(p));
         }
     }
 }
