@@ -9,9 +9,9 @@ LONGEST = 6  # decode in 16 bits is ten times stock and more: bars end here, and
 
 
 def chart(figures, title):
-    """SVG text, or None where no row has both stock torch and Rapt. Contiguous rows with work in them, as they stand."""
+    """SVG text, or None where no row has both stock torch and Rapt. Contiguous rows of numbers with work in them, as they stand."""
     rows = [f for f in figures if f["kind"] in ("prefill", "decode") and f["us"].get("stock") and f["us"].get("rapt")]
-    rows = [f for f in rows if not any(word in f["row"] for word in ("permuted", "bshd_cache"))]
+    rows = [f for f in rows if "codes" not in f["groups"] and not any(word in f["row"] for word in ("permuted", "bshd_cache"))]
     if not rows:
         return None
     times = [(f, {name: f["us"]["stock"] / us for name in COLOURS if (us := f["us"].get(name))}) for f in rows]

@@ -20,6 +20,10 @@ from workers import Died
 from rapt.bench import interleaved
 
 WRONG = 0.1  # a peer this far from the reference computed something else: its time is void
+# The same of a peer that makes codes of its own, against the numbers that it made them of: 4 bits are that bad.
+WRONG_CODES = {"int8": 0.1, "int4": 0.5}
+# Its error is at least this part of that of Rapt's codes: what is nearer was computed on numbers.
+LEAST_OF_CODES = 0.4
 
 MOST_RESTARTS = 3
 
@@ -48,6 +52,16 @@ class Timing:
         if len(self.rounds) < 2 or self.void:
             return None
         return interleaved.spread(self.by_round)
+
+
+def wrong(row, error, codes_error):
+    """Why a peer with this relative error has no time, "" where it has one."""
+    limit = WRONG if row.formats is None else WRONG_CODES[row.formats[0][0]]
+    if not error < limit:
+        return f"wrong result (relative error {error:.1e})"
+    if row.formats and error < LEAST_OF_CODES * codes_error.relative:
+        return f"its cache is not of codes (relative error {error:.1e}, that of {row.storage} {codes_error.relative:.1e})"
+    return ""
 
 
 class Run:
@@ -125,23 +139,32 @@ class Run:
     def check(self, everything):
         """Errors of every peer on every row; the reference is computed once for rows that differ only in where they lie."""
         wanted = {}
+
+        def reference_of(row, queries):
+            if row.values_key not in wanted:
+                made = reference.of_codes(row, inputs.make(dataclasses.replace(row, layout="contiguous")))
+                wanted[row.values_key] = made, reference.attention(row, made, queries)
+            return wanted[row.values_key]
+
         for measured in everything:
             row = measured.row
             if row.kind == "add":
                 continue
             self.progress(row, "check")
             queries = inputs.sampled_queries(row)
-            if row.values_key not in wanted:
-                made = inputs.make(dataclasses.replace(row, layout="contiguous"))
-                wanted[row.values_key] = made, reference.attention(row, made, queries)
-            made, want = wanted[row.values_key]
+            made, want = reference_of(row, queries)
+            if row.formats:
+                # What a peer that makes codes of its own is judged by, and what Rapt's codes cost.
+                _, originals = reference_of(dataclasses.replace(row, storage="numbers", compute="exact"), queries)
+                measured.codes_error = reference.error(want, originals)
             of_torch, source = [], "torch in this run"
             for name, timing in measured.timings.items():
                 out = str(self.folder / f"{name}.npy")
                 answer = None if timing.void else self.ask(name, "check", measured, key=row.key, queries=queries, out=out)
                 if answer is None:
                     continue
-                timing.error = reference.error(np.load(out), want)
+                own_codes = row.formats and not PEERS[name].ours
+                timing.error = reference.error(np.load(out), originals if own_codes else want)
                 timing.error.finite &= answer["finite"]
                 if name == "stock":
                     of_torch = [timing.error]
@@ -151,7 +174,7 @@ class Run:
                         of_torch.append(reference.error(reference.flash_rounded(row, made, queries), want))
             if not of_torch:
                 of_torch, source = [reference.error(reference.flash_rounded(row, made, queries), want)], "flash's roundings"
-            measured.limit = reference.limit(row.dtype, of_torch, source)
+            measured.limit = reference.limit(row.dtype, of_torch, source) if row.compute == "exact" else reference.limit_of_int8()
             for name, timing in measured.timings.items():
                 if timing.error is None:
                     continue
@@ -161,8 +184,8 @@ class Run:
                         f"error {timing.error.relative:.2e} (limit {measured.limit.relative:.2e}), worst row "
                         f"{timing.error.worst_row:.2e} (limit {measured.limit.worst_row:.2e}), by {measured.limit.source}"
                     )
-                elif not ours and not timing.error.relative < WRONG:
-                    timing.void = f"wrong result (relative error {timing.error.relative:.1e})"
+                elif not ours:
+                    timing.void = wrong(row, timing.error.relative, measured.codes_error)
 
     def time(self, everything):
         samples = []

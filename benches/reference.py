@@ -10,6 +10,7 @@ import numpy as np
 
 import inputs
 
+import rapt
 from rapt import _reference
 from rapt.bench import interleaved
 
@@ -39,6 +40,17 @@ def arguments(row, made, queries):
     return wide(made.q[:, :, queries]), wide(made.k), wide(made.v), options
 
 
+def of_codes(row, made):
+    """`made` with the numbers that the row's codes stand for in place of k and v; as it is where the row has numbers."""
+    if row.formats is None:
+        return made
+    kv = (
+        rapt.quantize(inputs.to_float(x, row.dtype), format, granularity=granularity)
+        for x, (format, granularity) in zip((made.k, made.v), row.formats)
+    )
+    return inputs.Inputs(made.q, *(codes.dequantize() for codes in kv), made.mask)
+
+
 def attention(row, made, queries):
     """[batch, num_q_heads, len(queries), head_dim_v] in f64."""
     *qkv, options = arguments(row, made, queries)
@@ -57,6 +69,11 @@ def error(got, want):
         return Error(float("inf"), float("inf"), False)
     relative, worst_row, _ = _reference.errors(got.astype(np.float64), want)
     return Error(relative, worst_row, True)
+
+
+def limit_of_int8():
+    """What `rapt bench` allows products of int8, which are an approximation (docs/reference/numerics.md): no rule of PyTorch's."""
+    return interleaved.Limit(3e-2, 4 * 3e-2, 'what compute="int8" rounds')
 
 
 def limit(dtype, of_torch, source):

@@ -1,7 +1,7 @@
 """What a run says: derived figures, the tables (terminal and Markdown from one source), the JSON record, the check.
 
     vs stock, vs unlocked, vs best    their median / Rapt's median: above 1, Rapt is faster
-    vs base                           Rapt's median / Rapt's median on the row's baseline (contiguous, full or unmasked), same rounds
+    vs base                           Rapt's median / Rapt's median on the row's baseline (contiguous, full, unmasked, of numbers), same rounds
     % ceiling                         flops / time, of the measured ceiling; causal counts half the flops
     cycles, floor                     per score and core: time * GHz * threads / scores, and Row.floor_cycles
 """
@@ -46,8 +46,15 @@ def derive(everything):
             "best_peer": best, "vs_best": ratio(peers.get(best), us), "base": base.name if base else None, "vs_base": ratio(us, base_us),
             "ceiling_unit": unit, "ceiling_gflops": peak, "ghz": found.get("ghz"),
             "mb_saved": row.copied_bytes / 1e6 if row.layout.endswith("_copy") else None,
+            "codes_error": measured.codes_error.relative if measured.codes_error else None,
+            "own_codes_error": {
+                name: timing.error.relative
+                for name, timing in measured.timings.items()
+                if row.formats and timing.median and not PEERS[name].ours
+            },
         }  # fmt: skip
-        if row.kind == "prefill" and peak:
+        # Nothing here measures what products of int8 could reach.
+        if row.kind == "prefill" and peak and row.compute == "exact":
             figure["percent_of_ceiling"] = {}
             for name, median in medians.items():
                 own, _ = ceilings.ceiling(found, row.dtype, PEERS[name].width)
@@ -75,18 +82,27 @@ def ratio(above, below):
 
 
 def microseconds(figure, name):
-    """`1,234 ±2%`, or – where the peer has no time on this row."""
+    """`1,234 ±2%`, or – where the peer has no time on this row; of a peer with codes of its own also the error that these make."""
     us = figure["us"].get(name)
     if us is None:
         return "–"
     text = f"{us:,.0f}" if us >= 100 else f"{us:.1f}" if us >= 10 else f"{us:.2f}"
     spread = figure["spread"][name]
-    return text if spread is None else f"{text} ±{100 * spread:.0f}%"
+    text += "" if spread is None else f" ±{100 * spread:.0f}%"
+    error = figure["own_codes_error"].get(name)
+    return text if error is None else f"{text} error {error:.1e}"
 
 
 def error_of(measured, ours):
     timing = measured.timings.get(ours)
     return "–" if timing is None or timing.error is None else f"{timing.error.relative:.1e}{' !' if timing.verdict else ''}"
+
+
+def codes_column(chosen):
+    """(header, cell of a figure) of the error of Rapt's codes; of nothing where no row has codes."""
+    if any(figure["codes_error"] for _, figure in chosen):
+        return ["codes"], lambda figure: [number(figure["codes_error"], "{:.1e}")]
+    return [], lambda figure: []
 
 
 def tables(everything, figures):
@@ -110,12 +126,13 @@ def tables(everything, figures):
 
     chosen = [pair for pair in pairs if pair[1]["kind"] == "prefill"]
     if chosen:
-        names = peers_of(chosen)
+        names, (of_codes, codes_cell) = peers_of(chosen), codes_column(chosen)
         lines = [
             common(measured, figure, names)
             + [
                 number(figure.get("percent_of_ceiling", {}).get(figure["lead"]), "{:.0f}%"),
                 number(figure.get("cycles")), number(figure.get("floor_cycles")), error_of(measured, figure["lead"]),
+                *codes_cell(figure),
             ]
             for measured, figure in chosen
         ]  # fmt: skip
@@ -129,23 +146,24 @@ def tables(everything, figures):
                 notes.append(
                     f"{dtype}: held against {of_dtype[0]['ceiling_unit']}, {peak:,.0f} GFLOP/s at {ghz:.2f} GHz ({flop} flop per cycle and core)"
                 )
-        header = [*leading, *(f"{name} us" for name in names), *trailing, "% ceiling", "cycles/score", "floor", "error"]
+        header = [*leading, *(f"{name} us" for name in names), *trailing, "% ceiling", "cycles/score", "floor", "error", *of_codes]
         made.append(("Prefill", header, lines, notes))
 
     chosen = [pair for pair in pairs if pair[1]["kind"] == "decode"]
     if chosen:
-        names = peers_of(chosen)
+        names, (of_codes, codes_cell) = peers_of(chosen), codes_column(chosen)
         lines = [
             common(measured, figure, names)
             + [
                 number(figure["gbs"].get(figure["lead"]), "{:.1f}"),
                 number(figure["percent_of_dram"].get(figure["lead"]), "{:.0f}%"), error_of(measured, figure["lead"]),
+                *codes_cell(figure),
             ]
             for measured, figure in chosen
         ]  # fmt: skip
         rates = [figure["dram_read_gbs"] for _, figure in chosen if figure["dram_read_gbs"]]
         notes = [f"DRAM read rate measured beside the rows: {statistics.median(rates):.1f} GB/s"] if rates else []
-        header = [*leading, *(f"{name} us" for name in names), *trailing, "GB/s", "% DRAM", "error"]
+        header = [*leading, *(f"{name} us" for name in names), *trailing, "GB/s", "% DRAM", "error", *of_codes]
         made.append(("Decode (K and V rotated over at least 4x the last-level cache)", header, lines, notes))
 
     lines = []

@@ -23,6 +23,8 @@ class Prepared:
     output: Callable  # () -> f32 array [batch, num_q_heads, q_len, head_dim_v]: runs the first call and reads it
     note: str = ""  # which kernel, model form or route
     context: Callable = contextlib.nullcontext  # entered around every call
+    rewind: Callable | None = None  # before every timed batch, untimed: undoes what earlier calls left behind
+    most_calls: int | None = None  # of a batch, so that what they leave behind does not count
     tight: tuple | None = None  # (statement, names): timed by timeit instead of `calls`, for calls of a microsecond
     second_opinion: Callable | None = None  # (queries) -> the same rows by the engine's own math path, for the tolerance rule
 
@@ -49,6 +51,7 @@ class Peer:
     dtypes: tuple = ("f32", "bf16", "f16")
     kinds: tuple = ("prefill", "decode")
     groups: tuple = ()  # empty: rows of every group
+    codes: tuple = ()  # (dtype, format) of the decode rows with K and V as codes that it takes; it makes codes of its own
     environment: tuple = ()
     preload_unlock: bool = False  # runs with MKL's vendor check answered "Intel"
     ours: bool = False
@@ -56,6 +59,10 @@ class Peer:
     default: bool = True
 
     def takes(self, row):
+        if row.formats and not self.ours:
+            own = {(row.dtype, format) for format, _ in row.formats} <= set(self.codes)
+            if not own or row.kind != "decode" or row.compute != "exact":
+                return False
         return row.kind in self.kinds and row.dtype in self.dtypes and (not self.groups or bool(set(self.groups) & set(row.groups)))
 
 
@@ -69,8 +76,8 @@ PEERS = {
         Peer("rapt-sdpa", "SDPA with rapt registered", "rapt_interfaces", ("sdpa",), kinds=CALLS, groups=("anchors", "call"), ours=True),
         Peer("stock", "stock torch", "torch_sdpa", kinds=(*CALLS, "add")),
         Peer("unlocked", "unlocked torch", "torch_sdpa", kinds=CALLS, preload_unlock=True),
-        Peer("openvino", "OpenVINO", "openvino_sdpa", dtypes=("f32", "bf16")),
-        Peer("onnxruntime", "onnxruntime", "onnx_attention", dtypes=("f32", "f16")),
+        Peer("openvino", "OpenVINO", "openvino_sdpa", dtypes=("f32", "bf16"), codes=(("bf16", "int8"), ("bf16", "int4"))),
+        Peer("onnxruntime", "onnxruntime", "onnx_attention", dtypes=("f32", "f16"), codes=(("f32", "int8"), ("f32", "int4"))),
         Peer("rapt-avx2", "rapt.attention, RAPT_ISA=avx2", "rapt_interfaces", ("attention",), environment=(("RAPT_ISA", "avx2"),),
              ours=True, width="ymm", default=False),
     )

@@ -53,6 +53,8 @@ class Worker:
 
     def time(self, key, seconds):
         prepared, estimate = self.rows[key]
+        if prepared.rewind:
+            prepared.rewind()
         gc.collect()
         gc.disable()
         try:
@@ -61,7 +63,7 @@ class Worker:
                     for call in prepared.calls[1:]:  # `check` made the first one
                         call()
                     estimate = elapsed_us(prepared.calls[0])
-                samples = tight(prepared, seconds) if prepared.tight else timed(prepared.calls, seconds, estimate)
+                samples = tight(prepared, seconds) if prepared.tight else timed(prepared.calls, seconds, estimate, prepared.most_calls)
         finally:
             gc.enable()
         self.rows[key] = prepared, float(np.median(samples))
@@ -79,7 +81,7 @@ def elapsed_us(call):
     return (time.perf_counter() - began) * 1e6
 
 
-def timed(calls, seconds, estimate):
+def timed(calls, seconds, estimate, most=None):
     """Microseconds per call. Rotates through `calls`, so that no call finds its K and V in a cache that the last one filled."""
     now = time.perf_counter
     at = 0
@@ -100,7 +102,7 @@ def timed(calls, seconds, estimate):
         ended = now()
         at += group
         samples.append((ended - began) * 1e6 / group)
-        if ended >= end:
+        if ended >= end or (most and at >= most):
             return samples
 
 

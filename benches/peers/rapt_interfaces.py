@@ -2,10 +2,26 @@
 
 import torch
 
+import inputs
+
 import rapt
 import rapt.torch
 from peers import Prepared
-from peers.torch_sdpa import Tensors, calls, grad_context, read, tight
+from peers.torch_sdpa import Tensors, calls, grad_context, read, tensor, tight
+
+from rapt.bench import check
+
+
+class Codes:
+    """A row's inputs with K and V as codes, which `rapt.quantize` makes of the row's numbers."""
+
+    def __init__(self, row, copies):
+        made = inputs.make(row)
+        self.q = tensor(made.q, row.dtype)
+        self.mask = None if made.mask is None else tensor(made.mask, row.dtype)
+        numbers = (torch.from_numpy(inputs.to_float(x, row.dtype)) for x in (made.k, made.v))
+        kv = [check.quantized(x, *format)[0] for x, format in zip(numbers, row.formats)]
+        self.kv = [tuple(check.each_tensor(codes, torch.clone) for codes in kv) for _ in range(copies)]
 
 
 class Engine:
@@ -21,7 +37,7 @@ class Engine:
         return {"rapt": rapt.__version__, "torch": torch.__version__, "isa": rapt.doctor()["isa"]}
 
     def prepare(self, row, copies):
-        tensors = Tensors(row, copies)
+        tensors = Tensors(row, copies) if row.formats is None else Codes(row, copies)
         if self.interface == "sdpa":
             function, options = torch.nn.functional.scaled_dot_product_attention, tensors.sdpa_options(row)
         else:
@@ -47,6 +63,7 @@ class Engine:
         """What `rapt.attention` and `rapt.explain` are given after q, k, v."""
         options = {} if row.causal == "none" else {"causal": row.causal}
         options |= {"window": (row.window - 1, 0)} if row.window else {}
+        options |= {} if row.compute == "exact" else {"compute": row.compute}
         return options if tensors.mask is None else {**options, "mask": tensors.mask}
 
     def explained(self, row, tensors):

@@ -70,8 +70,8 @@ def make(gpu, row, rotated=1):
         return x.transpose(1, 2).contiguous().transpose(1, 2) if permuted else x
 
     q = lay(q, row.layout == "permuted")
-    if row.format is not None:
-        kv, numbers = zip(*(quantized(row, x) for x in (k, v)))
+    if row.formats is not None:
+        kv, numbers = zip(*(quantized(x, *format) for x, format in zip((k, v), row.formats)))
         copied = [tuple(each_tensor(x, torch.clone) for x in kv) for _ in range(rotated - 1)]
         return Tensors(q, [kv, *copied], mask, numbers)
     if row.page_size:
@@ -84,11 +84,10 @@ def make(gpu, row, rotated=1):
     return Tensors(q, [(k, v), *((k.clone(), v.clone()) for _ in range(rotated - 1))], mask)
 
 
-def quantized(row, x):
-    """(`x` as the row's codes, the numbers that these stand for), where it lies: made in host memory, as `rapt.quantize` does."""
+def quantized(x, format, granularity):
+    """(`x` as codes, the numbers that these stand for), where it lies: made in host memory, as `rapt.quantize` does."""
     import rapt
 
-    format, granularity = row.format
     codes = rapt.quantize(x.float().cpu(), format, granularity=granularity)
     return each_tensor(codes, lambda part: part.to(x.device)), codes.dequantize().to(x.device)
 

@@ -72,8 +72,8 @@ class Engine:
 
 def refuse_caches(row):
     """What no peer takes that has tensors of numbers alone."""
-    if row.format or row.page_size:
-        raise Unsupported("K and V are codes" if row.format else "K and V lie in pages")
+    if row.formats or row.page_size:
+        raise Unsupported("K and V are codes" if row.formats else "K and V lie in pages")
 
 
 class Rapt(Engine):
@@ -88,6 +88,8 @@ class Rapt(Engine):
             options["window"] = (row.window - 1, None)
         if row.softcap:
             options["softcap"] = row.softcap
+        if row.compute != "exact":
+            options["compute"] = row.compute
         return options
 
     def prepare(self, row, tensors):
@@ -252,7 +254,7 @@ class CudnnFp8(Engine):
         import torch
 
         cudnn = self.cudnn
-        if row.format != ("e4m3fn", "tensor"):
+        if row.formats != (("e4m3fn", "tensor"),) * 2:
             raise Unsupported("e4m3fn with one factor for all alone")
         if row.causal != "none" or row.window or row.softcap or row.mask != "none":
             raise Unsupported("measured without masks alone")

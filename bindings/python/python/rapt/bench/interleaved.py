@@ -26,6 +26,8 @@ class Measured:
     row: object
     timings: dict
     limit: Limit | None = None
+    codes_error: object = None
+    """Of rows of codes: how far attention on the numbers that they stand for is from that on the originals, where it was asked for."""
     ceilings: dict = dataclasses.field(default_factory=dict)
 
 

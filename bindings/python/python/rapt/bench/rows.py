@@ -4,7 +4,8 @@
     flops  = 2 * (head_dim + head_dim_v) * scores
 
 One [[shape]] of the file is a family: all its variants (the product of what it lists) are prepared together and interleaved in the
-same rounds. `rapt.bench` reads cuda.toml beside this file, `cargo xtask bench cpu` reads benches/shapes.toml.
+same rounds. A second [[shape]] of the same name adds variants to it. `rapt.bench` reads cuda.toml beside this file, `cargo xtask bench
+cpu` reads benches/shapes.toml.
 No measurement and no tensor here, and nothing of Rapt is imported: every process of a run may read this file.
 """
 
@@ -47,7 +48,9 @@ class Row:
     mask: str = "none"
     layout: str = "contiguous"
     storage: str = "numbers"
-    """Of K and V: numbers of the row's dtype, or codes as FORMAT or FORMAT:GRANULARITY."""
+    """Of K and V: numbers of the row's dtype, or codes as FORMAT or FORMAT:GRANULARITY, with + between K's and V's where they differ."""
+    compute: str = "exact"
+    """What codes are multiplied in, as `rapt.attention` has it."""
     cache: str = "none"
     """How K and V are given: none as tensors, contiguous as a cache with lengths, pagesN as pages of N keys in random order."""
     grad_mode: str = "inference"
@@ -67,6 +70,7 @@ class Row:
         words += [] if self.mask == "none" else [self.mask]
         words += [] if self.layout == "contiguous" else [self.layout]
         words += [] if self.storage == "numbers" else [self.storage.replace(":", "-")]
+        words += [] if self.compute == "exact" else [f"{self.compute}-products"]
         words += [] if self.cache == "none" else [self.cache.replace("contiguous", "cache")]
         words += [self.grad_mode] if self.kind in ("call", "add") else []
         words += [] if self.launch == "queued" else [self.launch]
@@ -125,9 +129,12 @@ class Row:
         return self.batch * self.num_q_heads * self.q_len * self.head_dim * BYTES[self.dtype]
 
     @property
-    def format(self):
-        """(format, granularity) of K and V as codes, None where they are numbers. Without one the granularity is the format's own."""
-        return None if self.storage == "numbers" else (*self.storage.split(":"), None)[:2]
+    def formats(self):
+        """((format, granularity) of K's codes, that of V's), None where they are numbers. Without one the granularity is the format's own."""
+        if self.storage == "numbers":
+            return None
+        both = [(*word.split(":"), None)[:2] for word in self.storage.split("+")]
+        return both[0], both[-1]
 
     @property
     def page_size(self):
@@ -137,11 +144,12 @@ class Row:
     @property
     def kv_bytes(self):
         rows = self.batch * self.num_kv_heads * self.kv_len
-        numbers = rows * (self.head_dim + self.head_dim_v)
-        if self.format is None:
-            return numbers * BYTES[self.dtype]
-        # A token has a float32 for K and one for V; what one factor covers beyond that is not worth counting.
-        return int(numbers * CODE_BITS[self.format[0]] / 8) + (8 * rows if self.format[1] == "token" else 0)
+        dims = (self.head_dim, self.head_dim_v)
+        if self.formats is None:
+            return rows * sum(dims) * BYTES[self.dtype]
+        codes = sum(rows * dim * CODE_BITS[format] / 8 for (format, _), dim in zip(self.formats, dims))
+        # A factor of a token is a float32; what one factor covers beyond that is not worth counting.
+        return int(codes) + sum(4 * rows for _, granularity in self.formats if granularity == "token")
 
     @property
     def out_bytes(self):
@@ -192,7 +200,7 @@ class Row:
         return floors
 
 
-KEYS = frozenset("name dims kind dtypes causal window softcap mask layout storage cache grad_mode launch groups peers bars".split())
+KEYS = frozenset("name dims kind dtypes causal window softcap mask layout storage compute cache grad_mode launch groups peers bars".split())
 
 
 def listed(value):
@@ -216,7 +224,7 @@ def expand(shape, source="the rows"):
     layouts = listed(shape.get("layout", "contiguous"))
     has_copy = any(layout.endswith("_copy") for layout in layouts)
     bars = tuple((bar["over"], float(bar["ratio"]), bar.get("where", "*")) for bar in shape.get("bars", ()))
-    for dtype, causal, window, softcap, mask, layout, storage, cache, grad_mode, launch in itertools.product(
+    for dtype, causal, window, softcap, mask, layout, storage, compute, cache, grad_mode, launch in itertools.product(
         shape.get("dtypes", ALL_DTYPES),
         listed(shape.get("causal", "none")),
         listed(shape.get("window", 0)),
@@ -224,6 +232,7 @@ def expand(shape, source="the rows"):
         listed(shape.get("mask", "none")),
         layouts,
         listed(shape.get("storage", "numbers")),
+        listed(shape.get("compute", "exact")),
         listed(shape.get("cache", "none")),
         listed(shape.get("grad_mode", "inference")),
         listed(shape.get("launch", "queued")),
@@ -234,8 +243,8 @@ def expand(shape, source="the rows"):
             groups = shape["groups"] + (["permuted"] if layout != "contiguous" else []) + (["copy_vs_inplace"] if has_copy else [])
         row = Row(
             shape=shape["name"], kind=shape.get("kind", "prefill"), **sizes, dtype=dtype, causal=causal, window=window,
-            softcap=softcap, mask=mask, layout=layout, storage=storage, cache=cache, grad_mode=grad_mode, launch=launch,
-            groups=tuple(groups), peers=tuple(shape.get("peers", ())),
+            softcap=softcap, mask=mask, layout=layout, storage=storage, compute=compute, cache=cache, grad_mode=grad_mode,
+            launch=launch, groups=tuple(groups), peers=tuple(shape.get("peers", ())),
         )  # fmt: skip
         yield dataclasses.replace(row, bars=tuple(bar[:2] for bar in bars if fnmatch.fnmatchcase(row.name, bar[2])))
 
@@ -298,7 +307,7 @@ def baseline(row, rows):
     plain = dataclasses.replace
     for candidate in (
         plain(row, cache="contiguous" if row.page_size else "none") if row.cache != "none" else None,
-        plain(row, storage="numbers") if row.storage != "numbers" else None,
+        plain(row, storage="numbers", compute="exact") if row.storage != "numbers" else None,
         plain(row, layout="contiguous") if row.layout != "contiguous" else None,
         plain(row, window=0) if row.window else None,
         plain(row, mask="none") if row.mask != "none" else None,
