@@ -289,7 +289,8 @@ def attention_with_kvcache(
 
     `q` is [batch, q_len, num_q_heads, head_dim]; `k_cache` and `v_cache` are [batch, most keys, num_kv_heads, head_dim(_v)], or with a
     page table [num_pages, page_size, num_kv_heads, head_dim(_v)].
-    k, v: [batch, new, num_kv_heads, head_dim(_v)], written into the caches in place, in their dtype, before the attention.
+    k, v: [batch, new, num_kv_heads, head_dim(_v)], written into the caches in place, in their dtype, before the attention. Where values lie
+    in the keys (latent attention: `v_cache` is `k_cache[..., :n]`), `v` is `k[..., :n]` or None, and a row is written once.
     cache_seqlens: int32 [batch], or one int: the keys of each sequence before the new ones. None is all of a cache without pages.
     page_table: int32 [batch, entries]; key j of sequence b is row j % page_size of page page_table[b, j // page_size]. What lies behind
     the pages of a sequence is not read.

@@ -12,6 +12,9 @@ use crate::scratch::{CODE_KEYS, DecodeSizes, FactorsOfPairs, ForwardSizes, Scrat
 const PANEL_BYTES: usize = 1 << 20;
 /// Most bytes of packed Q and accumulated O per thread.
 const TILES_BYTES: usize = 1 << 20;
+/// Most bytes of a chunk of K of the decode kernel, down to so many keys: a half or so of a second cache.
+const CHUNK_BYTES: usize = 640 << 10;
+const LEAST_CHUNK: usize = 128;
 /// Tiles that must share a block before packing rows that lie apart pays.
 const SHARING_TILES: usize = 4;
 
@@ -56,6 +59,18 @@ fn rows_are_whole(spec: &Spec, readings: &Qkv<Option<Reading>>) -> [bool; 2] {
     [whole(spec.k.strides, spec.head_dim(), &readings.k), whole(spec.v.strides, spec.head_dim_v(), &readings.v)]
 }
 
+/// Keys per chunk of the decode kernel: fewer for wide heads, so that K is still in the second cache when V is read, which may be the first
+/// numbers of each key.
+fn decode_block(spec: &Spec, readings: &Qkv<Option<Reading>>, block_n: usize) -> usize {
+    let shared = readings.k.map_or(1, |reading| reading.kind.shared());
+    let row_bytes = (spec.head_dim() * spec.k.dtype.size_bytes()).div_ceil(shared);
+    let mut block_n = block_n;
+    while block_n > LEAST_CHUNK && block_n * row_bytes > CHUNK_BYTES {
+        block_n /= 2;
+    }
+    block_n
+}
+
 /// Whether decode multiplies codes as they are.
 fn multiplies_codes(readings: &Qkv<Option<Reading>>) -> bool {
     let has_fold = |reading: &Option<Reading>| reading.is_some_and(|reading| reading.fold.is_some());
@@ -69,6 +84,7 @@ fn decode_partition(spec: &Spec, readings: &Qkv<Option<Reading>>, tiles: &Tiles)
     let per_batch = spec.num_q_heads() / heads;
     let [k_in_place, v_in_place] = rows_are_whole(spec, readings);
     let interleaved = spec.k.strides[2].unsigned_abs() > spec.k.strides[1].unsigned_abs();
+    let block_n = decode_block(spec, readings, tile.block_n);
     let (codes, apart) = (multiplies_codes(readings), rows_lie_apart(spec).contains(&true));
     let ahead_bytes = match (codes, apart) {
         (_, true) => tile.ahead_bytes_apart,
@@ -82,9 +98,9 @@ fn decode_partition(spec: &Spec, readings: &Qkv<Option<Reading>>, tiles: &Tiles)
         heads,
         rows,
         chunk_rows: rows,
-        chunks: spec.kv_len().div_ceil(tile.block_n),
+        chunks: spec.kv_len().div_ceil(block_n),
         order: if interleaved { Order::Heads { tasks: per_batch } } else { Order::Tasks },
-        block_n: tile.block_n,
+        block_n,
         narrow: false,
         pv_keys: if codes { CODE_KEYS } else { tile.pv_keys },
         ahead_bytes,

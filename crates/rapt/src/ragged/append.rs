@@ -118,14 +118,19 @@ impl<'a> Append<'a> {
         caches: [&mut CacheView<'_>; 2],
         codes: [Option<&mut CacheCodes<'_>>; 2],
     ) -> Result<(), QuantError> {
+        let of_codes = codes.each_ref().map(|codes| codes.as_deref());
+        let mut new = self.new.each_ref().map(Option::as_ref);
+        if values_begin_keys(new, caches.each_ref().map(|cache| &**cache), of_codes) {
+            new[1] = None;
+        }
         let mut quantized = [None, None];
         for n in 0..2 {
-            if let (Some(new), Some(codes)) = (&self.new[n], &codes[n]) {
+            if let (Some(new), Some(codes)) = (new[n], of_codes[n]) {
                 quantized[n] = Some(encode(new, codes, &caches[n].view())?);
             }
         }
         for (n, (cache, codes)) in caches.into_iter().zip(codes).enumerate() {
-            let (Some(new), CacheView::Write(cache)) = (&self.new[n], cache) else { continue };
+            let (Some(new), CacheView::Write(cache)) = (new[n], cache) else { continue };
             match codes.zip(quantized[n].as_ref()) {
                 None => self.copy(NAMES[n][0], new, cache)?,
                 Some((codes, quantized)) => self.copy_codes(&quantized.parts()?, cache, codes)?,
@@ -184,10 +189,50 @@ pub(super) fn check_new(
             }
         }
     }
-    if let (CacheView::Write(k), CacheView::Write(v), Some(_)) = (caches[0], caches[1], given[1]) {
+    if let (CacheView::Write(k), CacheView::Write(v), [_, Some(_)]) = (caches[0], caches[1], given)
+        && !values_begin_keys(given, caches, codes)
+    {
         prove_disjoint("k_cache", k, "v_cache", &v.as_view())?;
     }
     Ok(())
+}
+
+/// Whether the rows of `part` are the first numbers of those of `whole`: the same memory, as addresses and strides tell.
+fn begins(part: &View<'_>, whole: &View<'_>) -> bool {
+    let (shape, of_whole) = (part.shape(), whole.shape());
+    let rank = shape.len();
+    let is_same = part.dtype() == whole.dtype() && part.device() == whole.device() && part.address() == whole.address();
+    let last = rank.saturating_sub(1);
+    let is_within =
+        rank == of_whole.len() && (0..rank).all(|d| shape[d] == of_whole[d] || (d == last && shape[d] < of_whole[d]));
+    is_same && is_within && (0..rank).all(|d| shape[d] < 2 || part.strides()[d] == whole.strides()[d])
+}
+
+/// Whether new values need no writing, because new keys write them: each value of the cache is the first numbers of its key, each new value
+/// those of the new key, and what makes numbers of codes is one thing for both.
+pub(super) fn values_begin_keys(
+    new: [Option<&View<'_>>; 2],
+    [k_cache, v_cache]: [&CacheView<'_>; 2],
+    codes: [Option<&CacheCodes<'_>>; 2],
+) -> bool {
+    let [Some(k), Some(v)] = new else { return false };
+    let same_codes = match codes {
+        [None, None] => true,
+        [Some(of_k), Some(of_v)] => {
+            let zero_points = [of_v, of_k].map(|of| of.zero_point.as_ref().map(CacheView::view));
+            of_k.format == of_v.format
+                && of_k.granularity == of_v.granularity
+                && of_k.global_scale == of_v.global_scale
+                && begins(&of_v.descale.view(), &of_k.descale.view())
+                && match &zero_points {
+                    [None, None] => true,
+                    [Some(of_v), Some(of_k)] => begins(of_v, of_k),
+                    _ => false,
+                }
+        }
+        _ => false,
+    };
+    same_codes && begins(v, k) && begins(&v_cache.view(), &k_cache.view())
 }
 
 /// New keys as codes of a cache, with factors of their own or with that of the tensor.

@@ -28,7 +28,8 @@ pub struct KvCacheTensors<'a> {
     pub q: View<'a>,
     /// Keys, `[batch, most keys, num_kv_heads, head_dim]`, or pages `[num_pages, page_size, num_kv_heads, head_dim]`.
     pub k_cache: CacheView<'a>,
-    /// Values, likewise, with head_dim_v. May lie in the memory of `k_cache`, where no `v` is given.
+    /// Values, likewise, with head_dim_v. May lie in the memory of `k_cache` where no `v` is given, or where values are the first numbers
+    /// of their keys both in the caches and in `k` and `v`: these are then written once.
     pub v_cache: CacheView<'a>,
     /// Where `k_cache` is codes: what makes numbers of them.
     pub k_codes: Option<CacheCodes<'a>>,
@@ -36,7 +37,7 @@ pub struct KvCacheTensors<'a> {
     pub v_codes: Option<CacheCodes<'a>>,
     /// New keys, `[batch, new, num_kv_heads, head_dim]`, to be written behind those of each sequence.
     pub k: Option<View<'a>>,
-    /// New values; `None` where those of the new keys lie in `k_cache`.
+    /// New values; `None` where those of the new keys lie in `k_cache`. May lie in the memory of `k`.
     pub v: Option<View<'a>>,
     /// The keys of each sequence before the new ones: int32 `[batch]`. `None` is all that a cache without pages holds.
     pub cache_seqlens: Option<View<'a>>,

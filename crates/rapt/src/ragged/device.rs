@@ -9,7 +9,7 @@ use rapt_core::{COMPUTED, DeviceMemory, Error, Operands, Options, Plan, Queue, R
 use rapt_cuda::NewKeys;
 use rapt_quant::QuantError;
 
-use super::append::check_new;
+use super::append::{check_new, values_begin_keys};
 use super::cache::{KvCacheTensors, bottom_right, codes_of_all, of_caches};
 use super::cache_view::CacheCodes;
 use super::prove_apart;
@@ -29,6 +29,14 @@ impl<'a> KvCacheTensors<'a> {
     /// Keys and values to be written; `None` where there are none of them.
     fn new_keys(&self) -> Option<NewKeys<'a>> {
         self.k.filter(|k| k.shape()[1] > 0).map(|k| NewKeys { k, v: self.v })
+    }
+
+    /// What of them is written: values that lie in the keys are written with these.
+    fn written_keys(&self) -> Option<NewKeys<'a>> {
+        let NewKeys { k, v } = self.new_keys()?;
+        let codes = [self.k_codes.as_ref(), self.v_codes.as_ref()];
+        let with_keys = values_begin_keys([Some(&k), v.as_ref()], [&self.k_cache, &self.v_cache], codes);
+        Some(NewKeys { k, v: v.filter(|_| !with_keys) })
     }
 
     fn known(&self) -> Result<Known<'a>> {
@@ -182,7 +190,7 @@ impl Engine {
             tensors.apart("lse", lse)?;
             prove_apart("lse", lse, [("out", Some(&tensors.out.as_view()))])?;
         }
-        let new = tensors.new_keys();
+        let new = tensors.written_keys();
         let lengths = tensors.cache_seqlens.filter(|_| spec.lengths.as_deref().is_some_and(|of| of.lengths.is_some()));
         let KvCacheTensors { q, k_cache, v_cache, k_codes, v_codes, page_table, sinks, alibi_slopes, out, lse, .. } =
             tensors;
