@@ -1,7 +1,7 @@
 //! Scaled dot-product attention.
 //!
-//! `O = softmax(scale · Q Kᵀ + mask) V`, row by row in f64, rounded once. A row of which nothing is seen is 0. `is_causal`
-//! lets query `i` see keys `0..=i`: the upper left corner is fixed, as in PyTorch. With `enable_gqa` each head of keys and
+//! `O = softmax(scale · Q Kᵀ + mask) V`, row by row in f64, rounded once. What is not seen counts for nothing, not even NaN. A row of
+//! which nothing is seen is 0, as is one whose scores are all −∞. `is_causal` lets query `i` see keys `0..=i`: the upper left corner is fixed, as in PyTorch. With `enable_gqa` each head of keys and
 //! values serves consecutive query heads.
 //!
 //! The result lies as the query does where PyTorch's CPU takes its flash kernel, and row-major elsewhere.
@@ -100,26 +100,16 @@ impl Attention {
         for head in 0..q_at.len() {
             for i in 0..q_len {
                 let row = &q[q_at[head] + i * head_dim..][..head_dim];
-                let mut p: Vec<f64> = (0..kv_len)
-                    .map(|j| {
-                        let seen = !self.is_causal || j <= i;
-                        let added = mask.as_ref().map_or(0.0, |m| m[(head * q_len + i) * kv_len + j]);
-                        // What is not seen does not count, not even NaN.
-                        if !seen || added == f64::NEG_INFINITY {
-                            return f64::NEG_INFINITY;
-                        }
-                        scale * dot(row, &k[k_at[head] + j * head_dim..][..head_dim]) + added
-                    })
-                    .collect();
+                // What is not seen does not count, not even NaN.
+                let added = |j: usize| mask.as_ref().map_or(0.0, |m| m[(head * q_len + i) * kv_len + j]);
+                let is_seen = |j: &usize| (!self.is_causal || *j <= i) && added(*j) != f64::NEG_INFINITY;
+                let seen: Vec<usize> = (0..kv_len).filter(is_seen).collect();
+                let score = |&j: &usize| scale * dot(row, &k[k_at[head] + j * head_dim..][..head_dim]) + added(j);
+                let mut p: Vec<f64> = seen.iter().map(score).collect();
                 let (sum, log) = exponentials(&mut p);
                 lse.push(log);
                 o.extend((0..head_dim_v).map(|c| {
-                    let acc_o = p
-                        .iter()
-                        .enumerate()
-                        .filter(|&(_, &p)| p != 0.0)
-                        .map(|(j, p)| p * v[v_at[head] + j * head_dim_v + c]);
-                    let acc_o: f64 = acc_o.sum();
+                    let acc_o: f64 = seen.iter().zip(&p).map(|(j, p)| p * v[v_at[head] + j * head_dim_v + c]).sum();
                     if sum == 0.0 { 0.0 } else { acc_o / sum }
                 }));
             }
@@ -209,13 +199,12 @@ impl Attention {
     }
 }
 
-/// The exponentials of a row of scores less its maximum, their sum, and the logarithm of the sum of exponentials. Where
-/// nothing is seen all of them are 0, as PyTorch's kernel has them.
+/// The exponentials of a row of scores less its maximum, their sum, and the logarithm of the sum of exponentials. Of no score, and
+/// where every score is −∞, the sum is 0 and its logarithm −∞.
 fn exponentials(s: &mut [f64]) -> (f64, f64) {
     let row_max = s.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-    if row_max == f64::NEG_INFINITY && !s.iter().any(|s| s.is_nan()) {
-        s.fill(0.0);
-        return (0.0, 0.0);
+    if s.iter().all(|&s| s == f64::NEG_INFINITY) {
+        return (0.0, f64::NEG_INFINITY);
     }
     for s in s.iter_mut() {
         *s = (*s - row_max).exp();
