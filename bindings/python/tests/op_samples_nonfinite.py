@@ -1,5 +1,5 @@
 """Samples with NaN and infinities, where an operator's kernel decides what they do: resizing, sampling, distances, searches,
-moments, modes.
+moments, modes, padding, products of three.
 
 `SAMPLES` has (args, kwargs) of each case for a dtype. Few are needed in float16 and bfloat16: the kernels are the same.
 """
@@ -172,7 +172,39 @@ def _forms(dtype):
         yield (*vectors, make(dtype, 5, 3, 4, seed=seed + 5), make(dtype, 5)), {}
 
 
+def _padded(spatial, named):
+    """Weights that are NaN or infinite at the corner of their window, which lies over the padding."""
+
+    def written(dtype):
+        sizes = (4, 5, 6)[-spatial:]
+        for size, dilation in ((3, 1), (2, 1), (2, 2), (3, 2)):
+            for value in (NAN, INF):
+                x, weight = make(dtype, 2, 3, *sizes), make(dtype, 4, 3, *[size] * spatial, seed=1)
+                for corner in (0, -1):
+                    marked_weight = weight.clone()
+                    marked_weight[(0, 1, *[corner] * spatial)] = value
+                    padding = "same" if named else [dilation] * spatial
+                    yield (x, marked_weight, None, [1] * spatial, padding, [dilation] * spatial), {}
+
+    return written
+
+
+def _products_of_three(dtype):
+    """Each factor infinite somewhere beside zeros, along each dimension that the kernel may proceed along."""
+    factors = [make(dtype, *shape, seed=n) for n, shape in enumerate(((2, 3, 4), (2, 4, 5), (2, 3, 5)))]
+    for which in range(3):
+        for value in (INF, -INF, NAN):
+            tensors = [x.clone() for x in factors]
+            tensors[which].view(-1)[3], tensors[(which + 1) % 3].view(-1)[2] = value, 0
+            for unrolled in range(4):
+                for summed in ([2], [1, 2], [1, 3], [2, 3], [1, 2, 3], []):
+                    yield (*tensors, [3], [1], [2], summed, unrolled), {}
+
+
 SAMPLES = {
+    **{A + f"conv{n}d.default": _padded(n, False) for n in (1, 2, 3)},
+    **{A + f"conv{n}d.padding": _padded(n, True) for n in (2, 3)},
+    A + "_trilinear.default": _products_of_three,
     A + "bilinear.default": _forms,
     A + "binary_cross_entropy_with_logits.default": _logits,
     A + "upsample_linear1d.vec": _resized(1, True),

@@ -2,7 +2,8 @@
 //!
 //! `y[n, o, i] = bias[o] + Σ_{c, k} x[n, c, i · stride − padding + k · dilation] · w[o, c, k]`, over the channels `c` of the
 //! group of `o`. Transposed, each `x[n, c, i]` adds `w[c, o, k]` times itself to `y[n, o, i · stride − padding + k · dilation]`.
-//! Floats are summed in f64 and rounded once, integers wrap. Fewer dimensions are three, the first of size 1.
+//! Floats are summed in f64 and rounded once, integers wrap. Fewer dimensions are three, the first of size 1. The padding's zeros are
+//! numbers: with a weight that is NaN or infinite they make NaN.
 //!
 //! The result lies channels-last where the input or the weight does, as PyTorch's CPU kernels have it, of volumes in
 //! float32, float16 and bfloat16.
@@ -366,24 +367,28 @@ impl ConvSizes<3> {
     fn plane<T: Arithmetic>(&self, y: &mut [T], x: &[T], w: &[T]) {
         // Forwards the result's positions lead, transposed the input's: the other's are reached by stride and tap.
         let (lead, other) = if self.transposed { (self.input, self.output) } else { (self.output, self.input) };
-        // The pairs of positions that meet at tap `k` of a dimension.
+        // The pairs of positions that meet at tap `k` of a dimension; forwards also those whose input is a zero of the padding.
         let pairs = |d: usize, k: usize| {
-            (0..lead[d]).filter_map(move |i| {
+            let pair = move |i: usize| {
                 let at = signed(i) * self.stride[d] - self.padding[d] + signed(k) * self.dilation[d];
-                Some((i, usize::try_from(at).ok().filter(|&at| at < other[d])?))
-            })
+                (i, usize::try_from(at).ok().filter(|&at| at < other[d]))
+            };
+            (0..lead[d]).map(pair).filter(|(_, at)| at.is_some() || !self.transposed)
         };
         let [_, height, width] = self.kernel;
         for (k, &w) in w.iter().enumerate() {
-            let columns: Vec<(usize, usize)> = pairs(2, k % width).collect();
+            let columns: Vec<(usize, Option<usize>)> = pairs(2, k % width).collect();
             for (plane, of_plane) in pairs(0, k / width / height) {
                 for (row, of_row) in pairs(1, k / width % height) {
                     let leads = (plane * lead[1] + row) * lead[2];
-                    let others = (of_plane * other[1] + of_row) * other[2];
+                    let others = of_plane.zip(of_row).map(|(plane, row)| (plane * other[1] + row) * other[2]);
                     for &(column, of_column) in &columns {
-                        let (leads, others) = (leads + column, others + of_column);
-                        let (to, from) = if self.transposed { (others, leads) } else { (leads, others) };
-                        y[to] = y[to].mul_add(x[from], w);
+                        let leads = leads + column;
+                        match others.zip(of_column).map(|(others, column)| others + column) {
+                            Some(others) if self.transposed => y[others] = y[others].mul_add(x[leads], w),
+                            Some(others) => y[leads] = y[leads].mul_add(x[others], w),
+                            None => y[leads] = y[leads].mul_add(T::ZERO, w),
+                        }
                     }
                 }
             }

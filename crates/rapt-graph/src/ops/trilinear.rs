@@ -1,7 +1,7 @@
 //! Sums of products of three tensors: `bilinear`, and `_trilinear`, which its decomposition leaves.
 //!
 //! `y[n, o] = Σ_i Σ_j a[n, i] · w[o, i, j] · b[n, j] + bias[o]`, in f64 and rounded once. Integers wrap. `_trilinear` says which dimensions
-//! each of the three lacks and which are summed. Results lie row-major.
+//! each of the three lacks and which are summed; what the third lacks is summed before it is multiplied. Results lie row-major.
 
 use super::linear::Arithmetic;
 use super::shape::{bounded, count, expand_places, fresh, misfit, need_number, need_same, refuse};
@@ -28,6 +28,8 @@ pub enum Trilinear {
         lacks: [Vec<i64>; 3],
         /// The dimensions that are summed.
         summed: Vec<i64>,
+        /// The dimension along which the kernel proceeds: what it sums there, it sums last.
+        unrolled: i64,
     },
 }
 
@@ -68,9 +70,10 @@ impl Trilinear {
                 }
                 Ok(vec![fresh(dtype, &[lead, &[outs]].concat())?])
             }
-            Trilinear::General { factors, .. } => {
+            Trilinear::General { factors, unrolled, .. } => {
                 let [a, b, c] = [0, 1, 2].map(|n| shapes.meta(factors[n]));
                 let (_, full) = self.aligned([a?, b?, c?])?;
+                places_of(&[*unrolled], full.len())?;
                 bounded(&full)?;
                 let goes = self.goes(full.len())?;
                 Ok(vec![fresh(dtype, &without(&full, &goes))?])
@@ -115,13 +118,23 @@ impl Trilinear {
         }
         let (shapes, full) = self.aligned([&tensors[0].meta, &tensors[1].meta, &tensors[2].meta])?;
         let goes = self.goes(full.len())?;
-        let to = expand_places(&ones(&full, &goes), &full)?;
-        let [x, y, z] = [0, 1, 2].map(|n| expand_places(&shapes[n], &full));
-        let (x, y, z) = (x?, y?, z?);
+        // What the third factor lacks is summed before it comes, as in PyTorch: what infinite numbers come to depends on it.
+        let Trilinear::General { lacks, unrolled, .. } = self else {
+            return misfit("a sum of products of two tensors");
+        };
+        let (last, lacks) = (places_of(&[*unrolled], full.len())?, places_of(&lacks[2], full.len())?);
+        let first: Vec<usize> = goes.iter().copied().filter(|d| lacks.contains(d) && !last.contains(d)).collect();
+        let between = ones(&full, &first);
+        let to = expand_places(&between, &full)?;
+        let (x, y) = (expand_places(&shapes[0], &full)?, expand_places(&shapes[1], &full)?);
+        let mut products = vec![T::ZERO; between.iter().map(|&n| count(n)).product()];
+        for (n, &to) in to.iter().enumerate() {
+            products[to] = products[to].mul_add(a[x[n]], b[y[n]]);
+        }
+        let (to, z) = (expand_places(&ones(&full, &goes), &between)?, expand_places(&shapes[2], &between)?);
         let mut sums = vec![T::ZERO; without(&full, &goes).iter().map(|&n| count(n)).product()];
         for (n, &to) in to.iter().enumerate() {
-            let product = T::ZERO.mul_add(a[x[n]], b[y[n]]);
-            sums[to] = sums[to].mul_add(product, c[z[n]]);
+            sums[to] = sums[to].mul_add(products[n], c[z[n]]);
         }
         Ok(sums)
     }
@@ -192,8 +205,6 @@ fn bilinear(args: &Args<'_>) -> Result<Trilinear, OpError> {
 }
 
 fn general(args: &Args<'_>) -> Result<Trilinear, OpError> {
-    // Along which dimension the kernel proceeds.
-    args.opt_int("unroll_dim")?;
     let known = |name: &str| {
         let known = |int| match int {
             Int::Known(n) => Ok(n),
@@ -205,5 +216,6 @@ fn general(args: &Args<'_>) -> Result<Trilinear, OpError> {
         factors: [args.tensor("i1")?, args.tensor("i2")?, args.tensor("i3")?],
         lacks: [known("expand1")?, known("expand2")?, known("expand3")?],
         summed: known("sumdim")?,
+        unrolled: args.known_int_or("unroll_dim", 1)?,
     })
 }
