@@ -12,18 +12,17 @@
 // Deliberately absent: few queries (decode.cu, generic.cu), sequences with lengths of their own.
 
 #include "common/scores.cuh"
-#include "common/epilogue.cuh"
-#include "wide/half.cuh"
-#include "wide/tf32.cuh"
+#include "wide/pieces.cuh"
+#include "wide/rows.cuh"
 
-constexpr int BM = BLOCK_M, OWN = KEYS / 16;  // OWN: tiles of 8 keys of which a warp computes the products
+constexpr int BM = BLOCK_M;
 static_assert(BM == 64, "four warps of 16 queries");
 
 struct Shared {
     Elem q[D / COLUMNS][BM * COLUMNS];
     Piece pieces[STAGES];
     WeightTiles weights[4];
-    float beside[4][2][16];  // of each row, what the two warps share
+    Beside beside;
 };
 static_assert(sizeof(Shared) == SHARED_BYTES, "the host and wide.cu disagree on shared memory");
 
@@ -48,113 +47,11 @@ struct Block {
     }
 };
 
-// A warp of a pair: its 16 rows, its half of the keys and of the value columns, and what it shares with the other.
-struct Warp {
-    int lane, slab, half;
-    Shared& sh;
-    __device__ explicit Warp(Shared& sh) : lane(threadIdx.x % 32), slab(threadIdx.x / 32 % 4), half(threadIdx.x / 128), sh(sh) {}
-
-    // Numbers of a lane's two rows, which all lanes of a row have alike; behind `sync_pair`, `shared` are those of either warp.
-    __device__ void share(const float (&x)[2]) {
-        if (lane % 4 == 0) sh.beside[slab][half][lane_row(lane)] = x[0], sh.beside[slab][half][lane_row(lane) + 8] = x[1];
-    }
-    __device__ float shared(int of, int h) const { return sh.beside[slab][of][lane_row(lane) + h * 8]; }
-    __device__ void sync_pair() { bar_sync(1 + slab, 64); }
-};
-
-// The sums of a warp's 16 rows and half of the value columns; row_sum is the thread's own share, of the warp's keys, until `reduce`.
-struct RowSums {
-    float row_max[1][2], row_sum[2];
-    Accumulator<HALF / 8> acc_o[1];
-
-    __device__ void clear() {
-        row_max[0][0] = row_max[0][1] = negative_infinity(), row_sum[0] = row_sum[1] = 0;
-        zero(acc_o[0]);
-    }
-
-    // Scores of a warp's keys become p; `top` are the maxima of both warps. A tile's sum is rounded into row_sum once.
-    template <bool CAREFUL>
-    __device__ void weigh(Accumulator<OWN> (&s)[1], const float (&top)[2], float c) {
-        float factor[2] = {1, 1}, exponent_max[1][2];
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-            const float rise = (top[h] - row_max[0][h]) * c;  // NaN where there is no key yet
-            if (rise > RISE) factor[h] = exp2_approx(-rise), row_max[0][h] = top[h];
-        }
-        if (__any_sync(~0u, factor[0] != 1 || factor[1] != 1)) rescale(acc_o[0], factor, CAREFUL);
-        subtract_far(s, row_max, exponent_max, c);
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-            float sum = 0;
-#pragma unroll
-            for (int nt = 0; nt < OWN; nt++)
-#pragma unroll
-                for (int e = 0; e < 2; e++) {
-                    float& x = s[0][nt][h * 2 + e];
-                    const bool masked = x == negative_infinity();
-                    x = exponential_of(x, c, exponent_max[0][h]);
-                    sum += x;
-                    if (CAREFUL && masked) x = -0.f;
-                }
-            row_sum[h] = __fmaf_rn(row_sum[h], factor[h], sum);
-        }
-    }
-
-    // row_sum of the whole row.
-    __device__ void reduce(Warp& warp) {
-#pragma unroll
-        for (int h = 0; h < 2; h++) row_sum[h] = sum_of_lanes<4>(row_sum[h]);
-        warp.share(row_sum);
-        warp.sync_pair();
-#pragma unroll
-        for (int h = 0; h < 2; h++) row_sum[h] = warp.shared(0, h) + warp.shared(1, h);
-    }
-};
-
-// Sums for combine.cu.
-__device__ inline void store_partial(const Params& p, const Block& block, const RowSums& sums, int r, int h, int half) {
-    float* to = partial(p, block.task_index, r, block.split);
-    const bool even = p.head_dim_v % 2 == 0;  // rows begin at whole pairs then
-#pragma unroll
-    for (int i = 0; i < HALF / 8; i++) {
-        const int column = half * HALF + pair_column(i);
-        const float2 x = sum_pair(sums.acc_o[0], i, h);
-        if (even) {
-            if (column < p.head_dim_v) *(float2*)(to + column) = x;
-        } else {
-            if (column < p.head_dim_v) to[column] = x.x;
-            if (column + 1 < p.head_dim_v) to[column + 1] = x.y;
-        }
-    }
-    if (half == 0 && threadIdx.x % 4 == 0) {
-        to[p.head_dim_v] = natural_max(p, sums.row_max[0][h]), to[p.head_dim_v + 1] = sums.row_sum[h];
-    }
-}
-
-// A row of out, half of its columns.
-__device__ inline void store_row(const Params& p, const Row& row, const RowSums& sums, int h, int half) {
-    const float l = sums.row_sum[h];
-    const RowEnd row_end(p, row, natural_max(p, sums.row_max[0][h]), l);
-    if (half == 0 && threadIdx.x % 4 == 0) store_lse(p, row, row_end);
-    const i64 to = row.offset(p.out_stride);
-#pragma unroll
-    for (int i = 0; i < HALF / 8; i++) {
-        const int column = half * HALF + pair_column(i);
-        const float2 sum = sum_pair(sums.acc_o[0], i, h);
-        const float2 x = {row_end.normalise(l, sum.x), row_end.normalise(l, sum.y)};
-        if (p.out_vector) {
-            if (column < p.head_dim_v) store_pair(p.out, to + column, x);
-        } else {
-            store_column(p, to, column, x.x), store_column(p, to, column + 1, x.y);
-        }
-    }
-}
-
 // Computes the block's rows; false if a sum is not finite, with nothing written (never if CAREFUL).
 template <bool CAREFUL>
 __device__ inline bool attend(const Params& p, Shared& sh) {
     const Block block(p);
-    Warp warp(sh);
+    Warp warp(sh.beside);
     const int lane = warp.lane, slab = warp.slab, half = warp.half;
     for (int box = 0; box < D / COLUMNS; box++) {
         const SourceRows rows = columns_from((const Elem*)p.q, p.q_stride, block.rows, p.head_dim, box * COLUMNS);
@@ -213,7 +110,7 @@ __device__ inline bool attend(const Params& p, Shared& sh) {
         const int r = block.r0 + slab * 16 + lane_row(lane) + h * 8;
         if (r >= p.rows) continue;
         if (p.num_splits > 1) {
-            store_partial(p, block, sums, r, h, half);
+            store_partial(p, partial(p, block.task_index, r, block.split), sums, h, half);
         } else {
             store_row(p, Row(p, block.task, r), sums, h, half);
         }

@@ -428,6 +428,12 @@ impl LaunchPlan for CudaLaunch {
                 partition.num_splits,
                 variant.loads.text()
             ),
+            Algorithm::Latent => format!(
+                "{} queries share each head of K and V: {} chunks of keys, in tiles that serve V too where values lie in the keys; {}",
+                spec.group_size() * spec.q_len(),
+                partition.num_splits,
+                variant.loads.text()
+            ),
             Algorithm::Hopper => {
                 let whole = partition.rows.div_ceil(variant.block_m as usize);
                 let pieces = if partition.row_blocks > whole {

@@ -116,8 +116,11 @@ fn requests(assortment: Assortment, arch: Arch) -> Vec<Request> {
     }
     add(DType::F32, &[64, 80, 96, 128], &[None, Some(DType::Bool), Some(DType::F32)]);
     add(DType::F32, &[512], &[None]);
-    // Latent attention (DeepSeek) unpacked; capped scores (Gemma 2).
+    // Latent attention (DeepSeek) unpacked, and over its latent cache; capped scores (Gemma 2).
     requests.push(Request { dims: (192, 128), ..Request::new(DType::BF16, 192, None) });
+    for sequences in [Sequences::Even, Sequences::Ragged, Sequences::Paged] {
+        requests.push(Request { dims: (576, 512), sequences, ..Request::new(DType::BF16, 576, None) });
+    }
     let capped = |head_dim| Request { softcap: Some(50.0), ..Request::new(DType::BF16, head_dim, None) };
     requests.extend([128, 256].map(capped));
     // Caches of numbers and of codes.

@@ -53,11 +53,14 @@ pub(crate) const FILES: &[(&str, &str)] = files![
     "hopper/wgmma.cuh",
     "hopper/work.cuh",
     "hopper_f32.cu",
+    "latent.cu",
     "mma.cu",
     "varlen.cu",
     "wide.cu",
+    "wide/boxes.cuh",
     "wide/half.cuh",
     "wide/pieces.cuh",
+    "wide/rows.cuh",
     "wide/tf32.cuh",
 ];
 

@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{caps, spec, spec_of_cache, spec_of_codes, spec_of_varlen, view};
+use common::{caps, spec, spec_of_cache, spec_of_codes, spec_of_dims, spec_of_latent, spec_of_varlen, view};
 use rapt_core::{
     Arch, Causal, CodesForm, DType, Device, Error, Format, Granularity, Kernel, Options, PRounding, Plan, Qkv, Spec,
     View,
@@ -548,4 +548,93 @@ fn many_queries_of_wide_heads_over_a_cache_are_served_by_the_kernel_of_every_req
         let spec = spec_of_cache(dtype, [3, 8, 8, 100, 9000], [head_dim, 16], None, &Options::default());
         assert_eq!(variant(&select(&spec, &caps(Arch::Sm90a)).unwrap()).algorithm, Algorithm::Generic);
     }
+}
+
+#[test]
+fn latent_heads_of_few_queries_take_the_tensor_cores() {
+    let plain = Options::default();
+    let of = |dtype, sizes, dims, page_size, arch| {
+        select(&spec_of_latent(dtype, sizes, dims, page_size, &plain), &caps(arch)).unwrap()
+    };
+    for dtype in [DType::F16, DType::BF16] {
+        for (heads, q_len) in [(1, 1), (16, 1), (128, 1), (16, 4), (128, 4), (32, 16)] {
+            for page_size in [None, Some(0), Some(1), Some(64)] {
+                for (arch, block_n) in [(Arch::Sm80, 32), (Arch::Sm90a, 64)] {
+                    let plan = of(dtype, [16, heads, q_len, 8192], [576, 512], page_size, arch);
+                    assert_eq!((plan.key().kernel, plan.key().p_rounding), (Kernel::Decode, PRounding::Storage));
+                    let variant = variant(&plan);
+                    assert_eq!((variant.algorithm, variant.loads), (Algorithm::Latent, Loads::By16Bytes));
+                    assert_eq!((variant.block_m, variant.block_n, variant.dims), (64, block_n, (576, 512)));
+                    let launch = plan.launch().unwrap();
+                    assert!(launch.blocks <= launch.multiprocessors, "blocks stay on their multiprocessor");
+                    assert!(launch.shared_bytes <= caps(arch).shared_bytes as usize);
+                }
+            }
+        }
+        // Two tiles of keys beside q are more than smaller devices have room for.
+        let plan = of(dtype, [16, 16, 1, 8192], [576, 512], None, Arch::Sm86);
+        assert_eq!(variant(&plan).algorithm, Algorithm::Generic);
+        assert!(plan.why_not_faster().contains("shared memory"), "{}", plan.why_not_faster());
+    }
+    for (dtype, sizes, dims) in [
+        (DType::F32, [2, 16, 1, 8192], [576, 512]),
+        (DType::BF16, [2, 16, 17, 8192], [576, 512]),
+        (DType::BF16, [2, 128, 5, 8192], [576, 512]),
+        (DType::BF16, [2, 16, 1, 8192], [577, 512]),
+        (DType::BF16, [2, 16, 1, 8192], [576, 513]),
+        (DType::BF16, [2, 16, 1, 0], [576, 512]),
+    ] {
+        let algorithm = variant(&of(dtype, sizes, dims, None, Arch::Sm90a)).algorithm;
+        assert_eq!(algorithm, Algorithm::Generic, "{dtype} {sizes:?} {dims:?}");
+    }
+    // Odd dims are padded, and loaded element by element.
+    let odd = variant(&of(DType::BF16, [2, 3, 1, 100], [575, 300], None, Arch::Sm90a));
+    assert_eq!((odd.algorithm, odd.loads, odd.dims), (Algorithm::Latent, Loads::ByElement, (576, 384)));
+}
+
+#[test]
+fn chunks_of_latent_keys_follow_the_rows_and_keys_of_one_sequence() {
+    for (heads, q_len, kv_len, chunk) in [
+        (16, 1, 512, 512),
+        (16, 1, 16_383, 512),
+        (16, 1, 16_384, 1024),
+        (16, 1, 65_536, 2048),
+        (128, 1, 4095, 512),
+        (128, 1, 4096, 1024),
+        (16, 4, 32_767, 1024),
+        (128, 4, 32_768, 2048),
+    ] {
+        for batch in [1, 64] {
+            let of = |page_size| {
+                spec_of_latent(DType::BF16, [batch, heads, q_len, kv_len], [576, 512], page_size, &Options::default())
+            };
+            for arch in [Arch::Sm80, Arch::Sm90a] {
+                let plan = select(&of(None), &caps(arch)).unwrap();
+                assert_eq!(plan.num_splits(), kv_len.div_ceil(chunk), "{heads} {q_len} {kv_len}");
+                // A cache has room for the chunks of any shorter sequence too.
+                let cache = select(&of(Some(64)), &caps(arch)).unwrap();
+                assert!(cache.num_splits() >= plan.num_splits());
+                assert!(cache.workspace_bytes() >= plan.workspace_bytes());
+            }
+        }
+    }
+}
+
+#[test]
+fn sequences_of_latent_heads_one_after_another_are_refused() {
+    let plain = Options::default();
+    let of = |dtype, dims: [usize; 2]| {
+        let (q, k) = (view("q", dtype, &[50, 16, dims[0]]), view("k", dtype, &[5000, 1, dims[0]]));
+        let (v, offsets) = (view("v", dtype, &[5000, 1, dims[1]]), view("cu_seqlens", DType::I32, &[4]));
+        let options = Options { layout: rapt_core::TensorLayout::Bshd, ..plain };
+        let spec = Spec::builder(&q, &k, &v, &options).varlen(&offsets, &offsets).build().unwrap();
+        [Arch::Sm90a, Arch::Sm120].map(|arch| select(&spec, &caps(arch)))
+    };
+    let [refused, served] = of(DType::BF16, [576, 512]);
+    assert!(matches!(refused, Err(Error::Unsupported { .. })));
+    assert!(served.is_ok(), "a sequence alone has the same kernel there");
+    assert!(of(DType::F32, [576, 512]).iter().all(Result::is_ok));
+    assert!(of(DType::BF16, [577, 512]).iter().all(Result::is_ok));
+    let alone = spec_of_dims(DType::BF16, [16, 1, 5000], [576, 512], None, &plain);
+    assert_eq!(variant(&select(&alone, &caps(Arch::Sm90a)).unwrap()).algorithm, Algorithm::Latent);
 }

@@ -178,7 +178,7 @@ fn why(request: &Request, variant: &KernelVariant, work: Work) -> Vec<String> {
         Algorithm::Generic | Algorithm::Combine | Algorithm::Append | Algorithm::Varlen => {
             return vec!["it serves every request".to_owned()];
         }
-        Algorithm::Decode | Algorithm::DecodeCodes => vec![
+        Algorithm::Decode | Algorithm::Latent | Algorithm::DecodeCodes => vec![
             format!("{} queries share each head of K and V", request.q_heads / request.kv_heads * request.q_len),
             format!(" {} chunks of keys", request.kv_len.div_ceil(work.keys_per_item)),
         ],
@@ -211,7 +211,7 @@ fn judge_on_gpu(request: &Request, arch: Arch) -> Option<(Algorithm, Loads)> {
     };
     let kernel = match variant.algorithm {
         Algorithm::Mma | Algorithm::Hopper | Algorithm::HopperF32 | Algorithm::Wide => "forward",
-        Algorithm::Decode | Algorithm::DecodeCodes => "decode",
+        Algorithm::Decode | Algorithm::Latent | Algorithm::DecodeCodes => "decode",
         Algorithm::Generic | Algorithm::Combine | Algorithm::Append | Algorithm::Varlen => "generic",
     };
     assert_eq!(rows["kernel"], format!("{kernel} {} on {}", variant.storage, variant.arch.name()), "{request:?}");

@@ -1,6 +1,11 @@
-// What blocks of decode.cu and decode_codes.cu work off, and who works off what. Deliberately absent: what is done with an item.
+// What blocks of decode.cu, decode_codes.cu and latent.cu work off, and who works off what. Deliberately absent: what is done with an item.
 #pragma once
 #include "common/params.cuh"
+
+// Rows of an item, at most.
+#ifndef ITEM_ROWS
+#define ITEM_ROWS 16
+#endif
 
 #if RAGGED && !VARLEN
 // How many items there are, and how they are dealt to p.ragged.blocks blocks; by whole warps. An item is a chunk of a row of blocks of one
@@ -9,16 +14,18 @@
 struct Deal {
     u32 items, each, rest, own;  // own: chunks of the lane's sequence of the first 32
     bool whole_rows;
-    __device__ explicit Deal(const Params& p) {
+    __device__ explicit Deal(const Params& p) : Deal(p, p.ragged.blocks, true) {}
+    // To so many blocks; `may_take_rows`: or a row each.
+    __device__ Deal(const Params& p, u32 blocks, bool may_take_rows) {
         own = splits_of(p, 0);
         u32 sum = own, most = own;
         for (int batch = 32; batch < p.ragged.batch; batch += 32) {
             const u32 splits = splits_of(p, batch);
             sum += splits, most = max(most, splits);
         }
-        const u32 of_sequence = rows_of_sequence(p), rows = of_sequence * p.ragged.batch, blocks = p.ragged.blocks;
+        const u32 of_sequence = rows_of_sequence(p), rows = of_sequence * p.ragged.batch;
         items = __reduce_add_sync(~0u, sum) * of_sequence;
-        whole_rows = rows <= blocks && __reduce_max_sync(~0u, most) * 10 * blocks <= items * 11;
+        whole_rows = may_take_rows && rows <= blocks && __reduce_max_sync(~0u, most) * 10 * blocks <= items * 11;
         const u32 units = whole_rows ? rows : items;
         each = units / blocks, rest = units - each * blocks;
     }
@@ -107,11 +114,10 @@ struct Item {
 #endif
     }
     __device__ static int kv_heads(const Params& p) { return divide(p.heads, p.by_group); }
-    __device__ int r0() const { return row_block * 16; }
+    __device__ int r0() const { return row_block * ITEM_ROWS; }
     __device__ Task task(const Params& p) const { return Task(batch, kv_head * p.group, sequence); }
     __device__ int task_index(const Params& p) const { return batch * kv_heads(p) + kv_head; }
-    // Its rows, at most 16.
-    __device__ int rows(const Params& p) const { return min(16, task(p).rows(p) - r0()); }
+    __device__ int rows(const Params& p) const { return min(ITEM_ROWS, task(p).rows(p) - r0()); }
     __device__ Seen seen(const Params& p) const { return Seen(p, task(p), r0(), r0() + rows(p)); }
 };
 

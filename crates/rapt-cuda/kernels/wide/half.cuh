@@ -5,7 +5,7 @@
 
 #pragma once
 #include "common/online_softmax.cuh"
-#include "wide/pieces.cuh"
+#include "wide/boxes.cuh"
 
 #if STORAGE == F16 || STORAGE == BF16
 // By how many powers of 2 a maximum may rise before sums are rescaled.
@@ -129,7 +129,7 @@ __device__ inline void await_sums(Accumulator<HALF / 8>& acc_o) { wgmma_wait<0>(
 // s += q.k of a piece of columns.
 template <bool CAREFUL, int TILES>
 __device__ inline void multiply_piece(Accumulator<TILES>& s, const Elem* q, const Piece& keys, int slab, int half) {
-    const u32 q_at = query_rows(q, slab), k_at = key_rows(keys, half);
+    const u32 q_at = query_rows(q, slab), k_at = key_rows(keys.boxes[0], half);
 #pragma unroll
     for (int step = 0; step < 8; step++) {
         u32 a[4], b[4];

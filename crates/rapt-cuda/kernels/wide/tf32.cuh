@@ -15,7 +15,7 @@
 
 #pragma once
 #include "common/online_softmax.cuh"
-#include "wide/pieces.cuh"
+#include "wide/boxes.cuh"
 
 #if STORAGE == F32
 __device__ inline void mma_tf32(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
@@ -63,7 +63,7 @@ struct SplitSums {
 // s += q.k of a piece of columns: a warp's 16 queries and its half of the keys, 8 columns at a time.
 template <bool CAREFUL, int TILES>
 __device__ inline void multiply_piece(Accumulator<TILES>& s, const Elem* q, const Piece& keys, int slab, int half) {
-    const u32 q_at = query_rows(q, slab), k_at = key_rows(keys, half);
+    const u32 q_at = query_rows(q, slab), k_at = key_rows(keys.boxes[0], half);
     SplitSums<TILES> part;
 #pragma unroll(CAREFUL ? 1 : 8)
     for (int step = 0; step < 8; step++) {

@@ -7,6 +7,7 @@
 mod cost;
 mod decode;
 mod hopper;
+mod latent;
 mod rules;
 mod tensor_cores;
 mod varlen;
@@ -21,7 +22,7 @@ use crate::append;
 use crate::codes::Codes;
 use crate::launch::{Append, Attend, CudaLaunch, Launches, Step};
 use crate::params::{LaunchParams, MOST_LEN, Params, Widths};
-use crate::partition::Partition;
+use crate::partition::{ChunkRule, Partition};
 use crate::variant::{Algorithm, COMBINE_COLUMNS, COMBINE_WARPS, KernelVariant, Sequences, generic_columns};
 
 /// What a device has, as far as a selection depends on it.
@@ -64,6 +65,14 @@ fn check_lengths(spec: &Spec) -> Result<()> {
     Ok(())
 }
 
+/// Into which chunks the keys of `spec` are split, where that follows from their number alone.
+fn chunk_rule(spec: &Spec, variant: &KernelVariant) -> Option<ChunkRule> {
+    match variant.algorithm {
+        Algorithm::Latent => Some(latent::chunk_rule(spec)),
+        _ => decode::is_few(spec).then(|| decode::chunk_rule(variant)),
+    }
+}
+
 /// Tasks, items and splits of `spec`, and blocks of the main launch.
 ///
 /// # Errors
@@ -74,14 +83,11 @@ fn partition(spec: &Spec, caps: &Caps, variant: &KernelVariant) -> Result<(Parti
     // Rows of one head fill their tiles, or the heads of a group share them.
     let task_heads = if !few && spec.q_len() >= block_m { 1 } else { spec.group_size() };
     let rows = task_heads * spec.q_len();
-    let (num_splits, chunk) = match (few, variant.sequences) {
-        (false, _) if variant.algorithm == Algorithm::Wide => wide::chunks(spec),
-        (false, _) => (1, 0),
-        (true, Sequences::Even) => decode::chunk_rule(variant).chunks(spec.kv_len()),
-        (true, _) => {
-            let rule = decode::chunk_rule(variant);
-            (rule.most_chunks(spec.kv_len()), rule.chunks(spec.kv_len()).1)
-        }
+    let (num_splits, chunk) = match (chunk_rule(spec, variant), variant.sequences) {
+        (None, _) if variant.algorithm == Algorithm::Wide => wide::chunks(spec),
+        (None, _) => (1, 0),
+        (Some(rule), Sequences::Even) => rule.chunks(spec.kv_len()),
+        (Some(rule), _) => (rule.most_chunks(spec.kv_len()), rule.chunks(spec.kv_len()).1),
     };
     let columns = generic_columns(spec.numerics.storage) as usize;
     let dv_blocks = if kernel == Kernel::Generic { spec.head_dim_v().div_ceil(columns) } else { 1 };
@@ -100,6 +106,7 @@ fn partition(spec: &Spec, caps: &Caps, variant: &KernelVariant) -> Result<(Parti
         }
         // Blocks stay on their multiprocessor and take one item after another.
         Algorithm::Hopper => (items.min(caps.multiprocessors.max(1) as usize), false),
+        Algorithm::Latent => (items.min(caps.multiprocessors.max(1) as usize), num_splits > 1),
         _ => (items.saturating_mul(dv_blocks), num_splits > 1),
     };
     let most = items
@@ -146,9 +153,8 @@ fn attend(spec: &Spec, caps: &Caps, variant: KernelVariant, keys: Range<usize>) 
     let hopper = (variant.algorithm == Algorithm::Hopper)
         .then(|| Box::new(hopper::launch(spec, &variant, &partition, &params, blocks, keys)));
     let beside = (variant.codes != Codes::None || variant.sequences != Sequences::Even).then(|| {
-        let chunks = decode::is_few(spec).then(|| decode::chunk_rule(&variant));
-        let dealt = variant.algorithm.kernel() == Kernel::Decode;
-        Box::new(LaunchParams::new(spec, &params, chunks, if dealt { blocks } else { 0 }))
+        let dealt = matches!(variant.algorithm, Algorithm::Decode | Algorithm::DecodeCodes);
+        Box::new(LaunchParams::new(spec, &params, chunk_rule(spec, &variant), if dealt { blocks } else { 0 }))
     });
     Ok((Attend { step: Step::new(variant, blocks), params, hopper, beside }, partition))
 }
@@ -186,8 +192,8 @@ fn launches(spec: &Spec, caps: &Caps) -> Result<Launches> {
     let row_bytes = (spec.head_dim_v() + 2) * spec.numerics.accumulation.size_bytes();
     let partial_bytes = rows.saturating_mul(partition.num_splits).saturating_mul(row_bytes);
     // Where sequences have lengths of their own, a block cuts a row at most.
-    let combined_rows = match (variant.sequences, variant.algorithm.kernel()) {
-        (Sequences::Ragged | Sequences::Paged, Kernel::Decode) => {
+    let combined_rows = match (variant.sequences, variant.algorithm) {
+        (Sequences::Ragged | Sequences::Paged, Algorithm::Decode | Algorithm::DecodeCodes) => {
             partition.rows.min(partition.item_rows) * (blocks - 1)
         }
         _ => rows,

@@ -2,13 +2,14 @@
 //!
 //! The rules, in order: few queries of f16 or bf16 with head dims up to 256 → `decode`, many → `forward`, both on the
 //! tensor cores (`forward` of compute capability 9.0 by wgmma: hopper.cu, and there float32 with head dims up to 128:
-//! hopper_f32.cu); many queries with wider heads up to 512 → `forward` by wide.cu, float32 on compute capability 9.0; few queries over
-//! K and V that are codes → `decode_codes`; anything else → `generic`.
+//! hopper_f32.cu); many queries with wider heads up to 512 → `forward` by wide.cu, float32 on compute capability 9.0; few queries of f16 or
+//! bf16 with heads of 513 to 576 and values up to 512 → `decode` by latent.cu; few queries over K and V that are codes → `decode_codes`;
+//! anything else → `generic`.
 
 use rapt_core::{Arch, DType, Spec};
 
 use super::tensor_cores::{LEAST_SHARED, generic_variant, sequences, tensor_core_variant};
-use super::{Caps, decode, hopper, wide};
+use super::{Caps, decode, hopper, latent, wide};
 use crate::codes::Codes;
 use crate::launch::WhyGeneric;
 use crate::variant::{Algorithm, KernelVariant, Sequences};
@@ -52,6 +53,9 @@ fn on_tensor_cores(spec: &Spec, caps: &Caps, lengths: Lengths) -> Result<KernelV
     if spec.is_quantized() {
         return over_codes(spec, caps, few);
     }
+    if latent::is_for(spec) {
+        return if_it_fits(latent::variant(spec, caps), caps);
+    }
     match spec.numerics.storage {
         DType::F16 | DType::BF16 => {}
         DType::F32 if caps.arch == Arch::Sm90a && few => return Err(WhyGeneric::FewQueriesOfF32),
@@ -73,6 +77,10 @@ fn on_tensor_cores(spec: &Spec, caps: &Caps, lengths: Lengths) -> Result<KernelV
         false if dim > narrow => wide::variant(spec, caps),
         false => many_queries(spec, caps, kv_len),
     };
+    if_it_fits(variant, caps)
+}
+
+fn if_it_fits(variant: KernelVariant, caps: &Caps) -> Result<KernelVariant, WhyGeneric> {
     let (needed, has) = (variant.shared_bytes(), caps.shared_bytes);
     if needed <= has { Ok(variant) } else { Err(WhyGeneric::SharedMemory { needed, has }) }
 }
@@ -88,9 +96,7 @@ fn over_codes(spec: &Spec, caps: &Caps, few: bool) -> Result<KernelVariant, WhyG
     if spec.kv_len() == 0 {
         return Err(WhyGeneric::NoKeys);
     }
-    let variant = decode::over_codes(spec, caps).ok_or(WhyGeneric::CodesInPlace)?;
-    let (needed, has) = (variant.shared_bytes(), caps.shared_bytes);
-    if needed <= has { Ok(variant) } else { Err(WhyGeneric::SharedMemory { needed, has }) }
+    if_it_fits(decode::over_codes(spec, caps).ok_or(WhyGeneric::CodesInPlace)?, caps)
 }
 
 fn many_queries(spec: &Spec, caps: &Caps, kv_len: usize) -> KernelVariant {

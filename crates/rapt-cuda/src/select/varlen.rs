@@ -7,7 +7,7 @@
 use rapt_core::{Error, Kernel, Result, Spec};
 
 use super::rules::{self, Lengths};
-use super::{Caps, MOST_BLOCKS, decode, hopper, too_many_blocks, widths};
+use super::{Caps, MOST_BLOCKS, decode, hopper, latent, too_many_blocks, widths};
 use crate::launch::{Attend, Launches, Step, Varlen, VarlenLaunch, WhyGeneric};
 use crate::params::{MOST_LEN, Params};
 use crate::partition::{ChunkRule, Partition};
@@ -57,6 +57,11 @@ fn is_wide_alone(spec: &Spec, caps: &Caps) -> bool {
     alone.varlen = None;
     let lengths = Lengths { few: false, kv_len: spec.kv_len() };
     rules::variant(&alone, caps, lengths).0.algorithm == Algorithm::Wide
+}
+
+/// Whether one sequence of few queries, alone, runs on latent.cu.
+fn is_latent_alone(spec: &Spec, caps: &Caps) -> bool {
+    latent::has_dims(spec) && latent::variant(spec, caps).shared_bytes() <= caps.shared_bytes
 }
 
 impl Asked {
@@ -116,9 +121,9 @@ impl Asked {
 /// The launches of sequences that lie one after another.
 ///
 /// # Errors
-/// [`rapt_core::Error::Unsupported`] for counts beyond 2^31, and for head dims that a sequence alone has wide.cu for.
+/// [`rapt_core::Error::Unsupported`] for counts beyond 2^31, and for head dims that a sequence alone has wide.cu or latent.cu for.
 pub(super) fn launches(spec: &Spec, caps: &Caps) -> Result<Launches> {
-    if !decode::is_few(spec) && is_wide_alone(spec, caps) {
+    if (!decode::is_few(spec) && is_wide_alone(spec, caps)) || is_latent_alone(spec, caps) {
         return Err(Error::unsupported(
             format!("sequences one after another at head dim {}", spec.head_dim().max(spec.head_dim_v())),
             "the kernel that each alone would run on reads no offsets, and another would give other bits",

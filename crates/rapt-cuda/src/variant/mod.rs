@@ -30,6 +30,8 @@ pub enum Algorithm {
     Wide,
     /// Few queries, on the tensor cores.
     Decode,
+    /// Few queries of heads of 513 to 576 with values up to 512, on the tensor cores.
+    Latent,
     /// Few queries over K and V that are codes, on the tensor cores.
     DecodeCodes,
     /// Puts splits together.
@@ -45,7 +47,7 @@ impl Algorithm {
     pub(crate) const fn kernel(self) -> Kernel {
         match self {
             Algorithm::Mma | Algorithm::Hopper | Algorithm::HopperF32 | Algorithm::Wide => Kernel::Forward,
-            Algorithm::Decode | Algorithm::DecodeCodes => Kernel::Decode,
+            Algorithm::Decode | Algorithm::Latent | Algorithm::DecodeCodes => Kernel::Decode,
             Algorithm::Generic | Algorithm::Combine | Algorithm::Append | Algorithm::Varlen => Kernel::Generic,
         }
     }
@@ -91,7 +93,7 @@ pub struct KernelVariant {
     pub natural: bool,
     /// How tiles are loaded.
     pub loads: Loads,
-    /// head_dim and head_dim_v, rounded up to 16 (of wide, to whole pieces of 256 bytes); 0 where they are no part of the code (generic, combine).
+    /// head_dim and head_dim_v, rounded up to 16 (of wide, to whole pieces of 256 bytes; of latent, to 64 and 128); 0 where they are no part of the code (generic, combine).
     pub dims: (u32, u32),
     /// Queries per block; 0 for combine.
     pub block_m: u32,
@@ -232,7 +234,7 @@ impl KernelVariant {
     /// Threads per block.
     pub(crate) const fn threads(&self) -> u32 {
         match self.algorithm {
-            Algorithm::Generic | Algorithm::Wide => 256,
+            Algorithm::Generic | Algorithm::Wide | Algorithm::Latent => 256,
             Algorithm::Mma => 32 * MMA_WARPS,
             // One more puts together what they leave.
             Algorithm::Decode | Algorithm::DecodeCodes => 32 * (self.decode_warps() + 1),
@@ -263,6 +265,7 @@ impl KernelVariant {
             Algorithm::HopperF32 => "hopper_f32.cu",
             Algorithm::Wide => "wide.cu",
             Algorithm::Decode => "decode.cu",
+            Algorithm::Latent => "latent.cu",
             Algorithm::DecodeCodes => "decode_codes.cu",
             Algorithm::Combine => "combine.cu",
             Algorithm::Append => "append.cu",

@@ -113,6 +113,10 @@ impl KernelVariant {
                 options.define("BLOCK_N", self.block_n);
                 options.define("STAGES", self.stages);
             }
+            Algorithm::Latent => {
+                options.define("BLOCK_M", self.block_m);
+                options.define("BLOCK_N", self.block_n);
+            }
             Algorithm::Decode | Algorithm::DecodeCodes => {
                 options.define("STAGES", self.stages);
                 options.define("TILE", self.block_n);

@@ -94,6 +94,7 @@ impl KernelVariant {
             }
             Algorithm::HopperF32 => self.hopper_f32_bytes(),
             Algorithm::Wide => self.wide_bytes(),
+            Algorithm::Latent => self.latent_bytes(),
             Algorithm::Combine | Algorithm::Append | Algorithm::Varlen => 0,
         }
     }
@@ -117,6 +118,11 @@ impl KernelVariant {
         // Weights, and what pairs of warps share of their rows.
         let (weights, beside) = (self.block_m * self.block_n * element, 2 * 4 * self.block_m);
         self.block_m * self.dims.0 * element + self.stages * self.block_n * WIDE_PIECE_BYTES + weights + beside
+    }
+
+    /// q, two tiles of keys, weights, and what pairs of warps share of their rows.
+    const fn latent_bytes(&self) -> u32 {
+        2 * self.dims.0 * (self.block_m + 2 * self.block_n) + self.block_m * (2 * self.block_n + 2 * 4)
     }
 
     const fn decode_bytes(&self) -> u32 {

@@ -51,6 +51,32 @@ pub(crate) fn spec_of_dims(
     Spec::builder(&q, &k, &v, options).mask(mask.as_ref()).build().unwrap()
 }
 
+/// `q_len` queries of each of `heads` heads of `batch` sequences of at most `most` keys, one of them new where `page_size` is given, over one
+/// head of keys whose values are narrower: in pages of `page_size` keys, in none where that is 0, or, without it, as one tensor of `most`.
+pub(crate) fn spec_of_latent(
+    dtype: DType,
+    [batch, heads, q_len, most]: [usize; 4],
+    [head_dim, head_dim_v]: [usize; 2],
+    page_size: Option<usize>,
+    options: &Options,
+) -> Spec {
+    let options = Options { layout: TensorLayout::Bshd, ..*options };
+    let q = view("q", dtype, &[batch, q_len, heads, head_dim]);
+    let (blocks, rows) = match page_size {
+        None | Some(0) => (batch, most),
+        Some(page_size) => (1000, page_size),
+    };
+    let [k, v] = [("k", head_dim), ("v", head_dim_v)].map(|(name, dim)| view(name, dtype, &[blocks, rows, 1, dim]));
+    let mut builder = Spec::builder(&q, &k, &v, &options);
+    if let Some(page_size @ 1..) = page_size {
+        builder.pages(&view("page_table", DType::I32, &[batch, most.div_ceil(page_size)]), most);
+    }
+    if page_size.is_some() {
+        builder.lengths(Some(&view("cache_seqlens", DType::I32, &[batch])), 1);
+    }
+    builder.build().unwrap()
+}
+
 /// `q_len` queries of `dtype` over keys and values of `format`.
 pub(crate) fn spec_of_codes(
     dtype: DType,
