@@ -173,7 +173,8 @@ def few():
     wanted = ("d64-1024/causal bf16", "masks-4096 bf16", "masks-4096/bool bf16", "decode-gqa-8k/bshd_cache f16", "call-16/no_grad bf16",
               "add-4/inference bf16", "window-16384/causal/window1024 bf16", "softcap-4096/causal/softcap30 bf16", "d192-128-4096 bf16", "codes-gqa-8k bf16",
               "codes-gqa-8k/int4-token bf16", "codes-gqa-8k/nvfp4 bf16", "cache-gqa-8k bf16", "cache-gqa-8k/cache bf16",
-              "cache-gqa-8k/pages16 bf16", "cache-prefill-512/bottom_right/pages64 bf16")  # fmt: skip
+              "cache-gqa-8k/pages16 bf16", "cache-prefill-512/bottom_right/pages64 bf16", "latent-8k/latent bf16",
+              "latent-8k/latent/pages64 bf16")  # fmt: skip
     return [rows.shrink(row) for row in rows.load(cli.ROWS) if row.key in wanted]
 
 
@@ -286,4 +287,9 @@ def test_rotated_copies_fill_four_caches(torch, table):
     codes = check.make(Stand(torch), dataclasses.replace(small, storage="int8:token"), 2)
     assert codes.kv[0][0].codes.data_ptr() != codes.kv[1][0].codes.data_ptr() and codes.kv[1][1].granularity == "token"
     assert torch.equal(codes.numbers[0], codes.kv[1][0].dequantize())
+    latent = dataclasses.replace(small, storage="latent", num_kv_heads=1, head_dim=96)
+    assert latent.kv_bytes == 2 * latent.batch * latent.kv_len * 96
+    for lies in ("none", "contiguous", "pages7"):
+        for k, v in check.make(Stand(torch), dataclasses.replace(latent, cache=lies), 2).kv:
+            assert k.data_ptr() == v.data_ptr() and k.stride() == v.stride() and torch.equal(k[..., :64], v)
     assert torch.equal(plain, cache) and plain.stride()[1:3] == (96 * 64, 64) and cache.stride()[1:3] == (64, 128)

@@ -108,14 +108,12 @@ impl KernelVariant {
                 options.define("LOADING_REGISTERS", loading);
                 options.define("MULTIPLYING_REGISTERS", 256 - loading);
             }
-            Algorithm::Wide => {
+            Algorithm::Wide | Algorithm::Latent => {
                 options.define("BLOCK_M", self.block_m);
                 options.define("BLOCK_N", self.block_n);
-                options.define("STAGES", self.stages);
-            }
-            Algorithm::Latent => {
-                options.define("BLOCK_M", self.block_m);
-                options.define("BLOCK_N", self.block_n);
+                if self.stages > 0 {
+                    options.define("STAGES", self.stages);
+                }
             }
             Algorithm::Decode | Algorithm::DecodeCodes => {
                 options.define("STAGES", self.stages);

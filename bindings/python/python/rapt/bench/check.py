@@ -55,7 +55,7 @@ def make(gpu, row, rotated=1):
 
     q = normal(row.batch, row.num_q_heads, row.q_len, row.head_dim)
     k = normal(row.batch, row.num_kv_heads, row.kv_len, row.head_dim)
-    v = normal(row.batch, row.num_kv_heads, row.kv_len, row.head_dim_v)
+    v = k[..., : row.head_dim_v] if row.values_in_keys else normal(row.batch, row.num_kv_heads, row.kv_len, row.head_dim_v)
     mask = None
     if row.mask == "padding":
         kept = torch.tensor(row.kept_keys, device=gpu.where)[:, None, None, None]
@@ -69,6 +69,11 @@ def make(gpu, row, rotated=1):
     def lay(x, permuted):
         return x.transpose(1, 2).contiguous().transpose(1, 2) if permuted else x
 
+    def rotate(k, v):
+        """(k, v) and its copies; values that lie in the keys are views of each."""
+        pairs = [(k, v), *((k.clone(), v.clone()) for _ in range(rotated - 1))]
+        return [(k, k[..., : row.head_dim_v]) for k, _ in pairs] if row.values_in_keys else pairs
+
     q = lay(q, row.layout == "permuted")
     if row.formats is not None:
         kv, numbers = zip(*(quantized(x, *format) for x, format in zip((k, v), row.formats)))
@@ -78,10 +83,10 @@ def make(gpu, row, rotated=1):
         pages = row.batch * -(-row.kv_len // row.page_size)
         order = torch.randperm(pages, generator=generator, device=gpu.where)
         table = order.reshape(row.batch, -1).to(torch.int32)
-        kv = tuple(paged(x, row.page_size, order) for x in (k, v))
-        return Tensors(q, [kv, *((kv[0].clone(), kv[1].clone()) for _ in range(rotated - 1))], mask, (k, v), table)
+        kv = rotate(*(paged(x, row.page_size, order) for x in (k, v)))
+        return Tensors(q, kv, mask, (k, v), table)
     k, v = (lay(x, row.cache == "contiguous" or row.layout in ("permuted", "bshd_cache")) for x in (k, v))
-    return Tensors(q, [(k, v), *((k.clone(), v.clone()) for _ in range(rotated - 1))], mask)
+    return Tensors(q, rotate(k, v), mask)
 
 
 def quantized(x, format, granularity):

@@ -48,7 +48,8 @@ class Row:
     mask: str = "none"
     layout: str = "contiguous"
     storage: str = "numbers"
-    """Of K and V: numbers of the row's dtype, or codes as FORMAT or FORMAT:GRANULARITY, with + between K's and V's where they differ."""
+    """Of K and V: numbers of the row's dtype, latent where V is the first of K's, or codes as FORMAT or FORMAT:GRANULARITY, with + between K's and V's
+    where they differ."""
     compute: str = "exact"
     """What codes are multiplied in, as `rapt.attention` has it."""
     cache: str = "none"
@@ -131,10 +132,15 @@ class Row:
     @property
     def formats(self):
         """((format, granularity) of K's codes, that of V's), None where they are numbers. Without one the granularity is the format's own."""
-        if self.storage == "numbers":
+        if self.storage in ("numbers", "latent"):
             return None
         both = [(*word.split(":"), None)[:2] for word in self.storage.split("+")]
         return both[0], both[-1]
+
+    @property
+    def values_in_keys(self):
+        """Whether V is the first numbers of K, in the same memory: latent attention."""
+        return self.storage == "latent"
 
     @property
     def page_size(self):
@@ -146,7 +152,7 @@ class Row:
         rows = self.batch * self.num_kv_heads * self.kv_len
         dims = (self.head_dim, self.head_dim_v)
         if self.formats is None:
-            return rows * sum(dims) * BYTES[self.dtype]
+            return rows * (self.head_dim if self.values_in_keys else sum(dims)) * BYTES[self.dtype]
         codes = sum(rows * dim * CODE_BITS[format] / 8 for (format, _), dim in zip(self.formats, dims))
         # A factor of a token is a float32; what one factor covers beyond that is not worth counting.
         return int(codes) + sum(4 * rows for _, granularity in self.formats if granularity == "token")
