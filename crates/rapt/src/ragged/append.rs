@@ -209,7 +209,8 @@ fn begins(part: &View<'_>, whole: &View<'_>) -> bool {
 }
 
 /// Whether new values need no writing, because new keys write them: each value of the cache is the first numbers of its key, each new value
-/// those of the new key, and what makes numbers of codes is one thing for both.
+/// those of the new key, and what makes numbers of codes is one thing for both. Fewer than all of them: one cache that is given twice is
+/// taken for a mistake.
 pub(super) fn values_begin_keys(
     new: [Option<&View<'_>>; 2],
     [k_cache, v_cache]: [&CacheView<'_>; 2],
@@ -232,7 +233,8 @@ pub(super) fn values_begin_keys(
         }
         _ => false,
     };
-    same_codes && begins(v, k) && begins(&v_cache.view(), &k_cache.view())
+    let is_part = v.shape().last() < k.shape().last();
+    is_part && same_codes && begins(v, k) && begins(&v_cache.view(), &k_cache.view())
 }
 
 /// New keys as codes of a cache, with factors of their own or with that of the tensor.
