@@ -227,15 +227,18 @@ pub(super) fn scratch(spec: &Spec, key: &KernelKey, readings: &Qkv<Option<Readin
     if is_int8 { Scratch::int8(&sizes) } else { Scratch::forward(&sizes) }
 }
 
+/// Whether keys that have one factor each have one of their own: a block may be all of a row.
+pub(super) fn is_by_key(codes: &CodesSpec) -> bool {
+    matches!(codes.granularity, Granularity::Token | Granularity::Block { .. })
+}
+
 /// Where forward keeps the factors of codes that it multiplies as pairs: those of V go to the output where all keys share them, and what
 /// goes there is never infinite.
 fn factors_of_pairs(spec: &Spec, readings: &Qkv<Option<Reading>>) -> FactorsOfPairs {
     let fold = |reading: &Option<Reading>| reading.and_then(|reading| reading.pairs);
     let mut factors = FactorsOfPairs { of_k: fold(&readings.k).is_some(), ..FactorsOfPairs::default() };
     if let (Some(fold), Some(codes)) = (fold(&readings.v), &spec.codes.v) {
-        // A block may be all of a row.
-        let is_by_key = matches!(codes.granularity, Granularity::Token | Granularity::Block { .. });
-        let is_shared = !is_by_key && codes.format != Format::E5m2;
+        let is_shared = !is_by_key(codes) && codes.format != Format::E5m2;
         factors.of_output = match fold {
             Fold::Rows => is_shared,
             Fold::Channels => true,
