@@ -11,6 +11,10 @@ pub struct Caps {
     pub offset_alignment: u32,
     /// Most workgroups of a launch.
     pub max_items: usize,
+    /// Most threads of a workgroup.
+    pub max_threads: usize,
+    /// Most bytes of workgroup memory.
+    pub max_shared_bytes: usize,
 }
 
 impl Caps {
@@ -20,5 +24,7 @@ impl Caps {
         max_binding_bytes: 128 << 20,
         offset_alignment: 256,
         max_items: 65_535 * 65_535,
+        max_threads: 256,
+        max_shared_bytes: 16 << 10,
     };
 }

@@ -1,8 +1,8 @@
 //! Attention as WGSL text, for GPUs that WebGPU reaches.
 //!
 //! ```text
-//! select(&Spec, &Caps) -> Plan       which variant, how rows are dealt, and in which windows of memory    select.rs, window.rs
-//! KernelVariant::source() -> String  the text of a variant: one skeleton                                 source.rs, wgsl/
+//! select(&Spec, &Caps) -> Plan       which variant, how rows are dealt, and in which windows of memory    select.rs, launch.rs, window.rs
+//! KernelVariant::source() -> String  the text of a variant: parts that all share, and an algorithm          source.rs, wgsl/
 //! Params                             a window's parameters, byte for byte as the text declares them       params.rs
 //! ```
 //!
@@ -12,6 +12,7 @@
 #![forbid(unsafe_code)]
 
 mod caps;
+mod launch;
 mod params;
 mod select;
 mod source;
@@ -19,7 +20,8 @@ mod variant;
 mod window;
 
 pub use caps::Caps;
+pub use launch::ShaderLaunch;
 pub use params::Params;
-pub use select::{ShaderLaunch, select, variants};
-pub use variant::{BINDINGS, Binding, KernelVariant, Stores};
+pub use select::{select, select_kernel, variants};
+pub use variant::{Algorithm, BINDINGS, Binding, KernelVariant, Stores};
 pub use window::{Range, Window};

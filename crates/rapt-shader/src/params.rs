@@ -4,7 +4,7 @@
 
 use rapt_core::{DType, Finite, Spec, TensorSpec};
 
-use crate::variant::BLOCK_DV;
+use crate::launch::ShaderLaunch;
 use crate::window::Window;
 
 /// Declares [`Params`], the text of its struct and its bytes. Vectors come first, so that every field lies where the one before it ends.
@@ -128,17 +128,16 @@ fn shift(n: i64) -> i32 {
 }
 
 impl Params {
-    /// The parameters of `window` of `spec`. `first`: where element 0 of each of [`BINDINGS`](crate::BINDINGS) lies, in elements from the
+    /// The parameters of `window` of `launch`, which is of `spec`. `first`: where element 0 of each of [`BINDINGS`](crate::BINDINGS) lies, in elements from the
     /// first byte that is bound; it may lie before that.
     #[must_use]
-    pub fn new(spec: &Spec, window: &Window, first: [i64; 8]) -> Self {
+    pub fn new(spec: &Spec, launch: &ShaderLaunch, window: &Window, first: [i64; 8]) -> Self {
         let [q_base, k_base, v_base, mask_base, sinks_base, alibi_base, out_base, lse_base] = first.map(wrapped);
         let int = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
         let dtype = |tensor: Option<TensorSpec<1>>| tensor.map_or(0, |tensor| u32::from(tensor.dtype.code()));
         let flag = u32::from;
         let range = spec.block_range();
         let (lo, hi) = range.shifts();
-        let dv_blocks = spec.head_dim_v().div_ceil(BLOCK_DV);
         // A cap beyond float32 caps none of its numbers.
         let most = f64::from(f32::MAX);
         let softcap = spec.softcap.map(Finite::get).filter(|cap| *cap <= most);
@@ -165,11 +164,11 @@ impl Params {
             has_sinks: flag(spec.sinks.is_some()),
             has_alibi: flag(spec.alibi_slopes.is_some()),
             has_lse: flag(spec.lse.is_some()),
-            items: int(window.items(spec.head_dim_v())),
+            items: int(launch.items_of(window)),
             first_task: int(window.tasks.start),
             first_row_block: int(window.row_blocks.start),
             row_blocks: int(window.row_blocks.len()),
-            dv_blocks: int(dv_blocks),
+            dv_blocks: int(launch.dv_blocks),
             kv_heads: int(spec.num_kv_heads()),
             group_size: int(spec.group_size()),
             rows: int(spec.group_size() * spec.q_len()),

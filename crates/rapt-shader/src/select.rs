@@ -1,29 +1,17 @@
 //! From a spec to a plan: pure, total, without a device.
 //!
-//! One kernel serves all that WGSL computes. What it sums, and in which order, depends on neither batch, strides, alignment nor windows: the
-//! bits of a row are its own.
+//! `forward` where its tiles fit the device and the request, else `generic`. What a kernel sums, and in which order, depends on neither batch,
+//! strides, alignment nor windows: the bits of a row are its own.
 
 use rapt_core::{
-    Arch, Compute, Cost, DType, Error, Kernel, KernelKey, Launch, LaunchPlan, MaskClass, PRounding, Plan, Result, Spec,
-    TensorSpec, Work,
+    Arch, Compute, Cost, DType, Error, Kernel, KernelKey, MaskClass, PRounding, Plan, Result, Spec, TensorSpec, Work,
 };
 
 use crate::caps::Caps;
+use crate::launch::ShaderLaunch;
 use crate::params::MOST_LEN;
-use crate::variant::{BLOCK_M, BLOCK_N, KernelVariant, SHARED_BYTES, Stores, THREADS};
-use crate::window::{Window, windows};
-
-/// What a run launches: one kernel, window by window.
-#[derive(Clone, Debug, PartialEq)]
-pub struct ShaderLaunch {
-    /// The kernel; `None` where nothing is written.
-    pub variant: Option<KernelVariant>,
-    /// The windows, in order.
-    pub windows: Vec<Window>,
-    cost: Cost,
-    work: Option<Work>,
-    items: usize,
-}
+use crate::variant::{Algorithm, BLOCK_M, KernelVariant, Stores, Tiles};
+use crate::window::windows;
 
 fn refuse_what_is_not_served(spec: &Spec) -> Result<()> {
     let storage = spec.numerics.storage;
@@ -81,27 +69,73 @@ fn cost(spec: &Spec) -> Cost {
     }
 }
 
+/// Products of which `forward` sums the most in one go.
+const MOST_HEAD_DIM: usize = 256;
+
+/// `forward` for `spec`, or why it does not serve it.
+fn forward(spec: &Spec, caps: &Caps) -> core::result::Result<Algorithm, String> {
+    if spec.head_dim() > MOST_HEAD_DIM {
+        return Err(format!("forward sums up to {MOST_HEAD_DIM} products in one go, head_dim is {}", spec.head_dim()));
+    }
+    let column_groups = spec.head_dim_v().div_ceil(64).clamp(1, 2);
+    fits(Algorithm::Forward { column_groups }, caps)
+}
+
+/// `algorithm`, or what of it the device does not have.
+fn fits(algorithm: Algorithm, caps: &Caps) -> core::result::Result<Algorithm, String> {
+    let (name, Tiles { threads, shared_bytes, .. }) = (algorithm.kernel().name(), algorithm.tiles());
+    if shared_bytes > caps.max_shared_bytes {
+        let has = caps.max_shared_bytes;
+        return Err(format!("{name} takes {shared_bytes} bytes of workgroup memory, the device has {has}"));
+    }
+    if threads > caps.max_threads {
+        return Err(format!("{name} takes {threads} threads a workgroup, the device has {}", caps.max_threads));
+    }
+    Ok(algorithm)
+}
+
 /// Chooses what runs for `spec` on a device with `caps`. Where tensors lie is not asked: whoever binds them does.
 ///
 /// # Errors
 /// [`Error::Unsupported`] for float64, codes, pages, sequences with lengths of their own, lengths beyond 2^29, and a head of which one tensor
 /// is longer than a binding may be.
 pub fn select(spec: &Spec, caps: &Caps) -> Result<Plan> {
+    let (algorithm, why_not) = match forward(spec, caps) {
+        Ok(algorithm) => (algorithm, String::new()),
+        Err(why_not) => (Algorithm::Generic, why_not),
+    };
+    plan(spec, caps, algorithm, why_not)
+}
+
+/// As [`select`], but with this kernel, be it the fastest or not.
+///
+/// # Errors
+/// As [`select`], and [`Error::Unsupported`] for a kernel that does not serve `spec` on this device.
+pub fn select_kernel(spec: &Spec, caps: &Caps, kernel: Kernel) -> Result<Plan> {
+    let algorithm = match kernel {
+        Kernel::Generic => Ok(Algorithm::Generic),
+        Kernel::Forward => forward(spec, caps),
+        _ => Err("there is no such kernel in WGSL".to_owned()),
+    };
+    let unserved = |why| Error::unsupported(format!("kernel {}", kernel.name()), why, "leave the choice to `select`");
+    plan(spec, caps, algorithm.map_err(unserved)?, String::new())
+}
+
+fn plan(spec: &Spec, caps: &Caps, algorithm: Algorithm, why_not_faster: String) -> Result<Plan> {
     refuse_what_is_not_served(spec)?;
     let is_empty = spec.out.shape.contains(&0);
-    let windows = if is_empty { Vec::new() } else { windows(spec, caps)? };
-    let items = windows.iter().map(|window| window.items(spec.head_dim_v())).sum();
-    let rows = spec.group_size() * spec.q_len();
+    let dv_blocks = spec.head_dim_v().div_ceil(algorithm.tiles().block_dv);
+    let windows = if is_empty { Vec::new() } else { windows(spec, caps, dv_blocks)? };
     let work = (!is_empty).then(|| Work {
         tasks: spec.batch() * spec.num_kv_heads(),
-        rows,
+        rows: spec.group_size() * spec.q_len(),
         rows_per_item: BLOCK_M,
         keys_per_item: spec.kv_len().max(1),
     });
-    let variant = (!is_empty).then(|| KernelVariant::of(spec, caps.has_16_bit_stores));
+    let variant = (!is_empty).then(|| KernelVariant::of(algorithm, spec, caps.has_16_bit_stores));
     let key = KernelKey {
         direction: spec.direction,
-        kernel: if is_empty { Kernel::Empty } else { Kernel::Generic },
+        kernel: if is_empty { Kernel::Empty } else { algorithm.kernel() },
         storage: spec.numerics.storage,
         accumulation: spec.numerics.accumulation,
         p_rounding: PRounding::Accumulation,
@@ -113,7 +147,8 @@ pub fn select(spec: &Spec, caps: &Caps) -> Result<Plan> {
         kv: spec.kv,
         arch: Arch::Wgsl,
     };
-    Ok(Plan::new(spec.clone(), key, ShaderLaunch { variant, windows, cost: cost(spec), work, items }))
+    let launch = ShaderLaunch { variant, windows, dv_blocks, cost: cost(spec), work, why_not_faster };
+    Ok(Plan::new(spec.clone(), key, launch))
 }
 
 /// Every variant that [`select`] may choose on any device.
@@ -126,54 +161,14 @@ pub fn variants() -> Vec<KernelVariant> {
         _ => vec![Stores::Halves, Stores::HalvesOfWords],
     };
     let outs = || floats.into_iter().flat_map(move |out| stores(out).into_iter().map(move |stores| (out, stores)));
-    let of_storage = |storage| outs().map(move |(out, stores)| (storage, out, stores));
-    let all = floats.into_iter().flat_map(of_storage);
-    all.flat_map(|(storage, out, stores)| masks.map(|mask| KernelVariant { storage, mask, out, stores })).collect()
-}
-
-impl LaunchPlan for ShaderLaunch {
-    fn block_m(&self) -> usize {
-        BLOCK_M
-    }
-    fn block_n(&self) -> usize {
-        BLOCK_N
-    }
-    fn num_splits(&self) -> usize {
-        1
-    }
-    fn items(&self) -> usize {
-        self.items
-    }
-    fn threads(&self) -> usize {
-        THREADS
-    }
-    fn workspace_bytes(&self) -> usize {
-        0
-    }
-    fn cost(&self) -> &Cost {
-        &self.cost
-    }
-    fn kv_in_place(&self) -> bool {
-        false
-    }
-    fn work(&self) -> Option<Work> {
-        self.work
-    }
-    fn launch(&self) -> Option<Launch> {
-        let (blocks, block_threads, shared_bytes) = (self.items, THREADS, SHARED_BYTES);
-        Some(Launch { blocks, block_threads, shared_bytes, multiprocessors: 1, compiled: None })
-    }
-    fn why(&self, _: &Spec, key: &KernelKey) -> String {
-        if key.kernel == Kernel::Empty {
-            return "nothing is written".to_owned();
+    let algorithms = [1, 2].map(|column_groups| Algorithm::Forward { column_groups });
+    let mut all = Vec::new();
+    for algorithm in std::iter::once(Algorithm::Generic).chain(algorithms) {
+        for storage in floats {
+            for (out, stores) in outs() {
+                all.extend(masks.map(|mask| KernelVariant { algorithm, storage, mask, out, stores }));
+            }
         }
-        let cut = match self.windows.len() {
-            1 => String::new(),
-            n => format!("; {n} launches, each over tensors no longer than the device binds"),
-        };
-        format!("the one kernel in WGSL: every option, any strides, on the ordinary units{cut}")
     }
-    fn why_not_faster(&self, _: &Spec, _: &KernelKey) -> String {
-        String::new()
-    }
+    all
 }

@@ -1,8 +1,10 @@
 //! The text of a variant: what depends on dtypes is written here, the rest is wgsl/.
 //!
 //! ```text
-//! enable …   struct Params   bindings and how their elements are read and stored   numbers   math   generic
+//! enable …   struct Params   bindings and how their elements are read and stored   numbers   math   rows   scores   the algorithm
 //! ```
+//! A line of a file in wgsl/ that has `$a` stands once for each four rows of a thread, and so on: [`unrolled`] writes them out, since WGSL cannot
+//! say that a loop over registers is to be.
 //! Readers of elements answer the bits of the float32 that has the element's number: exact for all three dtypes.
 
 use std::fmt::Write;
@@ -10,11 +12,48 @@ use std::fmt::Write;
 use rapt_core::DType;
 
 use crate::params::{Params, VECTOR_DTYPES};
-use crate::variant::{BINDINGS, Binding, KernelVariant, Stores};
+use crate::variant::{Algorithm, BINDINGS, BLOCK_M, Binding, KernelVariant, Stores, Tiles};
 
 const NUMBERS: &str = include_str!("wgsl/numbers.wgsl");
 const MATH: &str = include_str!("wgsl/math.wgsl");
+const ROWS: &str = include_str!("wgsl/rows.wgsl");
+const SCORES: &str = include_str!("wgsl/scores.wgsl");
 const GENERIC: &str = include_str!("wgsl/generic.wgsl");
+const FORWARD: &str = include_str!("wgsl/forward.wgsl");
+
+/// `text` once for each value of `$name` below `count` if it has that word.
+fn repeated(text: &str, name: &str, count: usize) -> String {
+    if !text.contains(name) {
+        return text.to_owned();
+    }
+    (0..count).map(|n| text.replace(name, &n.to_string())).collect()
+}
+
+/// `text` with each line, and each part from `//@ for each $g` to `//@ end`, as often as its words say. Comments stay as they are.
+fn unrolled(text: &str, words: &[(&str, usize)]) -> String {
+    let mut whole = String::new();
+    let mut rest = text;
+    while let Some((before, after)) = rest.split_once("//@ for each ") {
+        let ((name, after), (before, _)) =
+            (after.split_once('\n').unwrap_or_default(), before.rsplit_once('\n').unwrap_or_default());
+        let (part, after) = after.split_once("//@ end\n").unwrap_or_default();
+        let part = part.trim_end_matches(' ');
+        let count = words.iter().find(|(word, _)| *word == name).map_or(0, |(_, count)| *count);
+        whole.push_str(before);
+        whole.push('\n');
+        whole.push_str(&repeated(part, name, count));
+        rest = after;
+    }
+    whole.push_str(rest);
+    let lines = whole.split_inclusive('\n');
+    let line = |line: &str| match line.trim_start().starts_with("//") {
+        true => line.to_owned(),
+        false => words.iter().fold(line.to_owned(), |lines, (name, count)| {
+            lines.split_inclusive('\n').map(|line| repeated(line, name, *count)).collect()
+        }),
+    };
+    lines.map(line).collect()
+}
 
 /// Element `at` of a buffer of words, as float32 bits.
 fn bits_at(tensor: &str, dtype: DType) -> String {
@@ -44,7 +83,17 @@ impl KernelVariant {
         }
         self.write_mask(&mut text);
         self.write_store(&mut text);
-        [text.as_str(), NUMBERS, MATH, GENERIC].join("\n")
+        let Tiles { block_n, block_dv, .. } = self.algorithm.tiles();
+        let has_mask = self.mask.is_some();
+        let _ = writeln!(text, "\nconst BLOCK_M: u32 = {BLOCK_M}u;\nconst BLOCK_N: u32 = {block_n}u;");
+        let _ = writeln!(text, "const BLOCK_DV: u32 = {block_dv}u;\nconst HAS_MASK: bool = {has_mask};");
+        let algorithm = match self.algorithm {
+            Algorithm::Generic => GENERIC.to_owned(),
+            Algorithm::Forward { column_groups } => {
+                unrolled(FORWARD, &[("$g", column_groups), ("$a", 2), ("$n", 4), ("$c", 4)])
+            }
+        };
+        [text.as_str(), NUMBERS, MATH, ROWS, SCORES, &algorithm].join("\n")
     }
 
     fn write_binding(&self, text: &mut String, Binding { tensor, index, is_output }: Binding) {

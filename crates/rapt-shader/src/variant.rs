@@ -2,16 +2,69 @@
 
 use std::fmt;
 
-use rapt_core::{DType, Spec};
+use rapt_core::{DType, Kernel, Spec};
 
-/// Rows of a block, keys of a block, and columns of values of a block: `BLOCK_M`, `BLOCK_N` and `BLOCK_DV` of wgsl/generic.wgsl.
+/// Rows of a block, whatever the algorithm: the rows of windows are counted in these.
 pub(crate) const BLOCK_M: usize = 64;
-pub(crate) const BLOCK_N: usize = 32;
-pub(crate) const BLOCK_DV: usize = 64;
-/// Threads of a workgroup.
-pub(crate) const THREADS: usize = 256;
-/// Bytes of workgroup memory: three tiles, the attended keys, and a word.
-pub(crate) const SHARED_BYTES: usize = 256 * 16 + 256 * 8 + 512 * 16 + 256 * 4 + 4;
+
+/// The algorithm of a text, with what of its tiles depends on sizes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Algorithm {
+    /// wgsl/generic.wgsl: every request.
+    Generic,
+    /// wgsl/forward.wgsl: many queries.
+    Forward {
+        /// How many times 64 columns of values a workgroup has: 1 or 2.
+        column_groups: usize,
+    },
+}
+
+/// What a workgroup takes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Tiles {
+    /// Keys of a block.
+    pub(crate) block_n: usize,
+    /// Columns of values.
+    pub(crate) block_dv: usize,
+    /// Threads.
+    pub(crate) threads: usize,
+    /// Bytes of workgroup memory.
+    pub(crate) shared_bytes: usize,
+}
+
+impl Tiles {
+    /// Those of what launches nothing.
+    pub(crate) const NONE: Tiles = Tiles { block_n: 1, block_dv: 1, threads: 1, shared_bytes: 0 };
+}
+
+impl Algorithm {
+    /// Its name among rapt-core's.
+    pub(crate) const fn kernel(self) -> Kernel {
+        match self {
+            Algorithm::Generic => Kernel::Generic,
+            Algorithm::Forward { .. } => Kernel::Forward,
+        }
+    }
+
+    /// `generic`: three tiles, the attended keys, and a word. `forward`: tiles, weights, attended keys, where rows lie, and a word.
+    pub(crate) const fn tiles(self) -> Tiles {
+        match self {
+            Algorithm::Generic => Tiles {
+                block_n: 32,
+                block_dv: 64,
+                threads: 256,
+                shared_bytes: 256 * 16 + 256 * 8 + 512 * 16 + 256 * 4 + 4,
+            },
+            Algorithm::Forward { column_groups } => Tiles {
+                block_n: 64,
+                block_dv: 64 * column_groups,
+                threads: 128,
+                shared_bytes: 544 * 16 + 1088 * 16 + 128 * 4 + 16 * 16 + 4,
+            },
+        }
+    }
+}
 
 /// A buffer that every variant binds, in group 0 behind the parameters, which are binding 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -55,6 +108,8 @@ pub enum Stores {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub struct KernelVariant {
+    /// The algorithm.
+    pub algorithm: Algorithm,
     /// The dtype of q, k and v.
     pub storage: DType,
     /// The dtype of the mask, if there is one.
@@ -66,15 +121,28 @@ pub struct KernelVariant {
 }
 
 impl KernelVariant {
-    /// The variant for the dtypes of `spec`; `has_16_bit_stores`: whether the device's text may say so.
-    pub(crate) fn of(spec: &Spec, has_16_bit_stores: bool) -> Self {
+    /// The variant of `algorithm` for the dtypes of `spec`; `has_16_bit_stores`: whether the device's text may say so.
+    pub(crate) fn of(algorithm: Algorithm, spec: &Spec, has_16_bit_stores: bool) -> Self {
         let out = spec.out.dtype;
         let stores = match (out, has_16_bit_stores) {
             (DType::F32, _) => Stores::Words,
             (_, true) => Stores::Halves,
             (_, false) => Stores::HalvesOfWords,
         };
-        KernelVariant { storage: spec.numerics.storage, mask: spec.mask.map(|mask| mask.dtype), out, stores }
+        let (storage, mask) = (spec.numerics.storage, spec.mask.map(|mask| mask.dtype));
+        KernelVariant { algorithm, storage, mask, out, stores }
+    }
+
+    /// Threads of a workgroup.
+    #[must_use]
+    pub const fn threads(&self) -> usize {
+        self.algorithm.tiles().threads
+    }
+
+    /// Bytes of workgroup memory.
+    #[must_use]
+    pub const fn shared_bytes(&self) -> usize {
+        self.algorithm.tiles().shared_bytes
     }
 
     /// The name of its entry point.
@@ -86,8 +154,12 @@ impl KernelVariant {
 
 impl fmt::Display for KernelVariant {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let KernelVariant { storage, mask, out, stores } = self;
-        write!(f, "generic {storage} to {out} {stores:?}")?;
+        let KernelVariant { algorithm, storage, mask, out, stores } = self;
+        match algorithm {
+            Algorithm::Generic => write!(f, "generic")?,
+            Algorithm::Forward { .. } => write!(f, "forward of {} columns", algorithm.tiles().block_dv)?,
+        }
+        write!(f, " {storage} to {out} {stores:?}")?;
         mask.map_or(Ok(()), |mask| write!(f, " mask {mask}"))
     }
 }

@@ -12,7 +12,7 @@ use std::ops;
 use rapt_core::{Error, Result, Spec, TensorSpec};
 
 use crate::caps::Caps;
-use crate::variant::{BINDINGS, BLOCK_DV, BLOCK_M};
+use crate::variant::{BINDINGS, BLOCK_M};
 
 /// Bytes from element 0 of a tensor, `lo..hi`; negative where strides are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -108,10 +108,9 @@ impl Window {
         Window { tasks, row_blocks, reach }
     }
 
-    /// Workgroups of the launch, for values of this size.
-    #[must_use]
-    pub fn items(&self, head_dim_v: usize) -> usize {
-        self.tasks.len() * self.row_blocks.len() * head_dim_v.div_ceil(BLOCK_DV)
+    /// Workgroups of the launch, of which a block of rows has so many.
+    pub(crate) fn items(&self, items_of_block: usize) -> usize {
+        self.tasks.len() * self.row_blocks.len() * items_of_block
     }
 
     /// The tensor of which more is reached than a binding may hold, if there is one.
@@ -130,11 +129,11 @@ fn row_blocks(spec: &Spec) -> usize {
     (spec.group_size() * spec.q_len()).div_ceil(BLOCK_M)
 }
 
-/// The windows of `spec`, which has rows.
+/// The windows of `spec`, which has rows, for so many workgroups of each block of rows.
 ///
 /// # Errors
 /// [`Error::Unsupported`] where one block of rows reaches more of a tensor than a binding may hold.
-pub(crate) fn windows(spec: &Spec, caps: &Caps) -> Result<Vec<Window>> {
+pub(crate) fn windows(spec: &Spec, caps: &Caps, items_of_block: usize) -> Result<Vec<Window>> {
     let mut windows = Vec::new();
     let mut open = vec![(0..spec.batch() * spec.num_kv_heads(), 0..row_blocks(spec))];
     while let Some((tasks, rows)) = open.pop() {
@@ -146,7 +145,7 @@ pub(crate) fn windows(spec: &Spec, caps: &Caps) -> Result<Vec<Window>> {
             [range.start..middle, middle..range.end]
         };
         match beyond {
-            None if window.items(spec.head_dim_v()) <= caps.max_items => windows.push(window),
+            None if window.items(items_of_block) <= caps.max_items => windows.push(window),
             // The first half is planned first.
             _ if tasks.len() > 1 => open.extend(halves(&tasks).into_iter().rev().map(|tasks| (tasks, rows.clone()))),
             _ if rows.len() > 1 => open.extend(halves(&rows).into_iter().rev().map(|rows| (tasks.clone(), rows))),

@@ -1,7 +1,7 @@
 //! What is refused, and how memory is cut.
 
-use rapt_core::{DType, Dims, Error, Options, Shape, Spec, Strides, TensorForm};
-use rapt_shader::{Caps, Range, ShaderLaunch, Window, select, variants};
+use rapt_core::{DType, Dims, Error, Kernel, Options, Shape, Spec, Strides, TensorForm};
+use rapt_shader::{Caps, Range, ShaderLaunch, Window, select, select_kernel, variants};
 
 const DEVICE: rapt_core::Device = rapt_core::Device::Cpu;
 
@@ -32,6 +32,36 @@ fn float64_is_refused_with_the_reason() {
     );
 }
 
+/// A device with as much workgroup memory as most have.
+const COMMON: Caps = Caps { max_shared_bytes: 32 << 10, ..Caps::WEBGPU };
+
+#[test]
+fn forward_serves_where_its_tiles_fit_and_the_plan_says_why_it_does_not() {
+    let plan = |shape, caps: &Caps| select(&spec(DType::F32, shape, 1, 50), caps).unwrap();
+    let (fits, small) = (plan([1, 1, 100, 64], &COMMON), plan([1, 1, 100, 64], &Caps::WEBGPU));
+    assert_eq!((fits.key().kernel, fits.why_not_faster().as_str()), (Kernel::Forward, ""));
+    assert_eq!(fits.block_n(), 64);
+    assert_eq!((small.key().kernel, small.block_n()), (Kernel::Generic, 32));
+    assert_eq!(small.why_not_faster(), "forward takes 26884 bytes of workgroup memory, the device has 16384");
+    let long = plan([1, 1, 100, 257], &COMMON);
+    assert_eq!(long.key().kernel, Kernel::Generic);
+    assert_eq!(long.why_not_faster(), "forward sums up to 256 products in one go, head_dim is 257");
+    let few = plan([1, 1, 100, 64], &Caps { max_threads: 64, ..COMMON });
+    assert!(few.why_not_faster().contains("128 threads"), "{}", few.why_not_faster());
+}
+
+#[test]
+fn a_kernel_that_is_asked_for_by_name_runs_or_is_refused_with_the_reason() {
+    let spec = spec(DType::F32, [1, 1, 100, 64], 1, 50);
+    for kernel in [Kernel::Generic, Kernel::Forward] {
+        assert_eq!(select_kernel(&spec, &COMMON, kernel).unwrap().key().kernel, kernel);
+    }
+    let error = select_kernel(&spec, &Caps::WEBGPU, Kernel::Forward).unwrap_err();
+    let Error::Unsupported { what, why, .. } = &error else { panic!("{error}") };
+    assert!(what == "kernel forward" && why.contains("workgroup memory"), "{error}");
+    assert!(matches!(select_kernel(&spec, &COMMON, Kernel::ForwardInt8), Err(Error::Unsupported { .. })));
+}
+
 #[test]
 fn every_selected_variant_is_listed() {
     let all = variants();
@@ -42,10 +72,12 @@ fn every_selected_variant_is_listed() {
                     let (q, mask) = (form(dtype, &[1, 2, 4, 8]), mask.map(|mask| form(mask, &[4, 4])));
                     let options = Options::default().with_out_dtype(out);
                     let spec = Spec::builder(q, q, q, &options).mask(mask).build().unwrap();
-                    let plan = select(&spec, &Caps { has_16_bit_stores, ..Caps::WEBGPU }).unwrap();
-                    let variant = plan.launch_plan::<ShaderLaunch>().unwrap().variant.unwrap();
-                    assert!(all.contains(&variant), "{variant}");
-                    assert_eq!((variant.storage, variant.out), (dtype, out));
+                    for caps in [COMMON, Caps::WEBGPU] {
+                        let plan = select(&spec, &Caps { has_16_bit_stores, ..caps }).unwrap();
+                        let variant = plan.launch_plan::<ShaderLaunch>().unwrap().variant.unwrap();
+                        assert!(all.contains(&variant), "{variant}");
+                        assert_eq!((variant.storage, variant.out), (dtype, out));
+                    }
                 }
             }
         }
@@ -123,6 +155,7 @@ fn strides_of_any_sign_are_reached() {
 #[test]
 fn launches_of_too_many_workgroups_are_cut() {
     let spec = spec(DType::F32, [4, 4, 200, 8], 4, 5);
-    let caps = Caps { max_items: 10, ..Caps::WEBGPU };
-    assert!(windows(&spec, &caps).iter().all(|window| window.items(8) <= 10));
+    let plan = select(&spec, &Caps { max_items: 10, ..Caps::WEBGPU }).unwrap();
+    let launch = plan.launch_plan::<ShaderLaunch>().unwrap();
+    assert!(launch.windows.iter().all(|window| launch.items_of(window) <= 10));
 }

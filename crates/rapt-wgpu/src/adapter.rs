@@ -77,6 +77,8 @@ pub(crate) fn caps(features: Features, limits: &Limits) -> Caps {
         max_binding_bytes: limits.max_storage_buffer_binding_size,
         offset_alignment: limits.min_storage_buffer_offset_alignment,
         max_items: of_dimension.saturating_mul(of_dimension),
+        max_threads: limits.max_compute_invocations_per_workgroup.min(limits.max_compute_workgroup_size_x) as usize,
+        max_shared_bytes: limits.max_compute_workgroup_storage_size as usize,
     }
 }
 

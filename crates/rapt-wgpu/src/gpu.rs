@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, PoisonError, RwLock};
 
-use rapt_core::{Device, Error, Operands, Plan, Result as CoreResult, Spec};
+use rapt_core::{Device, Error, Kernel, Operands, Plan, Result as CoreResult, Spec};
 use rapt_shader::{Caps, ShaderLaunch};
 
 use crate::adapter::{AdapterFacts, adapter, caps, features_used};
@@ -123,11 +123,23 @@ impl Gpu {
     /// # Errors
     /// As [`select`](rapt_shader::select()); [`Error::DeviceUnavailable`] for another device, [`Error::DeviceFailed`].
     pub fn plan(&self, spec: &Spec) -> CoreResult<Plan> {
+        self.compiled(spec, rapt_shader::select)
+    }
+
+    /// As [`Gpu::plan`], but with this kernel, be it the fastest or not.
+    ///
+    /// # Errors
+    /// As [`Gpu::plan`], and as [`select_kernel`](rapt_shader::select_kernel()).
+    pub fn plan_kernel(&self, spec: &Spec, kernel: Kernel) -> CoreResult<Plan> {
+        self.compiled(spec, |spec, caps| rapt_shader::select_kernel(spec, caps, kernel))
+    }
+
+    fn compiled(&self, spec: &Spec, select: impl FnOnce(&Spec, &Caps) -> CoreResult<Plan>) -> CoreResult<Plan> {
         if spec.device != self.device() {
             let why = format!("this engine serves the buffers of {}", self.device());
             return Err(Error::DeviceUnavailable { device: spec.device, why });
         }
-        let plan = rapt_shader::select(spec, &self.caps)?;
+        let plan = select(spec, &self.caps)?;
         if let Some(variant) = &plan.launch_plan::<ShaderLaunch>()?.variant {
             self.opened()?.pipeline(variant).map_err(|error| error.on(self.device()))?;
         }

@@ -273,6 +273,6 @@ impl LaunchPlan for HostLaunch {
         format!("{}; tensors of the host are copied to {device} and back", self.on_device.why())
     }
     fn why_not_faster(&self, _: &Spec, _: &KernelKey) -> String {
-        String::new()
+        self.on_device.why_not_faster()
     }
 }

@@ -44,7 +44,13 @@ fn bind<'a>(
     Ok((wgpu::BufferBinding { buffer: tensor.buffer, offset: begin, size }, first))
 }
 
-fn bound<'a>(open: &'a Open, spec: &Spec, window: &Window, tensors: &BufferTensors<'a>) -> Result<Bound<'a>> {
+fn bound<'a>(
+    open: &'a Open,
+    spec: &Spec,
+    launch: &ShaderLaunch,
+    window: &Window,
+    tensors: &BufferTensors<'a>,
+) -> Result<Bound<'a>> {
     let limits = open.device.limits();
     let alignment = u64::from(limits.min_storage_buffer_offset_alignment);
     let mut first = [0; 8];
@@ -68,10 +74,10 @@ fn bound<'a>(open: &'a Open, spec: &Spec, window: &Window, tensors: &BufferTenso
             }
         });
     }
-    let items = window.items(spec.head_dim_v()) as u64;
+    let items = launch.items_of(window) as u64;
     let most = u64::from(limits.max_compute_workgroups_per_dimension);
     let (x, y) = (items.min(most) as u32, items.div_ceil(most) as u32);
-    Ok(Bound { buffers, params: Params::new(spec, window, first), groups: (x, y) })
+    Ok(Bound { buffers, params: Params::new(spec, launch, window, first), groups: (x, y) })
 }
 
 /// That every buffer may be bound, and what is written lies in a buffer of its own: a device takes no buffer to read and to write at once.
@@ -110,7 +116,7 @@ pub(crate) fn submit(
     let on = |error: GpuError| error.on(spec.device);
     let pipeline = open.pipeline(variant).map_err(on)?;
     let windows: Vec<Bound<'_>> =
-        launch.windows.iter().map(|window| bound(open, spec, window, tensors)).collect::<Result<_>>()?;
+        launch.windows.iter().map(|window| bound(open, spec, launch, window, tensors)).collect::<Result<_>>()?;
     let stride = params_stride(&open.device);
     let mut bytes = vec![0; stride * windows.len()];
     for (window, place) in windows.iter().zip(bytes.chunks_mut(stride)) {

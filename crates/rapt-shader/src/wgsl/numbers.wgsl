@@ -41,10 +41,11 @@ fn bits_of_kind(kind: u32) -> u32 {
     }
 }
 
+fn is_finite(bits: u32) -> bool { return (bits & INFINITY_BITS) != INFINITY_BITS; }
+fn are_finite(bits: vec4<u32>) -> bool { return all((bits & vec4<u32>(INFINITY_BITS)) != vec4<u32>(INFINITY_BITS)); }
+
 // The number of these bits, 0 where it is not finite.
-fn finite(bits: u32) -> f32 {
-    return bitcast<f32>(select(0u, bits, (bits & INFINITY_BITS) != INFINITY_BITS));
-}
+fn finite(bits: u32) -> f32 { return bitcast<f32>(select(0u, bits, is_finite(bits))); }
 
 // Two 16-bit elements lie in a word, four bytes.
 fn half_of(word: u32, at: u32) -> u32 { return (word >> ((at & 1u) * 16u)) & 0xffffu; }
@@ -57,9 +58,9 @@ fn f32_bits_of_f16(half: u32) -> u32 {
     let exponent = (half >> 10u) & 31u;
     let mantissa = half & 1023u;
     // 2^-24 is the least number: below 2^-14 the mantissa counts it.
-    if exponent == 0u { return sign | bitcast<u32>(f32(mantissa) * 5.9604644775390625e-8); }
-    if exponent == 31u { return sign | INFINITY_BITS | (mantissa << 13u); }
-    return sign | ((exponent + 112u) << 23u) | (mantissa << 13u);
+    let small = bitcast<u32>(f32(mantissa) * 5.9604644775390625e-8);
+    let normal = ((exponent + select(112u, 224u, exponent == 31u)) << 23u) | (mantissa << 13u);
+    return sign | select(normal, small, exponent == 0u);
 }
 
 // To nearest, even at ties.

@@ -4,7 +4,7 @@
 mod common;
 mod placed;
 
-use rapt_core::DType;
+use rapt_core::{DType, Kernel};
 use rapt_testkit::{Config, Engine, Tally, conformance};
 use rapt_wgpu::{Gpu, wgpu};
 
@@ -24,7 +24,7 @@ fn check(engine: Box<Engine<'_>>, config: &Config) -> Tally {
 #[test]
 fn tensors_in_buffers_conform() {
     let Some(gpu) = common::gpu() else { return };
-    let tally = check(Box::new(placed::engine(gpu)), &config(60, true));
+    let tally = check(Box::new(placed::engine(gpu, None)), &config(60, true));
     for kind in [
         "mask bool",
         "mask additive",
@@ -39,6 +39,19 @@ fn tensors_in_buffers_conform() {
         "poison",
     ] {
         assert!(tally.count(kind) > 0, "{kind} was asked");
+    }
+}
+
+/// Each kernel on all that is asked, chosen by `select` or not: tails of every length up to 70, strides and poison in float32, and problems of every
+/// dtype.
+#[test]
+fn every_kernel_conforms() {
+    let Some(gpu) = common::gpu() else { return };
+    for kernel in [Kernel::Generic, Kernel::Forward] {
+        println!("{}", kernel.name());
+        let mut engine = placed::engine(gpu, Some(kernel));
+        check(Box::new(&mut engine), &Config { dtypes: vec![DType::F32], ..config(0, true) });
+        check(Box::new(&mut engine), &Config { seed: 0x6e6e, ..config(12, false) });
     }
 }
 
@@ -65,7 +78,7 @@ fn sixteen_bits_are_stored_on_a_device_without_such_stores() {
     let gpu = Gpu::with_device(device, queue, 0);
     assert!(!gpu.caps().has_16_bit_stores);
     let config = Config { dtypes: vec![DType::F16, DType::BF16], ..config(16, false) };
-    check(Box::new(placed::engine(&gpu)), &config);
+    check(Box::new(placed::engine(&gpu, None)), &config);
 }
 
 /// `cargo xtask vulkan --whole`.
@@ -73,6 +86,6 @@ fn sixteen_bits_are_stored_on_a_device_without_such_stores() {
 #[ignore = "takes minutes on a processor"]
 fn many_problems_conform() {
     let Some(gpu) = common::gpu() else { return };
-    check(Box::new(placed::engine(gpu)), &Config { seed: 0x60d, ..config(1500, false) });
+    check(Box::new(placed::engine(gpu, None)), &Config { seed: 0x60d, ..config(1500, false) });
     check(Box::new(placed::host_engine(gpu)), &Config { seed: 0x40571, ..config(400, true) });
 }

@@ -1,7 +1,7 @@
 //! Host tensors of the testkit in buffers: the whole of each tensor's memory, with its strides, its offset modulo 64 and bands of a pattern around
 //! it, which are read back.
 
-use rapt_core::{Error, Extent, Operands, Plan, Result, Spec, Tensors, View};
+use rapt_core::{Error, Extent, Kernel, Operands, Plan, Result, Spec, Tensors, View};
 use rapt_testkit::PATTERN;
 use rapt_wgpu::wgpu::{self, BufferUsages};
 use rapt_wgpu::{BufferTensor, BufferTensors, Gpu};
@@ -47,10 +47,10 @@ impl Placed {
 }
 
 /// Runs a request of host tensors in buffers and brings the outputs' memory back, whole. Panics if a byte of an input or a band has changed.
-fn in_buffers(gpu: &Gpu, spec: &Spec, tensors: Tensors<'_>) -> Result<Plan> {
+fn in_buffers(gpu: &Gpu, kernel: Option<Kernel>, spec: &Spec, tensors: Tensors<'_>) -> Result<Plan> {
     let mut on_gpu = spec.clone();
     on_gpu.device = gpu.device();
-    let plan = gpu.plan(&on_gpu)?;
+    let plan = kernel.map_or_else(|| gpu.plan(&on_gpu), |kernel| gpu.plan_kernel(&on_gpu, kernel))?;
     // Checked as the tensors of the host that they are.
     let mut operands = Operands::check(tensors, spec)?;
     let outputs = (operands.out_ptr(), operands.lse_ptr());
@@ -110,9 +110,9 @@ fn extent_of(view: &View<'_>) -> (usize, usize) {
     (address, len_bytes)
 }
 
-/// The engine of [`in_buffers`].
-pub(crate) fn engine(gpu: &Gpu) -> impl FnMut(&Spec, Tensors<'_>) -> Result<(), Error> + '_ {
-    |spec, tensors| in_buffers(gpu, spec, tensors).map(drop)
+/// The engine of [`in_buffers`], with one kernel for all or those that `select` chooses.
+pub(crate) fn engine(gpu: &Gpu, kernel: Option<Kernel>) -> impl FnMut(&Spec, Tensors<'_>) -> Result<(), Error> + '_ {
+    move |spec, tensors| in_buffers(gpu, kernel, spec, tensors).map(drop)
 }
 
 /// The engine that copies tensors of the host.
