@@ -124,9 +124,9 @@ def halves(dtype):
     return {F16: 2e-2, BF16: 1e-1, F32: 1e-5, F64: 1e-13}[dtype]
 
 
-def case(target, own=False, refused=None, **args):
+def case(target, own=False, refused=None, infinite=None, **args):
     """One case; `own` takes torch's own result, for what depends on the dtype that is computed in; what is `refused` is an
-    error here though not in torch."""
+    error here though not in torch; of result `infinite` the zeros of torch are −∞ here."""
     ns, op, overload = target.split(".")
     op = getattr(getattr(getattr(torch.ops, ns), op), overload)
     given = {k: v for k, v in args.items() if v is not ...}
@@ -152,12 +152,14 @@ def case(target, own=False, refused=None, **args):
             wide_args["dtype"] = F64
         wide = outs(op(**wide_args))
     line["out"] = []
-    for mine, meta, far in zip(own_result, fake, wide):
+    for number, (mine, meta, far) in enumerate(zip(own_result, fake, wide)):
         if mine.dtype.is_floating_point and not own:
             torch.testing.assert_close(
                 mine.double(), far.double(), rtol=halves(mine.dtype), atol=halves(mine.dtype), equal_nan=True, msg=target
             )
             mine = far.to(mine.dtype)
+        if number == infinite:
+            mine = mine.masked_fill(mine == 0, float("-inf"))
         out = {"t": name(meta.dtype), "s": list(meta.shape)}
         if list(meta.stride()) != row_major(list(meta.shape)):
             out["d"] = list(meta.stride())
@@ -540,7 +542,8 @@ def attentions():
     flash = "aten._scaled_dot_product_flash_attention_for_cpu.default"
     for dtype in (F32, BF16, F64):
         case(flash, query=t(1, 2, 3, 4, dtype=dtype, order=heads_inside), key=t(1, 2, 2, 4, dtype=dtype), value=t(1, 2, 2, 4, dtype=dtype))
-    case(flash, query=q, key=k, value=v, attn_mask=added, scale=0.7)
+    # A row without keys has a sum of 0, whose logarithm torch's kernel says is 0.
+    case(flash, query=q, key=k, value=v, attn_mask=added, scale=0.7, infinite=1)
     case(flash, query=q, key=k, value=v, is_causal=True)
 
 
