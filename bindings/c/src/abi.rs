@@ -61,7 +61,8 @@ pub enum rapt_error {
     RAPT_ERROR_INDEX = 14,
     /// Values of a program's inputs by which it divides an integer by zero.
     RAPT_ERROR_ZERO_DIVISION = 15,
-    /// A number among new keys or values that the format of their cache does not hold, or a factor that divides nothing.
+    /// A number among new keys or values that the format of their cache does not hold, or a factor that divides nothing;
+    /// a singular matrix that a program inverts or solves with.
     RAPT_ERROR_NUMBER = 16,
 }
 

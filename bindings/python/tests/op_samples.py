@@ -13,6 +13,7 @@ import op_samples_losses
 import op_samples_more
 import op_samples_plain
 import op_samples_special
+import op_samples_systems
 import op_samples_wider
 import torch
 from one_node import copy_of
@@ -224,7 +225,7 @@ OVERLOADS = {
     A + "squeeze.dims": Row(None, "bits"),
 }
 # Operators that the zoo's programs do not need, and others do.
-_FILES = (op_samples_more, op_samples_wider, op_samples_losses, op_samples_plain, op_samples_special)
+_FILES = (op_samples_more, op_samples_wider, op_samples_losses, op_samples_plain, op_samples_special, op_samples_systems)
 MORE = {name: Row(*row) for file in _FILES for name, row in file.ROWS.items()}
 OWN = {name: written for file in _FILES for name, written in getattr(file, "OWN", {}).items()}
 # What is no operator on tensors: the arithmetic of sizes and the parts of a result. The zoo's programs have them.

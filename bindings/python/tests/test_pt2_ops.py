@@ -23,6 +23,7 @@ pytest.importorskip("transformers")
 from one_node import OneNode  # noqa: E402
 from op_samples_nonfinite import SAMPLES as NOT_FINITE  # noqa: E402
 from op_samples import DTYPES, MORE, NOT_ON_TENSORS, OVERLOADS, overload_of, samples  # noqa: E402
+from op_samples_systems import ROWS as SYSTEMS  # noqa: E402
 from pt2_compare import difference  # noqa: E402
 from reference import to_torch  # noqa: E402
 
@@ -160,7 +161,7 @@ def test_an_operator_gives_what_torch_gives(name):
     failures, count = [], 0
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for dtype in DTYPES if name in OVERLOADS else FEWER:
+        for dtype in DTYPES if name in OVERLOADS or name in SYSTEMS else FEWER:
             for sample in samples(name, dtype, MOST if name in OVERLOADS or WHOLE else 1):
                 count += 1
                 wrong = check(name, sample)

@@ -39,7 +39,8 @@ pub enum ErrorKind {
     Index,
     /// The values of a program's inputs make it divide an integer by zero.
     ZeroDivision,
-    /// A number among a tensor's elements that the asked format does not hold, or whose error is larger than was asked.
+    /// A number among a tensor's elements that the asked format does not hold, or whose error is larger than was asked; a matrix of a
+    /// program that is singular where its inverse is asked.
     Number,
 }
 

@@ -32,11 +32,19 @@ impl Graph {
     /// That nobody reads a result that an operator does not compute.
     fn check_absent(&self) -> Result<(), Error> {
         for node in &self.nodes {
-            let Op::Svd(op) = &node.op else { continue };
+            let (absent, why) = match &node.op {
+                Op::Svd(op) => {
+                    (op.absent(), "singular values are served, and the vectors that the program reads are not")
+                }
+                Op::System(op) => (
+                    op.absent(),
+                    "solutions and determinants are served, and the factors that the program reads are not",
+                ),
+                _ => continue,
+            };
             let read = |&n: &usize| node.outputs.get(n).copied().flatten().is_some_and(|id| self.is_read(id));
-            if op.absent().iter().any(read) {
-                let cause =
-                    OpError::Refused("singular values are served, and the vectors that the program reads are not");
+            if absent.iter().any(read) {
+                let cause = OpError::Refused(why);
                 return Err(Error::Node { node: node.name.clone(), target: node.target.clone(), cause });
             }
         }

@@ -281,6 +281,18 @@ pub enum OpError {
     /// An integer division by zero.
     #[error("an integer is divided by zero")]
     ZeroDivision,
+    /// A matrix that is singular, or not positive definite, where the operator needs one that is not.
+    #[error("{name}: matrix {place} is {}", because(*at, *definite))]
+    Singular {
+        /// The function.
+        name: &'static str,
+        /// Which matrix of the batch.
+        place: usize,
+        /// The pivot that is 0, or the order of the leading part that is not positive definite, counted from 1.
+        at: i64,
+        /// Whether a matrix has to be positive definite.
+        definite: bool,
+    },
     /// A result of more elements than the interpreter holds.
     #[error("{0} elements are more than the interpreter holds")]
     TooLarge(i64),
@@ -316,4 +328,12 @@ pub enum OpError {
         /// The dimension's size.
         size: i64,
     },
+}
+
+fn because(at: i64, definite: bool) -> String {
+    if definite {
+        format!("not positive definite: its leading part of order {at} is not")
+    } else {
+        format!("singular: its pivot {at} is zero")
+    }
 }

@@ -8,6 +8,7 @@
 
 mod archive;
 mod display;
+mod effects;
 mod error;
 mod expr;
 mod guard;

@@ -12,6 +12,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use rapt_core::DType;
 use serde::de::DeserializeOwned;
 
+use crate::effects;
 use crate::guard::Inputs;
 use crate::inline;
 use crate::lower;
@@ -66,9 +67,11 @@ impl Program {
             return Err(Error::SchemaVersion { found: (major, minor), torch });
         }
         let program: schema::ExportedProgram = json(entry, bytes)?;
-        let module = program.graph_module;
+        let mut module = program.graph_module;
         let mut hints = BTreeMap::new();
-        let graph = graph(inline::regions(module.graph), &mut hints)?;
+        let mut nodes = inline::regions(module.graph);
+        effects::without_tokens(&mut nodes, &mut module.signature);
+        let graph = graph(nodes, &mut hints)?;
         let signature = signature(module.signature, &graph)?;
         let symbols = symbols(&graph, &program.range_constraints, &hints);
         let root = module.module_call_graph.into_iter().find(|entry| entry.fqn.is_empty());

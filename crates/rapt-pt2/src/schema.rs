@@ -235,7 +235,7 @@ pub(crate) enum Argument {
     AsGraph(GraphArgument),
     AsOptionalTensors(Vec<OptionalTensor>),
     AsCustomObj(IgnoredAny),
-    AsOperator(IgnoredAny),
+    AsOperator(String),
     AsSymFloat(SymFloatArgument),
     AsSymFloats(IgnoredAny),
     AsOptionalTensor(OptionalTensor),

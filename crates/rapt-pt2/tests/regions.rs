@@ -1,4 +1,4 @@
-//! Regions that switch gradients or autocasting off: their nodes take their place, under names of their own.
+//! Regions that switch gradients or autocasting off: their nodes take their place, under names of their own. Checks with tokens.
 #![allow(missing_docs)]
 
 use rapt_pt2::{Argument, Error, Program};
@@ -118,4 +118,47 @@ fn names_that_meet_are_refused() {
     let open = graph(&["a"], &[neg("x", "c")], &["c"], &["a", "x", "c"]);
     let undefined = read(&[region(&open, &["x"], &["d"])], &["d"], &["x", "d"]);
     assert!(matches!(undefined, Err(Error::Undefined { name, .. }) if name == "region_0.x"));
+}
+
+/// A program with a token, whose node with effects calls `operator`.
+fn with_token(operator: &str) -> Result<Program, Error> {
+    let check = format!(
+        r#"{{"target": "torch.ops.higher_order.with_effects", "inputs": [{{"name": "", "arg": {}}},
+            {{"name": "", "arg": {{"as_operator": "{operator}"}}}}, {{"name": "", "arg": {}}},
+            {{"name": "", "arg": {{"as_string": "linalg.inv"}}}}, {{"name": "is_matrix", "arg": {{"as_bool": false}}}}],
+            "outputs": [{}, {{"as_none": true}}]}}"#,
+        tensor("t"),
+        tensor("x"),
+        tensor("after")
+    );
+    let json = format!(
+        r#"{{"graph_module": {{"graph": {}, "signature": {{
+            "input_specs": [{{"token": {{"arg": {{"name": "t"}}}}}}, {{"user_input": {{"arg": {}}}}}],
+            "output_specs": [{{"token": {{"arg": {{"name": "after"}}}}}}, {{"user_output": {{"arg": {}}}}}]}}}},
+            "schema_version": {{"major": 8, "minor": 20}}}}"#,
+        graph(&["t", "x"], &[check, neg("x", "y")], &["after", "y"], &["t", "x", "after", "y"]),
+        tensor("x"),
+        tensor("y")
+    );
+    Program::from_json(json.as_bytes())
+}
+
+#[test]
+fn a_check_of_matrices_needs_no_token() {
+    let program = with_token("torch.ops.aten._linalg_check_errors.default").expect("a program");
+    let [check, neg] = &program.graph.nodes[..] else { panic!("two nodes") };
+    assert_eq!(check.target, "torch.ops.aten._linalg_check_errors.default");
+    let names: Vec<&str> = check.inputs.iter().map(|input| input.name.as_str()).collect();
+    assert_eq!((names, check.outputs.len()), (vec!["info", "api_name", "is_matrix"], 0));
+    assert_eq!(check.inputs[0].value, Argument::Tensor("x".into()));
+    assert_eq!(neg.target, "torch.ops.aten.neg.default");
+    assert_eq!((program.signature.inputs.len(), program.signature.outputs.len()), (1, 1));
+    let values: Vec<&str> = program.graph.tensors.keys().map(String::as_str).collect();
+    assert_eq!(values, ["x", "y"]);
+}
+
+#[test]
+fn another_operator_with_effects_is_refused_with_its_token() {
+    let refused = with_token("torch.ops.aten._print.default");
+    assert!(matches!(&refused, Err(Error::InputKind { name, kind: "token" }) if name == "t"), "{refused:?}");
 }

@@ -127,7 +127,7 @@ fn classes(py: Python<'_>) -> PyResult<&Classes> {
                 "The values of a program's inputs make it divide an integer by zero.",
                 py.get_type::<PyZeroDivisionError>(),
             ),
-            ("NumberError", "A number in a tensor that the asked format does not hold.", value_error()),
+            ("NumberError", "A number that the asked format does not hold, or a singular matrix.", value_error()),
             (
                 "UnsupportedError",
                 "A valid request that this build does not serve.",

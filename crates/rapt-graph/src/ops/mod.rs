@@ -16,7 +16,10 @@ mod cross;
 mod diagonal;
 mod distance;
 mod einsum;
+mod factors;
 mod fill;
+mod frexp;
+mod gamma;
 mod index;
 mod join;
 mod linear;
@@ -47,6 +50,7 @@ mod special;
 mod std_sort;
 mod svd;
 mod sym;
+mod system;
 mod target;
 mod trilinear;
 mod unpool;
@@ -67,6 +71,7 @@ pub use cross::Cross;
 pub use diagonal::Diagonal;
 pub use distance::Distance;
 pub use einsum::{Einsum, Equation, Name};
+pub use frexp::Frexp;
 pub use index::Index;
 pub use join::{Join, Joining};
 pub use linear::Linear;
@@ -95,6 +100,7 @@ pub use sort::Sort;
 pub use special::Special;
 pub use svd::Svd;
 pub use sym::{Sym, SymArg, SymOp};
+pub use system::System;
 pub use target::Target;
 pub use trilinear::Trilinear;
 pub use unpool::Unpool;
@@ -247,6 +253,10 @@ families! {
     MatrixNorm(MatrixNorm);
     /// Singular values.
     Svd(Svd);
+    /// Systems of linear equations.
+    System(System);
+    /// Parts of floats.
+    Frexp(Frexp);
     /// Sums of products of three tensors.
     Trilinear(Trilinear);
     /// Sums of products of two tensors, powers and chains of matrices.

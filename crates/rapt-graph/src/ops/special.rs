@@ -7,6 +7,7 @@
 use rapt_core::DType;
 
 use super::Operand;
+use super::gamma::{EVEN_BERNOULLI, incomplete, zeta};
 use super::pointwise::promoted;
 use super::shape::{need_float, need_number, need_plain, need_same, scalar_float};
 use crate::number::{is_float, round, wrap};
@@ -38,6 +39,9 @@ enum Function {
     Mvlgamma(i32),
     /// `Σ 1 / (q + k)^x`, from k = 0 on.
     Zeta,
+    /// The incomplete gamma function of order x at y, regularized, and 1 less it.
+    Igamma,
+    Igammac,
     /// `sin(πx) / πx`.
     Sinc,
     /// `−x log x`.
@@ -84,6 +88,8 @@ impl Special {
             "i1.default" => one(Function::Bessel(1, false)),
             "i1e.default" => one(Function::Bessel(1, true)),
             "zeta.default" | "zeta.self_scalar" | "zeta.other_scalar" => both(Function::Zeta),
+            "igamma.default" | "gammainc.default" => both(Function::Igamma),
+            "igammac.default" | "gammaincc.default" => both(Function::Igammac),
             "xlog1py.default" | "xlog1py.self_scalar" | "xlog1py.other_scalar" => both(Function::Xlog1py),
             "nextafter.default" => both(Function::Nextafter),
             "ldexp.Tensor" | "ldexp.default" => both(Function::Ldexp),
@@ -116,7 +122,10 @@ impl Special {
         cast: &mut dyn FnMut(ValueId, DType) -> ValueId,
     ) {
         // Each operand of ldexp has a part of its own in the result's dtype.
-        let promotes = matches!(self.function, Function::Zeta | Function::Xlog1py | Function::Gcd | Function::Lcm);
+        let promotes = matches!(
+            self.function,
+            Function::Zeta | Function::Xlog1py | Function::Igamma | Function::Igammac | Function::Gcd | Function::Lcm
+        );
         let (&mut [Operand::Tensor(ref mut a), Operand::Tensor(ref mut b)], true) = (&mut self.operands[..], promotes)
         else {
             return;
@@ -282,6 +291,8 @@ impl Special {
     fn both(&self, x: f64, y: f64, dtype: DType) -> f64 {
         match self.function {
             Function::Zeta => zeta(x, y),
+            Function::Igamma => incomplete(x, y).0,
+            Function::Igammac => incomplete(x, y).1,
             Function::Xlog1py if y.is_nan() => y,
             Function::Xlog1py if x == 0.0 => 0.0,
             Function::Xlog1py => x * y.ln_1p(),
@@ -464,10 +475,6 @@ fn digamma(x: f64) -> f64 {
     sum + x.ln() - 0.5 / x - series
 }
 
-/// The Bernoulli numbers B₂, B₄, ….
-const EVEN_BERNOULLI: [f64; 8] =
-    [1.0 / 6.0, -1.0 / 30.0, 1.0 / 42.0, -1.0 / 30.0, 5.0 / 66.0, -691.0 / 2730.0, 7.0 / 6.0, -3617.0 / 510.0];
-
 /// The derivative of digamma as PyTorch computes it: six steps up and four terms, 10 digits.
 fn trigamma(x: f64) -> f64 {
     let (mut x, mut sum, mut sign) = (x, 0.0, 1.0);
@@ -489,46 +496,6 @@ fn polygamma(n: i32, x: f64) -> f64 {
     let factorial = libm::tgamma(f64::from(n) + 1.0);
     let sign = if n % 2 == 0 { -1.0 } else { 1.0 };
     sign * factorial * zeta(f64::from(n) + 1.0, x)
-}
-
-/// The Hurwitz zeta function by Euler and Maclaurin's formula (DLMF 25.11.28), with PyTorch's verdicts at its poles.
-fn zeta(x: f64, q: f64) -> f64 {
-    if x == 1.0 {
-        return f64::INFINITY;
-    }
-    if x < 1.0 || x.is_nan() || q.is_nan() {
-        return f64::NAN;
-    }
-    if q <= 0.0 {
-        if q == q.floor() {
-            return f64::INFINITY;
-        }
-        if x != x.floor() {
-            return f64::NAN;
-        }
-    }
-    // Terms one by one until the formula for the rest is exact.
-    let (mut a, mut sum, mut count) = (q, 0.0, 0);
-    while a < 12.0 || count < 12 {
-        sum += a.powf(-x);
-        a += 1.0;
-        count += 1;
-        if count > 100_000 {
-            return f64::NAN;
-        }
-    }
-    let last = a.powf(-x);
-    sum += last * a / (x - 1.0) + 0.5 * last;
-    let (mut factor, mut power) = (x, last / a);
-    let mut factorial = 2.0;
-    for (k, b) in EVEN_BERNOULLI.iter().enumerate() {
-        sum += b * factor * power / factorial;
-        let n = 2.0 * k as f64 + 1.0;
-        factor *= (x + n) * (x + n + 1.0);
-        power /= a * a;
-        factorial *= (n + 2.0) * (n + 3.0);
-    }
-    sum
 }
 
 /// The modified Bessel function of order 0 or 1: up to 30 its power series (DLMF 10.25.2), whose terms are all of one sign; beyond

@@ -137,6 +137,7 @@ impl ModelError {
             ModelError::Values { cause, .. } => match cause {
                 OpError::IndexOutOfRange { .. } => ErrorKind::Index,
                 OpError::ZeroDivision => ErrorKind::ZeroDivision,
+                OpError::Singular { .. } => ErrorKind::Number,
                 OpError::Shape(_) | OpError::Assertion { .. } => ErrorKind::Shape,
                 _ => ErrorKind::Program,
             },

@@ -169,8 +169,9 @@ impl<'a> Builder<'a> {
     /// Whether a node is needed: for a result, for what it writes, or because it may refuse the run.
     fn is_wanted(&self, n: usize) -> bool {
         let node = &self.inner.graph.nodes[n];
-        let asserts = matches!(&node.op, Op::Sym(_)) && self.computes(n);
-        asserts || node.op.mutates().is_some() || node.outputs.iter().flatten().any(|id| self.wanted[id.0 as usize])
+        asserts(&node.op)
+            || node.op.mutates().is_some()
+            || node.outputs.iter().flatten().any(|id| self.wanted[id.0 as usize])
     }
 
     /// Of each node, the buffer of the program that its result is the new content of, where it can be written there: it
@@ -455,7 +456,11 @@ pub(super) fn read_by(node: &Node) -> &[ValueId] {
 
 /// Whether an operator asserts something of a tensor's elements.
 fn asserts(op: &Op) -> bool {
-    matches!(op, Op::Sym(Sym::AssertTensor(..)))
+    match op {
+        Op::Sym(op) => matches!(op, Sym::AssertTensor(..)),
+        Op::System(op) => op.asserts(),
+        _ => false,
+    }
 }
 
 impl Step {
