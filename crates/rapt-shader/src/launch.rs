@@ -2,18 +2,20 @@
 
 use rapt_core::{Cost, Kernel, KernelKey, Launch, LaunchPlan, Spec, Work};
 
-use crate::variant::{BLOCK_M, KernelVariant, Tiles};
+use crate::partition::Partition;
+use crate::variant::{Algorithm, KernelVariant, Tiles};
 use crate::window::Window;
 
-/// What a run launches: one kernel, window by window.
+/// What a run launches: one kernel or two, window by window.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ShaderLaunch {
     /// The kernel; `None` where nothing is written.
     pub variant: Option<KernelVariant>,
+    /// The kernel that folds what that one leaves, if it leaves something.
+    pub combine: Option<KernelVariant>,
     /// The windows, in order.
     pub windows: Vec<Window>,
-    /// Blocks of columns of values.
-    pub(crate) dv_blocks: usize,
+    pub(crate) partition: Partition,
     pub(crate) cost: Cost,
     pub(crate) work: Option<Work>,
     /// Why not a faster kernel; empty if there is none.
@@ -24,7 +26,19 @@ impl ShaderLaunch {
     /// Workgroups of the launch of `window`.
     #[must_use]
     pub fn items_of(&self, window: &Window) -> usize {
-        window.items(self.dv_blocks)
+        window.blocks() * self.partition.items_of_block()
+    }
+
+    /// Workgroups of `combine` for `window`.
+    #[must_use]
+    pub fn combine_items_of(&self, window: &Window) -> usize {
+        window.tasks.len() * self.partition.row_fours
+    }
+
+    /// Bytes that `window` leaves to `combine`.
+    #[must_use]
+    pub fn partial_bytes_of(&self, window: &Window) -> usize {
+        window.tasks.len() * self.partition.partial_bytes
     }
 
     fn tiles(&self) -> Tiles {
@@ -34,13 +48,13 @@ impl ShaderLaunch {
 
 impl LaunchPlan for ShaderLaunch {
     fn block_m(&self) -> usize {
-        BLOCK_M
+        self.tiles().block_m
     }
     fn block_n(&self) -> usize {
         self.tiles().block_n
     }
     fn num_splits(&self) -> usize {
-        1
+        self.partition.num_splits
     }
     fn items(&self) -> usize {
         self.windows.iter().map(|window| self.items_of(window)).sum()
@@ -49,13 +63,13 @@ impl LaunchPlan for ShaderLaunch {
         self.tiles().threads
     }
     fn workspace_bytes(&self) -> usize {
-        0
+        self.windows.iter().map(|window| self.partial_bytes_of(window)).max().unwrap_or(0)
     }
     fn cost(&self) -> &Cost {
         &self.cost
     }
     fn kv_in_place(&self) -> bool {
-        false
+        matches!(self.variant, Some(KernelVariant { algorithm: Algorithm::Decode { .. }, .. }))
     }
     fn work(&self) -> Option<Work> {
         self.work
@@ -65,11 +79,19 @@ impl LaunchPlan for ShaderLaunch {
         Some(Launch { blocks: self.items(), block_threads: threads, shared_bytes, multiprocessors: 1, compiled: None })
     }
     fn why(&self, spec: &Spec, key: &KernelKey) -> String {
+        let rows = spec.group_size() * spec.q_len();
         let why = match key.kernel {
             Kernel::Empty => return "nothing is written".to_owned(),
             Kernel::Forward => {
-                let rows = spec.group_size() * spec.q_len();
                 format!("{rows} query rows for a key head: products on registers, of tiles in workgroup memory")
+            }
+            Kernel::Decode => {
+                let Partition { num_splits, split_keys, .. } = self.partition;
+                let split = format!("keys in {num_splits} of {split_keys}, folded by a second launch");
+                format!(
+                    "{rows} query rows for a key head: k and v are read once for {} of them; {split}",
+                    self.block_m()
+                )
             }
             _ => "it serves every size and device: any strides, on the ordinary units".to_owned(),
         };

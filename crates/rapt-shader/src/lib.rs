@@ -1,9 +1,9 @@
 //! Attention as WGSL text, for GPUs that WebGPU reaches.
 //!
 //! ```text
-//! select(&Spec, &Caps) -> Plan       which variant, how rows are dealt, and in which windows of memory    select.rs, launch.rs, window.rs
-//! KernelVariant::source() -> String  the text of a variant: parts that all share, and an algorithm          source.rs, wgsl/
-//! Params                             a window's parameters, byte for byte as the text declares them       params.rs
+//! select(&Spec, &Caps) -> Plan       which variant, how rows and keys are dealt, in which windows of memory    select.rs, partition.rs, window.rs
+//! KernelVariant::source() -> String  the text of a variant: parts that all share, and an algorithm           source.rs, wgsl/
+//! Params                             a window's parameters, byte for byte as the text declares them          params.rs
 //! ```
 //!
 //! Pure: no device, no pointer, no unsafe code; whoever has a device compiles the text and binds the windows. Deliberately absent: f64,
@@ -14,6 +14,7 @@
 mod caps;
 mod launch;
 mod params;
+mod partition;
 mod select;
 mod source;
 mod variant;
@@ -23,5 +24,5 @@ pub use caps::Caps;
 pub use launch::ShaderLaunch;
 pub use params::Params;
 pub use select::{select, select_kernel, variants};
-pub use variant::{Algorithm, BINDINGS, Binding, KernelVariant, Stores};
+pub use variant::{Algorithm, BINDINGS, Binding, KernelVariant, PARTIALS, Stores};
 pub use window::{Range, Window};

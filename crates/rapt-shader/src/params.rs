@@ -71,6 +71,11 @@ params! {
     first_row_block: u32 = "u32";
     row_blocks: u32 = "u32";
     dv_blocks: u32 = "u32";
+    row_tiles: u32 = "u32";
+    row_fours: u32 = "u32";
+    num_splits: u32 = "u32";
+    split_keys: u32 = "u32";
+    combine_items: u32 = "u32";
     kv_heads: u32 = "u32";
     group_size: u32 = "u32";
     rows: u32 = "u32";
@@ -168,7 +173,12 @@ impl Params {
             first_task: int(window.tasks.start),
             first_row_block: int(window.row_blocks.start),
             row_blocks: int(window.row_blocks.len()),
-            dv_blocks: int(launch.dv_blocks),
+            dv_blocks: int(launch.partition.dv_blocks),
+            row_tiles: int(launch.partition.row_tiles),
+            row_fours: int(launch.partition.row_fours),
+            num_splits: int(launch.partition.num_splits),
+            split_keys: int(launch.partition.split_keys),
+            combine_items: int(launch.combine_items_of(window)),
             kv_heads: int(spec.num_kv_heads()),
             group_size: int(spec.group_size()),
             rows: int(spec.group_size() * spec.q_len()),

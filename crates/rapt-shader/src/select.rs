@@ -1,6 +1,6 @@
 //! From a spec to a plan: pure, total, without a device.
 //!
-//! `forward` where its tiles fit the device and the request, else `generic`. What a kernel sums, and in which order, depends on neither batch,
+//! `decode` for few rows of a key head, else `forward`, where their tiles fit the device and the request; else `generic`. What a kernel sums, and in which order, depends on neither batch,
 //! strides, alignment nor windows: the bits of a row are its own.
 
 use rapt_core::{
@@ -10,7 +10,8 @@ use rapt_core::{
 use crate::caps::Caps;
 use crate::launch::ShaderLaunch;
 use crate::params::MOST_LEN;
-use crate::variant::{Algorithm, BLOCK_M, KernelVariant, Stores, Tiles};
+use crate::partition::Partition;
+use crate::variant::{Algorithm, KernelVariant, MOST_FEW_ROWS, Stores, Tiles};
 use crate::window::windows;
 
 fn refuse_what_is_not_served(spec: &Spec) -> Result<()> {
@@ -69,20 +70,49 @@ fn cost(spec: &Spec) -> Cost {
     }
 }
 
-/// Products of which `forward` sums the most in one go.
+/// Products that `forward` and the lanes of `decode` sum in one go, and columns of q that `decode` has room for.
 const MOST_HEAD_DIM: usize = 256;
 
-/// `forward` for `spec`, or why it does not serve it.
-fn forward(spec: &Spec, caps: &Caps) -> core::result::Result<Algorithm, String> {
-    if spec.head_dim() > MOST_HEAD_DIM {
-        return Err(format!("forward sums up to {MOST_HEAD_DIM} products in one go, head_dim is {}", spec.head_dim()));
+/// An algorithm for a spec, or why it does not serve it.
+type Answer = core::result::Result<Algorithm, String>;
+
+fn is_short(spec: &Spec, name: &str) -> core::result::Result<(), String> {
+    match spec.head_dim() {
+        ..=MOST_HEAD_DIM => Ok(()),
+        d => Err(format!("{name} sums up to {MOST_HEAD_DIM} products in one go, head_dim is {d}")),
     }
-    let column_groups = spec.head_dim_v().div_ceil(64).clamp(1, 2);
-    fits(Algorithm::Forward { column_groups }, caps)
+}
+
+fn forward(spec: &Spec, caps: &Caps) -> Answer {
+    is_short(spec, "forward")?;
+    fits(Algorithm::Forward { column_groups: spec.head_dim_v().div_ceil(64).clamp(1, 2) }, caps)
+}
+
+fn few_rows(spec: &Spec) -> bool {
+    spec.group_size().saturating_mul(spec.q_len()) <= MOST_FEW_ROWS
+}
+
+fn decode(spec: &Spec, caps: &Caps) -> Answer {
+    if !few_rows(spec) {
+        let rows = spec.group_size().saturating_mul(spec.q_len());
+        return Err(format!("decode serves up to {MOST_FEW_ROWS} query rows for a key head, here are {rows}"));
+    }
+    is_short(spec, "decode")?;
+    let one = Algorithm::Decode { row_groups: 1 };
+    let algorithm = match spec.group_size() * spec.q_len() {
+        ..=4 => fits(one, caps),
+        _ => fits(Algorithm::Decode { row_groups: 2 }, caps).or_else(|_| fits(one, caps)),
+    }?;
+    match Partition::new(spec, algorithm).partial_bytes {
+        bytes if bytes as u64 > caps.max_binding_bytes => {
+            Err(format!("decode leaves {bytes} bytes of a key head, the device binds {}", caps.max_binding_bytes))
+        }
+        _ => Ok(algorithm),
+    }
 }
 
 /// `algorithm`, or what of it the device does not have.
-fn fits(algorithm: Algorithm, caps: &Caps) -> core::result::Result<Algorithm, String> {
+fn fits(algorithm: Algorithm, caps: &Caps) -> Answer {
     let (name, Tiles { threads, shared_bytes, .. }) = (algorithm.kernel().name(), algorithm.tiles());
     if shared_bytes > caps.max_shared_bytes {
         let has = caps.max_shared_bytes;
@@ -100,11 +130,19 @@ fn fits(algorithm: Algorithm, caps: &Caps) -> core::result::Result<Algorithm, St
 /// [`Error::Unsupported`] for float64, codes, pages, sequences with lengths of their own, lengths beyond 2^29, and a head of which one tensor
 /// is longer than a binding may be.
 pub fn select(spec: &Spec, caps: &Caps) -> Result<Plan> {
-    let (algorithm, why_not) = match forward(spec, caps) {
-        Ok(algorithm) => (algorithm, String::new()),
-        Err(why_not) => (Algorithm::Generic, why_not),
-    };
-    plan(spec, caps, algorithm, why_not)
+    let rules: &[fn(&Spec, &Caps) -> Answer] = if few_rows(spec) { &[decode, forward] } else { &[forward] };
+    let mut why_not = Vec::new();
+    let mut chosen = None;
+    for rule in rules {
+        match rule(spec, caps) {
+            Ok(algorithm) => {
+                chosen = Some(algorithm);
+                break;
+            }
+            Err(why) => why_not.push(why),
+        }
+    }
+    plan(spec, caps, chosen.unwrap_or(Algorithm::Generic), why_not.join("; "))
 }
 
 /// As [`select`], but with this kernel, be it the fastest or not.
@@ -115,6 +153,7 @@ pub fn select_kernel(spec: &Spec, caps: &Caps, kernel: Kernel) -> Result<Plan> {
     let algorithm = match kernel {
         Kernel::Generic => Ok(Algorithm::Generic),
         Kernel::Forward => forward(spec, caps),
+        Kernel::Decode => decode(spec, caps),
         _ => Err("there is no such kernel in WGSL".to_owned()),
     };
     let unserved = |why| Error::unsupported(format!("kernel {}", kernel.name()), why, "leave the choice to `select`");
@@ -124,15 +163,21 @@ pub fn select_kernel(spec: &Spec, caps: &Caps, kernel: Kernel) -> Result<Plan> {
 fn plan(spec: &Spec, caps: &Caps, algorithm: Algorithm, why_not_faster: String) -> Result<Plan> {
     refuse_what_is_not_served(spec)?;
     let is_empty = spec.out.shape.contains(&0);
-    let dv_blocks = spec.head_dim_v().div_ceil(algorithm.tiles().block_dv);
-    let windows = if is_empty { Vec::new() } else { windows(spec, caps, dv_blocks)? };
+    let partition = Partition::new(spec, algorithm);
+    let windows = if is_empty { Vec::new() } else { windows(spec, caps, &partition)? };
     let work = (!is_empty).then(|| Work {
         tasks: spec.batch() * spec.num_kv_heads(),
         rows: spec.group_size() * spec.q_len(),
-        rows_per_item: BLOCK_M,
-        keys_per_item: spec.kv_len().max(1),
+        rows_per_item: algorithm.tiles().block_m,
+        keys_per_item: partition.split_keys,
     });
-    let variant = (!is_empty).then(|| KernelVariant::of(algorithm, spec, caps.has_16_bit_stores));
+    let (variant, combine) = match is_empty {
+        true => (None, None),
+        false => {
+            let (variant, combine) = KernelVariant::all_of(algorithm, spec, caps.has_16_bit_stores);
+            (Some(variant), combine)
+        }
+    };
     let key = KernelKey {
         direction: spec.direction,
         kernel: if is_empty { Kernel::Empty } else { algorithm.kernel() },
@@ -147,11 +192,11 @@ fn plan(spec: &Spec, caps: &Caps, algorithm: Algorithm, why_not_faster: String) 
         kv: spec.kv,
         arch: Arch::Wgsl,
     };
-    let launch = ShaderLaunch { variant, windows, dv_blocks, cost: cost(spec), work, why_not_faster };
+    let launch = ShaderLaunch { variant, combine, windows, partition, cost: cost(spec), work, why_not_faster };
     Ok(Plan::new(spec.clone(), key, launch))
 }
 
-/// Every variant that [`select`] may choose on any device.
+/// Every variant that a plan may launch on any device.
 #[must_use]
 pub fn variants() -> Vec<KernelVariant> {
     let floats = [DType::F32, DType::F16, DType::BF16];
@@ -170,5 +215,19 @@ pub fn variants() -> Vec<KernelVariant> {
             }
         }
     }
+    for row_groups in [1, 2] {
+        for storage in floats {
+            let algorithm = Algorithm::Decode { row_groups };
+            all.extend(masks.map(|mask| KernelVariant {
+                algorithm,
+                storage,
+                mask,
+                out: DType::F32,
+                stores: Stores::Words,
+            }));
+        }
+    }
+    let (algorithm, storage, mask) = (Algorithm::Combine, DType::F32, None);
+    all.extend(outs().map(|(out, stores)| KernelVariant { algorithm, storage, mask, out, stores }));
     all
 }

@@ -12,14 +12,17 @@ use std::fmt::Write;
 use rapt_core::DType;
 
 use crate::params::{Params, VECTOR_DTYPES};
-use crate::variant::{Algorithm, BINDINGS, BLOCK_M, Binding, KernelVariant, Stores, Tiles};
+use crate::variant::{Algorithm, Binding, KernelVariant, Stores, Tiles};
 
 const NUMBERS: &str = include_str!("wgsl/numbers.wgsl");
 const MATH: &str = include_str!("wgsl/math.wgsl");
 const ROWS: &str = include_str!("wgsl/rows.wgsl");
 const SCORES: &str = include_str!("wgsl/scores.wgsl");
+const ENDS: &str = include_str!("wgsl/ends.wgsl");
 const GENERIC: &str = include_str!("wgsl/generic.wgsl");
 const FORWARD: &str = include_str!("wgsl/forward.wgsl");
+const DECODE: &str = include_str!("wgsl/decode.wgsl");
+const COMBINE: &str = include_str!("wgsl/combine.wgsl");
 
 /// `text` once for each value of `$name` below `count` if it has that word.
 fn repeated(text: &str, name: &str, count: usize) -> String {
@@ -65,40 +68,61 @@ fn bits_at(tensor: &str, dtype: DType) -> String {
 }
 
 impl KernelVariant {
-    /// The text, with `Params` as binding 0 and [`BINDINGS`] behind it, all in group 0.
+    /// The text, with `Params` as binding 0 and [`bindings`](KernelVariant::bindings) behind it, all in group 0.
     #[must_use]
     pub fn source(&self) -> String {
-        let enable = if self.stores == Stores::Halves { "enable wgpu_int16;\n\n" } else { "" };
+        let enable = if self.binds("out") && self.stores == Stores::Halves { "enable wgpu_int16;\n\n" } else { "" };
         let mut text =
             format!("// {self}\n{enable}{}@group(0) @binding(0) var<storage, read> p: Params;\n", Params::WGSL);
-        for binding in BINDINGS {
+        for binding in self.bindings() {
             self.write_binding(&mut text, binding);
         }
         text.push('\n');
-        for tensor in ["q", "k", "v"] {
+        for tensor in ["q", "k", "v"].into_iter().filter(|tensor| self.binds(tensor)) {
             self.write_reader(&mut text, tensor);
         }
-        for tensor in ["sinks", "alibi"] {
+        for tensor in ["sinks", "alibi"].into_iter().filter(|tensor| self.binds(tensor)) {
             write_vector_reader(&mut text, tensor);
         }
-        self.write_mask(&mut text);
-        self.write_store(&mut text);
-        let Tiles { block_n, block_dv, .. } = self.algorithm.tiles();
+        if self.binds("mask") {
+            self.write_mask(&mut text);
+        }
+        if self.binds("out") {
+            self.write_store(&mut text);
+        }
+        let Tiles { block_m, block_n, block_dv, .. } = self.algorithm.tiles();
         let has_mask = self.mask.is_some();
-        let _ = writeln!(text, "\nconst BLOCK_M: u32 = {BLOCK_M}u;\nconst BLOCK_N: u32 = {block_n}u;");
+        let _ = writeln!(text, "\nconst BLOCK_M: u32 = {block_m}u;\nconst BLOCK_N: u32 = {block_n}u;");
         let _ = writeln!(text, "const BLOCK_DV: u32 = {block_dv}u;\nconst HAS_MASK: bool = {has_mask};");
-        let algorithm = match self.algorithm {
-            Algorithm::Generic => GENERIC.to_owned(),
-            Algorithm::Forward { column_groups } => {
-                unrolled(FORWARD, &[("$g", column_groups), ("$a", 2), ("$n", 4), ("$c", 4)])
-            }
-        };
-        [text.as_str(), NUMBERS, MATH, ROWS, SCORES, &algorithm].join("\n")
+        text.push_str(&self.algorithm());
+        text
     }
 
-    fn write_binding(&self, text: &mut String, Binding { tensor, index, is_output }: Binding) {
-        let access = if is_output { "read_write" } else { "read" };
-        let element = match (tensor, self.stores) {
+    fn binds(&self, tensor: &str) -> bool {
+        self.bindings().iter().any(|binding| binding.tensor == tensor)
+    }
+
+    /// The text behind what depends on dtypes.
+    fn algorithm(&self) -> String {
+        let (own, parts): (String, &[&str]) = match self.algorithm {
+            Algorithm::Generic => (GENERIC.to_owned(), &[NUMBERS, MATH, ROWS, SCORES, ENDS]),
+            Algorithm::Forward { column_groups } => {
+                let text = unrolled(FORWARD, &[("$g", column_groups), ("$a", 2), ("$n", 4), ("$c", 4)]);
+                (text, &[NUMBERS, MATH, ROWS, SCORES, ENDS])
+            }
+            Algorithm::Decode { row_groups } => {
+                let text = unrolled(DECODE, &[("$a", row_groups), ("$n", 4), ("$h", 2), ("$e", 2)]);
+                (format!("const ROW_GROUPS: u32 = {row_groups}u;\n{text}"), &[NUMBERS, MATH, ROWS, SCORES])
+            }
+            Algorithm::Combine => (COMBINE.to_owned(), &[NUMBERS, MATH, ROWS, ENDS]),
+        };
+        parts.iter().copied().chain([own.as_str()]).flat_map(|part| ["\n", part]).collect()
+    }
+
+    fn write_binding(&self, text: &mut String, Binding { tensor, index, is_output }: &Binding) {
+        let access = if *is_output { "read_write" } else { "read" };
+        let element = match (*tensor, self.stores) {
+            ("partials", _) => "vec4<u32>",
             ("out", Stores::Halves) => "u16",
             ("out", Stores::HalvesOfWords) => "atomic<u32>",
             _ => "u32",
@@ -109,6 +133,21 @@ impl KernelVariant {
     fn write_reader(&self, text: &mut String, tensor: &str) {
         let bits = bits_at(tensor, self.storage);
         let _ = writeln!(text, "fn {tensor}_bits(at: u32) -> u32 {{ return {bits}; }}");
+        // Two elements, as one word where they lie in one.
+        let halves = match self.storage {
+            DType::F16 => "f32_bits_of_f16",
+            DType::BF16 => "f32_bits_of_bf16",
+            _ => "",
+        };
+        let _ = writeln!(text, "fn {tensor}_two(at: u32, stride: u32) -> vec2<u32> {{");
+        if !halves.is_empty() {
+            let word = format!("vec2<u32>({halves}(word & 0xffffu), {halves}(word >> 16u))");
+            let _ = writeln!(
+                text,
+                "    if stride == 1u && (at & 1u) == 0u {{ let word = {tensor}[at >> 1u]; return {word}; }}"
+            );
+        }
+        let _ = writeln!(text, "    return vec2<u32>({tensor}_bits(at), {tensor}_bits(at + stride));\n}}");
     }
 
     /// What the mask says of a key: whether it is hidden, else the bits of what is added to its score.

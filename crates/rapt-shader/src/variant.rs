@@ -4,8 +4,14 @@ use std::fmt;
 
 use rapt_core::{DType, Kernel, Spec};
 
-/// Rows of a block, whatever the algorithm: the rows of windows are counted in these.
+/// Rows of a block of `generic` and `forward`; in these the rows of windows are counted.
 pub(crate) const BLOCK_M: usize = 64;
+/// Most rows of a task that `decode` serves.
+pub(crate) const MOST_FEW_ROWS: usize = 16;
+/// Most splits of the keys: threads of `combine`.
+pub(crate) const MOST_SPLITS: usize = 128;
+/// Keys of the shortest split.
+pub(crate) const LEAST_SPLIT: usize = 256;
 
 /// The algorithm of a text, with what of its tiles depends on sizes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -18,11 +24,20 @@ pub enum Algorithm {
         /// How many times 64 columns of values a workgroup has: 1 or 2.
         column_groups: usize,
     },
+    /// wgsl/decode.wgsl: few queries, of a part of the keys.
+    Decode {
+        /// How many times four rows a workgroup has: 1 or 2.
+        row_groups: usize,
+    },
+    /// wgsl/combine.wgsl: what `decode` found, folded to rows.
+    Combine,
 }
 
 /// What a workgroup takes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Tiles {
+    /// Rows.
+    pub(crate) block_m: usize,
     /// Keys of a block.
     pub(crate) block_n: usize,
     /// Columns of values.
@@ -35,7 +50,7 @@ pub(crate) struct Tiles {
 
 impl Tiles {
     /// Those of what launches nothing.
-    pub(crate) const NONE: Tiles = Tiles { block_n: 1, block_dv: 1, threads: 1, shared_bytes: 0 };
+    pub(crate) const NONE: Tiles = Tiles { block_m: 1, block_n: 1, block_dv: 1, threads: 1, shared_bytes: 0 };
 }
 
 impl Algorithm {
@@ -44,32 +59,50 @@ impl Algorithm {
         match self {
             Algorithm::Generic => Kernel::Generic,
             Algorithm::Forward { .. } => Kernel::Forward,
+            Algorithm::Decode { .. } | Algorithm::Combine => Kernel::Decode,
         }
     }
 
-    /// `generic`: three tiles, the attended keys, and a word. `forward`: tiles, weights, attended keys, where rows lie, and a word.
+    /// `generic`: three tiles, the attended keys, and a word. `forward`: tiles, weights, attended keys, where rows lie, and a word. `decode`: queries,
+    /// sums, weights, attended keys, and a word. `combine`: of each split factors, sums and flags.
     pub(crate) const fn tiles(self) -> Tiles {
         match self {
             Algorithm::Generic => Tiles {
+                block_m: BLOCK_M,
                 block_n: 32,
                 block_dv: 64,
                 threads: 256,
                 shared_bytes: 256 * 16 + 256 * 8 + 512 * 16 + 256 * 4 + 4,
             },
             Algorithm::Forward { column_groups } => Tiles {
+                block_m: BLOCK_M,
                 block_n: 64,
                 block_dv: 64 * column_groups,
                 threads: 128,
                 shared_bytes: 544 * 16 + 1088 * 16 + 128 * 4 + 16 * 16 + 4,
             },
+            Algorithm::Decode { row_groups } => Tiles {
+                block_m: 4 * row_groups,
+                block_n: 64,
+                block_dv: 128,
+                threads: 128,
+                shared_bytes: 256 * row_groups * 16 + 520 * 16 + 64 * row_groups * 16 + 128 * 4 + 4,
+            },
+            Algorithm::Combine => Tiles {
+                block_m: 4,
+                block_n: 1,
+                block_dv: 128,
+                threads: MOST_SPLITS,
+                shared_bytes: MOST_SPLITS * (16 + 16 + 4),
+            },
         }
     }
 }
 
-/// A buffer that every variant binds, in group 0 behind the parameters, which are binding 0.
+/// A buffer that variants bind, in group 0 behind the parameters, which are binding 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Binding {
-    /// The tensor, which is its name in the text.
+    /// The tensor, which is its name in the text, or `partials`: what `decode` leaves to `combine`.
     pub tensor: &'static str,
     /// Its binding.
     pub index: u32,
@@ -81,7 +114,7 @@ const fn binding(tensor: &'static str, index: u32, is_output: bool) -> Binding {
     Binding { tensor, index, is_output }
 }
 
-/// The buffers of every variant. What a request does not have is bound to any buffer and not read.
+/// The tensors. What a request does not have is bound to any buffer and not read.
 pub const BINDINGS: [Binding; 8] = [
     binding("q", 1, false),
     binding("k", 2, false),
@@ -92,6 +125,13 @@ pub const BINDINGS: [Binding; 8] = [
     binding("out", 7, true),
     binding("lse", 8, true),
 ];
+
+/// The binding of what `decode` leaves to `combine`.
+pub const PARTIALS: u32 = 9;
+
+const DECODED: [Binding; 6] =
+    [BINDINGS[0], BINDINGS[1], BINDINGS[2], BINDINGS[3], BINDINGS[5], binding("partials", PARTIALS, true)];
+const COMBINED: [Binding; 4] = [BINDINGS[4], BINDINGS[6], BINDINGS[7], binding("partials", PARTIALS, false)];
 
 /// How elements of out are stored, so that no byte beside them changes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -122,7 +162,7 @@ pub struct KernelVariant {
 
 impl KernelVariant {
     /// The variant of `algorithm` for the dtypes of `spec`; `has_16_bit_stores`: whether the device's text may say so.
-    pub(crate) fn of(algorithm: Algorithm, spec: &Spec, has_16_bit_stores: bool) -> Self {
+    fn of(algorithm: Algorithm, spec: &Spec, has_16_bit_stores: bool) -> Self {
         let out = spec.out.dtype;
         let stores = match (out, has_16_bit_stores) {
             (DType::F32, _) => Stores::Words,
@@ -131,6 +171,28 @@ impl KernelVariant {
         };
         let (storage, mask) = (spec.numerics.storage, spec.mask.map(|mask| mask.dtype));
         KernelVariant { algorithm, storage, mask, out, stores }
+    }
+
+    /// The kernels that `algorithm` launches: what `decode` leaves is float32, and `combine` stores out.
+    pub(crate) fn all_of(algorithm: Algorithm, spec: &Spec, has_16_bit_stores: bool) -> (Self, Option<Self>) {
+        let whole = KernelVariant::of(algorithm, spec, has_16_bit_stores);
+        match algorithm {
+            Algorithm::Decode { .. } => {
+                let combine = KernelVariant { algorithm: Algorithm::Combine, storage: DType::F32, mask: None, ..whole };
+                (KernelVariant { out: DType::F32, stores: Stores::Words, ..whole }, Some(combine))
+            }
+            _ => (whole, None),
+        }
+    }
+
+    /// The buffers that it binds.
+    #[must_use]
+    pub const fn bindings(&self) -> &'static [Binding] {
+        match self.algorithm {
+            Algorithm::Generic | Algorithm::Forward { .. } => &BINDINGS,
+            Algorithm::Decode { .. } => &DECODED,
+            Algorithm::Combine => &COMBINED,
+        }
     }
 
     /// Threads of a workgroup.
@@ -158,6 +220,8 @@ impl fmt::Display for KernelVariant {
         match algorithm {
             Algorithm::Generic => write!(f, "generic")?,
             Algorithm::Forward { .. } => write!(f, "forward of {} columns", algorithm.tiles().block_dv)?,
+            Algorithm::Decode { .. } => write!(f, "decode of {} rows", algorithm.tiles().block_m)?,
+            Algorithm::Combine => write!(f, "combine")?,
         }
         write!(f, " {storage} to {out} {stores:?}")?;
         mask.map_or(Ok(()), |mask| write!(f, " mask {mask}"))

@@ -12,6 +12,7 @@ use std::ops;
 use rapt_core::{Error, Result, Spec, TensorSpec};
 
 use crate::caps::Caps;
+use crate::partition::Partition;
 use crate::variant::{BINDINGS, BLOCK_M};
 
 /// Bytes from element 0 of a tensor, `lo..hi`; negative where strides are.
@@ -108,9 +109,16 @@ impl Window {
         Window { tasks, row_blocks, reach }
     }
 
-    /// Workgroups of the launch, of which a block of rows has so many.
-    pub(crate) fn items(&self, items_of_block: usize) -> usize {
-        self.tasks.len() * self.row_blocks.len() * items_of_block
+    /// Blocks of rows of all tasks.
+    pub(crate) fn blocks(&self) -> usize {
+        self.tasks.len() * self.row_blocks.len()
+    }
+
+    /// Whether a launch takes so many workgroups, with what is left of them in a binding.
+    fn is_launched_at_once(&self, caps: &Caps, partition: &Partition) -> bool {
+        let bytes = self.tasks.len().saturating_mul(partition.partial_bytes);
+        self.blocks().saturating_mul(partition.items_of_block()) <= caps.max_items
+            && bytes as u64 <= caps.max_binding_bytes
     }
 
     /// The tensor of which more is reached than a binding may hold, if there is one.
@@ -129,11 +137,11 @@ fn row_blocks(spec: &Spec) -> usize {
     (spec.group_size() * spec.q_len()).div_ceil(BLOCK_M)
 }
 
-/// The windows of `spec`, which has rows, for so many workgroups of each block of rows.
+/// The windows of `spec`, which has rows, dealt to workgroups as `partition` says.
 ///
 /// # Errors
 /// [`Error::Unsupported`] where one block of rows reaches more of a tensor than a binding may hold.
-pub(crate) fn windows(spec: &Spec, caps: &Caps, items_of_block: usize) -> Result<Vec<Window>> {
+pub(crate) fn windows(spec: &Spec, caps: &Caps, partition: &Partition) -> Result<Vec<Window>> {
     let mut windows = Vec::new();
     let mut open = vec![(0..spec.batch() * spec.num_kv_heads(), 0..row_blocks(spec))];
     while let Some((tasks, rows)) = open.pop() {
@@ -145,7 +153,7 @@ pub(crate) fn windows(spec: &Spec, caps: &Caps, items_of_block: usize) -> Result
             [range.start..middle, middle..range.end]
         };
         match beyond {
-            None if window.items(items_of_block) <= caps.max_items => windows.push(window),
+            None if window.is_launched_at_once(caps, partition) => windows.push(window),
             // The first half is planned first.
             _ if tasks.len() > 1 => open.extend(halves(&tasks).into_iter().rev().map(|tasks| (tasks, rows.clone()))),
             _ if rows.len() > 1 => open.extend(halves(&rows).into_iter().rev().map(|rows| (tasks.clone(), rows))),

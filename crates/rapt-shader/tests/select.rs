@@ -1,7 +1,7 @@
 //! What is refused, and how memory is cut.
 
 use rapt_core::{DType, Dims, Error, Kernel, Options, Shape, Spec, Strides, TensorForm};
-use rapt_shader::{Caps, Range, ShaderLaunch, Window, select, select_kernel, variants};
+use rapt_shader::{Caps, KernelVariant, Range, ShaderLaunch, Window, select, select_kernel, variants};
 
 const DEVICE: rapt_core::Device = rapt_core::Device::Cpu;
 
@@ -51,11 +51,55 @@ fn forward_serves_where_its_tiles_fit_and_the_plan_says_why_it_does_not() {
 }
 
 #[test]
+fn decode_serves_few_rows_and_splits_the_keys_by_their_number_alone() {
+    let large = Caps { max_binding_bytes: 1 << 40, ..COMMON };
+    let plan = |shape, kv_heads, kv_len| select(&spec(DType::F16, shape, kv_heads, kv_len), &large).unwrap();
+    // Rows of a key head: 1, 16, 17.
+    for (shape, kv_heads, kernel) in
+        [([1, 4, 1, 64], 4, Kernel::Decode), ([1, 8, 2, 64], 1, Kernel::Decode), ([1, 1, 17, 64], 1, Kernel::Forward)]
+    {
+        let plan = plan(shape, kv_heads, 50);
+        assert_eq!((plan.key().kernel, plan.why_not_faster().as_str()), (kernel, ""), "{shape:?}");
+    }
+    // (keys, splits, keys of a split)
+    for (kv_len, num_splits, split_keys) in [
+        (0, 1, 256),
+        (1, 1, 256),
+        (256, 1, 256),
+        (257, 2, 256),
+        (32_768, 128, 256),
+        (32_769, 103, 320),
+        (1 << 20, 128, 8192),
+    ] {
+        for (batch, heads, few) in [(1, 8, 1), (64, 32, 4)] {
+            let plan = plan([batch, heads, few, 64], heads, kv_len);
+            let work = plan.work().unwrap();
+            assert_eq!((plan.num_splits(), work.keys_per_item), (num_splits, split_keys), "{kv_len} {batch}");
+            assert_eq!(work.rows_per_item, 4);
+            // A record of 3 + 64 vectors for each four rows and split.
+            assert_eq!(plan.workspace_bytes(), batch * heads * num_splits * 67 * 16);
+            assert_eq!(plan.items(), batch * heads * num_splits);
+        }
+    }
+    // 8 rows at once where there is memory for them, and 4 where there is not.
+    let small = select(&spec(DType::F32, [1, 8, 1, 64], 1, 50), &Caps::WEBGPU).unwrap();
+    assert_eq!((small.key().kernel, small.block_m(), plan([1, 8, 1, 64], 1, 50).block_m()), (Kernel::Decode, 4, 8));
+    // What is left is bound at once: of fewer tasks, or not at all.
+    let spec = spec(DType::F32, [4, 4, 1, 64], 4, 700);
+    let caps = |max_binding_bytes| Caps { max_binding_bytes, ..COMMON };
+    let windows = |caps: &Caps| select(&spec, caps).unwrap().launch_plan::<ShaderLaunch>().unwrap().windows.len();
+    // Of a task 3216 bytes are left; of k of all 2,867,200 bytes are bound.
+    assert_eq!((windows(&caps(3 << 20)), windows(&caps(200_000))), (1, 16));
+}
+
+#[test]
 fn a_kernel_that_is_asked_for_by_name_runs_or_is_refused_with_the_reason() {
     let spec = spec(DType::F32, [1, 1, 100, 64], 1, 50);
     for kernel in [Kernel::Generic, Kernel::Forward] {
         assert_eq!(select_kernel(&spec, &COMMON, kernel).unwrap().key().kernel, kernel);
     }
+    let error = select_kernel(&spec, &COMMON, Kernel::Decode).unwrap_err();
+    assert!(error.to_string().contains("decode serves up to 16 query rows for a key head, here are 100"), "{error}");
     let error = select_kernel(&spec, &Caps::WEBGPU, Kernel::Forward).unwrap_err();
     let Error::Unsupported { what, why, .. } = &error else { panic!("{error}") };
     assert!(what == "kernel forward" && why.contains("workgroup memory"), "{error}");
@@ -72,11 +116,15 @@ fn every_selected_variant_is_listed() {
                     let (q, mask) = (form(dtype, &[1, 2, 4, 8]), mask.map(|mask| form(mask, &[4, 4])));
                     let options = Options::default().with_out_dtype(out);
                     let spec = Spec::builder(q, q, q, &options).mask(mask).build().unwrap();
-                    for caps in [COMMON, Caps::WEBGPU] {
-                        let plan = select(&spec, &Caps { has_16_bit_stores, ..caps }).unwrap();
-                        let variant = plan.launch_plan::<ShaderLaunch>().unwrap().variant.unwrap();
-                        assert!(all.contains(&variant), "{variant}");
-                        assert_eq!((variant.storage, variant.out), (dtype, out));
+                    for (caps, kernel) in
+                        [(COMMON, Kernel::Forward), (COMMON, Kernel::Decode), (Caps::WEBGPU, Kernel::Generic)]
+                    {
+                        let plan = select_kernel(&spec, &Caps { has_16_bit_stores, ..caps }, kernel).unwrap();
+                        let launch = plan.launch_plan::<ShaderLaunch>().unwrap();
+                        let kernels: Vec<KernelVariant> = launch.variant.into_iter().chain(launch.combine).collect();
+                        assert!(kernels.iter().all(|variant| all.contains(variant)), "{kernels:?}");
+                        assert_eq!((kernels[0].storage, kernels[kernels.len() - 1].out), (dtype, out));
+                        assert_eq!(kernels.len(), 1 + usize::from(kernel == Kernel::Decode));
                     }
                 }
             }

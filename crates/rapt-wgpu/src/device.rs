@@ -4,7 +4,7 @@
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use rapt_shader::{BINDINGS, KernelVariant, Params};
+use rapt_shader::{Binding, KernelVariant, Params};
 use rustc_hash::FxHashMap;
 
 use crate::error::{GpuError, Result};
@@ -22,17 +22,24 @@ pub enum Checks {
 /// Parameters are storage: Mesa's lavapipe compiles a kernel anew for each value of a uniform that a loop's bound is made of (22.3).
 const PARAMS: wgpu::BufferBindingType = wgpu::BufferBindingType::Storage { read_only: true };
 
+/// A compiled kernel, and the layout of the buffers that it binds.
+#[derive(Clone, Debug)]
+pub(crate) struct Pipeline {
+    pub(crate) pipeline: wgpu::ComputePipeline,
+    pub(crate) layout: wgpu::BindGroupLayout,
+}
+
 /// A device, and what was compiled for it.
 #[derive(Debug)]
 pub(crate) struct Open {
     pub(crate) device: wgpu::Device,
     pub(crate) queue: wgpu::Queue,
-    pub(crate) layout: wgpu::BindGroupLayout,
-    pipeline_layout: wgpu::PipelineLayout,
     /// What is bound where a request has no such tensor: one to read, two to write.
     pub(crate) unused: [wgpu::Buffer; 3],
     checks: Checks,
-    pipelines: Mutex<FxHashMap<KernelVariant, wgpu::ComputePipeline>>,
+    pipelines: Mutex<FxHashMap<KernelVariant, Pipeline>>,
+    /// What a kernel leaves to the next of its launch: runs are submitted in turn, so one buffer serves all.
+    workspace: Mutex<Option<wgpu::Buffer>>,
     lost: Arc<Mutex<Option<String>>>,
 }
 
@@ -57,20 +64,13 @@ impl Open {
         device.set_device_lost_callback(move |_, why| *lock(&told) = Some(why));
         // What no scope sees is logged, where wgpu would panic.
         device.on_uncaptured_error(Arc::new(|error| tracing::warn!(target: "rapt", %error, "wgpu")));
-        let buffers = BINDINGS.map(|of| entry(of.index, wgpu::BufferBindingType::Storage { read_only: !of.is_output }));
-        let entries: Vec<_> = std::iter::once(entry(0, PARAMS)).chain(buffers).collect();
         let label = Some("rapt");
-        let layout = device.create_bind_group_layout(&wgpu::BindGroupLayoutDescriptor { label, entries: &entries });
-        let pipeline_layout = device.create_pipeline_layout(&wgpu::PipelineLayoutDescriptor {
-            label,
-            bind_group_layouts: &[Some(&layout)],
-            immediate_size: 0,
-        });
         let usage = wgpu::BufferUsages::STORAGE;
         let unused = [(); 3].map(|()| {
             device.create_buffer(&wgpu::BufferDescriptor { label, size: 16, usage, mapped_at_creation: false })
         });
-        Open { device, queue, layout, pipeline_layout, unused, checks, pipelines: Mutex::default(), lost }
+        let (pipelines, workspace) = (Mutex::default(), Mutex::default());
+        Open { device, queue, unused, checks, pipelines, workspace, lost }
     }
 
     /// Why the device is lost, if it is.
@@ -111,29 +111,51 @@ impl Open {
         self.guarded("create_buffer", bytes, || self.device.create_buffer(&descriptor))
     }
 
+    /// A buffer of at least so many bytes, which a launch may overwrite and the next one too.
+    pub(crate) fn workspace(&self, bytes: usize) -> Result<wgpu::Buffer> {
+        let mut workspace = lock(&self.workspace);
+        match &*workspace {
+            Some(buffer) if buffer.size() >= bytes as u64 => Ok(buffer.clone()),
+            _ => Ok(workspace.insert(self.buffer(bytes, wgpu::BufferUsages::STORAGE)?).clone()),
+        }
+    }
+
     /// The pipeline of `variant`, compiled once.
-    pub(crate) fn pipeline(&self, variant: &KernelVariant) -> Result<wgpu::ComputePipeline> {
+    pub(crate) fn pipeline(&self, variant: &KernelVariant) -> Result<Pipeline> {
         let mut pipelines = lock(&self.pipelines);
         if let Some(pipeline) = pipelines.get(variant) {
             return Ok(pipeline.clone());
         }
-        let pipeline = self.guarded("create_compute_pipeline", 0, || {
-            self.device.create_compute_pipeline(&wgpu::ComputePipelineDescriptor {
-                label: Some("rapt"),
-                layout: Some(&self.pipeline_layout),
-                module: &self.module(variant),
-                entry_point: Some(variant.entry()),
-                // The kernel writes workgroup memory before it reads it.
-                compilation_options: wgpu::PipelineCompilationOptions {
-                    zero_initialize_workgroup_memory: false,
-                    ..wgpu::PipelineCompilationOptions::default()
-                },
-                cache: None,
-            })
-        })?;
+        let pipeline = self.guarded("create_compute_pipeline", 0, || self.compile(variant))?;
         tracing::debug!(target: "rapt", %variant, "compiled");
         pipelines.insert(*variant, pipeline.clone());
         Ok(pipeline)
+    }
+
+    fn compile(&self, variant: &KernelVariant) -> Pipeline {
+        let label = Some("rapt");
+        let buffer = |of: &Binding| entry(of.index, wgpu::BufferBindingType::Storage { read_only: !of.is_output });
+        let entries: Vec<_> = std::iter::once(entry(0, PARAMS)).chain(variant.bindings().iter().map(buffer)).collect();
+        let layout =
+            self.device.create_bind_group_layout(&wgpu::BindGroupLayoutDescriptor { label, entries: &entries });
+        let whole = self.device.create_pipeline_layout(&wgpu::PipelineLayoutDescriptor {
+            label,
+            bind_group_layouts: &[Some(&layout)],
+            immediate_size: 0,
+        });
+        let pipeline = self.device.create_compute_pipeline(&wgpu::ComputePipelineDescriptor {
+            label,
+            layout: Some(&whole),
+            module: &self.module(variant),
+            entry_point: Some(variant.entry()),
+            // The kernel writes workgroup memory before it reads it.
+            compilation_options: wgpu::PipelineCompilationOptions {
+                zero_initialize_workgroup_memory: false,
+                ..wgpu::PipelineCompilationOptions::default()
+            },
+            cache: None,
+        });
+        Pipeline { pipeline, layout }
     }
 
     fn module(&self, variant: &KernelVariant) -> wgpu::ShaderModule {

@@ -140,7 +140,8 @@ impl Gpu {
             return Err(Error::DeviceUnavailable { device: spec.device, why });
         }
         let plan = select(spec, &self.caps)?;
-        if let Some(variant) = &plan.launch_plan::<ShaderLaunch>()?.variant {
+        let launch = plan.launch_plan::<ShaderLaunch>()?;
+        for variant in launch.variant.iter().chain(&launch.combine) {
             self.opened()?.pipeline(variant).map_err(|error| error.on(self.device()))?;
         }
         Ok(plan)

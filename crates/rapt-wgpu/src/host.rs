@@ -254,13 +254,13 @@ impl LaunchPlan for HostLaunch {
         self.on_device.threads()
     }
     fn workspace_bytes(&self) -> usize {
-        0
+        self.on_device.workspace_bytes()
     }
     fn cost(&self) -> &Cost {
         &self.cost
     }
     fn kv_in_place(&self) -> bool {
-        false
+        self.on_device.kv_in_place()
     }
     fn work(&self) -> Option<Work> {
         self.on_device.work()

@@ -2,18 +2,19 @@
 
 use std::num::NonZeroU64;
 
-use rapt_core::{Error, Operands, Result, Spec};
-use rapt_shader::{BINDINGS, Params, ShaderLaunch, Window};
+use rapt_core::{Error, LaunchPlan, Operands, Result, Spec};
+use rapt_shader::{BINDINGS, KernelVariant, PARTIALS, Params, ShaderLaunch, Window};
 
 use crate::buffers::{BufferTensor, BufferTensors};
-use crate::device::{Open, params_stride};
+use crate::device::{Open, Pipeline, params_stride};
 use crate::error::GpuError;
 
-/// One window bound: of each binding the buffer, its first byte and its length.
+/// One window bound: of each tensor the buffer, its first byte and its length.
 struct Bound<'a> {
     buffers: Vec<wgpu::BufferBinding<'a>>,
     params: Params,
-    groups: (u32, u32),
+    /// Workgroups of the kernel, and of the one that folds what it leaves.
+    groups: [(u32, u32); 2],
 }
 
 /// The bytes of `tensor` that a window binds, and where its element 0 lies, in elements from the first of them.
@@ -74,10 +75,10 @@ fn bound<'a>(
             }
         });
     }
-    let items = launch.items_of(window) as u64;
-    let most = u64::from(limits.max_compute_workgroups_per_dimension);
-    let (x, y) = (items.min(most) as u32, items.div_ceil(most) as u32);
-    Ok(Bound { buffers, params: Params::new(spec, launch, window, first), groups: (x, y) })
+    let most = limits.max_compute_workgroups_per_dimension as usize;
+    let groups = [launch.items_of(window), launch.combine_items_of(window)]
+        .map(|items| (items.min(most) as u32, items.div_ceil(most) as u32));
+    Ok(Bound { buffers, params: Params::new(spec, launch, window, first), groups })
 }
 
 /// That every buffer may be bound, and what is written lies in a buffer of its own: a device takes no buffer to read and to write at once.
@@ -114,7 +115,13 @@ pub(crate) fn submit(
     let Some(variant) = &launch.variant else { return Ok(()) };
     check_buffers(tensors)?;
     let on = |error: GpuError| error.on(spec.device);
-    let pipeline = open.pipeline(variant).map_err(on)?;
+    let kernels = std::iter::once(variant).chain(&launch.combine);
+    let kernels: Vec<(&KernelVariant, Pipeline)> = kernels
+        .map(|kernel| Ok((kernel, open.pipeline(kernel)?)))
+        .collect::<std::result::Result<_, _>>()
+        .map_err(on)?;
+    let workspace_bytes = launch.workspace_bytes();
+    let workspace = (workspace_bytes > 0).then(|| open.workspace(workspace_bytes)).transpose().map_err(on)?;
     let windows: Vec<Bound<'_>> =
         launch.windows.iter().map(|window| bound(open, spec, launch, window, tensors)).collect::<Result<_>>()?;
     let stride = params_stride(&open.device);
@@ -128,10 +135,16 @@ pub(crate) fn submit(
         let mut encoder = open.device.create_command_encoder(&wgpu::CommandEncoderDescriptor { label: Some("rapt") });
         {
             let mut pass = encoder.begin_compute_pass(&wgpu::ComputePassDescriptor::default());
-            pass.set_pipeline(&pipeline);
+            // wgpu orders what one dispatch writes before another that reads it.
             for (at, window) in windows.iter().enumerate() {
-                pass.set_bind_group(0, &group(open, &params, (at * stride) as u64, window), &[]);
-                pass.dispatch_workgroups(window.groups.0, window.groups.1, 1);
+                let of_params =
+                    wgpu::BufferBinding { buffer: &params, offset: (at * stride) as u64, size: PARAMS_SIZE };
+                for ((kernel, compiled), groups) in kernels.iter().zip(window.groups) {
+                    let group = group(open, compiled, kernel, of_params.clone(), window, workspace.as_ref());
+                    pass.set_pipeline(&compiled.pipeline);
+                    pass.set_bind_group(0, &group, &[]);
+                    pass.dispatch_workgroups(groups.0, groups.1, 1);
+                }
             }
         }
         open.queue.submit([encoder.finish()])
@@ -139,13 +152,24 @@ pub(crate) fn submit(
     open.guarded("submit", bytes.len(), calls).map(drop).map_err(on)
 }
 
-fn group(open: &Open, params: &wgpu::Buffer, offset: u64, window: &Bound<'_>) -> wgpu::BindGroup {
-    let of_params = wgpu::BufferBinding { buffer: params, offset, size: NonZeroU64::new(Params::BYTES as u64) };
-    let buffers = BINDINGS.iter().zip(&window.buffers).map(|(binding, buffer)| (binding.index, buffer.clone()));
-    let entries: Vec<wgpu::BindGroupEntry<'_>> = std::iter::once((0, of_params))
-        .chain(buffers)
+const PARAMS_SIZE: Option<NonZeroU64> = NonZeroU64::new(Params::BYTES as u64);
+
+/// What `kernel` binds of a window.
+fn group(
+    open: &Open,
+    compiled: &Pipeline,
+    kernel: &KernelVariant,
+    params: wgpu::BufferBinding<'_>,
+    window: &Bound<'_>,
+    workspace: Option<&wgpu::Buffer>,
+) -> wgpu::BindGroup {
+    let tensors = BINDINGS.iter().zip(&window.buffers).map(|(binding, buffer)| (binding.index, buffer.clone()));
+    let partials = workspace.map(|buffer| (PARTIALS, wgpu::BufferBinding { buffer, offset: 0, size: None }));
+    let is_bound = |index: u32| kernel.bindings().iter().any(|binding| binding.index == index);
+    let entries: Vec<wgpu::BindGroupEntry<'_>> = std::iter::once((0, params))
+        .chain(tensors.chain(partials).filter(|(index, _)| is_bound(*index)))
         .map(|(binding, buffer)| wgpu::BindGroupEntry { binding, resource: wgpu::BindingResource::Buffer(buffer) })
         .collect();
-    let descriptor = wgpu::BindGroupDescriptor { label: Some("rapt"), layout: &open.layout, entries: &entries };
+    let descriptor = wgpu::BindGroupDescriptor { label: Some("rapt"), layout: &compiled.layout, entries: &entries };
     open.device.create_bind_group(&descriptor)
 }

@@ -135,48 +135,62 @@ fn normal(rng: &mut Rng, n: usize) -> Vec<f32> {
     (0..n).map(|_| rng.normal() as f32).collect()
 }
 
-const ROWS: usize = 70;
 const DIM: usize = 20;
 
-/// One head of 70 queries and keys under a causal mask, with `bad` in one element of one of q, k and v: the bits with and without.
-fn with_bad(gpu: &Gpu, tensor: usize, j: usize, bad: f32) -> [(Vec<u32>, Vec<u32>); 2] {
+/// One head under a causal mask that ends with the last key, with `bad` in row j of one of q, k and v: the bits without and with.
+fn with_bad(gpu: &Gpu, [q_len, kv_len]: [usize; 2], tensor: usize, j: usize, bad: f32) -> [(Vec<u32>, Vec<u32>); 2] {
     let mut rng = Rng::new(7);
-    let mut all = [0; 3].map(|_| normal(&mut rng, ROWS * DIM));
-    let options = Options::default().with_causal(rapt_core::Causal::TopLeft);
-    let shape = [1, 1, ROWS, DIM];
-    let clean = attend(gpu, [shape; 2], &all[0], &all[1], &all[2], &options);
+    let mut all = [q_len, kv_len, kv_len].map(|len| normal(&mut rng, len * DIM));
+    let options = Options::default().with_causal(rapt_core::Causal::BottomRight);
+    let shapes = [[1, 1, q_len, DIM], [1, 1, kv_len, DIM]];
+    let clean = attend(gpu, shapes, &all[0], &all[1], &all[2], &options);
     all[tensor][j * DIM + 3] = bad;
-    [clean, attend(gpu, [shape; 2], &all[0], &all[1], &all[2], &options)]
+    [clean, attend(gpu, shapes, &all[0], &all[1], &all[2], &options)]
 }
 
 #[test]
 fn nan_reaches_exactly_the_rows_that_attend_it() {
     let Some(gpu) = common::gpu() else { return };
+    // Many queries, and few on two splits of the keys.
+    nan_reaches(gpu, [70, 70], &[0, 17, 31, 32, 63, 64, 69]);
+    nan_reaches(gpu, [5, 300], &[0, 2, 63, 64, 255, 256, 296, 299]);
+}
+
+fn nan_reaches(gpu: &Gpu, lens: [usize; 2], at: &[usize]) {
     let is_nan = |bits: &u32| f32::from_bits(*bits).is_nan();
-    for j in [0, 17, 31, 32, 63, 64, 69] {
-        // A query: its own row. A key: every row from it on, whole, and its lse.
-        for (tensor, rows) in [(0, j..j + 1), (1, j..ROWS)] {
-            let [clean, got] = with_bad(gpu, tensor, j, f32::NAN);
-            for row in 0..ROWS {
+    let [q_len, kv_len] = lens;
+    for &j in at {
+        // The first row that attends key j.
+        let first = (j + q_len).saturating_sub(kv_len);
+        // A query: its own row. A key: every row from that one on, whole, and its lse.
+        for (tensor, rows) in [(0, j..j + 1), (1, first..q_len)] {
+            if tensor == 0 && j >= q_len {
+                continue;
+            }
+            let [clean, got] = with_bad(gpu, lens, tensor, j, f32::NAN);
+            for row in 0..q_len {
                 let (is, was) = (&got.0[row * DIM..][..DIM], &clean.0[row * DIM..][..DIM]);
                 let reached = is.iter().all(is_nan) && is_nan(&got.1[row]);
                 assert!(
                     if rows.contains(&row) { reached } else { is == was && got.1[row] == clean.1[row] },
-                    "{tensor} {j} {row}"
+                    "{lens:?} {tensor} {j} {row}"
                 );
             }
         }
-        // A value: its column of every row from it on; lse is of scores.
+        // A value: its column of every row from that one on; lse is of scores.
         for (bad, expected) in
             [(f32::NAN, f32::NAN), (f32::INFINITY, f32::INFINITY), (f32::NEG_INFINITY, f32::NEG_INFINITY)]
         {
-            let [clean, got] = with_bad(gpu, 2, j, bad);
+            let [clean, got] = with_bad(gpu, lens, 2, j, bad);
             assert_eq!(clean.1, got.1);
             for (at, (is, was)) in got.0.iter().zip(&clean.0).enumerate() {
                 let (row, column) = (at / DIM, at % DIM);
-                let is_reached = row >= j && column == 3;
+                let is_reached = row >= first && column == 3;
                 let has_it = if expected.is_nan() { is_nan(is) } else { *is == expected.to_bits() };
-                assert!(if is_reached { has_it } else { is == was }, "value {j} {bad}: row {row}, column {column}");
+                assert!(
+                    if is_reached { has_it } else { is == was },
+                    "{lens:?} value {j} {bad}: row {row}, column {column}"
+                );
             }
         }
     }
@@ -210,20 +224,31 @@ impl MapToF32 for Vec<u32> {
 #[test]
 fn a_batch_entry_has_the_bits_that_it_has_alone_and_checks_change_none() {
     let Some(gpu) = common::gpu() else { return };
-    let mut rng = Rng::new(3);
-    let (batch, shape) = (3, [3, 2, 67, 24]);
-    let [q, k, v] = [0; 3].map(|_| normal(&mut rng, shape.iter().product()));
-    let options = Options::default().with_window(Some(40), None).with_softcap(5.0);
-    let (out, lse) = attend(gpu, [shape; 2], &q, &k, &v, &options);
-    let (of_one, of_lse) = (q.len() / batch, lse.len() / batch);
-    let alone = [1, 2, 67, 24];
-    for b in 0..batch {
-        let of = |all: &[f32]| all[b * of_one..][..of_one].to_vec();
-        let (own, own_lse) = attend(gpu, [alone; 2], &of(&q), &of(&k), &of(&v), &options);
-        assert!(own == out[b * of_one..][..of_one] && own_lse == lse[b * of_lse..][..of_lse], "batch entry {b}");
-    }
     let checked = Gpu::open_with(0, Checks::Compiled).unwrap();
-    assert_eq!(attend(&checked, [shape; 2], &q, &k, &v, &options), (out, lse));
+    // `forward`, `decode` on three splits, and `generic`.
+    for (q_len, kv_len, dim) in [(67, 67, 24), (3, 530, 24), (20, 20, 260)] {
+        alone(gpu, &checked, [3, 2, q_len, dim], [3, 2, kv_len, dim]);
+    }
+}
+
+fn alone(gpu: &Gpu, checked: &Gpu, of_q: [usize; 4], of_k: [usize; 4]) {
+    let mut rng = Rng::new(3);
+    let [q, k, v] = [of_q, of_k, of_k].map(|shape| normal(&mut rng, shape.iter().product()));
+    let options = Options::default().with_softcap(5.0);
+    let options = if of_q == of_k { options.with_window(Some(40), None) } else { options };
+    let (out, lse) = attend(gpu, [of_q, of_k], &q, &k, &v, &options);
+    let [one_q, one_k] = [of_q, of_k].map(|[_, heads, len, dim]| [1, heads, len, dim]);
+    for b in 0..of_q[0] {
+        let of = |all: &[f32]| {
+            let n = all.len() / of_q[0];
+            all[b * n..][..n].to_vec()
+        };
+        let (own, own_lse) = attend(gpu, [one_q, one_k], &of(&q), &of(&k), &of(&v), &options);
+        let (of_out, of_lse) = (out.len() / of_q[0], lse.len() / of_q[0]);
+        let is_same = own == out[b * of_out..][..of_out] && own_lse == lse[b * of_lse..][..of_lse];
+        assert!(is_same, "batch entry {b} of {of_q:?}");
+    }
+    assert_eq!(attend(checked, [of_q, of_k], &q, &k, &v, &options), (out, lse));
 }
 
 #[test]

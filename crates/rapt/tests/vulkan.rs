@@ -44,7 +44,7 @@ fn a_plan_counts_the_bytes_that_are_copied() {
     // q and out of 64 numbers, k and v of 32, lse of 16.
     assert_eq!(plan.cost().bytes_copied, (64 + 32 + 32 + 64 + 16) * 4);
     let text = plan.explain().to_string();
-    assert!(text.contains("forward float32 on wgsl") && text.contains("copied to vulkan:0 and back"), "{text}");
+    assert!(text.contains("decode float32 on wgsl") && text.contains("copied to vulkan:0 and back"), "{text}");
     assert!(text.contains("bytes_copied     832 (to the device and back)"), "{text}");
     assert!(std::sync::Arc::ptr_eq(&plan, &engine.plan(&spec).unwrap()), "plans are kept");
 }

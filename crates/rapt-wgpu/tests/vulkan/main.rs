@@ -4,8 +4,8 @@
 mod common;
 mod placed;
 
-use rapt_core::{DType, Kernel};
-use rapt_testkit::{Config, Engine, Tally, conformance};
+use rapt_core::{DType, Kernel, Window};
+use rapt_testkit::{Case, Config, Engine, Tally, conformance, replay};
 use rapt_wgpu::{Gpu, wgpu};
 
 const DTYPES: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
@@ -42,16 +42,39 @@ fn tensors_in_buffers_conform() {
     }
 }
 
-/// Each kernel on all that is asked, chosen by `select` or not: tails of every length up to 70, strides and poison in float32, and problems of every
+/// Each kernel, chosen by `select` or not, on what it serves: tails of every length up to 70, strides and poison in float32, and problems of every
 /// dtype.
 #[test]
 fn every_kernel_conforms() {
     let Some(gpu) = common::gpu() else { return };
-    for kernel in [Kernel::Generic, Kernel::Forward] {
+    for kernel in [Kernel::Decode, Kernel::Forward, Kernel::Generic] {
         println!("{}", kernel.name());
         let mut engine = placed::engine(gpu, Some(kernel));
-        check(Box::new(&mut engine), &Config { dtypes: vec![DType::F32], ..config(0, true) });
-        check(Box::new(&mut engine), &Config { seed: 0x6e6e, ..config(12, false) });
+        let mut conforms = |config: &Config| {
+            conformance(&mut [Box::new(&mut engine)], config).unwrap_or_else(|failure| panic!("{failure}"))
+        };
+        let mut tally = conforms(&Config { dtypes: vec![DType::F32], ..config(0, true) });
+        tally.merge(&conforms(&Config { seed: 0x6e6e, ..config(12, false) }));
+        println!("{tally}");
+        let unserved = tally.count("unsupported");
+        assert!(tally.count("problems") > 150 && (unserved == 0) == (kernel != Kernel::Decode), "{unserved} refused");
+    }
+}
+
+/// Few queries of every option, on keys that end in the middle of a block, of a split, and of neither.
+#[test]
+fn few_queries_conform() {
+    let Some(gpu) = common::gpu() else { return };
+    let mut engine = placed::engine(gpu, Some(Kernel::Decode));
+    for (seed, kv_len) in (0..).zip([1, 63, 64, 65, 255, 256, 257, 300, 511, 512, 513, 600]) {
+        let case = Case::random(seed, &DTYPES, 100_000);
+        let [batch, _, _, head_dim] = case.q;
+        let (heads, q_len) = ([1, 2, 3, 4, 8, 16][seed as usize % 6], 1 + seed as usize % 2);
+        let (heads, q_len) = if case.rank == 2 { (1, 5) } else { (heads, q_len.min(16 / heads)) };
+        let window = Window { left: case.window.left.map(|n| n.saturating_mul(8)), ..case.window };
+        let q = [batch, heads, q_len, head_dim];
+        let case = Case { q, num_kv_heads: 1, kv_len, window, ..case };
+        replay(&mut engine, &case).unwrap_or_else(|failure| panic!("{failure}"));
     }
 }
 
