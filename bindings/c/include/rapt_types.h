@@ -523,7 +523,8 @@ typedef struct rapt_kvcache {
   size_t size;
   // [batch, most keys, num_kv_heads, head_dim], or pages [num_pages, page_size, num_kv_heads, head_dim]. Never NULL.
   const struct rapt_tensor *k_cache;
-  // Likewise, with a head_dim of its own. Without a `v` it may lie in the memory of `k_cache`. Never NULL.
+  // Likewise, with a head_dim of its own. It may lie in the memory of `k_cache` without a `v`, or where each value is the first numbers
+  // of its key, here and in `k` and `v`: these are then written once. Never NULL.
   const struct rapt_tensor *v_cache;
   // The keys of each sequence before the new ones: I32 [batch]. NULL: all that a cache without pages has room for.
   const struct rapt_tensor *cache_seqlens;

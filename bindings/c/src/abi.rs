@@ -368,7 +368,8 @@ pub struct rapt_kvcache {
     pub size: usize,
     /// [batch, most keys, num_kv_heads, head_dim], or pages [num_pages, page_size, num_kv_heads, head_dim]. Never NULL.
     pub k_cache: *const rapt_tensor,
-    /// Likewise, with a head_dim of its own. Without a `v` it may lie in the memory of `k_cache`. Never NULL.
+    /// Likewise, with a head_dim of its own. It may lie in the memory of `k_cache` without a `v`, or where each value is the first numbers
+    /// of its key, here and in `k` and `v`: these are then written once. Never NULL.
     pub v_cache: *const rapt_tensor,
     /// The keys of each sequence before the new ones: I32 [batch]. NULL: all that a cache without pages has room for.
     pub cache_seqlens: *const rapt_tensor,

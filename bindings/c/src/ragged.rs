@@ -300,8 +300,8 @@ fn check_apart(tensors: &KvCacheTensors<'_>) -> Result<(), Refusal> {
             view.map_or(Ok(0), |view| prove_disjoint(name, written, other, view))?;
         }
         for (n, (other, view)) in views.iter().enumerate() {
-            // Values that are not appended may lie in the keys.
-            let is_shared = n == at ^ 1 && tensors.v.is_none();
+            // Values that are not appended, or are so with their keys, may lie in the keys.
+            let is_shared = n == at ^ 1 && (tensors.v.is_none() || tensors.values_begin_keys());
             if let (true, Some(view)) = (n != at && !is_shared, view) {
                 prove_disjoint(name, written, other, view)?;
             }

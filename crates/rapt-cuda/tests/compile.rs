@@ -95,16 +95,14 @@ fn caches() -> (Vec<KernelVariant>, Vec<KernelVariant>) {
 fn latent() -> Vec<KernelVariant> {
     let (plain, mut all) = (Options::default(), Vec::new());
     let capped = plain.with_softcap(30.0).with_causal(Causal::BottomRight);
-    for arch in [Arch::Sm80, Arch::Sm90a] {
-        for (dtype, dims, page_size, options) in [
-            (DType::BF16, [576, 512], None, &plain),
-            (DType::BF16, [576, 512], Some(0), &plain),
-            (DType::F16, [576, 512], Some(64), &capped),
-            (DType::BF16, [575, 300], Some(5), &plain),
-        ] {
-            let spec = spec_of_latent(dtype, [16, 128, 1, 8192], dims, page_size, options);
-            all.extend(variants(&spec, &caps(arch)).unwrap());
-        }
+    for (arch, dtype, dims, page_size, options) in [
+        (Arch::Sm80, DType::BF16, [576, 512], Some(64), &plain),
+        (Arch::Sm90a, DType::BF16, [576, 512], None, &plain),
+        (Arch::Sm90a, DType::F16, [576, 512], Some(0), &capped),
+        (Arch::Sm90a, DType::BF16, [575, 300], Some(5), &plain),
+    ] {
+        let spec = spec_of_latent(dtype, [16, 128, 1, 8192], dims, page_size, options);
+        all.extend(variants(&spec, &caps(arch)).unwrap());
     }
     all
 }

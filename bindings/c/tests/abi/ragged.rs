@@ -411,21 +411,30 @@ fn a_cache_that_takes_no_new_keys_is_only_read() {
 #[test]
 fn values_may_lie_in_the_keys() {
     let engine = Owned::new(1);
-    let mut call = cached(&engine, DType::F32, Some(4), 1, &[6, 11]);
-    call.tensors.retain(|tensor| tensor.name != "v");
-    let keys = call.find("k_cache").unwrap();
-    let mut values = keys.tensor;
-    let shape: Vec<i64> = [&keys.memory.shape[..3], &[DIM_V as i64]].concat();
-    values.shape = shape.as_ptr();
-    call.at("v_cache").tensor = values;
-    let [out, lse] = outputs(&call, [2 * HEADS * DIM_V * 4, 2 * HEADS * 4]);
-    for (b, length) in [(0, 7), (1, 12)] {
-        let k = gathered(&call, "k_cache", KV_HEADS * DIM * 4, b, length);
-        let v: Vec<u8> = k.chunks(DIM * 4).flat_map(|key| key[..DIM_V * 4].to_vec()).collect();
-        let q = call.memory("q").bytes();
-        let [one, one_lse] = alone(&engine, DType::F32, [rows(&q, b..b + 1, HEADS * DIM * 4), &k, &v], &call);
-        assert_eq!(rows(&out, b..b + 1, HEADS * DIM_V * 4), one);
-        assert_eq!(rows(&lse, b..b + 1, HEADS * 4), one_lse);
+    for of_new in [None, Some("k")] {
+        let mut call = cached(&engine, DType::F32, Some(4), 1, &[6, 11]);
+        let mut shapes = Vec::new();
+        for (values, keys) in [("v_cache", Some("k_cache")), ("v", of_new)] {
+            let Some(keys) = keys else {
+                call.tensors.retain(|tensor| tensor.name != values);
+                continue;
+            };
+            let keys = call.find(keys).unwrap();
+            let mut tensor = keys.tensor;
+            let shape: Vec<i64> = [&keys.memory.shape[..3], &[DIM_V as i64]].concat();
+            tensor.shape = shape.as_ptr();
+            shapes.push(shape);
+            call.at(values).tensor = tensor;
+        }
+        let [out, lse] = outputs(&call, [2 * HEADS * DIM_V * 4, 2 * HEADS * 4]);
+        for (b, length) in [(0, 7), (1, 12)] {
+            let k = gathered(&call, "k_cache", KV_HEADS * DIM * 4, b, length);
+            let v: Vec<u8> = k.chunks(DIM * 4).flat_map(|key| key[..DIM_V * 4].to_vec()).collect();
+            let q = call.memory("q").bytes();
+            let [one, one_lse] = alone(&engine, DType::F32, [rows(&q, b..b + 1, HEADS * DIM * 4), &k, &v], &call);
+            assert_eq!(rows(&out, b..b + 1, HEADS * DIM_V * 4), one, "new values: {of_new:?}");
+            assert_eq!(rows(&lse, b..b + 1, HEADS * 4), one_lse, "new values: {of_new:?}");
+        }
     }
 }
 

@@ -104,8 +104,8 @@ fn is_decode(spec: &Spec) -> bool {
     spec.group_size().saturating_mul(spec.q_len()) <= decode::MAX_ROWS
 }
 
-/// Numbers of a value from which on forward rounds weights together with factors of keys. Of rows of 1 to 8 numbers five in 300 left the
-/// tolerance, which is that of weights rounded without factors; of rows of 64 none in 400 (Xeon, 2026-11).
+/// Numbers of a value from which on forward rounds weights together with factors of keys. Of 300 small outputs
+/// of 1 to 8 numbers a row five or six left the tolerance, which is that of weights rounded without factors; of 400 of 64 numbers none did (Xeon, 2026-11).
 const LEAST_WEIGHTED: usize = 48;
 
 /// Where the factors of K's and of V's codes go if these are multiplied as pairs, with queries of bf16. Forward forms pairs of both or of

@@ -16,7 +16,7 @@ use rapt_core::{
 use rapt_cpu::Batch;
 use rapt_quant::QuantError;
 
-use super::append::Append;
+use super::append::{Append, values_begin_keys};
 use super::cache_view::{CacheCodes, CacheView, is_per_key};
 use super::{Sequence, host, lengths, prove_apart};
 use crate::Engine;
@@ -103,6 +103,14 @@ impl<'a> Reads<'a> {
 }
 
 impl KvCacheTensors<'_> {
+    /// Whether new values are written with the new keys: each value is the first numbers of its key, in the caches and in `k` and `v`, as
+    /// addresses and strides tell, and what makes numbers of codes is one thing for both. Only then may caches share memory beside a `v`.
+    #[must_use]
+    pub fn values_begin_keys(&self) -> bool {
+        let codes = [self.k_codes.as_ref(), self.v_codes.as_ref()];
+        values_begin_keys([self.k.as_ref(), self.v.as_ref()], [&self.k_cache, &self.v_cache], codes)
+    }
+
     /// Ranks, devices, and that there are as many sequences everywhere.
     pub(super) fn check(&self) -> Result<()> {
         let (k_cache, v_cache) = (self.k_cache.view(), self.v_cache.view());

@@ -9,7 +9,7 @@ use rapt_core::{COMPUTED, DeviceMemory, Error, Operands, Options, Plan, Queue, R
 use rapt_cuda::NewKeys;
 use rapt_quant::QuantError;
 
-use super::append::{check_new, values_begin_keys};
+use super::append::check_new;
 use super::cache::{KvCacheTensors, bottom_right, codes_of_all, of_caches};
 use super::cache_view::CacheCodes;
 use super::prove_apart;
@@ -34,9 +34,7 @@ impl<'a> KvCacheTensors<'a> {
     /// What of them is written: values that lie in the keys are written with these.
     fn written_keys(&self) -> Option<NewKeys<'a>> {
         let NewKeys { k, v } = self.new_keys()?;
-        let codes = [self.k_codes.as_ref(), self.v_codes.as_ref()];
-        let with_keys = values_begin_keys([Some(&k), v.as_ref()], [&self.k_cache, &self.v_cache], codes);
-        Some(NewKeys { k, v: v.filter(|_| !with_keys) })
+        Some(NewKeys { k, v: v.filter(|_| !self.values_begin_keys()) })
     }
 
     fn known(&self) -> Result<Known<'a>> {
