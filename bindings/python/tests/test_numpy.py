@@ -110,6 +110,16 @@ def test_empty_sizes(dtype, rng):
     assert rapt.attention(q[:, :0], q[:, :0], q[:, :0]).shape == (2, 0, 5, 8)
 
 
+@pytest.mark.parametrize(("q_len", "kv_len"), [(1, 5), (3, 700), (40, 90)])
+def test_scores_that_are_all_minus_infinity_weigh_nothing(rng, dtype, q_len, kv_len):
+    q, k = random(rng, (1, 2, q_len, 4), dtype), np.ones((1, 2, kv_len, 4), dtype)
+    v = random(rng, (1, 2, kv_len, 4), dtype)
+    q[:, :, ::2] = -np.inf
+    for options in ({}, {"sinks": np.ones(2, np.float32)}, {"mask": np.arange(kv_len) % 3 > 0}, {"causal": True}):
+        out = check(q, k, v, dtype, **options)
+        assert not out[:, :, ::2].any()
+
+
 def test_scaled_dot_product_attention_broadcasts_the_batch(rng):
     q, k = random(rng, (3, 1, 4, 5, 8)), random(rng, (2, 4, 6, 8))
     out = rapt.scaled_dot_product_attention(q, k, k)

@@ -80,6 +80,10 @@ def test_its_edges():
         assert out.item() == 0 and lse.item() == -math.inf
     out, lse = attention(one, one[:, :, :0], one[:, :, :0])
     assert out.item() == 0 and lse.item() == -math.inf
+    # Scores that are all −inf, by an infinite query, likewise.
+    for options in ({}, {"sinks": np.zeros(1)}):
+        out, lse = attention(-math.inf * one, one, one, **options)
+        assert out.item() == 0 and lse.item() == -math.inf
     # The lowest finite bias is a number: the mean of v.
     lowest = np.full((1, 1, 1, 2), np.finfo(np.float32).min)
     assert attention(one, np.ones((1, 1, 2, 1)), np.array([1.0, 3.0]).reshape(1, 1, 2, 1), mask=lowest)[0].item() == 2.0

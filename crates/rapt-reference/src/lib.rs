@@ -12,7 +12,8 @@
 //! that is not attended is never read, so nothing lying there reaches an output. A row that attends no key is zeros
 //! with `lse = −inf`, whatever its sink and its query hold. NaN in a query, or in an attended key or bias, makes the
 //! row and its lse NaN, and so does a bias of `+inf`; NaN in an attended value makes its column of the row NaN. An
-//! attended key may still score `−inf` (an infinite operand): its weight is 0, and a row of nothing else is `0 / 0`.
+//! attended key may still score `−inf` (an infinite operand): its weight is 0, and a row of nothing else ends as a row
+//! without keys.
 //!
 //! Two forms that share no arithmetic are given and checked against each other: [`naive`] holds a whole row of scores
 //! and reads the position rule pair by pair; [`online`] streams blocks of keys and asks [`rapt_core::BlockRange`].

@@ -23,11 +23,9 @@ pub fn naive(problem: &Problem, inputs: &Inputs<'_>) -> Outputs {
     for row in 0..rows {
         let row = Row::new(problem, inputs, row);
         let (scores, row_max, row_sum) = scores_of(&row);
-        if scores.is_empty() {
-            outputs.out.extend(std::iter::repeat_n(0.0, problem.head_dim_v));
-            outputs.lse.push(f64::NEG_INFINITY);
-            continue;
-        }
+        // Of a row without keys, and of one whose keys all weigh 0, the sums are the result.
+        let is_weightless = scores.iter().all(|(_, s)| s.value == f64::NEG_INFINITY);
+        let (row_max, row_sum) = if is_weightless { (f64::NEG_INFINITY, 1.0) } else { (row_max, row_sum) };
         let weights: Vec<f64> = scores.iter().map(|(_, s)| s.weight(row_max)).collect();
         for column in 0..problem.head_dim_v {
             let values = scores.iter().map(|&(j, _)| row.v(j)[column]);

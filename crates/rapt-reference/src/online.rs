@@ -31,13 +31,13 @@ pub fn online(problem: &Problem, inputs: &Inputs<'_>, block_n: usize) -> Outputs
             row_max: row.sink.unwrap_or(f64::NEG_INFINITY),
             row_sum: row.sink.map_or(0.0, |sink| weight(sink, sink)),
             acc_o,
-            attended: false,
+            has_weight: false,
         };
         let (lo, hi) = range.keys_of(row.i);
         for start in (lo..hi).step_by(block_n) {
             state.block(&row, range.diagonal, start, hi.min(start + block_n));
         }
-        if state.attended {
+        if state.has_weight {
             state.acc_o.iter_mut().for_each(|acc| *acc /= state.row_sum);
             *lse = state.row_max + state.row_sum.ln();
         }
@@ -50,7 +50,8 @@ struct State<'a> {
     row_max: f64,
     row_sum: f64,
     acc_o: &'a mut [f64],
-    attended: bool,
+    /// A key that it attends scores more than `−inf`, or NaN.
+    has_weight: bool,
 }
 
 impl State<'_> {
@@ -65,7 +66,7 @@ impl State<'_> {
         if block.is_empty() {
             return;
         }
-        self.attended = true;
+        self.has_weight |= block.iter().any(|&(_, s)| s != f64::NEG_INFINITY);
         let block_max = block.iter().map(|&(_, s)| s).fold(self.row_max, f64::max);
         let rescale = weight(self.row_max, block_max);
         self.row_sum *= rescale;

@@ -158,9 +158,11 @@ fn nan_and_plus_inf_reach_only_the_rows_that_attend_them() {
 }
 
 #[test]
-fn an_attended_score_of_minus_inf_weighs_nothing_and_alone_is_nan() {
+fn an_attended_score_of_minus_inf_weighs_nothing_and_a_row_of_them_is_as_one_without_keys() {
     check(row(&[-INF, 0.0, 0.0], &[9.0, 8.0, 4.0], |_| ()), 6.0, 2f64.ln());
-    check(row(&[-INF, -INF], &[8.0, 4.0], |_| ()), NAN, -INF);
+    check(row(&[-INF, -INF], &[8.0, 4.0], |_| ()), 0.0, -INF);
+    check(row(&[-INF, -INF], &[8.0, 4.0], |x| x.sinks = Some(&[1.0])), 0.0, -INF);
+    check(row(&[-INF, NAN], &[8.0, 4.0], |_| ()), NAN, NAN);
     check(row(&[INF, 0.0], &[8.0, 4.0], |_| ()), NAN, NAN);
 }
 

@@ -111,7 +111,12 @@ def weigh(s, keep, v, sinks=None, rounded=None):
         out = by_groups(p, library.where(finite, v, 0))
         if not bool(finite.all()):
             out = out + _of_infinities(p, keep, v)
-        return library.where(keep.any(-1)[..., None], out / row_sum, 0), row_max, row_sum
+        return library.where(_weighs(s, keep)[..., None], out / row_sum, out), row_max, row_sum
+
+
+def _weighs(s, keep):
+    """Rows with a key of some weight: without keys, and where every score is −inf, the sums are the result."""
+    return (keep & (s != -np.inf)).any(-1)
 
 
 def _of_infinities(p, keep, v):
@@ -145,7 +150,7 @@ def attention(
         if bias is not None:
             s = s + library.where(keep, _like(bias, s), 0)
         out, row_max, row_sum = weigh(s, keep, v, sinks, rounded)
-        lse = library.where(keep.any(-1), (row_max + library.log(row_sum))[..., 0], -np.inf)
+        lse = library.where(_weighs(s, keep), (row_max + library.log(row_sum))[..., 0], -np.inf)
     return out, lse
 
 

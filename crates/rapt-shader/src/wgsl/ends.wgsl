@@ -7,11 +7,13 @@ struct Ends { is_dead: vec4<bool>, is_bad: vec4<bool>, factor: vec4<f32>, total:
 fn ends_of(rows: Rows, row_max: vec4<f32>, row_sum: vec4<f32>, has_bad: vec4<bool>, is_live: vec4<bool>) -> Ends {
     var is_bad = has_bad;
     var factor = vec4<f32>(1.0);
-    var total = row_sum;
+    // No key has a weight where every score is −inf: the sums are the result.
+    let is_empty = (row_sum == vec4<f32>()) & !has_bad;
+    var total = select(row_sum, vec4<f32>(1.0), is_empty);
     var top = row_max;
     if p.has_sinks != 0u {
         for (var a = 0u; a < 4u; a++) {
-            if !rows.exist[a] { continue; }
+            if !rows.exist[a] || is_empty[a] { continue; }
             let bits = sinks_bits(p.sinks_base + rows.head[a] * p.sinks_stride);
             let kind = kind_of(bits);
             is_bad[a] = is_bad[a] || (kind & (IS_NAN | IS_POSITIVE_INFINITY)) != 0u;
@@ -25,12 +27,10 @@ fn ends_of(rows: Rows, row_max: vec4<f32>, row_sum: vec4<f32>, has_bad: vec4<boo
             }
         }
     }
-    let is_empty = total == vec4<f32>();
     let is_dead = !is_live;
     var lse = select(bitcast<vec4<u32>>(top + logarithm(total)), vec4<u32>(NAN_BITS), is_bad);
-    lse = select(lse, vec4<u32>(INFINITY_BITS | SIGN_BIT), is_dead | (is_empty & !is_bad));
-    // Every score is −inf: 0 / 0.
-    return Ends(is_dead, is_bad | is_empty, factor, total, lse);
+    lse = select(lse, vec4<u32>(INFINITY_BITS | SIGN_BIT), is_dead | is_empty);
+    return Ends(is_dead, is_bad, factor, total, lse);
 }
 
 // Elements of out, one of each row, as bits; `kinds`: of the values in these sums.
