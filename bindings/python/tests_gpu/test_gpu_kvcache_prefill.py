@@ -61,9 +61,18 @@ def test_shapes(page_size, heads, q_len, dims):
 
 
 @pytest.mark.parametrize("page_size", [None, 16, 5])
-@pytest.mark.parametrize("dim", [80, 96])
-def test_sequences_of_few_keys_have_the_tiles_that_they_have_alone(dim, page_size):
-    cache = Cache(23, [2047, 2048, 4000, 0, 5, 2049], 2, (dim, dim), torch.bfloat16, page_size)
+@pytest.mark.parametrize(
+    "dim, lengths",
+    [
+        (80, [2047, 2048, 4000, 0, 5, 2049]),
+        (96, [2047, 2048, 4000, 0, 5, 2049]),
+        (64, [80, 512, 81, 0, 513, 4000]),
+        (64, [80, 512, 81, 0, 5, 64]),
+        (48, [65, 80, 3, 0, 64, 79]),
+    ],
+)
+def test_sequences_of_few_keys_have_the_tiles_that_they_have_alone(dim, lengths, page_size):
+    cache = Cache(23, lengths, 2, (dim, dim), torch.bfloat16, page_size)
     out, lse = cache.check(queries(6, 150, 4, dim, torch.bfloat16), causal=True)
     assert (out[3] == 0).all() and (lse[3] == float("-inf")).all()
 

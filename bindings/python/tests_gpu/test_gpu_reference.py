@@ -71,6 +71,21 @@ def rapt_plan(case):
     return rapt.explain(q, k, v, **options)
 
 
+@pytest.mark.parametrize("dim", [64, 48, 30])
+@pytest.mark.parametrize("q_len, kv_len", [(197, 197), (256, 256), (300, 81), (512, 512), (513, 500)])
+def test_the_batch_changes_how_many_queries_a_block_has_and_no_bit(q_len, kv_len, dim):
+    for options in ({}, {"causal": "bottom_right"}, {"window": (60, 30)}):
+        torch.manual_seed(q_len)
+        of = lambda heads, n: torch.randn(24, heads, n, dim, device="cuda").bfloat16()  # noqa: E731
+        q, k, v = of(12, q_len), of(4, kv_len), of(4, kv_len)
+        v[3, 1, 40] = math.nan
+        out, lse = run(q, k, v, options)
+        judge(out[2:5], lse[2:5], q[2:5], k[2:5], v[2:5], **options)
+        for b in (0, 3, 23):
+            one, one_lse = run(q[b : b + 1], k[b : b + 1], v[b : b + 1], options)
+            assert torch.equal(bits(one[0]), bits(out[b])) and torch.equal(bits(one_lse[0]), bits(lse[b])), (b, options)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("q_len", [3, 150])
 @pytest.mark.parametrize("dim", [64, 40, 33, 512])

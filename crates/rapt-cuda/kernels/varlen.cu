@@ -16,7 +16,8 @@ constexpr int THREADS = 256, WARPS = THREADS / 32, BUCKETS = 128, LAUNCHES = 3;
 // Entries that a thread writes by itself.
 constexpr int FEW_UNITS = 8;
 
-// A launch over those sequences that have few queries, or many, and keys from `least_keys` to below `most_keys`. VarlenLaunch of varlen.rs.
+// A launch over those sequences that have few queries, or many, and keys from `least_keys` to below `most_keys`, or any other number where
+// that is less. VarlenLaunch of varlen.rs.
 struct VarlenLaunch {
     VarlenTable* table;
     int many, few;                       // whether it takes sequences with many queries, and with few
@@ -121,7 +122,7 @@ struct Sized {
         const bool few = rows.len <= a.few_queries && rows.len * a.p.group <= a.few_rows;
         for (int n = 0; n < LAUNCHES; n++) {
             const VarlenLaunch& of = a.launches[n];
-            if (of.item_rows > 0 && (few ? of.few : of.many) && keys >= of.least_keys && keys < of.most_keys) launch = n;
+            if (of.item_rows > 0 && (few ? of.few : of.many) && (u32)(keys - of.least_keys) < (u32)(of.most_keys - of.least_keys)) launch = n;
         }
         if (launch < 0) return;
         const VarlenLaunch& of = a.launches[launch];

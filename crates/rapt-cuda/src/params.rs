@@ -443,7 +443,7 @@ impl HopperItems {
 /// Which sequences of a cache a launch of hopper.cu takes, and how TMA loads their keys.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct CacheTiles {
-    /// How many keys a sequence has.
+    /// How many keys a sequence has: from the first to below the second, or any other number where that is less.
     pub(crate) keys: std::ops::Range<usize>,
     /// Rows of K and V that TMA loads at once.
     pub(crate) box_rows: u32,

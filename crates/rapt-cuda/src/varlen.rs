@@ -42,6 +42,7 @@ pub(crate) struct Takes {
     /// Those with many queries, and those with few.
     pub(crate) many: bool,
     pub(crate) few: bool,
+    /// How many keys they have: from the first to below the second, or any other number where that is less.
     pub(crate) keys: std::ops::Range<usize>,
     pub(crate) task_heads: usize,
     pub(crate) item_rows: usize,

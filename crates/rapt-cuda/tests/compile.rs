@@ -138,6 +138,9 @@ fn every_kernel_compiles_and_the_hot_ones_do_not_spill() {
             }
             hot.extend(bf16([8, 1024, 1024, 96], None, &plain));
             hot.extend(bf16([8, 4096, 77, 64], None, &plain));
+            // Tiles of 64 keys: four groups, and two.
+            hot.extend(bf16([768, 197, 197, 64], None, &plain));
+            hot.extend(bf16([8, 197, 197, 64], None, &plain));
             hot.extend(bf16([8, 2048, 2048, 80], None, &plain));
             for (head_dim, mask) in [64, 128, 256].into_iter().flat_map(|d| [(d, DType::Bool), (d, DType::BF16)]) {
                 hot.extend(bf16([8, 2048, 2048, head_dim], Some(mask), &plain));

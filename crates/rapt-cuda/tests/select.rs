@@ -70,28 +70,30 @@ fn every_request_is_served_and_tensor_cores_serve_what_they_can() {
 }
 
 #[test]
-fn the_batch_and_the_strides_change_no_variant_and_no_split() {
-    let of = |batch: usize, heads: usize, q_len: usize, permuted: bool| {
+fn the_batch_and_the_strides_change_no_tile_of_keys_and_no_split() {
+    let of = |batch: usize, heads: usize, [q_len, kv_len]: [usize; 2], permuted: bool| {
         let shape = if permuted { [batch, q_len, heads, 64] } else { [batch, heads, q_len, 64] };
         let layout = if permuted { rapt_core::TensorLayout::Bshd } else { rapt_core::TensorLayout::Bhsd };
         let (q, k) = (view("q", DType::BF16, &shape), {
-            let shape = if permuted { [batch, 5000, heads, 64] } else { [batch, heads, 5000, 64] };
+            let shape = if permuted { [batch, kv_len, heads, 64] } else { [batch, heads, kv_len, 64] };
             view("k", DType::BF16, &shape)
         });
         Spec::builder(&q, &k, &k, &Options::default().with_layout(layout)).build().unwrap()
     };
-    for q_len in [1, 7, 100, 3000] {
-        let first = of(1, 1, q_len, false);
+    // Where keys are some, blocks have more queries if there are many.
+    for (lengths, many) in [([1, 5000], 0), ([7, 5000], 0), ([100, 5000], 0), ([3000, 5000], 0), ([3000, 300], 256)] {
+        let first = of(1, 1, lengths, false);
         let (plan, of_first) =
             (select(&first, &caps(Arch::Sm90a)).unwrap(), variants(&first, &caps(Arch::Sm90a)).unwrap());
         for (batch, heads, permuted) in [(1, 8, false), (64, 1, false), (16, 32, true)] {
-            let other = of(batch, heads, q_len, permuted);
+            let other = of(batch, heads, lengths, permuted);
             let other_plan = select(&other, &caps(Arch::Sm90a)).unwrap();
-            assert_eq!(variants(&other, &caps(Arch::Sm90a)).unwrap(), of_first);
-            assert_eq!(
-                (other_plan.num_splits(), other_plan.block_m(), other_plan.block_n()),
-                (plan.num_splits(), plan.block_m(), plan.block_n())
-            );
+            let mut expected = of_first.clone();
+            if many > 0 && batch * heads > 8 {
+                expected[0].block_m = many;
+            }
+            assert_eq!(variants(&other, &caps(Arch::Sm90a)).unwrap(), expected);
+            assert_eq!((other_plan.num_splits(), other_plan.block_n()), (plan.num_splits(), plan.block_n()));
         }
     }
 }
@@ -161,17 +163,34 @@ fn hoppers_tiles_are_wider_where_the_last_is_one_of_many() {
 }
 
 #[test]
-fn few_keys_are_one_tile_that_leaves_room_for_the_next_items_queries() {
+fn few_keys_have_tiles_that_leave_room_for_the_next_items_queries() {
     let plain = Options::default();
+    let capped = plain.with_softcap(30.0);
     let of = |kv_len, mask, options| {
         variant(&select(&spec(DType::F16, [80, 4096, kv_len, 64], mask, options), &caps(Arch::Sm90a)).unwrap())
     };
-    for (kv_len, keys) in [(1, 80), (77, 80), (80, 80), (81, 128)] {
+    for (kv_len, keys) in [(1, 80), (77, 80), (80, 80), (81, 64), (512, 64), (513, 128)] {
         assert_eq!(of(kv_len, None, &plain).block_n, keys, "{kv_len}");
     }
     // Masks, and scores that are changed, have tiles of their own.
     assert_eq!(of(77, Some(DType::Bool), &plain).block_n, 128);
-    assert_eq!(of(77, None, &plain.with_softcap(30.0)).block_n, 128);
+    assert_eq!(of(77, None, &capped).block_n, 128);
+    assert_eq!(of(300, Some(DType::Bool), &plain).block_n, 128);
+    assert_eq!(of(300, None, &capped).block_n, 128);
+}
+
+#[test]
+fn four_groups_share_tiles_of_64_keys_where_there_are_items_for_all_multiprocessors() {
+    let plain = Options::default();
+    for (heads, q_len, rows) in [(768, 197, 256), (132, 256, 256), (131, 256, 128), (66, 257, 256), (12, 512, 128)] {
+        let spec = spec(DType::BF16, [heads, q_len, 256, 64], None, &plain);
+        let plan = select(&spec, &caps(Arch::Sm90a)).unwrap();
+        assert_eq!((variant(&plan).block_m, variant(&plan).block_n), (rows, 64), "{heads} {q_len}");
+    }
+    // Element by element the warps that load need registers.
+    let odd = spec(DType::BF16, [768, 256, 256, 60], None, &plain);
+    let odd = variant(&select(&odd, &caps(Arch::Sm90a)).unwrap());
+    assert_eq!((odd.loads, odd.block_m, odd.block_n), (Loads::ByElement, 128, 64));
 }
 
 #[test]
@@ -436,13 +455,18 @@ fn sequences_one_after_another_take_the_kernels_of_each_alone() {
                     continue;
                 }
                 let all = variants(&together, &caps(arch)).unwrap();
-                for (q_len, kv_len) in [(1, 1), (16, 4000), (17, 2047), (17, 2048), (8000, 100), (100, 8000)] {
+                for (q_len, kv_len) in
+                    [(1, 1), (16, 4000), (17, 2047), (17, 2048), (8000, 100), (300, 512), (8000, 513), (100, 8000)]
+                {
                     let q = view("q", dtype, &[1, 8, q_len, head_dim]);
                     let k = view("k", dtype, &[1, 2, kv_len, head_dim]);
                     let alone = Spec::builder(&q, &k, &k, &plain).build().unwrap();
                     let mut alone = variant(&select(&alone, &caps(arch)).unwrap());
                     alone.sequences = Sequences::Varlen;
-                    assert!(all.contains(&alone), "{arch:?} {dtype} {head_dim} {q_len} {kv_len}");
+                    assert!(
+                        all.iter().any(|variant| with_loads_of(*variant, &alone) == alone),
+                        "{arch:?} {dtype} {head_dim} {q_len} {kv_len}"
+                    );
                 }
             }
         }
@@ -493,7 +517,7 @@ fn many_queries_of_a_cache_take_the_kernels_of_each_sequence_alone() {
                     let sequences = if page_size == 0 { Sequences::Ragged } else { Sequences::Paged };
                     let attending = all.iter().filter(|variant| variant.algorithm != Algorithm::Append);
                     assert!(attending.clone().all(|variant| variant.sequences == sequences));
-                    for kv_len in [81, 2047, 2048, 9000] {
+                    for kv_len in [81, 512, 513, 2047, 2048, 9000] {
                         let q = view("q", dtype, &[1, 8, q_len, head_dim]);
                         let k = view("k", dtype, &[1, 2, kv_len, head_dim]);
                         let alone = Spec::builder(&q, &k, &k, &plain).build().unwrap();
@@ -505,7 +529,7 @@ fn many_queries_of_a_cache_take_the_kernels_of_each_sequence_alone() {
                     }
                     // What has tiles of its own for few keys is launched a second time, and nothing else is.
                     let of_hopper = variant(&select(&cached, &caps(arch)).unwrap()).algorithm == Algorithm::Hopper;
-                    let twice = of_hopper && matches!(head_dim, 80 | 96);
+                    let twice = of_hopper && dtype != DType::F32 && matches!(head_dim, 33 | 64 | 80 | 96);
                     assert_eq!(attending.count(), 1 + usize::from(twice), "{arch:?} {dtype} {head_dim}");
                 }
             }

@@ -37,7 +37,7 @@ struct HopperParams {
     Divisor by_units;   // runs of rows, or pairs of them, of one task
     Divisor by_grid;    // blocks of the launch
 #if RAGGED
-    int least_keys, most_keys;  // this launch takes sequences of the first to below the second
+    int least_keys, most_keys;  // this launch takes sequences of the first to below the second, or all others where that is less
     int box_rows;               // rows of K and V that TMA loads at once, where they lie in pages
 #endif
 };
@@ -105,7 +105,7 @@ struct Item {
 #if RAGGED
         if (is_beyond(h)) return;
         const int keys = Task(h.p, task).sequence.kv_len(h.p);
-        if (keys < h.least_keys || keys >= h.most_keys) block = -1;
+        if ((u32)(keys - h.least_keys) >= (u32)(h.most_keys - h.least_keys)) block = -1;
 #endif
     }
     __device__ bool is_beyond(const HopperParams& h) const { return task >= h.tasks; }

@@ -29,7 +29,10 @@ fn lengths_and_pages_are_passed_to_both_kernels_that_read_them() {
 fn many_queries_of_a_cache_are_launched_once_for_each_tile_that_its_sequences_have() {
     let recorded = Recorded::new(Parts::default(), |_| ());
     for (head_dim, kv_len, tiles) in [
-        (64, 5000, vec![(128, [0, MOST_LEN])]),
+        (64, 80, vec![(80, [0, MOST_LEN])]),
+        (64, 512, vec![(128, [513, 81]), (64, [81, 513])]),
+        (64, 5000, vec![(64, [81, 513]), (128, [513, 81])]),
+        (128, 5000, vec![(128, [0, MOST_LEN])]),
         (96, 2047, vec![(96, [0, MOST_LEN])]),
         (96, 2048, vec![(96, [0, 2048]), (112, [2048, MOST_LEN])]),
     ] {
@@ -64,7 +67,8 @@ fn many_queries_of_a_cache_are_launched_once_for_each_tile_that_its_sequences_ha
         let of = |tensor| (tensor, [head_dim as u64, 16, 2, 1000], 16);
         assert_eq!(boxes, tiles.iter().flat_map(|_| [of(2), of(3)]).collect::<Vec<_>>());
         let plan = recorded.plan(request).unwrap();
-        let says = plan.why().contains("sequences of other lengths by hopper bfloat16 96/96 paged");
+        let says =
+            plan.why().contains(&format!("sequences of other lengths by hopper bfloat16 {head_dim}/{head_dim} paged"));
         assert_eq!((plan.block_n(), says), (tiles[tiles.len() - 1].0, tiles.len() > 1), "{}", plan.why());
     }
 }

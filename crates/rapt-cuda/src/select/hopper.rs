@@ -14,9 +14,13 @@ use crate::variant::{Algorithm, KernelVariant, Loads, Sequences};
 
 /// Keys from which on tiles of 112 are taken at head dims 80 and 96, below it tiles of 96: 3 % slower at 1024, 2 to 4 % faster at
 /// 4096 (H200, 2026-11; between them not measured).
-pub(super) const MANY_KEYS: usize = 2048;
+const MANY_KEYS: usize = 2048;
 /// Most keys that are one tile of 80 at head dims up to 64 (4096 × 77: 52 µs, by tiles of 128 59; H200, 2026-11).
 const ONE_TILE: usize = 80;
+/// From so many keys on tiles are of 128 keys at head dims up to 64, and of 64 where they are more than one tile and fewer: these leave
+/// room for four groups of queries, and for queries of the next item (64 × 12 heads of 197², 256², 512² at 16 × 32: 40, 42, 78 µs, by
+/// tiles of 128 53, 51, 86; H100, 2026-11).
+const SOME_KEYS: usize = 513;
 
 /// Queries per block of hopper.cu and the keys that it can have (the first that fits shared memory): three groups of 64
 /// queries where the sums of a group are few, else two; keys as many as leave the sums, and biases, in registers, also
@@ -57,6 +61,27 @@ fn is_tma(spec: &Spec) -> bool {
         && pages.is_none_or(|pages| pages.page_size.is_multiple_of(BOX_ROWS))
 }
 
+/// Whether head dims up to 64 have neither a mask nor scores that are changed.
+fn is_plain(spec: &Spec) -> bool {
+    let dims = tensor_cores::padded_dims(spec);
+    dims.0.max(dims.1) <= 64 && spec.mask.is_none() && !tensor_cores::is_natural(spec, MaskClass::None)
+}
+
+/// The numbers of keys for which requests like `spec` have tiles of their own, if any do.
+pub(super) fn few_keys(spec: &Spec) -> Range<usize> {
+    if is_plain(spec) { ONE_TILE + 1..SOME_KEYS } else { 0..MANY_KEYS }
+}
+
+/// Queries of a block with tiles of 64 keys: four groups, or two where those would leave multiprocessors idle; three of sequences one after
+/// another, since four spill 40 bytes. The bits are the same.
+fn most_rows(spec: &Spec, caps: &Caps) -> u32 {
+    if spec.varlen.is_some() {
+        return 192;
+    }
+    let items = spec.batch().saturating_mul(spec.num_q_heads()).saturating_mul(spec.q_len().div_ceil(256));
+    if items >= caps.multiprocessors as usize { 256 } else { 128 }
+}
+
 /// The variant of hopper.cu for so many keys, where it runs.
 pub(super) fn variant(spec: &Spec, caps: &Caps, kv_len: usize) -> Option<KernelVariant> {
     if caps.arch != Arch::Sm90a {
@@ -69,9 +94,11 @@ pub(super) fn variant(spec: &Spec, caps: &Caps, kv_len: usize) -> Option<KernelV
     let natural = tensor_cores::is_natural(spec, MaskClass::None);
     let mask = spec.mask.map(|mask| mask.dtype);
     let dims = tensor_cores::padded_dims(spec);
-    let is_plain = dims.0.max(dims.1) <= 64 && mask.is_none() && !natural;
-    let (block_m, tiles) = match spec.kv_len() {
-        ..=ONE_TILE if is_plain => (192, [80].as_slice()),
+    let is_plain = is_plain(spec);
+    let (block_m, tiles) = match () {
+        // Of a sequence among others, one tile of 128 has the same bits.
+        _ if is_plain && spec.kv_len() <= ONE_TILE => (192, [80].as_slice()),
+        _ if is_plain && few_keys(spec).contains(&kv_len) => (most_rows(spec, caps), [64].as_slice()),
         _ => tiles(dims, mask, natural, many_keys),
     };
     let is_tma = is_tma(spec);

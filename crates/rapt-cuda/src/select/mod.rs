@@ -159,20 +159,27 @@ fn attend(spec: &Spec, caps: &Caps, variant: KernelVariant, keys: Range<usize>) 
     Ok((Attend { step: Step::new(variant, blocks), params, hopper, beside }, partition))
 }
 
-/// What attends to those sequences of a cache that have few keys, where these alone have tiles of their own, and from how many keys on a
-/// sequence is not of them.
+/// What attends to those shorter sequences of a cache that have other tiles than its longest one, and which numbers of keys those have that
+/// are left to `main`.
 ///
 /// # Errors
 /// As [`partition`].
-fn attend_short(spec: &Spec, caps: &Caps, long: &KernelVariant) -> Result<(Option<Box<Attend>>, usize)> {
-    let differs = spec.lengths.as_deref().is_some_and(|of| of.lengths.is_some());
-    let lengths = rules::Lengths { few: decode::is_few(spec), kv_len: spec.kv_len().min(hopper::MANY_KEYS - 1) };
-    let (variant, _) = rules::variant(spec, caps, lengths);
-    if !differs || variant == *long {
-        return Ok((None, 0));
+fn attend_short(spec: &Spec, caps: &Caps, main: &KernelVariant) -> Result<(Option<Box<Attend>>, Range<usize>)> {
+    let all = Ok((None, 0..MOST_LEN));
+    let (few, most) = (hopper::few_keys(spec), spec.kv_len());
+    let is_alike = most < few.start || (few.start == 0 && most < few.end);
+    if is_alike || spec.lengths.as_deref().is_none_or(|of| of.lengths.is_none()) {
+        return all;
     }
-    let (attend, _) = attend(spec, caps, variant, 0..hopper::MANY_KEYS)?;
-    Ok((Some(Box::new(attend)), hopper::MANY_KEYS))
+    let others = few.end..if few.start > 0 { few.start } else { MOST_LEN };
+    let (own, left) = if few.contains(&most) { (others, few) } else { (few, others) };
+    let lengths = rules::Lengths { few: decode::is_few(spec), kv_len: own.start.max(1) };
+    let (variant, _) = rules::variant(spec, caps, lengths);
+    if variant == *main {
+        return all;
+    }
+    let (attend, _) = attend(spec, caps, variant, own)?;
+    Ok((Some(Box::new(attend)), left))
 }
 
 /// The launches of a request that has an output.
@@ -185,8 +192,8 @@ fn launches(spec: &Spec, caps: &Caps) -> Result<Launches> {
         return varlen::launches(spec, caps);
     }
     let (variant, why_generic) = rules::variant(spec, caps, rules::Lengths::of(spec));
-    let (short, long_from) = attend_short(spec, caps, &variant)?;
-    let (main, partition) = attend(spec, caps, variant, long_from..MOST_LEN)?;
+    let (short, keys) = attend_short(spec, caps, &variant)?;
+    let (main, partition) = attend(spec, caps, variant, keys)?;
     let blocks = main.step.blocks;
     let rows = partition.tasks * partition.rows;
     let row_bytes = (spec.head_dim_v() + 2) * spec.numerics.accumulation.size_bytes();

@@ -40,15 +40,16 @@ fn asked(spec: &Spec, caps: &Caps) -> Vec<Asked> {
     if decode::is_few(spec) {
         return vec![few];
     }
-    let long = of(false, hopper::MANY_KEYS..MOST_LEN);
-    let short = of(false, 0..hopper::MANY_KEYS);
+    let keys = hopper::few_keys(spec);
+    let long = of(false, keys.end..if keys.start > 0 { keys.start } else { MOST_LEN });
+    let short = of(false, keys.clone());
     if few.variant == short.variant {
         return vec![Asked { many: true, ..few }];
     }
-    if long.variant == short.variant {
+    if long.variant == short.variant || total_kv < keys.start {
         return vec![few, Asked { keys: 0..MOST_LEN, ..long }];
     }
-    if total_kv < hopper::MANY_KEYS { vec![few, short] } else { vec![few, short, long] }
+    if keys.start == 0 && total_kv < keys.end { vec![few, short] } else { vec![few, short, long] }
 }
 
 /// Whether one sequence of many queries, alone, runs on wide.cu.

@@ -47,6 +47,7 @@ impl KernelVariant {
             (None, _) if of_cache => (224, 56),
             (_, 65..=80) if self.block_m == 192 && changed => (152, 56),
             (_, 81..=96) if self.block_m == 192 && changed && self.block_n == 96 => (152, 56),
+            _ if self.block_m == 256 => (112, 32),
             _ if self.block_m == 192 => (160, 32),
             (None, 161..=176 | 241..) if changed => (224, 56),
             (None, _) if is_tma => (232, 40),
