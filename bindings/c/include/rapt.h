@@ -382,7 +382,8 @@ size_t rapt_session_held_bytes(const struct rapt_session *session);
 //
 // q is [total_q, num_q_heads, head_dim], k and v are [total_kv, num_kv_heads, head_dim], `options->lse` is
 // [num_q_heads, total_q]; `options->layout` is not read. `cu_seqlens_q` and `cu_seqlens_kv` are I32 [sequences + 1]: where
-// the rows of each begin, from 0 to the number of rows. `options` may be NULL; a mask, codes and a tolerance are refused.
+// the rows of each begin, from 0 to the number of rows. `options` may be NULL; a mask and a tolerance are refused. The factors of codes
+// are those of layout BSHD without its batch: one row for each of theirs (token, block), or those of all sequences.
 //
 // # Safety
 // As rapt_attention().

@@ -9,8 +9,8 @@
 
 use engine::quant::QuantError;
 use engine::{
-    CacheCodes, CacheView, Device, Error, KvCacheTensors, Options, Queue, VarlenTensors, View, ViewMut, prove_disjoint,
-    prove_injective,
+    CacheCodes, CacheView, Device, Error, KvCacheTensors, Options, Qkv, Queue, VarlenTensors, View,
+    ViewMut, prove_disjoint, prove_injective,
 };
 
 use crate::abi::{rapt_codes, rapt_error, rapt_kvcache, rapt_options, rapt_tensor};
@@ -21,6 +21,7 @@ use crate::refusal::{Refusal, guard};
 /// The options of a ragged call, and the tensors among them.
 pub(crate) struct Asked<'a> {
     pub(crate) options: Options,
+    pub(crate) q_codes: *const rapt_codes,
     pub(crate) k_codes: *const rapt_codes,
     pub(crate) v_codes: *const rapt_codes,
     pub(crate) sinks: Option<View<'a>>,
@@ -34,6 +35,7 @@ impl<'a> Asked<'a> {
     pub(crate) unsafe fn read(given: *const rapt_options) -> Result<Self, Refusal> {
         let plain = Asked {
             options: Options::default(),
+            q_codes: std::ptr::null(),
             k_codes: std::ptr::null(),
             v_codes: std::ptr::null(),
             sinks: None,
@@ -47,14 +49,14 @@ impl<'a> Asked<'a> {
         let given = unsafe { read::options(given) }?;
         let options = read::parse(&given)?;
         absent("a mask", given.mask.is_null(), "rapt_attention() for each sequence, with a mask of its own")?;
-        absent("q_codes", given.q_codes.is_null(), "q in numbers")?;
         absent("a tolerance", given.tolerance.is_null(), "tolerance = NULL")?;
         // SAFETY: the caller's word.
         let (sinks, alibi_slopes) =
             unsafe { (optional("sinks", given.sinks)?, optional("alibi_slopes", given.alibi_slopes)?) };
         // SAFETY: as above.
         let lse = if given.lse.is_null() { None } else { Some(unsafe { view_mut("lse", given.lse) }?) };
-        Ok(Asked { options, k_codes: given.k_codes, v_codes: given.v_codes, sinks, alibi_slopes, lse })
+        let rapt_options { q_codes, k_codes, v_codes, .. } = given;
+        Ok(Asked { options, q_codes, k_codes, v_codes, sinks, alibi_slopes, lse })
     }
 }
 
@@ -92,7 +94,8 @@ pub(crate) fn in_host_memory<'v>(
 ///
 /// q is [total_q, num_q_heads, head_dim], k and v are [total_kv, num_kv_heads, head_dim], `options->lse` is
 /// [num_q_heads, total_q]; `options->layout` is not read. `cu_seqlens_q` and `cu_seqlens_kv` are I32 [sequences + 1]: where
-/// the rows of each begin, from 0 to the number of rows. `options` may be NULL; a mask, codes and a tolerance are refused.
+/// the rows of each begin, from 0 to the number of rows. `options` may be NULL; a mask and a tolerance are refused. The factors of codes
+/// are those of layout BSHD without its batch: one row for each of theirs (token, block), or those of all sequences.
 ///
 /// # Safety
 /// As rapt_attention().
@@ -118,9 +121,15 @@ pub unsafe extern "C" fn rapt_varlen_attention(
             unsafe { (view("cu_seqlens_q", cu_seqlens_q)?, view("cu_seqlens_kv", cu_seqlens_kv)?) };
         // SAFETY: as above.
         let (out, asked) = unsafe { (view_mut("out", out)?, Asked::read(options)?) };
-        let Asked { options, k_codes, v_codes, sinks, alibi_slopes, lse } = asked;
-        absent("k_codes", k_codes.is_null(), "k in numbers")?;
-        absent("v_codes", v_codes.is_null(), "v in numbers")?;
+        let Asked { options, q_codes, k_codes, v_codes, sinks, alibi_slopes, lse } = asked;
+        // SAFETY: as above.
+        let codes = unsafe {
+            Qkv {
+                q: read::codes(&CodesNames::Q, q_codes)?,
+                k: read::codes(&CodesNames::K, k_codes)?,
+                v: read::codes(&CodesNames::V, v_codes)?,
+            }
+        };
         in_host_memory([
             ("q", Some(&q)),
             ("k", Some(&k)),
@@ -132,7 +141,7 @@ pub unsafe extern "C" fn rapt_varlen_attention(
             ("out", Some(&out.as_view())),
             ("lse", lse.as_ref().map(ViewMut::as_view).as_ref()),
         ])?;
-        let tensors = VarlenTensors { q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks, alibi_slopes, out, lse };
+        let tensors = VarlenTensors { q, k, v, codes, cu_seqlens_q, cu_seqlens_kv, sinks, alibi_slopes, out, lse };
         Ok(engine.varlen_attention(tensors, &options, &Queue::Host(engine.executor()))?)
     })
 }
@@ -201,7 +210,8 @@ unsafe fn read_cache<'a>(
         unsafe { (optional("cache_seqlens", given.cache_seqlens)?, optional("page_table", given.page_table)?) };
     // SAFETY: as above.
     let (out, asked) = unsafe { (view_mut("out", out)?, Asked::read(options)?) };
-    let Asked { options, k_codes, v_codes, sinks, alibi_slopes, lse } = asked;
+    let Asked { options, q_codes, k_codes, v_codes, sinks, alibi_slopes, lse } = asked;
+    absent("q_codes", q_codes.is_null(), "q in numbers")?;
     // SAFETY: as above.
     let (k_codes, v_codes) = unsafe {
         (

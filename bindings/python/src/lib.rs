@@ -134,7 +134,7 @@ fn scaled_dot_product_attention<'py>(
 
 /// Sequences that lie one after another; see `rapt.varlen_attention`.
 #[pyfunction]
-#[pyo3(signature = (q, k, v, cu_seqlens_q, cu_seqlens_kv, *, causal = None, window = None, softcap = None, scale = None, sinks = None, alibi_slopes = None, out = None, out_dtype = None, return_lse = None))]
+#[pyo3(signature = (q, k, v, cu_seqlens_q, cu_seqlens_kv, *, causal = None, window = None, softcap = None, scale = None, sinks = None, alibi_slopes = None, q_descale = None, k_descale = None, v_descale = None, q_zero_point = None, k_zero_point = None, v_zero_point = None, compute = None, out = None, out_dtype = None, return_lse = None))]
 #[allow(clippy::too_many_arguments, reason = "the public signature")]
 fn varlen_attention<'py>(
     py: Python<'py>,
@@ -149,19 +149,39 @@ fn varlen_attention<'py>(
     scale: Maybe<'_, 'py>,
     sinks: Maybe<'_, 'py>,
     alibi_slopes: Maybe<'_, 'py>,
+    q_descale: Maybe<'_, 'py>,
+    k_descale: Maybe<'_, 'py>,
+    v_descale: Maybe<'_, 'py>,
+    q_zero_point: Maybe<'_, 'py>,
+    k_zero_point: Maybe<'_, 'py>,
+    v_zero_point: Maybe<'_, 'py>,
+    compute: Maybe<'_, 'py>,
     out: Maybe<'_, 'py>,
     out_dtype: Maybe<'_, 'py>,
     return_lse: Maybe<'_, 'py>,
 ) -> PyResult<Bound<'py, PyAny>> {
-    let common =
-        api::ragged::Common { causal, window, softcap, scale, sinks, alibi_slopes, out, out_dtype, return_lse };
-    let request = api::ragged::Varlen { q, k, v, cu_seqlens_q, cu_seqlens_kv, common };
-    api::ragged::varlen(py, &Home::Default, &request)
+    let q = api::varlen::Packed { tensor: q, descale: q_descale, zero_point: q_zero_point };
+    let k = api::varlen::Packed { tensor: k, descale: k_descale, zero_point: k_zero_point };
+    let v = api::varlen::Packed { tensor: v, descale: v_descale, zero_point: v_zero_point };
+    let common = api::ragged::Common {
+        causal,
+        window,
+        softcap,
+        scale,
+        sinks,
+        alibi_slopes,
+        compute,
+        out,
+        out_dtype,
+        return_lse,
+    };
+    let request = api::varlen::Varlen { q, k, v, cu_seqlens_q, cu_seqlens_kv, common };
+    api::varlen::varlen(py, &Home::Default, &request)
 }
 
 /// Attention to a cache, and new keys into it; see `rapt.attention_with_kvcache`.
 #[pyfunction]
-#[pyo3(signature = (q, k_cache, v_cache, k = None, v = None, *, cache_seqlens = None, page_table = None, causal = None, window = None, softcap = None, scale = None, sinks = None, alibi_slopes = None, k_descale = None, v_descale = None, k_zero_point = None, v_zero_point = None, out = None, out_dtype = None, return_lse = None))]
+#[pyo3(signature = (q, k_cache, v_cache, k = None, v = None, *, cache_seqlens = None, page_table = None, causal = None, window = None, softcap = None, scale = None, sinks = None, alibi_slopes = None, k_descale = None, v_descale = None, k_zero_point = None, v_zero_point = None, compute = None, out = None, out_dtype = None, return_lse = None))]
 #[allow(clippy::too_many_arguments, reason = "the public signature")]
 fn attention_with_kvcache<'py>(
     py: Python<'py>,
@@ -182,12 +202,23 @@ fn attention_with_kvcache<'py>(
     v_descale: Maybe<'_, 'py>,
     k_zero_point: Maybe<'_, 'py>,
     v_zero_point: Maybe<'_, 'py>,
+    compute: Maybe<'_, 'py>,
     out: Maybe<'_, 'py>,
     out_dtype: Maybe<'_, 'py>,
     return_lse: Maybe<'_, 'py>,
 ) -> PyResult<Bound<'py, PyAny>> {
-    let common =
-        api::ragged::Common { causal, window, softcap, scale, sinks, alibi_slopes, out, out_dtype, return_lse };
+    let common = api::ragged::Common {
+        causal,
+        window,
+        softcap,
+        scale,
+        sinks,
+        alibi_slopes,
+        compute,
+        out,
+        out_dtype,
+        return_lse,
+    };
     let k_part = api::ragged::CachePart { cache: k_cache, new: k, descale: k_descale, zero_point: k_zero_point };
     let v_part = api::ragged::CachePart { cache: v_cache, new: v, descale: v_descale, zero_point: v_zero_point };
     let request = api::ragged::Cached { q, k: k_part, v: v_part, cache_seqlens, page_table, common };

@@ -100,6 +100,7 @@ impl Varlen {
             q: View::contiguous("q", q, [rows, HEADS, DIM].into())?,
             k: View::contiguous("k", k, [keys, KV_HEADS, DIM].into())?,
             v: View::contiguous("v", v, [keys, KV_HEADS, DIM_V].into())?,
+            codes: rapt::Qkv::default(),
             cu_seqlens_q: View::contiguous("cu_seqlens_q", of_q, [of_q.len()].into())?,
             cu_seqlens_kv: View::contiguous("cu_seqlens_kv", of_kv, [of_kv.len()].into())?,
             sinks: None,

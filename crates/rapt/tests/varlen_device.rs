@@ -33,6 +33,7 @@ fn five() -> VarlenTensors<'static> {
         v: read("v", 3, BF16, &[300, 2, 32], DEVICE),
         cu_seqlens_q: read("cu_seqlens_q", 4, DType::I32, &[6], DEVICE),
         cu_seqlens_kv: read("cu_seqlens_kv", 5, DType::I32, &[6], DEVICE),
+        codes: rapt::Qkv::default(),
         sinks: None,
         alibi_slopes: None,
         out: written("out", 6, BF16, &[100, 8, 32]),

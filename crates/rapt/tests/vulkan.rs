@@ -99,6 +99,7 @@ fn what_the_gpu_has_no_kernel_for_is_refused_and_not_computed_on_the_host() {
         v: view(),
         cu_seqlens_q: ends(),
         cu_seqlens_kv: ends(),
+        codes: rapt::Qkv::default(),
         sinks: None,
         alibi_slopes: None,
         out: rapt::ViewMut::contiguous("out", &mut out, [3, 1, 4].into()).unwrap(),

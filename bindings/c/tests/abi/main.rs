@@ -12,6 +12,7 @@ mod programs;
 mod promises;
 mod quantized;
 mod ragged;
+mod ragged_codes;
 mod ragged_refused;
 mod reference;
 mod support;

@@ -3,7 +3,7 @@
 
 use engine::{DType, Format, Granularity};
 use rapt_c::rapt_error::{self, *};
-use rapt_c::{rapt_causal, rapt_codes, rapt_dtype, rapt_format, rapt_granularity, rapt_last_error_code};
+use rapt_c::{rapt_causal, rapt_codes, rapt_compute, rapt_dtype, rapt_format, rapt_granularity, rapt_last_error_code};
 
 use crate::handles::Memory;
 use crate::ragged::{
@@ -76,8 +76,12 @@ impl Table {
         self.add(RAPT_ERROR_UNSUPPORTED, "a mask with sequences of different lengths is not served", |call| {
             call.put("mask", place(DType::Bool, &[1]));
         });
-        self.add(RAPT_ERROR_UNSUPPORTED, "q_codes with sequences of different lengths is not served", |call| {
-            call.codes[0] = Some(int8());
+        self.add(RAPT_ERROR_OPTION, "compute = 3", |call| call.options.compute = 3);
+        self.add(RAPT_ERROR_UNSUPPORTED, "compute=\"fp8\" on cpu", |call| {
+            call.options.compute = rapt_compute::RAPT_COMPUTE_FP8 as i32;
+        });
+        self.add(RAPT_ERROR_UNSUPPORTED, "compute=\"int8\" with k that is no codes", |call| {
+            call.options.compute = rapt_compute::RAPT_COMPUTE_INT8 as i32;
         });
         self.add(RAPT_ERROR_DTYPE_MISMATCH, "out has dtype float32, asked for is bfloat16", |call| {
             call.options.out_dtype = rapt_dtype::RAPT_DTYPE_BF16 as i32;
@@ -140,11 +144,19 @@ fn what_is_wrong_about_sequences_one_after_another_is_refused_and_nothing_is_wri
     for name in ["sinks", "alibi_slopes", "lse"] {
         table.tensor(name, false);
     }
-    for codes in [1, 2] {
-        let says = ["q", "k", "v"][codes];
-        let says = format!("{says}_codes with sequences of different lengths is not served");
-        table.add(RAPT_ERROR_UNSUPPORTED, &says, move |call| call.codes[codes] = Some(int8()));
+    for (at, names) in [(0, "q|q_descale"), (1, "k|k_descale"), (2, "v|v_descale")] {
+        table.add(
+            RAPT_ERROR_UNSUPPORTED_DTYPE,
+            &format!("is int8 codes, which are no numbers without|{names}"),
+            move |call| {
+                call.codes[at] = Some(int8());
+            },
+        );
     }
+    table.add(RAPT_ERROR_DTYPE_MISMATCH, "k has dtype float32, asked for is int8", |call| {
+        call.put("k_descale", place(DType::F32, &[9, KV_HEADS]));
+        call.codes[1] = Some(int8());
+    });
     for (name, at, got) in [
         ("cu_seqlens_q", 0, 1),
         ("cu_seqlens_q", 1, -2),
@@ -367,6 +379,16 @@ fn of_codes() -> Table {
     });
     table.add(RAPT_ERROR_UNSUPPORTED_DTYPE, "k_zero_point: nothing is assumed", |call| {
         call.at("k_zero_point").given = Given::Null;
+    });
+    table.add(RAPT_ERROR_UNSUPPORTED, "q_codes with sequences of different lengths is not served", |call| {
+        call.codes[0] = Some(int8());
+    });
+    table.add(RAPT_ERROR_UNSUPPORTED, "compute=\"int8\" with v that is no codes", |call| {
+        (call.options.compute, call.codes[1]) = (rapt_compute::RAPT_COMPUTE_INT8 as i32, Some(int8()));
+        let cache = call.memory("k_cache").shape.clone();
+        let cache: Vec<usize> = cache.iter().map(|size| *size as usize).collect();
+        call.put("k_cache", place(DType::I8, &cache));
+        call.tensors.retain(|tensor| !["k", "v", "k_zero_point"].contains(&tensor.name));
     });
     table.add(RAPT_ERROR_OPTION, "k_codes.format = 0", |call| call.codes[1].as_mut().unwrap().format = 0);
     table.add(RAPT_ERROR_OPTION, "k_codes.size = 8", |call| call.codes[1].as_mut().unwrap().size = 8);

@@ -229,6 +229,13 @@ def varlen_attention(
     scale=None,
     sinks=None,
     alibi_slopes=None,
+    q_descale=None,
+    k_descale=None,
+    v_descale=None,
+    q_zero_point=None,
+    k_zero_point=None,
+    v_zero_point=None,
+    compute="exact",
     out=None,
     out_dtype=None,
     return_lse=False,
@@ -239,6 +246,9 @@ def varlen_attention(
     cu_seqlens_q, cu_seqlens_kv: int32 [sequences + 1], where each begins: from 0 to total_q, and to total_kv.
     The other arguments are those of `attention`, whose bits each sequence gets as in a call alone. A sequence without keys gets
     zeros. return_lse: also the log of the sum of exponentials, [num_q_heads, total_q].
+    q_descale, k_descale, v_descale, q_zero_point, …: of codes. A factor for each row lies as rows do: [total, heads], with one more size for
+    blocks along head_dim; [], [heads] and [1, heads, head_dim] are of all sequences. A `Quantized` stands in place of q, k or v without
+    them. compute: as in `attention`. Codes are served in host memory.
 
     A refused request raises a subclass of `RaptError` and writes nothing. On a GPU offsets lie there too, and are read when it runs: rows of
     no sequence become zeros, and a sequence whose keys do not lie in k gets NaN.
@@ -255,6 +265,13 @@ def varlen_attention(
         scale=scale,
         sinks=sinks,
         alibi_slopes=alibi_slopes,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
+        q_zero_point=q_zero_point,
+        k_zero_point=k_zero_point,
+        v_zero_point=v_zero_point,
+        compute=compute,
         out=out,
         out_dtype=out_dtype,
         return_lse=return_lse,
@@ -281,6 +298,7 @@ def attention_with_kvcache(
     v_descale=None,
     k_zero_point=None,
     v_zero_point=None,
+    compute="exact",
     out=None,
     out_dtype=None,
     return_lse=False,
@@ -300,6 +318,7 @@ def attention_with_kvcache(
     [batch, most keys, num_kv_heads] or [num_pages, page_size, num_kv_heads], with one more size for blocks along head_dim; [] is one for
     all. New keys are quantized with factors of their own, which are written too; with one for all, with that. A `Quantized` stands in
     place of a cache without them.
+    compute: "exact", or "int8" on int8 codes in host memory, as in `attention`: of keys by token, of values by head, channel or tensor.
     return_lse: also the log of the sum of exponentials, [batch, num_q_heads, q_len].
 
     On a GPU `cache_seqlens` and `page_table` lie there too (or `cache_seqlens` is one number), and the device reads them: a length or a
@@ -326,6 +345,7 @@ def attention_with_kvcache(
         v_descale=v_descale,
         k_zero_point=k_zero_point,
         v_zero_point=v_zero_point,
+        compute=compute,
         out=out,
         out_dtype=out_dtype,
         return_lse=return_lse,

@@ -7,7 +7,8 @@ use rapt::Threads;
 
 use crate::api::attention::{self, Request};
 use crate::api::plan::PyPlan;
-use crate::api::ragged::{self, CachePart, Cached, Common, Varlen};
+use crate::api::ragged::{self, CachePart, Cached, Common};
+use crate::api::varlen::{self, Packed, Varlen};
 use crate::engine::Owned;
 use crate::errors::hints;
 use crate::errors::{Failure, Wording, raise};
@@ -113,7 +114,8 @@ macro_rules! methods {
             /// `rapt.varlen_attention` on these threads.
             #[pyo3(signature = (
                 q, k, v, cu_seqlens_q, cu_seqlens_kv, *, causal = None, window = None, softcap = None, scale = None, sinks = None,
-                alibi_slopes = None, out = None, out_dtype = None, return_lse = None
+                alibi_slopes = None, q_descale = None, k_descale = None, v_descale = None, q_zero_point = None, k_zero_point = None,
+                v_zero_point = None, compute = None, out = None, out_dtype = None, return_lse = None
             ))]
             #[allow(clippy::too_many_arguments, reason = "the public signature")]
             fn varlen_attention<'py>(
@@ -130,20 +132,30 @@ macro_rules! methods {
                 scale: Option<&Bound<'py, PyAny>>,
                 sinks: Option<&Bound<'py, PyAny>>,
                 alibi_slopes: Option<&Bound<'py, PyAny>>,
+                q_descale: Option<&Bound<'py, PyAny>>,
+                k_descale: Option<&Bound<'py, PyAny>>,
+                v_descale: Option<&Bound<'py, PyAny>>,
+                q_zero_point: Option<&Bound<'py, PyAny>>,
+                k_zero_point: Option<&Bound<'py, PyAny>>,
+                v_zero_point: Option<&Bound<'py, PyAny>>,
+                compute: Option<&Bound<'py, PyAny>>,
                 out: Option<&Bound<'py, PyAny>>,
                 out_dtype: Option<&Bound<'py, PyAny>>,
                 return_lse: Option<&Bound<'py, PyAny>>,
             ) -> PyResult<Bound<'py, PyAny>> {
                 let home = self.owned.home().map_err(|failure| reported(py, failure))?;
-                let common = Common { causal, window, softcap, scale, sinks, alibi_slopes, out, out_dtype, return_lse };
-                ragged::varlen(py, &home, &Varlen { q, k, v, cu_seqlens_q, cu_seqlens_kv, common })
+                let common = Common { causal, window, softcap, scale, sinks, alibi_slopes, compute, out, out_dtype, return_lse };
+                let q = Packed { tensor: q, descale: q_descale, zero_point: q_zero_point };
+                let k = Packed { tensor: k, descale: k_descale, zero_point: k_zero_point };
+                let v = Packed { tensor: v, descale: v_descale, zero_point: v_zero_point };
+                varlen::varlen(py, &home, &Varlen { q, k, v, cu_seqlens_q, cu_seqlens_kv, common })
             }
 
             /// `rapt.attention_with_kvcache` on these threads.
             #[pyo3(signature = (
                 q, k_cache, v_cache, k = None, v = None, *, cache_seqlens = None, page_table = None, causal = None, window = None,
                 softcap = None, scale = None, sinks = None, alibi_slopes = None, k_descale = None, v_descale = None,
-                k_zero_point = None, v_zero_point = None, out = None, out_dtype = None, return_lse = None
+                k_zero_point = None, v_zero_point = None, compute = None, out = None, out_dtype = None, return_lse = None
             ))]
             #[allow(clippy::too_many_arguments, reason = "the public signature")]
             fn attention_with_kvcache<'py>(
@@ -166,12 +178,13 @@ macro_rules! methods {
                 v_descale: Option<&Bound<'py, PyAny>>,
                 k_zero_point: Option<&Bound<'py, PyAny>>,
                 v_zero_point: Option<&Bound<'py, PyAny>>,
+                compute: Option<&Bound<'py, PyAny>>,
                 out: Option<&Bound<'py, PyAny>>,
                 out_dtype: Option<&Bound<'py, PyAny>>,
                 return_lse: Option<&Bound<'py, PyAny>>,
             ) -> PyResult<Bound<'py, PyAny>> {
                 let home = self.owned.home().map_err(|failure| reported(py, failure))?;
-                let common = Common { causal, window, softcap, scale, sinks, alibi_slopes, out, out_dtype, return_lse };
+                let common = Common { causal, window, softcap, scale, sinks, alibi_slopes, compute, out, out_dtype, return_lse };
                 let k = CachePart { cache: k_cache, new: k, descale: k_descale, zero_point: k_zero_point };
                 let v = CachePart { cache: v_cache, new: v, descale: v_descale, zero_point: v_zero_point };
                 ragged::with_kvcache(py, &home, &Cached { q, k, v, cache_seqlens, page_table, common })

@@ -12,7 +12,8 @@ use std::ops::Range;
 use pyo3::prelude::*;
 use rapt::{DType, Device, ErrorKind, Options, VarlenTensors, View};
 
-use crate::api::ragged::{VarlenOnDevice, enqueue, on_threads, size};
+use crate::api::ragged::{enqueue, on_threads, size};
+use crate::api::varlen::VarlenOnDevice;
 use crate::engine::Home;
 use crate::errors::Failure;
 use crate::kind::Kind;
@@ -101,6 +102,7 @@ fn on_device<'py>(
         v: v.view()?,
         cu_seqlens_q: offsets_q.view()?,
         cu_seqlens_kv: offsets_k.view()?,
+        codes: rapt::Qkv::default(),
         sinks: None,
         alibi_slopes: None,
         out: out.view_mut()?,
@@ -303,6 +305,7 @@ fn call(
         v: v.view()?,
         cu_seqlens_q: View::contiguous("offsets of q", of_q, [of_q.len()].into())?,
         cu_seqlens_kv: View::contiguous("offsets of k", of_kv, [of_kv.len()].into())?,
+        codes: rapt::Qkv::default(),
         sinks: None,
         alibi_slopes: None,
         out: out.view_mut()?,

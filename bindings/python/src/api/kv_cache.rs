@@ -282,7 +282,9 @@ impl PyKvCache {
         return_lse: Maybe<'_, 'py>,
     ) -> PyResult<Bound<'py, PyAny>> {
         let wording = wording();
-        let common = Common { causal, window, softcap, scale, sinks, alibi_slopes, out, out_dtype, return_lse };
+        let compute = None;
+        let common =
+            Common { causal, window, softcap, scale, sinks, alibi_slopes, compute, out, out_dtype, return_lse };
         guard(py, &wording, || {
             let reader = Reader::new(&wording, q)?;
             let ids = ids_of(ids)?;

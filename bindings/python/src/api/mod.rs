@@ -16,3 +16,4 @@ pub(crate) mod quant;
 pub(crate) mod ragged;
 pub(crate) mod sdpa;
 pub(crate) mod tolerance;
+pub(crate) mod varlen;

@@ -1,4 +1,4 @@
-//! `varlen_attention` and `attention_with_kvcache`: sequences of different lengths, lying one after another or in a cache.
+//! `attention_with_kvcache`: sequences of different lengths in a cache; and what calls for many sequences share.
 
 use std::cell::Cell;
 use std::sync::Arc;
@@ -8,11 +8,11 @@ use pyo3::types::{PyBool, PyInt, PyTuple};
 use rapt::quant::QuantError;
 use rapt::{
     CacheCodes, CacheView, Causal, DType, Device, DeviceMemory, Engine, Format, KvCacheTensors, Options, Plan, Queue,
-    Shape, TensorLayout, VarlenTensors, View, ViewMut,
+    Shape, TensorLayout, View, ViewMut,
 };
 
 use crate::api::codes::Opened;
-use crate::api::{options, quant};
+use crate::api::{options, quant, tolerance};
 use crate::engine::{Home, pass_folders};
 use crate::errors::hints;
 use crate::errors::{Failure, Wording, guard};
@@ -22,7 +22,7 @@ use crate::tensors::{self, Enqueued, Operand, Product, StreamContext, torch};
 type Object<'a, 'py> = &'a Bound<'py, PyAny>;
 type Maybe<'a, 'py> = Option<&'a Bound<'py, PyAny>>;
 
-/// What both functions take beside their tensors.
+/// What calls for many sequences take beside their tensors.
 #[derive(Clone, Copy)]
 pub(crate) struct Common<'a, 'py> {
     pub(crate) causal: Maybe<'a, 'py>,
@@ -31,19 +31,10 @@ pub(crate) struct Common<'a, 'py> {
     pub(crate) scale: Maybe<'a, 'py>,
     pub(crate) sinks: Maybe<'a, 'py>,
     pub(crate) alibi_slopes: Maybe<'a, 'py>,
+    pub(crate) compute: Maybe<'a, 'py>,
     pub(crate) out: Maybe<'a, 'py>,
     pub(crate) out_dtype: Maybe<'a, 'py>,
     pub(crate) return_lse: Maybe<'a, 'py>,
-}
-
-/// The arguments of `rapt.varlen_attention`.
-pub(crate) struct Varlen<'a, 'py> {
-    pub(crate) q: Object<'a, 'py>,
-    pub(crate) k: Object<'a, 'py>,
-    pub(crate) v: Object<'a, 'py>,
-    pub(crate) cu_seqlens_q: Object<'a, 'py>,
-    pub(crate) cu_seqlens_kv: Object<'a, 'py>,
-    pub(crate) common: Common<'a, 'py>,
 }
 
 /// The keys or the values of a cache: those that it holds, the new ones, and what makes numbers of codes.
@@ -91,7 +82,7 @@ impl Common<'_, '_> {
             window: options::window("window", self.window)?,
             layout: TensorLayout::Bshd,
             out_dtype: options::dtype("out_dtype", self.out_dtype)?,
-            ..Options::default()
+            compute: options::compute("compute", self.compute)?,
         };
         Ok((options, self.return_lse.map_or(Ok(false), |given| options::flag("return_lse", given))?))
     }
@@ -207,52 +198,6 @@ pub(super) fn on_threads<E: Send>(
 /// A size of a tensor; 0 where it has no such dimension, which the engine refuses by name.
 pub(super) fn size(operand: &Operand, dim: usize) -> usize {
     operand.shape.get(dim).copied().unwrap_or(0)
-}
-
-/// `rapt.varlen_attention` on `home`.
-pub(crate) fn varlen<'py>(py: Python<'py>, home: &Home, request: &Varlen<'_, 'py>) -> PyResult<Bound<'py, PyAny>> {
-    let wording = Cell::new(Wording { names: &hints::ATTENTION, kind: Kind::Numpy });
-    guard(py, &wording, || {
-        let Varlen { q, k, v, cu_seqlens_q, cu_seqlens_kv, common } = request;
-        let reader = Reader::new(&wording, q)?;
-        let (options, return_lse) = common.options()?;
-        let (q_read, k, v) = (reader.read("q", q)?, reader.read("k", k)?, reader.read("v", v)?);
-        let of_q = reader.read("cu_seqlens_q", cu_seqlens_q)?;
-        let of_kv = reader.read("cu_seqlens_kv", cu_seqlens_kv)?;
-        let sinks = reader.maybe("sinks", common.sinks)?;
-        let slopes = reader.maybe("alibi_slopes", common.alibi_slopes)?;
-        if reader.kind == Kind::Torch {
-            let given = [("q", Some(*q)), ("k", Some(request.k)), ("v", Some(request.v)), ("sinks", common.sinks)];
-            torch::refuse_gradients(py, given.into_iter().filter_map(|(name, tensor)| Some((name, tensor?))))?;
-        }
-        let (total, heads) = (size(&q_read, 0), size(&q_read, 1));
-        let shapes = [[total, heads, size(&v, 2)].into(), [heads, total].into()];
-        let mut outputs = Outputs::new(reader, common, (&options, return_lse), shapes)?;
-        let (out, lse) = outputs.views()?;
-        let tensors = VarlenTensors {
-            q: q_read.view()?,
-            k: k.view()?,
-            v: v.view()?,
-            cu_seqlens_q: of_q.view()?,
-            cu_seqlens_kv: of_kv.view()?,
-            sinks: sinks.as_ref().map(Operand::view).transpose()?,
-            alibi_slopes: slopes.as_ref().map(Operand::view).transpose()?,
-            out,
-            lse,
-        };
-        if let Device::Cuda(device) = q_read.device {
-            let context = StreamContext::of(reader.kind, q)?;
-            let enqueued = enqueue(py, home, device, &context, VarlenOnDevice { tensors, options: &options })?;
-            let others = [sinks, slopes].into_iter().flatten();
-            let exports = [q_read, k, v, of_q, of_kv].into_iter().chain(others).filter_map(|operand| operand._hold);
-            let optional = [common.sinks, common.alibi_slopes, common.out].into_iter().flatten();
-            let given = [*q, request.k, request.v, *cu_seqlens_q, *cu_seqlens_kv].into_iter().chain(optional);
-            context.hold(py, Some(enqueued), given, exports)?;
-            return outputs.finish(py, common.out);
-        }
-        on_threads(py, home, reader.kind, |engine, queue| engine.varlen_attention(tensors, &options, queue))??;
-        outputs.finish(py, common.out)
-    })
 }
 
 /// The keys or the values of a cache, as they were read.
@@ -401,21 +346,6 @@ impl OnDevice for CachedOnDevice<'_> {
     }
 }
 
-pub(super) struct VarlenOnDevice<'a> {
-    pub(super) tensors: VarlenTensors<'a>,
-    pub(super) options: &'a Options,
-}
-
-impl OnDevice for VarlenOnDevice<'_> {
-    fn plan(&self, engine: &Engine) -> rapt::Result<Arc<Plan>> {
-        engine.plan_varlen(&self.tensors, self.options)
-    }
-    unsafe fn run(self, engine: &Engine, plan: &Plan, workspace: DeviceMemory, queue: &Queue<'_>) -> rapt::Result<()> {
-        // SAFETY: as the caller promises.
-        unsafe { engine.varlen_attention_async(plan, self.tensors, workspace, queue) }
-    }
-}
-
 /// Enqueues a call on the stream of `context`, with its memory for scratch.
 pub(super) fn enqueue<'py>(
     py: Python<'py>,
@@ -510,6 +440,7 @@ pub(crate) fn with_kvcache<'py>(
             QuantError::Core(error) => error.into(),
             other => quant::refusal(&other, reader.kind),
         })?;
+        tolerance::count_compute(options.compute);
         outputs.finish(py, common.out)
     })
 }

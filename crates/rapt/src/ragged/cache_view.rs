@@ -60,7 +60,9 @@ pub(super) fn is_per_key(descale: &View<'_>, granularity: Option<Granularity>, c
     match (descale.shape().len(), granularity) {
         (_, Some(granularity)) => matches!(granularity, Granularity::Token | Granularity::Block(_)),
         (3, None) => true,
-        (4, None) => descale.shape()[1] == cache.shape()[1] && (cache.shape()[1] > 1 || descale.shape()[0] > 1),
+        // Of one key a block, or a page, the channels of a batch have the rank of keys too, and another first size.
+        (4, None) if cache.shape()[1] == 1 => descale.shape()[..2] == cache.shape()[..2] && descale.shape()[0] > 1,
+        (4, None) => descale.shape()[1] == cache.shape()[1],
         _ => false,
     }
 }

@@ -2,7 +2,9 @@
 
 use std::ops::Range;
 
-use rapt_core::{Error, Options, Qkv, Queue, Result, Shape, TensorLayout, View, ViewMut, split};
+use rapt_core::{
+    Codes, CodesSpec, Error, Granularity, Options, Qkv, Queue, Result, Shape, Spec, TensorLayout, View, ViewMut, split,
+};
 
 use super::{Sequence, in_host_memory, lengths, prove_apart};
 use crate::Engine;
@@ -16,6 +18,9 @@ pub struct VarlenTensors<'a> {
     pub k: View<'a>,
     /// Values, `[total_kv, num_kv_heads, head_dim_v]`.
     pub v: View<'a>,
+    /// What makes numbers of those of q, k and v that are codes. A factor has a row for each of theirs, `[total, heads]` (token) or
+    /// `[total, heads, blocks]`, or is of all sequences: `[]` (tensor), `[heads]` (head), `[1, heads, head_dim]` (channel).
+    pub codes: Qkv<Option<Box<Codes<'a>>>>,
     /// Where queries of each sequence begin: int32 `[sequences + 1]`, from 0 to total_q.
     pub cu_seqlens_q: View<'a>,
     /// Where its keys begin: int32 `[sequences + 1]`, from 0 to total_kv.
@@ -41,7 +46,12 @@ impl VarlenTensors<'_> {
                 return Err(Error::Rank { tensor, got, shape, allowed: RANK });
             }
         }
-        let ([total, heads, _], [keys, ..], [values, _, dim_v]) = (sizes(&self.q), sizes(&self.k), sizes(&self.v));
+        let ([total, heads, _], [keys, ..], [values, _, stored]) = (sizes(&self.q), sizes(&self.k), sizes(&self.v));
+        let dim_v = self
+            .codes
+            .v
+            .as_deref()
+            .map_or(stored, |codes| codes.head_dim.unwrap_or(stored.saturating_mul(codes.format.codes_per_byte())));
         if keys != values {
             return Err(Error::SizeMismatch { tensor: "v", size: "total_kv", got: values, other: "k", expected: keys });
         }
@@ -62,17 +72,40 @@ impl VarlenTensors<'_> {
     }
 
     /// What is read of all sequences.
-    pub(super) fn inputs(&self) -> [(&'static str, Option<&View<'_>>); 7] {
+    pub(super) fn inputs(&self) -> [(&'static str, Option<&View<'_>>); 13] {
+        let Qkv { q, k, v } = self.codes.as_deref();
         [
             ("q", Some(&self.q)),
             ("k", Some(&self.k)),
             ("v", Some(&self.v)),
+            ("q_descale", descale_of(q)),
+            ("k_descale", descale_of(k)),
+            ("v_descale", descale_of(v)),
+            ("q_zero_point", zero_point_of(q)),
+            ("k_zero_point", zero_point_of(k)),
+            ("v_zero_point", zero_point_of(v)),
             ("cu_seqlens_q", Some(&self.cu_seqlens_q)),
             ("cu_seqlens_kv", Some(&self.cu_seqlens_kv)),
             ("sinks", self.sinks.as_ref()),
             ("alibi_slopes", self.alibi_slopes.as_ref()),
         ]
     }
+}
+
+fn descale_of<'v, 'a>(codes: Option<&'v Codes<'a>>) -> Option<&'v View<'a>> {
+    codes.map(|codes| &codes.descale)
+}
+
+fn zero_point_of<'v, 'a>(codes: Option<&'v Codes<'a>>) -> Option<&'v View<'a>> {
+    codes.and_then(|codes| codes.zero_point.as_ref())
+}
+
+/// What makes numbers of the `rows` of one sequence, of what does so for those of all.
+fn codes_of<'a>(codes: Option<&Codes<'a>>, of_all: Option<&CodesSpec>, rows: &Range<usize>) -> Option<Box<Codes<'a>>> {
+    let (codes, of_all) = codes.zip(of_all)?;
+    let has_rows = matches!(of_all.granularity, Granularity::Token | Granularity::Block(_));
+    let part = |view: View<'a>| if has_rows { view.narrow(0, rows) } else { view };
+    Some(Box::new(Codes { descale: part(codes.descale), zero_point: codes.zero_point.map(part), ..*codes }))
 }
 
 /// The sizes of a tensor whose rank was checked.
@@ -89,7 +122,8 @@ fn ranges(ends: &[usize]) -> impl Iterator<Item = Range<usize>> {
 impl Engine {
     /// Attention of each sequence to its own keys: what [`attention_into`](Engine::attention_into) gives for each alone, bit for bit.
     ///
-    /// A sequence without keys gets zeros, and −inf in lse. `options.layout` is not read: the layout is that of the tensors.
+    /// A sequence without keys gets zeros, and −inf in lse. `options.layout` is not read: the layout is that of the tensors. Codes are served
+    /// as in each call alone, with [`Compute::Int8`](rapt_core::Compute::Int8) too.
     ///
     /// # Errors
     /// Any [`Error`]; nothing is written before everything is proven. [`Error::Length`] for offsets that begin past 0, fall, or do not end
@@ -106,8 +140,14 @@ impl Engine {
             return Err(Error::SizeMismatch { tensor, size: "sequences", got, other, expected });
         }
         tensors.prove_outputs_apart()?;
-        let VarlenTensors { q, k, v, sinks, alibi_slopes, out, lse, .. } = tensors;
+        let VarlenTensors { q, k, v, codes, sinks, alibi_slopes, out, lse, .. } = tensors;
         let options = Options { layout: TensorLayout::Bshd, ..*options };
+        // What is wrong with codes is told of the whole tensors, before they are cut.
+        let of_all = match codes.is_empty() {
+            true => Qkv::default(),
+            false => Spec::builder(&q, &k, &v, &options).codes(codes.as_deref()).build()?.codes,
+        };
+        let (of, of_all) = (codes.as_deref(), of_all.as_deref());
         let outs = split("out", out, 0, &q_ends)?;
         let lses = lse.map(|lse| split("lse", lse, 1, &q_ends)).transpose()?;
         let mut lses = lses.map(Vec::into_iter);
@@ -115,7 +155,12 @@ impl Engine {
         for ((rows, keys), out) in ranges(&q_ends).zip(ranges(&kv_ends)).zip(outs) {
             let (q, k, v) = (q.narrow(0, &rows), k.narrow(0, &keys), v.narrow(0, &keys));
             let lse = lses.as_mut().and_then(Iterator::next);
-            let sequence = Sequence { q, k, v, codes: Qkv::default(), sinks, alibi_slopes, pages: None };
+            let codes = Qkv {
+                q: codes_of(of.q, of_all.q, &rows),
+                k: codes_of(of.k, of_all.k, &keys),
+                v: codes_of(of.v, of_all.v, &keys),
+            };
+            let sequence = Sequence { q, k, v, codes, sinks, alibi_slopes, pages: None };
             specs.push(sequence.spec(&out, lse.as_ref(), &options)?);
             sequences.push(sequence.tensors(out, lse));
         }

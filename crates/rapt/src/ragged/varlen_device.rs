@@ -16,6 +16,7 @@ impl VarlenTensors<'_> {
         let mut builder = Spec::builder(&self.q, &self.k, &self.v, &options);
         builder
             .varlen(&self.cu_seqlens_q, &self.cu_seqlens_kv)
+            .codes(self.codes.as_deref())
             .sinks(self.sinks.as_ref())
             .alibi_slopes(self.alibi_slopes.as_ref())
             .out(&self.out);
@@ -54,9 +55,9 @@ impl Engine {
         workspace: DeviceMemory,
         queue: &Queue<'_>,
     ) -> Result<()> {
-        let VarlenTensors { q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks, alibi_slopes, out, lse } = tensors;
+        let VarlenTensors { q, k, v, codes, cu_seqlens_q, cu_seqlens_kv, sinks, alibi_slopes, out, lse } = tensors;
         let offsets = Some([cu_seqlens_q, cu_seqlens_kv]);
-        let of_run = Tensors { sinks, alibi_slopes, offsets, lse, ..Tensors::new(q, k, v, out) };
+        let of_run = Tensors { codes, sinks, alibi_slopes, offsets, lse, ..Tensors::new(q, k, v, out) };
         let mut operands = Operands::check(of_run, plan.spec())?;
         // SAFETY: the caller vouches for memory and stream.
         unsafe { self.run_async(plan, &mut operands, workspace, queue) }
