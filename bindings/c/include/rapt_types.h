@@ -299,6 +299,27 @@ typedef int32_t rapt_compute;
 #endif // __STDC_VERSION__ >= 202311L
 #endif // __cplusplus
 
+// How the factors of blocks lie.
+enum rapt_scale_layout
+#if defined(__cplusplus) || __STDC_VERSION__ >= 202311L
+  : int32_t
+#endif // defined(__cplusplus) || __STDC_VERSION__ >= 202311L
+ {
+  // In rows, as the codes do.
+  RAPT_SCALE_LAYOUT_PLAIN = 0,
+  // As tensor cores of Blackwell read them (torch's SwizzleType.SWIZZLE_32_4_4): of each head the factors [len, blocks], padded to
+  // multiples of 128x4, reordered and flat, so that `descale` is [batch, heads, x] less the dimensions that q lacks. With
+  // RAPT_FORMAT_MXFP8, MXFP4 and NVFP4, RAPT_LAYOUT_BHSD, and no cache.
+  RAPT_SCALE_LAYOUT_SWIZZLE_32_4_4 = 1,
+};
+#ifndef __cplusplus
+#if __STDC_VERSION__ >= 202311L
+typedef enum rapt_scale_layout rapt_scale_layout;
+#else
+typedef int32_t rapt_scale_layout;
+#endif // __STDC_VERSION__ >= 202311L
+#endif // __cplusplus
+
 // A model for inputs of given sizes; see rapt_model_bind().
 typedef struct rapt_bound rapt_bound;
 
@@ -380,6 +401,8 @@ typedef struct rapt_codes {
   const struct rapt_tensor *zero_point;
   // One more factor for the whole tensor. With RAPT_FORMAT_NVFP4 and no other; NULL: none.
   const float *global_scale;
+  // A rapt_scale_layout.
+  int32_t scale_layout;
 } rapt_codes;
 
 // What a rapt_tolerance came to. The worst are those of all heads.

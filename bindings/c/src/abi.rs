@@ -163,6 +163,18 @@ pub enum rapt_compute {
     RAPT_COMPUTE_FP8 = 2,
 }
 
+/// How the factors of blocks lie.
+#[repr(i32)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum rapt_scale_layout {
+    /// In rows, as the codes do.
+    RAPT_SCALE_LAYOUT_PLAIN = 0,
+    /// As tensor cores of Blackwell read them (torch's SwizzleType.SWIZZLE_32_4_4): of each head the factors [len, blocks], padded to
+    /// multiples of 128x4, reordered and flat, so that `descale` is [batch, heads, x] less the dimensions that q lacks. With
+    /// RAPT_FORMAT_MXFP8, MXFP4 and NVFP4, RAPT_LAYOUT_BHSD, and no cache.
+    RAPT_SCALE_LAYOUT_SWIZZLE_32_4_4 = 1,
+}
+
 /// What the codes of a quantized q, k or v are. 0 is none of them: a format is always stated. D is head_dim.
 #[repr(i32)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -271,6 +283,8 @@ pub struct rapt_codes {
     pub zero_point: *const rapt_tensor,
     /// One more factor for the whole tensor. With RAPT_FORMAT_NVFP4 and no other; NULL: none.
     pub global_scale: *const f32,
+    /// A rapt_scale_layout.
+    pub scale_layout: i32,
 }
 
 /// What may be asked besides q, k, v and out. `{.size = sizeof(rapt_options)}` is plain attention.

@@ -18,7 +18,7 @@ use engine::{
 
 use crate::abi::{
     rapt_codes, rapt_device, rapt_error, rapt_granularity, rapt_kv_cache_form, rapt_kv_cache_pages, rapt_options,
-    rapt_tensor,
+    rapt_scale_layout, rapt_tensor,
 };
 use crate::handle::{create, destroy};
 use crate::ragged::{Asked, absent, in_host_memory};
@@ -94,6 +94,7 @@ impl PagesTold {
                 descale: tensor(&told.descale),
                 zero_point: tensor(&told.zero_point),
                 global_scale: told.global_scale.as_ref().map_or(std::ptr::null(), |scale| &raw const **scale),
+                scale_layout: rapt_scale_layout::RAPT_SCALE_LAYOUT_PLAIN as i32,
             }
         });
         told

@@ -38,7 +38,7 @@ pub use abi::{
     RAPT_MAX_NDIM, RAPT_VERSION_MAJOR, RAPT_VERSION_MINOR, RAPT_VERSION_PATCH, rapt_capabilities, rapt_causal,
     rapt_codes, rapt_compute, rapt_device, rapt_dtype, rapt_error, rapt_format, rapt_given, rapt_granularity,
     rapt_judgement, rapt_kv_cache_form, rapt_kv_cache_pages, rapt_kvcache, rapt_layout, rapt_measured, rapt_options,
-    rapt_port, rapt_tensor, rapt_tolerance,
+    rapt_port, rapt_scale_layout, rapt_tensor, rapt_tolerance,
 };
 pub use kv_cache::{
     rapt_kv_cache, rapt_kv_cache_append, rapt_kv_cache_append_batch, rapt_kv_cache_attention, rapt_kv_cache_create,

@@ -9,7 +9,7 @@
 
 use engine::quant::QuantError;
 use engine::{
-    CacheCodes, CacheView, Device, Error, KvCacheTensors, Options, Qkv, Queue, VarlenTensors, View,
+    CacheCodes, CacheView, Device, Error, KvCacheTensors, Options, Qkv, Queue, ScaleLayout, VarlenTensors, View,
     ViewMut, prove_disjoint, prove_injective,
 };
 
@@ -264,6 +264,11 @@ unsafe fn cache_codes<'a>(
     // SAFETY: the caller's word.
     let Some(read) = (unsafe { CodesRead::read(names, given) })? else { return Ok(None) };
     let CodesRead { format, granularity, head_dim, global_scale, .. } = read;
+    if read.scale_layout != ScaleLayout::Plain {
+        let (option, got) = (names.scale_layout, format!("'{}'", read.scale_layout.name()));
+        let allowed = "'plain': in a cache the scales of a key lie where the key does".to_owned();
+        return Err(Error::Option { option, got, allowed }.into());
+    }
     let part = |name, given| {
         // SAFETY: the caller's word.
         unsafe {

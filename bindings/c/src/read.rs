@@ -13,7 +13,7 @@ use engine::{
 
 use crate::abi::{
     RAPT_MAX_NDIM, rapt_causal, rapt_codes, rapt_compute, rapt_device, rapt_format, rapt_given, rapt_granularity,
-    rapt_layout, rapt_options, rapt_tensor,
+    rapt_layout, rapt_options, rapt_scale_layout, rapt_tensor,
 };
 use crate::refusal::{Pointer, Refusal};
 
@@ -227,6 +227,7 @@ pub(crate) struct CodesNames {
     granularity: &'static str,
     block_size: &'static str,
     head_dim: &'static str,
+    pub(crate) scale_layout: &'static str,
     pub(crate) descale: &'static str,
     pub(crate) zero_point: &'static str,
 }
@@ -242,6 +243,7 @@ macro_rules! codes_names {
             granularity: concat!($field, "_codes.granularity"),
             block_size: concat!($field, "_codes.block_size"),
             head_dim: concat!($field, "_codes.head_dim"),
+            scale_layout: concat!($field, "_codes.scale_layout"),
             descale: concat!($field, "_descale"),
             zero_point: concat!($field, "_zero_point"),
         }
@@ -263,6 +265,7 @@ impl CodesNames {
         granularity: "codes.granularity",
         block_size: "codes.block_size",
         head_dim: "codes.head_dim",
+        scale_layout: "codes.scale_layout",
         descale: "descale",
         zero_point: "zero_point",
     };
@@ -274,6 +277,7 @@ pub(crate) struct CodesRead {
     pub(crate) granularity: Option<Granularity>,
     pub(crate) head_dim: Option<usize>,
     pub(crate) global_scale: Option<f32>,
+    pub(crate) scale_layout: ScaleLayout,
     /// Not NULL.
     pub(crate) descale: *const rapt_tensor,
     pub(crate) zero_point: *const rapt_tensor,
@@ -289,6 +293,7 @@ impl CodesRead {
         let Some(given) = (unsafe { codes_struct(names, given) })? else { return Ok(None) };
         let format = format_of(names, given.format)?;
         let granularity = granularity_of(names, given.granularity, given.block_size)?;
+        let scale_layout = scale_layout_of(names, given.scale_layout)?;
         let head_dim = match usize::try_from(given.head_dim) {
             Ok(0) => None,
             Ok(head_dim) => Some(head_dim),
@@ -304,7 +309,7 @@ impl CodesRead {
         // SAFETY: the caller's word.
         let global_scale = unsafe { global_scale(names, &given) }?;
         let rapt_codes { descale, zero_point, .. } = given;
-        Ok(Some(CodesRead { format, granularity, head_dim, global_scale, descale, zero_point }))
+        Ok(Some(CodesRead { format, granularity, head_dim, global_scale, scale_layout, descale, zero_point }))
     }
 }
 
@@ -318,9 +323,27 @@ unsafe fn codes_struct(names: &CodesNames, given: *const rapt_codes) -> Result<O
     }
     let given = to_read(given, names.codes)?;
     // SAFETY: neither NULL nor unaligned; a struct of any version begins with its size.
-    struct_size(names.size, unsafe { (*given).size }, &[size_of::<rapt_codes>()])?;
-    // SAFETY: as long as its size says.
-    Ok(Some(unsafe { given.read() }))
+    let size = unsafe { (*given).size };
+    struct_size(names.size, size, &[CODES_WITHOUT_SCALE_LAYOUT, size_of::<rapt_codes>()])?;
+    // SAFETY: zero and NULL are values of every field.
+    let mut codes: rapt_codes = unsafe { zeroed() };
+    // SAFETY: as long as its size says, which is at most that of this struct.
+    unsafe { std::ptr::copy_nonoverlapping(given.cast::<u8>(), (&raw mut codes).cast::<u8>(), size) };
+    Ok(Some(codes))
+}
+
+/// The size of rapt_codes before factors could lie swizzled.
+const CODES_WITHOUT_SCALE_LAYOUT: usize = offset_of!(rapt_codes, scale_layout);
+
+fn scale_layout_of(names: &CodesNames, code: i32) -> Result<ScaleLayout, Refusal> {
+    match code {
+        code if code == rapt_scale_layout::RAPT_SCALE_LAYOUT_PLAIN as i32 => Ok(ScaleLayout::Plain),
+        code if code == rapt_scale_layout::RAPT_SCALE_LAYOUT_SWIZZLE_32_4_4 as i32 => Ok(ScaleLayout::Swizzle32x4x4),
+        code => {
+            let allowed = "RAPT_SCALE_LAYOUT_PLAIN, RAPT_SCALE_LAYOUT_SWIZZLE_32_4_4";
+            Err(refuse(names.scale_layout, &code, allowed))
+        }
+    }
 }
 
 /// # Safety
@@ -356,7 +379,8 @@ pub(crate) unsafe fn scheme(
         }
     }
     let by_token = format.own_block_size().is_none().then_some(Granularity::Token);
-    let scheme = Scheme::new(format, granularity.or(by_token), ScaleLayout::Plain);
+    let scale_layout = scale_layout_of(names, given.scale_layout)?;
+    let scheme = Scheme::new(format, granularity.or(by_token), scale_layout);
     let scheme = scheme.map_err(|error| match error {
         QuantError::Core(error) => Refusal::Form(error),
         error => Refusal::Quant { tensor: names.operand, error },
@@ -380,11 +404,12 @@ pub(crate) unsafe fn codes<'a>(
 ) -> Result<Option<Box<Codes<'a>>>, Refusal> {
     // SAFETY: the caller's word.
     let Some(read) = (unsafe { CodesRead::read(names, given) })? else { return Ok(None) };
-    let CodesRead { format, granularity, head_dim, global_scale, .. } = read;
+    let CodesRead { format, granularity, head_dim, global_scale, scale_layout, .. } = read;
     // SAFETY: the caller's word.
     let (descale, zero_point) =
         unsafe { (view(names.descale, read.descale)?, optional(names.zero_point, read.zero_point)?) };
-    Ok(Some(Box::new(Codes { zero_point, global_scale, granularity, head_dim, ..Codes::new(format, descale) })))
+    let codes = Codes { zero_point, global_scale, granularity, scale_layout, head_dim, ..Codes::new(format, descale) };
+    Ok(Some(Box::new(codes)))
 }
 
 const FORMATS: [(rapt_format, Format); Format::ALL.len()] = [

@@ -26,7 +26,7 @@ const MOST_TENSORS: usize = 14;
 const TENSOR_WORDS: usize = 5 + 2 * MOST_DIMS;
 const OPTION_WORDS: usize = 8;
 /// Those of a rapt_codes, without its tensors.
-const CODES_WORDS: usize = 4;
+const CODES_WORDS: usize = 5;
 const MOST_WORDS: usize = OPTION_WORDS + MOST_TENSORS * TENSOR_WORDS + 3 * CODES_WORDS;
 
 /// What a call's structs say, word by word.
@@ -169,6 +169,7 @@ impl Key {
             codes.block_size.cast_unsigned(),
             codes.head_dim.cast_unsigned(),
             u64::from(global_scale.to_bits()) | u64::from(is_scaled) << 32 | u64::from(has_zero_point) << 33,
+            u64::from(codes.scale_layout.cast_unsigned()),
         ]);
         // SAFETY: the caller's word. Without a descale the call is refused, and not kept.
         unsafe { self.tensor(codes.descale) }?;

@@ -141,6 +141,41 @@ def test_quantized_in_place_of_each_operand(rng, lib, format):
         assert_lse_close(got_lse, expected.lse, "float32")
 
 
+@pytest.mark.parametrize("format", ["mxfp8", "mxfp4", "nvfp4"])
+def test_swizzled_scales_give_the_bits_of_scales_in_rows(rng, lib, format):
+    for q_len, len, dim, dim_v in ((1, 300, 64, 80), (5, 129, 160, 16), (20, 40, 48, 48)):
+        q = rng.standard_normal((2, 4, q_len, dim), dtype=np.float32)
+        k, v = (rng.standard_normal((2, 2, len, d), dtype=np.float32) for d in (dim, dim_v))
+        plain = [rapt.quantize(lib.of(x), format) for x in (q, k, v)]
+        swizzled = [rapt.quantize(lib.of(x), format, scale_layout="swizzle_32_4_4") for x in (q, k, v)]
+        options = {"causal": "bottom_right", "return_lse": True, "out_dtype": "float32"}
+        for at in itertools.product((False, True), repeat=2):
+            keys, values = (swizzled[1 + n] if is_swizzled else plain[1 + n] for n, is_swizzled in enumerate(at))
+            expected = Numbers(q, keys, values, causal="bottom_right")
+            out, lse = rapt.attention(lib.of(q), keys, values, **options)
+            expected.check(out)
+            assert_lse_close(lse, expected.lse, "float32")
+            in_rows = rapt.attention(lib.of(q), *plain[1:], **options)
+            assert [lib.bytes(x) for x in (out, lse)] == [lib.bytes(x) for x in in_rows], at
+        both = [rapt.attention(*operands, **options) for operands in (plain, swizzled)]
+        assert [lib.bytes(x) for x in both[0]] == [lib.bytes(x) for x in both[1]]
+    plan = rapt.explain(lib.of(q), *swizzled[1:])
+    assert "swizzled; " in str(plan) and plan.bytes_copied == 0
+    assert plan.codes["k"]["scale_bytes"] == 2 * 2 * 512 + (4 if format == "nvfp4" else 0)
+    assert plan.workspace_bytes == rapt.explain(lib.of(q), *plain[1:]).workspace_bytes
+
+
+def test_a_tolerance_is_judged_on_swizzled_scales_too(rng):
+    q, k, v = tensors(rng)
+    made = [
+        [rapt.quantize(x, "mxfp8", keep_original=True, scale_layout=layout) for x in (k, v)] for layout in ("plain", "swizzle_32_4_4")
+    ]
+    judged = [rapt.explain(q, *kv, tolerance=0.05).tolerance for kv in made]
+    assert judged[0] == judged[1] and judged[0]["quantized"] + judged[0]["fell_back"] == 8
+    outs = [rapt.attention(q, *kv, tolerance=0.05) for kv in made]
+    assert np.array_equal(*outs)
+
+
 def test_a_quantized_is_its_parts_bit_for_bit(rng, lib):
     q, k, v = (lib.of(x) for x in tensors(rng))
     keys, values = quantized(k, "uint8", "token"), quantized(v, "e5m2", "head")
@@ -261,11 +296,12 @@ def test_codes_that_torch_made_by_itself(rng, torch, name, route):
 def test_refusals_that_are_about_quantized(rng, lib):
     q, k, v = (lib.of(x) for x in tensors(rng))
     keys = quantized(k, "int8", "token")
-    swizzled = rapt.quantize(k, "mxfp8", scale_layout="swizzle_32_4_4")
+    swizzled_rows = rapt.quantize(k.swapaxes(1, 2), "mxfp8", scale_layout="swizzle_32_4_4")
     refusals = [
         (rapt.OptionError, "out_dtype = None", lambda: rapt.attention(quantized(q, "int8"), keys, v)),
         (rapt.OptionError, "k_descale = a .*None: what it belongs to", lambda: rapt.attention(q, keys, v, k_descale=keys.scale)),
-        (rapt.OptionError, "plain", lambda: rapt.attention(q, swizzled, v)),
+        (rapt.OptionError, "'plain', or layout 'bhsd'", lambda: rapt.attention(q.swapaxes(1, 2), swizzled_rows, v.swapaxes(1, 2), layout="bshd")),
+        (rapt.OptionError, "'plain': in a cache", lambda: rapt.attention_with_kvcache(q.swapaxes(1, 2), swizzled_rows, v.swapaxes(1, 2))),
         (rapt.KindError, r"mask\.dequantize\(\)", lambda: rapt.attention(q, k, v, mask=keys)),
         (rapt.KindError, r"key\.dequantize\(\)", lambda: rapt.scaled_dot_product_attention(q, keys, v, enable_gqa=True)),
         (rapt.KindError, r"query\.dequantize\(\)", lambda: rapt.scaled_dot_product_attention(keys, k, v)),

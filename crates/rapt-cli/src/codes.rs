@@ -1,5 +1,5 @@
-//! q, k and v that are codes of a quantized format, as a command line says it: `FORMAT[:GRANULARITY]`, such as `int8:token`,
-//! `int4:block:32` or `nvfp4`.
+//! q, k and v that are codes of a quantized format, as a command line says it: `FORMAT[:GRANULARITY][:swizzled]`, such as `int8:token`,
+//! `int4:block:32`, `nvfp4` or `nvfp4:swizzled`.
 //!
 //! `explain` describes such operands and `bench` makes them, so both need a granularity: where none is said it is that of
 //! `rapt.quantize`. `run` reads it off the factors' shape, and holds what is said against it.
@@ -13,17 +13,17 @@ use rapt::{Error, Format, Granularity, Qkv, ScaleLayout, TensorLayout};
 #[command(next_help_heading = "Quantized operands")]
 pub(crate) struct CodesArgs {
     /// q is codes: int8, uint8, int4, e4m3fn, e5m2, mxfp8, mxfp4 or nvfp4, with a factor for each tensor, head, token, channel or
-    /// block:N (N elements of a row), as in int8:token.
-    #[arg(long, value_name = "FORMAT[:GRANULARITY]", value_parser = codes_name)]
+    /// block:N (N elements of a row), as in int8:token. Factors of 8 bits may lie swizzled, as in nvfp4:swizzled.
+    #[arg(long, value_name = "FORMAT[:GRANULARITY][:swizzled]", value_parser = codes_name)]
     q_codes: Option<CodesName>,
     /// k is codes.
-    #[arg(long, value_name = "FORMAT[:GRANULARITY]", value_parser = codes_name)]
+    #[arg(long, value_name = "FORMAT[:GRANULARITY][:swizzled]", value_parser = codes_name)]
     k_codes: Option<CodesName>,
     /// v is codes.
-    #[arg(long, value_name = "FORMAT[:GRANULARITY]", value_parser = codes_name)]
+    #[arg(long, value_name = "FORMAT[:GRANULARITY][:swizzled]", value_parser = codes_name)]
     v_codes: Option<CodesName>,
     /// k and v are codes.
-    #[arg(long, value_name = "FORMAT[:GRANULARITY]", value_parser = codes_name, conflicts_with_all = ["k_codes", "v_codes"])]
+    #[arg(long, value_name = "FORMAT[:GRANULARITY][:swizzled]", value_parser = codes_name, conflicts_with_all = ["k_codes", "v_codes"])]
     kv_codes: Option<CodesName>,
 }
 
@@ -36,7 +36,7 @@ impl CodesArgs {
     /// The scheme of each, for codes that are described or made.
     pub(crate) fn schemes(&self) -> rapt::quant::Result<Qkv<Option<Scheme>>> {
         let scheme = |name: Option<CodesName>| {
-            name.map(|CodesName { format, granularity }| Scheme::new(format, granularity, ScaleLayout::Plain))
+            name.map(|CodesName { format, granularity, scale_layout }| Scheme::new(format, granularity, scale_layout))
                 .transpose()
         };
         let Qkv { q, k, v } = self.names();
@@ -44,23 +44,28 @@ impl CodesArgs {
     }
 }
 
-/// A format, and which elements share a factor where that is said.
+/// A format, which elements share a factor where that is said, and how the factors lie.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct CodesName {
     pub(crate) format: Format,
     pub(crate) granularity: Option<Granularity>,
+    pub(crate) scale_layout: ScaleLayout,
 }
 
-/// `FORMAT[:GRANULARITY]`.
+/// `FORMAT[:GRANULARITY][:swizzled]`.
 fn codes_name(text: &str) -> Result<CodesName, String> {
+    let (text, scale_layout) = match text.strip_suffix(":swizzled") {
+        Some(text) => (text, ScaleLayout::Swizzle32x4x4),
+        None => (text, ScaleLayout::Plain),
+    };
     let (format, granularity) = text.split_once(':').map_or((text, None), |(format, rest)| (format, Some(rest)));
     let format = Format::from_name(format).ok_or_else(|| {
         let names = Format::ALL.map(Format::name).join(", ");
         format!("{format:?} is no format; the known are {names}")
     })?;
     let granularity = granularity.map(granularity_of).transpose()?;
-    Scheme::new(format, granularity, ScaleLayout::Plain).map_err(|error| error.to_string())?;
-    Ok(CodesName { format, granularity })
+    Scheme::new(format, granularity, scale_layout).map_err(|error| error.to_string())?;
+    Ok(CodesName { format, granularity, scale_layout })
 }
 
 fn granularity_of(text: &str) -> Result<Granularity, String> {
@@ -137,11 +142,18 @@ mod tests {
     #[test]
     fn formats_and_granularities_are_read() {
         let check = |text: &str, format, granularity| {
-            assert_eq!(codes_name(text), Ok(CodesName { format, granularity }), "{text}");
+            let name = CodesName { format, granularity, scale_layout: ScaleLayout::Plain };
+            assert_eq!(codes_name(text), Ok(name), "{text}");
+            let swizzled = codes_name(&format!("{text}:swizzled"));
+            match format.own_block_size() {
+                Some(_) => assert_eq!(swizzled, Ok(CodesName { scale_layout: ScaleLayout::Swizzle32x4x4, ..name })),
+                None => assert!(swizzled.unwrap_err().contains("the scales of"), "{text}"),
+            }
         };
         check("int8", Format::Int8, None);
         check("int8:token", Format::Int8, Some(Granularity::Token));
         check("int4:block:32", Format::Int4, Some(Granularity::Block(32)));
+        check("mxfp8", Format::Mxfp8, None);
         check("nvfp4:block:16", Format::Nvfp4, Some(Granularity::Block(16)));
         for (wrong, says) in [
             ("int7", "the known are int8, uint8"),
@@ -151,6 +163,8 @@ mod tests {
             ("int8:block:0", "block_size = 0; allowed: an int from 1 up"),
             ("nvfp4:token", "granularity = token; allowed: None, or block 16"),
             ("", "is no format"),
+            ("swizzled", "is no format"),
+            ("nvfp4:swizzled:block:16", "is no granularity"),
         ] {
             let why = codes_name(wrong).unwrap_err();
             assert!(why.contains(says), "{wrong}: {why}");

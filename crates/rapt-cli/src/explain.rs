@@ -3,10 +3,10 @@
 use std::sync::Arc;
 
 use clap::{Args as ClapArgs, ValueEnum};
-use rapt::quant::Scheme;
+use rapt::quant::{Form, Scheme};
 use rapt::{
-    Certificate, Codes, DType, Device, Engine, Error, Extent, Granularity, Operands, Options, Plan, Qkv, Result, Shape,
-    Spec, Strides, TensorLayout, Tensors, View, ViewMut,
+    Certificate, Codes, DType, Device, Engine, Error, Extent, Granularity, Operands, Options, Plan, Qkv, Result,
+    ScaleLayout, Shape, Spec, Strides, TensorLayout, Tensors, View, ViewMut,
 };
 use serde_json::json;
 
@@ -144,7 +144,12 @@ impl Place {
         let Some(scheme) = scheme else { return Ok((self.input(tensor, dtype, of(dim))?, None)) };
         let (format, granularity) = (scheme.format(), scheme.granularity());
         let codes = self.input(tensor, format.code_dtype(), of(dim.div_ceil(format.codes_per_byte())))?;
-        let shape = descale_shape([batch, heads, len, dim], granularity, layout);
+        let shape = match scheme.scale_layout() {
+            ScaleLayout::Plain => descale_shape([batch, heads, len, dim], granularity, layout),
+            // Sizes that are none are refused with the operand.
+            ScaleLayout::Swizzle32x4x4 => Form::new(scheme, [batch, heads, len, dim].into())
+                .map_or_else(|_| Shape::from([]), |form| *form.scale_shape()),
+        };
         let [descale, zero_point, _] = part_names(tensor);
         let descale = self.input(descale, format.scale_dtype(), shape)?;
         let zero_point = format.has_zero_point().then(|| self.input(zero_point, DType::U8, shape)).transpose()?;
@@ -154,6 +159,7 @@ impl Place {
             // Blocks alone are not told by the shape where the last one is shorter.
             granularity: granularity.block_size().map(Granularity::Block),
             head_dim: Some(dim),
+            scale_layout: scheme.scale_layout(),
             ..Codes::new(format, descale)
         };
         Ok((codes, Some(Box::new(parts))))

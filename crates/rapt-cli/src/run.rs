@@ -8,8 +8,8 @@ use std::path::{Path, PathBuf};
 use clap::Args as ClapArgs;
 use rapt::quant::{Measured, QuantizedView, measure};
 use rapt::{
-    Backing, Codes, DType, Device, Engine, Error, Format, Operands, Options, Qkv, Shape, Spec, Tensor, Tensors,
-    Tolerance, View,
+    Backing, Codes, DType, Device, Engine, Error, Format, Operands, Options, Qkv, ScaleLayout, Shape, Spec, Tensor,
+    Tensors, Tolerance, View,
 };
 
 use crate::codes::{CodesArgs, CodesName, hinted, part_names};
@@ -155,6 +155,7 @@ impl Files {
             zero_point: zero_point.as_ref().map(|points| points.view(zero_point_name)).transpose()?,
             global_scale: *global_scale,
             granularity: name.and_then(|name| name.granularity),
+            scale_layout: name.map_or(ScaleLayout::Plain, |name| name.scale_layout),
             ..Codes::new(format, descale.view_as(descale_name, format.scale_dtype())?)
         };
         Ok((array.view_as(tensor, format.code_dtype())?, Some(Box::new(codes))))

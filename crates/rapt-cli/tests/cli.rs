@@ -211,10 +211,18 @@ fn explain_describes_codes() {
             assert!(table.contains("float16"), "out has the dtype that is asked: {table}");
         }
     }
+    let swizzled = prints(&[&shape[..], &["--kv-codes", "nvfp4:swizzled"]].concat());
+    assert!(
+        swizzled
+            .contains("nvfp4 codes, a scale for each block of 16, swizzled; 72,000 bytes of codes, 16,388 of scales"),
+        "{swizzled}"
+    );
     let check = |more: &[&str], code, expect: &str| {
         let error = refuses(&[&shape[..], more].concat(), &[], code);
         assert!(error.contains(expect), "{error}");
     };
+    check(&["--k-codes", "mxfp8:swizzled", "--layout", "bshd"], 1, "'plain', or layout 'bhsd'");
+    check(&["--k-codes", "int8:token:swizzled"], 2, "the scales of int8 are float32");
     check(&["--k-codes", "int7"], 2, "the known are int8, uint8, int4, e4m3fn, e5m2, mxfp8, mxfp4, nvfp4");
     check(&["--k-codes", "nvfp4:token"], 2, "granularity = token; allowed: None, or block 16: those of nvfp4");
     check(&["--kv-codes", "int8", "--v-codes", "int8"], 2, "cannot be used with");
@@ -357,6 +365,12 @@ fn run_takes_codes_and_their_factors_from_files() {
     }
     // 0.5·(1, 2) and 0.25·(4, −2): of e2m1 1, 2, 4 and −2; blocks of 1 and 0.5, and 0.5 for the tensor.
     let parts = ["--v-codes", "nvfp4", "--v-descale", &blocks, "--v-global-scale", "0.5"];
+    assert_eq!(run(&numbers, &nvfp4, &parts), expected);
+    // The same factors swizzled: that of the second row stands at 16.
+    let mut flat = [0x7f; 512];
+    (flat[0], flat[16]) = (0x38, 0x30);
+    let flat = folder.write("flat.npy", "|u1", false, "(1, 512)", &flat);
+    let parts = ["--v-codes", "nvfp4:swizzled", "--v-descale", &flat, "--v-global-scale", "0.5"];
     assert_eq!(run(&numbers, &nvfp4, &parts), expected);
     let q_codes = ["run", &int8, &numbers, &numbers, &out, "--q-descale", &token];
     assert!(prints(&[&q_codes[..], &["--out-dtype", "float16"]].concat()).contains("float16 [1, 2, 2]"));

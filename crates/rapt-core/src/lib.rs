@@ -28,6 +28,7 @@ mod plan;
 mod queue;
 mod shape;
 mod spec;
+pub mod swizzle;
 mod thousands;
 mod view;
 

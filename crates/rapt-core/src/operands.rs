@@ -72,7 +72,8 @@ fn compare<const N: usize>(tensor: &'static str, got: &TensorSpec<N>, planned: &
 
 fn compare_codes(tensor: &'static str, got: &CodesSpec, planned: &CodesSpec) -> Result<()> {
     let names = part_names(tensor);
-    if (got.format, got.granularity, got.chunk) != (planned.format, planned.granularity, planned.chunk) {
+    let of = |codes: &CodesSpec| (codes.format, codes.granularity, codes.chunk, codes.scale_layout);
+    if of(got) != of(planned) {
         return Err(Error::NotAsPlanned { tensor: names.descale, what: "format or granularity" });
     }
     compare(names.descale, &got.descale, &planned.descale)?;

@@ -161,8 +161,6 @@ fn codes_without_a_part_are_no_numbers() {
     assert_eq!(error, unexpected("e4m3fn", "k_global_scale"));
     let error = build(CodesForm::new(Format::Int8, form(DType::F16, &[]))).unwrap_err();
     assert_eq!(error, Error::OtherDtype { tensor: "k_descale", expected: DType::F32, got: DType::F16 });
-    let swizzled = CodesForm { scale_layout: ScaleLayout::Swizzle32x4x4, ..scale(Format::Mxfp4, &[2, 3, 7, 1]) };
-    assert!(build(swizzled).unwrap_err().to_string().contains("'plain'"));
     let mut elsewhere = scale(Format::Int8, &[]);
     elsewhere.descale.device = Device::Cuda(0);
     assert!(matches!(build(elsewhere).unwrap_err(), Error::DeviceMismatch { tensor: "k_descale", .. }));
@@ -232,4 +230,60 @@ fn packed_codes_have_the_sizes_of_their_numbers() {
             "{wrong}"
         );
     }
+}
+
+#[test]
+fn swizzled_scales_are_a_flat_matrix_for_each_head() {
+    let swizzled = |format: Format, shape: &[usize]| CodesForm {
+        scale_layout: ScaleLayout::Swizzle32x4x4,
+        has_global_scale: format.has_global_scale(),
+        ..CodesForm::new(format, form(format.scale_dtype(), shape))
+    };
+    let (bhsd, bshd) = (Options::default(), Options { layout: TensorLayout::Bshd, ..Options::default() });
+    // q, k as bytes, scales; canonical sizes and strides, and bytes of scales.
+    type Row = (Format, &'static [usize], &'static [usize], &'static [usize], [usize; 4], [isize; 4], u128);
+    let rows: &[Row] = &[
+        (Format::Mxfp8, &[2, 6, 5, 64], &[2, 3, 7, 64], &[2, 3, 512], [2, 3, 7, 2], [1536, 512, 1, 1], 6 * 512),
+        (Format::Mxfp4, &[2, 6, 5, 160], &[2, 3, 129, 80], &[2, 3, 2048], [2, 3, 129, 5], [6144, 2048, 1, 1], 6 * 2048),
+        (Format::Nvfp4, &[6, 5, 64], &[3, 128, 32], &[3, 512], [1, 3, 128, 4], [0, 512, 1, 1], 3 * 512 + 4),
+        (Format::Nvfp4, &[5, 16], &[1, 8], &[512], [1, 1, 1, 1], [0, 0, 1, 1], 512 + 4),
+    ];
+    for &(format, q, k, scales, sizes, strides, bytes) in rows {
+        let codes = swizzled(format, scales);
+        let spec = with_k(q, k, codes, &bhsd).unwrap();
+        let of_k = spec.codes.k.unwrap();
+        assert_eq!((of_k.descale.shape, of_k.descale.strides), (sizes, strides), "{format} {scales:?}");
+        assert_eq!((of_k.scale_layout, of_k.scale_bytes()), (ScaleLayout::Swizzle32x4x4, bytes), "{format} {scales:?}");
+        assert_eq!(of_k.granularity, Granularity::Block(format.own_block_size().unwrap()));
+    }
+    // Shapes of scales in rows, of too few scales, of scales without their heads.
+    for scales in [&[2, 3, 7, 2][..], &[2, 3, 14], &[2, 3, 511], &[3, 2, 512], &[3, 512], &[512], &[]] {
+        let error = with_k(&[2, 6, 5, 64], &[2, 3, 7, 64], swizzled(Format::Mxfp8, scales), &bhsd).unwrap_err();
+        assert!(matches!(error, Error::DescaleShape { tensor: "k_descale", .. }), "{scales:?}: {error}");
+        assert!(error.to_string().contains("[2, 3, 512]: of each head 7×2 factors"), "{error}");
+    }
+    let refused = |codes: CodesForm, options: &Options, says: &str| {
+        let error = with_k(&[2, 7, 6, 64], &[2, 7, 6, 64], codes, options).unwrap_err();
+        assert!(matches!(error, Error::Option { option: "scale_layout", .. }), "{error}");
+        assert!(error.to_string().contains(says), "{error}");
+    };
+    refused(swizzled(Format::Mxfp8, &[2, 7, 512]), &bshd, "'plain', or layout 'bhsd'");
+    refused(swizzled(Format::E4m3fn, &[]), &bhsd, "'plain': the scales of e4m3fn are float32");
+    let elsewhere = CodesForm::new(Format::Mxfp8, form(DType::F8E8M0FNU, &[2, 3, 512]));
+    let error = with_k(&[2, 6, 5, 64], &[2, 3, 7, 64], elsewhere, &bhsd).unwrap_err();
+    assert!(matches!(error, Error::DescaleShape { .. }), "what is swizzled is said: {error}");
+}
+
+#[test]
+fn swizzled_scales_do_not_lie_in_pages() {
+    let options = Options::default();
+    let codes = CodesForm {
+        scale_layout: ScaleLayout::Swizzle32x4x4,
+        ..CodesForm::new(Format::Mxfp8, form(DType::F8E8M0FNU, &[4, 2, 512]))
+    };
+    let (q, pages) = (f32s(&[1, 2, 1, 64]), form(DType::F8E4M3FN, &[4, 2, 16, 64]));
+    let codes = Qkv { q: None, k: Some(codes), v: Some(codes) };
+    let mut builder = Spec::builder(q, pages, pages, &options);
+    let error = builder.codes(codes).pages(form(DType::I32, &[2]), 20).build().unwrap_err();
+    assert!(matches!(error, Error::Option { option: "scale_layout", .. }), "{error}");
 }

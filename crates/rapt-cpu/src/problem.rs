@@ -3,7 +3,8 @@
 use std::ptr::NonNull;
 
 use rapt_core::{
-    BlockRange, Codes, CodesSpec, Compute, DType, Format, Granularity, MaskClass, Operands, Qkv, Spec, TensorSpec, Tile,
+    BlockRange, Codes, CodesSpec, Compute, DType, Format, Granularity, MaskClass, Operands, Qkv, ScaleLayout, Spec,
+    TensorSpec, Tile, swizzle,
 };
 
 use crate::partition::Partition;
@@ -246,6 +247,8 @@ impl Source {
 pub(crate) struct Scales {
     pub(crate) descale: Input<4>,
     pub(crate) zero_point: Option<Input<4>>,
+    /// Where factors lie swizzled: how many a row has.
+    pub(crate) swizzled: Option<usize>,
     /// Neighbours along a row that share a factor.
     pub(crate) chunk: usize,
     /// The factor of the whole tensor; 1 where the format has none.
@@ -258,8 +261,18 @@ impl Scales {
         Scales {
             descale: Input::new(codes.descale.as_ptr(), &spec.descale).in_pages(pages),
             zero_point: zero_point.map(|(spec, view)| Input::new(view.as_ptr(), spec).in_pages(pages)),
+            swizzled: (spec.scale_layout == ScaleLayout::Swizzle32x4x4).then_some(spec.descale.shape[3]),
             chunk: spec.chunk,
             global: codes.global_scale.unwrap_or(1.0),
+        }
+    }
+
+    /// The address of the factor of group `group` of a key, or of a query, wherever it lies.
+    #[inline(always)]
+    pub(crate) fn at(&self, [batch, head, j, group]: [usize; 4]) -> *const u8 {
+        match self.swizzled {
+            None => self.descale.at_key([batch, head, j, group]),
+            Some(groups) => self.descale.at([batch, head, 0, swizzle::swizzled(j, group, groups)]),
         }
     }
 }

@@ -226,6 +226,7 @@ impl Call {
             descale: null(),
             zero_point: null(),
             global_scale: null(),
+            scale_layout: 0,
         };
         match (format.own_block_size(), u.int_in_range(0..=4u8)?) {
             (Some(size), _) => sizes[last] = head_dim.saturating_add(size as i64 - 1) / size as i64,

@@ -126,6 +126,7 @@ fn run(u: &mut Unstructured<'_>) -> Parsed<bool> {
         descale: null(),
         zero_point: null(),
         global_scale: if format.is_some_and(|at| Format::ALL[at].has_global_scale()) { &0.01 } else { null() },
+        scale_layout: 0,
     };
     let codes = if format.is_some() { &raw const codes } else { null() };
     let form = rapt_kv_cache_form {

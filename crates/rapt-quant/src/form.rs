@@ -10,9 +10,9 @@
 //! ```
 //! Codes have the shape of x; where two share a byte, the last size is ceil(D / 2), and the upper half of a last odd byte is 0.
 
-use rapt_core::{DType, Error, Format, Granularity, MAX_RANK, ScaleLayout, Shape};
+use rapt_core::{DType, Error, Format, Granularity, MAX_RANK, ScaleLayout, Shape, swizzle};
 
-use crate::{QuantError, Result, swizzle};
+use crate::{QuantError, Result};
 
 /// A format, its granularity, and how its scales lie.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

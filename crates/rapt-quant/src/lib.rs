@@ -23,7 +23,6 @@ mod measure;
 mod quantize;
 mod quantized;
 mod source;
-mod swizzle;
 
 pub use analyze::{Analysis, Candidate, analyze};
 pub use error::{QuantError, Result};
@@ -31,5 +30,5 @@ pub use form::{Form, Scheme};
 pub use measure::{Measured, measure};
 pub use quantize::{Given, quantize, quantize_with_global};
 pub use quantized::{Parts, Quantized, QuantizedView};
+pub use rapt_core::swizzle::swizzled;
 pub use rapt_core::{Format, Granularity, MatrixErrors, ScaleLayout};
-pub use swizzle::swizzled;

@@ -134,7 +134,7 @@ fn no_field_has_moved() {
     );
     check!(
         rapt_codes, 56, size 0, format 8, granularity 12, block_size 16, head_dim 24, descale 32, zero_point 40,
-        global_scale 48
+        global_scale 48, scale_layout 56
     );
     check!(
         rapt_tolerance, 56, size 0, limit 8, k_measured 16, v_measured 24, k_original 32, v_original 40, judgement 48

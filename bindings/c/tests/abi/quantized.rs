@@ -29,7 +29,11 @@ pub(crate) struct Side {
 impl Side {
     /// Of numbers that lie row-major; boxed, because its parts lead to one another.
     fn new(x: &[f32], shape: [usize; 4], format: Format, granularity: Option<Granularity>) -> Box<Side> {
-        let scheme = Scheme::new(format, granularity, ScaleLayout::Plain).unwrap();
+        Side::of_scheme(x, shape, Scheme::new(format, granularity, ScaleLayout::Plain).unwrap())
+    }
+
+    fn of_scheme(x: &[f32], shape: [usize; 4], scheme: Scheme) -> Box<Side> {
+        let format = scheme.format();
         let quantized = quantize(&View::contiguous("x", x, shape.into()).unwrap(), scheme, None).unwrap();
         let (mut sizes, mut steps) = ([0; 4], [0; 4]);
         let of = *quantized.form().scale_shape();
@@ -57,6 +61,7 @@ impl Side {
             descale: null(),
             zero_point: null(),
             global_scale: null(),
+            scale_layout: (scheme.scale_layout() == ScaleLayout::Swizzle32x4x4).into(),
         };
         let global_scale = quantized.global_scale().unwrap_or(0.0);
         let mut side = Box::new(Side { quantized, sizes, steps, descale, zero_point, global_scale, codes });
@@ -168,6 +173,53 @@ fn every_format_and_granularity_gives_what_its_numbers_give() {
         }
     }
     assert_eq!(served, 28);
+}
+
+#[test]
+fn swizzled_factors_give_the_bits_of_factors_in_rows() {
+    let engine = Owned::new(1);
+    for (n, format) in [Format::Mxfp8, Format::Mxfp4, Format::Nvfp4].into_iter().enumerate() {
+        let mut call = plain(&engine, 70 + n as u32);
+        call.options.out_dtype = rapt_dtype::RAPT_DTYPE_F32 as i32;
+        let [in_rows, swizzled] = [ScaleLayout::Plain, ScaleLayout::Swizzle32x4x4].map(|scale_layout| {
+            let scheme = Scheme::new(format, None, scale_layout).unwrap();
+            [(Q, Q_LEN), (K, KV_LEN), (V, KV_LEN)]
+                .map(|(at, len)| (at, Side::of_scheme(&call.data[at], [1, HEADS, len, DIM], scheme)))
+        });
+        in_rows.iter().for_each(|(at, side)| side.stand_in(&mut call, *at));
+        let [q, k, v] = in_rows.each_ref().map(|(_, side)| side.numbers());
+        assert_as_dequantized(format.name(), &call, [&q, &k, &v], DIM);
+        let expected = call.outputs()[0].to_vec();
+        swizzled.iter().for_each(|(at, side)| side.stand_in(&mut call, *at));
+        for _ in 0..2 {
+            call.data[3].fill(BEFORE);
+            assert_eq!((call.run(), call.outputs()[0]), (RAPT_OK, &expected[..]), "{format}: {}", last_error());
+        }
+    }
+}
+
+#[test]
+fn a_layout_of_factors_is_one_of_those_that_there_are_and_a_struct_without_it_is_plain() {
+    let engine = Owned::new(1);
+    let mut call = plain(&engine, 80);
+    let mut k = Side::of(&call, K, Format::Mxfp8, None);
+    k.stand_in(&mut call, K);
+    assert_eq!(call.run(), RAPT_OK, "{}", last_error());
+    let expected = call.outputs()[0].to_vec();
+    for (code, error, says) in [
+        (2, RAPT_ERROR_OPTION, "k_codes.scale_layout = 2; allowed: RAPT_SCALE_LAYOUT_PLAIN"),
+        (-1, RAPT_ERROR_OPTION, "k_codes.scale_layout = -1"),
+        (1, RAPT_ERROR_SHAPE, "padded to multiples of 128"),
+    ] {
+        k.codes.scale_layout = code;
+        call.data[3].fill(BEFORE);
+        assert_eq!(call.run(), error, "{}", last_error());
+        assert!(last_error().contains(says), "{}", last_error());
+        assert!(call.outputs()[0].iter().all(|x| *x == BEFORE), "nothing is written");
+    }
+    // What lies behind the end of a smaller struct may be anything.
+    (k.codes.size, k.codes.scale_layout) = (offset_of!(rapt_codes, scale_layout), 7);
+    assert_eq!((call.run(), call.outputs()[0]), (RAPT_OK, &expected[..]), "{}", last_error());
 }
 
 /// Rows of three numbers in two bytes.

@@ -491,6 +491,7 @@ pub(crate) fn codes(format: rapt_format, granularity: rapt_granularity, block_si
         descale: null(),
         zero_point: null(),
         global_scale: null(),
+        scale_layout: 0,
     }
 }
 

@@ -4,7 +4,7 @@ use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::PyType;
 use rapt::quant::Scheme;
-use rapt::{Codes, ErrorKind, Format};
+use rapt::{Codes, ErrorKind, Format, ScaleLayout};
 
 use crate::api::measured::PyErrors;
 use crate::api::quant;
@@ -72,6 +72,15 @@ impl<'py> Opened<'py> {
     /// Which elements share a scale.
     pub(crate) fn granularity(&self) -> rapt::Granularity {
         self.scheme.granularity()
+    }
+
+    /// Refuses scales that do not lie as the rows of a cache do.
+    pub(crate) fn in_rows(&self) -> Result<(), Failure> {
+        if self.scheme.scale_layout() == ScaleLayout::Plain {
+            return Ok(());
+        }
+        let got = format!("'{}'", self.scheme.scale_layout().name());
+        Err(Failure::option("scale_layout", got, "'plain': in a cache the scales of a key lie where the key does"))
     }
 
     /// One more factor for the whole tensor.

@@ -378,6 +378,7 @@ pub(crate) fn with_kvcache<'py>(
         let Cached { q, k, v, cache_seqlens, page_table, common } = request;
         let opened_k = Opened::of(k.cache, [(K.descale, k.descale), (K.zero_point, k.zero_point)])?;
         let opened_v = Opened::of(v.cache, [(V.descale, v.descale), (V.zero_point, v.zero_point)])?;
+        opened_k.iter().chain(&opened_v).try_for_each(Opened::in_rows)?;
         let reader = Reader::new(&wording, q)?;
         let (mut options, return_lse) = common.options()?;
         // The last query is at the last key of a cache: `True` is what flash-attention means by it.

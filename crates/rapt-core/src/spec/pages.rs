@@ -11,7 +11,7 @@
 
 use super::quantized::{CodesForm, CodesSpec, numbers_of};
 use super::{PagesSpec, TensorSpec};
-use crate::{DType, Error, Granularity, Result, TensorForm, TensorLayout};
+use crate::{DType, Error, Granularity, Result, ScaleLayout, TensorForm, TensorLayout};
 
 const PAGES: &str = "pages of a cache are [num_pages, page_size, num_kv_heads, head_dim], in layout bhsd \
                      [num_pages, num_kv_heads, page_size, head_dim]";
@@ -48,7 +48,7 @@ pub(crate) struct Pages {
 /// The codes of k or v in pages.
 ///
 /// # Errors
-/// As [`CodesSpec::new`].
+/// As [`CodesSpec::new`]; [`Error::Option`] for swizzled scales.
 pub(crate) fn codes_of_keys(
     tensor: &'static str,
     form: &CodesForm,
@@ -57,6 +57,11 @@ pub(crate) fn codes_of_keys(
     layout: TensorLayout,
 ) -> Result<CodesSpec> {
     let [batch, heads, kv_len, dim] = numbers.shape;
+    if form.scale_layout != ScaleLayout::Plain {
+        let (option, got) = ("scale_layout", format!("'{}'", form.scale_layout.name()));
+        let allowed = "'plain': in pages the scales of a key lie where the key does".to_owned();
+        return Err(Error::Option { option, got, allowed });
+    }
     let in_pages = CodesSpec::new(tensor, form, [pages.num_pages, heads, pages.page_size, dim], 4, layout);
     match in_pages {
         Ok(mut codes) if matches!(codes.granularity, Granularity::Token | Granularity::Block(_)) => {

@@ -13,11 +13,12 @@
 //! ```
 //! H are the heads of the operand itself: of q query heads, of k and v key heads. The rank of a descale tells its granularity. n
 //! divides D, and D / n elements share a factor; where the last block of a row is shorter the granularity must be stated, because n
-//! does not tell the size of a block then. Codes of 4 bits lie two a byte, the lower half first: their tensor has ceil(D / 2) as its
+//! does not tell the size of a block then. 8-bit factors may lie [swizzled](crate::swizzle), in bhsd: of each head one flat matrix, `[B, H, x]`. Codes of 4 bits lie two a byte, the lower half first: their tensor has ceil(D / 2) as its
 //! last size. Deliberately absent: a factor that is assumed.
 
 use super::TensorSpec;
 use super::order::{as_given, canonical};
+use crate::swizzle::padded_numel;
 use crate::thousands::thousands;
 use crate::{DType, Error, Format, Granularity, Result, ScaleLayout, Shape, Strides, TensorForm, TensorLayout, View};
 
@@ -67,7 +68,7 @@ pub struct CodesForm {
     /// What whoever made the codes says of the granularity; `None` reads it off the descale's shape. Of a quantizer that knows no
     /// layout, `Head` and `Channel` speak of the last two dimensions, and are refused with [`TensorLayout::Bshd`].
     pub granularity: Option<Granularity>,
-    /// How the factors lie. Attention reads [`ScaleLayout::Plain`].
+    /// How the factors lie: [`ScaleLayout::Swizzle32x4x4`] with factors of 8 bits, no pages, and [`TensorLayout::Bhsd`] (or rank 2).
     pub scale_layout: ScaleLayout,
     /// The number of elements of a row; `None` is as many as the codes' tensor holds, an even number where two share a byte.
     pub head_dim: Option<usize>,
@@ -166,8 +167,11 @@ pub struct CodesSpec {
     pub granularity: Granularity,
     /// How many neighbours along head_dim share one: element `d` has factor `d / chunk`.
     pub chunk: usize,
-    /// `[batch, heads, len, ceil(head_dim / chunk)]`, strides 0 where a factor is shared.
+    /// `[batch, heads, len, ceil(head_dim / chunk)]`, strides 0 where a factor is shared. Where factors lie swizzled the last two strides are
+    /// that of a head's flat matrix, in which [`swizzled`](crate::swizzle::swizzled) says the place of each.
     pub descale: TensorSpec<4>,
+    /// How the factors lie.
+    pub scale_layout: ScaleLayout,
     /// Likewise, uint8.
     pub zero_point: Option<TensorSpec<4>>,
 }
@@ -286,10 +290,41 @@ fn placed(
     canonical(tensor, &TensorForm { shape, strides, ..*form }, layout)
 }
 
-/// The shapes that a descale may have, in words.
-fn allowed(format: Format, shape: [usize; 4], rank: usize, layout: TensorLayout) -> String {
-    let given = |shape: [usize; 4]| as_given(shape, rank, layout);
+/// Factors that lie swizzled, one flat matrix for each head: `[batch, heads, x]`, less the dimensions that are not there.
+///
+/// # Errors
+/// [`Error::Rank`].
+fn swizzled(form: &TensorForm, block: usize, shape: [usize; 4], rank: usize) -> Result<Option<TensorSpec<4>>> {
     let [batch, heads, len, dim] = shape;
+    let groups = dim.div_ceil(block);
+    let Some(numel) = padded_numel(len, groups).filter(|_| form.shape.len() + 1 == rank) else { return Ok(None) };
+    // As if a matrix were a row of so many groups.
+    let (mut sizes, mut strides) = (form.shape.to_vec(), form.strides.to_vec());
+    let at = sizes.len() - 1;
+    sizes.insert(at, 1);
+    strides.insert(at, 0);
+    let (Some(sizes), Some(strides)) = (Shape::new(&sizes), Strides::new(&strides)) else { return Ok(None) };
+    let placed = canonical("", &TensorForm { shape: sizes, strides, ..*form }, TensorLayout::Bhsd)?;
+    if placed.shape != [batch, heads, 1, numel] {
+        return Ok(None);
+    }
+    let flat = placed.strides[3];
+    let of = |d: usize| if placed.shape[d] == 1 { 0 } else { placed.strides[d] };
+    Ok(Some(TensorSpec { shape: [batch, heads, len, groups], strides: [of(0), of(1), flat, flat], ..placed }))
+}
+
+/// The shapes that a descale may have, in words.
+fn allowed(form: &CodesForm, shape: [usize; 4], rank: usize, layout: TensorLayout) -> String {
+    let (format, given) = (form.format, |shape: [usize; 4]| as_given(shape, rank, layout));
+    let [batch, heads, len, dim] = shape;
+    if let (ScaleLayout::Swizzle32x4x4, Some(size)) = (form.scale_layout, format.own_block_size()) {
+        let groups = dim.div_ceil(size);
+        let flat = padded_numel(len, groups).map_or(String::new(), |numel| numel.to_string());
+        let lead: String = [batch, heads][4 - rank..].iter().map(|size| format!("{size}, ")).collect();
+        return format!(
+            "[{lead}{flat}]: of each head {len}×{groups} factors, padded to multiples of 128×4 and swizzled"
+        );
+    }
     if let Some(size) = format.own_block_size() {
         let own = given([batch, heads, len, dim.div_ceil(size)]);
         return format!("{own}: blocks of {size} along head_dim {dim}");
@@ -330,8 +365,13 @@ impl CodesSpec {
             tensor: names.descale,
             got: form.descale.shape,
             of: as_given(shape, rank, layout),
-            allowed: allowed(format, shape, rank, layout),
+            allowed: allowed(form, shape, rank, layout),
         };
+        if let (ScaleLayout::Swizzle32x4x4, Some(size)) = (form.scale_layout, format.own_block_size()) {
+            let descale = swizzled(&form.descale, size, shape, rank)?.ok_or_else(mismatch)?;
+            let (granularity, scale_layout) = (Granularity::Block(size), form.scale_layout);
+            return Ok(CodesSpec { format, granularity, chunk: size, descale, scale_layout, zero_point: None });
+        }
         let stated = format.own_block_size().map(Granularity::Block).or(form.granularity);
         let granularity = granularity_of(&form.descale, stated, shape, rank, layout).ok_or_else(mismatch)?;
         let groups = groups(shape, granularity);
@@ -361,12 +401,12 @@ impl CodesSpec {
             Granularity::Block(size) => size,
             _ => shape[3],
         };
-        Ok(CodesSpec { format, granularity, chunk, descale, zero_point })
+        Ok(CodesSpec { format, granularity, chunk, descale, scale_layout: ScaleLayout::Plain, zero_point })
     }
 
     /// Whether what [`CodesSpec::new`] proves of its parts holds for an operand of these numbers.
     pub(super) fn is_coherent(&self, numbers: &TensorSpec<4>) -> bool {
-        let CodesSpec { format, granularity, chunk, descale, zero_point } = self;
+        let CodesSpec { format, granularity, chunk, descale, scale_layout, zero_point } = self;
         let [batch, heads, len, dim] = numbers.shape;
         let expected = match granularity {
             Granularity::Channel => 1,
@@ -378,6 +418,7 @@ impl CodesSpec {
             && *chunk == expected
             && *chunk > 0
             && (descale.shape, descale.dtype) == (shape, format.scale_dtype())
+            && (*scale_layout == ScaleLayout::Plain || format.own_block_size().is_some())
             && zero_point.is_some() == format.has_zero_point()
             && zero_point.is_none_or(|points| (points.shape, points.dtype) == (shape, DType::U8))
     }
@@ -394,7 +435,12 @@ impl CodesSpec {
     pub fn scale_bytes(&self) -> u128 {
         let each = |tensor: &TensorSpec<4>| {
             let distinct = |(&n, &stride): (&usize, &isize)| if stride == 0 { n.min(1) } else { n };
-            let sizes: Vec<usize> = tensor.shape.iter().zip(&tensor.strides).map(distinct).collect();
+            let mut sizes: Vec<usize> = tensor.shape.iter().zip(&tensor.strides).map(distinct).collect();
+            if self.scale_layout == ScaleLayout::Swizzle32x4x4 {
+                let [.., len, groups] = tensor.shape;
+                sizes.truncate(2);
+                sizes.push(padded_numel(len, groups).unwrap_or(usize::MAX));
+            }
             product(&sizes).saturating_mul(tensor.dtype.size_bytes() as u128)
         };
         let global = if self.format.has_global_scale() { DType::F32.size_bytes() as u128 } else { 0 };
@@ -408,8 +454,9 @@ impl CodesSpec {
             Granularity::Block(size) => format!("block of {size}"),
             other => other.name().to_owned(),
         };
+        let lying = if self.scale_layout == ScaleLayout::Swizzle32x4x4 { ", swizzled" } else { "" };
         format!(
-            "{} codes, a scale{zero_point} for each {per}; {} bytes of codes, {} of scales",
+            "{} codes, a scale{zero_point} for each {per}{lying}; {} bytes of codes, {} of scales",
             self.format,
             thousands(self.code_bytes(numbers)),
             thousands(self.scale_bytes())
@@ -444,7 +491,13 @@ impl CodesForm {
         let refuse = |option, got: String, allowed: String| Err(Error::Option { option, got, allowed });
         if self.scale_layout != ScaleLayout::Plain {
             let got = format!("'{}'", self.scale_layout.name());
-            return refuse("scale_layout", got, "'plain': attention reads scales that lie row by row".to_owned());
+            if self.format.own_block_size().is_none() {
+                return refuse("scale_layout", got, format!("'plain': the scales of {} are float32", self.format));
+            }
+            if layout == TensorLayout::Bshd && rank > 2 {
+                let allowed = "'plain', or layout 'bhsd': in 'bshd' the last two dimensions are no head";
+                return refuse("scale_layout", got, allowed.to_owned());
+            }
         }
         if let (Some(own), Some(stated)) = (self.format.own_block_size(), self.granularity)
             && stated != Granularity::Block(own)

@@ -12,6 +12,7 @@
 use std::marker::PhantomData;
 
 use half::bf16;
+use rapt_core::swizzle::along_row;
 use rapt_core::{DType, codes};
 
 use super::blocks::{BlockProducts, Coded, Formed, KeyProduct, ValueProduct, by_rows};
@@ -59,8 +60,9 @@ impl<S: CodePairs, C: Element<S>> Part<S> for Pack<'_, C> {
             CodesOfKey::<C> {
                 from: rows.at_key(at),
                 step: rows.strides[3] * rows.size,
-                scale: has_blocks.then(|| scales.descale.at_key(at)),
+                scale: has_blocks.then(|| scales.at(at)),
                 scale_step: scales.descale.strides[3] * scales.descale.size,
+                is_swizzled: scales.swizzled.is_some(),
                 is_power: scales.descale.dtype == DType::F8E8M0FNU,
                 chunk: scales.chunk,
                 code: PhantomData,
@@ -114,6 +116,7 @@ struct CodesOfKey<C> {
     step: isize,
     scale: Option<*const u8>,
     scale_step: isize,
+    is_swizzled: bool,
     /// Whether scales are powers of two; else they are e4m3.
     is_power: bool,
     /// Elements of a block.
@@ -126,8 +129,10 @@ impl<C> CodesOfKey<C> {
     #[inline(always)]
     unsafe fn scale_of(&self, d: usize, is_extreme: &mut bool) -> f32 {
         let Some(scale) = self.scale else { return 1.0 };
+        let block = d / self.chunk;
+        let place = if self.is_swizzled { along_row(block) } else { block };
         // SAFETY: a scale of the key.
-        let byte = unsafe { *scale.wrapping_offset((d / self.chunk) as isize * self.scale_step) };
+        let byte = unsafe { *scale.wrapping_offset(place as isize * self.scale_step) };
         if !self.is_power {
             return codes::E4M3FN_VALUES[usize::from(byte)];
         }

@@ -16,7 +16,7 @@ use half::{bf16, f16};
 use rapt_core::{DType, codes};
 
 use super::simd::{Part, Real, Simd};
-use crate::problem::{Input, ReadRows, RowKind, Scales, Source};
+use crate::problem::{ReadRows, RowKind, Scales, Source};
 
 /// What reads rows of a kind with the vectors of `S`.
 pub(crate) fn reader<S: CodeVectors>(kind: RowKind) -> ReadRows {
@@ -305,7 +305,7 @@ impl Scales {
                 Some(points) => f32::from(*points.at_key(at)),
                 None => 0.0,
             };
-            Factor { factor: factor(&self.descale, at), zero_point, global: self.global }
+            Factor { factor: factor(self.descale.dtype, self.at(at)), zero_point, global: self.global }
         }
     }
 }
@@ -336,11 +336,10 @@ impl Source {
 
 /// One factor, exactly.
 #[inline(always)]
-unsafe fn factor(descale: &Input<4>, at: [usize; 4]) -> f32 {
-    let ptr = descale.at_key(at);
+unsafe fn factor(dtype: DType, ptr: *const u8) -> f32 {
     // SAFETY: promised by the caller.
     unsafe {
-        match descale.dtype {
+        match dtype {
             DType::F8E8M0FNU => codes::from_e8m0(*ptr) as f32,
             DType::F8E4M3FN => codes::E4M3FN_VALUES[usize::from(*ptr)],
             _ => ptr.cast::<f32>().read(),

@@ -15,7 +15,7 @@ mod wide;
 
 use std::ops::Range;
 
-use rapt_core::{Arch, Compute, DType, Device, Error, Kernel, KernelKey, PRounding, Plan, Result, Spec};
+use rapt_core::{Arch, Compute, DType, Device, Error, Kernel, KernelKey, PRounding, Plan, Result, ScaleLayout, Spec};
 
 use crate::access::{is_in_pairs, moves_by};
 use crate::append;
@@ -252,6 +252,17 @@ fn refuse_int8(spec: &Spec) -> Result<()> {
     ))
 }
 
+/// Scales are read row by row here.
+fn refuse_swizzled(spec: &Spec) -> Result<()> {
+    let swizzled = spec.quantized().find(|(.., codes)| codes.scale_layout != ScaleLayout::Plain);
+    let Some((tensor, _, codes)) = swizzled else { return Ok(()) };
+    Err(Error::unsupported(
+        format!("{tensor} with scale_layout=\"{}\" on {}", codes.scale_layout.name(), spec.device),
+        "its kernels read the scales of codes row by row",
+        format!("quantize {tensor} with scale_layout=\"plain\", or dequantize it"),
+    ))
+}
+
 /// What a run launches for `spec` on a device with `caps`.
 ///
 /// # Errors
@@ -262,6 +273,7 @@ pub(crate) fn launch_plan(spec: &Spec, caps: &Caps) -> Result<CudaLaunch> {
         return Err(Error::DeviceUnavailable { device: spec.device, why });
     }
     refuse_int8(spec)?;
+    refuse_swizzled(spec)?;
     let launches = if spec.out.shape.contains(&0) { None } else { Some(launches(spec, caps)?) };
     let kernel = launches.as_ref().map_or(Kernel::Empty, |launches| launches.main.step.variant.algorithm.kernel());
     Ok(CudaLaunch::new(spec, launches, cost::cost(spec, caps, kernel), caps.multiprocessors))
@@ -276,8 +288,8 @@ pub(crate) fn plan_of(spec: &Spec, caps: &Caps, launch_plan: CudaLaunch) -> Plan
 /// [`Backend::plan`](crate::Backend::plan), which loads its kernels.
 ///
 /// # Errors
-/// [`Error::DeviceUnavailable`] for anything but CUDA memory; [`Error::Unsupported`] for lengths beyond 2^29, and for any
-/// [`Compute`] but the exact one.
+/// [`Error::DeviceUnavailable`] for anything but CUDA memory; [`Error::Unsupported`] for lengths beyond 2^29, for any
+/// [`Compute`] but the exact one, and for any [`ScaleLayout`] but the plain one.
 pub fn select(spec: &Spec, caps: &Caps) -> Result<Plan> {
     Ok(plan_of(spec, caps, launch_plan(spec, caps)?))
 }
@@ -289,6 +301,7 @@ pub fn select(spec: &Spec, caps: &Caps) -> Result<Plan> {
 /// As [`select`].
 pub fn variants(spec: &Spec, caps: &Caps) -> Result<Vec<KernelVariant>> {
     refuse_int8(spec)?;
+    refuse_swizzled(spec)?;
     let Launches { main, short, partition, append, varlen, .. } = launches(spec, caps)?;
     let main = main.step.variant;
     let combine = (partition.num_splits > 1).then(|| main.combine());

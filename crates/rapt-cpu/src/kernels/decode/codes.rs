@@ -109,6 +109,13 @@ impl CodesChunk<'_> {
         let (batch, head, j0) = self.first;
         let groups = self.dim.div_ceil(scales.chunk);
         let CodesScratch { factors, points, .. } = self.scratch;
+        if scales.swizzled.is_some() {
+            for (at, to) in (0..n * groups).map(|at| (at, factors.wrapping_add(at))) {
+                // SAFETY: keys of the chunk, and their groups; the scratch memory has a place for each, and there are no zero points.
+                unsafe { *to = scales.of([batch, head, j0 + j + at / groups], at % groups).factor };
+            }
+            return;
+        }
         let of = &scales.descale;
         for (at, len) in of.runs(j0 + j, n) {
             let (first, sizes) = ([batch, head, j0 + j + at, 0], (len, groups));

@@ -9,14 +9,23 @@ const COLUMNS: usize = 4;
 
 /// Where the scale at (`row`, `column`) of a matrix with this many `columns` stands.
 #[must_use]
+#[inline]
 pub const fn swizzled(row: usize, column: usize, columns: usize) -> usize {
-    let tile = row / ROWS * columns.div_ceil(COLUMNS) + column / COLUMNS;
+    let tiles = row / ROWS * columns.div_ceil(COLUMNS);
     let row = row % ROWS;
-    tile * ROWS * COLUMNS + row % 32 * 16 + row / 32 * 4 + column % COLUMNS
+    tiles * ROWS * COLUMNS + row % 32 * 16 + row / 32 * 4 + along_row(column)
+}
+
+/// How far the scale of a `column` stands behind the first one of its row.
+#[must_use]
+#[inline]
+pub const fn along_row(column: usize) -> usize {
+    column / COLUMNS * (ROWS * COLUMNS) + column % COLUMNS
 }
 
 /// The scales of a padded matrix, or `None` on overflow.
-pub(crate) fn padded_numel(rows: usize, columns: usize) -> Option<usize> {
+#[must_use]
+pub fn padded_numel(rows: usize, columns: usize) -> Option<usize> {
     rows.checked_next_multiple_of(ROWS)?.checked_mul(columns.checked_next_multiple_of(COLUMNS)?)
 }
 
