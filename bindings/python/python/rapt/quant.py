@@ -27,6 +27,21 @@ def _as_bytes(codes):
     return codes.view(_sys.modules["torch"].uint8) if dtype is not None and dtype is _float4() else codes
 
 
+def _powers_as_bytes(scale):
+    """Scales of torch, bytes in place of its dtype of powers of two, which inductor does not know."""
+    torch = _sys.modules.get("torch")
+    powers = getattr(torch, "float8_e8m0fnu", None)
+    return scale.view(torch.uint8) if powers is not None and getattr(scale, "dtype", None) is powers else scale
+
+
+def _as_tensor(number, codes):
+    """A number as a tensor, which graphs of torch take for an input and not for a constant; None where codes are not torch's."""
+    torch = _sys.modules.get("torch")
+    if number is None or torch is None or not isinstance(codes, torch.Tensor):
+        return None
+    return torch.tensor(number, dtype=torch.float64)
+
+
 class Quantized:
     """A quantized tensor: `codes` and what makes numbers of them. It cannot be changed; its tensors are not copied.
 
@@ -46,6 +61,9 @@ class Quantized:
     """
 
     __slots__ = (
+        "_bytes",
+        "_global_scale",
+        "_scale",
         "block_size",
         "codes",
         "errors",
@@ -91,6 +109,8 @@ class Quantized:
         if errors is None and original is not None:
             errors = _native.quantized_errors(given, {**given, "codes": _as_bytes(codes)}, original)
         given.update(original=original, errors=errors)
+        # As graphs of torch take them.
+        given.update(_bytes=_as_bytes(codes), _scale=_powers_as_bytes(scale), _global_scale=_as_tensor(global_scale, codes))
         for name, value in {**given, "granularity": granularity, "block_size": block_size, "nbytes": nbytes}.items():
             object.__setattr__(self, name, value)
 
@@ -105,7 +125,7 @@ class Quantized:
         return f"Quantized({self.format}, {granularity}, shape={self.shape}, scale_layout={self.scale_layout!r}, nbytes={self.nbytes})"
 
     def __reduce__(self):
-        return _rebuilt, ({name: getattr(self, name) for name in self.__slots__ if name != "nbytes"},)
+        return _rebuilt, ({name: getattr(self, name) for name in self.__slots__ if name != "nbytes" and name[0] != "_"},)
 
     def dequantize(self, dtype=None):
         """`rapt.dequantize(self, dtype)`."""

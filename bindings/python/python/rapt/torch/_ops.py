@@ -24,7 +24,9 @@ _modes = torch._C._len_torch_dispatch_stack
 _is_compiling = torch.compiler.is_compiling
 _is_traced = _native.torch_is_traced
 
-_OPTIONS = _native.options_schema()
+# What of a `Quantized` is no tensor: its words with spaces in between, the scale of the whole tensor, and the last size where codes share bytes.
+_PARTS = "str? {0}_scheme=None, Tensor? {0}_global_scale=None, SymInt? {0}_head_dim=None"
+_OPTIONS = ", ".join([_native.options_schema(), *map(_PARTS.format, "qkv")])
 _SCHEMAS = {
     "attention": f"(Tensor q, Tensor k, Tensor v, *, {_OPTIONS}, ScalarType? out_dtype=None) -> Tensor",
     "attention_lse": f"(Tensor q, Tensor k, Tensor v, *, {_OPTIONS}, ScalarType? out_dtype=None) -> (Tensor, Tensor)",
@@ -43,9 +45,10 @@ _SCHEMAS = {
 # --- output shapes -----------------------------------------------------------------------------------------------------
 
 
-def _empty_out(q, v, out_dtype):
+def _empty_out(q, v, out_dtype, head_dim_v):
     dtype = q.dtype if out_dtype is None else out_dtype
-    return torch.empty((*q.shape[:-1], *v.shape[-1:]), dtype=dtype, device=q.device)
+    last = v.shape[-1:] if head_dim_v is None else (head_dim_v,)
+    return torch.empty((*q.shape[:-1], *last), dtype=dtype, device=q.device)
 
 
 def _empty_lse(q, layout):
@@ -81,15 +84,47 @@ def attention(q, k, v, *, causal=None, **options):
     return _through_ops(q, k, v, causal=causal, **options)
 
 
+_SHARED = ("int4", "mxfp4", "nvfp4")
+
+
+def _opened(name, operand, options):
+    """The tensor of q, k or v. The parts of a `Quantized` become options of the op."""
+    if not isinstance(operand, Quantized):
+        return operand
+    for part in (f"{name}_descale", f"{name}_zero_point"):
+        if options.get(part) is not None:
+            raise OptionError(f"{part} = a tensor; allowed: None: what it belongs to is a rapt.Quantized, which holds its own")
+    options[f"{name}_descale"], options[f"{name}_zero_point"] = operand._scale, operand.zero_point
+    options[f"{name}_scheme"] = f"{operand.format} {operand.granularity} {operand.block_size or 0} {operand.scale_layout}"
+    options[f"{name}_global_scale"] = operand._global_scale
+    options[f"{name}_head_dim"] = operand.shape[-1] if operand.format in _SHARED else None
+    return operand._bytes  # inductor does not know torch's dtype of two e2m1 in a byte
+
+
+def _closed(name, tensor, options):
+    """What `_opened` took apart."""
+    scheme, global_scale, head_dim = (options.pop(f"{name}_{part}", None) for part in ("scheme", "global_scale", "head_dim"))
+    if scheme is None:
+        return tensor
+    format, granularity, block_size, scale_layout = scheme.split(" ")
+    scale = options.pop(f"{name}_descale", None)
+    return Quantized(
+        tensor,
+        scale.view(torch.float8_e8m0fnu) if format in ("mxfp8", "mxfp4") else scale,
+        format=format,
+        shape=tensor.shape if head_dim is None else (*tensor.shape[:-1], head_dim),
+        granularity=granularity,
+        block_size=int(block_size) or None,
+        zero_point=options.pop(f"{name}_zero_point", None),
+        global_scale=None if global_scale is None else global_scale.item(),
+        scale_layout=scale_layout,
+    )
+
+
 def _through_ops(q, k, v, *, window=None, layout="bhsd", out=None, out_dtype=None, return_lse=False, tolerance=None, **options):
     if tolerance is not None:
         raise UnsupportedError("tolerance is judged from the numbers of a call, and this one is being traced. Mend: `tolerance=None`")
-    for name, operand in (("q", q), ("k", k), ("v", v)):
-        if isinstance(operand, Quantized):
-            raise UnsupportedError(
-                f"{name} is a rapt.Quantized, and what traces this call knows tensors alone. "
-                f"Mend: `{name}.codes` with `{name}_descale={name}.scale` in formats of whole bytes with float32 scales"
-            )
+    q, k, v = _opened("q", q, options), _opened("k", k, options), _opened("v", v, options)
     if out_dtype is None and options.get("q_descale") is not None:
         raise OptionError("out_dtype = None; allowed: a floating-point dtype: q is codes, which name no dtype of out")
     left, right = (None, None) if window is None else window
@@ -108,28 +143,29 @@ def _through_ops(q, k, v, *, window=None, layout="bhsd", out=None, out_dtype=Non
 
 def _attention_into(q, k, v, out, lse, *, window_left=None, window_right=None, **options):
     window = None if window_left is None and window_right is None else (window_left, window_right)
+    q, k, v = _closed("q", q, options), _closed("k", k, options), _closed("v", v, options)
     _native.run_into(q, k, v, out, lse, window=window, **options)
     count_served()
 
 
-def _attention(q, k, v, *, out_dtype=None, **options):
-    out = _empty_out(q, v, out_dtype)
-    _attention_into(q, k, v, out, None, **options)
+def _attention(q, k, v, *, out_dtype=None, v_head_dim=None, **options):
+    out = _empty_out(q, v, out_dtype, v_head_dim)
+    _attention_into(q, k, v, out, None, v_head_dim=v_head_dim, **options)
     return out
 
 
-def _attention_lse(q, k, v, *, layout="bhsd", out_dtype=None, **options):
-    out, lse = _empty_out(q, v, out_dtype), _empty_lse(q, layout)
-    _attention_into(q, k, v, out, lse, layout=layout, **options)
+def _attention_lse(q, k, v, *, layout="bhsd", out_dtype=None, v_head_dim=None, **options):
+    out, lse = _empty_out(q, v, out_dtype, v_head_dim), _empty_lse(q, layout)
+    _attention_into(q, k, v, out, lse, layout=layout, v_head_dim=v_head_dim, **options)
     return out, lse
 
 
-def _fake_attention(q, k, v, *, layout="bhsd", out_dtype=None, **_options):
-    return _empty_out(q, v, out_dtype)
+def _fake_attention(q, k, v, *, layout="bhsd", out_dtype=None, v_head_dim=None, **_options):
+    return _empty_out(q, v, out_dtype, v_head_dim)
 
 
-def _fake_attention_lse(q, k, v, *, layout="bhsd", out_dtype=None, **_options):
-    return _empty_out(q, v, out_dtype), _empty_lse(q, layout)
+def _fake_attention_lse(q, k, v, *, layout="bhsd", out_dtype=None, v_head_dim=None, **_options):
+    return _empty_out(q, v, out_dtype, v_head_dim), _empty_lse(q, layout)
 
 
 def _fake_attention_into(q, k, v, out, lse, **_options):
