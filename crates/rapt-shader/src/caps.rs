@@ -27,4 +27,14 @@ impl Caps {
         max_threads: 256,
         max_shared_bytes: 16 << 10,
     };
+
+    /// What every Apple GPU since the M1 has, of families 7 and up. A buffer is bound at any element, and indices have 31 bits.
+    pub const METAL: Caps = Caps {
+        has_16_bit_stores: true,
+        max_binding_bytes: 1 << 31,
+        offset_alignment: 4,
+        max_items: 65_535 * 65_535,
+        max_threads: 1024,
+        max_shared_bytes: 32 << 10,
+    };
 }

@@ -1,18 +1,20 @@
-//! Attention as WGSL text, for GPUs that WebGPU reaches.
+//! Attention as text, in WGSL for GPUs that WebGPU reaches and in Metal's language.
 //!
 //! ```text
 //! select(&Spec, &Caps) -> Plan       which variant, how rows and keys are dealt, in which windows of memory    select.rs, partition.rs, window.rs
 //! KernelVariant::source() -> String  the text of a variant: parts that all share, and an algorithm           source.rs, wgsl/
+//! KernelVariant::msl() -> String     the same text in Metal's language                                        msl.rs
 //! Params                             a window's parameters, byte for byte as the text declares them          params.rs
 //! ```
 //!
 //! Pure: no device, no pointer, no unsafe code; whoever has a device compiles the text and binds the windows. Deliberately absent: f64,
-//! which WGSL does not have, and any device.
+//! which neither language has, and any device.
 
 #![forbid(unsafe_code)]
 
 mod caps;
 mod launch;
+mod msl;
 mod params;
 mod partition;
 mod select;

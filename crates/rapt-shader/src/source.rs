@@ -1,8 +1,10 @@
-//! The text of a variant: what depends on dtypes is written here, the rest is wgsl/.
+//! The text of a variant: what depends on dtypes is written here, the rest is wgsl/. In Metal's language it is the same text, translated by msl.rs.
 //!
 //! ```text
 //! enable …   struct Params   bindings and how their elements are read and stored   numbers   math   rows   scores   the algorithm
 //! ```
+//! The one difference before that: WGSL has no element below 32 bits that may be read everywhere, so elements are read out of words; Metal has, and a
+//! buffer that is bound at any element needs them.
 //! A line of a file in wgsl/ that has `$a` stands once for each four rows of a thread, and so on: [`unrolled`] writes them out, since WGSL cannot
 //! say that a loop over registers is to be.
 //! Readers of elements answer the bits of the float32 that has the element's number: exact for all three dtypes.
@@ -11,6 +13,7 @@ use std::fmt::Write;
 
 use rapt_core::DType;
 
+use crate::msl;
 use crate::params::{Params, VECTOR_DTYPES};
 use crate::variant::{Algorithm, Binding, KernelVariant, Stores, Tiles};
 
@@ -58,37 +61,70 @@ fn unrolled(text: &str, words: &[(&str, usize)]) -> String {
     lines.map(line).collect()
 }
 
-/// Element `at` of a buffer of words, as float32 bits.
-fn bits_at(tensor: &str, dtype: DType) -> String {
+/// How elements of fewer than 32 bits lie in a buffer as the text declares it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Elements {
+    /// In words of 32 bits: WGSL.
+    InWords,
+    /// As integers of their size: Metal.
+    Alone,
+}
+
+/// Element `at` of a buffer, as float32 bits.
+fn bits_at(tensor: &str, dtype: DType, elements: Elements) -> String {
+    let half = match elements {
+        Elements::InWords => format!("half_of({tensor}[at >> 1u], at)"),
+        Elements::Alone => format!("u32({tensor}[at])"),
+    };
     match dtype {
-        DType::F16 => format!("f32_bits_of_f16(half_of({tensor}[at >> 1u], at))"),
-        DType::BF16 => format!("f32_bits_of_bf16(half_of({tensor}[at >> 1u], at))"),
+        DType::F16 => format!("f32_bits_of_f16({half})"),
+        DType::BF16 => format!("f32_bits_of_bf16({half})"),
         _ => format!("{tensor}[at]"),
     }
 }
 
+/// The integer that an element of `dtype` is.
+fn integer(dtype: DType) -> &'static str {
+    match dtype.size_bytes() {
+        1 => "u8",
+        2 => "u16",
+        _ => "u32",
+    }
+}
+
 impl KernelVariant {
-    /// The text, with `Params` as binding 0 and [`bindings`](KernelVariant::bindings) behind it, all in group 0.
+    /// The text in WGSL, with `Params` as binding 0 and [`bindings`](KernelVariant::bindings) behind it, all in group 0.
     #[must_use]
     pub fn source(&self) -> String {
         let enable = if self.binds("out") && self.stores == Stores::Halves { "enable wgpu_int16;\n\n" } else { "" };
+        self.text(enable, Elements::InWords)
+    }
+
+    /// The text in Metal's language, with `Params` as buffer 0 and [`bindings`](KernelVariant::bindings) behind it. A buffer is bound at the byte
+    /// of any element; no word beside an element is read, whatever [`stores`](KernelVariant::stores) says. Never run on Apple hardware.
+    #[must_use]
+    pub fn msl(&self) -> String {
+        msl::translated(&self.text("", Elements::Alone))
+    }
+
+    fn text(&self, enable: &str, elements: Elements) -> String {
         let mut text =
             format!("// {self}\n{enable}{}@group(0) @binding(0) var<storage, read> p: Params;\n", Params::WGSL);
         for binding in self.bindings() {
-            self.write_binding(&mut text, binding);
+            self.write_binding(&mut text, binding, elements);
         }
         text.push('\n');
         for tensor in ["q", "k", "v"].into_iter().filter(|tensor| self.binds(tensor)) {
-            self.write_reader(&mut text, tensor);
+            self.write_reader(&mut text, tensor, elements);
         }
         for tensor in ["sinks", "alibi"].into_iter().filter(|tensor| self.binds(tensor)) {
-            write_vector_reader(&mut text, tensor);
+            write_vector_reader(&mut text, tensor, elements);
         }
         if self.binds("mask") {
-            self.write_mask(&mut text);
+            self.write_mask(&mut text, elements);
         }
         if self.binds("out") {
-            self.write_store(&mut text);
+            self.write_store(&mut text, elements);
         }
         let Tiles { block_m, block_n, block_dv, .. } = self.algorithm.tiles();
         let has_mask = self.mask.is_some();
@@ -119,19 +155,24 @@ impl KernelVariant {
         parts.iter().copied().chain([own.as_str()]).flat_map(|part| ["\n", part]).collect()
     }
 
-    fn write_binding(&self, text: &mut String, Binding { tensor, index, is_output }: &Binding) {
+    fn write_binding(&self, text: &mut String, Binding { tensor, index, is_output }: &Binding, elements: Elements) {
         let access = if *is_output { "read_write" } else { "read" };
-        let element = match (*tensor, self.stores) {
-            ("partials", _) => "vec4<u32>",
-            ("out", Stores::Halves) => "u16",
-            ("out", Stores::HalvesOfWords) => "atomic<u32>",
+        let element = match (*tensor, elements, self.stores) {
+            ("partials", ..) => "vec4<u32>",
+            ("q" | "k" | "v", Elements::Alone, _) => integer(self.storage),
+            ("mask", Elements::Alone, _) => self.mask.map_or("u32", integer),
+            // Of any dtype: read by halves.
+            ("sinks" | "alibi", Elements::Alone, _) => "u16",
+            ("out", Elements::Alone, _) => integer(self.out),
+            ("out", Elements::InWords, Stores::Halves) => "u16",
+            ("out", Elements::InWords, Stores::HalvesOfWords) => "atomic<u32>",
             _ => "u32",
         };
         let _ = writeln!(text, "@group(0) @binding({index}) var<storage, {access}> {tensor}: array<{element}>;");
     }
 
-    fn write_reader(&self, text: &mut String, tensor: &str) {
-        let bits = bits_at(tensor, self.storage);
+    fn write_reader(&self, text: &mut String, tensor: &str, elements: Elements) {
+        let bits = bits_at(tensor, self.storage, elements);
         let _ = writeln!(text, "fn {tensor}_bits(at: u32) -> u32 {{ return {bits}; }}");
         // Two elements, as one word where they lie in one.
         let halves = match self.storage {
@@ -140,7 +181,7 @@ impl KernelVariant {
             _ => "",
         };
         let _ = writeln!(text, "fn {tensor}_two(at: u32, stride: u32) -> vec2<u32> {{");
-        if !halves.is_empty() {
+        if !halves.is_empty() && elements == Elements::InWords {
             let word = format!("vec2<u32>({halves}(word & 0xffffu), {halves}(word >> 16u))");
             let _ = writeln!(
                 text,
@@ -151,28 +192,31 @@ impl KernelVariant {
     }
 
     /// What the mask says of a key: whether it is hidden, else the bits of what is added to its score.
-    fn write_mask(&self, text: &mut String) {
+    fn write_mask(&self, text: &mut String, elements: Elements) {
         text.push_str("struct Bias { hides: bool, bits: u32 }\n");
         let body = match self.mask {
             None => "return Bias(false, 0u);".to_owned(),
-            Some(DType::Bool) => "return Bias(byte_of(mask[at >> 2u], at) == 0u, 0u);".to_owned(),
+            Some(DType::Bool) => match elements {
+                Elements::InWords => "return Bias(byte_of(mask[at >> 2u], at) == 0u, 0u);".to_owned(),
+                Elements::Alone => "return Bias(u32(mask[at]) == 0u, 0u);".to_owned(),
+            },
             Some(dtype) => {
-                let bits = bits_at("mask", dtype);
+                let bits = bits_at("mask", dtype, elements);
                 format!("let bits = {bits}; return Bias(kind_of(bits) == IS_NEGATIVE_INFINITY, bits);")
             }
         };
         let _ = writeln!(text, "fn bias_of(at: u32) -> Bias {{ {body} }}");
     }
 
-    fn write_store(&self, text: &mut String) {
+    fn write_store(&self, text: &mut String, elements: Elements) {
         let half = match self.out {
             DType::F16 => "f16_of_f32_bits(bits)",
             _ => "bf16_of_f32_bits(bits)",
         };
-        let body = match self.stores {
-            Stores::Words => "    out[at] = bits;\n".to_owned(),
-            Stores::Halves => format!("    out[at] = u16({half});\n"),
-            Stores::HalvesOfWords => format!(
+        let body = match (self.stores, elements) {
+            (Stores::Words, _) => "    out[at] = bits;\n".to_owned(),
+            (Stores::Halves, _) | (_, Elements::Alone) => format!("    out[at] = u16({half});\n"),
+            (Stores::HalvesOfWords, Elements::InWords) => format!(
                 "    let shift = (at & 1u) * 16u;\n    \
                  // Whoever stores the other half meanwhile finds it unchanged.\n    \
                  atomicAnd(&out[at >> 1u], ~(0xffffu << shift));\n    \
@@ -184,10 +228,16 @@ impl KernelVariant {
 }
 
 /// A vector of one number per head has a dtype of its own, told by the parameters.
-fn write_vector_reader(text: &mut String, tensor: &str) {
+fn write_vector_reader(text: &mut String, tensor: &str, elements: Elements) {
     let _ = writeln!(text, "fn {tensor}_bits(at: u32) -> u32 {{\n    switch p.{tensor}_dtype {{");
     for dtype in VECTOR_DTYPES {
-        let (code, bits) = (dtype.code(), bits_at(tensor, dtype));
+        let bits = match (dtype, elements) {
+            (DType::F32, Elements::Alone) => {
+                format!("u32({tensor}[at * 2u]) | (u32({tensor}[at * 2u + 1u]) << 16u)")
+            }
+            _ => bits_at(tensor, dtype, elements),
+        };
+        let code = dtype.code();
         let label = if dtype == DType::F32 { "default".to_owned() } else { format!("case {code}u") };
         let _ = writeln!(text, "        {label}: {{ return {bits}; }}");
     }

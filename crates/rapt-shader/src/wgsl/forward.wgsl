@@ -96,13 +96,13 @@ fn kinds_of_values(block: Block, n0: u32, j0: u32, c: u32, ty: u32) -> u32 {
     for (var j = j0; j < min(j0 + TILE_V, p.kv_len); j++) {
         let kind = kind_of(value(block, j, c));
         let who = attended[ty * 16u + (j - n0) % 16u] >> ((j - n0) / 16u * 8u);
-        for (var row = 0u; row < 8u; row++) { kinds |= (kind * (who >> row & 1u)) << (row * 3u); }
+        for (var row = 0u; row < 8u; row++) { kinds |= (kind * ((who >> row) & 1u)) << (row * 3u); }
     }
     return kinds;
 }
 
 // Of four rows' bits of those kinds.
-fn kinds_of_rows(kinds: u32) -> vec4<u32> { return vec4<u32>(kinds) >> vec4<u32>(0u, 3u, 6u, 9u) & vec4<u32>(7u); }
+fn kinds_of_rows(kinds: u32) -> vec4<u32> { return (vec4<u32>(kinds) >> vec4<u32>(0u, 3u, 6u, 9u)) & vec4<u32>(7u); }
 
 @compute @workgroup_size(128)
 fn attention(
@@ -166,7 +166,7 @@ fn attention(
             weighing |= bits_of(weighs(scores_$a)) << (n * 8u + $au * 4u);
             bad |= bits_of(is_bad(scores_$a)) << ($au * 4u);
         }
-        live |= attends | attends >> 8u | attends >> 16u | attends >> 24u;
+        live |= attends | (attends >> 8u) | (attends >> 16u) | (attends >> 24u);
         workgroupBarrier();
         tile[tx * PITCH + ty + $au * 8u] = top_$a;
         workgroupBarrier();
@@ -215,7 +215,7 @@ fn attention(
     // The sums of rows, in the order of tx.
     workgroupBarrier();
     tile[tx * PITCH + ty + $au * 8u] = row_sum_$a;
-    attended[thread] = bad | (live & 255u) << 8u;
+    attended[thread] = bad | ((live & 255u) << 8u);
     workgroupBarrier();
     row_sum_$a = vec4<f32>();
     var flags = 0u;

@@ -2,7 +2,7 @@
 // Addresses are counted in elements, modulo 2^32: that of an element is below 2^31, whatever lies between.
 // Deliberately absent: which rows and keys a kernel gives to a thread.
 
-const LOWEST: f32 = -3.40282347e38;
+const LOWEST: f32 = -3.40282346e38;
 
 // What a workgroup computes: blocks of keys lie at multiples of BLOCK_N from key 0, whatever the rows.
 struct Block { batch: u32, kv_head: u32, first_row: u32, first_column: u32, first_key: u32, end_key: u32 }

@@ -1,0 +1,203 @@
+// What a text in Metal's language includes as <metal_stdlib>, for a C++20 compiler of this machine: vectors, functions, atomics, barriers.
+//
+// Address spaces are no part of C++: pointers are pointers, and what is read and written through them is told by the compiler's hooks for
+// ThreadSanitizer (lockstep.cpp). Deliberately absent: everything that texts do not use, half and bfloat among it.
+#pragma once
+
+using uint = unsigned int;
+using ushort = unsigned short;
+using uchar = unsigned char;
+
+#define device
+#define constant const
+#define threadgroup
+#define kernel
+
+namespace metal {
+
+using ::uint;
+
+template <class T, int N>
+struct vec;
+
+#define RAPT_VECTOR(T, N, ...)                                                                                                \
+    template <>                                                                                                               \
+    struct vec<T, N> {                                                                                                        \
+        typedef T all __attribute__((vector_size(N * sizeof(T))));                                                            \
+        union {                                                                                                               \
+            all v;                                                                                                            \
+            struct {                                                                                                          \
+                T __VA_ARGS__;                                                                                                \
+            };                                                                                                                \
+        };                                                                                                                    \
+        vec() = default;                                                                                                      \
+        explicit vec(all of) : v(of) {}                                                                                       \
+        template <class U>                                                                                                    \
+        explicit vec(vec<U, N> of) : v(__builtin_convertvector(of.v, all)) {}                                                 \
+        T& operator[](uint at) { return reinterpret_cast<T*>(this)[at]; }                                                     \
+        T operator[](uint at) const { return reinterpret_cast<const T*>(this)[at]; }
+
+#define RAPT_PAIR(T)                                                                                                          \
+    RAPT_VECTOR(T, 2, x, y)                                                                                                   \
+        explicit vec(T a) : v{a, a} {}                                                                                        \
+        vec(T a, T b) : v{a, b} {}                                                                                            \
+    };
+
+#define RAPT_FOUR(T)                                                                                                          \
+    RAPT_VECTOR(T, 4, x, y, z, w)                                                                                             \
+        explicit vec(T a) : v{a, a, a, a} {}                                                                                  \
+        vec(T a, T b, T c, T d) : v{a, b, c, d} {}                                                                            \
+    };
+
+RAPT_PAIR(float)
+RAPT_PAIR(uint)
+RAPT_PAIR(int)
+RAPT_FOUR(float)
+RAPT_FOUR(uint)
+RAPT_FOUR(int)
+
+using float2 = vec<float, 2>;
+using float4 = vec<float, 4>;
+using uint2 = vec<uint, 2>;
+using uint4 = vec<uint, 4>;
+using int4 = vec<int, 4>;
+
+struct alignas(16) uint3 {
+    uint x, y, z;
+};
+
+struct bool4 {
+    bool x, y, z, w;
+    bool4() = default;
+    explicit bool4(bool of) : x(of), y(of), z(of), w(of) {}
+    bool4(bool a, bool b, bool c, bool d) : x(a), y(b), z(c), w(d) {}
+    // Of a comparison: −1 is true.
+    explicit bool4(int4::all of) : x(of[0] != 0), y(of[1] != 0), z(of[2] != 0), w(of[3] != 0) {}
+    bool& operator[](uint at) { return (&x)[at]; }
+    bool operator[](uint at) const { return (&x)[at]; }
+    bool4 operator!() const { return {!x, !y, !z, !w}; }
+    bool4 operator&(bool4 o) const { return {x && o.x, y && o.y, z && o.z, w && o.w}; }
+    bool4 operator|(bool4 o) const { return {x || o.x, y || o.y, z || o.z, w || o.w}; }
+    bool4& operator&=(bool4 o) { return *this = *this & o; }
+    bool4& operator|=(bool4 o) { return *this = *this | o; }
+};
+
+#define RAPT_OPERATOR(op)                                                                                                     \
+    template <class T, int N>                                                                                                 \
+    inline vec<T, N> operator op(vec<T, N> a, vec<T, N> b) {                                                                  \
+        return vec<T, N>(a.v op b.v);                                                                                         \
+    }                                                                                                                         \
+    template <class T, int N>                                                                                                 \
+    inline vec<T, N> operator op(vec<T, N> a, T b) {                                                                          \
+        return a op vec<T, N>(b);                                                                                             \
+    }                                                                                                                         \
+    template <class T, int N>                                                                                                 \
+    inline vec<T, N> operator op(T a, vec<T, N> b) {                                                                          \
+        return vec<T, N>(a) op b;                                                                                             \
+    }                                                                                                                         \
+    template <class T, int N, class U>                                                                                        \
+    inline vec<T, N>& operator op##=(vec<T, N>& a, U b) {                                                                     \
+        return a = a op b;                                                                                                    \
+    }
+
+RAPT_OPERATOR(+)
+RAPT_OPERATOR(-)
+RAPT_OPERATOR(*)
+RAPT_OPERATOR(/)
+RAPT_OPERATOR(&)
+RAPT_OPERATOR(|)
+RAPT_OPERATOR(<<)
+RAPT_OPERATOR(>>)
+
+template <class T, int N>
+inline vec<T, N> operator-(vec<T, N> a) {
+    return vec<T, N>(-a.v);
+}
+
+#define RAPT_COMPARISON(op)                                                                                                   \
+    template <class T>                                                                                                        \
+    inline bool4 operator op(vec<T, 4> a, vec<T, 4> b) {                                                                      \
+        return bool4(a.v op b.v);                                                                                             \
+    }                                                                                                                         \
+    template <class T>                                                                                                        \
+    inline bool4 operator op(vec<T, 4> a, T b) {                                                                              \
+        return a op vec<T, 4>(b);                                                                                             \
+    }
+
+RAPT_COMPARISON(==)
+RAPT_COMPARISON(!=)
+RAPT_COMPARISON(<)
+RAPT_COMPARISON(>)
+RAPT_COMPARISON(<=)
+RAPT_COMPARISON(>=)
+
+inline bool any(bool4 of) { return of.x || of.y || of.z || of.w; }
+inline bool all(bool4 of) { return of.x && of.y && of.z && of.w; }
+
+inline uint select(uint a, uint b, bool c) { return c ? b : a; }
+inline int select(int a, int b, bool c) { return c ? b : a; }
+inline float select(float a, float b, bool c) { return c ? b : a; }
+template <class T>
+inline vec<T, 4> select(vec<T, 4> a, vec<T, 4> b, bool4 c) {
+    return {c.x ? b.x : a.x, c.y ? b.y : a.y, c.z ? b.z : a.z, c.w ? b.w : a.w};
+}
+
+inline uint min(uint a, uint b) { return a < b ? a : b; }
+inline uint max(uint a, uint b) { return a > b ? a : b; }
+inline float max(float a, float b) { return a > b ? a : b; }
+template <class T, int N>
+inline vec<T, N> min(vec<T, N> a, vec<T, N> b) {
+    return vec<T, N>(a.v < b.v ? a.v : b.v);
+}
+template <class T, int N>
+inline vec<T, N> max(vec<T, N> a, vec<T, N> b) {
+    return vec<T, N>(a.v > b.v ? a.v : b.v);
+}
+template <class T, int N>
+inline vec<T, N> clamp(vec<T, N> a, vec<T, N> low, vec<T, N> high) {
+    return min(max(a, low), high);
+}
+template <class T, int N>
+inline vec<T, N> clamp(vec<T, N> a, T low, T high) {
+    return clamp(a, vec<T, N>(low), vec<T, N>(high));
+}
+inline int abs(int a) { return a < 0 ? -a : a; }
+inline float4 abs(float4 a) {
+    return {__builtin_fabsf(a.x), __builtin_fabsf(a.y), __builtin_fabsf(a.z), __builtin_fabsf(a.w)};
+}
+inline float fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+inline float4 fma(float4 a, float4 b, float4 c) {
+    return {__builtin_fmaf(a.x, b.x, c.x), __builtin_fmaf(a.y, b.y, c.y), __builtin_fmaf(a.z, b.z, c.z),
+            __builtin_fmaf(a.w, b.w, c.w)};
+}
+inline float4 rint(float4 a) {
+    return {__builtin_rintf(a.x), __builtin_rintf(a.y), __builtin_rintf(a.z), __builtin_rintf(a.w)};
+}
+
+struct atomic_uint {
+    uint value;
+};
+enum memory_order { memory_order_relaxed };
+enum class mem_flags { mem_none, mem_device, mem_threadgroup };
+
+}  // namespace metal
+
+// lockstep.cpp has these: an access of one thread to what others access too, and the end of a stretch between barriers. `line` tells barriers apart.
+extern "C" void rapt_atomic_store(uint* at, uint value);
+extern "C" uint rapt_atomic_load(const uint* at);
+extern "C" void rapt_barrier(int line);
+// The kernel has these bytes as workgroup memory; said by the lines that the host adds behind their declarations.
+extern "C" void rapt_space(const char* name, void* at, unsigned long bytes);
+
+namespace metal {
+inline void atomic_store_explicit(atomic_uint* at, uint value, memory_order) { rapt_atomic_store(&at->value, value); }
+inline uint atomic_load_explicit(const atomic_uint* at, memory_order) { return rapt_atomic_load(&at->value); }
+inline void barrier_at(mem_flags, int line) { rapt_barrier(line); }
+}  // namespace metal
+#define threadgroup_barrier(flags) barrier_at(flags, __LINE__)
+
+template <class To, class From>
+inline To as_type(From of) {
+    static_assert(sizeof(To) == sizeof(From));
+    return __builtin_bit_cast(To, of);
+}

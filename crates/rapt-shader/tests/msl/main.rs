@@ -1,0 +1,124 @@
+//! Texts in Metal's language, run on this machine: the reference, memory, races, strides, poison. docs/internals/metal.md says how.
+
+mod engine;
+mod host;
+mod mutants;
+mod naga;
+mod text;
+
+use rapt_core::{DType, Kernel};
+use rapt_shader::{KernelVariant, variants};
+use rapt_testkit::{Case, Config, MaskCase, conformance, replay};
+
+use engine::{Program, engine};
+use host::Arithmetic;
+
+/// A text as compilers of Metal take it that cannot be told otherwise.
+fn compile(variant: &KernelVariant) -> Program {
+    host::compile(&variant.msl(), variant, Arithmetic::Fast)
+}
+
+/// What a test of every kernel takes, so that few texts are compiled: dtypes of q and of the mask, columns of values, rows of a key head.
+const FEW: [(Kernel, DType, Option<DType>); 9] = [
+    (Kernel::Generic, DType::F32, None),
+    (Kernel::Generic, DType::F16, Some(DType::Bool)),
+    (Kernel::Generic, DType::BF16, Some(DType::BF16)),
+    (Kernel::Forward, DType::F32, Some(DType::Bool)),
+    (Kernel::Forward, DType::F16, None),
+    (Kernel::Forward, DType::BF16, Some(DType::F32)),
+    (Kernel::Decode, DType::F32, Some(DType::F32)),
+    (Kernel::Decode, DType::F16, Some(DType::F16)),
+    (Kernel::Decode, DType::BF16, None),
+];
+
+/// A random problem with these dtypes that `kernel` serves by one text.
+fn case(seed: u64, kernel: Kernel, dtype: DType, mask: Option<DType>) -> Case {
+    let random = Case::random(seed, &[dtype], 60_000);
+    let mask = mask.map(|dtype| match random.mask {
+        Some(mask) => MaskCase { dtype, ..mask },
+        None => MaskCase { dtype, full: [false, false, true, true], rank: 2, lowest: false },
+    });
+    let [batch, heads, q_len, head_dim] = random.q;
+    let (q, num_kv_heads, head_dim_v) = match (kernel, dtype) {
+        (Kernel::Decode, DType::F16) => (
+            [batch, heads, q_len.min(16 * random.num_kv_heads / heads).max(1), head_dim],
+            random.num_kv_heads,
+            random.head_dim_v,
+        ),
+        (Kernel::Decode, _) => ([batch, heads.min(4), 1, head_dim], 1, random.head_dim_v),
+        (_, DType::F16) => (random.q, random.num_kv_heads, random.head_dim_v.max(65)),
+        _ => (random.q, random.num_kv_heads, random.head_dim_v.min(64)),
+    };
+    Case { q, num_kv_heads, head_dim_v, mask, out_dtype: None, ..random }
+}
+
+#[test]
+fn every_kernel_conforms() {
+    if !host::has_compiler() {
+        return;
+    }
+    for (kernel, dtype, mask) in FEW {
+        let mut engine = engine(Some(kernel), compile);
+        for seed in 0..12 {
+            let case = case(seed, kernel, dtype, mask);
+            replay(&mut engine, &case).unwrap_or_else(|failure| panic!("{}: {failure}", kernel.name()));
+        }
+    }
+}
+
+/// The whole suite on each kernel: every dtype of every tensor, tails of every length up to 70, every placement, poison. The answers that it knows to
+/// the last bit are those of arithmetic as written; with fast arithmetic random problems are asked.
+#[test]
+#[ignore = "takes minutes"]
+fn every_kernel_conforms_to_the_whole_suite() {
+    if !host::has_compiler() {
+        return;
+    }
+    let dtypes = vec![DType::F32, DType::F16, DType::BF16];
+    for (arithmetic, fixed) in [(Arithmetic::AsWritten, true), (Arithmetic::Fast, false)] {
+        for kernel in [Some(Kernel::Generic), Some(Kernel::Forward), Some(Kernel::Decode), None] {
+            let mut engine = engine(kernel, |variant| host::compile(&variant.msl(), variant, arithmetic));
+            let config = Config {
+                seed: 0x3e7a1,
+                problems: 250,
+                max_work: 150_000,
+                dtypes: dtypes.clone(),
+                fixed,
+                ..Config::default()
+            };
+            let tally =
+                conformance(&mut [Box::new(&mut engine)], &config).unwrap_or_else(|failure| panic!("{failure}"));
+            println!("{arithmetic:?}, {}: {tally}", kernel.map_or("chosen", Kernel::name));
+            assert!(
+                tally.count("problems") > 40
+                    && (tally.count("unsupported") == 0 || kernel.is_some_and(|of| of != Kernel::Generic))
+            );
+            for kind in [
+                "mask bool",
+                "mask additive",
+                "causal",
+                "window",
+                "softcap",
+                "sinks",
+                "alibi",
+                "gqa",
+                "empty",
+                "head_dim_v",
+                "poison",
+            ] {
+                assert!(tally.count(kind) > 0, "{kind} was asked");
+            }
+        }
+    }
+}
+
+#[test]
+#[ignore = "takes minutes"]
+fn every_variant_is_compiled() {
+    if !host::has_compiler() {
+        return;
+    }
+    for variant in variants() {
+        compile(&variant).unwrap_or_else(|error| panic!("{variant}: {error}"));
+    }
+}

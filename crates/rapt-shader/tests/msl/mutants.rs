@@ -1,0 +1,169 @@
+//! Texts with one mistake each, as a translator, a kernel or a compiler may make it: every one must be found.
+
+use rapt_core::{Causal, DType, Kernel, Window};
+use rapt_shader::KernelVariant;
+use rapt_testkit::{Case, MaskCase, Places, replay};
+
+use crate::engine::engine;
+use crate::host::{self, Arithmetic};
+
+/// A mistake: what stands in the text of `kernel`, and what stands there instead.
+struct Mutant {
+    what: &'static str,
+    kernel: Kernel,
+    from: &'static str,
+    to: &'static str,
+}
+
+const fn mutant(what: &'static str, kernel: Kernel, from: &'static str, to: &'static str) -> Mutant {
+    Mutant { what, kernel, from, to }
+}
+
+const MUTANTS: [Mutant; 26] = [
+    mutant("rows past the last", Kernel::Generic, "exist = r < uint4(p.rows)", "exist = r <= uint4(p.rows)"),
+    mutant(
+        "keys past the last",
+        Kernel::Generic,
+        "j < min(first + 2u, p.kv_len); j++",
+        "j < min(first + 2u, p.kv_len + 1u); j++",
+    ),
+    mutant(
+        "a missing barrier",
+        Kernel::Generic,
+        "load_values(block, j0, tx, ty, step);\n                threadgroup_barrier(mem_flags::mem_threadgroup);",
+        "load_values(block, j0, tx, ty, step);",
+    ),
+    mutant(
+        "rows and columns exchanged",
+        Kernel::Generic,
+        "row * stride.z + column * stride.w",
+        "row * stride.w + column * stride.z",
+    ),
+    mutant("the mask ignored", Kernel::Generic, "scores.attends[a] = !bias.hides;", "scores.attends[a] = true;"),
+    mutant("causal by one key too many", Kernel::Generic, "int4(i) + p.hi_shift", "int4(i) + (p.hi_shift + 1)"),
+    mutant("a window by one key too short", Kernel::Generic, "int4(i) + p.lo_shift", "int4(i) + (p.lo_shift + 1)"),
+    mutant(
+        "NaN told by x != x",
+        Kernel::Generic,
+        "return (bits & INFINITY_BITS) != INFINITY_BITS; }",
+        "return !(as_type<float>(bits) != as_type<float>(bits)); }",
+    ),
+    mutant("the scale dropped", Kernel::Generic, "Scores{products * p.scale,", "Scores{products,"),
+    mutant("lse to base 2", Kernel::Generic, "top + logarithm(total)", "top + logarithm(total) * LOG2_E"),
+    mutant(
+        "heads of a group interleaved",
+        Kernel::Generic,
+        "uint4(block.kv_head * p.group_size) + of_group",
+        "uint4(block.kv_head) + of_group * p.kv_heads",
+    ),
+    mutant("the cap dropped", Kernel::Generic, "p.softcap * hyperbolic_tangent(", "hyperbolic_tangent("),
+    mutant("slopes that add", Kernel::Generic, "fma(-finite(slope), distance", "fma(finite(slope), distance"),
+    mutant(
+        "sinks without a share",
+        Kernel::Generic,
+        "fma(row_sum[a], shares.x, shares.y)",
+        "fma(row_sum[a], shares.x, 0.0f)",
+    ),
+    mutant("sums that are not rescaled", Kernel::Generic, "acc_1 *= factor;", ""),
+    mutant("rows without keys", Kernel::Generic, "uint4(0u), ends.is_dead)", "uint4(0u), bool4(false))"),
+    mutant("one row of workgroups", Kernel::Generic, "group.y * groups.x + group.x", "group.x"),
+    mutant(
+        "memory that nobody wrote",
+        Kernel::Generic,
+        "if (thread_index == 0u) { atomic_store_explicit(&not_finite, 0u, memory_order_relaxed); }",
+        "",
+    ),
+    mutant("rows of tiles too long", Kernel::Forward, "uint PITCH = 17u;", "uint PITCH = 18u;"),
+    mutant(
+        "columns past the last",
+        Kernel::Forward,
+        "first_column + column >= p.head_dim_v",
+        "first_column + column > p.head_dim_v",
+    ),
+    mutant(
+        "maxima without a barrier",
+        Kernel::Forward,
+        "tile[tx * PITCH + ty + 1u * 8u] = top_1;\n            threadgroup_barrier(mem_flags::mem_threadgroup);",
+        "tile[tx * PITCH + ty + 1u * 8u] = top_1;",
+    ),
+    mutant(
+        "a barrier for some",
+        Kernel::Forward,
+        "live |= attends | (attends >> 8u)",
+        "if (tx < 3u) { threadgroup_barrier(mem_flags::mem_threadgroup); }\n            live |= attends | (attends >> 8u)",
+    ),
+    mutant(
+        "a word where two elements lie",
+        Kernel::Decode,
+        "return uint2(k_bits(at), k_bits(at + stride));",
+        "const auto word = *(const device uint*)(k + at);\n        return uint2(f32_bits_of_f16(word & 0xffffu), f32_bits_of_f16(word >> 16u));",
+    ),
+    mutant("values past the last", Kernel::Decode, "min(n0 + BLOCK_N, end_key);", "min(n0 + BLOCK_N, end_key + 1u);"),
+    mutant("splits that overlap", Kernel::Decode, "split * p.split_keys)", "split * p.split_keys / 2u)"),
+    mutant(
+        "splits that weigh the same",
+        Kernel::Decode,
+        "fma(sums[split], factors[split], row_sum)",
+        "row_sum + sums[split]",
+    ),
+];
+
+/// Problems in which each of them shows: every option, rows of several heads, keys of several blocks, strides, poison.
+fn cases(kernel: Kernel) -> Vec<Case> {
+    let (q_len, kv_len) = if kernel == Kernel::Decode { (3, 300) } else { (37, 70) };
+    let mask = |full| Some(MaskCase { dtype: DType::Bool, full, rank: 4, lowest: false });
+    let plain = Case {
+        num_kv_heads: 2,
+        head_dim_v: 21,
+        mask: mask([true, false, true, true]),
+        places: Places { q: 2, k: 4, v: 5, mask: 1, vectors: 0, out: 3, lse: 2 },
+        ..Case::plain(DType::F16, [2, 4, q_len, 19], kv_len)
+    };
+    let window = Window { left: Some(9), right: None };
+    vec![
+        Case { poison: true, sinks: Some(DType::F32), causal: Some(Causal::TopLeft), ..plain.clone() },
+        Case { softcap: Some(2.0), alibi_slopes: Some(DType::F16), causal: Some(Causal::BottomRight), ..plain.clone() },
+        Case { window, seed: 3, mask: mask([false, true, true, true]), ..plain },
+    ]
+}
+
+/// What finds this mutant, if anything does.
+fn found(mutant: &Mutant) -> Option<String> {
+    let Mutant { what, kernel, from, to } = mutant;
+    let changed = std::cell::Cell::new(0);
+    let mut engine = engine(Some(*kernel), |variant: &KernelVariant| {
+        let text = variant.msl();
+        changed.set(changed.get() + text.matches(from).count());
+        host::compile(&text.replace(from, to), variant, Arithmetic::Fast).map_err(|error| panic!("{what}: {error}"))
+    });
+    let found = cases(*kernel).iter().find_map(|case| replay(&mut engine, case).err());
+    drop(engine);
+    assert!(changed.get() > 0, "{what}: the text has no `{from}`");
+    found.map(|failure| failure.what)
+}
+
+#[test]
+fn every_mistake_is_found() {
+    if !host::has_compiler() {
+        return;
+    }
+    for kernel in [Kernel::Generic, Kernel::Forward, Kernel::Decode] {
+        let mut engine = engine(Some(kernel), crate::compile);
+        for case in cases(kernel) {
+            replay(&mut engine, &case)
+                .unwrap_or_else(|failure| panic!("{}, without a mistake: {failure}", kernel.name()));
+        }
+    }
+    let missed: Vec<&str> = MUTANTS
+        .iter()
+        .filter(|mutant| match found(mutant) {
+            Some(what) => {
+                println!("{} ({}): {}", mutant.what, mutant.kernel.name(), what.lines().next().unwrap_or_default());
+                false
+            }
+            None => true,
+        })
+        .map(|mutant| mutant.what)
+        .collect();
+    assert!(missed.is_empty(), "not found: {missed:?}");
+}
