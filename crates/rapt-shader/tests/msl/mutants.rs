@@ -65,7 +65,7 @@ const MUTANTS: [Mutant; 26] = [
         "fma(row_sum[a], shares.x, 0.0f)",
     ),
     mutant("sums that are not rescaled", Kernel::Generic, "acc_1 *= factor;", ""),
-    mutant("rows without keys", Kernel::Generic, "uint4(0u), ends.is_dead)", "uint4(0u), bool4(false))"),
+    mutant("rows without keys", Kernel::Generic, "is_dead | is_empty);", "bool4(false));"),
     mutant("one row of workgroups", Kernel::Generic, "group.y * groups.x + group.x", "group.x"),
     mutant(
         "memory that nobody wrote",
