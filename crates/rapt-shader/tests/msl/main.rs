@@ -6,7 +6,10 @@ mod mutants;
 mod naga;
 mod text;
 
-use rapt_core::{DType, Kernel};
+use std::cell::RefCell;
+use std::collections::BTreeSet;
+
+use rapt_core::{DType, Error, Kernel, Spec, Tensors};
 use rapt_shader::{KernelVariant, variants};
 use rapt_testkit::{Case, Config, MaskCase, conformance, replay};
 
@@ -57,13 +60,27 @@ fn every_kernel_conforms() {
     if !host::has_compiler() {
         return;
     }
+    let texts = RefCell::new(BTreeSet::new());
     for (kernel, dtype, mask) in FEW {
-        let mut engine = engine(Some(kernel), compile);
+        let mut engine = engine(Some(kernel), |variant| {
+            texts.borrow_mut().insert(variant.to_string());
+            compile(variant)
+        });
+        let mut served = |spec: &Spec, tensors: Tensors<'_>| {
+            let answer = engine(spec, tensors);
+            assert!(!matches!(answer, Err(Error::Unsupported { .. })), "{} serves all that is asked", kernel.name());
+            answer
+        };
         for seed in 0..12 {
             let case = case(seed, kernel, dtype, mask);
-            replay(&mut engine, &case).unwrap_or_else(|failure| panic!("{}: {failure}", kernel.name()));
+            replay(&mut served, &case).unwrap_or_else(|failure| panic!("{}: {failure}", kernel.name()));
         }
     }
+    let texts = texts.into_inner();
+    for kernel in ["generic", "forward of 64", "forward of 128", "decode of 4", "decode of 8", "combine"] {
+        assert!(texts.iter().any(|text| text.starts_with(kernel)), "{kernel} ran");
+    }
+    println!("{} texts: {texts:?}", texts.len());
 }
 
 /// The whole suite on each kernel: every dtype of every tensor, tails of every length up to 70, every placement, poison. The answers that it knows to
