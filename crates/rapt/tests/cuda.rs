@@ -1,8 +1,8 @@
 //! The GPU's interfaces where there may be no GPU: typed refusals, and nothing else changes.
 
 use rapt::{
-    DType, Device, DeviceMemory, Engine, Error, Extent, Operands, Options, Queue, SerialExecutor, Shape, Spec, Tensors,
-    View, ViewMut,
+    Codes, DType, Device, DeviceMemory, Engine, Error, Extent, Format, Operands, Options, Qkv, Queue, ScaleLayout,
+    SerialExecutor, Shape, Spec, Tensors, View, ViewMut,
 };
 
 fn spec_on(device: Device) -> Spec {
@@ -79,4 +79,45 @@ fn threads_of_the_host_touch_no_memory_of_a_gpu() {
     let mut operands = Operands::check(tensors, plan.spec()).unwrap();
     let refused = engine.run(&plan, &mut operands).unwrap_err();
     assert!(matches!(refused, Error::DeviceMismatch { tensor: "queue", expected: Device::Cuda(0), .. }), "{refused}");
+}
+
+#[test]
+fn swizzled_scales_and_codes_one_after_another_are_refused_on_a_gpu_by_name() {
+    let caps = rapt_cuda::Caps {
+        arch: rapt::Arch::Sm90a,
+        multiprocessors: 132,
+        shared_bytes: 227 * 1024,
+        clock_hz: None,
+        bandwidth: None,
+    };
+    let view = |name, dtype, shape: &[usize]| {
+        let (shape, ptr) = (Shape::new(shape).unwrap(), std::ptr::without_provenance(1 << 20));
+        let strides = shape.contiguous().unwrap();
+        // SAFETY: nobody reads it.
+        unsafe { View::from_raw_parts(name, ptr, dtype, shape, strides, Device::Cuda(0), Extent::Declared) }.unwrap()
+    };
+    let (q, k) = (view("q", DType::BF16, &[1, 2, 8, 64]), view("k", DType::F8E4M3FN, &[1, 2, 8, 64]));
+    for (scale_layout, scales) in [(ScaleLayout::Plain, &[1, 2, 8, 2][..]), (ScaleLayout::Swizzle32x4x4, &[1, 2, 512])]
+    {
+        let scales = view("k_descale", DType::F8E8M0FNU, scales);
+        let codes = Codes { scale_layout, ..Codes::new(Format::Mxfp8, scales) };
+        let codes = Qkv { q: None, k: Some(&codes), v: None };
+        let spec = Spec::builder(&q, &k, &q, &Options::default()).codes(codes).build().unwrap();
+        match (scale_layout, rapt_cuda::select(&spec, &caps)) {
+            (ScaleLayout::Plain, plan) => assert!(plan.is_ok()),
+            (ScaleLayout::Swizzle32x4x4, Err(Error::Unsupported { what, instead, .. })) => {
+                assert!(what.contains("k with scale_layout=\"swizzle_32_4_4\" on cuda:0"), "{what}");
+                assert!(instead.contains("scale_layout=\"plain\", or dequantize"), "{instead}");
+            }
+            (_, other) => panic!("{other:?}"),
+        }
+    }
+    let (q, k) = (view("q", DType::BF16, &[8, 2, 64]), view("k", DType::I8, &[8, 2, 64]));
+    let codes = Codes::new(Format::Int8, view("k_descale", DType::F32, &[]));
+    let offsets = view("cu_seqlens", DType::I32, &[3]);
+    let options = Options { layout: rapt::TensorLayout::Bshd, ..Options::default() };
+    let mut builder = Spec::builder(&q, &k, &q, &options);
+    let error =
+        builder.varlen(&offsets, &offsets).codes(Qkv { q: None, k: Some(&codes), v: None }).build().unwrap_err();
+    assert!(matches!(&error, Error::Unsupported { what, .. } if what.starts_with("codes beside sequences")), "{error}");
 }
