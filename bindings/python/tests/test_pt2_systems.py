@@ -188,3 +188,33 @@ def test_factors_that_a_program_reads_are_refused_by_name():
         rapt._native.Program.from_json(OneNode(aten._linalg_det.default, (a,)).json)
     with pytest.raises(rapt.RaptError, match="linalg_lu_factor"):
         exported(lambda a: linalg.lu_factor(a)[0], [a], "default")
+
+
+@torch.no_grad()
+def test_compiled_graphs_check_their_matrices():
+    """AOTAutograd orders the checks by a token, an argument and a result of the graph: the graph was refused."""
+    import rapt.torch as rt
+
+    def solved(a, b):
+        return linalg.solve(linalg.inv(a), b), linalg.cholesky(a @ a.mT)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(solved, backend="rapt")
+    a, b = matrices(torch.float64), torch.randn(2, 3, 2, dtype=torch.float64)
+    for scale in (1, 2):
+        for got, expected in zip(compiled(a * scale, b), solved(a * scale, b), strict=True):
+            torch.testing.assert_close(got, expected)
+    with pytest.raises(rapt.NumberError, match="linalg.inv: matrix 1 is singular"):
+        compiled(torch.stack([a[0], torch.zeros(3, 3, dtype=torch.float64)]), b)
+    assert "aten._linalg_check_errors.default" in str(rt.compiled_graphs()[-1])
+
+
+@torch.no_grad()
+def test_a_graph_with_another_effect_is_refused():
+    def shown(x):
+        torch.ops.aten._print("x")
+        return x + 1
+
+    torch._dynamo.reset()
+    with pytest.raises(rapt.UnsupportedError, match="has an effect that programs do not have: aten._print.default"):
+        torch.compile(shown, backend="rapt")(torch.ones(2))

@@ -103,6 +103,7 @@ class _Writer:
         self.arguments = [node for node in self.nodes if node.op == "placeholder"]
         self.names = names if len(names) == len(self.arguments) else [node.name for node in self.arguments]
         self.place = {node: place for place, node in enumerate(self.arguments)}
+        self.tokens = _tokens(self.nodes)
         self.owners = {}
         for node in self.nodes:
             if _is_tensor(node):
@@ -117,6 +118,8 @@ class _Writer:
     def _result(self, node, is_alias):
         if not isinstance(node, fx.Node):
             return Fixed(node)
+        # PyTorch makes the token of a call's effects, and forgets the one that comes back.
+        node = self.tokens.get(node, node)
         if node in self.place:
             return Argument(self.place[node])
         if not _is_tensor(node):
@@ -145,7 +148,8 @@ class _Writer:
         result."""
         graph, new = fx.Graph(), {}
         needed = _needed([node for node in self.nodes if not _says_nothing(node)], self.kept)
-        taken = [node for node in self.arguments if node in needed or not _is_tensor(node)]
+        tokens = set(self.tokens.values())
+        taken = [node for node in self.arguments if (node in needed or not _is_tensor(node)) and node not in tokens]
         held = [node for node in taken if self.place[node] in self.held]
         taken = [node for node in taken if self.place[node] not in self.held]
         constants = [node for node in self.nodes if node in needed and node.op == "get_attr" and _is_tensor(node)]
@@ -154,7 +158,12 @@ class _Writer:
             new[node] = graph.placeholder(name)
             new[node].meta["val"] = node.meta["val"]
         for node in self.nodes:
-            if node not in needed or node in new or node.op == "output":
+            if node not in needed or node in new or node.op in ("placeholder", "output") or node in self.tokens:
+                continue
+            if _has_effect(node):
+                _, operator_of, *operands = node.args
+                words = {name: new.get(value, value) for name, value in node.kwargs.items()}
+                graph.call_function(operator_of, tuple(new.get(value, value) for value in operands), words)
                 continue
             if node.target is torch.sym_sum:
                 new[node] = _sum(graph, node, new)
@@ -203,9 +212,27 @@ def _needed(nodes, kept):
     """What leads to a result, and what has an effect."""
     needed = set()
     for node in reversed(nodes):
-        if node in kept or (node.op not in ("output", "placeholder") and node.is_impure()) or any(u in needed for u in node.users):
+        acts = node.op not in ("output", "placeholder") and (node.is_impure() or _has_effect(node))
+        if node in kept or acts or any(user in needed for user in node.users):
             needed.add(node)
     return needed
+
+
+def _has_effect(node):
+    """Whether PyTorch orders this node by a token: (token, operator, operands…) gives (token, results…)."""
+    return isinstance(node.target, torch._ops.HigherOrderOperator) and node.target.name() == "with_effects"
+
+
+def _tokens(nodes):
+    """The argument that each token among the nodes was at first. A program runs its nodes in their order without them."""
+    tokens = {}
+    for node in filter(_has_effect, nodes):
+        token, operator_of = node.args[:2]
+        if operator_of is not torch.ops.aten._linalg_check_errors.default:
+            raise UnsupportedError(f"{node.name} has an effect that programs do not have: {operator_of}")
+        for user in node.users:
+            tokens[user] = tokens.get(token, token)
+    return tokens
 
 
 def _says_nothing(node):
