@@ -383,7 +383,8 @@ mod fused {
         let (r, n) = reduce(if size > 10.0 { 20.0 } else { 2.0 * size });
         let power = power_of_2(n);
         let far = 1.0 - 2.0 / (power.mul_add(exp_less_1(r), power) + 1.0);
-        if size < 0.6 { near } else { far.copysign(x) }
+        // Of −0 the sum in `near` is 0.
+        (if size < 0.6 { near } else { far }).copysign(x)
     }
 
     #[inline(always)]
