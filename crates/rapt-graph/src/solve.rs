@@ -6,6 +6,7 @@
 use rapt_pt2::{Argument, Expr, InputValue, SymInt, Symbols};
 
 use crate::bind::stated;
+use crate::verify::at_export;
 use crate::{Binding, Error, Fact, Graph, Input, Meta, Source, Type};
 
 impl Graph {
@@ -43,9 +44,56 @@ impl Graph {
         for equation in &equations {
             equation.check(&symbols)?;
         }
+        let sizes = symbols.clone();
+        self.solve_strides(given, &mut symbols);
         self.check_ranges(&symbols)?;
-        self.check_guards(&self.stated_inputs(&symbols)?)?;
-        Ok(symbols)
+        let fits = self.check_guards(&self.stated_inputs(&symbols)?);
+        if fits.is_ok() || symbols.len() == sizes.len() {
+            return fits.map(|()| symbols);
+        }
+        // Guards tell such a form from others, from a row-major one for instance: one that is like the export's.
+        for more in 0..3 {
+            let of_strides = self.symbols.iter().filter(|symbol| !sizes.contains_key(&symbol.name));
+            let like = of_strides.map(|symbol| (symbol.name.clone(), at_export(symbol).saturating_add(more)));
+            symbols.extend(like);
+            let is_so =
+                self.check_ranges(&symbols).is_ok() && self.check_guards(&self.stated_inputs(&symbols)?).is_ok();
+            if is_so {
+                return Ok(symbols);
+            }
+        }
+        fits.map(|()| symbols)
+    }
+
+    /// The symbols that only strides and offsets have: the tracer makes one where an input with a dynamic size has gaps. They are
+    /// those of the given strides, else what they were at export. A form that comes of it and into which no other numbers
+    /// fit is row-major in the binding ([`Graph::with_inputs_laid_out`]).
+    fn solve_strides(&self, given: &[Fact], symbols: &mut Symbols) {
+        let (mut equations, mut names) = (Vec::new(), Vec::new());
+        for (input, fact) in self.user_inputs().zip(given) {
+            let (Some(id), Fact::Tensor(got)) = (input.value, fact) else { continue };
+            let Type::Tensor(meta) = &self.value(id).ty else { continue };
+            for (dim, (expr, &value)) in meta.strides.iter().zip(&got.strides).enumerate() {
+                expr.each_symbol(&mut |symbol| names.push(symbol));
+                // The stride of a dimension of size 1 leads nowhere.
+                if got.shape[dim] > 1 {
+                    equations.push(Equation { expr, value, name: &input.name, dim: Some(dim) });
+                }
+            }
+            meta.storage_offset.each_symbol(&mut |symbol| names.push(symbol));
+        }
+        let admitted = |name: &str, value| self.symbols.iter().any(|known| known.name == name && known.admits(value));
+        let next = |equation: &Equation<'_>, symbols: &Symbols| {
+            linear(equation, symbols).filter(|(name, value)| admitted(name, *value))
+        };
+        while let Some((name, value)) = equations.iter().find_map(|equation| next(equation, symbols)) {
+            symbols.insert(name, value);
+        }
+        for symbol in &self.symbols {
+            if !symbols.contains_key(&symbol.name) && names.contains(&symbol.name.as_str()) {
+                symbols.insert(symbol.name.clone(), at_export(symbol));
+            }
+        }
     }
 
     /// The inputs of the stated forms, for these symbols.
@@ -93,7 +141,11 @@ impl Graph {
         let name = input.name.as_str();
         let Some(id) = input.value else {
             let Source::Fixed(argument) = &input.source else { return Ok(()) };
-            let fixed = fixed(argument);
+            let fixed = match argument {
+                // Graphs have no texts: who takes one from a caller has compared it.
+                Argument::String(_) => Some(Fact::None),
+                argument => fixed(argument),
+            };
             return if fixed.as_ref() == Some(fact) {
                 Ok(())
             } else {
@@ -158,7 +210,12 @@ impl Equation<'_> {
     fn check(&self, symbols: &Symbols) -> Result<(), Error> {
         let value = match self.expr.eval(symbols) {
             Ok(value) => value,
-            Err(rapt_pt2::ExprError::Unbound(symbol)) => return Err(Error::Unsolved(symbol)),
+            Err(rapt_pt2::ExprError::Unbound(symbol)) => {
+                return Err(match Line::of(self, symbols) {
+                    Some(line) => self.wrong(format!("{} with a whole number {}", self.expr, line.symbol)),
+                    None => Error::Unsolved(symbol),
+                });
+            }
             Err(cause) => return Err(Error::Expr { value: self.name.into(), cause }),
         };
         if value == self.value {
@@ -168,34 +225,48 @@ impl Equation<'_> {
             Expr::Int(n) => n.to_string(),
             expr => format!("{value}, which is {expr}"),
         };
+        Err(self.wrong(expected))
+    }
+
+    fn wrong(&self, expected: String) -> Error {
+        let name = self.name.to_owned();
         match self.dim {
-            Some(dim) => Err(Error::InputSize { name: self.name.into(), dim, expected, got: self.value }),
-            None => Err(Error::InputKind {
-                name: self.name.into(),
-                expected: format!("the integer {expected}"),
-                got: self.value.to_string(),
-            }),
+            Some(dim) => Error::InputSize { name, dim, expected, got: self.value },
+            None => Error::InputKind { name, expected: format!("the integer {expected}"), got: self.value.to_string() },
         }
+    }
+}
+
+/// An expression that is `start + slope * symbol` of the one symbol that is unknown.
+struct Line {
+    symbol: String,
+    start: i64,
+    slope: i64,
+}
+
+impl Line {
+    fn of(equation: &Equation<'_>, symbols: &Symbols) -> Option<Self> {
+        let mut unknown = Vec::new();
+        equation.expr.each_symbol(&mut |name| {
+            if !symbols.contains_key(name) && !unknown.contains(&name) {
+                unknown.push(name);
+            }
+        });
+        let &[symbol] = unknown.as_slice() else { return None };
+        let mut trial = symbols.clone();
+        let mut at = |value: i64| {
+            trial.insert(symbol.to_owned(), value);
+            equation.expr.eval(&trial).ok()
+        };
+        let (start, one, two) = (at(0)?, at(1)?, at(2)?);
+        let slope = one.checked_sub(start)?;
+        (slope != 0 && two.checked_sub(one)? == slope).then(|| Self { symbol: symbol.to_owned(), start, slope })
     }
 }
 
 /// The one unknown symbol of an equation, and its value, where the expression is linear in it.
 fn linear(equation: &Equation<'_>, symbols: &Symbols) -> Option<(String, i64)> {
-    let mut unknown = Vec::new();
-    equation.expr.each_symbol(&mut |name| {
-        if !symbols.contains_key(name) && !unknown.contains(&name) {
-            unknown.push(name);
-        }
-    });
-    let &[name] = unknown.as_slice() else { return None };
-    let mut trial = symbols.clone();
-    let mut at = |value: i64| {
-        trial.insert(name.to_owned(), value);
-        equation.expr.eval(&trial).ok()
-    };
-    let (zero, one) = (at(0)?, at(1)?);
-    let slope = one.checked_sub(zero)?;
-    let rest = equation.value.checked_sub(zero)?;
-    let value = rest.checked_div(slope)?;
-    (at(value)? == equation.value).then(|| (name.to_owned(), value))
+    let line = Line::of(equation, symbols)?;
+    let rest = equation.value.checked_sub(line.start)?;
+    (rest.checked_rem(line.slope)? == 0).then(|| (line.symbol, rest / line.slope))
 }

@@ -21,7 +21,7 @@ const CHOICES: [Choose; 5] = [
 ];
 
 /// The sizes of the first binding: those at export.
-fn at_export(symbol: &Symbol) -> i64 {
+pub(crate) fn at_export(symbol: &Symbol) -> i64 {
     symbol.hint.unwrap_or_else(|| least(symbol).saturating_add(6))
 }
 

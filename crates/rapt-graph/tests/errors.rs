@@ -204,10 +204,47 @@ fn sizes_determine_symbols_and_must_agree() {
     assert!(
         matches!(&product, Error::InputSize { name, dim: 1, expected, got: 16 } if name == "b" && expected.starts_with("15"))
     );
+    let even = Sketch::new().symbol("s0", 2, None).input("a", F32, &["4", "2*s0"]);
+    assert_eq!(
+        even.error(&[counting(F32, &[4, 5])]),
+        Error::InputSize { name: "a".into(), dim: 1, expected: "2*s0 with a whole number s0".into(), got: 5 }
+    );
     let unsolved = Sketch::new().symbol("s0", 2, None).input("a", F32, &["s0**2"]);
     assert_eq!(unsolved.error(&[counting(F32, &[9])]), Error::Unsolved("s0".into()));
     let nowhere = Sketch::new().symbol("s0", 2, None).input("a", F32, &["4"]);
     assert_eq!(nowhere.error(&[counting(F32, &[4])]), Error::Unsolved("s0".into()));
+}
+
+#[test]
+fn symbols_that_only_strides_have_are_those_of_the_given_tensor() {
+    let sketch = Sketch::new()
+        .symbol("s0", 2, None)
+        .symbol("s1", i64::MIN, None)
+        .symbol("s2", 2, Some(50))
+        .input_of("x", form(F32, &["s0", "6"], Some(&["6*s1", "s1"]), "0"))
+        .input_of("y", form(F32, &["s0", "3"], Some(&["s2", "1"]), "s1*s2"))
+        .op("z", F32, &["s0", "6"], "neg.default", &[("self", t("x"))])
+        .output("z");
+    let graph = sketch.graph().unwrap();
+    let strided = |shape: [i64; 2], strides: [i64; 2]| {
+        rapt_graph::Fact::Tensor(rapt_graph::Meta {
+            strides: strides.to_vec(),
+            ..rapt_graph::Meta::contiguous(F32, &shape)
+        })
+    };
+    let solved = |x, y| {
+        let symbols = graph.solve(&[strided([5, 6], x), strided([5, 3], y)]).unwrap();
+        (symbols["s0"], symbols["s1"], symbols["s2"])
+    };
+    assert_eq!(solved([6, 1], [3, 1]), (5, 1, 3));
+    assert_eq!(solved([12, 2], [7, 1]), (5, 2, 7));
+    assert_eq!(solved([1, 5], [3, 1]), (5, 5, 3));
+    // No stride gives a value in the range, or a guard refuses it: what was at export.
+    assert_eq!(solved([6, 1], [99, 1]), (5, 1, 4));
+    assert_eq!(
+        sketch.run(&[counting(F32, &[5, 6]), counting(F32, &[5, 3])])[0],
+        (0..30).map(|n| -f64::from(n)).collect::<Vec<_>>()
+    );
 }
 
 #[test]
