@@ -250,3 +250,64 @@ def test_rows_far_apart_at_export_take_no_memory():
     model = loaded(program)
     x = torch.tensor([[1.0, -1.0], [2.0, 3.0], [-4.0, 5.0]])
     assert torch.equal(model(x), x.relu()) and torch.equal(model(wide), wide)
+
+
+# The strides of [rows, 6].
+GAPS = {"columns": lambda rows: (12, 2), "a part": lambda rows: (9, 1), "a transposed part": lambda rows: (1, rows + 3)}
+
+
+def gapped(gaps, rows, dtype):
+    return torch.empty_strided((rows, 6), GAPS[gaps](rows), dtype=dtype).copy_(torch.randn(rows, 6) * 9)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64], ids=lambda dtype: str(dtype)[6:])
+@pytest.mark.parametrize("gaps", GAPS)
+@pytest.mark.parametrize("form", [lambda program: program, lambda program: program.run_decompositions({})], ids=["default", "functional"])
+def test_gaps_at_export_are_symbols_that_no_size_has(form, gaps, dtype):
+    """The tracer gives the steps of an input with a dynamic size symbols of their own: every call was refused."""
+
+    class Seen(torch.nn.Module):
+        def forward(self, x):
+            return x.sum(0), x * 2, x.t(), x.reshape(-1), x[1:, ::2] + 1, x.contiguous().view(-1, 2, 3), x.clone(), x.flip(0)
+
+    module = Seen().eval()
+    program = form(torch.export.export(module, (gapped(gaps, 4, dtype),), dynamic_shapes={"x": {0: DYNAMIC}}))
+    model = loaded(program)
+    for x in (*(gapped(other, rows, dtype) for other in GAPS for rows in (4, 7)), torch.ones(3, 6, dtype=dtype)):
+        for got in (model(x), model.reference()(x)):
+            for ours, theirs in zip(got, module(x), strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=0, atol=0 if ours.dim() == 2 else 0.1)
+
+
+def test_a_size_that_is_no_multiple_is_refused_by_its_place():
+    model = loaded(torch.export.export(torch.nn.ReLU(), (torch.zeros(3, 8),), dynamic_shapes=({1: 2 * torch.export.Dim("half", max=40)},)))
+    with pytest.raises(rapt.ShapeError, match=r"size 7 in dimension 1, and the program takes 2\*\w+ with a whole number"):
+        model(torch.zeros(3, 7))
+    assert torch.equal(model(torch.ones(3, 10)), torch.ones(3, 10))
+
+
+def test_a_text_is_the_one_of_the_export():
+    class Gelu(torch.nn.Module):
+        def forward(self, x, approximate, *, more=None):
+            return functional.gelu(x, approximate=approximate)
+
+    model = loaded(torch.export.export(Gelu(), (torch.ones(3), "tanh"), {"more": "x"}))
+    x = torch.randn(3)
+    for got in (model(x, "tanh", more="x"), model(x, more="x", approximate="tanh"), model.reference()(x, "tanh", more="x")):
+        torch.testing.assert_close(got, functional.gelu(x, approximate="tanh"))
+    for wrong in ("none", None, 3, x):
+        with pytest.raises(rapt.KindError, match='approximate is .*, the program takes "tanh"'):
+            model(x, wrong, more="x")
+
+
+def test_results_with_names_keep_them():
+    class Extremes(torch.nn.Module):
+        def forward(self, x):
+            return {"max": x.max(1), "sorted": torch.sort(x)}
+
+    model = loaded(torch.export.export(Extremes(), (torch.ones(3, 4),)))
+    x = torch.randn(3, 4)
+    got = model(x)
+    assert type(got["max"]) is torch.return_types.max and type(got["sorted"]) is torch.return_types.sort
+    assert torch.equal(got["max"].values, x.max(1).values) and torch.equal(got["sorted"].indices, x.sort().indices)
+    assert type(model(x.numpy())["max"]) is torch.return_types.max

@@ -41,6 +41,13 @@ def scale():
     return saved(Scale(), (torch.zeros(4, 3), torch.zeros(4)), shapes=shapes)
 
 
+class Mixed(torch.nn.Module):
+    """Every kind of argument that an export holds fixed."""
+
+    def forward(self, x, n, scale, flag, nothing, text):
+        return x * n * scale if flag and nothing is None and text == "tanh" else x
+
+
 class Counter(torch.nn.Module):
     """A buffer that each call writes."""
 
@@ -399,5 +406,15 @@ def test_the_command_line_checks_shows_and_runs(scale, tmp_path):
     assert np.load(tmp_path / "out.npy").tolist() == [[1, 2, 4], [11, 12, 14]]
     few = command("run", "m.pt2", "x.npy", "--out", "other.npy", cwd=tmp_path)
     assert few.returncode == 1 and "takes 2 inputs" in few.stderr and not (tmp_path / "other.npy").exists()
+    (tmp_path / "n.pt2").write_bytes(saved(Mixed(), (torch.ones(2), -3, 0.5, True, None, "tanh")))
+    words = ["n.pt2", "shift.npy", "-3", "0.5", "true", "none", "tanh"]
+    mixed = command("run", *words, "--out", "mixed.npy", cwd=tmp_path)
+    assert mixed.returncode == 0, mixed.stderr
+    assert np.load(tmp_path / "mixed.npy").tolist() == [0, -15]
+    timed = command("bench", *words, "--seconds", "0.01", cwd=tmp_path)
+    assert timed.returncode == 0 and "median" in timed.stdout, timed.stderr
+    for wrong in (["4", "0.5", "true", "none", "tanh"], ["-3", "0.5", "true", "none", "relu"]):
+        refused = command("run", "n.pt2", "shift.npy", *wrong, "--out", "other.npy", cwd=tmp_path)
+        assert refused.returncode == 1 and not (tmp_path / "other.npy").exists()
     none = command("check", "x.npy", cwd=tmp_path)
     assert none.returncode == 1 and "zip" in none.stderr

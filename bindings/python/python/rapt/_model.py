@@ -275,4 +275,9 @@ def _rebuild(tree, leaves):
         named = dict(zip(tree[2], parts, strict=True))
         # Only classes that this process has loaded and registered: an archive names no code to import.
         return Record(named) if cls is None else cls(**named)
+    if kind == "opaque" and tree[1].startswith("torch.return_types."):
+        # What `torch.max(x, 1)` gives: a tuple whose parts have names.
+        cls = getattr(_sys.modules.get("torch.return_types"), tree[1].rsplit(".", 1)[-1], None)
+        if isinstance(cls, type) and issubclass(cls, tuple) and getattr(cls, "n_fields", None) == len(parts):
+            return cls(parts)
     return tuple(parts)

@@ -12,7 +12,7 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 
 use pyo3::prelude::*;
-use pyo3::types::{PyBool, PyDict, PyFloat, PyInt, PyList};
+use pyo3::types::{PyBool, PyDict, PyFloat, PyInt, PyList, PyString};
 use rapt::model::{Bound as Bind, Input, InputForm, Model, ModelError, Output, OutputForm, Port, Precision, Session};
 use rapt::{DType, Device, ErrorKind, Queue, Shape, Strides, ViewMut};
 
@@ -297,6 +297,13 @@ fn read<'py>(
     object: &Bound<'py, PyAny>,
     source: Option<&(Kind, Bound<'py, PyAny>)>,
 ) -> Result<Leaf, Failure> {
+    if let Some(text) = &port.text {
+        if object.is_instance_of::<PyString>() && object.extract::<String>()? == *text {
+            return Ok(Leaf::None);
+        }
+        let message = format!("{} is {}, the program takes {text:?}", port.name, object.repr()?);
+        return Err(Failure::binding(ErrorKind::Kind, message, ""));
+    }
     if object.is_none() {
         return Ok(Leaf::None);
     }

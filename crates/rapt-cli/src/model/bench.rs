@@ -9,11 +9,11 @@ use std::time::Instant;
 
 use clap::Args as ClapArgs;
 use half::{bf16, f16};
-use rapt::model::{Bound, Input, Model, OutputForm, Session};
+use rapt::model::{Bound, Input, Model, OutputForm, Port, Session};
 use rapt::pt2::{Archive, Argument, InputSpec, Program, SymInt, Symbols};
 use rapt::{DType, Shape, Tensor, ViewMut};
 
-use super::{Wrong, work};
+use super::{Wrong, in_a_word, work};
 use crate::bench::median;
 use crate::npy::Array;
 use crate::{Outcome, bench, exit, say, table};
@@ -25,7 +25,8 @@ const LEAST_CALLS: usize = 5;
 pub(crate) struct Args {
     /// An archive of an exported program.
     model: PathBuf,
-    /// The inputs in the program's order: .npy files, and integers where the program takes one [default: made].
+    /// The inputs in the program's order, as `rapt model run` takes them [default: made].
+    #[arg(allow_negative_numbers = true)]
     inputs: Vec<String>,
     /// The value of a symbol in the sizes; may be given several times, or several with commas [default: as exported].
     #[arg(long = "size", value_name = "SYMBOL=N", value_delimiter = ',', value_parser = size)]
@@ -163,13 +164,16 @@ fn given(model: &Model, words: &[String]) -> Result<Vec<Made>, Box<dyn std::erro
     if words.len() != model.inputs().len() {
         return Err(Wrong(format!("the program takes {} inputs, got {}", model.inputs().len(), words.len())).into());
     }
-    let read = |(word, dtype): (&String, Option<DType>)| -> Result<Made, Box<dyn std::error::Error>> {
-        match (dtype, word.parse()) {
-            (None, Ok(number)) => Ok(Made::Int(number)),
-            _ => Ok(Made::Array(Array::read(word.as_ref())?)),
-        }
+    let read = |(word, port): (&String, &Port)| -> Result<Made, Box<dyn std::error::Error>> {
+        Ok(match in_a_word(word, port) {
+            Some(Input::Int(n)) => Made::Int(n),
+            Some(Input::Float(x)) => Made::Float(x),
+            Some(Input::Bool(b)) => Made::Truth(b),
+            Some(_) => Made::None,
+            None => Made::Array(Array::read(word.as_ref())?),
+        })
     };
-    words.iter().zip(model.inputs().iter().map(|port| port.dtype)).map(read).collect()
+    words.iter().zip(model.inputs()).map(read).collect()
 }
 
 /// One call into tensors that are there, and its seconds.

@@ -57,7 +57,9 @@ struct ShowArgs {
 struct RunArgs {
     /// An archive of an exported program.
     model: PathBuf,
-    /// The inputs in the program's order: .npy files, and integers where the program takes one.
+    /// The inputs in the program's order: .npy files; where the program takes no tensor a number, `true`, `false`, `none`, or
+    /// the text of the export.
+    #[arg(allow_negative_numbers = true)]
     inputs: Vec<String>,
     /// Where a result goes; once for each tensor among the results, in their order.
     #[arg(long, value_name = "FILE", required = true)]
@@ -171,6 +173,18 @@ fn json(check: &Check, storages: &Storages) -> serde_json::Value {
     })
 }
 
+/// The input that a word is, where the program takes no tensor; else the word is the name of a file.
+fn in_a_word(word: &str, port: &Port) -> Option<Input<'static>> {
+    match (port.dtype, &port.text) {
+        (Some(_), _) => None,
+        (None, Some(text)) => (word == text).then_some(Input::None),
+        (None, None) if word == "none" => Some(Input::None),
+        (None, None) => (word.parse().map(Input::Int).ok())
+            .or_else(|| word.parse().map(Input::Bool).ok())
+            .or_else(|| word.parse().map(Input::Float).ok()),
+    }
+}
+
 /// What is wrong with the words of a command.
 #[derive(Debug)]
 struct Wrong(String);
@@ -199,9 +213,9 @@ fn compute(args: &RunArgs) -> Outcome {
     }
     let mut arrays = Vec::with_capacity(args.inputs.len());
     for (word, port) in args.inputs.iter().zip(model.inputs()) {
-        arrays.push(match (port.dtype, word.parse::<i64>()) {
-            (None, Ok(number)) => Err(number),
-            _ => Ok(Array::read(word.as_ref())?),
+        arrays.push(match in_a_word(word, port) {
+            Some(input) => Err(Some(input)),
+            None => Ok(Array::read(word.as_ref())?),
         });
     }
     let mut inputs = Vec::with_capacity(arrays.len());
@@ -209,7 +223,7 @@ fn compute(args: &RunArgs) -> Outcome {
         inputs.push(match array {
             // A program may write its inputs: the file stays as it is.
             Ok(array) => Input::from(array.view_mut("input")?),
-            Err(number) => Input::Int(*number),
+            Err(input) => input.take().unwrap_or(Input::None),
         });
     }
     let outputs = model.run(&mut inputs)?;

@@ -16,6 +16,8 @@ pub struct Port {
     pub sizes: Vec<String>,
     /// Whether the program writes it: an input whose content a call changes.
     pub is_written: bool,
+    /// The text that an input was at export and is in every call. A call gives [`Input::None`](super::Input::None) for it.
+    pub text: Option<String>,
 }
 
 impl Port {
@@ -26,6 +28,7 @@ impl Port {
             dtype: meta.map(|meta| meta.dtype),
             sizes: meta.map_or(Vec::new(), |meta| meta.sizes.iter().map(Expr::to_string).collect()),
             is_written: false,
+            text: if let Argument::String(text) = argument { Some(text.clone()) } else { None },
         }
     }
 }
