@@ -428,7 +428,8 @@ mod fused {
         let y = logistic(if x < -112.0 { -112.0 } else { x }, x < 0.0, reduced);
         // Of ∞ nothing is lost, and −∞ is ∞ · 0 by definition.
         let edge = if x < 0.0 { f32::NAN } else { x };
-        if x.abs() == f32::INFINITY { edge } else { y }
+        // Its sign is x's, that of −0 too.
+        if x.abs() == f32::INFINITY { edge } else { y.copysign(x) }
     }
 
     #[inline(always)]
