@@ -15,8 +15,8 @@ Writes THIRD-PARTY-LICENSES.md: name, version, licence, source and licence texts
 /// The file that wheel and crates carry.
 pub(crate) const FILE: &str = "THIRD-PARTY-LICENSES.md";
 
-/// The package that becomes the wheel.
-const WHEEL: &str = "rapt-python";
+/// The wheel whose list is checked in.
+const WHEEL: &str = "rapt-attention";
 
 pub(crate) fn run(args: Args) -> Outcome {
     args.finish(HELP)?;
@@ -26,10 +26,15 @@ pub(crate) fn run(args: Args) -> Outcome {
     Ok(())
 }
 
-/// The file's text. A workspace without the wheel's package is an error, not an empty list.
+/// The file's text.
 pub(crate) fn generate(workspace: &Workspace) -> Result<String, Failure> {
-    let Some(packages) = workspace.linked_into(WHEEL) else {
-        return Err(Failure::Check(format!("the workspace has no member {WHEEL}: nothing to list licences of")));
+    of_wheel(workspace, "rapt-python", WHEEL)
+}
+
+/// The text for the wheel of this name, which is made of this package. A workspace without it is an error, not an empty list.
+pub(crate) fn of_wheel(workspace: &Workspace, package: &str, wheel: &str) -> Result<String, Failure> {
+    let Some(packages) = workspace.linked_into(package) else {
+        return Err(Failure::Check(format!("the workspace has no member {package}: nothing to list licences of")));
     };
     let mut texts = Texts::default();
     for package in &packages {
@@ -38,7 +43,7 @@ pub(crate) fn generate(workspace: &Workspace) -> Result<String, Failure> {
             texts.add(&read(&path)?, format!("{} {} ({name})", package.name, package.version));
         }
     }
-    Ok(render(&packages, &texts))
+    Ok(render(wheel, &packages, &texts))
 }
 
 /// Distinct texts in the order of their first appearance, each with its users.
@@ -61,11 +66,14 @@ impl Texts {
     }
 }
 
-fn render(packages: &[&Package], texts: &Texts) -> String {
+fn render(wheel: &str, packages: &[&Package], texts: &Texts) -> String {
+    let written = match wheel {
+        WHEEL => "Written by `cargo xtask licenses`; `cargo xtask tidy` checks that it is current.",
+        _ => "Written when the wheel was built.",
+    };
     let mut out = format!(
         "# Third-party licences\n\n\
-         What the wheel `rapt-attention` links in besides Rapt itself. Written by `cargo xtask licenses`; `cargo xtask \
-         tidy` checks that it is current.\nListed for {PLATFORM}.\n\n\
+         What the wheel `{wheel}` links in besides Rapt itself. {written}\nListed for {PLATFORM}.\n\n\
          | crate | version | licence | source |\n|---|---|---|---|\n"
     );
     for package in packages {
@@ -127,7 +135,7 @@ mod tests {
         texts.add("Another", "c 1".to_owned());
         assert_eq!(texts.list.len(), 2);
         assert_eq!(texts.list[0].1, ["a 1", "b 1"]);
-        let text = render(&[], &texts);
+        let text = render("x", &[], &texts);
         assert!(text.contains("## a 1, b 1\n\n    Permission is\n    hereby granted\n"), "{text}");
     }
 }

@@ -48,7 +48,13 @@ pub(crate) struct Workspace {
 
 impl Workspace {
     pub(crate) fn load() -> Result<Self, Failure> {
+        Self::load_with("")
+    }
+
+    /// With these features of members, comma-separated.
+    pub(crate) fn load_with(features: &str) -> Result<Self, Failure> {
         let mut command = cargo(["metadata", "--format-version", "1", "--filter-platform", PLATFORM]);
+        command.args(["--features", features]);
         let text = capture(command.current_dir(root()))?;
         Self::parse(&text).ok_or_else(|| Failure::Check("cargo metadata gave something that is not its format".into()))
     }

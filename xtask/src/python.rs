@@ -8,6 +8,7 @@ use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+use crate::licenses;
 use crate::metadata::{Workspace, root};
 use crate::shell::{Failure, Outcome, capture, command, copy, read, say, show, step, write};
 
@@ -21,7 +22,29 @@ const CANDIDATES: [&str; 7] =
 /// Where the wheel's crate lies, below the root.
 pub(crate) const BINDING: &str = "bindings/python";
 
-/// Kernels for GPUs that the wheel ships, below the target folder: [`Venv::pack_wheel`] puts them beside its modules.
+/// A wheel: what it is made of and where, below the target folder.
+pub(crate) struct Distribution {
+    /// As its file's name begins.
+    pub(crate) name: &'static str,
+    /// Where its crate lies, below the root.
+    binding: &'static str,
+    stage: &'static str,
+    wheels: &'static str,
+}
+
+/// `rapt-attention`.
+pub(crate) const RAPT: Distribution =
+    Distribution { name: "rapt_attention", binding: BINDING, stage: "package", wheels: "wheels" };
+
+/// `rapt-attention-vulkan`, which the extra `vulkan` of the other asks for.
+pub(crate) const VULKAN: Distribution = Distribution {
+    name: "rapt_attention_vulkan",
+    binding: "bindings/python-vulkan",
+    stage: "package-vulkan",
+    wheels: "wheels-vulkan",
+};
+
+/// Kernels for GPUs that the wheel ships, below the target folder: [`Venv::pack`] puts them beside its modules.
 pub(crate) const SHIPPED: &str = "tmp/shipped";
 
 /// The installer.
@@ -202,19 +225,19 @@ impl Venv {
         Ok(())
     }
 
-    /// Builds the wheel (release, with the kernels for GPUs that lie in the package) into `target/wheels` and gives its path.
+    /// Builds the wheel (release, with the kernels for GPUs that lie in the package) into a folder of its own and gives its path.
     ///
-    /// Built from a copy of the package in `target/package`, because kernels stand in it that no source tree holds.
+    /// Built from a copy of the package, because kernels or a list of licences stand in it that no source tree holds.
     /// On Linux with zig as the linker: Rust's standard library binds to the newest symbols that the C library at hand
     /// offers, so that a wheel built on Debian 12 asks for glibc 2.34; zig carries the symbol lists of older ones.
-    pub(crate) fn pack_wheel(&self, target: &Path, offline: bool) -> Result<PathBuf, Failure> {
-        let folder = target.join("wheels");
-        step("build the wheel", || {
+    pub(crate) fn pack(&self, of: &Distribution, target: &Path, offline: bool) -> Result<PathBuf, Failure> {
+        let folder = target.join(of.wheels);
+        step(&format!("build the wheel {}", of.name), || {
             for old in wheels(&folder) {
                 std::fs::remove_file(&old).map_err(Failure::file(&old))?;
             }
             let mut maturin = self.python(["-m", "maturin", "build", "--release", "--out"]);
-            maturin.arg(&folder).current_dir(stage(target)?).env("CARGO_TARGET_DIR", target);
+            maturin.arg(&folder).current_dir(stage(of, target)?).env("CARGO_TARGET_DIR", target);
             if cfg!(all(target_os = "linux", target_env = "gnu")) {
                 let platform = format!("{}-unknown-linux-gnu", std::env::consts::ARCH);
                 maturin.args(["--zig", "--compatibility", "manylinux_2_28", "--target", &platform]);
@@ -246,16 +269,25 @@ impl Venv {
     }
 }
 
-/// The package as maturin takes it, with the kernels in [`SHIPPED`].
-fn stage(target: &Path) -> Result<PathBuf, Failure> {
-    let (source, stage) = (root().join(BINDING), target.join("package"));
+/// The package as maturin takes it: with the kernels in [`SHIPPED`], or a list of licences.
+fn stage(of: &Distribution, target: &Path) -> Result<PathBuf, Failure> {
+    let (source, stage) = (root().join(of.binding), target.join(of.stage));
     if stage.exists() {
         std::fs::remove_dir_all(&stage).map_err(Failure::file(&stage))?;
     }
-    copy(&source.join("python"), &stage.join("python"))?;
-    copy(&target.join(SHIPPED), &stage.join("python/rapt/cubins"))?;
-    for name in ["README.md", "LICENSE-APACHE", "LICENSE-MIT", "THIRD-PARTY-LICENSES.md"] {
-        std::fs::copy(source.join(name), stage.join(name)).map_err(Failure::file(&source.join(name)))?;
+    std::fs::create_dir_all(&stage).map_err(Failure::file(&stage))?;
+    if of.name == RAPT.name {
+        copy(&source.join("python"), &stage.join("python"))?;
+        copy(&target.join(SHIPPED), &stage.join("python/rapt/cubins"))?;
+    } else {
+        let workspace = Workspace::load_with("rapt-python-vulkan/vulkan")?;
+        let text = licenses::of_wheel(&workspace, "rapt-python-vulkan", "rapt-attention-vulkan")?;
+        write(&stage.join(licenses::FILE), &text)?;
+    }
+    for name in ["README.md", "LICENSE-APACHE", "LICENSE-MIT", licenses::FILE] {
+        if !stage.join(name).exists() {
+            std::fs::copy(source.join(name), stage.join(name)).map_err(Failure::file(&source.join(name)))?;
+        }
     }
     let table = "[tool.maturin]\n";
     let manifest = format!("{table}manifest-path = {:?}\n", source.join("Cargo.toml"));

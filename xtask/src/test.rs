@@ -15,7 +15,7 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use crate::args::Args;
 use crate::cubins::{self, Kernels};
 use crate::metadata::{Workspace, root};
-use crate::python::{BINDING, BUILD_REQUIREMENTS, Venv};
+use crate::python::{BINDING, BUILD_REQUIREMENTS, RAPT, Venv};
 use crate::shell::{Failure, Outcome, cargo, show, side_by_side, step};
 use crate::{c, docs, tidy, vulkan, wheel};
 
@@ -106,7 +106,7 @@ fn package(
     let Ok(compiler) = compiler.recv() else { return Ok(()) };
     let library = cubins::ship(venv, target, Kernels::Core, false, || Ok(compiler))?;
     let _ = has_kernels.send(library.clone());
-    install(venv, &venv.pack_wheel(target, false)?)?;
+    install(venv, &venv.pack(&RAPT, target, false)?)?;
     let Ok(()) = tests.recv() else { return Ok(()) };
     if let Some(library) = library {
         let mut compile = cargo(["test", "--workspace", "--test", "compile"]);
@@ -148,7 +148,7 @@ fn requirement(torch: &str) -> Result<String, Failure> {
 }
 
 fn install(venv: &Venv, built: &Path) -> Outcome {
-    wheel::check(venv, built, Kernels::Core)?;
+    wheel::check(venv, &RAPT, built, Kernels::Core)?;
     venv.install(built)
 }
 

@@ -2,6 +2,8 @@
 //!
 //! ```text
 //! apt-get install --download-only ─► target/vulkan/packages ─► dpkg-deb -x ─► target/vulkan/root ─► VK_ICD_FILENAMES, LD_LIBRARY_PATH
+//! cargo test                      ─► the backend, the engine, the command line and the C library
+//! cargo build --example           ─► target/vulkan/python/rapt_vulkan.abi3.so ─► PYTHONPATH of pytest, beside the installed wheel of rapt
 //! ```
 //! Nothing is installed: Debian's packages are unpacked below the target folder, and the loader is told where they lie. Deliberately absent:
 //! other systems than Debian and Ubuntu; there the machine's own driver is tested (`--installed`).
@@ -11,12 +13,14 @@ use std::process::Command;
 
 use crate::args::Args;
 use crate::metadata::{Workspace, root};
+use crate::python::{BINDING, Venv};
 use crate::shell::{Failure, Outcome, capture, cargo, command, read, say, show, step, write};
 
 pub(crate) const HELP: &str = "\
 cargo xtask vulkan [--installed] [--whole]
 
-Tests the backend for Vulkan on Mesa's lavapipe, unpacked below target/vulkan; a step of `cargo xtask test`.
+Tests the backend for Vulkan on Mesa's lavapipe, unpacked below target/vulkan; a step of `cargo xtask test`. With the wheel that
+`cargo xtask test` installs also the package for Python.
 
   --installed   on the first adapter of the drivers that this machine has
   --whole       with the tests that take minutes on a processor";
@@ -69,22 +73,61 @@ pub(crate) fn required_of_others() -> String {
     required.split(',').filter(|name| *name != NAME).collect::<Vec<_>>().join(",")
 }
 
+/// What has the backend as a feature of its own: the command line, the C library, the module for Python.
+const FEATURES: &str = "rapt-attention/vulkan,rapt-cli/vulkan,rapt-c/vulkan,rapt-python-vulkan/vulkan";
+/// That module's target.
+const MODULE: &str = "rapt_vulkan";
+
 /// The tests that ask a GPU, of the workspace as its other tests are built, so that nothing is compiled twice.
 fn tests(driver: Option<&Unpacked>, is_whole: bool) -> Outcome {
-    let mut test = cargo(["test", "--workspace", "--features", "rapt-attention/vulkan"]);
+    let mut test = cargo(["test", "--workspace", "--features", FEATURES]);
     test.args(["--test", "vulkan", "--test", "vulkan_boundary"]).current_dir(root());
-    test.env("RAPT_REQUIRE", NAME);
+    ask(&mut test, driver)?;
+    if is_whole {
+        test.args(["--", "--include-ignored"]);
+    }
+    step("test the backend for Vulkan", || show(&mut test))?;
+    pytest(driver)
+}
+
+/// The package for Python: its module of the debug build, beside the wheel that `cargo xtask test` has installed.
+fn pytest(driver: Option<&Unpacked>) -> Outcome {
+    let venv = match Venv::existing(".venv") {
+        Ok(venv) if capture(&mut venv.python(["-c", "import pytest, rapt.vulkan"])).is_ok() => venv,
+        _ => {
+            say(format_args!(
+                "skipped: the tests of rapt_vulkan, for want of the wheel that `cargo xtask test` installs"
+            ));
+            return Ok(());
+        }
+    };
+    let target = Workspace::load()?.target;
+    let folder = target.join(NAME).join("python");
+    step("build the module for Python", || {
+        let mut build = cargo(["build", "--workspace", "--features", FEATURES, "--example", MODULE]);
+        show(build.current_dir(root()))?;
+        std::fs::create_dir_all(&folder).map_err(Failure::file(&folder))?;
+        let (dll, end) = (std::env::consts::DLL_PREFIX, std::env::consts::DLL_SUFFIX);
+        let built = target.join("debug/examples").join(format!("{dll}{MODULE}{end}"));
+        std::fs::copy(&built, folder.join(format!("{MODULE}.abi3.so"))).map_err(Failure::file(&built)).map(drop)
+    })?;
+    let mut pytest = venv.python(["-m", "pytest", "-ra", "-p", "no:cacheprovider", "--durations", "5", "."]);
+    ask(&mut pytest, driver)?;
+    pytest.env("PYTHONPATH", &folder).current_dir(root().join(BINDING).join("tests_vulkan"));
+    step("test the module for Python", || show(&mut pytest))
+}
+
+/// Tells a program of tests where the driver is, and that it must be there.
+fn ask(program: &mut Command, driver: Option<&Unpacked>) -> Outcome {
+    program.env("RAPT_REQUIRE", NAME);
     if let Some(Unpacked { manifest, libraries, cache }) = driver {
         let others = std::env::var_os("LD_LIBRARY_PATH").unwrap_or_default();
         let paths =
             std::iter::once(libraries.clone()).chain(std::env::split_paths(&others).filter(|path| path.is_absolute()));
         let paths = std::env::join_paths(paths).map_err(|error| Failure::Check(error.to_string()))?;
-        test.env("VK_ICD_FILENAMES", manifest).env("LD_LIBRARY_PATH", paths).env("MESA_SHADER_CACHE_DIR", cache);
+        program.env("VK_ICD_FILENAMES", manifest).env("LD_LIBRARY_PATH", paths).env("MESA_SHADER_CACHE_DIR", cache);
     }
-    if is_whole {
-        test.args(["--", "--include-ignored"]);
-    }
-    step("test the backend for Vulkan", || show(&mut test))
+    Ok(())
 }
 
 /// The driver below `folder`, which is made once.

@@ -3,7 +3,7 @@
 //! ```text
 //! kind, errors (hints)   whose tensors; refusals as exceptions with the expression that corrects them
 //! tensors                what a tensor declares ─► Operand ─► View; new tensors for results
-//! engine (torch_pool)    whose threads
+//! engine (torch_pool, vulkan)   whose threads, and whose GPU
 //! table                  what `attention` takes: a new option is a row there
 //! api                    the functions and classes of the package
 //! graph                  exported programs: arguments and results by their places in the call
@@ -23,7 +23,7 @@ mod tensors;
 mod torch;
 
 use pyo3::prelude::*;
-use rapt::DType;
+use rapt::{DType, Device};
 
 use crate::api::attention::Request;
 use crate::engine::Home;
@@ -39,7 +39,7 @@ macro_rules! function {
         #[doc = concat!(stringify!($function), signature!("", $($name: $default,)*), "\n--\n\n", $doc)]
         #[pyfunction]
         #[pyo3(
-            signature = (q, k, v, $($by_keyword)* $($name = None,)* out = None, out_dtype = None, return_lse = None, tolerance = None),
+            signature = (q, k, v, $($by_keyword)* $($name = None,)* out = None, out_dtype = None, return_lse = None, tolerance = None, device = None),
             text_signature = None
         )]
         #[allow(clippy::too_many_arguments, reason = "the public signature")]
@@ -53,8 +53,9 @@ macro_rules! function {
             out_dtype: Maybe<'_, 'py>,
             return_lse: Maybe<'_, 'py>,
             tolerance: Maybe<'_, 'py>,
+            device: Maybe<'_, 'py>,
         ) -> PyResult<$answer> {
-            let request = Request { q, k, v, $($name,)* out, out_dtype, return_lse, tolerance };
+            let request = Request { q, k, v, $($name,)* out, out_dtype, return_lse, tolerance, device };
             $run(py, &Home::Default, &request)
         }
     };
@@ -100,7 +101,8 @@ macro_rules! functions {
             $($name: Maybe<'_, 'py>,)*
         ) -> PyResult<()> {
             let out = Some(out);
-            let request = Request { q, k, v, $($name,)* out, out_dtype: None, return_lse: None, tolerance: None };
+            let (out_dtype, return_lse, tolerance, device) = (None, None, None, None);
+            let request = Request { q, k, v, $($name,)* out, out_dtype, return_lse, tolerance, device };
             api::attention::fill(py, &Home::Default, &request, lse)
         }
 
@@ -231,6 +233,7 @@ fn is_available(py: Python<'_>, name: &str) -> bool {
     match name {
         "cpu" => true,
         "cuda" => py.detach(rapt::cuda::is_available),
+        "vulkan" => engine::vulkan::home(py, Device::Vulkan(0)).is_ok(),
         _ => false,
     }
 }
@@ -301,6 +304,9 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(torch::python::fallback_reasons, module)?)?;
     module.add_function(wrap_pyfunction!(torch::python::refuse_gradients, module)?)?;
     module.add_function(wrap_pyfunction!(is_available, module)?)?;
+    module.add_function(wrap_pyfunction!(engine::vulkan::vulkan_adapters, module)?)?;
+    module.add_function(wrap_pyfunction!(engine::vulkan::vulkan_stats, module)?)?;
+    module.add_function(wrap_pyfunction!(engine::vulkan::reset_vulkan_stats, module)?)?;
     module.add_function(wrap_pyfunction!(version, module)?)?;
     module.add_function(wrap_pyfunction!(dtypes, module)?)?;
     module.add_function(wrap_pyfunction!(accumulation, module)?)?;

@@ -37,7 +37,7 @@ macro_rules! rows {
         #[test]
         fn what_python_shows_is_the_table() {
             let shown = rows().iter().map(|row| format!("{}={}, ", row.name, row.default.replace('"', "'"))).collect::<String>();
-            let shown = format!("($self, q, k, v, *, {shown}out=None, out_dtype=None, return_lse=False, tolerance=None)");
+            let shown = format!("($self, q, k, v, *, {shown}out=None, out_dtype=None, return_lse=False, tolerance=None, device=None)");
             assert_eq!(signature!("$self, ", $($name: $default,)*), shown);
         }
     };

@@ -5,7 +5,7 @@
 //! when torch is there  the schemas of `torch.ops.rapt`
 //! by src/stubs.rs      the signature of `rapt.attention` in Python, and the stubs
 //! ```
-//! Deliberately absent: q, k and v, and `out`, `out_dtype` and `return_lse`, which choose what is written, and `tolerance`, which no op of torch has.
+//! Deliberately absent: q, k and v, and `out`, `out_dtype` and `return_lse`, which choose what is written, and `tolerance` and `device`, which no op of torch has.
 
 /// Gives the rows to `$then!`, as `all`, and of them the `tensors`, the `parts` and the `options` apart.
 ///
@@ -73,7 +73,7 @@ macro_rules! signature {
         concat!(
             "(", $self, "q, k, v, *, ",
             $(stringify!($name), "=", $default, ", ",)*
-            "out=None, out_dtype=None, return_lse=False, tolerance=None)"
+            "out=None, out_dtype=None, return_lse=False, tolerance=None, device=None)"
         )
     };
 }

@@ -9,7 +9,7 @@ import rapt
 PUBLIC = (
     "(q, k, v, *, mask=None, causal=None, window=None, softcap=None, scale=None, sinks=None, alibi_slopes=None, "
     "layout='bhsd', q_descale=None, k_descale=None, v_descale=None, q_zero_point=None, k_zero_point=None, v_zero_point=None, compute='exact', out=None, out_dtype=None, return_lse=False, "
-    "tolerance=None)"
+    "tolerance=None, device=None)"
 )
 
 
@@ -37,7 +37,7 @@ def test_the_ops_have_the_same_options():
     torch = pytest.importorskip("torch")
     import rapt.torch  # noqa: F401
 
-    own = set(inspect.signature(rapt.attention).parameters) - {"window", "out", "return_lse", "tolerance"}
+    own = set(inspect.signature(rapt.attention).parameters) - {"window", "out", "return_lse", "tolerance", "device"}
     own |= {"window_left", "window_right"}
     # What of a `Quantized` is no tensor.
     own |= {f"{name}_{part}" for name in "qkv" for part in ("scheme", "global_scale", "head_dim")}

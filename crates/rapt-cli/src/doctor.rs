@@ -24,6 +24,8 @@ pub struct HostFacts {
     pub torch_threads: Option<String>,
     /// Versions by name; `None` is not installed.
     pub versions: Pairs<Option<String>>,
+    /// What Vulkan shows, where the host asks it rather than this build.
+    pub vulkan: Option<Pairs<String>>,
 }
 
 /// All that `doctor` finds out.
@@ -93,7 +95,7 @@ impl Facts {
             },
             torch_threads: host.torch_threads,
             cuda: rapt::cuda::report(),
-            vulkan: vulkan(),
+            vulkan: host.vulkan.unwrap_or_else(vulkan),
             versions: host.versions,
             environment: variables(),
             ok: self_test.iter().all(|case| case.passed),

@@ -2,8 +2,8 @@
 //! files.
 //!
 //! One program for two installers: `src/main.rs` is cargo's binary, the Python package calls [`run`] in its process. What
-//! differs between them is a [`Host`]: how Python is reached (`audit` and `bench cuda` are Python code) and what `doctor`
-//! adds. One file or folder per subcommand; `options` and `codes` hold what they read alike, `npy` the files that `run` reads and
+//! differs between them is a [`Host`]: how Python is reached (`audit` and `bench cuda` are Python code), where other devices are, and what
+//! `doctor` adds. One file or folder per subcommand; `options` and `codes` hold what they read alike, `npy` the files that `run` reads and
 //! writes. Everything goes through the façade. Deliberately absent: arithmetic, policy, `process::exit`, and any subcommand
 //! whose code does not exist yet.
 
@@ -24,8 +24,10 @@ use std::ffi::OsString;
 use std::fmt::Display;
 use std::io::{self, Write};
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
 
 use clap::{CommandFactory, Parser, Subcommand};
+use rapt::{Device, Offload};
 
 pub use python::PythonCommand;
 
@@ -52,6 +54,8 @@ pub trait Host {
     fn facts(&self) -> Result<doctor::HostFacts, Box<dyn std::error::Error>>;
     /// Runs a subcommand whose code is Python; the exit code is Python's.
     fn python(&self, command: &PythonCommand) -> Outcome;
+    /// The device that the tensors of `run` are copied to.
+    fn offload(&self, device: Device) -> Result<Arc<dyn Offload>, Box<dyn std::error::Error>>;
 }
 
 /// Attention with an exact tensor boundary.
@@ -113,7 +117,7 @@ fn answer(args: &[OsString], host: &dyn Host) -> Outcome {
     match cli.command {
         Command::Doctor(args) => doctor::run(&args, host),
         Command::Explain(args) => explain::run(&args),
-        Command::Run(args) => run::run(&args),
+        Command::Run(args) => run::run(&args, host),
         Command::Bench(args) => bench::run(&args, words, host),
         Command::Audit(args) => host.python(&PythonCommand::new("audit", &args, words)?),
         Command::Model(args) => model::run(&args),

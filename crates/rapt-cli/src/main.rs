@@ -1,7 +1,9 @@
 //! cargo's `rapt`: the command line of the library, with Python reached as another program.
 
 use std::process::{Command, ExitCode, Stdio};
+use std::sync::Arc;
 
+use rapt::{Device, Error, Offload};
 use rapt_cli::doctor::HostFacts;
 use rapt_cli::{Host, Outcome, PythonCommand};
 
@@ -14,6 +16,13 @@ struct Process;
 impl Host for Process {
     fn facts(&self) -> Result<HostFacts, Box<dyn std::error::Error>> {
         Ok(HostFacts::default())
+    }
+
+    fn offload(&self, device: Device) -> Result<Arc<dyn Offload>, Box<dyn std::error::Error>> {
+        rapt::offload(device).map_err(|error| match device {
+            Device::Vulkan(_) if cfg!(not(feature = "vulkan")) => NoBackend(error).into(),
+            _ => error.into(),
+        })
     }
 
     /// `python3 -m rapt …` with the same words: the command line of the wheel answers them.
@@ -60,6 +69,18 @@ impl std::fmt::Display for NoPython {
 }
 
 impl std::error::Error for NoPython {}
+
+/// This program was built without the backend of a device.
+#[derive(Debug)]
+struct NoBackend(Error);
+
+impl std::fmt::Display for NoBackend {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{}. Install it: cargo install rapt-cli --features vulkan", self.0)
+    }
+}
+
+impl std::error::Error for NoBackend {}
 
 fn main() -> ExitCode {
     ExitCode::from(rapt_cli::run(std::env::args_os(), &Process))

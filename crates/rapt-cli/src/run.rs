@@ -16,7 +16,7 @@ use crate::codes::{CodesArgs, CodesName, hinted, part_names};
 use crate::explain::dtype;
 use crate::npy::{self, Array};
 use crate::options::ProblemArgs;
-use crate::{Outcome, exit, say};
+use crate::{Host, Outcome, exit, say};
 
 #[derive(ClapArgs, Debug)]
 pub(crate) struct Args {
@@ -37,7 +37,7 @@ pub(crate) struct Args {
     /// The dtype of the result [default: that of q]; needed if q is codes.
     #[arg(long, value_name = "DTYPE", value_parser = dtype)]
     out_dtype: Option<DType>,
-    /// Where it is computed: cpu, or vulkan:N, the N-th adapter of `rapt doctor`, to which the tensors are copied.
+    /// Where it is computed: cpu, or vulkan:N (vulkan is vulkan:0), an adapter of `rapt doctor`, to which the tensors are copied.
     #[arg(long, value_name = "DEVICE", default_value = "cpu", value_parser = device)]
     device: Device,
     #[command(flatten)]
@@ -100,7 +100,7 @@ struct PartArgs {
 }
 
 fn device(name: &str) -> Result<Device, String> {
-    Device::from_name(name).ok_or_else(|| "allowed are cpu and vulkan:N".to_owned())
+    Device::from_name(name).ok_or_else(|| "allowed are cpu, vulkan and vulkan:N".to_owned())
 }
 
 /// The files of q, k or v.
@@ -168,7 +168,7 @@ fn beside_numbers(part: &'static str, tensor: &str, dtype: DType) -> Error {
     Error::Option { option: part, got: "given".to_owned(), allowed }
 }
 
-pub(crate) fn run(args: &Args) -> Outcome {
+pub(crate) fn run(args: &Args, host: &dyn Host) -> Outcome {
     let (names, parts) = (args.codes.names(), &args.parts);
     let q = Files::read("q", &args.q, names.q, (&parts.q_descale, &parts.q_zero_point, parts.q_global_scale))?;
     let k = Files::read("k", &args.k, names.k, (&parts.k_descale, &parts.k_zero_point, parts.k_global_scale))?;
@@ -176,7 +176,7 @@ pub(crate) fn run(args: &Args) -> Outcome {
     let read = |path: &Option<PathBuf>| path.as_deref().map(Array::read).transpose();
     let mask = read(&args.mask)?;
     let originals = [read(&args.tolerance.k_original)?, read(&args.tolerance.v_original)?];
-    attend(args, [&q, &k, &v], mask.as_ref(), originals.each_ref().map(Option::as_ref))
+    attend(args, host, [&q, &k, &v], mask.as_ref(), originals.each_ref().map(Option::as_ref))
 }
 
 /// How far codes lie from what they were made of, and that, where it is at hand.
@@ -200,7 +200,13 @@ fn backing<'a>(of: &'a Option<(Measured, View<'a>)>) -> Option<Backing<'a>> {
     of.as_ref().map(|(errors, original)| Backing { errors, original: Some(*original) })
 }
 
-fn attend(args: &Args, [q, k, v]: [&Files; 3], mask: Option<&Array>, [of_k, of_v]: [Option<&Array>; 2]) -> Outcome {
+fn attend(
+    args: &Args,
+    host: &dyn Host,
+    [q, k, v]: [&Files; 3],
+    mask: Option<&Array>,
+    [of_k, of_v]: [Option<&Array>; 2],
+) -> Outcome {
     let ((q, q_codes), (k, k_codes), (v, v_codes)) = (q.views()?, k.views()?, v.views()?);
     let (of_k, of_v) = (measured("k", &k, &k_codes, of_k)?, measured("v", &v, &v_codes, of_v)?);
     let codes = Qkv { q: q_codes, k: k_codes, v: v_codes };
@@ -212,7 +218,10 @@ fn attend(args: &Args, [q, k, v]: [&Files; 3], mask: Option<&Array>, [of_k, of_v
         .return_lse(args.lse.is_some())
         .build()
         .map_err(|error| hinted(error, false))?;
-    let engine = Engine::on(args.device, args.problem.threads)?;
+    let engine = match args.device {
+        Device::Cpu => Engine::new(args.problem.threads)?,
+        device => Engine::with_offload(host.offload(device)?, args.problem.threads)?,
+    };
     let plan = engine.plan(&spec)?;
 
     let rank = q.shape().len();

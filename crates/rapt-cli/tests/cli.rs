@@ -324,8 +324,16 @@ fn run_refuses_files_and_problems_and_writes_nothing() {
     check(&folder.file("absent.npy"), "absent.npy: ");
     let error = refuses(&["run", &q, &q, &q, &out, "--device", "vulkan:4711"], &[], 1);
     assert!(error.contains("vulkan:4711 is not available"), "{error}");
+    if cfg!(not(feature = "vulkan")) {
+        assert!(
+            error.ends_with("cargo feature `vulkan`. Install it: cargo install rapt-cli --features vulkan\n"),
+            "{error}"
+        );
+    }
+    let error = refuses(&["run", &q, &q, &q, &out, "--device", "cuda:0"], &[], 1);
+    assert!(error.contains("cuda:0 is not available: tensors of the host"), "{error}");
     let error = refuses(&["run", &q, &q, &q, &out, "--device", "mps"], &[], 2);
-    assert!(error.contains("allowed are cpu and vulkan:N"), "{error}");
+    assert!(error.contains("allowed are cpu, vulkan and vulkan:N"), "{error}");
 }
 
 #[test]

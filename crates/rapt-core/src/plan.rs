@@ -200,7 +200,7 @@ pub struct Cost {
     pub floor_cycles: f64,
     /// The floor in seconds on the plan's threads at the system's clock, where it is known.
     pub floor_seconds: Option<f64>,
-    /// Bytes of tensors materialised: always 0.
+    /// Bytes of tensors copied: 0 where they are attended to where they lie, else those that go to an [`Offload`](crate::Offload) and back.
     pub bytes_copied: usize,
     /// Most bytes that lie packed in cache at one time, all threads together.
     pub bytes_packed: usize,

@@ -6,8 +6,8 @@
 //! Only elements are read and written, never what lies between them. A dimension along which a tensor repeats (stride 0) is copied once.
 
 use rapt_core::{
-    Cost, DType, Device, Error, Finite, KernelKey, Launch, LaunchPlan, Number, Operands, Options, Plan, Result, Shape,
-    Spec, Strides, TensorForm, TensorLayout, TensorSpec, View, Work,
+    Cost, DType, Device, Error, Finite, KernelKey, Launch, LaunchPlan, Number, Offload, Operands, Options, Plan,
+    Result, Shape, Spec, Strides, TensorForm, TensorLayout, TensorSpec, View, Work,
 };
 use rapt_shader::ShaderLaunch;
 
@@ -184,6 +184,21 @@ impl Gpu {
         let out = download(&open, &out, packed_bytes(&spec.out)).map_err(on)?;
         let lse = lse.map(|lse| download(&open, &lse, lse.size() as usize)).transpose().map_err(on)?;
         write(operands, &out, lse.as_deref())
+    }
+}
+
+impl Offload for Gpu {
+    fn device(&self) -> Device {
+        Gpu::device(self)
+    }
+    fn plan_host(&self, spec: &Spec) -> Result<Plan> {
+        Gpu::plan_host(self, spec)
+    }
+    fn is_planned_here(&self, plan: &Plan) -> bool {
+        plan.launch_plan::<HostLaunch>().is_ok()
+    }
+    fn run_host(&self, plan: &Plan, operands: &mut Operands<'_>) -> Result<()> {
+        Gpu::run_host(self, plan, operands)
     }
 }
 

@@ -3,8 +3,8 @@
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock};
 
 use rapt_core::{
-    Caps, Device, DeviceMemory, Error, Executor, Operands, Options, Plan, Qkv, Queue, Result, Spec, Tensors, View,
-    Workspace,
+    Caps, Device, DeviceMemory, Error, Executor, Offload, Operands, Options, Plan, Qkv, Queue, Result, Spec, Tensors,
+    View, Workspace,
 };
 
 use rustc_hash::FxHashMap;
@@ -64,8 +64,10 @@ pub struct Engine {
     plans: RwLock<Plans>,
     workspaces: Mutex<Vec<Workspace>>,
     /// Where tensors of the host are copied to; `None` attends to them on the host.
+    pub(crate) offload: Option<Arc<dyn Offload>>,
+    /// The same device, where this build has its backend: for tensors in its buffers.
     #[cfg(feature = "vulkan")]
-    pub(crate) gpu: Option<rapt_wgpu::Gpu>,
+    pub(crate) gpu: Option<Arc<rapt_wgpu::Gpu>>,
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
@@ -87,6 +89,7 @@ impl Engine {
             pool: Pool::new(threads.get()),
             plans: RwLock::new(Plans::default()),
             workspaces: Mutex::new(Vec::new()),
+            offload: None,
             #[cfg(feature = "vulkan")]
             gpu: None,
         })
@@ -102,16 +105,25 @@ impl Engine {
             Device::Cpu => Engine::new(threads),
             #[cfg(feature = "vulkan")]
             Device::Vulkan(adapter) => Engine::on_adapter(adapter, threads),
-            #[cfg(not(feature = "vulkan"))]
-            Device::Vulkan(_) => {
-                let why = "this build has no backend for Vulkan: it is behind the cargo feature `vulkan`".to_owned();
-                Err(Error::DeviceUnavailable { device, why })
-            }
-            _ => {
-                let why = "tensors of the host are computed on the host, or on a GPU by Vulkan".to_owned();
-                Err(Error::DeviceUnavailable { device, why })
-            }
+            _ => Engine::with_offload(crate::offload(device)?, threads),
         }
+    }
+
+    /// An engine whose tensors of the host are copied to `offload` and attended to there: [`offload`](crate::offload()) opens one that this
+    /// build has a backend for, [`rapt::bridge`](crate::bridge) one that another library has.
+    ///
+    /// # Errors
+    /// As [`Engine::new`].
+    pub fn with_offload(offload: Arc<dyn Offload>, threads: Option<usize>) -> Result<Self> {
+        let mut engine = Engine::new(threads)?;
+        engine.offload = Some(offload);
+        Ok(engine)
+    }
+
+    /// Where this engine's tensors of the host are copied to; `None` attends to them on the host.
+    #[must_use]
+    pub fn offload(&self) -> Option<&dyn Offload> {
+        self.offload.as_deref()
     }
 
     /// The number of threads, and where it comes from.
@@ -159,39 +171,36 @@ impl Engine {
 
     /// What runs for `spec` on the host, whatever GPU this engine has: for what has other steps there too.
     pub(crate) fn plan_on_host(&self, spec: &Spec, threads: usize) -> Result<Arc<Plan>> {
-        #[cfg(feature = "vulkan")]
-        if self.gpu.is_some() {
+        if self.offload.is_some() {
             return rapt_cpu::select(spec, &Caps { threads, ..self.caps.clone() }).map(Arc::new);
         }
         self.plan_for(spec, threads)
     }
 
     /// That this engine attends on the host: `what` has no kernel on a GPU of Vulkan's.
-    #[cfg_attr(not(feature = "vulkan"), allow(clippy::unused_self, reason = "no engine of such a build has a GPU"))]
     pub(crate) fn expect_host(&self, what: &'static str) -> Result<()> {
-        #[cfg(feature = "vulkan")]
-        if let Some(gpu) = &self.gpu {
-            let what = format!("{what} on {}", gpu.device());
+        if let Some(offload) = &self.offload {
+            let what = format!("{what} on {}", offload.device());
             return Err(Error::unsupported(
                 what,
                 "no kernel in WGSL reads it",
                 "use an engine of the host: Engine::new",
             ));
         }
-        let _ = what;
         Ok(())
     }
 
     /// The one choice of a backend.
     fn select(&self, spec: &Spec, caps: &Caps) -> Result<Plan> {
         #[cfg(feature = "vulkan")]
-        match (spec.device, &self.gpu) {
-            (Device::Cpu, Some(gpu)) => return gpu.plan_host(spec),
-            (Device::Vulkan(_), Some(gpu)) => return gpu.plan(spec),
-            _ => {}
+        if let (Device::Vulkan(_), Some(gpu)) = (spec.device, &self.gpu) {
+            return gpu.plan(spec);
         }
         match spec.device {
-            Device::Cpu => rapt_cpu::select(spec, caps),
+            Device::Cpu => match &self.offload {
+                Some(offload) => offload.plan_host(spec),
+                None => rapt_cpu::select(spec, caps),
+            },
             Device::Cuda(_) => Engine::cuda(spec.device)?.plan(spec),
             device => {
                 let why = "this engine serves host memory and NVIDIA GPUs".into();
@@ -217,9 +226,10 @@ impl Engine {
         if plan.spec().device != Device::Cpu {
             return Err(Error::DeviceMismatch { tensor: "queue", expected: plan.spec().device, got: Device::Cpu });
         }
-        #[cfg(feature = "vulkan")]
-        if let (Some(gpu), Ok(_)) = (&self.gpu, plan.launch_plan::<rapt_wgpu::HostLaunch>()) {
-            return gpu.run_host(plan, operands);
+        if let Some(offload) = &self.offload
+            && offload.is_planned_here(plan)
+        {
+            return offload.run_host(plan, operands);
         }
         self.with_workspace(plan.workspace_bytes(), |workspace| match queue {
             Queue::Host(executor) => rapt_cpu::run(plan, operands, workspace, *executor),

@@ -46,6 +46,7 @@ pub mod cuda;
 pub mod doctor;
 mod engine;
 pub mod model;
+mod offload;
 mod pool;
 mod ragged;
 mod tensor;
@@ -56,16 +57,18 @@ pub mod vulkan;
 pub use call_cache::CallCache;
 pub use engine::{Engine, Threads, attention, attention_quantized, default_engine, spec_of};
 pub use model::{Model, ModelError, Session};
+pub use offload::offload;
 pub use pool::Pool;
 pub use ragged::{
     CacheCodes, CacheView, KvCache, KvCacheForm, KvCacheQueries, KvCacheTensors, SequenceId, VarlenTensors,
 };
+pub use rapt_bridge as bridge;
 pub use rapt_core::{
     Alignment, Arch, BlockRange, COMPUTED, Caps, Causal, Certificate, Codes, CodesForm, CodesSpec, Compiled, Compute,
     Cost, Coverage, DType, Device, DeviceMemory, Dims, Direction, Disjoint, Element, Error, ErrorKind, Executor,
     Explanation, Extent, Finite, Format, Granularity, INT8_BLOCK, InBounds, Injective, Kernel, KernelKey, Kv, Launch,
-    LaunchPlan, Lines, MAX_RANK, MaskClass, Number, Numerics, Operands, Options, PRounding, PagesSpec, Plan, Qkv,
-    QuantizedFact, Queue, Result, ScaleLayout, SerialExecutor, Shape, Spec, SpecBuilder, Strides, TensorForm,
+    LaunchPlan, Lines, MAX_RANK, MaskClass, Number, Numerics, Offload, Operands, Options, PRounding, PagesSpec, Plan,
+    Qkv, QuantizedFact, Queue, Result, ScaleLayout, SerialExecutor, Shape, Spec, SpecBuilder, Strides, TensorForm,
     TensorLayout, TensorSpec, Tensors, Tile, UnknownDtypeCode, View, ViewMut, Window, Work, Workspace, prove_disjoint,
     prove_injective,
 };

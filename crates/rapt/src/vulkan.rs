@@ -11,7 +11,9 @@
 
 pub use rapt_wgpu::{AdapterFacts, BufferTensor, BufferTensors, Gpu, GpuError, HostLaunch, adapters, wgpu};
 
-use rapt_core::{Device, Result};
+use std::sync::Arc;
+
+use rapt_core::Result;
 
 use crate::Engine;
 
@@ -26,8 +28,9 @@ impl Engine {
     }
 
     pub(crate) fn on_adapter(adapter: u32, threads: Option<usize>) -> Result<Self> {
-        let gpu = Gpu::open(adapter).map_err(|error| error.on(Device::Vulkan(adapter)))?;
+        let gpu = Arc::new(crate::offload::gpu(adapter)?);
         let mut engine = Engine::new(threads)?;
+        engine.offload = Some(gpu.clone());
         engine.gpu = Some(gpu);
         Ok(engine)
     }
@@ -35,6 +38,6 @@ impl Engine {
     /// The GPU of this engine, if it has one: plans and runs of tensors in buffers.
     #[must_use]
     pub fn vulkan(&self) -> Option<&Gpu> {
-        self.gpu.as_ref()
+        self.gpu.as_deref()
     }
 }

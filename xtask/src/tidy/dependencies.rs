@@ -1,4 +1,4 @@
-//! Who may depend on whom: `rapt-core ← { backends, rapt-shader ← rapt-wgpu, rapt-pt2 ← rapt-graph } ← rapt-attention ← {bindings, cli}`.
+//! Who may depend on whom: `rapt-core ← { backends, rapt-shader ← rapt-wgpu, rapt-pt2 ← rapt-graph, rapt-bridge } ← rapt-attention ← {bindings, cli}`.
 
 use super::Finding;
 use crate::metadata::{Kind, Workspace};
@@ -9,8 +9,10 @@ const FACADE: &str = "rapt-attention";
 const LAYOUT: &str = "rapt-layout";
 const TESTKIT: &str = "rapt-testkit";
 /// What lies between core and façade. The reference is not a backend, but sits at the same height.
-const MIDDLE: [&str; 9] =
-    ["rapt-reference", "rapt-layout", "rapt-quant", "rapt-cpu", "rapt-cuda", SHADER, WGPU, READER, GRAPH];
+const MIDDLE: [&str; 10] =
+    ["rapt-reference", "rapt-layout", "rapt-quant", "rapt-cpu", "rapt-cuda", BRIDGE, SHADER, WGPU, READER, GRAPH];
+/// How a library uses a device that another one has.
+const BRIDGE: &str = "rapt-bridge";
 /// Texts of kernels, and the backend that has a device for them.
 const SHADER: &str = "rapt-shader";
 const WGPU: &str = "rapt-wgpu";
@@ -18,7 +20,7 @@ const WGPU: &str = "rapt-wgpu";
 const READER: &str = "rapt-pt2";
 const GRAPH: &str = "rapt-graph";
 /// What only converts at the edge, or shows how the façade is used.
-const EDGES: [&str; 4] = ["rapt-python", "rapt-c", "rapt-cli", "rapt-sentences"];
+const EDGES: [&str; 5] = ["rapt-python", "rapt-python-vulkan", "rapt-c", "rapt-cli", "rapt-sentences"];
 /// Foreign crates that speak Python or DLPack: bindings only.
 const OF_BINDINGS: [&str; 4] = ["pyo3", "numpy", "dlpark", "dlpack"];
 
@@ -36,7 +38,8 @@ pub(super) fn check(workspace: &Workspace) -> Vec<Finding> {
 /// Why `from` may not depend on `to`, if it may not.
 fn refused(from: &str, to: &str, kind: Kind) -> Option<&'static str> {
     if OF_BINDINGS.iter().any(|name| to == *name || to.starts_with(&format!("{name}-"))) {
-        return (!["rapt-python", "rapt-c"].contains(&from)).then_some("only bindings know Python and DLPack");
+        return (!["rapt-python", "rapt-python-vulkan", "rapt-c"].contains(&from))
+            .then_some("only bindings know Python and DLPack");
     }
     if !to.starts_with("rapt-") {
         return None;
@@ -88,6 +91,9 @@ mod tests {
             ("rapt-cpu", "rapt-graph", Kind::Normal),
             ("rapt-shader", "rapt-wgpu", Kind::Normal),
             ("rapt-wgpu", "rapt-cuda", Kind::Normal),
+            ("rapt-bridge", "rapt-wgpu", Kind::Normal),
+            ("rapt-python-vulkan", "rapt-wgpu", Kind::Normal),
+            ("rapt-python-vulkan", "rapt-python", Kind::Normal),
             ("rapt-cuda", "rapt-shader", Kind::Normal),
             ("rapt-python", "rapt-graph", Kind::Normal),
             ("rapt-surprise", "rapt-core", Kind::Normal),
@@ -115,6 +121,10 @@ mod tests {
             ("rapt-graph", "rapt-pt2", Kind::Normal),
             ("rapt-shader", "rapt-core", Kind::Normal),
             ("rapt-wgpu", "rapt-shader", Kind::Normal),
+            ("rapt-bridge", "rapt-core", Kind::Normal),
+            ("rapt-attention", "rapt-bridge", Kind::Normal),
+            ("rapt-python-vulkan", "rapt-attention", Kind::Normal),
+            ("rapt-python-vulkan", "pyo3", Kind::Normal),
             ("rapt-pt2", "rapt-core", Kind::Normal),
             ("rapt-attention", "rapt-graph", Kind::Normal),
             ("rapt-attention", "rapt-pt2", Kind::Normal),

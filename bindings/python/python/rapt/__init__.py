@@ -132,6 +132,7 @@ def attention(
     out_dtype=None,
     return_lse=False,
     tolerance=None,
+    device=None,
 ):
     """softmax(q·kᵀ · scale)·v.
 
@@ -141,12 +142,12 @@ def attention(
     causal: None, False, True or "top_left" (j ≤ i, PyTorch's), "bottom_right" (j ≤ i + kv_len - q_len, flash-attention's).
     window: (left, right), ends included, None = unbounded. softcap: c in c·tanh(s/c). scale: default 1/sqrt(head_dim).
     sinks, alibi_slopes: [num_q_heads]. out: the tensor to write. out_dtype: default that of q; codes need one.
-    q_descale, k_descale, v_descale: float32, the factors of q, k or v as codes (int8, uint8, float8_e4m3fn, float8_e5m2); their
-    shape says which elements share one: [], [batch, heads], [batch, heads, len], [batch, heads, 1, head_dim] or [batch, heads,
-    len, n]. q_zero_point, …: uint8 of the same shape, with uint8 codes. A `Quantized` stands in place of q, k or v without them.
+    q_descale, k_descale, v_descale: float32, the factors of codes (int8, uint8, float8_e4m3fn, float8_e5m2): [], [batch, heads], [batch, heads,
+    len], [batch, heads, 1, head_dim] or [batch, heads, len, n]. q_zero_point, …: uint8 of that shape, with uint8 codes. A `Quantized` needs none.
     compute: "exact", or "int8" on int8 codes of k and v in host memory: an approximation (docs: "Products of int8").
     tolerance: with a `Quantized` k or v that has `errors`: the relative L2 by which a head may differ from that on the originals, else
     it is computed on those. return_lse: also the log of the sum of exponentials. A refused request raises a `RaptError` and writes nothing.
+    device: None, or of tensors in host memory "cpu" or "vulkan:N": they are copied to that GPU (`rapt.vulkan`) and the result back.
     """
     ops = _torch_ops(q)
     if ops is not None and ops.is_traced_call(q, k, v):
@@ -175,8 +176,8 @@ def attention(
             out_dtype=out_dtype,
             return_lse=return_lse,
             tolerance=tolerance,
+            device=device,
         )
-    # A keyword takes 250 instructions, eleven of them a twelfth of a small call.
     answer = _native.attention(
         q,
         k,
@@ -202,10 +203,9 @@ def attention(
         out_dtype,
         return_lse,
         tolerance,
+        device,
     )
-    if ops is not None:
-        ops.count_served()
-    return answer
+    return answer if ops is None else ops.counted(answer)
 
 
 def _counted(q, answer):
@@ -403,10 +403,10 @@ def diagnose(out, expected=None, *, q, k, v, **options):
 
 
 def __getattr__(name):
-    if name in ("layout", "torch", "umfa"):
+    if name in ("layout", "torch", "umfa", "vulkan"):
         return _importlib.import_module(f"rapt.{name}")
     raise AttributeError(f"module 'rapt' has no attribute {name!r}")
 
 
 def __dir__():
-    return [*__all__, "layout", "quant", "torch", "umfa"]
+    return [*__all__, "layout", "quant", "torch", "umfa", "vulkan"]

@@ -70,6 +70,7 @@ class _Options(_Read, total=False):
     out_dtype: Any
     return_lse: bool
     tolerance: float | None
+    device: str | None
 
 def attention(
     q: Any,
@@ -97,6 +98,7 @@ def attention(
     out_dtype: Any = None,
     return_lse: bool = False,
     tolerance: float | None = None,
+    device: str | None = None,
 ) -> Any:
     """softmax(q·kᵀ · scale)·v, in the kind, device and dtype of `q`; `(out, lse)` with `return_lse=True`."""
 

@@ -41,6 +41,7 @@ macro_rules! arguments {
             pub(crate) out_dtype: Option<Object<'a, 'py>>,
             pub(crate) return_lse: Option<Object<'a, 'py>>,
             pub(crate) tolerance: Option<Object<'a, 'py>>,
+            pub(crate) device: Option<Object<'a, 'py>>,
         }
 
         impl<'a, 'py> Request<'a, 'py> {
@@ -240,6 +241,7 @@ pub(crate) fn attend<'py>(py: Python<'py>, home: &Home, request: &Request<'_, 'p
             }
         }
         // What is not served is refused before memory is asked for.
+        let home = &home.on(py, options::device("device", request.device)?, spec.device)?;
         let planned = home.plan(py, kind, &spec)?;
         let rank = inputs.q.shape.len();
         let (mut out_product, mut out) = match given {
@@ -297,6 +299,7 @@ pub(crate) fn explain(py: Python<'_>, home: &Home, request: &Request<'_, '_>) ->
         let spec = views.spec(&options, given.as_ref(), if return_lse { Lse::New } else { Lse::No })?;
         let asked = Asked::read(request.tolerance, &opened, kind, request.q)?;
         asked.as_ref().map_or(Ok(()), |asked| asked.serves(spec.device))?;
+        let home = &home.on(py, options::device("device", request.device)?, spec.device)?;
         let planned = home.plan(py, kind, &spec)?;
         let rank = inputs.q.shape.len();
         // The outputs that `attention` would make, so that the certificate is about operands that exist. Where memory for

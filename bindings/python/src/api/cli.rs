@@ -4,14 +4,17 @@
 //! and looks for signals: Python's handler of SIGINT only sets a flag, which native code in that thread would never see.
 
 use std::ffi::OsString;
+use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::Duration;
 
 use pyo3::exceptions::{PyKeyboardInterrupt, PyOSError, PySystemExit};
 use pyo3::prelude::*;
+use rapt::{Device, Offload};
 use rapt_cli::doctor::HostFacts;
 use rapt_cli::{Host, Outcome, PythonCommand, exit};
 
+use crate::engine::vulkan;
 use crate::errors::{Wording, raise};
 
 /// How long an interrupt may go unnoticed.
@@ -45,6 +48,15 @@ impl Host for InPython {
     fn python(&self, command: &PythonCommand) -> Outcome {
         let PythonCommand { name, options, .. } = command;
         self.ask(|code| Request::Run { name, options: options.clone(), code })
+    }
+
+    fn offload(&self, device: Device) -> Result<Arc<dyn Offload>, Box<dyn std::error::Error>> {
+        // Python's thread has let go of the GIL while it waits for requests.
+        let wording = Wording { names: &crate::errors::hints::ATTENTION, kind: crate::kind::Kind::Numpy };
+        Python::attach(|py| {
+            let opened = vulkan::offload(py, device);
+            opened.map_err(|failure| raise(py, failure, wording).value(py).to_string().into())
+        })
     }
 }
 
@@ -116,5 +128,6 @@ pub(crate) fn facts(py: Python<'_>) -> PyResult<HostFacts> {
     Ok(HostFacts {
         torch_threads: Some(module.call_method0("torch_threads")?.extract()?),
         versions: module.call_method0("versions")?.extract()?,
+        vulkan: Some(vulkan::report(py)),
     })
 }

@@ -90,7 +90,7 @@ macro_rules! methods {
             #[doc = concat!("attention", signature!("$self, ", $($name: $default,)*), "\n--\n")]
             /// `rapt.attention` on these threads.
             #[pyo3(
-                signature = (q, k, v, *, $($name = None,)* out = None, out_dtype = None, return_lse = None, tolerance = None),
+                signature = (q, k, v, *, $($name = None,)* out = None, out_dtype = None, return_lse = None, tolerance = None, device = None),
                 text_signature = None
             )]
             #[allow(clippy::too_many_arguments, reason = "the public signature")]
@@ -105,9 +105,10 @@ macro_rules! methods {
                 out_dtype: Option<&Bound<'py, PyAny>>,
                 return_lse: Option<&Bound<'py, PyAny>>,
                 tolerance: Option<&Bound<'py, PyAny>>,
+                device: Option<&Bound<'py, PyAny>>,
             ) -> PyResult<Bound<'py, PyAny>> {
                 let home = self.owned.home().map_err(|failure| reported(py, failure))?;
-                let request = Request { q, k, v, $($name,)* out, out_dtype, return_lse, tolerance };
+                let request = Request { q, k, v, $($name,)* out, out_dtype, return_lse, tolerance, device };
                 attention::attend(py, &home, &request)
             }
 
@@ -193,7 +194,7 @@ macro_rules! methods {
             #[doc = concat!("explain", signature!("$self, ", $($name: $default,)*), "\n--\n")]
             /// `rapt.explain` on these threads.
             #[pyo3(
-                signature = (q, k, v, *, $($name = None,)* out = None, out_dtype = None, return_lse = None, tolerance = None),
+                signature = (q, k, v, *, $($name = None,)* out = None, out_dtype = None, return_lse = None, tolerance = None, device = None),
                 text_signature = None
             )]
             #[allow(clippy::too_many_arguments, reason = "the public signature")]
@@ -208,9 +209,10 @@ macro_rules! methods {
                 out_dtype: Option<&Bound<'py, PyAny>>,
                 return_lse: Option<&Bound<'py, PyAny>>,
                 tolerance: Option<&Bound<'py, PyAny>>,
+                device: Option<&Bound<'py, PyAny>>,
             ) -> PyResult<PyPlan> {
                 let home = self.owned.home().map_err(|failure| reported(py, failure))?;
-                let request = Request { q, k, v, $($name,)* out, out_dtype, return_lse, tolerance };
+                let request = Request { q, k, v, $($name,)* out, out_dtype, return_lse, tolerance, device };
                 attention::explain(py, &home, &request)
             }
         }

@@ -2,7 +2,7 @@
 
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyFloat, PyInt, PyList, PyString, PyTuple};
-use rapt::{Causal, Compute, DType, TensorLayout, Window};
+use rapt::{Causal, Compute, DType, Device, TensorLayout, Window};
 
 use crate::errors::Failure;
 use crate::tensors::{numpy, torch};
@@ -121,6 +121,23 @@ pub(crate) fn dtype(option: &'static str, given: Any<'_, '_>) -> Result<Option<D
     found.filter(|dtype| *dtype != DType::Unknown).map(Some).ok_or_else(|| {
         Failure::option(option, repr(given), format!("None, {}, or such a dtype of torch or numpy", names()))
     })
+}
+
+/// Where tensors of the host are computed: `"cpu"`, `"vulkan"` or `"vulkan:N"`.
+pub(crate) fn device(option: &'static str, given: Any<'_, '_>) -> Result<Option<Device>, Failure> {
+    let Some(given) = given else { return Ok(None) };
+    let named = match given.cast::<PyString>() {
+        Ok(text) => Device::from_name(&text.to_cow()?),
+        Err(_) => None,
+    };
+    match named {
+        Some(device @ (Device::Cpu | Device::Vulkan(_))) => Ok(Some(device)),
+        _ => {
+            let allowed =
+                "None (where the tensors lie), 'cpu', 'vulkan', 'vulkan:N' (the adapters of `rapt.vulkan.adapters()`)";
+            Err(Failure::option(option, repr(given), allowed))
+        }
+    }
 }
 
 /// A bool and nothing else.

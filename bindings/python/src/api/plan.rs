@@ -104,7 +104,7 @@ impl PyPlan {
     fn floor_seconds(&self) -> Option<f64> {
         self.plan.cost().floor_seconds
     }
-    /// Bytes of tensors materialised: always 0.
+    /// Bytes of tensors copied: 0 where they are attended to where they lie, else those that go to `device=` and back.
     #[getter]
     fn bytes_copied(&self) -> usize {
         self.plan.cost().bytes_copied

@@ -1,9 +1,10 @@
 //! Which engine and which threads serve a call.
 //!
-//! Threads: `Context(threads)`, else torch's own number and pool for torch tensors, else `RAPT_NUM_THREADS`, else what the
+//! `device=` says where tensors of the host are computed: on the host, or on a GPU of `vulkan`. Threads: `Context(threads)`, else torch's own number and pool for torch tensors, else `RAPT_NUM_THREADS`, else what the
 //! system offers.
 
 pub(crate) mod torch_pool;
+pub(crate) mod vulkan;
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -34,6 +35,19 @@ impl Home {
             Home::Default => rapt::default_engine()?,
             Home::Own(engine) => engine,
         })
+    }
+
+    /// Where a call on tensors that lie on `lie` runs that asks for `device`.
+    pub(crate) fn on(&self, py: Python<'_>, device: Option<Device>, lie: Device) -> Result<Home, Failure> {
+        match device {
+            None => Ok(self.clone()),
+            Some(asked) if lie != Device::Cpu => {
+                let allowed = format!("None for tensors on {lie}, which are attended to where they lie");
+                Err(Failure::option("device", format!("{:?}", asked.to_string()), allowed))
+            }
+            Some(Device::Cpu) => Ok(self.clone()),
+            Some(device) => vulkan::home(py, device),
+        }
     }
 
     /// torch's threads, if this call runs on them.
@@ -79,9 +93,11 @@ impl Home {
             return Ok(Planned { engine, plan, torch_threads: None });
         }
         let torch_threads = self.torch_threads(py, kind)?;
-        let plan = match torch_threads {
-            Some(threads) => engine.plan_for(spec, threads)?,
-            None => engine.plan(spec)?,
+        let plan = match (engine.offload(), torch_threads) {
+            // A kernel is compiled there.
+            (Some(_), _) => py.detach(|| engine.plan(spec)).map_err(|error| vulkan::refused(error, spec, kind))?,
+            (None, Some(threads)) => engine.plan_for(spec, threads)?,
+            (None, None) => engine.plan(spec)?,
         };
         Ok(Planned { engine, plan, torch_threads })
     }
@@ -141,6 +157,9 @@ impl Planned<'_> {
             Some(threads) => engine.run_on(plan, &mut operands, &Queue::Host(&TorchPool { threads })),
             None => engine.run(plan, &mut operands),
         })?;
+        if engine.offload().is_some() {
+            vulkan::count(plan);
+        }
         Ok(None)
     }
 }

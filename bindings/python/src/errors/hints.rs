@@ -4,7 +4,7 @@
 
 use std::fmt::Display;
 
-use rapt::{DType, Error, Shape};
+use rapt::{DType, Device, Error, Shape};
 
 use crate::kind::Kind;
 
@@ -173,9 +173,24 @@ fn of_sequences(error: &Error, kind: Kind) -> Option<String> {
     })
 }
 
+/// The hint for an error of a GPU to which tensors of the host are copied.
+fn of_offload(error: &Error) -> Option<String> {
+    let hint = match error {
+        Error::DeviceUnavailable { device: Device::Vulkan(_), .. } => {
+            "an adapter of `rapt.vulkan.adapters()`, or `device=None`"
+        }
+        Error::DeviceFailed { device: Device::Vulkan(_), .. } => {
+            "the same call, which opens the device anew if it was lost, or `device=None`"
+        }
+        _ => return None,
+    };
+    Some(hint.to_owned())
+}
+
 /// The hint for `error`, or nothing where its message says it already.
 pub(crate) fn expression(error: &Error, kind: Kind) -> String {
-    of_codes(error, kind).or_else(|| of_sequences(error, kind)).unwrap_or_else(|| of_tensors(error, kind))
+    let of_parts = of_codes(error, kind).or_else(|| of_sequences(error, kind)).or_else(|| of_offload(error));
+    of_parts.unwrap_or_else(|| of_tensors(error, kind))
 }
 
 fn of_tensors(error: &Error, kind: Kind) -> String {

@@ -71,6 +71,12 @@ def is_traced_call(q, k, v):
     return _is_compiling() or _modes() or _is_traced(q, k, v)
 
 
+def counted(answer):
+    """`answer`, counted among what was served of torch's tensors."""
+    count_served()
+    return answer
+
+
 def attention(q, k, v, *, causal=None, **options):
     """`rapt.attention` on torch tensors, whose arguments it has. Shapes, units and errors as documented there."""
     if not is_traced_call(q, k, v):
@@ -121,9 +127,11 @@ def _closed(name, tensor, options):
     )
 
 
-def _through_ops(q, k, v, *, window=None, layout="bhsd", out=None, out_dtype=None, return_lse=False, tolerance=None, **options):
+def _through_ops(q, k, v, *, window=None, layout="bhsd", out=None, out_dtype=None, return_lse=False, tolerance=None, device=None, **options):
     if tolerance is not None:
         raise UnsupportedError("tolerance is judged from the numbers of a call, and this one is being traced. Mend: `tolerance=None`")
+    if device is not None:
+        raise UnsupportedError("an op of torch computes where its tensors lie, and this call is being traced. Mend: `device=None`")
     q, k, v = _opened("q", q, options), _opened("k", k, options), _opened("v", v, options)
     if out_dtype is None and options.get("q_descale") is not None:
         raise OptionError("out_dtype = None; allowed: a floating-point dtype: q is codes, which name no dtype of out")
