@@ -139,7 +139,8 @@ def test_tensor_cores_serve_decoding_and_the_rest_says_why():
         keys, values = on_gpu(k, format)[0], on_gpu(v, format)[0]
         assert "decode" in kernel(q, keys, values) and "generic" not in kernel(q, keys, values), format
     long = q.expand(1, 8, 40, 128)
-    assert "at most 16 queries" in kernel(long, keys, values)
+    assert "codes become numbers" in kernel(long, keys, values)
+    assert "at most 16 queries of float32" in kernel(long.float(), keys, values)
 
 
 @pytest.mark.parametrize("format", FORMATS)

@@ -9,12 +9,23 @@
 // same multiprocessor fills what is left. Rows do not depend on one another, and blocks of keys do not depend on the rows.
 // Rows and columns that cp.async cannot move (16-byte alignment, inner stride 1) are loaded element by element into the
 // same tiles: the bits are the same. Rows that lie in pages are gathered, and looked up a tile ahead (common/gather.cuh).
+// K and V that are codes (CODES) come a tile ahead as they lie; each becomes a number in the same tiles when its turn has come
+// (mma/coded_tiles.cuh):
+//
+//     wait for K and V; make numbers of them; begin the next            s = q @ K.T    s -> p    acc_o += p @ V
+//
 // Deliberately absent: splitting of the keys (decode.cu).
 
 #include "common/gather.cuh"
 #include "common/scores.cuh"
 #include "common/online_softmax.cuh"
 #include "common/epilogue.cuh"
+#if CODES
+#include "mma/coded_tiles.cuh"
+#include "mma/weighed_softmax.cuh"
+#else
+constexpr int K_TERMS = 1, V_TERMS = 1;
+#endif
 
 constexpr int THREADS = 128, BM = BLOCK_M, BN = BLOCK_N, FRAGMENTS = BM / 64, NT = BN / 8;
 
@@ -23,7 +34,10 @@ constexpr int OUT_ROW = DV + 4;  // floats
 struct Shared {
     union {
         struct {
-            Elem q[BM * K_ROW], k[BN * K_ROW], v[BN * V_ROW];
+            Elem q[BM * K_ROW], k[K_TERMS * BN * K_ROW], v[V_TERMS * BN * V_ROW];
+#if CODES
+            CodedStages codes;
+#endif
         };
         float out[4][16 * OUT_ROW];
     };
@@ -32,7 +46,7 @@ static_assert(sizeof(Shared) == SHARED_BYTES, "the host and mma.cu disagree on s
 
 using Place = RowBlock<BM>;
 
-#if PAGED
+#if PAGED && !CODES
 // Where column c of row r of a tile stands.
 template <int WIDTH>
 struct TilePlace {
@@ -109,10 +123,12 @@ __device__ inline bool attend(const Params& p, Shared& sh, int first_fragment) {
     const int r0 = place.r0;
     const Task& task = place.task;
     const int rows = min(BM, task.rows(p) - r0);
+#if !CODES
     const Elem* k = (const Elem*)p.k + task.batch * p.k_stride[0] + kv_head(p, task) * p.k_stride[1] +
                     task.sequence.first_key() * p.k_stride[2];
     const Elem* v = (const Elem*)p.v + task.batch * p.v_stride[0] + kv_head(p, task) * p.v_stride[1] +
                     task.sequence.first_key() * p.v_stride[2];
+#endif
 
     if (p.task_heads == 1) {
         const Elem* q = (const Elem*)p.q + Row(p, task, r0).offset(p.q_stride);
@@ -121,7 +137,9 @@ __device__ inline bool attend(const Params& p, Shared& sh, int first_fragment) {
         const auto offset = [&](int r) { return Row(p, task, r0 + r).offset(p.q_stride); };
         load_tile<BM, D, THREADS>(sh.q, {(const Elem*)p.q, p.q_stride[3], p.q_stride[2], rows, p.head_dim}, offset, tid);
     }
-#if PAGED
+#if CODES
+    CodedTiles tiles(p, task, sh.codes);
+#elif PAGED
     PagedTiles tiles{p, task, sh};
     auto load_next_k = [&](int n0) { tiles.load_keys(n0); };
     auto load_next_v = [&](int n0) { tiles.load_values(n0); };
@@ -146,28 +164,49 @@ __device__ inline bool attend(const Params& p, Shared& sh, int first_fragment) {
     const int warp_row = warp * 16 * FRAGMENTS + first_fragment * 16;
     const Queries queries{p, task, r0 + warp_row};
 
+    // Without keys nothing else would wait for Q, and its copies would land on the rows that are staged in its place.
+#if CODES
+    WeighedSoftmax<MT> softmax;
+    softmax.clear();
+    tiles.begin(start);
+    start < seen.hi ? tiles.load(start) : cp_async_commit();
+#else
     OnlineSoftmax<MT> softmax;
     softmax.clear();
     k += start * p.k_stride[2], v += start * p.v_stride[2];
-    // Without keys nothing else would wait for Q, and its copies would land on the rows that are staged in its place.
     start < seen.hi ? load_next_k(start) : cp_async_commit();
+#endif
     for (int n0 = start; n0 < seen.hi; n0 += BN) {
         cp_async_wait<0>();
         __syncthreads();
+#if CODES
+        tiles.to_numbers<CAREFUL>(sh.k, sh.v, n0);
+        if (n0 + BN < seen.hi) tiles.load(n0 + BN);
+#else
         load_next_v(n0);
+#endif
         Accumulator<NT> s[MT];
         MaskTile<MT, NT> mask;
         mask.fetch(p, queries, n0);
         multiply_keys<MT, NT>(s, sh.q + warp_row * K_ROW, sh.k);
+#if CODES
+        if constexpr (K_TERMS == 2) multiply_keys<MT, NT, true>(s, sh.q + warp_row * K_ROW, sh.k + BN * K_ROW);
+        tiles.multiply_scores<MT, NT>(s);
+#endif
         const bool positions = n0 < seen.all_lo || n0 + BN > seen.all_hi;
         if (NATURAL || MASK != NO_MASK || positions) {
             apply_scores<MT, NT>(s, p, queries, mask, n0, task.sequence.kv_len(p), positions);
         }
+        OperandA<NT / 2> p_rounded[MT];
+#if CODES
+        softmax.template add_keys<CAREFUL, NT>(p_rounded, s, sh.codes, c, SLACK);
+        if constexpr (V_TERMS == 2) softmax.template add_values<CAREFUL, NT / 2>(p_rounded, sh.v + BN * V_ROW);
+#else
         cp_async_wait<0>();
         __syncthreads();
         if (n0 + BN < seen.hi) load_next_k(n0 + BN);
-        OperandA<NT / 2> p_rounded[MT];
         softmax.template add_keys<CAREFUL, NT>(p_rounded, s, c, SLACK);
+#endif
         softmax.template add_values<CAREFUL, NT / 2>(p_rounded, sh.v);
     }
     cp_async_wait<0>();
@@ -186,13 +225,21 @@ __device__ inline bool attend(const Params& p, Shared& sh, int first_fragment) {
         for (int h = 0; h < 2; h++) {
             const int r = lane / 4 + h * 8;
             const Row row(p, again.task, min(warp_r0 + mt * 16 + r, again.task.rows(p) - 1));
-            const float l = softmax.row_sum[mt][h];
-            const RowEnd row_end(p, row, natural_max(p, softmax.row_max[mt][h]), l);
+#if CODES
+            const float l = softmax.row_sum[mt][h] * WEIGHT_UNIT, row_max = softmax.natural_max_of(p, mt, h);
+#else
+            const float l = softmax.row_sum[mt][h], row_max = natural_max(p, softmax.row_max[mt][h]);
+#endif
+            const RowEnd row_end(p, row, row_max, l);
             if (lane % 4 == 0 && warp_r0 + mt * 16 + r < again.task.rows(p)) store_lse(p, row, row_end);
 #pragma unroll
             for (int nt = 0; nt < DV / 8; nt++) {
                 const float* pair = &softmax.acc_o[mt][nt][h * 2];
-                const float2 x = {row_end.normalise(l, pair[0]), row_end.normalise(l, pair[1])};
+                float2 x = {row_end.normalise(l, pair[0]), row_end.normalise(l, pair[1])};
+#if CODES
+                const int column = nt * 8 + lane_column((int)threadIdx.x);
+                x.x *= column_factor(p, again.task, column) * WEIGHT_UNIT, x.y *= column_factor(p, again.task, column + 1) * WEIGHT_UNIT;
+#endif
                 *(float2*)(staged + r * OUT_ROW + nt * 8 + lane_column(lane)) = x;
             }
         }

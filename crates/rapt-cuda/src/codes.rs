@@ -42,7 +42,7 @@ impl CodeKind {
     }
 }
 
-/// Which codes of K or V share a factor, as decode_codes.cu is compiled for it.
+/// Which codes of K or V share a factor, as decode_codes.cu and mma.cu are compiled for it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum TileScales {
     /// All of a head.
@@ -55,7 +55,16 @@ pub enum TileScales {
     Block(u32, DType),
 }
 
-/// K or V as decode_codes.cu reads it.
+/// Of which product a tile is an operand.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Operand {
+    /// Of the scores.
+    K,
+    /// Of the output.
+    V,
+}
+
+/// K or V as decode_codes.cu and mma.cu read it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct TileCodes {
     /// What one code is.
@@ -105,9 +114,28 @@ impl TileCodes {
         [32, 16, 8, 4].into_iter().filter(|run| run / self.kind.per_byte() <= 16).find(fits)
     }
 
-    /// Whether values have no factors, or those of whole tiles of 16 columns.
-    pub(crate) const fn is_whole_in_values(self) -> bool {
-        !matches!(self.scales, TileScales::Block(size, _) if !size.is_multiple_of(16))
+    /// Whether blocks, if there are any, are as many times `size` codes.
+    pub(crate) const fn has_blocks_of(self, size: u32) -> bool {
+        !matches!(self.scales, TileScales::Block(of, _) if !of.is_multiple_of(size))
+    }
+
+    /// As the sum of how many numbers of 16 bits mma.cu multiplies a code with those factors that it multiplies into it.
+    pub(crate) const fn terms(self, operand: Operand) -> u32 {
+        match (self.scales, operand) {
+            (TileScales::Channel, Operand::K) | (TileScales::Block(_, DType::F32), _) => 2,
+            _ => 1,
+        }
+    }
+
+    /// Whether one float16 holds each code with those factors.
+    pub(crate) const fn fits_float16(self, operand: Operand) -> bool {
+        self.terms(operand) == 1 && !matches!(self.scales, TileScales::Block(_, DType::F8E8M0FNU))
+    }
+
+    /// Bytes of a key that mma.cu loads as they lie: `Stage` of kernels/mma/coded_tiles.cuh.
+    pub(crate) const fn staged_bytes(self, dim: u32) -> u32 {
+        let factors = self.scale_bytes(dim);
+        self.row_bytes(dim).next_multiple_of(16) + if factors > 0 { factors } else { 1 } + 1
     }
 
     /// Bytes from row to row in a tile: `CodeRows::PITCH` of kernels/decode/codes.cuh.
@@ -124,7 +152,7 @@ pub enum Codes {
     None,
     /// Any of q, k and v, as the launch says (generic.cu).
     Any,
-    /// K and V (decode_codes.cu).
+    /// K and V (decode_codes.cu, mma.cu).
     Tiles {
         /// The keys.
         k: TileCodes,

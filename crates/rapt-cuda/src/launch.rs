@@ -196,10 +196,13 @@ pub(crate) struct Append {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum WhyGeneric {
     FewQueriesOfF32,
-    /// q is codes, or there are many queries.
-    Codes,
-    /// K or V is codes that are not loaded in tiles.
+    QueriesAreCodes,
+    /// Over codes.
+    ManyQueriesOfF32,
+    /// K or V is codes that decode_codes.cu does not take.
     CodesInPlace,
+    /// K or V is codes that mma.cu does not take.
+    CodesAsNumbers,
     Storage,
     HeadDim {
         most: usize,
@@ -470,6 +473,10 @@ impl LaunchPlan for CudaLaunch {
                 let loads = variant.loads.text();
                 format!("many queries of wide heads: both products on the tensor cores{products}; {loads}{chunks}")
             }
+            Algorithm::Mma if variant.codes != Codes::None => format!(
+                "many queries: codes become numbers of 16 bits in shared memory, both products on the tensor cores; {}",
+                variant.loads.text()
+            ),
             Algorithm::Mma => format!("many queries: both products on the tensor cores; {}", variant.loads.text()),
             Algorithm::Generic | Algorithm::Combine | Algorithm::Append | Algorithm::Varlen => {
                 "it serves every request".to_owned()
@@ -492,11 +499,24 @@ impl LaunchPlan for CudaLaunch {
         let storage = spec.numerics.storage;
         match why {
             WhyGeneric::FewQueriesOfF32 => "the tensor cores are used for more than 16 queries of float32".to_owned(),
-            WhyGeneric::Codes => "the tensor cores are used for codes of K and V and at most 16 queries".to_owned(),
+            WhyGeneric::QueriesAreCodes => "the tensor cores take codes of K and V, and q as numbers".to_owned(),
+            WhyGeneric::ManyQueriesOfF32 => {
+                "over codes the tensor cores are used for at most 16 queries of float32, and for any of float16 and bfloat16".to_owned()
+            }
             WhyGeneric::CodesInPlace => {
                 "the tensor cores take K and V as codes, with factors of blocks of 16 or more that divide a head_dim which is a multiple of \
                  16, and zero points of tensors, heads or tokens"
                     .to_owned()
+            }
+            WhyGeneric::CodesAsNumbers => {
+                let of_float16 = match storage {
+                    DType::F16 => "; with float16 queries no mx formats, no channels of K and no float32 factors of blocks",
+                    _ => "",
+                };
+                format!(
+                    "the tensor cores take K and V as codes, with factors of blocks of 8 or more that divide a head_dim which is a multiple of \
+                     16, and zero points of tensors, heads or tokens{of_float16}"
+                )
             }
             WhyGeneric::Storage => {
                 format!("the tensor cores are not used for {storage} on {}", launches.main.step.variant.arch.name())

@@ -15,6 +15,7 @@ use rustc_hash::FxHashSet;
 use crate::artifacts::bundled;
 use crate::artifacts::cache::{Cache, Name};
 use crate::artifacts::nvrtc::{CompiledFacts, compile};
+use crate::codes::{Codes, TileScales};
 use crate::driver::{Compiler, Cubin, Nvrtc};
 use crate::error::{CudaError, Result};
 use crate::select::{Caps, variants};
@@ -199,6 +200,19 @@ fn spec(
     build(builder)
 }
 
+/// Whether a kernel over codes that is asked for is one of those that are asked for most.
+fn is_common(variant: &KernelVariant) -> bool {
+    match (variant.algorithm, variant.codes) {
+        // More rows over codes than a product takes are rare: drafted tokens of grouped heads.
+        (Algorithm::DecodeCodes, _) => variant.block_m < DECODE_BLOCK_M,
+        // Of prompts over codes one granularity of each format; others take a compiler seconds, once.
+        (Algorithm::Mma, Codes::Tiles { k, .. }) => {
+            k.scales != TileScales::Uniform && variant.dims.0 == 128 && variant.sequences == Sequences::Even
+        }
+        _ => true,
+    }
+}
+
 /// The kernels of an assortment on devices that run machine code of `arch`, each once.
 ///
 /// # Errors
@@ -219,8 +233,7 @@ pub fn common_variants(arch: Arch, assortment: Assortment) -> CoreResult<Vec<Ker
                         let options = Options { causal, softcap: request.softcap, ..Options::default() };
                         let spec = spec(request, heads, lengths, &options)?;
                         let mut found = variants(&spec, &caps)?;
-                        // More rows over codes than a product takes are rare: drafted tokens of grouped heads.
-                        found.retain(|of| of.algorithm != Algorithm::DecodeCodes || of.block_m < DECODE_BLOCK_M);
+                        found.retain(is_common);
                         let found = found.iter().map(bundled::of_family);
                         all.extend(found.filter(|variant| seen.insert(*variant)));
                     }
@@ -385,6 +398,9 @@ mod tests {
             }
             let caches = variants.iter().filter(|variant| variant.algorithm == Algorithm::DecodeCodes);
             assert!(caches.count() >= 2 * CACHES.len(), "{arch:?} has no kernel for some cache of codes");
+            let prompts =
+                |variant: &&KernelVariant| variant.algorithm == Algorithm::Mma && variant.codes != Codes::None;
+            assert_eq!(variants.iter().filter(prompts).count(), 4, "{arch:?}: int8, e4m3fn, int4 and nvfp4");
             assert!(variants.len() < 152, "{} kernels: too many for a wheel's build", variants.len());
         }
     }
@@ -430,10 +446,14 @@ mod tests {
             let hopper = find(&|variant| variant.algorithm == Algorithm::Hopper && variant.mask == mask);
             // None of those that are compiled beforehand has a mask.
             let decode = KernelVariant { mask, ..find(&|variant| variant.algorithm == Algorithm::DecodeCodes) };
+            let is_coded =
+                |variant: &KernelVariant| variant.algorithm == Algorithm::Mma && variant.codes != Codes::None;
+            let coded = KernelVariant { mask, ..find(&is_coded) };
             for (name, _) in source::FILES.iter().filter(|(name, _)| name.ends_with(".cuh")) {
                 let variant = match name.split('/').next() {
                     Some("decode") => decode,
                     Some("wide") => wide_with(mask),
+                    Some("mma") => coded,
                     _ => hopper,
                 };
                 let compiled = compiler.compile(name, &source::text(name), &variant.options()).unwrap();

@@ -357,7 +357,7 @@ fn a_kernel_is_compiled_once_and_launched_on_the_given_stream() {
 #[test]
 fn what_belongs_to_codes_is_passed_beside_the_rest() {
     let recorded = Recorded::new(Parts::default(), |_| ());
-    for (q_len, algorithm, launches) in [(1, Algorithm::DecodeCodes, 2), (100, Algorithm::Generic, 1)] {
+    for (q_len, algorithm, launches) in [(1, Algorithm::DecodeCodes, 2), (100, Algorithm::Mma, 1)] {
         let request = Request { is_coded: true, ..Request::new(q_len, 5000) };
         assert_eq!(launch_plan(&recorded.plan(request).unwrap()).variant().unwrap().algorithm, algorithm);
         let ran = recorded.run(request, 1 << 24).unwrap();

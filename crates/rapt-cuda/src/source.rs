@@ -14,6 +14,7 @@ macro_rules! files {
 pub(crate) const FILES: &[(&str, &str)] = files![
     "append.cu",
     "combine.cu",
+    "common/code_scales.cuh",
     "common/codes.cuh",
     "common/dtype.cuh",
     "common/encode.cuh",
@@ -55,6 +56,9 @@ pub(crate) const FILES: &[(&str, &str)] = files![
     "hopper_f32.cu",
     "latent.cu",
     "mma.cu",
+    "mma/coded_tiles.cuh",
+    "mma/numbers.cuh",
+    "mma/weighed_softmax.cuh",
     "varlen.cu",
     "wide.cu",
     "wide/boxes.cuh",
@@ -177,7 +181,7 @@ mod tests {
     fn every_file_of_the_folder_is_known_and_resolves() {
         let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("kernels");
         let mut names = Vec::new();
-        for part in ["", "common", "decode", "hopper", "wide"] {
+        for part in ["", "common", "decode", "hopper", "mma", "wide"] {
             for entry in std::fs::read_dir(folder.join(part)).unwrap() {
                 let path = entry.unwrap().path();
                 if path.is_file() {

@@ -8,7 +8,7 @@ use std::path::Path;
 
 use common::{caps, spec, spec_of_cache, spec_of_codes, spec_of_dims, spec_of_latent, spec_of_varlen};
 use rapt_core::{Arch, Causal, DType, Format, Granularity, Options};
-use rapt_cuda::{CompiledFacts, CudaError, KernelVariant, build_all, variants};
+use rapt_cuda::{Algorithm, CompiledFacts, CudaError, KernelVariant, build_all, variants};
 
 /// What the compiler says of each; kernels that are kept from an earlier run, or were compiled to be shipped, cost nothing.
 fn compile(all: &[KernelVariant]) -> Option<Result<Vec<CompiledFacts>, CudaError>> {
@@ -32,11 +32,33 @@ fn over_codes(options: &Options) -> Vec<KernelVariant> {
         (Arch::Sm90a, DType::BF16, [1, 64], Format::Nvfp4, Granularity::Tensor),
         (Arch::Sm120, DType::F32, [1, 64], Format::Int4, Granularity::Block(32)),
         (Arch::Sm80, DType::F16, [1, 64], Format::Uint8, Granularity::Head),
+        (Arch::Sm90a, DType::F32, [100, 64], Format::E4m3fn, Granularity::Channel),
         (Arch::Sm90a, DType::BF16, [100, 64], Format::E4m3fn, Granularity::Channel),
+        (Arch::Sm80, DType::BF16, [100, 80], Format::Int4, Granularity::Block(16)),
+        (Arch::Sm120, DType::F16, [100, 128], Format::Uint8, Granularity::Head),
+        (Arch::Sm80, DType::BF16, [100, 256], Format::Mxfp4, Granularity::Tensor),
     ] {
         let spec = spec_of_codes(dtype, [2, len, 1000, head_dim], format, granularity, options);
         all.extend(variants(&spec, &caps(arch)).unwrap());
     }
+    all
+}
+
+/// Kernels of prompts over codes that are asked for most.
+fn prompts_over_codes(options: &Options) -> Vec<KernelVariant> {
+    let mut all = Vec::new();
+    for (arch, head_dim, format, granularity) in [
+        (Arch::Sm80, 128, Format::Int8, Granularity::Token),
+        (Arch::Sm90a, 128, Format::Int4, Granularity::Token),
+        (Arch::Sm90a, 128, Format::Nvfp4, Granularity::Tensor),
+        (Arch::Sm90a, 64, Format::E4m3fn, Granularity::Token),
+        (Arch::Sm120, 128, Format::Int8, Granularity::Head),
+    ] {
+        let spec = spec_of_codes(DType::BF16, [8, 2048, 2048, head_dim], format, granularity, options);
+        all.extend(variants(&spec, &caps(arch)).unwrap());
+    }
+    let paged = spec_of_cache(DType::BF16, [4, 8, 2, 512, 8192], [64, 16], Some(Format::Int8), options);
+    all.extend(variants(&paged, &caps(Arch::Sm90a)).unwrap());
     all
 }
 
@@ -171,6 +193,8 @@ fn every_kernel_compiles_and_the_hot_ones_do_not_spill() {
     all.extend(of(DType::F16, [2, 100, 100, 24], Some(DType::F32), &capped));
     all.extend(of(DType::F64, [8, 100, 100, 40], Some(DType::F64), &capped));
     all.extend(over_codes(&plain));
+    hot.extend(prompts_over_codes(&plain));
+    all.extend(over_codes(&capped).into_iter().filter(|variant| variant.algorithm == Algorithm::Mma));
     let (of_caches, more_of_caches) = caches();
     hot.extend(of_caches);
     all.extend(more_of_caches);

@@ -305,16 +305,41 @@ fn each_product_of_q_and_k_has_the_operands_of_its_rows_keys_and_columns() {
     }
 }
 
+/// The kinds of kernels/common/codes.cuh, each by a format whose codes it is.
+const KINDS: [(i64, Format); 6] = [
+    (1, Format::Int8),
+    (2, Format::Uint8),
+    (3, Format::Int4),
+    (4, Format::E4m3fn),
+    (5, Format::E5m2),
+    (6, Format::Nvfp4),
+];
+
+#[test]
+fn eight_codes_become_their_numbers_in_their_order() {
+    for arch in [800, 890] {
+        let program = compiled(&format!("numbers{arch}"), HEAD_DIMS[0], arch);
+        let mut seen: BTreeMap<[i64; 4], BTreeSet<i64>> = BTreeMap::new();
+        for line in printed(&program, "numbers") {
+            let [kind, half, zero_point, column, code, bits] = line[..] else { panic!("six numbers") };
+            let (_, format) = KINDS.into_iter().find(|of| of.0 == kind).unwrap();
+            let (expected, got) = (format.decode(code as u8) - zero_point as f32, f32::from_bits(bits as u32));
+            let place = format!("{format} {code} less {zero_point} in column {column}, float16 {half}");
+            assert!(got == expected || got.is_nan() && expected.is_nan(), "{place}: {got}, not {expected}");
+            let is_float = format.has_zero_point() || got != 0.0;
+            assert!(is_float || got.is_sign_negative() == expected.is_sign_negative(), "{place}: the sign of 0");
+            seen.entry([kind, half, zero_point, column]).or_default().insert(code);
+        }
+        assert_eq!(seen.len(), 2 * 8 * (5 + 6));
+        for ([kind, ..], codes) in seen {
+            assert_eq!(codes.len(), if [3, 6].contains(&kind) { 16 } else { 256 }, "every code in every column");
+        }
+    }
+}
+
 #[test]
 fn codes_are_multiplied_as_their_numbers_each_once() {
-    let kinds = [
-        (1, Format::Int8),
-        (2, Format::Uint8),
-        (3, Format::Int4),
-        (4, Format::E4m3fn),
-        (5, Format::E5m2),
-        (6, Format::Nvfp4),
-    ];
+    let kinds = KINDS;
     // By bits in their place, and as compute capability 8.9 converts e4m3fn.
     for arch in [800, 890] {
         let program = compiled(&format!("codes{arch}"), HEAD_DIMS[0], arch);

@@ -2,12 +2,9 @@
 
 mod common;
 
-use common::{caps, spec, spec_of_cache, spec_of_codes, spec_of_dims, spec_of_latent, spec_of_varlen, view};
-use rapt_core::{
-    Arch, Causal, CodesForm, DType, Device, Error, Format, Granularity, Kernel, Options, PRounding, Plan, Qkv, Spec,
-    View,
-};
-use rapt_cuda::{Algorithm, Codes, CudaLaunch, KernelVariant, Loads, Sequences, select, variants};
+use common::{caps, spec, spec_of_cache, spec_of_dims, spec_of_latent, spec_of_varlen, view};
+use rapt_core::{Arch, Causal, DType, Device, Error, Format, Kernel, Options, PRounding, Plan, Spec, View};
+use rapt_cuda::{Algorithm, CudaLaunch, KernelVariant, Loads, Sequences, select, variants};
 
 fn launch_plan(plan: &Plan) -> &CudaLaunch {
     plan.launch_plan().unwrap()
@@ -294,85 +291,6 @@ fn what_is_not_served_is_refused_by_name() {
     assert!(matches!(select(&long, &caps(Arch::Sm90a)), Err(Error::Unsupported { .. })));
     let many = spec(DType::BF16, [1 << 28, 1 << 10, 1, 1], None, &Options::default().with_causal(Causal::TopLeft));
     assert!(matches!(select(&many, &caps(Arch::Sm90a)), Err(Error::Unsupported { .. })));
-}
-
-#[test]
-fn few_queries_over_codes_of_k_and_v_take_the_tensor_cores_and_all_else_that_is_codes_is_read_in_place() {
-    let plain = Options::default();
-    for arch in [Arch::Sm80, Arch::Sm90a, Arch::Sm120] {
-        for format in Format::ALL {
-            for (granularity, dtype) in [
-                (Granularity::Tensor, DType::BF16),
-                (Granularity::Head, DType::F32),
-                (Granularity::Token, DType::F16),
-                (Granularity::Channel, DType::BF16),
-                (Granularity::Block(32), DType::F32),
-            ] {
-                for (q_len, head_dim) in [(1, 128), (16, 64), (3, 256), (17, 128), (1, 512)] {
-                    let spec = spec_of_codes(dtype, [4, q_len, 3000, head_dim], format, granularity, &plain);
-                    let plan = select(&spec, &caps(arch)).unwrap();
-                    let found = variant(&plan);
-                    // Zero points of columns and blocks are taken away one by one.
-                    let tiled =
-                        format != Format::Uint8 || !matches!(granularity, Granularity::Channel | Granularity::Block(_));
-                    // Three terms of q at head_dim 256 need more shared memory than the smaller devices have.
-                    let small =
-                        head_dim > 128 && caps(arch).shared_bytes < 100 * 1024 && found.algorithm == Algorithm::Generic;
-                    let few = q_len <= 16 && head_dim <= 256 && tiled && !small;
-                    let expected = if few { Algorithm::DecodeCodes } else { Algorithm::Generic };
-                    let asked = format!("{arch:?} {format} {granularity} {dtype} {q_len} {head_dim}");
-                    assert_eq!(found.algorithm, expected, "{asked}");
-                    assert_ne!(found.codes, Codes::None, "{asked}");
-                    assert_eq!(plan.why_not_faster().is_empty(), few, "{asked}");
-                    assert!(plan.launch().unwrap().shared_bytes <= caps(arch).shared_bytes as usize, "{asked}");
-                    let numbers = variants(&common::spec(dtype, [4, q_len, 3000, head_dim], None, &plain), &caps(arch));
-                    assert_eq!(numbers.unwrap()[0].codes, Codes::None);
-                }
-            }
-        }
-    }
-    // Blocks of 8 are shorter than a product; q that is codes is read in place.
-    let short = spec_of_codes(DType::BF16, [4, 1, 3000, 64], Format::Int8, Granularity::Block(8), &plain);
-    assert_eq!(variant(&select(&short, &caps(Arch::Sm90a)).unwrap()).algorithm, Algorithm::Generic);
-    let token = |name| CodesForm::new(Format::Int8, &view(name, DType::F32, &[1, 4, 1]));
-    let [q, k, v] = ["q", "k", "v"].map(|name| view(name, DType::I8, &[1, 4, 1, 64]));
-    let options = Options { out_dtype: Some(DType::F32), ..Options::default() };
-    let all = Qkv { q: Some(token("q_descale")), k: Some(token("k_descale")), v: Some(token("v_descale")) };
-    let spec = Spec::builder(&q, &k, &v, &options).codes(all).build().unwrap();
-    assert_eq!(variant(&select(&spec, &caps(Arch::Sm90a)).unwrap()).algorithm, Algorithm::Generic);
-}
-
-#[test]
-fn strides_of_codes_choose_the_loads_and_nothing_else() {
-    let of = |step: isize, address: usize, format: Format| {
-        let (device, extent) = (Device::Cuda(0), rapt_core::Extent::Declared);
-        let q = view("q", DType::BF16, &[1, 4, 1, 64]);
-        let shape = rapt_core::Shape::from([1, 4, 900, 64 / format.codes_per_byte()]);
-        let row = step * shape[3] as isize;
-        let strides = rapt_core::Strides::from([3600 * row, 900 * row, row, step]);
-        let at = std::ptr::without_provenance(address);
-        // SAFETY: nobody reads it.
-        let k = unsafe { View::from_raw_parts("k", at, format.code_dtype(), shape, strides, device, extent) }.unwrap();
-        let n = format.own_block_size().map_or(1, |size| 64 / size);
-        let mut form = CodesForm::new(
-            format,
-            &view("descale", format.scale_dtype(), &[1, 4, 900, n][..if n > 1 { 4 } else { 3 }]),
-        );
-        form.has_global_scale = format.has_global_scale();
-        let codes = Qkv { q: None, k: Some(form), v: Some(form) };
-        let spec = Spec::builder(&q, &k, &k, &Options::default()).codes(codes).build().unwrap();
-        variant(&select(&spec, &caps(Arch::Sm90a)).unwrap())
-    };
-    for format in [Format::Int8, Format::Int4, Format::Nvfp4] {
-        let first = of(1, 1 << 20, format);
-        assert_eq!(first.loads, Loads::By16Bytes, "{format}");
-        for (step, address) in [(2, 1 << 20), (1, (1 << 20) + 8), (3, (1 << 20) + 1)] {
-            let mut other = of(step, address, format);
-            assert_eq!(other.loads, Loads::ByElement, "{format} {step} {address}");
-            other.loads = first.loads;
-            assert_eq!(other, first, "{format} {step} {address}");
-        }
-    }
 }
 
 #[test]

@@ -17,7 +17,8 @@ __device__ inline void add_counted(float& sum, int found) {
     }
 }
 
-template <int MT>
+// HALF: weights and values are float16, else bfloat16; weights are 2^SHIFT times p.
+template <int MT, bool HALF = MMA_HALF, int SHIFT = 0>
 struct OnlineSoftmax {
     float row_max[MT][2], row_sum[MT][2];
     Accumulator<DV / 8> acc_o[MT];
@@ -64,19 +65,20 @@ struct OnlineSoftmax {
 #pragma unroll
             for (int h = 0; h < 2; h++) {
                 float sum = row_sum[mt][h];
+                const float subtracted = exponent_max[mt][h] - SHIFT;
 #pragma unroll
                 for (int nt = 0; nt < NT; nt++)
 #pragma unroll
                     for (int e = 0; e < 2; e++) {
                         float& x = s[mt][nt][h * 2 + e];
                         const bool masked = x == negative_infinity();
-                        x = exponential_of(x, c, exponent_max[mt][h]);
+                        x = SHIFT == 0 ? exponential_of(x, c, exponent_max[mt][h]) : exponential_below(x, c, subtracted);
                         sum += x;
                         if (CAREFUL && masked) x = -0.f;
                     }
                 row_sum[mt][h] = sum;
             }
-            pack_weights(p[mt], s[mt]);
+            pack_weights<NT, HALF>(p[mt], s[mt]);
         }
     }
 
@@ -102,8 +104,8 @@ struct OnlineSoftmax {
                 ldmatrix_trans(b, beyond<DV>(v_at, nt * 8) + kt * 16 * V_ROW * 2);
 #pragma unroll
                 for (int mt = 0; mt < MT; mt++) {
-                    mma(acc_o[mt][nt], p[mt][kt], b[0], b[1]);
-                    mma(acc_o[mt][nt + 1], p[mt][kt], b[2], b[3]);
+                    mma_of<HALF>(acc_o[mt][nt], p[mt][kt], b[0], b[1]);
+                    mma_of<HALF>(acc_o[mt][nt + 1], p[mt][kt], b[2], b[3]);
                 }
             }
     }
@@ -131,10 +133,10 @@ struct OnlineSoftmax {
                     for (int e = 0; e < 4; e++) {
                         attends[e] = (p[mt][kt][e] & 0x8000u ? 0 : ONE) | (p[mt][kt][e] >> 31 ? 0 : ONE << 16);
                     }
-                    mma(acc_o[mt][nt], p[mt][kt], finite[0], finite[1]);
-                    mma(acc_o[mt][nt + 1], p[mt][kt], finite[2], finite[3]);
-                    mma(count[mt][0], attends, kind[0], kind[1]);
-                    mma(count[mt][1], attends, kind[2], kind[3]);
+                    mma_of<HALF>(acc_o[mt][nt], p[mt][kt], finite[0], finite[1]);
+                    mma_of<HALF>(acc_o[mt][nt + 1], p[mt][kt], finite[2], finite[3]);
+                    mma_of<HALF>(count[mt][0], attends, kind[0], kind[1]);
+                    mma_of<HALF>(count[mt][1], attends, kind[2], kind[3]);
                 }
             }
 #pragma unroll
@@ -146,11 +148,11 @@ struct OnlineSoftmax {
         }
     }
 
-    static constexpr u32 ONE = STORAGE == F16 ? 0x3c00u : 0x3f80u;
+    static constexpr u32 ONE = HALF ? 0x3c00u : 0x3f80u;
 
     __device__ static void split_finite(u32 pair, u32& finite, u32& kind) {
-        constexpr u32 EXPONENT = STORAGE == F16 ? 0x7c00u : 0x7f80u;
-        constexpr u32 NEGATIVE = STORAGE == F16 ? 0x5800u : 0x4300u, NAN_KIND = STORAGE == F16 ? 0x7400u : 0x4680u;
+        constexpr u32 EXPONENT = HALF ? 0x7c00u : 0x7f80u;
+        constexpr u32 NEGATIVE = HALF ? 0x5800u : 0x4300u, NAN_KIND = HALF ? 0x7400u : 0x4680u;
         finite = kind = 0;
 #pragma unroll
         for (int shift = 0; shift < 32; shift += 16) {

@@ -2,10 +2,12 @@
 #pragma once
 #include "common/dtype.cuh"
 
-#if (STORAGE == F16 || STORAGE == F32) && !CODES  // float32 as two f16 (hopper_f32.cu); codes as bf16
+#if (STORAGE == F16 || STORAGE == F32) && CODES != 1  // float32 as two f16 (hopper_f32.cu); codes themselves as bf16
 #define MMA_TYPE "f16"
+constexpr bool MMA_HALF = true;
 #else
 #define MMA_TYPE "bf16"
+constexpr bool MMA_HALF = false;
 #endif
 
 __device__ inline u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }

@@ -106,13 +106,13 @@ __device__ inline float exponential_of(float x, float c, float exponent_max) {
     return NATURAL ? exp2_approx(x * c) : exponential_below(x, c, exponent_max);
 }
 
-// Weights become the operand of the product with v, rounded to the storage dtype.
-template <int NT>
+// Weights become the operand of the product with v, rounded to the dtype of that: the storage dtype as a rule.
+template <int NT, bool HALF = MMA_HALF>
 __device__ inline void pack_weights(OperandA<NT / 2>& p, const Accumulator<NT>& s) {
 #pragma unroll
     for (int nt = 0; nt < NT; nt++)
 #pragma unroll
-        for (int r = 0; r < 2; r++) p[operand_tile(nt)][operand_word(nt, r)] = pack(s[nt][r * 2], s[nt][r * 2 + 1]);
+        for (int r = 0; r < 2; r++) p[operand_tile(nt)][operand_word(nt, r)] = pack_as<HALF>(s[nt][r * 2], s[nt][r * 2 + 1]);
 }
 
 // NaN where a sum is infinite or NaN, else 0: a multiply-add a sum, in four chains.

@@ -83,15 +83,17 @@ __device__ inline void load_even_tile(Elem* tile, SourceRows source, int lane, C
     }
 }
 
-// s = q.k of a tile of NT*8 keys.
-template <int MT, int NT>
+// s = q.k of a tile of NT*8 keys; ADD: s += q.k.
+template <int MT, int NT, bool ADD = false>
 __device__ inline void multiply_keys(Accumulator<NT> (&s)[MT], const Elem* q_tile, const Elem* k_tile) {
     const int lane = threadIdx.x % 32;
     const u32 q_at = shared_address(q_tile + place<D>(lane % 16, lane / 16 * 8));
     const u32 k_at = shared_address(k_tile + place<D>(lane / 16 * 8 + lane % 8, lane / 8 % 2 * 8));
     constexpr int ROWS_16 = 16 * K_ROW * 2;
 #pragma unroll
-    for (int mt = 0; mt < MT; mt++) zero(s[mt]);
+    for (int mt = 0; mt < MT; mt++) {
+        if (!ADD) zero(s[mt]);
+    }
     // Fragments are loaded one product ahead of their use.
     constexpr int PAIRS = NT / 2, STEPS = D / 16;
     u32 a[2][MT][4], b[2][4];

@@ -2,19 +2,11 @@
 // Deliberately absent: what is done with a tile.
 
 #pragma once
+#include "common/code_scales.cuh"
 #include "decode/codes.cuh"
 #include "decode/hand_over.cuh"
 #include "decode/pages.cuh"
 
-#define UNIFORM 0
-#define TOKEN 1
-#define CHANNEL 2
-#define BLOCK 3
-
-// Bytes of the factors of a key that lie in a tile.
-constexpr int scale_bytes(int scales, int dim, int block, int dtype) {
-    return scales == TOKEN ? 4 : scales == BLOCK ? dim / block * (dtype == F32 ? 4 : 1) : 0;
-}
 constexpr int K_SCALE_BYTES = scale_bytes(K_SCALES, D, K_BLOCK, K_SCALE_DTYPE);
 constexpr int V_SCALE_BYTES = scale_bytes(V_SCALES, DV, V_BLOCK, V_SCALE_DTYPE);
 using Keys = KeyRows<K_KIND, D, K_RUN>;

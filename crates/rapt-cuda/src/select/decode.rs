@@ -60,7 +60,7 @@ pub(super) fn variant(spec: &Spec, caps: &Caps) -> KernelVariant {
 
 /// K or V in tiles of codes, whatever its strides: with factors of whole blocks of head dims that are not padded, and a zero point
 /// that is taken from all codes of a key.
-fn tile_codes(tensor: &TensorSpec<4>, codes: &CodesSpec, padded_dim: u32) -> Option<TileCodes> {
+pub(super) fn tile_codes(tensor: &TensorSpec<4>, codes: &CodesSpec, padded_dim: u32) -> Option<TileCodes> {
     let of = TileCodes::of(codes);
     let is_served = match of.scales {
         TileScales::Block(size, _) => {
@@ -73,7 +73,7 @@ fn tile_codes(tensor: &TensorSpec<4>, codes: &CodesSpec, padded_dim: u32) -> Opt
 }
 
 /// Whether every row of codes can be moved 16 bytes at a time, and factors of 8 bits four at a time.
-fn is_wide(tensor: &TensorSpec<4>, codes: &CodesSpec, pages: Option<&PagesSpec>) -> bool {
+pub(super) fn is_wide(tensor: &TensorSpec<4>, codes: &CodesSpec, pages: Option<&PagesSpec>) -> bool {
     // Only factors of 8 bits are asked about, which each key has.
     let (step, descale) = (strides(&as_it_lies(tensor, pages)), strides(&as_it_lies(&codes.descale, pages)));
     let bytes = tensor.shape[3] / codes.format.codes_per_byte();
@@ -94,7 +94,7 @@ pub(super) fn over_codes(spec: &Spec, caps: &Caps) -> Option<KernelVariant> {
     let dims = tensor_cores::padded_dims(spec);
     let (of_k, of_v) = (spec.codes.k.as_deref()?, spec.codes.v.as_deref()?);
     let (k, v) = (tile_codes(&spec.k, of_k, dims.0)?, tile_codes(&spec.v, of_v, dims.1)?);
-    if k.key_run(dims.0).is_none() || !v.is_whole_in_values() {
+    if k.key_run(dims.0).is_none() || !v.has_blocks_of(16) {
         return None;
     }
     let rows = spec.group_size() * spec.q_len();

@@ -4,6 +4,7 @@
 //! the bits of a row depend on none of these. Strides and alignment decide who loads the same tiles and writes the same sums; how
 //! many rows hopper.cu takes at a time follows the device too, and changes no bit either.
 
+mod coded;
 mod cost;
 mod decode;
 mod hopper;
@@ -138,7 +139,7 @@ fn widths(spec: &Spec, variant: &KernelVariant) -> Widths {
         // decode_codes.cu packs bfloat16 alone.
         out_vector: spec.out.dtype == spec.numerics.storage
             && moves_by(&spec.out, 16)
-            && (variant.codes == Codes::None || spec.out.dtype == DType::BF16),
+            && (variant.algorithm != Algorithm::DecodeCodes || spec.out.dtype == DType::BF16),
         mask_pairs: spec.mask.is_some_and(|mask| is_in_pairs(&mask)),
     }
 }

@@ -3,13 +3,13 @@
 //! The rules, in order: few queries of f16 or bf16 with head dims up to 256 → `decode`, many → `forward`, both on the
 //! tensor cores (`forward` of compute capability 9.0 by wgmma: hopper.cu, and there float32 with head dims up to 128:
 //! hopper_f32.cu); many queries with wider heads up to 512 → `forward` by wide.cu, float32 on compute capability 9.0; few queries of f16 or
-//! bf16 with heads of 513 to 576 and values up to 512 → `decode` by latent.cu; few queries over K and V that are codes → `decode_codes`;
-//! anything else → `generic`.
+//! bf16 with heads of 513 to 576 and values up to 512 → `decode` by latent.cu; few queries over K and V that are codes → `decode_codes`,
+//! many of f16 or bf16 → `forward` by mma.cu; anything else → `generic`.
 
 use rapt_core::{Arch, DType, Spec};
 
 use super::tensor_cores::{LEAST_SHARED, generic_variant, sequences, tensor_core_variant};
-use super::{Caps, decode, hopper, latent, wide};
+use super::{Caps, coded, decode, hopper, latent, wide};
 use crate::codes::Codes;
 use crate::launch::WhyGeneric;
 use crate::variant::{Algorithm, KernelVariant, Sequences};
@@ -85,10 +85,13 @@ fn if_it_fits(variant: KernelVariant, caps: &Caps) -> Result<KernelVariant, WhyG
     if needed <= has { Ok(variant) } else { Err(WhyGeneric::SharedMemory { needed, has }) }
 }
 
-/// The variant that multiplies codes as they lie.
+/// The variant that loads codes as they lie.
 fn over_codes(spec: &Spec, caps: &Caps, few: bool) -> Result<KernelVariant, WhyGeneric> {
-    if !few || spec.codes.q.is_some() {
-        return Err(WhyGeneric::Codes);
+    if spec.codes.q.is_some() {
+        return Err(WhyGeneric::QueriesAreCodes);
+    }
+    if !few && spec.numerics.storage == DType::F32 {
+        return Err(WhyGeneric::ManyQueriesOfF32);
     }
     if spec.head_dim().max(spec.head_dim_v()) > MMA_DIM {
         return Err(WhyGeneric::HeadDim { most: MMA_DIM });
@@ -96,7 +99,11 @@ fn over_codes(spec: &Spec, caps: &Caps, few: bool) -> Result<KernelVariant, WhyG
     if spec.kv_len() == 0 {
         return Err(WhyGeneric::NoKeys);
     }
-    if_it_fits(decode::over_codes(spec, caps).ok_or(WhyGeneric::CodesInPlace)?, caps)
+    let variant = match few {
+        true => decode::over_codes(spec, caps).ok_or(WhyGeneric::CodesInPlace)?,
+        false => coded::variant(spec, caps).ok_or(WhyGeneric::CodesAsNumbers)?,
+    };
+    if_it_fits(variant, caps)
 }
 
 fn many_queries(spec: &Spec, caps: &Caps, kv_len: usize) -> KernelVariant {

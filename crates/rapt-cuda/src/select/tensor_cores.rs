@@ -41,6 +41,11 @@ pub(super) const fn sequences(spec: &Spec) -> Sequences {
     }
 }
 
+/// Whether every row of q can be moved 16 bytes at a time.
+pub(super) fn moves_queries(spec: &Spec) -> bool {
+    moves_by(&spec.q, 16)
+}
+
 /// The variant of generic.cu for numbers.
 pub(super) fn generic_variant(spec: &Spec, caps: &Caps) -> KernelVariant {
     let mask = spec.mask.map(|mask| mask.dtype);

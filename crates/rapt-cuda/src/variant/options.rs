@@ -18,7 +18,7 @@ impl Options {
         self.0.push(format!("-D{name}={value}"));
     }
 
-    /// K or V of decode_codes.cu.
+    /// K or V of decode_codes.cu and mma.cu.
     fn add_tiles(&mut self, operand: &str, codes: TileCodes) {
         let (scales, block, dtype) = match codes.scales {
             TileScales::Uniform => (0, 1, DType::F32),
@@ -136,7 +136,9 @@ impl KernelVariant {
         }
         // Last, so that kernels without codes keep their names.
         if self.codes != Codes::None {
-            options.define("CODES", 1);
+            // Of common/types.cuh: codes that become tiles of numbers.
+            const AS_NUMBERS: u32 = 2;
+            options.define("CODES", if self.algorithm == Algorithm::Mma { AS_NUMBERS } else { 1 });
         }
         if self.reads_lengths() {
             options.define("RAGGED", 1);
@@ -156,8 +158,10 @@ impl KernelVariant {
         if let Codes::Tiles { k, v } = self.codes {
             options.add_tiles("K", k);
             options.add_tiles("V", v);
-            options.define("K_RUN", k.key_run(self.dims.0).unwrap_or(0));
-            options.define("BLOCK_M", self.block_m);
+            if self.algorithm == Algorithm::DecodeCodes {
+                options.define("K_RUN", k.key_run(self.dims.0).unwrap_or(0));
+                options.define("BLOCK_M", self.block_m);
+            }
         }
         options.0
     }

@@ -3,7 +3,7 @@
 use rapt_core::DType;
 
 use super::{Algorithm, KernelVariant, Loads, MMA_WARPS, WIDE_PIECE_BYTES, generic_columns};
-use crate::codes::{Codes, TileCodes, TileScales};
+use crate::codes::{Codes, Operand, TileCodes, TileScales};
 use crate::tensor_map::BOX_COLUMNS;
 
 /// Blocks of K, and of V, that hopper_f32.cu has in flight.
@@ -108,9 +108,22 @@ impl KernelVariant {
 
     const fn mma_bytes(&self) -> u32 {
         let (k_row, v_row) = (row_of(self.dims.0), row_of(self.dims.1));
-        let tiles = 2 * (self.block_m * k_row + self.block_n * (k_row + v_row));
+        let (k_terms, v_terms, coded) = match self.codes {
+            Codes::Tiles { k, v } => (k.terms(Operand::K), v.terms(Operand::V), self.coded_bytes(k, v)),
+            _ => (1, 1, 0),
+        };
+        let tiles = 2 * (self.block_m * k_row + self.block_n * (k_terms * k_row + v_terms * v_row)) + coded;
         let staged = 4 * MMA_WARPS * 16 * (self.dims.1 + 4);
         if tiles > staged { tiles } else { staged }
+    }
+
+    /// `CodedStages` of kernels/mma/coded_tiles.cuh.
+    const fn coded_bytes(&self, k: TileCodes, v: TileCodes) -> u32 {
+        // Codes, factors and zero points; a factor of the score, one of the weight and its logarithm; where a key lies, and whether it does.
+        let key = k.staged_bytes(self.dims.0) + v.staged_bytes(self.dims.1) + 3 * 4 + 2 * 4 + 1;
+        let channels = if matches!(k.scales, TileScales::Channel) { self.dims.0 } else { 4 };
+        // And what is the head's.
+        self.block_n * key + 4 * channels + 4 * 8 + 4 * 4
     }
 
     const fn wide_bytes(&self) -> u32 {

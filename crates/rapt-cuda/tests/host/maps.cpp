@@ -8,6 +8,7 @@
 #include "common/mask_bits.cuh"
 #include "common/tile.cuh"
 #include "decode/codes.cuh"
+#include "mma/numbers.cuh"
 
 namespace {
 
@@ -213,6 +214,41 @@ void codes() {
     codes_of_kind<E4M3FN>(), codes_of_kind<E5M2>(), codes_of_kind<E2M1>();
 }
 
+// Kind, whether as float16, zero point, column of eight, code, its number
+template <int KIND, bool HALF>
+void numbers_of() {
+    for (u32 zero_point : {0, 1, 127, 128, 201, 255}) {
+        if (KIND != UINT8 && zero_point > 0) break;
+        for (u32 code = 0; code < (is_packed(KIND) ? 16 : 256); code++) {
+            // Eight codes in a row, this one among the others.
+            alignas(8) u8 bytes[8] = {};
+            u8 codes[8];
+            for (u32 n = 0; n < 8; n++) {
+                codes[n] = is_packed(KIND) ? (code + n * 5) & 0xf : code + n * 37;
+                if (is_packed(KIND)) bytes[n / 2] |= codes[n] << n % 2 * 4;
+                else bytes[n] = codes[n];
+            }
+            u32 pairs[4];
+            u32 words[words_of(KIND)];
+            std::memcpy(words, bytes, sizeof(words));
+            pairs_of_codes<KIND, HALF>(pairs, words, zero_point);
+            for (int n = 0; n < 8; n++) {
+                const u32 half = pairs[n / 2] >> n % 2 * 16 & 0xffff;
+                const float number = HALF ? f16_to_float(half) : float_of_bits(half << 16);
+                print({KIND, HALF, zero_point, n, codes[n], bits_of_float(std::isnan(number) ? NAN : number)});
+            }
+        }
+    }
+}
+template <int KIND>
+void numbers_of_kind() {
+    numbers_of<KIND, false>(), numbers_of<KIND, true>();
+}
+void numbers() {
+    numbers_of_kind<INT8>(), numbers_of_kind<UINT8>(), numbers_of_kind<INT4>();
+    numbers_of_kind<E4M3FN>(), numbers_of_kind<E5M2>(), numbers_of_kind<E2M1>();
+}
+
 }  // namespace
 
 int main(int count, char** arguments) {
@@ -221,7 +257,7 @@ int main(int count, char** arguments) {
         void (*print)();
     } maps[] = {{"accumulator", accumulator}, {"operand", operand}, {"box", box},       {"stmatrix", stmatrix}, {"out", out},
                 {"bits", bits},               {"before", before},   {"biases", biases}, {"seen", seen},         {"tile", tile},
-                {"multiply", multiply},       {"load", load},     {"codes", codes}};
+                {"multiply", multiply},       {"load", load},     {"codes", codes}, {"numbers", numbers}};
     for (const auto& map : maps) {
         if (count == 2 && std::strcmp(map.name, arguments[1]) == 0) return map.print(), 0;
     }

@@ -9,5 +9,7 @@
 #define E4M3FN 4
 #define E5M2 5
 #define E2M1 6
+#define SCALE_E4M3FN 29
+#define SCALE_E8M0 33
 
 constexpr bool is_packed(int kind) { return kind == INT4 || kind == E2M1; }

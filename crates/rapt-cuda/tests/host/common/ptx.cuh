@@ -39,6 +39,22 @@ inline u32 f16_of_float(float x) {
     return sign | bits;
 }
 
+inline float f16_to_float(u16 bits) {
+    if ((bits & 0x7c00) != 0x7c00) return float_of_f16(bits);
+    return (bits & 0x3ff) != 0 ? NAN : bits & 0x8000 ? -INFINITY : INFINITY;
+}
+// A pair of float16 (HALF) or bfloat16: exact or an error.
+template <bool HALF>
+inline u32 pack_as(float low, float high) {
+    const auto of = [](float x) -> u32 {
+        if (!std::isfinite(x)) return (std::signbit(x) ? 0x8000 : 0) | (HALF ? 0x7c00 : 0x7f80) | (std::isnan(x) ? 1 : 0);
+        if (HALF) return f16_of_float(x);
+        if ((bits_of_float(x) & 0xffff) != 0) std::abort();
+        return bits_of_float(x) >> 16;
+    };
+    return of(low) | of(high) << 16;
+}
+
 struct Event {
     u32 what;
     u64 a, b, c;
@@ -91,7 +107,10 @@ inline u32 e4m3x2_to_f16x2(u32 codes) {
     u32 x = 0;
     for (int n = 0; n < 2; n++) {
         const u32 code = codes >> n * 8 & 0xff;
-        if ((code & 0x7f) == 0x7f) std::abort();
+        if ((code & 0x7f) == 0x7f) {
+            x |= 0x7fffu << n * 16;
+            continue;
+        }
         x |= f16_of_float(std::ldexp(float_of_f16((code & 0x80) << 8 | (code & 0x7f) << 7), 8)) << n * 16;
     }
     return x;

@@ -1,0 +1,163 @@
+//! `select` over requests whose keys and values are codes, without a device.
+
+mod common;
+
+use common::{caps, spec_of_cache, spec_of_codes, view};
+use rapt_core::{Arch, CodesForm, DType, Device, Format, Granularity, Kernel, Options, Plan, Qkv, Spec, View};
+use rapt_cuda::{Algorithm, Codes, CudaLaunch, KernelVariant, Loads, Sequences, select, variants};
+
+fn variant(plan: &Plan) -> KernelVariant {
+    *plan.launch_plan::<CudaLaunch>().unwrap().variant().unwrap()
+}
+
+/// Of granularity `Tensor` to `Block`, each with a dtype of q.
+const ASKED: [(Granularity, DType); 8] = [
+    (Granularity::Tensor, DType::BF16),
+    (Granularity::Head, DType::F32),
+    (Granularity::Token, DType::F16),
+    (Granularity::Token, DType::BF16),
+    (Granularity::Channel, DType::BF16),
+    (Granularity::Channel, DType::F16),
+    (Granularity::Block(32), DType::F32),
+    (Granularity::Block(32), DType::BF16),
+];
+
+#[test]
+fn codes_of_k_and_v_take_the_tensor_cores_and_all_else_that_is_codes_is_read_in_place() {
+    let plain = Options::default();
+    for arch in [Arch::Sm80, Arch::Sm90a, Arch::Sm120] {
+        for (format, (granularity, dtype)) in Format::ALL.into_iter().flat_map(|format| ASKED.map(|of| (format, of))) {
+            for (q_len, head_dim) in
+                [(1, 128usize), (16, 64), (3, 256), (17, 128), (300, 64), (300, 80), (4000, 256), (1, 512), (40, 257)]
+            {
+                // Blocks divide the head dim.
+                let block = format.own_block_size().or(match granularity {
+                    Granularity::Block(size) => Some(size),
+                    _ => None,
+                });
+                if !head_dim.is_multiple_of(block.unwrap_or(1) * format.codes_per_byte()) {
+                    continue;
+                }
+                let spec = spec_of_codes(dtype, [4, q_len, 3000, head_dim], format, granularity, &plain);
+                let plan = select(&spec, &caps(arch)).unwrap();
+                let found = variant(&plan);
+                // Zero points of columns and blocks are taken away one by one.
+                let tiled = head_dim <= 256
+                    && (format != Format::Uint8
+                        || !matches!(granularity, Granularity::Channel | Granularity::Block(_)));
+                // Three terms of q at head_dim 256 need more shared memory than the smaller devices have.
+                let small =
+                    head_dim > 128 && caps(arch).shared_bytes < 100 * 1024 && found.algorithm == Algorithm::Generic;
+                // Beside what float16 does not hold q is bfloat16.
+                let is_held = match format {
+                    Format::Mxfp8 | Format::Mxfp4 => false,
+                    Format::Nvfp4 => true,
+                    _ => !matches!(granularity, Granularity::Channel | Granularity::Block(_)),
+                };
+                let expected = match (tiled, q_len <= 16) {
+                    (true, true) if !small => Algorithm::DecodeCodes,
+                    (true, false) if dtype == DType::BF16 || (dtype == DType::F16 && is_held) => Algorithm::Mma,
+                    _ => Algorithm::Generic,
+                };
+                let asked = format!("{arch:?} {format} {granularity} {dtype} {q_len} {head_dim}");
+                assert_eq!(found.algorithm, expected, "{asked}");
+                assert_ne!(found.codes, Codes::None, "{asked}");
+                assert_eq!(plan.why_not_faster().is_empty(), expected != Algorithm::Generic, "{asked}");
+                assert_eq!(plan.key().kernel == Kernel::Forward, expected == Algorithm::Mma, "{asked}");
+                let shared = plan.launch().unwrap().shared_bytes;
+                assert!(shared <= caps(arch).shared_bytes as usize, "{asked}");
+                assert!(expected != Algorithm::Mma || shared <= 99 * 1024, "{asked}: the tile is the bits'");
+                let numbers = variants(&common::spec(dtype, [4, q_len, 3000, head_dim], None, &plain), &caps(arch));
+                assert_eq!(numbers.unwrap()[0].codes, Codes::None);
+            }
+        }
+    }
+    // Blocks of 8 are shorter than a product of few queries; q that is codes is read in place.
+    let of = |q_len| spec_of_codes(DType::BF16, [4, q_len, 3000, 64], Format::Int8, Granularity::Block(8), &plain);
+    assert_eq!(variant(&select(&of(1), &caps(Arch::Sm90a)).unwrap()).algorithm, Algorithm::Generic);
+    assert_eq!(variant(&select(&of(100), &caps(Arch::Sm90a)).unwrap()).algorithm, Algorithm::Mma);
+    for q_len in [1, 100] {
+        let token = |name| CodesForm::new(Format::Int8, &view(name, DType::F32, &[1, 4, q_len]));
+        let [q, k, v] = ["q", "k", "v"].map(|name| view(name, DType::I8, &[1, 4, q_len, 64]));
+        let options = Options { out_dtype: Some(DType::F32), ..Options::default() };
+        let all = Qkv { q: Some(token("q_descale")), k: Some(token("k_descale")), v: Some(token("v_descale")) };
+        let spec = Spec::builder(&q, &k, &v, &options).codes(all).build().unwrap();
+        let plan = select(&spec, &caps(Arch::Sm90a)).unwrap();
+        assert_eq!(variant(&plan).algorithm, Algorithm::Generic);
+        assert!(plan.why_not_faster().contains("q as numbers"), "{}", plan.why_not_faster());
+    }
+}
+
+#[test]
+fn many_queries_say_why_the_tensor_cores_do_not_take_their_codes() {
+    let plain = Options::default();
+    for (dtype, format, granularity, says) in [
+        (DType::F32, Format::Int8, Granularity::Token, "at most 16 queries of float32"),
+        (DType::F16, Format::Mxfp4, Granularity::Tensor, "no mx formats"),
+        (DType::F16, Format::Int4, Granularity::Channel, "no channels of K"),
+        (DType::BF16, Format::Uint8, Granularity::Channel, "zero points of tensors, heads or tokens"),
+        (DType::BF16, Format::Int4, Granularity::Block(4), "factors of blocks of 8"),
+    ] {
+        let spec = spec_of_codes(dtype, [4, 100, 300, 64], format, granularity, &plain);
+        let plan = select(&spec, &caps(Arch::Sm80)).unwrap();
+        assert_eq!(plan.key().kernel, Kernel::Generic);
+        assert!(plan.why_not_faster().contains(says), "{}", plan.why_not_faster());
+    }
+}
+
+#[test]
+fn many_queries_of_a_cache_of_codes_take_the_kernel_of_each_sequence_alone() {
+    let plain = Options::default();
+    for arch in [Arch::Sm80, Arch::Sm90a, Arch::Sm120] {
+        for (head_dim, page_size) in [(64, 0), (64, 16), (128, 1), (80, 7), (256, 64)] {
+            for (format, q_len) in [(Format::Int8, 17), (Format::Int4, 300), (Format::E4m3fn, 300)] {
+                let cached =
+                    spec_of_cache(DType::BF16, [3, 8, 2, q_len, 9000], [head_dim, page_size], Some(format), &plain);
+                let all = variants(&cached, &caps(arch)).unwrap();
+                let sequences = if page_size == 0 { Sequences::Ragged } else { Sequences::Paged };
+                for kv_len in [20, 2047, 9000] {
+                    let alone =
+                        spec_of_codes(DType::BF16, [8, q_len, kv_len, head_dim], format, Granularity::Token, &plain);
+                    let mut alone = variant(&select(&alone, &caps(arch)).unwrap());
+                    assert_eq!(alone.algorithm, Algorithm::Mma);
+                    alone.sequences = sequences;
+                    let attending: Vec<_> = all.iter().filter(|of| of.algorithm != Algorithm::Append).collect();
+                    assert_eq!(attending, [&alone], "{arch:?} {format} {head_dim} {page_size} {q_len} {kv_len}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn strides_of_codes_choose_the_loads_and_nothing_else() {
+    let of = |q_len: usize, step: isize, address: usize, format: Format| {
+        let (device, extent) = (Device::Cuda(0), rapt_core::Extent::Declared);
+        let q = view("q", DType::BF16, &[1, 4, q_len, 64]);
+        let shape = rapt_core::Shape::from([1, 4, 900, 64 / format.codes_per_byte()]);
+        let row = step * shape[3] as isize;
+        let strides = rapt_core::Strides::from([3600 * row, 900 * row, row, step]);
+        let at = std::ptr::without_provenance(address);
+        // SAFETY: nobody reads it.
+        let k = unsafe { View::from_raw_parts("k", at, format.code_dtype(), shape, strides, device, extent) }.unwrap();
+        let n = format.own_block_size().map_or(1, |size| 64 / size);
+        let mut form = CodesForm::new(
+            format,
+            &view("descale", format.scale_dtype(), &[1, 4, 900, n][..if n > 1 { 4 } else { 3 }]),
+        );
+        form.has_global_scale = format.has_global_scale();
+        let codes = Qkv { q: None, k: Some(form), v: Some(form) };
+        let spec = Spec::builder(&q, &k, &k, &Options::default()).codes(codes).build().unwrap();
+        variant(&select(&spec, &caps(Arch::Sm90a)).unwrap())
+    };
+    for (format, q_len) in [Format::Int8, Format::Int4, Format::Nvfp4].into_iter().flat_map(|of| [(of, 1), (of, 100)]) {
+        let first = of(q_len, 1, 1 << 20, format);
+        assert_eq!(first.loads, Loads::By16Bytes, "{format}");
+        for (step, address) in [(2, 1 << 20), (1, (1 << 20) + 8), (3, (1 << 20) + 1)] {
+            let mut other = of(q_len, step, address, format);
+            assert_eq!(other.loads, Loads::ByElement, "{format} {step} {address}");
+            other.loads = first.loads;
+            assert_eq!(other, first, "{format} {step} {address}");
+        }
+    }
+}
