@@ -114,6 +114,44 @@ __device__ inline void store_rows(const Params& p, const Task& task, int r0, con
     }
 }
 
+// A fragment at a time through shared memory, so that whole rows are written; in loops, since straight code that runs
+// once a block is fetched from far away.
+template <int MT, class Softmax>
+__device__ inline void store_fragments(const Params& p, Shared& sh, const Softmax& softmax, int first_fragment) {
+    __syncthreads();
+    const Place again(p, reread_ctaid());
+    const int lane = threadIdx.x % 32, warp_again = threadIdx.x / 32, warp_r0 = again.r0 + (warp_again * FRAGMENTS + first_fragment) * 16;
+    float* staged = sh.out[warp_again];
+#pragma unroll
+    for (int mt = 0; mt < MT; mt++) {
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const int r = lane / 4 + h * 8;
+            const Row row(p, again.task, min(warp_r0 + mt * 16 + r, again.task.rows(p) - 1));
+#if CODES
+            const float l = softmax.row_sum[mt][h] * WEIGHT_UNIT, row_max = softmax.natural_max_of(p, mt, h);
+#else
+            const float l = softmax.row_sum[mt][h], row_max = natural_max(p, softmax.row_max[mt][h]);
+#endif
+            const RowEnd row_end(p, row, row_max, l);
+            if (lane % 4 == 0 && warp_r0 + mt * 16 + r < again.task.rows(p)) store_lse(p, row, row_end);
+#pragma unroll
+            for (int nt = 0; nt < DV / 8; nt++) {
+                const float* pair = &softmax.acc_o[mt][nt][h * 2];
+                float2 x = {row_end.normalise(l, pair[0]), row_end.normalise(l, pair[1])};
+#if CODES
+                const int column = nt * 8 + lane_column((int)threadIdx.x);
+                x.x *= column_factor(p, again.task, column) * WEIGHT_UNIT, x.y *= column_factor(p, again.task, column + 1) * WEIGHT_UNIT;
+#endif
+                *(float2*)(staged + r * OUT_ROW + nt * 8 + lane_column(lane)) = x;
+            }
+        }
+        __syncwarp();
+        store_rows(p, again.task, warp_r0 + mt * 16, staged, lane);
+        __syncwarp();
+    }
+}
+
 // Computes MT fragments of each warp from its fragment `first_fragment` on; false if a sum is not finite, with nothing
 // written (never if CAREFUL).
 template <bool CAREFUL, int MT>
@@ -213,40 +251,7 @@ __device__ inline bool attend(const Params& p, Shared& sh, int first_fragment) {
     if (!CAREFUL && __syncthreads_or(softmax.has_non_finite())) return false;
     softmax.reduce();
 
-    // A fragment at a time through shared memory, so that whole rows are written; in loops, since straight code that runs
-    // once a block is fetched from far away.
-    __syncthreads();
-    const Place again(p, reread_ctaid());
-    const int lane = threadIdx.x % 32, warp_again = threadIdx.x / 32, warp_r0 = again.r0 + (warp_again * FRAGMENTS + first_fragment) * 16;
-    float* staged = sh.out[warp_again];
-#pragma unroll
-    for (int mt = 0; mt < MT; mt++) {
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-            const int r = lane / 4 + h * 8;
-            const Row row(p, again.task, min(warp_r0 + mt * 16 + r, again.task.rows(p) - 1));
-#if CODES
-            const float l = softmax.row_sum[mt][h] * WEIGHT_UNIT, row_max = softmax.natural_max_of(p, mt, h);
-#else
-            const float l = softmax.row_sum[mt][h], row_max = natural_max(p, softmax.row_max[mt][h]);
-#endif
-            const RowEnd row_end(p, row, row_max, l);
-            if (lane % 4 == 0 && warp_r0 + mt * 16 + r < again.task.rows(p)) store_lse(p, row, row_end);
-#pragma unroll
-            for (int nt = 0; nt < DV / 8; nt++) {
-                const float* pair = &softmax.acc_o[mt][nt][h * 2];
-                float2 x = {row_end.normalise(l, pair[0]), row_end.normalise(l, pair[1])};
-#if CODES
-                const int column = nt * 8 + lane_column((int)threadIdx.x);
-                x.x *= column_factor(p, again.task, column) * WEIGHT_UNIT, x.y *= column_factor(p, again.task, column + 1) * WEIGHT_UNIT;
-#endif
-                *(float2*)(staged + r * OUT_ROW + nt * 8 + lane_column(lane)) = x;
-            }
-        }
-        __syncwarp();
-        store_rows(p, again.task, warp_r0 + mt * 16, staged, lane);
-        __syncwarp();
-    }
+    store_fragments<MT>(p, sh, softmax, first_fragment);
     return true;
 }
 

@@ -155,6 +155,12 @@ impl KernelVariant {
         if self.gathers() {
             options.define("GATHERS", 1);
         }
+        self.add_tiles(&mut options);
+        options.0
+    }
+
+    /// Codes of K and V in tiles.
+    fn add_tiles(&self, options: &mut Options) {
         if let Codes::Tiles { k, v } = self.codes {
             options.add_tiles("K", k);
             options.add_tiles("V", v);
@@ -163,7 +169,6 @@ impl KernelVariant {
                 options.define("BLOCK_M", self.block_m);
             }
         }
-        options.0
     }
 
     fn add_hopper(&self, options: &mut Options) {
