@@ -14,7 +14,7 @@ use rustc_hash::FxHashSet;
 
 use crate::artifacts::bundled;
 use crate::artifacts::cache::{Cache, Name};
-use crate::artifacts::nvrtc::{CompiledFacts, compile};
+use crate::artifacts::nvrtc::{CompiledFacts, compile_with_log};
 use crate::codes::{Codes, TileScales};
 use crate::driver::{Compiler, Cubin, Nvrtc};
 use crate::error::{CudaError, Result};
@@ -267,7 +267,7 @@ fn build(variant: &KernelVariant, compiler: &dyn Compiler, kept: &Cache) -> Resu
     if let Some(built) = kept.get(&name).and_then(unpack).and_then(built) {
         return Ok(built);
     }
-    let cubin = compile(variant, compiler)?;
+    let cubin = compile_with_log(variant, compiler)?;
     let len = u32::try_from(cubin.log.len()).unwrap_or(0).to_le_bytes();
     let entry = [&len, cubin.log.as_bytes(), &cubin.bytes].concat();
     let log = cubin.log.clone();

@@ -28,8 +28,24 @@ pub(super) fn find() -> Result<Box<dyn Compiler>> {
 /// # Errors
 /// [`CudaError::Compile`] where the source is refused, else the compiler's.
 pub(crate) fn compile(variant: &KernelVariant, compiler: &dyn Compiler) -> Result<Cubin> {
+    compile_with(variant, compiler, &variant.options())
+}
+
+/// The same with what the assembler reports in any case: NVRTC has none of what it finds in its cache, which it keeps beside a driver.
+///
+/// # Errors
+/// As [`compile`].
+pub(crate) fn compile_with_log(variant: &KernelVariant, compiler: &dyn Compiler) -> Result<Cubin> {
+    let cubin = compile(variant, compiler)?;
+    if CompiledFacts::read(*variant, &cubin).is_some() {
+        return Ok(cubin);
+    }
+    compile_with(variant, compiler, &[variant.options(), vec!["--no-cache".to_owned()]].concat())
+}
+
+fn compile_with(variant: &KernelVariant, compiler: &dyn Compiler, options: &[String]) -> Result<Cubin> {
     let refused = |log| CudaError::Compile { kernel: variant.to_string(), arch: variant.arch.name(), log };
-    compiler.compile(variant.file_name(), &variant.source(), &variant.options())?.map_err(refused)
+    compiler.compile(variant.file_name(), &variant.source(), options)?.map_err(refused)
 }
 
 /// What the compiler reported of one kernel.
