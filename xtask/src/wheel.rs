@@ -19,14 +19,14 @@ Builds the wheel into target/wheels and checks what it asks of the system that l
 Kernels for NVIDIA GPUs are compiled into it with the NVRTC of xtask/requirements/nvrtc.txt, more of them than `cargo xtask
 test` compiles: minutes the first time. Where it cannot be fetched a notice says so, and the wheel compiles them when they are
 needed.
-Checked: at most 17 MB (8 MB that of Vulkan), the abi3 tag, manylinux_2_28 or older and no symbol newer than glibc 2.28, no library needed but the C
+Checked: at most 19 MB (8 MB that of Vulkan), the abi3 tag, manylinux_2_28 or older and no symbol newer than glibc 2.28, no library needed but the C
 library's (no libtorch, no libpython, no libvulkan), the licences and those of third parties inside, stubs and py.typed inside.";
 
 /// The newest glibc that the wheel may ask for: Debian 10, RHEL 8, Ubuntu 18.10.
 const NEWEST_GLIBC: (u32, u32) = (2, 28);
 
-/// Most bytes of the wheel, kernels for GPUs included, and of that of Vulkan.
-const MOST_BYTES: u64 = 17_000_000;
+/// Most bytes of the wheel, kernels for GPUs included (6.0 and 12.1 MB, 513 kernels, 2026-11), and of that of Vulkan.
+const MOST_BYTES: u64 = 19_000_000;
 const MOST_BYTES_VULKAN: u64 = 8_000_000;
 
 /// Libraries that every glibc system has under these names.
