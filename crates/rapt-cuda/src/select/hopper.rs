@@ -95,11 +95,13 @@ pub(super) fn variant(spec: &Spec, caps: &Caps, kv_len: usize) -> Option<KernelV
     let mask = spec.mask.map(|mask| mask.dtype);
     let dims = tensor_cores::padded_dims(spec);
     let is_plain = is_plain(spec);
-    let (block_m, tiles) = match () {
-        // Of a sequence among others, one tile of 128 has the same bits.
-        _ if is_plain && spec.kv_len() <= ONE_TILE => (192, [80].as_slice()),
-        _ if is_plain && few_keys(spec).contains(&kv_len) => (most_rows(spec, caps), [64].as_slice()),
-        _ => tiles(dims, mask, natural, many_keys),
+    // Of a sequence among others, one tile of 128 has the bits of one of 80.
+    let (block_m, tiles) = if is_plain && spec.kv_len() <= ONE_TILE {
+        (192, [80].as_slice())
+    } else if is_plain && few_keys(spec).contains(&kv_len) {
+        (most_rows(spec, caps), [64].as_slice())
+    } else {
+        tiles(dims, mask, natural, many_keys)
     };
     let is_tma = is_tma(spec);
     // Two groups leave those that load by themselves, or look up where, the registers for it; the bits are the same.
