@@ -23,6 +23,8 @@ class Engine:
     kinds = ("prefill", "decode")
     everywhere = True
     """Takes part in every row of its kinds; else only where a row names it."""
+    is_rounded = False
+    """Rounds what it multiplies, so that its whole output is none to hold Rapt's against."""
 
     def __init__(self, name, title, colour, backend=None):
         self.name, self.title, self.colour, self.backend = name, title, colour, backend
@@ -231,13 +233,17 @@ class Fa4(Engine):
 
 
 class CudnnFp8(Engine):
-    """cuDNN's attention of float8 q, k and v, by its own Python package (nvidia-cudnn-frontend): q and the output are rounded to float8
-    too, as Hopper's kernels want them."""
+    """cuDNN's attention of float8 q, k and v, by its own Python package (nvidia-cudnn-frontend): q, the weights and the output are
+    rounded to float8 too, as Hopper's kernels want them. It takes no single query: those of a group are the rows of its key head then,
+    and zeros behind them where it asks for more."""
 
     kinds = ("prefill", "decode")
     everywhere = False
+    is_rounded = True
     out_scale = 64.0
     """The output is stored times this, or that of many keys would fall among float8's subnormal numbers."""
+    least_rows = 128
+    """Queries that it is asked with where it refuses fewer."""
 
     def find(self):
         try:
@@ -253,25 +259,40 @@ class CudnnFp8(Engine):
     def prepare(self, row, tensors):
         import torch
 
-        cudnn = self.cudnn
         if row.formats != (("e4m3fn", "tensor"),) * 2:
             raise Unsupported("e4m3fn with one factor for all alone")
         if row.causal != "none" or row.window or row.softcap or row.mask != "none":
             raise Unsupported("measured without masks alone")
         q = rapt.quantize(tensors.q.float().cpu(), "e4m3fn")
+        factors = [x.scale.float().reshape(1, 1, 1, 1).to(tensors.q.device) for x in (q, *tensors.kv[0])]
         codes = q.codes.to(tensors.q.device)
-        one = torch.ones(1, 1, 1, 1, device=codes.device)
-        factors = [x.scale.float().reshape(1, 1, 1, 1).to(codes.device) for x in (q, *tensors.kv[0])]
-        out = torch.empty(*tensors.q.shape[:3], row.head_dim_v, dtype=codes.dtype, device=codes.device)
-        maxima = [torch.empty(1, 1, 1, 1, device=codes.device) for _ in range(2)]
+        if row.q_len > 1:
+            return self.calls(codes, factors, row, tensors.kv)
+        of_groups = codes.reshape(row.batch, row.num_kv_heads, -1, row.head_dim)
+        behind = self.least_rows - of_groups.shape[2]
+        padded = torch.nn.functional.pad(of_groups.view(torch.uint8), (0, 0, 0, behind)).view(codes.dtype)
+        for rows in (codes, of_groups):
+            try:
+                return self.calls(rows, factors, row, tensors.kv)
+            except self.cudnn.cudnnGraphNotSupportedError:
+                pass
+        return self.calls(padded, factors, row, tensors.kv)
 
+    def calls(self, codes, factors, row, kv):
+        """[call, …] with these queries; what cuDNN raises where it has no kernel for them."""
+        import torch
+
+        cudnn = self.cudnn
+        one = torch.ones(1, 1, 1, 1, device=codes.device)
+        out = torch.empty(*codes.shape[:3], row.head_dim_v, dtype=codes.dtype, device=codes.device)
+        maxima = [torch.empty(1, 1, 1, 1, device=codes.device) for _ in range(2)]
         float32, float8 = cudnn.data_type.FLOAT, cudnn.data_type.FP8_E4M3
         graph = cudnn.pygraph(
             handle=self.handle, io_data_type=float8, intermediate_data_type=float32, compute_data_type=float32
         )  # fmt: skip
         inputs = [
             graph.tensor(dim=list(x.shape), stride=list(x.stride()), data_type=float8)
-            for x in (codes, *(x.codes for x in tensors.kv[0]))
+            for x in (codes, *(x.codes for x in kv[0]))
         ]  # fmt: skip
         scalars = [graph.tensor(dim=[1] * 4, stride=[1] * 4, data_type=float32) for _ in range(6)]
         names = ("descale_q", "descale_k", "descale_v", "descale_s", "scale_s", "scale_o")
@@ -286,20 +307,21 @@ class CudnnFp8(Engine):
         workspace = torch.empty(graph.get_workspace_size(), dtype=torch.uint8, device=codes.device)
         given = dict(zip([*scalars, o, *largest], [*factors, one, one, one * self.out_scale, out, *maxima]))
 
+        rows = row.num_q_heads * row.q_len // codes.shape[1]
+
         def call(k, v):
             cudnn.set_stream(handle=self.handle, stream=torch.cuda.current_stream().cuda_stream)
             graph.execute(given | dict(zip(inputs, (codes, k.codes, v.codes))), workspace, handle=self.handle)
-            return out
+            return out[:, :, :rows], row
 
-        return [functools.partial(call, k, v) for k, v in tensors.kv]
+        return [functools.partial(call, k, v) for k, v in kv]
 
-    def answer(self, out):
+    def answer(self, called):
         import torch
 
+        out, row = called
+        out = out.reshape(row.batch, row.num_q_heads, row.q_len, row.head_dim_v)
         return (out.float() / self.out_scale).to(torch.bfloat16)
-
-    def note(self, row, tensors):
-        return f"nvidia-cudnn-frontend {self.cudnn.__version__}"
 
 
 NAMES = ("rapt", "rapt-sdpa", "flash", "cudnn", "cudnn-fp8", "efficient", "flex", "fa4", "sdpa", "add")
