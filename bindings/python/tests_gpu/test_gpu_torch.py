@@ -315,3 +315,42 @@ def test_the_flash_registry():
     for out, was in zip(run(), stock):
         assert torch.equal(out, was)
     assert rapt.torch.stats() == {"served": 0, "fallback": {}}
+
+
+@pytest.mark.skipif(
+    "quantized" not in torch.ops.aten._scaled_dot_product_flash_attention.overloads(), reason="this torch has no flash op of codes"
+)
+@pytest.mark.parametrize("through", ["backend", "flash implementation"])
+def test_the_flash_op_of_codes(through):
+    q, k, v = (new(2, heads, 150, 64) for heads in (4, 2, 2))
+    codes = [(x * 40).to(torch.float8_e4m3fn) for x in (q, k, v)]
+    factors = [torch.rand(2, 2, device="cuda") * 0.02 + 0.01 for _ in range(3)]
+    # The numbers of q are those of its codes times its factors, which multiply the same scores as those of k.
+    tensors = (codes[0].to(torch.bfloat16), *codes[1:])
+    given = {"k_descale": factors[0] * factors[1], "v_descale": factors[2]}
+
+    numbers = [x.double() * f.double().repeat_interleave(x.shape[1] // 2, 1)[:, :, None, None] for x, f in zip(codes, factors)]
+    exact = sdpa(*numbers, enable_gqa=True)
+
+    def call(is_causal=False):
+        return torch.ops.aten._scaled_dot_product_flash_attention.quantized(*codes, *factors, 0.0, is_causal)
+
+    compiled = torch.compile(lambda *x: torch.ops.aten._scaled_dot_product_flash_attention.quantized(*x)[0], fullgraph=True, backend="aot_eager")
+    if through == "backend":
+        rapt.torch.register_backend()
+    else:
+        torch.nn.attention.activate_flash_attention_impl("RAPT")
+    try:
+        rapt.torch.reset_stats()
+        for is_causal in (False, True):
+            out, lse, *_ = call(is_causal)
+            want, want_lse = rapt.attention(*tensors, causal="top_left" if is_causal else None, return_lse=True, **given)
+            assert out.dtype == torch.bfloat16 and torch.equal(out, want) and torch.equal(lse, want_lse)
+        assert (call()[0].double() - exact).norm() <= 2.0**-8 * exact.norm()
+        assert torch.equal(compiled(*codes, *factors), call()[0])
+        assert rapt.torch.stats()["fallback"] == {}
+    finally:
+        if through == "backend":
+            rapt.torch.unregister_backend()
+        else:
+            torch.nn.attention.restore_flash_attention_impl()

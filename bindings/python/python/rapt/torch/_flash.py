@@ -15,7 +15,7 @@ import threading
 import torch
 from rapt import _native
 
-from . import _outputs, _stock
+from . import _flash_codes, _outputs, _stock
 from ._dispatcher import Held
 from ._stats import count_fallback, count_served
 
@@ -141,11 +141,13 @@ class _Handle:
     """What PyTorch keeps while "RAPT" is active."""
 
     def __init__(self):
-        self.held = []
+        self.held, self.codes = [], False
         try:
             for op in (_cpu, _cuda) if _has_cuda() else (_cpu,):
                 op.take()
                 self.held.append(op)
+            _flash_codes.take()
+            self.codes = True
         except BaseException:
             self.remove()
             raise
@@ -155,6 +157,10 @@ class _Handle:
             op = self.held.pop()
             op.leave()
             op.retire()
+        if self.codes:
+            self.codes = False
+            _flash_codes.leave()
+            _flash_codes.retire()
 
 
 def _has_cuda():

@@ -31,24 +31,28 @@ def shape_of(q, k, v, enable_gqa):
     return (*leading, q[-2], v[-1])
 
 
-def _like_query(query, shape):
+def _like_query(query, shape, dtype=None):
     """The dimensions in memory in the order of q's."""
     if tuple(shape) == tuple(query.shape):
-        return torch.empty_like(query)
+        return torch.empty_like(query, dtype=dtype)
     order = sorted(range(4), key=lambda d: -query.stride(d))
     back = [order.index(d) for d in range(4)]
-    return query.new_empty([shape[d] for d in order]).permute(back)
+    return query.new_empty([shape[d] for d in order], dtype=dtype).permute(back)
 
 
-def _bshd(query, shape):
+def _bshd(query, shape, dtype=None):
     """[batch, q_len, heads, head_dim] in memory, whose batch a shape of three dimensions lacks."""
     *batch, heads, q_len, head_dim = shape
-    return query.new_empty((*batch, q_len, heads, head_dim)).transpose(-3, -2)
+    return query.new_empty((*batch, q_len, heads, head_dim), dtype=dtype).transpose(-3, -2)
 
 
-_ORDERS = {"row_major": lambda query, shape: query.new_empty(shape), "query": _like_query, "bshd": _bshd}
+def _row_major(query, shape, dtype=None):
+    return query.new_empty(shape, dtype=dtype)
 
 
-def new(query, shape, order):
-    """An uninitialised tensor of this shape; `order` is "row_major", "query" or "bshd"."""
-    return _ORDERS[order](query, shape)
+_ORDERS = {"row_major": _row_major, "query": _like_query, "bshd": _bshd}
+
+
+def new(query, shape, order, dtype=None):
+    """An uninitialised tensor of this shape; `order` is "row_major", "query" or "bshd". Without a dtype it has q's."""
+    return _ORDERS[order](query, shape, dtype)

@@ -7,7 +7,7 @@ sees through), else no graph is recorded. While something traces (fake or functi
 own op, which compiled graphs then carry: inductor would otherwise decompose the aten op past us.
 
 `aten::_scaled_dot_product_flash_attention_for_cpu` is taken too (`_flash`), for graphs that were decomposed before. PyTorch's own
-composite kernel ends there as well, so every hand-over marks itself by a negative dropout_p.
+composite kernel ends there as well, so every hand-over marks itself by a negative dropout_p. So is the flash op of codes (`_flash_codes`).
 
 Nested tensors come to neither: PyTorch's Python takes them first (`_jagged`).
 """
@@ -18,7 +18,7 @@ import torch
 from rapt import DeviceError, _native
 from rapt._native import TorchKernel
 
-from . import _compiled, _flash, _jagged, _transformers
+from . import _compiled, _flash, _flash_codes, _jagged, _transformers
 from ._dispatcher import Held, lock
 from ._stats import count_fallback
 
@@ -116,6 +116,7 @@ class _Sdpa(Held):
         if _DECOMPOSES_FIRST:
             del _OP.py_kernels[_COMPOSITE]
         _flash.retire_cpu()
+        _flash_codes.retire()
 
 
 _sdpa = _Sdpa(_OP)
@@ -126,6 +127,7 @@ _is_in_transformers = False
 def _enter():
     global _mha_fastpath, _is_in_transformers
     _flash.take_cpu()
+    _flash_codes.take()
     _mha_fastpath = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     _jagged.take()
@@ -140,6 +142,7 @@ def _leave():
     _native.set_registered(False)
     _jagged.leave()
     _flash.leave_cpu()
+    _flash_codes.leave()
     if not torch.backends.mha.get_fastpath_enabled():
         torch.backends.mha.set_fastpath_enabled(_mha_fastpath)
     _compiled.forget(registered=False)
