@@ -69,7 +69,8 @@ struct QueryRow {
     const Elem* at;
     int dim;
     __device__ QueryRow(const Params& p, const Item& item, const Task& task, int r) : p(p), item(item) {
-        at = (const Elem*)p.q + Row(p, task, min(r, p.rows - 1)).offset(p.q_stride), dim = r < p.rows ? p.head_dim : 0;
+        const int rows = task.rows(p);
+        at = (const Elem*)p.q + Row(p, task, min(r, rows - 1)).offset(p.q_stride), dim = r < rows ? p.head_dim : 0;
     }
     // Element d, with the factor of its column.
     __device__ float number(int d) const {
@@ -236,7 +237,7 @@ __device__ inline void multiply_key_codes(
 
 // q.k of one row and key, in numbers.
 __device__ __noinline__ float sum_of_numbers(const Params& p, const Row& row, const Item& item, int j) {
-    const KeyPlace at(p, item.batch, j);
+    const KeyPlace at(p, item.batch, item.sequence.first_key() + j);
     if (!at.exists(p)) return not_a_number();
     const CodedRow key(p.k_stride, p.k_codes, item.batch, item.kv_head, at.block, at.row);
     const Elem* q = (const Elem*)p.q + row.offset(p.q_stride);
@@ -445,7 +446,7 @@ __device__ inline bool multiply_value_codes(Sums& sums, const Scores& s, const T
 
 // A number of value j, by itself.
 __device__ __noinline__ float number_of_value(const Params& p, const Item& item, int j, int column) {
-    const KeyPlace at(p, item.batch, j);
+    const KeyPlace at(p, item.batch, item.sequence.first_key() + j);
     if (!at.exists(p)) return not_a_number();
     return CodedRow(p.v_stride, p.v_codes, item.batch, item.kv_head, at.block, at.row).number(p.v, p.v_stride[3], p.v_codes, column);
 }

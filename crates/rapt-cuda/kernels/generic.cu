@@ -127,7 +127,7 @@ struct Sums {
 __device__ inline Acc query(const Params& p, const Shared& sh, const Block& block, int r, int d) {
 #if CODES
     const Row row(p, block.task, block.r0 + r);
-    return CodedRow(p.q_stride, p.q_codes, row.batch, row.head, row.batch, row.i).number(p.q, p.q_stride[3], p.q_codes, d);
+    return CodedRow(p.q_stride, p.q_codes, row.batch, row.head, row.batch, row.place()).number(p.q, p.q_stride[3], p.q_codes, d);
 #else
     return widen(((const Elem*)p.q)[sh.q_row[r] + d * p.q_stride[3]]);
 #endif

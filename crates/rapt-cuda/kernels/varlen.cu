@@ -1,7 +1,7 @@
 // Sequences that lie one after another: where each lies, and what is worked off of it.
 //
 //   sequence b    queries cu_seqlens_q[b] .. cu_seqlens_q[b + 1], keys cu_seqlens_kv[b] .. cu_seqlens_kv[b + 1]
-//   launch        one for few queries, one or two for many: the kernel that a call for the sequence alone would have
+//   launch        one or two for few queries, one or two for many: the kernel that a call for the sequence alone would have
 //   units         what a launch deals to its blocks: blocks of rows, or pairs of them. Sequences with many keys come first
 //
 // The host has not seen the offsets. Queries of a sequence count where they lie in q, end where they begin or later, and begin where no
@@ -16,16 +16,16 @@ constexpr int THREADS = 256, WARPS = THREADS / 32, BUCKETS = 128, LAUNCHES = 3;
 // Entries that a thread writes by itself.
 constexpr int FEW_UNITS = 8;
 
-// A launch over those sequences that have few queries, or many, and keys from `least_keys` to below `most_keys`, or any other number where
-// that is less. VarlenLaunch of varlen.rs.
+// A launch over those sequences that have many queries, or few of from `least_rows` to below `most_rows` rows of a head of keys, and keys from
+// `least_keys` to below `most_keys`, or any other number where that is less. DealtLaunch of varlen.rs.
 struct VarlenLaunch {
     VarlenTable* table;
-    int many, few;                       // whether it takes sequences with many queries, and with few
-    int least_keys, most_keys;
+    int many;                            // whether it takes sequences with many queries
+    int least_rows, most_rows, least_keys, most_keys;
     int task_heads, item_rows;           // item_rows 0: none are of this launch
     int paired;                          // units are a late block of rows and an early one
     int log2_chunk[3], long_from[2];     // of few queries: Ragged of common/params.cuh
-    int unused[2];
+    int unused;
 };
 // Byte for byte VarlenParams of varlen.rs.
 struct VarlenParams {
@@ -119,10 +119,12 @@ struct Sized {
         entry.q0 = rows.from, entry.q_len = rows.len;
         if (!entry.is_bad) entry.k0 = k0, entry.kv_len = k1 - k0;
         const int keys = entry.kv_len;
-        const bool few = rows.len <= a.few_queries && rows.len * a.p.group <= a.few_rows;
+        const int of_head = rows.len * a.p.group;
+        const bool few = rows.len <= a.few_queries && of_head <= a.few_rows;
         for (int n = 0; n < LAUNCHES; n++) {
             const VarlenLaunch& of = a.launches[n];
-            if (of.item_rows > 0 && (few ? of.few : of.many) && (u32)(keys - of.least_keys) < (u32)(of.most_keys - of.least_keys)) launch = n;
+            const bool has_rows = few ? (u32)(of_head - of.least_rows) < (u32)(of.most_rows - of.least_rows) : of.many != 0;
+            if (of.item_rows > 0 && has_rows && (u32)(keys - of.least_keys) < (u32)(of.most_keys - of.least_keys)) launch = n;
         }
         if (launch < 0) return;
         const VarlenLaunch& of = a.launches[launch];

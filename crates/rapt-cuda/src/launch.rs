@@ -118,10 +118,7 @@ impl Attend {
 /// A launch over those of the sequences that lie one after another which `takes` says.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct VarlenLaunch {
-    pub(crate) step: Step,
-    /// Without addresses.
-    pub(crate) params: Params,
-    pub(crate) hopper: Option<Box<Hopper>>,
+    pub(crate) attend: Attend,
     pub(crate) takes: Takes,
 }
 
@@ -138,11 +135,11 @@ pub(crate) struct Varlen {
 impl Varlen {
     /// In the order in which they are launched.
     pub(crate) fn steps(&self) -> impl Iterator<Item = &Step> {
-        std::iter::once(&self.deal).chain(self.launches.iter().map(|launch| &launch.step))
+        std::iter::once(&self.deal).chain(self.launches.iter().map(|launch| &launch.attend.step))
     }
 
     fn steps_mut(&mut self) -> impl Iterator<Item = &mut Step> {
-        std::iter::once(&mut self.deal).chain(self.launches.iter_mut().map(|launch| &mut launch.step))
+        std::iter::once(&mut self.deal).chain(self.launches.iter_mut().map(|launch| &mut launch.attend.step))
     }
 
     /// Enqueues all of them.
@@ -159,16 +156,11 @@ impl Varlen {
         let device = operands.tensors().q.device();
         let on = |error: CudaError| error.on(device);
         let mut of_each = Vec::with_capacity(self.launches.len());
-        for VarlenLaunch { step, params, hopper, takes } in &self.launches {
-            let params = params.at(operands, workspace + takes.table);
-            let filled = match hopper {
-                Some(hopper) => hopper.filled(driver, &params, None).map_err(on)?,
-                None => Filled::Plain(params),
-            };
-            of_each.push((step, step.function(device)?, params, filled));
+        for VarlenLaunch { attend, takes } in &self.launches {
+            let filled = attend.filled(driver, operands, workspace + takes.table).map_err(on)?;
+            of_each.push((&attend.step, attend.step.function(device)?, filled));
         }
-        let Some((.., params, _)) = of_each.last() else { return Ok(()) };
-        let dealt = self.params.at(params, operands, workspace);
+        let dealt = self.params.at(operands, workspace);
         let deal = self.deal.function(device)?;
         // SAFETY: `CudaLaunch::loaded` gave each step the function of its own variant, and `select` made the parameters for that variant
         // from the spec that `Operands::check` proved the operands against. varlen.cu deals no row that does not lie in q, or lies in two
@@ -176,7 +168,7 @@ impl Varlen {
         // that a kernel reaches lies in its tensor's extent. The caller vouches for how long memory lives.
         unsafe {
             driver.launch(deal, self.deal.grid(), stream, dealt.as_bytes()).map_err(on)?;
-            for (step, function, _, filled) in &of_each {
+            for (step, function, filled) in &of_each {
                 driver.launch(function, step.grid(), stream, filled.as_bytes()).map_err(on)?;
             }
         }
@@ -482,7 +474,7 @@ impl LaunchPlan for CudaLaunch {
                 "it serves every request".to_owned()
             }
         };
-        let others = varlen.iter().flat_map(|varlen| &varlen.launches).map(|launch| launch.step.variant);
+        let others = varlen.iter().flat_map(|varlen| &varlen.launches).map(|launch| launch.attend.step.variant);
         let others = short.iter().map(|short| short.step.variant).chain(others);
         let others: Vec<_> = others.filter(|other| other != variant).map(|other| other.to_string()).collect();
         match &others[..] {

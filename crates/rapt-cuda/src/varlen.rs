@@ -8,7 +8,8 @@ use crate::access::strides;
 use crate::params::{MOST_LEN, Params};
 use crate::partition::ChunkRule;
 
-/// Launches over sequences that lie one after another, at most: few queries, and many with few keys and with many.
+/// Launches over sequences that lie one after another, at most: few queries, and many with few keys and with many; or, over codes, few of
+/// few rows and of more, and many.
 pub(crate) const MOST_LAUNCHES: usize = 3;
 /// Bytes of an entry of a table, and of what lies before the first: `VarlenEntry` and `VarlenTable` of kernels/common/params.cuh.
 const ENTRY_BYTES: usize = 64;
@@ -24,7 +25,8 @@ pub(crate) const fn table_bytes(units: usize) -> usize {
 struct DealtLaunch {
     table: usize,
     many: i32,
-    few: i32,
+    least_rows: i32,
+    most_rows: i32,
     least_keys: i32,
     most_keys: i32,
     task_heads: i32,
@@ -33,15 +35,16 @@ struct DealtLaunch {
     paired: i32,
     log2_chunk: [i32; 3],
     long_from: [i32; 2],
-    unused: [i32; 2],
+    unused: i32,
 }
 
 /// Which sequences a launch takes, and in which pieces.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Takes {
-    /// Those with many queries, and those with few.
+    /// Whether those with many queries.
     pub(crate) many: bool,
-    pub(crate) few: bool,
+    /// Those with few queries: how many rows a head of keys has, from the first to below the second. Empty: none of them.
+    pub(crate) few: std::ops::Range<usize>,
     /// How many keys they have: from the first to below the second, or any other number where that is less.
     pub(crate) keys: std::ops::Range<usize>,
     pub(crate) task_heads: usize,
@@ -59,7 +62,8 @@ impl DealtLaunch {
         DealtLaunch {
             table: takes.table,
             many: i32::from(takes.many),
-            few: i32::from(takes.few),
+            least_rows: int(takes.few.start),
+            most_rows: int(takes.few.end),
             least_keys: int(takes.keys.start),
             most_keys: int(takes.keys.end),
             task_heads: int(takes.task_heads),
@@ -67,7 +71,7 @@ impl DealtLaunch {
             paired: i32::from(takes.paired),
             log2_chunk: takes.chunks.keys.map(|keys| keys.ilog2() as i32),
             long_from: takes.chunks.long_from.map(int),
-            unused: [0; 2],
+            unused: 0,
         }
     }
 }
@@ -122,12 +126,13 @@ impl VarlenParams {
         }
     }
 
-    /// These parameters with `params`, which have addresses, and tables in a workspace.
-    pub(crate) fn at(&self, params: &Params, operands: &Operands<'_>, workspace: usize) -> Self {
+    /// These parameters of tensors that lie where `operands` say, with tables in a workspace.
+    pub(crate) fn at(&self, operands: &mut Operands<'_>, workspace: usize) -> Self {
+        let params = self.params.at(operands, workspace);
         let [q, kv] =
             operands.tensors().offsets.as_ref().map_or([0; 2], |offsets| offsets.each_ref().map(View::address));
         let launches = self.launches.map(|launch| DealtLaunch { table: workspace + launch.table, ..launch });
-        VarlenParams { params: *params, q, kv, launches, ..*self }
+        VarlenParams { params, q, kv, launches, ..*self }
     }
 
     /// The bytes that a launch passes.

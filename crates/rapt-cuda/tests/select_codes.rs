@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{caps, spec_of_cache, spec_of_codes, view};
+use common::{caps, spec_of_cache, spec_of_codes, spec_of_varlen, view};
 use rapt_core::{Arch, CodesForm, DType, Device, Format, Granularity, Kernel, Options, Plan, Qkv, Spec, View};
 use rapt_cuda::{Algorithm, Codes, CudaLaunch, KernelVariant, Loads, Sequences, select, variants};
 
@@ -123,6 +123,30 @@ fn many_queries_of_a_cache_of_codes_take_the_kernel_of_each_sequence_alone() {
                     alone.sequences = sequences;
                     let attending: Vec<_> = all.iter().filter(|of| of.algorithm != Algorithm::Append).collect();
                     assert_eq!(attending, [&alone], "{arch:?} {format} {head_dim} {page_size} {q_len} {kv_len}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn sequences_over_codes_one_after_another_have_the_kernel_of_each_alone() {
+    let plain = Options::default();
+    let granularities = [Granularity::Head, Granularity::Token, Granularity::Channel, Granularity::Block(16)];
+    for arch in [Arch::Sm80, Arch::Sm90a, Arch::Sm120] {
+        for (format, granularity) in Format::ALL.into_iter().flat_map(|format| granularities.map(|of| (format, of))) {
+            for (dtype, head_dim) in
+                [(DType::BF16, 128), (DType::F16, 64), (DType::F32, 64), (DType::BF16, 256), (DType::F16, 288)]
+            {
+                let codes = Some((format, granularity));
+                let together = spec_of_varlen(dtype, [8, 8, 9000, 9000], head_dim, codes, &plain);
+                let all = variants(&together, &caps(arch)).unwrap();
+                for (q_len, kv_len) in [(1, 1), (8, 300), (9, 4000), (16, 600), (17, 2048), (8000, 100), (100, 8000)] {
+                    let alone = spec_of_codes(dtype, [8, q_len, kv_len, head_dim], format, granularity, &plain);
+                    let mut alone = variant(&select(&alone, &caps(arch)).unwrap());
+                    alone.sequences = Sequences::Varlen;
+                    let asked = format!("{arch:?} {format} {granularity} {dtype} {head_dim} {q_len} {kv_len}");
+                    assert!(all.contains(&alone), "{asked}: {alone} is none of {all:?}");
                 }
             }
         }

@@ -1,8 +1,8 @@
 //! Sequences one after another on a GPU, as far as there need be none: what the host proves before anything is launched.
 
 use rapt::{
-    Causal, DType, Device, Engine, Error, ErrorKind, Extent, Options, Queue, SerialExecutor, Shape, VarlenTensors,
-    View, ViewMut,
+    Causal, Codes, Compute, DType, Device, Engine, Error, ErrorKind, Extent, Format, Options, Qkv, Queue,
+    SerialExecutor, Shape, VarlenTensors, View, ViewMut,
 };
 
 /// No machine has it: a request that is right comes as far as this device.
@@ -33,11 +33,24 @@ fn five() -> VarlenTensors<'static> {
         v: read("v", 3, BF16, &[300, 2, 32], DEVICE),
         cu_seqlens_q: read("cu_seqlens_q", 4, DType::I32, &[6], DEVICE),
         cu_seqlens_kv: read("cu_seqlens_kv", 5, DType::I32, &[6], DEVICE),
-        codes: rapt::Qkv::default(),
+        codes: Qkv::default(),
         sinks: None,
         alibi_slopes: None,
         out: written("out", 6, BF16, &[100, 8, 32]),
         lse: Some(written("lse", 7, DType::F32, &[8, 100])),
+    }
+}
+
+/// The same with k and v as int8 codes, and factors of these shapes.
+fn coded(k_descale: &[usize], v_descale: &[usize]) -> VarlenTensors<'static> {
+    let codes = |name, place, shape: &[usize]| {
+        Some(Box::new(Codes::new(Format::Int8, read(name, place, DType::F32, shape, DEVICE))))
+    };
+    VarlenTensors {
+        k: read("k", 2, DType::I8, &[300, 2, 64], DEVICE),
+        v: read("v", 3, DType::I8, &[300, 2, 32], DEVICE),
+        codes: Qkv { q: None, k: codes("k_descale", 9, k_descale), v: codes("v_descale", 10, v_descale) },
+        ..five()
     }
 }
 
@@ -53,6 +66,9 @@ fn what_is_right_comes_as_far_as_the_device() {
             five(),
             VarlenTensors { sinks: Some(read("sinks", 8, DType::F32, &[8], DEVICE)), lse: None, ..five() },
             VarlenTensors { alibi_slopes: Some(read("alibi_slopes", 8, DType::F32, &[8], DEVICE)), ..five() },
+            // Factors of keys, of all of a head, of columns and of blocks.
+            coded(&[300, 2], &[2]),
+            coded(&[1, 2, 64], &[300, 2, 4]),
         ] {
             let error = refusal(&tensors, &options);
             assert!(matches!(error, Error::DeviceUnavailable { device: DEVICE, .. }), "{error}");
@@ -72,6 +88,8 @@ fn what_does_not_fit_is_refused() {
             "float16",
         ),
         (VarlenTensors { out: written("out", 6, BF16, &[100, 8, 64]), ..five() }, ErrorKind::Shape, "out"),
+        (coded(&[299, 2], &[2]), ErrorKind::Shape, "k_descale"),
+        (VarlenTensors { codes: Qkv::default(), ..coded(&[], &[]) }, ErrorKind::UnsupportedDtype, "k_descale"),
         (
             VarlenTensors { cu_seqlens_q: i32s("cu_seqlens_q", 4, &[6], Device::Cpu), ..five() },
             ErrorKind::Device,
@@ -105,6 +123,13 @@ fn what_does_not_fit_is_refused() {
             error.kind()
         );
     }
+}
+
+#[test]
+fn products_of_int8_have_no_kernel_there() {
+    let error = refusal(&coded(&[300, 2], &[2]), &Options::default().with_compute(Compute::Int8));
+    // No device is asked: a plan is selected before.
+    assert!(matches!(error, Error::DeviceUnavailable { .. } | Error::Unsupported { .. }), "{error}");
 }
 
 #[test]

@@ -210,7 +210,6 @@ impl SpecBuilder {
             ("a mask", self.mask.is_some()),
             ("pages", self.pages.is_some()),
             ("lengths of a cache", self.lengths.is_some()),
-            ("codes", !self.codes.is_empty()),
         ];
         if let Some((what, _)) = others.into_iter().find(|(_, is_given)| *is_given) {
             return Err(Error::unsupported(

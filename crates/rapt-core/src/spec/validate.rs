@@ -155,7 +155,6 @@ impl Spec {
                         .all(|offsets| offsets.dtype == DType::I32 && offsets.shape == [of.sequences() + 1])
                     && self.mask.is_none()
                     && self.lengths.is_none()
-                    && self.codes.is_empty()
             });
         let compute = compute::check(self.compute, self.device, head_dim, self.codes.as_deref()).is_ok();
         codes && compute && dtypes && groups && sizes && lse && mask && vectors && pages && lengths && varlen

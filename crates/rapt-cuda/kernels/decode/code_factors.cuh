@@ -69,7 +69,7 @@ __device__ inline float head_factor(const Codes& codes, const Item& item) {
 // What is taken from the uint8 codes of key j, as they are multiplied.
 template <class Operand>
 __device__ inline float zero_point(const Params& p, const Codes& codes, const Item& item, int j) {
-    const KeyPlace key(p, item.batch, min(j, item.sequence.kv_len(p) - 1));
+    const KeyPlace key(p, item.batch, item.sequence.first_key() + min(j, item.sequence.kv_len(p) - 1));
     if (!key.exists(p)) return 0;
     const int of = codes.in_pages ? key.block : item.batch;
     const i64 at = of * codes.zero_point_stride[0] + item.kv_head * codes.zero_point_stride[1];

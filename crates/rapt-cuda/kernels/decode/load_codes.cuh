@@ -143,7 +143,8 @@ struct Loader : Walk {
 #endif
     }
     __device__ const u8* factors(const Codes& codes) const {
-        const i64 at = (PAGED ? 0 : item.batch * codes.descale_stride[0]) + item.kv_head * codes.descale_stride[1];
+        const i64 first = PAGED ? 0 : item.batch * codes.descale_stride[0] + item.sequence.first_key() * codes.descale_stride[2];
+        const i64 at = first + item.kv_head * codes.descale_stride[1];
         return codes.descale + at * (codes.scale_dtype == F32 ? 4 : 1);
     }
     // What of a tile from key n0 on lies in memory; nothing of one that is bad.
@@ -165,7 +166,8 @@ struct Loader : Walk {
     }
     __device__ void enter_heads(const Params& p) {
         k = (const u8*)p.k + item.kv_head * p.k_stride[1], v = (const u8*)p.v + item.kv_head * p.v_stride[1];
-        if (!PAGED) k += item.batch * p.k_stride[0], v += item.batch * p.v_stride[0];
+        if (!PAGED) k += item.batch * p.k_stride[0] + item.sequence.first_key() * p.k_stride[2];
+        if (!PAGED) v += item.batch * p.v_stride[0] + item.sequence.first_key() * p.v_stride[2];
         k_factors = factors(p.k_codes), v_factors = factors(p.v_codes);
     }
     __device__ void to_next(const Params& p) {

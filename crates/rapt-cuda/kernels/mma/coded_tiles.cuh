@@ -63,7 +63,7 @@ struct CodedStages {
     float channels[K_SCALES == CHANNEL ? D : 4];
     int block[KEYS], row[KEYS];  // where keys of a tile to come lie, in pages
     u8 is_missing[KEYS];         // of the tile that was loaded: keys whose pages do not exist
-    // Of the head, where they take no register: where its rows and their factors begin (in memory, or in a page), the factor of all scores, and
+    // Of the head, where they take no register: where its rows of the sequence and their factors begin (in memory, or in a page), the factor of all scores, and
     // whether one of the head, or of a column of values, is not finite.
     const u8 *rows[2], *factors[2];  // of K and of V
     float k_factor;
@@ -256,13 +256,13 @@ struct CodedTiles {
     }
 
   private:
-    // Where row r of the tile from key n0 on lies.
+    // Where row r of the tile from key n0 on lies: in a page, or behind the first key.
     __device__ KeyPlace place(int n0, int r) const {
         KeyPlace at;
 #if PAGED
         at.block = sh.block[r], at.row = sh.row[r];
 #else
-        at.block = task.batch, at.row = task.sequence.first_key() + n0 + r;
+        at.block = task.batch, at.row = n0 + r;
 #endif
         return at;
     }
@@ -280,9 +280,9 @@ struct CodedTiles {
 
     template <class Of>
     __device__ void set_bases(const void* base, const i64 (&stride)[4], const Codes& codes) {
-        const i64 head = kv_head(p, task);
-        sh.rows[Of::IS_V] = (const u8*)base + head * stride[1] + (PAGED ? 0 : task.batch * stride[0]);
-        const i64 at = head * codes.descale_stride[1] + (codes.in_pages ? 0 : task.batch * codes.descale_stride[0]);
+        const i64 head = kv_head(p, task), first = task.sequence.first_key();
+        sh.rows[Of::IS_V] = (const u8*)base + head * stride[1] + first * stride[2] + (PAGED ? 0 : task.batch * stride[0]);
+        const i64 at = head * codes.descale_stride[1] + first * codes.descale_stride[2] + (codes.in_pages ? 0 : task.batch * codes.descale_stride[0]);
         sh.factors[Of::IS_V] = codes.descale + at * Of::FACTOR_SIZE;
     }
 
@@ -340,7 +340,8 @@ struct CodedTiles {
                 const KeyPlace from = place(n0, r);
                 const bool inside = r < rows && from.exists(p);
                 const i64 at = (codes.in_pages ? from.block : task.batch) * codes.zero_point_stride[0] +
-                               kv_head(p, task) * codes.zero_point_stride[1] + from.row * codes.zero_point_stride[2];
+                               kv_head(p, task) * codes.zero_point_stride[1] +
+                               (task.sequence.first_key() + from.row) * codes.zero_point_stride[2];
                 to.zero_points[r] = inside ? codes.zero_point[at] : 0;
             }
         }

@@ -6,8 +6,11 @@ use crate::varlen::{VarlenParams, table_bytes};
 const HEADS: [usize; 2] = [8, 2];
 
 /// What `answer` says of `total_q` queries over `total_kv` keys of `sequences` sequences.
+///
+/// `format`: of k and v that are codes by token.
 fn with<T>(
     dtype: DType,
+    format: Option<Format>,
     head_dim: usize,
     [total_q, total_kv, sequences]: [usize; 3],
     answer: impl FnOnce(&Spec, Tensors<'_>) -> T,
@@ -20,7 +23,14 @@ fn with<T>(
         unsafe { View::from_raw_parts(name, at(n, 0), dtype, shape, strides, device, Extent::Declared) }.unwrap()
     };
     let q = read("q", 1, dtype, &[total_q, HEADS[0], head_dim]);
-    let [k, v] = [("k", 2), ("v", 3)].map(|(name, n)| read(name, n, dtype, &[total_kv, HEADS[1], head_dim]));
+    let (of_keys, width) =
+        format.map_or((dtype, head_dim), |format| (format.code_dtype(), head_dim / format.codes_per_byte()));
+    let [k, v] = [("k", 2), ("v", 3)].map(|(name, n)| read(name, n, of_keys, &[total_kv, HEADS[1], width]));
+    let codes = |name, n| {
+        let descale = |format| Codes::new(format, read(name, n, DType::F32, &[total_kv, HEADS[1]]));
+        format.map(|format| Box::new(descale(format)))
+    };
+    let codes = Qkv { q: None, k: codes("k_descale", 7), v: codes("v_descale", 8) };
     let offsets =
         [("cu_seqlens_q", 5), ("cu_seqlens_kv", 6)].map(|(name, n)| read(name, n, DType::I32, &[sequences + 1]));
     let shape = Shape::from([total_q, HEADS[0], head_dim]);
@@ -28,13 +38,20 @@ fn with<T>(
     // SAFETY: the recorded driver writes nothing.
     let out = unsafe { ViewMut::from_raw_parts("out", ptr, dtype, shape, strides, device, Extent::Declared) }.unwrap();
     let options = Options { layout: rapt_core::TensorLayout::Bshd, ..Options::default() };
-    let spec = Spec::builder(&q, &k, &v, &options).varlen(&offsets[0], &offsets[1]).out(&out).build().unwrap();
-    answer(&spec, Tensors { offsets: Some(offsets), ..Tensors::new(q, k, v, out) })
+    let mut builder = Spec::builder(&q, &k, &v, &options);
+    let spec = builder.varlen(&offsets[0], &offsets[1]).codes(codes.as_deref()).out(&out).build().unwrap();
+    answer(&spec, Tensors { codes, offsets: Some(offsets), ..Tensors::new(q, k, v, out) })
 }
 
 /// What a run asks of the driver, and its plan's workspace.
-fn run(recorded: &Recorded, dtype: DType, head_dim: usize, totals: [usize; 3]) -> (Vec<Call>, usize) {
-    with(dtype, head_dim, totals, |spec, tensors| {
+fn run(
+    recorded: &Recorded,
+    dtype: DType,
+    format: Option<Format>,
+    head_dim: usize,
+    totals: [usize; 3],
+) -> (Vec<Call>, usize) {
+    with(dtype, format, head_dim, totals, |spec, tensors| {
         let plan = recorded.backend.plan(spec).unwrap();
         let mut operands = Operands::check(tensors, plan.spec()).unwrap();
         recorded.log.take();
@@ -66,6 +83,10 @@ fn word(params: &[u8], at: usize) -> usize {
     usize::from_le_bytes(params[at..at + 8].try_into().unwrap())
 }
 
+fn int(params: &[u8], at: usize) -> usize {
+    i32::from_le_bytes(params[at..at + 4].try_into().unwrap()) as usize
+}
+
 #[test]
 fn one_launch_finds_the_sequences_and_each_kernel_behind_it_has_a_table_of_them() {
     let recorded = Recorded::new(Parts::default(), |_| ());
@@ -76,7 +97,7 @@ fn one_launch_finds_the_sequences_and_each_kernel_behind_it_has_a_table_of_them(
         (DType::F32, 64, vec![GENERIC, 512]),
         (DType::F64, 64, vec![GENERIC]),
     ] {
-        let (calls, bytes) = run(&recorded, dtype, head_dim, [10_000, 20_000, 7]);
+        let (calls, bytes) = run(&recorded, dtype, None, head_dim, [10_000, 20_000, 7]);
         let launches = launched(&calls);
         let threads: Vec<_> = launches.iter().map(|(grid, _)| grid.threads).collect();
         assert_eq!((threads[0], threads.len()), (DEAL, kernels.len() + 1), "{dtype} {head_dim}");
@@ -94,8 +115,7 @@ fn one_launch_finds_the_sequences_and_each_kernel_behind_it_has_a_table_of_them(
             let own = if params.len() == size_of::<HopperParams>() { 5 * size_of::<TensorMap>() } else { 0 };
             assert_eq!(word(params, own + 64), table, "{dtype} {head_dim}");
             assert_eq!(table, end);
-            let rows = i32::from_le_bytes(dealt[first + 56 + 64 * n + 28..][..4].try_into().unwrap()) as usize;
-            let heads = i32::from_le_bytes(dealt[first + 56 + 64 * n + 24..][..4].try_into().unwrap()) as usize;
+            let [heads, rows] = [28, 32].map(|field| int(dealt, first + 56 + 64 * n + field));
             end += table_bytes(10_000 * heads / rows + 7);
             assert!(grid.blocks > 0);
         }
@@ -105,23 +125,53 @@ fn one_launch_finds_the_sequences_and_each_kernel_behind_it_has_a_table_of_them(
 
 const DEAL: u32 = 256;
 const DECODE: u32 = 288;
+const MMA: u32 = 128;
 const HOPPER: u32 = 0;
 const GENERIC: u32 = 256;
 
 #[test]
 fn few_rows_together_need_the_kernel_of_few_queries_alone() {
     let recorded = Recorded::new(Parts::default(), |_| ());
-    let (calls, _) = run(&recorded, DType::BF16, 128, [16, 20_000, 16]);
+    let (calls, _) = run(&recorded, DType::BF16, None, 128, [16, 20_000, 16]);
     let launches = launched(&calls);
     assert_eq!(launches.iter().map(|(grid, _)| grid.threads).collect::<Vec<_>>(), [DEAL, DECODE]);
     assert!(launches[1].0.overlaps);
 }
 
 #[test]
+fn few_rows_over_codes_have_a_launch_of_their_own_and_each_gets_what_belongs_to_codes() {
+    let recorded = Recorded::new(Parts::default(), |_| ());
+    // With groups of 4 heads a query has 4 rows: those with 8 are as in a call alone, those with 12 too.
+    for (format, totals, takes) in [
+        (Format::Int8, [10_000, 20_000, 7], vec![(DECODE, 0, 9, 0), (DECODE, 9, 65, 0), (MMA, 0, 0, 1)]),
+        (Format::Int4, [10_000, 20_000, 7], vec![(DECODE, 0, 9, 0), (DECODE, 9, 65, 0), (MMA, 0, 0, 1)]),
+        (Format::E4m3fn, [2, 20_000, 2], vec![(DECODE, 0, 9, 0)]),
+        (Format::E4m3fn, [16, 20_000, 16], vec![(DECODE, 0, 9, 0), (DECODE, 9, 65, 0)]),
+    ] {
+        let (calls, _) = run(&recorded, DType::BF16, Some(format), 128, totals);
+        let launches = launched(&calls);
+        assert_eq!((launches[0].0.threads, launches.len()), (DEAL, takes.len() + 1), "{format} {totals:?}");
+        let (dealt, first) = (launches[0].1, size_of::<Params>());
+        for (n, ((grid, params), (threads, least, most, many))) in launches[1..].iter().zip(takes).enumerate() {
+            let launch = first + 56 + 64 * n;
+            let says = [8, 12, 16].map(|field| int(dealt, launch + field));
+            assert_eq!((grid.threads, says), (threads, [many, least, most]), "{format} {totals:?}");
+            assert_eq!(params.len(), LaunchParams::bytes_of(true, false));
+            assert_eq!(word(params, 64), word(dealt, launch), "the table");
+            let each = (params.len() - first) / 3;
+            let of = |operand: usize, field: usize| word(params, first + operand * each + field);
+            assert_eq!([0, 1, 2].map(|operand| of(operand, 0)), [0, at(7, 0).addr(), at(8, 0).addr()]);
+            // From row to row of a factor: the heads of a key.
+            assert_eq!([1, 2].map(|operand| of(operand, 32)), [HEADS[1]; 2]);
+        }
+    }
+}
+
+#[test]
 fn a_plan_names_each_kernel() {
     let recorded = Recorded::new(Parts::default(), |_| ());
     let why =
-        |dtype, totals| with(dtype, 128, totals, |spec, _| recorded.backend.plan(spec).unwrap().explain().to_string());
+        |dtype, totals| with(dtype, None, 128, totals, |spec, _| recorded.backend.plan(spec).unwrap().explain().to_string());
     let text = why(DType::BF16, [10_000, 20_000, 7]);
     assert!(
         text.contains("wgmma; K and V by TMA; sequences of other lengths by decode bfloat16 128/128 varlen"),

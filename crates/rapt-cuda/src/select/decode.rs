@@ -25,7 +25,7 @@ const FEW_SPLITS: usize = 2;
 pub(super) const DECODE_QUERIES: usize = 16;
 pub(super) const DECODE_ROWS: usize = 64;
 /// Rows of a block of decode_codes.cu where there are so few.
-const FEW_ROWS: usize = 8;
+pub(super) const FEW_ROWS: usize = 8;
 /// Shared memory of decode.cu where one block is alone on its multiprocessor: deeper rings gave nothing.
 const ALONE_SHARED: u32 = 176 * 1024;
 
@@ -89,15 +89,14 @@ pub(super) fn is_wide(tensor: &TensorSpec<4>, codes: &CodesSpec, pages: Option<&
         && tensor.alignment.bytes() >= 16
 }
 
-/// The variant of decode_codes.cu, where K and V are codes that it reads.
-pub(super) fn over_codes(spec: &Spec, caps: &Caps) -> Option<KernelVariant> {
+/// The variant of decode_codes.cu for so many rows of a head of keys, where K and V are codes that it reads.
+pub(super) fn over_codes(spec: &Spec, caps: &Caps, rows: usize) -> Option<KernelVariant> {
     let dims = tensor_cores::padded_dims(spec);
     let (of_k, of_v) = (spec.codes.k.as_deref()?, spec.codes.v.as_deref()?);
     let (k, v) = (tile_codes(&spec.k, of_k, dims.0)?, tile_codes(&spec.v, of_v, dims.1)?);
     if k.key_run(dims.0).is_none() || !v.has_blocks_of(16) {
         return None;
     }
-    let rows = spec.group_size() * spec.q_len();
     // Rows are columns of the products there: 8 at a time.
     let block_m = if rows <= FEW_ROWS { FEW_ROWS as u32 } else { DECODE_BLOCK_M };
     let pages = spec.pages.as_deref();

@@ -174,7 +174,7 @@ fn attend_short(spec: &Spec, caps: &Caps, main: &KernelVariant) -> Result<(Optio
     }
     let others = few.end..if few.start > 0 { few.start } else { MOST_LEN };
     let (own, left) = if few.contains(&most) { (others, few) } else { (few, others) };
-    let lengths = rules::Lengths { few: decode::is_few(spec), kv_len: own.start.max(1) };
+    let lengths = rules::Lengths { kv_len: own.start.max(1), ..rules::Lengths::of(spec) };
     let (variant, _) = rules::variant(spec, caps, lengths);
     if variant == *main {
         return all;

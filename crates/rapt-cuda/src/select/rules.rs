@@ -28,12 +28,14 @@ const BLOCK_N: u32 = 64;
 pub(super) struct Lengths {
     /// Whether the queries are few.
     pub(super) few: bool,
+    /// Of few queries: rows that share a head of keys.
+    pub(super) rows: usize,
     pub(super) kv_len: usize,
 }
 
 impl Lengths {
     pub(super) fn of(spec: &Spec) -> Self {
-        Lengths { few: decode::is_few(spec), kv_len: spec.kv_len() }
+        Lengths { few: decode::is_few(spec), rows: spec.group_size() * spec.q_len(), kv_len: spec.kv_len() }
     }
 }
 
@@ -49,9 +51,9 @@ pub(super) fn variant(spec: &Spec, caps: &Caps, lengths: Lengths) -> (KernelVari
 }
 
 fn on_tensor_cores(spec: &Spec, caps: &Caps, lengths: Lengths) -> Result<KernelVariant, WhyGeneric> {
-    let Lengths { few, kv_len } = lengths;
+    let Lengths { few, kv_len, .. } = lengths;
     if spec.is_quantized() {
-        return over_codes(spec, caps, few);
+        return over_codes(spec, caps, lengths);
     }
     if latent::is_for(spec) {
         return if_it_fits(latent::variant(spec, caps), caps);
@@ -86,7 +88,7 @@ fn if_it_fits(variant: KernelVariant, caps: &Caps) -> Result<KernelVariant, WhyG
 }
 
 /// The variant that loads codes as they lie.
-fn over_codes(spec: &Spec, caps: &Caps, few: bool) -> Result<KernelVariant, WhyGeneric> {
+fn over_codes(spec: &Spec, caps: &Caps, Lengths { few, rows, .. }: Lengths) -> Result<KernelVariant, WhyGeneric> {
     if spec.codes.q.is_some() {
         return Err(WhyGeneric::QueriesAreCodes);
     }
@@ -100,7 +102,7 @@ fn over_codes(spec: &Spec, caps: &Caps, few: bool) -> Result<KernelVariant, WhyG
         return Err(WhyGeneric::NoKeys);
     }
     let variant = match few {
-        true => decode::over_codes(spec, caps).ok_or(WhyGeneric::CodesInPlace)?,
+        true => decode::over_codes(spec, caps, rows).ok_or(WhyGeneric::CodesInPlace)?,
         false => coded::variant(spec, caps).ok_or(WhyGeneric::CodesAsNumbers)?,
     };
     if_it_fits(variant, caps)

@@ -4,15 +4,18 @@
 //! launched, and takes those sequences that are its. Deliberately absent: which those are (varlen.cu), and where keys are split
 //! among blocks, as there is no bound on what blocks would hand over.
 
+use std::ops::Range;
+
 use rapt_core::{Error, Kernel, Result, Spec};
 
 use super::rules::{self, Lengths};
 use super::{Caps, MOST_BLOCKS, decode, hopper, latent, too_many_blocks, widths};
+use crate::codes::Codes;
 use crate::launch::{Attend, Launches, Step, Varlen, VarlenLaunch, WhyGeneric};
-use crate::params::{MOST_LEN, Params};
+use crate::params::{LaunchParams, MOST_LEN, Params};
 use crate::partition::{ChunkRule, Partition};
 use crate::variant::{Algorithm, KernelVariant, generic_columns};
-use crate::varlen::{Takes, VarlenParams, table_bytes};
+use crate::varlen::{MOST_LAUNCHES, Takes, VarlenParams, table_bytes};
 
 /// How many units the sequences of a launch have may be divided by any small number: work moves on from round to round by so many blocks
 /// that none of them has the same piece of each sequence.
@@ -23,53 +26,77 @@ struct Asked {
     variant: KernelVariant,
     why_generic: Option<WhyGeneric>,
     many: bool,
-    few: bool,
-    keys: std::ops::Range<usize>,
+    /// Rows of a head of keys of those with few queries.
+    few: Range<usize>,
+    keys: Range<usize>,
+}
+
+/// What sequences of these totals with few queries may ask for, with more rows last: over codes tiles follow from rows.
+fn few_queries(spec: &Spec, caps: &Caps) -> Vec<Asked> {
+    let (most, total) = (decode::DECODE_ROWS, spec.group_size().saturating_mul(spec.q_len()));
+    let of = |few: Range<usize>| {
+        // Sequences without keys get zeros of any kernel.
+        let lengths = Lengths { few: true, rows: few.end - 1, kv_len: spec.kv_len().min(1) };
+        let (variant, why_generic) = rules::variant(spec, caps, lengths);
+        Asked { variant, why_generic, many: false, few, keys: 0..MOST_LEN }
+    };
+    let (fewer, more) = (of(0..decode::FEW_ROWS + 1), of(decode::FEW_ROWS + 1..most + 1));
+    if fewer.variant == more.variant {
+        return vec![Asked { few: 0..most + 1, ..more }];
+    }
+    let are_asked = [spec.group_size() <= decode::FEW_ROWS, total > decode::FEW_ROWS];
+    [fewer, more].into_iter().zip(are_asked).filter_map(|(launch, is_asked)| is_asked.then_some(launch)).collect()
 }
 
 /// What sequences of these totals may ask for, the most work last.
 fn asked(spec: &Spec, caps: &Caps) -> Vec<Asked> {
     let total_kv = spec.kv_len();
-    let of = |few: bool, keys: std::ops::Range<usize>| {
-        // Sequences without keys get zeros of any kernel.
-        let lengths = Lengths { few, kv_len: if total_kv == 0 { 0 } else { keys.start.max(1) } };
+    let many = |keys: Range<usize>| {
+        let lengths = Lengths { few: false, rows: 0, kv_len: if total_kv == 0 { 0 } else { keys.start.max(1) } };
         let (variant, why_generic) = rules::variant(spec, caps, lengths);
-        Asked { variant, why_generic, many: !few, few, keys }
+        Asked { variant, why_generic, many: true, few: 0..0, keys }
     };
-    let few = of(true, 0..MOST_LEN);
+    let mut all = few_queries(spec, caps);
     if decode::is_few(spec) {
-        return vec![few];
+        return all;
     }
     let keys = hopper::few_keys(spec);
-    let long = of(false, keys.end..if keys.start > 0 { keys.start } else { MOST_LEN });
-    let short = of(false, keys.clone());
-    if few.variant == short.variant {
-        return vec![Asked { many: true, ..few }];
+    let long = many(keys.end..if keys.start > 0 { keys.start } else { MOST_LEN });
+    let short = many(keys.clone());
+    if let [few] = &mut all[..]
+        && few.variant == short.variant
+    {
+        few.many = true;
+        return all;
     }
     if long.variant == short.variant || total_kv < keys.start {
-        return vec![few, Asked { keys: 0..MOST_LEN, ..long }];
+        all.push(Asked { keys: 0..MOST_LEN, ..long });
+    } else if keys.start == 0 && total_kv < keys.end {
+        all.push(short);
+    } else {
+        all.extend([short, long]);
     }
-    if keys.start == 0 && total_kv < keys.end { vec![few, short] } else { vec![few, short, long] }
+    all
 }
 
 /// Whether one sequence of many queries, alone, runs on wide.cu.
 fn is_wide_alone(spec: &Spec, caps: &Caps) -> bool {
     let mut alone = spec.clone();
     alone.varlen = None;
-    let lengths = Lengths { few: false, kv_len: spec.kv_len() };
+    let lengths = Lengths { few: false, rows: 0, kv_len: spec.kv_len() };
     rules::variant(&alone, caps, lengths).0.algorithm == Algorithm::Wide
 }
 
 /// Whether one sequence of few queries, alone, runs on latent.cu.
 fn is_latent_alone(spec: &Spec, caps: &Caps) -> bool {
-    latent::has_dims(spec) && latent::variant(spec, caps).shared_bytes() <= caps.shared_bytes
+    !spec.is_quantized() && latent::has_dims(spec) && latent::variant(spec, caps).shared_bytes() <= caps.shared_bytes
 }
 
 impl Asked {
     /// Its launch, with its table from byte `table` of the workspace on; beside it how long that is.
     fn launch(&self, spec: &Spec, caps: &Caps, table: usize) -> Result<(VarlenLaunch, Partition, usize)> {
         let variant = self.variant;
-        let is_decode = variant.algorithm == Algorithm::Decode;
+        let is_decode = matches!(variant.algorithm, Algorithm::Decode | Algorithm::DecodeCodes);
         let is_hopper = variant.algorithm == Algorithm::Hopper;
         let task_heads = if is_decode { spec.group_size() } else { 1 };
         let (tasks, rows) = (spec.num_q_heads() / task_heads, task_heads * spec.q_len());
@@ -86,7 +113,7 @@ impl Asked {
             return Err(too_many_blocks(most));
         }
         let blocks = match variant.algorithm {
-            Algorithm::Decode => most.min(decode::slots(caps, &variant)),
+            Algorithm::Decode | Algorithm::DecodeCodes => most.min(decode::slots(caps, &variant)),
             Algorithm::Hopper => most.min(caps.multiprocessors.max(1) as usize),
             _ => most,
         };
@@ -105,14 +132,16 @@ impl Asked {
             is_combined: false,
         };
         let params = Params::new(spec, &partition, widths(spec, &variant));
-        let chunks =
-            if self.few { decode::chunk_rule(&variant) } else { ChunkRule { keys: [1 << 30; 3], long_from: [0; 2] } };
-        let (many, few, keys) = (self.many, self.few, self.keys.clone());
+        let chunks = match self.few.is_empty() {
+            true => ChunkRule { keys: [1 << 30; 3], long_from: [0; 2] },
+            false => decode::chunk_rule(&variant),
+        };
+        let (many, few, keys) = (self.many, self.few.clone(), self.keys.clone());
+        let hopper = is_hopper
+            .then(|| Box::new(hopper::launch(spec, &variant, &partition, &params, blocks.max(1), 0..MOST_LEN)));
+        let beside = (variant.codes != Codes::None).then(|| Box::new(LaunchParams::new(spec, &params, None, 0)));
         let launch = VarlenLaunch {
-            step: Step::new(variant, blocks),
-            hopper: is_hopper
-                .then(|| Box::new(hopper::launch(spec, &variant, &partition, &params, blocks.max(1), 0..MOST_LEN))),
-            params,
+            attend: Attend { step: Step::new(variant, blocks), params, hopper, beside },
             takes: Takes { many, few, keys, task_heads, item_rows, paired, chunks, table },
         };
         Ok((launch, partition, table_bytes(units)))
@@ -141,13 +170,14 @@ pub(super) fn launches(spec: &Spec, caps: &Caps) -> Result<Launches> {
         made.push(launch);
     }
     let Some((main, partition, why_generic)) = of_main else { unreachable!("a launch for few queries at least") };
-    let few = [decode::DECODE_QUERIES, decode::DECODE_ROWS];
+    debug_assert!(made.len() <= MOST_LAUNCHES, "VarlenParams has no room for {} launches", made.len());
+    let (main, few) = (main.attend, [decode::DECODE_QUERIES, decode::DECODE_ROWS]);
     let dealt = VarlenParams::new(spec, &main.params, few, made.iter().map(|launch| &launch.takes));
     // One block deals, the others look for rows of no sequence.
     let blocks = 1 + (caps.multiprocessors.max(1) as usize).min(spec.q_len());
     let deal = Step::new(main.step.variant.varlen(), blocks);
     Ok(Launches {
-        main: Attend { step: main.step, params: main.params, hopper: None, beside: None },
+        main: Attend { hopper: None, beside: None, ..main },
         short: None,
         append: None,
         combine: None,

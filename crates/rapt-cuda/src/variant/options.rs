@@ -144,10 +144,11 @@ impl KernelVariant {
             options.define("RAGGED", 1);
         }
         if self.sequences == Sequences::Varlen {
-            // Of common/types.cuh: the heads of a group share the rows of decode.cu.
+            // Of common/types.cuh: the heads of a group share the rows of decode.cu and decode_codes.cu.
             const ROWS_OF_HEAD: u32 = 1;
             const ROWS_OF_GROUP: u32 = 2;
-            options.define("VARLEN", if self.algorithm == Algorithm::Decode { ROWS_OF_GROUP } else { ROWS_OF_HEAD });
+            let is_decode = matches!(self.algorithm, Algorithm::Decode | Algorithm::DecodeCodes);
+            options.define("VARLEN", if is_decode { ROWS_OF_GROUP } else { ROWS_OF_HEAD });
         }
         if self.sequences == Sequences::Paged {
             options.define("PAGED", 1);

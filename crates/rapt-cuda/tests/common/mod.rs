@@ -95,27 +95,46 @@ pub(crate) fn spec_of_codes(
         Granularity::Channel => &[1, heads, 1, head_dim],
         Granularity::Block(size) => &[1, heads, kv_len, head_dim / size],
     };
-    let mut form = CodesForm::new(format, &view("descale", format.scale_dtype(), shape));
-    form.has_global_scale = format.has_global_scale();
-    form.zero_point = format.has_zero_point().then(|| (&view("zero_point", DType::U8, shape)).into());
+    let form = form_of(format, shape);
     let codes_of = Qkv { q: None, k: Some(form), v: Some(form) };
     Spec::builder(&q, &codes("k"), &codes("v"), options).codes(codes_of).build().unwrap()
 }
 
-/// `total_q` queries over `total_kv` keys of sequences that lie one after another.
+/// `total_q` queries over `total_kv` keys of sequences that lie one after another; `codes`: what keys and values are.
 pub(crate) fn spec_of_varlen(
     dtype: DType,
     [heads, kv_heads, total_q, total_kv]: [usize; 4],
     head_dim: usize,
-    sequences: usize,
+    codes: Option<(Format, Granularity)>,
     options: &Options,
 ) -> Spec {
     let q = view("q", dtype, &[total_q, heads, head_dim]);
-    let k = view("k", dtype, &[total_kv, kv_heads, head_dim]);
-    let offsets = |name| view(name, DType::I32, &[sequences + 1]);
+    let (of_keys, width) =
+        codes.map_or((dtype, head_dim), |(format, _)| (format.code_dtype(), head_dim / format.codes_per_byte()));
+    let k = view("k", of_keys, &[total_kv, kv_heads, width]);
+    let form = codes.map(|(format, granularity)| {
+        let shape: &[usize] = match format.own_block_size().map_or(granularity, Granularity::Block) {
+            Granularity::Tensor => &[],
+            Granularity::Head => &[kv_heads],
+            Granularity::Token => &[total_kv, kv_heads],
+            Granularity::Channel => &[1, kv_heads, head_dim],
+            Granularity::Block(size) => &[total_kv, kv_heads, head_dim / size],
+        };
+        form_of(format, shape)
+    });
+    let offsets = |name| view(name, DType::I32, &[6]);
     let options = Options { layout: TensorLayout::Bshd, ..*options };
     let (of_q, of_kv) = (offsets("cu_seqlens_q"), offsets("cu_seqlens_kv"));
-    Spec::builder(&q, &k, &k, &options).varlen(&of_q, &of_kv).build().unwrap()
+    let mut builder = Spec::builder(&q, &k, &k, &options);
+    builder.varlen(&of_q, &of_kv).codes(Qkv { q: None, k: form, v: form }).build().unwrap()
+}
+
+/// What makes numbers of codes of `format`, with factors of this shape.
+fn form_of(format: Format, shape: &[usize]) -> CodesForm {
+    let mut form = CodesForm::new(format, &view("descale", format.scale_dtype(), shape));
+    form.has_global_scale = format.has_global_scale();
+    form.zero_point = format.has_zero_point().then(|| (&view("zero_point", DType::U8, shape)).into());
+    form
 }
 
 /// `q_len` queries of each of `batch` sequences of at most `most` keys, one of them new, over a cache of this dtype or of codes by token: in
