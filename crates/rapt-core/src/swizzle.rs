@@ -4,8 +4,10 @@
 //! one another row-major. Within a tile of 512 bytes the scale at `(r, c)` stands at `(r % 32)·16 + (r / 32)·4 + c`.
 //! Source: cuBLAS documentation, "1D Block Scaling Factors Layout".
 
-const ROWS: usize = 128;
-const COLUMNS: usize = 4;
+/// Rows of a tile.
+pub const ROWS: usize = 128;
+/// Columns of a tile.
+pub const COLUMNS: usize = 4;
 
 /// Where the scale at (`row`, `column`) of a matrix with this many `columns` stands.
 #[must_use]

@@ -1,6 +1,6 @@
 //! Codes of quantized formats as kernels read them: what one is, which share a factor, and how many a thread loads at once.
 
-use rapt_core::{CodesSpec, DType, Format, Granularity};
+use rapt_core::{CodesSpec, DType, Format, Granularity, ScaleLayout};
 
 /// What one code is: the numbers of kernels/common/codes.cuh.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -71,6 +71,8 @@ pub struct TileCodes {
     pub kind: CodeKind,
     /// Which share a factor.
     pub scales: TileScales,
+    /// How factors lie.
+    pub scale_layout: ScaleLayout,
 }
 
 impl TileCodes {
@@ -82,7 +84,7 @@ impl TileCodes {
             Granularity::Channel => TileScales::Channel,
             Granularity::Block(size) => TileScales::Block(size as u32, codes.descale.dtype),
         };
-        TileCodes { kind: CodeKind::of(codes.format), scales }
+        TileCodes { kind: CodeKind::of(codes.format), scales, scale_layout: codes.scale_layout }
     }
 
     /// Bytes of a row of `dim` codes.

@@ -2,7 +2,7 @@
 //!
 //! Made without addresses when a request is planned; a run fills these in. Deliberately absent: any choice.
 
-use rapt_core::{Codes, CodesSpec, DType, Finite, Granularity, Operands, PagesSpec, Spec, View};
+use rapt_core::{Codes, CodesSpec, DType, Finite, Granularity, Operands, PagesSpec, ScaleLayout, Spec, View, swizzle};
 
 use crate::access::{as_it_lies, strides};
 use crate::codes::CodeKind;
@@ -222,17 +222,23 @@ struct CodesParams {
     scale_dtype: i32,
     /// Whether what belongs to a key lies in pages, as the key does.
     in_pages: i32,
-    unused: i32,
+    /// In a row of tiles, where factors lie swizzled; else 0.
+    swizzled_tiles: i32,
 }
 
 impl CodesParams {
     fn new(codes: Option<&CodesSpec>, pages: Option<&PagesSpec>) -> Self {
         let Some(codes) = codes else { return CodesParams { chunk: 1, ..CodesParams::default() } };
         let pages = pages.filter(|_| matches!(codes.granularity, Granularity::Token | Granularity::Block(_)));
+        let swizzled_tiles = match codes.scale_layout {
+            ScaleLayout::Plain => 0,
+            ScaleLayout::Swizzle32x4x4 => int(codes.descale.shape[3].div_ceil(swizzle::COLUMNS)),
+        };
         CodesParams {
             descale_stride: strides(&as_it_lies(&codes.descale, pages)),
             zero_point_stride: codes.zero_point.as_ref().map_or([0; 4], |of| strides(&as_it_lies(of, pages))),
             in_pages: i32::from(pages.is_some()),
+            swizzled_tiles,
             kind: CodeKind::of(codes.format) as i32,
             chunk: int(codes.chunk),
             scale_dtype: i32::from(codes.descale.dtype.code()),

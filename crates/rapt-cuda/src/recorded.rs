@@ -21,6 +21,7 @@ use crate::tensor_map::{TensorMap, TmaTensor, documented_refusal};
 use crate::variant::{Algorithm, KernelVariant, Loads};
 
 mod cache;
+mod codes;
 mod varlen;
 
 /// What was asked, in order.
@@ -352,30 +353,6 @@ fn a_kernel_is_compiled_once_and_launched_on_the_given_stream() {
     assert_eq!(compiled(&recorded.log.take()), 1);
     recorded.plan(request.moved(2)).unwrap();
     assert_eq!(recorded.log.take(), []);
-}
-
-#[test]
-fn what_belongs_to_codes_is_passed_beside_the_rest() {
-    let recorded = Recorded::new(Parts::default(), |_| ());
-    for (q_len, algorithm, launches) in [(1, Algorithm::DecodeCodes, 2), (100, Algorithm::Mma, 1)] {
-        let request = Request { is_coded: true, ..Request::new(q_len, 5000) };
-        assert_eq!(launch_plan(&recorded.plan(request).unwrap()).variant().unwrap().algorithm, algorithm);
-        let ran = recorded.run(request, 1 << 24).unwrap();
-        assert_eq!(ran.len(), launches, "{ran:?}");
-        let Call::Launch { params, .. } = &ran[0] else { panic!("{ran:?}") };
-        assert_eq!(params.len(), LaunchParams::bytes_of(true, false));
-        let word = |at: usize| usize::from_le_bytes(params[at..at + 8].try_into().unwrap());
-        let (first, each) = (size_of::<Params>(), (LaunchParams::bytes_of(true, false) - size_of::<Params>()) / 3);
-        let descales = [0, 1, 2].map(|operand| word(first + operand * each));
-        assert_eq!(descales, [0, at(6, 0).addr(), at(7, 0).addr()]);
-        // Of rows of descale, and what a code is: none of q, int8 of k and v.
-        let of = |operand: usize, field: usize| word(first + operand * each + field);
-        assert_eq!([of(1, 16), of(1, 24), of(1, 32)], [0, 5000, 1]);
-        assert_eq!([0, 1, 2].map(|operand| of(operand, 80) >> 32), [0, 1, 1]);
-        if let Some(Call::Launch { params, .. }) = ran.get(1) {
-            assert_eq!(params.len(), size_of::<Params>());
-        }
-    }
 }
 
 /// What a plan says and what its run asks of the driver, for one request on one device.

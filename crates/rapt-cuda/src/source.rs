@@ -30,6 +30,7 @@ pub(crate) const FILES: &[(&str, &str)] = files![
     "common/ptx.cuh",
     "common/scores.cuh",
     "common/softmax.cuh",
+    "common/swizzle.cuh",
     "common/tile.cuh",
     "common/types.cuh",
     "decode.cu",

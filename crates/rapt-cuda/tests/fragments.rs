@@ -8,7 +8,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use rapt_core::Format;
+use rapt_core::{Format, swizzle};
 use rapt_layout::Swizzle;
 use rapt_layout::atlas::{Atom, Map};
 
@@ -314,6 +314,17 @@ const KINDS: [(i64, Format); 6] = [
     (5, Format::E5m2),
     (6, Format::Nvfp4),
 ];
+
+#[test]
+fn swizzled_factors_are_read_where_they_stand() {
+    let lines = map("swizzled");
+    assert_eq!(lines.len(), 300 * 4 * (1 + 2 + 5));
+    for line in lines {
+        let [tiles, row, column, place] = line[..] else { panic!("four numbers") };
+        let expected = swizzle::swizzled(row as usize, column as usize, 4 * tiles as usize);
+        assert_eq!(place as usize, expected, "({row}, {column}) in rows of {tiles} tiles");
+    }
+}
 
 #[test]
 fn eight_codes_become_their_numbers_in_their_order() {

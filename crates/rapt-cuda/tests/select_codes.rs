@@ -3,8 +3,10 @@
 mod common;
 
 use common::{caps, spec_of_cache, spec_of_codes, spec_of_varlen, view};
-use rapt_core::{Arch, CodesForm, DType, Device, Format, Granularity, Kernel, Options, Plan, Qkv, Spec, View};
-use rapt_cuda::{Algorithm, Codes, CudaLaunch, KernelVariant, Loads, Sequences, select, variants};
+use rapt_core::{
+    Arch, CodesForm, DType, Device, Format, Granularity, Kernel, Options, Plan, Qkv, ScaleLayout, Spec, View, swizzle,
+};
+use rapt_cuda::{Algorithm, Codes, CudaLaunch, KernelVariant, Loads, Sequences, TileCodes, select, variants};
 
 fn variant(plan: &Plan) -> KernelVariant {
     *plan.launch_plan::<CudaLaunch>().unwrap().variant().unwrap()
@@ -124,6 +126,63 @@ fn many_queries_of_a_cache_of_codes_take_the_kernel_of_each_sequence_alone() {
                     let attending: Vec<_> = all.iter().filter(|of| of.algorithm != Algorithm::Append).collect();
                     assert_eq!(attending, [&alone], "{arch:?} {format} {head_dim} {page_size} {q_len} {kv_len}");
                 }
+            }
+        }
+    }
+}
+
+#[test]
+fn swizzled_scales_take_the_kernel_of_scales_in_rows() {
+    let of = |dtype, [q_len, head_dim]: [usize; 2], format: Format, scale_layout, step: isize, address| {
+        let (device, extent, len) = (Device::Cuda(0), rapt_core::Extent::Declared, 900);
+        let groups = head_dim / format.own_block_size().unwrap();
+        let shape = match scale_layout {
+            ScaleLayout::Plain => vec![1, 4, len, groups],
+            ScaleLayout::Swizzle32x4x4 => vec![1, 4, swizzle::padded_numel(len, groups).unwrap()],
+        };
+        let shape = rapt_core::Shape::new(&shape).unwrap();
+        let strides: Vec<isize> = shape.contiguous().unwrap().iter().map(|stride| stride * step).collect();
+        let (at, strides) = (std::ptr::without_provenance(address), rapt_core::Strides::new(&strides).unwrap());
+        // SAFETY: nobody reads it.
+        let descale =
+            unsafe { View::from_raw_parts("descale", at, format.scale_dtype(), shape, strides, device, extent) };
+        let mut form = CodesForm { scale_layout, ..CodesForm::new(format, &descale.unwrap()) };
+        form.has_global_scale = format.has_global_scale();
+        let q = view("q", dtype, &[1, 4, q_len, head_dim]);
+        let k = view("k", format.code_dtype(), &[1, 4, len, head_dim / format.codes_per_byte()]);
+        let codes = Qkv { q: None, k: Some(form), v: Some(form) };
+        let spec = Spec::builder(&q, &k, &k, &Options::default()).codes(codes).build().unwrap();
+        variant(&select(&spec, &caps(Arch::Sm90a)).unwrap())
+    };
+    let of_codes = |codes: Codes, to: ScaleLayout| match codes {
+        Codes::Tiles { k, v } => {
+            let lying = |of| TileCodes { scale_layout: to, ..of };
+            Codes::Tiles { k: lying(k), v: lying(v) }
+        }
+        other => other,
+    };
+    for format in [Format::Mxfp8, Format::Mxfp4, Format::Nvfp4] {
+        for (dtype, q_len, head_dim) in [
+            (DType::BF16, 1, 128),
+            (DType::BF16, 100, 128),
+            (DType::F32, 100, 64),
+            (DType::F16, 3, 96),
+            (DType::BF16, 9, 320),
+        ] {
+            let sizes = [q_len, head_dim];
+            let plain = of(dtype, sizes, format, ScaleLayout::Plain, 1, 1 << 20);
+            let swizzled = of(dtype, sizes, format, ScaleLayout::Swizzle32x4x4, 1, 1 << 20);
+            let mut expected = plain;
+            expected.codes = of_codes(plain.codes, ScaleLayout::Swizzle32x4x4);
+            // By fours where a row has as many, side by side.
+            assert_eq!(swizzled, expected, "{format} {dtype} {sizes:?}");
+            for (step, address) in [(2, 1 << 20), (1, (1 << 20) + 2)] {
+                let moved = of(dtype, sizes, format, ScaleLayout::Swizzle32x4x4, step, address);
+                let groups = head_dim / format.own_block_size().unwrap();
+                if groups.is_multiple_of(4) {
+                    expected.loads = Loads::ByElement;
+                }
+                assert_eq!(moved, expected, "{format} {dtype} {sizes:?} {step} {address}");
             }
         }
     }

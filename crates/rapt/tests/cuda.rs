@@ -82,7 +82,7 @@ fn threads_of_the_host_touch_no_memory_of_a_gpu() {
 }
 
 #[test]
-fn swizzled_scales_are_refused_on_a_gpu_by_name() {
+fn swizzled_scales_are_served_on_a_gpu_and_refused_where_sequences_have_lengths_of_their_own() {
     let caps = rapt_cuda::Caps {
         arch: rapt::Arch::Sm90a,
         multiprocessors: 132,
@@ -97,17 +97,27 @@ fn swizzled_scales_are_refused_on_a_gpu_by_name() {
         unsafe { View::from_raw_parts(name, ptr, dtype, shape, strides, Device::Cuda(0), Extent::Declared) }.unwrap()
     };
     let (q, k) = (view("q", DType::BF16, &[1, 2, 8, 64]), view("k", DType::F8E4M3FN, &[1, 2, 8, 64]));
+    let lengths = view("cache_seqlens", DType::I32, &[1]);
     for (scale_layout, scales) in [(ScaleLayout::Plain, &[1, 2, 8, 2][..]), (ScaleLayout::Swizzle32x4x4, &[1, 2, 512])]
     {
         let scales = view("k_descale", DType::F8E8M0FNU, scales);
         let codes = Codes { scale_layout, ..Codes::new(Format::Mxfp8, scales) };
         let codes = Qkv { q: None, k: Some(&codes), v: None };
-        let spec = Spec::builder(&q, &k, &q, &Options::default()).codes(codes).build().unwrap();
-        match (scale_layout, rapt_cuda::select(&spec, &caps)) {
+        let options = Options::default();
+        let mut builder = Spec::builder(&q, &k, &q, &options);
+        let plan = rapt_cuda::select(&builder.codes(codes).build().unwrap(), &caps).unwrap();
+        let says = plan.explain().to_string();
+        assert_eq!(
+            says.contains("a scale for each block of 32, swizzled"),
+            scale_layout != ScaleLayout::Plain,
+            "{says}"
+        );
+        let ragged = builder.lengths(Some(&lengths), 0).build().unwrap();
+        match (scale_layout, rapt_cuda::select(&ragged, &caps)) {
             (ScaleLayout::Plain, plan) => assert!(plan.is_ok()),
             (ScaleLayout::Swizzle32x4x4, Err(Error::Unsupported { what, instead, .. })) => {
-                assert!(what.contains("k with scale_layout=\"swizzle_32_4_4\" on cuda:0"), "{what}");
-                assert!(instead.contains("scale_layout=\"plain\", or dequantize"), "{instead}");
+                assert!(what.contains("k with scale_layout=\"swizzle_32_4_4\" in sequences"), "{what}");
+                assert!(instead.contains("quantize k with scale_layout=\"plain\""), "{instead}");
             }
             (_, other) => panic!("{other:?}"),
         }

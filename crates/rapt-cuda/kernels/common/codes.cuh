@@ -2,10 +2,12 @@
 //
 //   x[d] = (decode(code[d]) - zero_point[d / chunk]) * descale[d / chunk] * global_scale        each step in float32
 //
-// Codes of 4 bits lie two a byte, the lower half first. Deliberately absent: tiles of them (decode/codes.cuh).
+// Codes of 4 bits lie two a byte, the lower half first. Factors of 8 bits may lie swizzled (common/swizzle.cuh).
+// Deliberately absent: tiles of codes (decode/codes.cuh).
 
 #pragma once
 #include "common/math.cuh"
+#include "common/swizzle.cuh"
 
 // What a code is: `CodeKind` of codes.rs. 0: an element of the storage dtype.
 #define NUMBERS 0
@@ -25,7 +27,8 @@ struct Codes {
     i64 descale_stride[4], zero_point_stride[4];
     float global_scale;
     int kind, chunk, scale_dtype;
-    int in_pages, unused;  // in_pages: what belongs to a key lies in pages, as the key does
+    int in_pages;        // what belongs to a key lies in pages, as the key does
+    int swizzled_tiles;  // in a row of tiles, where factors lie swizzled; else 0
 };
 
 // Whether codes of a kind lie two a byte.
@@ -71,7 +74,8 @@ struct CodedRow {
     __device__ CodedRow(const i64 (&stride)[4], const Codes& codes, int batch, int head, int block, int row_of_block) {
         row = block * stride[0] + head * stride[1] + row_of_block * stride[2];
         const int of = codes.in_pages ? block : batch;
-        descale = of * codes.descale_stride[0] + head * codes.descale_stride[1] + row_of_block * codes.descale_stride[2];
+        const i64 of_row = codes.swizzled_tiles == 0 ? row_of_block : swizzled_row(row_of_block, codes.swizzled_tiles);
+        descale = of * codes.descale_stride[0] + head * codes.descale_stride[1] + of_row * codes.descale_stride[2];
         zero_point = of * codes.zero_point_stride[0] + head * codes.zero_point_stride[1] + row_of_block * codes.zero_point_stride[2];
     }
     // Element d.
@@ -83,7 +87,8 @@ struct CodedRow {
         const int group = d / codes.chunk;
         float x = decode_code(codes.kind, code);
         if (codes.zero_point != nullptr) x -= codes.zero_point[zero_point + group * codes.zero_point_stride[3]];
-        x = product(x, load_scale(codes.descale, codes.scale_dtype, descale + group * codes.descale_stride[3]));
+        const int along = codes.swizzled_tiles == 0 ? group : along_swizzled_row(group);
+        x = product(x, load_scale(codes.descale, codes.scale_dtype, descale + along * codes.descale_stride[3]));
         return product(x, codes.global_scale);
     }
 };

@@ -119,6 +119,19 @@ __device__ inline void load_factors(u8* to, const BytesOfRows& from) {
         else to[r * BYTES + c] = inside ? *place : 0;
     }
 }
+// The same of factors that lie swizzled from `base` on; `rows` from row n0 on count.
+template <int BYTES>
+__device__ inline void load_swizzled_factors(u8* to, const u8* base, const Codes& codes, int n0, int rows) {
+    constexpr int UNIT = VECTOR && BYTES % 4 == 0 ? 4 : 1, UNITS = BYTES / UNIT;
+    for (int at = threadIdx.x % 32; at < TILE * UNITS; at += 32) {
+        const int r = at / UNITS, c = at % UNITS * UNIT;
+        const bool inside = r < rows;
+        const i64 place = swizzled_row(n0 + r, codes.swizzled_tiles) * codes.descale_stride[2] + along_swizzled_row(c) * codes.descale_stride[3];
+        const u8* stored = inside ? base + place : base;
+        if constexpr (UNIT == 4) cp_async_zfill<4>(shared_address(to + r * BYTES + c), stored, inside);
+        else to[r * BYTES + c] = inside ? *stored : 0;
+    }
+}
 
 // Fills a warp's ring, tile after tile, item after item: first the keys of a tile, later its values.
 struct Loader : Walk {
@@ -160,9 +173,11 @@ struct Loader : Walk {
 #endif
         return rows;
     }
-    template <int DTYPE>
-    __device__ BytesOfRows rows_of_factors(const Params& p, const u8* base, const Codes& codes) const {
-        return rows(p, base, codes.descale_stride, DTYPE == F32 ? 4 : 1, 0);
+    // The factors of a tile from key n0 on, which begin at `base`.
+    template <int BYTES, int DTYPE, bool SWIZZLED>
+    __device__ void load_factors_of(u8* to, const Params& p, const u8* base, const Codes& codes) const {
+        if constexpr (SWIZZLED) load_swizzled_factors<BYTES>(to, base, codes, n0, item.sequence.kv_len(p) - n0);
+        else load_factors<BYTES, DTYPE>(to, rows(p, base, codes.descale_stride, DTYPE == F32 ? 4 : 1, 0));
     }
     __device__ void enter_heads(const Params& p) {
         k = (const u8*)p.k + item.kv_head * p.k_stride[1], v = (const u8*)p.v + item.kv_head * p.v_stride[1];
@@ -183,7 +198,7 @@ struct Loader : Walk {
         if (n0 < end) {
             load_codes<Keys>(to.k(), rows(p, k, p.k_stride, 1, is_packed(K_KIND) ? (p.head_dim + 1) / 2 : p.head_dim), copy);
             if constexpr (K_SCALE_BYTES > 0) {
-                load_factors<K_SCALE_BYTES, K_SCALE_DTYPE>(to.k_factors(), rows_of_factors<K_SCALE_DTYPE>(p, k_factors, p.k_codes));
+                load_factors_of<K_SCALE_BYTES, K_SCALE_DTYPE, K_SWIZZLED>(to.k_factors(), p, k_factors, p.k_codes);
             }
         }
         cp_async_commit();
@@ -192,7 +207,7 @@ struct Loader : Walk {
         if (n0 < end) {
             load_codes<Values>(to.v(), rows(p, v, p.v_stride, 1, is_packed(V_KIND) ? (p.head_dim_v + 1) / 2 : p.head_dim_v), copy);
             if constexpr (V_SCALE_BYTES > 0) {
-                load_factors<V_SCALE_BYTES, V_SCALE_DTYPE>(to.v_factors(), rows_of_factors<V_SCALE_DTYPE>(p, v_factors, p.v_codes));
+                load_factors_of<V_SCALE_BYTES, V_SCALE_DTYPE, V_SWIZZLED>(to.v_factors(), p, v_factors, p.v_codes);
             }
         }
         cp_async_commit();

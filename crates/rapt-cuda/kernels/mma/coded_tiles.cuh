@@ -28,10 +28,10 @@
 
 constexpr int KEYS = BLOCK_N, LOADERS = 128;
 
-template <int KIND_, int SCALES_, int BLOCK_, int DTYPE_, int DIM_, bool HALF_, bool IS_V_>
+template <int KIND_, int SCALES_, int BLOCK_, int DTYPE_, bool SWIZZLED_, int DIM_, bool HALF_, bool IS_V_>
 struct CodedOperand {
     static constexpr int KIND = KIND_, SCALES = SCALES_, BLOCK_SIZE = BLOCK_, DTYPE = DTYPE_, DIM = DIM_;
-    static constexpr bool HALF = HALF_, IS_V = IS_V_, PACKED = is_packed(KIND);
+    static constexpr bool SWIZZLED = SWIZZLED_, HALF = HALF_, IS_V = IS_V_, PACKED = is_packed(KIND);
     static constexpr int TERMS = (SCALES == CHANNEL && !IS_V) || (SCALES == BLOCK && DTYPE == F32) ? 2 : 1;
     static constexpr int ROW = PACKED ? DIM / 2 : DIM, PITCH = (ROW + 15) / 16 * 16;  // bytes
     static constexpr int FACTOR_BYTES = scale_bytes(SCALES, DIM, BLOCK_SIZE, DTYPE);
@@ -39,8 +39,8 @@ struct CodedOperand {
     static constexpr int FACTOR_SIZE = SCALES == BLOCK && DTYPE != F32 ? 1 : 4;
 };
 constexpr bool V_POWERS = V_SCALES == BLOCK && V_SCALE_DTYPE == SCALE_E8M0, V_FLOATS = V_SCALES == BLOCK && V_SCALE_DTYPE == F32;
-using CodedKeys = CodedOperand<K_KIND, K_SCALES, K_BLOCK, K_SCALE_DTYPE, D, STORAGE == F16, false>;
-using CodedValues = CodedOperand<V_KIND, V_SCALES, V_BLOCK, V_SCALE_DTYPE, DV, !V_POWERS && !V_FLOATS, true>;
+using CodedKeys = CodedOperand<K_KIND, K_SCALES, K_BLOCK, K_SCALE_DTYPE, K_SWIZZLED, D, STORAGE == F16, false>;
+using CodedValues = CodedOperand<V_KIND, V_SCALES, V_BLOCK, V_SCALE_DTYPE, V_SWIZZLED, DV, !V_POWERS && !V_FLOATS, true>;
 constexpr int K_TERMS = CodedKeys::TERMS, V_TERMS = CodedValues::TERMS;
 constexpr bool V_HALF = CodedValues::HALF;
 
@@ -327,9 +327,10 @@ struct CodedTiles {
                 const int r = at / FACTORS, c = at % FACTORS * (STEP / SIZE);
                 const KeyPlace from = place(n0, r);
                 const bool inside = r < rows && from.exists(p);
-                i64 row = from.row * codes.descale_stride[2];
+                i64 row = (Of::SWIZZLED ? swizzled_row(from.row, codes.swizzled_tiles) : from.row) * codes.descale_stride[2];
                 if (PAGED && codes.in_pages) row += from.block * codes.descale_stride[0];
-                const u8* const stored = base + (row + (FACTORS == 1 ? 0 : c * codes.descale_stride[3])) * SIZE;
+                const i64 along = Of::SWIZZLED ? along_swizzled_row(c) : c;
+                const u8* const stored = base + (row + (FACTORS == 1 ? 0 : along * codes.descale_stride[3])) * SIZE;
                 u8* const factor = to.factors + r * Of::FACTOR_BYTES + c * SIZE;
                 if constexpr (BY_4) cp_async_zfill<4>(shared_address(factor), inside ? stored : base, inside);
                 else *factor = inside ? *stored : 0;

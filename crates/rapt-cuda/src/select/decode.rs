@@ -3,7 +3,7 @@
 //! Few queries: at most 16 per head and 64 rows per head of K and V. The length of a chunk follows kv_len alone. Whether blocks take
 //! whole rows or chunks depends on the device too, and changes no bit (the kernels fold chunks in one order).
 
-use rapt_core::{CodesSpec, DType, PagesSpec, Spec, TensorSpec};
+use rapt_core::{CodesSpec, DType, PagesSpec, ScaleLayout, Spec, TensorSpec};
 
 use super::{Caps, tensor_cores};
 use crate::access::{as_it_lies, strides};
@@ -78,9 +78,11 @@ pub(super) fn is_wide(tensor: &TensorSpec<4>, codes: &CodesSpec, pages: Option<&
     let (step, descale) = (strides(&as_it_lies(tensor, pages)), strides(&as_it_lies(&codes.descale, pages)));
     let bytes = tensor.shape[3] / codes.format.codes_per_byte();
     let in_units = |strides: &[i64], unit: i64| strides.iter().all(|stride| stride % unit == 0);
+    // Where they lie swizzled each four of a row stand side by side, and as many rows beside them.
+    let steps = if codes.scale_layout == ScaleLayout::Plain { &descale[..3] } else { &descale[..2] };
     let factors = codes.descale.dtype == DType::F32
         || !codes.descale.shape[3].is_multiple_of(4)
-        || (descale[3] == 1 && in_units(&descale[..3], 4) && codes.descale.alignment.bytes() >= 4);
+        || (descale[3] == 1 && in_units(steps, 4) && codes.descale.alignment.bytes() >= 4);
     factors
         && bytes.is_multiple_of(16)
         && tensor.shape[3].is_multiple_of(16)

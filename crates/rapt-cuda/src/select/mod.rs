@@ -253,14 +253,16 @@ fn refuse_int8(spec: &Spec) -> Result<()> {
     ))
 }
 
-/// Scales are read row by row here.
+/// Scales that lie swizzled are those of whole tensors: no part of them begins where a sequence does.
 fn refuse_swizzled(spec: &Spec) -> Result<()> {
     let swizzled = spec.quantized().find(|(.., codes)| codes.scale_layout != ScaleLayout::Plain);
-    let Some((tensor, _, codes)) = swizzled else { return Ok(()) };
+    let (Some((tensor, _, codes)), false) = (swizzled, spec.lengths.is_none() && spec.varlen.is_none()) else {
+        return Ok(());
+    };
     Err(Error::unsupported(
-        format!("{tensor} with scale_layout=\"{}\" on {}", codes.scale_layout.name(), spec.device),
-        "its kernels read the scales of codes row by row",
-        format!("quantize {tensor} with scale_layout=\"plain\", or dequantize it"),
+        format!("{tensor} with scale_layout=\"{}\" in sequences of lengths of their own", codes.scale_layout.name()),
+        "there the scales of a key lie where the key does",
+        format!("quantize {tensor} with scale_layout=\"plain\""),
     ))
 }
 
@@ -290,7 +292,7 @@ pub(crate) fn plan_of(spec: &Spec, caps: &Caps, launch_plan: CudaLaunch) -> Plan
 ///
 /// # Errors
 /// [`Error::DeviceUnavailable`] for anything but CUDA memory; [`Error::Unsupported`] for lengths beyond 2^29, for any
-/// [`Compute`] but the exact one, and for any [`ScaleLayout`] but the plain one.
+/// [`Compute`] but the exact one, and, in sequences of lengths of their own, for any [`ScaleLayout`] but the plain one.
 pub fn select(spec: &Spec, caps: &Caps) -> Result<Plan> {
     Ok(plan_of(spec, caps, launch_plan(spec, caps)?))
 }

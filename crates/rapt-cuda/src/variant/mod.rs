@@ -9,9 +9,9 @@ mod shared;
 
 use std::fmt;
 
-use rapt_core::{Arch, DType, Kernel};
+use rapt_core::{Arch, DType, Kernel, ScaleLayout};
 
-use crate::codes::Codes;
+use crate::codes::{Codes, TileCodes};
 use crate::params::LaunchParams;
 use crate::source;
 
@@ -289,7 +289,12 @@ impl fmt::Display for KernelVariant {
         match self.codes {
             Codes::None => {}
             Codes::Any => f.write_str(" codes")?,
-            Codes::Tiles { k, v } => write!(f, " {:?} {:?} {:?} {:?}", k.kind, k.scales, v.kind, v.scales)?,
+            Codes::Tiles { k, v } => {
+                for TileCodes { kind, scales, scale_layout } in [k, v] {
+                    let lying = if scale_layout == ScaleLayout::Plain { "" } else { " swizzled" };
+                    write!(f, " {kind:?} {scales:?}{lying}")?;
+                }
+            }
         }
         match self.sequences {
             Sequences::Even => {}

@@ -1,6 +1,6 @@
 //! What the compiler is asked for: options, and the macros that a kernel's source is compiled with.
 
-use rapt_core::DType;
+use rapt_core::{DType, ScaleLayout};
 
 use super::shared::HOPPER_F32_STAGES;
 use super::{Algorithm, KernelVariant, Loads, Sequences, generic_columns};
@@ -30,6 +30,9 @@ impl Options {
         self.define(&format!("{operand}_SCALES"), scales);
         self.define(&format!("{operand}_BLOCK"), block);
         self.define(&format!("{operand}_SCALE_DTYPE"), u32::from(dtype.code()));
+        if codes.scale_layout == ScaleLayout::Swizzle32x4x4 {
+            self.define(&format!("{operand}_SWIZZLED"), 1);
+        }
     }
 }
 

@@ -3,7 +3,8 @@
 #![allow(dead_code, reason = "each test file uses a part")]
 
 use rapt_core::{
-    Arch, CodesForm, DType, Device, Extent, Format, Granularity, Options, Qkv, Shape, Spec, TensorLayout, View,
+    Arch, CodesForm, DType, Device, Extent, Format, Granularity, Options, Qkv, ScaleLayout, Shape, Spec, TensorLayout,
+    View, swizzle,
 };
 use rapt_cuda::Caps;
 
@@ -98,6 +99,21 @@ pub(crate) fn spec_of_codes(
     let form = form_of(format, shape);
     let codes_of = Qkv { q: None, k: Some(form), v: Some(form) };
     Spec::builder(&q, &codes("k"), &codes("v"), options).codes(codes_of).build().unwrap()
+}
+
+/// The same over codes whose factors lie swizzled.
+pub(crate) fn spec_of_swizzled(
+    dtype: DType,
+    [heads, q_len, kv_len, head_dim]: [usize; 4],
+    format: Format,
+    options: &Options,
+) -> Spec {
+    let q = view("q", dtype, &[1, heads, q_len, head_dim]);
+    let k = view("k", format.code_dtype(), &[1, heads, kv_len, head_dim / format.codes_per_byte()]);
+    let matrix = swizzle::padded_numel(kv_len, head_dim / format.own_block_size().unwrap()).unwrap();
+    let scale_layout = ScaleLayout::Swizzle32x4x4;
+    let form = CodesForm { scale_layout, ..form_of(format, &[1, heads, matrix]) };
+    Spec::builder(&q, &k, &k, options).codes(Qkv { q: None, k: Some(form), v: Some(form) }).build().unwrap()
 }
 
 /// `total_q` queries over `total_kv` keys of sequences that lie one after another; `codes`: what keys and values are.

@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "common/mask_bits.cuh"
+#include "common/swizzle.cuh"
 #include "common/tile.cuh"
 #include "decode/codes.cuh"
 #include "mma/numbers.cuh"
@@ -94,6 +95,12 @@ void seen() {
                 }
         std::putchar('\n');
     }
+}
+// tiles in a row of them, row, column, place of a factor that lies swizzled
+void swizzled() {
+    for (u32 tiles : {1, 2, 5})
+        for (u32 r = 0; r < 300; r++)
+            for (u32 c = 0; c < 4 * tiles; c++) print({tiles, r, c, swizzled_row(r, tiles) + along_swizzled_row(c)});
 }
 // row, column, byte of an element of q or k in its tile
 void tile() {
@@ -257,7 +264,7 @@ int main(int count, char** arguments) {
         void (*print)();
     } maps[] = {{"accumulator", accumulator}, {"operand", operand}, {"box", box},       {"stmatrix", stmatrix}, {"out", out},
                 {"bits", bits},               {"before", before},   {"biases", biases}, {"seen", seen},         {"tile", tile},
-                {"multiply", multiply},       {"load", load},     {"codes", codes}, {"numbers", numbers}};
+                {"multiply", multiply},       {"load", load},     {"codes", codes}, {"numbers", numbers}, {"swizzled", swizzled}};
     for (const auto& map : maps) {
         if (count == 2 && std::strcmp(map.name, arguments[1]) == 0) return map.print(), 0;
     }
