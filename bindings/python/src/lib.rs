@@ -134,98 +134,105 @@ fn scaled_dot_product_attention<'py>(
     api::sdpa::public(py, given, dropout_p, is_causal, scale, enable_gqa)
 }
 
-/// Sequences that lie one after another; see `rapt.varlen_attention`.
-#[pyfunction]
-#[pyo3(signature = (q, k, v, cu_seqlens_q, cu_seqlens_kv, *, causal = None, window = None, softcap = None, scale = None, sinks = None, alibi_slopes = None, q_descale = None, k_descale = None, v_descale = None, q_zero_point = None, k_zero_point = None, v_zero_point = None, compute = None, out = None, out_dtype = None, return_lse = None))]
-#[allow(clippy::too_many_arguments, reason = "the public signature")]
-fn varlen_attention<'py>(
-    py: Python<'py>,
-    q: Any<'_, 'py>,
-    k: Any<'_, 'py>,
-    v: Any<'_, 'py>,
-    cu_seqlens_q: Any<'_, 'py>,
-    cu_seqlens_kv: Any<'_, 'py>,
-    causal: Maybe<'_, 'py>,
-    window: Maybe<'_, 'py>,
-    softcap: Maybe<'_, 'py>,
-    scale: Maybe<'_, 'py>,
-    sinks: Maybe<'_, 'py>,
-    alibi_slopes: Maybe<'_, 'py>,
-    q_descale: Maybe<'_, 'py>,
-    k_descale: Maybe<'_, 'py>,
-    v_descale: Maybe<'_, 'py>,
-    q_zero_point: Maybe<'_, 'py>,
-    k_zero_point: Maybe<'_, 'py>,
-    v_zero_point: Maybe<'_, 'py>,
-    compute: Maybe<'_, 'py>,
-    out: Maybe<'_, 'py>,
-    out_dtype: Maybe<'_, 'py>,
-    return_lse: Maybe<'_, 'py>,
-) -> PyResult<Bound<'py, PyAny>> {
-    let q = api::varlen::Packed { tensor: q, descale: q_descale, zero_point: q_zero_point };
-    let k = api::varlen::Packed { tensor: k, descale: k_descale, zero_point: k_zero_point };
-    let v = api::varlen::Packed { tensor: v, descale: v_descale, zero_point: v_zero_point };
-    let common = api::ragged::Common {
-        causal,
-        window,
-        softcap,
-        scale,
-        sinks,
-        alibi_slopes,
-        compute,
-        out,
-        out_dtype,
-        return_lse,
-    };
-    let request = api::varlen::Varlen { q, k, v, cu_seqlens_q, cu_seqlens_kv, common };
-    api::varlen::varlen(py, &Home::Default, &request)
-}
+/// The calls for many sequences, for a purpose.
+macro_rules! ragged_functions {
+    ($varlen:ident, $with_kvcache:ident, $purpose:ident) => {
+        #[doc = concat!("Sequences that lie one after another; see `rapt.", stringify!($varlen), "`.")]
+        #[pyfunction]
+        #[pyo3(signature = (q, k, v, cu_seqlens_q, cu_seqlens_kv, *, causal = None, window = None, softcap = None, scale = None, sinks = None, alibi_slopes = None, q_descale = None, k_descale = None, v_descale = None, q_zero_point = None, k_zero_point = None, v_zero_point = None, compute = None, out = None, out_dtype = None, return_lse = None))]
+        #[allow(clippy::too_many_arguments, reason = "the public signature")]
+        fn $varlen<'py>(
+            py: Python<'py>,
+            q: Any<'_, 'py>,
+            k: Any<'_, 'py>,
+            v: Any<'_, 'py>,
+            cu_seqlens_q: Any<'_, 'py>,
+            cu_seqlens_kv: Any<'_, 'py>,
+            causal: Maybe<'_, 'py>,
+            window: Maybe<'_, 'py>,
+            softcap: Maybe<'_, 'py>,
+            scale: Maybe<'_, 'py>,
+            sinks: Maybe<'_, 'py>,
+            alibi_slopes: Maybe<'_, 'py>,
+            q_descale: Maybe<'_, 'py>,
+            k_descale: Maybe<'_, 'py>,
+            v_descale: Maybe<'_, 'py>,
+            q_zero_point: Maybe<'_, 'py>,
+            k_zero_point: Maybe<'_, 'py>,
+            v_zero_point: Maybe<'_, 'py>,
+            compute: Maybe<'_, 'py>,
+            out: Maybe<'_, 'py>,
+            out_dtype: Maybe<'_, 'py>,
+            return_lse: Maybe<'_, 'py>,
+        ) -> PyResult<Bound<'py, PyAny>> {
+            let q = api::varlen::Packed { tensor: q, descale: q_descale, zero_point: q_zero_point };
+            let k = api::varlen::Packed { tensor: k, descale: k_descale, zero_point: k_zero_point };
+            let v = api::varlen::Packed { tensor: v, descale: v_descale, zero_point: v_zero_point };
+            let common = api::ragged::Common {
+                causal,
+                window,
+                softcap,
+                scale,
+                sinks,
+                alibi_slopes,
+                compute,
+                out,
+                out_dtype,
+                return_lse,
+            };
+            let request = api::varlen::Varlen { q, k, v, cu_seqlens_q, cu_seqlens_kv, common };
+            api::varlen::varlen(py, &Home::Default, &request, api::ragged::Purpose::$purpose)
+        }
 
-/// Attention to a cache, and new keys into it; see `rapt.attention_with_kvcache`.
-#[pyfunction]
-#[pyo3(signature = (q, k_cache, v_cache, k = None, v = None, *, cache_seqlens = None, page_table = None, causal = None, window = None, softcap = None, scale = None, sinks = None, alibi_slopes = None, k_descale = None, v_descale = None, k_zero_point = None, v_zero_point = None, compute = None, out = None, out_dtype = None, return_lse = None))]
-#[allow(clippy::too_many_arguments, reason = "the public signature")]
-fn attention_with_kvcache<'py>(
-    py: Python<'py>,
-    q: Any<'_, 'py>,
-    k_cache: Any<'_, 'py>,
-    v_cache: Any<'_, 'py>,
-    k: Maybe<'_, 'py>,
-    v: Maybe<'_, 'py>,
-    cache_seqlens: Maybe<'_, 'py>,
-    page_table: Maybe<'_, 'py>,
-    causal: Maybe<'_, 'py>,
-    window: Maybe<'_, 'py>,
-    softcap: Maybe<'_, 'py>,
-    scale: Maybe<'_, 'py>,
-    sinks: Maybe<'_, 'py>,
-    alibi_slopes: Maybe<'_, 'py>,
-    k_descale: Maybe<'_, 'py>,
-    v_descale: Maybe<'_, 'py>,
-    k_zero_point: Maybe<'_, 'py>,
-    v_zero_point: Maybe<'_, 'py>,
-    compute: Maybe<'_, 'py>,
-    out: Maybe<'_, 'py>,
-    out_dtype: Maybe<'_, 'py>,
-    return_lse: Maybe<'_, 'py>,
-) -> PyResult<Bound<'py, PyAny>> {
-    let common = api::ragged::Common {
-        causal,
-        window,
-        softcap,
-        scale,
-        sinks,
-        alibi_slopes,
-        compute,
-        out,
-        out_dtype,
-        return_lse,
+        #[doc = concat!("Attention to a cache, and new keys into it; see `rapt.", stringify!($with_kvcache), "`.")]
+        #[pyfunction]
+        #[pyo3(signature = (q, k_cache, v_cache, k = None, v = None, *, cache_seqlens = None, page_table = None, causal = None, window = None, softcap = None, scale = None, sinks = None, alibi_slopes = None, k_descale = None, v_descale = None, k_zero_point = None, v_zero_point = None, compute = None, out = None, out_dtype = None, return_lse = None))]
+        #[allow(clippy::too_many_arguments, reason = "the public signature")]
+        fn $with_kvcache<'py>(
+            py: Python<'py>,
+            q: Any<'_, 'py>,
+            k_cache: Any<'_, 'py>,
+            v_cache: Any<'_, 'py>,
+            k: Maybe<'_, 'py>,
+            v: Maybe<'_, 'py>,
+            cache_seqlens: Maybe<'_, 'py>,
+            page_table: Maybe<'_, 'py>,
+            causal: Maybe<'_, 'py>,
+            window: Maybe<'_, 'py>,
+            softcap: Maybe<'_, 'py>,
+            scale: Maybe<'_, 'py>,
+            sinks: Maybe<'_, 'py>,
+            alibi_slopes: Maybe<'_, 'py>,
+            k_descale: Maybe<'_, 'py>,
+            v_descale: Maybe<'_, 'py>,
+            k_zero_point: Maybe<'_, 'py>,
+            v_zero_point: Maybe<'_, 'py>,
+            compute: Maybe<'_, 'py>,
+            out: Maybe<'_, 'py>,
+            out_dtype: Maybe<'_, 'py>,
+            return_lse: Maybe<'_, 'py>,
+        ) -> PyResult<Bound<'py, PyAny>> {
+            let common = api::ragged::Common {
+                causal,
+                window,
+                softcap,
+                scale,
+                sinks,
+                alibi_slopes,
+                compute,
+                out,
+                out_dtype,
+                return_lse,
+            };
+            let k_part = api::ragged::CachePart { cache: k_cache, new: k, descale: k_descale, zero_point: k_zero_point };
+            let v_part = api::ragged::CachePart { cache: v_cache, new: v, descale: v_descale, zero_point: v_zero_point };
+            let request = api::ragged::Cached { q, k: k_part, v: v_part, cache_seqlens, page_table, common };
+            api::ragged::with_kvcache(py, &Home::Default, &request, api::ragged::Purpose::$purpose)
+        }
     };
-    let k_part = api::ragged::CachePart { cache: k_cache, new: k, descale: k_descale, zero_point: k_zero_point };
-    let v_part = api::ragged::CachePart { cache: v_cache, new: v, descale: v_descale, zero_point: v_zero_point };
-    let request = api::ragged::Cached { q, k: k_part, v: v_part, cache_seqlens, page_table, common };
-    api::ragged::with_kvcache(py, &Home::Default, &request)
 }
+ragged_functions!(varlen_attention, attention_with_kvcache, Run);
+ragged_functions!(explain_varlen, explain_with_kvcache, Explain);
 
 /// Whether attention runs on this kind of device here.
 #[pyfunction]
@@ -286,11 +293,14 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     module.add_class::<api::context::Context>()?;
     module.add_class::<api::plan::PyPlan>()?;
+    module.add_class::<api::plan::PyRaggedPlan>()?;
     module.add_class::<api::kv_cache::PyKvCache>()?;
     module.add_function(wrap_pyfunction!(attention, module)?)?;
     module.add_function(wrap_pyfunction!(explain, module)?)?;
     module.add_function(wrap_pyfunction!(varlen_attention, module)?)?;
     module.add_function(wrap_pyfunction!(attention_with_kvcache, module)?)?;
+    module.add_function(wrap_pyfunction!(explain_varlen, module)?)?;
+    module.add_function(wrap_pyfunction!(explain_with_kvcache, module)?)?;
     module.add_function(wrap_pyfunction!(run_into, module)?)?;
     module.add_function(wrap_pyfunction!(options_schema, module)?)?;
     module.add_function(wrap_pyfunction!(scaled_dot_product_attention, module)?)?;

@@ -178,6 +178,9 @@ def test_refusals_change_nothing(rng):
     cache.free(other)
     q = normal(Numpy(), rng, 1, 1, HEADS, DIM)
     expected = cache.attention(q, [sequence])
+    assert cache.attention(q, [sequence], compute="exact").tobytes() == expected.tobytes()
+    plan = cache.explain(q, [sequence])
+    assert (plan.sequences, plan.kernels) == (1, ["decode"]) and "k codes" in str(plan)
     nan = k.copy()
     nan[1, 0, 3] = np.nan
     for call, error, says in [
@@ -191,6 +194,9 @@ def test_refusals_change_nothing(rng):
         (lambda: cache.attention(q, [sequence, sequence]), rapt.ShapeError, "ids has sequences 2"),
         (lambda: cache.attention(q, sequence), rapt.OptionError, "ids"),
         (lambda: cache.attention(q, [sequence], causal="top_left"), rapt.OptionError, "last key"),
+        (lambda: cache.attention(q, [sequence], compute="int8"), rapt.UnsupportedError, "a cache that grows.*Mend: .*attention_with_kvcache"),
+        (lambda: cache.attention(q, [sequence], compute="fp8"), rapt.UnsupportedError, "fp8"),
+        (lambda: cache.attention(q, [sequence], compute="int4"), rapt.OptionError, "compute"),
         (lambda: cache.fork(True), rapt.OptionError, "id"),
         (lambda: rapt.KVCache(0, 4, KV_HEADS, DIM), rapt.OptionError, "num_pages"),
         (lambda: rapt.KVCache(4, 4, KV_HEADS, DIM, dtype="int8"), rapt.UnsupportedDtypeError, "int8"),

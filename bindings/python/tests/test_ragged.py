@@ -123,6 +123,36 @@ def test_a_ragged_batch_lies_within_the_tolerance_of_the_reference(rng):
         assert_close(out[rows].transpose(1, 0, 2)[None], expected, "float32", [peer])
 
 
+def test_what_would_run_is_said_of_each_sequence(lib, rng):
+    q, k, v = packed(lib, rng, Q_LENS, KV_LENS)
+    of_q, of_kv = offsets(Q_LENS), offsets(KV_LENS)
+    plan = rapt.explain_varlen(q, k, v, lib.of(of_q), lib.of(of_kv), causal="bottom_right")
+    served = {n: part.kernel for sequences, part in plan.parts for n in sequences}
+    assert plan.sequences == len(served) == len(Q_LENS) and sorted(plan.kernels) == sorted(set(served.values()))
+    for n in range(len(Q_LENS)):
+        rows, keys = slice(of_q[n], of_q[n + 1]), slice(of_kv[n], of_kv[n + 1])
+        alone = rapt.explain(q[rows], k[keys], v[keys], layout="bshd", causal="bottom_right")
+        assert served[n] == alone.kernel, f"sequence {n}"
+    assert str(plan).startswith(f"sequences        {len(Q_LENS)}\n") and all(part.parts == [] for _, part in plan.parts)
+    assert repr(plan) == f"<rapt.RaggedPlan of {len(Q_LENS)} sequences by {', '.join(plan.kernels)}>"
+    of_q[1] = -1
+    with pytest.raises(rapt.RaptError, match="cu_seqlens_q"):
+        rapt.explain_varlen(q, k, v, lib.of(of_q), lib.of(of_kv))
+
+
+def test_what_would_run_over_a_cache_is_said_and_nothing_is_written(lib, rng):
+    cache = Cache(lib, rng, [5, 50, 0], 16)
+    q, (k, v) = cache.normal((3, 1, HEADS, DIM)), (cache.normal((3, 2, KV_HEADS, dim)) for dim in (DIM, DIM_V))
+    paged = {"cache_seqlens": lib.of(cache.lengths), "page_table": lib.of(cache.table)}
+    before = lib.cat([cache.k]), lib.cat([cache.v])
+    plan = rapt.explain_with_kvcache(q, cache.k, cache.v, k, v, **paged)
+    assert (plan.sequences, plan.kernels) == (3, ["decode"])
+    assert sorted(n for sequences, _ in plan.parts for n in sequences) == [0, 1, 2]
+    assert lib.equal(cache.k, before[0]) and lib.equal(cache.v, before[1])
+    with pytest.raises(rapt.RaptError, match="top_left"):
+        rapt.explain_with_kvcache(q, cache.k, cache.v, causal="top_left", **paged)
+
+
 def test_an_output_of_any_strides_is_written_and_nothing_beside_it(rng):
     q, k, v = packed(Numpy(), rng, [2, 3], [4, 5])
     wide = np.full((5, HEADS, 2 * DIM_V + 1), 7, np.float32)
@@ -408,6 +438,9 @@ def test_a_context_gives_the_same_bits_on_its_threads(rng):
         assert cached.tobytes() == cache.call(q).tobytes()
         ends = offsets([2, 3]), offsets([400, 5])
         assert context.varlen_attention(*ragged, *ends).tobytes() == rapt.varlen_attention(*ragged, *ends).tobytes()
+        assert context.explain_varlen(*ragged, *ends).kernels == rapt.explain_varlen(*ragged, *ends).kernels
+        paged = {"cache_seqlens": cache.lengths, "page_table": cache.table}
+        assert context.explain_with_kvcache(q, cache.k, cache.v, **paged).sequences == 2
 
 
 def test_nothing_is_kept_of_a_call(rng):

@@ -264,6 +264,18 @@ def test_a_graph_follows_offsets_that_change():
             assert torch.equal(bits(got_lse[:, rows]), bits(want_lse)), lengths
 
 
+def test_the_plan_says_what_each_launch_is_for():
+    of = Sequences(MIXED, ("int8", "token"), ("int8", "token"))
+    given = of.q.arguments("q") | of.k.arguments("k") | of.v.arguments("v")
+    plan = rapt.explain_varlen(**given, cu_seqlens_q=of.cu_q, cu_seqlens_kv=of.cu_kv)
+    [(sequences, of_all)] = plan.parts
+    assert sequences == list(range(len(MIXED[0]))) and plan.kernels == ["decode", "forward"]
+    serves = [part["serves"] for part in of_all.parts]
+    assert [part["kernel"] for part in of_all.parts] == [None, "decode", "decode", "forward"]
+    assert " 8 rows" in serves[1] and "9 to 64 rows" in serves[2] and "more queries" in serves[3]
+    assert all(text in str(plan) for text in serves)
+
+
 def test_what_is_refused():
     by_token = ("int8", "token")
     of = Sequences(([5, 20], [5, 20]), by_token, by_token)

@@ -3,7 +3,7 @@
 use std::fmt;
 
 use crate::thousands::thousands;
-use crate::{Certificate, Compute, INT8_BLOCK, Launch, MaskClass, PRounding, Plan, Spec};
+use crate::{Certificate, Compute, INT8_BLOCK, Launch, MaskClass, PRounding, Plan, PlanPart, Spec};
 
 impl Plan {
     /// The plan in words and numbers.
@@ -53,6 +53,9 @@ impl<'a> Explanation<'a> {
         if !why_not_faster.is_empty() {
             rows.push(("why not faster", why_not_faster));
         }
+        rows.extend(self.plan.parts().into_iter().map(|PlanPart { variant, serves, launch, .. }| {
+            ("part", format!("{variant}: {serves}; {} blocks of {} threads", launch.blocks, launch.block_threads))
+        }));
         rows
     }
 

@@ -47,7 +47,9 @@ pub use measured::MatrixErrors;
 pub use offload::Offload;
 pub use operands::{Operands, Tensors, prove_disjoint, prove_injective, split};
 pub use options::{Causal, Compute, Finite, INT8_BLOCK, Options, TensorLayout, Window};
-pub use plan::{Arch, Caps, Compiled, Cost, Kernel, KernelKey, Launch, LaunchPlan, MaskClass, PRounding, Plan, Work};
+pub use plan::{
+    Arch, Caps, Compiled, Cost, Kernel, KernelKey, Launch, LaunchPlan, MaskClass, PRounding, Plan, PlanPart, Work,
+};
 pub use queue::{DeviceMemory, Executor, Queue, SerialExecutor, Workspace};
 pub use shape::{Dims, MAX_RANK, Shape, Strides};
 pub use spec::{

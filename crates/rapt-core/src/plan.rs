@@ -232,6 +232,19 @@ pub struct Compiled {
     pub source: String,
 }
 
+/// One of the launches of a plan over sequences whose lengths the device reads, and what it is for.
+#[derive(Clone, Debug, PartialEq)]
+pub struct PlanPart {
+    /// The algorithm; `None` where nothing is attended to.
+    pub kernel: Option<Kernel>,
+    /// The name of its machine code.
+    pub variant: String,
+    /// Which sequences it serves, or what it does for all of them, in words.
+    pub serves: String,
+    /// How it is launched.
+    pub launch: Launch,
+}
+
 /// How a plan deals the rows of out to items: what a backend's `select` states, and a certificate checks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Work {
@@ -270,6 +283,10 @@ pub trait LaunchPlan: Any + Debug + Send + Sync {
     fn work(&self) -> Option<Work>;
     /// How a GPU kernel is launched; `None` on the host.
     fn launch(&self) -> Option<Launch>;
+    /// Every launch in order, where sequences have lengths that only the device knows; else none.
+    fn parts(&self, _spec: &Spec) -> Vec<PlanPart> {
+        Vec::new()
+    }
     /// Why this kernel, in words.
     fn why(&self, spec: &Spec, key: &KernelKey) -> String;
     /// Why not a faster one, in words; empty if there is none.
@@ -389,6 +406,12 @@ impl Plan {
     #[must_use]
     pub fn launch(&self) -> Option<Launch> {
         self.launch_plan.launch()
+    }
+
+    /// Every launch in order, where sequences have lengths that only the device knows; else none.
+    #[must_use]
+    pub fn parts(&self) -> Vec<PlanPart> {
+        self.launch_plan.parts(&self.spec)
     }
 
     /// Why this kernel, in words.

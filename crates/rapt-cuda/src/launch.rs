@@ -6,8 +6,10 @@
 //! ```
 //! Deliberately absent: any choice, any look-up, any allocation.
 
+mod parts;
+
 use rapt_core::{
-    Compiled, Cost, DType, Device, DeviceMemory, Error, Kernel, KernelKey, Launch, LaunchPlan, Operands,
+    Compiled, Cost, DType, Device, DeviceMemory, Error, Kernel, KernelKey, Launch, LaunchPlan, Operands, PlanPart,
     Result as CoreResult, Spec, Work,
 };
 
@@ -276,6 +278,21 @@ impl CudaLaunch {
         self.variant().map_or(Kernel::Empty, |variant| variant.algorithm.kernel())
     }
 
+    fn launch_of(&self, step: &Step) -> Launch {
+        let Step { variant, blocks, loaded } = *step;
+        Launch {
+            blocks,
+            block_threads: variant.threads() as usize,
+            shared_bytes: variant.shared_bytes() as usize,
+            multiprocessors: self.multiprocessors as usize,
+            compiled: loaded.map(|Loaded { function, provenance }| Compiled {
+                registers: function.registers,
+                local_bytes: function.local_bytes,
+                source: provenance.text().to_owned(),
+            }),
+        }
+    }
+
     /// This plan with the functions that `load` finds.
     pub(crate) fn loaded(mut self, load: impl Fn(&KernelVariant) -> Result<Loaded>) -> Result<Self> {
         if let Some(launches) = &mut self.launches {
@@ -397,18 +414,11 @@ impl LaunchPlan for CudaLaunch {
     }
 
     fn launch(&self) -> Option<Launch> {
-        let Step { variant, blocks, loaded } = self.launches.as_ref()?.main.step;
-        Some(Launch {
-            blocks,
-            block_threads: variant.threads() as usize,
-            shared_bytes: variant.shared_bytes() as usize,
-            multiprocessors: self.multiprocessors as usize,
-            compiled: loaded.map(|Loaded { function, provenance }| Compiled {
-                registers: function.registers,
-                local_bytes: function.local_bytes,
-                source: provenance.text().to_owned(),
-            }),
-        })
+        self.launches.as_ref().map(|launches| self.launch_of(&launches.main.step))
+    }
+
+    fn parts(&self, spec: &Spec) -> Vec<PlanPart> {
+        self.parts_of(spec)
     }
 
     fn why(&self, spec: &Spec, _: &KernelKey) -> String {

@@ -126,6 +126,11 @@ impl VarlenParams {
         }
     }
 
+    /// Most queries of a sequence, and most rows of a head of keys, that are few.
+    pub(crate) fn few(&self) -> [usize; 2] {
+        [self.few_queries, self.few_rows].map(|few| few.unsigned_abs() as usize)
+    }
+
     /// These parameters of tensors that lie where `operands` say, with tables in a workspace.
     pub(crate) fn at(&self, operands: &mut Operands<'_>, workspace: usize) -> Self {
         let params = self.params.at(operands, workspace);

@@ -60,7 +60,8 @@ pub use model::{Model, ModelError, Session};
 pub use offload::offload;
 pub use pool::Pool;
 pub use ragged::{
-    CacheCodes, CacheView, KvCache, KvCacheForm, KvCacheQueries, KvCacheTensors, SequenceId, VarlenTensors,
+    CacheCodes, CacheView, KvCache, KvCacheForm, KvCacheQueries, KvCacheTensors, RaggedPart, RaggedPlan, SequenceId,
+    VarlenTensors,
 };
 pub use rapt_bridge as bridge;
 pub use rapt_core::{
@@ -68,9 +69,9 @@ pub use rapt_core::{
     Cost, Coverage, DType, Device, DeviceMemory, Dims, Direction, Disjoint, Element, Error, ErrorKind, Executor,
     Explanation, Extent, Finite, Format, Granularity, INT8_BLOCK, InBounds, Injective, Kernel, KernelKey, Kv, Launch,
     LaunchPlan, Lines, MAX_RANK, MaskClass, Number, Numerics, Offload, Operands, Options, PRounding, PagesSpec, Plan,
-    Qkv, QuantizedFact, Queue, Result, ScaleLayout, SerialExecutor, Shape, Spec, SpecBuilder, Strides, TensorForm,
-    TensorLayout, TensorSpec, Tensors, Tile, UnknownDtypeCode, View, ViewMut, Window, Work, Workspace, prove_disjoint,
-    prove_injective,
+    PlanPart, Qkv, QuantizedFact, Queue, Result, ScaleLayout, SerialExecutor, Shape, Spec, SpecBuilder, Strides,
+    TensorForm, TensorLayout, TensorSpec, Tensors, Tile, UnknownDtypeCode, View, ViewMut, Window, Work, Workspace,
+    prove_disjoint, prove_injective,
 };
 pub use rapt_cpu::{
     CpuLaunch, KernelVariant as CpuKernelVariant, Step as CpuStep, available as available_isas, ceiling, select,

@@ -6,8 +6,9 @@ use std::collections::BTreeMap;
 use half::{bf16, f16};
 use rapt::quant::{QuantError, Quantized, Scheme, quantize, quantize_with_global};
 use rapt::{
-    CacheView, Causal, DType, Element, Engine, Error, ErrorKind, Format, Granularity, KvCache, KvCacheForm,
-    KvCacheQueries, Options, Qkv, Queue, ScaleLayout, SequenceId, Shape, TensorLayout, Tensors, View, ViewMut,
+    CacheView, Causal, Compute, DType, Element, Engine, Error, ErrorKind, Format, Granularity, Kernel, KvCache,
+    KvCacheForm, KvCacheQueries, Options, Qkv, Queue, ScaleLayout, SequenceId, Shape, TensorLayout, Tensors, View,
+    ViewMut,
 };
 
 const HEADS: usize = 4;
@@ -610,7 +611,7 @@ fn attention_reads_a_shared_cache_and_says_what_does_not_fit() {
     let (id, empty) = (cache.new_sequence(), cache.new_sequence());
     append(&mut cache, id, &constant(0.5, 9)).unwrap();
     let cache = &cache;
-    let attend = |ids: &[SequenceId], batch: usize| {
+    let attend_by = |ids: &[SequenceId], batch: usize, compute: Compute| {
         let (q, mut out, mut lse) =
             (vec![1f32; batch * HEADS * DIM], vec![f32::NAN; batch * HEADS * DIM_V], vec![f32::NAN; batch * HEADS]);
         let queries = KvCacheQueries {
@@ -621,10 +622,12 @@ fn attention_reads_a_shared_cache_and_says_what_does_not_fit() {
                 ViewMut::contiguous("out", &mut out, [batch, 1, HEADS, DIM_V].into()).unwrap(),
             )
         };
-        let done = cache.attention(&engine, queries, &Options::default(), &Queue::Host(engine.executor()));
+        let options = Options::default().with_compute(compute);
+        let done = cache.attention(&engine, queries, &options, &Queue::Host(engine.executor()));
         assert!(done.is_ok() || out.iter().chain(&lse).all(|x| x.is_nan()), "nothing is written");
         done.map(|()| (out, lse))
     };
+    let attend = |ids: &[SequenceId], batch: usize| attend_by(ids, batch, Compute::Exact);
     std::thread::scope(|scope| {
         for _ in 0..3 {
             scope.spawn(|| {
@@ -637,12 +640,23 @@ fn attention_reads_a_shared_cache_and_says_what_does_not_fit() {
             });
         }
     });
+    let (q, ids, mut out) = (vec![1f32; 3 * HEADS * DIM], [empty, id, id], vec![f32::NAN; 3 * HEADS * DIM_V]);
+    let place = ViewMut::contiguous("out", &mut out, [3, 1, HEADS, DIM_V].into()).unwrap();
+    let queries = KvCacheQueries::new(view(&q, &[3, 1, HEADS, DIM]), &ids, place);
+    let plan = cache.explain(&engine, queries, &Options::default(), 2).unwrap();
+    let parts: Vec<_> = plan.parts().iter().map(|part| (part.plan().key().kernel, part.sequences())).collect();
+    assert_eq!(parts, [(Kernel::Empty, &[0][..]), (Kernel::Decode, &[1, 2])]);
+    assert!(out.iter().all(|x| x.is_nan()), "nothing is written");
     assert!(attend(&[empty], 1).is_ok(), "a page table without entries");
     assert!(attend(&[], 0).is_ok());
     let error = core(attend(&[id], 2));
     assert!(matches!(error, Error::SizeMismatch { tensor: "ids", got: 1, other: "q", expected: 2, .. }), "{error}");
     let error = core(attend(&[SequenceId::from_number(u64::MAX)], 1));
     assert_eq!(error, Error::UnknownSequence { sequence: u64::MAX });
+    for (compute, says) in [(Compute::Int8, "a cache that grows"), (Compute::Fp8, "compute=\"fp8\"")] {
+        let error = core(attend_by(&[id], 1, compute));
+        assert!(matches!(&error, Error::Unsupported { what, .. } if what.contains(says)), "{error}");
+    }
 }
 
 #[test]

@@ -3,8 +3,8 @@
 
 use rapt::quant::{Given, QuantError, Scheme, quantize};
 use rapt::{
-    CacheCodes, CacheView, Causal, Engine, Error, Format, Granularity, KvCacheTensors, Options, Queue, ScaleLayout,
-    Shape, Tensors, VarlenTensors, View, ViewMut,
+    CacheCodes, CacheView, Causal, Engine, Error, Format, Granularity, Kernel, KvCacheTensors, Options, Queue,
+    ScaleLayout, Shape, Spec, Tensors, VarlenTensors, View, ViewMut,
 };
 
 const HEADS: usize = 4;
@@ -93,10 +93,10 @@ impl Varlen {
         }
     }
 
-    fn run(&mut self, engine: &Engine, options: &Options) -> rapt::Result<()> {
+    fn tensors(&mut self) -> rapt::Result<VarlenTensors<'_>> {
         let Varlen { q, k, v, of_q, of_kv, out, lse } = self;
         let (rows, keys) = (q.len() / (HEADS * DIM), k.len() / (KV_HEADS * DIM));
-        let tensors = VarlenTensors {
+        Ok(VarlenTensors {
             q: View::contiguous("q", q, [rows, HEADS, DIM].into())?,
             k: View::contiguous("k", k, [keys, KV_HEADS, DIM].into())?,
             v: View::contiguous("v", v, [keys, KV_HEADS, DIM_V].into())?,
@@ -107,8 +107,11 @@ impl Varlen {
             alibi_slopes: None,
             out: ViewMut::contiguous("out", out, [rows, HEADS, DIM_V].into())?,
             lse: Some(ViewMut::contiguous("lse", lse, [HEADS, rows].into())?),
-        };
-        engine.varlen_attention(tensors, options, &Queue::Host(engine.executor()))
+        })
+    }
+
+    fn run(&mut self, engine: &Engine, options: &Options) -> rapt::Result<()> {
+        engine.varlen_attention(self.tensors()?, options, &Queue::Host(engine.executor()))
     }
 }
 
@@ -133,6 +136,34 @@ fn each_sequence_has_the_bits_of_a_call_alone() {
             assert_eq!(bits(&of_heads.collect::<Vec<_>>()), bits(&lse), "{n}");
         }
     }
+}
+
+#[test]
+fn what_would_run_names_the_kernel_of_each_sequence() {
+    let (engine, q_lens, kv_lens) = (engine(), [1, 40, 0, 3, 700, 2], [900, 40, 7, 0, 650, 1]);
+    let mut all = Varlen::new(&q_lens, &kv_lens);
+    let plan = engine.explain_varlen(all.tensors().unwrap(), &Options::default(), 3).unwrap();
+    assert!(all.out.iter().chain(&all.lse).all(|x| x.is_nan()), "nothing is written");
+    assert_eq!((plan.sequences(), plan.kernels()), (6, vec![Kernel::Decode, Kernel::Forward, Kernel::Empty]));
+    for (n, (&q_len, &kv_len)) in q_lens.iter().zip(&kv_lens).enumerate() {
+        let mut parts = plan.parts().iter().filter(|part| part.sequences().contains(&n));
+        let (part, None) = (parts.next().unwrap(), parts.next()) else { panic!("sequence {n} is in two parts") };
+        let view = |name, data, len, heads| View::contiguous(name, data, [len, heads, DIM].into()).unwrap();
+        let (q, k) = (&all.q[..q_len * HEADS * DIM], &all.k[..kv_len * KV_HEADS * DIM]);
+        let (q, k) = (view("q", q, q_len, HEADS), view("k", k, kv_len, KV_HEADS));
+        let options = Options { layout: rapt::TensorLayout::Bshd, ..Options::default() };
+        let alone = engine.plan_for(&Spec::builder(&q, &k, &k, &options).build().unwrap(), 3).unwrap();
+        assert_eq!((alone.key(), alone.block_n()), (part.plan().key(), part.plan().block_n()), "sequence {n}");
+    }
+    let forward = plan.parts().iter().find(|part| part.sequences().contains(&4)).unwrap();
+    assert_eq!(forward.plan().spec().q_len(), 700, "that with the most work");
+    let text = plan.to_string();
+    assert!(text.starts_with("sequences        6\n") && text.contains("of 6 sequences: "), "{text}");
+    assert!(text.contains("q_len 700, kv_len 650") && !text.contains("q_len 40,"), "{text}");
+    // What a call would refuse is refused.
+    all.of_q[1] = -1;
+    let error = engine.explain_varlen(all.tensors().unwrap(), &Options::default(), 3).unwrap_err();
+    assert!(matches!(error, Error::Length { tensor: "cu_seqlens_q", .. }), "{error}");
 }
 
 #[test]

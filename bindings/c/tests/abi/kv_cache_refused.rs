@@ -261,6 +261,12 @@ fn attention_refuses_what_does_not_fit_and_writes_nothing() {
         of.attend(&of.ids, |_, options| options.mask = &raw const mask)
     });
     setting.refuses(RAPT_ERROR_OPTION, "causal = 9", |of| of.attend(&of.ids, |_, options| options.causal = 9));
+    setting.refuses(RAPT_ERROR_OPTION, "compute = 3", |of| of.attend(&of.ids, |_, options| options.compute = 3));
+    setting.refuses(RAPT_ERROR_UNSUPPORTED, "compute=\"int8\" over a cache that grows", |of| {
+        of.attend(&of.ids, |_, options| options.compute = 1)
+    });
+    setting
+        .refuses(RAPT_ERROR_UNSUPPORTED, "compute=\"fp8\"", |of| of.attend(&of.ids, |_, options| options.compute = 2));
     setting.refuses(RAPT_ERROR_SHAPE, "q", |of| of.attend(&of.ids, |[q, _], _| q.ndim = 3));
     setting.refuses(RAPT_ERROR_DTYPE_MISMATCH, "q|float32", |of| {
         of.attend(&of.ids, |[q, _], _| q.dtype = rapt_dtype::RAPT_DTYPE_BF16 as i32)

@@ -25,6 +25,7 @@ from rapt._native import (
     OptionError,
     Plan,
     ProgramError,
+    RaggedPlan,
     RaptError,
     ShapeError,
     UnsupportedDtypeError,
@@ -33,6 +34,8 @@ from rapt._native import (
     accumulation,
     dtypes,
     explain,
+    explain_varlen,
+    explain_with_kvcache,
     is_available,
     version,
 )
@@ -54,6 +57,7 @@ __all__ = [
     "Plan",
     "ProgramError",
     "Quantized",
+    "RaggedPlan",
     "RaptError",
     "Report",
     "Session",
@@ -70,6 +74,8 @@ __all__ = [
     "doctor",
     "dtypes",
     "explain",
+    "explain_varlen",
+    "explain_with_kvcache",
     "is_available",
     "load",
     "quantize",
@@ -248,7 +254,7 @@ def varlen_attention(
     zeros. return_lse: also the log of the sum of exponentials, [num_q_heads, total_q].
     q_descale, k_descale, v_descale, q_zero_point, …: of codes. A factor for each row lies as rows do: [total, heads], with one more size for
     blocks along head_dim; [], [heads] and [1, heads, head_dim] are of all sequences. A `Quantized` stands in place of q, k or v without
-    them. compute: as in `attention`. Codes are served in host memory.
+    them. compute: as in `attention`.
 
     A refused request raises a subclass of `RaptError` and writes nothing. On a GPU offsets lie there too, and are read when it runs: rows of
     no sequence become zeros, and a sequence whose keys do not lie in k gets NaN.

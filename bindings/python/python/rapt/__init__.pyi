@@ -27,6 +27,7 @@ from rapt._native import NumberError as NumberError
 from rapt._native import OptionError as OptionError
 from rapt._native import Plan as Plan
 from rapt._native import ProgramError as ProgramError
+from rapt._native import RaggedPlan as RaggedPlan
 from rapt._native import RaptError as RaptError
 from rapt._native import ShapeError as ShapeError
 from rapt._native import UnsupportedDtypeError as UnsupportedDtypeError
@@ -35,6 +36,8 @@ from rapt._native import __version__ as __version__
 from rapt._native import accumulation as accumulation
 from rapt._native import dtypes as dtypes
 from rapt._native import explain as explain
+from rapt._native import explain_varlen as explain_varlen
+from rapt._native import explain_with_kvcache as explain_with_kvcache
 from rapt._native import is_available as is_available
 from rapt._native import version as version
 from rapt.quant import Quantized as Quantized

@@ -120,8 +120,23 @@ class Plan:
     @property
     def codes(self) -> dict[str, dict[str, Any]]: ...
     @property
+    def parts(self) -> list[dict[str, Any]]: ...
+    @property
     def certificate(self) -> dict[str, dict[str, Any]] | None: ...
     def to_dict(self) -> dict[str, Any]: ...
+
+@final
+class RaggedPlan:
+    """What will run for sequences of different lengths. `str()` has a table of each part."""
+
+    @property
+    def sequences(self) -> int: ...
+    @property
+    def kernels(self) -> list[str]: ...
+    @property
+    def parts(self) -> list[tuple[list[int], Plan]]: ...
+    @property
+    def workspace_bytes(self) -> int: ...
 
 @final
 class Context:
@@ -143,6 +158,12 @@ class Context:
     def attention_with_kvcache(
         self, q: Any, k_cache: Any, v_cache: Any, k: Any = None, v: Any = None, **options: Any
     ) -> Any: ...
+    def explain_varlen(
+        self, q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_kv: Any, **options: Any
+    ) -> RaggedPlan: ...
+    def explain_with_kvcache(
+        self, q: Any, k_cache: Any, v_cache: Any, k: Any = None, v: Any = None, **options: Any
+    ) -> RaggedPlan: ...
 
 @final
 class KVCache:
@@ -201,11 +222,15 @@ class KVCache:
         scale: float | None = None,
         sinks: Any = None,
         alibi_slopes: Any = None,
+        compute: Literal["exact", "int8", "fp8"] = "exact",
         out: Any = None,
         out_dtype: Any = None,
         return_lse: bool = False,
     ) -> Any:
         """Attention of q [batch, q_len, num_q_heads, head_dim] to all keys of the sequences; options as of `attention_with_kvcache`."""
+
+    def explain(self, q: Any, ids: list[int], **options: Any) -> RaggedPlan:
+        """What `attention` would run for the same arguments."""
 
 def attention(q: Any, k: Any, v: Any, **options: Unpack[_Options]) -> Any: ...
 def varlen_attention(q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_kv: Any, **options: Any) -> Any: ...
@@ -213,6 +238,12 @@ def attention_with_kvcache(
     q: Any, k_cache: Any, v_cache: Any, k: Any = None, v: Any = None, **options: Any
 ) -> Any: ...
 def explain(q: Any, k: Any, v: Any, **options: Unpack[_Options]) -> Plan: ...
+def explain_varlen(
+    q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_kv: Any, **options: Any
+) -> RaggedPlan: ...
+def explain_with_kvcache(
+    q: Any, k_cache: Any, v_cache: Any, k: Any = None, v: Any = None, **options: Any
+) -> RaggedPlan: ...
 def run_into(q: Any, k: Any, v: Any, out: Any, lse: Any = None, **options: Unpack[_Read]) -> None:
     """Fills `out` (and `lse`) of any strides. The caller has seen to gradients."""
 

@@ -7,7 +7,7 @@ use rapt::Threads;
 
 use crate::api::attention::{self, Request};
 use crate::api::plan::PyPlan;
-use crate::api::ragged::{self, CachePart, Cached, Common};
+use crate::api::ragged::{self, CachePart, Cached, Common, Purpose};
 use crate::api::varlen::{self, Packed, Varlen};
 use crate::engine::Owned;
 use crate::errors::hints;
@@ -23,9 +23,19 @@ fn reported(py: Python<'_>, failure: Failure) -> PyErr {
     raise(py, failure, Wording { names: &hints::ATTENTION, kind: crate::kind::Kind::Numpy })
 }
 
-/// The methods; those of the options are written from the table.
+/// The methods; those of the options are written from the table, those of many sequences for both of their purposes.
 macro_rules! methods {
+    ($($table:tt)*) => {
+        methods_of! {
+            ragged: [varlen_attention attention_with_kvcache Run; explain_varlen explain_with_kvcache Explain;],
+            $($table)*
+        }
+    };
+}
+
+macro_rules! methods_of {
     (
+        ragged: [$($varlen:ident $with_kvcache:ident $purpose:ident;)*],
         all: [$($name:ident: $default:literal, $_stub:literal, $_schema:literal;)*],
         tensors: $_tensors:tt,
         parts: $_parts:tt,
@@ -112,14 +122,14 @@ macro_rules! methods {
                 attention::attend(py, &home, &request)
             }
 
-            /// `rapt.varlen_attention` on these threads.
+            $(#[doc = concat!("`rapt.", stringify!($varlen), "` on these threads.")]
             #[pyo3(signature = (
                 q, k, v, cu_seqlens_q, cu_seqlens_kv, *, causal = None, window = None, softcap = None, scale = None, sinks = None,
                 alibi_slopes = None, q_descale = None, k_descale = None, v_descale = None, q_zero_point = None, k_zero_point = None,
                 v_zero_point = None, compute = None, out = None, out_dtype = None, return_lse = None
             ))]
             #[allow(clippy::too_many_arguments, reason = "the public signature")]
-            fn varlen_attention<'py>(
+            fn $varlen<'py>(
                 &self,
                 py: Python<'py>,
                 q: &Bound<'py, PyAny>,
@@ -149,17 +159,17 @@ macro_rules! methods {
                 let q = Packed { tensor: q, descale: q_descale, zero_point: q_zero_point };
                 let k = Packed { tensor: k, descale: k_descale, zero_point: k_zero_point };
                 let v = Packed { tensor: v, descale: v_descale, zero_point: v_zero_point };
-                varlen::varlen(py, &home, &Varlen { q, k, v, cu_seqlens_q, cu_seqlens_kv, common })
+                varlen::varlen(py, &home, &Varlen { q, k, v, cu_seqlens_q, cu_seqlens_kv, common }, Purpose::$purpose)
             }
 
-            /// `rapt.attention_with_kvcache` on these threads.
+            #[doc = concat!("`rapt.", stringify!($with_kvcache), "` on these threads.")]
             #[pyo3(signature = (
                 q, k_cache, v_cache, k = None, v = None, *, cache_seqlens = None, page_table = None, causal = None, window = None,
                 softcap = None, scale = None, sinks = None, alibi_slopes = None, k_descale = None, v_descale = None,
                 k_zero_point = None, v_zero_point = None, compute = None, out = None, out_dtype = None, return_lse = None
             ))]
             #[allow(clippy::too_many_arguments, reason = "the public signature")]
-            fn attention_with_kvcache<'py>(
+            fn $with_kvcache<'py>(
                 &self,
                 py: Python<'py>,
                 q: &Bound<'py, PyAny>,
@@ -188,8 +198,8 @@ macro_rules! methods {
                 let common = Common { causal, window, softcap, scale, sinks, alibi_slopes, compute, out, out_dtype, return_lse };
                 let k = CachePart { cache: k_cache, new: k, descale: k_descale, zero_point: k_zero_point };
                 let v = CachePart { cache: v_cache, new: v, descale: v_descale, zero_point: v_zero_point };
-                ragged::with_kvcache(py, &home, &Cached { q, k, v, cache_seqlens, page_table, common })
-            }
+                ragged::with_kvcache(py, &home, &Cached { q, k, v, cache_seqlens, page_table, common }, Purpose::$purpose)
+            })*
 
             #[doc = concat!("explain", signature!("$self, ", $($name: $default,)*), "\n--\n")]
             /// `rapt.explain` on these threads.

@@ -10,8 +10,8 @@ use rapt::{
     Causal, DType, Device, Granularity, KvCache, KvCacheForm, KvCacheQueries, SequenceId, TensorLayout, View, quant,
 };
 
-use crate::api::ragged::{Common, Outputs, Reader, on_threads, size};
-use crate::api::{options, quant as api_quant};
+use crate::api::ragged::{Common, Outputs, Purpose, Reader, explained, on_threads, size};
+use crate::api::{options, quant as api_quant, tolerance};
 use crate::engine::Home;
 use crate::errors::hints;
 use crate::errors::{Failure, Wording, guard};
@@ -122,6 +122,66 @@ impl PyKvCache {
         look: impl FnOnce(&KvCache) -> rapt::Result<T> + Send,
     ) -> Result<T, Failure> {
         Ok(py.detach(|| look(&self.read()))?)
+    }
+
+    /// Attention to the keys of the sequences `ids`, or what would run for it.
+    fn serve<'py>(
+        &self,
+        py: Python<'py>,
+        q: Object<'_, 'py>,
+        ids: Object<'_, 'py>,
+        common: &Common<'_, 'py>,
+        purpose: Purpose,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let wording = wording();
+        guard(py, &wording, || {
+            let reader = Reader::new(&wording, q)?;
+            let ids = ids_of(ids)?;
+            let (mut options, return_lse) = common.options()?;
+            if common.causal.is_some_and(PyAnyMethods::is_instance_of::<PyBool>) {
+                options.causal = options.causal.map(|_| Causal::BottomRight);
+            }
+            options.layout = TensorLayout::Bshd;
+            let q_read = reader.read("q", q)?;
+            if q_read.device != Device::Cpu {
+                return Err(
+                    rapt::Error::DeviceMismatch { tensor: "q", expected: Device::Cpu, got: q_read.device }.into()
+                );
+            }
+            let sinks = reader.maybe("sinks", common.sinks)?;
+            let slopes = reader.maybe("alibi_slopes", common.alibi_slopes)?;
+            if reader.kind() == Kind::Torch {
+                let given = [("q", Some(q)), ("sinks", common.sinks), ("alibi_slopes", common.alibi_slopes)];
+                torch::refuse_gradients(py, given.into_iter().filter_map(|(name, it)| Some((name, it?))))?;
+            }
+            let dim_v = self.look(py, |cache| Ok(cache.form().head_dim_v))?;
+            let (batch, q_len, heads) = (size(&q_read, 0), size(&q_read, 1), size(&q_read, 2));
+            let shapes = [[batch, q_len, heads, dim_v].into(), [batch, heads, q_len].into()];
+            let mut outputs = Outputs::new(reader, common, (&options, return_lse), shapes)?;
+            let (out, lse) = outputs.views()?;
+            let queries = KvCacheQueries {
+                sinks: sinks.as_ref().map(Operand::view).transpose()?,
+                alibi_slopes: slopes.as_ref().map(Operand::view).transpose()?,
+                lse,
+                ..KvCacheQueries::new(q_read.view()?, &ids, out)
+            };
+            if purpose == Purpose::Explain {
+                let at = (reader.kind(), q_read.device);
+                let plan = explained(py, &Home::Default, at, |engine, threads| {
+                    self.read().explain(engine, queries, &options, threads)
+                })?;
+                return plan.map_err(|error| refused(error, reader.kind()));
+            }
+            let done = on_threads(py, &Home::Default, reader.kind(), |engine, queue| {
+                self.read().attention(engine, queries, &options, queue)
+            })?;
+            done.map_err(|error| refused(error, reader.kind()))?;
+            tolerance::count_compute(options.compute);
+            if reader.kind() == Kind::Torch {
+                crate::torch::stats::count_served();
+            }
+            outputs.finish(py, common.out)
+        })
     }
 }
 
@@ -260,11 +320,12 @@ impl PyKvCache {
     }
 
     /// Attention of q [batch, q_len, num_q_heads, head_dim] to all keys of the sequences `ids`. The other arguments are those of
-    /// `rapt.attention_with_kvcache`.
+    /// `rapt.attention_with_kvcache`. compute: "int8" asks for values by head, channel or tensor, and those of a cache that grows are by token
+    /// or block, so it is refused by name.
     #[pyo3(signature = (
-        q, ids, *, causal = None, window = None, softcap = None, scale = None, sinks = None, alibi_slopes = None, out = None,
-        out_dtype = None, return_lse = None
-    ))]
+        q, ids, *, causal = None, window = None, softcap = None, scale = None, sinks = None, alibi_slopes = None, compute = None,
+        out = None, out_dtype = None, return_lse = None
+    ), text_signature = "($self, q, ids, *, causal=None, window=None, softcap=None, scale=None, sinks=None, alibi_slopes=None, compute='exact', out=None, out_dtype=None, return_lse=False)")]
     #[allow(clippy::too_many_arguments, reason = "the public signature")]
     fn attention<'py>(
         &self,
@@ -277,54 +338,41 @@ impl PyKvCache {
         scale: Maybe<'_, 'py>,
         sinks: Maybe<'_, 'py>,
         alibi_slopes: Maybe<'_, 'py>,
+        compute: Maybe<'_, 'py>,
         out: Maybe<'_, 'py>,
         out_dtype: Maybe<'_, 'py>,
         return_lse: Maybe<'_, 'py>,
     ) -> PyResult<Bound<'py, PyAny>> {
-        let wording = wording();
-        let compute = None;
         let common =
             Common { causal, window, softcap, scale, sinks, alibi_slopes, compute, out, out_dtype, return_lse };
-        guard(py, &wording, || {
-            let reader = Reader::new(&wording, q)?;
-            let ids = ids_of(ids)?;
-            let (mut options, return_lse) = common.options()?;
-            if causal.is_some_and(PyAnyMethods::is_instance_of::<PyBool>) {
-                options.causal = options.causal.map(|_| Causal::BottomRight);
-            }
-            options.layout = TensorLayout::Bshd;
-            let q_read = reader.read("q", q)?;
-            if q_read.device != Device::Cpu {
-                return Err(
-                    rapt::Error::DeviceMismatch { tensor: "q", expected: Device::Cpu, got: q_read.device }.into()
-                );
-            }
-            let sinks = reader.maybe("sinks", common.sinks)?;
-            let slopes = reader.maybe("alibi_slopes", common.alibi_slopes)?;
-            if reader.kind() == Kind::Torch {
-                let given = [("q", Some(q)), ("sinks", common.sinks), ("alibi_slopes", common.alibi_slopes)];
-                torch::refuse_gradients(py, given.into_iter().filter_map(|(name, it)| Some((name, it?))))?;
-            }
-            let dim_v = self.look(py, |cache| Ok(cache.form().head_dim_v))?;
-            let (batch, q_len, heads) = (size(&q_read, 0), size(&q_read, 1), size(&q_read, 2));
-            let shapes = [[batch, q_len, heads, dim_v].into(), [batch, heads, q_len].into()];
-            let mut outputs = Outputs::new(reader, &common, (&options, return_lse), shapes)?;
-            let (out, lse) = outputs.views()?;
-            let queries = KvCacheQueries {
-                sinks: sinks.as_ref().map(Operand::view).transpose()?,
-                alibi_slopes: slopes.as_ref().map(Operand::view).transpose()?,
-                lse,
-                ..KvCacheQueries::new(q_read.view()?, &ids, out)
-            };
-            let done = on_threads(py, &Home::Default, reader.kind(), |engine, queue| {
-                self.read().attention(engine, queries, &options, queue)
-            })?;
-            done.map_err(|error| refused(error, reader.kind()))?;
-            if reader.kind() == Kind::Torch {
-                crate::torch::stats::count_served();
-            }
-            outputs.finish(py, common.out)
-        })
+        self.serve(py, q, ids, &common, Purpose::Run)
+    }
+
+    /// What `attention` would run for the same arguments, as a `RaggedPlan`.
+    #[pyo3(signature = (
+        q, ids, *, causal = None, window = None, softcap = None, scale = None, sinks = None, alibi_slopes = None, compute = None,
+        out = None, out_dtype = None, return_lse = None
+    ), text_signature = "($self, q, ids, *, causal=None, window=None, softcap=None, scale=None, sinks=None, alibi_slopes=None, compute='exact', out=None, out_dtype=None, return_lse=False)")]
+    #[allow(clippy::too_many_arguments, reason = "the public signature")]
+    fn explain<'py>(
+        &self,
+        py: Python<'py>,
+        q: Object<'_, 'py>,
+        ids: Object<'_, 'py>,
+        causal: Maybe<'_, 'py>,
+        window: Maybe<'_, 'py>,
+        softcap: Maybe<'_, 'py>,
+        scale: Maybe<'_, 'py>,
+        sinks: Maybe<'_, 'py>,
+        alibi_slopes: Maybe<'_, 'py>,
+        compute: Maybe<'_, 'py>,
+        out: Maybe<'_, 'py>,
+        out_dtype: Maybe<'_, 'py>,
+        return_lse: Maybe<'_, 'py>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let common =
+            Common { causal, window, softcap, scale, sinks, alibi_slopes, compute, out, out_dtype, return_lse };
+        self.serve(py, q, ids, &common, Purpose::Explain)
     }
 
     /// Pages that no sequence has.

@@ -1,10 +1,10 @@
-//! `rapt.Plan`: what will run, as attributes, a dict and a table.
+//! `rapt.Plan` and `rapt.RaggedPlan`: what will run, as attributes, a dict and a table.
 
 use std::sync::Arc;
 
 use pyo3::prelude::*;
-use pyo3::types::PyDict;
-use rapt::{Certificate, Judgement, PRounding, Plan};
+use pyo3::types::{PyDict, PyList};
+use rapt::{Certificate, Judgement, Kernel, PRounding, Plan, RaggedPlan};
 
 use crate::api::tolerance;
 
@@ -192,6 +192,23 @@ impl PyPlan {
         Ok(all)
     }
 
+    /// Of sequences whose lengths only a GPU knows, each launch in order: `kernel` (None where nothing is attended to), `variant`, `serves`,
+    /// `blocks` and `threads`; else empty.
+    #[getter]
+    fn parts<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
+        let all = PyList::empty(py);
+        for part in self.plan.parts() {
+            let of = PyDict::new(py);
+            of.set_item("kernel", part.kernel.map(Kernel::name))?;
+            of.set_item("variant", part.variant)?;
+            of.set_item("serves", part.serves)?;
+            of.set_item("blocks", part.launch.blocks)?;
+            of.set_item("threads", part.launch.block_threads)?;
+            all.append(of)?;
+        }
+        Ok(all)
+    }
+
     /// What was proven about the tensors: `in_bounds`, `injective`, `disjoint`, `coverage`; None where memory for the output
     /// could not be had.
     #[getter]
@@ -231,6 +248,7 @@ impl PyPlan {
         dict.set_item("compute", self.compute())?;
         dict.set_item("kv_in_place", self.kv_in_place())?;
         dict.set_item("codes", self.codes(py)?)?;
+        dict.set_item("parts", self.parts(py)?)?;
         dict.set_item("certificate", self.certificate(py)?)?;
         dict.set_item("tolerance", self.tolerance(py)?)?;
         Ok(dict)
@@ -246,5 +264,52 @@ impl PyPlan {
     fn __repr__(&self) -> String {
         let PyPlan { plan, .. } = self;
         format!("<rapt.Plan {} {} on {}>", plan.key().kernel.name(), plan.key().storage, plan.key().arch.name())
+    }
+}
+
+/// What will run for sequences of different lengths. `str()` has a table of each part.
+#[pyclass(frozen, module = "rapt", name = "RaggedPlan")]
+pub(crate) struct PyRaggedPlan {
+    plan: RaggedPlan,
+}
+
+impl PyRaggedPlan {
+    pub(crate) fn new(plan: RaggedPlan) -> Self {
+        PyRaggedPlan { plan }
+    }
+}
+
+#[pymethods]
+impl PyRaggedPlan {
+    /// How many sequences there are.
+    #[getter]
+    fn sequences(&self) -> usize {
+        self.plan.sequences()
+    }
+    /// The kernels that attend, each once.
+    #[getter]
+    fn kernels(&self) -> Vec<&'static str> {
+        self.plan.kernels().into_iter().map(Kernel::name).collect()
+    }
+    /// Sequences that are served alike, each with their places in the call and the plan of that one which has the most work; on a GPU
+    /// one part, whose plan tells them apart by its `parts`.
+    #[getter]
+    fn parts(&self) -> Vec<(Vec<usize>, PyPlan)> {
+        let part =
+            |part: &rapt::RaggedPart| (part.sequences().to_vec(), PyPlan::new(Arc::clone(part.plan()), None, None));
+        self.plan.parts().iter().map(part).collect()
+    }
+    /// Scratch memory of the whole call.
+    #[getter]
+    fn workspace_bytes(&self) -> usize {
+        self.plan.workspace_bytes()
+    }
+
+    fn __str__(&self) -> String {
+        self.plan.to_string()
+    }
+
+    fn __repr__(&self) -> String {
+        format!("<rapt.RaggedPlan of {} sequences by {}>", self.plan.sequences(), self.kernels().join(", "))
     }
 }

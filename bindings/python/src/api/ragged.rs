@@ -8,10 +8,11 @@ use pyo3::types::{PyBool, PyInt, PyTuple};
 use rapt::quant::QuantError;
 use rapt::{
     CacheCodes, CacheView, Causal, DType, Device, DeviceMemory, Engine, Format, KvCacheTensors, Options, Plan, Queue,
-    Shape, TensorLayout, View, ViewMut,
+    RaggedPlan, Shape, TensorLayout, View, ViewMut,
 };
 
 use crate::api::codes::Opened;
+use crate::api::plan::PyRaggedPlan;
 use crate::api::{options, quant, tolerance};
 use crate::engine::{Home, pass_folders};
 use crate::errors::hints;
@@ -21,6 +22,15 @@ use crate::tensors::{self, Enqueued, Operand, Product, StreamContext, torch};
 
 type Object<'a, 'py> = &'a Bound<'py, PyAny>;
 type Maybe<'a, 'py> = Option<&'a Bound<'py, PyAny>>;
+
+/// What a call for many sequences is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Purpose {
+    /// To compute.
+    Run,
+    /// To say what would run: a `rapt.RaggedPlan`.
+    Explain,
+}
 
 /// What calls for many sequences take beside their tensors.
 #[derive(Clone, Copy)]
@@ -195,6 +205,24 @@ pub(super) fn on_threads<E: Send>(
     Ok(py.detach(|| call(engine, &Queue::Host(executor))))
 }
 
+/// What `call` says of tensors of this kind on `device`, on as many threads as would run them.
+pub(super) fn explained<'py, E: Send>(
+    py: Python<'py>,
+    home: &Home,
+    (kind, device): (Kind, Device),
+    call: impl FnOnce(&Engine, usize) -> Result<RaggedPlan, E> + Send,
+) -> Result<Result<Bound<'py, PyAny>, E>, Failure> {
+    if let Device::Cuda(_) = device {
+        pass_folders(py)?;
+    }
+    let engine = home.engine()?;
+    let threads = home.torch_threads(py, kind)?.unwrap_or_else(|| engine.threads().get());
+    Ok(match py.detach(|| call(engine, threads)) {
+        Ok(plan) => Ok(Bound::new(py, PyRaggedPlan::new(plan))?.into_any()),
+        Err(error) => Err(error),
+    })
+}
+
 /// A size of a tensor; 0 where it has no such dimension, which the engine refuses by name.
 pub(super) fn size(operand: &Operand, dim: usize) -> usize {
     operand.shape.get(dim).copied().unwrap_or(0)
@@ -367,11 +395,12 @@ pub(super) fn enqueue<'py>(
     Ok(Enqueued { device, stream })
 }
 
-/// `rapt.attention_with_kvcache` on `home`.
+/// `rapt.attention_with_kvcache` on `home`, or what it would run.
 pub(crate) fn with_kvcache<'py>(
     py: Python<'py>,
     home: &Home,
     request: &Cached<'_, 'py>,
+    purpose: Purpose,
 ) -> PyResult<Bound<'py, PyAny>> {
     let wording = Cell::new(Wording { names: &hints::ATTENTION, kind: Kind::Numpy });
     guard(py, &wording, || {
@@ -423,6 +452,16 @@ pub(crate) fn with_kvcache<'py>(
             out,
             lse,
         };
+        let refused = |error: QuantError| match error {
+            QuantError::Core(error) => error.into(),
+            other => quant::refusal(&other, reader.kind),
+        };
+        if purpose == Purpose::Explain {
+            let at = (reader.kind, q_read.device);
+            let plan =
+                explained(py, home, at, |engine, threads| engine.explain_with_kvcache(tensors, &options, threads))?;
+            return plan.map_err(refused);
+        }
         if let Device::Cuda(device) = q_read.device {
             let context = StreamContext::of(reader.kind, q)?;
             let enqueued = enqueue(py, home, device, &context, CachedOnDevice { tensors, options: &options })?;
@@ -437,10 +476,7 @@ pub(crate) fn with_kvcache<'py>(
         }
         let done =
             on_threads(py, home, reader.kind, |engine, queue| engine.attention_with_kvcache(tensors, &options, queue))?;
-        done.map_err(|error| match error {
-            QuantError::Core(error) => error.into(),
-            other => quant::refusal(&other, reader.kind),
-        })?;
+        done.map_err(refused)?;
         tolerance::count_compute(options.compute);
         outputs.finish(py, common.out)
     })

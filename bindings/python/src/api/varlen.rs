@@ -7,7 +7,7 @@ use pyo3::prelude::*;
 use rapt::{Codes, Device, DeviceMemory, Engine, Options, Plan, Qkv, Queue, VarlenTensors};
 
 use crate::api::codes::{Opened, codes_of};
-use crate::api::ragged::{Common, OnDevice, Outputs, Reader, enqueue, on_threads, size};
+use crate::api::ragged::{Common, OnDevice, Outputs, Purpose, Reader, enqueue, explained, on_threads, size};
 use crate::api::tolerance;
 use crate::engine::Home;
 use crate::errors::hints;
@@ -109,8 +109,13 @@ impl OnDevice for VarlenOnDevice<'_> {
     }
 }
 
-/// `rapt.varlen_attention` on `home`.
-pub(crate) fn varlen<'py>(py: Python<'py>, home: &Home, request: &Varlen<'_, 'py>) -> PyResult<Bound<'py, PyAny>> {
+/// `rapt.varlen_attention` on `home`, or what it would run.
+pub(crate) fn varlen<'py>(
+    py: Python<'py>,
+    home: &Home,
+    request: &Varlen<'_, 'py>,
+    purpose: Purpose,
+) -> PyResult<Bound<'py, PyAny>> {
     let wording = Cell::new(Wording { names: &hints::ATTENTION, kind: Kind::Numpy });
     guard(py, &wording, || {
         let Varlen { cu_seqlens_q, cu_seqlens_kv, common, .. } = request;
@@ -154,6 +159,11 @@ pub(crate) fn varlen<'py>(py: Python<'py>, home: &Home, request: &Varlen<'_, 'py
             out,
             lse,
         };
+        if purpose == Purpose::Explain {
+            let at = (reader.kind(), of_q.tensor.device);
+            let plan = explained(py, home, at, |engine, threads| engine.explain_varlen(tensors, &options, threads))?;
+            return Ok(plan?);
+        }
         if let Device::Cuda(device) = of_q.tensor.device {
             let context = StreamContext::of(reader.kind(), q.tensor)?;
             let enqueued = enqueue(py, home, device, &context, VarlenOnDevice { tensors, options: &options })?;

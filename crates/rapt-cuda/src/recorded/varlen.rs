@@ -1,5 +1,7 @@
 //! Sequences that lie one after another: what is launched for all of them together.
 
+use rapt_core::Kernel;
+
 use super::*;
 use crate::varlen::{VarlenParams, table_bytes};
 
@@ -170,8 +172,9 @@ fn few_rows_over_codes_have_a_launch_of_their_own_and_each_gets_what_belongs_to_
 #[test]
 fn a_plan_names_each_kernel() {
     let recorded = Recorded::new(Parts::default(), |_| ());
-    let why =
-        |dtype, totals| with(dtype, None, 128, totals, |spec, _| recorded.backend.plan(spec).unwrap().explain().to_string());
+    let why = |dtype, totals| {
+        with(dtype, None, 128, totals, |spec, _| recorded.backend.plan(spec).unwrap().explain().to_string())
+    };
     let text = why(DType::BF16, [10_000, 20_000, 7]);
     assert!(
         text.contains("wgmma; K and V by TMA; sequences of other lengths by decode bfloat16 128/128 varlen"),
@@ -179,4 +182,47 @@ fn a_plan_names_each_kernel() {
     );
     assert!(text.contains("7, one after another; the device reads where they begin"), "{text}");
     assert!(!why(DType::BF16, [16, 20_000, 16]).contains("other lengths"));
+}
+
+/// Each launch over sequences of these totals, and what it says that it is for.
+fn parts(format: Option<Format>, head_dim: usize, totals: [usize; 3]) -> Vec<(Option<Kernel>, String)> {
+    let recorded = Recorded::new(Parts::default(), |_| ());
+    with(DType::BF16, format, head_dim, totals, |spec, _| {
+        let plan = recorded.backend.plan(spec).unwrap();
+        let parts = plan.parts();
+        assert_eq!(plan.explain().to_string().matches("part ").count(), parts.len());
+        assert!(parts.iter().all(|part| part.launch.blocks > 0 && part.launch.compiled.is_some()));
+        parts.into_iter().map(|part| (part.kernel, part.serves)).collect()
+    })
+}
+
+#[test]
+fn a_plan_says_what_each_launch_is_for() {
+    let all = parts(None, 80, [10_000, 20_000, 7]);
+    let (first, attending) = all.split_first().unwrap();
+    assert!(first.0.is_none() && first.1.starts_with("finds the sequences"), "{first:?}");
+    let few = (Some(Kernel::Decode), "sequences of up to 16 queries, 64 rows of a head of k".to_owned());
+    assert_eq!(attending[0], few);
+    let many = |keys| (Some(Kernel::Forward), format!("sequences of more queries and {keys}"));
+    assert_eq!(attending[1..], [many("fewer than 2048 keys"), many("2048 keys or more")]);
+    let of_codes: Vec<_> = parts(Some(Format::Int8), 128, [10_000, 20_000, 7]).into_iter().map(|part| part.1).collect();
+    assert_eq!(
+        of_codes[1..],
+        [
+            "sequences of up to 16 queries, 8 rows of a head of k",
+            "sequences of up to 16 queries, 9 to 64 rows of a head of k",
+            "sequences of more queries"
+        ]
+    );
+    assert_eq!(parts(Some(Format::E5m2), 300, [10_000, 20_000, 7])[1].1, "all sequences");
+}
+
+#[test]
+fn one_launch_for_all_is_no_part() {
+    let recorded = Recorded::new(Parts::default(), |_| ());
+    assert!(recorded.plan(Request::new(1, 20_000)).unwrap().parts().is_empty());
+    let plan = recorded.plan(Request { is_cache: true, ..Request::new(1, 20_000) }).unwrap();
+    let parts: Vec<_> = plan.parts().into_iter().map(|part| (part.kernel, part.serves)).collect();
+    let [attends, folds] = ["all sequences", "puts the chunks of rows together"].map(str::to_owned);
+    assert_eq!(parts, [(Some(Kernel::Decode), attends), (None, folds)]);
 }

@@ -9,9 +9,11 @@
 //! bottom-right. Everything is proven before the first new key is written. A cache of codes has scales of its own form: one row of them
 //! for each key lies where the key does, those of a tensor, a head or a channel are of the sequence, and stay as they are.
 
+use std::sync::Arc;
+
 use rapt_core::{
-    Causal, Codes, Device, Error, Operands, Options, Qkv, Queue, Result, Shape, TensorLayout, View, ViewMut, Window,
-    split,
+    Causal, Codes, Device, Error, Operands, Options, Plan, Qkv, Queue, Result, Shape, TensorLayout, View, ViewMut,
+    Window, split,
 };
 use rapt_cpu::Batch;
 use rapt_quant::QuantError;
@@ -100,6 +102,24 @@ impl<'a> Reads<'a> {
         };
         Codes { descale: part(codes.descale), zero_point: codes.zero_point.map(part), ..codes }
     }
+}
+
+/// A call of which everything is proven: nothing is written yet.
+pub(super) struct Prepared<'a> {
+    q: View<'a>,
+    /// Of keys and of values, with what makes numbers of codes.
+    caches: [CacheView<'a>; 2],
+    codes: [Option<CacheCodes<'a>>; 2],
+    page_table: Option<View<'a>>,
+    sinks: Option<View<'a>>,
+    alibi_slopes: Option<View<'a>>,
+    /// Of each sequence.
+    outs: Vec<ViewMut<'a>>,
+    lses: Option<Vec<ViewMut<'a>>>,
+    /// Its keys with the new ones.
+    after: Vec<usize>,
+    pub(super) plans: Vec<Arc<Plan>>,
+    appends: Append<'a>,
 }
 
 impl KvCacheTensors<'_> {
@@ -330,34 +350,10 @@ impl Engine {
             let (expected, got) = (tensors.q.device(), Device::Cpu);
             return Err(Error::DeviceMismatch { tensor: "queue", expected, got }.into());
         }
-        tensors.check()?;
-        let options = bottom_right(options, tensors.alibi_slopes.is_some(), tensors.q.shape()[1])?;
-        let before = tensors.lengths()?;
-        let new = tensors.k.as_ref().map_or(0, |k| k.shape()[1]);
-        let after: Vec<usize> = before.iter().map(|length| length + new).collect();
-        tensors.apart("out", &tensors.out)?;
-        if let Some(lse) = &tensors.lse {
-            tensors.apart("lse", lse)?;
-            prove_apart("lse", lse, [("out", Some(&tensors.out.as_view()))])?;
-        }
-        let KvCacheTensors { q, mut k_cache, mut v_cache, mut k_codes, mut v_codes, k, v, page_table, .. } = tensors;
-        let KvCacheTensors { sinks, alibi_slopes, out, lse, .. } = tensors;
-        let ends: Vec<usize> = (1..=before.len()).collect();
-        let outs = split("out", out, 0, &ends)?;
-        let lses = lse.map(|lse| split("lse", lse, 0, &ends)).transpose()?;
-
-        let plans = {
-            let (k, v) = (k_cache.view(), v_cache.view());
-            let codes = [k_codes.as_ref(), v_codes.as_ref()].map(|codes| codes.map(CacheCodes::codes));
-            let reads = Reads { q, k, v, codes, page_table, sinks, alibi_slopes };
-            let lse = |b: usize| lses.as_ref().map(|lses| &lses[b]);
-            let spec = |(b, out)| reads.sequence(b, after[b]).spec(out, lse(b), &options).map_err(of_caches);
-            let specs = outs.iter().enumerate().map(spec).collect::<Result<Vec<_>>>()?;
-            self.plan_each(&specs, queue)?
-        };
-        let appends = Append::new(k, v, &before, page_table.as_ref(), &k_cache.view())?;
-        appends.check(&after, [&k_cache, &v_cache], [k_codes.as_ref(), v_codes.as_ref()])?;
         let executor = host(queue)?;
+        let Prepared { q, caches, codes, page_table, sinks, alibi_slopes, outs, lses, after, plans, appends } =
+            self.prepare(tensors, options, executor.threads())?;
+        let ([mut k_cache, mut v_cache], [mut k_codes, mut v_codes]) = (caches, codes);
         let batch = Batch::new(&plans, executor.threads())?;
         // Memory that cannot be had is told before anything is written.
         self.with_workspace(batch.workspace_bytes(), |workspace| {
@@ -373,5 +369,46 @@ impl Engine {
             let mut operands = checked.collect::<Result<Vec<_>>>()?;
             Ok(batch.run(&mut operands, workspace, executor)?)
         })
+    }
+
+    /// Proves everything about a call on so many threads, and plans each sequence.
+    ///
+    /// # Errors
+    /// As [`attention_with_kvcache`](Engine::attention_with_kvcache).
+    pub(super) fn prepare<'a>(
+        &self,
+        tensors: KvCacheTensors<'a>,
+        options: &Options,
+        threads: usize,
+    ) -> Result<Prepared<'a>, QuantError> {
+        tensors.check()?;
+        let options = bottom_right(options, tensors.alibi_slopes.is_some(), tensors.q.shape()[1])?;
+        let before = tensors.lengths()?;
+        let new = tensors.k.as_ref().map_or(0, |k| k.shape()[1]);
+        let after: Vec<usize> = before.iter().map(|length| length + new).collect();
+        tensors.apart("out", &tensors.out)?;
+        if let Some(lse) = &tensors.lse {
+            tensors.apart("lse", lse)?;
+            prove_apart("lse", lse, [("out", Some(&tensors.out.as_view()))])?;
+        }
+        let KvCacheTensors { q, k_cache, v_cache, k_codes, v_codes, k, v, page_table, .. } = tensors;
+        let KvCacheTensors { sinks, alibi_slopes, out, lse, .. } = tensors;
+        let ends: Vec<usize> = (1..=before.len()).collect();
+        let outs = split("out", out, 0, &ends)?;
+        let lses = lse.map(|lse| split("lse", lse, 0, &ends)).transpose()?;
+
+        let plans = {
+            let (k, v) = (k_cache.view(), v_cache.view());
+            let codes = [k_codes.as_ref(), v_codes.as_ref()].map(|codes| codes.map(CacheCodes::codes));
+            let reads = Reads { q, k, v, codes, page_table, sinks, alibi_slopes };
+            let lse = |b: usize| lses.as_ref().map(|lses| &lses[b]);
+            let spec = |(b, out)| reads.sequence(b, after[b]).spec(out, lse(b), &options).map_err(of_caches);
+            let specs = outs.iter().enumerate().map(spec).collect::<Result<Vec<_>>>()?;
+            self.plan_each(&specs, threads)?
+        };
+        let appends = Append::new(k, v, &before, page_table.as_ref(), &k_cache.view())?;
+        appends.check(&after, [&k_cache, &v_cache], [k_codes.as_ref(), v_codes.as_ref()])?;
+        let (caches, codes) = ([k_cache, v_cache], [k_codes, v_codes]);
+        Ok(Prepared { q, caches, codes, page_table, sinks, alibi_slopes, outs, lses, after, plans, appends })
     }
 }

@@ -11,6 +11,7 @@ mod append;
 mod cache;
 mod cache_view;
 mod device;
+mod explain;
 mod kv_cache;
 mod lengths;
 mod varlen;
@@ -26,6 +27,7 @@ use crate::Engine;
 
 pub use cache::KvCacheTensors;
 pub use cache_view::{CacheCodes, CacheView};
+pub use explain::{RaggedPart, RaggedPlan};
 pub use kv_cache::{KvCache, KvCacheForm, KvCacheQueries, SequenceId};
 pub use varlen::VarlenTensors;
 
@@ -85,10 +87,9 @@ fn in_host_memory(what: &'static str, device: Device) -> Result<()> {
 }
 
 impl Engine {
-    /// The plan of each sequence on the threads of `queue`.
-    fn plan_each(&self, specs: &[Spec], queue: &Queue<'_>) -> Result<Vec<Arc<Plan>>> {
+    /// The plan of each sequence on so many threads.
+    fn plan_each(&self, specs: &[Spec], threads: usize) -> Result<Vec<Arc<Plan>>> {
         self.expect_host("sequences of lengths of their own")?;
-        let threads = host(queue)?.threads();
         specs.iter().map(|spec| self.plan_for(spec, threads)).collect()
     }
 

@@ -3,10 +3,11 @@
 use std::ops::Range;
 
 use rapt_core::{
-    Codes, CodesSpec, Error, Granularity, Options, Qkv, Queue, Result, Shape, Spec, TensorLayout, View, ViewMut, split,
+    Codes, CodesSpec, Error, Granularity, Options, Qkv, Queue, Result, Shape, Spec, TensorLayout, Tensors, View,
+    ViewMut, split,
 };
 
-use super::{Sequence, in_host_memory, lengths, prove_apart};
+use super::{Sequence, host, in_host_memory, lengths, prove_apart};
 use crate::Engine;
 
 /// The tensors of [`Engine::varlen_attention`].
@@ -130,6 +131,18 @@ impl Engine {
     /// with the last row; [`Error::Unsupported`] outside host memory, where
     /// [`varlen_attention_async`](Engine::varlen_attention_async) runs.
     pub fn varlen_attention(&self, tensors: VarlenTensors<'_>, options: &Options, queue: &Queue<'_>) -> Result<()> {
+        let (specs, sequences) = tensors.cut(options)?;
+        self.run_each(&self.plan_each(&specs, host(queue)?.threads())?, sequences, queue)
+    }
+}
+
+impl<'a> VarlenTensors<'a> {
+    /// The request of each sequence of host memory, and its tensors.
+    ///
+    /// # Errors
+    /// As [`Engine::varlen_attention`].
+    pub(super) fn cut(self, options: &Options) -> Result<(Vec<Spec>, Vec<Tensors<'a>>)> {
+        let tensors = self;
         tensors.check()?;
         in_host_memory("a call of varlen_attention", tensors.q.device())?;
         let q_ends = lengths::ends("cu_seqlens_q", &tensors.cu_seqlens_q, tensors.q.shape()[0])?;
@@ -164,6 +177,6 @@ impl Engine {
             specs.push(sequence.spec(&out, lse.as_ref(), &options)?);
             sequences.push(sequence.tensors(out, lse));
         }
-        self.run_each(&self.plan_each(&specs, queue)?, sequences, queue)
+        Ok((specs, sequences))
     }
 }

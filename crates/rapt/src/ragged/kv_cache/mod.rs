@@ -11,11 +11,12 @@
 mod pages;
 mod sequences;
 
-use rapt_core::{DType, Error, Options, Queue, Result, Shape, View, ViewMut};
+use rapt_core::{Compute, DType, Error, Options, Queue, Result, Shape, View, ViewMut};
 use rapt_quant::{QuantError, Scheme};
 
 use super::cache::KvCacheTensors;
 use super::cache_view::{CacheCodes, CacheView};
+use super::explain::RaggedPlan;
 use crate::{Engine, Tensor};
 use pages::Pages;
 use sequences::Sequences;
@@ -333,7 +334,8 @@ impl KvCache {
     /// in one tensor, bit for bit. The last query is at the last key; `options.layout` is not read.
     ///
     /// # Errors
-    /// As [`Engine::attention_with_kvcache`]; [`Error::UnknownSequence`], [`Error::SizeMismatch`] for other than one id for each sequence of `q`.
+    /// As [`Engine::attention_with_kvcache`]; [`Error::UnknownSequence`], [`Error::SizeMismatch`] for other than one id for each sequence of `q`;
+    /// [`Error::Unsupported`] for [`Compute::Int8`], as values here have factors of their own.
     pub fn attention(
         &self,
         engine: &Engine,
@@ -341,6 +343,38 @@ impl KvCache {
         options: &Options,
         queue: &Queue<'_>,
     ) -> Result<(), QuantError> {
+        self.with_tensors(queries, options, |tensors| engine.attention_with_kvcache(tensors, options, queue))
+    }
+
+    /// What [`attention`](KvCache::attention) would run on so many threads: which kernel for which sequences. Nothing is computed or written.
+    ///
+    /// # Errors
+    /// As [`attention`](KvCache::attention).
+    pub fn explain(
+        &self,
+        engine: &Engine,
+        queries: KvCacheQueries<'_>,
+        options: &Options,
+        threads: usize,
+    ) -> Result<RaggedPlan, QuantError> {
+        self.with_tensors(queries, options, |tensors| engine.explain_with_kvcache(tensors, options, threads))
+    }
+
+    /// What `call` answers for queries of the sequences, with their pages and lengths.
+    fn with_tensors<T>(
+        &self,
+        queries: KvCacheQueries<'_>,
+        options: &Options,
+        call: impl FnOnce(KvCacheTensors<'_>) -> Result<T, QuantError>,
+    ) -> Result<T, QuantError> {
+        if options.compute == Compute::Int8 {
+            return Err(Error::unsupported(
+                "compute=\"int8\" over a cache that grows",
+                "products of int8 are summed along the keys, and values that are appended have factors of their own",
+                "leave compute at \"exact\", or call `attention_with_kvcache` on a cache whose v has factors by tensor, head or channel",
+            )
+            .into());
+        }
         let KvCacheQueries { q, ids, sinks, alibi_slopes, out, lse } = queries;
         let (page_table, cache_seqlens) = (self.page_table(ids)?, self.cache_seqlens(ids)?);
         if let [batch, _, _, _] = **q.shape()
@@ -364,7 +398,7 @@ impl KvCache {
             out,
             lse,
         };
-        engine.attention_with_kvcache(tensors, options, queue)
+        call(tensors)
     }
 }
 
