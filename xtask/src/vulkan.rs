@@ -126,6 +126,7 @@ fn ask(program: &mut Command, driver: Option<&Unpacked>) -> Outcome {
             std::iter::once(libraries.clone()).chain(std::env::split_paths(&others).filter(|path| path.is_absolute()));
         let paths = std::env::join_paths(paths).map_err(|error| Failure::Check(error.to_string()))?;
         program.env("VK_ICD_FILENAMES", manifest).env("LD_LIBRARY_PATH", paths).env("MESA_SHADER_CACHE_DIR", cache);
+        program.env("RAPT_CACHE_DIR", cache.join("rapt"));
     }
     Ok(())
 }

@@ -124,5 +124,6 @@ fn doctor_lists_adapters_with_what_they_lack() {
     let row = report["vulkan"]["vulkan:0"].as_str().expect("the first adapter");
     let name = &rapt::vulkan::adapters()[0].name;
     assert!(row.starts_with(name.as_str()) && row.contains("MiB; ") && row.contains("lack"), "{row}");
+    assert!(row.contains("; compiled kernels kept "), "{row}");
     assert!(text(&rapt(&["doctor"]).stdout).contains("vulkan:0"));
 }

@@ -10,6 +10,7 @@
 //! foreign function interfaces, allocation of tensors, and any conversion from one dtype to another.
 
 mod block_range;
+mod cache_folder;
 mod certificate;
 pub mod codes;
 mod device;
@@ -34,6 +35,7 @@ mod thousands;
 mod view;
 
 pub use block_range::{BlockRange, Tile};
+pub use cache_folder::cache_folder;
 pub use certificate::{Certificate, Coverage, Disjoint, InBounds, Injective, QuantizedFact};
 pub use device::Device;
 pub use dtype::{COMPUTED, DType, Element, Number, UnknownDtypeCode, bf16_from_f64, f16_from_f64};

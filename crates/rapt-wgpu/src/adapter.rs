@@ -20,6 +20,8 @@ pub struct AdapterFacts {
     pub subgroups: (u32, u32),
     /// What selection depends on.
     pub caps: Caps,
+    /// Whether its driver says what it compiled, so that it is kept on disk.
+    pub keeps_kernels: bool,
     /// What kernels could use and this adapter does not have.
     pub lacks: Vec<&'static str>,
     /// What the kernels need and this adapter does not have; such a device is not opened.
@@ -63,6 +65,7 @@ impl AdapterFacts {
             kind,
             subgroups: (info.subgroup_min_size, info.subgroup_max_size),
             caps: caps(features, &limits),
+            keeps_kernels: features.contains(Features::PIPELINE_CACHE),
             lacks: lacks.collect(),
             missing: missing(&limits),
         }
@@ -114,5 +117,5 @@ pub(crate) fn adapter(index: u32) -> Result<(wgpu::Adapter, AdapterFacts)> {
 
 /// The features that a device is opened with: those of `OPTIONAL` that texts use today.
 pub(crate) fn features_used(adapter: &wgpu::Adapter) -> Features {
-    adapter.features() & Features::SHADER_I16
+    adapter.features() & (Features::SHADER_I16 | Features::PIPELINE_CACHE)
 }

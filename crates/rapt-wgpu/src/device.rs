@@ -2,11 +2,13 @@
 //!
 //! wgpu answers errors by scopes and callbacks; `guarded` makes results of them. Deliberately absent: requests.
 
+use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use rapt_shader::{Binding, KernelVariant, Params};
 use rustc_hash::FxHashMap;
 
+use crate::cache::Cache;
 use crate::error::{GpuError, Result};
 
 /// What keeps a kernel inside the memory that is bound.
@@ -37,6 +39,8 @@ pub(crate) struct Open {
     /// What is bound where a request has no such tensor: one to read, two to write.
     pub(crate) unused: [wgpu::Buffer; 3],
     checks: Checks,
+    /// Where compiled kernels are kept, if the device says what it compiled.
+    cache: Option<Cache>,
     pipelines: Mutex<FxHashMap<KernelVariant, Pipeline>>,
     /// What a kernel leaves to the next of its launch: runs are submitted in turn, so one buffer serves all.
     workspace: Mutex<Option<wgpu::Buffer>>,
@@ -58,7 +62,7 @@ fn entry(binding: u32, ty: wgpu::BufferBindingType) -> wgpu::BindGroupLayoutEntr
 }
 
 impl Open {
-    pub(crate) fn new(device: wgpu::Device, queue: wgpu::Queue, checks: Checks) -> Self {
+    pub(crate) fn new(device: wgpu::Device, queue: wgpu::Queue, checks: Checks, folder: Option<PathBuf>) -> Self {
         let lost = Arc::new(Mutex::new(None));
         let told = Arc::clone(&lost);
         device.set_device_lost_callback(move |_, why| *lock(&told) = Some(why));
@@ -70,7 +74,9 @@ impl Open {
             device.create_buffer(&wgpu::BufferDescriptor { label, size: 16, usage, mapped_at_creation: false })
         });
         let (pipelines, workspace) = (Mutex::default(), Mutex::default());
-        Open { device, queue, unused, checks, pipelines, workspace, lost }
+        let says = device.features().contains(wgpu::Features::PIPELINE_CACHE);
+        let cache = Cache::new(folder.filter(|_| says), &device.adapter_info());
+        Open { device, queue, unused, checks, cache, pipelines, workspace, lost }
     }
 
     /// Why the device is lost, if it is.
@@ -126,13 +132,32 @@ impl Open {
         if let Some(pipeline) = pipelines.get(variant) {
             return Ok(pipeline.clone());
         }
-        let pipeline = self.guarded("create_compute_pipeline", 0, || self.compile(variant))?;
+        let text = variant.source();
+        let name = self.cache.as_ref().map(|cache| (cache, cache.name(&text, &format!("{:?}", self.checks))));
+        let kept = name.as_ref().and_then(|(cache, name)| cache.get(name));
+        // A cache that cannot be made is as good as none.
+        let compiled = name.as_ref().and_then(|_| self.compiled(kept.as_deref()).ok());
+        let compile = || self.compile(variant, text, compiled.as_ref());
+        let pipeline = self.guarded("create_compute_pipeline", 0, compile)?;
+        if let (Some((cache, name)), Some(data)) = (&name, compiled.and_then(|compiled| compiled.get_data()))
+            && kept.as_ref() != Some(&data)
+        {
+            cache.put(name, &data);
+        }
         tracing::debug!(target: "rapt", %variant, "compiled");
         pipelines.insert(*variant, pipeline.clone());
         Ok(pipeline)
     }
 
-    fn compile(&self, variant: &KernelVariant) -> Pipeline {
+    /// wgpu's cache of one pipeline, with what was kept of it.
+    fn compiled(&self, kept: Option<&[u8]>) -> Result<wgpu::PipelineCache> {
+        let descriptor = wgpu::PipelineCacheDescriptor { label: Some("rapt"), data: kept, fallback: true };
+        // SAFETY: the data is what such a cache of this adapter and driver gave: `Cache` holds its digest with the name that says so, and wgpu asks the
+        // driver whether it is its own.
+        self.guarded("create_pipeline_cache", 0, || unsafe { self.device.create_pipeline_cache(&descriptor) })
+    }
+
+    fn compile(&self, variant: &KernelVariant, text: String, cache: Option<&wgpu::PipelineCache>) -> Pipeline {
         let label = Some("rapt");
         let buffer = |of: &Binding| entry(of.index, wgpu::BufferBindingType::Storage { read_only: !of.is_output });
         let entries: Vec<_> = std::iter::once(entry(0, PARAMS)).chain(variant.bindings().iter().map(buffer)).collect();
@@ -146,20 +171,20 @@ impl Open {
         let pipeline = self.device.create_compute_pipeline(&wgpu::ComputePipelineDescriptor {
             label,
             layout: Some(&whole),
-            module: &self.module(variant),
+            module: &self.module(text),
             entry_point: Some(variant.entry()),
             // The kernel writes workgroup memory before it reads it.
             compilation_options: wgpu::PipelineCompilationOptions {
                 zero_initialize_workgroup_memory: false,
                 ..wgpu::PipelineCompilationOptions::default()
             },
-            cache: None,
+            cache,
         });
         Pipeline { pipeline, layout }
     }
 
-    fn module(&self, variant: &KernelVariant) -> wgpu::ShaderModule {
-        let source = wgpu::ShaderSource::Wgsl(variant.source().into());
+    fn module(&self, text: String) -> wgpu::ShaderModule {
+        let source = wgpu::ShaderSource::Wgsl(text.into());
         let descriptor = wgpu::ShaderModuleDescriptor { label: Some("rapt"), source };
         match self.checks {
             Checks::Compiled => self.device.create_shader_module(descriptor),

@@ -1,5 +1,6 @@
 //! One GPU: opened, planned for, run on, and opened again where it was lost.
 
+use std::path::PathBuf;
 use std::sync::{Arc, PoisonError, RwLock};
 
 use rapt_core::{Device, Error, Kernel, Operands, Plan, Result as CoreResult, Spec};
@@ -20,6 +21,22 @@ enum Source {
     Caller,
 }
 
+/// How a GPU is opened.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct OpenOptions {
+    /// What keeps kernels inside the memory that is bound.
+    pub checks: Checks,
+    /// The folder that compiled kernels are kept in; `None` for none.
+    pub cache: Option<PathBuf>,
+}
+
+impl Default for OpenOptions {
+    /// Proofs, and the folder of [`cache_folder`](rapt_core::cache_folder()).
+    fn default() -> Self {
+        OpenOptions { checks: Checks::Proven, cache: rapt_core::cache_folder() }
+    }
+}
+
 /// A GPU that is open. Every method may be called from several threads at once.
 #[derive(Debug)]
 pub struct Gpu {
@@ -27,11 +44,11 @@ pub struct Gpu {
     facts: Option<AdapterFacts>,
     index: u32,
     caps: Caps,
-    checks: Checks,
+    options: OpenOptions,
     open: RwLock<Arc<Open>>,
 }
 
-fn open(adapter: &wgpu::Adapter, name: &str, checks: Checks) -> Result<Open> {
+fn open(adapter: &wgpu::Adapter, name: &str, options: &OpenOptions) -> Result<Open> {
     let descriptor = wgpu::DeviceDescriptor {
         label: Some("rapt"),
         required_features: features_used(adapter),
@@ -40,7 +57,7 @@ fn open(adapter: &wgpu::Adapter, name: &str, checks: Checks) -> Result<Open> {
     };
     let (device, queue) = pollster::block_on(adapter.request_device(&descriptor))
         .map_err(|error| GpuError::NoDevice { adapter: name.to_owned(), why: error.to_string() })?;
-    Ok(Open::new(device, queue, checks))
+    Ok(Open::new(device, queue, options.checks, options.cache.clone()))
 }
 
 impl Gpu {
@@ -49,34 +66,35 @@ impl Gpu {
     /// # Errors
     /// [`GpuError::NoAdapter`], [`GpuError::Missing`], [`GpuError::NoDevice`].
     pub fn open(index: u32) -> Result<Self> {
-        Gpu::open_with(index, Checks::Proven)
+        Gpu::open_with(index, OpenOptions::default())
     }
 
-    /// As [`Gpu::open`], with these checks.
+    /// As [`Gpu::open`], with these options.
     ///
     /// # Errors
     /// As [`Gpu::open`].
-    pub fn open_with(index: u32, checks: Checks) -> Result<Self> {
+    pub fn open_with(index: u32, options: OpenOptions) -> Result<Self> {
         let (adapter, facts) = adapter(index)?;
-        let open = open(&adapter, &facts.name, checks)?;
+        let open = open(&adapter, &facts.name, &options)?;
         let caps = facts.caps;
         Ok(Gpu {
             source: Source::Adapter(adapter),
             facts: Some(facts),
             index,
             caps,
-            checks,
+            options,
             open: RwLock::new(Arc::new(open)),
         })
     }
 
     /// A GPU on the caller's device and queue, whose views are of `vulkan:{index}`. 16-bit stores are used where the device was opened with
-    /// `SHADER_I16`. The device's callbacks for errors and for its loss are replaced.
+    /// `SHADER_I16`, and compiled kernels are kept where it was with `PIPELINE_CACHE`. The device's callbacks for errors and for its loss are replaced.
     #[must_use]
     pub fn with_device(device: wgpu::Device, queue: wgpu::Queue, index: u32) -> Self {
         let caps = caps(device.features(), &device.limits());
-        let open = RwLock::new(Arc::new(Open::new(device, queue, Checks::Proven)));
-        Gpu { source: Source::Caller, facts: None, index, caps, checks: Checks::Proven, open }
+        let options = OpenOptions::default();
+        let open = RwLock::new(Arc::new(Open::new(device, queue, options.checks, options.cache.clone())));
+        Gpu { source: Source::Caller, facts: None, index, caps, options, open }
     }
 
     /// What the adapter is, where it was opened here.
@@ -113,7 +131,7 @@ impl Gpu {
         let mut place = self.open.write().unwrap_or_else(PoisonError::into_inner);
         if place.lost().is_some() {
             let name = self.facts.as_ref().map_or("the adapter", |facts| facts.name.as_str());
-            *place = Arc::new(open(adapter, name, self.checks).map_err(|error| error.on(self.device()))?);
+            *place = Arc::new(open(adapter, name, &self.options).map_err(|error| error.on(self.device()))?);
         }
         Ok(Arc::clone(&place))
     }

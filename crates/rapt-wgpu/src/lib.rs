@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! adapters()                      what there is, and what each lacks                               adapter.rs
-//! Gpu::plan(&Spec)                rapt-shader's select, its kernel compiled                        gpu.rs, device.rs
+//! Gpu::plan(&Spec)                rapt-shader's select, its kernel compiled                        gpu.rs, device.rs, cache.rs
 //! Gpu::run(&Plan, &BufferTensors) tensors in the caller's wgpu::Buffers, where they lie            buffers.rs, launch.rs
 //! Gpu::run_host(&Plan, Operands)  tensors of the host: copied there and back, counted by the plan  host.rs
 //! ```
@@ -12,6 +12,7 @@
 
 mod adapter;
 mod buffers;
+mod cache;
 mod device;
 mod error;
 mod gpu;
@@ -22,6 +23,6 @@ pub use adapter::{AdapterFacts, adapters};
 pub use buffers::{BufferTensor, BufferTensors};
 pub use device::Checks;
 pub use error::GpuError;
-pub use gpu::Gpu;
+pub use gpu::{Gpu, OpenOptions};
 pub use host::HostLaunch;
 pub use wgpu;

@@ -7,7 +7,7 @@ use rapt_core::{DType, Error, Operands, Options, Shape, Spec, Strides, Tensors, 
 use rapt_shader::ShaderLaunch;
 use rapt_testkit::{Rng, Sparse};
 use rapt_wgpu::wgpu::{self, BufferUsages};
-use rapt_wgpu::{BufferTensor, BufferTensors, Checks, Gpu, GpuError};
+use rapt_wgpu::{BufferTensor, BufferTensors, Checks, Gpu, GpuError, OpenOptions};
 
 type Widen = fn(u16) -> f32;
 type Round = fn(f32) -> u16;
@@ -224,7 +224,8 @@ impl MapToF32 for Vec<u32> {
 #[test]
 fn a_batch_entry_has_the_bits_that_it_has_alone_and_checks_change_none() {
     let Some(gpu) = common::gpu() else { return };
-    let checked = Gpu::open_with(0, Checks::Compiled).unwrap();
+    let options = OpenOptions { checks: Checks::Compiled, ..OpenOptions::default() };
+    let checked = Gpu::open_with(0, options).unwrap();
     // `forward`, `decode` on three splits, and `generic`.
     for (q_len, kv_len, dim) in [(67, 67, 24), (3, 530, 24), (20, 20, 260)] {
         alone(gpu, &checked, [3, 2, q_len, dim], [3, 2, kv_len, dim]);
@@ -398,4 +399,72 @@ fn memory_that_the_device_does_not_have_is_an_error_and_the_next_call_is_served(
     let error = gpu.run_host(&plan, &mut Operands::check(tensors, &spec).unwrap()).unwrap_err();
     assert_eq!(error, Error::OutOfMemory { bytes: heads * COLUMNS * 4 });
     attend(gpu, [[1, 1, 3, 4]; 2], &[0.5; 12], &[0.5; 12], &[0.5; 12], &Options::default());
+}
+
+/// The files of a folder, by name.
+fn entries(folder: &std::path::Path) -> Vec<(std::path::PathBuf, Vec<u8>)> {
+    let files = std::fs::read_dir(folder).map(|files| files.flatten().map(|file| file.path()).collect::<Vec<_>>());
+    let mut files: Vec<_> =
+        files.unwrap_or_default().into_iter().map(|path| (path.clone(), std::fs::read(path).unwrap())).collect();
+    files.sort();
+    files
+}
+
+#[test]
+fn compiled_kernels_are_kept_and_what_is_not_whole_is_compiled_anew() {
+    if common::gpu().is_none() {
+        return;
+    }
+    let folder = std::env::temp_dir().join(format!("rapt-kept-{}", std::process::id()));
+    let _ = std::fs::remove_dir_all(&folder);
+    let mut rng = Rng::new(11);
+    let (of_q, of_k) = ([1, 2, 3, 16], [1, 2, 70, 16]);
+    let [q, k, v] = [of_q, of_k, of_k].map(|shape| normal(&mut rng, shape.iter().product()));
+    let run = |cache: Option<std::path::PathBuf>| {
+        let gpu = Gpu::open_with(0, OpenOptions { cache, ..OpenOptions::default() }).unwrap();
+        let bits = attend(&gpu, [of_q, of_k], &q, &k, &v, &Options::default());
+        (bits, gpu.wgpu().0.features().contains(wgpu::Features::PIPELINE_CACHE))
+    };
+    let (expected, says) = run(None);
+    assert_eq!(run(Some(folder.clone())).0, expected);
+    let kept = entries(&folder);
+    if !says {
+        println!("the adapter does not say what it compiled");
+        assert!(kept.is_empty());
+        return;
+    }
+    // `decode` and `combine`.
+    assert_eq!(kept.len(), 2);
+    let data_of = |entry: &[u8]| entry[40..].to_vec();
+    assert!(kept.iter().all(|(_, entry)| entry.starts_with(b"raptpip1") && !data_of(entry).is_empty()));
+    // Kept again, they serve; broken, cut short, empty, of each other, of nobody, they do not, and are written anew.
+    assert_eq!(run(Some(folder.clone())).0, expected);
+    let flipped = |entry: &[u8]| {
+        let mut entry = entry.to_vec();
+        entry[60] ^= 1;
+        entry
+    };
+    let breakages: [&dyn Fn(usize) -> Vec<u8>; 5] = [
+        &|at| flipped(&kept[at].1),
+        &|at| kept[at].1[..kept[at].1.len() / 2].to_vec(),
+        &|_| Vec::new(),
+        &|at| kept[1 - at].1.clone(),
+        &|_| b"raptpip1 and thirty-two bytes of no digest, then data that no driver has given".to_vec(),
+    ];
+    for breakage in breakages {
+        (0..2).for_each(|at| std::fs::write(&kept[at].0, breakage(at)).unwrap());
+        assert_eq!(run(Some(folder.clone())).0, expected);
+        let now = entries(&folder);
+        assert_eq!(now.len(), 2);
+        for ((path, entry), (was_at, _)) in now.iter().zip(&kept) {
+            assert_eq!(path, was_at);
+            assert!(entry.starts_with(b"raptpip1") && !data_of(entry).is_empty());
+        }
+        assert!((0..2).all(|at| now[at].1 != breakage(at)), "written anew");
+    }
+    // A folder that is a file.
+    let file = folder.join("file");
+    std::fs::write(&file, "in the way").unwrap();
+    assert_eq!(run(Some(file)).0, expected);
+    std::fs::remove_dir_all(folder).unwrap();
 }

@@ -55,7 +55,7 @@ pub fn platform() -> String {
     format!("{}-{}", std::env::consts::OS, std::env::consts::ARCH)
 }
 
-/// The adapters that Vulkan shows, a row each, with what each lacks; or why there is none.
+/// The adapters that Vulkan shows, a row each, with what each lacks, and where compiled kernels are kept; or why there is no adapter.
 #[must_use]
 pub fn vulkan() -> Vec<(String, String)> {
     let row = |name: &str, text: &str| vec![(name.to_owned(), text.to_owned())];
@@ -67,15 +67,20 @@ pub fn vulkan() -> Vec<(String, String)> {
         if adapters.is_empty() {
             return row("vulkan", "no adapter: no libvulkan, or no driver");
         }
+        let folder =
+            rapt_core::cache_folder().map_or_else(|| "nowhere".to_owned(), |folder| format!("in {}", folder.display()));
         let described = |adapter: crate::vulkan::AdapterFacts| {
+            let kept = if adapter.keeps_kernels { folder.as_str() } else { "nowhere" };
             let lacks = match (adapter.missing, adapter.lacks.as_slice()) {
                 (Some(missing), _) => format!("not served: it lacks {missing}"),
                 (None, []) => "lacks nothing".to_owned(),
                 (None, lacks) => format!("lacks {}", lacks.join(", ")),
             };
             let largest = adapter.caps.max_binding_bytes >> 20;
-            let text =
-                format!("{} ({}, {}), bindings of {largest} MiB; {lacks}", adapter.name, adapter.kind, adapter.driver);
+            let text = format!(
+                "{} ({}, {}), bindings of {largest} MiB; {lacks}; compiled kernels kept {kept}",
+                adapter.name, adapter.kind, adapter.driver
+            );
             (format!("vulkan:{}", adapter.index), text)
         };
         adapters.into_iter().map(described).collect()

@@ -4,7 +4,7 @@
 //! short or changed is not used, and is compiled anew. It is written beside its place and renamed into it, so that two
 //! processes may write at once. Where nothing can be written, kernels are compiled in every process, and that is all.
 //!
-//! `RAPT_CACHE_DIR`, else `XDG_CACHE_HOME/rapt`, else `~/.cache/rapt`; empty turns the cache off.
+//! The folder is that of [`rapt_core::cache_folder`].
 
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -65,15 +65,7 @@ impl Cache {
 
     /// Where the environment says.
     pub(crate) fn from_environment() -> Self {
-        let of = |name: &str| std::env::var_os(name).map(PathBuf::from);
-        let folder = match of("RAPT_CACHE_DIR") {
-            Some(folder) => Some(folder),
-            None => of("XDG_CACHE_HOME")
-                .filter(|folder| folder.is_absolute())
-                .or_else(|| of("HOME").map(|home| home.join(".cache")))
-                .map(|folder| folder.join("rapt")),
-        };
-        Cache::new(folder.filter(|folder| !folder.as_os_str().is_empty()))
+        Cache::new(rapt_core::cache_folder())
     }
 
     pub(crate) fn folder(&self) -> Option<&std::path::Path> {
