@@ -125,6 +125,8 @@ pub enum MaskClass {
 pub enum Kernel {
     /// Many queries: tiles of them along the vector lanes, or on the tensor cores.
     Forward,
+    /// Many queries, products on the matrices of a device that Vulkan reaches.
+    Matrices,
     /// Few queries: bound by how fast K and V arrive, keys split in fixed chunks.
     Decode,
     /// The one that serves the whole definition where no faster one does.
@@ -141,6 +143,7 @@ impl Kernel {
     pub const fn name(self) -> &'static str {
         match self {
             Kernel::Forward => "forward",
+            Kernel::Matrices => "matrices",
             Kernel::Decode => "decode",
             Kernel::Generic => "generic",
             Kernel::ForwardInt8 => "forward_int8",

@@ -1,5 +1,7 @@
 //! What of a device a selection depends on.
 
+use crate::matrices::MatrixUnits;
+
 /// What a device has, as far as a selection depends on it.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Caps {
@@ -15,6 +17,8 @@ pub struct Caps {
     pub max_threads: usize,
     /// Most bytes of workgroup memory.
     pub max_shared_bytes: usize,
+    /// Its cooperative matrices, if texts may use them.
+    pub matrices: Option<MatrixUnits>,
 }
 
 impl Caps {
@@ -26,6 +30,7 @@ impl Caps {
         max_items: 65_535 * 65_535,
         max_threads: 256,
         max_shared_bytes: 16 << 10,
+        matrices: None,
     };
 
     /// What every Apple GPU since the M1 has, of families 7 and up. A buffer is bound at any element, and indices have 31 bits.
@@ -36,5 +41,6 @@ impl Caps {
         max_items: 65_535 * 65_535,
         max_threads: 1024,
         max_shared_bytes: 32 << 10,
+        matrices: None,
     };
 }

@@ -85,6 +85,9 @@ impl LaunchPlan for ShaderLaunch {
             Kernel::Forward => {
                 format!("{rows} query rows for a key head: products on registers, of tiles in workgroup memory")
             }
+            Kernel::Matrices => {
+                format!("{rows} query rows for a key head: products on cooperative matrices, float16 summed in float32")
+            }
             Kernel::Decode => {
                 let Partition { num_splits, split_keys, .. } = self.partition;
                 let split = format!("keys in {num_splits} of {split_keys}, folded by a second launch");

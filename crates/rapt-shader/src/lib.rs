@@ -14,6 +14,7 @@
 
 mod caps;
 mod launch;
+mod matrices;
 mod msl;
 mod params;
 mod partition;
@@ -24,7 +25,8 @@ mod window;
 
 pub use caps::Caps;
 pub use launch::ShaderLaunch;
+pub use matrices::{MatrixTiles, MatrixUnits};
 pub use params::Params;
-pub use select::{select, select_kernel, variants};
+pub use select::{matrix_variants, select, select_algorithm, select_kernel, variants};
 pub use variant::{Algorithm, BINDINGS, Binding, KernelVariant, PARTIALS, Stores};
 pub use window::{Range, Window};

@@ -1,6 +1,6 @@
 //! From a spec to a plan: pure, total, without a device.
 //!
-//! `decode` for few rows of a key head, else `forward`, where their tiles fit the device and the request; else `generic`. What a kernel sums, and in which order, depends on neither batch,
+//! `decode` for few rows of a key head, else `matrices` of float16, else `forward`, where their tiles fit the device and the request; else `generic`. What a kernel sums, and in which order, depends on neither batch,
 //! strides, alignment nor windows: the bits of a row are its own.
 
 use rapt_core::{
@@ -9,6 +9,7 @@ use rapt_core::{
 
 use crate::caps::Caps;
 use crate::launch::ShaderLaunch;
+use crate::matrices::MatrixTiles;
 use crate::params::MOST_LEN;
 use crate::partition::Partition;
 use crate::variant::{Algorithm, KernelVariant, MOST_FEW_ROWS, Stores, Tiles};
@@ -88,6 +89,25 @@ fn forward(spec: &Spec, caps: &Caps) -> Answer {
     fits(Algorithm::Forward { column_groups: spec.head_dim_v().div_ceil(64).clamp(1, 2) }, caps)
 }
 
+fn matrices(spec: &Spec, caps: &Caps) -> Answer {
+    let storage = spec.numerics.storage;
+    if storage != DType::F16 {
+        return Err(format!("matrices are of float16 in WGSL, q is {storage}"));
+    }
+    let Some(units) = caps.matrices else {
+        return Err(
+            "the device has no cooperative matrices of float16 that sum in float32, or its subgroups vary".into()
+        );
+    };
+    match MatrixTiles::fitting(units, spec.head_dim(), spec.head_dim_v(), caps.max_shared_bytes) {
+        Some(tiles) => fits(Algorithm::Matrices(tiles), caps),
+        None if spec.head_dim() > 128 => {
+            Err(format!("matrices hold 128 columns of q, head_dim is {}", spec.head_dim()))
+        }
+        None => Err(format!("no tiles of matrices fit the device: {units:?}, {} bytes", caps.max_shared_bytes)),
+    }
+}
+
 fn few_rows(spec: &Spec) -> bool {
     spec.group_size().saturating_mul(spec.q_len()) <= MOST_FEW_ROWS
 }
@@ -130,7 +150,12 @@ fn fits(algorithm: Algorithm, caps: &Caps) -> Answer {
 /// [`Error::Unsupported`] for float64, codes, pages, sequences with lengths of their own, lengths beyond 2^29, and a head of which one tensor
 /// is longer than a binding may be.
 pub fn select(spec: &Spec, caps: &Caps) -> Result<Plan> {
-    let rules: &[fn(&Spec, &Caps) -> Answer] = if few_rows(spec) { &[decode, forward] } else { &[forward] };
+    let rules: &[fn(&Spec, &Caps) -> Answer] = match (few_rows(spec), spec.numerics.storage == DType::F32) {
+        (true, true) => &[decode, forward],
+        (true, false) => &[decode, matrices, forward],
+        (false, true) => &[forward],
+        (false, false) => &[matrices, forward],
+    };
     let mut why_not = Vec::new();
     let mut chosen = None;
     for rule in rules {
@@ -153,6 +178,7 @@ pub fn select_kernel(spec: &Spec, caps: &Caps, kernel: Kernel) -> Result<Plan> {
     let algorithm = match kernel {
         Kernel::Generic => Ok(Algorithm::Generic),
         Kernel::Forward => forward(spec, caps),
+        Kernel::Matrices => matrices(spec, caps),
         Kernel::Decode => decode(spec, caps),
         _ => Err("there is no such kernel in WGSL".to_owned()),
     };
@@ -183,7 +209,10 @@ fn plan(spec: &Spec, caps: &Caps, algorithm: Algorithm, why_not_faster: String) 
         kernel: if is_empty { Kernel::Empty } else { algorithm.kernel() },
         storage: spec.numerics.storage,
         accumulation: spec.numerics.accumulation,
-        p_rounding: PRounding::Accumulation,
+        p_rounding: match algorithm {
+            Algorithm::Matrices(_) => PRounding::Storage,
+            _ => PRounding::Accumulation,
+        },
         mask: match spec.mask.map(|mask| mask.dtype) {
             None => MaskClass::None,
             Some(DType::Bool) => MaskClass::Bool,
@@ -196,29 +225,52 @@ fn plan(spec: &Spec, caps: &Caps, algorithm: Algorithm, why_not_faster: String) 
     Ok(Plan::new(spec.clone(), key, launch))
 }
 
-/// Every variant that a plan may launch on any device.
-#[must_use]
-pub fn variants() -> Vec<KernelVariant> {
-    let floats = [DType::F32, DType::F16, DType::BF16];
-    let masks = [None, Some(DType::Bool), Some(DType::F32), Some(DType::F16), Some(DType::BF16)];
+/// As [`select`], but with this algorithm, whose tiles may be others than `select` has: to measure them.
+///
+/// # Errors
+/// As [`select`].
+pub fn select_algorithm(spec: &Spec, caps: &Caps, algorithm: Algorithm) -> Result<Plan> {
+    plan(spec, caps, algorithm, String::new())
+}
+
+const FLOATS: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
+const MASKS: [Option<DType>; 5] = [None, Some(DType::Bool), Some(DType::F32), Some(DType::F16), Some(DType::BF16)];
+
+/// Every dtype of out, with every way to store it.
+fn outs() -> impl Iterator<Item = (DType, Stores)> {
     let stores = |out: DType| match out {
         DType::F32 => vec![Stores::Words],
         _ => vec![Stores::Halves, Stores::HalvesOfWords],
     };
-    let outs = || floats.into_iter().flat_map(move |out| stores(out).into_iter().map(move |stores| (out, stores)));
+    FLOATS.into_iter().flat_map(move |out| stores(out).into_iter().map(move |stores| (out, stores)))
+}
+
+/// Every variant on cooperative matrices that a plan may launch on any device.
+#[must_use]
+pub fn matrix_variants() -> Vec<KernelVariant> {
+    let storage = DType::F16;
+    let of = |algorithm| {
+        outs().flat_map(move |(out, stores)| MASKS.map(|mask| KernelVariant { algorithm, storage, mask, out, stores }))
+    };
+    MatrixTiles::all().into_iter().flat_map(|tiles| of(Algorithm::Matrices(tiles))).collect()
+}
+
+/// Every variant that a plan may launch on any device, but for [`matrix_variants`].
+#[must_use]
+pub fn variants() -> Vec<KernelVariant> {
     let algorithms = [1, 2].map(|column_groups| Algorithm::Forward { column_groups });
     let mut all = Vec::new();
     for algorithm in std::iter::once(Algorithm::Generic).chain(algorithms) {
-        for storage in floats {
+        for storage in FLOATS {
             for (out, stores) in outs() {
-                all.extend(masks.map(|mask| KernelVariant { algorithm, storage, mask, out, stores }));
+                all.extend(MASKS.map(|mask| KernelVariant { algorithm, storage, mask, out, stores }));
             }
         }
     }
     for row_groups in [1, 2] {
-        for storage in floats {
+        for storage in FLOATS {
             let algorithm = Algorithm::Decode { row_groups };
-            all.extend(masks.map(|mask| KernelVariant {
+            all.extend(MASKS.map(|mask| KernelVariant {
                 algorithm,
                 storage,
                 mask,

@@ -24,6 +24,7 @@ const SCORES: &str = include_str!("wgsl/scores.wgsl");
 const ENDS: &str = include_str!("wgsl/ends.wgsl");
 const GENERIC: &str = include_str!("wgsl/generic.wgsl");
 const FORWARD: &str = include_str!("wgsl/forward.wgsl");
+const MATRICES: &str = include_str!("wgsl/matrices.wgsl");
 const DECODE: &str = include_str!("wgsl/decode.wgsl");
 const COMBINE: &str = include_str!("wgsl/combine.wgsl");
 
@@ -35,30 +36,33 @@ fn repeated(text: &str, name: &str, count: usize) -> String {
     (0..count).map(|n| text.replace(name, &n.to_string())).collect()
 }
 
-/// `text` with each line, and each part from `//@ for each $g` to `//@ end`, as often as its words say. Comments stay as they are.
+/// `text` with each line, and each part from `//@ for each $g` to its `//@ end`, as often as its words say; a part may have others in it. Comments stay as
+/// they are.
 fn unrolled(text: &str, words: &[(&str, usize)]) -> String {
-    let mut whole = String::new();
-    let mut rest = text;
-    while let Some((before, after)) = rest.split_once("//@ for each ") {
-        let ((name, after), (before, _)) =
-            (after.split_once('\n').unwrap_or_default(), before.rsplit_once('\n').unwrap_or_default());
-        let (part, after) = after.split_once("//@ end\n").unwrap_or_default();
-        let part = part.trim_end_matches(' ');
-        let count = words.iter().find(|(word, _)| *word == name).map_or(0, |(_, count)| *count);
-        whole.push_str(before);
-        whole.push('\n');
-        whole.push_str(&repeated(part, name, count));
-        rest = after;
-    }
-    whole.push_str(rest);
-    let lines = whole.split_inclusive('\n');
-    let line = |line: &str| match line.trim_start().starts_with("//") {
+    let of = |line: &str| match line.trim_start().starts_with("//") {
         true => line.to_owned(),
         false => words.iter().fold(line.to_owned(), |lines, (name, count)| {
             lines.split_inclusive('\n').map(|line| repeated(line, name, *count)).collect()
         }),
     };
-    lines.map(line).collect()
+    let mut lines = text.split_inclusive('\n');
+    let mut whole = String::new();
+    while let Some(line) = lines.next() {
+        let Some(name) = line.trim().strip_prefix("//@ for each ") else {
+            whole.push_str(&of(line));
+            continue;
+        };
+        let mut depth = 1;
+        let part = lines.by_ref().take_while(|line| {
+            depth += usize::from(line.trim().starts_with("//@ for each "));
+            depth -= usize::from(line.trim() == "//@ end");
+            depth > 0
+        });
+        let part: String = part.collect();
+        let count = words.iter().find(|(word, _)| *word == name).map_or(0, |(_, count)| *count);
+        whole.push_str(&unrolled(&repeated(&part, name, count), words));
+    }
+    whole
 }
 
 /// How elements of fewer than 32 bits lie in a buffer as the text declares it.
@@ -96,12 +100,19 @@ impl KernelVariant {
     /// The text in WGSL, with `Params` as binding 0 and [`bindings`](KernelVariant::bindings) behind it, all in group 0.
     #[must_use]
     pub fn source(&self) -> String {
-        let enable = if self.binds("out") && self.stores == Stores::Halves { "enable wgpu_int16;\n\n" } else { "" };
-        self.text(enable, Elements::InWords)
+        let has_matrices = matches!(self.algorithm, Algorithm::Matrices(_));
+        let enabled = [
+            ("wgpu_int16", self.binds("out") && self.stores == Stores::Halves),
+            ("f16", has_matrices),
+            ("wgpu_cooperative_matrix", has_matrices),
+        ];
+        let enable: String =
+            enabled.iter().filter(|(_, is)| *is).map(|(name, _)| format!("enable {name};\n")).collect();
+        self.text(&enable, Elements::InWords)
     }
 
     /// The text in Metal's language, with `Params` as buffer 0 and [`bindings`](KernelVariant::bindings) behind it. A buffer is bound at the byte
-    /// of any element; no word beside an element is read, whatever [`stores`](KernelVariant::stores) says. Never run on Apple hardware.
+    /// of any element; no word beside an element is read, whatever [`stores`](KernelVariant::stores) says. Of [`variants`](crate::variants()) alone; never run on Apple hardware.
     #[must_use]
     pub fn msl(&self) -> String {
         msl::translated(&self.text("", Elements::Alone))
@@ -146,6 +157,10 @@ impl KernelVariant {
                 let text = unrolled(FORWARD, &[("$g", column_groups), ("$a", 2), ("$n", 4), ("$c", 4)]);
                 (text, &[NUMBERS, MATH, ROWS, SCORES, ENDS])
             }
+            Algorithm::Matrices(tiles) => {
+                let text = tiles.constants() + &unrolled(MATRICES, &tiles.words());
+                (text, &[NUMBERS, MATH, ROWS, SCORES, ENDS])
+            }
             Algorithm::Decode { row_groups } => {
                 let text = unrolled(DECODE, &[("$a", row_groups), ("$n", 4), ("$h", 2), ("$e", 2)]);
                 (format!("const ROW_GROUPS: u32 = {row_groups}u;\n{text}"), &[NUMBERS, MATH, ROWS, SCORES])
@@ -155,10 +170,16 @@ impl KernelVariant {
         parts.iter().copied().chain([own.as_str()]).flat_map(|part| ["\n", part]).collect()
     }
 
+    /// Whether a tensor's buffer is declared as vectors of four words.
+    fn has_wide(&self, tensor: &str) -> bool {
+        matches!(self.algorithm, Algorithm::Matrices(tiles) if tiles.wide) && matches!(tensor, "k" | "v")
+    }
+
     fn write_binding(&self, text: &mut String, Binding { tensor, index, is_output }: &Binding, elements: Elements) {
         let access = if *is_output { "read_write" } else { "read" };
         let element = match (*tensor, elements, self.stores) {
             ("partials", ..) => "vec4<u32>",
+            (tensor, ..) if self.has_wide(tensor) => "vec4<u32>",
             ("q" | "k" | "v", Elements::Alone, _) => integer(self.storage),
             ("mask", Elements::Alone, _) => self.mask.map_or("u32", integer),
             // Of any dtype: read by halves.
@@ -172,7 +193,10 @@ impl KernelVariant {
     }
 
     fn write_reader(&self, text: &mut String, tensor: &str, elements: Elements) {
-        let bits = bits_at(tensor, self.storage, elements);
+        let bits = match self.has_wide(tensor) {
+            true => format!("f32_bits_of_f16(half_of({tensor}_word(at >> 1u), at))"),
+            false => bits_at(tensor, self.storage, elements),
+        };
         let _ = writeln!(text, "fn {tensor}_bits(at: u32) -> u32 {{ return {bits}; }}");
         // Two elements, as one word where they lie in one.
         let halves = match self.storage {
@@ -181,7 +205,7 @@ impl KernelVariant {
             _ => "",
         };
         let _ = writeln!(text, "fn {tensor}_two(at: u32, stride: u32) -> vec2<u32> {{");
-        if !halves.is_empty() && elements == Elements::InWords {
+        if !halves.is_empty() && elements == Elements::InWords && !self.has_wide(tensor) {
             let word = format!("vec2<u32>({halves}(word & 0xffffu), {halves}(word >> 16u))");
             let _ = writeln!(
                 text,
@@ -189,6 +213,9 @@ impl KernelVariant {
             );
         }
         let _ = writeln!(text, "    return vec2<u32>({tensor}_bits(at), {tensor}_bits(at + stride));\n}}");
+        if matches!(self.algorithm, Algorithm::Matrices(_)) {
+            text.push_str(&readers_of_matrices(tensor, self.has_wide(tensor)));
+        }
     }
 
     /// What the mask says of a key: whether it is hidden, else the bits of what is added to its score.
@@ -225,6 +252,32 @@ impl KernelVariant {
         };
         let _ = writeln!(text, "fn store_out(at: u32, bits: u32) {{\n{body}}}");
     }
+}
+
+/// Readers of four and eight elements of float16 as they lie, two in a word. `wide`: a buffer is declared as vectors of four words.
+fn readers_of_matrices(tensor: &str, wide: bool) -> String {
+    let (word, eight) = match wide {
+        true => (format!("{tensor}[at >> 2u][at & 3u]"), format!("{tensor}[at >> 3u]")),
+        false => {
+            let words = ["0u", "1u", "2u", "3u"].map(|n| format!("{tensor}[(at >> 1u) + {n}]"));
+            (format!("{tensor}[at]"), format!("vec4<u32>({})", words.join(", ")))
+        }
+    };
+    format!(
+        "fn {tensor}_word(at: u32) -> u32 {{ return {word}; }}
+fn {tensor}_eight(at: u32) -> vec4<u32> {{ return {eight}; }}
+// The first `count` of four; 0 behind them.
+fn {tensor}_four(at: u32, stride: u32, count: u32) -> vec2<u32> {{
+    if count >= 4u && stride == 1u && (at & 1u) == 0u {{ return vec2<u32>({tensor}_word(at >> 1u), {tensor}_word((at >> 1u) + 1u)); }}
+    var words = vec2<u32>();
+    for (var n = 0u; n < min(count, 4u); n++) {{
+        let half = half_of({tensor}_word((at + n * stride) >> 1u), at + n * stride);
+        words[n / 2u] |= half << (n % 2u * 16u);
+    }}
+    return words;
+}}
+"
+    )
 }
 
 /// A vector of one number per head has a dtype of its own, told by the parameters.

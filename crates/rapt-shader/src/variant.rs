@@ -4,6 +4,8 @@ use std::fmt;
 
 use rapt_core::{DType, Kernel, Spec};
 
+use crate::matrices::MatrixTiles;
+
 /// Rows of a block of `generic` and `forward`; in these the rows of windows are counted.
 pub(crate) const BLOCK_M: usize = 64;
 /// Most rows of a task that `decode` serves.
@@ -24,6 +26,8 @@ pub enum Algorithm {
         /// How many times 64 columns of values a workgroup has: 1 or 2.
         column_groups: usize,
     },
+    /// wgsl/matrices.wgsl: many queries of float16, on a device with cooperative matrices.
+    Matrices(MatrixTiles),
     /// wgsl/decode.wgsl: few queries, of a part of the keys.
     Decode {
         /// How many times four rows a workgroup has: 1 or 2.
@@ -59,13 +63,14 @@ impl Algorithm {
         match self {
             Algorithm::Generic => Kernel::Generic,
             Algorithm::Forward { .. } => Kernel::Forward,
+            Algorithm::Matrices(_) => Kernel::Matrices,
             Algorithm::Decode { .. } | Algorithm::Combine => Kernel::Decode,
         }
     }
 
     /// `generic`: three tiles, the attended keys, and a word. `forward`: tiles, weights, attended keys, where rows lie, and a word. `decode`: queries,
     /// sums, weights, attended keys, and a word. `combine`: of each split factors, sums and flags.
-    pub(crate) const fn tiles(self) -> Tiles {
+    pub(crate) fn tiles(self) -> Tiles {
         match self {
             Algorithm::Generic => Tiles {
                 block_m: BLOCK_M,
@@ -81,6 +86,7 @@ impl Algorithm {
                 threads: 128,
                 shared_bytes: 544 * 16 + 1088 * 16 + 128 * 4 + 16 * 16 + 4,
             },
+            Algorithm::Matrices(tiles) => tiles.tiles(),
             Algorithm::Decode { row_groups } => Tiles {
                 block_m: 4 * row_groups,
                 block_n: 64,
@@ -189,7 +195,7 @@ impl KernelVariant {
     #[must_use]
     pub const fn bindings(&self) -> &'static [Binding] {
         match self.algorithm {
-            Algorithm::Generic | Algorithm::Forward { .. } => &BINDINGS,
+            Algorithm::Generic | Algorithm::Forward { .. } | Algorithm::Matrices(_) => &BINDINGS,
             Algorithm::Decode { .. } => &DECODED,
             Algorithm::Combine => &COMBINED,
         }
@@ -197,13 +203,13 @@ impl KernelVariant {
 
     /// Threads of a workgroup.
     #[must_use]
-    pub const fn threads(&self) -> usize {
+    pub fn threads(&self) -> usize {
         self.algorithm.tiles().threads
     }
 
     /// Bytes of workgroup memory.
     #[must_use]
-    pub const fn shared_bytes(&self) -> usize {
+    pub fn shared_bytes(&self) -> usize {
         self.algorithm.tiles().shared_bytes
     }
 
@@ -220,6 +226,7 @@ impl fmt::Display for KernelVariant {
         match algorithm {
             Algorithm::Generic => write!(f, "generic")?,
             Algorithm::Forward { .. } => write!(f, "forward of {} columns", algorithm.tiles().block_dv)?,
+            Algorithm::Matrices(tiles) => write!(f, "matrices {tiles}")?,
             Algorithm::Decode { .. } => write!(f, "decode of {} rows", algorithm.tiles().block_m)?,
             Algorithm::Combine => write!(f, "combine")?,
         }

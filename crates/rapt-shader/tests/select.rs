@@ -1,7 +1,10 @@
 //! What is refused, and how memory is cut.
 
 use rapt_core::{DType, Dims, Error, Kernel, Options, Shape, Spec, Strides, TensorForm};
-use rapt_shader::{Caps, KernelVariant, Range, ShaderLaunch, Window, select, select_kernel, variants};
+use rapt_shader::{
+    Algorithm, Caps, KernelVariant, MatrixTiles, MatrixUnits, Range, ShaderLaunch, Window, matrix_variants, select,
+    select_kernel, variants,
+};
 
 const DEVICE: rapt_core::Device = rapt_core::Device::Cpu;
 
@@ -50,6 +53,42 @@ fn forward_serves_where_its_tiles_fit_and_the_plan_says_why_it_does_not() {
     assert!(few.why_not_faster().contains("128 threads"), "{}", few.why_not_faster());
 }
 
+/// An NVIDIA GPU, and Mesa's lavapipe.
+const MATRICES: [Caps; 2] = [
+    Caps { max_shared_bytes: 48 << 10, matrices: Some(MatrixUnits { tile: 16, subgroup_threads: 32 }), ..Caps::WEBGPU },
+    Caps { matrices: Some(MatrixUnits { tile: 8, subgroup_threads: 8 }), ..COMMON },
+];
+
+#[test]
+fn matrices_serve_float16_where_the_device_has_them_and_the_plan_says_why_they_do_not() {
+    let plan = |dtype, dim, caps: &Caps| select(&spec(dtype, [1, 1, 100, dim], 1, 50), caps).unwrap();
+    for (caps, block_n) in MATRICES.iter().zip([64, 32]) {
+        for dim in [1, 64, 65, 128] {
+            let plan = plan(DType::F16, dim, caps);
+            assert_eq!((plan.key().kernel, plan.why_not_faster().as_str()), (Kernel::Matrices, ""), "{dim}");
+            assert_eq!((plan.key().p_rounding, plan.block_n()), (rapt_core::PRounding::Storage, block_n));
+            let variant = plan.launch_plan::<ShaderLaunch>().unwrap().variant.unwrap();
+            let Algorithm::Matrices(MatrixTiles { depth, block_dv, .. }) = variant.algorithm else {
+                panic!("{variant}")
+            };
+            assert_eq!((depth, block_dv), if dim > 64 { (128, 128) } else { (64, 64) });
+            assert!(matrix_variants().contains(&variant), "{variant}");
+        }
+        let check = |plan: rapt_core::Plan, why: &str| {
+            assert_eq!((plan.key().kernel, plan.why_not_faster().as_str()), (Kernel::Forward, why));
+        };
+        check(plan(DType::F32, 64, caps), "");
+        check(plan(DType::BF16, 64, caps), "matrices are of float16 in WGSL, q is bfloat16");
+        check(plan(DType::F16, 129, caps), "matrices hold 128 columns of q, head_dim is 129");
+        let odd = Caps { matrices: Some(MatrixUnits { tile: 16, subgroup_threads: 48 }), ..*caps };
+        assert!(plan(DType::F16, 64, &odd).why_not_faster().starts_with("no tiles of matrices fit the device"));
+    }
+    let without = plan(DType::F16, 64, &COMMON);
+    assert!(without.why_not_faster().contains("no cooperative matrices of float16"), "{}", without.why_not_faster());
+    let error = select_kernel(&spec(DType::F32, [1, 1, 100, 64], 1, 50), &MATRICES[0], Kernel::Matrices).unwrap_err();
+    assert!(error.to_string().contains("matrices are of float16"), "{error}");
+}
+
 #[test]
 fn decode_serves_few_rows_and_splits_the_keys_by_their_number_alone() {
     let large = Caps { max_binding_bytes: 1 << 40, ..COMMON };
@@ -59,7 +98,7 @@ fn decode_serves_few_rows_and_splits_the_keys_by_their_number_alone() {
         [([1, 4, 1, 64], 4, Kernel::Decode), ([1, 8, 2, 64], 1, Kernel::Decode), ([1, 1, 17, 64], 1, Kernel::Forward)]
     {
         let plan = plan(shape, kv_heads, 50);
-        assert_eq!((plan.key().kernel, plan.why_not_faster().as_str()), (kernel, ""), "{shape:?}");
+        assert_eq!(plan.key().kernel, kernel, "{shape:?}");
     }
     // (keys, splits, keys of a split)
     for (kv_len, num_splits, split_keys) in [
@@ -108,7 +147,7 @@ fn a_kernel_that_is_asked_for_by_name_runs_or_is_refused_with_the_reason() {
 
 #[test]
 fn every_selected_variant_is_listed() {
-    let all = variants();
+    let all = [variants(), matrix_variants()].concat();
     for dtype in [DType::F32, DType::F16, DType::BF16] {
         for out in [DType::F32, DType::F16, DType::BF16] {
             for mask in [None, Some(DType::Bool), Some(DType::F32), Some(DType::F16), Some(DType::BF16)] {
@@ -116,9 +155,16 @@ fn every_selected_variant_is_listed() {
                     let (q, mask) = (form(dtype, &[1, 2, 4, 8]), mask.map(|mask| form(mask, &[4, 4])));
                     let options = Options::default().with_out_dtype(out);
                     let spec = Spec::builder(q, q, q, &options).mask(mask).build().unwrap();
-                    for (caps, kernel) in
-                        [(COMMON, Kernel::Forward), (COMMON, Kernel::Decode), (Caps::WEBGPU, Kernel::Generic)]
-                    {
+                    for (caps, kernel) in [
+                        (COMMON, Kernel::Forward),
+                        (MATRICES[0], Kernel::Matrices),
+                        (MATRICES[1], Kernel::Matrices),
+                        (COMMON, Kernel::Decode),
+                        (Caps::WEBGPU, Kernel::Generic),
+                    ] {
+                        if kernel == Kernel::Matrices && dtype != DType::F16 {
+                            continue;
+                        }
                         let plan = select_kernel(&spec, &Caps { has_16_bit_stores, ..caps }, kernel).unwrap();
                         let launch = plan.launch_plan::<ShaderLaunch>().unwrap();
                         let kernels: Vec<KernelVariant> = launch.variant.into_iter().chain(launch.combine).collect();

@@ -6,7 +6,20 @@ use naga::front::wgsl;
 use naga::valid::{Capabilities, ValidationFlags, Validator};
 use naga::{AddressSpace, ArraySize, Module, TypeInner};
 use rapt_core::DType;
-use rapt_shader::{Algorithm, Binding, Caps, KernelVariant, Params, Stores, variants};
+use rapt_shader::{Algorithm, Binding, Caps, KernelVariant, Params, Stores, matrix_variants, variants};
+
+/// Of each tiles of matrices the variant without a mask; and of one the variants of every mask, and of every out.
+fn of_matrices() -> Vec<KernelVariant> {
+    let mut all = matrix_variants();
+    let first = all[0].algorithm;
+    let plain = (DType::F16, Stores::Halves);
+    all.retain(|of| match ((of.out, of.stores) == plain, of.mask) {
+        (true, None) => true,
+        (true, _) | (_, None) => of.algorithm == first,
+        _ => false,
+    });
+    all
+}
 
 /// Every variant with its text as naga reads it, once for all tests.
 fn parsed() -> &'static [(KernelVariant, Module)] {
@@ -16,7 +29,7 @@ fn parsed() -> &'static [(KernelVariant, Module)] {
             let module = wgsl::parse_str(&text);
             (variant, module.unwrap_or_else(|error| panic!("{variant}: {}", error.emit_to_string(&text))))
         };
-        variants().into_iter().map(parsed).collect()
+        variants().into_iter().chain(of_matrices()).map(parsed).collect()
     });
     &PARSED
 }
@@ -25,17 +38,27 @@ fn parsed() -> &'static [(KernelVariant, Module)] {
 fn every_variant_is_valid() {
     assert_eq!(
         parsed().len(),
-        3 * (3 * 5 * 5) + 2 * (3 * 5) + 5,
+        3 * (3 * 5 * 5) + 2 * (3 * 5) + 5 + (24 + 4 + 4),
         "storage, mask, and out with its stores, as far as an algorithm has them"
     );
     for (variant, module) in parsed() {
         // 16-bit integers are asked for where they are stored, and nowhere else.
         let sixteen = Capabilities::SHADER_INT16;
-        let needs = if variant.stores == Stores::Halves { sixteen } else { Capabilities::empty() };
+        let of_stores = if variant.stores == Stores::Halves { sixteen } else { Capabilities::empty() };
+        let needs = match variant.algorithm {
+            Algorithm::Matrices(_) => {
+                of_stores
+                    | Capabilities::SHADER_FLOAT16_IN_FLOAT32
+                    | Capabilities::SHADER_FLOAT16
+                    | Capabilities::SUBGROUP
+                    | Capabilities::COOPERATIVE_MATRIX
+            }
+            _ => of_stores,
+        };
         let mut validator = Validator::new(ValidationFlags::all(), needs);
         validator.validate(module).unwrap_or_else(|error| panic!("{variant}: {error:?}"));
         if variant.stores == Stores::Halves {
-            let mut validator = Validator::new(ValidationFlags::all(), Capabilities::empty());
+            let mut validator = Validator::new(ValidationFlags::all(), needs - sixteen);
             assert!(validator.validate(module).is_err(), "{variant} stores 16 bits");
         }
         let entry = &module.entry_points[0];
@@ -95,6 +118,7 @@ fn a_text_names_no_number_that_wgsl_forbids_and_no_subgroup() {
     for variant in variants() {
         let text = variant.source();
         let code: String = text.lines().map(|line| line.split("//").next().unwrap_or_default()).collect();
+        // Halves and exponentials of matrices are rounded to 16 bits by whatever computes them.
         for word in ["subgroup", "f16(", "exp(", "exp2(", "log(", "tanh(", "isNan", "pack2x16", "unpack2x16"] {
             assert!(!code.contains(&format!(" {word}")) && !code.contains(&format!("({word}")), "{variant}: {word}");
         }

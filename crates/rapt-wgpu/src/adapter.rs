@@ -1,6 +1,6 @@
 //! Adapters: what there is, what each offers, and what it lacks.
 
-use rapt_shader::Caps;
+use rapt_shader::{Caps, MatrixUnits};
 use wgpu::{Features, Limits};
 
 use crate::error::{GpuError, Result};
@@ -58,13 +58,14 @@ impl AdapterFacts {
             wgpu::DeviceType::Other => "other",
         };
         let lacks = OPTIONAL.iter().filter(|(feature, _)| !features.contains(*feature)).map(|(_, what)| *what);
+        let matrices = matrices(adapter, features, &info);
         AdapterFacts {
             index: u32::try_from(index).unwrap_or(u32::MAX),
             name: info.name,
             driver: format!("{} {}", info.driver, info.driver_info).trim().to_owned(),
             kind,
             subgroups: (info.subgroup_min_size, info.subgroup_max_size),
-            caps: caps(features, &limits),
+            caps: Caps { matrices, ..caps(features, &limits) },
             keeps_kernels: features.contains(Features::PIPELINE_CACHE),
             lacks: lacks.collect(),
             missing: missing(&limits),
@@ -72,7 +73,30 @@ impl AdapterFacts {
     }
 }
 
-/// What selection depends on, of a device or an adapter.
+/// What matrices need.
+const OF_MATRICES: Features =
+    Features::EXPERIMENTAL_COOPERATIVE_MATRIX.union(Features::SHADER_F16).union(Features::SUBGROUP);
+
+/// Its matrices of float16 that sum in float32, the larger ones; `None` where threads of a subgroup vary, by which a text shares them.
+fn matrices(adapter: &wgpu::Adapter, features: Features, info: &wgpu::AdapterInfo) -> Option<MatrixUnits> {
+    let subgroup_threads = info.subgroup_min_size as usize;
+    if !features.contains(OF_MATRICES) || info.subgroup_min_size != info.subgroup_max_size {
+        return None;
+    }
+    let all = adapter.cooperative_matrix_properties();
+    let is_served = |tile: &usize| {
+        let tile = *tile as u32;
+        all.iter().any(|of| {
+            (of.m_size, of.n_size, of.k_size) == (tile, tile, tile)
+                && of.ab_type == wgpu::CooperativeScalarType::F16
+                && of.cr_type == wgpu::CooperativeScalarType::F32
+                && !of.saturating_accumulation
+        })
+    };
+    [16, 8].into_iter().find(is_served).map(|tile| MatrixUnits { tile, subgroup_threads })
+}
+
+/// What selection depends on, of a device or an adapter, but for its matrices.
 pub(crate) fn caps(features: Features, limits: &Limits) -> Caps {
     let of_dimension = limits.max_compute_workgroups_per_dimension as usize;
     Caps {
@@ -82,6 +106,7 @@ pub(crate) fn caps(features: Features, limits: &Limits) -> Caps {
         max_items: of_dimension.saturating_mul(of_dimension),
         max_threads: limits.max_compute_invocations_per_workgroup.min(limits.max_compute_workgroup_size_x) as usize,
         max_shared_bytes: limits.max_compute_workgroup_storage_size as usize,
+        matrices: None,
     }
 }
 
@@ -117,5 +142,5 @@ pub(crate) fn adapter(index: u32) -> Result<(wgpu::Adapter, AdapterFacts)> {
 
 /// The features that a device is opened with: those of `OPTIONAL` that texts use today.
 pub(crate) fn features_used(adapter: &wgpu::Adapter) -> Features {
-    adapter.features() & (Features::SHADER_I16 | Features::PIPELINE_CACHE)
+    adapter.features() & (Features::SHADER_I16 | Features::PIPELINE_CACHE | Features::TIMESTAMP_QUERY | OF_MATRICES)
 }

@@ -199,6 +199,12 @@ impl Open {
     }
 }
 
+/// Leave to use cooperative matrices.
+pub(crate) fn experimental_features() -> wgpu::ExperimentalFeatures {
+    // SAFETY: of what wgpu calls experimental only cooperative matrices are used, in texts that load and store whole tiles of workgroup memory.
+    unsafe { wgpu::ExperimentalFeatures::enabled() }
+}
+
 /// Bytes of one launch's parameters, at which those of the next may begin.
 pub(crate) fn params_stride(device: &wgpu::Device) -> usize {
     Params::BYTES.next_multiple_of(device.limits().min_storage_buffer_offset_alignment as usize)

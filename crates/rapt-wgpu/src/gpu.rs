@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::sync::{Arc, PoisonError, RwLock};
 
 use rapt_core::{Device, Error, Kernel, Operands, Plan, Result as CoreResult, Spec};
-use rapt_shader::{Caps, ShaderLaunch};
+use rapt_shader::{Algorithm, Caps, ShaderLaunch};
 
 use crate::adapter::{AdapterFacts, adapter, caps, features_used};
 use crate::buffers::BufferTensors;
@@ -53,6 +53,7 @@ fn open(adapter: &wgpu::Adapter, name: &str, options: &OpenOptions) -> Result<Op
         label: Some("rapt"),
         required_features: features_used(adapter),
         required_limits: adapter.limits(),
+        experimental_features: crate::device::experimental_features(),
         ..wgpu::DeviceDescriptor::default()
     };
     let (device, queue) = pollster::block_on(adapter.request_device(&descriptor))
@@ -152,6 +153,14 @@ impl Gpu {
         self.compiled(spec, |spec, caps| rapt_shader::select_kernel(spec, caps, kernel))
     }
 
+    /// As [`Gpu::plan`], but with this algorithm, whose tiles may be others than [`select`](rapt_shader::select()) has: to measure them.
+    ///
+    /// # Errors
+    /// As [`Gpu::plan`].
+    pub fn plan_algorithm(&self, spec: &Spec, algorithm: Algorithm) -> CoreResult<Plan> {
+        self.compiled(spec, |spec, caps| rapt_shader::select_algorithm(spec, caps, algorithm))
+    }
+
     fn compiled(&self, spec: &Spec, select: impl FnOnce(&Spec, &Caps) -> CoreResult<Plan>) -> CoreResult<Plan> {
         if spec.device != self.device() {
             let why = format!("this engine serves the buffers of {}", self.device());
@@ -175,6 +184,6 @@ impl Gpu {
     pub fn run(&self, plan: &Plan, tensors: &BufferTensors<'_>) -> CoreResult<()> {
         let launch = plan.launch_plan::<ShaderLaunch>()?;
         let operands = Operands::check(tensors.views(self.device())?, plan.spec())?;
-        launch::submit(&*self.opened()?, launch, &operands, plan.spec(), tensors)
+        launch::submit(&*self.opened()?, launch, &operands, plan.spec(), tensors, None)
     }
 }

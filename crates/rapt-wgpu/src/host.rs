@@ -180,7 +180,7 @@ impl Gpu {
             )
         };
         let proven = Operands::check(on_device.views(self.device())?, spec)?;
-        crate::launch::submit(&open, launch.on_device.launch_plan::<ShaderLaunch>()?, &proven, spec, &on_device)?;
+        crate::launch::submit(&open, launch.on_device.launch_plan::<ShaderLaunch>()?, &proven, spec, &on_device, None)?;
         let out = download(&open, &out, packed_bytes(&spec.out)).map_err(on)?;
         let lse = lse.map(|lse| download(&open, &lse, lse.size() as usize)).transpose().map_err(on)?;
         write(operands, &out, lse.as_deref())
@@ -207,7 +207,7 @@ fn in_buffer(buffer: &wgpu::Buffer, dtype: DType, shape: Shape, strides: Strides
 }
 
 /// The first `bytes` of a buffer, when all that was submitted before has ended.
-fn download(open: &Open, buffer: &wgpu::Buffer, bytes: usize) -> crate::error::Result<Vec<u8>> {
+pub(crate) fn download(open: &Open, buffer: &wgpu::Buffer, bytes: usize) -> crate::error::Result<Vec<u8>> {
     let usage = wgpu::BufferUsages::MAP_READ | wgpu::BufferUsages::COPY_DST;
     let staging = open.buffer(bytes, usage)?;
     open.guarded("copy_buffer_to_buffer", bytes, || {

@@ -100,6 +100,22 @@ fn check_buffers(tensors: &BufferTensors<'_>) -> Result<()> {
     Ok(())
 }
 
+/// Two places of a query set, where the device writes when a launch begins and ends.
+pub(crate) struct Timer<'a> {
+    pub(crate) set: &'a wgpu::QuerySet,
+    pub(crate) first: u32,
+}
+
+impl Timer<'_> {
+    pub(crate) fn writes(&self) -> wgpu::ComputePassTimestampWrites<'_> {
+        wgpu::ComputePassTimestampWrites {
+            query_set: self.set,
+            beginning_of_pass_write_index: Some(self.first),
+            end_of_pass_write_index: Some(self.first + 1),
+        }
+    }
+}
+
 /// Submits `launch` on tensors that were proven to be those of its spec. Waits for nothing.
 ///
 /// # Errors
@@ -110,6 +126,7 @@ pub(crate) fn submit(
     proven: &Operands<'_>,
     spec: &Spec,
     tensors: &BufferTensors<'_>,
+    timer: Option<&Timer<'_>>,
 ) -> Result<()> {
     proven.expect(spec)?;
     let Some(variant) = &launch.variant else { return Ok(()) };
@@ -134,7 +151,9 @@ pub(crate) fn submit(
         open.queue.write_buffer(&params, 0, &bytes);
         let mut encoder = open.device.create_command_encoder(&wgpu::CommandEncoderDescriptor { label: Some("rapt") });
         {
-            let mut pass = encoder.begin_compute_pass(&wgpu::ComputePassDescriptor::default());
+            let timestamp_writes = timer.map(Timer::writes);
+            let descriptor = wgpu::ComputePassDescriptor { label: Some("rapt"), timestamp_writes };
+            let mut pass = encoder.begin_compute_pass(&descriptor);
             // wgpu orders what one dispatch writes before another that reads it.
             for (at, window) in windows.iter().enumerate() {
                 let of_params =

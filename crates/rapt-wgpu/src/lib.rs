@@ -6,6 +6,7 @@
 //! Gpu::run(&Plan, &BufferTensors) tensors in the caller's wgpu::Buffers, where they lie            buffers.rs, launch.rs
 //! Gpu::run_host(&Plan, Operands)  tensors of the host: copied there and back, counted by the plan  host.rs
 //! ```
+//! Gpu::seconds(&Plan, …)          how long runs take, by the device's clock; and what it copies and multiplies at most       meter.rs
 //!
 //! libvulkan is opened where it is found; its absence is a typed error. Deliberately absent: a swap chain, images, and any other API
 //! that wgpu has.
@@ -18,6 +19,7 @@ mod error;
 mod gpu;
 mod host;
 mod launch;
+mod meter;
 
 pub use adapter::{AdapterFacts, adapters};
 pub use buffers::{BufferTensor, BufferTensors};

@@ -3,7 +3,7 @@
 mod common;
 
 use half::{bf16, f16};
-use rapt_core::{DType, Error, Operands, Options, Shape, Spec, Strides, Tensors, View, ViewMut};
+use rapt_core::{DType, Element, Error, Kernel, Operands, Options, Shape, Spec, Strides, Tensors, View, ViewMut};
 use rapt_shader::ShaderLaunch;
 use rapt_testkit::{Rng, Sparse};
 use rapt_wgpu::wgpu::{self, BufferUsages};
@@ -109,9 +109,36 @@ fn attend(
     v: &[f32],
     options: &Options,
 ) -> (Vec<u32>, Vec<u32>) {
+    attended(gpu, shapes, [q, k, v], options)
+}
+
+/// As [`attend`], of numbers that are rounded to this dtype; out is float32.
+fn attend_in(
+    gpu: &Gpu,
+    dtype: DType,
+    shapes: [[usize; 4]; 2],
+    tensors: [&[f32]; 3],
+    options: &Options,
+) -> (Vec<u32>, Vec<u32>) {
+    let options = options.with_out_dtype(DType::F32);
+    if dtype == DType::F32 {
+        return attended(gpu, shapes, tensors, &options);
+    }
+    let [q, k, v] = tensors.map(|x| x.iter().map(|x| f16::from_f32(*x)).collect::<Vec<_>>());
+    attended(gpu, shapes, [&q, &k, &v], &options)
+}
+
+fn attended<T: Element>(
+    gpu: &Gpu,
+    shapes: [[usize; 4]; 2],
+    [q, k, v]: [&[T]; 3],
+    options: &Options,
+) -> (Vec<u32>, Vec<u32>) {
     let [of_q, of_k] = shapes;
     let (mut out, mut lse) = (vec![0f32; q.len()], vec![0f32; q.len() / of_q[3]]);
-    let view = |name, numbers, shape: [usize; 4]| View::contiguous(name, numbers, shape.into()).unwrap();
+    fn view<'a, T: Element>(name: &'static str, numbers: &'a [T], shape: [usize; 4]) -> View<'a> {
+        View::contiguous(name, numbers, shape.into()).unwrap()
+    }
     let tensors = Tensors {
         lse: Some(ViewMut::contiguous("lse", &mut lse, [of_q[0], of_q[1], of_q[2]].into()).unwrap()),
         ..Tensors::new(
@@ -127,6 +154,9 @@ fn attend(
         .build()
         .unwrap();
     let plan = gpu.plan_host(&spec).unwrap();
+    let is_many = of_q[2] * of_q[1] / of_k[1] > 16 && of_q[3] <= 128;
+    let has_matrices = gpu.caps().matrices.is_some() && T::DTYPE == DType::F16 && is_many;
+    assert_eq!(plan.key().kernel == Kernel::Matrices, has_matrices);
     gpu.run_host(&plan, &mut Operands::check(tensors, &spec).unwrap()).unwrap();
     (out.iter().map(|x| x.to_bits()).collect(), lse.iter().map(|x| x.to_bits()).collect())
 }
@@ -138,25 +168,34 @@ fn normal(rng: &mut Rng, n: usize) -> Vec<f32> {
 const DIM: usize = 20;
 
 /// One head under a causal mask that ends with the last key, with `bad` in row j of one of q, k and v: the bits without and with.
-fn with_bad(gpu: &Gpu, [q_len, kv_len]: [usize; 2], tensor: usize, j: usize, bad: f32) -> [(Vec<u32>, Vec<u32>); 2] {
+fn with_bad(
+    gpu: &Gpu,
+    dtype: DType,
+    [q_len, kv_len]: [usize; 2],
+    tensor: usize,
+    j: usize,
+    bad: f32,
+) -> [(Vec<u32>, Vec<u32>); 2] {
     let mut rng = Rng::new(7);
     let mut all = [q_len, kv_len, kv_len].map(|len| normal(&mut rng, len * DIM));
     let options = Options::default().with_causal(rapt_core::Causal::BottomRight);
     let shapes = [[1, 1, q_len, DIM], [1, 1, kv_len, DIM]];
-    let clean = attend(gpu, shapes, &all[0], &all[1], &all[2], &options);
+    let run = |all: &[Vec<f32>; 3]| attend_in(gpu, dtype, shapes, all.each_ref().map(Vec::as_slice), &options);
+    let clean = run(&all);
     all[tensor][j * DIM + 3] = bad;
-    [clean, attend(gpu, shapes, &all[0], &all[1], &all[2], &options)]
+    [clean, run(&all)]
 }
 
 #[test]
 fn nan_reaches_exactly_the_rows_that_attend_it() {
     let Some(gpu) = common::gpu() else { return };
-    // Many queries, and few on two splits of the keys.
-    nan_reaches(gpu, [70, 70], &[0, 17, 31, 32, 63, 64, 69]);
-    nan_reaches(gpu, [5, 300], &[0, 2, 63, 64, 255, 256, 296, 299]);
+    // Many queries, and few on two splits of the keys; many of float16, on matrices where there are such.
+    nan_reaches(gpu, DType::F32, [70, 70], &[0, 17, 31, 32, 63, 64, 69]);
+    nan_reaches(gpu, DType::F32, [5, 300], &[0, 2, 63, 64, 255, 256, 296, 299]);
+    nan_reaches(gpu, DType::F16, [70, 140], &[0, 69, 70, 71, 127, 128, 139]);
 }
 
-fn nan_reaches(gpu: &Gpu, lens: [usize; 2], at: &[usize]) {
+fn nan_reaches(gpu: &Gpu, dtype: DType, lens: [usize; 2], at: &[usize]) {
     let is_nan = |bits: &u32| f32::from_bits(*bits).is_nan();
     let [q_len, kv_len] = lens;
     for &j in at {
@@ -167,7 +206,7 @@ fn nan_reaches(gpu: &Gpu, lens: [usize; 2], at: &[usize]) {
             if tensor == 0 && j >= q_len {
                 continue;
             }
-            let [clean, got] = with_bad(gpu, lens, tensor, j, f32::NAN);
+            let [clean, got] = with_bad(gpu, dtype, lens, tensor, j, f32::NAN);
             for row in 0..q_len {
                 let (is, was) = (&got.0[row * DIM..][..DIM], &clean.0[row * DIM..][..DIM]);
                 let reached = is.iter().all(is_nan) && is_nan(&got.1[row]);
@@ -181,7 +220,7 @@ fn nan_reaches(gpu: &Gpu, lens: [usize; 2], at: &[usize]) {
         for (bad, expected) in
             [(f32::NAN, f32::NAN), (f32::INFINITY, f32::INFINITY), (f32::NEG_INFINITY, f32::NEG_INFINITY)]
         {
-            let [clean, got] = with_bad(gpu, lens, 2, j, bad);
+            let [clean, got] = with_bad(gpu, dtype, lens, 2, j, bad);
             assert_eq!(clean.1, got.1);
             for (at, (is, was)) in got.0.iter().zip(&clean.0).enumerate() {
                 let (row, column) = (at / DIM, at % DIM);
@@ -224,32 +263,74 @@ impl MapToF32 for Vec<u32> {
 #[test]
 fn a_batch_entry_has_the_bits_that_it_has_alone_and_checks_change_none() {
     let Some(gpu) = common::gpu() else { return };
-    let options = OpenOptions { checks: Checks::Compiled, ..OpenOptions::default() };
-    let checked = Gpu::open_with(0, options).unwrap();
+    let checked = Gpu::open_with(0, OpenOptions { checks: Checks::Compiled, ..OpenOptions::default() }).unwrap();
     // `forward`, `decode` on three splits, and `generic`.
     for (q_len, kv_len, dim) in [(67, 67, 24), (3, 530, 24), (20, 20, 260)] {
-        alone(gpu, &checked, [3, 2, q_len, dim], [3, 2, kv_len, dim]);
+        alone(gpu, &checked, DType::F32, [3, 2, q_len, dim], [3, 2, kv_len, dim]);
     }
+    alone(gpu, &checked, DType::F16, [3, 2, 67, 24], [3, 2, 67, 24]);
 }
 
-fn alone(gpu: &Gpu, checked: &Gpu, of_q: [usize; 4], of_k: [usize; 4]) {
+fn alone(gpu: &Gpu, checked: &Gpu, dtype: DType, of_q: [usize; 4], of_k: [usize; 4]) {
     let mut rng = Rng::new(3);
     let [q, k, v] = [of_q, of_k, of_k].map(|shape| normal(&mut rng, shape.iter().product()));
     let options = Options::default().with_softcap(5.0);
     let options = if of_q == of_k { options.with_window(Some(40), None) } else { options };
-    let (out, lse) = attend(gpu, [of_q, of_k], &q, &k, &v, &options);
+    let (out, lse) = attend_in(gpu, dtype, [of_q, of_k], [&q, &k, &v], &options);
     let [one_q, one_k] = [of_q, of_k].map(|[_, heads, len, dim]| [1, heads, len, dim]);
     for b in 0..of_q[0] {
         let of = |all: &[f32]| {
             let n = all.len() / of_q[0];
             all[b * n..][..n].to_vec()
         };
-        let (own, own_lse) = attend(gpu, [one_q, one_k], &of(&q), &of(&k), &of(&v), &options);
+        let (own, own_lse) = attend_in(gpu, dtype, [one_q, one_k], [&of(&q), &of(&k), &of(&v)], &options);
         let (of_out, of_lse) = (out.len() / of_q[0], lse.len() / of_q[0]);
         let is_same = own == out[b * of_out..][..of_out] && own_lse == lse[b * of_lse..][..of_lse];
         assert!(is_same, "batch entry {b} of {of_q:?}");
     }
-    assert_eq!(attend(checked, [of_q, of_k], &q, &k, &v, &options), (out, lse));
+    assert_eq!(attend_in(checked, dtype, [of_q, of_k], [&q, &k, &v], &options), (out, lse));
+}
+
+/// Scores of float16 that rise from block to block: the weights' reference moves, in the rows whose own scores rise and in no other.
+#[test]
+fn a_reference_moves_with_the_scores_of_its_own_row() {
+    let Some(gpu) = common::gpu() else { return };
+    let mut rng = Rng::new(13);
+    const LEN: usize = 200;
+    let (of_q, of_k) = ([1, 1, 64, DIM], [1, 1, LEN, DIM]);
+    let [mut q, mut k, v] = [64, LEN, LEN].map(|len| normal(&mut rng, len * DIM));
+    // Of key j the first number is j / 20: with a query of 20 there the scores rise by 0.22 from key to key.
+    (0..LEN).for_each(|j| k[j * DIM] = j as f32 / 20.0);
+    (0..64).for_each(|row| q[row * DIM] = 0.0);
+    let run = |q: &[f32]| attend_in(gpu, DType::F16, [of_q, of_k], [q, &k, &v], &Options::default());
+    let still = run(&q);
+    for row in [0, 5, 63] {
+        q[row * DIM] = 20.0;
+    }
+    let moved = run(&q);
+    for row in 0..64 {
+        let of = |bits: &(Vec<u32>, Vec<u32>)| (bits.0[row * DIM..][..DIM].to_vec(), bits.1[row]);
+        assert_eq!(of(&moved) == of(&still), ![0, 5, 63].contains(&row), "row {row}");
+    }
+    // And they are the law's: of the numbers that float16 has of these.
+    let exact = |x: &[f32]| x.iter().map(|x| f64::from(f16::from_f32(*x))).collect::<Vec<f64>>();
+    let (q, k, v) = (exact(&q), exact(&k), exact(&v));
+    for row in 0..64 {
+        let dot = |j: usize| (0..DIM).map(|d| q[row * DIM + d] * k[j * DIM + d]).sum::<f64>() / (DIM as f64).sqrt();
+        let scores: Vec<f64> = (0..LEN).map(dot).collect();
+        let top = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+        let sum: f64 = scores.iter().map(|x| (x - top).exp()).sum();
+        let lse = f64::from(f32::from_bits(moved.1[row]));
+        assert!((lse - top - sum.ln()).abs() < 1e-5 * (1.0 + lse.abs()), "row {row}: {lse}");
+        let (mut difference, mut whole) = (0.0, 0.0);
+        for c in 0..DIM {
+            let expected: f64 = (0..LEN).map(|j| (scores[j] - top).exp() * v[j * DIM + c]).sum::<f64>() / sum;
+            difference += (f64::from(f32::from_bits(moved.0[row * DIM + c])) - expected).powi(2);
+            whole += expected.powi(2);
+        }
+        // A unit roundoff of float16.
+        assert!((difference / whole).sqrt() < 2f64.powi(-11), "row {row}: {:.1e}", (difference / whole).sqrt());
+    }
 }
 
 #[test]

@@ -1,0 +1,170 @@
+//! The tiles of `matrices` (wgsl/matrices.wgsl): how subgroups share a block of rows, keys and columns, by what a device's matrices are.
+//!
+//! ```text
+//! rows of a block      64 = subgroup_rows · row_tiles · tile
+//! keys of a block      subgroup_columns · key_tiles · tile                  64, or 32 where there is less workgroup memory
+//! columns of values    column_blocks · keys of a block                      64 or 128
+//! ```
+//! Deliberately absent: which request takes them (select.rs).
+
+use std::fmt::{self, Write};
+
+use crate::variant::{BLOCK_M, Tiles};
+
+/// Cooperative matrices that a device has: float16 times float16, summed in float32.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct MatrixUnits {
+    /// Rows, columns and products of a matrix: 16 or 8.
+    pub tile: usize,
+    /// Threads of a subgroup, always.
+    pub subgroup_threads: usize,
+}
+
+/// Columns of q and k, and of values, that have a variant.
+const WIDTHS: [usize; 2] = [64, 128];
+
+/// What identifies the tiles of a variant.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct MatrixTiles {
+    /// The matrices.
+    pub units: MatrixUnits,
+    /// Threads of a workgroup.
+    pub threads: usize,
+    /// Tiles of rows of a subgroup.
+    pub row_tiles: usize,
+    /// Whether four words of k and v are loaded as one.
+    pub wide: bool,
+    /// Keys of a block.
+    pub block_n: usize,
+    /// Columns of q and k: head_dim, with zeros behind it.
+    pub depth: usize,
+    /// Columns of values of a workgroup.
+    pub block_dv: usize,
+}
+
+impl fmt::Display for MatrixTiles {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let MatrixTiles { units: MatrixUnits { tile, subgroup_threads }, threads, row_tiles, wide, .. } = self;
+        let MatrixTiles { block_n, depth, block_dv, .. } = self;
+        write!(f, "{tile}x{tile} by {subgroup_threads} of {threads} threads, {row_tiles} of rows, {block_n} keys, ")?;
+        write!(f, "{depth} and {block_dv} columns{}", if *wide { ", wide" } else { "" })
+    }
+}
+
+impl MatrixTiles {
+    /// For these columns on a device with so much workgroup memory; `None` where there are no such tiles.
+    pub(crate) fn fitting(units: MatrixUnits, head_dim: usize, head_dim_v: usize, shared_bytes: usize) -> Option<Self> {
+        let depth = WIDTHS.into_iter().find(|width| head_dim <= *width)?;
+        let block_dv = WIDTHS.into_iter().find(|width| head_dim_v <= *width).unwrap_or(WIDTHS[1]);
+        let of = |block_n| MatrixTiles { units, threads: 128, row_tiles: 2, wide: false, block_n, depth, block_dv };
+        [64, 32].into_iter().map(of).find(|tiles| tiles.is_whole() && tiles.shared_bytes() <= shared_bytes)
+    }
+
+    /// Every one that a plan may have, and those that were measured beside them.
+    pub(crate) fn all() -> Vec<Self> {
+        let mut all = Vec::new();
+        for (tile, subgroup_threads) in [(16, 32), (16, 64), (8, 8)] {
+            for block_n in [64, 32] {
+                for (depth, block_dv) in WIDTHS.into_iter().flat_map(|depth| WIDTHS.map(|block_dv| (depth, block_dv))) {
+                    let units = MatrixUnits { tile, subgroup_threads };
+                    all.push(MatrixTiles { units, threads: 128, row_tiles: 2, wide: false, block_n, depth, block_dv });
+                }
+            }
+        }
+        all.retain(MatrixTiles::is_whole);
+        all
+    }
+
+    /// Subgroups, along rows.
+    const fn subgroup_rows(&self) -> usize {
+        BLOCK_M / (self.row_tiles * self.units.tile)
+    }
+
+    /// Subgroups, along keys and columns.
+    const fn subgroup_columns(&self) -> usize {
+        self.threads / self.units.subgroup_threads / self.subgroup_rows()
+    }
+
+    /// Tiles of keys of a subgroup.
+    const fn key_tiles(&self) -> usize {
+        self.block_n / (self.subgroup_columns() * self.units.tile)
+    }
+
+    /// Whether every subgroup has whole tiles, each of them once.
+    #[must_use]
+    pub fn is_whole(&self) -> bool {
+        let (rows, threads) = (self.subgroup_rows(), self.units.subgroup_threads);
+        rows > 0
+            && threads > 0
+            && self.threads.is_multiple_of(threads * rows)
+            && self.subgroup_columns() > 0
+            && self.block_n.is_multiple_of(self.subgroup_columns() * self.units.tile)
+            && (self.block_n * self.depth.min(self.block_dv)).is_multiple_of(8 * self.threads)
+    }
+
+    /// In how many parts the columns of q are loaded, so that 64 rows of a part fit where a block of keys does.
+    const fn rounds(&self) -> usize {
+        BLOCK_M.div_ceil(self.block_n)
+    }
+
+    /// Vectors of four from one row of the tile of q, k or v to the next.
+    fn pitch(&self) -> usize {
+        self.depth.max(self.block_dv) / 4 + 2
+    }
+
+    /// Bytes of workgroup memory: the tile, s, weights; of each thread sums and flags; where rows lie; four words.
+    #[must_use]
+    pub fn shared_bytes(&self) -> usize {
+        let fours = BLOCK_M / 4;
+        let of_key = self.pitch() * 8 + (fours + 1) * 16 + (fours + 2) * 8;
+        self.block_n * of_key + self.threads * (16 + 4) + fours * 16 + 4 * 4
+    }
+
+    pub(crate) fn tiles(&self) -> Tiles {
+        let &MatrixTiles { block_n, block_dv, .. } = self;
+        Tiles { block_m: BLOCK_M, block_n, block_dv, threads: self.threads, shared_bytes: self.shared_bytes() }
+    }
+
+    /// How often lines of the text stand.
+    pub(crate) fn words(&self) -> Vec<(&'static str, usize)> {
+        let &MatrixTiles { units: MatrixUnits { tile, .. }, threads, row_tiles, block_n, depth, block_dv, .. } = self;
+        vec![
+            ("$r", self.rounds()),
+            ("$k", depth / self.rounds() / tile),
+            ("$j", block_n / tile),
+            ("$h", block_dv / block_n),
+            ("$a", row_tiles),
+            ("$n", self.key_tiles()),
+            ("$i", block_n * depth / 8 / threads),
+            ("$o", block_n * block_dv / 8 / threads),
+            ("$l", block_n * BLOCK_M / 4 / threads),
+        ]
+    }
+
+    /// What the text names of them.
+    pub(crate) fn constants(&self) -> String {
+        let tile = self.units.tile;
+        let mut text = String::new();
+        let numbers = [
+            ("TILE", tile),
+            ("THREADS", self.threads),
+            ("DEPTH", self.depth),
+            ("PITCH", self.pitch()),
+            ("ROUND", self.depth / self.rounds()),
+            // The rows of a part of q are longer too where there is room for it.
+            ("PITCH_Q", if self.rounds() == 1 { self.pitch() } else { self.depth / self.rounds() / 4 }),
+            ("SUBGROUP_COLUMNS", self.subgroup_columns()),
+            ("ROWS_OF_SUBGROUP", self.row_tiles * tile),
+            ("KEYS_OF_SUBGROUP", self.key_tiles() * tile),
+            // What the places of eight elements are a multiple of, less 1.
+            ("ALIGNMENT", if self.wide { 7 } else { 1 }),
+        ];
+        for (name, number) in numbers {
+            let _ = writeln!(text, "const {name}: u32 = {number}u;");
+        }
+        for (name, number, role) in [("MatrixA", "f16", "A"), ("MatrixB", "f16", "B"), ("MatrixC", "f32", "C")] {
+            let _ = writeln!(text, "alias {name} = coop_mat{tile}x{tile}<{number}, {role}>;");
+        }
+        text
+    }
+}

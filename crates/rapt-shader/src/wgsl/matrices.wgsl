@@ -1,0 +1,343 @@
+// The kernel for many queries of float16 on cooperative matrices: products of tiles by a subgroup, which sums them in float32.
+//
+//   FlashAttention-2 (Dao 2023, arXiv:2307.08691, algorithm 1), whose reference moves only where a maximum grows by more than 2^8:
+//     row_max = lowest; row_sum = 0; acc_o = 0
+//     for each block of BLOCK_N keys, at multiples of it from key 0
+//       s = q·k                                            by matrices; in workgroup memory, since a matrix has no elements in WGSL
+//       x = scores of s;  if max x > row_max + 8 ln 2:  f = e^(row_max − max x);  row_max = max x;  row_sum, acc_o *= f
+//       p = 2^6·e^(x − row_max);  row_sum += Σ p
+//       acc_o += float16(p)·v                              by matrices
+//     out = acc_o / row_sum;  lse = row_max + ln (row_sum / 2^6)
+//
+// A weight of 1 is 64: weights are normal numbers of float16 from 2^-20 to 2^8 beside the reference. What divides is the sum before that rounding.
+// Its own rows alone decide whether a reference moves. acc_o passes through workgroup memory for that, and in other blocks stays in matrices.
+//
+// THREADS threads, of which a thread has four rows (4·four ..) and every LANES-th key of a block for the scores. Subgroups as ? × SUBGROUP_COLUMNS: each has
+// $a tiles of rows, $n tiles of keys, and $n tiles of each BLOCK_N columns of values ($h).
+//
+// Of a block of keys, for each score (64 rows, 64 keys, 128 columns, 2 × 2 subgroups), in bytes of workgroup memory:
+//   4 + 4 s stored and read, 2 + 4 p stored and read, 8 k, 8 v, 8 tiles of k and v stored: 38, for 512 floating-point operations
+// Tiles of q stay in matrices. Rows of workgroup memory are longer by 8 elements of float16, 4 of float32: matrices meet different banks.
+//
+// A line with $a, $n, $h, $r and $k (rounds in which q is loaded, and tiles of columns of one), $j (tiles of keys), $i, $o or $l (what a thread loads, and scores) stands once for each. No operation crosses rows: the bits
+// of a row depend neither on its neighbours nor on strides.
+// Deliberately absent: bfloat16, which WGSL's matrices do not have, and a head_dim beyond DEPTH.
+
+// Weights are 2^SHIFT times as large.
+const SHIFT: f32 = 6.0;
+const UNSHIFT: f32 = 0.015625;
+// 8 ln 2.
+const GROWTH: f32 = 5.54517744;
+
+const FOURS: u32 = BLOCK_M / 4u;
+const LANES: u32 = THREADS / FOURS;
+// In vectors of four, from one row of workgroup memory to the next.
+const PITCH_S: u32 = FOURS + 1u;
+const PITCH_P: u32 = FOURS + 2u;
+
+// q by row, ROUND columns of it; then k or v by key.
+var<workgroup> tile: array<vec4<f16>, BLOCK_N * PITCH>;
+// By key, four rows: s; or by column acc_o.
+var<workgroup> s_tile: array<vec4<f32>, BLOCK_N * PITCH_S>;
+// By key, four rows.
+var<workgroup> weights: array<vec4<f16>, BLOCK_N * PITCH_P>;
+// Of each thread maxima, then sums; and flags.
+var<workgroup> shares: array<vec4<f32>, THREADS>;
+var<workgroup> found: array<u32, THREADS>;
+// Where column 0 of a row lies in q, then in out.
+var<workgroup> row_at: array<vec4<u32>, FOURS>;
+// Whether a maximum of the block grew.
+var<workgroup> grown: atomic<u32>;
+// Blocks of values that are not finite: from the first key to the end.
+var<workgroup> bad_first: atomic<u32>;
+var<workgroup> bad_end: atomic<u32>;
+
+fn block_of(item: u32) -> Block {
+    let run = item / p.dv_blocks;
+    let first_row = (p.first_row_block + run % p.row_blocks) * BLOCK_M;
+    return block_of_rows(p.first_task + run / p.row_blocks, first_row, item % p.dv_blocks * BLOCK_DV);
+}
+
+// Of four halves those that are not finite, as their top bits.
+fn not_finite_halves(words: vec2<u32>) -> vec2<u32> {
+    return ((words & vec2<u32>(0x7c007c00u)) + vec2<u32>(0x04000400u)) & vec2<u32>(0x80008000u);
+}
+// 0 in the place of what is not finite.
+fn finite_halves(words: vec2<u32>) -> vec2<u32> { return words & ~((not_finite_halves(words) >> vec2<u32>(15u)) * 0xffffu); }
+fn numbers(words: vec2<u32>) -> vec4<f16> {
+    return vec4<f16>(vec4<f32>(unpack2x16float(words.x), unpack2x16float(words.y)));
+}
+// Columns first .. first + ROUND of the block's rows of q; 0 outside.
+fn load_queries(block: Block, first: u32, thread: u32) {
+    let d = first + thread % (ROUND / 4u) * 4u;
+    let columns = p.head_dim - min(p.head_dim, d);
+    for (var row = thread / (ROUND / 4u); row < BLOCK_M; row += THREADS * 4u / ROUND) {
+        var words = vec2<u32>();
+        if block.first_row + row < p.rows {
+            words = q_four(row_at[row / 4u][row % 4u] + d * p.q_stride.w, p.q_stride.w, columns);
+        }
+        if any(not_finite_halves(words) != vec2<u32>()) { atomicStore(&not_finite, 1u); }
+        tile[row * PITCH_Q + (d - first) / 4u] = numbers(finite_halves(words));
+    }
+}
+
+// Whether a tensor's rows are read eight elements at a time.
+fn by_eights(base: u32, stride: vec4<u32>, columns: u32) -> bool {
+    return stride.w == 1u && columns % 8u == 0u && ((base | stride.x | stride.y | stride.z) & ALIGNMENT) == 0u;
+}
+
+// Keys n0 .. n0 + BLOCK_N; 0 outside.
+fn load_keys(block: Block, n0: u32, thread: u32, step: u32) {
+    var bad = vec2<u32>();
+    if by_eights(p.k_base, p.k_stride, p.head_dim) {
+        let d = thread % (DEPTH / 8u) * 8u;
+        let j = thread / (DEPTH / 8u);
+        let at = element(p.k_base, p.k_stride, block.batch, block.kv_head, n0 + j, d);
+        let keys = select(0u, p.kv_len - min(p.kv_len, n0 + j), d < p.head_dim);
+        var words_$i = vec4<u32>();
+        if $iu * (THREADS * 8u / DEPTH) < keys { words_$i = k_eight(at + $iu * (THREADS * 8u / DEPTH) * p.k_stride.z); }
+        bad |= not_finite_halves(words_$i.xy) | not_finite_halves(words_$i.zw);
+        if any(bad != vec2<u32>()) { words_$i = vec4<u32>(finite_halves(words_$i.xy), finite_halves(words_$i.zw)); }
+        tile[(j + $iu * (THREADS * 8u / DEPTH)) * PITCH + d / 4u] = numbers(words_$i.xy);
+        tile[(j + $iu * (THREADS * 8u / DEPTH)) * PITCH + d / 4u + 1u] = numbers(words_$i.zw);
+    } else {
+        let d = thread % (DEPTH / 4u) * 4u;
+        let columns = p.head_dim - min(p.head_dim, d);
+        for (var j = thread / (DEPTH / 4u); j < BLOCK_N; j += THREADS * 4u / DEPTH) {
+            var words = vec2<u32>();
+            if n0 + j < p.kv_len {
+                words = k_four(element(p.k_base, p.k_stride, block.batch, block.kv_head, n0 + j, d), p.k_stride.w, columns);
+            }
+            bad |= not_finite_halves(words);
+            tile[j * PITCH + d / 4u] = numbers(finite_halves(words));
+        }
+    }
+    if any(bad != vec2<u32>()) { atomicStore(&not_finite, step); }
+}
+
+// Columns first_column .. of values n0 .. n0 + BLOCK_N; 0 outside.
+fn load_values(block: Block, n0: u32, thread: u32) {
+    var bad = vec2<u32>();
+    if by_eights(p.v_base, p.v_stride, p.head_dim_v) {
+        let c = thread % (BLOCK_DV / 8u) * 8u;
+        let j = thread / (BLOCK_DV / 8u);
+        let at = element(p.v_base, p.v_stride, block.batch, block.kv_head, n0 + j, block.first_column + c);
+        let keys = select(0u, p.kv_len - min(p.kv_len, n0 + j), block.first_column + c < p.head_dim_v);
+        var words_$o = vec4<u32>();
+        if $ou * (THREADS * 8u / BLOCK_DV) < keys { words_$o = v_eight(at + $ou * (THREADS * 8u / BLOCK_DV) * p.v_stride.z); }
+        bad |= not_finite_halves(words_$o.xy) | not_finite_halves(words_$o.zw);
+        if any(bad != vec2<u32>()) { words_$o = vec4<u32>(finite_halves(words_$o.xy), finite_halves(words_$o.zw)); }
+        tile[(j + $ou * (THREADS * 8u / BLOCK_DV)) * PITCH + c / 4u] = numbers(words_$o.xy);
+        tile[(j + $ou * (THREADS * 8u / BLOCK_DV)) * PITCH + c / 4u + 1u] = numbers(words_$o.zw);
+    } else {
+        let c = thread % (BLOCK_DV / 4u) * 4u;
+        let columns = p.head_dim_v - min(p.head_dim_v, block.first_column + c);
+        for (var j = thread / (BLOCK_DV / 4u); j < BLOCK_N; j += THREADS * 4u / BLOCK_DV) {
+            var words = vec2<u32>();
+            if n0 + j < p.kv_len {
+                words = v_four(element(p.v_base, p.v_stride, block.batch, block.kv_head, n0 + j, block.first_column + c), p.v_stride.w, columns);
+            }
+            bad |= not_finite_halves(words);
+            tile[j * PITCH + c / 4u] = numbers(finite_halves(words));
+        }
+    }
+    if any(bad != vec2<u32>()) {
+        atomicMin(&bad_first, n0);
+        atomicMax(&bad_end, n0 + BLOCK_N);
+    }
+}
+
+// The kinds of column c of keys first .. end, for the rows that attend them.
+fn kinds_of_values(block: Block, rows: Rows, first: u32, end: u32, c: u32) -> vec4<u32> {
+    var kinds = vec4<u32>();
+    if c >= p.head_dim_v { return kinds; }
+    for (var j = first; j < min(end, block.end_key); j++) {
+        let kind = kind_of(value(block, j, c));
+        if kind == 0u { continue; }
+        kinds |= select(vec4<u32>(), vec4<u32>(kind), scores_of(block, rows, j, vec4<f32>(), vec4<u32>()).attends);
+    }
+    return kinds;
+}
+
+// WGSL's exp2 may be off by 3 + 2·|x| units in the last place of float32: less than 2^-18, of which weights keep 11 bits and lse 17.
+fn weights_of(x: vec4<f32>, row_max: vec4<f32>) -> vec4<f32> {
+    return exp2(fma(x - row_max, vec4<f32>(LOG2_E), vec4<f32>(SHIFT)));
+}
+
+// A thread's weights of a block of keys: their sum, the largest score, and which rows have a score that is bad, or attend a key.
+struct Weighed { sum: vec4<f32>, top: vec4<f32>, bad: vec4<bool>, live: vec4<bool> }
+
+// `is_plain`: the scores of all keys are products times scale, and finite.
+fn weigh(block: Block, rows: Rows, n0: u32, row_max: vec4<f32>, four: u32, lane: u32, is_plain: bool, has_kinds: bool) -> Weighed {
+    var weighed = Weighed(vec4<f32>(), row_max, vec4<bool>(), vec4<bool>(is_plain));
+    if is_plain {
+        //@ for each $l
+        {
+            let x = s_tile[(lane + $lu * LANES) * PITCH_S + four] * p.scale;
+            let weight = weights_of(x, row_max);
+            weighed.top = max(weighed.top, x);
+            weighed.sum += weight;
+            weights[(lane + $lu * LANES) * PITCH_P + four] = vec4<f16>(weight);
+        }
+        //@ end
+        return weighed;
+    }
+    for (var at = lane; at < BLOCK_N; at += LANES) {
+        var kinds = vec4<u32>();
+        if has_kinds { kinds = kinds_of_products(block, rows, n0 + at, 0u, p.head_dim); }
+        let scores = scores_of(block, rows, n0 + at, s_tile[at * PITCH_S + four], kinds);
+        let weighing = weighs(scores);
+        let weight = select(vec4<f32>(), weights_of(scores.x, row_max), weighing);
+        weighed.top = select(weighed.top, max(weighed.top, scores.x), weighing);
+        weighed.sum += weight;
+        weights[at * PITCH_P + four] = vec4<f16>(weight);
+        weighed.bad |= is_bad(scores);
+        weighed.live |= scores.attends;
+    }
+    return weighed;
+}
+
+@compute @workgroup_size(THREADS)
+fn attention(
+    @builtin(workgroup_id) group: vec3<u32>,
+    @builtin(num_workgroups) groups: vec3<u32>,
+    @builtin(local_invocation_index) thread: u32,
+    @builtin(subgroup_id) subgroup: u32,
+) {
+    let item = group.y * groups.x + group.x;
+    if item >= p.items { return; }
+    let block = block_of(item);
+    let four = thread % FOURS;
+    let lane = thread / FOURS;
+    let rows = rows_of(block, block.first_row + four * 4u);
+    // Of the subgroup's matrices the first row, and the first key or column of BLOCK_N.
+    let first_m = subgroup / SUBGROUP_COLUMNS * ROWS_OF_SUBGROUP;
+    let first_n = subgroup % SUBGROUP_COLUMNS * KEYS_OF_SUBGROUP;
+
+    if thread == 0u {
+        atomicStore(&not_finite, 0u);
+        atomicStore(&bad_first, block.end_key);
+        atomicStore(&bad_end, 0u);
+    }
+    if lane == 0u { row_at[four] = rows_at(p.q_base, p.q_stride, block, rows); }
+    workgroupBarrier();
+    //@ for each $r
+    load_queries(block, $ru * ROUND, thread);
+    workgroupBarrier();
+    let q_$a_$r_$k = coopLoadT<MatrixA>(&tile[(first_m + $au * TILE) * PITCH_Q + $ku * TILE / 4u], PITCH_Q);
+    workgroupBarrier();
+    //@ end
+    let is_q_finite = atomicLoad(&not_finite) == 0u;
+    // Scores of finite numbers are finite.
+    let is_simple = !HAS_MASK && p.softcap == 0.0 && p.has_alibi == 0u && abs(p.scale) < 1e24;
+
+    // A row's share of this thread: row_sum over its keys.
+    var row_max = vec4<f32>(LOWEST);
+    var row_sum = vec4<f32>();
+    var acc_$a_$h_$n = MatrixC();
+    var bad = vec4<bool>();
+    var live = vec4<bool>();
+    var step = 1u;
+
+    for (var n0 = block.first_key; n0 < block.end_key; n0 += BLOCK_N) {
+        // s = q·k
+        step++;
+        load_keys(block, n0, thread, step);
+        if thread == 0u { atomicStore(&grown, 0u); }
+        workgroupBarrier();
+        var s_$a_$n = MatrixC();
+        //@ for each $r
+        //@ for each $k
+        {
+            let of_k_$n = coopLoad<MatrixB>(&tile[(first_n + $nu * TILE) * PITCH + ($ru * ROUND + $ku * TILE) / 4u], PITCH);
+            s_$a_$n = coopMultiplyAdd(q_$a_$r_$k, of_k_$n, s_$a_$n);
+        }
+        //@ end
+        //@ end
+        coopStore(s_$a_$n, &s_tile[(first_n + $nu * TILE) * PITCH_S + (first_m + $au * TILE) / 4u], PITCH_S);
+        workgroupBarrier();
+        let has_kinds = !is_q_finite || atomicLoad(&not_finite) == step;
+        load_values(block, n0, thread);
+
+        // x = scores of s; p = 2^6·e^(x − row_max)
+        let sees_all = all(vec4<i32>(i32(n0)) >= rows.lo) && all(vec4<i32>(i32(n0 + BLOCK_N)) <= rows.hi) && all(rows.exist);
+        let is_plain = is_simple && sees_all && !has_kinds;
+        var weighed = weigh(block, rows, n0, row_max, four, lane, is_plain, has_kinds);
+        bad |= weighed.bad;
+        live |= weighed.live;
+        if any(weighed.top - row_max > vec4<f32>(GROWTH)) { atomicStore(&grown, 1u); }
+        if workgroupUniformLoad(&grown) != 0u {
+            // row_max = max x, p once more, and acc_o *= f where it grew
+            shares[thread] = weighed.top;
+            workgroupBarrier();
+            var top = row_max;
+            for (var other = 0u; other < LANES; other++) { top = max(top, shares[other * FOURS + four]); }
+            let grows = top - row_max > vec4<f32>(GROWTH);
+            let factor = select(vec4<f32>(1.0), exp2((row_max - top) * LOG2_E), grows);
+            row_max = select(row_max, top, grows);
+            row_sum *= factor;
+            weighed = weigh(block, rows, n0, row_max, four, lane, is_plain, has_kinds);
+            workgroupBarrier();
+            //@ for each $h
+            coopStore(acc_$a_$h_$n, &s_tile[(first_n + $nu * TILE) * PITCH_S + (first_m + $au * TILE) / 4u], PITCH_S);
+            workgroupBarrier();
+            for (var at = lane; at < BLOCK_N; at += LANES) { s_tile[at * PITCH_S + four] *= factor; }
+            workgroupBarrier();
+            acc_$a_$h_$n = coopLoad<MatrixC>(&s_tile[(first_n + $nu * TILE) * PITCH_S + (first_m + $au * TILE) / 4u], PITCH_S);
+            workgroupBarrier();
+            //@ end
+        }
+        row_sum += weighed.sum;
+
+        // acc_o += p·v
+        //@ for each $j
+        {
+            let of_p_$a = coopLoad<MatrixA>(&weights[$ju * TILE * PITCH_P + (first_m + $au * TILE) / 4u], PITCH_P);
+            let of_v_$h_$n = coopLoadT<MatrixB>(&tile[$ju * TILE * PITCH + ($hu * BLOCK_N + first_n + $nu * TILE) / 4u], PITCH);
+            acc_$a_$h_$n = coopMultiplyAdd(of_p_$a, of_v_$h_$n, acc_$a_$h_$n);
+        }
+        //@ end
+        workgroupBarrier();
+    }
+
+    // The sums of rows, in the order of lanes.
+    workgroupBarrier();
+    shares[thread] = row_sum;
+    found[thread] = bits_of(bad) | (bits_of(live) << 4u);
+    workgroupBarrier();
+    row_sum = vec4<f32>();
+    var flags = 0u;
+    for (var other = 0u; other < LANES; other++) {
+        row_sum += shares[other * FOURS + four];
+        flags |= found[other * FOURS + four];
+    }
+
+    // out = acc_o / row_sum, BLOCK_N columns at a time by way of `s_tile`; lse = row_max + ln row_sum
+    let ends = ends_of(rows, row_max, row_sum * UNSHIFT, flags_of(flags), flags_of(flags >> 4u));
+    if lane == 0u { row_at[four] = rows_at(p.out_base, p.out_stride, block, rows); }
+    if p.has_lse != 0u && block.first_column == 0u && lane < 4u {
+        let at = rows_at(p.lse_base, p.lse_stride, block, rows);
+        if rows.exist[lane] { lse[at[lane]] = ends.lse[lane]; }
+    }
+    let first_bad = atomicLoad(&bad_first);
+    let end_bad = atomicLoad(&bad_end);
+    //@ for each $h
+    {
+        workgroupBarrier();
+        coopStore(acc_$a_$h_$n, &s_tile[(first_n + $nu * TILE) * PITCH_S + (first_m + $au * TILE) / 4u], PITCH_S);
+        workgroupBarrier();
+        let first_column = block.first_column + $hu * BLOCK_N;
+        for (var at = lane; at < BLOCK_N; at += LANES) {
+            let kinds = kinds_of_values(block, rows, first_bad, end_bad, first_column + at);
+            s_tile[at * PITCH_S + four] = bitcast<vec4<f32>>(results(ends, s_tile[at * PITCH_S + four] * UNSHIFT, kinds));
+        }
+        workgroupBarrier();
+        let column = thread % BLOCK_N;
+        for (var row = thread / BLOCK_N; row < BLOCK_M; row += THREADS / BLOCK_N) {
+            if first_column + column >= p.head_dim_v || block.first_row + row >= p.rows { break; }
+            let bits = bitcast<vec4<u32>>(s_tile[column * PITCH_S + row / 4u])[row % 4u];
+            store_out(row_at[row / 4u][row % 4u] + (first_column + column) * p.out_stride.w, bits);
+        }
+    }
+    //@ end
+}
