@@ -241,6 +241,7 @@ fn is_available(py: Python<'_>, name: &str) -> bool {
         "cpu" => true,
         "cuda" => py.detach(rapt::cuda::is_available),
         "vulkan" => engine::vulkan::home(py, Device::Vulkan(0)).is_ok(),
+        "mps" => tensors::torch::has_metal(py),
         _ => false,
     }
 }
@@ -327,6 +328,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(torch::stats::count_served, module)?)?;
     module.add_function(wrap_pyfunction!(torch::stats::served, module)?)?;
     module.add_function(wrap_pyfunction!(api::doctor::doctor, module)?)?;
+    module.add_function(wrap_pyfunction!(api::doctor::metal_report, module)?)?;
     module.add_function(wrap_pyfunction!(api::cli::cli, module)?)?;
     module.add_class::<graph::PyProgram>()?;
     module.add_class::<graph::PyTemplate>()?;

@@ -2,7 +2,7 @@
 //! the same [`Facts`].
 
 use clap::Args as ClapArgs;
-use rapt::doctor::{SelfTest, VARIABLES, cpu_name, platform, self_test, variables, vulkan};
+use rapt::doctor::{SelfTest, VARIABLES, cpu_name, metal, platform, self_test, variables, vulkan};
 use rapt::{Arch, Engine, Threads};
 use serde::{Serialize, Serializer};
 
@@ -44,6 +44,8 @@ pub struct Facts {
     cuda: Pairs<String>,
     #[serde(serialize_with = "as_map")]
     vulkan: Pairs<String>,
+    #[serde(serialize_with = "as_map")]
+    metal: Pairs<String>,
     #[serde(serialize_with = "as_map", skip_serializing_if = "Vec::is_empty")]
     versions: Pairs<Option<String>>,
     #[serde(serialize_with = "as_map")]
@@ -96,6 +98,7 @@ impl Facts {
             torch_threads: host.torch_threads,
             cuda: rapt::cuda::report(),
             vulkan: host.vulkan.unwrap_or_else(vulkan),
+            metal: metal(),
             versions: host.versions,
             environment: variables(),
             ok: self_test.iter().all(|case| case.passed),
@@ -126,6 +129,7 @@ impl Facts {
         rows.extend(self.torch_threads.iter().map(|text| row("threads in torch", text.clone())));
         rows.extend(self.cuda.iter().cloned());
         rows.extend(self.vulkan.iter().cloned());
+        rows.extend(self.metal.iter().cloned());
         let versions = self.versions.iter().filter(|(name, _)| name != "rapt");
         rows.extend(versions.map(|(name, text)| row(name, text.clone().unwrap_or("not installed".to_owned()))));
         for (name, value) in &self.environment {

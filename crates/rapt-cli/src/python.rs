@@ -49,7 +49,7 @@ pub(crate) struct AuditArgs {
     /// torch, rapt, or MODULE:FUNCTION with the signature of scaled_dot_product_attention or of rapt.attention (the
     /// current folder is searched).
     target: Option<String>,
-    /// cpu, cuda or cuda:N.
+    /// cpu, cuda, cuda:N or mps.
     #[arg(long, default_value = "cpu")]
     device: String,
     /// Of float32, bfloat16, float16, float64.

@@ -50,6 +50,8 @@ pub enum Arch {
     Sm121,
     /// Any GPU that WebGPU reaches: text that its driver compiles.
     Wgsl,
+    /// Apple's GPUs: text in Metal's language that its driver compiles.
+    Msl,
 }
 
 impl Arch {
@@ -74,6 +76,7 @@ impl Arch {
             Arch::Sm120 => "sm_120",
             Arch::Sm121 => "sm_121",
             Arch::Wgsl => "wgsl",
+            Arch::Msl => "msl",
         }
     }
 

@@ -62,6 +62,11 @@ pub enum Queue<'a> {
         /// The driver's handle (`CUstream`); 0 is the default stream.
         stream: usize,
     },
+    /// PyTorch's stream on an Apple GPU, of which it has one; the run has ended when that passes the point at which it was encoded.
+    Mps {
+        /// The device's index.
+        device: u32,
+    },
 }
 
 /// Scratch memory of one run on a device: whoever owns it keeps it until the stream has passed the run.

@@ -1,10 +1,14 @@
 //! What of a device a selection depends on.
 
+use rapt_core::Arch;
+
 use crate::matrices::MatrixUnits;
 
 /// What a device has, as far as a selection depends on it.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Caps {
+    /// The language of its texts: [`Arch::Wgsl`] or [`Arch::Msl`].
+    pub arch: Arch,
     /// Whether texts may store 16-bit integers (`enable wgpu_int16`).
     pub has_16_bit_stores: bool,
     /// Most bytes of one storage binding.
@@ -24,6 +28,7 @@ pub struct Caps {
 impl Caps {
     /// What every WebGPU device has.
     pub const WEBGPU: Caps = Caps {
+        arch: Arch::Wgsl,
         has_16_bit_stores: false,
         max_binding_bytes: 128 << 20,
         offset_alignment: 256,
@@ -35,6 +40,7 @@ impl Caps {
 
     /// What every Apple GPU since the M1 has, of families 7 and up. A buffer is bound at any element, and indices have 31 bits.
     pub const METAL: Caps = Caps {
+        arch: Arch::Msl,
         has_16_bit_stores: true,
         max_binding_bytes: 1 << 31,
         offset_alignment: 4,
@@ -43,4 +49,12 @@ impl Caps {
         max_shared_bytes: 32 << 10,
         matrices: None,
     };
+
+    /// What errors call the language of its texts.
+    pub(crate) const fn language(&self) -> &'static str {
+        match self.arch {
+            Arch::Msl => "Metal",
+            _ => "WGSL",
+        }
+    }
 }

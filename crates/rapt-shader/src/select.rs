@@ -4,7 +4,7 @@
 //! strides, alignment nor windows: the bits of a row are its own.
 
 use rapt_core::{
-    Arch, Compute, Cost, DType, Error, Kernel, KernelKey, MaskClass, PRounding, Plan, Result, Spec, TensorSpec, Work,
+    Compute, Cost, DType, Error, Kernel, KernelKey, MaskClass, PRounding, Plan, Result, Spec, TensorSpec, Work,
 };
 
 use crate::caps::Caps;
@@ -15,11 +15,12 @@ use crate::partition::Partition;
 use crate::variant::{Algorithm, KernelVariant, MOST_FEW_ROWS, Stores, Tiles};
 use crate::window::windows;
 
-fn refuse_what_is_not_served(spec: &Spec) -> Result<()> {
+fn refuse_what_is_not_served(spec: &Spec, caps: &Caps) -> Result<()> {
+    let language = caps.language();
     let storage = spec.numerics.storage;
     if storage == DType::F64 || spec.out.dtype == DType::F64 {
         let instead = "give q, k and v in float32, or leave them in host memory and compute on the CPU";
-        return Err(Error::unsupported("float64 on this device", "WGSL has no 64-bit floats", instead));
+        return Err(Error::unsupported("float64 on this device", format!("{language} has no 64-bit floats"), instead));
     }
     let others = [
         (spec.compute != Compute::Exact, "products of int8 (compute)"),
@@ -30,7 +31,7 @@ fn refuse_what_is_not_served(spec: &Spec) -> Result<()> {
     ];
     if let Some((_, what)) = others.into_iter().find(|(is, _)| *is) {
         let instead = "call `attention` for each sequence, on numbers";
-        return Err(Error::unsupported(what, "no kernel in WGSL reads them", instead));
+        return Err(Error::unsupported(what, format!("no kernel in {language} reads them"), instead));
     }
     let rows = spec.group_size().saturating_mul(spec.q_len());
     let lengths = [
@@ -43,7 +44,8 @@ fn refuse_what_is_not_served(spec: &Spec) -> Result<()> {
     ];
     match lengths.into_iter().find(|(_, n)| *n >= MOST_LEN) {
         Some((what, n)) => {
-            let (what, why) = (format!("{what} = {n}"), "WGSL counts in 32 bits: lengths are below 2^29");
+            let (what, why) =
+                (format!("{what} = {n}"), format!("kernels in {language} count in 32 bits: lengths are below 2^29"));
             Err(Error::unsupported(what, why, "cut the problem along that dimension"))
         }
         None => Ok(()),
@@ -180,14 +182,14 @@ pub fn select_kernel(spec: &Spec, caps: &Caps, kernel: Kernel) -> Result<Plan> {
         Kernel::Forward => forward(spec, caps),
         Kernel::Matrices => matrices(spec, caps),
         Kernel::Decode => decode(spec, caps),
-        _ => Err("there is no such kernel in WGSL".to_owned()),
+        _ => Err(format!("there is no such kernel in {}", caps.language())),
     };
     let unserved = |why| Error::unsupported(format!("kernel {}", kernel.name()), why, "leave the choice to `select`");
     plan(spec, caps, algorithm.map_err(unserved)?, String::new())
 }
 
 fn plan(spec: &Spec, caps: &Caps, algorithm: Algorithm, why_not_faster: String) -> Result<Plan> {
-    refuse_what_is_not_served(spec)?;
+    refuse_what_is_not_served(spec, caps)?;
     let is_empty = spec.out.shape.contains(&0);
     let partition = Partition::new(spec, algorithm);
     let windows = if is_empty { Vec::new() } else { windows(spec, caps, &partition)? };
@@ -219,7 +221,7 @@ fn plan(spec: &Spec, caps: &Caps, algorithm: Algorithm, why_not_faster: String) 
             Some(_) => MaskClass::Additive,
         },
         kv: spec.kv,
-        arch: Arch::Wgsl,
+        arch: caps.arch,
     };
     let launch = ShaderLaunch { variant, combine, windows, partition, cost: cost(spec), work, why_not_faster };
     Ok(Plan::new(spec.clone(), key, launch))

@@ -1,5 +1,6 @@
 //! Adapters: what there is, what each offers, and what it lacks.
 
+use rapt_core::Arch;
 use rapt_shader::{Caps, MatrixUnits};
 use wgpu::{Features, Limits};
 
@@ -100,6 +101,7 @@ fn matrices(adapter: &wgpu::Adapter, features: Features, info: &wgpu::AdapterInf
 pub(crate) fn caps(features: Features, limits: &Limits) -> Caps {
     let of_dimension = limits.max_compute_workgroups_per_dimension as usize;
     Caps {
+        arch: Arch::Wgsl,
         has_16_bit_stores: features.contains(Features::SHADER_I16),
         max_binding_bytes: limits.max_storage_buffer_binding_size,
         offset_alignment: limits.min_storage_buffer_offset_alignment,

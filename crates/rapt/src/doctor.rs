@@ -55,6 +55,16 @@ pub fn platform() -> String {
     format!("{}-{}", std::env::consts::OS, std::env::consts::ARCH)
 }
 
+/// Whether Apple's GPUs are served in this process, and that they never were.
+#[must_use]
+pub fn metal() -> Vec<(String, String)> {
+    let found = match rapt_metal::Backend::get() {
+        Ok(_) => "served".to_owned(),
+        Err(why) => format!("not served: {why}"),
+    };
+    vec![("metal".to_owned(), format!("{found}; {}", rapt_metal::NEVER_RUN))]
+}
+
 /// The adapters that Vulkan shows, a row each, with what each lacks, and where compiled kernels are kept; or why there is no adapter.
 #[must_use]
 pub fn vulkan() -> Vec<(String, String)> {

@@ -202,8 +202,9 @@ impl Engine {
                 None => rapt_cpu::select(spec, caps),
             },
             Device::Cuda(_) => Engine::cuda(spec.device)?.plan(spec),
+            Device::Mps(_) => Engine::metal(spec.device)?.plan(spec),
             device => {
-                let why = "this engine serves host memory and NVIDIA GPUs".into();
+                let why = "this engine serves host memory, NVIDIA GPUs and Apple GPUs".into();
                 Err(Error::DeviceUnavailable { device, why })
             }
         }
@@ -272,6 +273,14 @@ impl Engine {
                 // SAFETY: as the caller promises.
                 unsafe { Engine::cuda(plan.spec().device)?.run(plan, operands, workspace, stream) }
             }
+            // Its operands are held, and its workspace is PyTorch's own.
+            Queue::Mps { device } if plan.spec().device == Device::Mps(device) => {
+                Engine::metal(plan.spec().device)?.run(plan, operands)
+            }
+            Queue::Mps { device } => {
+                let (expected, got) = (plan.spec().device, Device::Mps(device));
+                Err(Error::DeviceMismatch { tensor: "queue", expected, got })
+            }
             Queue::Cuda { device, .. } => {
                 let (expected, got) = (plan.spec().device, Device::Cuda(device));
                 Err(Error::DeviceMismatch { tensor: "queue", expected, got })
@@ -282,6 +291,10 @@ impl Engine {
 
     pub(crate) fn cuda(device: Device) -> Result<&'static rapt_cuda::Backend> {
         rapt_cuda::Backend::get().map_err(|error| error.on(device))
+    }
+
+    fn metal(device: Device) -> Result<&'static rapt_metal::Backend> {
+        rapt_metal::Backend::get().map_err(|error| error.on(device))
     }
 
     /// Plans, proves and runs one request into `tensors.out` (and `tensors.lse`).

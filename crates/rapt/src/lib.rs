@@ -77,6 +77,7 @@ pub use rapt_cpu::{
     CpuLaunch, KernelVariant as CpuKernelVariant, Step as CpuStep, available as available_isas, ceiling, select,
 };
 pub use rapt_layout as layout;
+pub use rapt_metal as metal;
 pub use rapt_pt2 as pt2;
 pub use rapt_quant as quant;
 pub use rapt_reference as reference;

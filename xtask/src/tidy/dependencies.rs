@@ -1,4 +1,4 @@
-//! Who may depend on whom: `rapt-core ← { backends, rapt-shader ← rapt-wgpu, rapt-pt2 ← rapt-graph, rapt-bridge } ← rapt-attention ← {bindings, cli}`.
+//! Who may depend on whom: `rapt-core ← { backends, rapt-shader ← { rapt-wgpu, rapt-metal }, rapt-pt2 ← rapt-graph, rapt-bridge } ← rapt-attention ← {bindings, cli}`.
 
 use super::Finding;
 use crate::metadata::{Kind, Workspace};
@@ -9,13 +9,25 @@ const FACADE: &str = "rapt-attention";
 const LAYOUT: &str = "rapt-layout";
 const TESTKIT: &str = "rapt-testkit";
 /// What lies between core and façade. The reference is not a backend, but sits at the same height.
-const MIDDLE: [&str; 10] =
-    ["rapt-reference", "rapt-layout", "rapt-quant", "rapt-cpu", "rapt-cuda", BRIDGE, SHADER, WGPU, READER, GRAPH];
+const MIDDLE: [&str; 11] = [
+    "rapt-reference",
+    "rapt-layout",
+    "rapt-quant",
+    "rapt-cpu",
+    "rapt-cuda",
+    BRIDGE,
+    SHADER,
+    WGPU,
+    METAL,
+    READER,
+    GRAPH,
+];
 /// How a library uses a device that another one has.
 const BRIDGE: &str = "rapt-bridge";
-/// Texts of kernels, and the backend that has a device for them.
+/// Texts of kernels, and the backends that have devices for them.
 const SHADER: &str = "rapt-shader";
 const WGPU: &str = "rapt-wgpu";
+const METAL: &str = "rapt-metal";
 /// Reads the programs that the graph is made of.
 const READER: &str = "rapt-pt2";
 const GRAPH: &str = "rapt-graph";
@@ -56,7 +68,7 @@ fn refused(from: &str, to: &str, kind: Kind) -> Option<&'static str> {
         CORE => Some("core depends on no crate of Rapt"),
         LAYOUT => Some("the layout algebra depends on no crate of Rapt"),
         GRAPH if to == READER => None,
-        WGPU if to == SHADER => None,
+        WGPU | METAL if to == SHADER => None,
         _ if MIDDLE.contains(&from) => (to != CORE).then_some("backends see core only, never each other"),
         FACADE => (to != CORE && !MIDDLE.contains(&to)).then_some("the façade stands below bindings and command line"),
         // The package for Python has the command `rapt` too, and it is the same program.
@@ -91,6 +103,8 @@ mod tests {
             ("rapt-cpu", "rapt-graph", Kind::Normal),
             ("rapt-shader", "rapt-wgpu", Kind::Normal),
             ("rapt-wgpu", "rapt-cuda", Kind::Normal),
+            ("rapt-metal", "rapt-wgpu", Kind::Normal),
+            ("rapt-python", "rapt-metal", Kind::Normal),
             ("rapt-bridge", "rapt-wgpu", Kind::Normal),
             ("rapt-python-vulkan", "rapt-wgpu", Kind::Normal),
             ("rapt-python-vulkan", "rapt-python", Kind::Normal),
@@ -120,6 +134,7 @@ mod tests {
             ("rapt-attention", "rapt-layout", Kind::Normal),
             ("rapt-graph", "rapt-pt2", Kind::Normal),
             ("rapt-shader", "rapt-core", Kind::Normal),
+            ("rapt-metal", "rapt-shader", Kind::Normal),
             ("rapt-wgpu", "rapt-shader", Kind::Normal),
             ("rapt-bridge", "rapt-core", Kind::Normal),
             ("rapt-attention", "rapt-bridge", Kind::Normal),

@@ -17,7 +17,7 @@ struct Rule {
     why: &'static str,
 }
 
-const RULES: [Rule; 14] = [
+const RULES: [Rule; 15] = [
     Rule {
         under: "",
         holds: &["std::arch", "core::arch"],
@@ -50,6 +50,8 @@ const RULES: [Rule; 14] = [
             "crates/rapt-cli/src/model/view.rs",
             "crates/rapt-cli/tests/docs.rs",
             "crates/rapt-cli/tests/model.rs",
+            // PyTorch's functions for Metal are called by their names.
+            "crates/rapt-metal/",
         ],
         why: "of Python in code outside bindings",
     },
@@ -95,6 +97,12 @@ const RULES: [Rule; 14] = [
         holds: &["unsafe "],
         but_in: &["crates/rapt-wgpu/src/buffers.rs", "crates/rapt-wgpu/src/device.rs"],
         why: "views are made of buffers in one place, and kernels compiled without checks in another",
+    },
+    Rule {
+        under: "crates/rapt-metal/src/",
+        holds: &["unsafe ", "extern \""],
+        but_in: &["crates/rapt-metal/src/functions.rs", "crates/rapt-metal/src/backend.rs"],
+        why: "PyTorch's functions stand in one place, and tensors are taken over in another",
     },
     Rule {
         under: "",

@@ -16,6 +16,7 @@ use rapt_cli::{Host, Outcome, PythonCommand, exit};
 
 use crate::engine::vulkan;
 use crate::errors::{Wording, raise};
+use crate::tensors::torch;
 
 /// How long an interrupt may go unnoticed.
 const LOOK: Duration = Duration::from_millis(50);
@@ -125,6 +126,7 @@ fn run(py: Python<'_>, name: &str, options: &str) -> u8 {
 /// What Python knows of itself, for `doctor`.
 pub(crate) fn facts(py: Python<'_>) -> PyResult<HostFacts> {
     let module = py.import("rapt._doctor")?;
+    torch::find_metal(py);
     Ok(HostFacts {
         torch_threads: Some(module.call_method0("torch_threads")?.extract()?),
         versions: module.call_method0("versions")?.extract()?,

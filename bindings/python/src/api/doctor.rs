@@ -7,6 +7,14 @@ use super::cli;
 use crate::engine::Home;
 use crate::errors::hints;
 use crate::errors::{Failure, Wording, guard};
+use crate::tensors::torch;
+
+/// What `rapt doctor` says of Apple's GPUs.
+#[pyfunction]
+pub(crate) fn metal_report(py: Python<'_>) -> Vec<(String, String)> {
+    torch::find_metal(py);
+    rapt::doctor::metal()
+}
 
 /// The facts as JSON, and as a table for people.
 #[pyfunction]

@@ -10,7 +10,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use pyo3::prelude::*;
 use rapt::{
-    Device, Engine, Executor, Judgement, Model, Operands, Options, Plan, Queue, Spec, Tensors, Threads, Tolerance,
+    Device, DeviceMemory, Engine, Executor, Judgement, Model, Operands, Options, Plan, Queue, Spec, Tensors, Threads,
+    Tolerance,
 };
 
 use self::torch_pool::TorchPool;
@@ -92,6 +93,11 @@ impl Home {
             let plan = py.detach(|| engine.plan(spec))?;
             return Ok(Planned { engine, plan, torch_threads: None });
         }
+        if let Device::Mps(_) = spec.device {
+            // Metal's compiler runs here.
+            let plan = py.detach(|| engine.plan(spec))?;
+            return Ok(Planned { engine, plan, torch_threads: None });
+        }
         let torch_threads = self.torch_threads(py, kind)?;
         let plan = match (engine.offload(), torch_threads) {
             // A kernel is compiled there.
@@ -152,6 +158,13 @@ impl Planned<'_> {
             // stream runs later. That the tensors' memory is not reused before, `StreamContext::hold` says, which the caller calls next.
             unsafe { engine.run_async(plan, &mut operands, workspace.memory, &Queue::Cuda { device, stream }) }?;
             return Ok(Some(Enqueued { device, stream }));
+        }
+        if let Device::Mps(device) = plan.spec().device {
+            let queue = Queue::Mps { device };
+            // SAFETY: the storages are held by the operands that the views are of (`convert` read them there), and torch's stream keeps what it
+            // encodes until it has passed. Without the GIL: whoever encodes at the same time may wait for it.
+            py.detach(|| unsafe { engine.run_async(plan, &mut operands, DeviceMemory::default(), &queue) })?;
+            return Ok(None);
         }
         py.detach(|| match *torch_threads {
             Some(threads) => engine.run_on(plan, &mut operands, &Queue::Host(&TorchPool { threads })),

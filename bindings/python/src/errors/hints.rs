@@ -182,6 +182,9 @@ fn of_offload(error: &Error) -> Option<String> {
         Error::DeviceFailed { device: Device::Vulkan(_), .. } => {
             "the same call, which opens the device anew if it was lost, or `device=None`"
         }
+        Error::DeviceUnavailable { device: Device::Mps(_), .. } => {
+            "a torch of 2.14 or newer with MPS, or `q.cpu()`, `k.cpu()`, `v.cpu()`"
+        }
         _ => return None,
     };
     Some(hint.to_owned())

@@ -14,6 +14,7 @@ use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyDict, PyTuple, PyType};
 use rapt::{DType, Device, DeviceMemory, Error, ErrorKind, Extent, Shape, Strides};
 
+use super::export::Export;
 use super::operand::{Operand, shape};
 use super::stream::{DEFAULT_STREAM, Enqueued};
 use super::torch_abi::{self, Described, TorchAbi};
@@ -42,6 +43,7 @@ struct Api {
 
 static API: PyOnceLock<Api> = PyOnceLock::new();
 static PLAIN_CUDA: PyOnceLock<[u64; 2]> = PyOnceLock::new();
+static PLAIN_MPS: PyOnceLock<[u64; 2]> = PyOnceLock::new();
 
 /// torch as far as it is loaded; it is never imported from here.
 fn api(py: Python<'_>) -> Option<&Api> {
@@ -106,12 +108,12 @@ pub(crate) fn plain(py: Python<'_>) -> PyResult<[u64; 2]> {
     api(py).map(|api| api.plain).ok_or_else(not_loaded)
 }
 
-/// Whether this tensor is an ordinary dense tensor on CPU or GPU, whose memory is its value.
+/// Whether this tensor is an ordinary dense tensor on a device that is served, whose memory is its value.
 fn is_plain(api: &Api, tensor: &Bound<'_, PyAny>) -> PyResult<bool> {
     let py = tensor.py();
     let keys = api.dispatch_keys.bind(py).call1((tensor,))?;
     let keys = keys.call_method0(intern!(py, "raw_repr"))?.extract()?;
-    Ok(api.plain.contains(&keys) || is_plain_cuda(api, tensor, keys)?)
+    Ok(api.plain.contains(&keys) || is_plain_cuda(api, tensor, keys)? || is_plain_mps(api, tensor, keys)?)
 }
 
 /// The same of the GPU alone, where `keys` are the tensor's. What an ordinary one has is asked when the first arrives: before,
@@ -141,7 +143,42 @@ pub(crate) fn plain_cuda(py: Python<'_>) -> PyResult<Option<[u64; 2]>> {
     PLAIN_CUDA.get_or_try_init(py, || plain_keys(&torch, "cuda")).copied().map(Some)
 }
 
-/// Whether this is an ordinary dense tensor of torch on CPU or GPU, whose memory is its value.
+/// The same of an Apple GPU, where this torch has what encodes kernels there.
+fn is_plain_mps(api: &Api, tensor: &Bound<'_, PyAny>, keys: u64) -> PyResult<bool> {
+    let py = tensor.py();
+    if let Some(plain) = PLAIN_MPS.get(py) {
+        return Ok(plain.contains(&keys));
+    }
+    let class = tensor.get_type();
+    if !(class.is(&api.tensor) || class.is(&api.parameter)) || !tensor.getattr(intern!(py, "is_mps"))?.is_truthy()? {
+        return Ok(false);
+    }
+    Ok(plain_mps(py)?.is_some_and(|plain| plain.contains(&keys)))
+}
+
+/// Those two sets of keys on an Apple GPU, whose tensors are asked for no sooner than one has come.
+pub(crate) fn plain_mps(py: Python<'_>) -> PyResult<Option<[u64; 2]>> {
+    if let Some(plain) = PLAIN_MPS.get(py) {
+        return Ok(Some(*plain));
+    }
+    if torch_abi::metal().is_err() {
+        return Ok(None);
+    }
+    let torch = py.import(intern!(py, "torch"))?;
+    PLAIN_MPS.get_or_try_init(py, || plain_keys(&torch, "mps")).copied().map(Some)
+}
+
+/// Looks for torch's encoder for Metal, where torch is loaded. What it lacks is kept, and told by who asks.
+pub(crate) fn find_metal(py: Python<'_>) {
+    has_metal(py);
+}
+
+/// Whether torch is loaded and has an encoder for Metal.
+pub(crate) fn has_metal(py: Python<'_>) -> bool {
+    api(py).is_some() && torch_abi::metal().is_ok()
+}
+
+/// Whether this is an ordinary dense tensor of torch on a device that is served, whose memory is its value.
 pub(crate) fn is_ordinary(tensor: &Bound<'_, PyAny>) -> PyResult<bool> {
     api(tensor.py()).map_or(Ok(false), |api| is_plain(api, tensor))
 }
@@ -200,12 +237,12 @@ pub(crate) fn read(name: &'static str, tensor: &Bound<'_, PyAny>) -> Result<Oper
 /// What an ordinary dense tensor says of itself: the caller knows that it is one.
 pub(crate) fn read_plain(name: &'static str, tensor: &Bound<'_, PyAny>) -> Result<Operand, Failure> {
     match api(tensor.py()).and_then(|api| api.abi?.describe(tensor)) {
-        Some(described) => Ok(operand(name, &described)),
+        Some(described) => Ok(operand(name, described)),
         None => read_attributes(name, tensor),
     }
 }
 
-fn operand(name: &'static str, it: &Described) -> Operand {
+fn operand(name: &'static str, it: Described) -> Operand {
     Operand {
         name,
         ptr: it.ptr,
@@ -215,7 +252,7 @@ fn operand(name: &'static str, it: &Described) -> Operand {
         device: it.device,
         extent: Extent::Proven { address: it.storage, len_bytes: it.storage_bytes },
         writable: true,
-        _hold: None,
+        _hold: it.placed.map(Export::of_storage),
     }
 }
 
@@ -244,7 +281,8 @@ pub(crate) fn obstacle(tensor: &Bound<'_, PyAny>) -> PyResult<Option<Obstacle>> 
     }
     let is = |attribute| -> PyResult<bool> { tensor.getattr(attribute)?.is_truthy() };
     let calls = |method| -> PyResult<bool> { tensor.call_method0(method)?.is_truthy() };
-    if !is(intern!(py, "is_cpu"))? && !is(intern!(py, "is_cuda"))? {
+    let is_served = is(intern!(py, "is_cpu"))? || is(intern!(py, "is_cuda"))?;
+    if !(is_served || is(intern!(py, "is_mps"))? && torch_abi::metal().is_ok()) {
         let device = tensor.getattr(intern!(py, "device"))?.getattr(intern!(py, "type"))?;
         return Ok(Some(Obstacle::Device(device.extract()?)));
     }
@@ -277,7 +315,11 @@ pub(crate) fn refuse(name: &str, tensor: &Bound<'_, PyAny>) -> Result<(), Failur
             } else {
                 format!("`{name}.cpu()`")
             };
-            let message = format!("{name} is on {device}, Rapt computes torch tensors on cpu and cuda");
+            let why = match torch_abi::metal() {
+                Err(why) if device == "mps" => why.to_string(),
+                _ => "Rapt computes torch tensors on cpu, cuda and mps".to_owned(),
+            };
+            let message = format!("{name} is on {device}, {why}");
             refuse(ErrorKind::Device, message, hint)
         }
         Some(Obstacle::LazyNegation) => {
@@ -312,6 +354,9 @@ fn no_storage(name: &'static str) -> Failure {
 /// Where a tensor lies that [`refuse`] let pass.
 fn device(tensor: &Bound<'_, PyAny>) -> PyResult<Device> {
     let py = tensor.py();
+    if tensor.getattr(intern!(py, "is_mps"))?.is_truthy()? {
+        return Ok(Device::Mps(0));
+    }
     if !tensor.getattr(intern!(py, "is_cuda"))?.is_truthy()? {
         return Ok(Device::Cpu);
     }
@@ -319,7 +364,7 @@ fn device(tensor: &Bound<'_, PyAny>) -> PyResult<Device> {
     Ok(Device::Cuda(index.unwrap_or(0)))
 }
 
-/// As [`read_plain`], attribute by attribute.
+/// As [`read_plain`], attribute by attribute. On an Apple GPU that serves dtypes which nothing computes: there the data pointer names a storage.
 fn read_attributes(name: &'static str, tensor: &Bound<'_, PyAny>) -> Result<Operand, Failure> {
     let py = tensor.py();
     let dtype_object = tensor.getattr(intern!(py, "dtype"))?;
@@ -402,7 +447,7 @@ pub(crate) fn empty_strided<'py>(
     let Some(api) = api(py) else {
         return Err(Failure::binding(ErrorKind::Kind, "torch is not loaded", "`import torch`"));
     };
-    let on_gpu = like.getattr(intern!(py, "is_cuda"))?.is_truthy()?;
+    let on_gpu = !like.getattr(intern!(py, "is_cpu"))?.is_truthy()?;
     let as_described = api.abi.and_then(|abi| {
         let like = if on_gpu { Some(abi.describe(like)?) } else { None };
         Some((abi, like))
@@ -410,7 +455,7 @@ pub(crate) fn empty_strided<'py>(
     if let Some((abi, like_described)) = as_described {
         let device = like_described.as_ref().map_or(Device::Cpu, |like| like.device);
         if let Some((made, described)) = abi.empty_strided(py, device, dtype, shape, strides) {
-            return Ok((made, operand(name, &described)));
+            return Ok((made, operand(name, described)));
         }
         // Where this torch makes none for us: the cheapest call that makes such a tensor.
         let alike = |it: &Described| it.dtype == dtype && it.shape == *shape && it.strides == *strides;

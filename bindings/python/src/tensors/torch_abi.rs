@@ -1,4 +1,4 @@
-//! libtorch's C ABI: what a tensor is, a new tensor, torch's threads; found in the libtorch that the process has loaded.
+//! libtorch's C ABI: what a tensor is, a new tensor, torch's threads, Metal's encoder; found in the libtorch that the process has loaded.
 //!
 //! Nothing is linked and nothing loaded. A handle of the ABI is a pointer to an `at::Tensor`, which is one pointer to the
 //! tensor's body. torch 2.14 and newer hand one out for a Python object; for older ones, which are frozen, it is the
@@ -11,6 +11,7 @@ use std::sync::OnceLock;
 
 use pyo3::intern;
 use pyo3::prelude::*;
+use rapt::metal::{Backend, Functions, MetalError, Placed};
 use rapt::{DType, Device, MAX_RANK, Shape, Strides};
 
 type TensorHandle = *mut c_void;
@@ -44,11 +45,12 @@ pub(crate) struct TorchAbi {
     interop: Option<Interop>,
     cpu: i32,
     cuda: i32,
+    mps: i32,
     /// torch's own codes of the dtypes that a tensor of a request may have.
     codes: Vec<(i32, DType)>,
 }
 
-/// What a strided tensor in the memory of the host or of an NVIDIA GPU says of itself.
+/// What a strided tensor in the memory of the host or of a GPU says of itself.
 pub(crate) struct Described {
     pub(crate) device: Device,
     pub(crate) ptr: *mut u8,
@@ -59,6 +61,8 @@ pub(crate) struct Described {
     pub(crate) storage: usize,
     /// The length of its storage.
     pub(crate) storage_bytes: usize,
+    /// What gives a storage on an Apple GPU its address.
+    pub(crate) placed: Option<Placed>,
 }
 
 /// The address of a function of the loaded libtorch.
@@ -75,6 +79,26 @@ pub(crate) fn symbol(name: &CStr) -> Option<*mut c_void> {
 
 #[cfg(not(unix))]
 pub(crate) fn symbol(_name: &CStr) -> Option<*mut c_void> {
+    None
+}
+
+/// torch's encoder for Metal, or what of it this torch lacks. The first call must come after torch is imported. Its functions are looked for in
+/// libtorch, and then in what the process has loaded for all.
+pub(crate) fn metal() -> Result<&'static Backend, MetalError> {
+    let find = |name: &CStr| symbol(name).or_else(|| symbol_of_all(name)).unwrap_or(std::ptr::null_mut());
+    // SAFETY: functions of torch's names are torch's, and are never unloaded.
+    Backend::provide(|| unsafe { Functions::find(find) })
+}
+
+#[cfg(unix)]
+fn symbol_of_all(name: &CStr) -> Option<*mut c_void> {
+    // SAFETY: the name ends in NUL.
+    let found = unsafe { libc::dlsym(libc::RTLD_DEFAULT, name.as_ptr()) };
+    (!found.is_null()).then_some(found)
+}
+
+#[cfg(not(unix))]
+fn symbol_of_all(_name: &CStr) -> Option<*mut c_void> {
     None
 }
 
@@ -128,6 +152,7 @@ fn find() -> Option<TorchAbi> {
         interop,
         cpu: code(c"aoti_torch_device_type_cpu")?,
         cuda: code(c"aoti_torch_device_type_cuda")?,
+        mps: code(c"aoti_torch_device_type_mps")?,
         codes,
     })
 }
@@ -182,15 +207,17 @@ impl TorchAbi {
     }
 
     /// What `tensor` (a `torch.Tensor` whose dispatch keys are those of an ordinary one, which is strided) says of itself.
-    /// `None` for anything but memory of the host or of an NVIDIA GPU, a computed dtype or bool, and at most [`MAX_RANK`] dimensions.
+    /// `None` for anything but memory of the host or of a GPU that is served, a computed dtype or bool, and at most [`MAX_RANK`] dimensions.
     pub(crate) fn describe(&self, tensor: &Bound<'_, PyAny>) -> Option<Described> {
-        self.describe_handle(&self.handle(tensor)?)
+        self.describe_handle(&mut self.handle(tensor)?)
     }
 
-    fn describe_handle(&self, handle: &Handle<'_>) -> Option<Described> {
+    fn describe_handle(&self, handle: &mut Handle<'_>) -> Option<Described> {
         let device = match handle.read(self.device_type, 0)? {
             cpu if cpu == self.cpu => Device::Cpu,
             cuda if cuda == self.cuda => Device::Cuda(u32::try_from(handle.read(self.device_index, 0)?).ok()?),
+            // A tensor of the one GPU may say −1.
+            mps if mps == self.mps => Device::Mps(u32::try_from(handle.read(self.device_index, 0)?).unwrap_or(0)),
             _ => return None,
         };
         let code = handle.read(self.dtype, 0)?;
@@ -207,16 +234,22 @@ impl TorchAbi {
         let ptr = handle.read(self.data_ptr, std::ptr::null_mut())?.cast::<u8>();
         let storage_bytes = usize::try_from(handle.read(self.storage_size, 0)?).ok()?;
         let offset = usize::try_from(handle.read(self.storage_offset, 0)?).ok()?;
-        Some(Described {
+        let begin = offset.wrapping_mul(dtype.size_bytes());
+        let described = Described {
             device,
             ptr,
             dtype,
             shape: Shape::new(&shape[..rank])?,
             strides: Strides::new(&strides[..rank])?,
             // An empty tensor has a null pointer and no bytes to prove.
-            storage: ptr.addr().wrapping_sub(offset.wrapping_mul(dtype.size_bytes())),
+            storage: ptr.addr().wrapping_sub(begin),
             storage_bytes,
-        })
+            placed: None,
+        };
+        match device {
+            Device::Mps(_) => place(described, begin, handle),
+            _ => Some(described),
+        }
     }
 
     /// A new tensor on `device`, its elements not set, and what it says of itself. `None` where this torch hands out no Python object for one.
@@ -238,6 +271,7 @@ impl TorchAbi {
         let (kind, index) = match device {
             Device::Cpu => (self.cpu, 0),
             Device::Cuda(index) => (self.cuda, i32::try_from(index).ok()?),
+            Device::Mps(index) => (self.mps, i32::try_from(index).ok()?),
             _ => return None,
         };
         let mut handle = Handle { abi: self, owned: std::ptr::null_mut(), body: std::ptr::null_mut() };
@@ -255,7 +289,23 @@ impl TorchAbi {
                 return None;
             }
             let object = Bound::from_owned_ptr_or_opt(py, object.cast())?;
-            Some((object, self.describe_handle(&handle)?))
+            Some((object, self.describe_handle(&mut handle)?))
         }
     }
+}
+
+/// `described`, a tensor on an Apple GPU, with an address of its storage in place of what torch calls its data pointer: that names a storage.
+fn place(mut described: Described, begin: usize, handle: &mut Handle<'_>) -> Option<Described> {
+    let metal = metal().ok()?;
+    let owned = std::mem::replace(&mut handle.owned, std::ptr::null_mut());
+    if owned.is_null() {
+        return None;
+    }
+    // SAFETY: torch gave this handle out, and `handle` gives it back no more; the other facts were read from it.
+    let placed =
+        unsafe { metal.place(owned, described.storage, described.storage_bytes, begin, described.dtype) }.ok()?;
+    described.ptr = std::ptr::without_provenance_mut(placed.address());
+    described.storage = placed.storage_address();
+    described.placed = Some(placed);
+    Some(described)
 }

@@ -596,6 +596,10 @@ fn order<S: Size, E: From<S::Fault>>(
     choose: impl FnOnce() -> Result<Option<Kernel>, E>,
 ) -> Result<Option<Order>, E> {
     let Modes { allowed, traced, .. } = modes;
+    if matches!(request.q.device, Device::Mps(_)) {
+        // Its one kernel there stands for math.
+        return Ok(allowed.math.then_some(Order::RowMajor));
+    }
     if !matches!(request.q.device, Device::Cuda(_)) {
         let flash = is_flash(request, stock)?;
         let by_flash = if stock.follows_query { Order::Query } else { Order::Bshd };

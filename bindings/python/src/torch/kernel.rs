@@ -12,6 +12,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, LazyLock};
 
+use pyo3::exceptions::PyValueError;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
@@ -110,6 +111,14 @@ struct Call<'a, 'py> {
     enable_gqa: bool,
 }
 
+/// Where the tensors of a kernel lie.
+#[derive(Clone, Copy)]
+enum Place {
+    Cpu,
+    Cuda,
+    Mps,
+}
+
 /// The kernel under one dispatch key.
 #[pyclass(frozen, module = "rapt._native", name = "TorchKernel")]
 pub(crate) struct TorchKernel {
@@ -117,9 +126,9 @@ pub(crate) struct TorchKernel {
     cold: Py<PyAny>,
     /// Functions without arguments; one that says no sends the call to `cold`.
     allowed: Vec<Py<PyAny>>,
-    /// Whether tensors lie on a GPU: what an ordinary one's keys are is known only when CUDA has started.
-    on_gpu: bool,
-    /// Whether the kernel is told the keys of a call. Under the keys `CPU` and `CUDA` it need not be: what reaches those is
+    /// Where tensors lie. What an ordinary one's keys are is known on a GPU only when its backend has started.
+    device: Place,
+    /// Whether the kernel is told the keys of a call. Under the keys `CPU`, `CUDA` and `MPS` it need not be: what reaches those is
     /// plain memory.
     with_keyset: bool,
 }
@@ -127,9 +136,15 @@ pub(crate) struct TorchKernel {
 #[pymethods]
 impl TorchKernel {
     #[new]
-    #[pyo3(signature = (cold, allowed, with_keyset, on_gpu=false))]
-    fn new(cold: Py<PyAny>, allowed: Vec<Py<PyAny>>, with_keyset: bool, on_gpu: bool) -> Self {
-        TorchKernel { cold, allowed, on_gpu, with_keyset }
+    #[pyo3(signature = (cold, allowed, with_keyset, device="cpu"))]
+    fn new(cold: Py<PyAny>, allowed: Vec<Py<PyAny>>, with_keyset: bool, device: &str) -> PyResult<Self> {
+        let device = match device {
+            "cpu" => Place::Cpu,
+            "cuda" => Place::Cuda,
+            "mps" => Place::Mps,
+            _ => return Err(PyValueError::new_err(format!("device {device:?}: allowed are cpu, cuda and mps"))),
+        };
+        Ok(TorchKernel { cold, allowed, device, with_keyset })
     }
 
     /// `([keyset,] query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False)`.
@@ -171,7 +186,11 @@ impl TorchKernel {
         }
         // The union over the tensors and the modes in force: one look for what would take ten questions.
         if self.with_keyset {
-            let plain = if self.on_gpu { torch::plain_cuda(py)? } else { Some(torch::plain(py)?) };
+            let plain = match self.device {
+                Place::Cpu => Some(torch::plain(py)?),
+                Place::Cuda => torch::plain_cuda(py)?,
+                Place::Mps => torch::plain_mps(py)?,
+            };
             let Some([outside, inside]) = plain else { return Ok(None) };
             let keys: u64 = args.get_borrowed_item(0)?.call_method0(intern!(py, "raw_repr"))?.extract()?;
             if keys & !(outside | inside) != 0 {

@@ -283,6 +283,7 @@ fn probe<'py>(tensor: &Bound<'py, PyAny>, traced: &mut bool) -> PyResult<Tensor<
     let device = tensor.getattr(intern!(py, "device"))?;
     let device = match device.getattr(intern!(py, "type"))?.extract::<&str>()? {
         "cpu" => Device::Cpu,
+        "mps" => Device::Mps(device.getattr(intern!(py, "index"))?.extract::<Option<u32>>()?.unwrap_or(0)),
         "cuda" => Device::Cuda(device.getattr(intern!(py, "index"))?.extract::<Option<u32>>()?.unwrap_or(0)),
         _ => Device::Other { dlpack_code: 0, index: 0 },
     };

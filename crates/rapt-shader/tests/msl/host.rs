@@ -101,17 +101,28 @@ impl Compiled {
         params: &Params,
         buffers: &[Bound],
     ) -> Result<(), String> {
+        self.run_bytes(threads, groups, &params.bytes(), buffers)
+    }
+
+    /// As [`run`](Compiled::run), with the bytes of the parameters as they were handed over.
+    ///
+    /// # Errors
+    /// As there.
+    pub(crate) fn run_bytes(
+        &self,
+        threads: usize,
+        groups: (u32, u32),
+        params: &[u8],
+        buffers: &[Bound],
+    ) -> Result<(), String> {
         // Of 16 bytes, as the vectors in it are.
-        let mut words: Vec<u128> = params
-            .bytes()
-            .chunks(16)
-            .map(|bytes| u128::from_ne_bytes(bytes.try_into().expect("a multiple of 16")))
-            .collect();
+        let mut words: Vec<u128> =
+            params.chunks(16).map(|bytes| u128::from_ne_bytes(bytes.try_into().expect("a multiple of 16"))).collect();
         let of_params = Bound {
             index: 0,
             name: "params",
             begin: words.as_mut_ptr().cast(),
-            len_bytes: Params::BYTES,
+            len_bytes: params.len(),
             is_output: false,
         };
         let mut slots = [std::ptr::null_mut(); 31];
@@ -276,7 +287,9 @@ pub(crate) fn build(program: &str, arithmetic: Arithmetic) -> Result<Arc<Compile
     let library = unsafe { Library::new(&path) }.map_err(|error| error.to_string())?;
     // SAFETY: lockstep.cpp has this function with this signature.
     let run = *unsafe { library.get::<Run>(b"rapt_run\0") }.map_err(|error| error.to_string())?;
-    let compiled = Arc::new(Compiled { run, one: Mutex::new(()), _library: library });
-    loaded().insert(name, compiled.clone());
-    Ok(compiled)
+    // Whoever was here first has it: one file has one set of threads, and so one lock.
+    Ok(loaded()
+        .entry(name)
+        .or_insert_with(|| Arc::new(Compiled { run, one: Mutex::new(()), _library: library }))
+        .clone())
 }

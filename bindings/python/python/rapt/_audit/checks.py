@@ -25,7 +25,7 @@ def audit(fn, device="cpu", dtypes=DTYPES, hazards="all", budget_s=60, *, kind="
     target, fn = find(fn)
     if fn is not None and device != "cpu":
         raise TargetError(
-            'a callee that cannot be imported by name is audited in a fork, which CUDA does not survive: pass "MODULE:FUNCTION"'
+            'a callee that cannot be imported by name is audited in a fork, which a GPU does not survive: pass "MODULE:FUNCTION"'
         )
     checks = Checks(target, fn, device, dtypes, chosen, Clock(budget_s), kind)
     with progress.Bar(len(chosen), show_progress) as checks.bar:
@@ -38,6 +38,8 @@ def check_options(device, dtypes, hazards, budget_s, kind):
         dtypes = [name for name in dtypes.split(",") if name]
     dtypes = tuple(dict.fromkeys(str(getattr(dtype, "__name__", dtype)).removeprefix("torch.") for dtype in dtypes))
     unknown = [dtype for dtype in dtypes if dtype not in DTYPES]
+    if str(device).startswith("mps"):
+        dtypes = tuple(dtype for dtype in dtypes if dtype != "float64")  # Metal has no 64-bit floats
     if unknown or not dtypes:
         raise ValueError(f"dtypes {unknown or 'empty'}: allowed are {', '.join(DTYPES)}")
     if isinstance(hazards, str):
@@ -48,8 +50,8 @@ def check_options(device, dtypes, hazards, budget_s, kind):
         raise ValueError(f'hazards {unknown or "empty"}: allowed are "all" or of {", ".join(BY_NAME)}')
     if not isinstance(budget_s, (int, float)) or isinstance(budget_s, bool) or not budget_s > 0:
         raise ValueError(f"budget_s is {budget_s!r}: seconds, greater than 0")
-    if device != "cpu" and not str(device).startswith("cuda"):
-        raise ValueError(f'device {device!r}: allowed are "cpu" and "cuda"')
+    if device != "cpu" and str(device).partition(":")[0] not in ("cuda", "mps"):
+        raise ValueError(f'device {device!r}: allowed are "cpu", "cuda" and "mps"')
     if kind not in ("auto", "torch", "numpy"):
         raise ValueError(f'kind {kind!r}: allowed are "auto", "torch", "numpy"')
     return dtypes, [hazard for hazard in TABLE if hazard.name in set(hazards)]

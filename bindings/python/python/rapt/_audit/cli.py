@@ -5,6 +5,7 @@ import sys
 
 from rapt._commands import UsageError
 
+from . import apple
 from .callee import TargetError
 from .hazards import BY_NAME, TABLE
 from .checks import audit, check_options
@@ -35,6 +36,8 @@ def run(options):
         print(report.to_json())
     else:
         print(report)
+        if options.device.startswith("mps"):
+            print(f"\n{apple.block(report)}")
         if options.json:
             report.to_json(options.json)
     if options.junit:

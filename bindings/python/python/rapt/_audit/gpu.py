@@ -23,12 +23,17 @@ CANARY = 0xA5
 NEIGHBOURS = 4
 
 
+def api(device):
+    """torch.cuda or torch.mps."""
+    return getattr(sys.modules["torch"], str(device).partition(":")[0])
+
+
 class Canaries:
     """Allocations of an output's size on both sides of a free one, in which torch's allocator then puts the output."""
 
     def __init__(self, torch, size_bytes, device):
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
+        api(device).synchronize()
+        api(device).empty_cache()
         size = max(1, size_bytes)
         self._slots = [torch.full((size,), CANARY, dtype=torch.uint8, device=device) for _ in range(2 * NEIGHBOURS + 1)]
         self.at = self._slots[NEIGHBOURS].data_ptr()
@@ -46,7 +51,7 @@ def outside(room, case):
     shape = (case.batch, case.heads, case.q_len, case.head_dim_v)
     canaries = Canaries(torch, int(np.prod(shape)) * BYTES[case.dtype], room.device)
     answer = room.callee(case, placed)
-    torch.cuda.synchronize()
+    api(room.device).synchronize()
     written = {name: each.changed() for name, each in placed.items() if each.changed()}
     if count := canaries.changed():
         written["allocations beside the output"] = count

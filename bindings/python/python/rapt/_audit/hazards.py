@@ -31,7 +31,7 @@ class Hazard:
     dtypes: tuple = ()
     """The dtypes it concerns; () is all."""
     device: str = ""
-    """The one kind of device it concerns, "cpu" or "cuda"; "" is any."""
+    """The one kind of device it concerns, "cpu", "cuda" or "mps"; "" is any."""
 
     def concerns(self, device):
         """Whether it can be asked on "cpu", "cuda", "cuda:1"."""

@@ -28,6 +28,8 @@ class Meter:
 
     def __init__(self, room):
         self.room, self.cuda = room, room.device != "cpu"
+        if str(room.device).startswith("mps"):
+            raise NotOffered("torch.mps does not tell the peak of its memory")
         set_aside()
         if not self.cuda:
             if sys.platform != "linux":

@@ -12,6 +12,7 @@ import traceback
 import warnings
 from multiprocessing.connection import Connection
 
+from . import gpu
 from .callee import Callee, NotOffered, Offer, Refused, TargetError, kinds, signature
 from .case import Case, place, values
 from .hazards import BY_NAME
@@ -36,8 +37,10 @@ class Worker:
                 import torch
             except ImportError:
                 return {"error": f"device={device!r} needs torch, which is not installed"}
-            if not torch.cuda.is_available():
-                return {"error": f"device={device!r} needs a GPU, and torch {torch.__version__} sees none"}
+            of_apple = device.startswith("mps")
+            if not (torch.backends.mps if of_apple else torch.cuda).is_available():
+                kind = "an Apple GPU" if of_apple else "a GPU"
+                return {"error": f"device={device!r} needs {kind}, and torch {torch.__version__} sees none"}
         try:
             self.fn = target.load() if self.fn is None else self.fn
         except TargetError as error:
@@ -120,7 +123,7 @@ class Worker:
         if self.device == "cpu":
             return
         try:
-            sys.modules["torch"].cuda.synchronize()
+            gpu.api(self.device).synchronize()
         except RuntimeError as error:
             lines = str(error).strip().splitlines()
             print(f"{type(error).__name__}: {lines[0] if lines else ''}", file=sys.stderr, flush=True)

@@ -305,6 +305,7 @@ def _define():
         library.define(name + _SCHEMAS[name], tags=tags)
         library.impl(name, run, "CPU")
         library.impl(name, run, "CUDA")
+        library.impl(name, run, "MPS")
         library.impl(name, _autograd(name, run), "Autograd")
         torch.library.register_fake(f"rapt::{name}", fake, lib=library)
     return library

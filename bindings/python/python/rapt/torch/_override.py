@@ -1,7 +1,7 @@
-"""PyTorch's `scaled_dot_product_attention` becomes Rapt's on CPU and GPU, for as long as it is registered.
+"""PyTorch's `scaled_dot_product_attention` becomes Rapt's on CPU, NVIDIA's GPUs and Apple's, for as long as it is registered.
 
-`aten::scaled_dot_product_attention` is taken at two dispatch keys of each device: AutogradCPU and AutogradCUDA, where ordinary
-tensors arrive, and CPU and CUDA, where inference tensors come straight. The native `TorchKernel` answers what models ask for;
+`aten::scaled_dot_product_attention` is taken at two dispatch keys of each device: AutogradCPU, AutogradCUDA and AutogradMPS, where
+ordinary tensors arrive, and CPU, CUDA and MPS, where inference tensors come straight. The native `TorchKernel` answers what models ask for;
 all else comes to `_sdpa_cold`. Where a gradient is needed that hands on to PyTorch's own (the composite kernel, which autograd
 sees through), else no graph is recorded. While something traces (fake or functional tensors, dispatch modes) it ends in Rapt's
 own op, which compiled graphs then carry: inductor would otherwise decompose the aten op past us.
@@ -36,15 +36,15 @@ def own(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, m
     )
 
 
-def _kernel(on_gpu, with_keyset):
+def _kernel(device, with_keyset):
     """The native kernel, which answers what models ask for: dense tensors, no gradient, nothing that traces. A request
     that PyTorch's own kernels are barred from goes the long way, where it is counted. On the GPU the strides of PyTorch's
     output depend on which of its kernels are allowed: while one is not, requests go the long way too."""
     allowed = ["flash", "math"]
-    if on_gpu:
+    if device != "cpu":
         allowed = ["math", "flash", "mem_efficient", "cudnn"]
     flags = [getattr(torch._C, f"_get_{name}_sdp_enabled", None) for name in allowed]
-    return TorchKernel(_sdpa_cold, [flag for flag in flags if flag is not None], with_keyset, on_gpu)
+    return TorchKernel(_sdpa_cold, [flag for flag in flags if flag is not None], with_keyset, device)
 
 
 # In inference mode nothing stands between torch.compile and the op; older torch (2.6) then decomposes it before it asks for
@@ -79,13 +79,13 @@ def _sdpa_cold(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False
             return _native.torch_sdpa(query, key, value, attn_mask, is_causal, scale, enable_gqa, order)
         except DeviceError:
             # A GPU that Rapt does not serve (older than sm_80, no compiler): PyTorch's own kernel does.
-            if query.device.type != "cuda":
+            if query.device.type == "cpu":
                 raise
-            reason = "device cuda"
+            reason = f"device {query.device.type}"
     if not traced:
         count_fallback(reason)
     arguments = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    if query.device.type == "cuda":
+    if query.device.type != "cpu":
         with _flash.handing_over():
             return own(*arguments, 0.0)
     return own(*arguments, _flash.TRACED if traced else _flash.COUNTED)
@@ -105,8 +105,8 @@ def _hand_on(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_g
 
 class _Sdpa(Held):
     def put(self, library):
-        for key, on_gpu in (("CPU", False), ("CUDA", True)):
-            above, below = _kernel(on_gpu, with_keyset=True), _kernel(on_gpu, with_keyset=False)
+        for key in ("CPU", "CUDA", "MPS"):
+            above, below = _kernel(key.lower(), with_keyset=True), _kernel(key.lower(), with_keyset=False)
             library.impl("scaled_dot_product_attention", above, f"Autograd{key}", with_keyset=True)
             library.impl("scaled_dot_product_attention", below, key)
         if _DECOMPOSES_FIRST:
@@ -149,7 +149,7 @@ def _leave():
 
 
 def register_backend():
-    """Make `torch.nn.functional.scaled_dot_product_attention` Rapt's on CPU and GPU, in this whole process.
+    """Make `torch.nn.functional.scaled_dot_product_attention` Rapt's on CPU, NVIDIA's GPUs and Apple's, in this whole process.
 
     Counted: n calls need n `unregister_backend()`. Also enters "rapt" into transformers, now or when it is imported.
     """

@@ -4,6 +4,8 @@
 //! lengths are numbers in memory, which the run reads and checks. What nested tensors lack beside dense ones is added here:
 //! no mask, no batch that broadcasts, and one number of heads of keys and values.
 
+use rapt::Device;
+
 use super::{Invalid, Kernel, Modes, Order, Reason, Request, Size, Stock, Verdict, decide};
 
 /// How q, k or v of such a request is nested.
@@ -38,6 +40,9 @@ pub(crate) fn decide_jagged<S: Size>(
     }
     if mask.is_some() {
         return fallback(Reason::Invalid(Invalid::NestedMask));
+    }
+    if let Device::Mps(_) = q.device {
+        return fallback(Reason::Device("mps".to_owned()));
     }
     // Sequences are of one order, whichever kernel PyTorch's function would take on a GPU.
     let verdict = decide(request, modes, stock, || Ok(Some(Kernel::Flash)))?;
