@@ -87,6 +87,15 @@ macro_rules! functions {
             $($name: $default,)*
         );
 
+        function!(
+            mlx_kernels,
+            [*,],
+            "A request on arrays of MLX as kernels for `mx.fast.metal_kernel`; see `rapt.mlx`.",
+            api::mlx::kernels,
+            Bound<'py, PyAny>;
+            $($name: $default,)*
+        );
+
         /// Fills `out` (and `lse`) of any strides and hands back None. The caller has seen to gradients.
         #[pyfunction]
         #[pyo3(signature = (q, k, v, out, lse = None, *, $($name = None,)*))]
@@ -329,6 +338,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(torch::stats::served, module)?)?;
     module.add_function(wrap_pyfunction!(api::doctor::doctor, module)?)?;
     module.add_function(wrap_pyfunction!(api::doctor::metal_report, module)?)?;
+    module.add_function(wrap_pyfunction!(mlx_kernels, module)?)?;
     module.add_function(wrap_pyfunction!(api::cli::cli, module)?)?;
     module.add_class::<graph::PyProgram>()?;
     module.add_class::<graph::PyTemplate>()?;

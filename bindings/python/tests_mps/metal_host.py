@@ -24,6 +24,10 @@ extern "C" __attribute__((no_sanitize("thread"))) void rapt_kernel(void* const* 
 """
 
 
+GRID = "metal::uint3{group[0], group[1], 0}; metal::uint3{groups[0], groups[1], 1}"
+"""Where a workgroup is among all, as arguments."""
+
+
 class Range(ctypes.Structure):
     """Bytes that a kernel may read (rights 1) or write (2)."""
 
@@ -78,20 +82,29 @@ def program(text):
             lines.append(f'    rapt_space("{name}", &{name}, sizeof {name});')
     body = "\n".join(lines)
     arguments = "".join(f", Slot{{slots[{slot}]}}" for slot in slots if slot)
-    group = "metal::uint3{group[0], group[1], 0}, metal::uint3{groups[0], groups[1], 1}, thread"
-    entry = ENTRY.format(call=f"attention(*static_cast<const Params*>(slots[0]){arguments}, {group});")
+    group = GRID.replace("; ", ", ")
+    entry = ENTRY.format(call=f"attention(*static_cast<const Params*>(slots[0]){arguments}, {group}, thread);")
     return f"{members}#undef threadgroup\n#define threadgroup alignas(1 << 16) static\n[[kernel{body}\n{entry}", slots
 
 
+def inside(text, name):
+    """As `program`, of a kernel that MLX declares: its attributes come in the order of their names."""
+    head, kernel = text.split("[[kernel", 1)
+    slots = [int(slot) for slot in re.findall(r"\[\[buffer\((\d+)\)\]\]", kernel)]
+    arguments = ", ".join([*(f"Slot{{slots[{slot}]}}" for slot in slots), "thread", *GRID.split("; ")])
+    source, _ = program(text)
+    return source[: source.index("\nstruct Slot")] + ENTRY.format(call=f"{name}({arguments});"), slots
+
+
 @functools.cache
-def compiled(text):
-    """The function that runs a text's workgroups, and its slots."""
-    source, slots = program(text)
-    name = folder() / f"text{abs(hash(text)):x}"
-    name.with_suffix(".cpp").write_text(source)
-    call(*FLAGS, "-ffast-math", "-fsanitize=thread", f"-I{folder()}", str(name.with_suffix(".cpp")), "-o", str(name.with_suffix(".o")))
-    call("-shared", str(name.with_suffix(".o")), str(folder() / "lockstep.o"), "-o", str(name.with_suffix(".so")))
-    run = ctypes.CDLL(str(name.with_suffix(".so"))).rapt_run
+def compiled(text, name=None):
+    """The function that runs a text's workgroups, and its slots. name: of a kernel that MLX declares."""
+    source, slots = program(text) if name is None else inside(text, name)
+    path = folder() / f"text{abs(hash(text)):x}"
+    path.with_suffix(".cpp").write_text(source)
+    call(*FLAGS, "-ffast-math", "-fsanitize=thread", f"-I{folder()}", str(path.with_suffix(".cpp")), "-o", str(path.with_suffix(".o")))
+    call("-shared", str(path.with_suffix(".o")), str(folder() / "lockstep.o"), "-o", str(path.with_suffix(".so")))
+    run = ctypes.CDLL(str(path.with_suffix(".so"))).rapt_run
     run.argtypes, run.restype = [ctypes.POINTER(Launch)], ctypes.c_int
     return run, slots
 
@@ -103,13 +116,24 @@ def run(text, threads, groups, params, bound):
     aligned = (ctypes.c_char * (len(params) + 16))()
     begin = -(-ctypes.addressof(aligned) // 16) * 16
     ctypes.memmove(begin, params, len(params))
-    table, ranges = (ctypes.c_void_p * 31)(), [Range(b"params", begin, len(params), 1)]
-    table[0] = begin
+    launch(function, threads, groups, {0: ("params", begin, len(params), False), **bound})
+
+
+def run_inside(text, name, threads, groups, bound):
+    """As `run`, of a kernel that MLX declares, whose parameters are one of its inputs."""
+    function, slots = compiled(text, name)
+    assert sorted(bound) == slots
+    launch(function, threads, groups, bound)
+
+
+def launch(function, threads, groups, bound):
+    """Runs a compiled text."""
+    table, ranges = (ctypes.c_void_p * 31)(), []
     for slot, (name, address, size, is_output) in bound.items():
         table[slot] = address
         ranges.append(Range(name.encode(), address, size, 2 if is_output else 1))
     message = ctypes.create_string_buffer(512)
-    launch = Launch(
+    asked = Launch(
         table, (Range * len(ranges))(*ranges), len(ranges), threads, (ctypes.c_uint32 * 2)(*groups), ctypes.addressof(message), 512,
     )  # fmt: skip
-    assert function(ctypes.byref(launch)) == 0, message.value.decode()
+    assert function(ctypes.byref(asked)) == 0, message.value.decode()

@@ -409,10 +409,10 @@ def diagnose(out, expected=None, *, q, k, v, **options):
 
 
 def __getattr__(name):
-    if name in ("layout", "torch", "umfa", "vulkan"):
+    if name in ("layout", "mlx", "torch", "umfa", "vulkan"):
         return _importlib.import_module(f"rapt.{name}")
     raise AttributeError(f"module 'rapt' has no attribute {name!r}")
 
 
 def __dir__():
-    return [*__all__, "layout", "quant", "torch", "umfa", "vulkan"]
+    return [*__all__, "layout", "mlx", "quant", "torch", "umfa", "vulkan"]

@@ -244,6 +244,7 @@ def explain_varlen(
 def explain_with_kvcache(
     q: Any, k_cache: Any, v_cache: Any, k: Any = None, v: Any = None, **options: Any
 ) -> RaggedPlan: ...
+def mlx_kernels(q: Any, k: Any, v: Any, **options: Unpack[_Options]) -> dict[str, Any]: ...
 def run_into(q: Any, k: Any, v: Any, out: Any, lse: Any = None, **options: Unpack[_Read]) -> None:
     """Fills `out` (and `lse`) of any strides. The caller has seen to gradients."""
 

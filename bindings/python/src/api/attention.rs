@@ -53,6 +53,11 @@ macro_rules! arguments {
                 [("q", self.q), ("k", self.k), ("v", self.v)].into_iter().chain(optional)
             }
 
+            /// Whether something is given that makes numbers of codes.
+            pub(crate) fn has_parts(&self) -> bool {
+                [$(self.$part),*].iter().any(Option::is_some)
+            }
+
             fn options(&self) -> Result<Options, Failure> {
                 let out_dtype = options::dtype("out_dtype", self.out_dtype)?;
                 Ok(Options { $($field: options::$parse(stringify!($option), self.$option)?,)* out_dtype })
@@ -198,7 +203,8 @@ enum Lse<'a> {
     Given(&'a Operand),
 }
 
-fn parse(request: &Request<'_, '_>) -> Result<(Options, bool), Failure> {
+/// The options, and whether lse is asked for.
+pub(crate) fn parse(request: &Request<'_, '_>) -> Result<(Options, bool), Failure> {
     let return_lse = request.return_lse.map_or(Ok(false), |given| options::flag("return_lse", given))?;
     Ok((request.options()?, return_lse))
 }

@@ -10,6 +10,7 @@ pub(crate) mod kv_cache;
 pub(crate) mod layout;
 pub(crate) mod log;
 pub(crate) mod measured;
+pub(crate) mod mlx;
 pub(crate) mod options;
 pub(crate) mod plan;
 pub(crate) mod quant;
