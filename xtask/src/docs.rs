@@ -3,6 +3,7 @@
 //! ```text
 //! docs/*.md, docstrings ──mkdocs --strict──► target/site          an unknown page, anchor or file is an error
 //! the crates            ──cargo doc───────► target/site/rust      a warning of rustdoc is an error
+//! target/web/package    ──copied───────────► target/site/web     where `cargo xtask web` has built it; else a page says that it is missing
 //! target/site           ──check.py────────► every link leads somewhere, nothing comes from the network
 //! target/site           ──screenshot.py───► pages render in Chromium, where there is one
 //! ```
@@ -90,6 +91,10 @@ fn build(venv: &Venv, metadata: Metadata) -> Outcome {
     })?;
     // After mkdocs, which empties its folder.
     step("copy rustdoc", || copy(&target.join("doc"), &site.join("rust")))?;
+    let package = target.join("web/package");
+    if package.is_dir() {
+        step("copy the package for browsers", || copy(&package, &site.join("web")))?;
+    }
     step("check links", || script(venv, "check.py", &target))?;
     say(site.join("index.html").display());
     Ok(())

@@ -8,6 +8,7 @@ mod bench;
 mod built;
 mod c;
 mod cubins;
+mod debian;
 mod demo;
 mod docs;
 mod elf;
@@ -20,6 +21,7 @@ mod test;
 mod tidy;
 mod tune;
 mod vulkan;
+mod web;
 mod wheel;
 
 use std::process::ExitCode;
@@ -42,6 +44,7 @@ const COMMANDS: &[Command] = &[
     Command { name: "wheel", help: wheel::HELP, run: wheel::run },
     Command { name: "c", help: c::HELP, run: c::run },
     Command { name: "vulkan", help: vulkan::HELP, run: vulkan::run },
+    Command { name: "web", help: web::HELP, run: web::run },
     Command { name: "docs", help: docs::HELP, run: docs::run },
     Command { name: "tidy", help: tidy::HELP, run: tidy::run },
     Command { name: "licenses", help: licenses::HELP, run: licenses::run },

@@ -1,20 +1,21 @@
 //! The backend for Vulkan, tested on Mesa's lavapipe, a driver that computes on the processor.
 //!
 //! ```text
-//! apt-get install --download-only ─► target/vulkan/packages ─► dpkg-deb -x ─► target/vulkan/root ─► VK_ICD_FILENAMES, LD_LIBRARY_PATH
+//! debian.rs                       ─► target/vulkan/root ─► VK_ICD_FILENAMES, LD_LIBRARY_PATH
 //! cargo test                      ─► the backend, the engine, the command line and the C library
 //! cargo build --example           ─► target/vulkan/python/rapt_vulkan.abi3.so ─► PYTHONPATH of pytest, beside the installed wheel of rapt
 //! ```
-//! Nothing is installed: Debian's packages are unpacked below the target folder, and the loader is told where they lie. Deliberately absent:
-//! other systems than Debian and Ubuntu; there the machine's own driver is tested (`--installed`).
+//! Nothing is installed: the loader is told where the driver lies. Deliberately absent: other systems than Debian and Ubuntu; there the
+//! machine's own driver is tested (`--installed`).
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use crate::args::Args;
+use crate::debian;
 use crate::metadata::{Workspace, root};
 use crate::python::{BINDING, Venv};
-use crate::shell::{Failure, Outcome, capture, cargo, command, read, say, show, step, write};
+use crate::shell::{Failure, Outcome, capture, cargo, read, say, show, step, write};
 
 pub(crate) const HELP: &str = "\
 cargo xtask vulkan [--installed] [--whole]
@@ -53,8 +54,7 @@ pub(crate) fn check() -> Outcome {
 
 fn check_with(is_whole: bool) -> Outcome {
     let folder = Workspace::load()?.target.join(NAME);
-    let has = |program: &str| Command::new(program).arg("--version").output().is_ok_and(|o| o.status.success());
-    if let Some(missing) = ["apt-get", "dpkg-deb"].into_iter().find(|program| !has(program)) {
+    if let Some(missing) = debian::missing() {
         let what = format!("the tests of the backend for Vulkan, for want of {missing}");
         let required = std::env::var("RAPT_REQUIRE").unwrap_or_default();
         if required.split(',').any(|name| name == NAME) {
@@ -121,10 +121,7 @@ fn pytest(driver: Option<&Unpacked>) -> Outcome {
 fn ask(program: &mut Command, driver: Option<&Unpacked>) -> Outcome {
     program.env("RAPT_REQUIRE", NAME);
     if let Some(Unpacked { manifest, libraries, cache }) = driver {
-        let others = std::env::var_os("LD_LIBRARY_PATH").unwrap_or_default();
-        let paths =
-            std::iter::once(libraries.clone()).chain(std::env::split_paths(&others).filter(|path| path.is_absolute()));
-        let paths = std::env::join_paths(paths).map_err(|error| Failure::Check(error.to_string()))?;
+        let paths = debian::library_path([libraries.clone()])?;
         program.env("VK_ICD_FILENAMES", manifest).env("LD_LIBRARY_PATH", paths).env("MESA_SHADER_CACHE_DIR", cache);
         program.env("RAPT_CACHE_DIR", cache.join("rapt"));
     }
@@ -133,39 +130,14 @@ fn ask(program: &mut Command, driver: Option<&Unpacked>) -> Outcome {
 
 /// The driver below `folder`, which is made once.
 fn unpack(folder: &Path) -> Result<Unpacked, Failure> {
-    let (packages, tree, done) = (folder.join("packages"), folder.join("root"), folder.join("done"));
-    let manifest = folder.join("lavapipe.json");
-    if !done.is_file() {
-        download(&packages)?;
-        for package in files(&packages)?.iter().filter(|path| path.extension().is_some_and(|end| end == "deb")) {
-            capture(command("dpkg-deb", ["-x"]).arg(package).arg(&tree))?;
-        }
-        let driver = find(&tree, |name| name == DRIVER)?;
-        let text = read(&find(&tree, |name| name.starts_with(MANIFEST) && name.ends_with(".json"))?)?;
+    let tree = debian::unpacked(folder, &PACKAGES)?;
+    let (manifest, driver) = (folder.join("lavapipe.json"), debian::find(&tree, |name| name == DRIVER)?);
+    if !manifest.is_file() {
+        let text = read(&debian::find(&tree, |name| name.starts_with(MANIFEST) && name.ends_with(".json"))?)?;
         write(&manifest, &located(&text, &driver))?;
-        write(&done, "")?;
     }
-    let driver = find(&tree, |name| name == DRIVER)?;
     let libraries = driver.parent().unwrap_or(&tree).to_owned();
     Ok(Unpacked { manifest, libraries, cache: folder.join("cache") })
-}
-
-/// The packages and what they need that this machine lacks. A machine that has never asked Debian for its lists asks now.
-fn download(packages: &Path) -> Outcome {
-    let partial = packages.join("partial");
-    std::fs::create_dir_all(&partial).map_err(Failure::file(&partial))?;
-    let archives = format!("Dir::Cache::archives={}", packages.display());
-    let fetch = || {
-        let mut apt =
-            command("apt-get", ["install", "--yes", "--download-only", "--no-install-recommends", "--reinstall"]);
-        apt.args(["-o", &archives, "-o", "Debug::NoLocking=1", "-o", "APT::Sandbox::User=root"]).args(PACKAGES);
-        apt
-    };
-    if fetch().output().is_ok_and(|output| output.status.success()) {
-        return Ok(());
-    }
-    capture(&mut command("apt-get", ["update"]))?;
-    capture(&mut fetch()).map(drop)
 }
 
 /// A manifest whose library is `driver`.
@@ -175,26 +147,6 @@ fn located(manifest: &str, driver: &Path) -> String {
     let comma = if line.trim_end().ends_with(',') { "," } else { "" };
     let named = format!("        \"library_path\": {:?}{comma}", driver.display().to_string());
     manifest.replace(line, &named)
-}
-
-fn files(folder: &Path) -> Result<Vec<PathBuf>, Failure> {
-    let entries = std::fs::read_dir(folder).map_err(Failure::file(folder))?;
-    Ok(entries.flatten().map(|entry| entry.path()).collect())
-}
-
-/// The first file below `folder` whose name fits.
-fn find(folder: &Path, fits: impl Fn(&str) -> bool + Copy) -> Result<PathBuf, Failure> {
-    let mut open = vec![folder.to_owned()];
-    while let Some(folder) = open.pop() {
-        for path in files(&folder)? {
-            if path.is_dir() && !path.is_symlink() {
-                open.push(path);
-            } else if path.file_name().and_then(|name| name.to_str()).is_some_and(fits) {
-                return Ok(path);
-            }
-        }
-    }
-    Err(Failure::Check(format!("{}: the driver is not in the packages", folder.display())))
 }
 
 #[cfg(test)]

@@ -14,6 +14,8 @@ pub enum Device {
     Vulkan(u32),
     /// An Apple GPU whose memory PyTorch has (MPS), by its index there.
     Mps(u32),
+    /// The GPU of a page in a browser: WebGPU's.
+    WebGpu,
     /// A device of another kind, by its DLPack code and index: known by name, not served.
     Other {
         /// DLPack's device type.
@@ -47,6 +49,7 @@ impl fmt::Display for Device {
             Device::Cuda(index) => write!(f, "cuda:{index}"),
             Device::Vulkan(index) => write!(f, "vulkan:{index}"),
             Device::Mps(index) => write!(f, "mps:{index}"),
+            Device::WebGpu => f.write_str("webgpu"),
             Device::Other { dlpack_code, index } => write!(f, "device type {dlpack_code}, index {index}"),
         }
     }

@@ -13,6 +13,11 @@
 //!
 //! Deliberately absent: allocation (but for packed weights and the list of a batch), threads of its own, and any access outside the operands.
 
+#![cfg_attr(
+    not(target_arch = "x86_64"),
+    allow(dead_code, unused_imports, reason = "only x86-64 multiplies codes as they are loaded, and tiles")
+)]
+
 mod arch;
 mod caps;
 pub mod ceiling;

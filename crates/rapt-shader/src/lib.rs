@@ -5,6 +5,7 @@
 //! KernelVariant::source() -> String  the text of a variant: parts that all share, and an algorithm           source.rs, wgsl/
 //! KernelVariant::msl() -> String     the same text in Metal's language                                        msl.rs
 //! Params                             a window's parameters, byte for byte as the text declares them          params.rs
+//! ShaderLaunch::bound -> BoundWindow what a window binds of buffers, its parameters, its workgroups            bound.rs
 //! ```
 //!
 //! Pure: no device, no pointer, no unsafe code; whoever has a device compiles the text and binds the windows. Deliberately absent: f64,
@@ -12,6 +13,7 @@
 
 #![forbid(unsafe_code)]
 
+mod bound;
 mod caps;
 mod launch;
 mod matrices;
@@ -23,6 +25,7 @@ mod source;
 mod variant;
 mod window;
 
+pub use bound::{BoundRange, BoundWindow, Place, Places, check_places};
 pub use caps::Caps;
 pub use launch::ShaderLaunch;
 pub use matrices::{MatrixTiles, MatrixUnits};

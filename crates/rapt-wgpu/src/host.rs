@@ -6,8 +6,8 @@
 //! Only elements are read and written, never what lies between them. A dimension along which a tensor repeats (stride 0) is copied once.
 
 use rapt_core::{
-    Cost, DType, Device, Error, Finite, KernelKey, Launch, LaunchPlan, Number, Offload, Operands, Options, Plan,
-    Result, Shape, Spec, Strides, TensorForm, TensorLayout, TensorSpec, View, Work,
+    Copied, DType, Device, Error, Finite, Number, Offload, Operands, Options, Plan, Result, Shape, Spec, Strides,
+    TensorForm, TensorLayout, TensorSpec, View,
 };
 use rapt_shader::ShaderLaunch;
 
@@ -15,14 +15,6 @@ use crate::buffers::{BufferTensor, BufferTensors};
 use crate::device::Open;
 use crate::error::GpuError;
 use crate::gpu::Gpu;
-
-/// What a run on tensors of the host launches.
-#[derive(Clone, Debug, PartialEq)]
-pub struct HostLaunch {
-    /// The same request of row-major tensors on the device.
-    on_device: Plan,
-    cost: Cost,
-}
 
 /// Sizes and strides in the order in which a caller gives them, leading dimensions of 1 included.
 fn as_given(of: &TensorSpec<4>, layout: TensorLayout) -> ([usize; 4], [isize; 4]) {
@@ -92,8 +84,7 @@ impl Gpu {
         let bytes_copied = tensors.into_iter().flatten().map(packed_bytes).sum::<usize>()
             + [of.sinks.as_ref(), of.alibi_slopes.as_ref()].into_iter().flatten().map(packed_bytes).sum::<usize>()
             + of.lse.as_ref().map_or(0, packed_bytes);
-        let (key, cost) = (*on_device.key(), Cost { bytes_copied, ..*on_device.cost() });
-        Ok(Plan::new(spec.clone(), key, HostLaunch { on_device, cost }))
+        Ok(Copied::plan(spec.clone(), on_device, self.device().to_string(), bytes_copied))
     }
 
     /// The request of `spec` on row-major copies, in the order of dimensions that it has.
@@ -133,11 +124,11 @@ impl Gpu {
     /// [`Error::NotAsPlanned`] for operands of another spec; [`Error::OutOfMemory`] where the device has no room for the copies;
     /// [`Error::DeviceFailed`]. Before the result has arrived nothing is written.
     pub fn run_host(&self, plan: &Plan, operands: &mut Operands<'_>) -> Result<()> {
-        let launch = plan.launch_plan::<HostLaunch>()?;
+        let launch = plan.launch_plan::<Copied>()?;
         operands.expect(plan.spec())?;
         let open = self.opened()?;
         let on = |error: GpuError| error.on(self.device());
-        let spec = launch.on_device.spec();
+        let spec = launch.on_copies().spec();
         if spec.out.shape.contains(&0) {
             return Ok(());
         }
@@ -180,7 +171,14 @@ impl Gpu {
             )
         };
         let proven = Operands::check(on_device.views(self.device())?, spec)?;
-        crate::launch::submit(&open, launch.on_device.launch_plan::<ShaderLaunch>()?, &proven, spec, &on_device, None)?;
+        crate::launch::submit(
+            &open,
+            launch.on_copies().launch_plan::<ShaderLaunch>()?,
+            &proven,
+            spec,
+            &on_device,
+            None,
+        )?;
         let out = download(&open, &out, packed_bytes(&spec.out)).map_err(on)?;
         let lse = lse.map(|lse| download(&open, &lse, lse.size() as usize)).transpose().map_err(on)?;
         write(operands, &out, lse.as_deref())
@@ -195,7 +193,7 @@ impl Offload for Gpu {
         Gpu::plan_host(self, spec)
     }
     fn is_planned_here(&self, plan: &Plan) -> bool {
-        plan.launch_plan::<HostLaunch>().is_ok()
+        plan.launch_plan::<Copied>().is_ok()
     }
     fn run_host(&self, plan: &Plan, operands: &mut Operands<'_>) -> Result<()> {
         Gpu::run_host(self, plan, operands)
@@ -250,44 +248,4 @@ fn write(operands: &mut Operands<'_>, out: &[u8], lse: Option<&[u8]>) -> Result<
 
 fn words(bytes: &[u8]) -> impl Iterator<Item = u32> + '_ {
     bytes.chunks_exact(4).map(|x| u32::from_le_bytes([x[0], x[1], x[2], x[3]]))
-}
-
-impl LaunchPlan for HostLaunch {
-    fn block_m(&self) -> usize {
-        self.on_device.block_m()
-    }
-    fn block_n(&self) -> usize {
-        self.on_device.block_n()
-    }
-    fn num_splits(&self) -> usize {
-        self.on_device.num_splits()
-    }
-    fn items(&self) -> usize {
-        self.on_device.items()
-    }
-    fn threads(&self) -> usize {
-        self.on_device.threads()
-    }
-    fn workspace_bytes(&self) -> usize {
-        self.on_device.workspace_bytes()
-    }
-    fn cost(&self) -> &Cost {
-        &self.cost
-    }
-    fn kv_in_place(&self) -> bool {
-        self.on_device.kv_in_place()
-    }
-    fn work(&self) -> Option<Work> {
-        self.on_device.work()
-    }
-    fn launch(&self) -> Option<Launch> {
-        self.on_device.launch()
-    }
-    fn why(&self, _: &Spec, _: &KernelKey) -> String {
-        let device = self.on_device.spec().device;
-        format!("{}; tensors of the host are copied to {device} and back", self.on_device.why())
-    }
-    fn why_not_faster(&self, _: &Spec, _: &KernelKey) -> String {
-        self.on_device.why_not_faster()
-    }
 }

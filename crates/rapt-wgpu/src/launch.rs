@@ -2,102 +2,56 @@
 
 use std::num::NonZeroU64;
 
-use rapt_core::{Error, LaunchPlan, Operands, Result, Spec};
-use rapt_shader::{BINDINGS, KernelVariant, PARTIALS, Params, ShaderLaunch, Window};
+use rapt_core::{LaunchPlan, Operands, Result, Spec};
+use rapt_shader::{
+    BINDINGS, Binding, BoundRange, BoundWindow, KernelVariant, PARTIALS, Params, Place, Places, ShaderLaunch,
+    check_places,
+};
 
 use crate::buffers::{BufferTensor, BufferTensors};
 use crate::device::{Open, Pipeline, params_stride};
 use crate::error::GpuError;
 
-/// One window bound: of each tensor the buffer, its first byte and its length.
+/// One window with the buffers that it binds.
 struct Bound<'a> {
     buffers: Vec<wgpu::BufferBinding<'a>>,
-    params: Params,
-    /// Workgroups of the kernel, and of the one that folds what it leaves.
-    groups: [(u32, u32); 2],
+    window: BoundWindow,
 }
 
-/// The bytes of `tensor` that a window binds, and where its element 0 lies, in elements from the first of them.
-///
-/// # Errors
-/// [`Error::Unsupported`] where the last element's word is not wholly in the buffer.
-fn bind<'a>(
-    name: &'static str,
-    tensor: &BufferTensor<'a>,
-    reach: rapt_shader::Range,
-    alignment: u64,
-) -> Result<(wgpu::BufferBinding<'a>, i64)> {
-    // A tensor lies in its buffer: neither sum leaves it.
-    let origin = tensor.offset_bytes.cast_signed();
-    let (lo, hi) = ((origin + reach.lo).cast_unsigned(), (origin + reach.hi).cast_unsigned());
-    let begin = lo / alignment * alignment;
-    let end = hi.next_multiple_of(4);
-    if end > tensor.buffer.size() {
-        let what = format!("{name} at the end of a buffer of {} bytes", tensor.buffer.size());
-        return Err(Error::unsupported(
-            what,
-            "words of 4 bytes are bound",
-            "make the buffer a multiple of 4 bytes long",
-        ));
-    }
-    let size = NonZeroU64::new(end - begin);
-    let first = (origin - begin.cast_signed()) / tensor.dtype.size_bytes() as i64;
-    Ok((wgpu::BufferBinding { buffer: tensor.buffer, offset: begin, size }, first))
+/// Where each tensor lies: buffers by number.
+fn places(tensors: &[Option<BufferTensor<'_>>; 8]) -> Places {
+    let number = |of: &BufferTensor<'_>| {
+        tensors.iter().position(|tensor| tensor.is_some_and(|tensor| tensor.buffer == of.buffer)).unwrap_or_default()
+    };
+    tensors.map(|tensor| {
+        tensor.map(|tensor| Place {
+            buffer: number(&tensor),
+            buffer_bytes: tensor.buffer.size(),
+            offset_bytes: tensor.offset_bytes,
+            is_storage: tensor.buffer.usage().contains(wgpu::BufferUsages::STORAGE),
+        })
+    })
 }
 
-fn bound<'a>(
-    open: &'a Open,
-    spec: &Spec,
-    launch: &ShaderLaunch,
-    window: &Window,
-    tensors: &BufferTensors<'a>,
-) -> Result<Bound<'a>> {
-    let limits = open.device.limits();
-    let alignment = u64::from(limits.min_storage_buffer_offset_alignment);
-    let mut first = [0; 8];
-    let mut buffers = Vec::with_capacity(BINDINGS.len());
+/// `window` with the buffers of `tensors`, and in the place of those that the request does not have, buffers of the engine.
+fn bound<'a>(open: &'a Open, window: BoundWindow, tensors: &[Option<BufferTensor<'a>>; 8]) -> Bound<'a> {
     let [unused, unused_out, unused_lse] = &open.unused;
-    for ((binding, tensor), at) in BINDINGS.iter().zip(tensors.bound()).zip(0..) {
-        let reached = tensor.as_ref().zip(window.reach[at]);
-        buffers.push(match reached {
-            Some((tensor, reach)) => {
-                let (bound, first_element) = bind(binding.tensor, tensor, reach, alignment)?;
-                first[at] = first_element;
-                bound
-            }
-            None => {
-                let buffer = match binding.tensor {
-                    "out" => unused_out,
-                    "lse" => unused_lse,
-                    _ => unused,
-                };
-                wgpu::BufferBinding { buffer, offset: 0, size: None }
-            }
-        });
-    }
-    let most = limits.max_compute_workgroups_per_dimension as usize;
-    let groups = [launch.items_of(window), launch.combine_items_of(window)]
-        .map(|items| (items.min(most) as u32, items.div_ceil(most) as u32));
-    Ok(Bound { buffers, params: Params::new(spec, launch, window, first), groups })
-}
-
-/// That every buffer may be bound, and what is written lies in a buffer of its own: a device takes no buffer to read and to write at once.
-fn check_buffers(tensors: &BufferTensors<'_>) -> Result<()> {
-    let bound = tensors.bound();
-    let named = || BINDINGS.iter().zip(&bound).filter_map(|(binding, tensor)| Some((binding, tensor.as_ref()?)));
-    for (at, (binding, tensor)) in named().enumerate() {
-        if !tensor.buffer.usage().contains(wgpu::BufferUsages::STORAGE) {
-            let what = format!("a buffer of {} without usage STORAGE", binding.tensor);
-            return Err(Error::unsupported(what, "kernels bind storage", "create it with BufferUsages::STORAGE"));
+    let buffer = |((binding, tensor), range): ((&Binding, &Option<BufferTensor<'a>>), &Option<BoundRange>)| match tensor
+        .zip(*range)
+    {
+        Some((tensor, BoundRange { offset_bytes, size_bytes })) => {
+            wgpu::BufferBinding { buffer: tensor.buffer, offset: offset_bytes, size: NonZeroU64::new(size_bytes) }
         }
-        let mut others = named().enumerate().filter(|(other, _)| *other != at);
-        if let Some((_, (other, _))) = others.find(|(_, (_, of))| binding.is_output && of.buffer == tensor.buffer) {
-            let what = format!("{} in the buffer of {}", binding.tensor, other.tensor);
-            let why = "a dispatch takes no buffer to read and to write";
-            return Err(Error::unsupported(what, why, "give it a buffer of its own"));
+        None => {
+            let buffer = match binding.tensor {
+                "out" => unused_out,
+                "lse" => unused_lse,
+                _ => unused,
+            };
+            wgpu::BufferBinding { buffer, offset: 0, size: None }
         }
-    }
-    Ok(())
+    };
+    Bound { buffers: BINDINGS.iter().zip(tensors).zip(&window.ranges).map(buffer).collect(), window }
 }
 
 /// Two places of a query set, where the device writes when a launch begins and ends.
@@ -130,7 +84,9 @@ pub(crate) fn submit(
 ) -> Result<()> {
     proven.expect(spec)?;
     let Some(variant) = &launch.variant else { return Ok(()) };
-    check_buffers(tensors)?;
+    let tensors = tensors.bound();
+    let places = places(&tensors);
+    check_places(&places)?;
     let on = |error: GpuError| error.on(spec.device);
     let kernels = std::iter::once(variant).chain(&launch.combine);
     let kernels: Vec<(&KernelVariant, Pipeline)> = kernels
@@ -139,12 +95,18 @@ pub(crate) fn submit(
         .map_err(on)?;
     let workspace_bytes = launch.workspace_bytes();
     let workspace = (workspace_bytes > 0).then(|| open.workspace(workspace_bytes)).transpose().map_err(on)?;
-    let windows: Vec<Bound<'_>> =
-        launch.windows.iter().map(|window| bound(open, spec, launch, window, tensors)).collect::<Result<_>>()?;
+    let limits = open.device.limits();
+    let alignment = u64::from(limits.min_storage_buffer_offset_alignment);
+    let most_groups = limits.max_compute_workgroups_per_dimension as usize;
+    let windows: Vec<Bound<'_>> = launch
+        .windows
+        .iter()
+        .map(|window| Ok(bound(open, launch.bound(spec, window, &places, alignment, most_groups)?, &tensors)))
+        .collect::<Result<_>>()?;
     let stride = params_stride(&open.device);
     let mut bytes = vec![0; stride * windows.len()];
     for (window, place) in windows.iter().zip(bytes.chunks_mut(stride)) {
-        place[..Params::BYTES].copy_from_slice(&window.params.bytes());
+        place[..Params::BYTES].copy_from_slice(&window.window.params.bytes());
     }
     let params = open.buffer(bytes.len(), wgpu::BufferUsages::STORAGE | wgpu::BufferUsages::COPY_DST).map_err(on)?;
     let calls = || {
@@ -158,7 +120,7 @@ pub(crate) fn submit(
             for (at, window) in windows.iter().enumerate() {
                 let of_params =
                     wgpu::BufferBinding { buffer: &params, offset: (at * stride) as u64, size: PARAMS_SIZE };
-                for ((kernel, compiled), groups) in kernels.iter().zip(window.groups) {
+                for ((kernel, compiled), groups) in kernels.iter().zip(window.window.groups) {
                     let group = group(open, compiled, kernel, of_params.clone(), window, workspace.as_ref());
                     pass.set_pipeline(&compiled.pipeline);
                     pass.set_bind_group(0, &group, &[]);

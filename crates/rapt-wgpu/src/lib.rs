@@ -26,5 +26,4 @@ pub use buffers::{BufferTensor, BufferTensors};
 pub use device::Checks;
 pub use error::GpuError;
 pub use gpu::{Gpu, OpenOptions};
-pub use host::HostLaunch;
 pub use wgpu;

@@ -66,10 +66,10 @@ pub use ragged::{
 pub use rapt_bridge as bridge;
 pub use rapt_core::{
     Alignment, Arch, BlockRange, COMPUTED, Caps, Causal, Certificate, Codes, CodesForm, CodesSpec, Compiled, Compute,
-    Cost, Coverage, DType, Device, DeviceMemory, Dims, Direction, Disjoint, Element, Error, ErrorKind, Executor,
-    Explanation, Extent, Finite, Format, Granularity, INT8_BLOCK, InBounds, Injective, Kernel, KernelKey, Kv, Launch,
-    LaunchPlan, Lines, MAX_RANK, MaskClass, Number, Numerics, Offload, Operands, Options, PRounding, PagesSpec, Plan,
-    PlanPart, Qkv, QuantizedFact, Queue, Result, ScaleLayout, SerialExecutor, Shape, Spec, SpecBuilder, Strides,
+    Copied, Cost, Coverage, DType, Device, DeviceMemory, Dims, Direction, Disjoint, Element, Error, ErrorKind,
+    Executor, Explanation, Extent, Finite, Format, Granularity, INT8_BLOCK, InBounds, Injective, Kernel, KernelKey, Kv,
+    Launch, LaunchPlan, Lines, MAX_RANK, MaskClass, Number, Numerics, Offload, Operands, Options, PRounding, PagesSpec,
+    Plan, PlanPart, Qkv, QuantizedFact, Queue, Result, ScaleLayout, SerialExecutor, Shape, Spec, SpecBuilder, Strides,
     TensorForm, TensorLayout, TensorSpec, Tensors, Tile, UnknownDtypeCode, View, ViewMut, Window, Work, Workspace,
     prove_disjoint, prove_injective,
 };

@@ -9,7 +9,7 @@
 //! An engine of a GPU serves dense tensors of float32, float16 and bfloat16; what it does not serve is refused by name, never computed
 //! on the host instead.
 
-pub use rapt_wgpu::{AdapterFacts, BufferTensor, BufferTensors, Gpu, GpuError, HostLaunch, adapters, wgpu};
+pub use rapt_wgpu::{AdapterFacts, BufferTensor, BufferTensors, Gpu, GpuError, adapters, wgpu};
 
 use std::sync::Arc;
 

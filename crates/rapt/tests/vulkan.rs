@@ -2,7 +2,7 @@
 //!
 //! Without an adapter nothing is tested, which is printed, and is a failure if `RAPT_REQUIRE` names `vulkan` (`cargo xtask vulkan`).
 
-use rapt::vulkan::{BufferTensor, BufferTensors, HostLaunch, adapters, wgpu};
+use rapt::vulkan::{BufferTensor, BufferTensors, adapters, wgpu};
 use rapt::{DType, Device, Engine, Error, Operands, Options, Queue, Spec, Tensors, VarlenTensors, spec_of};
 use rapt_testkit::{Config, conformance};
 
@@ -40,7 +40,7 @@ fn a_plan_counts_the_bytes_that_are_copied() {
     let (q, kv) = (view([1, 2, 8, 4]), view([1, 1, 8, 4]));
     let spec = Spec::builder(&q, &kv, &kv, &Options::default()).return_lse(true).build().unwrap();
     let plan = engine.plan(&spec).unwrap();
-    plan.launch_plan::<HostLaunch>().unwrap();
+    plan.launch_plan::<rapt::Copied>().unwrap();
     // q and out of 64 numbers, k and v of 32, lse of 16.
     assert_eq!(plan.cost().bytes_copied, (64 + 32 + 32 + 64 + 16) * 4);
     let text = plan.explain().to_string();

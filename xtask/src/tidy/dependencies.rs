@@ -33,6 +33,9 @@ const READER: &str = "rapt-pt2";
 const GRAPH: &str = "rapt-graph";
 /// What only converts at the edge, or shows how the façade is used.
 const EDGES: [&str; 5] = ["rapt-python", "rapt-python-vulkan", "rapt-c", "rapt-cli", "rapt-sentences"];
+/// Runs where there are neither threads nor drivers, which the façade has: it takes the kernels themselves.
+const WEB: &str = "rapt-web";
+const OF_WEB: [&str; 4] = [CORE, "rapt-cpu", "rapt-reference", SHADER];
 /// Foreign crates that speak Python or DLPack: bindings only.
 const OF_BINDINGS: [&str; 4] = ["pyo3", "numpy", "dlpark", "dlpack"];
 
@@ -73,6 +76,7 @@ fn refused(from: &str, to: &str, kind: Kind) -> Option<&'static str> {
         FACADE => (to != CORE && !MIDDLE.contains(&to)).then_some("the façade stands below bindings and command line"),
         // The package for Python has the command `rapt` too, and it is the same program.
         "rapt-python" if to == "rapt-cli" => None,
+        WEB => (!OF_WEB.contains(&to)).then_some("browsers have no threads and no drivers"),
         // They reach the backends through the façade, which alone chooses one.
         _ if EDGES.contains(&from) => {
             (![CORE, FACADE].contains(&to)).then_some("bindings go through rapt-attention, the one place that chooses")
@@ -110,6 +114,8 @@ mod tests {
             ("rapt-python-vulkan", "rapt-python", Kind::Normal),
             ("rapt-cuda", "rapt-shader", Kind::Normal),
             ("rapt-python", "rapt-graph", Kind::Normal),
+            ("rapt-web", "rapt-attention", Kind::Normal),
+            ("rapt-web", "rapt-wgpu", Kind::Normal),
             ("rapt-surprise", "rapt-core", Kind::Normal),
             ("rapt-core", "pyo3", Kind::Normal),
             ("rapt-cli", "pyo3-ffi", Kind::Normal),
@@ -147,6 +153,8 @@ mod tests {
             ("rapt-python", "rapt-core", Kind::Normal),
             ("rapt-python", "pyo3", Kind::Normal),
             ("rapt-python", "rapt-cli", Kind::Normal),
+            ("rapt-web", "rapt-cpu", Kind::Normal),
+            ("rapt-web", "rapt-shader", Kind::Normal),
             ("rapt-testkit", "rapt-reference", Kind::Normal),
             ("rapt-core", "half", Kind::Normal),
             ("rapt-fuzz", "rapt-attention", Kind::Normal),
