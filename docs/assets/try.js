@@ -136,7 +136,7 @@ async function compute(rapt) {
   const of = (read) => results.map((result) => (result.refused ? "refused" : read(result)));
   rows(tables.result, [
     ["", ...results.map(({ device }) => (device === "webgpu" ? "WebGPU" : "WebAssembly"))],
-    ["kernel", ...of(({ plan }) => plan.kernel)],
+    ["kernel", ...of(({ plan }) => Object.fromEntries(plan.rows).kernel)],
     ["error (relative L2)", ...of(({ error }) => exponent(error))],
     ["error of the worst row", ...of(({ worst }) => exponent(worst))],
     ["time", ...of(({ time }) => `${duration(time.seconds)} (median of ${time.runs}, ${time.clock === "page" ? "the page's clock" : "timestamps"})`)],
@@ -162,7 +162,8 @@ async function begin() {
     const { name, vendor, architecture, limits, lacks } = await rapt.adapter();
     rows(tables.adapter, [
       ["adapter", [name, vendor, architecture].filter((text, at, all) => text && all.indexOf(text) === at).join(", ")],
-      ...Object.entries(limits).map(([limit, n]) => [limit, n.toLocaleString("en")]),
+      // Long words, which may be broken before a capital letter.
+      ...Object.entries(limits).map(([limit, n]) => [limit.replace(/[A-Z]/g, "\u200b$&"), n.toLocaleString("en")]),
       ["lacks", lacks.join("; ")],
     ]);
   } catch (error) {

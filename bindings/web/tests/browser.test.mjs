@@ -150,6 +150,7 @@ test("the page of the documentation computes on this GPU and shows its error", {
   await page.locator("#rapt-try").scrollIntoViewIfNeeded();
   await page.screenshot({ path: join(WEB_PICTURES, "browser-page.png") });
   assert.match(shown.text.toLowerCase(), /swiftshader/);
+  assert.match(shown.text, /forward float32 on wgsl\s+forward float32 on simd128/);
   assert.ok(Number(shown.error) > 0 && Number(shown.error) < 1e-6, `error ${shown.error}`);
   await page.setViewportSize({ width: 420, height: 1500 });
   await page.locator("#rapt-try").scrollIntoViewIfNeeded();

@@ -22,6 +22,8 @@ pub enum Arch {
     Neon,
     /// 256-bit vectors: AVX2, FMA and F16C.
     Avx2,
+    /// 128-bit vectors of WebAssembly.
+    Simd128,
     /// 512-bit vectors: AVX-512 F, BW, DQ and VL.
     Avx512,
     /// The same, with products of bf16 formed by its dot instruction.
@@ -61,6 +63,7 @@ impl Arch {
         match self {
             Arch::Scalar => "scalar",
             Arch::Neon => "neon",
+            Arch::Simd128 => "simd128",
             Arch::Avx2 => "avx2",
             Arch::Avx512 => "avx512",
             Arch::Avx512Bf16 => "avx512_bf16",

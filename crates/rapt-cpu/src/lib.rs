@@ -1,4 +1,4 @@
-//! Kernels on CPUs: AVX-512, AVX2, NEON and plain Rust from one generic body. Attention:
+//! Kernels on CPUs: AVX-512, AVX2, NEON, WebAssembly's simd128 and plain Rust from one generic body. Attention:
 //!
 //! ```text
 //! select(&Spec, &Caps) -> Plan      pure                                    select/

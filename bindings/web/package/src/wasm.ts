@@ -172,18 +172,27 @@ async function read(url: URL): Promise<BufferSource> {
     return readFile(url);
   }
   const response = await fetch(url);
-  if (!response.ok) throw new RaptError("DeviceError", `${url} answered ${response.status}`, "serve rapt.wasm beside index.js, or give `load` its bytes");
+  if (!response.ok) throw new RaptError("DeviceError", `${url} answered ${response.status}`, "serve the package's *.wasm beside its index.js, or give `load` the bytes of one");
   return response.arrayBuffer();
 }
 
 let loaded: Module | undefined;
 let loading: Promise<Module> | undefined;
 
+// A module of one function, which answers a vector.
+const WITH_VECTORS = [0, 97, 115, 109, 1, 0, 0, 0, 1, 5, 1, 96, 0, 1, 123, 3, 2, 1, 0, 10, 10, 1, 8, 0, 65, 0, 253, 15, 253, 98, 11];
+
+/** The module for this engine: an engine without 128-bit vectors refuses one that has them. */
+function ownModule(): URL {
+  const has_vectors = WebAssembly.validate(new Uint8Array(WITH_VECTORS));
+  return has_vectors ? new URL("./rapt-simd128.wasm", import.meta.url) : new URL("./rapt.wasm", import.meta.url);
+}
+
 /** The module, fetched and compiled once; of `bytes` where they are given. */
 export function load(bytes?: BufferSource): Promise<Module> {
   loading ??= (async () => {
     try {
-      loaded = await Module.compile(bytes ?? (await read(new URL("./rapt.wasm", import.meta.url))));
+      loaded = await Module.compile(bytes ?? (await read(ownModule())));
       return loaded;
     } catch (error) {
       loading = undefined;

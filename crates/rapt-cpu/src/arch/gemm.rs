@@ -6,6 +6,8 @@ use rapt_core::{Arch, DType};
 #[cfg(target_arch = "aarch64")]
 use super::neon;
 use super::scalar;
+#[cfg(all(target_arch = "wasm32", target_feature = "simd128"))]
+use super::simd128;
 #[cfg(target_arch = "x86_64")]
 use super::{amx, avx2, avx512};
 use crate::gemm::product::{Job, PackJob};
@@ -89,6 +91,8 @@ pub(crate) fn kernels(arch: Arch, dtype: DType) -> Option<Kernels> {
         Arch::Avx512 | Arch::Avx512Bf16 | Arch::Amx => table::<avx512::Avx512F32, avx512::Avx512F64>(dtype),
         #[cfg(target_arch = "aarch64")]
         Arch::Neon => table::<neon::NeonF32, scalar::Scalar<f64>>(dtype),
+        #[cfg(all(target_arch = "wasm32", target_feature = "simd128"))]
+        Arch::Simd128 => table::<simd128::Simd128F32, scalar::Scalar<f64>>(dtype),
         _ => None,
     }
 }

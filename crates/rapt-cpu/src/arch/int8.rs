@@ -16,6 +16,8 @@ use super::Entry;
 #[cfg(target_arch = "aarch64")]
 use super::neon::NeonF32;
 use super::scalar::Scalar;
+#[cfg(all(target_arch = "wasm32", target_feature = "simd128"))]
+use super::simd128::Simd128F32;
 #[cfg(target_arch = "x86_64")]
 use super::{avx2::Avx2F32, avx512::Avx512F32};
 use crate::kernels::int8::{Quads, item};
@@ -41,6 +43,8 @@ pub(super) fn entry(arch: Arch, storage: DType) -> Option<Entry> {
         Arch::Avx512Bf16 | Arch::Amx => of::<Avx512F32, Vnni>(storage),
         #[cfg(target_arch = "aarch64")]
         Arch::Neon => of::<NeonF32, Arrays>(storage),
+        #[cfg(all(target_arch = "wasm32", target_feature = "simd128"))]
+        Arch::Simd128 => of::<Simd128F32, Arrays>(storage),
         _ => None,
     }
 }

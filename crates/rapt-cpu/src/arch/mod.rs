@@ -91,6 +91,8 @@ mod int8;
 #[cfg(target_arch = "aarch64")]
 mod neon;
 mod scalar;
+#[cfg(all(target_arch = "wasm32", target_feature = "simd128"))]
+mod simd128;
 
 use half::{bf16, f16};
 use rapt_core::{Arch, DType, Error, Result};
@@ -257,6 +259,8 @@ fn entry(arch: Arch, step: Step, storage: DType) -> Option<Entry> {
         Arch::Amx => amx_entry(step, storage),
         #[cfg(target_arch = "aarch64")]
         Arch::Neon => entry_of::<neon::NeonF32, scalar::Scalar<f64>>(step, storage),
+        #[cfg(all(target_arch = "wasm32", target_feature = "simd128"))]
+        Arch::Simd128 => entry_of::<simd128::Simd128F32, scalar::Scalar<f64>>(step, storage),
         _ => None,
     }
 }
@@ -279,6 +283,8 @@ pub(crate) fn with_vectors<V: Vectors>(arch: Arch, vectors: V) -> V::Output {
         Arch::Avx512 | Arch::Avx512Bf16 | Arch::Amx => vectors.visit::<avx512::Avx512F32, avx512::Avx512F64>(),
         #[cfg(target_arch = "aarch64")]
         Arch::Neon => vectors.visit::<neon::NeonF32, scalar::Scalar<f64>>(),
+        #[cfg(all(target_arch = "wasm32", target_feature = "simd128"))]
+        Arch::Simd128 => vectors.visit::<simd128::Simd128F32, scalar::Scalar<f64>>(),
         _ => vectors.visit::<scalar::Scalar<f32>, scalar::Scalar<f64>>(),
     }
 }
@@ -295,6 +301,8 @@ pub(crate) fn fma_rounds(arch: Arch) -> (unsafe fn(usize, f32, f32) -> f32, usiz
         Arch::Avx512 | Arch::Avx512Bf16 | Arch::Amx => of::<avx512::Avx512F32>(),
         #[cfg(target_arch = "aarch64")]
         Arch::Neon => of::<neon::NeonF32>(),
+        #[cfg(all(target_arch = "wasm32", target_feature = "simd128"))]
+        Arch::Simd128 => of::<simd128::Simd128F32>(),
         _ => (fma_rounds::plain_rounds, 1),
     }
 }
@@ -321,6 +329,8 @@ pub(crate) fn row_reader(arch: Arch, reading: Reading) -> RowReader {
         Arch::Avx512 | Arch::Avx512Bf16 | Arch::Amx => of::<avx512::Avx512F32>(reading),
         #[cfg(target_arch = "aarch64")]
         Arch::Neon => numbers(reader::<neon::NeonF32>),
+        #[cfg(all(target_arch = "wasm32", target_feature = "simd128"))]
+        Arch::Simd128 => numbers(reader::<simd128::Simd128F32>),
         _ => numbers(reader::<scalar::Scalar<f32>>),
     }
 }
@@ -349,6 +359,8 @@ pub(crate) fn tile_shape(arch: Arch, storage: DType) -> TileShape {
         Arch::Avx512 | Arch::Avx512Bf16 | Arch::Amx => shape_of::<avx512::Avx512F32, avx512::Avx512F64>(storage),
         #[cfg(target_arch = "aarch64")]
         Arch::Neon => shape_of::<neon::NeonF32, scalar::Scalar<f64>>(storage),
+        #[cfg(all(target_arch = "wasm32", target_feature = "simd128"))]
+        Arch::Simd128 => shape_of::<simd128::Simd128F32, scalar::Scalar<f64>>(storage),
         _ => shape_of::<scalar::Scalar<f32>, scalar::Scalar<f64>>(storage),
     }
 }
@@ -397,5 +409,8 @@ pub(crate) fn detected() -> Vec<Arch> {
     if std::arch::is_aarch64_feature_detected!("neon") {
         found.push(Arch::Neon);
     }
+    // A module with these vectors is one that its engine has accepted.
+    #[cfg(all(target_arch = "wasm32", target_feature = "simd128"))]
+    found.push(Arch::Simd128);
     found
 }
