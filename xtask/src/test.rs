@@ -16,7 +16,7 @@ use crate::args::Args;
 use crate::cubins::{self, Kernels};
 use crate::metadata::{Workspace, root};
 use crate::python::{BINDING, BUILD_REQUIREMENTS, RAPT, Venv};
-use crate::shell::{Failure, Outcome, cargo, show, side_by_side, step};
+use crate::shell::{Failure, Outcome, capture, cargo, command, say, show, side_by_side, step};
 use crate::{c, docs, tidy, vulkan, wheel};
 
 pub(crate) const HELP: &str = "\
@@ -79,6 +79,7 @@ type Library = Option<PathBuf>;
 fn rust(has_compiler: &Sender<PathBuf>, kernels: &Receiver<Library>, has_tests: &Sender<()>) -> Outcome {
     let _ = has_compiler.send(step("build what compiles the GPU kernels", cubins::compiler)?);
     step_of("cargo clippy", cargo(docs::LINT))?;
+    check_for_macos()?;
     step_of("build the tests", cargo(["test", "--workspace", "--no-run"]))?;
     // After the build: one of its rules asks `rapt`.
     step("tidy", tidy::check)?;
@@ -90,6 +91,20 @@ fn rust(has_compiler: &Sender<PathBuf>, kernels: &Receiver<Library>, has_tests: 
         test.env("RAPT_NVRTC", library).args(["--", "--skip", COMPILE_TEST]);
     }
     step_of("cargo test", test)
+}
+
+/// A Mac.
+const MACOS: &str = "aarch64-apple-darwin";
+
+/// What only a Mac has, which nothing here runs, as far as a compiler checks it: where Rust's library for one is installed.
+fn check_for_macos() -> Outcome {
+    let sysroot = capture(&mut command("rustc", ["--print", "sysroot"]))?;
+    if !Path::new(sysroot.trim()).join("lib/rustlib").join(MACOS).is_dir() {
+        say(format_args!("── NOTE: Metal's own objects are not checked: `rustup target add {MACOS}`"));
+        return Ok(());
+    }
+    let check = cargo(["check", "--package", "rapt-metal", "--features", "objc", "--target", MACOS]);
+    step_of("check rapt-metal for macOS", check)
 }
 
 /// The Python side: the environment, the wheel's kernels and the wheel, checked and installed. Then, when the tests are built, the

@@ -1,4 +1,4 @@
-//! A launch plan on PyTorch's tensors: what is bound, and the dispatches, window by window.
+//! PyTorch's tensors on Apple's GPUs: what is planned, and encoded on its stream.
 //!
 //! PyTorch has one stream on the GPU, and what it encodes there runs in turn. So nothing waits here: what PyTorch encodes later, to read `out` say,
 //! comes after it; and memory that is given back is reused by what comes later.
@@ -6,15 +6,13 @@
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use rapt_core::{DType, Device, Error, Kernel as KernelName, Operands, Plan, Result as CoreResult, Spec};
-use rapt_shader::{BINDINGS, Caps, KernelVariant, PARTIALS, Params, ShaderLaunch, Window, select, select_kernel};
+use rapt_shader::{Caps, KernelVariant, ShaderLaunch, select, select_kernel};
 use rustc_hash::FxHashMap;
 
 use crate::error::{MetalError, Result};
 use crate::functions::{Dispatch, Functions, Kernel, Tensor, TensorHandle};
+use crate::launch::{self, Encoder};
 use crate::storages::{Placed, Storages};
-
-/// Most workgroups of a dimension.
-const MOST_GROUPS: usize = 65_535;
 
 /// PyTorch as this backend knows it. Every method may be called from several threads at once.
 pub struct Backend {
@@ -24,12 +22,6 @@ pub struct Backend {
 }
 
 static BACKEND: OnceLock<std::result::Result<Backend, MetalError>> = OnceLock::new();
-
-/// The address of element 0 and the size of an element of each of [`BINDINGS`].
-type Operand = Option<(usize, usize)>;
-
-/// A tensor and the slot that it is bound to.
-type Bound = (u32, Tensor);
 
 impl Backend {
     /// PyTorch by these functions.
@@ -123,74 +115,38 @@ impl Backend {
         let Device::Mps(index) = spec.device else {
             return Err(Error::DeviceMismatch { tensor: "queue", expected: spec.device, got: Device::Mps(0) });
         };
-        self.encode(launch, spec, &addresses(operands), index).map_err(|error| error.on(spec.device))
-    }
-
-    fn encode(&self, launch: &ShaderLaunch, spec: &Spec, operands: &[Operand; 8], index: u32) -> Result<()> {
-        let Some(variant) = &launch.variant else { return Ok(()) };
-        let kernels: Vec<(&KernelVariant, Kernel)> = std::iter::once(variant)
-            .chain(&launch.combine)
-            .map(|variant| Ok((variant, self.kernel(variant)?)))
-            .collect::<Result<_>>()?;
-        for window in &launch.windows {
-            let (mut tensors, first) = self.bound(window, operands)?;
-            // What a request does not have is bound to any buffer and not read.
-            let any = tensors.first().map(|(_, tensor)| tensor.clone());
-            for binding in &BINDINGS {
-                let is_bound = tensors.iter().any(|(slot, _)| *slot == binding.index);
-                tensors.extend(any.clone().filter(|_| !is_bound).map(|any| (binding.index, any)));
-            }
-            let partial_bytes = launch.partial_bytes_of(window);
-            if partial_bytes > 0 {
-                tensors.push((PARTIALS, self.functions.bytes(index, partial_bytes)?));
-            }
-            let params = Params::new(spec, launch, window, first).bytes();
-            let items = [launch.items_of(window), launch.combine_items_of(window)];
-            for ((variant, kernel), items) in kernels.iter().zip(items) {
-                let is_of = |(slot, _): &&Bound| variant.bindings().iter().any(|binding| binding.index == *slot);
-                let tensors: Vec<Bound> = tensors.iter().filter(is_of).cloned().collect();
-                let group = variant.threads() as u64;
-                let groups = [items.min(MOST_GROUPS) as u64, items.div_ceil(MOST_GROUPS) as u64];
-                // Counted in threads: whole workgroups.
-                let threads = [groups[0] * group, groups[1], 1];
-                let dispatch = Dispatch { params: &params, tensors: &tensors, threads, group: [group, 1, 1] };
-                self.functions.encode(*kernel, &dispatch)?;
-            }
-        }
-        Ok(())
-    }
-
-    /// What of each tensor a window binds, from the first byte that it reaches on, and where element 0 lies from there.
-    fn bound(&self, window: &Window, operands: &[Operand; 8]) -> Result<(Vec<Bound>, [i64; 8])> {
-        let (mut tensors, mut first) = (Vec::with_capacity(BINDINGS.len() + 1), [0; 8]);
-        for (at, binding) in BINDINGS.iter().enumerate() {
-            let Some(((address, size), reach)) = operands[at].zip(window.reach[at]) else { continue };
-            let place = self.storages.find(binding.tensor, address, (reach.lo, reach.hi), size)?;
-            let tensor = match place.step {
-                0 => place.tensor,
-                step => self.functions.element(&place.tensor, step)?,
-            };
-            tensors.push((binding.index, tensor));
-            first[at] = -reach.lo / size as i64;
-        }
-        Ok((tensors, first))
+        launch::encode(&mut Stream { backend: self, index }, launch, spec, operands)
+            .map_err(|error| error.on(spec.device))
     }
 }
 
-/// Where the tensors of a request lie, in the order of [`BINDINGS`].
-fn addresses(operands: &mut Operands<'_>) -> [Operand; 8] {
-    let (out, lse) = (operands.out_ptr().addr(), operands.lse_ptr().map(<*mut u8>::addr));
-    let tensors = operands.tensors();
-    let view = |view: &rapt_core::View<'_>| (view.address(), view.dtype().size_bytes());
-    let lse = lse.zip(tensors.lse.as_ref()).map(|(at, lse)| (at, lse.dtype().size_bytes()));
-    [
-        Some(view(&tensors.q)),
-        Some(view(&tensors.k)),
-        Some(view(&tensors.v)),
-        tensors.mask.as_ref().map(view),
-        tensors.sinks.as_ref().map(view),
-        tensors.alibi_slopes.as_ref().map(view),
-        Some((out, tensors.out.dtype().size_bytes())),
-        lse,
-    ]
+/// PyTorch's stream on the GPU of this index.
+struct Stream<'a> {
+    backend: &'a Backend,
+    index: u32,
+}
+
+impl Encoder for Stream<'_> {
+    type Bound = Tensor;
+
+    fn bind(&self, name: &'static str, address: usize, reach: (i64, i64), element_bytes: usize) -> Result<Tensor> {
+        let place = self.backend.storages.find(name, address, reach, element_bytes)?;
+        match place.step {
+            0 => Ok(place.tensor),
+            step => self.backend.functions.element(&place.tensor, step),
+        }
+    }
+
+    fn workspace(&self, bytes: usize) -> Result<Tensor> {
+        self.backend.functions.bytes(self.index, bytes)
+    }
+
+    fn dispatch(&mut self, dispatch: launch::Dispatch<'_, Tensor>) -> Result<()> {
+        let launch::Dispatch { variant, params, bound, groups } = dispatch;
+        let group = variant.threads() as u64;
+        // Counted in threads: whole workgroups.
+        let threads = [groups[0] as u64 * group, groups[1] as u64, 1];
+        let dispatch = Dispatch { params, tensors: bound, threads, group: [group, 1, 1] };
+        self.backend.functions.encode(self.backend.kernel(variant)?, &dispatch)
+    }
 }

@@ -101,8 +101,13 @@ const RULES: [Rule; 15] = [
     Rule {
         under: "crates/rapt-metal/src/",
         holds: &["unsafe ", "extern \""],
-        but_in: &["crates/rapt-metal/src/functions.rs", "crates/rapt-metal/src/backend.rs"],
-        why: "PyTorch's functions stand in one place, and tensors are taken over in another",
+        but_in: &[
+            "crates/rapt-metal/src/functions.rs",
+            "crates/rapt-metal/src/backend.rs",
+            "crates/rapt-metal/src/buffers.rs",
+            "crates/rapt-metal/src/objc.rs",
+        ],
+        why: "PyTorch's functions, Metal's objects and views of buffers stand in a place each, and tensors are taken over in one",
     },
     Rule {
         under: "",

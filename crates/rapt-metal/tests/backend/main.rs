@@ -4,6 +4,7 @@
 #[path = "../../../rapt-shader/tests/msl/host.rs"]
 mod host;
 
+mod buffers;
 mod calls;
 mod fake;
 
