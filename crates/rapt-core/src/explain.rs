@@ -77,6 +77,10 @@ impl<'a> Explanation<'a> {
             PRounding::TwoStorage => {
                 format!("to the sum of two {} for the product with v; its sum stays {}", key.storage, key.accumulation)
             }
+            PRounding::Fixed => format!(
+                "to 24 bits against the largest of a block of keys, for the product with v; its sum stays {}",
+                key.accumulation
+            ),
             PRounding::Block => format!(
                 "to 8 bits against the maximum of each block of {INT8_BLOCK} keys, for the product with v; its sum stays {}",
                 key.accumulation

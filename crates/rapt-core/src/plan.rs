@@ -26,6 +26,8 @@ pub enum Arch {
     Simd128,
     /// 512-bit vectors: AVX-512 F, BW, DQ and VL.
     Avx512,
+    /// The same, with products of bytes formed by its dot instruction.
+    Avx512Vnni,
     /// The same, with products of bf16 formed by its dot instruction.
     Avx512Bf16,
     /// 512-bit vectors, with products of bf16 formed tile by tile: Intel's AMX.
@@ -66,6 +68,7 @@ impl Arch {
             Arch::Simd128 => "simd128",
             Arch::Avx2 => "avx2",
             Arch::Avx512 => "avx512",
+            Arch::Avx512Vnni => "avx512_vnni",
             Arch::Avx512Bf16 => "avx512_bf16",
             Arch::Amx => "amx",
             Arch::Sm80 => "sm_80",
@@ -168,6 +171,8 @@ pub enum PRounding {
     Storage,
     /// To the sum of two numbers of the storage dtype, for the product with v: 16 bits of bfloat16.
     TwoStorage,
+    /// To 24 bits in fixed point, for the product with v, each weight with the factor of its code: against the largest of a block of keys.
+    Fixed,
     /// To 8 bits against the maximum of their block of [`INT8_BLOCK`](crate::INT8_BLOCK) keys, for the product with v; what divides is the
     /// sum before rounding.
     Block,

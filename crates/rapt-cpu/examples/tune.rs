@@ -236,7 +236,8 @@ fn tune<T: Number>(
     let (mut held, mut seen) = (held, Vec::new());
     for axis in first_axis..axes.len() {
         // Compiled for vectors of sixteen; and only the shortest class has a rest of rows to speak of.
-        let wide = matches!(job.arch, Arch::Avx512 | Arch::Avx512Bf16 | Arch::Amx) && job.dtype != DType::F64;
+        let wide = matches!(job.arch, Arch::Avx512 | Arch::Avx512Vnni | Arch::Avx512Bf16 | Arch::Amx)
+            && job.dtype != DType::F64;
         if axes[axis] == "narrow" && !(wide && class.names[1] == "255") {
             continue;
         }
@@ -283,7 +284,7 @@ fn main() {
     let asked = |name: &str| value("--arch").is_none_or(|list| list.split(',').any(|one| one == name));
     let (one, many) = (SerialExecutor, ScopedThreads(threads));
     let mut proven = Proven::new();
-    for &arch in found.iter().filter(|arch| arch.name() != "scalar" && asked(arch.name())) {
+    for &arch in found.iter().filter(|arch| !["scalar", "avx512_vnni"].contains(&arch.name()) && asked(arch.name())) {
         for dtype in COMPUTED {
             // The dot instruction serves forward in bf16; the rest is AVX-512's.
             let pairs = matches!(arch, Arch::Avx512Bf16 | Arch::Amx);

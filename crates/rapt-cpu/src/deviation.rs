@@ -111,7 +111,7 @@ fn decisions(spec: &rapt_core::Spec, planned: &Decisions) -> Decisions {
     let reading = |codes: &Option<Box<rapt_core::CodesSpec>>, dtype| {
         let kind =
             codes.as_deref().map_or_else(|| RowKind::of_dtype(dtype), |codes| Some(RowKind::of_format(codes.format)));
-        kind.map(|kind| Reading { kind, fold: None, pairs: None })
+        kind.map(|kind| Reading { kind, fold: None, pairs: None, quads: None })
     };
     let readings = Qkv {
         q: reading(&spec.codes.q, spec.q.dtype),

@@ -83,7 +83,8 @@ impl LaunchPlan for CpuLaunch {
             Kernel::Empty => "no keys, or no output: nothing is attended".to_owned(),
             Kernel::Decode => {
                 let rows = self.block_m();
-                format!("{rows} queries share each kv head: K and V are read once, head_dim along the lanes")
+                let by = if key.arch == Arch::Avx512Vnni { "; codes are multiplied by the dot of bytes" } else { "" };
+                format!("{rows} queries share each kv head: K and V are read once, head_dim along the lanes{by}")
             }
             Kernel::ForwardInt8 => {
                 "compute=\"int8\" was asked for: products of int8 codes, queries along the lanes".to_owned()
@@ -93,22 +94,29 @@ impl LaunchPlan for CpuLaunch {
     }
     fn why_not_faster(&self, spec: &Spec, key: &KernelKey) -> String {
         let arch = key.arch;
-        if key.kernel == Kernel::Empty || matches!(key.p_rounding, PRounding::Storage | PRounding::TwoStorage) {
+        if key.kernel == Kernel::Empty
+            || matches!(key.p_rounding, PRounding::Storage | PRounding::TwoStorage | PRounding::Fixed)
+        {
             String::new()
         } else if key.kernel == Kernel::ForwardInt8 {
             if spec.group_size().saturating_mul(spec.q_len()) <= decode::MAX_ROWS {
                 "few queries leave most lanes empty: with compute=\"exact\" they are served by decode".to_owned()
-            } else if matches!(arch, Arch::Avx512Bf16 | Arch::Amx) || !cfg!(target_arch = "x86_64") {
+            } else if matches!(arch, Arch::Avx512Vnni | Arch::Avx512Bf16 | Arch::Amx) || !cfg!(target_arch = "x86_64") {
                 String::new()
             } else {
                 format!("{} has no dot instruction of bytes, or RAPT_ISA holds to these", arch.name())
             }
+        } else if arch == Arch::Avx512Vnni {
+            "products with v are formed in float32: its numbers are no small integers, or have a factor for each group"
+                .to_owned()
         } else if let Some((tensor, ..)) = spec.quantized().next() {
             format!("products are formed in float32: the numbers of {tensor} are not rounded further")
         } else if arch == Arch::Avx512 && key.storage == DType::BF16 {
             "products are formed in float32: the bf16 dot instruction is missing or slower here, or RAPT_ISA holds to these"
                 .to_owned()
-        } else if !matches!(arch, Arch::Avx512 | Arch::Avx512Bf16 | Arch::Amx) && cfg!(target_arch = "x86_64") {
+        } else if !matches!(arch, Arch::Avx512 | Arch::Avx512Vnni | Arch::Avx512Bf16 | Arch::Amx)
+            && cfg!(target_arch = "x86_64")
+        {
             format!("{} it is: no wider vectors are on this machine, or RAPT_ISA holds to these", arch.name())
         } else {
             String::new()

@@ -168,8 +168,9 @@ pub(crate) struct Reading {
     pub(crate) kind: RowKind,
     /// `None` where they become numbers in a panel.
     pub(crate) fold: Option<Fold>,
-    /// Where factors go if codes are multiplied as pairs of bf16.
+    /// Where factors go if codes are multiplied as pairs of bf16, or as quads of bytes.
     pub(crate) pairs: Option<Fold>,
+    pub(crate) quads: Option<Fold>,
 }
 
 /// Reads `n` rows of `dim` elements from row `[batch, head, j]` on, to consecutive rows of f32.
@@ -532,8 +533,65 @@ pub(crate) struct CodeProducts {
     /// The first product of a chunk, and the second; false, and nothing is done, where factors do not allow it.
     pub(crate) scores: unsafe fn(&CodesChunk<'_>, Out) -> bool,
     pub(crate) outputs: unsafe fn(&CodesChunk<'_>, &Weights) -> bool,
-    /// What those two multiply with by the dot of pairs, if they do.
+    /// What those two multiply with by the dot of pairs, if they do, or by that of quads.
     pub(crate) pairs: Option<PairProducts>,
+    pub(crate) quads: Option<QuadProducts>,
+}
+
+/// See [`QuadProducts`].
+pub(crate) type QuadDots = unsafe fn(&CodeRows, &QuadQueries, Out);
+pub(crate) type QuadSums = unsafe fn(&CodeRows, &QuadWeights, Out);
+
+/// The two products of decode with codes of one kind as quads of bytes.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct QuadProducts {
+    /// `s[r][j] = q_r · c_j` but for what is the same for all elements of a key, up to a whole number of sixteen keys.
+    pub(crate) dots: QuadDots,
+    /// `sums[r] += Σ_j w[r][j] · c_j` in the order of value vectors.
+    pub(crate) weighted: QuadSums,
+    /// Where factors go.
+    pub(crate) fold: Fold,
+    /// Planes of a span of 64 bytes.
+    pub(crate) planes: usize,
+    /// What a byte is more than its code, how many times the code it is, and what an element is less than the code.
+    pub(crate) bias: u8,
+    pub(crate) times: f32,
+    pub(crate) shift: f32,
+}
+
+/// Queries as digits, and the keys that they are multiplied with.
+#[derive(Clone, Copy)]
+pub(crate) struct QuadQueries {
+    /// Keys, queries, bytes and elements of a key, and elements of a group.
+    pub(crate) n: usize,
+    pub(crate) rows: usize,
+    pub(crate) row_bytes: usize,
+    pub(crate) dim: usize,
+    pub(crate) chunk: usize,
+    /// Bytes from a key to the one that is asked for meanwhile.
+    pub(crate) ahead: isize,
+    /// `[rows][spans][4][planes][digits][64]` bytes, with the bytes of a row.
+    pub(crate) q: (*const u8, usize),
+    /// What sums begin with, integers as bytes: `[rows][digits][64]`, of groups `[rows][spans][sets][digits][64]`.
+    pub(crate) start: (*const u8, usize),
+    /// `[rows]`
+    pub(crate) units: *const f32,
+}
+
+/// Weights as digits, and the keys that they weigh.
+#[derive(Clone, Copy)]
+pub(crate) struct QuadWeights {
+    pub(crate) n: usize,
+    pub(crate) rows: usize,
+    pub(crate) row_bytes: usize,
+    /// Bytes from a key to the one of the next block that is asked for meanwhile.
+    pub(crate) ahead: isize,
+    /// `[rows][digits][keys]` bytes, with the bytes of a row.
+    pub(crate) weights: (*const u8, usize),
+    /// What sums begin with, `[rows][digits]`.
+    pub(crate) start: *const i32,
+    /// `[rows]`
+    pub(crate) units: *const f32,
 }
 
 /// See [`PairProducts`].
@@ -609,6 +667,9 @@ pub(crate) struct CodesScratch {
     pub(crate) p_sums: *mut f32,
     pub(crate) sums: *mut f32,
     pub(crate) natural_sums: *mut f32,
+    /// Of quads: see [`crate::scratch::Scratch`].
+    pub(crate) starts: *mut f32,
+    pub(crate) units: *mut f32,
 }
 
 /// One chunk of keys that are codes.

@@ -6,7 +6,7 @@
 //! int8      as forward, and besides numbers row_factors key_sums key_factors value_factors
 //! decode    q                     rows along head_dim                   p bias        one chunk's     k_panel           gathered
 //!           code_q factors points codes   where it multiplies codes
-//!           q_sums natural weights p_sums sums natural_sums   where it multiplies them as pairs
+//!           q_sums natural weights p_sums sums natural_sums   where it multiplies them as pairs, or as quads, with starts and units
 //! ```
 
 /// Offsets in elements of the accumulation dtype; each part starts at a multiple of 16.
@@ -54,6 +54,9 @@ pub(crate) struct Scratch {
     pub(crate) p_sums: usize,
     pub(crate) sums: usize,
     pub(crate) natural_sums: usize,
+    /// Decode, where it multiplies codes as quads: what sums begin with, and units of queries or weights. There `code_q` and `weights` are digits.
+    pub(crate) starts: usize,
+    pub(crate) units: usize,
     /// All of it.
     pub(crate) len: usize,
     pub(crate) head_dim_padded: usize,
@@ -112,10 +115,20 @@ pub(crate) struct DecodeSizes {
     pub(crate) block_n: usize,
     /// Most keys that are gathered at a time.
     pub(crate) panel_keys: usize,
-    /// Whether K or V are codes that are multiplied as they are, and whether as pairs.
+    /// Whether K or V are codes that are multiplied as they are, and whether as pairs, or as quads.
     pub(crate) multiplies_codes: bool,
     pub(crate) multiplies_pairs: bool,
+    pub(crate) multiplies_quads: bool,
 }
+
+/// Digits of a number in fixed point, where decode multiplies codes as quads of bytes.
+pub(crate) const DIGITS: usize = 3;
+
+/// Decode of quads: keys of a block of the second product, whose weights are fixed point against the largest of them.
+pub(crate) const BLOCK: usize = 128;
+
+/// Sets of lanes of a span that may be of different groups.
+pub(crate) const SETS: usize = 2;
 
 /// Decode: keys of a block of the second product where K or V are codes.
 pub(crate) const CODE_KEYS: usize = 32;
@@ -213,15 +226,21 @@ impl Scratch {
     }
 
     pub(crate) fn decode(sizes: &DecodeSizes) -> Scratch {
-        let DecodeSizes { head_dim, head_dim_v, rows, block_n, panel_keys, multiplies_codes, multiplies_pairs } =
-            *sizes;
+        let DecodeSizes { head_dim, head_dim_v, rows, block_n, panel_keys, .. } = *sizes;
+        let DecodeSizes { multiplies_codes, multiplies_pairs, multiplies_quads, .. } = *sizes;
         let (head_dim_padded, panel) = (head_dim.next_multiple_of(16), panel_keys * head_dim.max(head_dim_v));
         let of_codes = |size| if multiplies_codes { size } else { 0 };
         let of_pairs = |size| if multiplies_pairs { size } else { 0 };
-        // Rows of whole spans, and a lane for each group of 16.
+        let of_quads = |size| if multiplies_quads { size } else { 0 };
+        let of_either = |size| if multiplies_pairs || multiplies_quads { size } else { 0 };
+        // Rows of whole spans, of which one has 64 elements at least, and a lane for each group of 16.
         let row = head_dim.max(head_dim_v).next_multiple_of(128);
-        let lanes_of_groups = (row / 16).next_multiple_of(16);
-        let code_q = if multiplies_pairs { row } else { head_dim_padded };
+        let (spans, lanes_of_groups) = (row / 64, (row / 16).next_multiple_of(16));
+        // Of quads 4 vectors a plane of a span and digit.
+        let code_q = if multiplies_pairs { row } else { head_dim_padded }.max(of_quads(spans * 4 * DIGITS * 16));
+        let gathered = if multiplies_quads { BLOCK * row } else { panel_keys * row };
+        // Of quads a byte for each key of a block and digit.
+        let weights = of_pairs(CODE_KEYS * lanes_of_groups).max(of_quads(DIGITS * BLOCK / 4));
         let mut parts = Parts::default();
         Scratch {
             q: parts.next(rows * head_dim_padded),
@@ -231,13 +250,15 @@ impl Scratch {
             code_q: parts.next(of_codes(rows * code_q)),
             factors: parts.next(of_codes(factors_len(sizes))),
             points: parts.next(of_codes(factors_len(sizes))),
-            codes: parts.next(of_codes(if multiplies_pairs { panel_keys * row } else { panel }.div_ceil(4))),
+            codes: parts.next(of_codes(if of_either(1) > 0 { gathered } else { panel }.div_ceil(4))),
             q_sums: parts.next(of_pairs(rows * row / 4)),
-            natural: parts.next(of_pairs(128)),
-            weights: parts.next(of_pairs(CODE_KEYS * rows * lanes_of_groups)),
-            p_sums: parts.next(of_pairs(rows * 16)),
-            sums: parts.next(of_pairs(rows * row)),
-            natural_sums: parts.next(of_pairs(row)),
+            natural: parts.next(of_pairs(128).max(of_quads(row))),
+            weights: parts.next(rows * weights),
+            p_sums: parts.next(of_either(rows * 16)),
+            sums: parts.next(of_either(rows * row)),
+            natural_sums: parts.next(of_either(row)),
+            starts: parts.next(of_quads(rows * spans * SETS * DIGITS * 16)),
+            units: parts.next(of_quads(rows)),
             len: parts.len,
             head_dim_padded,
             ..Scratch::default()

@@ -48,7 +48,11 @@ fn exact(function: RowFunction, x: &[f64], weight: &[f64], bias: &[f64]) -> (Vec
 }
 
 fn archs() -> Vec<Arch> {
-    rapt_cpu::available().iter().copied().filter(|arch| !matches!(arch, Arch::Avx512Bf16 | Arch::Amx)).collect()
+    rapt_cpu::available()
+        .iter()
+        .copied()
+        .filter(|arch| !matches!(arch, Arch::Avx512Vnni | Arch::Avx512Bf16 | Arch::Amx))
+        .collect()
 }
 
 /// Numbers in memory between guards, each row `stride` elements after the one before.

@@ -14,7 +14,7 @@ use rapt::{
     Options, Plan, Qkv, ScaleLayout, Shape, Spec, Strides, TensorLayout, View, Window, select,
 };
 
-const ARCHES: [Arch; 5] = [Arch::Scalar, Arch::Avx2, Arch::Avx512, Arch::Avx512Bf16, Arch::Amx];
+const ARCHES: [Arch; 6] = [Arch::Scalar, Arch::Avx2, Arch::Avx512, Arch::Avx512Vnni, Arch::Avx512Bf16, Arch::Amx];
 const DTYPES: [DType; 4] = [DType::F64, DType::F32, DType::F16, DType::BF16];
 /// Most bytes of packed K and V per thread, whatever the length, for head_dim up to 4096.
 const PANEL_CAP: usize = 2 << 20;
@@ -241,12 +241,15 @@ fn check(request: &Request, plan: &Plan, arch: Arch, threads: usize) {
     assert!(!is_int8 || matches!(plan.key().kernel, Kernel::ForwardInt8 | Kernel::Empty), "{request:?}");
     // Numbers of codes are float32: no kernel rounds them to pairs of bf16. Codes may be pairs as they are, beside queries of bf16.
     let may_pair = arch == Arch::Avx512Bf16 && request.dtype == DType::BF16 && request.codes.q.is_none();
+    // Beside queries of 16 bits decode multiplies codes that are small integers as quads of bytes.
+    let may_quad = request.dtype != DType::F32 && request.codes.q.is_none() && plan.key().kernel == Kernel::Decode;
     let arch = match arch {
-        Arch::Avx512Bf16 | Arch::Amx
+        Arch::Avx512Vnni | Arch::Avx512Bf16 | Arch::Amx
             if is_quantized && !is_int8 && !(may_pair && plan.key().arch == Arch::Avx512Bf16) =>
         {
-            Arch::Avx512
+            if may_quad && plan.key().arch == Arch::Avx512Vnni { Arch::Avx512Vnni } else { Arch::Avx512 }
         }
+        Arch::Avx512Vnni if !is_int8 => Arch::Avx512,
         arch => arch,
     };
     let is_codes_alone = request.codes.named().iter().all(|(_, codes)| codes.is_some());

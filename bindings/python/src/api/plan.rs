@@ -161,6 +161,7 @@ impl PyPlan {
             PRounding::Accumulation => "accumulation",
             PRounding::Storage => "storage",
             PRounding::TwoStorage => "two_storage",
+            PRounding::Fixed => "fixed",
             PRounding::Block => "block",
             _ => "unknown",
         }

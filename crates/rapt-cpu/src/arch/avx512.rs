@@ -8,6 +8,7 @@ use half::{bf16, f16};
 
 use super::avx2::{transpose_4x4, transpose_8x8, transpose_8x8_bytes};
 use crate::kernels::code_pairs::CodePairs;
+use crate::kernels::code_quads::CodeQuads;
 use crate::kernels::codes::CodeVectors;
 use crate::kernels::pairs::Bf16Pairs;
 use crate::kernels::simd::Simd;
@@ -269,6 +270,101 @@ impl CodePairs for Avx512F32 {
             ]
         }
         fn pick(x: __m512, at: __m512) -> __m512 { _mm512_permutexvar_ps(_mm512_castps_si512(at), x) }
+    }
+}
+
+impl CodeQuads for Avx512F32 {
+    type I = __m512i;
+    apart!(apart_quads, "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c");
+    intrinsics! {
+        fn splat_byte(x: u8) -> __m512i { _mm512_set1_epi8(x.cast_signed()) }
+        fn splat_i32(x: i32) -> __m512i { _mm512_set1_epi32(x) }
+        fn splat_quad(ptr: *const u8) -> __m512i { _mm512_set1_epi32(ptr.cast::<i32>().read_unaligned()) }
+        fn load_bytes(ptr: *const u8) -> __m512i { _mm512_loadu_si512(ptr.cast()) }
+        fn store_bytes(ptr: *mut u8, x: __m512i) { _mm512_storeu_si512(ptr.cast(), x) }
+        fn dot_quads(unsigned: __m512i, signed: __m512i, acc: __m512i) -> __m512i {
+            _mm512_dpbusd_epi32(acc, unsigned, signed)
+        }
+        fn negate(x: __m512i) -> __m512i { _mm512_sub_epi32(_mm512_setzero_si512(), x) }
+        fn to_f32(x: __m512i) -> __m512 { _mm512_cvtepi32_ps(x) }
+        fn round(x: __m512) -> __m512i { _mm512_cvtps_epi32(x) }
+        fn flip(x: __m512i) -> __m512i { _mm512_xor_si512(x, _mm512_set1_epi8(i8::MIN)) }
+        fn halves(x: __m512i) -> [__m512i; 2] {
+            let low = _mm512_set1_epi8(15);
+            [_mm512_and_si512(x, low), _mm512_and_si512(_mm512_srli_epi16::<4>(x), low)]
+        }
+        fn halves_plus_8(x: __m512i) -> [__m512i; 2] {
+            // (x ^ 8) & 15
+            let (eight, low) = (_mm512_set1_epi8(8), _mm512_set1_epi8(15));
+            let high = _mm512_srli_epi16::<4>(x);
+            [_mm512_ternarylogic_epi32::<0x28>(x, eight, low), _mm512_ternarylogic_epi32::<0x28>(high, eight, low)]
+        }
+        fn look_up_halves(x: __m512i, table: &[u8; 64]) -> __m512i {
+            _mm512_shuffle_epi8(_mm512_loadu_si512(table.as_ptr().cast()), x)
+        }
+        fn transpose_words(x: [__m512i; 4]) -> [__m512i; 4] {
+            let (a, b) = (_mm512_unpacklo_epi32(x[0], x[1]), _mm512_unpacklo_epi32(x[2], x[3]));
+            let (c, d) = (_mm512_unpackhi_epi32(x[0], x[1]), _mm512_unpackhi_epi32(x[2], x[3]));
+            [
+                _mm512_unpacklo_epi64(a, b),
+                _mm512_unpackhi_epi64(a, b),
+                _mm512_unpacklo_epi64(c, d),
+                _mm512_unpackhi_epi64(c, d),
+            ]
+        }
+        fn weave(x: [__m512i; 4]) -> [__m512i; 4] {
+            let (a, b) = (_mm512_unpacklo_epi8(x[0], x[1]), _mm512_unpacklo_epi8(x[2], x[3]));
+            let (c, d) = (_mm512_unpackhi_epi8(x[0], x[1]), _mm512_unpackhi_epi8(x[2], x[3]));
+            [
+                _mm512_unpacklo_epi16(a, b),
+                _mm512_unpackhi_epi16(a, b),
+                _mm512_unpacklo_epi16(c, d),
+                _mm512_unpackhi_epi16(c, d),
+            ]
+        }
+        fn digits(x: __m512i) -> __m512i {
+            // Half of each digit's range is added, so that bytes borrow from the next one, and taken back.
+            let halves = _mm512_set1_epi32(0x8080);
+            _mm512_xor_si512(_mm512_add_epi32(x, halves), halves)
+        }
+        fn keep_byte(x: __m512i, n: usize) -> __m512i { _mm512_and_si512(x, _mm512_set1_epi32(0xFF << (8 * n))) }
+        fn sum_i32(x: __m512i) -> i32 { _mm512_reduce_add_epi32(x) }
+        fn largest(x: __m512) -> f32 { _mm512_reduce_max_ps(x) }
+        fn store_byte_of_lanes(ptr: *mut u8, x: __m512i, n: usize) {
+            let x = match n {
+                0 => x,
+                1 => _mm512_srli_epi32::<8>(x),
+                2 => _mm512_srli_epi32::<16>(x),
+                _ => _mm512_srli_epi32::<24>(x),
+            };
+            _mm_storeu_si128(ptr.cast(), _mm512_cvtepi32_epi8(x));
+        }
+        fn splat_word(x: __m512i, n: usize) -> __m512i {
+            match n {
+                0 => _mm512_shuffle_epi32::<0x00>(x),
+                1 => _mm512_shuffle_epi32::<0x55>(x),
+                2 => _mm512_shuffle_epi32::<0xAA>(x),
+                _ => _mm512_shuffle_epi32::<0xFF>(x),
+            }
+        }
+        fn even_and_odd(a: __m512i, b: __m512i) -> [__m512i; 2] {
+            let (odd_a, odd_b) = (_mm512_srli_epi16::<8>(a), _mm512_srli_epi16::<8>(b));
+            let even = _mm512_castsi256_si512(_mm512_cvtepi16_epi8(a));
+            let odd = _mm512_castsi256_si512(_mm512_cvtepi16_epi8(odd_a));
+            [
+                _mm512_inserti64x4::<1>(even, _mm512_cvtepi16_epi8(b)),
+                _mm512_inserti64x4::<1>(odd, _mm512_cvtepi16_epi8(odd_b)),
+            ]
+        }
+        fn sum_of_quarters(x: [__m512; 4]) -> __m512 {
+            let a = _mm512_add_ps(_mm512_shuffle_f32x4::<0x44>(x[0], x[1]), _mm512_shuffle_f32x4::<0xEE>(x[0], x[1]));
+            let b = _mm512_add_ps(_mm512_shuffle_f32x4::<0x44>(x[2], x[3]), _mm512_shuffle_f32x4::<0xEE>(x[2], x[3]));
+            _mm512_add_ps(_mm512_shuffle_f32x4::<0x88>(a, b), _mm512_shuffle_f32x4::<0xDD>(a, b))
+        }
+        fn load_halves(a: *const f32, b: *const f32) -> __m512 {
+            _mm512_insertf32x8::<1>(_mm512_castps256_ps512(_mm256_loadu_ps(a)), _mm256_loadu_ps(b))
+        }
+        fn pick_of_two(a: __m512, b: __m512, at: __m512i) -> __m512 { _mm512_permutex2var_ps(a, at, b) }
     }
 }
 

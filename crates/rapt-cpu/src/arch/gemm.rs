@@ -88,7 +88,9 @@ pub(crate) fn kernels(arch: Arch, dtype: DType) -> Option<Kernels> {
         #[cfg(target_arch = "x86_64")]
         Arch::Amx if dtype == DType::BF16 => Some(amx_kernels()),
         #[cfg(target_arch = "x86_64")]
-        Arch::Avx512 | Arch::Avx512Bf16 | Arch::Amx => table::<avx512::Avx512F32, avx512::Avx512F64>(dtype),
+        Arch::Avx512 | Arch::Avx512Vnni | Arch::Avx512Bf16 | Arch::Amx => {
+            table::<avx512::Avx512F32, avx512::Avx512F64>(dtype)
+        }
         #[cfg(target_arch = "aarch64")]
         Arch::Neon => table::<neon::NeonF32, scalar::Scalar<f64>>(dtype),
         #[cfg(all(target_arch = "wasm32", target_feature = "simd128"))]

@@ -40,7 +40,7 @@ pub(super) fn entry(arch: Arch, storage: DType) -> Option<Entry> {
         #[cfg(target_arch = "x86_64")]
         Arch::Avx512 => of::<Avx512F32, Widened>(storage),
         #[cfg(target_arch = "x86_64")]
-        Arch::Avx512Bf16 | Arch::Amx => of::<Avx512F32, Vnni>(storage),
+        Arch::Avx512Vnni | Arch::Avx512Bf16 | Arch::Amx => of::<Avx512F32, Vnni>(storage),
         #[cfg(target_arch = "aarch64")]
         Arch::Neon => of::<NeonF32, Arrays>(storage),
         #[cfg(all(target_arch = "wasm32", target_feature = "simd128"))]

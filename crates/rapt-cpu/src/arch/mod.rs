@@ -252,7 +252,7 @@ fn entry(arch: Arch, step: Step, storage: DType) -> Option<Entry> {
         #[cfg(target_arch = "x86_64")]
         Arch::Avx2 => entry_of::<avx2::Avx2F32, avx2::Avx2F64>(step, storage),
         #[cfg(target_arch = "x86_64")]
-        Arch::Avx512 => entry_of::<avx512::Avx512F32, avx512::Avx512F64>(step, storage),
+        Arch::Avx512 | Arch::Avx512Vnni => entry_of::<avx512::Avx512F32, avx512::Avx512F64>(step, storage),
         #[cfg(target_arch = "x86_64")]
         Arch::Avx512Bf16 => avx512_bf16_entry(step, storage),
         #[cfg(target_arch = "x86_64")]
@@ -280,7 +280,9 @@ pub(crate) fn with_vectors<V: Vectors>(arch: Arch, vectors: V) -> V::Output {
         #[cfg(target_arch = "x86_64")]
         Arch::Avx2 => vectors.visit::<avx2::Avx2F32, avx2::Avx2F64>(),
         #[cfg(target_arch = "x86_64")]
-        Arch::Avx512 | Arch::Avx512Bf16 | Arch::Amx => vectors.visit::<avx512::Avx512F32, avx512::Avx512F64>(),
+        Arch::Avx512 | Arch::Avx512Vnni | Arch::Avx512Bf16 | Arch::Amx => {
+            vectors.visit::<avx512::Avx512F32, avx512::Avx512F64>()
+        }
         #[cfg(target_arch = "aarch64")]
         Arch::Neon => vectors.visit::<neon::NeonF32, scalar::Scalar<f64>>(),
         #[cfg(all(target_arch = "wasm32", target_feature = "simd128"))]
@@ -298,7 +300,7 @@ pub(crate) fn fma_rounds(arch: Arch) -> (unsafe fn(usize, f32, f32) -> f32, usiz
         #[cfg(target_arch = "x86_64")]
         Arch::Avx2 => of::<avx2::Avx2F32>(),
         #[cfg(target_arch = "x86_64")]
-        Arch::Avx512 | Arch::Avx512Bf16 | Arch::Amx => of::<avx512::Avx512F32>(),
+        Arch::Avx512 | Arch::Avx512Vnni | Arch::Avx512Bf16 | Arch::Amx => of::<avx512::Avx512F32>(),
         #[cfg(target_arch = "aarch64")]
         Arch::Neon => of::<neon::NeonF32>(),
         #[cfg(all(target_arch = "wasm32", target_feature = "simd128"))]
@@ -326,7 +328,13 @@ pub(crate) fn row_reader(arch: Arch, reading: Reading) -> RowReader {
             RowReader { read, products: products.map(pairs), pack: packer::<avx512::Avx512F32>(reading.kind) }
         }
         #[cfg(target_arch = "x86_64")]
-        Arch::Avx512 | Arch::Avx512Bf16 | Arch::Amx => of::<avx512::Avx512F32>(reading),
+        Arch::Avx512Vnni if let Some(fold) = reading.quads => {
+            let reader = of::<avx512::Avx512F32>(reading);
+            let quads = |products| decode::quad_products::<avx512::Avx512F32>(products, reading.kind, fold);
+            RowReader { products: reader.products.map(quads), ..reader }
+        }
+        #[cfg(target_arch = "x86_64")]
+        Arch::Avx512 | Arch::Avx512Vnni | Arch::Avx512Bf16 | Arch::Amx => of::<avx512::Avx512F32>(reading),
         #[cfg(target_arch = "aarch64")]
         Arch::Neon => numbers(reader::<neon::NeonF32>),
         #[cfg(all(target_arch = "wasm32", target_feature = "simd128"))]
@@ -341,7 +349,7 @@ pub(crate) fn code_lanes(arch: Arch) -> Option<usize> {
         #[cfg(target_arch = "x86_64")]
         Arch::Avx2 => Some(avx2::Avx2F32::LANES),
         #[cfg(target_arch = "x86_64")]
-        Arch::Avx512 | Arch::Avx512Bf16 | Arch::Amx => Some(avx512::Avx512F32::LANES),
+        Arch::Avx512 | Arch::Avx512Vnni | Arch::Avx512Bf16 | Arch::Amx => Some(avx512::Avx512F32::LANES),
         _ => None,
     }
 }
@@ -356,7 +364,9 @@ pub(crate) fn tile_shape(arch: Arch, storage: DType) -> TileShape {
             TileShape { rows: TILE_KEYS, ..shape_of::<avx512::Avx512F32, avx512::Avx512F64>(storage) }
         }
         #[cfg(target_arch = "x86_64")]
-        Arch::Avx512 | Arch::Avx512Bf16 | Arch::Amx => shape_of::<avx512::Avx512F32, avx512::Avx512F64>(storage),
+        Arch::Avx512 | Arch::Avx512Vnni | Arch::Avx512Bf16 | Arch::Amx => {
+            shape_of::<avx512::Avx512F32, avx512::Avx512F64>(storage)
+        }
         #[cfg(target_arch = "aarch64")]
         Arch::Neon => shape_of::<neon::NeonF32, scalar::Scalar<f64>>(storage),
         #[cfg(all(target_arch = "wasm32", target_feature = "simd128"))]
@@ -389,15 +399,18 @@ pub(crate) fn detected() -> Vec<Arch> {
             && is_x86_feature_detected!("avx512vl");
         if avx2 && avx512 {
             found.push(Arch::Avx512);
+            let of_bytes = is_x86_feature_detected!("avx512vnni");
+            if of_bytes {
+                found.push(Arch::Avx512Vnni);
+            }
             // Every processor with the dot of bf16 has that of bytes, which int8 relies on. Codes become pairs by look-ups of bytes;
             // every processor with the dot but Intel's first has those too.
-            let of_bytes = is_x86_feature_detected!("avx512vnni");
             let look_ups = is_x86_feature_detected!("avx512vbmi") && is_x86_feature_detected!("gfni");
             if is_x86_feature_detected!("avx512bf16") && of_bytes && look_ups {
                 // On the Xeon (family 6 model 207, 2026-11) the dot instruction does 32 flop per cycle and core, f32's FMA
                 // 64: it comes after. On AMD's it comes first by published figures, 2 to 1; docs/lab/cpu.md has none of these
                 // kernels there.
-                let best = if is_amd() { found.len() } else { found.len() - 1 };
+                let best = if is_amd() { found.len() } else { found.len() - 2 };
                 found.insert(best, Arch::Avx512Bf16);
                 if amx::is_usable() || amx::unit() == amx::Unit::Model {
                     found.push(Arch::Amx);

@@ -9,6 +9,8 @@ pub(crate) mod blocks;
 #[cfg(target_arch = "x86_64")]
 pub(crate) mod code_pairs;
 #[cfg(target_arch = "x86_64")]
+pub(crate) mod code_quads;
+#[cfg(target_arch = "x86_64")]
 pub(crate) mod coded;
 pub(crate) mod codes;
 pub(crate) mod combine;

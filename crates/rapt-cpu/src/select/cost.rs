@@ -17,8 +17,8 @@ fn rates(arch: Arch, kernel: Kernel, storage: DType) -> Rates {
     let (flops, exponentials) = match arch {
         Arch::Avx512Bf16 if kernel == Kernel::Forward && arch::is_paired(arch, storage) => (128.0, 3.4),
         Arch::Amx if kernel == Kernel::Forward && arch::is_tiled(arch, storage) => (1024.0, 3.4),
-        Arch::Avx512Bf16 | Arch::Amx if kernel == Kernel::ForwardInt8 => (256.0, 3.4),
-        Arch::Avx512 | Arch::Avx512Bf16 | Arch::Amx => (64.0, 3.4),
+        Arch::Avx512Vnni | Arch::Avx512Bf16 | Arch::Amx if kernel == Kernel::ForwardInt8 => (256.0, 3.4),
+        Arch::Avx512 | Arch::Avx512Vnni | Arch::Avx512Bf16 | Arch::Amx => (64.0, 3.4),
         Arch::Avx2 => (32.0, 1.7),
         Arch::Neon => (16.0, 0.9),
         _ => (8.0, 0.5),

@@ -86,15 +86,23 @@ pub(crate) fn select_tiled(spec: &Spec, caps: &Caps, tiles: &Tiles) -> Result<Pl
     Ok(Plan::new(spec.clone(), key, CpuLaunch { steps: Some(steps), threads, workspace_bytes, cost }))
 }
 
-/// The instruction set of a request's kernels: pairs are formed of codes, but numbers of codes are not rounded to bf16. int8 does without
-/// numbers, and wherever bf16 has a dot instruction, bytes have one too.
+/// The instruction set of a request's kernels: pairs are formed of codes, or quads of bytes, but numbers of codes are not rounded to bf16. int8
+/// does without numbers, and wherever bf16 has a dot instruction, bytes have one too. Where both would do, pairs: they take as many operations
+/// or fewer but for int8 and one row (docs/lab/cpu.md).
 fn arch_for(spec: &Spec, caps: &Caps) -> Arch {
     match caps.arch {
         arch if spec.compute == Compute::Int8 => arch,
-        Arch::Avx512Bf16 | Arch::Amx if spec.is_quantized() => {
-            let pairs = caps.arch == Arch::Avx512Bf16 && code_pairs(spec).iter().any(Option::is_some);
-            if pairs { Arch::Avx512Bf16 } else { Arch::Avx512 }
+        Arch::Avx512Vnni | Arch::Avx512Bf16 | Arch::Amx if spec.is_quantized() => {
+            if caps.arch == Arch::Avx512Bf16 && code_pairs(spec).iter().any(Option::is_some) {
+                Arch::Avx512Bf16
+            } else if code_quads(spec).iter().any(Option::is_some) {
+                Arch::Avx512Vnni
+            } else {
+                Arch::Avx512
+            }
         }
+        // Numbers have no products of bytes.
+        Arch::Avx512Vnni => Arch::Avx512,
         arch => arch,
     }
 }
@@ -143,6 +151,32 @@ fn code_pairs(spec: &Spec) -> [Option<Fold>; 2] {
     if is_decode || all { folds } else { [None; 2] }
 }
 
+/// Where the factors of K's and of V's codes go if decode multiplies these as quads of bytes, with queries of 16 bits: codes that are small
+/// integers, or twice so.
+fn code_quads(spec: &Spec) -> [Option<Fold>; 2] {
+    let of = |codes: &Option<Box<CodesSpec>>, dim: usize| {
+        let codes = codes.as_deref()?;
+        let fold = fold(codes, dim, arch::code_lanes(Arch::Avx512Vnni)?)?;
+        match codes.format {
+            Format::Int8 | Format::Int4 | Format::Mxfp4 | Format::Nvfp4 => Some(fold),
+            // A zero point of a row goes where its factor goes; those of groups within a row go nowhere.
+            Format::Uint8 if codes.chunk >= dim => Some(Fold::Rows),
+            Format::Uint8 => (fold == Fold::Channels).then_some(fold),
+            _ => None,
+        }
+    };
+    let are_served = is_decode(spec)
+        && spec.codes.q.is_none()
+        && matches!(spec.q.dtype, DType::F16 | DType::BF16)
+        && spec.compute == Compute::Exact;
+    if !are_served {
+        return [None; 2];
+    }
+    // A weight would be one for each group of a value.
+    let v = of(&spec.codes.v, spec.head_dim_v()).filter(|&fold| fold != Fold::Groups);
+    [of(&spec.codes.k, spec.head_dim()), v]
+}
+
 /// The dtype in which a kernel reads rows, and how it reads those of q, k and v that are not of it.
 fn readings(spec: &Spec, key: &KernelKey) -> (DType, Qkv<Option<Reading>>) {
     let Spec { q, k, v, codes, numerics, .. } = spec;
@@ -155,16 +189,17 @@ fn readings(spec: &Spec, key: &KernelKey) -> (DType, Qkv<Option<Reading>>) {
         None if tensor.dtype == read_as => None,
         None => RowKind::of_dtype(tensor.dtype),
     };
-    let reading = |tensor, of: &Option<Box<CodesSpec>>, dim: Option<usize>, pairs: Option<Fold>| {
+    let reading = |tensor, of: &Option<Box<CodesSpec>>, dim: Option<usize>, [pairs, quads]: [Option<Fold>; 2]| {
         let fold = of.as_deref().zip(dim).and_then(|(codes, dim)| fold(codes, dim, arch::code_lanes(key.arch)?));
-        kind(tensor, of).map(|kind| Reading { kind, fold, pairs })
+        kind(tensor, of).map(|kind| Reading { kind, fold, pairs, quads })
     };
     let dims = [spec.head_dim(), spec.head_dim_v()].map(|dim| is_decode.then_some(dim));
     let pairs = if key.arch == Arch::Avx512Bf16 { code_pairs(spec) } else { [None; 2] };
+    let quads = if key.arch == Arch::Avx512Vnni { code_quads(spec) } else { [None; 2] };
     let readings = Qkv {
-        q: reading(q, &codes.q, None, None),
-        k: reading(k, &codes.k, dims[0], pairs[0]),
-        v: reading(v, &codes.v, dims[1], pairs[1]),
+        q: reading(q, &codes.q, None, [None; 2]),
+        k: reading(k, &codes.k, dims[0], [pairs[0], quads[0]]),
+        v: reading(v, &codes.v, dims[1], [pairs[1], quads[1]]),
     };
     (read_as, readings)
 }
@@ -204,6 +239,7 @@ fn key(spec: &Spec, arch: Arch) -> KernelKey {
             Kernel::Forward if arch::is_paired(arch, storage) => PRounding::Storage,
             Kernel::ForwardInt8 => PRounding::Block,
             Kernel::Decode if arch == Arch::Avx512Bf16 && code_pairs(spec)[1].is_some() => PRounding::TwoStorage,
+            Kernel::Decode if arch == Arch::Avx512Vnni && code_quads(spec)[1].is_some() => PRounding::Fixed,
             _ => PRounding::Accumulation,
         },
         mask: match spec.mask {

@@ -200,7 +200,9 @@ pub(super) fn scratch(spec: &Spec, key: &KernelKey, readings: &Qkv<Option<Readin
     if key.kernel == Kernel::Decode {
         let panel_keys = partition.panel_keys();
         let (rows, multiplies_codes) = (partition.rows, multiplies_codes(readings));
-        let multiplies_pairs = [readings.k, readings.v].iter().flatten().any(|reading| reading.pairs.is_some());
+        let codes = || [readings.k, readings.v].into_iter().flatten();
+        let multiplies_pairs = codes().any(|reading| reading.pairs.is_some());
+        let multiplies_quads = codes().any(|reading| reading.quads.is_some());
         return Scratch::decode(&DecodeSizes {
             head_dim,
             head_dim_v,
@@ -209,6 +211,7 @@ pub(super) fn scratch(spec: &Spec, key: &KernelKey, readings: &Qkv<Option<Readin
             panel_keys,
             multiplies_codes,
             multiplies_pairs,
+            multiplies_quads,
         });
     }
     let is_int8 = key.kernel == Kernel::ForwardInt8;

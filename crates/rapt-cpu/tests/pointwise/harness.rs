@@ -7,7 +7,11 @@ use rapt_cpu::pointwise::{Instruction, Loop, Program, Register, Unary, ZeroDivis
 
 /// The instruction sets of this machine whose loops differ.
 pub(crate) fn archs() -> Vec<Arch> {
-    rapt_cpu::available().iter().copied().filter(|arch| !matches!(arch, Arch::Avx512Bf16 | Arch::Amx)).collect()
+    rapt_cpu::available()
+        .iter()
+        .copied()
+        .filter(|arch| !matches!(arch, Arch::Avx512Vnni | Arch::Avx512Bf16 | Arch::Amx))
+        .collect()
 }
 
 /// A tensor's memory, and where its elements lie there.

@@ -23,6 +23,7 @@ pub(crate) fn code_products<S: CodeVectors>(kind: RowKind, fold: Fold) -> Option
             scores: scores_of::<S>,
             outputs: outputs_of::<S>,
             pairs: None,
+            quads: None,
         }
     }
     fn either<S: CodeVectors, C: Element<S> + 'static>(fold: Fold) -> CodeProducts {

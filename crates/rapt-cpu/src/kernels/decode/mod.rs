@@ -9,19 +9,23 @@
 //! ```
 //! (Flash-Decoding, Dao 2023.) The cut into chunks follows the length of K alone, so the bits do not depend on threads.
 //! Rows of K, then of V, are asked for some bytes before they are read: the processor's own prefetchers end at a page.
-//! Rows of K and V that are codes are multiplied as they are (`codes`; `code_pairs` by the dot of bf16), or become numbers in a panel that stays in L1, as do those that are
+//! Rows of K and V that are codes are multiplied as they are (`codes`; `code_pairs` by the dot of bf16, `code_quads` by that of bytes), or become numbers in a panel that stays in L1, as do those that are
 //! not of the kernel's dtype beside such.
 //! Deliberately absent: packing where the inner stride is 1; rows beyond [`MAX_ROWS`].
 
 mod ahead;
 #[cfg(target_arch = "x86_64")]
 mod code_pairs;
+#[cfg(target_arch = "x86_64")]
+mod code_quads;
 mod code_rows;
 mod codes;
 pub(crate) mod deviation;
 #[cfg(target_arch = "x86_64")]
 mod pair_chunks;
 mod products;
+#[cfg(target_arch = "x86_64")]
+mod quad_chunks;
 mod rows;
 mod softmax;
 
@@ -38,6 +42,8 @@ pub(crate) use code_rows::code_products;
 #[cfg(target_arch = "x86_64")]
 pub(crate) use pair_chunks::pair_products;
 use products::{all_finite, dots, weighted_sum, weighted_sum_selecting};
+#[cfg(target_arch = "x86_64")]
+pub(crate) use quad_chunks::quad_products;
 use rows::Keys;
 use softmax::SoftmaxRow;
 
@@ -78,6 +84,8 @@ impl<T> Chunk<'_, T> {
             p_sums: at(scratch.p_sums),
             sums: at(scratch.sums),
             natural_sums: at(scratch.natural_sums),
+            starts: at(scratch.starts),
+            units: at(scratch.units),
         };
         CodesChunk { problem, source, products, first, n, dim, q, scratch }
     }

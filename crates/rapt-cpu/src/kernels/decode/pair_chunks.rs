@@ -17,7 +17,7 @@ use super::rows::Keys;
 use crate::kernels::code_pairs::{
     CodePairs, E2m1Pairs, E4m3fnPairs, E5m2Pairs, Int4Pairs, Int8Pairs, PairCode, Uint8Pairs,
 };
-use crate::kernels::codes::{MOST, all_are_moderate, is_moderate};
+use crate::kernels::codes::{CodeVectors, MOST, all_are_moderate, is_moderate};
 use crate::kernels::simd::Part;
 use crate::problem::{
     CodeProducts, CodeRows, CodesChunk, Fold, In, Out, PairDots, PairProducts, PairQueries, PairSums, PairWeights,
@@ -60,7 +60,12 @@ pub(crate) fn pair_products<S: CodePairs>(products: CodeProducts, kind: RowKind,
 
 /// Codes of keys `j..j + n` of a chunk as spans: where they lie if rows are whole spans that follow a stride, else gathered beside zeros.
 #[inline(always)]
-unsafe fn spans_of<S: CodePairs>(chunk: &CodesChunk<'_>, j: usize, n: usize, row_bytes: usize) -> CodeRows {
+pub(super) unsafe fn spans_of<S: CodeVectors>(
+    chunk: &CodesChunk<'_>,
+    j: usize,
+    n: usize,
+    row_bytes: usize,
+) -> CodeRows {
     // SAFETY: keys of the chunk; the panel has room for as many as are taken at a time.
     unsafe {
         if row_bytes.is_multiple_of(64) {
@@ -83,12 +88,12 @@ unsafe fn spans_of<S: CodePairs>(chunk: &CodesChunk<'_>, j: usize, n: usize, row
 }
 
 /// Whether the codes of a chunk of `n` keys follow one stride.
-fn is_in_place(chunk: &CodesChunk<'_>, n: usize, row_bytes: usize) -> bool {
+pub(super) fn is_in_place(chunk: &CodesChunk<'_>, n: usize, row_bytes: usize) -> bool {
     Keys::<u8>::in_place(&chunk.source.rows, chunk.first, n, row_bytes).is_some()
 }
 
 /// Keys between one that is read and one that is asked for.
-fn keys_ahead(row_bytes: usize) -> isize {
+pub(super) fn keys_ahead(row_bytes: usize) -> isize {
     (AHEAD_BYTES / row_bytes).max(1) as isize
 }
 
@@ -120,7 +125,7 @@ impl<S: CodePairs> Part<S> for Scores<'_> {
         let ahead = Ahead::new(problem, chunk.first, n);
         // SAFETY: as in `item`.
         unsafe {
-            if !read_factors(chunk, scales, pairs, |factor| factor.abs() <= MOST) {
+            if !read_factors(chunk, scales, (fold, pairs.shift), |factor| factor.abs() <= MOST) {
                 return false;
             }
             let factors = (fold == Fold::Channels).then(|| std::slice::from_raw_parts(scratch.factors, dim));
@@ -187,7 +192,7 @@ impl<S: CodePairs> Part<S> for Scores<'_> {
 /// Sums of a row to scores: what the elements of all keys are less than their codes, or of each key as much as its shift says, and the
 /// factor. Whether all of them are finite.
 #[inline(always)]
-unsafe fn finish_scores<S: CodePairs>(
+pub(super) unsafe fn finish_scores<S: CodeVectors>(
     chunk: &CodesChunk<'_>,
     s: *mut f32,
     by_key: bool,
@@ -265,7 +270,7 @@ unsafe fn pair_query<S: CodePairs>(
 
 /// Numbers `at..at + 32` of `len`, each with its factor; 0 past the last.
 #[inline(always)]
-unsafe fn with_factors<S: CodePairs>(
+pub(super) unsafe fn with_factors<S: CodeVectors>(
     x: *const f32,
     factors: Option<*const f32>,
     (at, len): (usize, usize),
@@ -290,7 +295,7 @@ unsafe fn with_factors<S: CodePairs>(
 
 /// `Σ q`, or `Σ q∘f · (shift − z)` with factors and zero points of channels.
 #[inline(always)]
-unsafe fn sum_of_query<S: CodePairs>(
+pub(super) unsafe fn sum_of_query<S: CodeVectors>(
     q: *const f32,
     dim: usize,
     channels: Option<(*const f32, *const f32)>,
@@ -351,7 +356,7 @@ impl<S: CodePairs> Part<S> for Outputs<'_> {
         let (groups, row_bytes) = (dim.div_ceil(scales.chunk), dim.div_ceil(chunk.source.shared));
         // SAFETY: as in `item`.
         unsafe {
-            if !read_factors(chunk, scales, pairs, f32::is_finite) {
+            if !read_factors(chunk, scales, (fold, pairs.shift), f32::is_finite) {
                 return false;
             }
             let (sums, sums_stride) = (scratch.sums, dim.next_multiple_of(pairs.span));
@@ -486,18 +491,18 @@ unsafe fn add_sums<S: CodePairs>(chunk: &CodesChunk<'_>, r: usize, o: *mut f32) 
 }
 
 /// The factors of a chunk, but those of groups, to where the products want them; whether pairs do with them: those of channels `fit`.
-unsafe fn read_factors(
+pub(super) unsafe fn read_factors(
     chunk: &CodesChunk<'_>,
     scales: &Scales,
-    pairs: &PairProducts,
+    (fold, shift): (Fold, f32),
     fit: impl Fn(f32) -> bool,
 ) -> bool {
     // SAFETY: as in `item`.
     unsafe {
-        match pairs.fold {
+        match fold {
             Fold::Rows => {
                 chunk.row_factors(scales, chunk.n);
-                row_shifts(chunk, scales, pairs.shift, chunk.n);
+                row_shifts(chunk, scales, shift, chunk.n);
                 true
             }
             Fold::Channels => {

@@ -151,7 +151,7 @@ fn table_of(arch: Arch, storage: DType) -> Option<&'static ArchTiles> {
         Arch::Avx2 => Some(&table::AVX2),
         Arch::Avx512Bf16 if arch::is_paired(arch, storage) => Some(&table::AVX512_BF16),
         Arch::Amx if arch::is_tiled(arch, storage) => Some(&table::AMX),
-        Arch::Avx512 | Arch::Avx512Bf16 | Arch::Amx => Some(&table::AVX512),
+        Arch::Avx512 | Arch::Avx512Vnni | Arch::Avx512Bf16 | Arch::Amx => Some(&table::AVX512),
         _ => None,
     }
 }
