@@ -1,4 +1,4 @@
-//! Decode over codes that are multiplied as quads of bytes: as near to the law as products of float32 are, where fixed point is hardest put.
+//! Decode over codes that are multiplied as quads of bytes: as near to the definition as products of float32 are, where fixed point is hardest put.
 //!
 //! Queries of 16 bits, outputs of float32: what is rounded to 16 bits would hide what is looked for. Every instruction set of the machine is
 //! held to the same; where the dot of bytes is among them, plans say that it serves.
@@ -122,8 +122,8 @@ fn attend<T: Element>(arch: Arch, q: &[T], k: &Operand, v: &Operand) -> (Vec<f32
     (out, lse, are_quads)
 }
 
-/// Of the law: outputs, and lse.
-fn law(q: &[f64], k: &Operand, v: &Operand) -> (Vec<f64>, Vec<f64>) {
+/// Of the definition: outputs, and lse.
+fn exact(q: &[f64], k: &Operand, v: &Operand) -> (Vec<f64>, Vec<f64>) {
     let problem = Problem {
         batch: 1,
         num_q_heads: q.len() / k.dim,
@@ -142,11 +142,11 @@ fn law(q: &[f64], k: &Operand, v: &Operand) -> (Vec<f64>, Vec<f64>) {
     (done.out, done.lse)
 }
 
-/// Holds every instruction set to the law: outputs to `most` of the largest value, lse to the published tolerance. Those that round p to two
+/// Holds every instruction set to the definition: outputs to `most` of the largest value, lse to the published tolerance. Those that round p to two
 /// bfloat16 are held to that by tests/quantized.rs.
 fn check<T: Element>(what: &str, q: &[f64], narrow: impl Fn(f64) -> T, k: &Operand, v: &Operand, most: f64) {
     let halves: Vec<T> = q.iter().copied().map(narrow).collect();
-    let (out, lse) = law(q, k, v);
+    let (out, lse) = exact(q, k, v);
     let largest = v.numbers().iter().fold(0f64, |most, x| most.max(x.abs()));
     for &arch in rapt_cpu::available() {
         if arch == Arch::Avx512Bf16 {
@@ -154,14 +154,14 @@ fn check<T: Element>(what: &str, q: &[f64], narrow: impl Fn(f64) -> T, k: &Opera
         }
         let (got, got_lse, are_quads) = attend(arch, &halves, k, v);
         assert_eq!(are_quads, matches!(arch, Arch::Avx512Vnni | Arch::Amx), "{what} on {}", arch.name());
-        let off = |got: &[f32], law: &[f64]| {
-            got.iter().zip(law).map(|(got, law)| (f64::from(*got) - law).abs()).fold(0.0, f64::max)
+        let off = |got: &[f32], exact: &[f64]| {
+            got.iter().zip(exact).map(|(got, exact)| (f64::from(*got) - exact).abs()).fold(0.0, f64::max)
         };
         let (worst, rows) = (off(&got, &out), lse.len());
         assert!(worst <= most * largest, "{what}, {rows} rows on {}: {worst:e} of {largest:e}", arch.name());
-        for (got, law) in got_lse.iter().zip(&lse) {
-            let near = (f64::from(*got) - law).abs() <= 1e-6 * (4.0 + law.abs());
-            assert!(near, "{what}, {rows} rows on {}: lse {got} for {law}", arch.name());
+        for (got, exact) in got_lse.iter().zip(&lse) {
+            let near = (f64::from(*got) - exact).abs() <= 1e-6 * (4.0 + exact.abs());
+            assert!(near, "{what}, {rows} rows on {}: lse {got} for {exact}", arch.name());
         }
     }
 }
@@ -174,7 +174,7 @@ fn queries(rows: usize, dim: usize, noise: &mut Noise) -> Vec<f64> {
 }
 
 #[test]
-fn every_shape_of_rows_is_as_near_to_the_law_as_float32() {
+fn every_shape_of_rows_is_as_near_to_the_definition_as_float32() {
     let mut noise = Noise(1);
     for (format, by_channel) in FORMATS.into_iter().flat_map(|format| [(format, false), (format, true)]) {
         // Values of one number, keys of a few, whole spans and none; blocks of 128 keys, whole and not; chunks of keys.
