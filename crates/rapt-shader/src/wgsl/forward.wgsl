@@ -20,7 +20,7 @@
 //   registers of a thread                32 s, then 32 sums of p·v; 32 acc_o for each $g; 12 operands, and some 50 beside
 // Rows of workgroup memory are 17 vectors long: threads that store down a column meet different banks.
 //
-// A line with $a, $n, $g or $c stands once for each. Maxima and sums cross threads in one fixed order, and no operation crosses rows: the
+// A line with $a, $n, $g, $c or $o (what a thread loads) stands once for each. Maxima and sums cross threads in one fixed order, and no operation crosses rows: the
 // bits of a row depend neither on its neighbours nor on strides. A masked weight is 0 and adds nothing.
 // Deliberately absent: subgroups, cooperative matrices, and reads outside the operands (of a 16-bit or boolean element, outside its word).
 
@@ -47,46 +47,33 @@ fn block_of(item: u32) -> Block {
     return block_of_rows(p.first_task + run / p.row_blocks, first_row, item % p.dv_blocks * BLOCK_DV);
 }
 
-// Columns d0 .. of the block's rows; 0 outside.
-fn load_queries(block: Block, d0: u32, thread: u32, step: u32) {
+// Columns d0 .. of the block's rows, and of keys n0 ..; 0 outside. Whether a number is finite is asked when all have arrived.
+fn load_queries_and_keys(block: Block, n0: u32, d0: u32, thread: u32, step: u32) {
     let d = d0 + thread % TILE;
-    for (var four = thread / TILE; four < 16u; four += 8u) {
-        let at = row_at[four] + d * p.q_stride.w;
-        let rows = p.rows - min(p.rows, block.first_row + four * 4u);
-        var of_q = vec4<f32>();
-        if d < p.head_dim {
-            if $nu < rows { of_q[$n] = for_tile(q_bits(at[$n]), step); }
-        }
-        tile[thread % TILE * PITCH + four] = of_q;
+    let first = thread / TILE;
+    let at_q_$o = row_at[first + $ou * 8u] + d * p.q_stride.w;
+    let rows_$o = p.rows - min(p.rows, block.first_row + (first + $ou * 8u) * 4u);
+    let at_k_$o = element(p.k_base, p.k_stride, block.batch, block.kv_head, n0 + first + $ou * 8u, d);
+    let keys_$o = p.kv_len - min(p.kv_len, n0 + first + $ou * 8u);
+    var of_q_$o = vec4<u32>();
+    var of_k_$o = vec4<u32>();
+    if d < p.head_dim {
+        if $nu < rows_$o { of_q_$o[$n] = q_bits(at_q_$o[$n]); }
+        if $nu * 16u < keys_$o { of_k_$o[$n] = k_bits(at_k_$o + $nu * 16u * p.k_stride.z); }
     }
-}
-
-// Columns d0 .. of keys n0 ..; 0 outside.
-fn load_keys(block: Block, n0: u32, d0: u32, thread: u32, step: u32) {
-    let d = d0 + thread % TILE;
-    for (var first = thread / TILE; first < 16u; first += 8u) {
-        let at = element(p.k_base, p.k_stride, block.batch, block.kv_head, n0 + first, d);
-        let keys = p.kv_len - min(p.kv_len, n0 + first);
-        var of_k = vec4<f32>();
-        if d < p.head_dim {
-            if $nu * 16u < keys { of_k[$n] = for_tile(k_bits(at + $nu * 16u * p.k_stride.z), step); }
-        }
-        tile[TILE_K + thread % TILE * PITCH + first] = of_k;
-    }
+    tile[thread % TILE * PITCH + first + $ou * 8u] = for_tiles(of_q_$o, step);
+    tile[TILE_K + thread % TILE * PITCH + first + $ou * 8u] = for_tiles(of_k_$o, step);
 }
 
 // Columns first_column .. first_column + 64 of keys j0 ..; 0 outside.
 fn load_values(block: Block, j0: u32, first_column: u32, thread: u32, step: u32) {
     let column = first_column + thread % 16u * 4u;
     let columns = p.head_dim_v - min(p.head_dim_v, column);
-    for (var j = thread / 16u; j < TILE_V; j += 8u) {
-        let at = element(p.v_base, p.v_stride, block.batch, block.kv_head, j0 + j, column);
-        var of_v = vec4<f32>();
-        if j0 + j < p.kv_len {
-            if $cu < columns { of_v[$c] = for_tile(v_bits(at + $cu * p.v_stride.w), step); }
-        }
-        tile[j * 16u + thread % 16u] = of_v;
-    }
+    let first = thread / 16u;
+    let at_$n = element(p.v_base, p.v_stride, block.batch, block.kv_head, j0 + first + $nu * 8u, column);
+    var of_v_$n = vec4<u32>();
+    if j0 + first + $nu * 8u < p.kv_len && $cu < columns { of_v_$n[$c] = v_bits(at_$n + $cu * p.v_stride.w); }
+    tile[(first + $nu * 8u) * 16u + thread % 16u] = for_tiles(of_v_$n, step);
 }
 
 // The kinds of column c of keys j0 .. of a tile, for the thread's rows that attend them: three bits for each of eight rows.
@@ -136,8 +123,7 @@ fn attention(
         for (var d0 = 0u; d0 < p.head_dim; d0 += TILE) {
             step++;
             workgroupBarrier();
-            load_queries(block, d0, thread, step);
-            load_keys(block, n0, d0, thread, step);
+            load_queries_and_keys(block, n0, d0, thread, step);
             workgroupBarrier();
             for (var d = 0u; d < TILE; d++) {
                 let of_q_$a = tile[d * PITCH + ty + $au * 8u];

@@ -12,12 +12,13 @@
 // A weight of 1 is 64: weights are normal numbers of float16 from 2^-20 to 2^8 beside the reference. What divides is the sum before that rounding.
 // Its own rows alone decide whether a reference moves. acc_o passes through workgroup memory for that, and in other blocks stays in matrices.
 //
-// THREADS threads, of which a thread has four rows (4·four ..) and every LANES-th key of a block for the scores. Subgroups as ? × SUBGROUP_COLUMNS: each has
+// THREADS threads, of which a thread has four rows (4·four ..) and every LANES-th key of a block for the scores. Subgroups stand in rows of SUBGROUP_COLUMNS: each has
 // $a tiles of rows, $n tiles of keys, and $n tiles of each BLOCK_N columns of values ($h).
 //
-// Of a block of keys, for each score (64 rows, 64 keys, 128 columns, 2 × 2 subgroups), in bytes of workgroup memory:
-//   4 + 4 s stored and read, 2 + 4 p stored and read, 8 k, 8 v, 8 tiles of k and v stored: 38, for 512 floating-point operations
-// Tiles of q stay in matrices. Rows of workgroup memory are longer by 8 elements of float16, 4 of float32: matrices meet different banks.
+// Of a block of keys, for each score (64 rows, 64 keys, 128 columns, 2 × 4 subgroups), in bytes of workgroup memory:
+//   4 + 4 s stored and read, 2 + 8 p stored and read, 8 k, 8 v, 8 tiles of k and v stored: 42, for 512 floating-point operations
+// Tiles of q stay in matrices. Of k and v a thread has what comes next in registers: without that, and with fewer threads, an H100 waited for memory most of
+// the time (52 TFLOP/s, not 93; 2026-11). Rows of workgroup memory are longer by 8 elements of float16, 4 of float32: matrices meet different banks.
 //
 // A line with $a, $n, $h, $r and $k (rounds in which q is loaded, and tiles of columns of one), $j (tiles of keys), $i, $o or $l (what a thread loads, and scores) stands once for each. No operation crosses rows: the bits
 // of a row depend neither on its neighbours nor on strides.
@@ -29,6 +30,9 @@ const UNSHIFT: f32 = 0.015625;
 // 8 ln 2.
 const GROWTH: f32 = 5.54517744;
 
+// Keys that all threads load at once, eight columns each.
+const K_ROWS: u32 = THREADS * 8u / DEPTH;
+const V_ROWS: u32 = THREADS * 8u / BLOCK_DV;
 const FOURS: u32 = BLOCK_M / 4u;
 const LANES: u32 = THREADS / FOURS;
 // In vectors of four, from one row of workgroup memory to the next.
@@ -37,13 +41,12 @@ const PITCH_P: u32 = FOURS + 2u;
 
 // q by row, ROUND columns of it; then k or v by key.
 var<workgroup> tile: array<vec4<f16>, BLOCK_N * PITCH>;
-// By key, four rows: s; or by column acc_o.
+// By key, four rows: s; or by column acc_o; or of each thread flags.
 var<workgroup> s_tile: array<vec4<f32>, BLOCK_N * PITCH_S>;
 // By key, four rows.
 var<workgroup> weights: array<vec4<f16>, BLOCK_N * PITCH_P>;
-// Of each thread maxima, then sums; and flags.
+// Of each thread maxima; then sums.
 var<workgroup> shares: array<vec4<f32>, THREADS>;
-var<workgroup> found: array<u32, THREADS>;
 // Where column 0 of a row lies in q, then in out.
 var<workgroup> row_at: array<vec4<u32>, FOURS>;
 // Whether a maximum of the block grew.
@@ -58,12 +61,14 @@ fn block_of(item: u32) -> Block {
     return block_of_rows(p.first_task + run / p.row_blocks, first_row, item % p.dv_blocks * BLOCK_DV);
 }
 
-// Of four halves those that are not finite, as their top bits.
-fn not_finite_halves(words: vec2<u32>) -> vec2<u32> {
-    return ((words & vec2<u32>(0x7c007c00u)) + vec2<u32>(0x04000400u)) & vec2<u32>(0x80008000u);
-}
+// Of two halves in a word: their top bits where they are not finite, besides others.
+const TOP_BITS: u32 = 0x80008000u;
+fn exponents_of(words: vec2<u32>) -> vec2<u32> { return (words & vec2<u32>(0x7c007c00u)) + vec2<u32>(0x04000400u); }
 // 0 in the place of what is not finite.
-fn finite_halves(words: vec2<u32>) -> vec2<u32> { return words & ~((not_finite_halves(words) >> vec2<u32>(15u)) * 0xffffu); }
+fn finite_halves(words: vec2<u32>) -> vec2<u32> {
+    return words & ~(((exponents_of(words) & vec2<u32>(TOP_BITS)) >> vec2<u32>(15u)) * 0xffffu);
+}
+fn finite_eight(words: vec4<u32>) -> vec4<u32> { return vec4<u32>(finite_halves(words.xy), finite_halves(words.zw)); }
 fn numbers(words: vec2<u32>) -> vec4<f16> {
     return vec4<f16>(vec4<f32>(unpack2x16float(words.x), unpack2x16float(words.y)));
 }
@@ -76,7 +81,7 @@ fn load_queries(block: Block, first: u32, thread: u32) {
         if block.first_row + row < p.rows {
             words = q_four(row_at[row / 4u][row % 4u] + d * p.q_stride.w, p.q_stride.w, columns);
         }
-        if any(not_finite_halves(words) != vec2<u32>()) { atomicStore(&not_finite, 1u); }
+        if any((exponents_of(words) & vec2<u32>(TOP_BITS)) != vec2<u32>()) { atomicStore(&not_finite, 1u); }
         tile[row * PITCH_Q + (d - first) / 4u] = numbers(finite_halves(words));
     }
 }
@@ -86,65 +91,46 @@ fn by_eights(base: u32, stride: vec4<u32>, columns: u32) -> bool {
     return stride.w == 1u && columns % 8u == 0u && ((base | stride.x | stride.y | stride.z) & ALIGNMENT) == 0u;
 }
 
-// Keys n0 .. n0 + BLOCK_N; 0 outside.
-fn load_keys(block: Block, n0: u32, thread: u32, step: u32) {
-    var bad = vec2<u32>();
-    if by_eights(p.k_base, p.k_stride, p.head_dim) {
-        let d = thread % (DEPTH / 8u) * 8u;
-        let j = thread / (DEPTH / 8u);
-        let at = element(p.k_base, p.k_stride, block.batch, block.kv_head, n0 + j, d);
-        let keys = select(0u, p.kv_len - min(p.kv_len, n0 + j), d < p.head_dim);
-        var words_$i = vec4<u32>();
-        if $iu * (THREADS * 8u / DEPTH) < keys { words_$i = k_eight(at + $iu * (THREADS * 8u / DEPTH) * p.k_stride.z); }
-        bad |= not_finite_halves(words_$i.xy) | not_finite_halves(words_$i.zw);
-        if any(bad != vec2<u32>()) { words_$i = vec4<u32>(finite_halves(words_$i.xy), finite_halves(words_$i.zw)); }
-        tile[(j + $iu * (THREADS * 8u / DEPTH)) * PITCH + d / 4u] = numbers(words_$i.xy);
-        tile[(j + $iu * (THREADS * 8u / DEPTH)) * PITCH + d / 4u + 1u] = numbers(words_$i.zw);
-    } else {
-        let d = thread % (DEPTH / 4u) * 4u;
-        let columns = p.head_dim - min(p.head_dim, d);
-        for (var j = thread / (DEPTH / 4u); j < BLOCK_N; j += THREADS * 4u / DEPTH) {
-            var words = vec2<u32>();
-            if n0 + j < p.kv_len {
-                words = k_four(element(p.k_base, p.k_stride, block.batch, block.kv_head, n0 + j, d), p.k_stride.w, columns);
-            }
-            bad |= not_finite_halves(words);
-            tile[j * PITCH + d / 4u] = numbers(finite_halves(words));
-        }
-    }
-    if any(bad != vec2<u32>()) { atomicStore(&not_finite, step); }
+// Eight columns of a key, and of a value; 0 outside.
+fn key_eight(block: Block, j: u32, d: u32) -> vec4<u32> {
+    if j >= p.kv_len || d >= p.head_dim { return vec4<u32>(); }
+    return k_eight(element(p.k_base, p.k_stride, block.batch, block.kv_head, j, d));
+}
+fn value_eight(block: Block, j: u32, c: u32) -> vec4<u32> {
+    if j >= p.kv_len || c >= p.head_dim_v { return vec4<u32>(); }
+    return v_eight(element(p.v_base, p.v_stride, block.batch, block.kv_head, j, c));
 }
 
-// Columns first_column .. of values n0 .. n0 + BLOCK_N; 0 outside.
-fn load_values(block: Block, n0: u32, thread: u32) {
-    var bad = vec2<u32>();
-    if by_eights(p.v_base, p.v_stride, p.head_dim_v) {
-        let c = thread % (BLOCK_DV / 8u) * 8u;
-        let j = thread / (BLOCK_DV / 8u);
-        let at = element(p.v_base, p.v_stride, block.batch, block.kv_head, n0 + j, block.first_column + c);
-        let keys = select(0u, p.kv_len - min(p.kv_len, n0 + j), block.first_column + c < p.head_dim_v);
-        var words_$o = vec4<u32>();
-        if $ou * (THREADS * 8u / BLOCK_DV) < keys { words_$o = v_eight(at + $ou * (THREADS * 8u / BLOCK_DV) * p.v_stride.z); }
-        bad |= not_finite_halves(words_$o.xy) | not_finite_halves(words_$o.zw);
-        if any(bad != vec2<u32>()) { words_$o = vec4<u32>(finite_halves(words_$o.xy), finite_halves(words_$o.zw)); }
-        tile[(j + $ou * (THREADS * 8u / BLOCK_DV)) * PITCH + c / 4u] = numbers(words_$o.xy);
-        tile[(j + $ou * (THREADS * 8u / BLOCK_DV)) * PITCH + c / 4u + 1u] = numbers(words_$o.zw);
-    } else {
-        let c = thread % (BLOCK_DV / 4u) * 4u;
-        let columns = p.head_dim_v - min(p.head_dim_v, block.first_column + c);
-        for (var j = thread / (BLOCK_DV / 4u); j < BLOCK_N; j += THREADS * 4u / BLOCK_DV) {
-            var words = vec2<u32>();
-            if n0 + j < p.kv_len {
-                words = v_four(element(p.v_base, p.v_stride, block.batch, block.kv_head, n0 + j, block.first_column + c), p.v_stride.w, columns);
-            }
-            bad |= not_finite_halves(words);
-            tile[j * PITCH + c / 4u] = numbers(finite_halves(words));
+// Keys n0 .. n0 + BLOCK_N, wherever their elements lie; 0 outside.
+fn load_keys(block: Block, n0: u32, thread: u32) -> bool {
+    var exponents = vec2<u32>();
+    let d = thread % (DEPTH / 4u) * 4u;
+    let columns = p.head_dim - min(p.head_dim, d);
+    for (var j = thread / (DEPTH / 4u); j < BLOCK_N; j += THREADS * 4u / DEPTH) {
+        var words = vec2<u32>();
+        if n0 + j < p.kv_len {
+            words = k_four(element(p.k_base, p.k_stride, block.batch, block.kv_head, n0 + j, d), p.k_stride.w, columns);
         }
+        exponents |= exponents_of(words);
+        tile[j * PITCH + d / 4u] = numbers(finite_halves(words));
     }
-    if any(bad != vec2<u32>()) {
-        atomicMin(&bad_first, n0);
-        atomicMax(&bad_end, n0 + BLOCK_N);
+    return any((exponents & vec2<u32>(TOP_BITS)) != vec2<u32>());
+}
+
+// Columns first_column .. of values n0 .. n0 + BLOCK_N, wherever their elements lie; 0 outside.
+fn load_values(block: Block, n0: u32, thread: u32) -> bool {
+    var exponents = vec2<u32>();
+    let c = thread % (BLOCK_DV / 4u) * 4u;
+    let columns = p.head_dim_v - min(p.head_dim_v, block.first_column + c);
+    for (var j = thread / (BLOCK_DV / 4u); j < BLOCK_N; j += THREADS * 4u / BLOCK_DV) {
+        var words = vec2<u32>();
+        if n0 + j < p.kv_len {
+            words = v_four(element(p.v_base, p.v_stride, block.batch, block.kv_head, n0 + j, block.first_column + c), p.v_stride.w, columns);
+        }
+        exponents |= exponents_of(words);
+        tile[j * PITCH + c / 4u] = numbers(finite_halves(words));
     }
+    return any((exponents & vec2<u32>(TOP_BITS)) != vec2<u32>());
 }
 
 // The kinds of column c of keys first .. end, for the rows that attend them.
@@ -167,21 +153,8 @@ fn weights_of(x: vec4<f32>, row_max: vec4<f32>) -> vec4<f32> {
 // A thread's weights of a block of keys: their sum, the largest score, and which rows have a score that is bad, or attend a key.
 struct Weighed { sum: vec4<f32>, top: vec4<f32>, bad: vec4<bool>, live: vec4<bool> }
 
-// `is_plain`: the scores of all keys are products times scale, and finite.
-fn weigh(block: Block, rows: Rows, n0: u32, row_max: vec4<f32>, four: u32, lane: u32, is_plain: bool, has_kinds: bool) -> Weighed {
-    var weighed = Weighed(vec4<f32>(), row_max, vec4<bool>(), vec4<bool>(is_plain));
-    if is_plain {
-        //@ for each $l
-        {
-            let x = s_tile[(lane + $lu * LANES) * PITCH_S + four] * p.scale;
-            let weight = weights_of(x, row_max);
-            weighed.top = max(weighed.top, x);
-            weighed.sum += weight;
-            weights[(lane + $lu * LANES) * PITCH_P + four] = vec4<f16>(weight);
-        }
-        //@ end
-        return weighed;
-    }
+fn weigh(block: Block, rows: Rows, n0: u32, row_max: vec4<f32>, four: u32, lane: u32, has_kinds: bool) -> Weighed {
+    var weighed = Weighed(vec4<f32>(), row_max, vec4<bool>(), vec4<bool>());
     for (var at = lane; at < BLOCK_N; at += LANES) {
         var kinds = vec4<u32>();
         if has_kinds { kinds = kinds_of_products(block, rows, n0 + at, 0u, p.head_dim); }
@@ -238,13 +211,37 @@ fn attention(
     var bad = vec4<bool>();
     var live = vec4<bool>();
     var step = 1u;
+    // What the thread loads of k and v at a time: eight columns of every so many keys.
+    let k_by_eights = by_eights(p.k_base, p.k_stride, p.head_dim);
+    let v_by_eights = by_eights(p.v_base, p.v_stride, p.head_dim_v);
+    let k_row = thread / (DEPTH / 8u);
+    let k_column = thread % (DEPTH / 8u) * 8u;
+    let v_row = thread / (BLOCK_DV / 8u);
+    let v_column = thread % (BLOCK_DV / 8u) * 8u;
+    var k_words_$i = vec4<u32>();
+    if k_by_eights { k_words_$i = key_eight(block, block.first_key + k_row + $iu * K_ROWS, k_column); }
 
     for (var n0 = block.first_key; n0 < block.end_key; n0 += BLOCK_N) {
-        // s = q·k
+        // The tile of k; v is on its way while q·k is formed, and the next k while p·v is.
         step++;
-        load_keys(block, n0, thread, step);
+        var has_odd = false;
+        if k_by_eights {
+            var exponents = vec2<u32>();
+            exponents |= exponents_of(k_words_$i.xy) | exponents_of(k_words_$i.zw);
+            has_odd = any((exponents & vec2<u32>(TOP_BITS)) != vec2<u32>());
+            if has_odd { k_words_$i = finite_eight(k_words_$i); }
+            tile[(k_row + $iu * K_ROWS) * PITCH + k_column / 4u] = numbers(k_words_$i.xy);
+            tile[(k_row + $iu * K_ROWS) * PITCH + k_column / 4u + 1u] = numbers(k_words_$i.zw);
+        } else {
+            has_odd = load_keys(block, n0, thread);
+        }
+        if has_odd { atomicStore(&not_finite, step); }
         if thread == 0u { atomicStore(&grown, 0u); }
         workgroupBarrier();
+        var v_words_$o = vec4<u32>();
+        if v_by_eights { v_words_$o = value_eight(block, n0 + v_row + $ou * V_ROWS, block.first_column + v_column); }
+
+        // s = q·k
         var s_$a_$n = MatrixC();
         //@ for each $r
         //@ for each $k
@@ -257,26 +254,58 @@ fn attention(
         coopStore(s_$a_$n, &s_tile[(first_n + $nu * TILE) * PITCH_S + (first_m + $au * TILE) / 4u], PITCH_S);
         workgroupBarrier();
         let has_kinds = !is_q_finite || atomicLoad(&not_finite) == step;
-        load_values(block, n0, thread);
+
+        // The tile of v.
+        if v_by_eights {
+            var exponents = vec2<u32>();
+            exponents |= exponents_of(v_words_$o.xy) | exponents_of(v_words_$o.zw);
+            has_odd = any((exponents & vec2<u32>(TOP_BITS)) != vec2<u32>());
+            if has_odd { v_words_$o = finite_eight(v_words_$o); }
+            tile[(v_row + $ou * V_ROWS) * PITCH + v_column / 4u] = numbers(v_words_$o.xy);
+            tile[(v_row + $ou * V_ROWS) * PITCH + v_column / 4u + 1u] = numbers(v_words_$o.zw);
+        } else {
+            has_odd = load_values(block, n0, thread);
+        }
+        if has_odd {
+            atomicMin(&bad_first, n0);
+            atomicMax(&bad_end, n0 + BLOCK_N);
+        }
+        if k_by_eights { k_words_$i = key_eight(block, n0 + BLOCK_N + k_row + $iu * K_ROWS, k_column); }
 
         // x = scores of s; p = 2^6·e^(x − row_max)
         let sees_all = all(vec4<i32>(i32(n0)) >= rows.lo) && all(vec4<i32>(i32(n0 + BLOCK_N)) <= rows.hi) && all(rows.exist);
-        let is_plain = is_simple && sees_all && !has_kinds;
-        var weighed = weigh(block, rows, n0, row_max, four, lane, is_plain, has_kinds);
-        bad |= weighed.bad;
-        live |= weighed.live;
-        if any(weighed.top - row_max > vec4<f32>(GROWTH)) { atomicStore(&grown, 1u); }
+        var sum = vec4<f32>();
+        var top = row_max;
+        if sees_all && is_simple && !has_kinds {
+            // The scores of all keys are products times scale, and finite.
+            //@ for each $l
+            {
+                let x = s_tile[(lane + $lu * LANES) * PITCH_S + four] * p.scale;
+                let weight = weights_of(x, row_max);
+                top = max(top, x);
+                sum += weight;
+                weights[(lane + $lu * LANES) * PITCH_P + four] = vec4<f16>(weight);
+            }
+            //@ end
+            live = vec4<bool>(true);
+        } else {
+            let weighed = weigh(block, rows, n0, row_max, four, lane, has_kinds);
+            sum = weighed.sum;
+            top = weighed.top;
+            bad |= weighed.bad;
+            live |= weighed.live;
+        }
+        if any(top - row_max > vec4<f32>(GROWTH)) { atomicStore(&grown, 1u); }
         if workgroupUniformLoad(&grown) != 0u {
             // row_max = max x, p once more, and acc_o *= f where it grew
-            shares[thread] = weighed.top;
+            shares[thread] = top;
             workgroupBarrier();
-            var top = row_max;
             for (var other = 0u; other < LANES; other++) { top = max(top, shares[other * FOURS + four]); }
             let grows = top - row_max > vec4<f32>(GROWTH);
             let factor = select(vec4<f32>(1.0), exp2((row_max - top) * LOG2_E), grows);
             row_max = select(row_max, top, grows);
             row_sum *= factor;
-            weighed = weigh(block, rows, n0, row_max, four, lane, is_plain, has_kinds);
+            sum = weigh(block, rows, n0, row_max, four, lane, has_kinds).sum;
             workgroupBarrier();
             //@ for each $h
             coopStore(acc_$a_$h_$n, &s_tile[(first_n + $nu * TILE) * PITCH_S + (first_m + $au * TILE) / 4u], PITCH_S);
@@ -287,7 +316,7 @@ fn attention(
             workgroupBarrier();
             //@ end
         }
-        row_sum += weighed.sum;
+        row_sum += sum;
 
         // acc_o += p·v
         //@ for each $j
@@ -303,13 +332,13 @@ fn attention(
     // The sums of rows, in the order of lanes.
     workgroupBarrier();
     shares[thread] = row_sum;
-    found[thread] = bits_of(bad) | (bits_of(live) << 4u);
+    s_tile[thread] = bitcast<vec4<f32>>(vec4<u32>(bits_of(bad) | (bits_of(live) << 4u)));
     workgroupBarrier();
     row_sum = vec4<f32>();
     var flags = 0u;
     for (var other = 0u; other < LANES; other++) {
         row_sum += shares[other * FOURS + four];
-        flags |= found[other * FOURS + four];
+        flags |= bitcast<vec4<u32>>(s_tile[other * FOURS + four]).x;
     }
 
     // out = acc_o / row_sum, BLOCK_N columns at a time by way of `s_tile`; lse = row_max + ln row_sum

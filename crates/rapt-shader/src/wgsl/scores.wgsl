@@ -17,6 +17,12 @@ fn for_tile(bits: u32, step: u32) -> f32 {
     return finite(bits);
 }
 
+fn for_tiles(bits: vec4<u32>, step: u32) -> vec4<f32> {
+    if are_finite(bits) { return bitcast<vec4<f32>>(bits); }
+    atomicStore(&not_finite, step);
+    return vec4<f32>(finite(bits.x), finite(bits.y), finite(bits.z), finite(bits.w));
+}
+
 // The kinds of the products of four rows and key j, columns d0 .. d1.
 fn kinds_of_products(block: Block, rows: Rows, j: u32, d0: u32, d1: u32) -> vec4<u32> {
     var kinds = vec4<u32>();
