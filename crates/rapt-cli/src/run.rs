@@ -99,7 +99,7 @@ struct PartArgs {
     v_global_scale: Option<f32>,
 }
 
-fn device(name: &str) -> Result<Device, String> {
+pub(crate) fn device(name: &str) -> Result<Device, String> {
     Device::from_name(name).ok_or_else(|| "allowed are cpu, vulkan and vulkan:N".to_owned())
 }
 

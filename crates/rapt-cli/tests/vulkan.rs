@@ -1,4 +1,4 @@
-//! `rapt run --device vulkan` and the adapters of `rapt doctor`, in builds with the backend.
+//! `rapt run --device vulkan`, `rapt bench --device vulkan` and the adapters of `rapt doctor`, in builds with the backend.
 //!
 //! Without an adapter nothing is tested, which is printed, and is a failure if `RAPT_REQUIRE` names `vulkan` (`cargo xtask vulkan`).
 #![allow(missing_docs)]
@@ -40,8 +40,9 @@ fn numbers(seed: usize, len: usize) -> Vec<f64> {
 struct Folder(PathBuf);
 
 impl Folder {
-    fn new() -> Self {
-        let folder = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(format!("vulkan-{}", std::process::id()));
+    fn new(test: &str) -> Self {
+        let name = format!("vulkan-{test}-{}", std::process::id());
+        let folder = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(name);
         std::fs::create_dir_all(&folder).expect("a folder for files");
         Folder(folder)
     }
@@ -90,7 +91,7 @@ fn files_are_attended_to_on_the_device() {
     if !has_adapter() {
         return;
     }
-    let folder = Folder::new();
+    let folder = Folder::new("files");
     let (q, k) = (numbers(1, HEADS * 2 * DIM), numbers(2, KV_HEADS * LEN * DIM));
     let v = numbers(3, k.len());
     let (q_file, k_file) = (folder.floats("q.npy", HEADS, &q), folder.floats("k.npy", KV_HEADS, &k));
@@ -126,4 +127,32 @@ fn doctor_lists_adapters_with_what_they_lack() {
     assert!(row.starts_with(name.as_str()) && row.contains("MiB; ") && row.contains("lack"), "{row}");
     assert!(row.contains("; compiled kernels kept "), "{row}");
     assert!(text(&rapt(&["doctor"]).stdout).contains("vulkan:0"));
+}
+
+#[test]
+fn bench_checks_and_times_every_kernel_that_serves_a_row() {
+    if !has_adapter() {
+        return;
+    }
+    let folder = Folder::new("bench");
+    let file = folder.path("bench.json");
+    let row = ["bench", "--device", "vulkan:0", "--shape", "1,4,40,90,16", "--kv-heads", "2", "--seconds", "0.02"];
+    let done = rapt(&[&row[..], &["--causal", "--json", &file]].concat());
+    let table = text(&done.stdout);
+    assert!(done.status.success(), "{table} {}", text(&done.stderr));
+    assert!(table.contains("1,4/2,40,90,16 causal") && table.contains("by the device's clock"), "{table}");
+    let report: serde_json::Value =
+        serde_json::from_str(&std::fs::read_to_string(&file).expect("the figures")).expect("JSON");
+    let rows = report["rows"].as_array().expect("rows");
+    let kernels: Vec<&str> = rows.iter().map(|row| row["kernel"].as_str().expect("a kernel")).collect();
+    assert_eq!(kernels, ["forward", "generic"]);
+    for (at, row) in rows.iter().enumerate() {
+        assert_eq!((row["correct"].as_bool(), row["is_selected"].as_bool()), (Some(true), Some(at == 0)), "{row}");
+        let timing = &row["timing"];
+        assert!(timing["seconds"].as_f64().is_some_and(|seconds| seconds > 0.0), "{row}");
+        assert!(timing["share_of_fma"].as_f64().is_some_and(|share| share > 0.0 && share < 1.0), "{row}");
+        assert_eq!(timing["rounds_seconds"].as_array().map(Vec::len), Some(5));
+    }
+    let refused = rapt(&[&row[..], &["--mask", "bool"]].concat());
+    assert!(text(&refused.stderr).contains("without masks and codes"), "{}", text(&refused.stderr));
 }

@@ -185,6 +185,36 @@ impl Gpu {
     }
 }
 
+impl Gpu {
+    /// A buffer of these bytes and up to three of 0 behind them, which kernels may read and write.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`], [`Error::DeviceFailed`].
+    pub fn upload(&self, bytes: &[u8]) -> Result<wgpu::Buffer> {
+        use wgpu::BufferUsages as Usages;
+        let (open, on) = (self.opened()?, |error: GpuError| error.on(self.device()));
+        let usage = Usages::STORAGE | Usages::COPY_DST | Usages::COPY_SRC;
+        let buffer = open.buffer(bytes.len(), usage).map_err(on)?;
+        let whole = bytes.len() / 4 * 4;
+        let mut rest = bytes[whole..].to_vec();
+        rest.resize(rest.len().next_multiple_of(4), 0);
+        open.guarded("write_buffer", bytes.len(), || {
+            open.queue.write_buffer(&buffer, 0, &bytes[..whole]);
+            open.queue.write_buffer(&buffer, whole as u64, &rest);
+        })
+        .map_err(on)?;
+        Ok(buffer)
+    }
+
+    /// The bytes of a buffer with usage `COPY_SRC`, when all that was submitted before has ended.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`], [`Error::DeviceFailed`].
+    pub fn download(&self, buffer: &wgpu::Buffer) -> Result<Vec<u8>> {
+        download(&*self.opened()?, buffer, buffer.size() as usize).map_err(|error| error.on(self.device()))
+    }
+}
+
 impl Offload for Gpu {
     fn device(&self) -> Device {
         Gpu::device(self)

@@ -2,12 +2,14 @@
 //!
 //! A row is checked first (a smaller problem of its kind, against `rapt::reference`) and then timed: rounds of ceilings
 //! and calls, interleaved, so that both see the same clock. `row` makes and runs a problem, `ceilings` measures the
-//! machine, `printout` writes the table, the JSON and the plot. Deliberately absent: other engines, which
+//! machine, `printout` writes the table, the JSON and the plot; `vulkan` does all of that for a GPU. Deliberately absent: other engines, which
 //! `cargo xtask bench cpu` measures in the same run.
 
 mod ceilings;
 mod printout;
 mod row;
+#[cfg(feature = "vulkan")]
+mod vulkan;
 
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -54,6 +56,9 @@ pub(crate) struct Args {
     /// Seconds of calls per row.
     #[arg(long, value_name = "S", default_value = "1", allow_negative_numbers = true, value_parser = seconds)]
     seconds: f64,
+    /// What is measured: cpu, or vulkan:N (vulkan is vulkan:0), an adapter of `rapt doctor`: every kernel that serves a row, by the adapter's clock.
+    #[arg(long = "device", value_name = "NAME", default_value = "cpu", value_parser = crate::run::device)]
+    on: rapt::Device,
     /// Where every figure goes.
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
@@ -88,8 +93,15 @@ pub(crate) fn run(args: &Args, words: &[OsString], host: &dyn Host) -> Outcome {
     if let Some(Device::Cuda(args)) = &args.device {
         return host.python(&PythonCommand::new("bench cuda", args, words)?);
     }
-    let engine = Engine::new(args.problem.threads)?;
     let rows = rows(args, args.codes.schemes()?);
+    match args.on {
+        rapt::Device::Cpu => {}
+        #[cfg(feature = "vulkan")]
+        rapt::Device::Vulkan(adapter) => return vulkan::run(args, adapter, rows),
+        // It has no backend, and says so.
+        device => drop(Engine::on(device, args.problem.threads)?),
+    }
+    let engine = Engine::new(args.problem.threads)?;
     let meter = Meter::new(engine.caps().arch, engine.threads().get());
     let mut printout = Printout::new(&engine);
 

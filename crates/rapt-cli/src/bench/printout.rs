@@ -61,7 +61,7 @@ impl Figures {
 }
 
 /// A time in the unit that fits it.
-fn time(seconds: f64) -> String {
+pub(super) fn time(seconds: f64) -> String {
     match seconds {
         s if s < 1e-3 => format!("{:.2} µs", s * 1e6),
         s if s < 1.0 => format!("{:.3} ms", s * 1e3),

@@ -156,7 +156,7 @@ impl Row {
         if self.is_bshd { name + " bshd" } else { name }
     }
 
-    fn shape_of(&self, heads: usize, len: usize, dim: usize) -> Shape {
+    pub(super) fn shape_of(&self, heads: usize, len: usize, dim: usize) -> Shape {
         if self.is_bshd { [self.batch, len, heads, dim].into() } else { [self.batch, heads, len, dim].into() }
     }
 
@@ -220,7 +220,7 @@ impl Row {
     }
 
     /// A problem of this kind that the reference can follow: one batch, few heads, a tile of queries, two blocks of keys.
-    fn smaller(&self) -> Row {
+    pub(super) fn smaller(&self) -> Row {
         let kv_heads = self.kv_heads.min(2);
         let heads = self.heads / self.kv_heads.max(1) * kv_heads;
         Row { batch: 1, heads, kv_heads, q_len: self.q_len.min(70), kv_len: self.kv_len.min(600), ..*self }
@@ -228,11 +228,18 @@ impl Row {
 
     /// The relative L2 error of this row (one batch) against the reference.
     fn error<T: Element>(&self, engine: &Engine, narrow: fn(f64) -> T, widen: fn(T) -> f64) -> Result<f64> {
-        let Row { heads, kv_heads, q_len, kv_len, head_dim, head_dim_v, options, .. } = *self;
+        let Row { heads, q_len, head_dim_v, .. } = *self;
         let memory = self.memory(narrow, 1)?;
         let plan = self.plan(engine, &memory)?;
         let mut out = self.new_out()?;
         engine.run(&plan, &mut Operands::check(self.tensors(&memory, 0, &mut out)?, plan.spec())?)?;
+        let got = self.by_head(&out.to_vec()?.into_iter().map(widen).collect::<Vec<f64>>(), heads, q_len, head_dim_v);
+        Ok(relative_error(&got, &self.expected(&memory, widen)?))
+    }
+
+    /// The reference of this row (one batch), `[heads, q_len, head_dim_v]`.
+    fn expected<T: Element>(&self, memory: &Memory<T>, widen: fn(T) -> f64) -> Result<Vec<f64>> {
+        let Row { heads, kv_heads, q_len, kv_len, head_dim, head_dim_v, options, .. } = *self;
         let wide =
             |x: &Operand<T>, heads, len, dim| Ok::<_, QuantError>(self.by_head(&x.numbers(widen)?, heads, len, dim));
         // `[q_len, kv_len]` for every head.
@@ -256,9 +263,27 @@ impl Row {
         let (q, k) = (wide(&memory.q, heads, q_len, head_dim)?, wide(k, kv_heads, kv_len, head_dim)?);
         let v = wide(v, kv_heads, kv_len, head_dim_v)?;
         let inputs = Inputs { q: &q, k: &k, v: &v, mask, sinks: None, alibi_slopes: None };
-        let expected = naive(&problem, &inputs).out;
-        let got = wide(&Operand::Numbers(out.to_vec()?), heads, q_len, head_dim_v)?;
-        Ok(relative_error(&got, &expected))
+        Ok(naive(&problem, &inputs).out)
+    }
+
+    /// q, k and v of this row, and of one batch the error of what an engine makes of them.
+    #[cfg(feature = "vulkan")]
+    pub(super) fn numbers<T: Element>(&self, narrow: fn(f64) -> T) -> Result<[Vec<T>; 3]> {
+        let memory = self.memory(narrow, 1)?;
+        let of = |operand: Operand<T>| match operand {
+            Operand::Numbers(numbers) => numbers,
+            Operand::Codes(_) => Vec::new(),
+        };
+        let [(k, v)] = <[_; 1]>::try_from(memory.kv)
+            .unwrap_or_else(|_| [(Operand::Numbers(Vec::new()), Operand::Numbers(Vec::new()))]);
+        Ok([memory.q, k, v].map(of))
+    }
+
+    /// The relative L2 error of `got`, an out of this row as it lies (one batch), against the reference.
+    #[cfg(feature = "vulkan")]
+    pub(super) fn error_of<T: Element>(&self, got: &[f64], (narrow, widen): Casts<T>) -> Result<f64> {
+        let expected = self.expected(&self.memory(narrow, 1)?, widen)?;
+        Ok(relative_error(&self.by_head(got, self.heads, self.q_len, self.head_dim_v), &expected))
     }
 
     /// `values` of one batch as `[heads, len, dim]`.
@@ -321,7 +346,7 @@ impl Row {
     }
 
     /// What rounding may do: two roundings of the result's precision, and of sums of this size; of int8, what it rounds besides.
-    fn limit(&self) -> f64 {
+    pub(super) fn limit(&self) -> f64 {
         match self.dtype {
             _ if self.options.compute == Compute::Int8 => 3e-2,
             DType::F64 => 1e-13,
