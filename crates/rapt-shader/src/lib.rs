@@ -22,6 +22,7 @@ mod params;
 mod partition;
 mod select;
 mod source;
+mod tiles;
 mod variant;
 mod window;
 

@@ -9,7 +9,7 @@
 
 use std::fmt::{self, Write};
 
-use crate::variant::{BLOCK_M, Tiles};
+use crate::tiles::{BLOCK_M, Tiles};
 
 /// Cooperative matrices that a device has: float16 times float16, summed in float32.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

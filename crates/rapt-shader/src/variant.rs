@@ -5,9 +5,8 @@ use std::fmt;
 use rapt_core::{DType, Kernel, Spec};
 
 use crate::matrices::MatrixTiles;
+pub(crate) use crate::tiles::{BLOCK_M, Tiles};
 
-/// Rows of a block of `generic` and `forward`; in these the rows of windows are counted.
-pub(crate) const BLOCK_M: usize = 64;
 /// Most rows of a task that `decode` serves.
 pub(crate) const MOST_FEW_ROWS: usize = 16;
 /// Most splits of the keys: threads of `combine`.
@@ -35,26 +34,6 @@ pub enum Algorithm {
     },
     /// wgsl/combine.wgsl: what `decode` found, folded to rows.
     Combine,
-}
-
-/// What a workgroup takes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Tiles {
-    /// Rows.
-    pub(crate) block_m: usize,
-    /// Keys of a block.
-    pub(crate) block_n: usize,
-    /// Columns of values.
-    pub(crate) block_dv: usize,
-    /// Threads.
-    pub(crate) threads: usize,
-    /// Bytes of workgroup memory.
-    pub(crate) shared_bytes: usize,
-}
-
-impl Tiles {
-    /// Those of what launches nothing.
-    pub(crate) const NONE: Tiles = Tiles { block_m: 1, block_n: 1, block_dv: 1, threads: 1, shared_bytes: 0 };
 }
 
 impl Algorithm {

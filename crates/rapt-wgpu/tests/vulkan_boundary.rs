@@ -312,7 +312,7 @@ fn a_reference_moves_with_the_scores_of_its_own_row() {
         let of = |bits: &(Vec<u32>, Vec<u32>)| (bits.0[row * DIM..][..DIM].to_vec(), bits.1[row]);
         assert_eq!(of(&moved) == of(&still), ![0, 5, 63].contains(&row), "row {row}");
     }
-    // And they are the law's: of the numbers that float16 has of these.
+    // And they are those of the definition: of the numbers that float16 has of these.
     let exact = |x: &[f32]| x.iter().map(|x| f64::from(f16::from_f32(*x))).collect::<Vec<f64>>();
     let (q, k, v) = (exact(&q), exact(&k), exact(&v));
     for row in 0..64 {
