@@ -330,9 +330,11 @@ fn run_refuses_files_and_problems_and_writes_nothing() {
             "{error}"
         );
     }
-    let error = refuses(&["run", &q, &q, &q, &out, "--device", "cuda:0"], &[], 1);
-    assert!(error.contains("cuda:0 is not available: tensors of the host"), "{error}");
-    let error = refuses(&["run", &q, &q, &q, &out, "--device", "mps"], &[], 2);
+    for (given, named) in [("cuda:0", "cuda:0"), ("mps", "mps:0")] {
+        let error = refuses(&["run", &q, &q, &q, &out, "--device", given], &[], 1);
+        assert!(error.contains(&format!("{named} is not available: tensors of the host")), "{error}");
+    }
+    let error = refuses(&["run", &q, &q, &q, &out, "--device", "tpu"], &[], 2);
     assert!(error.contains("allowed are cpu, vulkan and vulkan:N"), "{error}");
 }
 

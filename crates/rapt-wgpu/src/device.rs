@@ -183,14 +183,15 @@ impl Open {
         Pipeline { pipeline, layout }
     }
 
-    fn module(&self, text: String) -> wgpu::ShaderModule {
+    pub(crate) fn module(&self, text: String) -> wgpu::ShaderModule {
         let source = wgpu::ShaderSource::Wgsl(text.into());
         let descriptor = wgpu::ShaderModuleDescriptor { label: Some("rapt"), source };
         match self.checks {
             Checks::Compiled => self.device.create_shader_module(descriptor),
             Checks::Proven => {
                 let checks = wgpu::ShaderRuntimeChecks::unchecked();
-                // SAFETY: the texts are those of rapt-shader, whose loops count up to a bound. Their indices into buffers are addresses of
+                // SAFETY: the texts are those of rapt-shader, whose loops count up to a bound, and the two of `meter`, which do too and write a place a
+                // thread of buffers that have as many. Their indices into buffers are addresses of
                 // elements, which lie inside the window that `launch` binds: the operands were proven against the spec that the windows
                 // are computed of.
                 unsafe { self.device.create_shader_module_trusted(descriptor, checks) }

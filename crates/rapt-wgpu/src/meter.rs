@@ -100,8 +100,8 @@ impl Clock {
 fn seconds_of(open: &Open, text: &str, buffers: &[&wgpu::Buffer], groups: (u32, u32), runs: usize) -> Result<Vec<f64>> {
     let clock = Clock::new(open, runs)?;
     open.guarded("dispatch", 0, || {
-        let source = wgpu::ShaderSource::Wgsl(text.into());
-        let module = open.device.create_shader_module(wgpu::ShaderModuleDescriptor { label: Some("rapt"), source });
+        // As kernels are: what checks cost would be counted as the device's.
+        let module = open.module(text.to_owned());
         let pipeline = open.device.create_compute_pipeline(&wgpu::ComputePipelineDescriptor {
             label: Some("rapt"),
             layout: None,

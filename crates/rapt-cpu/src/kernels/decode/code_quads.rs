@@ -65,11 +65,14 @@ struct Groups {
     /// Elements of a group, as a power of two; more than a row has where it is one group.
     chunk_log2: u32,
     planes: usize,
+    /// The last group of a row.
+    last: usize,
 }
 
 impl Groups {
     fn new(chunk: usize, dim: usize, planes: usize) -> Self {
-        Groups { chunk_log2: if chunk >= dim { usize::BITS - 1 } else { chunk.ilog2() }, planes }
+        let chunk_log2 = if chunk >= dim { usize::BITS - 1 } else { chunk.ilog2() };
+        Groups { chunk_log2, planes, last: (dim.max(1) - 1) >> chunk_log2 }
     }
 
     /// The first group of a span.
@@ -78,12 +81,12 @@ impl Groups {
         (span * 64 * self.planes) >> self.chunk_log2
     }
 
-    /// Of quarter `quarter` of a span's vectors, and one of the two sets, how many groups behind the span's first its own is. In one plane
-    /// both sets are of one group.
+    /// Of quarter `quarter` of the vectors of `span`, and one of the two sets, how many groups behind the span's first its own is. In one plane
+    /// both sets are of one group. What lies behind a row is nothing times its last factor: those of another key have no say.
     #[inline(always)]
-    fn of(&self, quarter: usize, set: usize) -> i32 {
+    fn of(&self, span: usize, quarter: usize, set: usize) -> i32 {
         let run = if self.planes == 2 { 2 * quarter + set } else { quarter };
-        ((RUN * run) >> self.chunk_log2) as i32
+        ((RUN * run) >> self.chunk_log2).min(self.last - self.first(span)) as i32
     }
 }
 
@@ -91,11 +94,16 @@ impl<S: CodeQuads, C: QuadCode<S>, const GROUPS: bool> Part<S> for Product<'_, C
     type Output = ();
     #[inline(always)]
     unsafe fn run(self) {
-        let &QuadQueries { n, rows, dim, chunk, .. } = self.with;
+        let &QuadQueries { n, rows, row_bytes, dim, chunk, .. } = self.with;
         let groups = Groups::new(chunk, dim, C::PLANES);
         // SAFETY: promised by the caller of what made the part.
         unsafe {
-            let picks = if GROUPS { picks_of_four::<S>(groups) } else { [S::splat_i32(0); SETS] };
+            let mut picks = [[S::splat_i32(0); SETS]; 2];
+            if GROUPS {
+                let last = row_bytes.div_ceil(64).saturating_sub(1);
+                // A span before the last one has all its groups, as the first has then.
+                picks = [picks_of_four::<S>(groups, 0), picks_of_four::<S>(groups, last)];
+            }
             for j in (0..n).step_by(SIXTEEN) {
                 let mut r = 0;
                 while r < rows {
@@ -119,7 +127,7 @@ impl<C, const GROUPS: bool> Product<'_, C, QuadQueries, GROUPS> {
         j: usize,
         r: usize,
         groups: Groups,
-        picks: &[S::I; SETS],
+        picks: &[[S::I; SETS]; 2],
     ) -> usize
     where
         C: QuadCode<S>,
@@ -163,7 +171,7 @@ impl<C, const GROUPS: bool> Product<'_, C, QuadQueries, GROUPS> {
         key: usize,
         r: usize,
         groups: Groups,
-        picks: &[S::I; SETS],
+        picks: &[[S::I; SETS]; 2],
     ) -> [[S::V; 2]; Q]
     where
         C: QuadCode<S>,
@@ -194,6 +202,7 @@ impl<C, const GROUPS: bool> Product<'_, C, QuadQueries, GROUPS> {
                     }
                     vectors[four] = S::transpose_words(vectors[four]);
                     if GROUPS {
+                        let picks = &picks[usize::from(at + 64 >= row_bytes)];
                         factors[four] = group_factors::<S>(rows, key + 4 * four, groups.first(span), picks);
                     }
                 }
@@ -245,13 +254,13 @@ impl<C, const GROUPS: bool> Product<'_, C, QuadQueries, GROUPS> {
     }
 }
 
-/// Of lane `4L + k`, for each set, where among eight factors of each of four keys its own is.
+/// Of lane `4L + k` of a span, for each set, where among eight factors of each of four keys its own is.
 #[inline(always)]
-unsafe fn picks_of_four<S: CodeQuads>(groups: Groups) -> [S::I; SETS] {
+unsafe fn picks_of_four<S: CodeQuads>(groups: Groups, span: usize) -> [S::I; SETS] {
     let mut at = [[0i32; 16]; SETS];
     for (set, at) in at.iter_mut().enumerate() {
         for (lane, at) in at.iter_mut().enumerate() {
-            *at = 8 * (lane as i32 % 4) + groups.of(lane / 4, set);
+            *at = 8 * (lane as i32 % 4) + groups.of(span, lane / 4, set);
         }
     }
     // SAFETY: 16 lanes each.
