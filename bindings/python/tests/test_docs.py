@@ -19,8 +19,8 @@ ROOT = Path(__file__).parents[3]
 PAGES = [ROOT / "README.md", ROOT / "bindings/python/README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 EXAMPLES = sorted(path for kind in ("python", "pytorch", "transformers") for path in (ROOT / "examples" / kind).glob("*.py"))
 FENCE = re.compile(r"^( *)```([^\n]*)\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)
-# What a block's language is run by; `text` is nobody's program.
-LANGUAGES = {"python", "rust", "c", "sh", "console", "toml", "text"}
+# What a block's language is run by; `text` is nobody's program, `js` is run by `cargo xtask web`.
+LANGUAGES = {"python", "rust", "c", "sh", "console", "toml", "js", "text"}
 NOT_RUN = re.compile(r'^(\w+) title="Not run in the tests(?: as written)?: (.+)"$')
 # Blocks run one after another under the page's name, so that a traceback points into it.
 RUNNER = """
