@@ -204,7 +204,8 @@ def run(passes, batch_size):
         f"{len(texts)} sentences of {min(lengths)} to {max(lengths)} tokens in {len(batches)} batches, "
         f"{100 * (1 - sum(lengths) / padded):.0f}% padding\n"
         f"rapt {rapt.__version__}, torch {torch.__version__}, transformers {transformers.__version__}, "
-        f"{torch.get_num_threads()} threads"
+        f"{torch.get_num_threads()} threads\n"
+        f"attention beside stock PyTorch on such a processor: {rapt.doctor()['beside_torch']}"
     )
     # Per dtype: warm-up 2 and 2, plans, two engines, one by name. Before: the truth.
     steps = len(batches) + len(DTYPES) * (2 + 2 + len(batches) * (2 + 2 * passes))

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import rapt
+from rapt import _doctor
 
 ROOT = Path(__file__).parents[3]
 
@@ -29,6 +30,17 @@ def test_the_report_is_a_dict_and_a_table():
     assert all(0 <= case["error"] <= case["limit"] for case in report["self_test"])
     for word in ["cpu", "isa", "threads", "RAPT_NUM_THREADS", "RAPT_ISA", "RAPT_LOG", rapt.__version__, "self-test bfloat16 decode"]:
         assert word in str(report)
+
+
+def test_what_was_measured_beside_torch_is_told_of_this_kind_of_processor():
+    report = rapt.doctor()
+    assert report["beside_torch"] in str(report)
+    assert report["beside_torch"] == _doctor.beside_torch(report["isa"])
+    of = "processor\t: {}\ncpu family\t: {}\nmodel\t\t: {}\n\nprocessor\t: 9\ncpu family\t: 0\n".format
+    told = _doctor.beside_torch("amx", of(0, 6, 167))
+    assert re.fullmatch(r"\d+ requests on 2 threads \(\S+, torch \S+\), the slowest at \d\.\d\d of its speed \(\S+, \w+\)", told), told
+    for isa, cpuinfo in [("avx2", of(0, 6, 167)), ("amx", of(0, 6, 168)), ("amx", of(0, 25, 167)), ("amx", "")]:
+        assert _doctor.beside_torch(isa, cpuinfo) == f"not measured on this kind of processor with {isa}"
 
 
 def test_the_gpu_is_spoken_of_and_its_absence_is_no_failure():

@@ -22,6 +22,8 @@ type Pairs<T> = Vec<(String, T)>;
 pub struct HostFacts {
     /// How many threads attention on torch tensors has, and whose they are.
     pub torch_threads: Option<String>,
+    /// What was measured on this kind of processor beside PyTorch.
+    pub beside_torch: Option<String>,
     /// Versions by name; `None` is not installed.
     pub versions: Pairs<Option<String>>,
     /// What Vulkan shows, where the host asks it rather than this build.
@@ -40,6 +42,8 @@ pub struct Facts {
     threads_from: &'static str,
     #[serde(skip_serializing_if = "Option::is_none")]
     torch_threads: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    beside_torch: Option<String>,
     #[serde(serialize_with = "as_map")]
     cuda: Pairs<String>,
     #[serde(serialize_with = "as_map")]
@@ -96,6 +100,7 @@ impl Facts {
                 Threads::Available(_) => "available_parallelism",
             },
             torch_threads: host.torch_threads,
+            beside_torch: host.beside_torch,
             cuda: rapt::cuda::report(),
             vulkan: host.vulkan.unwrap_or_else(vulkan),
             metal: metal(),
@@ -127,6 +132,7 @@ impl Facts {
             row("threads", format!("{} (from {})", self.threads, self.threads_from)),
         ];
         rows.extend(self.torch_threads.iter().map(|text| row("threads in torch", text.clone())));
+        rows.extend(self.beside_torch.iter().map(|text| row("beside PyTorch", text.clone())));
         rows.extend(self.cuda.iter().cloned());
         rows.extend(self.vulkan.iter().cloned());
         rows.extend(self.metal.iter().cloned());

@@ -1,6 +1,7 @@
 """`rapt.doctor()`: what this machine and build are, and whether they compute the reference."""
 
 import importlib.metadata as _metadata
+import importlib.resources as _resources
 import json as _json
 import platform as _platform
 import sys as _sys
@@ -47,6 +48,32 @@ def torch_threads():
         return "torch's own number (torch is not loaded)"
     pool = "torch's own pool" if _native.shares_torch_pool() else "a private pool of that size"
     return f"{torch.get_num_threads()} (from torch.get_num_threads(), {pool})"
+
+
+def beside_torch(isa, cpuinfo=None):
+    """What was measured on this kind of processor beside stock PyTorch. `isa`: the instruction set of the kernels; `cpuinfo`: another
+    processor's /proc/cpuinfo.
+
+    The table is made of the project's records (benches/beside_torch.py), so that a processor where `register_backend()` is slower shows.
+    """
+    if cpuinfo is None:
+        try:
+            with open("/proc/cpuinfo", encoding="utf-8") as file:
+                cpuinfo = file.read()
+        except OSError:
+            cpuinfo = ""
+    fields = dict(line.split(":", 1) for line in cpuinfo.split("\n\n", 1)[0].splitlines() if ":" in line)
+    fields = {name.strip(): value.strip() for name, value in fields.items()}
+    kind = (fields.get("cpu family"), fields.get("model"), isa)
+    table = _json.loads(_resources.files("rapt").joinpath("_beside_torch.json").read_text(encoding="utf-8"))
+    found = [entry for entry in table if (str(entry["family"]), str(entry["model"]), entry["isa"]) == kind]
+    if not found:
+        return f"not measured on this kind of processor with {isa}"
+    return "; ".join(
+        "{requests} requests on {threads} threads ({date}, torch {torch}), the slowest at {slowest[speed]:.2f} of its speed "
+        "({slowest[row]}, {slowest[dtype]})".format(**entry)
+        for entry in found
+    )
 
 
 def doctor():

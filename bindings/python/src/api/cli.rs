@@ -127,8 +127,12 @@ fn run(py: Python<'_>, name: &str, options: &str) -> u8 {
 pub(crate) fn facts(py: Python<'_>) -> PyResult<HostFacts> {
     let module = py.import("rapt._doctor")?;
     torch::find_metal(py);
+    // Variables that no engine takes are told of by the engine that is asked next.
+    let isa = rapt::Engine::new(None).ok().map(|engine| engine.caps().arch.name());
+    let beside_torch = isa.map(|isa| module.call_method1("beside_torch", (isa,))?.extract()).transpose()?;
     Ok(HostFacts {
         torch_threads: Some(module.call_method0("torch_threads")?.extract()?),
+        beside_torch,
         versions: module.call_method0("versions")?.extract()?,
         vulkan: Some(vulkan::report(py)),
     })
