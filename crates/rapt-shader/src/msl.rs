@@ -9,6 +9,7 @@
 //! vec4<f32>(…)   vec4<u32>()   Block(…)       float4(…)   uint4(0u)   Block{…}
 //! bitcast<T>(x)   round(x)   1.5              as_type<T>(x)   rint(x)   1.5f
 //! atomicStore(&x, y)   workgroupBarrier()     atomic_store_explicit(&x, y, memory_order_relaxed)   threadgroup_barrier(…)
+//! given: Params   let p = given;   f(p, x)    p, a member of Attention   nothing   f(x)
 //! ```
 //! The rest is the same in both: operators, as far as brackets say what binds (which WGSL asks for), calls, loops, members, select(f, t, c).
 //! Deliberately absent: all of WGSL that wgsl/ does not use. What is translated wrongly does not compile or does not conform; docs/internals/metal.md
@@ -18,6 +19,10 @@ use std::fmt::Write;
 
 /// Words that WGSL leaves free and Metal does not.
 const RENAMED: [(&str, &str); 2] = [("thread", "thread_index"), ("half", "half_bits")];
+
+/// The binding of the parameters, which WGSL reads once and hands on by this name; in Metal they are in memory for constants, a member that all functions see.
+const GIVEN: &str = "given";
+const PARAMS: &str = "p";
 
 /// A declaration of workgroup memory.
 struct Shared {
@@ -238,6 +243,7 @@ impl<'t> Translator<'t> {
                 let is_written = self.next_word() == "read_write";
                 self.pass(&[">"]);
                 let name = self.next_word();
+                let name = if name == GIVEN { PARAMS } else { name };
                 self.pass(&[":"]);
                 let declaration = match self.peek_word() {
                     "array" => {
@@ -294,7 +300,9 @@ impl<'t> Translator<'t> {
                 _ => {
                     self.at -= 1;
                     let (name, ty) = self.named();
-                    parameters.push(format!("{ty} {name}"));
+                    if name != PARAMS {
+                        parameters.push(format!("{ty} {name}"));
+                    }
                 }
             }
         }
@@ -374,7 +382,12 @@ impl<'t> Translator<'t> {
     /// Adds `token`, which was read, to `text`, with what of the tokens behind it belongs to its form.
     fn put(&mut self, token: &'t str, text: &mut String) {
         match token {
+            "let" if self.tokens[self.at..].starts_with(&[" ", PARAMS, " ", "=", " ", GIVEN, ";"]) => self.at += 8,
             "let" => text.push_str("const auto"),
+            "(" if self.tokens[self.at..].starts_with(&[PARAMS, ",", " "]) => {
+                self.at += 3;
+                text.push('(');
+            }
             "var" => self.variable(text),
             "if" | "switch" => {
                 self.skip_space();

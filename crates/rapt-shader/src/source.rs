@@ -7,6 +7,8 @@
 //! buffer that is bound at any element needs them.
 //! A line of a file in wgsl/ that has `$a` stands once for each four rows of a thread, and so on: [`unrolled`] writes them out, since WGSL cannot
 //! say that a loop over registers is to be.
+//! The parameters are a value, `p`, which the kernel reads once and hands to whatever asks for it: a buffer that is read anew wherever a parameter stands
+//! is one that a driver may think changed by each store (an H100 did so, and took 1.4 times as long).
 //! Readers of elements answer the bits of the float32 that has the element's number: exact for all three dtypes.
 
 use std::fmt::Write;
@@ -120,7 +122,7 @@ impl KernelVariant {
 
     fn text(&self, enable: &str, elements: Elements) -> String {
         let mut text =
-            format!("// {self}\n{enable}{}@group(0) @binding(0) var<storage, read> p: Params;\n", Params::WGSL);
+            format!("// {self}\n{enable}{}@group(0) @binding(0) var<storage, read> given: Params;\n", Params::WGSL);
         for binding in self.bindings() {
             self.write_binding(&mut text, binding, elements);
         }
@@ -282,7 +284,7 @@ fn {tensor}_four(at: u32, stride: u32, count: u32) -> vec2<u32> {{
 
 /// A vector of one number per head has a dtype of its own, told by the parameters.
 fn write_vector_reader(text: &mut String, tensor: &str, elements: Elements) {
-    let _ = writeln!(text, "fn {tensor}_bits(at: u32) -> u32 {{\n    switch p.{tensor}_dtype {{");
+    let _ = writeln!(text, "fn {tensor}_bits(p: Params, at: u32) -> u32 {{\n    switch p.{tensor}_dtype {{");
     for dtype in VECTOR_DTYPES {
         let bits = match (dtype, elements) {
             (DType::F32, Elements::Alone) => {

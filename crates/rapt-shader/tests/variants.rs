@@ -81,7 +81,7 @@ fn workgroup_memory_is_what_a_variant_says_and_that_of_generic_is_everywhere() {
 #[test]
 fn the_parameters_lie_where_the_text_says() {
     for (_, module) in parsed() {
-        let (_, params) = module.global_variables.iter().find(|(_, of)| of.name.as_deref() == Some("p")).unwrap();
+        let (_, params) = module.global_variables.iter().find(|(_, of)| of.name.as_deref() == Some("given")).unwrap();
         assert_eq!(params.binding.as_ref().unwrap().binding, 0);
         let TypeInner::Struct { members, span } = &module.types[params.ty].inner else { panic!("a struct") };
         assert_eq!(*span as usize, Params::BYTES);
@@ -98,7 +98,7 @@ fn the_parameters_lie_where_the_text_says() {
 fn the_buffers_are_those_of_the_list() {
     for (variant, module) in parsed() {
         let buffers = module.global_variables.iter().filter_map(|(_, of)| match of.space {
-            AddressSpace::Storage { access } if of.name.as_deref() != Some("p") => {
+            AddressSpace::Storage { access } if of.name.as_deref() != Some("given") => {
                 let TypeInner::Array { size: ArraySize::Dynamic, .. } = module.types[of.ty].inner else {
                     panic!("an array")
                 };

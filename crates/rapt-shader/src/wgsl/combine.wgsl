@@ -18,11 +18,12 @@ fn attention(
     @builtin(num_workgroups) groups: vec3<u32>,
     @builtin(local_invocation_index) thread: u32,
 ) {
+    let p = given;
     let item = group.y * groups.x + group.x;
     if item >= p.combine_items { return; }
     let task = p.first_task + item / p.row_fours;
     let block = Block(task / p.kv_heads, task % p.kv_heads, item % p.row_fours * 4u, 0u, 0u, 0u);
-    let rows = rows_of(block, block.first_row);
+    let rows = rows_of(p, block, block.first_row);
     let record = item * p.num_splits * (p.head_dim_v + 3u);
     let own = record + thread * (p.head_dim_v + 3u);
     if thread < p.num_splits {
@@ -43,7 +44,7 @@ fn attention(
         flags |= found[split];
     }
 
-    let ends = ends_of(rows, row_max, row_sum, flags_of(flags), flags_of(flags >> 4u));
+    let ends = ends_of(p, rows, row_max, row_sum, flags_of(flags), flags_of(flags >> 4u));
     let out_at = rows_at(p.out_base, p.out_stride, block, rows);
     for (var column = thread; column < p.head_dim_v; column += 128u) {
         var sum = Sum(vec4<f32>(), vec4<u32>());

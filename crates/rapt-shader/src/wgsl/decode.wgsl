@@ -37,7 +37,7 @@ var<workgroup> weights: array<vec4<f32>, 64u * ROW_GROUPS>;
 var<workgroup> attended: array<u32, 128>;
 
 // Columns d and d + 1 of a key, of which `at` is the first; 0 outside.
-fn key_pair(at: u32, d: u32, step: u32) -> vec2<f32> {
+fn key_pair(p: Params, at: u32, d: u32, step: u32) -> vec2<f32> {
     if d + 1u < p.head_dim {
         let bits = k_two(at, p.k_stride.w);
         return vec2<f32>(for_tile(bits.x, step), for_tile(bits.y, step));
@@ -46,18 +46,18 @@ fn key_pair(at: u32, d: u32, step: u32) -> vec2<f32> {
 }
 
 // Bits of two columns of a value, from `column` on; 0 outside.
-fn value_pair(at: u32, column: u32) -> vec2<u32> {
+fn value_pair(p: Params, at: u32, column: u32) -> vec2<u32> {
     if column + 1u < p.head_dim_v { return v_two(at, p.v_stride.w); }
     if column < p.head_dim_v { return vec2<u32>(v_bits(at), 0u); }
     return vec2<u32>();
 }
 
 // The kinds of a column of the thread's slice of keys n0 .. end, for four rows that attend them.
-fn kinds_of_values(block: Block, n0: u32, end: u32, column: u32, slice: u32, a: u32) -> vec4<u32> {
+fn kinds_of_values(p: Params, block: Block, n0: u32, end: u32, column: u32, slice: u32, a: u32) -> vec4<u32> {
     var kinds = vec4<u32>();
     if column >= p.head_dim_v { return kinds; }
     for (var j = n0 + slice; j < end; j += SLICES) {
-        let kind = kind_of(value(block, j, column));
+        let kind = kind_of(value(p, block, j, column));
         kinds |= select(vec4<u32>(), vec4<u32>(kind), flags_of(attended[a * 64u + j - n0]));
     }
     return kinds;
@@ -69,13 +69,14 @@ fn attention(
     @builtin(num_workgroups) groups: vec3<u32>,
     @builtin(local_invocation_index) thread: u32,
 ) {
+    let p = given;
     let item = group.y * groups.x + group.x;
     if item >= p.items { return; }
     let split = item / p.dv_blocks % p.num_splits;
     let tile = item / p.dv_blocks / p.num_splits;
     let task = tile / p.row_tiles;
     let first_column = item % p.dv_blocks * BLOCK_DV;
-    let block = block_of_rows(p.first_task + task, tile % p.row_tiles * BLOCK_M, first_column);
+    let block = block_of_rows(p, p.first_task + task, tile % p.row_tiles * BLOCK_M, first_column);
     let first_key = max(block.first_key, split * p.split_keys);
     let end_key = min(block.end_key, (split + 1u) * p.split_keys);
     let lane = thread % LANES;
@@ -84,7 +85,7 @@ fn attention(
     let key_of_block = thread % 64u;
     let four = thread / 64u;
     let has_rows = four < ROW_GROUPS;
-    let rows = rows_of(block, block.first_row + four * 4u);
+    let rows = rows_of(p, block, block.first_row + four * 4u);
     // Of p·v.
     let tx = thread % 32u;
     let slice = thread / 32u;
@@ -93,11 +94,11 @@ fn attention(
     workgroupBarrier();
     for (var at = thread; at < 256u * ROW_GROUPS; at += 128u) {
         let d = at / ROW_GROUPS;
-        let of_rows = rows_of(block, block.first_row + at % ROW_GROUPS * 4u);
+        let of_rows = rows_of(p, block, block.first_row + at % ROW_GROUPS * 4u);
         var of_q = vec4<f32>();
         if d < p.head_dim {
             for (var a = 0u; a < 4u; a++) {
-                if of_rows.exist[a] { of_q[a] = for_tile(query(block, of_rows, a, d), 1u); }
+                if of_rows.exist[a] { of_q[a] = for_tile(query(p, block, of_rows, a, d), 1u); }
             }
         }
         queries[at] = of_q;
@@ -122,7 +123,7 @@ fn attention(
         var s_$a_$n = vec4<f32>();
         for (var d = lane * 2u; d < p.head_dim; d += LANES * 2u) {
             var of_k_$n = vec2<f32>();
-            if j_$n < end_key { of_k_$n = key_pair(at_$n + d * p.k_stride.w, d, step); }
+            if j_$n < end_key { of_k_$n = key_pair(p, at_$n + d * p.k_stride.w, d, step); }
             let of_q_$a_$e = queries[(d + $eu) * ROW_GROUPS + $au];
             s_$a_$n = fma(of_q_$a_$e, vec4<f32>(of_k_$n[$e]), s_$a_$n);
         }
@@ -141,8 +142,8 @@ fn attention(
         // x = scores of s; row_max' = max(row_max, x)
         let j = n0 + key_of_block;
         var kinds = vec4<u32>();
-        if has_rows && (!is_q_finite || atomicLoad(&not_finite) == step) { kinds = kinds_of_products(block, rows, j, 0u, p.head_dim); }
-        var scores = scores_of(block, rows, j, products, kinds);
+        if has_rows && (!is_q_finite || atomicLoad(&not_finite) == step) { kinds = kinds_of_products(p, block, rows, j, 0u, p.head_dim); }
+        var scores = scores_of(p, block, rows, j, products, kinds);
         scores.attends &= vec4<bool>(has_rows && j < end_key);
         let weighing = weighs(scores);
         bad |= is_bad(scores);
@@ -181,12 +182,12 @@ fn attention(
         for (var j = n0 + slice; j < end; j += SLICES) {
             let weight_$a = weights[(j - n0) * ROW_GROUPS + $au];
             let column_$h = first_column + $hu * 64u + tx * 2u;
-            let bits_$h = value_pair(element(p.v_base, p.v_stride, block.batch, block.kv_head, j, column_$h), column_$h);
+            let bits_$h = value_pair(p, element(p.v_base, p.v_stride, block.batch, block.kv_head, j, column_$h), column_$h);
             acc_$a_$h_$e = fma(weight_$a, vec4<f32>(finite(bits_$h[$e])), acc_$a_$h_$e);
             are_values_finite = are_values_finite && is_finite(bits_$h.x) && is_finite(bits_$h.y);
         }
         if !are_values_finite {
-            kinds_$a_$h_$e |= kinds_of_values(block, n0, end, first_column + $hu * 64u + tx * 2u + $eu, slice, $au);
+            kinds_$a_$h_$e |= kinds_of_values(p, block, n0, end, first_column + $hu * 64u + tx * 2u + $eu, slice, $au);
         }
     }
 

@@ -4,7 +4,7 @@
 struct Ends { is_dead: vec4<bool>, is_bad: vec4<bool>, factor: vec4<f32>, total: vec4<f32>, lse: vec4<u32> }
 
 // `has_bad`: a score of the row is NaN or +inf; `is_live`: it attends a key.
-fn ends_of(rows: Rows, row_max: vec4<f32>, row_sum: vec4<f32>, has_bad: vec4<bool>, is_live: vec4<bool>) -> Ends {
+fn ends_of(p: Params, rows: Rows, row_max: vec4<f32>, row_sum: vec4<f32>, has_bad: vec4<bool>, is_live: vec4<bool>) -> Ends {
     var is_bad = has_bad;
     var factor = vec4<f32>(1.0);
     // No key has a weight where every score is −inf: the sums are the result.
@@ -14,7 +14,7 @@ fn ends_of(rows: Rows, row_max: vec4<f32>, row_sum: vec4<f32>, has_bad: vec4<boo
     if p.has_sinks != 0u {
         for (var a = 0u; a < 4u; a++) {
             if !rows.exist[a] || is_empty[a] { continue; }
-            let bits = sinks_bits(p.sinks_base + rows.head[a] * p.sinks_stride);
+            let bits = sinks_bits(p, p.sinks_base + rows.head[a] * p.sinks_stride);
             let kind = kind_of(bits);
             is_bad[a] = is_bad[a] || (kind & (IS_NAN | IS_POSITIVE_INFINITY)) != 0u;
             // A sink of −inf has no share.

@@ -41,14 +41,14 @@ var<workgroup> attended: array<u32, 128>;
 // Where column 0 of a row lies in q, then in out.
 var<workgroup> row_at: array<vec4<u32>, 16>;
 
-fn block_of(item: u32) -> Block {
+fn block_of(p: Params, item: u32) -> Block {
     let run = item / p.dv_blocks;
     let first_row = (p.first_row_block + run % p.row_blocks) * BLOCK_M;
-    return block_of_rows(p.first_task + run / p.row_blocks, first_row, item % p.dv_blocks * BLOCK_DV);
+    return block_of_rows(p, p.first_task + run / p.row_blocks, first_row, item % p.dv_blocks * BLOCK_DV);
 }
 
 // Columns d0 .. of the block's rows, and of keys n0 ..; 0 outside. Whether a number is finite is asked when all have arrived.
-fn load_queries_and_keys(block: Block, n0: u32, d0: u32, thread: u32, step: u32) {
+fn load_queries_and_keys(p: Params, block: Block, n0: u32, d0: u32, thread: u32, step: u32) {
     let d = d0 + thread % TILE;
     let first = thread / TILE;
     let at_q_$o = row_at[first + $ou * 8u] + d * p.q_stride.w;
@@ -66,7 +66,7 @@ fn load_queries_and_keys(block: Block, n0: u32, d0: u32, thread: u32, step: u32)
 }
 
 // Columns first_column .. first_column + 64 of keys j0 ..; 0 outside.
-fn load_values(block: Block, j0: u32, first_column: u32, thread: u32, step: u32) {
+fn load_values(p: Params, block: Block, j0: u32, first_column: u32, thread: u32, step: u32) {
     let column = first_column + thread % 16u * 4u;
     let columns = p.head_dim_v - min(p.head_dim_v, column);
     let first = thread / 16u;
@@ -77,11 +77,11 @@ fn load_values(block: Block, j0: u32, first_column: u32, thread: u32, step: u32)
 }
 
 // The kinds of column c of keys j0 .. of a tile, for the thread's rows that attend them: three bits for each of eight rows.
-fn kinds_of_values(block: Block, n0: u32, j0: u32, c: u32, ty: u32) -> u32 {
+fn kinds_of_values(p: Params, block: Block, n0: u32, j0: u32, c: u32, ty: u32) -> u32 {
     var kinds = 0u;
     if c >= p.head_dim_v { return kinds; }
     for (var j = j0; j < min(j0 + TILE_V, p.kv_len); j++) {
-        let kind = kind_of(value(block, j, c));
+        let kind = kind_of(value(p, block, j, c));
         let who = attended[ty * 16u + (j - n0) % 16u] >> ((j - n0) / 16u * 8u);
         for (var row = 0u; row < 8u; row++) { kinds |= (kind * ((who >> row) & 1u)) << (row * 3u); }
     }
@@ -97,12 +97,13 @@ fn attention(
     @builtin(num_workgroups) groups: vec3<u32>,
     @builtin(local_invocation_index) thread: u32,
 ) {
+    let p = given;
     let item = group.y * groups.x + group.x;
     if item >= p.items { return; }
     let tx = thread % 16u;
     let ty = thread / 16u;
-    let block = block_of(item);
-    let rows_$a = rows_of(block, block.first_row + $au * 32u + ty * 4u);
+    let block = block_of(p, item);
+    let rows_$a = rows_of(p, block, block.first_row + $au * 32u + ty * 4u);
 
     // A row's share of this thread: row_sum over its keys, acc_o and the kinds in it over its columns. row_max is that of the whole row.
     // `bad` and `live` have a bit for each of the eight rows, four for each $a.
@@ -123,7 +124,7 @@ fn attention(
         for (var d0 = 0u; d0 < p.head_dim; d0 += TILE) {
             step++;
             workgroupBarrier();
-            load_queries_and_keys(block, n0, d0, thread, step);
+            load_queries_and_keys(p, block, n0, d0, thread, step);
             workgroupBarrier();
             for (var d = 0u; d < TILE; d++) {
                 let of_q_$a = tile[d * PITCH + ty + $au * 8u];
@@ -143,9 +144,9 @@ fn attention(
             let at = (tx + n * 16u) * PITCH + ty;
             var kinds_$a = vec4<u32>();
             if has_kinds {
-                kinds_$a = kinds_of_products(block, rows_$a, j, 0u, p.head_dim);
+                kinds_$a = kinds_of_products(p, block, rows_$a, j, 0u, p.head_dim);
             }
-            let scores_$a = scores_of(block, rows_$a, j, weights[at + $au * 8u], kinds_$a);
+            let scores_$a = scores_of(p, block, rows_$a, j, weights[at + $au * 8u], kinds_$a);
             weights[at + $au * 8u] = scores_$a.x;
             top_$a = select(top_$a, max(top_$a, scores_$a.x), weighs(scores_$a));
             attends |= bits_of(scores_$a.attends) << (n * 8u + $au * 4u);
@@ -182,7 +183,7 @@ fn attention(
             for (var j0 = n0; j0 < min(n0 + BLOCK_N, block.end_key); j0 += TILE_V) {
                 step++;
                 workgroupBarrier();
-                load_values(block, j0, first_column, thread, step);
+                load_values(p, block, j0, first_column, thread, step);
                 workgroupBarrier();
                 for (var j = 0u; j < TILE_V; j++) {
                     let weight_$a = weights[(j0 - n0 + j) * PITCH + ty + $au * 8u];
@@ -190,7 +191,7 @@ fn attention(
                     part_$a_$c = fma(weight_$a, vec4<f32>(of_v[$c]), part_$a_$c);
                 }
                 if atomicLoad(&not_finite) == step {
-                    kinds[$gu * 4u + $cu] |= kinds_of_values(block, n0, j0, first_column + tx * 4u + $cu, ty);
+                    kinds[$gu * 4u + $cu] |= kinds_of_values(p, block, n0, j0, first_column + tx * 4u + $cu, ty);
                 }
             }
             acc_$a_$g_$c = fma(acc_$a_$g_$c, factor_$a, part_$a_$c);
@@ -211,7 +212,7 @@ fn attention(
     }
 
     // out = acc_o / row_sum, 64 columns at a time by way of `weights`, whose rows are columns now; lse = row_max + ln row_sum
-    let ends_$a = ends_of(rows_$a, row_max_$a, row_sum_$a, flags_of(flags >> ($au * 4u)), flags_of(flags >> (8u + $au * 4u)));
+    let ends_$a = ends_of(p, rows_$a, row_max_$a, row_sum_$a, flags_of(flags >> ($au * 4u)), flags_of(flags >> (8u + $au * 4u)));
     if tx == 0u { row_at[ty + $au * 8u] = rows_at(p.out_base, p.out_stride, block, rows_$a); }
     if p.has_lse != 0u && block.first_column == 0u && tx < 4u {
         let at_$a = rows_at(p.lse_base, p.lse_stride, block, rows_$a);

@@ -24,42 +24,42 @@ var<workgroup> weights: array<vec4<f32>, 512>;
 // [16][16], by tx and ty: four bits for each of the two keys, which rows attend it.
 var<workgroup> attended: array<u32, 256>;
 
-fn block_of(item: u32) -> Block {
+fn block_of(p: Params, item: u32) -> Block {
     let run = item / p.dv_blocks;
     let first_row = (p.first_row_block + run % p.row_blocks) * BLOCK_M;
-    return block_of_rows(p.first_task + run / p.row_blocks, first_row, item % p.dv_blocks * BLOCK_DV);
+    return block_of_rows(p, p.first_task + run / p.row_blocks, first_row, item % p.dv_blocks * BLOCK_DV);
 }
 
 // Column d0 + tx of the thread's rows, and of two keys; 0 outside.
-fn load_queries_and_keys(block: Block, rows: Rows, n0: u32, d0: u32, tx: u32, ty: u32, step: u32) {
+fn load_queries_and_keys(p: Params, block: Block, rows: Rows, n0: u32, d0: u32, tx: u32, ty: u32, step: u32) {
     let d = d0 + tx;
     var of_q = vec4<f32>();
     var of_k = vec2<f32>();
     if d < p.head_dim {
         for (var a = 0u; a < 4u; a++) {
-            if rows.exist[a] { of_q[a] = for_tile(query(block, rows, a, d), step); }
+            if rows.exist[a] { of_q[a] = for_tile(query(p, block, rows, a, d), step); }
         }
         let first = n0 + ty * 2u;
-        for (var j = first; j < min(first + 2u, p.kv_len); j++) { of_k[j - first] = for_tile(key(block, j, d), step); }
+        for (var j = first; j < min(first + 2u, p.kv_len); j++) { of_k[j - first] = for_tile(key(p, block, j, d), step); }
     }
     tile[tx * 16u + ty] = of_q;
     tile_k[tx * 16u + ty] = of_k;
 }
 
 // Columns 4·tx .. of value j0 + ty; 0 outside.
-fn load_values(block: Block, j0: u32, tx: u32, ty: u32, step: u32) {
+fn load_values(p: Params, block: Block, j0: u32, tx: u32, ty: u32, step: u32) {
     var of_v = vec4<f32>();
     let first = block.first_column + tx * 4u;
     let end = select(0u, min(first + 4u, p.head_dim_v), j0 + ty < p.kv_len);
-    for (var column = first; column < end; column++) { of_v[column - first] = for_tile(value(block, j0 + ty, column), step); }
+    for (var column = first; column < end; column++) { of_v[column - first] = for_tile(value(p, block, j0 + ty, column), step); }
     tile[ty * 16u + tx] = of_v;
 }
 
 // The kinds of column c of values j0 .. of a tile, for the rows that attend them.
-fn kinds_of_values(block: Block, n0: u32, j0: u32, c: u32, ty: u32) -> vec4<u32> {
+fn kinds_of_values(p: Params, block: Block, n0: u32, j0: u32, c: u32, ty: u32) -> vec4<u32> {
     var kinds = vec4<u32>();
     for (var j = j0; j < min(j0 + TILE, p.kv_len); j++) {
-        let kind = kind_of(value(block, j, c));
+        let kind = kind_of(value(p, block, j, c));
         let who = attended[(j - n0) / 2u * 16u + ty] >> ((j - n0) % 2u * 4u);
         kinds |= select(vec4<u32>(), vec4<u32>(kind), flags_of(who));
     }
@@ -72,12 +72,13 @@ fn attention(
     @builtin(num_workgroups) groups: vec3<u32>,
     @builtin(local_invocation_index) thread: u32,
 ) {
+    let p = given;
     let item = group.y * groups.x + group.x;
     if item >= p.items { return; }
     let tx = thread % 16u;
     let ty = thread / 16u;
-    let block = block_of(item);
-    let rows = rows_of(block, block.first_row + ty * 4u);
+    let block = block_of(p, item);
+    let rows = rows_of(p, block, block.first_row + ty * 4u);
     let first_column = block.first_column + tx * 4u;
     let columns = min(max(p.head_dim_v, first_column) - first_column, 4u);
 
@@ -103,7 +104,7 @@ fn attention(
         for (var d0 = 0u; d0 < p.head_dim; d0 += TILE) {
             step++;
             workgroupBarrier();
-            load_queries_and_keys(block, rows, n0, d0, tx, ty, step);
+            load_queries_and_keys(p, block, rows, n0, d0, tx, ty, step);
             workgroupBarrier();
             var part_0 = vec4<f32>();
             var part_1 = vec4<f32>();
@@ -117,14 +118,14 @@ fn attention(
             s_1 += part_1;
             if atomicLoad(&not_finite) == step {
                 let d1 = min(d0 + TILE, p.head_dim);
-                kinds_0 |= kinds_of_products(block, rows, n0 + tx * 2u, d0, d1);
-                kinds_1 |= kinds_of_products(block, rows, n0 + tx * 2u + 1u, d0, d1);
+                kinds_0 |= kinds_of_products(p, block, rows, n0 + tx * 2u, d0, d1);
+                kinds_1 |= kinds_of_products(p, block, rows, n0 + tx * 2u + 1u, d0, d1);
             }
         }
 
         // row_max' = max(row_max, s)
-        let scores_0 = scores_of(block, rows, n0 + tx * 2u, s_0, kinds_0);
-        let scores_1 = scores_of(block, rows, n0 + tx * 2u + 1u, s_1, kinds_1);
+        let scores_0 = scores_of(p, block, rows, n0 + tx * 2u, s_0, kinds_0);
+        let scores_1 = scores_of(p, block, rows, n0 + tx * 2u + 1u, s_1, kinds_1);
         let weighs_0 = weighs(scores_0);
         let weighs_1 = weighs(scores_1);
         var top = max(select(row_max, max(row_max, scores_0.x), weighs_0), select(row_max, max(row_max, scores_1.x), weighs_1));
@@ -153,7 +154,7 @@ fn attention(
         for (var j0 = n0; j0 < min(n0 + BLOCK_N, block.end_key); j0 += TILE) {
             step++;
             workgroupBarrier();
-            load_values(block, j0, tx, ty, step);
+            load_values(p, block, j0, tx, ty, step);
             workgroupBarrier();
             var part_0 = vec4<f32>();
             var part_1 = vec4<f32>();
@@ -172,7 +173,7 @@ fn attention(
             acc_2 += part_2;
             acc_3 += part_3;
             if atomicLoad(&not_finite) == step {
-                for (var c = 0u; c < columns; c++) { kinds[c] |= kinds_of_values(block, n0, j0, first_column + c, ty); }
+                for (var c = 0u; c < columns; c++) { kinds[c] |= kinds_of_values(p, block, n0, j0, first_column + c, ty); }
             }
         }
     }
@@ -190,7 +191,7 @@ fn attention(
     }
 
     // out = acc_o / row_sum;  lse = row_max + ln row_sum
-    let ends = ends_of(rows, row_max, row_sum, flags_of(flags), flags_of(flags >> 4u));
+    let ends = ends_of(p, rows, row_max, row_sum, flags_of(flags), flags_of(flags >> 4u));
     let out_at = rows_at(p.out_base, p.out_stride, block, rows);
     var acc_o = array<vec4<f32>, 4>(acc_0, acc_1, acc_2, acc_3);
     for (var c = 0u; c < columns; c++) {

@@ -55,10 +55,10 @@ var<workgroup> grown: atomic<u32>;
 var<workgroup> bad_first: atomic<u32>;
 var<workgroup> bad_end: atomic<u32>;
 
-fn block_of(item: u32) -> Block {
+fn block_of(p: Params, item: u32) -> Block {
     let run = item / p.dv_blocks;
     let first_row = (p.first_row_block + run % p.row_blocks) * BLOCK_M;
-    return block_of_rows(p.first_task + run / p.row_blocks, first_row, item % p.dv_blocks * BLOCK_DV);
+    return block_of_rows(p, p.first_task + run / p.row_blocks, first_row, item % p.dv_blocks * BLOCK_DV);
 }
 
 // Of two halves in a word: their top bits where they are not finite, besides others.
@@ -73,7 +73,7 @@ fn numbers(words: vec2<u32>) -> vec4<f16> {
     return vec4<f16>(vec4<f32>(unpack2x16float(words.x), unpack2x16float(words.y)));
 }
 // Columns first .. first + ROUND of the block's rows of q; 0 outside.
-fn load_queries(block: Block, first: u32, thread: u32) {
+fn load_queries(p: Params, block: Block, first: u32, thread: u32) {
     let d = first + thread % (ROUND / 4u) * 4u;
     let columns = p.head_dim - min(p.head_dim, d);
     for (var row = thread / (ROUND / 4u); row < BLOCK_M; row += THREADS * 4u / ROUND) {
@@ -92,17 +92,17 @@ fn by_eights(base: u32, stride: vec4<u32>, columns: u32) -> bool {
 }
 
 // Eight columns of a key, and of a value; 0 outside.
-fn key_eight(block: Block, j: u32, d: u32) -> vec4<u32> {
+fn key_eight(p: Params, block: Block, j: u32, d: u32) -> vec4<u32> {
     if j >= p.kv_len || d >= p.head_dim { return vec4<u32>(); }
     return k_eight(element(p.k_base, p.k_stride, block.batch, block.kv_head, j, d));
 }
-fn value_eight(block: Block, j: u32, c: u32) -> vec4<u32> {
+fn value_eight(p: Params, block: Block, j: u32, c: u32) -> vec4<u32> {
     if j >= p.kv_len || c >= p.head_dim_v { return vec4<u32>(); }
     return v_eight(element(p.v_base, p.v_stride, block.batch, block.kv_head, j, c));
 }
 
 // Keys n0 .. n0 + BLOCK_N, wherever their elements lie; 0 outside.
-fn load_keys(block: Block, n0: u32, thread: u32) -> bool {
+fn load_keys(p: Params, block: Block, n0: u32, thread: u32) -> bool {
     var exponents = vec2<u32>();
     let d = thread % (DEPTH / 4u) * 4u;
     let columns = p.head_dim - min(p.head_dim, d);
@@ -118,7 +118,7 @@ fn load_keys(block: Block, n0: u32, thread: u32) -> bool {
 }
 
 // Columns first_column .. of values n0 .. n0 + BLOCK_N, wherever their elements lie; 0 outside.
-fn load_values(block: Block, n0: u32, thread: u32) -> bool {
+fn load_values(p: Params, block: Block, n0: u32, thread: u32) -> bool {
     var exponents = vec2<u32>();
     let c = thread % (BLOCK_DV / 4u) * 4u;
     let columns = p.head_dim_v - min(p.head_dim_v, block.first_column + c);
@@ -134,13 +134,13 @@ fn load_values(block: Block, n0: u32, thread: u32) -> bool {
 }
 
 // The kinds of column c of keys first .. end, for the rows that attend them.
-fn kinds_of_values(block: Block, rows: Rows, first: u32, end: u32, c: u32) -> vec4<u32> {
+fn kinds_of_values(p: Params, block: Block, rows: Rows, first: u32, end: u32, c: u32) -> vec4<u32> {
     var kinds = vec4<u32>();
     if c >= p.head_dim_v { return kinds; }
     for (var j = first; j < min(end, block.end_key); j++) {
-        let kind = kind_of(value(block, j, c));
+        let kind = kind_of(value(p, block, j, c));
         if kind == 0u { continue; }
-        kinds |= select(vec4<u32>(), vec4<u32>(kind), scores_of(block, rows, j, vec4<f32>(), vec4<u32>()).attends);
+        kinds |= select(vec4<u32>(), vec4<u32>(kind), scores_of(p, block, rows, j, vec4<f32>(), vec4<u32>()).attends);
     }
     return kinds;
 }
@@ -153,12 +153,12 @@ fn weights_of(x: vec4<f32>, row_max: vec4<f32>) -> vec4<f32> {
 // A thread's weights of a block of keys: their sum, the largest score, and which rows have a score that is bad, or attend a key.
 struct Weighed { sum: vec4<f32>, top: vec4<f32>, bad: vec4<bool>, live: vec4<bool> }
 
-fn weigh(block: Block, rows: Rows, n0: u32, row_max: vec4<f32>, four: u32, lane: u32, has_kinds: bool) -> Weighed {
+fn weigh(p: Params, block: Block, rows: Rows, n0: u32, row_max: vec4<f32>, four: u32, lane: u32, has_kinds: bool) -> Weighed {
     var weighed = Weighed(vec4<f32>(), row_max, vec4<bool>(), vec4<bool>());
     for (var at = lane; at < BLOCK_N; at += LANES) {
         var kinds = vec4<u32>();
-        if has_kinds { kinds = kinds_of_products(block, rows, n0 + at, 0u, p.head_dim); }
-        let scores = scores_of(block, rows, n0 + at, s_tile[at * PITCH_S + four], kinds);
+        if has_kinds { kinds = kinds_of_products(p, block, rows, n0 + at, 0u, p.head_dim); }
+        let scores = scores_of(p, block, rows, n0 + at, s_tile[at * PITCH_S + four], kinds);
         let weighing = weighs(scores);
         let weight = select(vec4<f32>(), weights_of(scores.x, row_max), weighing);
         weighed.top = select(weighed.top, max(weighed.top, scores.x), weighing);
@@ -177,12 +177,13 @@ fn attention(
     @builtin(local_invocation_index) thread: u32,
     @builtin(subgroup_id) subgroup: u32,
 ) {
+    let p = given;
     let item = group.y * groups.x + group.x;
     if item >= p.items { return; }
-    let block = block_of(item);
+    let block = block_of(p, item);
     let four = thread % FOURS;
     let lane = thread / FOURS;
-    let rows = rows_of(block, block.first_row + four * 4u);
+    let rows = rows_of(p, block, block.first_row + four * 4u);
     // Of the subgroup's matrices the first row, and the first key or column of BLOCK_N.
     let first_m = subgroup / SUBGROUP_COLUMNS * ROWS_OF_SUBGROUP;
     let first_n = subgroup % SUBGROUP_COLUMNS * KEYS_OF_SUBGROUP;
@@ -195,7 +196,7 @@ fn attention(
     if lane == 0u { row_at[four] = rows_at(p.q_base, p.q_stride, block, rows); }
     workgroupBarrier();
     //@ for each $r
-    load_queries(block, $ru * ROUND, thread);
+    load_queries(p, block, $ru * ROUND, thread);
     workgroupBarrier();
     let q_$a_$r_$k = coopLoadT<MatrixA>(&tile[(first_m + $au * TILE) * PITCH_Q + $ku * TILE / 4u], PITCH_Q);
     workgroupBarrier();
@@ -219,7 +220,7 @@ fn attention(
     let v_row = thread / (BLOCK_DV / 8u);
     let v_column = thread % (BLOCK_DV / 8u) * 8u;
     var k_words_$i = vec4<u32>();
-    if k_by_eights { k_words_$i = key_eight(block, block.first_key + k_row + $iu * K_ROWS, k_column); }
+    if k_by_eights { k_words_$i = key_eight(p, block, block.first_key + k_row + $iu * K_ROWS, k_column); }
 
     for (var n0 = block.first_key; n0 < block.end_key; n0 += BLOCK_N) {
         // The tile of k; v is on its way while q·k is formed, and the next k while p·v is.
@@ -233,13 +234,13 @@ fn attention(
             tile[(k_row + $iu * K_ROWS) * PITCH + k_column / 4u] = numbers(k_words_$i.xy);
             tile[(k_row + $iu * K_ROWS) * PITCH + k_column / 4u + 1u] = numbers(k_words_$i.zw);
         } else {
-            has_odd = load_keys(block, n0, thread);
+            has_odd = load_keys(p, block, n0, thread);
         }
         if has_odd { atomicStore(&not_finite, step); }
         if thread == 0u { atomicStore(&grown, 0u); }
         workgroupBarrier();
         var v_words_$o = vec4<u32>();
-        if v_by_eights { v_words_$o = value_eight(block, n0 + v_row + $ou * V_ROWS, block.first_column + v_column); }
+        if v_by_eights { v_words_$o = value_eight(p, block, n0 + v_row + $ou * V_ROWS, block.first_column + v_column); }
 
         // s = q·k
         var s_$a_$n = MatrixC();
@@ -264,13 +265,13 @@ fn attention(
             tile[(v_row + $ou * V_ROWS) * PITCH + v_column / 4u] = numbers(v_words_$o.xy);
             tile[(v_row + $ou * V_ROWS) * PITCH + v_column / 4u + 1u] = numbers(v_words_$o.zw);
         } else {
-            has_odd = load_values(block, n0, thread);
+            has_odd = load_values(p, block, n0, thread);
         }
         if has_odd {
             atomicMin(&bad_first, n0);
             atomicMax(&bad_end, n0 + BLOCK_N);
         }
-        if k_by_eights { k_words_$i = key_eight(block, n0 + BLOCK_N + k_row + $iu * K_ROWS, k_column); }
+        if k_by_eights { k_words_$i = key_eight(p, block, n0 + BLOCK_N + k_row + $iu * K_ROWS, k_column); }
 
         // x = scores of s; p = 2^6·e^(x − row_max)
         let sees_all = all(vec4<i32>(i32(n0)) >= rows.lo) && all(vec4<i32>(i32(n0 + BLOCK_N)) <= rows.hi) && all(rows.exist);
@@ -289,7 +290,7 @@ fn attention(
             //@ end
             live = vec4<bool>(true);
         } else {
-            let weighed = weigh(block, rows, n0, row_max, four, lane, has_kinds);
+            let weighed = weigh(p, block, rows, n0, row_max, four, lane, has_kinds);
             sum = weighed.sum;
             top = weighed.top;
             bad |= weighed.bad;
@@ -305,7 +306,7 @@ fn attention(
             let factor = select(vec4<f32>(1.0), exp2((row_max - top) * LOG2_E), grows);
             row_max = select(row_max, top, grows);
             row_sum *= factor;
-            sum = weigh(block, rows, n0, row_max, four, lane, has_kinds).sum;
+            sum = weigh(p, block, rows, n0, row_max, four, lane, has_kinds).sum;
             workgroupBarrier();
             //@ for each $h
             coopStore(acc_$a_$h_$n, &s_tile[(first_n + $nu * TILE) * PITCH_S + (first_m + $au * TILE) / 4u], PITCH_S);
@@ -342,7 +343,7 @@ fn attention(
     }
 
     // out = acc_o / row_sum, BLOCK_N columns at a time by way of `s_tile`; lse = row_max + ln row_sum
-    let ends = ends_of(rows, row_max, row_sum * UNSHIFT, flags_of(flags), flags_of(flags >> 4u));
+    let ends = ends_of(p, rows, row_max, row_sum * UNSHIFT, flags_of(flags), flags_of(flags >> 4u));
     if lane == 0u { row_at[four] = rows_at(p.out_base, p.out_stride, block, rows); }
     if p.has_lse != 0u && block.first_column == 0u && lane < 4u {
         let at = rows_at(p.lse_base, p.lse_stride, block, rows);
@@ -357,7 +358,7 @@ fn attention(
         workgroupBarrier();
         let first_column = block.first_column + $hu * BLOCK_N;
         for (var at = lane; at < BLOCK_N; at += LANES) {
-            let kinds = kinds_of_values(block, rows, first_bad, end_bad, first_column + at);
+            let kinds = kinds_of_values(p, block, rows, first_bad, end_bad, first_column + at);
             s_tile[at * PITCH_S + four] = bitcast<vec4<f32>>(results(ends, s_tile[at * PITCH_S + four] * UNSHIFT, kinds));
         }
         workgroupBarrier();

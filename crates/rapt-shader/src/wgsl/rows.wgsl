@@ -11,28 +11,28 @@ struct Block { batch: u32, kv_head: u32, first_row: u32, first_column: u32, firs
 struct Rows { exist: vec4<bool>, head: vec4<u32>, i: vec4<u32>, lo: vec4<i32>, hi: vec4<i32> }
 
 // Keys that query i sees: lo .. hi.
-fn keys_lo(i: vec4<u32>) -> vec4<i32> { return clamp(vec4<i32>(i) + p.lo_shift, vec4<i32>(0), vec4<i32>(i32(p.kv_len))); }
-fn keys_hi(i: vec4<u32>) -> vec4<i32> { return clamp(vec4<i32>(i) + p.hi_shift, vec4<i32>(0), vec4<i32>(i32(p.kv_len))); }
+fn keys_lo(p: Params, i: vec4<u32>) -> vec4<i32> { return clamp(vec4<i32>(i) + p.lo_shift, vec4<i32>(0), vec4<i32>(i32(p.kv_len))); }
+fn keys_hi(p: Params, i: vec4<u32>) -> vec4<i32> { return clamp(vec4<i32>(i) + p.hi_shift, vec4<i32>(0), vec4<i32>(i32(p.kv_len))); }
 
 // Columns first_column .. of rows first_row .. of a task.
-fn block_of_rows(task: u32, first_row: u32, first_column: u32) -> Block {
+fn block_of_rows(p: Params, task: u32, first_row: u32, first_column: u32) -> Block {
     let last_row = min(first_row + BLOCK_M, p.rows) - 1u;
     // Rows of several heads: any query may be among them.
     let is_one_head = first_row / p.q_len == last_row / p.q_len;
     let first_i = select(0u, first_row % p.q_len, is_one_head);
     let last_i = select(p.q_len - 1u, last_row % p.q_len, is_one_head);
-    let first_key = u32(keys_lo(vec4<u32>(first_i)).x) / BLOCK_N * BLOCK_N;
-    let end_key = u32(keys_hi(vec4<u32>(last_i)).x);
+    let first_key = u32(keys_lo(p, vec4<u32>(first_i)).x) / BLOCK_N * BLOCK_N;
+    let end_key = u32(keys_hi(p, vec4<u32>(last_i)).x);
     return Block(task / p.kv_heads, task % p.kv_heads, first_row, first_column, first_key, end_key);
 }
 
 // Rows first .. first + 4 of a block's task.
-fn rows_of(block: Block, first: u32) -> Rows {
+fn rows_of(p: Params, block: Block, first: u32) -> Rows {
     let r = vec4<u32>(first) + vec4<u32>(0u, 1u, 2u, 3u);
     let exist = r < vec4<u32>(p.rows);
     let of_group = r / p.q_len;
     let i = r - of_group * p.q_len;
-    return Rows(exist, vec4<u32>(block.kv_head * p.group_size) + of_group, i, keys_lo(i), keys_hi(i));
+    return Rows(exist, vec4<u32>(block.kv_head * p.group_size) + of_group, i, keys_lo(p, i), keys_hi(p, i));
 }
 
 fn element(base: u32, stride: vec4<u32>, batch: u32, head: u32, row: u32, column: u32) -> u32 {

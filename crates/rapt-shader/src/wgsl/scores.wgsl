@@ -5,11 +5,11 @@
 // The last tile in which a number was not finite.
 var<workgroup> not_finite: atomic<u32>;
 
-fn query(block: Block, rows: Rows, a: u32, d: u32) -> u32 {
+fn query(p: Params, block: Block, rows: Rows, a: u32, d: u32) -> u32 {
     return q_bits(element(p.q_base, p.q_stride, block.batch, rows.head[a], rows.i[a], d));
 }
-fn key(block: Block, j: u32, d: u32) -> u32 { return k_bits(element(p.k_base, p.k_stride, block.batch, block.kv_head, j, d)); }
-fn value(block: Block, j: u32, c: u32) -> u32 { return v_bits(element(p.v_base, p.v_stride, block.batch, block.kv_head, j, c)); }
+fn key(p: Params, block: Block, j: u32, d: u32) -> u32 { return k_bits(element(p.k_base, p.k_stride, block.batch, block.kv_head, j, d)); }
+fn value(p: Params, block: Block, j: u32, c: u32) -> u32 { return v_bits(element(p.v_base, p.v_stride, block.batch, block.kv_head, j, c)); }
 
 // The number of these bits for a tile, which is the `step`-th.
 fn for_tile(bits: u32, step: u32) -> f32 {
@@ -24,13 +24,13 @@ fn for_tiles(bits: vec4<u32>, step: u32) -> vec4<f32> {
 }
 
 // The kinds of the products of four rows and key j, columns d0 .. d1.
-fn kinds_of_products(block: Block, rows: Rows, j: u32, d0: u32, d1: u32) -> vec4<u32> {
+fn kinds_of_products(p: Params, block: Block, rows: Rows, j: u32, d0: u32, d1: u32) -> vec4<u32> {
     var kinds = vec4<u32>();
     if j >= p.kv_len { return kinds; }
     for (var d = d0; d < d1; d++) {
-        let of_k = key(block, j, d);
+        let of_k = key(p, block, j, d);
         for (var a = 0u; a < 4u; a++) {
-            if rows.exist[a] { kinds[a] |= kind_of_product(query(block, rows, a, d), of_k); }
+            if rows.exist[a] { kinds[a] |= kind_of_product(query(p, block, rows, a, d), of_k); }
         }
     }
     return kinds;
@@ -40,7 +40,7 @@ fn kinds_of_products(block: Block, rows: Rows, j: u32, d0: u32, d1: u32) -> vec4
 struct Scores { x: vec4<f32>, kind: vec4<u32>, attends: vec4<bool> }
 
 // s = softcap(q·k · scale) − slope·|i + diagonal − j| + bias, of products q·k whose terms have these kinds.
-fn scores_of(block: Block, rows: Rows, j: u32, products: vec4<f32>, kinds: vec4<u32>) -> Scores {
+fn scores_of(p: Params, block: Block, rows: Rows, j: u32, products: vec4<f32>, kinds: vec4<u32>) -> Scores {
     let attends = rows.exist & (vec4<i32>(i32(j)) >= rows.lo) & (vec4<i32>(i32(j)) < rows.hi);
     var scores = Scores(products * p.scale, vec4<u32>(), attends);
     if p.softcap != 0.0 { scores.x = p.softcap * hyperbolic_tangent(scores.x * p.inverse_softcap); }
@@ -60,7 +60,7 @@ fn scores_of(block: Block, rows: Rows, j: u32, products: vec4<f32>, kinds: vec4<
     if p.has_alibi != 0u {
         for (var a = 0u; a < 4u; a++) {
             if !scores.attends[a] { continue; }
-            let slope = alibi_bits(p.alibi_base + rows.head[a] * p.alibi_stride);
+            let slope = alibi_bits(p, p.alibi_base + rows.head[a] * p.alibi_stride);
             let distance = f32(abs(i32(rows.i[a]) + p.diagonal - i32(j)));
             scores.kind[a] |= kind_of_product(slope ^ SIGN_BIT, bitcast<u32>(distance));
             scores.x[a] = fma(-finite(slope), distance, scores.x[a]);
