@@ -17,14 +17,18 @@ use crate::cubins::{self, Kernels};
 use crate::metadata::{Workspace, root};
 use crate::python::{BINDING, BUILD_REQUIREMENTS, RAPT, Venv};
 use crate::shell::{Failure, Outcome, capture, cargo, command, say, show, side_by_side, step};
-use crate::{c, docs, tidy, vulkan, wheel};
+use crate::{c, docs, tidy, vulkan, web, wheel};
 
 pub(crate) const HELP: &str = "\
-cargo xtask test [--torch VERSION | --archives VERSION]
+cargo xtask test [--gpu | --torch VERSION | --archives VERSION]
 
 Formatting, lints, tidy, the documentation, the Rust tests, C programs against the C library, the backend for Vulkan on
 lavapipe, the wheel's check, and pytest from the installed wheel.
 
+  --gpu             only what takes too long for every change: kernels for Metal, every variant, compiled as C++ and run; the backend for
+                    Vulkan with its whole suite, on lavapipe and on the first adapter of the machine's own drivers if it has any; the
+                    package for browsers with its whole suite; and exported programs in every form (RAPT_WHOLE=1). All of them
+                    run, and what failed is listed at the end. An hour or two on two cores
   --torch VERSION   only pytest, against that torch (such as 2.6 or 2.6.0), in an environment of its own
                     (.venv-torch-VERSION)
   --archives VERSION
@@ -47,13 +51,14 @@ const MOST_WORKERS: usize = 4;
 const LOG: &str = "tmp/beside.log";
 
 pub(crate) fn run(mut args: Args) -> Outcome {
-    let (torch, archives) = (args.value("--torch")?, args.value("--archives")?);
+    let (is_gpu, torch, archives) = (args.flag("--gpu"), args.value("--torch")?, args.value("--archives")?);
     args.finish(HELP)?;
-    match (torch, archives) {
-        (Some(_), Some(_)) => return Err(Failure::Usage("--torch or --archives, not both".to_owned())),
-        (Some(torch), None) => return pytest_with(&torch),
-        (None, Some(torch)) => return archives_of(&torch),
-        (None, None) => {}
+    match (is_gpu, torch, archives) {
+        (true, None, None) => return whole(),
+        (false, Some(torch), None) => return pytest_with(&torch),
+        (false, None, Some(torch)) => return archives_of(&torch),
+        (false, None, None) => {}
+        _ => return Err(Failure::Usage("one of --gpu, --torch and --archives".to_owned())),
     }
     step_of("cargo fmt --check", cargo(["fmt", "--all", "--check"]))?;
     let (venv, target) = (&Venv::at(".venv")?, &Workspace::load()?.target);
@@ -131,6 +136,35 @@ fn package(
     docs::check(venv, docs::Metadata::Clippy)?;
     c::check()?;
     vulkan::check()
+}
+
+/// What takes too long for every change. Each part runs, whatever became of the one before it.
+fn whole() -> Outcome {
+    let metal = || {
+        let msl = cargo(["test", "--package", "rapt-shader", "--test", "msl", "--", "--include-ignored"]);
+        step_of("test kernels for Metal, every variant", msl)
+    };
+    let programs = || {
+        let venv = Venv::existing(".venv")?;
+        let mut pytest =
+            venv.python(["-m", "pytest", "-ra", "-p", "no:cacheprovider", "--dist", "loadfile", "-n", "2"]);
+        pytest.args(["-k", "pt2", "."]).env("RAPT_WHOLE", "1").current_dir(root().join(BINDING).join("tests"));
+        step("test exported programs in every form", || show(&mut pytest))
+    };
+    let parts: [(&str, &dyn Fn() -> Outcome); 4] = [
+        ("kernels for Metal", &metal),
+        ("the backend for Vulkan", &vulkan::whole),
+        ("the package for browsers", &web::whole),
+        ("exported programs", &programs),
+    ];
+    let mut failed = Vec::new();
+    for (what, part) in parts {
+        if let Err(failure) = part() {
+            say(format_args!("FAILED: {what}: {failure}"));
+            failed.push(what);
+        }
+    }
+    if failed.is_empty() { Ok(()) } else { Err(Failure::Check(format!("failed: {}", failed.join(", ")))) }
 }
 
 fn pytest_with(torch: &str) -> Outcome {

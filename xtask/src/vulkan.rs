@@ -52,6 +52,26 @@ pub(crate) fn check() -> Outcome {
     check_with(false)
 }
 
+/// A part of `cargo xtask test --gpu`: all of it on lavapipe, then on the first adapter of the machine's own drivers.
+pub(crate) fn whole() -> Outcome {
+    check_with(true)?;
+    if is_installed() {
+        return tests(None, true);
+    }
+    say(format_args!("skipped: the machine's own adapter, for want of a driver"));
+    Ok(())
+}
+
+/// Where drivers put what the loader reads of them.
+const MANIFESTS: [&str; 3] = ["/usr/share/vulkan/icd.d", "/usr/local/share/vulkan/icd.d", "/etc/vulkan/icd.d"];
+
+/// Whether the machine has a driver of its own, or is told of one.
+fn is_installed() -> bool {
+    let is_told = ["VK_DRIVER_FILES", "VK_ICD_FILENAMES"].iter().any(|name| std::env::var_os(name).is_some());
+    let has_manifest = |folder: &&str| std::fs::read_dir(folder).is_ok_and(|mut entries| entries.next().is_some());
+    is_told || MANIFESTS.iter().any(has_manifest)
+}
+
 fn check_with(is_whole: bool) -> Outcome {
     let folder = Workspace::load()?.target.join(NAME);
     if let Some(missing) = debian::missing() {

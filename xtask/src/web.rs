@@ -73,24 +73,32 @@ pub(crate) fn run(mut args: Args) -> Outcome {
     args.finish(HELP)?;
     let folders = Folders::new()?;
     build(&folders)?;
-    if is_build {
-        return Ok(());
-    }
+    if is_build { Ok(()) } else { tests(&folders, is_node, is_whole) }
+}
+
+/// A part of `cargo xtask test --gpu`.
+pub(crate) fn whole() -> Outcome {
+    let folders = Folders::new()?;
+    build(&folders)?;
+    tests(&folders, false, true)
+}
+
+fn tests(folders: &Folders, is_node: bool, is_whole: bool) -> Outcome {
     step("build the suite", || {
         let mut build = cargo(["build", "-p", "rapt-web", "--example", "suite", "--features", "suite"]);
         show(build.args(["--target", TARGET, "--profile", PROFILE]).current_dir(root()))
     })?;
     copy(&root().join(FOLDER).join("tests"), &folders.npm.join("tests"))?;
     for (name, _) in MODULES {
-        let mut node = test(&folders, "node.test.mjs", is_whole);
+        let mut node = test(folders, "node.test.mjs", is_whole);
         step(&format!("test {name} in Node"), || show(node.env("WEB_MODULE", name)))?;
     }
     if is_node {
         return Ok(());
     }
-    let chromium = step("unpack Chromium", || Chromium::found(&folders))?;
-    step("compile every kernel in Dawn", || dawn(&folders, &chromium))?;
-    step("test in Chromium", || in_chromium(&folders, &chromium, is_whole))
+    let chromium = step("unpack Chromium", || Chromium::found(folders))?;
+    step("compile every kernel in Dawn", || dawn(folders, &chromium))?;
+    step("test in Chromium", || in_chromium(folders, &chromium, is_whole))
 }
 
 /// The package, in its folder.
