@@ -82,6 +82,8 @@ def metal_kernel(*, name, input_names, output_names, source, header, ensure_row_
             bind(f"device {of.dtype.metal}* {called}", of.data, True)
         grids = ["uint thread_index_in_threadgroup", "uint3 threadgroup_position_in_grid", "uint3 threadgroups_per_grid"]
         assert all(each.split()[1] in source for each in grids)
+        if "simdgroup_index_in_threadgroup" in source:
+            grids.insert(0, "uint simdgroup_index_in_threadgroup")
         parameters += [f"  {each} [[{each.split()[1]}]]" for each in grids]
         text = f"{header}[[kernel]] void {name}(\n" + ",\n".join(parameters) + ") {\n" + source + "\n}\n"
         groups = grid[0] // threadgroup[0], grid[1]

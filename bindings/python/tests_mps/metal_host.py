@@ -26,6 +26,7 @@ extern "C" __attribute__((no_sanitize("thread"))) void rapt_kernel(void* const* 
 
 GRID = "metal::uint3{group[0], group[1], 0}; metal::uint3{groups[0], groups[1], 1}"
 """Where a workgroup is among all, as arguments."""
+SIMDGROUP = "[[simdgroup_index_in_threadgroup]]"
 
 
 class Range(ctypes.Structure):
@@ -61,6 +62,7 @@ def folder():
     """Where <metal_stdlib>, the host and compiled texts lie."""
     made = Path(tempfile.mkdtemp(prefix="rapt-msl-"))
     (made / "metal_stdlib").write_text((HOST / "stdlib.h").read_text())
+    (made / "simdgroup.h").write_text((HOST / "simdgroup.h").read_text())
     call(*FLAGS, "-O2", str(HOST / "lockstep.cpp"), "-o", str(made / "lockstep.o"))
     return made
 
@@ -83,7 +85,8 @@ def program(text):
     body = "\n".join(lines)
     arguments = "".join(f", Slot{{slots[{slot}]}}" for slot in slots if slot)
     group = GRID.replace("; ", ", ")
-    entry = ENTRY.format(call=f"attention(*static_cast<const Params*>(slots[0]){arguments}, {group}, thread);")
+    simdgroup = ", thread / 32" if SIMDGROUP in kernel else ""
+    entry = ENTRY.format(call=f"attention(*static_cast<const Params*>(slots[0]){arguments}, {group}, thread{simdgroup});")
     return f"{members}#undef threadgroup\n#define threadgroup alignas(1 << 16) static\n[[kernel{body}\n{entry}", slots
 
 
@@ -91,7 +94,8 @@ def inside(text, name):
     """As `program`, of a kernel that MLX declares: its attributes come in the order of their names."""
     head, kernel = text.split("[[kernel", 1)
     slots = [int(slot) for slot in re.findall(r"\[\[buffer\((\d+)\)\]\]", kernel)]
-    arguments = ", ".join([*(f"Slot{{slots[{slot}]}}" for slot in slots), "thread", *GRID.split("; ")])
+    simdgroup = ["thread / 32"] if SIMDGROUP in kernel else []
+    arguments = ", ".join([*(f"Slot{{slots[{slot}]}}" for slot in slots), *simdgroup, "thread", *GRID.split("; ")])
     source, _ = program(text)
     return source[: source.index("\nstruct Slot")] + ENTRY.format(call=f"{name}({arguments});"), slots
 

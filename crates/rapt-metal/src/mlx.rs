@@ -152,10 +152,11 @@ fn kernel(spec: &Spec, variant: &KernelVariant, items: usize, given: [Dimensions
         let name = line.trim_start_matches("    threadgroup ").split([' ', '[', ';']).nth(1).unwrap_or_default();
         arguments.push(name.to_owned());
     }
+    let arguments = arguments.join(", ");
+    let simdgroup = if variant.has_subgroups() { ", simdgroup_index_in_threadgroup" } else { "" };
     let _ = writeln!(
         source,
-        "    Attention{{{}}}.attention(threadgroup_position_in_grid, threadgroups_per_grid, thread_index_in_threadgroup);",
-        arguments.join(", ")
+        "    Attention{{{arguments}}}.attention(threadgroup_position_in_grid, threadgroups_per_grid, thread_index_in_threadgroup{simdgroup});"
     );
     let threads = variant.threads();
     let small: String =

@@ -47,7 +47,7 @@ impl Caps {
         max_items: 65_535 * 65_535,
         max_threads: 1024,
         max_shared_bytes: 32 << 10,
-        matrices: None,
+        matrices: Some(MatrixUnits::METAL),
     };
 
     /// What errors call the language of its texts.

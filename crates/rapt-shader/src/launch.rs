@@ -1,6 +1,6 @@
 //! What a run launches, and what a plan says of it. Decided by `select`.
 
-use rapt_core::{Cost, Kernel, KernelKey, Launch, LaunchPlan, Spec, Work};
+use rapt_core::{Cost, DType, Kernel, KernelKey, Launch, LaunchPlan, Spec, Work};
 
 use crate::partition::Partition;
 use crate::variant::{Algorithm, KernelVariant, Tiles};
@@ -86,7 +86,8 @@ impl LaunchPlan for ShaderLaunch {
                 format!("{rows} query rows for a key head: products on registers, of tiles in workgroup memory")
             }
             Kernel::Matrices => {
-                format!("{rows} query rows for a key head: products on cooperative matrices, float16 summed in float32")
+                let numbers = if key.storage == DType::F16 { "float16 summed in float32" } else { "float32" };
+                format!("{rows} query rows for a key head: products on cooperative matrices, {numbers}")
             }
             Kernel::Decode => {
                 let Partition { num_splits, split_keys, .. } = self.partition;

@@ -2,12 +2,14 @@
 //!
 //! ```text
 //! rows of a block      64 = subgroup_rows · row_tiles · tile
-//! keys of a block      subgroup_columns · key_tiles · tile                  64, or 32 for few columns, and where there is less workgroup memory
+//! keys of a block      subgroup_columns · key_tiles · tile                  64, or 32 for few columns, and where there is less workgroup memory; or 16
 //! columns of values    column_blocks · keys of a block                      64 or 128
 //! ```
 //! Deliberately absent: which request takes them (select.rs).
 
 use std::fmt::{self, Write};
+
+use rapt_core::DType;
 
 use crate::tiles::{BLOCK_M, Tiles};
 
@@ -18,6 +20,13 @@ pub struct MatrixUnits {
     pub tile: usize,
     /// Threads of a subgroup, always.
     pub subgroup_threads: usize,
+    /// Whether there are those of float32 too.
+    pub has_floats: bool,
+}
+
+impl MatrixUnits {
+    /// Those of every Apple GPU since the M1.
+    pub const METAL: MatrixUnits = MatrixUnits { tile: 8, subgroup_threads: 32, has_floats: true };
 }
 
 /// Columns of q and k, and of values, that have a variant.
@@ -28,6 +37,8 @@ const WIDTHS: [usize; 2] = [64, 128];
 pub struct MatrixTiles {
     /// The matrices.
     pub units: MatrixUnits,
+    /// The numbers of q, k, v and weights in them: float16, or float32.
+    pub numbers: DType,
     /// Threads of a workgroup.
     pub threads: usize,
     /// Tiles of rows of a subgroup.
@@ -44,8 +55,11 @@ pub struct MatrixTiles {
 
 impl fmt::Display for MatrixTiles {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let MatrixTiles { units: MatrixUnits { tile, subgroup_threads }, threads, row_tiles, wide, .. } = self;
+        let MatrixTiles { units: MatrixUnits { tile, subgroup_threads, .. }, threads, row_tiles, wide, .. } = self;
         let MatrixTiles { block_n, depth, block_dv, .. } = self;
+        if self.numbers == DType::F32 {
+            write!(f, "of {} ", self.numbers)?;
+        }
         write!(f, "{tile}x{tile} by {subgroup_threads} of {threads} threads, {row_tiles} of rows, {block_n} keys, ")?;
         write!(f, "{depth} and {block_dv} columns{}", if *wide { ", wide" } else { "" })
     }
@@ -53,27 +67,42 @@ impl fmt::Display for MatrixTiles {
 
 impl MatrixTiles {
     /// For these columns on a device with so much workgroup memory; `None` where there are no such tiles.
-    pub(crate) fn fitting(units: MatrixUnits, head_dim: usize, head_dim_v: usize, shared_bytes: usize) -> Option<Self> {
+    pub(crate) fn fitting(
+        units: MatrixUnits,
+        storage: DType,
+        head_dim: usize,
+        head_dim_v: usize,
+        shared_bytes: usize,
+    ) -> Option<Self> {
+        let numbers = if storage == DType::F16 { DType::F16 } else { DType::F32 };
         let depth = WIDTHS.into_iter().find(|width| head_dim <= *width)?;
         let block_dv = WIDTHS.into_iter().find(|width| head_dim_v <= *width).unwrap_or(WIDTHS[1]);
-        let mut of_columns = MatrixTiles::of_columns(units, depth, block_dv).into_iter();
+        let mut of_columns = MatrixTiles::of_columns(units, numbers, depth, block_dv).into_iter();
         of_columns.find(|tiles| tiles.is_whole() && tiles.shared_bytes() <= shared_bytes)
     }
 
     /// The tiles for so many columns, the fastest first (H100, 4·16·4096² of head_dim 128: 93 TFLOP/s and 83; of 64: the second has 78, the first 70;
-    /// 2026-11).
-    fn of_columns(units: MatrixUnits, depth: usize, block_dv: usize) -> Vec<Self> {
-        let small = MatrixTiles { units, threads: 128, row_tiles: 2, wide: false, block_n: 32, depth, block_dv };
+    /// 2026-11). Apple's have 128 registers of 32 bits a thread: one tile of rows to a subgroup, whose sums take 32 of them (never timed).
+    fn of_columns(units: MatrixUnits, numbers: DType, depth: usize, block_dv: usize) -> Vec<Self> {
+        let small =
+            MatrixTiles { units, numbers, threads: 128, row_tiles: 2, wide: false, block_n: 32, depth, block_dv };
+        if units == MatrixUnits::METAL {
+            let narrow = numbers == DType::F16 || depth.max(block_dv) == WIDTHS[0];
+            return vec![MatrixTiles { threads: 256, row_tiles: 1, block_n: if narrow { 32 } else { 16 }, ..small }];
+        }
         let large = MatrixTiles { threads: 256, block_n: 64, ..small };
         if depth.max(block_dv) == WIDTHS[0] { vec![small] } else { vec![large, small] }
     }
 
     /// Every one that a plan may have.
     pub(crate) fn all() -> Vec<Self> {
-        let units = [(16, 32), (16, 64), (8, 8)].map(|(tile, subgroup_threads)| MatrixUnits { tile, subgroup_threads });
+        let halves = |tile, subgroup_threads| MatrixUnits { tile, subgroup_threads, has_floats: false };
+        let units = [halves(16, 32), halves(16, 64), halves(8, 8), MatrixUnits::METAL].map(|units| (units, DType::F16));
         let columns = WIDTHS.into_iter().flat_map(|depth| WIDTHS.map(|block_dv| (depth, block_dv)));
-        let of = |units| columns.clone().flat_map(move |(depth, dv)| MatrixTiles::of_columns(units, depth, dv));
-        units.into_iter().flat_map(of).filter(MatrixTiles::is_whole).collect()
+        let of = |(units, numbers)| {
+            columns.clone().flat_map(move |(depth, dv)| MatrixTiles::of_columns(units, numbers, depth, dv))
+        };
+        units.into_iter().chain([(MatrixUnits::METAL, DType::F32)]).flat_map(of).filter(MatrixTiles::is_whole).collect()
     }
 
     /// Subgroups, along rows.
@@ -100,7 +129,12 @@ impl MatrixTiles {
             && self.threads.is_multiple_of(threads * rows)
             && self.subgroup_columns() > 0
             && self.block_n.is_multiple_of(self.subgroup_columns() * self.units.tile)
-            && (self.block_n * self.depth.min(self.block_dv)).is_multiple_of(8 * self.threads)
+            && (self.block_n * self.depth.min(self.block_dv)).is_multiple_of(self.loaded() * self.threads)
+    }
+
+    /// Elements that a thread loads at a time.
+    const fn loaded(&self) -> usize {
+        16 / self.numbers.size_bytes()
     }
 
     /// In how many parts the columns of q are loaded, so that 64 rows of a part fit where a block of keys does.
@@ -117,7 +151,8 @@ impl MatrixTiles {
     #[must_use]
     pub fn shared_bytes(&self) -> usize {
         let fours = BLOCK_M / 4;
-        let of_key = self.pitch() * 8 + (fours + 1) * 16 + (fours + 2) * 8;
+        let four = 4 * self.numbers.size_bytes();
+        let of_key = self.pitch() * four + (fours + 1) * 16 + (fours + 2) * four;
         self.block_n * of_key + self.threads * 16 + fours * 16 + 4 * 4
     }
 
@@ -136,14 +171,14 @@ impl MatrixTiles {
             ("$h", block_dv / block_n),
             ("$a", row_tiles),
             ("$n", self.key_tiles()),
-            ("$i", block_n * depth / 8 / threads),
-            ("$o", block_n * block_dv / 8 / threads),
+            ("$i", block_n * depth / self.loaded() / threads),
+            ("$o", block_n * block_dv / self.loaded() / threads),
             ("$l", block_n * BLOCK_M / 4 / threads),
         ]
     }
 
-    /// What the text names of them.
-    pub(crate) fn constants(&self) -> String {
+    /// What the text names of them. `reads_anywhere`: what a thread loads may begin at any element.
+    pub(crate) fn constants(&self, reads_anywhere: bool) -> String {
         let tile = self.units.tile;
         let mut text = String::new();
         let numbers = [
@@ -157,13 +192,14 @@ impl MatrixTiles {
             ("SUBGROUP_COLUMNS", self.subgroup_columns()),
             ("ROWS_OF_SUBGROUP", self.row_tiles * tile),
             ("KEYS_OF_SUBGROUP", self.key_tiles() * tile),
-            // What the places of eight elements are a multiple of, less 1.
-            ("ALIGNMENT", if self.wide { 7 } else { 1 }),
+            // What the places of what a thread loads are a multiple of, less 1.
+            ("ALIGNMENT", if reads_anywhere { 0 } else { if self.wide { 7 } else { 1 } }),
         ];
         for (name, number) in numbers {
             let _ = writeln!(text, "const {name}: u32 = {number}u;");
         }
-        for (name, number, role) in [("MatrixA", "f16", "A"), ("MatrixB", "f16", "B"), ("MatrixC", "f32", "C")] {
+        let numbers = if self.numbers == DType::F16 { "f16" } else { "f32" };
+        for (name, number, role) in [("MatrixA", numbers, "A"), ("MatrixB", numbers, "B"), ("MatrixC", "f32", "C")] {
             let _ = writeln!(text, "alias {name} = coop_mat{tile}x{tile}<{number}, {role}>;");
         }
         text

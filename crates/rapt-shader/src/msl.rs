@@ -10,6 +10,9 @@
 //! bitcast<T>(x)   round(x)   1.5              as_type<T>(x)   rint(x)   1.5f
 //! atomicStore(&x, y)   workgroupBarrier()     atomic_store_explicit(&x, y, memory_order_relaxed)   threadgroup_barrier(…)
 //! given: Params   let p = given;   f(p, x)    p, a member of Attention   nothing   f(x)
+//! alias X = T;                                T, wherever X stands
+//! coop_mat8x8<f16, A>   M()                   simdgroup_half8x8   make_filled_simdgroup_matrix<float, 8>(0.0f)
+//! coopLoadT<M>(&x, y)   coopStore(m, &x, y)   load_rows<M>(&x, y)   store_columns(m, &x, y), of SIMDGROUP below
 //! ```
 //! The rest is the same in both: operators, as far as brackets say what binds (which WGSL asks for), calls, loops, members, select(f, t, c).
 //! Deliberately absent: all of WGSL that wgsl/ does not use. What is translated wrongly does not compile or does not conform; docs/internals/metal.md
@@ -43,12 +46,21 @@ struct Buffer {
 pub(crate) fn translated(text: &str) -> String {
     let tokens = tokens(text);
     let structs = tokens.windows(3).filter(|three| three[0] == "struct").map(|three| three[2]).collect();
-    let mut translator = Translator { tokens, at: 0, structs, buffers: Vec::new(), shared: Vec::new(), threads: "" };
+    let mut translator = Translator {
+        tokens,
+        at: 0,
+        structs,
+        aliases: Vec::new(),
+        buffers: Vec::new(),
+        shared: Vec::new(),
+        threads: "",
+        has_simdgroups: false,
+    };
     let head = translator.items_until_bindings();
     let members = translator.items();
-    let Translator { buffers, shared, threads, .. } = translator;
+    let Translator { buffers, shared, threads, has_simdgroups, .. } = translator;
 
-    let mut whole = format!("{HEAD}{head}\nstruct Attention {{\n");
+    let mut whole = format!("{HEAD}{head}\nstruct Attention {{\n{}", if has_simdgroups { SIMDGROUP } else { "" });
     for line in members.trim_end().lines() {
         let _ = if line.is_empty() { writeln!(whole) } else { writeln!(whole, "    {line}") };
     }
@@ -56,18 +68,21 @@ pub(crate) fn translated(text: &str) -> String {
     for Buffer { declaration, name, index } in &buffers {
         let _ = writeln!(whole, "    {declaration}{name} [[buffer({index})]],");
     }
-    whole.push_str(GRID);
+    let [parameter, argument] = if has_simdgroups { [SUBGROUP, ", subgroup"] } else { [""; 2] };
+    let _ = write!(whole, "{GRID}{parameter}\n) {{\n");
     for Shared { element, count, name } in &shared {
         // Numbers of elements name constants of Attention.
-        let count = count.split_inclusive(' ').map(|word| match word.starts_with(|c: char| c.is_ascii_uppercase()) {
-            true => format!("Attention::{word}"),
-            false => word.to_owned(),
-        });
+        let count =
+            count.split_inclusive([' ', '[']).map(|word| match word.starts_with(|c: char| c.is_ascii_uppercase()) {
+                true => format!("Attention::{word}"),
+                false => word.to_owned(),
+            });
         let _ = writeln!(whole, "    threadgroup {element} {name}{};", count.collect::<String>());
     }
     let members = buffers.iter().map(|buffer| &buffer.name).chain(shared.iter().map(|shared| &shared.name));
     let members: Vec<&str> = members.map(String::as_str).collect();
-    let _ = writeln!(whole, "    Attention{{{}}}.attention(group, groups, thread_index);\n}}", members.join(", "));
+    let members = members.join(", ");
+    let _ = writeln!(whole, "    Attention{{{members}}}.attention(group, groups, thread_index{argument});\n}}");
     whole
 }
 
@@ -86,8 +101,48 @@ using namespace metal;
 
 const GRID: &str = "    uint3 group [[threadgroup_position_in_grid]],
     uint3 groups [[threadgroups_per_grid]],
-    uint thread_index [[thread_index_in_threadgroup]]
-) {
+    uint thread_index [[thread_index_in_threadgroup]]";
+const SUBGROUP: &str = ",\n    uint subgroup [[simdgroup_index_in_threadgroup]]";
+
+/// What WGSL has of matrices and Metal says otherwise: vectors of four in threadgroup memory as elements, `pitch` vectors from one row or column to the next.
+const SIMDGROUP: &str = "    // Metal: what the text calls of its matrices, and of memory that is not aligned.
+    static const threadgroup half* elements(const threadgroup half4* fours) { return (const threadgroup half*)fours; }
+    static const threadgroup float* elements(const threadgroup float4* fours) { return (const threadgroup float*)fours; }
+    template <class Matrix, class Fours>
+    static Matrix load_rows(const threadgroup Fours* from, uint pitch) {
+        Matrix matrix;
+        simdgroup_load(matrix, elements(from), pitch * 4u);
+        return matrix;
+    }
+    template <class Matrix, class Fours>
+    static Matrix load_columns(const threadgroup Fours* from, uint pitch) {
+        Matrix matrix;
+        simdgroup_load(matrix, elements(from), pitch * 4u, 0, true);
+        return matrix;
+    }
+    static void store_columns(simdgroup_float8x8 matrix, threadgroup float4* to, uint pitch) {
+        simdgroup_store(matrix, (threadgroup float*)to, pitch * 4u, 0, true);
+    }
+    template <class Matrix>
+    static simdgroup_float8x8 multiply_add(Matrix a, Matrix b, simdgroup_float8x8 c) {
+        simdgroup_float8x8 sum;
+        simdgroup_multiply_accumulate(sum, a, b, c);
+        return sum;
+    }
+    static uint uniform_load(threadgroup atomic_uint* from) {
+        threadgroup_barrier(mem_flags::mem_threadgroup);
+        const auto loaded = atomic_load_explicit(from, memory_order_relaxed);
+        threadgroup_barrier(mem_flags::mem_threadgroup);
+        return loaded;
+    }
+    static uint2 packed_four(const device ushort* at) { return as_type<uint2>(ushort4(*(const device packed_ushort4*)at)); }
+    static uint4 packed_four(const device uint* at) { return uint4(*(const device packed_uint4*)at); }
+#if defined(__METAL_VERSION__)
+    // Metal: where MLX declares inputs of fewer than 8 elements.
+    static uint2 packed_four(const constant ushort* at) { return as_type<uint2>(ushort4(*(const constant packed_ushort4*)at)); }
+    static uint4 packed_four(const constant uint* at) { return uint4(*(const constant packed_uint4*)at); }
+#endif
+
 ";
 
 /// Words, numbers, comments, runs of space, and all else character by character.
@@ -128,10 +183,14 @@ struct Translator<'t> {
     tokens: Vec<&'t str>,
     at: usize,
     structs: Vec<&'t str>,
+    /// What stands for a type, and the type.
+    aliases: Vec<(&'t str, String)>,
     buffers: Vec<Buffer>,
     shared: Vec<Shared>,
     /// Of a workgroup.
     threads: &'t str,
+    /// Whether the kernel asks for the number of its simdgroup.
+    has_simdgroups: bool,
 }
 
 impl<'t> Translator<'t> {
@@ -194,6 +253,15 @@ impl<'t> Translator<'t> {
                 let value = self.until(&[";"]);
                 self.pass(&[";"]);
                 let _ = write!(text, "static constant constexpr {ty} {name} ={value};");
+            }
+            "alias" => {
+                let name = self.next_word();
+                self.pass(&["="]);
+                let ty = self.ty();
+                self.pass(&[";"]);
+                self.aliases.push((name, ty));
+                // Nothing stands where it stood.
+                self.at += usize::from(self.peek() == "\n");
             }
             "@" => self.attributed(text),
             "var" => {
@@ -294,7 +362,7 @@ impl<'t> Translator<'t> {
                 "," => {}
                 "@" => {
                     self.pass(&["builtin", "("]);
-                    self.next_word();
+                    self.has_simdgroups |= self.next_word() == "subgroup_id";
                     self.pass(&[")"]);
                 }
                 _ => {
@@ -347,8 +415,21 @@ impl<'t> Translator<'t> {
                 self.pass(&["<", "u32", ">"]);
                 ("atomic_uint".to_owned(), String::new())
             }
-            other => (scalar(other).to_owned(), String::new()),
+            "coop_mat8x8" => {
+                self.pass(&["<"]);
+                let element = scalar(self.next_word());
+                self.pass(&[","]);
+                self.next_word();
+                self.pass(&[">"]);
+                (format!("simdgroup_{element}8x8"), String::new())
+            }
+            other => (self.aliased(other).unwrap_or_else(|| scalar(other)).to_owned(), String::new()),
         }
+    }
+
+    /// The type for which `name` stands, if it does.
+    fn aliased(&self, name: &str) -> Option<&str> {
+        self.aliases.iter().find(|(alias, _)| *alias == name).map(|(_, ty)| ty.as_str())
     }
 
     /// Everything up to one of `stops` that is in no bracket.
@@ -410,6 +491,23 @@ impl<'t> Translator<'t> {
                 let name = if token == "atomicStore" { "atomic_store_explicit" } else { "atomic_load_explicit" };
                 let _ = write!(text, "{name}({}, memory_order_relaxed)", self.arguments());
             }
+            "atomicMin" | "atomicMax" => {
+                let name = if token == "atomicMin" { "atomic_fetch_min_explicit" } else { "atomic_fetch_max_explicit" };
+                let _ = write!(text, "{name}({}, memory_order_relaxed)", self.arguments());
+            }
+            "workgroupUniformLoad" => text.push_str("uniform_load"),
+            "unpack2x16float" => {
+                let _ = write!(text, "float2(as_type<half2>({}))", self.arguments());
+            }
+            "coopLoad" | "coopLoadT" => {
+                self.pass(&["<"]);
+                let ty = self.ty();
+                self.pass(&[">"]);
+                let name = if token == "coopLoadT" { "load_rows" } else { "load_columns" };
+                let _ = write!(text, "{name}<{ty}>");
+            }
+            "coopStore" => text.push_str("store_columns"),
+            "coopMultiplyAdd" => text.push_str("multiply_add"),
             "workgroupBarrier" => {
                 self.arguments();
                 text.push_str("threadgroup_barrier(mem_flags::mem_threadgroup)");
@@ -421,6 +519,10 @@ impl<'t> Translator<'t> {
             number if number.starts_with(|c: char| c.is_ascii_digit()) => {
                 let is_float = number.contains('.') && !number.starts_with("0x");
                 let _ = write!(text, "{number}{}", if is_float { "f" } else { "" });
+            }
+            name if self.aliased(name).is_some_and(|ty| ty.starts_with("simdgroup")) => {
+                self.arguments();
+                text.push_str("make_filled_simdgroup_matrix<float, 8>(0.0f)");
             }
             word => text.push_str(scalar(renamed(word))),
         }
@@ -459,6 +561,7 @@ fn renamed(word: &str) -> &str {
 fn scalar(word: &str) -> &str {
     match word {
         "f32" => "float",
+        "f16" => "half",
         "u32" => "uint",
         "i32" => "int",
         "u16" => "ushort",

@@ -1,6 +1,6 @@
 //! From a spec to a plan: pure, total, without a device.
 //!
-//! `decode` for few rows of a key head, else `matrices` of float16, else `forward`, where their tiles fit the device and the request; else `generic`. What a kernel sums, and in which order, depends on neither batch,
+//! `decode` for few rows of a key head, else `matrices` of float16 (of every dtype where a device has those of float32), else `forward`, where their tiles fit the device and the request; else `generic`. What a kernel sums, and in which order, depends on neither batch,
 //! strides, alignment nor windows: the bits of a row are its own.
 
 use rapt_core::{
@@ -93,15 +93,16 @@ fn forward(spec: &Spec, caps: &Caps) -> Answer {
 
 fn matrices(spec: &Spec, caps: &Caps) -> Answer {
     let storage = spec.numerics.storage;
-    if storage != DType::F16 {
-        return Err(format!("matrices are of float16 in WGSL, q is {storage}"));
+    let has_floats = caps.matrices.is_some_and(|units| units.has_floats);
+    if storage != DType::F16 && !has_floats {
+        return Err(format!("matrices are of float16 in {}, q is {storage}", caps.language()));
     }
     let Some(units) = caps.matrices else {
         return Err(
             "the device has no cooperative matrices of float16 that sum in float32, or its subgroups vary".into()
         );
     };
-    match MatrixTiles::fitting(units, spec.head_dim(), spec.head_dim_v(), caps.max_shared_bytes) {
+    match MatrixTiles::fitting(units, storage, spec.head_dim(), spec.head_dim_v(), caps.max_shared_bytes) {
         Some(tiles) => fits(Algorithm::Matrices(tiles), caps),
         None if spec.head_dim() > 128 => {
             Err(format!("matrices hold 128 columns of q, head_dim is {}", spec.head_dim()))
@@ -152,7 +153,9 @@ fn fits(algorithm: Algorithm, caps: &Caps) -> Answer {
 /// [`Error::Unsupported`] for float64, codes, pages, sequences with lengths of their own, lengths beyond 2^29, and a head of which one tensor
 /// is longer than a binding may be.
 pub fn select(spec: &Spec, caps: &Caps) -> Result<Plan> {
-    let rules: &[fn(&Spec, &Caps) -> Answer] = match (few_rows(spec), spec.numerics.storage == DType::F32) {
+    let has_floats = caps.matrices.is_some_and(|units| units.has_floats);
+    let is_without = spec.numerics.storage == DType::F32 && !has_floats;
+    let rules: &[fn(&Spec, &Caps) -> Answer] = match (few_rows(spec), is_without) {
         (true, true) => &[decode, forward],
         (true, false) => &[decode, matrices, forward],
         (false, true) => &[forward],
@@ -212,7 +215,7 @@ fn plan(spec: &Spec, caps: &Caps, algorithm: Algorithm, why_not_faster: String) 
         storage: spec.numerics.storage,
         accumulation: spec.numerics.accumulation,
         p_rounding: match algorithm {
-            Algorithm::Matrices(_) => PRounding::Storage,
+            Algorithm::Matrices(tiles) if tiles.numbers == DType::F16 => PRounding::Storage,
             _ => PRounding::Accumulation,
         },
         mask: match spec.mask.map(|mask| mask.dtype) {
@@ -250,11 +253,17 @@ fn outs() -> impl Iterator<Item = (DType, Stores)> {
 /// Every variant on cooperative matrices that a plan may launch on any device.
 #[must_use]
 pub fn matrix_variants() -> Vec<KernelVariant> {
-    let storage = DType::F16;
-    let of = |algorithm| {
+    let of = |algorithm, storage| {
         outs().flat_map(move |(out, stores)| MASKS.map(|mask| KernelVariant { algorithm, storage, mask, out, stores }))
     };
-    MatrixTiles::all().into_iter().flat_map(|tiles| of(Algorithm::Matrices(tiles))).collect()
+    let storages = |numbers| if numbers == DType::F16 { vec![numbers] } else { vec![DType::F32, DType::BF16] };
+    let mut all = Vec::new();
+    for tiles in MatrixTiles::all() {
+        for storage in storages(tiles.numbers) {
+            all.extend(of(Algorithm::Matrices(tiles), storage));
+        }
+    }
+    all
 }
 
 /// Every variant that a plan may launch on any device, but for [`matrix_variants`].

@@ -26,6 +26,8 @@ const SCORES: &str = include_str!("wgsl/scores.wgsl");
 const ENDS: &str = include_str!("wgsl/ends.wgsl");
 const GENERIC: &str = include_str!("wgsl/generic.wgsl");
 const FORWARD: &str = include_str!("wgsl/forward.wgsl");
+const HALVES: &str = include_str!("wgsl/halves.wgsl");
+const FLOATS: &str = include_str!("wgsl/floats.wgsl");
 const MATRICES: &str = include_str!("wgsl/matrices.wgsl");
 const DECODE: &str = include_str!("wgsl/decode.wgsl");
 const COMBINE: &str = include_str!("wgsl/combine.wgsl");
@@ -105,7 +107,7 @@ impl KernelVariant {
         let has_matrices = matches!(self.algorithm, Algorithm::Matrices(_));
         let enabled = [
             ("wgpu_int16", self.binds("out") && self.stores == Stores::Halves),
-            ("f16", has_matrices),
+            ("f16", matches!(self.algorithm, Algorithm::Matrices(tiles) if tiles.numbers == DType::F16)),
             ("wgpu_cooperative_matrix", has_matrices),
         ];
         let enable: String =
@@ -114,7 +116,7 @@ impl KernelVariant {
     }
 
     /// The text in Metal's language, with `Params` as buffer 0 and [`bindings`](KernelVariant::bindings) behind it. A buffer is bound at the byte
-    /// of any element; no word beside an element is read, whatever [`stores`](KernelVariant::stores) says. Of [`variants`](crate::variants()) alone; never run on Apple hardware.
+    /// of any element; no word beside an element is read, whatever [`stores`](KernelVariant::stores) says. Never run on Apple hardware.
     #[must_use]
     pub fn msl(&self) -> String {
         msl::translated(&self.text("", Elements::Alone))
@@ -143,7 +145,7 @@ impl KernelVariant {
         let has_mask = self.mask.is_some();
         let _ = writeln!(text, "\nconst BLOCK_M: u32 = {block_m}u;\nconst BLOCK_N: u32 = {block_n}u;");
         let _ = writeln!(text, "const BLOCK_DV: u32 = {block_dv}u;\nconst HAS_MASK: bool = {has_mask};");
-        text.push_str(&self.algorithm());
+        text.push_str(&self.algorithm(elements));
         text
     }
 
@@ -152,7 +154,7 @@ impl KernelVariant {
     }
 
     /// The text behind what depends on dtypes.
-    fn algorithm(&self) -> String {
+    fn algorithm(&self, elements: Elements) -> String {
         let (own, parts): (String, &[&str]) = match self.algorithm {
             Algorithm::Generic => (GENERIC.to_owned(), &[NUMBERS, MATH, ROWS, SCORES, ENDS]),
             Algorithm::Forward { column_groups } => {
@@ -160,8 +162,13 @@ impl KernelVariant {
                 (text, &[NUMBERS, MATH, ROWS, SCORES, ENDS])
             }
             Algorithm::Matrices(tiles) => {
-                let text = tiles.constants() + &unrolled(MATRICES, &tiles.words());
-                (text, &[NUMBERS, MATH, ROWS, SCORES, ENDS])
+                let text =
+                    unrolled(MATRICES, &tiles.words()).replace("size(THREADS)", &format!("size({})", tiles.threads));
+                let text = tiles.constants(elements == Elements::Alone) + &text;
+                match tiles.numbers {
+                    DType::F16 => (text, &[NUMBERS, MATH, ROWS, SCORES, ENDS, HALVES]),
+                    _ => (text, &[NUMBERS, MATH, ROWS, SCORES, ENDS, FLOATS]),
+                }
             }
             Algorithm::Decode { row_groups } => {
                 let text = unrolled(DECODE, &[("$a", row_groups), ("$n", 4), ("$h", 2), ("$e", 2)]);
@@ -216,7 +223,7 @@ impl KernelVariant {
         }
         let _ = writeln!(text, "    return vec2<u32>({tensor}_bits(at), {tensor}_bits(at + stride));\n}}");
         if matches!(self.algorithm, Algorithm::Matrices(_)) {
-            text.push_str(&readers_of_matrices(tensor, self.has_wide(tensor)));
+            text.push_str(&readers_of_matrices(tensor, self.storage, self.has_wide(tensor), elements));
         }
     }
 
@@ -256,30 +263,59 @@ impl KernelVariant {
     }
 }
 
-/// Readers of four and eight elements of float16 as they lie, two in a word. `wide`: a buffer is declared as vectors of four words.
-fn readers_of_matrices(tensor: &str, wide: bool) -> String {
-    let (word, eight) = match wide {
-        true => (format!("{tensor}[at >> 2u][at & 3u]"), format!("{tensor}[at >> 3u]")),
-        false => {
-            let words = ["0u", "1u", "2u", "3u"].map(|n| format!("{tensor}[(at >> 1u) + {n}]"));
-            (format!("{tensor}[at]"), format!("vec4<u32>({})", words.join(", ")))
-        }
+/// Readers of four elements, and of what a thread loads at a time: eight of float16 as they lie, two in a word, or the float32 bits of four others. `wide`: a buffer
+/// is declared as vectors of four words.
+fn readers_of_matrices(tensor: &str, storage: DType, wide: bool, elements: Elements) -> String {
+    let mut text = String::new();
+    let four = |elements: &str| {
+        format!("vec4<u32>({})", ["0u", "1u", "2u", "3u"].map(|n| elements.replace("$n", n)).join(", "))
     };
-    format!(
-        "fn {tensor}_word(at: u32) -> u32 {{ return {word}; }}
-fn {tensor}_eight(at: u32) -> vec4<u32> {{ return {eight}; }}
-// The first `count` of four; 0 behind them.
-fn {tensor}_four(at: u32, stride: u32, count: u32) -> vec2<u32> {{
-    if count >= 4u && stride == 1u && (at & 1u) == 0u {{ return vec2<u32>({tensor}_word(at >> 1u), {tensor}_word((at >> 1u) + 1u)); }}
-    var words = vec2<u32>();
-    for (var n = 0u; n < min(count, 4u); n++) {{
-        let half = half_of({tensor}_word((at + n * stride) >> 1u), at + n * stride);
-        words[n / 2u] |= half << (n % 2u * 16u);
-    }}
+    let load = match (storage, elements) {
+        (DType::F16, Elements::Alone) => {
+            format!("return vec4<u32>(packed_four(&{tensor}[at]), packed_four(&{tensor}[at + 4u]));")
+        }
+        (DType::F16, Elements::InWords) if wide => format!("return {tensor}[at >> 3u];"),
+        (DType::F16, Elements::InWords) => format!("return {};", four(&format!("{tensor}[(at >> 1u) + $n]"))),
+        (DType::BF16, Elements::Alone) => format!(
+            "let words = packed_four(&{tensor}[at]); \
+             return vec4<u32>(words.x << 16u, words.x & 0xffff0000u, words.y << 16u, words.y & 0xffff0000u);"
+        ),
+        (_, Elements::Alone) => format!("return packed_four(&{tensor}[at]);"),
+        (_, Elements::InWords) => format!("return {};", four(&format!("{tensor}_bits(at + $n)"))),
+    };
+    let _ = writeln!(text, "fn {tensor}_load(at: u32) -> vec4<u32> {{ {load} }}");
+    let halves = match elements {
+        Elements::InWords => {
+            let word = if wide { format!("{tensor}[at >> 2u][at & 3u]") } else { format!("{tensor}[at]") };
+            if storage == DType::F16 {
+                let _ = writeln!(text, "fn {tensor}_word(at: u32) -> u32 {{ return {word}; }}");
+            }
+            format!("half_of({tensor}_word((at + n * stride) >> 1u), at + n * stride)")
+        }
+        Elements::Alone => format!("u32({tensor}[at + n * stride])"),
+    };
+    let (ty, whole, element) = match (storage, elements) {
+        (DType::F16, Elements::InWords) => {
+            let words = format!("vec2<u32>({tensor}_word(at >> 1u), {tensor}_word((at >> 1u) + 1u))");
+            let whole = format!("    if count >= 4u && stride == 1u && (at & 1u) == 0u {{ return {words}; }}\n");
+            ("vec2<u32>", whole, format!("words[n / 2u] |= {halves} << (n % 2u * 16u);"))
+        }
+        (DType::F16, Elements::Alone) => {
+            ("vec2<u32>", String::new(), format!("words[n / 2u] |= {halves} << (n % 2u * 16u);"))
+        }
+        _ => ("vec4<u32>", String::new(), format!("words[n] = {tensor}_bits(at + n * stride);")),
+    };
+    let _ = write!(
+        text,
+        "// The first `count` of four; 0 behind them.
+fn {tensor}_four(at: u32, stride: u32, count: u32) -> {ty} {{
+{whole}    var words = {ty}();
+    for (var n = 0u; n < min(count, 4u); n++) {{ {element} }}
     return words;
 }}
 "
-    )
+    );
+    text
 }
 
 /// A vector of one number per head has a dtype of its own, told by the parameters.

@@ -25,7 +25,7 @@ pub enum Algorithm {
         /// How many times 64 columns of values a workgroup has: 1 or 2.
         column_groups: usize,
     },
-    /// wgsl/matrices.wgsl: many queries of float16, on a device with cooperative matrices.
+    /// wgsl/matrices.wgsl: many queries, on a device with cooperative matrices of their dtype.
     Matrices(MatrixTiles),
     /// wgsl/decode.wgsl: few queries, of a part of the keys.
     Decode {
@@ -178,6 +178,12 @@ impl KernelVariant {
             Algorithm::Decode { .. } => &DECODED,
             Algorithm::Combine => &COMBINED,
         }
+    }
+
+    /// Whether its text asks for the number of a thread's subgroup.
+    #[must_use]
+    pub const fn has_subgroups(&self) -> bool {
+        matches!(self.algorithm, Algorithm::Matrices(_))
     }
 
     /// Threads of a workgroup.

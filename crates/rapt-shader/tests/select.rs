@@ -55,8 +55,12 @@ fn forward_serves_where_its_tiles_fit_and_the_plan_says_why_it_does_not() {
 
 /// An NVIDIA GPU, and Mesa's lavapipe.
 const MATRICES: [Caps; 2] = [
-    Caps { max_shared_bytes: 48 << 10, matrices: Some(MatrixUnits { tile: 16, subgroup_threads: 32 }), ..Caps::WEBGPU },
-    Caps { matrices: Some(MatrixUnits { tile: 8, subgroup_threads: 8 }), ..COMMON },
+    Caps {
+        max_shared_bytes: 48 << 10,
+        matrices: Some(MatrixUnits { tile: 16, subgroup_threads: 32, has_floats: false }),
+        ..Caps::WEBGPU
+    },
+    Caps { matrices: Some(MatrixUnits { tile: 8, subgroup_threads: 8, has_floats: false }), ..COMMON },
 ];
 
 #[test]
@@ -81,13 +85,45 @@ fn matrices_serve_float16_where_the_device_has_them_and_the_plan_says_why_they_d
         check(plan(DType::F32, 64, caps), "");
         check(plan(DType::BF16, 64, caps), "matrices are of float16 in WGSL, q is bfloat16");
         check(plan(DType::F16, 129, caps), "matrices hold 128 columns of q, head_dim is 129");
-        let odd = Caps { matrices: Some(MatrixUnits { tile: 16, subgroup_threads: 48 }), ..*caps };
+        let odd = Caps { matrices: Some(MatrixUnits { tile: 16, subgroup_threads: 48, has_floats: false }), ..*caps };
         assert!(plan(DType::F16, 64, &odd).why_not_faster().starts_with("no tiles of matrices fit the device"));
     }
     let without = plan(DType::F16, 64, &COMMON);
     assert!(without.why_not_faster().contains("no cooperative matrices of float16"), "{}", without.why_not_faster());
     let error = select_kernel(&spec(DType::F32, [1, 1, 100, 64], 1, 50), &MATRICES[0], Kernel::Matrices).unwrap_err();
     assert!(error.to_string().contains("matrices are of float16"), "{error}");
+}
+
+/// Apple's GPUs have matrices of float32 too: bfloat16 is exact in them, and weights of both are not rounded.
+#[test]
+fn matrices_of_metal_serve_every_dtype() {
+    let plan = |dtype, dim, dv| {
+        let form = |length, columns| form(dtype, &[1, 1, length, columns]);
+        let spec = Spec::builder(form(100, dim), form(50, dim), form(50, dv), &Options::default()).build().unwrap();
+        select(&spec, &Caps::METAL).unwrap()
+    };
+    for (dtype, numbers, rounding) in [
+        (DType::F16, DType::F16, rapt_core::PRounding::Storage),
+        (DType::F32, DType::F32, rapt_core::PRounding::Accumulation),
+        (DType::BF16, DType::F32, rapt_core::PRounding::Accumulation),
+    ] {
+        for (dim, dv, columns) in [(64, 64, (64, 64)), (65, 1, (128, 64)), (8, 128, (64, 128)), (128, 300, (128, 128))]
+        {
+            let plan = plan(dtype, dim, dv);
+            assert_eq!((plan.key().kernel, plan.why_not_faster().as_str()), (Kernel::Matrices, ""), "{dtype} {dim}");
+            assert_eq!(plan.key().p_rounding, rounding);
+            let variant = plan.launch_plan::<ShaderLaunch>().unwrap().variant.unwrap();
+            let Algorithm::Matrices(tiles) = variant.algorithm else { panic!("{variant}") };
+            assert_eq!((tiles.numbers, (tiles.depth, tiles.block_dv)), (numbers, columns), "{variant}");
+            // Two tiles of float32 and 128 columns would not fit.
+            let is_wide = numbers == DType::F32 && columns != (64, 64);
+            assert_eq!((plan.block_m(), plan.block_n()), (64, if is_wide { 16 } else { 32 }));
+            assert!(variant.shared_bytes() <= Caps::METAL.max_shared_bytes && matrix_variants().contains(&variant));
+        }
+        let long = plan(dtype, 129, 64);
+        assert_eq!(long.key().kernel, Kernel::Forward);
+        assert_eq!(long.why_not_faster(), "matrices hold 128 columns of q, head_dim is 129");
+    }
 }
 
 #[test]

@@ -149,7 +149,16 @@ fn candidates(gpu: &Gpu, dim: usize) -> Vec<MatrixTiles> {
         for threads in [128, 256] {
             for row_tiles in [2, 1] {
                 for block_n in [64, 32] {
-                    let tiles = MatrixTiles { units, threads, row_tiles, wide, block_n, depth: dim, block_dv: dim };
+                    let tiles = MatrixTiles {
+                        units,
+                        numbers: DType::F16,
+                        threads,
+                        row_tiles,
+                        wide,
+                        block_n,
+                        depth: dim,
+                        block_dv: dim,
+                    };
                     let fits = || tiles.shared_bytes() <= gpu.caps().max_shared_bytes;
                     if tiles.is_whole() && fits() {
                         all.push(tiles);

@@ -78,10 +78,12 @@ impl AdapterFacts {
 const OF_MATRICES: Features =
     Features::EXPERIMENTAL_COOPERATIVE_MATRIX.union(Features::SHADER_F16).union(Features::SUBGROUP);
 
-/// Its matrices of float16 that sum in float32, the larger ones; `None` where threads of a subgroup vary, by which a text shares them.
+/// Its matrices of float16 that sum in float32, the larger ones; `None` where threads of a subgroup vary, by which a text shares them, and by way of Metal, for which
+/// naga 30 writes no valid text of matrices (rapt-metal has its own).
 fn matrices(adapter: &wgpu::Adapter, features: Features, info: &wgpu::AdapterInfo) -> Option<MatrixUnits> {
     let subgroup_threads = info.subgroup_min_size as usize;
-    if !features.contains(OF_MATRICES) || info.subgroup_min_size != info.subgroup_max_size {
+    let is_metal = info.backend == wgpu::Backend::Metal;
+    if is_metal || !features.contains(OF_MATRICES) || info.subgroup_min_size != info.subgroup_max_size {
         return None;
     }
     let all = adapter.cooperative_matrix_properties();
@@ -94,7 +96,7 @@ fn matrices(adapter: &wgpu::Adapter, features: Features, info: &wgpu::AdapterInf
                 && !of.saturating_accumulation
         })
     };
-    [16, 8].into_iter().find(is_served).map(|tile| MatrixUnits { tile, subgroup_threads })
+    [16, 8].into_iter().find(is_served).map(|tile| MatrixUnits { tile, subgroup_threads, has_floats: false })
 }
 
 /// What selection depends on, of a device or an adapter, but for its matrices.

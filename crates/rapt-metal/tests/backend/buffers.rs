@@ -4,7 +4,7 @@ use std::cell::{Cell, RefCell};
 
 use rapt_core::{DType, Device, Error, Extent, Kernel, Result, Shape, Spec, Strides, Tensors};
 use rapt_metal::{Buffer, BufferDispatch, BufferTensor, BufferTensors, Buffers, Metal, MetalError};
-use rapt_shader::{KernelVariant, PARTIALS, variants};
+use rapt_shader::{KernelVariant, PARTIALS, matrix_variants, variants};
 use rapt_testkit::replay;
 
 use crate::host::{self, Arithmetic, Bound};
@@ -46,7 +46,7 @@ impl Metal for &Fake {
         assert_eq!(name, "attention");
         self.compiled.set(self.compiled.get() + 1);
         let is_named = |variant: &KernelVariant| text.contains(&format!("// {variant}\n"));
-        let variant = variants().into_iter().find(is_named).expect("a variant of rapt-shader");
+        let variant = variants().into_iter().chain(matrix_variants()).find(is_named).expect("a variant of rapt-shader");
         assert_eq!(variant.msl(), text);
         Ok(variant)
     }

@@ -128,13 +128,16 @@ fn a_request_is_one_dispatch_of_the_text_with_these_bytes() {
         Call::Tensor(5, FUSED, 0),
         Call::Tensor(6, FUSED, 0),
         Call::Tensor(8, FUSED, 0),
-        // 2 · 4 heads, two blocks of 64 rows, 128 threads each.
-        Call::Dispatch([16 * 128, 1, 1], [128, 1, 1]),
+        // 2 · 4 heads, two blocks of 64 rows, 256 threads each.
+        Call::Dispatch([16 * 256, 1, 1], [256, 1, 1]),
         Call::Close,
     ];
     assert_eq!(calls, expected);
     assert_eq!(params.bytes().len(), Params::BYTES);
-    assert!(calls[0] == Call::Library(variant.msl()) && variant.to_string().starts_with("forward of 64"), "{variant}");
+    assert!(
+        calls[0] == Call::Library(variant.msl()) && variant.to_string().starts_with("matrices 8x8 by 32"),
+        "{variant}"
+    );
     // The same once more: nothing is compiled.
     let (again, _) = recorded(&backend, &qkv, &out, &options).unwrap();
     assert_eq!(again, expected[2..]);

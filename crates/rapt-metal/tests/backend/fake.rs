@@ -8,7 +8,7 @@ use std::cell::RefCell;
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 
 use rapt_metal::{Backend, Functions};
-use rapt_shader::{KernelVariant, PARTIALS, Params, variants};
+use rapt_shader::{KernelVariant, PARTIALS, Params, matrix_variants, variants};
 
 use crate::host::{self, Arithmetic, Bound};
 
@@ -97,7 +97,7 @@ fn text(at: *const c_char) -> String {
 unsafe extern "C" fn create_library(source: *const c_char, library: *mut *mut c_void) -> c_int {
     let text = text(source);
     let is_named = |variant: &KernelVariant| text.contains(&format!("// {variant}\n"));
-    let variant = variants().into_iter().find(is_named).expect("a variant of rapt-shader");
+    let variant = variants().into_iter().chain(matrix_variants()).find(is_named).expect("a variant of rapt-shader");
     assert_eq!(variant.msl(), text, "its text, and not a byte else");
     // SAFETY: room for a handle. A library lives as long as the process.
     unsafe { *library = Box::into_raw(Box::new(Kernel { variant, text: text.clone() })).cast() };

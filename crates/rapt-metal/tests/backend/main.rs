@@ -73,8 +73,11 @@ fn run(backend: &Backend, kernel: Option<Kernel>, spec: &Spec, tensors: &Tensors
 }
 
 /// The kernel, the dtype of a request and the mask's. Few texts, since each takes seconds to compile: all are run by rapt-shader's tests.
-const FEW: [(Kernel, DType, Option<DType>); 2] =
-    [(Kernel::Forward, DType::F32, Some(DType::Bool)), (Kernel::Decode, DType::BF16, None)];
+const FEW: [(Kernel, DType, Option<DType>); 3] = [
+    (Kernel::Forward, DType::F32, Some(DType::Bool)),
+    (Kernel::Matrices, DType::BF16, None),
+    (Kernel::Decode, DType::BF16, None),
+];
 
 /// A random problem that `kernel` serves by one text.
 fn case(seed: u64, kernel: Kernel, dtype: DType, mask: Option<DType>) -> Case {

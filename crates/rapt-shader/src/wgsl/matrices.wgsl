@@ -1,38 +1,36 @@
-// The kernel for many queries of float16 on cooperative matrices: products of tiles by a subgroup, which sums them in float32.
+// The kernel for many queries on cooperative matrices: products of tiles by a subgroup, which sums them in float32. Numbers of tiles are float16
+// (halves.wgsl), or float32 where a device has those (floats.wgsl).
 //
 //   FlashAttention-2 (Dao 2023, arXiv:2307.08691, algorithm 1), whose reference moves only where a maximum grows by more than 2^8:
 //     row_max = lowest; row_sum = 0; acc_o = 0
 //     for each block of BLOCK_N keys, at multiples of it from key 0
 //       s = q·k                                            by matrices; in workgroup memory, since a matrix has no elements in WGSL
 //       x = scores of s;  if max x > row_max + 8 ln 2:  f = e^(row_max − max x);  row_max = max x;  row_sum, acc_o *= f
-//       p = 2^6·e^(x − row_max);  row_sum += Σ p
-//       acc_o += float16(p)·v                              by matrices
-//     out = acc_o / row_sum;  lse = row_max + ln (row_sum / 2^6)
+//       p = 2^SHIFT·e^(x − row_max);  row_sum += Σ p
+//       acc_o += rounded(p)·v                              by matrices
+//     out = acc_o / row_sum;  lse = row_max + ln (row_sum / 2^SHIFT)                         2^SHIFT is ONE
 //
-// A weight of 1 is 64: weights are normal numbers of float16 from 2^-20 to 2^8 beside the reference. What divides is the sum before that rounding.
+// What divides is the sum of weights before they are rounded.
 // Its own rows alone decide whether a reference moves. acc_o passes through workgroup memory for that, and in other blocks stays in matrices.
 //
 // THREADS threads, of which a thread has four rows (4·four ..) and every LANES-th key of a block for the scores. Subgroups stand in rows of SUBGROUP_COLUMNS: each has
 // $a tiles of rows, $n tiles of keys, and $n tiles of each BLOCK_N columns of values ($h).
 //
-// Of a block of keys, for each score (64 rows, 64 keys, 128 columns, 2 × 4 subgroups), in bytes of workgroup memory:
+// Of a block of keys, for each score (64 rows, 64 keys, 128 columns of float16, 2 × 4 subgroups), in bytes of workgroup memory:
 //   4 + 4 s stored and read, 2 + 8 p stored and read, 8 k, 8 v, 8 tiles of k and v stored: 42, for 512 floating-point operations
 // Tiles of q stay in matrices. Of k and v a thread has what comes next in registers: without that, and with fewer threads, an H100 waited for memory most of
 // the time (52 TFLOP/s, not 93; 2026-11). Rows of workgroup memory are longer by 8 elements of float16, 4 of float32: matrices meet different banks.
 //
 // A line with $a, $n, $h, $r and $k (rounds in which q is loaded, and tiles of columns of one), $j (tiles of keys), $i, $o or $l (what a thread loads, and scores) stands once for each. No operation crosses rows: the bits
 // of a row depend neither on its neighbours nor on strides.
-// Deliberately absent: bfloat16, which WGSL's matrices do not have, and a head_dim beyond DEPTH.
+// Deliberately absent: a head_dim beyond DEPTH.
 
-// Weights are 2^SHIFT times as large.
-const SHIFT: f32 = 6.0;
-const UNSHIFT: f32 = 0.015625;
 // 8 ln 2.
 const GROWTH: f32 = 5.54517744;
 
-// Keys that all threads load at once, eight columns each.
-const K_ROWS: u32 = THREADS * 8u / DEPTH;
-const V_ROWS: u32 = THREADS * 8u / BLOCK_DV;
+// Keys that all threads load at once, LOADED columns each.
+const K_ROWS: u32 = THREADS * LOADED / DEPTH;
+const V_ROWS: u32 = THREADS * LOADED / BLOCK_DV;
 const FOURS: u32 = BLOCK_M / 4u;
 const LANES: u32 = THREADS / FOURS;
 // In vectors of four, from one row of workgroup memory to the next.
@@ -40,11 +38,11 @@ const PITCH_S: u32 = FOURS + 1u;
 const PITCH_P: u32 = FOURS + 2u;
 
 // q by row, ROUND columns of it; then k or v by key.
-var<workgroup> tile: array<vec4<f16>, BLOCK_N * PITCH>;
+var<workgroup> tile: array<Numbers, BLOCK_N * PITCH>;
 // By key, four rows: s; or by column acc_o; or of each thread flags.
 var<workgroup> s_tile: array<vec4<f32>, BLOCK_N * PITCH_S>;
 // By key, four rows.
-var<workgroup> weights: array<vec4<f16>, BLOCK_N * PITCH_P>;
+var<workgroup> weights: array<Numbers, BLOCK_N * PITCH_P>;
 // Of each thread maxima; then sums.
 var<workgroup> shares: array<vec4<f32>, THREADS>;
 // Where column 0 of a row lies in q, then in out.
@@ -61,76 +59,65 @@ fn block_of(p: Params, item: u32) -> Block {
     return block_of_rows(p, p.first_task + run / p.row_blocks, first_row, item % p.dv_blocks * BLOCK_DV);
 }
 
-// Of two halves in a word: their top bits where they are not finite, besides others.
-const TOP_BITS: u32 = 0x80008000u;
-fn exponents_of(words: vec2<u32>) -> vec2<u32> { return (words & vec2<u32>(0x7c007c00u)) + vec2<u32>(0x04000400u); }
-// 0 in the place of what is not finite.
-fn finite_halves(words: vec2<u32>) -> vec2<u32> {
-    return words & ~(((exponents_of(words) & vec2<u32>(TOP_BITS)) >> vec2<u32>(15u)) * 0xffffu);
-}
-fn finite_eight(words: vec4<u32>) -> vec4<u32> { return vec4<u32>(finite_halves(words.xy), finite_halves(words.zw)); }
-fn numbers(words: vec2<u32>) -> vec4<f16> {
-    return vec4<f16>(vec4<f32>(unpack2x16float(words.x), unpack2x16float(words.y)));
-}
 // Columns first .. first + ROUND of the block's rows of q; 0 outside.
 fn load_queries(p: Params, block: Block, first: u32, thread: u32) {
     let d = first + thread % (ROUND / 4u) * 4u;
     let columns = p.head_dim - min(p.head_dim, d);
     for (var row = thread / (ROUND / 4u); row < BLOCK_M; row += THREADS * 4u / ROUND) {
-        var words = vec2<u32>();
+        var words: Four;
         if block.first_row + row < p.rows {
             words = q_four(row_at[row / 4u][row % 4u] + d * p.q_stride.w, p.q_stride.w, columns);
         }
-        if any((exponents_of(words) & vec2<u32>(TOP_BITS)) != vec2<u32>()) { atomicStore(&not_finite, 1u); }
-        tile[row * PITCH_Q + (d - first) / 4u] = numbers(finite_halves(words));
+        if are_odd(exponents_of(words)) { atomicStore(&not_finite, 1u); }
+        tile[row * PITCH_Q + (d - first) / 4u] = numbers(finite_four(words));
     }
 }
 
-// Whether a tensor's rows are read eight elements at a time.
-fn by_eights(base: u32, stride: vec4<u32>, columns: u32) -> bool {
-    return stride.w == 1u && columns % 8u == 0u && ((base | stride.x | stride.y | stride.z) & ALIGNMENT) == 0u;
+// Whether a tensor's rows are read LOADED elements at a time.
+fn by_loads(base: u32, stride: vec4<u32>, columns: u32) -> bool {
+    return stride.w == 1u && columns % LOADED == 0u && ((base | stride.x | stride.y | stride.z) & ALIGNMENT) == 0u;
 }
 
-// Eight columns of a key, and of a value; 0 outside.
-fn key_eight(p: Params, block: Block, j: u32, d: u32) -> vec4<u32> {
+// LOADED columns of a key, and of a value; 0 outside.
+fn key_load(p: Params, block: Block, j: u32, d: u32) -> vec4<u32> {
     if j >= p.kv_len || d >= p.head_dim { return vec4<u32>(); }
-    return k_eight(element(p.k_base, p.k_stride, block.batch, block.kv_head, j, d));
+    return k_load(element(p.k_base, p.k_stride, block.batch, block.kv_head, j, d));
 }
-fn value_eight(p: Params, block: Block, j: u32, c: u32) -> vec4<u32> {
+fn value_load(p: Params, block: Block, j: u32, c: u32) -> vec4<u32> {
     if j >= p.kv_len || c >= p.head_dim_v { return vec4<u32>(); }
-    return v_eight(element(p.v_base, p.v_stride, block.batch, block.kv_head, j, c));
+    return v_load(element(p.v_base, p.v_stride, block.batch, block.kv_head, j, c));
 }
 
 // Keys n0 .. n0 + BLOCK_N, wherever their elements lie; 0 outside.
 fn load_keys(p: Params, block: Block, n0: u32, thread: u32) -> bool {
-    var exponents = vec2<u32>();
+    var exponents: Four;
     let d = thread % (DEPTH / 4u) * 4u;
     let columns = p.head_dim - min(p.head_dim, d);
     for (var j = thread / (DEPTH / 4u); j < BLOCK_N; j += THREADS * 4u / DEPTH) {
-        var words = vec2<u32>();
+        var words: Four;
         if n0 + j < p.kv_len {
             words = k_four(element(p.k_base, p.k_stride, block.batch, block.kv_head, n0 + j, d), p.k_stride.w, columns);
         }
         exponents |= exponents_of(words);
-        tile[j * PITCH + d / 4u] = numbers(finite_halves(words));
+        tile[j * PITCH + d / 4u] = numbers(finite_four(words));
     }
-    return any((exponents & vec2<u32>(TOP_BITS)) != vec2<u32>());
+    return are_odd(exponents);
 }
 
 // Columns first_column .. of values n0 .. n0 + BLOCK_N, wherever their elements lie; 0 outside.
 fn load_values(p: Params, block: Block, n0: u32, thread: u32) -> bool {
-    var exponents = vec2<u32>();
+    var exponents: Four;
     let c = thread % (BLOCK_DV / 4u) * 4u;
     let columns = p.head_dim_v - min(p.head_dim_v, block.first_column + c);
     for (var j = thread / (BLOCK_DV / 4u); j < BLOCK_N; j += THREADS * 4u / BLOCK_DV) {
-        var words = vec2<u32>();
+        var words: Four;
         if n0 + j < p.kv_len {
             words = v_four(element(p.v_base, p.v_stride, block.batch, block.kv_head, n0 + j, block.first_column + c), p.v_stride.w, columns);
         }
         exponents |= exponents_of(words);
-        tile[j * PITCH + c / 4u] = numbers(finite_halves(words));
+        tile[j * PITCH + c / 4u] = numbers(finite_four(words));
     }
-    return any((exponents & vec2<u32>(TOP_BITS)) != vec2<u32>());
+    return are_odd(exponents);
 }
 
 // The kinds of column c of keys first .. end, for the rows that attend them.
@@ -143,11 +130,6 @@ fn kinds_of_values(p: Params, block: Block, rows: Rows, first: u32, end: u32, c:
         kinds |= select(vec4<u32>(), vec4<u32>(kind), scores_of(p, block, rows, j, vec4<f32>(), vec4<u32>()).attends);
     }
     return kinds;
-}
-
-// WGSL's exp2 may be off by 3 + 2·|x| units in the last place of float32: less than 2^-18, of which weights keep 11 bits and lse 17.
-fn weights_of(x: vec4<f32>, row_max: vec4<f32>) -> vec4<f32> {
-    return exp2(fma(x - row_max, vec4<f32>(LOG2_E), vec4<f32>(SHIFT)));
 }
 
 // A thread's weights of a block of keys: their sum, the largest score, and which rows have a score that is bad, or attend a key.
@@ -163,7 +145,7 @@ fn weigh(p: Params, block: Block, rows: Rows, n0: u32, row_max: vec4<f32>, four:
         let weight = select(vec4<f32>(), weights_of(scores.x, row_max), weighing);
         weighed.top = select(weighed.top, max(weighed.top, scores.x), weighing);
         weighed.sum += weight;
-        weights[at * PITCH_P + four] = vec4<f16>(weight);
+        weights[at * PITCH_P + four] = rounded(weight);
         weighed.bad |= is_bad(scores);
         weighed.live |= scores.attends;
     }
@@ -195,14 +177,16 @@ fn attention(
     }
     if lane == 0u { row_at[four] = rows_at(p.q_base, p.q_stride, block, rows); }
     workgroupBarrier();
+    // Asked before the barrier behind which a key may not be.
+    var is_q_finite = true;
     //@ for each $r
     load_queries(p, block, $ru * ROUND, thread);
     workgroupBarrier();
     let q_$a_$r_$k = coopLoadT<MatrixA>(&tile[(first_m + $au * TILE) * PITCH_Q + $ku * TILE / 4u], PITCH_Q);
+    is_q_finite = atomicLoad(&not_finite) == 0u;
     workgroupBarrier();
     //@ end
-    let is_q_finite = atomicLoad(&not_finite) == 0u;
-    // Scores of finite numbers are finite.
+    // Scores of finite numbers are finite, where their sums are.
     let is_simple = !HAS_MASK && p.softcap == 0.0 && p.has_alibi == 0u && abs(p.scale) < 1e24;
 
     // A row's share of this thread: row_sum over its keys.
@@ -212,27 +196,26 @@ fn attention(
     var bad = vec4<bool>();
     var live = vec4<bool>();
     var step = 1u;
-    // What the thread loads of k and v at a time: eight columns of every so many keys.
-    let k_by_eights = by_eights(p.k_base, p.k_stride, p.head_dim);
-    let v_by_eights = by_eights(p.v_base, p.v_stride, p.head_dim_v);
-    let k_row = thread / (DEPTH / 8u);
-    let k_column = thread % (DEPTH / 8u) * 8u;
-    let v_row = thread / (BLOCK_DV / 8u);
-    let v_column = thread % (BLOCK_DV / 8u) * 8u;
+    // What the thread loads of k and v at a time: LOADED columns of every so many keys.
+    let k_by_loads = by_loads(p.k_base, p.k_stride, p.head_dim);
+    let v_by_loads = by_loads(p.v_base, p.v_stride, p.head_dim_v);
+    let k_row = thread / (DEPTH / LOADED);
+    let k_column = thread % (DEPTH / LOADED) * LOADED;
+    let v_row = thread / (BLOCK_DV / LOADED);
+    let v_column = thread % (BLOCK_DV / LOADED) * LOADED;
     var k_words_$i = vec4<u32>();
-    if k_by_eights { k_words_$i = key_eight(p, block, block.first_key + k_row + $iu * K_ROWS, k_column); }
+    if k_by_loads { k_words_$i = key_load(p, block, block.first_key + k_row + $iu * K_ROWS, k_column); }
 
     for (var n0 = block.first_key; n0 < block.end_key; n0 += BLOCK_N) {
         // The tile of k; v is on its way while q·k is formed, and the next k while p·v is.
         step++;
         var has_odd = false;
-        if k_by_eights {
-            var exponents = vec2<u32>();
-            exponents |= exponents_of(k_words_$i.xy) | exponents_of(k_words_$i.zw);
-            has_odd = any((exponents & vec2<u32>(TOP_BITS)) != vec2<u32>());
-            if has_odd { k_words_$i = finite_eight(k_words_$i); }
-            tile[(k_row + $iu * K_ROWS) * PITCH + k_column / 4u] = numbers(k_words_$i.xy);
-            tile[(k_row + $iu * K_ROWS) * PITCH + k_column / 4u + 1u] = numbers(k_words_$i.zw);
+        if k_by_loads {
+            var exponents: Four;
+            exponents |= exponents_of_load(k_words_$i);
+            has_odd = are_odd(exponents);
+            if has_odd { k_words_$i = finite_load(k_words_$i); }
+            put((k_row + $iu * K_ROWS) * PITCH + k_column / 4u, k_words_$i);
         } else {
             has_odd = load_keys(p, block, n0, thread);
         }
@@ -240,7 +223,7 @@ fn attention(
         if thread == 0u { atomicStore(&grown, 0u); }
         workgroupBarrier();
         var v_words_$o = vec4<u32>();
-        if v_by_eights { v_words_$o = value_eight(p, block, n0 + v_row + $ou * V_ROWS, block.first_column + v_column); }
+        if v_by_loads { v_words_$o = value_load(p, block, n0 + v_row + $ou * V_ROWS, block.first_column + v_column); }
 
         // s = q·k
         var s_$a_$n = MatrixC();
@@ -257,13 +240,12 @@ fn attention(
         let has_kinds = !is_q_finite || atomicLoad(&not_finite) == step;
 
         // The tile of v.
-        if v_by_eights {
-            var exponents = vec2<u32>();
-            exponents |= exponents_of(v_words_$o.xy) | exponents_of(v_words_$o.zw);
-            has_odd = any((exponents & vec2<u32>(TOP_BITS)) != vec2<u32>());
-            if has_odd { v_words_$o = finite_eight(v_words_$o); }
-            tile[(v_row + $ou * V_ROWS) * PITCH + v_column / 4u] = numbers(v_words_$o.xy);
-            tile[(v_row + $ou * V_ROWS) * PITCH + v_column / 4u + 1u] = numbers(v_words_$o.zw);
+        if v_by_loads {
+            var exponents: Four;
+            exponents |= exponents_of_load(v_words_$o);
+            has_odd = are_odd(exponents);
+            if has_odd { v_words_$o = finite_load(v_words_$o); }
+            put((v_row + $ou * V_ROWS) * PITCH + v_column / 4u, v_words_$o);
         } else {
             has_odd = load_values(p, block, n0, thread);
         }
@@ -271,13 +253,17 @@ fn attention(
             atomicMin(&bad_first, n0);
             atomicMax(&bad_end, n0 + BLOCK_N);
         }
-        if k_by_eights { k_words_$i = key_eight(p, block, n0 + BLOCK_N + k_row + $iu * K_ROWS, k_column); }
+        if k_by_loads { k_words_$i = key_load(p, block, n0 + BLOCK_N + k_row + $iu * K_ROWS, k_column); }
 
-        // x = scores of s; p = 2^6·e^(x − row_max)
+        // x = scores of s; p = 2^SHIFT·e^(x − row_max)
         let sees_all = all(vec4<i32>(i32(n0)) >= rows.lo) && all(vec4<i32>(i32(n0 + BLOCK_N)) <= rows.hi) && all(rows.exist);
         var sum = vec4<f32>();
         var top = row_max;
-        if sees_all && is_simple && !has_kinds {
+        var is_plain = sees_all && is_simple && !has_kinds;
+        if is_plain && !HAS_FINITE_SUMS {
+            is_plain = is_plain && are_finite(bitcast<vec4<u32>>(s_tile[(lane + $lu * LANES) * PITCH_S + four] * p.scale));
+        }
+        if is_plain {
             // The scores of all keys are products times scale, and finite.
             //@ for each $l
             {
@@ -285,7 +271,7 @@ fn attention(
                 let weight = weights_of(x, row_max);
                 top = max(top, x);
                 sum += weight;
-                weights[(lane + $lu * LANES) * PITCH_P + four] = vec4<f16>(weight);
+                weights[(lane + $lu * LANES) * PITCH_P + four] = rounded(weight);
             }
             //@ end
             live = vec4<bool>(true);
@@ -303,7 +289,7 @@ fn attention(
             workgroupBarrier();
             for (var other = 0u; other < LANES; other++) { top = max(top, shares[other * FOURS + four]); }
             let grows = top - row_max > vec4<f32>(GROWTH);
-            let factor = select(vec4<f32>(1.0), exp2((row_max - top) * LOG2_E), grows);
+            let factor = select(vec4<f32>(1.0), factor_of(row_max - top), grows);
             row_max = select(row_max, top, grows);
             row_sum *= factor;
             sum = weigh(p, block, rows, n0, row_max, four, lane, has_kinds).sum;
@@ -343,7 +329,8 @@ fn attention(
     }
 
     // out = acc_o / row_sum, BLOCK_N columns at a time by way of `s_tile`; lse = row_max + ln row_sum
-    let ends = ends_of(p, rows, row_max, row_sum * UNSHIFT, flags_of(flags), flags_of(flags >> 4u));
+    var ends = ends_of(p, rows, row_max, row_sum / ONE, flags_of(flags), flags_of(flags >> 4u));
+    ends.total *= ONE;
     if lane == 0u { row_at[four] = rows_at(p.out_base, p.out_stride, block, rows); }
     if p.has_lse != 0u && block.first_column == 0u && lane < 4u {
         let at = rows_at(p.lse_base, p.lse_stride, block, rows);
@@ -359,7 +346,7 @@ fn attention(
         let first_column = block.first_column + $hu * BLOCK_N;
         for (var at = lane; at < BLOCK_N; at += LANES) {
             let kinds = kinds_of_values(p, block, rows, first_bad, end_bad, first_column + at);
-            s_tile[at * PITCH_S + four] = bitcast<vec4<f32>>(results(ends, s_tile[at * PITCH_S + four] * UNSHIFT, kinds));
+            s_tile[at * PITCH_S + four] = bitcast<vec4<f32>>(results(ends, s_tile[at * PITCH_S + four], kinds));
         }
         workgroupBarrier();
         let column = thread % BLOCK_N;

@@ -18,6 +18,7 @@ use libloading::Library;
 use rapt_shader::{KernelVariant, Params};
 
 const STDLIB: &str = include_str!("host/stdlib.h");
+const SIMDGROUP: &str = include_str!("host/simdgroup.h");
 const LOCKSTEP: &str = include_str!("host/lockstep.cpp");
 
 /// Names by which `RAPT_REQUIRE` asks for a compiler of C++.
@@ -172,7 +173,10 @@ fn program(text: &str, variant: &KernelVariant) -> String {
     }
     let slots: String =
         variant.bindings().iter().map(|binding| format!(", Slot{{slots[{}]}}", binding.index)).collect();
-    let call = format!("{}(*static_cast<const Params*>(slots[0]){slots}, {GROUP}, {GROUPS}, thread);", variant.entry());
+    // Of kernels that ask for it, the number of the simdgroup.
+    let simdgroup = if text.contains("[[simdgroup_index_in_threadgroup]]") { ", thread / 32" } else { "" };
+    let (name, params) = (variant.entry(), "*static_cast<const Params*>(slots[0])");
+    let call = format!("{name}({params}{slots}, {GROUP}, {GROUPS}, thread{simdgroup});");
     program.push_str(&format!("static_assert(sizeof(Params) == {});\n{}", Params::BYTES, entry(&call)));
     program
 }
@@ -228,13 +232,14 @@ const NATIVE: &str = if cfg!(target_arch = "x86_64") { "-march=native" } else { 
 fn lockstep() -> &'static (PathBuf, PathBuf) {
     static LOCKSTEP_OBJECT: LazyLock<(PathBuf, PathBuf)> = LazyLock::new(|| {
         let mut hasher = DefaultHasher::new();
-        (STDLIB, LOCKSTEP, FLAGS, compiler()).hash(&mut hasher);
+        (STDLIB, SIMDGROUP, LOCKSTEP, FLAGS, compiler()).hash(&mut hasher);
         let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("msl-{:016x}", hasher.finish()));
         std::fs::create_dir_all(&folder).expect("a folder");
         let object = folder.join("lockstep.o");
         if !object.is_file() {
             let source = folder.join("lockstep.cpp");
             std::fs::write(folder.join("metal_stdlib"), STDLIB).expect("a file");
+            std::fs::write(folder.join("simdgroup.h"), SIMDGROUP).expect("a file");
             std::fs::write(&source, LOCKSTEP).expect("a file");
             call(&[&FLAGS[..], &["-O2", NATIVE]].concat(), &[&source], &object)
                 .unwrap_or_else(|error| panic!("{error}"));

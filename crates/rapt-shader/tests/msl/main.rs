@@ -10,7 +10,7 @@ use std::cell::RefCell;
 use std::collections::BTreeSet;
 
 use rapt_core::{DType, Error, Kernel, Spec, Tensors};
-use rapt_shader::{KernelVariant, variants};
+use rapt_shader::{KernelVariant, Stores, matrix_variants, variants};
 use rapt_testkit::{Case, Config, MaskCase, conformance, replay};
 
 use engine::{Program, engine};
@@ -22,13 +22,16 @@ fn compile(variant: &KernelVariant) -> Program {
 }
 
 /// What a test of every kernel takes, so that few texts are compiled: dtypes of q and of the mask, columns of values, rows of a key head.
-const FEW: [(Kernel, DType, Option<DType>); 9] = [
+const FEW: [(Kernel, DType, Option<DType>); 12] = [
     (Kernel::Generic, DType::F32, None),
     (Kernel::Generic, DType::F16, Some(DType::Bool)),
     (Kernel::Generic, DType::BF16, Some(DType::BF16)),
     (Kernel::Forward, DType::F32, Some(DType::Bool)),
     (Kernel::Forward, DType::F16, None),
     (Kernel::Forward, DType::BF16, Some(DType::F32)),
+    (Kernel::Matrices, DType::F32, None),
+    (Kernel::Matrices, DType::F16, Some(DType::Bool)),
+    (Kernel::Matrices, DType::BF16, Some(DType::F32)),
     (Kernel::Decode, DType::F32, Some(DType::F32)),
     (Kernel::Decode, DType::F16, Some(DType::F16)),
     (Kernel::Decode, DType::BF16, None),
@@ -77,7 +80,16 @@ fn every_kernel_conforms() {
         }
     }
     let texts = texts.into_inner();
-    for kernel in ["generic", "forward of 64", "forward of 128", "decode of 4", "decode of 8", "combine"] {
+    for kernel in [
+        "generic",
+        "forward of 64",
+        "forward of 128",
+        "matrices 8x8",
+        "matrices of float32 8x8",
+        "decode of 4",
+        "decode of 8",
+        "combine",
+    ] {
         assert!(texts.iter().any(|text| text.starts_with(kernel)), "{kernel} ran");
     }
     println!("{} texts: {texts:?}", texts.len());
@@ -89,7 +101,9 @@ fn conforms(arithmetic: Arithmetic, fixed: bool) {
         return;
     }
     let dtypes = vec![DType::F32, DType::F16, DType::BF16];
-    for kernel in [Some(Kernel::Generic), Some(Kernel::Forward), Some(Kernel::Decode), None] {
+    for kernel in
+        [Kernel::Generic, Kernel::Forward, Kernel::Matrices, Kernel::Decode].map(Some).into_iter().chain([None])
+    {
         let mut engine = engine(kernel, |variant| host::compile(&variant.msl(), variant, arithmetic));
         let config = Config {
             seed: 0x3e7a1,
@@ -140,7 +154,8 @@ fn every_variant_is_compiled() {
     if !host::has_compiler() {
         return;
     }
-    for variant in variants() {
+    let of_matrices = matrix_variants().into_iter().filter(text::is_on_simdgroups);
+    for variant in variants().into_iter().chain(of_matrices.filter(|of| of.stores != Stores::HalvesOfWords)) {
         compile(&variant).unwrap_or_else(|error| panic!("{variant}: {error}"));
     }
 }

@@ -19,7 +19,7 @@ const fn mutant(what: &'static str, kernel: Kernel, from: &'static str, to: &'st
     Mutant { what, kernel, from, to }
 }
 
-const MUTANTS: [Mutant; 26] = [
+const MUTANTS: [Mutant; 35] = [
     mutant("rows past the last", Kernel::Generic, "exist = r < uint4(p.rows)", "exist = r <= uint4(p.rows)"),
     mutant(
         "keys past the last",
@@ -93,6 +93,55 @@ const MUTANTS: [Mutant; 26] = [
         "if (tx < 3u) { threadgroup_barrier(mem_flags::mem_threadgroup); }\n            live |= attends | (attends >> 8u)",
     ),
     mutant(
+        "a matrix of columns taken by rows",
+        Kernel::Matrices,
+        "load_columns<simdgroup_half8x8>(&weights",
+        "load_rows<simdgroup_half8x8>(&weights",
+    ),
+    mutant(
+        "tiles of keys side by side",
+        Kernel::Matrices,
+        "tile[(first_n + 1u * TILE) * PITCH",
+        "tile[(first_n + 0u * TILE) * PITCH",
+    ),
+    mutant(
+        "matrices before all keys are there",
+        Kernel::Matrices,
+        "if (thread_index == 0u) { atomic_store_explicit(&grown, 0u, memory_order_relaxed); }\n            threadgroup_barrier(mem_flags::mem_threadgroup);",
+        "if (thread_index == 0u) { atomic_store_explicit(&grown, 0u, memory_order_relaxed); }",
+    ),
+    mutant(
+        "a product for some threads of a simdgroup",
+        Kernel::Matrices,
+        "s_0_0 = multiply_add(q_0_0_0, of_k_0, s_0_0);",
+        "if (thread_index % 32u < 31u) { s_0_0 = multiply_add(q_0_0_0, of_k_0, s_0_0); }",
+    ),
+    mutant(
+        "a maximum that grows and sums that do not",
+        Kernel::Matrices,
+        "s_tile[at * PITCH_S + four] *= factor;",
+        "s_tile[at * PITCH_S + four] *= 1.0f;",
+    ),
+    mutant(
+        "weights of the first reference",
+        Kernel::Matrices,
+        "sum = weigh(block, rows, n0, row_max, four, lane, has_kinds).sum;",
+        "",
+    ),
+    mutant("four elements where there are fewer", Kernel::Matrices, "n < min(count, 4u)", "n < 4u"),
+    mutant(
+        "NaN in a tile",
+        Kernel::Matrices,
+        "tile[j * PITCH + c / 4u] = numbers(finite_four(words));",
+        "tile[j * PITCH + c / 4u] = numbers(words);",
+    ),
+    mutant(
+        "keys that come again",
+        Kernel::Matrices,
+        "key_load(block, n0 + BLOCK_N + k_row",
+        "key_load(block, n0 + k_row",
+    ),
+    mutant(
         "a word where two elements lie",
         Kernel::Decode,
         "return uint2(k_bits(at), k_bits(at + stride));",
@@ -120,11 +169,17 @@ fn cases(kernel: Kernel) -> Vec<Case> {
         ..Case::plain(DType::F16, [2, 4, q_len, 19], kv_len)
     };
     let window = Window { left: Some(9), right: None };
-    vec![
+    let cases = vec![
         Case { poison: true, sinks: Some(DType::F32), causal: Some(Causal::TopLeft), ..plain.clone() },
         Case { softcap: Some(2.0), alibi_slopes: Some(DType::F16), causal: Some(Causal::BottomRight), ..plain.clone() },
-        Case { window, seed: 3, mask: mask([false, true, true, true]), ..plain },
-    ]
+        Case { window, seed: 3, mask: mask([false, true, true, true]), ..plain.clone() },
+    ];
+    // Rows that are loaded by vectors, wherever they begin.
+    let aligned = Case { q: [1, 4, q_len, 24], head_dim_v: 16, places: Places::default(), ..plain };
+    match kernel {
+        Kernel::Matrices => cases.into_iter().chain([Case { mask: None, ..aligned }]).collect(),
+        _ => cases,
+    }
 }
 
 /// What finds this mutant, if anything does.
@@ -147,7 +202,7 @@ fn every_mistake_is_found() {
     if !host::has_compiler() {
         return;
     }
-    for kernel in [Kernel::Generic, Kernel::Forward, Kernel::Decode] {
+    for kernel in [Kernel::Generic, Kernel::Forward, Kernel::Matrices, Kernel::Decode] {
         let mut engine = engine(Some(kernel), crate::compile);
         for case in cases(kernel) {
             replay(&mut engine, &case)

@@ -1,12 +1,19 @@
-// What a text in Metal's language includes as <metal_stdlib>, for a C++20 compiler of this machine: vectors, functions, atomics, barriers.
+// What a text in Metal's language includes as <metal_stdlib>, for a C++20 compiler of this machine: vectors, functions, atomics, barriers; behind them simdgroups
+// (simdgroup.h).
 //
 // Address spaces are no part of C++: pointers are pointers, and what is read and written through them is told by the compiler's hooks for
-// ThreadSanitizer (lockstep.cpp). Deliberately absent: everything that texts do not use, half and bfloat among it.
+// ThreadSanitizer (lockstep.cpp). Deliberately absent: everything that texts do not use, bfloat among it.
 #pragma once
 
+#include <cstdint>
+#include <limits>
+#include <type_traits>
+
+using half = _Float16;
 using uint = unsigned int;
 using ushort = unsigned short;
 using uchar = unsigned char;
+using ulong = unsigned long;
 
 #define device
 #define constant const
@@ -20,6 +27,13 @@ using ::uint;
 template <class T, int N>
 struct vec;
 
+// Two of a vector's elements, read.
+template <class T, int N, int FIRST>
+struct Pair {
+    T of[N];
+    operator vec<T, 2>() const { return {of[FIRST], of[FIRST + 1]}; }
+};
+
 #define RAPT_VECTOR(T, N, ...)                                                                                                \
     template <>                                                                                                               \
     struct vec<T, N> {                                                                                                        \
@@ -29,6 +43,8 @@ struct vec;
             struct {                                                                                                          \
                 T __VA_ARGS__;                                                                                                \
             };                                                                                                                \
+            Pair<T, N, 0> xy;                                                                                                 \
+            Pair<T, N, N - 2> zw;                                                                                             \
         };                                                                                                                    \
         vec() = default;                                                                                                      \
         explicit vec(all of) : v(of) {}                                                                                       \
@@ -47,24 +63,48 @@ struct vec;
     RAPT_VECTOR(T, 4, x, y, z, w)                                                                                             \
         explicit vec(T a) : v{a, a, a, a} {}                                                                                  \
         vec(T a, T b, T c, T d) : v{a, b, c, d} {}                                                                            \
+        vec(vec<T, 2> a, vec<T, 2> b) : v{a.x, a.y, b.x, b.y} {}                                                              \
     };
 
 RAPT_PAIR(float)
+RAPT_PAIR(half)
 RAPT_PAIR(uint)
 RAPT_PAIR(int)
+RAPT_PAIR(short)
+RAPT_PAIR(ushort)
 RAPT_FOUR(float)
+RAPT_FOUR(half)
 RAPT_FOUR(uint)
 RAPT_FOUR(int)
+RAPT_FOUR(ushort)
 
 using float2 = vec<float, 2>;
 using float4 = vec<float, 4>;
+using half2 = vec<half, 2>;
+using half4 = vec<half, 4>;
+using short2 = vec<short, 2>;
+using ushort4 = vec<ushort, 4>;
 using uint2 = vec<uint, 2>;
 using uint4 = vec<uint, 4>;
+using int2 = vec<int, 2>;
 using int4 = vec<int, 4>;
 
 struct alignas(16) uint3 {
     uint x, y, z;
 };
+struct alignas(32) ulong3 {
+    ulong x, y, z;
+};
+
+// Vectors of no more alignment than their elements have.
+template <class T>
+struct packed_vec4 {
+    typedef T all __attribute__((vector_size(4 * sizeof(T)), aligned(sizeof(T))));
+    all v;
+    operator vec<T, 4>() const { return vec<T, 4>(v); }
+};
+using packed_ushort4 = packed_vec4<ushort>;
+using packed_uint4 = packed_vec4<uint>;
 
 struct bool4 {
     bool x, y, z, w;
@@ -80,6 +120,11 @@ struct bool4 {
     bool4 operator|(bool4 o) const { return {x || o.x, y || o.y, z || o.z, w || o.w}; }
     bool4& operator&=(bool4 o) { return *this = *this & o; }
     bool4& operator|=(bool4 o) { return *this = *this | o; }
+};
+
+struct bool2 {
+    bool x, y;
+    explicit bool2(int2::all of) : x(of[0] != 0), y(of[1] != 0) {}
 };
 
 #define RAPT_OPERATOR(op)                                                                                                     \
@@ -110,6 +155,10 @@ RAPT_OPERATOR(<<)
 RAPT_OPERATOR(>>)
 
 template <class T, int N>
+inline vec<T, N> operator~(vec<T, N> a) {
+    return vec<T, N>(~a.v);
+}
+template <class T, int N>
 inline vec<T, N> operator-(vec<T, N> a) {
     return vec<T, N>(-a.v);
 }
@@ -131,6 +180,8 @@ RAPT_COMPARISON(>)
 RAPT_COMPARISON(<=)
 RAPT_COMPARISON(>=)
 
+inline bool2 operator!=(uint2 a, uint2 b) { return bool2(a.v != b.v); }
+inline bool any(bool2 of) { return of.x || of.y; }
 inline bool any(bool4 of) { return of.x || of.y || of.z || of.w; }
 inline bool all(bool4 of) { return of.x && of.y && of.z && of.w; }
 
@@ -161,6 +212,7 @@ template <class T, int N>
 inline vec<T, N> clamp(vec<T, N> a, T low, T high) {
     return clamp(a, vec<T, N>(low), vec<T, N>(high));
 }
+inline float abs(float a) { return __builtin_fabsf(a); }
 inline int abs(int a) { return a < 0 ? -a : a; }
 inline float4 abs(float4 a) {
     return {__builtin_fabsf(a.x), __builtin_fabsf(a.y), __builtin_fabsf(a.z), __builtin_fabsf(a.w)};
@@ -169,6 +221,9 @@ inline float fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 inline float4 fma(float4 a, float4 b, float4 c) {
     return {__builtin_fmaf(a.x, b.x, c.x), __builtin_fmaf(a.y, b.y, c.y), __builtin_fmaf(a.z, b.z, c.z),
             __builtin_fmaf(a.w, b.w, c.w)};
+}
+inline float4 exp2(float4 a) {
+    return {__builtin_exp2f(a.x), __builtin_exp2f(a.y), __builtin_exp2f(a.z), __builtin_exp2f(a.w)};
 }
 inline float4 rint(float4 a) {
     return {__builtin_rintf(a.x), __builtin_rintf(a.y), __builtin_rintf(a.z), __builtin_rintf(a.w)};
@@ -185,6 +240,8 @@ enum class mem_flags { mem_none, mem_device, mem_threadgroup };
 // lockstep.cpp has these: an access of one thread to what others access too, and the end of a stretch between barriers. `line` tells barriers apart.
 extern "C" void rapt_atomic_store(uint* at, uint value);
 extern "C" uint rapt_atomic_load(const uint* at);
+extern "C" uint rapt_atomic_min(uint* at, uint value);
+extern "C" uint rapt_atomic_max(uint* at, uint value);
 extern "C" void rapt_barrier(int line);
 // The kernel has these bytes as workgroup memory; said by the lines that the host adds behind their declarations.
 extern "C" void rapt_space(const char* name, void* at, unsigned long bytes);
@@ -192,6 +249,8 @@ extern "C" void rapt_space(const char* name, void* at, unsigned long bytes);
 namespace metal {
 inline void atomic_store_explicit(atomic_uint* at, uint value, memory_order) { rapt_atomic_store(&at->value, value); }
 inline uint atomic_load_explicit(const atomic_uint* at, memory_order) { return rapt_atomic_load(&at->value); }
+inline uint atomic_fetch_min_explicit(atomic_uint* at, uint value, memory_order) { return rapt_atomic_min(&at->value, value); }
+inline uint atomic_fetch_max_explicit(atomic_uint* at, uint value, memory_order) { return rapt_atomic_max(&at->value, value); }
 inline void barrier_at(mem_flags, int line) { rapt_barrier(line); }
 }  // namespace metal
 #define threadgroup_barrier(flags) barrier_at(flags, __LINE__)
@@ -201,3 +260,5 @@ inline To as_type(From of) {
     static_assert(sizeof(To) == sizeof(From));
     return __builtin_bit_cast(To, of);
 }
+
+#include "simdgroup.h"
