@@ -14,6 +14,7 @@ mod docs;
 mod elf;
 mod licenses;
 mod metadata;
+mod mlx;
 mod python;
 mod rust_text;
 mod shell;

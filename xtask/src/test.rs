@@ -17,7 +17,7 @@ use crate::cubins::{self, Kernels};
 use crate::metadata::{Workspace, root};
 use crate::python::{BINDING, BUILD_REQUIREMENTS, RAPT, Venv};
 use crate::shell::{Failure, Outcome, capture, cargo, command, say, show, side_by_side, step};
-use crate::{c, docs, tidy, vulkan, web, wheel};
+use crate::{c, docs, mlx, tidy, vulkan, web, wheel};
 
 pub(crate) const HELP: &str = "\
 cargo xtask test [--gpu | --torch VERSION | --archives VERSION]
@@ -62,12 +62,12 @@ pub(crate) fn run(mut args: Args) -> Outcome {
     }
     step_of("cargo fmt --check", cargo(["fmt", "--all", "--check"]))?;
     let (venv, target) = (&Venv::at(".venv")?, &Workspace::load()?.target);
-    let ((has_compiler, compiler), (has_kernels, kernels), (has_tests, tests)) = (channel(), channel(), channel());
+    let ((has_compiler, compiler), (has_fetched, fetched), (has_tests, tests)) = (channel(), channel(), channel());
     side_by_side(
         &target.join(LOG),
         // Moved in, so that a side that ends drops its ends of the channels and the other does not wait for ever.
-        move || rust(&has_compiler, &kernels, &has_tests),
-        move || package(venv, target, &compiler, &has_kernels, &tests),
+        move || rust(&has_compiler, &fetched, &has_tests),
+        move || package(venv, target, &compiler, &has_fetched, &tests),
     )?;
     pytest(venv)
 }
@@ -76,12 +76,17 @@ fn step_of(what: &str, mut command: Command) -> Outcome {
     step(what, || show(command.current_dir(root())))
 }
 
-/// The folder of NVRTC, where there is one.
-type Library = Option<PathBuf>;
+/// What tests read that was fetched, where it is there.
+struct Fetched {
+    /// The folder of NVRTC.
+    nvrtc: Option<PathBuf>,
+    /// The headers of MLX.
+    mlx: Option<PathBuf>,
+}
 
-/// The Rust side. It sends what compiles kernels, and `has_tests` when the tests are built; `kernels` says when those of the wheel
+/// The Rust side. It sends what compiles kernels, and `has_tests` when the tests are built; `fetched` says when the kernels of the wheel
 /// are compiled. Where the other side has failed nobody listens and nothing comes: its failure is told in the end.
-fn rust(has_compiler: &Sender<PathBuf>, kernels: &Receiver<Library>, has_tests: &Sender<()>) -> Outcome {
+fn rust(has_compiler: &Sender<PathBuf>, fetched: &Receiver<Fetched>, has_tests: &Sender<()>) -> Outcome {
     let _ = has_compiler.send(step("build what compiles the GPU kernels", cubins::compiler)?);
     step_of("cargo clippy", cargo(docs::LINT))?;
     check_for_macos()?;
@@ -91,9 +96,12 @@ fn rust(has_compiler: &Sender<PathBuf>, kernels: &Receiver<Library>, has_tests: 
     let _ = has_tests.send(());
     let mut test = cargo(["test", "--workspace"]);
     test.env("RAPT_REQUIRE", vulkan::required_of_others());
-    if let Ok(Some(library)) = kernels.recv() {
-        // The other side runs that one: at the same time here, the two would compile each kernel twice.
-        test.env("RAPT_NVRTC", library).args(["--", "--skip", COMPILE_TEST]);
+    if let Ok(Fetched { nvrtc, mlx }) = fetched.recv() {
+        test.envs(mlx.map(|headers| ("RAPT_MLX", headers)));
+        if let Some(library) = nvrtc {
+            // The other side runs that one: at the same time here, the two would compile each kernel twice.
+            test.env("RAPT_NVRTC", library).args(["--", "--skip", COMPILE_TEST]);
+        }
     }
     step_of("cargo test", test)
 }
@@ -119,13 +127,13 @@ fn package(
     venv: &Venv,
     target: &Path,
     compiler: &Receiver<PathBuf>,
-    has_kernels: &Sender<Library>,
+    has_fetched: &Sender<Fetched>,
     tests: &Receiver<()>,
 ) -> Outcome {
     venv.require(&[BUILD_REQUIREMENTS, NUMPY, TORCH, TEST, docs::REQUIREMENTS], None)?;
     let Ok(compiler) = compiler.recv() else { return Ok(()) };
     let library = cubins::ship(venv, target, Kernels::Core, false, || Ok(compiler))?;
-    let _ = has_kernels.send(library.clone());
+    let _ = has_fetched.send(Fetched { nvrtc: library.clone(), mlx: mlx::headers(venv, target)? });
     install(venv, &venv.pack(&RAPT, target, false)?)?;
     let Ok(()) = tests.recv() else { return Ok(()) };
     if let Some(library) = library {

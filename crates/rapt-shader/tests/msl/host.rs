@@ -18,6 +18,7 @@ use libloading::Library;
 use rapt_shader::{KernelVariant, Params};
 
 const STDLIB: &str = include_str!("host/stdlib.h");
+const MLX: &str = include_str!("host/mlx.h");
 const SIMDGROUP: &str = include_str!("host/simdgroup.h");
 const LOCKSTEP: &str = include_str!("host/lockstep.cpp");
 
@@ -228,25 +229,41 @@ fn call(arguments: &[&str], paths: &[&Path], out: &Path) -> Result<(), String> {
 /// The flags of this machine's processor.
 const NATIVE: &str = if cfg!(target_arch = "x86_64") { "-march=native" } else { "-O1" };
 
-/// What runs workgroups, as an object; and the folder of all, which has <metal_stdlib> too.
-fn lockstep() -> &'static (PathBuf, PathBuf) {
-    static LOCKSTEP_OBJECT: LazyLock<(PathBuf, PathBuf)> = LazyLock::new(|| {
+/// Headers of others that a program may include.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Headers<'a> {
+    /// The folder that they lie in.
+    pub(crate) folder: &'a Path,
+    /// Those among them that are others here: what each includes behind the host's mlx.h.
+    pub(crate) replaced: &'a [(&'a str, &'a [&'a str])],
+}
+
+/// Bytes of workgroup memory of which the last access is known: those of the least element of texts, and of what is published.
+const CELL_BYTES: [u32; 2] = [4, 2];
+
+/// What runs workgroups, as an object for each of [`CELL_BYTES`]; and the folder of all, which has <metal_stdlib> too.
+fn lockstep() -> &'static ([PathBuf; 2], PathBuf) {
+    static LOCKSTEP_OBJECTS: LazyLock<([PathBuf; 2], PathBuf)> = LazyLock::new(|| {
         let mut hasher = DefaultHasher::new();
-        (STDLIB, SIMDGROUP, LOCKSTEP, FLAGS, compiler()).hash(&mut hasher);
+        (STDLIB, SIMDGROUP, MLX, LOCKSTEP, FLAGS, compiler()).hash(&mut hasher);
         let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("msl-{:016x}", hasher.finish()));
         std::fs::create_dir_all(&folder).expect("a folder");
-        let object = folder.join("lockstep.o");
-        if !object.is_file() {
+        let object = CELL_BYTES.map(|bytes| folder.join(format!("lockstep{bytes}.o")));
+        if !object.iter().all(|object| object.is_file()) {
             let source = folder.join("lockstep.cpp");
             std::fs::write(folder.join("metal_stdlib"), STDLIB).expect("a file");
             std::fs::write(folder.join("simdgroup.h"), SIMDGROUP).expect("a file");
+            std::fs::write(folder.join("mlx.h"), MLX).expect("a file");
             std::fs::write(&source, LOCKSTEP).expect("a file");
-            call(&[&FLAGS[..], &["-O2", NATIVE]].concat(), &[&source], &object)
-                .unwrap_or_else(|error| panic!("{error}"));
+            for (bytes, object) in CELL_BYTES.iter().zip(&object) {
+                let cells = format!("-DRAPT_CELL_BYTES={bytes}");
+                call(&[&FLAGS[..], &["-O2", NATIVE, &cells]].concat(), &[&source], object)
+                    .unwrap_or_else(|error| panic!("{error}"));
+            }
         }
         (object, folder)
     });
-    &LOCKSTEP_OBJECT
+    &LOCKSTEP_OBJECTS
 }
 
 /// `text`, which is of `variant`, as a library.
@@ -262,6 +279,18 @@ pub(crate) fn compile(text: &str, variant: &KernelVariant, arithmetic: Arithmeti
 /// # Errors
 /// What the compiler says.
 pub(crate) fn build(program: &str, arithmetic: Arithmetic) -> Result<Arc<Compiled>, String> {
+    build_with(program, arithmetic, None)
+}
+
+/// As [`build`], of a program that includes these headers: as they are, and without warnings.
+///
+/// # Errors
+/// As there.
+pub(crate) fn build_with(
+    program: &str,
+    arithmetic: Arithmetic,
+    headers: Option<Headers<'_>>,
+) -> Result<Arc<Compiled>, String> {
     static LOADED: LazyLock<Mutex<HashMap<u64, Arc<Compiled>>>> = LazyLock::new(Mutex::default);
     let loaded = || LOADED.lock().unwrap_or_else(PoisonError::into_inner);
     let arithmetic: &[&str] = match arithmetic {
@@ -274,7 +303,7 @@ pub(crate) fn build(program: &str, arithmetic: Arithmetic) -> Result<Arc<Compile
     if let Some(compiled) = loaded().get(&name) {
         return Ok(compiled.clone());
     }
-    let (object, folder) = lockstep();
+    let (objects, folder) = lockstep();
     let path = folder.join(format!("{name:016x}.so"));
     if !path.is_file() {
         // Named by process and thread: tests run side by side.
@@ -283,8 +312,20 @@ pub(crate) fn build(program: &str, arithmetic: Arithmetic) -> Result<Arc<Compile
         let (source, of_text, library) = (own("cpp"), own("o"), own("so"));
         std::fs::write(&source, program).map_err(|error| error.to_string())?;
         let include = format!("-I{}", folder.display());
-        call(&[&FLAGS[..], arithmetic, &["-fsanitize=thread", NATIVE, &include]].concat(), &[&source], &of_text)?;
-        call(&["-shared"], &[&of_text, object], &library)?;
+        let mut flags = [&FLAGS[..], arithmetic, &["-fsanitize=thread", NATIVE, &include]].concat();
+        let of_headers = headers.map(|headers| format!("-I{}", headers.folder.display()));
+        if let (Some(headers), Some(include)) = (headers, &of_headers) {
+            flags.extend([include, "-w"]);
+            for (header, includes) in headers.replaced {
+                let header = folder.join(header);
+                header.parent().map_or(Ok(()), std::fs::create_dir_all).map_err(|error| error.to_string())?;
+                let includes: String =
+                    ["mlx.h"].iter().chain(*includes).map(|name| format!("#include \"{name}\"\n")).collect();
+                std::fs::write(header, includes).map_err(|error| error.to_string())?;
+            }
+        }
+        call(&flags, &[&source], &of_text)?;
+        call(&["-shared"], &[&of_text, &objects[usize::from(headers.is_some())]], &library)?;
         std::fs::rename(&library, &path).map_err(|error| error.to_string())?;
         let _ = (std::fs::remove_file(source), std::fs::remove_file(of_text));
     }

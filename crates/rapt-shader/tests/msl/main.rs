@@ -2,6 +2,7 @@
 
 mod engine;
 mod host;
+mod mlx;
 mod mutants;
 mod naga;
 mod text;

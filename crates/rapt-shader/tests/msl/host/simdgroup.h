@@ -56,4 +56,27 @@ inline void simdgroup_multiply_accumulate(simdgroup_matrix<D, 8, 8>& d, simdgrou
     d.mine = {D(sum[0]), D(sum[1])};
 }
 
+// The numbers of all threads of the simdgroup.
+struct Exchanged {
+    uint words[32];
+    explicit Exchanged(float mine) { rapt_exchange(__builtin_bit_cast(uint, mine), words); }
+    float operator[](uint lane) const { return __builtin_bit_cast(float, words[lane]); }
+};
+
+inline float simd_shuffle_xor(float mine, ushort mask) { return Exchanged(mine)[rapt_lane() ^ mask]; }
+inline float simd_sum(float mine) {
+    const Exchanged all(mine);
+    float sum = 0;
+    for (uint lane = 0; lane < 32; lane++) sum += all[lane];
+    return sum;
+}
+inline float simd_max(float mine) {
+    const Exchanged all(mine);
+    float top = all[0];
+    for (uint lane = 1; lane < 32; lane++) top = all[lane] > top ? all[lane] : top;
+    return top;
+}
+// That orders instructions, and no access.
+inline void simdgroup_barrier(mem_flags) {}
+
 }  // namespace metal

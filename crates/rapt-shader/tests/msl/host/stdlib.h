@@ -5,6 +5,7 @@
 // ThreadSanitizer (lockstep.cpp). Deliberately absent: everything that texts do not use, bfloat among it.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <limits>
 #include <type_traits>
