@@ -149,7 +149,9 @@ fn package(
 /// What takes too long for every change. Each part runs, whatever became of the one before it.
 fn whole() -> Outcome {
     let metal = || {
-        let msl = cargo(["test", "--package", "rapt-shader", "--test", "msl", "--", "--include-ignored"]);
+        let mut msl = cargo(["test", "--package", "rapt-shader", "--test", "msl", "--", "--include-ignored"]);
+        let headers = mlx::headers(&Venv::existing(".venv")?, &Workspace::load()?.target)?;
+        msl.envs(headers.map(|headers| ("RAPT_MLX", headers)));
         step_of("test kernels for Metal, every variant", msl)
     };
     let programs = || {
