@@ -2,7 +2,7 @@
 
 use std::time::{Instant, SystemTime};
 
-use rapt_cpu::ceiling::{FmaRounds, sum};
+use rapt_cpu::ceiling::{ProductRounds, sum};
 
 /// The mean time of a call over at least `seconds`, and at least three calls.
 pub(crate) fn seconds_per_call(seconds: f64, call: &mut dyn FnMut()) -> f64 {
@@ -25,13 +25,13 @@ pub(crate) fn median(values: &[f64]) -> f64 {
 
 /// What the core does at most: FMAs of the widest vectors, and reading of memory of this size.
 pub(crate) struct Ceilings {
-    fma: FmaRounds,
+    fma: ProductRounds,
     memory: Vec<u64>,
 }
 
 impl Ceilings {
     pub(crate) fn new(bytes: usize) -> Ceilings {
-        let widest = rapt_cpu::available().iter().map(|&arch| FmaRounds::of(arch)).max_by_key(FmaRounds::flops);
+        let widest = rapt_cpu::available().iter().map(|&arch| ProductRounds::of(arch)).max_by_key(ProductRounds::flops);
         Ceilings { fma: widest.expect("one at least"), memory: vec![1; bytes / 8] }
     }
 

@@ -1,28 +1,37 @@
 //! What a core can do, in plain loops: `rapt bench` times them and holds kernels against them.
 //!
 //! They are here because their speed must not depend on how the program around them is optimised: they are made of the kernels' own
-//! vectors. Deliberately absent: clocks, threads, and the bf16-dot unit (`cargo xtask bench cpu` measures it beside its peers).
+//! vectors and tiles. Deliberately absent: clocks, threads, and products of int8.
 
-use rapt_core::Arch;
+use rapt_core::{Arch, DType};
 
 use crate::arch;
 use crate::available;
-use crate::kernels::fma_rounds::SUMS;
 
-/// Rounds of f32 FMAs in the vectors of an instruction set.
-pub struct FmaRounds {
+/// Rounds of products in what an instruction set has for them: f32 FMAs in its vectors; of bfloat16 the dot of pairs, or tiles.
+pub struct ProductRounds {
     arch: Arch,
     body: unsafe fn(usize, f32, f32) -> f32,
-    lanes: usize,
+    flops: usize,
 }
 
-impl FmaRounds {
-    /// Those of `arch`; plain Rust's for one that this machine lacks.
+impl ProductRounds {
+    /// Rounds of f32 FMAs; plain Rust's for an instruction set that this machine lacks.
     #[must_use]
-    pub fn of(arch: Arch) -> FmaRounds {
+    pub fn of(arch: Arch) -> ProductRounds {
         let arch = if available().contains(&arch) { arch } else { Arch::Scalar };
-        let (body, lanes) = arch::fma_rounds(arch);
-        FmaRounds { arch, body, lanes }
+        let (body, flops) = arch::fma_rounds(arch);
+        ProductRounds { arch, body, flops }
+    }
+
+    /// Rounds of products of bfloat16, where forward of `arch` forms them of bfloat16.
+    #[must_use]
+    pub fn of_bf16(arch: Arch) -> Option<ProductRounds> {
+        if !available().contains(&arch) || !arch::is_paired(arch, DType::BF16) {
+            return None;
+        }
+        let (body, flops) = arch::bf16_rounds(arch)?;
+        Some(ProductRounds { arch, body, flops })
     }
 
     /// The instruction set.
@@ -34,10 +43,11 @@ impl FmaRounds {
     /// The FLOPs of one round.
     #[must_use]
     pub fn flops(&self) -> usize {
-        2 * SUMS * self.lanes
+        self.flops
     }
 
-    /// Twelve independent vectors of `x`, each `v·x + y` in every round; the sum of all.
+    /// FMAs: twelve independent vectors of `x`, each `v·x + y` in every round. Of bfloat16: independent sums, from 0 on, each `v + x·y` as
+    /// often as it has steps. The sum of all.
     #[must_use]
     pub fn run(&self, rounds: usize, x: f32, y: f32) -> f32 {
         // SAFETY: `of` found the instruction set on this machine.

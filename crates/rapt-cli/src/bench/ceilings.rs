@@ -1,4 +1,4 @@
-//! What this machine can do at this moment: the clock, the f32 FMA rate, and the rate at which DRAM is read.
+//! What this machine can do at this moment: the clock, the rates of products in f32 and bfloat16, and that at which DRAM is read.
 //!
 //! The loops of `rapt::ceiling`, one thread per thread of the engine, all let go at once. Each figure is the best of a few short
 //! repeats: a ceiling is what the silicon can do, not what it did under a neighbour. Deliberately absent: pinning.
@@ -8,7 +8,7 @@ use std::sync::Barrier;
 use std::time::Instant;
 
 use rapt::Arch;
-use rapt::ceiling::{self, FmaRounds};
+use rapt::ceiling::{self, ProductRounds};
 
 const REPEATS: usize = 3;
 
@@ -19,6 +19,8 @@ pub(crate) struct Ceilings {
     pub(crate) clock_hz: f64,
     /// All threads together.
     pub(crate) fma_flops: f64,
+    /// The same of products of bfloat16 in the unit that forward uses for them; 0 where there is none.
+    pub(crate) bf16_flops: f64,
     /// All threads together, in bytes per second.
     pub(crate) dram_read: f64,
 }
@@ -29,6 +31,7 @@ impl Ceilings {
         Ceilings {
             clock_hz: self.clock_hz.max(other.clock_hz),
             fma_flops: self.fma_flops.max(other.fma_flops),
+            bf16_flops: self.bf16_flops.max(other.bf16_flops),
             dram_read: self.dram_read.max(other.dram_read),
         }
     }
@@ -58,7 +61,8 @@ fn best(mut seconds: impl FnMut() -> f64) -> f64 {
 
 /// Measures ceilings again and again; owns the memory that is read.
 pub(crate) struct Meter {
-    fma: FmaRounds,
+    fma: ProductRounds,
+    bf16: Option<ProductRounds>,
     threads: usize,
     memory: Vec<u64>,
 }
@@ -68,7 +72,8 @@ impl Meter {
     pub(crate) fn new(arch: Arch, threads: usize) -> Self {
         let bytes = cache_bytes().saturating_mul(4).clamp(128 << 20, 1 << 30);
         // Not zero: pages that were never written are all one page.
-        Meter { fma: FmaRounds::of(arch), threads, memory: vec![1; bytes / 8] }
+        let (fma, bf16) = (ProductRounds::of(arch), ProductRounds::of_bf16(arch));
+        Meter { fma, bf16, threads, memory: vec![1; bytes / 8] }
     }
 
     /// The memory that is read.
@@ -86,11 +91,14 @@ impl Meter {
             start.elapsed().as_secs_f64()
         });
         let rounds = 200_000;
-        let fma = best(|| {
-            together(self.threads, |_| {
-                black_box(self.fma.run(rounds, black_box(0.99), black_box(0.01)));
-            })
-        });
+        let flops = |products: &ProductRounds| {
+            let seconds = best(|| {
+                together(self.threads, |_| {
+                    black_box(products.run(rounds, black_box(0.99), black_box(0.01)));
+                })
+            });
+            (rounds * products.flops() * self.threads) as f64 / seconds
+        };
         let share = self.memory.len() / self.threads;
         let read = best(|| {
             together(self.threads, |n| {
@@ -98,10 +106,10 @@ impl Meter {
                 black_box(ceiling::sum(own));
             })
         });
-        let flops = (rounds * self.fma.flops() * self.threads) as f64;
         Ceilings {
             clock_hz: 4.0 * f64::from(steps) / chain,
-            fma_flops: flops / fma,
+            fma_flops: flops(&self.fma),
+            bf16_flops: self.bf16.as_ref().map_or(0.0, flops),
             dram_read: (share * 8 * self.threads) as f64 / read,
         }
     }

@@ -326,6 +326,46 @@ pub(crate) unsafe fn end<const R: usize, const C: usize>(operands: &Operands) {
     }
 }
 
+/// `rounds` times four products of one tile of `x` with one of `y`, into four tiles of sums; the sum of those (see `ceiling`).
+///
+/// # Safety
+/// [`unit`] is there.
+pub(crate) unsafe fn rounds(rounds: usize, x: f32, y: f32) -> f32 {
+    let pairs = |of: f32| {
+        let bits = u32::from(half::bf16::from_f32(of).to_bits());
+        [bits << 16 | bits; TILE]
+    };
+    let (a, b, mut c) = (pairs(x), pairs(y), [0f32; 4 * TILE]);
+    let (side, tile) = (SIDE * 4, TILE * 4);
+    let operands = Operands {
+        a: InMemory { ptr: a.as_ptr().cast(), next: 0, along: 0, row: side },
+        b: InMemory { ptr: b.as_ptr().cast(), next: 0, along: 0, row: side },
+        c: InMemory { ptr: c.as_mut_ptr().cast(), next: 0, along: tile, row: side },
+        steps: rounds,
+        from_zero: true,
+    };
+    // SAFETY: the tiles are those above, and the caller vouches for the unit.
+    unsafe {
+        let Tiles(unit) = &Tiles::new();
+        match unit {
+            Unit::Amx => {
+                begin::<1, 4>(&operands);
+                load!(4, operands.a.ptr, side);
+                load!(6, operands.b.ptr, side);
+                for _ in 0..rounds {
+                    dot!(0, 4, 6);
+                    dot!(1, 4, 6);
+                    dot!(2, 4, 6);
+                    dot!(3, 4, 6);
+                }
+                end::<1, 4>(&operands);
+            }
+            Unit::Model => by_model::<1, 4>(&operands),
+        }
+    }
+    c.iter().sum()
+}
+
 /// As the module says.
 #[inline(never)]
 unsafe fn by_model<const R: usize, const C: usize>(operands: &Operands) {

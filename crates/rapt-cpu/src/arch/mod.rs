@@ -106,7 +106,7 @@ use crate::kernels::products::Single;
 use crate::kernels::simd::{Simd, Storage};
 #[cfg(target_arch = "x86_64")]
 use crate::kernels::tiled::{TILE_KEYS, Tiled};
-use crate::kernels::{combine, decode, fma_rounds, forward};
+use crate::kernels::{combine, decode, forward, rounds};
 use crate::partition::Item;
 use crate::problem::{Problem, ReadRows, Reading, RowKind, RowReader};
 
@@ -292,9 +292,9 @@ pub(crate) fn with_vectors<V: Vectors>(arch: Arch, vectors: V) -> V::Output {
 }
 
 /// The rounds of f32 FMAs, and the lanes of their vectors.
-pub(crate) fn fma_rounds(arch: Arch) -> (unsafe fn(usize, f32, f32) -> f32, usize) {
-    fn of<S: Simd<Elem = f32>>() -> (unsafe fn(usize, f32, f32) -> f32, usize) {
-        (fma_rounds::rounds_of::<S>, S::LANES)
+pub(crate) fn fma_rounds(arch: Arch) -> Rounds {
+    fn of<S: Simd<Elem = f32>>() -> Rounds {
+        (rounds::rounds_of::<S>, 2 * rounds::SUMS * S::LANES)
     }
     match arch {
         #[cfg(target_arch = "x86_64")]
@@ -305,7 +305,23 @@ pub(crate) fn fma_rounds(arch: Arch) -> (unsafe fn(usize, f32, f32) -> f32, usiz
         Arch::Neon => of::<neon::NeonF32>(),
         #[cfg(all(target_arch = "wasm32", target_feature = "simd128"))]
         Arch::Simd128 => of::<simd128::Simd128F32>(),
-        _ => (fma_rounds::plain_rounds, 1),
+        _ => (rounds::plain_rounds, 2 * rounds::SUMS),
+    }
+}
+
+/// A loop of independent products, and the FLOPs of one round of it.
+pub(crate) type Rounds = (unsafe fn(usize, f32, f32) -> f32, usize);
+
+/// Rounds of products of bfloat16 in the unit that forward uses.
+pub(crate) fn bf16_rounds(arch: Arch) -> Option<Rounds> {
+    match arch {
+        #[cfg(target_arch = "x86_64")]
+        Arch::Avx512Bf16 => {
+            Some((rounds::pair_rounds_of::<avx512::Avx512F32>, 4 * rounds::SUMS * <avx512::Avx512F32 as Simd>::LANES))
+        }
+        #[cfg(target_arch = "x86_64")]
+        Arch::Amx => Some((amx::rounds, 4 * 2 * 2 * amx::SIDE * amx::TILE)),
+        _ => None,
     }
 }
 

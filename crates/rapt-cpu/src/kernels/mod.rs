@@ -15,7 +15,6 @@ pub(crate) mod coded;
 pub(crate) mod codes;
 pub(crate) mod combine;
 pub(crate) mod decode;
-pub(crate) mod fma_rounds;
 pub(crate) mod forward;
 pub(crate) mod gemm;
 pub(crate) mod int8;
@@ -26,6 +25,7 @@ pub(crate) mod pack;
 #[cfg(target_arch = "x86_64")]
 pub(crate) mod pairs;
 pub(crate) mod products;
+pub(crate) mod rounds;
 pub(crate) mod simd;
 pub(crate) mod softmax;
 #[cfg(target_arch = "x86_64")]

@@ -1,5 +1,7 @@
-//! Rounds of f32 FMAs that wait for nothing but themselves: what a core can do at most (see `ceiling`).
+//! Rounds of products that wait for nothing but themselves: what a core can do at most (see `ceiling`).
 
+#[cfg(target_arch = "x86_64")]
+use super::pairs::Bf16Pairs;
 use super::simd::{Part, Simd};
 
 /// Independent sums: enough to hide an FMA of 4 cycles on two units.
@@ -41,6 +43,49 @@ impl<S: Simd<Elem = f32>> Part<S> for Rounds {
 pub(crate) unsafe fn rounds_of<S: Simd<Elem = f32>>(rounds: usize, x: f32, y: f32) -> f32 {
     // SAFETY: promised by the caller.
     unsafe { S::apart(Rounds { rounds, x, y }) }
+}
+
+/// The same of pairs of bfloat16.
+#[cfg(target_arch = "x86_64")]
+struct PairRounds {
+    rounds: usize,
+    x: f32,
+    y: f32,
+}
+
+#[cfg(target_arch = "x86_64")]
+impl<S: Bf16Pairs> Part<S> for PairRounds {
+    type Output = f32;
+
+    #[inline(always)]
+    unsafe fn run(self) -> f32 {
+        // SAFETY: the caller vouches for the instruction set; no memory is touched.
+        unsafe {
+            let (x, y) = (S::splat(self.x), S::splat(self.y));
+            let (x, y) = (S::pair(x, x), S::pair(y, y));
+            let mut sums = [S::splat(0.0); SUMS];
+            for _ in 0..self.rounds {
+                for sum in &mut sums {
+                    *sum = S::dot(x, y, *sum);
+                }
+            }
+            let mut total = 0.0;
+            for sum in sums {
+                total += S::reduce_add(sum);
+            }
+            total
+        }
+    }
+}
+
+/// The rounds of pairs in the vectors of `S`, as a function.
+///
+/// # Safety
+/// The instruction set is there, and its dot of pairs.
+#[cfg(target_arch = "x86_64")]
+pub(crate) unsafe fn pair_rounds_of<S: Bf16Pairs>(rounds: usize, x: f32, y: f32) -> f32 {
+    // SAFETY: promised by the caller.
+    unsafe { S::apart_paired(PairRounds { rounds, x, y }) }
 }
 
 /// The rounds without vectors. Plain Rust has no fused instruction to rely on.
