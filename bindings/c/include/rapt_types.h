@@ -348,7 +348,7 @@ typedef struct rapt_capabilities {
   int32_t num_dtypes;
   // The dtypes that attention computes.
   const int32_t *dtypes;
-  // The instruction set in use: "scalar", "avx2", "avx512", "avx512_vnni", "avx512_bf16", "amx" or "neon".
+  // The instruction set in use: "scalar", "avx2", "avx512", "avx512_vnni", "avx512_bf16", "amx", "neon" or "neon_bf16".
   const char *isa;
   // Those of this machine that this build has kernels for, best last, parted by spaces.
   const char *isas;

@@ -450,7 +450,7 @@ pub struct rapt_capabilities {
     pub num_dtypes: i32,
     /// The dtypes that attention computes.
     pub dtypes: *const i32,
-    /// The instruction set in use: "scalar", "avx2", "avx512", "avx512_vnni", "avx512_bf16", "amx" or "neon".
+    /// The instruction set in use: "scalar", "avx2", "avx512", "avx512_vnni", "avx512_bf16", "amx", "neon" or "neon_bf16".
     pub isa: *const c_char,
     /// Those of this machine that this build has kernels for, best last, parted by spaces.
     pub isas: *const c_char,

@@ -7,8 +7,8 @@ use comfy_table::Table;
 use comfy_table::presets::ASCII_MARKDOWN;
 use rapt::{Arch, COMPUTED, Caps, Causal, DType, Kernel, Options, Result, Shape, Spec, Strides, View, select};
 
-const ARCHES: [Arch; 7] =
-    [Arch::Scalar, Arch::Avx2, Arch::Avx512, Arch::Avx512Vnni, Arch::Avx512Bf16, Arch::Amx, Arch::Neon];
+const ARCHES: [Arch; 8] =
+    [Arch::Scalar, Arch::Avx2, Arch::Avx512, Arch::Avx512Vnni, Arch::Avx512Bf16, Arch::Amx, Arch::Neon, Arch::NeonBf16];
 
 /// Queries of one request per kernel: many, and one token.
 const KERNELS: [(Kernel, usize); 2] = [(Kernel::Forward, 64), (Kernel::Decode, 1)];

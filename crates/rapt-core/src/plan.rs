@@ -20,6 +20,8 @@ pub enum Arch {
     Scalar,
     /// 128-bit vectors of aarch64.
     Neon,
+    /// The same, with products of bf16 and of bytes formed by their dot instructions.
+    NeonBf16,
     /// 256-bit vectors: AVX2, FMA and F16C.
     Avx2,
     /// 128-bit vectors of WebAssembly.
@@ -65,6 +67,7 @@ impl Arch {
         match self {
             Arch::Scalar => "scalar",
             Arch::Neon => "neon",
+            Arch::NeonBf16 => "neon_bf16",
             Arch::Simd128 => "simd128",
             Arch::Avx2 => "avx2",
             Arch::Avx512 => "avx512",

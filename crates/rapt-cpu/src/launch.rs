@@ -101,7 +101,9 @@ impl LaunchPlan for CpuLaunch {
         } else if key.kernel == Kernel::ForwardInt8 {
             if spec.group_size().saturating_mul(spec.q_len()) <= decode::MAX_ROWS {
                 "few queries leave most lanes empty: with compute=\"exact\" they are served by decode".to_owned()
-            } else if matches!(arch, Arch::Avx512Vnni | Arch::Avx512Bf16 | Arch::Amx) || !cfg!(target_arch = "x86_64") {
+            } else if matches!(arch, Arch::Avx512Vnni | Arch::Avx512Bf16 | Arch::Amx | Arch::NeonBf16)
+                || !cfg!(any(target_arch = "x86_64", target_arch = "aarch64"))
+            {
                 String::new()
             } else {
                 format!("{} has no dot instruction of bytes, or RAPT_ISA holds to these", arch.name())
@@ -111,7 +113,7 @@ impl LaunchPlan for CpuLaunch {
                 .to_owned()
         } else if let Some((tensor, ..)) = spec.quantized().next() {
             format!("products are formed in float32: the numbers of {tensor} are not rounded further")
-        } else if arch == Arch::Avx512 && key.storage == DType::BF16 {
+        } else if matches!(arch, Arch::Avx512 | Arch::Neon) && key.storage == DType::BF16 {
             "products are formed in float32: the bf16 dot instruction is missing or slower here, or RAPT_ISA holds to these"
                 .to_owned()
         } else if !matches!(arch, Arch::Avx512 | Arch::Avx512Vnni | Arch::Avx512Bf16 | Arch::Amx)

@@ -178,7 +178,16 @@ fn addresses_on_the_host_change_no_plan() {
 
 #[test]
 fn an_instruction_set_that_the_machine_lacks_is_not_entered() {
-    for arch in [Arch::Scalar, Arch::Avx2, Arch::Avx512, Arch::Avx512Vnni, Arch::Avx512Bf16, Arch::Amx, Arch::Neon] {
+    for arch in [
+        Arch::Scalar,
+        Arch::Avx2,
+        Arch::Avx512,
+        Arch::Avx512Vnni,
+        Arch::Avx512Bf16,
+        Arch::Amx,
+        Arch::Neon,
+        Arch::NeonBf16,
+    ] {
         for step in [Step::Forward, Step::Decode, Step::Combine] {
             let variant = KernelVariant { arch, step, storage: DType::BF16 };
             let refused = variant.check(&[Arch::Scalar]).err();

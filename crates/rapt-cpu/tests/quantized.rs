@@ -284,6 +284,7 @@ fn an_infinite_code_with_an_extreme_factor_is_infinite() {
 }
 
 /// The instruction set that a request of `q_len` queries is planned for on a machine with another, with one operand for K and V.
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 fn planned<T: Element + Default>(arch: Arch, operand: &Operand, q_len: usize) -> Arch {
     let q = vec![T::default(); 2 * HEADS * q_len * DIM];
     let q = View::contiguous("q", &q, [1, 2 * HEADS, q_len, DIM].into()).unwrap();
@@ -333,6 +334,20 @@ fn codes_that_are_small_integers_are_quads_beside_few_queries_of_16_bits() {
         }
         // Beside queries of bf16 pairs come first.
         assert_eq!(planned::<f16>(Arch::Avx512Bf16, &operand, 1), is(are_integers), "{what}");
+    }
+}
+
+#[test]
+#[cfg(target_arch = "aarch64")]
+fn codes_are_numbers_of_float32_on_arm() {
+    for format in Format::ALL {
+        for shape in shapes(format) {
+            let operand = Operand::new(format, &shape, 1);
+            for q_len in [1, 7] {
+                assert_eq!(planned::<bf16>(Arch::NeonBf16, &operand, q_len), Arch::Neon, "{format} {shape:?}");
+                assert_eq!(planned::<f16>(Arch::NeonBf16, &operand, q_len), Arch::Neon, "{format} {shape:?}");
+            }
+        }
     }
 }
 

@@ -13,7 +13,7 @@ use super::{amx, avx2, avx512};
 use crate::gemm::product::{Job, PackJob};
 use crate::kernels::gemm::pack::panels;
 use crate::kernels::gemm::{Weights, Widened, item, scratch_bytes};
-#[cfg(target_arch = "x86_64")]
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 use crate::kernels::pairs::Paired;
 use crate::kernels::products::Single;
 use crate::kernels::simd::Simd;
@@ -92,7 +92,9 @@ pub(crate) fn kernels(arch: Arch, dtype: DType) -> Option<Kernels> {
             table::<avx512::Avx512F32, avx512::Avx512F64>(dtype)
         }
         #[cfg(target_arch = "aarch64")]
-        Arch::Neon => table::<neon::NeonF32, scalar::Scalar<f64>>(dtype),
+        Arch::NeonBf16 if dtype == DType::BF16 => Some(of::<neon::NeonF32, Paired>()),
+        #[cfg(target_arch = "aarch64")]
+        Arch::Neon | Arch::NeonBf16 => table::<neon::NeonF32, scalar::Scalar<f64>>(dtype),
         #[cfg(all(target_arch = "wasm32", target_feature = "simd128"))]
         Arch::Simd128 => table::<simd128::Simd128F32, scalar::Scalar<f64>>(dtype),
         _ => None,

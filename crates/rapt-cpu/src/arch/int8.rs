@@ -3,14 +3,18 @@
 //! ```text
 //! vpdpbusd      u8 · s8, four a lane, summed in 32 bits               AVX-512 VNNI
 //! vpmaddwd      s16 · s16, two a lane: bytes are widened before       AVX-512 BW, AVX2
+//! usdot         u8 · s8, four a lane, summed in 32 bits               NEON with i8mm
 //! ```
-//! `vpmaddubsw` is not used: it saturates. Without either, and on aarch64, arrays of integers are what the compiler makes of them.
+//! `vpmaddubsw` is not used: it saturates. Without any of them arrays of integers are what the compiler makes of them.
 
 use rapt_core::{Arch, DType};
 
 use half::{bf16, f16};
 #[cfg(target_arch = "x86_64")]
 use std::arch::x86_64::*;
+
+#[cfg(target_arch = "aarch64")]
+use std::arch::aarch64::*;
 
 use super::Entry;
 #[cfg(target_arch = "aarch64")]
@@ -43,6 +47,8 @@ pub(super) fn entry(arch: Arch, storage: DType) -> Option<Entry> {
         Arch::Avx512Vnni | Arch::Avx512Bf16 | Arch::Amx => of::<Avx512F32, Vnni>(storage),
         #[cfg(target_arch = "aarch64")]
         Arch::Neon => of::<NeonF32, Arrays>(storage),
+        #[cfg(target_arch = "aarch64")]
+        Arch::NeonBf16 => of::<NeonF32, Mixed>(storage),
         #[cfg(all(target_arch = "wasm32", target_feature = "simd128"))]
         Arch::Simd128 => of::<Simd128F32, Arrays>(storage),
         _ => None,
@@ -107,6 +113,52 @@ impl<S: Simd<Elem = f32>> Quads<S> for Arrays {
     unsafe fn apart<P: Part<S>>(part: P) -> P::Output {
         // SAFETY: promised by the caller.
         unsafe { S::apart(part) }
+    }
+}
+
+/// Unsigned and signed bytes multiplied as they are.
+#[cfg(target_arch = "aarch64")]
+#[derive(Clone, Copy)]
+struct Mixed;
+
+#[cfg(target_arch = "aarch64")]
+impl Quads<NeonF32> for Mixed {
+    type I = int32x4_t;
+    const ROWS: usize = 8;
+
+    intrinsics! {
+        fn splat(x: i32) -> int32x4_t { vdupq_n_s32(x) }
+        fn load(ptr: *const i32) -> int32x4_t { vld1q_s32(ptr) }
+        fn store(ptr: *mut i32, x: int32x4_t) { vst1q_s32(ptr, x) }
+        fn dot(unsigned: int32x4_t, signed: int32x4_t, acc: int32x4_t) -> int32x4_t {
+            let mut sums = acc;
+            // An intrinsic of it is not stable.
+            std::arch::asm!(
+                "usdot {sums:v}.4s, {a:v}.16b, {b:v}.16b",
+                sums = inout(vreg) sums, a = in(vreg) unsigned, b = in(vreg) signed,
+                options(pure, nomem, nostack, preserves_flags)
+            );
+            sums
+        }
+        fn to_f32(x: int32x4_t) -> float32x4_t { vcvtq_f32_s32(x) }
+        fn round(x: float32x4_t) -> int32x4_t { vcvtnq_s32_f32(x) }
+        fn join(x: [int32x4_t; 4]) -> int32x4_t {
+            let low = vsliq_n_s32::<8>(x[0], x[1]);
+            let high = vsliq_n_s32::<8>(x[2], x[3]);
+            vsliq_n_s32::<16>(low, high)
+        }
+        fn add_128(x: int32x4_t) -> int32x4_t { vaddq_s32(x, vdupq_n_s32(128)) }
+    }
+    #[inline(always)]
+    unsafe fn apart<P: Part<NeonF32>>(part: P) -> P::Output {
+        #[target_feature(enable = "neon,i8mm")]
+        #[inline(never)]
+        unsafe fn compiled<P: Part<NeonF32>>(part: P) -> P::Output {
+            // SAFETY: as of the caller.
+            unsafe { part.run() }
+        }
+        // SAFETY: an entry point of this instruction set is called after its detection only.
+        unsafe { compiled(part) }
     }
 }
 

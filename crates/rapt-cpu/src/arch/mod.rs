@@ -100,7 +100,7 @@ use rapt_core::{Arch, DType, Error, Result};
 #[cfg(target_arch = "x86_64")]
 use crate::kernels::coded::packer;
 use crate::kernels::codes::{CodeVectors, reader};
-#[cfg(target_arch = "x86_64")]
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 use crate::kernels::pairs::Paired;
 use crate::kernels::products::Single;
 use crate::kernels::simd::{Simd, Storage};
@@ -200,7 +200,7 @@ fn amx_entry(step: Step, storage: DType) -> Option<Entry> {
 
 /// Whether forward's products are formed of pairs, and P is rounded to the storage dtype for the second one.
 pub(crate) fn is_paired(arch: Arch, storage: DType) -> bool {
-    matches!(arch, Arch::Avx512Bf16 | Arch::Amx) && storage == DType::BF16
+    matches!(arch, Arch::Avx512Bf16 | Arch::Amx | Arch::NeonBf16) && storage == DType::BF16
 }
 
 /// Whether those products are formed tile by tile, of K and V that are packed.
@@ -258,7 +258,11 @@ fn entry(arch: Arch, step: Step, storage: DType) -> Option<Entry> {
         #[cfg(target_arch = "x86_64")]
         Arch::Amx => amx_entry(step, storage),
         #[cfg(target_arch = "aarch64")]
-        Arch::Neon => entry_of::<neon::NeonF32, scalar::Scalar<f64>>(step, storage),
+        Arch::NeonBf16 if step == Step::Forward && is_paired(arch, storage) => {
+            Some(forward::item::<neon::NeonF32, bf16, Paired>)
+        }
+        #[cfg(target_arch = "aarch64")]
+        Arch::Neon | Arch::NeonBf16 => entry_of::<neon::NeonF32, scalar::Scalar<f64>>(step, storage),
         #[cfg(all(target_arch = "wasm32", target_feature = "simd128"))]
         Arch::Simd128 => entry_of::<simd128::Simd128F32, scalar::Scalar<f64>>(step, storage),
         _ => None,
@@ -284,7 +288,7 @@ pub(crate) fn with_vectors<V: Vectors>(arch: Arch, vectors: V) -> V::Output {
             vectors.visit::<avx512::Avx512F32, avx512::Avx512F64>()
         }
         #[cfg(target_arch = "aarch64")]
-        Arch::Neon => vectors.visit::<neon::NeonF32, scalar::Scalar<f64>>(),
+        Arch::Neon | Arch::NeonBf16 => vectors.visit::<neon::NeonF32, scalar::Scalar<f64>>(),
         #[cfg(all(target_arch = "wasm32", target_feature = "simd128"))]
         Arch::Simd128 => vectors.visit::<simd128::Simd128F32, scalar::Scalar<f64>>(),
         _ => vectors.visit::<scalar::Scalar<f32>, scalar::Scalar<f64>>(),
@@ -302,7 +306,7 @@ pub(crate) fn fma_rounds(arch: Arch) -> Rounds {
         #[cfg(target_arch = "x86_64")]
         Arch::Avx512 | Arch::Avx512Vnni | Arch::Avx512Bf16 | Arch::Amx => of::<avx512::Avx512F32>(),
         #[cfg(target_arch = "aarch64")]
-        Arch::Neon => of::<neon::NeonF32>(),
+        Arch::Neon | Arch::NeonBf16 => of::<neon::NeonF32>(),
         #[cfg(all(target_arch = "wasm32", target_feature = "simd128"))]
         Arch::Simd128 => of::<simd128::Simd128F32>(),
         _ => (rounds::plain_rounds, 2 * rounds::SUMS),
@@ -352,7 +356,7 @@ pub(crate) fn row_reader(arch: Arch, reading: Reading) -> RowReader {
         #[cfg(target_arch = "x86_64")]
         Arch::Avx512 | Arch::Avx512Vnni | Arch::Avx512Bf16 | Arch::Amx => of::<avx512::Avx512F32>(reading),
         #[cfg(target_arch = "aarch64")]
-        Arch::Neon => numbers(reader::<neon::NeonF32>),
+        Arch::Neon | Arch::NeonBf16 => numbers(reader::<neon::NeonF32>),
         #[cfg(all(target_arch = "wasm32", target_feature = "simd128"))]
         Arch::Simd128 => numbers(reader::<simd128::Simd128F32>),
         _ => numbers(reader::<scalar::Scalar<f32>>),
@@ -384,7 +388,7 @@ pub(crate) fn tile_shape(arch: Arch, storage: DType) -> TileShape {
             shape_of::<avx512::Avx512F32, avx512::Avx512F64>(storage)
         }
         #[cfg(target_arch = "aarch64")]
-        Arch::Neon => shape_of::<neon::NeonF32, scalar::Scalar<f64>>(storage),
+        Arch::Neon | Arch::NeonBf16 => shape_of::<neon::NeonF32, scalar::Scalar<f64>>(storage),
         #[cfg(all(target_arch = "wasm32", target_feature = "simd128"))]
         Arch::Simd128 => shape_of::<simd128::Simd128F32, scalar::Scalar<f64>>(storage),
         _ => shape_of::<scalar::Scalar<f32>, scalar::Scalar<f64>>(storage),
@@ -437,6 +441,11 @@ pub(crate) fn detected() -> Vec<Arch> {
     #[cfg(target_arch = "aarch64")]
     if std::arch::is_aarch64_feature_detected!("neon") {
         found.push(Arch::Neon);
+        // Every processor with the dot of bf16 has that of signed and unsigned bytes (Armv8.6 has both). By the vendors' guides a dot of
+        // bf16 takes as long as an FMA of float32 and does twice the work of it.
+        if std::arch::is_aarch64_feature_detected!("bf16") && std::arch::is_aarch64_feature_detected!("i8mm") {
+            found.push(Arch::NeonBf16);
+        }
     }
     // A module with these vectors is one that its engine has accepted.
     #[cfg(all(target_arch = "wasm32", target_feature = "simd128"))]

@@ -1,17 +1,31 @@
-//! 128-bit vectors of aarch64. 32 registers: 8 rows × 2 vectors of accumulators. binary16, and rounding to bfloat16, go through
-//! the `half` crate; f64 takes the scalar path. It passes the kernels' conformance test under an emulator (docs/lab/cpu.md has the
-//! command) and has not been run on a processor by the authors, so nothing is known of its speed.
+//! 128-bit vectors of aarch64. 32 registers: 8 rows × 2 vectors of accumulators. f64 takes the scalar path. Pairs of bf16 need the feature bf16 besides.
+//!
+//! ```text
+//! bfdot       two bf16 a lane, exact products, rounded to odd: the sum of two, then that onto the accumulator
+//! bfcvtn      four f32 to bf16, to nearest even
+//! fcvtl/n     four binary16 to f32 and back
+//! ```
+//! `bfmmla` is not used: it sums 2 × 4 by 4 × 2 numbers, for which Q, K and V would have to lie woven in fours, and does twice the work of `bfdot`. The
+//! kernels pass their conformance test and the proof under an emulator (`cargo xtask test --target aarch64-unknown-linux-gnu`) and have not been run
+//! on a processor by the authors, so nothing is known of their speed.
 
 use std::arch::aarch64::*;
+use std::arch::asm;
 
 use half::{bf16, f16};
 
 use crate::kernels::codes::CodeVectors;
+use crate::kernels::pairs::Bf16Pairs;
 use crate::kernels::simd::Simd;
 
 /// Four f32.
 #[derive(Clone, Copy)]
 pub(crate) struct NeonF32;
+
+intrinsics! {
+    fn bits(x: float32x4_t) -> uint32x4_t { vreinterpretq_u32_f32(x) }
+    fn numbers(x: uint32x4_t) -> float32x4_t { vreinterpretq_f32_u32(x) }
+}
 
 impl Simd for NeonF32 {
     type Elem = f32;
@@ -36,33 +50,72 @@ impl Simd for NeonF32 {
         fn lt(a: float32x4_t, b: float32x4_t) -> uint32x4_t { vcltq_f32(a, b) }
         fn eq(a: float32x4_t, b: float32x4_t) -> uint32x4_t { vceqq_f32(a, b) }
         fn select(m: uint32x4_t, a: float32x4_t, b: float32x4_t) -> float32x4_t { vbslq_f32(m, a, b) }
-        fn pow2(shifted: float32x4_t) -> float32x4_t {
-            vreinterpretq_f32_u32(vshlq_n_u32::<23>(vreinterpretq_u32_f32(shifted)))
-        }
+        fn pow2(shifted: float32x4_t) -> float32x4_t { numbers(vshlq_n_u32::<23>(bits(shifted))) }
         fn load_f16(ptr: *const f16) -> float32x4_t {
-            let lanes = ptr.cast::<[f16; 4]>().read_unaligned().map(f16::to_f32);
-            vld1q_f32(lanes.as_ptr())
+            let halves = vld1_u16(ptr.cast());
+            let x: float32x4_t;
+            // binary16 has no type of vectors on a stable compiler.
+            asm!("fcvtl {x:v}.4s, {halves:v}.4h", x = lateout(vreg) x, halves = in(vreg) halves,
+                options(pure, nomem, nostack, preserves_flags));
+            x
         }
-        fn load_bf16(ptr: *const bf16) -> float32x4_t {
-            vreinterpretq_f32_u32(vshll_n_u16::<16>(vld1_u16(ptr.cast())))
-        }
+        fn load_bf16(ptr: *const bf16) -> float32x4_t { numbers(vshll_n_u16::<16>(vld1_u16(ptr.cast()))) }
         fn store_f16(ptr: *mut f16, x: float32x4_t) {
-            let mut lanes = [0f32; 4];
-            vst1q_f32(lanes.as_mut_ptr(), x);
-            ptr.cast::<[f16; 4]>().write_unaligned(lanes.map(f16::from_f32));
+            let halves: uint16x4_t;
+            asm!("fcvtn {halves:v}.4h, {x:v}.4s", halves = lateout(vreg) halves, x = in(vreg) x,
+                options(pure, nomem, nostack, preserves_flags));
+            vst1_u16(ptr.cast(), halves);
         }
         fn store_bf16(ptr: *mut bf16, x: float32x4_t) {
-            let mut lanes = [0f32; 4];
-            vst1q_f32(lanes.as_mut_ptr(), x);
-            ptr.cast::<[bf16; 4]>().write_unaligned(lanes.map(bf16::from_f32));
+            // To nearest even; NaN becomes a quiet NaN of its sign.
+            let odd = vandq_u32(vshrq_n_u32::<16>(bits(x)), vdupq_n_u32(1));
+            let rounded = vaddq_u32(bits(x), vaddq_u32(odd, vdupq_n_u32(0x7FFF)));
+            let quiet = vorrq_u32(bits(x), vdupq_n_u32(0x0040_0000));
+            vst1_u16(ptr.cast(), vshrn_n_u32::<16>(vbslq_u32(vceqq_f32(x, x), rounded, quiet)));
         }
         fn reduce_add(x: float32x4_t) -> f32 { vaddvq_f32(x) }
         fn transpose(src: *const f32, src_stride: usize, dst: *mut f32, dst_stride: usize) {
-            for r in 0..4 {
-                for c in 0..4 {
-                    *dst.add(c * dst_stride + r) = *src.add(r * src_stride + c);
-                }
-            }
+            let [a, b] = [vld1q_f32(src), vld1q_f32(src.add(src_stride))];
+            let [c, d] = [vld1q_f32(src.add(2 * src_stride)), vld1q_f32(src.add(3 * src_stride))];
+            let [even, odd] = [[vtrn1q_f32(a, b), vtrn1q_f32(c, d)], [vtrn2q_f32(a, b), vtrn2q_f32(c, d)]];
+            vst1q_f32(dst, vcombine_f32(vget_low_f32(even[0]), vget_low_f32(even[1])));
+            vst1q_f32(dst.add(dst_stride), vcombine_f32(vget_low_f32(odd[0]), vget_low_f32(odd[1])));
+            vst1q_f32(dst.add(2 * dst_stride), vcombine_f32(vget_high_f32(even[0]), vget_high_f32(even[1])));
+            vst1q_f32(dst.add(3 * dst_stride), vcombine_f32(vget_high_f32(odd[0]), vget_high_f32(odd[1])));
+        }
+    }
+}
+
+intrinsics! {
+    /// Four numbers rounded to bf16, to nearest even.
+    fn rounded(x: float32x4_t) -> uint16x8_t {
+        let halves: uint16x8_t;
+        asm!("bfcvtn {halves:v}.4h, {x:v}.4s", halves = lateout(vreg) halves, x = in(vreg) x,
+            options(pure, nomem, nostack, preserves_flags));
+        halves
+    }
+}
+
+impl Bf16Pairs for NeonF32 {
+    apart!(apart_paired, "neon,bf16");
+    intrinsics! {
+        fn dot(a: float32x4_t, b: float32x4_t, acc: float32x4_t) -> float32x4_t {
+            let mut sums = acc;
+            asm!("bfdot {sums:v}.4s, {a:v}.8h, {b:v}.8h", sums = inout(vreg) sums, a = in(vreg) a, b = in(vreg) b,
+                options(pure, nomem, nostack, preserves_flags));
+            sums
+        }
+        fn pair(low: float32x4_t, high: float32x4_t) -> float32x4_t {
+            vreinterpretq_f32_u16(vzip1q_u16(rounded(low), rounded(high)))
+        }
+        fn keep_attended(a: float32x4_t, x: float32x4_t) -> float32x4_t {
+            let masked = vceqq_u16(vreinterpretq_u16_f32(x), vdupq_n_u16(0x8000));
+            vreinterpretq_f32_u16(vbicq_u16(vreinterpretq_u16_f32(a), masked))
+        }
+        fn join(low: float32x4_t, high: float32x4_t) -> float32x4_t { numbers(vsriq_n_u32::<16>(bits(high), bits(low))) }
+        fn split(pairs: float32x4_t) -> [float32x4_t; 2] {
+            let high = vandq_u32(bits(pairs), vdupq_n_u32(0xFFFF_0000));
+            [numbers(vshlq_n_u32::<16>(bits(pairs))), numbers(high)]
         }
     }
 }

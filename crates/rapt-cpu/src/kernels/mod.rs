@@ -6,11 +6,11 @@
 #[cfg(target_arch = "x86_64")]
 pub(crate) mod beside;
 pub(crate) mod blocks;
-#[cfg(target_arch = "x86_64")]
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 pub(crate) mod code_pairs;
 #[cfg(target_arch = "x86_64")]
 pub(crate) mod code_quads;
-#[cfg(target_arch = "x86_64")]
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 pub(crate) mod coded;
 pub(crate) mod codes;
 pub(crate) mod combine;
@@ -22,7 +22,7 @@ pub(crate) mod mask;
 pub(crate) mod math;
 pub(crate) mod matmul;
 pub(crate) mod pack;
-#[cfg(target_arch = "x86_64")]
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 pub(crate) mod pairs;
 pub(crate) mod products;
 pub(crate) mod rounds;

@@ -20,7 +20,9 @@ fn rates(arch: Arch, kernel: Kernel, storage: DType) -> Rates {
         Arch::Avx512Vnni | Arch::Avx512Bf16 | Arch::Amx if kernel == Kernel::ForwardInt8 => (256.0, 3.4),
         Arch::Avx512 | Arch::Avx512Vnni | Arch::Avx512Bf16 | Arch::Amx => (64.0, 3.4),
         Arch::Avx2 => (32.0, 1.7),
-        Arch::Neon => (16.0, 0.9),
+        Arch::NeonBf16 if kernel == Kernel::Forward && arch::is_paired(arch, storage) => (32.0, 0.9),
+        Arch::NeonBf16 if kernel == Kernel::ForwardInt8 => (64.0, 0.9),
+        Arch::Neon | Arch::NeonBf16 => (16.0, 0.9),
         _ => (8.0, 0.5),
     };
     let width = if storage == DType::F64 { 2.0 } else { 1.0 };

@@ -101,6 +101,8 @@ fn arch_for(spec: &Spec, caps: &Caps) -> Arch {
                 Arch::Avx512
             }
         }
+        // Codes become numbers there.
+        Arch::NeonBf16 if spec.is_quantized() => Arch::Neon,
         // Numbers have no products of bytes.
         Arch::Avx512Vnni => Arch::Avx512,
         arch => arch,

@@ -17,9 +17,9 @@ use std::marker::PhantomData;
 
 use super::matmul::{Broadcast, Onto, Place, next_rows, tile};
 use super::pack::load_row;
-#[cfg(target_arch = "x86_64")]
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 use super::pairs::{Bf16Pairs, Paired};
-#[cfg(target_arch = "x86_64")]
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 use super::products::Packing;
 use super::products::{Lanes, Single};
 use super::simd::{Part, Real, Simd, Storage};
@@ -111,7 +111,7 @@ impl<S: Simd, T: Storage<S>> Weights<S> for Widened<T> {
     }
 }
 
-#[cfg(target_arch = "x86_64")]
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 impl<S: Bf16Pairs> Weights<S> for Paired {
     type Stored = half::bf16;
     const WIDENED: bool = false;
