@@ -2,7 +2,7 @@
 //!
 //! The yardstick of the tolerance rule is a plain loop over the same numbers, rounded after every step. Memory lies against
 //! pages that may not be touched. Deliberately absent: speed (benches/gemm).
-#![cfg(unix)]
+#![cfg(any(unix, windows))]
 
 use std::ops::Range;
 use std::sync::Mutex;

@@ -44,7 +44,7 @@ pub enum CudaError {
     Forked,
     /// No NVRTC was found.
     #[error(
-        "no CUDA compiler for a kernel that is neither shipped nor kept: libnvrtc is in none of {}; `pip install nvidia-cuda-nvrtc`, or set RAPT_NVRTC to it",
+        "no CUDA compiler for a kernel that is neither shipped nor kept: NVRTC is in none of {}; `pip install nvidia-cuda-nvrtc`, or set RAPT_NVRTC to it",
         searched.join(", ")
     )]
     NoCompiler {

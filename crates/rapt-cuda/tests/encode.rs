@@ -1,5 +1,7 @@
 //! New keys become the codes and factors that rapt-quant makes of them: the device's arithmetic, compiled for the host, on groups of
-//! numbers of every size. Needs a C++ compiler (`CXX`, else `c++`).
+//! numbers of every size. Needs a C++ compiler (`CXX`, else `c++`), as
+//! Unix has it.
+#![cfg(unix)]
 
 use std::io::Write;
 use std::path::{Path, PathBuf};

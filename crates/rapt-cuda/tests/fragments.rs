@@ -2,7 +2,9 @@
 //! holds which element, that scores are the next product's operand, and where elements stand in shared memory.
 //!
 //! `host/maps.cpp` is compiled with the kernels' own files and prints a map as numbers; where a kernel executes ldmatrix, mma.sync or
-//! cp.async, `host/common/ptx.cuh` records the instruction instead. Needs a C++ compiler (`CXX`, else `c++`).
+//! cp.async, `host/common/ptx.cuh` records the instruction instead. Needs a C++ compiler (`CXX`, else `c++`), as
+//! Unix has it.
+#![cfg(unix)]
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};

@@ -16,6 +16,8 @@ mod conformance;
 mod figures;
 mod gather;
 mod memory;
+#[cfg(any(unix, windows))]
+mod pages;
 mod proof;
 mod quantized;
 mod rng;

@@ -1,10 +1,13 @@
 //! Memory that notices who touches its surroundings.
 //!
 //! Heap: guard bands of a known pattern lie on both sides, so a stray write is found afterwards and a stray read gives
-//! NaN (the pattern is NaN in every float dtype). Pages (unix): the bytes lie flush against a page that may not be
+//! NaN (the pattern is NaN in every float dtype). Pages (Unix and Windows): the bytes lie flush against a page that may not be
 //! touched, so the stray access itself is the crash. Deliberately absent: dtypes and strides.
 
 use std::alloc::{Layout, alloc, dealloc, handle_alloc_error};
+
+#[cfg(any(unix, windows))]
+use crate::pages;
 
 /// The byte that fills guard bands and padding: NaN in f64, f32, f16 and bf16.
 pub const PATTERN: u8 = 0xff;
@@ -22,9 +25,9 @@ pub enum Guard {
         /// Bytes past the alignment; below 512.
         shift: usize,
     },
-    /// The byte before the first may not be touched (unix; elsewhere a heap).
+    /// The byte before the first may not be touched (Unix and Windows; elsewhere a heap).
     FrontPage,
-    /// The byte after the last may not be touched (unix; elsewhere a heap).
+    /// The byte after the last may not be touched (Unix and Windows; elsewhere a heap).
     BackPage,
 }
 
@@ -80,28 +83,17 @@ impl Memory {
         Memory { base, total, at, len, paged: false }
     }
 
-    #[cfg(unix)]
+    #[cfg(any(unix, windows))]
     fn paged(len: usize, guard: Guard) -> Self {
-        use rustix::mm::{MapFlags, MprotectFlags, ProtFlags, mmap_anonymous, mprotect};
-        let page = rustix::param::page_size();
+        let page = pages::size();
         let total = len.max(1).next_multiple_of(page);
         let at = if guard == Guard::BackPage { total - len } else { 0 };
-        if total == page
-            && let Some(base) = spare::take()
-        {
-            return Memory { base, total, at, len, paged: true };
-        }
-        let mapped = total + 2 * page;
-        // SAFETY: a fresh anonymous mapping aliases nothing.
-        let start = unsafe { mmap_anonymous(std::ptr::null_mut(), mapped, ProtFlags::empty(), MapFlags::PRIVATE) };
-        let start: *mut u8 = start.expect("pages").cast();
-        let base = start.wrapping_add(page);
-        // SAFETY: base..base+total are the middle pages of the mapping above.
-        unsafe { mprotect(base.cast(), total, MprotectFlags::READ | MprotectFlags::WRITE) }.expect("page rights");
+        let spare = if total == page { spare::take() } else { None };
+        let base = spare.unwrap_or_else(|| pages::between_guards(total));
         Memory { base, total, at, len, paged: true }
     }
 
-    #[cfg(not(unix))]
+    #[cfg(not(any(unix, windows)))]
     fn paged(len: usize, _: Guard) -> Self {
         Memory::heap(len, 0)
     }
@@ -157,7 +149,7 @@ impl Memory {
 
 /// Single pages between two that may not be touched, kept for the next buffer of this thread: mapping one costs more than a
 /// small problem.
-#[cfg(unix)]
+#[cfg(any(unix, windows))]
 mod spare {
     use std::cell::RefCell;
 
@@ -188,14 +180,13 @@ mod spare {
 impl Drop for Memory {
     fn drop(&mut self) {
         if self.paged {
-            #[cfg(unix)]
+            #[cfg(any(unix, windows))]
             {
-                let page = rustix::param::page_size();
-                if self.total == page && spare::keep(self.base) {
+                if self.total == pages::size() && spare::keep(self.base) {
                     return;
                 }
-                // SAFETY: the mapping made in `paged`, with a page on both sides of base..base+total.
-                let _ = unsafe { rustix::mm::munmap(self.base.wrapping_sub(page).cast(), self.total + 2 * page) };
+                // SAFETY: made in `paged` with this length.
+                unsafe { pages::give_back(self.base, self.total) };
             }
         } else {
             let layout = Layout::from_size_align(self.total, ALIGN).expect("the layout it was allocated with");
@@ -221,10 +212,10 @@ mod tests {
         }
     }
 
-    #[cfg(unix)]
+    #[cfg(any(unix, windows))]
     #[test]
     fn pages_lie_flush() {
-        let page = rustix::param::page_size();
+        let page = pages::size();
         assert_eq!(Memory::new(24, Guard::FrontPage).as_ptr() as usize % page, 0);
         let back = Memory::new(24, Guard::BackPage);
         assert_eq!((back.as_ptr() as usize + back.len()) % page, 0);

@@ -77,9 +77,13 @@ pub(crate) fn symbol(name: &CStr) -> Option<*mut c_void> {
     (!found.is_null()).then_some(found)
 }
 
-#[cfg(not(unix))]
-pub(crate) fn symbol(_name: &CStr) -> Option<*mut c_void> {
-    None
+#[cfg(windows)]
+pub(crate) fn symbol(name: &CStr) -> Option<*mut c_void> {
+    // One that the process has already: nothing is loaded, and torch never unloads it.
+    let library = libloading::os::windows::Library::open_already_loaded("torch_cpu.dll").ok()?;
+    // SAFETY: the address alone is taken, of whatever type the function is.
+    let found = unsafe { library.get::<unsafe extern "C" fn()>(name.to_bytes_with_nul()) }.ok()?.as_raw_ptr();
+    (!found.is_null()).then_some(found)
 }
 
 /// torch's encoder for Metal, or what of it this torch lacks. The first call must come after torch is imported. Its functions are looked for in

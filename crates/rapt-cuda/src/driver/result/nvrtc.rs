@@ -9,10 +9,27 @@ use std::path::{Path, PathBuf};
 use crate::driver::sys::nvrtc::{Functions, Program, SUCCESS};
 use crate::error::{CudaError, Result};
 
-/// Names of the library, newest first.
-const NAMES: [&str; 2] = ["libnvrtc.so.13", "libnvrtc.so.12"];
-/// Where the wheels of NVIDIA put it, below site-packages.
-const WHEELS: [&str; 2] = ["nvidia/cu13/lib", "nvidia/cuda_nvrtc/lib"];
+/// How a system calls the library, and where it lies.
+struct Names {
+    /// Of the library, newest first.
+    libraries: [&'static str; 2],
+    /// Where the wheels of NVIDIA put it, below site-packages.
+    wheels: [&'static str; 2],
+    /// Where CUDA's own installer puts it, below `CUDA_HOME`.
+    toolkit: &'static [&'static str],
+}
+
+const UNIX: Names = Names {
+    libraries: ["libnvrtc.so.13", "libnvrtc.so.12"],
+    wheels: ["nvidia/cu13/lib", "nvidia/cuda_nvrtc/lib"],
+    toolkit: &["lib64"],
+};
+const WINDOWS: Names = Names {
+    libraries: ["nvrtc64_130_0.dll", "nvrtc64_120_0.dll"],
+    wheels: ["nvidia/cu13/bin/x86_64", "nvidia/cuda_nvrtc/bin"],
+    toolkit: &["bin/x64", "bin"],
+};
+const HERE: &Names = if cfg!(windows) { &WINDOWS } else { &UNIX };
 
 /// Machine code and what the compiler said of it.
 #[derive(Clone, Debug, PartialEq)]
@@ -40,14 +57,37 @@ pub(crate) struct Nvrtc {
     version: (i32, i32),
 }
 
-fn below(folder: &Path) -> impl Iterator<Item = PathBuf> + '_ {
-    NAMES.iter().map(|name| folder.join(name))
+/// `lib/python3.*/site-packages` of a virtual environment, on Windows `Lib/site-packages`.
+fn site_packages(environment: &Path) -> Vec<PathBuf> {
+    let lib = environment.join("lib");
+    let versions = std::fs::read_dir(&lib).into_iter().flatten().flatten().map(|version| version.path());
+    let folders = versions.chain([lib]).map(|folder| folder.join("site-packages"));
+    folders.filter(|folder| folder.is_dir()).collect()
 }
 
-/// `lib/python3.*/site-packages` of a virtual environment.
-fn site_packages(environment: &Path) -> Vec<PathBuf> {
-    let versions = std::fs::read_dir(environment.join("lib")).into_iter().flatten().flatten();
-    versions.map(|version| version.path().join("site-packages")).filter(|folder| folder.is_dir()).collect()
+/// A place to look in: a library's file or its name, and whether only one that the process has loaded counts.
+type Candidate = (PathBuf, bool);
+
+impl Names {
+    /// Where to look, in this order.
+    fn candidates(&self, site: &[PathBuf], variable: impl Fn(&str) -> Option<PathBuf>) -> Vec<Candidate> {
+        let below = |folder: &Path| self.libraries.map(|name| (folder.join(name), false));
+        if let Some(asked) = variable("RAPT_NVRTC") {
+            // What was asked for by name is used or refused, never replaced by another.
+            return if asked.is_dir() { below(&asked).to_vec() } else { vec![(asked, false)] };
+        }
+        let by_name = |loaded| self.libraries.map(|name| (PathBuf::from(name), loaded));
+        let mut candidates = by_name(true).to_vec();
+        let environment = variable("VIRTUAL_ENV").map(|environment| site_packages(&environment));
+        for folder in site.iter().chain(environment.iter().flatten()) {
+            candidates.extend(self.wheels.iter().flat_map(|wheel| below(&folder.join(wheel))));
+        }
+        for home in ["CUDA_HOME", "CUDA_PATH"].into_iter().filter_map(variable) {
+            candidates.extend(self.toolkit.iter().flat_map(|folder| below(&home.join(folder))));
+        }
+        candidates.extend(by_name(false));
+        candidates
+    }
 }
 
 fn variable(name: &str) -> Option<PathBuf> {
@@ -61,28 +101,7 @@ impl Nvrtc {
     /// [`CudaError::NoCompiler`] with the places.
     pub(crate) fn find(site: &[PathBuf]) -> Result<Self> {
         let mut searched = Vec::new();
-        let mut candidates: Vec<(PathBuf, bool)> = Vec::new();
-        if let Some(asked) = variable("RAPT_NVRTC") {
-            // What was asked for by name is used or refused, never replaced by another.
-            let files = if asked.is_dir() { below(&asked).collect() } else { vec![asked] };
-            candidates.extend(files.into_iter().map(|file| (file, false)));
-        } else {
-            candidates.extend(NAMES.iter().map(|name| (PathBuf::from(name), true)));
-            let environment = variable("VIRTUAL_ENV").map(|environment| site_packages(&environment));
-            for folder in site.iter().chain(environment.iter().flatten()) {
-                candidates.extend(
-                    WHEELS
-                        .iter()
-                        .flat_map(|wheel| below(&folder.join(wheel)).collect::<Vec<_>>())
-                        .map(|file| (file, false)),
-                );
-            }
-            for home in ["CUDA_HOME", "CUDA_PATH"].into_iter().filter_map(variable) {
-                candidates.extend(below(&home.join("lib64")).map(|file| (file, false)));
-            }
-            candidates.extend(NAMES.iter().map(|name| (PathBuf::from(name), false)));
-        }
-        for (file, loaded) in candidates {
+        for (file, loaded) in HERE.candidates(site, variable) {
             let opened = (loaded || file.components().count() == 1 || file.is_file())
                 .then(|| Functions::open(OsStr::new(&file), loaded))
                 .flatten();
@@ -179,5 +198,70 @@ impl Compiler for Nvrtc {
         }
         let bytes = self.bytes(held.1, "nvrtcGetCUBIN", f.nvrtcGetCUBINSize, f.nvrtcGetCUBIN)?;
         Ok(Ok(Cubin { bytes, log }))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn searched(names: &Names, site: &[PathBuf], variables: &[(&str, &Path)]) -> Vec<String> {
+        let of = |name: &str| variables.iter().find(|(is, _)| *is == name).map(|(_, value)| value.to_path_buf());
+        let told = |(file, loaded): Candidate| {
+            let file = file.display().to_string().replace('\\', "/");
+            if loaded { format!("{file}, if loaded") } else { file }
+        };
+        names.candidates(site, of).into_iter().map(told).collect()
+    }
+
+    #[test]
+    fn each_system_has_its_names_and_places() {
+        let (site, home) = ([PathBuf::from("/s")], Path::new("/c"));
+        let unix = searched(&UNIX, &site, &[("CUDA_PATH", home)]);
+        let expected = [
+            "libnvrtc.so.13, if loaded",
+            "libnvrtc.so.12, if loaded",
+            "/s/nvidia/cu13/lib/libnvrtc.so.13",
+            "/s/nvidia/cu13/lib/libnvrtc.so.12",
+            "/s/nvidia/cuda_nvrtc/lib/libnvrtc.so.13",
+            "/s/nvidia/cuda_nvrtc/lib/libnvrtc.so.12",
+            "/c/lib64/libnvrtc.so.13",
+            "/c/lib64/libnvrtc.so.12",
+            "libnvrtc.so.13",
+            "libnvrtc.so.12",
+        ];
+        assert_eq!(unix, expected);
+        let windows = searched(&WINDOWS, &site, &[("CUDA_PATH", home)]);
+        assert_eq!(windows.len(), 2 + 4 + 4 + 2, "{windows:?}");
+        assert_eq!(windows[0], "nvrtc64_130_0.dll, if loaded");
+        assert_eq!(windows[2], "/s/nvidia/cu13/bin/x86_64/nvrtc64_130_0.dll");
+        assert_eq!(windows[5], "/s/nvidia/cuda_nvrtc/bin/nvrtc64_120_0.dll");
+        assert_eq!(windows[6], "/c/bin/x64/nvrtc64_130_0.dll");
+        assert_eq!(windows[9], "/c/bin/nvrtc64_120_0.dll");
+    }
+
+    #[test]
+    fn what_is_asked_for_by_name_is_all_that_is_looked_for() {
+        let folder = std::env::temp_dir().join(format!("rapt-nvrtc-{}", std::process::id()));
+        std::fs::create_dir_all(&folder).unwrap();
+        let asked = searched(HERE, &[PathBuf::from("/s")], &[("RAPT_NVRTC", &folder), ("CUDA_HOME", Path::new("/c"))]);
+        let expected = HERE.libraries.map(|name| folder.join(name).display().to_string().replace('\\', "/"));
+        assert_eq!(asked, expected);
+        let file = folder.join("any");
+        assert_eq!(searched(HERE, &[], &[("RAPT_NVRTC", &file)]), [file.display().to_string().replace('\\', "/")]);
+        std::fs::remove_dir_all(&folder).unwrap();
+    }
+
+    #[test]
+    fn packages_of_an_environment_lie_where_each_system_puts_them() {
+        let folder = std::env::temp_dir().join(format!("rapt-environment-{}", std::process::id()));
+        for made in ["unix/lib/python3.12/site-packages", "windows/lib/site-packages"] {
+            std::fs::create_dir_all(folder.join(made)).unwrap();
+        }
+        let found = |name: &str| site_packages(&folder.join(name));
+        assert_eq!(found("unix"), [folder.join("unix/lib/python3.12/site-packages")]);
+        assert_eq!(found("windows"), [folder.join("windows/lib/site-packages")]);
+        assert!(found("none").is_empty());
+        std::fs::remove_dir_all(&folder).unwrap();
     }
 }

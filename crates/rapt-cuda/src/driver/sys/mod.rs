@@ -3,6 +3,7 @@
 //! The driver's come from cudarc, which opens libcuda at the first call and panics without it: `result::cuda` asks
 //! [`is_driver_present`] before anything else.
 
+mod library;
 pub(crate) mod nvrtc;
 
 pub(crate) use cudarc::driver::sys as cuda;

@@ -3,13 +3,13 @@
 use std::ffi::{OsStr, c_char, c_int, c_void};
 use std::path::Path;
 
-use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
+use super::library::{self, Library};
 
 pub(crate) type Program = *mut c_void;
 /// `NVRTC_SUCCESS`.
 pub(crate) const SUCCESS: c_int = 0;
-/// `RTLD_NOLOAD`: only what is loaded already.
-const RTLD_NOLOAD: c_int = if cfg!(target_os = "macos") { 0x10 } else { 4 };
+/// How the name of its second library begins.
+const BUILTINS: &str = if cfg!(windows) { "nvrtc-builtins64_" } else { "libnvrtc-builtins.so" };
 
 macro_rules! functions {
     ($( $name:ident: fn($($argument:ty),*) -> $answer:ty; )*) => {
@@ -49,13 +49,12 @@ functions! {
 impl Functions {
     /// The functions of the library at `path`, or of that name; with `loaded`, only if the process has it already.
     pub(crate) fn open(path: &OsStr, loaded: bool) -> Option<Self> {
-        let flags = RTLD_NOW | RTLD_LOCAL | if loaded { RTLD_NOLOAD } else { 0 };
-        if !loaded {
-            load_builtins(Path::new(path));
+        if loaded {
+            return library::loaded(path).and_then(Functions::find);
         }
+        load_builtins(Path::new(path));
         // SAFETY: opens NVIDIA's compiler, whose initialisers are its own.
-        let library = unsafe { Library::open(Some(path), flags) }.ok()?;
-        Functions::find(library)
+        unsafe { library::open(path) }.and_then(Functions::find)
     }
 }
 
@@ -65,9 +64,9 @@ fn load_builtins(compiler: &Path) {
     let beside = compiler.parent().into_iter().flat_map(std::fs::read_dir).flatten().flatten();
     for file in beside.map(|entry| entry.path()) {
         let name = file.file_name().unwrap_or_default().to_string_lossy();
-        if name.starts_with("libnvrtc-builtins.so") {
+        if name.starts_with(BUILTINS) {
             // SAFETY: opens NVIDIA's table of built-in functions, whose initialisers are its own.
-            if let Ok(library) = unsafe { Library::open(Some(&file), RTLD_NOW | RTLD_LOCAL) } {
+            if let Some(library) = unsafe { library::open(file.as_os_str()) } {
                 // It stays for as long as the compiler, which is the life of the process.
                 std::mem::forget(library);
             }
