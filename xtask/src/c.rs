@@ -12,9 +12,9 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use crate::args::Args;
+use crate::binary;
 use crate::built;
 use crate::docs;
-use crate::elf;
 use crate::metadata::{Workspace, root};
 use crate::python;
 use crate::shell::{Failure, Outcome, capture, cargo, command, say, show, step, write};
@@ -31,14 +31,14 @@ Builds the C library (release) and installs header, shared and static library an
 const PACKAGE: &str = "rapt-c";
 /// What cargo calls the library: the façade's is `librapt`.
 const BUILT: &str = "librapt_c";
-const BINDING: &str = "bindings/c";
-const EXAMPLES: &str = "examples/c";
+pub(crate) const BINDING: &str = "bindings/c";
+pub(crate) const EXAMPLES: &str = "examples/c";
 const DESCRIPTION: &str = "Attention with an exact tensor boundary";
 
 /// What the static library leaves open on Linux, as `rustc --print native-static-libs` says.
 const NATIVE_LIBRARIES: [&str; 7] = ["-lgcc_s", "-lutil", "-lrt", "-lpthread", "-lm", "-ldl", "-lc"];
 
-const WARNINGS: [&str; 4] = ["-Wall", "-Wextra", "-Werror", "-pedantic"];
+pub(crate) const WARNINGS: [&str; 4] = ["-Wall", "-Wextra", "-Werror", "-pedantic"];
 
 pub(crate) fn run(mut args: Args) -> Outcome {
     let (prefix, is_check) = (args.value("--prefix")?, args.flag("--check"));
@@ -91,6 +91,11 @@ impl Version {
     }
 }
 
+/// The name under which programs look for the shared library.
+pub(crate) fn soname() -> String {
+    Version::new(env!("CARGO_PKG_VERSION")).soname()
+}
+
 /// The installed library.
 struct Tree {
     prefix: PathBuf,
@@ -120,7 +125,7 @@ impl Tree {
             link(&tree.lib().join(name), &to)?;
         }
         let bytes = std::fs::read(&shared).map_err(Failure::file(&shared))?;
-        let found = elf::needs(&bytes).and_then(|needs| needs.soname);
+        let found = binary::needs(&bytes).and_then(|needs| needs.soname);
         if found.as_deref() != Some(&version.soname()) {
             return Err(Failure::Check(format!("librapt.so has soname {found:?}, not {}", version.soname())));
         }
@@ -217,14 +222,21 @@ fn skip(tool: &str, what: &str) -> Outcome {
 }
 
 /// A program of examples/c (or an absolute path): its file, the language's standard, and the file of the repository that it reads.
-struct Program<'a> {
-    source: &'a str,
-    standard: &'static str,
+pub(crate) struct Program<'a> {
+    pub(crate) source: &'a str,
+    pub(crate) standard: &'static str,
     tool: &'static Tool,
-    reads: Option<&'static str>,
+    pub(crate) reads: Option<&'static str>,
 }
 
-const PROGRAMS: [Program<'static>; 7] = [
+impl Program<'_> {
+    /// Whether it is C++.
+    pub(crate) fn is_cxx(&self) -> bool {
+        self.tool.name == CXX.name
+    }
+}
+
+pub(crate) const PROGRAMS: [Program<'static>; 7] = [
     Program { source: "contiguous.c", standard: "-std=c99", tool: &CC, reads: None },
     Program { source: "strided.c", standard: "-std=c11", tool: &CC, reads: None },
     Program { source: "errors.c", standard: "-std=c99", tool: &CC, reads: None },

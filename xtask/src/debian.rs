@@ -18,9 +18,32 @@ pub(crate) fn missing() -> Option<&'static str> {
 
 /// `packages`, with what they need besides and this machine lacks, unpacked below `folder`; once.
 pub(crate) fn unpacked(folder: &Path, packages: &[&str]) -> Result<PathBuf, Failure> {
+    unpack(folder, packages, &[])
+}
+
+/// `packages` of another architecture, with all that they need: a tree that a program of it finds its libraries in.
+pub(crate) fn unpacked_for(architecture: &str, folder: &Path, packages: &[&str]) -> Result<PathBuf, Failure> {
+    let state = folder.join("state");
+    let lists = state.join("lists/partial");
+    std::fs::create_dir_all(&lists).map_err(Failure::file(&lists))?;
+    let status = state.join("status");
+    write(&status, "")?;
+    let options = [
+        format!("APT::Architecture={architecture}"),
+        format!("APT::Architectures::={architecture}"),
+        format!("Dir::State={}", state.display()),
+        // Nothing of that architecture is here.
+        format!("Dir::State::status={}", status.display()),
+        "Dir::Cache::pkgcache=".to_owned(),
+        "Dir::Cache::srcpkgcache=".to_owned(),
+    ];
+    unpack(folder, packages, &options)
+}
+
+fn unpack(folder: &Path, packages: &[&str], options: &[String]) -> Result<PathBuf, Failure> {
     let (archives, tree, done) = (folder.join("packages"), folder.join("root"), folder.join("done"));
     if !done.is_file() {
-        download(&archives, packages)?;
+        download(&archives, packages, options)?;
         for package in files(&archives)?.iter().filter(|path| path.extension().is_some_and(|end| end == "deb")) {
             capture(command("dpkg-deb", ["-x"]).arg(package).arg(&tree))?;
         }
@@ -30,20 +53,31 @@ pub(crate) fn unpacked(folder: &Path, packages: &[&str]) -> Result<PathBuf, Fail
 }
 
 /// A machine that has never asked Debian for its lists asks now.
-fn download(archives: &Path, packages: &[&str]) -> Outcome {
+fn download(archives: &Path, packages: &[&str], options: &[String]) -> Outcome {
     let partial = archives.join("partial");
     std::fs::create_dir_all(&partial).map_err(Failure::file(&partial))?;
     let archives = format!("Dir::Cache::archives={}", archives.display());
+    let apt = |words: &[&str]| {
+        let mut apt = command("apt-get", words);
+        apt.args(options.iter().flat_map(|option| ["-o", option])).args([
+            "-o",
+            &archives,
+            "-o",
+            "Debug::NoLocking=1",
+            "-o",
+            "APT::Sandbox::User=root",
+        ]);
+        apt
+    };
     let fetch = || {
-        let mut apt =
-            command("apt-get", ["install", "--yes", "--download-only", "--no-install-recommends", "--reinstall"]);
-        apt.args(["-o", &archives, "-o", "Debug::NoLocking=1", "-o", "APT::Sandbox::User=root"]).args(packages);
+        let mut apt = apt(&["install", "--yes", "--download-only", "--no-install-recommends", "--reinstall"]);
+        apt.args(packages);
         apt
     };
     if fetch().output().is_ok_and(|output| output.status.success()) {
         return Ok(());
     }
-    capture(&mut command("apt-get", ["update"]))?;
+    capture(&mut apt(&["update"]))?;
     capture(&mut fetch()).map(drop)
 }
 

@@ -5,19 +5,24 @@
 
 mod args;
 mod bench;
+mod binary;
 mod built;
 mod c;
+mod crates;
+mod cross;
 mod cubins;
 mod debian;
 mod demo;
+mod dist;
 mod docs;
-mod elf;
 mod licenses;
 mod metadata;
 mod mlx;
+mod platforms;
 mod python;
 mod rust_text;
 mod shell;
+mod targets;
 mod test;
 mod tidy;
 mod tune;
@@ -42,8 +47,9 @@ const COMMANDS: &[Command] = &[
     Command { name: "test", help: test::HELP, run: test::run },
     Command { name: "bench", help: bench::HELP, run: bench::run },
     Command { name: "tune", help: tune::HELP, run: tune::run },
-    Command { name: "wheel", help: wheel::HELP, run: wheel::run },
+    Command { name: "wheel", help: dist::HELP, run: dist::run },
     Command { name: "c", help: c::HELP, run: c::run },
+    Command { name: "crates", help: crates::HELP, run: crates::run },
     Command { name: "vulkan", help: vulkan::HELP, run: vulkan::run },
     Command { name: "web", help: web::HELP, run: web::run },
     Command { name: "docs", help: docs::HELP, run: docs::run },

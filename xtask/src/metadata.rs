@@ -33,6 +33,8 @@ pub(crate) struct Package {
     pub(crate) repository: Option<String>,
     pub(crate) folder: PathBuf,
     pub(crate) is_member: bool,
+    /// Whether it may go to a registry.
+    pub(crate) is_published: bool,
     pub(crate) is_proc_macro: bool,
     /// Dependencies as declared: the name of the package and how.
     pub(crate) declared: Vec<(String, Kind)>,
@@ -91,6 +93,7 @@ impl Workspace {
                     repository: package["repository"].as_str().map(str::to_owned),
                     folder: Path::new(package["manifest_path"].as_str()?).parent()?.to_owned(),
                     is_member: members.contains(id),
+                    is_published: package["publish"].as_array().is_none_or(|registries| !registries.is_empty()),
                     is_proc_macro: kinds.into_iter().any(|kind| kind == "proc-macro"),
                     declared: declared.collect(),
                     resolved: resolved.remove(id).unwrap_or_default(),

@@ -10,6 +10,7 @@ use std::process::Command;
 
 use crate::licenses;
 use crate::metadata::{Workspace, root};
+use crate::platforms::{self, Platform};
 use crate::shell::{Failure, Outcome, capture, command, copy, read, say, show, step, write};
 
 /// The oldest Python that the wheel supports: `abi3-py310`.
@@ -225,31 +226,60 @@ impl Venv {
         Ok(())
     }
 
-    /// Builds the wheel (release, with the kernels for GPUs that lie in the package) into a folder of its own and gives its path.
+    /// Builds the wheel for the platform that it runs on into a folder of its own and gives its path.
+    pub(crate) fn pack(&self, of: &Distribution, target: &Path, offline: bool) -> Result<PathBuf, Failure> {
+        self.pack_for(of, platforms::here(), &target.join(of.wheels), target, offline)
+    }
+
+    /// Builds the wheel (release, with the kernels for GPUs that lie in the package) for a platform into `folder`, where no other is left, and gives its
+    /// path.
     ///
     /// Built from a copy of the package, because kernels or a list of licences stand in it that no source tree holds.
     /// On Linux with zig as the linker: Rust's standard library binds to the newest symbols that the C library at hand
-    /// offers, so that a wheel built on Debian 12 asks for glibc 2.34; zig carries the symbol lists of older ones.
-    pub(crate) fn pack(&self, of: &Distribution, target: &Path, offline: bool) -> Result<PathBuf, Failure> {
-        let folder = target.join(of.wheels);
-        step(&format!("build the wheel {}", of.name), || {
-            for old in wheels(&folder) {
+    /// offers, so that a wheel built on Debian 12 asks for glibc 2.34; zig carries the symbol lists of older ones, and what other
+    /// systems' libraries offer.
+    pub(crate) fn pack_for(
+        &self,
+        of: &Distribution,
+        platform: &Platform,
+        folder: &Path,
+        target: &Path,
+        offline: bool,
+    ) -> Result<PathBuf, Failure> {
+        step(&format!("build the wheel {} for {}", of.name, platform.name), || {
+            for old in wheels(folder) {
                 std::fs::remove_file(&old).map_err(Failure::file(&old))?;
             }
             let mut maturin = self.python(["-m", "maturin", "build", "--release", "--out"]);
-            maturin.arg(&folder).current_dir(stage(of, target)?).env("CARGO_TARGET_DIR", target);
-            if cfg!(all(target_os = "linux", target_env = "gnu")) {
-                let platform = format!("{}-unknown-linux-gnu", std::env::consts::ARCH);
-                maturin.args(["--zig", "--compatibility", "manylinux_2_28", "--target", &platform]);
+            let stage = stage(of, target, platform.has_cuda)?;
+            maturin.arg(folder).current_dir(stage).env("CARGO_TARGET_DIR", target);
+            if cfg!(target_os = "linux") {
+                maturin.args(["--zig", "--target", platform.triple]);
+            }
+            if let Some(compatibility) = platform.compatibility {
+                maturin.args(["--compatibility", compatibility]);
             }
             if offline {
                 maturin.env("CARGO_NET_OFFLINE", "true");
             }
             show(&mut maturin)
         })?;
-        match wheels(&folder).as_slice() {
+        match wheels(folder).as_slice() {
             [wheel] => Ok(wheel.clone()),
             found => Err(Failure::Check(format!("{} holds {} wheels, not one", folder.display(), found.len()))),
+        }
+    }
+
+    /// Builds the package of sources, from which pip and cargo build the wheel, into `folder` and gives its path.
+    pub(crate) fn pack_sources(&self, folder: &Path) -> Result<PathBuf, Failure> {
+        step("build the package of sources", || {
+            let mut maturin = self.python(["-m", "maturin", "sdist", "--out"]);
+            show(maturin.arg(folder).current_dir(root().join(BINDING)))
+        })?;
+        let is_sources = |path: &PathBuf| path.to_string_lossy().ends_with(".tar.gz");
+        match listed(folder).into_iter().filter(is_sources).collect::<Vec<_>>().as_slice() {
+            [sources] => Ok(sources.clone()),
+            found => Err(Failure::Check(format!("{} holds {} packages, not one", folder.display(), found.len()))),
         }
     }
 
@@ -269,8 +299,8 @@ impl Venv {
     }
 }
 
-/// The package as maturin takes it: with the kernels in [`SHIPPED`], or a list of licences.
-fn stage(of: &Distribution, target: &Path) -> Result<PathBuf, Failure> {
+/// The package as maturin takes it: with the kernels in [`SHIPPED`], if it has any, or a list of licences.
+fn stage(of: &Distribution, target: &Path, has_kernels: bool) -> Result<PathBuf, Failure> {
     let (source, stage) = (root().join(of.binding), target.join(of.stage));
     if stage.exists() {
         std::fs::remove_dir_all(&stage).map_err(Failure::file(&stage))?;
@@ -278,7 +308,9 @@ fn stage(of: &Distribution, target: &Path) -> Result<PathBuf, Failure> {
     std::fs::create_dir_all(&stage).map_err(Failure::file(&stage))?;
     if of.name == RAPT.name {
         copy(&source.join("python"), &stage.join("python"))?;
-        copy(&target.join(SHIPPED), &stage.join("python/rapt/cubins"))?;
+        if has_kernels {
+            copy(&target.join(SHIPPED), &stage.join("python/rapt/cubins"))?;
+        }
     } else {
         let workspace = Workspace::load_with("rapt-python-vulkan/vulkan")?;
         let text = licenses::of_wheel(&workspace, "rapt-python-vulkan", "rapt-attention-vulkan")?;
@@ -299,9 +331,12 @@ fn stage(of: &Distribution, target: &Path) -> Result<PathBuf, Failure> {
     Ok(stage)
 }
 
+fn listed(folder: &Path) -> Vec<PathBuf> {
+    std::fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path()).collect()
+}
+
 fn wheels(folder: &Path) -> Vec<PathBuf> {
-    let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
-    entries.map(|entry| entry.path()).filter(|path| path.extension().is_some_and(|end| end == "whl")).collect()
+    listed(folder).into_iter().filter(|path| path.extension().is_some_and(|end| end == "whl")).collect()
 }
 
 fn capture_quietly(mut command: Command) -> Option<()> {

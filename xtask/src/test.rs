@@ -16,11 +16,11 @@ use crate::args::Args;
 use crate::cubins::{self, Kernels};
 use crate::metadata::{Workspace, root};
 use crate::python::{BINDING, BUILD_REQUIREMENTS, RAPT, Venv};
-use crate::shell::{Failure, Outcome, capture, cargo, command, say, show, side_by_side, step};
-use crate::{c, docs, mlx, tidy, vulkan, web, wheel};
+use crate::shell::{Failure, Outcome, cargo, say, show, side_by_side, step};
+use crate::{c, cross, docs, mlx, platforms, targets, tidy, vulkan, web, wheel};
 
 pub(crate) const HELP: &str = "\
-cargo xtask test [--gpu | --torch VERSION | --archives VERSION]
+cargo xtask test [--gpu | --torch VERSION | --archives VERSION | --target PLATFORM [PACKAGE]...]
 
 Formatting, lints, tidy, the documentation, the Rust tests, C programs against the C library, the backend for Vulkan on
 lavapipe, the wheel's check, and pytest from the installed wheel.
@@ -33,7 +33,11 @@ lavapipe, the wheel's check, and pytest from the installed wheel.
                     (.venv-torch-VERSION)
   --archives VERSION
                     only archives: that torch exports the program zoo, and the wheel that `cargo xtask test` installed runs it
-                    beside its own torch";
+                    beside its own torch
+  --target PLATFORM [PACKAGE]...
+                    only the Rust tests, the C programs and the command line, compiled for x86_64-pc-windows-gnu and run by
+                    wine, or for aarch64-unknown-linux-gnu and run by qemu, out of Debian's packages below target/cross; or
+                    only the Rust tests of these packages. An hour on two cores";
 
 const NUMPY: &str = "demo/requirements-numpy.txt";
 const TORCH: &str = "demo/requirements-torch.txt";
@@ -52,6 +56,9 @@ const LOG: &str = "tmp/beside.log";
 
 pub(crate) fn run(mut args: Args) -> Outcome {
     let (is_gpu, torch, archives) = (args.flag("--gpu"), args.value("--torch")?, args.value("--archives")?);
+    if let Some(triple) = args.value("--target")? {
+        return cross::run(&triple, args);
+    }
     args.finish(HELP)?;
     match (is_gpu, torch, archives) {
         (true, None, None) => return whole(),
@@ -111,8 +118,7 @@ const MACOS: &str = "aarch64-apple-darwin";
 
 /// What only a Mac has, which nothing here runs, as far as a compiler checks it: where Rust's library for one is installed.
 fn check_for_macos() -> Outcome {
-    let sysroot = capture(&mut command("rustc", ["--print", "sysroot"]))?;
-    if !Path::new(sysroot.trim()).join("lib/rustlib").join(MACOS).is_dir() {
+    if !targets::has(MACOS)? {
         say(format_args!("── NOTE: Metal's own objects are not checked: `rustup target add {MACOS}`"));
         return Ok(());
     }
@@ -207,7 +213,7 @@ fn requirement(torch: &str) -> Result<String, Failure> {
 }
 
 fn install(venv: &Venv, built: &Path) -> Outcome {
-    wheel::check(venv, &RAPT, built, Kernels::Core)?;
+    wheel::check(venv, &RAPT, platforms::here(), built, Kernels::Core)?;
     venv.install(built)
 }
 

@@ -6,27 +6,8 @@
 
 use std::collections::BTreeSet;
 
-/// What a library needs at load.
-#[derive(Debug, Default, PartialEq, Eq)]
-pub(crate) struct Needs {
-    /// Names of libraries, such as `libc.so.6`.
-    pub(crate) libraries: BTreeSet<String>,
-    /// The name under which programs that link it look for it.
-    pub(crate) soname: Option<String>,
-    /// Names of symbol versions, such as `GLIBC_2.28`.
-    pub(crate) versions: BTreeSet<String>,
-}
-
-impl Needs {
-    /// The newest `GLIBC_x.y` asked for.
-    pub(crate) fn glibc(&self) -> Option<(u32, u32)> {
-        let numbers = self.versions.iter().filter_map(|version| {
-            let mut parts = version.strip_prefix("GLIBC_")?.split('.');
-            Some((parts.next()?.parse().ok()?, parts.next()?.parse().ok()?))
-        });
-        numbers.max()
-    }
-}
+use super::Needs;
+use super::bytes::{text_at, u16_at, u32_at, u64_at};
 
 struct Section {
     kind: u32,
@@ -36,10 +17,11 @@ struct Section {
 }
 
 /// The needs of an ELF file; `None` if it is none, or a broken one.
-pub(crate) fn needs(file: &[u8]) -> Option<Needs> {
+pub(super) fn needs(file: &[u8]) -> Option<Needs> {
     const MAGIC_64_LITTLE: &[u8] = b"\x7fELF\x02\x01";
     const DYNAMIC: u32 = 6;
     const VERSION_NEEDS: u32 = 0x6fff_fffe;
+    const SYMBOLS: u32 = 11;
     if !file.starts_with(MAGIC_64_LITTLE) {
         return None;
     }
@@ -55,12 +37,24 @@ pub(crate) fn needs(file: &[u8]) -> Option<Needs> {
             })
         })
         .collect::<Option<_>>()?;
-    let mut needs = Needs::default();
-    for section in sections.iter().filter(|section| [DYNAMIC, VERSION_NEEDS].contains(&section.kind)) {
+    let machine = match u16_at(file, 0x12)? {
+        62 => "x86_64",
+        183 => "aarch64",
+        _ => return None,
+    };
+    let mut needs = Needs { machine, ..Needs::default() };
+    for section in sections.iter().filter(|section| [DYNAMIC, VERSION_NEEDS, SYMBOLS].contains(&section.kind)) {
         let data = file.get(section.offset..section.offset.checked_add(section.size)?)?;
         let table = sections.get(section.link)?;
         let names = file.get(table.offset..table.offset.checked_add(table.size)?)?;
-        if section.kind == DYNAMIC {
+        if section.kind == SYMBOLS {
+            // Name, kind and binding, visibility, section (0: of another library), value and size; the first is none.
+            for symbol in data.chunks_exact(24).skip(1) {
+                if u16_at(symbol, 6)? == 0 {
+                    needs.open.insert(text_at(names, u32_at(symbol, 0)? as usize)?);
+                }
+            }
+        } else if section.kind == DYNAMIC {
             for entry in data.chunks_exact(16) {
                 match u64_at(entry, 0)? {
                     1 => drop(needs.libraries.insert(text_at(names, u64_at(entry, 8)?)?)),
@@ -90,27 +84,6 @@ fn read_versions(data: &[u8], names: &[u8], versions: &mut BTreeSet<String>) -> 
             next => library = library.checked_add(next as usize)?,
         }
     }
-}
-
-fn bytes_at<const N: usize>(data: &[u8], at: usize) -> Option<[u8; N]> {
-    data.get(at..at.checked_add(N)?)?.try_into().ok()
-}
-
-fn u16_at(data: &[u8], at: usize) -> Option<usize> {
-    bytes_at(data, at).map(|bytes| u16::from_le_bytes(bytes).into())
-}
-
-fn u32_at(data: &[u8], at: usize) -> Option<u32> {
-    bytes_at(data, at).map(u32::from_le_bytes)
-}
-
-fn u64_at(data: &[u8], at: usize) -> Option<usize> {
-    bytes_at(data, at).and_then(|bytes| u64::from_le_bytes(bytes).try_into().ok())
-}
-
-fn text_at(names: &[u8], at: usize) -> Option<String> {
-    let name = names.get(at..)?.split(|byte| *byte == 0).next()?;
-    String::from_utf8(name.to_vec()).ok()
 }
 
 #[cfg(test)]

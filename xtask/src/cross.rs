@@ -1,0 +1,332 @@
+//! Platforms beside this machine's own: what compiles for them and runs their programs, out of Debian's packages, and the tests there.
+//!
+//! ```text
+//! debian.rs         ─► target/cross/PLATFORM/root ─► target/cross/PLATFORM/bin/{cc, c++, run}
+//! cargo test        ─► the Rust tests, linked by cc and run by `run`: qemu for Arm, wine for Windows
+//! examples/c        ─► linked with both forms of the C library, and run
+//! rapt doctor       ─► the command line, with its self-test
+//! ```
+//! Nothing is installed. Deliberately absent: speed, of which an emulator says nothing; macOS, whose programs nothing here runs
+//! (`cargo xtask wheel --all` links for it).
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use crate::args::Args;
+use crate::c::{self, PROGRAMS};
+use crate::metadata::{Workspace, root};
+use crate::shell::{Failure, Outcome, capture, cargo, command, say, show, step, write};
+use crate::{debian, targets};
+
+/// Another platform, and how its programs come to run here.
+struct Platform {
+    /// As rustc names it.
+    triple: &'static str,
+    /// Compilers, and what runs programs.
+    packages: &'static [&'static str],
+    /// Makes `bin` of what was unpacked.
+    prepare: fn(&Folders) -> Outcome,
+    /// The instruction sets whose tests must run.
+    required: &'static str,
+    /// Tests that cannot run here: parts of their names, and why.
+    left_out: &'static [(&'static str, &'static str)],
+    /// What a static C library leaves open, as `rustc --print native-static-libs` says.
+    native: &'static [&'static str],
+    /// Whether a library is found beside the program that was linked with it.
+    is_windows: bool,
+}
+
+/// On 2026-11-26: pow of float64 4 units in the last place off, sin of 7e12 on the way of plain Rust all digits, a product and a sum rounded twice.
+const MINGW: &str =
+    "MinGW's functions of float64 are less exact than the bounds: they are those of this build, not of a build by MSVC";
+
+const WINDOWS: Platform = Platform {
+    triple: "x86_64-pc-windows-gnu",
+    packages: &["gcc-mingw-w64-x86-64-win32", "g++-mingw-w64-x86-64-win32", "wine64"],
+    prepare: prepare_windows,
+    required: "",
+    left_out: &[
+        ("functions_of_float32_lie_within_their_bounds", MINGW),
+        ("selections_constants_and_fused_products", MINGW),
+        ("functions_of_float64_are_computed_in_float64", MINGW),
+    ],
+    native: &["-lkernel32", "-lntdll", "-luserenv", "-lws2_32", "-ldbghelp"],
+    is_windows: true,
+};
+
+const ARM: Platform = Platform {
+    triple: "aarch64-unknown-linux-gnu",
+    packages: &["gcc-aarch64-linux-gnu", "g++-aarch64-linux-gnu", "qemu-user-static"],
+    prepare: prepare_arm,
+    required: "neon,neon_bf16",
+    left_out: &[
+        ("may_be_far_apart", "it needs more addresses than qemu-user has"),
+        ("keys_past_two_to_the", "it needs more addresses than qemu-user has"),
+    ],
+    native: &["-lgcc_s", "-lutil", "-lrt", "-lpthread", "-lm", "-ldl", "-lc"],
+    is_windows: false,
+};
+
+const PLATFORMS: [&Platform; 2] = [&WINDOWS, &ARM];
+
+/// Packages of the workspace whose tests have nothing of the platform in them, or need what is not there: Python's libraries, a browser; and
+/// texts for GPUs, which this machine's C++ compiler makes programs of this machine.
+const LEFT_OUT: [&str; 7] =
+    ["rapt-python", "rapt-python-vulkan", "rapt-web", "rapt-shader", "rapt-metal", "rapt-sentences", "xtask"];
+
+/// Below the scripts: what is looked for by its name.
+const BY_NAME: &str = "path";
+
+/// Where a platform's programs lie.
+pub(crate) struct Folders {
+    /// Debian's packages, unpacked.
+    root: PathBuf,
+    /// Scripts that start them.
+    bin: PathBuf,
+    /// What else a platform keeps.
+    pub(crate) kept: PathBuf,
+}
+
+impl Folders {
+    /// One of the scripts: `cc`, `c++`, `run`.
+    pub(crate) fn program(&self, name: &str) -> PathBuf {
+        self.bin.join(name)
+    }
+
+    fn script(&self, name: &str, text: &str) -> Outcome {
+        let file = self.bin.join(name);
+        write(&file, &format!("#!/bin/sh\n{text}\n"))?;
+        executable(&file)
+    }
+
+    fn libraries(&self) -> String {
+        let [usr, own] = ["usr/lib/x86_64-linux-gnu", "lib/x86_64-linux-gnu"].map(|folder| self.root.join(folder));
+        format!("{}:{}", usr.display(), own.display())
+    }
+}
+
+#[cfg(unix)]
+fn executable(file: &Path) -> Outcome {
+    use std::os::unix::fs::PermissionsExt;
+    std::fs::set_permissions(file, std::fs::Permissions::from_mode(0o755)).map_err(Failure::file(file))
+}
+
+#[cfg(not(unix))]
+fn executable(_: &Path) -> Outcome {
+    Ok(())
+}
+
+/// What compiles for a platform and runs its programs.
+pub(crate) fn folders(triple: &str) -> Result<Folders, Failure> {
+    platform(triple)?.folders()
+}
+
+fn platform(triple: &str) -> Result<&'static Platform, Failure> {
+    PLATFORMS.into_iter().find(|platform| platform.triple == triple).ok_or_else(|| {
+        let known: Vec<&str> = PLATFORMS.into_iter().map(|platform| platform.triple).collect();
+        Failure::Usage(format!("--target takes {}, not `{triple}`", known.join(" or ")))
+    })
+}
+
+/// The tests on another platform: all of them, or those of the packages that are named.
+pub(crate) fn test(triple: &str, packages: &[String]) -> Outcome {
+    let platform = platform(triple)?;
+    targets::require(&[triple])?;
+    let folders = platform.folders()?;
+    platform.rust_tests(&folders, packages)?;
+    if !packages.is_empty() {
+        return Ok(());
+    }
+    platform.c_programs(&folders)?;
+    platform.command_line(&folders)
+}
+
+impl Platform {
+    /// Its compilers and what runs programs, unpacked once.
+    fn folders(&self) -> Result<Folders, Failure> {
+        if let Some(missing) = debian::missing() {
+            return Err(Failure::Check(format!("{} needs Debian's packages, for want of {missing}", self.triple)));
+        }
+        let kept = Workspace::load()?.target.join("cross").join(self.triple);
+        step(&format!("unpack what compiles for {} and runs it", self.triple), || {
+            let root = debian::unpacked(&kept, self.packages)?;
+            let folders = Folders { root, bin: kept.join("bin"), kept };
+            let by_name = folders.bin.join(BY_NAME);
+            std::fs::create_dir_all(&by_name).map_err(Failure::file(&by_name))?;
+            (self.prepare)(&folders)?;
+            Ok(folders)
+        })
+    }
+
+    /// A cargo that compiles for this platform, and runs what it compiled.
+    fn cargo(&self, folders: &Folders, words: &[&str]) -> Command {
+        let mut command = cargo(words);
+        let name = self.triple.replace('-', "_").to_uppercase();
+        command.args(["--target", self.triple]).current_dir(root());
+        command.env(format!("CARGO_TARGET_{name}_LINKER"), folders.bin.join("cc"));
+        command.env(format!("CARGO_TARGET_{name}_RUNNER"), folders.bin.join("run"));
+        // rustc looks for dlltool there, and for nothing else: `cc` is this machine's.
+        let path = std::env::var_os("PATH").unwrap_or_default();
+        let paths = std::iter::once(folders.bin.join(BY_NAME)).chain(std::env::split_paths(&path));
+        command.env("PATH", std::env::join_paths(paths).unwrap_or(path));
+        command
+    }
+
+    fn rust_tests(&self, folders: &Folders, packages: &[String]) -> Outcome {
+        let mut test = self.cargo(folders, &["test", "--no-fail-fast"]);
+        if packages.is_empty() {
+            test.arg("--workspace").args(LEFT_OUT.iter().flat_map(|name| ["--exclude", name]));
+        }
+        test.args(packages.iter().flat_map(|name| ["--package", name]));
+        // Programs of the documentation would be linked one by one.
+        test.args(["--lib", "--bins", "--tests"]).env("RAPT_REQUIRE", self.required).arg("--");
+        for (name, why) in self.left_out {
+            say(format_args!("── left out: {name}*: {why}"));
+            test.args(["--skip", name]);
+        }
+        step(&format!("cargo test for {}", self.triple), || show(&mut test))
+    }
+
+    /// The folder in which cargo leaves a package's targets.
+    fn built(&self, folders: &Folders, words: &[&str]) -> Result<PathBuf, Failure> {
+        show(self.cargo(folders, &["build"]).args(words))?;
+        Ok(Workspace::load()?.target.join(self.triple).join("debug"))
+    }
+
+    /// The examples, linked with the shared and with the static library.
+    fn c_programs(&self, folders: &Folders) -> Outcome {
+        step(&format!("C and C++ for {}", self.triple), || {
+            let built = self.built(folders, &["--package", "rapt-c", "--lib"])?;
+            let to = folders.kept.join("c");
+            std::fs::create_dir_all(&to).map_err(Failure::file(&to))?;
+            let library = self.shared_library(&built, &to)?;
+            for program in &PROGRAMS {
+                for is_shared in [true, false] {
+                    let file =
+                        to.join(format!("{}-{}.exe", program.source, if is_shared { "shared" } else { "static" }));
+                    let compiler = if program.is_cxx() { "c++" } else { "cc" };
+                    let mut cc = command(folders.bin.join(compiler), [program.standard, "-O1"]);
+                    cc.args(c::WARNINGS).arg("-I").arg(root().join(c::BINDING).join("include"));
+                    cc.arg(root().join(c::EXAMPLES).join(program.source)).arg("-o").arg(&file);
+                    if is_shared {
+                        cc.arg(&library).arg("-lm");
+                        if !self.is_windows {
+                            cc.arg(format!("-Wl,-rpath,{}", to.display()));
+                        }
+                    } else {
+                        cc.arg(built.join("librapt_c.a")).args(self.native);
+                    }
+                    show(&mut cc)?;
+                    let mut run = command(folders.bin.join("run"), [&file]);
+                    run.args(program.reads.map(|file| root().join(file)));
+                    capture(&mut run)?;
+                }
+            }
+            say(format_args!("{} programs run, each with both forms of the library", PROGRAMS.len()));
+            Ok(())
+        })
+    }
+
+    /// What programs are linked with; what they load lies in `to`.
+    fn shared_library(&self, built: &Path, to: &Path) -> Result<PathBuf, Failure> {
+        let copied = |from: PathBuf, to: PathBuf| std::fs::copy(&from, &to).map_err(Failure::file(&from)).map(|_| to);
+        if self.is_windows {
+            copied(built.join("rapt_c.dll"), to.join("rapt_c.dll"))?;
+            return Ok(built.join("librapt_c.dll.a"));
+        }
+        // Under the name that programs look for.
+        copied(built.join("librapt_c.so"), to.join(c::soname()))
+    }
+
+    /// The command line's own check of this machine.
+    fn command_line(&self, folders: &Folders) -> Outcome {
+        step(&format!("rapt doctor for {}", self.triple), || {
+            let built = self.built(folders, &["--package", "rapt-cli", "--bin", "rapt"])?;
+            let program = built.join(if self.is_windows { "rapt.exe" } else { "rapt" });
+            let told = capture(command(folders.bin.join("run"), [&program]).arg("doctor"))?;
+            say(told.trim_end());
+            Ok(())
+        })
+    }
+}
+
+/// What wine of Debian 12 lacks of Windows 10, and Rust's library asks for: random bytes.
+const RANDOM: &str = "\
+#include <windows.h>
+#include <ntsecapi.h>
+__declspec(dllexport) BOOL WINAPI ProcessPrng(PBYTE data, SIZE_T size) { return RtlGenRandom(data, (ULONG)size); }
+";
+
+/// MinGW and wine. wine asks for its server by a script that knows one place, and for zlib below /usr.
+fn prepare_windows(folders: &Folders) -> Outcome {
+    let (root, libraries) = (folders.root.display(), folders.libraries());
+    let mingw = |program: &str| format!("exec {root}/usr/bin/x86_64-w64-mingw32-{program} \"$@\"");
+    let with = |text: String| format!("export LD_LIBRARY_PATH={libraries}\n{text}");
+    for (name, program) in [("cc", "gcc-win32"), ("c++", "g++-win32"), ("path/x86_64-w64-mingw32-dlltool", "dlltool")] {
+        folders.script(name, &with(mingw(program)))?;
+    }
+    let wine = folders.root.join("usr/lib/wine");
+    let server = format!("#!/bin/sh\nexec {}/wineserver64 -p5 \"$@\"\n", wine.display());
+    write(&wine.join("wineserver"), &server)?;
+    let (zlib, programs) = ("usr/x86_64-w64-mingw32/lib/zlib1.dll", "usr/lib/x86_64-linux-gnu/wine/x86_64-windows");
+    let zlib = folders.root.join(zlib);
+    let programs = folders.root.join(programs);
+    std::fs::copy(&zlib, programs.join("zlib1.dll")).map_err(Failure::file(&zlib))?;
+    let drive = folders.kept.join("drive");
+    let environment = [
+        format!("export WINEPREFIX={} WINEDEBUG=-all WINEDLLOVERRIDES='mscoree,mshtml='", drive.display()),
+        // What this machine's own libraries are called by must not reach what runs there.
+        format!("export LD_LIBRARY_PATH={libraries}"),
+        format!("exec {}/wine64 \"$@\"", wine.display()),
+    ];
+    folders.script("run", &environment.join("\n"))?;
+    let system = drive.join("drive_c/windows/system32");
+    if !system.join("kernel32.dll").is_file() {
+        // Makes the drive. What it answers is that of a 32-bit program, which is not there.
+        let made = command(folders.bin.join("run"), ["wineboot", "--init"]).output();
+        if !system.join("kernel32.dll").is_file() {
+            return Err(Failure::Check(format!("wine does not start: {made:?}")));
+        }
+    }
+    let random = "bcryptprimitives.dll";
+    if !programs.join(random).is_file() && !system.join(random).is_file() {
+        let source = folders.kept.join("random.c");
+        write(&source, RANDOM)?;
+        let mut cc = command(folders.bin.join("cc"), ["-shared", "-O1", "-o"]);
+        show(cc.arg(system.join(random)).arg(&source).arg("-ladvapi32"))?;
+    }
+    Ok(())
+}
+
+/// The cross compiler, and qemu with the libraries beside it.
+fn prepare_arm(folders: &Folders) -> Outcome {
+    let (root, libraries) = (folders.root.display(), folders.libraries());
+    for (name, program) in [("cc", "gcc"), ("c++", "g++")] {
+        let start = format!("exec {root}/usr/bin/aarch64-linux-gnu-{program} --sysroot={root} \"$@\"");
+        folders.script(name, &format!("export LD_LIBRARY_PATH={libraries}\n{start}"))?;
+    }
+    folders.script("qemu", &format!("exec {root}/usr/bin/qemu-aarch64-static \"$@\""))?;
+    folders.script("run", &format!("exec {root}/usr/bin/qemu-aarch64-static -L {root}/usr/aarch64-linux-gnu \"$@\""))
+}
+
+/// The words of `cargo xtask test --target`: packages, or none for all.
+pub(crate) fn run(triple: &str, args: Args) -> Outcome {
+    let words = args.words();
+    if let Some(word) = words.iter().find(|word| word.starts_with('-')) {
+        return Err(Failure::Usage(format!("unexpected `{word}`: `--target` is followed by names of packages")));
+    }
+    test(triple, &words)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_platform_that_nothing_here_runs_is_refused_with_those_that_are_known() {
+        let Err(Failure::Usage(text)) = test("aarch64-apple-darwin", &[]) else { panic!("must be refused") };
+        assert!(text.contains("x86_64-pc-windows-gnu or aarch64-unknown-linux-gnu"), "{text}");
+        let words = Args::new(vec!["--whole".to_owned()]);
+        assert!(matches!(run(WINDOWS.triple, words), Err(Failure::Usage(_))));
+    }
+}
