@@ -37,7 +37,7 @@ lavapipe, the wheel's check, and pytest from the installed wheel.
   --target PLATFORM [PACKAGE]...
                     only the Rust tests, the C programs and the command line, compiled for x86_64-pc-windows-gnu and run by
                     wine, or for aarch64-unknown-linux-gnu and run by qemu, out of Debian's packages below target/cross; or
-                    only the Rust tests of these packages. An hour on two cores";
+                    only those of these packages, such as rapt-cpu. An hour on two cores";
 
 const NUMPY: &str = "demo/requirements-numpy.txt";
 const TORCH: &str = "demo/requirements-torch.txt";
