@@ -117,6 +117,9 @@ fn attention(
     if thread == 0u { atomicStore(&not_finite, 0u); }
     if tx == 0u { row_at[ty + $au * 8u] = rows_at(p.q_base, p.q_stride, block, rows_$a); }
 
+    // Whether scores are products · scale and nothing else, where every row sees the key.
+    let is_plain = !HAS_MASK && p.has_alibi == 0u && p.softcap == 0.0 && all(rows_0.exist & rows_1.exist);
+
     for (var n0 = block.first_key; n0 < block.end_key; n0 += BLOCK_N) {
         // s = q·k
         var s_$a_$n = vec4<f32>();
@@ -139,19 +142,29 @@ fn attention(
         var attends = 0u;
         var weighing = 0u;
         var top_$a = row_max_$a;
+        let is_seen_$a = all(vec4<i32>(i32(n0)) >= rows_$a.lo) && all(vec4<i32>(i32(n0 + BLOCK_N)) <= rows_$a.hi);
+        let are_plain = is_plain && !has_kinds && is_seen_0 && is_seen_1;
         for (var n = 0u; n < 4u; n++) {
-            let j = n0 + tx + n * 16u;
             let at = (tx + n * 16u) * PITCH + ty;
-            var kinds_$a = vec4<u32>();
-            if has_kinds {
-                kinds_$a = kinds_of_products(p, block, rows_$a, j, 0u, p.head_dim);
+            let x_$a = weights[at + $au * 8u] * p.scale;
+            if are_plain && are_finite(bitcast<vec4<u32>>(x_0)) && are_finite(bitcast<vec4<u32>>(x_1)) {
+                weights[at + $au * 8u] = x_$a;
+                top_$a = max(top_$a, x_$a);
+                attends |= 255u << (n * 8u);
+                weighing |= 255u << (n * 8u);
+            } else {
+                let j = n0 + tx + n * 16u;
+                var kinds_$a = vec4<u32>();
+                if has_kinds {
+                    kinds_$a = kinds_of_products(p, block, rows_$a, j, 0u, p.head_dim);
+                }
+                let scores_$a = scores_of(p, block, rows_$a, j, weights[at + $au * 8u], kinds_$a);
+                weights[at + $au * 8u] = scores_$a.x;
+                top_$a = select(top_$a, max(top_$a, scores_$a.x), weighs(scores_$a));
+                attends |= bits_of(scores_$a.attends) << (n * 8u + $au * 4u);
+                weighing |= bits_of(weighs(scores_$a)) << (n * 8u + $au * 4u);
+                bad |= bits_of(is_bad(scores_$a)) << ($au * 4u);
             }
-            let scores_$a = scores_of(p, block, rows_$a, j, weights[at + $au * 8u], kinds_$a);
-            weights[at + $au * 8u] = scores_$a.x;
-            top_$a = select(top_$a, max(top_$a, scores_$a.x), weighs(scores_$a));
-            attends |= bits_of(scores_$a.attends) << (n * 8u + $au * 4u);
-            weighing |= bits_of(weighs(scores_$a)) << (n * 8u + $au * 4u);
-            bad |= bits_of(is_bad(scores_$a)) << ($au * 4u);
         }
         live |= attends | (attends >> 8u) | (attends >> 16u) | (attends >> 24u);
         workgroupBarrier();
