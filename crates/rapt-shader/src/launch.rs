@@ -32,7 +32,7 @@ impl ShaderLaunch {
     /// Workgroups of `combine` for `window`.
     #[must_use]
     pub fn combine_items_of(&self, window: &Window) -> usize {
-        window.tasks.len() * self.partition.row_fours
+        window.tasks.len() * self.partition.row_fours * self.partition.combine_blocks
     }
 
     /// Bytes that `window` leaves to `combine`.

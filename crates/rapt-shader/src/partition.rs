@@ -13,6 +13,8 @@ pub(crate) struct Partition {
     pub(crate) row_tiles: usize,
     /// Fours of rows of a task.
     pub(crate) row_fours: usize,
+    /// Blocks of columns of `combine`.
+    pub(crate) combine_blocks: usize,
     /// Parts of the keys: a function of their number.
     pub(crate) num_splits: usize,
     /// Keys of a part.
@@ -37,6 +39,7 @@ impl Partition {
             dv_blocks: spec.head_dim_v().div_ceil(block_dv),
             row_tiles: rows.min(BLOCK_M).div_ceil(block_m),
             row_fours,
+            combine_blocks: spec.head_dim_v().div_ceil(Algorithm::Combine.tiles().block_dv),
             num_splits,
             split_keys,
             partial_bytes: if is_split { record_bytes.saturating_mul(row_fours * num_splits) } else { 0 },

@@ -132,6 +132,9 @@ impl KernelVariant {
         for tensor in ["q", "k", "v"].into_iter().filter(|tensor| self.binds(tensor)) {
             self.write_reader(&mut text, tensor, elements);
         }
+        if matches!(self.algorithm, Algorithm::Decode { .. }) {
+            text.push_str(&readers_of_pairs(self.storage, elements));
+        }
         for tensor in ["sinks", "alibi"].into_iter().filter(|tensor| self.binds(tensor)) {
             write_vector_reader(&mut text, tensor, elements);
         }
@@ -171,10 +174,11 @@ impl KernelVariant {
                 }
             }
             Algorithm::Decode { row_groups } => {
-                let text = unrolled(DECODE, &[("$a", row_groups), ("$n", 4), ("$h", 2), ("$e", 2)]);
+                let text =
+                    unrolled(DECODE, &[("$a", row_groups), ("$n", 4), ("$i", 4), ("$q", 2), ("$h", 2), ("$e", 2)]);
                 (format!("const ROW_GROUPS: u32 = {row_groups}u;\n{text}"), &[NUMBERS, MATH, ROWS, SCORES])
             }
-            Algorithm::Combine => (COMBINE.to_owned(), &[NUMBERS, MATH, ROWS, ENDS]),
+            Algorithm::Combine => (unrolled(COMBINE, &[("$m", 4)]), &[NUMBERS, MATH, ROWS, ENDS]),
         };
         parts.iter().copied().chain([own.as_str()]).flat_map(|part| ["\n", part]).collect()
     }
@@ -207,21 +211,6 @@ impl KernelVariant {
             false => bits_at(tensor, self.storage, elements),
         };
         let _ = writeln!(text, "fn {tensor}_bits(at: u32) -> u32 {{ return {bits}; }}");
-        // Two elements, as one word where they lie in one.
-        let halves = match self.storage {
-            DType::F16 => "f32_bits_of_f16",
-            DType::BF16 => "f32_bits_of_bf16",
-            _ => "",
-        };
-        let _ = writeln!(text, "fn {tensor}_two(at: u32, stride: u32) -> vec2<u32> {{");
-        if !halves.is_empty() && elements == Elements::InWords && !self.has_wide(tensor) {
-            let word = format!("vec2<u32>({halves}(word & 0xffffu), {halves}(word >> 16u))");
-            let _ = writeln!(
-                text,
-                "    if stride == 1u && (at & 1u) == 0u {{ let word = {tensor}[at >> 1u]; return {word}; }}"
-            );
-        }
-        let _ = writeln!(text, "    return vec2<u32>({tensor}_bits(at), {tensor}_bits(at + stride));\n}}");
         if matches!(self.algorithm, Algorithm::Matrices(_)) {
             text.push_str(&readers_of_matrices(tensor, self.storage, self.has_wide(tensor), elements));
         }
@@ -262,6 +251,68 @@ impl KernelVariant {
         let _ = writeln!(text, "fn store_out(at: u32, bits: u32) {{\n{body}}}");
     }
 }
+
+/// Pairs of elements of k and v: 16-bit elements side by side are a word where words are read. `numbers_of` a pair are finite numbers / SCALE, and
+/// `is_odd` says whether there was another among those that `odd_of` saw. `bits_of_pair` are right of all.
+fn readers_of_pairs(storage: DType, elements: Elements) -> String {
+    let is_16_bit = storage.size_bytes() == 2;
+    let in_words = is_16_bit && elements == Elements::InWords;
+    let mut text = format!("const PAIRS_IN_WORDS: bool = {in_words};\n");
+    for tensor in ["k", "v"] {
+        let (half, other) =
+            (format!("half_of({tensor}[at >> 1u], at)"), format!("half_of({tensor}[other >> 1u], other)"));
+        let pair = match (is_16_bit, in_words) {
+            (true, true) => format!("{half} | ({other} << 16u), 0u"),
+            (true, false) => format!("u32({tensor}[at]) | (u32({tensor}[other]) << 16u), 0u"),
+            _ => format!("{tensor}[at], {tensor}[other]"),
+        };
+        let word =
+            if in_words { format!("vec2<u32>({tensor}[at >> 1u], 0u)") } else { format!("{tensor}_pair(at, at + 1u)") };
+        let _ = writeln!(text, "fn {tensor}_pair(at: u32, other: u32) -> vec2<u32> {{ return vec2<u32>({pair}); }}");
+        let _ = writeln!(text, "fn {tensor}_word(at: u32) -> vec2<u32> {{ return {word}; }}");
+    }
+    text.push_str(match storage {
+        DType::F16 => PAIRS_OF_F16,
+        DType::BF16 => PAIRS_OF_BF16,
+        _ => PAIRS_OF_F32,
+    });
+    text
+}
+
+/// The exponents of both halves at once: + 1 carries that of NaN and infinity into bit 15. With 96 in front of its exponent a half h is a float32 f, 2^-16 of
+/// its number, or 2^-31 and half of that where h has no leading 1: so 2^-16 of the number is the lesser of f and 2·f − 2^-30, and nothing on the way is below 2^-40.
+const PAIRS_OF_F16: &str = "// Column e of pair t.
+fn column_of(t: u32, e: u32) -> u32 { return t * 2u + e; }
+const SCALE: f32 = 65536.0;
+const INVERSE_SCALE: f32 = 1.52587890625e-5;
+fn odd_of(pair: vec2<u32>, odd: u32) -> u32 { return odd | ((pair.x & 0x7c007c00u) + 0x04000400u); }
+fn is_odd(odd: u32) -> bool { return (odd & 0x80008000u) != 0u; }
+fn numbers_of(pair: vec2<u32>) -> vec2<f32> {
+    let f = bitcast<vec2<f32>>((vec2<u32>(pair.x << 13u, pair.x >> 3u) & vec2<u32>(0x0fffe000u)) | vec2<u32>(0x30000000u));
+    let size = min(f, vec2<f32>(fma(f.x, 2.0, -9.31322574615478515625e-10), fma(f.y, 2.0, -9.31322574615478515625e-10)));
+    return bitcast<vec2<f32>>(bitcast<vec2<u32>>(size) | (vec2<u32>(pair.x << 16u, pair.x) & vec2<u32>(SIGN_BIT)));
+}
+fn bits_of_pair(pair: vec2<u32>) -> vec2<u32> { return vec2<u32>(f32_bits_of_f16(pair.x & 0xffffu), f32_bits_of_f16(pair.x >> 16u)); }
+";
+const PAIRS_OF_BF16: &str = "// Column e of pair t.
+fn column_of(t: u32, e: u32) -> u32 { return t * 2u + e; }
+const SCALE: f32 = 1.0;
+const INVERSE_SCALE: f32 = 1.0;
+fn odd_of(pair: vec2<u32>, odd: u32) -> u32 { return odd | ((pair.x & 0x7f807f80u) + 0x00800080u); }
+fn is_odd(odd: u32) -> bool { return (odd & 0x80008000u) != 0u; }
+fn bits_of_pair(pair: vec2<u32>) -> vec2<u32> { return vec2<u32>(pair.x << 16u, pair.x & 0xffff0000u); }
+fn numbers_of(pair: vec2<u32>) -> vec2<f32> { return bitcast<vec2<f32>>(bits_of_pair(pair)); }
+";
+/// The two of a pair are 8 columns apart: eight lanes read eight that lie side by side.
+const PAIRS_OF_F32: &str = "// Column e of pair t.
+fn column_of(t: u32, e: u32) -> u32 { return t / 8u * 16u + t % 8u + e * 8u; }
+const SCALE: f32 = 1.0;
+const INVERSE_SCALE: f32 = 1.0;
+fn odd_of(pair: vec2<u32>, odd: u32) -> u32 { return max(odd, max(pair.x & ~SIGN_BIT, pair.y & ~SIGN_BIT)); }
+fn is_odd(odd: u32) -> bool { return odd >= INFINITY_BITS; }
+fn bits_of_pair(pair: vec2<u32>) -> vec2<u32> { return pair; }
+fn numbers_of(pair: vec2<u32>) -> vec2<f32> { return bitcast<vec2<f32>>(pair); }
+";
 
 /// Readers of four elements, and of what a thread loads at a time: eight of float16 as they lie, two in a word, or the float32 bits of four others. `wide`: a buffer
 /// is declared as vectors of four words.

@@ -48,7 +48,7 @@ impl Algorithm {
     }
 
     /// `generic`: three tiles, the attended keys, and a word. `forward`: tiles, weights, attended keys, where rows lie, and a word. `decode`: queries,
-    /// sums, weights, attended keys, and a word. `combine`: of each split factors, sums and flags.
+    /// sums, maxima, weights, attended keys, and a word. `combine`: of each split factors, sums and flags; shares.
     pub(crate) fn tiles(self) -> Tiles {
         match self {
             Algorithm::Generic => Tiles {
@@ -71,14 +71,14 @@ impl Algorithm {
                 block_n: 64,
                 block_dv: 128,
                 threads: 128,
-                shared_bytes: 256 * row_groups * 16 + 520 * 16 + 64 * row_groups * 16 + 128 * 4 + 4,
+                shared_bytes: 256 * row_groups * 16 + 520 * 16 + 128 * 16 + 64 * row_groups * 16 + 128 * 4 + 4,
             },
             Algorithm::Combine => Tiles {
                 block_m: 4,
                 block_n: 1,
-                block_dv: 128,
+                block_dv: 32,
                 threads: MOST_SPLITS,
-                shared_bytes: MOST_SPLITS * (16 + 16 + 4),
+                shared_bytes: MOST_SPLITS * (16 + 16 + 4 + 16),
             },
         }
     }

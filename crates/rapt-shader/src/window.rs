@@ -117,7 +117,9 @@ impl Window {
     /// Whether a launch takes so many workgroups, with what is left of them in a binding.
     fn is_launched_at_once(&self, caps: &Caps, partition: &Partition) -> bool {
         let bytes = self.tasks.len().saturating_mul(partition.partial_bytes);
+        let folded = if partition.partial_bytes == 0 { 0 } else { partition.row_fours * partition.combine_blocks };
         self.blocks().saturating_mul(partition.items_of_block()) <= caps.max_items
+            && self.tasks.len().saturating_mul(folded) <= caps.max_items
             && bytes as u64 <= caps.max_binding_bytes
     }
 

@@ -144,8 +144,8 @@ const MUTANTS: [Mutant; 35] = [
     mutant(
         "a word where two elements lie",
         Kernel::Decode,
-        "return uint2(k_bits(at), k_bits(at + stride));",
-        "const auto word = *(const device uint*)(k + at);\n        return uint2(f32_bits_of_f16(word & 0xffffu), f32_bits_of_f16(word >> 16u));",
+        "return uint2(uint(k[at]) | (uint(k[other]) << 16u), 0u);",
+        "return uint2(*(const device uint*)(k + at), 0u);",
     ),
     mutant("values past the last", Kernel::Decode, "min(n0 + BLOCK_N, end_key);", "min(n0 + BLOCK_N, end_key + 1u);"),
     mutant("splits that overlap", Kernel::Decode, "split * p.split_keys)", "split * p.split_keys / 2u)"),
