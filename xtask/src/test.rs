@@ -96,7 +96,7 @@ struct Fetched {
 fn rust(has_compiler: &Sender<PathBuf>, fetched: &Receiver<Fetched>, has_tests: &Sender<()>) -> Outcome {
     let _ = has_compiler.send(step("build what compiles the GPU kernels", cubins::compiler)?);
     step_of("cargo clippy", cargo(docs::LINT))?;
-    check_for_macos()?;
+    check_for_macos("rapt-metal", "objc")?;
     step_of("build the tests", cargo(["test", "--workspace", "--no-run"]))?;
     // After the build: one of its rules asks `rapt`.
     step("tidy", tidy::check)?;
@@ -117,13 +117,13 @@ fn rust(has_compiler: &Sender<PathBuf>, fetched: &Receiver<Fetched>, has_tests: 
 const MACOS: &str = "aarch64-apple-darwin";
 
 /// What only a Mac has, which nothing here runs, as far as a compiler checks it: where Rust's library for one is installed.
-fn check_for_macos() -> Outcome {
+fn check_for_macos(package: &str, feature: &str) -> Outcome {
     if !targets::has(MACOS)? {
         say(format_args!("── NOTE: Metal's own objects are not checked: `rustup target add {MACOS}`"));
         return Ok(());
     }
-    let check = cargo(["check", "--package", "rapt-metal", "--features", "objc", "--target", MACOS]);
-    step_of("check rapt-metal for macOS", check)
+    let check = cargo(["check", "--package", package, "--features", feature, "--target", MACOS]);
+    step_of(&format!("check {package} for macOS"), check)
 }
 
 /// The Python side: the environment, the wheel's kernels and the wheel, checked and installed. Then, when the tests are built, the
@@ -167,8 +167,10 @@ fn whole() -> Outcome {
         pytest.args(["-k", "pt2", "."]).env("RAPT_WHOLE", "1").current_dir(root().join(BINDING).join("tests"));
         step("test exported programs in every form", || show(&mut pytest))
     };
-    let parts: [(&str, &dyn Fn() -> Outcome); 4] = [
+    let of_c = || check_for_macos("rapt-c", "metal");
+    let parts: [(&str, &dyn Fn() -> Outcome); 5] = [
         ("kernels for Metal", &metal),
+        ("buffers of Metal in C", &of_c),
         ("the backend for Vulkan", &vulkan::whole),
         ("the package for browsers", &web::whole),
         ("exported programs", &programs),

@@ -235,6 +235,36 @@ rapt_error rapt_kv_cache_attention(const struct rapt_engine *engine,
                                    const struct rapt_tensor *out,
                                    const struct rapt_options *options);
 
+// Attention on tensors in buffers of Metal's, by this queue (an id<MTLCommandQueue>, which it retains): into `*metal`, which
+// rapt_metal_destroy() gives back.
+//
+// RAPT_ERROR_DEVICE in a library that was not built for macOS with the cargo feature `metal`. It was never run on Apple hardware.
+//
+// # Safety
+// `queue` is an id<MTLCommandQueue>, or NULL; `metal` leads to a pointer that may be written, or is NULL.
+rapt_error rapt_metal_create(void *queue,
+                             struct rapt_metal **metal);
+
+// As rapt_attention(), on tensors of RAPT_DEVICE_METAL: `storage` is the id<MTLBuffer>, `data` the byte in it where the element with index 0 lies, as
+// (void *)offset, and `storage_bytes` 0. What a call asks is submitted behind all that the queue has, and nothing is waited for: `out` and `lse` are
+// written when that has run, and buffers are retained until then. Everything is proven before anything is submitted. Codes and tolerances are refused.
+//
+// # Safety
+// `metal` is alive, or NULL. Each descriptor is what it says; the memory that a tensor reaches in its buffer is written by nobody else until the queue has run
+// what was submitted, nor, of `out` and `lse`, used. NULL is safe everywhere.
+rapt_error rapt_metal_attention(const struct rapt_metal *metal,
+                                const struct rapt_tensor *q,
+                                const struct rapt_tensor *k,
+                                const struct rapt_tensor *v,
+                                const struct rapt_tensor *out,
+                                const struct rapt_options *options);
+
+// What is submitted goes on. NULL is ignored.
+//
+// # Safety
+// `metal` came from rapt_metal_create(), was not destroyed before, and is used by no other thread.
+void rapt_metal_destroy(struct rapt_metal *metal);
+
 // Loads the program that torch.export.save() wrote to the file `path`, into `*model`: it is given back by
 // rapt_model_destroy(). On an error `*model` is as before. The engine's threads run the calls of the model's sessions; it may be
 // destroyed before the model, which then holds what it needs of it.

@@ -144,6 +144,8 @@ enum rapt_device
   RAPT_DEVICE_CPU = 1,
   // An NVIDIA GPU. This version refuses it by name.
   RAPT_DEVICE_CUDA = 2,
+  // An MTLBuffer of an Apple GPU, for rapt_metal_attention() alone; the index is 0.
+  RAPT_DEVICE_METAL = 8,
 };
 #ifndef __cplusplus
 #if __STDC_VERSION__ >= 202311L
@@ -331,6 +333,9 @@ typedef struct rapt_kv_cache rapt_kv_cache;
 
 // How far the numbers of codes lie from those that they were made of; see rapt_measured_create().
 typedef struct rapt_measured rapt_measured;
+
+// Attention on tensors in buffers of Metal's; see rapt_metal_create().
+typedef struct rapt_metal rapt_metal;
 
 // An exported program, ready to run; see rapt_model_open().
 typedef struct rapt_model rapt_model;

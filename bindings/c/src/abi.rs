@@ -126,6 +126,8 @@ pub enum rapt_device {
     RAPT_DEVICE_CPU = 1,
     /// An NVIDIA GPU. This version refuses it by name.
     RAPT_DEVICE_CUDA = 2,
+    /// An MTLBuffer of an Apple GPU, for rapt_metal_attention() alone; the index is 0.
+    RAPT_DEVICE_METAL = 8,
 }
 
 /// Causal masking of query i and key j.
@@ -327,6 +329,15 @@ pub struct rapt_options {
     pub tolerance: *const rapt_tolerance,
     /// A rapt_compute.
     pub compute: i32,
+}
+
+/// Attention on tensors in buffers of Metal's; see rapt_metal_create().
+pub struct rapt_metal {
+    #[cfg(all(target_os = "macos", feature = "metal"))]
+    pub(crate) buffers: engine::metal::Buffers<engine::metal::MetalQueue>,
+    /// There is none.
+    #[cfg(not(all(target_os = "macos", feature = "metal")))]
+    pub(crate) none: std::convert::Infallible,
 }
 
 /// How far the numbers of codes lie from those that they were made of; see rapt_measured_create().

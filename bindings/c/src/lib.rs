@@ -9,6 +9,7 @@
 //! model    the functions of rapt.h for exported programs: a model, its bindings, its sessions
 //! ragged   the functions of rapt.h for sequences of different lengths: one after another, or in a cache
 //! kv_cache the functions of rapt.h for a cache that Rapt owns: its pages, its sequences
+//! metal    the functions of rapt.h for tensors in MTLBuffers
 //! handle   how what Rapt owns is given to C and taken back
 //! run      one run of a program: what its inputs and places say, proven, then run
 //! lib      all other functions of rapt.h, and the engine that they are given
@@ -21,6 +22,7 @@
 mod abi;
 mod handle;
 mod kv_cache;
+mod metal;
 mod model;
 mod ragged;
 mod read;
@@ -37,8 +39,8 @@ use engine::{Device, Engine, Error, Operands, Tolerance};
 pub use abi::{
     RAPT_MAX_NDIM, RAPT_VERSION_MAJOR, RAPT_VERSION_MINOR, RAPT_VERSION_PATCH, rapt_capabilities, rapt_causal,
     rapt_codes, rapt_compute, rapt_device, rapt_dtype, rapt_error, rapt_format, rapt_given, rapt_granularity,
-    rapt_judgement, rapt_kv_cache_form, rapt_kv_cache_pages, rapt_kvcache, rapt_layout, rapt_measured, rapt_options,
-    rapt_port, rapt_scale_layout, rapt_tensor, rapt_tolerance,
+    rapt_judgement, rapt_kv_cache_form, rapt_kv_cache_pages, rapt_kvcache, rapt_layout, rapt_measured, rapt_metal,
+    rapt_options, rapt_port, rapt_scale_layout, rapt_tensor, rapt_tolerance,
 };
 pub use kv_cache::{
     rapt_kv_cache, rapt_kv_cache_append, rapt_kv_cache_append_batch, rapt_kv_cache_attention, rapt_kv_cache_create,
@@ -46,6 +48,7 @@ pub use kv_cache::{
     rapt_kv_cache_length, rapt_kv_cache_new_sequence, rapt_kv_cache_num_sequences, rapt_kv_cache_page_table,
     rapt_kv_cache_seqlens, rapt_kv_cache_truncate,
 };
+pub use metal::{rapt_metal_attention, rapt_metal_create, rapt_metal_destroy};
 pub use model::{
     rapt_bound, rapt_bound_destroy, rapt_bound_output, rapt_model, rapt_model_bind, rapt_model_destroy,
     rapt_model_explain, rapt_model_from_bytes, rapt_model_input, rapt_model_num_inputs, rapt_model_num_outputs,

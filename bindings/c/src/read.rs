@@ -106,7 +106,7 @@ pub(crate) struct Parts {
     data: *mut c_void,
     pub(crate) dtype: DType,
     pub(crate) shape: Shape,
-    strides: Strides,
+    pub(crate) strides: Strides,
     device: Device,
     extent: Extent,
 }

@@ -40,6 +40,26 @@ impl MetalQueue {
         let device = queue.device();
         MetalQueue { queue, device }
     }
+
+    /// Of a queue that C has, which is retained; `None` for NULL.
+    ///
+    /// # Safety
+    /// `queue` is an `id<MTLCommandQueue>`, or NULL.
+    #[must_use]
+    pub unsafe fn from_raw(queue: *mut c_void) -> Option<Self> {
+        // SAFETY: the caller's word.
+        unsafe { Retained::retain(queue.cast()) }.map(Self::new)
+    }
+
+    /// A buffer that C has, which is retained; `None` for NULL.
+    ///
+    /// # Safety
+    /// `buffer` is an `id<MTLBuffer>`, or NULL.
+    #[must_use]
+    pub unsafe fn buffer_from_raw(buffer: *mut c_void) -> Option<MetalBuffer> {
+        // SAFETY: the caller's word.
+        unsafe { Retained::retain(buffer.cast()) }
+    }
 }
 
 fn failed(call: &'static str, error: &NSError) -> MetalError {
