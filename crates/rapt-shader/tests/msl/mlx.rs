@@ -299,7 +299,7 @@ fn published_kernels_give_the_reference_s_numbers() {
         .unwrap();
 }
 
-/// Wider heads, float32; and a barrier less is found. What MLX says of rows that attend no key is not the law's, so no mask is among them.
+/// Wider heads, float32; and a barrier less is found. What MLX says of rows that attend no key is not the definition's, so no mask is among them.
 #[test]
 #[ignore = "takes a minute"]
 fn published_kernels_of_other_sizes_do_too() {
