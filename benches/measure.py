@@ -174,7 +174,7 @@ class Run:
                         of_torch.append(reference.error(reference.flash_rounded(row, made, queries), want))
             if not of_torch:
                 of_torch, source = [reference.error(reference.flash_rounded(row, made, queries), want)], "flash's roundings"
-            measured.limit = reference.limit(row.dtype, of_torch, source) if row.compute == "exact" else reference.limit_of_int8()
+            measured.limit = reference.limit(row.dtype, of_torch, source) if row.compute == "exact" else interleaved.limit_of_int8()
             for name, timing in measured.timings.items():
                 if timing.error is None:
                     continue

@@ -71,11 +71,6 @@ def error(got, want):
     return Error(relative, worst_row, True)
 
 
-def limit_of_int8():
-    """What `rapt bench` allows products of int8, which are an approximation (docs/reference/numerics.md): no rule of PyTorch's."""
-    return interleaved.Limit(3e-2, 4 * 3e-2, 'what compute="int8" rounds')
-
-
 def limit(dtype, of_torch, source):
     """The rule's limit from errors of PyTorch on the same rows."""
     return interleaved.Limit(*_reference.limits_of(DTYPES[dtype], [(e.relative, e.worst_row) for e in of_torch]), source)

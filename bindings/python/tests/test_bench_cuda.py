@@ -172,7 +172,8 @@ def run(torch, chosen, capsys, *words):
 def few():
     wanted = ("d64-1024/causal bf16", "masks-4096 bf16", "masks-4096/bool bf16", "decode-gqa-8k/bshd_cache f16", "call-16/no_grad bf16",
               "add-4/inference bf16", "window-16384/causal/window1024 bf16", "softcap-4096/causal/softcap30 bf16", "d192-128-4096 bf16", "codes-gqa-8k bf16",
-              "codes-gqa-8k/int4-token bf16", "codes-gqa-8k/nvfp4 bf16", "cache-gqa-8k bf16", "cache-gqa-8k/cache bf16",
+              "codes-gqa-8k/int4-token bf16", "codes-gqa-8k/nvfp4 bf16",
+              "codes-prompt-2048/int8-token+int8-channel/int8-products bf16", "cache-gqa-8k bf16", "cache-gqa-8k/cache bf16",
               "cache-gqa-8k/pages16 bf16", "cache-prefill-512/bottom_right/pages64 bf16", "latent-8k/latent bf16",
               "latent-8k/latent/pages64 bf16")  # fmt: skip
     return [rows.shrink(row) for row in rows.load(cli.ROWS) if row.key in wanted]
@@ -200,6 +201,8 @@ def test_a_run_checks_times_and_records(torch, few, capsys, tmp_path):
     assert "no window" in by_row["window-16384/causal/window16"]["timings"]["flash"]["void"]
     assert by_row["codes-gqa-8k/nvfp4"]["base"] == "codes-gqa-8k" and by_row["cache-gqa-8k/pages16"]["base"] == "cache-gqa-8k/cache"
     assert "codes" in by_row["codes-gqa-8k/int4-token"]["timings"]["cudnn"]["void"]
+    int8 = by_row["codes-prompt-2048/int8-token+int8-channel/int8-products"]
+    assert int8["limit"]["relative"] == 3e-2 and 1e-3 < int8["timings"]["rapt"]["error"]["relative"] < 3e-2
     assert "pages" in by_row["cache-gqa-8k/pages16"]["timings"]["flash"]["void"]
     assert by_row["call-16/no_grad"]["vs_best"] > 0 and by_row["add-4/inference"]["us"]["add"] > 0
     picture = ElementTree.parse(svg).getroot()

@@ -143,7 +143,7 @@ pub enum Kernel {
     Decode,
     /// The one that serves the whole definition where no faster one does.
     Generic,
-    /// [`Compute::Int8`](crate::Compute::Int8): products of integers, queries along the lanes.
+    /// [`Compute::Int8`](crate::Compute::Int8): products of integers, queries along the lanes, or on the tensor cores.
     ForwardInt8,
     /// Nothing to attend: zeros and −inf.
     Empty,

@@ -480,6 +480,10 @@ impl LaunchPlan for CudaLaunch {
                 variant.loads.text()
             ),
             Algorithm::Mma => format!("many queries: both products on the tensor cores; {}", variant.loads.text()),
+            Algorithm::Int8 => format!(
+                "compute=\"int8\": both products of integers on the tensor cores, in the blocks of the definition; {}",
+                variant.loads.text()
+            ),
             Algorithm::Generic | Algorithm::Combine | Algorithm::Append | Algorithm::Varlen => {
                 "it serves every request".to_owned()
             }

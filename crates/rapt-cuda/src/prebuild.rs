@@ -449,11 +449,14 @@ mod tests {
             let is_coded =
                 |variant: &KernelVariant| variant.algorithm == Algorithm::Mma && variant.codes != Codes::None;
             let coded = KernelVariant { mask, ..find(&is_coded) };
+            // None is compiled beforehand.
+            let int8 = KernelVariant { algorithm: Algorithm::Int8, block_m: 64, block_n: 128, ..coded };
             for (name, _) in source::FILES.iter().filter(|(name, _)| name.ends_with(".cuh")) {
                 let variant = match name.split('/').next() {
                     Some("decode") => decode,
                     Some("wide") => wide_with(mask),
                     Some("mma") => coded,
+                    Some("int8") => int8,
                     _ => hopper,
                 };
                 let compiled = compiler.compile(name, &source::text(name), &variant.options()).unwrap();

@@ -22,6 +22,8 @@ use crate::variant::{Algorithm, KernelVariant, Loads};
 
 mod cache;
 mod codes;
+#[cfg(unix)]
+mod host;
 mod varlen;
 
 /// What was asked, in order.

@@ -55,6 +55,10 @@ pub(crate) const FILES: &[(&str, &str)] = files![
     "hopper/wgmma.cuh",
     "hopper/work.cuh",
     "hopper_f32.cu",
+    "int8.cu",
+    "int8/products.cuh",
+    "int8/queries.cuh",
+    "int8/tiles.cuh",
     "latent.cu",
     "mma.cu",
     "mma/coded_tiles.cuh",
@@ -182,7 +186,7 @@ mod tests {
     fn every_file_of_the_folder_is_known_and_resolves() {
         let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("kernels");
         let mut names = Vec::new();
-        for part in ["", "common", "decode", "hopper", "mma", "wide"] {
+        for part in ["", "common", "decode", "hopper", "int8", "mma", "wide"] {
             for entry in std::fs::read_dir(folder.join(part)).unwrap() {
                 let path = entry.unwrap().path();
                 if path.is_file() {

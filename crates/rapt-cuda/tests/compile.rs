@@ -9,9 +9,10 @@ use std::collections::{HashMap, HashSet};
 use std::path::Path;
 
 use common::{
-    caps, spec, spec_of_cache, spec_of_codes, spec_of_dims, spec_of_latent, spec_of_swizzled, spec_of_varlen,
+    caps, spec, spec_of_cache, spec_of_codes, spec_of_dims, spec_of_int8, spec_of_int8_cache, spec_of_latent,
+    spec_of_swizzled, spec_of_varlen,
 };
-use rapt_core::{Arch, Causal, DType, Format, Granularity, Options};
+use rapt_core::{Arch, Causal, Compute, DType, Format, Granularity, Options};
 use rapt_cuda::{Algorithm, CompiledFacts, CudaError, KernelVariant, build_all, variants};
 
 /// What the compiler says of each; kernels that are kept from an earlier run, or were compiled to be shipped, cost nothing.
@@ -178,6 +179,55 @@ fn widest_of_each_form(all: &mut Vec<KernelVariant>) {
     }
     let mut seen = HashSet::new();
     all.retain(|variant| widest[&form(variant)] == variant.dims && seen.insert(form(variant)));
+}
+
+/// Kernels of products of int8: those that are hot, and others. Sums of 256 columns beside scores of 128 keys are more than the registers.
+fn products_of_int8() -> (Vec<KernelVariant>, Vec<KernelVariant>) {
+    let plain = Options::default();
+    let capped = plain.with_softcap(30.0).with_causal(Causal::TopLeft);
+    let (token, channel, head) = (Granularity::Token, Granularity::Channel, Granularity::Head);
+    let of = |arch, dtype, dims, mask, options: &Options| {
+        let spec = spec_of_int8(dtype, [8, 2, 2048, 2048], dims, [token, channel], mask, options);
+        variants(&spec, &caps(arch)).unwrap()
+    };
+    let (mut hot, mut all) = (Vec::new(), Vec::new());
+    for (arch, head_dim) in [(Arch::Sm80, 128), (Arch::Sm90a, 64), (Arch::Sm90a, 128), (Arch::Sm120, 128)] {
+        hot.extend(of(arch, DType::BF16, [head_dim, head_dim], None, &plain));
+    }
+    let by_head = spec_of_int8(DType::F16, [8, 2, 2048, 2048], [128, 128], [head, head], None, &plain);
+    hot.extend(variants(&by_head, &caps(Arch::Sm90a)).unwrap());
+    hot.extend(of(Arch::Sm90a, DType::BF16, [128, 128], Some(DType::Bool), &plain));
+    hot.extend(of(Arch::Sm90a, DType::BF16, [64, 64], Some(DType::BF16), &capped));
+    all.extend(of(Arch::Sm90a, DType::F32, [256, 256], Some(DType::Bool), &capped));
+    all.extend(of(Arch::Sm80, DType::BF16, [80, 33], Some(DType::F32), &capped));
+    all.extend(
+        variants(&spec_of_int8_cache([4, 8, 2, 512, 8192], [128, 16], &plain.with_softcap(30.0)), &caps(Arch::Sm90a))
+            .unwrap()
+            .into_iter()
+            .filter(|of| of.algorithm == Algorithm::Int8),
+    );
+    let (codes, options) = (Some((Format::Int8, Granularity::Tensor)), plain.with_compute(Compute::Int8));
+    let varlen = spec_of_varlen(DType::BF16, [8, 2, 9000, 9000], 64, codes, &options);
+    all.extend(variants(&varlen, &caps(Arch::Sm90a)).unwrap().into_iter().filter(|of| of.algorithm == Algorithm::Int8));
+    (hot, all)
+}
+
+#[test]
+fn products_of_int8_compile_and_the_hot_ones_do_not_spill() {
+    let (hot, others) = products_of_int8();
+    let mut all: Vec<_> = hot.iter().chain(&others).copied().collect();
+    assert!(all.iter().all(|variant| variant.algorithm == Algorithm::Int8));
+    if !std::env::var("RAPT_WHOLE").is_ok_and(|whole| whole == "1") {
+        // The widest take ptxas longest.
+        all.retain(|variant| variant.dims.0 <= 128);
+        widest_of_each_form(&mut all);
+    }
+    let Some(compiled) = compile(&all) else { return };
+    for facts in compiled.unwrap_or_else(|error| panic!("{error}")) {
+        println!("{}: {} registers, {} bytes spilled", facts.variant, facts.registers, facts.spilled_bytes);
+        let most = if hot.contains(&facts.variant) { 0 } else { 1024 };
+        assert!(facts.spilled_bytes <= most, "{} spills {} bytes", facts.variant, facts.spilled_bytes);
+    }
 }
 
 #[test]

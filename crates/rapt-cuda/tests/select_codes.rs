@@ -2,9 +2,10 @@
 
 mod common;
 
-use common::{caps, spec_of_cache, spec_of_codes, spec_of_varlen, view};
+use common::{caps, spec_of_cache, spec_of_codes, spec_of_int8, spec_of_int8_cache, spec_of_varlen, view};
 use rapt_core::{
-    Arch, CodesForm, DType, Device, Format, Granularity, Kernel, Options, Plan, Qkv, ScaleLayout, Spec, View, swizzle,
+    Arch, CodesForm, Compute, DType, Device, Format, Granularity, Kernel, Options, PRounding, Plan, Qkv, ScaleLayout,
+    Spec, View, swizzle,
 };
 use rapt_cuda::{Algorithm, Codes, CudaLaunch, KernelVariant, Loads, Sequences, TileCodes, select, variants};
 
@@ -242,5 +243,49 @@ fn strides_of_codes_choose_the_loads_and_nothing_else() {
             other.loads = first.loads;
             assert_eq!(other, first, "{format} {step} {address}");
         }
+    }
+}
+
+#[test]
+fn products_of_int8_have_one_kernel_where_they_are_asked_for() {
+    let (plain, capped) = (Options::default(), Options::default().with_softcap(30.0));
+    let (token, channel, head) = (Granularity::Token, Granularity::Channel, Granularity::Head);
+    for arch in [Arch::Sm80, Arch::Sm90a, Arch::Sm120] {
+        for dtype in [DType::F32, DType::F16, DType::BF16] {
+            for (q_len, dims) in [(1, [128, 128]), (17, [64, 80]), (4000, [256, 33]), (300, [1, 256])] {
+                for (of, options) in [([token, channel], &plain), ([head, Granularity::Tensor], &capped)] {
+                    let spec = spec_of_int8(dtype, [8, 2, q_len, 3000], dims, of, None, options);
+                    let plan = select(&spec, &caps(arch)).unwrap();
+                    let (found, key) = (variant(&plan), plan.key());
+                    assert_eq!((found.algorithm, key.kernel), (Algorithm::Int8, Kernel::ForwardInt8), "{spec:?}");
+                    assert_eq!((key.p_rounding, plan.block_n(), plan.num_splits()), (PRounding::Block, 128, 1));
+                    assert!(plan.why_not_faster().is_empty() && plan.why().contains("products of integers"));
+                    assert_eq!(found.loads == Loads::By16Bytes, dims[0] % 16 == 0 && dims[1] % 16 == 0);
+                    assert!(plan.launch().unwrap().shared_bytes <= 99 * 1024 && plan.workspace_bytes() == 0);
+                }
+            }
+        }
+        // A cache and sequences one after another have the kernel of each sequence alone, and no other.
+        for page_size in [0, 1, 16] {
+            let cached = spec_of_int8_cache([3, 8, 2, 40, 9000], [128, page_size], &plain);
+            let all = variants(&cached, &caps(arch)).unwrap();
+            let sequences = if page_size == 0 { Sequences::Ragged } else { Sequences::Paged };
+            let alone =
+                spec_of_int8(DType::BF16, [8, 2, 40, 9000], [128, 128], [token, Granularity::Tensor], None, &plain);
+            let mut alone = variant(&select(&alone, &caps(arch)).unwrap());
+            alone.sequences = sequences;
+            let attending: Vec<_> = all.iter().filter(|of| of.algorithm != Algorithm::Append).collect();
+            assert_eq!(attending, [&alone], "{arch:?} {page_size}");
+        }
+        let int8 = plain.with_compute(Compute::Int8);
+        let varlen = spec_of_varlen(DType::BF16, [8, 2, 9000, 9000], 64, Some((Format::Int8, head)), &int8);
+        let all = variants(&varlen, &caps(arch)).unwrap();
+        let attending: Vec<_> = all.iter().filter(|of| of.algorithm != Algorithm::Varlen).collect();
+        assert!(!attending.is_empty() && attending.iter().all(|of| of.algorithm == Algorithm::Int8), "{all:?}");
+    }
+    for dims in [[257, 64], [64, 264]] {
+        let spec = spec_of_int8(DType::BF16, [8, 2, 40, 300], dims, [token, channel], None, &plain);
+        let error = select(&spec, &caps(Arch::Sm90a)).unwrap_err().to_string();
+        assert!(error.contains("compute=\"int8\" with head dim 2") && error.contains("\"exact\""), "{error}");
     }
 }

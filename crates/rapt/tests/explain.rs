@@ -185,6 +185,7 @@ fn why(request: &Request, variant: &KernelVariant, work: Work) -> Vec<String> {
         Algorithm::Hopper => vec!["many queries: both products on the tensor cores by wgmma".to_owned()],
         Algorithm::HopperF32 => vec!["each float32 as two float16".to_owned()],
         Algorithm::Mma => vec!["many queries: both products on the tensor cores;".to_owned()],
+        Algorithm::Int8 => vec!["both products of integers on the tensor cores".to_owned()],
         Algorithm::Wide if request.dtype == DType::F32 => vec!["each float32 as two of TF32".to_owned()],
         Algorithm::Wide => vec!["many queries of wide heads: both products on the tensor cores;".to_owned()],
     };
@@ -212,6 +213,7 @@ fn judge_on_gpu(request: &Request, arch: Arch) -> Option<(Algorithm, Loads)> {
     let kernel = match variant.algorithm {
         Algorithm::Mma | Algorithm::Hopper | Algorithm::HopperF32 | Algorithm::Wide => "forward",
         Algorithm::Decode | Algorithm::Latent | Algorithm::DecodeCodes => "decode",
+        Algorithm::Int8 => "forward_int8",
         Algorithm::Generic | Algorithm::Combine | Algorithm::Append | Algorithm::Varlen => "generic",
     };
     assert_eq!(rows["kernel"], format!("{kernel} {} on {}", variant.storage, variant.arch.name()), "{request:?}");

@@ -126,10 +126,13 @@ fn what_does_not_fit_is_refused() {
 }
 
 #[test]
-fn products_of_int8_have_no_kernel_there() {
-    let error = refusal(&coded(&[300, 2], &[2]), &Options::default().with_compute(Compute::Int8));
-    // No device is asked: a plan is selected before.
-    assert!(matches!(error, Error::DeviceUnavailable { .. } | Error::Unsupported { .. }), "{error}");
+fn products_of_int8_come_as_far_as_the_device() {
+    let int8 = Options::default().with_compute(Compute::Int8);
+    let error = refusal(&coded(&[300, 2], &[2]), &int8);
+    assert!(matches!(error, Error::DeviceUnavailable { device: DEVICE, .. }), "{error}");
+    // Factors of blocks of v have no place between its integers.
+    let error = refusal(&coded(&[300, 2], &[300, 2, 4]), &int8);
+    assert!(error.kind() == ErrorKind::Unsupported && error.to_string().contains("with v of int8 codes"), "{error}");
 }
 
 #[test]

@@ -150,7 +150,7 @@ def attention(
     sinks, alibi_slopes: [num_q_heads]. out: the tensor to write. out_dtype: default that of q; codes need one.
     q_descale, k_descale, v_descale: float32, the factors of codes (int8, uint8, float8_e4m3fn, float8_e5m2): [], [batch, heads], [batch, heads,
     len], [batch, heads, 1, head_dim] or [batch, heads, len, n]. q_zero_point, …: uint8 of that shape, with uint8 codes. A `Quantized` needs none.
-    compute: "exact", or "int8" on int8 codes of k and v in host memory: an approximation (docs: "Products of int8").
+    compute: "exact", or "int8" on int8 codes of k and v in host memory and on NVIDIA GPUs: an approximation (docs: "Products of int8").
     tolerance: with a `Quantized` k or v that has `errors`: the relative L2 by which a head may differ from that on the originals, else
     it is computed on those. return_lse: also the log of the sum of exponentials. A refused request raises a `RaptError` and writes nothing.
     device: None, or of tensors in host memory "cpu" or "vulkan:N": they are copied to that GPU (`rapt.vulkan`) and the result back.
@@ -324,7 +324,7 @@ def attention_with_kvcache(
     [batch, most keys, num_kv_heads] or [num_pages, page_size, num_kv_heads], with one more size for blocks along head_dim; [] is one for
     all. New keys are quantized with factors of their own, which are written too; with one for all, with that. A `Quantized` stands in
     place of a cache without them.
-    compute: "exact", or "int8" on int8 codes in host memory, as in `attention`: of keys by token, of values by head, channel or tensor.
+    compute: "exact", or "int8" on int8 codes in host memory and on NVIDIA GPUs, as in `attention`: of keys by token, of values by head, channel or tensor.
     return_lse: also the log of the sum of exponentials, [batch, num_q_heads, q_len].
 
     On a GPU `cache_seqlens` and `page_table` lie there too (or `cache_seqlens` is one number), and the device reads them: a length or a

@@ -48,6 +48,17 @@ __device__ inline void mma_of(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) 
     else MMA("bf16");
 #undef MMA
 }
+// The product of bytes, those of B with a sign. UNSIGNED: those of A have none.
+template <bool UNSIGNED>
+__device__ inline void mma_int8(int (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+#define MMA(TYPE)                                                                                                            \
+    asm volatile("mma.sync.aligned.m16n8k32.row.col.s32." TYPE ".s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};" \
+                 : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])                                                             \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1))
+    if constexpr (UNSIGNED) MMA("u8");
+    else MMA("s8");
+#undef MMA
+}
 template <bool HALF>
 __device__ inline u32 pack_as(float low, float high) {
     u32 packed;

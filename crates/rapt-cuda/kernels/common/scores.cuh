@@ -18,19 +18,25 @@ __device__ inline Acc natural_score(
 }
 
 #if STORAGE != F64
-// Scale, softcap, slopes, biases and masks, for keys n0.. of which those below `end` count.
-template <int MT, int NT>
-__device__ inline void apply_scores(
-    Accumulator<NT> (&s)[MT], const Params& p, const Queries& queries, const MaskTile<MT, NT>& mask, int n0, int end,
-    bool positions
+// Keys n0.. of which those below `end` count, and whether some row does not see all of them.
+struct TileKeys {
+    int n0, end;
+    bool positions;
+};
+// Scale, softcap, slopes, biases and masks. `scale_of(mt, h)`: the scale of a row.
+template <int MT, int NT, class Scale>
+__device__ inline void apply_scaled_scores(
+    Accumulator<NT> (&s)[MT], const Params& p, const Queries& queries, const MaskTile<MT, NT>& mask, const TileKeys& keys, Scale scale_of
 ) {
-    const float scale = (float)p.scale, cap = (float)p.softcap;
+    const auto [n0, end, positions] = keys;
+    const float cap = (float)p.softcap;
     const float inverse_cap = (float)p.inverse_softcap;
 #pragma unroll
     for (int mt = 0; mt < MT; mt++)
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             const Row row = queries.row(mt, h);
+            const float scale = scale_of(mt, h);
             const i64 mask_at = MASK == ADDITIVE_MASK ? mask_row(p, row) : 0;
             const float slope =
                 NATURAL && p.alibi != nullptr ? load_as(p.alibi, p.alibi_dtype, row.head * p.alibi_stride) : 0.f;
@@ -57,5 +63,14 @@ __device__ inline void apply_scores(
                 }
             }
         }
+}
+// The same where all rows have the scale of the request.
+template <int MT, int NT>
+__device__ inline void apply_scores(
+    Accumulator<NT> (&s)[MT], const Params& p, const Queries& queries, const MaskTile<MT, NT>& mask, int n0, int end,
+    bool positions
+) {
+    const float scale = (float)p.scale;
+    apply_scaled_scores<MT, NT>(s, p, queries, mask, {n0, end, positions}, [&](int, int) { return scale; });
 }
 #endif

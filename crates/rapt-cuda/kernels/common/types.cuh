@@ -21,11 +21,13 @@ typedef long long i64;
 #ifndef NATURAL
 #define NATURAL 1
 #endif
-// Whether q, k or v may be codes of a quantized format; AS_NUMBERS: k and v are, and become tiles of numbers (mma.cu).
+// Whether q, k or v may be codes of a quantized format; AS_NUMBERS: k and v are, and become tiles of numbers (mma.cu); AS_INTEGERS: they
+// are int8, and multiplied as such (int8.cu).
 #ifndef CODES
 #define CODES 0
 #endif
 #define AS_NUMBERS 2
+#define AS_INTEGERS 3
 // Whether sequences have lengths of their own, and whether their keys lie in pages.
 #ifndef RAGGED
 #define RAGGED 0

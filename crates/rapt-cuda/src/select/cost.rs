@@ -15,6 +15,11 @@ fn flops_per_cycle(arch: Arch, kernel: Kernel, storage: DType) -> f64 {
                 4.0
             }
         }
+        // Bytes, of any dtype of q: twice as many as numbers of 16 bits.
+        (Kernel::ForwardInt8, Arch::Sm90a, _) => 8192.0,
+        (Kernel::ForwardInt8, Arch::Sm100 | Arch::Sm103, _) => 16384.0,
+        (Kernel::ForwardInt8, Arch::Sm80, _) => 4096.0,
+        (Kernel::ForwardInt8, ..) => 2048.0,
         (Kernel::Generic, Arch::Sm80, _) => 128.0,
         (Kernel::Generic, ..) => 256.0,
         (_, Arch::Sm90a, DType::F32) => 4096.0 / 3.0,

@@ -8,6 +8,7 @@ mod coded;
 mod cost;
 mod decode;
 mod hopper;
+mod int8;
 mod latent;
 mod rules;
 mod tensor_cores;
@@ -16,7 +17,7 @@ mod wide;
 
 use std::ops::Range;
 
-use rapt_core::{Arch, Compute, DType, Device, Error, Kernel, KernelKey, PRounding, Plan, Result, ScaleLayout, Spec};
+use rapt_core::{Arch, DType, Device, Error, Kernel, KernelKey, PRounding, Plan, Result, ScaleLayout, Spec};
 
 use crate::access::{is_in_pairs, moves_by};
 use crate::append;
@@ -70,6 +71,8 @@ fn check_lengths(spec: &Spec) -> Result<()> {
 fn chunk_rule(spec: &Spec, variant: &KernelVariant) -> Option<ChunkRule> {
     match variant.algorithm {
         Algorithm::Latent => Some(latent::chunk_rule(spec)),
+        // Its blocks are the definition's, and follow one another.
+        Algorithm::Int8 => None,
         _ => decode::is_few(spec).then(|| decode::chunk_rule(variant)),
     }
 }
@@ -233,24 +236,13 @@ fn key(spec: &Spec, arch: Arch, kernel: Kernel) -> KernelKey {
         accumulation: spec.numerics.accumulation,
         p_rounding: match kernel {
             Kernel::Forward | Kernel::Decode if spec.numerics.storage != DType::F32 => PRounding::Storage,
+            Kernel::ForwardInt8 => PRounding::Block,
             _ => PRounding::Accumulation,
         },
         mask: tensor_cores::mask_class(spec),
         kv: spec.kv,
         arch,
     }
-}
-
-/// Products of int8 have no kernel here.
-fn refuse_int8(spec: &Spec) -> Result<()> {
-    if spec.compute == Compute::Exact {
-        return Ok(());
-    }
-    Err(Error::unsupported(
-        format!("compute=\"{}\" on {}", spec.compute.name(), spec.device),
-        "no kernel for NVIDIA GPUs forms products of int8",
-        "leave compute at \"exact\": the codes of k and v stay as they are; or compute in host memory",
-    ))
 }
 
 /// Scales that lie swizzled are those of whole tensors: no part of them begins where a sequence does.
@@ -275,7 +267,7 @@ pub(crate) fn launch_plan(spec: &Spec, caps: &Caps) -> Result<CudaLaunch> {
         let why = "this backend serves the memory of NVIDIA GPUs".into();
         return Err(Error::DeviceUnavailable { device: spec.device, why });
     }
-    refuse_int8(spec)?;
+    int8::check(spec)?;
     refuse_swizzled(spec)?;
     let launches = if spec.out.shape.contains(&0) { None } else { Some(launches(spec, caps)?) };
     let kernel = launches.as_ref().map_or(Kernel::Empty, |launches| launches.main.step.variant.algorithm.kernel());
@@ -291,8 +283,9 @@ pub(crate) fn plan_of(spec: &Spec, caps: &Caps, launch_plan: CudaLaunch) -> Plan
 /// [`Backend::plan`](crate::Backend::plan), which loads its kernels.
 ///
 /// # Errors
-/// [`Error::DeviceUnavailable`] for anything but CUDA memory; [`Error::Unsupported`] for lengths beyond 2^29, for any
-/// [`Compute`] but the exact one, and, in sequences of lengths of their own, for any [`ScaleLayout`] but the plain one.
+/// [`Error::DeviceUnavailable`] for anything but CUDA memory; [`Error::Unsupported`] for lengths beyond 2^29, for products of int8
+/// ([`Compute::Int8`](rapt_core::Compute::Int8)) of heads above 256, and, in sequences of lengths of their own, for any [`ScaleLayout`]
+/// but the plain one.
 pub fn select(spec: &Spec, caps: &Caps) -> Result<Plan> {
     Ok(plan_of(spec, caps, launch_plan(spec, caps)?))
 }
@@ -303,7 +296,7 @@ pub fn select(spec: &Spec, caps: &Caps) -> Result<Plan> {
 /// # Errors
 /// As [`select`].
 pub fn variants(spec: &Spec, caps: &Caps) -> Result<Vec<KernelVariant>> {
-    refuse_int8(spec)?;
+    int8::check(spec)?;
     refuse_swizzled(spec)?;
     let Launches { main, short, partition, append, varlen, .. } = launches(spec, caps)?;
     let main = main.step.variant;

@@ -4,12 +4,13 @@
 //! tensor cores (`forward` of compute capability 9.0 by wgmma: hopper.cu, and there float32 with head dims up to 128:
 //! hopper_f32.cu); many queries with wider heads up to 512 → `forward` by wide.cu, float32 on compute capability 9.0; few queries of f16 or
 //! bf16 with heads of 513 to 576 and values up to 512 → `decode` by latent.cu; few queries over K and V that are codes → `decode_codes`,
-//! many of f16 or bf16 → `forward` by mma.cu; anything else → `generic`.
+//! many of f16 or bf16 → `forward` by mma.cu; anything else → `generic`. Where products of int8 are asked for, and nowhere else, → `forward_int8`
+//! by int8.cu.
 
 use rapt_core::{Arch, DType, Spec};
 
 use super::tensor_cores::{LEAST_SHARED, generic_variant, sequences, tensor_core_variant};
-use super::{Caps, coded, decode, hopper, latent, wide};
+use super::{Caps, coded, decode, hopper, int8, latent, wide};
 use crate::codes::Codes;
 use crate::launch::WhyGeneric;
 use crate::variant::{Algorithm, KernelVariant, Sequences};
@@ -41,6 +42,9 @@ impl Lengths {
 
 /// The variant that serves `spec` where lengths are these, and why it is not one of the tensor cores if it is not.
 pub(super) fn variant(spec: &Spec, caps: &Caps, lengths: Lengths) -> (KernelVariant, Option<WhyGeneric>) {
+    if int8::is_for(spec) {
+        return (int8::variant(spec, caps), None);
+    }
     match on_tensor_cores(spec, caps, lengths) {
         Ok(variant) => (variant, None),
         Err(why) => {

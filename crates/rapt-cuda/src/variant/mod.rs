@@ -34,6 +34,8 @@ pub enum Algorithm {
     Latent,
     /// Few queries over K and V that are codes, on the tensor cores.
     DecodeCodes,
+    /// Products of int8, on the tensor cores.
+    Int8,
     /// Puts splits together.
     Combine,
     /// Writes new keys into a cache.
@@ -48,6 +50,7 @@ impl Algorithm {
         match self {
             Algorithm::Mma | Algorithm::Hopper | Algorithm::HopperF32 | Algorithm::Wide => Kernel::Forward,
             Algorithm::Decode | Algorithm::Latent | Algorithm::DecodeCodes => Kernel::Decode,
+            Algorithm::Int8 => Kernel::ForwardInt8,
             Algorithm::Generic | Algorithm::Combine | Algorithm::Append | Algorithm::Varlen => Kernel::Generic,
         }
     }
@@ -93,7 +96,7 @@ pub struct KernelVariant {
     pub natural: bool,
     /// How tiles are loaded.
     pub loads: Loads,
-    /// head_dim and head_dim_v, rounded up to 16 (of wide, to whole pieces of 256 bytes; of latent, to 64 and 128); 0 where they are no part of the code (generic, combine).
+    /// head_dim and head_dim_v, rounded up to 16 (of int8, to 32; of wide, to whole pieces of 256 bytes; of latent, to 64 and 128); 0 where they are no part of the code (generic, combine).
     pub dims: (u32, u32),
     /// Queries per block; 0 for combine.
     pub block_m: u32,
@@ -114,7 +117,7 @@ pub(crate) const DECODE_BLOCK_M: u32 = 16;
 /// Columns per warp of combine.cu for each of a lane, and warps per block.
 pub(crate) const COMBINE_COLUMNS: usize = 32;
 pub(crate) const COMBINE_WARPS: usize = 2;
-/// Warps per block of mma.cu.
+/// Warps per block of mma.cu and int8.cu.
 const MMA_WARPS: u32 = 4;
 /// Bytes of a row of a piece of wide.cu.
 pub(crate) const WIDE_PIECE_BYTES: u32 = 256;
@@ -235,7 +238,7 @@ impl KernelVariant {
     pub(crate) const fn threads(&self) -> u32 {
         match self.algorithm {
             Algorithm::Generic | Algorithm::Wide | Algorithm::Latent => 256,
-            Algorithm::Mma => 32 * MMA_WARPS,
+            Algorithm::Mma | Algorithm::Int8 => 32 * MMA_WARPS,
             // One more puts together what they leave.
             Algorithm::Decode | Algorithm::DecodeCodes => 32 * (self.decode_warps() + 1),
             Algorithm::Hopper => 2 * self.block_m + 128,
@@ -267,6 +270,7 @@ impl KernelVariant {
             Algorithm::Decode => "decode.cu",
             Algorithm::Latent => "latent.cu",
             Algorithm::DecodeCodes => "decode_codes.cu",
+            Algorithm::Int8 => "int8.cu",
             Algorithm::Combine => "combine.cu",
             Algorithm::Append => "append.cu",
             Algorithm::Varlen => "varlen.cu",

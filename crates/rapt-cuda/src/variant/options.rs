@@ -1,6 +1,6 @@
 //! What the compiler is asked for: options, and the macros that a kernel's source is compiled with.
 
-use rapt_core::{DType, ScaleLayout};
+use rapt_core::{Arch, DType, ScaleLayout};
 
 use super::shared::HOPPER_F32_STAGES;
 use super::{Algorithm, KernelVariant, Loads, Sequences, generic_columns};
@@ -18,7 +18,7 @@ impl Options {
         self.0.push(format!("-D{name}={value}"));
     }
 
-    /// K or V of decode_codes.cu and mma.cu.
+    /// K or V of decode_codes.cu, mma.cu and int8.cu.
     fn add_tiles(&mut self, operand: &str, codes: TileCodes) {
         let (scales, block, dtype) = match codes.scales {
             TileScales::Uniform => (0, 1, DType::F32),
@@ -96,21 +96,20 @@ impl KernelVariant {
                 // Two blocks on a multiprocessor overlap one's products with the other's softmax.
                 options.define("MIN_BLOCKS", if self.shared_bytes() <= 96 * 1024 { 2 } else { 1 });
             }
+            Algorithm::Int8 => {
+                options.define("BLOCK_M", self.block_m);
+                options.define("BLOCK_N", self.block_n);
+                // As many as leave scores and sums in registers (NVRTC 13.2: 16 bytes are spilled on other architectures).
+                let large = matches!(self.arch, Arch::Sm90a | Arch::Sm100 | Arch::Sm103);
+                let is_plain = !self.natural && self.mask.is_none();
+                let fits_thrice = is_plain && (self.dims.1 <= 64 || (large && self.dims.1 <= 128));
+                options.define("MIN_BLOCKS", if fits_thrice { 3 } else { 2 });
+            }
             Algorithm::Hopper => self.add_hopper(&mut options),
             Algorithm::HopperF32 => {
                 options.define("BLOCK_M", self.block_m);
                 options.define("BLOCK_N", self.block_n);
-                options.define("STAGES", HOPPER_F32_STAGES);
-                options.define("LAST_COLUMNS", (self.dims.1 - 1) % BOX_COLUMNS + 1);
-                // As many as 512 threads were given at the start: 128 each.
-                let loading = match (self.loads, self.sequences) {
-                    // 4 bytes are spilled here, with other numbers more.
-                    (Loads::ByElement, Sequences::Paged) => 96,
-                    (Loads::ByElement, _) => 88,
-                    _ => 80,
-                };
-                options.define("LOADING_REGISTERS", loading);
-                options.define("MULTIPLYING_REGISTERS", 256 - loading);
+                self.add_hopper_f32(&mut options);
             }
             Algorithm::Wide | Algorithm::Latent => {
                 options.define("BLOCK_M", self.block_m);
@@ -139,9 +138,17 @@ impl KernelVariant {
         }
         // Last, so that kernels without codes keep their names.
         if self.codes != Codes::None {
-            // Of common/types.cuh: codes that become tiles of numbers.
+            // Of common/types.cuh: codes that become tiles of numbers, and codes that are multiplied.
             const AS_NUMBERS: u32 = 2;
-            options.define("CODES", if self.algorithm == Algorithm::Mma { AS_NUMBERS } else { 1 });
+            const AS_INTEGERS: u32 = 3;
+            options.define(
+                "CODES",
+                match self.algorithm {
+                    Algorithm::Mma => AS_NUMBERS,
+                    Algorithm::Int8 => AS_INTEGERS,
+                    _ => 1,
+                },
+            );
         }
         if self.reads_lengths() {
             options.define("RAGGED", 1);
@@ -173,6 +180,20 @@ impl KernelVariant {
                 options.define("BLOCK_M", self.block_m);
             }
         }
+    }
+
+    fn add_hopper_f32(&self, options: &mut Options) {
+        options.define("STAGES", HOPPER_F32_STAGES);
+        options.define("LAST_COLUMNS", (self.dims.1 - 1) % BOX_COLUMNS + 1);
+        // As many as 512 threads were given at the start: 128 each.
+        let loading = match (self.loads, self.sequences) {
+            // 4 bytes are spilled here, with other numbers more.
+            (Loads::ByElement, Sequences::Paged) => 96,
+            (Loads::ByElement, _) => 88,
+            _ => 80,
+        };
+        options.define("LOADING_REGISTERS", loading);
+        options.define("MULTIPLYING_REGISTERS", 256 - loading);
     }
 
     fn add_hopper(&self, options: &mut Options) {

@@ -2,7 +2,7 @@
 
 use rapt_core::DType;
 
-use super::{Algorithm, KernelVariant, Loads, MMA_WARPS, WIDE_PIECE_BYTES, generic_columns};
+use super::{Algorithm, KernelVariant, Loads, MMA_WARPS, Sequences, WIDE_PIECE_BYTES, generic_columns};
 use crate::codes::{Codes, Operand, TileCodes, TileScales};
 use crate::tensor_map::BOX_COLUMNS;
 
@@ -85,6 +85,7 @@ impl KernelVariant {
         match self.algorithm {
             Algorithm::Generic => self.generic_bytes(),
             Algorithm::Mma => self.mma_bytes(),
+            Algorithm::Int8 => self.int8_bytes(),
             Algorithm::Decode => self.decode_bytes(),
             Algorithm::DecodeCodes => self.decode_codes_bytes(),
             Algorithm::Hopper => {
@@ -115,6 +116,17 @@ impl KernelVariant {
         let tiles = 2 * (self.block_m * k_row + self.block_n * (k_terms * k_row + v_terms * v_row)) + coded;
         let staged = 4 * MMA_WARPS * 16 * (self.dims.1 + 4);
         if tiles > staged { tiles } else { staged }
+    }
+
+    /// Tiles of bytes, a scale of each query, and of keys a factor and where they lie.
+    const fn int8_bytes(&self) -> u32 {
+        let (k_row, v_row) = (2 * row_of(self.dims.0 / 2), 2 * row_of(self.dims.1 / 2));
+        let is_paged = matches!(self.sequences, Sequences::Paged);
+        let is_by_token = matches!(self.codes, Codes::Tiles { k: TileCodes { scales: TileScales::Token, .. }, .. });
+        let factors = if is_by_token || is_paged { 4 * self.block_n } else { 4 * 4 };
+        let places = if is_paged { 2 * 2 * 4 * self.block_n } else { 2 * 4 };
+        let keys = (self.block_n * (k_row + v_row) + factors + places).next_multiple_of(128);
+        (keys + self.block_m * (k_row + 4)).next_multiple_of(128)
     }
 
     /// `CodedStages` of kernels/mma/coded_tiles.cuh.

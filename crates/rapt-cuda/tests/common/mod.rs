@@ -3,8 +3,8 @@
 #![allow(dead_code, reason = "each test file uses a part")]
 
 use rapt_core::{
-    Arch, CodesForm, DType, Device, Extent, Format, Granularity, Options, Qkv, ScaleLayout, Shape, Spec, TensorLayout,
-    View, swizzle,
+    Arch, CodesForm, Compute, DType, Device, Extent, Format, Granularity, Options, Qkv, ScaleLayout, Shape, Spec,
+    TensorLayout, View, swizzle,
 };
 use rapt_cuda::Caps;
 
@@ -101,6 +101,33 @@ pub(crate) fn spec_of_codes(
     Spec::builder(&q, &codes("k"), &codes("v"), options).codes(codes_of).build().unwrap()
 }
 
+/// `[1, heads, q_len, head_dim]` over int8 codes of `[1, kv_heads, kv_len, head_dim]`, k by token and v by channel, for products of int8.
+pub(crate) fn spec_of_int8(
+    dtype: DType,
+    [heads, kv_heads, q_len, kv_len]: [usize; 4],
+    [head_dim, head_dim_v]: [usize; 2],
+    [of_k, of_v]: [Granularity; 2],
+    mask: Option<DType>,
+    options: &Options,
+) -> Spec {
+    let q = view("q", dtype, &[1, heads, q_len, head_dim]);
+    let codes = |name, dim| view(name, DType::I8, &[1, kv_heads, kv_len, dim]);
+    let form = |granularity, dim| {
+        let shape: &[usize] = match granularity {
+            Granularity::Token => &[1, kv_heads, kv_len],
+            Granularity::Channel => &[1, kv_heads, 1, dim],
+            Granularity::Head => &[1, kv_heads],
+            _ => &[],
+        };
+        Some(form_of(Format::Int8, shape))
+    };
+    let codes_of = Qkv { q: None, k: form(of_k, head_dim), v: form(of_v, head_dim_v) };
+    let mask = mask.map(|dtype| view("mask", dtype, &[1, 1, 1, kv_len]));
+    let options = options.with_compute(Compute::Int8);
+    let (k, v) = (codes("k", head_dim), codes("v", head_dim_v));
+    Spec::builder(&q, &k, &v, &options).mask(mask.as_ref()).codes(codes_of).build().unwrap()
+}
+
 /// The same over codes whose factors lie swizzled.
 pub(crate) fn spec_of_swizzled(
     dtype: DType,
@@ -172,6 +199,26 @@ pub(crate) fn spec_of_cache(
         let form = CodesForm::new(format, &view("descale", format.scale_dtype(), &[blocks, kv_heads, rows]));
         builder.codes(Qkv { q: None, k: Some(form), v: Some(form) });
     }
+    if page_size > 0 {
+        builder.pages(&view("page_table", DType::I32, &[batch, most.div_ceil(page_size)]), most);
+    }
+    builder.lengths(Some(&view("cache_seqlens", DType::I32, &[batch])), 1).build().unwrap()
+}
+
+/// The same for products of int8: bfloat16 queries over int8 codes, of keys by token and of values by tensor.
+pub(crate) fn spec_of_int8_cache(
+    [batch, heads, kv_heads, q_len, most]: [usize; 5],
+    [head_dim, page_size]: [usize; 2],
+    options: &Options,
+) -> Spec {
+    let q = view("q", DType::BF16, &[batch, heads, q_len, head_dim]);
+    let (blocks, rows) = if page_size == 0 { (batch, most) } else { (1000, page_size) };
+    let cache = |name| view(name, DType::I8, &[blocks, kv_heads, rows, head_dim]);
+    let form = |shape: &[usize]| Some(form_of(Format::Int8, shape));
+    let options = options.with_compute(Compute::Int8);
+    let (k, v) = (cache("k"), cache("v"));
+    let mut builder = Spec::builder(&q, &k, &v, &options);
+    builder.codes(Qkv { q: None, k: form(&[blocks, kv_heads, rows]), v: form(&[]) });
     if page_size > 0 {
         builder.pages(&view("page_table", DType::I32, &[batch, most.div_ceil(page_size)]), most);
     }

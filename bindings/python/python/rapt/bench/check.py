@@ -168,7 +168,10 @@ class Judge:
         return Error(relative, worst, True)
 
     def allow(self, flash=None):
-        """The limit, from flash's answer where there is one."""
+        """The limit, from flash's answer where there is one; of products of int8 their own."""
+        if self.row.compute == "int8":
+            self.limit = interleaved.limit_of_int8()
+            return self.limit
         peer, source = (self.flash_rounded, "flash's roundings") if flash is None else (self.sampled(flash), "torch flash in this run")
         self.limit = interleaved.Limit(*self.rule.limits(DTYPES[self.row.dtype], [peer], self.want), source)
         return self.limit

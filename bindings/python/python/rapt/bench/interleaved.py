@@ -19,6 +19,11 @@ class Limit:
         return error.finite and error.relative <= self.relative and error.worst_row <= self.worst_row
 
 
+def limit_of_int8():
+    """What is allowed products of int8, which are an approximation (docs/reference/numerics.md): no rule of PyTorch's."""
+    return Limit(3e-2, 4 * 3e-2, 'what compute="int8" rounds')
+
+
 @dataclasses.dataclass
 class Measured:
     """One row with every engine's timing, the limit it was judged by and the ceilings of its rounds."""

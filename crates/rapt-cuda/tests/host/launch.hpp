@@ -1,0 +1,48 @@
+// Runs blocks of the kernel before it, one after another: behind a kernel's source as block.hpp is before it.
+
+namespace host {
+
+inline const Params* params;
+
+inline void body() {
+    attention(*params);
+    threads[running].done = true;
+    let_others();
+}
+
+}  // namespace host
+
+// False if threads wait for others that never come.
+extern "C" bool launch(const void* bytes, unsigned blocks, int block_threads) {
+    using namespace host;
+    Params copied;
+    std::memcpy(&copied, bytes, sizeof copied);
+    params = &copied;
+    count = block_threads;
+    for (unsigned n = 0; n < blocks; n++) {
+        blockIdx.x = n;
+        std::memset(shared, 0xa5, MOST_SHARED);
+        block = {0, 0, count};
+        for (Together& warp : warps) warp = {0, 0, WARP};
+        for (int at = 0; at < count; at++) {
+            Thread& thread = threads[at];
+            if (!thread.stack) thread.stack.reset(new char[STACK]);
+            getcontext(&thread.context);
+            thread.context.uc_stack.ss_sp = thread.stack.get(), thread.context.uc_stack.ss_size = STACK;
+            thread.context.uc_link = nullptr;
+            thread.begun = thread.done = false, thread.copies.clear();
+            makecontext(&thread.context, body, 0);
+        }
+        for (int done = 0; done < count;) {
+            is_stuck = true;
+            for (int at = 0; at < count; at++) {
+                if (threads[at].done) continue;
+                running = at, threadIdx.x = at;
+                go_on(threads[at]);
+                if (threads[at].done) done++, is_stuck = false;
+            }
+            if (is_stuck) return false;
+        }
+    }
+    return true;
+}
