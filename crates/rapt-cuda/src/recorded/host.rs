@@ -2,7 +2,7 @@
 //! against the definition. The kernel's own source is compiled as C++, with stand-ins for what a block of threads and the tensor cores do
 //! (tests/host/block.hpp): every map, every strided read, every barrier and wait, and all arithmetic but that of `ex2.approx`.
 //!
-//! Needs a C++ compiler (`CXX`, else `c++`) and contexts of POSIX. Deliberately absent: memory of a device, and what runs at once.
+//! Needs a C++ compiler (`CXX`, else `c++`) and contexts of POSIX, so that it is of Linux on x86_64 alone. Deliberately absent: memory of a device, and what runs at once.
 
 use std::cell::Cell;
 use std::ffi::{CStr, c_int, c_uint, c_void};

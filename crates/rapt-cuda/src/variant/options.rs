@@ -99,11 +99,7 @@ impl KernelVariant {
             Algorithm::Int8 => {
                 options.define("BLOCK_M", self.block_m);
                 options.define("BLOCK_N", self.block_n);
-                // As many as leave scores and sums in registers (NVRTC 13.2: 16 bytes are spilled on other architectures).
-                let large = matches!(self.arch, Arch::Sm90a | Arch::Sm100 | Arch::Sm103);
-                let is_plain = !self.natural && self.mask.is_none();
-                let fits_thrice = is_plain && (self.dims.1 <= 64 || (large && self.dims.1 <= 128));
-                options.define("MIN_BLOCKS", if fits_thrice { 3 } else { 2 });
+                options.define("MIN_BLOCKS", self.int8_resident());
             }
             Algorithm::Hopper => self.add_hopper(&mut options),
             Algorithm::HopperF32 => {
@@ -180,6 +176,14 @@ impl KernelVariant {
                 options.define("BLOCK_M", self.block_m);
             }
         }
+    }
+
+    /// Blocks of int8.cu on one multiprocessor: as many as leave scores and sums in registers (NVRTC 13.2: of three 16 bytes are spilled on
+    /// other architectures).
+    const fn int8_resident(&self) -> u32 {
+        let large = matches!(self.arch, Arch::Sm90a | Arch::Sm100 | Arch::Sm103);
+        let is_plain = !self.natural && self.mask.is_none();
+        if is_plain && (self.dims.1 <= 64 || (large && self.dims.1 <= 128)) { 3 } else { 2 }
     }
 
     fn add_hopper_f32(&self, options: &mut Options) {
