@@ -33,9 +33,9 @@ const GLIBC: [&str; 8] = [
 ];
 /// musl's, under the names by which Alpine and others have it. No libgcc_s, which they need not have.
 const MUSL: [&str; 3] = ["libc.so", "libc.musl-x86_64.so.1", "libc.musl-aarch64.so.1"];
-const MACOS: [&str; 2] = ["/usr/lib/libSystem.B.dylib", "/usr/lib/libiconv.2.dylib"];
-/// Of Windows 10, and Python's own.
-const WINDOWS: [&str; 11] = [
+const MACOS: [&str; 3] = ["/usr/lib/libSystem.B.dylib", "/usr/lib/libiconv.2.dylib", "/usr/lib/libcharset.1.dylib"];
+/// Of Windows 10, its C library among them, and Python's own.
+const WINDOWS: [&str; 16] = [
     "kernel32.dll",
     "ntdll.dll",
     "msvcrt.dll",
@@ -45,6 +45,11 @@ const WINDOWS: [&str; 11] = [
     "bcrypt.dll",
     "bcryptprimitives.dll",
     "api-ms-win-core-synch-l1-2-0.dll",
+    "api-ms-win-crt-heap-l1-1-0.dll",
+    "api-ms-win-crt-math-l1-1-0.dll",
+    "api-ms-win-crt-runtime-l1-1-0.dll",
+    "api-ms-win-crt-stdio-l1-1-0.dll",
+    "api-ms-win-crt-string-l1-1-0.dll",
     "vcruntime140.dll",
     "python3.dll",
 ];

@@ -294,6 +294,19 @@ fn log_fallback(reason: &str) {
     tracing::debug!(target: "rapt", reason, "fallback");
 }
 
+/// maturin has MinGW's linker export the module by the whole of its name, with which Python asks for nothing: it is there, and is never called.
+#[cfg(all(windows, target_env = "gnu"))]
+#[unsafe(export_name = "PyInit_rapt._native")]
+extern "C" fn never_called() -> *mut std::ffi::c_void {
+    std::ptr::null_mut()
+}
+
+/// Words for that linker: what Python asks for is exported too.
+#[cfg(all(windows, target_env = "gnu"))]
+#[used]
+#[unsafe(link_section = ".drectve")]
+static EXPORTED: [u8; 23] = *b" -export:PyInit__native";
+
 /// The native half of the package `rapt`.
 #[pymodule]
 fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
