@@ -230,8 +230,54 @@ fn products_of_int8_compile_and_the_hot_ones_do_not_spill() {
     }
 }
 
+/// What compute capability 9.0 has of its own: kernels that are hot, and others.
+fn on_hopper(plain: &Options, capped: &Options) -> (Vec<KernelVariant>, Vec<KernelVariant>) {
+    let of = |spec| variants(&spec, &caps(Arch::Sm90a)).unwrap();
+    let bf16 = |lengths, mask, options| of(spec(DType::BF16, lengths, mask, options));
+    let (mut hot, mut all) = (Vec::new(), Vec::new());
+    for head_dim in [96, 128] {
+        hot.extend(of(spec(DType::F32, [8, 2048, 2048, head_dim], None, plain)));
+    }
+    hot.extend(of(spec(DType::F32, [1, 4096, 4096, 512], None, plain)));
+    all.extend(bf16([2, 100, 100, 500], Some(DType::BF16), capped));
+    all.extend(of(spec(DType::F32, [2, 100, 100, 300], Some(DType::Bool), capped)));
+    all.extend(of(spec_of_dims(DType::F16, [2, 100, 100], [64, 320], Some(DType::Bool), plain)));
+    // Sums fill the registers here: a spill would be in the loop.
+    for head_dim in [96, 192, 256] {
+        hot.extend(bf16([8, 2048, 2048, head_dim], None, plain));
+    }
+    hot.extend(bf16([8, 1024, 1024, 96], None, plain));
+    hot.extend(bf16([8, 4096, 77, 64], None, plain));
+    // Tiles of 64 keys: four groups, and two.
+    hot.extend(bf16([768, 197, 197, 64], None, plain));
+    hot.extend(bf16([8, 197, 197, 64], None, plain));
+    hot.extend(bf16([8, 2048, 2048, 80], None, plain));
+    for (head_dim, mask) in [64, 128, 256].into_iter().flat_map(|d| [(d, DType::Bool), (d, DType::BF16)]) {
+        hot.extend(bf16([8, 2048, 2048, head_dim], Some(mask), plain));
+    }
+    for head_dim in [48, 64, 80, 128, 256] {
+        hot.extend(bf16([8, 2048, 2048, head_dim], None, capped));
+    }
+    // Where registers are scarcest: something else beside each kind of mask, and 32-bit biases beside the widest heads.
+    hot.extend(bf16([8, 2048, 2048, 64], Some(DType::Bool), capped));
+    hot.extend(bf16([8, 2048, 2048, 64], Some(DType::BF16), capped));
+    hot.extend(bf16([8, 2048, 2048, 128], Some(DType::BF16), capped));
+    hot.extend(bf16([8, 2048, 2048, 256], Some(DType::F32), capped));
+    hot.extend(of(spec(DType::F32, [8, 2048, 2048, 128], Some(DType::Bool), plain)));
+    // Values wider and narrower than keys, as they share out shared memory otherwise.
+    for dims in [[192, 128], [96, 64], [64, 96], [64, 128], [128, 64], [64, 256], [256, 64]] {
+        all.extend(of(spec_of_dims(DType::BF16, [8, 4096, 4096], dims, None, plain)));
+    }
+    // Element by element.
+    for (head_dim, mask) in [(95, None), (127, Some(DType::Bool)), (255, Some(DType::F32))] {
+        hot.extend(bf16([8, 2048, 2048, head_dim], mask, capped));
+    }
+    hot.extend(of(spec(DType::F32, [8, 2048, 2048, 127], Some(DType::F32), capped)));
+    (hot, all)
+}
+
 #[test]
-fn every_kernel_compiles_and_the_hot_ones_do_not_spill() {
+fn all_kernels_compile_and_the_hot_ones_do_not_spill() {
     let plain = Options::default();
     let capped = plain.with_softcap(30.0).with_causal(Causal::TopLeft);
     let mut all = Vec::new();
@@ -247,47 +293,10 @@ fn every_kernel_compiles_and_the_hot_ones_do_not_spill() {
         // Its careful run is part of it on compute capability 9.0, and spills a word or two.
         all.extend(bf16([1, 4096, 4096, 512], None, &plain));
         hot.extend(of(spec(DType::F32, [8, 2048, 2048, 64], None, &plain)));
-        if arch == Arch::Sm90a {
-            for head_dim in [96, 128] {
-                hot.extend(of(spec(DType::F32, [8, 2048, 2048, head_dim], None, &plain)));
-            }
-            hot.extend(of(spec(DType::F32, [1, 4096, 4096, 512], None, &plain)));
-            all.extend(bf16([2, 100, 100, 500], Some(DType::BF16), &capped));
-            all.extend(of(spec(DType::F32, [2, 100, 100, 300], Some(DType::Bool), &capped)));
-            all.extend(of(spec_of_dims(DType::F16, [2, 100, 100], [64, 320], Some(DType::Bool), &plain)));
-            // Sums fill the registers here: a spill would be in the loop.
-            for head_dim in [96, 192, 256] {
-                hot.extend(bf16([8, 2048, 2048, head_dim], None, &plain));
-            }
-            hot.extend(bf16([8, 1024, 1024, 96], None, &plain));
-            hot.extend(bf16([8, 4096, 77, 64], None, &plain));
-            // Tiles of 64 keys: four groups, and two.
-            hot.extend(bf16([768, 197, 197, 64], None, &plain));
-            hot.extend(bf16([8, 197, 197, 64], None, &plain));
-            hot.extend(bf16([8, 2048, 2048, 80], None, &plain));
-            for (head_dim, mask) in [64, 128, 256].into_iter().flat_map(|d| [(d, DType::Bool), (d, DType::BF16)]) {
-                hot.extend(bf16([8, 2048, 2048, head_dim], Some(mask), &plain));
-            }
-            for head_dim in [48, 64, 80, 128, 256] {
-                hot.extend(bf16([8, 2048, 2048, head_dim], None, &capped));
-            }
-            // Where registers are scarcest: something else beside each kind of mask, and 32-bit biases beside the widest heads.
-            hot.extend(bf16([8, 2048, 2048, 64], Some(DType::Bool), &capped));
-            hot.extend(bf16([8, 2048, 2048, 64], Some(DType::BF16), &capped));
-            hot.extend(bf16([8, 2048, 2048, 128], Some(DType::BF16), &capped));
-            hot.extend(bf16([8, 2048, 2048, 256], Some(DType::F32), &capped));
-            hot.extend(of(spec(DType::F32, [8, 2048, 2048, 128], Some(DType::Bool), &plain)));
-            // Values wider and narrower than keys, as they share out shared memory otherwise.
-            for dims in [[192, 128], [96, 64], [64, 96], [64, 128], [128, 64], [64, 256], [256, 64]] {
-                all.extend(of(spec_of_dims(DType::BF16, [8, 4096, 4096], dims, None, &plain)));
-            }
-            // Element by element.
-            for (head_dim, mask) in [(95, None), (127, Some(DType::Bool)), (255, Some(DType::F32))] {
-                hot.extend(bf16([8, 2048, 2048, head_dim], mask, &capped));
-            }
-            hot.extend(of(spec(DType::F32, [8, 2048, 2048, 127], Some(DType::F32), &capped)));
-        }
     }
+    let (of_hopper, more_of_hopper) = on_hopper(&plain, &capped);
+    hot.extend(of_hopper);
+    all.extend(more_of_hopper);
     // The other forms of the sources, once: what they differ in does not depend on the architecture.
     let of =
         |dtype, lengths, mask, options| variants(&spec(dtype, lengths, mask, options), &caps(Arch::Sm90a)).unwrap();
