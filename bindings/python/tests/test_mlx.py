@@ -44,7 +44,7 @@ def test_views_are_read_where_they_lie(mx, rng):
     assert np.allclose(lse.data, want_lse, rtol=1e-5)
     [(kernel, call)] = fake_mlx.calls
     assert kernel["input_names"] == ["params", "q", "k", "v", "mask"] and kernel["output_names"] == ["out", "lse"]
-    assert (call["grid"], call["threadgroup"]) == ((8 * 128, 1, 1), (128, 1, 1))
+    assert (call["grid"], call["threadgroup"]) == ((8 * 256, 1, 1), (256, 1, 1))
     assert call["inputs"][1].data is q
 
 

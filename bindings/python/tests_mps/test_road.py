@@ -52,7 +52,7 @@ def test_registered_sdpa_is_served_on_views_where_they_lie(fake, dtype, limit):
     kinds = [call[0] for call in fake.calls]
     assert kinds == ["library", "function", "dispatch"], fake.calls
     _, threads, group, bound, params = fake.calls[-1]
-    assert (threads, group, len(params)) == ((6 * 128, 1, 1), (128, 1, 1), 256)
+    assert (threads, group, len(params)) == ((6 * 256, 1, 1), (256, 1, 1), 256)
     assert [bound[slot][0] for slot in (1, 2, 3)] == [each.data_ptr() for each in (q, k, v)]
     # The same again: nothing is compiled.
     with rapt.torch.backend(), torch.no_grad():
@@ -78,7 +78,7 @@ def test_explain_tells_the_kernel_and_what_it_rests_on(fake):
     q, _ = plain(fake, torch.float32, 1, 2, 70, 16)
     plan = rapt.explain(q, q, q)
     text = str(plan)
-    assert "forward float32 on msl" in text and "in bounds        q: 2,240 elements in bytes 0..8960 of a storage of 0..8960: proven" in text, text
+    assert "matrices float32 on msl" in text and "in bounds        q: 2,240 elements in bytes 0..8960 of a storage of 0..8960: proven" in text, text
     assert not [call for call in fake.calls if call[0] == "dispatch"]
     assert plan.certificate is not None
 

@@ -15,6 +15,8 @@
 //! attended key may still score `−inf` (an infinite operand): its weight is 0, and a row of nothing else ends as a row
 //! without keys.
 //!
+//! Its gradients are those of [`backward`].
+//!
 //! Two forms that share no arithmetic are given and checked against each other: [`naive`] holds a whole row of scores
 //! and reads the position rule pair by pair; [`online`] streams blocks of keys and asks [`rapt_core::BlockRange`].
 //!
@@ -30,12 +32,14 @@
 
 #![forbid(unsafe_code)]
 
+mod backward;
 mod descale;
 mod int8;
 mod naive;
 mod online;
 mod quantization;
 
+pub use backward::{Gradients, OutputGradients, backward};
 pub use descale::Descale;
 pub use int8::{Int8Inputs, Int8Outputs, int8};
 pub use naive::naive;

@@ -24,7 +24,7 @@ pub fn naive(problem: &Problem, inputs: &Inputs<'_>) -> Outputs {
         let row = Row::new(problem, inputs, row);
         let (scores, row_max, row_sum) = scores_of(&row);
         // Of a row without keys, and of one whose keys all weigh 0, the sums are the result.
-        let is_weightless = scores.iter().all(|(_, s)| s.value == f64::NEG_INFINITY);
+        let is_weightless = scores.iter().all(|(_, s)| s.is_without_weight());
         let (row_max, row_sum) = if is_weightless { (f64::NEG_INFINITY, 1.0) } else { (row_max, row_sum) };
         let weights: Vec<f64> = scores.iter().map(|(_, s)| s.weight(row_max)).collect();
         for column in 0..problem.head_dim_v {
@@ -66,18 +66,20 @@ pub(crate) fn seen(problem: &Problem, i: usize, j: usize) -> bool {
 pub(crate) struct Score {
     value: f64,
     rest: f64,
+    /// The derivative of a softcap, where one was applied; else 1.
+    cap_slope: f64,
 }
 
 impl Score {
     fn exact(value: f64) -> Self {
-        Score { value, rest: 0.0 }
+        Score { value, rest: 0.0, cap_slope: 1.0 }
     }
 
     /// `value` with `rest`, a correction below 2^-20. A greater one is forgotten: a bias at the lowest finite number
     /// absorbs the score that it is added to (by definition such a row gives the mean of v), and what is lost beside an
     /// infinity is no number.
     fn new(value: f64, rest: f64) -> Self {
-        Score { value, rest: if rest.abs() < 1.0 / f64::from(1 << 20) { rest } else { 0.0 } }
+        Score { rest: if rest.abs() < 1.0 / f64::from(1 << 20) { rest } else { 0.0 }, ..Score::exact(value) }
     }
 
     fn times(self, factor: f64) -> Self {
@@ -88,13 +90,30 @@ impl Score {
     fn plus(self, term: f64) -> Self {
         let value = self.value + term;
         let kept = value - self.value;
-        Score::new(value, (self.value - (value - kept)) + (term - kept) + self.rest)
+        let sum = Score::new(value, (self.value - (value - kept)) + (term - kept) + self.rest);
+        Score { cap_slope: self.cap_slope, ..sum }
     }
 
     /// `c·tanh(x/c)`; the rest is carried by the slope.
     fn capped(self, c: f64) -> Self {
         let tanh = (self.value / c).tanh();
-        Score::new(c * tanh, self.rest * (1.0 - tanh * tanh))
+        let cap_slope = 1.0 - tanh * tanh;
+        Score { cap_slope, ..Score::new(c * tanh, self.rest * cap_slope) }
+    }
+
+    /// The number.
+    pub(crate) fn value(self) -> f64 {
+        self.value
+    }
+
+    /// What a change of `q·k·softmax_scale` is multiplied with on its way to the score.
+    pub(crate) fn slope_of_cap(self) -> f64 {
+        self.cap_slope
+    }
+
+    /// Whether this key weighs 0 whatever the others score.
+    pub(crate) fn is_without_weight(self) -> bool {
+        self.value == f64::NEG_INFINITY
     }
 
     /// `exp(score − max)`.
@@ -123,7 +142,7 @@ fn score(row: &Row<'_>, j: usize) -> Option<Score> {
 }
 
 /// `Σ a·b`, compensated. Sums that leave the finite numbers are those of plain arithmetic.
-fn dot(pairs: impl Iterator<Item = (f64, f64)>) -> Score {
+pub(crate) fn dot(pairs: impl Iterator<Item = (f64, f64)>) -> Score {
     let (mut sum, mut plain, mut lost) = (0.0f64, 0.0f64, 0.0f64);
     for (a, b) in pairs {
         let product = a * b;
