@@ -40,7 +40,7 @@ impl Kernels {
 }
 
 /// The folder of the pinned NVRTC, fetched by the environment's pip if it is not there; `None`, with a notice, where it cannot be had.
-fn nvrtc(venv: &Venv, target: &Path, offline: bool) -> Result<Option<PathBuf>, Failure> {
+pub(crate) fn nvrtc(venv: &Venv, target: &Path, offline: bool) -> Result<Option<PathBuf>, Failure> {
     let folder = target.join("nvrtc");
     let library = folder.join("nvidia/cu13/lib");
     let (stamp, wanted) = (folder.join("installed.txt"), read(&root().join(REQUIREMENT))?);

@@ -25,10 +25,11 @@ cargo xtask test [--gpu | --torch VERSION | --archives VERSION | --target PLATFO
 Formatting, lints, tidy, the documentation, the Rust tests, C programs against the C library, the backend for Vulkan on
 lavapipe, the wheel's check, and pytest from the installed wheel.
 
-  --gpu             only what takes too long for every change: kernels for Metal, every variant, compiled as C++ and run; the backend for
-                    Vulkan with its whole suite, on lavapipe and on the first adapter of the machine's own drivers if it has any; the
-                    package for browsers with its whole suite; and exported programs in every form (RAPT_WHOLE=1). All of them
-                    run, and what failed is listed at the end. An hour or two on two cores
+  --gpu             only what takes too long for every change: kernels for CUDA in every size; kernels for Metal, every
+                    variant, compiled as C++ and run; the backend for Vulkan with its whole suite, on lavapipe and on the
+                    first adapter of the machine's own drivers if it has any; the package for browsers with its whole
+                    suite; and exported programs in every form (RAPT_WHOLE=1). All of them run, and what failed is listed
+                    at the end. An hour or two on two cores
   --torch VERSION   only pytest, against that torch (such as 2.6 or 2.6.0), in an environment of its own
                     (.venv-torch-VERSION)
   --archives VERSION
@@ -168,7 +169,14 @@ fn whole() -> Outcome {
         step("test exported programs in every form", || show(&mut pytest))
     };
     let of_c = || check_for_macos("rapt-c", "metal");
-    let parts: [(&str, &dyn Fn() -> Outcome); 5] = [
+    let cuda = || {
+        let library = cubins::nvrtc(&Venv::existing(".venv")?, &Workspace::load()?.target, false)?;
+        let mut compile = cargo(["test", "--workspace", "--test", "compile"]);
+        compile.env("RAPT_WHOLE", "1").envs(library.map(|library| ("RAPT_NVRTC", library)));
+        step_of("compile kernels for CUDA, every size", compile)
+    };
+    let parts: [(&str, &dyn Fn() -> Outcome); 6] = [
+        ("kernels for CUDA", &cuda),
         ("kernels for Metal", &metal),
         ("buffers of Metal in C", &of_c),
         ("the backend for Vulkan", &vulkan::whole),

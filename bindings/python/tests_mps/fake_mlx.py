@@ -51,6 +51,19 @@ def zeros(shape, dtype):
     return Array(np.zeros(shape, dtype.storage), dtype)
 
 
+def bounds(array):
+    """The first byte of an array, and the one behind its last."""
+    return np.lib.array_utils.byte_bounds(array) if hasattr(np.lib, "array_utils") else np.byte_bounds(array)
+
+
+def owner(array):
+    """The array whose memory this one shows."""
+    of = array
+    while getattr(of, "base", None) is not None:
+        of = of.base
+    return of if isinstance(of, np.ndarray) else array
+
+
 def metal_kernel(*, name, input_names, output_names, source, header, ensure_row_contiguous):
     """As mx.fast.metal_kernel."""
     made = {"name": name, "input_names": input_names, "output_names": output_names, "source": source, "header": header}
@@ -63,7 +76,9 @@ def metal_kernel(*, name, input_names, output_names, source, header, ensure_row_
         def bind(declared, array, is_output=False):
             slot = len(parameters)
             parameters.append(f"  {declared} [[buffer({slot})]]")
-            begin, end = np.lib.array_utils.byte_bounds(array) if hasattr(np.lib, "array_utils") else np.byte_bounds(array)
+            begin, end = bounds(array)
+            # Strides may reach past what there is: other arrays lie there, which are no part of this one.
+            end = max(begin, min(end, bounds(owner(array))[1]))
             assert begin == array.ctypes.data or is_output or array.size == 0, "strides above 0"
             bound[slot] = (declared.split()[-1], begin, end - begin, is_output)
             keep.append(array)
