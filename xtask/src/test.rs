@@ -29,7 +29,7 @@ lavapipe, the wheel's check, and pytest from the installed wheel.
                     variant, compiled as C++ and run; the backend for Vulkan with its whole suite, on lavapipe and on the
                     first adapter of the machine's own drivers if it has any; the package for browsers with its whole
                     suite; and exported programs in every form (RAPT_WHOLE=1). All of them run, and what failed is listed
-                    at the end. An hour or two on two cores
+                    at the end. Hours on two cores
   --torch VERSION   only pytest, against that torch (such as 2.6 or 2.6.0), in an environment of its own
                     (.venv-torch-VERSION)
   --archives VERSION

@@ -1,11 +1,11 @@
 //! The gradients of attention, in f64.
 //!
-//! For one row, with `w = d_out` and `u = d_lse`, the gradients that arrive, and p_sink the weight of its sink:
+//! For one row, with `d_o` and `d_lse`, the gradients that arrive, and p_sink the weight of its sink:
 //!
 //! ```text
-//! dv_j   += p_j · w                        x_j = q·k_j · softmax_scale, s_j = softcap(x_j) + bias_j − slope · |i + d − j|
-//! dp_j    = w · v_j                        D   = Σ p_j · dp_j − u
-//! ds_j    = p_j · (dp_j − D)               d_bias_j = ds_j            d_sink −= p_sink · D
+//! dv_j   += p_j · d_o                      x_j = q·k_j · softmax_scale, s_j = softcap(x_j) + bias_j − slope · |i + d − j|
+//! dp_j    = d_o · v_j                      delta = Σ p_j · dp_j − d_lse
+//! ds_j    = p_j · (dp_j − delta)           d_bias_j = ds_j            d_sink −= p_sink · delta
 //! dx_j    = ds_j · softmax_scale · (1 − tanh²(x_j / c))
 //! dq     += dx_j · k_j                     dk_j += dx_j · q
 //! ```
@@ -15,8 +15,8 @@
 //! their key head's dk and dv; rows and batch entries into d_sinks.
 //!
 //! The derivative is that of the formula, as far as numbers go: NaN and infinities of what is attended go where arithmetic takes them. Sums are
-//! compensated, as [`naive`](crate::naive)'s are. Sources: Dao et al. 2022, *FlashAttention*, appendix B.2 (the backward pass; `D` is its row
-//! sum); the chain rule for the rest. Deliberately absent: gradients of ALiBi's slopes, of scales and of softcap, which no caller learns.
+//! compensated, as [`naive`](crate::naive)'s are. Sources: Dao et al. 2022, *FlashAttention*, appendix B.2 (the backward pass; `delta` is the `D` of its
+//! row sums); the chain rule for the rest. Deliberately absent: gradients of ALiBi's slopes, of scales and of softcap, which no caller learns.
 
 use crate::naive::{dot, scores_of};
 use crate::{Inputs, Mask, Problem, Row};
@@ -25,24 +25,24 @@ use crate::{Inputs, Mask, Problem, Row};
 #[derive(Clone, Copy, Debug)]
 pub struct OutputGradients<'a> {
     /// `[batch, num_q_heads, q_len, head_dim_v]`.
-    pub out: &'a [f64],
+    pub d_o: &'a [f64],
     /// `[batch, num_q_heads, q_len]`; none is 0.
-    pub lse: Option<&'a [f64]>,
+    pub d_lse: Option<&'a [f64]>,
 }
 
 /// What leaves: the gradients of that loss by attention's inputs, each of its input's sizes.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Gradients {
     /// By q.
-    pub q: Vec<f64>,
+    pub dq: Vec<f64>,
     /// By k.
-    pub k: Vec<f64>,
+    pub dk: Vec<f64>,
     /// By v.
-    pub v: Vec<f64>,
+    pub dv: Vec<f64>,
     /// By an additive mask, `[batch, num_q_heads, q_len, kv_len]`: a mask that was broadcast to that takes sums of it.
-    pub bias: Option<Vec<f64>>,
+    pub d_bias: Option<Vec<f64>>,
     /// By the sinks.
-    pub sinks: Option<Vec<f64>>,
+    pub d_sinks: Option<Vec<f64>>,
 }
 
 /// Sums whose rounding is kept beside them (Neumaier 1974).
@@ -75,12 +75,12 @@ pub fn backward(problem: &Problem, inputs: &Inputs<'_>, given: &OutputGradients<
     problem.check(inputs);
     let Problem { num_q_heads, num_kv_heads, q_len, kv_len, head_dim, head_dim_v, .. } = *problem;
     let rows = problem.batch * num_q_heads * q_len;
-    assert_eq!(given.out.len(), rows * head_dim_v, "length of the gradient of out");
-    assert!(given.lse.is_none_or(|lse| lse.len() == rows), "length of the gradient of lse");
-    let mut q = vec![0.0; inputs.q.len()];
-    let (mut k, mut v) = (Sums::zeros(inputs.k.len()), Sums::zeros(inputs.v.len()));
-    let mut bias = matches!(inputs.mask, Some(Mask::Additive(_))).then(|| vec![0.0; rows * kv_len]);
-    let mut sinks = inputs.sinks.map(|sinks| Sums::zeros(sinks.len()));
+    assert_eq!(given.d_o.len(), rows * head_dim_v, "length of d_o");
+    assert!(given.d_lse.is_none_or(|lse| lse.len() == rows), "length of d_lse");
+    let mut dq = vec![0.0; inputs.q.len()];
+    let (mut dk, mut dv) = (Sums::zeros(inputs.k.len()), Sums::zeros(inputs.v.len()));
+    let mut d_bias = matches!(inputs.mask, Some(Mask::Additive(_))).then(|| vec![0.0; rows * kv_len]);
+    let mut d_sinks = inputs.sinks.map(|sinks| Sums::zeros(sinks.len()));
     for at in 0..rows {
         let row = Row::new(problem, inputs, at);
         let (scores, row_max, row_sum) = scores_of(&row);
@@ -89,33 +89,33 @@ pub fn backward(problem: &Problem, inputs: &Inputs<'_>, given: &OutputGradients<
         }
         let (batch_head, head) = (at / q_len, at / q_len % num_q_heads);
         let kv_head = batch_head / num_q_heads * num_kv_heads + head / problem.group_size();
-        let d_out = &given.out[at * head_dim_v..][..head_dim_v];
+        let d_o = &given.d_o[at * head_dim_v..][..head_dim_v];
         let p: Vec<f64> = scores.iter().map(|(_, score)| score.weight(row_max) / row_sum).collect();
         let dp: Vec<f64> =
-            scores.iter().map(|&(j, _)| dot(d_out.iter().copied().zip(row.v(j).iter().copied())).value()).collect();
-        let d_lse = given.lse.map_or(0.0, |lse| lse[at]);
-        let mean = dot(p.iter().copied().zip(dp.iter().copied())).value() - d_lse;
-        if let (Some(sinks), Some(sink)) = (&mut sinks, row.sink) {
-            sinks.add(head, -((sink - row_max).exp() / row_sum) * mean);
+            scores.iter().map(|&(j, _)| dot(d_o.iter().copied().zip(row.v(j).iter().copied())).value()).collect();
+        let d_lse = given.d_lse.map_or(0.0, |lse| lse[at]);
+        let delta = dot(p.iter().copied().zip(dp.iter().copied())).value() - d_lse;
+        if let (Some(d_sinks), Some(sink)) = (&mut d_sinks, row.sink) {
+            d_sinks.add(head, -((sink - row_max).exp() / row_sum) * delta);
         }
         let mut dx = Vec::with_capacity(scores.len());
         for ((&(j, score), &p), dp) in scores.iter().zip(&p).zip(dp) {
-            for (column, &d_out) in d_out.iter().enumerate() {
-                v.add((kv_head * kv_len + j) * head_dim_v + column, p * d_out);
+            for (column, &d_o) in d_o.iter().enumerate() {
+                dv.add((kv_head * kv_len + j) * head_dim_v + column, p * d_o);
             }
-            let ds = p * (dp - mean);
-            if let Some(bias) = &mut bias {
-                bias[at * kv_len + j] = ds;
+            let ds = p * (dp - delta);
+            if let Some(d_bias) = &mut d_bias {
+                d_bias[at * kv_len + j] = ds;
             }
             let dx_j = ds * score.slope_of_cap() * problem.softmax_scale;
             for (column, &q) in row.q.iter().enumerate() {
-                k.add((kv_head * kv_len + j) * head_dim + column, dx_j * q);
+                dk.add((kv_head * kv_len + j) * head_dim + column, dx_j * q);
             }
             dx.push((j, dx_j));
         }
         for column in 0..head_dim {
-            q[at * head_dim + column] = dot(dx.iter().map(|&(j, dx)| (dx, row.k(j)[column]))).value();
+            dq[at * head_dim + column] = dot(dx.iter().map(|&(j, dx)| (dx, row.k(j)[column]))).value();
         }
     }
-    Gradients { q, k: k.finish(), v: v.finish(), bias, sinks: sinks.map(Sums::finish) }
+    Gradients { dq, dk: dk.finish(), dv: dv.finish(), d_bias, d_sinks: d_sinks.map(Sums::finish) }
 }

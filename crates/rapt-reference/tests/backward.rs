@@ -25,7 +25,7 @@ struct Case {
     mask: Option<Vec<bool>>,
     sinks: Option<Vec<f64>>,
     slopes: Option<Vec<f64>>,
-    d_out: Vec<f64>,
+    d_o: Vec<f64>,
     d_lse: Option<Vec<f64>>,
 }
 
@@ -42,7 +42,7 @@ impl Case {
             mask: None,
             sinks: None,
             slopes: None,
-            d_out: numbers(seed + 3, rows * head_dim_v),
+            d_o: numbers(seed + 3, rows * head_dim_v),
             d_lse: None,
         }
     }
@@ -65,14 +65,14 @@ impl Case {
     }
 
     fn gradients(&self) -> Gradients {
-        let given = OutputGradients { out: &self.d_out, lse: self.d_lse.as_deref() };
+        let given = OutputGradients { d_o: &self.d_o, d_lse: self.d_lse.as_deref() };
         backward(&self.problem, &self.inputs(), &given)
     }
 
     /// The loss whose gradients by out and lse are those given. Rows without keys are constant: they count nothing.
     fn loss(&self) -> f64 {
         let Outputs { out, lse } = naive(&self.problem, &self.inputs());
-        let of_out: f64 = out.iter().zip(&self.d_out).map(|(out, d)| out * d).sum();
+        let of_out: f64 = out.iter().zip(&self.d_o).map(|(out, d)| out * d).sum();
         let of_lse = self.d_lse.as_ref().map_or(0.0, |d_lse| {
             lse.iter().zip(d_lse).filter(|(lse, _)| lse.is_finite()).map(|(lse, d)| lse * d).sum()
         });
@@ -105,16 +105,16 @@ impl Case {
     }
 
     fn check(&self) {
-        let Gradients { q, k, v, bias, sinks } = self.gradients();
-        self.holds("q", &q, |case| &mut case.q);
-        self.holds("k", &k, |case| &mut case.k);
-        self.holds("v", &v, |case| &mut case.v);
-        assert_eq!((bias.is_some(), sinks.is_some()), (self.bias.is_some(), self.sinks.is_some()));
-        if let Some(bias) = bias {
-            self.holds("bias", &bias, |case| case.bias.as_mut().expect("a bias"));
+        let Gradients { dq, dk, dv, d_bias, d_sinks } = self.gradients();
+        self.holds("dq", &dq, |case| &mut case.q);
+        self.holds("dk", &dk, |case| &mut case.k);
+        self.holds("dv", &dv, |case| &mut case.v);
+        assert_eq!((d_bias.is_some(), d_sinks.is_some()), (self.bias.is_some(), self.sinks.is_some()));
+        if let Some(d_bias) = d_bias {
+            self.holds("d_bias", &d_bias, |case| case.bias.as_mut().expect("a bias"));
         }
-        if let Some(sinks) = sinks {
-            self.holds("sinks", &sinks, |case| case.sinks.as_mut().expect("sinks"));
+        if let Some(d_sinks) = d_sinks {
+            self.holds("d_sinks", &d_sinks, |case| case.sinks.as_mut().expect("sinks"));
         }
     }
 }
@@ -123,15 +123,15 @@ impl Case {
 fn two_keys_by_hand() {
     // Scores 0 and ln 3: weights 1/4 and 3/4; out = 5, so that D = 5 and ds = ±3/4.
     let k = [0.0, 3f64.ln()];
-    let given = OutputGradients { out: &[1.0], lse: None };
+    let given = OutputGradients { d_o: &[1.0], d_lse: None };
     let found = backward(&Problem::plain(1, 1, 1, 2, 1), &Inputs::plain(&[1.0], &k, &[8.0, 4.0]), &given);
     let close = |a: f64, b: f64| assert!((a - b).abs() < 1e-15 * (1.0 + b.abs()), "{a} is not {b}");
-    close(found.v[0], 0.25);
-    close(found.v[1], 0.75);
-    close(found.k[0], 0.75);
-    close(found.k[1], -0.75);
-    close(found.q[0], -0.75 * 3f64.ln());
-    assert_eq!((found.bias, found.sinks), (None, None));
+    close(found.dv[0], 0.25);
+    close(found.dv[1], 0.75);
+    close(found.dk[0], 0.75);
+    close(found.dk[1], -0.75);
+    close(found.dq[0], -0.75 * 3f64.ln());
+    assert_eq!((found.d_bias, found.d_sinks), (None, None));
 }
 
 proptest! {
@@ -183,7 +183,7 @@ fn masked() -> [Case; 4] {
             case.problem.q_len = 2;
             case.problem.causal = Some(Causal::TopLeft);
             case.q = numbers(1, 12);
-            case.d_out = numbers(2, 12);
+            case.d_o = numbers(2, 12);
         }),
     ]
 }
@@ -198,11 +198,11 @@ fn what_is_not_attended_gets_exactly_nothing_and_gives_nothing() {
         let found = dirty.gradients();
         assert_eq!(found, clean, "{dirty:?}");
         for head in 0..2 {
-            for row in [&found.k, &found.v] {
+            for row in [&found.dk, &found.dv] {
                 assert!(row[(head * 4 + 2) * 3..][..6].iter().all(|&x| x == 0.0), "{found:?}");
             }
-            if let Some(bias) = &found.bias {
-                assert_eq!(bias[head * 4 + 2..][..2], [0.0, 0.0]);
+            if let Some(d_bias) = &found.d_bias {
+                assert_eq!(d_bias[head * 4 + 2..][..2], [0.0, 0.0]);
             }
         }
     }
@@ -216,20 +216,20 @@ fn a_row_without_keys_gives_nothing_whatever_arrives() {
     case.sinks = Some(vec![0.25]);
     case.d_lse = Some(vec![f64::NAN, 1.0]);
     case.q[..2].fill(f64::NAN);
-    case.d_out[..2].fill(f64::NAN);
+    case.d_o[..2].fill(f64::NAN);
     let found = case.gradients();
-    assert_eq!(found.q[..2], [0.0, 0.0]);
-    let all = [&found.q, &found.k, &found.v, found.sinks.as_ref().expect("sinks")];
+    assert_eq!(found.dq[..2], [0.0, 0.0]);
+    let all = [&found.dq, &found.dk, &found.dv, found.d_sinks.as_ref().expect("sinks")];
     assert!(all.iter().all(|gradient| gradient.iter().all(|x| x.is_finite())), "{found:?}");
     // No keys at all, and keys that all score −∞.
     for (kv_len, score) in [(0, 0.0), (2, f64::NEG_INFINITY)] {
         let mut case = Case::new(Problem::plain(1, 1, 1, kv_len, 1), 6);
         case.q.fill(1.0);
         case.k.fill(score);
-        case.d_out.fill(f64::NAN);
+        case.d_o.fill(f64::NAN);
         case.sinks = Some(vec![1.0]);
-        let Gradients { q, k, v, sinks, .. } = case.gradients();
-        assert!([q, k, v, sinks.expect("sinks")].concat().iter().all(|&x| x == 0.0));
+        let Gradients { dq, dk, dv, d_sinks, .. } = case.gradients();
+        assert!([dq, dk, dv, d_sinks.expect("sinks")].concat().iter().all(|&x| x == 0.0));
     }
 }
 
@@ -248,18 +248,18 @@ fn groups_and_batches_sum_where_they_share() {
             let mut alone = Case::new(Problem::plain(1, 1, 3, 4, 2), 0);
             let row = batch * 2 + head;
             alone.q = case.q[row * 6..][..6].to_vec();
-            alone.d_out = case.d_out[row * 6..][..6].to_vec();
+            alone.d_o = case.d_o[row * 6..][..6].to_vec();
             alone.k = case.k[batch * 8..][..8].to_vec();
             alone.v = case.v[batch * 8..][..8].to_vec();
             alone.sinks = Some(vec![case.sinks.as_ref().expect("sinks")[head]]);
             let found = alone.gradients();
-            assert_eq!(found.q, whole.q[row * 6..][..6]);
-            k.iter_mut().zip(found.k).for_each(|(sum, x)| *sum += x);
-            v.iter_mut().zip(found.v).for_each(|(sum, x)| *sum += x);
-            *sum_of_sinks += found.sinks.expect("sinks")[0];
+            assert_eq!(found.dq, whole.dq[row * 6..][..6]);
+            k.iter_mut().zip(found.dk).for_each(|(sum, x)| *sum += x);
+            v.iter_mut().zip(found.dv).for_each(|(sum, x)| *sum += x);
+            *sum_of_sinks += found.d_sinks.expect("sinks")[0];
         }
-        assert!(k.iter().zip(&whole.k[batch * 8..]).all(|(&a, &b)| close(a, b)));
-        assert!(v.iter().zip(&whole.v[batch * 8..]).all(|(&a, &b)| close(a, b)));
+        assert!(k.iter().zip(&whole.dk[batch * 8..]).all(|(&a, &b)| close(a, b)));
+        assert!(v.iter().zip(&whole.dv[batch * 8..]).all(|(&a, &b)| close(a, b)));
     }
-    assert!(sinks.iter().zip(whole.sinks.expect("sinks")).all(|(&a, b)| close(a, b)));
+    assert!(sinks.iter().zip(whole.d_sinks.expect("sinks")).all(|(&a, b)| close(a, b)));
 }

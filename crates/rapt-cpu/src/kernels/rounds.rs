@@ -7,6 +7,20 @@ use super::simd::{Part, Simd};
 /// Independent sums: enough to hide an FMA of 4 cycles on two units.
 pub(crate) const SUMS: usize = 12;
 
+/// The sum of all lanes.
+///
+/// # Safety
+/// The instruction set is there.
+#[inline(always)]
+unsafe fn total<S: Simd<Elem = f32>>(sums: [S::V; SUMS]) -> f32 {
+    let mut total = 0.0;
+    for sum in sums {
+        // SAFETY: promised by the caller.
+        total += unsafe { S::reduce_add(sum) };
+    }
+    total
+}
+
 struct Rounds {
     rounds: usize,
     x: f32,
@@ -27,11 +41,7 @@ impl<S: Simd<Elem = f32>> Part<S> for Rounds {
                     *sum = S::fma(*sum, x, y);
                 }
             }
-            let mut total = 0.0;
-            for sum in sums {
-                total += S::reduce_add(sum);
-            }
-            total
+            total::<S>(sums)
         }
     }
 }
@@ -69,11 +79,7 @@ impl<S: Bf16Pairs> Part<S> for PairRounds {
                     *sum = S::dot(x, y, *sum);
                 }
             }
-            let mut total = 0.0;
-            for sum in sums {
-                total += S::reduce_add(sum);
-            }
-            total
+            total::<S>(sums)
         }
     }
 }
