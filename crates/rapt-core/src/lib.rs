@@ -15,6 +15,7 @@ mod certificate;
 pub mod codes;
 mod copied;
 mod device;
+mod dropout;
 mod dtype;
 mod error;
 mod explain;
@@ -40,6 +41,10 @@ pub use cache_folder::cache_folder;
 pub use certificate::{Certificate, Coverage, Disjoint, InBounds, Injective, QuantizedFact};
 pub use copied::Copied;
 pub use device::Device;
+pub use dropout::{
+    Dropout, DropoutHead, DropoutSeed, PHILOX_INCREMENTS, PHILOX_MULTIPLIERS, PHILOX_ROUNDS, column_of_group,
+    group_of_column, philox,
+};
 pub use dtype::{COMPUTED, DType, Element, Number, UnknownDtypeCode, bf16_from_f64, f16_from_f64};
 pub use error::{Error, ErrorKind, Result};
 pub use explain::Explanation;

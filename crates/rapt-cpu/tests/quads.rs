@@ -136,6 +136,7 @@ fn exact(q: &[f64], k: &Operand, v: &Operand) -> (Vec<f64>, Vec<f64>) {
         softcap: None,
         causal: None,
         window: rapt_core::Window::default(),
+        dropout: None,
     };
     let (k, v) = (k.numbers(), v.numbers());
     let done = naive(&problem, &Inputs { q, k: &k, v: &v, mask: None, sinks: None, alibi_slopes: None });

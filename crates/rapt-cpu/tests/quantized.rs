@@ -175,6 +175,7 @@ fn check(what: &str, q: &[f32], k: &Operand, v: &Operand) {
         softcap: None,
         causal: None,
         window: rapt_core::Window::default(),
+        dropout: None,
     };
     let numbers = (k.numbers(), v.numbers());
     let inputs = Inputs { q: &wide, k: &numbers.0, v: &numbers.1, mask: None, sinks: None, alibi_slopes: None };

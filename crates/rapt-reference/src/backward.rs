@@ -3,12 +3,14 @@
 //! For one row, with `d_o` and `d_lse`, the gradients that arrive, and p_sink the weight of its sink:
 //!
 //! ```text
-//! dv_j   += p_j · d_o                      x_j = q·k_j · softmax_scale, s_j = softcap(x_j) + bias_j − slope · |i + d − j|
-//! dp_j    = d_o · v_j                      delta = Σ p_j · dp_j − d_lse
+//! dv_j   += m_j · p_j · d_o                x_j = q·k_j · softmax_scale, s_j = softcap(x_j) + bias_j − slope · |i + d − j|
+//! dp_j    = m_j · (d_o · v_j)              delta = Σ p_j · dp_j − d_lse = Σ d_o · out − d_lse
 //! ds_j    = p_j · (dp_j − delta)           d_bias_j = ds_j            d_sink −= p_sink · delta
 //! dx_j    = ds_j · softmax_scale · (1 − tanh²(x_j / c))
 //! dq     += dx_j · k_j                     dk_j += dx_j · q
 //! ```
+//!
+//! m_j is what dropout multiplies a probability with: 1 where there is none.
 //!
 //! A key that is not attended gets nothing of the row and is never read, nor is its bias, whose gradient is 0. A row without keys, or whose keys all
 //! weigh 0, is zeros whatever arrives: it gives nothing, and what arrives there, NaN too, reaches nothing. Heads of a group sum into
@@ -91,17 +93,20 @@ pub fn backward(problem: &Problem, inputs: &Inputs<'_>, given: &OutputGradients<
         let kv_head = batch_head / num_q_heads * num_kv_heads + head / problem.group_size();
         let d_o = &given.d_o[at * head_dim_v..][..head_dim_v];
         let p: Vec<f64> = scores.iter().map(|(_, score)| score.weight(row_max) / row_sum).collect();
-        let dp: Vec<f64> =
-            scores.iter().map(|&(j, _)| dot(d_o.iter().copied().zip(row.v(j).iter().copied())).value()).collect();
+        let kept: Vec<f64> = scores.iter().map(|&(j, _)| row.kept(j)).collect();
+        let dp = |(&(j, _), kept): (&(usize, _), &f64)| {
+            dot(d_o.iter().copied().zip(row.v(j).iter().copied())).value() * kept
+        };
+        let dp: Vec<f64> = scores.iter().zip(&kept).map(dp).collect();
         let d_lse = given.d_lse.map_or(0.0, |lse| lse[at]);
         let delta = dot(p.iter().copied().zip(dp.iter().copied())).value() - d_lse;
         if let (Some(d_sinks), Some(sink)) = (&mut d_sinks, row.sink) {
             d_sinks.add(head, -((sink - row_max).exp() / row_sum) * delta);
         }
         let mut dx = Vec::with_capacity(scores.len());
-        for ((&(j, score), &p), dp) in scores.iter().zip(&p).zip(dp) {
+        for (((&(j, score), &p), dp), kept) in scores.iter().zip(&p).zip(dp).zip(kept) {
             for (column, &d_o) in d_o.iter().enumerate() {
-                dv.add((kv_head * kv_len + j) * head_dim_v + column, p * d_o);
+                dv.add((kv_head * kv_len + j) * head_dim_v + column, p * kept * d_o);
             }
             let ds = p * (dp - delta);
             if let Some(d_bias) = &mut d_bias {

@@ -59,6 +59,7 @@ const UNDERFLOW: f64 = 4.0 * f32::MIN_POSITIVE as f64;
 #[must_use]
 pub fn int8(problem: &Problem, inputs: &Int8Inputs<'_>) -> Int8Outputs {
     problem.check(&inputs.inputs);
+    assert!(problem.dropout.is_none(), "int8 has no dropout");
     let rows = problem.batch * problem.num_q_heads * problem.q_len;
     let mut all = Int8Outputs {
         outputs: Outputs { out: Vec::new(), lse: Vec::new() },

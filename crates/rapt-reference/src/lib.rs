@@ -15,6 +15,9 @@
 //! attended key may still score `−inf` (an infinite operand): its weight is 0, and a row of nothing else ends as a row
 //! without keys.
 //!
+//! With dropout a probability is multiplied with 0 where it is dropped, and with `1 / (1 − p)` elsewhere, before it meets v
+//! ([`rapt_core::DropoutSeed`] says which is); lse knows nothing of it. A dropped key is attended: its NaN is not hidden.
+//!
 //! Its gradients are those of [`backward`].
 //!
 //! Two forms that share no arithmetic are given and checked against each other: [`naive`] holds a whole row of scores
@@ -25,7 +28,7 @@
 //! *FlashAttention-2* (the recurrence over blocks with an accumulator, lse, bottom-right causal); Press et al. 2021,
 //! *Train Short, Test Long* (ALiBi); Gemma Team 2024, *Gemma 2* (softcap); Xiao et al. 2023, *Efficient Streaming
 //! Language Models with Attention Sinks*, and OpenAI 2025, *gpt-oss* (a learned sink logit per head); Ainslie et al.
-//! 2023, *GQA* (grouped heads).
+//! 2023, *GQA* (grouped heads); Srivastava et al. 2014, *Dropout: A Simple Way to Prevent Neural Networks from Overfitting* (scaled while training).
 //!
 //! Data layout: contiguous f64 in canonical order, `[batch, heads, len, dim]`. Deliberately absent: strides, storage
 //! dtypes, threads, and speed.
@@ -46,7 +49,7 @@ pub use naive::naive;
 pub use online::online;
 pub use quantization::{HeadErrors, RowError, quantization_error};
 
-use rapt_core::{Causal, Window};
+use rapt_core::{Causal, Dropout, DropoutHead, DropoutSeed, Window};
 
 /// Sizes and options of one problem.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -73,6 +76,8 @@ pub struct Problem {
     pub causal: Option<Causal>,
     /// The sliding window.
     pub window: Window,
+    /// How often probabilities are dropped, and which.
+    pub dropout: Option<(Dropout, DropoutSeed)>,
 }
 
 impl Problem {
@@ -91,6 +96,7 @@ impl Problem {
             softcap: None,
             causal: None,
             window: Window::default(),
+            dropout: None,
         }
     }
 
@@ -98,6 +104,15 @@ impl Problem {
     #[must_use]
     pub fn diagonal(&self) -> i128 {
         if self.causal == Some(Causal::BottomRight) { self.kv_len as i128 - self.q_len as i128 } else { 0 }
+    }
+
+    /// What dropout multiplies the probability of key `column` with, for row `row` of `[batch, num_q_heads, q_len]`: 1 without dropout.
+    #[must_use]
+    pub fn kept(&self, row: usize, column: usize) -> f64 {
+        let Some((dropout, seed)) = self.dropout else { return 1.0 };
+        let batch_head = row / self.q_len;
+        let head = seed.of_head(batch_head / self.num_q_heads, batch_head % self.num_q_heads);
+        if head.is_dropped(dropout, row % self.q_len, column) { 0.0 } else { dropout.scale() }
     }
 
     fn group_size(&self) -> usize {
@@ -179,6 +194,7 @@ struct Row<'a> {
     mask: Option<Mask<'a>>,
     sink: Option<f64>,
     slope: Option<f64>,
+    dropout: Option<(Dropout, DropoutHead)>,
 }
 
 impl<'a> Row<'a> {
@@ -200,6 +216,7 @@ impl<'a> Row<'a> {
             }),
             sink: inputs.sinks.map(|sinks| sinks[h]),
             slope: inputs.alibi_slopes.map(|slopes| slopes[h]),
+            dropout: problem.dropout.map(|(dropout, seed)| (dropout, seed.of_head(b, h))),
         }
     }
 
@@ -209,6 +226,16 @@ impl<'a> Row<'a> {
 
     fn v(&self, j: usize) -> &'a [f64] {
         &self.v[j * self.problem.head_dim_v..][..self.problem.head_dim_v]
+    }
+
+    /// What dropout multiplies the probability of key `j` with.
+    fn kept(&self, j: usize) -> f64 {
+        self.dropout.map_or(
+            1.0,
+            |(dropout, head)| {
+                if head.is_dropped(dropout, self.i, j) { 0.0 } else { dropout.scale() }
+            },
+        )
     }
 }
 

@@ -26,7 +26,7 @@ pub fn naive(problem: &Problem, inputs: &Inputs<'_>) -> Outputs {
         // Of a row without keys, and of one whose keys all weigh 0, the sums are the result.
         let is_weightless = scores.iter().all(|(_, s)| s.is_without_weight());
         let (row_max, row_sum) = if is_weightless { (f64::NEG_INFINITY, 1.0) } else { (row_max, row_sum) };
-        let weights: Vec<f64> = scores.iter().map(|(_, s)| s.weight(row_max)).collect();
+        let weights: Vec<f64> = scores.iter().map(|&(j, s)| s.weight(row_max) * row.kept(j)).collect();
         for column in 0..problem.head_dim_v {
             let values = scores.iter().map(|&(j, _)| row.v(j)[column]);
             outputs.out.push(dot(weights.iter().copied().zip(values)).value / row_sum);

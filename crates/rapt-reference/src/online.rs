@@ -9,7 +9,7 @@
 //! Milakov and Gimelshein 2018; with an accumulator, Dao et al. 2022. The position rule is [`BlockRange`]'s.
 //! Deliberately absent: any row of scores longer than a block.
 
-use rapt_core::BlockRange;
+use rapt_core::{BlockRange, column_of_group, group_of_column};
 
 use crate::{Inputs, Mask, Outputs, Problem, Row, weight};
 
@@ -71,13 +71,31 @@ impl State<'_> {
         let rescale = weight(self.row_max, block_max);
         self.row_sum *= rescale;
         self.acc_o.iter_mut().for_each(|acc| *acc *= rescale);
+        let kept = kept(row, start, end);
         for (j, s) in block {
             let p = weight(s, block_max);
             self.row_sum += p;
-            self.acc_o.iter_mut().zip(row.v(j)).for_each(|(acc, v)| *acc += p * v);
+            self.acc_o.iter_mut().zip(row.v(j)).for_each(|(acc, v)| *acc += p * kept[j - start] * v);
         }
         self.row_max = block_max;
     }
+}
+
+/// What dropout multiplies the probabilities of keys `start..end` with, a group of columns at a time.
+fn kept(row: &Row<'_>, start: usize, end: usize) -> Vec<f64> {
+    let mut kept = vec![1.0; end - start];
+    let Some((dropout, head)) = row.dropout else { return kept };
+    // Sixteen columns are four groups.
+    let (first, last) = (group_of_column(start / 16 * 16).0, end.div_ceil(16) * 4);
+    for group in first..last {
+        for (word, x) in head.block(row.i, group).into_iter().enumerate() {
+            let column = column_of_group(group, word);
+            if (start..end).contains(&column) {
+                kept[column - start] = if x > dropout.last_dropped() { dropout.scale() } else { 0.0 };
+            }
+        }
+    }
+    kept
 }
 
 /// The score of an attended key.

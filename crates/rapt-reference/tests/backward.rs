@@ -1,7 +1,7 @@
 //! Gradients: by hand, then by differences of the forward definition, then what must reach nothing.
 
 use proptest::prelude::*;
-use rapt_core::{Causal, Window};
+use rapt_core::{Causal, Dropout, DropoutSeed, Window};
 use rapt_reference::{Gradients, Inputs, Mask, OutputGradients, Outputs, Problem, backward, naive};
 
 /// Numbers of about −1 to 1, by a fixed rule.
@@ -145,9 +145,11 @@ proptest! {
         (left, right) in (prop::option::of(0usize..3), prop::option::of(0usize..3)),
         softcap in prop::option::of(0.5f64..3.0),
         (kind, has_sinks, has_slopes, has_lse) in (0..3, any::<bool>(), any::<bool>(), any::<bool>()),
+        p in prop_oneof![Just(0.0), Just(0.0), Just(1.0), 0.05f64..0.95],
         seed in 0u64..1 << 32,
     ) {
-        let plain = Problem::plain(batch, heads, q_len, kv_len, head_dim);
+        let dropout = Dropout::new(p).expect("a probability").map(|dropout| (dropout, DropoutSeed::new(seed, 1)));
+        let plain = Problem { dropout, ..Problem::plain(batch, heads, q_len, kv_len, head_dim) };
         let problem = Problem {
             num_q_heads: heads * group, head_dim_v, softcap, causal, window: Window { left, right }, softmax_scale: 0.9, ..plain
         };

@@ -1,7 +1,7 @@
 //! The definition, clause by clause, by both forms of the reference; then the two forms against each other.
 
 use proptest::prelude::*;
-use rapt_core::{Causal, Window};
+use rapt_core::{Causal, Dropout, DropoutSeed, Window};
 use rapt_reference::{Inputs, Mask, Outputs, Problem, naive, online};
 
 const INF: f64 = f64::INFINITY;
@@ -232,6 +232,36 @@ fn query_heads_share_the_key_head_of_their_group_and_values_may_be_of_another_si
 }
 
 #[test]
+fn a_dropped_probability_weighs_nothing_and_the_others_more_and_lse_knows_nothing_of_it() {
+    let (k, v): (Vec<f64>, Vec<f64>) =
+        ((0..40).map(|j| f64::from(j) / 20.0).collect(), (0..40).map(f64::from).collect());
+    let seed = DropoutSeed { seed: 3, offset: 1 << 35, first_batch: 9 };
+    let plain = Problem { num_q_heads: 2, softmax_scale: 1.0, ..Problem::plain(1, 1, 3, 40, 1) };
+    let inputs = Inputs::plain(&[1.0, 0.5, -1.0, 0.0, 2.0, 1.5], &k, &v);
+    let without = reference(&plain, &inputs);
+    for p in [0.25, 0.9] {
+        let dropout = Dropout::new(p).expect("a probability").expect("not 0");
+        let outputs = reference(&Problem { dropout: Some((dropout, seed)), ..plain }, &inputs);
+        assert_eq!(outputs.lse, without.lse);
+        for (row, (out, lse)) in outputs.out.iter().zip(&outputs.lse).enumerate() {
+            let head = seed.of_head(0, row / 3);
+            let kept = (0..40).filter(|&j| !head.is_dropped(dropout, row % 3, j));
+            let expect: f64 = kept.map(|j| (inputs.q[row] * k[j] - lse).exp() * v[j]).sum::<f64>() / (1.0 - p);
+            assert!(same(*out, expect, 1e-14), "{out} is not {expect}");
+        }
+    }
+    let all = Dropout::new(1.0).expect("a probability").expect("not 0");
+    let outputs = reference(&Problem { dropout: Some((all, seed)), ..plain }, &inputs);
+    assert_eq!(outputs, Outputs { out: vec![0.0; 6], lse: without.lse });
+    // A dropped key is attended: its NaN is not hidden.
+    let dropped = reference(
+        &Problem { dropout: Some((all, seed)), ..Problem::plain(1, 1, 1, 1, 1) },
+        &Inputs::plain(&[1.0], &[1.0], &[NAN]),
+    );
+    assert!(dropped.out[0].is_nan() && dropped.lse == [1.0]);
+}
+
+#[test]
 #[should_panic(expected = "length of k")]
 fn slices_are_as_long_as_the_problem_says() {
     let _ = naive(&Problem::plain(1, 1, 1, 2, 1), &Inputs::plain(&[0.0], &[0.0], &[0.0]));
@@ -260,12 +290,14 @@ proptest! {
         causal in prop_oneof![Just(None), Just(Some(Causal::TopLeft)), Just(Some(Causal::BottomRight))],
         (left, right) in (prop::option::of(0usize..9), prop::option::of(0usize..9)),
         (mask, sink, alibi, special) in (0u8..3, any::<bool>(), any::<bool>(), any::<bool>()),
+        p in prop_oneof![Just(0.0), Just(1.0), 0.05f64..0.95],
         seed in any::<u64>(),
     ) {
         let num_q_heads = num_kv_heads * group;
-        let window = Window { left, right };
+        let (window, draw) = (Window { left, right }, DropoutSeed::new(seed, 5));
+        let dropout = Dropout::new(p).expect("a probability").map(|dropout| (dropout, draw));
         let problem = Problem {
-            batch, num_q_heads, num_kv_heads, q_len, kv_len, head_dim, head_dim_v, softmax_scale, softcap, causal, window,
+            batch, num_q_heads, num_kv_heads, q_len, kv_len, head_dim, head_dim_v, softmax_scale, softcap, causal, window, dropout,
         };
         let mut next = numbers(seed);
         let mut fill = |n: usize, masks: bool| -> Vec<f64> {
