@@ -4,8 +4,6 @@
 
 use std::ffi::{CStr, c_void};
 
-use rapt_core::{Kernel, PRounding};
-
 /// The version of everything in this file. Libraries of two versions do not talk.
 pub const VERSION: u32 = 1;
 
@@ -70,18 +68,13 @@ pub(crate) struct Addresses {
     pub(crate) lse: *mut u8,
 }
 
-/// Kernels as they cross: by their place here.
-pub(crate) const KERNELS: [Kernel; 4] = [Kernel::Empty, Kernel::Generic, Kernel::Forward, Kernel::Decode];
-/// Roundings of p as they cross.
-pub(crate) const P_ROUNDINGS: [PRounding; 3] = [PRounding::Accumulation, PRounding::Storage, PRounding::TwoStorage];
-
 /// What a plan says of itself in numbers.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(crate) struct Facts {
-    /// A place in [`KERNELS`].
+    /// A place in `Kernel::ALL`: two libraries of one version of Rapt have one list.
     pub(crate) kernel: u32,
-    /// A place in [`P_ROUNDINGS`].
+    /// A place in `PRounding::ALL`.
     pub(crate) p_rounding: u32,
     pub(crate) kv_in_place: u32,
     /// Whether `work` is said.

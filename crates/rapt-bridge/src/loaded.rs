@@ -5,11 +5,11 @@ use std::fmt;
 use std::sync::Arc;
 
 use rapt_core::{
-    Arch, Cost, DType, Device, Error, KernelKey, Kv, Launch, LaunchPlan, MaskClass, Offload, Operands, Plan, Result,
-    Spec, View, Work,
+    Arch, Cost, DType, Device, Error, Kernel, KernelKey, Kv, Launch, LaunchPlan, MaskClass, Offload, Operands,
+    PRounding, Plan, Result, Spec, View, Work,
 };
 
-use crate::abi::{Addresses, Facts, Interface, KERNELS, P_ROUNDINGS, VERSION, text};
+use crate::abi::{Addresses, Facts, Interface, VERSION, text};
 use crate::refusal::{OK, Said};
 use crate::request::request_of;
 
@@ -188,10 +188,10 @@ impl Offload for Loaded {
             || Error::DeviceFailed { device: self.device, why: "its library knows another kernel".to_owned() };
         let key = KernelKey {
             direction: spec.direction,
-            kernel: *KERNELS.get(facts.kernel as usize).ok_or_else(unknown)?,
+            kernel: *Kernel::ALL.get(facts.kernel as usize).ok_or_else(unknown)?,
             storage: spec.numerics.storage,
             accumulation: spec.numerics.accumulation,
-            p_rounding: *P_ROUNDINGS.get(facts.p_rounding as usize).ok_or_else(unknown)?,
+            p_rounding: *PRounding::ALL.get(facts.p_rounding as usize).ok_or_else(unknown)?,
             mask: match &spec.mask {
                 None => MaskClass::None,
                 Some(mask) if mask.dtype == DType::Bool => MaskClass::Bool,

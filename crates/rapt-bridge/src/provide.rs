@@ -4,9 +4,11 @@ use std::ffi::c_void;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
-use rapt_core::{Device, Error, Extent, Offload, Operands, Plan, Result, TensorForm, Tensors, View, ViewMut};
+use rapt_core::{
+    Device, Error, Extent, Kernel, Offload, Operands, PRounding, Plan, Result, TensorForm, Tensors, View, ViewMut,
+};
 
-use crate::abi::{Addresses, Facts, Interface, KERNELS, P_ROUNDINGS, Request, Status, Tensor, Texts, VERSION, text};
+use crate::abi::{Addresses, Facts, Interface, Request, Status, Tensor, Texts, VERSION, text};
 use crate::refusal::OK;
 use crate::request::{request_of, spec_of};
 
@@ -100,8 +102,8 @@ fn facts_of(plan: &Plan) -> Result<Facts> {
     let (key, cost) = (plan.key(), plan.cost());
     let of = |n: usize| n as u64;
     Ok(Facts {
-        kernel: place(&KERNELS, &key.kernel)?,
-        p_rounding: place(&P_ROUNDINGS, &key.p_rounding)?,
+        kernel: place(&Kernel::ALL, &key.kernel)?,
+        p_rounding: place(&PRounding::ALL, &key.p_rounding)?,
         kv_in_place: u32::from(plan.kv_in_place()),
         has_work: u32::from(plan.work().is_some()),
         block_m: of(plan.block_m()),

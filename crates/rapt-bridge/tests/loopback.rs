@@ -5,9 +5,9 @@ use std::sync::{Arc, Mutex};
 
 use rapt_bridge::{Bridge, BridgeError, Interface, Provider, VERSION, interface};
 use rapt_core::{
-    Arch, Caps, Causal, Codes, CodesForm, Cost, DType, Device, Error, Format, KernelKey, Launch, LaunchPlan, Offload,
-    Operands, Options, Plan, Qkv, Result, SerialExecutor, Shape, Spec, TensorForm, TensorLayout, Tensors, View,
-    ViewMut, Work, Workspace,
+    Arch, Caps, Causal, Codes, CodesForm, Cost, DType, Device, Error, Format, Kernel, KernelKey, Launch, LaunchPlan,
+    Offload, Operands, Options, PRounding, Plan, Qkv, Result, SerialExecutor, Shape, Spec, TensorForm, TensorLayout,
+    Tensors, View, ViewMut, Work, Workspace,
 };
 use rapt_testkit::{Config, conformance};
 
@@ -103,7 +103,10 @@ impl Offload for HostAsDevice {
     fn plan_host(&self, spec: &Spec) -> Result<Plan> {
         let caps = Caps { arch: Arch::Scalar, threads: 3, clock_hz: Some(1e9) };
         let on_host = rapt_cpu::select(spec, &caps)?;
-        let key = KernelKey { arch: Arch::Wgsl, ..*on_host.key() };
+        let mut key = KernelKey { arch: Arch::Wgsl, ..*on_host.key() };
+        if let Some((kernel, p_rounding)) = *locked(&KEY) {
+            (key.kernel, key.p_rounding) = (kernel, p_rounding);
+        }
         let cost = Cost { bytes_copied: 4711, ..*on_host.cost() };
         let plan = Plan::new(spec.clone(), key, HeldPlan { on_host, cost, _counted: Counted::new() });
         *locked(&MADE) = Some(plan.clone());
@@ -218,6 +221,26 @@ fn a_plan_says_what_it_says_on_the_other_side() {
         };
         assert_eq!(numbers(&plan), numbers(&there));
         assert_eq!(plan.why(), "because ∞");
+    }
+}
+
+/// What `plan_host` of the device answers with instead of the host's own.
+static KEY: Mutex<Option<(Kernel, PRounding)>> = Mutex::new(None);
+
+#[test]
+fn every_kernel_and_rounding_crosses() {
+    let _turn = turn();
+    let device = bridge().open(0).unwrap();
+    let [q, kv] = forms(TensorLayout::Bhsd);
+    let spec = Spec::builder(q, kv, kv, &Options::default()).build().unwrap();
+    for kernel in Kernel::ALL {
+        for p_rounding in PRounding::ALL {
+            *locked(&KEY) = Some((kernel, p_rounding));
+            let plan = device.plan_host(&spec);
+            *locked(&KEY) = None;
+            let key = *plan.unwrap().key();
+            assert_eq!((key.kernel, key.p_rounding), (kernel, p_rounding));
+        }
     }
 }
 

@@ -150,6 +150,10 @@ pub enum Kernel {
 }
 
 impl Kernel {
+    /// Every one of them.
+    pub const ALL: [Kernel; 6] =
+        [Kernel::Empty, Kernel::Generic, Kernel::Forward, Kernel::Decode, Kernel::Matrices, Kernel::ForwardInt8];
+
     /// The name that `explain` prints.
     #[must_use]
     pub const fn name(self) -> &'static str {
@@ -179,6 +183,12 @@ pub enum PRounding {
     /// To 8 bits against the maximum of their block of [`INT8_BLOCK`](crate::INT8_BLOCK) keys, for the product with v; what divides is the
     /// sum before rounding.
     Block,
+}
+
+impl PRounding {
+    /// Every one of them.
+    pub const ALL: [PRounding; 5] =
+        [PRounding::Accumulation, PRounding::Storage, PRounding::TwoStorage, PRounding::Fixed, PRounding::Block];
 }
 
 /// What identifies a kernel's code: a spec without its lengths.
