@@ -9,6 +9,7 @@
 //! [`View`]s proven against a [`Spec`]; a [`Plan`] is owned and says what will run. Deliberately absent: kernels,
 //! foreign function interfaces, allocation of tensors, and any conversion from one dtype to another.
 
+mod backward;
 mod block_range;
 mod cache_folder;
 mod certificate;
@@ -36,6 +37,7 @@ pub mod swizzle;
 mod thousands;
 mod view;
 
+pub use backward::{BackwardOperands, BackwardPlan, BackwardSpec, BackwardTensors, GradientForms};
 pub use block_range::{BlockRange, Tile};
 pub use cache_folder::cache_folder;
 pub use certificate::{Certificate, Coverage, Disjoint, InBounds, Injective, QuantizedFact};

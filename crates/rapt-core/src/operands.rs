@@ -48,7 +48,11 @@ pub struct Operands<'a> {
     spec: &'a Spec,
 }
 
-fn compare<const N: usize>(tensor: &'static str, got: &TensorSpec<N>, planned: &TensorSpec<N>) -> Result<()> {
+pub(crate) fn compare<const N: usize>(
+    tensor: &'static str,
+    got: &TensorSpec<N>,
+    planned: &TensorSpec<N>,
+) -> Result<()> {
     let differs = |what| Err(Error::NotAsPlanned { tensor, what });
     if got.dtype != planned.dtype {
         return differs("dtype");

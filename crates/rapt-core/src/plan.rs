@@ -145,6 +145,8 @@ pub enum Kernel {
     Generic,
     /// [`Compute::Int8`](crate::Compute::Int8): products of integers, queries along the lanes, or on the tensor cores.
     ForwardInt8,
+    /// Gradients: probabilities recomputed from lse, queries along the lanes.
+    Backward,
     /// Nothing to attend: zeros and −inf.
     Empty,
 }
@@ -163,6 +165,7 @@ impl Kernel {
             Kernel::Decode => "decode",
             Kernel::Generic => "generic",
             Kernel::ForwardInt8 => "forward_int8",
+            Kernel::Backward => "backward",
             Kernel::Empty => "empty",
         }
     }

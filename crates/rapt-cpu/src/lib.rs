@@ -6,6 +6,8 @@
 //! run(&Plan, Operands, …)           deals items to threads                  run.rs
 //!   forward: many queries           queries along the lanes                 kernels/forward.rs
 //!   decode:  few queries            head_dim along the lanes                kernels/decode/
+//! select_backward(&BackwardSpec, …), run_backward(…)                        backward.rs
+//!   backward: gradients             products of both forms                  kernels/backward/
 //! ```
 //! and what exported programs are made of besides: products with packed weights ([`gemm`]), chains of pointwise functions
 //! ([`pointwise`]), what runs along rows ([`rows`]), and what takes strided tensors as they lie ([`strided`]): reductions, order,
@@ -19,6 +21,8 @@
 )]
 
 mod arch;
+mod backward;
+mod backward_problem;
 mod caps;
 pub mod ceiling;
 mod deviation;
@@ -33,9 +37,11 @@ mod run;
 mod scratch;
 mod select;
 pub mod strided;
+mod task_rows;
 pub mod tune;
 
 pub use arch::{KernelVariant, Step};
+pub use backward::{BackwardLaunch, run_backward, select_backward};
 #[doc(hidden)]
 pub use caps::model_tiles;
 pub use caps::{available, detect};

@@ -4,11 +4,13 @@ use std::ptr::NonNull;
 
 use rapt_core::{
     BlockRange, Codes, CodesSpec, Compute, DType, Format, Granularity, MaskClass, Operands, Qkv, ScaleLayout, Spec,
-    TensorSpec, Tile, swizzle,
+    TensorSpec, swizzle,
 };
 
 use crate::partition::Partition;
 use crate::scratch::Scratch;
+pub(crate) use crate::task_rows::Row;
+use crate::task_rows::TaskRows;
 
 /// A tensor that is read, in canonical order; strides in elements.
 #[derive(Clone, Copy, Debug)]
@@ -41,7 +43,7 @@ pub(crate) struct Output<const N: usize> {
 }
 
 impl<const N: usize> Input<N> {
-    fn new(ptr: *const u8, spec: &TensorSpec<N>) -> Self {
+    pub(crate) fn new(ptr: *const u8, spec: &TensorSpec<N>) -> Self {
         Input { ptr, dtype: spec.dtype, size: spec.dtype.size_bytes() as isize, strides: spec.strides, pages: None }
     }
 
@@ -362,14 +364,6 @@ pub(crate) struct Problem {
 // SAFETY: inputs are only read, and items write disjoint parts of the outputs and partials.
 unsafe impl Sync for Problem {}
 
-/// A query of a task.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Row {
-    pub(crate) batch: usize,
-    pub(crate) head: usize,
-    pub(crate) i: usize,
-}
-
 impl Problem {
     /// A request whose rows `reader` finds the readers of.
     pub(crate) fn new(
@@ -439,41 +433,26 @@ impl Problem {
         (task / per_batch, task % per_batch * self.partition.heads)
     }
 
-    /// The query behind row `r` of a task.
+    /// The rows of a task.
     #[inline(always)]
-    pub(crate) fn row(&self, (batch, head): (usize, usize), r: usize) -> Row {
-        if r < self.q_len {
-            Row { batch, head, i: r }
-        } else {
-            Row { batch, head: head + r / self.q_len, i: r % self.q_len }
-        }
+    fn rows(&self) -> TaskRows {
+        TaskRows { q_len: self.q_len, range: self.range }
     }
 
-    /// The runs of consecutive queries of one head among rows `r0..r1`: first row, and queries `i0..i1`.
-    pub(crate) fn runs(&self, r0: usize, r1: usize) -> impl Iterator<Item = (usize, usize, usize)> + '_ {
-        let mut r = r0;
-        std::iter::from_fn(move || {
-            if r >= r1 {
-                return None;
-            }
-            let i0 = r % self.q_len;
-            let i1 = self.q_len.min(i0 + (r1 - r));
-            let run = (r, i0, i1);
-            r += i1 - i0;
-            Some(run)
-        })
+    /// The query behind row `r` of a task.
+    #[inline(always)]
+    pub(crate) fn row(&self, origin: (usize, usize), r: usize) -> Row {
+        self.rows().row(origin, r)
     }
 
     /// The smallest run of keys that holds every key seen by rows `r0..r1`.
     pub(crate) fn keys_of_rows(&self, r0: usize, r1: usize) -> (usize, usize) {
-        let ranges = self.runs(r0, r1).map(|(_, i0, i1)| self.range.keys_of_run(i0, i1));
-        let seen = ranges.filter(|(lo, hi)| lo < hi);
-        seen.reduce(|a, b| (a.0.min(b.0), a.1.max(b.1))).unwrap_or((0, 0))
+        self.rows().keys_of_rows(r0, r1)
     }
 
     /// Whether rows `r0..r1` see every key of `j0..j1` as far as positions go.
     pub(crate) fn sees_all(&self, r0: usize, r1: usize, j0: usize, j1: usize) -> bool {
-        self.range.is_unbounded() || self.runs(r0, r1).all(|(_, i0, i1)| self.range.tile(i0, i1, j0, j1) == Tile::Full)
+        self.rows().sees_all(r0, r1, j0, j1)
     }
 }
 

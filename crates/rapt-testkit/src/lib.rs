@@ -15,6 +15,8 @@ mod case;
 mod conformance;
 mod figures;
 mod gather;
+mod gradient_terms;
+mod gradients;
 mod memory;
 #[cfg(any(unix, windows))]
 mod pages;
@@ -35,6 +37,7 @@ pub use case::{Case, Data, MaskCase, Placements, Places, Values};
 pub use conformance::{Config, Failure, Tally, conformance, replay};
 pub use figures::{Figures, figures};
 pub use gather::{Gathered, gather, int8_reference, reference, scatter, store};
+pub use gradients::{BackwardEngine, GRADIENTS, GradientCase, backward_spec_of, judge_gradients};
 pub use memory::{Guard, Memory, PATTERN};
 pub use proof::{Proof, proof};
 pub use quantized::{CodesCase, ScaleValues, random_codes};

@@ -41,6 +41,7 @@
 //! [`quant`] is tensors in fewer bits, with their scales. [`layout`] is apart from all of it: the algebra of layouts, and proof that what one tensor-core instruction writes is
 //! what the next one reads.
 
+mod backward;
 mod call_cache;
 pub mod cuda;
 pub mod doctor;
@@ -54,6 +55,7 @@ mod tolerance;
 #[cfg(feature = "vulkan")]
 pub mod vulkan;
 
+pub use backward::backward_spec_of;
 pub use call_cache::CallCache;
 pub use engine::{Engine, Threads, attention, attention_quantized, default_engine, spec_of};
 pub use model::{Model, ModelError, Session};
@@ -65,16 +67,18 @@ pub use ragged::{
 };
 pub use rapt_bridge as bridge;
 pub use rapt_core::{
-    Alignment, Arch, BlockRange, COMPUTED, Caps, Causal, Certificate, Codes, CodesForm, CodesSpec, Compiled, Compute,
-    Copied, Cost, Coverage, DType, Device, DeviceMemory, Dims, Direction, Disjoint, Element, Error, ErrorKind,
-    Executor, Explanation, Extent, Finite, Format, Granularity, INT8_BLOCK, InBounds, Injective, Kernel, KernelKey, Kv,
-    Launch, LaunchPlan, Lines, MAX_RANK, MaskClass, Number, Numerics, Offload, Operands, Options, PRounding, PagesSpec,
-    Plan, PlanPart, Qkv, QuantizedFact, Queue, Result, ScaleLayout, SerialExecutor, Shape, Spec, SpecBuilder, Strides,
-    TensorForm, TensorLayout, TensorSpec, Tensors, Tile, UnknownDtypeCode, View, ViewMut, Window, Work, Workspace,
-    prove_disjoint, prove_injective,
+    Alignment, Arch, BackwardOperands, BackwardPlan, BackwardSpec, BackwardTensors, BlockRange, COMPUTED, Caps, Causal,
+    Certificate, Codes, CodesForm, CodesSpec, Compiled, Compute, Copied, Cost, Coverage, DType, Device, DeviceMemory,
+    Dims, Direction, Disjoint, Element, Error, ErrorKind, Executor, Explanation, Extent, Finite, Format, GradientForms,
+    Granularity, INT8_BLOCK, InBounds, Injective, Kernel, KernelKey, Kv, Launch, LaunchPlan, Lines, MAX_RANK,
+    MaskClass, Number, Numerics, Offload, Operands, Options, PRounding, PagesSpec, Plan, PlanPart, Qkv, QuantizedFact,
+    Queue, Result, ScaleLayout, SerialExecutor, Shape, Spec, SpecBuilder, Strides, TensorForm, TensorLayout,
+    TensorSpec, Tensors, Tile, UnknownDtypeCode, View, ViewMut, Window, Work, Workspace, prove_disjoint,
+    prove_injective,
 };
 pub use rapt_cpu::{
-    CpuLaunch, KernelVariant as CpuKernelVariant, Step as CpuStep, available as available_isas, ceiling, select,
+    BackwardLaunch, CpuLaunch, KernelVariant as CpuKernelVariant, Step as CpuStep, available as available_isas,
+    ceiling, select, select_backward,
 };
 pub use rapt_layout as layout;
 pub use rapt_metal as metal;

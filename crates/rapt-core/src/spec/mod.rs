@@ -53,6 +53,8 @@ impl<const N: usize> TensorSpec<N> {
 pub enum Direction {
     /// `out` and `lse` from `q`, `k`, `v`.
     Forward,
+    /// Gradients by `q`, `k`, `v`, the mask and the sinks from those by `out` and `lse`.
+    Backward,
 }
 
 /// How keys and values are stored.

@@ -14,7 +14,7 @@ use crate::problem::Source;
 
 /// Lanes of head_dim that QK sums at a time; the sums of the runs are then added. A lane is [`Lanes::STEPS`](super::products::Lanes::STEPS)
 /// products. One sum over 256 lanes costs a third of the accuracy in f32 (6.6e-7 against 4.0e-7, Zen 5, 2026-11).
-const QK_RUN: usize = 128;
+pub(super) const QK_RUN: usize = 128;
 
 /// A block of keys or values as rows of lanes.
 #[derive(Clone, Copy)]

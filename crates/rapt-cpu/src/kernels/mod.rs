@@ -3,6 +3,7 @@
 //! **Invariant:** every function that calls a vector method is `#[inline(always)]`, and so compiled inside a
 //! [`Part`](simd::Part), which has the target features on; no closure calls one. tests/inlined.rs finds an intrinsic that became a call.
 
+pub(crate) mod backward;
 #[cfg(target_arch = "x86_64")]
 pub(crate) mod beside;
 pub(crate) mod blocks;

@@ -54,7 +54,7 @@ pub(super) fn bytes_packed(
 }
 
 /// The cost of `spec` by the kernel of `key`, with nothing packed.
-pub(super) fn cost(spec: &Spec, key: &KernelKey, threads: usize, clock_hz: Option<f64>) -> Cost {
+pub(crate) fn cost(spec: &Spec, key: &KernelKey, threads: usize, clock_hz: Option<f64>) -> Cost {
     let pairs = spec.pairs() as f64;
     let flops = pairs * 2.0 * (spec.head_dim() + spec.head_dim_v()) as f64;
     let bytes =

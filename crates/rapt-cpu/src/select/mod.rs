@@ -19,6 +19,7 @@ use crate::kernels::decode;
 use crate::launch::{CpuLaunch, Steps};
 use crate::problem::{Decisions, Fold, Reading, RowKind, Scores};
 
+pub(crate) use cost::cost as forward_cost;
 use tiles::Tiles;
 
 /// Below this many nanoseconds on one core, waking another costs more than it saves (about 10 µs, Zen 4, 2026-11).

@@ -1,0 +1,353 @@
+//! The backward pass: from a spec to a plan, and its run.
+//!
+//! ```text
+//! rows   state of each row                 runs of rows               one after the other, each dealt to all threads
+//! main   dk, dv, partial sums of dq        chunks of keys of a task   ┐ wave by wave of tasks
+//! dq     the chunks of dq put together     tiles of queries           ┘
+//! mask   the gradient of the mask          pieces of it
+//! sinks  the gradient of the sinks         heads
+//! ```
+//! How sums are grouped follows lengths, head dims, dtype and instruction set; only how many tasks are a wave depends on threads, and that touches no
+//! bit. Every request that core accepts is served, in host memory.
+
+use rapt_core::{
+    Arch, BackwardOperands, BackwardPlan, BackwardSpec, Caps, Cost, DType, Device, Direction, Error, Executor, Kernel,
+    KernelKey, Launch, LaunchPlan, MaskClass, PRounding, Result, Spec, TensorSpec, Work, Workspace,
+};
+
+use crate::arch::{self, Vectors};
+use crate::backward_problem::{
+    BackwardDecisions, BackwardPartition, BackwardProblem, BackwardScratch, RowStates, ScoreRule,
+};
+use crate::caps::available;
+use crate::kernels::backward::{Entries, ROWS_PER_ITEM, mask_pieces};
+use crate::kernels::simd::{Real, Simd, Storage};
+use crate::problem::Output;
+use crate::run::{Pool, Shared};
+use crate::select;
+
+/// Keys of a block.
+const BLOCK_N: usize = 128;
+/// Most bytes of a block of K and V, and as many of their gradients.
+const BLOCK_BYTES: usize = 1 << 19;
+/// Tiles of a run.
+const TILES: usize = 2;
+/// Chunks of keys at most: each has partial sums of dq, a tensor of q's size in the accumulation dtype.
+const CHUNKS: usize = 4;
+
+/// The [`LaunchPlan`] of the backward pass: made by [`select_backward`], launched by [`run_backward`].
+#[derive(Debug, PartialEq)]
+pub struct BackwardLaunch {
+    /// `None` where nothing is attended: zeros are written.
+    steps: Option<BackwardSteps>,
+    threads: usize,
+    workspace_bytes: usize,
+    cost: Cost,
+}
+
+/// How the work is dealt.
+#[derive(Debug, PartialEq)]
+struct BackwardSteps {
+    arch: Arch,
+    storage: DType,
+    decisions: BackwardDecisions,
+    /// Of one thread, a multiple of 64.
+    scratch_bytes: usize,
+    /// Of one array of row states, a multiple of 64.
+    states_bytes: usize,
+}
+
+impl LaunchPlan for BackwardLaunch {
+    fn block_m(&self) -> usize {
+        self.steps.as_ref().map_or(0, |steps| steps.decisions.partition.queries)
+    }
+    fn block_n(&self) -> usize {
+        self.steps.as_ref().map_or(0, |steps| steps.decisions.partition.block_n)
+    }
+    fn num_splits(&self) -> usize {
+        self.steps.as_ref().map_or(1, |steps| steps.decisions.partition.chunks)
+    }
+    fn items(&self) -> usize {
+        self.steps.as_ref().map_or(0, |BackwardSteps { decisions: BackwardDecisions { partition, .. }, .. }| {
+            partition.tasks.saturating_mul(partition.chunks)
+        })
+    }
+    fn threads(&self) -> usize {
+        self.threads
+    }
+    fn workspace_bytes(&self) -> usize {
+        self.workspace_bytes
+    }
+    fn cost(&self) -> &Cost {
+        &self.cost
+    }
+    fn kv_in_place(&self) -> bool {
+        self.steps.as_ref().is_none_or(|steps| {
+            let partition = &steps.decisions.partition;
+            partition.k_in_place && partition.v_in_place
+        })
+    }
+    fn work(&self) -> Option<Work> {
+        self.steps.as_ref().map(|BackwardSteps { decisions: BackwardDecisions { partition, .. }, .. }| Work {
+            tasks: partition.tasks,
+            rows: partition.rows,
+            rows_per_item: partition.rows,
+            keys_per_item: partition.chunk_keys,
+        })
+    }
+    fn launch(&self) -> Option<Launch> {
+        None
+    }
+    fn why(&self, _: &Spec, key: &KernelKey) -> String {
+        if key.kernel == Kernel::Empty {
+            return "no keys, or no output: every gradient is 0".to_owned();
+        }
+        "probabilities are recomputed from lse; dk and dv are summed over queries, dq over keys in chunks".to_owned()
+    }
+    fn why_not_faster(&self, _: &Spec, key: &KernelKey) -> String {
+        if key.kernel != Kernel::Empty && key.storage == DType::BF16 && matches!(key.arch, Arch::Avx512 | Arch::Neon) {
+            "products are formed in float32: the backward pass has no products of bf16".to_owned()
+        } else {
+            String::new()
+        }
+    }
+}
+
+/// Whether an instruction set has kernels of a dtype, and which.
+struct EntriesOf(DType);
+
+impl Vectors for EntriesOf {
+    type Output = Option<Entries>;
+    fn visit<F: Simd<Elem = f32>, D: Simd<Elem = f64>>(self) -> Option<Entries> {
+        fn of<S: Simd, T: Storage<S>>() -> Option<Entries> {
+            Some(Entries::of::<S, T>())
+        }
+        match self.0 {
+            DType::F32 => of::<F, f32>(),
+            DType::F16 => of::<F, half::f16>(),
+            DType::BF16 => of::<F, half::bf16>(),
+            DType::F64 => of::<D, f64>(),
+            _ => None,
+        }
+    }
+}
+
+/// The instruction set of the kernels: they form products of numbers of the accumulation dtype.
+fn plain(arch: Arch) -> Arch {
+    match arch {
+        Arch::Avx512Vnni | Arch::Avx512Bf16 | Arch::Amx => Arch::Avx512,
+        Arch::NeonBf16 => Arch::Neon,
+        arch => arch,
+    }
+}
+
+/// Chooses what runs for the gradients of `spec` on a machine with `caps`.
+///
+/// # Errors
+/// [`Error::DeviceUnavailable`] for anything but host memory; [`Error::Unsupported`] for an instruction set that this build lacks.
+pub fn select_backward(spec: &BackwardSpec, caps: &Caps) -> Result<BackwardPlan> {
+    let forward = spec.forward();
+    if forward.device != Device::Cpu {
+        let why = "the backward pass is served in host memory".into();
+        return Err(Error::DeviceUnavailable { device: forward.device, why });
+    }
+    let (arch, storage, accumulation) = (plain(caps.arch), forward.numerics.storage, forward.numerics.accumulation);
+    let lacks = || {
+        Error::unsupported(
+            format!("the backward pass of {storage} on {}", arch.name()),
+            "this build has no such kernel",
+            "set RAPT_ISA to one that `rapt doctor` lists, or leave it unset",
+        )
+    };
+    let entries = arch::with_vectors(arch, EntriesOf(storage)).ok_or_else(lacks)?;
+    let is_empty = forward.kv_len() == 0 || forward.out.shape.contains(&0);
+    let key = KernelKey {
+        direction: Direction::Backward,
+        kernel: if is_empty { Kernel::Empty } else { Kernel::Backward },
+        storage,
+        accumulation,
+        p_rounding: PRounding::Accumulation,
+        mask: match forward.mask {
+            None => MaskClass::None,
+            Some(mask) if mask.dtype == DType::Bool => MaskClass::Bool,
+            Some(_) => MaskClass::Additive,
+        },
+        kv: forward.kv,
+        arch,
+    };
+    let cost = |threads| cost(spec, &key, threads, caps.clock_hz);
+    if is_empty {
+        let launch = BackwardLaunch { steps: None, threads: 1, workspace_bytes: 0, cost: cost(1) };
+        return Ok(BackwardPlan::new(spec.clone(), key, launch));
+    }
+    let is_short = select::ns_on_one_core(&cost(1)) < select::PARALLEL_NS;
+    let threads = if is_short { 1 } else { caps.threads.max(1) };
+    let partition = partition(spec, &entries, threads);
+    let scratch = BackwardScratch::new(spec, &partition, entries.lanes);
+    let size = accumulation.size_bytes();
+    let bytes = |elements: usize| elements.saturating_mul(size).checked_next_multiple_of(64).unwrap_or(usize::MAX);
+    let (scratch_bytes, states_bytes) = (bytes(scratch.len), bytes(partition.tasks * partition.rows));
+    let of_chunk = partition.task_tiles().saturating_mul(partition.queries).saturating_mul(forward.head_dim());
+    let partials = of_chunk.saturating_mul(partition.chunks).saturating_mul(partition.wave);
+    let partials_bytes = if spec.dq().is_some() { bytes(partials) } else { 0 };
+    let workspace_bytes = threads
+        .saturating_mul(scratch_bytes)
+        .saturating_add(states_bytes.saturating_mul(3))
+        .saturating_add(partials_bytes);
+    let packed = |in_place: bool, dim: usize| if in_place { 0 } else { partition.block_n * dim * size };
+    let of_kv = packed(partition.k_in_place, forward.head_dim()) + packed(partition.v_in_place, forward.head_dim_v());
+    let of_q = 2 * partition.run_rows() * (forward.head_dim() + forward.head_dim_v()) * size;
+    let cost = Cost { bytes_packed: threads.saturating_mul(of_kv + of_q), ..cost(threads) };
+    let decisions = BackwardDecisions { partition, scratch, scores: ScoreRule::new(spec) };
+    let steps = Some(BackwardSteps { arch, storage, decisions, scratch_bytes, states_bytes });
+    Ok(BackwardPlan::new(spec.clone(), key, BackwardLaunch { steps, threads, workspace_bytes, cost }))
+}
+
+/// How a request is cut.
+fn partition(spec: &BackwardSpec, entries: &Entries, threads: usize) -> BackwardPartition {
+    let forward = spec.forward();
+    let (kv_len, size) = (forward.kv_len(), forward.numerics.accumulation.size_bytes());
+    let row_bytes = (forward.head_dim() + forward.head_dim_v()) * size;
+    let block_n = (BLOCK_BYTES / row_bytes / 16 * 16).clamp(16, BLOCK_N);
+    let blocks = kv_len.div_ceil(block_n);
+    let chunk_keys = blocks.div_ceil(CHUNKS) * block_n;
+    let chunks = kv_len.div_ceil(chunk_keys);
+    let tasks = forward.batch() * forward.num_kv_heads();
+    let in_place = |tensor: &TensorSpec<4>| {
+        let [.., dim] = tensor.shape;
+        tensor.dtype == forward.numerics.accumulation && tensor.strides[2..] == [dim as isize, 1]
+    };
+    BackwardPartition {
+        tasks,
+        rows: forward.group_size() * forward.q_len(),
+        queries: entries.queries,
+        tiles: TILES,
+        block_n,
+        chunk_keys,
+        chunks,
+        wave: tasks.min((4 * threads).div_ceil(chunks)),
+        k_in_place: in_place(&forward.k),
+        v_in_place: in_place(&forward.v),
+    }
+}
+
+/// What the gradients of `spec` cost: the forward pass's products, and 2.5 times as many where all are asked for.
+fn cost(spec: &BackwardSpec, key: &KernelKey, threads: usize, clock_hz: Option<f64>) -> Cost {
+    let forward = spec.forward();
+    let once = select::forward_cost(forward, key, threads, clock_hz);
+    let (pairs, dim, dim_v) = (forward.pairs() as f64, forward.head_dim() as f64, forward.head_dim_v() as f64);
+    let (of_dq, of_dk, of_dv) = (spec.dq().is_some(), spec.dk().is_some(), spec.dv().is_some());
+    let if_asked = |is_asked: bool, product: f64| if is_asked { product } else { 0.0 };
+    let products = if_asked(of_dq || of_dk || of_dv, dim)
+        + if_asked(of_dq || of_dk, dim_v)
+        + if_asked(of_dv, dim_v)
+        + if_asked(of_dq, dim)
+        + if_asked(of_dk, dim)
+        + if_asked(spec.d_mask().is_some(), dim + dim_v);
+    let flops = 2.0 * pairs * products;
+    let bytes = |of: Option<&TensorSpec<4>>| {
+        of.map_or(0.0, |of| of.shape.iter().map(|&n| n as f64).product::<f64>() * of.dtype.size_bytes() as f64)
+    };
+    let written = [spec.dq(), spec.dk(), spec.dv(), spec.d_mask()].map(bytes).iter().sum::<f64>();
+    let ratio = if once.flops > 0.0 { flops / once.flops } else { 0.0 };
+    Cost {
+        flops,
+        bytes_read: once.bytes_read + once.bytes_written + bytes(Some(spec.d_o())),
+        bytes_written: written,
+        floor_cycles: once.floor_cycles * ratio,
+        floor_seconds: once.floor_seconds.map(|seconds| seconds * ratio),
+        ..once
+    }
+}
+
+/// Runs `plan` on `operands`, which were checked against its spec. Every gradient that is asked for is written when it returns.
+///
+/// # Errors
+/// As [`run`](crate::run()).
+pub fn run_backward(
+    plan: &BackwardPlan,
+    operands: &mut BackwardOperands<'_>,
+    workspace: &mut Workspace,
+    executor: &dyn Executor,
+) -> Result<()> {
+    let launch: &BackwardLaunch = plan.launch_plan()?;
+    let spec = plan.spec();
+    operands.expect(spec)?;
+    let Some(steps) = &launch.steps else {
+        fill_zeros(spec, operands);
+        return Ok(());
+    };
+    let missing = || Error::unsupported(steps.arch.name(), "this machine or build lacks it", "plan on this machine");
+    if !available().contains(&steps.arch) {
+        return Err(missing());
+    }
+    let entries = arch::with_vectors(steps.arch, EntriesOf(steps.storage)).ok_or_else(missing)?;
+    if workspace.len_bytes() < launch.workspace_bytes {
+        return Err(Error::OutOfMemory { bytes: launch.workspace_bytes });
+    }
+    let base = workspace.as_mut_ptr();
+    let states = base.wrapping_add(launch.threads * steps.scratch_bytes);
+    let [top, log2_sum, delta, partials] = [0, 1, 2, 3].map(|n| states.wrapping_add(n * steps.states_bytes));
+    let states = RowStates { top, log2_sum, delta };
+    let mut problem = BackwardProblem::new(spec, &steps.decisions, operands, states, partials);
+    let pool = Pool { executor, threads: launch.threads, scratch_bytes: steps.scratch_bytes, base: Shared(base) };
+    let partition = steps.decisions.partition;
+    // SAFETY of each: the entries are of an instruction set that this machine has; items write parts of their own, and what they read of earlier
+    // steps is written.
+    pool.deal((partition.tasks * partition.rows).div_ceil(ROWS_PER_ITEM), |n, scratch| {
+        // SAFETY: see above.
+        unsafe { (entries.rows)(&problem, n, scratch) }
+    })?;
+    if problem.dq.is_some() || problem.dk.is_some() || problem.dv.is_some() {
+        for first in (0..partition.tasks).step_by(partition.wave) {
+            problem.first_task = first;
+            let tasks = partition.wave.min(partition.tasks - first);
+            pool.deal(tasks * partition.chunks, |n, scratch| {
+                // SAFETY: see above.
+                unsafe { (entries.main)(&problem, n, scratch) }
+            })?;
+            if problem.dq.is_some() {
+                pool.deal(tasks * partition.task_tiles(), |n, scratch| {
+                    // SAFETY: see above.
+                    unsafe { (entries.dq)(&problem, n, scratch) }
+                })?;
+            }
+        }
+    }
+    if problem.d_mask.is_some() {
+        let pieces = mask_pieces(problem.d_mask_shape, &partition).iter().product();
+        pool.deal(pieces, |n, scratch| {
+            // SAFETY: see above.
+            unsafe { (entries.mask)(&problem, n, scratch) }
+        })?;
+    }
+    if problem.d_sinks.is_some() {
+        pool.deal(problem.num_q_heads, |n, scratch| {
+            // SAFETY: see above.
+            unsafe { (entries.sinks)(&problem, n, scratch) }
+        })?;
+    }
+    Ok(())
+}
+
+/// Zeros in every gradient.
+fn fill_zeros(spec: &BackwardSpec, operands: &mut BackwardOperands<'_>) {
+    let [dq, dk, dv, d_mask, d_sinks] = operands.gradient_ptrs();
+    for (of, ptr) in [(spec.dq(), dq), (spec.dk(), dk), (spec.dv(), dv), (spec.d_mask(), d_mask)] {
+        let Some((of, ptr)) = of.zip(ptr) else { continue };
+        let (out, [batch, heads, len, dim]) = (Output::new(ptr, of), of.shape);
+        for (b, h, i) in (0..batch).flat_map(|b| (0..heads).flat_map(move |h| (0..len).map(move |i| (b, h, i)))) {
+            for d in 0..dim {
+                // SAFETY: an element of the gradient; 0 is the same in every dtype.
+                unsafe { f64::ZERO.store_as(out.dtype, out.at([b, h, i, d])) };
+            }
+        }
+    }
+    if let Some((of, ptr)) = spec.d_sinks().zip(d_sinks) {
+        let out = Output::new(ptr, of);
+        for head in 0..of.shape[0] {
+            // SAFETY: as above.
+            unsafe { f64::ZERO.store_as(out.dtype, out.at([head])) };
+        }
+    }
+}

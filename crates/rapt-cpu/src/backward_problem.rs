@@ -1,0 +1,249 @@
+//! A request for gradients as the kernels see it: pointers, strides and sizes, how it is cut, and its scratch memory.
+//!
+//! ```text
+//! a task          a key head, and the queries of all heads of its group, one head after another
+//! an item         a chunk of a task's keys: blocks of keys (outer), runs of tiles of queries (inner)
+//! row state       [batch][num_q_heads][q_len]: what probabilities are recomputed from, and delta
+//! partial dq      [tasks of a wave][chunks][tiles][head_dim][queries]: sums over the keys of one chunk
+//! ```
+
+use rapt_core::{BackwardOperands, BackwardSpec, MaskClass};
+
+use crate::problem::{Input, Output, Scores};
+use crate::task_rows::TaskRows;
+
+/// How a request for gradients is cut: by lengths, head dims and the instruction set, but for `wave`.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct BackwardPartition {
+    pub(crate) tasks: usize,
+    /// Rows of a task.
+    pub(crate) rows: usize,
+    /// Queries of a tile.
+    pub(crate) queries: usize,
+    /// Tiles of a run: its rows are contracted at a time.
+    pub(crate) tiles: usize,
+    pub(crate) block_n: usize,
+    /// A multiple of `block_n`.
+    pub(crate) chunk_keys: usize,
+    pub(crate) chunks: usize,
+    /// Tasks whose partial sums of dq lie in memory at a time.
+    pub(crate) wave: usize,
+    /// Whether K and V are read where they lie.
+    pub(crate) k_in_place: bool,
+    pub(crate) v_in_place: bool,
+}
+
+impl BackwardPartition {
+    /// Rows of a run.
+    pub(crate) fn run_rows(&self) -> usize {
+        self.queries * self.tiles
+    }
+
+    /// Tiles of a task.
+    pub(crate) fn task_tiles(&self) -> usize {
+        self.rows.div_ceil(self.queries)
+    }
+}
+
+/// Where things lie in a thread's scratch memory: offsets in elements of the accumulation dtype, each a multiple of 16. `m` is the rows of a run,
+/// `width` the queries of a tile, and dims are padded to whole vectors.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct BackwardScratch {
+    /// `[block_n][head_dim]`, `[block_n][head_dim_v]`, where packed.
+    pub(crate) k_panel: usize,
+    pub(crate) v_panel: usize,
+    /// Panels of columns, `[block_n][columns]` each: sums over queries.
+    pub(crate) dk: usize,
+    pub(crate) dv: usize,
+    /// Panels of columns, `[m][columns]` each.
+    pub(crate) q: usize,
+    pub(crate) d_o: usize,
+    /// `[tiles][dim][width]`.
+    pub(crate) q_t: usize,
+    pub(crate) d_o_t: usize,
+    /// `[block_n][m]`: scores, then probabilities.
+    pub(crate) p: usize,
+    /// `[block_n][m]`.
+    pub(crate) ds: usize,
+    /// `[block_n][width]`: the product of v and d_o, then ds.
+    pub(crate) dp: usize,
+    /// `[tiles][block_n][width]`, with a mask.
+    pub(crate) bias: usize,
+    /// `[block_n][width]`, where the gradient of a mask is asked for.
+    pub(crate) d_mask: usize,
+    /// `[width][dim]`: rows on their way to or from a tensor.
+    pub(crate) rows: usize,
+    pub(crate) len: usize,
+}
+
+impl BackwardScratch {
+    /// What these sizes need, in vectors of `lanes`.
+    pub(crate) fn new(spec: &BackwardSpec, partition: &BackwardPartition, lanes: usize) -> Self {
+        let (forward, mut scratch) = (spec.forward(), BackwardScratch::default());
+        let [dim, dim_v] = [forward.head_dim(), forward.head_dim_v()].map(|dim| dim.next_multiple_of(lanes));
+        let BackwardPartition { queries: width, tiles, block_n, .. } = *partition;
+        let m = partition.run_rows();
+        // Saturating: what cannot be counted cannot be allocated, and that is the error then.
+        let mut part = |len: usize| {
+            let at = scratch.len;
+            scratch.len = at.saturating_add(len.checked_next_multiple_of(16).unwrap_or(usize::MAX));
+            at
+        };
+        let product = |a: usize, b: usize| a.saturating_mul(b);
+        let (mask, d_mask) = (forward.mask.is_some(), spec.d_mask().is_some());
+        let k_panel = part(if partition.k_in_place { 0 } else { product(block_n, forward.head_dim()) });
+        let v_panel = part(if partition.v_in_place { 0 } else { product(block_n, forward.head_dim_v()) });
+        let (dk, dv) = (part(product(block_n, dim)), part(product(block_n, dim_v)));
+        let (q, d_o) = (part(product(m, dim)), part(product(m, dim_v)));
+        let (q_t, d_o_t) = (part(product(m, dim)), part(product(m, dim_v)));
+        let (p, ds, dp) = (part(block_n * m), part(block_n * m), part(block_n * width));
+        let bias = part(if mask { tiles * block_n * width } else { 0 });
+        let d_mask = part(if d_mask { block_n * width } else { 0 });
+        let rows = part(product(2 * width, dim.max(dim_v)));
+        BackwardScratch { k_panel, v_panel, dk, dv, q, d_o, q_t, d_o_t, p, ds, dp, bias, d_mask, rows, ..scratch }
+    }
+}
+
+/// What becomes of a product of q and k.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct ScoreRule {
+    pub(crate) softmax_scale: f64,
+    pub(crate) softcap: Option<f64>,
+    /// Whether something is added to scores, or they are capped.
+    pub(crate) natural: bool,
+}
+
+impl ScoreRule {
+    pub(crate) fn new(spec: &BackwardSpec) -> Self {
+        let mask = match spec.forward().mask {
+            Some(mask) if mask.dtype != rapt_core::DType::Bool => MaskClass::Additive,
+            _ => MaskClass::None,
+        };
+        let Scores { softcap, natural, .. } = Scores::new(spec.forward(), mask);
+        ScoreRule { softmax_scale: spec.forward().softmax_scale.get(), softcap, natural }
+    }
+}
+
+/// What select decides.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct BackwardDecisions {
+    pub(crate) partition: BackwardPartition,
+    pub(crate) scratch: BackwardScratch,
+    pub(crate) scores: ScoreRule,
+}
+
+/// What is known of each row: three arrays of the accumulation dtype.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct RowStates {
+    /// What is subtracted of a score; −∞ where the row attends nothing.
+    pub(crate) top: *mut u8,
+    /// The binary logarithm of what its exponentials sum to.
+    pub(crate) log2_sum: *mut u8,
+    /// `Σ d_o · out − d_lse`.
+    pub(crate) delta: *mut u8,
+}
+
+/// A request for gradients as the kernels see it.
+#[derive(Debug)]
+pub(crate) struct BackwardProblem {
+    pub(crate) q: Input<4>,
+    pub(crate) k: Input<4>,
+    pub(crate) v: Input<4>,
+    pub(crate) mask: Option<Input<4>>,
+    pub(crate) sinks: Option<Input<1>>,
+    pub(crate) alibi_slopes: Option<Input<1>>,
+    pub(crate) out: Input<4>,
+    pub(crate) lse: Input<3>,
+    pub(crate) d_o: Input<4>,
+    pub(crate) d_lse: Option<Input<3>>,
+    pub(crate) dq: Option<Output<4>>,
+    pub(crate) dk: Option<Output<4>>,
+    pub(crate) dv: Option<Output<4>>,
+    pub(crate) d_mask: Option<Output<4>>,
+    /// Its sizes: 1 where it is a sum.
+    pub(crate) d_mask_shape: [usize; 4],
+    pub(crate) d_sinks: Option<Output<1>>,
+    pub(crate) batch: usize,
+    pub(crate) num_q_heads: usize,
+    pub(crate) num_kv_heads: usize,
+    pub(crate) group_size: usize,
+    pub(crate) kv_len: usize,
+    pub(crate) head_dim: usize,
+    pub(crate) head_dim_v: usize,
+    pub(crate) rows: TaskRows,
+    pub(crate) scores: ScoreRule,
+    pub(crate) partition: BackwardPartition,
+    pub(crate) scratch: BackwardScratch,
+    pub(crate) states: RowStates,
+    pub(crate) partials: *mut u8,
+    /// The first task of the wave.
+    pub(crate) first_task: usize,
+}
+
+// SAFETY: inputs are only read, and items write disjoint parts of the gradients, the states and the partial sums.
+unsafe impl Sync for BackwardProblem {}
+
+impl BackwardProblem {
+    pub(crate) fn new(
+        spec: &BackwardSpec,
+        decisions: &BackwardDecisions,
+        operands: &mut BackwardOperands<'_>,
+        states: RowStates,
+        partials: *mut u8,
+    ) -> Self {
+        let [dq, dk, dv, d_mask, d_sinks] = operands.gradient_ptrs();
+        let (forward, tensors) = (spec.forward(), operands.tensors());
+        let output = |of: Option<&rapt_core::TensorSpec<4>>, ptr: Option<*mut u8>| {
+            of.zip(ptr).map(|(of, ptr)| Output::new(ptr, of))
+        };
+        let BackwardDecisions { partition, scratch, scores } = *decisions;
+        BackwardProblem {
+            q: Input::new(tensors.q.as_ptr(), &forward.q),
+            k: Input::new(tensors.k.as_ptr(), &forward.k),
+            v: Input::new(tensors.v.as_ptr(), &forward.v),
+            mask: forward.mask.as_ref().zip(tensors.mask).map(|(of, view)| Input::new(view.as_ptr(), of)),
+            sinks: forward.sinks.as_ref().zip(tensors.sinks).map(|(of, view)| Input::new(view.as_ptr(), of)),
+            alibi_slopes: forward
+                .alibi_slopes
+                .as_ref()
+                .zip(tensors.alibi_slopes)
+                .map(|(of, view)| Input::new(view.as_ptr(), of)),
+            out: Input::new(tensors.out.as_ptr(), &forward.out),
+            lse: Input::new(tensors.lse.as_ptr(), spec.lse()),
+            d_o: Input::new(tensors.d_o.as_ptr(), spec.d_o()),
+            d_lse: spec.d_lse().zip(tensors.d_lse).map(|(of, view)| Input::new(view.as_ptr(), of)),
+            dq: output(spec.dq(), dq),
+            dk: output(spec.dk(), dk),
+            dv: output(spec.dv(), dv),
+            d_mask: output(spec.d_mask(), d_mask),
+            d_mask_shape: spec.d_mask().map_or([0; 4], |of| of.shape),
+            d_sinks: spec.d_sinks().zip(d_sinks).map(|(of, ptr)| Output::new(ptr, of)),
+            batch: forward.batch(),
+            num_q_heads: forward.num_q_heads(),
+            num_kv_heads: forward.num_kv_heads(),
+            group_size: forward.group_size(),
+            kv_len: forward.kv_len(),
+            head_dim: forward.head_dim(),
+            head_dim_v: forward.head_dim_v(),
+            rows: TaskRows { q_len: forward.q_len(), range: forward.block_range() },
+            scores,
+            partition,
+            scratch,
+            states,
+            partials,
+            first_task: 0,
+        }
+    }
+
+    /// The batch index, the key head and the first query head of a task.
+    #[inline(always)]
+    pub(crate) fn origin(&self, task: usize) -> [usize; 3] {
+        let kv_head = task % self.num_kv_heads;
+        [task / self.num_kv_heads, kv_head, kv_head * self.group_size]
+    }
+
+    /// Whether what comes after the probabilities is asked for.
+    pub(crate) fn needs_ds(&self) -> bool {
+        self.dq.is_some() || self.dk.is_some()
+    }
+}

@@ -1,0 +1,289 @@
+//! Gradients: probabilities recomputed from lse, queries along the lanes.
+//!
+//! ```text
+//! for each block of keys (outer), for each run of tiles of queries, of all heads of the group (inner):
+//!     for each tile: Sᵀ[key][query] = K · Qᵀ          dPᵀ = V · dOᵀ
+//!                    Pᵀ = exp(S − lse)                 dSᵀ = P ∘ (dP − delta)
+//!                    dQᵀ[dim][query] += Kᵀ · dSᵀ       in partial sums of the item's chunk of keys
+//!     dV[key][dim] += Pᵀ · dO                          dK[key][dim] += dSᵀ · Q
+//! ```
+//! (Dao 2022, 2023.) Five products by the one inner loop (`matmul`): broadcast rows times vectors, the vectors being queries in the first three and
+//! head_dim in the last two. Before, `rows` finds delta of each row; after, `sums` adds the chunks of dQ in their order. Blocks and runs lie at
+//! multiples of their sizes, chunks follow the length of K: a gradient's bits depend neither on threads nor on other tasks. Deliberately absent: memory
+//! that grows with the product of the lengths; the gradient of a mask has a pass of its own (`mask`).
+
+mod mask;
+mod products;
+mod queries;
+mod rows;
+mod sums;
+mod weigh;
+
+use std::marker::PhantomData;
+
+use super::blocks::{Rows, Values, is_finite};
+use super::matmul::{Broadcast, Factors, Matmul, Onto};
+use super::pack::{pack_panel, store_row};
+use super::products::Single;
+use super::simd::{Part, Real, Simd, Storage};
+use crate::backward_problem::BackwardProblem;
+use crate::problem::{Input, Output};
+use products::{Contract, QueriesSelecting, clear, key_product, panels};
+use queries::{MAX_TILES, Tile};
+
+/// Computes item `n` in scratch memory of the plan's size per thread.
+pub(crate) type Entry = unsafe fn(&BackwardProblem, usize, *mut u8);
+
+/// The steps of a run, for one instruction set and storage dtype.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Entries {
+    /// The state of [`ROWS_PER_ITEM`] rows.
+    pub(crate) rows: Entry,
+    /// A chunk of keys of a task of the wave.
+    pub(crate) main: Entry,
+    /// A tile of dq of a task of the wave.
+    pub(crate) dq: Entry,
+    /// A piece of the gradient of the mask.
+    pub(crate) mask: Entry,
+    /// The gradient of one sink.
+    pub(crate) sinks: Entry,
+    /// Lanes of a vector.
+    pub(crate) lanes: usize,
+    /// Queries of a tile.
+    pub(crate) queries: usize,
+}
+
+impl Entries {
+    /// Those of `S` and `T`.
+    pub(crate) fn of<S: Simd, T: Storage<S>>() -> Self {
+        Entries {
+            rows: rows::item::<S, T>,
+            main: item::<S, T>,
+            dq: sums::dq::<S, T>,
+            mask: mask::item::<S, T>,
+            sinks: sums::sink::<S>,
+            lanes: S::LANES,
+            queries: S::Q_VECS * S::LANES,
+        }
+    }
+}
+
+pub(crate) use mask::pieces as mask_pieces;
+pub(crate) use rows::ROWS_PER_ITEM;
+
+/// Computes dk and dv of one chunk of keys of a task, and its part of dq.
+unsafe fn item<S: Simd, T: Storage<S>>(problem: &BackwardProblem, n: usize, memory: *mut u8) {
+    let partition = &problem.partition;
+    let (task, chunk) = (problem.first_task + n / partition.chunks, n % partition.chunks);
+    let base = memory.cast::<S::Elem>();
+    let first = chunk * partition.chunk_keys;
+    let last = problem.kv_len.min(first + partition.chunk_keys);
+    let partial = problem.dq.map(|_| {
+        let tiles = partition.task_tiles() * problem.head_dim * partition.queries;
+        problem.partials.cast::<S::Elem>().wrapping_add(n * tiles)
+    });
+    // SAFETY: `memory` is `BackwardScratch::len` long (the plan asked for it) and this thread's own, `partial` is this item's; every row and key is
+    // inside the tensors, and rows of dk and dv are written by the item of their keys.
+    unsafe {
+        if let Some(partial) = partial {
+            S::apart(clear::<S>(partial, partition.task_tiles() * problem.head_dim * partition.queries));
+        }
+        for block in (first..last).step_by(partition.block_n) {
+            let n = partition.block_n.min(last - block);
+            let mut keys = Keys::new::<S, T>(problem, base, task, (block, n));
+            keys.clear::<S>(problem, base);
+            for r0 in (0..partition.rows).step_by(partition.run_rows()) {
+                run_of_queries::<S, T>(problem, base, &mut keys, r0, partial);
+            }
+            keys.store::<S, T>(problem, base);
+        }
+    }
+}
+
+/// A block of keys of a task.
+struct Keys<E> {
+    task: usize,
+    first: usize,
+    n: usize,
+    k: Rows<E>,
+    v: Rows<E>,
+    /// Whether all of k is finite, once a tile asked.
+    whole: Values<E>,
+}
+
+impl<E: Real> Keys<E> {
+    /// Finds keys `first..first + n`, and packs those that are not read where they lie.
+    unsafe fn new<S: Simd<Elem = E>, T: Storage<S>>(
+        problem: &BackwardProblem,
+        base: *mut E,
+        task: usize,
+        (first, n): (usize, usize),
+    ) -> Self {
+        let [batch, head, _] = problem.origin(task);
+        let (scratch, partition) = (&problem.scratch, &problem.partition);
+        let rows = |input: &Input<4>, dim: usize, in_place: bool, panel: usize| {
+            if in_place {
+                return Rows { ptr: input.at([batch, head, first, 0]).cast(), stride: input.strides[2] };
+            }
+            let panel = base.wrapping_add(panel);
+            let pack = PackKeys { input, first: (batch, head, first), n, dim, panel, storage: PhantomData::<T> };
+            // SAFETY: scratch memory has a panel where rows are not read in place.
+            unsafe { S::apart(pack) };
+            Rows { ptr: panel.cast_const(), stride: dim as isize }
+        };
+        let k = rows(&problem.k, problem.head_dim, partition.k_in_place, scratch.k_panel);
+        let v = rows(&problem.v, problem.head_dim_v, partition.v_in_place, scratch.v_panel);
+        let whole = Values { rows: k, steps: n, lanes: problem.head_dim, finite: None };
+        Keys { task, first, n, k, v, whole }
+    }
+
+    /// Sums of nothing.
+    unsafe fn clear<S: Simd<Elem = E>>(&self, problem: &BackwardProblem, base: *mut E) {
+        let columns = |dim: usize| dim.next_multiple_of(S::LANES) * problem.partition.block_n;
+        // SAFETY: as in `item`.
+        unsafe {
+            S::apart(clear::<S>(base.add(problem.scratch.dk), columns(problem.head_dim)));
+            S::apart(clear::<S>(base.add(problem.scratch.dv), columns(problem.head_dim_v)));
+        }
+    }
+
+    /// dk and dv of the block.
+    unsafe fn store<S: Simd<Elem = E>, T: Storage<S>>(&self, problem: &BackwardProblem, base: *mut E) {
+        let [batch, head, _] = problem.origin(self.task);
+        let scale = E::from_f64_clamped(problem.scores.softmax_scale);
+        let (first, n, block_n) = ((batch, head, self.first), self.n, problem.partition.block_n);
+        let of = [
+            (&problem.dk, problem.scratch.dk, problem.head_dim, scale),
+            (&problem.dv, problem.scratch.dv, problem.head_dim_v, E::ONE),
+        ];
+        for (out, sums, dim, factor) in of {
+            if let Some(out) = out {
+                let sums = base.wrapping_add(sums).cast_const();
+                // SAFETY: as in `item`.
+                unsafe { S::apart(StoreKeys { out, first, n, dim, sums, block_n, factor, storage: PhantomData::<T> }) };
+            }
+        }
+    }
+}
+
+/// Rows of K or of V, packed.
+struct PackKeys<'a, E, T> {
+    input: &'a Input<4>,
+    first: (usize, usize, usize),
+    n: usize,
+    dim: usize,
+    panel: *mut E,
+    storage: PhantomData<T>,
+}
+
+impl<S: Simd, T: Storage<S>> Part<S> for PackKeys<'_, S::Elem, T> {
+    type Output = ();
+    #[inline(always)]
+    unsafe fn run(self) {
+        // SAFETY: the panel has n rows of dim; the keys are inside the tensor.
+        unsafe { pack_panel::<S, T>(self.input, self.first, self.n, self.dim, self.panel) }
+    }
+}
+
+/// Sums of a block in panels of columns, times a factor, to the rows of a gradient.
+struct StoreKeys<'a, E, T> {
+    out: &'a Output<4>,
+    first: (usize, usize, usize),
+    n: usize,
+    dim: usize,
+    sums: *const E,
+    block_n: usize,
+    factor: E,
+    storage: PhantomData<T>,
+}
+
+impl<S: Simd, T: Storage<S>> Part<S> for StoreKeys<'_, S::Elem, T> {
+    type Output = ();
+    #[inline(always)]
+    unsafe fn run(self) {
+        let StoreKeys { out, first: (batch, head, first), n, dim, sums, block_n, factor, .. } = self;
+        for j in 0..n {
+            for panel in panels::<S>(dim) {
+                let from = sums.wrapping_add(panel.first * block_n + j * panel.width);
+                // SAFETY: the panels have block_n rows; the row is this item's alone.
+                unsafe { store_row::<S, T>(from, factor, panel.len, out, [batch, head, first + j, panel.first]) };
+            }
+        }
+    }
+}
+
+/// One run of queries, from row `r0` on, with one block of keys.
+unsafe fn run_of_queries<S: Simd, T: Storage<S>>(
+    problem: &BackwardProblem,
+    base: *mut S::Elem,
+    keys: &mut Keys<S::Elem>,
+    r0: usize,
+    partial: Option<*mut S::Elem>,
+) {
+    let (scratch, partition) = (&problem.scratch, &problem.partition);
+    let r1 = partition.rows.min(r0 + partition.run_rows());
+    let (lo, hi) = problem.rows.keys_of_rows(r0, r1);
+    let (j0, j1) = (keys.first.max(lo), hi.min(keys.first + keys.n));
+    if j0 >= j1 {
+        return;
+    }
+    let (skip, n) = (j0 - keys.first, j1 - j0);
+    let (m, width, block_n) = (partition.run_rows(), partition.queries, partition.block_n);
+    let part = |at: usize| base.wrapping_add(at);
+    let count = (r1 - r0).div_ceil(width);
+    // SAFETY: as in `item`.
+    unsafe {
+        let mut tiles = [const { None }; MAX_TILES];
+        let (mut attends, mut masks) = (false, false);
+        for (t, tile) in tiles.iter_mut().enumerate().take(count) {
+            let rows = (r0 + t * width, r1.min(r0 + (t + 1) * width));
+            let new = Tile::new::<S>(problem, keys.task, rows, (j0, n), part(scratch.bias + t * block_n * width));
+            attends |= !new.is_empty;
+            masks |= new.masks;
+            *tile = Some(new);
+        }
+        if !attends {
+            return;
+        }
+        queries::pack::<S, T>(problem, base, &tiles[..count]);
+        let (k, v) = (keys.k.from(skip), keys.v.from(skip));
+        for (t, tile) in tiles.iter().flatten().enumerate() {
+            let [p, ds] = [scratch.p, scratch.ds].map(|at| part(at + t * width));
+            let dp = part(scratch.dp);
+            if tile.is_empty {
+                S::apart(weigh::FillMasked::<S> { n, to: [p, ds], row: m });
+                continue;
+            }
+            let q_t = part(scratch.q_t + t * width * problem.head_dim.next_multiple_of(S::LANES));
+            key_product::<S>(n, problem.head_dim, k, q_t, (p, m));
+            if problem.needs_ds() {
+                let d_o_t = part(scratch.d_o_t + t * width * problem.head_dim_v.next_multiple_of(S::LANES));
+                key_product::<S>(n, problem.head_dim_v, v, d_o_t, (dp, width));
+            }
+            weigh::weigh::<S>(problem, tile, n, weigh::Places { p: (p, m), ds: Some((ds, m)), dp }, false);
+            if let Some(partial) = partial {
+                let y = partial.add((r0 / width + t) * problem.head_dim * width);
+                let b = Broadcast { ptr: k.ptr, row: 1, step: k.stride };
+                let x = dp.cast_const();
+                let product = Factors::<S, 2> { rows: problem.head_dim, n, x, b, y, onto: Onto::Sum };
+                if !tile.has_masked || is_finite::<S, Single>(&mut keys.whole) {
+                    S::apart(Matmul::<S, Single, 2, true>(product, PhantomData));
+                } else {
+                    S::apart(QueriesSelecting(product));
+                }
+            }
+        }
+        let rows = count * width;
+        let sums = [
+            (problem.dv.is_some(), scratch.p, scratch.d_o, scratch.dv, problem.head_dim_v),
+            (problem.dk.is_some(), scratch.ds, scratch.q, scratch.dk, problem.head_dim),
+        ];
+        for (is_asked, weights, columns, sums, dim) in sums {
+            if is_asked {
+                let (b, x, y) = (part(weights).cast_const(), part(columns).cast_const(), part(sums));
+                let contract = Contract { keys: n, rows, row: m, dim, b, x, y, skip, block_n, selects: masks };
+                contract.run::<S>();
+            }
+        }
+    }
+}

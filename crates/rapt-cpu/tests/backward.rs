@@ -1,0 +1,183 @@
+//! The backward pass of every instruction set of this machine against the definition's gradients, and against itself on other threads, beside other
+//! batch entries and under other strides.
+
+use rapt_core::{
+    Arch, BackwardOperands, BackwardSpec, BackwardTensors, COMPUTED, Caps, Causal, DType, Executor, GradientForms,
+    Options, Result, SerialExecutor, Shape, Spec, View, ViewMut, Window, Workspace,
+};
+use rapt_testkit::{BackwardEngine, Case, GradientCase, MaskCase, Rng, judge_gradients};
+
+/// Spawning by `std::thread`, so that this crate needs no pool.
+struct Spawning(usize);
+
+impl Executor for Spawning {
+    fn threads(&self) -> usize {
+        self.0
+    }
+    fn parallel_for(&self, chunks: usize, work: &(dyn Fn(usize) + Sync)) -> Result<()> {
+        std::thread::scope(|scope| {
+            for chunk in 0..chunks {
+                scope.spawn(move || work(chunk));
+            }
+        });
+        Ok(())
+    }
+}
+
+/// The instruction sets whose kernels differ: the backward pass has no products of pairs.
+fn arches() -> Vec<Arch> {
+    let of_pairs = [Arch::Avx512Vnni, Arch::Avx512Bf16, Arch::Amx, Arch::NeonBf16];
+    rapt_cpu::available().iter().copied().filter(|arch| !of_pairs.contains(arch)).collect()
+}
+
+fn engine(arch: Arch, executor: &dyn Executor) -> Box<BackwardEngine<'_>> {
+    let mut workspace = Workspace::new();
+    Box::new(move |spec: &BackwardSpec, tensors: BackwardTensors<'_>| -> Result<()> {
+        let plan = rapt_cpu::select_backward(spec, &Caps { arch, threads: executor.threads(), clock_hz: None })?;
+        workspace.ensure(plan.workspace_bytes())?;
+        rapt_cpu::run_backward(&plan, &mut BackwardOperands::check(tensors, spec)?, &mut workspace, executor)
+    })
+}
+
+#[test]
+fn every_instruction_set_gives_the_gradients_of_the_definition() {
+    let mut engines: Vec<_> = arches().into_iter().map(|arch| engine(arch, &SerialExecutor)).collect();
+    let mut seeds = Rng::new(0x6ad);
+    for n in 0..250 {
+        let case = GradientCase::random(seeds.bits(), &COMPUTED, 60_000);
+        judge_gradients(&mut engines, &case).unwrap_or_else(|what| panic!("problem {n}: {what}"));
+    }
+}
+
+/// Several blocks and chunks of keys, several runs of queries, lengths of zero, rows that attend nothing with NaN arriving there, masks that are broadcast
+/// in each dimension.
+#[test]
+fn gradients_of_many_blocks_and_of_none() {
+    let mut engines: Vec<_> = arches().into_iter().map(|arch| engine(arch, &SerialExecutor)).collect();
+    let mut cases = Vec::new();
+    for (n, dtype) in COMPUTED.into_iter().enumerate() {
+        let seed = n as u64;
+        let plain = |q, kv_len| Case { seed, ..Case::plain(dtype, q, kv_len) };
+        for (q_len, kv_len) in [(0, 5), (5, 0), (0, 0)] {
+            cases.push(Case { sinks: Some(dtype), ..plain([2, 2, q_len, 8], kv_len) });
+        }
+        cases.push(Case { num_kv_heads: 1, head_dim_v: 9, ..plain([1, 3, 70, 33], 530) });
+        // The first 340 rows attend nothing.
+        let causal = Some(Causal::BottomRight);
+        cases.push(Case { causal, poison: true, ..plain([1, 2, 400, 16], 60) });
+        let window = Window { left: Some(40), right: Some(3) };
+        cases.push(Case { causal: Some(Causal::TopLeft), window, poison: true, ..plain([1, 1, 300, 20], 300) });
+        let mask = |dtype, full| Some(MaskCase { dtype, full, rank: 4, lowest: false });
+        cases.push(Case { mask: mask(DType::Bool, [true; 4]), poison: true, ..plain([2, 2, 70, 16], 280) });
+        for full in
+            [[true; 4], [false, true, true, true], [false, false, false, true], [true, false, true, false], [false; 4]]
+        {
+            let softcap = full[1].then_some(2.0);
+            cases.push(Case {
+                mask: mask(dtype, full),
+                softcap,
+                poison: true,
+                num_kv_heads: 1,
+                ..plain([2, 2, 70, 12], 150)
+            });
+        }
+    }
+    for case in cases {
+        judge_gradients(&mut engines, &GradientCase::all(&case)).unwrap_or_else(|what| panic!("{what}"));
+    }
+}
+
+const SHAPE: [usize; 4] = [3, 4, 200, 24];
+const KEYS: [usize; 4] = [3, 2, 700, 24];
+
+/// Gradients of entries `first..first + batch` of one problem.
+fn gradients(first: usize, batch: usize, arch: Arch, executor: &dyn Executor) -> Vec<Vec<u32>> {
+    let mut rng = Rng::new(7);
+    let mut normal = |[entries, heads, len, dim]: [usize; 4]| -> Vec<f32> {
+        let row: Vec<f32> = (0..entries * heads * len * dim).map(|_| rng.normal() as f32).collect();
+        row[first * heads * len * dim..][..batch * heads * len * dim].to_vec()
+    };
+    let (q, k, v, d_o, out) = (normal(SHAPE), normal(KEYS), normal(KEYS), normal(SHAPE), normal(SHAPE));
+    let lse: Vec<f32> = (0..batch * 4 * 200).map(|n| 6.0 + (n % 200) as f32 / 400.0).collect();
+    let sinks = [0.5f32, -0.5, 1.0, 0.0];
+    let (queries, keys) = ([batch, SHAPE[1], SHAPE[2], SHAPE[3]], [batch, KEYS[1], KEYS[2], KEYS[3]]);
+    let (mut dq, mut dk, mut dv, mut d_sinks) = (q.clone(), k.clone(), v.clone(), sinks);
+    let view = |name, data, shape: [usize; 4]| View::contiguous::<f32>(name, data, Shape::from(shape)).unwrap();
+    let lse = View::contiguous("lse", &lse, [batch, 4, 200].into()).unwrap();
+    let inputs = [view("q", &q, queries), view("k", &k, keys), view("v", &v, keys)];
+    let tensors = BackwardTensors {
+        sinks: Some(View::contiguous("sinks", &sinks, [4].into()).unwrap()),
+        dq: Some(ViewMut::contiguous("dq", &mut dq, queries.into()).unwrap()),
+        dk: Some(ViewMut::contiguous("dk", &mut dk, keys.into()).unwrap()),
+        dv: Some(ViewMut::contiguous("dv", &mut dv, keys.into()).unwrap()),
+        d_sinks: (batch == 3).then(|| ViewMut::contiguous("d_sinks", &mut d_sinks, [4].into()).unwrap()),
+        ..BackwardTensors::new(inputs, view("out", &out, queries), lse, view("d_o", &d_o, queries))
+    };
+    let options = Options::default().with_causal(Causal::BottomRight);
+    let mut builder = Spec::builder(&tensors.q, &tensors.k, &tensors.v, &options);
+    let forward = builder.sinks(tensors.sinks.as_ref()).out(&tensors.out).lse(&tensors.lse).build().unwrap();
+    let form = |view: &Option<ViewMut<'_>>| view.as_ref().map(Into::into);
+    let (dq_form, dk_form, dv_form) = (form(&tensors.dq), form(&tensors.dk), form(&tensors.dv));
+    let forms = GradientForms {
+        dq: dq_form,
+        dk: dk_form,
+        dv: dv_form,
+        d_sinks: form(&tensors.d_sinks),
+        ..GradientForms::new(&tensors.d_o)
+    };
+    let spec = BackwardSpec::new(forward, &forms).unwrap();
+    let plan = rapt_cpu::select_backward(&spec, &Caps { arch, threads: executor.threads(), clock_hz: None }).unwrap();
+    assert_eq!(
+        (plan.plan().threads(), plan.plan().num_splits()),
+        (executor.threads(), 3),
+        "several chunks on all threads"
+    );
+    let mut workspace = Workspace::new();
+    workspace.ensure(plan.workspace_bytes()).unwrap();
+    let mut operands = BackwardOperands::check(tensors, &spec).unwrap();
+    rapt_cpu::run_backward(&plan, &mut operands, &mut workspace, executor).unwrap();
+    [&dq[..], &dk, &dv, &d_sinks].map(|of| of.iter().map(|x| x.to_bits()).collect()).to_vec()
+}
+
+#[test]
+fn threads_and_batch_neighbours_touch_no_bit() {
+    for arch in arches() {
+        let all = gradients(0, 3, arch, &SerialExecutor);
+        assert!(all.iter().flatten().all(|&bits| f32::from_bits(bits).is_finite()));
+        for threads in [2, 3, 7] {
+            assert!(gradients(0, 3, arch, &Spawning(threads)) == all, "{threads} threads on {}", arch.name());
+        }
+        for entry in 0..3 {
+            let alone = gradients(entry, 1, arch, &Spawning(2));
+            for (n, (alone, all)) in alone.iter().zip(&all).take(3).enumerate() {
+                let len = alone.len();
+                assert!(alone[..] == all[entry * len..][..len], "gradient {n} of entry {entry} on {}", arch.name());
+            }
+        }
+    }
+}
+
+/// The bar: 24 MiB beyond gradients and output at 1×1×16384²×64 in float32.
+#[test]
+fn memory_does_not_grow_with_the_product_of_the_lengths() {
+    let bytes = |len: usize| {
+        let form = |shape: [usize; 4]| {
+            rapt_core::TensorForm::new(
+                DType::F32,
+                Shape::from(shape),
+                Shape::from(shape).contiguous().unwrap(),
+                rapt_core::Device::Cpu,
+            )
+        };
+        let x = form([1, 1, len, 64]);
+        let mut builder = Spec::builder(x, x, x, &Options::default());
+        let forward = builder.return_lse(true).build().unwrap();
+        let forms = GradientForms { dq: Some(x), dk: Some(x), dv: Some(x), ..GradientForms::new(x) };
+        let spec = BackwardSpec::new(forward, &forms).unwrap();
+        let caps = Caps { arch: *rapt_cpu::available().last().unwrap(), threads: 2, clock_hz: None };
+        rapt_cpu::select_backward(&spec, &caps).unwrap().workspace_bytes()
+    };
+    let (short, long) = (bytes(8192), bytes(16384));
+    assert!(long <= 20 << 20, "{long} bytes");
+    assert!(long < 2 * short, "{short} and {long} bytes");
+}

@@ -1,0 +1,125 @@
+//! Gradients beside the definition's: what PyTorch's roundings make of them, and the magnitudes of what is summed.
+//!
+//! ```text
+//! s = Σ q·k · scale in order (then softcap, slopes, bias)      p = exp(s − lse), from lse as it was rounded; or with 16 sums side by side
+//! dp = Σ d_o·v, delta = Σ d_o·out − d_lse                      ds = p · (dp − delta) · scale
+//! dq = Σ ds·k, dk = Σ ds·q, dv = Σ p·d_o                       of f16 and bf16 with p and ds rounded to storage, as PyTorch's flash has them
+//! ```
+//! Every operation is rounded to the accumulation dtype. The sums of magnitudes are those of the same formula with every term made positive.
+
+use rapt_core::DType;
+use rapt_reference::{OutputGradients, Outputs, naive};
+
+use crate::gather::Gathered;
+use crate::scalar::round;
+
+/// Gradients, or what stands for them.
+pub(crate) struct Parts {
+    pub(crate) dq: Vec<f64>,
+    pub(crate) dk: Vec<f64>,
+    pub(crate) dv: Vec<f64>,
+    /// `[batch, num_q_heads, q_len, kv_len]`.
+    pub(crate) d_bias: Option<Vec<f64>>,
+    pub(crate) d_sinks: Option<Vec<f64>>,
+}
+
+impl Parts {
+    fn zeros(gathered: &Gathered) -> Self {
+        let of = &gathered.problem;
+        let pairs = of.batch * of.num_q_heads * of.q_len * of.kv_len;
+        Parts {
+            dq: vec![0.0; gathered.q.len()],
+            dk: vec![0.0; gathered.k.len()],
+            dv: vec![0.0; gathered.v.len()],
+            d_bias: gathered.bias.as_ref().map(|_| vec![0.0; pairs]),
+            d_sinks: gathered.sinks.as_ref().map(|sinks| vec![0.0; sinks.len()]),
+        }
+    }
+}
+
+/// How one of the two is formed: `r` rounds an operation, `narrow` what a product takes, `abs` leaves signs or takes them away.
+struct Arithmetic<'a> {
+    r: &'a dyn Fn(f64) -> f64,
+    narrow: &'a dyn Fn(f64) -> f64,
+    abs: &'a dyn Fn(f64) -> f64,
+    /// Sums of q·k side by side.
+    lanes: usize,
+}
+
+/// See the module.
+pub(crate) fn emulate(
+    gathered: &Gathered,
+    given: &OutputGradients<'_>,
+    outputs: &Outputs,
+    storage: DType,
+    lanes: usize,
+) -> Parts {
+    let r = |x: f64| if storage == DType::F64 { x } else { f64::from(x as f32) };
+    let narrow = |x: f64| round(storage, x);
+    form(gathered, given, outputs, &Arithmetic { r: &r, narrow: &narrow, abs: &|x| x, lanes })
+}
+
+/// See the module.
+pub(crate) fn terms(gathered: &Gathered, given: &OutputGradients<'_>) -> Parts {
+    let outputs = naive(&gathered.problem, &gathered.inputs());
+    form(gathered, given, &outputs, &Arithmetic { r: &|x| x, narrow: &|x| x, abs: &f64::abs, lanes: 1 })
+}
+
+fn form(gathered: &Gathered, given: &OutputGradients<'_>, outputs: &Outputs, arithmetic: &Arithmetic<'_>) -> Parts {
+    let Arithmetic { r, narrow, abs, lanes } = *arithmetic;
+    let problem = &gathered.problem;
+    let (dim, dim_v, kv_len) = (problem.head_dim, problem.head_dim_v, problem.kv_len);
+    let mut parts = Parts::zeros(gathered);
+    let dot = |a: &[f64], b: &[f64]| a.iter().zip(b).fold(0.0, |sum, (a, b)| r(sum + abs(a * b)));
+    let takes_magnitudes = abs(-1.0) > 0.0;
+    for row in 0..outputs.lse.len() {
+        let lse = outputs.lse[row];
+        if lse == f64::NEG_INFINITY {
+            continue;
+        }
+        let (h, i) = (gathered.head(row), row % problem.q_len);
+        let (q, d_o) = (&gathered.q[row * dim..][..dim], &given.d_o[row * dim_v..][..dim_v]);
+        let d_lse = given.d_lse.map_or(0.0, |d_lse| d_lse[row]);
+        let out = dot(d_o, &outputs.out[row * dim_v..][..dim_v]);
+        let delta = if takes_magnitudes { out + d_lse.abs() } else { r(out - d_lse) };
+        if let (Some(d_sinks), Some(sinks)) = (&mut parts.d_sinks, &gathered.sinks) {
+            d_sinks[h] = r(d_sinks[h] + abs(r(-r(r(sinks[h] - lse).exp()) * delta)));
+        }
+        for j in gathered.attended(row) {
+            let kv = gathered.kv_row(row, j);
+            let (k, v) = (&gathered.k[kv * dim..][..dim], &gathered.v[kv * dim_v..][..dim_v]);
+            let mut sums = [0.0; 16];
+            q.iter().zip(k).enumerate().for_each(|(n, (q, k))| sums[n % lanes] = r(sums[n % lanes] + q * k));
+            let mut s = r(sums.into_iter().fold(0.0, |sum, lane| r(sum + lane)) * problem.softmax_scale);
+            let mut rises = 1.0;
+            if let Some(c) = problem.softcap {
+                let t = r(r(s / c).tanh());
+                (s, rises) = (r(c * t), if takes_magnitudes { 1.0 + t * t } else { r(1.0 - r(t * t)) });
+            }
+            if let Some(slopes) = &gathered.alibi_slopes {
+                let distance = (i as i128 + problem.diagonal() - j as i128).unsigned_abs() as f64;
+                s = r(s - r(slopes[h] * distance));
+            }
+            if let Some(bias) = &gathered.bias {
+                s = r(s + bias[row * kv_len + j]);
+            }
+            let p = r(r(s - lse).exp());
+            let dp = dot(d_o, v);
+            let ds = r(p * if takes_magnitudes { dp + delta.abs() } else { r(dp - delta) });
+            if let Some(d_bias) = &mut parts.d_bias {
+                d_bias[row * kv_len + j] = ds;
+            }
+            let (p, dx) = (narrow(p), narrow(abs(r(r(ds * rises) * problem.softmax_scale))));
+            for d in 0..dim {
+                let dq = &mut parts.dq[row * dim + d];
+                *dq = r(*dq + abs(dx * k[d]));
+                let dk = &mut parts.dk[kv * dim + d];
+                *dk = r(*dk + abs(dx * q[d]));
+            }
+            for (dv, d_o) in parts.dv[kv * dim_v..][..dim_v].iter_mut().zip(d_o) {
+                *dv = r(*dv + abs(p * d_o));
+            }
+        }
+    }
+    parts
+}
