@@ -1,6 +1,7 @@
 """One run: every family of rows prepared in every worker, checked against the f64 reference, then timed in rounds.
 
-    for each round: the ceilings, then for each row of the family: one timed batch of each peer, starting with another one each time
+    for each round: the ceilings, then for each row of the family: one timed batch of each peer, starting with another one each time;
+                    of kind first: one call of a process that is started for it
 
 A round's figure of a peer is the median of its batch; a row's figure is the median over rounds, its spread the interquartile range.
 """
@@ -126,6 +127,20 @@ class Run:
             return None
         return answer
 
+    def first(self, name, measured):
+        """The first call of a process that is started for it; None, with the reason in the timing, where there is none."""
+        key, timing = measured.row.key, measured.timings[name]
+        try:
+            worker = self.restart(name)
+            try:
+                worker.ask("prepare", key=key, row=dataclasses.asdict(measured.row), copies=1)
+                return worker.ask("first", key=key)
+            finally:
+                worker.end()
+        except Died as reason:
+            timing.void = str(reason)
+            return None
+
     def prepare(self, measured):
         row = measured.row
         for name, worker in list(self.workers.items()):
@@ -198,7 +213,10 @@ class Run:
                 shift = number % max(1, len(names))
                 for name in names[shift:] + names[:shift]:
                     self.progress(measured.row, f"round {number + 1}/{self.rounds} {name}")
-                    answer = self.ask(name, "time", measured, key=measured.row.key, seconds=self.seconds)
+                    if measured.row.kind == "first":
+                        answer = self.first(name, measured)
+                    else:
+                        answer = self.ask(name, "time", measured, key=measured.row.key, seconds=self.seconds)
                     if answer:
                         measured.timings[name].rounds.append(answer["samples"])
         found = ceilings.combined(samples)

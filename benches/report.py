@@ -19,7 +19,7 @@ from rapt.bench.table import number
 
 def lead(measured):
     """The interface that a row's ratios are about: a call through torch's SDPA for call rows, rapt.attention else."""
-    order = ("rapt-sdpa", "rapt") if measured.row.kind == "call" else ("rapt", "rapt-sdpa", "rapt-avx2")
+    order = ("rapt-sdpa", "rapt") if measured.row.kind in ("call", "first") else ("rapt", "rapt-sdpa", "rapt-avx2")
     return next((name for name in order if name in measured.timings and measured.timings[name].median), None)
 
 
@@ -192,6 +192,16 @@ def tables(everything, figures):
         ]
         header = [*leading, *(f"{name} us" for name in names), "vs stock"]
         made.append(("One tiny call", header, lines, ["add-4: torch.add on 4 elements, for scale"]))
+
+    chosen = [pair for pair in pairs if pair[1]["kind"] == "first"]
+    if chosen:
+        names = peers_of(chosen)
+        lines = [
+            [figure["row"], figure["dims"], figure["dtype"], *(microseconds(figure, name) for name in names), number(figure["vs_stock"])]
+            for _, figure in chosen
+        ]
+        header = [*leading, *(f"{name} us" for name in names), "vs stock"]
+        made.append(("The first call of a process", header, lines, ["each round is a process that has imported what it needs and registered"]))
     return made
 
 

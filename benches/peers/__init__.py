@@ -66,7 +66,7 @@ class Peer:
         return row.kind in self.kinds and row.dtype in self.dtypes and (not self.groups or bool(set(self.groups) & set(row.groups)))
 
 
-CALLS = ("prefill", "decode", "call")
+CALLS = ("prefill", "decode", "call", "first")
 
 PEERS = {
     peer.name: peer

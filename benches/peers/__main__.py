@@ -3,6 +3,7 @@
     prepare {key, row, copies}        make the inputs and build the row
     check   {key, queries, out}       run it once; the sampled query rows go to `out` as an .npy file
     time    {key, seconds}            microseconds per call, one sample per call (short calls in groups)
+    first   {key}                     microseconds of one call, which nothing went before where the row's kind is first
     release {key}                     forget the row
 
 The controller stops this process (SIGSTOP) after every answer and wakes it before every command.
@@ -68,6 +69,12 @@ class Worker:
             gc.enable()
         self.rows[key] = prepared, float(np.median(samples))
         return {"samples": samples}
+
+    def first(self, key):
+        prepared, _ = self.rows[key]
+        gc.collect()
+        with prepared.context():
+            return {"samples": [elapsed_us(prepared.calls[0])]}
 
     def release(self, key):
         self.rows.pop(key, None)

@@ -54,8 +54,10 @@ class Engine:
                 raise RuntimeError(f"not served by rapt: {after['fallback']}")  # a figure of this interface counts only if Rapt did the work
             return result
 
+        # Nor of Rapt, whose threads start when it is first asked.
+        note = "" if row.kind == "first" else self.explained(row, tensors)
         return Prepared(
-            made, output, note=self.explained(row, tensors), context=grad_context(row), tight=tight(row, tensors, function, options)
+            made, output, note=note, context=grad_context(row), tight=tight(row, tensors, function, options)
         )
 
     @staticmethod

@@ -89,6 +89,9 @@ class Engine:
         function = torch.nn.functional.scaled_dot_product_attention
         made = calls(row, tensors, function, options)
         k, v = tensors.kv[0]
+        if row.kind == "first":
+            # Nothing may be asked of PyTorch before it is called.
+            return Prepared(made, lambda: read(made[0]()), context=grad_context(row))
         try:
             route = ROUTES.get(torch._fused_sdp_choice(tensors.q, k, v, **options), "unknown")
         except (AttributeError, RuntimeError) as problem:

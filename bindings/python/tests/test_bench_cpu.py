@@ -87,6 +87,35 @@ def test_a_peer_is_void_without_codes_and_with_wrong_ones():
     ]  # fmt: skip
 
 
+def test_a_first_call_has_a_process_for_each_round():
+    said = python(
+        "import shapes; from measure import Run, Timing; from rapt.bench.interleaved import Measured; from workers import Died; import report\n"
+        "asked = []\n"
+        "class Worker:\n"
+        "    def __init__(self, name): self.name, self.calls = name, 0\n"
+        "    def ask(self, do, **words):\n"
+        "        asked.append((self.name, do)); self.calls += do in ('first', 'time')\n"
+        "        return {'samples': [100.0 * self.calls * (2 if self.name == 'stock' else 1)]}\n"
+        "    def end(self): asked.append((self.name, 'end'))\n"
+        "class Ceilings:\n"
+        "    def ask(self, what): return {}\n"
+        "def start(name):\n"
+        "    if name == 'rapt': raise Died('gone')\n"
+        "    return Worker(name)\n"
+        "row, _ = shapes.load(['first-16'])\n"
+        "names = ('rapt-sdpa', 'stock', 'rapt')\n"
+        "run = Run({name: Worker(name) for name in names}, start, Ceilings(), 3, 0.01, '.', 1, 1 << 40, lambda row, doing: None)\n"
+        "measured = Measured(row, {name: Timing() for name in names})\n"
+        "import measure; measure.ceilings.combined = lambda samples: {}\n"
+        "run.time([measured])\n"
+        "figure, = report.derive([measured])\n"
+        "print(asked.count(('stock', 'first')), asked.count(('stock', 'end')), ('stock', 'time') in asked)\n"
+        "print(figure['us'], figure['vs_stock'], measured.timings['rapt'].void)\n"
+        "print(*(title for title, *_ in report.tables([measured], [figure])))"
+    ).splitlines()
+    assert said == ["3 3 False", "{'rapt-sdpa': 100.0, 'stock': 200.0, 'rapt': None} 2.0 gone", "The first call of a process"]
+
+
 @pytest.mark.skipif(os.name != "posix", reason="the program needs a POSIX system")
 def test_a_quick_run_of_codes(torch, tmp_path):
     pytest.importorskip("onnxruntime")
