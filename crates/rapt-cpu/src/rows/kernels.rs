@@ -7,7 +7,7 @@
 use std::ops::Range;
 
 use half::{bf16, f16};
-use rapt_core::{Arch, DType};
+use rapt_core::{Arch, DType, float64};
 
 use super::{RowFunction, RowOperands};
 use crate::arch::{self, Vectors};
@@ -75,7 +75,7 @@ impl Exp for f32 {
 impl Exp for f64 {
     #[inline(always)]
     fn exp_of(self, _: bool) -> f64 {
-        self.exp()
+        float64::exp(self)
     }
 }
 

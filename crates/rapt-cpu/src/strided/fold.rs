@@ -9,7 +9,7 @@
 
 use std::marker::PhantomData;
 
-use rapt_core::{Arch, DType};
+use rapt_core::{Arch, DType, float64};
 
 use super::element::{Call, Element, Entry, Num, Sum, Typed, entry, float_entry, plain_entry, plain_float_entry};
 use super::{Dim, Dims, Form, Kernel, TILE};
@@ -463,7 +463,7 @@ impl Function for Powers {
             _ if order.is_infinite() => x,
             0.0 => f64::from(u8::from(x != 0.0)),
             1.0 => x,
-            _ => x.powf(order),
+            _ => float64::pow(x, order),
         };
         taken_in(order, acc, power)
     }
@@ -472,7 +472,8 @@ impl Function for Powers {
     }
     unsafe fn finish<T: Element>(fold: &Fold, acc: f64, out: *mut u8, _: *mut u8) {
         let FoldFunction::Norm(order) = fold.function else { return };
-        let norm = if order == 0.0 || order == 1.0 || order.is_infinite() { acc } else { acc.powf(1.0 / order) };
+        let norm =
+            if order == 0.0 || order == 1.0 || order.is_infinite() { acc } else { float64::pow(acc, 1.0 / order) };
         // SAFETY: promised by the caller.
         unsafe { norm.write(fold.out.unwrap_or(T::DTYPE), out) };
     }

@@ -11,7 +11,7 @@
 //!
 //! Deliberately absent: dropout in training, and packed sequences, whose lengths are values that no export can state.
 
-use rapt_core::tanh;
+use rapt_core::float64::{exp, tanh};
 
 use super::linear::dot;
 use super::shape::{bounded, count, fresh, misfit, need_float, need_same, refuse};
@@ -193,7 +193,7 @@ impl Recurrent {
         let of_input = |n: usize| weights.of_input.row(n, x) + bias(0, n);
         let of_hidden = |n: usize| weights.of_hidden.row(n, &state.h) + bias(1, n);
         let gate = |n: usize| of_input(n) + of_hidden(n);
-        let sigmoid = |x: f64| 1.0 / (1.0 + (-x).exp());
+        let sigmoid = |x: f64| 1.0 / (1.0 + exp(-x));
         let size = weights.of_hidden.rows() / self.cell.gates();
         match self.cell {
             Cell::Tanh => State { h: (0..size).map(|n| tanh(gate(n))).collect(), c: Vec::new() },

@@ -4,7 +4,7 @@
 //! the numbers is the result of sums, extrema and norms, and the place of the first NaN is that of an extremum. Of equal
 //! numbers the first one's place counts. Results lie row-major.
 
-use rapt_core::DType;
+use rapt_core::{DType, float64};
 
 use super::shape::{
     cells, dims_of, fresh, misfit, need_float, need_number, need_plain, pick, places, row_major, scalar_float,
@@ -409,7 +409,7 @@ pub(super) fn vector_norm(x: impl Iterator<Item = f64>, ord: f64) -> f64 {
     } else if ord == 2.0 {
         x.fold(0.0, |sum, x| sum + x * x).sqrt()
     } else {
-        x.fold(0.0, |sum, x| sum + x.powf(ord)).powf(1.0 / ord)
+        float64::pow(x.fold(0.0, |sum, x| sum + float64::pow(x, ord)), 1.0 / ord)
     }
 }
 

@@ -1,6 +1,6 @@
 //! Arithmetic on sizes, in Python's rules and in 64 bits, and what programs assert.
 
-use rapt_core::DType;
+use rapt_core::{DType, float64};
 use rapt_pt2::Argument;
 
 use crate::{Args, Eval, Int, Meta, Number, OpError, Out, Scalar, Shapes, Tensor, ValueId};
@@ -371,7 +371,7 @@ impl SymOp {
                 let rest = a % b;
                 if rest != 0.0 && (rest < 0.0) != (b < 0.0) { rest + b } else { rest }
             }
-            SymOp::Pow => a.powf(b),
+            SymOp::Pow => float64::pow(a, b),
             SymOp::Min => a.min(b),
             SymOp::Max => a.max(b),
             SymOp::And | SymOp::Or => return Err(OpError::Refused("bits of a float")),

@@ -3,6 +3,7 @@
 use super::{Kernel, each, math};
 use crate::kernels::simd::{Part, Simd};
 use crate::pointwise::{Binary, Lane};
+use rapt_core::float64;
 
 pub(super) fn kernel<S: Simd<Elem = f32>>(op: Binary, lane: Lane) -> Option<Kernel> {
     match lane {
@@ -25,7 +26,7 @@ pub(super) fn select<S: Simd<Elem = f32>>(lane: Lane) -> Kernel {
 pub(super) fn mul_add<S: Simd<Elem = f32>>(lane: Lane) -> Option<Kernel> {
     Some(match lane {
         Lane::F32 => each!(f32, f32, |a, b, c| math::f32::mul_add::<S>(a, b, c)),
-        Lane::F64 => each!(f64, f64, |a, b, c| a.mul_add(b, c)),
+        Lane::F64 => each!(f64, f64, |a, b, c| if S::FUSED { a.mul_add(b, c) } else { float64::fma(a, b, c) }),
         Lane::Int => each!(i64, i64, |a, b, c| a.wrapping_mul(b).wrapping_add(c)),
         Lane::Bool => return None,
     })
@@ -66,9 +67,9 @@ fn of_f32<S: Simd<Elem = f32>>(op: Binary) -> Option<Kernel> {
     Some(match op {
         // By way of float64, as the interpreter computes it: a difference and a quotient are then exact enough.
         Binary::DivFloor => each!(f32 => f32, |a, b| math::f64::floor_quotient(f64::from(a), f64::from(b)) as f32),
-        Binary::Pow => each!(f32 => f32, |a, b| f64::from(a).powf(f64::from(b)) as f32),
-        Binary::Atan2 => each!(f32 => f32, |a, b| f64::from(a).atan2(f64::from(b)) as f32),
-        Binary::Hypot => each!(f32 => f32, |a, b| f64::from(a).hypot(f64::from(b)) as f32),
+        Binary::Pow => each!(f32 => f32, |a, b| float64::pow(f64::from(a), f64::from(b)) as f32),
+        Binary::Atan2 => each!(f32 => f32, |a, b| float64::atan2(f64::from(a), f64::from(b)) as f32),
+        Binary::Hypot => each!(f32 => f32, |a, b| float64::hypot(f64::from(a), f64::from(b)) as f32),
         op => of_float!(op, f32),
     })
 }
@@ -76,9 +77,9 @@ fn of_f32<S: Simd<Elem = f32>>(op: Binary) -> Option<Kernel> {
 fn of_f64<S: Simd<Elem = f32>>(op: Binary) -> Option<Kernel> {
     Some(match op {
         Binary::DivFloor => each!(f64 => f64, |a, b| math::f64::floor_quotient(a, b)),
-        Binary::Pow => each!(f64 => f64, |a, b| a.powf(b)),
-        Binary::Atan2 => each!(f64 => f64, |a, b| a.atan2(b)),
-        Binary::Hypot => each!(f64 => f64, |a, b| a.hypot(b)),
+        Binary::Pow => each!(f64 => f64, |a, b| float64::pow(a, b)),
+        Binary::Atan2 => each!(f64 => f64, |a, b| float64::atan2(a, b)),
+        Binary::Hypot => each!(f64 => f64, |a, b| float64::hypot(a, b)),
         op => of_float!(op, f64),
     })
 }

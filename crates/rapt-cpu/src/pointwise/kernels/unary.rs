@@ -3,6 +3,7 @@
 use super::{Kernel, Map, each, math, one};
 use crate::kernels::simd::Simd;
 use crate::pointwise::{Lane, Unary};
+use rapt_core::float64;
 
 pub(super) fn kernel<S: Simd<Elem = f32>>(op: Unary, lane: Lane) -> Option<Kernel> {
     match lane {
@@ -70,11 +71,11 @@ fn of_f32<S: Simd<Elem = f32>>(op: Unary) -> Option<Kernel> {
         Unary::Tan => periodic::<S, Tan>,
         Unary::Tanh => each!(f32 => f32, |x| math::tanh::<S>(x)),
         // By way of float64: each is rounded once.
-        Unary::Sinh => each!(f32 => f32, |x| f64::from(x).sinh() as f32),
-        Unary::Cosh => each!(f32 => f32, |x| f64::from(x).cosh() as f32),
-        Unary::Asin => each!(f32 => f32, |x| f64::from(x).asin() as f32),
-        Unary::Acos => each!(f32 => f32, |x| f64::from(x).acos() as f32),
-        Unary::Atan => each!(f32 => f32, |x| f64::from(x).atan() as f32),
+        Unary::Sinh => each!(f32 => f32, |x| float64::sinh(f64::from(x)) as f32),
+        Unary::Cosh => each!(f32 => f32, |x| float64::cosh(f64::from(x)) as f32),
+        Unary::Asin => each!(f32 => f32, |x| float64::asin(f64::from(x)) as f32),
+        Unary::Acos => each!(f32 => f32, |x| float64::acos(f64::from(x)) as f32),
+        Unary::Atan => each!(f32 => f32, |x| float64::atan(f64::from(x)) as f32),
         Unary::Asinh => each!(f32 => f32, |x| libm::asinh(f64::from(x)) as f32),
         Unary::Acosh => each!(f32 => f32, |x| acosh(f64::from(x)) as f32),
         Unary::Atanh => each!(f32 => f32, |x| libm::atanh(f64::from(x)) as f32),
@@ -91,22 +92,22 @@ fn of_f32<S: Simd<Elem = f32>>(op: Unary) -> Option<Kernel> {
 fn of_f64<S: Simd<Elem = f32>>(op: Unary) -> Option<Kernel> {
     use math::f64 as math;
     Some(match op {
-        Unary::Exp => each!(f64 => f64, |x| x.exp()),
-        Unary::Exp2 => each!(f64 => f64, |x| x.exp2()),
-        Unary::Expm1 => each!(f64 => f64, |x| x.exp_m1()),
-        Unary::Log => each!(f64 => f64, |x| x.ln()),
-        Unary::Log2 => each!(f64 => f64, |x| x.log2()),
-        Unary::Log10 => each!(f64 => f64, |x| x.log10()),
-        Unary::Log1p => each!(f64 => f64, |x| x.ln_1p()),
-        Unary::Sin => each!(f64 => f64, |x| x.sin()),
-        Unary::Cos => each!(f64 => f64, |x| x.cos()),
-        Unary::Tan => each!(f64 => f64, |x| x.tan()),
-        Unary::Tanh => each!(f64 => f64, |x| rapt_core::tanh(x)),
-        Unary::Sinh => each!(f64 => f64, |x| x.sinh()),
-        Unary::Cosh => each!(f64 => f64, |x| x.cosh()),
-        Unary::Asin => each!(f64 => f64, |x| x.asin()),
-        Unary::Acos => each!(f64 => f64, |x| x.acos()),
-        Unary::Atan => each!(f64 => f64, |x| x.atan()),
+        Unary::Exp => each!(f64 => f64, |x| float64::exp(x)),
+        Unary::Exp2 => each!(f64 => f64, |x| float64::exp2(x)),
+        Unary::Expm1 => each!(f64 => f64, |x| float64::expm1(x)),
+        Unary::Log => each!(f64 => f64, |x| float64::log(x)),
+        Unary::Log2 => each!(f64 => f64, |x| float64::log2(x)),
+        Unary::Log10 => each!(f64 => f64, |x| float64::log10(x)),
+        Unary::Log1p => each!(f64 => f64, |x| float64::log1p(x)),
+        Unary::Sin => each!(f64 => f64, |x| float64::sin(x)),
+        Unary::Cos => each!(f64 => f64, |x| float64::cos(x)),
+        Unary::Tan => each!(f64 => f64, |x| float64::tan(x)),
+        Unary::Tanh => each!(f64 => f64, |x| float64::tanh(x)),
+        Unary::Sinh => each!(f64 => f64, |x| float64::sinh(x)),
+        Unary::Cosh => each!(f64 => f64, |x| float64::cosh(x)),
+        Unary::Asin => each!(f64 => f64, |x| float64::asin(x)),
+        Unary::Acos => each!(f64 => f64, |x| float64::acos(x)),
+        Unary::Atan => each!(f64 => f64, |x| float64::atan(x)),
         Unary::Asinh => each!(f64 => f64, |x| libm::asinh(x)),
         Unary::Acosh => each!(f64 => f64, |x| acosh(x)),
         Unary::Atanh => each!(f64 => f64, |x| libm::atanh(x)),
@@ -169,9 +170,9 @@ macro_rules! periodic {
 }
 
 periodic! {
-    Sin, sin, f64::sin;
-    Cos, cos, f64::cos;
-    Tan, tan, f64::tan;
+    Sin, sin, float64::sin;
+    Cos, cos, float64::cos;
+    Tan, tan, float64::tan;
 }
 
 unsafe fn periodic<S: Simd<Elem = f32>, F: Periodic>(

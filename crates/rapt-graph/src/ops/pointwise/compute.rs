@@ -1,6 +1,6 @@
 //! What pointwise operations compute: operands converted to the common dtype, each element once.
 
-use rapt_core::DType;
+use rapt_core::{DType, float64};
 
 use super::super::fill;
 use super::columns::Columns;
@@ -20,7 +20,7 @@ pub(super) fn run(op: &Pointwise, eval: &dyn Eval, outs: &[Tensor]) -> Result<()
         Pointwise::Formula { operands, .. } => {
             if let (Some(second), Some(Operand::Tensor(x))) = (outs.get(1), operands.first()) {
                 let x = eval.tensor(*x)?.floats();
-                second.write_floats(eval.precision(), x.into_iter().map(|x| (-x.abs()).exp()));
+                second.write_floats(eval.precision(), x.into_iter().map(|x| float64::exp(-x.abs())));
             }
             let mut columns = Columns::new(eval, &out.meta.shape);
             let value = op.emit(eval, out.meta.dtype, &mut columns)?;
@@ -97,7 +97,7 @@ fn binary(
             // alpha·b is exact where a is added: the sum is rounded once.
             if let Some(Cells::Float(alpha)) = alpha.map(|alpha| number(compute, alpha, precision)) {
                 let alpha = if op == Binary::Sub { -alpha[0] } else { alpha[0] };
-                b.iter_mut().zip(&a).for_each(|(b, &a)| *b = alpha.mul_add(*b, a));
+                b.iter_mut().zip(&a).for_each(|(b, &a)| *b = float64::fma(alpha, *b, a));
                 out.write(precision, Cells::Float(b));
                 return Ok(());
             }

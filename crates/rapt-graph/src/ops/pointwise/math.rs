@@ -2,6 +2,7 @@
 
 use super::{Binary, Unary};
 use crate::OpError;
+use rapt_core::float64;
 
 /// A function of a float. What tests a float gives 0 or 1.
 pub(super) fn unary_float(op: Unary, x: f64) -> f64 {
@@ -24,22 +25,22 @@ pub(super) fn unary_float(op: Unary, x: f64) -> f64 {
         Unary::Ceil => x.ceil(),
         Unary::Trunc => x.trunc(),
         Unary::Round => x.round_ties_even(),
-        Unary::Exp => x.exp(),
-        Unary::Exp2 => x.exp2(),
-        Unary::Expm1 => x.exp_m1(),
-        Unary::Log => x.ln(),
-        Unary::Log2 => x.log2(),
-        Unary::Log10 => x.log10(),
-        Unary::Log1p => x.ln_1p(),
-        Unary::Sin => x.sin(),
-        Unary::Cos => x.cos(),
-        Unary::Tan => x.tan(),
-        Unary::Tanh => rapt_core::tanh(x),
-        Unary::Sinh => x.sinh(),
-        Unary::Cosh => x.cosh(),
-        Unary::Asin => x.asin(),
-        Unary::Acos => x.acos(),
-        Unary::Atan => x.atan(),
+        Unary::Exp => float64::exp(x),
+        Unary::Exp2 => float64::exp2(x),
+        Unary::Expm1 => float64::expm1(x),
+        Unary::Log => float64::log(x),
+        Unary::Log2 => float64::log2(x),
+        Unary::Log10 => float64::log10(x),
+        Unary::Log1p => float64::log1p(x),
+        Unary::Sin => float64::sin(x),
+        Unary::Cos => float64::cos(x),
+        Unary::Tan => float64::tan(x),
+        Unary::Tanh => float64::tanh(x),
+        Unary::Sinh => float64::sinh(x),
+        Unary::Cosh => float64::cosh(x),
+        Unary::Asin => float64::asin(x),
+        Unary::Acos => float64::acos(x),
+        Unary::Atan => float64::atan(x),
         // Those of std lose digits near the ends of their range; libm gives a number for the acosh of a great negative one.
         Unary::Asinh => libm::asinh(x),
         Unary::Acosh if x < 1.0 => f64::NAN,
@@ -47,16 +48,16 @@ pub(super) fn unary_float(op: Unary, x: f64) -> f64 {
         Unary::Atanh => libm::atanh(x),
         Unary::Erf => libm::erf(x),
         Unary::Erfc => libm::erfc(x),
-        Unary::Sigmoid => 1.0 / (1.0 + (-x).exp()),
+        Unary::Sigmoid => 1.0 / (1.0 + float64::exp(-x)),
         Unary::Sqrt => x.sqrt(),
         Unary::Rsqrt => 1.0 / x.sqrt(),
         Unary::Reciprocal => 1.0 / x,
-        Unary::Silu => x / (1.0 + (-x).exp()),
+        Unary::Silu => x / (1.0 + float64::exp(-x)),
         // erfc keeps its digits where 1 + erf loses them.
         Unary::Gelu => 0.5 * x * libm::erfc(-x * std::f64::consts::FRAC_1_SQRT_2),
         Unary::GeluTanh => {
             let inner = (2.0 / std::f64::consts::PI).sqrt() * (x + 0.044_715 * x * x * x);
-            0.5 * x * (1.0 + rapt_core::tanh(inner))
+            0.5 * x * (1.0 + float64::tanh(inner))
         }
         Unary::LogicalNot => f64::from(u8::from(x == 0.0)),
         Unary::IsNan => f64::from(u8::from(x.is_nan())),
@@ -98,7 +99,7 @@ pub(super) fn binary_float(op: Binary, a: f64, b: f64, round_quotient: impl Fn(f
             if rest != 0.0 && (b < 0.0) != (rest < 0.0) { rest + b } else { rest }
         }
         Binary::Fmod => a % b,
-        Binary::Pow => a.powf(b),
+        Binary::Pow => float64::pow(a, b),
         Binary::Maximum if a.is_nan() || b.is_nan() => f64::NAN,
         // Of zeros of two signs the second, as in PyTorch's vectors.
         Binary::Maximum if a > b => a,
@@ -114,8 +115,8 @@ pub(super) fn binary_float(op: Binary, a: f64, b: f64, round_quotient: impl Fn(f
         Binary::LogicalAnd => flag(a != 0.0 && b != 0.0),
         Binary::LogicalOr => flag(a != 0.0 || b != 0.0),
         Binary::LogicalXor => flag((a != 0.0) != (b != 0.0)),
-        Binary::Atan2 => a.atan2(b),
-        Binary::Hypot => a.hypot(b),
+        Binary::Atan2 => float64::atan2(a, b),
+        Binary::Hypot => float64::hypot(a, b),
         Binary::Copysign => a.copysign(b),
         // Refused of floats when forms are inferred.
         Binary::BitwiseAnd | Binary::BitwiseOr | Binary::BitwiseXor | Binary::ShiftLeft | Binary::ShiftRight => {

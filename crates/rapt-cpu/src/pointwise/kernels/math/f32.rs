@@ -14,6 +14,7 @@
 
 use super::f64 as wide;
 use crate::kernels::simd::Simd;
+use rapt_core::float64;
 
 /// Adding it rounds a number below 2²² to an integer, which is then in the low bits.
 const MAGIC: f32 = 12_582_912.0;
@@ -192,7 +193,7 @@ pub(in crate::pointwise::kernels) fn mul_add<S: Simd<Elem = f32>>(a: f32, b: f32
 /// `e^x`, with a fused multiply-add or by way of float64.
 #[inline(always)]
 pub(crate) fn exp_of(x: f32, is_fused: bool) -> f32 {
-    if is_fused { fused::exp(x) } else { f64::from(x).exp() as f32 }
+    if is_fused { fused::exp(x) } else { float64::exp(f64::from(x)) as f32 }
 }
 
 /// Functions with a fused multiply-add, and without one by way of float64.
@@ -210,17 +211,17 @@ macro_rules! functions {
 }
 
 functions! {
-    exp = fused::exp, |x| x.exp();
-    exp2 = fused::exp2, |x| x.exp2();
-    expm1 = fused::expm1, |x| x.exp_m1();
-    log = fused::log, |x| x.ln();
-    log2 = fused::log2, |x| x.log2();
-    log10 = fused::log10, |x| x.log10();
-    log1p = fused::log1p, |x| x.ln_1p();
-    sin = fused::sin, |x| x.sin();
-    cos = fused::cos, |x| x.cos();
-    tan = fused::tan, |x| x.tan();
-    tanh = fused::tanh, |x| x.tanh();
+    exp = fused::exp, |x| float64::exp(x);
+    exp2 = fused::exp2, |x| float64::exp2(x);
+    expm1 = fused::expm1, |x| float64::expm1(x);
+    log = fused::log, |x| float64::log(x);
+    log2 = fused::log2, |x| float64::log2(x);
+    log10 = fused::log10, |x| float64::log10(x);
+    log1p = fused::log1p, |x| float64::log1p(x);
+    sin = fused::sin, |x| float64::sin(x);
+    cos = fused::cos, |x| float64::cos(x);
+    tan = fused::tan, |x| float64::tan(x);
+    tanh = fused::tanh, |x| float64::tanh(x);
     erf = fused::erf, |x| libm::erf(x);
     sigmoid = fused::sigmoid, |x| wide::sigmoid(x);
     silu = fused::silu, |x| wide::silu(x);

@@ -1,13 +1,15 @@
 //! Functions of float64 that std and libm lack.
 
+use rapt_core::float64;
+
 /// `1 / (1 + e^−x)`.
 pub(in crate::pointwise::kernels) fn sigmoid(x: f64) -> f64 {
-    1.0 / (1.0 + (-x).exp())
+    1.0 / (1.0 + float64::exp(-x))
 }
 
 /// `x · sigmoid(x)`.
 pub(in crate::pointwise::kernels) fn silu(x: f64) -> f64 {
-    x / (1.0 + (-x).exp())
+    x / (1.0 + float64::exp(-x))
 }
 
 /// `x · Φ(x)`. erfc keeps its digits where 1 + erf loses them.
@@ -18,7 +20,7 @@ pub(in crate::pointwise::kernels) fn gelu(x: f64) -> f64 {
 /// PyTorch's `gelu` with `approximate` tanh.
 pub(in crate::pointwise::kernels) fn gelu_tanh(x: f64) -> f64 {
     let inner = (2.0 / std::f64::consts::PI).sqrt() * (x + 0.044_715 * x * x * x);
-    0.5 * x * (1.0 + inner.tanh())
+    0.5 * x * (1.0 + float64::tanh(inner))
 }
 
 /// Python's `//` of floats as ATen computes it: by way of the remainder, which is exact.
