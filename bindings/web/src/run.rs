@@ -81,6 +81,7 @@ fn problem(spec: &Spec) -> Problem {
         softcap: spec.softcap.map(Finite::get),
         causal: spec.causal,
         window: spec.window,
+        dropout: None,
     }
 }
 
