@@ -3,7 +3,7 @@
 //! ```text
 //! zig, by maturin ─► target/dist/PLATFORM/*.whl ─► names, contents, needs ─► import, by one of
 //!   this machine's Python          manylinux x86_64
-//!   Debian's for arm64 by qemu     manylinux aarch64
+//!   Debian's for arm64 by qemu     manylinux aarch64, and calls on arrays of numpy
 //!   musl's loader alone            musllinux: the module, with stand-ins for what Python's names mean
 //!   Python for Windows by wine     Windows
 //! maturin sdist ─► target/dist/sources/*.tar.gz ─► pip wheel
@@ -55,6 +55,27 @@ tests = [line for line in str(rapt.doctor()).splitlines() if 'self-test' in line
 assert len(tests) == 8 and all('ok, ' in line for line in tests), tests
 assert 'numpy' not in sys.modules
 print(sys.version.split()[0], sys.platform, 'imports rapt', rapt.__version__, 'and', len(tests), 'self-tests hold')
+";
+
+/// Calls on arrays, of which one is a permuted view, beside the formula in float64.
+const CALL: &str = "\
+import sys
+sys.path[:0] = sys.argv[1:]
+import numpy as np, rapt
+draw = np.random.default_rng(0).standard_normal
+for dtype, bound in (('float32', 1e-6), ('float16', 2.0 ** -11), ('float64', 1e-14)):
+    q = draw((2, 77, 4, 64)).astype(dtype).transpose(0, 2, 1, 3)
+    k, v = (draw((2, 2, 77, 64)).astype(dtype) for _ in range(2))
+    wide_q, wide_k, wide_v = (x.astype('float64') for x in (q, k.repeat(2, 1), v.repeat(2, 1)))
+    for causal in (None, 'top_left'):
+        s = wide_q @ wide_k.swapaxes(2, 3) / 8
+        s = s if causal is None else np.where(np.tril(np.ones((77, 77))) > 0, s, -np.inf)
+        p = np.exp(s - s.max(-1, keepdims=True))
+        exact = p / p.sum(-1, keepdims=True) @ wide_v
+        got = rapt.attention(q, k, v) if causal is None else rapt.attention(q, k, v, causal=causal)
+        error = np.linalg.norm(got - exact) / np.linalg.norm(exact)
+        assert got.dtype == dtype and error <= bound, (dtype, causal, error)
+print('6 calls on arrays of numpy', np.__version__, 'agree with the formula')
 ";
 
 pub(crate) fn run(mut args: Args) -> Outcome {
@@ -118,11 +139,21 @@ fn imported(venv: &Venv, platform: &Platform, unpacked: &Path, target: &Path) ->
         "x86_64-unknown-linux-gnu" if cfg!(target_arch = "x86_64") => run(venv.python(["-I"])),
         "aarch64-unknown-linux-gnu" => {
             let folders = cross::folders(platform.triple)?;
-            let tree = debian::unpacked_for("arm64", &folders.kept.join("python"), &["python3"])?;
-            let mut python = command(folders.program("qemu"), ["-L"]);
+            let tree = debian::unpacked_for("arm64", &folders.kept.join("numpy"), &["python3", "python3-numpy"])?;
             let program = debian::find(&tree.join("usr/bin"), |name| name.starts_with("python3."))?;
-            python.arg(&tree).arg(program).env_remove("LD_LIBRARY_PATH").env_remove("PYTHONPATH");
-            run(python)
+            let python = || {
+                let mut python = command(folders.program("qemu"), ["-L"]);
+                // What update-alternatives would link, were the packages installed.
+                python
+                    .arg(&tree)
+                    .args(["-E", "LD_LIBRARY_PATH=/usr/lib/aarch64-linux-gnu/blas:/usr/lib/aarch64-linux-gnu/lapack"]);
+                python.arg(&program).env_remove("LD_LIBRARY_PATH").env_remove("PYTHONPATH");
+                python
+            };
+            run(python())?;
+            let mut call = python();
+            call.args(["-c", CALL]).arg(unpacked).arg(tree.join("usr/lib/python3/dist-packages"));
+            capture(&mut call).map(|told| say(told.trim_end()))
         }
         "x86_64-pc-windows-gnu" => {
             let folders = cross::folders(platform.triple)?;
