@@ -2,6 +2,7 @@
 //!
 //! ```text
 //! rows   state of each row                 runs of rows               one after the other, each dealt to all threads
+//! large  the same where lse is large       tiles of queries
 //! main   dk, dv, partial sums of dq        chunks of keys of a task   ┐ wave by wave of tasks
 //! dq     the chunks of dq put together     tiles of queries           ┘
 //! mask   the gradient of the mask          pieces of it
@@ -297,6 +298,10 @@ pub fn run_backward(
     pool.deal((partition.tasks * partition.rows).div_ceil(ROWS_PER_ITEM), |n, scratch| {
         // SAFETY: see above.
         unsafe { (entries.rows)(&problem, n, scratch) }
+    })?;
+    pool.deal(partition.tasks * partition.task_tiles(), |n, scratch| {
+        // SAFETY: see above.
+        unsafe { (entries.large)(&problem, n, scratch) }
     })?;
     if problem.dq.is_some() || problem.dk.is_some() || problem.dv.is_some() {
         for first in (0..partition.tasks).step_by(partition.wave) {

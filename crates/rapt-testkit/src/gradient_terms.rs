@@ -1,7 +1,8 @@
 //! Gradients beside the definition's: what PyTorch's roundings make of them, and the magnitudes of what is summed.
 //!
 //! ```text
-//! s = Σ q·k · scale in order (then softcap, slopes, bias)      p = exp(s − lse), from lse as it was rounded; or with 16 sums side by side
+//! s = Σ q·k · scale in order (then softcap, slopes, bias)      p = exp(s − lse), from lse as it was rounded (up to 1024); or with 16 sums side by side and
+//!                                                              p = exp(s − max) / Σ exp(s − max), as PyTorch's math path keeps it
 //! dp = Σ d_o·v, delta = Σ d_o·out − d_lse                      ds = p · (dp − delta) · scale
 //! dq = Σ ds·k, dk = Σ ds·q, dv = Σ p·d_o                       of f16 and bf16 with p and ds rounded to storage, as PyTorch's flash has them
 //! ```
@@ -44,6 +45,8 @@ struct Arithmetic<'a> {
     abs: &'a dyn Fn(f64) -> f64,
     /// Sums of q·k side by side.
     lanes: usize,
+    /// What a term may be off by, beside its score's rounding, in units of itself; `None`: terms are themselves.
+    wide: Option<f64>,
 }
 
 /// See the module.
@@ -56,22 +59,23 @@ pub(crate) fn emulate(
 ) -> Parts {
     let r = |x: f64| if storage == DType::F64 { x } else { f64::from(x as f32) };
     let narrow = |x: f64| round(storage, x);
-    form(gathered, given, outputs, &Arithmetic { r: &r, narrow: &narrow, abs: &|x| x, lanes })
+    form(gathered, given, outputs, &Arithmetic { r: &r, narrow: &narrow, abs: &|x| x, lanes, wide: None })
 }
 
-/// See the module.
-pub(crate) fn terms(gathered: &Gathered, given: &OutputGradients<'_>) -> Parts {
+/// Magnitudes; with `wide` what they may be off by: each by `wide` of itself and by four of the expected roundings of its score (docs/reference/numerics.md).
+pub(crate) fn terms(gathered: &Gathered, given: &OutputGradients<'_>, wide: Option<f64>) -> Parts {
     let outputs = naive(&gathered.problem, &gathered.inputs());
-    form(gathered, given, &outputs, &Arithmetic { r: &|x| x, narrow: &|x| x, abs: &f64::abs, lanes: 1 })
+    form(gathered, given, &outputs, &Arithmetic { r: &|x| x, narrow: &|x| x, abs: &f64::abs, lanes: 1, wide })
 }
 
 fn form(gathered: &Gathered, given: &OutputGradients<'_>, outputs: &Outputs, arithmetic: &Arithmetic<'_>) -> Parts {
-    let Arithmetic { r, narrow, abs, lanes } = *arithmetic;
+    let Arithmetic { r, narrow, abs, lanes, wide } = *arithmetic;
     let problem = &gathered.problem;
     let (dim, dim_v, kv_len) = (problem.head_dim, problem.head_dim_v, problem.kv_len);
     let mut parts = Parts::zeros(gathered);
     let dot = |a: &[f64], b: &[f64]| a.iter().zip(b).fold(0.0, |sum, (a, b)| r(sum + abs(a * b)));
     let takes_magnitudes = abs(-1.0) > 0.0;
+    let unit = if is_of_float64(wide) { f64::EPSILON / 2.0 } else { f64::from(f32::EPSILON) / 2.0 };
     for row in 0..outputs.lse.len() {
         let lse = outputs.lse[row];
         if lse == f64::NEG_INFINITY {
@@ -82,16 +86,18 @@ fn form(gathered: &Gathered, given: &OutputGradients<'_>, outputs: &Outputs, ari
         let d_lse = given.d_lse.map_or(0.0, |d_lse| d_lse[row]);
         let out = dot(d_o, &outputs.out[row * dim_v..][..dim_v]);
         let delta = if takes_magnitudes { out + d_lse.abs() } else { r(out - d_lse) };
-        if let (Some(d_sinks), Some(sinks)) = (&mut parts.d_sinks, &gathered.sinks) {
-            d_sinks[h] = r(d_sinks[h] + abs(r(-r(r(sinks[h] - lse).exp()) * delta)));
-        }
-        for j in gathered.attended(row) {
+        let score = |j: usize| {
             let kv = gathered.kv_row(row, j);
-            let (k, v) = (&gathered.k[kv * dim..][..dim], &gathered.v[kv * dim_v..][..dim_v]);
             let mut sums = [0.0; 16];
-            q.iter().zip(k).enumerate().for_each(|(n, (q, k))| sums[n % lanes] = r(sums[n % lanes] + q * k));
+            let terms = q.iter().zip(&gathered.k[kv * dim..][..dim]).enumerate();
+            let mut squares = 0.0;
+            terms.for_each(|(n, (q, k))| {
+                sums[n % lanes] = r(sums[n % lanes] + q * k);
+                squares += (sums[n % lanes] * problem.softmax_scale).powi(2);
+            });
             let mut s = r(sums.into_iter().fold(0.0, |sum, lane| r(sum + lane)) * problem.softmax_scale);
             let mut rises = 1.0;
+            squares += s * s;
             if let Some(c) = problem.softcap {
                 let t = r(r(s / c).tanh());
                 (s, rises) = (r(c * t), if takes_magnitudes { 1.0 + t * t } else { r(1.0 - r(t * t)) });
@@ -103,7 +109,34 @@ fn form(gathered: &Gathered, given: &OutputGradients<'_>, outputs: &Outputs, ari
             if let Some(bias) = &gathered.bias {
                 s = r(s + bias[row * kv_len + j]);
             }
-            let p = r(r(s - lse).exp());
+            // A score at the lowest finite bias is that number, in any arithmetic.
+            let own = if s.abs() < 1e30 { s * s } else { 0.0 };
+            (j, s, rises, (squares + own).sqrt())
+        };
+        let scores: Vec<_> = gathered.attended(row).into_iter().map(score).collect();
+        let sink = gathered.sinks.as_ref().map(|sinks| sinks[h]);
+        // Where the logarithm of the sum drowns in lse, no kernel that is any good goes by it.
+        let (top, sum) = if lanes == 1 && !takes_magnitudes && lse.abs() <= 1024.0 {
+            (lse, 1.0)
+        } else {
+            let all = || scores.iter().map(|(_, s, ..)| *s).chain(sink);
+            let top = all().fold(f64::NEG_INFINITY, f64::max);
+            (top, all().fold(0.0, |sum, s| r(sum + r(r(s - top).exp()))))
+        };
+        let weight = |s: f64| r(r(r(s - top).exp()) / sum);
+        if let (Some(d_sinks), Some(sink)) = (&mut parts.d_sinks, sink) {
+            let off = wide.map_or(1.0, |wide| {
+                wide + 4.0 * unit / 6f64.sqrt() * scores.iter().map(|(.., size)| *size).fold(0.0, f64::max)
+            });
+            d_sinks[h] = r(d_sinks[h] + abs(r(-weight(sink) * off * delta)));
+        }
+        let largest = scores.iter().map(|(.., size)| *size).fold(0.0, f64::max);
+        for (j, s, rises, _) in scores {
+            let kv = gathered.kv_row(row, j);
+            let (k, v) = (&gathered.k[kv * dim..][..dim], &gathered.v[kv * dim_v..][..dim_v]);
+            // A row's weights share their sum: the rounding of its largest score is that of each.
+            let off = wide.map_or(1.0, |wide| wide + 4.0 * unit / 6f64.sqrt() * largest);
+            let p = weight(s) * off;
             let dp = dot(d_o, v);
             let ds = r(p * if takes_magnitudes { dp + delta.abs() } else { r(dp - delta) });
             if let Some(d_bias) = &mut parts.d_bias {
@@ -122,4 +155,9 @@ fn form(gathered: &Gathered, given: &OutputGradients<'_>, outputs: &Outputs, ari
         }
     }
     parts
+}
+
+/// Whether `wide` is one of float64.
+fn is_of_float64(wide: Option<f64>) -> bool {
+    wide.is_some_and(|wide| wide < 1e-12)
 }

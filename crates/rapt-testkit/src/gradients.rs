@@ -1,11 +1,11 @@
 //! Problems of the backward pass: made, run, and judged against the definition's gradients.
 //!
 //! ```text
-//! |got − reference|     ≤ max(1.1, 4/√N) · |torch's − reference| + floor · |reference| + floor' · |terms|   over the whole gradient, L2
-//! |got_r − reference_r| ≤ 4 · W · (size_r + |terms_r|) + floor · size_r + floor' · |terms_r|          for each row r
+//! |got − reference|     ≤ max(1.1, 4/√N) · |torch's − reference| + floor · |reference| + |off|   over the whole gradient, L2
+//! |got_r − reference_r| ≤ 4 · W · (size_r + |terms_r|) + floor · size_r + |off_r|          for each row r
 //! ```
 //! `floor` is that of outputs, `floor'` that of the accumulation dtype, times √n/4 where that is more and n is the larger head dim: a score's dot products
-//! err like the root of their length. `terms` are the sums of the magnitudes of what a gradient sums: what arrives at a
+//! err like the root of their length. `off` are the terms, each times `floor'` and four of the expected roundings σ of its row's largest score. `terms` are the sums of the magnitudes of what a gradient sums: what arrives at a
 //! score is a difference, dp − delta, and of a row whose keys agree it is as good as nothing. `size_r = max(|reference_r|, mean |reference|)`; W is the
 //! worst of torch's rows by the same measure, from formulas with its roundings ([`emulate`]), the worse of two; N is the number of rows on which their error
 //! hinges: few rows are few draws of a random number. Where `terms` is 0, nothing is attended, and the gradient is
@@ -401,8 +401,8 @@ fn round_outputs(of: &GradientCase, outputs: &Outputs) -> Outputs {
 /// What the gradients are held against.
 struct Expected {
     parts: [Option<Judged>; 5],
-    /// `floor'` of the rule, and what underflows.
-    wide: (f64, f64),
+    /// What underflows.
+    least: f64,
 }
 
 impl Expected {
@@ -412,7 +412,9 @@ impl Expected {
         let Gradients { dq, dk, dv, d_bias, d_sinks } = backward(&inputs.problem, &inputs.inputs(), &given);
         let definition = Parts { dq, dk, dv, d_bias, d_sinks };
         let torch = [1, 16].map(|lanes| emulate(inputs, &given, outputs, case.dtype, lanes));
-        let terms = terms(inputs, &given);
+        let of_dots = (case.q[3].max(case.head_dim_v) as f64).sqrt() / 4.0;
+        let wide = floor(case.dtype.accumulation()) * of_dots.max(1.0);
+        let [terms, off] = [None, Some(wide)].map(|wide| terms(inputs, &given, wide));
         let target = [case.q[0], case.q[1], case.q[2], case.kv_len];
         let summed = |parts: &Parts, n: usize, shape: [usize; 4]| match n {
             0 => parts.dq.clone(),
@@ -424,23 +426,22 @@ impl Expected {
         let outputs = of.outputs();
         let parts = std::array::from_fn(|n| {
             let (shape, dtype) = outputs[n]?;
-            let [definition, terms] = [&definition, &terms].map(|parts| summed(parts, n, shape));
+            let [definition, terms, off] = [&definition, &terms, &off].map(|parts| summed(parts, n, shape));
             let torch = torch.each_ref().map(|parts| {
                 let numbers = summed(parts, n, shape);
                 numbers.into_iter().map(|x| round(dtype, x)).collect()
             });
-            Some(Judged { reference: definition, torch, terms, len: shape[3], dtype })
+            Some(Judged { reference: definition, torch, terms, off, len: shape[3], dtype })
         });
-        let of_dots = (case.q[3].max(case.head_dim_v) as f64).sqrt() / 4.0;
         // A weight below the smallest normal number counts as 0.
         let least = if case.dtype == DType::F64 { 2f64.powi(-1012) } else { 2f64.powi(-116) };
-        Expected { parts, wide: (floor(case.dtype.accumulation()) * of_dots.max(1.0), least) }
+        Expected { parts, least }
     }
 
     fn judge(&self, buffers: &Buffers) -> Result<(), String> {
         for ((name, part), buffer) in GRADIENTS.iter().zip(&self.parts).zip(&buffers.gradients) {
             if let (Some(part), Some(buffer)) = (part, buffer) {
-                part.judge(&buffer.values(), self.wide).map_err(|what| format!("{name}: {what}"))?;
+                part.judge(&buffer.values(), self.least).map_err(|what| format!("{name}: {what}"))?;
             }
         }
         Ok(())
@@ -464,13 +465,15 @@ struct Judged {
     reference: Vec<f64>,
     torch: [Vec<f64>; 2],
     terms: Vec<f64>,
+    /// What terms may be off by.
+    off: Vec<f64>,
     len: usize,
     dtype: DType,
 }
 
 impl Judged {
-    fn judge(&self, got: &[f64], (wide, least): (f64, f64)) -> Result<(), String> {
-        let Judged { reference, torch, terms, len, dtype } = self;
+    fn judge(&self, got: &[f64], least: f64) -> Result<(), String> {
+        let Judged { reference, torch, terms, off, len, dtype } = self;
         let len = (*len).max(1);
         if got.len() != reference.len() {
             return Err(format!("{} elements, the reference has {}", got.len(), reference.len()));
@@ -490,8 +493,8 @@ impl Judged {
             (0..got.len() / len).map(of_row).collect()
         };
         let whole = |rows: &[f64]| rows.iter().map(|x| x * x).sum::<f64>().sqrt();
-        let [is, sizes, terms] =
-            [norms(&|at| got[at] - reference[at]), norms(&|at| reference[at]), norms(&|at| terms[at])];
+        let [is, sizes] = [norms(&|at| got[at] - reference[at]), norms(&|at| reference[at])];
+        let [terms, off] = [norms(&|at| terms[at]), norms(&|at| off[at])];
         let errors = torch.each_ref().map(|torch| norms(&|at| torch[at] - reference[at]));
         let own = floor(*dtype);
         let of_torch = errors.iter().map(|rows| {
@@ -499,7 +502,7 @@ impl Judged {
             let hinges = if fourth > 0.0 { whole(rows).powi(4) / fourth } else { f64::INFINITY };
             (4.0 / hinges.sqrt()).max(1.1) * whole(rows)
         });
-        let limit = of_torch.fold(0.0, f64::max) + own * whole(&sizes) + wide * whole(&terms) + least;
+        let limit = of_torch.fold(0.0, f64::max) + own * whole(&sizes) + whole(&off) + least;
         if whole(&is) > limit {
             return Err(format!("error {:.3e} exceeds {limit:.3e}, the norm is {:.3e}", whole(&is), whole(&sizes)));
         }
@@ -508,7 +511,7 @@ impl Judged {
         let ratio = |(row, error): (usize, &f64)| if *error > 0.0 { error / measure(row) } else { 0.0 };
         let worst = errors.iter().flat_map(|rows| rows.iter().enumerate().map(ratio)).fold(0.0, f64::max);
         for (row, is) in is.into_iter().enumerate() {
-            let limit = 4.0 * worst * measure(row) + own * sizes[row].max(mean) + wide * terms[row] + least;
+            let limit = 4.0 * worst * measure(row) + own * sizes[row].max(mean) + off[row] + least;
             if is > limit {
                 return Err(format!("row {row} has error {is:.3e}, above {limit:.3e}; its norm is {:.3e}", sizes[row]));
             }

@@ -39,6 +39,8 @@ pub(crate) type Entry = unsafe fn(&BackwardProblem, usize, *mut u8);
 pub(crate) struct Entries {
     /// The state of [`ROWS_PER_ITEM`] rows.
     pub(crate) rows: Entry,
+    /// A tile of queries: maxima and sums of rows whose lse is large.
+    pub(crate) large: Entry,
     /// A chunk of keys of a task of the wave.
     pub(crate) main: Entry,
     /// A tile of dq of a task of the wave.
@@ -58,6 +60,7 @@ impl Entries {
     pub(crate) fn of<S: Simd, T: Storage<S>>() -> Self {
         Entries {
             rows: rows::item::<S, T>,
+            large: rows::large::<S, T>,
             main: item::<S, T>,
             dq: sums::dq::<S, T>,
             mask: mask::item::<S, T>,

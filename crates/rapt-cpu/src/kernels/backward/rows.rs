@@ -1,11 +1,16 @@
 //! What is known of each row before any product: what its probabilities are recomputed from, and `delta = Σ d_o · out − d_lse`.
 //!
-//! A row whose lse is −∞ attends nothing: what arrives there is not read.
+//! A row whose lse is −∞ attends nothing: what arrives there is not read. In a lse beyond [`LARGE`] the logarithm of the sum drowns: of a row whose
+//! biases are all the lowest finite number it is that number, however many keys there are. Such rows get their maximum and sum anew, from their own
+//! keys, whatever lies in other rows of their tile.
 
 use std::marker::PhantomData;
 
 use super::super::simd::{Part, Real, Simd, Storage};
-use super::queries::load_row_of;
+use super::Keys;
+use super::products::key_product;
+use super::queries::{self, MAX_QUERIES, Tile, load_row_of};
+use super::weigh::Accumulate;
 use crate::backward_problem::BackwardProblem;
 
 /// Rows of an item.
@@ -66,6 +71,65 @@ impl<S: Simd, T: Storage<S>> Part<S> for FindStates<'_, T> {
                 }
                 *delta.add(at) = sum;
             }
+        }
+    }
+}
+
+/// Beyond this much a lse is not relied on: its rounding is 2^−14 of a probability in float32.
+const LARGE: i64 = 1 << 10;
+
+/// Finds maxima and sums of the rows of tile `n` of all tasks whose lse is large.
+pub(super) unsafe fn large<S: Simd, T: Storage<S>>(problem: &BackwardProblem, n: usize, memory: *mut u8) {
+    let (partition, base) = (&problem.partition, memory.cast::<S::Elem>());
+    let (task, tile) = (n / partition.task_tiles(), n % partition.task_tiles());
+    let r0 = tile * partition.queries;
+    let r1 = partition.rows.min(r0 + partition.queries);
+    let (bound, lowest) = (S::Elem::from_i64(LARGE), S::Elem::NEG_INFINITY);
+    let is_large = |top: S::Elem| top > bound || top < S::Elem::from_i64(-LARGE) && top != lowest;
+    let states = [problem.states.top, problem.states.log2_sum];
+    let [tops, sums] = states.map(|of| of.cast::<S::Elem>().wrapping_add(task * partition.rows));
+    // SAFETY: a state of each row, which this item alone writes now; the rest as of the main step.
+    unsafe {
+        if !(r0..r1).any(|r| is_large(*tops.add(r))) {
+            return;
+        }
+        let (mut row_max, mut row_sum) = ([lowest; MAX_QUERIES], [S::Elem::ZERO; MAX_QUERIES]);
+        let (lo, hi) = problem.rows.keys_of_rows(r0, r1);
+        for block in (0..problem.kv_len).step_by(partition.block_n) {
+            let n = partition.block_n.min(problem.kv_len - block);
+            if block + n <= lo || hi <= block {
+                continue;
+            }
+            let keys = Keys::new::<S, T>(problem, base, task, (block, n));
+            let bias = base.wrapping_add(problem.scratch.bias);
+            let tile = Tile::new::<S>(problem, task, (r0, r1), (block, n), bias);
+            if tile.is_empty {
+                continue;
+            }
+            let tiles = [Some(tile)];
+            queries::pack::<S, T>(problem, base, &tiles);
+            let [Some(tile)] = &tiles else { return };
+            let (x, row) = (base.wrapping_add(problem.scratch.p), partition.run_rows());
+            key_product::<S>(n, problem.head_dim, keys.k, base.wrapping_add(problem.scratch.q_t), (x, row));
+            let (row_max, row_sum) = (&mut row_max, &mut row_sum);
+            S::apart(Accumulate::<S> { problem, tile, n, x, row, row_max, row_sum });
+        }
+        let [batch, _, head] = problem.origin(task);
+        for r in r0..r1 {
+            let (mut top, mut sum) = (row_max[r - r0], row_sum[r - r0]);
+            // NaN, and what has no sum that could be relied on, stay as lse has them.
+            let has_sum = sum > S::Elem::ZERO && top != lowest;
+            if !is_large(*tops.add(r)) || !has_sum {
+                continue;
+            }
+            if let Some(sinks) = &problem.sinks {
+                let sink = S::Elem::load_as(sinks.dtype, sinks.at([problem.rows.row((batch, head), r).head]));
+                let max = if sink > top { sink } else { top };
+                sum = sum * (top - max).exp() + (sink - max).exp();
+                top = max;
+            }
+            *tops.add(r) = top;
+            *sums.add(r) = sum.ln() / S::Elem::from_f64_clamped(std::f64::consts::LN_2);
         }
     }
 }

@@ -7,7 +7,8 @@
 
 use super::super::math::{exp2, tanh};
 use super::super::simd::{Part, Real, Simd};
-use super::queries::Tile;
+use super::super::softmax::{max_skipping_nan, probability, rescale, subtractable};
+use super::queries::{MAX_QUERIES, Tile};
 use crate::backward_problem::BackwardProblem;
 
 /// Where the scores of a tile lie: a pointer and the distance from key to key.
@@ -48,72 +49,124 @@ struct Weigh<'a, S: Simd, const NATURAL: bool, const MASKED: bool> {
     of_scores: bool,
 }
 
+/// What makes scores of products: constants of a problem.
+struct Scorer<S: Simd> {
+    scale: S::V,
+    softcap: Option<(S::V, S::V)>,
+    has_slopes: bool,
+}
+
+/// The same of the lanes of a vector.
+struct LaneScorer<S: Simd> {
+    lo: S::V,
+    hi: S::V,
+    diagonal: S::V,
+    slope: S::V,
+}
+
+impl<S: Simd> Scorer<S> {
+    #[inline(always)]
+    unsafe fn new(problem: &BackwardProblem) -> Self {
+        // SAFETY: the caller vouches for the instruction set.
+        unsafe {
+            let mut softcap = None;
+            if let Some(c) = problem.scores.softcap {
+                let inverse = S::Elem::from_f64_clamped(1.0 / c);
+                softcap = Some((S::splat(S::Elem::from_f64_clamped(c)), S::splat(inverse)));
+            }
+            let scale = S::splat(S::Elem::from_f64_clamped(problem.scores.softmax_scale));
+            Scorer { scale, softcap, has_slopes: problem.alibi_slopes.is_some() }
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn lanes(tile: &Tile<S::Elem>, v: usize) -> LaneScorer<S> {
+        // SAFETY: the arrays have as many elements as a tile has queries.
+        unsafe {
+            LaneScorer {
+                lo: S::load(tile.lo.as_ptr().add(v)),
+                hi: S::load(tile.hi.as_ptr().add(v)),
+                diagonal: S::load(tile.diagonal.as_ptr().add(v)),
+                slope: S::load(tile.slope.as_ptr().add(v)),
+            }
+        }
+    }
+
+    /// The score of a product in natural units, and the derivative of softcap there.
+    #[inline(always)]
+    unsafe fn score(&self, lanes: &LaneScorer<S>, x: S::V, key: S::V, bias: Option<*const S::Elem>) -> (S::V, S::V) {
+        // SAFETY: the caller vouches for a vector of biases.
+        unsafe {
+            let one = S::splat(S::Elem::ONE);
+            let (mut score, mut rises) = (S::mul(x, self.scale), one);
+            if let Some((cap, inverse)) = self.softcap {
+                let t = tanh::<S>(S::mul(score, inverse));
+                score = S::mul(cap, t);
+                rises = S::fma(S::sub(S::splat(S::Elem::ZERO), t), t, one);
+            }
+            if self.has_slopes {
+                score = S::sub(score, S::mul(lanes.slope, S::abs(S::sub(lanes.diagonal, key))));
+            }
+            if let Some(bias) = bias {
+                score = S::add(score, S::load(bias));
+            }
+            (score, rises)
+        }
+    }
+}
+
+impl<S: Simd> LaneScorer<S> {
+    /// `x`, or `masked` where the pair is not attended.
+    #[inline(always)]
+    unsafe fn select(&self, x: S::V, key: S::V, bias: Option<*const S::Elem>, masked: S::V) -> S::V {
+        // SAFETY: the caller vouches for a vector of biases.
+        unsafe {
+            let mut x = S::select(S::lt(key, self.lo), masked, S::select(S::lt(key, self.hi), x, masked));
+            if let Some(bias) = bias {
+                x = S::select(S::eq(S::load(bias), S::splat(S::Elem::NEG_INFINITY)), masked, x);
+            }
+            x
+        }
+    }
+}
+
 impl<S: Simd, const NATURAL: bool, const MASKED: bool> Part<S> for Weigh<'_, S, NATURAL, MASKED> {
     type Output = ();
     #[inline(always)]
     unsafe fn run(self) {
         let Weigh { problem, tile, n, places, of_scores } = self;
-        let scores = problem.scores;
-        let (has_slopes, bias) = (problem.alibi_slopes.is_some(), tile.bias);
         let width = S::Q_VECS * S::LANES;
         // SAFETY: the arrays have as many elements as a tile has queries, and the caller vouches for n rows of scores.
         unsafe {
-            let scale = S::splat(S::Elem::from_f64_clamped(scores.softmax_scale));
+            let scorer = Scorer::<S>::new(problem);
             let log2_e = S::splat(S::Elem::from_f64_clamped(std::f64::consts::LOG2_E));
-            let (zero, one) = (S::splat(S::Elem::ZERO), S::splat(S::Elem::ONE));
-            let (masked, lowest) = (S::splat(S::Elem::MASKED), S::splat(S::Elem::NEG_INFINITY));
-            let mut softcap = None;
-            if let Some(c) = scores.softcap {
-                let inverse = S::Elem::from_f64_clamped(1.0 / c);
-                softcap = Some((S::splat(S::Elem::from_f64_clamped(c)), S::splat(inverse)));
-            }
+            let (zero, masked) = (S::splat(S::Elem::ZERO), S::splat(S::Elem::MASKED));
             for v in (0..width).step_by(S::LANES) {
+                let lanes = Scorer::<S>::lanes(tile, v);
                 let top = S::load(tile.top.as_ptr().add(v));
-                let log2_sum = S::load(tile.log2_sum.as_ptr().add(v));
-                let (minus_top, minus_log2_sum) = (S::sub(zero, top), S::sub(zero, log2_sum));
+                let minus_top = S::sub(zero, top);
+                let minus_log2_sum = S::sub(zero, S::load(tile.log2_sum.as_ptr().add(v)));
                 let delta = S::load(tile.delta.as_ptr().add(v));
-                let (lo, hi) = (S::load(tile.lo.as_ptr().add(v)), S::load(tile.hi.as_ptr().add(v)));
-                let (diagonal, slope) = (S::load(tile.diagonal.as_ptr().add(v)), S::load(tile.slope.as_ptr().add(v)));
                 for j in 0..n {
                     let at = places.p.0.add(j * places.p.1 + v);
                     let of_dp = places.dp.add(j * width + v);
                     let (x, key) = (S::load(at), S::splat(S::Elem::from_i64(j as i64)));
-                    let (distance_to_top, mut rises) = if NATURAL {
-                        let mut score = S::mul(x, scale);
-                        let mut rises = one;
-                        if let Some((cap, inverse)) = softcap {
-                            let t = tanh::<S>(S::mul(score, inverse));
-                            score = S::mul(cap, t);
-                            rises = S::fma(S::sub(zero, t), t, one);
-                        }
-                        if has_slopes {
-                            score = S::sub(score, S::mul(slope, S::abs(S::sub(diagonal, key))));
-                        }
-                        if let Some(bias) = bias {
-                            score = S::add(score, S::load(bias.add(j * width + v)));
-                        }
+                    let bias = tile.bias.map(|bias| bias.wrapping_add(j * width + v));
+                    let (below_top, rises) = if NATURAL {
+                        let (score, rises) = scorer.score(&lanes, x, key, bias);
                         (S::sub(score, top), rises)
                     } else {
-                        (S::fma(x, scale, minus_top), one)
+                        (S::fma(x, scorer.scale, minus_top), zero)
                     };
-                    let mut p = exp2::<S>(S::fma(distance_to_top, log2_e, minus_log2_sum));
+                    let mut p = exp2::<S>(S::fma(below_top, log2_e, minus_log2_sum));
                     let mut ds = S::mul(p, S::sub(S::load(of_dp), delta));
-                    if of_scores {
-                        rises = one;
-                    }
-                    if NATURAL {
+                    if NATURAL && !of_scores {
                         ds = S::mul(ds, rises);
                     }
                     if MASKED {
+                        p = lanes.select(p, key, bias, masked);
                         // −0 stands for no pair at all: what is one adds 0 to it.
-                        ds = S::add(ds, zero);
-                        p = S::select(S::lt(key, lo), masked, S::select(S::lt(key, hi), p, masked));
-                        ds = S::select(S::lt(key, lo), masked, S::select(S::lt(key, hi), ds, masked));
-                        if let Some(bias) = bias {
-                            let is_masked = S::eq(S::load(bias.add(j * width + v)), lowest);
-                            p = S::select(is_masked, masked, p);
-                            ds = S::select(is_masked, masked, ds);
-                        }
+                        ds = lanes.select(S::add(ds, zero), key, bias, masked);
                     }
                     S::store(at, p);
                     S::store(of_dp, ds);
@@ -121,6 +174,54 @@ impl<S: Simd, const NATURAL: bool, const MASKED: bool> Part<S> for Weigh<'_, S, 
                         S::store(ds_at.add(j * row + v), ds);
                     }
                 }
+            }
+        }
+    }
+}
+
+/// Raises the maxima of a tile's rows by `n` keys, and adds their exponentials to the sums; `x` are products, `row` apart.
+pub(super) struct Accumulate<'a, S: Simd> {
+    pub(super) problem: &'a BackwardProblem,
+    pub(super) tile: &'a Tile<S::Elem>,
+    pub(super) n: usize,
+    pub(super) x: *mut S::Elem,
+    pub(super) row: usize,
+    pub(super) row_max: &'a mut [S::Elem; MAX_QUERIES],
+    pub(super) row_sum: &'a mut [S::Elem; MAX_QUERIES],
+}
+
+impl<S: Simd> Part<S> for Accumulate<'_, S> {
+    type Output = ();
+    #[inline(always)]
+    unsafe fn run(self) {
+        let Accumulate { problem, tile, n, x, row, row_max, row_sum } = self;
+        let width = S::Q_VECS * S::LANES;
+        // SAFETY: as of `Weigh`.
+        unsafe {
+            let scorer = Scorer::<S>::new(problem);
+            let (lowest, log2_e) =
+                (S::splat(S::Elem::NEG_INFINITY), S::splat(S::Elem::from_f64_clamped(std::f64::consts::LOG2_E)));
+            for v in (0..width).step_by(S::LANES) {
+                let lanes = Scorer::<S>::lanes(tile, v);
+                let old = S::load(row_max.as_ptr().add(v));
+                let mut max = old;
+                for j in 0..n {
+                    let (at, key) = (x.add(j * row + v), S::splat(S::Elem::from_i64(j as i64)));
+                    let bias = tile.bias.map(|bias| bias.wrapping_add(j * width + v));
+                    let (score, _) = scorer.score(&lanes, S::load(at), key, bias);
+                    let score = lanes.select(score, key, bias, lowest);
+                    S::store(at, score);
+                    max = max_skipping_nan::<S>(max, score);
+                }
+                let subtract = subtractable::<S>(max);
+                let factor = S::select(S::eq(old, lowest), S::splat(S::Elem::ZERO), rescale::<S>(old, max, log2_e));
+                let mut sum = S::mul(S::load(row_sum.as_ptr().add(v)), factor);
+                for j in 0..n {
+                    let score = S::load(x.add(j * row + v));
+                    sum = S::add(sum, probability::<S, true>(score, subtract, log2_e));
+                }
+                S::store(row_max.as_mut_ptr().add(v), max);
+                S::store(row_sum.as_mut_ptr().add(v), sum);
             }
         }
     }
