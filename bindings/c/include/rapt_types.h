@@ -483,6 +483,12 @@ typedef struct rapt_options {
   const struct rapt_tolerance *tolerance;
   // A rapt_compute.
   int32_t compute;
+  // The probability that a weight is dropped, 0 to 1; 0: none is. Those kept are scaled by 1 / (1 - dropout_p).
+  double dropout_p;
+  // With `dropout_offset`, which weights are dropped: the same two numbers drop the same ones. Without `dropout_p` both are 0.
+  uint64_t dropout_seed;
+  // See `dropout_seed`.
+  uint64_t dropout_offset;
 } rapt_options;
 
 // What a rapt_kv_cache holds; see rapt_kv_cache_create().

@@ -329,6 +329,12 @@ pub struct rapt_options {
     pub tolerance: *const rapt_tolerance,
     /// A rapt_compute.
     pub compute: i32,
+    /// The probability that a weight is dropped, 0 to 1; 0: none is. Those kept are scaled by 1 / (1 - dropout_p).
+    pub dropout_p: f64,
+    /// With `dropout_offset`, which weights are dropped: the same two numbers drop the same ones. Without `dropout_p` both are 0.
+    pub dropout_seed: u64,
+    /// See `dropout_seed`.
+    pub dropout_offset: u64,
 }
 
 /// Attention on tensors in buffers of Metal's; see rapt_metal_create().

@@ -7,8 +7,8 @@ use std::mem::{offset_of, zeroed};
 
 use engine::quant::{QuantError, Scheme};
 use engine::{
-    Causal, Codes, Compute, DType, Device, Error, Extent, Format, Granularity, MAX_RANK, Options, Qkv, ScaleLayout,
-    Shape, Strides, TensorLayout, Tensors, View, ViewMut, Window,
+    Causal, Codes, Compute, DType, Device, DropoutSeed, Error, Extent, Format, Granularity, MAX_RANK, Options, Qkv,
+    ScaleLayout, Shape, Strides, TensorLayout, Tensors, View, ViewMut, Window,
 };
 
 use crate::abi::{
@@ -206,10 +206,12 @@ pub(crate) unsafe fn options(given: *const rapt_options) -> Result<rapt_options,
     const WITHOUT_TOLERANCE: usize = offset_of!(rapt_options, tolerance);
     /// Before products could be of anything but numbers.
     const WITHOUT_COMPUTE: usize = offset_of!(rapt_options, compute);
+    /// Before weights could be dropped.
+    const WITHOUT_DROPOUT: usize = offset_of!(rapt_options, dropout_p);
     let given = to_read(given, "options")?;
     // SAFETY: neither NULL nor unaligned; a struct of any version begins with its size.
     let size = unsafe { (*given).size };
-    let sizes = [WITHOUT_CODES, WITHOUT_TOLERANCE, WITHOUT_COMPUTE, size_of::<rapt_options>()];
+    let sizes = [WITHOUT_CODES, WITHOUT_TOLERANCE, WITHOUT_COMPUTE, WITHOUT_DROPOUT, size_of::<rapt_options>()];
     struct_size("options.size", size, &sizes)?;
     // SAFETY: zero and NULL are values of every field.
     let mut options: rapt_options = unsafe { zeroed() };
@@ -495,7 +497,9 @@ impl Call {
         };
         // SAFETY: as above.
         let lse = if given.lse.is_null() { None } else { Some(unsafe { view_mut("lse", given.lse) }?) };
-        Ok((Tensors { codes, mask, sinks, alibi_slopes, lse, ..Tensors::new(q, k, v, out) }, options))
+        let seed = DropoutSeed::new(given.dropout_seed, given.dropout_offset);
+        let dropout = (options.dropout_p != 0.0).then_some(seed);
+        Ok((Tensors { codes, mask, sinks, alibi_slopes, dropout, lse, ..Tensors::new(q, k, v, out) }, options))
     }
 }
 
@@ -547,6 +551,11 @@ pub(crate) fn parse(given: &rapt_options) -> Result<Options, Refusal> {
         0 => None,
         code => Some(dtype_of("out_dtype", code)?),
     };
+    for (option, value) in [("dropout_seed", given.dropout_seed), ("dropout_offset", given.dropout_offset)] {
+        if value != 0 && given.dropout_p == 0.0 {
+            return Err(refuse(option, &value, "0 with a dropout_p of 0, which drops nothing"));
+        }
+    }
     Ok(Options {
         softmax_scale: number(SCALE, "softmax_scale", given.softmax_scale)?,
         softcap: number(SOFTCAP, "softcap", given.softcap)?,
@@ -558,5 +567,6 @@ pub(crate) fn parse(given: &rapt_options) -> Result<Options, Refusal> {
         layout,
         out_dtype,
         compute,
+        dropout_p: given.dropout_p,
     })
 }

@@ -3,8 +3,8 @@
 //! A proof is a function of what the caller's structs say, addresses included, and of nothing else: equal [`Key`]s have equal
 //! proofs. A call whose structs say the same, word by word, as an earlier one that was served is therefore not proven again.
 //! It is what a loop over the same buffers does; any other call is proven, and kept in the engine's [`CallCache`].
-//! Deliberately absent: anything of the tensors' contents, refusals, which are found anew each time, and calls with a tolerance,
-//! whose heads are judged each time.
+//! Deliberately absent: anything of the tensors' contents, refusals, which are found anew each time, calls with a tolerance,
+//! whose heads are judged each time, and calls with dropout, whose seeds differ.
 
 use std::hash::{Hash, Hasher};
 use std::mem::MaybeUninit;
@@ -82,7 +82,9 @@ impl Key {
         }
         // SAFETY: the caller's word.
         let options = unsafe { read::options(call.options) }.ok()?;
-        if !options.tolerance.is_null() {
+        // A seed is not given twice.
+        let drops = options.dropout_p != 0.0 || options.dropout_seed != 0 || options.dropout_offset != 0;
+        if drops || !options.tolerance.is_null() {
             return None;
         }
         let mut present = 1;

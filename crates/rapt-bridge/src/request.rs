@@ -32,6 +32,7 @@ fn as_given(of: &TensorSpec<4>, layout: TensorLayout) -> Tensor {
 /// # Errors
 /// [`Error::Unsupported`] for what is not dense numbers in host memory.
 pub(crate) fn request_of(spec: &Spec, device: Device) -> Result<Request> {
+    spec.refuse_dropout(device)?;
     let others = [
         (spec.device != Device::Cpu, "memory of a device"),
         (spec.compute != Compute::Exact, "products of int8 (compute)"),
@@ -122,6 +123,7 @@ pub(crate) fn spec_of(request: &Request) -> Result<Spec> {
         },
         out_dtype: Some(out.dtype),
         compute: Compute::Exact,
+        dropout_p: 0.0,
     };
     let (q, k, v) = (needed("q", &request.q)?, needed("k", &request.k)?, needed("v", &request.v)?);
     let mut builder = Spec::builder(q, k, v, &options);

@@ -304,6 +304,9 @@ fn what_is_no_dense_tensor_of_numbers_does_not_cross() {
     *locked(&MADE) = None;
     let error = device.plan_host(&spec).unwrap_err();
     assert!(matches!(&error, Error::Unsupported { what, .. } if what.ends_with("codes on vulkan:0")), "{error}");
+    let spec = Spec::builder(&q, &q, &q, &Options::default().with_dropout_p(0.5)).build().unwrap();
+    let error = device.plan_host(&spec).unwrap_err();
+    assert!(matches!(&error, Error::Unsupported { what, .. } if what == "dropout_p=0.5 on vulkan:0"), "{error}");
     assert!(locked(&MADE).is_none(), "the device was not asked");
 }
 

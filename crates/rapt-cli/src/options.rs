@@ -81,6 +81,7 @@ impl ProblemArgs {
                 ComputeName::Int8 => Compute::Int8,
                 ComputeName::Fp8 => Compute::Fp8,
             },
+            dropout_p: 0.0,
         }
     }
 }

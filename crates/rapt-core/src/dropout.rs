@@ -99,6 +99,15 @@ impl DropoutSeed {
         DropoutSeed { seed, offset, first_batch: 0 }
     }
 
+    /// That `batch` entries have numbers.
+    pub(crate) fn check(&self, batch: usize) -> Result<()> {
+        if u64::from(self.first_batch) + batch as u64 <= 1 << 32 {
+            return Ok(());
+        }
+        let allowed = format!("a number below 2^32 for each of {batch} batch entries");
+        Err(Error::Option { option: "first_batch", got: self.first_batch.to_string(), allowed })
+    }
+
     /// The blocks of one query head; `batch` counts from [`first_batch`](DropoutSeed::first_batch) on.
     #[inline]
     #[must_use]
@@ -147,6 +156,12 @@ pub const fn group_of_column(column: usize) -> (usize, usize) {
 #[must_use]
 pub const fn column_of_group(group: usize, word: usize) -> usize {
     group / 4 * 16 + group % 4 * 2 + word % 2 + word / 2 * 8
+}
+
+/// Whether every place of a problem has a number: q is `[batch, heads, rows, …]`.
+pub(crate) fn is_placed([batch, heads, rows, _]: [usize; 4], columns: usize) -> bool {
+    let most = 1u64 << 32;
+    [batch, heads, rows].iter().all(|&n| n as u64 <= most) && columns as u64 <= most * 4
 }
 
 #[cfg(test)]

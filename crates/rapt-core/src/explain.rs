@@ -131,6 +131,16 @@ impl<'a> Explanation<'a> {
             ("positions", positions(spec)),
             ("mask", mask),
             ("accumulation", key.accumulation.to_string()),
+        ]);
+        if let Some(dropout) = spec.dropout {
+            let scale = dropout.scale();
+            let text = format!(
+                "p {}: which weights, Philox 4x32-10 says of seed, offset and place; those kept are scaled by {scale}, lse is without",
+                dropout.p()
+            );
+            rows.push(("dropout", text));
+        }
+        rows.extend([
             ("p is rounded", rounding),
             (
                 "tiles",

@@ -8,7 +8,9 @@ use crate::overlap::{Decision, STEPS};
 use crate::spec::{
     broadcast_mask, canonical, codes_of_keys, keys, lengths_spec, numbers_of, offsets_spec, page_table, part_names,
 };
-use crate::{Codes, CodesForm, CodesSpec, Device, Error, Number, Qkv, Result, Spec, TensorSpec, View, ViewMut};
+use crate::{
+    Codes, CodesForm, CodesSpec, Device, DropoutSeed, Error, Number, Qkv, Result, Spec, TensorSpec, View, ViewMut,
+};
 
 /// The tensors of one run, as they were given.
 #[derive(Debug)]
@@ -33,6 +35,8 @@ pub struct Tensors<'a> {
     pub lengths: Option<View<'a>>,
     /// Where sequences lie one after another: where the queries and where the keys of each begin.
     pub offsets: Option<[View<'a>; 2]>,
+    /// Which weights are dropped, where the options drop some.
+    pub dropout: Option<DropoutSeed>,
     /// Where the result goes.
     pub out: ViewMut<'a>,
     /// Where the log of the sum of exponentials goes.
@@ -233,6 +237,15 @@ impl<'a> Operands<'a> {
             (None, None) => {}
             _ => return Err(Error::NotAsPlanned { tensor: "cu_seqlens_q", what: "presence" }),
         }
+        match (tensors.dropout, spec.dropout) {
+            (Some(seed), Some(_)) => seed.check(spec.batch())?,
+            (None, None) => {}
+            (None, Some(dropout)) => {
+                let allowed = format!("seed and offset of the run: dropout_p is {}", dropout.p());
+                return Err(Error::Option { option: "dropout", got: "None".into(), allowed });
+            }
+            (Some(_), None) => return Err(Error::NotAsPlanned { tensor: "dropout", what: "presence" }),
+        }
         if let Some((tensor, _)) = tensors.inputs().find(|(_, view)| view.device() != spec.device) {
             return Err(Error::NotAsPlanned { tensor, what: "device" });
         }
@@ -321,7 +334,8 @@ impl<'a> Tensors<'a> {
     #[must_use]
     pub fn new(q: View<'a>, k: View<'a>, v: View<'a>, out: ViewMut<'a>) -> Self {
         let (mask, sinks, alibi_slopes, page_table, lengths, offsets, lse) = (None, None, None, None, None, None, None);
-        Tensors { q, k, v, codes: Qkv::default(), mask, sinks, alibi_slopes, page_table, lengths, offsets, out, lse }
+        let (codes, dropout) = (Qkv::default(), None);
+        Tensors { q, k, v, codes, mask, sinks, alibi_slopes, page_table, lengths, offsets, dropout, out, lse }
     }
 
     /// Every tensor that is read, with its name.

@@ -137,6 +137,9 @@ pub struct Options {
     pub out_dtype: Option<DType>,
     /// What products are formed of.
     pub compute: Compute,
+    /// The probability that a weight is dropped, 0 to 1; 0 drops none. Which are dropped the run says:
+    /// [`Tensors::dropout`](crate::Tensors::dropout).
+    pub dropout_p: f64,
 }
 
 impl Options {
@@ -174,5 +177,10 @@ impl Options {
     #[must_use]
     pub fn with_compute(self, compute: Compute) -> Self {
         Options { compute, ..self }
+    }
+    /// With weights dropped with this probability.
+    #[must_use]
+    pub fn with_dropout_p(self, dropout_p: f64) -> Self {
+        Options { dropout_p, ..self }
     }
 }

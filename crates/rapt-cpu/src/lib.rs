@@ -26,6 +26,7 @@ mod backward_problem;
 mod caps;
 pub mod ceiling;
 mod deviation;
+mod dropping;
 pub mod gemm;
 mod kernels;
 mod launch;

@@ -4,9 +4,10 @@ use std::ptr::NonNull;
 
 use rapt_core::{
     BlockRange, Codes, CodesSpec, Compute, DType, Format, Granularity, MaskClass, Operands, Qkv, ScaleLayout, Spec,
-    TensorSpec, swizzle,
+    TensorSpec, View, swizzle,
 };
 
+use crate::dropping::Dropping;
 use crate::partition::Partition;
 use crate::scratch::Scratch;
 pub(crate) use crate::task_rows::Row;
@@ -346,6 +347,8 @@ pub(crate) struct Problem {
     pub(crate) mask: Option<Input<4>>,
     pub(crate) sinks: Option<Input<1>>,
     pub(crate) alibi_slopes: Option<Input<1>>,
+    /// Which weights are dropped.
+    pub(crate) dropping: Option<Dropping>,
     pub(crate) num_q_heads: usize,
     pub(crate) group_size: usize,
     pub(crate) q_len: usize,
@@ -398,6 +401,7 @@ impl Problem {
             k: source(readings.k, k, scales(&of_spec.k, &of_tensors.k, pages)),
             v: source(readings.v, v, scales(&of_spec.v, &of_tensors.v, pages)),
         };
+        let vector = |of: Option<TensorSpec<1>>, view: Option<View<'_>>| Some(Input::new(view?.as_ptr(), &of?));
         Problem {
             q,
             k,
@@ -406,12 +410,9 @@ impl Problem {
             out: Output::new(out, &spec.out),
             lse: spec.lse.as_ref().zip(lse).map(|(lse, ptr)| Output::new(ptr, lse)),
             mask: spec.mask.as_ref().zip(tensors.mask).map(|(mask, view)| Input::new(view.as_ptr(), mask)),
-            sinks: spec.sinks.as_ref().zip(tensors.sinks).map(|(sinks, view)| Input::new(view.as_ptr(), sinks)),
-            alibi_slopes: spec
-                .alibi_slopes
-                .as_ref()
-                .zip(tensors.alibi_slopes)
-                .map(|(slopes, view)| Input::new(view.as_ptr(), slopes)),
+            sinks: vector(spec.sinks, tensors.sinks),
+            alibi_slopes: vector(spec.alibi_slopes, tensors.alibi_slopes),
+            dropping: Dropping::new(spec, tensors),
             num_q_heads: spec.num_q_heads(),
             group_size: spec.group_size(),
             q_len: spec.q_len(),

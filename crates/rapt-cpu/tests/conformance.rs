@@ -44,17 +44,22 @@ fn every_instruction_set_conforms() {
     }
     let available = rapt_cpu::available();
     let mut engines: Vec<_> = available.iter().map(|&arch| engine(arch, &SerialExecutor)).collect();
-    let report = conformance(&mut engines, &Config { problems: 1500, quantized: 500, int8: 1000, ..Config::default() })
-        .unwrap_or_else(|failure| panic!("{}: {failure}", available[failure.engine].name()));
+    let report = conformance(
+        &mut engines,
+        &Config { problems: 1500, dropout: 400, quantized: 500, int8: 1000, ..Config::default() },
+    )
+    .unwrap_or_else(|failure| panic!("{}: {failure}", available[failure.engine].name()));
     println!("{available:?}: {report:?}");
     assert!(report.count("random") >= 1500 * available.len());
     assert_eq!((report.count("quantized"), report.count("unsupported")), (500 * available.len(), 0));
     assert_eq!(report.count("int8"), 1000 * available.len());
+    assert_eq!(report.count("dropout"), 400 * available.len());
 }
 
 #[test]
 fn two_threads_conform() {
     let arch = *rapt_cpu::available().last().expect("the scalar path is always there");
-    let config = Config { seed: 99, problems: 300, max_work: 20_000_000, fixed: false, ..Config::default() };
+    let config =
+        Config { seed: 99, problems: 250, dropout: 50, max_work: 20_000_000, fixed: false, ..Config::default() };
     conformance(&mut [engine(arch, &TwoThreads)], &config).unwrap_or_else(|failure| panic!("{failure}"));
 }

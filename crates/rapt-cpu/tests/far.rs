@@ -11,8 +11,21 @@ use rapt_testkit::{Case, MaskCase, Sparse, check, check_lse, reference};
 const FAR: [isize; 5] = [(1 << 29) + 3, (1 << 31) - 3, (1 << 31) + 5, (1 << 32) + 9, -((1 << 32) + 9)];
 
 fn run(arch: Arch, tensors: Tensors<'_>, options: &Options) {
-    let Tensors { page_table: _, lengths: _, offsets: _, q, k, v, codes: _, mask, sinks, alibi_slopes, out, lse } =
-        &tensors;
+    let Tensors {
+        page_table: _,
+        lengths: _,
+        offsets: _,
+        dropout: _,
+        q,
+        k,
+        v,
+        codes: _,
+        mask,
+        sinks,
+        alibi_slopes,
+        out,
+        lse,
+    } = &tensors;
     let mut builder = Spec::builder(q, k, v, options);
     builder.mask(mask.as_ref()).sinks(sinks.as_ref()).alibi_slopes(alibi_slopes.as_ref()).out(out);
     if let Some(lse) = lse {

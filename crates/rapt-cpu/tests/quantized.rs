@@ -375,6 +375,7 @@ fn other_scales_than_planned_are_refused() {
             page_table: None,
             lengths: None,
             offsets: None,
+            dropout: None,
             q,
             k: k.view(),
             v: k.view(),

@@ -563,6 +563,14 @@ fn chunks_of_latent_keys_follow_the_rows_and_keys_of_one_sequence() {
 }
 
 #[test]
+fn dropout_is_refused_with_the_reason() {
+    let dropping = Options::default().with_dropout_p(0.25);
+    let error = select(&spec(DType::F16, [1, 64, 64, 64], None, &dropping), &caps(Arch::Sm90a)).unwrap_err();
+    let Error::Unsupported { what, instead, .. } = &error else { panic!("{error}") };
+    assert!(what == "dropout_p=0.25 on cuda:0" && instead == "dropout_p=0.0", "{error}");
+}
+
+#[test]
 fn sequences_of_latent_heads_one_after_another_are_refused() {
     let plain = Options::default();
     let of = |dtype, dims: [usize; 2]| {

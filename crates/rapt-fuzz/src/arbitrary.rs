@@ -189,6 +189,7 @@ impl Request {
             layout,
             out_dtype,
             compute: if once_in(u, 8)? { *u.choose(&Compute::ALL)? } else { Compute::Exact },
+            dropout_p: 0.0,
         };
         Ok(Request { q, k, v, mask, sinks, alibi_slopes, out, lse, options })
     }

@@ -17,6 +17,7 @@ use crate::window::windows;
 
 fn refuse_what_is_not_served(spec: &Spec, caps: &Caps) -> Result<()> {
     let language = caps.language();
+    spec.refuse_dropout(format_args!("this device, in {language}"))?;
     let storage = spec.numerics.storage;
     if storage == DType::F64 || spec.out.dtype == DType::F64 {
         let instead = "give q, k and v in float32, or leave them in host memory and compute on the CPU";

@@ -35,6 +35,14 @@ fn float64_is_refused_with_the_reason() {
     );
 }
 
+#[test]
+fn dropout_is_refused_with_the_reason() {
+    let q = form(DType::F32, &[1, 1, 4, 8]);
+    let spec = Spec::builder(q, q, q, &Options::default().with_dropout_p(0.25)).build().unwrap();
+    let Error::Unsupported { what, instead, .. } = select(&spec, &Caps::WEBGPU).unwrap_err() else { panic!() };
+    assert!(what == "dropout_p=0.25 on this device, in WGSL" && instead == "dropout_p=0.0", "{what} {instead}");
+}
+
 /// A device with as much workgroup memory as most have.
 const COMMON: Caps = Caps { max_shared_bytes: 32 << 10, ..Caps::WEBGPU };
 

@@ -3,7 +3,7 @@
 //! Sizes lean towards tails (one less and one more than every tile), masks come in every broadcast pattern, and data
 //! come in shapes that break online softmax. Deliberately absent: memory; see [`TensorBuf`](crate::TensorBuf).
 
-use rapt_core::{COMPUTED, Causal, Compute, DType, Options, Qkv, TensorLayout, Window};
+use rapt_core::{COMPUTED, Causal, Compute, DType, DropoutSeed, Options, Qkv, TensorLayout, Window};
 
 use crate::memory::Guard;
 use crate::quantized::{CodesCase, ScaleValues, random_codes};
@@ -107,6 +107,8 @@ pub struct Case {
     pub codes: Qkv<Option<CodesCase>>,
     /// What products are formed of.
     pub compute: Compute,
+    /// The probability of dropout, and which weights are dropped; (0, _) is none.
+    pub dropout: (f64, DropoutSeed),
 }
 
 /// Lengths at which kernels break.
@@ -157,6 +159,7 @@ impl Case {
             guard: Guard::Heap { shift: 0 },
             codes: Qkv::default(),
             compute: Compute::Exact,
+            dropout: (0.0, DropoutSeed::default()),
         }
     }
 
@@ -236,7 +239,18 @@ impl Case {
             },
             codes: Qkv::default(),
             compute: Compute::Exact,
+            dropout: (0.0, DropoutSeed::default()),
         }
+    }
+
+    /// The random case of this seed with dropout.
+    #[must_use]
+    pub fn random_dropout(seed: u64, dtypes: &[DType], max_work: usize) -> Self {
+        let case = Case::random(seed, dtypes, max_work);
+        let mut rng = Rng::new(seed ^ 0xd409);
+        let p = rng.pick(&[0.1, 0.1, 0.5, 0.9, 1e-9, 1.0]);
+        let first_batch = rng.pick(&[0, 7, u32::MAX - 9]);
+        Case { dropout: (p, DropoutSeed { seed: rng.bits(), offset: rng.bits(), first_batch }), ..case }
     }
 
     /// The random case of this seed with codes for some of q, k and v; of `dtypes` but float64.
@@ -308,6 +322,7 @@ impl Case {
             layout: self.layout,
             out_dtype: self.out_dtype,
             compute: self.compute,
+            dropout_p: self.dropout.0,
         }
     }
 

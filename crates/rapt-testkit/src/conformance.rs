@@ -30,6 +30,8 @@ pub struct Config {
     pub max_work: usize,
     /// The dtypes that are asked.
     pub dtypes: Vec<DType>,
+    /// As many random problems with dropout.
+    pub dropout: usize,
     /// As many random problems with codes for some of q, k and v.
     pub quantized: usize,
     /// As many with products of int8; with `fixed`, the exploits too.
@@ -45,6 +47,7 @@ impl Default for Config {
             problems: 400,
             max_work: 400_000,
             dtypes: COMPUTED.to_vec(),
+            dropout: 0,
             quantized: 0,
             int8: 0,
             fixed: true,
@@ -161,6 +164,10 @@ pub fn conformance(engines: &mut [Box<Engine<'_>>], config: &Config) -> Result<T
     for _ in 0..config.problems {
         let case = Case::random(seeds.bits(), &config.dtypes, config.max_work);
         judge(engines, "random", &case, &mut tally)?;
+    }
+    for _ in 0..config.dropout {
+        let case = Case::random_dropout(seeds.bits(), &config.dtypes, config.max_work);
+        judge(engines, "dropout", &case, &mut tally)?;
     }
     for _ in 0..config.quantized {
         let case = Case::random_quantized(seeds.bits(), &config.dtypes, config.max_work);

@@ -104,7 +104,7 @@ impl Gathered {
             softcap: spec.softcap.map(rapt_core::Finite::get),
             causal: spec.causal,
             window: spec.window,
-            dropout: None,
+            dropout: spec.dropout.zip(tensors.dropout),
         };
         let target = [problem.batch, problem.num_q_heads, problem.q_len, problem.kv_len];
         let mask = tensors.mask.as_ref().map(|mask| (mask.dtype(), broadcast(mask, target)));

@@ -15,8 +15,10 @@
 //! lse moves by the softmax's mean of the logits' errors, and a row of out by what they shift between values:
 //!
 //! ```text
-//! |δlse_i| ≤ Σ_j p_ij · ε_ij                e_i² = Σ_j (p_ij · σ_ij)² · |v_j − out_i|²
+//! |δlse_i| ≤ Σ_j p_ij · ε_ij                e_i² = Σ_j (p_ij · σ_ij)² · |m_ij · v_j − out_i|²
 //! ```
+//!
+//! where m_ij is what dropout multiplies p_ij with, or 1.
 //!
 //! Where products cancel, both are large beside the logit. Deliberately absent: roundings of p and of out.
 
@@ -58,9 +60,10 @@ impl LogitRounding {
             for (j, logit) in logits {
                 let p = (logit.value - row_max).exp() / row_sum;
                 let v = &gathered.v[gathered.kv_row(row, j) * head_dim_v..];
+                let kept = gathered.problem.kept(row, j);
                 moved += p * unit * logit.bound;
-                error +=
-                    (p * unit * logit.expected).powi(2) * v.iter().zip(out).map(|(v, o)| (v - o).powi(2)).sum::<f64>();
+                error += (p * unit * logit.expected).powi(2)
+                    * v.iter().zip(out).map(|(v, o)| (kept * v - o).powi(2)).sum::<f64>();
             }
             let norm: f64 = out.iter().map(|out| out * out).sum();
             lse.push(if moved.is_finite() { moved } else { 0.0 });

@@ -116,6 +116,7 @@ impl Buffers {
             page_table: None,
             lengths: None,
             offsets: None,
+            dropout: (case.dropout.0 != 0.0).then_some(case.dropout.1),
             q: self.q.view("q", rank, layout),
             k: self.k.view("k", rank, layout),
             v: self.v.view("v", rank, layout),

@@ -89,6 +89,9 @@ fn emulate(gathered: &Gathered, storage: DType, out_dtype: DType, form: Form) ->
             p.iter_mut().for_each(|p| *p = round(storage, *p));
         }
         let mut acc_o = vec![0.0; problem.head_dim_v];
+        if problem.dropout.is_some() {
+            p.iter_mut().zip(&attended).for_each(|(p, &j)| *p = r(*p * problem.kept(row, j)));
+        }
         for (&j, p) in attended.iter().zip(p) {
             acc_o.iter_mut().zip(value(j)).for_each(|(acc, v)| *acc = r(*acc + p * v));
         }

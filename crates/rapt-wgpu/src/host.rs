@@ -107,6 +107,7 @@ impl Gpu {
             layout: spec.layout,
             out_dtype: Some(spec.out.dtype),
             compute: spec.compute,
+            dropout_p: 0.0,
         };
         let [q, k, v] = [&spec.q, &spec.k, &spec.v].map(|of| of4(of, spec.layout));
         let mut builder = Spec::builder(q, k, v, &options);

@@ -69,11 +69,11 @@ pub use rapt_bridge as bridge;
 pub use rapt_core::{
     Alignment, Arch, BackwardOperands, BackwardPlan, BackwardSpec, BackwardTensors, BlockRange, COMPUTED, Caps, Causal,
     Certificate, Codes, CodesForm, CodesSpec, Compiled, Compute, Copied, Cost, Coverage, DType, Device, DeviceMemory,
-    Dims, Direction, Disjoint, Element, Error, ErrorKind, Executor, Explanation, Extent, Finite, Format, GradientForms,
-    Granularity, INT8_BLOCK, InBounds, Injective, Kernel, KernelKey, Kv, Launch, LaunchPlan, Lines, MAX_RANK,
-    MaskClass, Number, Numerics, Offload, Operands, Options, PRounding, PagesSpec, Plan, PlanPart, Qkv, QuantizedFact,
-    Queue, Result, ScaleLayout, SerialExecutor, Shape, Spec, SpecBuilder, Strides, TensorForm, TensorLayout,
-    TensorSpec, Tensors, Tile, UnknownDtypeCode, View, ViewMut, Window, Work, Workspace, prove_disjoint,
+    Dims, Direction, Disjoint, Dropout, DropoutSeed, Element, Error, ErrorKind, Executor, Explanation, Extent, Finite,
+    Format, GradientForms, Granularity, INT8_BLOCK, InBounds, Injective, Kernel, KernelKey, Kv, Launch, LaunchPlan,
+    Lines, MAX_RANK, MaskClass, Number, Numerics, Offload, Operands, Options, PRounding, PagesSpec, Plan, PlanPart,
+    Qkv, QuantizedFact, Queue, Result, ScaleLayout, SerialExecutor, Shape, Spec, SpecBuilder, Strides, TensorForm,
+    TensorLayout, TensorSpec, Tensors, Tile, UnknownDtypeCode, View, ViewMut, Window, Work, Workspace, prove_disjoint,
     prove_injective,
 };
 pub use rapt_cpu::{

@@ -322,8 +322,9 @@ impl Engine {
         let plans = self.plans_within(&tensors, options, tolerance, executor)?;
         check_originals(&mut tensors, &plans, tolerance)?;
         let originals = on_originals(&tensors, tolerance);
-        let Tensors { mut out, mut lse, q, k, v, codes, mask, sinks, alibi_slopes, page_table, lengths, offsets } =
-            tensors;
+        let Tensors {
+            mut out, mut lse, q, k, v, codes, mask, sinks, alibi_slopes, page_table, lengths, offsets, ..
+        } = tensors;
         let inputs = Inputs { q, codes, mask, sinks, alibi_slopes };
         debug_assert!(page_table.is_none() && lengths.is_none() && offsets.is_none(), "a dense request");
         let (of_codes, num_q_heads) = (plans.codes.spec(), plans.codes.spec().num_q_heads());

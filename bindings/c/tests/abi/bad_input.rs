@@ -137,10 +137,12 @@ fn options(table: &mut Table) {
     const SECOND: usize = std::mem::offset_of!(rapt_options, tolerance);
     /// Before products could be of anything but numbers.
     const THIRD: usize = std::mem::offset_of!(rapt_options, compute);
+    /// Before weights could be dropped.
+    const FOURTH: usize = std::mem::offset_of!(rapt_options, dropout_p);
     for size in
         [0, 1, FIRST - 8, FIRST + 8, SECOND - 8, SECOND + 1, THIRD + 4, SIZE - 1, SIZE + 1, SIZE + 8, usize::MAX]
     {
-        let says = format!("options.size = {size}; allowed: {FIRST} or {SECOND} or {THIRD} or {SIZE}");
+        let says = format!("options.size = {size}; allowed: {FIRST} or {SECOND} or {THIRD} or {FOURTH} or {SIZE}");
         table.add(&says, RAPT_ERROR_OPTION, &says, move |call| call.options.size = size);
     }
     table.add("given: a bit that is none", RAPT_ERROR_OPTION, "given = 0x15", |call| call.options.given |= 16);
@@ -155,6 +157,13 @@ fn options(table: &mut Table) {
             call.options.softcap = number;
         });
     }
+    for p in [-0.5, 1.5, f64::NAN] {
+        table.add(&format!("dropout_p = {p}"), RAPT_ERROR_OPTION, "dropout_p = ", move |call| {
+            call.options.dropout_p = p
+        });
+    }
+    table.add("a seed alone", RAPT_ERROR_OPTION, "dropout_seed = 7", |call| call.options.dropout_seed = 7);
+    table.add("an offset alone", RAPT_ERROR_OPTION, "dropout_offset = 7", |call| call.options.dropout_offset = 7);
     for (name, bit) in [("window_left", 4), ("window_right", 8)] {
         table.add(&format!("{name} = -1"), RAPT_ERROR_OPTION, &format!("{name} = -1"), move |call| {
             call.options.given |= bit;

@@ -26,6 +26,8 @@ fn reference(call: &Call) -> Outputs {
         2 => Some(engine::Causal::BottomRight),
         _ => None,
     };
+    let seed = engine::DropoutSeed::new(options.dropout_seed, options.dropout_offset);
+    problem.dropout = engine::Dropout::new(options.dropout_p).unwrap().map(|dropout| (dropout, seed));
     let [q, k, v, _, sinks, slopes, _] = &call.data.each_ref().map(|data| wide(data));
     let mask: Vec<bool> = call.mask.iter().copied().cycle().take(HEADS * Q_LEN * KV_LEN).collect();
     naive(
@@ -79,7 +81,7 @@ fn each_option_is_the_references() {
     assert_as_reference("no options", &plain);
     assert_eq!(plain.outputs()[0], zeros);
 
-    let cases: [(&str, Bend<'_>); 11] = [
+    let cases: [(&str, Bend<'_>); 13] = [
         ("causal top left", &|c| c.options.causal = rapt_causal::RAPT_CAUSAL_TOP_LEFT as i32),
         ("causal bottom right", &|c| c.options.causal = rapt_causal::RAPT_CAUSAL_BOTTOM_RIGHT as i32),
         ("scale", &|c| (c.options.given, c.options.softmax_scale) = (1, -0.25)),
@@ -90,6 +92,8 @@ fn each_option_is_the_references() {
         ("mask", &|c| c.options.mask = &raw const c.tensors[MASK]),
         ("sinks", &|c| c.options.sinks = &raw const c.tensors[SINKS]),
         ("alibi_slopes", &|c| c.options.alibi_slopes = &raw const c.tensors[SLOPES]),
+        ("dropout", &|c| (c.options.dropout_p, c.options.dropout_seed, c.options.dropout_offset) = (0.5, u64::MAX, 3)),
+        ("all dropped", &|c| c.options.dropout_p = 1.0),
         ("lse", &|c| c.options.lse = &raw const c.tensors[LSE]),
     ];
     let results: Vec<Vec<f32>> = cases
@@ -100,7 +104,7 @@ fn each_option_is_the_references() {
             call.outputs()[0].to_vec()
         })
         .collect();
-    for (at, (name, _)) in cases.iter().enumerate().take(10) {
+    for (at, (name, _)) in cases.iter().enumerate().take(12) {
         assert_ne!(results[at], zeros, "{name} has no effect");
     }
 }
@@ -117,6 +121,13 @@ fn a_call_seen_before_reads_what_lies_there_now() {
         *x = -*x;
     }
     assert_as_reference("another q at the same address", &call);
+    call.options.dropout_p = 0.5;
+    for seed in 1..4 {
+        call.options.dropout_seed = seed;
+        assert_as_reference("another seed", &call);
+    }
+    (call.options.dropout_p, call.options.dropout_seed) = (0.0, 0);
+    assert_as_reference("without dropout again", &call);
     assert_ne!(call.outputs()[0], first);
     call.options.causal = rapt_causal::RAPT_CAUSAL_TOP_LEFT as i32;
     assert_as_reference("another option in the same struct", &call);

@@ -130,6 +130,9 @@ impl Call {
             v_codes: std::ptr::null(),
             tolerance: std::ptr::null(),
             compute: 0,
+            dropout_p: 0.0,
+            dropout_seed: 0,
+            dropout_offset: 0,
         };
         let mut call = Box::new(Call {
             engine: engine.0,

@@ -60,7 +60,7 @@ macro_rules! arguments {
 
             fn options(&self) -> Result<Options, Failure> {
                 let out_dtype = options::dtype("out_dtype", self.out_dtype)?;
-                Ok(Options { $($field: options::$parse(stringify!($option), self.$option)?,)* out_dtype })
+                Ok(Options { $($field: options::$parse(stringify!($option), self.$option)?,)* out_dtype, dropout_p: 0.0 })
             }
         }
 
@@ -133,7 +133,7 @@ macro_rules! arguments {
 
             /// With the outputs: everything that a run reads and writes.
             fn tensors(self, out: ViewMut<'a>, lse: Option<ViewMut<'a>>) -> Tensors<'a> {
-                Tensors { page_table: None, lengths: None, offsets: None, q: self.q, k: self.k, v: self.v, codes: self.codes, $($tensor: self.$tensor,)* out, lse }
+                Tensors { page_table: None, lengths: None, offsets: None, dropout: None, q: self.q, k: self.k, v: self.v, codes: self.codes, $($tensor: self.$tensor,)* out, lse }
             }
         }
     };

@@ -93,6 +93,7 @@ impl Common<'_, '_> {
             layout: TensorLayout::Bshd,
             out_dtype: options::dtype("out_dtype", self.out_dtype)?,
             compute: options::compute("compute", self.compute)?,
+            dropout_p: 0.0,
         };
         Ok((options, self.return_lse.map_or(Ok(false), |given| options::flag("return_lse", given))?))
     }

@@ -6,8 +6,10 @@ use super::pages::{Pages, codes_of_keys, keys, lengths_spec, offsets_spec, pages
 use super::quantized::{CodesForm, CodesSpec, Qkv, numbers_of, part_names};
 use super::validate::{broadcast_mask, check_sizes, floats_within, is_float_within, per_head};
 use super::{Direction, Kv, LengthsSpec, MaskSpec, Numerics, Spec, TensorSpec, VarlenSpec};
+use crate::dropout;
 use crate::{
-    COMPUTED, Causal, DType, Device, Error, Finite, Format, Options, Result, Shape, Strides, TensorForm, Window,
+    COMPUTED, Causal, Compute, DType, Device, Dropout, Error, Finite, Format, Options, Result, Shape, Strides,
+    TensorForm, Window,
 };
 
 /// Gathers a [`Spec`]. Its methods change it in place, as it is too large to be handed on at each.
@@ -149,6 +151,7 @@ impl SpecBuilder {
         let softmax_scale = self.options.softmax_scale.unwrap_or(1.0 / (head_dim as f64).sqrt());
         let softmax_scale = Finite::new("scale", softmax_scale)?;
         let softcap = self.softcap()?;
+        let dropout = self.dropout(&q, &k)?;
         let out = self.out_spec([batch, num_q_heads, q_len, v.shape[3]], numerics)?;
         let lse = self.lse_spec([batch, num_q_heads, q_len], numerics)?;
         Ok(Spec {
@@ -178,7 +181,24 @@ impl SpecBuilder {
             window: self.options.window,
             layout: self.options.layout,
             compute: self.options.compute,
+            dropout,
         })
+    }
+
+    /// Dropout, of numbers alone: no training is on codes.
+    fn dropout(&self, q: &TensorSpec<4>, k: &TensorSpec<4>) -> Result<Option<Dropout>> {
+        let Some(dropout) = Dropout::new(self.options.dropout_p)? else { return Ok(None) };
+        let what = format!("dropout_p={}", dropout.p());
+        if self.options.compute != Compute::Exact || !self.codes.is_empty() {
+            let what = format!("{what} with operands that are codes");
+            return Err(Error::unsupported(what, "codes are not trained on", "dropout_p=0.0"));
+        }
+        if !dropout::is_placed(q.shape, k.shape[2]) {
+            let what = format!("{what} with q {:?} and {} keys", q.shape, k.shape[2]);
+            let why = "the place of a weight is numbered with 32 bits for batch, head and row and 34 for the column";
+            return Err(Error::unsupported(what, why, "dropout_p=0.0"));
+        }
+        Ok(Some(dropout))
     }
 
     /// That the last query is at the last key of its sequence, where positions matter.

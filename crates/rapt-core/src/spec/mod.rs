@@ -13,7 +13,8 @@ mod quantized;
 mod validate;
 
 use crate::{
-    Alignment, BlockRange, Causal, Compute, DType, Device, Finite, Options, Shape, TensorForm, TensorLayout, Window,
+    Alignment, BlockRange, Causal, Compute, DType, Device, Dropout, Error, Finite, Options, Result, Shape, TensorForm,
+    TensorLayout, Window,
 };
 
 pub use builder::SpecBuilder;
@@ -178,6 +179,8 @@ pub struct Spec {
     pub layout: TensorLayout,
     /// What products are formed of.
     pub compute: Compute,
+    /// How often weights are dropped; which, each run says.
+    pub dropout: Option<Dropout>,
 }
 
 impl Spec {
@@ -248,6 +251,16 @@ impl Spec {
             .into_iter()
             .zip(tensors)
             .filter_map(|((name, codes), tensor)| Some((name, tensor, codes.as_deref()?)))
+    }
+
+    /// That nothing is dropped: what a backend without dropout asks first, which `place` names.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`].
+    pub fn refuse_dropout(&self, place: impl std::fmt::Display) -> Result<()> {
+        let Some(dropout) = self.dropout else { return Ok(()) };
+        let what = format!("dropout_p={} on {place}", dropout.p());
+        Err(Error::unsupported(what, "its kernels drop nothing; those of the CPU do", "dropout_p=0.0"))
     }
 
     /// Which keys each query may see by position.

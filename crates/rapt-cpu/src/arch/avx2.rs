@@ -97,6 +97,8 @@ impl Simd for Avx2F32 {
     type Elem = f32;
     type V = __m256;
     type M = __m256;
+    /// Those of even lanes and those of odd ones, in the low halves of 64 bits; the high halves may be anything.
+    type W = [__m256i; 2];
     const LANES: usize = 8;
     const ROWS: usize = 6;
 
@@ -114,6 +116,29 @@ impl Simd for Avx2F32 {
         fn select(m: __m256, a: __m256, b: __m256) -> __m256 { _mm256_blendv_ps(b, a, m) }
         fn pow2(shifted: __m256) -> __m256 {
             _mm256_castsi256_ps(_mm256_slli_epi32::<23>(_mm256_castps_si256(shifted)))
+        }
+        fn words(ptr: *const u32) -> [__m256i; 2] {
+            let words = _mm256_loadu_si256(ptr.cast());
+            [words, _mm256_srli_epi64::<32>(words)]
+        }
+        fn same_word(x: u32) -> [__m256i; 2] { [_mm256_set1_epi32(x.cast_signed()); 2] }
+        fn xor_words(a: [__m256i; 2], b: [__m256i; 2]) -> [__m256i; 2] {
+            [_mm256_xor_si256(a[0], b[0]), _mm256_xor_si256(a[1], b[1])]
+        }
+        fn add_words(a: [__m256i; 2], b: [__m256i; 2]) -> [__m256i; 2] {
+            [_mm256_add_epi32(a[0], b[0]), _mm256_add_epi32(a[1], b[1])]
+        }
+        fn multiply_words(a: [__m256i; 2], b: u32) -> [[__m256i; 2]; 2] {
+            let b = _mm256_set1_epi32(b.cast_signed());
+            let low = [_mm256_mul_epu32(a[0], b), _mm256_mul_epu32(a[1], b)];
+            [[_mm256_srli_epi64::<32>(low[0]), _mm256_srli_epi64::<32>(low[1])], low]
+        }
+        fn drop_lanes(p: __m256, words: [__m256i; 2], last: u32) -> __m256 {
+            let words = _mm256_blend_epi32::<0xAA>(words[0], _mm256_slli_epi64::<32>(words[1]));
+            let least = _mm256_min_epu32(words, _mm256_set1_epi32(last.cast_signed()));
+            let dropped = _mm256_castsi256_ps(_mm256_cmpeq_epi32(least, words));
+            // All bits of a dropped weight but its sign.
+            _mm256_andnot_ps(_mm256_andnot_ps(_mm256_set1_ps(-0.0), dropped), p)
         }
         fn load_f16(ptr: *const f16) -> __m256 { _mm256_cvtph_ps(_mm_loadu_si128(ptr.cast())) }
         fn load_bf16(ptr: *const bf16) -> __m256 {
@@ -214,6 +239,8 @@ impl Simd for Avx2F64 {
     type Elem = f64;
     type V = __m256d;
     type M = __m256d;
+    /// In the low halves of 64 bits; the high halves may be anything.
+    type W = __m256i;
     const LANES: usize = 4;
     const ROWS: usize = 6;
 
@@ -231,6 +258,20 @@ impl Simd for Avx2F64 {
         fn select(m: __m256d, a: __m256d, b: __m256d) -> __m256d { _mm256_blendv_pd(b, a, m) }
         fn pow2(shifted: __m256d) -> __m256d {
             _mm256_castsi256_pd(_mm256_slli_epi64::<52>(_mm256_castpd_si256(shifted)))
+        }
+        fn words(ptr: *const u32) -> __m256i { _mm256_cvtepu32_epi64(_mm_loadu_si128(ptr.cast())) }
+        fn same_word(x: u32) -> __m256i { _mm256_set1_epi64x(i64::from(x)) }
+        fn xor_words(a: __m256i, b: __m256i) -> __m256i { _mm256_xor_si256(a, b) }
+        fn add_words(a: __m256i, b: __m256i) -> __m256i { _mm256_add_epi32(a, b) }
+        fn multiply_words(a: __m256i, b: u32) -> [__m256i; 2] {
+            let low = _mm256_mul_epu32(a, _mm256_set1_epi64x(i64::from(b)));
+            [_mm256_srli_epi64::<32>(low), low]
+        }
+        fn drop_lanes(p: __m256d, words: __m256i, last: u32) -> __m256d {
+            let least = _mm256_min_epu32(words, _mm256_set1_epi32(last.cast_signed()));
+            // Of each 64 bits what the low half says.
+            let dropped = _mm256_shuffle_epi32::<0xA0>(_mm256_cmpeq_epi32(least, words));
+            _mm256_andnot_pd(_mm256_andnot_pd(_mm256_set1_pd(-0.0), _mm256_castsi256_pd(dropped)), p)
         }
         fn reduce_add(x: __m256d) -> f64 {
             let x = _mm_add_pd(_mm256_castpd256_pd128(x), _mm256_extractf128_pd::<1>(x));

@@ -38,6 +38,10 @@ intrinsics! {
         let shifts = _mm512_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28, 0, 4, 8, 12, 16, 20, 24, 28);
         _mm512_srlv_epi32(_mm512_permutexvar_epi32(four_bytes, both), shifts)
     }
+    /// Words of even lanes and of odd ones as lanes.
+    fn in_order(words: [__m512i; 2]) -> __m512i {
+        _mm512_mask_blend_epi32(0xAAAA, words[0], _mm512_slli_epi64::<32>(words[1]))
+    }
     fn sum_interleaved(a: __m512, b: __m512) -> __m512 {
         _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b))
     }
@@ -47,6 +51,8 @@ impl Simd for Avx512F32 {
     type Elem = f32;
     type V = __m512;
     type M = __mmask16;
+    /// Those of even lanes and those of odd ones, in the low halves of 64 bits; the high halves may be anything.
+    type W = [__m512i; 2];
     const LANES: usize = 16;
     const ROWS: usize = 8;
 
@@ -64,6 +70,26 @@ impl Simd for Avx512F32 {
         fn select(m: __mmask16, a: __m512, b: __m512) -> __m512 { _mm512_mask_blend_ps(m, b, a) }
         fn pow2(shifted: __m512) -> __m512 {
             _mm512_castsi512_ps(_mm512_slli_epi32::<23>(_mm512_castps_si512(shifted)))
+        }
+        fn words(ptr: *const u32) -> [__m512i; 2] {
+            let words = _mm512_loadu_si512(ptr.cast());
+            [words, _mm512_srli_epi64::<32>(words)]
+        }
+        fn same_word(x: u32) -> [__m512i; 2] { [_mm512_set1_epi32(x.cast_signed()); 2] }
+        fn xor_words(a: [__m512i; 2], b: [__m512i; 2]) -> [__m512i; 2] {
+            [_mm512_xor_si512(a[0], b[0]), _mm512_xor_si512(a[1], b[1])]
+        }
+        fn add_words(a: [__m512i; 2], b: [__m512i; 2]) -> [__m512i; 2] {
+            [_mm512_add_epi32(a[0], b[0]), _mm512_add_epi32(a[1], b[1])]
+        }
+        fn multiply_words(a: [__m512i; 2], b: u32) -> [[__m512i; 2]; 2] {
+            let b = _mm512_set1_epi32(b.cast_signed());
+            let low = [_mm512_mul_epu32(a[0], b), _mm512_mul_epu32(a[1], b)];
+            [[_mm512_srli_epi64::<32>(low[0]), _mm512_srli_epi64::<32>(low[1])], low]
+        }
+        fn drop_lanes(p: __m512, words: [__m512i; 2], last: u32) -> __m512 {
+            let dropped = _mm512_cmple_epu32_mask(in_order(words), _mm512_set1_epi32(last.cast_signed()));
+            _mm512_mask_and_ps(p, dropped, p, _mm512_set1_ps(-0.0))
         }
         fn load_f16(ptr: *const f16) -> __m512 { _mm512_cvtph_ps(_mm256_loadu_si256(ptr.cast())) }
         fn load_bf16(ptr: *const bf16) -> __m512 {
@@ -128,6 +154,15 @@ impl Bf16Pairs for Avx512F32 {
         fn keep_attended(a: __m512, x: __m512) -> __m512 {
             let attended = _mm512_cmpneq_epi16_mask(_mm512_castps_si512(x), _mm512_set1_epi16(i16::MIN));
             _mm512_castsi512_ps(_mm512_maskz_mov_epi16(attended, _mm512_castps_si512(a)))
+        }
+        fn drop_halves(p: __m512, words: [[__m512i; 2]; 2], last: u32) -> __m512 {
+            let last = _mm512_set1_epi32(last.cast_signed());
+            let low = _mm512_cmple_epu32_mask(in_order(words[0]), last);
+            let high = _mm512_cmple_epu32_mask(in_order(words[1]), last);
+            // All bits of a dropped half but its sign.
+            let bits = _mm512_maskz_set1_epi32(low, 0x7FFF);
+            let bits = _mm512_mask_or_epi32(bits, high, bits, _mm512_set1_epi32(0x7FFF_0000));
+            _mm512_castsi512_ps(_mm512_andnot_si512(bits, _mm512_castps_si512(p)))
         }
         fn join(low: __m512, high: __m512) -> __m512 {
             let low = _mm512_srli_epi32::<16>(_mm512_castps_si512(low));
@@ -372,6 +407,8 @@ impl Simd for Avx512F64 {
     type Elem = f64;
     type V = __m512d;
     type M = __mmask8;
+    /// In the low halves of 64 bits; the high halves may be anything.
+    type W = __m512i;
     const LANES: usize = 8;
     const ROWS: usize = 8;
 
@@ -389,6 +426,19 @@ impl Simd for Avx512F64 {
         fn select(m: __mmask8, a: __m512d, b: __m512d) -> __m512d { _mm512_mask_blend_pd(m, b, a) }
         fn pow2(shifted: __m512d) -> __m512d {
             _mm512_castsi512_pd(_mm512_slli_epi64::<52>(_mm512_castpd_si512(shifted)))
+        }
+        fn words(ptr: *const u32) -> __m512i { _mm512_cvtepu32_epi64(_mm256_loadu_si256(ptr.cast())) }
+        fn same_word(x: u32) -> __m512i { _mm512_set1_epi64(i64::from(x)) }
+        fn xor_words(a: __m512i, b: __m512i) -> __m512i { _mm512_xor_si512(a, b) }
+        fn add_words(a: __m512i, b: __m512i) -> __m512i { _mm512_add_epi32(a, b) }
+        fn multiply_words(a: __m512i, b: u32) -> [__m512i; 2] {
+            let low = _mm512_mul_epu32(a, _mm512_set1_epi64(i64::from(b)));
+            [_mm512_srli_epi64::<32>(low), low]
+        }
+        fn drop_lanes(p: __m512d, words: __m512i, last: u32) -> __m512d {
+            let words = _mm512_and_si512(words, _mm512_set1_epi64(i64::from(u32::MAX)));
+            let dropped = _mm512_cmple_epu64_mask(words, _mm512_set1_epi64(i64::from(last)));
+            _mm512_mask_and_pd(p, dropped, p, _mm512_set1_pd(-0.0))
         }
         fn reduce_add(x: __m512d) -> f64 { _mm512_reduce_add_pd(x) }
         fn transpose(src: *const f64, src_stride: usize, dst: *mut f64, dst_stride: usize) {

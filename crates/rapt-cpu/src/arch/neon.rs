@@ -31,6 +31,7 @@ impl Simd for NeonF32 {
     type Elem = f32;
     type V = float32x4_t;
     type M = uint32x4_t;
+    type W = uint32x4_t;
     const LANES: usize = 4;
     const ROWS: usize = 8;
 
@@ -51,6 +52,20 @@ impl Simd for NeonF32 {
         fn eq(a: float32x4_t, b: float32x4_t) -> uint32x4_t { vceqq_f32(a, b) }
         fn select(m: uint32x4_t, a: float32x4_t, b: float32x4_t) -> float32x4_t { vbslq_f32(m, a, b) }
         fn pow2(shifted: float32x4_t) -> float32x4_t { numbers(vshlq_n_u32::<23>(bits(shifted))) }
+        fn words(ptr: *const u32) -> uint32x4_t { vld1q_u32(ptr) }
+        fn same_word(x: u32) -> uint32x4_t { vdupq_n_u32(x) }
+        fn xor_words(a: uint32x4_t, b: uint32x4_t) -> uint32x4_t { veorq_u32(a, b) }
+        fn add_words(a: uint32x4_t, b: uint32x4_t) -> uint32x4_t { vaddq_u32(a, b) }
+        fn multiply_words(a: uint32x4_t, b: u32) -> [uint32x4_t; 2] {
+            let low = vreinterpretq_u32_u64(vmull_u32(vget_low_u32(a), vdup_n_u32(b)));
+            let high = vreinterpretq_u32_u64(vmull_high_u32(a, vdupq_n_u32(b)));
+            [vuzp2q_u32(low, high), vuzp1q_u32(low, high)]
+        }
+        fn drop_lanes(p: float32x4_t, words: uint32x4_t, last: u32) -> float32x4_t {
+            // All bits of a dropped weight but its sign.
+            let dropped = vandq_u32(vcleq_u32(words, vdupq_n_u32(last)), vdupq_n_u32(0x7FFF_FFFF));
+            numbers(vbicq_u32(bits(p), dropped))
+        }
         fn load_f16(ptr: *const f16) -> float32x4_t {
             let halves = vld1_u16(ptr.cast());
             let x: float32x4_t;
@@ -111,6 +126,12 @@ impl Bf16Pairs for NeonF32 {
         fn keep_attended(a: float32x4_t, x: float32x4_t) -> float32x4_t {
             let masked = vceqq_u16(vreinterpretq_u16_f32(x), vdupq_n_u16(0x8000));
             vreinterpretq_f32_u16(vbicq_u16(vreinterpretq_u16_f32(a), masked))
+        }
+        fn drop_halves(p: float32x4_t, words: [uint32x4_t; 2], last: u32) -> float32x4_t {
+            let last = vdupq_n_u32(last);
+            let low = vandq_u32(vcleq_u32(words[0], last), vdupq_n_u32(0x7FFF));
+            let high = vandq_u32(vcleq_u32(words[1], last), vdupq_n_u32(0x7FFF_0000));
+            numbers(vbicq_u32(bits(p), vorrq_u32(low, high)))
         }
         fn join(low: float32x4_t, high: float32x4_t) -> float32x4_t { numbers(vsriq_n_u32::<16>(bits(high), bits(low))) }
         fn split(pairs: float32x4_t) -> [float32x4_t; 2] {

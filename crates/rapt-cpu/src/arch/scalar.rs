@@ -18,6 +18,7 @@ macro_rules! scalar {
             type Elem = $real;
             type V = [$real; LANES];
             type M = [bool; LANES];
+            type W = [u32; LANES];
             const LANES: usize = LANES;
             const ROWS: usize = 4;
             const FUSED: bool = false;
@@ -81,6 +82,32 @@ macro_rules! scalar {
             #[inline(always)]
             unsafe fn pow2(shifted: Self::V) -> Self::V {
                 shifted.map(|x| <$real>::from_bits(x.to_bits() << $mantissa))
+            }
+            #[inline(always)]
+            unsafe fn words(ptr: *const u32) -> Self::W {
+                // SAFETY: promised by the caller.
+                unsafe { ptr.cast::<Self::W>().read_unaligned() }
+            }
+            #[inline(always)]
+            unsafe fn same_word(x: u32) -> Self::W {
+                [x; LANES]
+            }
+            #[inline(always)]
+            unsafe fn xor_words(a: Self::W, b: Self::W) -> Self::W {
+                std::array::from_fn(|n| a[n] ^ b[n])
+            }
+            #[inline(always)]
+            unsafe fn add_words(a: Self::W, b: Self::W) -> Self::W {
+                std::array::from_fn(|n| a[n].wrapping_add(b[n]))
+            }
+            #[inline(always)]
+            unsafe fn multiply_words(a: Self::W, b: u32) -> [Self::W; 2] {
+                let products = a.map(|a| u64::from(a) * u64::from(b));
+                [products.map(|x| (x >> 32) as u32), products.map(|x| x as u32)]
+            }
+            #[inline(always)]
+            unsafe fn drop_lanes(p: Self::V, words: Self::W, last: u32) -> Self::V {
+                std::array::from_fn(|n| if words[n] > last { p[n] } else { (0.0 as $real).copysign(p[n]) })
             }
             #[inline(always)]
             unsafe fn load_f16(ptr: *const f16) -> Self::V {

@@ -19,6 +19,7 @@ impl Simd for Simd128F32 {
     type Elem = f32;
     type V = v128;
     type M = v128;
+    type W = v128;
     const LANES: usize = 4;
     const ROWS: usize = 4;
     const FUSED: bool = false;
@@ -83,6 +84,34 @@ impl Simd for Simd128F32 {
     #[inline(always)]
     unsafe fn pow2(shifted: v128) -> v128 {
         i32x4_shl(shifted, 23)
+    }
+    #[inline(always)]
+    unsafe fn words(ptr: *const u32) -> v128 {
+        // SAFETY: promised by the caller.
+        unsafe { v128_load(ptr.cast()) }
+    }
+    #[inline(always)]
+    unsafe fn same_word(x: u32) -> v128 {
+        u32x4_splat(x)
+    }
+    #[inline(always)]
+    unsafe fn xor_words(a: v128, b: v128) -> v128 {
+        v128_xor(a, b)
+    }
+    #[inline(always)]
+    unsafe fn add_words(a: v128, b: v128) -> v128 {
+        i32x4_add(a, b)
+    }
+    #[inline(always)]
+    unsafe fn multiply_words(a: v128, b: u32) -> [v128; 2] {
+        let b = u32x4_splat(b);
+        let (low, high) = (u64x2_extmul_low_u32x4(a, b), u64x2_extmul_high_u32x4(a, b));
+        [i32x4_shuffle::<1, 3, 5, 7>(low, high), i32x4_shuffle::<0, 2, 4, 6>(low, high)]
+    }
+    #[inline(always)]
+    unsafe fn drop_lanes(p: v128, words: v128, last: u32) -> v128 {
+        // All bits of a dropped weight but its sign.
+        v128_andnot(p, v128_and(u32x4_le(words, u32x4_splat(last)), u32x4_splat(0x7FFF_FFFF)))
     }
     #[inline(always)]
     unsafe fn load_f16(ptr: *const f16) -> v128 {

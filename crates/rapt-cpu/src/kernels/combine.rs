@@ -42,6 +42,7 @@ impl<S: Simd, T: Storage<S>> Part<S> for Combine<'_, T> {
             let o = memory.cast::<S::Elem>();
             let scale_log2 = S::splat(S::Elem::from_f64_clamped(problem.scores.exponent()));
             let to_natural = S::Elem::from_f64_clamped(problem.scores.to_natural());
+            let kept = S::Elem::from_f64_clamped(problem.dropping.map_or(1.0, |dropping| dropping.scale));
             for r in 0..rows {
                 let at = |chunk: usize| chunk_0.add((chunk * rows + r) * partial);
                 let max = (0..chunks).map(|chunk| *at(chunk).add(dim_v));
@@ -65,7 +66,7 @@ impl<S: Simd, T: Storage<S>> Part<S> for Combine<'_, T> {
                 let row = problem.row(origin, r);
                 let sink = problem.sinks.map(|sinks| S::Elem::load_as(sinks.dtype, sinks.at([row.head])));
                 let done = Finished::new(max, sum, to_natural, sink);
-                store_row::<S, T>(o, done.factor, dim_v, &problem.out, [row.batch, row.head, row.i, 0]);
+                store_row::<S, T>(o, done.factor * kept, dim_v, &problem.out, [row.batch, row.head, row.i, 0]);
                 if let Some(out) = &problem.lse {
                     done.lse().store_as(out.dtype, out.at([row.batch, row.head, row.i]));
                 }

@@ -16,6 +16,7 @@ use std::marker::PhantomData;
 
 use super::blocks::{Beside, BlockProducts, Coded, Formed, KeyProduct, Rows, ValueProduct, Values};
 use super::codes::read_query;
+use super::dropout::DropWeights;
 use super::mask::{self, MaskTile, ReadTile, ScanTile};
 use super::pack::{store_row, transpose_in};
 use super::products::{Block, Packing};
@@ -408,12 +409,18 @@ impl<'a, S: Simd, M: BlockProducts<S>, const V: usize> Step<'a, S, M, V> {
         let codes = factors.map(|codes| (codes.factors.cast(), codes.inverses.cast()));
         // SAFETY: as in `item`.
         unsafe {
-            match (codes.is_some(), self.is_masked()) {
+            let rescale = match (codes.is_some(), self.is_masked()) {
                 (true, true) => M::apart(self.softmax::<B, true, true>(codes, beside)),
                 (true, false) => M::apart(self.softmax::<B, false, true>(codes, beside)),
                 (false, true) => M::apart(self.softmax::<B, true, false>(None, beside)),
                 (false, false) => M::apart(self.softmax::<B, false, false>(None, beside)),
+            };
+            if let Some(dropping) = &self.task.problem.dropping {
+                let (rows, products) = (self.rows(), PhantomData::<M>);
+                let rows = &rows[..self.tile.r1 - self.tile.r0];
+                S::apart(DropWeights::<S, M, V> { dropping, rows, keys: self.keys, p: self.x, products });
             }
+            rescale
         }
     }
 
@@ -523,6 +530,7 @@ impl<S: Simd, T: Storage<S>, const V: usize> Part<S> for End<'_, S, T, V> {
         // Copies, as in `begin`.
         let (out, lse, sinks, dim) = (problem.out, problem.lse, problem.sinks, problem.head_dim_v);
         let to_natural = S::Elem::from_f64_clamped(problem.scores.to_natural());
+        let kept = S::Elem::from_f64_clamped(problem.dropping.map_or(1.0, |dropping| dropping.scale));
         // SAFETY: as in `begin`; each row r0..r1 is a row of out and lse that this item alone writes.
         unsafe {
             // [dim][queries] back to [queries][dim]: rows past head_dim_v are scratch and are never stored.
@@ -547,7 +555,7 @@ impl<S: Simd, T: Storage<S>, const V: usize> Part<S> for End<'_, S, T, V> {
                         S::store(from.add(d), S::mul(S::load(from.add(d)), S::load(factors.add(d))));
                     }
                 }
-                store_row::<S, T>(from, done.factor, dim, &out, [row.batch, row.head, row.i, 0]);
+                store_row::<S, T>(from, done.factor * kept, dim, &out, [row.batch, row.head, row.i, 0]);
             }
         }
     }

@@ -16,6 +16,7 @@ pub(crate) mod coded;
 pub(crate) mod codes;
 pub(crate) mod combine;
 pub(crate) mod decode;
+pub(crate) mod dropout;
 pub(crate) mod forward;
 pub(crate) mod gemm;
 pub(crate) mod int8;

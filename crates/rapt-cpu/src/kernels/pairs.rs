@@ -21,6 +21,8 @@ pub(crate) trait Bf16Pairs: Simd<Elem = f32> {
     unsafe fn join(low: Self::V, high: Self::V) -> Self::V;
     /// The low and the high halves as f32.
     unsafe fn split(pairs: Self::V) -> [Self::V; 2];
+    /// `p`, halves of it a zero of their sign: the low one where the first word is at most `last`, the high one where the second is.
+    unsafe fn drop_halves(p: Self::V, words: [Self::W; 2], last: u32) -> Self::V;
     /// As [`Simd::apart`], with the dot of pairs.
     unsafe fn apart_paired<P: Part<Self>>(part: P) -> P::Output;
 }
@@ -62,6 +64,11 @@ impl<S: Bf16Pairs> Products<S> for Paired {
     unsafe fn weights(p: [S::V; 2]) -> S::V {
         // SAFETY: promised by the caller.
         unsafe { S::pair(p[0], p[1]) }
+    }
+    #[inline(always)]
+    unsafe fn drop_weights(p: S::V, words: [S::W; 2], last: u32) -> S::V {
+        // SAFETY: promised by the caller.
+        unsafe { S::drop_halves(p, words, last) }
     }
     #[inline(always)]
     unsafe fn add_non_finite(values: S::V, sum: S::V) -> S::V {

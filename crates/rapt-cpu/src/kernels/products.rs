@@ -42,6 +42,8 @@ pub(crate) trait Products<S: Simd>: Lanes<S> {
     unsafe fn accumulate_selecting(b: S::V, x: S::V, acc: S::V) -> S::V;
     /// Probabilities of `STEPS` keys as a lane.
     unsafe fn weights(p: [S::V; 2]) -> S::V;
+    /// Weights, those whose word is at most `last` a zero of their sign: `words` are of the steps of a lane, or twice of its one.
+    unsafe fn drop_weights(p: S::V, words: [S::W; 2], last: u32) -> S::V;
     /// A number that is NaN where a lane of values holds NaN or infinity, and 0 elsewhere, added to `sum`.
     unsafe fn add_non_finite(values: S::V, sum: S::V) -> S::V;
 }
@@ -93,6 +95,11 @@ impl<S: Simd> Products<S> for Single {
     #[inline(always)]
     unsafe fn weights(p: [S::V; 2]) -> S::V {
         p[0]
+    }
+    #[inline(always)]
+    unsafe fn drop_weights(p: S::V, words: [S::W; 2], last: u32) -> S::V {
+        // SAFETY: promised by the caller.
+        unsafe { S::drop_lanes(p, words[0], last) }
     }
     #[inline(always)]
     unsafe fn add_non_finite(values: S::V, sum: S::V) -> S::V {

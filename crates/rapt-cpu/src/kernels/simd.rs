@@ -168,6 +168,8 @@ pub(crate) trait Simd: Copy + 'static {
     type V: Copy;
     /// A truth value per lane.
     type M: Copy;
+    /// An integer of 32 bits per lane.
+    type W: Copy;
     /// Lanes per vector.
     const LANES: usize;
     /// Vectors of queries in a forward tile.
@@ -203,6 +205,15 @@ pub(crate) trait Simd: Copy + 'static {
     unsafe fn select(m: Self::M, a: Self::V, b: Self::V) -> Self::V;
     /// `2^n` from `n + ROUND`: its low bits shifted into the exponent. Any bits may come out where that is NaN.
     unsafe fn pow2(shifted: Self::V) -> Self::V;
+    /// An integer for each lane, of [`Simd::LANES`] at `ptr`.
+    unsafe fn words(ptr: *const u32) -> Self::W;
+    unsafe fn same_word(x: u32) -> Self::W;
+    unsafe fn xor_words(a: Self::W, b: Self::W) -> Self::W;
+    unsafe fn add_words(a: Self::W, b: Self::W) -> Self::W;
+    /// The high and the low half of each lane's product.
+    unsafe fn multiply_words(a: Self::W, b: u32) -> [Self::W; 2];
+    /// `p`, and a zero of its sign where the word is at most `last`.
+    unsafe fn drop_lanes(p: Self::V, words: Self::W, last: u32) -> Self::V;
     /// Lanes of binary16; only where `Elem` is f32.
     unsafe fn load_f16(ptr: *const f16) -> Self::V;
     /// Lanes of bfloat16; only where `Elem` is f32.

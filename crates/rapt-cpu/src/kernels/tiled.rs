@@ -73,6 +73,11 @@ impl<S: Bf16Pairs> Products<S> for Tiled {
         unsafe { <Paired as Products<S>>::weights(p) }
     }
     #[inline(always)]
+    unsafe fn drop_weights(p: S::V, words: [S::W; 2], last: u32) -> S::V {
+        // SAFETY: promised by the caller.
+        unsafe { <Paired as Products<S>>::drop_weights(p, words, last) }
+    }
+    #[inline(always)]
     unsafe fn add_non_finite(values: S::V, sum: S::V) -> S::V {
         // SAFETY: promised by the caller.
         unsafe { <Paired as Products<S>>::add_non_finite(values, sum) }

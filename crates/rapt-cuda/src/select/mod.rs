@@ -267,6 +267,7 @@ pub(crate) fn launch_plan(spec: &Spec, caps: &Caps) -> Result<CudaLaunch> {
         let why = "this backend serves the memory of NVIDIA GPUs".into();
         return Err(Error::DeviceUnavailable { device: spec.device, why });
     }
+    spec.refuse_dropout(spec.device)?;
     int8::check(spec)?;
     refuse_swizzled(spec)?;
     let launches = if spec.out.shape.contains(&0) { None } else { Some(launches(spec, caps)?) };
@@ -296,6 +297,7 @@ pub fn select(spec: &Spec, caps: &Caps) -> Result<Plan> {
 /// # Errors
 /// As [`select`].
 pub fn variants(spec: &Spec, caps: &Caps) -> Result<Vec<KernelVariant>> {
+    spec.refuse_dropout(spec.device)?;
     int8::check(spec)?;
     refuse_swizzled(spec)?;
     let Launches { main, short, partition, append, varlen, .. } = launches(spec, caps)?;

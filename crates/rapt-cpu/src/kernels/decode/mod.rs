@@ -31,6 +31,7 @@ mod softmax;
 
 use super::codes::read_query;
 use super::combine::combine;
+use super::dropout::DropRow;
 use super::products::{Packing, Single};
 use super::simd::{Part, Real, Simd, Storage};
 use crate::partition::{Item, QK_KEYS};
@@ -129,7 +130,11 @@ pub(crate) unsafe fn item<S: Simd, T: Storage<S>>(problem: &Problem, item: Item,
         for r in 0..rows {
             let state = partials.add(r * partial + dim_v);
             let (s, bias) = (s.add(r * block_n), base.add(scratch.bias));
-            masked |= S::apart(SoftmaxRow::<S> { problem, row: problem.row(origin, r), keys: (j0, n), s, bias, state });
+            let row = problem.row(origin, r);
+            masked |= S::apart(SoftmaxRow::<S> { problem, row, keys: (j0, n), s, bias, state });
+            if let Some(dropping) = &problem.dropping {
+                S::apart(DropRow { dropping, row, keys: (j0, n), p: s });
+            }
         }
 
         // o = p @ v
