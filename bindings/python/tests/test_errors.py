@@ -258,8 +258,10 @@ CASES = [
     ("attn_mask together with is_causal, PyTorch's signature",
      lambda lib: sdpa(*(lib.tensor(2, 4, 5, 8) for _ in range(3)), attn_mask=lib.tensor(5, 5), is_causal=True),
      "OptionError", "is_causal", "is_causal"),
-    ("dropout, PyTorch's signature", lambda lib: sdpa(*(lib.tensor(2, 4, 5, 8) for _ in range(3)), dropout_p=0.1),
-     "UnsupportedError", "dropout_p=0.0", "dropout_p=0.0"),
+    ("dropout past 1, PyTorch's signature", lambda lib: sdpa(*(lib.tensor(2, 4, 5, 8) for _ in range(3)), dropout_p=1.5),
+     "OptionError", "0 to 1", "0 to 1"),
+    ("dropout without PyTorch's generator", lambda lib: sdpa(*(lib.tensor(2, 4, 5, 8) for _ in range(3)), dropout_p=0.1),
+     "UnsupportedError", "dropout_p=0.0", "-"),
     ("grouped heads without enable_gqa, PyTorch's signature", lambda lib: sdpa(*qkv(lib)), "ShapeError",
      "enable_gqa=True", "enable_gqa=True"),
 ]  # fmt: skip

@@ -191,7 +191,7 @@ def test_sdpa_broadcasts_as_pytorch_and_raises_rapts_errors():
     check(rapt.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.3), q, k, v, is_causal=True, scale=0.3)
     mask = torch.ones(6, 5, dtype=torch.bool)
     for error, arguments in [
-        (rapt.UnsupportedError, (q, k, v, None, 0.5)),
+        (rapt.OptionError, (q, k, v, None, 1.5)),
         (rapt.OptionError, (q, k, v, mask, 0.0, True)),
         (rapt.ShapeError, (q, k, v[:, :, :3])),
         (rapt.ShapeError, (q, k[..., :7], v)),

@@ -150,16 +150,19 @@ def test_the_function_itself(dtype):
     assert rt.stats() == {"served": len(cases) + 1, "fallback": {}}
 
 
-def test_gradients_and_dropout_go_to_pytorch():
+def test_gradients_go_to_pytorch_and_dropout_to_its_function():
     q, k, v = (tensor(2, 4, 9, 16, seed=i) for i in range(3))
     q.requires_grad_()
     rt.reset_stats()
     call(q, k, v)[0].sum().backward()
     assert q.grad is not None
     assert rt.stats() == {"served": 0, "fallback": {"requires grad": 1}}
-    with rt.backend(), torch.no_grad():
+    with torch.no_grad():
+        with rt.backend():
+            call(q, k, v, dropout=0.5)
+        assert rt.stats() == {"served": 1, "fallback": {"requires grad": 1}}
         call(q, k, v, dropout=0.5)
-    assert rt.stats() == {"served": 0, "fallback": {"requires grad": 1, "dropout": 1}}
+    assert rt.stats() == {"served": 1, "fallback": {"requires grad": 1, "dropout": 1}}
     with pytest.raises(rapt.UnsupportedError, match=r"with torch\.no_grad\(\):"):
         call(q, k, v, softcap=2.0)
 

@@ -180,8 +180,8 @@ def test_metal_scaled_dot_product_attention(rng, of):
     check(got, q, k, v, mask=mask, scale=0.3)
     got = umfa.metal_scaled_dot_product_attention(of(q), of(k), of(v), None, 0.0, True, enable_gqa=True)
     check(got, q, k, v, causal=True)
-    with pytest.raises(rapt.UnsupportedError, match=r"Mend: `dropout_p=0\.0`"):
-        umfa.metal_scaled_dot_product_attention(of(q), of(k), of(v), dropout_p=0.1, enable_gqa=True)
+    with pytest.raises(rapt.OptionError, match=r"dropout_p = 1\.5"):
+        umfa.metal_scaled_dot_product_attention(of(q), of(k), of(v), dropout_p=1.5, enable_gqa=True)
 
 
 # Quantized attention

@@ -276,7 +276,15 @@ def torch_decide(
     """`(None, order, traced)` where Rapt answers PyTorch's call, `(reason, None, traced)` where PyTorch's own kernel must."""
 
 def torch_order(
-    query: Any, key: Any, value: Any, attn_mask: Any, is_causal: bool, scale: float | None, enable_gqa: bool, /
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    dropout_p: float = 0.0,
+    /,
 ) -> str:
     """The order of dimensions of the answer to Rapt's own function on tensors of a trace; raises where it is not served."""
 
@@ -289,9 +297,13 @@ def torch_sdpa(
     scale: float | None,
     enable_gqa: bool,
     order: str | None,
+    dropout_p: float = 0.0,
+    draw: Any = None,
     /,
 ) -> Any:
-    """Computes what was decided before, or (`order` is None) a call of Rapt's own op, which is decided here. Counted as served."""
+    """Computes what was decided before, or (`order` is None) a call of Rapt's own op, which is decided here. Counted as served.
+
+    `draw` says which weights are dropped, int64 `[2]`; None with a `dropout_p` above 0 draws it from PyTorch's generator."""
 
 def torch_decide_jagged(
     query: Any,

@@ -6,7 +6,7 @@
 use std::cell::Cell;
 
 use pyo3::prelude::*;
-use rapt::{MAX_RANK, Options};
+use rapt::{DropoutSeed, MAX_RANK, Options};
 
 use crate::api::options;
 use crate::engine::{Home, Planned};
@@ -14,18 +14,45 @@ use crate::errors::{Failure, Wording, guard, hints};
 use crate::kind::Kind;
 use crate::tensors::{self, Enqueued, Operand, StreamContext};
 use crate::torch::call::{self, Given, Read, run_piece, spec_of};
-use crate::torch::decide::{Modes, Order};
+use crate::torch::decide::{Modes, Order, Reason, Verdict};
 use crate::torch::frame::{Frame, Inputs, at_head, check_whole_output};
 use crate::torch::request::{self, Flags};
 use crate::torch::{output, stats};
 
 type Object<'a, 'py> = &'a Bound<'py, PyAny>;
 
-/// Where a call runs.
+/// Where a call runs, and what it drops.
+#[derive(Clone, Copy)]
 struct Site<'a, 'py> {
     home: &'a Home,
     kind: Kind,
     context: &'a StreamContext<'py>,
+    dropout: Option<DropoutSeed>,
+}
+
+impl Site<'_, '_> {
+    /// Of the piece before which there were so many batch entries: pieces are numbered as one batch.
+    fn after(self, entries: usize) -> Self {
+        let of =
+            |seed: DropoutSeed| DropoutSeed { first_batch: seed.first_batch.saturating_add(entries as u32), ..seed };
+        Site { dropout: self.dropout.map(of), ..self }
+    }
+}
+
+/// Which weights a call drops: what `given` says (int64 `[2]`: seed and offset), else what PyTorch's generator does. With `dropout_p` 0 it
+/// is not asked.
+fn drawn(py: Python<'_>, dropout_p: f64, given: Option<Object<'_, '_>>) -> Result<Option<DropoutSeed>, Failure> {
+    if dropout_p == 0.0 {
+        return Ok(None);
+    }
+    let numbers = match given {
+        Some(given) => given.clone(),
+        None => py.import("rapt.torch._dropout")?.getattr("draw")?.call0()?,
+    };
+    let numbers: Result<[i64; 2], PyErr> = numbers.call_method0("tolist").and_then(|numbers| numbers.extract());
+    let [seed, offset] =
+        numbers.map_err(|_| Failure::option("dropout_draw", "another tensor", "int64 of shape [2]"))?;
+    Ok(Some(DropoutSeed::new(seed.cast_unsigned(), offset.cast_unsigned())))
 }
 
 /// Computes a request that is valid into a new tensor whose dimensions follow one another as `order` says; numpy's and other
@@ -37,8 +64,9 @@ fn run<'py>(
     read: Read,
     flags: Flags,
     order: Order,
+    draw: Option<Object<'_, 'py>>,
 ) -> Result<Bound<'py, PyAny>, Failure> {
-    let options = call::options(flags.is_causal, flags.scale);
+    let options = Options { dropout_p: flags.dropout_p, ..call::options(flags.is_causal, flags.scale) };
     // Every whole operand is proven, also where an empty outer dimension leaves nothing to run.
     let (q, k, v, mask) = read.inputs();
     for operand in [Some(q), Some(k), Some(v), mask].into_iter().flatten() {
@@ -62,7 +90,8 @@ fn run<'py>(
         tensors::allocate("out", kind, given.query, read.q.device, read.q.dtype, frame.out_shape)?
     };
     let context = StreamContext::of(kind, given.query)?;
-    let site = Site { home: &Home::Default, kind, context: &context };
+    let dropout = drawn(py, flags.dropout_p, draw)?;
+    let site = Site { home: &Home::Default, kind, context: &context, dropout };
     let mut enqueued = None;
     let ran = if by_head {
         run_heads(py, &site, &read, &options, &mut out, &mut enqueued)
@@ -88,6 +117,7 @@ fn run_heads<'py>(
     let Read { q, k, v, mask } = read;
     let heads_of = |operand: &Operand| operand.shape[operand.shape.len() - 3];
     let heads = heads_of(q);
+    let entries: usize = out.shape[..out.shape.len() - 3].iter().product();
     for head in 0..heads {
         let of = |operand: &Operand| at_head(operand, head * heads_of(operand) / heads);
         let mask = mask.as_ref().map(|mask| {
@@ -97,7 +127,7 @@ fn run_heads<'py>(
         let (q, k, v, mut out) = (of(q), of(k), of(v), at_head(out, head));
         let inputs = (&q, &k, &v, mask.as_ref());
         let frame = Frame::new(inputs, false)?;
-        run_frame(py, site, &frame, inputs, options, &mut out, enqueued)?;
+        run_frame(py, &site.after(head * entries), &frame, inputs, options, &mut out, enqueued)?;
     }
     Ok(())
 }
@@ -119,9 +149,9 @@ fn run_frame<'py>(
     let spec = spec_of((&q, &k, &v, mask.as_ref()), Some(&first), options)?;
     let planned = site.home.plan(py, site.kind, &spec)?;
     if frame.outer_rank() > 0 {
-        return run_pieces(py, &planned, frame, inputs, out, site.context, enqueued);
+        return run_pieces(py, &planned, frame, inputs, out, site, enqueued);
     }
-    let ran = run_piece(py, &planned, (&q, &k, &v, mask.as_ref()), &mut first, site.context)?;
+    let ran = run_piece(py, &planned, (&q, &k, &v, mask.as_ref()), &mut first, site.dropout, site.context)?;
     *enqueued = ran.or(*enqueued);
     Ok(())
 }
@@ -133,7 +163,7 @@ fn run_pieces<'py>(
     frame: &Frame,
     inputs: Inputs<'_>,
     out: &mut Operand,
-    context: &StreamContext<'py>,
+    site: &Site<'_, 'py>,
     enqueued: &mut Option<Enqueued>,
 ) -> Result<(), Failure> {
     let (q, k, v, mask) = inputs;
@@ -141,11 +171,12 @@ fn run_pieces<'py>(
     check_whole_output(out, &whole)?;
     let outer_sizes = &frame.out_shape[..frame.outer_rank()];
     let mut outer = [0usize; MAX_RANK];
-    for _ in 0..outer_sizes.iter().product() {
+    for piece in 0..outer_sizes.iter().product() {
         let at = &outer[..outer_sizes.len()];
         let (q, k, v, mask) = frame.piece(inputs, at);
         let mut out = frame.out_piece(out, at)?;
-        let ran = run_piece(py, planned, (&q, &k, &v, mask.as_ref()), &mut out, context)?;
+        let dropout = site.after(piece * out.shape[0]).dropout;
+        let ran = run_piece(py, planned, (&q, &k, &v, mask.as_ref()), &mut out, dropout, site.context)?;
         *enqueued = ran.or(*enqueued);
         for (d, size) in outer_sizes.iter().enumerate().rev() {
             outer[d] += 1;
@@ -175,13 +206,18 @@ pub(crate) fn public<'py>(
             scale: options::real("scale", scale)?,
             enable_gqa: flag("enable_gqa", enable_gqa)?,
         };
-        serve(py, kind, given, flags, false)
+        serve(py, kind, given, flags, false, None)
     })
 }
 
 /// The same for the op of Rapt's that compiled graphs carry, whose output has the strides that its trace foresaw.
-pub(crate) fn of_graph<'py>(py: Python<'py>, given: Given<'_, 'py>, flags: Flags) -> PyResult<Bound<'py, PyAny>> {
-    refusing(py, given, |kind| serve(py, kind, given, flags, true))
+pub(crate) fn of_graph<'py>(
+    py: Python<'py>,
+    given: Given<'_, 'py>,
+    flags: Flags,
+    draw: Option<Object<'_, 'py>>,
+) -> PyResult<Bound<'py, PyAny>> {
+    refusing(py, given, |kind| serve(py, kind, given, flags, true, draw))
 }
 
 /// Computes what was decided before, on torch tensors whose memory is their value.
@@ -192,7 +228,7 @@ pub(crate) fn decided<'py>(
     order: Order,
 ) -> PyResult<Bound<'py, PyAny>> {
     refusing(py, given, |kind| {
-        let out = run(py, kind, given, given.read(kind)?, flags, order)?;
+        let out = run(py, kind, given, given.read(kind)?, flags, order, None)?;
         stats::count_served();
         Ok(out)
     })
@@ -218,6 +254,7 @@ fn serve<'py>(
     given: Given<'_, 'py>,
     flags: Flags,
     traced: bool,
+    draw: Option<Object<'_, 'py>>,
 ) -> Result<Bound<'py, PyAny>, Failure> {
     let read = given.read(kind)?;
     let (asked, verdict) = if kind == Kind::Torch {
@@ -226,11 +263,15 @@ fn serve<'py>(
         (asked, verdict)
     } else {
         let asked = request::of_operands(read.inputs(), [false; 4], flags);
-        let verdict = request::decide_newest(&asked);
+        // Nothing but PyTorch has a generator that its caller knows of.
+        let verdict = match request::decide_newest(&asked) {
+            Verdict::Serve(_) if flags.dropout_p != 0.0 => Verdict::Fallback(Reason::Dropout),
+            verdict => verdict,
+        };
         (asked, verdict)
     };
     let order = request::served(verdict, &asked, Some(read.inputs()))?;
-    let out = run(py, kind, given, read, flags, order)?;
+    let out = run(py, kind, given, read, flags, order, draw)?;
     if kind == Kind::Torch {
         stats::count_served();
     }

@@ -1,7 +1,7 @@
 //! The tensors of a call of PyTorch's signature, and one piece of four dimensions of it, proven and run.
 
 use pyo3::prelude::*;
-use rapt::{Causal, Options, Spec, Tensors};
+use rapt::{Causal, DropoutSeed, Options, Spec, Tensors};
 
 use super::frame::Inputs;
 use crate::engine::Planned;
@@ -75,9 +75,11 @@ pub(crate) fn run_piece<'py>(
     planned: &Planned<'_>,
     (q, k, v, mask): Inputs<'_>,
     out: &mut Operand,
+    dropout: Option<DropoutSeed>,
     context: &StreamContext<'py>,
 ) -> Result<Option<Enqueued>, Failure> {
     let tensors = Tensors {
+        dropout,
         mask: mask.map(Operand::view).transpose()?,
         ..Tensors::new(q.view()?, k.view()?, v.view()?, out.view_mut()?)
     };

@@ -88,7 +88,7 @@ macro_rules! reasons {
 reasons! {
     /// Grad mode is on and this tensor requires grad.
     RequiresGrad(&'static str) => "requires grad",
-    /// `dropout_p` is not 0.
+    /// `dropout_p` is not 0, on a GPU or of nested tensors; or it is no probability.
     Dropout => "dropout",
     /// A forward-mode AD level is open, where a dual tensor would lose its tangent.
     ForwardAd => "forward-mode AD",
@@ -379,7 +379,9 @@ fn before_shapes<S: Size>(request: &Request<S>, modes: Modes) -> Result<Option<V
     if let Some(name) = request.first(|tensor| tensor.requires_grad).filter(|_| modes.grad) {
         return fallback(Reason::RequiresGrad(name));
     }
-    if request.dropout_p != 0.0 {
+    // Below 0 is how one kernel of PyTorch's marks a call for another.
+    let has_kernel = q.device == Device::Cpu && request.dropout_p > 0.0 && request.dropout_p <= 1.0;
+    if request.dropout_p != 0.0 && !has_kernel {
         return fallback(Reason::Dropout);
     }
     if modes.forward_ad {
@@ -549,7 +551,7 @@ fn heads_fit<S: Size>([q, k, v]: [&[S]; 3], enable_gqa: bool, stock: Stock) -> R
 fn is_flash<S: Size>(request: &Request<S>, stock: Stock) -> Result<bool, S::Fault> {
     let Request { q, k, v, mask, enable_gqa, .. } = request;
     let rank = q.rank();
-    if k.rank() != rank || v.rank() != rank {
+    if k.rank() != rank || v.rank() != rank || request.dropout_p != 0.0 {
         return Ok(false);
     }
     let has_batch = rank == 4;

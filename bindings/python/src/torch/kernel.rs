@@ -283,7 +283,7 @@ impl TorchKernel {
         let mask = inputs.mask.zip(entry.mask).map(|(mask, form)| form.dress(mask));
         let planned = Home::Default.resume(Arc::clone(&entry.plan), torch_threads)?;
         if let Some(enqueued) =
-            call::run_piece(py, &planned, (&q, &k, &v, mask.as_ref()), &mut out, &StreamContext::Torch)?
+            call::run_piece(py, &planned, (&q, &k, &v, mask.as_ref()), &mut out, None, &StreamContext::Torch)?
         {
             torch::record_stream(py, enqueued, call.given.all())?;
         }

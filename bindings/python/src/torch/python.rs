@@ -57,7 +57,7 @@ pub(crate) fn torch_decide(
 
 /// The order of the answer to Rapt's own function on tensors of a trace; raises where it is not served.
 #[pyfunction]
-#[pyo3(signature = (query, key, value, attn_mask, is_causal, scale, enable_gqa, /))]
+#[pyo3(signature = (query, key, value, attn_mask, is_causal, scale, enable_gqa, dropout_p = 0.0, /))]
 #[allow(clippy::too_many_arguments, reason = "PyTorch's signature")]
 pub(crate) fn torch_order(
     py: Python<'_>,
@@ -68,11 +68,12 @@ pub(crate) fn torch_order(
     is_causal: bool,
     scale: Maybe<'_, '_>,
     enable_gqa: bool,
+    dropout_p: f64,
 ) -> PyResult<&'static str> {
     guarded(py, || {
         let given = Given { query, key, value, attn_mask };
         let scale = scale.and_then(|scale| scale.extract().ok());
-        let (asked, _) = request::of_tensors(given, Flags { dropout_p: 0.0, is_causal, scale, enable_gqa })?;
+        let (asked, _) = request::of_tensors(given, Flags { dropout_p, is_causal, scale, enable_gqa })?;
         // Gradients are the business of the op above, which refuses them before its trace comes here.
         let verdict = request::decide_torch(py, &asked, Modes { traced: true, ..Modes::ORDINARY }, given)?;
         Ok(request::served(verdict, &asked, None)?.name())
@@ -80,9 +81,9 @@ pub(crate) fn torch_order(
 }
 
 /// Computes a request on torch tensors whose memory is their value: decided before, with `order` as the answer, or (None) by
-/// Rapt's own op in a graph, which is decided here. Counted as served.
+/// Rapt's own op in a graph, which is decided here and has its `draw` beside `dropout_p`. Counted as served.
 #[pyfunction]
-#[pyo3(signature = (query, key, value, attn_mask, is_causal, scale, enable_gqa, order, /))]
+#[pyo3(signature = (query, key, value, attn_mask, is_causal, scale, enable_gqa, order, dropout_p = 0.0, draw = None, /))]
 #[allow(clippy::too_many_arguments, reason = "PyTorch's signature")]
 pub(crate) fn torch_sdpa<'py>(
     py: Python<'py>,
@@ -94,10 +95,12 @@ pub(crate) fn torch_sdpa<'py>(
     scale: Option<f64>,
     enable_gqa: bool,
     order: Option<&str>,
+    dropout_p: f64,
+    draw: Maybe<'_, 'py>,
 ) -> PyResult<Bound<'py, PyAny>> {
     let given = Given { query, key, value, attn_mask };
-    let flags = Flags { dropout_p: 0.0, is_causal, scale, enable_gqa };
-    let Some(order) = order else { return sdpa::of_graph(py, given, flags) };
+    let flags = Flags { dropout_p, is_causal, scale, enable_gqa };
+    let Some(order) = order else { return sdpa::of_graph(py, given, flags, draw) };
     let known = [Order::RowMajor, Order::Query, Order::Bshd].into_iter().find(|known| known.name() == order);
     let unknown = || Failure::option("order", order, "row_major, query, bshd");
     sdpa::decided(py, given, flags, guarded(py, || known.ok_or_else(unknown))?)

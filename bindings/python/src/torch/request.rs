@@ -383,8 +383,12 @@ pub(crate) fn served<S: Size>(
     let unsupported = |message: String, hint: String| Failure::binding(ErrorKind::Unsupported, message, hint);
     Err(match reason {
         Reason::RequiresGrad(name) => torch::needs_gradient(name),
+        Reason::Dropout if (0.0..=1.0).contains(&asked.dropout_p) => unsupported(
+            format!("dropout_p={} is served of dense torch tensors on the CPU alone", asked.dropout_p),
+            "`dropout_p=0.0`".into(),
+        ),
         Reason::Dropout => {
-            unsupported("dropout_p != 0 is not served: dropout comes with training".into(), "`dropout_p=0.0`".into())
+            Failure::option("dropout_p", asked.dropout_p.to_string(), "a probability: 0 to 1, both included")
         }
         Reason::ForwardAd => unsupported(
             "a forward-mode AD level is open, and tangents are not computed".into(),

@@ -59,7 +59,10 @@ def _flash_cpu(keyset, query, key, value, dropout_p=0.0, is_causal=False, *, att
         if dropout_p == TRACED:
             count_fallback("requires grad")
         return own(0.0)
-    reason, _, _ = _native.torch_decide(query, key, value, attn_mask, dropout_p, is_causal, scale, True)
+    # PyTorch's kernel of this op drops nothing and refuses to: that is not Rapt's to serve.
+    reason = "dropout"
+    if dropout_p == 0.0:
+        reason, _, _ = _native.torch_decide(query, key, value, attn_mask, dropout_p, is_causal, scale, True)
     if reason is not None:
         count_fallback(reason)
         return own(dropout_p)

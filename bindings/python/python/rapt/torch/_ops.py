@@ -16,7 +16,7 @@ import math
 import torch
 from rapt import DtypeMismatchError, OptionError, Quantized, ShapeError, UnsupportedError, _native
 
-from . import _outputs
+from . import _dropout, _outputs
 from ._imports import when_imported
 from ._stats import count_served
 
@@ -33,7 +33,7 @@ _SCHEMAS = {
     "attention_into": f"(Tensor q, Tensor k, Tensor v, Tensor(a!) out, Tensor(b!)? lse, *, {_OPTIONS}) -> ()",
     "scaled_dot_product_attention": (
         "(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, bool is_causal=False, *, "
-        "float? scale=None, bool enable_gqa=False) -> Tensor"
+        "float? scale=None, bool enable_gqa=False, float dropout_p=0.0, Tensor? dropout_draw=None) -> Tensor"
     ),
     "jagged_attention": (
         "(Tensor query, Tensor key, Tensor value, Tensor q_offsets, Tensor? q_lengths, Tensor k_offsets, Tensor? k_lengths, "
@@ -183,12 +183,24 @@ def _fake_attention_into(q, k, v, out, lse, **_options):
 # --- rapt.scaled_dot_product_attention -----------------------------------------------------------------------------------
 
 
-def _sdpa(query, key, value, attn_mask=None, is_causal=False, *, scale=None, enable_gqa=False):
-    return _native.torch_sdpa(query, key, value, attn_mask, is_causal, scale, enable_gqa, None)
+def _expect_draw(dropout_p, dropout_draw):
+    """An op of a graph takes no number of a generator: two equal nodes are one to whoever compiles them."""
+    if dropout_p and dropout_draw is None:
+        raise OptionError("dropout_draw = None beside dropout_p; allowed: seed and offset, int64 of shape [2]")
 
 
-def _fake_sdpa(query, key, value, attn_mask=None, is_causal=False, *, scale=None, enable_gqa=False):
-    order = _native.torch_order(query, key, value, attn_mask, is_causal, scale, enable_gqa)
+def _sdpa(
+    query, key, value, attn_mask=None, is_causal=False, *, scale=None, enable_gqa=False, dropout_p=0.0, dropout_draw=None
+):  # fmt: skip
+    _expect_draw(dropout_p, dropout_draw)
+    return _native.torch_sdpa(query, key, value, attn_mask, is_causal, scale, enable_gqa, None, dropout_p, dropout_draw)
+
+
+def _fake_sdpa(
+    query, key, value, attn_mask=None, is_causal=False, *, scale=None, enable_gqa=False, dropout_p=0.0, dropout_draw=None
+):  # fmt: skip
+    _expect_draw(dropout_p, dropout_draw)
+    order = _native.torch_order(query, key, value, attn_mask, is_causal, scale, enable_gqa, dropout_p)
     return _outputs.new(query, _outputs.shape_of(query.shape, key.shape, value.shape, enable_gqa), order)
 
 
@@ -207,11 +219,10 @@ def sdpa(
 
         return _jagged.sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if is_traced_call(query, key, value):
-        if dropout_p != 0.0:
-            raise UnsupportedError(f"dropout_p={dropout_p} is not computed yet; use dropout_p=0.0")
-        return torch.ops.rapt.scaled_dot_product_attention(
-            query, key, value, attn_mask, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
+        options = {"scale": scale, "enable_gqa": enable_gqa}
+        if dropout_p:
+            options |= {"dropout_p": dropout_p, "dropout_draw": _dropout.draw()}
+        return torch.ops.rapt.scaled_dot_product_attention(query, key, value, attn_mask, is_causal, **options)
     return _native.scaled_dot_product_attention(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
     )  # fmt: skip

@@ -18,7 +18,7 @@ import torch
 from rapt import DeviceError, _native
 from rapt._native import TorchKernel
 
-from . import _compiled, _flash, _flash_codes, _jagged, _transformers
+from . import _compiled, _dropout, _flash, _flash_codes, _jagged, _transformers
 from ._dispatcher import Held, lock
 from ._stats import count_fallback
 
@@ -72,11 +72,12 @@ def _sdpa_cold(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False
     )  # fmt: skip
     if reason is None:
         if traced or _modes():
-            return torch.ops.rapt.scaled_dot_product_attention(
-                query, key, value, attn_mask, is_causal, scale=scale, enable_gqa=enable_gqa
-            )
+            options = {"scale": scale, "enable_gqa": enable_gqa}
+            if dropout_p:
+                options |= {"dropout_p": dropout_p, "dropout_draw": _dropout.draw()}
+            return torch.ops.rapt.scaled_dot_product_attention(query, key, value, attn_mask, is_causal, **options)
         try:
-            return _native.torch_sdpa(query, key, value, attn_mask, is_causal, scale, enable_gqa, order)
+            return _native.torch_sdpa(query, key, value, attn_mask, is_causal, scale, enable_gqa, order, dropout_p, None)
         except DeviceError:
             # A GPU that Rapt does not serve (older than sm_80, no compiler): PyTorch's own kernel does.
             if query.device.type == "cpu":

@@ -104,7 +104,7 @@ class MetalSDPABackend:
 def metal_scaled_dot_product_attention(
     query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
 ):
-    """`rapt.scaled_dot_product_attention`: masks attend where they are True, heads are grouped, dropout is refused."""
+    """`rapt.scaled_dot_product_attention`: masks attend where they are True, heads are grouped, and dropout drops or is refused."""
     return rapt.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
 
 

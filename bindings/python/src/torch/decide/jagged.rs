@@ -41,6 +41,9 @@ pub(crate) fn decide_jagged<S: Size>(
     if mask.is_some() {
         return fallback(Reason::Invalid(Invalid::NestedMask));
     }
+    if request.dropout_p != 0.0 {
+        return fallback(Reason::Dropout);
+    }
     if let Device::Mps(_) = q.device {
         return fallback(Reason::Device("mps".to_owned()));
     }

@@ -124,7 +124,20 @@ fn what_is_in_force_decides_before_shapes() {
     let wide = request(&[2, 4, 6, 8], &[2, 4, 5, 8], &[2, 4, 5, 3]);
     assert_eq!(answer(&plain(), no_math), Verdict::Serve(Order::Query));
     assert_eq!(answer(&wide, no_math), Verdict::Fallback(Reason::KernelNotAllowed));
-    check(&Request { dropout_p: 0.5, ..plain() }, &Verdict::Fallback(Reason::Dropout));
+    // PyTorch's math path drops; its flash kernel does not.
+    for dropout_p in [0.5, 1.0] {
+        check(&Request { dropout_p, ..plain() }, &Verdict::Serve(Order::RowMajor));
+    }
+    let dropping = Request { dropout_p: 0.5, ..plain() };
+    assert_eq!(answer(&dropping, no_math), Verdict::Fallback(Reason::KernelNotAllowed));
+    for dropout_p in [-1.0, 1.5, f64::NAN] {
+        check(&Request { dropout_p, ..plain() }, &Verdict::Fallback(Reason::Dropout));
+    }
+    let mut on_gpu = Request { dropout_p: 0.5, ..plain() };
+    for tensor in [&mut on_gpu.q, &mut on_gpu.k, &mut on_gpu.v] {
+        tensor.device = Device::Cuda(0);
+    }
+    check(&on_gpu, &Verdict::Fallback(Reason::Dropout));
     check(&Request { scale: Some(f64::NAN), ..plain() }, &Verdict::Fallback(Reason::ScaleNotFinite));
 }
 
