@@ -9,7 +9,7 @@
 //! graph                  exported programs: arguments and results by their places in the call
 //! torch                  who answers PyTorch's calls, and PyTorch's own op as Rapt serves it
 //! ```
-//! Deliberately absent: torch and numpy at link time, any import of them, any copy of a tensor, and gradients.
+//! Deliberately absent: torch and numpy at link time, any import of them, and any copy of a tensor.
 
 #[macro_use]
 mod table;
@@ -113,6 +113,54 @@ macro_rules! functions {
             let (out_dtype, return_lse, tolerance, device) = (None, None, None, None);
             let request = Request { q, k, v, $($name,)* out, out_dtype, return_lse, tolerance, device };
             api::attention::fill(py, &Home::Default, &request, lse)
+        }
+
+        /// The gradients of a call by q, k, v, by the mask where `mask_grad` says so, and by sinks; see `rapt.attention_backward`.
+        #[pyfunction]
+        #[pyo3(signature = (d_o, q, k, v, out, lse, *, d_lse = None, mask_grad = None, $($name = None,)*))]
+        #[allow(clippy::too_many_arguments, reason = "the public signature")]
+        fn attention_backward<'py>(
+            py: Python<'py>,
+            d_o: Any<'_, 'py>,
+            q: Any<'_, 'py>,
+            k: Any<'_, 'py>,
+            v: Any<'_, 'py>,
+            out: Any<'_, 'py>,
+            lse: Any<'_, 'py>,
+            d_lse: Maybe<'_, 'py>,
+            mask_grad: Maybe<'_, 'py>,
+            $($name: Maybe<'_, 'py>,)*
+        ) -> PyResult<Bound<'py, PyAny>> {
+            let arriving = api::backward::Arriving { out, lse, d_o, d_lse };
+            let (out, out_dtype, return_lse, tolerance, device) = (None, None, None, None, None);
+            let request = Request { q, k, v, $($name,)* out, out_dtype, return_lse, tolerance, device };
+            api::backward::make(py, &Home::Default, request, arriving, mask_grad)
+        }
+
+        /// Fills those gradients that are given, of any strides. The caller has seen to gradients of theirs.
+        #[pyfunction]
+        #[pyo3(signature = (d_o, q, k, v, out, lse, dq = None, dk = None, dv = None, *, d_lse = None, d_mask = None, d_sinks = None, $($name = None,)*))]
+        #[allow(clippy::too_many_arguments, reason = "the public signature")]
+        fn backward_into<'py>(
+            py: Python<'py>,
+            d_o: Any<'_, 'py>,
+            q: Any<'_, 'py>,
+            k: Any<'_, 'py>,
+            v: Any<'_, 'py>,
+            out: Any<'_, 'py>,
+            lse: Any<'_, 'py>,
+            dq: Maybe<'_, 'py>,
+            dk: Maybe<'_, 'py>,
+            dv: Maybe<'_, 'py>,
+            d_lse: Maybe<'_, 'py>,
+            d_mask: Maybe<'_, 'py>,
+            d_sinks: Maybe<'_, 'py>,
+            $($name: Maybe<'_, 'py>,)*
+        ) -> PyResult<()> {
+            let arriving = api::backward::Arriving { out, lse, d_o, d_lse };
+            let (out, out_dtype, return_lse, tolerance, device) = (None, None, None, None, None);
+            let request = Request { q, k, v, $($name,)* out, out_dtype, return_lse, tolerance, device };
+            api::backward::fill(py, &Home::Default, request, arriving, [dq, dk, dv, d_mask, d_sinks])
         }
 
         /// The options in the schemas of `torch.ops.rapt`.
@@ -325,6 +373,8 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(explain_varlen, module)?)?;
     module.add_function(wrap_pyfunction!(explain_with_kvcache, module)?)?;
     module.add_function(wrap_pyfunction!(run_into, module)?)?;
+    module.add_function(wrap_pyfunction!(attention_backward, module)?)?;
+    module.add_function(wrap_pyfunction!(backward_into, module)?)?;
     module.add_function(wrap_pyfunction!(options_schema, module)?)?;
     module.add_function(wrap_pyfunction!(scaled_dot_product_attention, module)?)?;
     module.add_function(wrap_pyfunction!(torch::python::torch_decide, module)?)?;

@@ -133,7 +133,7 @@ def sparse(lib):
 
 def requires_grad(lib):
     q, k, v = qkv(lib)
-    return attention(q.requires_grad_(), k, v)
+    return attention(q.requires_grad_(), k, v, out=q.detach().clone())
 
 
 def other_kind(lib):
@@ -212,7 +212,7 @@ CASES = [
     ("an unaligned pointer", unaligned, "LayoutError", "q.copy()", "-"),
     ("a lazy negation", negative, "LayoutError", "-", "q.resolve_neg()"),
     ("a sparse tensor", sparse, "LayoutError", "-", "q.to_dense()"),
-    ("an input that requires grad", requires_grad, "UnsupportedError", "-", "with torch.no_grad():"),
+    ("out beside an input that requires grad", requires_grad, "UnsupportedError", "-", "with torch.no_grad():"),
     ("k on another device", meta, "DeviceError", "-", "cpu"),
     ("kinds mixed", other_kind, "KindError", "numpy.from_dlpack(k)", "torch.from_dlpack(k)"),
     ("a list", lambda lib: attention([[1.0]], [[1.0]], [[1.0]]), "KindError", "numpy.asarray(q)", "-"),

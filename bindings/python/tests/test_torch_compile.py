@@ -129,13 +129,13 @@ def test_what_was_compiled_before_is_compiled_anew():
 
 
 @pytest.mark.skipif(not hasattr(torch.library, "get_kernel"), reason="torch < 2.9 keeps its flash kernel")
-def test_a_compiled_training_step_is_pytorchs_own():
+def test_a_compiled_training_step_is_served():
     q, k, v = qkv()
     q.requires_grad_()
     sdpa(q, k, v).square().sum().backward()
     own, q.grad = q.grad, None
     compiled = torch.compile(Attention(), fullgraph=True)
-    with served(0, requires_grad=1):
+    with served():
         compiled(q, k, v).square().sum().backward()
     torch.testing.assert_close(q.grad, own)
 

@@ -31,17 +31,17 @@ def test_modes(mode, dtype):
 
 
 @pytest.mark.parametrize("which", ["query", "key", "value", "mask"])
-def test_where_a_gradient_is_needed_pytorch_computes_it(which):
+def test_where_a_gradient_is_needed_it_is_given(which):
     q, k, v = qkv()
     mask = tensor(6, 5)
     leaf = {"query": q, "key": k, "value": v, "mask": mask}[which].requires_grad_()
     sdpa(q, k, v, mask).square().sum().backward()
     expected, leaf.grad = leaf.grad, None
-    with served(0, requires_grad=1):
+    with served():
         out = sdpa(q, k, v, mask)
         assert out.requires_grad
         out.square().sum().backward()
-    assert torch.equal(leaf.grad, expected)
+    torch.testing.assert_close(leaf.grad, expected)
     with served(2):
         with torch.no_grad():
             out = sdpa(q, k, v, mask)
@@ -243,10 +243,10 @@ def test_a_training_step_of_an_encoder():
     layer(x).square().sum().backward()
     own = {name: p.grad for name, p in layer.named_parameters()}
     layer.zero_grad()
-    with served(0, requires_grad=1):
+    with served():
         layer(x).square().sum().backward()
     for name, p in layer.named_parameters():
-        assert torch.equal(p.grad, own[name]), name
+        torch.testing.assert_close(p.grad, own[name], rtol=1e-4, atol=1e-4, msg=name)
 
 
 def test_eight_threads_at_once():

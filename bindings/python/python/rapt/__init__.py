@@ -7,6 +7,7 @@ names the expression that corrects it. Importing this module imports neither num
 
 import importlib as _importlib
 import sys as _sys
+from collections import namedtuple as _namedtuple
 
 from rapt import _native
 from rapt._doctor import Report, doctor
@@ -67,6 +68,7 @@ __all__ = [
     "__version__",
     "accumulation",
     "attention",
+    "attention_backward",
     "attention_with_kvcache",
     "audit",
     "dequantize",
@@ -212,6 +214,84 @@ def attention(
         device,
     )
     return answer if ops is None else ops.counted(answer)
+
+
+_GRADIENTS = {
+    (mask, sinks): _namedtuple("Gradients", ["dq", "dk", "dv"] + ["d_mask"] * mask + ["d_sinks"] * sinks)
+    for mask in (False, True)
+    for sinks in (False, True)
+}
+
+
+def attention_backward(
+    d_o,
+    q,
+    k,
+    v,
+    out,
+    lse,
+    *,
+    d_lse=None,
+    mask_grad=False,
+    # table.rs: parameters
+    mask=None,
+    causal=None,
+    window=None,
+    softcap=None,
+    scale=None,
+    sinks=None,
+    alibi_slopes=None,
+    layout="bhsd",
+    q_descale=None,
+    k_descale=None,
+    v_descale=None,
+    q_zero_point=None,
+    k_zero_point=None,
+    v_zero_point=None,
+    compute="exact",
+    # end
+):
+    """The gradients of a loss by the inputs of `attention`, from those by its outputs: a named tuple `(dq, dk, dv)`.
+
+    `out` and `lse` are what `attention(q, k, v, return_lse=True)` gave with the same options; `d_o` is the gradient by out, of its sizes and
+    dtype and of any strides, `d_lse` that by lse (None is 0). Probabilities are recomputed from lse, so no memory grows with the product of
+    the lengths. mask_grad: also `d_mask`, of the sizes and dtype of an additive mask, summed over what was broadcast. With sinks
+    also `d_sinks`. Each is of its input's dtype and sizes; heads of a group sum into their key head. Codes have no gradient.
+
+    torch's autograd needs none of this: `attention` on tensors that require grad is a node of it. A refused request raises a `RaptError`.
+    """
+    ops = _torch_ops(q)
+    run = _native.attention_backward
+    if ops is not None and ops.is_traced_call(q, k, v):
+        run = ops.attention_backward
+    made = run(
+        d_o,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        d_lse=d_lse,
+        mask_grad=mask_grad,
+        # table.rs: arguments
+        mask=mask,
+        causal=causal,
+        window=window,
+        softcap=softcap,
+        scale=scale,
+        sinks=sinks,
+        alibi_slopes=alibi_slopes,
+        layout=layout,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
+        q_zero_point=q_zero_point,
+        k_zero_point=k_zero_point,
+        v_zero_point=v_zero_point,
+        compute=compute,
+        # end
+    )
+    return _GRADIENTS[bool(mask_grad), sinks is not None](*made)
 
 
 def _counted(q, answer):

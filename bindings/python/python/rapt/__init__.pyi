@@ -105,6 +105,45 @@ def attention(
 ) -> Any:
     """softmax(q·kᵀ · scale)·v, in the kind, device and dtype of `q`; `(out, lse)` with `return_lse=True`."""
 
+class _Gradients(tuple[Any, ...]):
+    """`(dq, dk, dv)`, then d_mask and d_sinks where they were asked for."""
+
+    dq: Any
+    dk: Any
+    dv: Any
+    d_mask: Any
+    d_sinks: Any
+
+def attention_backward(
+    d_o: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    *,
+    d_lse: Any = None,
+    mask_grad: bool = False,
+    # table.rs: typed parameters
+    mask: Any = None,
+    causal: Causal = None,
+    window: Window = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+    sinks: Any = None,
+    alibi_slopes: Any = None,
+    layout: Layout = "bhsd",
+    q_descale: Any = None,
+    k_descale: Any = None,
+    v_descale: Any = None,
+    q_zero_point: Any = None,
+    k_zero_point: Any = None,
+    v_zero_point: Any = None,
+    compute: Compute = "exact",
+    # end
+) -> _Gradients:
+    """The gradients of a loss by the inputs of `attention`, from those by its outputs."""
+
 def varlen_attention(
     q: Any,
     k: Any,

@@ -245,6 +245,25 @@ def explain_with_kvcache(
     q: Any, k_cache: Any, v_cache: Any, k: Any = None, v: Any = None, **options: Any
 ) -> RaggedPlan: ...
 def mlx_kernels(q: Any, k: Any, v: Any, **options: Unpack[_Options]) -> dict[str, Any]: ...
+def attention_backward(
+    d_o: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *, d_lse: Any = None, mask_grad: bool = False, **options: Unpack[_Read]
+) -> tuple[Any, ...]: ...
+def backward_into(
+    d_o: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    dq: Any = None,
+    dk: Any = None,
+    dv: Any = None,
+    *,
+    d_lse: Any = None,
+    d_mask: Any = None,
+    d_sinks: Any = None,
+    **options: Unpack[_Read],
+) -> None: ...
 def run_into(q: Any, k: Any, v: Any, out: Any, lse: Any = None, **options: Unpack[_Read]) -> None:
     """Fills `out` (and `lse`) of any strides. The caller has seen to gradients."""
 

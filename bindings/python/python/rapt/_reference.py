@@ -1,4 +1,4 @@
-"""Attention by its definition and the tolerance for results: docs/reference/definition.md and docs/reference/numerics.md in Python.
+"""Attention by its definition, its gradients, and the tolerance for results: docs/reference/definition.md and docs/reference/numerics.md in Python.
 
     s = softcap(q·k · scale) + bias − slope·|i + d − j|, then masks, then softmax (with an optional sink logit), then · v
 
@@ -152,6 +152,59 @@ def attention(
         out, row_max, row_sum = weigh(s, keep, v, sinks, rounded)
         lse = library.where(_weighs(s, keep), (row_max + library.log(row_sum))[..., 0], -np.inf)
     return out, lse
+
+
+def gradients(
+    d_o, q, k, v, *, d_lse=None, mask=None, causal=None, window=None, softcap=None, scale=None, sinks=None, alibi_slopes=None,
+    rounded=None,
+):  # fmt: skip
+    """(dq, dk, dv, d_mask, d_sinks) of a loss whose gradients by out and lse are `d_o` and `d_lse`, by the chain rule of `attention`.
+
+    d_mask has the mask's shape, summed over what was broadcast; it and d_sinks are None where there is no additive mask, no sinks. A
+    key that is not attended gives and gets nothing, as does a row without any weight. Of what is attended numbers are finite.
+    `rounded` is what out went through: a flash kernel's backward reads the stored one.
+    """
+    library, factor = _library(q), q.shape[3] ** -0.5 if scale is None else float(scale)
+    finite = lambda x: library.where(library.isfinite(x), x, 0)  # noqa: E731
+    with np.errstate(all="ignore"):
+        s = scores(q, k, scale=scale, softcap=softcap, causal=causal)
+        slope = factor if softcap is None else factor * (1 - (s / softcap) ** 2)
+        if alibi_slopes is not None:
+            s = scores(q, k, scale=scale, softcap=softcap, alibi_slopes=alibi_slopes, causal=causal)
+        keep, bias = attended(tuple(s.shape), mask=mask, causal=causal, window=window, like=q)
+        if bias is not None:
+            s = s + library.where(keep, _like(bias, s), 0)
+        weighs = _weighs(s, keep)[..., None]
+        out, row_max, row_sum = weigh(s, keep, finite(v), sinks)
+        out = out if rounded is None else rounded(out)
+        p = library.where(keep & weighs, library.exp(s - row_max), 0) / library.where(weighs, row_sum, 1)
+        d_o = library.where(weighs, d_o, 0)
+        dp = library.where(keep, by_groups(d_o, v.swapaxes(2, 3)), 0)
+        delta = (d_o * out).sum(-1)[..., None] - (0 if d_lse is None else library.where(weighs, d_lse[..., None], 0))
+        ds = library.where(keep, p * (dp - delta), 0)
+        dx = library.where(keep, ds * slope, 0)
+        dk, dv = _of_groups(dx, finite(q), k.shape[1]), _of_groups(p, d_o, k.shape[1])
+        d_sinks = None
+        if sinks is not None:
+            weight = library.where(weighs, library.exp(_like(sinks, s)[:, None, None] - row_max) / row_sum, 0)
+            d_sinks = -(weight * delta).sum(-1).sum(-1).sum(0)
+        return by_groups(dx, finite(k)), dk, dv, None if bias is None else _to_shape(ds, mask.shape), d_sinks
+
+
+def _of_groups(weights, rows, kv_heads):
+    """weightsᵀ · rows, summed over the query heads of a key head."""
+    joined = [x.reshape(x.shape[0], kv_heads, -1, x.shape[3]) for x in (weights, rows)]
+    return joined[0].swapaxes(2, 3) @ joined[1]
+
+
+def _to_shape(x, shape):
+    """`x` summed over the dimensions that `shape` lacks or has as 1."""
+    for _ in range(len(x.shape) - len(shape)):
+        x = x.sum(0)
+    for d, size in enumerate(shape):
+        if size == 1 != x.shape[d]:
+            x = x.sum(d)[(slice(None),) * d + (None,)]
+    return x
 
 
 def round_to(x, dtype):

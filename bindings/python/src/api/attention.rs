@@ -5,8 +5,8 @@
 use std::cell::Cell;
 
 use pyo3::prelude::*;
-use pyo3::types::PyTuple;
-use rapt::{Codes, ErrorKind, Operands, Options, Qkv, Spec, SpecBuilder, Tensors, View, ViewMut};
+use pyo3::types::{PyDict, PyTuple};
+use rapt::{Codes, Device, ErrorKind, Operands, Options, Qkv, Spec, SpecBuilder, Tensors, View, ViewMut};
 
 use crate::api::codes::{Opened, codes_of};
 use crate::api::options;
@@ -19,6 +19,7 @@ use crate::kind::Kind;
 use crate::tensors::Export;
 use crate::tensors::StreamContext;
 use crate::tensors::{self, Operand, torch};
+use crate::torch::node::node;
 
 type Object<'a, 'py> = &'a Bound<'py, PyAny>;
 
@@ -46,11 +47,30 @@ macro_rules! arguments {
 
         impl<'a, 'py> Request<'a, 'py> {
             /// Every tensor of the caller's under its name.
-            fn named(&self) -> impl Iterator<Item = (&'static str, Object<'a, 'py>)> + use<'a, 'py> {
+            pub(super) fn named(&self) -> impl Iterator<Item = (&'static str, Object<'a, 'py>)> + use<'a, 'py> {
                 let optional =
                     [$((stringify!($tensor), self.$tensor),)* $((stringify!($part), self.$part),)* ("out", self.out)];
                 let optional = optional.into_iter().filter_map(|(name, tensor)| Some((name, tensor?)));
                 [("q", self.q), ("k", self.k), ("v", self.v)].into_iter().chain(optional)
+            }
+
+            /// What is given beside q, k and v.
+            fn keywords(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+                let keywords = PyDict::new(py);
+                let given = [
+                    $((stringify!($name), self.$name),)*
+                    ("out", self.out),
+                    ("out_dtype", self.out_dtype),
+                    ("return_lse", self.return_lse),
+                    ("tolerance", self.tolerance),
+                    ("device", self.device),
+                ];
+                for (name, given) in given {
+                    if let Some(given) = given {
+                        keywords.set_item(name, given)?;
+                    }
+                }
+                Ok(keywords)
             }
 
             /// Whether something is given that makes numbers of codes.
@@ -58,18 +78,18 @@ macro_rules! arguments {
                 [$(self.$part),*].iter().any(Option::is_some)
             }
 
-            fn options(&self) -> Result<Options, Failure> {
+            pub(super) fn options(&self) -> Result<Options, Failure> {
                 let out_dtype = options::dtype("out_dtype", self.out_dtype)?;
                 Ok(Options { $($field: options::$parse(stringify!($option), self.$option)?,)* out_dtype, dropout_p: 0.0 })
             }
         }
 
         /// The tensors that are read.
-        struct Inputs {
-            q: Operand,
-            k: Operand,
-            v: Operand,
-            $($tensor: Option<Operand>,)*
+        pub(super) struct Inputs {
+            pub(super) q: Operand,
+            pub(super) k: Operand,
+            pub(super) v: Operand,
+            $(pub(super) $tensor: Option<Operand>,)*
             parts: Option<Box<Parts>>,
         }
 
@@ -79,16 +99,16 @@ macro_rules! arguments {
         }
 
         /// [`Inputs`] after rapt-core looked at each.
-        struct Views<'a> {
-            q: View<'a>,
-            k: View<'a>,
-            v: View<'a>,
+        pub(super) struct Views<'a> {
+            pub(super) q: View<'a>,
+            pub(super) k: View<'a>,
+            pub(super) v: View<'a>,
             codes: Qkv<Option<Box<Codes<'a>>>>,
-            $($tensor: Option<View<'a>>,)*
+            $(pub(super) $tensor: Option<View<'a>>,)*
         }
 
         impl Inputs {
-            fn read(request: &Request<'_, '_>, kind: Kind) -> Result<Self, Failure> {
+            pub(super) fn read(request: &Request<'_, '_>, kind: Kind) -> Result<Self, Failure> {
                 let read = |name: &'static str, object: &Bound<'_, PyAny>| tensors::read(name, object, kind, request.q);
                 let maybe = |name, object: Option<Object<'_, '_>>| object.map(|object| read(name, object)).transpose();
                 Ok(Inputs {
@@ -113,7 +133,7 @@ macro_rules! arguments {
                 of_tensors.into_iter().chain(of_parts.into_iter().flatten()).flatten()
             }
 
-            fn views(&self, opened: &Qkv<Option<Opened<'_>>>) -> Result<Views<'_>, Failure> {
+            pub(super) fn views(&self, opened: &Qkv<Option<Opened<'_>>>) -> Result<Views<'_>, Failure> {
                 Ok(Views {
                     codes: self.codes(opened)?,
                     q: self.q.view()?,
@@ -142,7 +162,7 @@ attention_options!(arguments);
 
 impl<'a, 'py> Request<'a, 'py> {
     /// What stands here as a `rapt.Quantized`.
-    fn opened(&self) -> Result<Qkv<Option<Opened<'py>>>, Failure> {
+    pub(super) fn opened(&self) -> Result<Qkv<Option<Opened<'py>>>, Failure> {
         Ok(Qkv {
             q: Opened::of(self.q, [("q_descale", self.q_descale), ("q_zero_point", self.q_zero_point)])?,
             k: Opened::of(self.k, [("k_descale", self.k_descale), ("k_zero_point", self.k_zero_point)])?,
@@ -151,7 +171,7 @@ impl<'a, 'py> Request<'a, 'py> {
     }
 
     /// The same request on the tensors of what was opened.
-    fn on<'b>(self, opened: &'b Qkv<Option<Opened<'py>>>) -> Request<'b, 'py>
+    pub(super) fn on<'b>(self, opened: &'b Qkv<Option<Opened<'py>>>) -> Request<'b, 'py>
     where
         'a: 'b,
     {
@@ -182,7 +202,7 @@ impl Inputs {
 }
 
 impl Views<'_> {
-    fn spec(&self, options: &Options, out: Option<&Operand>, lse: Lse<'_>) -> rapt::Result<Spec> {
+    pub(super) fn spec(&self, options: &Options, out: Option<&Operand>, lse: Lse<'_>) -> rapt::Result<Spec> {
         let mut builder = self.builder(options);
         if let Some(out) = out {
             builder.out(out.form());
@@ -196,8 +216,9 @@ impl Views<'_> {
     }
 }
 
+/// Whether lse is written, and where.
 #[derive(Clone, Copy)]
-enum Lse<'a> {
+pub(super) enum Lse<'a> {
     No,
     New,
     Given(&'a Operand),
@@ -210,7 +231,7 @@ pub(crate) fn parse(request: &Request<'_, '_>) -> Result<(Options, bool), Failur
 }
 
 /// The kind of the call, remembered for how its errors are told.
-fn kind_for(wording: &Cell<Wording>, q: Object<'_, '_>) -> Result<Kind, Failure> {
+pub(super) fn kind_for(wording: &Cell<Wording>, q: Object<'_, '_>) -> Result<Kind, Failure> {
     let kind = tensors::source_kind(q)?;
     wording.set(Wording { kind, ..wording.get() });
     Ok(kind)
@@ -229,12 +250,19 @@ pub(crate) fn attend<'py>(py: Python<'py>, home: &Home, request: &Request<'_, 'p
     let wording = Cell::new(Wording { names: &hints::ATTENTION, kind: Kind::Numpy });
     guard(py, &wording, || {
         let opened = request.opened()?;
-        let request = &request.on(&opened);
+        let (whole, request) = (request, &request.on(&opened));
         let kind = kind_for(&wording, request.q)?;
         let (options, return_lse) = parse(request)?;
         let inputs = Inputs::read(request, kind)?;
-        if kind == Kind::Torch {
-            torch::refuse_gradients(py, request.named())?;
+        if kind == Kind::Torch
+            && let Some(name) = torch::asks_gradient(py, request.named())?
+        {
+            return match (home, inputs.q.device) {
+                (Home::Default, Device::Cpu) => {
+                    Ok(node(py, "attention")?.call((whole.q, whole.k, whole.v), Some(&whole.keywords(py)?))?)
+                }
+                _ => Err(torch::needs_gradient(name)),
+            };
         }
         let views = inputs.views(&opened)?;
         let given = read_out(request, kind)?;

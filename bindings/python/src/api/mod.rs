@@ -1,6 +1,7 @@
 //! The functions and classes of the package, each from Python's arguments to Python's answer.
 
 pub(crate) mod attention;
+pub(crate) mod backward;
 pub(crate) mod cli;
 mod codes;
 pub(crate) mod context;

@@ -16,6 +16,7 @@ use crate::tensors::{self, Enqueued, Operand, StreamContext};
 use crate::torch::call::{self, Given, Read, run_piece, spec_of};
 use crate::torch::decide::{Modes, Order, Reason, Verdict};
 use crate::torch::frame::{Frame, Inputs, at_head, check_whole_output};
+use crate::torch::node::node;
 use crate::torch::request::{self, Flags};
 use crate::torch::{output, stats};
 
@@ -271,6 +272,12 @@ fn serve<'py>(
         (asked, verdict)
     };
     let order = request::served(verdict, &asked, Some(read.inputs()))?;
+    if kind == Kind::Torch && !traced && asked.requires_grad() && tensors::torch::is_grad_enabled(py)? {
+        let Given { query, key, value, attn_mask } = given;
+        let Flags { is_causal, scale, enable_gqa, .. } = flags;
+        let node = node(py, "sdpa")?;
+        return Ok(node.call1((query, key, value, attn_mask, is_causal, scale, enable_gqa, order.name()))?);
+    }
     let out = run(py, kind, given, read, flags, order, draw)?;
     if kind == Kind::Torch {
         stats::count_served();

@@ -10,8 +10,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use pyo3::prelude::*;
 use rapt::{
-    Device, DeviceMemory, Engine, Executor, Judgement, Model, Operands, Options, Plan, Queue, Spec, Tensors, Threads,
-    Tolerance,
+    BackwardOperands, BackwardPlan, BackwardSpec, BackwardTensors, Device, DeviceMemory, Engine, Executor, Judgement,
+    Model, Operands, Options, Plan, Queue, Spec, Tensors, Threads, Tolerance,
 };
 
 use self::torch_pool::TorchPool;
@@ -108,6 +108,22 @@ impl Home {
         Ok(Planned { engine, plan, torch_threads })
     }
 
+    /// What will run for the gradients of `spec`, and on whose threads.
+    pub(crate) fn plan_backward(
+        &self,
+        py: Python<'_>,
+        kind: Kind,
+        spec: &BackwardSpec,
+    ) -> Result<PlannedBackward<'_>, Failure> {
+        let engine = self.engine()?;
+        let torch_threads = self.torch_threads(py, kind)?;
+        let plan = match torch_threads {
+            Some(threads) => engine.plan_backward_for(spec, threads)?,
+            None => engine.plan_backward(spec)?,
+        };
+        Ok(PlannedBackward { engine, plan, torch_threads })
+    }
+
     /// A plan made before for as many threads.
     pub(crate) fn resume(&self, plan: Arc<Plan>, torch_threads: Option<usize>) -> Result<Planned<'_>, Failure> {
         Ok(Planned { engine: self.engine()?, plan, torch_threads })
@@ -174,6 +190,26 @@ impl Planned<'_> {
             vulkan::count(plan);
         }
         Ok(None)
+    }
+}
+
+/// A plan for gradients and where it runs.
+pub(crate) struct PlannedBackward<'a> {
+    engine: &'a Engine,
+    plan: BackwardPlan,
+    torch_threads: Option<usize>,
+}
+
+impl PlannedBackward<'_> {
+    /// Proves and runs, with the GIL released.
+    pub(crate) fn run(&self, py: Python<'_>, tensors: BackwardTensors<'_>) -> Result<(), Failure> {
+        let PlannedBackward { engine, plan, torch_threads } = self;
+        let mut operands = BackwardOperands::check(tensors, plan.spec())?;
+        py.detach(|| match *torch_threads {
+            Some(threads) => engine.run_backward_on(plan, &mut operands, &Queue::Host(&TorchPool { threads })),
+            None => engine.run_backward(plan, &mut operands),
+        })?;
+        Ok(())
     }
 }
 

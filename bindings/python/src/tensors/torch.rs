@@ -410,26 +410,33 @@ pub(crate) fn requires_grad(tensor: &Bound<'_, PyAny>) -> PyResult<bool> {
     tensor.getattr(intern!(tensor.py(), "requires_grad"))?.is_truthy()
 }
 
+/// The first of `tensors` that requires grad, where grad mode is on.
+pub(crate) fn asks_gradient<'a, 'py: 'a>(
+    py: Python<'py>,
+    tensors: impl IntoIterator<Item = (&'static str, &'a Bound<'py, PyAny>)>,
+) -> PyResult<Option<&'static str>> {
+    if is_grad_enabled(py)? {
+        for (name, tensor) in tensors {
+            if requires_grad(tensor)? {
+                return Ok(Some(name));
+            }
+        }
+    }
+    Ok(None)
+}
+
 /// Refuses where gradients would be lost: grad mode is on and one of `tensors` requires grad.
 pub(crate) fn refuse_gradients<'a, 'py: 'a>(
     py: Python<'py>,
     tensors: impl IntoIterator<Item = (&'static str, &'a Bound<'py, PyAny>)>,
 ) -> Result<(), Failure> {
-    if !is_grad_enabled(py)? {
-        return Ok(());
-    }
-    for (name, tensor) in tensors {
-        if requires_grad(tensor)? {
-            return Err(needs_gradient(name));
-        }
-    }
-    Ok(())
+    asks_gradient(py, tensors)?.map_or(Ok(()), |name| Err(needs_gradient(name)))
 }
 
 /// The refusal of a tensor that asks for a gradient.
 pub(crate) fn needs_gradient(name: &str) -> Failure {
     let message = format!(
-        "{name} requires grad and grad mode is on: training is not served, and gradients are never dropped silently"
+        "{name} requires grad and grad mode is on: this call has no backward, and gradients are never dropped silently"
     );
     let hint = format!("`with torch.no_grad():`, or `{name}.detach()`");
     Failure::binding(ErrorKind::Unsupported, message, hint)

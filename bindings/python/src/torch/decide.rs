@@ -86,7 +86,7 @@ macro_rules! reasons {
 }
 
 reasons! {
-    /// Grad mode is on and this tensor requires grad.
+    /// Grad mode is on and this tensor, of a GPU or nested, requires grad.
     RequiresGrad(&'static str) => "requires grad",
     /// `dropout_p` is not 0, on a GPU or of nested tensors; or it is no probability.
     Dropout => "dropout",
@@ -217,7 +217,7 @@ pub(crate) struct Tensor<S> {
     pub(crate) sizes: Vec<S>,
     /// The last stride, in elements.
     pub(crate) inner_stride: S,
-    /// Whether it asks for a gradient.
+    /// Whether it asks for a gradient: a request that is served keeps what its backward needs where grad mode is on.
     pub(crate) requires_grad: bool,
     /// Why its memory is not its value, if it is not.
     pub(crate) obstacle: Option<Reason>,
@@ -325,6 +325,11 @@ impl<S: Size> Request<S> {
         three.into_iter().chain(self.mask.as_ref().map(|mask| ("mask", mask)))
     }
 
+    /// Whether one of its tensors asks for a gradient.
+    pub(crate) fn requires_grad(&self) -> bool {
+        self.first(|tensor| tensor.requires_grad).is_some()
+    }
+
     fn first(&self, wanted: impl Fn(&Tensor<S>) -> bool) -> Option<&'static str> {
         self.tensors().find(|(_, tensor)| wanted(tensor)).map(|(name, _)| name)
     }
@@ -376,11 +381,14 @@ fn before_shapes<S: Size>(request: &Request<S>, modes: Modes) -> Result<Option<V
     if k.rank() >= 2 && v.rank() >= 2 && !k.size(2).equals(v.size(2))? {
         return Ok(Some(Verdict::Refuse(Refusal::KvLen)));
     }
-    if let Some(name) = request.first(|tensor| tensor.requires_grad).filter(|_| modes.grad) {
+    if q.device != Device::Cpu
+        && let Some(name) = request.first(|tensor| tensor.requires_grad).filter(|_| modes.grad)
+    {
         return fallback(Reason::RequiresGrad(name));
     }
-    // Below 0 is how one kernel of PyTorch's marks a call for another.
-    let has_kernel = q.device == Device::Cpu && request.dropout_p > 0.0 && request.dropout_p <= 1.0;
+    // Below 0 is how one kernel of PyTorch's marks a call for another. Gradients of what is dropped are PyTorch's.
+    let needs_grad = modes.grad && request.requires_grad();
+    let has_kernel = q.device == Device::Cpu && request.dropout_p > 0.0 && request.dropout_p <= 1.0 && !needs_grad;
     if request.dropout_p != 0.0 && !has_kernel {
         return fallback(Reason::Dropout);
     }
@@ -573,6 +581,10 @@ fn is_flash<S: Size>(request: &Request<S>, stock: Stock) -> Result<bool, S::Faul
         return Ok(false);
     }
     if let Some(mask) = mask {
+        // Whatever the grad mode: its flash kernel gives a mask no gradient.
+        if mask.requires_grad {
+            return Ok(false);
+        }
         let ranks: &[usize] = if has_batch { &[2, 4] } else { &[1, 2, 3] };
         if !ranks.contains(&mask.rank()) {
             return Ok(false);

@@ -7,6 +7,7 @@
 //! request   a call as `decide` needs it, and its refusals as typed errors
 //! output    a tensor with the strides of PyTorch's own answer
 //! kernel    the kernel that PyTorch calls, with the answers that it gave before
+//! node      a call whose inputs require grad
 //! stats     how many calls were served
 //! python    what the Python files of rapt.torch call
 //! ```
@@ -15,6 +16,7 @@ pub(crate) mod call;
 pub(crate) mod decide;
 pub(crate) mod frame;
 pub(crate) mod kernel;
+pub(crate) mod node;
 pub(crate) mod output;
 pub(crate) mod python;
 pub(crate) mod request;

@@ -74,7 +74,7 @@ pub(crate) fn torch_order(
         let given = Given { query, key, value, attn_mask };
         let scale = scale.and_then(|scale| scale.extract().ok());
         let (asked, _) = request::of_tensors(given, Flags { dropout_p, is_causal, scale, enable_gqa })?;
-        // Gradients are the business of the op above, which refuses them before its trace comes here.
+        // Gradients are the business of the op above, which makes a node of it before its trace comes here.
         let verdict = request::decide_torch(py, &asked, Modes { traced: true, ..Modes::ORDINARY }, given)?;
         Ok(request::served(verdict, &asked, None)?.name())
     })

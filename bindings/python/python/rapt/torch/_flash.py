@@ -5,7 +5,7 @@
 
 `scaled_dot_product_attention` goes on choosing as it does; what it gives to flash arrives here. Importing enters the name and
 activates nothing. `register_backend` takes the CPU op too, so it is counted: the last one to leave gives it back.
-What Rapt does not serve (gradients, dropout) is PyTorch's own kernel's, and counted with its reason.
+What Rapt does not serve (dropout, gradients on a GPU) is PyTorch's own kernel's, and counted with its reason.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ TAKES_FLASH = hasattr(torch.library, "get_kernel")
 # How whoever hands a request over to PyTorch's own kernel marks it on the CPU: a dropout_p below 0, which PyTorch asks only
 # whether it is > 0, and which graphs keep. (-0.0 would not do: the dispatcher drops arguments equal to their default.)
 COUNTED = -1.0 if TAKES_FLASH else 0.0  # this hand-over is counted
-TRACED = -2.0 if TAKES_FLASH else 0.0  # this one is part of a graph: to be counted when it runs
+TRACED = -2.0 if TAKES_FLASH else 0.0  # this one is part of a graph: to be decided when it runs
 
 _handing_over = threading.local()
 
@@ -55,10 +55,9 @@ def _flash_cpu(keyset, query, key, value, dropout_p=0.0, is_causal=False, *, att
 
     if _cpu.is_idle():
         return own(0.0 if dropout_p < 0.0 else dropout_p)
-    if dropout_p == COUNTED or dropout_p == TRACED:
-        if dropout_p == TRACED:
-            count_fallback("requires grad")
+    if dropout_p == COUNTED:
         return own(0.0)
+    dropout_p = max(0.0, dropout_p)
     # PyTorch's kernel of this op drops nothing and refuses to: that is not Rapt's to serve.
     reason = "dropout"
     if dropout_p == 0.0:
@@ -76,6 +75,29 @@ def _flash_cpu(keyset, query, key, value, dropout_p=0.0, is_causal=False, *, att
     lse.masked_fill_(lse == -math.inf, 0.0)
     count_served()
     return out, lse
+
+
+def _flash_cpu_backward(
+    keyset, d_o, query, key, value, out, lse, dropout_p, is_causal, *, attn_mask=None, scale=None
+):  # fmt: skip
+    """`_scaled_dot_product_flash_attention_for_cpu_backward` -> (dq, dk, dv). Its forward was counted."""
+
+    def own(dropout_p):
+        return _cpu_backward.stock.call_boxed(
+            keyset, d_o, query, key, value, out, lse, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
+        )  # fmt: skip
+
+    is_own = _cpu_backward.is_idle() or dropout_p == COUNTED
+    dropout_p = max(0.0, dropout_p)
+    if is_own:
+        return own(dropout_p)
+    reason, _, _ = _native.torch_decide(query, key, value, attn_mask, dropout_p, is_causal, scale, True)
+    if reason is not None:
+        return own(dropout_p)
+    made = [_outputs.new(of, of.shape, "bshd") for of in (query, key, value)]
+    causal = "top_left" if is_causal else None
+    _native.backward_into(d_o, query, key, value, out, lse, *made, mask=attn_mask, causal=causal, scale=scale)
+    return tuple(made)
 
 
 def _flash_cuda(
@@ -118,23 +140,28 @@ class _Flash(Held):
 
 
 _cpu, _cuda = _Flash(_CPU, "CPU", _flash_cpu), _Flash(_CUDA, "CUDA", _flash_cuda)
+_cpu_backward = _Flash(f"{_CPU}_backward", "CPU", _flash_cpu_backward)
+_of_cpu = (_cpu, _cpu_backward)
 
 
 def take_cpu():
-    """Make the flash op of the CPU Rapt's, where there is a way back."""
+    """Make the flash ops of the CPU Rapt's, where there is a way back."""
     if TAKES_FLASH:
-        _cpu.take()
+        for op in _of_cpu:
+            op.take()
 
 
 def leave_cpu():
-    """Take back one `take_cpu()`: the kernel stays, idle."""
+    """Take back one `take_cpu()`: the kernels stay, idle."""
     if TAKES_FLASH:
-        _cpu.leave()
+        for op in _of_cpu:
+            op.leave()
 
 
 def retire_cpu():
-    """Take the idle kernel out."""
-    _cpu.retire()
+    """Take the idle kernels out."""
+    for op in _of_cpu:
+        op.retire()
 
 
 # --- PyTorch's registry ------------------------------------------------------------------------------------------------------
@@ -146,7 +173,7 @@ class _Handle:
     def __init__(self):
         self.held, self.codes = [], False
         try:
-            for op in (_cpu, _cuda) if _has_cuda() else (_cpu,):
+            for op in (*_of_cpu, _cuda) if _has_cuda() else _of_cpu:
                 op.take()
                 self.held.append(op)
             _flash_codes.take()

@@ -3,12 +3,13 @@
     torch.ops.rapt.attention            -> out
     torch.ops.rapt.attention_lse        -> (out, lse)
     torch.ops.rapt.attention_into       fills `out` (and `lse`)
-    torch.ops.rapt.scaled_dot_product_attention   PyTorch's words, broadcast and output strides
+    torch.ops.rapt.attention_backward   the gradients of those inputs that are wanted
+    torch.ops.rapt.scaled_dot_product_attention   PyTorch's words, broadcast and output strides; `…_lse` and `…_backward` for training
     torch.ops.rapt.jagged_attention     the values of nested tensors, their offsets and lengths
 
 Each has a schema and a fake kernel that gives the exact shape, dtype and strides, so compiled graphs carry it as one node.
 In eager mode the functions call the native module at once: a trip through the dispatcher costs more than the rest of a small call.
-With grad mode on and an input that requires grad they raise: nothing is ever detached in silence.
+With grad mode on and an input that requires grad they become nodes of autograd (`_autograd`), or raise: nothing is ever detached in silence.
 """
 
 import math
@@ -16,7 +17,9 @@ import math
 import torch
 from rapt import DtypeMismatchError, OptionError, Quantized, ShapeError, UnsupportedError, _native
 
-from . import _dropout, _outputs
+from . import _autograd, _dropout, _outputs
+from ._autograd import empty_lse as _empty_lse
+from ._autograd import needs_grad
 from ._imports import when_imported
 from ._stats import count_served
 
@@ -31,9 +34,21 @@ _SCHEMAS = {
     "attention": f"(Tensor q, Tensor k, Tensor v, *, {_OPTIONS}, ScalarType? out_dtype=None) -> Tensor",
     "attention_lse": f"(Tensor q, Tensor k, Tensor v, *, {_OPTIONS}, ScalarType? out_dtype=None) -> (Tensor, Tensor)",
     "attention_into": f"(Tensor q, Tensor k, Tensor v, Tensor(a!) out, Tensor(b!)? lse, *, {_OPTIONS}) -> ()",
+    "attention_backward": (
+        "(Tensor d_o, Tensor? d_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, bool[5] wanted, "
+        f"*, {_OPTIONS}) -> Tensor[]"
+    ),
     "scaled_dot_product_attention": (
         "(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, bool is_causal=False, *, "
         "float? scale=None, bool enable_gqa=False, float dropout_p=0.0, Tensor? dropout_draw=None) -> Tensor"
+    ),
+    "scaled_dot_product_attention_lse": (
+        "(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, bool is_causal=False, *, "
+        "float? scale=None, bool enable_gqa=False) -> (Tensor, Tensor)"
+    ),
+    "scaled_dot_product_attention_backward": (
+        "(Tensor d_o, Tensor? d_lse, Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor out, Tensor lse, "
+        "bool[4] wanted, bool is_causal=False, *, float? scale=None, bool enable_gqa=False) -> Tensor[]"
     ),
     "jagged_attention": (
         "(Tensor query, Tensor key, Tensor value, Tensor q_offsets, Tensor? q_lengths, Tensor k_offsets, Tensor? k_lengths, "
@@ -49,18 +64,6 @@ def _empty_out(q, v, out_dtype, head_dim_v):
     dtype = q.dtype if out_dtype is None else out_dtype
     last = v.shape[-1:] if head_dim_v is None else (head_dim_v,)
     return torch.empty((*q.shape[:-1], *last), dtype=dtype, device=q.device)
-
-
-def _empty_lse(q, layout):
-    sizes = tuple(q.shape[:-1])
-    if layout == "bshd" and len(sizes) >= 2:
-        sizes = (*sizes[:-2], sizes[-1], sizes[-2])
-    return torch.empty(sizes, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32, device=q.device)
-
-
-def needs_grad(tensors):
-    """Whether grad mode is on and one of these (None among them) requires grad."""
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
 # --- rapt.attention ------------------------------------------------------------------------------------------------------
@@ -180,6 +183,14 @@ def _fake_attention_into(q, k, v, out, lse, **_options):
     return None
 
 
+def attention_backward(d_o, q, k, v, out, lse, *, d_lse=None, mask_grad=False, window=None, causal=None, **options):
+    """`rapt.attention_backward` where something traces."""
+    left, right = (None, None) if window is None else window
+    options["causal"] = {True: "top_left", False: None}.get(causal, causal)
+    wanted = [True, True, True, mask_grad, options.get("sinks") is not None]
+    return torch.ops.rapt.attention_backward(d_o, d_lse, q, k, v, out, lse, wanted, **options, window_left=left, window_right=right)
+
+
 # --- rapt.scaled_dot_product_attention -----------------------------------------------------------------------------------
 
 
@@ -200,14 +211,35 @@ def _fake_sdpa(
     query, key, value, attn_mask=None, is_causal=False, *, scale=None, enable_gqa=False, dropout_p=0.0, dropout_draw=None
 ):  # fmt: skip
     _expect_draw(dropout_p, dropout_draw)
-    order = _native.torch_order(query, key, value, attn_mask, is_causal, scale, enable_gqa, dropout_p)
+    order = _order(query, key, value, attn_mask, is_causal, scale, enable_gqa, dropout_p)
     return _outputs.new(query, _outputs.shape_of(query.shape, key.shape, value.shape, enable_gqa), order)
+
+
+def _order(query, key, value, attn_mask, is_causal, scale, enable_gqa, dropout_p=0.0):
+    return _native.torch_order(query, key, value, attn_mask, is_causal, scale, enable_gqa, dropout_p)
+
+
+def _sdpa_lse(query, key, value, attn_mask=None, is_causal=False, *, scale=None, enable_gqa=False):
+    order = _order(query, key, value, attn_mask, is_causal, scale, enable_gqa)
+    answer = _autograd.sdpa_lse(query, key, value, attn_mask, is_causal, scale=scale, enable_gqa=enable_gqa, order=order)
+    count_served()
+    return answer
+
+
+def _fake_sdpa_lse(query, key, value, attn_mask=None, is_causal=False, *, scale=None, enable_gqa=False):
+    out = _fake_sdpa(query, key, value, attn_mask, is_causal, scale=scale, enable_gqa=enable_gqa)
+    return out, _empty_lse(out, "bhsd")
 
 
 def _sdpa_flops(query, key, value, *_args, out_val=None, **_options):
     """2·(q·k) + 2·(p·v), as PyTorch counts its own; masks count nothing."""
     rows = math.prod(_outputs.shape_of(query, key, value, _options.get("enable_gqa", False))[:-1])
     return 2 * rows * key[-2] * (query[-1] + value[-1])
+
+
+def _sdpa_backward_flops(_d_o, _d_lse, query, key, value, _mask, out, *_args, out_val=None, **_options):
+    """s again, dq and dk of head_dim; dp and dv of head_dim_v: as PyTorch counts its own."""
+    return 2 * math.prod(out[:-1]) * key[-2] * (3 * query[-1] + 2 * value[-1])
 
 
 def sdpa(
@@ -287,15 +319,50 @@ def _fake_jagged(query, key, value, *_sequences, enable_gqa=False, **_options):
 # --- registration ----------------------------------------------------------------------------------------------------------
 
 
-def _autograd(name, run):
-    """Above the backend: refuse gradients, then compute at once, or go on below where a mode must see the op."""
-    op = getattr(torch.ops.rapt, name).default
+def _refuse_gradients(*args, **kwargs):
+    _native.refuse_gradients(*(a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)))
+
+
+def _attention_node(q, k, v, *, gives_lse=False, **options):
+    answer = _autograd.differentiable(q, k, v, gives_lse=gives_lse, **options)
+    if not is_traced_call(q, k, v):
+        count_served()
+    return answer
+
+
+def _attention_lse_node(q, k, v, **options):
+    return _attention_node(q, k, v, gives_lse=True, **options)
+
+
+def _sdpa_node(
+    query, key, value, attn_mask=None, is_causal=False, *, scale=None, enable_gqa=False, dropout_p=0.0, dropout_draw=None, gives_lse=False
+):  # fmt: skip
+    _expect_draw(dropout_p, dropout_draw)
+    if dropout_p:
+        raise UnsupportedError(f"dropout_p={dropout_p} with inputs that require grad: no gradient of it is computed. {_autograd.NO_GRAD}")
+    order = _order(query, key, value, attn_mask, is_causal, scale, enable_gqa)
+    return _autograd.sdpa(query, key, value, attn_mask, is_causal, scale, enable_gqa, order, gives_lse)
+
+
+def _sdpa_lse_node(*args, **kwargs):
+    return _sdpa_node(*args, **kwargs, gives_lse=True)
+
+
+def _above(op, run, node):
+    """Above the backend: `node` where a gradient is needed, else compute at once, or go on below where a mode must see the op."""
+
+    def below(*args, **kwargs):
+        with torch._C._AutoDispatchBelowAutograd():
+            return op(*args, **kwargs)
 
     def kernel(*args, **kwargs):
-        _native.refuse_gradients(*(a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)))
+        tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
+        if needs_grad(tensors):
+            if not tensors[0].is_cpu:
+                _refuse_gradients(*tensors)
+            return _autograd.once(lambda: below(*args, **kwargs), tensors) if node is None else node(*args, **kwargs)
         if _modes() or not all(_native.torch_is_plain(a) for a in args if isinstance(a, torch.Tensor)):
-            with torch._C._AutoDispatchBelowAutograd():
-                return op(*args, **kwargs)
+            return below(*args, **kwargs)
         return run(*args, **kwargs)
 
     return kernel
@@ -305,19 +372,24 @@ def _define():
     tags = [t for t in ("needs_exact_strides", "needs_fixed_stride_order") if hasattr(torch.Tag, t)][:1]
     tags = tuple(getattr(torch.Tag, t) for t in tags)
     library = torch.library.Library("rapt", "FRAGMENT")
+    # The kernel, the fake one, and what stands in its place where a gradient is needed: None, gradients that are not differentiated again.
+    sdpa, attention = "scaled_dot_product_attention", "attention"
     kernels = {
-        "attention": (_attention, _fake_attention),
-        "attention_lse": (_attention_lse, _fake_attention_lse),
-        "attention_into": (_attention_into, _fake_attention_into),
-        "scaled_dot_product_attention": (_sdpa, _fake_sdpa),
-        "jagged_attention": (jagged, _fake_jagged),
+        attention: (_attention, _fake_attention, _attention_node),
+        f"{attention}_lse": (_attention_lse, _fake_attention_lse, _attention_lse_node),
+        f"{attention}_into": (_attention_into, _fake_attention_into, _refuse_gradients),
+        f"{attention}_backward": (_autograd.attention_backward, _autograd.fake_attention_backward, None),
+        sdpa: (_sdpa, _fake_sdpa, _sdpa_node),
+        f"{sdpa}_lse": (_sdpa_lse, _fake_sdpa_lse, _sdpa_lse_node),
+        f"{sdpa}_backward": (_autograd.sdpa_backward, _autograd.fake_sdpa_backward, None),
+        "jagged_attention": (jagged, _fake_jagged, _refuse_gradients),
     }
-    for name, (run, fake) in kernels.items():
+    for name, (run, fake, node) in kernels.items():
         library.define(name + _SCHEMAS[name], tags=tags)
         library.impl(name, run, "CPU")
         library.impl(name, run, "CUDA")
         library.impl(name, run, "MPS")
-        library.impl(name, _autograd(name, run), "Autograd")
+        library.impl(name, _above(getattr(torch.ops.rapt, name).default, run, node), "Autograd")
         torch.library.register_fake(f"rapt::{name}", fake, lib=library)
     return library
 
@@ -326,7 +398,9 @@ library = _define()
 
 
 def _register_flops(module):
-    module.register_flop_formula(torch.ops.rapt.scaled_dot_product_attention)(_sdpa_flops)
+    ops = torch.ops.rapt
+    module.register_flop_formula([ops.scaled_dot_product_attention, ops.scaled_dot_product_attention_lse])(_sdpa_flops)
+    module.register_flop_formula(ops.scaled_dot_product_attention_backward)(_sdpa_backward_flops)
 
 
 # Importing the counter imports triton, which takes longer than a first call.

@@ -2,8 +2,8 @@
 
 `aten::scaled_dot_product_attention` is taken at two dispatch keys of each device: AutogradCPU, AutogradCUDA and AutogradMPS, where
 ordinary tensors arrive, and CPU, CUDA and MPS, where inference tensors come straight. The native `TorchKernel` answers what models ask for;
-all else comes to `_sdpa_cold`. Where a gradient is needed that hands on to PyTorch's own (the composite kernel, which autograd
-sees through), else no graph is recorded. While something traces (fake or functional tensors, dispatch modes) it ends in Rapt's
+all else comes to `_sdpa_cold`. Where a gradient is needed that records Rapt's own node (`_autograd`); what Rapt does not serve goes to
+PyTorch's own (the composite kernel, which autograd sees through). While something traces (fake or functional tensors, dispatch modes) it ends in Rapt's
 own op, which compiled graphs then carry: inductor would otherwise decompose the aten op past us.
 
 `aten::_scaled_dot_product_flash_attention_for_cpu` is taken too (`_flash`), for graphs that were decomposed before. PyTorch's own
@@ -18,7 +18,7 @@ import torch
 from rapt import DeviceError, _native
 from rapt._native import TorchKernel
 
-from . import _compiled, _dropout, _flash, _flash_codes, _jagged, _transformers
+from . import _autograd, _compiled, _dropout, _flash, _flash_codes, _jagged, _transformers
 from ._dispatcher import Held, lock
 from ._stats import count_fallback
 
@@ -76,6 +76,8 @@ def _sdpa_cold(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False
             if dropout_p:
                 options |= {"dropout_p": dropout_p, "dropout_draw": _dropout.draw()}
             return torch.ops.rapt.scaled_dot_product_attention(query, key, value, attn_mask, is_causal, **options)
+        if _autograd.needs_grad((query, key, value, attn_mask)):
+            return _autograd.sdpa(query, key, value, attn_mask, is_causal, scale, enable_gqa, order)
         try:
             return _native.torch_sdpa(query, key, value, attn_mask, is_causal, scale, enable_gqa, order, dropout_p, None)
         except DeviceError:

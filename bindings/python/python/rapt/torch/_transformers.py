@@ -35,7 +35,7 @@ def attention_forward(
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     # torch.compile traces this function, so it asks the native module nothing.
-    needs_grad = _ops.needs_grad((query, key, value, attention_mask, s_aux, position_bias))
+    needs_grad = query.device.type != "cpu" and _ops.needs_grad((query, key, value, attention_mask, s_aux, position_bias))
     plain = dropout == 0.0 and not needs_grad and position_bias is None and cache is None
     if not plain or query.device.type not in ("cpu", "cuda"):
         reason = "requires grad" if needs_grad else "dropout" if dropout != 0.0 else None
@@ -53,6 +53,7 @@ def attention_forward(
         if sliding_window is not None and sliding_window < kv_len:
             causal = causal or "bottom_right"
             window = (sliding_window - 1, 0)
+    query, key, value, attention_mask = _autocast(query, key, value, attention_mask)
     out = _ops.attention(
         query.transpose(1, 2),
         key.transpose(1, 2),
@@ -66,6 +67,15 @@ def attention_forward(
         layout="bshd",
     )
     return out, None
+
+
+def _autocast(*tensors):
+    """What PyTorch's own function gets under autocast, whose casts stand before it."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return [t if t is None or not t.is_floating_point() or t.dtype == torch.float64 else t.to(dtype) for t in tensors]
 
 
 def _mask(mask, kv_len):

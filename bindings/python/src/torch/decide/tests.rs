@@ -115,7 +115,16 @@ fn what_is_in_force_decides_before_shapes() {
     asks.k.requires_grad = true;
     check(&asks, &Verdict::Serve(Order::Query));
     let grad = Modes { grad: true, ..Modes::ORDINARY };
-    assert_eq!(answer(&asks, grad), Verdict::Fallback(Reason::RequiresGrad("k")));
+    assert_eq!(answer(&asks, grad), Verdict::Serve(Order::Query));
+    let mut on_gpu = asks.clone();
+    for tensor in [&mut on_gpu.q, &mut on_gpu.k, &mut on_gpu.v] {
+        tensor.device = Device::Cuda(0);
+    }
+    assert_eq!(answer(&on_gpu, grad), Verdict::Fallback(Reason::RequiresGrad("k")));
+    // PyTorch's flash kernel takes no mask that asks for a gradient.
+    let mask = |requires_grad| Some(Tensor { requires_grad, ..tensor(&[6, 5]) });
+    check(&Request { mask: mask(false), ..plain() }, &Verdict::Serve(Order::Query));
+    check(&Request { mask: mask(true), ..plain() }, &Verdict::Serve(Order::RowMajor));
     let forward_ad = Modes { forward_ad: true, ..Modes::ORDINARY };
     assert_eq!(answer(&plain(), forward_ad), Verdict::Fallback(Reason::ForwardAd));
     let only_math = Modes { allowed: Allowed { fused: false, math: true }, ..Modes::ORDINARY };
@@ -129,6 +138,8 @@ fn what_is_in_force_decides_before_shapes() {
         check(&Request { dropout_p, ..plain() }, &Verdict::Serve(Order::RowMajor));
     }
     let dropping = Request { dropout_p: 0.5, ..plain() };
+    assert_eq!(answer(&Request { dropout_p: 0.5, ..asks.clone() }, grad), Verdict::Fallback(Reason::Dropout));
+    check(&Request { dropout_p: 0.5, ..asks }, &Verdict::Serve(Order::RowMajor));
     assert_eq!(answer(&dropping, no_math), Verdict::Fallback(Reason::KernelNotAllowed));
     for dropout_p in [-1.0, 1.5, f64::NAN] {
         check(&Request { dropout_p, ..plain() }, &Verdict::Fallback(Reason::Dropout));
@@ -227,6 +238,11 @@ fn a_nested_request_is_the_dense_one_of_its_sequences() {
     ] {
         assert_eq!(nested(&refused, all), expected, "{refused:?}");
     }
+    let mut asks = plain.clone();
+    asks.v.requires_grad = true;
+    assert_eq!(nested(&asks, all), served);
+    let Ok(verdict) = decide_jagged(&asks, all, Modes { grad: true, ..Modes::ORDINARY }, Stock::NEWEST);
+    assert_eq!(verdict, Verdict::Fallback(Reason::RequiresGrad("v")));
     assert_eq!(nested(&plain, [Nest::Sequences, Nest::Not, Nest::Not]), invalid(Invalid::NotNested("k")));
     assert_eq!(nested(&plain, [Nest::Otherwise; 3]), Verdict::Fallback(Reason::Layout("jagged".to_owned())));
 }

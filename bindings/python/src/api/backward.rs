@@ -1,0 +1,172 @@
+//! `attention_backward` and `backward_into`: the gradients of a call from what it wrote and what arrives.
+
+use std::cell::Cell;
+
+use pyo3::prelude::*;
+use pyo3::types::PyTuple;
+use rapt::{BackwardSpec, BackwardTensors, GradientForms, Options, Qkv, ViewMut};
+
+use crate::api::attention::{self, Inputs, Lse, Request};
+use crate::api::codes::Opened;
+use crate::api::options;
+use crate::engine::Home;
+use crate::errors::{Failure, Wording, guard, hints};
+use crate::kind::Kind;
+use crate::tensors::{self, Operand, torch};
+
+type Object<'a, 'py> = &'a Bound<'py, PyAny>;
+type Maybe<'a, 'py> = Option<Object<'a, 'py>>;
+
+/// What arrives beside the call's own tensors and options.
+#[derive(Clone, Copy)]
+pub(crate) struct Arriving<'a, 'py> {
+    pub(crate) out: Object<'a, 'py>,
+    pub(crate) lse: Object<'a, 'py>,
+    pub(crate) d_o: Object<'a, 'py>,
+    pub(crate) d_lse: Maybe<'a, 'py>,
+}
+
+/// By q, k, v, the mask and the sinks.
+const NAMES: [&str; 5] = ["dq", "dk", "dv", "d_mask", "d_sinks"];
+
+/// The same as operands.
+struct Read {
+    out: Operand,
+    lse: Operand,
+    d_o: Operand,
+    d_lse: Option<Operand>,
+}
+
+impl<'a, 'py> Arriving<'a, 'py> {
+    fn named(self) -> impl Iterator<Item = (&'static str, Object<'a, 'py>)> {
+        let three = [("out", self.out), ("lse", self.lse), ("d_o", self.d_o)];
+        three.into_iter().chain(self.d_lse.map(|d_lse| ("d_lse", d_lse)))
+    }
+
+    fn read(self, kind: Kind, q: Object<'_, 'py>) -> Result<Read, Failure> {
+        let read = |name, object| tensors::read(name, object, kind, q);
+        Ok(Read {
+            out: read("out", self.out)?,
+            lse: read("lse", self.lse)?,
+            d_o: read("d_o", self.d_o)?,
+            d_lse: self.d_lse.map(|d_lse| read("d_lse", d_lse)).transpose()?,
+        })
+    }
+}
+
+/// A call whose gradients are asked for.
+struct Call<'a, 'py> {
+    kind: Kind,
+    request: Request<'a, 'py>,
+    opened: &'a Qkv<Option<Opened<'py>>>,
+    inputs: Inputs,
+    read: Read,
+}
+
+impl<'a, 'py> Call<'a, 'py> {
+    fn new(
+        py: Python<'py>,
+        wording: &Cell<Wording>,
+        request: Request<'a, 'py>,
+        opened: &'a Qkv<Option<Opened<'py>>>,
+        arriving: Arriving<'_, 'py>,
+    ) -> Result<Self, Failure> {
+        let request = request.on(opened);
+        let kind = attention::kind_for(wording, request.q)?;
+        let (inputs, read) = (Inputs::read(&request, kind)?, arriving.read(kind, request.q)?);
+        if kind == Kind::Torch {
+            torch::refuse_gradients(py, request.named())?;
+            torch::refuse_gradients(py, arriving.named())?;
+        }
+        Ok(Call { kind, request, opened, inputs, read })
+    }
+
+    /// Writes the gradients that are there.
+    fn run(&self, py: Python<'py>, home: &Home, gradients: &mut [Option<Operand>; 5]) -> Result<(), Failure> {
+        let Call { kind, request, opened, inputs, read } = self;
+        // The caller chose the dtype of out: it need not be that of q.
+        let options = Options { out_dtype: Some(read.out.dtype), ..request.options()? };
+        let views = inputs.views(opened)?;
+        let forward = views.spec(&options, Some(&read.out), Lse::Given(&read.lse))?;
+        let [dq, dk, dv, d_mask, d_sinks] = gradients.each_ref().map(|gradient| gradient.as_ref().map(Operand::form));
+        let d_lse = read.d_lse.as_ref().map(Operand::form);
+        let forms = GradientForms { d_lse, dq, dk, dv, d_mask, d_sinks, ..GradientForms::new(read.d_o.form()) };
+        let planned = home.plan_backward(py, *kind, &BackwardSpec::new(forward, &forms)?)?;
+        let [dq, dk, dv, d_mask, d_sinks] = gradients;
+        let tensors = BackwardTensors {
+            mask: views.mask,
+            sinks: views.sinks,
+            alibi_slopes: views.alibi_slopes,
+            d_lse: read.d_lse.as_ref().map(Operand::view).transpose()?,
+            dq: written(dq)?,
+            dk: written(dk)?,
+            dv: written(dv)?,
+            d_mask: written(d_mask)?,
+            d_sinks: written(d_sinks)?,
+            ..BackwardTensors::new([views.q, views.k, views.v], read.out.view()?, read.lse.view()?, read.d_o.view()?)
+        };
+        planned.run(py, tensors)
+    }
+}
+
+/// A gradient to be written.
+fn written(gradient: &mut Option<Operand>) -> rapt::Result<Option<ViewMut<'_>>> {
+    gradient.as_mut().map(Operand::view_mut).transpose()
+}
+
+/// `_native.attention_backward` on `home`: new tensors for the gradients by q, k and v, by the mask where `mask_grad` says so, and by sinks.
+pub(crate) fn make<'py>(
+    py: Python<'py>,
+    home: &Home,
+    request: Request<'_, 'py>,
+    arriving: Arriving<'_, 'py>,
+    mask_grad: Maybe<'_, 'py>,
+) -> PyResult<Bound<'py, PyAny>> {
+    let wording = Cell::new(Wording { names: &hints::ATTENTION, kind: Kind::Numpy });
+    guard(py, &wording, || {
+        let mask_grad = mask_grad.map_or(Ok(false), |given| options::flag("mask_grad", given))?;
+        let opened = request.opened()?;
+        let call = Call::new(py, &wording, request, &opened, arriving)?;
+        let Inputs { q, k, v, mask, sinks, .. } = &call.inputs;
+        if mask_grad && mask.is_none() {
+            return Err(Failure::option("mask_grad", "True without a mask", "False"));
+        }
+        let wanted = [Some(q), Some(k), Some(v), mask.as_ref().filter(|_| mask_grad), sinks.as_ref()];
+        let (mut products, mut gradients) = (Vec::new(), [const { None }; 5]);
+        for ((gradient, name), wanted) in gradients.iter_mut().zip(NAMES).zip(wanted) {
+            let Some(like) = wanted else { continue };
+            let made = tensors::allocate(name, call.kind, call.request.q, like.device, like.dtype, like.shape)?;
+            products.push(made.0);
+            *gradient = Some(made.1);
+        }
+        call.run(py, home, &mut gradients)?;
+        drop(gradients);
+        let made = products.into_iter().map(|product| product.finish(py)).collect::<Result<Vec<_>, _>>()?;
+        Ok(PyTuple::new(py, made)?.into_any())
+    })
+}
+
+/// `_native.backward_into` on `home`: fills those of the gradients by q, k, v, the mask and the sinks that are given.
+pub(crate) fn fill<'py>(
+    py: Python<'py>,
+    home: &Home,
+    request: Request<'_, 'py>,
+    arriving: Arriving<'_, 'py>,
+    gradients: [Maybe<'_, 'py>; 5],
+) -> PyResult<()> {
+    let wording = Cell::new(Wording { names: &hints::ATTENTION, kind: Kind::Numpy });
+    guard(py, &wording, || {
+        let opened = request.opened()?;
+        let call = Call::new(py, &wording, request, &opened, arriving)?;
+        let mut written = [const { None }; 5];
+        for ((written, name), given) in written.iter_mut().zip(NAMES).zip(gradients) {
+            let Some(given) = given else { continue };
+            let operand = tensors::read(name, given, call.kind, call.request.q)?;
+            if !operand.writable {
+                return Err(rapt::Error::ReadOnly { tensor: name }.into());
+            }
+            *written = Some(operand);
+        }
+        call.run(py, home, &mut written)
+    })
+}
