@@ -7,7 +7,7 @@
 //! Deliberately absent: the proofs that `served` keeps, since which heads fall back is a matter of values.
 
 use engine::quant::{Measured, QuantError, QuantizedView, measure};
-use engine::{Backing, Codes, Device, Engine, Error, Judgement, Options, Tensors, Tolerance, View};
+use engine::{Backing, Codes, Device, Engine, Error, Errors, Judgement, Options, Tensors, Tolerance, View};
 
 use crate::abi::{rapt_codes, rapt_error, rapt_judgement, rapt_measured, rapt_tensor, rapt_tolerance};
 use crate::handle;
@@ -182,5 +182,6 @@ unsafe fn backing<'a>(
     }
     let measured = to_read(measured, Pointer { argument: "tolerance", field: Some(field) })?;
     // SAFETY: neither NULL nor unaligned; that it is alive is the caller's word.
-    Ok(Some(Backing { errors: unsafe { &(*measured).measured }, original }))
+    let errors = Errors::Host(unsafe { &(*measured).measured });
+    Ok(Some(Backing { errors, original }))
 }

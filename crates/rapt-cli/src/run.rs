@@ -197,7 +197,7 @@ fn measured<'a>(
 }
 
 fn backing<'a>(of: &'a Option<(Measured, View<'a>)>) -> Option<Backing<'a>> {
-    of.as_ref().map(|(errors, original)| Backing { errors, original: Some(*original) })
+    of.as_ref().map(|(errors, original)| Backing { errors: errors.into(), original: Some(*original) })
 }
 
 fn attend(

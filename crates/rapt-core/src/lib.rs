@@ -53,7 +53,7 @@ pub use explain::Explanation;
 pub use form::{Alignment, TensorForm};
 pub use format::{Format, Granularity, ScaleLayout};
 pub use lines::Lines;
-pub use measured::MatrixErrors;
+pub use measured::{HeadDeviation, MatrixErrors};
 pub use offload::Offload;
 pub use operands::{Operands, Tensors, prove_disjoint, prove_injective, split};
 pub use options::{Causal, Compute, Finite, INT8_BLOCK, Options, TensorLayout, Window};

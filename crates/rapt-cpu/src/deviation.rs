@@ -6,7 +6,7 @@
 //! It computes scores and outputs once more, in f32, 16 queries at a time against blocks of keys, and writes no operand. Memory is a few
 //! blocks for each thread and 40 bytes for each query. What the numbers mean stands in rapt-reference, in whose f64 they are tested.
 
-use rapt_core::{Arch, Error, Executor, MatrixErrors, Operands, Plan, Qkv, Result};
+use rapt_core::{Arch, Error, Executor, HeadDeviation, MatrixErrors, Operands, Plan, Qkv, Result};
 
 use crate::arch::{self, Vectors, row_reader};
 use crate::caps::available;
@@ -16,37 +16,21 @@ use crate::launch::CpuLaunch;
 use crate::problem::{Decisions, Problem, Reading, RowKind};
 use crate::run::{Pool, Shared};
 
-/// What is known of one query head: of all its rows together.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct HeadDeviation {
-    /// The largest ε: by how much a score may be off.
-    pub epsilon: f64,
-    /// The length of the estimated errors of all rows, by no factor.
-    pub estimate: f64,
-    /// The same of the bounds that are known before probabilities are.
-    pub before: f64,
-    /// The same of the bounds that probabilities give.
-    pub after: f64,
-    /// The length of the output.
-    pub norm: f64,
-}
-
-impl HeadDeviation {
-    fn add(&mut self, row: &RowDeviation) {
-        if row.epsilon.is_nan() || row.epsilon > self.epsilon {
-            self.epsilon = row.epsilon;
+/// What its rows make of a head.
+fn head_of(rows: &[RowDeviation]) -> HeadDeviation {
+    let mut head = HeadDeviation::default();
+    for row in rows {
+        if row.epsilon.is_nan() || row.epsilon > head.epsilon {
+            head.epsilon = row.epsilon;
         }
-        self.estimate += row.estimate;
-        self.before += row.before;
-        self.after += row.after;
-        self.norm += row.norm;
+        head.estimate += row.estimate;
+        head.before += row.before;
+        head.after += row.after;
+        head.norm += row.norm;
     }
-
-    fn done(self) -> Self {
-        let HeadDeviation { epsilon, estimate, before, after, norm } = self;
-        let [estimate, before, after, norm] = [estimate, before, after, norm].map(f64::sqrt);
-        HeadDeviation { epsilon, estimate, before, after, norm }
-    }
+    let HeadDeviation { epsilon, estimate, before, after, norm } = head;
+    let [estimate, before, after, norm] = [estimate, before, after, norm].map(f64::sqrt);
+    HeadDeviation { epsilon, estimate, before, after, norm }
 }
 
 struct Find;
@@ -100,8 +84,7 @@ pub fn deviations(
     run_rows((arch, launch.threads), &problem, kv_heads, errors, &mut rows, executor)?;
     // The rows of a group are those of its query heads, one after the other.
     for (head, rows) in all.iter_mut().zip(rows.chunks_exact(spec.q_len())) {
-        rows.iter().for_each(|row| head.add(row));
-        *head = head.done();
+        *head = head_of(rows);
     }
     Ok(all)
 }

@@ -46,7 +46,7 @@ pub use backward::{BackwardLaunch, run_backward, select_backward};
 #[doc(hidden)]
 pub use caps::model_tiles;
 pub use caps::{available, detect};
-pub use deviation::{HeadDeviation, deviations};
+pub use deviation::deviations;
 pub use launch::CpuLaunch;
 pub use run::{Batch, heads_together, run, run_heads};
 pub use select::{select, tiles};

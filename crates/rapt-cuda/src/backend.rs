@@ -1,20 +1,22 @@
 //! Devices, loaded kernels, and the run of a plan.
 //!
 //! [`Backend::plan`] selects, and loads each kernel that the plan launches; each is loaded once on a device. [`Backend::run`]
-//! launches them. Deliberately absent: memory, streams, synchronisation.
+//! launches them. [`Backend::deviations`] alone waits for a stream: the host reads what it finds. Deliberately absent: memory, streams.
 
 use std::path::Path;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock};
 
-use rapt_core::{Arch, COMPUTED, Device, DeviceMemory, Error, Operands, Plan, Result as CoreResult, Spec};
+use rapt_core::{
+    Arch, COMPUTED, Device, DeviceMemory, Error, HeadDeviation, Operands, Plan, Qkv, Result as CoreResult, Spec, View,
+};
 use rustc_hash::FxHashMap;
 
 use crate::append::NewKeys;
 use crate::artifacts::{Artifacts, Provenance, ShippedFacts};
 use crate::driver::{Cuda, Driver, Facts};
 use crate::error::{CudaError, Result};
-use crate::launch::{CudaLaunch, Loaded};
-use crate::select::{Caps, launch_plan, plan_of};
+use crate::launch::{CudaLaunch, DeviationPlan, Loaded};
+use crate::select::{Caps, deviation, launch_plan, plan_of};
 use crate::variant::KernelVariant;
 
 /// What a device is, for reports.
@@ -126,6 +128,20 @@ impl Backend {
         Ok(plan_of(spec, &device.caps, launch_plan))
     }
 
+    /// What finds how far the heads of `spec` may be off, whose k or v are codes: its kernels compiled and loaded.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] for float64, a quantized q, and caches or sequences one after another; as [`Backend::plan`].
+    pub fn plan_deviations(&self, spec: &Spec) -> CoreResult<DeviationPlan> {
+        let Device::Cuda(index) = spec.device else {
+            let why = "this backend serves the memory of NVIDIA GPUs".into();
+            return Err(Error::DeviceUnavailable { device: spec.device, why });
+        };
+        let on = |error: CudaError| error.on(spec.device);
+        let device = self.device(index).map_err(on)?;
+        deviation::plan(spec, &device.caps)?.loaded(|variant| self.load(index, variant)).map_err(on)
+    }
+
     fn load(&self, device: u32, variant: &KernelVariant) -> Result<Loaded> {
         let find = || self.loaded.read().unwrap_or_else(PoisonError::into_inner).get(&(device, *variant)).copied();
         if let Some(loaded) = find() {
@@ -169,6 +185,61 @@ impl Backend {
         // SAFETY: `expect` compared the spec that the operands were proven against with the plan's, whose launch plan this is; the
         // caller vouches for memory and stream.
         unsafe { launch_plan.enqueue(self.driver(), operands, None, workspace, stream) }
+    }
+
+    /// Of each query head, `[batch, num_q_heads]`, how far a run of the kernel that [`Backend::plan`] takes for the same spec may be off:
+    /// rounding of its weights included, that of its output not. Enqueues on `stream`, and waits until that has come so far. What lies in
+    /// `out` and `lse` is left as it is.
+    ///
+    /// `errors`, of those of k and v that are codes and of no other: what was measured of each key head, `[batch, num_kv_heads]`, as
+    /// [`MatrixErrors`](rapt_core::MatrixErrors) lie one after another in one flat tensor of float32: `error` of all, then `spread`, `mean`,
+    /// `share`, `bias`, `coherence`.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] while the stream is captured into a CUDA graph: nothing runs then that could be waited for.
+    /// [`Error::NotAsPlanned`] for operands of another spec, and errors of other sizes; otherwise as [`Backend::run`].
+    ///
+    /// # Safety
+    /// As [`Backend::run`], the memory of the errors included; until this returns.
+    pub unsafe fn deviations(
+        &self,
+        plan: &DeviationPlan,
+        operands: &mut Operands<'_>,
+        errors: &Qkv<Option<View<'_>>>,
+        workspace: DeviceMemory,
+        stream: usize,
+    ) -> CoreResult<Vec<HeadDeviation>> {
+        let Device::Cuda(index) = plan.spec().device else {
+            return Err(Error::NotAsPlanned { tensor: "operands", what: "device" });
+        };
+        operands.expect(plan.spec())?;
+        let on = |error: CudaError| error.on(plan.spec().device);
+        self.refuse_capture(index, stream)?;
+        let mut bytes = vec![0; plan.figures_bytes()];
+        // SAFETY: `expect` compared the spec that the operands were proven against with the plan's; `enqueue` compares the length of the
+        // workspace, at whose begin the figures lie; the caller vouches for memory and stream.
+        unsafe {
+            plan.enqueue(self.driver(), operands, errors, workspace, stream)?;
+            if !bytes.is_empty() {
+                self.driver().read(index, workspace.address, &mut bytes, stream).map_err(on)?;
+            }
+        }
+        Ok(plan.figures(&bytes))
+    }
+
+    /// Refuses what waits for a stream that is captured.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`]; [`Error::DeviceUnavailable`] and [`Error::DeviceFailed`].
+    pub fn refuse_capture(&self, device: u32, stream: usize) -> CoreResult<()> {
+        let is_captured = self.driver().is_capturing(device, stream).map_err(|error| error.on(Device::Cuda(device)))?;
+        if !is_captured {
+            return Ok(());
+        }
+        let why =
+            "the host reads how far each head may be off before it launches one, and what is captured does not run";
+        let instead = "tolerance=None in what is captured, of heads that were judged before it";
+        Err(Error::unsupported("tolerance while a CUDA graph is captured", why, instead))
     }
 
     /// As [`Backend::run`], for a plan whose sequences get new keys, which are written into the caches (k and v of `operands`) first.

@@ -6,7 +6,11 @@
 //! ```
 //! Deliberately absent: any choice, any look-up, any allocation.
 
+mod deviation;
 mod parts;
+
+pub(crate) use deviation::DeviationLaunches;
+pub use deviation::DeviationPlan;
 
 use rapt_core::{
     Compiled, Cost, DType, Device, DeviceMemory, Error, Kernel, KernelKey, Launch, LaunchPlan, Operands, PlanPart,
@@ -484,9 +488,12 @@ impl LaunchPlan for CudaLaunch {
                 "compute=\"int8\": both products of integers on the tensor cores, in the blocks of the definition; {}",
                 variant.loads.text()
             ),
-            Algorithm::Generic | Algorithm::Combine | Algorithm::Append | Algorithm::Varlen => {
-                "it serves every request".to_owned()
-            }
+            Algorithm::Generic
+            | Algorithm::Combine
+            | Algorithm::Append
+            | Algorithm::Varlen
+            | Algorithm::Deviation
+            | Algorithm::DeviationEnd => "it serves every request".to_owned(),
         };
         let others = varlen.iter().flat_map(|varlen| &varlen.launches).map(|launch| launch.attend.step.variant);
         let others = short.iter().map(|short| short.step.variant).chain(others);

@@ -4,6 +4,7 @@
 //! select(&Spec, &Caps) -> Plan      pure: variant, partition, parameters, tensor maps   select/, launch.rs
 //! Backend::plan(&Spec)              the same, its machine code loaded                   backend.rs, artifacts/
 //! Backend::run(&Plan, Operands, …)  one launch, or two where keys are split             launch.rs
+//! Backend::deviations(…)            how far heads on codes may be off, read back        launch/deviation.rs
 //! kernels/*.cu                      the algorithms
 //! ship(folder, kept)                the common kernels, compiled for a package          prebuild.rs
 //! ```
@@ -14,7 +15,7 @@
 //! A module uses those before it in this order, and none after it (`modules.rs` of the tests compares):
 //!
 //! ```text
-//! error  access  codes  tensor_map  partition  params  append  varlen  driver  source  variant  artifacts  launch  select  backend  memory  prebuild
+//! error  access  codes  tensor_map  partition  params  append  deviation  varlen  driver  source  variant  artifacts  launch  select  backend  memory  prebuild
 //! ```
 
 mod access;
@@ -22,6 +23,7 @@ mod append;
 mod artifacts;
 mod backend;
 mod codes;
+mod deviation;
 mod driver;
 mod error;
 mod launch;
@@ -40,10 +42,10 @@ pub use artifacts::{CompiledFacts, Provenance, ShippedFacts, prepend_library_fol
 pub use backend::{Backend, DeviceFacts};
 pub use codes::{CodeKind, Codes, TileCodes, TileScales};
 pub use error::CudaError;
-pub use launch::CudaLaunch;
+pub use launch::{CudaLaunch, DeviationPlan};
 pub use memory::{Mark, Memory};
 pub use prebuild::{Assortment, Built, Wrote, build_all, common_variants, ship};
-pub use select::{Caps, select, variants};
+pub use select::{Caps, deviation_variants, select, variants};
 pub use variant::{Algorithm, KernelVariant, Loads, Sequences};
 
 #[cfg(test)]

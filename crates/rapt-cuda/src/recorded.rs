@@ -22,6 +22,7 @@ use crate::variant::{Algorithm, KernelVariant, Loads};
 
 mod cache;
 mod codes;
+mod deviation;
 // Where the compiler that is found makes libraries of the test's own kind, and has its contexts: tests of other platforms run on emulators.
 #[cfg(all(target_os = "linux", target_env = "gnu", target_arch = "x86_64"))]
 mod host;
@@ -39,6 +40,7 @@ enum Call {
     Record { stream: usize },
     Wait { stream: usize, event: usize },
     End { event: usize },
+    Read { address: usize, bytes: usize, stream: usize },
 }
 
 /// What was asked so far, and whether a plan is being run: then nothing is compiled, loaded, looked up or allocated.
@@ -164,7 +166,22 @@ impl Driver for RecordedDriver {
         self.log.add(Call::End { event });
         Ok(())
     }
+    fn is_capturing(&self, _device: u32, stream: usize) -> Result<bool> {
+        Ok(stream == CAPTURED)
+    }
+    unsafe fn read(&self, _device: u32, address: usize, to: &mut [u8], stream: usize) -> Result<()> {
+        self.log.refuse_in_run("waits for a stream");
+        self.log.add(Call::Read { address, bytes: to.len(), stream });
+        // Head n: its figures are n + 1, n + 2, ...
+        to.chunks_exact_mut(8)
+            .enumerate()
+            .for_each(|(n, to)| to.copy_from_slice(&((n / 5 + n % 5 + 1) as f64).to_le_bytes()));
+        Ok(())
+    }
 }
+
+/// A stream that is captured into a graph.
+const CAPTURED: usize = 99;
 
 /// Its machine code is a word and the options that it was asked for.
 #[derive(Debug)]

@@ -43,6 +43,9 @@ pub(crate) const FILES: &[(&str, &str)] = files![
     "decode/load_codes.cuh",
     "decode/pages.cuh",
     "decode_codes.cu",
+    "deviation.cu",
+    "deviation/row.cuh",
+    "deviation_end.cu",
     "generic.cu",
     "hopper.cu",
     "hopper/careful.cuh",
@@ -186,7 +189,7 @@ mod tests {
     fn every_file_of_the_folder_is_known_and_resolves() {
         let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("kernels");
         let mut names = Vec::new();
-        for part in ["", "common", "decode", "hopper", "int8", "mma", "wide"] {
+        for part in ["", "common", "decode", "deviation", "hopper", "int8", "mma", "wide"] {
             for entry in std::fs::read_dir(folder.join(part)).unwrap() {
                 let path = entry.unwrap().path();
                 if path.is_file() {

@@ -13,7 +13,7 @@ use common::{
     spec_of_swizzled, spec_of_varlen,
 };
 use rapt_core::{Arch, Causal, Compute, DType, Format, Granularity, Options};
-use rapt_cuda::{Algorithm, CompiledFacts, CudaError, KernelVariant, build_all, variants};
+use rapt_cuda::{Algorithm, CompiledFacts, CudaError, KernelVariant, build_all, deviation_variants, variants};
 
 /// What the compiler says of each; kernels that are kept from an earlier run, or were compiled to be shipped, cost nothing.
 fn compile(all: &[KernelVariant]) -> Option<Result<Vec<CompiledFacts>, CudaError>> {
@@ -227,6 +227,24 @@ fn products_of_int8_compile_and_the_hot_ones_do_not_spill() {
         println!("{}: {} registers, {} bytes spilled", facts.variant, facts.registers, facts.spilled_bytes);
         let most = if hot.contains(&facts.variant) { 0 } else { 1024 };
         assert!(facts.spilled_bytes <= most, "{} spills {} bytes", facts.variant, facts.spilled_bytes);
+    }
+}
+
+#[test]
+fn what_judges_heads_compiles_and_does_not_spill() {
+    let mut all = Vec::new();
+    for (arch, dtype, q_len) in [(Arch::Sm90a, DType::BF16, 100), (Arch::Sm80, DType::F32, 1)] {
+        let lengths = [2, q_len, 1000, 128];
+        let spec = spec_of_codes(dtype, lengths, Format::Int8, Granularity::Token, &Options::default());
+        all.extend(deviation_variants(&spec, &caps(arch)).unwrap());
+    }
+    let mut seen = HashSet::new();
+    all.retain(|variant| seen.insert(*variant));
+    assert_eq!(all.len(), 4, "{all:?}");
+    let Some(compiled) = compile(&all) else { return };
+    for facts in compiled.unwrap_or_else(|error| panic!("{error}")) {
+        println!("{}: {} registers, {} bytes spilled", facts.variant, facts.registers, facts.spilled_bytes);
+        assert!(facts.spilled_bytes == 0, "{} spills {} bytes", facts.variant, facts.spilled_bytes);
     }
 }
 

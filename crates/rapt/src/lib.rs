@@ -86,7 +86,7 @@ pub use rapt_pt2 as pt2;
 pub use rapt_quant as quant;
 pub use rapt_reference as reference;
 pub use tensor::Tensor;
-pub use tolerance::{Backing, JudgedHead, Judgement, KAPPA, Tolerance};
+pub use tolerance::{Backing, Errors, JudgedHead, Judgement, KAPPA, Tolerance};
 
 /// The Rust of the README and of the documentation, which doc tests compile and run.
 #[cfg(doctest)]

@@ -1,23 +1,25 @@
 //! A tolerance: quantized K and V where their error is small enough, what they were made of elsewhere.
 //!
 //! ```text
-//! judge   of each query head: E = κ·√(estimate² + rounding²·‖ô‖²/3),  relative L2 = E / (‖ô‖ − E),  ε          rapt-cpu's `deviations`
+//! judge   of each query head: E = κ·√(estimate² + rounding²·‖ô‖²/3),  relative L2 = E / (‖ô‖ − E),  ε          the backend's `deviations`
 //! stand   relative L2 ≤ tolerance and ε < 1
 //! run     heads that stand on the codes, the others on the originals: the bits of a plain call on those
 //! ```
 //! The estimate and the bounds stand in rapt-reference; κ is [`KAPPA`]. Query heads that a kernel computes together (those of one key head,
-//! where queries are few) fall back together. Nothing is written before every head is judged, so a refusal has written nothing.
+//! where queries are few, and on NVIDIA GPUs wherever) fall back together. Nothing is written before every head is judged, so a refusal has
+//! written nothing. What is here serves host memory; `device` serves NVIDIA GPUs by the same judgement.
 //!
-//! Deliberately absent: GPUs, a quantized q, layout BSHD, and errors measured here: `rapt_quant::measure` does that where codes are made.
+//! Deliberately absent: a quantized q, layout BSHD, and errors measured here: `rapt_quant::measure` does that where codes are made.
+
+mod device;
 
 use std::fmt;
 use std::sync::Arc;
 
 use rapt_core::{
-    Arch, Caps, Codes, Compute, DType, Device, Error, Executor, MatrixErrors, Operands, Options, PRounding, Plan, Qkv,
-    Result, Spec, TensorLayout, Tensors, View, ViewMut,
+    Arch, Caps, Codes, Compute, DType, Device, Error, Executor, HeadDeviation, MatrixErrors, Operands, Options,
+    PRounding, Plan, Qkv, Result, Spec, TensorLayout, Tensors, View, ViewMut,
 };
-use rapt_cpu::HeadDeviation;
 use rapt_quant::Measured;
 
 use crate::{Engine, spec_of};
@@ -26,11 +28,48 @@ use crate::{Engine, spec_of};
 /// (docs/internals/calibration.md).
 pub const KAPPA: f64 = 5.0;
 
+/// What was measured of a quantized K or V, where its codes lie.
+#[derive(Clone, Copy, Debug)]
+#[allow(clippy::large_enum_variant, reason = "two lie on the stack for the length of a call")]
+pub enum Errors<'a> {
+    /// In host memory.
+    Host(&'a Measured),
+    /// In memory of a device: the numbers of such a [`Measured`] ([`Measured::numbers`]), a flat tensor of float32.
+    Device(View<'a>),
+}
+
+impl<'a> From<&'a Measured> for Errors<'a> {
+    fn from(measured: &'a Measured) -> Self {
+        Errors::Host(measured)
+    }
+}
+
+impl Errors<'_> {
+    /// Whether they are those of so many matrices of so many rows and columns, in memory of `device`.
+    fn check(&self, tensor: &'static str, [matrices, rows, columns]: [usize; 3], device: Device) -> Result<()> {
+        let lies = match self {
+            Errors::Host(_) => Device::Cpu,
+            Errors::Device(numbers) => numbers.device(),
+        };
+        if lies != device {
+            return Err(Error::DeviceMismatch { tensor, expected: device, got: lies });
+        }
+        let is_of = match self {
+            Errors::Host(measured) => measured.shape() == [matrices, rows, columns],
+            Errors::Device(numbers) => {
+                let each = rows.saturating_add(columns).saturating_add(1).saturating_mul(2);
+                numbers.dtype() == DType::F32 && numbers.shape()[..] == [matrices.saturating_mul(each)]
+            }
+        };
+        if is_of { Ok(()) } else { Err(Error::NotAsPlanned { tensor, what: "measured errors" }) }
+    }
+}
+
 /// What stands behind a quantized K or V.
 #[derive(Clone, Copy, Debug)]
 pub struct Backing<'a> {
     /// What was measured when it was quantized.
-    pub errors: &'a Measured,
+    pub errors: Errors<'a>,
     /// What it was made of, where it is at hand: of the shape of its numbers, and of the dtype of q.
     pub original: Option<View<'a>>,
 }
@@ -50,14 +89,29 @@ impl Tolerance<'_> {
     /// Whether errors are judged on a device.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] anywhere but in host memory.
+    /// [`Error::Unsupported`] anywhere but in host memory and on NVIDIA GPUs.
     pub fn serves(device: Device) -> Result<()> {
+        match device {
+            Device::Cpu | Device::Cuda(_) => Ok(()),
+            _ => unsupported(
+                "tolerance on this GPU",
+                "errors are judged in host memory and on NVIDIA GPUs",
+                "tolerance=None, or tensors on the CPU",
+            ),
+        }
+    }
+
+    /// Whether errors are judged there by threads.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] anywhere but in host memory.
+    pub fn serves_host(device: Device) -> Result<()> {
         match device {
             Device::Cpu => Ok(()),
             _ => unsupported(
                 "tolerance on a GPU",
-                "errors are judged in host memory",
-                "tolerance=None, or tensors on the CPU",
+                "threads judge errors in host memory",
+                "tensors on the CPU, or in Rust Engine::attention_within_on_stream for those of an NVIDIA GPU",
             ),
         }
     }
@@ -181,7 +235,6 @@ fn check(tensors: &Tensors<'_>, options: &Options, spec: &Spec, tolerance: &Tole
     if !(tolerance.limit.is_finite() && tolerance.limit > 0.0) {
         return refuse("None, or a finite number above 0".into());
     }
-    Tolerance::serves(spec.device)?;
     if tensors.codes.q.is_some() {
         return unsupported("tolerance with a quantized q", "errors are measured of k and v", "q as numbers");
     }
@@ -208,9 +261,7 @@ fn check(tensors: &Tensors<'_>, options: &Options, spec: &Spec, tolerance: &Tole
             }
             (Some(_), Some(backing)) => backing,
         };
-        if backing.errors.shape() != [spec.batch() * spec.num_kv_heads(), spec.kv_len(), dim] {
-            return Err(Error::NotAsPlanned { tensor, what: "measured errors" });
-        }
+        backing.errors.check(tensor, [spec.batch() * spec.num_kv_heads(), spec.kv_len(), dim], spec.device)?;
     }
     Ok(())
 }
@@ -232,12 +283,32 @@ fn again<'a>(view: &'a mut ViewMut<'_>) -> ViewMut<'a> {
 }
 
 /// Refuses what the run on the originals would refuse, whatever the heads turn out to be.
-fn check_originals(tensors: &mut Tensors<'_>, plans: &Plans, tolerance: &Tolerance<'_>) -> Result<()> {
-    let Some((plan, [k, v])) = plans.originals.as_ref().zip(on_originals(tensors, tolerance)) else { return Ok(()) };
+fn check_originals(tensors: &mut Tensors<'_>, spec: Option<&Spec>, tolerance: &Tolerance<'_>) -> Result<()> {
+    let Some((spec, [k, v])) = spec.zip(on_originals(tensors, tolerance)) else { return Ok(()) };
     let Tensors { q, mask, sinks, alibi_slopes, out, lse, .. } = tensors;
     let (mask, sinks, alibi_slopes, lse) = (*mask, *sinks, *alibi_slopes, lse.as_mut().map(again));
     let of_originals = Tensors { mask, sinks, alibi_slopes, lse, ..Tensors::new(*q, k, v, again(out)) };
-    Operands::check(of_originals, plan.spec()).map(drop)
+    Operands::check(of_originals, spec).map(drop)
+}
+
+/// The request on the originals, which have the sizes of the one on the codes.
+fn spec_of_originals(tensors: &Tensors<'_>, [k, v]: [View<'_>; 2], options: &Options, of_codes: &Spec) -> Result<Spec> {
+    let mut builder = Spec::builder(&tensors.q, &k, &v, options);
+    builder
+        .mask(tensors.mask.as_ref())
+        .sinks(tensors.sinks.as_ref())
+        .alibi_slopes(tensors.alibi_slopes.as_ref())
+        .out(&tensors.out);
+    if let Some(lse) = &tensors.lse {
+        builder.lse(lse);
+    }
+    let spec = builder.build()?;
+    let sizes = |spec: &Spec| [spec.kv_len(), spec.head_dim(), spec.head_dim_v(), spec.num_kv_heads()];
+    if sizes(&spec) == sizes(of_codes) {
+        Ok(spec)
+    } else {
+        Err(Error::NotAsPlanned { tensor: "original", what: "shape" })
+    }
 }
 
 /// What both runs read alike.
@@ -288,7 +359,7 @@ impl Engine {
         executor: &dyn Executor,
     ) -> Result<Judgement> {
         let plans = self.plans_within(&tensors, options, tolerance, executor)?;
-        check_originals(&mut tensors, &plans, tolerance)?;
+        check_originals(&mut tensors, plans.originals.as_deref().map(Plan::spec), tolerance)?;
         judged(&plans, &mut Operands::check(tensors, plans.codes.spec())?, tolerance, executor)
     }
 
@@ -297,8 +368,8 @@ impl Engine {
     ///
     /// # Errors
     /// [`Error::ToleranceExceeded`] with the first head that would fall back where an original is not at hand; [`Error::Option`] for a
-    /// limit that is none, operands without codes, and codes without measured errors; [`Error::Unsupported`] on a GPU, with a quantized q
-    /// and with layout BSHD; any other [`Error`] of a plain call on the codes, and on the originals. Nothing is written then.
+    /// limit that is none, operands without codes, and codes without measured errors; [`Error::Unsupported`] on a GPU
+    /// ([`Engine::attention_within_on_stream`] serves NVIDIA's), with a quantized q and with layout BSHD; any other [`Error`] of a plain call on the codes, and on the originals. Nothing is written then.
     pub fn attention_within(
         &self,
         tensors: Tensors<'_>,
@@ -320,7 +391,7 @@ impl Engine {
         executor: &dyn Executor,
     ) -> Result<Judgement> {
         let plans = self.plans_within(&tensors, options, tolerance, executor)?;
-        check_originals(&mut tensors, &plans, tolerance)?;
+        check_originals(&mut tensors, plans.originals.as_deref().map(Plan::spec), tolerance)?;
         let originals = on_originals(&tensors, tolerance);
         let Tensors {
             mut out, mut lse, q, k, v, codes, mask, sinks, alibi_slopes, page_table, lengths, offsets, ..
@@ -362,6 +433,7 @@ impl Engine {
     ) -> Result<Plans> {
         self.expect_host("a tolerance of codes")?;
         let spec = spec_of(tensors, options)?;
+        Tolerance::serves_host(spec.device)?;
         check(tensors, options, &spec, tolerance)?;
         let mut codes = self.plan_for(&spec, executor.threads())?;
         if codes.key().p_rounding != PRounding::Accumulation {
@@ -373,20 +445,7 @@ impl Engine {
         let originals = match on_originals(tensors, tolerance) {
             None => None,
             Some([k, v]) => {
-                let mut builder = Spec::builder(&tensors.q, &k, &v, options);
-                builder
-                    .mask(tensors.mask.as_ref())
-                    .sinks(tensors.sinks.as_ref())
-                    .alibi_slopes(tensors.alibi_slopes.as_ref())
-                    .out(&tensors.out);
-                if let Some(lse) = &tensors.lse {
-                    builder.lse(lse);
-                }
-                let of_originals = builder.build()?;
-                let sizes = |spec: &Spec| [spec.kv_len(), spec.head_dim(), spec.head_dim_v(), spec.num_kv_heads()];
-                if sizes(&of_originals) != sizes(&spec) {
-                    return Err(Error::NotAsPlanned { tensor: "original", what: "shape" });
-                }
+                let of_originals = spec_of_originals(tensors, [k, v], options, &spec)?;
                 let plan = self.plan_for(&of_originals, executor.threads())?;
                 together = together.max(rapt_cpu::heads_together(&plan)?);
                 Some(plan)
@@ -398,7 +457,8 @@ impl Engine {
 
 /// What was measured of every matrix.
 fn matrices(backing: Option<Backing<'_>>) -> Option<Vec<MatrixErrors<'_>>> {
-    let errors = backing?.errors;
+    // `check` found them in host memory.
+    let Errors::Host(errors) = backing?.errors else { return None };
     Some((0..errors.shape()[0]).map(|at| errors.matrix(at)).collect())
 }
 
@@ -416,6 +476,11 @@ fn judged(
         v: matrices(tolerance.v.filter(|_| spec.codes.v.is_some())),
     };
     let found = rapt_cpu::deviations(&plans.codes, operands, &errors, executor)?;
+    Ok(judgement_of(&found, spec, tolerance.limit, plans.originals.is_some().then_some(plans.together)))
+}
+
+/// Which heads stand by what was found of them; `together`: so many that fall back together, where there are originals.
+fn judgement_of(found: &[HeadDeviation], spec: &Spec, limit: f64, together: Option<usize>) -> Judgement {
     let ([rounding, least], num_q_heads) = (rounding(spec.out.dtype), spec.num_q_heads());
     let least = least * ((spec.q_len() * spec.head_dim_v()) as f64).sqrt();
     let judge = |(at, of): (usize, &HeadDeviation)| {
@@ -431,15 +496,15 @@ fn judged(
             estimate,
             bound: relative(bound, of.norm),
             // False where either is NaN.
-            is_quantized: estimate <= tolerance.limit && of.epsilon < 1.0,
+            is_quantized: estimate <= limit && of.epsilon < 1.0,
         }
     };
     let mut heads: Vec<JudgedHead> = found.iter().enumerate().map(judge).collect();
-    if plans.originals.is_some() {
-        for together in heads.chunks_mut(plans.together.max(1)) {
+    if let Some(together) = together {
+        for together in heads.chunks_mut(together.max(1)) {
             let all = together.iter().all(|head| head.is_quantized);
             together.iter_mut().for_each(|head| head.is_quantized = all);
         }
     }
-    Ok(Judgement { limit: tolerance.limit, heads })
+    Judgement { limit, heads }
 }

@@ -175,7 +175,12 @@ fn why(request: &Request, variant: &KernelVariant, work: Work) -> Vec<String> {
         Loads::ByElement => "K and V element by element",
     };
     let mut parts = match variant.algorithm {
-        Algorithm::Generic | Algorithm::Combine | Algorithm::Append | Algorithm::Varlen => {
+        Algorithm::Generic
+        | Algorithm::Combine
+        | Algorithm::Append
+        | Algorithm::Varlen
+        | Algorithm::Deviation
+        | Algorithm::DeviationEnd => {
             return vec!["it serves every request".to_owned()];
         }
         Algorithm::Decode | Algorithm::Latent | Algorithm::DecodeCodes => vec![
@@ -214,7 +219,12 @@ fn judge_on_gpu(request: &Request, arch: Arch) -> Option<(Algorithm, Loads)> {
         Algorithm::Mma | Algorithm::Hopper | Algorithm::HopperF32 | Algorithm::Wide => "forward",
         Algorithm::Decode | Algorithm::Latent | Algorithm::DecodeCodes => "decode",
         Algorithm::Int8 => "forward_int8",
-        Algorithm::Generic | Algorithm::Combine | Algorithm::Append | Algorithm::Varlen => "generic",
+        Algorithm::Generic
+        | Algorithm::Combine
+        | Algorithm::Append
+        | Algorithm::Varlen
+        | Algorithm::Deviation
+        | Algorithm::DeviationEnd => "generic",
     };
     assert_eq!(rows["kernel"], format!("{kernel} {} on {}", variant.storage, variant.arch.name()), "{request:?}");
     assert_eq!((variant.storage, variant.mask), (request.dtype, request.mask), "{request:?}");

@@ -3,8 +3,8 @@
 use rapt::quant::{Format, Granularity, Measured, Quantized, Scheme, measure, quantize};
 use rapt::reference::{self, HeadErrors, Inputs, Mask, Problem, quantization_error};
 use rapt::{
-    Backing, Causal, Codes, DType, Device, Engine, Error, Extent, JudgedHead, Judgement, KAPPA, Operands, Options, Qkv,
-    ScaleLayout, SerialExecutor, Tensors, Tolerance, View, ViewMut, Window, spec_of,
+    Backing, Causal, Codes, DType, Device, Engine, Error, Errors, Extent, JudgedHead, Judgement, KAPPA, Operands,
+    Options, Qkv, ScaleLayout, SerialExecutor, Tensors, Tolerance, View, ViewMut, Window, spec_of,
 };
 use rapt_testkit::Rng;
 
@@ -100,8 +100,9 @@ impl Case {
 
     fn tolerance(&self, limit: f64, has_originals: bool) -> Tolerance<'_> {
         let originals = self.originals();
-        let backing =
-            |at: usize| Some(Backing { errors: &self.errors[at], original: has_originals.then_some(originals[at]) });
+        let backing = |at: usize| {
+            Some(Backing { errors: (&self.errors[at]).into(), original: has_originals.then_some(originals[at]) })
+        };
         Tolerance { limit, k: backing(0), v: backing(1) }
     }
 
@@ -358,7 +359,7 @@ fn what_cannot_be_judged_is_refused_by_name() {
     assert!(matches!(&refused, Err(Error::NotAsPlanned { tensor: "k", .. })), "{refused:?}");
     let halves = vec![half::bf16::ZERO; case.k.len()];
     let original = View::contiguous("k", &halves, shape(&[1, 1, 8, 16])).unwrap();
-    let in_bf16 = Backing { errors: &case.errors[0], original: Some(original) };
+    let in_bf16 = Backing { errors: (&case.errors[0]).into(), original: Some(original) };
     let refused = engine().attention_within(
         case.tensors(true, &mut out),
         &case.options,
@@ -367,7 +368,7 @@ fn what_cannot_be_judged_is_refused_by_name() {
     assert!(matches!(&refused, Err(Error::DtypeMismatch { tensor: "k", got: DType::BF16, .. })), "{refused:?}");
     // Originals of another length.
     let short = View::contiguous("k", &case.k[..7 * 16], shape(&[1, 1, 7, 16])).unwrap();
-    let of_short = Backing { errors: &case.errors[0], original: Some(short) };
+    let of_short = Backing { errors: (&case.errors[0]).into(), original: Some(short) };
     let refused = engine().attention_within(
         case.tensors(true, &mut out),
         &case.options,
@@ -455,7 +456,7 @@ fn rounding_of_the_output_is_counted() {
         let of_codes = Qkv { q: None, k: Some(Box::new(k_codes.codes())), v: Some(Box::new(v_codes.codes())) };
         let tensors =
             Tensors { codes: of_codes, ..Tensors::new(view("q", &q, q_len), k_codes.tensor(), v_codes.tensor(), to) };
-        let backing = |errors| Some(Backing { errors, original: None });
+        let backing = |errors| Some(Backing { errors: Errors::Host(errors), original: None });
         let tolerance = Tolerance { limit: 1.0, k: backing(&of_k), v: backing(&of_v) };
         let head = engine().attention_within(tensors, &Options::default(), &tolerance).unwrap().heads[0];
         let wide = |x: &[half::f16]| x.iter().map(|x| x.to_f64()).collect::<Vec<_>>();

@@ -5,7 +5,7 @@ use std::mem::offset_of;
 use std::ptr::{null, null_mut};
 
 use engine::quant::measure;
-use engine::{Backing, Engine, Format, Granularity, Options, Qkv, Tensors, Tolerance, View, ViewMut};
+use engine::{Backing, Engine, Errors, Format, Granularity, Options, Qkv, Tensors, Tolerance, View, ViewMut};
 use rapt_c::rapt_error::{self, *};
 use rapt_c::{
     rapt_device, rapt_dtype, rapt_explain, rapt_judgement, rapt_measured, rapt_measured_create, rapt_measured_destroy,
@@ -116,7 +116,7 @@ impl Case {
         let to = ViewMut::contiguous("out", &mut out, shape(Q_LEN)).unwrap();
         let codes = Qkv { q: None, k: Some(Box::new(k.codes())), v: Some(Box::new(v.codes())) };
         let tensors = Tensors { codes, ..Tensors::new(view("q", Q, Q_LEN), k.tensor(), v.tensor(), to) };
-        let backing = |errors| Some(Backing { errors, original: None });
+        let backing = |errors| Some(Backing { errors: Errors::Host(errors), original: None });
         let tolerance = Tolerance { limit, k: backing(&of_k), v: backing(&of_v) };
         Engine::new(Some(1)).unwrap().judge(tensors, &Options::default(), &tolerance).unwrap()
     }

@@ -154,7 +154,7 @@ def attention(
     len], [batch, heads, 1, head_dim] or [batch, heads, len, n]. q_zero_point, …: uint8 of that shape, with uint8 codes. A `Quantized` needs none.
     compute: "exact", or "int8" on int8 codes of k and v in host memory and on NVIDIA GPUs: an approximation (docs: "Products of int8").
     tolerance: with a `Quantized` k or v that has `errors`: the relative L2 by which a head may differ from that on the originals, else
-    it is computed on those. return_lse: also the log of the sum of exponentials. A refused request raises a `RaptError` and writes nothing.
+    it is computed on those (a GPU is waited for once). return_lse: also lse. A refused request raises a `RaptError` and writes nothing.
     device: None, or of tensors in host memory "cpu" or "vulkan:N": they are copied to that GPU (`rapt.vulkan`) and the result back.
     """
     ops = _torch_ops(q)

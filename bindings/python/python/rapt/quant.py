@@ -131,6 +131,18 @@ class Quantized:
         """`rapt.dequantize(self, dtype)`."""
         return dequantize(self, dtype)
 
+    def to(self, device):
+        """The same on another device: codes, scale, zero_point and original by torch's `to`, which copies what lies elsewhere; with its errors.
+
+        Raises KindError where codes are not torch's.
+        """
+        torch = _sys.modules.get("torch")
+        if torch is None or not isinstance(self.codes, torch.Tensor):
+            raise _native.KindError(f"codes are a {type(self.codes).__name__}, which lies in host memory. Mend: `rapt.quantize(torch.from_numpy(x), …)`")
+        parts = {name: getattr(self, name) for name in self.__slots__ if name != "nbytes" and name[0] != "_"}
+        moved = {name: parts[name].to(device) for name in ("codes", "scale", "zero_point", "original") if parts[name] is not None}
+        return Quantized(**{**parts, **moved})
+
 
 def _rebuilt(parts):
     return Quantized(**parts)

@@ -267,7 +267,7 @@ pub(crate) fn attend<'py>(py: Python<'py>, home: &Home, request: &Request<'_, 'p
         let views = inputs.views(&opened)?;
         let given = read_out(request, kind)?;
         let spec = views.spec(&options, given.as_ref(), if return_lse { Lse::New } else { Lse::No })?;
-        let asked = Asked::read(request.tolerance, &opened, kind, request.q)?;
+        let mut asked = Asked::read(request.tolerance, &opened, kind, request.q)?;
         if let Some(asked) = &asked {
             asked.serves(spec.device)?;
             if kind == Kind::Torch {
@@ -277,6 +277,7 @@ pub(crate) fn attend<'py>(py: Python<'py>, home: &Home, request: &Request<'_, 'p
         // What is not served is refused before memory is asked for.
         let home = &home.on(py, options::device("device", request.device)?, spec.device)?;
         let planned = home.plan(py, kind, &spec)?;
+        asked.as_mut().map_or(Ok(()), |asked| asked.place(py, spec.device, kind, request.q))?;
         let rank = inputs.q.shape.len();
         let (mut out_product, mut out) = match given {
             Some(out) => (None, out),
@@ -295,13 +296,15 @@ pub(crate) fn attend<'py>(py: Python<'py>, home: &Home, request: &Request<'_, 'p
         let enqueued = match &asked {
             None => planned.run(py, tensors, &context)?,
             Some(asked) => {
-                let done = planned.run_within(py, tensors, &options, &asked.tolerance()?);
+                let (done, enqueued) = planned.run_within(py, tensors, &options, &asked.tolerance()?, &context)?;
                 tolerance::count(&done);
-                done.map(|_| None)?
+                done.map(|_| enqueued)?
             }
         };
         tolerance::count_compute(options.compute);
-        context.hold(py, enqueued, request.named().map(|(_, tensor)| tensor), inputs.exports().chain(out._hold))?;
+        let originals = asked.iter().flat_map(Asked::originals);
+        let used = request.named().chain(originals).map(|(_, tensor)| tensor);
+        context.hold(py, enqueued, used, inputs.exports().chain(out._hold))?;
         let out = match (out_product.take(), request.out) {
             (Some(product), _) => product.finish(py)?,
             (None, Some(given)) => given.clone(),
@@ -331,10 +334,11 @@ pub(crate) fn explain(py: Python<'_>, home: &Home, request: &Request<'_, '_>) ->
         let views = inputs.views(&opened)?;
         let given = read_out(request, kind)?;
         let spec = views.spec(&options, given.as_ref(), if return_lse { Lse::New } else { Lse::No })?;
-        let asked = Asked::read(request.tolerance, &opened, kind, request.q)?;
+        let mut asked = Asked::read(request.tolerance, &opened, kind, request.q)?;
         asked.as_ref().map_or(Ok(()), |asked| asked.serves(spec.device))?;
         let home = &home.on(py, options::device("device", request.device)?, spec.device)?;
         let planned = home.plan(py, kind, &spec)?;
+        asked.as_mut().map_or(Ok(()), |asked| asked.place(py, spec.device, kind, request.q))?;
         let rank = inputs.q.shape.len();
         // The outputs that `attention` would make, so that the certificate is about operands that exist. Where memory for
         // them cannot be had there is none.
@@ -359,7 +363,9 @@ pub(crate) fn explain(py: Python<'_>, home: &Home, request: &Request<'_, '_>) ->
             let operands = Operands::check(tensors, planned.plan.spec())?;
             certificate = Some(planned.plan.certificate(&operands)?);
             if let Some(asked) = &asked {
-                judgement = Some(planned.judge(py, operands.into_tensors(), &options, &asked.tolerance()?)?);
+                let context = StreamContext::of(kind, request.q)?;
+                let (tensors, tolerance) = (operands.into_tensors(), asked.tolerance()?);
+                judgement = Some(planned.judge(py, tensors, &options, &tolerance, &context)?);
             }
         }
         Ok(PyPlan::new(planned.plan, certificate, judgement))

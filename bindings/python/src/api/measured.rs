@@ -1,7 +1,11 @@
 //! `rapt.quant.Errors`: what was measured of a `rapt.Quantized` against what it was made of.
 
+use std::collections::HashMap;
+use std::sync::{Mutex, PoisonError};
+
+use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyDict};
+use pyo3::types::{PyByteArray, PyBytes, PyDict};
 use rapt::quant::{Measured, measure};
 
 use crate::api::quant::{PartsArguments, SchemeArguments, checked, guarded, in_host_memory, read, refusal};
@@ -13,6 +17,42 @@ type Any<'a, 'py> = &'a Bound<'py, PyAny>;
 #[pyclass(frozen, module = "rapt.quant", name = "Errors")]
 pub(crate) struct PyErrors {
     pub(crate) measured: Measured,
+    /// The same numbers as a tensor of torch on a GPU, once for each that judged by them.
+    on_gpus: Mutex<HashMap<u32, Py<PyAny>>>,
+}
+
+impl PyErrors {
+    fn new(measured: Measured) -> Self {
+        PyErrors { measured, on_gpus: Mutex::default() }
+    }
+
+    /// All numbers as one flat tensor of torch on a GPU, to which they are copied once.
+    pub(crate) fn on_gpu<'py>(&self, py: Python<'py>, device: u32) -> PyResult<Bound<'py, PyAny>> {
+        let found = |errors: &Self| {
+            let on_gpus = errors.on_gpus.lock().unwrap_or_else(PoisonError::into_inner);
+            on_gpus.get(&device).map(|tensor| tensor.clone_ref(py))
+        };
+        if let Some(tensor) = found(self) {
+            return Ok(tensor.into_bound(py));
+        }
+        let torch = py.import(intern!(py, "torch"))?;
+        let of = PyDict::new(py);
+        of.set_item(intern!(py, "dtype"), torch.getattr(intern!(py, "float32"))?)?;
+        let numbers = self.numbers_as_bytes();
+        let host = match numbers.is_empty() {
+            true => torch.call_method(intern!(py, "empty"), (0,), Some(&of))?,
+            false => torch.call_method(intern!(py, "frombuffer"), (PyByteArray::new(py, &numbers),), Some(&of))?,
+        };
+        // Out of memory that is not pinned: whatever stream reads it later, it is there.
+        let tensor = host.call_method1(intern!(py, "to"), (format!("cuda:{device}"),))?;
+        // Not held while Python runs: two threads may both copy, and one copy stays.
+        self.on_gpus.lock().unwrap_or_else(PoisonError::into_inner).insert(device, tensor.clone().unbind());
+        Ok(tensor)
+    }
+
+    fn numbers_as_bytes(&self) -> Vec<u8> {
+        self.measured.numbers().iter().flat_map(|x| x.to_le_bytes()).collect()
+    }
 }
 
 /// What pickle calls, and with what.
@@ -59,11 +99,11 @@ impl PyErrors {
         let numbers = numbers.chunks_exact(4).map(|x| f32::from_le_bytes([x[0], x[1], x[2], x[3]])).collect();
         let measured = Measured::from_numbers(shape, numbers);
         let refuse = || pyo3::exceptions::PyValueError::new_err("numbers of another shape");
-        Ok(PyErrors { measured: measured.ok_or_else(refuse)? })
+        Ok(PyErrors::new(measured.ok_or_else(refuse)?))
     }
 
     fn __reduce__<'py>(&self, py: Python<'py>) -> PyResult<Reduced<'py>> {
-        let bytes: Vec<u8> = self.measured.numbers().iter().flat_map(|x| x.to_le_bytes()).collect();
+        let bytes = self.numbers_as_bytes();
         let of = py.get_type::<PyErrors>().getattr("_of")?;
         Ok((of, (self.measured.shape(), PyBytes::new(py, &bytes))))
     }
@@ -84,7 +124,7 @@ pub(crate) fn quantized_errors<'py>(
             let original = read("original", original, kind, original)?;
             let x = original.view()?;
             let measured = py.detach(|| measure(&x, view)).map_err(|error| refusal(&error, kind))?;
-            Ok(PyErrors { measured })
+            Ok(PyErrors::new(measured))
         })
     })
 }

@@ -4,27 +4,34 @@ use std::sync::{Mutex, PoisonError};
 
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
-use rapt::{Backing, Compute, Device, Error, Judgement, Qkv, Tolerance};
+use rapt::cuda::Backend;
+use rapt::{Backing, Compute, Device, Error, Errors, Judgement, Qkv, Tolerance};
 
 use crate::api::codes::Opened;
 use crate::api::measured::PyErrors;
 use crate::api::options;
 use crate::errors::Failure;
 use crate::kind::Kind;
-use crate::tensors::{self, Operand};
+use crate::tensors::{self, Operand, torch};
 
 type Any<'a, 'py> = &'a Bound<'py, PyAny>;
 
 /// What stands behind K or V of a call.
 pub(crate) struct Behind<'py> {
     errors: Py<PyErrors>,
+    /// The same on the GPU of the call, where it has one.
+    on_gpu: Option<Operand>,
     original: Option<(Bound<'py, PyAny>, Operand)>,
 }
 
 impl Behind<'_> {
     fn backing(&self) -> Result<Backing<'_>, Failure> {
         let original = self.original.as_ref().map(|(_, operand)| operand.view()).transpose()?;
-        Ok(Backing { errors: &self.errors.get().measured, original })
+        let errors = match &self.on_gpu {
+            Some(numbers) => Errors::Device(numbers.view()?),
+            None => Errors::Host(&self.errors.get().measured),
+        };
+        Ok(Backing { errors, original })
     }
 }
 
@@ -49,9 +56,37 @@ impl<'py> Asked<'py> {
             let Some(errors) = opened.errors()? else { return Ok(None) };
             let original = opened.original()?;
             let operand = original.as_ref().map(|original| tensors::read(name, original, kind, q)).transpose()?;
-            Ok(Some(Behind { errors, original: original.zip(operand) }))
+            Ok(Some(Behind { errors, on_gpu: None, original: original.zip(operand) }))
         };
         Ok(Some(Asked { limit, k: behind("k", &opened.k)?, v: behind("v", &opened.v)? }))
+    }
+
+    /// Brings the measured errors to the GPU of a call whose first tensor is `q`. Not into a graph: nothing would be there to wait for.
+    pub(crate) fn place(
+        &mut self,
+        py: Python<'py>,
+        device: Device,
+        kind: Kind,
+        q: Any<'_, 'py>,
+    ) -> Result<(), Failure> {
+        let Device::Cuda(index) = device else { return Ok(()) };
+        if kind != Kind::Torch {
+            let why = "measured errors are brought to a GPU by torch";
+            return Err(Error::unsupported(
+                "tolerance on arrays of a GPU that are not torch's",
+                why,
+                "tensors of torch",
+            )
+            .into());
+        }
+        let backend = Backend::get().map_err(|error| error.on(device))?;
+        backend.refuse_capture(index, torch::current_stream(py, index)?)?;
+        for (name, behind) in [("k_errors", &mut self.k), ("v_errors", &mut self.v)] {
+            let Some(behind) = behind else { continue };
+            let numbers = behind.errors.get().on_gpu(py, index)?;
+            behind.on_gpu = Some(tensors::read(name, &numbers, kind, q)?);
+        }
+        Ok(())
     }
 
     /// Refused before a kernel is planned for a device where nothing is judged.

@@ -213,35 +213,87 @@ impl PlannedBackward<'_> {
     }
 }
 
-impl Planned<'_> {
-    /// Runs heads whose error is within the tolerance, and the others on their originals: of the host.
-    pub(crate) fn run_within(
-        &self,
-        py: Python<'_>,
-        tensors: Tensors<'_>,
-        options: &Options,
-        tolerance: &Tolerance<'_>,
-    ) -> rapt::Result<Judgement> {
-        let Planned { engine, torch_threads, .. } = self;
-        py.detach(|| match *torch_threads {
-            Some(threads) => engine.attention_within_on(tensors, options, tolerance, &TorchPool { threads }),
-            None => engine.attention_within(tensors, options, tolerance),
+/// Memory that torch lends a call on a GPU while others may have the GIL.
+#[derive(Default)]
+struct Lent {
+    tensors: Vec<Py<PyAny>>,
+    failed: Option<Failure>,
+}
+
+impl Lent {
+    fn lend(&mut self, device: u32, bytes: usize) -> rapt::Result<DeviceMemory> {
+        Python::attach(|py| {
+            let workspace = torch::workspace(py, device, bytes).map_err(|failure| {
+                self.failed = Some(failure);
+                rapt::Error::OutOfMemory { bytes }
+            })?;
+            let (memory, tensor) = workspace.into_parts();
+            self.tensors.extend(tensor.map(Bound::unbind));
+            Ok(memory)
         })
     }
 
-    /// Judges every head, and writes nothing.
-    pub(crate) fn judge(
+    /// What torch said, if it lent nothing.
+    fn checked(self) -> Result<(), Failure> {
+        self.failed.map_or(Ok(()), Err)
+    }
+}
+
+impl Planned<'_> {
+    /// Runs heads whose error is within the tolerance, and the others on their originals. On a GPU it waits for the stream of `context` until
+    /// heads are judged, with the GIL released, and what it enqueued then may run on.
+    pub(crate) fn run_within<'py>(
         &self,
-        py: Python<'_>,
+        py: Python<'py>,
         tensors: Tensors<'_>,
         options: &Options,
         tolerance: &Tolerance<'_>,
-    ) -> rapt::Result<Judgement> {
-        let Planned { engine, torch_threads, .. } = self;
-        py.detach(|| match *torch_threads {
+        context: &StreamContext<'py>,
+    ) -> Result<(rapt::Result<Judgement>, Option<Enqueued>), Failure> {
+        let Planned { engine, plan, torch_threads } = self;
+        if let Device::Cuda(device) = plan.spec().device {
+            let stream = context.stream(py, device)?;
+            let (mut lent, queue) = (Lent::default(), Queue::Cuda { device, stream });
+            let done = py.detach(|| {
+                let mut lend = |bytes| lent.lend(device, bytes);
+                // SAFETY: as of `run`; the errors and originals are held by the operands that the views are of, and recorded with the others.
+                unsafe { engine.attention_within_on_stream(tensors, options, tolerance, &mut lend, &queue) }
+            });
+            lent.checked()?;
+            return Ok((done, Some(Enqueued { device, stream })));
+        }
+        let done = py.detach(|| match *torch_threads {
+            Some(threads) => engine.attention_within_on(tensors, options, tolerance, &TorchPool { threads }),
+            None => engine.attention_within(tensors, options, tolerance),
+        });
+        Ok((done, None))
+    }
+
+    /// Judges every head, and writes nothing.
+    pub(crate) fn judge<'py>(
+        &self,
+        py: Python<'py>,
+        tensors: Tensors<'_>,
+        options: &Options,
+        tolerance: &Tolerance<'_>,
+        context: &StreamContext<'py>,
+    ) -> Result<Judgement, Failure> {
+        let Planned { engine, plan, torch_threads } = self;
+        if let Device::Cuda(device) = plan.spec().device {
+            let stream = context.stream(py, device)?;
+            let (mut lent, queue) = (Lent::default(), Queue::Cuda { device, stream });
+            let done = py.detach(|| {
+                let mut lend = |bytes| lent.lend(device, bytes);
+                // SAFETY: as of `run_within`; the call returns when the stream has passed what it enqueued.
+                unsafe { engine.judge_on_stream(tensors, options, tolerance, &mut lend, &queue) }
+            });
+            lent.checked()?;
+            return Ok(done?);
+        }
+        Ok(py.detach(|| match *torch_threads {
             Some(threads) => engine.judge_on(tensors, options, tolerance, &TorchPool { threads }),
             None => engine.judge(tensors, options, tolerance),
-        })
+        })?)
     }
 }
 

@@ -563,6 +563,13 @@ pub(crate) struct Workspace<'py> {
     pub(crate) memory: DeviceMemory,
 }
 
+impl<'py> Workspace<'py> {
+    /// Where it lies, and the tensor that has it.
+    pub(crate) fn into_parts(self) -> (DeviceMemory, Option<Bound<'py, PyAny>>) {
+        (self.memory, self._tensor)
+    }
+}
+
 /// At least `bytes` bytes on this GPU, of the current stream.
 pub(crate) fn workspace(py: Python<'_>, device: u32, bytes: usize) -> Result<Workspace<'_>, Failure> {
     if bytes == 0 {

@@ -7,6 +7,7 @@
 mod coded;
 mod cost;
 mod decode;
+pub(crate) mod deviation;
 mod hopper;
 mod int8;
 mod latent;
@@ -16,6 +17,8 @@ mod varlen;
 mod wide;
 
 use std::ops::Range;
+
+pub use deviation::deviation_variants;
 
 use rapt_core::{Arch, DType, Device, Error, Kernel, KernelKey, PRounding, Plan, Result, ScaleLayout, Spec};
 

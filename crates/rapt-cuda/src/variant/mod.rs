@@ -42,6 +42,10 @@ pub enum Algorithm {
     Append,
     /// Finds sequences that lie one after another, and deals them to the launches behind it.
     Varlen,
+    /// How far queries on codes may be off.
+    Deviation,
+    /// What those come to for each head.
+    DeviationEnd,
 }
 
 impl Algorithm {
@@ -51,7 +55,12 @@ impl Algorithm {
             Algorithm::Mma | Algorithm::Hopper | Algorithm::HopperF32 | Algorithm::Wide => Kernel::Forward,
             Algorithm::Decode | Algorithm::Latent | Algorithm::DecodeCodes => Kernel::Decode,
             Algorithm::Int8 => Kernel::ForwardInt8,
-            Algorithm::Generic | Algorithm::Combine | Algorithm::Append | Algorithm::Varlen => Kernel::Generic,
+            Algorithm::Generic
+            | Algorithm::Combine
+            | Algorithm::Append
+            | Algorithm::Varlen
+            | Algorithm::Deviation
+            | Algorithm::DeviationEnd => Kernel::Generic,
         }
     }
 }
@@ -119,6 +128,8 @@ pub(crate) const COMBINE_COLUMNS: usize = 32;
 pub(crate) const COMBINE_WARPS: usize = 2;
 /// Warps per block of mma.cu and int8.cu.
 const MMA_WARPS: u32 = 4;
+/// Threads of a block of deviation.cu and deviation_end.cu.
+const DEVIATION_THREADS: u32 = 256;
 /// Bytes of a row of a piece of wide.cu.
 pub(crate) const WIDE_PIECE_BYTES: u32 = 256;
 
@@ -181,6 +192,11 @@ impl KernelVariant {
         KernelVariant { algorithm, sequences, ..KernelVariant::generic(self.arch, storage, None) }
     }
 
+    /// What makes figures of heads of those that this variant of deviation.cu leaves of rows.
+    pub(crate) const fn deviation_end(self) -> Self {
+        KernelVariant { algorithm: Algorithm::DeviationEnd, mask: None, block_m: 0, block_n: 0, ..self }
+    }
+
     /// Whether it reads lengths of sequences as caches have them.
     pub(crate) const fn reads_lengths(&self) -> bool {
         matches!(self.sequences, Sequences::Ragged | Sequences::Paged)
@@ -202,6 +218,8 @@ impl KernelVariant {
             Algorithm::Combine => c"combine",
             Algorithm::Append => c"append",
             Algorithm::Varlen => c"varlen",
+            Algorithm::Deviation => c"deviation",
+            Algorithm::DeviationEnd => c"deviation_end",
             _ => c"attention",
         }
     }
@@ -238,6 +256,7 @@ impl KernelVariant {
     pub(crate) const fn threads(&self) -> u32 {
         match self.algorithm {
             Algorithm::Generic | Algorithm::Wide | Algorithm::Latent => 256,
+            Algorithm::Deviation | Algorithm::DeviationEnd => DEVIATION_THREADS,
             Algorithm::Mma | Algorithm::Int8 => 32 * MMA_WARPS,
             // One more puts together what they leave.
             Algorithm::Decode | Algorithm::DecodeCodes => 32 * (self.decode_warps() + 1),
@@ -251,7 +270,15 @@ impl KernelVariant {
 
     /// Whether head dims are no part of the code.
     const fn is_of_any_dims(&self) -> bool {
-        matches!(self.algorithm, Algorithm::Generic | Algorithm::Combine | Algorithm::Append | Algorithm::Varlen)
+        matches!(
+            self.algorithm,
+            Algorithm::Generic
+                | Algorithm::Combine
+                | Algorithm::Append
+                | Algorithm::Varlen
+                | Algorithm::Deviation
+                | Algorithm::DeviationEnd
+        )
     }
 
     /// The whole source text.
@@ -274,6 +301,8 @@ impl KernelVariant {
             Algorithm::Combine => "combine.cu",
             Algorithm::Append => "append.cu",
             Algorithm::Varlen => "varlen.cu",
+            Algorithm::Deviation => "deviation.cu",
+            Algorithm::DeviationEnd => "deviation_end.cu",
         }
     }
 }

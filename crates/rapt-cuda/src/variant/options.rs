@@ -6,6 +6,7 @@ use super::shared::HOPPER_F32_STAGES;
 use super::{Algorithm, KernelVariant, Loads, Sequences, generic_columns};
 use crate::append::AppendParams;
 use crate::codes::{Codes, TileCodes, TileScales};
+use crate::deviation::DeviationParams;
 use crate::params::{HopperCacheParams, HopperParams};
 use crate::tensor_map::BOX_COLUMNS;
 use crate::varlen::VarlenParams;
@@ -131,6 +132,11 @@ impl KernelVariant {
                 options.define("APPEND_BYTES", AppendParams::bytes_of(self.codes != Codes::None) as u32);
             }
             Algorithm::Varlen => options.define("VARLEN_BYTES", size_of::<VarlenParams>() as u32),
+            Algorithm::Deviation => {
+                options.define("DEVIATION_BYTES", DeviationParams::bytes() as u32);
+                options.define("BLOCK_M", self.block_m);
+            }
+            Algorithm::DeviationEnd => options.define("DEVIATION_BYTES", DeviationParams::bytes() as u32),
         }
         // Last, so that kernels without codes keep their names.
         if self.codes != Codes::None {
@@ -146,6 +152,13 @@ impl KernelVariant {
                 },
             );
         }
+        self.add_sequences(&mut options);
+        self.add_tiles(&mut options);
+        options.0
+    }
+
+    /// How keys are told apart by batch entry, and found.
+    fn add_sequences(&self, options: &mut Options) {
         if self.reads_lengths() {
             options.define("RAGGED", 1);
         }
@@ -162,8 +175,6 @@ impl KernelVariant {
         if self.gathers() {
             options.define("GATHERS", 1);
         }
-        self.add_tiles(&mut options);
-        options.0
     }
 
     /// Codes of K and V in tiles.

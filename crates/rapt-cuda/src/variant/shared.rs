@@ -2,8 +2,11 @@
 
 use rapt_core::DType;
 
-use super::{Algorithm, KernelVariant, Loads, MMA_WARPS, Sequences, WIDE_PIECE_BYTES, generic_columns};
+use super::{
+    Algorithm, DEVIATION_THREADS, KernelVariant, Loads, MMA_WARPS, Sequences, WIDE_PIECE_BYTES, generic_columns,
+};
 use crate::codes::{Codes, Operand, TileCodes, TileScales};
+use crate::deviation::FIGURES_BYTES;
 use crate::tensor_map::BOX_COLUMNS;
 
 /// Blocks of K, and of V, that hopper_f32.cu has in flight.
@@ -97,6 +100,9 @@ impl KernelVariant {
             Algorithm::Wide => self.wide_bytes(),
             Algorithm::Latent => self.latent_bytes(),
             Algorithm::Combine | Algorithm::Append | Algorithm::Varlen => 0,
+            Algorithm::Deviation => self.deviation_bytes(),
+            // Figures of a row and two largest errors, of each warp.
+            Algorithm::DeviationEnd => DEVIATION_THREADS / 32 * (FIGURES_BYTES as u32 + 2 * 4),
         }
     }
 
@@ -105,6 +111,16 @@ impl KernelVariant {
         let padded = self.block_m + 4;
         let (qk, v) = (2 * depth * padded, depth * generic_columns(self.storage));
         (self.block_n * padded + if qk > v { qk } else { v }) * size + 16 * self.block_m
+    }
+
+    /// Weights twice; a tile of values, or of queries and keys; what is known of keys, and of rows.
+    const fn deviation_bytes(&self) -> u32 {
+        const DEPTH: u32 = 32;
+        let (rows, keys) = (self.block_m + 4, self.block_n + 4);
+        let (qk, v) = (4 * DEPTH * (rows + keys), 4 * DEPTH * (128 + 8));
+        let of_keys = self.block_n * (2 * 4 * rows + 4 * 4);
+        let of_rows = self.block_m * (9 * 8 + 6 * 8 + 4 * 4 + 8);
+        of_keys + if qk > v { qk } else { v } + of_rows + DEVIATION_THREADS / 32 * 2 * 4
     }
 
     const fn mma_bytes(&self) -> u32 {

@@ -1,4 +1,4 @@
-// A block of threads of a kernel on a processor: what CUDA C++ has that C++ has not, and the instructions that int8.cu executes.
+// A block of threads of a kernel on a processor: what CUDA C++ has that C++ has not, and the instructions that int8.cu and deviation.cu execute.
 //
 //   threads     one context each, which runs until it has to wait for others: for its warp, or for the block. They are begun by setcontext and
 //               go on by longjmp, which asks nothing of the system
@@ -142,16 +142,26 @@ inline void __syncthreads() { host::together(host::block, [] {}); }
 inline void __syncwarp() {
     host::warp([](int) {});
 }
+inline bool __syncthreads_or(bool is) {
+    static bool any[2];
+    // Whoever goes on first from one such wait may come to the next before others have read this one's answer.
+    const int turn = host::block.all % 2;
+    any[turn] = (host::block.come > 0 && any[turn]) || is;
+    host::together(host::block, [] {});
+    return any[turn];
+}
 template <class T>
 T __shfl_xor_sync(unsigned, T x, int mask) {
-    const int self = host::running;
-    host::brought[self].word = host::bits_as<unsigned>(x);
-    T got{};
-    host::brought[self].out = (unsigned*)&got;
+    constexpr int WORDS = sizeof(T) / 4;
+    unsigned words[WORDS], got[WORDS];
+    std::memcpy(words, &x, sizeof words);
+    host::brought[host::running].in[0] = words, host::brought[host::running].out = got;
     host::warp([mask](int first) {
-        for (int lane = 0; lane < host::WARP; lane++) *host::brought[first + lane].out = host::brought[first + (lane ^ mask)].word;
+        for (int lane = 0; lane < host::WARP; lane++)
+            for (int n = 0; n < WORDS; n++) host::brought[first + lane].out[n] = host::brought[first + (lane ^ mask)].in[0][n];
     });
-    return got;
+    std::memcpy(&x, got, sizeof x);
+    return x;
 }
 inline bool __any_sync(unsigned, bool is) {
     unsigned got = 0;

@@ -2,10 +2,14 @@
 
 namespace host {
 
-inline const Params* params;
+// What the kernel takes.
+template <class Passed>
+Passed taken(void (*)(Passed));
+using Passed = decltype(taken(ENTRY));
+inline const Passed* params;
 
 inline void body() {
-    attention(*params);
+    ENTRY(*params);
     threads[running].done = true;
     let_others();
 }
@@ -15,7 +19,7 @@ inline void body() {
 // False if threads wait for others that never come.
 extern "C" bool launch(const void* bytes, unsigned blocks, int block_threads) {
     using namespace host;
-    Params copied;
+    static Passed copied;
     std::memcpy(&copied, bytes, sizeof copied);
     params = &copied;
     count = block_threads;

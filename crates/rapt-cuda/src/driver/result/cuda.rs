@@ -12,8 +12,8 @@ use rustc_hash::FxHashMap;
 use crate::driver::sys::cuda::{
     self, CUcontext, CUdevice_attribute as Attribute, CUevent, CUevent_flags, CUfunction,
     CUfunction_attribute as FunctionAttribute, CUlaunchAttribute, CUlaunchAttributeID, CUlaunchAttributeValue,
-    CUlaunchConfig, CUmodule, CUresult, CUstream, CUstreamCaptureMode, CUtensorMap, CUtensorMapDataType,
-    CUtensorMapSwizzle,
+    CUlaunchConfig, CUmodule, CUresult, CUstream, CUstreamCaptureMode, CUstreamCaptureStatus, CUtensorMap,
+    CUtensorMapDataType, CUtensorMapSwizzle,
 };
 use crate::driver::sys::is_driver_present;
 use crate::error::{CudaError, Result};
@@ -78,6 +78,13 @@ pub(crate) trait Driver: Send + Sync + std::fmt::Debug {
     fn wait(&self, device: u32, stream: usize, event: usize) -> Result<()>;
     /// Ends an event of [`Driver::record`]; who waits for it waits on.
     fn end_event(&self, device: u32, event: usize) -> Result<()>;
+    /// Whether what `stream` is given becomes part of a graph and does not run.
+    fn is_capturing(&self, device: u32, stream: usize) -> Result<bool>;
+    /// The bytes at `address` once `stream` has come so far, for which it waits.
+    ///
+    /// # Safety
+    /// There are as many bytes in memory of the device.
+    unsafe fn read(&self, device: u32, address: usize, to: &mut [u8], stream: usize) -> Result<()>;
 }
 
 /// The driver of this machine.
@@ -395,5 +402,29 @@ impl Driver for Cuda {
         let _current = Current::new(self.context(device)?)?;
         // SAFETY: an event of `record`, ended once; the driver keeps what waits for it.
         check("cuEventDestroy", unsafe { cuda::cuEventDestroy_v2(event as CUevent) })
+    }
+
+    fn is_capturing(&self, device: u32, stream: usize) -> Result<bool> {
+        let _current = Current::new(self.context(device)?)?;
+        let mut status = CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
+        // SAFETY: one number is written; the stream is the caller's, of this device.
+        let code = unsafe { cuda::cuStreamIsCapturing(stream as CUstream, &raw mut status) };
+        // The legacy stream while another one is captured that waits for it.
+        if code == CUresult::CUDA_ERROR_STREAM_CAPTURE_IMPLICIT {
+            return Ok(true);
+        }
+        check("cuStreamIsCapturing", code)?;
+        Ok(status != CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE)
+    }
+
+    unsafe fn read(&self, device: u32, address: usize, to: &mut [u8], stream: usize) -> Result<()> {
+        let _current = Current::new(self.context(device)?)?;
+        let _relaxed = Relaxed::new()?;
+        // SAFETY: the slice is as long as is read, which the caller vouches for, and outlives the wait below.
+        let code =
+            unsafe { cuda::cuMemcpyDtoHAsync_v2(to.as_mut_ptr().cast(), address as u64, to.len(), stream as CUstream) };
+        check("cuMemcpyDtoHAsync", code)?;
+        // SAFETY: the stream is the caller's, of this device.
+        check("cuStreamSynchronize", unsafe { cuda::cuStreamSynchronize(stream as CUstream) })
     }
 }
