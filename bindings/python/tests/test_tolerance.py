@@ -192,3 +192,17 @@ def test_torch_tensors_are_held_by_reference():
     traced = torch.compile(lambda q: rapt.attention(q, k, v, tolerance=0.1), backend="eager", fullgraph=False)
     with pytest.raises((rapt.UnsupportedError, rapt.OptionError)):
         traced(q)
+
+
+def test_a_quantized_tensor_is_moved_with_what_stands_behind_it():
+    torch = pytest.importorskip("torch")
+    x = torch.from_numpy(normals(20, 1, 2, 30, 16))
+    for fmt in ("uint8", "int4", "nvfp4"):
+        made = rapt.quantize(x, fmt, keep_original=True)
+        here = made.to("cpu")
+        assert here.original is x and here.errors is made.errors and here.codes is made.codes, "torch copies nothing that is there"
+        assert all(getattr(here, name) == getattr(made, name) for name in ("format", "shape", "granularity", "block_size", "global_scale"))
+    with pytest.raises(rapt.DeviceError, match="meta"):
+        made.to("meta")
+    with pytest.raises(rapt.KindError, match="torch.from_numpy"):
+        quantized(normals(20, 2, 30, 16)).to("cpu")
