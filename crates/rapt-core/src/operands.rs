@@ -92,6 +92,19 @@ fn compare_codes(tensor: &'static str, got: &CodesSpec, planned: &CodesSpec) -> 
         .try_for_each(|(got, planned)| compare(names.zero_point, got, planned))
 }
 
+/// That a run says which weights are dropped where `spec` drops some, and only there.
+fn check_dropout(seed: Option<DropoutSeed>, spec: &Spec) -> Result<()> {
+    match (seed, spec.dropout) {
+        (Some(seed), Some(_)) => seed.check(spec.batch()),
+        (None, None) => Ok(()),
+        (None, Some(dropout)) => {
+            let allowed = format!("seed and offset of the run: dropout_p is {}", dropout.p());
+            Err(Error::Option { option: "dropout", got: "None".into(), allowed })
+        }
+        (Some(_), None) => Err(Error::NotAsPlanned { tensor: "dropout", what: "presence" }),
+    }
+}
+
 /// The entries of a page table in host memory that the keys of `spec` take.
 ///
 /// # Errors
@@ -237,15 +250,7 @@ impl<'a> Operands<'a> {
             (None, None) => {}
             _ => return Err(Error::NotAsPlanned { tensor: "cu_seqlens_q", what: "presence" }),
         }
-        match (tensors.dropout, spec.dropout) {
-            (Some(seed), Some(_)) => seed.check(spec.batch())?,
-            (None, None) => {}
-            (None, Some(dropout)) => {
-                let allowed = format!("seed and offset of the run: dropout_p is {}", dropout.p());
-                return Err(Error::Option { option: "dropout", got: "None".into(), allowed });
-            }
-            (Some(_), None) => return Err(Error::NotAsPlanned { tensor: "dropout", what: "presence" }),
-        }
+        check_dropout(tensors.dropout, spec)?;
         if let Some((tensor, _)) = tensors.inputs().find(|(_, view)| view.device() != spec.device) {
             return Err(Error::NotAsPlanned { tensor, what: "device" });
         }

@@ -7,9 +7,9 @@ use rapt_core::{
 };
 use rapt_testkit::{Guard, Placement, Rng, TensorBuf};
 
-struct Threads(usize);
+struct SpawnedThreads(usize);
 
-impl Executor for Threads {
+impl Executor for SpawnedThreads {
     fn threads(&self) -> usize {
         self.0
     }
@@ -68,7 +68,7 @@ fn attend(
     assert_eq!(text.contains("Philox 4x32-10"), options.dropout_p > 0.0, "{text}");
     let mut workspace = Workspace::new();
     workspace.ensure(plan.workspace_bytes()).unwrap();
-    let executor: &dyn Executor = if threads == 1 { &SerialExecutor } else { &Threads(threads) };
+    let executor: &dyn Executor = if threads == 1 { &SerialExecutor } else { &SpawnedThreads(threads) };
     rapt_cpu::run(&plan, &mut Operands::check(tensors, &spec).unwrap(), &mut workspace, executor).unwrap();
     [(out.bits(), out.values()), (lse.bits(), lse.values())]
 }
