@@ -121,8 +121,14 @@ fn rows(plan: &Plan) -> HashMap<&'static str, String> {
 #[test]
 fn on_the_host_each_row_is_what_the_launch_plan_holds() {
     let seen = std::cell::RefCell::new(BTreeSet::new());
-    let arches = [Arch::Scalar, Arch::Avx2, Arch::Avx512, Arch::Avx512Bf16, Arch::Amx];
-    for arch in arches.into_iter().filter(|&arch| arch == Arch::Scalar || cfg!(target_arch = "x86_64")) {
+    let arches: &[Arch] = if cfg!(target_arch = "x86_64") {
+        &[Arch::Scalar, Arch::Avx2, Arch::Avx512, Arch::Avx512Bf16, Arch::Amx]
+    } else if cfg!(target_arch = "aarch64") {
+        &[Arch::Scalar, Arch::Neon, Arch::NeonBf16]
+    } else {
+        &[Arch::Scalar]
+    };
+    for &arch in arches {
         grid(Device::Cpu, 0, |request| {
             let plan = rapt::select(&request.spec(), &rapt::Caps { arch, threads: 3, clock_hz: None }).unwrap();
             let rows = rows(&plan);
@@ -156,8 +162,9 @@ fn on_the_host_each_row_is_what_the_launch_plan_holds() {
                 "parts are put together: {request:?}"
             );
             assert_eq!(rows["threads"], plan.threads().to_string());
-            let is_paired =
-                matches!(arch, Arch::Avx512Bf16 | Arch::Amx) && dtype == DType::BF16 && main.step == CpuStep::Forward;
+            let is_paired = matches!(arch, Arch::Avx512Bf16 | Arch::Amx | Arch::NeonBf16)
+                && dtype == DType::BF16
+                && main.step == CpuStep::Forward;
             assert_eq!(rows["p is rounded"].starts_with("nowhere"), !is_paired, "{request:?}");
             let in_place = rows["bytes_packed"].ends_with("are read where they lie)");
             assert_eq!(in_place, plan.cost().bytes_packed == 0, "{request:?}: {}", rows["bytes_packed"]);
