@@ -161,6 +161,9 @@ impl Call {
             v_codes: null(),
             tolerance: null(),
             compute: asked.compute as i32,
+            dropout_p: asked.dropout_p,
+            dropout_seed: 0,
+            dropout_offset: 0,
         };
         Call { arena, arrays, tensors, options, quantized: None, bent: [Bent::No; 6] }
     }

@@ -159,7 +159,7 @@ fn options(table: &mut Table) {
     }
     for p in [-0.5, 1.5, f64::NAN] {
         table.add(&format!("dropout_p = {p}"), RAPT_ERROR_OPTION, "dropout_p = ", move |call| {
-            call.options.dropout_p = p
+            call.options.dropout_p = p;
         });
     }
     table.add("a seed alone", RAPT_ERROR_OPTION, "dropout_seed = 7", |call| call.options.dropout_seed = 7);
