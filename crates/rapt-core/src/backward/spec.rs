@@ -181,9 +181,6 @@ fn served(forward: &Spec) -> Result<()> {
     if forward.compute != Compute::Exact {
         return refuse("an approximation", "it has no gradient", "leave compute at \"exact\"");
     }
-    if forward.dropout.is_some() {
-        return refuse("dropout", "no kernel drops there", "leave dropout_p at 0");
-    }
     if forward.kv != Kv::Dense || forward.lengths.is_some() {
         return refuse(
             "a cache or of sequences that lie one after another",
