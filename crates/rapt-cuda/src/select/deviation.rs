@@ -56,6 +56,7 @@ pub(crate) fn plan(spec: &Spec, caps: &Caps) -> Result<DeviationPlan> {
         let why = "errors are measured of k and v in tensors of their own, and rows are computed in float32";
         return Err(Error::unsupported("an estimate for this request", why, "q as float32, float16 or bfloat16"));
     }
+    spec.refuse_dropout(spec.device)?;
     check_lengths(spec)?;
     if spec.kv_len() == 0 || spec.out.shape.contains(&0) {
         return Ok(DeviationPlan::new(spec, None));
