@@ -236,8 +236,9 @@ impl Program<'_> {
     }
 }
 
-pub(crate) const PROGRAMS: [Program<'static>; 7] = [
+pub(crate) const PROGRAMS: [Program<'static>; 8] = [
     Program { source: "contiguous.c", standard: "-std=c99", tool: &CC, reads: None },
+    Program { source: "backward.c", standard: "-std=c99", tool: &CC, reads: None },
     Program { source: "strided.c", standard: "-std=c11", tool: &CC, reads: None },
     Program { source: "errors.c", standard: "-std=c99", tool: &CC, reads: None },
     Program { source: "kvcache.c", standard: "-std=c99", tool: &CC, reads: None },

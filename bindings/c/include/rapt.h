@@ -104,6 +104,26 @@ rapt_error rapt_explain(const struct rapt_engine *engine,
 // `text` came from one of them and was not given back before.
 void rapt_string_free(char *text);
 
+// Gradients of the call rapt_attention(engine, q, k, v, out, options), whose `out` and `options->lse` are read here: into those
+// tensors of `gradients` that are not NULL, from `d_o`, the gradient by out.
+//
+// Each gradient has the dtype and the sizes of its input, any strides that name every element once, and shares no memory with
+// another tensor. `options->lse` is never NULL. q, k and v have numbers: codes, dropout, a tolerance and another compute are
+// refused. A pair that is not attended gives exactly 0. On an error nothing was written, and the engine serves on.
+// (RAPT_ERROR_INTERNAL alone leaves gradients unspecified: it is a defect of Rapt.)
+//
+// # Safety
+// `engine` is alive. Each descriptor, and each tensor behind one, is what it says: readable memory that nobody writes during the
+// call, and for gradients writable memory that nobody else uses. NULL is safe everywhere.
+rapt_error rapt_attention_backward(const struct rapt_engine *engine,
+                                   const struct rapt_tensor *q,
+                                   const struct rapt_tensor *k,
+                                   const struct rapt_tensor *v,
+                                   const struct rapt_tensor *out,
+                                   const struct rapt_tensor *d_o,
+                                   const struct rapt_gradients *gradients,
+                                   const struct rapt_options *options);
+
 // A cache of free pages, into `*cache`: it is given back by rapt_kv_cache_destroy(). On an error `*cache` is as before.
 //
 // The memory of all pages is had here. Any number of threads may use a cache at once: calls that change it (new_sequence, fork,

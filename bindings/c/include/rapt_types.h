@@ -491,6 +491,24 @@ typedef struct rapt_options {
   uint64_t dropout_offset;
 } rapt_options;
 
+// Gradients: what arrives besides `d_o`, and which are asked for. Nothing is owned and nothing is kept, as with a rapt_tensor.
+typedef struct rapt_gradients {
+  // sizeof(rapt_gradients), by which later versions know which fields there are.
+  size_t size;
+  // The gradient by lse, of its sizes and dtype. NULL: 0.
+  const struct rapt_tensor *d_lse;
+  // By q, of its sizes and dtype: is written. NULL: not asked.
+  const struct rapt_tensor *dq;
+  // By k, likewise: summed over the query heads of its group.
+  const struct rapt_tensor *dk;
+  // By v, likewise.
+  const struct rapt_tensor *dv;
+  // By an additive mask, likewise: summed over what the mask is broadcast to.
+  const struct rapt_tensor *d_mask;
+  // By the sinks, likewise: [num_q_heads].
+  const struct rapt_tensor *d_sinks;
+} rapt_gradients;
+
 // What a rapt_kv_cache holds; see rapt_kv_cache_create().
 typedef struct rapt_kv_cache_form {
   // sizeof(rapt_kv_cache_form), by which later versions know which fields there are.

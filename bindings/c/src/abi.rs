@@ -390,6 +390,26 @@ pub struct rapt_judgement {
     pub worst_epsilon: f64,
 }
 
+/// Gradients: what arrives besides `d_o`, and which are asked for. Nothing is owned and nothing is kept, as with a rapt_tensor.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct rapt_gradients {
+    /// sizeof(rapt_gradients), by which later versions know which fields there are.
+    pub size: usize,
+    /// The gradient by lse, of its sizes and dtype. NULL: 0.
+    pub d_lse: *const rapt_tensor,
+    /// By q, of its sizes and dtype: is written. NULL: not asked.
+    pub dq: *const rapt_tensor,
+    /// By k, likewise: summed over the query heads of its group.
+    pub dk: *const rapt_tensor,
+    /// By v, likewise.
+    pub dv: *const rapt_tensor,
+    /// By an additive mask, likewise: summed over what the mask is broadcast to.
+    pub d_mask: *const rapt_tensor,
+    /// By the sinks, likewise: [num_q_heads].
+    pub d_sinks: *const rapt_tensor,
+}
+
 /// A cache of keys and values, and what a call appends to it. Nothing is owned and nothing is kept, as with a rapt_tensor.
 /// Of codes in it, `k_codes` and `v_codes` of rapt_options say what makes numbers of them.
 #[repr(C)]

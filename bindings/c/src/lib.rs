@@ -7,6 +7,7 @@
 //! tolerance the functions of rapt.h for what is measured of codes, and calls that judge heads by it
 //! refusal  errors as codes and messages; nothing unwinds past `guard`
 //! model    the functions of rapt.h for exported programs: a model, its bindings, its sessions
+//! backward the functions of rapt.h for gradients
 //! ragged   the functions of rapt.h for sequences of different lengths: one after another, or in a cache
 //! kv_cache the functions of rapt.h for a cache that Rapt owns: its pages, its sequences
 //! metal    the functions of rapt.h for tensors in MTLBuffers
@@ -20,6 +21,7 @@
 //! thread.
 
 mod abi;
+mod backward;
 mod handle;
 mod kv_cache;
 mod metal;
@@ -38,10 +40,11 @@ use engine::{Device, Engine, Error, Operands, Tolerance};
 
 pub use abi::{
     RAPT_MAX_NDIM, RAPT_VERSION_MAJOR, RAPT_VERSION_MINOR, RAPT_VERSION_PATCH, rapt_capabilities, rapt_causal,
-    rapt_codes, rapt_compute, rapt_device, rapt_dtype, rapt_error, rapt_format, rapt_given, rapt_granularity,
-    rapt_judgement, rapt_kv_cache_form, rapt_kv_cache_pages, rapt_kvcache, rapt_layout, rapt_measured, rapt_metal,
-    rapt_options, rapt_port, rapt_scale_layout, rapt_tensor, rapt_tolerance,
+    rapt_codes, rapt_compute, rapt_device, rapt_dtype, rapt_error, rapt_format, rapt_given, rapt_gradients,
+    rapt_granularity, rapt_judgement, rapt_kv_cache_form, rapt_kv_cache_pages, rapt_kvcache, rapt_layout,
+    rapt_measured, rapt_metal, rapt_options, rapt_port, rapt_scale_layout, rapt_tensor, rapt_tolerance,
 };
+pub use backward::rapt_attention_backward;
 pub use kv_cache::{
     rapt_kv_cache, rapt_kv_cache_append, rapt_kv_cache_append_batch, rapt_kv_cache_attention, rapt_kv_cache_create,
     rapt_kv_cache_destroy, rapt_kv_cache_fork, rapt_kv_cache_free, rapt_kv_cache_free_pages, rapt_kv_cache_get_pages,

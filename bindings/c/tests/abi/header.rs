@@ -150,6 +150,7 @@ fn no_field_has_moved() {
         k_codes 56, v_codes 64
     );
     check!(rapt_kv_cache_pages, 40, size 0, k_cache 8, v_cache 16, k_codes 24, v_codes 32);
+    check!(rapt_gradients, 56, size 0, d_lse 8, dq 16, dk 24, dv 32, d_mask 40, d_sinks 48);
     check!(rapt_port, 48, size 0, name 8, dtype 16, ndim 20, is_written 24, is_dynamic 28, shape 32, sizes 40);
     check!(rapt_capabilities, 40, size 0, threads 8, num_dtypes 12, dtypes 16, isa 24, isas 32);
 }

@@ -1,5 +1,6 @@
 //! The functions of rapt.h, called as C calls them.
 
+mod backward;
 mod bad_input;
 mod contract;
 mod contract_graph;

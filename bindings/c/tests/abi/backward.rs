@@ -1,0 +1,160 @@
+//! Gradients from C: those of the reference, and refusals with nothing written.
+
+use std::ptr::{null, null_mut};
+
+use rapt_c::{
+    rapt_attention, rapt_attention_backward, rapt_device, rapt_dtype, rapt_error, rapt_gradients, rapt_options,
+    rapt_tensor,
+};
+use rapt_reference::{Gradients, Inputs, OutputGradients, Problem, backward};
+
+use crate::support::{BEFORE, Owned, last_error};
+
+const HEADS: i64 = 2;
+const Q_LEN: i64 = 3;
+const KV_LEN: i64 = 5;
+const DIM: i64 = 4;
+
+/// Numbers, with the shape and the strides that a rapt_tensor leads to.
+struct Tensor {
+    data: Vec<f32>,
+    shape: Vec<i64>,
+    strides: Vec<i64>,
+}
+
+impl Tensor {
+    fn new(shape: &[i64], value: impl Fn(usize) -> f32) -> Self {
+        let numel: i64 = shape.iter().product();
+        let strides = (0..shape.len()).map(|d| shape[d + 1..].iter().product()).collect();
+        Tensor { data: (0..numel as usize).map(value).collect(), shape: shape.to_vec(), strides }
+    }
+
+    fn struct_of(&mut self) -> rapt_tensor {
+        rapt_tensor {
+            data: self.data.as_mut_ptr().cast(),
+            dtype: rapt_dtype::RAPT_DTYPE_F32 as i32,
+            device: rapt_device::RAPT_DEVICE_CPU as i32,
+            device_index: 0,
+            ndim: self.shape.len() as i32,
+            shape: self.shape.as_ptr(),
+            strides: self.strides.as_ptr(),
+            storage_bytes: 0,
+            storage: null(),
+        }
+    }
+
+    fn wide(&self) -> Vec<f64> {
+        self.data.iter().map(|x| f64::from(*x)).collect()
+    }
+}
+
+/// q, k, v, out, d_o, lse, sinks; dq, dk, dv, d_sinks.
+fn tensors() -> [Tensor; 11] {
+    let wave = |n: usize, step: f32| (n as f32 * step).sin();
+    let (q, kv, lse) = ([HEADS, Q_LEN, DIM], [HEADS, KV_LEN, DIM], [HEADS, Q_LEN]);
+    let before = |shape: &[i64]| Tensor::new(shape, |_| BEFORE);
+    [
+        Tensor::new(&q, |n| wave(n, 0.7)),
+        Tensor::new(&kv, |n| wave(n, 1.3)),
+        Tensor::new(&kv, |n| wave(n, 0.9)),
+        before(&q),
+        Tensor::new(&q, |n| wave(n, 2.1)),
+        before(&lse),
+        Tensor::new(&[HEADS], |n| n as f32 - 0.5),
+        before(&q),
+        before(&kv),
+        before(&kv),
+        before(&[HEADS]),
+    ]
+}
+
+const OPTIONS: rapt_options = rapt_options {
+    size: size_of::<rapt_options>(),
+    given: 0,
+    causal: 2,
+    layout: 0,
+    out_dtype: 0,
+    softmax_scale: 0.0,
+    softcap: 0.0,
+    window_left: 0,
+    window_right: 0,
+    mask: null(),
+    sinks: null(),
+    alibi_slopes: null(),
+    lse: null(),
+    q_codes: null(),
+    k_codes: null(),
+    v_codes: null(),
+    tolerance: null(),
+    compute: 0,
+    dropout_p: 0.0,
+    dropout_seed: 0,
+    dropout_offset: 0,
+};
+
+#[test]
+fn gradients_are_those_of_the_reference() {
+    let engine = Owned::new(2);
+    let mut tensors = tensors();
+    let structs = tensors.each_mut().map(Tensor::struct_of);
+    let [q, k, v, out, d_o, lse, sinks, dq, dk, dv, d_sinks] = structs.each_ref().map(std::ptr::from_ref);
+    let options = rapt_options { lse, sinks, ..OPTIONS };
+    let gradients =
+        rapt_gradients { size: size_of::<rapt_gradients>(), d_lse: null(), dq, dk, dv, d_mask: null(), d_sinks };
+    // SAFETY: all of it is alive, and the tensors are what they say.
+    unsafe {
+        assert_eq!(rapt_attention(engine.0, q, k, v, out, &raw const options), rapt_error::RAPT_OK, "{}", last_error());
+        let done = rapt_attention_backward(engine.0, q, k, v, out, d_o, &raw const gradients, &raw const options);
+        assert_eq!(done, rapt_error::RAPT_OK, "{}", last_error());
+    }
+    let [q, k, v, d_o, sinks] = [0, 1, 2, 4, 6].map(|n| tensors[n].wide());
+    let [heads, q_len, kv_len, dim] = [HEADS, Q_LEN, KV_LEN, DIM].map(|n| n as usize);
+    let problem = Problem { causal: Some(engine::Causal::BottomRight), ..Problem::plain(1, heads, q_len, kv_len, dim) };
+    let inputs = Inputs { sinks: Some(&sinks), ..Inputs::plain(&q, &k, &v) };
+    let Gradients { dq, dk, dv, d_sinks, .. } =
+        backward(&problem, &inputs, &OutputGradients { d_o: &d_o, d_lse: None });
+    for (n, expected) in [(7, dq), (8, dk), (9, dv), (10, d_sinks.unwrap())] {
+        for (at, (got, expected)) in tensors[n].wide().iter().zip(&expected).enumerate() {
+            assert!((got - expected).abs() <= 1e-6, "gradient {n}[{at}]: {got}, the reference says {expected}");
+        }
+    }
+}
+
+#[test]
+fn what_is_missing_or_no_gradient_is_refused_and_nothing_is_written() {
+    let engine = Owned::new(1);
+    let mut tensors = tensors();
+    let structs = tensors.each_mut().map(Tensor::struct_of);
+    let [q, k, v, out, d_o, lse, _, dq, dk, dv, d_sinks] = structs.each_ref().map(std::ptr::from_ref);
+    let size = size_of::<rapt_gradients>();
+    let plain = rapt_options { lse, ..OPTIONS };
+    let asked = rapt_gradients { size, d_lse: null(), dq, dk, dv, d_mask: null(), d_sinks: null() };
+    let call = |arguments: [*const rapt_tensor; 5], gradients: *const rapt_gradients, options: *const rapt_options| {
+        let [q, k, v, out, d_o] = arguments;
+        // SAFETY: what is not NULL is alive and what it says.
+        unsafe { rapt_attention_backward(engine.0, q, k, v, out, d_o, gradients, options) }
+    };
+    let all = [q, k, v, out, d_o];
+    for n in 0..5 {
+        let mut arguments = all;
+        arguments[n] = null();
+        assert_eq!(call(arguments, &raw const asked, &raw const plain), rapt_error::RAPT_ERROR_POINTER, "argument {n}");
+    }
+    assert_eq!(call(all, null(), &raw const plain), rapt_error::RAPT_ERROR_POINTER);
+    assert_eq!(call(all, &raw const asked, null()), rapt_error::RAPT_ERROR_POINTER);
+    let without_lse = OPTIONS;
+    assert_eq!(call(all, &raw const asked, &raw const without_lse), rapt_error::RAPT_ERROR_POINTER, "no lse");
+    // SAFETY: an engine of NULL is refused.
+    let no_engine =
+        unsafe { rapt_attention_backward(null_mut(), q, k, v, out, d_o, &raw const asked, &raw const plain) };
+    assert_eq!(no_engine, rapt_error::RAPT_ERROR_POINTER);
+    let other = rapt_gradients { size: size - 8, ..asked };
+    assert_eq!(call(all, &raw const other, &raw const plain), rapt_error::RAPT_ERROR_OPTION);
+    let of_no_sinks = rapt_gradients { d_sinks, ..asked };
+    assert_eq!(call(all, &raw const of_no_sinks, &raw const plain), rapt_error::RAPT_ERROR_UNSUPPORTED);
+    let shared = rapt_gradients { dk: dv, ..asked };
+    assert_eq!(call(all, &raw const shared, &raw const plain), rapt_error::RAPT_ERROR_LAYOUT, "{}", last_error());
+    let of_keys = rapt_gradients { dq: dk, dk: null(), ..asked };
+    assert_eq!(call(all, &raw const of_keys, &raw const plain), rapt_error::RAPT_ERROR_SHAPE, "{}", last_error());
+    assert!(tensors[7..].iter().all(|tensor| tensor.data.iter().all(|&x| x == BEFORE)));
+}
