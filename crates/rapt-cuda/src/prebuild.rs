@@ -451,12 +451,15 @@ mod tests {
             let coded = KernelVariant { mask, ..find(&is_coded) };
             // None is compiled beforehand.
             let int8 = KernelVariant { algorithm: Algorithm::Int8, block_m: 64, block_n: 128, ..coded };
+            let generic = KernelVariant::generic(Arch::Sm90a, DType::BF16, mask);
+            let deviation = KernelVariant { algorithm: Algorithm::Deviation, codes: Codes::Any, ..generic };
             for (name, _) in source::FILES.iter().filter(|(name, _)| name.ends_with(".cuh")) {
                 let variant = match name.split('/').next() {
                     Some("decode") => decode,
                     Some("wide") => wide_with(mask),
                     Some("mma") => coded,
                     Some("int8") => int8,
+                    Some("deviation") => deviation,
                     _ => hopper,
                 };
                 let compiled = compiler.compile(name, &source::text(name), &variant.options()).unwrap();

@@ -1,11 +1,11 @@
 //! Every kernel compiles to machine code without a device, and the hot ones keep their registers.
 //!
 //! Needs NVRTC: where none is found this is printed and nothing is tested, unless `RAPT_REQUIRE` names `nvrtc`. `RAPT_WHOLE=1` compiles
-//! all of them, minutes of a core; otherwise those that differ in sizes alone, or in architectures that share a source, are compiled once.
+//! all of them, minutes of a core; otherwise as few as show every property of each algorithm.
 
 mod common;
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashSet;
 use std::path::Path;
 
 use common::{
@@ -161,24 +161,24 @@ fn latent() -> Vec<KernelVariant> {
     all
 }
 
-/// Of kernels that differ in sizes alone the first of those with the widest heads, where registers are scarcest. What compute capabilities 8.0 and
-/// 12.0 run is one source, so it is compiled once.
-fn widest_of_each_form(all: &mut Vec<KernelVariant>) {
-    let form = |variant: &KernelVariant| {
-        let mut form = *variant;
-        (form.dims, form.block_m, form.block_n, form.stages) = ((0, 0), 0, 0, 0);
-        if form.arch == Arch::Sm120 {
-            form.arch = Arch::Sm80;
+/// Of each algorithm as few kernels as show every property of them, the widest heads first, where registers are scarcest: a dtype of the mask,
+/// a format, a granularity, pages. What compute capabilities 8.0 and 12.0 run is one source; 16-bit dtypes differ in one instruction.
+fn fewest_that_show_all(all: &mut Vec<KernelVariant>) {
+    let (mut shown, mut kept) = (HashSet::new(), HashSet::new());
+    let mut widest_first = all.clone();
+    widest_first.sort_by_key(|variant| std::cmp::Reverse(variant.dims));
+    for variant in widest_first {
+        let is_hopper = variant.arch == Arch::Sm90a;
+        let name = variant.to_string().replace("mask ", "mask-").replace("bfloat16", "float16");
+        // The sizes are no property.
+        let words = name.split(' ').filter(|word| !word.contains('/'));
+        let properties: Vec<_> = words.map(|word| (variant.algorithm, is_hopper, word.to_owned())).collect();
+        if properties.iter().any(|property| !shown.contains(property)) {
+            shown.extend(properties);
+            kept.insert(variant);
         }
-        form
-    };
-    let mut widest = HashMap::new();
-    for variant in all.iter() {
-        let most = widest.entry(form(variant)).or_insert(variant.dims);
-        *most = variant.dims.max(*most);
     }
-    let mut seen = HashSet::new();
-    all.retain(|variant| widest[&form(variant)] == variant.dims && seen.insert(form(variant)));
+    all.retain(|variant| kept.contains(variant));
 }
 
 /// Kernels of products of int8: those that are hot, and others. Sums of 256 columns beside scores of 128 keys are more than the registers.
@@ -220,7 +220,7 @@ fn products_of_int8_compile_and_the_hot_ones_do_not_spill() {
     if !std::env::var("RAPT_WHOLE").is_ok_and(|whole| whole == "1") {
         // The widest take ptxas longest.
         all.retain(|variant| variant.dims.0 <= 128);
-        widest_of_each_form(&mut all);
+        fewest_that_show_all(&mut all);
     }
     let Some(compiled) = compile(&all) else { return };
     for facts in compiled.unwrap_or_else(|error| panic!("{error}")) {
@@ -351,7 +351,7 @@ fn all_kernels_compile_and_the_hot_ones_do_not_spill() {
         println!("all of {} kernels", all.len());
     } else {
         let whole = all.len();
-        widest_of_each_form(&mut all);
+        fewest_that_show_all(&mut all);
         println!("{} of {whole} kernels, without RAPT_WHOLE=1", all.len());
     }
     let Some(compiled) = compile(&all) else { return };

@@ -105,7 +105,7 @@ pub(crate) fn plan(spec: &Spec, caps: &Caps) -> Result<DeviationPlan> {
 /// The variants that judge `spec` on a device with `caps`.
 ///
 /// # Errors
-/// As [`plan`].
+/// As [`Backend::plan_deviations`](crate::Backend::plan_deviations).
 pub fn deviation_variants(spec: &Spec, caps: &Caps) -> Result<Vec<KernelVariant>> {
     Ok(plan(spec, caps)?.variants())
 }
