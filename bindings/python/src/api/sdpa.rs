@@ -80,7 +80,7 @@ fn run<'py>(
     let start = [0usize; MAX_RANK];
     if !by_head {
         let (q, k, v, mask) = frame.piece(read.inputs(), &start[..frame.outer_rank()]);
-        spec_of((&q, &k, &v, mask.as_ref()), None, &options)?;
+        spec_of((&q, &k, &v, mask.as_ref()), (None, None), &options)?;
     }
     let ordered = kind == Kind::Torch && order != Order::RowMajor;
     let (product, mut out) = if ordered {
@@ -147,12 +147,12 @@ fn run_frame<'py>(
     let start = &start[..frame.outer_rank()];
     let (q, k, v, mask) = frame.piece(inputs, start);
     let mut first = frame.out_piece(out, start)?;
-    let spec = spec_of((&q, &k, &v, mask.as_ref()), Some(&first), options)?;
+    let spec = spec_of((&q, &k, &v, mask.as_ref()), (Some(&first), None), options)?;
     let planned = site.home.plan(py, site.kind, &spec)?;
     if frame.outer_rank() > 0 {
         return run_pieces(py, &planned, frame, inputs, out, site, enqueued);
     }
-    let ran = run_piece(py, &planned, (&q, &k, &v, mask.as_ref()), &mut first, site.dropout, site.context)?;
+    let ran = run_piece(py, &planned, (&q, &k, &v, mask.as_ref()), (&mut first, None), site.dropout, site.context)?;
     *enqueued = ran.or(*enqueued);
     Ok(())
 }
@@ -177,7 +177,7 @@ fn run_pieces<'py>(
         let (q, k, v, mask) = frame.piece(inputs, at);
         let mut out = frame.out_piece(out, at)?;
         let dropout = site.after(piece * out.shape[0]).dropout;
-        let ran = run_piece(py, planned, (&q, &k, &v, mask.as_ref()), &mut out, dropout, site.context)?;
+        let ran = run_piece(py, planned, (&q, &k, &v, mask.as_ref()), (&mut out, None), dropout, site.context)?;
         *enqueued = ran.or(*enqueued);
         for (d, size) in outer_sizes.iter().enumerate().rev() {
             outer[d] += 1;

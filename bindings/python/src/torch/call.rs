@@ -1,7 +1,7 @@
 //! The tensors of a call of PyTorch's signature, and one piece of four dimensions of it, proven and run.
 
 use pyo3::prelude::*;
-use rapt::{Causal, DropoutSeed, Options, Spec, Tensors};
+use rapt::{Causal, DropoutSeed, Options, Spec, TensorForm, Tensors};
 
 use super::frame::Inputs;
 use crate::engine::Planned;
@@ -58,13 +58,20 @@ pub(crate) fn options(is_causal: bool, scale: Option<f64>) -> Options {
     Options { softmax_scale: scale, causal: is_causal.then_some(Causal::TopLeft), ..Options::default() }
 }
 
-/// The spec of one piece.
-pub(crate) fn spec_of((q, k, v, mask): Inputs<'_>, out: Option<&Operand>, options: &Options) -> Result<Spec, Failure> {
+/// The spec of one piece; of out and lse the forms that are known, and lse only where it is written.
+pub(crate) fn spec_of(
+    (q, k, v, mask): Inputs<'_>,
+    (out, lse): (Option<&Operand>, Option<TensorForm>),
+    options: &Options,
+) -> Result<Spec, Failure> {
     let mask = mask.map(Operand::view).transpose()?;
     let mut builder = Spec::builder(&q.view()?, &k.view()?, &v.view()?, options);
     builder.mask(mask.as_ref());
     if let Some(out) = out {
         builder.out(out.form());
+    }
+    if let Some(lse) = lse {
+        builder.lse(lse);
     }
     Ok(builder.build()?)
 }
@@ -74,11 +81,12 @@ pub(crate) fn run_piece<'py>(
     py: Python<'py>,
     planned: &Planned<'_>,
     (q, k, v, mask): Inputs<'_>,
-    out: &mut Operand,
+    (out, lse): (&mut Operand, Option<&mut Operand>),
     dropout: Option<DropoutSeed>,
     context: &StreamContext<'py>,
 ) -> Result<Option<Enqueued>, Failure> {
     let tensors = Tensors {
+        lse: lse.map(Operand::view_mut).transpose()?,
         dropout,
         mask: mask.map(Operand::view).transpose()?,
         ..Tensors::new(q.view()?, k.view()?, v.view()?, out.view_mut()?)

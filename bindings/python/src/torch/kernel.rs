@@ -21,12 +21,13 @@ use rapt::{Alignment, CallCache, DType, Device, Plan, Shape, Strides, TensorForm
 use super::call::{self, Given, Read};
 use super::decide::{Modes, Verdict};
 use super::frame::Frame;
+use super::node::node;
 use super::request::{self, Flags};
 use super::{output, stats};
 use crate::engine::Home;
 use crate::errors::Failure;
 use crate::kind::Kind;
-use crate::tensors::{Operand, StreamContext, torch};
+use crate::tensors::{self, Operand, StreamContext, torch};
 
 /// Requests that are kept, whichever kernel they came to.
 const PLACES: usize = 1024;
@@ -53,6 +54,11 @@ struct Form {
 }
 
 impl Form {
+    fn tensor(&self) -> TensorForm {
+        let Form { device, dtype, shape, strides, alignment } = *self;
+        TensorForm { dtype, shape, strides, device, alignment }
+    }
+
     fn of(operand: &Operand) -> Self {
         let TensorForm { dtype, shape, strides, device, alignment } = operand.form();
         Form { device, dtype, shape, strides, alignment }
@@ -74,6 +80,8 @@ struct Key {
     is_causal: bool,
     scale: Option<u64>,
     enable_gqa: bool,
+    /// Of a call that keeps what its backward needs, whether the mask asks for a gradient: PyTorch's output has other strides then.
+    training: Option<bool>,
     torch_threads: Option<usize>,
 }
 
@@ -98,10 +106,16 @@ struct Entry {
     out: Form,
     /// The output as PyTorch would have made it.
     given: Form,
+    /// lse with three dimensions, and as it is made.
+    lse: Option<(Form, Form)>,
 }
 
+/// A tensor that was made.
+type Made<'py> = (Bound<'py, PyAny>, Operand);
+/// The output of a call that was served, and lse where it is kept.
+type Served<'py> = (Bound<'py, PyAny>, Option<Bound<'py, PyAny>>);
 /// A new entry, and the output of the call that made it.
-type Entered<'py> = (Arc<Entry>, (Bound<'py, PyAny>, Operand));
+type Entered<'py> = (Arc<Entry>, Made<'py>);
 
 /// The arguments of a call, none of them checked.
 struct Call<'a, 'py> {
@@ -111,8 +125,19 @@ struct Call<'a, 'py> {
     enable_gqa: bool,
 }
 
+/// What is in force around a call.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Force {
+    /// [`Modes::ORDINARY`].
+    Ordinary,
+    /// The same but for a gradient that is needed; `mask`: by the mask.
+    Training { mask: bool },
+    /// Something asks for the slower road.
+    Else,
+}
+
 /// Where the tensors of a kernel lie.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, PartialEq, Eq)]
 enum Place {
     Cpu,
     Cuda,
@@ -158,10 +183,7 @@ impl TorchKernel {
         // A panic happens again, and is reported, on the slower road.
         let hot = catch_unwind(AssertUnwindSafe(|| self.hot(py, args, kwargs)));
         match hot {
-            Ok(Ok(Some(out))) => {
-                stats::count_served();
-                Ok(out)
-            }
+            Ok(Ok(Some(out))) => Ok(out),
             Ok(Err(Failure::Python(error))) => Err(error),
             // A refusal has written nothing; whose error it is to be is decided there.
             _ => {
@@ -222,33 +244,49 @@ impl TorchKernel {
         }
         let given = Given { query: &query, key: &key, value: &value, attn_mask: mask.as_ref() };
         let call = Call { given, is_causal, scale, enable_gqa };
-        if dropout_p != 0.0 || scale.is_some_and(|scale: f64| !scale.is_finite()) || !self.is_allowed(py, &call)? {
+        if dropout_p != 0.0 || scale.is_some_and(|scale: f64| !scale.is_finite()) {
             return Ok(None);
         }
-        self.serve(py, &call)
+        match self.force(py, &call)? {
+            Force::Ordinary => Ok(self.serve(py, &call, None)?.map(|(out, _)| out)),
+            Force::Training { mask } if self.device == Place::Cpu => {
+                let Some((out, Some(lse))) = self.serve(py, &call, Some(mask))? else { return Ok(None) };
+                let Given { query, key, value, attn_mask } = call.given;
+                let arguments = (out, lse, query, key, value, attn_mask, is_causal, scale, enable_gqa);
+                Ok(Some(node(py, "recorded")?.call1(arguments)?))
+            }
+            _ => Ok(None),
+        }
     }
 
-    /// Whether what is in force is [`Modes::ORDINARY`] to this call: no mode and no gradient asks for PyTorch's own.
-    fn is_allowed(&self, py: Python<'_>, call: &Call<'_, '_>) -> PyResult<bool> {
+    /// What is in force to this call.
+    fn force(&self, py: Python<'_>, call: &Call<'_, '_>) -> PyResult<Force> {
         for allowed in &self.allowed {
             if !allowed.bind(py).call0()?.is_truthy()? {
-                return Ok(false);
+                return Ok(Force::Else);
             }
         }
         if request::forward_ad(py)? {
-            return Ok(false);
+            return Ok(Force::Else);
         }
         if torch::is_grad_enabled(py)? {
             for tensor in call.given.all() {
                 if torch::requires_grad(tensor)? {
-                    return Ok(false);
+                    let mask = call.given.attn_mask.map_or(Ok(false), torch::requires_grad)?;
+                    return Ok(Force::Training { mask });
                 }
             }
         }
-        Ok(true)
+        Ok(Force::Ordinary)
     }
 
-    fn serve<'py>(&self, py: Python<'py>, call: &Call<'_, 'py>) -> Result<Option<Bound<'py, PyAny>>, Failure> {
+    /// The output, and lse where the call is one of `training`.
+    fn serve<'py>(
+        &self,
+        py: Python<'py>,
+        call: &Call<'_, 'py>,
+        training: Option<bool>,
+    ) -> Result<Option<Served<'py>>, Failure> {
         let Given { query, key, value, attn_mask } = call.given;
         let inputs = Read {
             q: torch::read_plain("q", query)?,
@@ -265,6 +303,7 @@ impl TorchKernel {
             is_causal: call.is_causal,
             scale: call.scale.map(f64::to_bits),
             enable_gqa: call.enable_gqa,
+            training,
             torch_threads,
         };
         let (entry, (object, out)) = match CALLS.get(&key) {
@@ -281,21 +320,49 @@ impl TorchKernel {
         let mut out = entry.out.dress(out);
         let (q, k, v) = (entry.q.dress(inputs.q), entry.k.dress(inputs.k), entry.v.dress(inputs.v));
         let mask = inputs.mask.zip(entry.mask).map(|(mask, form)| form.dress(mask));
+        let made = entry.lse.map(|(_, given)| new_lse(query, &given)).transpose()?;
+        let (lse_object, lse) = made.unzip();
+        let mut lse = lse.zip(entry.lse).map(|(lse, (form, _))| form.dress(lse));
         let planned = Home::Default.resume(Arc::clone(&entry.plan), torch_threads)?;
-        if let Some(enqueued) =
-            call::run_piece(py, &planned, (&q, &k, &v, mask.as_ref()), &mut out, None, &StreamContext::Torch)?
-        {
+        if let Some(enqueued) = call::run_piece(
+            py,
+            &planned,
+            (&q, &k, &v, mask.as_ref()),
+            (&mut out, lse.as_mut()),
+            None,
+            &StreamContext::Torch,
+        )? {
             torch::record_stream(py, enqueued, call.given.all())?;
         }
-        Ok(Some(object))
+        // Before a node is made of it: a checkpoint's second forward ends there.
+        stats::count_served();
+        Ok(Some((object, lse_object)))
     }
+}
+
+/// A new lse.
+fn new_lse<'py>(query: &Bound<'py, PyAny>, Form { dtype, shape, strides, .. }: &Form) -> Result<Made<'py>, Failure> {
+    torch::empty_strided(query, "lse", *dtype, shape, strides)
+}
+
+/// lse with three dimensions, and as it is made: row-major, a number for each row of out.
+fn lse_forms(out: &Operand, out4: &Operand) -> Result<(Form, Form), Failure> {
+    let dtype = if out.dtype == DType::F64 { DType::F64 } else { DType::F32 };
+    let form = |rows: &[usize]| -> Result<Form, Failure> {
+        let shape = tensors::shape("lse", rows)?;
+        let overflow = rapt::Error::Overflow { tensor: "lse", shape, strides: Strides::from([]) };
+        let strides = shape.contiguous().ok_or(overflow)?;
+        let alignment = Alignment::assumed(out.device);
+        Ok(Form { device: out.device, dtype, shape, strides, alignment })
+    };
+    Ok((form(&out4.shape[..3])?, form(&out.shape[..out.shape.len() - 1])?))
 }
 
 /// Plans a request that is new, and makes its output; `None` if it is not ordinary.
 fn enter<'py>(py: Python<'py>, call: &Call<'_, 'py>, inputs: &Read, key: Key) -> Result<Option<Entered<'py>>, Failure> {
     let Call { given, is_causal, scale, enable_gqa } = *call;
     let flags = Flags { dropout_p: 0.0, is_causal, scale, enable_gqa };
-    let asked = request::of_operands(inputs.inputs(), [false; 4], flags);
+    let asked = request::of_operands(inputs.inputs(), [false, false, false, key.training == Some(true)], flags);
     let Verdict::Serve(order) = request::decide_torch(py, &asked, Modes::ORDINARY, given)? else { return Ok(None) };
     // Empty tensors, and ranks that take more than one piece, are rare: they are served, and not remembered, by `cold`.
     let Read { q, k, v, .. } = inputs;
@@ -315,11 +382,12 @@ fn enter<'py>(py: Python<'py>, call: &Call<'_, 'py>, inputs: &Read, key: Key) ->
     let four = (&q4, &k4, &v4, mask4.as_ref());
     let options = call::options(is_causal, scale);
     // Whatever is refused is refused before memory is asked for.
-    call::spec_of(four, None, &options)?;
+    call::spec_of(four, (None, None), &options)?;
     let object = output::new(py, given.query, &frame.out_shape, order)?;
     let out = torch::read_plain("out", &object)?;
     let out4 = frame.out_piece(&out, &[])?;
-    let spec = call::spec_of(four, Some(&out4), &options)?;
+    let lse = key.training.map(|_| lse_forms(&out, &out4)).transpose()?;
+    let spec = call::spec_of(four, (Some(&out4), lse.as_ref().map(|(form, _)| form.tensor())), &options)?;
     let plan = Home::Default.plan(py, Kind::Torch, &spec)?.plan;
     let entry = Arc::new(Entry {
         plan,
@@ -329,6 +397,7 @@ fn enter<'py>(py: Python<'py>, call: &Call<'_, 'py>, inputs: &Read, key: Key) ->
         mask: mask4.as_ref().map(Form::of),
         out: Form::of(&out4),
         given: Form::of(&out),
+        lse,
     });
     CALLS.insert(key, Arc::clone(&entry));
     Ok(Some((entry, (object, out))))

@@ -480,7 +480,7 @@ fn shape_error<S: Size>(what: &str, asked: &Request<S>, inputs: Option<Inputs<'_
             Err(failure) => return Some(failure),
         };
         let (q, k, v, mask) = frame.piece(inputs, &[0; rapt::MAX_RANK][..frame.outer_rank()]);
-        call::spec_of((&q, &k, &v, mask.as_ref()), None, &call::options(asked.is_causal, None)).err()
+        call::spec_of((&q, &k, &v, mask.as_ref()), (None, None), &call::options(asked.is_causal, None)).err()
     });
     match by_core {
         Some(Failure::Rapt(error)) if error.kind() == ErrorKind::Shape => Failure::Rapt(error),

@@ -233,8 +233,11 @@ class Sdpa(typing.NamedTuple):
     scale: float
     enable_gqa: bool
     order: str  # of the answer's dimensions in memory
+    made: list  # (out, lse) where they are there: taken from here, since whatever stays would keep its own graph
 
     def forward(self, query, key, value, mask):
+        if self.made:
+            return self.made.pop()
         words = {"scale": self.scale, "enable_gqa": self.enable_gqa}
         if _through_ops(query, key, value):
             with _below():
@@ -256,7 +259,12 @@ class Sdpa(typing.NamedTuple):
 
 def sdpa(query, key, value, mask, is_causal, scale, enable_gqa, order, gives_lse=False):
     """A request that was decided to be served, on tensors of which one requires grad. Counted as served."""
-    return _Node.apply(Sdpa(gives_lse, is_causal, scale, enable_gqa, order), query, key, value, mask)
+    return _Node.apply(Sdpa(gives_lse, is_causal, scale, enable_gqa, order, []), query, key, value, mask)
+
+
+def recorded(out, lse, query, key, value, mask, is_causal, scale, enable_gqa):
+    """The node of a call that the native kernel has computed."""
+    return _Node.apply(Sdpa(False, is_causal, scale, enable_gqa, None, [(out, lse)]), query, key, value, mask)
 
 
 def sdpa_lse(query, key, value, mask, is_causal, *, scale, enable_gqa, order):
