@@ -50,9 +50,21 @@ fn packed_bytes<const N: usize>(of: &TensorSpec<N>) -> usize {
 /// # Errors
 /// [`Error::DeviceUnavailable`] outside host memory.
 fn elements(tensor: &'static str, view: &View<'_>) -> Result<Vec<u8>> {
-    fn of<T: Number>(tensor: &'static str, view: &View<'_>, bytes_of: impl Fn(T) -> Vec<u8>) -> Result<Vec<u8>> {
+    fn of<T: Number, const N: usize>(
+        tensor: &'static str,
+        view: &View<'_>,
+        bytes_of: impl Fn(T) -> [u8; N],
+    ) -> Result<Vec<u8>> {
         let lines = view.reinterpreted(tensor, T::DTYPE)?.lines::<T>(tensor)?;
-        Ok(lines.elements().flat_map(bytes_of).collect())
+        let line_bytes = lines.line_len() * N;
+        let mut all = vec![0; lines.count() * line_bytes];
+        // Of no elements there are no lines to fill.
+        for (at, line) in all.chunks_exact_mut(line_bytes.max(1)).enumerate() {
+            for (x, bytes) in lines.line(at).zip(line.chunks_exact_mut(N)) {
+                bytes.copy_from_slice(&bytes_of(x));
+            }
+        }
+        Ok(all)
     }
     let mut once = *view;
     for d in 0..view.shape().len() {
@@ -61,9 +73,9 @@ fn elements(tensor: &'static str, view: &View<'_>) -> Result<Vec<u8>> {
         }
     }
     match view.dtype().size_bytes() {
-        1 => of::<u8>(tensor, &once, |x| vec![x]),
-        2 => of::<u16>(tensor, &once, |x| x.to_le_bytes().to_vec()),
-        _ => of::<u32>(tensor, &once, |x| x.to_le_bytes().to_vec()),
+        1 => of(tensor, &once, u8::to_le_bytes),
+        2 => of(tensor, &once, u16::to_le_bytes),
+        _ => of(tensor, &once, u32::to_le_bytes),
     }
 }
 
