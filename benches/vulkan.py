@@ -29,6 +29,7 @@ from rapt import _reference
 from rapt.bench import interleaved, table
 
 CHAIN = 17  # attentions of one onnxruntime graph, from whose time that of a graph of one is taken
+LIMIT = 8  # of the floor of the rule (docs/reference/numerics.md), the error above which an answer is called wrong
 SAMPLED = 32  # query rows of the first and of the last head, whose reference is computed
 DTYPES = {"float32": np.float32, "float16": np.float16}
 
@@ -233,7 +234,7 @@ def measure(row, engines, rounds, seconds, lost):
             print(lost[-1], file=sys.stderr, flush=True)
             continue
         prepared[engine.name] = on_host, on_device
-        figures[engine.name] = {"host": [], "device": [], "error": error, "limit": 4 * _reference.FLOOR[row.dtype]}
+        figures[engine.name] = {"host": [], "device": [], "error": error, "limit": LIMIT * _reference.FLOOR[row.dtype]}
     for _ in range(rounds):
         for name, (on_host, on_device) in prepared.items():
             figures[name]["host"].append(of_host(on_host, seconds))
