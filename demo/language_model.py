@@ -90,12 +90,12 @@ def rate(step, steps):
     return PEAK_RATE * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * step / steps)))
 
 
-def trained(text, progress):
+def trained(text, progress, seed=SEED, stages=STAGES):
     """(the model, the seconds that its training took)."""
-    torch.manual_seed(SEED)
+    torch.manual_seed(seed)
     model = Model()
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.05)
-    plan = [stage[1:] for stage in STAGES for _ in range(stage[0])]
+    plan = [stage[1:] for stage in stages for _ in range(stage[0])]
     start = time.perf_counter()
     for step, (sequences, length) in enumerate(plan):
         begins = torch.randint(len(text) - length - 1, (sequences,)).tolist()

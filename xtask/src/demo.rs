@@ -1,4 +1,4 @@
-//! The main job: a real model's attention is Rapt's, and the stats of it. Beside it, a language model on caches of codes.
+//! The main job: a real model's attention is Rapt's, and the stats of it. Beside it, a language model on caches of codes, and its training.
 
 use std::ffi::OsStr;
 use std::path::Path;
@@ -11,7 +11,7 @@ use crate::shell::{Failure, Outcome, cargo, show, step};
 use crate::wheel;
 
 pub(crate) const HELP: &str = "\
-cargo xtask demo [kv] [--offline] [--no-torch]
+cargo xtask demo [kv | train] [--offline] [--no-torch]
 
 Embeds real sentences with a real model, stock PyTorch against Rapt, and prints the stats.
 
@@ -19,6 +19,8 @@ Makes .venv, installs what demo/requirements*.txt pins, builds and installs the 
 exported, and examples/rust/sentences runs it on the same sentences in a process without Python.
   kv           another run, of some minutes: demo/kv.py trains a small language model and lets it write 4096 tokens from a rapt.KVCache in
                bf16, int8, fp8, int4 and nvfp4; error, memory and speed of each as a table and a plot, demo/kv.svg of the target folder
+  train        another run, of some minutes: demo/train.py trains that model from three seeds, by stock PyTorch and with Rapt's attention; losses,
+               steps a second and memory as a table, the curves as a plot, demo/train.svg of the target folder
   --offline    reuse the .venv that is there; nothing is fetched
   --no-torch   show the numpy interface alone; torch is not installed
 Ends with the demo's exit code: non-zero if Rapt is less exact than stock or did not serve every call.";
@@ -35,6 +37,8 @@ enum Demo {
     Sentences,
     /// A language model on caches of several formats.
     KvCache,
+    /// The training of that model.
+    Train,
 }
 
 impl Demo {
@@ -45,7 +49,10 @@ impl Demo {
             (words, true) if words.is_empty() => Ok((Demo::Numpy, offline)),
             (words, false) if words.is_empty() => Ok((Demo::Sentences, offline)),
             (words, false) if words == ["kv"] => Ok((Demo::KvCache, offline)),
-            (words, true) if words == ["kv"] => Err(Failure::Usage(format!("`kv` needs torch\n\n{HELP}"))),
+            (words, false) if words == ["train"] => Ok((Demo::Train, offline)),
+            (words, true) if words == ["kv"] || words == ["train"] => {
+                Err(Failure::Usage(format!("`{}` needs torch\n\n{HELP}", words[0])))
+            }
             (words, _) => Err(Failure::Usage(format!("unexpected `{}`\n\n{HELP}", words.join(" ")))),
         }
     }
@@ -74,6 +81,7 @@ pub(crate) fn run(args: Args) -> Outcome {
             by_rust_alone(&venv, &target.join("demo"))
         }
         Demo::KvCache => script(&venv, "demo/kv.py", [OsStr::new("--svg"), target.join("demo/kv.svg").as_os_str()]),
+        Demo::Train => script(&venv, "demo/train.py", [OsStr::new("--svg"), target.join("demo/train.svg").as_os_str()]),
     }
 }
 
@@ -109,7 +117,8 @@ mod tests {
         assert_eq!(asked("--offline").unwrap(), (Demo::Sentences, true));
         assert_eq!(asked("--no-torch").unwrap(), (Demo::Numpy, false));
         assert_eq!(asked("kv --offline").unwrap(), (Demo::KvCache, true));
-        assert!(asked("kv --no-torch").is_err());
+        assert_eq!(asked("train").unwrap(), (Demo::Train, false));
+        assert!(asked("kv --no-torch").is_err() && asked("train --no-torch").is_err());
         assert!(asked("kv kv").is_err());
         assert!(asked("cache").is_err());
         assert!(!Demo::Numpy.requirements().contains(&TORCH) && Demo::KvCache.requirements().contains(&TORCH));
