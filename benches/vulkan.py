@@ -313,7 +313,7 @@ def main():
     if chosen.out:
         chosen.out.mkdir(parents=True, exist_ok=True)
         (chosen.out / "vulkan.md").write_text(table.markdown("A GPU by Vulkan", facts, made, lost))
-        content = {"facts": facts, "lost": lost, "rows": [{**dataclasses.asdict(row), "figures": figures} for row, figures in measured]}
+        content = {"machine": {"adapter": adapter}, "facts": facts, "lost": lost, "rows": [{**dataclasses.asdict(row), "figures": figures} for row, figures in measured]}
         (chosen.out / "vulkan.json").write_text(json.dumps(content, indent=1) + "\n")
     return 0
 
