@@ -22,6 +22,7 @@ import time
 
 import machine
 import numpy as np
+import reference
 
 import rapt
 import rapt.vulkan
@@ -29,9 +30,9 @@ from rapt import _reference
 from rapt.bench import interleaved, table
 
 CHAIN = 17  # attentions of one onnxruntime graph, from whose time that of a graph of one is taken
-LIMIT = 8  # of the floor of the rule (docs/reference/numerics.md), the error above which an answer is called wrong
 SAMPLED = 32  # query rows of the first and of the last head, whose reference is computed
 DTYPES = {"float32": np.float32, "float16": np.float16}
+SHORT = {long: short for short, long in reference.DTYPES.items()}
 
 
 @dataclasses.dataclass
@@ -208,16 +209,19 @@ def of_host(call, seconds):
     return statistics.median(once(call) for _ in range(max(3, min(500, int(seconds / max(first, 1e-6))))))
 
 
-def error_of(row, q, k, v, out):
-    """The relative error of sampled rows of the first and the last head, in f64."""
+def judged(row, q, k, v, out):
+    """(error, limit) of sampled rows of the first and the last head, by the rule; flash's roundings stand for PyTorch."""
     rows = np.unique(np.linspace(0, row.q_len - 1, SAMPLED, dtype=int))
-    got, want = [], []
+    got, want, rounded = [], [], []
     for batch, head in {(0, 0), (row.batch - 1, row.heads - 1)}:
-        one = [heads_first(x)[batch : batch + 1, head : head + 1].astype(np.float64) for x in (q, k, v)]
-        want.append(_reference.attention(one[0][:, :, rows], *one[1:], queries=rows, q_len=row.q_len)[0])
+        q1, k1, v1 = (heads_first(x)[batch : batch + 1, head : head + 1].astype(np.float64) for x in (q, k, v))
+        options = {"queries": rows, "q_len": row.q_len}
+        want.append(_reference.attention(q1[:, :, rows], k1, v1, **options)[0])
+        rounded.append(_reference.flash_rounded(q1[:, :, rows], k1, v1, row.dtype, **options))
         got.append(out[batch : batch + 1, head : head + 1][:, :, rows].astype(np.float64))
-    got, want = np.concatenate(got), np.concatenate(want)
-    return float(np.linalg.norm(got - want) / np.linalg.norm(want)) if np.isfinite(got).all() else float("inf")
+    got, want, rounded = map(np.concatenate, (got, want, rounded))
+    limit = reference.limit(SHORT[row.dtype], [reference.error(rounded, want)], "flash's roundings")
+    return reference.error(got, want), limit
 
 
 def measure(row, engines, rounds, seconds, lost):
@@ -227,14 +231,14 @@ def measure(row, engines, rounds, seconds, lost):
     for engine in engines:
         try:
             on_host, on_device, as_heads = engine.prepare(row, q, k, v)
-            error = error_of(row, q, k, v, np.asarray(as_heads(on_host())))
+            error, limit = judged(row, q, k, v, np.asarray(as_heads(on_host())))
             on_device(0.02)
         except Exception as problem:  # each peer has gaps of its own
             lost.append(f"{row.name} {row.dtype}: {engine.name}: {str(problem).strip().splitlines()[0][:300]}")
             print(lost[-1], file=sys.stderr, flush=True)
             continue
         prepared[engine.name] = on_host, on_device
-        figures[engine.name] = {"host": [], "device": [], "error": error, "limit": LIMIT * _reference.FLOOR[row.dtype]}
+        figures[engine.name] = {"host": [], "device": [], "error": error.relative, "limit": limit.relative, "right": limit.allows(error)}
     for _ in range(rounds):
         for name, (on_host, on_device) in prepared.items():
             figures[name]["host"].append(of_host(on_host, seconds))
@@ -246,6 +250,13 @@ def cell(rounds):
     return f"{1e3 * statistics.median(rounds):.3f} ±{100 * interleaved.spread(rounds):.0f}%"
 
 
+def ratio(figures, of, name):
+    """How many times as long as Rapt; no word of speed where an answer is wrong."""
+    if name not in of or "rapt" not in of:
+        return "–"
+    return f"{of[name] / of['rapt']:.2f}" if figures[name]["right"] and figures["rapt"]["right"] else "wrong"
+
+
 def tables(measured, names):
     made = []
     for where, title in (("host", "Calls on host arrays, copies counted, ms"), ("device", "Tensors on the device, ms")):
@@ -253,12 +264,12 @@ def tables(measured, names):
         lines = []
         for row, figures in measured:
             of = {name: statistics.median(figures[name][where]) for name in figures}
-            ratios = [f"{of[name] / of['rapt']:.2f}" if name in of and "rapt" in of else "–" for name in names[1:]]
+            ratios = [ratio(figures, of, name) for name in names[1:]]
             lines.append([row.name, row.dtype, "", *(cell(figures[name][where]) if name in figures else "–" for name in names), *ratios])
         made.append((title, header, lines, []))
     lines = []
     for row, figures in measured:
-        cells = [f"{figures[name]['error']:.1e}" + ("" if figures[name]["error"] <= figures[name]["limit"] else " WRONG") if name in figures else "–" for name in names]
+        cells = [f"{figures[name]['error']:.1e}" + ("" if figures[name]["right"] else f" WRONG > {figures[name]['limit']:.1e}") if name in figures else "–" for name in names]
         lines.append([row.name, row.dtype, "", *cells])
     made.append(("Relative error of sampled rows", ["row", "dtype", "", *names], lines, []))
     return made
