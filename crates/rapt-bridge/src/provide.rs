@@ -102,8 +102,8 @@ fn facts_of(plan: &Plan) -> Result<Facts> {
     let (key, cost) = (plan.key(), plan.cost());
     let of = |n: usize| n as u64;
     Ok(Facts {
-        kernel: place(&Kernel::ALL, &key.kernel)?,
-        p_rounding: place(&PRounding::ALL, &key.p_rounding)?,
+        kernel: place(Kernel::ALL, &key.kernel)?,
+        p_rounding: place(PRounding::ALL, &key.p_rounding)?,
         kv_in_place: u32::from(plan.kv_in_place()),
         has_work: u32::from(plan.work().is_some()),
         block_m: of(plan.block_m()),

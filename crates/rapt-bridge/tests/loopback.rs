@@ -233,8 +233,8 @@ fn every_kernel_and_rounding_crosses() {
     let device = bridge().open(0).unwrap();
     let [q, kv] = forms(TensorLayout::Bhsd);
     let spec = Spec::builder(q, kv, kv, &Options::default()).build().unwrap();
-    for kernel in Kernel::ALL {
-        for p_rounding in PRounding::ALL {
+    for &kernel in Kernel::ALL {
+        for &p_rounding in PRounding::ALL {
             *locked(&KEY) = Some((kernel, p_rounding));
             let plan = device.plan_host(&spec);
             *locked(&KEY) = None;

@@ -131,31 +131,44 @@ pub enum MaskClass {
     Additive,
 }
 
-/// The algorithm of a plan.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub enum Kernel {
-    /// Many queries: tiles of them along the vector lanes, or on the tensor cores.
-    Forward,
-    /// Many queries, products on the matrices of a device that Vulkan reaches.
-    Matrices,
-    /// Few queries: bound by how fast K and V arrive, keys split in fixed chunks.
-    Decode,
-    /// The one that serves the whole definition where no faster one does.
-    Generic,
-    /// [`Compute::Int8`](crate::Compute::Int8): products of integers, queries along the lanes, or on the tensor cores.
-    ForwardInt8,
-    /// Gradients: probabilities recomputed from lse, queries along the lanes.
-    Backward,
-    /// Nothing to attend: zeros and −inf.
-    Empty,
+/// An enum without fields, and `ALL`, which cannot lack one of them.
+macro_rules! listed {
+    ($(#[$of_enum:meta])* pub enum $name:ident { $($(#[$of_variant:meta])* $variant:ident,)* }) => {
+        $(#[$of_enum])*
+        pub enum $name {
+            $($(#[$of_variant])* $variant,)*
+        }
+
+        impl $name {
+            /// Every one of them, in the order in which they are declared.
+            pub const ALL: &'static [Self] = &[$($name::$variant,)*];
+        }
+    };
+}
+
+listed! {
+    /// The algorithm of a plan.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+    #[non_exhaustive]
+    pub enum Kernel {
+        /// Many queries: tiles of them along the vector lanes, or on the tensor cores.
+        Forward,
+        /// Many queries, products on the matrices of a device that Vulkan reaches.
+        Matrices,
+        /// Few queries: bound by how fast K and V arrive, keys split in fixed chunks.
+        Decode,
+        /// The one that serves the whole definition where no faster one does.
+        Generic,
+        /// [`Compute::Int8`](crate::Compute::Int8): products of integers, queries along the lanes, or on the tensor cores.
+        ForwardInt8,
+        /// Gradients: probabilities recomputed from lse, queries along the lanes.
+        Backward,
+        /// Nothing to attend: zeros and −inf.
+        Empty,
+    }
 }
 
 impl Kernel {
-    /// Every one of them.
-    pub const ALL: [Kernel; 6] =
-        [Kernel::Empty, Kernel::Generic, Kernel::Forward, Kernel::Decode, Kernel::Matrices, Kernel::ForwardInt8];
-
     /// The name that `explain` prints.
     #[must_use]
     pub const fn name(self) -> &'static str {
@@ -171,27 +184,23 @@ impl Kernel {
     }
 }
 
-/// Where the probabilities are rounded between the two products.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub enum PRounding {
-    /// Kept in the accumulation dtype.
-    Accumulation,
-    /// To the storage dtype, for the product with v; what divides is the sum before rounding.
-    Storage,
-    /// To the sum of two numbers of the storage dtype, for the product with v: 16 bits of bfloat16.
-    TwoStorage,
-    /// To 24 bits in fixed point, for the product with v, each weight with the factor of its code: against the largest of a block of keys.
-    Fixed,
-    /// To 8 bits against the maximum of their block of [`INT8_BLOCK`](crate::INT8_BLOCK) keys, for the product with v; what divides is the
-    /// sum before rounding.
-    Block,
-}
-
-impl PRounding {
-    /// Every one of them.
-    pub const ALL: [PRounding; 5] =
-        [PRounding::Accumulation, PRounding::Storage, PRounding::TwoStorage, PRounding::Fixed, PRounding::Block];
+listed! {
+    /// Where the probabilities are rounded between the two products.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+    #[non_exhaustive]
+    pub enum PRounding {
+        /// Kept in the accumulation dtype.
+        Accumulation,
+        /// To the storage dtype, for the product with v; what divides is the sum before rounding.
+        Storage,
+        /// To the sum of two numbers of the storage dtype, for the product with v: 16 bits of bfloat16.
+        TwoStorage,
+        /// To 24 bits in fixed point, for the product with v, each weight with the factor of its code: against the largest of a block of keys.
+        Fixed,
+        /// To 8 bits against the maximum of their block of [`INT8_BLOCK`](crate::INT8_BLOCK) keys, for the product with v; what divides is the
+        /// sum before rounding.
+        Block,
+    }
 }
 
 /// What identifies a kernel's code: a spec without its lengths.
