@@ -186,6 +186,17 @@ __device__ inline void griddepcontrol_wait() {
 __device__ inline void bar_sync(int number, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }
+// The same; whether any of them brings `any`.
+__device__ inline bool bar_any(int number, int threads, bool any) {
+    u32 result;
+    asm volatile(
+        "{\n .reg .pred p, q;\n setp.ne.u32 p, %3, 0;\n bar.red.or.pred q, %1, %2, p;\n selp.u32 %0, 1, 0, q;\n}"
+        : "=r"(result)
+        : "r"(number), "r"(threads), "r"((u32)any)
+        : "memory"
+    );
+    return result != 0;
+}
 __device__ inline void bar_arrive(int number, int threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }

@@ -8,6 +8,22 @@
 #pragma once
 #include "hopper/consumer.cuh"
 
+// Whether a value of the tile is not finite. All groups look together, each thread at its part: where scores alone asked for the careful
+// pass, no tile has one, and this is all that it costs.
+__device__ inline bool has_odd_values(const u8* tile) {
+    constexpr u32 EXPONENT = STORAGE == F16 ? 0x7c00u : 0x7f80u;
+    bool any = false;
+#pragma unroll 1
+    for (int at = threadIdx.x; at < V_BOXES * K_BOX / 8; at += CONSUMERS) {
+        const uint4 x = ((const uint4*)tile)[at];
+        const u32 words[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+        for (const u32 word : words)
+            any |= (word & EXPONENT) == EXPONENT || (word >> 16 & EXPONENT) == EXPONENT;
+    }
+    return bar_any(CAREFUL_TILE, CONSUMERS, any);
+}
+
 // Takes values that are not finite out of the tile at hand, keys n0.., and adds them to the sums of the rows that attend
 // them. In loops: this is rare, and its code should be small.
 __device__ inline void Consumer::isolate_values(const Work& work, int n0) {
@@ -17,6 +33,7 @@ __device__ inline void Consumer::isolate_values(const Work& work, int n0) {
     const Queries queries{p, place.task, place.r0};
     u8* tile = (u8*)sh.v[stage_of(done)];
     mbarrier_wait(sh.v_full[stage_of(done)], phase_of(done));
+    if (!has_odd_values(tile)) return;
     const Sequence& of = place.task.sequence;
     const int keys = min(BN, of.kv_len(p) - n0);
 #pragma unroll 1
