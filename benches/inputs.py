@@ -16,6 +16,7 @@ class Inputs:
     k: np.ndarray
     v: np.ndarray
     mask: np.ndarray | None  # bool, or the row's dtype; broadcastable to [batch, num_q_heads, q_len, kv_len]
+    d_o: np.ndarray | None = None  # of training rows: what arrives at the output
 
 
 def to_dtype(values, dtype):
@@ -63,11 +64,12 @@ def make(row):
         mask = normal(row.batch, 1, row.q_len, row.kv_len)
     elif row.mask == "padding":
         mask = np.arange(row.kv_len) < np.array(row.kept_keys)[:, None, None, None]
+    d_o = normal(row.batch, row.num_q_heads, row.q_len, row.head_dim_v) if row.kind == "train" else None
     bshd = (0, 2, 1, 3)
     plain = (0, 1, 2, 3)
-    q_order = bshd if row.layout.startswith("permuted") else plain
-    kv_order = bshd if row.layout.startswith(("permuted", "bshd_cache")) else plain
-    return Inputs(aligned_copy(q, q_order), aligned_copy(k, kv_order), aligned_copy(v, kv_order), mask)
+    q_order = bshd if row.layout.startswith(("permuted", "jagged")) else plain
+    kv_order = bshd if row.layout.startswith(("permuted", "jagged", "bshd_cache")) else plain
+    return Inputs(aligned_copy(q, q_order), aligned_copy(k, kv_order), aligned_copy(v, kv_order), mask, d_o)
 
 
 def positional(row, queries):

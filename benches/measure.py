@@ -13,6 +13,7 @@ import statistics
 import numpy as np
 
 import ceilings
+import gradients
 import inputs
 import reference
 from peers import PEERS
@@ -38,6 +39,7 @@ class Timing:
     error: reference.Error | None = None
     rounds: list = dataclasses.field(default_factory=list)  # [[microseconds of each call]] by round
     verdict: str = ""  # ours only: "" within tolerance, else what broke
+    peak_bytes: int | None = None  # of a training row: the most that a step holds beyond its output and gradients
 
     @property
     def by_round(self):
@@ -165,6 +167,9 @@ class Run:
             row = measured.row
             if row.kind == "add":
                 continue
+            if row.kind == "train":
+                self.check_gradients(measured)
+                continue
             self.progress(row, "check")
             queries = inputs.sampled_queries(row)
             made, want = reference_of(row, queries)
@@ -201,6 +206,44 @@ class Run:
                     )
                 elif not ours:
                     timing.void = wrong(row, timing.error.relative, measured.codes_error)
+
+    def check_gradients(self, measured):
+        """The same of a training row: its output and the gradients by q, k and v, of one key head. The error that is kept is the largest
+        beside its limit. With dropout the masks of engines differ: what they give is looked at for numbers that are not finite alone."""
+        row = measured.row
+        self.progress(row, "check gradients")
+        want = None if row.dropout else gradients.of_row(row, inputs.make(row))
+        found, of_torch = {}, []
+        for name, timing in measured.timings.items():
+            out = str(self.folder / f"{name}.npz")
+            answer = None if timing.void else self.ask(name, "check_gradients", measured, key=row.key, head=gradients.sampled(row), out=out)
+            if answer is None:
+                continue
+            timing.peak_bytes = answer.get("peak_bytes")
+            if not answer["finite"]:
+                timing.verdict = timing.void = "numbers that are not finite"
+            elif want:
+                found[name] = gradients.errors(list(np.load(out).values()), want)
+                if name == "stock":
+                    of_torch = [found[name]]
+                    if "math" in answer:
+                        of_torch.append(gradients.errors(list(np.load(answer["math"]).values()), want))
+        for name, errors in found.items():
+            timing = measured.timings[name]
+            limits = [reference.limit(row.dtype, list(peers), "torch in this run") for peers in zip(*of_torch)]
+            beside = [error.relative / limit.relative for error, limit in zip(errors, limits)] or [error.relative for error in errors]
+            worst = beside.index(max(beside))
+            timing.error = errors[worst]
+            if PEERS[name].ours:
+                measured.limit = limits[worst] if limits else None
+                for what, error, limit in zip(gradients.NAMES, errors, limits):
+                    if not limit.allows(error):
+                        timing.verdict = (
+                            f"{what}: error {error.relative:.2e} (limit {limit.relative:.2e}), worst row {error.worst_row:.2e} "
+                            f"(limit {limit.worst_row:.2e}), by {limit.source}"
+                        )
+            else:
+                timing.void = wrong(row, max(error.relative for error in errors), None)
 
     def time(self, everything):
         samples = []

@@ -19,7 +19,7 @@ from rapt.bench.table import number
 
 def lead(measured):
     """The interface that a row's ratios are about: a call through torch's SDPA for call rows, rapt.attention else."""
-    order = ("rapt-sdpa", "rapt") if measured.row.kind in ("call", "first") else ("rapt", "rapt-sdpa", "rapt-avx2")
+    order = ("rapt-sdpa", "rapt") if measured.row.kind in ("call", "first", "train") else ("rapt", "rapt-sdpa", "rapt-avx2")
     return next((name for name in order if name in measured.timings and measured.timings[name].median), None)
 
 
@@ -45,6 +45,7 @@ def derive(everything):
             "vs_stock": ratio(medians.get("stock"), us), "vs_unlocked": ratio(medians.get("unlocked"), us),
             "best_peer": best, "vs_best": ratio(peers.get(best), us), "base": base.name if base else None, "vs_base": ratio(us, base_us),
             "ceiling_unit": unit, "ceiling_gflops": peak, "ghz": found.get("ghz"),
+            "peak_bytes": {name: timing.peak_bytes for name, timing in measured.timings.items() if timing.peak_bytes is not None},
             "mb_saved": row.copied_bytes / 1e6 if row.layout.endswith("_copy") else None,
             "codes_error": measured.codes_error.relative if measured.codes_error else None,
             "own_codes_error": {
@@ -54,12 +55,13 @@ def derive(everything):
             },
         }  # fmt: skip
         # Nothing here measures what products of int8 could reach.
-        if row.kind == "prefill" and peak and row.compute == "exact":
+        if row.kind in ("prefill", "train") and peak and row.compute == "exact":
             figure["percent_of_ceiling"] = {}
             for name, median in medians.items():
                 own, _ = ceilings.ceiling(found, row.dtype, PEERS[name].width)
                 if median and own:
                     figure["percent_of_ceiling"][name] = 100 * row.flops / median / 1e3 / own
+        if row.kind == "prefill" and "percent_of_ceiling" in figure:
             flop, f32_flop = (ceilings.flop_per_cycle(found, dtype, width) for dtype in (row.dtype, "f32"))
             figure["flop_per_cycle"] = flop
             figure["floor_cycles"] = row.floor_cycles(flop, f32_flop)
@@ -91,6 +93,11 @@ def microseconds(figure, name):
     text += "" if spread is None else f" ±{100 * spread:.0f}%"
     error = figure["own_codes_error"].get(name)
     return text if error is None else f"{text} error {error:.1e}"
+
+
+def mebibytes(figure, name):
+    peak = figure["peak_bytes"].get(name)
+    return number(None if peak is None else peak / 2**20, "{:.0f}")
 
 
 def error_of(measured, ours):
@@ -148,6 +155,21 @@ def tables(everything, figures):
                 )
         header = [*leading, *(f"{name} us" for name in names), *trailing, "% ceiling", "cycles/score", "floor", "error", *of_codes]
         made.append(("Prefill", header, lines, notes))
+
+    chosen = [pair for pair in pairs if pair[1]["kind"] == "train"]
+    if chosen:
+        names = peers_of(chosen)
+        lines = [
+            common(measured, figure, names)
+            + [
+                number(figure.get("percent_of_ceiling", {}).get(figure["lead"]), "{:.0f}%"),
+                *(mebibytes(figure, name) for name in names), error_of(measured, figure["lead"]),
+            ]
+            for measured, figure in chosen
+        ]  # fmt: skip
+        notes = ["MiB: the most that a step holds beyond its output and gradients"]
+        header = [*leading, *(f"{name} us" for name in names), *trailing, "% ceiling", *(f"{name} MiB" for name in names), "error"]
+        made.append(("Forward and backward", header, lines, notes))
 
     chosen = [pair for pair in pairs if pair[1]["kind"] == "decode"]
     if chosen:

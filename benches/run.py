@@ -1,6 +1,6 @@
 """`cargo xtask bench cpu`: attention on this machine's CPU, Rapt and its peers in one interleaved run. docs/reference/benchmarks.md explains it.
 
-    python benches/run.py cpu [--shapes NAME,..] [--dtypes f32,bf16,f16] [--peers NAME,..] [--quick] [--check no-slower-than-stock]
+    python benches/run.py cpu [--backward] [--shapes NAME,..] [--dtypes f32,bf16,f16] [--peers NAME,..] [--quick] [--check no-slower-than-stock]
 """
 
 import argparse
@@ -35,6 +35,7 @@ def arguments():
     parser.add_argument("--shapes", type=comma, help="shapes, groups or globs over row names (default: all; see benches/shapes.toml)")
     parser.add_argument("--dtypes", type=comma, help=f"of {','.join(shapes.ALL_DTYPES)}")
     parser.add_argument("--peers", type=comma, help=f"of {','.join(PEERS)} (default: all but rapt-avx2)")
+    parser.add_argument("--backward", action="store_true", help="the rows of forward and backward, which a run leaves out else (unless --shapes names them)")
     parser.add_argument("--quick", action="store_true", help="tiny shapes, two rounds: tries the harness, its figures mean nothing")
     parser.add_argument("--rounds", type=int, help="timed rounds per row (default 7)")
     parser.add_argument("--seconds", type=float, help="length of one timed batch (default 0.06)")
@@ -84,6 +85,8 @@ def starter(threads, folder, peer_python):
 def main():
     chosen = arguments()
     rows = shapes.load(chosen.shapes, chosen.dtypes, chosen.quick)
+    if chosen.backward or not chosen.shapes:
+        rows = [row for row in rows if (row.kind == "train") == chosen.backward]
     if chosen.list:
         for row in rows:
             print(f"{row.key:48} {row.dims:20} {' '.join(row.groups)}")

@@ -27,6 +27,7 @@ class Prepared:
     most_calls: int | None = None  # of a batch, so that what they leave behind does not count
     tight: tuple | None = None  # (statement, names): timed by timeit instead of `calls`, for calls of a microsecond
     second_opinion: Callable | None = None  # (queries) -> the same rows by the engine's own math path, for the tolerance rule
+    gradients: Callable | None = None  # training rows, in place of `output`: (batch, kv_head) -> (finite, bytes of all, [out, dq, dk, dv])
 
 
 def quickest(prepared):
@@ -67,15 +68,17 @@ class Peer:
 
 
 CALLS = ("prefill", "decode", "call", "first")
+TRAINING = (*CALLS, "train")
 
 PEERS = {
     peer.name: peer
     for peer in (
         Peer("rapt", "rapt.attention", "rapt_interfaces", ("attention",), kinds=CALLS, ours=True),
         # The other interface is the same engine: measured where a claim is made about it.
-        Peer("rapt-sdpa", "SDPA with rapt registered", "rapt_interfaces", ("sdpa",), kinds=CALLS, groups=("anchors", "call"), ours=True),
-        Peer("stock", "stock torch", "torch_sdpa", kinds=(*CALLS, "add")),
-        Peer("unlocked", "unlocked torch", "torch_sdpa", kinds=CALLS, preload_unlock=True),
+        Peer("rapt-sdpa", "SDPA with rapt registered", "rapt_interfaces", ("sdpa",), kinds=TRAINING,
+             groups=("anchors", "call", "backward"), ours=True),
+        Peer("stock", "stock torch", "torch_sdpa", kinds=(*TRAINING, "add")),
+        Peer("unlocked", "unlocked torch", "torch_sdpa", kinds=TRAINING, preload_unlock=True),
         Peer("openvino", "OpenVINO", "openvino_sdpa", dtypes=("f32", "bf16"), codes=(("bf16", "int8"), ("bf16", "int4"))),
         Peer("onnxruntime", "onnxruntime", "onnx_attention", dtypes=("f32", "f16"), codes=(("f32", "int8"), ("f32", "int4"))),
         Peer("rapt-avx2", "rapt.attention, RAPT_ISA=avx2", "rapt_interfaces", ("attention",), environment=(("RAPT_ISA", "avx2"),),

@@ -2,6 +2,7 @@
 
     prepare {key, row, copies}        make the inputs and build the row
     check   {key, queries, out}       run it once; the sampled query rows go to `out` as an .npy file
+    check_gradients {key, head, out}  run a training row; out, dq, dk, dv of that (batch entry, key head) go to `out`, an .npz file
     time    {key, seconds}            microseconds per call, one sample per call (short calls in groups)
     first   {key}                     microseconds of one call, which nothing went before where the row's kind is first
     release {key}                     forget the row
@@ -52,6 +53,22 @@ class Worker:
                 answer["math"] = out + ".math.npy"
         return answer
 
+    def check_gradients(self, key, head, out):
+        prepared, _ = self.rows[key]
+        with prepared.context():
+            prepared.calls[0]()  # what is allocated once is no step's
+            gc.collect()
+            before = peak_bytes(reset=True)
+            finite, held, arrays = prepared.gradients(*head)
+            answer = {"finite": finite}
+            if before is not None:
+                answer["peak_bytes"] = max(0, peak_bytes() - before - held)
+            np.savez(out, *arrays)
+            if prepared.second_opinion is not None:
+                np.savez(out + ".math.npz", *prepared.second_opinion(*head))
+                answer["math"] = out + ".math.npz"
+        return answer
+
     def time(self, key, seconds):
         prepared, estimate = self.rows[key]
         if prepared.rewind:
@@ -80,6 +97,18 @@ class Worker:
         self.rows.pop(key, None)
         gc.collect()
         return {}
+
+
+def peak_bytes(reset=False):
+    """The most memory that this process has held since it was last reset, by which it is what is held now; None where Linux does not tell."""
+    try:
+        if reset:
+            with open("/proc/self/clear_refs", "w") as clear:
+                clear.write("5")
+        with open("/proc/self/status") as status:
+            return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM"))
+    except OSError:
+        return None
 
 
 def elapsed_us(call):

@@ -7,6 +7,7 @@ import inputs
 import rapt
 import rapt.torch
 from peers import Prepared
+from peers import torch_training
 from peers.torch_sdpa import Tensors, calls, grad_context, read, tensor, tight
 
 from rapt.bench import check
@@ -36,7 +37,18 @@ class Engine:
         # `where` and `isa` go into the record: which build was measured, and what it chose to run.
         return {"rapt": rapt.__version__, "torch": torch.__version__, "isa": rapt.doctor()["isa"]}
 
+    @staticmethod
+    def served(before=None):
+        """What was served so far; an error where nothing was since `before`, or something fell back: a figure counts only if Rapt did
+        the work."""
+        now = rapt.torch.stats()
+        if before is not None and (now["served"] <= before["served"] or now["fallback"] != before["fallback"]):
+            raise RuntimeError(f"not served by rapt: {now['fallback']}")
+        return now
+
     def prepare(self, row, copies):
+        if row.kind == "train":
+            return torch_training.prepare(row, self.served)
         tensors = Tensors(row, copies) if row.formats is None else Codes(row, copies)
         if self.interface == "sdpa":
             function, options = torch.nn.functional.scaled_dot_product_attention, tensors.sdpa_options(row)
@@ -47,11 +59,9 @@ class Engine:
         def output():
             if self.interface == "attention":
                 return read(made[0]())
-            before = rapt.torch.stats()
+            before = self.served()
             result = read(made[0]())
-            after = rapt.torch.stats()
-            if after["served"] <= before["served"] or after["fallback"] != before["fallback"]:
-                raise RuntimeError(f"not served by rapt: {after['fallback']}")  # a figure of this interface counts only if Rapt did the work
+            self.served(before)
             return result
 
         # Nor of Rapt, whose threads start when it is first asked.

@@ -56,6 +56,43 @@ def test_bytes_of_codes_of_two_kinds(table):
     assert dataclasses.replace(row, storage="int8:head+nvfp4", head_dim_v=64).kv_bytes == tokens * (128 + 36)
 
 
+def test_rows_of_training(table):
+    plain, causal, ragged = (named(table, name) for name in ("train-2048", "train-2048/causal", "train-varlen-512/jagged"))
+    assert plain.flops == 7 * 2 * 128 * 2 * 8 * 2048**2 and causal.flops * 2 == plain.flops
+    assert ragged.scores == 12 * sum(kept**2 for kept in ragged.kept_keys) and max(ragged.kept_keys) < 512
+    assert rows.baseline(named(table, "train-2048/causal/dropout0.1"), table) == causal
+    listed = {flag: python(f"import sys, run; sys.argv = ['bench', 'cpu', '--list'{flag}]; run.main()") for flag in ("", ", '--backward'")}
+    assert "train-" not in listed[""] and all(line.startswith("train-") for line in listed[", '--backward'"].splitlines())
+
+
+@pytest.mark.skipif(os.name != "posix", reason="the program needs a POSIX system")
+def test_a_quick_run_of_training(torch, tmp_path):
+    words = ["cpu", "--quick", "--shapes", "train-gqa-1024,train-masks-1024/additive", "--out", str(tmp_path), "--threads", "1"]
+    done = subprocess.run(
+        [sys.executable, "-B", str(BENCHES / "run.py"), *words, "--dtypes", "bf16", "--peers", "rapt-sdpa,stock"],
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    record = json.loads(next(tmp_path.glob("*.json")).read_text())
+    assert [row["row"] for row in record["rows"]] == ["train-masks-1024/additive", "train-gqa-1024", "train-gqa-1024/causal"]
+    for row in record["rows"]:
+        mine = row["timings"]["rapt-sdpa"]
+        assert row["us"]["rapt-sdpa"] > 0 and row["us"]["stock"] > 0 and mine["verdict"] == "" and 0 < mine["error"]["relative"] <= row["limit"]["relative"]
+
+
+def test_wrong_gradients_are_seen():
+    said = python(
+        "import gradients, inputs, shapes\n"
+        "row = shapes.load(['train-gqa-1024/causal'], ['f32'], quick=True)[0]\n"
+        "want = gradients.of_row(row, inputs.make(row))\n"
+        "gradients.BLOCK = 7\n"
+        "print(max(error.relative for error in gradients.errors(gradients.of_row(row, inputs.make(row)), want)) < 1e-14)\n"
+        "want[2][0, 5] *= 1.01\n"
+        "print([error.relative > 1e-4 for error in gradients.errors(gradients.of_row(row, inputs.make(row)), want)])\n"
+    )
+    assert said.splitlines() == ["True", "[False, False, True, False]"]
+
+
 def test_peers_take_codes_that_they_can_make():
     said = python(
         "import shapes; from peers import PEERS\n"

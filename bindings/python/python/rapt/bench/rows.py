@@ -1,7 +1,7 @@
 """The rows of a benchmark: a TOML file expanded, and the arithmetic that belongs to a row alone (scores, FLOPs, bytes, floors).
 
     scores = (query, key) pairs that the masks of the row leave; causal counts half of q_len * kv_len
-    flops  = 2 * (head_dim + head_dim_v) * scores
+    flops  = 2 * (head_dim + head_dim_v) * scores; of a training row, forward and backward, 3.5 times that: seven products for two
 
 One [[shape]] of the file is a family: all its variants (the product of what it lists) are prepared together and interleaved in the
 same rounds. A second [[shape]] of the same name adds variants to it. `rapt.bench` reads cuda.toml beside this file, `cargo xtask bench
@@ -45,6 +45,7 @@ class Row:
     causal: str = "none"
     window: int = 0
     softcap: float = 0.0
+    dropout: float = 0.0
     mask: str = "none"
     layout: str = "contiguous"
     storage: str = "numbers"
@@ -68,6 +69,7 @@ class Row:
         words = [] if self.causal == "none" else ["causal" if self.causal == "top_left" else self.causal]
         words += [f"window{self.window}"] if self.window else []
         words += [f"softcap{self.softcap:g}"] if self.softcap else []
+        words += [f"dropout{self.dropout:g}"] if self.dropout else []
         words += [] if self.mask == "none" else [self.mask]
         words += [] if self.layout == "contiguous" else [self.layout]
         words += [] if self.storage == "numbers" else [self.storage.replace(":", "-")]
@@ -104,11 +106,18 @@ class Row:
 
     @property
     def kept_keys(self):
-        """Padding: how many keys each batch keeps."""
+        """Padding and ragged batches: how many keys each batch keeps."""
         return [self.kv_len * (self.batch + 3 * b) // (4 * self.batch) or 1 for b in range(self.batch)]
 
     @property
+    def is_ragged(self):
+        """Whether sequence b has `kept_keys[b]` queries and keys: a nested tensor of layout torch.jagged."""
+        return self.layout == "jagged"
+
+    @property
     def scores(self):
+        if self.is_ragged:
+            return self.num_q_heads * sum(kept * kept for kept in self.kept_keys) // (1 if self.causal == "none" else 2)
         pairs = self.q_len * self.kv_len
         if self.window:
             offset = self.kv_len - self.q_len if self.causal == "bottom_right" else 0
@@ -123,7 +132,8 @@ class Row:
 
     @property
     def flops(self):
-        return 2 * (self.head_dim + self.head_dim_v) * self.scores
+        forward = 2 * (self.head_dim + self.head_dim_v) * self.scores
+        return forward * 7 // 2 if self.kind == "train" else forward
 
     @property
     def q_bytes(self):
@@ -206,7 +216,7 @@ class Row:
         return floors
 
 
-KEYS = frozenset("name dims kind dtypes causal window softcap mask layout storage compute cache grad_mode launch groups peers bars".split())
+KEYS = frozenset("name dims kind dtypes causal window softcap dropout mask layout storage compute cache grad_mode launch groups peers bars".split())
 
 
 def listed(value):
@@ -230,11 +240,12 @@ def expand(shape, source="the rows"):
     layouts = listed(shape.get("layout", "contiguous"))
     has_copy = any(layout.endswith("_copy") for layout in layouts)
     bars = tuple((bar["over"], float(bar["ratio"]), bar.get("where", "*")) for bar in shape.get("bars", ()))
-    for dtype, causal, window, softcap, mask, layout, storage, compute, cache, grad_mode, launch in itertools.product(
+    for dtype, causal, window, softcap, dropout, mask, layout, storage, compute, cache, grad_mode, launch in itertools.product(
         shape.get("dtypes", ALL_DTYPES),
         listed(shape.get("causal", "none")),
         listed(shape.get("window", 0)),
         listed(shape.get("softcap", 0.0)),
+        listed(shape.get("dropout", 0.0)),
         listed(shape.get("mask", "none")),
         layouts,
         listed(shape.get("storage", "numbers")),
@@ -249,7 +260,7 @@ def expand(shape, source="the rows"):
             groups = shape["groups"] + (["permuted"] if layout != "contiguous" else []) + (["copy_vs_inplace"] if has_copy else [])
         row = Row(
             shape=shape["name"], kind=shape.get("kind", "prefill"), **sizes, dtype=dtype, causal=causal, window=window,
-            softcap=softcap, mask=mask, layout=layout, storage=storage, compute=compute, cache=cache, grad_mode=grad_mode,
+            softcap=softcap, dropout=dropout, mask=mask, layout=layout, storage=storage, compute=compute, cache=cache, grad_mode=grad_mode,
             launch=launch, groups=tuple(groups), peers=tuple(shape.get("peers", ())),
         )  # fmt: skip
         yield dataclasses.replace(row, bars=tuple(bar[:2] for bar in bars if fnmatch.fnmatchcase(row.name, bar[2])))
@@ -315,6 +326,7 @@ def baseline(row, rows):
         plain(row, cache="contiguous" if row.page_size else "none") if row.cache != "none" else None,
         plain(row, storage="numbers", compute="exact") if row.storage != "numbers" else None,
         plain(row, layout="contiguous") if row.layout != "contiguous" else None,
+        plain(row, dropout=0.0) if row.dropout else None,
         plain(row, window=0) if row.window else None,
         plain(row, mask="none") if row.mask != "none" else None,
         plain(row, causal="none") if row.causal != "none" else None,
