@@ -1,0 +1,356 @@
+"""The three ways in which queries of one rank meet keys of another. All tensors are views [batch, heads, len, head_dim].
+
+    ring        K and V go round: each rank sends on what it has before it computes with it. The partial results of a rank are merged in the
+                order own block, the rank's before it, … A block goes as far as somebody sees it.
+    all_gather  every rank gets all K and V, a part of the heads at a time, the next part while this one is computed; each of its places is one
+                row of pieces over all keys.
+    ulysses     every rank gets all tokens of a part of the heads, and gives back its part of the answer.
+
+Backward: `ring` and `all_gather` recompute from the whole rows' lse and out, which make gradients sums over blocks; dk and dv are added in the order of the
+ring, or of ranks, in float32 (float64).
+"""
+
+import typing
+
+import rapt
+import torch
+
+from . import _blocks, _group
+from ._merge import Merged, accumulation
+from ._places import local_rows, places
+
+# Parts of the heads of keys that all_gather has under way one after another.
+PARTS = 4
+# Beyond this much, rapt.attention_backward finds the sums of a row anew, from the keys that it is given.
+LARGE = 1000.0
+# Tags of gradients, beside keys that go the same way at the same time.
+_ROUND, _HOME = 10, 20
+
+
+class Call(typing.NamedTuple):
+    """A request on which all ranks agree, beside its tensors."""
+
+    peers: _group.Peers
+    order: str
+    q_lengths: tuple
+    kv_lengths: tuple
+    documents: tuple
+    causal: str | None
+    window: tuple | None
+    softcap: float | None
+    scale: float | None
+    slopes: torch.Tensor | None
+
+    @property
+    def rank(self):
+        return self.peers.rank
+
+    def q_places(self, rank=None):
+        return places(self.q_lengths, self.order)[self.rank if rank is None else rank]
+
+    def kv_places(self, rank):
+        return places(self.kv_lengths, self.order)[rank]
+
+    def pieces(self, q_places, k_places, mask):
+        return _blocks.pieces(
+            q_places, k_places, self.documents, self.causal, self.window, self.slopes is not None, mask is not None
+        )  # fmt: skip
+
+    def words(self):
+        return {"softcap": self.softcap, "scale": self.scale}
+
+    def reach(self, owner, mask):
+        """How many ranks behind `owner` its keys go round to: the last that sees some."""
+        world = self.peers.world
+        seen = (t for t in range(world) if self.pieces(self.q_places((owner + t) % world), self.kv_places(owner), mask))
+        return max(seen, default=0)
+
+
+# --- pieces ------------------------------------------------------------------------------------------------------------------
+
+
+def attend(call, merged, q, k, v, k_places, mask, slopes, q_places=None):
+    """Adds what the rows of q see of a block of keys that lie at `k_places`."""
+    dtype = accumulation(q.dtype)
+    for piece in call.pieces(call.q_places() if q_places is None else q_places, k_places, mask):
+        operands = _blocks.operands(piece, mask, slopes, dtype)
+        (r0, r1), (k0, k1) = piece.rows, piece.keys
+        out, lse = rapt.attention(
+            q[:, :, r0:r1], k[:, :, k0:k1], v[:, :, k0:k1], **operands.options, **call.words(), out=merged.place(piece.rows),
+            out_dtype=dtype, return_lse=True,
+        )  # fmt: skip
+        merged.add(piece.rows, out, lse if operands.of_rows is None else lse + operands.of_rows)
+
+
+class Rows(typing.NamedTuple):
+    """Of the local rows what their gradients are computed from, in the accumulation dtype."""
+
+    d_o: torch.Tensor
+    d_lse: torch.Tensor | None
+    q: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor
+    mask: torch.Tensor | None
+    is_large: bool
+
+
+def rows_of(d_o, d_lse, q, out, lse, mask):
+    dtype = accumulation(q.dtype)
+    d_o, q, out = (t.to(dtype) for t in (d_o, q, out))
+    if mask is not None and mask.dtype != torch.bool:
+        mask = mask.to(dtype)
+    is_large = bool((lse.abs() > LARGE).logical_and_(lse.isfinite()).any())
+    return Rows(d_o, d_lse, q, out, lse, mask, is_large)
+
+
+def differentiate(call, rows, k, v, k_places, slopes, dq, dk, dv, d_mask, q_places=None):
+    """Adds to dq, dk, dv and d_mask (None: not asked for) what the rows and a block of keys give."""
+    k, v = k.to(rows.q.dtype), v.to(rows.q.dtype)
+    for piece in call.pieces(call.q_places() if q_places is None else q_places, k_places, rows.mask):
+        operands = _blocks.operands(piece, rows.mask, slopes, rows.q.dtype)
+        (r0, r1), (k0, k1) = piece.rows, piece.keys
+        d_o, q, out, lse = (t[:, :, r0:r1] for t in (rows.d_o, rows.q, rows.out, rows.lse))
+        d_lse = None if rows.d_lse is None else rows.d_lse[:, :, r0:r1]
+        some_k, some_v = k[:, :, k0:k1], v[:, :, k0:k1]
+        if operands.of_rows is not None:
+            lse = lse - operands.of_rows
+        if rows.is_large:
+            # Probabilities would be those among these keys alone: what arrives is weighed by the part that these keys have of the row.
+            own = rapt.attention(q, some_k, some_v, **operands.options, **call.words(), return_lse=True)[1]
+            weight = torch.exp(own - lse).masked_fill_(lse == -torch.inf, 0)
+            d_o, lse = d_o * weight.unsqueeze(-1), own
+            d_lse = None if d_lse is None else d_lse * weight
+        made = rapt.attention_backward(
+            d_o, q, some_k, some_v, out, lse, d_lse=d_lse, mask_grad=d_mask is not None, **operands.options, **call.words()
+        )  # fmt: skip
+        dq[:, :, r0:r1] += made.dq
+        dk[:, :, k0:k1] += made.dk
+        dv[:, :, k0:k1] += made.dv
+        if d_mask is not None:
+            _blocks.masked(d_mask, piece).add_(made.d_mask)
+
+
+# --- ring --------------------------------------------------------------------------------------------------------------------
+
+
+def _block_like(call, tensor, owner):
+    """Memory for the block of `owner` of which `tensor` is the own one."""
+    return tensor.new_empty((*tensor.shape[:2], call.kv_lengths[owner], tensor.shape[3]))
+
+
+class _Round:
+    """K and V going round. `blocks()` gives (owner, k, v) in order; the next is under way meanwhile."""
+
+    def __init__(self, call, k, v, mask):
+        self.call, self.mask = call, mask
+        self.own = k.contiguous(), v.contiguous()
+
+    def blocks(self):
+        call, rank, world = self.call, self.call.rank, self.call.peers.world
+        held = self.own
+        for step in range(world):
+            owner, coming = (rank - step) % world, (rank - step - 1) % world
+            sends, receives, arriving = [], [], None
+            if step + 1 < world:
+                if step < call.reach(owner, self.mask):
+                    sends = [((rank + 1) % world, tensor) for tensor in held]
+                if step < call.reach(coming, self.mask):
+                    arriving = tuple(_block_like(call, tensor, coming) for tensor in self.own)
+                    receives = [((rank - 1) % world, tensor) for tensor in arriving]
+            what = f"the keys of rank {coming}, passed on by rank {(rank - 1) % world}"
+            wire = _group.begin(call.peers, what, sends, receives)
+            if held is not None:
+                yield owner, *held
+            wire.wait()
+            held = arriving
+
+
+def ring(call, q, k, v, mask, slopes):
+    """Merged results of the local rows."""
+    merged = Merged((*q.shape[:3], v.shape[3]), accumulation(q.dtype), q.device)
+    for owner, some_k, some_v in _Round(call, k, v, mask).blocks():
+        attend(call, merged, q, some_k, some_v, call.kv_places(owner), mask, slopes)
+    return merged
+
+
+def ring_backward(call, rows, k, v, slopes, d_mask):
+    """(dq, dk, dv) in the accumulation dtype: dk and dv go round behind their block, and home from the last that sees it."""
+    rank, world, dtype = call.rank, call.peers.world, rows.q.dtype
+    dq, home = torch.zeros_like(rows.q), None
+    for owner, some_k, some_v in _Round(call, k, v, rows.mask).blocks():
+        step, reach = (rank - owner) % world, call.reach(owner, rows.mask)
+        dk, dv = (torch.zeros(t.shape, dtype=dtype, device=t.device) for t in (some_k, some_v))
+        differentiate(call, rows, some_k, some_v, call.kv_places(owner), slopes, dq, dk, dv, d_mask)
+        if step:
+            before = [torch.empty_like(t) for t in (dk, dv)]
+            what = f"gradients of the keys of rank {owner}, passed on by rank {(rank - 1) % world}"
+            _group.begin(call.peers, what, [], [((rank - 1) % world, t) for t in before], _ROUND).wait()
+            dk, dv = before[0].add_(dk), before[1].add_(dv)
+        if step < reach:
+            call.peers.sent.append(_group.begin(call.peers, "a peer", [((rank + 1) % world, t) for t in (dk, dv)], [], _ROUND))
+        elif step:
+            call.peers.sent.append(_group.begin(call.peers, "a peer", [(owner, t) for t in (dk, dv)], [], _HOME))
+        else:
+            home = dk, dv
+    if home is None:
+        home = [torch.empty(t.shape, dtype=dtype, device=t.device) for t in (k, v)]
+        last = (rank + call.reach(rank, rows.mask)) % world
+        _group.begin(call.peers, f"gradients of its own keys from rank {last}", [], [(last, t) for t in home], _HOME).wait()
+    _finish(call)
+    return dq, *home
+
+
+def _finish(call):
+    for wire in call.peers.sent:
+        wire.wait()
+    call.peers.sent.clear()
+
+
+# --- exchange ----------------------------------------------------------------------------------------------------------------
+
+
+def _packed(tensor):
+    """[len, batch, heads, head_dim] in one piece, whose rows can be sent."""
+    return tensor.permute(2, 0, 1, 3).contiguous()
+
+
+def _viewed(packed):
+    return packed.permute(1, 2, 0, 3)
+
+
+def _gather_begin(call, tensors, lengths):
+    """All ranks' rows of local [batch, heads, len, head_dim], under way to their places: ([views of the whole], wire)."""
+    return _exchange(call, [[t] * call.peers.world for t in tensors], lengths)
+
+
+def _exchange(call, tensors, lengths):
+    """tensors: for each a list of what goes to each rank, of which the own heads are what arrives. ([views of the whole], wire)."""
+    rank, sends, receives, wholes = call.rank, [], [], []
+    all_places = places(lengths, call.order)
+    for to in tensors:
+        own = to[rank]
+        whole = own.new_empty((sum(lengths), *own.shape[:2], own.shape[3]))
+        packed = {}
+        for other in range(call.peers.world):
+            if other == rank:
+                for first, start, stop in local_rows(all_places[rank]):
+                    whole[start:stop] = own[:, :, first : first + stop - start].permute(2, 0, 1, 3)
+                continue
+            key = (to[other].data_ptr(), to[other].shape)
+            rows = packed[key] = packed[key] if key in packed else _packed(to[other])
+            sends += [(other, rows[first : first + stop - start]) for first, start, stop in local_rows(all_places[rank])]
+            receives += [(other, whole[start:stop]) for start, stop in all_places[other]]
+        wholes.append(whole)
+    wire = _group.begin(call.peers, "tensors of every rank", sends, receives)
+    return [_viewed(whole) for whole in wholes], wire
+
+
+def _scatter(call, wholes, lengths):
+    """The reverse: of each whole [batch, heads, all rows, head_dim] the own rows of every rank's: for each whole a list by rank."""
+    rank, sends, receives, answers = call.rank, [], [], []
+    all_places = places(lengths, call.order)
+    for whole, shapes in wholes:
+        packed = _packed(whole)
+        answer = [packed.new_empty((lengths[rank], *shape)) for shape in shapes]
+        for other in range(call.peers.world):
+            if other == rank:
+                for first, start, stop in local_rows(all_places[rank]):
+                    answer[rank][first : first + stop - start] = packed[start:stop]
+                continue
+            sends += [(other, packed[start:stop]) for start, stop in all_places[other]]
+            receives += [(other, answer[other][first : first + stop - start]) for first, start, stop in local_rows(all_places[rank])]
+        answers.append([_viewed(rows) for rows in answer])
+    _group.begin(call.peers, "tensors of every rank", sends, receives).wait()
+    return answers
+
+
+# --- all_gather --------------------------------------------------------------------------------------------------------------
+
+
+def _head_parts(q, k):
+    """Slices (of the heads of q, of the heads of k), one after another."""
+    count, group = min(PARTS, k.shape[1]), q.shape[1] // k.shape[1]
+    bounds = [k.shape[1] * n // count for n in range(count + 1)]
+    return [(slice(a * group, b * group), slice(a, b)) for a, b in zip(bounds, bounds[1:])]
+
+
+def _heads_of(tensor, heads):
+    return tensor if tensor is None or tensor.shape[1] == 1 else tensor[:, heads]
+
+
+def all_gather(call, q, k, v, mask, slopes):
+    """Merged results of the local rows."""
+    merged = Merged((*q.shape[:3], v.shape[3]), accumulation(q.dtype), q.device)
+    merged.start()
+    parts = _head_parts(q, k)
+    whole = ((0, sum(call.kv_lengths)),)
+    under_way = _gather_begin(call, [t[:, parts[0][1]] for t in (k, v)], call.kv_lengths)
+    for at, (of_q, _) in enumerate(parts):
+        (all_k, all_v), wire = under_way
+        wire.wait()
+        if at + 1 < len(parts):
+            under_way = _gather_begin(call, [t[:, parts[at + 1][1]] for t in (k, v)], call.kv_lengths)
+        attend(
+            call, merged.heads(of_q), q[:, of_q], all_k, all_v, whole, _heads_of(mask, of_q), None if slopes is None else slopes[of_q]
+        )  # fmt: skip
+    return merged
+
+
+def all_gather_backward(call, rows, k, v, slopes, d_mask):
+    """(dq, dk, dv) in the accumulation dtype."""
+    (all_k, all_v), wire = _gather_begin(call, [k, v], call.kv_lengths)
+    wire.wait()
+    dq = torch.zeros_like(rows.q)
+    dk, dv = (torch.zeros(t.shape, dtype=rows.q.dtype, device=t.device) for t in (all_k, all_v))
+    differentiate(call, rows, all_k, all_v, ((0, sum(call.kv_lengths)),), slopes, dq, dk, dv, d_mask)
+    shapes = [[(*t.shape[:2], t.shape[3])] * call.peers.world for t in (k, v)]
+    dk, dv = (in_order(parts) for parts in _scatter(call, list(zip((dk, dv), shapes)), call.kv_lengths))
+    return dq, dk, dv
+
+
+def in_order(parts):
+    """Their sum, by rank."""
+    total = parts[0].clone()
+    for more in parts[1:]:
+        total += more
+    return total
+
+
+# --- ulysses -----------------------------------------------------------------------------------------------------------------
+
+
+def q_heads(q, rank, world):
+    """The heads of q that are computed on `rank`."""
+    return slice(q.shape[1] * rank // world, q.shape[1] * (rank + 1) // world)
+
+
+def kv_heads(k, rank, world):
+    """Those of k: a part of them, or one where ranks are more."""
+    first = k.shape[1] * rank // world
+    return slice(first, max(first + 1, k.shape[1] * (rank + 1) // world))
+
+
+def to_heads(call, q, k, v):
+    """All tokens of this rank's heads."""
+    world = call.peers.world
+    of_q = [q[:, q_heads(q, rank, world)] for rank in range(world)]
+    of_k, of_v = ([t[:, kv_heads(t, rank, world)] for rank in range(world)] for t in (k, v))
+    (whole_q,), of_queries = _exchange(call, [of_q], call.q_lengths)
+    (whole_k, whole_v), of_keys = _exchange(call, [of_k, of_v], call.kv_lengths)
+    of_queries.wait()
+    of_keys.wait()
+    return whole_q, whole_k, whole_v
+
+
+def queries_to_heads(call, tensors):
+    """The same of tensors with q's heads and rows."""
+    world = call.peers.world
+    wholes, wire = _exchange(call, [[t[:, q_heads(t, rank, world)] for rank in range(world)] for t in tensors], call.q_lengths)
+    wire.wait()
+    return wholes
+
+
+def to_rows(call, whole, heads, lengths):
+    """The own rows of all heads, of all rows of the own heads of each rank, side by side: a list by rank, `heads` by rank."""
+    shapes = [(whole.shape[0], count, whole.shape[3]) for count in heads]
+    return _scatter(call, [(whole, shapes)], lengths)[0]

@@ -1,0 +1,504 @@
+"""What each of four ranks does in test_distributed.py: every case makes its calls over ranks and holds its part against one process.
+
+`CASES` run one after another in one world of four processes, on gloo; `FAULTS` each in a world of its own, of which a rank is lost.
+"""
+
+import datetime
+import functools
+import itertools
+import json
+import os
+import sys
+import time
+import traceback
+
+import reference
+import torch
+import torch.distributed as dist
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+import rapt
+import rapt.distributed as rd
+from rapt import _reference
+from rapt.distributed import _methods, _places
+
+WORLD = 4
+HEADS, KV_HEADS, HEAD_DIM, HEAD_DIM_V = 8, 4, 16, 12
+# Tokens of each rank: of q and of k and v.
+LENGTHS = {
+    "uneven": ((5, 0, 12, 7), (5, 0, 12, 7)),
+    "others": ((3, 8, 2, 6), (10, 1, 17, 5)),
+    "even": ((8, 8, 8, 8), (8, 8, 8, 8)),
+    "few keys": ((9, 4, 6, 7), (2, 0, 3, 1)),
+}
+METHODS = ("ring", "all_gather", "ulysses")
+ORDERS = ("contiguous", "zigzag")
+
+
+def random(*sizes, dtype=torch.float64, seed=0):
+    generator = torch.Generator().manual_seed(hash((sizes, seed)) % 2**31)
+    return torch.randn(sizes, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def seen(q_len, kv_len):
+    """A boolean mask with a row that sees nothing."""
+    mask = random(1, 1, q_len, kv_len, seed=9) > -0.3
+    mask[..., 1, :] = False
+    return mask
+
+
+# Options, from the whole lengths; the tensors among them are of the whole sequence.
+OPTIONS = {
+    "plain": lambda q, k: {},
+    "causal": lambda q, k: {"causal": True},
+    "bottom right": lambda q, k: {"causal": "bottom_right"},
+    "window": lambda q, k: {"window": (4, 3)},
+    "window of the end": lambda q, k: {"causal": "bottom_right", "window": (5, None)},
+    "softcap and scale": lambda q, k: {"causal": True, "softcap": 2.0, "scale": 0.4},
+    "sinks": lambda q, k: {"causal": "bottom_right", "sinks": random(HEADS, seed=3)},
+    "mask": lambda q, k: {"mask": random(1, HEADS, q, k, seed=4), "causal": "bottom_right"},
+    "mask of keys": lambda q, k: {"mask": random(2, 1, 1, k, seed=5)},
+    "boolean mask": lambda q, k: {"mask": seen(q, k), "window": (9, None)},
+    "slopes": lambda q, k: {"alibi_slopes": random(HEADS, seed=6).abs().float()},
+    "slopes and window": lambda q, k: {"alibi_slopes": random(HEADS, seed=6).abs().float(), "causal": "bottom_right", "window": (9, None)},
+    "large scores": lambda q, k: {"causal": True, "scale": 4000.0},
+}
+
+
+def rows(tensor, places, dim=2):
+    """What a rank has of a tensor of all tokens."""
+    return torch.cat([tensor.narrow(dim, a, b - a) for a, b in places] or [tensor.narrow(dim, 0, 0)], dim)
+
+
+def part_of(tensor, places):
+    """The rows of a mask."""
+    return rows(tensor, places) if tensor.shape[2] > 1 else tensor
+
+
+def near(got, expected, limit, what):
+    assert got.shape == expected.shape, f"{what}: {tuple(got.shape)}, expected {tuple(expected.shape)}"
+    assert torch.equal(got.isneginf(), expected.isneginf()), f"{what}: -inf in other places"
+    assert torch.equal(got.isnan(), expected.isnan()), f"{what}: NaN in other places"
+    known = expected.isfinite()
+    off = (got - expected)[known].abs()
+    bound = limit * (1 + expected[known].abs())
+    assert bool((off <= bound).all()), f"{what}: off by {float((off / bound).max() * limit):.3g}, allowed {limit:.3g}"
+
+
+def problem(name, lengths, dtype):
+    q_lengths, kv_lengths = LENGTHS[lengths]
+    q_len, kv_len = sum(q_lengths), sum(kv_lengths)
+    tensors = random(2, HEADS, q_len, HEAD_DIM), random(2, KV_HEADS, kv_len, HEAD_DIM, seed=1), random(2, KV_HEADS, kv_len, HEAD_DIM_V, seed=2)
+    options = OPTIONS[name](q_len, kv_len)
+    cast = lambda t: t.to(dtype) if isinstance(t, torch.Tensor) and t.dtype == torch.float64 else t  # noqa: E731
+    return [cast(t) for t in tensors], {name: cast(option) for name, option in options.items()}
+
+
+@functools.cache
+def whole(name, lengths, dtype):
+    """One process's answer, lse and gradients by q, k, v, mask and sinks, beside what arrived."""
+    tensors, options = problem(name, lengths, dtype)
+    leaves = [t.clone().requires_grad_() for t in tensors]
+    options = {name: leaf(option) if name in ("mask", "sinks") else option for name, option in options.items()}
+    out, lse = rapt.attention(*leaves, return_lse=True, **options)
+    d_o, d_lse = random(*out.shape, seed=7).to(dtype), random(*lse.shape, seed=8).to(lse.dtype)
+    asked = leaves + [options[name] for name in ("mask", "sinks") if name in options and options[name].requires_grad]
+    arrive((out, d_o), (lse, d_lse))
+    return out.detach(), lse.detach(), [t.grad for t in asked], d_o, d_lse
+
+
+def arrive(*pairs):
+    """Backward of (answer, what arrives there): a sum, since a gradient given to `backward` imports sympy, which takes seconds. Rows of lse = -inf get none."""
+    sum((answer.masked_fill(answer.isneginf(), 0) * given).sum() for answer, given in pairs).backward()
+
+
+def leaf(tensor):
+    tensor = tensor.clone()
+    return tensor.requires_grad_() if tensor.is_floating_point() else tensor
+
+
+def option(name, lengths, method, order, dtype=torch.float64, layout="bhsd"):
+    """Forward and backward of one option."""
+    rank = dist.get_rank()
+    q_places, kv_places = (_places.places(of, order)[rank] for of in LENGTHS[lengths])
+    tensors, options = problem(name, lengths, dtype)
+    out, lse, gradients, d_o, d_lse = whole(name, lengths, dtype)
+    turned = (lambda t: t.transpose(1, 2)) if layout == "bshd" else (lambda t: t)
+    leaves = [turned(rows(t, of)).clone().requires_grad_() for t, of in zip(tensors, (q_places, kv_places, kv_places))]
+    if "mask" in options:
+        options["mask"] = part_of(options["mask"], q_places)
+    options = {name: leaf(option) if name in ("mask", "sinks") else option for name, option in options.items()}
+    got, got_lse = rd.attention(*leaves, method=method, order=order, layout=layout, return_lse=True, **options)
+    limit = 1e-11 if dtype == torch.float64 else 1e-5
+    if name == "large scores":
+        limit *= 100
+    near(turned(got.detach()), rows(out, q_places), limit, "out")
+    near(got_lse.detach(), rows(lse, q_places), limit, "lse")
+    arrive((got, turned(rows(d_o, q_places))), (got_lse, rows(d_lse, q_places)))
+    limit *= 100 if name == "large scores" else 10
+    for letter, of, gradient, places in zip("qkv", leaves, gradients, (q_places, kv_places, kv_places)):
+        near(turned(of.grad), rows(gradient, places), limit, f"d{letter}")
+    more = [options[name] for name in ("mask", "sinks") if name in options and options[name].requires_grad]
+    for of, gradient in zip(more, gradients[3:]):
+        given = of.grad
+        if of.dim() == 1 or of.shape[2] == 1:
+            dist.all_reduce(given)
+        else:
+            gradient = rows(gradient, q_places)
+        near(given, gradient, limit, "gradient of a mask or of sinks")
+
+
+def rounded(dtype, method, order):
+    """16-bit and float32 forward and backward against the reference, by the tolerance rule, beside PyTorch's own on one process."""
+    rank = dist.get_rank()
+    dtype = getattr(torch, dtype)
+    lengths = (70, 3, 41, 64)
+    q, k, v = (random(1, HEADS, sum(lengths), HEAD_DIM, seed=seed).to(dtype) for seed in (0, 1, 2))
+    d_o = random(*q.shape, seed=7).to(dtype)
+    places = _places.places(lengths, order)[rank]
+    leaves = [rows(t, places).requires_grad_() for t in (q, k, v)]
+    out = rd.attention(*leaves, method=method, order=order, causal=True)
+    arrive((out, rows(d_o, places)))
+    got, *gradients = (rd.unshard(t, 2, order=order) for t in (out, *(t.grad for t in leaves)))
+    exact_out, _ = reference.reference(q, k, v, causal=True)
+    reference.assert_close(got, exact_out, dtype, reference.torch_peers(q, k, v, causal=True))
+    exact = _reference.gradients(*(t.double() for t in (d_o, q, k, v)), causal=True)
+    peers = []
+    for backend in (SDPBackend.MATH, SDPBackend.FLASH_ATTENTION):
+        stock = [t.clone().requires_grad_() for t in (q, k, v)]
+        with sdpa_kernel([backend]):
+            arrive((scaled_dot_product_attention(*stock, is_causal=True), d_o))
+        peers.append([t.grad for t in stock])
+    for gradient, truth, *of in zip(gradients, exact, *peers):
+        reference.assert_close(gradient, truth, dtype, of)
+
+
+def same_bits():
+    """Whatever the timing: ranks begin late, and in other orders."""
+    rank = dist.get_rank()
+    places = _places.places(LENGTHS["uneven"][0], "zigzag")[rank]
+    (q, k, v), options = problem("causal", "uneven", torch.float32)
+    attend = _methods.attend
+    for method in METHODS:
+        bits = []
+        for turn in range(3):
+
+            def late(*args, turn=turn, **words):
+                time.sleep(0.004 * ((rank * 3 + turn * 5) % 4))
+                return attend(*args, **words)
+
+            _methods.attend = late
+            leaves = [rows(t, places).requires_grad_() for t in (q, k, v)]
+            out = rd.attention(*leaves, method=method, order="zigzag", **options)
+            out.square().sum().backward()
+            bits.append([out.detach(), *(t.grad for t in leaves)])
+        _methods.attend = attend
+        for other in bits[1:]:
+            assert all(map(torch.equal, bits[0], other)), f"{method}: other bits"
+
+
+def dead_rows_and_nan():
+    """NaN in keys that nobody sees, and in d_o of rows that see nothing, reaches nothing."""
+    rank = dist.get_rank()
+    (q, k, v), _ = problem("plain", "even", torch.float64)
+    mask = seen(32, 32)
+    mask[..., 5] = False
+    k[:, :, 5], v[:, :, 5] = torch.nan, torch.inf
+    for method, order in itertools.product(("ring", "all_gather"), ORDERS):
+        places = _places.places(LENGTHS["even"][0], order)[rank]
+        leaves = [rows(t, places).clone().requires_grad_() for t in (q, k, v)]
+        out, lse = rd.attention(*leaves, mask=rows(mask, places), method=method, order=order, return_lse=True)
+        dead = rows(torch.arange(32)[None, None, :, None] == 1, places)[0, 0, :, 0]
+        assert bool(out.isfinite().all()) and bool((out[:, :, dead] == 0).all()) and bool(lse[:, :, dead].isneginf().all())
+        arrive((out, torch.ones_like(out).masked_fill(dead[:, None], torch.nan)))
+        assert all(bool(t.grad.isfinite().all()) for t in leaves), "NaN in a gradient"
+
+
+def values_that_are_infinite():
+    """+inf in a value that is attended is +inf in the answer, after any merge."""
+    rank = dist.get_rank()
+    (q, k, v), _ = problem("plain", "even", torch.float32)
+    v[:, :, 3, 0] = torch.inf
+    places = _places.places(LENGTHS["even"][0], "contiguous")[rank]
+    expected = rapt.attention(q, k, v)
+    for method in METHODS:
+        out = rd.attention(*(rows(t, places) for t in (q, k, v)), method=method)
+        near(out.nan_to_num(posinf=-7.0), rows(expected, places).nan_to_num(posinf=-7.0), 1e-5, method)
+
+
+def lengths_of_one_layout():
+    """Three dimensions, [len, heads, head_dim] too."""
+    rank = dist.get_rank()
+    (q, k, v), options = problem("causal", "uneven", torch.float64)
+    places = _places.places(LENGTHS["uneven"][0], "contiguous")[rank]
+    expected, lse = rapt.attention(q[0], k[0], v[0], return_lse=True, **options)
+    one = [rows(t, places)[0] for t in (q, k, v)]
+    for method in METHODS:
+        out, got = rd.attention(*one, method=method, return_lse=True, **options)
+        near(out, rows(expected, places, 1), 1e-11, method)
+        near(got, rows(lse, places, 1), 1e-11, method)
+        out = rd.attention(*(t.transpose(0, 1) for t in one), method=method, layout="bshd", **options)
+        near(out.transpose(0, 1), rows(expected, places, 1), 1e-11, f"{method}, bshd")
+
+
+def varlen():
+    """Sequences one after another, cut by ranks anywhere."""
+    rank = dist.get_rank()
+    (q, k, v), _ = problem("plain", "others", torch.float64)
+    q, k, v = (t[0].transpose(0, 1).contiguous() for t in (q, k, v))
+    of_q, of_kv = [0, 4, 4, 13, 19], [0, 9, 12, 30, 33]
+    offsets = [torch.tensor(of, dtype=torch.int32) for of in (of_q, of_kv)]
+    for options in ({"causal": "bottom_right"}, {"window": (3, 2)}, {"sinks": random(HEADS, seed=3), "causal": True}):
+        expected, lse = rapt.varlen_attention(q, k, v, *offsets, return_lse=True, **options)
+        for method, order in itertools.product(METHODS, ORDERS):
+            q_places, kv_places = (_places.places(of, order)[rank] for of in LENGTHS["others"])
+            leaves = [rows(t, of, 0).requires_grad_() for t, of in zip((q, k, v), (q_places, kv_places, kv_places))]
+            out, got = rd.varlen_attention(*leaves, *offsets, method=method, order=order, return_lse=True, **options)
+            near(out.detach(), rows(expected, q_places, 0), 1e-11, f"{method}, {order}")
+            near(got.detach(), rows(lse, q_places, 1), 1e-11, f"{method}, {order}")
+            out.square().sum().backward()
+            leaf_q, leaf_k = q.clone().requires_grad_(), k.clone().requires_grad_()
+            total = 0
+            for (q0, q1), (k0, k1) in zip(itertools.pairwise(of_q), itertools.pairwise(of_kv)):
+                one = [t[a:b].transpose(0, 1) for t, a, b in ((leaf_q, q0, q1), (leaf_k, k0, k1), (v, k0, k1))]
+                total = total + rapt.attention(*one, **options).square().sum()
+            total.backward()
+            near(leaves[0].grad, rows(leaf_q.grad, q_places, 0), 1e-10, "dq")
+            near(leaves[1].grad, rows(leaf_k.grad, kv_places, 0), 1e-10, "dk")
+
+
+def decode(q_len, options, with_lengths):
+    """Every rank has a part of each sequence's keys, some none; all get the answer of one cache, to the same bits."""
+    rank, most = dist.get_rank(), 12
+    lengths = [[4, 7, 0], [0, 9, 0], [5, 5, 5], [11, 0, 2]] if with_lengths else [[most] * 3] * WORLD
+    q = random(3, HEADS, q_len, HEAD_DIM).float()
+    k, v = ([random(3, KV_HEADS, most, dim, seed=seed + rank).float() for rank in range(WORLD)] for dim, seed in ((HEAD_DIM, 10), (HEAD_DIM_V, 20)))
+    given = [None] if not with_lengths else [lengths[rank], torch.tensor(lengths[rank])]
+    for of_rank in given:
+        out, lse = rd.decode(q, k[rank], v[rank], lengths=of_rank, return_lse=True, **options)
+        for sequence in range(3):
+            keys, values = (
+                torch.cat([t[r][sequence : sequence + 1, :, : lengths[r][sequence]] for r in range(WORLD)], 2) for t in (k, v)
+            )
+            placed = options.get("causal") or "window" in options or "alibi_slopes" in options
+            words = {**options, "causal": "bottom_right" if placed else None}
+            if placed and not options.get("causal"):
+                # One process has no such alignment without causal: the window of the last query is causal already.
+                assert q_len == 1
+            expected, expected_lse = rapt.attention(q[sequence : sequence + 1], keys, values, return_lse=True, **words)
+            near(out[sequence : sequence + 1], expected, 1e-5, "out")
+            near(lse[sequence : sequence + 1], expected_lse, 1e-5, "lse")
+    everyone = [torch.empty_like(out) for _ in range(WORLD)]
+    dist.all_gather(everyone, out)
+    assert all(torch.equal(out, other) for other in everyone), "ranks have other bits"
+
+
+def tokens_are_dealt_and_brought_together():
+    x = random(2, 23, 3)
+    for order in ORDERS:
+        mine = rd.shard(x, 1, order=order)
+        assert torch.equal(mine, x[:, rd.positions(23, order=order)])
+        assert torch.equal(rd.unshard(mine, 1, order=order), x)
+    few = rd.shard(x[:, :3], 1)
+    assert torch.equal(rd.unshard(few, 1), x[:, :3])
+    zigzag = [_places.dealt(4096, WORLD, "zigzag"), _places.places(_places.dealt(4096, WORLD, "zigzag"), "zigzag")]
+    work = [sum((a + b) * (b - a) for a, b in of) for of in zigzag[1]]
+    assert len(set(work)) == 1, "under a causal mask every rank has as much work"
+
+
+def raises(kind, call, *fragments):
+    try:
+        call()
+    except kind as error:
+        assert all(fragment in str(error) for fragment in fragments), f"{error} lacks one of {fragments}"
+    else:
+        raise AssertionError(f"no {kind.__name__}")
+
+
+def differences_are_errors_on_every_rank():
+    """Of each the same error everywhere, which names the rank; the group serves on."""
+    rank = dist.get_rank()
+    q = random(1, 4, 6, 8).float()
+    odd = rank == 2
+    call = lambda *t, **words: lambda: rd.attention(*(t or (q, q, q)), **words)  # noqa: E731
+    other = q.double() if odd else q
+    raises(rapt.DtypeMismatchError, call(other, other, other), "rank 2", "torch.float64", "t.to(torch.float32)")
+    other = q[..., :7] if odd else q
+    raises(rapt.ShapeError, call(other, other, q), "rank 2", "head_dim=7", "head_dim=8")
+    raises(rapt.OptionError, call(window=(3, 0) if odd else None), "rank 2", "window [3, 0]")
+    raises(rapt.OptionError, call(causal=odd), "rank 2", "'top_left'")
+    raises(rapt.OptionError, call(method="all_gather" if odd else "ring"), "rank 2", "'all_gather'")
+    raises(rapt.OptionError, call(order="zigzag" if odd else "contiguous"), "rank 2", "'zigzag'")
+    raises(rapt.OptionError, call(q.clone().requires_grad_(odd), q, q), "rank 2", "needs grad")
+    # What one rank cannot serve is its own error there, and names it elsewhere.
+    raises(rapt.ShapeError, call(q, q[:, :3] if odd else q, q), "k")
+    raises(rapt.OptionError, call(scale=float("nan") if odd else 1.0), *([] if odd else ["rank 2"]))
+    raises(rapt.UnsupportedDtypeError, call(*(t.int() if odd else t for t in (q, q, q))), *([] if odd else ["rank 2"]))
+    raises(rapt.ShapeError, call(mask=torch.zeros(6, 24 + odd)), "rank 2", "[1, 4, 6, 24]")
+    raises(rapt.UnsupportedError, call(q[:, :3], q[:, :3], q[:, :3], method="ulysses"), 'method="ring"')
+    raises(rapt.UnsupportedError, call(method="ulysses", mask=torch.zeros(6, 24)), 'method="ring"')
+    raises(rapt.OptionError, call(method="star"), "'ring', 'all_gather', 'ulysses'")
+    raises(rd.PeerError, call() if odd else (lambda: rd.decode(q, q, q)), "rank 2", "attention", "decode")
+    raises(rapt.OptionError, lambda: rd.decode(q, q, q, causal=True, window=(3 + odd, None)), "rank 2", "window")
+    raises(rapt.OptionError, lambda: rd.decode(q, q, q, lengths=[7]), "0 to 6")
+    raises(rapt.UnsupportedError, lambda: rd.decode(q.requires_grad_(), q, q), "no_grad")
+    q.requires_grad_(False)
+    near(rd.attention(q, q, q), rapt.attention(q, torch.cat([q] * WORLD, 2), torch.cat([q] * WORLD, 2)), 1e-5, "after errors")
+
+
+def a_group_is_a_part_of_the_ranks():
+    """Pairs of ranks, each with its own call; and a rank that is in none."""
+    groups = [dist.new_group([0, 3]), dist.new_group([1, 2])]
+    rank = dist.get_rank()
+    mine = groups[rank in (1, 2)]
+    q = random(1, 4, 5 + rank % 3, 8, seed=rank)
+    everyone = [random(1, 4, 5 + r % 3, 8, seed=r) for r in ((1, 2) if rank in (1, 2) else (0, 3))]
+    keys = torch.cat(everyone, 2)
+    near(rd.attention(q, q, q, group=mine, method="all_gather"), rapt.attention(q, keys, keys), 1e-11, "a pair")
+    raises(rapt.OptionError, lambda: rd.attention(q, q, q, group=groups[rank in (0, 3)]), "group")
+
+
+def in_a_mesh():
+    """A DeviceMesh of one dimension in place of a group."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (WORLD,))
+    q = random(1, 4, 5, 8, seed=dist.get_rank())
+    keys = torch.cat([random(1, 4, 5, 8, seed=r) for r in range(WORLD)], 2)
+    near(rd.attention(q, q, q, group=mesh), rapt.attention(q, keys, keys), 1e-11, "a mesh")
+
+
+def cases(is_whole):
+    """{name: what runs}."""
+    found = {}
+    for name, method, order in itertools.product(OPTIONS, METHODS, ORDERS):
+        if "mask" in name and method == "ulysses":
+            continue
+        all_lengths = list(LENGTHS) if is_whole else ["uneven"] if order == "zigzag" else ["others"]
+        for lengths in all_lengths:
+            for dtype in (torch.float64, torch.float32) if is_whole else (torch.float64,):
+                layout = "bshd" if name == "softcap and scale" else "bhsd"
+                found[f"{name}, {method}, {order}, {lengths}, {dtype}"] = functools.partial(option, name, lengths, method, order, dtype, layout)
+    few = [("bfloat16", "ring"), ("float16", "all_gather"), ("float32", "ring"), ("bfloat16", "ulysses")]
+    for dtype, method in itertools.product(("bfloat16", "float16", "float32"), METHODS) if is_whole else few:
+        found[f"rounding of {dtype}, {method}"] = functools.partial(rounded, dtype, method, "zigzag")
+    for q_len, options in ((1, {}), (1, {"window": (6, 0)}), (3, {}), (3, {"causal": True}), (2, {"causal": True, "window": (7, None), "alibi_slopes": torch.linspace(0.1, 1, HEADS)}),
+                           (2, {"sinks": torch.linspace(-1, 1, HEADS)})):  # fmt: skip
+        for with_lengths in (False, True):
+            found[f"decode of {q_len}, {', '.join(options)}, {with_lengths}"] = functools.partial(decode, q_len, options, with_lengths)
+    for run in (
+        same_bits, dead_rows_and_nan, values_that_are_infinite, lengths_of_one_layout, varlen, tokens_are_dealt_and_brought_together, differences_are_errors_on_every_rank,
+        a_group_is_a_part_of_the_ranks, in_a_mesh,
+    ):  # fmt: skip
+        found[run.__name__.replace("_", " ")] = run
+    return found
+
+
+# --- faults ------------------------------------------------------------------------------------------------------------------
+
+
+def _expect_lost(call, *fragments):
+    begun = time.monotonic()
+    raises(rd.PeerError, call, *fragments)
+    assert time.monotonic() - begun < 20, "the timeout of the group is 2 s"
+
+
+def dies_before(rank, group):
+    """A rank that is gone when others call."""
+    q = random(1, 4, 6, 8)
+    rd.attention(q, q, q, group=group)
+    if rank == 2:
+        os._exit(0)
+    _expect_lost(lambda: rd.attention(q, q, q, group=group), "rank 2", "call 2", "torchrun")
+
+
+def hangs(rank, group):
+    """A rank that makes no call."""
+    q = random(1, 4, 6, 8)
+    if rank == 2:
+        time.sleep(4)
+        os._exit(0)
+    _expect_lost(lambda: rd.attention(q, q, q, group=group), "rank 2 did not answer", "within 2 s")
+
+
+def dies_within(rank, group):
+    """A rank that is lost while keys go round: whoever waits for it, or for one that waits, hears of it."""
+    q = random(1, 4, 6, 8)
+    if rank == 2:
+        _methods.attend = lambda *_args, **_words: os._exit(0)
+    _expect_lost(lambda: rd.attention(q, q, q, group=group), "waited for the keys of rank")
+
+
+FAULTS = {"dies before": dies_before, "hangs": hangs, "dies within": dies_within}
+
+
+# --- ranks -------------------------------------------------------------------------------------------------------------------
+
+
+class World:
+    """Four processes, forked, each of which runs `run(rank, found)`: {name of a case: None, or what was wrong}."""
+
+    def __init__(self, run, folder):
+        self.folder, self.children = folder, []
+        os.makedirs(folder)
+        for rank in range(WORLD):
+            pid = os.fork()
+            if not pid:
+                self.be(rank, run)
+            self.children.append(pid)
+
+    def be(self, rank, run):
+        found = {}
+        try:
+            torch.set_num_threads(1)
+            dist.init_process_group("gloo", init_method=f"file://{self.folder}/store", rank=rank, world_size=WORLD, timeout=datetime.timedelta(seconds=60))
+            run(rank, found)
+        except BaseException:
+            found[""] = traceback.format_exc()
+        with open(f"{self.folder}/{rank}.json", "w") as file:
+            json.dump(found, file)
+        os._exit(0)
+
+    def found(self):
+        """Of all ranks together. One that was lost has found nothing."""
+        together = {}
+        for rank, pid in enumerate(self.children):
+            os.waitpid(pid, 0)
+            path = f"{self.folder}/{rank}.json"
+            if not os.path.exists(path):
+                continue
+            with open(path) as file:
+                for name, message in json.load(file).items():
+                    if message is not None or name not in together:
+                        together[name] = message if message is None else f"rank {rank}: {message}"
+        return together
+
+
+def _each(some, rank, found):
+    for name, run in some.items():
+        try:
+            run()
+            found[name] = None
+        except Exception:
+            found[name] = traceback.format_exc()
+
+
+def _fault(name, rank, found):
+    group = dist.new_group(list(range(WORLD)), timeout=datetime.timedelta(seconds=2))
+    dist.barrier(group)
+    _each({name: functools.partial(FAULTS[name], rank, group)}, rank, found)
+
+
+def main(folder):
+    """Prints {case: None or what was wrong}."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    # All at once: those of the faults wait, most of the time.
+    some = cases(bool(os.environ.get("RAPT_WHOLE")))
+    worlds = [World(functools.partial(_each, some), f"{folder}/all")]
+    worlds += [World(functools.partial(_fault, name), f"{folder}/{name.replace(' ', '_')}") for name in FAULTS]
+    together = {}
+    for world in worlds:
+        together |= world.found()
+    print(json.dumps(together))
+    sys.stdout.flush()
