@@ -108,8 +108,8 @@ void rapt_string_free(char *text);
 // tensors of `gradients` that are not NULL, from `d_o`, the gradient by out.
 //
 // Each gradient has the dtype and the sizes of its input, any strides that name every element once, and shares no memory with
-// another tensor. `options->lse` is never NULL. q, k and v have numbers: codes, dropout, a tolerance and another compute are
-// refused. A pair that is not attended gives exactly 0. On an error nothing was written, and the engine serves on.
+// another tensor. `options->lse` is never NULL. With dropout the options are those of the forward call, seed and offset too. q, k
+// and v have numbers: codes, a tolerance and another compute are refused. A pair that is not attended gives exactly 0. On an error nothing was written, and the engine serves on.
 // (RAPT_ERROR_INTERNAL alone leaves gradients unspecified: it is a defect of Rapt.)
 //
 // # Safety

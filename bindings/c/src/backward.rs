@@ -11,8 +11,8 @@ use crate::refusal::{Refusal, guard};
 /// tensors of `gradients` that are not NULL, from `d_o`, the gradient by out.
 ///
 /// Each gradient has the dtype and the sizes of its input, any strides that name every element once, and shares no memory with
-/// another tensor. `options->lse` is never NULL. q, k and v have numbers: codes, dropout, a tolerance and another compute are
-/// refused. A pair that is not attended gives exactly 0. On an error nothing was written, and the engine serves on.
+/// another tensor. `options->lse` is never NULL. With dropout the options are those of the forward call, seed and offset too. q, k
+/// and v have numbers: codes, a tolerance and another compute are refused. A pair that is not attended gives exactly 0. On an error nothing was written, and the engine serves on.
 /// (RAPT_ERROR_INTERNAL alone leaves gradients unspecified: it is a defect of Rapt.)
 ///
 /// # Safety
@@ -66,6 +66,7 @@ unsafe fn read<'a>(
             mask: optional("mask", given.mask)?,
             sinks: optional("sinks", given.sinks)?,
             alibi_slopes: optional("alibi_slopes", given.alibi_slopes)?,
+            dropout: read::dropout(&given),
             d_lse: optional("d_lse", gradients.d_lse)?,
             dq: asked_for("dq", gradients.dq)?,
             dk: asked_for("dk", gradients.dk)?,

@@ -497,14 +497,18 @@ impl Call {
         };
         // SAFETY: as above.
         let lse = if given.lse.is_null() { None } else { Some(unsafe { view_mut("lse", given.lse) }?) };
-        let seed = DropoutSeed::new(given.dropout_seed, given.dropout_offset);
-        let dropout = (options.dropout_p != 0.0).then_some(seed);
+        let dropout = dropout(&given);
         Ok((Tensors { codes, mask, sinks, alibi_slopes, dropout, lse, ..Tensors::new(q, k, v, out) }, options))
     }
 }
 
 fn refuse(option: &'static str, got: &dyn ToString, allowed: &str) -> Refusal {
     Error::Option { option, got: got.to_string(), allowed: allowed.to_owned() }.into()
+}
+
+/// Which weights a run drops, where it drops some.
+pub(crate) fn dropout(given: &rapt_options) -> Option<DropoutSeed> {
+    (given.dropout_p != 0.0).then_some(DropoutSeed::new(given.dropout_seed, given.dropout_offset))
 }
 
 /// The options but for their tensors.

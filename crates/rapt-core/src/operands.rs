@@ -93,7 +93,7 @@ fn compare_codes(tensor: &'static str, got: &CodesSpec, planned: &CodesSpec) -> 
 }
 
 /// That a run says which weights are dropped where `spec` drops some, and only there.
-fn check_dropout(seed: Option<DropoutSeed>, spec: &Spec) -> Result<()> {
+pub(crate) fn check_dropout(seed: Option<DropoutSeed>, spec: &Spec) -> Result<()> {
     match (seed, spec.dropout) {
         (Some(seed), Some(_)) => seed.check(spec.batch()),
         (None, None) => Ok(()),

@@ -9,6 +9,7 @@
 
 use rapt_core::{BackwardOperands, BackwardSpec, MaskClass};
 
+use crate::dropping::Dropping;
 use crate::problem::{Input, Output, Scores};
 use crate::task_rows::TaskRows;
 
@@ -69,6 +70,8 @@ pub(crate) struct BackwardScratch {
     pub(crate) dp: usize,
     /// `[tiles][block_n][width]`, with a mask.
     pub(crate) bias: usize,
+    /// `[block_n][width]`, with dropout: what it multiplies each pair with.
+    pub(crate) kept: usize,
     /// `[block_n][width]`, where the gradient of a mask is asked for.
     pub(crate) d_mask: usize,
     /// `[width][dim]`: rows on their way to or from a tensor.
@@ -98,9 +101,10 @@ impl BackwardScratch {
         let (q_t, d_o_t) = (part(product(m, dim)), part(product(m, dim_v)));
         let (p, ds, dp) = (part(block_n * m), part(block_n * m), part(block_n * width));
         let bias = part(if mask { tiles * block_n * width } else { 0 });
+        let kept = part(if forward.dropout.is_some() { block_n * width } else { 0 });
         let d_mask = part(if d_mask { block_n * width } else { 0 });
         let rows = part(product(2 * width, dim.max(dim_v)));
-        BackwardScratch { k_panel, v_panel, dk, dv, q, d_o, q_t, d_o_t, p, ds, dp, bias, d_mask, rows, ..scratch }
+        BackwardScratch { k_panel, v_panel, dk, dv, q, d_o, q_t, d_o_t, p, ds, dp, bias, kept, d_mask, rows, ..scratch }
     }
 }
 
@@ -172,6 +176,8 @@ pub(crate) struct BackwardProblem {
     pub(crate) head_dim_v: usize,
     pub(crate) rows: TaskRows,
     pub(crate) scores: ScoreRule,
+    /// Of a run with dropout.
+    pub(crate) dropping: Option<Dropping>,
     pub(crate) partition: BackwardPartition,
     pub(crate) scratch: BackwardScratch,
     pub(crate) states: RowStates,
@@ -227,6 +233,7 @@ impl BackwardProblem {
             head_dim_v: forward.head_dim_v(),
             rows: TaskRows { q_len: forward.q_len(), range: forward.block_range() },
             scores,
+            dropping: Dropping::new(forward, tensors.dropout),
             partition,
             scratch,
             states,

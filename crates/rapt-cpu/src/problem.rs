@@ -412,7 +412,7 @@ impl Problem {
             mask: spec.mask.as_ref().zip(tensors.mask).map(|(mask, view)| Input::new(view.as_ptr(), mask)),
             sinks: vector(spec.sinks, tensors.sinks),
             alibi_slopes: vector(spec.alibi_slopes, tensors.alibi_slopes),
-            dropping: Dropping::new(spec, tensors),
+            dropping: Dropping::new(spec, tensors.dropout),
             num_q_heads: spec.num_q_heads(),
             group_size: spec.group_size(),
             q_len: spec.q_len(),

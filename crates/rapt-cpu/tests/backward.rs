@@ -2,8 +2,8 @@
 //! batch entries and under other strides.
 
 use rapt_core::{
-    Arch, BackwardOperands, BackwardSpec, BackwardTensors, COMPUTED, Caps, Causal, DType, Executor, GradientForms,
-    Options, Result, SerialExecutor, Shape, Spec, View, ViewMut, Window, Workspace,
+    Arch, BackwardOperands, BackwardSpec, BackwardTensors, COMPUTED, Caps, Causal, DType, Dropout, DropoutSeed,
+    Executor, GradientForms, Options, Result, SerialExecutor, Shape, Spec, View, ViewMut, Window, Workspace,
 };
 use rapt_testkit::{BackwardEngine, Case, GradientCase, MaskCase, Rng, judge_gradients};
 
@@ -42,11 +42,13 @@ fn engine(arch: Arch, executor: &dyn Executor) -> Box<BackwardEngine<'_>> {
 #[test]
 fn every_instruction_set_gives_the_gradients_of_the_definition() {
     let mut engines: Vec<_> = arches().into_iter().map(|arch| engine(arch, &SerialExecutor)).collect();
-    let mut seeds = Rng::new(0x6ad);
+    let (mut seeds, mut dropping) = (Rng::new(0x6ad), 0);
     for n in 0..250 {
         let case = GradientCase::random(seeds.bits(), &COMPUTED, 60_000);
+        dropping += usize::from(case.case.dropout.0 > 0.0);
         judge_gradients(&mut engines, &case).unwrap_or_else(|what| panic!("problem {n}: {what}"));
     }
+    assert!((60..110).contains(&dropping), "{dropping} problems with dropout");
 }
 
 /// Several blocks and chunks of keys, several runs of queries, lengths of zero, rows that attend nothing with NaN arriving there, masks that are broadcast
@@ -62,6 +64,9 @@ fn gradients_of_many_blocks_and_of_none() {
             cases.push(Case { sinks: Some(dtype), ..plain([2, 2, q_len, 8], kv_len) });
         }
         cases.push(Case { num_kv_heads: 1, head_dim_v: 9, ..plain([1, 3, 70, 33], 530) });
+        let dropout = (0.3, DropoutSeed { first_batch: 5, ..DropoutSeed::new(seed, 1 << 40) });
+        cases.push(Case { num_kv_heads: 1, head_dim_v: 9, dropout, ..plain([2, 3, 70, 33], 530) });
+        cases.push(Case { causal: Some(Causal::BottomRight), dropout, poison: true, ..plain([1, 2, 90, 16], 60) });
         // The first 340 rows attend nothing.
         let causal = Some(Causal::BottomRight);
         cases.push(Case { causal, poison: true, ..plain([1, 2, 400, 16], 60) });
@@ -78,6 +83,7 @@ fn gradients_of_many_blocks_and_of_none() {
                 softcap,
                 poison: true,
                 num_kv_heads: 1,
+                dropout: if full[0] { dropout } else { Default::default() },
                 ..plain([2, 2, 70, 12], 150)
             });
         }
@@ -90,8 +96,8 @@ fn gradients_of_many_blocks_and_of_none() {
 const SHAPE: [usize; 4] = [3, 4, 200, 24];
 const KEYS: [usize; 4] = [3, 2, 700, 24];
 
-/// Gradients of entries `first..first + batch` of one problem.
-fn gradients(first: usize, batch: usize, arch: Arch, executor: &dyn Executor) -> Vec<Vec<u32>> {
+/// Gradients of entries `first..first + batch` of one problem, with dropout of probability `p`.
+fn gradients(first: usize, batch: usize, p: f64, arch: Arch, executor: &dyn Executor) -> Vec<Vec<u32>> {
     let mut rng = Rng::new(7);
     let mut normal = |[entries, heads, len, dim]: [usize; 4]| -> Vec<f32> {
         let row: Vec<f32> = (0..entries * heads * len * dim).map(|_| rng.normal() as f32).collect();
@@ -105,7 +111,9 @@ fn gradients(first: usize, batch: usize, arch: Arch, executor: &dyn Executor) ->
     let view = |name, data, shape: [usize; 4]| View::contiguous::<f32>(name, data, Shape::from(shape)).unwrap();
     let lse = View::contiguous("lse", &lse, [batch, 4, 200].into()).unwrap();
     let inputs = [view("q", &q, queries), view("k", &k, keys), view("v", &v, keys)];
+    let seed = DropoutSeed { first_batch: first as u32, ..DropoutSeed::new(3, 4) };
     let tensors = BackwardTensors {
+        dropout: (p > 0.0).then_some(seed),
         sinks: Some(View::contiguous("sinks", &sinks, [4].into()).unwrap()),
         dq: Some(ViewMut::contiguous("dq", &mut dq, queries.into()).unwrap()),
         dk: Some(ViewMut::contiguous("dk", &mut dk, keys.into()).unwrap()),
@@ -113,7 +121,7 @@ fn gradients(first: usize, batch: usize, arch: Arch, executor: &dyn Executor) ->
         d_sinks: (batch == 3).then(|| ViewMut::contiguous("d_sinks", &mut d_sinks, [4].into()).unwrap()),
         ..BackwardTensors::new(inputs, view("out", &out, queries), lse, view("d_o", &d_o, queries))
     };
-    let options = Options::default().with_causal(Causal::BottomRight);
+    let options = Options::default().with_causal(Causal::BottomRight).with_dropout_p(p);
     let mut builder = Spec::builder(&tensors.q, &tensors.k, &tensors.v, &options);
     let forward = builder.sinks(tensors.sinks.as_ref()).out(&tensors.out).lse(&tensors.lse).build().unwrap();
     let form = |view: &Option<ViewMut<'_>>| view.as_ref().map(Into::into);
@@ -141,18 +149,72 @@ fn gradients(first: usize, batch: usize, arch: Arch, executor: &dyn Executor) ->
 
 #[test]
 fn threads_and_batch_neighbours_touch_no_bit() {
-    for arch in arches() {
-        let all = gradients(0, 3, arch, &SerialExecutor);
+    for (arch, p) in arches().into_iter().flat_map(|arch| [0.0, 0.2].map(|p| (arch, p))) {
+        let all = gradients(0, 3, p, arch, &SerialExecutor);
         assert!(all.iter().flatten().all(|&bits| f32::from_bits(bits).is_finite()));
         for threads in [2, 3, 7] {
-            assert!(gradients(0, 3, arch, &Spawning(threads)) == all, "{threads} threads on {}", arch.name());
+            assert!(gradients(0, 3, p, arch, &Spawning(threads)) == all, "{threads} threads on {}", arch.name());
         }
         for entry in 0..3 {
-            let alone = gradients(entry, 1, arch, &Spawning(2));
+            let alone = gradients(entry, 1, p, arch, &Spawning(2));
             for (n, (alone, all)) in alone.iter().zip(&all).take(3).enumerate() {
                 let len = alone.len();
                 assert!(alone[..] == all[entry * len..][..len], "gradient {n} of entry {entry} on {}", arch.name());
             }
+        }
+    }
+}
+
+/// Keys that all score the same and a row of the identity arriving at each query: dv has what each weight was multiplied with.
+#[test]
+fn backward_drops_what_forward_drops() {
+    // Several blocks of keys, a tail in every instruction set, two heads to a task.
+    let ([batch, heads, q_len, dim], kv_len) = ([2, 2, 70, 4], 150);
+    for (arch, p) in arches().into_iter().flat_map(|arch| [0.4, 1.0].map(|p| (arch, p))) {
+        let (seed, dropout) = (DropoutSeed::new(1 << 50, 9), Dropout::new(p).unwrap().unwrap());
+        for head in 0..heads {
+            let of = |shape: [usize; 4], value: f32| vec![value; shape.iter().product()];
+            let (queries, keys) = ([batch, heads, q_len, dim], [batch, 1, kv_len, dim]);
+            let (rows, values) = ([batch, heads, q_len, q_len], [batch, 1, kv_len, q_len]);
+            let (q, k, v, out) = (of(queries, 1.0), of(keys, 0.0), of(values, 0.5), of(rows, 0.0));
+            let mut d_o = of(rows, 0.0);
+            for (at, x) in d_o.iter_mut().enumerate() {
+                let (row, column) = (at / q_len, at % q_len);
+                *x = f32::from(row / q_len % heads == head && row % q_len == column);
+            }
+            let lse = vec![(kv_len as f32).ln(); batch * heads * q_len];
+            let (mut dq, mut dk, mut dv) = (q.clone(), k.clone(), v.clone());
+            let view = |name, data, shape: [usize; 4]| View::contiguous::<f32>(name, data, Shape::from(shape)).unwrap();
+            let lse = View::contiguous("lse", &lse, [batch, heads, q_len].into()).unwrap();
+            let inputs = [view("q", &q, queries), view("k", &k, keys), view("v", &v, values)];
+            let tensors = BackwardTensors {
+                dropout: Some(seed),
+                dq: Some(ViewMut::contiguous("dq", &mut dq, queries.into()).unwrap()),
+                dk: Some(ViewMut::contiguous("dk", &mut dk, keys.into()).unwrap()),
+                dv: Some(ViewMut::contiguous("dv", &mut dv, values.into()).unwrap()),
+                ..BackwardTensors::new(inputs, view("out", &out, rows), lse, view("d_o", &d_o, rows))
+            };
+            let options = Options::default().with_dropout_p(p);
+            let mut builder = Spec::builder(&tensors.q, &tensors.k, &tensors.v, &options);
+            let forward = builder.out(&tensors.out).lse(&tensors.lse).build().unwrap();
+            let form = |view: &Option<ViewMut<'_>>| view.as_ref().map(Into::into);
+            let (dq_form, dk_form, dv_form) = (form(&tensors.dq), form(&tensors.dk), form(&tensors.dv));
+            let forms = GradientForms { dq: dq_form, dk: dk_form, dv: dv_form, ..GradientForms::new(&tensors.d_o) };
+            let spec = BackwardSpec::new(forward, &forms).unwrap();
+            let plan = rapt_cpu::select_backward(&spec, &Caps { arch, threads: 1, clock_hz: None }).unwrap();
+            assert!(plan.explain().to_string().contains("Philox 4x32-10"), "{}", plan.explain());
+            let mut workspace = Workspace::new();
+            workspace.ensure(plan.workspace_bytes()).unwrap();
+            let mut operands = BackwardOperands::check(tensors, &spec).unwrap();
+            rapt_cpu::run_backward(&plan, &mut operands, &mut workspace, &SerialExecutor).unwrap();
+            for (at, &weight) in dv.iter().enumerate() {
+                let (b, j, i) = (at / q_len / kv_len, at / q_len % kv_len, at % q_len);
+                let kept = !seed.of_head(b, head).is_dropped(dropout, i, j);
+                let expect = if kept { dropout.scale() as f32 / kv_len as f32 } else { 0.0 };
+                let what = format!("{} p = {p}: batch {b}, head {head}, row {i}, key {j}", arch.name());
+                assert!((weight - expect).abs() <= 1e-4 * expect, "{what}: {weight} is not {expect}");
+            }
+            assert!(p < 1.0 || dq.iter().chain(&dk).all(|&x| x == 0.0), "all dropped, and something arrives");
         }
     }
 }

@@ -1,9 +1,9 @@
 //! Dropout: every weight dropped or kept by the definition, at every place of every kernel, and what its bits depend on.
 
 use rapt_core::{
-    Arch, BackwardSpec, COMPUTED, Caps, Causal, Codes, DType, Dropout, DropoutSeed, Error, Executor, Format,
-    GradientForms, Operands, Options, Qkv, Result, SerialExecutor, Spec, TensorLayout, Tensors, View, ViewMut, Window,
-    Workspace,
+    Arch, BackwardOperands, BackwardSpec, BackwardTensors, COMPUTED, Caps, Causal, Codes, DType, Dropout, DropoutSeed,
+    Error, Executor, Format, GradientForms, Operands, Options, Qkv, Result, SerialExecutor, Spec, TensorLayout,
+    Tensors, View, ViewMut, Window, Workspace,
 };
 use rapt_testkit::{Guard, Placement, Rng, TensorBuf};
 
@@ -186,11 +186,21 @@ fn what_drops_nothing_or_cannot_is_told() {
     let plain = spec(&Options::default()).unwrap();
     let refused = check(&plain, Some(DropoutSeed::default()));
     assert_eq!(refused, Err(Error::NotAsPlanned { tensor: "dropout", what: "presence" }));
-    let gradients = GradientForms::new(&view("d_o"));
-    let refused = BackwardSpec::new(planned.clone(), &gradients);
-    assert!(
-        matches!(refused, Err(Error::Unsupported { what, .. }) if what == "the backward pass of a call with dropout")
-    );
+    // Backward asks for the same: p of the request, a seed of the run.
+    let lse = [0.0f32; 16];
+    let backward = |options: &Options, dropout: Option<DropoutSeed>| {
+        let mut builder = Spec::builder(&view("q"), &view("k"), &view("v"), options);
+        let forward = builder.return_lse(true).build().unwrap();
+        let spec = BackwardSpec::new(forward, &GradientForms::new(&view("d_o"))).unwrap();
+        let lse = View::contiguous("lse", &lse, [1, 1, 16].into()).unwrap();
+        let inputs = [view("q"), view("k"), view("v")];
+        let tensors = BackwardTensors { dropout, ..BackwardTensors::new(inputs, view("out"), lse, view("d_o")) };
+        BackwardOperands::check(tensors, &spec).map(drop)
+    };
+    let dropping = Options::default().with_dropout_p(0.5);
+    assert!(matches!(backward(&dropping, None), Err(Error::Option { option: "dropout", .. })));
+    backward(&dropping, Some(DropoutSeed::default())).unwrap();
+    assert_eq!(backward(&Options::default(), Some(DropoutSeed::default())), refused);
     // Codes are not trained on.
     let (codes, scale) = ([1i8; 64], [1.0f32]);
     let of_k = Codes::new(Format::Int8, View::contiguous("k_descale", &scale, [].into()).unwrap());

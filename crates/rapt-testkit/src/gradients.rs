@@ -56,7 +56,8 @@ impl GradientCase {
     #[must_use]
     pub fn random(seed: u64, dtypes: &[DType], max_work: usize) -> Self {
         let mut rng = Rng::new(seed ^ 0xbac);
-        let case = Case { lse: true, ..Case::random(seed, dtypes, max_work) };
+        let case = if rng.once_in(3) { Case::random_dropout } else { Case::random };
+        let case = Case { lse: true, ..case(seed, dtypes, max_work) };
         let asks = if rng.once_in(3) { std::array::from_fn(|_| !rng.once_in(3)) } else { [true; 5] };
         GradientCase { case, d_lse: rng.once_in(3), asks, places: random_places(&mut rng) }
     }
@@ -157,6 +158,7 @@ impl Buffers {
             mask: self.mask.as_ref().map(|mask| mask.view("mask", mask_rank, plain)),
             sinks: self.sinks.as_ref().map(|sinks| sinks.view("sinks", 1, plain)),
             alibi_slopes: self.alibi_slopes.as_ref().map(|slopes| slopes.view("alibi_slopes", 1, plain)),
+            dropout: (case.dropout.0 != 0.0).then_some(case.dropout.1),
             d_lse: self.d_lse.as_ref().map(|d_lse| d_lse.view("d_lse", rank - 1, plain)),
             dq: dq.as_mut().map(|of| of.view_mut("dq", rank, layout)),
             dk: dk.as_mut().map(|of| of.view_mut("dk", rank, layout)),
@@ -230,11 +232,12 @@ fn gathered(case: &Case, buffers: &mut Buffers) -> Result<Gathered, String> {
     let spec = backward_spec_of(&tensors, case).map_err(|error| format!("the spec was refused: {error}"))?;
     let mut none = [0.0f32];
     let nothing = ViewMut::strided("out", &mut none, 0, Shape::from([0, 0]), Strides::from([0, 0]));
-    let (mask, sinks, alibi_slopes) = (tensors.mask, tensors.sinks, tensors.alibi_slopes);
+    let (mask, sinks, alibi_slopes, dropout) = (tensors.mask, tensors.sinks, tensors.alibi_slopes, tensors.dropout);
     let forward = Tensors {
         mask,
         sinks,
         alibi_slopes,
+        dropout,
         ..Tensors::new(tensors.q, tensors.k, tensors.v, nothing.map_err(|error| error.to_string())?)
     };
     Ok(Gathered::new(spec.forward(), &forward))

@@ -53,7 +53,8 @@ impl Engine {
         })
     }
 
-    /// Plans, proves and runs the gradients that `tensors` has places for: those of the call that wrote its `out` and `lse` with `options`.
+    /// Plans, proves and runs the gradients that `tensors` has places for: those of the call that wrote its `out` and `lse` with `options`, and
+    /// with dropout with the same [`DropoutSeed`](rapt_core::DropoutSeed).
     ///
     /// ```
     /// use rapt::{BackwardTensors, Engine, Options, Tensors, View, ViewMut};

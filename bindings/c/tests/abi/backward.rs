@@ -94,11 +94,18 @@ const OPTIONS: rapt_options = rapt_options {
 
 #[test]
 fn gradients_are_those_of_the_reference() {
+    as_the_reference(&OPTIONS);
+    let dropping = |dropout_p| rapt_options { dropout_p, dropout_seed: u64::MAX, dropout_offset: 7, ..OPTIONS };
+    as_the_reference(&dropping(0.4));
+    as_the_reference(&dropping(1.0));
+}
+
+fn as_the_reference(options: &rapt_options) {
     let engine = Owned::new(2);
     let mut tensors = tensors();
     let structs = tensors.each_mut().map(Tensor::struct_of);
     let [q, k, v, out, d_o, lse, sinks, dq, dk, dv, d_sinks] = structs.each_ref().map(std::ptr::from_ref);
-    let options = rapt_options { lse, sinks, ..OPTIONS };
+    let options = rapt_options { lse, sinks, ..*options };
     let gradients =
         rapt_gradients { size: size_of::<rapt_gradients>(), d_lse: null(), dq, dk, dv, d_mask: null(), d_sinks };
     // SAFETY: all of it is alive, and the tensors are what they say.
@@ -109,7 +116,10 @@ fn gradients_are_those_of_the_reference() {
     }
     let [q, k, v, d_o, sinks] = [0, 1, 2, 4, 6].map(|n| tensors[n].wide());
     let [heads, q_len, kv_len, dim] = [HEADS, Q_LEN, KV_LEN, DIM].map(|n| n as usize);
-    let problem = Problem { causal: Some(engine::Causal::BottomRight), ..Problem::plain(1, heads, q_len, kv_len, dim) };
+    let seed = engine::DropoutSeed::new(options.dropout_seed, options.dropout_offset);
+    let dropout = engine::Dropout::new(options.dropout_p).unwrap().map(|dropout| (dropout, seed));
+    let causal = Some(engine::Causal::BottomRight);
+    let problem = Problem { causal, dropout, ..Problem::plain(1, heads, q_len, kv_len, dim) };
     let inputs = Inputs { sinks: Some(&sinks), ..Inputs::plain(&q, &k, &v) };
     let Gradients { dq, dk, dv, d_sinks, .. } =
         backward(&problem, &inputs, &OutputGradients { d_o: &d_o, d_lse: None });

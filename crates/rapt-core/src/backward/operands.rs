@@ -4,9 +4,9 @@
 //! every address once and shares no byte with any other operand.
 
 use super::BackwardSpec;
-use crate::operands::{compare, prove_disjoint, prove_injective};
+use crate::operands::{check_dropout, compare, prove_disjoint, prove_injective};
 use crate::spec::{TensorSpec, broadcast_mask, canonical};
-use crate::{Error, Result, TensorForm, View, ViewMut};
+use crate::{DropoutSeed, Error, Result, TensorForm, View, ViewMut};
 
 /// The tensors of one backward run, as they were given.
 #[derive(Debug)]
@@ -23,6 +23,8 @@ pub struct BackwardTensors<'a> {
     pub sinks: Option<View<'a>>,
     /// ALiBi slopes.
     pub alibi_slopes: Option<View<'a>>,
+    /// Which weights the forward call dropped, where it dropped some.
+    pub dropout: Option<DropoutSeed>,
     /// What the forward call wrote.
     pub out: View<'a>,
     /// What the forward call wrote.
@@ -48,9 +50,26 @@ impl<'a> BackwardTensors<'a> {
     /// `BackwardTensors { dq, ..BackwardTensors::new([q, k, v], out, lse, d_o) }` asks for dq.
     #[must_use]
     pub fn new([q, k, v]: [View<'a>; 3], out: View<'a>, lse: View<'a>, d_o: View<'a>) -> Self {
-        let (mask, sinks, alibi_slopes, d_lse) = (None, None, None, None);
+        let (mask, sinks, alibi_slopes, dropout, d_lse) = (None, None, None, None, None);
         let (dq, dk, dv, d_mask, d_sinks) = (None, None, None, None, None);
-        BackwardTensors { q, k, v, mask, sinks, alibi_slopes, out, lse, d_o, d_lse, dq, dk, dv, d_mask, d_sinks }
+        BackwardTensors {
+            q,
+            k,
+            v,
+            mask,
+            sinks,
+            alibi_slopes,
+            dropout,
+            out,
+            lse,
+            d_o,
+            d_lse,
+            dq,
+            dk,
+            dv,
+            d_mask,
+            d_sinks,
+        }
     }
 
     /// Every tensor that is read, with its name.
@@ -116,6 +135,7 @@ impl<'a> BackwardOperands<'a> {
         if !forward.is_coherent() {
             return Err(Error::NotAsPlanned { tensor: "spec", what: "a field that was changed after it was built" });
         }
+        check_dropout(tensors.dropout, forward)?;
         let planned = [
             ("q", Some(TensorForm::from(&tensors.q)), Some(&forward.q)),
             ("k", Some((&tensors.k).into()), Some(&forward.k)),

@@ -54,7 +54,7 @@ impl BackwardSpec {
     /// The gradients of `forward`, whose `out` and `lse` are what a forward call wrote, of these forms.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] for dropout, quantized operands, caches, sequences with lengths of their own, `compute` other than exact, a spec without lse,
+    /// [`Error::Unsupported`] for quantized operands, caches, sequences with lengths of their own, `compute` other than exact, a spec without lse,
     /// and a gradient of what the request does not have; [`Error::UnsupportedDtype`] for the gradient of a boolean mask; any [`Error`] of kind dtype,
     /// shape or device for a gradient that is not like its input.
     pub fn new(forward: Spec, gradients: &GradientForms) -> Result<Self> {
@@ -172,9 +172,6 @@ fn served(forward: &Spec) -> Result<()> {
     let refuse = |what: &str, why: &str, instead: &str| {
         Err(Error::unsupported(format!("the backward pass of {what}"), why, instead))
     };
-    if forward.dropout.is_some() {
-        return refuse("a call with dropout", "its kernels drop nothing", "dropout_p=0.0");
-    }
     if forward.is_quantized() {
         return refuse("quantized operands", "codes have no gradient", "dequantize them");
     }

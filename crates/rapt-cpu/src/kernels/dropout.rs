@@ -1,9 +1,9 @@
-//! Dropout: of weights that were summed some become 0. What those kept are scaled with goes into the end of a row.
+//! Dropout: of weights that were summed some become 0. What those kept are scaled with goes into the end of a row; backward multiplies with it at each pair.
 //!
 //! ```text
 //! p = 0 where word(seed, offset, batch, head, row, key) ≤ last       a block of Philox has the words of four keys of one row
 //! ```
-//! (`rapt_core::DropoutSeed` is the definition.) Lanes are rows in forward, groups of keys in decode. What a lane makes of the first three of ten rounds
+//! (`rapt_core::DropoutSeed` is the definition.) Lanes are rows in forward and in backward, groups of keys in decode. What a lane makes of the first three of ten rounds
 //! without its group is found once ([`Start`]): a block then takes 16 products of 32 by 32 bits, not 20. A dropped weight is a zero of its own sign,
 //! so that one of a masked key stays [`Real::MASKED`]. Deliberately absent: a mask in memory.
 
@@ -104,23 +104,29 @@ impl<S: Simd> Start<S> {
     }
 }
 
-/// Drops lanes of weights of a tile of forward, in place.
-pub(super) struct DropWeights<'a, S: Simd, M, const V: usize> {
-    pub(super) dropping: &'a Dropping,
+/// A tile: rows along `V` vectors of lanes, by keys.
+pub(super) struct DropTile<'a> {
+    /// A copy: behind a reference it would be read again after every store.
+    pub(super) dropping: Dropping,
     pub(super) rows: &'a [Row],
-    /// The first key, and how many there are; a lane begins at every `STEPS`th.
+    /// The first key, and how many there are.
     pub(super) keys: (usize, usize),
-    pub(super) p: *mut S::Elem,
-    pub(super) products: PhantomData<M>,
 }
 
-impl<S: Simd, M: Products<S>, const V: usize> Part<S> for DropWeights<'_, S, M, V> {
-    type Output = ();
+/// What is done with the words of a tile.
+trait Meet<S: Simd> {
+    /// Keys beside one another that one lane holds.
+    const STEPS: usize;
+    /// The words of vector `v` at the keys that begin at `j` of the tile, and at the key behind it.
+    unsafe fn meet(&self, j: usize, v: usize, words: [S::W; 2]);
+}
+
+impl DropTile<'_> {
+    /// Shows `with` the words of every key and row.
     #[inline(always)]
-    unsafe fn run(self) {
-        let DropWeights { dropping: &Dropping { seed, last, .. }, rows, keys: (j0, n), p, .. } = self;
-        let queries = V * S::LANES;
-        debug_assert!(j0.is_multiple_of(M::STEPS) && M::STEPS <= 2, "a pair of neighbours is of one group");
+    unsafe fn words<S: Simd, W: Meet<S>, const V: usize>(&self, with: &W) {
+        let DropTile { dropping: Dropping { seed, .. }, rows, keys: (j0, n) } = *self;
+        debug_assert!(j0.is_multiple_of(W::STEPS) && W::STEPS <= 2, "a pair of neighbours is of one group");
         let mut places = [Places::NONE; V];
         // Rows follow one another head by head.
         let mut last_head = None;
@@ -132,7 +138,7 @@ impl<S: Simd, M: Products<S>, const V: usize> Part<S> for DropWeights<'_, S, M, 
             last_head = Some(((row.batch, row.head), head));
             places[at / S::LANES].set(at % S::LANES, head, row.i);
         }
-        // SAFETY: p has a row of `queries` for each lane of keys.
+        // SAFETY: the caller vouches for the instruction set, and that `with` takes every key and vector of the tile.
         unsafe {
             let mut starts = [Start::<S>::new(&places[0]); V];
             for v in 1..V {
@@ -143,17 +149,76 @@ impl<S: Simd, M: Products<S>, const V: usize> Part<S> for DropWeights<'_, S, M, 
                 for (v, start) in starts.iter().enumerate() {
                     let words = start.blocks(of_group);
                     for first in [0, 2] {
-                        for word in (first..first + 2).step_by(M::STEPS) {
+                        for word in (first..first + 2).step_by(W::STEPS) {
                             let j = column_of_group(group, word);
                             if j >= j0 && j < j0 + n {
-                                let at = p.add((j - j0) / M::STEPS * queries + v * S::LANES);
-                                S::store(at, M::drop_weights(S::load(at), [words[word], words[first + 1]], last));
+                                with.meet(j - j0, v, [words[word], words[first + 1]]);
                             }
                         }
                     }
                 }
             }
         }
+    }
+}
+
+/// Drops lanes of weights of a tile of forward, in place: a lane begins at every `STEPS`th key.
+pub(super) struct DropWeights<'a, S: Simd, M, const V: usize> {
+    pub(super) tile: DropTile<'a>,
+    pub(super) p: *mut S::Elem,
+    pub(super) products: PhantomData<M>,
+}
+
+impl<S: Simd, M: Products<S>, const V: usize> Meet<S> for DropWeights<'_, S, M, V> {
+    const STEPS: usize = M::STEPS;
+    #[inline(always)]
+    unsafe fn meet(&self, j: usize, v: usize, words: [S::W; 2]) {
+        // SAFETY: p has a row of V vectors for each lane of keys.
+        unsafe {
+            let at = self.p.add((j / M::STEPS * V + v) * S::LANES);
+            S::store(at, M::drop_weights(S::load(at), words, self.tile.dropping.last));
+        }
+    }
+}
+
+impl<S: Simd, M: Products<S>, const V: usize> Part<S> for DropWeights<'_, S, M, V> {
+    type Output = ();
+    #[inline(always)]
+    unsafe fn run(self) {
+        // SAFETY: as of the caller.
+        unsafe { self.tile.words::<S, Self, V>(&self) }
+    }
+}
+
+/// Multiplies what arrives at the weights of a tile of backward with what they were multiplied with, in place, and keeps the factors.
+pub(super) struct DropArriving<'a, S: Simd> {
+    pub(super) tile: DropTile<'a>,
+    /// `[keys][lanes of two vectors]`, as are the factors.
+    pub(super) dp: *mut S::Elem,
+    pub(super) kept: *mut S::Elem,
+}
+
+impl<S: Simd> Meet<S> for DropArriving<'_, S> {
+    const STEPS: usize = 1;
+    #[inline(always)]
+    unsafe fn meet(&self, j: usize, v: usize, words: [S::W; 2]) {
+        let (at, Dropping { scale, last, .. }) = ((2 * j + v) * S::LANES, self.tile.dropping);
+        // SAFETY: both have two vectors for each key.
+        unsafe {
+            // Not chosen but multiplied: a dropped key is attended, and its NaN not hidden.
+            let kept = S::drop_lanes(S::splat(S::Elem::from_f64_clamped(scale)), words[0], last);
+            S::store(self.kept.add(at), kept);
+            S::store(self.dp.add(at), S::mul(S::load(self.dp.add(at)), kept));
+        }
+    }
+}
+
+impl<S: Simd> Part<S> for DropArriving<'_, S> {
+    type Output = ();
+    #[inline(always)]
+    unsafe fn run(self) {
+        // SAFETY: as of the caller.
+        unsafe { self.tile.words::<S, Self, 2>(&self) }
     }
 }
 

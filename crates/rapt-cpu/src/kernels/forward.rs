@@ -16,7 +16,7 @@ use std::marker::PhantomData;
 
 use super::blocks::{Beside, BlockProducts, Coded, Formed, KeyProduct, Rows, ValueProduct, Values};
 use super::codes::read_query;
-use super::dropout::DropWeights;
+use super::dropout::{DropTile, DropWeights};
 use super::mask::{self, MaskTile, ReadTile, ScanTile};
 use super::pack::{store_row, transpose_in};
 use super::products::{Block, Packing};
@@ -415,10 +415,10 @@ impl<'a, S: Simd, M: BlockProducts<S>, const V: usize> Step<'a, S, M, V> {
                 (false, true) => M::apart(self.softmax::<B, true, false>(None, beside)),
                 (false, false) => M::apart(self.softmax::<B, false, false>(None, beside)),
             };
-            if let Some(dropping) = &self.task.problem.dropping {
+            if let Some(dropping) = self.task.problem.dropping {
                 let (rows, products) = (self.rows(), PhantomData::<M>);
-                let rows = &rows[..self.tile.r1 - self.tile.r0];
-                S::apart(DropWeights::<S, M, V> { dropping, rows, keys: self.keys, p: self.x, products });
+                let tile = DropTile { dropping, rows: &rows[..self.tile.r1 - self.tile.r0], keys: self.keys };
+                S::apart(DropWeights::<S, M, V> { tile, p: self.x, products });
             }
             rescale
         }

@@ -84,7 +84,8 @@ unsafe fn add<S: Simd, T: Storage<S>>(
         let (p, dp) = (part(scratch.p), part(scratch.dp));
         key_product::<S>(keys.n, problem.head_dim, keys.k, part(scratch.q_t), (p, m));
         key_product::<S>(keys.n, problem.head_dim_v, keys.v, part(scratch.d_o_t), (dp, width));
-        weigh::<S>(problem, tile, keys.n, Places { p: (p, m), ds: None, dp }, true);
+        let places = Places { p: (p, m), ds: None, dp, kept: part(scratch.kept) };
+        weigh::<S>(problem, tile, (keys.first, keys.n), places, true);
         S::apart(AddScores::<S> { n: keys.n, from: dp, sums: part(scratch.d_mask), sums_keys });
     }
 }

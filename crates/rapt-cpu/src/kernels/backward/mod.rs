@@ -7,6 +7,7 @@
 //!                    dQᵀ[dim][query] += Kᵀ · dSᵀ       in partial sums of the item's chunk of keys
 //!     dV[key][dim] += Pᵀ · dO                          dK[key][dim] += dSᵀ · Q
 //! ```
+//! With dropout dPᵀ is multiplied by what each weight was multiplied with, and so is Pᵀ before it meets dO; out was formed so, and delta holds.
 //! (Dao 2022, 2023.) Five products by the one inner loop (`matmul`): broadcast rows times vectors, the vectors being queries in the first three and
 //! head_dim in the last two. Before, `rows` finds delta of each row; after, `sums` adds the chunks of dQ in their order. Blocks and runs lie at
 //! multiples of their sizes, chunks follow the length of K: a gradient's bits depend neither on threads nor on other tasks. Deliberately absent: memory
@@ -263,7 +264,8 @@ unsafe fn run_of_queries<S: Simd, T: Storage<S>>(
                 let d_o_t = part(scratch.d_o_t + t * width * problem.head_dim_v.next_multiple_of(S::LANES));
                 key_product::<S>(n, problem.head_dim_v, v, d_o_t, (dp, width));
             }
-            weigh::weigh::<S>(problem, tile, n, weigh::Places { p: (p, m), ds: Some((ds, m)), dp }, false);
+            let places = weigh::Places { p: (p, m), ds: Some((ds, m)), dp, kept: part(scratch.kept) };
+            weigh::weigh::<S>(problem, tile, (j0, n), places, false);
             if let Some(partial) = partial {
                 let y = partial.add((r0 / width + t) * problem.head_dim * width);
                 let b = Broadcast { ptr: k.ptr, row: 1, step: k.stride };

@@ -3,8 +3,10 @@
 //! ```text
 //! p  = 2^((s − top) · log2(e) − log2_sum)       ds = p · (dp − delta)       dx = ds · (1 − tanh²)
 //! ```
+//! With dropout dp is `kept · dp` before, and p becomes `kept · p` after: passes of their own, so that without it nothing is asked of a pair.
 //! A pair that is not attended has [`Real::MASKED`] in both. Deliberately absent: softmax_scale, which dq and dk are multiplied with once they are sums.
 
+use super::super::dropout::{DropArriving, DropTile};
 use super::super::math::{exp2, tanh};
 use super::super::simd::{Part, Real, Simd};
 use super::super::softmax::{max_skipping_nan, probability, rescale, subtractable};
@@ -20,23 +22,58 @@ pub(super) struct Places<E> {
     pub(super) ds: Option<(*mut E, usize)>,
     /// Products of d_o and v, which become what arrives: `[keys][width]`.
     pub(super) dp: *mut E,
+    /// With dropout: what each pair is multiplied with, likewise.
+    pub(super) kept: *mut E,
 }
 
-/// See the module; `of_scores` leaves out the derivative of softcap.
+/// See the module, for keys `j0..j0 + n`; `of_scores` leaves out the derivative of softcap.
 pub(super) unsafe fn weigh<S: Simd>(
     problem: &BackwardProblem,
     tile: &Tile<S::Elem>,
-    n: usize,
+    keys: (usize, usize),
     places: Places<S::Elem>,
     of_scores: bool,
 ) {
+    let n = keys.1;
     // SAFETY: as of the caller.
     unsafe {
+        if let Some(dropping) = problem.dropping {
+            let tile = DropTile { dropping, rows: &tile.rows[..tile.count], keys };
+            S::apart(DropArriving::<S> { tile, dp: places.dp, kept: places.kept });
+        }
         match (problem.scores.natural, tile.has_masked) {
             (false, false) => S::apart(Weigh::<S, false, false> { problem, tile, n, places, of_scores }),
             (false, true) => S::apart(Weigh::<S, false, true> { problem, tile, n, places, of_scores }),
             (true, false) => S::apart(Weigh::<S, true, false> { problem, tile, n, places, of_scores }),
             (true, true) => S::apart(Weigh::<S, true, true> { problem, tile, n, places, of_scores }),
+        }
+        if problem.dropping.is_some() {
+            S::apart(KeepWeights::<S> { n, kept: places.kept, p: places.p });
+        }
+    }
+}
+
+/// `p = kept · p`: [`Real::MASKED`] stays.
+struct KeepWeights<S: Simd> {
+    n: usize,
+    kept: *const S::Elem,
+    p: (*mut S::Elem, usize),
+}
+
+impl<S: Simd> Part<S> for KeepWeights<S> {
+    type Output = ();
+    #[inline(always)]
+    unsafe fn run(self) {
+        let KeepWeights { n, kept, p: (p, row) } = self;
+        let width = S::Q_VECS * S::LANES;
+        // SAFETY: both have n rows of a tile's width.
+        unsafe {
+            for j in 0..n {
+                for v in (0..width).step_by(S::LANES) {
+                    let at = p.add(j * row + v);
+                    S::store(at, S::mul(S::load(at), S::load(kept.add(j * width + v))));
+                }
+            }
         }
     }
 }
