@@ -9,6 +9,7 @@ torch = pytest.importorskip("torch")
 import fresh  # noqa: E402
 import rapt  # noqa: E402
 import rapt.torch as rt  # noqa: E402
+from rapt.flash_attn import flash_attn_func  # noqa: E402
 from test_torch_stats import DTYPES, check, same_views, sdpa, served, tensor  # noqa: E402
 from torch._dynamo.testing import CompileCounterWithBackend  # noqa: E402
 
@@ -103,6 +104,16 @@ def test_a_view_after_attention_compiles():
     with served(), torch.no_grad():
         out = torch.compile(run, fullgraph=True)(q, k, v)
     check(out.view(2, 6, 4, 8).transpose(1, 2), q, k, v)
+
+
+@torch.no_grad()
+def test_flash_attentions_interface_is_one_graph():
+    def run(q, k, v):
+        return flash_attn_func(q, k, v, causal=True, window_size=(4, -1), softcap=2.0), flash_attn_func(q, k, v, window_size=(2, 3))
+
+    q, k, v = torch.randn(2, 9, 4, 8), *torch.randn(2, 2, 13, 2, 8)
+    for one, wanted in zip(torch.compile(run, fullgraph=True, backend="eager")(q, k, v), run(q, k, v)):
+        assert torch.equal(one, wanted)
 
 
 def test_dynamic_shapes():

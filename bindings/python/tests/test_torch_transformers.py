@@ -1,6 +1,7 @@
 """attn_implementation="rapt" in transformers: a real BERT, tiny random decoders, sinks, and when the name is entered."""
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -196,3 +197,39 @@ def test_when_the_name_is_entered(first):
     done = fresh.run(code)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["False" if first == "unregistered" else "True"] * 2
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral, sliding window", "gemma 2, softcap"])
+def test_the_code_behind_flash_attentions_name_computes_by_rapts_functions(name, monkeypatch):
+    behind = pytest.importorskip("transformers.modeling_flash_attention_utils")
+    if not hasattr(behind, "_loaded_implementation"):
+        pytest.skip("this transformers asks for flash-attention in another way")
+    # transformers grants the name to a distribution and a GPU; what stands behind it asks for neither.
+    monkeypatch.setitem(sys.modules, "flash_attn", rapt.flash_attn)
+    monkeypatch.setattr(behind, "is_flash_attn_2_available", lambda *_, **__: True)
+    monkeypatch.setattr(behind, "_loaded_implementation", None)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(decoders()[name]).eval().float()
+    ids = torch.randint(3, 64, (2, 11), generator=torch.Generator().manual_seed(1))
+    padding = torch.ones_like(ids)
+    padding[1, :4] = 0
+    packed = torch.cat((torch.arange(4), torch.arange(7)))[None]
+
+    def results(implementation):
+        model.config._attn_implementation = implementation
+        with torch.inference_mode():
+            whole, padded = model(ids).logits, model(ids, attention_mask=padding).logits[padding.bool()]
+            if implementation == "eager":
+                apart = torch.cat([model(ids[:1, at]).logits for at in (slice(4), slice(4, None))], 1)
+            else:
+                apart = model(ids[:1], position_ids=packed).logits
+            written = model.generate(ids, attention_mask=padding, max_new_tokens=6, min_new_tokens=6, do_sample=False)
+        return whole, padded, apart, written
+
+    own = results("eager")
+    rt.reset_stats()
+    for one, wanted in zip(results("flash_attention_2"), own):
+        torch.testing.assert_close(one, wanted, rtol=1e-4, atol=1e-5)
+    assert rt.stats() == {"served": 2 * (3 + 6), "fallback": {}}
+    for module in [module for module in sys.modules if module.startswith("flash_attn.")]:
+        monkeypatch.delitem(sys.modules, module)

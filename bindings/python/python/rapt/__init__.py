@@ -489,10 +489,10 @@ def diagnose(out, expected=None, *, q, k, v, **options):
 
 
 def __getattr__(name):
-    if name in ("layout", "mlx", "torch", "umfa", "vulkan"):
+    if name in ("flash_attn", "layout", "mlx", "torch", "umfa", "vulkan"):
         return _importlib.import_module(f"rapt.{name}")
     raise AttributeError(f"module 'rapt' has no attribute {name!r}")
 
 
 def __dir__():
-    return [*__all__, "layout", "mlx", "quant", "torch", "umfa", "vulkan"]
+    return [*__all__, "flash_attn", "layout", "mlx", "quant", "torch", "umfa", "vulkan"]

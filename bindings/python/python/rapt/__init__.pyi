@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, TypeAlias, TypedDict
 
+from rapt import flash_attn as flash_attn
 from rapt import layout as layout
 from rapt import quant as quant
 from rapt import torch as torch

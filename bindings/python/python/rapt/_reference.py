@@ -193,7 +193,7 @@ def gradients(
 
 def _of_groups(weights, rows, kv_heads):
     """weightsᵀ · rows, summed over the query heads of a key head."""
-    joined = [x.reshape(x.shape[0], kv_heads, -1, x.shape[3]) for x in (weights, rows)]
+    joined = [x.reshape(x.shape[0], kv_heads, x.shape[1] // max(1, kv_heads) * x.shape[2], x.shape[3]) for x in (weights, rows)]
     return joined[0].swapaxes(2, 3) @ joined[1]
 
 
