@@ -96,9 +96,10 @@ macro_rules! functions {
             $($name: $default,)*
         );
 
-        /// Fills `out` (and `lse`) of any strides and hands back None. The caller has seen to gradients.
+        /// Fills `out` (and `lse`) of any strides and hands back None. The caller has seen to gradients. `dropout`: p, a draw, and the
+        /// batch entries before the first.
         #[pyfunction]
-        #[pyo3(signature = (q, k, v, out, lse = None, *, $($name = None,)*))]
+        #[pyo3(signature = (q, k, v, out, lse = None, *, dropout = None, $($name = None,)*))]
         #[allow(clippy::too_many_arguments, reason = "the public signature")]
         fn run_into<'py>(
             py: Python<'py>,
@@ -107,12 +108,13 @@ macro_rules! functions {
             v: Any<'_, 'py>,
             out: Any<'_, 'py>,
             lse: Maybe<'_, 'py>,
+            dropout: torch::dropout::Stated<'py>,
             $($name: Maybe<'_, 'py>,)*
         ) -> PyResult<()> {
             let out = Some(out);
             let (out_dtype, return_lse, tolerance, device) = (None, None, None, None);
             let request = Request { q, k, v, $($name,)* out, out_dtype, return_lse, tolerance, device };
-            api::attention::fill(py, &Home::Default, &request, lse)
+            api::attention::fill(py, &Home::Default, &request, lse, dropout)
         }
 
         /// The gradients of a call by q, k, v, by the mask where `mask_grad` says so, and by sinks; see `rapt.attention_backward`.
@@ -137,9 +139,9 @@ macro_rules! functions {
             api::backward::make(py, &Home::Default, request, arriving, mask_grad)
         }
 
-        /// Fills those gradients that are given, of any strides. The caller has seen to gradients of theirs.
+        /// Fills those gradients that are given, of any strides. The caller has seen to gradients of theirs. `dropout`: as of `run_into`.
         #[pyfunction]
-        #[pyo3(signature = (d_o, q, k, v, out, lse, dq = None, dk = None, dv = None, *, d_lse = None, d_mask = None, d_sinks = None, $($name = None,)*))]
+        #[pyo3(signature = (d_o, q, k, v, out, lse, dq = None, dk = None, dv = None, *, d_lse = None, d_mask = None, d_sinks = None, dropout = None, $($name = None,)*))]
         #[allow(clippy::too_many_arguments, reason = "the public signature")]
         fn backward_into<'py>(
             py: Python<'py>,
@@ -155,12 +157,13 @@ macro_rules! functions {
             d_lse: Maybe<'_, 'py>,
             d_mask: Maybe<'_, 'py>,
             d_sinks: Maybe<'_, 'py>,
+            dropout: torch::dropout::Stated<'py>,
             $($name: Maybe<'_, 'py>,)*
         ) -> PyResult<()> {
             let arriving = api::backward::Arriving { out, lse, d_o, d_lse };
             let (out, out_dtype, return_lse, tolerance, device) = (None, None, None, None, None);
             let request = Request { q, k, v, $($name,)* out, out_dtype, return_lse, tolerance, device };
-            api::backward::fill(py, &Home::Default, request, arriving, [dq, dk, dv, d_mask, d_sinks])
+            api::backward::fill(py, &Home::Default, request, arriving, [dq, dk, dv, d_mask, d_sinks], dropout)
         }
 
         /// The options in the schemas of `torch.ops.rapt`.

@@ -116,9 +116,15 @@ def test_the_kernel_alone_hands_on_what_is_out_of_the_ordinary(request):
     assert torch.equal(kernel(q, q, q), rapt.attention(q, q, q))
     grad = kernel(q.clone().requires_grad_(), q, q)
     assert torch.equal(grad, rapt.attention(q, q, q)) and "Node" in grad.grad_fn.name()
+    dropped = []
+    for leaf in (q, q.clone().requires_grad_()):
+        torch.manual_seed(1)
+        dropped.append(kernel(leaf, q, q, None, 0.5))
+    assert torch.equal(*dropped) and not torch.equal(dropped[0], grad) and dropped[1].requires_grad
     assert not seen
     handed = [
-        ((q, q, q, None, 0.5), {}),
+        ((q, q, q, None, 1.5), {}),
+        ((q, q, q, None, -1.0), {}),
         ((q, q, q), {"scale": float("inf")}),
         ((q, q, q), {"unheard": 1}),
         ((q, q, q, torch.zeros(5, 5), 0.0, True), {}),

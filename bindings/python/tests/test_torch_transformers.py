@@ -151,21 +151,24 @@ def test_the_function_itself(dtype):
     assert rt.stats() == {"served": len(cases) + 1, "fallback": {}}
 
 
-def test_dropout_goes_to_pytorchs_function_and_with_gradients_to_pytorch():
-    q, k, v = (tensor(2, 4, 9, 16, seed=i) for i in range(3))
+def test_dropout_is_served_with_softcap_and_gradients():
+    q, k, v = (tensor(2, 4, 9, 16, seed=i).requires_grad_(i == 0) for i in range(3))
+    eye = torch.eye(9).expand(2, 4, 9, 9)
     rt.reset_stats()
-    with rt.backend():
-        call(q.requires_grad_(), k, v, dropout=0.5)[0].sum().backward()
-    assert q.grad is not None
-    assert rt.stats() == {"served": 0, "fallback": {"dropout": 1}}
-    with torch.no_grad():
-        with rt.backend():
-            call(q, k, v, dropout=0.5)
-        assert rt.stats() == {"served": 1, "fallback": {"dropout": 1}}
-        call(q, k, v, dropout=0.5)
-    assert rt.stats() == {"served": 1, "fallback": {"dropout": 2}}
-    with pytest.raises(rapt.UnsupportedError, match=r"model\.eval\(\)"):
-        call(q, k, v, dropout=0.5, softcap=2.0)
+
+    def dropped(v, **options):
+        torch.manual_seed(3)
+        return call(q, k, v, dropout=0.5, **options)[0].transpose(1, 2)
+
+    for options in ({}, {"softcap": 2.0}, {"sliding_window": 4}):
+        # What the identity shows of the weights, times v.
+        out = dropped(v, **options)
+        torch.testing.assert_close(out, dropped(eye, **options) @ v)
+        assert not torch.equal(out, call(q, k, v, dropout=0.5, **options)[0].transpose(1, 2))
+        d_o = tensor(*out.shape, seed=7)
+        (got,), (wanted,) = torch.autograd.grad(out, q, d_o), torch.autograd.grad(dropped(eye, **options), q, d_o @ v.transpose(-1, -2))
+        torch.testing.assert_close(got, wanted)
+    assert rt.stats() == {"served": 12, "fallback": {}}
 
 
 def test_compiled():

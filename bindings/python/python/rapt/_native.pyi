@@ -262,10 +262,13 @@ def backward_into(
     d_lse: Any = None,
     d_mask: Any = None,
     d_sinks: Any = None,
+    dropout: tuple[float, Any, int] | None = None,
     **options: Unpack[_Read],
 ) -> None: ...
-def run_into(q: Any, k: Any, v: Any, out: Any, lse: Any = None, **options: Unpack[_Read]) -> None:
-    """Fills `out` (and `lse`) of any strides. The caller has seen to gradients."""
+def run_into(
+    q: Any, k: Any, v: Any, out: Any, lse: Any = None, *, dropout: tuple[float, Any, int] | None = None, **options: Unpack[_Read]
+) -> None:
+    """Fills `out` (and `lse`) of any strides. The caller has seen to gradients. `dropout`: p, a draw, and the batch entries before the first."""
 
 def options_schema() -> str:
     """The options in the schemas of `torch.ops.rapt`."""

@@ -19,6 +19,7 @@ use crate::kind::Kind;
 use crate::tensors::Export;
 use crate::tensors::StreamContext;
 use crate::tensors::{self, Operand, torch};
+use crate::torch::dropout;
 use crate::torch::node::node;
 
 type Object<'a, 'py> = &'a Bound<'py, PyAny>;
@@ -388,6 +389,7 @@ pub(crate) fn fill(
     home: &Home,
     request: &Request<'_, '_>,
     lse_given: Option<Object<'_, '_>>,
+    dropout: dropout::Stated<'_>,
 ) -> PyResult<()> {
     let wording = Cell::new(Wording { names: &hints::ATTENTION, kind: Kind::Numpy });
     guard(py, &wording, || {
@@ -402,9 +404,11 @@ pub(crate) fn fill(
         };
         let mut lse = lse_given.map(|lse| tensors::read("lse", lse, kind, request.q)).transpose()?;
         // The caller chose the dtype of out: it need not be that of q.
-        let options = Options { out_dtype: Some(out.dtype), ..options };
+        let (dropout_p, dropout) = dropout::read(dropout)?;
+        let options = Options { out_dtype: Some(out.dtype), dropout_p, ..options };
         let spec = views.spec(&options, Some(&out), lse.as_ref().map_or(Lse::No, Lse::Given))?;
         let tensors = views.tensors(out.view_mut()?, lse.as_mut().map(Operand::view_mut).transpose()?);
+        let tensors = Tensors { dropout, ..tensors };
         let context = StreamContext::of(kind, request.q)?;
         let enqueued = home.plan(py, kind, &spec)?.run(py, tensors, &context)?;
         tolerance::count_compute(options.compute);

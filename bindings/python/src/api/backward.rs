@@ -4,7 +4,7 @@ use std::cell::Cell;
 
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
-use rapt::{BackwardSpec, BackwardTensors, GradientForms, Options, Qkv, ViewMut};
+use rapt::{BackwardSpec, BackwardTensors, DropoutSeed, GradientForms, Options, Qkv, ViewMut};
 
 use crate::api::attention::{self, Inputs, Lse, Request};
 use crate::api::codes::Opened;
@@ -13,6 +13,7 @@ use crate::engine::Home;
 use crate::errors::{Failure, Wording, guard, hints};
 use crate::kind::Kind;
 use crate::tensors::{self, Operand, torch};
+use crate::torch::dropout;
 
 type Object<'a, 'py> = &'a Bound<'py, PyAny>;
 type Maybe<'a, 'py> = Option<Object<'a, 'py>>;
@@ -61,6 +62,8 @@ struct Call<'a, 'py> {
     opened: &'a Qkv<Option<Opened<'py>>>,
     inputs: Inputs,
     read: Read,
+    /// How often the forward call dropped, and which weights.
+    dropout: (f64, Option<DropoutSeed>),
 }
 
 impl<'a, 'py> Call<'a, 'py> {
@@ -78,14 +81,14 @@ impl<'a, 'py> Call<'a, 'py> {
             torch::refuse_gradients(py, request.named())?;
             torch::refuse_gradients(py, arriving.named())?;
         }
-        Ok(Call { kind, request, opened, inputs, read })
+        Ok(Call { kind, request, opened, inputs, read, dropout: (0.0, None) })
     }
 
     /// Writes the gradients that are there.
     fn run(&self, py: Python<'py>, home: &Home, gradients: &mut [Option<Operand>; 5]) -> Result<(), Failure> {
-        let Call { kind, request, opened, inputs, read } = self;
+        let Call { kind, request, opened, inputs, read, dropout: (dropout_p, dropout) } = self;
         // The caller chose the dtype of out: it need not be that of q.
-        let options = Options { out_dtype: Some(read.out.dtype), ..request.options()? };
+        let options = Options { out_dtype: Some(read.out.dtype), dropout_p: *dropout_p, ..request.options()? };
         let views = inputs.views(opened)?;
         let forward = views.spec(&options, Some(&read.out), Lse::Given(&read.lse))?;
         let [dq, dk, dv, d_mask, d_sinks] = gradients.each_ref().map(|gradient| gradient.as_ref().map(Operand::form));
@@ -97,6 +100,7 @@ impl<'a, 'py> Call<'a, 'py> {
             mask: views.mask,
             sinks: views.sinks,
             alibi_slopes: views.alibi_slopes,
+            dropout: *dropout,
             d_lse: read.d_lse.as_ref().map(Operand::view).transpose()?,
             dq: written(dq)?,
             dk: written(dk)?,
@@ -153,11 +157,13 @@ pub(crate) fn fill<'py>(
     request: Request<'_, 'py>,
     arriving: Arriving<'_, 'py>,
     gradients: [Maybe<'_, 'py>; 5],
+    dropout: dropout::Stated<'py>,
 ) -> PyResult<()> {
     let wording = Cell::new(Wording { names: &hints::ATTENTION, kind: Kind::Numpy });
     guard(py, &wording, || {
         let opened = request.opened()?;
         let call = Call::new(py, &wording, request, &opened, arriving)?;
+        let call = Call { dropout: dropout::read(dropout)?, ..call };
         let mut written = [const { None }; 5];
         for ((written, name), given) in written.iter_mut().zip(NAMES).zip(gradients) {
             let Some(given) = given else { continue };

@@ -15,6 +15,7 @@ use crate::kind::Kind;
 use crate::tensors::{self, Enqueued, Operand, StreamContext};
 use crate::torch::call::{self, Given, Read, run_piece, spec_of};
 use crate::torch::decide::{Modes, Order, Reason, Verdict};
+use crate::torch::dropout;
 use crate::torch::frame::{Frame, Inputs, at_head, check_whole_output};
 use crate::torch::node::node;
 use crate::torch::request::{self, Flags};
@@ -46,14 +47,11 @@ fn drawn(py: Python<'_>, dropout_p: f64, given: Option<Object<'_, '_>>) -> Resul
     if dropout_p == 0.0 {
         return Ok(None);
     }
-    let numbers = match given {
-        Some(given) => given.clone(),
-        None => py.import("rapt.torch._dropout")?.getattr("draw")?.call0()?,
-    };
-    let numbers: Result<[i64; 2], PyErr> = numbers.call_method0("tolist").and_then(|numbers| numbers.extract());
-    let [seed, offset] =
-        numbers.map_err(|_| Failure::option("dropout_draw", "another tensor", "int64 of shape [2]"))?;
-    Ok(Some(DropoutSeed::new(seed.cast_unsigned(), offset.cast_unsigned())))
+    match given {
+        Some(given) => dropout::seed_of(given),
+        None => dropout::seed_of(&dropout::draw(py)?),
+    }
+    .map(Some)
 }
 
 /// Computes a request that is valid into a new tensor whose dimensions follow one another as `order` says; numpy's and other
@@ -274,9 +272,9 @@ fn serve<'py>(
     let order = request::served(verdict, &asked, Some(read.inputs()))?;
     if kind == Kind::Torch && !traced && asked.requires_grad() && tensors::torch::is_grad_enabled(py)? {
         let Given { query, key, value, attn_mask } = given;
-        let Flags { is_causal, scale, enable_gqa, .. } = flags;
-        let node = node(py, "sdpa")?;
-        return Ok(node.call1((query, key, value, attn_mask, is_causal, scale, enable_gqa, order.name()))?);
+        let Flags { dropout_p, is_causal, scale, enable_gqa } = flags;
+        let arguments = (query, key, value, attn_mask, is_causal, scale, enable_gqa, order.name(), dropout_p);
+        return Ok(node(py, "sdpa")?.call1(arguments)?);
     }
     let out = run(py, kind, given, read, flags, order, draw)?;
     if kind == Kind::Torch {

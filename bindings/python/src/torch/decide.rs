@@ -386,9 +386,8 @@ fn before_shapes<S: Size>(request: &Request<S>, modes: Modes) -> Result<Option<V
     {
         return fallback(Reason::RequiresGrad(name));
     }
-    // Below 0 is how one kernel of PyTorch's marks a call for another. Gradients of what is dropped are PyTorch's.
-    let needs_grad = modes.grad && request.requires_grad();
-    let has_kernel = q.device == Device::Cpu && request.dropout_p > 0.0 && request.dropout_p <= 1.0 && !needs_grad;
+    // Below 0 is how one kernel of PyTorch's marks a call for another.
+    let has_kernel = q.device == Device::Cpu && request.dropout_p > 0.0 && request.dropout_p <= 1.0;
     if request.dropout_p != 0.0 && !has_kernel {
         return fallback(Reason::Dropout);
     }

@@ -16,10 +16,11 @@ use pyo3::exceptions::PyValueError;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
-use rapt::{Alignment, CallCache, DType, Device, Plan, Shape, Strides, TensorForm};
+use rapt::{Alignment, CallCache, DType, Device, Options, Plan, Shape, Strides, TensorForm};
 
 use super::call::{self, Given, Read};
 use super::decide::{Modes, Verdict};
+use super::dropout;
 use super::frame::Frame;
 use super::node::node;
 use super::request::{self, Flags};
@@ -80,6 +81,7 @@ struct Key {
     is_causal: bool,
     scale: Option<u64>,
     enable_gqa: bool,
+    dropout_p: u64,
     /// Of a call that keeps what its backward needs, whether the mask asks for a gradient: PyTorch's output has other strides then.
     training: Option<bool>,
     torch_threads: Option<usize>,
@@ -112,8 +114,8 @@ struct Entry {
 
 /// A tensor that was made.
 type Made<'py> = (Bound<'py, PyAny>, Operand);
-/// The output of a call that was served, and lse where it is kept.
-type Served<'py> = (Bound<'py, PyAny>, Option<Bound<'py, PyAny>>);
+/// The output of a call that was served, lse where it is kept, and the draw of its dropout.
+type Served<'py> = (Bound<'py, PyAny>, Option<Bound<'py, PyAny>>, Option<Bound<'py, PyAny>>);
 /// A new entry, and the output of the call that made it.
 type Entered<'py> = (Arc<Entry>, Made<'py>);
 
@@ -123,6 +125,7 @@ struct Call<'a, 'py> {
     is_causal: bool,
     scale: Option<f64>,
     enable_gqa: bool,
+    dropout_p: f64,
 }
 
 /// What is in force around a call.
@@ -243,16 +246,17 @@ impl TorchKernel {
             }
         }
         let given = Given { query: &query, key: &key, value: &value, attn_mask: mask.as_ref() };
-        let call = Call { given, is_causal, scale, enable_gqa };
-        if dropout_p != 0.0 || scale.is_some_and(|scale: f64| !scale.is_finite()) {
+        let call = Call { given, is_causal, scale, enable_gqa, dropout_p };
+        let drops_elsewhere = dropout_p != 0.0 && !(self.device == Place::Cpu && (0.0..=1.0).contains(&dropout_p));
+        if drops_elsewhere || scale.is_some_and(|scale: f64| !scale.is_finite()) {
             return Ok(None);
         }
         match self.force(py, &call)? {
-            Force::Ordinary => Ok(self.serve(py, &call, None)?.map(|(out, _)| out)),
+            Force::Ordinary => Ok(self.serve(py, &call, None)?.map(|(out, ..)| out)),
             Force::Training { mask } if self.device == Place::Cpu => {
-                let Some((out, Some(lse))) = self.serve(py, &call, Some(mask))? else { return Ok(None) };
+                let Some((out, Some(lse), draw)) = self.serve(py, &call, Some(mask))? else { return Ok(None) };
                 let Given { query, key, value, attn_mask } = call.given;
-                let arguments = (out, lse, query, key, value, attn_mask, is_causal, scale, enable_gqa);
+                let arguments = (out, lse, query, key, value, attn_mask, is_causal, scale, enable_gqa, dropout_p, draw);
                 Ok(Some(node(py, "recorded")?.call1(arguments)?))
             }
             _ => Ok(None),
@@ -303,6 +307,7 @@ impl TorchKernel {
             is_causal: call.is_causal,
             scale: call.scale.map(f64::to_bits),
             enable_gqa: call.enable_gqa,
+            dropout_p: call.dropout_p.to_bits(),
             training,
             torch_threads,
         };
@@ -324,19 +329,22 @@ impl TorchKernel {
         let (lse_object, lse) = made.unzip();
         let mut lse = lse.zip(entry.lse).map(|(lse, (form, _))| form.dress(lse));
         let planned = Home::Default.resume(Arc::clone(&entry.plan), torch_threads)?;
+        // After everything that could send the call to `cold`, which draws itself.
+        let draw = (call.dropout_p != 0.0).then(|| dropout::draw(py)).transpose()?;
+        let seed = draw.as_ref().map(dropout::seed_of).transpose()?;
         if let Some(enqueued) = call::run_piece(
             py,
             &planned,
             (&q, &k, &v, mask.as_ref()),
             (&mut out, lse.as_mut()),
-            None,
+            seed,
             &StreamContext::Torch,
         )? {
             torch::record_stream(py, enqueued, call.given.all())?;
         }
         // Before a node is made of it: a checkpoint's second forward ends there.
         stats::count_served();
-        Ok(Some((object, lse_object)))
+        Ok(Some((object, lse_object, draw)))
     }
 }
 
@@ -360,8 +368,8 @@ fn lse_forms(out: &Operand, out4: &Operand) -> Result<(Form, Form), Failure> {
 
 /// Plans a request that is new, and makes its output; `None` if it is not ordinary.
 fn enter<'py>(py: Python<'py>, call: &Call<'_, 'py>, inputs: &Read, key: Key) -> Result<Option<Entered<'py>>, Failure> {
-    let Call { given, is_causal, scale, enable_gqa } = *call;
-    let flags = Flags { dropout_p: 0.0, is_causal, scale, enable_gqa };
+    let Call { given, is_causal, scale, enable_gqa, dropout_p } = *call;
+    let flags = Flags { dropout_p, is_causal, scale, enable_gqa };
     let asked = request::of_operands(inputs.inputs(), [false, false, false, key.training == Some(true)], flags);
     let Verdict::Serve(order) = request::decide_torch(py, &asked, Modes::ORDINARY, given)? else { return Ok(None) };
     // Empty tensors, and ranks that take more than one piece, are rare: they are served, and not remembered, by `cold`.
@@ -380,7 +388,7 @@ fn enter<'py>(py: Python<'py>, call: &Call<'_, 'py>, inputs: &Read, key: Key) ->
     }
     let (q4, k4, v4, mask4) = frame.piece(inputs.inputs(), &[]);
     let four = (&q4, &k4, &v4, mask4.as_ref());
-    let options = call::options(is_causal, scale);
+    let options = Options { dropout_p, ..call::options(is_causal, scale) };
     // Whatever is refused is refused before memory is asked for.
     call::spec_of(four, (None, None), &options)?;
     let object = output::new(py, given.query, &frame.out_shape, order)?;

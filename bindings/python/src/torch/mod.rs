@@ -3,6 +3,7 @@
 //! ```text
 //! frame     any rank as pieces of four dimensions
 //! call      the tensors of a call, and one piece of it run
+//! dropout   which weights a call drops
 //! decide    who answers a request: Serve, Fallback(reason), Refuse; pure
 //! request   a call as `decide` needs it, and its refusals as typed errors
 //! output    a tensor with the strides of PyTorch's own answer
@@ -14,6 +15,7 @@
 
 pub(crate) mod call;
 pub(crate) mod decide;
+pub(crate) mod dropout;
 pub(crate) mod frame;
 pub(crate) mod kernel;
 pub(crate) mod node;

@@ -384,11 +384,8 @@ pub(crate) fn served<S: Size>(
     Err(match reason {
         Reason::RequiresGrad(name) => torch::needs_gradient(name),
         Reason::Dropout if (0.0..=1.0).contains(&asked.dropout_p) => unsupported(
-            format!(
-                "dropout_p={} is served of dense torch tensors on the CPU alone, where no gradient is needed",
-                asked.dropout_p
-            ),
-            "`dropout_p=0.0`, or `with torch.no_grad():`".into(),
+            format!("dropout_p={} is served of dense torch tensors on the CPU alone", asked.dropout_p),
+            "`dropout_p=0.0`".into(),
         ),
         Reason::Dropout => {
             Failure::option("dropout_p", asked.dropout_p.to_string(), "a probability: 0 to 1, both included")

@@ -1,7 +1,7 @@
 """Gradients: a call whose inputs require grad as one node of PyTorch's autograd, forward and backward Rapt's.
 
     forward    (out, lse) of the same kernel that serves the call without gradients: the same bits
-    kept       the inputs, out and lse; probabilities are recomputed from lse
+    kept       the inputs, out and lse; probabilities are recomputed from lse; with dropout the draw too, two numbers
     backward   gradients of those inputs alone that ask for one, each of its input's dtype and sizes
 
 `Attention` is the call of `rapt.attention`, `Sdpa` that of PyTorch's signature, whose leading dimensions broadcast: its pieces of four
@@ -12,12 +12,13 @@ Deliberately absent: gradients of gradients, of ALiBi's slopes and of scales, an
 """
 
 import itertools
+import math
 import typing
 
 import torch
 from rapt import UnsupportedError, _native
 
-from . import _outputs
+from . import _dropout, _outputs
 from ._stats import count_served
 
 _modes = torch._C._len_torch_dispatch_stack
@@ -53,8 +54,9 @@ class _Node(torch.autograd.Function):
     @staticmethod
     def forward(ctx, call, *inputs):
         out, lse = call.forward(*inputs)
-        ctx.call = call
-        ctx.save_for_backward(*inputs, out, lse)
+        # The draw is kept as the others are: what a checkpoint computes again has its own.
+        ctx.call = call._replace(draw=None)
+        ctx.save_for_backward(call.draw, *inputs, out, lse)
         ctx.set_materialize_grads(False)
         return (out, lse) if call.gives_lse else out
 
@@ -63,10 +65,10 @@ class _Node(torch.autograd.Function):
         wanted = ctx.needs_input_grad[1:]
         if d_o is None and d_lse is None:
             return (None,) * (1 + len(wanted))
-        saved = ctx.saved_tensors
+        draw, *saved = ctx.saved_tensors
         if d_o is None:
             d_o = torch.zeros_like(saved[-2])
-        return None, *gradients(ctx.call, wanted, d_o, d_lse, *saved)
+        return None, *gradients(ctx.call._replace(draw=draw), wanted, d_o, d_lse, *saved)
 
 
 class _Once(torch.autograd.Function):
@@ -150,22 +152,25 @@ class Attention(typing.NamedTuple):
     """A call of `rapt.attention`; its inputs are q, k, v, mask and sinks."""
 
     gives_lse: bool
-    options: dict  # in the words of `torch.ops.rapt.attention`, without mask, sinks and out_dtype
+    options: dict  # in the words of `torch.ops.rapt.attention`, without mask, sinks, out_dtype and those of dropout
     out_dtype: object
+    dropout_p: float
+    draw: object
 
     def forward(self, q, k, v, mask, sinks):
         options = {"mask": mask, "sinks": sinks, **self.options}
         if _through_ops(q, k, v):
+            options |= _dropout.words(self.dropout_p, self.draw)
             with _below():
                 return torch.ops.rapt.attention_lse(q, k, v, **options, out_dtype=self.out_dtype)
         layout = options.get("layout", "bhsd")
         out = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=self.out_dtype or q.dtype, device=q.device)
         lse = empty_lse(q, layout)
-        _native.run_into(q, k, v, out, lse, **window_of(options))
+        _native.run_into(q, k, v, out, lse, **window_of(options), dropout=_dropout.native(self.dropout_p, self.draw))
         return out, lse
 
     def backward(self, wanted, d_o, d_lse, q, k, v, mask, sinks, out, lse):
-        options = {"mask": mask, "sinks": sinks, **self.options}
+        options = {"mask": mask, "sinks": sinks, **self.options, **_dropout.words(self.dropout_p, self.draw)}
         run = attention_backward
         if _through_ops(d_o, q, k):
             run = torch.ops.rapt.attention_backward
@@ -194,22 +199,25 @@ def attention(q, k, v, *, mask=None, sinks=None, causal=None, window=None, out=N
     return differentiable(q, k, v, mask=mask, sinks=sinks, out_dtype=out_dtype, gives_lse=bool(return_lse), **options)
 
 
-def differentiable(q, k, v, *, gives_lse, mask=None, sinks=None, out_dtype=None, **options):
+def differentiable(q, k, v, *, gives_lse, mask=None, sinks=None, out_dtype=None, dropout_p=0.0, dropout_draw=None, **options):
     """The node of `torch.ops.rapt.attention` (and `attention_lse`)."""
+    _dropout.expect_draw(dropout_p, dropout_draw)
     for name, given in options.items():
         if isinstance(given, torch.Tensor) and given.requires_grad:
             raise UnsupportedError(f"{name} requires grad, and no gradient of it is computed. Mend: `{name}.detach()`")
     if options.get("compute", "exact") != "exact":
         raise UnsupportedError('an approximation has no gradient, and an input requires grad. Mend: `compute="exact"`')
-    return _Node.apply(Attention(gives_lse, options, out_dtype), q, k, v, mask, sinks)
+    return _Node.apply(Attention(gives_lse, options, out_dtype, dropout_p, dropout_draw), q, k, v, mask, sinks)
 
 
-def attention_backward(d_o, d_lse, q, k, v, out, lse, wanted, *, mask=None, sinks=None, **options):
+def attention_backward(d_o, d_lse, q, k, v, out, lse, wanted, *, mask=None, sinks=None, dropout_p=0.0, dropout_draw=None, **options):
     """Gradients of those of q, k, v, mask and sinks that are `wanted`: a list."""
+    _dropout.expect_draw(dropout_p, dropout_draw)
     made = _empty_like(wanted, q, k, v, mask, sinks)
     dq, dk, dv, d_mask, d_sinks = _spread(wanted, made)
     _native.backward_into(
-        d_o, q, k, v, out, lse, dq, dk, dv, d_lse=d_lse, d_mask=d_mask, d_sinks=d_sinks, mask=mask, sinks=sinks, **window_of(options)
+        d_o, q, k, v, out, lse, dq, dk, dv, d_lse=d_lse, d_mask=d_mask, d_sinks=d_sinks, mask=mask, sinks=sinks, **window_of(options),
+        dropout=_dropout.native(dropout_p, dropout_draw),
     )  # fmt: skip
     return made
 
@@ -234,11 +242,13 @@ class Sdpa(typing.NamedTuple):
     enable_gqa: bool
     order: str  # of the answer's dimensions in memory
     made: list  # (out, lse) where they are there: taken from here, since whatever stays would keep its own graph
+    dropout_p: float
+    draw: object
 
     def forward(self, query, key, value, mask):
         if self.made:
             return self.made.pop()
-        words = {"scale": self.scale, "enable_gqa": self.enable_gqa}
+        words = {"scale": self.scale, "enable_gqa": self.enable_gqa, **_dropout.words(self.dropout_p, self.draw)}
         if _through_ops(query, key, value):
             with _below():
                 return torch.ops.rapt.scaled_dot_product_attention_lse(query, key, value, mask, self.is_causal, **words)
@@ -250,49 +260,56 @@ class Sdpa(typing.NamedTuple):
         run = sdpa_backward
         if _through_ops(d_o, query, key):
             run = torch.ops.rapt.scaled_dot_product_attention_backward
+        words = {"scale": self.scale, "enable_gqa": self.enable_gqa, **_dropout.words(self.dropout_p, self.draw)}
         with _below():
-            made = run(
-                d_o, d_lse, query, key, value, mask, out, lse, list(wanted), self.is_causal, scale=self.scale, enable_gqa=self.enable_gqa
-            )  # fmt: skip
+            made = run(d_o, d_lse, query, key, value, mask, out, lse, list(wanted), self.is_causal, **words)
         return _spread(wanted, made)
 
 
-def sdpa(query, key, value, mask, is_causal, scale, enable_gqa, order, gives_lse=False):
-    """A request that was decided to be served, on tensors of which one requires grad. Counted as served."""
-    return _Node.apply(Sdpa(gives_lse, is_causal, scale, enable_gqa, order, []), query, key, value, mask)
+def sdpa(query, key, value, mask, is_causal, scale, enable_gqa, order, dropout_p=0.0, draw=None, gives_lse=False):
+    """A request that was decided to be served, on tensors of which one requires grad. Counted as served. Without a draw dropout takes one."""
+    if dropout_p and draw is None:
+        draw = _dropout.draw()
+    return _Node.apply(Sdpa(gives_lse, is_causal, scale, enable_gqa, order, [], dropout_p, draw), query, key, value, mask)
 
 
-def recorded(out, lse, query, key, value, mask, is_causal, scale, enable_gqa):
+def recorded(out, lse, query, key, value, mask, is_causal, scale, enable_gqa, dropout_p, draw):
     """The node of a call that the native kernel has computed."""
-    return _Node.apply(Sdpa(False, is_causal, scale, enable_gqa, None, [(out, lse)]), query, key, value, mask)
+    return _Node.apply(Sdpa(False, is_causal, scale, enable_gqa, None, [(out, lse)], dropout_p, draw), query, key, value, mask)
 
 
-def sdpa_lse(query, key, value, mask, is_causal, *, scale, enable_gqa, order):
+def sdpa_lse(query, key, value, mask, is_causal, *, scale, enable_gqa, order, dropout_p=0.0, dropout_draw=None):
     """(out, lse)."""
     shape = _outputs.shape_of(query.shape, key.shape, value.shape, enable_gqa)
     out = _outputs.new(query, shape, order)
     lse = torch.empty(shape[:-1], dtype=torch.float64 if query.dtype == torch.float64 else torch.float32, device=query.device)
     causal = "top_left" if is_causal else None
     if _is_one_piece(query, key, value, mask, enable_gqa):
-        _native.run_into(query, key, value, out, lse, mask=mask, causal=causal, scale=scale)
+        dropout = _dropout.native(dropout_p, dropout_draw)
+        _native.run_into(query, key, value, out, lse, mask=mask, causal=causal, scale=scale, dropout=dropout)
         return out, lse
     frame = _Frame(shape, key.shape, value.shape, enable_gqa)
     q, k, v = frame.whole_q(query), frame.whole_kv(key), frame.whole_kv(value)
     for at in frame.pieces():
         _native.run_into(
-            at.rows(q), at.keys(k), at.keys(v), at.rows(out), at.rows(lse[..., None])[..., 0], mask=at.mask(mask), causal=causal, scale=scale
+            at.rows(q), at.keys(k), at.keys(v), at.rows(out), at.rows(lse[..., None])[..., 0], mask=at.mask(mask), causal=causal, scale=scale,
+            dropout=_dropout.native(dropout_p, dropout_draw, at.entries),
         )  # fmt: skip
     return out, lse
 
 
-def sdpa_backward(d_o, d_lse, query, key, value, mask, out, lse, wanted, is_causal=False, *, scale=None, enable_gqa=False):
+def sdpa_backward(
+    d_o, d_lse, query, key, value, mask, out, lse, wanted, is_causal=False, *, scale=None, enable_gqa=False, dropout_p=0.0, dropout_draw=None
+):  # fmt: skip
     """Gradients of those of query, key, value and mask that are `wanted`: a list."""
+    _dropout.expect_draw(dropout_p, dropout_draw)
     causal = "top_left" if is_causal else None
     if _is_one_piece(query, key, value, mask, enable_gqa):
         made = _empty_like(wanted, query, key, value, mask)
         dq, dk, dv, d_mask = _spread(wanted, made)
         _native.backward_into(
-            d_o, query, key, value, out, lse, dq, dk, dv, d_lse=d_lse, d_mask=d_mask, mask=mask, causal=causal, scale=scale
+            d_o, query, key, value, out, lse, dq, dk, dv, d_lse=d_lse, d_mask=d_mask, mask=mask, causal=causal, scale=scale,
+            dropout=_dropout.native(dropout_p, dropout_draw),
         )  # fmt: skip
         return made
     frame = _Frame(out.shape, key.shape, value.shape, enable_gqa)
@@ -314,12 +331,12 @@ def sdpa_backward(d_o, d_lse, query, key, value, mask, out, lse, wanted, is_caus
             at.rows(d_o), at.rows(q), at.keys(k), at.keys(v), at.rows(out), at.rows(lse[..., None])[..., 0],
             at.rows(dq), at.gradient(dk), at.gradient(dv), d_mask=at.mask(d_mask), mask=at.mask(mask),
             d_lse=None if d_lse is None else at.rows(d_lse[..., None])[..., 0],
-            causal=causal, scale=scale,
+            causal=causal, scale=scale, dropout=_dropout.native(dropout_p, dropout_draw, at.entries),
         )  # fmt: skip
     return [_summed(gradient, of) for gradient, of in zip(made, asked) if of is not None]
 
 
-def fake_sdpa_backward(_d_o, _d_lse, query, key, value, mask, _out, _lse, wanted, _is_causal=False, *, scale=None, enable_gqa=False):
+def fake_sdpa_backward(_d_o, _d_lse, query, key, value, mask, _out, _lse, wanted, _is_causal=False, **_options):
     return _empty_like(wanted, query, key, value, mask)
 
 
@@ -381,10 +398,12 @@ class _Frame:
         return torch.Size((*self.lead, *query.shape[-2:])), *keys, mask
 
     def pieces(self):
-        """One piece after another."""
-        outer = itertools.product(*map(range, self.lead[:-2]))
+        """One piece after another. Dropout numbers their batch entries as the native module does: those of a head apart are behind those of the last."""
+        batch, entries = math.prod(self.lead[-2:-1]), math.prod(self.lead[:-1])
         heads = range(self.lead[-1]) if self.by_head else (None,)
-        return itertools.starmap(_Piece, itertools.product((self.lead,), outer, heads))
+        for number, outer in enumerate(itertools.product(*map(range, self.lead[:-2]))):
+            for head in heads:
+                yield _Piece(self.lead, outer, head, number * batch + (head or 0) * entries)
 
 
 class _Piece(typing.NamedTuple):
@@ -393,6 +412,7 @@ class _Piece(typing.NamedTuple):
     lead: tuple
     outer: tuple
     head: object
+    entries: int  # before its first batch entry
 
     def rows(self, tensor):
         """Of a tensor of queries, with all leading dimensions."""

@@ -29,7 +29,8 @@ _is_traced = _native.torch_is_traced
 
 # What of a `Quantized` is no tensor: its words with spaces in between, the scale of the whole tensor, and the last size where codes share bytes.
 _PARTS = "str? {0}_scheme=None, Tensor? {0}_global_scale=None, SymInt? {0}_head_dim=None"
-_OPTIONS = ", ".join([_native.options_schema(), *map(_PARTS.format, "qkv")])
+_DROPOUT = "float dropout_p=0.0, Tensor? dropout_draw=None"
+_OPTIONS = ", ".join([_native.options_schema(), *map(_PARTS.format, "qkv"), _DROPOUT])
 _SCHEMAS = {
     "attention": f"(Tensor q, Tensor k, Tensor v, *, {_OPTIONS}, ScalarType? out_dtype=None) -> Tensor",
     "attention_lse": f"(Tensor q, Tensor k, Tensor v, *, {_OPTIONS}, ScalarType? out_dtype=None) -> (Tensor, Tensor)",
@@ -40,15 +41,15 @@ _SCHEMAS = {
     ),
     "scaled_dot_product_attention": (
         "(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, bool is_causal=False, *, "
-        "float? scale=None, bool enable_gqa=False, float dropout_p=0.0, Tensor? dropout_draw=None) -> Tensor"
+        f"float? scale=None, bool enable_gqa=False, {_DROPOUT}) -> Tensor"
     ),
     "scaled_dot_product_attention_lse": (
         "(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, bool is_causal=False, *, "
-        "float? scale=None, bool enable_gqa=False) -> (Tensor, Tensor)"
+        f"float? scale=None, bool enable_gqa=False, {_DROPOUT}) -> (Tensor, Tensor)"
     ),
     "scaled_dot_product_attention_backward": (
         "(Tensor d_o, Tensor? d_lse, Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor out, Tensor lse, "
-        "bool[4] wanted, bool is_causal=False, *, float? scale=None, bool enable_gqa=False) -> Tensor[]"
+        f"bool[4] wanted, bool is_causal=False, *, float? scale=None, bool enable_gqa=False, {_DROPOUT}) -> Tensor[]"
     ),
     "jagged_attention": (
         "(Tensor query, Tensor key, Tensor value, Tensor q_offsets, Tensor? q_lengths, Tensor k_offsets, Tensor? k_lengths, "
@@ -80,9 +81,15 @@ def counted(answer):
     return answer
 
 
-def attention(q, k, v, *, causal=None, **options):
-    """`rapt.attention` on torch tensors, whose arguments it has. Shapes, units and errors as documented there."""
-    if not is_traced_call(q, k, v):
+def attention(q, k, v, *, causal=None, dropout_p=0.0, dropout_draw=None, **options):
+    """`rapt.attention` on torch tensors, whose arguments it has. Shapes, units and errors as documented there.
+
+    For whoever offers dropout by another name: `dropout_p` above 0 drops weights by `dropout_draw`, int64 `[2]`, or without one by a draw of
+    PyTorch's generator.
+    """
+    if dropout_p:
+        options |= _dropout.words(dropout_p, _dropout.draw() if dropout_draw is None else dropout_draw)
+    elif not is_traced_call(q, k, v):
         answer = _native.attention(q, k, v, causal=causal, **options)
         count_served()
         return answer
@@ -152,10 +159,11 @@ def _through_ops(q, k, v, *, window=None, layout="bhsd", out=None, out_dtype=Non
     return torch.ops.rapt.attention(q, k, v, **options, out_dtype=out_dtype)
 
 
-def _attention_into(q, k, v, out, lse, *, window_left=None, window_right=None, **options):
+def _attention_into(q, k, v, out, lse, *, window_left=None, window_right=None, dropout_p=0.0, dropout_draw=None, **options):
+    _dropout.expect_draw(dropout_p, dropout_draw)
     window = None if window_left is None and window_right is None else (window_left, window_right)
     q, k, v = _closed("q", q, options), _closed("k", k, options), _closed("v", v, options)
-    _native.run_into(q, k, v, out, lse, window=window, **options)
+    _native.run_into(q, k, v, out, lse, window=window, **options, dropout=_dropout.native(dropout_p, dropout_draw))
     count_served()
 
 
@@ -194,23 +202,17 @@ def attention_backward(d_o, q, k, v, out, lse, *, d_lse=None, mask_grad=False, w
 # --- rapt.scaled_dot_product_attention -----------------------------------------------------------------------------------
 
 
-def _expect_draw(dropout_p, dropout_draw):
-    """An op of a graph takes no number of a generator: two equal nodes are one to whoever compiles them."""
-    if dropout_p and dropout_draw is None:
-        raise OptionError("dropout_draw = None beside dropout_p; allowed: seed and offset, int64 of shape [2]")
-
-
 def _sdpa(
     query, key, value, attn_mask=None, is_causal=False, *, scale=None, enable_gqa=False, dropout_p=0.0, dropout_draw=None
 ):  # fmt: skip
-    _expect_draw(dropout_p, dropout_draw)
+    _dropout.expect_draw(dropout_p, dropout_draw)
     return _native.torch_sdpa(query, key, value, attn_mask, is_causal, scale, enable_gqa, None, dropout_p, dropout_draw)
 
 
 def _fake_sdpa(
     query, key, value, attn_mask=None, is_causal=False, *, scale=None, enable_gqa=False, dropout_p=0.0, dropout_draw=None
 ):  # fmt: skip
-    _expect_draw(dropout_p, dropout_draw)
+    _dropout.expect_draw(dropout_p, dropout_draw)
     order = _order(query, key, value, attn_mask, is_causal, scale, enable_gqa, dropout_p)
     return _outputs.new(query, _outputs.shape_of(query.shape, key.shape, value.shape, enable_gqa), order)
 
@@ -219,15 +221,17 @@ def _order(query, key, value, attn_mask, is_causal, scale, enable_gqa, dropout_p
     return _native.torch_order(query, key, value, attn_mask, is_causal, scale, enable_gqa, dropout_p)
 
 
-def _sdpa_lse(query, key, value, attn_mask=None, is_causal=False, *, scale=None, enable_gqa=False):
-    order = _order(query, key, value, attn_mask, is_causal, scale, enable_gqa)
-    answer = _autograd.sdpa_lse(query, key, value, attn_mask, is_causal, scale=scale, enable_gqa=enable_gqa, order=order)
+def _sdpa_lse(query, key, value, attn_mask=None, is_causal=False, *, scale=None, enable_gqa=False, dropout_p=0.0, **draw):
+    _dropout.expect_draw(dropout_p, draw.get("dropout_draw"))
+    order = _order(query, key, value, attn_mask, is_causal, scale, enable_gqa, dropout_p)
+    options = {"scale": scale, "enable_gqa": enable_gqa, "dropout_p": dropout_p, **draw}
+    answer = _autograd.sdpa_lse(query, key, value, attn_mask, is_causal, order=order, **options)
     count_served()
     return answer
 
 
-def _fake_sdpa_lse(query, key, value, attn_mask=None, is_causal=False, *, scale=None, enable_gqa=False):
-    out = _fake_sdpa(query, key, value, attn_mask, is_causal, scale=scale, enable_gqa=enable_gqa)
+def _fake_sdpa_lse(query, key, value, attn_mask=None, is_causal=False, **options):
+    out = _fake_sdpa(query, key, value, attn_mask, is_causal, **options)
     return out, _empty_lse(out, "bhsd")
 
 
@@ -253,7 +257,7 @@ def sdpa(
     if is_traced_call(query, key, value):
         options = {"scale": scale, "enable_gqa": enable_gqa}
         if dropout_p:
-            options |= {"dropout_p": dropout_p, "dropout_draw": _dropout.draw()}
+            options |= _dropout.words(dropout_p, _dropout.draw())
         return torch.ops.rapt.scaled_dot_product_attention(query, key, value, attn_mask, is_causal, **options)
     return _native.scaled_dot_product_attention(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
@@ -337,11 +341,9 @@ def _attention_lse_node(q, k, v, **options):
 def _sdpa_node(
     query, key, value, attn_mask=None, is_causal=False, *, scale=None, enable_gqa=False, dropout_p=0.0, dropout_draw=None, gives_lse=False
 ):  # fmt: skip
-    _expect_draw(dropout_p, dropout_draw)
-    if dropout_p:
-        raise UnsupportedError(f"dropout_p={dropout_p} with inputs that require grad: no gradient of it is computed. {_autograd.NO_GRAD}")
-    order = _order(query, key, value, attn_mask, is_causal, scale, enable_gqa)
-    return _autograd.sdpa(query, key, value, attn_mask, is_causal, scale, enable_gqa, order, gives_lse)
+    _dropout.expect_draw(dropout_p, dropout_draw)
+    order = _order(query, key, value, attn_mask, is_causal, scale, enable_gqa, dropout_p)
+    return _autograd.sdpa(query, key, value, attn_mask, is_causal, scale, enable_gqa, order, dropout_p, dropout_draw, gives_lse)
 
 
 def _sdpa_lse_node(*args, **kwargs):

@@ -74,10 +74,10 @@ def _sdpa_cold(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False
         if traced or _modes():
             options = {"scale": scale, "enable_gqa": enable_gqa}
             if dropout_p:
-                options |= {"dropout_p": dropout_p, "dropout_draw": _dropout.draw()}
+                options |= _dropout.words(dropout_p, _dropout.draw())
             return torch.ops.rapt.scaled_dot_product_attention(query, key, value, attn_mask, is_causal, **options)
         if _autograd.needs_grad((query, key, value, attn_mask)):
-            return _autograd.sdpa(query, key, value, attn_mask, is_causal, scale, enable_gqa, order)
+            return _autograd.sdpa(query, key, value, attn_mask, is_causal, scale, enable_gqa, order, dropout_p)
         try:
             return _native.torch_sdpa(query, key, value, attn_mask, is_causal, scale, enable_gqa, order, dropout_p, None)
         except DeviceError:

@@ -35,10 +35,12 @@ def attention_forward(
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     # torch.compile traces this function, so it asks the native module nothing.
-    needs_grad = query.device.type != "cpu" and _ops.needs_grad((query, key, value, attention_mask, s_aux, position_bias))
-    plain = dropout == 0.0 and not needs_grad and position_bias is None and cache is None
+    on_cpu = query.device.type == "cpu"
+    needs_grad = not on_cpu and _ops.needs_grad((query, key, value, attention_mask, s_aux, position_bias))
+    drops_elsewhere = dropout != 0.0 and not on_cpu
+    plain = not drops_elsewhere and not needs_grad and position_bias is None and cache is None
     if not plain or query.device.type not in ("cpu", "cuda"):
-        reason = "requires grad" if needs_grad else "dropout" if dropout != 0.0 else None
+        reason = "requires grad" if needs_grad else "dropout" if drops_elsewhere else None
         if reason is None:
             reason = "paged cache" if cache is not None else "position_bias" if position_bias is not None else "device"
         return _stock(
@@ -65,6 +67,7 @@ def attention_forward(
         scale=scaling,
         sinks=s_aux,
         layout="bshd",
+        dropout_p=dropout,
     )
     return out, None
 
