@@ -319,6 +319,7 @@ def torch_report():
 def test_stock_torch_is_told_its_gaps(torch_report):
     found = {finding.hazard: finding for finding in torch_report.findings}
     expected = {"nan-in-masked-v", "nan-in-masked-k", "nan-beyond-causal", "nan-query-row", "kv-length-mismatch"}
+    expected |= {"nan-in-masked-gradients", "dead-row-gradients"}
     assert expected <= set(found), torch_report
     assert "read past its end" in found["kv-length-mismatch"].text
     assert not torch_report.at_least("high")[1:], torch_report

@@ -88,3 +88,29 @@ def on_a_gpu():
         Mutant(gpu.scribbling, "guard-pages", "over-write", reproduces=False),
         Mutant(gpu.faulting, "over-read", "over-read"),
     ]
+
+
+def with_gradients():
+    """Faults of the backward and of dropout."""
+    from .gradients import FAULTS
+
+    found = {
+        "scale_forgotten": "gradients",
+        "one_head_of_a_group": "gqa-gradients",
+        "mask_gradient_of_one_batch": "mask-gradients",
+        "masked_keys_weigh_a_little": "masked-gradients",
+        "nan_of_masked_values_spreads": "nan-in-masked-gradients",
+        "dead_rows_give_what_arrives": "dead-row-gradients",
+        "strides_of_d_o_forgotten": "gradient-strides",
+        "d_o_scaled_in_place": "gradient-aliasing",
+        "shared_memory_of_d_o_read_once": "gradient-aliasing",
+        "sums_in_any_order": "gradient-nondeterminism",
+        "probability_of_eight_bits": "dropped-part",
+        "kept_weights_unscaled": "dropped-part",
+        "heads_drop_alike": "dropped-part",
+        "deaf_to_the_seed": "dropout-seed",
+        "one_mask_for_all_calls": "dropout-seed",
+        "backward_draws_again": "dropout-reuse",
+    }
+    follows = {"one_mask_for_all_calls": ("dropped-part",)}
+    return [Mutant(FAULTS[name], hazard, hazard, follows.get(name, ())) for name, hazard in found.items()]

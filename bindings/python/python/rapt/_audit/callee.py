@@ -220,6 +220,8 @@ class Callee:
             give("is_causal" if sdpa else "causal", True if sdpa else case.causal)
         if case.scale is not None:
             give("scale", case.scale)
+        if case.dropout:
+            give("dropout_p", case.dropout)
         if case.heads != case.kv_heads and sdpa:
             give("enable_gqa", True)
         for name, value in case.options:
@@ -227,6 +229,20 @@ class Callee:
         if return_lse:
             give("return_lse", True)
         return options
+
+    def differentiated(self, case, placed):
+        """The output of a call with grad mode on; NotOffered if it requires no grad."""
+        torch = sys.modules["torch"]
+        options = self.arguments(case, placed)
+        try:
+            with torch.enable_grad():
+                out = self.fn(placed["q"].tensor, placed["k"].tensor, placed["v"].tensor, **options)
+        except Exception as error:
+            raise Refused(error) from error
+        out = out[0] if isinstance(out, tuple) and out else out
+        if not is_torch(out) or not out.requires_grad:
+            raise NotOffered("its output requires no grad where its inputs do: it has no gradients")
+        return out
 
     def __call__(self, case, placed, return_lse=False):
         """An Answer; Refused if the callee raised."""

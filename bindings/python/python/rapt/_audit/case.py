@@ -11,7 +11,7 @@ import numpy as np
 
 from rapt import _reference
 
-from .tensors import Placed, exact
+from .tensors import Placed, addresses, exact, lie
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,8 @@ class Case:
     """Factor on q and k each."""
     size_of_v: float = 1.0
     """Factor on v."""
+    dropout: float = 0.0
+    """The probability that is asked for, of weights that are dropped."""
     around: str = "zero"
     """What lies round the tensors: "zero" or "nan"."""
     guard: str | None = None
@@ -107,7 +109,7 @@ def values(case):
         if case.arrangement(name) == "expanded":
             drawn = np.broadcast_to(drawn[:1, :1], shape).copy()
         tensors[name] = drawn * (case.size_of_v if name == "v" else case.logits)
-    if case.poison:
+    if case.poison and case.poison[0] in tensors:
         name, row, what = case.poison
         tensors[name][:, :, row] = np.nan if what == "nan" else np.inf
     mask = None
@@ -139,6 +141,17 @@ def values(case):
             options[name] = exact(rng.random(case.heads) * options[name], "float32")
     q, k, v = (exact(tensors[name], case.dtype) for name in "qkv")
     return Values(q, k, v, mask, options)
+
+
+def draw_d_o(case):
+    """The gradient by out of a case, in f64 and exact in its dtype. What shares an address in its arrangement is equal."""
+    shape = (case.batch, case.heads, case.q_len, case.head_dim_v)
+    rng = np.random.default_rng([case.seed, 20261126])
+    where = lie(shape, case.arrangement("d_o"))
+    d_o = rng.standard_normal(where.extent)[addresses(shape, where)]
+    if case.poison and case.poison[0] == "d_o":
+        d_o[:, :, case.poison[1]] = np.nan
+    return exact(d_o, case.dtype)
 
 
 def expected(case, drawn):

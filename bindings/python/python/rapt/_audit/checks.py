@@ -10,6 +10,7 @@ import sys
 from . import progress
 from .callee import Offer, TargetError, find
 from .case import Case
+from .gradient_script import UNSHRUNK
 from .hazards import BY_NAME, SEVERITIES, TABLE
 from .report import Finding, HazardResult, Report
 from .script import write
@@ -223,6 +224,7 @@ class Checks:
             or "signal" in finding.evidence["numbers"]
             or finding.cause in ("crash", "hang")
             or judge == "memory"
+            or judge in UNSHRUNK
         ):
             return
         seconds = max(0.1, min(1.0, self.clock.left / to_come - 0.3))

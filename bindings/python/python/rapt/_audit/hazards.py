@@ -265,6 +265,72 @@ def lse(dtype):
     yield Case(dtype, mask="bool", masked_row=2)
 
 
+SMALL = {"batch": 2, "heads": 2, "kv_heads": 2, "q_len": 9, "kv_len": 21, "head_dim": 16, "head_dim_v": 16}
+
+
+def differentiated(dtype):
+    """A case of each kind; those of options that the signature lacks are passed over."""
+    yield Case(dtype, **SMALL)
+    yield Case(dtype, batch=1, heads=2, kv_heads=2, q_len=67, kv_len=131, head_dim=40, head_dim_v=24, scale=0.2)
+    yield Case(dtype, **SMALL | {"kv_len": 9}, causal="top_left")
+    yield Case(dtype, **SMALL, mask="bool", mask_dims="bhqk")
+    yield Case(dtype, **SMALL, views=everywhere("permuted"))
+    yield Case(dtype, **SMALL, causal="bottom_right")
+    for option in (("window", (5, 3)), ("softcap", 1.5), ("sinks", 3.0), ("alibi_slopes", 0.5)):
+        yield Case(dtype, **SMALL, options=(option,))
+
+
+def grouped_gradients(dtype):
+    for heads, kv_heads in ((6, 2), (4, 1)):
+        yield Case(dtype, **SMALL | {"heads": heads, "kv_heads": kv_heads})
+
+
+def mask_gradients(dtype):
+    for dims in ("bhqk", "11qk", "b11k", "1h1k", "bhq1", "qk", "111k"):
+        yield Case(dtype, **SMALL, mask="additive", mask_dims=dims)
+
+
+def masked_gradients(dtype):
+    for kind in ("bool", "-inf"):
+        yield Case(dtype, **SMALL, mask=kind, mask_dims="11qk", masked_key=20)
+    yield Case(dtype, **SMALL, causal="top_left")
+
+
+def gradients_beside_nan(dtype):
+    for tensor in "vk":
+        for kind in ("bool", "-inf"):
+            yield Case(dtype, **SMALL, mask=kind, mask_dims="11qk", masked_key=20, poison=(tensor, 20, "nan"))
+        yield Case(dtype, **SMALL, causal="top_left", poison=(tensor, 20, "nan"))
+
+
+def gradients_of_dead_rows(dtype):
+    for kind in ("bool", "-inf"):
+        yield Case(dtype, **SMALL, mask=kind, mask_dims="11qk", masked_row=3)
+    yield Case(dtype, **SMALL, mask="bool", mask_dims="11qk", masked_row=3, poison=("d_o", 3, "nan"))
+
+
+def arriving(*arrangements):
+    def cases(dtype):
+        for arrangement in arrangements:
+            yield Case(dtype, **SMALL, views=(("d_o", arrangement),))
+
+    return cases
+
+
+def dropped(*probabilities, **changes):
+    """Equal scores, so that each weight is known: q is 0."""
+
+    def cases(dtype):
+        for p in probabilities:
+            yield Case(dtype, **{"batch": 2, "heads": 4, "kv_heads": 4, "q_len": 256, "kv_len": 64, "head_dim": 64, "head_dim_v": 64, "logits": 0.0} | changes, dropout=p)
+
+    return cases
+
+
+# Half of 1 / 256 away from what 8 bits can say.
+DROPPED = 25.5 / 256
+
+
 def growth(**changes):
     """One head, ever longer; the judge doubles the lengths."""
 
@@ -320,6 +386,18 @@ TABLE = (
     Hazard("stale-state", "high", "a call changes what a later call answers", repeats, judge="stale", needs=("accuracy", "odd-lengths", "inputs-modified")),
     Hazard("nondeterminism", "medium", "the same call gives other bits", repeats, judge="repeat", needs=("inputs-modified",)),
     Hazard("concurrent-calls", "high", "two calls at once disturb each other", repeats, judge="concurrent", needs=("nondeterminism",)),
+    Hazard("gradients", "critical", "gradients of q, k and v are wrong", differentiated, judge="gradients"),
+    Hazard("gqa-gradients", "critical", "gradients of a key head are not the sum over its query heads", grouped_gradients, judge="gradients", needs=("gradients", "gqa-groups")),
+    Hazard("mask-gradients", "critical", "the gradient of an additive mask is wrong, or not summed over what was broadcast", mask_gradients, judge="gradients", needs=("gradients", "additive-mask", "mask-broadcast")),
+    Hazard("masked-gradients", "high", "a key that no query attends gets a gradient", masked_gradients, judge="masked-gradients", needs=("gradients", "bool-mask")),
+    Hazard("nan-in-masked-gradients", "medium", "NaN in a masked key or value reaches a gradient", gradients_beside_nan, judge="gradient-leak", needs=("gradients", "mask-gradients", "bool-mask")),
+    Hazard("dead-row-gradients", "medium", "a row without any key gives a gradient", gradients_of_dead_rows, judge="gradient-leak", needs=("gradients", "mask-gradients", "bool-mask")),
+    Hazard("gradient-strides", "critical", "an output's gradient in other strides comes out wrong", arriving("permuted", "stepped", "inner", "transposed", "offset"), judge="gradients", needs=("gradients",)),
+    Hazard("gradient-aliasing", "critical", "an output's gradient whose elements share memory is misread, or is written to", arriving("contiguous", "one", "expanded", "overlapping"), judge="backward-untouched", needs=("gradients", "gradient-strides")),
+    Hazard("gradient-nondeterminism", "medium", "the same backward gives other bits", repeats, judge="gradient-repeat", needs=("gradients", "nondeterminism")),
+    Hazard("dropped-part", "high", "dropout drops another part than p, or scales what it keeps wrongly", dropped(DROPPED, 0.5, 1.0), judge="dropped-part", once=True),
+    Hazard("dropout-seed", "high", "dropout does not follow the generator", dropped(0.3, q_len=16), judge="dropout-seed", once=True),
+    Hazard("dropout-reuse", "critical", "the backward drops other weights than the forward", dropped(0.3, batch=1, heads=2, kv_heads=2, q_len=16, logits=1.0), judge="dropout-reuse", needs=("gradients", "dropped-part")),
     Hazard("stream-order", "critical", "work does not stand in the caller's stream", repeats, judge="stream", needs=("accuracy", "nondeterminism"), device="cuda"),
     Hazard("graph-capture", "high", "a captured CUDA graph replays other results", repeats, judge="graph", needs=("accuracy", "nondeterminism"), device="cuda"),
     Hazard("device-wait", "low", "a call waits for the device's earlier work", repeats, judge="wait", once=True, needs=(), device="cuda"),

@@ -10,48 +10,25 @@ import math
 import sys
 import threading
 import time
-from dataclasses import asdict, dataclass, field
 
 import numpy as np
 
 from rapt._reference import FLOOR, LSE_LIMIT, errors, limits, scores
 
-from . import diagnose, gpu
+from . import diagnose, gpu, gradients
 from .callee import NotOffered, Refused
 from .case import expected, place, stand_in, values
+from .evidence import GROSS, Evidence, close
 from .meter import Meter
 from .tensors import supports_pages
 
 # Spacing of the accumulation dtype: large logits lose this much of a score.
 EPSILON = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-23, "bfloat16": 2.0**-23}
-# "Wrong" as against "less exact than it should be": this many times the tolerance. Roundings differ by small factors
-# between correct implementations; a wrong element is off by its whole size.
-GROSS = 32
-
 MAP_SIDE = 40
 """Most rows and columns of an error map."""
 
 PROBE_S = 2.0
 """Seconds that a measured call may take: growth shows at the lengths that fit."""
-
-
-@dataclass
-class Evidence:
-    """Why a hazard is found."""
-
-    text: str
-    cause: str
-    """A name of docs/reference/audit.md's table of causes."""
-    numbers: dict = field(default_factory=dict)
-    severity: str | None = None
-    """Where it differs from the hazard's."""
-    diagnosis: dict | None = None
-    error_map: list | None = None
-    """log10 of |error| / rms of the row, rows × head_dim of the worst head, at most MAP_SIDE each way; None = not finite."""
-    check: dict = field(default_factory=dict)
-    """What the reproducer needs to know: the limit, the variant."""
-
-    as_dict = asdict
 
 
 class Room:
@@ -91,14 +68,6 @@ def judge_values(room, case, strict=False, name=None, spare=0.0):
     peers = [stand_in(case, drawn), *(torch_peers(case, placed) if strict else ())]
     limit, row_limit = (bound * (1 if strict else GROSS) + spare for bound in limits(case.dtype, peers, want))
     return against(case, drawn, placed, answer, want, limit, row_limit, name)
-
-
-def close(got, want, limit):
-    """Whether the tolerance can be met without asking what a peer's error is."""
-    if not ((np.isnan(got) & np.isnan(want)) | np.isfinite(got) & np.isfinite(want) | (got == want)).all():
-        return False
-    error, worst, _ = errors(got, want)
-    return error <= limit and worst <= limit
 
 
 def against(case, drawn, placed, answer, want, limit, row_limit, name):
@@ -556,4 +525,5 @@ JUDGES = {
     "neighbours": judge_neighbours,
     "strides": judge_strides,
     "memory": judge_memory,
+    **gradients.JUDGES,
 }

@@ -7,6 +7,8 @@ in a fresh process. Deliberately absent: Rapt, unless it is the callee.
 
 import math
 
+from . import gradient_script
+
 LINES = 15
 
 LAID = {
@@ -270,6 +272,12 @@ def fit(lines):
         "p = ",
         "sinks",
         "alibi",
+        "leaves = ",
+        "out = ",
+        "got = ",
+        "want = ",
+        "right = ",
+        "i, j = ",
     )
     while len(lines) > LINES:
         pairs = [i for i in range(len(lines) - 1) if lines[i].startswith(simple) and lines[i + 1].startswith(simple)]
@@ -529,4 +537,5 @@ CHECKS = {
     "values": by_values, "strict": by_values, "tag": by_values, "logits": by_values, "mixing": mixing, "untouched": untouched, "bands": bands,
     "pages": pages, "mismatch": mismatch, "leak": leak, "swallow": swallow, "lse": lse, "stale": stale, "repeat": repeat,
     "concurrent": concurrent, "stream": stream, "graph": graph, "wait": wait, "threads": threads, "neighbours": neighbours, "strides": strides, "memory": memory,
+    **gradient_script.CHECKS,
 }  # fmt: skip

@@ -30,6 +30,8 @@ ARRANGEMENTS = {
     "negative": "rows in reversed order, stride below 0",
     "inner": "every second element of each row: inner stride 2",
     "transposed": "a [B,H,D,S] buffer seen as [B,H,S,D]: inner stride S",
+    "one": "one number, repeated with stride 0, as the gradient of a sum",
+    "overlapping": "rows that begin one element apart and share the others",
     "offset": "row-major, one element past the start of its storage",
 }
 
@@ -90,6 +92,10 @@ def lie(shape, arrangement):
         return Lie((heads * 2 * length * dim, 2 * length * dim, step * dim, 1), 0, 2 * size)
     if arrangement == "expanded":
         return Lie((0, 0, dim, 1), 0, length * dim)
+    if arrangement == "one":
+        return Lie((0, 0, 0, 0), 0, 1)
+    if arrangement == "overlapping":
+        return Lie((heads * (length + dim), length + dim, 1, 1), 0, batch * heads * (length + dim))
     if arrangement == "negative":
         strides = packed(shape)
         return Lie((*strides[:2], -strides[2], 1), max(0, length - 1) * dim, size)
