@@ -68,15 +68,8 @@ def test_rapts_gradients_are_clean(function):
     dtypes = ["float32", "bfloat16", "float16", "float64"] if function is rapt.attention else ["float32", "bfloat16"]
     report = audit(function, dtypes=dtypes)
     left = {hazard.name: hazard.verdict for hazard in report.hazards if hazard.verdict != "clean"}
-    assert report.ok and left == LEFT[function.__name__], report
-
-
-# `rapt.attention` has no dropout.
-LEFT = {
-    "scaled_dot_product_attention": {"dropout-reuse": "refused"},
-    "attention": dict.fromkeys(("dropped-part", "dropout-seed", "dropout-reuse"), "not offered"),
-    "registered": {},
-}
+    without = ("dropped-part", "dropout-seed", "dropout-reuse") if function is rapt.attention else ()
+    assert report.ok and left == dict.fromkeys(without, "not offered"), report
 
 
 def test_correct_implementations_are_not_accused():

@@ -150,6 +150,59 @@ def test_lse_has_its_gradient_too():
         torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-12)
 
 
+# --- dropout -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_what_is_dropped_is_drawn_as_by_pytorchs_signature(is_causal):
+    q, k, v = qkv(q_len=33, kv_len=33, dim=16, dim_v=16)
+    d_o = drawn(2, 33, 4, 16, seed=5)
+
+    def run(fn):
+        torch.manual_seed(3)
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        out = fn(*leaves)
+        after = torch.get_rng_state()
+        return (out, *torch.autograd.grad(out, leaves, d_o)), after
+
+    def by_pytorchs(q, k, v):
+        words = {"dropout_p": 0.25, "is_causal": is_causal, "enable_gqa": True}
+        return rapt.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), **words).transpose(1, 2)
+
+    got, after = run(lambda *x: DENSE(*x, 0.25, causal=is_causal))
+    wanted, own = run(by_pytorchs)
+    assert all(map(torch.equal, got, wanted)) and torch.equal(after, own)
+    assert not torch.equal(DENSE(q, k, v, 0.25), DENSE(q, k, v, 0.25))
+    before = torch.get_rng_state()
+    assert torch.equal(DENSE(q, k, v, 0.0), DENSE(q, k, v)) and torch.equal(torch.get_rng_state(), before)
+    assert not DENSE(q, k, v, 1.0).any()
+
+
+@pytest.mark.parametrize("case", ["plain", "window of more queries", "window to the left", "causal window", "slopes, causal", "all"])
+def test_dropout_stands_beside_every_option_and_both_passes_drop_the_same(case):
+    options, (q_len, kv_len) = CASES[case]
+    q, k, _ = qkv(q_len=q_len, kv_len=kv_len, dtype=F64)
+    # Where v is the identity, out is the weights.
+    eye = torch.eye(kv_len, dtype=F64)[None, :, None].expand(2, -1, 2, -1).contiguous()
+    torch.manual_seed(1)
+    kept = (DENSE(q, k, eye, 0.4, **options) != 0).transpose(1, 2).double() / 0.6
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, drawn(2, kv_len, 2, 5, dtype=F64, seed=2)))
+    torch.manual_seed(1)
+    out = DENSE(q, k, v, 0.4, **options)
+    keys, values = (x.repeat_interleave(2, 2) for x in (k, v))
+    s = torch.einsum("bihd,bjhd->bhij", q, keys) * options.get("softmax_scale", 8**-0.5)
+    s = options["softcap"] * (s / options["softcap"]).tanh() if "softcap" in options else s
+    places = {name: options[name] for name in ("causal", "window_size", "alibi_slopes") if name in options}
+    bias = biased(2, q_len, kv_len, **places)
+    alive = (bias > -torch.inf).any(-1)
+    p = torch.where(alive[..., None], (s + torch.where(alive[..., None], bias, 0.0)).softmax(-1), 0.0)
+    wanted = torch.einsum("bhij,bjhd->bihd", p * kept, values)
+    d_o = drawn(2, q_len, 4, 5, seed=5, dtype=F64)
+    torch.testing.assert_close(out, wanted, rtol=1e-11, atol=1e-12)
+    for one, other in zip(torch.autograd.grad(out, (q, k, v), d_o), torch.autograd.grad(wanted, (q, k, v), d_o)):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-11)
+
+
 # --- packed ------------------------------------------------------------------------------------------------------------------
 
 
@@ -378,6 +431,7 @@ def refused():
         (lambda: DENSE(q[:, :, :3], k, v), rapt.ShapeError, "heads"),
         (lambda: DENSE(q, k, v, dropout_p=1.5), rapt.OptionError, "dropout_p = 1.5"),
         (lambda: DENSE(q, k, v, 0.5, return_attn_probs=True), rapt.UnsupportedError, "return_attn_probs with dropout_p"),
+        (lambda: DENSE(q, k, v, 0.5, causal=True, alibi_slopes=OWN_SLOPES), rapt.UnsupportedError, r"dropout_p beside alibi_slopes \[batch, nheads\]"),
         (lambda: DENSE(q, k, v, softmax_scale=math.nan), rapt.OptionError, "^softmax_scale = NaN"),
         (lambda: DENSE(q, k, v, window_size=3), rapt.OptionError, "window_size = 3"),
         (lambda: DENSE(q, k, v, softcap=math.nan), rapt.OptionError, "softcap = NaN"),

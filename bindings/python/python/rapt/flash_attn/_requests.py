@@ -15,6 +15,7 @@ import typing
 import rapt
 import torch
 from rapt._native import DtypeMismatchError, KindError, OptionError, RaptError, ShapeError, UnsupportedDtypeError, UnsupportedError
+from rapt.torch import _ops
 
 # Rapt's words for flash's arguments, where they differ.
 _WORDS = {"cu_seqlens_kv": "cu_seqlens_k", "page_table": "block_table"}
@@ -176,9 +177,10 @@ def _attend(q, k, v, asked, gives_lse):
 
 
 def _run(q, k, v, asked, options, gives_lse):
+    run = rapt.attention
     if asked.dropout_p:
-        raise UnsupportedError(f"dropout_p = {asked.dropout_p} is not served here. Mend: `dropout_p=0.0`")
-    answer = rapt.attention(q, k, v, layout="bshd", return_lse=gives_lse, **options)
+        run, options = _ops.attention, {**options, "dropout_p": float(asked.dropout_p)}
+    answer = run(q, k, v, layout="bshd", return_lse=gives_lse, **options)
     return answer if gives_lse else (answer, None)
 
 
