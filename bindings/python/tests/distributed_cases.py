@@ -15,13 +15,20 @@ import traceback
 import reference
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.experimental import context_parallel
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 import rapt
 import rapt.distributed as rd
+import rapt.torch as rt
 from rapt import _reference
 from rapt.distributed import _methods, _places
+
+# Where PyTorch keeps what its users set of context_parallel.
+context_parallel_module = sys.modules["torch.distributed.tensor.experimental._context_parallel._attention"]
 
 WORLD = 4
 HEADS, KV_HEADS, HEAD_DIM, HEAD_DIM_V = 8, 4, 16, 12
@@ -57,6 +64,7 @@ OPTIONS = {
     "window of the end": lambda q, k: {"causal": "bottom_right", "window": (5, None)},
     "softcap and scale": lambda q, k: {"causal": True, "softcap": 2.0, "scale": 0.4},
     "sinks": lambda q, k: {"causal": "bottom_right", "sinks": random(HEADS, seed=3)},
+    "sinks of dead rows, mask": lambda q, k: {"sinks": random(HEADS, seed=3), "mask": seen(q, k)},
     "mask": lambda q, k: {"mask": random(1, HEADS, q, k, seed=4), "causal": "bottom_right"},
     "mask of keys": lambda q, k: {"mask": random(2, 1, 1, k, seed=5)},
     "boolean mask": lambda q, k: {"mask": seen(q, k), "window": (9, None)},
@@ -361,12 +369,113 @@ def a_group_is_a_part_of_the_ranks():
 
 def in_a_mesh():
     """A DeviceMesh of one dimension in place of a group."""
-    from torch.distributed.device_mesh import init_device_mesh
-
     mesh = init_device_mesh("cpu", (WORLD,))
     q = random(1, 4, 5, 8, seed=dist.get_rank())
     keys = torch.cat([random(1, 4, 5, 8, seed=r) for r in range(WORLD)], 2)
     near(rd.attention(q, q, q, group=mesh), rapt.attention(q, keys, keys), 1e-11, "a mesh")
+
+
+# --- PyTorch's own -----------------------------------------------------------------------------------------------------------
+
+
+def served_alone():
+    """Whether nothing fell back."""
+    counted = rt.stats()
+    assert counted["served"] and not counted["fallback"], counted
+
+
+def dtensors():
+    """Sharded by batch, heads and tokens, or replicated: served where they lie, with and without autograd; whatever else is counted."""
+    mesh = init_device_mesh("cpu", (WORLD,))
+    q, k, v = (random(4, heads, 24, 8, seed=seed) for heads, seed in ((8, 0), (4, 1), (4, 2)))
+    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+    expected = rapt.attention(*leaves, causal=True)
+    expected.square().sum().backward()
+    call = functools.partial(scaled_dot_product_attention, is_causal=True, enable_gqa=True)
+    for placement in (Shard(0), Shard(1), Shard(2), Replicate()):
+        with rt.backend():
+            rt.reset_stats()
+            given = [distribute_tensor(t, mesh, [placement]).requires_grad_() for t in (q, k, v)]
+            out = call(*given)
+            assert out.placements == (placement,) and out.shape == expected.shape
+            near(out.full_tensor().detach(), expected.detach(), 1e-11, f"{placement}")
+            out.full_tensor().square().sum().backward()
+            for letter, of, leaf_of in zip("qkv", given, leaves):
+                assert of.grad.placements == (placement,)
+                near(of.grad.full_tensor(), leaf_of.grad, 1e-10, f"d{letter}, {placement}")
+            with torch.inference_mode():
+                out = call(*(distribute_tensor(t, mesh, [placement]) for t in (q, k, v)))
+                near(out.full_tensor(), expected.detach(), 1e-11, f"{placement} in inference mode")
+            served_alone()
+    with rt.backend(), torch.no_grad():
+        rt.reset_stats()
+        given = [distribute_tensor(t, mesh, [Shard(3)]) for t in (q, k, v)]
+        for mode in (torch.no_grad, torch.inference_mode):
+            raises(NotImplementedError, lambda mode=mode: mode()(call)(*given), "sharding strategy")
+        assert sum(rt.stats()["fallback"].values()) >= 1, rt.stats()
+    with torch.inference_mode():
+        raises(NotImplementedError, lambda: call(*given), "sharding strategy")
+
+
+def parallel(is_balanced):
+    """`context_parallel` of PyTorch, which on CPUs has no kernel of its own: contiguous, and in the order of its load balancer."""
+    mesh = init_device_mesh("cpu", (WORLD,))
+    q, k, v = (random(2, 4, 24, 8, seed=seed) for seed in range(3))
+    expected = rapt.attention(q, k, v, causal=True)
+    keeps = context_parallel_module._cp_options.enable_load_balance
+    context_parallel_module._cp_options.enable_load_balance = is_balanced
+    try:
+        with rt.backend():
+            rt.reset_stats()
+            buffers = [t.clone() for t in (q, k, v)]
+            with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2, 2, 2]):
+                for mode in (torch.no_grad, torch.inference_mode):
+                    with mode():
+                        out = torch.nn.functional.scaled_dot_product_attention(*buffers, is_causal=True)
+                    assert type(out) is torch.Tensor
+                    order = "zigzag" if is_balanced else "contiguous"
+                    near(out, rows(expected, _places.places((6,) * WORLD, order)[dist.get_rank()]), 1e-11, order)
+            served_alone()
+    finally:
+        context_parallel_module._cp_options.enable_load_balance = keeps
+
+
+def a_model_of_transformers():
+    """A Llama under `context_parallel`, its logits and gradients beside one process."""
+    import transformers
+
+    mesh = init_device_mesh("cpu", (WORLD,))
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=50, attn_implementation="sdpa"
+    )  # fmt: skip
+    model = transformers.AutoModelForCausalLM.from_config(config).double()
+    ids, places = torch.randint(0, 50, (2, 24)), torch.arange(24).expand(2, -1).contiguous()
+    expected = model(input_ids=ids, position_ids=places, use_cache=False).logits
+    expected.square().sum().backward()
+    gradients = [of.grad for of in model.parameters()]
+    for is_balanced in (False, True):
+        context_parallel_module._cp_options.enable_load_balance = is_balanced
+        model.zero_grad()
+        hooks = []
+        if is_balanced:
+            # transformers takes jumps of position_ids for sequences packed together, and makes a mask of them.
+            plain = lambda _module, args, words: (args, {**words, "attention_mask": None})  # noqa: E731
+            hooks = [layer.self_attn.register_forward_pre_hook(plain, with_kwargs=True) for layer in model.model.layers]
+        with rt.backend():
+            rt.reset_stats()
+            mine = [ids.clone(), places.clone()]
+            with context_parallel(mesh, buffers=mine, buffer_seq_dims=[1, 1]):
+                logits = model(input_ids=mine[0], position_ids=mine[1], use_cache=False).logits
+                logits.square().sum().backward()
+            served_alone()
+        order = "zigzag" if is_balanced else "contiguous"
+        near(logits.detach(), rows(expected.detach(), _places.places((6,) * WORLD, order)[dist.get_rank()], 1), 1e-10, order)
+        for of, gradient in zip(model.parameters(), gradients):
+            dist.all_reduce(of.grad)
+            near(of.grad, gradient, 1e-8, "a gradient")
+        for hook in hooks:
+            hook.remove()
 
 
 def cases(is_whole):
@@ -389,9 +498,11 @@ def cases(is_whole):
             found[f"decode of {q_len}, {', '.join(options)}, {with_lengths}"] = functools.partial(decode, q_len, options, with_lengths)
     for run in (
         same_bits, dead_rows_and_nan, values_that_are_infinite, lengths_of_one_layout, varlen, tokens_are_dealt_and_brought_together, differences_are_errors_on_every_rank,
-        a_group_is_a_part_of_the_ranks, in_a_mesh,
+        a_group_is_a_part_of_the_ranks, in_a_mesh, dtensors, *((a_model_of_transformers,) if is_whole else ()),
     ):  # fmt: skip
         found[run.__name__.replace("_", " ")] = run
+    for is_balanced in (False, True):
+        found[f"context_parallel, balanced: {is_balanced}"] = functools.partial(parallel, is_balanced)
     return found
 
 

@@ -9,7 +9,7 @@ own op, which compiled graphs then carry: inductor would otherwise decompose the
 `aten::_scaled_dot_product_flash_attention_for_cpu` is taken too (`_flash`), for graphs that were decomposed before. PyTorch's own
 composite kernel ends there as well, so every hand-over marks itself by a negative dropout_p. So is the flash op of codes (`_flash_codes`).
 
-Nested tensors come to neither: PyTorch's Python takes them first (`_jagged`).
+Nested tensors come to neither: PyTorch's Python takes them first (`_jagged`). DTensors come to the first, or to DTensor's own handlers (`_dtensor`).
 """
 
 import contextlib
@@ -18,7 +18,7 @@ import torch
 from rapt import DeviceError, _native
 from rapt._native import TorchKernel
 
-from . import _autograd, _compiled, _dropout, _flash, _flash_codes, _jagged, _transformers
+from . import _autograd, _compiled, _dropout, _dtensor, _flash, _flash_codes, _jagged, _transformers
 from ._dispatcher import Held, lock
 from ._stats import count_fallback
 
@@ -86,6 +86,9 @@ def _sdpa_cold(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False
                 raise
             reason = f"device {query.device.type}"
     if not traced:
+        of_ranks = _dtensor.answer(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        if of_ranks is not None:
+            return of_ranks
         count_fallback(reason)
     arguments = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if query.device.type != "cpu":
@@ -134,6 +137,7 @@ def _enter():
     _mha_fastpath = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     _jagged.take()
+    _dtensor.take()
     _native.set_registered(True)
     _compiled.forget(registered=True)
     if not _is_in_transformers:
@@ -144,6 +148,7 @@ def _enter():
 def _leave():
     _native.set_registered(False)
     _jagged.leave()
+    _dtensor.leave()
     _flash.leave_cpu()
     _flash_codes.leave()
     if not torch.backends.mha.get_fastpath_enabled():
