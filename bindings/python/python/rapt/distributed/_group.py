@@ -20,7 +20,8 @@ import torch
 import torch.distributed as dist
 from rapt import DtypeMismatchError, OptionError, RaptError, ShapeError
 
-PAGE = 2048
+# Bytes of a page, and letters of an error in it.
+PAGE, _MOST = 4096, 900
 _RESTART = "Mend: end every rank and start them again, as `torchrun --max-restarts=N` does"
 # What tells one call from another, and which error a difference is.
 _KINDS = {"dtype": DtypeMismatchError, "sizes": ShapeError}
@@ -86,6 +87,12 @@ def _timeout(group):
     return datetime.timedelta(minutes=30)
 
 
+def numbers(window, softcap, scale):
+    """These options as a page has them."""
+    window = None if window is None else [None if side is None else int(side) for side in window]
+    return {"window": window} | {name: None if of is None else float(of) for name, of in (("softcap", softcap), ("scale", scale))}
+
+
 # --- pages -------------------------------------------------------------------------------------------------------------------
 
 
@@ -97,7 +104,7 @@ def agree(peers, request, refused=None):
     peers.calls += 1
     page = {"number": peers.calls, **request}
     if refused is not None:
-        page = {"number": peers.calls, "call": request["call"], "refused": [type(refused).__name__, str(refused)[:1200]]}
+        page = {"number": peers.calls, "call": request["call"], "refused": [type(refused).__name__, str(refused)[:_MOST]]}
     pages = _all_pages(peers, page)
     for rank, other in enumerate(pages):
         if "refused" in other:
@@ -138,17 +145,18 @@ def _word(name, value):
 
 
 def _all_pages(peers, page):
-    text = json.dumps(page).encode()
+    text = json.dumps(page, ensure_ascii=False).encode()
     if len(text) > PAGE:
         raise OptionError(f"the request has {len(text)} bytes of options; allowed: {PAGE}")
-    mine = torch.zeros(PAGE, dtype=torch.uint8)
-    mine[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     group = peers.pages() if peers.world > 1 else None
     others = [rank for rank in range(peers.world) if rank != peers.rank]
-    arriving = {rank: torch.empty(PAGE, dtype=torch.uint8) for rank in others}
+    memory = [bytearray(PAGE) for _ in range(peers.world)]
+    memory[peers.rank][: len(text)] = text
+    every = [torch.frombuffer(of, dtype=torch.uint8) for of in memory]
     lost, works = {}, []
-    for begin, tensors in ((dist.irecv, arriving), (dist.isend, dict.fromkeys(others, mine))):
-        for rank, tensor in tensors.items():
+    for begin, tensors in ((dist.irecv, every), (dist.isend, [every[peers.rank]] * peers.world)):
+        for rank in others:
+            tensor = tensors[rank]
             try:
                 works.append((rank, begin(tensor, peers.ranks[rank], group=group, tag=_PAGE_TAG)))
             except RuntimeError as error:
@@ -166,8 +174,7 @@ def _all_pages(peers, page):
             f"{names} did not answer in call {peers.calls} of this group ({page['call']}) within {peers.timeout.total_seconds():g} s: gone, or in "
             f"no call. The backend says: {_first_line(lost[min(lost)])}. {_RESTART}"
         )
-    arriving[peers.rank] = mine
-    return [json.loads(bytes(arriving[rank].tolist()).rstrip(b"\0")) for rank in range(peers.world)]
+    return [json.loads(bytes(of).rstrip(b"\0")) for of in memory]
 
 
 _PAGE_TAG = 900
