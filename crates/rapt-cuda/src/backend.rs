@@ -7,7 +7,8 @@ use std::path::Path;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock};
 
 use rapt_core::{
-    Arch, COMPUTED, Device, DeviceMemory, Error, HeadDeviation, Operands, Plan, Qkv, Result as CoreResult, Spec, View,
+    Arch, BackwardOperands, BackwardPlan, BackwardSpec, COMPUTED, Device, DeviceMemory, Error, HeadDeviation, Operands,
+    Plan, Qkv, Result as CoreResult, Spec, View,
 };
 use rustc_hash::FxHashMap;
 
@@ -15,8 +16,8 @@ use crate::append::NewKeys;
 use crate::artifacts::{Artifacts, Provenance, ShippedFacts};
 use crate::driver::{Cuda, Driver, Facts};
 use crate::error::{CudaError, Result};
-use crate::launch::{CudaLaunch, DeviationPlan, Loaded};
-use crate::select::{Caps, deviation, launch_plan, plan_of};
+use crate::launch::{BackwardLaunch, CudaLaunch, DeviationPlan, Loaded};
+use crate::select::{Caps, backward, deviation, launch_plan, plan_of};
 use crate::variant::KernelVariant;
 
 /// What a device is, for reports.
@@ -142,6 +143,22 @@ impl Backend {
         deviation::plan(spec, &device.caps)?.loaded(|variant| self.load(index, variant)).map_err(on)
     }
 
+    /// What runs for the gradients of `spec`, its kernels compiled and loaded.
+    ///
+    /// # Errors
+    /// As [`select_backward`](crate::select_backward); [`Error::DeviceUnavailable`] and [`Error::DeviceFailed`].
+    pub fn plan_backward(&self, spec: &BackwardSpec) -> CoreResult<BackwardPlan> {
+        let device = spec.forward().device;
+        let Device::Cuda(index) = device else {
+            let why = "this backend serves the memory of NVIDIA GPUs".into();
+            return Err(Error::DeviceUnavailable { device, why });
+        };
+        let on = |error: CudaError| error.on(device);
+        let facts = self.device(index).map_err(on)?;
+        let launch_plan = backward::launch_plan(spec, &facts.caps)?.loaded(|variant| self.load(index, variant));
+        Ok(backward::plan_of(spec, &facts.caps, launch_plan.map_err(on)?))
+    }
+
     fn load(&self, device: u32, variant: &KernelVariant) -> Result<Loaded> {
         let find = || self.loaded.read().unwrap_or_else(PoisonError::into_inner).get(&(device, *variant)).copied();
         if let Some(loaded) = find() {
@@ -185,6 +202,27 @@ impl Backend {
         // SAFETY: `expect` compared the spec that the operands were proven against with the plan's, whose launch plan this is; the
         // caller vouches for memory and stream.
         unsafe { launch_plan.enqueue(self.driver(), operands, None, workspace, stream) }
+    }
+
+    /// Enqueues `plan` on `stream` of the plan's device: every gradient that is asked for. Waits for nothing, compiles and loads nothing.
+    ///
+    /// # Errors
+    /// As [`Backend::run`].
+    ///
+    /// # Safety
+    /// As [`Backend::run`]: the gradients are the outputs.
+    pub unsafe fn run_backward(
+        &self,
+        plan: &BackwardPlan,
+        operands: &mut BackwardOperands<'_>,
+        workspace: DeviceMemory,
+        stream: usize,
+    ) -> CoreResult<()> {
+        let launch_plan = plan.launch_plan::<BackwardLaunch>()?;
+        operands.expect(plan.spec())?;
+        // SAFETY: `expect` compared the spec that the operands were proven against with the plan's, whose launch plan this is; the
+        // caller vouches for memory and stream.
+        unsafe { launch_plan.enqueue(self.driver(), operands, workspace, stream) }
     }
 
     /// Of each query head, `[batch, num_q_heads]`, how far a run of the kernel that [`Backend::plan`] takes for the same spec may be off:

@@ -6,9 +6,11 @@
 //! ```
 //! Deliberately absent: any choice, any look-up, any allocation.
 
+pub(crate) mod backward;
 mod deviation;
 mod parts;
 
+pub use backward::BackwardLaunch;
 pub(crate) use deviation::DeviationLaunches;
 pub use deviation::DeviationPlan;
 
@@ -493,7 +495,9 @@ impl LaunchPlan for CudaLaunch {
             | Algorithm::Append
             | Algorithm::Varlen
             | Algorithm::Deviation
-            | Algorithm::DeviationEnd => "it serves every request".to_owned(),
+            | Algorithm::DeviationEnd
+            | Algorithm::Backward(_)
+            | Algorithm::BackwardMma(_) => "it serves every request".to_owned(),
         };
         let others = varlen.iter().flat_map(|varlen| &varlen.launches).map(|launch| launch.attend.step.variant);
         let others = short.iter().map(|short| short.step.variant).chain(others);

@@ -4,6 +4,7 @@
 //! select(&Spec, &Caps) -> Plan      pure: variant, partition, parameters, tensor maps   select/, launch.rs
 //! Backend::plan(&Spec)              the same, its machine code loaded                   backend.rs, artifacts/
 //! Backend::run(&Plan, Operands, …)  one launch, or two where keys are split             launch.rs
+//! Backend::run_backward(…)          gradients: rows, then dk and dv, dq, …                  launch/backward.rs
 //! Backend::deviations(…)            how far heads on codes may be off, read back        launch/deviation.rs
 //! kernels/*.cu                      the algorithms
 //! ship(folder, kept)                the common kernels, compiled for a package          prebuild.rs
@@ -15,13 +16,14 @@
 //! A module uses those before it in this order, and none after it (`modules.rs` of the tests compares):
 //!
 //! ```text
-//! error  access  codes  tensor_map  partition  params  append  deviation  varlen  driver  source  variant  artifacts  launch  select  backend  memory  prebuild
+//! error  access  codes  tensor_map  partition  params  append  backward  deviation  varlen  driver  source  variant  artifacts  launch  select  backend  memory  prebuild
 //! ```
 
 mod access;
 mod append;
 mod artifacts;
 mod backend;
+mod backward;
 mod codes;
 mod deviation;
 mod driver;
@@ -42,11 +44,11 @@ pub use artifacts::{CompiledFacts, Provenance, ShippedFacts, prepend_library_fol
 pub use backend::{Backend, DeviceFacts};
 pub use codes::{CodeKind, Codes, TileCodes, TileScales};
 pub use error::CudaError;
-pub use launch::{CudaLaunch, DeviationPlan};
+pub use launch::{BackwardLaunch, CudaLaunch, DeviationPlan};
 pub use memory::{Mark, Memory};
 pub use prebuild::{Assortment, Built, Wrote, build_all, common_variants, ship};
-pub use select::{Caps, deviation_variants, select, variants};
-pub use variant::{Algorithm, KernelVariant, Loads, Sequences};
+pub use select::{Caps, backward_variants, deviation_variants, select, select_backward, variants};
+pub use variant::{Algorithm, KernelVariant, Loads, Pass, Sequences};
 
 #[cfg(test)]
 mod recorded;

@@ -2,7 +2,10 @@
 //!
 //! Made without addresses when a request is planned; a run fills these in. Deliberately absent: any choice.
 
-use rapt_core::{Codes, CodesSpec, DType, Finite, Granularity, Operands, PagesSpec, ScaleLayout, Spec, View, swizzle};
+use rapt_core::{
+    BackwardTensors, Codes, CodesSpec, DType, Finite, Granularity, Operands, PagesSpec, ScaleLayout, Spec, View,
+    swizzle,
+};
 
 use crate::access::{as_it_lies, strides};
 use crate::codes::CodeKind;
@@ -85,7 +88,7 @@ pub(crate) struct Params {
 /// Lengths and positions below this keep every sum of three of them inside an i32.
 pub(crate) const MOST_LEN: usize = 1 << 29;
 
-fn int(n: usize) -> i32 {
+pub(crate) fn int(n: usize) -> i32 {
     i32::try_from(n).unwrap_or(i32::MAX)
 }
 
@@ -190,6 +193,22 @@ impl Params {
             out,
             lse,
             partials,
+            ..self
+        }
+    }
+
+    /// These parameters of tensors whose gradients are asked for: out and lse are read.
+    pub(crate) fn of_gradients(self, tensors: &BackwardTensors<'_>) -> Self {
+        let optional = |view: &Option<View<'_>>| view.as_ref().map_or(0, View::address);
+        Params {
+            q: tensors.q.address(),
+            k: tensors.k.address(),
+            v: tensors.v.address(),
+            mask: optional(&tensors.mask),
+            sinks: optional(&tensors.sinks),
+            alibi: optional(&tensors.alibi_slopes),
+            out: tensors.out.address(),
+            lse: tensors.lse.address(),
             ..self
         }
     }

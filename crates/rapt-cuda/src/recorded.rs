@@ -20,6 +20,7 @@ use crate::params::{HopperParams, LaunchParams, Params};
 use crate::tensor_map::{TensorMap, TmaTensor, documented_refusal};
 use crate::variant::{Algorithm, KernelVariant, Loads};
 
+mod backward;
 mod cache;
 mod codes;
 mod deviation;

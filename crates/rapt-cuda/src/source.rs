@@ -13,6 +13,11 @@ macro_rules! files {
 /// Every file of `kernels/` by its name there.
 pub(crate) const FILES: &[(&str, &str)] = files![
     "append.cu",
+    "backward.cu",
+    "backward/products.cuh",
+    "backward/request.cuh",
+    "backward_mma.cu",
+    "backward_rows.cu",
     "combine.cu",
     "common/code_scales.cuh",
     "common/codes.cuh",
@@ -189,7 +194,7 @@ mod tests {
     fn every_file_of_the_folder_is_known_and_resolves() {
         let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("kernels");
         let mut names = Vec::new();
-        for part in ["", "common", "decode", "deviation", "hopper", "int8", "mma", "wide"] {
+        for part in ["", "backward", "common", "decode", "deviation", "hopper", "int8", "mma", "wide"] {
             for entry in std::fs::read_dir(folder.join(part)).unwrap() {
                 let path = entry.unwrap().path();
                 if path.is_file() {

@@ -9,11 +9,13 @@ use std::collections::HashSet;
 use std::path::Path;
 
 use common::{
-    caps, spec, spec_of_cache, spec_of_codes, spec_of_dims, spec_of_int8, spec_of_int8_cache, spec_of_latent,
-    spec_of_swizzled, spec_of_varlen,
+    backward_spec, caps, spec, spec_of_cache, spec_of_codes, spec_of_dims, spec_of_int8, spec_of_int8_cache,
+    spec_of_latent, spec_of_swizzled, spec_of_varlen,
 };
 use rapt_core::{Arch, Causal, Compute, DType, Format, Granularity, Options};
-use rapt_cuda::{Algorithm, CompiledFacts, CudaError, KernelVariant, build_all, deviation_variants, variants};
+use rapt_cuda::{
+    Algorithm, CompiledFacts, CudaError, KernelVariant, backward_variants, build_all, deviation_variants, variants,
+};
 
 /// What the compiler says of each; kernels that are kept from an earlier run, or were compiled to be shipped, cost nothing.
 fn compile(all: &[KernelVariant]) -> Option<Result<Vec<CompiledFacts>, CudaError>> {
@@ -245,6 +247,47 @@ fn what_judges_heads_compiles_and_does_not_spill() {
     for facts in compiled.unwrap_or_else(|error| panic!("{error}")) {
         println!("{}: {} registers, {} bytes spilled", facts.variant, facts.registers, facts.spilled_bytes);
         assert!(facts.spilled_bytes == 0, "{} spills {} bytes", facts.variant, facts.spilled_bytes);
+    }
+}
+
+/// Kernels for gradients: those that are hot, and others.
+fn gradients() -> (Vec<KernelVariant>, Vec<KernelVariant>) {
+    let plain = Options::default();
+    let capped = plain.with_softcap(30.0).with_causal(Causal::TopLeft);
+    let of = |arch, dtype, head_dim, mask, options: &Options| {
+        let spec = backward_spec(dtype, [8, 2048, 2048, head_dim], mask, options);
+        backward_variants(&spec, &caps(arch)).unwrap()
+    };
+    let (mut hot, mut all) = (Vec::new(), Vec::new());
+    for head_dim in [128, 64, 96, 256] {
+        hot.extend(of(Arch::Sm90a, DType::BF16, head_dim, None, &plain));
+    }
+    hot.extend(of(Arch::Sm80, DType::F16, 128, None, &plain));
+    hot.extend(of(Arch::Sm120, DType::BF16, 256, None, &plain));
+    all.extend(of(Arch::Sm90a, DType::BF16, 64, Some(DType::BF16), &capped));
+    all.extend(of(Arch::Sm90a, DType::BF16, 128, Some(DType::Bool), &plain));
+    all.extend(of(Arch::Sm90a, DType::F16, 127, Some(DType::F32), &capped));
+    for dtype in [DType::F32, DType::F64] {
+        all.extend(of(Arch::Sm90a, dtype, 100, Some(dtype), &capped));
+    }
+    (hot, all)
+}
+
+#[test]
+fn gradients_compile_and_the_hot_ones_do_not_spill() {
+    let (hot, others) = gradients();
+    let mut all: Vec<_> = hot.iter().chain(&others).copied().collect();
+    let mut seen = HashSet::new();
+    all.retain(|variant| seen.insert(*variant));
+    if !std::env::var("RAPT_WHOLE").is_ok_and(|whole| whole == "1") {
+        // Rows, keys and queries of the first request.
+        all.truncate(3);
+    }
+    let Some(compiled) = compile(&all) else { return };
+    for facts in compiled.unwrap_or_else(|error| panic!("{error}")) {
+        println!("{}: {} registers, {} bytes spilled", facts.variant, facts.registers, facts.spilled_bytes);
+        let most = if hot.contains(&facts.variant) { 0 } else { 160 };
+        assert!(facts.spilled_bytes <= most, "{} spills {} bytes", facts.variant, facts.spilled_bytes);
     }
 }
 

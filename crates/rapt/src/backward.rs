@@ -1,17 +1,17 @@
 //! The backward pass of the engine: planned, proven and run as attention is.
 
 use rapt_core::{
-    BackwardOperands, BackwardPlan, BackwardSpec, BackwardTensors, Caps, Device, Error, GradientForms, Options, Queue,
-    Result, Spec, TensorForm, ViewMut,
+    BackwardOperands, BackwardPlan, BackwardSpec, BackwardTensors, Caps, Device, DeviceMemory, Error, GradientForms,
+    Options, Queue, Result, Spec, TensorForm, ViewMut,
 };
 
 use crate::Engine;
 
 impl Engine {
-    /// What will run for the gradients of `spec` on this engine's own threads.
+    /// What will run for the gradients of `spec`: on this engine's own threads, or on the NVIDIA GPU where the tensors lie.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] with what to do instead; [`Error::DeviceUnavailable`] for anything but host memory.
+    /// [`Error::Unsupported`] with what to do instead; [`Error::DeviceUnavailable`] for memory of neither.
     pub fn plan_backward(&self, spec: &BackwardSpec) -> Result<BackwardPlan> {
         self.plan_backward_for(spec, self.threads().get())
     }
@@ -21,8 +21,10 @@ impl Engine {
     /// # Errors
     /// As [`Engine::plan_backward`].
     pub fn plan_backward_for(&self, spec: &BackwardSpec, threads: usize) -> Result<BackwardPlan> {
-        if spec.forward().device == Device::Cpu {
-            self.expect_host("the backward pass")?;
+        match spec.forward().device {
+            Device::Cpu => self.expect_host("the backward pass")?,
+            device @ Device::Cuda(_) => return Engine::cuda(device)?.plan_backward(spec),
+            _ => {}
         }
         rapt_cpu::select_backward(spec, &Caps { threads, ..self.caps().clone() })
     }
@@ -45,12 +47,42 @@ impl Engine {
         operands: &mut BackwardOperands<'_>,
         queue: &Queue<'_>,
     ) -> Result<()> {
+        let device = plan.spec().forward().device;
+        if device != Device::Cpu {
+            return Err(Error::DeviceMismatch { tensor: "queue", expected: device, got: Device::Cpu });
+        }
         self.with_workspace(plan.workspace_bytes(), |workspace| match queue {
             Queue::Host(executor) => rapt_cpu::run_backward(plan, operands, workspace, *executor),
-            _ => {
-                Err(Error::unsupported("this queue", "the backward pass runs on the host", "use Engine::run_backward"))
-            }
+            _ => Err(Error::unsupported("this queue", "its run outlives the call", "use Engine::run_backward_async")),
         })
+    }
+
+    /// Enqueues `plan` on a stream and waits for nothing. `workspace` is memory of the device, of at least the plan's
+    /// `workspace_bytes`, from whatever allocator the caller has. May be captured into a CUDA graph.
+    ///
+    /// # Errors
+    /// As [`Engine::run_async`].
+    ///
+    /// # Safety
+    /// As [`Engine::run_async`]: the gradients are the outputs.
+    pub unsafe fn run_backward_async(
+        &self,
+        plan: &BackwardPlan,
+        operands: &mut BackwardOperands<'_>,
+        workspace: DeviceMemory,
+        queue: &Queue<'_>,
+    ) -> Result<()> {
+        let expected = plan.spec().forward().device;
+        match *queue {
+            Queue::Cuda { device, stream } if expected == Device::Cuda(device) => {
+                // SAFETY: as the caller promises.
+                unsafe { Engine::cuda(expected)?.run_backward(plan, operands, workspace, stream) }
+            }
+            Queue::Cuda { device, .. } => {
+                Err(Error::DeviceMismatch { tensor: "queue", expected, got: Device::Cuda(device) })
+            }
+            _ => Err(Error::unsupported("this queue", "its run ends with the call", "use Engine::run_backward_on")),
+        }
     }
 
     /// Plans, proves and runs the gradients that `tensors` has places for: those of the call that wrote its `out` and `lse` with `options`, and

@@ -126,7 +126,7 @@ macro_rules! arguments {
             }
 
             /// What keeps them alive beside their objects.
-            fn exports(self) -> impl Iterator<Item = Export> {
+            pub(super) fn exports(self) -> impl Iterator<Item = Export> {
                 let Inputs { q, k, v, $($tensor,)* parts } = self;
                 let held = |operand: Option<Operand>| operand.and_then(|operand| operand._hold);
                 let of_parts = parts.map(|parts| [$(held(parts.$part)),*]);
@@ -259,7 +259,7 @@ pub(crate) fn attend<'py>(py: Python<'py>, home: &Home, request: &Request<'_, 'p
             && let Some(name) = torch::asks_gradient(py, request.named())?
         {
             return match (home, inputs.q.device) {
-                (Home::Default, Device::Cpu) => {
+                (Home::Default, Device::Cpu | Device::Cuda(_)) => {
                     Ok(node(py, "attention")?.call((whole.q, whole.k, whole.v), Some(&whole.keywords(py)?))?)
                 }
                 _ => Err(torch::needs_gradient(name)),

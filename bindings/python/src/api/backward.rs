@@ -12,7 +12,7 @@ use crate::api::options;
 use crate::engine::Home;
 use crate::errors::{Failure, Wording, guard, hints};
 use crate::kind::Kind;
-use crate::tensors::{self, Operand, torch};
+use crate::tensors::{self, Enqueued, Export, Operand, StreamContext, torch};
 use crate::torch::dropout;
 
 type Object<'a, 'py> = &'a Bound<'py, PyAny>;
@@ -60,10 +60,13 @@ struct Call<'a, 'py> {
     kind: Kind,
     request: Request<'a, 'py>,
     opened: &'a Qkv<Option<Opened<'py>>>,
+    arriving: Arriving<'a, 'py>,
     inputs: Inputs,
     read: Read,
     /// How often the forward call dropped, and which weights.
     dropout: (f64, Option<DropoutSeed>),
+    /// Whose stream and memory serve it on a GPU.
+    context: StreamContext<'py>,
 }
 
 impl<'a, 'py> Call<'a, 'py> {
@@ -72,7 +75,7 @@ impl<'a, 'py> Call<'a, 'py> {
         wording: &Cell<Wording>,
         request: Request<'a, 'py>,
         opened: &'a Qkv<Option<Opened<'py>>>,
-        arriving: Arriving<'_, 'py>,
+        arriving: Arriving<'a, 'py>,
     ) -> Result<Self, Failure> {
         let request = request.on(opened);
         let kind = attention::kind_for(wording, request.q)?;
@@ -81,12 +84,18 @@ impl<'a, 'py> Call<'a, 'py> {
             torch::refuse_gradients(py, request.named())?;
             torch::refuse_gradients(py, arriving.named())?;
         }
-        Ok(Call { kind, request, opened, inputs, read, dropout: (0.0, None) })
+        let context = StreamContext::of(kind, request.q)?;
+        Ok(Call { kind, request, opened, arriving, inputs, read, dropout: (0.0, None), context })
     }
 
-    /// Writes the gradients that are there.
-    fn run(&self, py: Python<'py>, home: &Home, gradients: &mut [Option<Operand>; 5]) -> Result<(), Failure> {
-        let Call { kind, request, opened, inputs, read, dropout: (dropout_p, dropout) } = self;
+    /// Writes the gradients that are there; on a GPU it enqueues that.
+    fn run(
+        &self,
+        py: Python<'py>,
+        home: &Home,
+        gradients: &mut [Option<Operand>; 5],
+    ) -> Result<Option<Enqueued>, Failure> {
+        let Call { kind, request, opened, inputs, read, dropout: (dropout_p, dropout), context, .. } = self;
         // The caller chose the dtype of out: it need not be that of q.
         let options = Options { out_dtype: Some(read.out.dtype), dropout_p: *dropout_p, ..request.options()? };
         let views = inputs.views(opened)?;
@@ -109,7 +118,23 @@ impl<'a, 'py> Call<'a, 'py> {
             d_sinks: written(d_sinks)?,
             ..BackwardTensors::new([views.q, views.k, views.v], read.out.view()?, read.lse.view()?, read.d_o.view()?)
         };
-        planned.run(py, tensors)
+        planned.run(py, tensors, context)
+    }
+
+    /// Sees to it that no memory is reused before what was enqueued has passed: that of what it read, and of `written`.
+    fn hold(
+        self,
+        py: Python<'py>,
+        enqueued: Option<Enqueued>,
+        written: [Maybe<'_, 'py>; 5],
+        exports: impl Iterator<Item = Export>,
+    ) -> Result<(), Failure> {
+        let Call { request, arriving, inputs, read: Read { out, lse, d_o, d_lse }, context, .. } = self;
+        let of_read =
+            [Some(out), Some(lse), Some(d_o), d_lse].into_iter().flatten().filter_map(|operand| operand._hold);
+        let used =
+            request.named().chain(arriving.named()).map(|(_, tensor)| tensor).chain(written.into_iter().flatten());
+        context.hold(py, enqueued, used, inputs.exports().chain(of_read).chain(exports))
     }
 }
 
@@ -143,8 +168,9 @@ pub(crate) fn make<'py>(
             products.push(made.0);
             *gradient = Some(made.1);
         }
-        call.run(py, home, &mut gradients)?;
-        drop(gradients);
+        let enqueued = call.run(py, home, &mut gradients)?;
+        let exports = gradients.into_iter().flatten().filter_map(|gradient| gradient._hold);
+        call.hold(py, enqueued, [None; 5], exports)?;
         let made = products.into_iter().map(|product| product.finish(py)).collect::<Result<Vec<_>, _>>()?;
         Ok(PyTuple::new(py, made)?.into_any())
     })
@@ -164,8 +190,8 @@ pub(crate) fn fill<'py>(
         let opened = request.opened()?;
         let call = Call::new(py, &wording, request, &opened, arriving)?;
         let call = Call { dropout: dropout::read(dropout)?, ..call };
-        let mut written = [const { None }; 5];
-        for ((written, name), given) in written.iter_mut().zip(NAMES).zip(gradients) {
+        let mut operands = [const { None }; 5];
+        for ((written, name), given) in operands.iter_mut().zip(NAMES).zip(gradients) {
             let Some(given) = given else { continue };
             let operand = tensors::read(name, given, call.kind, call.request.q)?;
             if !operand.writable {
@@ -173,6 +199,8 @@ pub(crate) fn fill<'py>(
             }
             *written = Some(operand);
         }
-        call.run(py, home, &mut written)
+        let enqueued = call.run(py, home, &mut operands)?;
+        let exports = operands.into_iter().flatten().filter_map(|operand| operand._hold);
+        call.hold(py, enqueued, gradients, exports)
     })
 }

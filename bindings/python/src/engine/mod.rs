@@ -116,6 +116,12 @@ impl Home {
         spec: &BackwardSpec,
     ) -> Result<PlannedBackward<'_>, Failure> {
         let engine = self.engine()?;
+        if let Device::Cuda(_) = spec.forward().device {
+            pass_folders(py)?;
+            // A kernel that is not kept yet is compiled here, for seconds.
+            let plan = py.detach(|| engine.plan_backward(spec))?;
+            return Ok(PlannedBackward { engine, plan, torch_threads: None });
+        }
         let torch_threads = self.torch_threads(py, kind)?;
         let plan = match torch_threads {
             Some(threads) => engine.plan_backward_for(spec, threads)?,
@@ -201,15 +207,28 @@ pub(crate) struct PlannedBackward<'a> {
 }
 
 impl PlannedBackward<'_> {
-    /// Proves and runs, with the GIL released.
-    pub(crate) fn run(&self, py: Python<'_>, tensors: BackwardTensors<'_>) -> Result<(), Failure> {
+    /// Proves and runs: on the host with the GIL released, on a GPU as [`Planned::run`].
+    pub(crate) fn run<'py>(
+        &self,
+        py: Python<'py>,
+        tensors: BackwardTensors<'_>,
+        context: &StreamContext<'py>,
+    ) -> Result<Option<Enqueued>, Failure> {
         let PlannedBackward { engine, plan, torch_threads } = self;
         let mut operands = BackwardOperands::check(tensors, plan.spec())?;
+        if let Device::Cuda(device) = plan.spec().forward().device {
+            let stream = context.stream(py, device)?;
+            let workspace = context.workspace(py, device, plan.workspace_bytes(), stream)?;
+            let queue = Queue::Cuda { device, stream };
+            // SAFETY: as of `Planned::run`; what was enqueued may read its tensors after this returns, and the caller calls `hold` next.
+            unsafe { engine.run_backward_async(plan, &mut operands, workspace.memory, &queue) }?;
+            return Ok(Some(Enqueued { device, stream }));
+        }
         py.detach(|| match *torch_threads {
             Some(threads) => engine.run_backward_on(plan, &mut operands, &Queue::Host(&TorchPool { threads })),
             None => engine.run_backward(plan, &mut operands),
         })?;
-        Ok(())
+        Ok(None)
     }
 }
 

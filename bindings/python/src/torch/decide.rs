@@ -86,7 +86,7 @@ macro_rules! reasons {
 }
 
 reasons! {
-    /// Grad mode is on and this tensor, of a GPU or nested, requires grad.
+    /// Grad mode is on and this tensor, of an Apple GPU or nested, requires grad.
     RequiresGrad(&'static str) => "requires grad",
     /// `dropout_p` is not 0, on a GPU or of nested tensors; or it is no probability.
     Dropout => "dropout",
@@ -381,7 +381,7 @@ fn before_shapes<S: Size>(request: &Request<S>, modes: Modes) -> Result<Option<V
     if k.rank() >= 2 && v.rank() >= 2 && !k.size(2).equals(v.size(2))? {
         return Ok(Some(Verdict::Refuse(Refusal::KvLen)));
     }
-    if q.device != Device::Cpu
+    if !matches!(q.device, Device::Cpu | Device::Cuda(_))
         && let Some(name) = request.first(|tensor| tensor.requires_grad).filter(|_| modes.grad)
     {
         return fallback(Reason::RequiresGrad(name));

@@ -253,7 +253,7 @@ impl TorchKernel {
         }
         match self.force(py, &call)? {
             Force::Ordinary => Ok(self.serve(py, &call, None)?.map(|(out, ..)| out)),
-            Force::Training { mask } if self.device == Place::Cpu => {
+            Force::Training { mask } if self.device != Place::Mps => {
                 let Some((out, Some(lse), draw)) = self.serve(py, &call, Some(mask))? else { return Ok(None) };
                 let Given { query, key, value, attn_mask } = call.given;
                 let arguments = (out, lse, query, key, value, attn_mask, is_causal, scale, enable_gqa, dropout_p, draw);

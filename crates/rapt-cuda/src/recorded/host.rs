@@ -1,10 +1,11 @@
-//! Whole runs of int8.cu, and of the kernels that judge heads (deviation.rs), on this machine's processor: from a spec by way of the plan, the
+//! Whole runs of int8.cu, of gradients (backward.rs), and of the kernels that judge heads (deviation.rs), on this machine's processor: from a spec by way of the plan, the
 //! compiler and the launch to what is written, held against the definition. A kernel's own source is compiled as C++, with stand-ins for
 //! what a block of threads and the tensor cores do (tests/host/block.hpp): every map, every strided read, every barrier and wait, and all
 //! arithmetic but that of `ex2.approx`.
 //!
 //! Needs a C++ compiler (`CXX`, else `c++`) and contexts of POSIX, so that it is of Linux on x86_64 alone. Deliberately absent: memory of a device, and what runs at once.
 
+mod backward;
 mod deviation;
 
 use std::cell::Cell;
@@ -21,11 +22,14 @@ use rapt_testkit::{Case, Config, Engine, Guard, Places, conformance, replay};
 use super::*;
 
 /// What stands in for an instruction, or for what CUDA C++ has: the definitions that get another name.
-const STANDS_IN: [&str; 11] = [
+const STANDS_IN: [&str; 15] = [
     "inline u32 shared_address(",
     "inline void ldmatrix(u32",
     "inline void ldmatrix_trans(u32 (&r)[4]",
     "inline void mma_int8(",
+    "inline void mma(float",
+    "inline void cp_async(",
+    "inline u32 pack_as(float low, float high)",
     "inline void cp_async_zfill(",
     "inline void cp_async_commit(",
     "inline void cp_async_wait(",
@@ -33,6 +37,7 @@ const STANDS_IN: [&str; 11] = [
     "inline float f16_to_float(",
     "inline u16 float_to_f16(",
     "inline u16 float_to_bf16(",
+    "inline u16 double_to_f16(",
 ];
 
 /// C++ of a kernel's source.
@@ -51,7 +56,7 @@ fn on_this_machine(source: &str) -> String {
     let memory = "extern __shared__ __align__(128) u8 memory[];";
     assert!(text.contains(memory));
     text = text.replace(pack, stand_in).replace(memory, "u8* const memory = host::shared;");
-    let entry = ["attention", "deviation", "deviation_end"]
+    let entry = ["attention", "backward", "deviation", "deviation_end"]
         .into_iter()
         .find(|entry| text.contains(&format!(" {entry}(const __grid_constant__ ")))
         .expect("a kernel");

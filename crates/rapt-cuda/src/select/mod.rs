@@ -4,6 +4,7 @@
 //! the bits of a row depend on none of these. Strides and alignment decide who loads the same tiles and writes the same sums; how
 //! many rows hopper.cu takes at a time follows the device too, and changes no bit either.
 
+pub(crate) mod backward;
 mod coded;
 mod cost;
 mod decode;
@@ -18,6 +19,7 @@ mod wide;
 
 use std::ops::Range;
 
+pub use backward::{backward_variants, select_backward};
 pub use deviation::deviation_variants;
 
 use rapt_core::{Arch, DType, Device, Error, Kernel, KernelKey, PRounding, Plan, Result, ScaleLayout, Spec};

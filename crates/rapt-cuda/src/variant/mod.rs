@@ -46,6 +46,38 @@ pub enum Algorithm {
     Deviation,
     /// What those come to for each head.
     DeviationEnd,
+    /// A pass of gradients, on the ordinary units.
+    Backward(Pass),
+    /// A pass of gradients, on the tensor cores.
+    BackwardMma(Pass),
+}
+
+/// What a launch of a backward pass finds: the numbers of kernels/backward*.cu.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[repr(u8)]
+pub enum Pass {
+    /// What each row's probabilities are recomputed from.
+    Rows = 0,
+    /// dk and dv.
+    Keys = 1,
+    /// dq.
+    Queries = 2,
+    /// The gradient of a mask.
+    Mask = 3,
+    /// The gradients of sinks.
+    Sinks = 4,
+}
+
+impl Pass {
+    const fn name(self) -> &'static str {
+        match self {
+            Pass::Rows => "rows",
+            Pass::Keys => "keys",
+            Pass::Queries => "queries",
+            Pass::Mask => "mask",
+            Pass::Sinks => "sinks",
+        }
+    }
 }
 
 impl Algorithm {
@@ -61,6 +93,15 @@ impl Algorithm {
             | Algorithm::Varlen
             | Algorithm::Deviation
             | Algorithm::DeviationEnd => Kernel::Generic,
+            Algorithm::Backward(_) | Algorithm::BackwardMma(_) => Kernel::Backward,
+        }
+    }
+
+    /// Of a backward pass.
+    pub(crate) const fn pass(self) -> Option<Pass> {
+        match self {
+            Algorithm::Backward(pass) | Algorithm::BackwardMma(pass) => Some(pass),
+            _ => None,
         }
     }
 }
@@ -192,6 +233,18 @@ impl KernelVariant {
         KernelVariant { algorithm, sequences, ..KernelVariant::generic(self.arch, storage, None) }
     }
 
+    /// The variant of a pass of gradients on the ordinary units.
+    pub(crate) const fn backward(arch: Arch, storage: DType, mask: Option<DType>, pass: Pass) -> Self {
+        // Sinks are read, and no mask.
+        let mask = if matches!(pass, Pass::Sinks) { None } else { mask };
+        KernelVariant { algorithm: Algorithm::Backward(pass), ..KernelVariant::generic(arch, storage, mask) }
+    }
+
+    /// Whether half of the blocks of backward_mma.cu sum dk, and half dv: registers hold both of narrower heads.
+    pub(crate) const fn is_split(&self) -> bool {
+        matches!(self.algorithm, Algorithm::BackwardMma(Pass::Keys)) && (self.dims.0 > 128 || self.dims.1 > 128)
+    }
+
     /// What makes figures of heads of those that this variant of deviation.cu leaves of rows.
     pub(crate) const fn deviation_end(self) -> Self {
         KernelVariant { algorithm: Algorithm::DeviationEnd, mask: None, block_m: 0, block_n: 0, ..self }
@@ -220,6 +273,7 @@ impl KernelVariant {
             Algorithm::Varlen => c"varlen",
             Algorithm::Deviation => c"deviation",
             Algorithm::DeviationEnd => c"deviation_end",
+            Algorithm::Backward(_) | Algorithm::BackwardMma(_) => c"backward",
             _ => c"attention",
         }
     }
@@ -255,9 +309,9 @@ impl KernelVariant {
     /// Threads per block.
     pub(crate) const fn threads(&self) -> u32 {
         match self.algorithm {
-            Algorithm::Generic | Algorithm::Wide | Algorithm::Latent => 256,
+            Algorithm::Generic | Algorithm::Backward(_) | Algorithm::Wide | Algorithm::Latent => 256,
             Algorithm::Deviation | Algorithm::DeviationEnd => DEVIATION_THREADS,
-            Algorithm::Mma | Algorithm::Int8 => 32 * MMA_WARPS,
+            Algorithm::Mma | Algorithm::BackwardMma(_) | Algorithm::Int8 => 32 * MMA_WARPS,
             // One more puts together what they leave.
             Algorithm::Decode | Algorithm::DecodeCodes => 32 * (self.decode_warps() + 1),
             Algorithm::Hopper => 2 * self.block_m + 128,
@@ -278,6 +332,7 @@ impl KernelVariant {
                 | Algorithm::Varlen
                 | Algorithm::Deviation
                 | Algorithm::DeviationEnd
+                | Algorithm::Backward(_)
         )
     }
 
@@ -303,6 +358,9 @@ impl KernelVariant {
             Algorithm::Varlen => "varlen.cu",
             Algorithm::Deviation => "deviation.cu",
             Algorithm::DeviationEnd => "deviation_end.cu",
+            Algorithm::Backward(Pass::Rows | Pass::Sinks) => "backward_rows.cu",
+            Algorithm::Backward(_) => "backward.cu",
+            Algorithm::BackwardMma(_) => "backward_mma.cu",
         }
     }
 }
@@ -310,6 +368,9 @@ impl KernelVariant {
 impl fmt::Display for KernelVariant {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.file_name().trim_end_matches(".cu"))?;
+        if let Some(pass) = self.algorithm.pass() {
+            write!(f, " {}", pass.name())?;
+        }
         if !matches!(self.algorithm, Algorithm::Append | Algorithm::Varlen) {
             write!(f, " {}", self.storage)?;
         }

@@ -3,8 +3,9 @@
 use rapt_core::{Arch, DType, ScaleLayout};
 
 use super::shared::HOPPER_F32_STAGES;
-use super::{Algorithm, KernelVariant, Loads, Sequences, generic_columns};
+use super::{Algorithm, KernelVariant, Loads, Pass, Sequences, generic_columns};
 use crate::append::AppendParams;
+use crate::backward::BackwardParams;
 use crate::codes::{Codes, TileCodes, TileScales};
 use crate::deviation::DeviationParams;
 use crate::params::{HopperCacheParams, HopperParams};
@@ -135,6 +136,22 @@ impl KernelVariant {
             Algorithm::Deviation => {
                 options.define("DEVIATION_BYTES", DeviationParams::bytes() as u32);
                 options.define("BLOCK_M", self.block_m);
+            }
+            Algorithm::Backward(pass) => {
+                options.define("BACKWARD_BYTES", size_of::<BackwardParams>() as u32);
+                options.define("PASS", pass as u32);
+                if !matches!(pass, Pass::Rows | Pass::Sinks) {
+                    options.define("DV_COLUMNS", generic_columns(self.storage));
+                }
+            }
+            Algorithm::BackwardMma(pass) => {
+                options.define("BACKWARD_BYTES", size_of::<BackwardParams>() as u32);
+                options.define("PASS", pass as u32);
+                options.define("BLOCK_M", self.block_m);
+                options.define("BLOCK_N", self.block_n);
+                options.define("STAGES", self.stages);
+                options.define("SPLIT", u32::from(self.is_split()));
+                options.define("MIN_BLOCKS", if self.shared_bytes() <= 112 * 1024 { 2 } else { 1 });
             }
             Algorithm::DeviationEnd => options.define("DEVIATION_BYTES", DeviationParams::bytes() as u32),
         }

@@ -3,7 +3,7 @@
 use rapt_core::DType;
 
 use super::{
-    Algorithm, DEVIATION_THREADS, KernelVariant, Loads, MMA_WARPS, Sequences, WIDE_PIECE_BYTES, generic_columns,
+    Algorithm, DEVIATION_THREADS, KernelVariant, Loads, MMA_WARPS, Pass, Sequences, WIDE_PIECE_BYTES, generic_columns,
 };
 use crate::codes::{Codes, Operand, TileCodes, TileScales};
 use crate::deviation::FIGURES_BYTES;
@@ -99,7 +99,11 @@ impl KernelVariant {
             Algorithm::HopperF32 => self.hopper_f32_bytes(),
             Algorithm::Wide => self.wide_bytes(),
             Algorithm::Latent => self.latent_bytes(),
-            Algorithm::Combine | Algorithm::Append | Algorithm::Varlen => 0,
+            Algorithm::Combine | Algorithm::Append | Algorithm::Varlen | Algorithm::Backward(Pass::Rows) => 0,
+            // Sums of the warps.
+            Algorithm::Backward(Pass::Sinks) => 8 * 8,
+            Algorithm::Backward(_) => self.backward_bytes(),
+            Algorithm::BackwardMma(pass) => self.backward_mma_bytes(pass),
             Algorithm::Deviation => self.deviation_bytes(),
             // Figures of a row and two largest errors, of each warp.
             Algorithm::DeviationEnd => DEVIATION_THREADS / 32 * (FIGURES_BYTES as u32 + 2 * 4),
@@ -111,6 +115,25 @@ impl KernelVariant {
         let padded = self.block_m + 4;
         let (qk, v) = (2 * depth * padded, depth * generic_columns(self.storage));
         (self.block_n * padded + if qk > v { qk } else { v }) * size + 16 * self.block_m
+    }
+
+    /// Weights, tiles or rows, and what is known of queries.
+    const fn backward_bytes(&self) -> u32 {
+        let (size, depth) = if matches!(self.storage, DType::F64) { (8, 16) } else { (4, 32) };
+        let padded = self.block_m + 4;
+        let (tiles, rows) = (2 * depth * padded, depth * generic_columns(self.storage));
+        (self.block_n * padded + if tiles > rows { tiles } else { rows }) * size + self.block_m * (8 + 4 * size + 4 * 4)
+    }
+
+    /// Own rows, streamed ones in stages, and states of queries among them.
+    const fn backward_mma_bytes(&self, pass: Pass) -> u32 {
+        const fn pair(variant: &KernelVariant, rows: u32) -> u32 {
+            let (a, b) = (2 * rows * row_of(variant.dims.0), 2 * rows * row_of(variant.dims.1));
+            a.next_multiple_of(128) + b.next_multiple_of(128)
+        }
+        let (own, streamed) = if matches!(pass, Pass::Keys) { (1, self.block_n) } else { (self.block_m, 1) };
+        let stage = pair(self, self.block_n) + (16 * streamed).next_multiple_of(128);
+        pair(self, self.block_m) + self.stages * stage + (16 * own).next_multiple_of(128)
     }
 
     /// Weights twice; a tile of values, or of queries and keys; what is known of keys, and of rows.

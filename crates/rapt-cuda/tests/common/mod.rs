@@ -3,8 +3,8 @@
 #![allow(dead_code, reason = "each test file uses a part")]
 
 use rapt_core::{
-    Arch, CodesForm, Compute, DType, Device, Extent, Format, Granularity, Options, Qkv, ScaleLayout, Shape, Spec,
-    TensorLayout, View, swizzle,
+    Arch, BackwardSpec, CodesForm, Compute, DType, Device, Extent, Format, GradientForms, Granularity, Options, Qkv,
+    ScaleLayout, Shape, Spec, TensorLayout, View, swizzle,
 };
 use rapt_cuda::Caps;
 
@@ -35,6 +35,29 @@ pub(crate) fn spec(
     options: &Options,
 ) -> Spec {
     spec_of_dims(dtype, [heads, q_len, kv_len], [head_dim, head_dim], mask, options)
+}
+
+/// All gradients of [`spec`] with sinks, that of an additive mask too.
+pub(crate) fn backward_spec(
+    dtype: DType,
+    [heads, q_len, kv_len, head_dim]: [usize; 4],
+    mask: Option<DType>,
+    options: &Options,
+) -> BackwardSpec {
+    let [q, k] = [("q", q_len), ("k", kv_len)].map(|(name, len)| view(name, dtype, &[1, heads, len, head_dim]));
+    let mask = mask.map(|dtype| view("mask", dtype, &[1, 1, 1, kv_len]));
+    let sinks = view("sinks", DType::F32, &[heads]);
+    let mut builder = Spec::builder(&q, &k, &k, options);
+    let forward = builder.mask(mask.as_ref()).sinks(Some(&sinks)).return_lse(true).build().unwrap();
+    let forms = GradientForms {
+        dq: Some((&q).into()),
+        dk: Some((&k).into()),
+        dv: Some((&k).into()),
+        d_mask: mask.as_ref().filter(|mask| mask.dtype() != DType::Bool).map(Into::into),
+        d_sinks: Some((&sinks).into()),
+        ..GradientForms::new(&q)
+    };
+    BackwardSpec::new(forward, &forms).unwrap()
 }
 
 /// As [`spec`], with values of another head dim.

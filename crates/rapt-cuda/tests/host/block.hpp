@@ -1,4 +1,4 @@
-// A block of threads of a kernel on a processor: what CUDA C++ has that C++ has not, and the instructions that int8.cu and deviation.cu execute.
+// A block of threads of a kernel on a processor: what CUDA C++ has that C++ has not, and the instructions that those kernels execute which run here.
 //
 //   threads     one context each, which runs until it has to wait for others: for its warp, or for the block. They are begun by setcontext and
 //               go on by longjmp, which asks nothing of the system
@@ -35,7 +35,7 @@ constexpr int WARP = 32, MOST_THREADS = 512, STACK = 256 << 10, MOST_SHARED = 25
 struct Copy {
     unsigned char* to;
     const void* from;
-    int bytes;
+    int bytes, group;
     bool inside;
 };
 struct Thread {
@@ -44,6 +44,7 @@ struct Thread {
     std::unique_ptr<char[]> stack;
     bool begun, done;
     std::vector<Copy> copies;
+    int groups;  // of copies, committed so far
 };
 // Who waits for one another: how many have come, and how often all had.
 struct Together {
@@ -125,6 +126,11 @@ inline unsigned max(unsigned a, unsigned b) { return a > b ? a : b; }
 inline float __uint_as_float(unsigned bits) { return host::bits_as<float>(bits); }
 inline float __int_as_float(int bits) { return host::bits_as<float>(bits); }
 inline unsigned __float_as_uint(float x) { return host::bits_as<unsigned>(x); }
+inline double __longlong_as_double(long long bits) { return host::bits_as<double>(bits); }
+inline long long __double_as_longlong(double x) { return host::bits_as<long long>(x); }
+inline double __dmul_rn(double a, double b) { return a * b; }
+inline double __dadd_rn(double a, double b) { return a + b; }
+inline double __fma_rn(double a, double b, double c) { return std::fma(a, b, c); }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
@@ -232,18 +238,61 @@ void mma_int8(int (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
 template <int BYTES>
 void cp_async_zfill(unsigned to, const void* from, bool inside) {
     if (to % BYTES != 0 || (inside && (size_t)from % BYTES != 0)) std::fputs("cp.async at a bad address\n", stderr), std::abort();
-    host::threads[host::running].copies.push_back({host::shared + to, from, BYTES, inside});
+    host::Thread& thread = host::threads[host::running];
+    thread.copies.push_back({host::shared + to, from, BYTES, thread.groups, inside});
     // Until it is waited for, nobody knows what is there.
     std::memset(host::shared + to, 0x5a, BYTES);
 }
-inline void cp_async_commit() {}
+template <class Element>
+void cp_async(Element* to, const Element* from, int bytes) {
+    cp_async_zfill<16>(shared_address(to), from, bytes != 0);
+}
+template <class Element>
+void cp_async(unsigned to, const Element* from) {
+    cp_async_zfill<16>(to, from, true);
+}
+inline void cp_async_commit() { host::threads[host::running].groups++; }
+// All but the last PENDING groups are there.
 template <int PENDING>
 void cp_async_wait() {
-    for (const host::Copy& copy : host::threads[host::running].copies) {
-        if (copy.inside) std::memcpy(copy.to, copy.from, copy.bytes);
+    host::Thread& thread = host::threads[host::running];
+    std::vector<host::Copy> left;
+    for (const host::Copy& copy : thread.copies) {
+        if (copy.group >= thread.groups - PENDING) left.push_back(copy);
+        else if (copy.inside) std::memcpy(copy.to, copy.from, copy.bytes);
         else std::memset(copy.to, 0, copy.bytes);
     }
-    host::threads[host::running].copies.clear();
+    thread.copies = std::move(left);
+}
+
+// m16n8k16, by the maps of PTX: A has rows g, g+8 and columns 2t.., 8+2t..; B rows 2t.., 8+2t.. and column g; C columns 2t, 2t+1. Products are
+// exact, sums float32 in one order.
+inline float f16_to_float(unsigned short bits);
+inline void mma(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+    const unsigned b[2] = {b0, b1};
+    host::Brought& own = host::brought[host::running];
+    own.in[0] = a, own.in[1] = b, own.out = (unsigned*)c;
+    host::warp([](int first) {
+        const auto number = [](unsigned pair, int e) {
+            const unsigned short bits = pair >> e * 16;
+            return STORAGE == 6 ? f16_to_float(bits) : __uint_as_float((unsigned)bits << 16);
+        };
+        float of_a[16][16], of_b[16][8];
+        for (int lane = 0; lane < host::WARP; lane++) {
+            const host::Brought& of = host::brought[first + lane];
+            const int g = lane / 4, t = lane % 4 * 2;
+            for (int word = 0; word < 4; word++)
+                for (int e = 0; e < 2; e++) of_a[g + word % 2 * 8][word / 2 * 8 + t + e] = number(of.in[0][word], e);
+            for (int word = 0; word < 2; word++)
+                for (int e = 0; e < 2; e++) of_b[word * 8 + t + e][g] = number(of.in[1][word], e);
+        }
+        for (int lane = 0; lane < host::WARP; lane++)
+            for (int e = 0; e < 4; e++) {
+                const int row = lane / 4 + e / 2 * 8, column = lane % 4 * 2 + e % 2;
+                float& sum = ((float*)host::brought[first + lane].out)[e];
+                for (int k = 0; k < 16; k++) sum = (float)((double)sum + (double)of_a[row][k] * of_b[k][column]);
+            }
+    });
 }
 
 // As exact as float32 is, where the instruction is off by two units; subnormal results are 0.
@@ -272,8 +321,13 @@ inline unsigned short narrowed(float x, int mantissa_bits, int least_exponent, u
 }
 inline unsigned short float_to_f16(float x) { return narrowed(x, 10, -14, 0x7c00); }
 inline unsigned short float_to_bf16(float x) { return narrowed(x, 7, -126, 0x7f80); }
+inline unsigned short double_to_f16(double x) { return float_to_f16((float)x); }
 template <bool HALF>
 unsigned packed(float low, float high) {
     const auto of = [](float x) -> unsigned { return HALF ? float_to_f16(x) : float_to_bf16(x); };
     return of(low) | of(high) << 16;
+}
+template <bool HALF>
+unsigned pack_as(float low, float high) {
+    return packed<HALF>(low, high);
 }

@@ -34,7 +34,7 @@ extern "C" bool launch(const void* bytes, unsigned blocks, int block_threads) {
             getcontext(&thread.context);
             thread.context.uc_stack.ss_sp = thread.stack.get(), thread.context.uc_stack.ss_size = STACK;
             thread.context.uc_link = nullptr;
-            thread.begun = thread.done = false, thread.copies.clear();
+            thread.begun = thread.done = false, thread.copies.clear(), thread.groups = 0;
             makecontext(&thread.context, body, 0);
         }
         for (int done = 0; done < count;) {

@@ -8,7 +8,7 @@
 dimensions are views (a broadcast is a stride of 0), and a gradient of what was broadcast is summed. Where something traces, both passes
 end in ops of `torch.ops.rapt`, which compiled graphs then carry.
 
-Deliberately absent: gradients of gradients, of ALiBi's slopes and of scales, and whatever is not in host memory. Each is refused by name.
+Deliberately absent: gradients of gradients, of ALiBi's slopes and of scales, and tensors of Apple's GPUs. Each is refused by name.
 """
 
 import itertools

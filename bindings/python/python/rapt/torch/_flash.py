@@ -5,7 +5,7 @@
 
 `scaled_dot_product_attention` goes on choosing as it does; what it gives to flash arrives here. Importing enters the name and
 activates nothing. `register_backend` takes the CPU op too, so it is counted: the last one to leave gives it back.
-What Rapt does not serve (dropout, gradients on a GPU) is PyTorch's own kernel's, and counted with its reason.
+What Rapt does not serve (dropout, here gradients on a GPU) is PyTorch's own kernel's, and counted with its reason.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ import threading
 import torch
 from rapt import _native
 
-from . import _flash_codes, _outputs, _stock
+from . import _autograd, _flash_codes, _outputs, _stock
 from ._dispatcher import Held
 from ._stats import count_fallback, count_served
 
@@ -115,6 +115,9 @@ def _flash_cuda(
     reason, _, _ = _native.torch_decide(
         query, key, value, None, dropout_p, is_causal, scale, True, return_debug_mask
     )  # fmt: skip
+    # The backward op of PyTorch's flash kernel reads the lse and the random state that its own forward writes.
+    if reason is None and _autograd.needs_grad((query, key, value)):
+        reason = "requires grad"
     if reason is not None:
         count_fallback(reason)
         return own()

@@ -76,9 +76,9 @@ def _sdpa_cold(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False
             if dropout_p:
                 options |= _dropout.words(dropout_p, _dropout.draw())
             return torch.ops.rapt.scaled_dot_product_attention(query, key, value, attn_mask, is_causal, **options)
-        if _autograd.needs_grad((query, key, value, attn_mask)):
-            return _autograd.sdpa(query, key, value, attn_mask, is_causal, scale, enable_gqa, order, dropout_p)
         try:
+            if _autograd.needs_grad((query, key, value, attn_mask)):
+                return _autograd.sdpa(query, key, value, attn_mask, is_causal, scale, enable_gqa, order, dropout_p)
             return _native.torch_sdpa(query, key, value, attn_mask, is_causal, scale, enable_gqa, order, dropout_p, None)
         except DeviceError:
             # A GPU that Rapt does not serve (older than sm_80, no compiler): PyTorch's own kernel does.

@@ -35,9 +35,8 @@ def attention_forward(
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     # torch.compile traces this function, so it asks the native module nothing.
-    on_cpu = query.device.type == "cpu"
-    needs_grad = not on_cpu and _ops.needs_grad((query, key, value, attention_mask, s_aux, position_bias))
-    drops_elsewhere = dropout != 0.0 and not on_cpu
+    needs_grad = query.device.type not in ("cpu", "cuda") and _ops.needs_grad((query, key, value, attention_mask, s_aux, position_bias))
+    drops_elsewhere = dropout != 0.0 and query.device.type != "cpu"
     plain = not drops_elsewhere and not needs_grad and position_bias is None and cache is None
     if not plain or query.device.type not in ("cpu", "cuda"):
         reason = "requires grad" if needs_grad else "dropout" if drops_elsewhere else None

@@ -116,11 +116,16 @@ fn what_is_in_force_decides_before_shapes() {
     check(&asks, &Verdict::Serve(Order::Query));
     let grad = Modes { grad: true, ..Modes::ORDINARY };
     assert_eq!(answer(&asks, grad), Verdict::Serve(Order::Query));
-    let mut on_gpu = asks.clone();
-    for tensor in [&mut on_gpu.q, &mut on_gpu.k, &mut on_gpu.v] {
-        tensor.device = Device::Cuda(0);
-    }
-    assert_eq!(answer(&on_gpu, grad), Verdict::Fallback(Reason::RequiresGrad("k")));
+    let on = |device| {
+        let mut asks = asks.clone();
+        for tensor in [&mut asks.q, &mut asks.k, &mut asks.v] {
+            tensor.device = device;
+        }
+        asks
+    };
+    assert_eq!(answer(&on(Device::Mps(0)), grad), Verdict::Fallback(Reason::RequiresGrad("k")));
+    let Ok(on_gpu) = decide(&on(Device::Cuda(0)), grad, Stock::NEWEST, || Ok::<_, Infallible>(Some(Kernel::Flash)));
+    assert_eq!(on_gpu, Verdict::Serve(Order::Query));
     // PyTorch's flash kernel takes no mask that asks for a gradient.
     let mask = |requires_grad| Some(Tensor { requires_grad, ..tensor(&[6, 5]) });
     check(&Request { mask: mask(false), ..plain() }, &Verdict::Serve(Order::Query));

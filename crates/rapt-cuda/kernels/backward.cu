@@ -1,0 +1,338 @@
+// Gradients of every request: any dtype, head dims and strides, on the ordinary arithmetic units.
+//
+//   PASS KEYS      64 keys, and of all queries that see them, of all heads of the group:    dv += p.d_o, or dk += ds.q
+//   PASS QUERIES   64 queries, and of all keys that they see:                               dq += ds.k
+//   PASS MASK      64 queries and 64 keys of a mask, and of all that it is broadcast to:    d_mask += ds
+//
+//   for each tile of 64 streamed rows, from row 0 in steps of 64:
+//     s = q.k, dp = d_o.v over head dims in steps of BK         both tiles through shared memory, d-major
+//     s, dp -> weights in shared memory                         backward/request.cuh
+//     sums += weights.x over streamed rows in steps of BK       CHUNK columns of one gradient
+//
+// 256 threads as 16x16; each holds 4x4 scores and 4x(CHUNK/16) sums. A block has its rows and columns of one gradient alone, and adds in one
+// order: bits depend neither on other blocks nor on strides. A masked weight is -0. First it is simply multiplied; if a sum is not finite in the
+// end, what nobody attends may have been NaN, and the block runs once more with masked products left out. Rows that attend nothing are zeros.
+// Deliberately absent: tensor cores (backward_mma.cu), and speed beyond tiling.
+
+#include "backward/request.cuh"
+#include "common/softmax.cuh"
+
+#define KEYS 1
+#define QUERIES 2
+#define OF_MASK 3
+constexpr int TILE = 64, THREADS = 256, BK = STORAGE == F64 ? 16 : 32;
+constexpr int CHUNK = DV_COLUMNS, COLS = CHUNK / 16, PAD = TILE + 4;
+
+// A query of a tile.
+struct Query {
+    i64 mask_row;
+    Acc top, delta, inverse_sum, slope;
+    int i, lo, hi, unused;  // the keys lo..hi that it sees by its position; none of a row that attends nothing
+};
+
+struct Shared {
+    Acc w[TILE][PAD];  // streamed row, own row
+    union {
+        struct {
+            Acc own[BK][PAD], streamed[BK][PAD];
+        };
+        Acc x[BK][CHUNK];
+    };
+    Query queries[TILE];
+};
+static_assert(sizeof(Shared) == SHARED_BYTES, "the host and backward.cu disagree on shared memory");
+
+__device__ inline int thread_streamed() { return threadIdx.x % 16 * 4; }
+__device__ inline int thread_own() { return threadIdx.x / 16 * 4; }
+__device__ inline int sum_column(int c) { return thread_streamed() + c % 4 + c / 4 * 64; }
+
+// Rows of q, k, v or d_o; those of queries that attend nothing are zeros.
+struct Source {
+    const void* base;
+    int dtype;
+    i64 row_step, step;
+    int rows, dim;
+    const Query* queries;
+    __device__ Acc at(int r, int d) const {
+        if (r >= rows || d >= dim || (queries != nullptr && queries[r].hi == 0)) return 0;
+        return load_as(base, dtype, r * row_step + d * step);
+    }
+};
+
+// What both tiles of a block's pairs are.
+struct Place {
+    int batch, head, kv_head;
+    int i0, j0;  // the first query and key
+};
+__device__ inline Source rows_of(const void* base, int dtype, const i64 (&stride)[4], int head, const Place& at, int first, int len, int dim) {
+    const int bytes = dtype == F64 ? 8 : dtype == F32 ? 4 : 2;
+    return {(const u8*)base + row_offset(stride, at.batch, head, first) * bytes, dtype, stride[2], stride[3], len - first, dim, nullptr};
+}
+__device__ inline Source queries_of(const BackwardParams& b, const Shared& sh, const Place& at) {
+    Source of = rows_of(b.all.q, STORAGE, b.all.q_stride, at.head, at, at.i0, b.all.q_len, b.all.head_dim);
+    of.queries = sh.queries;
+    return of;
+}
+__device__ inline Source arriving_of(const BackwardParams& b, const Shared& sh, const Place& at) {
+    Source of = rows_of(b.d_o, b.all.out_dtype, b.d_o_stride, at.head, at, at.i0, b.all.q_len, b.all.head_dim_v);
+    of.queries = sh.queries;
+    return of;
+}
+__device__ inline Source keys_of(const BackwardParams& b, const Place& at) {
+    return rows_of(b.all.k, STORAGE, b.all.k_stride, at.kv_head, at, at.j0, b.all.kv_len, b.all.head_dim);
+}
+__device__ inline Source values_of(const BackwardParams& b, const Place& at) {
+    return rows_of(b.all.v, STORAGE, b.all.v_stride, at.kv_head, at, at.j0, b.all.kv_len, b.all.head_dim_v);
+}
+
+// The queries of a tile to shared memory.
+__device__ inline void load_queries(const BackwardParams& b, Shared& sh, const Place& at) {
+    const Params& p = b.all;
+    __syncthreads();
+    if (threadIdx.x < TILE) {
+        Query of = {0, 0, 0, 1, 0, at.i0 + (int)threadIdx.x, 0, 0, 0};
+        if (of.i < p.q_len) {
+            const RowState state = b.states[state_index(p, at.batch, at.head, of.i)];
+            const Sequence sequence(p, at.batch);
+            of.mask_row = mask_row(p, Row(p, Task(at.batch, at.head, sequence), of.i)), of.slope = slope_of(p, at.head);
+            of.top = state.top, of.delta = state.delta, of.inverse_sum = state.inverse_sum;
+            if (!is_dead(state)) of.lo = keys_lo(p, sequence, of.i), of.hi = keys_hi(p, sequence, of.i);
+        }
+        sh.queries[threadIdx.x] = of;
+    }
+    __syncthreads();
+}
+
+// s += own.streamed over a head dim, in sums of 16 products and of these, as generic.cu.
+__device__ inline void multiply(Acc (&s)[4][4], Shared& sh, const Source& own, const Source& streamed) {
+    for (int d0 = 0; d0 < own.dim; d0 += BK) {
+        __syncthreads();
+        for (int at = threadIdx.x; at < TILE * BK; at += THREADS) {
+            const int d = at % BK, r = at / BK;
+            sh.own[d][r] = own.at(r, d0 + d), sh.streamed[d][r] = streamed.at(r, d0 + d);
+        }
+        __syncthreads();
+#pragma unroll
+        for (int d1 = 0; d1 < BK; d1 += 16) {
+            Acc part[4][4] = {};
+#pragma unroll 8
+            for (int d = d1; d < d1 + 16; d++) {
+                Acc a[4], c[4];
+#pragma unroll
+                for (int n = 0; n < 4; n++) a[n] = sh.own[d][thread_own() + n], c[n] = sh.streamed[d][thread_streamed() + n];
+#pragma unroll
+                for (int r = 0; r < 4; r++)
+#pragma unroll
+                    for (int n = 0; n < 4; n++) part[r][n] = fused(a[r], c[n], part[r][n]);
+            }
+#pragma unroll
+            for (int r = 0; r < 4; r++)
+#pragma unroll
+                for (int n = 0; n < 4; n++) s[r][n] += part[r][n];
+        }
+    }
+}
+
+// Products of a query and a key, and of what arrives and the value, become a weight: p, or ds with or without what softcap makes of it.
+enum class Weight { P, DS, DX };
+template <Weight WEIGHT>
+__device__ inline Acc weight_of(const Params& p, const Query& query, int j, Acc x, Acc dp) {
+    Acc bias = 0;
+    bool masked = j < query.lo || j >= query.hi;
+    if (MASK != NO_MASK && !masked) masked = is_masked(p, query.mask_row, j, bias);
+    if (masked) return MASKED;
+    const Score score(p, x, query.slope, query.i + p.diagonal - j, bias);
+    const Acc weight = product(exponential(score.s - query.top), query.inverse_sum);
+    if (WEIGHT == Weight::P) return weight;
+    const Acc ds = product(weight, dp - query.delta);
+    return (WEIGHT == Weight::DX ? product(ds, score.rises) : ds) + (Acc)0;
+}
+
+// Weights of a tile's pairs, own rows by streamed ones.
+template <Weight WEIGHT>
+__device__ inline void weigh(Acc (&w)[4][4], const BackwardParams& b, Shared& sh, const Place& at) {
+    const Source q = queries_of(b, sh, at), k = keys_of(b, at), d_o = arriving_of(b, sh, at), v = values_of(b, at);
+    Acc dp[4][4] = {};
+#pragma unroll
+    for (int r = 0; r < 4; r++)
+#pragma unroll
+        for (int c = 0; c < 4; c++) w[r][c] = 0;
+    multiply(w, sh, PASS == KEYS ? k : q, PASS == KEYS ? q : k);
+    if (WEIGHT != Weight::P) multiply(dp, sh, PASS == KEYS ? v : d_o, PASS == KEYS ? d_o : v);
+#pragma unroll
+    for (int r = 0; r < 4; r++)
+#pragma unroll
+        for (int c = 0; c < 4; c++) {
+            const int own = thread_own() + r, streamed = thread_streamed() + c;
+            const Query& query = sh.queries[PASS == KEYS ? streamed : own];
+            w[r][c] = weight_of<WEIGHT>(b.all, query, at.j0 + (PASS == KEYS ? own : streamed), w[r][c], dp[r][c]);
+        }
+}
+
+// A block's own rows and columns of one gradient.
+struct Sums {
+    Acc of[4][COLS];
+
+    __device__ void clear() {
+#pragma unroll
+        for (int r = 0; r < 4; r++)
+#pragma unroll
+            for (int c = 0; c < COLS; c++) of[r][c] = 0;
+    }
+    __device__ bool has_non_finite() const {
+        bool any = false;
+#pragma unroll
+        for (int r = 0; r < 4; r++)
+#pragma unroll
+            for (int c = 0; c < COLS; c++) any |= !is_finite(of[r][c]);
+        return any;
+    }
+    // of += w.x of a tile; `careful`: masked products are left out.
+    template <Weight WEIGHT>
+    __device__ void add(const BackwardParams& b, Shared& sh, const Place& at, const Source& x, int column0, bool careful) {
+        Acc w[4][4];
+        weigh<WEIGHT>(w, b, sh, at);
+#pragma unroll
+        for (int r = 0; r < 4; r++)
+#pragma unroll
+            for (int c = 0; c < 4; c++) sh.w[thread_streamed() + c][thread_own() + r] = w[r][c];
+        for (int first = 0; first < TILE && first < x.rows; first += BK) {
+            __syncthreads();
+            for (int n = threadIdx.x; n < BK * CHUNK; n += THREADS) sh.x[n / CHUNK][n % CHUNK] = x.at(first + n / CHUNK, column0 + n % CHUNK);
+            __syncthreads();
+            Acc part[4][COLS] = {};
+#pragma unroll 4
+            for (int s = 0; s < BK; s++) {
+                Acc weight[4], row[COLS];
+#pragma unroll
+                for (int r = 0; r < 4; r++) weight[r] = sh.w[first + s][thread_own() + r];
+#pragma unroll
+                for (int c = 0; c < COLS; c++) row[c] = sh.x[s][sum_column(c)];
+#pragma unroll
+                for (int r = 0; r < 4; r++)
+                    if (!careful || !is_masked_weight(weight[r])) {
+#pragma unroll
+                        for (int c = 0; c < COLS; c++) part[r][c] = fused(weight[r], row[c], part[r][c]);
+                    }
+            }
+#pragma unroll
+            for (int r = 0; r < 4; r++)
+#pragma unroll
+                for (int c = 0; c < COLS; c++) of[r][c] += part[r][c];
+        }
+    }
+    __device__ void store(void* to, const i64 (&stride)[4], i64 first_row, int rows, int column0, int dim, Acc factor) const {
+#pragma unroll
+        for (int r = 0; r < 4; r++)
+#pragma unroll
+            for (int c = 0; c < COLS; c++) {
+                const int row = thread_own() + r, column = column0 + sum_column(c);
+                if (row < rows && column < dim) store_as(to, STORAGE, first_row + row * stride[2] + column * stride[3], of[r][c] * factor);
+            }
+    }
+};
+
+#if PASS == KEYS
+// dv where `is_dv`, else dk.
+template <Weight WEIGHT>
+__device__ inline void sum_keys(const BackwardParams& b, Shared& sh, Place at, int column0) {
+    const Params& p = b.all;
+    const Seeing seeing(p, at.j0, min(at.j0 + TILE, p.kv_len));
+    Sums sums;
+    for (int careful = 0; careful < 2; careful++) {
+        sums.clear();
+        for (int of_group = 0; of_group < p.group; of_group++) {
+            at.head = at.kv_head * p.group + of_group;
+            for (at.i0 = seeing.lo / TILE * TILE; at.i0 < seeing.hi; at.i0 += TILE) {
+                load_queries(b, sh, at);
+                sums.add<WEIGHT>(b, sh, at, WEIGHT == Weight::P ? arriving_of(b, sh, at) : queries_of(b, sh, at), column0, careful);
+            }
+        }
+        if (!__syncthreads_or(sums.has_non_finite())) break;
+    }
+    const int rows = p.kv_len - at.j0;
+    if (WEIGHT == Weight::P) {
+        sums.store(b.dv, b.dv_stride, row_offset(b.dv_stride, at.batch, at.kv_head, at.j0), rows, column0, p.head_dim_v, 1);
+    } else {
+        sums.store(b.dk, b.dk_stride, row_offset(b.dk_stride, at.batch, at.kv_head, at.j0), rows, column0, p.head_dim, (Acc)p.scale);
+    }
+}
+
+__device__ inline void run(const BackwardParams& b, Shared& sh) {
+    const int of_dk = b.dk == nullptr ? 0 : (b.all.head_dim + CHUNK - 1) / CHUNK;
+    const int of_dv = b.dv == nullptr ? 0 : (b.all.head_dim_v + CHUNK - 1) / CHUNK;
+    const int unit = blockIdx.x / (of_dk + of_dv), target = blockIdx.x - unit * (of_dk + of_dv), head = unit / b.units;
+    const Place at = {head / b.kv_heads, 0, head % b.kv_heads, 0, (unit - head * b.units) * TILE};
+    if (target < of_dk) sum_keys<Weight::DX>(b, sh, at, target * CHUNK);
+    else sum_keys<Weight::P>(b, sh, at, (target - of_dk) * CHUNK);
+}
+#elif PASS == QUERIES
+__device__ inline void run(const BackwardParams& b, Shared& sh) {
+    const Params& p = b.all;
+    const int chunks = (p.head_dim + CHUNK - 1) / CHUNK, unit = blockIdx.x / chunks, column0 = (blockIdx.x - unit * chunks) * CHUNK;
+    const int head = unit / b.units % p.heads, batch = unit / b.units / p.heads;
+    // Late rows see the most keys under a causal mask: they go first.
+    Place at = {batch, head, (int)divide(head, p.by_group), (b.units - 1 - unit % b.units) * TILE, 0};
+    const int rows = min(TILE, p.q_len - at.i0);
+    const Seen seen(p, Task(batch, head, Sequence(p, batch)), at.i0, at.i0 + rows);
+    load_queries(b, sh, at);
+    Sums sums;
+    for (int careful = 0; careful < 2; careful++) {
+        sums.clear();
+        for (at.j0 = seen.lo / TILE * TILE; at.j0 < seen.hi; at.j0 += TILE) sums.add<Weight::DX>(b, sh, at, keys_of(b, at), column0, careful);
+        if (!__syncthreads_or(sums.has_non_finite())) break;
+    }
+    sums.store(b.dq, b.dq_stride, row_offset(b.dq_stride, batch, head, at.i0), rows, column0, p.head_dim, (Acc)p.scale);
+}
+#else
+// A tile of the gradient of a mask, summed over what the mask is broadcast to: batch entries, heads, tiles of queries, tiles of keys.
+__device__ inline void run(const BackwardParams& b, Shared& sh) {
+    const Params& p = b.all;
+    const int* size = b.d_mask_size;
+    const int query_tiles = (p.q_len + TILE - 1) / TILE, key_tiles = (p.kv_len + TILE - 1) / TILE;
+    const int tiles[2] = {size[2] == 1 ? 1 : query_tiles, size[3] == 1 ? 1 : key_tiles};
+    const int key_tile = blockIdx.x % tiles[1], query_tile = blockIdx.x / tiles[1] % tiles[0];
+    const int head = blockIdx.x / tiles[1] / tiles[0] % size[1], batch = blockIdx.x / tiles[1] / tiles[0] / size[1];
+    const int heads = size[1] == 1 ? p.heads : head + 1, entries = size[0] == 1 ? b.batch : batch + 1;
+    const int query_end = size[2] == 1 ? query_tiles : query_tile + 1, key_end = size[3] == 1 ? key_tiles : key_tile + 1;
+    Acc sums[4][4] = {};
+    Place at;
+    for (at.batch = batch; at.batch < entries; at.batch++)
+        for (at.head = head; at.head < heads; at.head++)
+            for (int query = query_tile; query < query_end; query++) {
+                at.kv_head = divide(at.head, p.by_group), at.i0 = query * TILE;
+                const Seen seen(p, Task(at.batch, at.head, Sequence(p, at.batch)), at.i0, min(at.i0 + TILE, p.q_len));
+                load_queries(b, sh, at);
+                for (int key = key_tile; key < key_end; key++) {
+                    at.j0 = key * TILE;
+                    if (at.j0 + TILE <= seen.lo || at.j0 >= seen.hi) continue;
+                    Acc ds[4][4];
+                    weigh<Weight::DS>(ds, b, sh, at);
+#pragma unroll
+                    for (int r = 0; r < 4; r++)
+#pragma unroll
+                        for (int c = 0; c < 4; c++) sums[r][c] += ds[r][c];
+                }
+            }
+    __syncthreads();
+#pragma unroll
+    for (int r = 0; r < 4; r++)
+#pragma unroll
+        for (int c = 0; c < 4; c++) sh.w[thread_streamed() + c][thread_own() + r] = sums[r][c];
+    __syncthreads();
+    const int rows = size[2] == 1 ? 1 : min(TILE, size[2] - query_tile * TILE), keys = size[3] == 1 ? 1 : min(TILE, size[3] - key_tile * TILE);
+    for (int n = threadIdx.x; n < rows * keys; n += THREADS) {
+        const int r = n / keys, c = n % keys;
+        Acc sum = 0;
+        for (int row = r; row < (size[2] == 1 ? TILE : r + 1); row++)
+            for (int key = c; key < (size[3] == 1 ? TILE : c + 1); key++) sum += sh.w[key][row];
+        const i64 to = row_offset(b.d_mask_stride, batch, head, query_tile * TILE + r) + (key_tile * TILE + c) * b.d_mask_stride[3];
+        store_as(b.d_mask, MASK_DTYPE, to, sum);
+    }
+}
+#endif
+
+extern "C" __global__ void __launch_bounds__(THREADS) backward(const __grid_constant__ BackwardParams b) {
+    extern __shared__ __align__(128) u8 memory[];
+    run(b, *(Shared*)memory);
+}

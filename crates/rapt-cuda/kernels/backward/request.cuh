@@ -1,0 +1,66 @@
+// A request for gradients as the host passes it, and what becomes of one pair of a query and a key.
+//
+//   p  = exp(s - top) / sum        ds = p * (d_o.v - delta)        dx = ds * (1 - tanh^2)
+//
+// top and sum are lse and 1 but where lse is large (backward_rows.cu). A pair that is not attended weighs nothing, whatever lies there: it is
+// MASKED, -0, in p and in ds. Every other ds has a zero added to it, so that none is -0.
+// Deliberately absent: products, and softmax_scale, which dq and dk are multiplied with once they are sums.
+
+#pragma once
+#include "common/mask.cuh"
+#include "common/scores.cuh"
+
+// What is known of a row before any product: backward_rows.cu writes it, [batch, heads, q_len]. top is +inf where nothing is attended.
+struct __align__(16) RowState {
+    Acc top, delta, log2_sum, inverse_sum;
+};
+
+// Byte for byte BackwardParams of backward.rs.
+struct BackwardParams {
+    Params all;
+    const void *d_o, *d_lse;
+    void *dq, *dk, *dv, *d_mask, *d_sinks;
+    RowState* states;
+    i64 d_o_stride[4], dq_stride[4], dk_stride[4], dv_stride[4], d_mask_stride[4], d_lse_stride[3], d_sinks_stride;
+    int d_mask_size[4];                 // 1 where it is a sum
+    int batch, kv_heads, units;         // units: blocks of own rows of a head
+    int dq_pairs, dk_pairs, dv_pairs;   // whether rows of a gradient can be written two elements at a time
+};
+static_assert(sizeof(BackwardParams) == BACKWARD_BYTES, "backward.rs and backward/request.cuh disagree on BackwardParams");
+
+__device__ inline Acc positive_infinity() { return -negative_infinity(); }
+__device__ inline bool is_dead(const RowState& of) { return of.top == positive_infinity(); }
+__device__ inline i64 state_index(const Params& p, int batch, int head, int i) { return ((i64)batch * p.heads + head) * p.q_len + i; }
+__device__ inline i64 offset_of(const i64 (&stride)[4], int batch, int head) { return batch * stride[0] + head * stride[1]; }
+__device__ inline i64 row_offset(const i64 (&stride)[4], int batch, int head, int i) { return offset_of(stride, batch, head) + i * stride[2]; }
+
+#if STORAGE == F64
+__device__ inline bool is_masked_weight(Acc w) { return __double_as_longlong(w) == (i64)0x8000000000000000ull; }
+#else
+__device__ inline bool is_masked_weight(Acc w) { return __float_as_uint(w) == 0x80000000u; }
+#endif
+constexpr Acc MASKED = -(Acc)0;
+
+// A score in natural units, and the derivative of softcap there.
+struct Score {
+    Acc s, rises;
+    __device__ Score(const Params& p, Acc x, Acc slope, int distance, Acc bias) : s(product(x, (Acc)p.scale)), rises(1) {
+        if (p.softcap != 0) {
+            const Acc t = hyperbolic_tangent(s * (Acc)p.inverse_softcap);
+            s = (Acc)p.softcap * t, rises = fused(-t, t, 1);
+        }
+        if (p.alibi != nullptr) s = fused(-slope, (Acc)abs(distance), s);
+        if (MASK == ADDITIVE_MASK) s += bias;
+    }
+};
+__device__ inline Acc slope_of(const Params& p, int head) {
+    return p.alibi == nullptr ? (Acc)0 : load_as(p.alibi, p.alibi_dtype, head * p.alibi_stride);
+}
+
+// The queries that see a key of first..end.
+struct Seeing {
+    int lo, hi;
+    __device__ Seeing(const Params& p, int first, int end) {
+        lo = clamp(first - p.hi_shift + 1, 0, p.q_len), hi = clamp(end - p.lo_shift, 0, p.q_len);
+    }
+};

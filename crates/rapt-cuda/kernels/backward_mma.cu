@@ -1,0 +1,358 @@
+// Gradients of float16 and bfloat16 on the tensor cores by mma.sync: two passes of one scheme, whose own rows stay and others stream by.
+//
+//   PASS KEYS      own: keys, streamed: queries that see them, of all heads of the group      dv += P^T.d_o, dk += dS^T.q
+//   PASS QUERIES   own: queries, streamed: keys that they see                                 dq += dS.k
+//
+//   4 warps, each 16*FRAGMENTS own rows; tiles of BLOCK_N streamed rows from row 0, in STAGES buffers that cp.async fills:
+//     s = own @ streamed.T                 of q and k, float32
+//     dp = own @ streamed.T                of d_o and v, float32
+//     s, dp -> p, ds                       backward/request.cuh; p and ds rounded to the storage dtype where they are multiplied, and nowhere else
+//     sums += p @ streamed, ds @ streamed  float32
+//
+// dq takes a second pass over scores: seven products where five would do with sums that several blocks add to. In return no block waits for
+// another, nothing but a row's state lies in memory, and every sum has one order: bits depend neither on other blocks nor on strides.
+// SPLIT: heads of more than 128 columns have no registers for both sums of KEYS: half of the blocks sums dk, half dv.
+// A block whose sums are not finite runs again as CAREFUL: weights of pairs that are not attended are MASKED there, and what is not finite in
+// streamed rows reaches only the rows that attend it. Finite sums have the same bits both ways.
+// Deliberately absent: gradients of masks and sinks (backward.cu, backward_rows.cu).
+
+#include "backward/request.cuh"
+#include "backward/products.cuh"
+
+#define KEYS 1
+#define QUERIES 2
+constexpr int THREADS = 128, BM = BLOCK_M, BN = BLOCK_N, FRAGMENTS = BM / 64, NT = BN / 8, KT = BN / 16;
+static_assert(BN % 16 == 0, "weights are operands of whole products");
+
+// Rows of q and d_o, or of k and v. Swizzled tiles begin at lines of 128 bytes: `beyond` turns bits of addresses.
+template <int ROWS>
+struct Pair {
+    __align__(128) Elem a[ROWS * K_ROW];
+    __align__(128) Elem b[ROWS * V_ROW];
+};
+struct Stage {
+    Pair<BN> rows;
+    RowState states[PASS == KEYS ? BN : 1];
+};
+struct Shared {
+    Pair<BM> own;
+    Stage stages[STAGES];
+    RowState states[PASS == QUERIES ? BM : 1];
+};
+static_assert(sizeof(Shared) == SHARED_BYTES, "the host and backward_mma.cu disagree on shared memory");
+
+// Which rows a block has, and which sums of KEYS.
+struct Block {
+    int batch, head, kv_head;  // head: of QUERIES alone
+    int first, rows, target;
+    __device__ explicit Block(const BackwardParams& b) {
+        const Params& p = b.all;
+        const int unit = PASS == KEYS && SPLIT ? blockIdx.x / 2 : blockIdx.x, matrix = unit / b.units, at = unit - matrix * b.units;
+        target = blockIdx.x % 2;
+        if (PASS == KEYS) {
+            // Early keys are seen by the most queries under a causal mask, late queries see the most keys: they go first.
+            batch = matrix / b.kv_heads, kv_head = matrix - batch * b.kv_heads, head = 0, first = at * BM, rows = min(BM, p.kv_len - first);
+        } else {
+            batch = matrix / p.heads, head = matrix - batch * p.heads, kv_head = divide(head, p.by_group);
+            first = (b.units - 1 - at) * BM, rows = min(BM, p.q_len - first);
+        }
+    }
+};
+
+// The streamed tiles of a block, one after another: of KEYS those of each head of the group in turn.
+struct Tiles {
+    int head, last_head, n0, lo, hi;
+    __device__ Tiles(const BackwardParams& b, const Block& block) {
+        const Params& p = b.all;
+        if (PASS == KEYS) {
+            const Seeing seeing(p, block.first, block.first + block.rows);
+            lo = seeing.lo / BN * BN, hi = seeing.hi, head = block.kv_head * p.group, last_head = head + p.group - 1;
+        } else {
+            const Seen seen(p, Task(block.batch, block.head, Sequence(p, block.batch)), block.first, block.first + block.rows);
+            lo = seen.lo / BN * BN, hi = seen.hi, head = last_head = block.head;
+        }
+        n0 = lo;
+    }
+    __device__ bool has_any() const { return lo < hi; }
+    // Whether there is one more, which it is then.
+    __device__ bool next() {
+        n0 += BN;
+        if (n0 < hi) return true;
+        n0 = lo;
+        return head++ < last_head;
+    }
+};
+
+template <int ROWS>
+__device__ inline void load_queries(const BackwardParams& b, Pair<ROWS>& to, int batch, int head, int i0) {
+    const Params& p = b.all;
+    const int rows = p.q_len - i0;
+    const Elem* q = (const Elem*)p.q + row_offset(p.q_stride, batch, head, i0);
+    const Elem* d_o = (const Elem*)b.d_o + row_offset(b.d_o_stride, batch, head, i0);
+    load_even_tile<ROWS, D, THREADS>(to.a, {q, p.q_stride[3], p.q_stride[2], rows, p.head_dim}, threadIdx.x);
+    load_even_tile<ROWS, DV, THREADS>(to.b, {d_o, b.d_o_stride[3], b.d_o_stride[2], rows, p.head_dim_v}, threadIdx.x);
+}
+template <int ROWS>
+__device__ inline void load_keys(const BackwardParams& b, Pair<ROWS>& to, int batch, int head, int j0) {
+    const Params& p = b.all;
+    const int rows = p.kv_len - j0;
+    const Elem* k = (const Elem*)p.k + row_offset(p.k_stride, batch, head, j0);
+    const Elem* v = (const Elem*)p.v + row_offset(p.v_stride, batch, head, j0);
+    load_even_tile<ROWS, D, THREADS>(to.a, {k, p.k_stride[3], p.k_stride[2], rows, p.head_dim}, threadIdx.x);
+    load_even_tile<ROWS, DV, THREADS>(to.b, {v, p.v_stride[3], p.v_stride[2], rows, p.head_dim_v}, threadIdx.x);
+}
+// The states of ROWS queries; of those that there are not, zeros.
+template <int ROWS>
+__device__ inline void load_states(const BackwardParams& b, RowState* to, int batch, int head, int i0) {
+    const RowState* states = b.states + state_index(b.all, batch, head, i0);
+    for (int r = threadIdx.x; r < ROWS; r += THREADS) {
+        const bool inside = i0 + r < b.all.q_len;
+        cp_async_zfill<16>(shared_address(to + r), inside ? states + r : b.states, inside);
+    }
+}
+__device__ inline void load_stage(const BackwardParams& b, Stage& to, const Block& block, const Tiles& at) {
+    if (PASS == QUERIES) {
+        load_keys<BN>(b, to.rows, block.batch, block.kv_head, at.n0);
+    } else {
+        load_queries<BN>(b, to.rows, block.batch, at.head, at.n0);
+        load_states<BN>(b, to.states, block.batch, at.head, at.n0);
+    }
+    cp_async_commit();
+}
+
+// A query as its pairs need it.
+struct Query {
+    RowState state;
+    float slope;
+    int i;
+    i64 mask_row;
+    __device__ Query(const Params& p, const RowState& state, int batch, int head, int i) : state(state), i(i) {
+        slope = NATURAL ? slope_of(p, head) : 0.f;
+        mask_row = MASK == NO_MASK ? 0 : offset_of(p.mask_stride, batch, head) + min(i, p.q_len - 1) * p.mask_stride[2];
+    }
+};
+
+// x = q.k and dp = d_o.v become p and ds, of a pair that positions do not leave out.
+template <bool CAREFUL>
+__device__ inline void weigh(const Params& p, const Query& query, int j, float& x, float& dp) {
+    bool masked = CAREFUL && is_dead(query.state);
+    float bias = 0;
+    if (MASK != NO_MASK && !masked && j < p.kv_len) masked = is_masked(p, query.mask_row, j, bias);
+    float below, rises = 1;
+    if (NATURAL) {
+        const Score score(p, x, query.slope, query.i + p.diagonal - j, bias);
+        below = score.s - query.state.top, rises = score.rises;
+    } else {
+        below = __fmaf_rn(x, (float)p.scale, -query.state.top);
+    }
+    const float weight = exp2_approx(__fmaf_rn(below, LOG2_E, -query.state.log2_sum));
+    float ds = weight * (dp - query.state.delta);
+    if (NATURAL) ds *= rises;
+    x = masked ? CAREFUL ? MASKED : 0.f : weight;
+    dp = masked ? CAREFUL ? MASKED : 0.f : CAREFUL ? ds + 0.f : ds;
+}
+
+// The keys that a query sees by its position: none of a row that there is not.
+struct SeenKeys {
+    int lo, hi;
+    __device__ SeenKeys(const Params& p, int i) {
+        const Sequence sequence(p, 0);
+        lo = keys_lo(p, sequence, i), hi = i < p.q_len ? keys_hi(p, sequence, i) : 0;
+    }
+    // Weights of key j, if it is left out.
+    template <bool CAREFUL>
+    __device__ void leave_out(int j, float& weight, float& ds) const {
+        if (j < lo || j >= hi) weight = ds = CAREFUL ? MASKED : 0.f;
+    }
+};
+
+template <int WIDTH>
+struct Sums {
+    Accumulator<WIDTH / 8> of[FRAGMENTS];
+    __device__ void clear() {
+#pragma unroll
+        for (int mt = 0; mt < FRAGMENTS; mt++) zero(of[mt]);
+    }
+    __device__ bool has_non_finite() const {
+        float any = 0;
+#pragma unroll
+        for (int mt = 0; mt < FRAGMENTS; mt++) any += non_finite(of[mt]);
+        return any != 0;
+    }
+    // Rows of a gradient from row `first` on, of which there are `rows`.
+    __device__ void store(void* to, const i64 (&stride)[4], i64 at, int rows, int dim, bool pairs, float factor) const {
+        if (to == nullptr) return;
+        const int warp_row = threadIdx.x / 32 * 16 * FRAGMENTS + lane_row((int)threadIdx.x);
+#pragma unroll
+        for (int mt = 0; mt < FRAGMENTS; mt++)
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                const int r = warp_row + mt * 16 + h * 8;
+                if (r >= rows) continue;
+                Elem* row = (Elem*)to + at + r * stride[2];
+#pragma unroll
+                for (int nt = 0; nt < WIDTH / 8; nt++) {
+                    const int c = nt * 8 + lane_column((int)threadIdx.x);
+                    const u32 pair = pack(of[mt][nt][h * 2] * factor, of[mt][nt][h * 2 + 1] * factor);
+                    if (pairs) {
+                        if (c < dim) *(u32*)(row + c) = pair;
+                    } else {
+                        if (c < dim) row[c * stride[3]] = (Elem)pair;
+                        if (c + 1 < dim) row[(c + 1) * stride[3]] = (Elem)(pair >> 16);
+                    }
+                }
+            }
+    }
+};
+// Of sums that a block does not have.
+struct NoSums {
+    __device__ void clear() {}
+    __device__ bool has_non_finite() const { return false; }
+};
+
+// The sums of a block: `by_ds` with streamed rows of q or k, `by_p` with those of d_o; false if one is not finite (never if CAREFUL).
+template <bool CAREFUL, class ByDs, class ByP>
+__device__ inline bool attend(const BackwardParams& b, Shared& sh, ByDs& by_ds, ByP& by_p) {
+    constexpr bool HAS_DS = !is_same<ByDs, NoSums>, HAS_P = !is_same<ByP, NoSums>;
+    const Params& p = b.all;
+    const Block block(b);
+    Tiles tiles(b, block);
+    const int warp_row = threadIdx.x / 32 * 16 * FRAGMENTS;
+    by_ds.clear(), by_p.clear();
+    if (PASS == KEYS) {
+        load_keys<BM>(b, sh.own, block.batch, block.kv_head, block.first);
+    } else {
+        load_queries<BM>(b, sh.own, block.batch, block.head, block.first);
+        load_states<BM>(b, sh.states, block.batch, block.head, block.first);
+    }
+    Tiles ahead = tiles;
+    bool is_left = tiles.has_any(), is_ahead = is_left;
+#pragma unroll
+    for (int n = 0; n < STAGES - 1; n++) {
+        is_ahead ? load_stage(b, sh.stages[n], block, ahead) : cp_async_commit();
+        if (is_ahead) is_ahead = ahead.next();
+    }
+    for (int stage = 0; is_left; stage = stage + 1 == STAGES ? 0 : stage + 1) {
+        {
+            // The buffer that was read last is filled next.
+            Stage& filled = sh.stages[STAGES == 1 ? 0 : stage == 0 ? STAGES - 1 : stage - 1];
+            is_ahead ? load_stage(b, filled, block, ahead) : cp_async_commit();
+            if (is_ahead) is_ahead = ahead.next();
+        }
+        cp_async_wait<STAGES - 1>();
+        __syncthreads();
+        Stage& now = sh.stages[stage];
+        Accumulator<NT> s[FRAGMENTS], dp[FRAGMENTS];
+        multiply_rows<D, FRAGMENTS, NT>(s, sh.own.a + warp_row * K_ROW, now.rows.a);
+        if (HAS_DS) multiply_rows<DV, FRAGMENTS, NT>(dp, sh.own.b + warp_row * V_ROW, now.rows.b);
+        else
+#pragma unroll
+            for (int mt = 0; mt < FRAGMENTS; mt++) zero(dp[mt]);
+        const int own_row = warp_row + lane_row((int)threadIdx.x), streamed_row = lane_column((int)threadIdx.x);
+        if (PASS == KEYS) {
+#pragma unroll
+            for (int column = 0; column < NT * 2; column++) {
+                const int nt = column / 2, e = column % 2, r = nt * 8 + streamed_row + e;
+                const Query query(p, now.states[r], block.batch, tiles.head, tiles.n0 + r);
+#pragma unroll
+                for (int row = 0; row < FRAGMENTS * 2; row++) {
+                    const int mt = row / 2, at = row % 2 * 2 + e;
+                    weigh<CAREFUL>(p, query, block.first + own_row + row * 8, s[mt][nt][at], dp[mt][nt][at]);
+                }
+            }
+        } else {
+#pragma unroll
+            for (int row = 0; row < FRAGMENTS * 2; row++) {
+                const Query query(p, sh.states[own_row + row * 8], block.batch, block.head, block.first + own_row + row * 8);
+#pragma unroll
+                for (int column = 0; column < NT * 2; column++) {
+                    const int mt = row / 2, nt = column / 2, at = row % 2 * 2 + column % 2;
+                    weigh<CAREFUL>(p, query, tiles.n0 + nt * 8 + streamed_row + column % 2, s[mt][nt][at], dp[mt][nt][at]);
+                }
+            }
+        }
+        // Whether some pair of the tile is left out by its position.
+        bool positions;
+        if (PASS == KEYS) {
+            const int end = min(tiles.n0 + BN, p.q_len);
+            const Sequence sequence(p, block.batch);
+            positions = keys_lo(p, sequence, end - 1) > block.first || keys_hi(p, sequence, tiles.n0) < block.first + BM ||
+                        tiles.n0 + BN > p.q_len;
+        } else {
+            const Seen seen(p, Task(block.batch, block.head, Sequence(p, block.batch)), block.first, block.first + block.rows);
+            positions = tiles.n0 < seen.all_lo || tiles.n0 + BN > seen.all_hi;
+        }
+        if (positions) {
+#pragma unroll
+            for (int streamed = 0; streamed < NT * 2; streamed++)
+#pragma unroll
+                for (int own = 0; own < FRAGMENTS * 2; own++) {
+                    const int mt = own / 2, nt = streamed / 2, at = own % 2 * 2 + streamed % 2;
+                    const int row = block.first + own_row + own * 8, column = tiles.n0 + nt * 8 + streamed_row + streamed % 2;
+                    const SeenKeys seen(p, PASS == KEYS ? column : row);
+                    seen.leave_out<CAREFUL>(PASS == KEYS ? row : column, s[mt][nt][at], dp[mt][nt][at]);
+                }
+        }
+        if constexpr (CAREFUL) {
+            if constexpr (HAS_DS) add_non_finite<D, FRAGMENTS, NT>(by_ds.of, dp, now.rows.a);
+            if constexpr (HAS_P) add_non_finite<DV, FRAGMENTS, NT>(by_p.of, s, now.rows.b);
+            __syncthreads();
+            clear_non_finite<THREADS>(now.rows.a, BN * K_ROW), clear_non_finite<THREADS>(now.rows.b, BN * V_ROW);
+            __syncthreads();
+        }
+        if constexpr (HAS_P) add_rows<DV, FRAGMENTS, NT>(by_p.of, s, now.rows.b);
+        if constexpr (HAS_DS) add_rows<D, FRAGMENTS, NT>(by_ds.of, dp, now.rows.a);
+        is_left = tiles.next();
+        __syncthreads();
+    }
+    cp_async_wait<0>();
+    return CAREFUL || !__syncthreads_or(by_ds.has_non_finite() || by_p.has_non_finite());
+}
+
+// Rows of the gradients.
+template <class ByDs, class ByP>
+__device__ inline void store(const BackwardParams& b, const ByDs& by_ds, const ByP& by_p) {
+    const Params& p = b.all;
+    const Block block(b);
+    const float scale = (float)p.scale;
+    if constexpr (PASS == QUERIES) {
+        by_ds.store(b.dq, b.dq_stride, row_offset(b.dq_stride, block.batch, block.head, block.first), block.rows, p.head_dim, b.dq_pairs, scale);
+    } else {
+        const auto at = [&](const i64 (&stride)[4]) { return row_offset(stride, block.batch, block.kv_head, block.first); };
+        if constexpr (!is_same<ByDs, NoSums>) by_ds.store(b.dk, b.dk_stride, at(b.dk_stride), block.rows, p.head_dim, b.dk_pairs, scale);
+        if constexpr (!is_same<ByP, NoSums>) by_p.store(b.dv, b.dv_stride, at(b.dv_stride), block.rows, p.head_dim_v, b.dv_pairs, 1);
+    }
+}
+
+// Rare: its code is apart.
+template <class ByDs, class ByP>
+__device__ __noinline__ void run_carefully(const BackwardParams& b, Shared& sh) {
+    ByDs by_ds;
+    ByP by_p;
+    attend<true>(b, sh, by_ds, by_p);
+    store(b, by_ds, by_p);
+}
+
+template <class ByDs, class ByP>
+__device__ inline void run(const BackwardParams& b, Shared& sh) {
+    ByDs by_ds;
+    ByP by_p;
+    if (attend<false>(b, sh, by_ds, by_p)) store(b, by_ds, by_p);
+    else run_carefully<ByDs, ByP>(b, sh);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) backward(const __grid_constant__ BackwardParams b) {
+    extern __shared__ __align__(128) u8 memory[];
+    Shared& sh = *(Shared*)memory;
+#if PASS == QUERIES
+    run<Sums<D>, NoSums>(b, sh);
+#elif SPLIT
+    if (blockIdx.x % 2 == 0) {
+        if (b.dk != nullptr) run<Sums<D>, NoSums>(b, sh);
+    } else if (b.dv != nullptr) {
+        run<NoSums, Sums<DV>>(b, sh);
+    }
+#else
+    run<Sums<D>, Sums<DV>>(b, sh);
+#endif
+}

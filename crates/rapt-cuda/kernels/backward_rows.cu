@@ -1,0 +1,113 @@
+// What gradients need of each row: delta, and what its probabilities are recomputed from; and the gradients of the sinks, which need no more.
+//
+//   PASS ROWS    a warp a row     delta = sum d_o*out - d_lse;  top = lse
+//   PASS SINKS   a block a head   d_sink = -sum p_sink*delta, over rows and batch entries in one order
+//
+// A row whose lse is -inf attends nothing: what arrives there is not read. In a lse beyond LARGE the logarithm of the sum drowns; such a row
+// gets its maximum and its sum anew, from its own keys: a lane a key. Deliberately absent: any product but of those rows.
+
+#include "backward/request.cuh"
+#include "common/softmax.cuh"
+
+#define ROWS 0
+#define SINKS 4
+constexpr int THREADS = 256, WARPS = THREADS / 32;
+// Beyond this much a lse is not relied on: its rounding is 2^-14 of a probability in float32.
+constexpr Acc LARGE = 1024;
+
+// The maximum and the sum of exponentials of keys so far.
+struct Largest {
+    Acc top = negative_infinity(), sum = 0;
+    __device__ void add(Acc other_top, Acc other_sum) {
+        if (other_sum == 0) return;
+        const Acc max = maximum(top, other_top);
+        sum = (sum == 0 ? (Acc)0 : sum * exponential(top - max)) + other_sum * exponential(other_top - max);
+        top = max;
+    }
+};
+
+__device__ inline Largest largest_of(const Params& p, int batch, int head, int i) {
+    const Sequence sequence(p, batch);
+    const Row row(p, Task(batch, head, sequence), i);
+    const i64 mask_at = mask_row(p, row);
+    const Acc slope = slope_of(p, head);
+    const int kv_head = divide(head, p.by_group);
+    const Elem* q = (const Elem*)p.q + row_offset(p.q_stride, batch, head, i);
+    const Elem* k = (const Elem*)p.k + offset_of(p.k_stride, batch, kv_head);
+    Largest of;
+    for (int j = keys_lo(p, sequence, i) + (int)threadIdx.x % 32; j < keys_hi(p, sequence, i); j += 32) {
+        Acc bias = 0;
+        if (MASK != NO_MASK && is_masked(p, mask_at, j, bias)) continue;
+        const Elem* key = k + j * p.k_stride[2];
+        Acc x = 0;
+        for (int d = 0; d < p.head_dim; d++) x = fused(widen(q[d * p.q_stride[3]]), widen(key[d * p.k_stride[3]]), x);
+        const Score score(p, x, slope, i + p.diagonal - j, bias);
+        of.add(score.s, 1);
+    }
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+        const Acc top = __shfl_xor_sync(~0u, of.top, step), sum = __shfl_xor_sync(~0u, of.sum, step);
+        of.add(top, sum);
+    }
+    return of;
+}
+
+// A warp's row.
+__device__ inline void find_state(const BackwardParams& b) {
+    const Params& p = b.all;
+    const i64 at = (i64)blockIdx.x * WARPS + threadIdx.x / 32;
+    if (at >= (i64)b.batch * p.heads * p.q_len) return;
+    const int i = at % p.q_len, head = at / p.q_len % p.heads, batch = at / p.q_len / p.heads;
+    const i64 lse_at = batch * p.lse_stride[0] + head * p.lse_stride[1] + i * p.lse_stride[2];
+    const Acc lse = ((const Acc*)p.lse)[lse_at];
+    RowState state = {positive_infinity(), 0, 0, 1};
+    if (lse != negative_infinity()) {
+        const i64 d_o = row_offset(b.d_o_stride, batch, head, i), out = row_offset(p.out_stride, batch, head, i);
+        Acc sum = 0;
+        for (int c = threadIdx.x % 32; c < p.head_dim_v; c += 32) {
+            const Acc arriving = load_as(b.d_o, p.out_dtype, d_o + c * b.d_o_stride[3]);
+            sum = fused(arriving, load_as(p.out, p.out_dtype, out + c * p.out_stride[3]), sum);
+        }
+        sum = sum_of_lanes<32>(sum);
+        if (b.d_lse != nullptr) {
+            sum -= ((const Acc*)b.d_lse)[batch * b.d_lse_stride[0] + head * b.d_lse_stride[1] + i * b.d_lse_stride[2]];
+        }
+        // An infinite lse has no probabilities.
+        state.top = lse == positive_infinity() ? (Acc)not_a_number() : lse, state.delta = sum;
+        if (lse > LARGE || lse < -LARGE) {
+            Largest of = largest_of(p, batch, head, i);
+            // NaN, and what has no sum that could be relied on, stay as lse has them.
+            if (of.sum > 0 && of.top != negative_infinity()) {
+                if (p.sinks != nullptr) of.add(load_as(p.sinks, p.sinks_dtype, head * p.sinks_stride), 1);
+                state.top = of.top, state.log2_sum = logarithm(of.sum) * (Acc)1.4426950408889634, state.inverse_sum = 1 / of.sum;
+            }
+        }
+    }
+    if (threadIdx.x % 32 == 0) b.states[at] = state;
+}
+
+// A block's sink.
+__device__ inline void sum_sink(const BackwardParams& b, Acc (&of_warp)[WARPS]) {
+    const Params& p = b.all;
+    const int head = blockIdx.x;
+    const Acc sink = load_as(p.sinks, p.sinks_dtype, head * p.sinks_stride);
+    Acc sum = 0;
+    for (int batch = 0; batch < b.batch; batch++) {
+        for (int i = threadIdx.x; i < p.q_len; i += THREADS) {
+            const RowState of = b.states[state_index(p, batch, head, i)];
+            if (!is_dead(of)) sum = fused(-product(exponential(sink - of.top), of.inverse_sum), of.delta, sum);
+        }
+    }
+    sum = sum_of_lanes<32>(sum);
+    if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = sum;
+    __syncthreads();
+    if (threadIdx.x != 0) return;
+    for (int warp = 1; warp < WARPS; warp++) sum += of_warp[warp];
+    store_as(b.d_sinks, p.sinks_dtype, head * b.d_sinks_stride, sum);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) backward(const __grid_constant__ BackwardParams b) {
+    extern __shared__ __align__(128) u8 memory[];
+    if (PASS == ROWS) find_state(b);
+    else sum_sink(b, *(Acc(*)[WARPS])memory);
+}

@@ -1,0 +1,144 @@
+//! Gradients: which launches, in which order, with which parameters and how much of a workspace.
+
+use rapt_core::{BackwardOperands, BackwardPlan, BackwardSpec, BackwardTensors, GradientForms, TensorForm};
+
+use super::*;
+use crate::backward::BackwardParams;
+use crate::launch::BackwardLaunch;
+use crate::variant::Pass;
+
+/// q, out, d_o and dq are `[2, 6, q_len, head_dim]`, k, v and their gradients `[2, 2, 90, head_dim]`, the mask and its gradient `[1, 6, 1, 90]`.
+struct Asked {
+    dtype: DType,
+    arriving: DType,
+    head_dim: usize,
+    q_len: usize,
+    /// dq, dk, dv, d_mask, d_sinks.
+    asks: [bool; 5],
+}
+
+const ALL: Asked = Asked {
+    dtype: DType::BF16,
+    arriving: DType::BF16,
+    head_dim: 64,
+    q_len: 70,
+    asks: [true, true, true, false, false],
+};
+
+/// A tensor that nobody reads: number `n`.
+fn lies<'a>(name: &'static str, n: usize, dtype: DType, shape: &[usize]) -> ViewMut<'a> {
+    let shape = Shape::new(shape).unwrap();
+    let (strides, device) = (shape.contiguous().unwrap(), Device::Cuda(0));
+    // SAFETY: the recorded driver reads and writes nothing.
+    unsafe { ViewMut::from_raw_parts(name, at(n + 1, 0), dtype, shape, strides, device, Extent::Declared) }.unwrap()
+}
+
+fn read<'a>(name: &'static str, n: usize, dtype: DType, shape: &[usize]) -> View<'a> {
+    let of = lies(name, n, dtype, shape);
+    let (strides, device) = (*of.strides(), Device::Cuda(0));
+    // SAFETY: as above.
+    unsafe { View::from_raw_parts(name, at(n + 1, 0), dtype, *of.shape(), strides, device, Extent::Declared) }.unwrap()
+}
+
+impl Asked {
+    fn tensors(&self) -> BackwardTensors<'static> {
+        let Asked { dtype, arriving, head_dim, q_len, asks } = *self;
+        let (queries, keys, masks) = ([2, 6, q_len, head_dim], [2, 2, 90, head_dim], [1, 6, 1, 90]);
+        let written = |n: usize, name, dtype, shape: &[usize]| asks[n].then(|| lies(name, 20 + n, dtype, shape));
+        BackwardTensors {
+            mask: Some(read("mask", 3, DType::F32, &masks)),
+            sinks: Some(read("sinks", 4, DType::F32, &[6])),
+            dq: written(0, "dq", dtype, &queries),
+            dk: written(1, "dk", dtype, &keys),
+            dv: written(2, "dv", dtype, &keys),
+            d_mask: written(3, "d_mask", DType::F32, &masks),
+            d_sinks: written(4, "d_sinks", DType::F32, &[6]),
+            ..BackwardTensors::new(
+                [read("q", 0, dtype, &queries), read("k", 1, dtype, &keys), read("v", 2, dtype, &keys)],
+                read("out", 5, arriving, &queries),
+                read("lse", 6, DType::F32, &[2, 6, q_len]),
+                read("d_o", 7, arriving, &queries),
+            )
+        }
+    }
+
+    fn spec(&self) -> BackwardSpec {
+        let tensors = self.tensors();
+        let options = Options { out_dtype: Some(self.arriving), ..Options::default() };
+        let mut builder = Spec::builder(&tensors.q, &tensors.k, &tensors.v, &options);
+        builder.mask(tensors.mask.as_ref()).sinks(tensors.sinks.as_ref()).out(&tensors.out).lse(&tensors.lse);
+        let form = |view: &Option<ViewMut<'_>>| view.as_ref().map(TensorForm::from);
+        let forms = GradientForms {
+            dq: form(&tensors.dq),
+            dk: form(&tensors.dk),
+            dv: form(&tensors.dv),
+            d_mask: form(&tensors.d_mask),
+            d_sinks: form(&tensors.d_sinks),
+            ..GradientForms::new(&tensors.d_o)
+        };
+        BackwardSpec::new(builder.build().unwrap(), &forms).unwrap()
+    }
+
+    /// What a run with so much of a workspace asks of the driver.
+    fn run(&self, of: &Recorded, workspace: usize) -> (BackwardPlan, rapt_core::Result<Vec<Call>>) {
+        let plan = of.backend.plan_backward(&self.spec()).unwrap();
+        of.log.take();
+        let mut operands = BackwardOperands::check(self.tensors(), plan.spec()).unwrap();
+        let memory = DeviceMemory { address: at(9, 0).addr(), len_bytes: workspace };
+        // SAFETY: the recorded driver touches no memory.
+        let ran = of.log.during_run(|| unsafe { of.backend.run_backward(&plan, &mut operands, memory, 77) });
+        let calls = of.log.take();
+        (plan, ran.map(|()| calls))
+    }
+}
+
+fn passes(plan: &BackwardPlan) -> Vec<Algorithm> {
+    plan.launch_plan::<BackwardLaunch>().unwrap().variants().map(|variant| variant.algorithm).collect()
+}
+
+#[test]
+fn rows_then_each_gradient_are_launched_on_the_given_stream() {
+    let of = Recorded::new(Parts::default(), |_| {});
+    let states = 2 * 6 * 70 * 16;
+    let (plan, ran) = ALL.run(&of, states);
+    assert_eq!(plan.workspace_bytes(), states);
+    let mma = Algorithm::BackwardMma;
+    assert_eq!(passes(&plan), [Algorithm::Backward(Pass::Rows), mma(Pass::Keys), mma(Pass::Queries)]);
+    let launches: Vec<_> = ran
+        .unwrap()
+        .into_iter()
+        .map(|call| match call {
+            Call::Launch { grid, stream: 77, params, .. } => (grid.blocks, params.len()),
+            other => panic!("{other:?}"),
+        })
+        .collect();
+    let bytes = size_of::<BackwardParams>();
+    // 840 rows of 8 a block; two entries and heads of keys, 90 keys of 64 a block; twelve heads, 70 queries of 128 a block.
+    assert_eq!(launches, [(105, bytes), (2 * 2 * 2, bytes), (12, bytes)]);
+    let text = plan.explain().to_string();
+    assert!(text.contains("backward_mma keys bfloat16 64/64") && text.contains("dk and dv"), "{text}");
+}
+
+#[test]
+fn what_is_not_asked_for_is_not_launched_and_what_the_tensor_cores_do_not_take_is_said() {
+    let of = Recorded::new(Parts::default(), |_| {});
+    let generic = Algorithm::Backward;
+    let states = 2 * 6 * 70 * 16;
+    let all = Asked { asks: [true; 5], arriving: DType::F32, ..ALL };
+    let (plan, ran) = all.run(&of, states);
+    let expected = [Pass::Rows, Pass::Keys, Pass::Queries, Pass::Mask, Pass::Sinks];
+    assert_eq!((passes(&plan), ran.unwrap().len()), (expected.map(generic).to_vec(), 5));
+    assert!(plan.explain().to_string().contains("what arrives in the dtype of q"));
+    let wide = Asked { head_dim: 300, asks: [false, false, true, false, false], ..ALL };
+    let (plan, ran) = wide.run(&of, states);
+    assert_eq!((passes(&plan), ran.unwrap().len()), (vec![generic(Pass::Rows), generic(Pass::Keys)], 2));
+    assert!(plan.explain().to_string().contains("up to 256"));
+    let (plan, ran) = Asked { asks: [false; 5], ..ALL }.run(&of, 0);
+    assert_eq!((passes(&plan), ran), (vec![], Ok(vec![])));
+    // Rows have states, and no gradient is launched without them.
+    let (_, ran) = ALL.run(&of, states - 1);
+    assert_eq!(ran, Err(Error::OutOfMemory { bytes: states }));
+    let none = Asked { q_len: 0, ..ALL };
+    let (plan, ran) = none.run(&of, 0);
+    assert_eq!((passes(&plan), ran.unwrap().len()), (vec![Algorithm::BackwardMma(Pass::Keys)], 1));
+}

@@ -1,0 +1,120 @@
+//! Gradients by the kernels' own sources on this machine's processor, held against the definition's: by the rule of rapt-testkit, at every stride,
+//! with NaN wherever nothing is attended.
+
+use rapt_core::{BackwardOperands, BackwardSpec, BackwardTensors, Causal};
+use rapt_testkit::{BackwardEngine, GradientCase, MaskCase, Places, backward_spec_of, judge_gradients};
+
+use super::*;
+use crate::launch::BackwardLaunch;
+use crate::variant::Pass;
+
+/// The same tensors as those of a GPU.
+fn on_gpu<'a>(tensors: &mut BackwardTensors<'a>) -> BackwardTensors<'a> {
+    let optional = |name, view: &Option<View<'a>>| view.as_ref().map(|view| moved(name, view));
+    BackwardTensors {
+        mask: optional("mask", &tensors.mask),
+        sinks: optional("sinks", &tensors.sinks),
+        alibi_slopes: optional("alibi_slopes", &tensors.alibi_slopes),
+        d_lse: optional("d_lse", &tensors.d_lse),
+        dq: tensors.dq.as_mut().map(|view| moved_mut("dq", view)),
+        dk: tensors.dk.as_mut().map(|view| moved_mut("dk", view)),
+        dv: tensors.dv.as_mut().map(|view| moved_mut("dv", view)),
+        d_mask: tensors.d_mask.as_mut().map(|view| moved_mut("d_mask", view)),
+        d_sinks: tensors.d_sinks.as_mut().map(|view| moved_mut("d_sinks", view)),
+        ..BackwardTensors::new(
+            [moved("q", &tensors.q), moved("k", &tensors.k), moved("v", &tensors.v)],
+            moved("out", &tensors.out),
+            moved("lse", &tensors.lse),
+            moved("d_o", &tensors.d_o),
+        )
+    }
+}
+
+/// `seen`: what was launched.
+fn engine<'a>(case: &'a Case, seen: &'a Cell<Option<KernelVariant>>) -> Box<BackwardEngine<'a>> {
+    Box::new(move |_: &BackwardSpec, mut tensors| {
+        let tensors = on_gpu(&mut tensors);
+        let spec = backward_spec_of(&tensors, case)?;
+        let plan = backend().plan_backward(&spec)?;
+        let launches = plan.launch_plan::<BackwardLaunch>()?;
+        let main = launches.variants().find(|variant| variant.algorithm.pass() != Some(Pass::Rows));
+        seen.set(main.copied());
+        let mut operands = BackwardOperands::check(tensors, plan.spec())?;
+        let mut states = vec![0u128; plan.workspace_bytes().div_ceil(16)];
+        let workspace = DeviceMemory { address: states.as_mut_ptr() as usize, len_bytes: plan.workspace_bytes() };
+        // SAFETY: the driver runs on this thread, and has ended when it answers.
+        unsafe { backend().run_backward(&plan, &mut operands, workspace, 0) }
+    })
+}
+
+fn try_judge(of: &GradientCase) -> (Option<KernelVariant>, std::result::Result<(), String>) {
+    let seen = Cell::new(None);
+    let judged = judge_gradients(&mut [engine(&of.case, &seen)], of);
+    (seen.get(), judged)
+}
+
+fn judge(of: &GradientCase) -> Option<KernelVariant> {
+    let (seen, judged) = try_judge(of);
+    judged.unwrap_or_else(|what| panic!("{what}"));
+    seen
+}
+
+fn is_whole() -> bool {
+    std::env::var("RAPT_WHOLE").is_ok_and(|whole| whole == "1")
+}
+
+/// Places at which everything can be moved 16 bytes at a time.
+fn plain(dtype: DType, q: [usize; 4], kv_len: usize) -> Case {
+    Case { guard: Guard::Heap { shift: 0 }, places: Places::default(), seed: 5, ..Case::plain(dtype, q, kv_len) }
+}
+
+#[test]
+fn gradients_are_those_of_the_definition() {
+    let mask = |dtype, full| Some(MaskCase { dtype, full, rank: 4, lowest: false });
+    // A group, values wider than keys, a window before a causal diagonal, and a bias of which heads and batch entries are summed.
+    let whole = Case {
+        num_kv_heads: 1,
+        head_dim_v: 9,
+        mask: mask(DType::F32, [false, false, true, true]),
+        causal: Some(Causal::BottomRight),
+        window: Window { left: Some(60), right: None },
+        softcap: Some(3.0),
+        sinks: Some(DType::F32),
+        alibi_slopes: Some(DType::F32),
+        poison: true,
+        ..plain(DType::F32, [1, 2, 70, 12], 90)
+    };
+    let of = judge(&GradientCase { d_lse: true, ..GradientCase::all(&whole) });
+    assert!(matches!(of.unwrap().algorithm, Algorithm::Backward(Pass::Keys)));
+}
+
+#[test]
+fn gradients_on_the_tensor_cores_are_those_of_the_definition() {
+    // Tiles by 16 bytes and, under other strides, element by element; keys that nobody sees hold NaN, and what arrives has one.
+    let causal = Some(Causal::BottomRight);
+    let of = Case { num_kv_heads: 1, head_dim_v: 64, causal, poison: true, ..plain(DType::F16, [1, 2, 70, 40], 100) };
+    let seen = judge(&GradientCase::all(&of)).unwrap();
+    assert!(matches!(seen.algorithm, Algorithm::BackwardMma(Pass::Keys)));
+}
+
+/// Every kernel in more forms than each change has time for: random problems, and lengths beyond tiles.
+#[test]
+fn many_gradients_are_those_of_the_definition() {
+    if !is_whole() {
+        return;
+    }
+    let (mut count, mut failed) = (std::collections::BTreeMap::<String, usize>::new(), Vec::new());
+    for seed in 0..120 {
+        let mut of = GradientCase::random(seed, &rapt_core::COMPUTED, 30_000);
+        of.case.dropout.0 = 0.0;
+        let (seen, judged) = try_judge(&of);
+        let seen = seen.map_or("nothing".to_owned(), |variant| variant.to_string());
+        if let Err(what) = judged {
+            println!("{seed}: {seen}: {what}");
+            failed.push(seed);
+        }
+        *count.entry(seen.split(' ').next().unwrap().to_owned()).or_default() += 1;
+    }
+    println!("{count:?}");
+    assert!(failed.is_empty(), "{failed:?}");
+}

@@ -1,0 +1,212 @@
+//! From a spec of gradients to what is launched for it.
+//!
+//! float16 and bfloat16 with head dims up to 256 → backward_mma.cu; anything else, and gradients of masks → backward.cu. Tiles follow dtype and
+//! head dims alone, and what fits a block: the bits of a gradient depend neither on the batch nor on strides.
+
+use rapt_core::{
+    BackwardPlan, BackwardSpec, Cost, DType, Device, Direction, Error, Kernel, KernelKey, PRounding, Result, TensorSpec,
+};
+
+use super::tensor_cores::{is_natural, mask_class, padded_dims};
+use super::{Caps, MOST_BLOCKS, check_lengths, cost, too_many_blocks, widths};
+use crate::access::moves_by;
+use crate::backward::{BackwardParams, state_bytes};
+use crate::launch::Step;
+use crate::launch::backward::{BackwardLaunch, PassStep, WhyNoTensorCores, refuse_others};
+use crate::params::Params;
+use crate::partition::Partition;
+use crate::variant::{Algorithm, KernelVariant, Loads, Pass, generic_columns};
+
+/// Widest head of backward_mma.cu.
+const MMA_DIM: usize = 256;
+/// Rows of an item of backward_rows.cu: a warp each.
+const ROWS_OF_BLOCK: usize = 8;
+
+/// Whether the tensor cores serve a request, and if not why.
+fn on_tensor_cores(spec: &BackwardSpec) -> std::result::Result<(), WhyNoTensorCores> {
+    let forward = spec.forward();
+    let dim = forward.head_dim().max(forward.head_dim_v());
+    match forward.numerics.storage {
+        DType::F16 | DType::BF16 if spec.d_o().dtype != forward.numerics.storage => Err(WhyNoTensorCores::Arriving),
+        DType::F16 | DType::BF16 if dim > MMA_DIM => Err(WhyNoTensorCores::HeadDim { most: MMA_DIM }),
+        DType::F16 | DType::BF16 => Ok(()),
+        _ => Err(WhyNoTensorCores::Storage),
+    }
+}
+
+/// The variant of a pass on the tensor cores: own rows of a block, and streamed rows of a tile. With more of either registers are spilled
+/// (NVRTC 13.2).
+fn mma(spec: &BackwardSpec, caps: &Caps, pass: Pass) -> KernelVariant {
+    let forward = spec.forward();
+    let dims = padded_dims(forward);
+    let wide = [&forward.q, &forward.k, &forward.v, spec.d_o()].iter().all(|tensor| moves_by(tensor, 16));
+    let natural = is_natural(forward, mask_class(forward));
+    let [block_m, block_n] = match (dims.0.max(dims.1), pass) {
+        (0..=64, Pass::Keys) if natural || forward.mask.is_some() => [64, 32],
+        (0..=64, _) => [128, 32],
+        (65..=128, Pass::Queries) => [64, 64],
+        _ => [64, 32],
+    };
+    let variant = KernelVariant {
+        algorithm: Algorithm::BackwardMma(pass),
+        natural,
+        loads: if wide { Loads::By16Bytes } else { Loads::ByElement },
+        dims,
+        block_m,
+        block_n,
+        stages: 2,
+        ..KernelVariant::backward(caps.arch, forward.numerics.storage, forward.mask.map(|mask| mask.dtype), pass)
+    };
+    let least = KernelVariant { block_n: 16, ..variant };
+    if variant.shared_bytes() <= caps.shared_bytes { variant } else { least }
+}
+
+/// Everything that is launched for `spec` on a device with `caps`.
+///
+/// # Errors
+/// As [`select_backward`].
+pub(crate) fn launch_plan(spec: &BackwardSpec, caps: &Caps) -> Result<BackwardLaunch> {
+    let forward = spec.forward();
+    if !matches!(forward.device, Device::Cuda(_)) {
+        let why = "this backend serves the memory of NVIDIA GPUs".into();
+        return Err(Error::DeviceUnavailable { device: forward.device, why });
+    }
+    refuse_others(spec)?;
+    check_lengths(forward)?;
+    let (storage, mask) = (forward.numerics.storage, forward.mask.map(|mask| mask.dtype));
+    let generic = |pass| KernelVariant::backward(caps.arch, storage, mask, pass);
+    let why = on_tensor_cores(spec).err();
+    let product = |factors: &[usize]| factors.iter().copied().fold(1usize, usize::saturating_mul);
+    let rows = product(&[forward.batch(), forward.num_q_heads(), forward.q_len()]);
+    let columns = generic_columns(storage) as usize;
+    let chunks = |of: Option<&TensorSpec<4>>| of.map_or(0, |of| of.shape[3].div_ceil(columns));
+    let mut steps = Vec::new();
+    let mut push = |variant: KernelVariant, units: usize, blocks: usize| {
+        if blocks > MOST_BLOCKS {
+            return Err(too_many_blocks(blocks));
+        }
+        if blocks > 0 {
+            steps.push(PassStep { step: Step::new(variant, blocks), units });
+        }
+        Ok(())
+    };
+    push(generic(Pass::Rows), 0, rows.div_ceil(ROWS_OF_BLOCK))?;
+    let passes = [
+        (Pass::Keys, chunks(spec.dk()) + chunks(spec.dv()), forward.kv_len(), forward.num_kv_heads()),
+        (Pass::Queries, chunks(spec.dq()), forward.q_len(), forward.num_q_heads()),
+    ];
+    for (pass, chunks, len, heads) in passes {
+        if chunks == 0 {
+            continue;
+        }
+        let variant = if why.is_none() { mma(spec, caps, pass) } else { generic(pass) };
+        let targets = if why.is_some() { chunks } else { 1 + usize::from(variant.is_split()) };
+        let units = len.div_ceil(variant.block_m as usize);
+        push(variant, units, product(&[forward.batch(), heads, units, targets]))?;
+    }
+    if let Some(of) = spec.d_mask() {
+        let tiles = |n: usize| if n == 1 { 1 } else { n.div_ceil(generic(Pass::Mask).block_m as usize) };
+        let [batch, heads, queries, keys] = of.shape;
+        push(generic(Pass::Mask), 0, product(&[batch, heads, tiles(queries), tiles(keys)]))?;
+    }
+    if spec.d_sinks().is_some() {
+        push(generic(Pass::Sinks), 0, forward.num_q_heads())?;
+    }
+    // Only the pass of rows: nothing reads what it leaves.
+    if steps.len() == 1 && steps[0].step.variant.algorithm.pass() == Some(Pass::Rows) {
+        steps.clear();
+    }
+    let all = Params::new(forward, &whole(spec), widths(forward, &generic(Pass::Rows)));
+    let accumulation = forward.numerics.accumulation.size_bytes();
+    Ok(BackwardLaunch {
+        workspace_bytes: if steps.is_empty() { 0 } else { rows.saturating_mul(state_bytes(accumulation)) },
+        steps,
+        params: BackwardParams::new(spec, all),
+        cost: cost_of(spec, caps, why.is_none()),
+        multiprocessors: caps.multiprocessors,
+        why,
+    })
+}
+
+/// A head a task, in one piece.
+fn whole(spec: &BackwardSpec) -> Partition {
+    let forward = spec.forward();
+    Partition {
+        task_heads: 1,
+        tasks: forward.batch().saturating_mul(forward.num_q_heads()),
+        rows: forward.q_len(),
+        item_rows: forward.q_len(),
+        short_items: 0,
+        paired: false,
+        row_blocks: 1,
+        num_splits: 1,
+        chunk: 0,
+        dv_blocks: 1,
+        items: 0,
+        is_combined: false,
+    }
+}
+
+/// The products of the passes, and what is read and written once.
+fn cost_of(spec: &BackwardSpec, caps: &Caps, on_tensor_cores: bool) -> Cost {
+    let forward = spec.forward();
+    let kernel = if on_tensor_cores { Kernel::Forward } else { Kernel::Generic };
+    let once = cost::cost(forward, caps, kernel);
+    let (pairs, dim, dim_v) = (forward.pairs() as f64, forward.head_dim() as f64, forward.head_dim_v() as f64);
+    let if_asked = |is_asked: bool, products: f64| if is_asked { products } else { 0.0 };
+    let (of_dk, of_dv) = (spec.dk().is_some(), spec.dv().is_some());
+    let products = if_asked(of_dk || of_dv, dim)
+        + if_asked(of_dk, dim_v + dim)
+        + if_asked(of_dv, dim_v)
+        + if_asked(spec.dq().is_some(), 2.0 * dim + dim_v)
+        + if_asked(spec.d_mask().is_some(), dim + dim_v);
+    let flops = 2.0 * pairs * products;
+    let bytes = |of: Option<&TensorSpec<4>>| {
+        of.map_or(0.0, |of| of.shape.iter().map(|&n| n as f64).product::<f64>() * of.dtype.size_bytes() as f64)
+    };
+    let written = [spec.dq(), spec.dk(), spec.dv(), spec.d_mask()].map(bytes).iter().sum::<f64>();
+    let ratio = if once.flops > 0.0 { flops / once.flops } else { 0.0 };
+    Cost {
+        flops,
+        exponentials: once.exponentials * 2.0,
+        bytes_read: once.bytes_read + once.bytes_written + bytes(Some(spec.d_o())),
+        bytes_written: written,
+        floor_cycles: once.floor_cycles * ratio,
+        floor_seconds: once.floor_seconds.map(|seconds| seconds * ratio),
+        ..once
+    }
+}
+
+/// The plan of `spec` that launches `launch_plan`.
+pub(crate) fn plan_of(spec: &BackwardSpec, caps: &Caps, launch_plan: BackwardLaunch) -> BackwardPlan {
+    let numerics = &spec.forward().numerics;
+    let key = KernelKey {
+        direction: Direction::Backward,
+        kernel: if launch_plan.steps.is_empty() { Kernel::Empty } else { Kernel::Backward },
+        storage: numerics.storage,
+        accumulation: numerics.accumulation,
+        p_rounding: if launch_plan.why.is_none() { PRounding::Storage } else { PRounding::Accumulation },
+        mask: mask_class(spec.forward()),
+        kv: spec.forward().kv,
+        arch: caps.arch,
+    };
+    BackwardPlan::new(spec.clone(), key, launch_plan)
+}
+
+/// Chooses what runs for the gradients of `spec` on a device with `caps`. The plan can be explained; to be run it is made by
+/// [`Backend::plan_backward`](crate::Backend::plan_backward), which loads its kernels.
+///
+/// # Errors
+/// [`Error::DeviceUnavailable`] for anything but CUDA memory; [`Error::Unsupported`] for lengths beyond 2^29, dropout, and sequences of
+/// lengths of their own.
+pub fn select_backward(spec: &BackwardSpec, caps: &Caps) -> Result<BackwardPlan> {
+    Ok(plan_of(spec, caps, launch_plan(spec, caps)?))
+}
+
+/// The variants that [`select_backward`] would have compiled for `spec`.
+///
+/// # Errors
+/// As [`select_backward`].
+pub fn backward_variants(spec: &BackwardSpec, caps: &Caps) -> Result<Vec<KernelVariant>> {
+    Ok(launch_plan(spec, caps)?.variants().copied().collect())
+}
