@@ -124,6 +124,25 @@ rapt_error rapt_attention_backward(const struct rapt_engine *engine,
                                    const struct rapt_gradients *gradients,
                                    const struct rapt_options *options);
 
+// Gradients of the call rapt_varlen_attention(engine, q, k, v, cu_seqlens_q, cu_seqlens_kv, out, options): of each sequence the bits
+// of rapt_attention_backward() for it alone, and of sinks the sum over the sequences.
+//
+// Tensors are as in rapt_varlen_attention(), `options->lse` and `gradients->d_lse` [num_q_heads, total_q]. Rows of no sequence get
+// zeros. A mask, and what rapt_attention_backward() refuses, is refused. On an error nothing was written, and the engine serves on.
+//
+// # Safety
+// As rapt_attention_backward().
+rapt_error rapt_varlen_attention_backward(const struct rapt_engine *engine,
+                                          const struct rapt_tensor *q,
+                                          const struct rapt_tensor *k,
+                                          const struct rapt_tensor *v,
+                                          const struct rapt_tensor *cu_seqlens_q,
+                                          const struct rapt_tensor *cu_seqlens_kv,
+                                          const struct rapt_tensor *out,
+                                          const struct rapt_tensor *d_o,
+                                          const struct rapt_gradients *gradients,
+                                          const struct rapt_options *options);
+
 // A cache of free pages, into `*cache`: it is given back by rapt_kv_cache_destroy(). On an error `*cache` is as before.
 //
 // The memory of all pages is had here. Any number of threads may use a cache at once: calls that change it (new_sequence, fork,
@@ -432,8 +451,9 @@ size_t rapt_session_held_bytes(const struct rapt_session *session);
 //
 // q is [total_q, num_q_heads, head_dim], k and v are [total_kv, num_kv_heads, head_dim], `options->lse` is
 // [num_q_heads, total_q]; `options->layout` is not read. `cu_seqlens_q` and `cu_seqlens_kv` are I32 [sequences + 1]: where
-// the rows of each begin, from 0 to the number of rows. `options` may be NULL; a mask and a tolerance are refused. The factors of codes
-// are those of layout BSHD without its batch: one row for each of theirs (token, block), or those of all sequences.
+// the rows of each begin and the last ends; rows of no sequence become zeros. `options` may be NULL; a mask and a tolerance are
+// refused. With dropout, sequence n is batch entry n. The factors of codes are those of layout BSHD without its batch: one row for each
+// of theirs (token, block), or those of all sequences.
 //
 // # Safety
 // As rapt_attention().

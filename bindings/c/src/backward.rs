@@ -1,8 +1,11 @@
 //! The functions of rapt.h for the gradients of attention.
 
-use engine::{BackwardOperands, BackwardTensors, Options, View, ViewMut, backward_spec_of};
+use engine::{
+    BackwardOperands, BackwardTensors, Options, Queue, VarlenBackwardTensors, View, ViewMut, backward_spec_of,
+};
 
 use crate::abi::{rapt_error, rapt_gradients, rapt_options, rapt_tensor};
+use crate::ragged::in_host_memory;
 use crate::rapt_engine;
 use crate::read::{self, optional, to_read, view, view_mut};
 use crate::refusal::{Refusal, guard};
@@ -38,6 +41,43 @@ pub unsafe extern "C" fn rapt_attention_backward(
         let plan = engine.plan_backward(&backward_spec_of(&tensors, &options)?)?;
         engine.run_backward(&plan, &mut BackwardOperands::check(tensors, plan.spec())?)?;
         Ok(())
+    })
+}
+
+/// Gradients of the call rapt_varlen_attention(engine, q, k, v, cu_seqlens_q, cu_seqlens_kv, out, options): of each sequence the bits
+/// of rapt_attention_backward() for it alone, and of sinks the sum over the sequences.
+///
+/// Tensors are as in rapt_varlen_attention(), `options->lse` and `gradients->d_lse` [num_q_heads, total_q]. Rows of no sequence get
+/// zeros. A mask, and what rapt_attention_backward() refuses, is refused. On an error nothing was written, and the engine serves on.
+///
+/// # Safety
+/// As rapt_attention_backward().
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn rapt_varlen_attention_backward(
+    engine: *const rapt_engine,
+    q: *const rapt_tensor,
+    k: *const rapt_tensor,
+    v: *const rapt_tensor,
+    cu_seqlens_q: *const rapt_tensor,
+    cu_seqlens_kv: *const rapt_tensor,
+    out: *const rapt_tensor,
+    d_o: *const rapt_tensor,
+    gradients: *const rapt_gradients,
+    options: *const rapt_options,
+) -> rapt_error {
+    guard(|| {
+        let engine = to_read(engine, "engine")?;
+        // SAFETY: neither NULL nor unaligned; that an engine lies there is the caller's word.
+        let engine = unsafe { &(*engine).engine };
+        // SAFETY: the caller's word is the same.
+        let (tensors, options) = unsafe { read([q, k, v, out, d_o], gradients, options) }?;
+        // SAFETY: as above.
+        let (cu_seqlens_q, cu_seqlens_kv) =
+            unsafe { (view("cu_seqlens_q", cu_seqlens_q)?, view("cu_seqlens_kv", cu_seqlens_kv)?) };
+        let offsets = [("cu_seqlens_q", Some(&cu_seqlens_q)), ("cu_seqlens_kv", Some(&cu_seqlens_kv))];
+        in_host_memory(tensors.inputs().map(|(name, view)| (name, Some(view))).chain(offsets))?;
+        let tensors = VarlenBackwardTensors { cu_seqlens_q, cu_seqlens_kv, tensors };
+        Ok(engine.varlen_backward(tensors, &options, &Queue::Host(engine.executor()))?)
     })
 }
 
@@ -89,7 +129,7 @@ fn refuse_codes(given: &rapt_options) -> Result<(), Refusal> {
     ];
     match fields.into_iter().find(|(_, is_given)| *is_given) {
         Some((what, _)) => {
-            let what = format!("options.{what} of rapt_attention_backward()");
+            let what = format!("gradients with options.{what}");
             Err(engine::Error::unsupported(what, "codes have no gradient", "leave it NULL, and give numbers").into())
         }
         None => Ok(()),

@@ -44,7 +44,7 @@ pub use abi::{
     rapt_granularity, rapt_judgement, rapt_kv_cache_form, rapt_kv_cache_pages, rapt_kvcache, rapt_layout,
     rapt_measured, rapt_metal, rapt_options, rapt_port, rapt_scale_layout, rapt_tensor, rapt_tolerance,
 };
-pub use backward::rapt_attention_backward;
+pub use backward::{rapt_attention_backward, rapt_varlen_attention_backward};
 pub use kv_cache::{
     rapt_kv_cache, rapt_kv_cache_append, rapt_kv_cache_append_batch, rapt_kv_cache_attention, rapt_kv_cache_create,
     rapt_kv_cache_destroy, rapt_kv_cache_fork, rapt_kv_cache_free, rapt_kv_cache_free_pages, rapt_kv_cache_get_pages,

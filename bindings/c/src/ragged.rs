@@ -9,8 +9,8 @@
 
 use engine::quant::QuantError;
 use engine::{
-    CacheCodes, CacheView, Device, Error, KvCacheTensors, Options, Qkv, Queue, ScaleLayout, VarlenTensors, View,
-    ViewMut, prove_disjoint, prove_injective,
+    CacheCodes, CacheView, Device, DropoutSeed, Error, KvCacheTensors, Options, Qkv, Queue, ScaleLayout, VarlenTensors,
+    View, ViewMut, prove_disjoint, prove_injective,
 };
 
 use crate::abi::{rapt_codes, rapt_error, rapt_kvcache, rapt_options, rapt_tensor};
@@ -26,6 +26,7 @@ pub(crate) struct Asked<'a> {
     pub(crate) v_codes: *const rapt_codes,
     pub(crate) sinks: Option<View<'a>>,
     pub(crate) alibi_slopes: Option<View<'a>>,
+    pub(crate) dropout: Option<DropoutSeed>,
     pub(crate) lse: Option<ViewMut<'a>>,
 }
 
@@ -40,6 +41,7 @@ impl<'a> Asked<'a> {
             v_codes: std::ptr::null(),
             sinks: None,
             alibi_slopes: None,
+            dropout: None,
             lse: None,
         };
         if given.is_null() {
@@ -55,8 +57,9 @@ impl<'a> Asked<'a> {
             unsafe { (optional("sinks", given.sinks)?, optional("alibi_slopes", given.alibi_slopes)?) };
         // SAFETY: as above.
         let lse = if given.lse.is_null() { None } else { Some(unsafe { view_mut("lse", given.lse) }?) };
+        let dropout = read::dropout(&given);
         let rapt_options { q_codes, k_codes, v_codes, .. } = given;
-        Ok(Asked { options, q_codes, k_codes, v_codes, sinks, alibi_slopes, lse })
+        Ok(Asked { options, q_codes, k_codes, v_codes, sinks, alibi_slopes, dropout, lse })
     }
 }
 
@@ -94,8 +97,9 @@ pub(crate) fn in_host_memory<'v>(
 ///
 /// q is [total_q, num_q_heads, head_dim], k and v are [total_kv, num_kv_heads, head_dim], `options->lse` is
 /// [num_q_heads, total_q]; `options->layout` is not read. `cu_seqlens_q` and `cu_seqlens_kv` are I32 [sequences + 1]: where
-/// the rows of each begin, from 0 to the number of rows. `options` may be NULL; a mask and a tolerance are refused. The factors of codes
-/// are those of layout BSHD without its batch: one row for each of theirs (token, block), or those of all sequences.
+/// the rows of each begin and the last ends; rows of no sequence become zeros. `options` may be NULL; a mask and a tolerance are
+/// refused. With dropout, sequence n is batch entry n. The factors of codes are those of layout BSHD without its batch: one row for each
+/// of theirs (token, block), or those of all sequences.
 ///
 /// # Safety
 /// As rapt_attention().
@@ -121,7 +125,7 @@ pub unsafe extern "C" fn rapt_varlen_attention(
             unsafe { (view("cu_seqlens_q", cu_seqlens_q)?, view("cu_seqlens_kv", cu_seqlens_kv)?) };
         // SAFETY: as above.
         let (out, asked) = unsafe { (view_mut("out", out)?, Asked::read(options)?) };
-        let Asked { options, q_codes, k_codes, v_codes, sinks, alibi_slopes, lse } = asked;
+        let Asked { options, q_codes, k_codes, v_codes, sinks, alibi_slopes, dropout, lse } = asked;
         // SAFETY: as above.
         let codes = unsafe {
             Qkv {
@@ -141,7 +145,8 @@ pub unsafe extern "C" fn rapt_varlen_attention(
             ("out", Some(&out.as_view())),
             ("lse", lse.as_ref().map(ViewMut::as_view).as_ref()),
         ])?;
-        let tensors = VarlenTensors { q, k, v, codes, cu_seqlens_q, cu_seqlens_kv, sinks, alibi_slopes, out, lse };
+        let tensors =
+            VarlenTensors { q, k, v, codes, cu_seqlens_q, cu_seqlens_kv, sinks, alibi_slopes, dropout, out, lse };
         Ok(engine.varlen_attention(tensors, &options, &Queue::Host(engine.executor()))?)
     })
 }
@@ -210,7 +215,7 @@ unsafe fn read_cache<'a>(
         unsafe { (optional("cache_seqlens", given.cache_seqlens)?, optional("page_table", given.page_table)?) };
     // SAFETY: as above.
     let (out, asked) = unsafe { (view_mut("out", out)?, Asked::read(options)?) };
-    let Asked { options, q_codes, k_codes, v_codes, sinks, alibi_slopes, lse } = asked;
+    let Asked { options, q_codes, k_codes, v_codes, sinks, alibi_slopes, lse, .. } = asked;
     absent("q_codes", q_codes.is_null(), "q in numbers")?;
     // SAFETY: as above.
     let (k_codes, v_codes) = unsafe {

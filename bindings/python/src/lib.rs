@@ -194,12 +194,18 @@ fn scaled_dot_product_attention<'py>(
     api::sdpa::public(py, given, dropout_p, is_causal, scale, enable_gqa)
 }
 
+/// How often a call drops, and which weights.
+fn stated<'py>(py: Python<'py>, dropout: torch::dropout::Stated<'py>) -> PyResult<(f64, Option<rapt::DropoutSeed>)> {
+    let wording = Wording { names: &errors::hints::ATTENTION, kind: kind::Kind::Torch };
+    torch::dropout::read(dropout).map_err(|failure| raise(py, failure, wording))
+}
+
 /// The calls for many sequences, for a purpose.
 macro_rules! ragged_functions {
     ($varlen:ident, $with_kvcache:ident, $purpose:ident) => {
         #[doc = concat!("Sequences that lie one after another; see `rapt.", stringify!($varlen), "`.")]
         #[pyfunction]
-        #[pyo3(signature = (q, k, v, cu_seqlens_q, cu_seqlens_kv, *, causal = None, window = None, softcap = None, scale = None, sinks = None, alibi_slopes = None, q_descale = None, k_descale = None, v_descale = None, q_zero_point = None, k_zero_point = None, v_zero_point = None, compute = None, out = None, out_dtype = None, return_lse = None))]
+        #[pyo3(signature = (q, k, v, cu_seqlens_q, cu_seqlens_kv, *, causal = None, window = None, softcap = None, scale = None, sinks = None, alibi_slopes = None, q_descale = None, k_descale = None, v_descale = None, q_zero_point = None, k_zero_point = None, v_zero_point = None, compute = None, out = None, out_dtype = None, return_lse = None, dropout = None))]
         #[allow(clippy::too_many_arguments, reason = "the public signature")]
         fn $varlen<'py>(
             py: Python<'py>,
@@ -224,6 +230,7 @@ macro_rules! ragged_functions {
             out: Maybe<'_, 'py>,
             out_dtype: Maybe<'_, 'py>,
             return_lse: Maybe<'_, 'py>,
+            dropout: torch::dropout::Stated<'py>,
         ) -> PyResult<Bound<'py, PyAny>> {
             let q = api::varlen::Packed { tensor: q, descale: q_descale, zero_point: q_zero_point };
             let k = api::varlen::Packed { tensor: k, descale: k_descale, zero_point: k_zero_point };
@@ -240,7 +247,7 @@ macro_rules! ragged_functions {
                 out_dtype,
                 return_lse,
             };
-            let request = api::varlen::Varlen { q, k, v, cu_seqlens_q, cu_seqlens_kv, common };
+            let request = api::varlen::Varlen { q, k, v, cu_seqlens_q, cu_seqlens_kv, common, dropout: stated(py, dropout)? };
             api::varlen::varlen(py, &Home::Default, &request, api::ragged::Purpose::$purpose)
         }
 
@@ -293,6 +300,64 @@ macro_rules! ragged_functions {
 }
 ragged_functions!(varlen_attention, attention_with_kvcache, Run);
 ragged_functions!(explain_varlen, explain_with_kvcache, Explain);
+
+/// What the two functions for gradients of sequences take, and what each then gives.
+macro_rules! varlen_backward_functions {
+    ($($name:ident, [$($gradient:ident,)*], $doc:literal, $run:path, $answer:ty;)*) => {
+        $(#[doc = $doc]
+        #[pyfunction]
+        #[pyo3(signature = (d_o, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_kv, $($gradient = None,)* *, d_lse = None, causal = None, window = None, softcap = None, scale = None, sinks = None, alibi_slopes = None, compute = None, dropout = None))]
+        #[allow(clippy::too_many_arguments, reason = "the public signature")]
+        fn $name<'py>(
+            py: Python<'py>,
+            d_o: Any<'_, 'py>,
+            q: Any<'_, 'py>,
+            k: Any<'_, 'py>,
+            v: Any<'_, 'py>,
+            out: Any<'_, 'py>,
+            lse: Any<'_, 'py>,
+            cu_seqlens_q: Any<'_, 'py>,
+            cu_seqlens_kv: Any<'_, 'py>,
+            $($gradient: Maybe<'_, 'py>,)*
+            d_lse: Maybe<'_, 'py>,
+            causal: Maybe<'_, 'py>,
+            window: Maybe<'_, 'py>,
+            softcap: Maybe<'_, 'py>,
+            scale: Maybe<'_, 'py>,
+            sinks: Maybe<'_, 'py>,
+            alibi_slopes: Maybe<'_, 'py>,
+            compute: Maybe<'_, 'py>,
+            dropout: torch::dropout::Stated<'py>,
+        ) -> PyResult<$answer> {
+            let (out_dtype, return_lse) = (None, None);
+            let common = api::ragged::Common {
+                causal,
+                window,
+                softcap,
+                scale,
+                sinks,
+                alibi_slopes,
+                compute,
+                out: None,
+                out_dtype,
+                return_lse,
+            };
+            let arriving = api::backward::Arriving { out, lse, d_o, d_lse };
+            let offsets = [cu_seqlens_q, cu_seqlens_kv];
+            let request = api::varlen_backward::Request { inputs: [q, k, v], offsets, arriving, common, dropout: stated(py, dropout)? };
+            $run(py, &Home::Default, &request, [$($gradient,)*])
+        })*
+    };
+}
+varlen_backward_functions! {
+    varlen_attention_backward, [],
+    "The gradients of `varlen_attention` by q, k, v and sinks; see `rapt.varlen_attention_backward`.",
+    api::varlen_backward::make, Bound<'py, PyAny>;
+
+    varlen_backward_into, [dq, dk, dv, d_sinks,],
+    "Fills those gradients that are given, of any strides. The caller has seen to gradients of theirs.",
+    api::varlen_backward::fill, ();
+}
 
 /// Whether attention runs on this kind of device here.
 #[pyfunction]
@@ -378,6 +443,8 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(run_into, module)?)?;
     module.add_function(wrap_pyfunction!(attention_backward, module)?)?;
     module.add_function(wrap_pyfunction!(backward_into, module)?)?;
+    module.add_function(wrap_pyfunction!(varlen_attention_backward, module)?)?;
+    module.add_function(wrap_pyfunction!(varlen_backward_into, module)?)?;
     module.add_function(wrap_pyfunction!(options_schema, module)?)?;
     module.add_function(wrap_pyfunction!(scaled_dot_product_attention, module)?)?;
     module.add_function(wrap_pyfunction!(torch::python::torch_decide, module)?)?;
@@ -385,6 +452,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(torch::python::torch_sdpa, module)?)?;
     module.add_function(wrap_pyfunction!(torch::python::torch_decide_jagged, module)?)?;
     module.add_function(wrap_pyfunction!(torch::python::torch_jagged, module)?)?;
+    module.add_function(wrap_pyfunction!(torch::python::torch_jagged_backward, module)?)?;
     module.add_function(wrap_pyfunction!(torch::python::torch_is_plain, module)?)?;
     module.add_function(wrap_pyfunction!(torch::python::torch_is_traced, module)?)?;
     module.add_function(wrap_pyfunction!(torch::python::fallback_reasons, module)?)?;

@@ -162,6 +162,17 @@ def test_an_output_of_any_strides_is_written_and_nothing_beside_it(rng):
     assert (out == rapt.varlen_attention(q, k, v, offsets([2, 3]), offsets([4, 5]))).all()
 
 
+def test_rows_of_no_sequence_are_zeros(lib, rng):
+    """Before the first offset and behind the last: NaN there reaches nothing."""
+    q, k, v = (lib.cat([lib.filled((2, *x.shape[1:]), np.nan), x, lib.filled((3, *x.shape[1:]), np.nan)]) for x in packed(lib, rng, [2, 3], [4, 5]))
+    of_q, of_kv = offsets([2, 3]) + np.int32(2), offsets([4, 5]) + np.int32(2)
+    out, lse = rapt.varlen_attention(q, k, v, lib.of(of_q), lib.of(of_kv), return_lse=True)
+    inner, inner_lse = rapt.varlen_attention(q[2:7], k[2:11], v[2:11], lib.of(of_q - np.int32(2)), lib.of(of_kv - np.int32(2)), return_lse=True)
+    assert lib.equal(out[2:7], inner) and lib.equal(lse[:, 2:7], inner_lse)
+    assert not out[:2].any() and not out[7:].any() and (lse[:, :2] == -np.inf).all() and (lse[:, 7:] == -np.inf).all()
+    assert rapt.explain_varlen(q, k, v, lib.of(of_q), lib.of(of_kv)).sequences == 2
+
+
 def test_no_sequence_is_a_batch_too():
     none = np.zeros((0, HEADS, DIM), np.float32)
     out, lse = rapt.varlen_attention(none, none, none, np.zeros(1, np.int32), np.zeros(1, np.int32), return_lse=True)
@@ -169,9 +180,9 @@ def test_no_sequence_is_a_batch_too():
 
 
 VARLEN_REFUSED = [
-    ({"cu_seqlens_q": np.array([1, 2, 5], np.int32)}, rapt.IndexRangeError, r"cu_seqlens_q\[0\] is 1.*numpy.cumsum"),
+    ({"cu_seqlens_q": np.array([-1, 2, 5], np.int32)}, rapt.IndexRangeError, r"cu_seqlens_q\[0\] is -1.*numpy.cumsum"),
     ({"cu_seqlens_q": np.array([0, 6, 5], np.int32)}, rapt.IndexRangeError, r"cu_seqlens_q\[2\] is 5"),
-    ({"cu_seqlens_q": np.array([0, 2, 4], np.int32)}, rapt.IndexRangeError, r"cu_seqlens_q\[2\] is 4; allowed: 5"),
+    ({"cu_seqlens_q": np.array([0, 2, 6], np.int32)}, rapt.IndexRangeError, r"cu_seqlens_q\[2\] is 6; allowed: 5 at most"),
     ({"cu_seqlens_kv": np.array([0, -1, 9], np.int32)}, rapt.IndexRangeError, r"cu_seqlens_kv\[1\] is -1"),
     ({"cu_seqlens_kv": np.array([0, 9], np.int32)}, rapt.ShapeError, "cu_seqlens_kv with 3 offsets"),
     ({"cu_seqlens_kv": np.array([0, 4, 9])}, rapt.UnsupportedDtypeError, r"cu_seqlens_kv\.astype\(numpy\.int32\)"),

@@ -99,8 +99,17 @@ impl DropoutSeed {
         DropoutSeed { seed, offset, first_batch: 0 }
     }
 
+    /// The same draw for what comes after so many batch entries; [`check`](DropoutSeed::check) says whether they have numbers.
+    #[must_use]
+    pub const fn after(self, entries: usize) -> Self {
+        DropoutSeed { first_batch: self.first_batch.wrapping_add(entries as u32), ..self }
+    }
+
     /// That `batch` entries have numbers.
-    pub(crate) fn check(&self, batch: usize) -> Result<()> {
+    ///
+    /// # Errors
+    /// [`Error::Option`] if one of them would be 2^32 or more.
+    pub fn check(&self, batch: usize) -> Result<()> {
         if u64::from(self.first_batch) + batch as u64 <= 1 << 32 {
             return Ok(());
         }
@@ -213,7 +222,7 @@ mod tests {
             assert_ne!(other, block);
         }
         // A sequence of a ragged batch is its own batch entry.
-        assert_eq!(DropoutSeed { first_batch: 3, ..plain }.of_head(0, 4).block(6, 9), block);
+        assert_eq!(plain.after(1).of_head(0, 4).block(6, 9), block);
         // By hand.
         let [a, b, c, d] = philox([3, 0, 3, 4], [7, 0]);
         assert_eq!(block, philox([c, 9, d, 6], [a, b]));

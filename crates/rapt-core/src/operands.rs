@@ -4,6 +4,8 @@
 //! reaches lies inside its extent (an invariant of [`View`]); each output names every address once and shares no byte
 //! with any other operand.
 
+use std::ops::Range;
+
 use crate::overlap::{Decision, STEPS};
 use crate::spec::{
     broadcast_mask, canonical, codes_of_keys, keys, lengths_spec, numbers_of, offsets_spec, page_table, part_names,
@@ -154,18 +156,24 @@ pub fn prove_injective(tensor: &'static str, out: &ViewMut<'_>) -> Result<usize>
     }
 }
 
-/// The parts of `out` along dimension `dim` of which each ends where the next begins, at `ends` and at 0 before the first.
+/// The parts of `out` at `ranges` of dimension `dim`, of which none begins before the one before it has ended.
 ///
 /// # Errors
 /// As [`prove_injective`]: an element of two parts would be written by two.
 ///
 /// # Panics
-/// If the ends fall, or leave the dimension.
-pub fn split<'a>(tensor: &'static str, mut out: ViewMut<'a>, dim: usize, ends: &[usize]) -> Result<Vec<ViewMut<'a>>> {
+/// If the ranges lie out of their order, or leave the dimension.
+pub fn split<'a>(
+    tensor: &'static str,
+    mut out: ViewMut<'a>,
+    dim: usize,
+    ranges: &[Range<usize>],
+) -> Result<Vec<ViewMut<'a>>> {
     prove_injective(tensor, &out)?;
-    let begins = std::iter::once(0).chain(ends.iter().copied());
-    // SAFETY: the whole is given up, and no two indices have one address.
-    Ok(begins.zip(ends).map(|(begin, &end)| unsafe { out.part(dim, &(begin..end)) }).collect())
+    let is_in_order = ranges.windows(2).all(|pair| pair[0].end <= pair[1].start);
+    assert!(is_in_order && ranges.iter().all(|range| range.start <= range.end), "parts of {tensor} that lie apart");
+    // SAFETY: the whole is given up, no two ranges share an index, and no two indices have one address.
+    Ok(ranges.iter().map(|range| unsafe { out.part(dim, range) }).collect())
 }
 
 impl<'a> Operands<'a> {

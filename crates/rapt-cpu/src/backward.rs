@@ -9,7 +9,7 @@
 //! sinks  the gradient of the sinks         heads
 //! ```
 //! How sums are grouped follows lengths, head dims, dtype and instruction set; only how many tasks are a wave depends on threads, and that touches no
-//! bit. Every request that core accepts is served, in host memory.
+//! bit. Every request that core accepts is served, in host memory. [`BackwardBatch`](crate::BackwardBatch) runs many plans side by side.
 
 use rapt_core::{
     Arch, BackwardOperands, BackwardPlan, BackwardSpec, Caps, Cost, DType, Device, Direction, Error, Executor, Kernel,
@@ -20,8 +20,9 @@ use crate::arch::{self, Vectors};
 use crate::backward_problem::{
     BackwardDecisions, BackwardPartition, BackwardProblem, BackwardScratch, RowStates, ScoreRule,
 };
+use crate::backward_steps::{self, Job, Segment};
 use crate::caps::available;
-use crate::kernels::backward::{Entries, ROWS_PER_ITEM, mask_pieces};
+use crate::kernels::backward::Entries;
 use crate::kernels::simd::{Real, Simd, Storage};
 use crate::problem::Output;
 use crate::run::{Pool, Shared};
@@ -40,22 +41,38 @@ const CHUNKS: usize = 4;
 #[derive(Debug, PartialEq)]
 pub struct BackwardLaunch {
     /// `None` where nothing is attended: zeros are written.
-    steps: Option<BackwardSteps>,
-    threads: usize,
+    pub(crate) steps: Option<BackwardSteps>,
+    pub(crate) threads: usize,
     workspace_bytes: usize,
-    cost: Cost,
+    pub(crate) cost: Cost,
 }
 
 /// How the work is dealt.
 #[derive(Debug, PartialEq)]
-struct BackwardSteps {
+pub(crate) struct BackwardSteps {
     arch: Arch,
     storage: DType,
-    decisions: BackwardDecisions,
+    pub(crate) decisions: BackwardDecisions,
     /// Of one thread, a multiple of 64.
-    scratch_bytes: usize,
+    pub(crate) scratch_bytes: usize,
     /// Of one array of row states, a multiple of 64.
-    states_bytes: usize,
+    pub(crate) states_bytes: usize,
+}
+
+impl BackwardSteps {
+    /// The kernels, if this machine has them.
+    pub(crate) fn entries(&self) -> Result<Entries> {
+        let entries =
+            arch::with_vectors(self.arch, EntriesOf(self.storage)).filter(|_| available().contains(&self.arch));
+        let missing = || Error::unsupported(self.arch.name(), "this machine or build lacks it", "plan on this machine");
+        entries.ok_or_else(missing)
+    }
+
+    /// Where the three arrays of states begin at `base`.
+    pub(crate) fn states_at(&self, base: *mut u8) -> RowStates {
+        let [top, log2_sum, delta] = [0, 1, 2].map(|n| base.wrapping_add(n * self.states_bytes));
+        RowStates { top, log2_sum, delta }
+    }
 }
 
 impl LaunchPlan for BackwardLaunch {
@@ -188,8 +205,7 @@ pub fn select_backward(spec: &BackwardSpec, caps: &Caps) -> Result<BackwardPlan>
     let size = accumulation.size_bytes();
     let bytes = |elements: usize| elements.saturating_mul(size).checked_next_multiple_of(64).unwrap_or(usize::MAX);
     let (scratch_bytes, states_bytes) = (bytes(scratch.len), bytes(partition.tasks * partition.rows));
-    let of_chunk = partition.task_tiles().saturating_mul(partition.queries).saturating_mul(forward.head_dim());
-    let partials = of_chunk.saturating_mul(partition.chunks).saturating_mul(partition.wave);
+    let partials = partition.partials_of_task(forward.head_dim()).saturating_mul(partition.wave);
     let partials_bytes = if spec.dq().is_some() { bytes(partials) } else { 0 };
     let workspace_bytes = threads
         .saturating_mul(scratch_bytes)
@@ -278,65 +294,23 @@ pub fn run_backward(
         fill_zeros(spec, operands);
         return Ok(());
     };
-    let missing = || Error::unsupported(steps.arch.name(), "this machine or build lacks it", "plan on this machine");
-    if !available().contains(&steps.arch) {
-        return Err(missing());
-    }
-    let entries = arch::with_vectors(steps.arch, EntriesOf(steps.storage)).ok_or_else(missing)?;
+    let entries = steps.entries()?;
     if workspace.len_bytes() < launch.workspace_bytes {
         return Err(Error::OutOfMemory { bytes: launch.workspace_bytes });
     }
     let base = workspace.as_mut_ptr();
     let states = base.wrapping_add(launch.threads * steps.scratch_bytes);
-    let [top, log2_sum, delta, partials] = [0, 1, 2, 3].map(|n| states.wrapping_add(n * steps.states_bytes));
-    let states = RowStates { top, log2_sum, delta };
-    let mut problem = BackwardProblem::new(spec, &steps.decisions, operands, states, partials);
+    let partials = states.wrapping_add(3 * steps.states_bytes);
+    let problem = BackwardProblem::new(spec, &steps.decisions, operands, steps.states_at(states), partials);
     let pool = Pool { executor, threads: launch.threads, scratch_bytes: steps.scratch_bytes, base: Shared(base) };
-    let partition = steps.decisions.partition;
-    // SAFETY of each: the entries are of an instruction set that this machine has; items write parts of their own, and what they read of earlier
-    // steps is written.
-    pool.deal((partition.tasks * partition.rows).div_ceil(ROWS_PER_ITEM), |n, scratch| {
-        // SAFETY: see above.
-        unsafe { (entries.rows)(&problem, n, scratch) }
-    })?;
-    pool.deal(partition.tasks * partition.task_tiles(), |n, scratch| {
-        // SAFETY: see above.
-        unsafe { (entries.large)(&problem, n, scratch) }
-    })?;
-    if problem.dq.is_some() || problem.dk.is_some() || problem.dv.is_some() {
-        for first in (0..partition.tasks).step_by(partition.wave) {
-            problem.first_task = first;
-            let tasks = partition.wave.min(partition.tasks - first);
-            pool.deal(tasks * partition.chunks, |n, scratch| {
-                // SAFETY: see above.
-                unsafe { (entries.main)(&problem, n, scratch) }
-            })?;
-            if problem.dq.is_some() {
-                pool.deal(tasks * partition.task_tiles(), |n, scratch| {
-                    // SAFETY: see above.
-                    unsafe { (entries.dq)(&problem, n, scratch) }
-                })?;
-            }
-        }
-    }
-    if problem.d_mask.is_some() {
-        let pieces = mask_pieces(problem.d_mask_shape, &partition).iter().product();
-        pool.deal(pieces, |n, scratch| {
-            // SAFETY: see above.
-            unsafe { (entries.mask)(&problem, n, scratch) }
-        })?;
-    }
-    if problem.d_sinks.is_some() {
-        pool.deal(problem.num_q_heads, |n, scratch| {
-            // SAFETY: see above.
-            unsafe { (entries.sinks)(&problem, n, scratch) }
-        })?;
-    }
-    Ok(())
+    let BackwardPartition { tasks, wave, .. } = steps.decisions.partition;
+    let segment = |first| vec![Segment { job: 0, first, tasks: wave.min(tasks - first), partials_at: 0 }];
+    let waves: Vec<_> = (0..tasks).step_by(wave).map(segment).collect();
+    backward_steps::run(&mut [Job { problem, entries }], &waves, partials, &pool)
 }
 
 /// Zeros in every gradient.
-fn fill_zeros(spec: &BackwardSpec, operands: &mut BackwardOperands<'_>) {
+pub(crate) fn fill_zeros(spec: &BackwardSpec, operands: &mut BackwardOperands<'_>) {
     let [dq, dk, dv, d_mask, d_sinks] = operands.gradient_ptrs();
     for (of, ptr) in [(spec.dq(), dq), (spec.dk(), dk), (spec.dv(), dv), (spec.d_mask(), d_mask)] {
         let Some((of, ptr)) = of.zip(ptr) else { continue };

@@ -44,6 +44,12 @@ impl BackwardPartition {
     pub(crate) fn task_tiles(&self) -> usize {
         self.rows.div_ceil(self.queries)
     }
+
+    /// Elements of the partial sums of dq of one task.
+    pub(crate) fn partials_of_task(&self, head_dim: usize) -> usize {
+        let of_chunk = self.task_tiles().saturating_mul(self.queries).saturating_mul(head_dim);
+        of_chunk.saturating_mul(self.chunks)
+    }
 }
 
 /// Where things lie in a thread's scratch memory: offsets in elements of the accumulation dtype, each a multiple of 16. `m` is the rows of a run,
@@ -181,6 +187,7 @@ pub(crate) struct BackwardProblem {
     pub(crate) partition: BackwardPartition,
     pub(crate) scratch: BackwardScratch,
     pub(crate) states: RowStates,
+    /// Those of the wave.
     pub(crate) partials: *mut u8,
     /// The first task of the wave.
     pub(crate) first_task: usize,

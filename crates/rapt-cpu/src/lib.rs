@@ -22,11 +22,14 @@
 
 mod arch;
 mod backward;
+mod backward_batch;
 mod backward_problem;
+mod backward_steps;
 mod caps;
 pub mod ceiling;
 mod deviation;
 mod dropping;
+mod fill;
 pub mod gemm;
 mod kernels;
 mod launch;
@@ -43,10 +46,12 @@ pub mod tune;
 
 pub use arch::{KernelVariant, Step};
 pub use backward::{BackwardLaunch, run_backward, select_backward};
+pub use backward_batch::BackwardBatch;
 #[doc(hidden)]
 pub use caps::model_tiles;
 pub use caps::{available, detect};
 pub use deviation::deviations;
+pub use fill::fill;
 pub use launch::CpuLaunch;
 pub use run::{Batch, heads_together, run, run_heads};
 pub use select::{select, tiles};

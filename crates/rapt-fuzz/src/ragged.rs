@@ -394,6 +394,11 @@ pub fn varlen(data: &[u8]) -> bool {
     let Some([before, after]) = call.run(true) else { return false };
     call.check_untouched([&before, &after], &[]);
     let sinks = call.sinks(&before);
+    let (first, last) =
+        (call.placed(FIRST).int(&before, &[0]), call.placed(FIRST).int(&before, &[call.size(FIRST, 0) - 1]));
+    for row in (0..first).chain(last..call.size(OUT, 0)) {
+        assert!(call.placed(OUT).elements(&after, &[row]).iter().all(|byte| *byte == 0), "a row of no sequence");
+    }
     for b in 0..call.size(FIRST, 0) - 1 {
         let range = |n: usize| call.placed(n).int(&before, &[b])..call.placed(n).int(&before, &[b + 1]);
         let (queries, keys) = (range(FIRST), range(SECOND));

@@ -62,8 +62,8 @@ pub use model::{Model, ModelError, Session};
 pub use offload::offload;
 pub use pool::Pool;
 pub use ragged::{
-    CacheCodes, CacheView, KvCache, KvCacheForm, KvCacheQueries, KvCacheTensors, RaggedPart, RaggedPlan, SequenceId,
-    VarlenTensors,
+    CacheCodes, CacheView, KvCache, KvCacheForm, KvCacheQueries, KvCacheTensors, PackedTensors, RaggedPart, RaggedPlan,
+    SequenceId, SequenceRows, VarlenBackwardTensors, VarlenTensors,
 };
 pub use rapt_bridge as bridge;
 pub use rapt_core::{

@@ -105,6 +105,7 @@ impl Varlen {
             cu_seqlens_kv: View::contiguous("cu_seqlens_kv", of_kv, [of_kv.len()].into())?,
             sinks: None,
             alibi_slopes: None,
+            dropout: None,
             out: ViewMut::contiguous("out", out, [rows, HEADS, DIM_V].into())?,
             lse: Some(ViewMut::contiguous("lse", lse, [HEADS, rows].into())?),
         })
@@ -180,10 +181,10 @@ fn offsets_that_cannot_be_are_refused_by_their_place() {
         Error::Length { tensor, at, got, .. } => (*tensor, *at, *got),
         other => panic!("{other}"),
     };
-    assert_eq!(at(&refused(|all| all.of_q[0] = 1)), ("cu_seqlens_q", 0, 1));
+    assert_eq!(at(&refused(|all| all.of_q[0] = -1)), ("cu_seqlens_q", 0, -1));
     assert_eq!(at(&refused(|all| all.of_q[1] = -2)), ("cu_seqlens_q", 1, -2));
     assert_eq!(at(&refused(|all| all.of_q[2] = 1)), ("cu_seqlens_q", 2, 1));
-    assert_eq!(at(&refused(|all| all.of_kv[2] = 8)), ("cu_seqlens_kv", 2, 8));
+    assert_eq!(at(&refused(|all| all.of_kv[2] = 3)), ("cu_seqlens_kv", 2, 3));
     assert_eq!(at(&refused(|all| all.of_kv[2] = 10)), ("cu_seqlens_kv", 2, 10));
     assert!(matches!(refused(|all| all.of_kv = vec![0, 4, 9, 9]), Error::SizeMismatch { size: "sequences", .. }));
     assert!(matches!(refused(|all| all.of_kv = vec![]), Error::Option { option: "cu_seqlens_kv", .. }));

@@ -116,6 +116,7 @@ fn varlen(engine: &Engine, [k, v]: [&Coded; 2], options: &Options) -> rapt::Resu
         cu_seqlens_kv: View::contiguous("cu_seqlens_kv", &of_kv, [of_kv.len()].into())?,
         sinks: None,
         alibi_slopes: None,
+        dropout: None,
         out: ViewMut::contiguous("out", &mut out, [rows, HEADS, DIM_V].into())?,
         lse: Some(ViewMut::contiguous("lse", &mut lse, [HEADS, rows].into())?),
     };

@@ -36,6 +36,7 @@ fn five() -> VarlenTensors<'static> {
         codes: Qkv::default(),
         sinks: None,
         alibi_slopes: None,
+        dropout: None,
         out: written("out", 6, BF16, &[100, 8, 32]),
         lse: Some(written("lse", 7, DType::F32, &[8, 100])),
     }

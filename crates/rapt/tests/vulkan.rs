@@ -114,6 +114,7 @@ fn what_the_gpu_has_no_kernel_for_is_refused_and_not_computed_on_the_host() {
         codes: rapt::Qkv::default(),
         sinks: None,
         alibi_slopes: None,
+        dropout: None,
         out: rapt::ViewMut::contiguous("out", &mut out, [3, 1, 4].into()).unwrap(),
         lse: None,
     };

@@ -31,20 +31,20 @@ pub(crate) struct Arriving<'a, 'py> {
 const NAMES: [&str; 5] = ["dq", "dk", "dv", "d_mask", "d_sinks"];
 
 /// The same as operands.
-struct Read {
-    out: Operand,
-    lse: Operand,
-    d_o: Operand,
-    d_lse: Option<Operand>,
+pub(super) struct Read {
+    pub(super) out: Operand,
+    pub(super) lse: Operand,
+    pub(super) d_o: Operand,
+    pub(super) d_lse: Option<Operand>,
 }
 
 impl<'a, 'py> Arriving<'a, 'py> {
-    fn named(self) -> impl Iterator<Item = (&'static str, Object<'a, 'py>)> {
+    pub(super) fn named(self) -> impl Iterator<Item = (&'static str, Object<'a, 'py>)> {
         let three = [("out", self.out), ("lse", self.lse), ("d_o", self.d_o)];
         three.into_iter().chain(self.d_lse.map(|d_lse| ("d_lse", d_lse)))
     }
 
-    fn read(self, kind: Kind, q: Object<'_, 'py>) -> Result<Read, Failure> {
+    pub(super) fn read(self, kind: Kind, q: Object<'_, 'py>) -> Result<Read, Failure> {
         let read = |name, object| tensors::read(name, object, kind, q);
         Ok(Read {
             out: read("out", self.out)?,
@@ -139,7 +139,7 @@ impl<'a, 'py> Call<'a, 'py> {
 }
 
 /// A gradient to be written.
-fn written(gradient: &mut Option<Operand>) -> rapt::Result<Option<ViewMut<'_>>> {
+pub(super) fn written(gradient: &mut Option<Operand>) -> rapt::Result<Option<ViewMut<'_>>> {
     gradient.as_mut().map(Operand::view_mut).transpose()
 }
 

@@ -159,7 +159,7 @@ macro_rules! methods_of {
                 let q = Packed { tensor: q, descale: q_descale, zero_point: q_zero_point };
                 let k = Packed { tensor: k, descale: k_descale, zero_point: k_zero_point };
                 let v = Packed { tensor: v, descale: v_descale, zero_point: v_zero_point };
-                varlen::varlen(py, &home, &Varlen { q, k, v, cu_seqlens_q, cu_seqlens_kv, common }, Purpose::$purpose)
+                varlen::varlen(py, &home, &Varlen { q, k, v, cu_seqlens_q, cu_seqlens_kv, common, dropout: (0.0, None) }, Purpose::$purpose)
             }
 
             #[doc = concat!("`rapt.", stringify!($with_kvcache), "` on these threads.")]

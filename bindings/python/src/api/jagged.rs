@@ -4,14 +4,18 @@
 //! ```text
 //! values [rows, heads, head_dim]   row r of sequence i lies in offsets[i] .. offsets[i + 1], or offsets[i] .. + lengths[i]
 //! ```
-//! They are [`Engine::varlen_attention`](rapt::Engine::varlen_attention)'s, whose offsets leave no row out. So rows of no
-//! sequence become sequences of their own: queries without keys, whose output is zeros, and keys without queries, which nobody reads.
+//! They are [`Engine::packed_attention`](rapt::Engine::packed_attention)'s, and [`packed_backward`](rapt::Engine::packed_backward)'s: rows of no sequence
+//! are zeros in what either writes.
 
 use std::ops::Range;
 
 use pyo3::prelude::*;
-use rapt::{DType, Device, ErrorKind, Options, VarlenTensors, View};
+use pyo3::types::PyTuple;
+use rapt::{
+    BackwardTensors, DType, Device, DropoutSeed, ErrorKind, Options, PackedTensors, SequenceRows, VarlenTensors,
+};
 
+use crate::api::backward::{Arriving, written};
 use crate::api::ragged::{enqueue, on_threads, size};
 use crate::api::varlen::VarlenOnDevice;
 use crate::engine::Home;
@@ -30,6 +34,7 @@ pub(crate) struct Jagged<'a, 'py> {
     pub(crate) values: [Object<'a, 'py>; 3],
     pub(crate) sequences: [Sequences<'py>; 3],
     pub(crate) enable_gqa: bool,
+    pub(crate) dropout: Option<DropoutSeed>,
 }
 
 /// What each tensor and its parts are called.
@@ -45,34 +50,94 @@ struct Part {
     rows: Vec<Range<usize>>,
 }
 
-/// Computes it into new values, `[rows of q, heads, head_dim of v]`.
+impl Jagged<'_, '_> {
+    /// q, k and v, of which the rows fit one another.
+    fn read(&self) -> Result<([Operand; 3], SequenceRows), Failure> {
+        let part = |at: usize| Part::read(self.values[at], &self.sequences[at], &NAMES[at]);
+        let [q, k, v] = [part(0)?, part(1)?, part(2)?];
+        check(&q, &k, &v)?;
+        let mut values = [q.values, k.values, v.values];
+        if !self.enable_gqa {
+            broadcast_heads(values.each_mut())?;
+        }
+        Ok((values, SequenceRows { q: q.rows, k: k.rows, v: v.rows }))
+    }
+}
+
+/// Computes it into new values, `[rows of q, heads, head_dim of v]`; with `return_lse` beside its lse, `[heads, rows of q]`.
 pub(crate) fn run<'py>(
     py: Python<'py>,
     request: &Jagged<'_, 'py>,
     options: &Options,
+    return_lse: bool,
 ) -> Result<Bound<'py, PyAny>, Failure> {
-    let first = tensors::read("q", request.values[0], Kind::Torch, request.values[0])?;
+    let like = request.values[0];
+    let first = tensors::read("q", like, Kind::Torch, like)?;
     if let Device::Cuda(device) = first.device {
+        if return_lse || request.dropout.is_some() {
+            let message = "lse or dropout of nested tensors on a GPU";
+            return Err(Failure::binding(ErrorKind::Unsupported, message, "tensors of the CPU"));
+        }
         return on_device(py, request, options, device);
     }
-    let part = |at: usize| Part::read(request.values[at], &request.sequences[at], &NAMES[at]);
-    let [mut q, mut k, mut v] = [part(0)?, part(1)?, part(2)?];
-    check(&q, &k, &v)?;
-    if !request.enable_gqa {
-        broadcast_heads([&mut q.values, &mut k.values, &mut v.values])?;
-    }
-    let (rows, heads) = (size(&q.values, 0), size(&q.values, 1));
-    let shape = [rows, heads, size(&v.values, 2)].into();
-    let (product, mut out) =
-        tensors::allocate("out", Kind::Torch, request.values[0], Device::Cpu, q.values.dtype, shape)?;
-    match whole(&q, &k, &v)? {
-        Some(ends) => call(py, [&q.values, &k.values, &v.values], &mut out, &ends, options)?,
-        None => one_by_one(py, [&q, &k, &v], &out, options)?,
-    }
+    let ([q, k, v], rows) = request.read()?;
+    let (count, heads) = (size(&q, 0), size(&q, 1));
+    let allocate = |name, dtype, shape| tensors::allocate(name, Kind::Torch, like, Device::Cpu, dtype, shape);
+    let (product, mut out) = allocate("out", q.dtype, [count, heads, size(&v, 2)].into())?;
+    let mut lse = return_lse.then(|| allocate("lse", q.dtype.accumulation(), [heads, count].into())).transpose()?;
+    let tensors = PackedTensors {
+        q: q.view()?,
+        k: k.view()?,
+        v: v.view()?,
+        codes: rapt::Qkv::default(),
+        sinks: None,
+        alibi_slopes: None,
+        dropout: request.dropout,
+        out: out.view_mut()?,
+        lse: lse.as_mut().map(|(_, lse)| lse.view_mut()).transpose()?,
+    };
+    on_threads(py, &Home::Default, Kind::Torch, |engine, queue| {
+        engine.packed_attention(tensors, &rows, options, queue)
+    })??;
     drop(out);
     let answer = product.finish(py)?;
     stats::count_served();
-    Ok(answer)
+    match lse {
+        Some((product, operand)) => {
+            drop(operand);
+            Ok(PyTuple::new(py, [answer, product.finish(py)?])?.into_any())
+        }
+        None => Ok(answer),
+    }
+}
+
+/// Fills those of `gradients` that are given, by the values of q, k and v.
+pub(crate) fn backward<'py>(
+    py: Python<'py>,
+    request: &Jagged<'_, 'py>,
+    arriving: Arriving<'_, 'py>,
+    gradients: [Option<Object<'_, 'py>>; 3],
+    options: &Options,
+) -> Result<(), Failure> {
+    let ([q, k, v], rows) = request.read()?;
+    let arrived = arriving.read(Kind::Torch, request.values[0])?;
+    let mut made = [const { None }; 3];
+    for ((made, name), given) in made.iter_mut().zip(["dq", "dk", "dv"]).zip(gradients) {
+        *made = given.map(|given| tensors::read(name, given, Kind::Torch, request.values[0])).transpose()?;
+    }
+    let [dq, dk, dv] = &mut made;
+    let (out, lse, d_o) = (arrived.out.view()?, arrived.lse.view()?, arrived.d_o.view()?);
+    let tensors = BackwardTensors {
+        dropout: request.dropout,
+        d_lse: arrived.d_lse.as_ref().map(Operand::view).transpose()?,
+        dq: written(dq)?,
+        dk: written(dk)?,
+        dv: written(dv)?,
+        ..BackwardTensors::new([q.view()?, k.view()?, v.view()?], out, lse, d_o)
+    };
+    Ok(on_threads(py, &Home::Default, Kind::Torch, |engine, queue| {
+        engine.packed_backward(tensors, &rows, options, queue)
+    })??)
 }
 
 /// The same on a GPU, which reads where sequences begin: one offset more than there are, int32, and no lengths. Those of v are those of k.
@@ -105,6 +170,7 @@ fn on_device<'py>(
         codes: rapt::Qkv::default(),
         sinks: None,
         alibi_slopes: None,
+        dropout: None,
         out: out.view_mut()?,
         lse: None,
     };
@@ -229,89 +295,4 @@ fn broadcast_heads([q, k, v]: [&mut Operand; 3]) -> Result<(), Failure> {
         spread(v);
     }
     Ok(())
-}
-
-/// Where sequences end that are all rows: those of q and of k, rows of no sequence among them. `None` where keys and values lie at
-/// different rows, or not in order.
-fn whole(q: &Part, k: &Part, v: &Part) -> Result<Option<[Vec<i32>; 2]>, Failure> {
-    if k.rows != v.rows || size(&k.values, 0) != size(&v.values, 0) || !k.is_in_order() {
-        return Ok(None);
-    }
-    let (mut at_q, mut at_k) = (0, 0);
-    let mut ends = [vec![0], vec![0]];
-    let mut push = |of_q: usize, of_k: usize| -> Result<(), Failure> {
-        for (ends, end) in ends.iter_mut().zip([of_q, of_k]) {
-            let too_many =
-                |_| Failure::binding(ErrorKind::Unsupported, format!("{end} rows: at most 2^31 - 1 are served"), "");
-            ends.push(i32::try_from(end).map_err(too_many)?);
-        }
-        Ok(())
-    };
-    let last = (size(&q.values, 0)..size(&q.values, 0), size(&k.values, 0)..size(&k.values, 0));
-    for (queries, keys) in q.rows.iter().cloned().zip(k.rows.iter().cloned()).chain([last]) {
-        if queries.start > at_q {
-            push(queries.start, at_k)?;
-        }
-        if keys.start > at_k {
-            push(queries.start, keys.start)?;
-        }
-        push(queries.end, keys.end)?;
-        (at_q, at_k) = (queries.end, keys.end);
-    }
-    Ok(Some(ends))
-}
-
-/// Rows `range` of a tensor.
-fn rows(operand: &Operand, range: &Range<usize>) -> Operand {
-    let bytes = operand.strides[0].wrapping_mul(range.start.cast_signed());
-    let bytes = bytes.wrapping_mul(operand.dtype.size_bytes().cast_signed());
-    let shape = [range.len(), operand.shape[1], operand.shape[2]].into();
-    let ptr = if range.is_empty() { operand.ptr } else { operand.ptr.wrapping_offset(bytes) };
-    Operand { ptr, shape, ..operand.alias() }
-}
-
-/// Sequence after sequence: keys and values that lie at different rows.
-fn one_by_one(py: Python<'_>, [q, k, v]: [&Part; 3], out: &Operand, options: &Options) -> Result<(), Failure> {
-    let one = |queries: Range<usize>, keys: Range<usize>, values: Range<usize>| -> Result<(), Failure> {
-        let inputs = [rows(&q.values, &queries), rows(&k.values, &keys), rows(&v.values, &values)];
-        let end = |count: usize| {
-            let too_many =
-                |_| Failure::binding(ErrorKind::Unsupported, format!("{count} rows: at most 2^31 - 1 are served"), "");
-            i32::try_from(count).map_err(too_many)
-        };
-        let ends = [vec![0, end(queries.len())?], vec![0, end(keys.len())?]];
-        call(py, inputs.each_ref(), &mut rows(out, &queries), &ends, options)
-    };
-    let mut at = 0;
-    for (sequence, queries) in q.rows.iter().enumerate() {
-        one(at..queries.start, 0..0, 0..0)?;
-        one(queries.clone(), k.rows[sequence].clone(), v.rows[sequence].clone())?;
-        at = queries.end;
-    }
-    one(at..size(&q.values, 0), 0..0, 0..0)
-}
-
-/// `Engine::varlen_attention` on torch's threads.
-fn call(
-    py: Python<'_>,
-    [q, k, v]: [&Operand; 3],
-    out: &mut Operand,
-    [of_q, of_kv]: &[Vec<i32>; 2],
-    options: &Options,
-) -> Result<(), Failure> {
-    let tensors = VarlenTensors {
-        q: q.view()?,
-        k: k.view()?,
-        v: v.view()?,
-        cu_seqlens_q: View::contiguous("offsets of q", of_q, [of_q.len()].into())?,
-        cu_seqlens_kv: View::contiguous("offsets of k", of_kv, [of_kv.len()].into())?,
-        codes: rapt::Qkv::default(),
-        sinks: None,
-        alibi_slopes: None,
-        out: out.view_mut()?,
-        lse: None,
-    };
-    let options = *options;
-    let call = |engine: &rapt::Engine, queue: &rapt::Queue<'_>| engine.varlen_attention(tensors, &options, queue);
-    Ok(on_threads(py, &Home::Default, Kind::Torch, call)??)
 }

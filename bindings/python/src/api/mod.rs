@@ -19,3 +19,4 @@ pub(crate) mod ragged;
 pub(crate) mod sdpa;
 pub(crate) mod tolerance;
 pub(crate) mod varlen;
+pub(crate) mod varlen_backward;

@@ -4,7 +4,7 @@ use std::cell::Cell;
 use std::sync::Arc;
 
 use pyo3::prelude::*;
-use rapt::{Codes, Device, DeviceMemory, Engine, Options, Plan, Qkv, Queue, VarlenTensors};
+use rapt::{Codes, Device, DeviceMemory, DropoutSeed, Engine, Options, Plan, Qkv, Queue, VarlenTensors};
 
 use crate::api::codes::{Opened, codes_of};
 use crate::api::ragged::{Common, OnDevice, Outputs, Purpose, Reader, enqueue, explained, on_threads, size};
@@ -34,6 +34,8 @@ pub(crate) struct Varlen<'a, 'py> {
     pub(crate) cu_seqlens_q: Object<'a, 'py>,
     pub(crate) cu_seqlens_kv: Object<'a, 'py>,
     pub(crate) common: Common<'a, 'py>,
+    /// How often weights are dropped, and which.
+    pub(crate) dropout: (f64, Option<DropoutSeed>),
 }
 
 /// What one of q, k and v of sequences that lie one after another is called, with its parts.
@@ -124,6 +126,8 @@ pub(crate) fn varlen<'py>(
         let (k, v) = (request.k.on(opened.k.as_ref()), request.v.on(opened.v.as_ref()));
         let reader = Reader::new(&wording, q.tensor)?;
         let (options, return_lse) = common.options()?;
+        let (dropout_p, dropout) = request.dropout;
+        let options = Options { dropout_p, ..options };
         let (of_q, of_k, of_v) =
             (PackedRead::read(reader, &q, &Q)?, PackedRead::read(reader, &k, &K)?, PackedRead::read(reader, &v, &V)?);
         let q_begins = reader.read("cu_seqlens_q", cu_seqlens_q)?;
@@ -156,6 +160,7 @@ pub(crate) fn varlen<'py>(
             cu_seqlens_kv: kv_begins.view()?,
             sinks: sinks.as_ref().map(Operand::view).transpose()?,
             alibi_slopes: slopes.as_ref().map(Operand::view).transpose()?,
+            dropout,
             out,
             lse,
         };

@@ -4,10 +4,13 @@ use std::cell::Cell;
 
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
+use rapt::Options;
 
 use super::call::Given;
 use super::decide::{self, Modes, Order, Reason, Verdict};
+use super::dropout;
 use super::request::{self, Flags};
+use crate::api::backward::Arriving;
 use crate::api::{jagged, sdpa};
 use crate::errors::{Failure, Wording, guard, hints};
 use crate::kind::Kind;
@@ -145,9 +148,9 @@ pub(crate) fn torch_decide_jagged(
 }
 
 /// Attention of the sequences of jagged tensors, given their values as `[rows, heads, head_dim]` and for each of q, k and v its
-/// offsets and its lengths. Counted as served.
+/// offsets and its lengths; `dropout`: p, a draw, and the batch entries before the first. With `return_lse` (out, lse). Counted as served.
 #[pyfunction]
-#[pyo3(signature = (query, key, value, q_sequences, k_sequences, v_sequences, is_causal, scale, enable_gqa, /))]
+#[pyo3(signature = (query, key, value, q_sequences, k_sequences, v_sequences, is_causal, scale, enable_gqa, dropout = None, return_lse = false, /))]
 #[allow(clippy::too_many_arguments, reason = "PyTorch's signature")]
 pub(crate) fn torch_jagged<'py>(
     py: Python<'py>,
@@ -160,12 +163,57 @@ pub(crate) fn torch_jagged<'py>(
     is_causal: bool,
     scale: Option<f64>,
     enable_gqa: bool,
+    dropout: dropout::Stated<'py>,
+    return_lse: bool,
 ) -> PyResult<Bound<'py, PyAny>> {
     guarded(py, || {
-        let values = [query, key, value];
-        let request = jagged::Jagged { values, sequences: [q_sequences, k_sequences, v_sequences], enable_gqa };
-        jagged::run(py, &request, &super::call::options(is_causal, scale))
+        let sequences = [q_sequences, k_sequences, v_sequences];
+        let (request, options) =
+            jagged_request([query, key, value], sequences, (is_causal, scale, enable_gqa), dropout)?;
+        jagged::run(py, &request, &options, return_lse)
     })
+}
+
+/// The gradients of that call by the values of q, k and v: fills those that are given. What its heads broadcast has been expanded.
+#[pyfunction]
+#[pyo3(signature = (d_o, d_lse, query, key, value, out, lse, q_sequences, k_sequences, v_sequences, dq, dk, dv, is_causal, scale, dropout = None, /))]
+#[allow(clippy::too_many_arguments, reason = "PyTorch's signature")]
+pub(crate) fn torch_jagged_backward<'py>(
+    py: Python<'py>,
+    d_o: Any<'_, 'py>,
+    d_lse: Maybe<'_, 'py>,
+    query: Any<'_, 'py>,
+    key: Any<'_, 'py>,
+    value: Any<'_, 'py>,
+    out: Any<'_, 'py>,
+    lse: Any<'_, 'py>,
+    q_sequences: jagged::Sequences<'py>,
+    k_sequences: jagged::Sequences<'py>,
+    v_sequences: jagged::Sequences<'py>,
+    dq: Maybe<'_, 'py>,
+    dk: Maybe<'_, 'py>,
+    dv: Maybe<'_, 'py>,
+    is_causal: bool,
+    scale: Option<f64>,
+    dropout: dropout::Stated<'py>,
+) -> PyResult<()> {
+    guarded(py, || {
+        let sequences = [q_sequences, k_sequences, v_sequences];
+        let (request, options) = jagged_request([query, key, value], sequences, (is_causal, scale, true), dropout)?;
+        jagged::backward(py, &request, Arriving { out, lse, d_o, d_lse }, [dq, dk, dv], &options)
+    })
+}
+
+/// What both passes are given.
+fn jagged_request<'a, 'py>(
+    values: [Any<'a, 'py>; 3],
+    sequences: [jagged::Sequences<'py>; 3],
+    (is_causal, scale, enable_gqa): (bool, Option<f64>, bool),
+    dropout: dropout::Stated<'_>,
+) -> Result<(jagged::Jagged<'a, 'py>, Options), Failure> {
+    let (dropout_p, dropout) = dropout::read(dropout)?;
+    let options = Options { dropout_p, ..super::call::options(is_causal, scale) };
+    Ok((jagged::Jagged { values, sequences, enable_gqa, dropout }, options))
 }
 
 /// Every reason of a fallback, as docs/reference/pytorch.md lists them but for those of transformers; `…` stands for a name.

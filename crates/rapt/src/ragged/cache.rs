@@ -85,7 +85,7 @@ impl<'a> Reads<'a> {
         let pages = self.page_table.map(|table| (table.index(0, b), kv_len));
         let codes = Qkv { q: None, k: of_k, v: of_v };
         let (sinks, alibi_slopes) = (self.sinks, self.alibi_slopes);
-        Sequence { q: self.q.narrow(0, &alone), k, v, codes, sinks, alibi_slopes, pages }
+        Sequence { q: self.q.narrow(0, &alone), k, v, codes, sinks, alibi_slopes, dropout: None, pages }
     }
 
     /// Those of the factors that are of sequence `b`.
@@ -393,9 +393,9 @@ impl Engine {
         }
         let KvCacheTensors { q, k_cache, v_cache, k_codes, v_codes, k, v, page_table, .. } = tensors;
         let KvCacheTensors { sinks, alibi_slopes, out, lse, .. } = tensors;
-        let ends: Vec<usize> = (1..=before.len()).collect();
-        let outs = split("out", out, 0, &ends)?;
-        let lses = lse.map(|lse| split("lse", lse, 0, &ends)).transpose()?;
+        let each: Vec<_> = (0..before.len()).map(|b| b..b + 1).collect();
+        let outs = split("out", out, 0, &each)?;
+        let lses = lse.map(|lse| split("lse", lse, 0, &each)).transpose()?;
 
         let plans = {
             let (k, v) = (k_cache.view(), v_cache.view());

@@ -177,8 +177,7 @@ impl Engine {
             let sequences = tensors.cu_seqlens_q.shape()[0] - 1;
             return Ok(RaggedPlan::on_device(plan, sequences));
         }
-        let (specs, _) = tensors.cut(options)?;
-        RaggedPlan::on_host(self.plan_each(&specs, threads)?, threads)
+        RaggedPlan::on_host(self.plan_each(&tensors.cut(options)?.specs, threads)?, threads)
     }
 
     /// What [`attention_with_kvcache`](Engine::attention_with_kvcache) would run on so many threads, or on a GPU what

@@ -1,5 +1,7 @@
 //! Lengths and offsets of sequences, as a caller gives them.
 
+use std::ops::Range;
+
 use rapt_core::{DType, Error, Result, View};
 
 /// The int32 numbers of a tensor of one dimension in host memory.
@@ -14,25 +16,25 @@ fn numbers(tensor: &'static str, view: &View<'_>) -> Result<Vec<i32>> {
     Ok(view.lines::<i32>(tensor)?.elements().collect())
 }
 
-/// Where each sequence ends among `rows` rows, of offsets `[sequences + 1]` that begin at 0 and end at `rows`.
-pub(super) fn ends(tensor: &'static str, offsets: &View<'_>, rows: usize) -> Result<Vec<usize>> {
+/// The rows of each sequence among `rows` rows, of offsets `[sequences + 1]`: those before the first and behind the last are of none.
+pub(super) fn ranges(tensor: &'static str, offsets: &View<'_>, rows: usize) -> Result<Vec<Range<usize>>> {
     let offsets = numbers(tensor, offsets)?;
     let refuse = |at: usize, allowed: String| Err(Error::Length { tensor, at, got: offsets[at], allowed });
     let Some((first, last)) = offsets.first().zip(offsets.last()) else {
-        let allowed = "offsets of sequences begin with 0".to_owned();
+        let allowed = "where the first sequence begins, and where each ends".to_owned();
         return Err(Error::Option { option: tensor, got: "[]".to_owned(), allowed });
     };
-    if *first != 0 {
-        return refuse(0, "0: the first sequence begins with the first row".to_owned());
+    if *first < 0 {
+        return refuse(0, format!("0 to {rows}, the number of rows"));
     }
     if let Some(at) = offsets.windows(2).position(|pair| pair[1] < pair[0]) {
         return refuse(at + 1, format!("{} or more: offsets do not fall", offsets[at]));
     }
-    if usize::try_from(*last) != Ok(rows) {
-        return refuse(offsets.len() - 1, format!("{rows}: the last sequence ends with the last row"));
+    if usize::try_from(*last).map_or(true, |last| last > rows) {
+        return refuse(offsets.len() - 1, format!("{rows} at most, the number of rows"));
     }
-    // They begin at 0 and do not fall.
-    Ok(offsets[1..].iter().map(|&end| end as usize).collect())
+    // The first is not below 0, and they do not fall.
+    Ok(offsets.windows(2).map(|pair| pair[0] as usize..pair[1] as usize).collect())
 }
 
 /// The length of each of `batch` sequences, at most `most`.

@@ -1,7 +1,7 @@
 //! Sequences of different lengths in one call: lying one after another ([`VarlenTensors`]), or in a cache ([`KvCacheTensors`]).
 //!
 //! ```text
-//! varlen    q, k, v [total, heads, head_dim], cut at cu_seqlens
+//! varlen    q, k, v [total, heads, head_dim], cut at cu_seqlens; packed: the rows of each wherever they lie
 //! cache     k, v [batch, most keys, heads, head_dim], or pages in the order of a page table; lengths of their own
 //! ```
 //! Each sequence is a request of its own, planned as if it came alone, and the items of all are dealt to the threads together: so each
@@ -14,13 +14,17 @@ mod device;
 mod explain;
 mod kv_cache;
 mod lengths;
+mod packed;
+mod packed_backward;
+mod rows;
 mod varlen;
 mod varlen_device;
 
 use std::sync::Arc;
 
 use rapt_core::{
-    Codes, Device, Error, Operands, Options, Plan, Qkv, Queue, Result, Spec, Tensors, View, ViewMut, prove_disjoint,
+    Codes, Device, DropoutSeed, Error, Operands, Options, Plan, Qkv, Queue, Result, Spec, Tensors, View, ViewMut,
+    prove_disjoint,
 };
 
 use crate::Engine;
@@ -29,6 +33,9 @@ pub use cache::KvCacheTensors;
 pub use cache_view::{CacheCodes, CacheView};
 pub use explain::{RaggedPart, RaggedPlan};
 pub use kv_cache::{KvCache, KvCacheForm, KvCacheQueries, SequenceId};
+pub use packed::PackedTensors;
+pub use packed_backward::VarlenBackwardTensors;
+pub use rows::SequenceRows;
 pub use varlen::VarlenTensors;
 
 /// What one sequence attends with.
@@ -39,6 +46,7 @@ struct Sequence<'a> {
     codes: Qkv<Option<Box<Codes<'a>>>>,
     sinks: Option<View<'a>>,
     alibi_slopes: Option<View<'a>>,
+    dropout: Option<DropoutSeed>,
     /// Where k and v are pages: their table, and the keys of this sequence.
     pages: Option<(View<'a>, usize)>,
 }
@@ -61,9 +69,9 @@ impl<'a> Sequence<'a> {
     }
 
     fn tensors(self, out: ViewMut<'a>, lse: Option<ViewMut<'a>>) -> Tensors<'a> {
-        let Sequence { q, k, v, codes, sinks, alibi_slopes, pages } = self;
+        let Sequence { q, k, v, codes, sinks, alibi_slopes, dropout, pages } = self;
         let page_table = pages.map(|(table, _)| table);
-        Tensors { codes, sinks, alibi_slopes, page_table, lse, ..Tensors::new(q, k, v, out) }
+        Tensors { codes, sinks, alibi_slopes, page_table, dropout, lse, ..Tensors::new(q, k, v, out) }
     }
 }
 

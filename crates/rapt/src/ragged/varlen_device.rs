@@ -6,12 +6,14 @@ use std::sync::Arc;
 
 use rapt_core::{DeviceMemory, Operands, Options, Plan, Queue, Result, Spec, TensorLayout, Tensors};
 
-use super::varlen::VarlenTensors;
+use super::packed::check_outputs;
+use super::varlen::{VarlenTensors, check_totals};
 use crate::Engine;
 
 impl VarlenTensors<'_> {
     fn spec(&self, options: &Options) -> Result<Spec> {
-        self.check()?;
+        check_totals([&self.q, &self.k, &self.v])?;
+        check_outputs([&self.q, &self.k, &self.v], self.codes.v.as_deref(), &self.out, self.lse.as_ref())?;
         let options = Options { layout: TensorLayout::Bshd, ..*options };
         let mut builder = Spec::builder(&self.q, &self.k, &self.v, &options);
         builder
@@ -55,9 +57,10 @@ impl Engine {
         workspace: DeviceMemory,
         queue: &Queue<'_>,
     ) -> Result<()> {
-        let VarlenTensors { q, k, v, codes, cu_seqlens_q, cu_seqlens_kv, sinks, alibi_slopes, out, lse } = tensors;
+        let VarlenTensors { q, k, v, codes, cu_seqlens_q, cu_seqlens_kv, sinks, alibi_slopes, dropout, .. } = tensors;
+        let VarlenTensors { out, lse, .. } = tensors;
         let offsets = Some([cu_seqlens_q, cu_seqlens_kv]);
-        let of_run = Tensors { codes, sinks, alibi_slopes, offsets, lse, ..Tensors::new(q, k, v, out) };
+        let of_run = Tensors { codes, sinks, alibi_slopes, offsets, dropout, lse, ..Tensors::new(q, k, v, out) };
         let mut operands = Operands::check(of_run, plan.spec())?;
         // SAFETY: the caller vouches for memory and stream.
         unsafe { self.run_async(plan, &mut operands, workspace, queue) }

@@ -190,7 +190,7 @@ impl Pages {
 fn copy_page(tensor: &'static str, pages: ViewMut<'_>, copy: &PageCopy) -> Result<()> {
     let PageCopy { from, to, rows } = *copy;
     let last = from.max(to);
-    let mut parts = split(tensor, pages, 0, &[last, last + 1])?;
+    let mut parts = split(tensor, pages, 0, &[0..last, last..last + 1])?;
     let [low, high] = parts.as_mut_slice() else { return Ok(()) };
     let mut low = low.index(0, from.min(to));
     let mut high = high.index(0, 0);
