@@ -217,21 +217,169 @@ def test_inference_mode_and_autocast():
         check(lower, *(x.to(torch.bfloat16) for x in (q, k, v)))
 
 
-def test_gradients_are_pytorchs_and_right():
-    def leaves():
-        return [jagged([5, 3, 8], seed=seed).detach().requires_grad_() for seed in range(3)]
+def leaves(*tensors):
+    return [x.detach().requires_grad_() for x in tensors]
 
-    stock, given = leaves(), leaves()
-    sdpa(*stock).values().sin().sum().backward()
+
+def gradients(q, k, v, d_o, **options):
+    """By the registered backend, counted as served once: out and three gradients, jagged as their inputs are."""
+    given = leaves(q, k, v)
     rt.reset_stats()
     with rt.backend():
-        sdpa(*given).values().sin().sum().backward()
-        assert rt.stats() == {"served": 0, "fallback": {"requires grad": 1}}
-        with torch.no_grad():
-            sdpa(*given)
-    assert rt.stats()["served"] == 1
-    for a, b in zip(stock, given):
-        torch.testing.assert_close(a.grad.values(), b.grad.values())
+        out = sdpa(*given, **options)
+        out.values().backward(d_o)
+    assert rt.stats() == {"served": 1, "fallback": {}}
+    for x in given:
+        assert x.grad.layout is torch.jagged and x.grad.offsets() is x.offsets() and x.grad.lengths() is x.lengths()
+        assert x.grad.shape == x.shape and x.grad.dtype == x.dtype
+    return out, [x.grad for x in given]
+
+
+def check_gradients(out, made, d_o, q, k, v, is_causal=False, scale=None):
+    """Each sequence has the bits of `rapt.attention` alone, forward and backward."""
+    places = torch.nested.nested_tensor_from_jagged(d_o, q.offsets(), q.lengths(), jagged_dim=2)
+    causal = "top_left" if is_causal else None
+    for n, (o, arriving, *parts) in enumerate(zip(*map(sequences, (out, places, q, k, v, *made)))):
+        given, grads = leaves(*(x[None].clone() for x in parts[:3])), parts[3:]
+        one = rapt.attention(*given, causal=causal, scale=scale)
+        one.backward(arriving[None].clone())
+        assert torch.equal(bits(o), bits(one[0])), f"sequence {n}"
+        for name, got, wanted in zip(("dq", "dk", "dv"), grads, given):
+            assert torch.equal(bits(got), bits(wanted.grad[0])), f"{name} of sequence {n}"
+
+
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"scale": -0.2}], ids=lambda o: "-".join(o) or "plain")
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
+def test_gradients_are_those_of_each_sequence_alone(dtype, options):
+    q, k, v = qkv(dtype, dim_v=16)
+    d_o = random(HEADS, sum(Q_LENS), 16, dtype=dtype, seed=5)
+    out, made = gradients(q, k, v, d_o, **options)
+    plain = answered(q, k, v, **options)
+    assert torch.equal(bits(out.values()), bits(plain.values())), "the same bits as without gradients"
+    check_gradients(out, made, d_o, q, k, v, **options)
+
+
+def test_gradients_are_near_pytorchs():
+    shapes = [jagged([5, 3, 8], seed=seed) for seed in range(3)]
+    shapes = [torch.nested.nested_tensor_from_jagged(x.values().transpose(0, 1), shapes[0].offsets()).transpose(1, 2) for x in shapes]
+    d_o = random(HEADS, 16, DIM, seed=5)
+    stock = leaves(*shapes)
+    sdpa(*stock).values().backward(d_o)
+    _, made = gradients(*shapes, d_o)
+    for a, b in zip(stock, made):
+        torch.testing.assert_close(a.grad.values(), b.values())
+
+
+def test_gradients_of_what_is_made_before():
+    """Not of leaves: of a projection, whose weight gets its own."""
+    values, weight = random(16, HEADS * DIM), random(HEADS * DIM, HEADS * DIM, seed=9).requires_grad_()
+    split = lambda x: x.unflatten(-1, (HEADS, DIM))  # noqa: E731
+    x = torch.nested.nested_tensor_from_jagged(split(values @ weight), offsets_of([5, 3, 8])).transpose(1, 2)
+    with rt.backend():
+        out = sdpa(x, x, x, is_causal=True)
+    out.transpose(1, 2).values().sin().sum().backward()
+    dense = weight.detach().clone().requires_grad_()
+    parts = split(values @ dense).split([5, 3, 8])
+    sum(rapt.attention(part, part, part, causal=True, layout="bshd").sin().sum() for part in parts).backward()
+    torch.testing.assert_close(weight.grad, dense.grad)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=lambda d: str(d)[6:])
+def test_gradients_of_heads_in_groups_and_of_heads_that_broadcast(dtype):
+    for kv_heads, enable_gqa in ((2, True), (1, False)):
+        q, k, v = qkv(dtype, kv_heads=kv_heads)
+        d_o = random(HEADS, sum(Q_LENS), DIM, dtype=dtype, seed=5)
+        out, made = gradients(q, k, v, d_o, enable_gqa=enable_gqa)
+        check_gradients(out, made, d_o, q, k, v)
+    q, k, v = qkv(dtype)
+    one = jagged(Q_LENS, 1, dtype=dtype)
+    repeated = torch.nested.nested_tensor_from_jagged(one.values().expand(HEADS, -1, -1), one.offsets(), jagged_dim=2)
+    out, (dq, dk, dv) = gradients(one, k, v, d_o)
+    same, wanted = gradients(repeated, k, v, d_o)
+    assert torch.equal(out.values(), same.values()) and dq.values().shape[0] == 1
+    for got, of in ((dk, wanted[1]), (dv, wanted[2])):
+        torch.testing.assert_close(got.values(), of.values())
+    torch.testing.assert_close(dq.values().float(), wanted[0].values().float().sum(0, keepdim=True), rtol=2e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-2 if dtype == torch.bfloat16 else 1e-5)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_gradients_of_narrowed_sequences_are_zeros_around_them(is_causal):
+    starts, lengths = torch.tensor([1, 0, 4, 2]), torch.tensor([4, 7, 0, 5])
+
+    def narrowed(heads, dim, seed):
+        padded = random(4, 10, heads, dim, seed=seed)
+        for row, start, length in zip(padded, starts.tolist(), lengths.tolist()):
+            row[:start], row[start + length :] = float("nan"), float("nan")
+        return torch.nested.narrow(padded, 1, starts, lengths, layout=torch.jagged).transpose(1, 2)
+
+    q, k, v = narrowed(HEADS, DIM, 0), narrowed(HEADS, DIM, 1), narrowed(HEADS, 16, 2)
+    d_o = torch.full((HEADS, 40, 16), float("nan"))
+    for start, length in zip(q.offsets().tolist(), lengths.tolist()):
+        d_o[:, start : start + length] = random(HEADS, length, 16, seed=start)
+    out, made = gradients(q, k, v, d_o, is_causal=is_causal)
+    check_gradients(out, made, d_o, q, k, v, is_causal)
+    for x in made:
+        values = x.values().clone()
+        for start, length in zip(x.offsets().tolist(), lengths.tolist()):
+            values[:, start : start + length] = 0
+        assert not values.any(), "rows of no sequence"
+    shared = torch.nested.nested_tensor_from_jagged(random(8, HEADS, DIM), torch.tensor([0, 3, 8]), torch.tensor([5, 3])).transpose(1, 2)
+    q = jagged([5, 3])
+    (shared,) = leaves(shared)
+    with rt.backend():
+        out = sdpa(q, shared, shared.detach())
+    with pytest.raises(rapt.UnsupportedError, match="dk of rows that sequences share"):
+        out.values().sum().backward()
+
+
+def test_only_what_asks_gets_a_gradient_and_no_second_one():
+    q, k, v = qkv(q_lens=[5, 3], kv_lens=[4, 6])
+    d_o = random(HEADS, 8, DIM, seed=5)
+    _, whole = gradients(q, k, v, d_o)
+    for asking in range(1, 8):
+        given = [x.detach().requires_grad_(bool(asking >> n & 1)) for n, x in enumerate((q, k, v))]
+        with rt.backend():
+            sdpa(*given).values().backward(d_o)
+        for x, wanted in zip(given, whole):
+            assert torch.equal(x.grad.values(), wanted.values()) if x.requires_grad else x.grad is None
+    given = leaves(q, k, v)
+    with rt.backend():
+        (dq,) = torch.autograd.grad(sdpa(*given).values().sin().sum(), given[0], create_graph=True)
+    with pytest.raises(rapt.UnsupportedError, match="MATH"):
+        dq.values().sum().backward()
+
+
+def test_dropout_drops_of_a_sequence_what_its_batch_entry_drops():
+    lengths = [5, 0, 3, 8]
+    q, k, v = (jagged(lengths, seed=seed) for seed in range(3))
+    dense = [torch.stack([torch.nn.functional.pad(one, (0, 0, 0, 8 - one.shape[1])) for one in sequences(x)]) for x in (q, k, v)]
+    mask = torch.arange(8)[None, :] < torch.tensor(lengths)[:, None]
+    torch.manual_seed(3)
+    out = answered(q, k, v, dropout_p=0.4)
+    torch.manual_seed(3)
+    with rt.backend(), torch.no_grad():
+        padded = sdpa(*dense, attn_mask=mask[:, None, None, :], dropout_p=0.4)
+        again = sdpa(q, k, v, dropout_p=0.4)
+    for n, (own, length) in enumerate(zip(sequences(out), lengths)):
+        torch.testing.assert_close(own, padded[n, :, :length], rtol=1e-5, atol=1e-6)
+    assert not torch.equal(again.values(), out.values()), "each call draws"
+    torch.manual_seed(3)
+    assert torch.equal(rapt.scaled_dot_product_attention(q, k, v, dropout_p=0.4).values(), out.values())
+    assert not answered(q, k, v, dropout_p=1.0).values().any()
+    # With gradients: the same bits, and those of padded sequences.
+    d_o = random(HEADS, sum(lengths), DIM, seed=5)
+    torch.manual_seed(3)
+    same, made = gradients(q, k, v, d_o, dropout_p=0.4)
+    assert torch.equal(same.values(), out.values())
+    dense = leaves(*dense)
+    places = torch.nested.nested_tensor_from_jagged(d_o, q.offsets(), jagged_dim=2)
+    arriving = torch.stack([torch.nn.functional.pad(one, (0, 0, 0, 8 - one.shape[1])) for one in sequences(places)])
+    torch.manual_seed(3)
+    with rt.backend():
+        sdpa(*dense, attn_mask=mask[:, None, None, :], dropout_p=0.4).backward(arriving)
+    for nested, padded in zip(made, dense):
+        for n, (own, length) in enumerate(zip(sequences(nested), lengths)):
+            torch.testing.assert_close(own, padded.grad[n, :, :length], rtol=1e-4, atol=1e-5)
 
 
 @torch.no_grad()
@@ -344,14 +492,15 @@ def test_rapts_own_function_serves_the_same_and_refuses_what_falls_back():
     for error, call in (
         (rapt.KindError, lambda: own(q, torch.zeros(2, 4, 5, DIM), v)),
         (rapt.OptionError, lambda: own(q, k, v, torch.ones(1, 1, dtype=torch.bool))),
-        (rapt.UnsupportedError, lambda: own(q, k, v, dropout_p=0.5)),
         (rapt.DtypeMismatchError, lambda: own(q, k.double(), v)),
         (rapt.ShapeError, lambda: own(q, jagged(KV_LENS[1:]), jagged(KV_LENS[1:]))),
     ):
         with pytest.raises(error):
             call()
-    with torch.enable_grad(), pytest.raises(rapt.UnsupportedError, match="grad"):
-        own(q.detach().requires_grad_(), k, v)
+    with torch.enable_grad():
+        asks = q.detach().requires_grad_()
+        own(asks, k, v).values().sum().backward()
+    assert asks.grad.offsets() is q.offsets()
 
 
 def test_registering_and_unregistering_change_one_name():
@@ -404,6 +553,27 @@ def test_compiled_graphs_are_served(backend, tmp_path, monkeypatch):
     torch._dynamo.reset()
 
 
+def test_a_compiled_training_step_is_served(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    torch._dynamo.reset()
+
+    def step(q, k, v):
+        return sdpa(q * 2.0, k, v, is_causal=True).values().sin().sum()
+
+    with rt.backend():
+        compiled = torch.compile(step, fullgraph=True)
+        for lengths in (([3, 5, 2], [6, 1, 9]), ([4, 1, 7], [2, 2, 20])):
+            plain = leaves(*qkv(q_lens=lengths[0], kv_lens=lengths[1]))
+            traced = leaves(*plain)
+            step(*plain).backward()
+            rt.reset_stats()
+            compiled(*traced).backward()
+            assert rt.stats() == {"served": 1, "fallback": {}}
+            for a, b in zip(plain, traced):
+                torch.testing.assert_close(a.grad.values(), b.grad.values())
+    torch._dynamo.reset()
+
+
 @torch.no_grad()
 def test_the_op_that_graphs_carry():
     values = [random(9, HEADS, DIM, seed=0), *(random(12, 2, DIM, seed=seed) for seed in (1, 2))]
@@ -428,8 +598,15 @@ def test_the_op_that_graphs_carry():
         op(*values, offsets_of([4, 5], torch.float32), None, *sequences[2:], enable_gqa=True)
     small = op(*values, offsets_of([4, 5], torch.int32), *sequences[1:], True, scale=0.2, enable_gqa=True)
     assert torch.equal(small, out)
-    with torch.enable_grad(), pytest.raises(rapt.UnsupportedError, match="grad"):
-        op(values[0].requires_grad_(), *values[1:], *sequences, enable_gqa=True)
+    asking = [x.clone().requires_grad_() for x in values]
+    with torch.enable_grad():
+        torch.library.opcheck(op, (*asking, *sequences), {"enable_gqa": True}, test_utils=("test_schema", "test_faketensor", "test_autograd_registration"))
+        op(*asking, *sequences, True, scale=0.2, enable_gqa=True).sum().backward()
+    alone = [x[rows].clone().requires_grad_() for x, rows in zip(values, (slice(4, 9), slice(6, 11), slice(6, 11)))]
+    with torch.enable_grad():
+        rapt.attention(*alone, causal=True, scale=0.2, layout="bshd").sum().backward()
+    assert all(torch.equal(x.grad[rows], one.grad) for x, one, rows in zip(asking, alone, (slice(4, 9), slice(6, 11), slice(6, 11))))
+    assert not asking[1].grad[0].any() and not asking[1].grad[4:6].any()
 
 
 @torch.no_grad()

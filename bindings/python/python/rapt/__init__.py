@@ -83,6 +83,7 @@ __all__ = [
     "quantize",
     "scaled_dot_product_attention",
     "varlen_attention",
+    "varlen_attention_backward",
     "version",
 ]
 
@@ -329,17 +330,20 @@ def varlen_attention(
     """Attention of each of many sequences to its own keys, of lengths of their own, without padding.
 
     `q` is [total_q, num_q_heads, head_dim], `k` and `v` [total_kv, num_kv_heads, head_dim(_v)], one sequence after another.
-    cu_seqlens_q, cu_seqlens_kv: int32 [sequences + 1], where each begins: from 0 to total_q, and to total_kv.
+    cu_seqlens_q, cu_seqlens_kv: int32 [sequences + 1], where each begins and the last ends, within 0 to total_q, and to total_kv. Rows before
+    the first and behind the last are of no sequence: they become zeros (−inf in lse).
     The other arguments are those of `attention`, whose bits each sequence gets as in a call alone. A sequence without keys gets
     zeros. return_lse: also the log of the sum of exponentials, [num_q_heads, total_q].
     q_descale, k_descale, v_descale, q_zero_point, …: of codes. A factor for each row lies as rows do: [total, heads], with one more size for
     blocks along head_dim; [], [heads] and [1, heads, head_dim] are of all sequences. A `Quantized` stands in place of q, k or v without
     them. compute: as in `attention`.
 
-    A refused request raises a subclass of `RaptError` and writes nothing. On a GPU offsets lie there too, and are read when it runs: rows of
-    no sequence become zeros, and a sequence whose keys do not lie in k gets NaN.
+    A refused request raises a subclass of `RaptError` and writes nothing. On a GPU offsets lie there too, and are read when it runs: a
+    sequence whose keys do not lie in k gets NaN. Torch tensors in host memory that require grad have gradients by q, k, v and sinks, and by lse.
     """
-    answer = _native.varlen_attention(
+    ops = _torch_ops(q)
+    run = _native.varlen_attention if ops is None else ops.varlen_attention
+    return run(
         q,
         k,
         v,
@@ -362,7 +366,58 @@ def varlen_attention(
         out_dtype=out_dtype,
         return_lse=return_lse,
     )
-    return _counted(q, answer)
+
+
+def varlen_attention_backward(
+    d_o,
+    q,
+    k,
+    v,
+    out,
+    lse,
+    cu_seqlens_q,
+    cu_seqlens_kv,
+    *,
+    d_lse=None,
+    causal=None,
+    window=None,
+    softcap=None,
+    scale=None,
+    sinks=None,
+    alibi_slopes=None,
+    compute="exact",
+):
+    """The gradients of a loss by the inputs of `varlen_attention`, from those by its outputs: a named tuple `(dq, dk, dv)`.
+
+    `out` and `lse` are what `varlen_attention(..., return_lse=True)` gave with the same options; `d_o` is the gradient by out, of its sizes and
+    dtype and of any strides, `d_lse` that by lse (None is 0). Each sequence has the bits of `attention_backward` of it alone; rows of no sequence
+    get zeros. With sinks also `d_sinks`, the sum over the sequences in their order. No memory grows with the product of the lengths.
+
+    torch's autograd needs none of this: `varlen_attention` on tensors that require grad is a node of it. A refused request raises a `RaptError`.
+    """
+    ops = _torch_ops(q)
+    run = _native.varlen_attention_backward
+    if ops is not None and ops.is_traced_call(q, k, v):
+        run = ops.varlen_attention_backward
+    made = run(
+        d_o,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        cu_seqlens_q,
+        cu_seqlens_kv,
+        d_lse=d_lse,
+        causal=causal,
+        window=window,
+        softcap=softcap,
+        scale=scale,
+        sinks=sinks,
+        alibi_slopes=alibi_slopes,
+        compute=compute,
+    )
+    return _GRADIENTS[False, sinks is not None](*made)
 
 
 def attention_with_kvcache(

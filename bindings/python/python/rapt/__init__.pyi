@@ -171,6 +171,27 @@ def varlen_attention(
 ) -> Any:
     """Attention of each of many sequences to its own keys, of lengths of their own, without padding."""
 
+def varlen_attention_backward(
+    d_o: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_kv: Any,
+    *,
+    d_lse: Any = None,
+    causal: Causal = None,
+    window: Window = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+    sinks: Any = None,
+    alibi_slopes: Any = None,
+    compute: Compute = "exact",
+) -> _Gradients:
+    """The gradients of a loss by the inputs of `varlen_attention`, from those by its outputs."""
+
 def attention_with_kvcache(
     q: Any,
     k_cache: Any,

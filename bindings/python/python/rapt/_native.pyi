@@ -265,6 +265,26 @@ def backward_into(
     dropout: tuple[float, Any, int] | None = None,
     **options: Unpack[_Read],
 ) -> None: ...
+def varlen_attention_backward(
+    d_o: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, cu_seqlens_q: Any, cu_seqlens_kv: Any, **options: Any
+) -> tuple[Any, ...]: ...
+def varlen_backward_into(
+    d_o: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_kv: Any,
+    dq: Any = None,
+    dk: Any = None,
+    dv: Any = None,
+    d_sinks: Any = None,
+    **options: Any,
+) -> None:
+    """Fills those gradients that are given. The caller has seen to gradients of theirs; `dropout` as of `run_into`."""
+
 def run_into(
     q: Any, k: Any, v: Any, out: Any, lse: Any = None, *, dropout: tuple[float, Any, int] | None = None, **options: Unpack[_Read]
 ) -> None:
@@ -352,10 +372,29 @@ def torch_jagged(
     is_causal: bool,
     scale: float | None,
     enable_gqa: bool,
+    dropout: tuple[float, Any, int] | None = None,
+    return_lse: bool = False,
     /,
-) -> Any:
-    """The sequences of jagged tensors, given their values, offsets and lengths. Counted as served."""
-
+) -> Any: ...
+def torch_jagged_backward(
+    d_o: Any,
+    d_lse: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    out: Any,
+    lse: Any,
+    q_sequences: tuple[Any, Any],
+    k_sequences: tuple[Any, Any],
+    v_sequences: tuple[Any, Any],
+    dq: Any,
+    dk: Any,
+    dv: Any,
+    is_causal: bool,
+    scale: float | None,
+    dropout: tuple[float, Any, int] | None = None,
+    /,
+) -> None: ...
 def torch_is_plain(tensor: Any) -> bool: ...
 def torch_is_traced(query: Any, key: Any, value: Any, attn_mask: Any = None, /) -> bool: ...
 def refuse_gradients(*tensors: Any) -> None: ...

@@ -86,7 +86,7 @@ macro_rules! reasons {
 }
 
 reasons! {
-    /// Grad mode is on and this tensor, of an Apple GPU or nested, requires grad.
+    /// Grad mode is on and this tensor, of an Apple GPU or nested on a GPU, requires grad.
     RequiresGrad(&'static str) => "requires grad",
     /// `dropout_p` is not 0, on a GPU or of nested tensors; or it is no probability.
     Dropout => "dropout",

@@ -384,7 +384,7 @@ pub(crate) fn served<S: Size>(
     Err(match reason {
         Reason::RequiresGrad(name) => torch::needs_gradient(name),
         Reason::Dropout if (0.0..=1.0).contains(&asked.dropout_p) => unsupported(
-            format!("dropout_p={} is served of dense torch tensors on the CPU alone", asked.dropout_p),
+            format!("dropout_p={} is served of torch tensors on the CPU alone", asked.dropout_p),
             "`dropout_p=0.0`".into(),
         ),
         Reason::Dropout => {

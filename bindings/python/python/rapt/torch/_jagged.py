@@ -11,7 +11,7 @@ comes to Rapt as any other.
 import torch
 from rapt import _native
 
-from . import _ops
+from . import _autograd, _dropout, _jagged_ops
 from ._imports import when_imported
 from ._stats import count_fallback
 
@@ -75,11 +75,11 @@ def _sdpa(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, sca
     reason, traced = _native.torch_decide_jagged(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, False
     )  # fmt: skip
-    if reason is None and key.is_cuda and not _ops.share_offsets(key, value, traced):
+    if reason is None and key.is_cuda and not _jagged_ops.share_offsets(key, value, traced):
         reason = "layout jagged"
     if reason is None:
         try:
-            return _attend(query, key, value, is_causal, scale, enable_gqa, traced)
+            return _attend(query, key, value, dropout_p, is_causal, scale, enable_gqa, traced)
         except _native.UnsupportedError:
             # Head dims whose kernel reads no offsets: nothing was launched.
             if traced:
@@ -98,17 +98,30 @@ def _is_ragged_in_heads(*tensors):
 def sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa):
     """`rapt.scaled_dot_product_attention` where one of q, k and v is nested: Rapt's errors, never a fallback."""
     _, traced = _native.torch_decide_jagged(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, True)
-    return _attend(query, key, value, is_causal, scale, enable_gqa, traced)
+    return _attend(query, key, value, dropout_p, is_causal, scale, enable_gqa, traced)
 
 
-def _attend(query, key, value, is_causal, scale, enable_gqa, traced):
-    arguments = [tensor._values.transpose(0, 1) for tensor in (query, key, value)]
-    for tensor in (query, key, value):
-        arguments += [tensor._offsets, tensor._lengths]
-    run = torch.ops.rapt.jagged_attention if traced or _modes() else _ops.jagged
-    out = run(*arguments, is_causal, scale=scale, enable_gqa=enable_gqa)
+def _attend(query, key, value, dropout_p, is_causal, scale, enable_gqa, traced):
+    run, values = _jagged_ops.jagged, _inner
+    if _autograd.needs_grad((query, key, value)):
+        run, values = _jagged_ops.node, _differentiable
+    if traced or _modes():
+        run = torch.ops.rapt.jagged_attention
+    arguments = [values(tensor).transpose(0, 1) for tensor in (query, key, value)]
+    sequences = [part for tensor in (query, key, value) for part in (tensor._offsets, tensor._lengths)]
+    options = {"scale": scale, "enable_gqa": enable_gqa, **_dropout.words(dropout_p, _dropout.draw() if dropout_p else None)}
+    out = run(*arguments, *sequences, is_causal, **options)
     # Not `torch.nested.nested_tensor_from_jagged`, which refuses to be traced. What is known of the lengths of q holds for the answer.
     from torch.nested._internal.nested_tensor import nested_view_from_values_offsets_lengths as nested
 
     known = {name: getattr(query, f"_maybe_{name}", None) for name in ("min_seqlen", "max_seqlen")}
     return nested(out, query._offsets, query._lengths, **known).transpose(1, 2)
+
+
+def _inner(tensor):
+    return tensor._values
+
+
+def _differentiable(tensor):
+    """Its values, whose gradient is its own."""
+    return tensor.values()

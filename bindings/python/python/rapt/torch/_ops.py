@@ -5,7 +5,8 @@
     torch.ops.rapt.attention_into       fills `out` (and `lse`)
     torch.ops.rapt.attention_backward   the gradients of those inputs that are wanted
     torch.ops.rapt.scaled_dot_product_attention   PyTorch's words, broadcast and output strides; `…_lse` and `…_backward` for training
-    torch.ops.rapt.jagged_attention     the values of nested tensors, their offsets and lengths
+    torch.ops.rapt.varlen_attention     sequences that lie one after another (`_varlen`)
+    torch.ops.rapt.jagged_attention     the values of nested tensors, their offsets and lengths (`_jagged_ops`)
 
 Each has a schema and a fake kernel that gives the exact shape, dtype and strides, so compiled graphs carry it as one node.
 In eager mode the functions call the native module at once: a trip through the dispatcher costs more than the rest of a small call.
@@ -15,9 +16,9 @@ With grad mode on and an input that requires grad they become nodes of autograd 
 import math
 
 import torch
-from rapt import DtypeMismatchError, OptionError, Quantized, ShapeError, UnsupportedError, _native
+from rapt import DtypeMismatchError, OptionError, Quantized, UnsupportedError, _native
 
-from . import _autograd, _dropout, _outputs
+from . import _autograd, _dropout, _jagged_ops, _outputs, _varlen
 from ._autograd import empty_lse as _empty_lse
 from ._autograd import needs_grad
 from ._imports import when_imported
@@ -51,10 +52,8 @@ _SCHEMAS = {
         "(Tensor d_o, Tensor? d_lse, Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor out, Tensor lse, "
         f"bool[4] wanted, bool is_causal=False, *, float? scale=None, bool enable_gqa=False, {_DROPOUT}) -> Tensor[]"
     ),
-    "jagged_attention": (
-        "(Tensor query, Tensor key, Tensor value, Tensor q_offsets, Tensor? q_lengths, Tensor k_offsets, Tensor? k_lengths, "
-        "Tensor v_offsets, Tensor? v_lengths, bool is_causal=False, *, float? scale=None, bool enable_gqa=False) -> Tensor"
-    ),
+    **_varlen.SCHEMAS,
+    **_jagged_ops.SCHEMAS,
 }
 
 
@@ -191,6 +190,10 @@ def _fake_attention_into(q, k, v, out, lse, **_options):
     return None
 
 
+varlen_attention = _varlen.attention
+varlen_attention_backward = _varlen.traced_backward
+
+
 def attention_backward(d_o, q, k, v, out, lse, *, d_lse=None, mask_grad=False, window=None, causal=None, **options):
     """`rapt.attention_backward` where something traces."""
     left, right = (None, None) if window is None else window
@@ -264,62 +267,6 @@ def sdpa(
     )  # fmt: skip
 
 
-# --- rapt.jagged_attention -----------------------------------------------------------------------------------------------
-
-
-def jagged(
-    query, key, value, q_offsets, q_lengths, k_offsets, k_lengths, v_offsets, v_lengths, is_causal=False, *,
-    scale=None, enable_gqa=False,
-):  # fmt: skip
-    """Values are [rows, heads, head_dim]; so is the answer, with the rows of q, and zeros in those that no sequence has."""
-    sequences = (q_offsets, q_lengths), (k_offsets, k_lengths), (v_offsets, v_lengths)
-    if query.is_cuda:
-        sequences = _on_device(*sequences)
-    return _native.torch_jagged(query, key, value, *sequences, is_causal, scale, enable_gqa)
-
-
-def _on_device(of_q, of_k, of_v):
-    """Offsets that a GPU reads: one more than sequences, in int32. Nothing waits for it, so whether the offsets of k and v are equal is
-    asked of their memory."""
-    if not all(map(_is_same, of_k, of_v)):
-        raise UnsupportedError(
-            "on a GPU keys and values of nested tensors share one tensor of offsets. Mend: "
-            "`torch.nested.nested_tensor_from_jagged(values, k.offsets())`"
-        )
-    if of_q[1] is None and of_k[1] is None:
-        cu_q, cu_kv = (offsets.to(torch.int32) for offsets, _ in (of_q, of_k))
-    else:
-        # Between two sequences: first queries of none, then keys of none.
-        (q0, q1), (k0, k1) = (
-            (offsets[:-1], offsets[1:] if lengths is None else offsets[:-1] + lengths) for offsets, lengths in (of_q, of_k)
-        )
-        before = torch.nn.functional.pad(k1[:-1], (1, 0)) if len(k1) else k1
-        both = torch.stack((q0, q0, q1), 1), torch.stack((before, k0, k1), 1)
-        cu_q, cu_kv = (torch.nn.functional.pad(each.flatten(), (1, 0)).to(torch.int32) for each in both)
-    return (cu_q, None), (cu_kv, None), (cu_kv, None)
-
-
-def _is_same(one, other):
-    """Whether they are one tensor, or None both."""
-    if one is None or other is None:
-        return one is other
-    place = lambda of: (of.data_ptr(), of.shape, of.stride(), of.dtype)  # noqa: E731
-    return one is other or place(one) == place(other)
-
-
-def share_offsets(key, value, traced):
-    """Whether the sequences of two nested tensors lie at the same rows, as far as can be told without waiting for a GPU."""
-    pairs = (key._offsets, value._offsets), (key._lengths, value._lengths)
-    return all(one is other if traced else _is_same(one, other) for one, other in pairs)
-
-
-def _fake_jagged(query, key, value, *_sequences, enable_gqa=False, **_options):
-    heads = query.shape[1:2] if enable_gqa else _outputs.broadcast(query.shape[1:2], key.shape[1:2], value.shape[1:2])
-    if heads is None:
-        raise ShapeError("without enable_gqa the heads of q, k and v must be equal or 1. Mend: `enable_gqa=True`")
-    return query.new_empty((query.shape[0], heads[0], value.shape[2]))
-
-
 # --- registration ----------------------------------------------------------------------------------------------------------
 
 
@@ -384,7 +331,8 @@ def _define():
         sdpa: (_sdpa, _fake_sdpa, _sdpa_node),
         f"{sdpa}_lse": (_sdpa_lse, _fake_sdpa_lse, _sdpa_lse_node),
         f"{sdpa}_backward": (_autograd.sdpa_backward, _autograd.fake_sdpa_backward, None),
-        "jagged_attention": (jagged, _fake_jagged, _refuse_gradients),
+        **_varlen.KERNELS,
+        **_jagged_ops.KERNELS,
     }
     for name, (run, fake, node) in kernels.items():
         library.define(name + _SCHEMAS[name], tags=tags)

@@ -41,11 +41,11 @@ pub(crate) fn decide_jagged<S: Size>(
     if mask.is_some() {
         return fallback(Reason::Invalid(Invalid::NestedMask));
     }
-    if let Some(name) = request.first(|tensor| tensor.requires_grad).filter(|_| modes.grad) {
+    // Gradients of sequences are computed in host memory.
+    if q.device != Device::Cpu
+        && let Some(name) = request.first(|tensor| tensor.requires_grad).filter(|_| modes.grad)
+    {
         return fallback(Reason::RequiresGrad(name));
-    }
-    if request.dropout_p != 0.0 {
-        return fallback(Reason::Dropout);
     }
     if let Device::Mps(_) = q.device {
         return fallback(Reason::Device("mps".to_owned()));

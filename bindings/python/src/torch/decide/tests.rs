@@ -229,6 +229,7 @@ fn a_nested_request_is_the_dense_one_of_its_sequences() {
         tensor.device = Device::Cuda(0);
     }
     assert_eq!(nested(&on_gpu, all), served);
+    let whole_gpu = on_gpu.clone();
     on_gpu.k.device = Device::Cpu;
     for (refused, expected) in [
         (of([2, 4, 8], [3, 4, 8], [3, 4, 8]), invalid(Invalid::Broadcast { heads: false })),
@@ -238,16 +239,22 @@ fn a_nested_request_is_the_dense_one_of_its_sequences() {
         (gqa(3, 3), invalid(Invalid::Groups)),
         (gqa(4, 2), invalid(Invalid::Groups)),
         (Request { mask, ..plain.clone() }, invalid(Invalid::NestedMask)),
-        (Request { dropout_p: 0.5, ..plain.clone() }, Verdict::Fallback(Reason::Dropout)),
+        (Request { dropout_p: 1.5, ..plain.clone() }, Verdict::Fallback(Reason::Dropout)),
+        (Request { dropout_p: 0.5, ..whole_gpu.clone() }, Verdict::Fallback(Reason::Dropout)),
         (on_gpu, invalid(Invalid::Device("k"))),
     ] {
         assert_eq!(nested(&refused, all), expected, "{refused:?}");
     }
-    let mut asks = plain.clone();
-    asks.v.requires_grad = true;
-    assert_eq!(nested(&asks, all), served);
-    let Ok(verdict) = decide_jagged(&asks, all, Modes { grad: true, ..Modes::ORDINARY }, Stock::NEWEST);
-    assert_eq!(verdict, Verdict::Fallback(Reason::RequiresGrad("v")));
+    assert_eq!(nested(&Request { dropout_p: 0.5, ..plain.clone() }, all), served);
+    let grad = Modes { grad: true, ..Modes::ORDINARY };
+    for (mut asks, expected) in
+        [(plain.clone(), served.clone()), (whole_gpu, Verdict::Fallback(Reason::RequiresGrad("v")))]
+    {
+        asks.v.requires_grad = true;
+        assert_eq!(nested(&asks, all), served);
+        let Ok(verdict) = decide_jagged(&asks, all, grad, Stock::NEWEST);
+        assert_eq!(verdict, expected);
+    }
     assert_eq!(nested(&plain, [Nest::Sequences, Nest::Not, Nest::Not]), invalid(Invalid::NotNested("k")));
     assert_eq!(nested(&plain, [Nest::Otherwise; 3]), Verdict::Fallback(Reason::Layout("jagged".to_owned())));
 }
