@@ -335,6 +335,7 @@ fn a_subset_has_the_same_bits_and_nothing_else_is_written() {
     all.forward(&engine, &options).unwrap();
     all.backward(&engine, &options, [true; 4]).unwrap();
     let expected = [bits(&all.dq.data), bits(&all.dk.data), bits(&all.dv.data), bits(&all.d_sinks)];
+    assert!(expected.iter().flatten().all(|&x| f64::from_bits(x).is_finite()));
     for asked in 0..16u32 {
         let asked: [bool; 4] = std::array::from_fn(|n| asked >> n & 1 == 1);
         let mut part = Call::<f32>::new(&Q_LENS, &KV_LENS, Lie::Rows, true);
@@ -388,32 +389,33 @@ fn what_cannot_be_is_refused_and_nothing_is_written() {
     assert!(matches!(shape, Error::ShapeMismatch { tensor: "dk", .. }), "{shape}");
     let sequences = refused(&|all| all.of_kv.truncate(2), three);
     assert!(matches!(sequences, Error::SizeMismatch { size: "sequences", .. }), "{sequences}");
-    // A gradient in the memory of another.
+    // The gradient of one sequence in the memory of another's, and that of no sequence in its own.
     let mut all = Call::<f32>::new(&[2, 3], &[4, 5], Lie::Rows, false);
     all.forward(&engine, &Options::default()).unwrap();
-    let mut memory = vec![f32::NAN; all.k.data.len()];
+    let row = KV_HEADS * DIM_V;
+    let mut memory = vec![f32::NAN; (14 + 5) * row];
     let address = memory.as_mut_ptr();
-    let mut tensors = all.tensors([true, false, false, false]).unwrap();
-    for dk in [&mut tensors.tensors.dk, &mut tensors.tensors.dv] {
-        let shape = Shape::from([14, KV_HEADS, DIM_V]);
+    let mut tensors = all.tensors([false; 4]).unwrap();
+    // Of the sizes of v alone, so that both fit.
+    (tensors.tensors.k, tensors.tensors.q) = (tensors.tensors.v, tensors.tensors.out);
+    let shape = Shape::from([14, KV_HEADS, DIM_V]);
+    let [dk, dv] = [("dk", 0), ("dv", 5)].map(|(name, first)| {
+        let (ptr, strides) = (address.wrapping_add(first * row).cast(), shape.contiguous().unwrap());
         // SAFETY: nobody reads or writes what they name.
         let view = unsafe {
             ViewMut::from_raw_parts(
-                "dk",
-                address.cast(),
+                name,
+                ptr,
                 rapt::DType::F32,
                 shape,
-                shape.contiguous().unwrap(),
+                strides,
                 rapt::Device::Cpu,
                 rapt::Extent::Declared,
             )
         };
-        *dk = Some(view.unwrap());
-    }
-    // Of the dtype and sizes of v alone, so that both fit.
-    tensors.tensors.k = tensors.tensors.v;
-    tensors.tensors.q = tensors.tensors.out;
-    tensors.tensors.dq = None;
+        Some(view.unwrap())
+    });
+    (tensors.tensors.dk, tensors.tensors.dv) = (dk, dv);
     let error = engine.varlen_backward(tensors, &Options::default(), &Queue::Host(engine.executor())).unwrap_err();
     assert_eq!(error, Error::OutputOverlaps { tensor: "dv", other: "dk" });
     assert!(memory.iter().all(|x| x.is_nan()));
