@@ -278,6 +278,10 @@ def test_pages_are_read_by_the_table():
         out, lse, _ = VARLEN(q, pages_k, pages_v, offsets(*of_q), offsets(*of_k), 5, 11, block_table=table, **options, return_attn_probs=True)
         whole = VARLEN(q, torch.cat(keys[:2]), torch.cat(keys[2:]), offsets(*of_q), offsets(*of_k), 5, 11, **options, return_attn_probs=True)
         assert torch.equal(out, whole[0]) and torch.equal(lse, whole[1])
+    loose = VARLEN(q, pages_k, pages_v, torch.tensor([1, 3, 7], dtype=INT), offsets(*of_k), 5, 11, block_table=table, return_attn_probs=True)
+    tight = VARLEN(q[1:7], pages_k, pages_v, offsets(2, 4), offsets(*of_k), 5, 11, block_table=table, return_attn_probs=True)
+    assert torch.equal(loose[0][1:7], tight[0]) and torch.equal(loose[1][:, 1:7], tight[1])
+    assert not loose[0][[0, 7]].any() and (loose[1][:, [0, 7]] == -torch.inf).all()
     even = VARLEN(q, pages_k, pages_v, offsets(4, 4), offsets(*of_k), 4, 11, block_table=table, causal=True, return_attn_probs=True)
     whole = VARLEN(q, torch.cat(keys[:2]), torch.cat(keys[2:]), offsets(4, 4), offsets(*of_k), 4, 11, causal=True, return_attn_probs=True)
     assert torch.equal(even[0], whole[0]) and torch.equal(even[1], whole[1])
@@ -439,6 +443,11 @@ def refused():
         (lambda: DENSE(q, k, v, alibi_slopes=SLOPES), rapt.UnsupportedError, r"alibi_slopes without causal.*Mend: `causal=True`"),
         (lambda: DENSE(q, k, v, causal=True, alibi_slopes=SLOPES[:3]), rapt.ShapeError, r"alibi_slopes has shape \[3\]"),
         (lambda: DENSE(q, k, v, causal=True, alibi_slopes=[1.0] * 4), rapt.KindError, "alibi_slopes is a list"),
+        (lambda: DENSE(q[:0], k[:0], v[:0], causal=True, alibi_slopes=OWN_SLOPES[:0]), rapt.ShapeError, "batch is 0"),
+        (lambda: VARLEN(rows, k_cache, v_cache, at[:1], at_k[:1], 5, 6, block_table=paged["block_table"][:0]), rapt.ShapeError, "batch is 0"),
+        (lambda: VARLEN(rows, k_cache, v_cache, at, at_k[:2], 5, 6, **paged), rapt.ShapeError, "cu_seqlens_k has 2 offsets, cu_seqlens_q has 3"),
+        (lambda: VARLEN(rows, k_cache, v_cache, offsets(2, 3, 4), offsets(1, 1, 1), 5, 6, **paged), rapt.ShapeError, "block_table has 2 rows"),
+        (lambda: VARLEN(rows, rows, rows, at, at_k[:2], 5, 6, window_size=(1, 1)), rapt.ShapeError, "cu_seqlens_k has 2 offsets"),
         (lambda: DENSE(grad(q), k, v, causal=True, alibi_slopes=grad(SLOPES)), rapt.UnsupportedError, r"alibi_slopes requires grad.*detach"),
         (lambda: flash_attn.flash_attn_qkvpacked_func(drawn(1, 4, 2, 4, 8)), rapt.ShapeError, "qkv has shape"),
         (lambda: flash_attn.flash_attn_kvpacked_func(q, k), rapt.ShapeError, "kv has 4 dimensions"),

@@ -8,13 +8,12 @@
 Deliberately absent: copies of q, k and v. What would need one (slopes without causal, where d is not 0) is refused by name.
 """
 
-import contextlib
 import re
 import typing
 
 import rapt
 import torch
-from rapt._native import DtypeMismatchError, KindError, OptionError, RaptError, ShapeError, UnsupportedDtypeError, UnsupportedError
+from rapt._native import DtypeMismatchError, KindError, OptionError, ShapeError, UnsupportedDtypeError, UnsupportedError
 from rapt.torch import _ops
 
 # Rapt's words for flash's arguments, where they differ.
@@ -22,16 +21,12 @@ _WORDS = {"cu_seqlens_kv": "cu_seqlens_k", "page_table": "block_table"}
 _OPENING = re.compile(r"\Ascale\b")
 
 
-@contextlib.contextmanager
-def flash_words(**others):
-    """Errors from inside name what the caller wrote: `others`, and flash's own words."""
-    try:
-        yield
-    except RaptError as error:
-        text = _OPENING.sub("softmax_scale", str(error))
-        for word, flash in {**_WORDS, **others}.items():
-            text = text.replace(word, flash)
-        raise type(error)(text) from None
+def in_flash_words(error, **others):
+    """The same error, whose text names what the caller wrote: `others`, and flash's own words."""
+    text = _OPENING.sub("softmax_scale", str(error))
+    for word, flash in {**_WORDS, **others}.items():
+        text = text.replace(word, flash)
+    return type(error)(text)
 
 
 class Request(typing.NamedTuple):
@@ -145,6 +140,8 @@ def slopes_of_each(slopes, batch, heads):
 
 def _joined(parts, of_out, of_lse):
     """The answers of several calls as one."""
+    if not parts:
+        raise ShapeError("there is no sequence: batch is 0, and each would be a call of its own. Mend: no call where nothing is asked")
     outs, lses = zip(*parts)
     return torch.cat(outs, of_out), None if lses[0] is None else torch.cat(lses, of_lse)
 
@@ -199,6 +196,8 @@ class Sequences(typing.NamedTuple):
         """Refuses a longest that is shorter than a sequence, which flash would cut off. Lengths on a GPU are not waited for."""
         for name, offsets, most in (("q", self.cu_seqlens_q, self.max_seqlen_q), ("k", self.cu_seqlens_k, self.max_seqlen_k)):
             check_int32(f"cu_seqlens_{name}", offsets, "batch + 1")
+            if len(offsets) != len(self.cu_seqlens_q) or not len(offsets):
+                raise ShapeError(f"cu_seqlens_{name} has {len(offsets)} offsets, cu_seqlens_q has {len(self.cu_seqlens_q)}: each has one more than sequences")
             if traced:
                 continue
             if isinstance(most, torch.Tensor) and most.dim() == 0 and not most.is_cuda:
@@ -237,8 +236,9 @@ def packed(q, k, v, sequences, asked, gives_lse=False):
     what = "alibi_slopes [batch, nheads]" if own is not None else "a window without causal, of sequences whose queries and keys differ in number,"
     _expect_lengths_on_host(what, sequences.cu_seqlens_q, "`causal=True`, or one `flash_attn_func` for each sequence")
     if asked.dropout_p:
-        raise UnsupportedError(f"dropout_p beside {what} is a call for each sequence. Mend: `dropout_p=0.0`")
-    rapt.explain_varlen(q, k, v, sequences.cu_seqlens_q, sequences.cu_seqlens_k)  # refuses what the one call would
+        raise UnsupportedError(f"dropout_p beside {what.rstrip(',')}: such sequences are a call each. Mend: `dropout_p=0.0`")
+    with torch.no_grad():  # it refuses what the one call would
+        rapt.explain_varlen(q, k, v, sequences.cu_seqlens_q, sequences.cu_seqlens_k)
     own = own or [asked.slopes] * batch
     keys, values = (each_sequence(x, sequences.cu_seqlens_k)[0] for x in (k, v))
 

@@ -1,10 +1,10 @@
 """The functions of `flash_attn.flash_attn_interface`, by their names, arguments and results."""
 
 import torch
-from rapt._native import IndexRangeError, OptionError, ShapeError, UnsupportedError
+from rapt._native import IndexRangeError, OptionError, RaptError, ShapeError, UnsupportedError
 
 from . import _requests
-from ._requests import Cache, Sequences, check_tensor, flash_words, request
+from ._requests import Cache, Sequences, check_tensor, in_flash_words, request
 
 
 def flash_attn_func(
@@ -27,10 +27,12 @@ def flash_attn_func(
     `[nheads]` or `[batch, nheads]`; -slope·|i + kv_len - q_len - j| is added. deterministic: every call is, with the same bits.
     return_attn_probs: also lse `[batch, nheads, seqlen]`, and S_dmask, which is empty: probabilities are never formed.
     """
-    with flash_words():
+    try:
         asked = request(softmax_scale, causal, window_size, softcap, alibi_slopes, dropout_p)
         _expect_no_probabilities(return_attn_probs, asked)
         return _answer(q, return_attn_probs, _requests.dense(q, k, v, asked, return_attn_probs))
+    except RaptError as error:
+        raise in_flash_words(error) from None
 
 
 def flash_attn_kvpacked_func(
@@ -93,7 +95,7 @@ def flash_attn_varlen_func(
     cu_seqlens_q, cu_seqlens_k: int32 `[batch + 1]`, where each begins. max_seqlen_q, max_seqlen_k: at least the longest; no result depends on them.
     block_table: int32 `[batch, blocks]`; k and v are then `[num_blocks, page_block_size, nheads_k, headdim]`. return_attn_probs: also lse `[nheads, total_q]`, and S_dmask, which is empty.
     """
-    with flash_words():
+    try:
         asked = request(softmax_scale, causal, window_size, softcap, alibi_slopes, dropout_p)
         _expect_no_probabilities(return_attn_probs, asked)
         sequences = Sequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
@@ -102,6 +104,8 @@ def flash_attn_varlen_func(
         else:
             answer = _paged(q, k, v, sequences, block_table, asked)
         return _answer(q, return_attn_probs, answer)
+    except RaptError as error:
+        raise in_flash_words(error) from None
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -143,11 +147,14 @@ def flash_attn_varlen_qkvpacked_func(
 ):
     """`flash_attn_varlen_func` on q, k and v in one tensor `[total, 3, nheads, headdim]`, read in place; its gradient is one tensor too."""
     q, k, v = _apart("qkv", qkv, 3, ("total",))
-    with flash_words(cu_seqlens_q="cu_seqlens", cu_seqlens_k="cu_seqlens", max_seqlen_q="max_seqlen", max_seqlen_k="max_seqlen"):
+    try:
         return flash_attn_varlen_func(
             q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale, causal, window_size, softcap,
             alibi_slopes, deterministic, return_attn_probs,
         )  # fmt: skip
+    except RaptError as error:
+        words = {"cu_seqlens_q": "cu_seqlens", "cu_seqlens_k": "cu_seqlens", "max_seqlen_q": "max_seqlen", "max_seqlen_k": "max_seqlen"}
+        raise in_flash_words(error, **words) from None
 
 
 def flash_attn_with_kvcache(
@@ -180,8 +187,7 @@ def flash_attn_with_kvcache(
     cache_seqlens on (all by that one, unless causal or within a window). num_splits: no result depends on it.
     return_softmax_lse: also lse `[batch, nheads, seqlen]`. It has no gradient.
     """
-    table_word = "block_table" if cache_batch_idx is None else "cache_batch_idx"
-    with flash_words(page_table=table_word):
+    try:
         asked = request(softmax_scale, causal, window_size, softcap, alibi_slopes)
         if not isinstance(num_splits, int) or num_splits < 0:
             raise OptionError(f"num_splits = {num_splits!r}; allowed: an int from 0 up")
@@ -197,6 +203,8 @@ def flash_attn_with_kvcache(
         else:
             out, lse = _padded(q, cache, cache_batch_idx, cache_leftpad, asked)
         return (out, lse) if return_softmax_lse else out
+    except RaptError as error:
+        raise in_flash_words(error, page_table="block_table" if cache_batch_idx is None else "cache_batch_idx") from None
 
 
 # --- what they have in common ------------------------------------------------------------------------------------------------
@@ -238,6 +246,8 @@ def _paged(q, k, v, sequences, block_table, asked):
             "Mend: `flash_attn_with_kvcache(q.unflatten(0, (batch, -1)), k, v, cache_seqlens=cu_seqlens_k.diff(), block_table=block_table)` where they are equal"
         )
     batch = len(cu_seqlens_q) - 1
+    if len(block_table) != batch:
+        raise ShapeError(f"block_table has {len(block_table)} rows, cu_seqlens_q {batch} sequences")
     cache = Cache(k, v, None, None, cu_seqlens_k.diff(), block_table)
     for b, length in enumerate(cache.seqlens.tolist()):
         if not 0 <= length <= cache.capacity:
