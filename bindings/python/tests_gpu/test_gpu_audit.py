@@ -8,6 +8,8 @@ from mutants.table import on_a_gpu
 from reproducers import assert_stands_alone
 
 import rapt
+from rapt._audit.gradients import JUDGES
+from rapt._audit.hazards import TABLE
 
 HAZARDS = ["accuracy", "inputs-modified", "over-read", "guard-pages", "nondeterminism", "stream-order", "graph-capture", "device-wait"]
 PLANTED = on_a_gpu()
@@ -61,3 +63,25 @@ def test_rapt_is_clean(audits):
 
 def test_torchs_function_is_judged_without_a_false_alarm(audits):
     assert not audits["torch"].result().at_least("high"), audits["torch"].result()
+
+
+@pytest.fixture(scope="module")
+def audits_of_gradients():
+    hazards = [hazard.name for hazard in TABLE if hazard.judge in JUDGES]
+    pool = ThreadPoolExecutor(2)
+    dtypes = ["float32", "bfloat16", "float16", "float64"]
+    yield {target: pool.submit(rapt.audit, target, "cuda", dtypes, hazards, 120) for target in ("rapt", "torch")}
+    pool.shutdown(cancel_futures=True)
+
+
+def test_rapts_gradients_are_clean(audits_of_gradients):
+    report = audits_of_gradients["rapt"].result()
+    left = {hazard.name: hazard.verdict for hazard in report.hazards if hazard.verdict != "clean"}
+    # Dropout on a GPU is PyTorch's own.
+    assert report.ok and left == {"dropped-part": "refused", "dropout-seed": "refused", "dropout-reuse": "refused"}, report
+
+
+def test_torchs_gradients_are_judged_without_a_false_alarm(audits_of_gradients):
+    report = audits_of_gradients["torch"].result()
+    assert all(finding.reproducer["reproduced"] for finding in report.findings), report
+    assert {hazard.name: hazard.verdict for hazard in report.hazards}["gradients"] == "clean", report
