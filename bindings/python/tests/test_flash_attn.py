@@ -269,6 +269,56 @@ def test_a_sequence_has_the_bits_of_a_call_alone(case):
         reference.assert_close(alone, exact(rows[None], keys[None], values[None], **own)[0], "float32", peers(rows[None], keys[None], values[None], **own))
 
 
+@pytest.mark.parametrize("case", VARLEN_CASES)
+def test_gradients_of_sequences_are_those_of_calls_alone(case):
+    options, of_q, of_k = VARLEN_CASES[case], (5, 0, 9, 3), (7, 2, 4, 0)
+    at_q, at_k = offsets(*of_q), offsets(*of_k)
+    given = drawn(17, 4, 8), drawn(13, 2, 8, seed=1), drawn(13, 2, 6, seed=2)
+    d_o, slopes = drawn(17, 4, 6, seed=5), options.get("alibi_slopes")
+    got = gradients(lambda *x: VARLEN(*x, at_q, at_k, 9, 7, **options), given, d_o)
+    alone = []
+    for b, parts in enumerate(zip(*(x.split(n) for x, n in zip((*given, d_o), (of_q, of_k, of_k, of_q))))):
+        own = options if slopes is None or slopes.dim() == 1 else {**options, "alibi_slopes": slopes[b]}
+        alone.append(gradients(lambda *x: DENSE(*x, **own), [x[None] for x in parts[:3]], parts[3][None]))
+    for one, wanted in zip(got, zip(*alone)):
+        assert torch.equal(one, torch.cat([x[0] for x in wanted]))
+
+
+def test_gradients_of_packed_sequences_come_back_packed():
+    qkv_, at, d_o = drawn(11, 3, 4, 8), offsets(3, 0, 8), drawn(11, 4, 8, seed=9)
+    (packed,) = gradients(lambda x: flash_attn.flash_attn_varlen_qkvpacked_func(x, at, 8, causal=True), (qkv_,), d_o)
+    apart = gradients(lambda *x: VARLEN(*x, at, at, 8, 8, causal=True), qkv_.unbind(1), d_o)
+    assert torch.equal(packed, torch.stack(apart, 1))
+
+
+def test_a_sequence_drops_what_its_batch_entry_drops():
+    q, k, v, d_o = *qkv(batch=3, q_len=7, kv_len=7), drawn(3, 7, 4, 8, seed=5)
+    at = offsets(7, 7, 7)
+
+    def run(fn, given, d_o):
+        torch.manual_seed(5)
+        leaves = [x.detach().requires_grad_() for x in given]
+        out = fn(*leaves)
+        return out, *torch.autograd.grad(out, leaves, d_o)
+
+    dense = run(lambda *x: DENSE(*x, 0.3, causal=True), (q, k, v), d_o)
+    packed = run(lambda *x: VARLEN(*x, at, at, 7, 7, 0.3, causal=True), [x.flatten(0, 1) for x in (q, k, v)], d_o.flatten(0, 1))
+    assert all(torch.equal(one.flatten(0, 1), other) for one, other in zip(dense, packed))
+    assert not torch.equal(dense[0], DENSE(q, k, v, causal=True))
+
+
+def test_rows_of_no_sequence_are_zeros_and_give_nothing():
+    q, k = drawn(9, 4, 8), drawn(8, 2, 8, seed=1)
+    at_q, at_k = torch.tensor([1, 4, 7], dtype=INT), torch.tensor([2, 3, 8], dtype=INT)
+    for options in ({"causal": True}, {"window_size": (2, 1)}):
+        out, lse, _ = VARLEN(q, k, k, at_q, at_k, 3, 5, **options, return_attn_probs=True)
+        inner = VARLEN(q[1:7], k[2:], k[2:], at_q - 1, at_k - 2, 3, 5, **options, return_attn_probs=True)
+        assert torch.equal(out[1:7], inner[0]) and not out[:1].any() and not out[7:].any()
+        assert torch.equal(lse[:, 1:7], inner[1]) and (lse[:, [0, 7, 8]] == -torch.inf).all()
+        d_q, d_k, _ = gradients(lambda *x: VARLEN(*x, at_q, at_k, 3, 5, **options), (q, k, k), torch.full_like(q, torch.nan).index_fill(0, torch.arange(1, 7), 1.0))
+        assert d_q.isfinite().all() and d_k.isfinite().all() and not d_q[[0, 7, 8]].any() and not d_k[:2].any()
+
+
 def test_pages_are_read_by_the_table():
     pages_k, pages_v = drawn(7, 4, 2, 8), drawn(7, 4, 2, 8, seed=1)
     table, of_q, of_k = torch.tensor([[3, 0, 6], [5, 1, 2]], dtype=INT), (3, 5), (9, 11)

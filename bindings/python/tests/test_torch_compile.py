@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 import fresh  # noqa: E402
 import rapt  # noqa: E402
 import rapt.torch as rt  # noqa: E402
-from rapt.flash_attn import flash_attn_func  # noqa: E402
+from rapt.flash_attn import flash_attn_func, flash_attn_varlen_func  # noqa: E402
 from test_torch_stats import DTYPES, check, same_views, sdpa, served, tensor  # noqa: E402
 from torch._dynamo.testing import CompileCounterWithBackend  # noqa: E402
 
@@ -108,11 +108,12 @@ def test_a_view_after_attention_compiles():
 
 @torch.no_grad()
 def test_flash_attentions_interface_is_one_graph():
-    def run(q, k, v):
-        return flash_attn_func(q, k, v, causal=True, window_size=(4, -1), softcap=2.0), flash_attn_func(q, k, v, window_size=(2, 3))
+    def run(q, k, v, rows, at):
+        dense = flash_attn_func(q, k, v, causal=True, window_size=(4, -1), softcap=2.0), flash_attn_func(q, k, v, window_size=(2, 3))
+        return *dense, flash_attn_varlen_func(rows, rows, rows, at, at, 5, 5, causal=True)
 
-    q, k, v = torch.randn(2, 9, 4, 8), *torch.randn(2, 2, 13, 2, 8)
-    for one, wanted in zip(torch.compile(run, fullgraph=True, backend="eager")(q, k, v), run(q, k, v)):
+    given = torch.randn(2, 9, 4, 8), *torch.randn(2, 2, 13, 2, 8), torch.randn(9, 4, 8), torch.tensor([0, 4, 9], dtype=torch.int32)
+    for one, wanted in zip(torch.compile(run, fullgraph=True, backend="eager")(*given), run(*given)):
         assert torch.equal(one, wanted)
 
 

@@ -14,7 +14,7 @@ import typing
 import rapt
 import torch
 from rapt._native import DtypeMismatchError, KindError, OptionError, ShapeError, UnsupportedDtypeError, UnsupportedError
-from rapt.torch import _ops
+from rapt.torch import _ops, _varlen
 
 # Rapt's words for flash's arguments, where they differ.
 _WORDS = {"cu_seqlens_kv": "cu_seqlens_k", "page_table": "block_table"}
@@ -227,11 +227,10 @@ def packed(q, k, v, sequences, asked, gives_lse=False):
     batch = len(sequences.cu_seqlens_q) - 1
     own = slopes_of_each(asked.slopes, batch, q.shape[1])
     if own is None and (asked.is_causal or not asked.counts_positions or sequences.have_equal_lengths):
+        run, options = rapt.varlen_attention, asked.square_options()
         if asked.dropout_p:
-            raise UnsupportedError(f"dropout_p = {asked.dropout_p} is not served here. Mend: `dropout_p=0.0`")
-        answer = rapt.varlen_attention(
-            q, k, v, sequences.cu_seqlens_q, sequences.cu_seqlens_k, return_lse=gives_lse, **asked.square_options()
-        )  # fmt: skip
+            run, options = _varlen.attention, {**options, "dropout_p": float(asked.dropout_p)}
+        answer = run(q, k, v, sequences.cu_seqlens_q, sequences.cu_seqlens_k, return_lse=gives_lse, **options)
         return answer if gives_lse else (answer, None)
     what = "alibi_slopes [batch, nheads]" if own is not None else "a window without causal, of sequences whose queries and keys differ in number,"
     _expect_lengths_on_host(what, sequences.cu_seqlens_q, "`causal=True`, or one `flash_attn_func` for each sequence")
