@@ -1,4 +1,4 @@
-// Gradients of float16 and bfloat16 on the tensor cores by mma.sync: two passes of one scheme, whose own rows stay and others stream by.
+// Gradients of float16, bfloat16 and float32 on the tensor cores by mma.sync: two passes of one scheme, whose own rows stay and others stream by.
 //
 //   PASS KEYS      own: keys, streamed: queries that see them, of all heads of the group      dv += P^T.d_o, dk += dS^T.q
 //   PASS QUERIES   own: queries, streamed: keys that they see                                 dq += dS.k
@@ -6,7 +6,7 @@
 //   4 warps, each 16*FRAGMENTS own rows; tiles of BLOCK_N streamed rows from row 0, in STAGES buffers that cp.async fills:
 //     s = own @ streamed.T                 of q and k, float32
 //     dp = own @ streamed.T                of d_o and v, float32
-//     s, dp -> p, ds                       backward/request.cuh; p and ds rounded to the storage dtype where they are multiplied, and nowhere else
+//     s, dp -> p, ds                       backward/request.cuh; in 16 bits p and ds are rounded to the storage dtype where they are multiplied, and nowhere else
 //     sums += p @ streamed, ds @ streamed  float32
 //
 // dq takes a second pass over scores: seven products where five would do with sums that several blocks add to. In return no block waits for
@@ -27,8 +27,8 @@ static_assert(BN % 16 == 0, "weights are operands of whole products");
 // Rows of q and d_o, or of k and v. Swizzled tiles begin at lines of 128 bytes: `beyond` turns bits of addresses.
 template <int ROWS>
 struct Pair {
-    __align__(128) Elem a[ROWS * K_ROW];
-    __align__(128) Elem b[ROWS * V_ROW];
+    __align__(128) u16 a[ROWS * A_ROW];
+    __align__(128) u16 b[ROWS * B_ROW];
 };
 struct Stage {
     Pair<BN> rows;
@@ -89,8 +89,8 @@ __device__ inline void load_queries(const BackwardParams& b, Pair<ROWS>& to, int
     const int rows = p.q_len - i0;
     const Elem* q = (const Elem*)p.q + row_offset(p.q_stride, batch, head, i0);
     const Elem* d_o = (const Elem*)b.d_o + row_offset(b.d_o_stride, batch, head, i0);
-    load_even_tile<ROWS, D, THREADS>(to.a, {q, p.q_stride[3], p.q_stride[2], rows, p.head_dim}, threadIdx.x);
-    load_even_tile<ROWS, DV, THREADS>(to.b, {d_o, b.d_o_stride[3], b.d_o_stride[2], rows, p.head_dim_v}, threadIdx.x);
+    load_rows<ROWS, D_WORDS, THREADS>(to.a, {q, p.q_stride[3], p.q_stride[2], rows, p.head_dim}, threadIdx.x);
+    load_rows<ROWS, DV_WORDS, THREADS>(to.b, {d_o, b.d_o_stride[3], b.d_o_stride[2], rows, p.head_dim_v}, threadIdx.x);
 }
 template <int ROWS>
 __device__ inline void load_keys(const BackwardParams& b, Pair<ROWS>& to, int batch, int head, int j0) {
@@ -98,8 +98,8 @@ __device__ inline void load_keys(const BackwardParams& b, Pair<ROWS>& to, int ba
     const int rows = p.kv_len - j0;
     const Elem* k = (const Elem*)p.k + row_offset(p.k_stride, batch, head, j0);
     const Elem* v = (const Elem*)p.v + row_offset(p.v_stride, batch, head, j0);
-    load_even_tile<ROWS, D, THREADS>(to.a, {k, p.k_stride[3], p.k_stride[2], rows, p.head_dim}, threadIdx.x);
-    load_even_tile<ROWS, DV, THREADS>(to.b, {v, p.v_stride[3], p.v_stride[2], rows, p.head_dim_v}, threadIdx.x);
+    load_rows<ROWS, D_WORDS, THREADS>(to.a, {k, p.k_stride[3], p.k_stride[2], rows, p.head_dim}, threadIdx.x);
+    load_rows<ROWS, DV_WORDS, THREADS>(to.b, {v, p.v_stride[3], p.v_stride[2], rows, p.head_dim_v}, threadIdx.x);
 }
 // The states of ROWS queries; of those that there are not, zeros.
 template <int ROWS>
@@ -193,6 +193,15 @@ struct Sums {
 #pragma unroll
                 for (int nt = 0; nt < WIDTH / 8; nt++) {
                     const int c = nt * 8 + lane_column((int)threadIdx.x);
+#if STORAGE == F32
+                    const float2 pair = {of[mt][nt][h * 2] * factor, of[mt][nt][h * 2 + 1] * factor};
+                    if (pairs) {
+                        if (c < dim) *(float2*)(row + c) = pair;
+                    } else {
+                        if (c < dim) row[c * stride[3]] = pair.x;
+                        if (c + 1 < dim) row[(c + 1) * stride[3]] = pair.y;
+                    }
+#else
                     const u32 pair = pack(of[mt][nt][h * 2] * factor, of[mt][nt][h * 2 + 1] * factor);
                     if (pairs) {
                         if (c < dim) *(u32*)(row + c) = pair;
@@ -200,6 +209,7 @@ struct Sums {
                         if (c < dim) row[c * stride[3]] = (Elem)pair;
                         if (c + 1 < dim) row[(c + 1) * stride[3]] = (Elem)(pair >> 16);
                     }
+#endif
                 }
             }
     }
@@ -243,8 +253,8 @@ __device__ inline bool attend(const BackwardParams& b, Shared& sh, ByDs& by_ds, 
         __syncthreads();
         Stage& now = sh.stages[stage];
         Accumulator<NT> s[FRAGMENTS], dp[FRAGMENTS];
-        multiply_rows<D, FRAGMENTS, NT>(s, sh.own.a + warp_row * K_ROW, now.rows.a);
-        if (HAS_DS) multiply_rows<DV, FRAGMENTS, NT>(dp, sh.own.b + warp_row * V_ROW, now.rows.b);
+        multiply_rows<D_WORDS, FRAGMENTS, NT>(s, sh.own.a + warp_row * A_ROW, now.rows.a);
+        if (HAS_DS) multiply_rows<DV_WORDS, FRAGMENTS, NT>(dp, sh.own.b + warp_row * B_ROW, now.rows.b);
         else
 #pragma unroll
             for (int mt = 0; mt < FRAGMENTS; mt++) zero(dp[mt]);
@@ -297,7 +307,7 @@ __device__ inline bool attend(const BackwardParams& b, Shared& sh, ByDs& by_ds, 
             if constexpr (HAS_DS) add_non_finite<D, FRAGMENTS, NT>(by_ds.of, dp, now.rows.a);
             if constexpr (HAS_P) add_non_finite<DV, FRAGMENTS, NT>(by_p.of, s, now.rows.b);
             __syncthreads();
-            clear_non_finite<THREADS>(now.rows.a, BN * K_ROW), clear_non_finite<THREADS>(now.rows.b, BN * V_ROW);
+            clear_non_finite<THREADS>(now.rows.a, BN * A_ROW), clear_non_finite<THREADS>(now.rows.b, BN * B_ROW);
             __syncthreads();
         }
         if constexpr (HAS_P) add_rows<DV, FRAGMENTS, NT>(by_p.of, s, now.rows.b);

@@ -48,6 +48,12 @@ __device__ inline void mma_of(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) 
     else MMA("bf16");
 #undef MMA
 }
+// The product of TF32: float32 of which 11 bits are read.
+__device__ inline void mma_tf32(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
 // The product of bytes, those of B with a sign. UNSIGNED: those of A have none.
 template <bool UNSIGNED>
 __device__ inline void mma_int8(int (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {

@@ -18,12 +18,6 @@
 #include "wide/boxes.cuh"
 
 #if STORAGE == F32
-__device__ inline void mma_tf32(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-    asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
 // N numbers as hi and lo; `beside_lo` is what the other factor's lo is multiplied with.
 template <bool CAREFUL, int N>
 struct Split {

@@ -22,12 +22,13 @@ use rapt_testkit::{Case, Config, Engine, Guard, Places, conformance, replay};
 use super::*;
 
 /// What stands in for an instruction, or for what CUDA C++ has: the definitions that get another name.
-const STANDS_IN: [&str; 15] = [
+const STANDS_IN: [&str; 16] = [
     "inline u32 shared_address(",
     "inline void ldmatrix(u32",
     "inline void ldmatrix_trans(u32 (&r)[4]",
     "inline void mma_int8(",
     "inline void mma(float",
+    "inline void mma_tf32(float",
     "inline void cp_async(",
     "inline u32 pack_as(float low, float high)",
     "inline void cp_async_zfill(",

@@ -1,6 +1,6 @@
 //! From a spec of gradients to what is launched for it.
 //!
-//! float16 and bfloat16 with head dims up to 256 → backward_mma.cu; anything else, and gradients of masks → backward.cu. Tiles follow dtype and
+//! float16 and bfloat16 with head dims up to 256, and float32 up to 128 → backward_mma.cu; anything else, and gradients of masks → backward.cu. Tiles follow dtype and
 //! head dims alone, and what fits a block: the bits of a gradient depend neither on the batch nor on strides.
 
 use rapt_core::{
@@ -19,6 +19,8 @@ use crate::variant::{Algorithm, KernelVariant, Loads, Pass, generic_columns};
 
 /// Widest head of backward_mma.cu.
 const MMA_DIM: usize = 256;
+/// The same of float32, whose tiles are twice as large.
+const MMA_F32_DIM: usize = 128;
 /// Rows of an item of backward_rows.cu: a warp each.
 const ROWS_OF_BLOCK: usize = 8;
 
@@ -26,12 +28,15 @@ const ROWS_OF_BLOCK: usize = 8;
 fn on_tensor_cores(spec: &BackwardSpec) -> std::result::Result<(), WhyNoTensorCores> {
     let forward = spec.forward();
     let dim = forward.head_dim().max(forward.head_dim_v());
-    match forward.numerics.storage {
-        DType::F16 | DType::BF16 if spec.d_o().dtype != forward.numerics.storage => Err(WhyNoTensorCores::Arriving),
-        DType::F16 | DType::BF16 if dim > MMA_DIM => Err(WhyNoTensorCores::HeadDim { most: MMA_DIM }),
-        DType::F16 | DType::BF16 => Ok(()),
-        _ => Err(WhyNoTensorCores::Storage),
+    let most = match forward.numerics.storage {
+        DType::F16 | DType::BF16 => MMA_DIM,
+        DType::F32 => MMA_F32_DIM,
+        _ => return Err(WhyNoTensorCores::Storage),
+    };
+    if spec.d_o().dtype != forward.numerics.storage {
+        return Err(WhyNoTensorCores::Arriving);
     }
+    if dim > most { Err(WhyNoTensorCores::HeadDim { most }) } else { Ok(()) }
 }
 
 /// The variant of a pass on the tensor cores: own rows of a block, and streamed rows of a tile. With more of either registers are spilled
@@ -42,6 +47,7 @@ fn mma(spec: &BackwardSpec, caps: &Caps, pass: Pass) -> KernelVariant {
     let wide = [&forward.q, &forward.k, &forward.v, spec.d_o()].iter().all(|tensor| moves_by(tensor, 16));
     let natural = is_natural(forward, mask_class(forward));
     let [block_m, block_n] = match (dims.0.max(dims.1), pass) {
+        _ if forward.numerics.storage == DType::F32 => [64, 32],
         (0..=64, Pass::Keys) if natural || forward.mask.is_some() => [64, 32],
         (0..=64, _) => [128, 32],
         (65..=128, Pass::Queries) => [64, 64],
@@ -185,7 +191,11 @@ pub(crate) fn plan_of(spec: &BackwardSpec, caps: &Caps, launch_plan: BackwardLau
         kernel: if launch_plan.steps.is_empty() { Kernel::Empty } else { Kernel::Backward },
         storage: numerics.storage,
         accumulation: numerics.accumulation,
-        p_rounding: if launch_plan.why.is_none() { PRounding::Storage } else { PRounding::Accumulation },
+        p_rounding: if launch_plan.why.is_none() && numerics.storage != DType::F32 {
+            PRounding::Storage
+        } else {
+            PRounding::Accumulation
+        },
         mask: mask_class(spec.forward()),
         kv: spec.forward().kv,
         arch: caps.arch,

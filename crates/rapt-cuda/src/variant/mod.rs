@@ -242,7 +242,10 @@ impl KernelVariant {
 
     /// Whether half of the blocks of backward_mma.cu sum dk, and half dv: registers hold both of narrower heads.
     pub(crate) const fn is_split(&self) -> bool {
-        matches!(self.algorithm, Algorithm::BackwardMma(Pass::Keys)) && (self.dims.0 > 128 || self.dims.1 > 128)
+        // Of float32 they do not beside scores that are changed.
+        let is_changed = matches!(self.storage, DType::F32) && (self.natural || self.mask.is_some());
+        let most = if is_changed { 64 } else { 128 };
+        matches!(self.algorithm, Algorithm::BackwardMma(Pass::Keys)) && (self.dims.0 > most || self.dims.1 > most)
     }
 
     /// What makes figures of heads of those that this variant of deviation.cu leaves of rows.

@@ -128,7 +128,8 @@ impl KernelVariant {
     /// Own rows, streamed ones in stages, and states of queries among them.
     const fn backward_mma_bytes(&self, pass: Pass) -> u32 {
         const fn pair(variant: &KernelVariant, rows: u32) -> u32 {
-            let (a, b) = (2 * rows * row_of(variant.dims.0), 2 * rows * row_of(variant.dims.1));
+            let words = if matches!(variant.storage, DType::F32) { 2 } else { 1 };
+            let (a, b) = (2 * rows * row_of(words * variant.dims.0), 2 * rows * row_of(words * variant.dims.1));
             a.next_multiple_of(128) + b.next_multiple_of(128)
         }
         let (own, streamed) = if matches!(pass, Pass::Keys) { (1, self.block_n) } else { (self.block_m, 1) };

@@ -295,6 +295,29 @@ inline void mma(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1)
     });
 }
 
+// m16n8k8 of TF32: A has rows g, g+8 and columns t, t+4; B rows t, t+4 and column g; of each number 11 bits are read.
+inline void mma_tf32(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+    const unsigned b[2] = {b0, b1};
+    host::Brought& own = host::brought[host::running];
+    own.in[0] = a, own.in[1] = b, own.out = (unsigned*)c;
+    host::warp([](int first) {
+        const auto number = [](unsigned bits) { return __uint_as_float(bits & 0xffffe000u); };
+        float of_a[16][8], of_b[8][8];
+        for (int lane = 0; lane < host::WARP; lane++) {
+            const host::Brought& of = host::brought[first + lane];
+            const int g = lane / 4, t = lane % 4;
+            for (int word = 0; word < 4; word++) of_a[g + word % 2 * 8][word / 2 * 4 + t] = number(of.in[0][word]);
+            for (int word = 0; word < 2; word++) of_b[word * 4 + t][g] = number(of.in[1][word]);
+        }
+        for (int lane = 0; lane < host::WARP; lane++)
+            for (int e = 0; e < 4; e++) {
+                const int row = lane / 4 + e / 2 * 8, column = lane % 4 * 2 + e % 2;
+                float& sum = ((float*)host::brought[first + lane].out)[e];
+                for (int k = 0; k < 8; k++) sum = (float)((double)sum + (double)of_a[row][k] * of_b[k][column]);
+            }
+    });
+}
+
 // As exact as float32 is, where the instruction is off by two units; subnormal results are 0.
 inline float exp2_approx(float x) {
     const float y = (float)std::exp2((double)x);

@@ -82,7 +82,7 @@ fn gradients_are_those_of_the_definition() {
         sinks: Some(DType::F32),
         alibi_slopes: Some(DType::F32),
         poison: true,
-        ..plain(DType::F32, [1, 2, 70, 12], 90)
+        ..plain(DType::F64, [1, 2, 70, 12], 90)
     };
     let of = judge(&GradientCase { d_lse: true, ..GradientCase::all(&whole) });
     assert!(matches!(of.unwrap().algorithm, Algorithm::Backward(Pass::Keys)));
@@ -92,9 +92,11 @@ fn gradients_are_those_of_the_definition() {
 fn gradients_on_the_tensor_cores_are_those_of_the_definition() {
     // Tiles by 16 bytes and, under other strides, element by element; keys that nobody sees hold NaN, and what arrives has one.
     let causal = Some(Causal::BottomRight);
-    let of = Case { num_kv_heads: 1, head_dim_v: 64, causal, poison: true, ..plain(DType::F16, [1, 2, 70, 40], 100) };
-    let seen = judge(&GradientCase::all(&of)).unwrap();
-    assert!(matches!(seen.algorithm, Algorithm::BackwardMma(Pass::Keys)));
+    for dtype in [DType::F16, DType::F32] {
+        let of = Case { num_kv_heads: 1, head_dim_v: 64, causal, poison: true, ..plain(dtype, [1, 2, 70, 40], 100) };
+        let seen = judge(&GradientCase::all(&of)).unwrap();
+        assert!(matches!(seen.algorithm, Algorithm::BackwardMma(Pass::Keys)), "{seen}");
+    }
 }
 
 /// Every kernel in more forms than each change has time for: random problems, and lengths beyond tiles.
