@@ -112,24 +112,45 @@ def codes_column(chosen):
     return [], lambda figure: []
 
 
+LEADING = ["row", "B,H,S,D", "dtype"]
+TRAILING = ["vs stock", "vs unlocked", "vs best", "vs base"]
+
+
+def peers_of(chosen):
+    """Those that have a time on some row, in their order."""
+    return [name for name in PEERS if any(figure["us"].get(name) for _, figure in chosen)]
+
+
+def common(measured, figure, names):
+    """The cells of a row before those of its kind."""
+    best = f"{figure['vs_best']:.2f} {figure['best_peer']}" if figure["vs_best"] else "–"
+    return [
+        figure["row"], figure["dims"], figure["dtype"], *(microseconds(figure, name) for name in names),
+        number(figure["vs_stock"]), number(figure["vs_unlocked"]), best, number(figure["vs_base"]),
+    ]  # fmt: skip
+
+
+def training_table(chosen):
+    """[table] of rows of forward and backward, [] where there are none."""
+    if not chosen:
+        return []
+    names = peers_of(chosen)
+    lines = [
+        common(measured, figure, names)
+        + [
+            number(figure.get("percent_of_ceiling", {}).get(figure["lead"]), "{:.0f}%"),
+            *(mebibytes(figure, name) for name in names), error_of(measured, figure["lead"]),
+        ]
+        for measured, figure in chosen
+    ]  # fmt: skip
+    header = [*LEADING, *(f"{name} us" for name in names), *TRAILING, "% ceiling", *(f"{name} MiB" for name in names), "error"]
+    return [("Forward and backward", header, lines, ["MiB: the most that a step holds beyond its output and gradients"])]
+
+
 def tables(everything, figures):
-    """[(title, header, rows, notes)]: prefill, decode, copies, calls; those that have rows."""
+    """[(title, header, rows, notes)]: training, prefill, decode, copies, calls; those that have rows."""
     pairs = list(zip(everything, figures))
-    present = [name for name in PEERS if any(name in figure["us"] for figure in figures)]
-    made = []
-
-    def peers_of(chosen):
-        return [name for name in present if any(figure["us"].get(name) for _, figure in chosen)]
-
-    def common(measured, figure, names):
-        best = f"{figure['vs_best']:.2f} {figure['best_peer']}" if figure["vs_best"] else "–"
-        return [
-            figure["row"], figure["dims"], figure["dtype"], *(microseconds(figure, name) for name in names),
-            number(figure["vs_stock"]), number(figure["vs_unlocked"]), best, number(figure["vs_base"]),
-        ]  # fmt: skip
-
-    leading = ["row", "B,H,S,D", "dtype"]
-    trailing = ["vs stock", "vs unlocked", "vs best", "vs base"]
+    made = training_table([pair for pair in pairs if pair[1]["kind"] == "train"])
 
     chosen = [pair for pair in pairs if pair[1]["kind"] == "prefill"]
     if chosen:
@@ -153,23 +174,8 @@ def tables(everything, figures):
                 notes.append(
                     f"{dtype}: held against {of_dtype[0]['ceiling_unit']}, {peak:,.0f} GFLOP/s at {ghz:.2f} GHz ({flop} flop per cycle and core)"
                 )
-        header = [*leading, *(f"{name} us" for name in names), *trailing, "% ceiling", "cycles/score", "floor", "error", *of_codes]
+        header = [*LEADING, *(f"{name} us" for name in names), *TRAILING, "% ceiling", "cycles/score", "floor", "error", *of_codes]
         made.append(("Prefill", header, lines, notes))
-
-    chosen = [pair for pair in pairs if pair[1]["kind"] == "train"]
-    if chosen:
-        names = peers_of(chosen)
-        lines = [
-            common(measured, figure, names)
-            + [
-                number(figure.get("percent_of_ceiling", {}).get(figure["lead"]), "{:.0f}%"),
-                *(mebibytes(figure, name) for name in names), error_of(measured, figure["lead"]),
-            ]
-            for measured, figure in chosen
-        ]  # fmt: skip
-        notes = ["MiB: the most that a step holds beyond its output and gradients"]
-        header = [*leading, *(f"{name} us" for name in names), *trailing, "% ceiling", *(f"{name} MiB" for name in names), "error"]
-        made.append(("Forward and backward", header, lines, notes))
 
     chosen = [pair for pair in pairs if pair[1]["kind"] == "decode"]
     if chosen:
@@ -185,7 +191,7 @@ def tables(everything, figures):
         ]  # fmt: skip
         rates = [figure["dram_read_gbs"] for _, figure in chosen if figure["dram_read_gbs"]]
         notes = [f"DRAM read rate measured beside the rows: {statistics.median(rates):.1f} GB/s"] if rates else []
-        header = [*leading, *(f"{name} us" for name in names), *trailing, "GB/s", "% DRAM", "error", *of_codes]
+        header = [*LEADING, *(f"{name} us" for name in names), *TRAILING, "GB/s", "% DRAM", "error", *of_codes]
         made.append(("Decode (K and V rotated over at least 4x the last-level cache)", header, lines, notes))
 
     lines = []
@@ -202,28 +208,21 @@ def tables(everything, figures):
              number(ratio(us[1], us[0])), number(ratio(us[2], us[1])), f"{figure['mb_saved']:.2f}"]
         )  # fmt: skip
     if lines:
-        header = [*leading, "contiguous us", "in place us", "copy, then run us", "in place / contiguous", "copy / in place", "MB saved"]
+        header = [*LEADING, "contiguous us", "in place us", "copy, then run us", "in place / contiguous", "copy / in place", "MB saved"]
         made.append(("In place against copy-then-run (rapt.attention)", header, lines, []))
 
-    chosen = [pair for pair in pairs if pair[1]["kind"] in ("call", "add")]
-    if chosen:
-        names = peers_of(chosen)
-        lines = [
-            [figure["row"], figure["dims"], figure["dtype"], *(microseconds(figure, name) for name in names), number(figure["vs_stock"])]
-            for _, figure in chosen
-        ]
-        header = [*leading, *(f"{name} us" for name in names), "vs stock"]
-        made.append(("One tiny call", header, lines, ["add-4: torch.add on 4 elements, for scale"]))
-
-    chosen = [pair for pair in pairs if pair[1]["kind"] == "first"]
-    if chosen:
-        names = peers_of(chosen)
-        lines = [
-            [figure["row"], figure["dims"], figure["dtype"], *(microseconds(figure, name) for name in names), number(figure["vs_stock"])]
-            for _, figure in chosen
-        ]
-        header = [*leading, *(f"{name} us" for name in names), "vs stock"]
-        made.append(("The first call of a process", header, lines, ["each round is a process that has imported what it needs and registered"]))
+    for kinds, title, note in (
+        (("call", "add"), "One tiny call", "add-4: torch.add on 4 elements, for scale"),
+        (("first",), "The first call of a process", "each round is a process that has imported what it needs and registered"),
+    ):
+        chosen = [pair for pair in pairs if pair[1]["kind"] in kinds]
+        if chosen:
+            names = peers_of(chosen)
+            lines = [
+                [figure["row"], figure["dims"], figure["dtype"], *(microseconds(figure, name) for name in names), number(figure["vs_stock"])]
+                for _, figure in chosen
+            ]
+            made.append((title, [*LEADING, *(f"{name} us" for name in names), "vs stock"], lines, [note]))
     return made
 
 
