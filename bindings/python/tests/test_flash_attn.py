@@ -525,7 +525,7 @@ def refused():
         (lambda: CACHED(one, k_cache, v_cache, new, new, cos, None, 4), rapt.OptionError, "rotary_cos and rotary_sin"),
         (lambda: CACHED(one, k_cache, v_cache, new, new, cos, cos), rapt.OptionError, "cache_seqlens = None"),
         (lambda: CACHED(one, k_cache, v_cache, new, new, cos[:8], cos[:8], 4), rapt.ShapeError, "rotary_cos has shape"),
-        (lambda: CACHED(one, k_cache, v_cache, new, new, cos.double(), cos, 4), rapt.DtypeMismatchError, r"rotary_cos has dtype torch.float64.*Mend"),
+        (lambda: CACHED(one, k_cache, v_cache, new, new, cos.double(), cos, 4), rapt.DtypeMismatchError, r"rotary_cos has dtype torch.float64.*Mend: `rotary_cos"),
     ]
 
 

@@ -266,9 +266,9 @@ def by_sequence(q, offsets, attend):
     return out, lse
 
 
-def _expect_lengths_on_host(what, lengths, mend):
+def _expect_lengths_on_host(what, lengths, hint):
     if not lengths.is_cpu:
-        raise UnsupportedError(f"{what} on a GPU: the lengths would have to be waited for. Mend: {mend}")
+        raise UnsupportedError(f"{what} on a GPU: the lengths would have to be waited for. Mend: {hint}")
 
 
 # --- caches ----------------------------------------------------------------------------------------------------------------
