@@ -64,25 +64,29 @@ struct Place {
     int batch, head, kv_head;
     int i0, j0;  // the first query and key
 };
-__device__ inline Source rows_of(const void* base, int dtype, const i64 (&stride)[4], int head, const Place& at, int first, int len, int dim) {
-    const int bytes = dtype == F64 ? 8 : dtype == F32 ? 4 : 2;
-    return {(const u8*)base + row_offset(stride, at.batch, head, first) * bytes, dtype, stride[2], stride[3], len - first, dim, nullptr};
+// The row of a tensor of `dtype` that lies `offset` elements behind its first.
+__device__ inline const void* row_at(const void* base, int dtype, i64 offset) {
+    return (const u8*)base + offset * (dtype == F64 ? 8 : dtype == F32 ? 4 : 2);
 }
 __device__ inline Source queries_of(const BackwardParams& b, const Shared& sh, const Place& at) {
-    Source of = rows_of(b.all.q, STORAGE, b.all.q_stride, at.head, at, at.i0, b.all.q_len, b.all.head_dim);
-    of.queries = sh.queries;
-    return of;
+    const Params& p = b.all;
+    const void* first = row_at(p.q, STORAGE, row_offset(p.q_stride, at.batch, at.head, at.i0));
+    return {first, STORAGE, p.q_stride[2], p.q_stride[3], p.q_len - at.i0, p.head_dim, sh.queries};
 }
 __device__ inline Source arriving_of(const BackwardParams& b, const Shared& sh, const Place& at) {
-    Source of = rows_of(b.d_o, b.all.out_dtype, b.d_o_stride, at.head, at, at.i0, b.all.q_len, b.all.head_dim_v);
-    of.queries = sh.queries;
-    return of;
+    const Params& p = b.all;
+    const void* first = row_at(b.d_o, p.out_dtype, row_offset(b.d_o_stride, at.batch, at.head, at.i0));
+    return {first, p.out_dtype, b.d_o_stride[2], b.d_o_stride[3], p.q_len - at.i0, p.head_dim_v, sh.queries};
 }
 __device__ inline Source keys_of(const BackwardParams& b, const Place& at) {
-    return rows_of(b.all.k, STORAGE, b.all.k_stride, at.kv_head, at, at.j0, b.all.kv_len, b.all.head_dim);
+    const Params& p = b.all;
+    const void* first = row_at(p.k, STORAGE, row_offset(p.k_stride, at.batch, at.kv_head, at.j0));
+    return {first, STORAGE, p.k_stride[2], p.k_stride[3], p.kv_len - at.j0, p.head_dim, nullptr};
 }
 __device__ inline Source values_of(const BackwardParams& b, const Place& at) {
-    return rows_of(b.all.v, STORAGE, b.all.v_stride, at.kv_head, at, at.j0, b.all.kv_len, b.all.head_dim_v);
+    const Params& p = b.all;
+    const void* first = row_at(p.v, STORAGE, row_offset(p.v_stride, at.batch, at.kv_head, at.j0));
+    return {first, STORAGE, p.v_stride[2], p.v_stride[3], p.kv_len - at.j0, p.head_dim_v, nullptr};
 }
 
 // The queries of a tile to shared memory.
@@ -233,7 +237,7 @@ struct Sums {
 };
 
 #if PASS == KEYS
-// dv where `is_dv`, else dk.
+// dv of weights P, else dk.
 template <Weight WEIGHT>
 __device__ inline void sum_keys(const BackwardParams& b, Shared& sh, Place at, int column0) {
     const Params& p = b.all;

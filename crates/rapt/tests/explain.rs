@@ -187,7 +187,9 @@ fn why(request: &Request, variant: &KernelVariant, work: Work) -> Vec<String> {
         | Algorithm::Append
         | Algorithm::Varlen
         | Algorithm::Deviation
-        | Algorithm::DeviationEnd => {
+        | Algorithm::DeviationEnd
+        | Algorithm::Backward(_)
+        | Algorithm::BackwardMma(_) => {
             return vec!["it serves every request".to_owned()];
         }
         Algorithm::Decode | Algorithm::Latent | Algorithm::DecodeCodes => vec![
@@ -232,6 +234,7 @@ fn judge_on_gpu(request: &Request, arch: Arch) -> Option<(Algorithm, Loads)> {
         | Algorithm::Varlen
         | Algorithm::Deviation
         | Algorithm::DeviationEnd => "generic",
+        Algorithm::Backward(_) | Algorithm::BackwardMma(_) => "backward",
     };
     assert_eq!(rows["kernel"], format!("{kernel} {} on {}", variant.storage, variant.arch.name()), "{request:?}");
     assert_eq!((variant.storage, variant.mask), (request.dtype, request.mask), "{request:?}");

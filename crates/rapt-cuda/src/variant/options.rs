@@ -137,22 +137,7 @@ impl KernelVariant {
                 options.define("DEVIATION_BYTES", DeviationParams::bytes() as u32);
                 options.define("BLOCK_M", self.block_m);
             }
-            Algorithm::Backward(pass) => {
-                options.define("BACKWARD_BYTES", size_of::<BackwardParams>() as u32);
-                options.define("PASS", pass as u32);
-                if !matches!(pass, Pass::Rows | Pass::Sinks) {
-                    options.define("DV_COLUMNS", generic_columns(self.storage));
-                }
-            }
-            Algorithm::BackwardMma(pass) => {
-                options.define("BACKWARD_BYTES", size_of::<BackwardParams>() as u32);
-                options.define("PASS", pass as u32);
-                options.define("BLOCK_M", self.block_m);
-                options.define("BLOCK_N", self.block_n);
-                options.define("STAGES", self.stages);
-                options.define("SPLIT", u32::from(self.is_split()));
-                options.define("MIN_BLOCKS", if self.shared_bytes() <= 112 * 1024 { 2 } else { 1 });
-            }
+            Algorithm::Backward(pass) | Algorithm::BackwardMma(pass) => self.add_backward(&mut options, pass),
             Algorithm::DeviationEnd => options.define("DEVIATION_BYTES", DeviationParams::bytes() as u32),
         }
         // Last, so that kernels without codes keep their names.
@@ -172,6 +157,20 @@ impl KernelVariant {
         self.add_sequences(&mut options);
         self.add_tiles(&mut options);
         options.0
+    }
+
+    fn add_backward(&self, options: &mut Options, pass: Pass) {
+        options.define("BACKWARD_BYTES", size_of::<BackwardParams>() as u32);
+        options.define("PASS", pass as u32);
+        if matches!(self.algorithm, Algorithm::BackwardMma(_)) {
+            options.define("BLOCK_M", self.block_m);
+            options.define("BLOCK_N", self.block_n);
+            options.define("STAGES", self.stages);
+            options.define("SPLIT", u32::from(self.is_split()));
+            options.define("MIN_BLOCKS", if self.shared_bytes() <= 112 * 1024 { 2 } else { 1 });
+        } else if !matches!(pass, Pass::Rows | Pass::Sinks) {
+            options.define("DV_COLUMNS", generic_columns(self.storage));
+        }
     }
 
     /// How keys are told apart by batch entry, and found.
