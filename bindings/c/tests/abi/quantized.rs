@@ -427,12 +427,12 @@ fn what_is_wrong_about_codes_is_refused_and_nothing_is_written() {
         }
     }
     let mut call = plain(&engine, 9);
-    let q = Side::of(&call, Q, Format::E4m3fn, Some(Granularity::Head));
+    let mut q = Side::of(&call, Q, Format::E4m3fn, Some(Granularity::Head));
     q.stand_in(&mut call, Q);
     assert_eq!(call.run(), RAPT_ERROR_OPTION);
     assert!(last_error().ends_with("Mend: options->out_dtype = RAPT_DTYPE_F32"), "{}", last_error());
     call.options.out_dtype = rapt_dtype::RAPT_DTYPE_F32 as i32;
-    call.tensors[OUT].data = q.descale.data;
+    q.descale.data = call.tensors[OUT].data;
     assert_eq!(call.run(), RAPT_ERROR_LAYOUT);
     assert!(last_error().contains("out shares memory with q_descale"), "{}", last_error());
 }
