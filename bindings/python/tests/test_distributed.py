@@ -48,6 +48,28 @@ def test_what_differs_or_is_lost_is_an_error_on_every_rank(found, name):
     check(found, name)
 
 
+def test_distances_of_keys_nearby_are_not_rounded_as_those_of_keys_far_away():
+    import rapt
+    import torch
+    from rapt.distributed import _blocks, _merge, _methods
+
+    document, n = ((0, 640, 0, 640),), 640
+    alone = _blocks.pieces(((0, n),), ((0, n),), document, "top_left", None, True)
+    assert [(piece.rows, piece.keys, piece.slopes) for piece in alone] == [((0, n), (0, n), "direct")]
+    draw = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 2, n, 16, generator=draw) for _ in range(3))
+    slopes = torch.tensor([4.0, 0.5])
+    for causal in ("top_left", None):
+        call = _methods.Call(None, "contiguous", (n,), (n,), document, causal, None, None, None, slopes)
+        merged = _merge.Merged(tuple(q.shape), torch.float32, q.device)
+        for block in ((0, 150), (150, 640)):
+            some = slice(*block)
+            _methods.attend(call, merged, q, k[:, :, some], v[:, :, some], (block,), None, slopes, q_places=((0, 300), (300, n)))
+        out, lse = merged.finish(None)
+        want, want_lse = rapt.attention(q.double(), k.double(), v.double(), causal=causal, alibi_slopes=slopes.double(), return_lse=True)
+        assert ((lse - want_lse).abs() <= 1e-5 * (1 + want_lse.abs())).all() and (out - want).norm() <= 1e-6 * want.norm()
+
+
 def check(found, name):
     assert not found.get(""), found[""]
     assert name in found, "no rank came so far"

@@ -3,7 +3,8 @@
 Row i (a position of the whole sequence) sees key j where low ≤ j - i ≤ high, by causal and window. Of rows from a and keys from b that is
 low + a - b ≤ j' - i' ≤ high + a - b, by their own numbers. Rows that see nothing and keys that nobody sees are left out at both ends, and
 then both bounds are a window that a call can have: no mask is made. ALiBi's distance i + d - j is i' - j' + c: where one sign has
-all pairs it is a bias of keys and a number for each row (which lse gets); where not, keys or rows are split at c.
+all pairs it is a bias of keys and a number for each row (which lse gets); where not, keys or rows are split at c, and what lies on the
+diagonal is a call with slopes.
 """
 
 import functools
@@ -89,14 +90,13 @@ def _pieces(r, k, nq, nk, column, low, high, distance):
         return
     distance += (seen[0] - r) - (seen[1] - k)
     r, k, nq, nk, column, low, high = seen
-    most = nk - 1 if high is None else min(high, nk - 1)
-    least = 1 - nq if low is None else max(low, 1 - nq)
-    if distance >= most:
-        yield _piece(*seen, "past", distance)
-    elif distance <= least:
-        yield _piece(*seen, "future", distance)
-    elif distance == 0:
+    # Where rows are close to the keys that they see, the call has the distances: beside those of its nearest key, biases of keys are rounded little.
+    if distance == 0:
         yield _piece(*seen, "direct")
+    elif distance >= nk - 1:
+        yield _piece(*seen, "past", distance)
+    elif distance <= 1 - nq:
+        yield _piece(*seen, "future", distance)
     elif distance > 0:
         yield from _pieces(r, k, nq, distance, column, low, high, distance)
         moved = [None if bound is None else bound - distance for bound in (low, high)]
