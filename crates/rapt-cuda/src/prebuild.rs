@@ -350,6 +350,7 @@ pub fn ship(folder: &Path, assortment: Assortment, kept: Option<&Path>) -> std::
 mod tests {
     use super::*;
     use crate::source;
+    use crate::variant::Pass;
 
     fn distinct(arch: Arch, assortment: Assortment) -> FxHashSet<KernelVariant> {
         let variants = common_variants(arch, assortment).unwrap();
@@ -453,6 +454,14 @@ mod tests {
             let int8 = KernelVariant { algorithm: Algorithm::Int8, block_m: 64, block_n: 128, ..coded };
             let generic = KernelVariant::generic(Arch::Sm90a, DType::BF16, mask);
             let deviation = KernelVariant { algorithm: Algorithm::Deviation, codes: Codes::Any, ..generic };
+            let backward = KernelVariant {
+                algorithm: Algorithm::BackwardMma(Pass::Keys),
+                dims: (64, 64),
+                block_m: 64,
+                block_n: 32,
+                stages: 2,
+                ..KernelVariant::backward(Arch::Sm90a, DType::BF16, mask, Pass::Keys)
+            };
             for (name, _) in source::FILES.iter().filter(|(name, _)| name.ends_with(".cuh")) {
                 let variant = match name.split('/').next() {
                     Some("decode") => decode,
@@ -460,6 +469,7 @@ mod tests {
                     Some("mma") => coded,
                     Some("int8") => int8,
                     Some("deviation") => deviation,
+                    Some("backward") => backward,
                     _ => hopper,
                 };
                 let compiled = compiler.compile(name, &source::text(name), &variant.options()).unwrap();
