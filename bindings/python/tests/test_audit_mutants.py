@@ -15,7 +15,7 @@ from reproducers import assert_stands_alone  # noqa: E402
 
 # What costs most and concerns bits or memory is checked only for the mutants that break it.
 COSTLY = {h.name for h in TABLE if h.judge in ("memory", "strides", "neighbours", "threads", "concurrent", "stale", "repeat")}
-# Gradients are those of torch tensors: test_audit_gradients.py.
+# Gradients are those of torch tensors: audit_gradients.py.
 CHEAP = [hazard.name for hazard in TABLE if hazard.name not in COSTLY and hazard.judge not in gradients.JUDGES]
 
 

@@ -27,7 +27,7 @@ PLAIN = [
 
 
 def heard(*left_out):
-    """Hazards of a CPU but these and those of gradients, which test_audit_gradients.py hears."""
+    """Hazards of a CPU but these and those of gradients, which audit_gradients.py hears."""
     from rapt._audit.gradients import JUDGES
     from rapt._audit.hazards import TABLE
 

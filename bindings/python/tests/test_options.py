@@ -41,6 +41,8 @@ def test_the_ops_have_the_same_options():
     own |= {"window_left", "window_right"}
     # What of a `Quantized` is no tensor.
     own |= {f"{name}_{part}" for name in "qkv" for part in ("scheme", "global_scale", "head_dim")}
+    # What rapt.flash_attn asks of them, and `rapt.attention` has not.
+    own |= {"dropout_p", "dropout_draw"}
     for name in ("attention", "attention_lse"):
         schema = getattr(torch.ops.rapt, name).default._schema
         assert {argument.name for argument in schema.arguments} == own, name

@@ -80,11 +80,11 @@ def counted(answer):
     return answer
 
 
-def attention(q, k, v, *, causal=None, dropout_p=0.0, dropout_draw=None, **options):
+def attention(q, k, v, *, causal=None, dropout_p=None, dropout_draw=None, **options):
     """`rapt.attention` on torch tensors, whose arguments it has. Shapes, units and errors as documented there.
 
     For whoever offers dropout by another name: `dropout_p` above 0 drops weights by `dropout_draw`, int64 `[2]`, or without one by a draw of
-    PyTorch's generator.
+    PyTorch's generator. The default is no float, of which torch.compile(dynamic=True) would make an input first, and compile twice.
     """
     if dropout_p:
         options |= _dropout.words(dropout_p, _dropout.draw() if dropout_draw is None else dropout_draw)
