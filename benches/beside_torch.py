@@ -5,7 +5,7 @@
 
 A record of benches/record counts that has attention on the CPU beside stock PyTorch, of other groups than codes and caches. The speed of a request is PyTorch's time
 divided by that of the same call while Rapt is registered, or of `rapt.attention` where the record has no such column. Rows that copy
-their inputs first are left out, since Rapt does not, and first calls of a process, which are no speed. Needs nothing beyond Python.
+their inputs first are left out, since Rapt does not, first calls of a process, which are no speed, and forward with backward. Needs nothing beyond Python.
 """
 
 import gzip
@@ -22,7 +22,7 @@ OUT = ROOT / "bindings/python/python/rapt/_beside_torch.json"
 def speeds(record):
     """(ratio, row, dtype) of every request that stock PyTorch answered too."""
     for row in record["rows"]:
-        us = row.get("us", {}) if row.get("kind") != "first" else {}
+        us = row.get("us", {}) if row.get("kind") not in ("first", "train") else {}
         ours = us.get("rapt-sdpa") or us.get("rapt")
         if us.get("stock") and ours and not row["row"].endswith("_copy") and not {"codes", "cache"} & set(row["groups"]):
             yield us["stock"] / ours, row["row"], row["dtype"]
