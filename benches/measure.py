@@ -236,6 +236,8 @@ class Run:
             timing.error = errors[worst]
             if PEERS[name].ours:
                 measured.limit = limits[worst] if limits else None
+                if not limits:
+                    timing.verdict = "not judged: the limit of gradients is the error of stock, which is not in the run"
                 for what, error, limit in zip(gradients.NAMES, errors, limits):
                     if not limit.allows(error):
                         timing.verdict = (
