@@ -49,8 +49,30 @@ def test_every_row_that_the_speed_table_asks_for_is_declared(table):
     assert any(row.num_q_heads == row.num_kv_heads for row in decode) and any(row.num_kv_heads == 8 for row in decode)
     assert named(table, "window-16384/causal/window1024").peers == ("flex",)
     assert named(table, "f32-d128-4096", "f32").bars == (("efficient", 2.0),)
-    assert {row.kind for row in table} == {"prefill", "decode", "call", "add"}
+    assert {row.kind for row in table} == {"prefill", "backward", "decode", "call", "add"}
     assert {row.launch for row in table if row.shape == "clip-77"} == {"queued", "eager"}
+
+
+def test_the_rows_of_the_backward_are_declared_with_their_flops(table):
+    found = [row for row in table if row.kind == "backward"]
+    assert all(row.groups[0] == "backward" for row in found)
+    shapes = {(row.dims, row.dtype, row.causal != "none") for row in found if row.mask == "none" and not row.window}
+    assert shapes == {
+        ("4,16,4096,128", "bf16", False), ("4,16,4096,128", "bf16", True), ("1,16,16384,128", "bf16", True), ("16,16,1024,128", "bf16", True),
+        ("16,32,1024,64", "bf16", True), ("4,32,4096,64", "bf16", False), ("4,32,4096,64", "bf16", True), ("4,8,4096,256", "bf16", True),
+        ("4,16,4096,96", "bf16", False), ("4,32/8,4096,128", "bf16", True), ("64,12,512,64", "f16", False), ("2,16,4096,128", "f32", False),
+    }  # fmt: skip
+    assert {(row.mask, row.window) for row in found if row.peers == ("flex",)} == {("bool", 0), ("additive", 0), ("none", 1024)}
+    whole = named(table, "backward-d128-4096")
+    assert whole.flops == 10 * 4 * 16 * 4096**2 * 128 and named(table, "backward-d128-4096/causal").flops == whole.flops // 2
+    # Of five products of two sizes three have head_dim, two head_dim_v.
+    assert dataclasses.replace(whole, head_dim_v=64).flops == 2 * (3 * 128 + 2 * 64) * whole.scores
+    # A window of 1024: the first 1023 rows see fewer.
+    seen = 4 * 16 * (4096 * 1024 - 1024 * 1023 // 2)
+    assert named(table, "backward-d128-4096/causal/window1024").flops == 10 * 128 * seen
+    # q, k, v, out, d_o, dq, dk and dv of 67,108,864 bytes, and lse of 1,048,576
+    assert whole.read_bytes == 8 * 67_108_864 + 1_048_576
+    assert rows.baseline(named(table, "backward-d128-4096/bool"), table) == whole
 
 
 def test_a_bar_may_be_meant_for_some_variants(table):
@@ -103,6 +125,11 @@ def test_listing_needs_no_gpu_and_no_torch():
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip().endswith("set()")
 
 
+def test_rows_of_the_backward_run_by_their_word_alone():
+    kinds = lambda *words: {line.startswith("backward-") for line in command("cuda", "--list", *words).stdout.splitlines()}  # noqa: E731
+    assert (kinds(), kinds("--backward"), kinds("--rows", "backward-gqa-4096,clip-77")) == ({False}, {True}, {False, True})
+
+
 @pytest.mark.parametrize("module", [("rapt.bench",), ("rapt", "bench")])
 def test_without_a_gpu_it_is_a_device_error(torch, module):
     code = f"import runpy; runpy.run_module({module[0]!r}, run_name='__main__', alter_sys=True)"
@@ -120,6 +147,7 @@ def test_without_a_gpu_it_is_a_device_error(torch, module):
         (["cuda", "--dtypes", "int8"], "int8 is not one of"),
         (["cuda", "--rounds", "0"], "greater than 0"),
         (["cuda", "--rows", "f32", "--dtypes", "f16"], "no row of these has dtype f16"),
+        (["cuda", "--backward", "--rows", "clip-77"], "none of these rows is of the backward alone"),
         (["cpu"], "'cpu'"),
         (["cuda", "--check", "all"], "no-slower-than-default"),
     ],
@@ -175,7 +203,8 @@ def few():
               "codes-gqa-8k/int4-token bf16", "codes-gqa-8k/nvfp4 bf16",
               "codes-prompt-2048/int8-token+int8-channel/int8-products bf16", "cache-gqa-8k bf16", "cache-gqa-8k/cache bf16",
               "cache-gqa-8k/pages16 bf16", "cache-prefill-512/bottom_right/pages64 bf16", "latent-8k/latent bf16",
-              "latent-8k/latent/pages64 bf16")  # fmt: skip
+              "latent-8k/latent/pages64 bf16", "backward-d128-4096/additive bf16", "backward-gqa-4096/causal bf16",
+              "backward-d128-4096/causal/window1024 bf16")  # fmt: skip
     return [rows.shrink(row) for row in rows.load(cli.ROWS) if row.key in wanted]
 
 
@@ -191,7 +220,7 @@ def test_a_run_checks_times_and_records(torch, few, capsys, tmp_path):
         assert row["lead"] == (None if row["kind"] == "add" else "rapt-sdpa" if row["kind"] == "call" else "rapt")
         for timing in row["timings"].values():
             assert timing["void"] or len(timing["rounds_us"]) == 2 and all(us > 0 for us in timing["rounds_us"])
-        if row["kind"] in ("prefill", "decode"):
+        if row["kind"] in ("prefill", "backward", "decode"):
             assert row["limit"]["relative"] >= row["timings"]["rapt"]["error"]["relative"] > 0
             assert row["floor_us"] == max(row["floors_us"].values()) == row["floors_us"][row["bound"]]
             own = row["us"]["rapt"]
@@ -205,6 +234,9 @@ def test_a_run_checks_times_and_records(torch, few, capsys, tmp_path):
     assert int8["limit"]["relative"] == 3e-2 and 1e-3 < int8["timings"]["rapt"]["error"]["relative"] < 3e-2
     assert "pages" in by_row["cache-gqa-8k/pages16"]["timings"]["flash"]["void"]
     assert by_row["call-16/no_grad"]["vs_best"] > 0 and by_row["add-4/inference"]["us"]["add"] > 0
+    gqa = by_row["backward-gqa-4096/causal"]
+    assert gqa["timings"]["flash"]["error"]["of"] in ("dq", "dk", "dv") and gqa["vs_best"] > 0 and "flash on the slice" in gqa["limit"]["source"]
+    assert by_row["backward-d128-4096/additive"]["us"]["flash"] > 0 and by_row["backward-d128-4096/causal/window16"]["us"]["flash"] is None
     picture = ElementTree.parse(svg).getroot()
     assert picture.tag.endswith("svg") and len(list(picture)) > 10
     names = sorted(path.name for path in (tmp_path / "record").iterdir())
@@ -244,6 +276,29 @@ def test_a_wrong_result_of_ours_is_not_timed_and_fails(torch, few, capsys, monke
     monkeypatch.setattr(rapt, "attention", holed)
     code, record, said = run(torch, few[:1], capsys, "--peers", "flash")
     assert code == 1 and record["rows"][0]["timings"]["rapt"]["error"] == {"relative": None, "worst_row": None, "finite": False}
+
+
+@pytest.mark.parametrize(("at", "name"), [(0, "dq"), (1, "dk"), (2, "dv")])
+def test_a_wrong_gradient_of_ours_is_not_timed_and_fails(torch, few, capsys, monkeypatch, at, name):
+    right, row = rapt.attention_backward, next(row for row in few if row.shape == "backward-gqa-4096")
+
+    def wrong(*args, **options):
+        made = list(right(*args, **options))
+        made[at] = made[at] * 1.02
+        return made
+
+    monkeypatch.setattr(rapt, "attention_backward", wrong)
+    code, record, said = run(torch, [row], capsys, "--peers", "flash")
+    assert code == 1 and record["rows"][0]["us"]["rapt"] is None and f"rapt: {name}: error 2.0" in said and record["rows"][0]["us"]["flash"] > 0
+
+    def holed(*args, **options):
+        made = right(*args, **options)
+        made[at][0, 0, 0, 0] = math.nan  # outside of the slice that is compared
+        return made
+
+    monkeypatch.setattr(rapt, "attention_backward", holed)
+    code, record, said = run(torch, [row], capsys, "--peers", "flash")
+    assert code == 1 and record["rows"][0]["timings"]["rapt"]["error"]["finite"] is False
 
 
 def test_a_peer_that_computes_something_else_has_no_time(torch, few, capsys, monkeypatch):

@@ -101,6 +101,9 @@ pub(crate) struct CudaArgs {
     /// Of bf16, f16, f32.
     #[arg(long, value_name = "NAME,..", value_delimiter = ',')]
     dtypes: Option<Vec<String>>,
+    /// The rows of the backward alone, which a run leaves out otherwise (unless --rows names them).
+    #[arg(long)]
+    backward: bool,
     /// Of flash, cudnn, cudnn-fp8, efficient, flex, fa4 [default: all that are here].
     #[arg(long, value_name = "NAME,..", value_delimiter = ',')]
     peers: Option<Vec<String>>,

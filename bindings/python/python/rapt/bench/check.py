@@ -3,7 +3,8 @@
 The reference (rapt._reference) runs in f64 on the GPU, for every head of sampled queries. The tolerance is that of
 docs/reference/numerics.md: 1.1 times the error of torch's flash on the same inputs (where it does not run, of a formula with flash's
 roundings) plus the dtype's floor, no row above 4 times the worst of theirs. torch's math kernel is left out: it rounds less in 16
-bits, so the limit is never wider for it. Beside the sampled rows the whole output must be finite, and near that of a peer that passed. Deliberately absent: timing.
+bits, so the limit is never wider for it. Beside the sampled rows the whole output must be finite, and near that of a peer that passed.
+Gradients are judged in `gradients`. Deliberately absent: timing.
 """
 
 import dataclasses
@@ -30,6 +31,8 @@ class Tensors:
     """The (k, v) that the codes stand for, in float32; of other rows nothing."""
     page_table: object = None
     """Of rows in pages: k and v of `kv` are pages [P, page_size, H, D] then."""
+    d_o: object = None
+    """Of rows of kind backward: what arrives, of the output's sizes."""
 
 
 @dataclasses.dataclass
@@ -37,6 +40,8 @@ class Error:
     relative: float
     worst_row: float
     finite: bool
+    of: str = ""
+    """Which of several answers, "" where there is one."""
 
 
 def copies(row, l2_bytes):
@@ -86,7 +91,8 @@ def make(gpu, row, rotated=1):
         kv = rotate(*(paged(x, row.page_size, order) for x in (k, v)))
         return Tensors(q, kv, mask, (k, v), table)
     k, v = (lay(x, row.cache == "contiguous" or row.layout in ("permuted", "bshd_cache")) for x in (k, v))
-    return Tensors(q, rotate(k, v), mask)
+    d_o = normal(row.batch, row.num_q_heads, row.q_len, row.head_dim_v) if row.kind == "backward" else None
+    return Tensors(q, rotate(k, v), mask, d_o=d_o)
 
 
 def quantized(x, format, granularity):
@@ -161,8 +167,7 @@ class Judge:
 
     def error(self, out):
         """How far an answer is off. One of another shape or dtype, or not finite, is infinitely so."""
-        want = (self.row.batch, self.row.num_q_heads, self.row.q_len, self.row.head_dim_v)
-        if tuple(out.shape) != want or str(out.dtype) != f"torch.{DTYPES[self.row.dtype]}" or not bool(out.isfinite().all()):
+        if not is_whole(out, written(self.row)[0], self.row):
             return Error(float("inf"), float("inf"), False)
         relative, worst, _ = self.rule.errors(self.sampled(out), self.want)
         return Error(relative, worst, True)
@@ -176,13 +181,29 @@ class Judge:
         self.limit = interleaved.Limit(*self.rule.limits(DTYPES[self.row.dtype], [peer], self.want), source)
         return self.limit
 
+    def limit_of(self, error):
+        return self.limit
+
     def apart(self, ours, peer):
         """Relative L2 of two whole outputs: every element was written, not only the sampled ones."""
         return float((ours.float() - peer.float()).norm() / peer.float().norm())
 
 
+def is_whole(x, shape, row):
+    """Whether something has these sizes, the row's dtype, and nothing that is not finite."""
+    return tuple(x.shape) == shape and str(x.dtype) == f"torch.{DTYPES[row.dtype]}" and bool(x.isfinite().all())
+
+
 def poison(gpu, row):
-    """Leaves NaN where the next output of this size is likely to be allocated: what is not written then shows."""
-    shape = (row.batch, row.num_q_heads, row.q_len, row.head_dim_v)
-    stained = gpu.torch.full(shape, float("nan"), device=gpu.where, dtype=getattr(gpu.torch, DTYPES[row.dtype]))
+    """Leaves NaN where the next output or gradients are likely to be allocated: what is not written then shows."""
+    dtype = getattr(gpu.torch, DTYPES[row.dtype])
+    stained = [gpu.torch.full(shape, float("nan"), device=gpu.where, dtype=dtype) for shape in written(row)]
     del stained
+
+
+def written(row):
+    """The sizes of what a call gives: the output, or dq, dk and dv."""
+    queries, keys = (row.batch, row.num_q_heads, row.q_len), (row.batch, row.num_kv_heads, row.kv_len)
+    if row.kind == "backward":
+        return [(*queries, row.head_dim), (*keys, row.head_dim), (*keys, row.head_dim_v)]
+    return [(*queries, row.head_dim_v)]

@@ -42,8 +42,10 @@ def run(options):
         chosen = rows.load(ROWS, options.rows, options.dtypes, options.quick)
     except ValueError as error:
         raise UsageError(f"--rows {error}") from None
+    if options.backward or not options.rows:
+        chosen = [row for row in chosen if (row.kind == "backward") == options.backward]
     if not chosen:
-        raise UsageError(f"no row of these has dtype {', '.join(options.dtypes)}")
+        raise UsageError("--backward: none of these rows is of the backward alone" if options.backward else f"no row of these has dtype {', '.join(options.dtypes)}")
     if options.list:
         for row in chosen:
             print(f"{row.key:44} {row.dims:22} {' '.join(row.groups)}")
@@ -139,8 +141,9 @@ def words(options):
     for name in ("rounds", "seconds", "check"):
         if (value := getattr(options, name)) is not None:
             yield f"--{name} {value}"
-    if options.quick:
-        yield "--quick"
+    for name in ("backward", "quick"):
+        if getattr(options, name):
+            yield f"--{name}"
 
 
 def commit():

@@ -1,7 +1,9 @@
 """Who is measured: Rapt's interfaces and its peers, each a function of tensors that lie where they lie.
 
 An engine gets a row and its tensors once (`prepare`) and gives back a call without arguments per rotated copy of K and V; what it
-does not take it says by `Unsupported`. Deliberately absent: any fallback. SDPA's peers run under `sdpa_kernel` with one kernel allowed.
+does not take it says by `Unsupported`. Of a row of kind backward the forward pass runs once, in `prepare`, and the call is the
+backward of what it kept: gradients of q, k and v. d_o lies there as the engine's own output does, where a loss would leave it.
+Deliberately absent: any fallback. SDPA's peers run under `sdpa_kernel` with one kernel allowed.
 """
 
 import contextlib
@@ -20,7 +22,7 @@ class Engine:
     """A peer by torch's scaled_dot_product_attention, one kernel of it."""
 
     ours = False
-    kinds = ("prefill", "decode")
+    kinds = ("prefill", "decode", "backward")
     everywhere = True
     """Takes part in every row of its kinds; else only where a row names it."""
     is_rounded = False
@@ -49,9 +51,31 @@ class Engine:
 
     def prepare(self, row, tensors):
         """[call, …], one for each copy of K and V."""
+        refuse_caches(row)
+        function = self.function(row, tensors)
+        q, *kv = (self.operand(x) for x in (tensors.q, *(x for pair in tensors.kv for x in pair)))
+        if row.kind != "backward":
+            return [functools.partial(function, q, k, v) for k, v in zip(kv[::2], kv[1::2])]
+        return [self.gradients(function, (q, *kv), tensors.d_o)]
+
+    def operand(self, x):
+        """q, k, v or d_o `[batch, heads, len, head_dim]` as this engine takes it."""
+        return x
+
+    def gradients(self, function, operands, d_o):
+        """A call of the backward of one forward pass."""
+        import torch
+
+        leaves = [x.detach().requires_grad_() for x in operands]
+        with torch.enable_grad(), self.context():
+            out = function(*leaves)
+        arriving = torch.empty_like(out, requires_grad=False).copy_(self.operand(d_o))
+        return functools.partial(torch.autograd.grad, out, leaves, arriving, retain_graph=True)
+
+    def function(self, row, tensors):
+        """The row's attention of q, k and v."""
         import torch.nn.functional as F
 
-        refuse_caches(row)
         if row.window or row.softcap:
             raise Unsupported("scaled_dot_product_attention has no window and no softcap")
         if row.causal == "bottom_right" and row.q_len != row.kv_len:
@@ -61,7 +85,7 @@ class Engine:
         options = {"attn_mask": tensors.mask, "is_causal": row.causal != "none"}
         if row.num_q_heads != row.num_kv_heads:
             options["enable_gqa"] = True
-        return [functools.partial(F.scaled_dot_product_attention, tensors.q, k, v, **options) for k, v in tensors.kv]
+        return functools.partial(F.scaled_dot_product_attention, **options)
 
     def answer(self, out):
         """What a call gave as it is checked, outside the timed calls."""
@@ -79,10 +103,10 @@ def refuse_caches(row):
 
 
 class Rapt(Engine):
-    """`rapt.attention`, and `rapt.attention_with_kvcache` on the rows of caches."""
+    """`rapt.attention`, `rapt.attention_backward`, and `rapt.attention_with_kvcache` on the rows of caches."""
 
     ours = True
-    kinds = ("prefill", "decode", "call")
+    kinds = ("prefill", "decode", "backward", "call")
 
     def options(self, row, tensors):
         options = {"mask": tensors.mask, "causal": None if row.causal == "none" else row.causal}
@@ -97,6 +121,10 @@ class Rapt(Engine):
     def prepare(self, row, tensors):
         if row.cache != "none":
             return self.over_caches(row, tensors)
+        if row.kind == "backward":
+            qkv, options = (tensors.q, *tensors.kv[0]), self.options(row, tensors)
+            out, lse = rapt.attention(*qkv, return_lse=True, **options)
+            return [functools.partial(rapt.attention_backward, tensors.d_o, *qkv, out, lse, **options)]
         return [functools.partial(rapt.attention, tensors.q, k, v, **self.options(row, tensors)) for k, v in tensors.kv]
 
     def over_caches(self, row, tensors):
@@ -118,6 +146,8 @@ class Rapt(Engine):
     def note(self, row, tensors):
         if row.cache != "none":
             return "attention_with_kvcache"
+        if row.kind == "backward":
+            return "attention_backward"
         plan = rapt.explain(tensors.q, *tensors.kv[0], **self.options(row, tensors))
         return f"{plan.kernel}, {plan.block_m}x{plan.block_n}, {plan.num_splits} splits"
 
@@ -135,7 +165,7 @@ class RaptSdpa(Engine):
 class Sdpa(Engine):
     """torch's function as it is: the kernel that it picks by itself, and what it costs on the host."""
 
-    kinds = ("prefill", "decode", "call")
+    kinds = ("prefill", "decode", "backward", "call")
 
     def note(self, row, tensors):
         return picked(row, tensors) or ""
@@ -167,47 +197,54 @@ class Flex(Engine):
     @functools.cached_property
     def compiled(self):
         import torch
+        import torch._functorch.config
         from torch.nn.attention.flex_attention import flex_attention
 
+        # A backward that runs many times may not give the memory of what it reads to what it writes.
+        torch._functorch.config.donated_buffer = False
         return torch.compile(flex_attention, dynamic=False)
 
-    def prepare(self, row, tensors):
+    def function(self, row, tensors):
         import torch
         from torch.nn.attention.flex_attention import create_block_mask
 
-        refuse_caches(row)
-
-        if tensors.mask is not None:
-            raise Unsupported("a mask tensor is no mask_mod")
-        options = {"enable_gqa": row.num_q_heads != row.num_kv_heads}
+        options, rule, batch = {"enable_gqa": row.num_q_heads != row.num_kv_heads}, None, None
         if row.softcap:
             cap = row.softcap
             options["score_mod"] = lambda score, b, h, i, j: cap * torch.tanh(score / cap)
         if row.causal != "none":
             offset = row.kv_len - row.q_len if row.causal == "bottom_right" else 0
             width = row.window or row.kv_len + row.q_len
-
-            def seen(b, h, i, j):
-                return (j <= i + offset) & (j > i + offset - width)
-
-            options["block_mask"] = create_block_mask(seen, None, None, row.q_len, row.kv_len, device=tensors.q.device)
-        return [functools.partial(self.compiled, tensors.q, k, v, **options) for k, v in tensors.kv]
+            rule = lambda b, h, i, j: (j <= i + offset) & (j > i + offset - width)  # noqa: E731
+        if tensors.mask is not None:
+            if options.get("score_mod") or rule:
+                raise Unsupported("a mask tensor is measured alone")
+            mask = tensors.mask.expand(row.batch, 1, row.q_len, row.kv_len)
+            if row.mask.startswith("additive"):
+                options["score_mod"] = lambda score, b, h, i, j: score + mask[b, 0, i, j]
+            else:
+                rule, batch = (lambda b, h, i, j: mask[b, 0, i, j]), row.batch
+        if rule:
+            options["block_mask"] = create_block_mask(rule, batch, None, row.q_len, row.kv_len, device=tensors.q.device)
+        return functools.partial(self.compiled, **options)
 
 
 class Fa4(Engine):
     """FlashAttention-4 (flash-attn-4, CuTe DSL), where it imports. It compiles for the row, seconds each."""
 
-    kinds = ("prefill",)
+    kinds = ("prefill", "backward")
 
     def find(self):
         try:
-            self.function = importlib.import_module("flash_attn.cute").flash_attn_func
+            self.flash_attn_func = importlib.import_module("flash_attn.cute").flash_attn_func
         except Exception as error:  # noqa: BLE001 - a half-installed package fails in its own ways
             return f"flash_attn.cute does not import: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         return None
 
-    def prepare(self, row, tensors):
-        refuse_caches(row)
+    def operand(self, x):
+        return x.transpose(1, 2)
+
+    def function(self, row, tensors):
         if row.dtype not in ("bf16", "f16"):
             raise Unsupported("16-bit dtypes only")
         if tensors.mask is not None:
@@ -219,11 +256,13 @@ class Fa4(Engine):
             options["softcap"] = row.softcap
 
         def call(q, k, v):
-            out = self.function(q, k, v, **options)
-            return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
+            out = self.flash_attn_func(q, k, v, **options)
+            return out[0] if isinstance(out, tuple) else out
 
-        q = tensors.q.transpose(1, 2)
-        return [functools.partial(call, q, k.transpose(1, 2), v.transpose(1, 2)) for k, v in tensors.kv]
+        return call
+
+    def answer(self, out):
+        return [x.transpose(1, 2) for x in out] if isinstance(out, tuple) else out.transpose(1, 2)
 
     def note(self, row, tensors):
         try:
@@ -337,10 +376,10 @@ def picked(row, tensors):
     """The kernel that torch's function picks by itself on these tensors, None where it cannot be asked."""
     import torch
 
-    k, v = tensors.kv[0]
+    q, k, v = (x.detach().requires_grad_(row.kind == "backward") for x in (tensors.q, *tensors.kv[0]))
     options = {"is_causal": row.causal != "none"} | ({"enable_gqa": True} if row.num_q_heads != row.num_kv_heads else {})
     try:
-        return CHOICES.get(torch._fused_sdp_choice(tensors.q, k, v, tensors.mask, 0.0, **options))
+        return CHOICES.get(torch._fused_sdp_choice(q, k, v, tensors.mask, 0.0, **options))
     except (AttributeError, RuntimeError, TypeError):
         return None
 

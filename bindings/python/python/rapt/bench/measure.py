@@ -12,7 +12,7 @@ import statistics
 import time
 import warnings
 
-from . import check, interleaved
+from . import check, gradients, interleaved
 from .device import combined
 from .engines import Unsupported
 
@@ -58,7 +58,9 @@ class Batch:
 
     def mode(self):
         torch = self.gpu.torch
-        return torch.inference_mode() if self.row.grad_mode == "inference" else torch.no_grad()
+        # A backward runs over what autograd kept, which inference mode does not take.
+        inference = self.row.grad_mode == "inference" and self.row.kind != "backward"
+        return torch.inference_mode() if inference else torch.no_grad()
 
     def once(self):
         with self.mode(), self.engine.context():
@@ -138,7 +140,8 @@ class Run:
         row, gpu = measured.row, self.gpu
         ready, outputs = {}, {}
         tensors = check.make(gpu, row, check.copies(row, self.facts["l2_bytes"]))
-        judge = None if row.kind == "add" else check.Judge(gpu, row, tensors)
+        judges = {"add": lambda *_: None, "backward": gradients.Judge}
+        judge = judges.get(row.kind, check.Judge)(gpu, row, tensors)
         for name, engine in self.engines.items():
             if not engine.takes(row):
                 continue
@@ -194,13 +197,16 @@ class Run:
         for name, timing in measured.timings.items():
             if timing.error is None or not self.engines[name].ours or timing.verdict:
                 continue
-            if not measured.limit.allows(timing.error):
+            error, limit = timing.error, judge.limit_of(timing.error)
+            measured.limit = limit
+            of = f"{error.of}: " if error.of else ""
+            if not limit.allows(error):
                 timing.verdict = (
-                    f"error {timing.error.relative:.2e} (limit {measured.limit.relative:.2e}), worst row "
-                    f"{timing.error.worst_row:.2e} (limit {measured.limit.worst_row:.2e}), by {measured.limit.source}"
+                    f"{of}error {error.relative:.2e} (limit {limit.relative:.2e}), worst row "
+                    f"{error.worst_row:.2e} (limit {limit.worst_row:.2e}), by {limit.source}"
                 )
-            elif peer and (apart := judge.apart(outputs[name], outputs[peer])) > 10 * measured.limit.relative:
-                timing.verdict = f"the whole output is {apart:.1e} from {peer}'s, though its sampled rows are right"
+            elif peer and (apart := judge.apart(outputs[name], outputs[peer])) > 10 * limit.relative:
+                timing.verdict = f"the whole answer is {apart:.1e} from {peer}'s, though its sampled rows are right"
 
     def time(self, everything, batches):
         samples = []

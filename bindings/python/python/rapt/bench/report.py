@@ -3,7 +3,7 @@
     vs best, vs default   the peer's median / Rapt's median: above 1, Rapt is faster
     vs base               Rapt's median / Rapt's median on the row's baseline (contiguous, unmasked, full), same rounds
     floor, % floor        the largest of Row.floors_us at the rates of the row's own rounds, and of it what a time comes to
-    TFLOP/s, GB/s         flops / time (causal counts half); q, K, V and output once / time
+    TFLOP/s, GB/s         flops / time (causal counts half); what a pass has to move, once / time
 """
 
 import dataclasses
@@ -56,7 +56,7 @@ def derive(everything, engines, facts):
             "vs_default": ratio(us.get("sdpa"), own),
             "base": base.name if base else None, "vs_base": ratio(own, base_us),
         }  # fmt: skip
-        if row.kind in ("prefill", "decode"):
+        if row.kind in ("prefill", "backward", "decode"):
             rates = (found.get("gemm_tflops"), found.get("copy_gbs"), facts.get("exponentials_per_s"))
             floors = row.floors_us(*rates)
             bound = max(floors, key=floors.get) if floors else None
@@ -114,7 +114,7 @@ def against(figure, what, peer):
 
 
 def tables(everything, figures):
-    """[(title, header, rows, notes)]: prefill, decode, calls; those that have rows."""
+    """[(title, header, rows, notes)]: prefill, backward, decode, calls; those that have rows."""
     pairs = list(zip(everything, figures))
     made = []
     leading = ["row", "B,H,S,D", "dtype"]
@@ -128,8 +128,8 @@ def tables(everything, figures):
     def common(figure):
         return [figure["row"], figure["dims"], figure["dtype"]]
 
-    chosen, names = of("prefill")
-    if chosen:
+    for kind, title in (("prefill", "Prefill (causal counts half)"), ("backward", "Backward alone: dq, dk and dv (causal counts half)")):
+        chosen, names = of(kind)
         lines = [
             common(figure)
             + [microseconds(figure, figure["lead"])]
@@ -143,7 +143,8 @@ def tables(everything, figures):
         ]  # fmt: skip
         header = [*leading, "rapt us", *(f"{name} TFLOP/s" for name in names)]
         header += ["vs best", "vs default", "vs base", "floor us", "bound", "% floor", "error"]
-        made.append(("Prefill (causal counts half)", header, lines, []))
+        if chosen:
+            made.append((title, header, lines, []))
 
     chosen, names = of("decode")
     if chosen:
@@ -251,7 +252,7 @@ def picture(figures, engines, title):
     panels = {}
     for figure in figures:
         if figure.get("percent_of_floor"):
-            heading = "decode" if figure["kind"] == "decode" else "dense" if "dense" in figure["groups"] else "the rest"
+            heading = figure["kind"] if figure["kind"] in ("decode", "backward") else "dense" if "dense" in figure["groups"] else "the rest"
             values = {name: percent / 100 for name, percent in figure["percent_of_floor"].items() if name != "sdpa"}
             panels.setdefault(f"{heading}: part of the floor", []).append((f"{figure['row']} {figure['dtype']}", values))
     if not panels:

@@ -1,7 +1,8 @@
 """The rows of a benchmark: a TOML file expanded, and the arithmetic that belongs to a row alone (scores, FLOPs, bytes, floors).
 
     scores = (query, key) pairs that the masks of the row leave; causal counts half of q_len * kv_len
-    flops  = 2 * (head_dim + head_dim_v) * scores; of a training row, forward and backward, 3.5 times that: seven products for two
+    flops  = 2 * (head_dim + head_dim_v) * scores; of a training row, forward and backward, 3.5 times that: seven products for two;
+             of a backward alone 2 * (3 * head_dim + 2 * head_dim_v) * scores: five products (scores again, dq, dk; dp, dv)
 
 One [[shape]] of the file is a family: all its variants (the product of what it lists) are prepared together and interleaved in the
 same rounds. A second [[shape]] of the same name adds variants to it. `rapt.bench` reads cuda.toml beside this file, `cargo xtask bench
@@ -132,6 +133,8 @@ class Row:
 
     @property
     def flops(self):
+        if self.kind == "backward":
+            return 2 * (3 * self.head_dim + 2 * self.head_dim_v) * self.scores
         forward = 2 * (self.head_dim + self.head_dim_v) * self.scores
         return forward * 7 // 2 if self.kind == "train" else forward
 
@@ -173,8 +176,11 @@ class Row:
 
     @property
     def read_bytes(self):
-        """What a decode step has to move: K and V once, the query and the output."""
-        return self.kv_bytes + self.q_bytes + self.out_bytes
+        """What a pass has to move but for masks: K and V once, the query and the output. A backward reads lse (float32) and d_o beside
+        them and writes dq, dk and dv."""
+        forward = self.kv_bytes + self.q_bytes + self.out_bytes
+        lse_bytes = self.batch * self.num_q_heads * self.q_len * BYTES["f32"]
+        return 2 * forward + lse_bytes if self.kind == "backward" else forward
 
     @property
     def mask_shape(self):
@@ -203,8 +209,8 @@ class Row:
     def floors_us(self, gemm_tflops=None, copy_gbs=None, exponentials_per_s=None):
         """{what: microseconds} below which a GPU of these rates cannot go: products, bytes, exponentials, each alone.
 
-        products: FLOPs (float32 counted three times, see PRODUCTS) at the rate of a bfloat16 GEMM. bytes: q, K, V, mask and
-        output once, at the rate of a copy (read and written). exponentials: one per score.
+        products: FLOPs (float32 counted three times, see PRODUCTS) at the rate of a bfloat16 GEMM. bytes: `read_bytes` and the mask,
+        at the rate of a copy (read and written). exponentials: one per score.
         """
         floors = {}
         if gemm_tflops and self.dtype in PRODUCTS:
