@@ -76,13 +76,13 @@ def new_cache(options, k, v):
     """An empty cache; nvfp4's is calibrated on a prompt's k and v."""
     if options.get("format") == "nvfp4":
         options = {**options, "global_scale": tuple(HEADROOM * rapt.quantize(x, "nvfp4").global_scale for x in (k, v))}
-    return rapt.KVCache(-(-MOST // PAGE), PAGE, llama.KV_HEADS, llama.HEAD_DIM, dtype="bfloat16", **options)
+    return rapt.KVCache(-(-MOST // PAGE), PAGE, llama.SMALL.kv_heads, llama.SMALL.head_dim, dtype="bfloat16", **options)
 
 
 def bytes_per_token(options, prompt_keys):
     """Codes, scales and numbers of one token in all layers."""
     if not options:
-        return 2 * 2 * llama.LAYERS * llama.KV_HEADS * llama.HEAD_DIM
+        return 2 * 2 * llama.SMALL.layers * llama.SMALL.kv_heads * llama.SMALL.head_dim
     tensors = [rapt.quantize(x, **options) for pair in prompt_keys for x in pair]
     shared = 4 if options["format"] == "nvfp4" else 0  # one global scale for a whole tensor
     return sum(x.nbytes - shared for x in tensors) // PROMPT
@@ -231,8 +231,8 @@ def train(text):
         model, seconds = llama.trained(text, progress)
     seen = sum(steps * sequences * length for steps, sequences, length in llama.STAGES)
     print(
-        f"The model: {sum(weight.numel() for weight in model.parameters()) / 1e6:.1f} million weights of Llama's shape, {llama.LAYERS} layers, "
-        f"{llama.HEADS} query and {llama.KV_HEADS} key heads of {llama.HEAD_DIM}, bytes as tokens.\nIt was trained just now, in {seconds:.0f} s, on "
+        f"The model: {sum(weight.numel() for weight in model.parameters()) / 1e6:.1f} million weights of Llama's shape, {llama.SMALL.layers} layers, "
+        f"{llama.SMALL.heads} query and {llama.SMALL.kv_heads} key heads of {llama.SMALL.head_dim}, bytes as tokens.\nIt was trained just now, in {seconds:.0f} s, on "
         f"{seen} bytes out of the {len(text)} of this repository's docs: it spells words and makes no sense.\n"
     )
     return model
@@ -254,7 +254,7 @@ def main():
     print(
         f"\n{NEW} tokens after a prompt of {PROMPT}. same until: tokens before the first that differs from the bf16 run's. same argmax, logits rel L2: "
         f"with the bf16\nrun's tokens given. bits/byte: of {MOST} bytes of a page that was held out. attention tok/s: appending and attending in "
-        f"{llama.LAYERS} layers alone.\nSpeeds are of one run; other work on the machine changes them.\n"
+        f"{llama.SMALL.layers} layers alone.\nSpeeds are of one run; other work on the machine changes them.\n"
         f"Rapt served {stats['served']} calls, PyTorch {sum(stats['fallback'].values())}."
     )
     given.svg.parent.mkdir(parents=True, exist_ok=True)
