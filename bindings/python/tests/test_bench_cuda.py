@@ -275,7 +275,7 @@ def test_a_wrong_result_of_ours_is_not_timed_and_fails(torch, few, capsys, monke
 
     monkeypatch.setattr(rapt, "attention", holed)
     code, record, said = run(torch, few[:1], capsys, "--peers", "flash")
-    assert code == 1 and record["rows"][0]["timings"]["rapt"]["error"] == {"relative": None, "worst_row": None, "finite": False}
+    assert code == 1 and record["rows"][0]["timings"]["rapt"]["error"] == {"relative": None, "worst_row": None, "finite": False, "of": ""}
 
 
 @pytest.mark.parametrize(("at", "name"), [(0, "dq"), (1, "dk"), (2, "dv")])
