@@ -57,17 +57,27 @@ def test_distances_of_keys_nearby_are_not_rounded_as_those_of_keys_far_away():
     alone = _blocks.pieces(((0, n),), ((0, n),), document, "top_left", None, True)
     assert [(piece.rows, piece.keys, piece.slopes) for piece in alone] == [((0, n), (0, n), "direct")]
     draw = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(1, 2, n, 16, generator=draw) for _ in range(3))
+    q, k, v, d_o = (torch.randn(1, 2, n, 16, generator=draw) for _ in range(4))
     slopes = torch.tensor([4.0, 0.5])
     for causal in ("top_left", None):
         call = _methods.Call(None, "contiguous", (n,), (n,), document, causal, None, None, None, slopes)
-        merged = _merge.Merged(tuple(q.shape), torch.float32, q.device)
-        for block in ((0, 150), (150, 640)):
-            some = slice(*block)
-            _methods.attend(call, merged, q, k[:, :, some], v[:, :, some], (block,), None, slopes, q_places=((0, 300), (300, n)))
+        merged, places = _merge.Merged(tuple(q.shape), torch.float32, q.device), ((0, 300), (300, n))
+        blocks = [(block, k[:, :, slice(*block)], v[:, :, slice(*block)]) for block in ((0, 150), (150, 640))]
+        for block, some_k, some_v in blocks:
+            _methods.attend(call, merged, q, some_k, some_v, (block,), None, slopes, q_places=places)
         out, lse = merged.finish(None)
-        want, want_lse = rapt.attention(q.double(), k.double(), v.double(), causal=causal, alibi_slopes=slopes.double(), return_lse=True)
+        leaves = [t.double().requires_grad_() for t in (q, k, v)]
+        want, want_lse = rapt.attention(*leaves, causal=causal, alibi_slopes=slopes.double(), return_lse=True)
+        (want * d_o).sum().backward()
+        want, want_lse = want.detach(), want_lse.detach()
         assert ((lse - want_lse).abs() <= 1e-5 * (1 + want_lse.abs())).all() and (out - want).norm() <= 1e-6 * want.norm()
+        # Of keys far away lse in their distances is beyond what `attention_backward` takes for the sum of a row.
+        rows = _methods.rows_of(d_o, None, q, out, lse, None, slopes)
+        dq, dk, dv = (torch.zeros_like(t) for t in (q, k, v))
+        for block, some_k, some_v in blocks:
+            some = slice(*block)
+            _methods.differentiate(call, rows, some_k, some_v, (block,), slopes, dq, dk[:, :, some], dv[:, :, some], None, q_places=places)
+        assert all((got - leaf.grad).norm() <= 1e-5 * leaf.grad.norm() for got, leaf in zip((dq, dk, dv), leaves))
 
 
 def check(found, name):

@@ -283,7 +283,7 @@ def _ulysses_backward(call, d_o, d_lse, q, k, saved):
     all_d_lse = None
     if d_lse is not None:
         all_d_lse = _methods.queries_to_heads(call, [d_lse.unsqueeze(-1)])[0].squeeze(-1)
-    rows = _methods.rows_of(all_d_o, all_d_lse, all_q, all_out, all_lse, None)
+    rows = _methods.rows_of(all_d_o, all_d_lse, all_q, all_out, all_lse, None, call.slopes)
     dq = torch.zeros_like(rows.q)
     dk, dv = (torch.zeros(t.shape, dtype=rows.q.dtype, device=t.device) for t in (all_k, all_v))
     slopes = _own_heads(call, q, call.slopes)
@@ -333,7 +333,7 @@ def _backward(request, wanted, d_o, d_lse, q, k, v, mask, sinks, out, lse, kept)
     if request.method == "ulysses":
         dq, dk, dv = _ulysses_backward(call, d_o4, d_lse, q4, k4, kept)
     else:
-        rows = _methods.rows_of(d_o4, d_lse, q4, out4, lse, _mask(mask))
+        rows = _methods.rows_of(d_o4, d_lse, q4, out4, lse, _mask(mask), call.slopes)
         run = _methods.ring_backward if request.method == "ring" else _methods.all_gather_backward
         dq, dk, dv = run(call, rows, k4, v4, call.slopes, d_mask)
     d_sinks = _of_sinks(d_o4, d_lse, out4, lse, sinks).to(sinks.dtype) if wanted[4] else None

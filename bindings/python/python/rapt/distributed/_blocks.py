@@ -50,6 +50,11 @@ class Piece(typing.NamedTuple):
     distance: int = 0
 
     @property
+    def farthest(self):
+        """At least every number that lse of a row gets, in slopes (`operands`)."""
+        return 0 if self.slopes in (None, "direct") else abs(self.distance) + self.rows[1] - self.rows[0] + self.keys[1] - self.keys[0]
+
+    @property
     def is_full(self):
         return self.causal is None and self.window is None and self.slopes is None
 

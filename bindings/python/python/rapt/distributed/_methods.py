@@ -91,16 +91,17 @@ class Rows(typing.NamedTuple):
     out: torch.Tensor
     lse: torch.Tensor
     mask: torch.Tensor | None
-    is_large: bool
+    largest: float  # finite |lse|
+    slope: float  # largest |slope|
 
 
-def rows_of(d_o, d_lse, q, out, lse, mask):
+def rows_of(d_o, d_lse, q, out, lse, mask, slopes):
     dtype = accumulation(q.dtype)
     d_o, q, out = (t.to(dtype) for t in (d_o, q, out))
     if mask is not None and mask.dtype != torch.bool:
         mask = mask.to(dtype)
-    is_large = bool((lse.abs() > LARGE).logical_and_(lse.isfinite()).any())
-    return Rows(d_o, d_lse, q, out, lse, mask, is_large)
+    largest = float(lse.abs().masked_fill_(~lse.isfinite(), 0).max()) if lse.numel() else 0.0
+    return Rows(d_o, d_lse, q, out, lse, mask, largest, 0.0 if slopes is None else float(slopes.abs().max()))
 
 
 def differentiate(call, rows, k, v, k_places, slopes, dq, dk, dv, d_mask, q_places=None):
@@ -114,7 +115,7 @@ def differentiate(call, rows, k, v, k_places, slopes, dq, dk, dv, d_mask, q_plac
         some_k, some_v = k[:, :, k0:k1], v[:, :, k0:k1]
         if operands.of_rows is not None:
             lse = lse - operands.of_rows
-        if rows.is_large:
+        if rows.largest + rows.slope * piece.farthest > LARGE:
             # Probabilities would be those among these keys alone: what arrives is weighed by the part that these keys have of the row.
             own = rapt.attention(q, some_k, some_v, **operands.options, **call.words(), return_lse=True)[1]
             weight = torch.exp(own - lse).masked_fill_(lse == -torch.inf, 0)
