@@ -1,6 +1,7 @@
-"""What each of four ranks does in test_distributed.py: every case makes its calls over ranks and holds its part against one process.
+"""What each rank does in test_distributed.py: every case makes its calls over ranks and holds its part against one process.
 
-`CASES` run one after another in one world of four processes, on gloo; `FAULTS` each in a world of its own, of which a rank is lost.
+`cases` run one after another in one world of four processes, on gloo; `FAULTS` each in a world of its own, of which a rank is lost. `cases_on_gpus` are
+those of ranks with a GPU each, on NCCL (tests_gpu/test_gpu_distributed.py).
 """
 
 import datetime
@@ -11,10 +12,13 @@ import os
 import sys
 import time
 import traceback
+from unittest import mock
 
+import distributed_pairing
 import reference
 import torch
 import torch.distributed as dist
+from distributed_world import World
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import context_parallel
@@ -31,6 +35,9 @@ from rapt.distributed import _methods, _places
 context_parallel_module = sys.modules["torch.distributed.tensor.experimental._context_parallel._attention"]
 
 WORLD = 4
+DEVICE = torch.device("cpu")
+# What most cases compute in, and how far they may be off: 1e-11 of float64, 1e-5 of float32.
+WIDE = torch.float64
 HEADS, KV_HEADS, HEAD_DIM, HEAD_DIM_V = 8, 4, 16, 12
 # Tokens of each rank: of q and of k and v.
 LENGTHS = {
@@ -39,13 +46,22 @@ LENGTHS = {
     "even": ((8, 8, 8, 8), (8, 8, 8, 8)),
     "few keys": ((9, 4, 6, 7), (2, 0, 3, 1)),
 }
+LENGTHS_ON_GPUS = {
+    "uneven": ((300, 77, 0, 130),) * 2,
+    "others": ((100, 190, 33, 70), (310, 150, 0, 90)),
+    "even": ((96, 96, 96, 96),) * 2,
+}
 METHODS = ("ring", "all_gather", "ulysses")
 ORDERS = ("contiguous", "zigzag")
 
 
 def random(*sizes, dtype=torch.float64, seed=0):
     generator = torch.Generator().manual_seed(hash((sizes, seed)) % 2**31)
-    return torch.randn(sizes, generator=generator, dtype=torch.float64).to(dtype)
+    return torch.randn(sizes, generator=generator, dtype=torch.float64).to(DEVICE, dtype)
+
+
+def limit_of(dtype):
+    return 1e-11 if dtype == torch.float64 else 1e-5
 
 
 def seen(q_len, kv_len):
@@ -138,7 +154,7 @@ def option(name, lengths, method, order, dtype=torch.float64, layout="bhsd"):
         options["mask"] = part_of(options["mask"], q_places)
     options = {name: leaf(option) if name in ("mask", "sinks") else option for name, option in options.items()}
     got, got_lse = rd.attention(*leaves, method=method, order=order, layout=layout, return_lse=True, **options)
-    limit = 1e-11 if dtype == torch.float64 else 1e-5
+    limit = limit_of(dtype)
     if name == "large scores":
         limit *= 100
     near(turned(got.detach()), rows(out, q_places), limit, "out")
@@ -157,11 +173,15 @@ def option(name, lengths, method, order, dtype=torch.float64, layout="bhsd"):
         near(given, gradient, limit, "gradient of a mask or of sinks")
 
 
-def rounded(dtype, method, order):
+def rounded(dtype, method, order, as_on_gpus=False):
     """16-bit and float32 forward and backward against the reference, by the tolerance rule, beside PyTorch's own on one process."""
+    if as_on_gpus:
+        with mock.patch.object(_methods, "products_dtype", lambda q: q.dtype):
+            rounded(dtype, method, order)
+        return
     rank = dist.get_rank()
     dtype = getattr(torch, dtype)
-    lengths = (70, 3, 41, 64)
+    lengths = (70, 3, 41, 64)[:WORLD]
     q, k, v = (random(1, HEADS, sum(lengths), HEAD_DIM, seed=seed).to(dtype) for seed in (0, 1, 2))
     d_o = random(*q.shape, seed=7).to(dtype)
     places = _places.places(lengths, order)[rank]
@@ -171,7 +191,7 @@ def rounded(dtype, method, order):
     got, *gradients = (rd.unshard(t, 2, order=order) for t in (out, *(t.grad for t in leaves)))
     exact_out, _ = reference.reference(q, k, v, causal=True)
     reference.assert_close(got, exact_out, dtype, reference.torch_peers(q, k, v, causal=True))
-    exact = _reference.gradients(*(t.double() for t in (d_o, q, k, v)), causal=True)
+    exact = _reference.gradients(*(t.double().cpu() for t in (d_o, q, k, v)), causal=True)
     peers = []
     for backend in (SDPBackend.MATH, SDPBackend.FLASH_ATTENTION):
         stock = [t.clone().requires_grad_() for t in (q, k, v)]
@@ -182,28 +202,52 @@ def rounded(dtype, method, order):
         reference.assert_close(gradient, truth, dtype, of)
 
 
+def delay(seconds):
+    """Of what is computed next, on a GPU of what is enqueued next."""
+    if DEVICE.type == "cuda":
+        torch.cuda._sleep(int(seconds * 1e9))
+    else:
+        time.sleep(seconds)
+
+
 def same_bits():
     """Whatever the timing: ranks begin late, and in other orders."""
     rank = dist.get_rank()
     places = _places.places(LENGTHS["uneven"][0], "zigzag")[rank]
     (q, k, v), options = problem("causal", "uneven", torch.float32)
-    attend = _methods.attend
+    attend, differentiate = _methods.attend, _methods.differentiate
     for method in METHODS:
         bits = []
         for turn in range(3):
 
-            def late(*args, turn=turn, **words):
-                time.sleep(0.004 * ((rank * 3 + turn * 5) % 4))
-                return attend(*args, **words)
+            def late(run, turn=turn):
+                def call(*args, **words):
+                    delay(0.004 * ((rank * 3 + turn * 5) % 4))
+                    return run(*args, **words)
 
-            _methods.attend = late
+                return call
+
+            _methods.attend, _methods.differentiate = late(attend), late(differentiate)
             leaves = [rows(t, places).requires_grad_() for t in (q, k, v)]
             out = rd.attention(*leaves, method=method, order="zigzag", **options)
             out.square().sum().backward()
             bits.append([out.detach(), *(t.grad for t in leaves)])
-        _methods.attend = attend
+        _methods.attend, _methods.differentiate = attend, differentiate
         for other in bits[1:]:
             assert all(map(torch.equal, bits[0], other)), f"{method}: other bits"
+
+
+def batches_pair_by_order_alone():
+    """NCCL knows no tags: what ranks send and receive, forward and backward, also where keys do not go all the way round."""
+    places = _places.places(LENGTHS["uneven"][0], "contiguous")[dist.get_rank()]
+    for method, name in itertools.product(METHODS, ("plain", "causal", "window")):
+        (q, k, v), options = problem(name, "uneven", torch.float32)
+        recorded, everyone = distributed_pairing.Recorded(), [None] * WORLD
+        leaves = [rows(t, places).requires_grad_() for t in (q, k, v)]
+        with mock.patch.object(dist, "batch_isend_irecv", recorded):
+            rd.attention(*leaves, method=method, **options).square().sum().backward()
+        dist.all_gather_object(everyone, recorded.batches)
+        assert any(everyone) and not any(distributed_pairing.left_over(everyone)), f"{method}, {name}: {distributed_pairing.left_over(everyone)}"
 
 
 def dead_rows_and_nan():
@@ -253,27 +297,28 @@ def lengths_of_one_layout():
 def varlen():
     """Sequences one after another, cut by ranks anywhere."""
     rank = dist.get_rank()
-    (q, k, v), _ = problem("plain", "others", torch.float64)
+    (q, k, v), _ = problem("plain", "others", WIDE)
     q, k, v = (t[0].transpose(0, 1).contiguous() for t in (q, k, v))
-    of_q, of_kv = [0, 4, 4, 13, 19], [0, 9, 12, 30, 33]
+    of_q, of_kv = ([at * len(whole) // parts[-1] for at in parts] for parts, whole in (([0, 4, 4, 13, 19], q), ([0, 9, 12, 30, 33], k)))
     offsets = [torch.tensor(of, dtype=torch.int32) for of in (of_q, of_kv)]
-    for options in ({"causal": "bottom_right"}, {"window": (3, 2)}, {"sinks": random(HEADS, seed=3), "causal": True}):
-        expected, lse = rapt.varlen_attention(q, k, v, *offsets, return_lse=True, **options)
+    for options in ({"causal": "bottom_right"}, {"window": (3, 2)}, {"sinks": random(HEADS, seed=3).to(WIDE), "causal": True}):
+        expected, lse = rapt.varlen_attention(q, k, v, *(of.to(DEVICE) for of in offsets), return_lse=True, **options)
         for method, order in itertools.product(METHODS, ORDERS):
             q_places, kv_places = (_places.places(of, order)[rank] for of in LENGTHS["others"])
             leaves = [rows(t, of, 0).requires_grad_() for t, of in zip((q, k, v), (q_places, kv_places, kv_places))]
             out, got = rd.varlen_attention(*leaves, *offsets, method=method, order=order, return_lse=True, **options)
-            near(out.detach(), rows(expected, q_places, 0), 1e-11, f"{method}, {order}")
-            near(got.detach(), rows(lse, q_places, 1), 1e-11, f"{method}, {order}")
+            near(out.detach(), rows(expected, q_places, 0), limit_of(WIDE), f"{method}, {order}")
+            near(got.detach(), rows(lse, q_places, 1), limit_of(WIDE), f"{method}, {order}")
             out.square().sum().backward()
-            leaf_q, leaf_k = q.clone().requires_grad_(), k.clone().requires_grad_()
+            leaf_q, leaf_k, leaf_v = (t.clone().requires_grad_() for t in (q, k, v))
             total = 0
             for (q0, q1), (k0, k1) in zip(itertools.pairwise(of_q), itertools.pairwise(of_kv)):
-                one = [t[a:b].transpose(0, 1) for t, a, b in ((leaf_q, q0, q1), (leaf_k, k0, k1), (v, k0, k1))]
+                one = [t[a:b].transpose(0, 1) for t, a, b in ((leaf_q, q0, q1), (leaf_k, k0, k1), (leaf_v, k0, k1))]
                 total = total + rapt.attention(*one, **options).square().sum()
             total.backward()
-            near(leaves[0].grad, rows(leaf_q.grad, q_places, 0), 1e-10, "dq")
-            near(leaves[1].grad, rows(leaf_k.grad, kv_places, 0), 1e-10, "dk")
+            near(leaves[0].grad, rows(leaf_q.grad, q_places, 0), 10 * limit_of(WIDE), "dq")
+            near(leaves[1].grad, rows(leaf_k.grad, kv_places, 0), 10 * limit_of(WIDE), "dk")
+            near(leaves[2].grad, rows(leaf_v.grad, kv_places, 0), 10 * limit_of(WIDE), "dv")
 
 
 def decode(q_len, options, with_lengths):
@@ -386,8 +431,8 @@ def served_alone():
 
 def dtensors():
     """Sharded by batch, heads and tokens, or replicated: served where they lie, with and without autograd; whatever else is counted."""
-    mesh = init_device_mesh("cpu", (WORLD,))
-    q, k, v = (random(4, heads, 24, 8, seed=seed) for heads, seed in ((8, 0), (4, 1), (4, 2)))
+    mesh = init_device_mesh(DEVICE.type, (WORLD,))
+    q, k, v = (random(4, heads, 24, HEAD_DIM, dtype=WIDE, seed=seed) for heads, seed in ((8, 0), (4, 1), (4, 2)))
     leaves = [t.clone().requires_grad_() for t in (q, k, v)]
     expected = rapt.attention(*leaves, causal=True)
     expected.square().sum().backward()
@@ -398,15 +443,17 @@ def dtensors():
             given = [distribute_tensor(t, mesh, [placement]).requires_grad_() for t in (q, k, v)]
             out = call(*given)
             assert out.placements == (placement,) and out.shape == expected.shape
-            near(out.full_tensor().detach(), expected.detach(), 1e-11, f"{placement}")
+            near(out.full_tensor().detach(), expected.detach(), limit_of(WIDE), f"{placement}")
             out.full_tensor().square().sum().backward()
             for letter, of, leaf_of in zip("qkv", given, leaves):
                 assert of.grad.placements == (placement,)
-                near(of.grad.full_tensor(), leaf_of.grad, 1e-10, f"d{letter}, {placement}")
+                near(of.grad.full_tensor(), leaf_of.grad, 10 * limit_of(WIDE), f"d{letter}, {placement}")
             with torch.inference_mode():
                 out = call(*(distribute_tensor(t, mesh, [placement]) for t in (q, k, v)))
-                near(out.full_tensor(), expected.detach(), 1e-11, f"{placement} in inference mode")
+                near(out.full_tensor(), expected.detach(), limit_of(WIDE), f"{placement} in inference mode")
             served_alone()
+    if DEVICE.type != "cpu":
+        return  # where PyTorch serves what is handed on
     with rt.backend(), torch.no_grad():
         rt.reset_stats()
         given = [distribute_tensor(t, mesh, [Shard(3)]) for t in (q, k, v)]
@@ -419,9 +466,13 @@ def dtensors():
 
 def parallel(is_balanced):
     """`context_parallel` of PyTorch, which on CPUs has no kernel of its own: contiguous, and in the order of its load balancer."""
-    mesh = init_device_mesh("cpu", (WORLD,))
-    q, k, v = (random(2, 4, 24, 8, seed=seed) for seed in range(3))
-    expected = rapt.attention(q, k, v, causal=True)
+    mesh = init_device_mesh(DEVICE.type, (WORLD,))
+    q, k, v = (random(2, 4, 24, HEAD_DIM, dtype=WIDE, seed=seed) for seed in range(3))
+    wholes = [t.clone().requires_grad_() for t in (q, k, v)]
+    expected = rapt.attention(*wholes, causal=True)
+    expected.square().sum().backward()
+    order = "zigzag" if is_balanced else "contiguous"
+    places = _places.places((24 // WORLD,) * WORLD, order)[dist.get_rank()]
     keeps = context_parallel_module._cp_options.enable_load_balance
     context_parallel_module._cp_options.enable_load_balance = is_balanced
     try:
@@ -433,8 +484,11 @@ def parallel(is_balanced):
                     with mode():
                         out = torch.nn.functional.scaled_dot_product_attention(*buffers, is_causal=True)
                     assert type(out) is torch.Tensor
-                    order = "zigzag" if is_balanced else "contiguous"
-                    near(out, rows(expected, _places.places((6,) * WORLD, order)[dist.get_rank()]), 1e-11, order)
+                    near(out, rows(expected.detach(), places), limit_of(WIDE), order)
+                leaves = [t.clone().requires_grad_() for t in buffers]
+                torch.nn.functional.scaled_dot_product_attention(*leaves, is_causal=True).square().sum().backward()
+                for letter, leaf_of, of in zip("qkv", leaves, wholes):
+                    near(leaf_of.grad, rows(of.grad, places), 10 * limit_of(WIDE), f"d{letter}, {order}")
             served_alone()
     finally:
         context_parallel_module._cp_options.enable_load_balance = keeps
@@ -492,14 +546,35 @@ def cases(is_whole):
     few = [("bfloat16", "ring"), ("float16", "all_gather"), ("float32", "ring"), ("bfloat16", "ulysses")]
     for dtype, method in itertools.product(("bfloat16", "float16", "float32"), METHODS) if is_whole else few:
         found[f"rounding of {dtype}, {method}"] = functools.partial(rounded, dtype, method, "zigzag")
+    for dtype, method in (("bfloat16", "ring"), ("float16", "all_gather")):
+        found[f"rounding of {dtype}, {method}, products as on GPUs"] = functools.partial(rounded, dtype, method, "zigzag", True)
     for q_len, options in ((1, {}), (1, {"window": (6, 0)}), (3, {}), (3, {"causal": True}), (2, {"causal": True, "window": (7, None), "alibi_slopes": torch.linspace(0.1, 1, HEADS)}),
                            (2, {"sinks": torch.linspace(-1, 1, HEADS)})):  # fmt: skip
         for with_lengths in (False, True):
             found[f"decode of {q_len}, {', '.join(options)}, {with_lengths}"] = functools.partial(decode, q_len, options, with_lengths)
     for run in (
-        same_bits, dead_rows_and_nan, values_that_are_infinite, lengths_of_one_layout, varlen, tokens_are_dealt_and_brought_together, differences_are_errors_on_every_rank,
+        same_bits, batches_pair_by_order_alone, dead_rows_and_nan, values_that_are_infinite, lengths_of_one_layout, varlen, tokens_are_dealt_and_brought_together, differences_are_errors_on_every_rank,
         a_group_is_a_part_of_the_ranks, in_a_mesh, dtensors, *((a_model_of_transformers,) if is_whole else ()),
     ):  # fmt: skip
+        found[run.__name__.replace("_", " ")] = run
+    for is_balanced in (False, True):
+        found[f"context_parallel, balanced: {is_balanced}"] = functools.partial(parallel, is_balanced)
+    return found
+
+
+def cases_on_gpus():
+    """The same of ranks with GPUs: gradients of every option, by every method; and how they are rounded."""
+    found = {}
+    for name, method, order in itertools.product(OPTIONS, METHODS, ORDERS):
+        if "mask" in name and method == "ulysses" or (order == "zigzag") != (name in ("causal", "slopes", "mask")):
+            continue
+        lengths = "uneven" if order == "zigzag" else "others"
+        found[f"{name}, {method}, {order}"] = functools.partial(
+            option, name, lengths, method, order, torch.float64 if name == "large scores" else torch.float32
+        )  # fmt: skip
+    for dtype, method in itertools.product(("bfloat16", "float16"), METHODS):
+        found[f"rounding of {dtype}, {method}"] = functools.partial(rounded, dtype, method, "zigzag")
+    for run in (same_bits, varlen, dtensors):
         found[run.__name__.replace("_", " ")] = run
     for is_balanced in (False, True):
         found[f"context_parallel, balanced: {is_balanced}"] = functools.partial(parallel, is_balanced)
@@ -547,45 +622,6 @@ FAULTS = {"dies before": dies_before, "hangs": hangs, "dies within": dies_within
 # --- ranks -------------------------------------------------------------------------------------------------------------------
 
 
-class World:
-    """Four processes, forked, each of which runs `run(rank, found)`: {name of a case: None, or what was wrong}."""
-
-    def __init__(self, run, folder):
-        self.folder, self.children = folder, []
-        os.makedirs(folder)
-        for rank in range(WORLD):
-            pid = os.fork()
-            if not pid:
-                self.be(rank, run)
-            self.children.append(pid)
-
-    def be(self, rank, run):
-        found = {}
-        try:
-            torch.set_num_threads(1)
-            dist.init_process_group("gloo", init_method=f"file://{self.folder}/store", rank=rank, world_size=WORLD, timeout=datetime.timedelta(seconds=60))
-            run(rank, found)
-        except BaseException:
-            found[""] = traceback.format_exc()
-        with open(f"{self.folder}/{rank}.json", "w") as file:
-            json.dump(found, file)
-        os._exit(0)
-
-    def found(self):
-        """Of all ranks together. One that was lost has found nothing."""
-        together = {}
-        for rank, pid in enumerate(self.children):
-            os.waitpid(pid, 0)
-            path = f"{self.folder}/{rank}.json"
-            if not os.path.exists(path):
-                continue
-            with open(path) as file:
-                for name, message in json.load(file).items():
-                    if message is not None or name not in together:
-                        together[name] = message if message is None else f"rank {rank}: {message}"
-        return together
-
-
 def _each(some, rank, found):
     for name, run in some.items():
         try:
@@ -601,13 +637,23 @@ def _fault(name, rank, found):
     _each({name: functools.partial(FAULTS[name], rank, group)}, rank, found)
 
 
+def main_on_gpus(folder, world):
+    """Prints {case: None or what was wrong} of so many ranks, each with a GPU."""
+    global WORLD, DEVICE, WIDE, HEAD_DIM, HEAD_DIM_V, LENGTHS
+    WORLD, DEVICE, WIDE, HEAD_DIM, HEAD_DIM_V = world, torch.device("cuda"), torch.float32, 64, 64
+    LENGTHS = {name: tuple(of[:world] for of in both) for name, both in LENGTHS_ON_GPUS.items()}
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    print(json.dumps(World(functools.partial(_each, cases_on_gpus()), f"{folder}/gpus", world, "nccl").found()))
+    sys.stdout.flush()
+
+
 def main(folder):
     """Prints {case: None or what was wrong}."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     # All at once: those of the faults wait, most of the time.
     some = cases(bool(os.environ.get("RAPT_WHOLE")))
-    worlds = [World(functools.partial(_each, some), f"{folder}/all")]
-    worlds += [World(functools.partial(_fault, name), f"{folder}/{name.replace(' ', '_')}") for name in FAULTS]
+    worlds = [World(functools.partial(_each, some), f"{folder}/all", WORLD)]
+    worlds += [World(functools.partial(_fault, name), f"{folder}/{name.replace(' ', '_')}", WORLD) for name in FAULTS]
     together = {}
     for world in worlds:
         together |= world.found()

@@ -40,7 +40,7 @@ def attention(
     method: "ring", "all_gather" or "ulysses" (heads are exchanged in place of keys). The bits of an answer follow from it and from the lengths.
     mask: bool or additive, of this rank's rows and the keys of the whole sequence in their order: broadcastable to [batch, num_q_heads, q_len of this rank,
     kv_len of all]. causal, window, scale, softcap, sinks and alibi_slopes mean what they mean for the whole sequence on one device.
-    Gradients (in host memory) are those of this rank's inputs; of mask and sinks what this rank's rows give.
+    Gradients are those of this rank's inputs; of mask and sinks what this rank's rows give.
 
     A request that differs between ranks, that one of them cannot serve, or that one of them does not make, is an error on every rank.
     """
@@ -145,8 +145,8 @@ def _request(q, k, v, *, method, order, mask, causal, window, softcap, scale, si
     of_q, of_k, of_v = (_four(t, layout) for t in (q, k, v))
     _expect_served(of_q, of_k, method, mask, alibi_slopes, world)
     needs_grad = _ops.needs_grad((q, k, v, mask, sinks))
-    if needs_grad and not q.is_cpu:
-        raise UnsupportedError(f"gradients of attention over ranks are computed in host memory, and q lies on {q.device}. Mend: `with torch.no_grad():`")
+    if needs_grad and not (q.is_cpu or q.is_cuda):
+        raise UnsupportedError(f"gradients over ranks are computed in host memory and on NVIDIA GPUs, and q lies on {q.device}. Mend: `with torch.no_grad():`")
     if alibi_slopes is not None and _ops.needs_grad((alibi_slopes,)):
         raise UnsupportedError("alibi_slopes requires grad, and no gradient of it is computed. Mend: `alibi_slopes.detach()`")
     return {
@@ -219,6 +219,7 @@ def _run(peers, pages, documents, tensors, method, order, causal, window, softca
     q, k, v, mask, sinks = tensors
     sizes = pages[0]["sizes"]
     _check_masks(pages, sizes["num_q_heads"], sizes["batch"])
+    _group.connect(peers, q.device)
     q_lengths, kv_lengths = (tuple(page["own"][name] for page in pages) for name in ("q_len", "kv_len"))
     if documents is None:
         documents = ((0, sum(q_lengths), 0, sum(kv_lengths)),)
@@ -276,16 +277,15 @@ def _ulysses(call, q, k, v, sinks):
     return out, lse, (all_q, all_k, all_v, all_out, all_lse)
 
 
-def _ulysses_backward(call, d_o, d_lse, q, k, saved):
+def _ulysses_backward(call, d_o, d_lse, q, k, largest, saved):
     q_whole, kv_whole = _whole(call)
     all_q, all_k, all_v, all_out, all_lse = saved
     (all_d_o,) = _methods.queries_to_heads(call, [d_o])
     all_d_lse = None
     if d_lse is not None:
         all_d_lse = _methods.queries_to_heads(call, [d_lse.unsqueeze(-1)])[0].squeeze(-1)
-    rows = _methods.rows_of(all_d_o, all_d_lse, all_q, all_out, all_lse, None, call.slopes)
-    dq = torch.zeros_like(rows.q)
-    dk, dv = (torch.zeros(t.shape, dtype=rows.q.dtype, device=t.device) for t in (all_k, all_v))
+    rows = _methods.rows_of(all_d_o, all_d_lse, all_q, all_out, all_lse, None, largest)
+    dq, dk, dv = (torch.zeros(t.shape, dtype=rows.sums, device=t.device) for t in (all_q, all_k, all_v))
     slopes = _own_heads(call, q, call.slopes)
     _methods.differentiate(call, rows, all_k, all_v, kv_whole, slopes, dq, dk, dv, None, q_places=q_whole)
     world = call.peers.world
@@ -305,6 +305,7 @@ class _Node(torch.autograd.Function):
     def forward(ctx, request, q, k, v, mask, sinks):
         out, lse, kept = _forward(request, q, k, v, mask, sinks)
         ctx.request = request
+        ctx.largest = _methods.asks_for_largest(kept[-1] if kept else lse, request.call.slopes)
         ctx.save_for_backward(q, k, v, mask, sinks, out, lse, *kept)
         ctx.set_materialize_grads(False)
         return out, lse
@@ -318,11 +319,12 @@ class _Node(torch.autograd.Function):
         _group.agree(call.peers, wanted)
         if d_o is None:
             d_o = torch.zeros_like(out)
-        return None, *_backward(request, ctx.needs_input_grad[1:], d_o, d_lse, q, k, v, mask, sinks, out, lse, kept)
+        return None, *_backward(request, ctx.needs_input_grad[1:], d_o, d_lse, ctx.largest(), (q, k, v, mask, sinks, out, lse), kept)
 
 
-def _backward(request, wanted, d_o, d_lse, q, k, v, mask, sinks, out, lse, kept):
+def _backward(request, wanted, d_o, d_lse, largest, saved, kept):
     call = request.call
+    q, k, v, mask, sinks, out, lse = saved
     four = [_four(t, request.layout) for t in (d_o, q, k, v, out)]
     if request.is_single:
         lse, d_lse = lse[None], None if d_lse is None else d_lse[None]
@@ -331,9 +333,9 @@ def _backward(request, wanted, d_o, d_lse, q, k, v, mask, sinks, out, lse, kept)
     if wanted[3]:
         d_mask = torch.zeros(_mask(mask).shape, dtype=accumulation(q.dtype), device=q.device)
     if request.method == "ulysses":
-        dq, dk, dv = _ulysses_backward(call, d_o4, d_lse, q4, k4, kept)
+        dq, dk, dv = _ulysses_backward(call, d_o4, d_lse, q4, k4, largest, kept)
     else:
-        rows = _methods.rows_of(d_o4, d_lse, q4, out4, lse, _mask(mask), call.slopes)
+        rows = _methods.rows_of(d_o4, d_lse, q4, out4, lse, _mask(mask), largest)
         run = _methods.ring_backward if request.method == "ring" else _methods.all_gather_backward
         dq, dk, dv = run(call, rows, k4, v4, call.slopes, d_mask)
     d_sinks = _of_sinks(d_o4, d_lse, out4, lse, sinks).to(sinks.dtype) if wanted[4] else None

@@ -45,6 +45,7 @@ def decode(
     except (RaptError, TypeError) as error:
         refused = error
     pages = _group.agree(peers, request, refused)
+    _group.connect(peers, q.device)
     options = {"softcap": softcap, "scale": scale}
     with torch.no_grad():
         q4, k4, v4 = (_four(t, layout) for t in (q, k_shard, v_shard))

@@ -39,7 +39,7 @@ class Peers:
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
         self.ranks = [dist.get_global_rank(group, rank) for rank in range(self.world)]
         self.calls = 0
-        self.sent = []
+        self.connected = set()
         self.timeout = _timeout(group)
         self._pages = None
 
@@ -85,6 +85,13 @@ def _timeout(group):
         except (RuntimeError, AttributeError):
             continue
     return datetime.timedelta(minutes=30)
+
+
+def connect(peers, device):
+    """Has all ranks take part in one collective of a GPU's backend, once: NCCL connects in the first, and a rank may have nothing to send in a later one."""
+    if device.type == "cuda" and device not in peers.connected and peers.world > 1 and not torch.cuda.is_current_stream_capturing():
+        dist.all_reduce(torch.zeros(1, device=device), group=peers.group)
+        peers.connected.add(device)
 
 
 def numbers(window, softcap, scale):

@@ -7,13 +7,18 @@
     ulysses     every rank gets all tokens of a part of the heads, and gives back its part of the answer.
 
 Backward: `ring` and `all_gather` recompute from the whole rows' lse and out, which make gradients sums over blocks; dk and dv are added in the order of the
-ring, or of ranks, in float32 (float64).
+ring, or of ranks, in float32 (float64). What one call of `rapt.attention_backward` gives is in that dtype in host memory, and on a GPU in the dtype of q, whose
+tensor cores its products need.
+
+Every rank issues its exchanges in one order, and those that depend on one another are one batch: a backend that knows no tags, and has one exchange at a time
+under way (NCCL), pairs them by that order.
 """
 
 import typing
 
 import rapt
 import torch
+from rapt import UnsupportedError
 
 from . import _blocks, _group
 from ._merge import Merged, accumulation
@@ -23,8 +28,8 @@ from ._places import local_rows, places
 PARTS = 4
 # Beyond this much, rapt.attention_backward finds the sums of a row anew, from the keys that it is given.
 LARGE = 1000.0
-# Tags of gradients, beside keys that go the same way at the same time.
-_ROUND, _HOME = 10, 20
+# Tags of gradients, beside keys that go the same way at the same time: backends that have tags need not keep their order.
+_GRADIENTS = 10
 
 
 class Call(typing.NamedTuple):
@@ -83,7 +88,7 @@ def attend(call, merged, q, k, v, k_places, mask, slopes, q_places=None):
 
 
 class Rows(typing.NamedTuple):
-    """Of the local rows what their gradients are computed from, in the accumulation dtype."""
+    """Of the local rows what their gradients are computed from. d_o, q and out have the dtype of the products."""
 
     d_o: torch.Tensor
     d_lse: torch.Tensor | None
@@ -91,35 +96,73 @@ class Rows(typing.NamedTuple):
     out: torch.Tensor
     lse: torch.Tensor
     mask: torch.Tensor | None
-    largest: float  # finite |lse|
-    slope: float  # largest |slope|
+    largest: "Largest"
+
+    @property
+    def sums(self):
+        """The dtype in which gradients are summed."""
+        return self.lse.dtype
 
 
-def rows_of(d_o, d_lse, q, out, lse, mask, slopes):
-    dtype = accumulation(q.dtype)
+class Largest(typing.NamedTuple):
+    """What tells pieces whose sums of rows must be found from their own keys."""
+
+    lse: float  # finite |lse|
+    slope: float  # |slope|
+
+    def is_beyond(self, piece):
+        """Whether what lse is for this piece may be beyond LARGE."""
+        return self.lse + self.slope * piece.farthest > LARGE
+
+
+def asks_for_largest(lse, slopes):
+    """A function that gives these numbers. On a GPU the host waits there for what was enqueued up to here, not for what was enqueued since."""
+    of_lse = lse.abs().masked_fill_(~lse.isfinite(), 0).max() if lse.numel() else lse.new_zeros(())
+    found = torch.stack([of_lse, lse.new_zeros(()) if slopes is None else slopes.abs().max().to(lse.dtype)])
+    if not lse.is_cuda:
+        return lambda: Largest(*found.tolist())
+    if torch.cuda.is_current_stream_capturing():
+        raise UnsupportedError("a CUDA graph that is captured holds no gradients over ranks: the host reads how large sums are. Mend: `with torch.no_grad():`")
+    told = torch.empty_like(found, device="cpu", pin_memory=True)
+    told.copy_(found, non_blocking=True)
+    event = torch.cuda.current_stream(lse.device).record_event()
+
+    def answer():
+        event.synchronize()
+        return Largest(*told.tolist())
+
+    return answer
+
+
+def products_dtype(q):
+    """The dtype of q, k, v, out and d_o of `rapt.attention_backward`."""
+    return q.dtype if q.is_cuda else accumulation(q.dtype)
+
+
+def rows_of(d_o, d_lse, q, out, lse, mask, largest):
+    dtype = products_dtype(q)
     d_o, q, out = (t.to(dtype) for t in (d_o, q, out))
     if mask is not None and mask.dtype != torch.bool:
-        mask = mask.to(dtype)
-    largest = float(lse.abs().masked_fill_(~lse.isfinite(), 0).max()) if lse.numel() else 0.0
-    return Rows(d_o, d_lse, q, out, lse, mask, largest, 0.0 if slopes is None else float(slopes.abs().max()))
+        mask = mask.to(lse.dtype)
+    return Rows(d_o, d_lse, q, out, lse, mask, largest)
 
 
 def differentiate(call, rows, k, v, k_places, slopes, dq, dk, dv, d_mask, q_places=None):
     """Adds to dq, dk, dv and d_mask (None: not asked for) what the rows and a block of keys give."""
     k, v = k.to(rows.q.dtype), v.to(rows.q.dtype)
     for piece in call.pieces(call.q_places() if q_places is None else q_places, k_places, rows.mask):
-        operands = _blocks.operands(piece, rows.mask, slopes, rows.q.dtype)
+        operands = _blocks.operands(piece, rows.mask, slopes, rows.sums)
         (r0, r1), (k0, k1) = piece.rows, piece.keys
         d_o, q, out, lse = (t[:, :, r0:r1] for t in (rows.d_o, rows.q, rows.out, rows.lse))
         d_lse = None if rows.d_lse is None else rows.d_lse[:, :, r0:r1]
         some_k, some_v = k[:, :, k0:k1], v[:, :, k0:k1]
         if operands.of_rows is not None:
             lse = lse - operands.of_rows
-        if rows.largest + rows.slope * piece.farthest > LARGE:
+        if rows.largest.is_beyond(piece):
             # Probabilities would be those among these keys alone: what arrives is weighed by the part that these keys have of the row.
             own = rapt.attention(q, some_k, some_v, **operands.options, **call.words(), return_lse=True)[1]
             weight = torch.exp(own - lse).masked_fill_(lse == -torch.inf, 0)
-            d_o, lse = d_o * weight.unsqueeze(-1), own
+            d_o, lse = (d_o * weight.unsqueeze(-1)).to(d_o.dtype), own
             d_lse = None if d_lse is None else d_lse * weight
         made = rapt.attention_backward(
             d_o, q, some_k, some_v, out, lse, d_lse=d_lse, mask_grad=d_mask is not None, **operands.options, **call.words()
@@ -134,9 +177,9 @@ def differentiate(call, rows, k, v, k_places, slopes, dq, dk, dv, d_mask, q_plac
 # --- ring --------------------------------------------------------------------------------------------------------------------
 
 
-def _block_like(call, tensor, owner):
+def _block_like(call, tensor, owner, dtype=None):
     """Memory for the block of `owner` of which `tensor` is the own one."""
-    return tensor.new_empty((*tensor.shape[:2], call.kv_lengths[owner], tensor.shape[3]))
+    return tensor.new_empty((*tensor.shape[:2], call.kv_lengths[owner], tensor.shape[3]), dtype=dtype)
 
 
 class _Round:
@@ -160,8 +203,7 @@ class _Round:
                     receives = [((rank - 1) % world, tensor) for tensor in arriving]
             what = f"the keys of rank {coming}, passed on by rank {(rank - 1) % world}"
             wire = _group.begin(call.peers, what, sends, receives)
-            if held is not None:
-                yield owner, *held
+            yield owner, *(held or (None, None))
             wire.wait()
             held = arriving
 
@@ -170,41 +212,47 @@ def ring(call, q, k, v, mask, slopes):
     """Merged results of the local rows."""
     merged = Merged((*q.shape[:3], v.shape[3]), accumulation(q.dtype), q.device)
     for owner, some_k, some_v in _Round(call, k, v, mask).blocks():
-        attend(call, merged, q, some_k, some_v, call.kv_places(owner), mask, slopes)
+        if some_k is not None:
+            attend(call, merged, q, some_k, some_v, call.kv_places(owner), mask, slopes)
     return merged
 
 
 def ring_backward(call, rows, k, v, slopes, d_mask):
-    """(dq, dk, dv) in the accumulation dtype: dk and dv go round behind their block, and home from the last that sees it."""
-    rank, world, dtype = call.rank, call.peers.world, rows.q.dtype
-    dq, home = torch.zeros_like(rows.q), None
-    for owner, some_k, some_v in _Round(call, k, v, rows.mask).blocks():
-        step, reach = (rank - owner) % world, call.reach(owner, rows.mask)
-        dk, dv = (torch.zeros(t.shape, dtype=dtype, device=t.device) for t in (some_k, some_v))
-        differentiate(call, rows, some_k, some_v, call.kv_places(owner), slopes, dq, dk, dv, d_mask)
-        if step:
-            before = [torch.empty_like(t) for t in (dk, dv)]
-            what = f"gradients of the keys of rank {owner}, passed on by rank {(rank - 1) % world}"
-            _group.begin(call.peers, what, [], [((rank - 1) % world, t) for t in before], _ROUND).wait()
-            dk, dv = before[0].add_(dk), before[1].add_(dv)
-        if step < reach:
-            call.peers.sent.append(_group.begin(call.peers, "a peer", [((rank + 1) % world, t) for t in (dk, dv)], [], _ROUND))
-        elif step:
-            call.peers.sent.append(_group.begin(call.peers, "a peer", [(owner, t) for t in (dk, dv)], [], _HOME))
-        else:
-            home = dk, dv
-    if home is None:
-        home = [torch.empty(t.shape, dtype=dtype, device=t.device) for t in (k, v)]
-        last = (rank + call.reach(rank, rows.mask)) % world
-        _group.begin(call.peers, f"gradients of its own keys from rank {last}", [], [(last, t) for t in home], _HOME).wait()
-    _finish(call)
+    """(dq, dk, dv) in the dtype of sums: dk and dv go round behind their block, and home from the last that sees it.
+
+    After step n all ranks have computed with a block, and exchange what they have of its gradients in one batch.
+    """
+    rank, world, mask = call.rank, call.peers.world, rows.mask
+    dq = torch.zeros(rows.q.shape, dtype=rows.sums, device=rows.q.device)
+    home = wire = before = None
+    for owner, some_k, some_v in _Round(call, k, v, mask).blocks():
+        step = (rank - owner) % world
+        made = None
+        if some_k is not None:
+            made = [torch.zeros(t.shape, dtype=rows.sums, device=t.device) for t in (some_k, some_v)]
+            differentiate(call, rows, some_k, some_v, call.kv_places(owner), slopes, dq, *made, d_mask)
+        if wire is not None:
+            wire.wait()
+        if before is not None:
+            made = [of_others.add_(own) for of_others, own in zip(before, made)]
+        sends, receives, before = [], [], None
+        if made is not None and step < call.reach(owner, mask):
+            sends = [((rank + 1) % world, t) for t in made]
+        elif made is not None and step:
+            sends = [(owner, t) for t in made]
+        elif made is not None:
+            home = made
+        coming, left = (owner - 1) % world, (rank - 1) % world
+        if step < call.reach(coming, mask) and coming != rank:
+            before = [_block_like(call, t, coming, rows.sums) for t in (k, v)]
+            receives = [(left, t) for t in before]
+        if step and step == call.reach(rank, mask):
+            home = [torch.empty(t.shape, dtype=rows.sums, device=t.device) for t in (k, v)]
+            receives += [((rank + step) % world, t) for t in home]
+        what = f"gradients of the keys of rank {coming}, passed on by rank {left}, or of its own"
+        wire = _group.begin(call.peers, what, sends, receives, _GRADIENTS)
+    wire.wait()
     return dq, *home
-
-
-def _finish(call):
-    for wire in call.peers.sent:
-        wire.wait()
-    call.peers.sent.clear()
 
 
 # --- exchange ----------------------------------------------------------------------------------------------------------------
@@ -298,11 +346,10 @@ def all_gather(call, q, k, v, mask, slopes):
 
 
 def all_gather_backward(call, rows, k, v, slopes, d_mask):
-    """(dq, dk, dv) in the accumulation dtype."""
+    """(dq, dk, dv) in the dtype of sums."""
     (all_k, all_v), wire = _gather_begin(call, [k, v], call.kv_lengths)
     wire.wait()
-    dq = torch.zeros_like(rows.q)
-    dk, dv = (torch.zeros(t.shape, dtype=rows.q.dtype, device=t.device) for t in (all_k, all_v))
+    dq, dk, dv = (torch.zeros(t.shape, dtype=rows.sums, device=t.device) for t in (rows.q, all_k, all_v))
     differentiate(call, rows, all_k, all_v, ((0, sum(call.kv_lengths)),), slopes, dq, dk, dv, d_mask)
     shapes = [[(*t.shape[:2], t.shape[3])] * call.peers.world for t in (k, v)]
     dk, dv = (in_order(parts) for parts in _scatter(call, list(zip((dk, dv), shapes)), call.kv_lengths))

@@ -123,7 +123,7 @@ def _sdpa(q, k, v, is_causal, scale, enable_gqa):
 def _ring(group, q, k, v, is_causal, scale, enable_gqa):
     from rapt import distributed
 
-    is_refused = torch.is_grad_enabled() and not q.is_cpu and any(t.requires_grad for t in (q, k, v))
+    is_refused = torch.is_grad_enabled() and not (q.is_cpu or q.is_cuda) and any(t.requires_grad for t in (q, k, v))
     heads = q.shape[1], k.shape[1]
     if is_refused or q.shape[0] != k.shape[0] or heads[0] != heads[1] and not enable_gqa or not heads[1] or heads[0] % heads[1]:
         return None
