@@ -532,9 +532,15 @@ def a_model_of_transformers():
             hook.remove()
 
 
+def _copies():
+    import distributed_copies  # which needs this module
+
+    return distributed_copies
+
+
 def cases(is_whole):
     """{name: what runs}."""
-    found = {}
+    found = _copies().cases()
     for name, method, order in itertools.product(OPTIONS, METHODS, ORDERS):
         if "mask" in name and method == "ulysses":
             continue
@@ -564,7 +570,7 @@ def cases(is_whole):
 
 def cases_on_gpus():
     """The same of ranks with GPUs: gradients of every option, by every method; and how they are rounded."""
-    found = {}
+    found = _copies().cases_on_gpus()
     for name, method, order in itertools.product(OPTIONS, METHODS, ORDERS):
         if "mask" in name and method == "ulysses" or (order == "zigzag") != (name in ("causal", "slopes", "mask")):
             continue
@@ -619,6 +625,11 @@ def dies_within(rank, group):
 FAULTS = {"dies before": dies_before, "hangs": hangs, "dies within": dies_within}
 
 
+def faults():
+    """{name: what a rank of the world of its own does}."""
+    return FAULTS | _copies().FAULTS
+
+
 # --- ranks -------------------------------------------------------------------------------------------------------------------
 
 
@@ -634,7 +645,7 @@ def _each(some, rank, found):
 def _fault(name, rank, found):
     group = dist.new_group(list(range(WORLD)), timeout=datetime.timedelta(seconds=2))
     dist.barrier(group)
-    _each({name: functools.partial(FAULTS[name], rank, group)}, rank, found)
+    _each({name: functools.partial(faults()[name], rank, group)}, rank, found)
 
 
 def main_on_gpus(folder, world):
@@ -653,7 +664,7 @@ def main(folder):
     # All at once: those of the faults wait, most of the time.
     some = cases(bool(os.environ.get("RAPT_WHOLE")))
     worlds = [World(functools.partial(_each, some), f"{folder}/all", WORLD)]
-    worlds += [World(functools.partial(_fault, name), f"{folder}/{name.replace(' ', '_')}", WORLD) for name in FAULTS]
+    worlds += [World(functools.partial(_fault, name), f"{folder}/{name.replace(' ', '_')}", WORLD) for name in faults()]
     together = {}
     for world in worlds:
         together |= world.found()

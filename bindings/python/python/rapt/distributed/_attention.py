@@ -7,11 +7,12 @@ import torch
 from rapt import KindError, OptionError, RaptError, ShapeError, UnsupportedError
 from rapt.torch import _ops
 
-from . import _group, _methods
+from . import _group, _mapped, _methods
 from ._merge import Merged, accumulation
 from ._places import expect_order
 
 METHODS = ("ring", "all_gather", "ulysses")
+TRANSPORTS = (None, "backend", "copies")
 
 
 def attention(
@@ -31,6 +32,7 @@ def attention(
     alibi_slopes=None,
     layout="bhsd",
     return_lse=False,
+    transport=None,
 ):
     """Attention of a sequence whose tokens lie on the ranks of a process group: every rank gives its rows of q, k and v and gets its rows of the answer.
 
@@ -41,6 +43,8 @@ def attention(
     mask: bool or additive, of this rank's rows and the keys of the whole sequence in their order: broadcastable to [batch, num_q_heads, q_len of this rank,
     kv_len of all]. causal, window, scale, softcap, sinks and alibi_slopes mean what they mean for the whole sequence on one device.
     Gradients are those of this rank's inputs; of mask and sinks what this rank's rows give.
+    transport: "backend" (tensors are sent by the group's backend), "copies" (ranks of one host copy them out of memory that all have mapped; not with "all_gather")
+    or None: copies between GPUs of one host where K and V of a rank are 32 MiB and more, else the backend. No bit of an answer depends on it.
 
     A request that differs between ranks, that one of them cannot serve, or that one of them does not make, is an error on every rank.
     """
@@ -49,7 +53,7 @@ def attention(
     try:
         request = _request(
             q, k, v, method=method, order=order, mask=mask, causal=causal, window=window, softcap=softcap, scale=scale, sinks=sinks,
-            alibi_slopes=alibi_slopes, layout=layout, world=peers.world,
+            alibi_slopes=alibi_slopes, layout=layout, transport=transport, world=peers.world,
         )  # fmt: skip
     except (RaptError, TypeError) as error:
         refused = error
@@ -75,6 +79,7 @@ def varlen_attention(
     sinks=None,
     alibi_slopes=None,
     return_lse=False,
+    transport=None,
 ):
     """`rapt.varlen_attention` over ranks: sequences one after another, whose tokens, all together, lie on the ranks in `order`.
 
@@ -89,7 +94,7 @@ def varlen_attention(
             raise ShapeError(f"cu_seqlens_q has {len(offsets[0])} offsets, cu_seqlens_kv {len(offsets[1])}; both have one more than there are sequences")
         request = _request(
             q, k, v, method=method, order=order, mask=None, causal=causal, window=window, softcap=softcap, scale=scale, sinks=sinks,
-            alibi_slopes=alibi_slopes, layout="bshd", world=peers.world,
+            alibi_slopes=alibi_slopes, layout="bshd", transport=transport, world=peers.world,
         )  # fmt: skip
         request |= {"call": "varlen_attention", "cu_seqlens": _checksum(offsets)}
         request["own"]["ends"] = [offsets[0][-1], offsets[1][-1]]
@@ -127,11 +132,13 @@ def _checksum(offsets):
 # --- the request -------------------------------------------------------------------------------------------------------------
 
 
-def _request(q, k, v, *, method, order, mask, causal, window, softcap, scale, sinks, alibi_slopes, layout, world):
+def _request(q, k, v, *, method, order, mask, causal, window, softcap, scale, sinks, alibi_slopes, layout, transport, world):
     """What the ranks must have alike, from this rank's part, which `rapt` has found right."""
     if method not in METHODS:
         raise OptionError(f"method = {method!r}; allowed: {', '.join(map(repr, METHODS))}")
     expect_order(order)
+    if transport not in TRANSPORTS:
+        raise OptionError(f"transport = {transport!r}; allowed: {', '.join(map(repr, TRANSPORTS))}")
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, torch.Tensor):
             raise KindError(f"{name} is a {type(tensor).__name__}: over ranks q, k and v are torch tensors. Mend: `torch.from_dlpack({name})`")
@@ -153,16 +160,22 @@ def _request(q, k, v, *, method, order, mask, causal, window, softcap, scale, si
         "call": "attention",
         "dtype": str(q.dtype),
         "device": q.device.type,
-        "sizes": {"batch": of_q.shape[0], "num_q_heads": of_q.shape[1], "num_kv_heads": of_k.shape[1], "head_dim": of_q.shape[3], "head_dim_v": of_v.shape[3]},
+        "sizes": _sizes(of_q, of_k, of_v),
         "method": method,
         "order": order,
+        "transport": transport,
         "causal": {True: "top_left", False: None}.get(causal, causal),
         **_group.numbers(window, softcap, scale),
         "sinks": None if sinks is None else str(sinks.dtype),
         "alibi_slopes": alibi_slopes is not None,
         "mask": mask is not None,
         "needs grad": needs_grad,
-        "own": {"q_len": of_q.shape[2], "kv_len": of_k.shape[2], "mask": None if mask is None else list(mask.shape)},
+        "own": {
+            "q_len": of_q.shape[2],
+            "kv_len": of_k.shape[2],
+            "mask": None if mask is None else list(mask.shape),
+            "host": None if transport == "backend" else _mapped.host_of(q.device),
+        },
     }
 
 
@@ -182,6 +195,11 @@ def _expect_served(q, k, method, mask, slopes, world):
             f'method="ulysses" deals heads to {world} ranks: num_q_heads = {q.shape[1]}; allowed: multiples of {world}; num_kv_heads = {k.shape[1]}; '
             f'allowed: multiples or divisors of {world}. Mend: `method="ring"`'
         )
+
+
+def _sizes(q, k, v):
+    """Of tensors with four dimensions."""
+    return {"batch": q.shape[0], "num_q_heads": q.shape[1], "num_kv_heads": k.shape[1], "head_dim": q.shape[3], "head_dim_v": v.shape[3]}
 
 
 def _four(tensor, layout):
@@ -225,7 +243,10 @@ def _run(peers, pages, documents, tensors, method, order, causal, window, softca
         documents = ((0, sum(q_lengths), 0, sum(kv_lengths)),)
     causal = {True: "top_left", False: None}.get(causal, causal)
     window = None if window is None else tuple(window)
-    call = _methods.Call(peers, order, q_lengths, kv_lengths, documents, causal, window, softcap, scale, slopes)
+    count = _methods.mapped_bytes(sizes, method, (q_lengths, kv_lengths), q.dtype, False)
+    kv_bytes = max(kv_lengths) * sizes["batch"] * sizes["num_kv_heads"] * (sizes["head_dim"] + sizes["head_dim_v"]) * q.dtype.itemsize
+    mapped = _mapped.of_call(peers, pages, q.device, count, kv_bytes)
+    call = _methods.Call(peers, order, q_lengths, kv_lengths, documents, causal, window, softcap, scale, slopes, mapped)
     request = _Request(call, method, layout, q.dim() == 3)
     if pages[0]["needs grad"]:
         out, lse = _Node.apply(request, q, k, v, mask, sinks)
@@ -271,29 +292,23 @@ def _ulysses(call, q, k, v, sinks):
     _methods.attend(call, merged, all_q, all_k, all_v, kv_whole, None, slopes, q_places=q_whole)
     all_out, all_lse = merged.finish(sinks)
     all_out = all_out.to(q.dtype)
-    heads = [q.shape[1] // call.peers.world] * call.peers.world
-    out = torch.cat(_methods.to_rows(call, all_out, heads, call.q_lengths), 1)
-    lse = torch.cat(_methods.to_rows(call, all_lse.unsqueeze(-1), heads, call.q_lengths), 1).squeeze(-1).contiguous()
-    return out, lse, (all_q, all_k, all_v, all_out, all_lse)
+    out, lse = (torch.cat(parts, 1) for parts in _methods.to_rows(call, [all_out, all_lse.unsqueeze(-1)], call.q_lengths))
+    return out, lse.squeeze(-1).contiguous(), (all_q, all_k, all_v, all_out, all_lse)
 
 
 def _ulysses_backward(call, d_o, d_lse, q, k, largest, saved):
     q_whole, kv_whole = _whole(call)
     all_q, all_k, all_v, all_out, all_lse = saved
-    (all_d_o,) = _methods.queries_to_heads(call, [d_o])
-    all_d_lse = None
-    if d_lse is not None:
-        all_d_lse = _methods.queries_to_heads(call, [d_lse.unsqueeze(-1)])[0].squeeze(-1)
+    all_d_o, *of_lse = _methods.queries_to_heads(call, [d_o] if d_lse is None else [d_o, d_lse.unsqueeze(-1)])
+    all_d_lse = of_lse[0].squeeze(-1) if of_lse else None
     rows = _methods.rows_of(all_d_o, all_d_lse, all_q, all_out, all_lse, None, largest)
     dq, dk, dv = (torch.zeros(t.shape, dtype=rows.sums, device=t.device) for t in (all_q, all_k, all_v))
     slopes = _own_heads(call, q, call.slopes)
     _methods.differentiate(call, rows, all_k, all_v, kv_whole, slopes, dq, dk, dv, None, q_places=q_whole)
     world = call.peers.world
-    dq = torch.cat(_methods.to_rows(call, dq.to(q.dtype), [q.shape[1] // world] * world, call.q_lengths), 1)
-    count = [all_k.shape[1]] * world
-    made = []
-    for gradient in (dk, dv):
-        parts = _methods.to_rows(call, gradient, count, call.kv_lengths)
+    (of_q,) = _methods.to_rows(call, [dq.to(q.dtype)], call.q_lengths)
+    dq, made = torch.cat(of_q, 1), []
+    for parts in _methods.to_rows(call, [dk, dv], call.kv_lengths):
         shared = max(1, world // k.shape[1])
         parts = [_methods.in_order(parts[at : at + shared]) for at in range(0, world, shared)]
         made.append(torch.cat(parts, 1))
@@ -317,6 +332,10 @@ class _Node(torch.autograd.Function):
         q, k, v, mask, sinks, out, lse, *kept = ctx.saved_tensors
         wanted = {"call": "backward", "of": [call.q_lengths, request.method], "own": {}}
         _group.agree(call.peers, wanted)
+        if call.mapped is not None:
+            sizes, lengths = _sizes(*(_four(t, request.layout) for t in (q, k, v))), (call.q_lengths, call.kv_lengths)
+            if call.mapped.reserve(_methods.mapped_bytes(sizes, request.method, lengths, q.dtype, True)) is not None:
+                request = request._replace(call=call._replace(mapped=None))
         if d_o is None:
             d_o = torch.zeros_like(out)
         return None, *_backward(request, ctx.needs_input_grad[1:], d_o, d_lse, ctx.largest(), (q, k, v, mask, sinks, out, lse), kept)

@@ -40,6 +40,8 @@ class Peers:
         self.ranks = [dist.get_global_rank(group, rank) for rank in range(self.world)]
         self.calls = 0
         self.connected = set()
+        # Memory of each rank that all have mapped, by device (`_mapped`).
+        self.mapped = {}
         self.timeout = _timeout(group)
         self._pages = None
 
@@ -108,7 +110,14 @@ def agree(peers, request, refused=None):
 
     `request` is a dict of what must be equal, but for what stands under "own"; `refused` is the error that this rank has found in its part.
     """
+    for mapped in peers.mapped.values():
+        mapped.settle()
     peers.calls += 1
+    return compare(peers, request, refused)
+
+
+def compare(peers, request, refused=None):
+    """The same within a call."""
     page = {"number": peers.calls, **request}
     if refused is not None:
         page = {"number": peers.calls, "call": request["call"], "refused": [type(refused).__name__, str(refused)[:_MOST]]}
@@ -179,7 +188,7 @@ def _all_pages(peers, page):
         names = " and ".join(f"rank {rank}" for rank in sorted(lost))
         raise PeerError(
             f"{names} did not answer in call {peers.calls} of this group ({page['call']}) within {peers.timeout.total_seconds():g} s: gone, or in "
-            f"no call. The backend says: {_first_line(lost[min(lost)])}. {_RESTART}"
+            f"no call. The backend says: {first_line(lost[min(lost)])}. {_RESTART}"
         )
     return [json.loads(bytes(of).rstrip(b"\0")) for of in memory]
 
@@ -187,7 +196,8 @@ def _all_pages(peers, page):
 _PAGE_TAG = 900
 
 
-def _first_line(error):
+def first_line(error):
+    """What an error says, in one line."""
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
@@ -216,7 +226,7 @@ def lost(peers, what, error):
     """The error of a tensor that did not arrive."""
     return PeerError(
         f"rank {peers.rank} waited for {what} in call {peers.calls} of this group, within {peers.timeout.total_seconds():g} s: that rank, or one that "
-        f"it waits for, is gone or hangs. The backend says: {_first_line(error)}. {_RESTART}"
+        f"it waits for, is gone or hangs. The backend says: {first_line(error)}. {_RESTART}"
     )
 
 

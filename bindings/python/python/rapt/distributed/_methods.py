@@ -20,7 +20,7 @@ import rapt
 import torch
 from rapt import UnsupportedError
 
-from . import _blocks, _group
+from . import _blocks, _group, _mapped, _mapped_ring
 from ._merge import Merged, accumulation
 from ._places import local_rows, places
 
@@ -45,6 +45,7 @@ class Call(typing.NamedTuple):
     softcap: float | None
     scale: float | None
     slopes: torch.Tensor | None
+    mapped: _mapped.Mapped | None = None
 
     @property
     def rank(self):
@@ -67,8 +68,18 @@ class Call(typing.NamedTuple):
     def reach(self, owner, mask):
         """How many ranks behind `owner` its keys go round to: the last that sees some."""
         world = self.peers.world
-        seen = (t for t in range(world) if self.pieces(self.q_places((owner + t) % world), self.kv_places(owner), mask))
+        seen = (t for t in range(world) if self.sees((owner + t) % world, owner, mask))
         return max(seen, default=0)
+
+    def sees(self, rank, owner, mask):
+        """Whether rows of `rank` see keys of `owner`."""
+        return bool(self.pieces(self.q_places(rank), self.kv_places(owner), mask))
+
+    def begin(self, what, sends, receives):
+        """Tensors of every rank to every rank: [(rank, rows of a tensor)]."""
+        if self.mapped is not None:
+            return self.mapped.exchange(sends, receives)
+        return _group.begin(self.peers, what, sends, receives)
 
 
 # --- pieces ------------------------------------------------------------------------------------------------------------------
@@ -208,10 +219,15 @@ class _Round:
             held = arriving
 
 
+def _blocks_of(call, k, v, mask):
+    """(owner, k, v) of the own block, that of the rank before, …; without k and v where no row sees one."""
+    return (_Round(call, k, v, mask) if call.mapped is None else _mapped_ring.Reader(call, k, v, mask)).blocks()
+
+
 def ring(call, q, k, v, mask, slopes):
     """Merged results of the local rows."""
     merged = Merged((*q.shape[:3], v.shape[3]), accumulation(q.dtype), q.device)
-    for owner, some_k, some_v in _Round(call, k, v, mask).blocks():
+    for owner, some_k, some_v in _blocks_of(call, k, v, mask):
         if some_k is not None:
             attend(call, merged, q, some_k, some_v, call.kv_places(owner), mask, slopes)
     return merged
@@ -222,6 +238,8 @@ def ring_backward(call, rows, k, v, slopes, d_mask):
 
     After step n all ranks have computed with a block, and exchange what they have of its gradients in one batch.
     """
+    if call.mapped is not None:
+        return _mapped_ring.backward(call, rows, k, v, slopes, d_mask, differentiate)
     rank, world, mask = call.rank, call.peers.world, rows.mask
     dq = torch.zeros(rows.q.shape, dtype=rows.sums, device=rows.q.device)
     home = wire = before = None
@@ -258,9 +276,10 @@ def ring_backward(call, rows, k, v, slopes, d_mask):
 # --- exchange ----------------------------------------------------------------------------------------------------------------
 
 
-def _packed(tensor):
-    """[len, batch, heads, head_dim] in one piece, whose rows can be sent."""
-    return tensor.permute(2, 0, 1, 3).contiguous()
+def _packed(call, tensor):
+    """[len, batch, heads, head_dim], whose rows can be sent: dense, but where they are copied to memory that is mapped."""
+    rows = tensor.permute(2, 0, 1, 3)
+    return rows.contiguous() if call.mapped is None else rows
 
 
 def _viewed(packed):
@@ -269,15 +288,14 @@ def _viewed(packed):
 
 def _gather_begin(call, tensors, lengths):
     """All ranks' rows of local [batch, heads, len, head_dim], under way to their places: ([views of the whole], wire)."""
-    return _exchange(call, [[t] * call.peers.world for t in tensors], lengths)
+    return _exchange(call, [([t] * call.peers.world, lengths) for t in tensors])
 
 
-def _exchange(call, tensors, lengths):
-    """tensors: for each a list of what goes to each rank, of which the own heads are what arrives. ([views of the whole], wire)."""
+def _exchange(call, tensors):
+    """tensors: of each a list of what goes to each rank, of which the own heads are what arrives, and the rows of each rank. ([views of the whole], wire)."""
     rank, sends, receives, wholes = call.rank, [], [], []
-    all_places = places(lengths, call.order)
-    for to in tensors:
-        own = to[rank]
+    for to, lengths in tensors:
+        own, all_places = to[rank], places(lengths, call.order)
         whole = own.new_empty((sum(lengths), *own.shape[:2], own.shape[3]))
         packed = {}
         for other in range(call.peers.world):
@@ -286,11 +304,11 @@ def _exchange(call, tensors, lengths):
                     whole[start:stop] = own[:, :, first : first + stop - start].permute(2, 0, 1, 3)
                 continue
             key = (to[other].data_ptr(), to[other].shape)
-            rows = packed[key] = packed[key] if key in packed else _packed(to[other])
+            rows = packed[key] = packed[key] if key in packed else _packed(call, to[other])
             sends += [(other, rows[first : first + stop - start]) for first, start, stop in local_rows(all_places[rank])]
             receives += [(other, whole[start:stop]) for start, stop in all_places[other]]
         wholes.append(whole)
-    wire = _group.begin(call.peers, "tensors of every rank", sends, receives)
+    wire = call.begin("tensors of every rank", sends, receives)
     return [_viewed(whole) for whole in wholes], wire
 
 
@@ -299,7 +317,7 @@ def _scatter(call, wholes, lengths):
     rank, sends, receives, answers = call.rank, [], [], []
     all_places = places(lengths, call.order)
     for whole, shapes in wholes:
-        packed = _packed(whole)
+        packed = _packed(call, whole)
         answer = [packed.new_empty((lengths[rank], *shape)) for shape in shapes]
         for other in range(call.peers.world):
             if other == rank:
@@ -309,7 +327,7 @@ def _scatter(call, wholes, lengths):
             sends += [(other, packed[start:stop]) for start, stop in all_places[other]]
             receives += [(other, answer[other][first : first + stop - start]) for first, start, stop in local_rows(all_places[rank])]
         answers.append([_viewed(rows) for rows in answer])
-    _group.begin(call.peers, "tensors of every rank", sends, receives).wait()
+    call.begin("tensors of every rank", sends, receives).wait()
     return answers
 
 
@@ -383,22 +401,39 @@ def to_heads(call, q, k, v):
     world = call.peers.world
     of_q = [q[:, q_heads(q, rank, world)] for rank in range(world)]
     of_k, of_v = ([t[:, kv_heads(t, rank, world)] for rank in range(world)] for t in (k, v))
-    (whole_q,), of_queries = _exchange(call, [of_q], call.q_lengths)
-    (whole_k, whole_v), of_keys = _exchange(call, [of_k, of_v], call.kv_lengths)
-    of_queries.wait()
-    of_keys.wait()
-    return whole_q, whole_k, whole_v
+    wholes, wire = _exchange(call, [(of_q, call.q_lengths), (of_k, call.kv_lengths), (of_v, call.kv_lengths)])
+    wire.wait()
+    return wholes
 
 
 def queries_to_heads(call, tensors):
     """The same of tensors with q's heads and rows."""
     world = call.peers.world
-    wholes, wire = _exchange(call, [[t[:, q_heads(t, rank, world)] for rank in range(world)] for t in tensors], call.q_lengths)
+    wholes, wire = _exchange(call, [([t[:, q_heads(t, rank, world)] for rank in range(world)], call.q_lengths) for t in tensors])
     wire.wait()
     return wholes
 
 
-def to_rows(call, whole, heads, lengths):
-    """The own rows of all heads, of all rows of the own heads of each rank, side by side: a list by rank, `heads` by rank."""
-    shapes = [(whole.shape[0], count, whole.shape[3]) for count in heads]
-    return _scatter(call, [(whole, shapes)], lengths)[0]
+def to_rows(call, wholes, lengths):
+    """The own rows of all heads, of all rows of as many heads of each rank: for each whole a list by rank."""
+    return _scatter(call, [(whole, [(*whole.shape[:2], whole.shape[3])] * call.peers.world) for whole in wholes], lengths)
+
+
+def mapped_bytes(sizes, method, lengths, dtype, is_backward):
+    """Bytes that a rank puts into its part of mapped memory in a call, at most: the same on all ranks. lengths: tokens of q and of k of each rank."""
+    batch, q_heads, kv_heads, dim, dim_v = (sizes[of] for of in ("batch", "num_q_heads", "num_kv_heads", "head_dim", "head_dim_v"))
+    (q_lengths, kv_lengths), world, sums = lengths, len(lengths[0]), accumulation(dtype).itemsize
+    q_len, kv_len = max(q_lengths), max(kv_lengths)
+    if method == "ring":
+        slots = min(_mapped_ring.SLOTS, world - 1) * sums if is_backward else 0
+        elements = kv_heads * (dim + dim_v) * kv_len * (dtype.itemsize + slots)
+    else:
+        of_kv = max(kv_heads, world) * (dim + dim_v)
+        if is_backward:
+            sent = q_heads * q_len * (dim_v * dtype.itemsize + sums)
+            elements = sent + q_heads // world * dim * sum(q_lengths) * dtype.itemsize + of_kv // world * sum(kv_lengths) * sums
+        else:
+            sent = q_heads * dim * q_len + of_kv * kv_len
+            elements = sent * dtype.itemsize + q_heads // world * sum(q_lengths) * (dim_v * dtype.itemsize + sums)
+    # What lies between tensors: those of q, k, v, out and lse in at most two places of each rank, or two of a block and of each slot.
+    return batch * elements + 10 * world * _mapped.ALIGN
