@@ -1,10 +1,12 @@
 """Causal attention of one sequence on several GPUs: `rapt.distributed` beside PyTorch's `context_parallel` in one interleaved run.
 
-    torchrun --nproc-per-node 4 benches/context_parallel.py [--tokens 65536 262144] [--rounds 9] [--timeline] [--out FOLDER]
+    torchrun --nproc-per-node 4 benches/context_parallel.py [--tokens 65536 262144] [--backward 65536] [--rounds 9] [--timeline] [--out FOLDER]
 
-bfloat16, 32 heads of 128, zigzag; PyTorch with cuDNN, by both of its ways to move keys. Each is the slowest rank's time by its device's clock; medians of
-rounds, in which every engine runs once. One device's time is rank 0's alone. Prints a table, and writes times and, with --timeline, a picture of what one
-call does on rank 0 (kernels that compute, and those that move keys) to FOLDER. `--device cpu` runs the program itself, on gloo, without PyTorch's.
+bfloat16, 32 heads of 128, zigzag; PyTorch with cuDNN, by both of its ways to move keys; Rapt by each method and transport (docs/guides/distributed.md).
+--backward: tokens of which forward and backward are measured, too. Each is the slowest rank's time by its device's clock; medians of rounds, in which every
+engine runs once, each from an idle device. One device's time is rank 0's alone. Before times are taken, Rapt's answers and gradients are compared with one
+device's. Prints a table, and writes times and, with --timeline, a picture of what one call does on rank 0 (what computes, and what moves keys) to FOLDER.
+`--device cpu` runs the program itself, on gloo, without PyTorch's.
 """
 
 import argparse
@@ -25,12 +27,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import rapt.distributed
 
 HEADS, HEAD_DIM = 32, 128
-METHODS = ("ring", "all_gather", "ulysses")
+# Rapt's engines: (method, transport).
+WAYS = (("ring", "backend"), ("ring", "copies"), ("all_gather", "backend"), ("ulysses", "backend"), ("ulysses", "copies"))
 
 
 def arguments():
     parser = argparse.ArgumentParser()
     parser.add_argument("--tokens", type=int, nargs="+", default=[65536, 262144])
+    parser.add_argument("--backward", type=int, nargs="*", default=[65536])
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--heads", type=int, default=HEADS)
     parser.add_argument("--timeline", action="store_true")
@@ -78,58 +82,94 @@ def together(clock, engines, rounds, device):
     return times
 
 
-def measure(words, tokens, device, clock):
+def step(attend, leaves, d_o):
+    """A forward and a backward pass of `attend`; without `d_o` a forward pass."""
+    if d_o is None:
+        with torch.no_grad():
+            return [attend(*leaves)]
+    out = attend(*leaves)
+    return [out.detach(), *torch.autograd.grad(out, leaves, d_o)]
+
+
+def check(got, expected, name):
+    """Rapt's answer and gradients on this rank beside one device's."""
+    for of, (part, whole) in zip(("out", "dq", "dk", "dv"), zip(got, expected)):
+        theirs = rapt.distributed.shard(whole, 2)
+        off = float((part.float() - theirs.float()).norm() / theirs.float().norm())
+        if not off < 0.01:
+            raise SystemExit(f"rank {dist.get_rank()}: {of} of {name} is off by {off:.2g}")
+
+
+def measure(words, tokens, device, clock, with_backward):
     """{engine: times} on all ranks and medians on one."""
     rank, world = dist.get_rank(), dist.get_world_size()
     generator = torch.Generator(device).manual_seed(7)
-    whole = [torch.randn(1, words.heads, tokens, HEAD_DIM, generator=generator, device=device, dtype=torch.bfloat16) for _ in range(3)]
-    q, k, v = (rapt.distributed.shard(t, 2).contiguous() for t in whole)
+    draw = lambda: torch.randn(1, words.heads, tokens, HEAD_DIM, generator=generator, device=device, dtype=torch.bfloat16)  # noqa: E731
+    whole, d_o = [draw() for _ in range(3)], draw() if with_backward else None
+    leaves = [rapt.distributed.shard(t, 2).contiguous().requires_grad_(with_backward) for t in whole]
+    part = None if d_o is None else rapt.distributed.shard(d_o, 2).contiguous()
     one = {}
     sdpa = torch.nn.functional.scaled_dot_product_attention
+    causal, stock = (lambda *t: rapt.attention(*t, causal=True)), (lambda *t: sdpa(*t, is_causal=True))
     backend = sdpa_kernel([SDPBackend.CUDNN_ATTENTION]) if clock.on_gpu else contextlib.nullcontext()
-    with torch.no_grad(), backend:
+    rounds = max(1, words.rounds // 3)
+
+    def over_ranks(method, transport):
+        attend = lambda *t: rapt.distributed.attention(*t, method=method, transport=transport, order="zigzag", causal=True)  # noqa: E731
+        return lambda: step(attend, leaves, part)
+
+    with backend:
         if rank == 0:
-            one = alone(clock, {"rapt": lambda: rapt.attention(*whole, causal=True), "torch": lambda: sdpa(*whole, is_causal=True)}, max(1, words.rounds // 3))
+            alone_on = [t.requires_grad_(with_backward) for t in whole]
+            one = alone(clock, {"rapt": lambda: step(causal, alone_on, d_o), "torch": lambda: step(stock, alone_on, d_o)}, rounds)
+        expected = step(causal, [t.requires_grad_(with_backward) for t in whole], d_o)
         dist.barrier()
-        engines = {
-            f"rapt, {method}": lambda method=method: rapt.distributed.attention(q, k, v, method=method, order="zigzag", causal=True)
-            for method in METHODS
-            if method != "ulysses" or words.heads % world == 0
-        }
+        engines = {f"rapt, {method}, {by}": over_ranks(method, by) for method, by in WAYS if method != "ulysses" or words.heads % world == 0}
+        for name, run in engines.items():
+            check(run(), expected, name)
+        del expected
         if not clock.on_gpu:
             return one, together(clock, engines, words.rounds, device)
         mesh = init_device_mesh("cuda", (world,))
+        whole = [t.detach() for t in whole]
         with context_parallel(mesh, buffers=whole, buffer_seq_dims=[2, 2, 2], no_restore_buffers=set(whole)):
+            theirs = [t.requires_grad_(with_backward) for t in whole]
             for method in ("allgather", "alltoall"):
 
-                def theirs(method=method):
+                def run(method=method):
                     set_rotate_method(method)
-                    torch.nn.functional.scaled_dot_product_attention(*whole, is_causal=True)
+                    # The function as context_parallel has replaced it.
+                    return step(lambda *t: torch.nn.functional.scaled_dot_product_attention(*t, is_causal=True), theirs, part)
 
-                engines[f"torch, {method}"] = theirs
+                try:
+                    run()
+                    engines[f"torch, {method}"] = run
+                except (RuntimeError, NotImplementedError) as error:
+                    if rank == 0:
+                        print(f"torch, {method}: {error}")
             return one, together(clock, engines, words.rounds, device)
 
 
-def report(tokens, one, times):
+def report(tokens, one, times, what):
     """A table of medians."""
     world = dist.get_world_size()
     medians = {name: statistics.median(of) for name, of in times.items()}
     theirs = min((ms for name, ms in medians.items() if name.startswith("torch")), default=None)
-    print(f"{tokens} tokens on {world}; on one: " + ", ".join(f"{name} {ms:.2f} ms" for name, ms in one.items()))
+    print(f"{tokens} tokens on {world}, {what}; on one: " + ", ".join(f"{name} {ms:.2f} ms" for name, ms in one.items()))
     for name, ms in medians.items():
         beside = "" if theirs is None else f"  {theirs / ms:5.2f}x torch's best"
-        print(f"  {name:18} {ms:10.3f} ms  {one['rapt'] / (world * ms):6.3f} of linear{beside}  {min(times[name]):.3f} to {max(times[name]):.3f}")
+        print(f"  {name:25} {ms:10.3f} ms  {one['rapt'] / (world * ms):6.3f} of linear{beside}  {min(times[name]):.3f} to {max(times[name]):.3f}")
 
 
 # --- the timeline ------------------------------------------------------------------------------------------------------------
 
 
-def timeline(words, tokens, device, method):
+def timeline(words, tokens, device, method, transport):
     """What one call does on this rank's GPU: [(name, begin in µs, duration, stream)]."""
     generator = torch.Generator(device).manual_seed(dist.get_rank())
     mine = len(rapt.distributed.positions(tokens))
     q, k, v = (torch.randn(1, words.heads, mine, HEAD_DIM, generator=generator, device=device, dtype=torch.bfloat16) for _ in range(3))
-    call = lambda: rapt.distributed.attention(q, k, v, method=method, order="zigzag", causal=True)  # noqa: E731
+    call = lambda: rapt.distributed.attention(q, k, v, method=method, transport=transport, order="zigzag", causal=True)  # noqa: E731
     for _ in range(3):
         call()
     torch.cuda.synchronize()
@@ -145,6 +185,13 @@ def timeline(words, tokens, device, method):
     return sorted((of["ts"], of["dur"], of["name"], of["args"].get("stream", 0)) for of in kernels)
 
 
+def apart(events):
+    """(what moves keys: NCCL's kernels, and copies beside the stream that computes; all else)."""
+    computing = max(events, key=lambda of: of[1] * ("nccl" not in of[2].lower() and "memcpy" not in of[2].lower()))[3]
+    moving = [of for of in events if "nccl" in of[2].lower() or "memcpy" in of[2].lower() and of[3] != computing]
+    return moving, [of for of in events if of not in moving]
+
+
 def picture(events, title):
     """An SVG: above what computes, below what moves keys."""
     first, last = events[0][0], max(begin + took for begin, took, *_ in events)
@@ -153,8 +200,9 @@ def picture(events, title):
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="150" font-family="sans-serif" font-size="12">',
         f'<rect width="{width}" height="150" fill="white"/><text x="30" y="20">{title}: {(last - first) / 1e3:.2f} ms</text>',
     ]
+    moving = {of[:3] for of in apart(events)[0]}
     for begin, took, name, _ in events:
-        is_network = "nccl" in name.lower()
+        is_network = (begin, took, name) in moving
         is_attention = "rapt" in name.lower() or "hopper" in name.lower() or "forward" in name.lower()
         y, color = (90, "#d95f02") if is_network else (40, "#1b6ca8" if is_attention else "#7fb3d5")
         lines.append(f'<rect x="{30 + (begin - first) * scale:.2f}" y="{y}" width="{max(0.3, took * scale):.2f}" height="35" fill="{color}"/>')
@@ -164,8 +212,7 @@ def picture(events, title):
 
 def hidden(events):
     """(ms of moving keys, of those beside a kernel that computes)."""
-    moving = [of for of in events if "nccl" in of[2].lower()]
-    busy = [of for of in events if "nccl" not in of[2].lower()]
+    moving, busy = apart(events)
     beside = sum(max(0.0, min(a + d, b + e) - max(a, b)) for a, d, *_ in moving for b, e, *_ in busy)
     return sum(of[1] for of in moving) / 1e3, beside / 1e3
 
@@ -180,22 +227,24 @@ def main():
     dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
     words.out.mkdir(parents=True, exist_ok=True)
     clock, world = Clock(on_gpu), dist.get_world_size()
-    for tokens in words.tokens:
-        one, times = measure(words, tokens, device, clock)
+    for tokens, with_backward in [(of, False) for of in words.tokens] + [(of, True) for of in words.backward]:
+        one, times = measure(words, tokens, device, clock, with_backward)
         if on_gpu:
             torch.cuda.empty_cache()
         if rank == 0:
-            report(tokens, one, times)
+            what = "forward and backward" if with_backward else "forward"
+            report(tokens, one, times, what)
             machine = torch.cuda.get_device_name() if on_gpu else "CPU"
-            found = {"machine": machine, "torch": torch.__version__, "rapt": rapt.__version__, "ranks": world, "tokens": tokens, "one": one, "times": times}
-            (words.out / f"context-parallel-{world}-{tokens}.json").write_text(json.dumps(found))
+            found = {"machine": machine, "torch": torch.__version__, "rapt": rapt.__version__, "ranks": world, "tokens": tokens, "what": what, "one": one, "times": times}
+            (words.out / f"context-parallel-{world}-{tokens}-{what.replace(' ', '-')}.json").write_text(json.dumps(found))
     if words.timeline and on_gpu:
-        for method in METHODS:
-            events = timeline(words, words.tokens[0], device, method)
+        for method, transport in WAYS:
+            events = timeline(words, words.tokens[0], device, method, transport)
             if rank == 0:
                 moving, beside = hidden(events)
-                print(f"timeline of {method}: keys move for {moving:.2f} ms, {beside:.2f} of them beside what computes")
-                (words.out / f"timeline-{world}-{method}.svg").write_text(picture(events, f"{method}, {words.tokens[0]} tokens on {world} GPUs, rank 0"))
+                name = f"{method}, {transport}"
+                print(f"timeline of {name}: keys move for {moving:.2f} ms, {beside:.2f} of them beside what computes")
+                (words.out / f"timeline-{world}-{method}-{transport}.svg").write_text(picture(events, f"{name}, {words.tokens[0]} tokens on {world} GPUs, rank 0"))
     dist.destroy_process_group()
 
 

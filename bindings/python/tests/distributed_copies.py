@@ -102,25 +102,25 @@ def cases_on_gpus():
 
 
 def dies_before_it_has_told(rank, group):
-    q = base.random(1, 4, 6, 8)
+    q, lost = base.random(1, 4, 6, 8).float(), base.WORLD // 2
     call = lambda: rd.attention(q, q, q, group=group, transport="copies")  # noqa: E731
     call()
-    if rank == 2:
+    if rank == lost:
         with mock.patch.object(_mapped.Mapped, "tell", lambda *_args: os._exit(0)):
             call()
-    base._expect_lost(call, "rank 2 did not answer", "call 2")
+    base._expect_lost(call, f"rank {lost} did not answer", "call 2")
 
 
 def dies_when_it_has_told(rank, group):
     """The others read on: its memory is theirs too."""
-    q = base.random(1, 4, 6, 8)
+    q, lost = base.random(1, 4, 6, 8).float(), base.WORLD // 2
     call = lambda: rd.attention(q, q, q, group=group, transport="copies")  # noqa: E731
     expected = call()
-    if rank == 2:
+    if rank == lost:
         with mock.patch.object(_mapped.Mapped, "read", lambda *_args: os._exit(0)):
             call()
     assert torch.equal(call(), expected)
-    base._expect_lost(call, "rank 2 did not answer", "call 3")
+    base._expect_lost(call, f"rank {lost} did not answer", "call 3")
 
 
 FAULTS = {"dies before it has told": dies_before_it_has_told, "dies when it has told": dies_when_it_has_told}

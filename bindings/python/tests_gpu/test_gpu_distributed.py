@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import distributed_cases
+import distributed_copies
 import fresh
 import pytest
 import torch
@@ -27,7 +28,7 @@ def found(tmp_path_factory):
     return json.loads(ran.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("name", distributed_cases.cases_on_gpus())
+@pytest.mark.parametrize("name", [*distributed_cases.cases_on_gpus(), *distributed_copies.FAULTS])
 def test_gpus_agree_with_one(found, name):
     assert not found.get(""), found[""]
     assert name in found, "no rank came so far"
