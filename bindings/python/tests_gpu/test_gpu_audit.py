@@ -77,8 +77,7 @@ def audits_of_gradients():
 def test_rapts_gradients_are_clean(audits_of_gradients):
     report = audits_of_gradients["rapt"].result()
     left = {hazard.name: hazard.verdict for hazard in report.hazards if hazard.verdict != "clean"}
-    # Dropout on a GPU is PyTorch's own.
-    assert report.ok and left == {"dropped-part": "refused", "dropout-seed": "refused", "dropout-reuse": "refused"}, report
+    assert report.ok and left == {}, report
 
 
 def test_torchs_gradients_are_judged_without_a_false_alarm(audits_of_gradients):

@@ -407,12 +407,8 @@ def test_a_training_step_eager_compiled_autocast_and_checkpointed():
             assert (p.grad - want).norm() <= 0.1 * want.norm() + 1e-4
 
 
-def test_what_has_no_gradient_here_is_handed_on_and_counted():
+def test_what_has_no_gradient_here_is_refused():
     q, k, v = leaves(*(new(1, 2, 40, 64, seed=n) for n in range(3)))
-    with rapt.torch.backend():
-        rapt.torch.reset_stats()
-        sdpa(q, k, v, dropout_p=0.5).sum().backward()
-        assert rapt.torch.stats() == {"served": 0, "fallback": {"dropout": 1}}
     with pytest.raises(rapt.UnsupportedError, match="second time"):
         (dq,) = torch.autograd.grad(rapt.attention(q, k, v).square().sum(), q, create_graph=True)
         dq.sum().backward()

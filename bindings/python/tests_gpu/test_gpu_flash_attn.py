@@ -74,7 +74,6 @@ def test_what_would_wait_for_the_device_is_refused_by_name():
         (lambda: VARLEN(rows, rows, rows, at_q, at_q, 5, 5, causal=True, alibi_slopes=OWN_SLOPES.cuda()), r"alibi_slopes \[batch, nheads\] on a GPU"),
         (lambda: VARLEN(rows, k_cache, v_cache, at_q, at_k, 5, 6, block_table=torch.zeros(2, 1, dtype=INT).cuda()), "block_table of sequences .*on a GPU"),
         (lambda: CACHED(one, k_cache, v_cache, cache_leftpad=torch.zeros(2, dtype=INT).cuda()), "cache_leftpad on a GPU"),
-        (lambda: DENSE(one, k_cache, v_cache, 0.5), "dropout"),
     ]
     for call, text in refused:
         with pytest.raises(rapt.UnsupportedError, match=text):

@@ -140,15 +140,16 @@ __device__ inline void multiply(Acc (&s)[4][4], Shared& sh, const Source& own, c
 // Products of a query and a key, and of what arrives and the value, become a weight: p, or ds with or without what softcap makes of it.
 enum class Weight { P, DS, DX };
 template <Weight WEIGHT>
-__device__ inline Acc weight_of(const Params& p, const Query& query, int j, Acc x, Acc dp) {
+__device__ inline Acc weight_of(const Params& p, const Query& query, int j, Acc x, Acc dp, bool kept) {
     Acc bias = 0;
     bool masked = j < query.lo || j >= query.hi;
     if (MASK != NO_MASK && !masked) masked = is_masked(p, query.mask_row, j, bias);
     if (masked) return MASKED;
     const Score score(p, x, query.slope, query.i + p.diagonal - j, bias);
     const Acc weight = product(exponential(score.s - query.top), query.inverse_sum);
-    if (WEIGHT == Weight::P) return weight;
-    const Acc ds = product(weight, dp - query.delta);
+    const Acc m = kept ? (Acc)p.dropping.scale : (Acc)0;
+    if (WEIGHT == Weight::P) return DROPOUT ? product(weight, m) : weight;
+    const Acc ds = product(weight, (DROPOUT ? product(dp, m) : dp) - query.delta);
     return (WEIGHT == Weight::DX ? product(ds, score.rises) : ds) + (Acc)0;
 }
 
@@ -163,13 +164,25 @@ __device__ inline void weigh(Acc (&w)[4][4], const BackwardParams& b, Shared& sh
         for (int c = 0; c < 4; c++) w[r][c] = 0;
     multiply(w, sh, PASS == KEYS ? k : q, PASS == KEYS ? q : k);
     if (WEIGHT != Weight::P) multiply(dp, sh, PASS == KEYS ? v : d_o, PASS == KEYS ? d_o : v);
+#if DROPOUT
+    const DroppingHead dropping(b.all.dropping, at.batch, at.head);
+#endif
+    // Of each query, whether the key and the one behind it are kept.
+    u32 kept[4];
 #pragma unroll
     for (int r = 0; r < 4; r++)
 #pragma unroll
         for (int c = 0; c < 4; c++) {
             const int own = thread_own() + r, streamed = thread_streamed() + c;
             const Query& query = sh.queries[PASS == KEYS ? streamed : own];
-            w[r][c] = weight_of<WEIGHT>(b.all, query, at.j0 + (PASS == KEYS ? own : streamed), w[r][c], dp[r][c]);
+            const int j = at.j0 + (PASS == KEYS ? own : streamed), key = PASS == KEYS ? r : c;
+            u32& of_query = kept[PASS == KEYS ? c : r];
+#if DROPOUT
+            if (key % 2 == 0) of_query = dropping.keeps_pair(query.i, j);
+#else
+            of_query = 3;
+#endif
+            w[r][c] = weight_of<WEIGHT>(b.all, query, j, w[r][c], dp[r][c], of_query >> key % 2 & 1);
         }
 }
 

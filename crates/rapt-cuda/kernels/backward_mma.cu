@@ -132,9 +132,47 @@ struct Query {
     }
 };
 
-// x = q.k and dp = d_o.v become p and ds, of a pair that positions do not leave out.
+#if DROPOUT
+// Which weights of a tile are kept: bit (mt*NT + nt)*4 + e for element e of tile nt of fragment mt. `own0` is the warp's first own row, `n0` the
+// first streamed one.
+__device__ inline u32 kept_weights(const DroppingHead& head, int own0, int n0) {
+    static_assert(FRAGMENTS * NT * 4 <= 32, "a word has a bit for each");
+    const int g = lane_row((int)threadIdx.x), t = threadIdx.x % 4, odd = g % 2;
+    u32 kept = 0, beside = 0;
+#pragma unroll
+    for (int mt = 0; mt < FRAGMENTS; mt++) {
+#if PASS == QUERIES
+#pragma unroll
+        for (int pair = 0; pair < NT / 2; pair++)
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                const PhiloxBlock of = head.block(own0 + mt * 16 + h * 8 + g, n0 / 4 + pair * 4 + t);
+#pragma unroll
+                for (int n = 0; n < 4; n++) {
+                    if (head.keeps(of.word[n])) kept |= 1u << ((mt * NT + pair * 2 + n / 2) * 4 + h * 2 + n % 2);
+                }
+            }
+#else
+        // A block is of two keys of this lane and of two of the lane whose key is beside: each finds those of every other query for both.
+#pragma unroll
+        for (int nt = 0; nt < NT; nt++) {
+            const PhiloxBlock of = head.block(n0 + nt * 8 + t * 2 + odd, (own0 / 16 + mt) * 4 + g / 2);
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                const u32 bit = 1u << ((mt * NT + nt) * 4 + h * 2) << odd;
+                if (head.keeps(odd ? of.word[h * 2 + 1] : of.word[h * 2])) kept |= bit;
+                if (head.keeps(odd ? of.word[h * 2] : of.word[h * 2 + 1])) beside |= bit;
+            }
+        }
+#endif
+    }
+    return PASS == KEYS ? kept | __shfl_xor_sync(~0u, beside, 4) : kept;
+}
+#endif
+
+// x = q.k and dp = d_o.v become p and ds, of a pair that positions do not leave out. p is scaled with the sums that it becomes.
 template <bool CAREFUL>
-__device__ inline void weigh(const Params& p, const Query& query, int j, float& x, float& dp) {
+__device__ inline void weigh(const Params& p, const Query& query, int j, float& x, float& dp, bool kept) {
     bool masked = CAREFUL && is_dead(query.state);
     float bias = 0;
     if (MASK != NO_MASK && !masked && j < p.kv_len) masked = is_masked(p, query.mask_row, j, bias);
@@ -146,9 +184,10 @@ __device__ inline void weigh(const Params& p, const Query& query, int j, float& 
         below = __fmaf_rn(x, (float)p.scale, -query.state.top);
     }
     const float weight = exp2_approx(__fmaf_rn(below, LOG2_E, -query.state.log2_sum));
+    if (DROPOUT) dp *= kept ? (float)p.dropping.scale : 0.f;
     float ds = weight * (dp - query.state.delta);
     if (NATURAL) ds *= rises;
-    x = masked ? CAREFUL ? MASKED : 0.f : weight;
+    x = masked ? CAREFUL ? MASKED : 0.f : DROPOUT ? weight * (kept ? 1.f : 0.f) : weight;
     dp = masked ? CAREFUL ? MASKED : 0.f : CAREFUL ? ds + 0.f : ds;
 }
 
@@ -259,6 +298,11 @@ __device__ inline bool attend(const BackwardParams& b, Shared& sh, ByDs& by_ds, 
 #pragma unroll
             for (int mt = 0; mt < FRAGMENTS; mt++) zero(dp[mt]);
         const int own_row = warp_row + lane_row((int)threadIdx.x), streamed_row = lane_column((int)threadIdx.x);
+#if DROPOUT
+        const u32 kept = kept_weights(DroppingHead(p.dropping, block.batch, tiles.head), block.first + warp_row, tiles.n0);
+#else
+        constexpr u32 kept = ~0u;
+#endif
         if (PASS == KEYS) {
 #pragma unroll
             for (int column = 0; column < NT * 2; column++) {
@@ -267,7 +311,8 @@ __device__ inline bool attend(const BackwardParams& b, Shared& sh, ByDs& by_ds, 
 #pragma unroll
                 for (int row = 0; row < FRAGMENTS * 2; row++) {
                     const int mt = row / 2, at = row % 2 * 2 + e;
-                    weigh<CAREFUL>(p, query, block.first + own_row + row * 8, s[mt][nt][at], dp[mt][nt][at]);
+                    const bool is_kept = kept >> ((mt * NT + nt) * 4 + at) & 1;
+                    weigh<CAREFUL>(p, query, block.first + own_row + row * 8, s[mt][nt][at], dp[mt][nt][at], is_kept);
                 }
             }
         } else {
@@ -277,7 +322,8 @@ __device__ inline bool attend(const BackwardParams& b, Shared& sh, ByDs& by_ds, 
 #pragma unroll
                 for (int column = 0; column < NT * 2; column++) {
                     const int mt = row / 2, nt = column / 2, at = row % 2 * 2 + column % 2;
-                    weigh<CAREFUL>(p, query, tiles.n0 + nt * 8 + streamed_row + column % 2, s[mt][nt][at], dp[mt][nt][at]);
+                    const bool is_kept = kept >> ((mt * NT + nt) * 4 + at) & 1;
+                    weigh<CAREFUL>(p, query, tiles.n0 + nt * 8 + streamed_row + column % 2, s[mt][nt][at], dp[mt][nt][at], is_kept);
                 }
             }
         }
@@ -330,7 +376,8 @@ __device__ inline void store(const BackwardParams& b, const ByDs& by_ds, const B
     } else {
         const auto at = [&](const i64 (&stride)[4]) { return row_offset(stride, block.batch, block.kv_head, block.first); };
         if constexpr (!is_same<ByDs, NoSums>) by_ds.store(b.dk, b.dk_stride, at(b.dk_stride), block.rows, p.head_dim, b.dk_pairs, scale);
-        if constexpr (!is_same<ByP, NoSums>) by_p.store(b.dv, b.dv_stride, at(b.dv_stride), block.rows, p.head_dim_v, b.dv_pairs, 1);
+        const float of_p = DROPOUT ? (float)p.dropping.scale : 1.f;
+        if constexpr (!is_same<ByP, NoSums>) by_p.store(b.dv, b.dv_stride, at(b.dv_stride), block.rows, p.head_dim_v, b.dv_pairs, of_p);
     }
 }
 

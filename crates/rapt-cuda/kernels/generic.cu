@@ -12,6 +12,7 @@
 // been NaN, and the tile runs once more with masked products left out. Finite sums have the same bits both ways.
 // Deliberately absent: tensor cores, and speed beyond tiling.
 
+#include "common/dropout.cuh"
 #include "common/epilogue.cuh"
 #include "common/pages.cuh"
 #include "common/scores.cuh"
@@ -225,6 +226,10 @@ __device__ inline Acc OwnRows::apply_scores(
 __device__ inline void Sums::add_keys(
     Acc (&s)[4][4], const Params& p, Shared& sh, const Block& block, const OwnRows& own, int n0, bool careful
 ) {
+#if DROPOUT
+    const DroppingHead dropping(p.dropping, block.task.dropping_batch(), block.task.head);
+    u32 kept = 0;
+#endif
 #pragma unroll
     for (int a = 0; a < 4; a++) {
         const Acc top = own.apply_scores(s[a], p, sh, block, a, n0, row_max[a]);
@@ -238,8 +243,13 @@ __device__ inline void Sums::add_keys(
         }
 #pragma unroll
         for (int c = 0; c < 4; c++) {
-            const Acc weight = s[a][c] == negative_infinity() ? -(Acc)0 : exponential(s[a][c] - top);
+            Acc weight = s[a][c] == negative_infinity() ? -(Acc)0 : exponential(s[a][c] - top);
             row_sum[a] += weight;
+#if DROPOUT
+            // Rows of a block are of one head.
+            if (c % 2 == 0) kept = dropping.keeps_pair(own.i[a], n0 + thread_column() + c);
+            if ((kept >> c % 2 & 1) == 0 && weight > 0) weight = 0;
+#endif
             sh.p[thread_column() + c][thread_row() + a] = weight;
         }
     }

@@ -116,7 +116,7 @@ struct Sized {
         if (rows.len == 0) return;
         const int k0 = a.kv[b * a.kv_step], k1 = a.kv[(b + 1) * a.kv_step];
         entry.is_bad = k0 < 0 || k1 < k0 || k1 > a.total_kv;
-        entry.q0 = rows.from, entry.q_len = rows.len;
+        entry.q0 = rows.from, entry.q_len = rows.len, entry.number = b;
         if (!entry.is_bad) entry.k0 = k0, entry.kv_len = k1 - k0;
         const int keys = entry.kv_len;
         const int of_head = rows.len * a.p.group;

@@ -5,13 +5,13 @@
 use rapt_core::{BackwardOperands, BackwardSpec, TensorSpec, View};
 
 use crate::access::{is_in_pairs, strides};
-use crate::params::{Params, int};
+use crate::params::{DroppedParams, DroppingParams, Params, int};
 
 /// The one parameter of every kernel of a backward pass. Pointers are device addresses; 0 where there is no such tensor.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct BackwardParams {
-    all: Params,
+    all: DroppedParams,
     d_o: usize,
     d_lse: usize,
     dq: usize,
@@ -52,7 +52,7 @@ impl BackwardParams {
         };
         let [d_o, d_lse, dq, dk, dv, d_mask, d_sinks, states] = [0; 8];
         BackwardParams {
-            all,
+            all: DroppedParams { params: all, dropping: DroppingParams::new(forward.dropout) },
             d_o,
             d_lse,
             dq,
@@ -88,7 +88,8 @@ impl BackwardParams {
         let [dq, dk, dv, d_mask, d_sinks] = operands.gradient_ptrs().map(|ptr| ptr.map_or(0, |ptr| ptr as usize));
         let tensors = operands.tensors();
         let d_lse = tensors.d_lse.as_ref().map_or(0, View::address);
-        let all = self.all.of_gradients(tensors);
+        let DroppedParams { params, dropping } = self.all;
+        let all = DroppedParams { params: params.of_gradients(tensors), dropping: dropping.of(tensors.dropout) };
         BackwardParams { all, d_o: tensors.d_o.address(), d_lse, dq, dk, dv, d_mask, d_sinks, states, ..self }
     }
 
@@ -101,6 +102,6 @@ impl BackwardParams {
 }
 
 const _: () = assert!(
-    size_of::<BackwardParams>() == size_of::<Params>() + 8 * 8 + (5 * 4 + 3 + 1) * 8 + 4 * 4 + 6 * 4,
+    size_of::<BackwardParams>() == size_of::<DroppedParams>() + 8 * 8 + (5 * 4 + 3 + 1) * 8 + 4 * 4 + 6 * 4,
     "BackwardParams has padding"
 );

@@ -15,8 +15,8 @@ pub(crate) use deviation::DeviationLaunches;
 pub use deviation::DeviationPlan;
 
 use rapt_core::{
-    Compiled, Cost, DType, Device, DeviceMemory, Error, Kernel, KernelKey, Launch, LaunchPlan, Operands, PlanPart,
-    Result as CoreResult, Spec, Work,
+    Arch, Compiled, Cost, DType, Device, DeviceMemory, Error, Kernel, KernelKey, Launch, LaunchPlan, Operands,
+    PlanPart, Result as CoreResult, Spec, Work,
 };
 
 use crate::append::{AppendParams, NewKeys};
@@ -24,7 +24,9 @@ use crate::artifacts::Provenance;
 use crate::codes::Codes;
 use crate::driver::{Driver, Function, Grid};
 use crate::error::{CudaError, Result};
-use crate::params::{CacheTiles, HopperCacheParams, HopperItems, HopperParams, LaunchParams, Params};
+use crate::params::{
+    CacheTiles, DroppedParams, DroppingParams, HopperCacheParams, HopperItems, HopperParams, LaunchParams, Params,
+};
 use crate::partition::Partition;
 use crate::tensor_map::{BOX_ROWS, TensorMap, TmaTensor};
 use crate::variant::{Algorithm, KernelVariant, Loads};
@@ -87,12 +89,15 @@ pub(crate) struct Attend {
     pub(crate) hopper: Option<Box<Hopper>>,
     /// Of variants that read codes, or lengths of sequences.
     pub(crate) beside: Option<Box<LaunchParams>>,
+    /// Of variants that drop weights, which have none of those.
+    pub(crate) dropping: Option<DroppingParams>,
 }
 
 /// The one parameter of a launch, with addresses.
 #[allow(clippy::large_enum_variant, reason = "one lies on the stack for the length of a launch")]
 enum Filled {
     Plain(Params),
+    Dropped(DroppedParams),
     /// Its first bytes.
     Beside(LaunchParams, usize),
     Hopper(HopperParams),
@@ -103,6 +108,7 @@ impl Filled {
     fn as_bytes(&self) -> &[u8] {
         match self {
             Filled::Plain(params) => params.as_bytes(),
+            Filled::Dropped(params) => params.as_bytes(),
             Filled::Beside(all, bytes) => all.as_bytes(*bytes),
             Filled::Hopper(params) => params.as_bytes(),
             Filled::HopperCache(params) => params.as_bytes(),
@@ -114,6 +120,10 @@ impl Attend {
     /// What it takes of `operands`, with partial rows at `partials`.
     fn filled(&self, driver: &dyn Driver, operands: &mut Operands<'_>, partials: usize) -> Result<Filled> {
         let params = self.params.at(operands, partials);
+        if let Some(dropping) = self.dropping {
+            let dropping = dropping.of(operands.tensors().dropout);
+            return Ok(Filled::Dropped(DroppedParams { params, dropping }));
+        }
         let beside = self.beside.as_ref().map(|beside| beside.at(&params, operands));
         Ok(match (&self.hopper, beside) {
             (Some(hopper), beside) => hopper.filled(driver, &params, beside.as_ref())?,
@@ -212,6 +222,8 @@ pub(crate) enum WhyGeneric {
         needed: u32,
         has: u32,
     },
+    /// Weights are dropped, and the kernel that would serve the request without drops none.
+    Dropout,
 }
 
 /// The launches of a request that has an output.
@@ -485,6 +497,10 @@ impl LaunchPlan for CudaLaunch {
                 "many queries: codes become numbers of 16 bits in shared memory, both products on the tensor cores; {}",
                 variant.loads.text()
             ),
+            Algorithm::Mma if variant.dropout => format!(
+                "dropout: both products on the tensor cores by mma.sync, whose lanes find which of their weights are dropped; {}",
+                variant.loads.text()
+            ),
             Algorithm::Mma => format!("many queries: both products on the tensor cores; {}", variant.loads.text()),
             Algorithm::Int8 => format!(
                 "compute=\"int8\": both products of integers on the tensor cores, in the blocks of the definition; {}",
@@ -509,9 +525,14 @@ impl LaunchPlan for CudaLaunch {
     }
 
     fn why_not_faster(&self, spec: &Spec, _: &KernelKey) -> String {
-        let Some((launches, why)) = self.launches.as_ref().and_then(|launches| Some((launches, launches.why_generic?)))
-        else {
-            return String::new();
+        let Some(launches) = &self.launches else { return String::new() };
+        let Some(why) = launches.why_generic else {
+            let variant = &launches.main.step.variant;
+            let others = if variant.arch == Arch::Sm90a { " by wgmma, and those" } else { "" };
+            return match variant.dropout {
+                true => format!("the kernels{others} of few queries drop no weights"),
+                false => String::new(),
+            };
         };
         let storage = spec.numerics.storage;
         match why {
@@ -546,6 +567,9 @@ impl LaunchPlan for CudaLaunch {
             WhyGeneric::NoKeys => "there are no keys".to_owned(),
             WhyGeneric::SharedMemory { needed, has } => {
                 format!("its tiles need {needed} bytes of shared memory, a block has {has}")
+            }
+            WhyGeneric::Dropout => {
+                "dropout: on the tensor cores weights of float16 and bfloat16 are dropped, of heads up to 256".to_owned()
             }
         }
     }

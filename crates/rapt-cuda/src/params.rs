@@ -3,8 +3,8 @@
 //! Made without addresses when a request is planned; a run fills these in. Deliberately absent: any choice.
 
 use rapt_core::{
-    BackwardTensors, Codes, CodesSpec, DType, Finite, Granularity, Operands, PagesSpec, ScaleLayout, Spec, View,
-    swizzle,
+    BackwardTensors, Codes, CodesSpec, DType, Dropout, DropoutSeed, Finite, Granularity, Operands, PagesSpec,
+    ScaleLayout, Spec, View, swizzle,
 };
 
 use crate::access::{as_it_lies, strides};
@@ -225,6 +225,56 @@ impl Params {
         unsafe { std::slice::from_raw_parts(std::ptr::from_ref(self).cast(), size_of::<Params>()) }
     }
 }
+
+/// Which weights are dropped, and what sums of those kept are scaled by: `Dropping` of kernels/common/params.cuh.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub(crate) struct DroppingParams {
+    /// Low halves first.
+    seed: [u32; 2],
+    offset: [u32; 2],
+    first_batch: u32,
+    last: u32,
+    scale: f64,
+}
+
+impl DroppingParams {
+    /// Of a plan: without a draw.
+    pub(crate) fn new(dropout: Option<Dropout>) -> Self {
+        let of = |dropout: Dropout| DroppingParams {
+            last: dropout.last_dropped(),
+            scale: dropout.scale(),
+            ..DroppingParams::default()
+        };
+        dropout.map_or(DroppingParams { scale: 1.0, ..DroppingParams::default() }, of)
+    }
+
+    /// These of a run with this draw.
+    pub(crate) fn of(self, draw: Option<DropoutSeed>) -> Self {
+        let halves = |x: u64| [x as u32, (x >> 32) as u32];
+        let DropoutSeed { seed, offset, first_batch } = draw.unwrap_or_default();
+        DroppingParams { seed: halves(seed), offset: halves(offset), first_batch, ..self }
+    }
+}
+
+/// `Params` of variants that say whether weights are dropped.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct DroppedParams {
+    pub(crate) params: Params,
+    pub(crate) dropping: DroppingParams,
+}
+
+impl DroppedParams {
+    /// The bytes that a launch passes.
+    pub(crate) fn as_bytes(&self) -> &[u8] {
+        // SAFETY: a repr(C) struct of integers and floats, borrowed with self; the assertion on its size below proves that there
+        // is no padding.
+        unsafe { std::slice::from_raw_parts(std::ptr::from_ref(self).cast(), size_of::<DroppedParams>()) }
+    }
+}
+
+const _: () = assert!(size_of::<DroppedParams>() == size_of::<Params>() + 6 * 4 + 8, "DroppedParams has padding");
 
 /// What makes numbers of the codes of one operand: `Codes` of kernels/common/codes.cuh.
 #[repr(C)]

@@ -21,6 +21,7 @@ pub(crate) const FILES: &[(&str, &str)] = files![
     "combine.cu",
     "common/code_scales.cuh",
     "common/codes.cuh",
+    "common/dropout.cuh",
     "common/dtype.cuh",
     "common/encode.cuh",
     "common/epilogue.cuh",

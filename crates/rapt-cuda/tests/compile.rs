@@ -264,6 +264,9 @@ fn gradients() -> (Vec<KernelVariant>, Vec<KernelVariant>) {
     }
     hot.extend(of(Arch::Sm80, DType::F16, 128, None, &plain));
     hot.extend(of(Arch::Sm120, DType::BF16, 256, None, &plain));
+    // With dropout.
+    hot.extend(of(Arch::Sm90a, DType::BF16, 128, None, &plain.with_dropout_p(0.1)));
+    hot.extend(of(Arch::Sm90a, DType::BF16, 64, None, &plain.with_dropout_p(0.1)));
     all.extend(of(Arch::Sm90a, DType::BF16, 64, Some(DType::BF16), &capped));
     all.extend(of(Arch::Sm90a, DType::BF16, 128, Some(DType::Bool), &plain));
     all.extend(of(Arch::Sm90a, DType::F16, 127, Some(DType::F32), &capped));
@@ -370,6 +373,11 @@ fn all_kernels_compile_and_the_hot_ones_do_not_spill() {
     hot.extend(of_caches);
     all.extend(more_of_caches);
     all.extend(latent());
+    // What drops weights.
+    let dropping = plain.with_dropout_p(0.1);
+    hot.extend(of(DType::BF16, [8, 2048, 2048, 128], None, &dropping));
+    hot.extend(of(DType::BF16, [8, 2048, 2048, 64], None, &dropping));
+    all.extend(of(DType::F32, [8, 2048, 2048, 64], None, &dropping));
     // Sequences one after another.
     hot.extend(varlen(Arch::Sm90a, DType::BF16, 64));
     hot.extend(varlen(Arch::Sm90a, DType::BF16, 128));

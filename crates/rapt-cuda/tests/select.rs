@@ -563,11 +563,27 @@ fn chunks_of_latent_keys_follow_the_rows_and_keys_of_one_sequence() {
 }
 
 #[test]
-fn dropout_is_refused_with_the_reason() {
+fn dropout_is_of_two_kernels_and_over_a_cache_refused_with_the_reason() {
     let dropping = Options::default().with_dropout_p(0.25);
-    let error = select(&spec(DType::F16, [1, 64, 64, 64], None, &dropping), &caps(Arch::Sm90a)).unwrap_err();
+    let of = |dtype, lengths, options: &Options| select(&spec(dtype, lengths, None, options), &caps(Arch::Sm90a));
+    for (dtype, [q_len, kv_len], head_dim, algorithm, why) in [
+        (DType::F16, [640, 640], 128, Algorithm::Mma, "by wgmma"),
+        (DType::BF16, [1, 9000], 64, Algorithm::Mma, "few queries drop no weights"),
+        (DType::F32, [640, 640], 64, Algorithm::Generic, "of float16 and bfloat16 are dropped"),
+        (DType::BF16, [640, 640], 512, Algorithm::Generic, "of heads up to 256"),
+        (DType::F64, [1, 9000], 64, Algorithm::Generic, "not used for float64"),
+    ] {
+        let plan = of(dtype, [2, q_len, kv_len, head_dim], &dropping).unwrap();
+        let (variant, text) = (variant(&plan), plan.explain().to_string());
+        assert!(variant.dropout && variant.algorithm == algorithm && plan.num_splits() == 1, "{variant}");
+        assert!(text.contains(why) && text.contains("Philox"), "{text}");
+        let without = of(dtype, [2, q_len, kv_len, head_dim], &dropping.with_dropout_p(0.0)).unwrap();
+        assert!(!self::variant(&without).dropout, "{without:?}");
+    }
+    let cache = spec_of_cache(DType::BF16, [4, 8, 2, 1, 8192], [64, 16], None, &dropping);
+    let error = select(&cache, &caps(Arch::Sm90a)).unwrap_err();
     let Error::Unsupported { what, instead, .. } = &error else { panic!("{error}") };
-    assert!(what == "dropout_p=0.25 on cuda:0" && instead == "dropout_p=0.0", "{error}");
+    assert!(what == "dropout_p=0.25 over a cache on cuda:0" && instead == "dropout_p=0.0", "{error}");
 }
 
 #[test]

@@ -499,7 +499,7 @@ def scaled_dot_product_attention(
 ):
     """`torch.nn.functional.scaled_dot_product_attention`, for torch, numpy and DLPack alike.
 
-    Leading dimensions broadcast as PyTorch's do. `dropout_p` above 0 draws from PyTorch's generator and is served of torch tensors on the CPU; `attn_mask` together with `is_causal` is refused, as
+    Leading dimensions broadcast as PyTorch's do. `dropout_p` above 0 draws from PyTorch's generator and is served of torch tensors on CPUs and NVIDIA GPUs; `attn_mask` together with `is_causal` is refused, as
     PyTorch refuses it (`rapt.attention` takes both).
     """
     ops = _torch_ops(query)

@@ -21,7 +21,7 @@ use crate::api::varlen::VarlenOnDevice;
 use crate::engine::Home;
 use crate::errors::Failure;
 use crate::kind::Kind;
-use crate::tensors::{self, Operand, StreamContext};
+use crate::tensors::{self, Operand, Product, StreamContext};
 use crate::torch::stats;
 
 type Object<'a, 'py> = &'a Bound<'py, PyAny>;
@@ -74,11 +74,7 @@ pub(crate) fn run<'py>(
     let like = request.values[0];
     let first = tensors::read("q", like, Kind::Torch, like)?;
     if let Device::Cuda(device) = first.device {
-        if return_lse || request.dropout.is_some() {
-            let message = "lse or dropout of nested tensors on a GPU";
-            return Err(Failure::binding(ErrorKind::Unsupported, message, "tensors of the CPU"));
-        }
-        return on_device(py, request, options, device);
+        return on_device(py, request, options, return_lse, device);
     }
     let ([q, k, v], rows) = request.read()?;
     let (count, heads) = (size(&q, 0), size(&q, 1));
@@ -100,15 +96,7 @@ pub(crate) fn run<'py>(
         engine.packed_attention(tensors, &rows, options, queue)
     })??;
     drop(out);
-    let answer = product.finish(py)?;
-    stats::count_served();
-    match lse {
-        Some((product, operand)) => {
-            drop(operand);
-            Ok(PyTuple::new(py, [answer, product.finish(py)?])?.into_any())
-        }
-        None => Ok(answer),
-    }
+    with_lse(py, product, lse)
 }
 
 /// Fills those of `gradients` that are given, by the values of q, k and v.
@@ -145,6 +133,7 @@ fn on_device<'py>(
     py: Python<'py>,
     request: &Jagged<'_, 'py>,
     options: &Options,
+    return_lse: bool,
     device: u32,
 ) -> Result<Bound<'py, PyAny>, Failure> {
     let [of_q, of_k, of_v] = &request.sequences;
@@ -159,8 +148,11 @@ fn on_device<'py>(
     if !request.enable_gqa && [&q, &k, &v].iter().all(|operand| operand.shape.len() == 3) {
         broadcast_heads([&mut q, &mut k, &mut v])?;
     }
-    let shape = [size(&q, 0), size(&q, 1), size(&v, 2)].into();
-    let (product, mut out) = tensors::allocate("out", Kind::Torch, given[0], Device::Cuda(device), q.dtype, shape)?;
+    let (count, heads) = (size(&q, 0), size(&q, 1));
+    let allocate =
+        |name, dtype, shape| tensors::allocate(name, Kind::Torch, given[0], Device::Cuda(device), dtype, shape);
+    let (product, mut out) = allocate("out", q.dtype, [count, heads, size(&v, 2)].into())?;
+    let mut lse = return_lse.then(|| allocate("lse", q.dtype.accumulation(), [heads, count].into())).transpose()?;
     let tensors = VarlenTensors {
         q: q.view()?,
         k: k.view()?,
@@ -170,18 +162,33 @@ fn on_device<'py>(
         codes: rapt::Qkv::default(),
         sinks: None,
         alibi_slopes: None,
-        dropout: None,
+        dropout: request.dropout,
         out: out.view_mut()?,
-        lse: None,
+        lse: lse.as_mut().map(|(_, lse)| lse.view_mut()).transpose()?,
     };
     let context = StreamContext::of(Kind::Torch, given[0])?;
     let enqueued = enqueue(py, &Home::Default, device, &context, VarlenOnDevice { tensors, options })?;
     let exports = [q, k, v, offsets_q, offsets_k].into_iter().filter_map(|operand| operand._hold);
     context.hold(py, Some(enqueued), given.into_iter().chain([&of_q.0, &of_k.0]), exports)?;
     drop(out);
+    with_lse(py, product, lse)
+}
+
+/// The answer of a call that ran, beside its lse if it has one. Counted as served.
+fn with_lse<'py>(
+    py: Python<'py>,
+    product: Product<'py>,
+    lse: Option<(Product<'py>, Operand)>,
+) -> Result<Bound<'py, PyAny>, Failure> {
     let answer = product.finish(py)?;
     stats::count_served();
-    Ok(answer)
+    match lse {
+        Some((product, operand)) => {
+            drop(operand);
+            Ok(PyTuple::new(py, [answer, product.finish(py)?])?.into_any())
+        }
+        None => Ok(answer),
+    }
 }
 
 impl Part {

@@ -43,13 +43,13 @@ impl Site<'_, '_> {
 
 /// Which weights a call drops: what `given` says (int64 `[2]`: seed and offset), else what PyTorch's generator does. With `dropout_p` 0 it
 /// is not asked.
-fn drawn(py: Python<'_>, dropout_p: f64, given: Option<Object<'_, '_>>) -> Result<Option<DropoutSeed>, Failure> {
+fn drawn(query: Object<'_, '_>, dropout_p: f64, given: Option<Object<'_, '_>>) -> Result<Option<DropoutSeed>, Failure> {
     if dropout_p == 0.0 {
         return Ok(None);
     }
     match given {
         Some(given) => dropout::seed_of(given),
-        None => dropout::seed_of(&dropout::draw(py)?),
+        None => dropout::seed_of(&dropout::draw(query)?),
     }
     .map(Some)
 }
@@ -89,7 +89,7 @@ fn run<'py>(
         tensors::allocate("out", kind, given.query, read.q.device, read.q.dtype, frame.out_shape)?
     };
     let context = StreamContext::of(kind, given.query)?;
-    let dropout = drawn(py, flags.dropout_p, draw)?;
+    let dropout = drawn(given.query, flags.dropout_p, draw)?;
     let site = Site { home: &Home::Default, kind, context: &context, dropout };
     let mut enqueued = None;
     let ran = if by_head {

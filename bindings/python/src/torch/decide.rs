@@ -88,8 +88,10 @@ macro_rules! reasons {
 reasons! {
     /// Grad mode is on and this tensor, of an Apple GPU or nested on a GPU, requires grad.
     RequiresGrad(&'static str) => "requires grad",
-    /// `dropout_p` is not 0, on a GPU or of nested tensors; or it is no probability.
+    /// `dropout_p` is not 0, on an Apple GPU; or it is no probability.
     Dropout => "dropout",
+    /// `dropout_p` is not 0 while a CUDA graph is captured: its draw would be the same in every replay.
+    DropoutCaptured => "dropout in a CUDA graph",
     /// A forward-mode AD level is open, where a dual tensor would lose its tangent.
     ForwardAd => "forward-mode AD",
     /// `sdpa_kernel([MATH])` (or its flags) left no fused kernel.
@@ -269,12 +271,19 @@ pub(crate) struct Modes {
     pub(crate) allowed: Allowed,
     /// Whether the sizes are those of a trace: PyTorch's choice on the GPU is then foreseen, not asked.
     pub(crate) traced: bool,
+    /// Whether the stream is captured into a CUDA graph; said of calls with dropout.
+    pub(crate) capturing: bool,
 }
 
 impl Modes {
     /// Nothing out of the ordinary: the state in which a decision may be remembered.
-    pub(crate) const ORDINARY: Modes =
-        Modes { grad: false, forward_ad: false, allowed: Allowed { fused: true, math: true }, traced: false };
+    pub(crate) const ORDINARY: Modes = Modes {
+        grad: false,
+        forward_ad: false,
+        allowed: Allowed { fused: true, math: true },
+        traced: false,
+        capturing: false,
+    };
 }
 
 /// What the installed torch does on the CPU, where versions differ.
@@ -387,9 +396,12 @@ fn before_shapes<S: Size>(request: &Request<S>, modes: Modes) -> Result<Option<V
         return fallback(Reason::RequiresGrad(name));
     }
     // Below 0 is how one kernel of PyTorch's marks a call for another.
-    let has_kernel = q.device == Device::Cpu && request.dropout_p > 0.0 && request.dropout_p <= 1.0;
+    let has_kernel = matches!(q.device, Device::Cpu | Device::Cuda(_)) && (0.0..=1.0).contains(&request.dropout_p);
     if request.dropout_p != 0.0 && !has_kernel {
         return fallback(Reason::Dropout);
+    }
+    if request.dropout_p != 0.0 && modes.capturing {
+        return fallback(Reason::DropoutCaptured);
     }
     if modes.forward_ad {
         return fallback(Reason::ForwardAd);

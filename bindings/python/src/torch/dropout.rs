@@ -8,9 +8,9 @@ use crate::errors::Failure;
 /// How often a call drops, its draw, and the batch entries before its first one; as Python states it.
 pub(crate) type Stated<'py> = Option<(f64, Bound<'py, PyAny>, u32)>;
 
-/// One draw of PyTorch's generator.
-pub(crate) fn draw(py: Python<'_>) -> PyResult<Bound<'_, PyAny>> {
-    py.import("rapt.torch._dropout")?.getattr("draw")?.call0()
+/// One draw of PyTorch's generator, of the device where `like` lies.
+pub(crate) fn draw<'py>(like: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+    like.py().import("rapt.torch._dropout")?.getattr("draw")?.call1((like,))
 }
 
 /// What a draw says.

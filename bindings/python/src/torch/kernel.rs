@@ -247,7 +247,15 @@ impl TorchKernel {
         }
         let given = Given { query: &query, key: &key, value: &value, attn_mask: mask.as_ref() };
         let call = Call { given, is_causal, scale, enable_gqa, dropout_p };
-        let drops_elsewhere = dropout_p != 0.0 && !(self.device == Place::Cpu && (0.0..=1.0).contains(&dropout_p));
+        let has_dropout = || -> PyResult<bool> {
+            Ok((0.0..=1.0).contains(&dropout_p)
+                && match self.device {
+                    Place::Cpu => true,
+                    Place::Cuda => !torch::is_capturing(py)?,
+                    Place::Mps => false,
+                })
+        };
+        let drops_elsewhere = dropout_p != 0.0 && !has_dropout()?;
         if drops_elsewhere || scale.is_some_and(|scale: f64| !scale.is_finite()) {
             return Ok(None);
         }
@@ -330,7 +338,7 @@ impl TorchKernel {
         let mut lse = lse.zip(entry.lse).map(|(lse, (form, _))| form.dress(lse));
         let planned = Home::Default.resume(Arc::clone(&entry.plan), torch_threads)?;
         // After everything that could send the call to `cold`, which draws itself.
-        let draw = (call.dropout_p != 0.0).then(|| dropout::draw(py)).transpose()?;
+        let draw = (call.dropout_p != 0.0).then(|| dropout::draw(query)).transpose()?;
         let seed = draw.as_ref().map(dropout::seed_of).transpose()?;
         if let Some(enqueued) = call::run_piece(
             py,

@@ -85,6 +85,7 @@ pub(crate) fn decide_torch<S: Size>(
 where
     Failure: From<S::Fault>,
 {
+    let modes = Modes { capturing: !modes.traced && is_captured(py, asked)?, ..modes };
     decide::decide(asked, modes, stock(py)?, || choose(py, given, asked))
 }
 
@@ -96,7 +97,7 @@ fn choose<S>(py: Python<'_>, given: Given<'_, '_>, asked: &Request<S>) -> Result
         options.set_item(intern!(py, "enable_gqa"), true)?;
     }
     let torch = py.import(intern!(py, "torch"))?;
-    let arguments = (given.query, given.key, given.value, given.attn_mask, 0.0, asked.is_causal);
+    let arguments = (given.query, given.key, given.value, given.attn_mask, asked.dropout_p, asked.is_causal);
     let choice: i64 = torch.getattr(intern!(py, "_fused_sdp_choice"))?.call(arguments, Some(&options))?.extract()?;
     Ok(match choice {
         1 => Some(Kernel::Flash),
@@ -137,7 +138,12 @@ pub(crate) fn forward_ad(py: Python<'_>) -> PyResult<bool> {
 /// The modes around a call of Rapt's own functions, which `sdpa_kernel` does not concern.
 pub(crate) fn modes(py: Python<'_>) -> PyResult<Modes> {
     let allowed = Modes::ORDINARY.allowed;
-    Ok(Modes { grad: torch::is_grad_enabled(py)?, forward_ad: forward_ad(py)?, allowed, traced: false })
+    Ok(Modes { grad: torch::is_grad_enabled(py)?, forward_ad: forward_ad(py)?, allowed, ..Modes::ORDINARY })
+}
+
+/// Whether a call drops weights while its stream is captured into a CUDA graph.
+pub(crate) fn is_captured<S>(py: Python<'_>, asked: &Request<S>) -> PyResult<bool> {
+    Ok(asked.dropout_p != 0.0 && matches!(asked.q.device, Device::Cuda(_)) && torch::is_capturing(py)?)
 }
 
 /// The flags behind `sdpa_kernel`. The overrideable backend is another device's: torch 2.6 leaves it on whatever is said.
@@ -384,8 +390,15 @@ pub(crate) fn served<S: Size>(
     Err(match reason {
         Reason::RequiresGrad(name) => torch::needs_gradient(name),
         Reason::Dropout if (0.0..=1.0).contains(&asked.dropout_p) => unsupported(
-            format!("dropout_p={} is served of torch tensors on the CPU alone", asked.dropout_p),
+            format!("dropout_p={} is served of torch tensors on CPUs and NVIDIA GPUs alone", asked.dropout_p),
             "`dropout_p=0.0`".into(),
+        ),
+        Reason::DropoutCaptured => unsupported(
+            format!(
+                "dropout_p={} while a CUDA graph is captured, whose replays would drop the same weights",
+                asked.dropout_p
+            ),
+            "`dropout_p=0.0`, or call it outside of the capture".into(),
         ),
         Reason::Dropout => {
             Failure::option("dropout_p", asked.dropout_p.to_string(), "a probability: 0 to 1, both included")

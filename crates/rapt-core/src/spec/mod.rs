@@ -260,7 +260,7 @@ impl Spec {
     pub fn refuse_dropout(&self, place: impl std::fmt::Display) -> Result<()> {
         let Some(dropout) = self.dropout else { return Ok(()) };
         let what = format!("dropout_p={} on {place}", dropout.p());
-        Err(Error::unsupported(what, "its kernels drop nothing; those of the CPU do", "dropout_p=0.0"))
+        Err(Error::unsupported(what, "its kernels drop nothing; those of CPUs and of NVIDIA GPUs do", "dropout_p=0.0"))
     }
 
     /// Which keys each query may see by position.

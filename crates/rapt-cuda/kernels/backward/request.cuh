@@ -1,12 +1,14 @@
 // A request for gradients as the host passes it, and what becomes of one pair of a query and a key.
 //
-//   p  = exp(s - top) / sum        ds = p * (d_o.v - delta)        dx = ds * (1 - tanh^2)
+//   p  = exp(s - top) / sum        ds = p * (m * d_o.v - delta)        dx = ds * (1 - tanh^2)
 //
+// m is 1, or with dropout 0 where the weight was dropped and 1 / (1 - p) elsewhere; dv is of m * p. A dropped pair is attended: its NaN is not hidden.
 // top and sum are lse and 1 but where lse is large (backward_rows.cu). A pair that is not attended weighs nothing, whatever lies there: it is
 // MASKED, -0, in p and in ds. Every other ds has a zero added to it, so that none is -0.
 // Deliberately absent: products, and softmax_scale, which dq and dk are multiplied with once they are sums.
 
 #pragma once
+#include "common/dropout.cuh"
 #include "common/mask.cuh"
 #include "common/scores.cuh"
 

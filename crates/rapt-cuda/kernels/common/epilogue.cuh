@@ -53,6 +53,9 @@ struct RowEnd {
             Acc weight = exponential(m - top);
             total = fused(l, weight, exponential(sink - top)), factor = weight / total;
         }
+#if DROPOUT
+        factor *= (Acc)p.dropping.scale;
+#endif
     }
     // A column of out: 0 (or NaN) where every key was masked, whatever the sum is.
     __device__ Acc normalise(Acc l, Acc sum) const { return l == 0 ? factor : sum * factor; }

@@ -34,7 +34,7 @@ struct Ragged {
 struct __align__(16) VarlenEntry {
     int q0, q_len, k0, kv_len;                   // rows of q and of k
     int lag, log2_chunk, is_bad, first;          // first: the unit that is the first of the sequence
-    int units, blocks, short_items, unused;      // of a head: units, items of rows, those at the beginning that have 64 rows less
+    int units, blocks, short_items, number;      // of a head: units, items of rows, those at the beginning that have 64 rows less
     Divisor by_units;
     u32 padding[2];
 };
@@ -43,7 +43,14 @@ struct __align__(16) VarlenTable {
     VarlenEntry entries[1];
 };
 
-// Byte for byte as much of LaunchParams of params.rs as a variant reads; the host passes the same size.
+// Which weights are dropped (common/dropout.cuh), and what sums of those kept are scaled by: DroppingParams of params.rs.
+struct Dropping {
+    u32 seed[2], offset[2];  // low halves first
+    u32 first_batch, last;   // last: the largest word at which a weight is dropped
+    double scale;
+};
+
+// Byte for byte as much of LaunchParams of params.rs as a variant reads, or its DroppedParams; the host passes the same size.
 struct Params {
     const void *q, *k, *v, *mask, *sinks, *alibi;
     void *out, *lse, *partials;
@@ -59,6 +66,9 @@ struct Params {
     int items;       // of decode.cu: chunks of all rows
     int is_cut;      // decode.cu: blocks take chunks, not whole rows
     Divisor by_q_len, by_row_blocks, by_num_splits, by_group, by_tasks;  // tasks of one batch
+#if SAYS_DROPPED
+    Dropping dropping;
+#endif
 #if CODES || RAGGED
     Codes q_codes, k_codes, v_codes;
 #endif
@@ -72,12 +82,13 @@ static_assert(sizeof(Params) == PARAMS_BYTES, "params.rs and common/params.cuh d
 // them. A length that the cache does not hold counts as none, and makes the rows NaN.
 struct Sequence {
 #if VARLEN
-    int q0, queries, k0, keys, behind, log2_chunk;
+    int q0, queries, k0, keys, behind, log2_chunk, number;
     bool is_bad;
-    __device__ Sequence() : q0(0), queries(0), k0(0), keys(0), behind(0), log2_chunk(0), is_bad(false) {}
+    __device__ Sequence() : q0(0), queries(0), k0(0), keys(0), behind(0), log2_chunk(0), number(0), is_bad(false) {}
     __device__ Sequence(const Params&, int) : Sequence() {}
     __device__ Sequence(const VarlenEntry& of)
-        : q0(of.q0), queries(of.q_len), k0(of.k0), keys(of.kv_len), behind(of.lag), log2_chunk(of.log2_chunk), is_bad(of.is_bad) {}
+        : q0(of.q0), queries(of.q_len), k0(of.k0), keys(of.kv_len), behind(of.lag), log2_chunk(of.log2_chunk), number(of.number),
+          is_bad(of.is_bad) {}
     __device__ int kv_len(const Params&) const { return keys; }
     __device__ int num_splits(const Params&) const { return max(1, (keys + (1 << log2_chunk) - 1) >> log2_chunk); }
     __device__ int chunk(const Params&) const { return 1 << log2_chunk; }
@@ -135,6 +146,7 @@ struct Task {
     // Of a unit.
     __device__ Task(const Params& p, int unit) : Task(p, unit, varlen_entry(p, unit)) {}
     __device__ int rows(const Params& p) const { return VARLEN == ROWS_OF_HEAD ? sequence.queries : p.task_heads * sequence.queries; }
+    __device__ int dropping_batch() const { return sequence.number; }
 
   private:
     __device__ Task(const Params& p, int unit, const VarlenEntry& of)
@@ -142,6 +154,8 @@ struct Task {
 #else
     __device__ Task(const Params& p, int task) : Task(p, task, divide(task, p.by_tasks)) {}
     __device__ int rows(const Params& p) const { return p.rows; }
+    // What dropout numbers it by.
+    __device__ int dropping_batch() const { return batch; }
 
   private:
     __device__ Task(const Params& p, int task, int batch) : Task(batch, task * p.task_heads - batch * p.heads, Sequence(p, batch)) {}

@@ -45,3 +45,10 @@ typedef long long i64;
 #endif
 #define ROWS_OF_HEAD 1
 #define ROWS_OF_GROUP 2
+// Whether weights are dropped. Where a variant says so or not, Params says which.
+#ifdef DROPOUT
+#define SAYS_DROPPED 1
+#else
+#define SAYS_DROPPED 0
+#define DROPOUT 0
+#endif

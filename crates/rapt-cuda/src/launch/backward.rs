@@ -207,7 +207,6 @@ impl LaunchPlan for BackwardLaunch {
 /// [`Error::Unsupported`].
 pub(crate) fn refuse_others(spec: &BackwardSpec) -> CoreResult<()> {
     let forward = spec.forward();
-    forward.refuse_dropout(forward.device)?;
     if forward.varlen.is_some() || forward.lengths.is_some() || forward.pages.is_some() {
         let why = "its kernels for gradients read tensors in which all sequences have as many keys";
         let what = format!("the backward pass of sequences of lengths of their own on {}", forward.device);

@@ -1,4 +1,4 @@
-//! Whole runs of int8.cu, of gradients (backward.rs), and of the kernels that judge heads (deviation.rs), on this machine's processor: from a spec by way of the plan, the
+//! Whole runs of int8.cu, of gradients (backward.rs), of forward passes that drop weights (dropout.rs), and of the kernels that judge heads (deviation.rs), on this machine's processor: from a spec by way of the plan, the
 //! compiler and the launch to what is written, held against the definition. A kernel's own source is compiled as C++, with stand-ins for
 //! what a block of threads and the tensor cores do (tests/host/block.hpp): every map, every strided read, every barrier and wait, and all
 //! arithmetic but that of `ex2.approx`.
@@ -7,6 +7,7 @@
 
 mod backward;
 mod deviation;
+mod dropout;
 
 use std::cell::Cell;
 use std::ffi::{CStr, c_int, c_uint, c_void};
@@ -22,13 +23,15 @@ use rapt_testkit::{Case, Config, Engine, Guard, Places, conformance, replay};
 use super::*;
 
 /// What stands in for an instruction, or for what CUDA C++ has: the definitions that get another name.
-const STANDS_IN: [&str; 16] = [
+const STANDS_IN: [&str; 18] = [
     "inline u32 shared_address(",
     "inline void ldmatrix(u32",
     "inline void ldmatrix_trans(u32 (&r)[4]",
     "inline void mma_int8(",
     "inline void mma(float",
+    "inline void mma_of(float",
     "inline void mma_tf32(float",
+    "inline u32 reread_ctaid(",
     "inline void cp_async(",
     "inline u32 pack_as(float low, float high)",
     "inline void cp_async_zfill(",
@@ -54,8 +57,8 @@ fn on_this_machine(source: &str) -> String {
     }
     let pack = "__device__ inline u32 pack(float low, float high) {";
     let stand_in = "inline u32 pack(float low, float high) { return packed<MMA_HALF>(low, high); }\ninline u32 device_pack(float low, float high) {";
-    let memory = "extern __shared__ __align__(128) u8 memory[];";
-    assert!(text.contains(memory));
+    let memory = [128, 16].map(|bytes| format!("extern __shared__ __align__({bytes}) u8 memory[];"));
+    let memory = memory.iter().find(|memory| text.contains(*memory)).expect("shared memory");
     text = text.replace(pack, stand_in).replace(memory, "u8* const memory = host::shared;");
     let entry = ["attention", "backward", "deviation", "deviation_end"]
         .into_iter()
@@ -229,8 +232,8 @@ fn spec_of_gpu(spec: &Spec, tensors: &Tensors<'_>) -> Spec {
     spec
 }
 
-/// `by_16`: counts runs whose tiles are copied 16 bytes at a time.
-fn engine<'a>(backend: &'a Backend, by_16: &'a Cell<usize>) -> Box<Engine<'a>> {
+/// Runs by one of `kernels`. `by_16`: counts runs whose tiles are copied 16 bytes at a time.
+fn engine<'a>(backend: &'a Backend, kernels: [Kernel; 2], by_16: &'a Cell<usize>) -> Box<Engine<'a>> {
     Box::new(move |spec, mut tensors| {
         let spec = spec_of_gpu(spec, &tensors);
         let Tensors { codes, mask, sinks, alibi_slopes, .. } = &tensors;
@@ -242,6 +245,7 @@ fn engine<'a>(backend: &'a Backend, by_16: &'a Cell<usize>) -> Box<Engine<'a>> {
             mask,
             sinks,
             alibi_slopes,
+            dropout: tensors.dropout,
             lse: tensors.lse.as_mut().map(|lse| moved_mut("lse", lse)),
             ..Tensors::new(
                 moved("q", &tensors.q),
@@ -251,7 +255,6 @@ fn engine<'a>(backend: &'a Backend, by_16: &'a Cell<usize>) -> Box<Engine<'a>> {
             )
         };
         let plan = backend.plan(&spec)?;
-        let kernels = [Kernel::ForwardInt8, Kernel::Empty];
         assert!(kernels.contains(&plan.key().kernel) && plan.workspace_bytes() == 0, "{}", plan.explain());
         let is_wide = launch_plan(&plan).variant().is_some_and(|variant| variant.loads == Loads::By16Bytes);
         by_16.set(by_16.get() + usize::from(is_wide));
@@ -276,7 +279,7 @@ const KINDS: [fn(&Case) -> bool; 7] = [
 fn int8_computes_its_definition_on_any_strides() {
     let backend = backend();
     let by_16 = Cell::new(0);
-    let mut engine = engine(backend, &by_16);
+    let mut engine = engine(backend, [Kernel::ForwardInt8, Kernel::Empty], &by_16);
     let dtypes = [DType::F32, DType::F16, DType::BF16];
     for (n, kind) in KINDS.iter().enumerate() {
         let cases = (0..10_000).map(|seed| Case::random_int8(seed, &dtypes, 400_000));

@@ -48,7 +48,7 @@ fn mma(spec: &BackwardSpec, caps: &Caps, pass: Pass) -> KernelVariant {
     let natural = is_natural(forward, mask_class(forward));
     let [block_m, block_n] = match (dims.0.max(dims.1), pass) {
         _ if forward.numerics.storage == DType::F32 => [64, 32],
-        (0..=64, Pass::Keys) if natural || forward.mask.is_some() => [64, 32],
+        (0..=64, Pass::Keys) if natural || forward.mask.is_some() || forward.dropout.is_some() => [64, 32],
         (0..=64, _) => [128, 32],
         (65..=128, Pass::Queries) => [64, 64],
         _ => [64, 32],
@@ -56,6 +56,7 @@ fn mma(spec: &BackwardSpec, caps: &Caps, pass: Pass) -> KernelVariant {
     let variant = KernelVariant {
         algorithm: Algorithm::BackwardMma(pass),
         natural,
+        dropout: forward.dropout.is_some(),
         loads: if wide { Loads::By16Bytes } else { Loads::ByElement },
         dims,
         block_m,
@@ -80,7 +81,10 @@ pub(crate) fn launch_plan(spec: &BackwardSpec, caps: &Caps) -> Result<BackwardLa
     refuse_others(spec)?;
     check_lengths(forward)?;
     let (storage, mask) = (forward.numerics.storage, forward.mask.map(|mask| mask.dtype));
-    let generic = |pass| KernelVariant::backward(caps.arch, storage, mask, pass);
+    let generic = |pass: Pass| KernelVariant {
+        dropout: forward.dropout.is_some() && !matches!(pass, Pass::Rows | Pass::Sinks),
+        ..KernelVariant::backward(caps.arch, storage, mask, pass)
+    };
     let why = on_tensor_cores(spec).err();
     let product = |factors: &[usize]| factors.iter().copied().fold(1usize, usize::saturating_mul);
     let rows = product(&[forward.batch(), forward.num_q_heads(), forward.q_len()]);
@@ -207,8 +211,8 @@ pub(crate) fn plan_of(spec: &BackwardSpec, caps: &Caps, launch_plan: BackwardLau
 /// [`Backend::plan_backward`](crate::Backend::plan_backward), which loads its kernels.
 ///
 /// # Errors
-/// [`Error::DeviceUnavailable`] for anything but CUDA memory; [`Error::Unsupported`] for lengths beyond 2^29, dropout, and sequences of
-/// lengths of their own.
+/// [`Error::DeviceUnavailable`] for anything but CUDA memory; [`Error::Unsupported`] for lengths beyond 2^29 and for sequences of lengths of
+/// their own.
 pub fn select_backward(spec: &BackwardSpec, caps: &Caps) -> Result<BackwardPlan> {
     Ok(plan_of(spec, caps, launch_plan(spec, caps)?))
 }

@@ -28,7 +28,7 @@ use crate::access::{is_in_pairs, moves_by};
 use crate::append;
 use crate::codes::Codes;
 use crate::launch::{Append, Attend, CudaLaunch, Launches, Step};
-use crate::params::{LaunchParams, MOST_LEN, Params, Widths};
+use crate::params::{DroppingParams, LaunchParams, MOST_LEN, Params, Widths};
 use crate::partition::{ChunkRule, Partition};
 use crate::variant::{Algorithm, COMBINE_COLUMNS, COMBINE_WARPS, KernelVariant, Sequences, generic_columns};
 
@@ -75,6 +75,8 @@ fn check_lengths(spec: &Spec) -> Result<()> {
 /// Into which chunks the keys of `spec` are split, where that follows from their number alone.
 fn chunk_rule(spec: &Spec, variant: &KernelVariant) -> Option<ChunkRule> {
     match variant.algorithm {
+        // Rows of one head after another, and whole: what drops weights puts nothing together.
+        _ if variant.dropout => None,
         Algorithm::Latent => Some(latent::chunk_rule(spec)),
         // Its blocks are the definition's, and follow one another.
         Algorithm::Int8 => None,
@@ -90,7 +92,7 @@ fn partition(spec: &Spec, caps: &Caps, variant: &KernelVariant) -> Result<(Parti
     let (kernel, few) = (variant.algorithm.kernel(), decode::is_few(spec));
     let block_m = variant.block_m as usize;
     // Rows of one head fill their tiles, or the heads of a group share them.
-    let task_heads = if !few && spec.q_len() >= block_m { 1 } else { spec.group_size() };
+    let task_heads = if variant.dropout || (!few && spec.q_len() >= block_m) { 1 } else { spec.group_size() };
     let rows = task_heads * spec.q_len();
     let (num_splits, chunk) = match (chunk_rule(spec, variant), variant.sequences) {
         (None, _) if variant.algorithm == Algorithm::Wide => wide::chunks(spec),
@@ -165,7 +167,8 @@ fn attend(spec: &Spec, caps: &Caps, variant: KernelVariant, keys: Range<usize>) 
         let dealt = matches!(variant.algorithm, Algorithm::Decode | Algorithm::DecodeCodes);
         Box::new(LaunchParams::new(spec, &params, chunk_rule(spec, &variant), if dealt { blocks } else { 0 }))
     });
-    Ok((Attend { step: Step::new(variant, blocks), params, hopper, beside }, partition))
+    let dropping = variant.dropout.then(|| DroppingParams::new(spec.dropout));
+    Ok((Attend { step: Step::new(variant, blocks), params, hopper, beside, dropping }, partition))
 }
 
 /// What attends to those shorter sequences of a cache that have other tiles than its longest one, and which numbers of keys those have that
@@ -250,6 +253,13 @@ fn key(spec: &Spec, arch: Arch, kernel: Kernel) -> KernelKey {
     }
 }
 
+/// What reads caches drops no weights.
+fn refuse_dropout_over_caches(spec: &Spec) -> Result<()> {
+    let (Some(dropout), true) = (spec.dropout, spec.lengths.is_some() || spec.pages.is_some()) else { return Ok(()) };
+    let what = format!("dropout_p={} over a cache on {}", dropout.p(), spec.device);
+    Err(Error::unsupported(what, "the kernels that read lengths and page tables drop no weights", "dropout_p=0.0"))
+}
+
 /// Scales that lie swizzled are those of whole tensors: no part of them begins where a sequence does.
 fn refuse_swizzled(spec: &Spec) -> Result<()> {
     let swizzled = spec.quantized().find(|(.., codes)| codes.scale_layout != ScaleLayout::Plain);
@@ -272,7 +282,7 @@ pub(crate) fn launch_plan(spec: &Spec, caps: &Caps) -> Result<CudaLaunch> {
         let why = "this backend serves the memory of NVIDIA GPUs".into();
         return Err(Error::DeviceUnavailable { device: spec.device, why });
     }
-    spec.refuse_dropout(spec.device)?;
+    refuse_dropout_over_caches(spec)?;
     int8::check(spec)?;
     refuse_swizzled(spec)?;
     let launches = if spec.out.shape.contains(&0) { None } else { Some(launches(spec, caps)?) };
@@ -290,8 +300,8 @@ pub(crate) fn plan_of(spec: &Spec, caps: &Caps, launch_plan: CudaLaunch) -> Plan
 ///
 /// # Errors
 /// [`Error::DeviceUnavailable`] for anything but CUDA memory; [`Error::Unsupported`] for lengths beyond 2^29, for products of int8
-/// ([`Compute::Int8`](rapt_core::Compute::Int8)) of heads above 256, and, in sequences of lengths of their own, for any [`ScaleLayout`]
-/// but the plain one.
+/// ([`Compute::Int8`](rapt_core::Compute::Int8)) of heads above 256, for dropout over caches, and, in sequences of lengths of their own, for
+/// any [`ScaleLayout`] but the plain one.
 pub fn select(spec: &Spec, caps: &Caps) -> Result<Plan> {
     Ok(plan_of(spec, caps, launch_plan(spec, caps)?))
 }
@@ -302,7 +312,7 @@ pub fn select(spec: &Spec, caps: &Caps) -> Result<Plan> {
 /// # Errors
 /// As [`select`].
 pub fn variants(spec: &Spec, caps: &Caps) -> Result<Vec<KernelVariant>> {
-    spec.refuse_dropout(spec.device)?;
+    refuse_dropout_over_caches(spec)?;
     int8::check(spec)?;
     refuse_swizzled(spec)?;
     let Launches { main, short, partition, append, varlen, .. } = launches(spec, caps)?;

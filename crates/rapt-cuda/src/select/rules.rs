@@ -4,7 +4,7 @@
 //! tensor cores (`forward` of compute capability 9.0 by wgmma: hopper.cu, and there float32 with head dims up to 128:
 //! hopper_f32.cu); many queries with wider heads up to 512 → `forward` by wide.cu, float32 on compute capability 9.0; few queries of f16 or
 //! bf16 with heads of 513 to 576 and values up to 512 → `decode` by latent.cu; few queries over K and V that are codes → `decode_codes`,
-//! many of f16 or bf16 → `forward` by mma.cu; anything else → `generic`. Where products of int8 are asked for, and nowhere else, → `forward_int8`
+//! many of f16 or bf16 → `forward` by mma.cu; with dropout f16 and bf16 with head dims up to 256 → `forward` by mma.cu; anything else → `generic`. Where products of int8 are asked for, and nowhere else, → `forward_int8`
 //! by int8.cu.
 
 use rapt_core::{Arch, DType, Spec};
@@ -56,6 +56,9 @@ pub(super) fn variant(spec: &Spec, caps: &Caps, lengths: Lengths) -> (KernelVari
 
 fn on_tensor_cores(spec: &Spec, caps: &Caps, lengths: Lengths) -> Result<KernelVariant, WhyGeneric> {
     let Lengths { few, kv_len, .. } = lengths;
+    if spec.dropout.is_some() {
+        return dropping(spec, caps, kv_len);
+    }
     if spec.is_quantized() {
         return over_codes(spec, caps, lengths);
     }
@@ -89,6 +92,18 @@ fn on_tensor_cores(spec: &Spec, caps: &Caps, lengths: Lengths) -> Result<KernelV
 fn if_it_fits(variant: KernelVariant, caps: &Caps) -> Result<KernelVariant, WhyGeneric> {
     let (needed, has) = (variant.shared_bytes(), caps.shared_bytes);
     if needed <= has { Ok(variant) } else { Err(WhyGeneric::SharedMemory { needed, has }) }
+}
+
+/// The variant that drops weights, whatever the number of queries.
+fn dropping(spec: &Spec, caps: &Caps, kv_len: usize) -> Result<KernelVariant, WhyGeneric> {
+    match spec.numerics.storage {
+        DType::F64 => Err(WhyGeneric::Storage),
+        _ if kv_len == 0 => Err(WhyGeneric::NoKeys),
+        DType::F16 | DType::BF16 if spec.head_dim().max(spec.head_dim_v()) <= MMA_DIM => {
+            if_it_fits(mma_variant(spec, caps), caps)
+        }
+        _ => Err(WhyGeneric::Dropout),
+    }
 }
 
 /// The variant that loads codes as they lie.

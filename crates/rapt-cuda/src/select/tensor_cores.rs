@@ -49,7 +49,11 @@ pub(super) fn moves_queries(spec: &Spec) -> bool {
 /// The variant of generic.cu for numbers.
 pub(super) fn generic_variant(spec: &Spec, caps: &Caps) -> KernelVariant {
     let mask = spec.mask.map(|mask| mask.dtype);
-    KernelVariant { sequences: sequences(spec), ..KernelVariant::generic(caps.arch, spec.numerics.storage, mask) }
+    KernelVariant {
+        sequences: sequences(spec),
+        dropout: spec.dropout.is_some(),
+        ..KernelVariant::generic(caps.arch, spec.numerics.storage, mask)
+    }
 }
 
 /// A variant with tiles of so many queries and keys, loaded 16 bytes at a time where strides and alignment of q, k and v allow it.

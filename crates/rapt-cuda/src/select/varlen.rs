@@ -12,7 +12,7 @@ use super::rules::{self, Lengths};
 use super::{Caps, MOST_BLOCKS, decode, hopper, latent, too_many_blocks, widths};
 use crate::codes::Codes;
 use crate::launch::{Attend, Launches, Step, Varlen, VarlenLaunch, WhyGeneric};
-use crate::params::{LaunchParams, MOST_LEN, Params};
+use crate::params::{DroppingParams, LaunchParams, MOST_LEN, Params};
 use crate::partition::{ChunkRule, Partition};
 use crate::variant::{Algorithm, KernelVariant, generic_columns};
 use crate::varlen::{MOST_LAUNCHES, Takes, VarlenParams, table_bytes};
@@ -89,7 +89,10 @@ fn is_wide_alone(spec: &Spec, caps: &Caps) -> bool {
 
 /// Whether one sequence of few queries, alone, runs on latent.cu.
 fn is_latent_alone(spec: &Spec, caps: &Caps) -> bool {
-    !spec.is_quantized() && latent::has_dims(spec) && latent::variant(spec, caps).shared_bytes() <= caps.shared_bytes
+    !spec.is_quantized()
+        && spec.dropout.is_none()
+        && latent::has_dims(spec)
+        && latent::variant(spec, caps).shared_bytes() <= caps.shared_bytes
 }
 
 impl Asked {
@@ -132,7 +135,7 @@ impl Asked {
             is_combined: false,
         };
         let params = Params::new(spec, &partition, widths(spec, &variant));
-        let chunks = match self.few.is_empty() {
+        let chunks = match self.few.is_empty() || variant.dropout {
             true => ChunkRule { keys: [1 << 30; 3], long_from: [0; 2] },
             false => decode::chunk_rule(&variant),
         };
@@ -140,8 +143,9 @@ impl Asked {
         let hopper = is_hopper
             .then(|| Box::new(hopper::launch(spec, &variant, &partition, &params, blocks.max(1), 0..MOST_LEN)));
         let beside = (variant.codes != Codes::None).then(|| Box::new(LaunchParams::new(spec, &params, None, 0)));
+        let dropping = variant.dropout.then(|| DroppingParams::new(spec.dropout));
         let launch = VarlenLaunch {
-            attend: Attend { step: Step::new(variant, blocks), params, hopper, beside },
+            attend: Attend { step: Step::new(variant, blocks), params, hopper, beside, dropping },
             takes: Takes { many, few, keys, task_heads, item_rows, paired, chunks, table },
         };
         Ok((launch, partition, table_bytes(units)))

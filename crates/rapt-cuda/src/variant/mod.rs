@@ -12,7 +12,7 @@ use std::fmt;
 use rapt_core::{Arch, DType, Kernel, ScaleLayout};
 
 use crate::codes::{Codes, TileCodes};
-use crate::params::LaunchParams;
+use crate::params::{DroppedParams, LaunchParams};
 use crate::source;
 
 /// An algorithm of `kernels/`.
@@ -158,6 +158,8 @@ pub struct KernelVariant {
     pub codes: Codes,
     /// Whether it reads lengths and pages.
     pub sequences: Sequences,
+    /// Whether it drops weights.
+    pub dropout: bool,
 }
 
 /// Queries per block of generic.cu, and its keys per tile.
@@ -196,6 +198,7 @@ impl KernelVariant {
             stages: 0,
             codes: Codes::None,
             sequences: Sequences::Even,
+            dropout: false,
         }
     }
 
@@ -212,6 +215,7 @@ impl KernelVariant {
             block_n: if matches!(self.algorithm, Algorithm::Wide) { 4 } else { 1 },
             stages: 0,
             codes: Codes::None,
+            dropout: false,
             // It reads lengths, and no key.
             sequences: if matches!(self.sequences, Sequences::Even) { Sequences::Even } else { Sequences::Ragged },
             ..self
@@ -256,6 +260,11 @@ impl KernelVariant {
     /// Whether it reads lengths of sequences as caches have them.
     pub(crate) const fn reads_lengths(&self) -> bool {
         matches!(self.sequences, Sequences::Ragged | Sequences::Paged)
+    }
+
+    /// Whether its parameters say which weights are dropped: those of gradients always do.
+    pub(crate) const fn says_dropped(&self) -> bool {
+        self.dropout || self.algorithm.pass().is_some()
     }
 
     /// Whether threads of hopper.cu load rows out of pages 16 bytes at a time, where TMA does not load them.
@@ -306,6 +315,9 @@ impl KernelVariant {
 
     /// Bytes of the parameters that all kernels take.
     pub(crate) fn params_bytes(&self) -> usize {
+        if self.says_dropped() {
+            return size_of::<DroppedParams>();
+        }
         LaunchParams::bytes_of(self.codes != Codes::None, self.reads_lengths())
     }
 
@@ -400,6 +412,7 @@ impl fmt::Display for KernelVariant {
             Sequences::Varlen if self.algorithm != Algorithm::Varlen => f.write_str(" varlen")?,
             Sequences::Varlen => {}
         }
+        f.write_str(if self.dropout { " dropout" } else { "" })?;
         self.mask.map_or(Ok(()), |dtype| write!(f, " mask {dtype}"))
     }
 }

@@ -156,6 +156,9 @@ impl KernelVariant {
         }
         self.add_sequences(&mut options);
         self.add_tiles(&mut options);
+        if self.says_dropped() {
+            options.define("DROPOUT", u32::from(self.dropout));
+        }
         options.0
     }
 

@@ -120,6 +120,7 @@ struct uint4 {
 };
 
 [[noreturn]] inline void unknown_instruction() { std::fputs("an instruction without a stand-in\n", stderr), std::abort(); }
+using std::signbit;
 inline int min(int a, int b) { return a < b ? a : b; }
 inline int max(int a, int b) { return a > b ? a : b; }
 inline unsigned max(unsigned a, unsigned b) { return a > b ? a : b; }
@@ -294,6 +295,12 @@ inline void mma(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1)
             }
     });
 }
+
+template <bool HALF>
+void mma_of(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+    mma(c, a, b0, b1);
+}
+inline unsigned reread_ctaid() { return blockIdx.x; }
 
 // m16n8k8 of TF32: A has rows g, g+8 and columns t, t+4; B rows t, t+4 and column g; of each number 11 bits are read.
 inline void mma_tf32(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {

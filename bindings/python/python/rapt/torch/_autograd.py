@@ -269,7 +269,7 @@ class Sdpa(typing.NamedTuple):
 def sdpa(query, key, value, mask, is_causal, scale, enable_gqa, order, dropout_p=0.0, draw=None, gives_lse=False):
     """A request that was decided to be served, on tensors of which one requires grad. Counted as served. Without a draw dropout takes one."""
     if dropout_p and draw is None:
-        draw = _dropout.draw()
+        draw = _dropout.draw(query)
     return _Node.apply(Sdpa(gives_lse, is_causal, scale, enable_gqa, order, [], dropout_p, draw), query, key, value, mask)
 
 

@@ -1,18 +1,29 @@
 """Which weights a call drops: two numbers of PyTorch's generator, seed and offset of Rapt's.
 
 One draw a call, so `torch.manual_seed`, `torch.random.fork_rng` and activation checkpointing hold of Rapt's dropout as of PyTorch's own; a call without
-dropout draws nothing. In a trace the draw is a node of the graph, and the op gets what it gives.
+dropout draws nothing. On an NVIDIA GPU the two are the seed and the offset of its generator, which are numbers of the host: nothing is waited for.
+In a trace the draw is a node of the graph, one of the CPU's generator wherever the tensors lie, and the op gets what it gives.
 """
 
 import torch
-from rapt import OptionError
+from rapt import OptionError, UnsupportedError
 
 _MOST = 2**63 - 1
+# By how much a draw moves the offset of a GPU's generator: its numbers come in blocks of four.
+_BLOCK = 4
 
 
-def draw():
-    """int64 `[2]`, from the default generator of the CPU."""
-    return torch.randint(0, _MOST, (2,), dtype=torch.int64, device="cpu")
+def draw(like=None):
+    """int64 `[2]` in host memory, from the default generator of the device of `like`; without one of the CPU."""
+    if like is None or not like.is_cuda:
+        return torch.randint(0, _MOST, (2,), dtype=torch.int64, device="cpu")
+    if torch.cuda.is_current_stream_capturing():
+        raise UnsupportedError("dropout while a CUDA graph is captured, whose replays would drop the same weights. Mend: `dropout_p=0.0`")
+    generator = torch.cuda.default_generators[like.device.index]
+    offset = generator.get_offset()
+    generator.set_offset(offset + _BLOCK)
+    seed = generator.initial_seed()
+    return torch.tensor([seed - 2**64 if seed > _MOST else seed, offset], dtype=torch.int64, device="cpu")
 
 
 def words(p, draw):

@@ -112,9 +112,10 @@ def _flash_cuda(
 
     if getattr(_handing_over, "now", False):
         return own()
-    reason, _, _ = _native.torch_decide(
-        query, key, value, None, dropout_p, is_causal, scale, True, return_debug_mask
-    )  # fmt: skip
+    # Which weights are dropped is the state that PyTorch's own kernel hands to its backward op.
+    reason = "dropout"
+    if dropout_p == 0.0:
+        reason, _, _ = _native.torch_decide(query, key, value, None, 0.0, is_causal, scale, True, return_debug_mask)
     # The backward op of PyTorch's flash kernel reads the lse and the random state that its own forward writes.
     if reason is None and _autograd.needs_grad((query, key, value)):
         reason = "requires grad"

@@ -35,6 +35,8 @@ def jagged(*tensors, scale=None, enable_gqa=False, dropout_p=0.0, dropout_draw=N
     sequences = tuple(zip(sequences[::2], sequences[1::2]))
     _dropout.expect_draw(dropout_p, dropout_draw)
     if query.is_cuda:
+        if dropout_p and any(lengths is not None for _, lengths in sequences):
+            raise UnsupportedError("dropout of narrowed nested tensors on a GPU, whose sequences have other numbers there. Mend: `dropout_p=0.0`")
         sequences = _on_device(*sequences)
     return _native.torch_jagged(
         query, key, value, *sequences, is_causal, scale, enable_gqa, _dropout.native(dropout_p, dropout_draw), return_lse

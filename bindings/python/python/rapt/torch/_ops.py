@@ -87,7 +87,9 @@ def attention(q, k, v, *, causal=None, dropout_p=None, dropout_draw=None, **opti
     PyTorch's generator. The default is no float, of which torch.compile(dynamic=True) would make an input first, and compile twice.
     """
     if dropout_p:
-        options |= _dropout.words(dropout_p, _dropout.draw() if dropout_draw is None else dropout_draw)
+        if dropout_draw is None:
+            dropout_draw = _dropout.draw(None if is_traced_call(q, k, v) else q)
+        options |= _dropout.words(dropout_p, dropout_draw)
     elif not is_traced_call(q, k, v):
         answer = _native.attention(q, k, v, causal=causal, **options)
         count_served()

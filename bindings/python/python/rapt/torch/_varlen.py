@@ -37,9 +37,9 @@ def attention(
 ):  # fmt: skip
     """`rapt.varlen_attention`, with gradients, under whatever traces, and with dropout: `dropout_draw` is seed and offset, int64 `[2]`; None draws
     them from PyTorch's generator. Counted as served."""
-    if dropout_p and dropout_draw is None:
-        dropout_draw = _dropout.draw()
     traced = torch.compiler.is_compiling() or _autograd._through_ops(q, k, v)
+    if dropout_p and dropout_draw is None:
+        dropout_draw = _dropout.draw(None if traced else q)
     wants = _autograd.needs_grad([t for t in (q, k, v, sinks, alibi_slopes) if isinstance(t, torch.Tensor)])
     if not traced and not wants:
         answer = _native.varlen_attention(

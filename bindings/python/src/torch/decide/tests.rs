@@ -153,7 +153,15 @@ fn what_is_in_force_decides_before_shapes() {
     for tensor in [&mut on_gpu.q, &mut on_gpu.k, &mut on_gpu.v] {
         tensor.device = Device::Cuda(0);
     }
-    check(&on_gpu, &Verdict::Fallback(Reason::Dropout));
+    check(&on_gpu, &Verdict::Serve(Order::Bshd));
+    let capturing = Modes { capturing: true, ..Modes::ORDINARY };
+    assert_eq!(answer(&on_gpu, capturing), Verdict::Fallback(Reason::DropoutCaptured));
+    on_gpu.dropout_p = 0.0;
+    assert_eq!(answer(&on_gpu, capturing), answer(&on_gpu, Modes::ORDINARY));
+    for tensor in [&mut on_gpu.q, &mut on_gpu.k, &mut on_gpu.v] {
+        tensor.device = Device::Mps(0);
+    }
+    check(&Request { dropout_p: 0.5, ..on_gpu }, &Verdict::Fallback(Reason::Dropout));
     check(&Request { scale: Some(f64::NAN), ..plain() }, &Verdict::Fallback(Reason::ScaleNotFinite));
 }
 
@@ -240,12 +248,13 @@ fn a_nested_request_is_the_dense_one_of_its_sequences() {
         (gqa(4, 2), invalid(Invalid::Groups)),
         (Request { mask, ..plain.clone() }, invalid(Invalid::NestedMask)),
         (Request { dropout_p: 1.5, ..plain.clone() }, Verdict::Fallback(Reason::Dropout)),
-        (Request { dropout_p: 0.5, ..whole_gpu.clone() }, Verdict::Fallback(Reason::Dropout)),
         (on_gpu, invalid(Invalid::Device("k"))),
     ] {
         assert_eq!(nested(&refused, all), expected, "{refused:?}");
     }
-    assert_eq!(nested(&Request { dropout_p: 0.5, ..plain.clone() }, all), served);
+    for tensors in [&plain, &whole_gpu] {
+        assert_eq!(nested(&Request { dropout_p: 0.5, ..tensors.clone() }, all), served);
+    }
     let grad = Modes { grad: true, ..Modes::ORDINARY };
     for (mut asks, expected) in
         [(plain.clone(), served.clone()), (whole_gpu, Verdict::Fallback(Reason::RequiresGrad("v")))]
