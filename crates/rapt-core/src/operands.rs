@@ -94,6 +94,18 @@ fn compare_codes(tensor: &'static str, got: &CodesSpec, planned: &CodesSpec) -> 
         .try_for_each(|(got, planned)| compare(names.zero_point, got, planned))
 }
 
+/// That offsets of sequences are given as planned.
+pub(crate) fn check_offsets(offsets: Option<&[View<'_>; 2]>, spec: &Spec) -> Result<()> {
+    match (offsets, spec.varlen.as_deref()) {
+        (Some([q, kv]), Some(planned)) => {
+            compare("cu_seqlens_q", &offsets_spec("cu_seqlens_q", &q.into())?, &planned.cu_seqlens_q)?;
+            compare("cu_seqlens_kv", &offsets_spec("cu_seqlens_kv", &kv.into())?, &planned.cu_seqlens_kv)
+        }
+        (None, None) => Ok(()),
+        _ => Err(Error::NotAsPlanned { tensor: "cu_seqlens_q", what: "presence" }),
+    }
+}
+
 /// That a run says which weights are dropped where `spec` drops some, and only there.
 pub(crate) fn check_dropout(seed: Option<DropoutSeed>, spec: &Spec) -> Result<()> {
     match (seed, spec.dropout) {
@@ -250,14 +262,7 @@ impl<'a> Operands<'a> {
             (None, None) => {}
             _ => return Err(Error::NotAsPlanned { tensor: "cache_seqlens", what: "presence" }),
         }
-        match (&tensors.offsets, spec.varlen.as_deref()) {
-            (Some([q, kv]), Some(planned)) => {
-                compare("cu_seqlens_q", &offsets_spec("cu_seqlens_q", &q.into())?, &planned.cu_seqlens_q)?;
-                compare("cu_seqlens_kv", &offsets_spec("cu_seqlens_kv", &kv.into())?, &planned.cu_seqlens_kv)?;
-            }
-            (None, None) => {}
-            _ => return Err(Error::NotAsPlanned { tensor: "cu_seqlens_q", what: "presence" }),
-        }
+        check_offsets(tensors.offsets.as_ref(), spec)?;
         check_dropout(tensors.dropout, spec)?;
         if let Some((tensor, _)) = tensors.inputs().find(|(_, view)| view.device() != spec.device) {
             return Err(Error::NotAsPlanned { tensor, what: "device" });

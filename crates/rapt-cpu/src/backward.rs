@@ -169,6 +169,10 @@ pub fn select_backward(spec: &BackwardSpec, caps: &Caps) -> Result<BackwardPlan>
         let why = "the backward pass is served in host memory".into();
         return Err(Error::DeviceUnavailable { device: forward.device, why });
     }
+    if forward.varlen.is_some() {
+        let what = "a spec of sequences with lengths of their own in host memory";
+        return Err(Error::unsupported(what, "there each sequence has a plan", "plan each sequence by itself"));
+    }
     let (arch, storage, accumulation) = (plain(caps.arch), forward.numerics.storage, forward.numerics.accumulation);
     let lacks = || {
         Error::unsupported(

@@ -14,7 +14,7 @@
 // end, what nobody attends may have been NaN, and the block runs once more with masked products left out. Rows that attend nothing are zeros.
 // Deliberately absent: tensor cores (backward_mma.cu), and speed beyond tiling.
 
-#include "backward/request.cuh"
+#include "backward/sequences.cuh"
 #include "common/softmax.cuh"
 
 #define KEYS 1
@@ -27,7 +27,8 @@ constexpr int CHUNK = DV_COLUMNS, COLS = CHUNK / 16, PAD = TILE + 4;
 struct Query {
     i64 mask_row;
     Acc top, delta, inverse_sum, slope;
-    int i, lo, hi, unused;  // the keys lo..hi that it sees by its position; none of a row that attends nothing
+    // The keys lo..hi that it sees by its position, none of a row that attends nothing; diagonal: the key of slope 0.
+    int i, lo, hi, diagonal;
 };
 
 struct Shared {
@@ -62,6 +63,7 @@ struct Source {
 // What both tiles of a block's pairs are.
 struct Place {
     int batch, head, kv_head;
+    Sequence of;
     int i0, j0;  // the first query and key
 };
 // The row of a tensor of `dtype` that lies `offset` elements behind its first.
@@ -70,23 +72,23 @@ __device__ inline const void* row_at(const void* base, int dtype, i64 offset) {
 }
 __device__ inline Source queries_of(const BackwardParams& b, const Shared& sh, const Place& at) {
     const Params& p = b.all;
-    const void* first = row_at(p.q, STORAGE, row_offset(p.q_stride, at.batch, at.head, at.i0));
-    return {first, STORAGE, p.q_stride[2], p.q_stride[3], p.q_len - at.i0, p.head_dim, sh.queries};
+    const void* first = row_at(p.q, STORAGE, row_offset(p.q_stride, at.batch, at.head, at.of.first_query() + at.i0));
+    return {first, STORAGE, p.q_stride[2], p.q_stride[3], at.of.q_len(p) - at.i0, p.head_dim, sh.queries};
 }
 __device__ inline Source arriving_of(const BackwardParams& b, const Shared& sh, const Place& at) {
     const Params& p = b.all;
-    const void* first = row_at(b.d_o, p.out_dtype, row_offset(b.d_o_stride, at.batch, at.head, at.i0));
-    return {first, p.out_dtype, b.d_o_stride[2], b.d_o_stride[3], p.q_len - at.i0, p.head_dim_v, sh.queries};
+    const void* first = row_at(b.d_o, p.out_dtype, row_offset(b.d_o_stride, at.batch, at.head, at.of.first_query() + at.i0));
+    return {first, p.out_dtype, b.d_o_stride[2], b.d_o_stride[3], at.of.q_len(p) - at.i0, p.head_dim_v, sh.queries};
 }
 __device__ inline Source keys_of(const BackwardParams& b, const Place& at) {
     const Params& p = b.all;
-    const void* first = row_at(p.k, STORAGE, row_offset(p.k_stride, at.batch, at.kv_head, at.j0));
-    return {first, STORAGE, p.k_stride[2], p.k_stride[3], p.kv_len - at.j0, p.head_dim, nullptr};
+    const void* first = row_at(p.k, STORAGE, row_offset(p.k_stride, at.batch, at.kv_head, at.of.first_key() + at.j0));
+    return {first, STORAGE, p.k_stride[2], p.k_stride[3], at.of.kv_len(p) - at.j0, p.head_dim, nullptr};
 }
 __device__ inline Source values_of(const BackwardParams& b, const Place& at) {
     const Params& p = b.all;
-    const void* first = row_at(p.v, STORAGE, row_offset(p.v_stride, at.batch, at.kv_head, at.j0));
-    return {first, STORAGE, p.v_stride[2], p.v_stride[3], p.kv_len - at.j0, p.head_dim_v, nullptr};
+    const void* first = row_at(p.v, STORAGE, row_offset(p.v_stride, at.batch, at.kv_head, at.of.first_key() + at.j0));
+    return {first, STORAGE, p.v_stride[2], p.v_stride[3], at.of.kv_len(p) - at.j0, p.head_dim_v, nullptr};
 }
 
 // The queries of a tile to shared memory.
@@ -95,12 +97,12 @@ __device__ inline void load_queries(const BackwardParams& b, Shared& sh, const P
     __syncthreads();
     if (threadIdx.x < TILE) {
         Query of = {0, 0, 0, 1, 0, at.i0 + (int)threadIdx.x, 0, 0, 0};
-        if (of.i < p.q_len) {
-            const RowState state = b.states[state_index(p, at.batch, at.head, of.i)];
-            const Sequence sequence(p, at.batch);
-            of.mask_row = mask_row(p, Row(p, Task(at.batch, at.head, sequence), of.i)), of.slope = slope_of(p, at.head);
+        if (of.i < at.of.q_len(p)) {
+            const RowState state = b.states[state_index(p, at.batch, at.head, at.of.first_query() + of.i)];
+            of.mask_row = mask_row(p, Row(p, Task(at.batch, at.head, at.of), of.i)), of.slope = slope_of(p, at.head);
             of.top = state.top, of.delta = state.delta, of.inverse_sum = state.inverse_sum;
-            if (!is_dead(state)) of.lo = keys_lo(p, sequence, of.i), of.hi = keys_hi(p, sequence, of.i);
+            of.diagonal = of.i + p.diagonal - at.of.lag(p);
+            if (!is_dead(state)) of.lo = keys_lo(p, at.of, of.i), of.hi = keys_hi(p, at.of, of.i);
         }
         sh.queries[threadIdx.x] = of;
     }
@@ -145,7 +147,7 @@ __device__ inline Acc weight_of(const Params& p, const Query& query, int j, Acc 
     bool masked = j < query.lo || j >= query.hi;
     if (MASK != NO_MASK && !masked) masked = is_masked(p, query.mask_row, j, bias);
     if (masked) return MASKED;
-    const Score score(p, x, query.slope, query.i + p.diagonal - j, bias);
+    const Score score(p, x, query.slope, query.diagonal - j, bias);
     const Acc weight = product(exponential(score.s - query.top), query.inverse_sum);
     const Acc m = kept ? (Acc)p.dropping.scale : (Acc)0;
     if (WEIGHT == Weight::P) return DROPOUT ? product(weight, m) : weight;
@@ -165,7 +167,8 @@ __device__ inline void weigh(Acc (&w)[4][4], const BackwardParams& b, Shared& sh
     multiply(w, sh, PASS == KEYS ? k : q, PASS == KEYS ? q : k);
     if (WEIGHT != Weight::P) multiply(dp, sh, PASS == KEYS ? v : d_o, PASS == KEYS ? d_o : v);
 #if DROPOUT
-    const DroppingHead dropping(b.all.dropping, at.batch, at.head);
+    const Task task(at.batch, at.head, at.of);
+    const DroppingHead dropping(b.all.dropping, task.dropping_batch(), task.head);
 #endif
     // Of each query, whether the key and the one behind it are kept.
     u32 kept[4];
@@ -254,7 +257,8 @@ struct Sums {
 template <Weight WEIGHT>
 __device__ inline void sum_keys(const BackwardParams& b, Shared& sh, Place at, int column0) {
     const Params& p = b.all;
-    const Seeing seeing(p, at.j0, min(at.j0 + TILE, p.kv_len));
+    const int rows = min(TILE, at.of.kv_len(p) - at.j0), row = at.of.first_key() + at.j0;
+    const Seeing seeing(p, at.of, at.j0, at.j0 + rows);
     Sums sums;
     for (int careful = 0; careful < 2; careful++) {
         sums.clear();
@@ -267,11 +271,10 @@ __device__ inline void sum_keys(const BackwardParams& b, Shared& sh, Place at, i
         }
         if (!__syncthreads_or(sums.has_non_finite())) break;
     }
-    const int rows = p.kv_len - at.j0;
     if (WEIGHT == Weight::P) {
-        sums.store(b.dv, b.dv_stride, row_offset(b.dv_stride, at.batch, at.kv_head, at.j0), rows, column0, p.head_dim_v, 1);
+        sums.store(b.dv, b.dv_stride, row_offset(b.dv_stride, at.batch, at.kv_head, row), rows, column0, p.head_dim_v, 1);
     } else {
-        sums.store(b.dk, b.dk_stride, row_offset(b.dk_stride, at.batch, at.kv_head, at.j0), rows, column0, p.head_dim, (Acc)p.scale);
+        sums.store(b.dk, b.dk_stride, row_offset(b.dk_stride, at.batch, at.kv_head, row), rows, column0, p.head_dim, (Acc)p.scale);
     }
 }
 
@@ -279,7 +282,9 @@ __device__ inline void run(const BackwardParams& b, Shared& sh) {
     const int of_dk = b.dk == nullptr ? 0 : (b.all.head_dim + CHUNK - 1) / CHUNK;
     const int of_dv = b.dv == nullptr ? 0 : (b.all.head_dim_v + CHUNK - 1) / CHUNK;
     const int unit = blockIdx.x / (of_dk + of_dv), target = blockIdx.x - unit * (of_dk + of_dv), head = unit / b.units;
-    const Place at = {head / b.kv_heads, 0, head % b.kv_heads, 0, (unit - head * b.units) * TILE};
+    const OwnRows<TILE, true> own(b, head / b.kv_heads, unit - head * b.units);
+    if (VARLEN && own.rows <= 0) return;
+    const Place at = {head / b.kv_heads, 0, head % b.kv_heads, own.sequence, 0, own.first};
     if (target < of_dk) sum_keys<Weight::DX>(b, sh, at, target * CHUNK);
     else sum_keys<Weight::P>(b, sh, at, (target - of_dk) * CHUNK);
 }
@@ -289,9 +294,10 @@ __device__ inline void run(const BackwardParams& b, Shared& sh) {
     const int chunks = (p.head_dim + CHUNK - 1) / CHUNK, unit = blockIdx.x / chunks, column0 = (blockIdx.x - unit * chunks) * CHUNK;
     const int head = unit / b.units % p.heads, batch = unit / b.units / p.heads;
     // Late rows see the most keys under a causal mask: they go first.
-    Place at = {batch, head, (int)divide(head, p.by_group), (b.units - 1 - unit % b.units) * TILE, 0};
-    const int rows = min(TILE, p.q_len - at.i0);
-    const Seen seen(p, Task(batch, head, Sequence(p, batch)), at.i0, at.i0 + rows);
+    const OwnRows<TILE, false> own(b, batch, b.units - 1 - unit % b.units);
+    if (VARLEN && own.rows <= 0) return;
+    Place at = {batch, head, (int)divide(head, p.by_group), own.sequence, own.first, 0};
+    const Seen seen(p, Task(batch, head, at.of), at.i0, at.i0 + own.rows);
     load_queries(b, sh, at);
     Sums sums;
     for (int careful = 0; careful < 2; careful++) {
@@ -299,7 +305,7 @@ __device__ inline void run(const BackwardParams& b, Shared& sh) {
         for (at.j0 = seen.lo / TILE * TILE; at.j0 < seen.hi; at.j0 += TILE) sums.add<Weight::DX>(b, sh, at, keys_of(b, at), column0, careful);
         if (!__syncthreads_or(sums.has_non_finite())) break;
     }
-    sums.store(b.dq, b.dq_stride, row_offset(b.dq_stride, batch, head, at.i0), rows, column0, p.head_dim, (Acc)p.scale);
+    sums.store(b.dq, b.dq_stride, row_offset(b.dq_stride, batch, head, at.of.first_query() + at.i0), own.rows, column0, p.head_dim, (Acc)p.scale);
 }
 #else
 // A tile of the gradient of a mask, summed over what the mask is broadcast to: batch entries, heads, tiles of queries, tiles of keys.
@@ -313,7 +319,7 @@ __device__ inline void run(const BackwardParams& b, Shared& sh) {
     const int heads = size[1] == 1 ? p.heads : head + 1, entries = size[0] == 1 ? b.batch : batch + 1;
     const int query_end = size[2] == 1 ? query_tiles : query_tile + 1, key_end = size[3] == 1 ? key_tiles : key_tile + 1;
     Acc sums[4][4] = {};
-    Place at;
+    Place at = {0, 0, 0, Sequence(p, 0), 0, 0};
     for (at.batch = batch; at.batch < entries; at.batch++)
         for (at.head = head; at.head < heads; at.head++)
             for (int query = query_tile; query < query_end; query++) {

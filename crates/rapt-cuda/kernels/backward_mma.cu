@@ -16,7 +16,7 @@
 // streamed rows reaches only the rows that attend it. Finite sums have the same bits both ways.
 // Deliberately absent: gradients of masks and sinks (backward.cu, backward_rows.cu).
 
-#include "backward/request.cuh"
+#include "backward/sequences.cuh"
 #include "backward/products.cuh"
 
 #define KEYS 1
@@ -41,21 +41,28 @@ struct Shared {
 };
 static_assert(sizeof(Shared) == SHARED_BYTES, "the host and backward_mma.cu disagree on shared memory");
 
-// Which rows a block has, and which sums of KEYS.
+// Which block of rows of a head a block has.
+struct Unit {
+    int matrix, at;
+    __device__ explicit Unit(const BackwardParams& b) {
+        const int unit = PASS == KEYS && SPLIT ? blockIdx.x / 2 : blockIdx.x;
+        matrix = unit / b.units, at = unit - matrix * b.units;
+        // Early keys are seen by the most queries under a causal mask, late queries see the most keys: they go first.
+        if (PASS == QUERIES) at = b.units - 1 - at;
+    }
+};
 struct Block {
     int batch, head, kv_head;  // head: of QUERIES alone
-    int first, rows, target;
-    __device__ explicit Block(const BackwardParams& b) {
-        const Params& p = b.all;
-        const int unit = PASS == KEYS && SPLIT ? blockIdx.x / 2 : blockIdx.x, matrix = unit / b.units, at = unit - matrix * b.units;
-        target = blockIdx.x % 2;
-        if (PASS == KEYS) {
-            // Early keys are seen by the most queries under a causal mask, late queries see the most keys: they go first.
-            batch = matrix / b.kv_heads, kv_head = matrix - batch * b.kv_heads, head = 0, first = at * BM, rows = min(BM, p.kv_len - first);
-        } else {
-            batch = matrix / p.heads, head = matrix - batch * p.heads, kv_head = divide(head, p.by_group);
-            first = (b.units - 1 - at) * BM, rows = min(BM, p.q_len - first);
-        }
+    OwnRows<BM, PASS == KEYS> own;
+    __device__ explicit Block(const BackwardParams& b) : Block(b, Unit(b)) {}
+    // The row of its own tensors that is its first.
+    __device__ int first_row() const { return (PASS == KEYS ? own.sequence.first_key() : own.sequence.first_query()) + own.first; }
+
+  private:
+    __device__ Block(const BackwardParams& b, const Unit& unit) : Block(b, unit, unit.matrix / (PASS == KEYS ? b.kv_heads : b.all.heads)) {}
+    __device__ Block(const BackwardParams& b, const Unit& unit, int batch) : batch(batch), own(b, batch, unit.at) {
+        const int of_batch = unit.matrix - batch * (PASS == KEYS ? b.kv_heads : b.all.heads);
+        head = PASS == KEYS ? 0 : of_batch, kv_head = PASS == KEYS ? of_batch : divide(of_batch, b.all.by_group);
     }
 };
 
@@ -65,10 +72,10 @@ struct Tiles {
     __device__ Tiles(const BackwardParams& b, const Block& block) {
         const Params& p = b.all;
         if (PASS == KEYS) {
-            const Seeing seeing(p, block.first, block.first + block.rows);
+            const Seeing seeing(p, block.own.sequence, block.own.first, block.own.first + block.own.rows);
             lo = seeing.lo / BN * BN, hi = seeing.hi, head = block.kv_head * p.group, last_head = head + p.group - 1;
         } else {
-            const Seen seen(p, Task(block.batch, block.head, Sequence(p, block.batch)), block.first, block.first + block.rows);
+            const Seen seen(p, Task(block.batch, block.head, block.own.sequence), block.own.first, block.own.first + block.own.rows);
             lo = seen.lo / BN * BN, hi = seen.hi, head = last_head = block.head;
         }
         n0 = lo;
@@ -84,51 +91,54 @@ struct Tiles {
 };
 
 template <int ROWS>
-__device__ inline void load_queries(const BackwardParams& b, Pair<ROWS>& to, int batch, int head, int i0) {
+__device__ inline void load_queries(const BackwardParams& b, Pair<ROWS>& to, const Block& block, int head, int i0) {
     const Params& p = b.all;
-    const int rows = p.q_len - i0;
-    const Elem* q = (const Elem*)p.q + row_offset(p.q_stride, batch, head, i0);
-    const Elem* d_o = (const Elem*)b.d_o + row_offset(b.d_o_stride, batch, head, i0);
+    const Sequence& of = block.own.sequence;
+    const int rows = of.q_len(p) - i0, row = of.first_query() + i0;
+    const Elem* q = (const Elem*)p.q + row_offset(p.q_stride, block.batch, head, row);
+    const Elem* d_o = (const Elem*)b.d_o + row_offset(b.d_o_stride, block.batch, head, row);
     load_rows<ROWS, D_WORDS, THREADS>(to.a, {q, p.q_stride[3], p.q_stride[2], rows, p.head_dim}, threadIdx.x);
     load_rows<ROWS, DV_WORDS, THREADS>(to.b, {d_o, b.d_o_stride[3], b.d_o_stride[2], rows, p.head_dim_v}, threadIdx.x);
 }
 template <int ROWS>
-__device__ inline void load_keys(const BackwardParams& b, Pair<ROWS>& to, int batch, int head, int j0) {
+__device__ inline void load_keys(const BackwardParams& b, Pair<ROWS>& to, const Block& block, int j0) {
     const Params& p = b.all;
-    const int rows = p.kv_len - j0;
-    const Elem* k = (const Elem*)p.k + row_offset(p.k_stride, batch, head, j0);
-    const Elem* v = (const Elem*)p.v + row_offset(p.v_stride, batch, head, j0);
+    const Sequence& of = block.own.sequence;
+    const int rows = of.kv_len(p) - j0, row = of.first_key() + j0;
+    const Elem* k = (const Elem*)p.k + row_offset(p.k_stride, block.batch, block.kv_head, row);
+    const Elem* v = (const Elem*)p.v + row_offset(p.v_stride, block.batch, block.kv_head, row);
     load_rows<ROWS, D_WORDS, THREADS>(to.a, {k, p.k_stride[3], p.k_stride[2], rows, p.head_dim}, threadIdx.x);
     load_rows<ROWS, DV_WORDS, THREADS>(to.b, {v, p.v_stride[3], p.v_stride[2], rows, p.head_dim_v}, threadIdx.x);
 }
 // The states of ROWS queries; of those that there are not, zeros.
 template <int ROWS>
-__device__ inline void load_states(const BackwardParams& b, RowState* to, int batch, int head, int i0) {
-    const RowState* states = b.states + state_index(b.all, batch, head, i0);
+__device__ inline void load_states(const BackwardParams& b, RowState* to, const Block& block, int head, int i0) {
+    const Sequence& of = block.own.sequence;
+    const RowState* states = b.states + state_index(b.all, block.batch, head, of.first_query() + i0);
     for (int r = threadIdx.x; r < ROWS; r += THREADS) {
-        const bool inside = i0 + r < b.all.q_len;
+        const bool inside = i0 + r < of.q_len(b.all);
         cp_async_zfill<16>(shared_address(to + r), inside ? states + r : b.states, inside);
     }
 }
 __device__ inline void load_stage(const BackwardParams& b, Stage& to, const Block& block, const Tiles& at) {
     if (PASS == QUERIES) {
-        load_keys<BN>(b, to.rows, block.batch, block.kv_head, at.n0);
+        load_keys<BN>(b, to.rows, block, at.n0);
     } else {
-        load_queries<BN>(b, to.rows, block.batch, at.head, at.n0);
-        load_states<BN>(b, to.states, block.batch, at.head, at.n0);
+        load_queries<BN>(b, to.rows, block, at.head, at.n0);
+        load_states<BN>(b, to.states, block, at.head, at.n0);
     }
     cp_async_commit();
 }
 
-// A query as its pairs need it.
+// A query as its pairs need it; `diagonal` is the key of slope 0.
 struct Query {
     RowState state;
     float slope;
-    int i;
+    int diagonal;
     i64 mask_row;
-    __device__ Query(const Params& p, const RowState& state, int batch, int head, int i) : state(state), i(i) {
-        slope = NATURAL ? slope_of(p, head) : 0.f;
-        mask_row = MASK == NO_MASK ? 0 : offset_of(p.mask_stride, batch, head) + min(i, p.q_len - 1) * p.mask_stride[2];
+    __device__ Query(const Params& p, const Block& block, const RowState& state, int head, int i) : state(state) {
+        slope = NATURAL ? slope_of(p, head) : 0.f, diagonal = i + p.diagonal - block.own.sequence.lag(p);
+        mask_row = MASK == NO_MASK ? 0 : offset_of(p.mask_stride, block.batch, head) + min(i, p.q_len - 1) * p.mask_stride[2];
     }
 };
 
@@ -178,7 +188,7 @@ __device__ inline void weigh(const Params& p, const Query& query, int j, float& 
     if (MASK != NO_MASK && !masked && j < p.kv_len) masked = is_masked(p, query.mask_row, j, bias);
     float below, rises = 1;
     if (NATURAL) {
-        const Score score(p, x, query.slope, query.i + p.diagonal - j, bias);
+        const Score score(p, x, query.slope, query.diagonal - j, bias);
         below = score.s - query.state.top, rises = score.rises;
     } else {
         below = __fmaf_rn(x, (float)p.scale, -query.state.top);
@@ -194,9 +204,8 @@ __device__ inline void weigh(const Params& p, const Query& query, int j, float& 
 // The keys that a query sees by its position: none of a row that there is not.
 struct SeenKeys {
     int lo, hi;
-    __device__ SeenKeys(const Params& p, int i) {
-        const Sequence sequence(p, 0);
-        lo = keys_lo(p, sequence, i), hi = i < p.q_len ? keys_hi(p, sequence, i) : 0;
+    __device__ SeenKeys(const Params& p, const Sequence& of, int i) {
+        lo = keys_lo(p, of, i), hi = i < of.q_len(p) ? keys_hi(p, of, i) : 0;
     }
     // Weights of key j, if it is left out.
     template <bool CAREFUL>
@@ -265,14 +274,16 @@ __device__ inline bool attend(const BackwardParams& b, Shared& sh, ByDs& by_ds, 
     constexpr bool HAS_DS = !is_same<ByDs, NoSums>, HAS_P = !is_same<ByP, NoSums>;
     const Params& p = b.all;
     const Block block(b);
+    const Sequence& sequence = block.own.sequence;
+    const int first = block.own.first;
     Tiles tiles(b, block);
     const int warp_row = threadIdx.x / 32 * 16 * FRAGMENTS;
     by_ds.clear(), by_p.clear();
     if (PASS == KEYS) {
-        load_keys<BM>(b, sh.own, block.batch, block.kv_head, block.first);
+        load_keys<BM>(b, sh.own, block, first);
     } else {
-        load_queries<BM>(b, sh.own, block.batch, block.head, block.first);
-        load_states<BM>(b, sh.states, block.batch, block.head, block.first);
+        load_queries<BM>(b, sh.own, block, block.head, first);
+        load_states<BM>(b, sh.states, block, block.head, first);
     }
     Tiles ahead = tiles;
     bool is_left = tiles.has_any(), is_ahead = is_left;
@@ -299,7 +310,8 @@ __device__ inline bool attend(const BackwardParams& b, Shared& sh, ByDs& by_ds, 
             for (int mt = 0; mt < FRAGMENTS; mt++) zero(dp[mt]);
         const int own_row = warp_row + lane_row((int)threadIdx.x), streamed_row = lane_column((int)threadIdx.x);
 #if DROPOUT
-        const u32 kept = kept_weights(DroppingHead(p.dropping, block.batch, tiles.head), block.first + warp_row, tiles.n0);
+        const Task task(block.batch, tiles.head, sequence);
+        const u32 kept = kept_weights(DroppingHead(p.dropping, task.dropping_batch(), task.head), first + warp_row, tiles.n0);
 #else
         constexpr u32 kept = ~0u;
 #endif
@@ -307,18 +319,18 @@ __device__ inline bool attend(const BackwardParams& b, Shared& sh, ByDs& by_ds, 
 #pragma unroll
             for (int column = 0; column < NT * 2; column++) {
                 const int nt = column / 2, e = column % 2, r = nt * 8 + streamed_row + e;
-                const Query query(p, now.states[r], block.batch, tiles.head, tiles.n0 + r);
+                const Query query(p, block, now.states[r], tiles.head, tiles.n0 + r);
 #pragma unroll
                 for (int row = 0; row < FRAGMENTS * 2; row++) {
                     const int mt = row / 2, at = row % 2 * 2 + e;
                     const bool is_kept = kept >> ((mt * NT + nt) * 4 + at) & 1;
-                    weigh<CAREFUL>(p, query, block.first + own_row + row * 8, s[mt][nt][at], dp[mt][nt][at], is_kept);
+                    weigh<CAREFUL>(p, query, first + own_row + row * 8, s[mt][nt][at], dp[mt][nt][at], is_kept);
                 }
             }
         } else {
 #pragma unroll
             for (int row = 0; row < FRAGMENTS * 2; row++) {
-                const Query query(p, sh.states[own_row + row * 8], block.batch, block.head, block.first + own_row + row * 8);
+                const Query query(p, block, sh.states[own_row + row * 8], block.head, first + own_row + row * 8);
 #pragma unroll
                 for (int column = 0; column < NT * 2; column++) {
                     const int mt = row / 2, nt = column / 2, at = row % 2 * 2 + column % 2;
@@ -330,12 +342,10 @@ __device__ inline bool attend(const BackwardParams& b, Shared& sh, ByDs& by_ds, 
         // Whether some pair of the tile is left out by its position.
         bool positions;
         if (PASS == KEYS) {
-            const int end = min(tiles.n0 + BN, p.q_len);
-            const Sequence sequence(p, block.batch);
-            positions = keys_lo(p, sequence, end - 1) > block.first || keys_hi(p, sequence, tiles.n0) < block.first + BM ||
-                        tiles.n0 + BN > p.q_len;
+            const int q_len = sequence.q_len(p), end = min(tiles.n0 + BN, q_len);
+            positions = keys_lo(p, sequence, end - 1) > first || keys_hi(p, sequence, tiles.n0) < first + BM || tiles.n0 + BN > q_len;
         } else {
-            const Seen seen(p, Task(block.batch, block.head, Sequence(p, block.batch)), block.first, block.first + block.rows);
+            const Seen seen(p, Task(block.batch, block.head, sequence), first, first + block.own.rows);
             positions = tiles.n0 < seen.all_lo || tiles.n0 + BN > seen.all_hi;
         }
         if (positions) {
@@ -344,8 +354,8 @@ __device__ inline bool attend(const BackwardParams& b, Shared& sh, ByDs& by_ds, 
 #pragma unroll
                 for (int own = 0; own < FRAGMENTS * 2; own++) {
                     const int mt = own / 2, nt = streamed / 2, at = own % 2 * 2 + streamed % 2;
-                    const int row = block.first + own_row + own * 8, column = tiles.n0 + nt * 8 + streamed_row + streamed % 2;
-                    const SeenKeys seen(p, PASS == KEYS ? column : row);
+                    const int row = first + own_row + own * 8, column = tiles.n0 + nt * 8 + streamed_row + streamed % 2;
+                    const SeenKeys seen(p, sequence, PASS == KEYS ? column : row);
                     seen.leave_out<CAREFUL>(PASS == KEYS ? row : column, s[mt][nt][at], dp[mt][nt][at]);
                 }
         }
@@ -371,13 +381,15 @@ __device__ inline void store(const BackwardParams& b, const ByDs& by_ds, const B
     const Params& p = b.all;
     const Block block(b);
     const float scale = (float)p.scale;
+    const auto at = [&](const i64 (&stride)[4]) {
+        return row_offset(stride, block.batch, PASS == KEYS ? block.kv_head : block.head, block.first_row());
+    };
     if constexpr (PASS == QUERIES) {
-        by_ds.store(b.dq, b.dq_stride, row_offset(b.dq_stride, block.batch, block.head, block.first), block.rows, p.head_dim, b.dq_pairs, scale);
+        by_ds.store(b.dq, b.dq_stride, at(b.dq_stride), block.own.rows, p.head_dim, b.dq_pairs, scale);
     } else {
-        const auto at = [&](const i64 (&stride)[4]) { return row_offset(stride, block.batch, block.kv_head, block.first); };
-        if constexpr (!is_same<ByDs, NoSums>) by_ds.store(b.dk, b.dk_stride, at(b.dk_stride), block.rows, p.head_dim, b.dk_pairs, scale);
+        if constexpr (!is_same<ByDs, NoSums>) by_ds.store(b.dk, b.dk_stride, at(b.dk_stride), block.own.rows, p.head_dim, b.dk_pairs, scale);
         const float of_p = DROPOUT ? (float)p.dropping.scale : 1.f;
-        if constexpr (!is_same<ByP, NoSums>) by_p.store(b.dv, b.dv_stride, at(b.dv_stride), block.rows, p.head_dim_v, b.dv_pairs, of_p);
+        if constexpr (!is_same<ByP, NoSums>) by_p.store(b.dv, b.dv_stride, at(b.dv_stride), block.own.rows, p.head_dim_v, b.dv_pairs, of_p);
     }
 }
 
@@ -401,6 +413,9 @@ __device__ inline void run(const BackwardParams& b, Shared& sh) {
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) backward(const __grid_constant__ BackwardParams b) {
     extern __shared__ __align__(128) u8 memory[];
     Shared& sh = *(Shared*)memory;
+#if VARLEN
+    if (Block(b).own.rows <= 0) return;
+#endif
 #if PASS == QUERIES
     run<Sums<D>, NoSums>(b, sh);
 #elif SPLIT

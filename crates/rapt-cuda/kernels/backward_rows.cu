@@ -6,7 +6,7 @@
 // A row whose lse is -inf attends nothing: what arrives there is not read. In a lse beyond LARGE the logarithm of the sum drowns; such a row
 // gets its maximum and its sum anew, from its own keys: a lane a key. Deliberately absent: any product but of those rows.
 
-#include "backward/request.cuh"
+#include "backward/sequences.cuh"
 #include "common/softmax.cuh"
 
 #define ROWS 0
@@ -26,14 +26,16 @@ struct Largest {
     }
 };
 
-__device__ inline Largest largest_of(const Params& p, int batch, int head, int i) {
-    const Sequence sequence(p, batch);
+__device__ inline Largest largest_of(const BackwardParams& b, int batch, int head, int at) {
+    const Params& p = b.all;
+    const Sequence sequence = sequence_of_row(b, batch, at);
+    const int i = at - sequence.first_query(), diagonal = i + p.diagonal - sequence.lag(p);
     const Row row(p, Task(batch, head, sequence), i);
     const i64 mask_at = mask_row(p, row);
     const Acc slope = slope_of(p, head);
     const int kv_head = divide(head, p.by_group);
-    const Elem* q = (const Elem*)p.q + row_offset(p.q_stride, batch, head, i);
-    const Elem* k = (const Elem*)p.k + offset_of(p.k_stride, batch, kv_head);
+    const Elem* q = (const Elem*)p.q + row_offset(p.q_stride, batch, head, at);
+    const Elem* k = (const Elem*)p.k + row_offset(p.k_stride, batch, kv_head, sequence.first_key());
     Largest of;
     for (int j = keys_lo(p, sequence, i) + (int)threadIdx.x % 32; j < keys_hi(p, sequence, i); j += 32) {
         Acc bias = 0;
@@ -41,7 +43,7 @@ __device__ inline Largest largest_of(const Params& p, int batch, int head, int i
         const Elem* key = k + j * p.k_stride[2];
         Acc x = 0;
         for (int d = 0; d < p.head_dim; d++) x = fused(widen(q[d * p.q_stride[3]]), widen(key[d * p.k_stride[3]]), x);
-        const Score score(p, x, slope, i + p.diagonal - j, bias);
+        const Score score(p, x, slope, diagonal - j, bias);
         of.add(score.s, 1);
     }
 #pragma unroll
@@ -75,7 +77,7 @@ __device__ inline void find_state(const BackwardParams& b) {
         // An infinite lse has no probabilities.
         state.top = lse == positive_infinity() ? (Acc)not_a_number() : lse, state.delta = sum;
         if (lse > LARGE || lse < -LARGE) {
-            Largest of = largest_of(p, batch, head, i);
+            Largest of = largest_of(b, batch, head, i);
             // NaN, and what has no sum that could be relied on, stay as lse has them.
             if (of.sum > 0 && of.top != negative_infinity()) {
                 if (p.sinks != nullptr) of.add(load_as(p.sinks, p.sinks_dtype, head * p.sinks_stride), 1);

@@ -2,7 +2,7 @@
 //!
 //! Made without addresses when a request is planned; a run fills these in. Deliberately absent: any choice.
 
-use rapt_core::{BackwardOperands, BackwardSpec, TensorSpec, View};
+use rapt_core::{BackwardOperands, BackwardSpec, Causal, TensorSpec, View};
 
 use crate::access::{is_in_pairs, strides};
 use crate::params::{DroppedParams, DroppingParams, Params, int};
@@ -28,6 +28,11 @@ pub(crate) struct BackwardParams {
     d_lse_stride: [i64; 3],
     d_sinks_stride: i64,
     d_mask_size: [i32; 4],
+    /// Where sequences begin that lie one after another: of queries, and of keys.
+    offsets: [usize; 2],
+    offsets_step: [i64; 2],
+    sequences: i32,
+    bottom_right: i32,
     batch: i32,
     kv_heads: i32,
     /// Blocks of own rows of a head.
@@ -69,6 +74,13 @@ impl BackwardParams {
             d_lse_stride: spec.d_lse().map_or([0; 3], strides),
             d_sinks_stride: spec.d_sinks().map_or(0, |sinks| strides(sinks)[0]),
             d_mask_size: spec.d_mask().map_or([0; 4], |of| of.shape.map(int)),
+            offsets: [0; 2],
+            offsets_step: forward
+                .varlen
+                .as_deref()
+                .map_or([0; 2], |of| [&of.cu_seqlens_q, &of.cu_seqlens_kv].map(|offsets| strides(offsets)[0])),
+            sequences: forward.varlen.as_deref().map_or(0, |of| int(of.sequences())),
+            bottom_right: i32::from(forward.causal == Some(Causal::BottomRight)),
             batch: int(forward.batch()),
             kv_heads: int(forward.num_kv_heads()),
             units: 0,
@@ -88,9 +100,10 @@ impl BackwardParams {
         let [dq, dk, dv, d_mask, d_sinks] = operands.gradient_ptrs().map(|ptr| ptr.map_or(0, |ptr| ptr as usize));
         let tensors = operands.tensors();
         let d_lse = tensors.d_lse.as_ref().map_or(0, View::address);
+        let offsets = tensors.offsets.as_ref().map_or([0; 2], |offsets| offsets.each_ref().map(View::address));
         let DroppedParams { params, dropping } = self.all;
         let all = DroppedParams { params: params.of_gradients(tensors), dropping: dropping.of(tensors.dropout) };
-        BackwardParams { all, d_o: tensors.d_o.address(), d_lse, dq, dk, dv, d_mask, d_sinks, states, ..self }
+        BackwardParams { all, d_o: tensors.d_o.address(), d_lse, dq, dk, dv, d_mask, d_sinks, states, offsets, ..self }
     }
 
     /// The bytes that a launch passes.
@@ -102,6 +115,6 @@ impl BackwardParams {
 }
 
 const _: () = assert!(
-    size_of::<BackwardParams>() == size_of::<DroppedParams>() + 8 * 8 + (5 * 4 + 3 + 1) * 8 + 4 * 4 + 6 * 4,
+    size_of::<BackwardParams>() == size_of::<DroppedParams>() + 8 * 8 + (5 * 4 + 3 + 1) * 8 + 4 * 4 + 4 * 8 + 8 * 4,
     "BackwardParams has padding"
 );

@@ -16,6 +16,7 @@ pub(crate) const FILES: &[(&str, &str)] = files![
     "backward.cu",
     "backward/products.cuh",
     "backward/request.cuh",
+    "backward/sequences.cuh",
     "backward_mma.cu",
     "backward_rows.cu",
     "combine.cu",

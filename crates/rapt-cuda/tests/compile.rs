@@ -9,8 +9,8 @@ use std::collections::HashSet;
 use std::path::Path;
 
 use common::{
-    backward_spec, caps, spec, spec_of_cache, spec_of_codes, spec_of_dims, spec_of_int8, spec_of_int8_cache,
-    spec_of_latent, spec_of_swizzled, spec_of_varlen,
+    backward_spec, backward_spec_of_varlen, caps, spec, spec_of_cache, spec_of_codes, spec_of_dims, spec_of_int8,
+    spec_of_int8_cache, spec_of_latent, spec_of_swizzled, spec_of_varlen,
 };
 use rapt_core::{Arch, Causal, Compute, DType, Format, Granularity, Options};
 use rapt_cuda::{
@@ -267,6 +267,15 @@ fn gradients() -> (Vec<KernelVariant>, Vec<KernelVariant>) {
     // With dropout.
     hot.extend(of(Arch::Sm90a, DType::BF16, 128, None, &plain.with_dropout_p(0.1)));
     hot.extend(of(Arch::Sm90a, DType::BF16, 64, None, &plain.with_dropout_p(0.1)));
+    // Sequences one after another, and both.
+    let of_varlen = |head_dim, options: &Options| {
+        let spec = backward_spec_of_varlen(DType::BF16, [8, 2, 9000, 9000], head_dim, options);
+        backward_variants(&spec, &caps(Arch::Sm90a)).unwrap()
+    };
+    hot.extend(of_varlen(128, &plain));
+    hot.extend(of_varlen(128, &plain.with_dropout_p(0.1)));
+    // The tiles are those of a call alone, which fill the registers: where a sequence begins takes three more.
+    all.extend(of_varlen(64, &plain));
     all.extend(of(Arch::Sm90a, DType::BF16, 64, Some(DType::BF16), &capped));
     all.extend(of(Arch::Sm90a, DType::BF16, 128, Some(DType::Bool), &plain));
     all.extend(of(Arch::Sm90a, DType::F16, 127, Some(DType::F32), &capped));

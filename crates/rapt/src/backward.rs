@@ -2,7 +2,7 @@
 
 use rapt_core::{
     BackwardOperands, BackwardPlan, BackwardSpec, BackwardTensors, Caps, Device, DeviceMemory, Error, GradientForms,
-    Options, Queue, Result, Spec, TensorForm, ViewMut,
+    Options, Queue, Result, Spec, TensorForm, View, ViewMut,
 };
 
 use crate::Engine;
@@ -125,6 +125,15 @@ impl Engine {
 /// # Errors
 /// Any [`Error`] of kind dtype, shape, option or device; as [`BackwardSpec::new`].
 pub fn backward_spec_of(tensors: &BackwardTensors<'_>, options: &Options) -> Result<BackwardSpec> {
+    spec_of(tensors, options, tensors.offsets.as_ref().map(|[q, kv]| [q, kv]))
+}
+
+/// The same, with sequences that lie between `offsets`.
+pub(crate) fn spec_of(
+    tensors: &BackwardTensors<'_>,
+    options: &Options,
+    offsets: Option<[&View<'_>; 2]>,
+) -> Result<BackwardSpec> {
     let mut builder = Spec::builder(&tensors.q, &tensors.k, &tensors.v, options);
     builder
         .mask(tensors.mask.as_ref())
@@ -132,6 +141,9 @@ pub fn backward_spec_of(tensors: &BackwardTensors<'_>, options: &Options) -> Res
         .alibi_slopes(tensors.alibi_slopes.as_ref())
         .out(&tensors.out)
         .lse(&tensors.lse);
+    if let Some([q, kv]) = offsets {
+        builder.varlen(q, kv);
+    }
     let form = |view: &Option<ViewMut<'_>>| view.as_ref().map(TensorForm::from);
     let forms = GradientForms {
         d_o: (&tensors.d_o).into(),

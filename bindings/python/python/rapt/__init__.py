@@ -339,7 +339,7 @@ def varlen_attention(
     them. compute: as in `attention`.
 
     A refused request raises a subclass of `RaptError` and writes nothing. On a GPU offsets lie there too, and are read when it runs: a
-    sequence whose keys do not lie in k gets NaN. Torch tensors in host memory that require grad have gradients by q, k, v and sinks, and by lse.
+    sequence whose keys do not lie in k gets NaN. Torch tensors that require grad have gradients by q, k, v and sinks, and by lse.
     """
     ops = _torch_ops(q)
     run = _native.varlen_attention if ops is None else ops.varlen_attention

@@ -12,12 +12,14 @@ use std::ops::Range;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 use rapt::{
-    BackwardTensors, DType, Device, DropoutSeed, ErrorKind, Options, PackedTensors, SequenceRows, VarlenTensors,
+    BackwardTensors, DType, Device, DropoutSeed, ErrorKind, Options, PackedTensors, SequenceRows,
+    VarlenBackwardTensors, VarlenTensors,
 };
 
-use crate::api::backward::{Arriving, written};
+use crate::api::backward::{self, Arriving, written};
 use crate::api::ragged::{enqueue, on_threads, size};
 use crate::api::varlen::VarlenOnDevice;
+use crate::api::varlen_backward::BackwardOnDevice;
 use crate::engine::Home;
 use crate::errors::Failure;
 use crate::kind::Kind;
@@ -107,28 +109,77 @@ pub(crate) fn backward<'py>(
     gradients: [Option<Object<'_, 'py>>; 3],
     options: &Options,
 ) -> Result<(), Failure> {
-    let ([q, k, v], rows) = request.read()?;
     let arrived = arriving.read(Kind::Torch, request.values[0])?;
     let mut made = [const { None }; 3];
     for ((made, name), given) in made.iter_mut().zip(["dq", "dk", "dv"]).zip(gradients) {
         *made = given.map(|given| tensors::read(name, given, Kind::Torch, request.values[0])).transpose()?;
     }
-    let [dq, dk, dv] = &mut made;
-    let (out, lse, d_o) = (arrived.out.view()?, arrived.lse.view()?, arrived.d_o.view()?);
-    let tensors = BackwardTensors {
-        dropout: request.dropout,
-        d_lse: arrived.d_lse.as_ref().map(Operand::view).transpose()?,
-        dq: written(dq)?,
-        dk: written(dk)?,
-        dv: written(dv)?,
-        ..BackwardTensors::new([q.view()?, k.view()?, v.view()?], out, lse, d_o)
-    };
+    if let Device::Cuda(device) = arrived.out.device {
+        let (inputs, offsets) = request.on_device()?;
+        let [cu_seqlens_q, cu_seqlens_kv] = &offsets;
+        let (cu_seqlens_q, cu_seqlens_kv) = (cu_seqlens_q.view()?, cu_seqlens_kv.view()?);
+        let tensors = VarlenBackwardTensors {
+            cu_seqlens_q,
+            cu_seqlens_kv,
+            tensors: request.backward(&inputs, &arrived, &mut made)?,
+        };
+        let context = StreamContext::of(Kind::Torch, request.values[0])?;
+        let enqueued = enqueue(py, &Home::Default, device, &context, BackwardOnDevice { tensors, options })?;
+        let used = request.tensors().chain(arriving.named().map(|(_, tensor)| tensor));
+        return context.hold(py, Some(enqueued), used.chain(gradients.into_iter().flatten()), std::iter::empty());
+    }
+    let (inputs, rows) = request.read()?;
+    let tensors = request.backward(&inputs, &arrived, &mut made)?;
     Ok(on_threads(py, &Home::Default, Kind::Torch, |engine, queue| {
         engine.packed_backward(tensors, &rows, options, queue)
     })??)
 }
 
-/// The same on a GPU, which reads where sequences begin: one offset more than there are, int32, and no lengths. Those of v are those of k.
+impl<'py> Jagged<'_, 'py> {
+    /// q, k and v on a GPU, which reads where sequences begin, and their offsets: one more than there are, int32, and no lengths. Those of v are
+    /// those of k.
+    fn on_device(&self) -> Result<([Operand; 3], [Operand; 2]), Failure> {
+        let [of_q, of_k, of_v] = &self.sequences;
+        if [of_q, of_k, of_v].iter().any(|of| of.1.is_some()) || !of_k.0.is(&of_v.0) {
+            let message = "lengths, or keys and values with offsets of their own, on a GPU";
+            return Err(Failure::binding(ErrorKind::Unsupported, message, "one tensor of offsets for k and v"));
+        }
+        let given = self.values;
+        let read = |name, object| tensors::read(name, object, Kind::Torch, given[0]);
+        let mut values = [read("q", given[0])?, read("k", given[1])?, read("v", given[2])?];
+        let offsets = [read(NAMES[0][1], &of_q.0)?, read(NAMES[1][1], &of_k.0)?];
+        if !self.enable_gqa && values.iter().all(|operand| operand.shape.len() == 3) {
+            broadcast_heads(values.each_mut())?;
+        }
+        Ok((values, offsets))
+    }
+
+    /// What is asked of these values.
+    fn backward<'a>(
+        &self,
+        [q, k, v]: &'a [Operand; 3],
+        arrived: &'a backward::Read,
+        [dq, dk, dv]: &'a mut [Option<Operand>; 3],
+    ) -> rapt::Result<BackwardTensors<'a>> {
+        let (out, lse, d_o) = (arrived.out.view()?, arrived.lse.view()?, arrived.d_o.view()?);
+        Ok(BackwardTensors {
+            dropout: self.dropout,
+            d_lse: arrived.d_lse.as_ref().map(Operand::view).transpose()?,
+            dq: written(dq)?,
+            dk: written(dk)?,
+            dv: written(dv)?,
+            ..BackwardTensors::new([q.view()?, k.view()?, v.view()?], out, lse, d_o)
+        })
+    }
+
+    /// Those tensors.
+    fn tensors(&self) -> impl Iterator<Item = Object<'_, 'py>> {
+        let [of_q, of_k, _] = &self.sequences;
+        self.values.into_iter().chain([&of_q.0, &of_k.0])
+    }
+}
+
+/// The same on a GPU.
 fn on_device<'py>(
     py: Python<'py>,
     request: &Jagged<'_, 'py>,
@@ -136,18 +187,8 @@ fn on_device<'py>(
     return_lse: bool,
     device: u32,
 ) -> Result<Bound<'py, PyAny>, Failure> {
-    let [of_q, of_k, of_v] = &request.sequences;
-    if [of_q, of_k, of_v].iter().any(|of| of.1.is_some()) || !of_k.0.is(&of_v.0) {
-        let message = "lengths, or keys and values with offsets of their own, on a GPU";
-        return Err(Failure::binding(ErrorKind::Unsupported, message, "one tensor of offsets for k and v"));
-    }
+    let ([q, k, v], [offsets_q, offsets_k]) = request.on_device()?;
     let given = request.values;
-    let read = |name, object| tensors::read(name, object, Kind::Torch, given[0]);
-    let (mut q, mut k, mut v) = (read("q", given[0])?, read("k", given[1])?, read("v", given[2])?);
-    let (offsets_q, offsets_k) = (read(NAMES[0][1], &of_q.0)?, read(NAMES[1][1], &of_k.0)?);
-    if !request.enable_gqa && [&q, &k, &v].iter().all(|operand| operand.shape.len() == 3) {
-        broadcast_heads([&mut q, &mut k, &mut v])?;
-    }
     let (count, heads) = (size(&q, 0), size(&q, 1));
     let allocate =
         |name, dtype, shape| tensors::allocate(name, Kind::Torch, given[0], Device::Cuda(device), dtype, shape);
@@ -169,7 +210,7 @@ fn on_device<'py>(
     let context = StreamContext::of(Kind::Torch, given[0])?;
     let enqueued = enqueue(py, &Home::Default, device, &context, VarlenOnDevice { tensors, options })?;
     let exports = [q, k, v, offsets_q, offsets_k].into_iter().filter_map(|operand| operand._hold);
-    context.hold(py, Some(enqueued), given.into_iter().chain([&of_q.0, &of_k.0]), exports)?;
+    context.hold(py, Some(enqueued), request.tensors(), exports)?;
     drop(out);
     with_lse(py, product, lse)
 }

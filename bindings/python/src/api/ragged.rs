@@ -354,10 +354,18 @@ impl Lengths {
 
 /// A call for many sequences on a GPU.
 pub(super) trait OnDevice: Sync {
-    fn plan(&self, engine: &Engine) -> rapt::Result<Arc<Plan>>;
+    type Plan: Send;
+    fn plan(&self, engine: &Engine) -> rapt::Result<Self::Plan>;
+    fn workspace_bytes(plan: &Self::Plan) -> usize;
     /// # Safety
     /// As [`Engine::run_async`].
-    unsafe fn run(self, engine: &Engine, plan: &Plan, workspace: DeviceMemory, queue: &Queue<'_>) -> rapt::Result<()>;
+    unsafe fn run(
+        self,
+        engine: &Engine,
+        plan: &Self::Plan,
+        workspace: DeviceMemory,
+        queue: &Queue<'_>,
+    ) -> rapt::Result<()>;
 }
 
 struct CachedOnDevice<'a> {
@@ -366,29 +374,39 @@ struct CachedOnDevice<'a> {
 }
 
 impl OnDevice for CachedOnDevice<'_> {
+    type Plan = Arc<Plan>;
     fn plan(&self, engine: &Engine) -> rapt::Result<Arc<Plan>> {
         engine.plan_with_kvcache(&self.tensors, self.options)
     }
-    unsafe fn run(self, engine: &Engine, plan: &Plan, workspace: DeviceMemory, queue: &Queue<'_>) -> rapt::Result<()> {
+    fn workspace_bytes(plan: &Arc<Plan>) -> usize {
+        plan.workspace_bytes()
+    }
+    unsafe fn run(
+        self,
+        engine: &Engine,
+        plan: &Arc<Plan>,
+        workspace: DeviceMemory,
+        queue: &Queue<'_>,
+    ) -> rapt::Result<()> {
         // SAFETY: as the caller promises.
         unsafe { engine.attention_with_kvcache_async(plan, self.tensors, workspace, queue) }
     }
 }
 
 /// Enqueues a call on the stream of `context`, with its memory for scratch.
-pub(super) fn enqueue<'py>(
+pub(super) fn enqueue<'py, Call: OnDevice>(
     py: Python<'py>,
     home: &Home,
     device: u32,
     context: &StreamContext<'py>,
-    call: impl OnDevice,
+    call: Call,
 ) -> Result<Enqueued, Failure> {
     pass_folders(py)?;
     let engine = home.engine()?;
     // A kernel that is not kept yet is compiled here, for seconds.
     let plan = py.detach(|| call.plan(engine))?;
     let stream = context.stream(py, device)?;
-    let workspace = context.workspace(py, device, plan.workspace_bytes(), stream)?;
+    let workspace = context.workspace(py, device, Call::workspace_bytes(&plan), stream)?;
     let queue = Queue::Cuda { device, stream };
     // SAFETY: the tensors lie on this device (each was read there, and the plan compares devices), and the workspace is reused only by
     // what this stream runs later. That the tensors' memory is not reused before, `StreamContext::hold` says, which the caller calls next.

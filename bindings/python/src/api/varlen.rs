@@ -102,10 +102,20 @@ pub(super) struct VarlenOnDevice<'a> {
 }
 
 impl OnDevice for VarlenOnDevice<'_> {
+    type Plan = Arc<Plan>;
     fn plan(&self, engine: &Engine) -> rapt::Result<Arc<Plan>> {
         engine.plan_varlen(&self.tensors, self.options)
     }
-    unsafe fn run(self, engine: &Engine, plan: &Plan, workspace: DeviceMemory, queue: &Queue<'_>) -> rapt::Result<()> {
+    fn workspace_bytes(plan: &Arc<Plan>) -> usize {
+        plan.workspace_bytes()
+    }
+    unsafe fn run(
+        self,
+        engine: &Engine,
+        plan: &Arc<Plan>,
+        workspace: DeviceMemory,
+        queue: &Queue<'_>,
+    ) -> rapt::Result<()> {
         // SAFETY: as the caller promises.
         unsafe { engine.varlen_attention_async(plan, self.tensors, workspace, queue) }
     }

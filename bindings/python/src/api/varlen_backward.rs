@@ -4,15 +4,18 @@ use std::cell::Cell;
 
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
-use rapt::{BackwardTensors, DropoutSeed, ErrorKind, Options, VarlenBackwardTensors, View};
+use rapt::{
+    BackwardPlan, BackwardTensors, Device, DeviceMemory, DropoutSeed, Engine, ErrorKind, Options, Queue,
+    VarlenBackwardTensors, View,
+};
 
 use crate::api::backward::{self, Arriving, written};
 use crate::api::codes::Opened;
-use crate::api::ragged::{Common, Reader, on_threads};
+use crate::api::ragged::{Common, OnDevice, Reader, enqueue, on_threads};
 use crate::engine::Home;
 use crate::errors::{Failure, Wording, guard, hints};
 use crate::kind::Kind;
-use crate::tensors::{self, Operand, torch};
+use crate::tensors::{self, Enqueued, Export, Operand, StreamContext, torch};
 
 type Object<'a, 'py> = &'a Bound<'py, PyAny>;
 type Maybe<'a, 'py> = Option<Object<'a, 'py>>;
@@ -31,8 +34,33 @@ pub(crate) struct Request<'a, 'py> {
 
 const NAMES: [&str; 4] = ["dq", "dk", "dv", "d_sinks"];
 
+pub(super) struct BackwardOnDevice<'a> {
+    pub(super) tensors: VarlenBackwardTensors<'a>,
+    pub(super) options: &'a Options,
+}
+
+impl OnDevice for BackwardOnDevice<'_> {
+    type Plan = BackwardPlan;
+    fn plan(&self, engine: &Engine) -> rapt::Result<BackwardPlan> {
+        engine.plan_varlen_backward(&self.tensors, self.options)
+    }
+    fn workspace_bytes(plan: &BackwardPlan) -> usize {
+        plan.workspace_bytes()
+    }
+    unsafe fn run(
+        self,
+        engine: &Engine,
+        plan: &BackwardPlan,
+        workspace: DeviceMemory,
+        queue: &Queue<'_>,
+    ) -> rapt::Result<()> {
+        // SAFETY: as the caller promises.
+        unsafe { engine.varlen_backward_async(plan, self.tensors, workspace, queue) }
+    }
+}
+
 /// What was given, as it was read.
-struct Call {
+struct Call<'py> {
     kind: Kind,
     options: Options,
     inputs: [Operand; 3],
@@ -41,10 +69,12 @@ struct Call {
     sinks: Option<Operand>,
     alibi_slopes: Option<Operand>,
     dropout: Option<DropoutSeed>,
+    /// Whose stream and memory serve it on a GPU.
+    context: StreamContext<'py>,
 }
 
-impl Call {
-    fn read<'py>(py: Python<'py>, wording: &Cell<Wording>, request: &Request<'_, 'py>) -> Result<Self, Failure> {
+impl<'py> Call<'py> {
+    fn read(py: Python<'py>, wording: &Cell<Wording>, request: &Request<'_, 'py>) -> Result<Self, Failure> {
         let Request { inputs: [q, k, v], offsets: [of_q, of_kv], arriving, common, dropout } = request;
         for (name, given) in [("q", q), ("k", k), ("v", v)] {
             if Opened::of(given, [("", None), ("", None)])?.is_some() {
@@ -75,19 +105,24 @@ impl Call {
             sinks: reader.maybe("sinks", common.sinks)?,
             alibi_slopes: reader.maybe("alibi_slopes", common.alibi_slopes)?,
             dropout,
+            context: StreamContext::of(kind, q)?,
         })
     }
 
-    /// Writes the gradients that are there.
-    fn run(&self, py: Python<'_>, home: &Home, gradients: &mut [Option<Operand>; 4]) -> Result<(), Failure> {
-        let Call { kind, options, inputs: [q, k, v], offsets: [of_q, of_kv], arrived, sinks, alibi_slopes, dropout } =
-            self;
+    /// Writes the gradients that are there; on a GPU it enqueues that.
+    fn run(
+        &self,
+        py: Python<'py>,
+        home: &Home,
+        gradients: &mut [Option<Operand>; 4],
+    ) -> Result<Option<Enqueued>, Failure> {
+        let Call { kind, options, inputs: [q, k, v], offsets: [of_q, of_kv], arrived, sinks, alibi_slopes, .. } = self;
         let [dq, dk, dv, d_sinks] = gradients;
         let (out, lse, d_o) = (arrived.out.view()?, arrived.lse.view()?, arrived.d_o.view()?);
         let tensors = BackwardTensors {
             sinks: given(sinks.as_ref())?,
             alibi_slopes: given(alibi_slopes.as_ref())?,
-            dropout: *dropout,
+            dropout: self.dropout,
             d_lse: given(arrived.d_lse.as_ref())?,
             dq: written(dq)?,
             dk: written(dk)?,
@@ -96,7 +131,31 @@ impl Call {
             ..BackwardTensors::new([q.view()?, k.view()?, v.view()?], out, lse, d_o)
         };
         let tensors = VarlenBackwardTensors { cu_seqlens_q: of_q.view()?, cu_seqlens_kv: of_kv.view()?, tensors };
-        Ok(on_threads(py, home, *kind, |engine, queue| engine.varlen_backward(tensors, options, queue))??)
+        if let Device::Cuda(device) = q.device {
+            return enqueue(py, home, device, &self.context, BackwardOnDevice { tensors, options }).map(Some);
+        }
+        on_threads(py, home, *kind, |engine, queue| engine.varlen_backward(tensors, options, queue))??;
+        Ok(None)
+    }
+
+    /// Sees to it that no memory is reused before what was enqueued has passed: that of what it read, and of `written`.
+    fn hold(
+        self,
+        py: Python<'py>,
+        enqueued: Option<Enqueued>,
+        request: &Request<'_, 'py>,
+        written: [Maybe<'_, 'py>; 4],
+        exports: impl Iterator<Item = Export>,
+    ) -> Result<(), Failure> {
+        let Call { inputs, offsets, arrived, sinks, alibi_slopes, context, .. } = self;
+        let backward::Read { out, lse, d_o, d_lse } = arrived;
+        let read = inputs.into_iter().chain(offsets).chain([out, lse, d_o]);
+        let read = read.chain([d_lse, sinks, alibi_slopes].into_iter().flatten());
+        let Request { inputs, offsets, arriving, common, .. } = request;
+        let given =
+            inputs.iter().chain(offsets).copied().chain([common.sinks, common.alibi_slopes].into_iter().flatten());
+        let given = given.chain(arriving.named().map(|(_, tensor)| tensor)).chain(written.into_iter().flatten());
+        context.hold(py, enqueued, given, read.filter_map(|operand| operand._hold).chain(exports))
     }
 }
 
@@ -124,8 +183,9 @@ pub(crate) fn make<'py>(
             products.push(made.0);
             *gradient = Some(made.1);
         }
-        call.run(py, home, &mut gradients)?;
-        drop(gradients);
+        let enqueued = call.run(py, home, &mut gradients)?;
+        let exports = gradients.into_iter().flatten().filter_map(|gradient| gradient._hold);
+        call.hold(py, enqueued, request, [None; 4], exports)?;
         let made = products.into_iter().map(|product| product.finish(py)).collect::<Result<Vec<_>, _>>()?;
         Ok(PyTuple::new(py, made)?.into_any())
     })
@@ -150,6 +210,8 @@ pub(crate) fn fill<'py>(
             }
             *written = Some(operand);
         }
-        call.run(py, home, &mut written)
+        let enqueued = call.run(py, home, &mut written)?;
+        let exports = written.into_iter().flatten().filter_map(|gradient| gradient._hold);
+        call.hold(py, enqueued, request, gradients, exports)
     })
 }

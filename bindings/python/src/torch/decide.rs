@@ -86,7 +86,7 @@ macro_rules! reasons {
 }
 
 reasons! {
-    /// Grad mode is on and this tensor, of an Apple GPU or nested on a GPU, requires grad.
+    /// Grad mode is on and this tensor, of an Apple GPU, requires grad.
     RequiresGrad(&'static str) => "requires grad",
     /// `dropout_p` is not 0, on an Apple GPU; or it is no probability.
     Dropout => "dropout",

@@ -4,7 +4,7 @@
 //! every address once and shares no byte with any other operand.
 
 use super::BackwardSpec;
-use crate::operands::{check_dropout, compare, prove_disjoint, prove_injective};
+use crate::operands::{check_dropout, check_offsets, compare, prove_disjoint, prove_injective};
 use crate::spec::{TensorSpec, broadcast_mask, canonical};
 use crate::{DropoutSeed, Error, Result, TensorForm, View, ViewMut};
 
@@ -23,6 +23,8 @@ pub struct BackwardTensors<'a> {
     pub sinks: Option<View<'a>>,
     /// ALiBi slopes.
     pub alibi_slopes: Option<View<'a>>,
+    /// Where sequences begin that lie one after another: `cu_seqlens_q` and `cu_seqlens_kv`.
+    pub offsets: Option<[View<'a>; 2]>,
     /// Which weights the forward call dropped, where it dropped some.
     pub dropout: Option<DropoutSeed>,
     /// What the forward call wrote.
@@ -50,7 +52,7 @@ impl<'a> BackwardTensors<'a> {
     /// `BackwardTensors { dq, ..BackwardTensors::new([q, k, v], out, lse, d_o) }` asks for dq.
     #[must_use]
     pub fn new([q, k, v]: [View<'a>; 3], out: View<'a>, lse: View<'a>, d_o: View<'a>) -> Self {
-        let (mask, sinks, alibi_slopes, dropout, d_lse) = (None, None, None, None, None);
+        let (mask, sinks, alibi_slopes, offsets, dropout, d_lse) = (None, None, None, None, None, None);
         let (dq, dk, dv, d_mask, d_sinks) = (None, None, None, None, None);
         BackwardTensors {
             q,
@@ -59,6 +61,7 @@ impl<'a> BackwardTensors<'a> {
             mask,
             sinks,
             alibi_slopes,
+            offsets,
             dropout,
             out,
             lse,
@@ -81,6 +84,8 @@ impl<'a> BackwardTensors<'a> {
             ("mask", self.mask.as_ref()),
             ("sinks", self.sinks.as_ref()),
             ("alibi_slopes", self.alibi_slopes.as_ref()),
+            ("cu_seqlens_q", self.offsets.as_ref().map(|offsets| &offsets[0])),
+            ("cu_seqlens_kv", self.offsets.as_ref().map(|offsets| &offsets[1])),
             ("out", Some(&self.out)),
             ("lse", Some(&self.lse)),
             ("d_o", Some(&self.d_o)),
@@ -136,6 +141,7 @@ impl<'a> BackwardOperands<'a> {
             return Err(Error::NotAsPlanned { tensor: "spec", what: "a field that was changed after it was built" });
         }
         check_dropout(tensors.dropout, forward)?;
+        check_offsets(tensors.offsets.as_ref(), forward)?;
         let planned = [
             ("q", Some(TensorForm::from(&tensors.q)), Some(&forward.q)),
             ("k", Some((&tensors.k).into()), Some(&forward.k)),

@@ -54,7 +54,7 @@ impl BackwardSpec {
     /// The gradients of `forward`, whose `out` and `lse` are what a forward call wrote, of these forms.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] for quantized operands, caches, sequences with lengths of their own, `compute` other than exact, a spec without lse,
+    /// [`Error::Unsupported`] for quantized operands, caches, `compute` other than exact, a spec without lse,
     /// and a gradient of what the request does not have; [`Error::UnsupportedDtype`] for the gradient of a boolean mask; any [`Error`] of kind dtype,
     /// shape or device for a gradient that is not like its input.
     pub fn new(forward: Spec, gradients: &GradientForms) -> Result<Self> {
@@ -178,12 +178,8 @@ fn served(forward: &Spec) -> Result<()> {
     if forward.compute != Compute::Exact {
         return refuse("an approximation", "it has no gradient", "leave compute at \"exact\"");
     }
-    if forward.kv != Kv::Dense || forward.lengths.is_some() {
-        return refuse(
-            "a cache or of sequences that lie one after another",
-            "no kernel reads them",
-            "call it for each sequence",
-        );
+    if forward.kv == Kv::Paged || forward.lengths.is_some() {
+        return refuse("a cache", "nothing is trained on one", "call it for each sequence");
     }
     if forward.lse.is_none() {
         return refuse(

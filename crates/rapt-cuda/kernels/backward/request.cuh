@@ -25,6 +25,9 @@ struct BackwardParams {
     RowState* states;
     i64 d_o_stride[4], dq_stride[4], dk_stride[4], dv_stride[4], d_mask_stride[4], d_lse_stride[3], d_sinks_stride;
     int d_mask_size[4];                 // 1 where it is a sum
+    const int *offsets_q, *offsets_kv;  // where sequences begin that lie one after another
+    i64 offsets_q_step, offsets_kv_step;
+    int sequences, bottom_right;
     int batch, kv_heads, units;         // units: blocks of own rows of a head
     int dq_pairs, dk_pairs, dv_pairs;   // whether rows of a gradient can be written two elements at a time
 };
@@ -32,6 +35,7 @@ static_assert(sizeof(BackwardParams) == BACKWARD_BYTES, "backward.rs and backwar
 
 __device__ inline Acc positive_infinity() { return -negative_infinity(); }
 __device__ inline bool is_dead(const RowState& of) { return of.top == positive_infinity(); }
+// `i`: where the query lies in its tensor.
 __device__ inline i64 state_index(const Params& p, int batch, int head, int i) { return ((i64)batch * p.heads + head) * p.q_len + i; }
 __device__ inline i64 offset_of(const i64 (&stride)[4], int batch, int head) { return batch * stride[0] + head * stride[1]; }
 __device__ inline i64 row_offset(const i64 (&stride)[4], int batch, int head, int i) { return offset_of(stride, batch, head) + i * stride[2]; }
@@ -59,10 +63,11 @@ __device__ inline Acc slope_of(const Params& p, int head) {
     return p.alibi == nullptr ? (Acc)0 : load_as(p.alibi, p.alibi_dtype, head * p.alibi_stride);
 }
 
-// The queries that see a key of first..end.
+// The queries of a sequence that see a key of first..end.
 struct Seeing {
     int lo, hi;
-    __device__ Seeing(const Params& p, int first, int end) {
-        lo = clamp(first - p.hi_shift + 1, 0, p.q_len), hi = clamp(end - p.lo_shift, 0, p.q_len);
+    __device__ Seeing(const Params& p, const Sequence& of, int first, int end) {
+        const int lag = of.lag(p), q_len = of.q_len(p);
+        lo = clamp(first - p.hi_shift + lag + 1, 0, q_len), hi = clamp(end - p.lo_shift + lag, 0, q_len);
     }
 };

@@ -7,8 +7,8 @@
 //! Each writes what no other does, and reads what rows left. Deliberately absent: any choice, any allocation.
 
 use rapt_core::{
-    BackwardOperands, BackwardSpec, Compiled, Cost, Device, DeviceMemory, Error, KernelKey, Launch, LaunchPlan,
-    PlanPart, Result as CoreResult, Spec, Work,
+    BackwardOperands, Compiled, Cost, Device, DeviceMemory, Error, KernelKey, Launch, LaunchPlan, PlanPart,
+    Result as CoreResult, Spec, Work,
 };
 
 use super::{Loaded, Step};
@@ -199,18 +199,4 @@ impl LaunchPlan for BackwardLaunch {
             }
         }
     }
-}
-
-/// What a spec of gradients asks that no kernel of this backend has.
-///
-/// # Errors
-/// [`Error::Unsupported`].
-pub(crate) fn refuse_others(spec: &BackwardSpec) -> CoreResult<()> {
-    let forward = spec.forward();
-    if forward.varlen.is_some() || forward.lengths.is_some() || forward.pages.is_some() {
-        let why = "its kernels for gradients read tensors in which all sequences have as many keys";
-        let what = format!("the backward pass of sequences of lengths of their own on {}", forward.device);
-        return Err(Error::unsupported(what, why, "call it for each sequence"));
-    }
-    Ok(())
 }

@@ -8,6 +8,7 @@
 mod backward;
 mod deviation;
 mod dropout;
+mod varlen_backward;
 
 use std::cell::Cell;
 use std::ffi::{CStr, c_int, c_uint, c_void};

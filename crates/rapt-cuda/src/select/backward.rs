@@ -7,15 +7,15 @@ use rapt_core::{
     BackwardPlan, BackwardSpec, Cost, DType, Device, Direction, Error, Kernel, KernelKey, PRounding, Result, TensorSpec,
 };
 
-use super::tensor_cores::{is_natural, mask_class, padded_dims};
+use super::tensor_cores::{is_natural, mask_class, padded_dims, sequences};
 use super::{Caps, MOST_BLOCKS, check_lengths, cost, too_many_blocks, widths};
 use crate::access::moves_by;
 use crate::backward::{BackwardParams, state_bytes};
 use crate::launch::Step;
-use crate::launch::backward::{BackwardLaunch, PassStep, WhyNoTensorCores, refuse_others};
+use crate::launch::backward::{BackwardLaunch, PassStep, WhyNoTensorCores};
 use crate::params::Params;
 use crate::partition::Partition;
-use crate::variant::{Algorithm, KernelVariant, Loads, Pass, generic_columns};
+use crate::variant::{Algorithm, KernelVariant, Loads, Pass, Sequences, generic_columns};
 
 /// Widest head of backward_mma.cu.
 const MMA_DIM: usize = 256;
@@ -57,6 +57,7 @@ fn mma(spec: &BackwardSpec, caps: &Caps, pass: Pass) -> KernelVariant {
         algorithm: Algorithm::BackwardMma(pass),
         natural,
         dropout: forward.dropout.is_some(),
+        sequences: sequences(forward),
         loads: if wide { Loads::By16Bytes } else { Loads::ByElement },
         dims,
         block_m,
@@ -78,11 +79,12 @@ pub(crate) fn launch_plan(spec: &BackwardSpec, caps: &Caps) -> Result<BackwardLa
         let why = "this backend serves the memory of NVIDIA GPUs".into();
         return Err(Error::DeviceUnavailable { device: forward.device, why });
     }
-    refuse_others(spec)?;
     check_lengths(forward)?;
     let (storage, mask) = (forward.numerics.storage, forward.mask.map(|mask| mask.dtype));
     let generic = |pass: Pass| KernelVariant {
         dropout: forward.dropout.is_some() && !matches!(pass, Pass::Rows | Pass::Sinks),
+        // Rows of all sequences together are those of one.
+        sequences: if pass == Pass::Sinks { Sequences::Even } else { sequences(forward) },
         ..KernelVariant::backward(caps.arch, storage, mask, pass)
     };
     let why = on_tensor_cores(spec).err();
@@ -111,7 +113,11 @@ pub(crate) fn launch_plan(spec: &BackwardSpec, caps: &Caps) -> Result<BackwardLa
         }
         let variant = if why.is_none() { mma(spec, caps, pass) } else { generic(pass) };
         let targets = if why.is_some() { chunks } else { 1 + usize::from(variant.is_split()) };
-        let units = len.div_ceil(variant.block_m as usize);
+        let units = match forward.varlen.as_deref() {
+            None => len.div_ceil(variant.block_m as usize),
+            // Of each sequence a block may have fewer rows; so may one before the first, and one behind the last (backward/sequences.cuh).
+            Some(of) => len / variant.block_m as usize + of.sequences() + 2,
+        };
         push(variant, units, product(&[forward.batch(), heads, units, targets]))?;
     }
     if let Some(of) = spec.d_mask() {
@@ -211,8 +217,7 @@ pub(crate) fn plan_of(spec: &BackwardSpec, caps: &Caps, launch_plan: BackwardLau
 /// [`Backend::plan_backward`](crate::Backend::plan_backward), which loads its kernels.
 ///
 /// # Errors
-/// [`Error::DeviceUnavailable`] for anything but CUDA memory; [`Error::Unsupported`] for lengths beyond 2^29 and for sequences of lengths of
-/// their own.
+/// [`Error::DeviceUnavailable`] for anything but CUDA memory; [`Error::Unsupported`] for lengths beyond 2^29.
 pub fn select_backward(spec: &BackwardSpec, caps: &Caps) -> Result<BackwardPlan> {
     Ok(plan_of(spec, caps, launch_plan(spec, caps)?))
 }

@@ -60,6 +60,22 @@ pub(crate) fn backward_spec(
     BackwardSpec::new(forward, &forms).unwrap()
 }
 
+/// Gradients of [`spec_of_varlen`], of numbers.
+pub(crate) fn backward_spec_of_varlen(
+    dtype: DType,
+    [heads, kv_heads, total_q, total_kv]: [usize; 4],
+    head_dim: usize,
+    options: &Options,
+) -> BackwardSpec {
+    let (q, k) = (view("q", dtype, &[total_q, heads, head_dim]), view("k", dtype, &[total_kv, kv_heads, head_dim]));
+    let offsets = view("cu_seqlens", DType::I32, &[6]);
+    let options = Options { layout: TensorLayout::Bshd, ..*options };
+    let mut builder = Spec::builder(&q, &k, &k, &options);
+    let forward = builder.varlen(&offsets, &offsets).return_lse(true).build().unwrap();
+    let [dq, dk] = [&q, &k].map(|view| Some(view.into()));
+    BackwardSpec::new(forward, &GradientForms { dq, dk, dv: dk, ..GradientForms::new(&q) }).unwrap()
+}
+
 /// As [`spec`], with values of another head dim.
 pub(crate) fn spec_of_dims(
     dtype: DType,

@@ -181,6 +181,17 @@ inline bool __any_sync(unsigned, bool is) {
     return got != 0;
 }
 
+inline unsigned __ballot_sync(unsigned, bool is) {
+    unsigned got = 0;
+    host::brought[host::running].word = is, host::brought[host::running].out = &got;
+    host::warp([](int first) {
+        unsigned of = 0;
+        for (int lane = 0; lane < host::WARP; lane++) of |= host::brought[first + lane].word << lane;
+        for (int lane = 0; lane < host::WARP; lane++) *host::brought[first + lane].out = of;
+    });
+    return got;
+}
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
 template <class T>
 T __shfl_sync(unsigned, T, int) {
     unknown_instruction();

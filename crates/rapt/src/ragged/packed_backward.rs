@@ -34,7 +34,7 @@ impl Engine {
     ///
     /// # Errors
     /// Any [`Error`]; nothing is written before everything is proven. [`Error::Length`] as of the forward call; [`Error::Unsupported`]
-    /// for a mask, and outside host memory.
+    /// for a mask, and outside host memory: on an NVIDIA GPU [`varlen_backward_async`](Engine::varlen_backward_async) is called.
     pub fn varlen_backward(
         &self,
         tensors: VarlenBackwardTensors<'_>,

@@ -127,7 +127,7 @@ class Jagged(typing.NamedTuple):
 
 def node(*tensors, scale=None, enable_gqa=False, dropout_p=0.0, dropout_draw=None, gives_lse=False):
     """The node of `torch.ops.rapt.jagged_attention` (and `jagged_attention_lse`)."""
-    if not tensors[0].is_cpu:
+    if not (tensors[0].is_cpu or tensors[0].is_cuda):
         _native.refuse_gradients(*tensors[:3])
     is_causal = tensors[9] if len(tensors) > 9 else False
     call = Jagged(gives_lse, is_causal, {"scale": scale, "enable_gqa": enable_gqa}, dropout_p, dropout_draw)
@@ -158,6 +158,8 @@ def backward(
     made = [torch.empty_like(of, dtype=query.dtype) if of.shape == whole else query.new_empty(whole) for of, whole in asked]
     dq, dk, dv = _autograd._spread(wanted, made)
     sequences = (q_offsets, q_lengths), (k_offsets, k_lengths), (v_offsets, v_lengths)
+    if query.is_cuda:
+        sequences = _on_device(*sequences)
     _native.torch_jagged_backward(
         d_o, d_lse, query, key, value, out, lse, *sequences, dq, dk, dv, is_causal, scale, _dropout.native(dropout_p, dropout_draw)
     )  # fmt: skip

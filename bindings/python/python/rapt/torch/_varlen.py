@@ -114,7 +114,7 @@ def node(
     slopes = options.get("alibi_slopes")
     if slopes is not None and slopes.requires_grad:
         raise UnsupportedError("alibi_slopes requires grad, and no gradient of it is computed. Mend: `alibi_slopes.detach()`")
-    if not q.is_cpu:
+    if not (q.is_cpu or q.is_cuda):
         _native.refuse_gradients(*(t for t in (q, k, v, sinks) if t is not None))
     call = Varlen(gives_lse, options, out_dtype, dropout_p, dropout_draw)
     answer = _autograd._Node.apply(call, q, k, v, sinks, cu_seqlens_q, cu_seqlens_kv)

@@ -41,8 +41,7 @@ pub(crate) fn decide_jagged<S: Size>(
     if mask.is_some() {
         return fallback(Reason::Invalid(Invalid::NestedMask));
     }
-    // Gradients of sequences are computed in host memory.
-    if q.device != Device::Cpu
+    if !matches!(q.device, Device::Cpu | Device::Cuda(_))
         && let Some(name) = request.first(|tensor| tensor.requires_grad).filter(|_| modes.grad)
     {
         return fallback(Reason::RequiresGrad(name));
