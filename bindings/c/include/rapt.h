@@ -143,6 +143,68 @@ rapt_error rapt_varlen_attention_backward(const struct rapt_engine *engine,
                                           const struct rapt_gradients *gradients,
                                           const struct rapt_options *options);
 
+// rapt_attention() of tensors on an NVIDIA GPU: enqueued on the stream of `queue`, and returned from at once. Every option but a tolerance.
+//
+// Where `queue->needed_bytes` is given, it gets the bytes of scratch memory that the call needs, and nothing runs. The first call of its kind
+// loads its kernel, or compiles it in seconds; later ones may be captured into a CUDA graph.
+//
+// # Safety
+// As rapt_attention(), and what is read and written, the scratch memory too, is memory of the device of the tensors that stays as it is until
+// the stream has passed this call. The stream is one of that device.
+rapt_error rapt_cuda_attention(const struct rapt_engine *engine,
+                               const struct rapt_tensor *q,
+                               const struct rapt_tensor *k,
+                               const struct rapt_tensor *v,
+                               const struct rapt_tensor *out,
+                               const struct rapt_options *options,
+                               const struct rapt_cuda_queue *queue);
+
+// rapt_attention_backward() of tensors on an NVIDIA GPU, enqueued as rapt_cuda_attention() is.
+//
+// # Safety
+// As rapt_cuda_attention() and rapt_attention_backward().
+rapt_error rapt_cuda_attention_backward(const struct rapt_engine *engine,
+                                        const struct rapt_tensor *q,
+                                        const struct rapt_tensor *k,
+                                        const struct rapt_tensor *v,
+                                        const struct rapt_tensor *out,
+                                        const struct rapt_tensor *d_o,
+                                        const struct rapt_gradients *gradients,
+                                        const struct rapt_options *options,
+                                        const struct rapt_cuda_queue *queue);
+
+// rapt_varlen_attention() of tensors on an NVIDIA GPU, offsets too, enqueued as rapt_cuda_attention() is. The device reads the offsets: rows of
+// sequences that begin before others have ended count for the first, and keys that do not lie in k make NaN.
+//
+// # Safety
+// As rapt_cuda_attention().
+rapt_error rapt_cuda_varlen_attention(const struct rapt_engine *engine,
+                                      const struct rapt_tensor *q,
+                                      const struct rapt_tensor *k,
+                                      const struct rapt_tensor *v,
+                                      const struct rapt_tensor *cu_seqlens_q,
+                                      const struct rapt_tensor *cu_seqlens_kv,
+                                      const struct rapt_tensor *out,
+                                      const struct rapt_options *options,
+                                      const struct rapt_cuda_queue *queue);
+
+// rapt_varlen_attention_backward() of tensors on an NVIDIA GPU, offsets too, enqueued as rapt_cuda_attention() is. Offsets that decrease or
+// leave their tensor leave gradients unspecified; no other memory is read or written for them.
+//
+// # Safety
+// As rapt_cuda_attention() and rapt_attention_backward().
+rapt_error rapt_cuda_varlen_attention_backward(const struct rapt_engine *engine,
+                                               const struct rapt_tensor *q,
+                                               const struct rapt_tensor *k,
+                                               const struct rapt_tensor *v,
+                                               const struct rapt_tensor *cu_seqlens_q,
+                                               const struct rapt_tensor *cu_seqlens_kv,
+                                               const struct rapt_tensor *out,
+                                               const struct rapt_tensor *d_o,
+                                               const struct rapt_gradients *gradients,
+                                               const struct rapt_options *options,
+                                               const struct rapt_cuda_queue *queue);
+
 // A cache of free pages, into `*cache`: it is given back by rapt_kv_cache_destroy(). On an error `*cache` is as before.
 //
 // The memory of all pages is had here. Any number of threads may use a cache at once: calls that change it (new_sequence, fork,

@@ -509,6 +509,20 @@ typedef struct rapt_gradients {
   const struct rapt_tensor *d_sinks;
 } rapt_gradients;
 
+// Where a call on an NVIDIA GPU is enqueued. Nothing is owned and nothing is kept, as with a rapt_tensor.
+typedef struct rapt_cuda_queue {
+  // sizeof(rapt_cuda_queue), by which later versions know which fields there are.
+  size_t size;
+  // A CUstream, which a cudaStream_t is, of the device of the tensors. NULL: its default stream.
+  void *stream;
+  // Memory of that device for scratch, at a multiple of 16, that no other stream uses meanwhile. NULL where none is needed.
+  void *workspace;
+  // Its length.
+  size_t workspace_bytes;
+  // Is written: the bytes of scratch memory that the call needs, and nothing runs. NULL: the call runs.
+  size_t *needed_bytes;
+} rapt_cuda_queue;
+
 // What a rapt_kv_cache holds; see rapt_kv_cache_create().
 typedef struct rapt_kv_cache_form {
   // sizeof(rapt_kv_cache_form), by which later versions know which fields there are.

@@ -410,6 +410,22 @@ pub struct rapt_gradients {
     pub d_sinks: *const rapt_tensor,
 }
 
+/// Where a call on an NVIDIA GPU is enqueued. Nothing is owned and nothing is kept, as with a rapt_tensor.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct rapt_cuda_queue {
+    /// sizeof(rapt_cuda_queue), by which later versions know which fields there are.
+    pub size: usize,
+    /// A CUstream, which a cudaStream_t is, of the device of the tensors. NULL: its default stream.
+    pub stream: *mut c_void,
+    /// Memory of that device for scratch, at a multiple of 16, that no other stream uses meanwhile. NULL where none is needed.
+    pub workspace: *mut c_void,
+    /// Its length.
+    pub workspace_bytes: usize,
+    /// Is written: the bytes of scratch memory that the call needs, and nothing runs. NULL: the call runs.
+    pub needed_bytes: *mut usize,
+}
+
 /// A cache of keys and values, and what a call appends to it. Nothing is owned and nothing is kept, as with a rapt_tensor.
 /// Of codes in it, `k_codes` and `v_codes` of rapt_options say what makes numbers of them.
 #[repr(C)]

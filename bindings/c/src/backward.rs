@@ -85,7 +85,7 @@ pub unsafe extern "C" fn rapt_varlen_attention_backward(
 ///
 /// # Safety
 /// As rapt_attention_backward(), for 'a.
-unsafe fn read<'a>(
+pub(crate) unsafe fn read<'a>(
     [q, k, v, out, d_o]: [*const rapt_tensor; 5],
     gradients: *const rapt_gradients,
     options: *const rapt_options,

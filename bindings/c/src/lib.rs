@@ -8,6 +8,7 @@
 //! refusal  errors as codes and messages; nothing unwinds past `guard`
 //! model    the functions of rapt.h for exported programs: a model, its bindings, its sessions
 //! backward the functions of rapt.h for gradients
+//! cuda     the functions of rapt.h for tensors on NVIDIA GPUs
 //! ragged   the functions of rapt.h for sequences of different lengths: one after another, or in a cache
 //! kv_cache the functions of rapt.h for a cache that Rapt owns: its pages, its sequences
 //! metal    the functions of rapt.h for tensors in MTLBuffers
@@ -22,6 +23,7 @@
 
 mod abi;
 mod backward;
+mod cuda;
 mod handle;
 mod kv_cache;
 mod metal;
@@ -40,11 +42,14 @@ use engine::{Device, Engine, Error, Operands, Tolerance};
 
 pub use abi::{
     RAPT_MAX_NDIM, RAPT_VERSION_MAJOR, RAPT_VERSION_MINOR, RAPT_VERSION_PATCH, rapt_capabilities, rapt_causal,
-    rapt_codes, rapt_compute, rapt_device, rapt_dtype, rapt_error, rapt_format, rapt_given, rapt_gradients,
-    rapt_granularity, rapt_judgement, rapt_kv_cache_form, rapt_kv_cache_pages, rapt_kvcache, rapt_layout,
-    rapt_measured, rapt_metal, rapt_options, rapt_port, rapt_scale_layout, rapt_tensor, rapt_tolerance,
+    rapt_codes, rapt_compute, rapt_cuda_queue, rapt_device, rapt_dtype, rapt_error, rapt_format, rapt_given,
+    rapt_gradients, rapt_granularity, rapt_judgement, rapt_kv_cache_form, rapt_kv_cache_pages, rapt_kvcache,
+    rapt_layout, rapt_measured, rapt_metal, rapt_options, rapt_port, rapt_scale_layout, rapt_tensor, rapt_tolerance,
 };
 pub use backward::{rapt_attention_backward, rapt_varlen_attention_backward};
+pub use cuda::{
+    rapt_cuda_attention, rapt_cuda_attention_backward, rapt_cuda_varlen_attention, rapt_cuda_varlen_attention_backward,
+};
 pub use kv_cache::{
     rapt_kv_cache, rapt_kv_cache_append, rapt_kv_cache_append_batch, rapt_kv_cache_attention, rapt_kv_cache_create,
     rapt_kv_cache_destroy, rapt_kv_cache_fork, rapt_kv_cache_free, rapt_kv_cache_free_pages, rapt_kv_cache_get_pages,

@@ -9,8 +9,8 @@
 
 use engine::quant::QuantError;
 use engine::{
-    CacheCodes, CacheView, Device, DropoutSeed, Error, KvCacheTensors, Options, Qkv, Queue, ScaleLayout, VarlenTensors,
-    View, ViewMut, prove_disjoint, prove_injective,
+    CacheCodes, CacheView, Codes, Device, DropoutSeed, Error, KvCacheTensors, Options, Qkv, Queue, ScaleLayout,
+    VarlenTensors, View, ViewMut, prove_disjoint, prove_injective,
 };
 
 use crate::abi::{rapt_codes, rapt_error, rapt_kvcache, rapt_options, rapt_tensor};
@@ -60,6 +60,21 @@ impl<'a> Asked<'a> {
         let dropout = read::dropout(&given);
         let rapt_options { q_codes, k_codes, v_codes, .. } = given;
         Ok(Asked { options, q_codes, k_codes, v_codes, sinks, alibi_slopes, dropout, lse })
+    }
+
+    /// What makes numbers of q, k and v.
+    ///
+    /// # Safety
+    /// As rapt_attention(), for 'a.
+    pub(crate) unsafe fn codes(&self) -> Result<Qkv<Option<Box<Codes<'a>>>>, Refusal> {
+        // SAFETY: the caller's word.
+        unsafe {
+            Ok(Qkv {
+                q: read::codes(&CodesNames::Q, self.q_codes)?,
+                k: read::codes(&CodesNames::K, self.k_codes)?,
+                v: read::codes(&CodesNames::V, self.v_codes)?,
+            })
+        }
     }
 }
 
@@ -125,15 +140,9 @@ pub unsafe extern "C" fn rapt_varlen_attention(
             unsafe { (view("cu_seqlens_q", cu_seqlens_q)?, view("cu_seqlens_kv", cu_seqlens_kv)?) };
         // SAFETY: as above.
         let (out, asked) = unsafe { (view_mut("out", out)?, Asked::read(options)?) };
-        let Asked { options, q_codes, k_codes, v_codes, sinks, alibi_slopes, dropout, lse } = asked;
         // SAFETY: as above.
-        let codes = unsafe {
-            Qkv {
-                q: read::codes(&CodesNames::Q, q_codes)?,
-                k: read::codes(&CodesNames::K, k_codes)?,
-                v: read::codes(&CodesNames::V, v_codes)?,
-            }
-        };
+        let codes = unsafe { asked.codes() }?;
+        let Asked { options, sinks, alibi_slopes, dropout, lse, .. } = asked;
         in_host_memory([
             ("q", Some(&q)),
             ("k", Some(&k)),

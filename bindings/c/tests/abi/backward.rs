@@ -3,8 +3,9 @@
 use std::ptr::{null, null_mut};
 
 use rapt_c::{
-    rapt_attention, rapt_attention_backward, rapt_device, rapt_dtype, rapt_error, rapt_gradients, rapt_options,
-    rapt_tensor, rapt_varlen_attention, rapt_varlen_attention_backward,
+    rapt_attention, rapt_attention_backward, rapt_cuda_attention, rapt_cuda_attention_backward, rapt_cuda_queue,
+    rapt_cuda_varlen_attention, rapt_cuda_varlen_attention_backward, rapt_device, rapt_dtype, rapt_error,
+    rapt_gradients, rapt_options, rapt_tensor, rapt_varlen_attention, rapt_varlen_attention_backward,
 };
 use rapt_reference::{Gradients, Inputs, OutputGradients, Problem, backward};
 
@@ -339,4 +340,55 @@ fn gradients_of_sequences_refuse_what_their_forward_refuses() {
         assert_eq!(done, code, "{}", last_error());
     }
     assert!(tensors[7..].iter().all(|tensor| tensor.data.iter().all(|&x| x == BEFORE)));
+}
+
+/// The codes of the four functions of a GPU's queue, forward and backward, dense and of sequences.
+fn enqueued(structs: &[rapt_tensor; 11], offsets: &rapt_tensor, queue: *const rapt_cuda_queue) -> [rapt_error; 4] {
+    let engine = Owned::new(1);
+    let [q, k, v, out, d_o, lse, _, dq, dk, dv, _] = structs.each_ref().map(std::ptr::from_ref);
+    let options = rapt_options { lse, dropout_p: 0.5, ..OPTIONS };
+    let (size, none) = (size_of::<rapt_gradients>(), null());
+    let gradients = rapt_gradients { size, d_lse: none, dq, dk, dv, d_mask: none, d_sinks: none };
+    let (options, gradients) = (&raw const options, &raw const gradients);
+    let of = std::ptr::from_ref(offsets);
+    // SAFETY: all of it is alive; tensors of a GPU, which these are not, are asked for their sizes alone.
+    unsafe {
+        [
+            rapt_cuda_attention(engine.0, q, k, v, out, options, queue),
+            rapt_cuda_attention_backward(engine.0, q, k, v, out, d_o, gradients, options, queue),
+            rapt_cuda_varlen_attention(engine.0, q, k, v, of, of, out, options, queue),
+            rapt_cuda_varlen_attention_backward(engine.0, q, k, v, of, of, out, d_o, gradients, options, queue),
+        ]
+    }
+}
+
+#[test]
+fn a_queue_of_a_gpu_takes_tensors_of_a_gpu_and_says_what_it_needs() {
+    let mut tensors = tensors();
+    let structs = tensors.each_mut().map(Tensor::struct_of);
+    let (mut at, shape, strides) = ([0i32, 2], [2i64], [1i64]);
+    let (data, dtype) = (at.as_mut_ptr().cast(), rapt_dtype::RAPT_DTYPE_I32 as i32);
+    let offsets = rapt_tensor { data, dtype, ndim: 1, shape: shape.as_ptr(), strides: strides.as_ptr(), ..structs[0] };
+    let mut needed = usize::MAX;
+    let size = size_of::<rapt_cuda_queue>();
+    let asking = rapt_cuda_queue {
+        size,
+        stream: null_mut(),
+        workspace: null_mut(),
+        workspace_bytes: 0,
+        needed_bytes: &raw mut needed,
+    };
+    assert_eq!(enqueued(&structs, &offsets, null()), [rapt_error::RAPT_ERROR_POINTER; 4]);
+    let short = rapt_cuda_queue { size: size - 1, ..asking };
+    assert_eq!(enqueued(&structs, &offsets, &raw const short), [rapt_error::RAPT_ERROR_OPTION; 4]);
+    assert_eq!(enqueued(&structs, &offsets, &raw const asking), [rapt_error::RAPT_ERROR_DEVICE; 4]);
+    assert!(last_error().contains("rapt_cuda_queue"), "{}", last_error());
+    // Without a driver that is said; with one nothing runs.
+    let far = |of: rapt_tensor| rapt_tensor { device: rapt_device::RAPT_DEVICE_CUDA as i32, ..of };
+    let [dense, of_dense, ..] = enqueued(&structs.map(far), &far(offsets), &raw const asking);
+    for code in [dense, of_dense] {
+        assert!([rapt_error::RAPT_OK, rapt_error::RAPT_ERROR_DEVICE].contains(&code), "{}", last_error());
+    }
+    assert_eq!(needed == usize::MAX, of_dense != rapt_error::RAPT_OK);
+    assert!([3, 7, 8, 9].iter().all(|&n| tensors[n].data.iter().all(|x| *x == BEFORE)));
 }
