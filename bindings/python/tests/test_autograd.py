@@ -88,6 +88,9 @@ CASES = {
     "boolean mask": lambda dt: ((tensor(2, 3, 9, 8, dtype=dt), tensor(2, 3, 11, 8, dtype=dt), tensor(2, 3, 11, 8, dtype=dt, seed=1), seen(9, 11)), {}),
     "one batch of keys": lambda dt: ((tensor(3, 2, 9, 8, dtype=dt), tensor(1, 2, 11, 8, dtype=dt), tensor(2, 11, 8, dtype=dt)), {}),
     "one head of keys": lambda dt: ((tensor(2, 4, 9, 8, dtype=dt), tensor(2, 1, 11, 8, dtype=dt), tensor(2, 1, 11, 8, dtype=dt, seed=1)), {}),
+    "one query head": lambda dt: ((tensor(2, 1, 9, 8, dtype=dt), tensor(1, 3, 11, 8, dtype=dt), tensor(2, 3, 11, 8, dtype=dt, seed=1)), {}),
+    "rank 5": lambda dt: ((tensor(2, 1, 3, 9, 8, dtype=dt), tensor(1, 2, 1, 11, 8, dtype=dt), tensor(2, 3, 11, 8, dtype=dt, seed=1), tensor(2, 1, 9, 11, dtype=dt)), {}),
+    "groups of k and of v": lambda dt: ((tensor(2, 4, 9, 8, dtype=dt), tensor(2, 2, 11, 8, dtype=dt), tensor(1, 4, 11, 8, dtype=dt, seed=1)), {"enable_gqa": True}),
     "rank 2": lambda dt: ((tensor(9, 8, dtype=dt), tensor(11, 8, dtype=dt), tensor(11, 8, dtype=dt, seed=1), tensor(1, 11, dtype=dt)), {}),
 }  # fmt: skip
 
@@ -135,6 +138,22 @@ def test_every_rank_and_broadcast_has_its_gradients(frame):
         got = gradients(run, inputs, d_o)
     for one, wanted in zip(got, own):
         torch.testing.assert_close(one, wanted, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("shape", [(1, 4, 300, 32), (300, 32)], ids=["one batch entry", "of a lower rank"])
+def test_what_is_broadcast_in_half_precision_is_summed_without_copies_and_on_any_number_of_threads(shape):
+    q, k, v = leaves(tensor(6, 4, 200, 32, dtype=torch.bfloat16), *(tensor(*shape, dtype=torch.bfloat16, seed=seed) for seed in (1, 2)))
+    d_o, threads, seen = tensor(6, 4, 200, 32, dtype=torch.bfloat16, seed=3), torch.get_num_threads(), []
+    try:
+        for number in (1, 2, 3):
+            torch.set_num_threads(number)
+            with rt.backend(), torch.autograd.profiler.profile(use_kineto=False) as profile:
+                seen.append(torch.autograd.grad(sdpa(q, k, v), (q, k, v), d_o))
+            assert not {event.name for event in profile.function_events} & {"aten::_to_copy", "aten::copy_", "aten::clone"}
+    finally:
+        torch.set_num_threads(threads)
+    for other in seen[1:]:
+        assert all(map(torch.equal, seen[0], other))
 
 
 def test_only_what_asks_gets_a_gradient():

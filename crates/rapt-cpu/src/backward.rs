@@ -3,7 +3,8 @@
 //! ```text
 //! rows   state of each row                 runs of rows               one after the other, each dealt to all threads
 //! large  the same where lse is large       tiles of queries
-//! main   dk, dv, partial sums of dq        chunks of keys of a task   ┐ wave by wave of tasks
+//! main   dk, dv, partial sums of dq        chunks of keys of a task   ┐
+//! keys   dk and dv that tasks share        blocks of keys             │ wave by wave of tasks
 //! dq     the chunks of dq put together     tiles of queries           ┘
 //! mask   the gradient of the mask          pieces of it
 //! sinks  the gradient of the sinks         heads
@@ -18,7 +19,7 @@ use rapt_core::{
 
 use crate::arch::{self, Vectors};
 use crate::backward_problem::{
-    BackwardDecisions, BackwardPartition, BackwardProblem, BackwardScratch, RowStates, ScoreRule,
+    BackwardDecisions, BackwardPartition, BackwardProblem, BackwardScratch, RowStates, ScoreRule, SharedSums,
 };
 use crate::backward_steps::{self, Job, Segment};
 use crate::caps::available;
@@ -57,6 +58,8 @@ pub(crate) struct BackwardSteps {
     pub(crate) scratch_bytes: usize,
     /// Of one array of row states, a multiple of 64.
     pub(crate) states_bytes: usize,
+    /// Of the sums of gradients that tasks share, a multiple of 64.
+    shared_bytes: usize,
 }
 
 impl BackwardSteps {
@@ -120,7 +123,12 @@ impl LaunchPlan for BackwardLaunch {
         if key.kernel == Kernel::Empty {
             return "no keys, or no output: every gradient is 0".to_owned();
         }
-        "probabilities are recomputed from lse; dk and dv are summed over queries, dq over keys in chunks".to_owned()
+        let is_shared = self.steps.as_ref().is_some_and(|steps| steps.decisions.shared.is_any());
+        let of_broadcast =
+            if is_shared { "; what is broadcast has the sum over that, task by task in scratch memory" } else { "" };
+        format!(
+            "probabilities are recomputed from lse; dk and dv are summed over queries, dq over keys in chunks{of_broadcast}"
+        )
     }
     fn why_not_faster(&self, _: &Spec, key: &KernelKey) -> String {
         if key.kernel != Kernel::Empty && key.storage == DType::BF16 && matches!(key.arch, Arch::Avx512 | Arch::Neon) {
@@ -211,16 +219,19 @@ pub fn select_backward(spec: &BackwardSpec, caps: &Caps) -> Result<BackwardPlan>
     let (scratch_bytes, states_bytes) = (bytes(scratch.len), bytes(partition.tasks * partition.rows));
     let partials = partition.partials_of_task(forward.head_dim()).saturating_mul(partition.wave);
     let partials_bytes = if spec.dq().is_some() { bytes(partials) } else { 0 };
+    let shared = SharedSums::new(spec, &partition, entries.lanes);
+    let shared_bytes = bytes(shared.len);
     let workspace_bytes = threads
         .saturating_mul(scratch_bytes)
         .saturating_add(states_bytes.saturating_mul(3))
+        .saturating_add(shared_bytes)
         .saturating_add(partials_bytes);
     let packed = |in_place: bool, dim: usize| if in_place { 0 } else { partition.block_n * dim * size };
     let of_kv = packed(partition.k_in_place, forward.head_dim()) + packed(partition.v_in_place, forward.head_dim_v());
     let of_q = 2 * partition.run_rows() * (forward.head_dim() + forward.head_dim_v()) * size;
     let cost = Cost { bytes_packed: threads.saturating_mul(of_kv + of_q), ..cost(threads) };
-    let decisions = BackwardDecisions { partition, scratch, scores: ScoreRule::new(spec) };
-    let steps = Some(BackwardSteps { arch, storage, decisions, scratch_bytes, states_bytes });
+    let decisions = BackwardDecisions { partition, scratch, scores: ScoreRule::new(spec), shared };
+    let steps = Some(BackwardSteps { arch, storage, decisions, scratch_bytes, states_bytes, shared_bytes });
     Ok(BackwardPlan::new(spec.clone(), key, BackwardLaunch { steps, threads, workspace_bytes, cost }))
 }
 
@@ -304,8 +315,9 @@ pub fn run_backward(
     }
     let base = workspace.as_mut_ptr();
     let states = base.wrapping_add(launch.threads * steps.scratch_bytes);
-    let partials = states.wrapping_add(3 * steps.states_bytes);
-    let problem = BackwardProblem::new(spec, &steps.decisions, operands, steps.states_at(states), partials);
+    let shared = states.wrapping_add(3 * steps.states_bytes);
+    let partials = shared.wrapping_add(steps.shared_bytes);
+    let problem = BackwardProblem::new(spec, &steps.decisions, operands, steps.states_at(states), shared);
     let pool = Pool { executor, threads: launch.threads, scratch_bytes: steps.scratch_bytes, base: Shared(base) };
     let BackwardPartition { tasks, wave, .. } = steps.decisions.partition;
     let segment = |first| vec![Segment { job: 0, first, tasks: wave.min(tasks - first), partials_at: 0 }];

@@ -45,13 +45,16 @@ impl<'a> BackwardBatch<'a> {
     /// `plans` on at most `threads` threads.
     ///
     /// # Errors
-    /// [`Error::NotAsPlanned`] for the plan of another backend.
+    /// [`Error::NotAsPlanned`] for the plan of another backend; [`Error::Unsupported`] for a gradient that is a sum over what is broadcast.
     pub fn new(plans: &'a [BackwardPlan], threads: usize) -> Result<Self> {
         let (mut most, mut ns, mut scratch_bytes, mut kept_bytes) = (1, 0.0, 0, 0usize);
         let mut jobs = Vec::with_capacity(plans.len());
         for (request, plan) in plans.iter().enumerate() {
             let launch: &BackwardLaunch = plan.launch_plan()?;
             let Some(steps) = &launch.steps else { continue };
+            if steps.decisions.shared.is_any() {
+                plan.spec().refuse_sums("many requests side by side")?;
+            }
             most = most.max(launch.threads);
             ns += select::ns_on_one_core(&launch.cost);
             scratch_bytes = scratch_bytes.max(steps.scratch_bytes);

@@ -5,9 +5,10 @@
 //! an item         a chunk of a task's keys: blocks of keys (outer), runs of tiles of queries (inner)
 //! row state       [batch][num_q_heads][q_len]: what probabilities are recomputed from, and delta
 //! partial dq      [tasks of a wave][chunks][tiles][head_dim][queries]: sums over the keys of one chunk
+//! shared sums     of a gradient that tasks share: the sum of theirs so far, and of dk and dv each task's own of the wave
 //! ```
 
-use rapt_core::{BackwardOperands, BackwardSpec, MaskClass};
+use rapt_core::{BackwardOperands, BackwardSpec, MaskClass, TensorSpec};
 
 use crate::dropping::Dropping;
 use crate::problem::{Input, Output, Scores};
@@ -43,6 +44,11 @@ impl BackwardPartition {
     /// Tiles of a task.
     pub(crate) fn task_tiles(&self) -> usize {
         self.rows.div_ceil(self.queries)
+    }
+
+    /// Blocks of keys of a task.
+    pub(crate) fn blocks(&self, kv_len: usize) -> usize {
+        kv_len.div_ceil(self.block_n)
     }
 
     /// Elements of the partial sums of dq of one task.
@@ -114,6 +120,88 @@ impl BackwardScratch {
     }
 }
 
+/// A gradient that tasks share, since its input is broadcast over batch entries or heads: the sum of theirs, in their order.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct SharedSum {
+    /// Its batch entries and heads: 1 where all share one.
+    sizes: [usize; 2],
+    /// Those of the tasks.
+    of: [usize; 2],
+    /// Elements of what a task adds.
+    pub(crate) len: usize,
+    /// `[sizes][len]`: the sums so far. An offset in elements, as the next.
+    pub(crate) sums: usize,
+    /// `[tasks of a wave][len]`, of dk and dv: what each task adds.
+    pub(crate) parts: usize,
+}
+
+impl SharedSum {
+    /// How many there are.
+    pub(crate) fn count(&self) -> usize {
+        self.sizes[0] * self.sizes[1]
+    }
+
+    /// Which of them a task's batch entry and key head add to: its indices.
+    pub(crate) fn target(&self, [batch, head]: [usize; 2]) -> [usize; 2] {
+        [if self.sizes[0] == 1 { 0 } else { batch }, if self.sizes[1] == 1 { 0 } else { head }]
+    }
+
+    /// Whether a task is the first that adds to its target, and whether it is the last.
+    pub(crate) fn ends(&self, at: [usize; 2]) -> [bool; 2] {
+        let is_at =
+            |last: bool| (0..2).all(|d| self.sizes[d] == self.of[d] || at[d] == if last { self.of[d] - 1 } else { 0 });
+        [is_at(false), is_at(true)]
+    }
+}
+
+/// Those of a request, and the memory that they need.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct SharedSums {
+    pub(crate) dq: Option<SharedSum>,
+    pub(crate) dk: Option<SharedSum>,
+    pub(crate) dv: Option<SharedSum>,
+    /// Elements.
+    pub(crate) len: usize,
+}
+
+impl SharedSums {
+    /// What `spec` has of them, in vectors of `lanes`.
+    pub(crate) fn new(spec: &BackwardSpec, partition: &BackwardPartition, lanes: usize) -> Self {
+        let (forward, mut len) = (spec.forward(), 0usize);
+        let of = [forward.batch(), forward.num_kv_heads()];
+        let mut shared = |gradient: Option<&TensorSpec<4>>, heads: usize, own: usize, parts: usize| {
+            let [batch, given, ..] = gradient?.shape;
+            // Of dq heads are either all those of q, or one that all key heads share.
+            let sizes = [batch, if given == heads { of[1] } else { given }];
+            let mut part = |many: usize| {
+                let at = len;
+                len = at.saturating_add(own.saturating_mul(many));
+                at
+            };
+            (sizes != of).then(|| SharedSum {
+                sizes,
+                of,
+                len: own,
+                sums: part(sizes[0] * sizes[1]),
+                parts: part(parts),
+            })
+        };
+        let padded = |dim: usize| dim.next_multiple_of(lanes);
+        let of_queries = (partition.task_tiles() * partition.queries).saturating_mul(padded(forward.head_dim()));
+        let of_keys = |dim: usize| (partition.blocks(forward.kv_len()) * partition.block_n).saturating_mul(padded(dim));
+        let (q_heads, kv_heads, wave) = (forward.num_q_heads(), forward.num_kv_heads(), partition.wave);
+        let dq = shared(spec.dq(), q_heads, of_queries, 0);
+        let dk = shared(spec.dk(), kv_heads, of_keys(forward.head_dim()), wave);
+        let dv = shared(spec.dv(), kv_heads, of_keys(forward.head_dim_v()), wave);
+        SharedSums { dq, dk, dv, len }
+    }
+
+    /// Whether there are any.
+    pub(crate) fn is_any(&self) -> bool {
+        self.len > 0
+    }
+}
+
 /// What becomes of a product of q and k.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct ScoreRule {
@@ -140,6 +228,7 @@ pub(crate) struct BackwardDecisions {
     pub(crate) partition: BackwardPartition,
     pub(crate) scratch: BackwardScratch,
     pub(crate) scores: ScoreRule,
+    pub(crate) shared: SharedSums,
 }
 
 /// What is known of each row: three arrays of the accumulation dtype.
@@ -187,10 +276,14 @@ pub(crate) struct BackwardProblem {
     pub(crate) partition: BackwardPartition,
     pub(crate) scratch: BackwardScratch,
     pub(crate) states: RowStates,
+    pub(crate) shared: SharedSums,
+    /// Their memory.
+    pub(crate) shared_at: *mut u8,
     /// Those of the wave.
     pub(crate) partials: *mut u8,
-    /// The first task of the wave.
+    /// The first task of the wave, and how many there are.
     pub(crate) first_task: usize,
+    pub(crate) wave_tasks: usize,
 }
 
 // SAFETY: inputs are only read, and items write disjoint parts of the gradients, the states and the partial sums.
@@ -202,14 +295,13 @@ impl BackwardProblem {
         decisions: &BackwardDecisions,
         operands: &mut BackwardOperands<'_>,
         states: RowStates,
-        partials: *mut u8,
+        shared_at: *mut u8,
     ) -> Self {
         let [dq, dk, dv, d_mask, d_sinks] = operands.gradient_ptrs();
         let (forward, tensors) = (spec.forward(), operands.tensors());
-        let output = |of: Option<&rapt_core::TensorSpec<4>>, ptr: Option<*mut u8>| {
-            of.zip(ptr).map(|(of, ptr)| Output::new(ptr, of))
-        };
-        let BackwardDecisions { partition, scratch, scores } = *decisions;
+        let output =
+            |of: Option<&TensorSpec<4>>, ptr: Option<*mut u8>| of.zip(ptr).map(|(of, ptr)| Output::new(ptr, of));
+        let BackwardDecisions { partition, scratch, scores, shared } = *decisions;
         BackwardProblem {
             q: Input::new(tensors.q.as_ptr(), &forward.q),
             k: Input::new(tensors.k.as_ptr(), &forward.k),
@@ -244,9 +336,21 @@ impl BackwardProblem {
             partition,
             scratch,
             states,
-            partials,
+            shared,
+            shared_at,
+            partials: std::ptr::null_mut(),
             first_task: 0,
+            wave_tasks: 0,
         }
+    }
+
+    /// The tasks of the wave that add to target `n` of a gradient that they share, and their places in the wave.
+    pub(crate) fn adding(&self, shared: SharedSum, n: usize) -> impl Iterator<Item = (usize, [usize; 2])> {
+        let target = [n / shared.sizes[1], n % shared.sizes[1]];
+        (0..self.wave_tasks).filter_map(move |in_wave| {
+            let [batch, head, _] = self.origin(self.first_task + in_wave);
+            (shared.target([batch, head]) == target).then_some((in_wave, [batch, head]))
+        })
     }
 
     /// The batch index, the key head and the first query head of a task.

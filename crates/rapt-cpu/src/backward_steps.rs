@@ -3,7 +3,7 @@
 //! A wave is what has partial sums of dq in memory at a time: tasks of one request or of several. Which tasks make one touches no bit.
 
 use crate::backward_problem::BackwardProblem;
-use crate::kernels::backward::{Entries, Entry, ROWS_PER_ITEM, mask_pieces};
+use crate::kernels::backward::{Entries, Entry, ROWS_PER_ITEM, mask_pieces, shared_blocks, tiles_of_dq};
 use crate::run::{Pool, Shared};
 
 /// A request, and the kernels that compute it.
@@ -35,6 +35,7 @@ pub(crate) fn run(
     let all = |items: fn(&BackwardProblem) -> usize, jobs: &[Job]| -> Vec<usize> {
         jobs.iter().map(|job| items(&job.problem)).collect()
     };
+    let is_shared = jobs.iter().any(|job| job.problem.shared.is_any());
     let rows = all(|problem| (problem.partition.tasks * problem.partition.rows).div_ceil(ROWS_PER_ITEM), jobs);
     deal(pool, jobs, rows, |entries| entries.rows)?;
     let tiles = all(|problem| problem.partition.tasks * problem.partition.task_tiles(), jobs);
@@ -42,19 +43,23 @@ pub(crate) fn run(
     for wave in waves {
         for segment in wave {
             let problem = &mut jobs[segment.job].problem;
-            (problem.first_task, problem.partials) = (segment.first, partials.0.wrapping_add(segment.partials_at));
+            (problem.first_task, problem.wave_tasks) = (segment.first, segment.tasks);
+            problem.partials = partials.0.wrapping_add(segment.partials_at);
         }
         let items = |of: fn(&BackwardProblem) -> usize| -> Vec<usize> {
             let mut items = vec![0; jobs.len()];
-            wave.iter().for_each(|segment| items[segment.job] = segment.tasks * of(&jobs[segment.job].problem));
+            wave.iter().for_each(|segment| items[segment.job] = of(&jobs[segment.job].problem));
             items
         };
         let is_asked = |problem: &BackwardProblem| problem.needs_ds() || problem.dv.is_some();
         if jobs.iter().any(|job| is_asked(&job.problem)) {
-            deal(pool, jobs, items(|problem| problem.partition.chunks), |entries| entries.main)?;
+            deal(pool, jobs, items(|problem| problem.wave_tasks * problem.partition.chunks), |entries| entries.main)?;
+        }
+        if is_shared {
+            deal(pool, jobs, items(shared_blocks), |entries| entries.keys)?;
         }
         if jobs.iter().any(|job| job.problem.dq.is_some()) {
-            deal(pool, jobs, items(|problem| problem.partition.task_tiles()), |entries| entries.dq)?;
+            deal(pool, jobs, items(tiles_of_dq), |entries| entries.dq)?;
         }
     }
     let pieces = |problem: &BackwardProblem| match problem.d_mask {

@@ -3,9 +3,9 @@
 
 use rapt_core::{
     Arch, BackwardOperands, BackwardSpec, BackwardTensors, COMPUTED, Caps, Causal, DType, Dropout, DropoutSeed,
-    Executor, GradientForms, Options, Result, SerialExecutor, Shape, Spec, View, ViewMut, Window, Workspace,
+    Executor, GradientForms, Options, Result, SerialExecutor, Shape, Spec, Strides, View, ViewMut, Window, Workspace,
 };
-use rapt_testkit::{BackwardEngine, Case, GradientCase, MaskCase, Rng, judge_gradients};
+use rapt_testkit::{BackwardEngine, Case, GradientCase, MaskCase, Places, Rng, judge_gradients};
 
 /// Spawning by `std::thread`, so that this crate needs no pool.
 struct Spawning(usize);
@@ -93,6 +93,44 @@ fn gradients_of_many_blocks_and_of_none() {
     }
 }
 
+/// What is broadcast over batch entries or heads has one gradient, the sum, rounded once: also where gradients are of the accumulation dtype.
+#[test]
+fn gradients_of_what_is_broadcast_are_sums() {
+    let mut engines: Vec<_> =
+        arches().into_iter().flat_map(|arch| [engine(arch, &SerialExecutor), engine(arch, &Spawning(3))]).collect();
+    let [none, batch, heads, all] = [0, 18, 19, 22];
+    let names = [none, batch, heads, all].map(|at| rapt_testkit::zoo([1; 4])[at].name);
+    assert_eq!(names, ["contiguous", "batch expanded", "heads expanded", "all expanded"]);
+    for (n, dtype) in COMPUTED.into_iter().enumerate() {
+        for (m, [q, k, v]) in [
+            [none, batch, batch],
+            [batch, heads, none],
+            [heads, none, heads],
+            [all, batch, heads],
+            [none, heads, batch],
+            [heads, all, all],
+        ]
+        .into_iter()
+        .enumerate()
+        {
+            let seed = (10 * n + m) as u64;
+            let places = Places { q, k, v, ..Places::default() };
+            let dropout = (if m == 1 { 0.3 } else { 0.0 }, DropoutSeed::new(seed, 1));
+            let of_group = m == 0 || m == 4;
+            let case = Case {
+                places,
+                dropout,
+                causal: (m % 2 == 1).then_some(Causal::BottomRight),
+                num_kv_heads: if of_group { 2 } else { 4 },
+                head_dim_v: 9,
+                ..Case::plain(dtype, [5, 4, 33, 20], if m == 2 { 530 } else { 140 })
+            };
+            let of = GradientCase::all(&Case { seed, ..case }).summing(m % 3 == 2);
+            judge_gradients(&mut engines, &of).unwrap_or_else(|what| panic!("{what}"));
+        }
+    }
+}
+
 const SHAPE: [usize; 4] = [3, 4, 200, 24];
 const KEYS: [usize; 4] = [3, 2, 700, 24];
 
@@ -162,6 +200,60 @@ fn threads_and_batch_neighbours_touch_no_bit() {
                 assert!(alone[..] == all[entry * len..][..len], "gradient {n} of entry {entry} on {}", arch.name());
             }
         }
+    }
+}
+
+/// Gradients of `batch` entries of queries that share k and v, broadcast by a stride of 0, and the scratch memory of their plan.
+fn gradients_of_one_batch_of_keys(batch: usize, arch: Arch, executor: &dyn Executor) -> (Vec<Vec<u32>>, usize) {
+    let (queries, keys) = ([batch, 2, 200, 24], [1, 2, 700, 24]);
+    let mut rng = Rng::new(9);
+    let mut normal =
+        |shape: [usize; 4]| -> Vec<f32> { (0..shape.iter().product()).map(|_| rng.normal() as f32).collect() };
+    let (k, v, q, d_o, out) = (normal(keys), normal(keys), normal(queries), normal(queries), normal(queries));
+    let lse = vec![6.5f32; batch * 2 * 200];
+    let (mut dq, mut dk, mut dv) = (q.clone(), k.clone(), v.clone());
+    let view = |name, data| View::contiguous::<f32>(name, data, queries.into()).unwrap();
+    let shared = |name, data| {
+        let (shape, strides) = (Shape::from([batch, 2, 700, 24]), Strides::from([0, 700 * 24, 24, 1]));
+        View::strided::<f32>(name, data, 0, shape, strides).unwrap()
+    };
+    let lse = View::contiguous("lse", &lse, [batch, 2, 200].into()).unwrap();
+    let tensors = BackwardTensors {
+        dq: Some(ViewMut::contiguous("dq", &mut dq, queries.into()).unwrap()),
+        dk: Some(ViewMut::contiguous("dk", &mut dk, keys.into()).unwrap()),
+        dv: Some(ViewMut::contiguous("dv", &mut dv, keys.into()).unwrap()),
+        ..BackwardTensors::new(
+            [view("q", &q), shared("k", &k), shared("v", &v)],
+            view("out", &out),
+            lse,
+            view("d_o", &d_o),
+        )
+    };
+    let case = Case { lse: true, ..Case::plain(DType::F32, queries, 700) };
+    let spec = rapt_testkit::backward_spec_of(&tensors, &case).unwrap();
+    let plan = rapt_cpu::select_backward(&spec, &Caps { arch, threads: executor.threads(), clock_hz: None }).unwrap();
+    assert_eq!(plan.plan().threads(), executor.threads());
+    assert!(plan.explain().to_string().contains("what is broadcast has the sum over that"), "{}", plan.explain());
+    let mut workspace = Workspace::new();
+    workspace.ensure(plan.workspace_bytes()).unwrap();
+    let mut operands = BackwardOperands::check(tensors, &spec).unwrap();
+    rapt_cpu::run_backward(&plan, &mut operands, &mut workspace, executor).unwrap();
+    let bits = [&dq[..], &dk, &dv].map(|of| of.iter().map(|x| x.to_bits()).collect()).to_vec();
+    (bits, plan.workspace_bytes())
+}
+
+#[test]
+fn threads_touch_no_bit_of_a_sum_and_its_memory_does_not_grow_with_the_batch() {
+    for arch in arches() {
+        let (all, bytes) = gradients_of_one_batch_of_keys(5, arch, &SerialExecutor);
+        assert!(all.iter().flatten().all(|&bits| f32::from_bits(bits).is_finite()));
+        for threads in [2, 3, 7] {
+            let (same, _) = gradients_of_one_batch_of_keys(5, arch, &Spawning(threads));
+            assert!(same == all, "{threads} threads on {}", arch.name());
+        }
+        let (_, of_more) = gradients_of_one_batch_of_keys(20, arch, &SerialExecutor);
+        // What is known of each row: three numbers.
+        assert!(of_more - bytes <= 15 * 2 * 200 * 3 * 4 + 3 * 64, "{bytes} and {of_more} bytes on {}", arch.name());
     }
 }
 

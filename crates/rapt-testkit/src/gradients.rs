@@ -17,7 +17,7 @@ use rapt_core::{
 use rapt_reference::{Gradients, OutputGradients, Outputs, backward, naive};
 
 use crate::buffer::TensorBuf;
-use crate::case::{Case, Placements, Values};
+use crate::case::{Case, Placements, Places, Values};
 use crate::gather::Gathered;
 use crate::gradient_terms::{Parts, emulate, terms};
 use crate::memory::Guard;
@@ -43,13 +43,30 @@ pub struct GradientCase {
     pub asks: [bool; 5],
     /// Indices into the stride zoo: of d_o, d_lse, and of the gradients in the zoo of outputs.
     pub places: [usize; 7],
+    /// Whether gradients by q, k and v are sums over batch entries and heads where those are broadcast by a stride of 0.
+    pub sums: bool,
+    /// Whether gradients by q, k, v and the mask are of the accumulation dtype.
+    pub wide: bool,
 }
 
 impl GradientCase {
     /// All gradients of `case`, row-major.
     #[must_use]
     pub fn all(case: &Case) -> Self {
-        GradientCase { case: Case { lse: true, ..case.clone() }, d_lse: false, asks: [true; 5], places: [0; 7] }
+        GradientCase {
+            case: Case { lse: true, ..case.clone() },
+            d_lse: false,
+            asks: [true; 5],
+            places: [0; 7],
+            sums: false,
+            wide: false,
+        }
+    }
+
+    /// The same with gradients that are sums where q, k and v are broadcast, or wider than those.
+    #[must_use]
+    pub fn summing(self, wide: bool) -> Self {
+        GradientCase { sums: true, wide, ..self }
     }
 
     /// The random problem of this seed.
@@ -59,7 +76,7 @@ impl GradientCase {
         let case = if rng.once_in(3) { Case::random_dropout } else { Case::random };
         let case = Case { lse: true, ..case(seed, dtypes, max_work) };
         let asks = if rng.once_in(3) { std::array::from_fn(|_| !rng.once_in(3)) } else { [true; 5] };
-        GradientCase { case, d_lse: rng.once_in(3), asks, places: random_places(&mut rng) }
+        GradientCase { case, d_lse: rng.once_in(3), asks, places: random_places(&mut rng), sums: false, wide: false }
     }
 
     /// The dtype of out and of what arrives there.
@@ -71,11 +88,17 @@ impl GradientCase {
     fn outputs(&self) -> [Option<([usize; 4], DType)>; 5] {
         let case = &self.case;
         let mask = case.mask.as_ref().filter(|mask| mask.dtype != DType::Bool);
+        let places = case.placements();
+        let dtype = |of: DType| if self.wide { of.accumulation() } else { of };
+        let own = |shape: [usize; 4], place: &Placement, heads: bool| {
+            let is_sum = |d: usize| self.sums && place.strides[d] == 0 && (d == 0 || d == 1 && heads);
+            Some((std::array::from_fn(|d| if is_sum(d) { 1 } else { shape[d] }), dtype(case.dtype)))
+        };
         let all = [
-            Some((case.q, case.dtype)),
-            Some((case.k(), case.dtype)),
-            Some((case.v(), case.dtype)),
-            mask.map(|mask| (case.mask_shape(mask), mask.dtype)),
+            own(case.q, &places.q, case.q[1] == case.num_kv_heads),
+            own(case.k(), &places.k, true),
+            own(case.v(), &places.v, true),
+            mask.map(|mask| (case.mask_shape(mask), dtype(mask.dtype))),
             case.sinks.map(|dtype| ([1, 1, 1, case.q[1]], dtype)),
         ];
         std::array::from_fn(|n| all[n].filter(|_| self.asks[n]))
@@ -281,13 +304,18 @@ fn judge(engines: &mut [Box<BackwardEngine<'_>>], of: &GradientCase) -> Result<(
     }
     let mut rng = Rng::new(case.seed ^ 0x57);
     let guard = case.guard.other_page().unwrap_or(Guard::Heap { shift: rng.below(64) });
-    let moved = Case { places: Case::random_places(&mut rng), guard, ..case.clone() };
+    let mut moved = Case { places: Case::random_places(&mut rng), guard, ..case.clone() };
+    if of.sums {
+        // Where there is one gradient over what is broadcast, that stays.
+        let Places { q, k, v, .. } = case.places;
+        moved.places = Places { q, k, v, ..moved.places };
+    }
     let moved = GradientCase { case: moved, places: random_places(&mut rng), ..of.clone() };
     let mut places = moved.case.placements();
     let shapes = [(&mut places.q, case.q), (&mut places.k, case.k()), (&mut places.v, case.v())];
     let mask = case.mask.as_ref().map_or([1; 4], |mask| case.mask_shape(mask));
     let rest = [(&mut places.mask, mask), (&mut places.vectors, [1, 1, 1, case.q[1]])];
-    for (place, shape) in shapes.into_iter().chain(rest) {
+    for (place, shape) in shapes.into_iter().filter(|_| !of.sums).chain(rest) {
         // Strides that share addresses cannot hold any values.
         if !place.injective {
             *place = output_zoo(shape).swap_remove(rng.pick(&[1, 2, 4]));
@@ -420,9 +448,9 @@ impl Expected {
         let [terms, off] = [None, Some(wide)].map(|wide| terms(inputs, &given, wide));
         let target = [case.q[0], case.q[1], case.q[2], case.kv_len];
         let summed = |parts: &Parts, n: usize, shape: [usize; 4]| match n {
-            0 => parts.dq.clone(),
-            1 => parts.dk.clone(),
-            2 => parts.dv.clone(),
+            0 => sum_to(&parts.dq, case.q, shape),
+            1 => sum_to(&parts.dk, case.k(), shape),
+            2 => sum_to(&parts.dv, case.v(), shape),
             3 => sum_to(parts.d_bias.as_deref().unwrap_or_default(), target, shape),
             _ => parts.d_sinks.clone().unwrap_or_default(),
         };
@@ -451,7 +479,7 @@ impl Expected {
     }
 }
 
-/// Sums of the elements that share an index once those of dimensions of 1 are dropped.
+/// Sums of the elements that share an index once those of dimensions of 1 are dropped; the same where none is.
 fn sum_to(values: &[f64], from: [usize; 4], to: [usize; 4]) -> Vec<f64> {
     let mut sums = vec![0.0; count(to)];
     for (n, &value) in values.iter().enumerate() {

@@ -253,6 +253,34 @@ mod tests {
         assert!(BackwardSpec::new(forward(Some(mask), true), &asked).is_ok());
     }
 
+    /// A gradient may be wider than its input, and one over what a stride of 0 broadcasts: heads of q only where each is a group of its own.
+    #[test]
+    fn a_gradient_may_be_a_sum_over_what_is_broadcast() {
+        let full = form(DType::F16, &[3, 2, 5, 4]);
+        let broadcast = |d: usize| {
+            let mut strides = full.strides.to_vec();
+            strides[d] = 0;
+            TensorForm { strides: crate::Strides::new(&strides).unwrap(), ..full }
+        };
+        let spec = |q, k, forms: GradientForms| {
+            let mut builder = Spec::builder(q, k, k, &Options::default());
+            BackwardSpec::new(builder.return_lse(true).build().unwrap(), &forms)
+        };
+        let of = |dtype, batch, heads| Some(form(dtype, &[batch, heads, 5, 4]));
+        let plain = GradientForms::new(full);
+        let of_k = |dk| spec(full, broadcast(0), GradientForms { dk, ..plain });
+        assert!(of_k(of(DType::F16, 1, 2)).is_ok() && of_k(of(DType::F32, 3, 2)).is_ok());
+        let apart = of_k(of(DType::F16, 3, 1)).unwrap_err();
+        assert!(matches!(apart, Error::ShapeMismatch { tensor: "dk", .. }), "{apart}");
+        assert!(matches!(of_k(of(DType::F64, 3, 2)), Err(Error::OtherDtype { tensor: "dk", .. })));
+        let of_q = |k| spec(broadcast(1), k, GradientForms { dq: of(DType::F16, 3, 1), ..plain });
+        assert!(of_q(full).is_ok());
+        assert!(matches!(of_q(form(DType::F16, &[3, 1, 5, 4])), Err(Error::ShapeMismatch { tensor: "dq", .. })));
+        let sums = of_k(of(DType::F16, 1, 2)).unwrap();
+        assert!(matches!(sums.refuse_sums("it"), Err(Error::Unsupported { .. })));
+        assert!(of_k(of(DType::F16, 3, 2)).unwrap().refuse_sums("it").is_ok());
+    }
+
     #[test]
     fn gradients_share_no_byte_with_another_operand_nor_with_one_another() {
         let (x, lse, mut memory) = ([0f32; 4], [0f32; 2], [0f32; 8]);

@@ -4,6 +4,9 @@ use crate::spec::{MaskSpec, Spec, TensorSpec, canonical};
 use crate::{Compute, DType, Error, Kv, Result, Shape, TensorForm, View};
 
 /// The forms of what arrives and of what leaves, each in the order of dimensions of its tensor.
+///
+/// A gradient by q, k, v or a mask has its input's dtype, or that of accumulation: a sum that goes on elsewhere is not rounded before. It has its input's
+/// sizes, or 1 where that is broadcast by a stride of 0 (of q, k and v: over batch entries and heads) and the gradient is the sum there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct GradientForms {
     /// The gradient by out: its sizes and dtype.
@@ -64,19 +67,26 @@ impl BackwardSpec {
             got if got == forward.device => Ok(()),
             got => Err(Error::DeviceMismatch { tensor, expected: forward.device, got }),
         };
-        let like = |tensor, form: &TensorForm, of: &TensorSpec<4>| -> Result<TensorSpec<4>> {
+        let like = |tensor, form: &TensorForm, of: &TensorSpec<4>, least: [usize; 4]| -> Result<TensorSpec<4>> {
             device(tensor, form)?;
-            dtype(tensor, form, of.dtype)?;
             let got = canonical(tensor, form, forward.layout)?;
-            let expected = || Shape::from(of.shape);
-            if got.shape == of.shape {
+            if (0..4).all(|d| got.shape[d] == of.shape[d] || got.shape[d] == least[d]) {
                 Ok(got)
             } else {
-                Err(Error::ShapeMismatch { tensor, got: form.shape, expected: expected() })
+                Err(Error::ShapeMismatch { tensor, got: form.shape, expected: Shape::from(of.shape) })
             }
         };
-        let asked =
-            |tensor, form: &Option<TensorForm>, of| form.as_ref().map(|form| like(tensor, form, of)).transpose();
+        let asked = |tensor, form: &Option<TensorForm>, of: &TensorSpec<4>| {
+            let Some(form) = form else { return Ok(None) };
+            dtype_or_accumulation(tensor, form, of.dtype)?;
+            // Heads of q that share one are heads of one group: their rows are not apart.
+            let sums_heads = tensor != "dq" || forward.group_size() == 1;
+            let least = std::array::from_fn(|d| match d {
+                0 | 1 if of.strides[d] == 0 && (d == 0 || sums_heads) => 1,
+                _ => of.shape[d],
+            });
+            like(tensor, form, of, least).map(Some)
+        };
         let d_lse = match (d_lse, &forward.lse) {
             (Some(form), Some(lse)) => {
                 device("d_lse", form)?;
@@ -101,7 +111,10 @@ impl BackwardSpec {
             }
         };
         Ok(BackwardSpec {
-            d_o: like("d_o", d_o, &forward.out)?,
+            d_o: {
+                dtype("d_o", d_o, forward.out.dtype)?;
+                like("d_o", d_o, &forward.out, forward.out.shape)?
+            },
             d_lse,
             dq: asked("dq", dq, &forward.q)?,
             dk: asked("dk", dk, &forward.k)?,
@@ -136,19 +149,19 @@ impl BackwardSpec {
         self.d_lse.as_ref()
     }
 
-    /// `[batch, num_q_heads, q_len, head_dim]`, if it is asked for.
+    /// `[batch, num_q_heads, q_len, head_dim]`, if it is asked for; 1 batch entry or head where q is broadcast and it is a sum.
     #[must_use]
     pub fn dq(&self) -> Option<&TensorSpec<4>> {
         self.dq.as_ref()
     }
 
-    /// `[batch, num_kv_heads, kv_len, head_dim]`, if it is asked for.
+    /// `[batch, num_kv_heads, kv_len, head_dim]`, likewise.
     #[must_use]
     pub fn dk(&self) -> Option<&TensorSpec<4>> {
         self.dk.as_ref()
     }
 
-    /// `[batch, num_kv_heads, kv_len, head_dim_v]`, if it is asked for.
+    /// `[batch, num_kv_heads, kv_len, head_dim_v]`, likewise.
     #[must_use]
     pub fn dv(&self) -> Option<&TensorSpec<4>> {
         self.dv.as_ref()
@@ -164,6 +177,34 @@ impl BackwardSpec {
     #[must_use]
     pub fn d_sinks(&self) -> Option<&TensorSpec<1>> {
         self.d_sinks.as_ref()
+    }
+
+    /// That each gradient has its input's dtype, and those by q, k and v its sizes: what a backend asks first whose kernels form no other, which
+    /// `place` names.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`].
+    pub fn refuse_sums(&self, place: impl std::fmt::Display) -> Result<()> {
+        let Spec { q, k, v, .. } = &self.forward;
+        for (name, gradient, of) in [("dq", &self.dq, q), ("dk", &self.dk, k), ("dv", &self.dv, v)] {
+            let Some(gradient) = gradient else { continue };
+            if gradient.dtype != of.dtype || gradient.shape != of.shape {
+                let what = format!("{name} as {} of sizes {:?} on {place}", gradient.dtype, gradient.shape);
+                let why = "its kernels write gradients like their inputs; those of the CPU sum over what is broadcast";
+                return Err(Error::unsupported(what, why, format!("ask for {} of {:?}", of.dtype, of.shape)));
+            }
+        }
+        match (&self.d_mask, &self.forward.mask) {
+            (Some(d_mask), Some(mask)) if d_mask.dtype != mask.dtype => {
+                let what = format!("d_mask as {} on {place}", d_mask.dtype);
+                Err(Error::unsupported(
+                    what,
+                    "its kernels write gradients like their inputs",
+                    format!("ask for {}", mask.dtype),
+                ))
+            }
+            _ => Ok(()),
+        }
     }
 }
 
@@ -203,6 +244,11 @@ fn dtype(tensor: &'static str, form: &TensorForm, expected: DType) -> Result<()>
     if form.dtype == expected { Ok(()) } else { Err(Error::OtherDtype { tensor, expected, got: form.dtype }) }
 }
 
+/// The same of a gradient that may be wider than its input.
+fn dtype_or_accumulation(tensor: &'static str, form: &TensorForm, expected: DType) -> Result<()> {
+    if form.dtype == expected.accumulation() { Ok(()) } else { dtype(tensor, form, expected) }
+}
+
 /// A gradient of a tensor of fewer than four dimensions, in its own order.
 fn narrow<const N: usize>(tensor: &'static str, form: &TensorForm, of: &TensorSpec<N>) -> Result<TensorSpec<N>> {
     dtype(tensor, form, of.dtype)?;
@@ -220,7 +266,7 @@ fn of_mask(form: &TensorForm, mask: &MaskSpec) -> Result<TensorSpec<4>> {
         let allowed = crate::COMPUTED.to_vec();
         return Err(Error::UnsupportedDtype { tensor: "mask", got: DType::Bool, allowed });
     }
-    dtype("d_mask", form, mask.dtype)?;
+    dtype_or_accumulation("d_mask", form, mask.dtype)?;
     let least: [usize; 4] = std::array::from_fn(|d| if mask.strides[d] == 0 { 1 } else { mask.shape[d] });
     let mismatch = || Error::ShapeMismatch { tensor: "d_mask", got: form.shape, expected: Shape::from(least) };
     let got = TensorSpec::<4>::of(form).ok_or_else(mismatch)?;

@@ -79,6 +79,7 @@ pub(crate) fn launch_plan(spec: &BackwardSpec, caps: &Caps) -> Result<BackwardLa
         let why = "this backend serves the memory of NVIDIA GPUs".into();
         return Err(Error::DeviceUnavailable { device: forward.device, why });
     }
+    spec.refuse_sums(forward.device)?;
     check_lengths(forward)?;
     let (storage, mask) = (forward.numerics.storage, forward.mask.map(|mask| mask.dtype));
     let generic = |pass: Pass| KernelVariant {
@@ -217,7 +218,8 @@ pub(crate) fn plan_of(spec: &BackwardSpec, caps: &Caps, launch_plan: BackwardLau
 /// [`Backend::plan_backward`](crate::Backend::plan_backward), which loads its kernels.
 ///
 /// # Errors
-/// [`Error::DeviceUnavailable`] for anything but CUDA memory; [`Error::Unsupported`] for lengths beyond 2^29.
+/// [`Error::DeviceUnavailable`] for anything but CUDA memory; [`Error::Unsupported`] for lengths beyond 2^29 and gradients that are
+/// sums over what is broadcast.
 pub fn select_backward(spec: &BackwardSpec, caps: &Caps) -> Result<BackwardPlan> {
     Ok(plan_of(spec, caps, launch_plan(spec, caps)?))
 }

@@ -39,7 +39,12 @@ def empty_lse(q, layout):
     sizes = tuple(q.shape[:-1])
     if layout == "bshd" and len(sizes) >= 2:
         sizes = (*sizes[:-2], sizes[-1], sizes[-2])
-    return torch.empty(sizes, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32, device=q.device)
+    return torch.empty(sizes, dtype=accumulation(q), device=q.device)
+
+
+def accumulation(tensor):
+    """The dtype in which sums of this tensor's numbers are formed."""
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
 def _through_ops(*tensors):
@@ -282,7 +287,7 @@ def sdpa_lse(query, key, value, mask, is_causal, *, scale, enable_gqa, order, dr
     """(out, lse)."""
     shape = _outputs.shape_of(query.shape, key.shape, value.shape, enable_gqa)
     out = _outputs.new(query, shape, order)
-    lse = torch.empty(shape[:-1], dtype=torch.float64 if query.dtype == torch.float64 else torch.float32, device=query.device)
+    lse = torch.empty(shape[:-1], dtype=accumulation(query), device=query.device)
     causal = "top_left" if is_causal else None
     if _is_one_piece(query, key, value, mask, enable_gqa):
         dropout = _dropout.native(dropout_p, dropout_draw)
@@ -292,7 +297,7 @@ def sdpa_lse(query, key, value, mask, is_causal, *, scale, enable_gqa, order, dr
     q, k, v = frame.whole_q(query), frame.whole_kv(key), frame.whole_kv(value)
     for at in frame.pieces():
         _native.run_into(
-            at.rows(q), at.keys(k), at.keys(v), at.rows(out), at.rows(lse[..., None])[..., 0], mask=at.mask(mask), causal=causal, scale=scale,
+            at.rows(q), at.keys(k), at.keys(v), at.rows(out), at.rows(lse[..., None])[..., 0], mask=at.own(mask), causal=causal, scale=scale,
             dropout=_dropout.native(dropout_p, dropout_draw, at.entries),
         )  # fmt: skip
     return out, lse
@@ -317,23 +322,25 @@ def sdpa_backward(
         # One head of keys for all is one group, whose sums are the kernel's.
         frame = _Frame(out.shape, key.shape, value.shape, True)
     given = query, key, value, mask
-    wholes = frame.gradients(*given)
-    asked = [of if is_wanted else None for is_wanted, of in zip(wanted, given)]
-    if query.itemsize < 4 and any(of is not None and of.shape != whole for of, whole in zip(asked, wholes)):
-        # Sums over what was broadcast are float32's, as PyTorch's math path forms them: of copies.
+    sums = [is_wanted and frame.sums(of, n) for n, (is_wanted, of) in enumerate(zip(wanted, given))]
+    if not query.is_cpu and query.itemsize < 4 and any(sums):
+        # Kernels of GPUs round what they write: sums over what was broadcast are float32's of copies.
         d_o, out, query, key, value = (t.float() for t in (d_o, out, query, key, value))
-        mask = mask if mask is None or mask.dtype == torch.bool else mask.float()
-    made = [None if of is None else _gradient(wide, whole) for of, wide, whole in zip(asked, (query, key, value, mask), wholes)]
-    dq, dk, dv, d_mask = made
+        mask, sums = mask if mask is None or mask.dtype == torch.bool else mask.float(), wanted
+    kinds = [_Made(of, is_sum) if is_wanted else None for is_wanted, of, is_sum in zip(wanted, given, sums)]
     q, k, v = frame.whole_q(query), frame.whole_kv(key), frame.whole_kv(value)
     for at in frame.pieces():
+        inputs = at.rows(q), at.keys(k), at.keys(v), at.own(mask)
+        parts = [None if made is None else made.part(at, of) for made, of in zip(kinds, inputs)]
         _native.backward_into(
-            at.rows(d_o), at.rows(q), at.keys(k), at.keys(v), at.rows(out), at.rows(lse[..., None])[..., 0],
-            at.rows(dq), at.gradient(dk), at.gradient(dv), d_mask=at.mask(d_mask), mask=at.mask(mask),
+            at.rows(d_o), *inputs[:3], at.rows(out), at.rows(lse[..., None])[..., 0], *parts[:3], d_mask=parts[3], mask=inputs[3],
             d_lse=None if d_lse is None else at.rows(d_lse[..., None])[..., 0],
             causal=causal, scale=scale, dropout=_dropout.native(dropout_p, dropout_draw, at.entries),
         )  # fmt: skip
-    return [_summed(gradient, of) for gradient, of in zip(made, asked) if of is not None]
+        for made, part in zip(kinds, parts):
+            if made is not None:
+                made.add(at, part)
+    return [made.finish() for made in kinds if made is not None]
 
 
 def fake_sdpa_backward(_d_o, _d_lse, query, key, value, mask, _out, _lse, wanted, _is_causal=False, **_options):
@@ -348,17 +355,27 @@ def _is_one_piece(query, key, value, mask, enable_gqa):
     return (enable_gqa or q[1] == k[1]) and (mask is None or mask.dim() == 4)
 
 
-def _gradient(of, whole):
-    return torch.empty_like(of) if of.shape == whole else of.new_empty(whole)
+class _Made:
+    """The gradient by `of`, which pieces write, each its part of it. One that is a sum is made in the accumulation dtype, piece after piece, and rounded once."""
 
+    def __init__(self, of, is_sum):
+        self.of, self.is_sum = of, is_sum
+        self.whole = torch.zeros(of.shape, dtype=accumulation(of), device=of.device) if is_sum else torch.empty_like(of)
 
-def _summed(gradient, of):
-    """`gradient` over what `of` was broadcast to, or over the heads of a group."""
-    if gradient.shape == of.shape and gradient.dtype == of.dtype:
-        return gradient
-    if of.dim() > 2 and of.shape[-3] not in (1, gradient.shape[-3]):
-        gradient = gradient.unflatten(-3, (of.shape[-3], -1)).sum(-3)
-    return torch.empty_like(of).copy_(gradient.sum_to_size(of.shape))
+    def part(self, at, operand):
+        """Where the kernel writes at this piece, of which `operand` is the input."""
+        own = at.own(self.whole)
+        if not self.is_sum:
+            return own
+        return own.new_empty(own.shape if own.is_cpu else operand.shape)
+
+    def add(self, at, part):
+        if self.is_sum:
+            own = at.own(self.whole)
+            own += part.sum_to_size(own.shape)
+
+    def finish(self):
+        return torch.empty_like(self.of).copy_(self.whole) if self.is_sum else self.whole
 
 
 def _four(tensor):
@@ -384,18 +401,19 @@ class _Frame:
             return tensor.expand(*self.lead[:-1], *tensor.shape[-3:])
         return tensor.expand(*self.lead, *tensor.shape[-2:])
 
-    def gradients(self, query, key, value, mask):
-        """The shapes of what the pieces write of dq, dk, dv and d_mask, each its own part."""
-        heads = self.lead[-1:] if self.by_head or not self.gqa else key.shape[-3:-2]
-        keys = [torch.Size((*self.lead[:-1], *heads, *t.shape[-2:])) for t in (key, value)]
-        if mask is not None:
-            mask = [1] * (len(self.lead) + 2 - mask.dim()) + list(mask.shape)
-            apart = max(0, len(self.lead) - 2)
-            mask[:apart] = self.lead[:apart]
-            if self.by_head:
-                mask[-3] = self.lead[-1]
-            mask = torch.Size(mask)
-        return torch.Size((*self.lead, *query.shape[-2:])), *keys, mask
+    def _sizes(self, tensor):
+        return [1] * (len(self.lead) + 2 - tensor.dim()) + list(tensor.shape)
+
+    def sums(self, tensor, n):
+        """Whether the gradient by query, key, value or mask (`n`) is a sum of what kernels write: where several pieces have one part of it, or none has, and on a
+        GPU where a piece broadcasts it over batch entries or heads. What a piece broadcasts in host memory its kernel sums, and what it broadcasts of a mask."""
+        sizes = self._sizes(tensor)
+        if any(size == 1 != whole for whole, size in zip(self.lead[:-2], sizes)) or (self.by_head and sizes[-3] != self.lead[-1]):
+            return True
+        if tensor.is_cpu or n == 3:
+            return False
+        inner = self.lead[-2:-1] if n > 0 and self.gqa else self.lead[-2:]
+        return any(whole != size for whole, size in zip(inner, sizes[-2 - len(self.lead[-2:]) :]))
 
     def pieces(self):
         """One piece after another. Dropout numbers their batch entries as the native module does: those of a head apart are behind those of the last."""
@@ -422,17 +440,14 @@ class _Piece(typing.NamedTuple):
         """Of keys or values."""
         return self._cut(tensor, None if self.head is None else self.head * tensor.shape[-3] // self.lead[-1])
 
-    def gradient(self, tensor):
-        """Of dk or dv."""
-        return None if tensor is None else self._cut(tensor, self.head)
-
-    def mask(self, tensor):
-        """Of a mask or its gradient, which may lack dimensions or have sizes of 1."""
+    def own(self, tensor):
+        """Of a tensor that may lack dimensions or have sizes of 1."""
         if tensor is None:
             return None
         tensor = tensor[(None,) * (len(self.lead) + 2 - tensor.dim())]
         outer = tuple(0 if size == 1 else at for size, at in zip(tensor.shape, self.outer))
-        return self._replace(outer=outer)._cut(tensor, self.head if tensor.dim() > 2 and tensor.shape[-3] > 1 else None)
+        head = None if self.head is None else self.head * tensor.shape[-3] // self.lead[-1]
+        return self._replace(outer=outer)._cut(tensor, head)
 
     def _cut(self, tensor, head):
         four = _four(tensor[self.outer] if self.outer else tensor)

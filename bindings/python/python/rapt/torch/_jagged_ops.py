@@ -152,10 +152,10 @@ def backward(
         wholes = [heads, 1 if shared else heads, 1 if shared else heads]
         query, key, value = (of.expand(-1, whole, -1) for of, whole in zip(given, wholes))
     asked = [(of, whole.shape) for is_wanted, of, whole in zip(wanted, given, (query, key, value)) if is_wanted]
-    if query.itemsize < 4 and any(of.shape != whole for of, whole in asked):
-        # Sums over what was broadcast are float32's: of copies.
-        d_o, out, query, key, value = (t.float() for t in (d_o, out, query, key, value))
-    made = [torch.empty_like(of, dtype=query.dtype) if of.shape == whole else query.new_empty(whole) for of, whole in asked]
+    # Of heads that were broadcast each has a gradient in the accumulation dtype: their sum is rounded once.
+    made = [
+        torch.empty_like(of) if of.shape == whole else of.new_empty(whole, dtype=_autograd.accumulation(of)) for of, whole in asked
+    ]  # fmt: skip
     dq, dk, dv = _autograd._spread(wanted, made)
     sequences = (q_offsets, q_lengths), (k_offsets, k_lengths), (v_offsets, v_lengths)
     if query.is_cuda:
@@ -163,7 +163,17 @@ def backward(
     _native.torch_jagged_backward(
         d_o, d_lse, query, key, value, out, lse, *sequences, dq, dk, dv, is_causal, scale, _dropout.native(dropout_p, dropout_draw)
     )  # fmt: skip
-    return [_autograd._summed(gradient, of) for gradient, (of, _) in zip(made, asked)]
+    return [_sum_of_heads(gradient, of) for gradient, (of, _) in zip(made, asked)]
+
+
+def _sum_of_heads(gradient, of):
+    """`gradient`, or the sum of its heads in their order where `of` has one."""
+    if gradient.shape == of.shape:
+        return gradient
+    first, *others = gradient.split(1, dim=1)
+    for head in others:
+        first += head
+    return torch.empty_like(of).copy_(first)
 
 
 def _fake_backward(_d_o, _d_lse, _out, _lse, wanted, query, key, value, *_sequences, **_options):

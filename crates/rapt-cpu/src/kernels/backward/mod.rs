@@ -9,7 +9,7 @@
 //! ```
 //! With dropout dPᵀ is multiplied by what each weight was multiplied with, and so is Pᵀ before it meets dO; out was formed so, and delta holds.
 //! (Dao 2022, 2023.) Five products by the one inner loop (`matmul`): broadcast rows times vectors, the vectors being queries in the first three and
-//! head_dim in the last two. Before, `rows` finds delta of each row; after, `sums` adds the chunks of dQ in their order. Blocks and runs lie at
+//! head_dim in the last two. Before, `rows` finds delta of each row; after, `sums` adds the chunks of dQ, and what tasks share, in their order. Blocks and runs lie at
 //! multiples of their sizes, chunks follow the length of K: a gradient's bits depend neither on threads nor on other tasks. Deliberately absent: memory
 //! that grows with the product of the lengths; the gradient of a mask has a pass of its own (`mask`).
 
@@ -27,7 +27,7 @@ use super::matmul::{Broadcast, Factors, Matmul, Onto};
 use super::pack::{pack_panel, store_row};
 use super::products::Single;
 use super::simd::{Part, Real, Simd, Storage};
-use crate::backward_problem::BackwardProblem;
+use crate::backward_problem::{BackwardProblem, SharedSum};
 use crate::problem::{Input, Output};
 use products::{Contract, QueriesSelecting, clear, key_product, panels};
 use queries::{MAX_TILES, Tile};
@@ -44,7 +44,9 @@ pub(crate) struct Entries {
     pub(crate) large: Entry,
     /// A chunk of keys of a task of the wave.
     pub(crate) main: Entry,
-    /// A tile of dq of a task of the wave.
+    /// A block of keys of dk or dv, where tasks share it.
+    pub(crate) keys: Entry,
+    /// A tile of dq of a task of the wave, or of what tasks share.
     pub(crate) dq: Entry,
     /// A piece of the gradient of the mask.
     pub(crate) mask: Entry,
@@ -63,6 +65,7 @@ impl Entries {
             rows: rows::item::<S, T>,
             large: rows::large::<S, T>,
             main: item::<S, T>,
+            keys: sums::keys::<S, T>,
             dq: sums::dq::<S, T>,
             mask: mask::item::<S, T>,
             sinks: sums::sink::<S>,
@@ -74,6 +77,7 @@ impl Entries {
 
 pub(crate) use mask::pieces as mask_pieces;
 pub(crate) use rows::ROWS_PER_ITEM;
+pub(crate) use sums::{shared_blocks, tiles_of_dq};
 
 /// Computes dk and dv of one chunk of keys of a task, and its part of dq.
 unsafe fn item<S: Simd, T: Storage<S>>(problem: &BackwardProblem, n: usize, memory: *mut u8) {
@@ -95,11 +99,12 @@ unsafe fn item<S: Simd, T: Storage<S>>(problem: &BackwardProblem, n: usize, memo
         for block in (first..last).step_by(partition.block_n) {
             let n = partition.block_n.min(last - block);
             let mut keys = Keys::new::<S, T>(problem, base, task, (block, n));
-            keys.clear::<S>(problem, base);
+            keys.sum_apart::<S>(problem);
+            keys.clear::<S>(problem);
             for r0 in (0..partition.rows).step_by(partition.run_rows()) {
                 run_of_queries::<S, T>(problem, base, &mut keys, r0, partial);
             }
-            keys.store::<S, T>(problem, base);
+            keys.store::<S, T>(problem);
         }
     }
 }
@@ -113,6 +118,9 @@ struct Keys<E> {
     v: Rows<E>,
     /// Whether all of k is finite, once a tile asked.
     whole: Values<E>,
+    /// Sums over the queries, in panels of columns.
+    dk: *mut E,
+    dv: *mut E,
 }
 
 impl<E: Real> Keys<E> {
@@ -138,31 +146,48 @@ impl<E: Real> Keys<E> {
         let k = rows(&problem.k, problem.head_dim, partition.k_in_place, scratch.k_panel);
         let v = rows(&problem.v, problem.head_dim_v, partition.v_in_place, scratch.v_panel);
         let whole = Values { rows: k, steps: n, lanes: problem.head_dim, finite: None };
-        Keys { task, first, n, k, v, whole }
+        let (dk, dv) = (base.wrapping_add(scratch.dk), base.wrapping_add(scratch.dv));
+        Keys { task, first, n, k, v, whole, dk, dv }
     }
 
-    /// Sums of nothing.
-    unsafe fn clear<S: Simd<Elem = E>>(&self, problem: &BackwardProblem, base: *mut E) {
-        let columns = |dim: usize| dim.next_multiple_of(S::LANES) * problem.partition.block_n;
-        // SAFETY: as in `item`.
-        unsafe {
-            S::apart(clear::<S>(base.add(problem.scratch.dk), columns(problem.head_dim)));
-            S::apart(clear::<S>(base.add(problem.scratch.dv), columns(problem.head_dim_v)));
+    /// Lets the block be summed where it stays: what the task adds to gradients that tasks share.
+    fn sum_apart<S: Simd<Elem = E>>(&mut self, problem: &BackwardProblem) {
+        let in_wave = self.task - problem.first_task;
+        let part = |shared: SharedSum, dim: usize| {
+            let at = shared.parts + in_wave * shared.len + self.first * dim.next_multiple_of(S::LANES);
+            problem.shared_at.cast::<E>().wrapping_add(at)
+        };
+        if let Some(shared) = problem.shared.dk {
+            self.dk = part(shared, problem.head_dim);
+        }
+        if let Some(shared) = problem.shared.dv {
+            self.dv = part(shared, problem.head_dim_v);
         }
     }
 
-    /// dk and dv of the block.
-    unsafe fn store<S: Simd<Elem = E>, T: Storage<S>>(&self, problem: &BackwardProblem, base: *mut E) {
+    /// Sums of nothing.
+    unsafe fn clear<S: Simd<Elem = E>>(&self, problem: &BackwardProblem) {
+        let columns = |dim: usize| dim.next_multiple_of(S::LANES) * problem.partition.block_n;
+        // SAFETY: as in `item`.
+        unsafe {
+            S::apart(clear::<S>(self.dk, columns(problem.head_dim)));
+            S::apart(clear::<S>(self.dv, columns(problem.head_dim_v)));
+        }
+    }
+
+    /// dk and dv of the block, but for what tasks share.
+    unsafe fn store<S: Simd<Elem = E>, T: Storage<S>>(&self, problem: &BackwardProblem) {
         let [batch, head, _] = problem.origin(self.task);
         let scale = E::from_f64_clamped(problem.scores.softmax_scale);
         let (first, n, block_n) = ((batch, head, self.first), self.n, problem.partition.block_n);
+        let BackwardProblem { shared, head_dim, head_dim_v, .. } = problem;
         let of = [
-            (&problem.dk, problem.scratch.dk, problem.head_dim, scale),
-            (&problem.dv, problem.scratch.dv, problem.head_dim_v, E::ONE),
+            (problem.dk.filter(|_| shared.dk.is_none()), self.dk, *head_dim, scale),
+            (problem.dv.filter(|_| shared.dv.is_none()), self.dv, *head_dim_v, E::ONE),
         ];
         for (out, sums, dim, factor) in of {
-            if let Some(out) = out {
-                let sums = base.wrapping_add(sums).cast_const();
+            if let Some(out) = &out {
+                let sums = sums.cast_const();
                 // SAFETY: as in `item`.
                 unsafe { S::apart(StoreKeys { out, first, n, dim, sums, block_n, factor, storage: PhantomData::<T> }) };
             }
@@ -280,12 +305,12 @@ unsafe fn run_of_queries<S: Simd, T: Storage<S>>(
         }
         let rows = count * width;
         let sums = [
-            (problem.dv.is_some(), scratch.p, scratch.d_o, scratch.dv, problem.head_dim_v),
-            (problem.dk.is_some(), scratch.ds, scratch.q, scratch.dk, problem.head_dim),
+            (problem.dv.is_some(), scratch.p, scratch.d_o, keys.dv, problem.head_dim_v),
+            (problem.dk.is_some(), scratch.ds, scratch.q, keys.dk, problem.head_dim),
         ];
-        for (is_asked, weights, columns, sums, dim) in sums {
+        for (is_asked, weights, columns, y, dim) in sums {
             if is_asked {
-                let (b, x, y) = (part(weights).cast_const(), part(columns).cast_const(), part(sums));
+                let (b, x) = (part(weights).cast_const(), part(columns).cast_const());
                 let contract = Contract { keys: n, rows, row: m, dim, b, x, y, skip, block_n, selects: masks };
                 contract.run::<S>();
             }
