@@ -14,11 +14,15 @@
 // SPLIT: heads of more than 128 columns have no registers for both sums of KEYS: half of the blocks sums dk, half dv.
 // A block whose sums are not finite runs again as CAREFUL: weights of pairs that are not attended are MASKED there, and what is not finite in
 // streamed rows reaches only the rows that attend it. Finite sums have the same bits both ways.
+// AGAIN: behind backward_hopper.cu few blocks compute the heads again that it has noted, of all blocks of a launch of its own.
 // Deliberately absent: gradients of masks and sinks (backward.cu, backward_rows.cu).
 
 #include "backward/sequences.cuh"
 #include "backward/products.cuh"
 
+#ifndef AGAIN
+#define AGAIN 0
+#endif
 #define KEYS 1
 #define QUERIES 2
 constexpr int THREADS = 128, BM = BLOCK_M, BN = BLOCK_N, FRAGMENTS = BM / 64, NT = BN / 8, KT = BN / 16;
@@ -38,14 +42,25 @@ struct Shared {
     Pair<BM> own;
     Stage stages[STAGES];
     RowState states[PASS == QUERIES ? BM : 1];
+#if AGAIN
+    u32 at;  // which block of a launch of all this is
+#endif
 };
 static_assert(sizeof(Shared) == SHARED_BYTES, "the host and backward_mma.cu disagree on shared memory");
+
+__device__ inline u32 block_at(const Shared& sh) {
+#if AGAIN
+    return sh.at;
+#else
+    return blockIdx.x;
+#endif
+}
 
 // Which block of rows of a head a block has.
 struct Unit {
     int matrix, at;
-    __device__ explicit Unit(const BackwardParams& b) {
-        const int unit = PASS == KEYS && SPLIT ? blockIdx.x / 2 : blockIdx.x;
+    __device__ Unit(const BackwardParams& b, u32 block) {
+        const int unit = PASS == KEYS && SPLIT ? block / 2 : block;
         matrix = unit / b.units, at = unit - matrix * b.units;
         // Early keys are seen by the most queries under a causal mask, late queries see the most keys: they go first.
         if (PASS == QUERIES) at = b.units - 1 - at;
@@ -54,7 +69,7 @@ struct Unit {
 struct Block {
     int batch, head, kv_head;  // head: of QUERIES alone
     OwnRows<BM, PASS == KEYS> own;
-    __device__ explicit Block(const BackwardParams& b) : Block(b, Unit(b)) {}
+    __device__ Block(const BackwardParams& b, u32 block) : Block(b, Unit(b, block)) {}
     // The row of its own tensors that is its first.
     __device__ int first_row() const { return (PASS == KEYS ? own.sequence.first_key() : own.sequence.first_query()) + own.first; }
 
@@ -273,7 +288,7 @@ template <bool CAREFUL, class ByDs, class ByP>
 __device__ inline bool attend(const BackwardParams& b, Shared& sh, ByDs& by_ds, ByP& by_p) {
     constexpr bool HAS_DS = !is_same<ByDs, NoSums>, HAS_P = !is_same<ByP, NoSums>;
     const Params& p = b.all;
-    const Block block(b);
+    const Block block(b, block_at(sh));
     const Sequence& sequence = block.own.sequence;
     const int first = block.own.first;
     Tiles tiles(b, block);
@@ -377,9 +392,9 @@ __device__ inline bool attend(const BackwardParams& b, Shared& sh, ByDs& by_ds, 
 
 // Rows of the gradients.
 template <class ByDs, class ByP>
-__device__ inline void store(const BackwardParams& b, const ByDs& by_ds, const ByP& by_p) {
+__device__ inline void store(const BackwardParams& b, const Shared& sh, const ByDs& by_ds, const ByP& by_p) {
     const Params& p = b.all;
-    const Block block(b);
+    const Block block(b, block_at(sh));
     const float scale = (float)p.scale;
     const auto at = [&](const i64 (&stride)[4]) {
         return row_offset(stride, block.batch, PASS == KEYS ? block.kv_head : block.head, block.first_row());
@@ -399,32 +414,57 @@ __device__ __noinline__ void run_carefully(const BackwardParams& b, Shared& sh) 
     ByDs by_ds;
     ByP by_p;
     attend<true>(b, sh, by_ds, by_p);
-    store(b, by_ds, by_p);
+    store(b, sh, by_ds, by_p);
 }
 
 template <class ByDs, class ByP>
 __device__ inline void run(const BackwardParams& b, Shared& sh) {
     ByDs by_ds;
     ByP by_p;
-    if (attend<false>(b, sh, by_ds, by_p)) store(b, by_ds, by_p);
+    if (attend<false>(b, sh, by_ds, by_p)) store(b, sh, by_ds, by_p);
     else run_carefully<ByDs, ByP>(b, sh);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) backward(const __grid_constant__ BackwardParams b) {
-    extern __shared__ __align__(128) u8 memory[];
-    Shared& sh = *(Shared*)memory;
+#if AGAIN
+// The next block of a launch of all, from the given one on, whose head is to be computed again; false if there is none.
+__device__ inline bool next_again(const BackwardParams& b, Shared& sh, u32 at) {
+    for (; at < (u32)b.again; at += gridDim.x) {
+        const Block block(b, at);
+        if (is_odd(b, block.batch, block.kv_head)) break;
+    }
+    // Tiles of the block before have been read when those of this one come.
+    __syncthreads();
+    sh.at = at;
+    __syncthreads();
+    return at < (u32)b.again;
+}
+#endif
+
+__device__ inline void run_block(const BackwardParams& b, Shared& sh) {
 #if VARLEN
-    if (Block(b).own.rows <= 0) return;
+    if (Block(b, block_at(sh)).own.rows <= 0) return;
 #endif
 #if PASS == QUERIES
     run<Sums<D>, NoSums>(b, sh);
 #elif SPLIT
-    if (blockIdx.x % 2 == 0) {
+    if (block_at(sh) % 2 == 0) {
         if (b.dk != nullptr) run<Sums<D>, NoSums>(b, sh);
     } else if (b.dv != nullptr) {
         run<NoSums, Sums<DV>>(b, sh);
     }
 #else
     run<Sums<D>, Sums<DV>>(b, sh);
+#endif
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) backward(const __grid_constant__ BackwardParams b) {
+    extern __shared__ __align__(128) u8 memory[];
+    Shared& sh = *(Shared*)memory;
+#if AGAIN
+    if (!is_any_odd(b)) return;
+#pragma unroll 1
+    for (u32 at = blockIdx.x; next_again(b, sh, at); at = sh.at + gridDim.x) run_block(b, sh);
+#else
+    run_block(b, sh);
 #endif
 }

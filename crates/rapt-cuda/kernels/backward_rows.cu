@@ -1,6 +1,6 @@
 // What gradients need of each row: delta, and what its probabilities are recomputed from; and the gradients of the sinks, which need no more.
 //
-//   PASS ROWS    a warp a row     delta = sum d_o*out - d_lse;  top = lse
+//   PASS ROWS    64 rows a block, a warp a row     delta = sum d_o*out - d_lse;  top = lse
 //   PASS SINKS   a block a head   d_sink = -sum p_sink*delta, over rows and batch entries in one order
 //
 // A row whose lse is -inf attends nothing: what arrives there is not read. In a lse beyond LARGE the logarithm of the sum drowns; such a row
@@ -11,9 +11,8 @@
 
 #define ROWS 0
 #define SINKS 4
-constexpr int THREADS = 256, WARPS = THREADS / 32;
-// Beyond this much a lse is not relied on: its rounding is 2^-14 of a probability in float32.
-constexpr Acc LARGE = 1024;
+constexpr int THREADS = 256, WARPS = THREADS / 32, ROWS_OF_BLOCK = 64;
+constexpr Acc LARGE = LARGE_LSE;
 
 // The maximum and the sum of exponentials of keys so far.
 struct Largest {
@@ -54,38 +53,75 @@ __device__ inline Largest largest_of(const BackwardParams& b, int batch, int hea
     return of;
 }
 
-// A warp's row.
-__device__ inline void find_state(const BackwardParams& b) {
+// sum d_o*out of a row, by a warp.
+__device__ inline Acc delta_of(const BackwardParams& b, int batch, int head, int i) {
     const Params& p = b.all;
-    const i64 at = (i64)blockIdx.x * WARPS + threadIdx.x / 32;
-    if (at >= (i64)b.batch * p.heads * p.q_len) return;
-    const int i = at % p.q_len, head = at / p.q_len % p.heads, batch = at / p.q_len / p.heads;
-    const i64 lse_at = batch * p.lse_stride[0] + head * p.lse_stride[1] + i * p.lse_stride[2];
-    const Acc lse = ((const Acc*)p.lse)[lse_at];
-    RowState state = {positive_infinity(), 0, 0, 1};
-    if (lse != negative_infinity()) {
-        const i64 d_o = row_offset(b.d_o_stride, batch, head, i), out = row_offset(p.out_stride, batch, head, i);
-        Acc sum = 0;
-        for (int c = threadIdx.x % 32; c < p.head_dim_v; c += 32) {
+    const i64 d_o = row_offset(b.d_o_stride, batch, head, i), out = row_offset(p.out_stride, batch, head, i);
+    Acc sum = 0;
+#if STORAGE == F16 || STORAGE == BF16
+    if (b.rows_wide) {
+        for (int c = threadIdx.x % 32 * 4; c < p.head_dim_v; c += 32 * 4) {
+            const uint2 x = *(const uint2*)((const Elem*)b.d_o + d_o + c), y = *(const uint2*)((const Elem*)p.out + out + c);
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                const u32 shift = e % 2 * 16;
+                sum = fused(widen((Elem)((e < 2 ? x.x : x.y) >> shift)), widen((Elem)((e < 2 ? y.x : y.y) >> shift)), sum);
+            }
+        }
+        return sum_of_lanes<32>(sum);
+    }
+#endif
+    // In the same order.
+    for (int first = threadIdx.x % 32 * 4; first < p.head_dim_v; first += 32 * 4) {
+        for (int c = first; c < min(first + 4, p.head_dim_v); c++) {
             const Acc arriving = load_as(b.d_o, p.out_dtype, d_o + c * b.d_o_stride[3]);
             sum = fused(arriving, load_as(p.out, p.out_dtype, out + c * p.out_stride[3]), sum);
         }
-        sum = sum_of_lanes<32>(sum);
-        if (b.d_lse != nullptr) {
-            sum -= ((const Acc*)b.d_lse)[batch * b.d_lse_stride[0] + head * b.d_lse_stride[1] + i * b.d_lse_stride[2]];
-        }
-        // An infinite lse has no probabilities.
-        state.top = lse == positive_infinity() ? (Acc)not_a_number() : lse, state.delta = sum;
-        if (lse > LARGE || lse < -LARGE) {
-            Largest of = largest_of(b, batch, head, i);
-            // NaN, and what has no sum that could be relied on, stay as lse has them.
-            if (of.sum > 0 && of.top != negative_infinity()) {
-                if (p.sinks != nullptr) of.add(load_as(p.sinks, p.sinks_dtype, head * p.sinks_stride), 1);
-                state.top = of.top, state.log2_sum = logarithm(of.sum) * (Acc)1.4426950408889634, state.inverse_sum = 1 / of.sum;
-            }
+    }
+    return sum_of_lanes<32>(sum);
+}
+
+// A warp's row.
+__device__ inline RowState state_of(const BackwardParams& b, int batch, int head, int i) {
+    const Params& p = b.all;
+    const Acc lse = ((const Acc*)p.lse)[batch * p.lse_stride[0] + head * p.lse_stride[1] + i * p.lse_stride[2]];
+    RowState state = {positive_infinity(), 0, 0, 1};
+    if (lse == negative_infinity()) return state;
+    Acc sum = delta_of(b, batch, head, i);
+    if (b.d_lse != nullptr) {
+        sum -= ((const Acc*)b.d_lse)[batch * b.d_lse_stride[0] + head * b.d_lse_stride[1] + i * b.d_lse_stride[2]];
+    }
+    // An infinite lse has no probabilities.
+    state.top = lse == positive_infinity() ? (Acc)not_a_number() : lse, state.delta = sum;
+    if (lse > LARGE || lse < -LARGE) {
+        Largest of = largest_of(b, batch, head, i);
+        // NaN, and what has no sum that could be relied on, stay as lse has them.
+        if (of.sum > 0 && of.top != negative_infinity()) {
+            if (p.sinks != nullptr) of.add(load_as(p.sinks, p.sinks_dtype, head * p.sinks_stride), 1);
+            state.top = of.top, state.log2_sum = logarithm(of.sum) * (Acc)1.4426950408889634, state.inverse_sum = 1 / of.sum;
         }
     }
-    if (threadIdx.x % 32 == 0) b.states[at] = state;
+    return state;
+}
+
+// A block's rows, also those that backward_hopper.cu has beyond the last.
+__device__ inline void find_states(const BackwardParams& b) {
+    const Params& p = b.all;
+    for (i64 at = (i64)blockIdx.x * THREADS + threadIdx.x; at < b.zeroed_words; at += (i64)gridDim.x * THREADS) b.zeroed[at] = 0;
+    const int matrix = blockIdx.x / b.units, first = (blockIdx.x - matrix * b.units) * ROWS_OF_BLOCK;
+    const int batch = matrix / p.heads, head = matrix - batch * p.heads;
+    for (int i = first + threadIdx.x / 32; i < first + ROWS_OF_BLOCK; i += WARPS) {
+        RowState state = {positive_infinity(), 0, 0, 1};
+        if (i < p.q_len) {
+            state = state_of(b, batch, head, i);
+            if (threadIdx.x % 32 == 0) b.states[state_index(p, batch, head, i)] = state;
+        }
+#if STORAGE == F16 || STORAGE == BF16
+        if (b.log2_lse == nullptr || threadIdx.x % 32 != 0) continue;
+        float* lse = b.log2_lse + (i64)matrix * b.padded_rows + i;
+        lse[0] = __fmaf_rn(state.top, LOG2_E, state.log2_sum), lse[(i64)b.batch * p.heads * b.padded_rows] = state.delta;
+#endif
+    }
 }
 
 // A block's sink.
@@ -110,6 +146,6 @@ __device__ inline void sum_sink(const BackwardParams& b, Acc (&of_warp)[WARPS]) 
 
 extern "C" __global__ void __launch_bounds__(THREADS) backward(const __grid_constant__ BackwardParams b) {
     extern __shared__ __align__(128) u8 memory[];
-    if (PASS == ROWS) find_state(b);
+    if (PASS == ROWS) find_states(b);
     else sum_sink(b, *(Acc(*)[WARPS])memory);
 }

@@ -4,8 +4,9 @@
 
 use rapt_core::{BackwardOperands, BackwardSpec, Causal, TensorSpec, View};
 
-use crate::access::{is_in_pairs, strides};
+use crate::access::{is_in_pairs, moves_by, strides};
 use crate::params::{DroppedParams, DroppingParams, Params, int};
+use crate::tensor_map::TensorMap;
 
 /// The one parameter of every kernel of a backward pass. Pointers are device addresses; 0 where there is no such tensor.
 #[repr(C)]
@@ -20,6 +21,9 @@ pub(crate) struct BackwardParams {
     d_mask: usize,
     d_sinks: usize,
     states: usize,
+    log2_lse: usize,
+    dq_sums: usize,
+    zeroed: usize,
     d_o_stride: [i64; 4],
     dq_stride: [i64; 4],
     dk_stride: [i64; 4],
@@ -40,6 +44,123 @@ pub(crate) struct BackwardParams {
     dq_pairs: i32,
     dk_pairs: i32,
     dv_pairs: i32,
+    dq_wide: i32,
+    dk_wide: i32,
+    dv_wide: i32,
+    rows_wide: i32,
+    padded_rows: i32,
+    zeroed_words: i32,
+    again: i32,
+    padding: i32,
+}
+
+/// Rows of a tile of queries of backward_hopper.cu, and keys of an item.
+pub(crate) const HOPPER_ROWS: usize = 64;
+pub(crate) const HOPPER_KEYS: usize = 128;
+/// Most key tiles of a head of which one begins after the other where every query sees every key, and by how many tiles of queries: blocks
+/// wait for one another's dq the least so. 4,16,4096²,128: runs of 4 one beside the other 510 TFLOP/s, of 8 and 16 apart by 2 521 and 530, a head
+/// in one run 467 (H100, 2026-11).
+const RUN: usize = 16;
+const LEAD: usize = 2;
+
+/// What backward_hopper.cu takes, byte for byte `BackwardHopperParams` of kernels/backward/hopper_load.cuh.
+#[repr(C, align(64))]
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct BackwardHopperParams {
+    maps: [TensorMap; 4],
+    of: BackwardParams,
+    items: HopperItems,
+    padding: [i32; padding(size_of::<BackwardParams>() + size_of::<HopperItems>())],
+}
+
+/// Numbers of 32 bits from so many bytes up to the alignment of maps.
+const fn padding(bytes: usize) -> usize {
+    (bytes.next_multiple_of(64) - bytes) / 4
+}
+
+/// The items of backward_hopper.cu, and the order in which they are taken.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct HopperItems {
+    items: i32,
+    key_tiles: i32,
+    run: i32,
+    run_heads: i32,
+    lead: i32,
+}
+
+impl HopperItems {
+    /// Where positions bound the keys, each item begins with the first queries that see it, and a head is one run. The bits of dq follow from
+    /// runs and their lead, which follow from the lengths alone; how many heads take a run each in turn (`blocks` at once) touches none.
+    pub(crate) fn new(spec: &BackwardSpec, blocks: usize) -> Self {
+        let forward = spec.forward();
+        let key_tiles = forward.kv_len().div_ceil(HOPPER_KEYS);
+        let matrices = forward.batch().saturating_mul(forward.num_kv_heads());
+        let run = RUN.min(key_tiles).max(1);
+        let is_apart = forward.block_range().is_unbounded() && forward.q_len().div_ceil(HOPPER_ROWS) > LEAD * run;
+        let (run, run_heads, lead) = match (is_apart, forward.block_range().is_unbounded()) {
+            (true, _) => (run, (blocks / run).max(1), LEAD),
+            (false, true) => (run, (blocks / run).max(1), 0),
+            (false, false) => (key_tiles.max(1), 1, 0),
+        };
+        HopperItems {
+            items: int(matrices.saturating_mul(key_tiles)),
+            key_tiles: int(key_tiles),
+            run: int(run),
+            run_heads: int(run_heads),
+            lead: int(lead),
+        }
+    }
+
+    /// How many there are.
+    pub(crate) const fn count(&self) -> usize {
+        self.items as usize
+    }
+}
+
+impl BackwardHopperParams {
+    /// `of` has addresses; `maps` are of q, k, v and d_o as they lie there.
+    pub(crate) fn new(of: BackwardParams, items: HopperItems, maps: [TensorMap; 4]) -> Self {
+        BackwardHopperParams { maps, of, items, padding: Default::default() }
+    }
+
+    /// The bytes that a launch passes.
+    pub(crate) fn as_bytes(&self) -> &[u8] {
+        // SAFETY: a repr(C) struct of maps, `BackwardParams` and integers, borrowed with self; what follows its last number up to the
+        // alignment is a field, and the assertion on its size below proves that there is no other padding.
+        unsafe { std::slice::from_raw_parts(std::ptr::from_ref(self).cast(), size_of::<BackwardHopperParams>()) }
+    }
+}
+
+/// Where the parts of the workspace lie behind the states of rows, of a plan with backward_hopper.cu.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct HopperWorkspace {
+    log2_lse: usize,
+    dq_sums: usize,
+    zeroed: usize,
+    zeroed_words: usize,
+    padded_rows: usize,
+    pub(crate) bytes: usize,
+}
+
+impl HopperWorkspace {
+    /// Behind `states` bytes; `columns` of dq in two halves.
+    pub(crate) fn new(spec: &BackwardSpec, states: usize, columns: usize) -> Self {
+        let forward = spec.forward();
+        let matrices = forward.batch().saturating_mul(forward.num_q_heads());
+        let tiles = forward.q_len().div_ceil(HOPPER_ROWS);
+        let padded_rows = tiles * HOPPER_ROWS;
+        let rows = matrices.saturating_mul(padded_rows);
+        let zeroed_words = matrices
+            .saturating_mul(2 * tiles)
+            .saturating_add(forward.batch().saturating_mul(forward.num_kv_heads()))
+            .saturating_add(2);
+        let log2_lse = states.next_multiple_of(16);
+        let dq_sums = log2_lse.saturating_add(rows.saturating_mul(2 * 4));
+        let zeroed = dq_sums.saturating_add(rows.saturating_mul(4 * columns));
+        let bytes = zeroed.saturating_add(zeroed_words.saturating_mul(4));
+        HopperWorkspace { log2_lse, dq_sums, zeroed, zeroed_words, padded_rows, bytes }
+    }
 }
 
 /// Bytes of the state of a row: `RowState` of kernels/backward/request.cuh.
@@ -55,6 +176,11 @@ impl BackwardParams {
         let pairs = |tensor: Option<&TensorSpec<4>>| {
             i32::from(tensor.is_some_and(|tensor| is_in_pairs(tensor) && tensor.shape[3].is_multiple_of(2)))
         };
+        let wide = |tensor: Option<&TensorSpec<4>>| {
+            i32::from(tensor.is_some_and(|tensor| tensor.dtype.size_bytes() == 2 && moves_by(tensor, 16)))
+        };
+        let by_8 = |tensor: &TensorSpec<4>| tensor.dtype == forward.numerics.storage && moves_by(tensor, 8);
+        let rows_wide = forward.numerics.storage.size_bytes() == 2 && by_8(spec.d_o()) && by_8(&forward.out);
         let [d_o, d_lse, dq, dk, dv, d_mask, d_sinks, states] = [0; 8];
         BackwardParams {
             all: DroppedParams { params: all, dropping: DroppingParams::new(forward.dropout) },
@@ -66,6 +192,9 @@ impl BackwardParams {
             d_mask,
             d_sinks,
             states,
+            log2_lse: 0,
+            dq_sums: 0,
+            zeroed: 0,
             d_o_stride: strides(spec.d_o()),
             dq_stride: of(spec.dq()),
             dk_stride: of(spec.dk()),
@@ -87,12 +216,43 @@ impl BackwardParams {
             dq_pairs: pairs(spec.dq()),
             dk_pairs: pairs(spec.dk()),
             dv_pairs: pairs(spec.dv()),
+            dq_wide: wide(spec.dq()),
+            dk_wide: wide(spec.dk()),
+            dv_wide: wide(spec.dv()),
+            rows_wide: i32::from(rows_wide),
+            padded_rows: 0,
+            zeroed_words: 0,
+            again: 0,
+            padding: 0,
         }
     }
 
     /// These parameters of a launch with so many blocks of own rows of a head.
     pub(crate) fn with_units(self, units: usize) -> Self {
         BackwardParams { units: int(units), ..self }
+    }
+
+    /// These parameters of a launch that computes noted heads again, of so many blocks of a launch of all.
+    pub(crate) fn with_again(self, blocks: usize) -> Self {
+        BackwardParams { again: int(blocks), ..self }
+    }
+
+    /// These parameters with a workspace at `workspace` that backward_hopper.cu has parts of.
+    pub(crate) fn with_hopper(self, of: &HopperWorkspace, workspace: usize) -> Self {
+        BackwardParams {
+            log2_lse: workspace + of.log2_lse,
+            dq_sums: workspace + of.dq_sums,
+            zeroed: workspace + of.zeroed,
+            padded_rows: int(of.padded_rows),
+            zeroed_words: int(of.zeroed_words),
+            ..self
+        }
+    }
+
+    /// Addresses of what TMA may load: q, k, v and d_o.
+    pub(crate) fn loaded(&self) -> [usize; 4] {
+        let [q, k, v, ..] = self.all.params.mapped();
+        [q, k, v, self.d_o]
     }
 
     /// These parameters of tensors that lie where `operands` say, with states of rows at `states`.
@@ -115,6 +275,14 @@ impl BackwardParams {
 }
 
 const _: () = assert!(
-    size_of::<BackwardParams>() == size_of::<DroppedParams>() + 8 * 8 + (5 * 4 + 3 + 1) * 8 + 4 * 4 + 4 * 8 + 8 * 4,
+    size_of::<BackwardParams>() == size_of::<DroppedParams>() + 11 * 8 + (5 * 4 + 3 + 1) * 8 + 4 * 4 + 4 * 8 + 16 * 4,
     "BackwardParams has padding"
+);
+const _: () = assert!(
+    size_of::<BackwardHopperParams>()
+        == 4 * 128
+            + size_of::<BackwardParams>()
+            + size_of::<HopperItems>()
+            + 4 * padding(size_of::<BackwardParams>() + size_of::<HopperItems>()),
+    "BackwardHopperParams has padding"
 );

@@ -513,7 +513,8 @@ impl LaunchPlan for CudaLaunch {
             | Algorithm::Deviation
             | Algorithm::DeviationEnd
             | Algorithm::Backward(_)
-            | Algorithm::BackwardMma(_) => "it serves every request".to_owned(),
+            | Algorithm::BackwardMma(_)
+            | Algorithm::BackwardHopper => "it serves every request".to_owned(),
         };
         let others = varlen.iter().flat_map(|varlen| &varlen.launches).map(|launch| launch.attend.step.variant);
         let others = short.iter().map(|short| short.step.variant).chain(others);

@@ -350,7 +350,7 @@ pub fn ship(folder: &Path, assortment: Assortment, kept: Option<&Path>) -> std::
 mod tests {
     use super::*;
     use crate::source;
-    use crate::variant::Pass;
+    use crate::variant::{Loads, Pass};
 
     fn distinct(arch: Arch, assortment: Assortment) -> FxHashSet<KernelVariant> {
         let variants = common_variants(arch, assortment).unwrap();
@@ -462,8 +462,18 @@ mod tests {
                 stages: 2,
                 ..KernelVariant::backward(Arch::Sm90a, DType::BF16, mask, Pass::Keys)
             };
+            let hopper_backward = KernelVariant {
+                algorithm: Algorithm::BackwardHopper,
+                loads: Loads::Tma,
+                natural: false,
+                block_m: 64,
+                block_n: 128,
+                mask: None,
+                ..backward
+            };
             for (name, _) in source::FILES.iter().filter(|(name, _)| name.ends_with(".cuh")) {
                 let variant = match name.split('/').next() {
+                    Some("backward") if *name == "backward/hopper_load.cuh" => hopper_backward,
                     Some("decode") => decode,
                     Some("wide") => wide_with(mask),
                     Some("mma") => coded,

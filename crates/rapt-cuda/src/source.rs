@@ -14,10 +14,13 @@ macro_rules! files {
 pub(crate) const FILES: &[(&str, &str)] = files![
     "append.cu",
     "backward.cu",
+    "backward/hopper_load.cuh",
     "backward/products.cuh",
     "backward/request.cuh",
     "backward/sequences.cuh",
+    "backward_hopper.cu",
     "backward_mma.cu",
+    "backward_parts.cu",
     "backward_rows.cu",
     "combine.cu",
     "common/code_scales.cuh",

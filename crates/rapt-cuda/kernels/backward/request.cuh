@@ -23,6 +23,11 @@ struct BackwardParams {
     const void *d_o, *d_lse;
     void *dq, *dk, *dv, *d_mask, *d_sinks;
     RowState* states;
+    // Of backward_hopper.cu alone, else null: what is known of rows, [2, batch, heads, padded_rows], lse in units of log2 (+inf where nothing is
+    // attended) and delta; sums of dq as backward_hopper.cu leaves them; and words that the first launch makes zeros: how many items are taken,
+    // whether any head is odd, whether each is ([batch, kv_heads]), and turns ([batch, heads, tiles of queries, 2]).
+    float *log2_lse, *dq_sums;
+    u32* zeroed;
     i64 d_o_stride[4], dq_stride[4], dk_stride[4], dv_stride[4], d_mask_stride[4], d_lse_stride[3], d_sinks_stride;
     int d_mask_size[4];                 // 1 where it is a sum
     const int *offsets_q, *offsets_kv;  // where sequences begin that lie one after another
@@ -30,8 +35,26 @@ struct BackwardParams {
     int sequences, bottom_right;
     int batch, kv_heads, units;         // units: blocks of own rows of a head
     int dq_pairs, dk_pairs, dv_pairs;   // whether rows of a gradient can be written two elements at a time
+    int dq_wide, dk_wide, dv_wide;      // the same, 16 bytes at a time
+    int rows_wide;                      // whether rows of d_o and out can be read 8 bytes at a time, in the storage dtype
+    int padded_rows, zeroed_words;
+    int again;                          // blocks of a launch of all, of one that computes odd heads again
+    int padding;
 };
 static_assert(sizeof(BackwardParams) == BACKWARD_BYTES, "backward.rs and backward/request.cuh disagree on BackwardParams");
+
+// Beyond this much a lse is not relied on: its rounding is 2^-14 of a probability in float32.
+constexpr int LARGE_LSE = 1024;
+
+// Rows of a tile of queries of backward_hopper.cu.
+constexpr int HOPPER_ROWS = 64;
+__device__ inline int tiles_of_queries(const BackwardParams& b) { return b.padded_rows / HOPPER_ROWS; }
+__device__ inline bool is_any_odd(const BackwardParams& b) { return b.zeroed[1] != 0; }
+__device__ inline bool is_odd(const BackwardParams& b, int batch, int kv_head) { return b.zeroed[2 + batch * b.kv_heads + kv_head] != 0; }
+__device__ inline void note_odd(const BackwardParams& b, int batch, int kv_head) {
+    b.zeroed[1] = 1, b.zeroed[2 + batch * b.kv_heads + kv_head] = 1;
+}
+__device__ inline u32* turns_of(const BackwardParams& b) { return b.zeroed + 2 + b.batch * b.kv_heads; }
 
 __device__ inline Acc positive_infinity() { return -negative_infinity(); }
 __device__ inline bool is_dead(const RowState& of) { return of.top == positive_infinity(); }

@@ -188,6 +188,21 @@ __device__ inline void griddepcontrol_wait() {
 #endif
 }
 
+// A count in device memory that blocks hand on: what was written before it was set is to be seen after it was read.
+__device__ inline u32 load_acquire(const u32* at) {
+    u32 x;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(at) : "memory");
+    return x;
+}
+__device__ inline void store_release(u32* at, u32 x) { asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(at), "r"(x) : "memory"); }
+
+// The count so far, which is one more then.
+__device__ inline u32 take_number(u32* count) {
+    u32 x;
+    asm volatile("atom.global.add.u32 %0, [%1], 1;" : "=r"(x) : "l"(count) : "memory");
+    return x;
+}
+
 // Barriers of the block by number; every thread of `threads` takes part, once.
 __device__ inline void bar_sync(int number, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");

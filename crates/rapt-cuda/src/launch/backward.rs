@@ -3,6 +3,7 @@
 //! ```text
 //! rows      delta of each row, and what its probabilities are recomputed from       into the workspace
 //! keys      dk and dv        queries   dq        mask   d_mask        sinks   d_sinks
+//! together  in place of keys and queries: dk, dv and parts of dq; then parts (dq), and both for heads that were noted
 //! ```
 //! Each writes what no other does, and reads what rows left. Deliberately absent: any choice, any allocation.
 
@@ -12,9 +13,10 @@ use rapt_core::{
 };
 
 use super::{Loaded, Step};
-use crate::backward::BackwardParams;
+use crate::backward::{BackwardHopperParams, BackwardParams, HopperItems, HopperWorkspace};
 use crate::driver::Driver;
 use crate::error::{CudaError, Result};
+use crate::tensor_map::{TensorMap, TmaTensor};
 use crate::variant::{Algorithm, KernelVariant, Pass};
 
 /// One launch of a backward pass, and how many blocks of own rows a head has in it.
@@ -22,6 +24,33 @@ use crate::variant::{Algorithm, KernelVariant, Pass};
 pub(crate) struct PassStep {
     pub(crate) step: Step,
     pub(crate) units: usize,
+    /// Blocks of a launch of all, of one that computes noted heads again; else 0.
+    pub(crate) again: usize,
+}
+
+/// What backward_hopper.cu takes besides.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct HopperPass {
+    pub(crate) items: HopperItems,
+    pub(crate) workspace: HopperWorkspace,
+    /// q, k, v and d_o, those that TMA loads.
+    pub(crate) loaded: [Option<TmaTensor>; 4],
+}
+
+/// The one parameter of a launch.
+#[allow(clippy::large_enum_variant, reason = "they lie on the stack for the length of a run")]
+enum Filled {
+    Plain(BackwardParams),
+    Hopper(BackwardHopperParams),
+}
+
+impl Filled {
+    fn as_bytes(&self) -> &[u8] {
+        match self {
+            Filled::Plain(params) => params.as_bytes(),
+            Filled::Hopper(params) => params.as_bytes(),
+        }
+    }
 }
 
 /// Why the tensor cores do not serve a request for gradients.
@@ -41,10 +70,24 @@ pub struct BackwardLaunch {
     /// Nothing where no gradient has an element.
     pub(crate) steps: Vec<PassStep>,
     pub(crate) params: BackwardParams,
+    pub(crate) hopper: Option<Box<HopperPass>>,
     pub(crate) workspace_bytes: usize,
     pub(crate) cost: Cost,
     pub(crate) multiprocessors: u32,
     pub(crate) why: Option<WhyNoTensorCores>,
+}
+
+impl HopperPass {
+    /// The parameters of tensors that lie where `params` say.
+    fn filled(&self, driver: &dyn Driver, params: BackwardParams) -> Result<Filled> {
+        let mut maps = [TensorMap::default(); 4];
+        for ((map, tensor), address) in maps.iter_mut().zip(&self.loaded).zip(params.loaded()) {
+            if let Some(tensor) = tensor {
+                *map = driver.encode(tensor, address)?;
+            }
+        }
+        Ok(Filled::Hopper(BackwardHopperParams::new(params, self.items, maps)))
+    }
 }
 
 impl BackwardLaunch {
@@ -82,18 +125,28 @@ impl BackwardLaunch {
             return Err(Error::OutOfMemory { bytes: self.workspace_bytes });
         }
         let on = |error: CudaError| error.on(device);
-        let params = self.params.at(operands, workspace.address);
+        let mut params = self.params.at(operands, workspace.address);
+        if let Some(hopper) = &self.hopper {
+            params = params.with_hopper(&hopper.workspace, workspace.address);
+        }
         let with_function = |of: &PassStep| {
-            let PassStep { step, units } = *of;
-            step.function(device).copied().map(|function| (step, function, params.with_units(units)))
+            let PassStep { step, units, again } = *of;
+            let params = params.with_units(units).with_again(again);
+            let filled = match &self.hopper {
+                Some(hopper) if step.variant.algorithm == Algorithm::BackwardHopper => {
+                    hopper.filled(driver, params).map_err(on)?
+                }
+                _ => Filled::Plain(params),
+            };
+            step.function(device).copied().map(|function| (step, function, filled))
         };
         let steps = self.steps.iter().map(with_function).collect::<CoreResult<Vec<_>>>()?;
         // SAFETY: `loaded` gave each step the function of its own variant, and `select` made the parameters for that variant from the spec
         // that `BackwardOperands::check` proved the operands against: each address that a kernel reaches lies in its tensor's extent. The
         // comparison above proves the workspace as long as states of rows are; the caller vouches for how long memory lives.
         unsafe {
-            for (step, function, params) in &steps {
-                driver.launch(function, step.grid(), stream, params.as_bytes()).map_err(on)?;
+            for (step, function, filled) in &steps {
+                driver.launch(function, step.grid(), stream, filled.as_bytes()).map_err(on)?;
             }
         }
         Ok(())
@@ -105,7 +158,10 @@ impl BackwardLaunch {
             let is = |step: &&PassStep| step.step.variant.algorithm.pass() == Some(wanted);
             self.steps.iter().find(is).map(|of| &of.step)
         };
-        of(Pass::Keys).or_else(|| of(Pass::Queries)).or_else(|| self.steps.first().map(|of| &of.step))
+        of(Pass::Together)
+            .or_else(|| of(Pass::Keys))
+            .or_else(|| of(Pass::Queries))
+            .or_else(|| self.steps.first().map(|of| &of.step))
     }
 
     fn launch_of(&self, step: &Step) -> Launch {
@@ -132,6 +188,10 @@ const fn writes(pass: Pass) -> &'static str {
         Pass::Queries => "dq, over keys in their order",
         Pass::Mask => "the gradient of the mask",
         Pass::Sinks => "the gradients of the sinks",
+        Pass::Together => "dk, dv, and what each tile of keys adds to dq, last keys first",
+        Pass::Parts => "dq, of the sums of its parts",
+        Pass::KeysAgain => "dk and dv of heads whose sums are not finite, or whose lse is large",
+        Pass::QueriesAgain => "dq of those heads",
     }
 }
 
@@ -179,6 +239,10 @@ impl LaunchPlan for BackwardLaunch {
         let is_on_tensor_cores = |variant: &KernelVariant| matches!(variant.algorithm, Algorithm::BackwardMma(_));
         if self.steps.is_empty() {
             "no gradient has an element: nothing is launched".to_owned()
+        } else if self.hopper.is_some() {
+            "probabilities are recomputed from lse; five products in one pass over scores on the tensor cores, dq handed over from block to block in \
+             one order"
+                .to_owned()
         } else if self.variants().any(is_on_tensor_cores) {
             "probabilities are recomputed from lse; products on the tensor cores, dq in a pass of its own over scores"
                 .to_owned()

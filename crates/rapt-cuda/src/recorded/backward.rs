@@ -3,7 +3,7 @@
 use rapt_core::{BackwardOperands, BackwardPlan, BackwardSpec, BackwardTensors, GradientForms, TensorForm};
 
 use super::*;
-use crate::backward::BackwardParams;
+use crate::backward::{BackwardHopperParams, BackwardParams};
 use crate::launch::BackwardLaunch;
 use crate::variant::Pass;
 
@@ -15,6 +15,7 @@ struct Asked {
     q_len: usize,
     /// dq, dk, dv, d_mask, d_sinks.
     asks: [bool; 5],
+    masked: bool,
 }
 
 const ALL: Asked = Asked {
@@ -23,6 +24,7 @@ const ALL: Asked = Asked {
     head_dim: 64,
     q_len: 70,
     asks: [true, true, true, false, false],
+    masked: true,
 };
 
 /// A tensor that nobody reads: number `n`.
@@ -42,11 +44,11 @@ fn read<'a>(name: &'static str, n: usize, dtype: DType, shape: &[usize]) -> View
 
 impl Asked {
     fn tensors(&self) -> BackwardTensors<'static> {
-        let Asked { dtype, arriving, head_dim, q_len, asks } = *self;
+        let Asked { dtype, arriving, head_dim, q_len, asks, masked } = *self;
         let (queries, keys, masks) = ([2, 6, q_len, head_dim], [2, 2, 90, head_dim], [1, 6, 1, 90]);
         let written = |n: usize, name, dtype, shape: &[usize]| asks[n].then(|| lies(name, 20 + n, dtype, shape));
         BackwardTensors {
-            mask: Some(read("mask", 3, DType::F32, &masks)),
+            mask: masked.then(|| read("mask", 3, DType::F32, &masks)),
             sinks: Some(read("sinks", 4, DType::F32, &[6])),
             dq: written(0, "dq", dtype, &queries),
             dk: written(1, "dk", dtype, &keys),
@@ -113,8 +115,8 @@ fn rows_then_each_gradient_are_launched_on_the_given_stream() {
         })
         .collect();
     let bytes = size_of::<BackwardParams>();
-    // 840 rows of 8 a block; two entries and heads of keys, 90 keys of 64 a block; twelve heads, 70 queries of 128 a block.
-    assert_eq!(launches, [(105, bytes), (2 * 2 * 2, bytes), (12, bytes)]);
+    // Twelve heads, 70 rows of 64 a block; two entries and heads of keys, 90 keys of 64 a block; twelve heads, 70 queries of 128 a block.
+    assert_eq!(launches, [(24, bytes), (2 * 2 * 2, bytes), (12, bytes)]);
     let text = plan.explain().to_string();
     assert!(text.contains("backward_mma keys bfloat16 64/64") && text.contains("dk and dv"), "{text}");
 }
@@ -141,4 +143,47 @@ fn what_is_not_asked_for_is_not_launched_and_what_the_tensor_cores_do_not_take_i
     let none = Asked { q_len: 0, ..ALL };
     let (plan, ran) = none.run(&of, 0);
     assert_eq!((passes(&plan), ran.unwrap().len()), (vec![Algorithm::BackwardMma(Pass::Keys)], 1));
+}
+
+#[test]
+fn three_gradients_of_plain_scores_are_one_launch_of_as_many_blocks_as_there_are_items_and_heads_may_be_computed_again()
+{
+    let of = Recorded::new(Parts::default(), |_| {});
+    let plain = Asked { masked: false, ..ALL };
+    // States of 840 rows; two numbers and 64 of dq of each of 12 * 128 rows; 2 words, 4 heads of keys, and two turns of each of 24 tiles.
+    let bytes = 840 * 16 + 12 * 128 * (8 + 4 * 64) + 4 * (2 + 4 + 2 * 24);
+    let (plan, ran) = plain.run(&of, bytes);
+    assert_eq!(plan.workspace_bytes(), bytes);
+    let (generic, mma) = (Algorithm::Backward, Algorithm::BackwardMma);
+    let expected = [
+        generic(Pass::Rows),
+        Algorithm::BackwardHopper,
+        generic(Pass::Parts),
+        mma(Pass::KeysAgain),
+        mma(Pass::QueriesAgain),
+    ];
+    assert_eq!(passes(&plan), expected);
+    let (mut encoded, mut launches) = (Vec::new(), Vec::new());
+    for call in ran.unwrap() {
+        match call {
+            Call::Encode { tensor, address } => encoded.push((address, tensor.box_rows, tensor.sizes)),
+            Call::Launch { grid, stream: 77, params, .. } => launches.push((grid.blocks, params.len())),
+            other => panic!("{other:?}"),
+        }
+    }
+    let (queries, keys) = ([64, 70, 6, 2], [64, 90, 2, 2]);
+    let lies = |n: usize| at(n, 0).addr();
+    assert_eq!(encoded, [(lies(1), 64, queries), (lies(2), 128, keys), (lies(3), 128, keys), (lies(8), 64, queries)]);
+    let (params, hopper) = (size_of::<BackwardParams>(), size_of::<BackwardHopperParams>());
+    // The last two by 128 own rows a block.
+    assert_eq!(launches, [(24, params), (4, hopper), (24, params), (4, params), (12, params)]);
+    let text = plan.explain().to_string();
+    assert!(text.contains("backward_hopper together bfloat16 64/64") && text.contains("in one order"), "{text}");
+    let (_, ran) = plain.run(&of, bytes - 1);
+    assert_eq!(ran, Err(Error::OutOfMemory { bytes }));
+    // Wide heads, and a gradient that is not asked for are left to the passes.
+    for other in [Asked { head_dim: 136, ..plain }, Asked { asks: [true, true, false, false, false], ..plain }] {
+        let (plan, _) = other.run(&of, 1 << 20);
+        assert_eq!(passes(&plan), [generic(Pass::Rows), mma(Pass::Keys), mma(Pass::Queries)]);
+    }
 }

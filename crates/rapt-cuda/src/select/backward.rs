@@ -1,28 +1,34 @@
 //! From a spec of gradients to what is launched for it.
 //!
-//! float16 and bfloat16 with head dims up to 256, and float32 up to 128 → backward_mma.cu; anything else, and gradients of masks → backward.cu. Tiles follow dtype and
+//! float16 and bfloat16 with head dims up to 128 on compute capability 9.0, of which dq, dk and dv are asked and whose scores are not changed → backward_hopper.cu; float16 and bfloat16 with head dims up to 256, and float32 up to 128 → backward_mma.cu; anything else, and gradients of masks → backward.cu. Tiles follow dtype and
 //! head dims alone, and what fits a block: the bits of a gradient depend neither on the batch nor on strides.
 
 use rapt_core::{
-    BackwardPlan, BackwardSpec, Cost, DType, Device, Direction, Error, Kernel, KernelKey, PRounding, Result, TensorSpec,
+    Arch, BackwardPlan, BackwardSpec, Cost, DType, Device, Direction, Error, Kernel, KernelKey, PRounding, Result,
+    TensorSpec,
 };
 
 use super::tensor_cores::{is_natural, mask_class, padded_dims, sequences};
 use super::{Caps, MOST_BLOCKS, check_lengths, cost, too_many_blocks, widths};
 use crate::access::moves_by;
-use crate::backward::{BackwardParams, state_bytes};
+use crate::backward::{BackwardParams, HOPPER_KEYS, HOPPER_ROWS, HopperItems, HopperWorkspace, state_bytes};
 use crate::launch::Step;
-use crate::launch::backward::{BackwardLaunch, PassStep, WhyNoTensorCores};
+use crate::launch::backward::{BackwardLaunch, HopperPass, PassStep, WhyNoTensorCores};
 use crate::params::Params;
 use crate::partition::Partition;
+use crate::tensor_map::TmaTensor;
 use crate::variant::{Algorithm, KernelVariant, Loads, Pass, Sequences, generic_columns};
 
 /// Widest head of backward_mma.cu.
 const MMA_DIM: usize = 256;
 /// The same of float32, whose tiles are twice as large.
 const MMA_F32_DIM: usize = 128;
-/// Rows of an item of backward_rows.cu: a warp each.
-const ROWS_OF_BLOCK: usize = 8;
+/// Widest head of backward_hopper.cu.
+const HOPPER_DIM: usize = 128;
+/// Rows of a block of backward_rows.cu.
+const ROWS_OF_BLOCK: usize = 64;
+/// Blocks to a multiprocessor that look for heads to be computed again.
+const AGAIN_BLOCKS: usize = 2;
 
 /// Whether the tensor cores serve a request, and if not why.
 fn on_tensor_cores(spec: &BackwardSpec) -> std::result::Result<(), WhyNoTensorCores> {
@@ -69,6 +75,45 @@ fn mma(spec: &BackwardSpec, caps: &Caps, pass: Pass) -> KernelVariant {
     if variant.shared_bytes() <= caps.shared_bytes { variant } else { least }
 }
 
+/// The variant of backward_hopper.cu, where it serves the request. Tensors that TMA does not load come element by element into the same tiles: bits
+/// do not depend on strides.
+fn hopper(spec: &BackwardSpec, caps: &Caps) -> Option<KernelVariant> {
+    let forward = spec.forward();
+    let storage = forward.numerics.storage;
+    let dim = forward.head_dim().max(forward.head_dim_v());
+    let serves = caps.arch == Arch::Sm90a
+        && matches!(storage, DType::F16 | DType::BF16)
+        && spec.d_o().dtype == storage
+        && forward.mask.is_none()
+        && forward.dropout.is_none()
+        && forward.varlen.is_none()
+        && !is_natural(forward, mask_class(forward))
+        && dim <= HOPPER_DIM
+        && [spec.dq(), spec.dk(), spec.dv()].iter().all(Option::is_some)
+        && [forward.q_len(), forward.kv_len(), forward.head_dim(), forward.head_dim_v()].iter().all(|n| *n > 0);
+    if !serves {
+        return None;
+    }
+    let loads = if loaded(spec).iter().all(Option::is_some) { Loads::Tma } else { Loads::ByElement };
+    let variant = KernelVariant {
+        algorithm: Algorithm::BackwardHopper,
+        natural: false,
+        loads,
+        dims: padded_dims(forward),
+        block_m: HOPPER_ROWS as u32,
+        block_n: HOPPER_KEYS as u32,
+        ..KernelVariant::backward(caps.arch, storage, None, Pass::Together)
+    };
+    (variant.shared_bytes() <= caps.shared_bytes).then_some(variant)
+}
+
+/// q, k, v and d_o in tiles of backward_hopper.cu, as TMA loads them.
+fn loaded(spec: &BackwardSpec) -> [Option<TmaTensor>; 4] {
+    let forward = spec.forward();
+    let of = |tensor, rows: usize| TmaTensor::new(tensor, rows as u32);
+    [of(&forward.q, HOPPER_ROWS), of(&forward.k, HOPPER_KEYS), of(&forward.v, HOPPER_KEYS), of(spec.d_o(), HOPPER_ROWS)]
+}
+
 /// Everything that is launched for `spec` on a device with `caps`.
 ///
 /// # Errors
@@ -94,21 +139,32 @@ pub(crate) fn launch_plan(spec: &BackwardSpec, caps: &Caps) -> Result<BackwardLa
     let columns = generic_columns(storage) as usize;
     let chunks = |of: Option<&TensorSpec<4>>| of.map_or(0, |of| of.shape[3].div_ceil(columns));
     let mut steps = Vec::new();
-    let mut push = |variant: KernelVariant, units: usize, blocks: usize| {
-        if blocks > MOST_BLOCKS {
-            return Err(too_many_blocks(blocks));
+    let mut push = |variant: KernelVariant, units: usize, blocks: usize, again: usize| {
+        if blocks.max(again) > MOST_BLOCKS {
+            return Err(too_many_blocks(blocks.max(again)));
         }
         if blocks > 0 {
-            steps.push(PassStep { step: Step::new(variant, blocks), units });
+            steps.push(PassStep { step: Step::new(variant, blocks), units, again });
         }
         Ok(())
     };
-    push(generic(Pass::Rows), 0, rows.div_ceil(ROWS_OF_BLOCK))?;
+    let multiprocessors = caps.multiprocessors.max(1) as usize;
+    let together = hopper(spec, caps);
+    let matrices = forward.batch().saturating_mul(forward.num_q_heads());
+    let row_blocks = forward.q_len().div_ceil(ROWS_OF_BLOCK);
+    push(generic(Pass::Rows), row_blocks, matrices.saturating_mul(row_blocks), 0)?;
+    let items = HopperItems::new(spec, multiprocessors);
+    if let Some(variant) = together {
+        push(variant, 0, items.count().min(multiprocessors), 0)?;
+        let parts =
+            KernelVariant { dims: variant.dims, block_m: variant.block_m, natural: false, ..generic(Pass::Parts) };
+        push(parts, 0, matrices.saturating_mul(row_blocks), 0)?;
+    }
     let passes = [
-        (Pass::Keys, chunks(spec.dk()) + chunks(spec.dv()), forward.kv_len(), forward.num_kv_heads()),
-        (Pass::Queries, chunks(spec.dq()), forward.q_len(), forward.num_q_heads()),
+        (Pass::Keys, Pass::KeysAgain, chunks(spec.dk()) + chunks(spec.dv()), forward.kv_len(), forward.num_kv_heads()),
+        (Pass::Queries, Pass::QueriesAgain, chunks(spec.dq()), forward.q_len(), forward.num_q_heads()),
     ];
-    for (pass, chunks, len, heads) in passes {
+    for (pass, again, chunks, len, heads) in passes {
         if chunks == 0 {
             continue;
         }
@@ -119,27 +175,40 @@ pub(crate) fn launch_plan(spec: &BackwardSpec, caps: &Caps) -> Result<BackwardLa
             // Of each sequence a block may have fewer rows; so may one before the first, and one behind the last (backward/sequences.cuh).
             Some(of) => len / variant.block_m as usize + of.sequences() + 2,
         };
-        push(variant, units, product(&[forward.batch(), heads, units, targets]))?;
+        let blocks = product(&[forward.batch(), heads, units, targets]);
+        if together.is_some() {
+            let variant = KernelVariant { algorithm: Algorithm::BackwardMma(again), ..variant };
+            push(variant, units, blocks.min(AGAIN_BLOCKS * multiprocessors), blocks)?;
+        } else {
+            push(variant, units, blocks, 0)?;
+        }
     }
     if let Some(of) = spec.d_mask() {
         let tiles = |n: usize| if n == 1 { 1 } else { n.div_ceil(generic(Pass::Mask).block_m as usize) };
         let [batch, heads, queries, keys] = of.shape;
-        push(generic(Pass::Mask), 0, product(&[batch, heads, tiles(queries), tiles(keys)]))?;
+        push(generic(Pass::Mask), 0, product(&[batch, heads, tiles(queries), tiles(keys)]), 0)?;
     }
     if spec.d_sinks().is_some() {
-        push(generic(Pass::Sinks), 0, forward.num_q_heads())?;
+        push(generic(Pass::Sinks), 0, forward.num_q_heads(), 0)?;
     }
     // Only the pass of rows: nothing reads what it leaves.
     if steps.len() == 1 && steps[0].step.variant.algorithm.pass() == Some(Pass::Rows) {
         steps.clear();
     }
     let all = Params::new(forward, &whole(spec), widths(forward, &generic(Pass::Rows)));
-    let accumulation = forward.numerics.accumulation.size_bytes();
+    let states = rows.saturating_mul(state_bytes(forward.numerics.accumulation.size_bytes()));
+    let hopper = together.filter(|_| !steps.is_empty()).map(|variant| {
+        let workspace = HopperWorkspace::new(spec, states, 2 * variant.dq_columns() as usize);
+        let loaded = if variant.loads == Loads::Tma { loaded(spec) } else { [None; 4] };
+        Box::new(HopperPass { items, workspace, loaded })
+    });
+    let workspace_bytes = hopper.as_ref().map_or(states, |hopper| hopper.workspace.bytes);
     Ok(BackwardLaunch {
-        workspace_bytes: if steps.is_empty() { 0 } else { rows.saturating_mul(state_bytes(accumulation)) },
+        workspace_bytes: if steps.is_empty() { 0 } else { workspace_bytes },
         steps,
         params: BackwardParams::new(spec, all),
-        cost: cost_of(spec, caps, why.is_none()),
+        cost: cost_of(spec, caps, why.is_none(), hopper.is_some()),
+        hopper,
         multiprocessors: caps.multiprocessors,
         why,
     })
@@ -165,7 +234,7 @@ fn whole(spec: &BackwardSpec) -> Partition {
 }
 
 /// The products of the passes, and what is read and written once.
-fn cost_of(spec: &BackwardSpec, caps: &Caps, on_tensor_cores: bool) -> Cost {
+fn cost_of(spec: &BackwardSpec, caps: &Caps, on_tensor_cores: bool, in_one_pass: bool) -> Cost {
     let forward = spec.forward();
     let kernel = if on_tensor_cores { Kernel::Forward } else { Kernel::Generic };
     let once = cost::cost(forward, caps, kernel);
@@ -175,7 +244,7 @@ fn cost_of(spec: &BackwardSpec, caps: &Caps, on_tensor_cores: bool) -> Cost {
     let products = if_asked(of_dk || of_dv, dim)
         + if_asked(of_dk, dim_v + dim)
         + if_asked(of_dv, dim_v)
-        + if_asked(spec.dq().is_some(), 2.0 * dim + dim_v)
+        + if_asked(spec.dq().is_some(), if in_one_pass { dim } else { 2.0 * dim + dim_v })
         + if_asked(spec.d_mask().is_some(), dim + dim_v);
     let flops = 2.0 * pairs * products;
     let bytes = |of: Option<&TensorSpec<4>>| {
@@ -185,7 +254,7 @@ fn cost_of(spec: &BackwardSpec, caps: &Caps, on_tensor_cores: bool) -> Cost {
     let ratio = if once.flops > 0.0 { flops / once.flops } else { 0.0 };
     Cost {
         flops,
-        exponentials: once.exponentials * 2.0,
+        exponentials: once.exponentials * if in_one_pass { 1.0 } else { 2.0 },
         bytes_read: once.bytes_read + once.bytes_written + bytes(Some(spec.d_o())),
         bytes_written: written,
         floor_cycles: once.floor_cycles * ratio,

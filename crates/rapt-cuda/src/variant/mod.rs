@@ -50,6 +50,8 @@ pub enum Algorithm {
     Backward(Pass),
     /// A pass of gradients, on the tensor cores.
     BackwardMma(Pass),
+    /// dq, dk and dv together, by the instructions of compute capability 9.0.
+    BackwardHopper,
 }
 
 /// What a launch of a backward pass finds: the numbers of kernels/backward*.cu.
@@ -66,6 +68,14 @@ pub enum Pass {
     Mask = 3,
     /// The gradients of sinks.
     Sinks = 4,
+    /// dq, dk and dv.
+    Together = 5,
+    /// dq of the parts that [`Pass::Together`] leaves.
+    Parts = 6,
+    /// dk and dv of the heads that [`Pass::Together`] has noted.
+    KeysAgain = 7,
+    /// dq of those.
+    QueriesAgain = 8,
 }
 
 impl Pass {
@@ -76,6 +86,10 @@ impl Pass {
             Pass::Queries => "queries",
             Pass::Mask => "mask",
             Pass::Sinks => "sinks",
+            Pass::Together => "together",
+            Pass::Parts => "parts",
+            Pass::KeysAgain => "keys again",
+            Pass::QueriesAgain => "queries again",
         }
     }
 }
@@ -93,7 +107,7 @@ impl Algorithm {
             | Algorithm::Varlen
             | Algorithm::Deviation
             | Algorithm::DeviationEnd => Kernel::Generic,
-            Algorithm::Backward(_) | Algorithm::BackwardMma(_) => Kernel::Backward,
+            Algorithm::Backward(_) | Algorithm::BackwardMma(_) | Algorithm::BackwardHopper => Kernel::Backward,
         }
     }
 
@@ -101,6 +115,7 @@ impl Algorithm {
     pub(crate) const fn pass(self) -> Option<Pass> {
         match self {
             Algorithm::Backward(pass) | Algorithm::BackwardMma(pass) => Some(pass),
+            Algorithm::BackwardHopper => Some(Pass::Together),
             _ => None,
         }
     }
@@ -249,7 +264,8 @@ impl KernelVariant {
         // Of float32 they do not beside scores that are changed.
         let is_changed = matches!(self.storage, DType::F32) && (self.natural || self.mask.is_some());
         let most = if is_changed { 64 } else { 128 };
-        matches!(self.algorithm, Algorithm::BackwardMma(Pass::Keys)) && (self.dims.0 > most || self.dims.1 > most)
+        matches!(self.algorithm, Algorithm::BackwardMma(Pass::Keys | Pass::KeysAgain))
+            && (self.dims.0 > most || self.dims.1 > most)
     }
 
     /// What makes figures of heads of those that this variant of deviation.cu leaves of rows.
@@ -285,7 +301,7 @@ impl KernelVariant {
             Algorithm::Varlen => c"varlen",
             Algorithm::Deviation => c"deviation",
             Algorithm::DeviationEnd => c"deviation_end",
-            Algorithm::Backward(_) | Algorithm::BackwardMma(_) => c"backward",
+            Algorithm::Backward(_) | Algorithm::BackwardMma(_) | Algorithm::BackwardHopper => c"backward",
             _ => c"attention",
         }
     }
@@ -331,6 +347,7 @@ impl KernelVariant {
             Algorithm::Decode | Algorithm::DecodeCodes => 32 * (self.decode_warps() + 1),
             Algorithm::Hopper => 2 * self.block_m + 128,
             Algorithm::HopperF32 => 512,
+            Algorithm::BackwardHopper => 384,
             Algorithm::Combine => 32 * COMBINE_WARPS as u32,
             Algorithm::Append => 128,
             Algorithm::Varlen => 256,
@@ -347,8 +364,7 @@ impl KernelVariant {
                 | Algorithm::Varlen
                 | Algorithm::Deviation
                 | Algorithm::DeviationEnd
-                | Algorithm::Backward(_)
-        )
+        ) || matches!(self.algorithm, Algorithm::Backward(pass) if pass as u8 != Pass::Parts as u8)
     }
 
     /// The whole source text.
@@ -374,7 +390,9 @@ impl KernelVariant {
             Algorithm::Deviation => "deviation.cu",
             Algorithm::DeviationEnd => "deviation_end.cu",
             Algorithm::Backward(Pass::Rows | Pass::Sinks) => "backward_rows.cu",
+            Algorithm::Backward(Pass::Parts) => "backward_parts.cu",
             Algorithm::Backward(_) => "backward.cu",
+            Algorithm::BackwardHopper => "backward_hopper.cu",
             Algorithm::BackwardMma(_) => "backward_mma.cu",
         }
     }

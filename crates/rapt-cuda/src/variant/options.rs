@@ -2,10 +2,10 @@
 
 use rapt_core::{Arch, DType, ScaleLayout};
 
-use super::shared::HOPPER_F32_STAGES;
+use super::shared::{BACKWARD_HOPPER_STAGES, HOPPER_F32_STAGES};
 use super::{Algorithm, KernelVariant, Loads, Pass, Sequences, generic_columns};
 use crate::append::AppendParams;
-use crate::backward::BackwardParams;
+use crate::backward::{BackwardHopperParams, BackwardParams};
 use crate::codes::{Codes, TileCodes, TileScales};
 use crate::deviation::DeviationParams;
 use crate::params::{HopperCacheParams, HopperParams};
@@ -138,6 +138,7 @@ impl KernelVariant {
                 options.define("BLOCK_M", self.block_m);
             }
             Algorithm::Backward(pass) | Algorithm::BackwardMma(pass) => self.add_backward(&mut options, pass),
+            Algorithm::BackwardHopper => self.add_backward_hopper(&mut options),
             Algorithm::DeviationEnd => options.define("DEVIATION_BYTES", DeviationParams::bytes() as u32),
         }
         // Last, so that kernels without codes keep their names.
@@ -164,16 +165,39 @@ impl KernelVariant {
 
     fn add_backward(&self, options: &mut Options, pass: Pass) {
         options.define("BACKWARD_BYTES", size_of::<BackwardParams>() as u32);
-        options.define("PASS", pass as u32);
+        let again = match pass {
+            Pass::KeysAgain => Some(Pass::Keys),
+            Pass::QueriesAgain => Some(Pass::Queries),
+            _ => None,
+        };
+        options.define("PASS", again.unwrap_or(pass) as u32);
+        if again.is_some() {
+            options.define("AGAIN", 1);
+        }
         if matches!(self.algorithm, Algorithm::BackwardMma(_)) {
             options.define("BLOCK_M", self.block_m);
             options.define("BLOCK_N", self.block_n);
             options.define("STAGES", self.stages);
             options.define("SPLIT", u32::from(self.is_split()));
             options.define("MIN_BLOCKS", if self.shared_bytes() <= 112 * 1024 { 2 } else { 1 });
+        } else if pass == Pass::Parts {
+            options.define("DQ_COLUMNS", self.dq_columns());
         } else if !matches!(pass, Pass::Rows | Pass::Sinks) {
             options.define("DV_COLUMNS", generic_columns(self.storage));
         }
+    }
+
+    fn add_backward_hopper(&self, options: &mut Options) {
+        options.define("BACKWARD_BYTES", size_of::<BackwardParams>() as u32);
+        options.define("BACKWARD_HOPPER_BYTES", size_of::<BackwardHopperParams>() as u32);
+        options.define("BLOCK_M", self.block_m);
+        options.define("BLOCK_N", self.block_n);
+        options.define("DQ_COLUMNS", self.dq_columns());
+        options.define("Q_STAGES", BACKWARD_HOPPER_STAGES);
+        options.define("DQ_STAGES", 1);
+        // As many as 384 threads were given at the start: 128 each.
+        options.define("CONSUMER_REGISTERS", 240);
+        options.define("PRODUCER_REGISTERS", 24);
     }
 
     /// How keys are told apart by batch entry, and found.

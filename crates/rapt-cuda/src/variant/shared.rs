@@ -11,6 +11,8 @@ use crate::tensor_map::BOX_COLUMNS;
 
 /// Blocks of K, and of V, that hopper_f32.cu has in flight.
 pub(super) const HOPPER_F32_STAGES: u32 = 2;
+/// Tiles of queries that backward_hopper.cu has in flight: one is loaded while those of the tile at hand and of the one before are used.
+pub(super) const BACKWARD_HOPPER_STAGES: u32 = 3;
 /// Shared memory that hopper.cu may fill: 227 KiB.
 const RING_BYTES: u32 = 227 * 1024;
 
@@ -102,7 +104,10 @@ impl KernelVariant {
             Algorithm::Combine | Algorithm::Append | Algorithm::Varlen | Algorithm::Backward(Pass::Rows) => 0,
             // Sums of the warps.
             Algorithm::Backward(Pass::Sinks) => 8 * 8,
+            // Rows of dq, padded by a unit.
+            Algorithm::Backward(Pass::Parts) => 2 * self.block_m * (2 * self.dq_columns() + 8),
             Algorithm::Backward(_) => self.backward_bytes(),
+            Algorithm::BackwardHopper => self.backward_hopper_bytes(),
             Algorithm::BackwardMma(pass) => self.backward_mma_bytes(pass),
             Algorithm::Deviation => self.deviation_bytes(),
             // Figures of a row and two largest errors, of each warp.
@@ -132,9 +137,27 @@ impl KernelVariant {
             let (a, b) = (2 * rows * row_of(words * variant.dims.0), 2 * rows * row_of(words * variant.dims.1));
             a.next_multiple_of(128) + b.next_multiple_of(128)
         }
-        let (own, streamed) = if matches!(pass, Pass::Keys) { (1, self.block_n) } else { (self.block_m, 1) };
+        let (is_of_keys, is_again) =
+            (matches!(pass, Pass::Keys | Pass::KeysAgain), matches!(pass, Pass::KeysAgain | Pass::QueriesAgain));
+        let (own, streamed) = if is_of_keys { (1, self.block_n) } else { (self.block_m, 1) };
         let stage = pair(self, self.block_n) + (16 * streamed).next_multiple_of(128);
-        pair(self, self.block_m) + self.stages * stage + (16 * own).next_multiple_of(128)
+        pair(self, self.block_m) + self.stages * stage + (16 * own + 4 * is_again as u32).next_multiple_of(128)
+    }
+
+    /// Columns of dq that a group of backward_hopper.cu computes, zeros among them.
+    pub(crate) const fn dq_columns(&self) -> u32 {
+        if self.dims.0 > BOX_COLUMNS { BOX_COLUMNS } else { BOX_COLUMNS / 2 }
+    }
+
+    /// K and V, ds twice, parts of dq, q in stages, d_o twice, what is known of queries, barriers and two items.
+    const fn backward_hopper_bytes(&self) -> u32 {
+        let (boxes, boxes_v) = (self.dims.0.div_ceil(BOX_COLUMNS), self.dims.1.div_ceil(BOX_COLUMNS));
+        let (row, stages) = (2 * BOX_COLUMNS, BACKWARD_HOPPER_STAGES);
+        let of_keys = row * self.block_n * (boxes + boxes_v + 2);
+        let of_queries = row * self.block_m * (stages * boxes + 2 * boxes_v) + 2 * 4 * stages * self.block_m;
+        let parts = 2 * 4 * self.block_m * self.dq_columns();
+        let barriers = 8 * (2 * stages + 2 * 2 + 3 + 6 * 2);
+        (of_keys + of_queries + parts + barriers + 2 * 9 * 4).next_multiple_of(1024)
     }
 
     /// Weights twice; a tile of values, or of queries and keys; what is known of keys, and of rows.

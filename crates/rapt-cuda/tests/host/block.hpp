@@ -105,7 +105,7 @@ To bits_as(From from) {
 struct Dim {
     unsigned x;
 };
-inline Dim threadIdx, blockIdx;
+inline Dim threadIdx, blockIdx, gridDim;
 struct float2 {
     float x, y;
 };

@@ -22,7 +22,7 @@ extern "C" bool launch(const void* bytes, unsigned blocks, int block_threads) {
     static Passed copied;
     std::memcpy(&copied, bytes, sizeof copied);
     params = &copied;
-    count = block_threads;
+    count = block_threads, gridDim.x = blocks;
     for (unsigned n = 0; n < blocks; n++) {
         blockIdx.x = n;
         std::memset(shared, 0xa5, MOST_SHARED);

@@ -132,6 +132,20 @@ impl Current {
     }
 }
 
+impl Cuda {
+    /// A context that is current, whichever: a thread that has none, as PyTorch's that run a backward pass, gets one that was used before.
+    fn some_context(&self) -> Result<Current> {
+        let mut current: CUcontext = std::ptr::null_mut();
+        // SAFETY: one pointer is written.
+        check("cuCtxGetCurrent", unsafe { cuda::cuCtxGetCurrent(&raw mut current) })?;
+        let used = self.contexts.lock().unwrap_or_else(PoisonError::into_inner).values().next().copied();
+        match used {
+            Some(context) if current.is_null() => Current::new(context),
+            _ => Ok(Current(None)),
+        }
+    }
+}
+
 impl Drop for Current {
     fn drop(&mut self) {
         if let Some(before) = self.0 {
@@ -331,6 +345,7 @@ impl Driver for Cuda {
             64 => CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_64B,
             _ => CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B,
         };
+        let _current = self.some_context()?;
         // SAFETY: sizes and boxes have the 4 elements that the rank says and strides 3, as their types prove; the map is aligned as
         // its type says; nothing is read at the address.
         let code = unsafe {

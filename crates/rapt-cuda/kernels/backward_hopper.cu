@@ -1,0 +1,312 @@
+// Gradients of float16 and bfloat16 on the tensor cores of compute capability 9.0 by wgmma: dq, dk and dv of a pair of tiles together, five
+// products in one pass over scores.
+//
+//   A block stays on its multiprocessor and takes items, in their order: BLOCK_N keys of a key head, and the queries that see them, of all
+//   heads of the group, in tiles of BLOCK_M rows from the first on.
+//   producer (1 warp)          K and V of the item; q, d_o and states of queries through a ring of two stages (backward/hopper_load.cuh)
+//   consumers (2 x 4 warps)    64 keys each, per tile of queries, transposed: keys are the rows of scores
+//
+//     s = K @ q.T                            under way since the tile before
+//     dp = V @ d_o.T                         under way
+//     p = exp2(s * c - lse)                  of pairs that are attended, else 0
+//     dv += p @ d_o                          under way
+//     ds = p * (dp - delta)                  to shared memory, for both groups
+//     dq_part = ds.T @ K                     under way: half of the columns each
+//     dk += ds @ q                           under way
+//     s = K @ q.T                            of the next tile under way: dq_part to shared memory
+//   hand over (a warp a group) dq += dq_part in device memory, in the order of the keys, last first: a tile waits for its turn, a count in
+//                              device memory. Items are taken in that order, so that whatever is waited for is under way. float32.
+//
+// p and ds are rounded to the storage dtype where they are multiplied, and nowhere else. dq_part lies in fragments, as threads hold it:
+// backward_parts.cu makes rows of them, and multiplies by softmax_scale.
+// A head with a sum that is not finite, or a lse that is not relied on, is noted: backward_mma.cu computes it again, behind this.
+// Deliberately absent: masks, softcap and slopes, and head dims above 128 (backward_mma.cu).
+
+#include "backward/hopper_load.cuh"
+#include "common/softmax.cuh"
+#include "hopper/wgmma.cuh"
+
+DEFINE_WGMMA_QK(wgmma_scores, BLOCK_M)
+DEFINE_WGMMA_KM(wgmma_dk, HEAD_DIM)
+DEFINE_WGMMA_PV(wgmma_dv, HEAD_DIM_V)
+DEFINE_WGMMA_TT(wgmma_dq, DQ_COLUMNS)
+
+constexpr int NT = BM / 8, KT = BM / 16;
+
+struct Consumer {
+    const BackwardHopperParams& h;
+    Shared& sh;
+    const int group;
+    Accumulator<D / 8> dk;
+    Accumulator<DV / 8> dv;
+    u32 done = 0, items = 0;  // tiles of queries, and items that have some
+    Place<Q_STAGES> q;
+
+    // s = K @ q.T of tile n.
+    __device__ void multiply_queries(Accumulator<NT>& s, u32 stage) {
+        const u32 keys = tile_low(sh.k, 0) + group * (64 * 128 / 16), queries = tile_low(sh.q[stage], 0);
+        wgmma_fence();
+#pragma unroll
+        for (int d = 0; d < D; d += 16) {
+            const u32 within = d % BOX * 2 / 16;
+            wgmma_scores(s, keys + d / BOX * (K_BOX * 2 / 16) + within, queries + d / BOX * (Q_BOX * 2 / 16) + within, d > 0);
+        }
+        wgmma_commit();
+    }
+    __device__ void multiply_values(Accumulator<NT>& dp, u32 n) {
+        const u32 values = tile_low(sh.v, 0) + group * (64 * 128 / 16), arriving = tile_low(sh.d_o[n % 2], 0);
+        wgmma_fence();
+#pragma unroll
+        for (int d = 0; d < DV; d += 16) {
+            const u32 within = d % BOX * 2 / 16;
+            wgmma_scores(dp, values + d / BOX * (K_BOX * 2 / 16) + within, arriving + d / BOX * (Q_BOX * 2 / 16) + within, d > 0);
+        }
+        wgmma_commit();
+    }
+    __device__ void add_dv(OperandA<KT>& p, u32 n, bool add) {
+        const u32 arriving = tile_low(sh.d_o[n % 2], Q_BOX * 2);
+        wgmma_fence();
+#pragma unroll
+        for (int kt = 0; kt < KT; kt++) wgmma_dv(dv, p[kt], arriving + kt * (16 * 128 / 16), add || kt > 0);
+        wgmma_commit();
+    }
+    // Of ds of tile n, and its queries.
+    __device__ void add_dk(u32 n, u32 stage, bool add) {
+        const u32 ds = tile_low(sh.ds[n % 2], 0) + group * (64 * 128 / 16), queries = tile_low(sh.q[stage], Q_BOX * 2);
+        wgmma_fence();
+#pragma unroll
+        for (int kt = 0; kt < KT; kt++) wgmma_dk(dk, ds + kt * (16 * 2 / 16), queries + kt * (16 * 128 / 16), add || kt > 0);
+        wgmma_commit();
+    }
+    // Columns of this group, over all keys of the tile.
+    __device__ void multiply_ds(Accumulator<DQ_COLUMNS / 8>& dq, u32 n) {
+        const u32 ds = tile_low(sh.ds[n % 2], 0);
+        const u32 keys = tile_low(sh.k, 0) + (BOXES > 1 ? group * (K_BOX * 2 / 16) : group * (DQ_COLUMNS * 2 / 16));
+        wgmma_fence();
+#pragma unroll
+        for (int kt = 0; kt < BN / 16; kt++) wgmma_dq(dq, ds + kt * (16 * 128 / 16), keys + kt * (16 * 128 / 16), kt > 0);
+        wgmma_commit();
+    }
+
+    // Pairs of the tile that positions leave out weigh nothing.
+    __device__ void leave_out(Accumulator<NT>& p, const Item& item, int i0) const {
+        const Params& q = h.b.all;
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            const int j = item.first() + key_row() + r * 8;
+            // Queries first..end see the key.
+            int first = max(0, j - q.hi_shift + 1), end = min(q.q_len, j - q.lo_shift + 1);
+            if (j >= q.kv_len) end = first;
+            first -= i0 + (int)lane_column(threadIdx.x), end -= i0 + (int)lane_column(threadIdx.x);
+#pragma unroll
+            for (int nt = 0; nt < NT; nt++)
+#pragma unroll
+                for (int e = 0; e < 2; e++) {
+                    if (nt * 8 + e < first || nt * 8 + e >= end) p[nt][r * 2 + e] = 0;
+                }
+        }
+    }
+    // This thread's first row of the item's keys.
+    __device__ int key_row() const { return group * 64 + threadIdx.x % 128 / 32 * 16 + lane_row(threadIdx.x); }
+
+    __device__ void put_ds(const OperandA<KT>& ds, u32 n) {
+        const int lane = threadIdx.x % 32;
+        const u32 row = shared_address(sh.ds[n % 2]) + (group * 64 + threadIdx.x % 128 / 32 * 16) * 128 + stmatrix_row(lane);
+#pragma unroll
+        for (int kt = 0; kt < KT; kt++) stmatrix(stmatrix_unit(row, lane, kt * 2, 0), ds[kt][0], ds[kt][1], ds[kt][2], ds[kt][3]);
+    }
+
+    // A number of each of this thread's queries.
+    __device__ static void load_rows(float2 (&rows)[NT], const float* of) {
+#pragma unroll
+        for (int nt = 0; nt < NT; nt++) rows[nt] = *(const float2*)(of + nt * 8 + lane_column((int)threadIdx.x));
+    }
+
+    // The part of dq of the nth tile.
+    __device__ void hand_over(const Accumulator<DQ_COLUMNS / 8>& dq, u32 n) {
+        const u32 stage = n % DQ_STAGES;
+        float4* to = (float4*)sh.dq[group][stage] + threadIdx.x % 128;
+        mbarrier_wait(sh.dq_empty[group][stage], n / DQ_STAGES & 1 ^ 1);
+#pragma unroll
+        for (int nt = 0; nt < DQ_COLUMNS / 8; nt++) to[nt * 128] = {dq[nt][0], dq[nt][1], dq[nt][2], dq[nt][3]};
+        fence_proxy_async();
+        mbarrier_arrive(sh.dq_full[group][stage]);
+    }
+
+    // Rows of a gradient: a warp's 16 through its rows of ds, which nobody reads any more.
+    template <int TILES>
+    __device__ void store(const Accumulator<TILES>& sums, void* to, const i64 (&stride)[4], const Item& item, int dim, bool wide, float factor) {
+        const int lane = threadIdx.x % 32, row = group * 64 + threadIdx.x % 128 / 32 * 16;
+        u8* tile = (u8*)sh.ds + row * 128;
+        const u32 at = shared_address(tile) + stmatrix_row(lane);
+        const auto word = [&](int nt, int r) { return pack(sums[nt][r * 2] * factor, sums[nt][r * 2 + 1] * factor); };
+        __syncwarp();
+#pragma unroll
+        for (int nt = 0; nt < TILES; nt += 2) {
+            const u32 unit = stmatrix_unit(at, lane, nt % 8, 0) + nt / 8 * sizeof(sh.ds[0]);
+            stmatrix(unit, word(nt, 0), word(nt, 1), word(nt + 1, 0), word(nt + 1, 1));
+        }
+        __syncwarp();
+        const int rows = min(16, h.b.all.kv_len - item.first() - row), c = out_column(lane);
+        Elem* from = (Elem*)to + row_offset(stride, item.batch, item.kv_head, item.first() + row);
+#pragma unroll
+        for (int box = 0; box < (TILES + 7) / 8; box++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const int r = out_row(lane, i), first = box * BOX + c;
+                if (r >= rows || first >= dim) continue;
+                const uint4 x = *(const uint4*)(tile + box * sizeof(sh.ds[0]) + swizzle_128b(r, c));
+                if (wide) {
+                    *(uint4*)(from + r * stride[2] + first) = x;
+                } else {
+                    const u32 words[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+                    for (int e = 0; e < 8; e++) {
+                        if (first + e < dim) from[r * stride[2] + (first + e) * stride[3]] = (Elem)(words[e / 2] >> e % 2 * 16);
+                    }
+                }
+            }
+    }
+
+    // Of keys that no query sees.
+    __device__ void store_nothing(const Item& item) const {
+        const BackwardParams& b = h.b;
+        for (int at = threadIdx.x; at < BN * max(b.all.head_dim, b.all.head_dim_v); at += CONSUMERS) {
+            const int j = item.first() + at % BN, c = at / BN;
+            if (j >= b.all.kv_len) continue;
+            if (c < b.all.head_dim) ((Elem*)b.dk)[row_offset(b.dk_stride, item.batch, item.kv_head, j) + c * b.dk_stride[3]] = 0;
+            if (c < b.all.head_dim_v) ((Elem*)b.dv)[row_offset(b.dv_stride, item.batch, item.kv_head, j) + c * b.dv_stride[3]] = 0;
+        }
+    }
+
+    __device__ void run() {
+        const BackwardParams& b = h.b;
+        const float c = (float)b.all.scale * LOG2_E;
+        const bool is_first = threadIdx.x % 32 == 0;
+        Accumulator<NT> s;
+#pragma unroll 1
+        for (u32 round = 0;; round++) {
+            mbarrier_wait(sh.item_full[round % 2], round / 2 & 1);
+            const Item item = sh.items[round % 2].as_uniform();
+            if (item.tile < 0) break;
+            if (item.tiles == 0) {
+                mbarrier_arrive_if(sh.item_empty[round % 2], is_first);
+                store_nothing(item);
+                continue;
+            }
+            mbarrier_wait(sh.k_full, items & 1);
+            mbarrier_wait(sh.q_full[q.stage], q.phase);
+            multiply_queries(s, q.stage);
+            wgmma_wait<0>(s);
+            mbarrier_wait(sh.v_full, items++ & 1);
+            const int whole_from = ::whole_from(b.all, item), whole_to = ::whole_to(b.all, item);
+            int i = item.start;
+            u32 before = q.stage;  // of the queries of the tile before
+#pragma unroll 1
+            for (int left = item.tiles * b.all.group, n = 0; left > 0; left--, n++, done++) {
+                const int i0 = i * BM;
+                i = item.next(i);
+                Accumulator<NT> dp;
+                mbarrier_wait(sh.d_o_full[done % 2], done / 2 & 1);
+                multiply_values(dp, done);
+                // Where there is no tile before, of whatever lies there: nothing is added to that.
+                add_dk(done + 1, before, n > 1);
+                {
+                    float2 lse[NT];
+                    load_rows(lse, sh.lse[q.stage]);
+#pragma unroll
+                    for (int nt = 0; nt < NT; nt++)
+#pragma unroll
+                        for (int r = 0; r < 2; r++) {
+                            s[nt][r * 2] = exp2_approx(__fmaf_rn(s[nt][r * 2], c, -lse[nt].x));
+                            s[nt][r * 2 + 1] = exp2_approx(__fmaf_rn(s[nt][r * 2 + 1], c, -lse[nt].y));
+                        }
+                }
+                if (i0 < whole_from | i0 > whole_to) leave_out(s, item, i0);
+                OperandA<KT> p, ds;
+#pragma unroll
+                for (int nt = 0; nt < NT; nt++)
+#pragma unroll
+                    for (int r = 0; r < 2; r++) p[operand_tile(nt)][operand_word(nt, r)] = pack(s[nt][r * 2], s[nt][r * 2 + 1]);
+                add_dv(p, done, n > 0);
+                mbarrier_wait(sh.ds_empty[done % 2], done / 2 & 1 ^ 1);
+                wgmma_wait<1>(dp);
+                wgmma_wait<1>(dk);
+                mbarrier_arrive_if(sh.q_empty[before], is_first & (n > 0));
+                {
+                    float2 delta[NT];
+                    load_rows(delta, sh.delta[q.stage]);
+#pragma unroll
+                    for (int nt = 0; nt < NT; nt++)
+#pragma unroll
+                        for (int r = 0; r < 2; r++) {
+                            const float low = s[nt][r * 2] * (dp[nt][r * 2] - delta[nt].x);
+                            const float high = s[nt][r * 2 + 1] * (dp[nt][r * 2 + 1] - delta[nt].y);
+                            ds[operand_tile(nt)][operand_word(nt, r)] = pack(low, high);
+                        }
+                }
+                put_ds(ds, done);
+                fence_proxy_async();
+                // The products of this group read what its four warps have put there.
+                bar_sync(OWN_DS + group, 128);
+                mbarrier_arrive_if(sh.ds_full[done % 2], is_first);
+                // dq of the tile before: the other group is not waited for.
+                Accumulator<DQ_COLUMNS / 8> dq;
+                if (n > 0) mbarrier_wait(sh.ds_full[(done + 1) % 2], (done - 1) / 2 & 1);
+                multiply_ds(dq, done + 1);
+                before = q.stage;
+                q.advance();
+                if (left > 1) mbarrier_wait(sh.q_full[q.stage], q.phase);
+                // Of whatever lies there behind the last one.
+                multiply_queries(s, q.stage);
+                wgmma_wait<1>(dq);
+                mbarrier_arrive_if(sh.d_o_empty[done % 2], is_first);
+                if (n > 0) {
+                    mbarrier_arrive_if(sh.ds_empty[(done + 1) % 2], is_first);
+                    hand_over(dq, done - 1);
+                }
+                // Nothing is under way where the loop begins again: what is there is done one by one (C7514).
+                wgmma_wait<0>(s);
+                wgmma_wait<0>(dv);
+            }
+            Accumulator<DQ_COLUMNS / 8> dq;
+            mbarrier_wait(sh.ds_full[(done + 1) % 2], (done - 1) / 2 & 1);
+            multiply_ds(dq, done + 1);
+            add_dk(done + 1, before, item.tiles * b.all.group > 1);
+            wgmma_wait<1>(dq);
+            hand_over(dq, done - 1);
+            wgmma_wait<0>(dk);
+            mbarrier_arrive_if(sh.q_empty[before], is_first);
+            mbarrier_arrive_if(sh.kv_empty, is_first);
+            // The other group has read ds too: rows of gradients come there.
+            bar_sync(DS, CONSUMERS);
+            mbarrier_arrive_if(sh.ds_empty[(done + 1) % 2], is_first);
+            mbarrier_arrive_if(sh.item_empty[round % 2], is_first);
+            if (non_finite(dk) + non_finite(dv) != 0) note_odd(b, item.batch, item.kv_head);
+            store(dk, b.dk, b.dk_stride, item, b.all.head_dim, b.dk_wide, (float)b.all.scale);
+            store(dv, b.dv, b.dv_stride, item, b.all.head_dim_v, b.dv_wide, 1);
+        }
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) backward(const __grid_constant__ BackwardHopperParams h) {
+    extern __shared__ __align__(1024) u8 memory[];
+    Shared& sh = *(Shared*)memory;
+    const int group = uniform(threadIdx.x / 128);
+    if (threadIdx.x == 0) init_barriers(sh);
+    __syncthreads();
+    if (group == 2) {
+        setmaxnreg_dec<PRODUCER_REGISTERS>();
+        const int warp = uniform(threadIdx.x % 128 / 32);
+        const bool is_first = threadIdx.x % 32 == 0;
+        if (warp == 0 || warp == 3) {
+            if (VECTOR ? threadIdx.x % 128 == 0 : true) produce(h, sh);
+        } else if (is_first) {
+            add_in_turn(h, sh, warp - 1);
+        }
+    } else {
+        setmaxnreg_inc<CONSUMER_REGISTERS>();
+        Consumer consumer{h, sh, group};
+        consumer.run();
+    }
+}

@@ -1,0 +1,55 @@
+// dq of the sums that backward_hopper.cu leaves: rows of a gradient, multiplied by softmax_scale. A tile that sees no key has none: zeros.
+//
+//   A block a tile. Sums lie in fragments, half of the columns after the other: through shared memory they become rows.
+//
+// A head with a sum that is not finite, or with a lse that is not relied on, is noted: backward_mma.cu computes it again.
+
+#include "backward/request.cuh"
+#include "common/tile.cuh"
+
+constexpr int THREADS = 256, BM = HOPPER_ROWS, COLUMNS = 2 * DQ_COLUMNS, ROW = COLUMNS + 8;  // elements of a row: its units are odd in number
+
+struct Shared {
+    __align__(16) Elem rows[BM * ROW];
+};
+static_assert(sizeof(Shared) == SHARED_BYTES, "the host and backward_parts.cu disagree on shared memory");
+
+extern "C" __global__ void __launch_bounds__(THREADS) backward(const __grid_constant__ BackwardParams b) {
+    extern __shared__ __align__(128) u8 memory[];
+    Shared& sh = *(Shared*)memory;
+    const Params& p = b.all;
+    const int tiles = tiles_of_queries(b), matrix = blockIdx.x / tiles, tile = blockIdx.x - matrix * tiles;
+    const int batch = matrix / p.heads, head = matrix - batch * p.heads, i0 = tile * BM, rows = min(BM, p.q_len - i0);
+    const Seen seen(p, Task(batch, head, Sequence(p, batch)), i0, i0 + rows);
+    const bool is_empty = seen.lo >= seen.hi;
+    const float4* sums = (const float4*)b.dq_sums + (i64)blockIdx.x * (BM * COLUMNS / 4);
+    const float scale = (float)p.scale;
+    float odd = 0;
+#pragma unroll 4
+    for (int at = threadIdx.x; at < BM * COLUMNS / 4; at += THREADS) {
+        const float4 x = is_empty ? float4{0, 0, 0, 0} : sums[at];
+        odd += 0 * x.x + 0 * x.y + 0 * x.z + 0 * x.w;
+        const int half = at / (BM * DQ_COLUMNS / 4), nt = at / 128 % (DQ_COLUMNS / 8), thread = at % 128;
+        Elem* to = sh.rows + (thread / 32 * 16 + lane_row(thread)) * ROW + half * DQ_COLUMNS + nt * 8 + lane_column(thread);
+        *(u32*)to = pack(x.x * scale, x.y * scale), *(u32*)(to + 8 * ROW) = pack(x.z * scale, x.w * scale);
+    }
+    // A lse that is no number is of a row with a sum that is none.
+    if (threadIdx.x < rows) {
+        const RowState state = b.states[state_index(p, batch, head, i0 + threadIdx.x)];
+        if (!is_dead(state) && (state.top > LARGE_LSE || state.top < -LARGE_LSE || state.log2_sum != 0)) odd = not_a_number();
+    }
+    if (odd != 0) note_odd(b, batch, divide(head, p.by_group));
+    __syncthreads();
+    Elem* dq = (Elem*)b.dq + row_offset(b.dq_stride, batch, head, i0);
+    if (b.dq_wide) {
+        for (int at = threadIdx.x; at < rows * (COLUMNS / 8); at += THREADS) {
+            const int r = at / (COLUMNS / 8), c = at % (COLUMNS / 8) * 8;
+            if (c < p.head_dim) *(uint4*)(dq + r * b.dq_stride[2] + c) = *(const uint4*)(sh.rows + r * ROW + c);
+        }
+    } else {
+        for (int at = threadIdx.x; at < rows * COLUMNS; at += THREADS) {
+            const int r = at / COLUMNS, c = at % COLUMNS;
+            if (c < p.head_dim) dq[r * b.dq_stride[2] + c * b.dq_stride[3]] = sh.rows[r * ROW + c];
+        }
+    }
+}
