@@ -157,10 +157,13 @@ struct Query {
     }
 };
 
+// Which weights of a tile are kept: bit (mt*NT + nt)*4 + e for element e of tile nt of fragment mt. `warp_row`: the warp's first own row of the
+// block's.
+__device__ inline u32 kept_weights(const Params& p, const Block& block, const Tiles& tiles, int warp_row) {
 #if DROPOUT
-// Which weights of a tile are kept: bit (mt*NT + nt)*4 + e for element e of tile nt of fragment mt. `own0` is the warp's first own row, `n0` the
-// first streamed one.
-__device__ inline u32 kept_weights(const DroppingHead& head, int own0, int n0) {
+    const Task task(block.batch, tiles.head, block.own.sequence);
+    const DroppingHead head(p.dropping, task.dropping_batch(), task.head);
+    const int own0 = block.own.first + warp_row, n0 = tiles.n0;
     static_assert(FRAGMENTS * NT * 4 <= 32, "a word has a bit for each");
     const int g = lane_row((int)threadIdx.x), t = threadIdx.x % 4, odd = g % 2;
     u32 kept = 0, beside = 0;
@@ -192,8 +195,10 @@ __device__ inline u32 kept_weights(const DroppingHead& head, int own0, int n0) {
 #endif
     }
     return PASS == KEYS ? kept | __shfl_xor_sync(~0u, beside, 4) : kept;
-}
+#else
+    return ~0u;
 #endif
+}
 
 // x = q.k and dp = d_o.v become p and ds, of a pair that positions do not leave out. p is scaled with the sums that it becomes.
 template <bool CAREFUL>
@@ -324,12 +329,7 @@ __device__ inline bool attend(const BackwardParams& b, Shared& sh, ByDs& by_ds, 
 #pragma unroll
             for (int mt = 0; mt < FRAGMENTS; mt++) zero(dp[mt]);
         const int own_row = warp_row + lane_row((int)threadIdx.x), streamed_row = lane_column((int)threadIdx.x);
-#if DROPOUT
-        const Task task(block.batch, tiles.head, sequence);
-        const u32 kept = kept_weights(DroppingHead(p.dropping, task.dropping_batch(), task.head), first + warp_row, tiles.n0);
-#else
-        constexpr u32 kept = ~0u;
-#endif
+        const u32 kept = kept_weights(p, block, tiles, warp_row);
         if (PASS == KEYS) {
 #pragma unroll
             for (int column = 0; column < NT * 2; column++) {

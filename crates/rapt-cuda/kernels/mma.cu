@@ -47,10 +47,11 @@ static_assert(sizeof(Shared) == SHARED_BYTES, "the host and mma.cu disagree on s
 
 using Place = RowBlock<BM>;
 
-#if DROPOUT
 // Weights of keys n0.. become zeros where they are dropped. Rows of a block are of one head.
 template <int MT>
-__device__ inline void drop(OperandA<NT / 2> (&weights)[MT], const Queries& queries, const DroppingHead& head, int n0) {
+__device__ inline void drop(OperandA<NT / 2> (&weights)[MT], const Queries& queries, int n0) {
+#if DROPOUT
+    const DroppingHead head(queries.p.dropping, queries.task.dropping_batch(), queries.task.head);
     const auto halves = [&](u32 low, u32 high) {
         return (head.keeps(low) ? 0xffffu : 0x8000u) | (head.keeps(high) ? 0xffff0000u : 0x80000000u);
     };
@@ -64,8 +65,8 @@ __device__ inline void drop(OperandA<NT / 2> (&weights)[MT], const Queries& quer
                 weights[mt][kt][operand_word(0, h)] &= halves(of.word[0], of.word[1]);
                 weights[mt][kt][operand_word(1, h)] &= halves(of.word[2], of.word[3]);
             }
-}
 #endif
+}
 
 #if PAGED && !CODES
 // Where column c of row r of a tile stands.
@@ -222,9 +223,6 @@ __device__ inline bool attend(const Params& p, Shared& sh, int first_fragment) {
     const float c = exponent_factor(p);
     const int warp_row = warp * 16 * FRAGMENTS + first_fragment * 16;
     const Queries queries{p, task, r0 + warp_row};
-#if DROPOUT
-    const DroppingHead dropping(p.dropping, task.dropping_batch(), task.head);
-#endif
 
     // Without keys nothing else would wait for Q, and its copies would land on the rows that are staged in its place.
 #if CODES
@@ -269,9 +267,7 @@ __device__ inline bool attend(const Params& p, Shared& sh, int first_fragment) {
         if (n0 + BN < seen.hi) load_next_k(n0 + BN);
         softmax.template add_keys<CAREFUL, NT>(p_rounded, s, c, SLACK);
 #endif
-#if DROPOUT
-        drop<MT>(p_rounded, queries, dropping, n0);
-#endif
+        drop<MT>(p_rounded, queries, n0);
         softmax.template add_values<CAREFUL, NT / 2>(p_rounded, sh.v);
     }
     cp_async_wait<0>();
