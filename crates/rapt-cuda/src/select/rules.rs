@@ -140,6 +140,9 @@ fn mma_variant(spec: &Spec, caps: &Caps) -> KernelVariant {
     // As many keys as leave a warp's scores and sums in registers; where scores are changed in between, as few as below.
     let is_plain = !wide.natural && wide.mask.is_none();
     let block_n = match wide.dims.0.max(wide.dims.1) {
+        // What is dropped is found in registers too.
+        65..=128 if wide.dropout => 32,
+        _ if wide.dropout => BLOCK_N,
         0..=64 if is_plain && caps.arch == Arch::Sm90a => 128,
         0..=64 if is_plain => 96,
         65..=128 if is_plain => 48,
