@@ -93,8 +93,9 @@ def test_gradients_are_those_of_the_cpu(case, dtype):
 
     first = run("cuda")
     assert all(torch.equal(a, b) for a, b in zip(first, run("cuda"))), "bits are the same every time"
-    for got, of_cpu, exactly in zip(first, run("cpu"), run("cpu", torch.float64)):
-        floor = _reference.FLOOR[name_of(got.dtype)] * 4
+    for n, (got, of_cpu, exactly) in enumerate(zip(first, run("cpu"), run("cpu", torch.float64))):
+        # Gradients of sinks are sums over out, which is rounded to the dtype of q.
+        floor = _reference.FLOOR[name_of(got.dtype if n < 2 else dtype)] * 4
         size = exactly.norm()
         error = (got.cpu().double() - exactly).norm()
         assert error <= 1.5 * (of_cpu.double() - exactly).norm() + floor * size, f"{error / size:.3g} of {floor:.3g}"
