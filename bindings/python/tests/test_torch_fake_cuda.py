@@ -98,7 +98,11 @@ def test_export_of_gpu_tensors(fake):
         assert {"rapt.attention.default", "aten.scaled_dot_product_attention.default"} == set(targets(exported))
 
 
-def test_gradients_are_refused_in_a_trace_too(fake):
-    q = fake(2, 4, 6, 64).requires_grad_()
-    with pytest.raises(rapt.UnsupportedError, match="no_grad"):
-        rapt.attention(q, q, q)
+def test_a_trace_that_trains_carries_rapts_backward(fake):
+    q, k, v = fake(2, 4, 6, 64).requires_grad_(), fake(2, 2, 6, 64).requires_grad_(), fake(2, 2, 6, 64)
+    backward = type(rapt.attention(*(torch.empty(1, 1, 2, 8, requires_grad=True, device="cpu") for _ in range(3))).grad_fn)
+    with rapt.torch.backend():
+        made = rapt.attention(q, k, v), sdpa(q, k, v, enable_gqa=True), torch.ops.rapt.attention(q, k, v)
+    for out in made:
+        # The engine runs no backward of a device that is not there.
+        assert about(out)[0] == (2, 4, 6, 64) and type(out.grad_fn) is backward

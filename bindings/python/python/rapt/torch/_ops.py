@@ -309,7 +309,7 @@ def _above(op, run, node):
     def kernel(*args, **kwargs):
         tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
         if needs_grad(tensors):
-            if not tensors[0].is_cpu:
+            if not (tensors[0].is_cpu or tensors[0].is_cuda):
                 _refuse_gradients(*tensors)
             return _autograd.once(lambda: below(*args, **kwargs), tensors) if node is None else node(*args, **kwargs)
         if _modes() or not all(_native.torch_is_plain(a) for a in args if isinstance(a, torch.Tensor)):
