@@ -189,7 +189,8 @@ fn why(request: &Request, variant: &KernelVariant, work: Work) -> Vec<String> {
         | Algorithm::Deviation
         | Algorithm::DeviationEnd
         | Algorithm::Backward(_)
-        | Algorithm::BackwardMma(_) => {
+        | Algorithm::BackwardMma(_)
+        | Algorithm::BackwardHopper => {
             return vec!["it serves every request".to_owned()];
         }
         Algorithm::Decode | Algorithm::Latent | Algorithm::DecodeCodes => vec![
@@ -234,7 +235,7 @@ fn judge_on_gpu(request: &Request, arch: Arch) -> Option<(Algorithm, Loads)> {
         | Algorithm::Varlen
         | Algorithm::Deviation
         | Algorithm::DeviationEnd => "generic",
-        Algorithm::Backward(_) | Algorithm::BackwardMma(_) => "backward",
+        Algorithm::Backward(_) | Algorithm::BackwardMma(_) | Algorithm::BackwardHopper => "backward",
     };
     assert_eq!(rows["kernel"], format!("{kernel} {} on {}", variant.storage, variant.arch.name()), "{request:?}");
     assert_eq!((variant.storage, variant.mask), (request.dtype, request.mask), "{request:?}");
