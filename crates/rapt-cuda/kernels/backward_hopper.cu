@@ -122,6 +122,33 @@ struct Consumer {
         for (int nt = 0; nt < NT; nt++) rows[nt] = *(const float2*)(of + nt * 8 + lane_column((int)threadIdx.x));
     }
 
+    // Scores of the tile at hand become p.
+    __device__ void exponentiate(Accumulator<NT>& s) const {
+        const float c = (float)h.b.all.scale * LOG2_E;
+        float2 lse[NT];
+        load_rows(lse, sh.lse[q.stage]);
+#pragma unroll
+        for (int nt = 0; nt < NT; nt++)
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+                s[nt][r * 2] = exp2_approx(__fmaf_rn(s[nt][r * 2], c, -lse[nt].x));
+                s[nt][r * 2 + 1] = exp2_approx(__fmaf_rn(s[nt][r * 2 + 1], c, -lse[nt].y));
+            }
+    }
+    // ds of the tile at hand, as an operand.
+    __device__ void weigh(OperandA<KT>& ds, const Accumulator<NT>& p, const Accumulator<NT>& dp) const {
+        float2 delta[NT];
+        load_rows(delta, sh.delta[q.stage]);
+#pragma unroll
+        for (int nt = 0; nt < NT; nt++)
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+                const float low = p[nt][r * 2] * (dp[nt][r * 2] - delta[nt].x);
+                const float high = p[nt][r * 2 + 1] * (dp[nt][r * 2 + 1] - delta[nt].y);
+                ds[operand_tile(nt)][operand_word(nt, r)] = pack(low, high);
+            }
+    }
+
     // The part of dq of the nth tile.
     __device__ void hand_over(const Accumulator<DQ_COLUMNS / 8>& dq, u32 n) {
         const u32 stage = n % DQ_STAGES;
@@ -181,7 +208,6 @@ struct Consumer {
 
     __device__ void run() {
         const BackwardParams& b = h.b;
-        const float c = (float)b.all.scale * LOG2_E;
         const bool is_first = threadIdx.x % 32 == 0;
         Accumulator<NT> s;
 #pragma unroll 1
@@ -211,17 +237,7 @@ struct Consumer {
                 multiply_values(dp, done);
                 // Where there is no tile before, of whatever lies there: nothing is added to that.
                 add_dk(done + 1, before, n > 1);
-                {
-                    float2 lse[NT];
-                    load_rows(lse, sh.lse[q.stage]);
-#pragma unroll
-                    for (int nt = 0; nt < NT; nt++)
-#pragma unroll
-                        for (int r = 0; r < 2; r++) {
-                            s[nt][r * 2] = exp2_approx(__fmaf_rn(s[nt][r * 2], c, -lse[nt].x));
-                            s[nt][r * 2 + 1] = exp2_approx(__fmaf_rn(s[nt][r * 2 + 1], c, -lse[nt].y));
-                        }
-                }
+                exponentiate(s);
                 if (i0 < whole_from | i0 > whole_to) leave_out(s, item, i0);
                 OperandA<KT> p, ds;
 #pragma unroll
@@ -233,18 +249,7 @@ struct Consumer {
                 wgmma_wait<1>(dp);
                 wgmma_wait<1>(dk);
                 mbarrier_arrive_if(sh.q_empty[before], is_first & (n > 0));
-                {
-                    float2 delta[NT];
-                    load_rows(delta, sh.delta[q.stage]);
-#pragma unroll
-                    for (int nt = 0; nt < NT; nt++)
-#pragma unroll
-                        for (int r = 0; r < 2; r++) {
-                            const float low = s[nt][r * 2] * (dp[nt][r * 2] - delta[nt].x);
-                            const float high = s[nt][r * 2 + 1] * (dp[nt][r * 2 + 1] - delta[nt].y);
-                            ds[operand_tile(nt)][operand_word(nt, r)] = pack(low, high);
-                        }
-                }
+                weigh(ds, s, dp);
                 put_ds(ds, done);
                 fence_proxy_async();
                 // The products of this group read what its four warps have put there.

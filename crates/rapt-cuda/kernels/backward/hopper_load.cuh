@@ -17,7 +17,7 @@ constexpr int K_BOX = BN * BOX, Q_BOX = BM * BOX;  // elements
 constexpr int DQ_PART = BM * DQ_COLUMNS;  // [batch, heads, tiles of queries, 2, DQ_PART] in device memory
 static_assert(BM == 64 && BN == 128, "two groups of 64 keys, and a box of queries");
 
-// Byte for byte BackwardHopperParams of backward_hopper.rs.
+// Byte for byte BackwardHopperParams of backward.rs.
 struct BackwardHopperParams {
     TensorMap q_map, k_map, v_map, d_o_map;
     BackwardParams b;
@@ -25,7 +25,7 @@ struct BackwardHopperParams {
     int run, run_heads;  // tiles of a run, and heads that take a run each in turn
     int lead;            // tiles of queries between the starts of the items of a run; 0 where each starts at its first
 };
-static_assert(sizeof(BackwardHopperParams) == BACKWARD_HOPPER_BYTES, "backward_hopper.rs and backward/hopper_load.cuh disagree");
+static_assert(sizeof(BackwardHopperParams) == BACKWARD_HOPPER_BYTES, "backward.rs and backward/hopper_load.cuh disagree");
 
 // Who loads: a thread, or where TMA cannot two warps, element by element.
 constexpr int LOADERS = VECTOR ? 1 : 64;
